@@ -1,0 +1,125 @@
+# Everything runs in $(VENV), which `make install` builds from requirements.lock.
+# Needs GNU make and Python 3.11 or newer with its venv module, nothing else.
+#
+#   make install EXTRAS=cuda            also for an NVIDIA GPU (tpu: for a TPU)
+#   make install PYTHON=/opt/py/bin/python3.12
+#   make train CONFIG=configs/x.py:runlocal WORKDIR=runs/x ARGS=--config.seed=1
+#   make test TESTS=tests/pp ARGS="-x -k crop"
+
+VENV ?= .venv
+PYTHON ?=
+EXTRAS ?=
+CONFIG ?= configs/digits.py
+WORKDIR ?= runs/digits
+TESTS ?= tests
+JOBS ?= 2
+ARGS ?=
+
+# For `make lock`: the interpreters to resolve for, and the extras to pin.
+PYTHON311 ?= python3.11
+PYTHON312 ?= python3.12
+LOCKED := digits,tfds,report,safetensors,lint,test
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+.DELETE_ON_ERROR:
+.PHONY: help install train test lint bench lock clean
+
+run := $(VENV)/bin/python -m
+comma := ,
+installed := $(VENV)/.installed
+ifneq ($(strip $(EXTRAS)),)
+installed += $(VENV)/.installed-$(subst $(comma),-,$(strip $(EXTRAS)))
+endif
+
+help: ## Say what there is (this)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' \
+	  Makefile
+
+install: $(installed) ## Build the virtual environment; quick the second time
+
+train: install ## Train a vision transformer on handwritten digits
+	@$(run) bigtrain.main --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+
+test: lint ## Lint, then run every test
+	@$(run) pytest -n $(JOBS) --dist=worksteal --durations=10 $(ARGS) $(TESTS)
+
+lint: install ## Check style, formatting and types
+	@$(run) ruff check .
+	@$(run) ruff format --check .
+	@$(run) mypy
+
+bench: install ## Run the benchmarks: one JSON line a figure
+	@$(run) benchmarks.run $(ARGS)
+
+clean: ## Remove what make built and cached; results under runs/ stay
+	rm -rf $(VENV) build *.egg-info
+	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# A python that is found may still be a stub that fails, or lack venv: try it.
+$(VENV)/bin/python:
+	@for python in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 \
+	    python3.13 python3); do \
+	  if "$$python" -c 'import sys, venv, ensurepip; \
+	      sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "Making $(VENV) with $$("$$python" --version)."; \
+	    exec "$$python" -m venv --clear $(VENV); \
+	  fi; \
+	done; \
+	echo "make: $(or $(PYTHON),no python3 on the PATH) is Python 3.11 or newer" \
+	  "with venv. Install one (Debian: apt-get install python3-venv) or name" \
+	  "it: make install PYTHON=/path/to/python3.12" >&2; \
+	exit 1
+
+$(VENV)/.installed: requirements.lock setup.cfg | $(VENV)/bin/python
+	@echo "Installing requirements.lock into $(VENV): a minute or two."
+	@$(run) pip install -qq -r requirements.lock
+	@$(run) pip install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Extras beyond the lock file, such as cuda, keep its pins as constraints.
+$(VENV)/.installed-%: $(VENV)/.installed
+	@echo "Installing the extras $(EXTRAS)."
+	@$(run) pip install -qq --no-build-isolation -c requirements.lock \
+	  -e ".[$(EXTRAS)]"
+	@touch $@
+
+# Resolves without installing, once for each Python; what both agree on is
+# pinned once, the rest by Python version.
+lock: ## Pin the newest versions that setup.cfg allows in requirements.lock
+	@rm -rf build/lock && mkdir -p build/lock
+	@for python in "$(PYTHON311)" "$(PYTHON312)"; do \
+	  minor=$$("$$python" -c 'import sys; print(sys.version_info.minor)') && \
+	  "$$python" -m venv --clear build/lock/venv && \
+	  build/lock/venv/bin/python -m pip install -qq --dry-run \
+	    --ignore-installed --report build/lock/report.json \
+	    setuptools wheel ".[$(LOCKED)]" && \
+	  "$$python" -c "$$print_pins" <build/lock/report.json \
+	    | LC_ALL=C sort >build/lock/$$minor || exit 1; \
+	done
+	@cd build/lock && { \
+	  comm -12 11 12; \
+	  comm -23 11 12 | sed 's/$$/; python_version < "3.12"/'; \
+	  comm -13 11 12 | sed 's/$$/; python_version >= "3.12"/'; \
+	} | LC_ALL=C sort -f >pins
+	@{ \
+	  echo '# Made by `make lock` from setup.cfg, for Python 3.11 and 3.12.'; \
+	  cat build/lock/pins; \
+	} >requirements.lock
+	@rm -rf build
+
+# The resolver saw this machine only; TensorFlow has another name elsewhere.
+define print_pins
+import json, sys
+x86 = 'platform_system == "Linux" and platform_machine == "x86_64"'
+other = 'platform_system != "Linux" or platform_machine != "x86_64"'
+for package in json.load(sys.stdin)["install"]:
+  name = package["metadata"]["name"].replace("_", "-").lower()
+  pin = "==" + package["metadata"]["version"]
+  if name == "tensorflow-cpu":
+    print(f"tensorflow{pin}; {other}\ntensorflow-cpu{pin}; {x86}")
+  elif name != "bigtrain":
+    print(name + pin)
+endef
+export print_pins

@@ -1,0 +1,106 @@
+"""The process and its job: signals, exit codes, joining other processes.
+
+Importing this module is quick and does not load jax, so that signals can be
+caught before the slow imports begin.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_CONFIG = 2
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL: schedulers may requeue the job.
+
+_signals: list[int] = []
+
+
+class Preempted(Exception):
+  """Ends the run after a signal; what had to be saved is saved."""
+
+
+def catch_signals() -> None:
+  """SIGTERM, SIGUSR1 and SIGINT ask for a save and an end with code 75.
+
+  The first signal is only noted, for `preempted` to report; a second one ends
+  the process at once. Called from the main thread.
+  """
+  for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, _on_signal)
+
+
+def _on_signal(number: int, frame: Any) -> None:
+  name = signal.Signals(number).name
+  if _signals:
+    _say(f"{name} again: ending at once; the last checkpoint stands.")
+    os._exit(EXIT_PREEMPTED if number != signal.SIGINT else 128 + number)
+  _signals.append(number)
+  _say(
+    f"{name}: will finish the step, save and exit with {EXIT_PREEMPTED}; "
+    "once more ends at once."
+  )
+
+
+def _say(text: str) -> None:
+  # A handler may interrupt any code, also the logger while it holds its lock.
+  os.write(2, f"bigtrain: {text}\n".encode())
+
+
+def preempted() -> bool:
+  """Whether a signal has asked this process to end."""
+  return bool(_signals)
+
+
+def check_preempted() -> None:
+  """Raises Preempted if a signal has come; for where nothing is to save."""
+  if preempted():
+    raise Preempted(f"{signal.Signals(_signals[0]).name} received")
+
+
+def interruptible(fn: Callable[[], Any]) -> Any:
+  """Runs `fn`, which may take minutes in C++, so that signals still count.
+
+  Python runs signal handlers between byte codes of the main thread only; a
+  long compilation there would make it deaf. So the work goes to a thread, and
+  the main thread waits in a way that wakes up.
+
+  Raises:
+    Preempted: a signal came; the thread is left behind, the process ends.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    return fn()
+  outcome: list[tuple[bool, Any]] = []
+
+  def work() -> None:
+    try:
+      outcome.append((True, fn()))
+    except BaseException as e:
+      outcome.append((False, e))
+
+  thread = threading.Thread(target=work, daemon=True, name="interruptible")
+  thread.start()
+  while thread.is_alive():
+    thread.join(timeout=0.2)
+    if thread.is_alive():
+      check_preempted()
+  succeeded, value = outcome[0]
+  if not succeeded:
+    raise value
+  return value
+
+
+def leave(code: int) -> NoReturn:
+  """Ends the process with `code` now, whatever threads are still doing.
+
+  Interpreter shutdown would wait for a thread that compiles, and with several
+  processes for a barrier that a failed one never reaches.
+  """
+  logging.shutdown()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)

@@ -1,0 +1,68 @@
+"""Slices of a data set, written as tensorflow-datasets writes them.
+
+  "train"  "train[:80%]"  "test[1000:]"  "[-10%:]"
+
+A bound is a number of examples or a percentage; negative ones count from the
+end.
+"""
+
+import re
+
+from bigtrain.settings import ConfigError
+
+_BOUND = r"\s*(-?\d+(?:\.\d+)?%|-?\d+)?\s*"
+_SLICE = re.compile(rf"([^\[\]]*)(?:\[{_BOUND}:{_BOUND}\])?")
+
+
+def split_name(text: str, key: str) -> tuple[str, str]:
+  """("train", "[:80%]") of "train[:80%]"; either part may be empty.
+
+  Raises:
+    ConfigError: `text` is nothing of the kind; `key` says where it stands.
+  """
+  match = _SLICE.fullmatch(text.strip()) if isinstance(text, str) else None
+  if not match:
+    raise ConfigError(
+      f"{key}={text!r}: expected a slice such as '[:80%]' or '[1000:]'."
+    )
+  name = match.group(1).strip()
+  return name, text.strip()[len(match.group(1)) :]
+
+
+def bounds(text: str, length: int, key: str) -> tuple[int, int]:
+  """(start, stop) of a slice "[a:b]" of `length` examples; "" is all of it.
+
+  Percentages are rounded to the closest example.
+
+  Raises:
+    ConfigError: no slice, more than there is, or nothing left.
+  """
+  name, text = split_name(text, key)
+  if name:
+    raise ConfigError(
+      f"{key}: expected a slice such as '[:80%]', not {name!r}."
+    )
+  if not text:
+    return 0, length
+  match = _SLICE.fullmatch(text)
+  start = _position(match.group(2), 0, length, key)
+  stop = _position(match.group(3), length, length, key)
+  if start >= stop:
+    raise ConfigError(
+      f"{key}={text!r} leaves no example: [{start}:{stop}] of {length}."
+    )
+  return start, stop
+
+
+def _position(bound: str | None, default: int, length: int, key: str) -> int:
+  if bound is None:
+    return default
+  percent = bound.endswith("%")
+  size = 100 if percent else length
+  value = float(bound[:-1]) if percent else int(bound)
+  if abs(value) > size:
+    there = "100%" if percent else f"{length} examples"
+    raise ConfigError(f"{key}: {bound} is more than the {there} there are.")
+  if value < 0:
+    value += size
+  return round(value * length / 100) if percent else int(value)

@@ -1,0 +1,88 @@
+"""Top-k accuracy and loss of a classifier, exact for any number of hosts.
+
+Legend: B batch, C classes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import losses, metrics
+from bigtrain.evaluators import common
+from bigtrain.settings import ConfigError, did_you_mean
+
+_LOSSES = {
+  "softmax_xent": losses.softmax_xent,
+  "sigmoid_xent": losses.sigmoid_xent,
+}
+
+
+class Evaluator:
+  """Accuracy "acc", "top5_acc", ..., and "loss" over a data set.
+
+  Args:
+    predict_fn: (variables, batch) -> logits [B, C].
+    context: where it runs.
+    data: source, as in config.input.data.
+    pp: preprocessing string; leaves `label_key` and the model's inputs.
+    loss: "softmax_xent" or "sigmoid_xent".
+    label_key: int [B] labels, or one-hot or multi-hot [B, C].
+    top_k: the example counts as right if any of its labels is among the k
+      classes with the largest logits; ties go to the lower class. A k larger
+      than C is left out.
+    batch_size: that of training unless given.
+    num_examples: only so many from the start.
+    cache: keep the preprocessed batches in host memory.
+  """
+
+  def __init__(
+    self,
+    predict_fn: Callable[[Any, Any], jax.Array],
+    context: common.Context,
+    *,
+    data: Mapping[str, Any],
+    pp: str = "",
+    loss: str = "softmax_xent",
+    label_key: str = "labels",
+    top_k: Sequence[int] = (1, 5),
+    batch_size: int | None = None,
+    num_examples: int | None = None,
+    cache: bool = True,
+  ):
+    if loss not in _LOSSES:
+      hint = did_you_mean(loss, _LOSSES)
+      raise ConfigError(
+        f"config.evals.{context.name}.loss: no loss {loss!r}.{hint}"
+      )
+
+    def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:
+      logits_BC = predict_fn(variables, batch).astype(jnp.float32)
+      labels_BC = batch[label_key]
+      if labels_BC.ndim == 1:
+        labels_BC = jax.nn.one_hot(labels_BC, logits_BC.shape[-1])
+      weight_B = metrics.example_weights(batch, logits_BC)
+      loss_B = _LOSSES[loss](logits_BC, labels_BC)
+      result = {"loss": metrics.pair(loss_B, weight_B)}
+      for k in top_k:
+        if k <= logits_BC.shape[-1]:
+          _, best_Bk = jax.lax.top_k(logits_BC, k)
+          hit_Bk = jnp.take_along_axis(labels_BC, best_Bk, axis=-1) > 0
+          name = "acc" if k == 1 else f"top{k}_acc"
+          result[name] = metrics.pair(jnp.any(hit_Bk, axis=-1), weight_B)
+      return result
+
+    self._batches = common.Batches(
+      pairs,
+      context,
+      data=data,
+      pp=pp,
+      batch_size=batch_size,
+      num_examples=num_examples,
+      cache=cache,
+    )
+
+  def run(self, variables: Any) -> dict[str, float]:
+    """Returns {"acc", "top5_acc", "loss"}."""
+    return metrics.host_means(self._batches.map(variables))

@@ -1,0 +1,298 @@
+"""Model FLOPs counted from a function's jaxpr, and the peak of each device.
+
+What is counted: multiplications and additions of matrix products,
+convolutions and attention, a multiply-add as 2. Elementwise work, reductions,
+softmax, normalisation and look-ups are not: published model FLOPs leave them
+out as well, and matrix units do not run them. A scan counts as often as it
+runs, `remat` changes nothing in a forward pass, and causal attention counts
+as the full square, as most papers do.
+
+MFU (model FLOPs utilisation, PaLM, https://arxiv.org/abs/2204.02311) is
+
+  3 x forward FLOPs x steps / (seconds x devices x peak FLOPs of a device)
+
+where 3 stands for one forward and two products per product backward: it
+assumes that every parameter is trained.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from absl import logging
+from jax.extend import core as jex_core
+
+
+def forward_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+  """FLOPs of one call of `fn`, traced but neither compiled nor run.
+
+  Args:
+    fn: a function that jax can trace; jitted or not.
+    *args: arrays or jax.ShapeDtypeStructs, global shapes (or trees of them).
+    **kwargs: the same by name. What is not an array belongs into a closure.
+
+  Returns:
+    FLOPs of all devices together.
+  """
+  closed = jax.make_jaxpr(fn)(*args, **kwargs)
+  return jaxpr_flops(closed.jaxpr)
+
+
+def train_flops(forward: int) -> int:
+  """FLOPs of forward and backward pass: three times the forward pass."""
+  return 3 * forward
+
+
+def mfu(
+  flops_per_step: float, step_secs: float, num_devices: int, peak: float
+) -> float:
+  """Share of the devices' peak that the model's own FLOPs make up.
+
+  Args:
+    flops_per_step: model FLOPs of a step, all devices (see `train_flops`).
+    step_secs: seconds a step takes.
+    num_devices: how many devices share the step.
+    peak: FLOP/s of one device (see `peak_flops`).
+  """
+  return flops_per_step / (step_secs * num_devices * peak)
+
+
+def jaxpr_flops(jaxpr: Any) -> int:
+  """FLOPs of a jaxpr (open or closed), nested ones included."""
+  jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+  return sum(_eqn_flops(eqn) for eqn in jaxpr.eqns)
+
+
+def _eqn_flops(eqn: Any) -> int:
+  name, params = eqn.primitive.name, eqn.params
+  if name in _COUNTS:
+    return _COUNTS[name](eqn)
+  if name == "cond":  # One branch runs; which one is not known: the largest.
+    return max(jaxpr_flops(branch) for branch in params["branches"])
+  inner = sum(jaxpr_flops(j) for j in _nested(params))
+  if not inner:
+    return 0
+  if name == "scan":
+    return params["length"] * inner
+  if name == "while":
+    logging.warning(
+      "FLOPs: a while loop runs an unknown number of times; its body "
+      "(%d FLOPs) counts once.",
+      inner,
+    )
+  elif name == "shard_map":
+    return inner * _num_shards(params)
+  elif name == "pallas_call":
+    return inner * _grid_size(params["grid_mapping"].grid)
+  return inner
+
+
+def _nested(params: dict[str, Any]) -> Iterator[Any]:
+  """Jaxprs among an equation's parameters (jit, remat, custom_vjp, ...)."""
+  kinds = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
+  for value in params.values():
+    if isinstance(value, kinds):
+      yield value
+    elif isinstance(value, (tuple, list)):
+      yield from (v for v in value if isinstance(v, kinds))
+
+
+def _num_shards(params: dict[str, Any]) -> int:
+  """How many different pieces of work a shard_map's body stands for.
+
+  The body has the shapes of one shard. Along a mesh axis that no input is
+  split over, the shards repeat the same work, which counts once.
+  """
+  axes = set()
+  for spec in params["in_specs"]:
+    for entry in spec:
+      axes |= set(entry if isinstance(entry, tuple) else (entry,))
+  sizes = dict(params["mesh"].shape)
+  return math.prod(sizes[a] for a in axes if a in sizes)
+
+
+def _grid_size(grid: tuple[Any, ...]) -> int:
+  if all(isinstance(n, int) for n in grid):
+    return math.prod(grid)
+  logging.warning("FLOPs: a Pallas kernel's grid is dynamic; it counts once.")
+  return 1
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+  return var.aval.shape
+
+
+def _dot_general(eqn: Any) -> int:
+  (lhs_contract, _), _ = eqn.params["dimension_numbers"]
+  lhs = _shape(eqn.invars[0])
+  contracted = math.prod(lhs[d] for d in lhs_contract)
+  return 2 * math.prod(_shape(eqn.outvars[0])) * contracted
+
+
+def _ragged_dot(eqn: Any) -> int:
+  """Each row of the left side meets one group of the right side."""
+  numbers = eqn.params["ragged_dot_dimension_numbers"]
+  (_, contract), (_, batch) = numbers.dot_dimension_numbers
+  shared = {*contract, *batch, *numbers.rhs_group_dimensions}
+  rhs = _shape(eqn.invars[1])
+  columns = math.prod(n for d, n in enumerate(rhs) if d not in shared)
+  return 2 * math.prod(_shape(eqn.invars[0])) * columns
+
+
+def _scaled_matmul(eqn: Any) -> int:
+  contracted = _shape(eqn.invars[0])[-1]  # [B, M, K] x [B, N, K].
+  return 2 * math.prod(_shape(eqn.outvars[0])) * contracted
+
+
+def _conv(eqn: Any) -> int:
+  """2 x outputs x kernel taps x input channels of a group.
+
+  Taps that fall on padding count, as in published figures; taps that fall
+  into the holes of a dilated input (transposed convolutions, gradients of
+  strided ones) do not.
+  """
+  p = eqn.params
+  numbers = p["dimension_numbers"]
+  rhs, out = _shape(eqn.invars[1]), _shape(eqn.outvars[0])
+  # The kernel's own input channels are those of one feature group, and the
+  # outputs' batch is already divided by batch_group_count.
+  channels = rhs[numbers.rhs_spec[1]]
+  flops = 2 * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * channels
+  for i, (out_dim, rhs_dim) in enumerate(
+    zip(numbers.out_spec[2:], numbers.rhs_spec[2:])
+  ):
+    flops *= _taps(
+      out[out_dim],
+      rhs[rhs_dim],
+      stride=p["window_strides"][i],
+      pad=p["padding"][i][0],
+      lhs_dilation=p["lhs_dilation"][i],
+      rhs_dilation=p["rhs_dilation"][i],
+    )
+  return flops
+
+
+def _taps(
+  outputs: int,
+  kernel: int,
+  *,
+  stride: int,
+  pad: int,
+  lhs_dilation: int,
+  rhs_dilation: int,
+) -> int:
+  """(output, tap) pairs along one dimension that do not fall into a hole."""
+  if lhs_dilation == 1:
+    return outputs * kernel
+  return sum(
+    (o * stride + k * rhs_dilation - pad) % lhs_dilation == 0
+    for o in range(outputs)
+    for k in range(kernel)
+  )
+
+
+def _attention(eqn: Any) -> int:
+  """Two products, q k^T and probabilities x v, as one cuDNN call."""
+  query, value = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+  if eqn.params["layout"] == 0:  # [B, L, H, K]; else [B, H, L, K].
+    batch, length, heads, width = query
+    length_kv = value[1]
+  else:
+    batch, heads, length, width = query
+    length_kv = value[2]
+  return 2 * batch * heads * length * length_kv * (width + value[-1])
+
+
+def _attention_backward(eqn: Any) -> int:
+  """Four products; the fifth, scores made again, is not the model's."""
+  return 2 * _attention(eqn)
+
+
+_COUNTS: dict[str, Callable[[Any], int]] = {
+  "dot_general": _dot_general,
+  "ragged_dot": _ragged_dot,
+  "ragged_dot_general": _ragged_dot,
+  "scaled_matmul": _scaled_matmul,
+  "scaled_matmul_wrapper": _scaled_matmul,
+  "conv_general_dilated": _conv,
+}
+for _name in ("dot_product_attention", "dot_product_attention_fp8"):
+  for _suffix in ("", "_wrapper"):
+    _COUNTS[f"{_name}_fwd{_suffix}"] = _attention
+    _COUNTS[f"{_name}_bwd{_suffix}"] = _attention_backward
+
+
+# Dense FLOP/s of the matrix units in bfloat16 with float32 accumulation
+# (float16 where the device has no bfloat16), for what jax calls one device.
+# The first pattern found in the device kind wins, so narrow ones come first.
+# Data sheets that only state figures "with sparsity" are halved.
+_PEAKS: tuple[tuple[str, float], ...] = (
+  # Google Cloud TPU system architecture pages, per chip. A jax device of v2,
+  # v3 and 7x is one of a chip's two cores; of the others it is a chip.
+  (r"^TPU v2", 45e12 / 2),
+  (r"^TPU v3", 123e12 / 2),
+  (r"^TPU v4 lite", 138e12),
+  (r"^TPU v4", 275e12),
+  (r"^TPU v5( lite|e)", 197e12),
+  (r"^TPU v5", 459e12),
+  (r"^TPU v6( lite|e)", 918e12),
+  (r"^TPU ?v?7", 2307e12 / 2),
+  # A slice of a GPU has a part of its peak, which the name does not tell.
+  (r"\bMIG\b", 0.0),
+  # NVIDIA data sheets and architecture white papers (Blackwell: HGX/DGX).
+  (r"\bB300\b", 2250e12),
+  (r"\b(GB200|GB300)\b", 2500e12),
+  (r"\bB200\b", 2250e12),
+  (r"\bB100\b", 1750e12),
+  (r"\bH200 NVL\b", 835.5e12),
+  (r"\b(H200|GH200)\b", 989.4e12),
+  (r"\bH[18]00 PCIe\b", 756.5e12),
+  (r"\bH100 NVL\b", 835.5e12),
+  (r"\b(H100|H800)\b", 989.4e12),
+  (r"\bH20\b", 148e12),
+  (r"\b(A100|A800)\b", 312e12),
+  (r"\bA40\b", 149.7e12),
+  (r"\bA30\b", 165e12),
+  (r"\bA10G\b", 70e12),
+  (r"\bA10\b", 125e12),
+  (r"\bL40S\b", 362e12),
+  (r"\bL40\b", 181e12),
+  (r"\bL4\b", 121e12),
+  (r"\bT4\b", 65e12),
+  (r"\bV100S", 130e12),
+  (r"\bV100-PCIE", 112e12),
+  (r"\bV100", 125e12),
+  (r"\bRTX 6000 Ada", 364.2e12),
+  (r"\bRTX A6000\b", 154.8e12),
+  (r"\bRTX A5000\b", 111.1e12),
+  (r"\bRTX 5090$", 209.5e12),
+  (r"\bRTX 5080$", 112.6e12),
+  (r"\bRTX 4090$", 165.2e12),
+  (r"\bRTX 4080$", 97.5e12),
+  (r"\bRTX 3090 Ti$", 80e12),
+  (r"\bRTX 3090$", 71e12),
+  (r"\bRTX 3080$", 59.5e12),
+  # AMD data sheets; a jax device of MI250 is one of a card's two dies.
+  (r"\bMI250X\b", 383e12 / 2),
+  (r"\bMI250\b", 362.1e12 / 2),
+  (r"\bMI3(00X|25X)\b", 1307.4e12),
+)
+
+
+def peak_flops(device: Any) -> float | None:
+  """Peak bfloat16 FLOP/s of a device, or None where it is not known.
+
+  Args:
+    device: a jax.Device, or its `device_kind`.
+
+  Returns:
+    FLOP/s, dense, without sparsity; None for CPUs, slices of a GPU (MIG) and
+    kinds that the table lacks: MFU is then left out.
+  """
+  kind = device if isinstance(device, str) else device.device_kind
+  for pattern, peak in _PEAKS:
+    if re.search(pattern, kind, re.IGNORECASE):
+      return peak or None
+  return None

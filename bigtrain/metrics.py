@@ -1,0 +1,110 @@
+"""Metrics as (sum, weight) pairs, which stay pairs until they are written.
+
+Pairs add up exactly over microbatches, devices, hosts, padded batches and
+steps; means of means do not. Norms and weight statistics live here too.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import trees
+
+Pair = tuple[Any, Any]
+Pairs = dict[str, Pair]
+
+
+def pair(values: jax.Array, weights: jax.Array | None = None) -> Pair:
+  """(sum, weight) of per-example values.
+
+  Args:
+    values: [B, ...] values, of which float32 sums are taken.
+    weights: broadcastable to `values`; ones unless given. A value whose weight
+      is zero is padding and does not count, even if it is not finite.
+
+  Returns:
+    Two float32 scalars.
+  """
+  values = values.astype(jnp.float32)
+  if weights is None:
+    return jnp.sum(values), jnp.asarray(values.size, jnp.float32)
+  weights = jnp.broadcast_to(weights.astype(jnp.float32), values.shape)
+  return (
+    jnp.sum(jnp.where(weights == 0, 0.0, values) * weights),
+    jnp.sum(weights),
+  )
+
+
+def example_weights(batch: Mapping[str, Any], like: jax.Array) -> jax.Array:
+  """[B] float32 weights: the batch's "_mask" of padding, or ones."""
+  if "_mask" in batch:
+    return batch["_mask"].astype(jnp.float32)
+  return jnp.ones(like.shape[:1], jnp.float32)
+
+
+def add(first: Pairs, second: Pairs) -> Pairs:
+  """Adds pairs by name; both hold the same names."""
+  return jax.tree.map(jnp.add, first, second)
+
+
+def means(pairs: Mapping[str, Pair]) -> dict[str, Any]:
+  """sum / weight of each pair; NaN where nothing was counted."""
+  return {name: total / weight for name, (total, weight) in pairs.items()}
+
+
+def host_means(batches: Iterable[Mapping[str, Pair]]) -> dict[str, float]:
+  """Means over batches of fetched pairs, summed exactly on the host.
+
+  The result does not depend on how the examples were cut into batches beyond
+  the rounding inside of each.
+  """
+  sums: dict[str, list[float]] = {}
+  weights: dict[str, list[float]] = {}
+  for pairs in batches:
+    for name, (total, weight) in pairs.items():
+      sums.setdefault(name, []).append(float(total))
+      weights.setdefault(name, []).append(float(weight))
+  result = {}
+  for name, parts in sums.items():
+    weight = math.fsum(weights[name])
+    result[name] = math.fsum(parts) / weight if weight else math.nan
+  return result
+
+
+def global_norm(tree: Any) -> jax.Array:
+  """Euclidean norm over all leaves, accumulated in float32."""
+  squares = [
+    jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+    for leaf in jax.tree.leaves(tree)
+  ]
+  return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+
+
+def weight_stats(params: Any, grads: Any, updates: Any) -> dict[str, Any]:
+  """Statistics of every parameter, as T5X logs them.
+
+  Args:
+    params: all parameters.
+    grads: gradients of the trainable ones.
+    updates: what the optimizer adds to the trainable ones.
+
+  Returns:
+    {"weight_rms/<name>", "weight_max/<name>", "grad_rms/<name>",
+    "update_rms/<name>"}: float32 scalars.
+  """
+
+  def rms(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+  stats = {}
+  for name, leaf in trees.flatten_with_names(params):
+    stats[f"weight_rms/{name}"] = rms(leaf)
+    stats[f"weight_max/{name}"] = jnp.max(jnp.abs(leaf)).astype(jnp.float32)
+  for name, leaf in trees.flatten_with_names(grads):
+    stats[f"grad_rms/{name}"] = rms(leaf)
+  for name, leaf in trees.flatten_with_names(updates):
+    stats[f"update_rms/{name}"] = rms(leaf)
+  return stats

@@ -1,0 +1,349 @@
+"""Vision Transformer, https://arxiv.org/abs/2010.11929.
+
+With the later choices: no class token but pooling by default, 2D sine-cosine
+position embeddings (https://arxiv.org/abs/2205.01580), attention pooling and
+the larger sizes (https://arxiv.org/abs/2106.04560), So400m
+(https://arxiv.org/abs/2305.13035).
+
+Axes: B batch, P patches, L length (P, and one more with a class token), D
+model width, C classes.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from bigtrain import settings
+from bigtrain.models import common
+
+
+class Size(NamedTuple):
+  """What a variant's name stands for."""
+
+  width: int
+  depth: int
+  mlp_dim: int
+  num_heads: int
+
+
+VARIANTS = {
+  "mu": Size(32, 1, 128, 2),
+  "Ti": Size(192, 12, 768, 3),
+  "S": Size(384, 12, 1536, 6),
+  "M": Size(512, 12, 2048, 8),
+  "B": Size(768, 12, 3072, 12),
+  "L": Size(1024, 24, 4096, 16),
+  "So400m": Size(1152, 27, 4304, 16),
+  "H": Size(1280, 32, 5120, 16),
+  "g": Size(1408, 40, 6144, 16),
+  "G": Size(1664, 48, 8192, 16),
+}
+
+POSEMBS = ("learn", "sincos2d")
+POOL_TYPES = ("gap", "map", "tok", "none")
+
+
+class Model(nn.Module):
+  """ViT. After construction the sizes hold numbers, whoever gave them.
+
+  Attributes:
+    num_classes: C; None for a model without a head.
+    variant: such as "B/16" or "B": sizes, and the patch size, that the fields
+      below take unless given themselves. See VARIANTS.
+    patch_size: height and width of a patch in pixels, or one number for both.
+    width: D.
+    depth: number of blocks.
+    mlp_dim: hidden width of the MLPs; the variant's, else 4 D.
+    num_heads: attention heads; must divide D.
+    posemb: "learn", or "sincos2d" which has no parameters.
+    pool_type: "gap" global average, "map" attention, "tok" class token,
+      "none" for a head on each patch.
+    rep_size: a tanh layer of this size before the head; True for D.
+    head_zeroinit: whether the head's kernel starts at zero.
+    head_bias_init: what the head's bias starts at: about log(1 / C) for
+      sigmoid losses, so that the first steps need not unlearn the negatives.
+    dropout: rate after the embedding, in the MLPs and on residual branches.
+    drop_path: rate of stochastic depth in the last block, 0 in the first.
+    scan: one compiled block that loops over stacked parameters.
+    remat_policy: "none" or a name of jax.checkpoint_policies.
+    dtype: of the computation; parameters, the pooled features and the head
+      are float32.
+  """
+
+  num_classes: int | None = None
+  variant: str | None = None
+  patch_size: int | Sequence[int] | None = None
+  width: int | None = None
+  depth: int | None = None
+  mlp_dim: int | None = None
+  num_heads: int | None = None
+  posemb: str = "learn"
+  pool_type: str = "gap"
+  rep_size: bool | int = False
+  head_zeroinit: bool = True
+  head_bias_init: float = 0.0
+  dropout: float = 0.0
+  drop_path: float = 0.0
+  scan: bool = False
+  remat_policy: str = "none"
+  dtype: str = "float32"
+
+  def __post_init__(self) -> None:
+    for name, value in _sizes(self).items():
+      # Linen's own setter works only after its __post_init__.
+      object.__setattr__(self, name, value)
+    common.check_option("posemb", self.posemb, POSEMBS)
+    common.check_option("pool_type", self.pool_type, POOL_TYPES)
+    common.check_option(
+      "remat_policy", self.remat_policy, common.REMAT_POLICIES
+    )
+    common.check_option("dtype", self.dtype, common.DTYPES)
+    common.check_rate("dropout", self.dropout)
+    common.check_rate("drop_path", self.drop_path)
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self, image: jax.Array, *, train: bool = False
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Classifies images.
+
+    Args:
+      image: (B, height, width, channels) of any numeric dtype, scaled as the
+        preprocessing says.
+      train: whether dropout and stochastic depth act; they draw from the rng
+        "dropout".
+
+    Returns:
+      float32 logits (B, C), or what precedes the head if there is none; and
+      what was computed on the way: "encoded" (B, P, D), the encoder's output
+      without a class token, "head_input" (B, D), pooled, "pre_logits" (B, D)
+      or (B, rep_size), what the head sees. With pool_type "none" each patch
+      has a row of these: (B, P, ...).
+    """
+    x_BPD, grid = PatchEmbedding(
+      self.width, self.patch_size, self.dtype, name="embedding"
+    )(image)
+    B, P, D = x_BPD.shape
+    if self.posemb == "learn":
+      init = nn.initializers.normal(D**-0.5)
+      posemb_1PD = self.param("pos_embedding", init, (1, P, D))
+    else:
+      posemb_1PD = common.sincos_2d(grid, D)
+    x_BLD = x_BPD + jnp.asarray(posemb_1PD, x_BPD.dtype)
+
+    if self.pool_type == "tok":
+      cls_11D = self.param("cls", nn.initializers.zeros, (1, 1, D))
+      cls_B1D = jnp.broadcast_to(cls_11D.astype(x_BLD.dtype), (B, 1, D))
+      x_BLD = jnp.concatenate([cls_B1D, x_BLD], axis=1)
+    x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
+
+    x_BLD = common.Encoder(
+      depth=self.depth,
+      mlp_dim=self.mlp_dim,
+      num_heads=self.num_heads,
+      dropout=self.dropout,
+      drop_path=self.drop_path,
+      scan=self.scan,
+      remat_policy=self.remat_policy,
+      dtype=self.dtype,
+      name="Transformer",
+    )(x_BLD, train=train)
+
+    out = {"encoded": x_BLD[:, -P:]}
+    x = out["head_input"] = self._pool(x_BLD).astype(jnp.float32)
+    if self.rep_size:
+      rep_size = D if self.rep_size is True else self.rep_size
+      x = nn.tanh(nn.Dense(rep_size, name="pre_logits")(x))
+    out["pre_logits"] = x
+    if self.num_classes:
+      head = nn.Dense(
+        self.num_classes,
+        name="head",
+        kernel_init=nn.initializers.zeros
+        if self.head_zeroinit
+        else nn.initializers.lecun_normal(),
+        bias_init=nn.initializers.constant(self.head_bias_init),
+      )
+      x = head(x)
+    return x, out
+
+  def _pool(self, x_BLD: jax.Array) -> jax.Array:
+    if self.pool_type == "gap":
+      return jnp.mean(x_BLD, axis=1, dtype=jnp.float32)
+    if self.pool_type == "map":
+      return common.MAPHead(
+        self.mlp_dim, self.num_heads, self.dtype, name="MAPHead_0"
+      )(x_BLD)
+    if self.pool_type == "tok":
+      return x_BLD[:, 0]
+    return x_BLD
+
+
+class PatchEmbedding(nn.Module):
+  """A linear layer over the pixels of each patch.
+
+  The parameters are those of a convolution, kernel (height, width, channels,
+  D) and bias; the product over patches is the same and faster, above all its
+  gradient.
+  """
+
+  width: int
+  patch_size: tuple[int, int]
+  dtype: str
+
+  @nn.compact
+  def __call__(self, image: jax.Array) -> tuple[jax.Array, tuple[int, int]]:
+    """Returns embeddings (B, P, D) and the grid's rows and columns."""
+    B, height, width, channels = image.shape
+    p, q = self.patch_size
+    if height % p or width % q:
+      raise settings.ConfigError(
+        f"config.model.patch_size: patches of {p}x{q} pixels do not tile an "
+        f"image of {height}x{width}."
+      )
+    h, w = height // p, width // q
+    x = jnp.asarray(image, self.dtype)
+    x = x.reshape(B, h, p, w, q, channels).transpose(0, 1, 3, 2, 4, 5)
+    x = x.reshape(B, h * w, p * q * channels)
+    kernel = self.param(
+      "kernel",
+      nn.initializers.lecun_normal(),
+      (p, q, channels, self.width),
+    )
+    bias_D = self.param("bias", nn.initializers.zeros, (self.width,))
+    kernel = kernel.reshape(-1, self.width).astype(self.dtype)
+    return x @ kernel + bias_D.astype(self.dtype), (h, w)
+
+
+def _sizes(model: Model) -> dict[str, Any]:
+  """The size fields of a model, with the variant's where none were given."""
+  sizes: dict[str, Any] = {}
+  if model.variant is not None:
+    name, slash, patch = str(model.variant).partition("/")
+    example = name + slash + patch if name in VARIANTS else "B/16"
+    if name not in VARIANTS:
+      options = [v + slash + patch for v in VARIANTS]
+      hint = settings.did_you_mean(model.variant, options)
+      raise settings.ConfigError(
+        f"config.model.variant: unknown {model.variant!r}.{hint}"
+      )
+    if slash and not patch.isdigit():
+      raise settings.ConfigError(
+        f"config.model.variant: expected a patch size in pixels after the "
+        f"slash, such as '{name}/16', got {example!r}."
+      )
+    sizes = VARIANTS[name]._asdict()
+    if slash:
+      sizes["patch_size"] = int(patch)
+  for name in ("patch_size", "width", "depth", "mlp_dim", "num_heads"):
+    if getattr(model, name) is not None:
+      sizes[name] = getattr(model, name)
+    elif name not in sizes and name != "mlp_dim":
+      raise settings.ConfigError(
+        f"config.model.{name}: missing; give it, or a variant such as 'B/16'."
+      )
+  patch = sizes["patch_size"]
+  sizes["patch_size"] = (patch, patch) if isinstance(patch, int) else patch
+  sizes["patch_size"] = tuple(sizes["patch_size"])
+  sizes.setdefault("mlp_dim", 4 * sizes["width"])
+  return sizes
+
+
+def from_published(
+  flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, np.ndarray]:
+  """Renames and reshapes the parameters of a published ViT to this model's.
+
+  Knows the .npz files of the AugReg and big_vision releases: an optimizer's
+  or train state's prefix; layers numbered together instead of by kind;
+  position embeddings inside of the encoder, or with an entry for the class
+  token; blocks stacked or not; a grid of another resolution; bfloat16 stored
+  as two-byte blobs.
+
+  A pre-logits layer that the model lacks is left out if the head's shape has
+  changed as well, which is how these are fine-tuned; a head that fits would
+  see other features without it, so then its name stays for the caller.
+
+  Args:
+    flat: parameters by "/"-joined name.
+    like: the model's parameters by name.
+
+  Returns:
+    Parameters by name. What matches nothing in `like` keeps its name and
+    shape, so that the caller can list it.
+  """
+  flat = {name: _bfloat16(value) for name, value in flat.items()}
+  for prefix in ("opt/target/", "params/"):
+    if any(name.startswith(prefix) for name in flat):
+      flat = {name.removeprefix(prefix): v for name, v in flat.items()}
+      break
+  flat = _rename(flat)
+
+  posemb_1PD = flat.get("pos_embedding")
+  if posemb_1PD is not None and posemb_1PD.ndim == 3:
+    P = posemb_1PD.shape[1]
+    if common.square_grid(P) is None and common.square_grid(P - 1) is not None:
+      if "cls" in flat:
+        flat["cls"] = flat["cls"] + posemb_1PD[:, :1]
+      posemb_1PD = posemb_1PD[:, 1:]
+    flat["pos_embedding"] = _fit_posemb(posemb_1PD, like.get("pos_embedding"))
+
+  flat = common.restack_blocks(flat, like)
+
+  shapes = [getattr(t.get("head/kernel"), "shape", None) for t in (flat, like)]
+  if "pre_logits/kernel" not in like and shapes[0] != shapes[1]:
+    flat.pop("pre_logits/kernel", None)
+    flat.pop("pre_logits/bias", None)
+  return flat
+
+
+def _bfloat16(value: np.ndarray) -> np.ndarray:
+  # numpy's file format has no bfloat16 and forgets what the bytes were.
+  return value.view(ml_dtypes.bfloat16) if value.dtype == "V2" else value
+
+
+def _fit_posemb(posemb_1PD: np.ndarray, like: Any) -> np.ndarray:
+  if like is None or len(like.shape) != 3:
+    return posemb_1PD
+  old = common.square_grid(posemb_1PD.shape[1])
+  new = common.square_grid(like.shape[1])
+  if not old or not new or posemb_1PD.shape[2] != like.shape[2]:
+    return posemb_1PD
+  return common.resample_posemb(posemb_1PD, old, new)
+
+
+def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Old names of the same things."""
+  numbered = re.compile(
+    r"(.*\bencoderblock[^/]*|MAPHead_0|)/?"
+    r"(LayerNorm|MultiHeadDotProductAttention|MlpBlock)_(\d+)/(.*)"
+  )
+  # Old numbers count all of a module's layers, new ones those of one kind.
+  numbers: dict[tuple[str, str], set[int]] = {}
+  for name in flat:
+    if m := numbered.fullmatch(name):
+      numbers.setdefault((m[1], m[2]), set()).add(int(m[3]))
+
+  inlined_map_head = "probe" in flat
+  result = {}
+  for name, value in flat.items():
+    name = re.sub(
+      r"Transformer/(posembed_input/)?pos_embedding", "pos_embedding", name
+    )
+    if m := numbered.fullmatch(name):
+      number = sorted(numbers[m[1], m[2]]).index(int(m[3]))
+      parent = m[1] + "/" if m[1] else ""
+      if not m[1] and inlined_map_head:
+        parent = "MAPHead_0/"
+      name = f"{parent}{m[2]}_{number}/{m[4]}"
+    elif name == "probe":
+      name = "MAPHead_0/probe"
+    result[name] = value
+  return result

@@ -1,0 +1,207 @@
+"""The few functions that numpy arrays and tensors do not share.
+
+Ops that run on both are written once, with Python's operators and these. A
+function here looks at what it gets: whatever is not numpy's (or Python's) is a
+tensor, and only then is tensorflow imported.
+
+Legend: B batch, H height, W width, C channels; `...` stands for B or nothing.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from bigtrain.settings import ConfigError, DataError
+
+_HOST_TYPES = (np.ndarray, np.generic, bytes, str, bool, int, float)
+
+
+def on_host(x: Any) -> bool:
+  """Whether `x` is numpy's or Python's own, not a tensor."""
+  return isinstance(x, _HOST_TYPES)
+
+
+def rank(x: Any) -> int:
+  """Number of dimensions; a tensor's must be known."""
+  if on_host(x):
+    return np.ndim(x)
+  return len(x.shape)
+
+
+def cast(x: Any, dtype: str) -> Any:
+  """`x` as another dtype, named as numpy names it; floats are truncated."""
+  if on_host(x):
+    return np.asarray(x).astype(dtype, copy=False)
+  import tensorflow as tf
+
+  return tf.cast(x, dtype)
+
+
+def clip(x: Any, low: Any, high: Any) -> Any:
+  """`x` within [low, high]."""
+  if on_host(x):
+    return np.minimum(np.maximum(x, low), high)
+  import tensorflow as tf
+
+  return tf.clip_by_value(x, low, high)
+
+
+def minimum(x: Any, y: Any) -> Any:
+  """The smaller one of two numbers or scalar tensors."""
+  if on_host(x) and on_host(y):
+    return min(x, y)
+  import tensorflow as tf
+
+  return tf.minimum(x, y)
+
+
+def reduce_all(x: Any) -> Any:
+  """Whether all of `x` hold."""
+  if on_host(x):
+    return np.all(x)
+  import tensorflow as tf
+
+  return tf.reduce_all(x)
+
+
+def reduce_any(x: Any, axis: int) -> Any:
+  """Whether any of `x` along an axis hold."""
+  if on_host(x):
+    return np.any(x, axis=axis)
+  import tensorflow as tf
+
+  return tf.reduce_any(x, axis=axis)
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+  """`x` where the condition holds, else `y`; the three broadcast."""
+  if on_host(condition):
+    return np.where(condition, x, y)
+  import tensorflow as tf
+
+  return tf.where(condition, x, y)
+
+
+def reshape(x: Any, shape: tuple[int, ...]) -> Any:
+  """`x` in another shape, of which one dimension may be -1."""
+  if on_host(x):
+    return np.reshape(x, shape)
+  import tensorflow as tf
+
+  return tf.reshape(x, shape)
+
+
+def image_size(image: Any) -> tuple[Any, Any]:
+  """(height, width) of an image [..., H, W, C].
+
+  Integers where they are known, else scalar tensors.
+  """
+  height, width = image.shape[-3], image.shape[-2]
+  if height is None or width is None:
+    import tensorflow as tf
+
+    shape = tf.shape(image)
+    # Sizes count from the left: a tensor is never a batch here.
+    height = shape[0] if height is None else height
+    width = shape[1] if width is None else width
+  return height, width
+
+
+def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
+  """`value`, or a failure with `message` and `shown` if not `condition`.
+
+  The failure is a DataError on the host. A graph fails when it runs, before
+  it uses the value, with tf.errors.InvalidArgumentError.
+  """
+  if on_host(condition):
+    if not condition:
+      raise DataError(f"{message}: {', '.join(map(str, shown))}.")
+    return value
+  import tensorflow as tf
+
+  with tf.control_dependencies(
+    [tf.debugging.Assert(condition, [f"{message}:", *shown])]
+  ):
+    return tf.identity(value)
+
+
+def require_kind(x: Any, kinds: str, op: str, expected: str) -> None:
+  """ConfigError unless the dtype's kind, a letter of numpy's, is in `kinds`."""
+  kind = np.asarray(x).dtype.kind if on_host(x) else _kind(x.dtype)
+  if kind not in kinds:
+    raise ConfigError(
+      f"preprocessing op {op!r} expects {expected}, got {_describe(x)}."
+    )
+
+
+def _kind(dtype: Any) -> str:
+  # Byte strings are objects in numpy's eyes; bfloat16 would be void.
+  return "f" if dtype.is_floating else np.dtype(dtype.as_numpy_dtype).kind
+
+
+def _describe(x: Any) -> str:
+  if isinstance(x, bytes | str):
+    return f"a {type(x).__name__} of {len(x)}"
+  dtype = x.dtype.name if hasattr(x, "dtype") else type(x).__name__
+  return f"{dtype} {tuple(x.shape) if rank(x) else 'scalar'}"
+
+
+def require_image(image: Any, u: Any, op: str) -> None:
+  """ConfigError unless `image` is [H, W, C], or [B, H, W, C] where u is [B, n].
+
+  A tensor of unknown rank is refused too: its source has to say more.
+  """
+  require_kind(image, "biuf", op, "an image of numbers (after 'decode')")
+  lead = rank(u) - 1
+  known = on_host(image) or image.shape.rank is not None
+  if known and rank(image) == 3 + lead:
+    return
+  shape = tuple(image.shape[lead:]) if known else "unknown"
+  raise ConfigError(
+    f"preprocessing op {op!r} expects an image [height, width, channels], got "
+    f"shape {shape}; reshape((h, w, c)) adds an axis."
+  )
+
+
+def flip_width(image: Any, flip: Any) -> Any:
+  """Mirrors an image [..., H, W, C] left to right where `flip` [...] holds."""
+  if on_host(image):
+    if np.ndim(flip):
+      return np.where(flip[:, None, None, None], image[:, :, ::-1], image)
+    return image[:, ::-1] if flip else image
+  import tensorflow as tf
+
+  return tf.cond(flip, lambda: tf.reverse(image, [1]), lambda: image)
+
+
+def cut(image: Any, top: Any, left: Any, height: Any, width: Any) -> Any:
+  """The window of an image [..., H, W, C] whose corner is (top, left) [...].
+
+  The window must be inside. Tensors keep what is known of their shape.
+  """
+  if not on_host(image):
+    import tensorflow as tf
+
+    window = tf.slice(image, [top, left, 0], [height, width, -1])
+    static = [s if isinstance(s, int) else None for s in (height, width)]
+    window.set_shape([*static, image.shape[-1]])
+    return window
+  if np.ndim(top):
+    return gather(
+      image,
+      top[:, None] + np.arange(height, dtype=np.int32),
+      left[:, None] + np.arange(width, dtype=np.int32),
+    )
+  return image[..., top : top + height, left : left + width, :]
+
+
+def gather(image: Any, rows: Any, columns: Any) -> Any:
+  """image[row, column] for all of rows [..., h] and columns [..., w]."""
+  if not on_host(image):
+    import tensorflow as tf
+
+    return tf.gather(tf.gather(image, rows, axis=0), columns, axis=1)
+  if rows.ndim == 2:
+    b = np.arange(len(image))[:, None, None]
+    return image[b, rows[:, :, None], columns[:, None, :]]
+  return image[rows[:, None], columns]

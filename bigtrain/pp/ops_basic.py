@@ -1,0 +1,366 @@
+"""Ops that run on numpy arrays, on batches of them, and on tensors alike.
+
+None of them imports tensorflow by itself: digits and token files train
+without it. See `registry` for what an op is, `arrays` for how they can be
+written once.
+
+Legend: B batch, H height, W width, C channels; `...` stands for B or nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from bigtrain.pp import arrays, registry
+from bigtrain.pp.registry import Op
+from bigtrain.settings import ConfigError, did_you_mean
+
+_DTYPES = (
+  "bool",
+  *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+  *(f"float{bits}" for bits in (16, 32, 64)),
+)
+
+Size = int | tuple[int, int]
+
+
+def pair(size: Size, name: str = "size") -> tuple[int, int]:
+  """(height, width) from a config's size: one positive number, or two."""
+  height, width = (size, size) if isinstance(size, int) else size
+  if height < 1 or width < 1:
+    raise ConfigError(f"argument {name!r} is {size!r}, expected at least 1.")
+  return height, width
+
+
+def dual(
+  fn: Callable[[Any, Any], Any],
+  key: str,
+  key_result: str | None = None,
+  draws: int = 0,
+) -> Op:
+  """An op of this module: maps one feature by fn(feature, u)."""
+  return registry.on_feature(fn, key, key_result, draws=draws, batched=True)
+
+
+@registry.register("value_range")
+def value_range(
+  vmin: float = -1,
+  vmax: float = 1,
+  in_min: float = 0,
+  in_max: float = 255,
+  clip: bool = False,
+  key: str = "image",
+  key_result: str | None = None,
+) -> Op:
+  """Maps [in_min, in_max] linearly to [vmin, vmax], as float32.
+
+  Args:
+    vmin: what `in_min` becomes.
+    vmax: what `in_max` becomes.
+    in_min: low end of the input.
+    in_max: high end of the input.
+    clip: whether inputs out of their range are clipped to [vmin, vmax].
+    key: the feature.
+    key_result: where the result goes, if not back to `key`.
+  """
+  if vmin >= vmax or in_min >= in_max:
+    raise ConfigError(
+      f"expected vmin < vmax and in_min < in_max, got vmin={vmin}, "
+      f"vmax={vmax}, in_min={in_min}, in_max={in_max}."
+    )
+  # Dividing by this, 127.5 for bytes to [-1, 1], meets both ends exactly,
+  # which multiplying by its inverse would not.
+  unit = np.float32((in_max - in_min) / (vmax - vmin))
+  low, high = np.float32(vmin), np.float32(vmax)
+  origin = np.float32(in_min)
+
+  def fn(x, u):
+    arrays.require_kind(x, "biuf", "value_range", "numbers (after 'decode')")
+    x = arrays.cast(x, "float32")
+    x = (x - origin if in_min else x) / unit
+    x = x + low if vmin else x
+    return arrays.clip(x, low, high) if clip else x
+
+  return dual(fn, key, key_result)
+
+
+@registry.register("vgg_value_range")
+def vgg_value_range(
+  mean: tuple[float, ...] = (123.675, 116.28, 103.53),
+  std: tuple[float, ...] = (58.395, 57.12, 57.375),
+  key: str = "image",
+  key_result: str | None = None,
+) -> Op:
+  """(image - mean) / std for each channel, as float32.
+
+  The defaults are those of RGB ImageNet, which most published convolutional
+  networks were trained with: 255 times (0.485, 0.456, 0.406) and (0.229,
+  0.224, 0.225).
+
+  Args:
+    mean: of each channel, on the scale of the input, so 0 to 255 for bytes.
+    std: of each channel, on the same scale.
+    key: the feature, [..., C].
+    key_result: where the result goes, if not back to `key`.
+  """
+  if len(mean) != len(std) or min(std, default=0) <= 0:
+    raise ConfigError(
+      f"expected as many positive std as mean, got mean={mean}, std={std}."
+    )
+  mean_C, std_C = np.float32(mean), np.float32(std)
+
+  def fn(x, u):
+    arrays.require_image(x, u, "vgg_value_range")
+    if x.shape[-1] not in (len(mean_C), None):
+      raise ConfigError(
+        f"preprocessing op 'vgg_value_range' has {len(mean_C)} means, and "
+        f"{key!r} has {x.shape[-1]} channels."
+      )
+    return (arrays.cast(x, "float32") - mean_C) / std_C
+
+  return dual(fn, key, key_result)
+
+
+@registry.register("flip_lr")
+def flip_lr(key: str = "image", key_result: str | None = None) -> Op:
+  """Mirrors an image [..., H, W, C] left to right, with probability 1/2."""
+
+  def fn(image, u):
+    arrays.require_image(image, u, "flip_lr")
+    return arrays.flip_width(image, u[..., 0] < 0.5)
+
+  return dual(fn, key, key_result, draws=1)
+
+
+def central_window(
+  height: Any, width: Any, size: tuple[int, int] | None
+) -> tuple[Any, Any, Any, Any]:
+  """(top, left, height, width) of the central window of an image.
+
+  Where it cannot be in the middle, it is half a pixel further up or left.
+
+  Args:
+    height: of the image, an integer or a scalar tensor; so is `width`.
+    width: of the image.
+    size: (height, width) of the window; None for the largest square.
+  """
+  if size is None:
+    side = arrays.minimum(height, width)
+    size = (side, side)
+  else:
+    height = _with_room(height, width, size, "central_crop")
+  return (height - size[0]) // 2, (width - size[1]) // 2, *size
+
+
+@registry.register("central_crop")
+def central_crop(
+  size: Size | None = None, key: str = "image", key_result: str | None = None
+) -> Op:
+  """The central window of an image [..., H, W, C].
+
+  Args:
+    size: of the window, one number or (height, width); the largest square
+      if None.
+    key: the feature.
+    key_result: where the result goes, if not back to `key`.
+  """
+  window = None if size is None else pair(size)
+
+  def fn(image, u):
+    arrays.require_image(image, u, "central_crop")
+    return arrays.cut(image, *central_window(*arrays.image_size(image), window))
+
+  return dual(fn, key, key_result)
+
+
+def random_window(
+  height: Any, width: Any, size: tuple[int, int], u: Any
+) -> tuple[Any, Any, int, int]:
+  """(top, left, height, width) of a window of fixed size.
+
+  Every position within the image is equally likely.
+
+  Args:
+    height: of the image, an integer or a scalar tensor; so is `width`.
+    width: of the image.
+    size: (height, width) of the window.
+    u: [..., 2] uniform numbers; top and left are [...].
+  """
+  height = _with_room(height, width, size, "random_crop")
+  return (
+    _integer(u[..., 0], height - size[0] + 1),
+    _integer(u[..., 1], width - size[1] + 1),
+    *size,
+  )
+
+
+@registry.register("random_crop")
+def random_crop(
+  size: Size,
+  pad: int = 0,
+  pad_mode: Literal["constant", "edge", "reflect"] = "constant",
+  key: str = "image",
+  key_result: str | None = None,
+) -> Op:
+  """A window of fixed size at a random position of an image [..., H, W, C].
+
+  Args:
+    size: of the window, one number or (height, width).
+    pad: pixels by which the image grows on each side first.
+    pad_mode: what they are: zeros, the nearest pixel of the image, or its
+      mirror image, as numpy.pad has it.
+    key: the feature.
+    key_result: where the result goes, if not back to `key`.
+  """
+  window = pair(size)
+  if pad < 0:
+    raise ConfigError(f"argument 'pad' is {pad}, expected at least 0.")
+
+  def fn(image, u):
+    arrays.require_image(image, u, "random_crop")
+    height, width = arrays.image_size(image)
+    top, left, h, w = random_window(
+      height + 2 * pad, width + 2 * pad, window, u
+    )
+    if not pad:
+      return arrays.cut(image, top, left, h, w)
+    # Reads through indices that run over the edges rather than building the
+    # larger image, most of which the crop would drop.
+    steps_h, steps_w = (
+      np.arange(h, dtype=np.int32),
+      np.arange(w, dtype=np.int32),
+    )
+    rows = top[..., None] + (steps_h - np.int32(pad))
+    columns = left[..., None] + (steps_w - np.int32(pad))
+    if pad_mode == "reflect":
+      height = arrays.checked(
+        height,
+        (height > pad) & (width > pad),
+        f"preprocessing op 'random_crop' cannot reflect {pad} pixels of an "
+        "image of height and width",
+        height,
+        width,
+      )
+      rows, columns = _reflect(rows, height - 1), _reflect(columns, width - 1)
+      return arrays.gather(image, rows, columns)
+    inner_rows = arrays.clip(rows, 0, height - 1)
+    inner_columns = arrays.clip(columns, 0, width - 1)
+    crop = arrays.gather(image, inner_rows, inner_columns)
+    if pad_mode == "edge":
+      return crop
+    inside = (rows == inner_rows)[..., :, None, None] & (
+      columns == inner_columns
+    )[..., None, :, None]
+    return arrays.where(inside, crop, arrays.cast(0, crop.dtype.name))
+
+  return dual(fn, key, key_result, draws=2)
+
+
+def _integer(u: Any, stop: Any) -> Any:
+  """Integers in [0, stop) from uniform numbers in [0, 1).
+
+  Never `stop` itself: the largest float32 below 1 times an integer below 2^24
+  rounds to less than that integer.
+  """
+  return arrays.cast(u * arrays.cast(stop, "float32"), "int32")
+
+
+def _reflect(index: Any, last: Any) -> Any:
+  """Mirrors indices that are up to `last` out of [0, last] back into it."""
+  return last - abs(last - abs(index))
+
+
+def _with_room(height: Any, width: Any, size: tuple[int, int], op: str) -> Any:
+  """`height`, once it is known that the window fits into the image."""
+  return arrays.checked(
+    height,
+    (height >= size[0]) & (width >= size[1]),
+    f"preprocessing op {op!r} cannot cut {size[0]}x{size[1]} pixels out of an "
+    "image of height and width",
+    height,
+    width,
+  )
+
+
+@registry.register("reshape")
+def reshape(
+  shape: tuple[int, ...], key: str = "image", key_result: str | None = None
+) -> Op:
+  """The feature in another shape, such as (8, 8, 1) for 64 numbers.
+
+  Args:
+    shape: of one example; one dimension may be -1.
+    key: the feature.
+    key_result: where the result goes, if not back to `key`.
+  """
+  if any(n < -1 for n in shape) or shape.count(-1) > 1:
+    raise ConfigError(
+      f"argument 'shape' is {shape}, expected sizes, of which one may be -1."
+    )
+
+  def fn(x, u):
+    lead = tuple(u.shape[:-1])
+    try:
+      return arrays.reshape(x, lead + tuple(shape))
+    except ValueError as e:
+      raise ConfigError(
+        f"preprocessing op 'reshape' cannot turn {key!r} of shape "
+        f"{tuple(x.shape[len(lead) :])} into {tuple(shape)}."
+      ) from e
+
+  return dual(fn, key, key_result)
+
+
+@registry.register("cast")
+def cast(dtype: str, key: str = "image", key_result: str | None = None) -> Op:
+  """The feature as another dtype, named as numpy names it.
+
+  Args:
+    dtype: such as "float32" or "int32".
+    key: the feature.
+    key_result: where the result goes, if not back to `key`.
+  """
+  if dtype not in _DTYPES:
+    raise ConfigError(
+      f"argument 'dtype' is {dtype!r}.{did_you_mean(dtype, _DTYPES)}"
+    )
+
+  def fn(x, u):
+    arrays.require_kind(x, "biuf", "cast", "numbers")
+    return arrays.cast(x, dtype)
+
+  return dual(fn, key, key_result)
+
+
+@registry.register("keep")
+def keep(*keys: str) -> Op:
+  """Drops all features but these; each of them must be there."""
+  _require_keys(keys)
+
+  def fn(features, u):
+    return {key: features[key] for key in keys}
+
+  return Op(fn, batched=True, reads=keys)
+
+
+@registry.register("drop")
+def drop(*keys: str) -> Op:
+  """Drops these features; each of them must be there."""
+  _require_keys(keys)
+
+  def fn(features, u):
+    return {k: v for k, v in features.items() if k not in keys}
+
+  return Op(fn, batched=True, reads=keys)
+
+
+def _require_keys(keys: tuple[str, ...]) -> None:
+  if not keys:
+    raise ConfigError("expected the names of features, got none.")
+
+
+@registry.register("copy")
+def copy(src: str, dst: str) -> Op:
+  """Feature `src` under the name `dst`, too."""
+  return dual(lambda x, u: x, src, dst)

@@ -1,0 +1,232 @@
+"""Preprocessing written as a string: "decode|inception_crop(224)|flip_lr".
+
+A spec is a chain of ops joined by `|`, each a registered name with or without
+arguments. Arguments are Python literals. The text is parsed, never evaluated:
+whatever is not a name, a literal or a call of that form is refused.
+"""
+
+import ast
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from bigtrain.pp import registry
+from bigtrain.settings import ConfigError, did_you_mean
+
+# The modules whose import registers the ops of bigtrain itself. They import
+# tensorflow when an op needs it, not before.
+_OWN_MODULES = (
+  "bigtrain.pp.ops_basic",
+  "bigtrain.pp.ops_labels",
+  "bigtrain.pp.ops_image",
+
+)
+
+
+class _Call(NamedTuple):
+  """An op as the spec has it, with its arguments by name."""
+
+  op: registry.Op
+  name: str
+  arguments: dict[str, Any]
+
+
+def parse(spec: str, modules: Sequence[str] = ()) -> list[registry.Op]:
+  """The ops that `spec` describes, ready for `registry.compose`.
+
+  Neighbours that have a fusion, such as `decode` and a crop, come back as one
+  op.
+
+  Args:
+    spec: such as "decode|resize(224)|value_range(-1, 1)". It may span lines.
+    modules: dotted names of modules to import first; they register ops.
+
+  Raises:
+    ConfigError: the spec is empty, is not of the form above, or names an op
+      or an argument that does not exist or does not fit. The message names
+      the op and its position.
+  """
+  for module in (*_OWN_MODULES, *modules):
+    _import(module)
+  if not isinstance(spec, str):
+    raise ConfigError(f"preprocessing: expected a string, got {spec!r}.")
+  if not spec.strip():
+    raise ConfigError(
+      "preprocessing: the spec is empty; expected ops joined by '|', such as "
+      "'decode|resize(224)|value_range(-1, 1)'."
+    )
+  nodes = _links(_tree(spec))
+  calls = [
+    _call(node, f"preprocessing op {i} of {len(nodes)}", _text(node, spec))
+    for i, node in enumerate(nodes, 1)
+  ]
+  return [call.op for call in _fuse(calls)]
+
+
+def _import(module: str) -> None:
+  try:
+    importlib.import_module(module)
+  except ModuleNotFoundError as e:
+    if e.name and (module == e.name or module.startswith(e.name + ".")):
+      raise ConfigError(
+        f"config.pp_modules: cannot import {module!r}: no module named "
+        f"{e.name!r}."
+      ) from e
+    raise
+
+
+def _tree(spec: str) -> ast.expr:
+  # The parentheses let a spec span lines.
+  try:
+    node = ast.parse(f"(\n{spec}\n)", mode="eval").body
+  except SyntaxError as e:
+    at = ""
+    lines = spec.splitlines()
+    if e.lineno and 2 <= e.lineno < 2 + len(lines) and e.offset:
+      before = sum(len(line) + 1 for line in lines[: e.lineno - 2])
+      at = f" at character {before + e.offset}"
+    raise ConfigError(f"preprocessing {spec!r}: {e.msg}{at}.") from e
+  except (ValueError, RecursionError, MemoryError) as e:
+    # A null byte, or a nesting too deep for the parser.
+    raise ConfigError(f"preprocessing {spec[:80]!r}: {e}.") from e
+  # A node that starts on the first line has taken those parentheses apart, as
+  # "a)|(b" does.
+  if node.lineno == 1:
+    raise ConfigError(f"preprocessing {spec!r}: unbalanced parentheses.")
+  return node
+
+
+def _links(node: ast.expr) -> list[ast.expr]:
+  """The operands of a chain a | b | c, in order."""
+  links = []
+  while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+    links.append(node.right)
+    node = node.left
+  links.append(node)
+  return links[::-1]
+
+
+def _text(node: ast.expr, spec: str) -> str:
+  """The node as the user wrote it, on one line."""
+  return " ".join(ast.get_source_segment(f"(\n{spec}\n)", node).split())
+
+
+def _call(node: ast.expr, where: str, text: str) -> _Call:
+  """Builds one op from its text; `where` says which, for messages."""
+  func = node.func if isinstance(node, ast.Call) else node
+  if not isinstance(func, ast.Name):
+    raise ConfigError(
+      f"{where}: expected a name or name(literals), got {text!r} (specs are "
+      "never evaluated as code)."
+    )
+  where = f"{where}, {text!r}"
+  args: list[Any] = []
+  kwargs: dict[str, Any] = {}
+  if isinstance(node, ast.Call):
+    args = [_literal(arg, where) for arg in node.args]
+    for keyword in node.keywords:
+      if keyword.arg is None:
+        raise ConfigError(f"{where}: expected name=literal, got '**'.")
+      kwargs[keyword.arg] = _literal(keyword.value, where)
+  try:
+    factory = registry.find(func.id)
+    arguments = check_arguments(factory, args, kwargs)
+    op = factory(*args, **kwargs)
+  except ConfigError as e:
+    raise ConfigError(f"{where}: {e}") from e
+  return _Call(op._replace(name=text), func.id, arguments)
+
+
+def _literal(node: ast.expr, where: str) -> Any:
+  try:
+    return ast.literal_eval(node)
+  except (ValueError, TypeError, RecursionError, MemoryError) as e:
+    raise ConfigError(
+      f"{where}: expected literals as arguments; specs are never evaluated as "
+      "code."
+    ) from e
+
+
+def _fuse(calls: Iterable[_Call]) -> list[_Call]:
+  fused: list[_Call] = []
+  for call in calls:
+    if fused:
+      last = fused[-1]
+      fusion = registry.find_fusion(last.name, call.name)
+      op = fusion and fusion(last.arguments, call.arguments)
+      if op:
+        name = f"{last.op.name}|{call.op.name}"
+        # No factory's name has a "|", so a fused op is never fused again.
+        fused[-1] = _Call(op._replace(name=name), name, {})
+        continue
+    fused.append(call)
+  return fused
+
+
+def check_arguments(
+  factory: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+  """The arguments by name, defaults filled in, or ConfigError.
+
+  Checks that the factory takes them and that they fit its annotations.
+  """
+  signature = inspect.signature(factory)
+  parameters = signature.parameters
+  for name in kwargs:
+    if name not in parameters:
+      raise ConfigError(
+        f"unknown argument {name!r}.{did_you_mean(name, parameters)}"
+      )
+  try:
+    bound = signature.bind(*args, **kwargs)
+  except TypeError as e:
+    raise ConfigError(f"{e}; it takes {signature}.") from e
+  hints = typing.get_type_hints(factory)
+  for name, value in bound.arguments.items():
+    hint = hints.get(name, Any)
+    variadic = parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+    for item in value if variadic else (value,):
+      if not _fits(item, hint):
+        raise ConfigError(
+          f"argument {name!r} is {item!r}, expected {_readable(hint)}."
+        )
+  bound.apply_defaults()
+  return dict(bound.arguments)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+  """Whether a literal is of the annotated type; an int is a float, too."""
+  if hint is Any:
+    return True
+  origin, inner = typing.get_origin(hint), typing.get_args(hint)
+  if origin in (typing.Union, types.UnionType):
+    return any(_fits(value, option) for option in inner)
+  if origin is typing.Literal:
+    return any(value == o and type(value) is type(o) for o in inner)
+  if origin is dict:
+    return isinstance(value, dict) and all(
+      _fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items()
+    )
+  if origin is tuple and inner[-1] is not Ellipsis:
+    return (
+      isinstance(value, list | tuple)
+      and len(value) == len(inner)
+      and all(map(_fits, value, inner))
+    )
+  if origin is not None:  # Sequence[x], list[x], tuple[x, ...]
+    return isinstance(value, list | tuple) and all(
+      _fits(item, inner[0]) for item in value
+    )
+  if hint in (int, float):
+    kinds = (int,) if hint is int else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool)
+  return isinstance(value, type(None) if hint is None else hint)
+
+
+def _readable(hint: Any) -> str:
+  if isinstance(hint, type) and typing.get_origin(hint) is None:
+    return hint.__name__
+  return str(hint).replace("typing.", "").replace("collections.abc.", "")

@@ -1,0 +1,146 @@
+"""What a run is made of, written down: config.json and run.json."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from bigtrain import settings
+
+_PACKAGES = (
+  "bigtrain",
+  "jax",
+  "jaxlib",
+  "flax",
+  "optax",
+  "numpy",
+  "tensorstore",
+  "tensorflow-cpu",
+  "tensorflow",
+)
+
+
+def write_json(path: str, content: Mapping[str, Any]) -> None:
+  """Writes JSON so that a reader sees the old file or the new one."""
+  with open(path + ".tmp", "w") as file:
+    file.write(settings.to_json(content, indent=2) + "\n")
+  os.replace(path + ".tmp", path)
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+  """The content of a JSON file; None if there is no such file."""
+  if not os.path.exists(path):
+    return None
+  with open(path) as file:
+    return json.load(file)
+
+
+def topology(mesh: Mesh) -> str:
+  """One line about processes, devices and the mesh."""
+  device = mesh.devices.flat[0]
+  return (
+    f"{jax.process_count()} process(es), {mesh.size} device(s) of kind "
+    f"{device.device_kind!r}, mesh replica={mesh.shape['replica']} x "
+    f"fsdp={mesh.shape['fsdp']}"
+  )
+
+
+def versions() -> dict[str, str]:
+  """Versions of the packages that a result depends on."""
+  found = {}
+  for name in _PACKAGES:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found
+
+
+def _git(*arguments: str) -> str:
+  folder = os.path.dirname(os.path.abspath(__file__))
+  try:
+    done = subprocess.run(
+      ["git", "-C", folder, *arguments],
+      capture_output=True,
+      text=True,
+      timeout=5,
+      check=True,
+    )
+  except (OSError, subprocess.SubprocessError):
+    return ""  # Installed without git or outside of a checkout.
+  return done.stdout.strip()
+
+
+def run_info(mesh: Mesh) -> dict[str, Any]:
+  """With what code, packages, devices and hosts this process runs."""
+  device = mesh.devices.flat[0]
+  return {
+    "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    "command": sys.argv,
+    "code": {
+      "commit": _git("rev-parse", "HEAD"),
+      "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    },
+    "python": platform.python_version(),
+    "packages": versions(),
+    "host": socket.gethostname(),
+    "processes": jax.process_count(),
+    "devices": mesh.size,
+    "device_kind": device.device_kind,
+    "platform": device.platform,
+    "mesh": dict(mesh.shape),
+    "xla_flags": os.environ.get("XLA_FLAGS", ""),
+  }
+
+
+def write(workdir: str, config: Mapping[str, Any], info: Any) -> None:
+  """config.json, and a new entry in run.json, a list with one for each start.
+
+  Only process 0 writes.
+  """
+  if jax.process_index():
+    return
+  write_json(os.path.join(workdir, "config.json"), config)
+  path = os.path.join(workdir, "run.json")
+  earlier = (read_json(path) or {}).get("starts", [])
+  write_json(path, {"starts": [*earlier, info]})
+
+
+def update(workdir: str, **facts: Any) -> None:
+  """Adds facts, such as compile seconds, to the newest entry of run.json."""
+  if jax.process_index():
+    return
+  path = os.path.join(workdir, "run.json")
+  content = read_json(path)
+  content["starts"][-1].update(facts)
+  write_json(path, content)
+
+
+def use_compile_cache(folder: str | bool) -> str:
+  """Switches jax's persistent compilation cache on.
+
+  Args:
+    folder: where it is; True for the user's cache folder, False for none.
+
+  Returns:
+    The folder, or "".
+  """
+  if folder is False or folder is None:
+    return ""
+  if folder is True:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.join(home, "bigtrain", "xla")
+  jax.config.update("jax_compilation_cache_dir", folder)
+  # Small programs add up too: start-up has dozens of them.
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  return folder

@@ -1,0 +1,430 @@
+"""Configs that cannot hide a misspelled key, and lengths that carry a unit.
+
+A config file is plain Python with a `get_config` function. What the program
+reads of it goes through `Config`, which remembers every name that was read or
+asked for; `Config.unread` then lists the keys that nobody wanted, with the
+nearest name that somebody did.
+"""
+
+import ast
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import pkgutil
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+_MISSING = object()
+
+
+class ConfigError(Exception):
+  """A mistake of the user's, told in one line; the program exits with 2."""
+
+
+class DataError(ConfigError):
+  """Data that cannot be trained on: empty, damaged, of another shape."""
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+  """ " Did you mean 'x'?" for the nearest option, else the options there are.
+
+  >>> did_you_mean("learning_rat", ["learning_rate", "wd"])
+  " Did you mean 'learning_rate'?"
+  """
+  options = sorted(set(map(str, options)))
+  near = difflib.get_close_matches(str(name), options, n=1, cutoff=0.6)
+  if not near:  # Abbreviations and longer forms: "lr" against "lr_mults".
+    near = [o for o in options if o.startswith(str(name)) and name][:1]
+  if near:
+    return f" Did you mean {near[0]!r}?"
+  if not options:
+    return ""
+  shown = ", ".join(options[:20]) + (", ..." if len(options) > 20 else "")
+  return f" There are: {shown}."
+
+
+def check_kwargs(
+  fn: Callable[..., Any],
+  kwargs: Mapping[str, Any],
+  path: str,
+  given: Iterable[str] = (),
+) -> None:
+  """Raises ConfigError if `fn(**given, **kwargs)` would not take the names.
+
+  Args:
+    fn: a function or class; flax modules' dataclass fields count.
+    kwargs: what the config says.
+    path: where it says it, such as "config.model".
+    given: names (or, for positional ones, parameters) the program passes.
+  """
+  given = set(given)
+  parameters = dict(inspect.signature(fn).parameters)
+  takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+  parameters = {
+    name: p
+    for name, p in parameters.items()
+    if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL, p.POSITIONAL_ONLY)
+    and name not in given
+  }
+  # flax adds these two to every module; neither is a config's business.
+  options = set(parameters) - {"parent", "name"} | (
+    {"name"} if "name" in parameters and "parent" not in parameters else set()
+  )
+  for name in kwargs:
+    if name not in options and not takes_any:
+      raise ConfigError(
+        f"{path}.{name}: unknown key.{did_you_mean(name, options)}"
+      )
+  for name in sorted(options - set(kwargs)):
+    if parameters[name].default is inspect.Parameter.empty:
+      raise ConfigError(f"{path}.{name}: missing, and it has no default.")
+
+
+def module_names(kind: str) -> list[str]:
+  """Names of the modules in bigtrain.<kind> that a config may name."""
+  package = importlib.import_module(f"bigtrain.{kind}")
+  return sorted(
+    m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "common"
+  )
+
+
+def find_module(kind: str, name: str, key: str) -> Any:
+  """The module that `name` stands for.
+
+  Args:
+    kind: subpackage: "tasks", "models", "evaluators" or "data".
+    name: file name without .py, or a dotted path outside of the package.
+    key: the config key that holds the name, for the message.
+
+  Raises:
+    ConfigError: there is no such module. A failing import inside of the
+      module is raised as itself.
+  """
+  if not isinstance(name, str) or not name:
+    raise ConfigError(f"{key}: expected a module's name, got {name!r}.")
+  if "." not in name and name not in module_names(kind):
+    hint = did_you_mean(name, module_names(kind))
+    raise ConfigError(f"{key}: no {kind} module {name!r}.{hint}")
+  dotted = name if "." in name else f"bigtrain.{kind}.{name}"
+  return _import(dotted, key)
+
+
+def find_attribute(dotted: str, key: str) -> Any:
+  """The object that "package.module.attribute" names, or ConfigError."""
+  module_name, _, attribute = dotted.rpartition(".")
+  if not module_name:
+    raise ConfigError(f"{key}: expected package.module.name, got {dotted!r}.")
+  module = _import(module_name, key)
+  if not hasattr(module, attribute):
+    hint = did_you_mean(attribute, [n for n in dir(module) if n[0] != "_"])
+    raise ConfigError(f"{key}: {module_name} has no {attribute!r}.{hint}")
+  return getattr(module, attribute)
+
+
+def _import(dotted: str, key: str) -> Any:
+  try:
+    return importlib.import_module(dotted)
+  except ModuleNotFoundError as e:
+    if e.name and (dotted == e.name or dotted.startswith(e.name + ".")):
+      raise ConfigError(
+        f"{key}: cannot import {dotted!r}: no module named {e.name!r}."
+      ) from e
+    raise
+
+
+class Config:
+  """A read-tracked view of a nested config.
+
+  Attribute and item access and `get` return values, and nested dicts as
+  Configs of their own; `kwargs` hands out a whole subtree as a plain dict,
+  whose names the receiver checks.
+  """
+
+  def __init__(self, data: Mapping[str, Any], path: str = "config"):
+    self._data = plain(data)
+    self._path = path
+    self._asked: set[str] = set()
+    self._children: dict[str, Config] = {}
+
+  @property
+  def path(self) -> str:
+    """Where this subtree is in the config, such as "config.input"."""
+    return self._path
+
+  def get(self, key: str, default: Any = None) -> Any:
+    """The value at `key`, or the default; either way `key` counts as known."""
+    self._asked.add(key)
+    value = self._data.get(key, default)
+    if not isinstance(value, dict):
+      return value
+    if key not in self._children:
+      self._children[key] = Config(value, f"{self._path}.{key}")
+    return self._children[key]
+
+  def __getitem__(self, key: str) -> Any:
+    value = self.get(key, _MISSING)
+    if value is _MISSING:
+      unused = [k for k in self._data if k not in self._asked]
+      near = difflib.get_close_matches(key, unused, n=1)
+      hint = (
+        f" (is {self._path}.{near[0]} a misspelling of it?)" if near else ""
+      )
+      raise ConfigError(f"{self._path}.{key}: missing{hint}.")
+    return value
+
+  def __getattr__(self, key: str) -> Any:
+    if key.startswith("_"):
+      raise AttributeError(key)
+    return self[key]
+
+  def __contains__(self, key: str) -> bool:
+    self._asked.add(key)
+    return key in self._data
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._data)
+
+  def __len__(self) -> int:
+    return len(self._data)
+
+  def kwargs(self, key: str, default: Mapping[str, Any] | None = None) -> dict:
+    """The subtree at `key` as a plain dict; all of it counts as read."""
+    self._asked.add(key)
+    self._children.pop(key, None)
+    value = self._data.get(key, default if default is not None else {})
+    if not isinstance(value, Mapping):
+      raise ConfigError(
+        f"{self._path}.{key}: expected a dict of keyword arguments, got "
+        f"{value!r}."
+      )
+    return plain(value)
+
+  def to_dict(self) -> dict[str, Any]:
+    """A plain copy, which counts as reading nothing."""
+    return plain(self._data)
+
+  def unread(self) -> list[str]:
+    """One line for every key that nobody read or asked for, at any depth."""
+    lines = []
+    for key, value in self._data.items():
+      if key not in self._asked:
+        free = self._asked - set(self._data)
+        hint = did_you_mean(key, free or self._asked)
+        lines.append(f"{self._path}.{key}: unknown key.{hint}")
+      elif isinstance(value, dict) and key in self._children:
+        lines += self._children[key].unread()
+    return lines
+
+
+def plain(value: Any) -> Any:
+  """ConfigDicts and mappings as plain dicts, recursively; the rest as it is."""
+  if hasattr(value, "to_dict"):
+    value = value.to_dict()
+  if isinstance(value, Mapping):
+    return {str(k): plain(v) for k, v in value.items()}
+  if isinstance(value, list | tuple):
+    return type(value)(map(plain, value))
+  return value
+
+
+def load(path: str) -> dict[str, Any]:
+  """The config that `path.py` or `path.py:argument` describes.
+
+  Raises:
+    ConfigError: no such file, or the file or its argument is wrong; the
+      message names the line of the config file.
+  """
+  file, colon, argument = path.partition(".py:")
+  file = file + ".py" if colon else file
+  if not os.path.isfile(file):
+    folder = os.path.dirname(file) or "."
+    there = [os.path.join(folder, f) for f in _listdir(folder)]
+    hint = did_you_mean(file, [f for f in there if f.endswith(".py")])
+    raise ConfigError(f"--config={file}: no such file.{hint}")
+  spec = importlib.util.spec_from_file_location("bigtrain_config", file)
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+      raise ConfigError(f"--config={file}: has no function get_config(arg).")
+    takes = inspect.signature(module.get_config).parameters
+    if colon and not takes:
+      raise ConfigError(f"--config={path}: {file} takes no argument.")
+    config = module.get_config(argument) if colon else module.get_config()
+  except ConfigError:
+    raise
+  except Exception as e:
+    raise ConfigError(f"{_where(e, file)}: {type(e).__name__}: {e}") from e
+  if not isinstance(plain(config), dict):
+    raise ConfigError(f"--config={file}: get_config returned no config.")
+  return plain(config)
+
+
+def _listdir(folder: str) -> list[str]:
+  return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def _where(error: Exception, file: str) -> str:
+  if isinstance(error, SyntaxError):
+    return f"{error.filename}:{error.lineno}"
+  frames = traceback.extract_tb(error.__traceback__)
+  own = [
+    f for f in frames if os.path.abspath(f.filename) == os.path.abspath(file)
+  ]
+  return f"{file}:{own[-1].lineno}" if own else file
+
+
+def override(config: dict[str, Any], assignment: str) -> None:
+  """Applies "a.b.c=value" in place.
+
+  The value takes the type that the config has there: `1e-3` for a float,
+  `1e5` for an int, a bare word for a string; anything else must be a Python
+  literal. A key that is not there yet is added: one that nobody reads is
+  found later, by `Config.unread`, with the nearest name.
+
+  Raises:
+    ConfigError: no value, a type that does not fit, a path through a value.
+  """
+  path, equals, text = assignment.partition("=")
+  if not equals:
+    raise ConfigError(f"--config.{path}: expected --config.{path}=VALUE.")
+  *parents, last = path.split(".")
+  node = config
+  for i, parent in enumerate(parents):
+    node = node.setdefault(parent, {})
+    if not isinstance(node, dict):
+      at = ".".join(parents[: i + 1])
+      raise ConfigError(f"--config.{path}: config.{at} is {node!r}, no dict.")
+  node[last] = _typed(text, node.get(last), f"--config.{path}")
+
+
+def _typed(text: str, old: Any, where: str) -> Any:
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    value = text
+  if text.lower() in ("true", "false"):
+    value = text.lower() == "true"
+  if isinstance(old, str) and value is not None:
+    return text if not isinstance(value, str) else value
+  if old is None or value is None:
+    return value
+  if isinstance(old, bool):
+    if isinstance(value, bool) or value in (0, 1):
+      return bool(value)
+  elif isinstance(old, int):
+    # 0.5 for an int is an error, 1e5 is not.
+    if isinstance(value, int | float) and int(value) == value:
+      return int(value)
+  elif isinstance(old, float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
+      return float(value)
+  elif isinstance(old, list | tuple):
+    if isinstance(value, list | tuple):
+      return type(old)(value)
+  elif isinstance(old, dict):
+    if isinstance(value, dict | str):
+      return value
+  kind = type(old).__name__
+  raise ConfigError(f"{where}={text}: expected {kind}, as in {old!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+  """What is needed to turn any length into steps.
+
+  Attributes:
+    batch_size: examples of a global batch.
+    examples_per_epoch: examples of the training set, if it is finite.
+    tokens_per_example: tokens of an example, where the input has them.
+    total_steps: length of the run, once it is known.
+  """
+
+  batch_size: int
+  examples_per_epoch: int | None = None
+  tokens_per_example: int | None = None
+  total_steps: int | None = None
+
+  def to_steps(self, amount: float, unit: str, key: str) -> int:
+    """Whole steps in `amount` units: rounded, and at least one unless 0."""
+    if isinstance(amount, bool) or not isinstance(amount, int | float):
+      raise ConfigError(f"{key}: expected a number, got {amount!r}.")
+    if amount < 0:
+      raise ConfigError(f"{key}: expected at least 0, got {amount!r}.")
+    scale = {
+      "steps": 1,
+      "examples": 1 / self.batch_size,
+      "epochs": self._per_step(self.examples_per_epoch),
+      "tokens": self._per_step(1, self.tokens_per_example),
+      "percent": self.total_steps and self.total_steps / 100,
+    }[unit]
+    if scale is None:
+      needs = {
+        "epochs": "a training set of known size",
+        "tokens": "an input with tokens",
+        "percent": "the length of the run, of which it would be a part",
+      }[unit]
+      raise ConfigError(f"{key}: this unit needs {needs}.")
+    return max(1, round(amount * scale)) if amount else 0
+
+  def _per_step(
+    self, times: float | None, over: int | None = 1
+  ) -> float | None:
+    if not times or not over:
+      return None
+    return times / over / self.batch_size
+
+
+_UNITS = ("steps", "epochs", "examples", "tokens", "percent")
+
+
+def steps(
+  cfg: Config | dict[str, Any],
+  prefix: str,
+  units: Units,
+  default: int | None = None,
+  path: str | None = None,
+) -> int | None:
+  """Reads a length in whichever unit the config gives it, as whole steps.
+
+  Args:
+    cfg: a Config, or a plain dict, from which the key is then removed.
+    prefix: "total", "log", "warmup", ...: the key is f"{prefix}_{unit}" with a
+      unit of steps, epochs, examples, tokens, percent.
+    units: the sizes to convert with.
+    default: returned when no such key is there.
+    path: where `cfg` is in the config, if it is a plain dict.
+
+  Raises:
+    ConfigError: two units at once, or a unit that cannot be converted here.
+  """
+  path = path or getattr(cfg, "path", "config")
+  names = [f"{prefix}_{unit}" for unit in _UNITS]
+  # `in` also tells a tracked config that each of these names is known.
+  found = [name for name in names if name in cfg]
+  if len(found) > 1:
+    both = " and ".join(f"{path}.{name}" for name in found)
+    raise ConfigError(f"{both}: give the length once, in one unit.")
+  if not found:
+    return default
+  (name,) = found
+  value = cfg[name] if isinstance(cfg, Config) else cfg.pop(name)
+  if value is None:
+    return default
+  return units.to_steps(value, name[len(prefix) + 1 :], f"{path}.{name}")
+
+
+def to_json(config: Mapping[str, Any], **kwargs: Any) -> str:
+  """JSON of a plain config; what JSON cannot say is written as its repr."""
+  return json.dumps(plain(config), default=repr, sort_keys=True, **kwargs)
+
+
+def digest(config: Mapping[str, Any]) -> str:
+  """SHA-256 of the config's canonical JSON: equal configs, equal digests."""
+  return hashlib.sha256(to_json(config).encode()).hexdigest()

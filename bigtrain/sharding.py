@@ -1,0 +1,233 @@
+"""The replica x fsdp mesh, and rules that say how each array lies on it.
+
+The batch is split over both axes. Parameters and optimizer state are split
+over `fsdp` by rules, pairs of (regular expression over state names, layout):
+
+  ("replicated")            every device holds all of it
+  ("fsdp")                  the largest dimension that divides is split
+  ("fsdp(min_size=65536)")  the same; smaller arrays are replicated
+  ("shard_dim(0)")          this dimension is split, or it is an error
+
+The first rule that matches a name decides. Whatever does not divide is told
+before anything compiles.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bigtrain import trees
+from bigtrain.settings import ConfigError, check_kwargs, did_you_mean
+
+AXES = ("replica", "fsdp")
+DEFAULT_RULES = ((".*", "fsdp"),)
+
+# A layout takes (shape, mesh) and returns (spec, complaint or "").
+Layout = Callable[[tuple[int, ...], Mesh], tuple[PartitionSpec, str]]
+
+
+def make_mesh(
+  replica: int = 1, fsdp: int = -1, devices: Sequence[Any] | None = None
+) -> Mesh:
+  """A mesh of all devices with axes ("replica", "fsdp").
+
+  Args:
+    replica: copies of the sharded state; -1 takes what `fsdp` leaves.
+    fsdp: ways the state is split; -1 takes what `replica` leaves.
+    devices: those of the whole job unless given.
+
+  Raises:
+    ConfigError: the sizes do not multiply to the number of devices.
+  """
+  devices = jax.devices() if devices is None else list(devices)
+  num_devices = len(devices)
+  sizes = {"replica": replica, "fsdp": fsdp}
+  for axis, size in sizes.items():
+    if not isinstance(size, int) or (size < 1 and size != -1):
+      raise ConfigError(
+        f"config.mesh.{axis}: expected a positive number or -1, got {size!r}."
+      )
+  if replica == fsdp == -1:
+    raise ConfigError("config.mesh: only one of replica and fsdp can be -1.")
+  if replica == -1:
+    replica = max(1, num_devices // fsdp)
+  if fsdp == -1:
+    fsdp = max(1, num_devices // replica)
+  if replica * fsdp != num_devices:
+    raise ConfigError(
+      f"config.mesh: replica={replica} x fsdp={fsdp} = {replica * fsdp}, but "
+      f"there are {num_devices} devices."
+    )
+  if devices[0].platform == "tpu":  # Neighbours in the torus, not by id.
+    from jax.experimental import mesh_utils
+
+    grid = mesh_utils.create_device_mesh((replica, fsdp), devices=devices)
+  else:
+    grid = np.asarray(devices).reshape(replica, fsdp)
+  return Mesh(grid, AXES)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """Every device holds the whole array."""
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def batch(mesh: Mesh) -> NamedSharding:
+  """The first dimension is split over all devices."""
+  return NamedSharding(mesh, PartitionSpec(AXES))
+
+
+def check_batch(batch_size: int, mesh: Mesh, key: str) -> None:
+  """Raises ConfigError unless each device gets the same number of examples."""
+  if not isinstance(batch_size, int) or batch_size < 1:
+    raise ConfigError(
+      f"{key}: expected a positive whole number, got {batch_size!r}."
+    )
+  if batch_size % mesh.size:
+    down = batch_size // mesh.size * mesh.size
+    near = [n for n in (down, down + mesh.size) if n]
+    raise ConfigError(
+      f"{key}={batch_size} does not divide among {mesh.size} devices "
+      f"(replica={mesh.shape['replica']} x fsdp={mesh.shape['fsdp']}); "
+      f"the nearest that do: {' and '.join(map(str, near))}."
+    )
+
+
+def _replicated() -> Layout:
+  return lambda shape, mesh: (PartitionSpec(), "")
+
+
+def _fsdp(min_size: int = 1024) -> Layout:
+  def layout(shape: tuple[int, ...], mesh: Mesh) -> tuple[PartitionSpec, str]:
+    ways = mesh.shape["fsdp"]
+    if ways == 1 or np.prod(shape, dtype=np.int64) < min_size:
+      return PartitionSpec(), ""
+    # Later dimensions win ties: the first is often a stack of layers.
+    for dim in sorted(range(len(shape)), key=lambda d: (-shape[d], -d)):
+      if shape[dim] % ways == 0:
+        return PartitionSpec(*[None] * dim, "fsdp"), ""
+    return PartitionSpec(), (
+      f"no dimension of {shape} divides by fsdp={ways}; it is replicated"
+    )
+
+  return layout
+
+
+def _shard_dim(dim: int) -> Layout:
+  def layout(shape: tuple[int, ...], mesh: Mesh) -> tuple[PartitionSpec, str]:
+    ways = mesh.shape["fsdp"]
+    at = dim + len(shape) if dim < 0 else dim
+    if not 0 <= at < len(shape):
+      raise ConfigError(f"shape {shape} has no dimension {dim}")
+    if shape[at] % ways:
+      raise ConfigError(
+        f"dimension {dim} of shape {shape} is {shape[at]}, which does not "
+        f"divide by fsdp={ways}"
+      )
+    return PartitionSpec(*[None] * at, "fsdp"), ""
+
+  return layout
+
+
+_LAYOUTS: dict[str, Callable[..., Layout]] = {
+  "replicated": _replicated,
+  "fsdp": _fsdp,
+  "shard_dim": _shard_dim,
+}
+
+
+def _parse_layout(text: str, key: str) -> Layout:
+  try:
+    node = ast.parse(text, mode="eval").body
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    name = ast.unparse(call.func)
+    args = [ast.literal_eval(a) for a in call.args]
+    kwargs = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+  except (SyntaxError, ValueError, AttributeError, TypeError) as e:
+    raise ConfigError(
+      f"{key}: cannot read the layout {text!r}; expected for example 'fsdp' or "
+      "'shard_dim(0)'."
+    ) from e
+  if name not in _LAYOUTS:
+    hint = did_you_mean(name, _LAYOUTS)
+    raise ConfigError(f"{key}: unknown layout {name!r}.{hint}")
+  make = _LAYOUTS[name]
+  check_kwargs(make, kwargs, f"{key}.{name}", given=_names(make, args))
+  try:
+    return make(*args, **kwargs)
+  except TypeError as e:
+    raise ConfigError(f"{key}: {text!r}: {e}.") from e
+
+
+def _names(fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+  count = fn.__code__.co_argcount
+  return list(fn.__code__.co_varnames[: min(len(args), count)])
+
+
+def state_shardings(
+  shapes: Any,
+  mesh: Mesh,
+  rules: Sequence[tuple[str, str]] = DEFAULT_RULES,
+  key: str = "config.sharding",
+) -> tuple[Any, list[str]]:
+  """A NamedSharding for each array of the state.
+
+  Args:
+    shapes: tree of ShapeDtypeStructs; its leaves' names are what rules match.
+    mesh: as made by `make_mesh`.
+    rules: (regular expression, layout) pairs; the first full match decides,
+      arrays that none matches are replicated.
+    key: where the rules come from, for messages.
+
+  Returns:
+    The tree of shardings, and a line for each array larger than the rule's
+    minimum that had to be replicated.
+
+  Raises:
+    ConfigError: a rule cannot be read, or one line that lists every array
+      which its rule cannot split.
+  """
+  parsed = []
+  for i, rule in enumerate(rules):
+    if not isinstance(rule, list | tuple) or len(rule) != 2:
+      raise ConfigError(f"{key}[{i}]: expected (regex, layout), got {rule!r}.")
+    try:
+      pattern = re.compile(rule[0])
+    except re.error as e:
+      raise ConfigError(f"{key}[{i}]: bad regex {rule[0]!r}: {e}.") from e
+    parsed.append((pattern, _parse_layout(rule[1], f"{key}[{i}]")))
+  notes: list[str] = []
+  errors: list[str] = []
+
+  def place(name: str, shape: Any) -> NamedSharding:
+    for pattern, layout in parsed:
+      if pattern.fullmatch(name):
+        try:
+          spec, note = layout(tuple(shape.shape), mesh)
+        except ConfigError as e:
+          errors.append(f"{name}: {e}")
+          return replicated(mesh)
+        if note:
+          notes.append(f"{name}: {note}")
+        return NamedSharding(mesh, spec)
+    return replicated(mesh)
+
+  shardings = trees.map_with_names(place, shapes)
+  if errors:
+    raise ConfigError(f"{key}: {'; '.join(errors)}.")
+  return shardings, notes
+
+
+def bytes_per_device(shapes: Any, shardings: Any) -> int:
+  """Bytes of state that one device holds."""
+  total = 0
+  pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
+  for shape, sharding in pairs:
+    local = sharding.shard_shape(shape.shape)
+    total += int(np.prod(local, dtype=np.int64)) * shape.dtype.itemsize
+  return total

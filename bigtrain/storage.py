@@ -1,0 +1,330 @@
+"""Directories of checkpoints: found, begun, committed, removed.
+
+  workdir/checkpoints/00000100                 a committed checkpoint
+                      00000100.tmp-1f3a-0      an attempt to write one
+                      00000100.old-1f3a-0      replaced by one of the same step
+                      00000050.del-1f3a-0      on its way out
+
+An attempt always writes under a name that nobody has used and gets the name of
+a checkpoint by a rename, when it is complete and on the disk. Removal renames
+first too. So whatever moment the machine dies at, a name made of digits alone
+stands for a whole checkpoint; the others are cleaned up at the next start.
+
+All knowledge of how a file system behaves is in this module. Nothing is
+followed out of a workdir: a symbolic link below checkpoints/ is an error.
+"""
+
+import dataclasses
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+
+from bigtrain import manifest as manifest_lib
+from bigtrain.manifest import CheckpointError, DamagedError, Manifest
+from bigtrain.settings import ConfigError
+
+FOLDER = "checkpoints"
+_STEP = re.compile(r"\d{8,}")
+_OURS = re.compile(r"(?P<step>\d{8,})\.(?P<kind>tmp|old|del)-[0-9a-f]+-\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+  """What lies in a workdir's folder of checkpoints.
+
+  Attributes:
+    checkpoints: step -> directory, ascending; each has a manifest file or
+      arrays, so each is a checkpoint or the remains of one.
+    leftovers: directories of unfinished writes and removals.
+    strays: whatever else is there.
+  """
+
+  checkpoints: dict[int, str]
+  leftovers: list[str]
+  strays: list[str]
+
+
+def folder(workdir: str) -> str:
+  """The folder of a workdir's checkpoints."""
+  return os.path.join(workdir, FOLDER)
+
+
+def step_name(step: int) -> str:
+  """The name of the directory of a step's checkpoint."""
+  return f"{step:08d}"
+
+
+def check_writable(workdir: str) -> None:
+  """Creates the folders and tries what a save does, to fail before compiling.
+
+  Raises:
+    ConfigError: the workdir cannot be written to.
+  """
+  if "://" in workdir:
+    raise ConfigError(
+      f"--workdir={workdir}: expected a directory; mount the bucket to write "
+      "checkpoints to it."
+    )
+  # Named like an attempt, so that it is cleaned up if this process dies here.
+  probe = attempt(workdir, 0, f"{secrets.token_hex(4)}-0")
+  try:
+    os.makedirs(folder(workdir), exist_ok=True)
+    os.mkdir(probe)
+    os.rename(probe, probe + "1")
+    os.rmdir(probe + "1")
+  except OSError as e:
+    raise ConfigError(
+      f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})."
+    ) from e
+
+
+def listing(workdir: str) -> Listing:
+  """Lists a workdir's checkpoints.
+
+  Only a folder that is proven not to be there counts as no checkpoints.
+
+  Raises:
+    CheckpointError: something could not be looked at, or is a symbolic link.
+  """
+  found = Listing({}, [], [])
+  root = folder(workdir)
+  try:
+    if os.path.islink(root):
+      raise CheckpointError(f"{root}: a symbolic link; it is not followed.")
+    with os.scandir(root) as entries:
+      names = sorted(entry.name for entry in entries)
+  except FileNotFoundError:
+    return found
+  except OSError as e:
+    raise _unreadable(e) from e
+  for name in names:
+    try:
+      _classify(os.path.join(root, name), found)
+    except FileNotFoundError:
+      continue  # Removed by the job that runs there, while we look.
+    except OSError as e:
+      raise _unreadable(e) from e
+  return found
+
+
+def _classify(path: str, found: Listing) -> None:
+  name = os.path.basename(path)
+  is_step = _STEP.fullmatch(name) and step_name(int(name)) == name
+  mode = os.lstat(path).st_mode
+  if not is_step and not _OURS.fullmatch(name):
+    found.strays.append(path)
+  elif stat.S_ISLNK(mode):
+    raise CheckpointError(f"{path}: a symbolic link; it is not followed.")
+  elif not stat.S_ISDIR(mode):
+    found.strays.append(path)
+  elif not is_step:
+    found.leftovers.append(path)
+  elif _has_arrays(path):
+    found.checkpoints[int(name)] = path
+  else:
+    found.strays.append(path)
+
+
+def _has_arrays(path: str) -> bool:
+  """Whether a directory is or was a checkpoint, rather than somebody's own."""
+  for _, _, files in os.walk(path, onerror=_raise):
+    if manifest_lib.FILE in files or manifest_lib.METADATA_FILE in files:
+      return True
+  return False
+
+
+def _raise(error: OSError) -> None:
+  raise error
+
+
+def _unreadable(error: OSError) -> CheckpointError:
+  return CheckpointError(
+    f"{error.filename}: cannot be read: {error.strerror}. Whether there are "
+    "checkpoints to resume from is unknown, so nothing is started."
+  )
+
+
+def read_manifest(directory: str) -> Manifest:
+  """The manifest of one checkpoint.
+
+  Raises:
+    DamagedError: there is none, or it is damaged, or of another step than the
+      directory's name says.
+    CheckpointError: it cannot be read, or the directory is the remains of an
+      unfinished write.
+  """
+  name = os.path.basename(os.path.normpath(directory))
+  path = os.path.join(directory, manifest_lib.FILE)
+  if _OURS.fullmatch(name):
+    raise CheckpointError(
+      f"{directory}: the remains of an unfinished save or removal; it is not "
+      "a checkpoint."
+    )
+  try:
+    for each in (directory, path):
+      if os.path.islink(each):
+        raise CheckpointError(f"{each}: a symbolic link; it is not followed.")
+    with open(path, "rb") as file:
+      text = file.read()
+  except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
+    raise DamagedError(
+      f"{directory}: no checkpoint: it has no {manifest_lib.FILE}."
+    ) from e
+  except OSError as e:
+    raise _unreadable(e) from e
+  manifest = manifest_lib.from_json(text, path)
+  if _STEP.fullmatch(name) and int(name) != manifest.step:
+    raise DamagedError(
+      f"{path}: damaged: of step {manifest.step}, in the directory of step "
+      f"{int(name)}."
+    )
+  return manifest
+
+
+def find(path: str, step: int | None = None) -> str:
+  """The directory of one checkpoint.
+
+  Args:
+    path: a checkpoint, a folder of checkpoints, or a workdir.
+    step: which one, in a folder or a workdir; the newest unless given.
+
+  Raises:
+    CheckpointError: there is none, or `path` cannot be read.
+  """
+  path = os.path.normpath(os.path.expanduser(path))
+  if os.path.basename(path) == FOLDER:
+    path = os.path.dirname(path) or "."
+  try:
+    os.lstat(path)
+    inside = {entry.name for entry in os.scandir(path)}
+  except OSError as e:
+    raise CheckpointError(f"{path}: {e.strerror}.") from e
+  if manifest_lib.FILE in inside or FOLDER not in inside:
+    read_manifest(path)
+    return path
+  there = listing(path).checkpoints
+  if not there:
+    raise CheckpointError(f"{folder(path)}: holds no checkpoint.")
+  if step is None:
+    return there[max(there)]
+  if step not in there:
+    raise CheckpointError(
+      f"{folder(path)}: no checkpoint of step {step}; there are "
+      f"{', '.join(map(str, there))}."
+    )
+  return there[step]
+
+
+def attempt(workdir: str, step: int, token: str) -> str:
+  """The name of a directory for one attempt; `token` was never used before."""
+  return os.path.join(folder(workdir), f"{step_name(step)}.tmp-{token}")
+
+
+def write_file(path: str, text: str) -> None:
+  """Writes a new file that survives the machine."""
+  with open(path, "x") as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def commit(tmp: str, workdir: str, step: int, token: str) -> None:
+  """Gives a complete attempt the name of a checkpoint, and puts it on disk.
+
+  A checkpoint of the same step that is there already (damaged, or of a run
+  that was rolled back) is replaced.
+  """
+  for directory, _, _ in os.walk(tmp, onerror=_raise):
+    sync_directory(directory)
+  final = os.path.join(folder(workdir), step_name(step))
+  aside = f"{final}.old-{token}"
+  replaces = os.path.lexists(final)
+  if replaces:
+    os.rename(final, aside)
+  os.rename(tmp, final)
+  sync_directory(folder(workdir))
+  sync_directory(workdir)
+  if replaces:
+    discard(aside)
+
+
+def discard(path: str) -> None:
+  """Removes a directory that nobody needs; failing at it harms nobody."""
+  try:
+    shutil.rmtree(path)  # Does not follow symbolic links.
+  except OSError as e:
+    logging.warning("%s: cannot be removed: %s", path, e)
+
+
+def sync_directory(path: str) -> None:
+  """Puts the names in a directory on disk."""
+  fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    os.fsync(fd)
+  finally:
+    os.close(fd)
+
+
+def retire(workdir: str, step: int, token: str) -> str:
+  """Takes a committed checkpoint's name away; returns what to discard."""
+  path = os.path.join(folder(workdir), step_name(step))
+  doomed = f"{path}.del-{token}"
+  os.rename(path, doomed)
+  return doomed
+
+
+def clean(workdir: str) -> list[str]:
+  """Removes what earlier attempts left; for the only job in the workdir.
+
+  A checkpoint that was about to be replaced gets its name back if the one to
+  replace it never came. Only directories that bear this module's own names
+  are touched.
+
+  Returns:
+    One line for each thing done or ignored.
+
+  Raises:
+    CheckpointError: something could not be read or removed.
+  """
+  notes = []
+  found = listing(workdir)
+  for path in found.leftovers:
+    name = os.path.basename(path)
+    match = _OURS.fullmatch(name)
+    final = os.path.join(folder(workdir), match["step"])
+    try:
+      if match["kind"] == "old" and not os.path.lexists(final):
+        os.rename(path, final)
+        notes.append(f"{path}: back under its name {match['step']}")
+      else:
+        shutil.rmtree(path)
+        notes.append(f"{path}: removed, left by an interrupted run")
+    except OSError as e:
+      raise CheckpointError(
+        f"{path}: cannot be cleaned up: {e.strerror}."
+      ) from e
+  for path in found.strays:
+    notes.append(f"{path}: ignored, it is no checkpoint")
+  for note in notes:
+    logging.warning("%s", note)
+  return notes
+
+
+def files_below(directory: str) -> Iterator[tuple[str, int | None]]:
+  """(relative path, size) of all files; the size of a link is None."""
+  stack = [""]
+  while stack:
+    above = stack.pop()
+    with os.scandir(os.path.join(directory, above)) as entries:
+      for entry in entries:
+        name = f"{above}/{entry.name}" if above else entry.name
+        if entry.is_symlink():
+          yield name, None
+        elif entry.is_dir():
+          stack.append(name)
+        else:
+          yield name, entry.stat(follow_symlinks=False).st_size

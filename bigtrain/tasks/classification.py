@@ -1,0 +1,125 @@
+"""Image classification: one label, or several, for each image.
+
+Legend: B batch, H height, W width, C classes.
+
+A batch has "image" [B, H, W, 3] floats and "labels": int [B], or one-hot or
+multi-hot [B, C].
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import losses, metrics
+from bigtrain.settings import ConfigError, did_you_mean
+
+_LOSSES = {
+  "softmax_xent": losses.softmax_xent,
+  "sigmoid_xent": losses.sigmoid_xent,
+}
+
+
+def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+  """The model's arguments."""
+  return {"image": batch["image"]}
+
+
+def mixup(
+  rng: jax.Array, image: jax.Array, labels_BC: jax.Array, alpha: float
+) -> tuple[jax.Array, jax.Array]:
+  """Blends each example with its neighbour (arXiv 1710.09412).
+
+  One weight of at least one half is drawn for the whole (micro)batch, as in
+  the AugReg recipes (arXiv 2106.10270).
+  """
+  blend = jax.random.beta(rng, alpha, alpha)
+  blend = jnp.maximum(blend, 1 - blend)
+
+  def mix(x: jax.Array) -> jax.Array:
+    mixed = blend * x + (1 - blend) * jnp.roll(x, 1, axis=0)
+    return mixed.astype(x.dtype)
+
+  return mix(image), mix(labels_BC)
+
+
+def loss_fn(
+  variables: Any,
+  batch: Mapping[str, Any],
+  rng: jax.Array | None,
+  *,
+  model: Any,
+  train: bool,
+  kind: str = "softmax_xent",
+  label_smoothing: float = 0.0,
+  mixup_alpha: float = 0.0,
+) -> tuple[metrics.Pairs, Any]:
+  """Cross-entropy and accuracy of a batch.
+
+  Args:
+    variables: "params" and, where the model has them, mutable collections.
+    batch: see the head of this file; "_mask" marks padding with 0.
+    rng: key for dropout and mixup; unused when not training.
+    model: flax module that returns (logits [B, C], dict).
+    train: whether dropout, mixup and batch statistics are at work.
+    kind: "softmax_xent", or "sigmoid_xent", which is summed over classes.
+    label_smoothing: share of the label spread over all classes; softmax only.
+    mixup_alpha: parameter of mixup's beta distribution; 0 is off.
+
+  Returns:
+    ({"loss": pair, "accuracy": pair}, new mutable collections).
+  """
+  if kind not in _LOSSES:
+    hint = did_you_mean(kind, _LOSSES)
+    raise ConfigError(f"config.loss.kind: no loss {kind!r}.{hint}")
+  image, labels = inputs(batch)["image"], batch["labels"]
+  if kind == "sigmoid_xent" and label_smoothing:
+    raise ConfigError("config.loss.label_smoothing: only for softmax_xent.")
+  mutable = [name for name in variables if name != "params"]
+  mixup_rng, dropout_rng = jax.random.split(rng) if train else (None, None)
+  if labels.ndim == 1:
+    num_classes = jax.eval_shape(
+      lambda v: model.apply(v, image, train=False)[0], variables
+    ).shape[-1]
+    labels = jax.nn.one_hot(labels, num_classes)
+  true_labels_BC = labels
+  if train and mixup_alpha:
+    image, labels = mixup(mixup_rng, image, labels, mixup_alpha)
+  (logits_BC, _), new_mutable = model.apply(
+    variables,
+    image,
+    train=train,
+    rngs={"dropout": dropout_rng} if train else None,
+    mutable=mutable if train else [],
+  )
+  options = {"label_smoothing": label_smoothing} if label_smoothing else {}
+  loss_B = _LOSSES[kind](logits_BC, labels, **options)
+  weight_B = metrics.example_weights(batch, logits_BC)
+  best_B = jnp.argmax(logits_BC, axis=-1)
+  hit_B = jnp.take_along_axis(true_labels_BC, best_B[:, None], axis=-1)[:, 0]
+  pairs = {
+    "loss": metrics.pair(loss_B, weight_B),
+    "accuracy": metrics.pair(hit_B > 0, weight_B),
+  }
+  return pairs, new_mutable if train else {k: variables[k] for k in mutable}
+
+
+def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
+  """Functions for evaluators: logits, pre_logits, and the loss's pairs."""
+
+  def logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+    return model.apply(variables, **inputs(batch), train=False)[0]
+
+  def pre_logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+    return model.apply(variables, **inputs(batch), train=False)[1]["pre_logits"]
+
+  def loss(
+    variables: Any, batch: Mapping[str, Any], **options: Any
+  ) -> metrics.Pairs:
+    pairs, _ = loss_fn(
+      variables, batch, None, model=model, train=False, **options
+    )
+    return pairs
+
+  return {"logits": logits, "pre_logits": pre_logits, "loss": loss}

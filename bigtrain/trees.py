@@ -1,0 +1,99 @@
+"""Trees by name: flatten, map, split and join nested containers.
+
+A leaf's name is its path joined by "/": dict keys as they are, fields of named
+tuples by name, other sequences by index. These names are what checkpoints,
+sharding rules, optimizer masks and weight statistics speak about.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+Tree = Any
+
+
+def key_name(key: Any) -> str:
+  """The part of a name that one jax tree key stands for."""
+  for attribute in ("key", "name", "idx"):
+    if hasattr(key, attribute):
+      return str(getattr(key, attribute))
+  return str(key)
+
+
+def flatten_with_names(tree: Tree) -> list[tuple[str, Any]]:
+  """All (name, leaf) pairs in jax's flattening order.
+
+  >>> flatten_with_names({"b": [1, 2], "a": 3})
+  [('a', 3), ('b/0', 1), ('b/1', 2)]
+  """
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return [("/".join(map(key_name, path)), leaf) for path, leaf in flat]
+
+
+def names(tree: Tree) -> list[str]:
+  """The names alone, in jax's flattening order."""
+  return [name for name, _ in flatten_with_names(tree)]
+
+
+def map_with_names(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+  """Like jax.tree.map, but `fn` gets the leaf's name first."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, *leaves: fn("/".join(map(key_name, path)), *leaves),
+    tree,
+    *rest,
+  )
+
+
+def from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """Nested dicts from {name: leaf}; the inverse of flattening for dicts.
+
+  >>> from_flat({"a/b": 1, "a/c": 2})
+  {'a': {'b': 1, 'c': 2}}
+  """
+  tree: dict[str, Any] = {}
+  for name, leaf in flat.items():
+    *parents, last = name.split("/")
+    node = tree
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[last] = leaf
+  return tree
+
+
+def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
+  """Splits nested dicts by a tree of bools of the same structure.
+
+  Args:
+    tree: nested dicts.
+    mask: the same nested dicts with a bool for each leaf.
+
+  Returns:
+    (leaves where mask is True, the others), both as nested dicts without the
+    missing leaves, so that neither part costs anything for the other.
+  """
+  flags = [flag for _, flag in flatten_with_names(mask)]
+  chosen: dict[str, Any] = {}
+  others: dict[str, Any] = {}
+  for (name, leaf), flag in zip(flatten_with_names(tree), flags):
+    (chosen if flag else others)[name] = leaf
+  return from_flat(chosen), from_flat(others)
+
+
+def merge(first: Tree, second: Tree) -> Tree:
+  """Joins what `partition` split; a leaf in both is an error."""
+  merged = dict(first)
+  for key, value in second.items():
+    if key not in merged:
+      merged[key] = value
+    elif isinstance(value, Mapping) and isinstance(merged[key], Mapping):
+      merged[key] = merge(merged[key], value)
+    else:
+      raise ValueError(f"both parts hold a leaf named {key!r}")
+  # Sorted, as jax flattens dicts: the result is structurally the original.
+  return {key: merged[key] for key in sorted(merged)}
+
+
+def num_bytes(leaves: Iterable[Any]) -> int:
+  """Bytes of arrays or ShapeDtypeStructs, each counted once globally."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
