@@ -53,7 +53,8 @@ bench: install ## Run the benchmarks: one JSON line a figure
 	@$(run) benchmarks.run $(ARGS)
 
 clean: ## Remove what make built and cached; results under runs/ stay
-	rm -rf $(VENV) build *.egg-info
+	test ! -f $(VENV)/pyvenv.cfg || rm -rf $(VENV)
+	rm -rf build *.egg-info
 	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -64,12 +65,14 @@ $(VENV)/bin/python:
 	  if "$$python" -c 'import sys, venv, ensurepip; \
 	      sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    echo "Making $(VENV) with $$("$$python" --version)."; \
-	    exec "$$python" -m venv --clear $(VENV); \
+	    clear=$$(test ! -f $(VENV)/pyvenv.cfg || echo --clear); \
+	    exec "$$python" -m venv $$clear $(VENV); \
 	  fi; \
 	done; \
-	echo "make: $(or $(PYTHON),no python3 on the PATH) is Python 3.11 or newer" \
-	  "with venv. Install one (Debian: apt-get install python3-venv) or name" \
-	  "it: make install PYTHON=/path/to/python3.12" >&2; \
+	echo "No Python 3.11 or newer with venv: tried" \
+	  "$(or $(PYTHON),python3.12 python3.11 python3.13 python3). Install one" \
+	  "(Debian: apt-get install python3-venv), or name it:" \
+	  "make install PYTHON=/path/to/python3.12" >&2; \
 	exit 1
 
 $(VENV)/.installed: requirements.lock setup.cfg | $(VENV)/bin/python

@@ -62,36 +62,41 @@ def check_preempted() -> None:
     raise Preempted(f"{signal.Signals(_signals[0]).name} received")
 
 
-def interruptible(fn: Callable[[], Any]) -> Any:
-  """Runs `fn`, which may take minutes in C++, so that signals still count.
+class Background:
+  """Runs `fn`, which may take minutes in C++, in a thread of its own.
 
   Python runs signal handlers between byte codes of the main thread only; a
-  long compilation there would make it deaf. So the work goes to a thread, and
-  the main thread waits in a way that wakes up.
-
-  Raises:
-    Preempted: a signal came; the thread is left behind, the process ends.
+  long compilation there would make the program deaf to signals.
   """
-  if threading.current_thread() is not threading.main_thread():
-    return fn()
-  outcome: list[tuple[bool, Any]] = []
 
-  def work() -> None:
+  def __init__(self, fn: Callable[[], Any], name: str = "background"):
+    self._outcome: list[tuple[bool, Any]] = []
+    self._thread = threading.Thread(
+      target=self._run, args=(fn,), daemon=True, name=name
+    )
+    self._thread.start()
+
+  def _run(self, fn: Callable[[], Any]) -> None:
     try:
-      outcome.append((True, fn()))
-    except BaseException as e:
-      outcome.append((False, e))
+      self._outcome.append((True, fn()))
+    except BaseException as e:  # Raised again by `result`.
+      self._outcome.append((False, e))
 
-  thread = threading.Thread(target=work, daemon=True, name="interruptible")
-  thread.start()
-  while thread.is_alive():
-    thread.join(timeout=0.2)
-    if thread.is_alive():
-      check_preempted()
-  succeeded, value = outcome[0]
-  if not succeeded:
-    raise value
-  return value
+  def result(self) -> Any:
+    """What `fn` returns or raises.
+
+    Raises:
+      Preempted: a signal came first; the thread is left behind, and the
+        process is expected to end with `leave`.
+    """
+    while self._thread.is_alive():
+      self._thread.join(timeout=0.2)
+      if self._thread.is_alive():
+        check_preempted()
+    succeeded, value = self._outcome[0]
+    if not succeeded:
+      raise value
+    return value
 
 
 def leave(code: int) -> NoReturn:

@@ -126,10 +126,9 @@ class CachedSource:
 
 
 def _row_bytes(value: Any, dtype: np.dtype) -> int:
-  if dtype != object:
+  if dtype.kind != "O":
     return value.nbytes
-  items = value.ravel() if isinstance(value, np.ndarray) else [value]
-  return sum(
-    _OBJECT_BYTES + (i.nbytes if hasattr(i, "nbytes") else len(i))
-    for i in items
-  )
+  if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+    return sum(_OBJECT_BYTES + len(item) for item in value.ravel())
+  size = value.nbytes if isinstance(value, np.ndarray) else len(value)
+  return _OBJECT_BYTES + size

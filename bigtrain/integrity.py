@@ -9,13 +9,18 @@ import collections
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bigtrain import manifest as manifest_lib
 from bigtrain import storage
 from bigtrain.manifest import Array, CheckpointError, DamagedError, Manifest
+
+# An array's name and an index into it.
+Part = tuple[str, tuple[slice, ...]]
+
+_LINK = "a symbolic link; it is not followed"
 
 # What may be read and not yet used up, on one host.
 _BYTES_IN_FLIGHT = 2**30
@@ -53,122 +58,154 @@ def metadata_digest(directory: str, name: str) -> str:
     return hashlib.sha256(file.read()).hexdigest()
 
 
+class Problem(NamedTuple):
+  """One thing that is wrong with a checkpoint.
+
+  Attributes:
+    array: name of the array; "" for the manifest.
+    path: of the file.
+    what: is wrong with it.
+  """
+
+  array: str
+  path: str
+  what: str
+
+  def __str__(self) -> str:
+    return (f"array {self.array!r}: " if self.array else "") + (
+      f"{self.path}: {self.what}"
+    )
+
+
 def inspect(
   directory: str, manifest: Manifest, names: Iterable[str] | None = None
-) -> list[str]:
+) -> list[Problem]:
   """Problems that names, sizes and metadata show; reads no values.
 
   Args:
     directory: of the checkpoint.
     manifest: its manifest.
     names: of the arrays to look at; all unless given.
+
+  Raises:
+    CheckpointError: something cannot be read.
   """
   problems = []
-  for name in manifest.arrays if names is None else names:
-    problems += _inspect_array(directory, name, manifest.arrays[name])
+  try:
+    for name in manifest.arrays if names is None else names:
+      problems += _inspect_array(directory, name, manifest.arrays[name])
+  except OSError as e:
+    raise storage.unreadable(e) from e
   return problems
 
 
-def _inspect_array(directory: str, name: str, array: Array) -> list[str]:
+def _inspect_array(directory: str, name: str, array: Array) -> list[Problem]:
   where = os.path.join(directory, name)
+  problems = []
 
-  def problem(file: str, what: str) -> str:
-    return f"array {name!r}: {os.path.join(where, file)}: {what}"
+  def report(path: str, what: str) -> list[Problem]:
+    problems.append(Problem(name, os.path.join(where, path), what))
+    return problems
 
   parts = name.split("/")
   for i in range(1, len(parts) + 1):
     above = os.path.join(directory, *parts[:i])
     if os.path.islink(above):
-      return [f"array {name!r}: {above}: a symbolic link; it is not followed"]
+      return report(above, _LINK)
   try:
     sizes = dict(storage.files_below(where))
   except FileNotFoundError:
-    return [f"array {name!r}: {where}: missing"]
+    return report(where, "missing")
   except NotADirectoryError:
-    return [f"array {name!r}: {where}: a file, where a directory should be"]
-  problems = [
-    problem(file, "a symbolic link; it is not followed")
-    for file, size in sizes.items()
-    if size is None
-  ]
+    return report(where, "a file, where a directory should be")
+  for file, size in sizes.items():
+    if size is None:
+      report(file, _LINK)
   if manifest_lib.METADATA_FILE not in sizes:
-    problems.append(problem(manifest_lib.METADATA_FILE, "missing"))
-  elif array.metadata_sha256 and (
-    metadata_digest(directory, name) != array.metadata_sha256
+    report(manifest_lib.METADATA_FILE, "missing")
+  elif sizes[manifest_lib.METADATA_FILE] is not None and (
+    array.metadata_sha256 not in ("", metadata_digest(directory, name))
   ):
-    problems.append(problem(manifest_lib.METADATA_FILE, "changed"))
+    report(manifest_lib.METADATA_FILE, "its digest does not fit")
+  expected = array.chunk_bytes
   for file, _ in array.chunks():
     if file not in sizes:
-      problems.append(problem(file, "missing"))
-    elif sizes[file] is not None and sizes[file] != array.chunk_bytes:
-      problems.append(
-        problem(
-          file, f"has {sizes[file]} bytes, expected {array.chunk_bytes}"
-        )
-      )
+      report(file, "missing")
+    elif sizes[file] is not None and sizes[file] != expected:
+      report(file, f"has {sizes[file]} bytes, expected {expected}")
   return problems
 
 
 def read(
-  directory: str,
-  manifest: Manifest,
-  parts: Iterable[tuple[str, tuple[slice, ...]]],
+  directory: str, manifest: Manifest, parts: Iterable[Part]
 ) -> Iterator[np.ndarray]:
   """Reads parts of arrays, several at once, and yields them in order.
 
   Args:
     directory: of the checkpoint.
     manifest: its manifest.
-    parts: (name, index into the array) of each.
+    parts: (array's name, index into it) of each; those of one array together.
 
   Raises:
     DamagedError: a chunk is missing or not what was written.
     CheckpointError: a file cannot be read.
   """
+  for (name, _), result in _read(directory, manifest, parts):
+    if isinstance(result, ValueError):
+      raise _kind(result)(
+        f"{directory}: array {name!r}: {_text(result)}"
+      ) from result
+    yield result
+
+
+def _read(
+  directory: str, manifest: Manifest, parts: Iterable[Part]
+) -> Iterator[tuple[Part, np.ndarray | ValueError]]:
   import tensorstore as ts
 
-  opened: dict[str, Any] = {}
-  pending: collections.deque[tuple[str, Any, int]] = collections.deque()
+  name, opened = None, None
+  pending: collections.deque[tuple[Part, Any, int]] = collections.deque()
   in_flight = 0
 
-  def finish() -> np.ndarray:
+  def finish() -> tuple[Part, np.ndarray | ValueError]:
     nonlocal in_flight
-    name, future, num_bytes = pending.popleft()
+    part, future, num_bytes = pending.popleft()
     in_flight -= num_bytes
     try:
-      return future.result()
-    except ValueError as e:
-      raise _explain(directory, name, e) from e
+      return part, future.result()
+    except ValueError as e:  # What tensorstore raises for any failed read.
+      return part, e
 
-  for name, index in parts:
-    array = manifest.arrays[name]
-    if name not in opened:
+  for part in parts:
+    if name != part[0]:
+      name = part[0]
       # The manifest vouches for the metadata, so it is not read again.
-      opened = {
-        name: ts.open(
-          manifest_lib.spec(directory, name, array),
-          open=True,
-          assume_metadata=True,
-          context=tensorstore_context(),
-        ).result()
-      }
-    part = opened[name][index]
-    num_bytes = part.size * part.dtype.numpy_dtype.itemsize
+      opened = ts.open(
+        manifest_lib.spec(directory, name, manifest.arrays[name]),
+        open=True,
+        assume_metadata=True,
+        context=tensorstore_context(),
+      ).result()
+    view = opened[part[1]]
+    num_bytes = view.size * view.dtype.numpy_dtype.itemsize
     while pending and in_flight + num_bytes > _BYTES_IN_FLIGHT:
       yield finish()
-    pending.append((name, part.read(order="C"), num_bytes))
+    pending.append((part, view.read(order="C"), num_bytes))
     in_flight += num_bytes
   while pending:
     yield finish()
 
 
-def _explain(directory: str, name: str, error: ValueError) -> CheckpointError:
-  """tensorstore's error with the array's name, sorted by what may be done."""
-  text = str(error).split(" [")[0]
-  kind = DamagedError
-  if text.startswith(("PERMISSION_DENIED", "UNKNOWN", "INTERNAL")):
-    kind = CheckpointError  # Nothing proves that the file is bad.
-  return kind(f"{directory}: array {name!r}: {text}")
+def _kind(error: ValueError) -> type[CheckpointError]:
+  """DamagedError if the file is proven bad; else it may just be unreadable."""
+  bad = str(error).startswith(
+    ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE")
+  )
+  return DamagedError if bad else CheckpointError
+
+
+def _text(error: ValueError) -> str:
+  return str(error).split(" [", maxsplit=1)[0]
 
 
 def read_array(directory: str, manifest: Manifest, name: str) -> np.ndarray:
@@ -177,24 +214,32 @@ def read_array(directory: str, manifest: Manifest, name: str) -> np.ndarray:
   return next(read(directory, manifest, [(name, index)]))
 
 
-def verify(directory: str) -> list[str]:
+def verify(directory: str) -> list[Problem]:
   """Every problem of a checkpoint, each chunk read; [] if it is whole.
 
   Raises:
-    CheckpointError: it cannot be read at all.
+    CheckpointError: something cannot be read, so nothing is known of it.
   """
   try:
     manifest = storage.read_manifest(directory)
   except DamagedError as e:
-    return [str(e)]
+    path = os.path.join(directory, manifest_lib.FILE)
+    return [Problem("", path, str(e).removeprefix(f"{path}: "))]
   problems = inspect(directory, manifest)
+  known = {problem.path for problem in problems}
+  linked = {problem.array for problem in problems if problem.what == _LINK}
+  parts, paths = [], []
   for name, array in manifest.arrays.items():
+    if name in linked or os.path.join(directory, name) in known:
+      continue
     for file, index in array.chunks():
       path = os.path.join(directory, name, file)
-      if any(path in problem for problem in problems):
-        continue
-      try:
-        next(read(directory, manifest, [(name, index)]))
-      except DamagedError as e:
-        problems.append(f"array {name!r}: {path}: {str(e).split(': ', 2)[-1]}")
+      if path not in known:
+        parts.append((name, index))
+        paths.append(path)
+  for path, (part, result) in zip(paths, _read(directory, manifest, parts)):
+    if isinstance(result, ValueError):
+      if _kind(result) is not DamagedError:
+        raise CheckpointError(f"{directory}: {_text(result)}") from result
+      problems.append(Problem(part[0], path, _text(result)))
   return problems

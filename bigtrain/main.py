@@ -2,11 +2,11 @@
 
   python -m bigtrain.main --config=configs/digits.py --workdir=runs/digits
 
-The program is one flat function, `train`, which reads top to bottom: where it
-runs, what goes in, model and optimizer, update_fn, where it starts, what is
-evaluated, the loop. What differs between experiments stands in the config and
-behind the seams: tasks, models, evaluators, data sources, preprocessing ops
-and hooks are found by name. Nothing here knows any of them.
+One flat function, `train`, reads top to bottom: where it runs, what goes in,
+the model, the optimizer, update_fn, what is evaluated, where it starts, the
+loop. What differs between experiments stands in the config and behind seams
+(tasks, models, evaluators, data sources, preprocessing ops, hooks), all found
+by name. Nothing here knows any of them.
 """
 
 from bigtrain import cluster
@@ -14,24 +14,24 @@ from bigtrain import cluster
 if __name__ == "__main__":
   cluster.catch_signals()  # The imports below take a second or two.
 
+import collections
+import contextlib
 import dataclasses
 import functools
-import os
-import sys
 import time
-import traceback
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from absl import flags, logging
+from absl import logging
 
 from bigtrain import (
   checkpoint,
   chrono,
+  command,
   flops,
+  guard,
   hooks,
   input_pipeline,
   lease,
@@ -40,19 +40,20 @@ from bigtrain import (
   record,
   settings,
   sharding,
-  start,
   train_step,
   trees,
   writers,
 )
+from bigtrain import start as start_lib
+from bigtrain import tally as tally_lib
 from bigtrain.evaluators import common as evaluators
 
-# Steps that may be on their way to the device: enough to keep it busy, few
-# enough that a signal is obeyed soon and that batches do not pile up.
+# Steps that may be queued on the device: enough to keep it busy, few enough
+# that batches do not pile up there and that a signal is obeyed soon.
 _STEPS_IN_FLIGHT = 4
 
 
-def train(config: Mapping[str, Any], workdir: str) -> dict[str, Any]:
+def train(config: Any, workdir: str) -> dict[str, Any]:
   """Trains, evaluates and saves; goes on where an earlier call stopped.
 
   Args:
@@ -68,10 +69,8 @@ def train(config: Mapping[str, Any], workdir: str) -> dict[str, Any]:
       that is possible.
     Preempted: a signal ended the run; the state is saved.
   """
-  config = settings.Config(settings.plain(config))
-  began = time.monotonic()
-  record.compile_cache(config.get("compile_cache", True))
-  held = lease.acquire(workdir)
+  config = settings.Config(config)
+  record.use_compile_cache(config.get("compile_cache", True))
 
   # Where it runs.
   mesh_options = config.kwargs("mesh")
@@ -134,11 +133,10 @@ def train(config: Mapping[str, Any], workdir: str) -> dict[str, Any]:
     }
     return dict(model.init(init_rng, **task.inputs(example)))
 
-  # Optimizer. Its state exists for parameters that are trained only.
+  # Optimizer. Parameters that are frozen have no state there.
   params_spec = jax.eval_shape(init_variables)["params"]
   optimizer = optim.make(config, params_spec, units)
-  ema_decay = config.get("ema_decay")
-  ema_start = settings.steps(config, "ema_start", units, default=0)
+  ema_update = optim.make_ema(config, units)
 
   def init_state() -> dict[str, Any]:
     """Everything that a checkpoint holds, as of step 0."""
@@ -152,8 +150,8 @@ def train(config: Mapping[str, Any], workdir: str) -> dict[str, Any]:
     }
     if variables:
       state["mutable"] = variables
-    if ema_decay:
-      state["ema"] = params
+    if ema_update:
+      state["ema"] = optim.ema_init(params)
     return state
 
   # How the state lies on the devices.
@@ -169,63 +167,70 @@ def train(config: Mapping[str, Any], workdir: str) -> dict[str, Any]:
     state_sharding,
   )
 
-  # The update. `tally` sums metrics since the last row, on the device.
+  # The update. `tally` sums metrics between rows, on the device.
   nonfinite = config.get("nonfinite", "stop")
-  metrics.check_nonfinite(nonfinite)
-  weight_stats = config.get("weight_stats", "none")
-  metrics.check_weight_stats(weight_stats)
+  tally_lib.check_policy(nonfinite)
+  weight_stats = config.get("weight_stats", "global")
+  metrics.check_detail(weight_stats)
 
-  def logs(step: Any) -> Any:
-    """Whether a row is written after `step`; works on device and host."""
+  def makes_row(step: Any) -> Any:
+    """Whether a row is written after `step`, on the device and the host."""
     return (step == 1) | (step % log_steps == 0) | (step == total_steps)
 
-  def update_fn(
-    state: dict[str, Any], tally: metrics.Tally, batch: dict[str, jax.Array]
-  ) -> tuple[dict[str, Any], metrics.Tally]:
-    """One step: a new state, and the tally with this step's metrics."""
+  def gradients(state: dict[str, Any], batch: Any) -> Any:
+    """(gradients, metric pairs, mutable) of the step after `state`."""
     _, step_rng = jax.random.split(jax.random.key(seed))
-    rng = jax.random.fold_in(step_rng, state["step"])
-    grads, pairs, mutable = train_step.gradients(
+    return train_step.gradients(
       loss_fn,
       state["params"],
       state.get("mutable", {}),
       batch,
-      rng,
+      jax.random.fold_in(step_rng, state["step"]),
       trainable=optimizer.trainable,
       microbatches=microbatches,
       mesh=mesh,
     )
+
+  def update_fn(
+    state: dict[str, Any], tally: tally_lib.Tally, batch: Any
+  ) -> tuple[dict[str, Any], tally_lib.Tally]:
+    """One step: the next state, and the tally with this step in it."""
+    done = state["step"]
+    grads, pairs, mutable = gradients(state, batch)
     trained, frozen = trees.partition(state["params"], optimizer.trainable)
-    updates, opt = optimizer.tx.update(
-      grads, state["opt"], trained, step=state["step"]
-    )
+    updates, opt = optimizer.tx.update(grads, state["opt"], trained, step=done)
     params = trees.merge(optax.apply_updates(trained, updates), frozen)
-    step = state["step"] + 1
-    new_state = {"params": params, "opt": opt, "step": step}
+    new_state = {"params": params, "opt": opt, "step": done + 1}
     if "mutable" in state:
       new_state["mutable"] = mutable
     if "ema" in state:
-      new_state["ema"] = optim.ema_update(
-        state["ema"], params, step - ema_start, ema_decay
-      )
-    # A step that is not finite never reaches the state.
-    tally, good = metrics.count_step(
-      tally, step, pairs, metrics.global_norm(grads), nonfinite
-    )
-    new_state = metrics.select(good, new_state, state, nonfinite)
-    rates = {n: f(state["step"]) for n, f in optimizer.schedules.items()}
-    # Norms cost a pass over the parameters: only for rows.
-    stats = jax.lax.cond(
-      logs(step),
+      new_state["ema"] = ema_update(state["ema"], params, done)
+    # Norms of everything cost a pass over it, so only rows have them.
+    norms = metrics.only_if(
+      makes_row(done + 1),
       lambda: metrics.norms(params, grads, updates, weight_stats),
-      lambda: metrics.no_norms(params, grads, updates, weight_stats),
     )
-    tally = metrics.keep_last(tally, {**rates, **stats})
-    return new_state, tally
+    rates = {name: rate(done) for name, rate in optimizer.schedules.items()}
+    tally, good = tally_lib.count(
+      tally,
+      step=done + 1,
+      new_row=makes_row(done),
+      pairs=pairs,
+      grad_norm=metrics.global_norm(grads),
+      last={**rates, **norms},
+      policy=nonfinite,
+    )
+    return tally_lib.select(good, new_state, state, nonfinite), tally
 
-  # What is evaluated, checked now and built when first due.
-  console = writers.Console(total_steps)
-  step = 0
+  tally_spec = jax.eval_shape(update_fn, state_spec, None, batch_spec)[1]
+
+  # What is evaluated: checked now, built when it is first due.
+  console = writers.Console(total_steps, process_index=jax.process_index())
+
+  def evaluation_progress(done: int, batches: int) -> None:
+    console.evaluation_progress(done, batches)
+    cluster.check_preempted()
+
   evaluations = evaluators.from_config(
     config,
     task.predict_fns(model),
@@ -236,9 +241,232 @@ def train(config: Mapping[str, Any], workdir: str) -> dict[str, Any]:
       mesh=mesh,
       batch_size=batch_size,
       pp_modules=pp_modules,
-      step=lambda: step,
-      progress=console.evaluation_progress,
+      progress=evaluation_progress,
     ),
-    weights=("params", "ema") if ema_decay else ("params",),
+    weights=("params", "ema") if ema_update else ("params",),
   )
-  return {}
+  run_hooks = hooks.from_config(config, workdir)
+
+  # What remains of the config. After this, a key that nobody knows is told.
+  origin = start_lib.read(config)
+  saving = dict(
+    keep=config.get("keep_ckpts", 2),
+    keep_every_steps=settings.steps(config, "keep_ckpt", units),
+    config_digest=settings.digest(config.to_dict()),
+  )
+  writing = dict(
+    tensorboard=config.get("tensorboard", True),
+    wandb=config.kwargs("wandb") if config.get("wandb") else None,
+  )
+  peak = config.get("peak_flops_per_device") or flops.peak_flops(
+    mesh.devices.flat[0]
+  )
+  variables_spec = {
+    "params": state_spec["params"],
+    **state_spec.get("mutable", {}),
+  }
+  step_flops = flops.train_flops(
+    flops.forward_flops(
+      lambda *args: loss_fn(*args)[0],
+      variables_spec,
+      batch_spec,
+      jax.eval_shape(lambda: jax.random.key(seed)),
+    )
+  )
+  unknown = config.unread()
+  if unknown:
+    raise settings.ConfigError(" ".join(unknown))
+
+  with contextlib.ExitStack() as at_end:
+    # From here on files are written, and the workdir is this job's alone.
+    checkpoint.check_writable(workdir)
+    held = at_end.enter_context(lease.hold(workdir))
+    record.write(workdir, config.to_dict(), record.run_info(mesh))
+    at_end.callback(console.close)
+    console.status("starting")
+    clock = chrono.Chrono(
+      batch_size=batch_size,
+      total_steps=total_steps,
+      last_step=last_step,
+      examples_per_epoch=units.examples_per_epoch,
+      tokens_per_example=units.tokens_per_example,
+      flops_per_step=step_flops,
+      peak_flops_per_device=peak,
+      num_devices=mesh.size,
+    )
+
+    # The update compiles while the state is read or made.
+    @cluster.Background
+    def compiling() -> Any:
+      jitted = jax.jit(
+        update_fn,
+        donate_argnums=0,
+        out_shardings=(state_sharding, sharding.replicated(mesh)),
+      )
+      return jitted.lower(state_spec, tally_spec, batch_spec).compile()
+
+    begun = start_lib.begin(
+      origin, workdir, config.to_dict(), state_spec, init_state, model_module
+    )
+    state, step = begun.state, begun.step
+    logging.info("Step %d of %d, %s.", step, total_steps, begun.how)
+    batches = train_input.start(step, last_step)
+    at_end.callback(batches.close)
+    writer = writers.Writers(
+      workdir,
+      restored_step=step if begun.resumed else None,
+      process_index=jax.process_index(),
+      console=console,
+      **writing,
+    )
+    at_end.callback(writer.close)
+    checkpointer = checkpoint.Checkpointer(workdir, guard=held.check, **saving)
+    at_end.callback(checkpointer.close)
+    if "clock" in begun.host:
+      clock.restore(begun.host["clock"], writer.last_alive)
+    run_hooks.restore(begun.host.get("hooks", {}))
+    tally = jax.device_put(
+      tally_lib.from_host(begun.host.get("tally", {}), tally_spec),
+      sharding.replicated(mesh),
+    )
+    console.status("compiling")
+    with clock.account("compile"):
+      update = compiling.result()
+    record.update(workdir, **record.compiled(update, step_flops))
+
+    # What the loop does at some steps.
+    newest: dict[str, Any] = {}
+    stop: hooks.Stop | None = None
+    row_due: tuple[int, Any] | None = None
+    saved_step = step if begun.resumed else None
+    built: dict[str, evaluators.Evaluator] = {}
+
+    def write(row: dict[str, Any]) -> None:
+      """Gives a row to the writers and to the hooks, which may stop the run."""
+      nonlocal stop
+      newest.update(row)
+      writer.write(row)
+      stop = stop or run_hooks.after_step(row["step"], row)
+
+    def write_row() -> None:
+      """Writes the row that is due, waiting for its step if need be."""
+      nonlocal row_due
+      if row_due:
+        at, values = row_due
+        row_due, values = None, jax.device_get(values)
+        check_finite(values)
+        write({"step": at, **tally_lib.row(values), **clock.row(at)})
+
+    def check_finite(values: tally_lib.Tally) -> None:
+      """Raises if the guard has stopped the state at some step."""
+      if nonfinite == "stop" and values["bad_step"]:
+        bad_step = int(values["bad_step"])
+        raise guard.explain(bad_step, state, train_input, gradients)
+
+    def save() -> None:
+      """Starts to save; what the host knows goes along."""
+      nonlocal saved_step
+      console.status("saving")
+      values = jax.device_get(tally)
+      check_finite(values)
+      writer.flush()  # The rows up to here must outlive the checkpoint.
+      with clock.account("save"):
+        checkpointer.wait()
+        host = {
+          "config": config.to_dict(),
+          "tally": tally_lib.to_host(values),
+          "clock": clock.state(),
+          "hooks": run_hooks.state(),
+        }
+        checkpointer.save(step, state, host)
+      clock.ckpt_written(checkpointer.last_write_secs)
+      saved_step = step
+      console.status("training")
+
+    def evaluate(evaluation: evaluators.Evaluation) -> None:
+      """Runs one evaluation on the present state and writes its results."""
+      console.status(f"evaluating {evaluation.name}")
+      began = time.monotonic()
+      jax.block_until_ready(state)
+      with clock.account("eval"):
+        if evaluation.name not in built:
+          built[evaluation.name] = evaluation.build()
+        variables = {
+          "params": state[evaluation.weights],
+          **state.get("mutable", {}),
+        }
+        results = built[evaluation.name].run(variables, step)
+        results["secs"] = time.monotonic() - began
+      names = {f"{evaluation.name}/{k}": v for k, v in results.items()}
+      write({"step": step, **names})
+      console.status("training")
+
+    # A run that was cut off in its evaluations finishes them first. Results
+    # that are there came after the checkpoint, so the hooks forgot them.
+    due = [e for e in evaluations if begun.resumed and e.due(step, total_steps)]
+    rows = {row["step"]: row for row in writers.read_rows(workdir)}
+    for evaluation in due:
+      row = rows.get(step, {})
+      results = {k: v for k, v in row.items() if evaluation.owns(k)}
+      if results:
+        stop = stop or run_hooks.after_step(step, {"step": step, **results})
+      else:
+        evaluate(evaluation)
+
+    # The loop: update, log, save, evaluate, decide. The device is waited for
+    # where its results are needed, and else only to stay a few steps ahead.
+    clock.start(step)
+    console.status("training")
+    first_step = step
+    run_hooks.call("before_train", step)
+    in_flight: collections.deque[Any] = collections.deque()
+    interrupted = False
+    while step < last_step and not stop and not interrupted:
+      run_hooks.call("before_step", step + 1)
+      waiting = time.monotonic()
+      batch = next(batches)
+      clock.data_wait(time.monotonic() - waiting)
+      state, tally = update(state, tally, batch)
+      step += 1
+      console.step(step)
+      if step == first_step + 1:
+        jax.block_until_ready(tally)
+        clock.warm(step)
+      in_flight.append(tally["skipped"])
+      if len(in_flight) > _STEPS_IN_FLIGHT:
+        in_flight.popleft().block_until_ready()
+
+      write_row()  # That of an earlier step, now that the next is under way.
+      if makes_row(step):
+        row_due = step, tally
+      saves = step % ckpt_steps == 0 or step == last_step
+      due = [e for e in evaluations if e.due(step, total_steps)]
+      if saves or due:
+        write_row()
+      if saves:
+        save()
+      try:
+        for evaluation in due:
+          evaluate(evaluation)
+        interrupted = cluster.preempted() and step < last_step
+      except cluster.Preempted:
+        interrupted = True  # The next start finds what results are missing.
+      checkpointer.check()
+
+    write_row()
+    if stop and stop.failure:
+      raise RuntimeError(stop.reason)
+    if saved_step != step:
+      save()
+    checkpointer.wait()
+    run_hooks.call("after_train", step)
+    write({"step": step, **clock.summary()})
+    writer.flush()
+    if interrupted:
+      raise cluster.Preempted(f"saved step {step} of {total_steps}")
+    logging.info("%s at step %d.", stop.reason if stop else "Done", step)
+  return newest
+
+
+if __name__ == "__main__":
+  command.run(train)

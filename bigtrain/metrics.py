@@ -5,13 +5,14 @@ steps; means of means do not. Norms and weight statistics live here too.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from bigtrain import trees
+from bigtrain.settings import ConfigError, did_you_mean
 
 Pair = tuple[Any, Any]
 Pairs = dict[str, Pair]
@@ -43,6 +44,23 @@ def example_weights(batch: Mapping[str, Any], like: jax.Array) -> jax.Array:
   if "_mask" in batch:
     return batch["_mask"].astype(jnp.float32)
   return jnp.ones(like.shape[:1], jnp.float32)
+
+
+def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
+  """Whether any of an example's labels is among its k largest logits.
+
+  Args:
+    logits_BC: [B, C] scores; of equal ones the lower class comes first.
+    labels: class numbers [B], or one-hot or multi-hot [B, C].
+    k: at most C.
+
+  Returns:
+    bool [B].
+  """
+  _, best_Bk = jax.lax.top_k(logits_BC, k)
+  if labels.ndim == 1:
+    return jnp.any(best_Bk == labels[:, None], axis=-1)
+  return jnp.any(jnp.take_along_axis(labels, best_Bk, axis=-1) > 0, axis=-1)
 
 
 def add(first: Pairs, second: Pairs) -> Pairs:
@@ -81,6 +99,47 @@ def global_norm(tree: Any) -> jax.Array:
     for leaf in jax.tree.leaves(tree)
   ]
   return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+
+
+def only_if(flag: jax.Array, fn: Callable[[], Any]) -> Any:
+  """`fn()` where the flag is set, else zeros; `fn` does not run then."""
+  spec = jax.eval_shape(fn)
+  zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec)
+  return jax.lax.cond(flag, fn, zeros)
+
+
+_DETAILS = ("none", "global", "per_param")
+
+
+def check_detail(detail: str) -> None:
+  """Raises ConfigError unless `detail` is one that `norms` knows."""
+  if detail not in _DETAILS:
+    hint = did_you_mean(detail, _DETAILS)
+    raise ConfigError(f"config.weight_stats: unknown {detail!r}.{hint}")
+
+
+def norms(params: Any, grads: Any, updates: Any, detail: str) -> dict[str, Any]:
+  """Norms for a row.
+
+  Args:
+    params: all parameters.
+    grads: gradients of the trainable ones.
+    updates: what the optimizer adds to the trainable ones.
+    detail: "none", "global" (norms over everything), or "per_param" (also
+      the statistics of every parameter).
+
+  Returns:
+    {name: float32 scalar}.
+  """
+  if detail == "none":
+    return {}
+  values = {
+    "param_norm": global_norm(params),
+    "update_norm": global_norm(updates),
+  }
+  if detail == "per_param":
+    values |= weight_stats(params, grads, updates)
+  return values
 
 
 def weight_stats(params: Any, grads: Any, updates: Any) -> dict[str, Any]:

@@ -147,7 +147,10 @@ def make(cfg: Config, params_shapes: Any, units: Units) -> Optimizer:
       )
     for members, norm in clips:
       grads = _clip(grads, members, norm)
-    updates, state = inner.update(grads, state, params, **extra)
+    # Moments may be stored in bfloat16, but are not multiplied in it: b1=0.9
+    # would become 0.898 and 0.999 become 1, and eager code would round more.
+    updates, new_state = inner.update(grads, _float32(state), params, **extra)
+    state = jax.tree.map(_like, new_state, state)
     scales = {label: schedule(step) for label, schedule in relative.items()}
 
     def finish(name: str, u: jax.Array, p: jax.Array) -> jax.Array:
@@ -181,6 +184,21 @@ def _clip(grads: Any, members: set[str], norm: float) -> Any:
   return trees.map_with_names(
     lambda name, g: g * scale.astype(g.dtype) if name in members else g, grads
   )
+
+
+def _float32(state: Any) -> Any:
+  return jax.tree.map(
+    lambda x: (
+      x.astype(jnp.promote_types(x.dtype, jnp.float32))
+      if jnp.issubdtype(x.dtype, jnp.floating)
+      else x
+    ),
+    state,
+  )
+
+
+def _like(new: jax.Array, old: jax.Array) -> jax.Array:
+  return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _check_one_lr(leaves: dict[str, _Leaf], optimizer: str, path: str) -> None:

@@ -183,6 +183,11 @@ def block_counts(weights: Sequence[float]) -> np.ndarray:
     block *= 2
 
 
+def stream(seed: int, source: int) -> int:
+  """The seed of one source of a mixture, so that no two are shuffled alike."""
+  return int(fold(seed, source))
+
+
 class Order(NamedTuple):
   """What rows of a batch are made of.
 
@@ -193,7 +198,7 @@ class Order(NamedTuple):
   """
 
   source: np.ndarray
-  index: np.ndarray
+  index: np.ndarray  # type: ignore[assignment]  # Not tuple.index.
   epoch: np.ndarray
 
 
@@ -214,6 +219,8 @@ class Schedule:
   weights: tuple[float, ...] = (1.0,)
   seed: int = 0
   shuffle: bool = True
+  _counts: np.ndarray = dataclasses.field(init=False, repr=False, compare=False)
+  _starts: np.ndarray = dataclasses.field(init=False, repr=False, compare=False)
 
   def __post_init__(self) -> None:
     if len(self.lengths) != len(self.weights):
@@ -255,7 +262,7 @@ class Schedule:
       for k in np.unique(source):
         at = source == k
         index[at] = permute(
-          index[at], self.lengths[k], self.stream(int(k)), epoch[at]
+          index[at], self.lengths[k], stream(self.seed, int(k)), epoch[at]
         )
     return Order(source, index, epoch)
 
@@ -265,7 +272,3 @@ class Schedule:
     """The order of the batch of a step, or of some of its rows only."""
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     return self.rows(np.int64(step) * batch_size + rows)
-
-  def stream(self, source: int) -> int:
-    """The seed of one source, so that two sources are not shuffled alike."""
-    return int(fold(self.seed, source))

@@ -125,6 +125,36 @@ def update(workdir: str, **facts: Any) -> None:
   write_json(path, content)
 
 
+def compiled(program: Any, step_flops: int) -> dict[str, Any]:
+  """Memory of a compiled program on each device, and the model's FLOPs."""
+  memory = program.memory_analysis()
+  facts: dict[str, Any] = {"model_flops_per_step": step_flops}
+  if memory is not None:
+    facts["update_bytes_per_device"] = {
+      "arguments": memory.argument_size_in_bytes,
+      "outputs": memory.output_size_in_bytes,
+      "temporaries": memory.temp_size_in_bytes,
+      "aliased": memory.alias_size_in_bytes,
+    }
+  return facts
+
+
+def ending(results: Mapping[str, Any], workdir: str) -> str:
+  """What a person wants to read last: the results, and where things are."""
+  lines = [f"Finished at step {results['step']}."]
+  shown = {k: v for k, v in results.items() if "/" in k}
+  for name, value in {"loss": results.get("loss"), **shown}.items():
+    hidden = name.startswith("account/") or name.endswith("/secs")
+    if isinstance(value, float) and not hidden:
+      lines.append(f"  {name:24} {value:.4g}")
+  lines += [
+    f"  metrics       {os.path.join(workdir, 'metrics.jsonl')}",
+    f"  checkpoints   {os.path.join(workdir, 'checkpoints')}",
+    f"  TensorBoard   {os.path.join(workdir, 'tensorboard')}",
+  ]
+  return "\n".join(lines)
+
+
 def use_compile_cache(folder: str | bool) -> str:
   """Switches jax's persistent compilation cache on.
 

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import pkgutil
 import traceback
@@ -72,12 +73,12 @@ def check_kwargs(
     if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL, p.POSITIONAL_ONLY)
     and name not in given
   }
-  # flax adds these two to every module; neither is a config's business.
-  options = set(parameters) - {"parent", "name"} | (
-    {"name"} if "name" in parameters and "parent" not in parameters else set()
-  )
+  options = set(parameters)
+  if {"parent", "name"} <= options:
+    # flax adds these two to every module; neither is a config's business.
+    options -= {"parent", "name"}
   for name in kwargs:
-    if name not in options and not takes_any:
+    if name in given or (name not in options and not takes_any):
       raise ConfigError(
         f"{path}.{name}: unknown key.{did_you_mean(name, options)}"
       )
@@ -128,6 +129,8 @@ def find_attribute(dotted: str, key: str) -> Any:
 
 
 def _import(dotted: str, key: str) -> Any:
+  if "" in dotted.split("."):
+    raise ConfigError(f"{key}: expected package.module, got {dotted!r}.")
   try:
     return importlib.import_module(dotted)
   except ModuleNotFoundError as e:
@@ -150,6 +153,7 @@ class Config:
     self._data = plain(data)
     self._path = path
     self._asked: set[str] = set()
+    self._whole: set[str] = set()  # Subtrees handed out by `kwargs`.
     self._children: dict[str, Config] = {}
 
   @property
@@ -196,7 +200,7 @@ class Config:
   def kwargs(self, key: str, default: Mapping[str, Any] | None = None) -> dict:
     """The subtree at `key` as a plain dict; all of it counts as read."""
     self._asked.add(key)
-    self._children.pop(key, None)
+    self._whole.add(key)
     value = self._data.get(key, default if default is not None else {})
     if not isinstance(value, Mapping):
       raise ConfigError(
@@ -217,8 +221,8 @@ class Config:
         free = self._asked - set(self._data)
         hint = did_you_mean(key, free or self._asked)
         lines.append(f"{self._path}.{key}: unknown key.{hint}")
-      elif isinstance(value, dict) and key in self._children:
-        lines += self._children[key].unread()
+      elif isinstance(value, dict) and key not in self._whole:
+        lines += self.get(key).unread()
     return lines
 
 
@@ -260,7 +264,8 @@ def load(path: str) -> dict[str, Any]:
   except ConfigError:
     raise
   except Exception as e:
-    raise ConfigError(f"{_where(e, file)}: {type(e).__name__}: {e}") from e
+    message = " ".join(f"{type(e).__name__}: {e}".split())
+    raise ConfigError(f"{_where(e, file)}: {message}") from e
   if not isinstance(plain(config), dict):
     raise ConfigError(f"--config={file}: get_config returned no config.")
   return plain(config)
@@ -307,7 +312,7 @@ def override(config: dict[str, Any], assignment: str) -> None:
 def _typed(text: str, old: Any, where: str) -> Any:
   try:
     value = ast.literal_eval(text)
-  except (ValueError, SyntaxError):
+  except (ValueError, SyntaxError, TypeError):
     value = text
   if text.lower() in ("true", "false"):
     value = text.lower() == "true"
@@ -318,12 +323,16 @@ def _typed(text: str, old: Any, where: str) -> Any:
   if isinstance(old, bool):
     if isinstance(value, bool) or value in (0, 1):
       return bool(value)
+  elif isinstance(value, bool):
+    pass  # True is an int to Python, and a mistake here.
   elif isinstance(old, int):
     # 0.5 for an int is an error, 1e5 is not.
-    if isinstance(value, int | float) and int(value) == value:
+    if isinstance(value, int):
+      return value
+    if isinstance(value, float) and value.is_integer():
       return int(value)
   elif isinstance(old, float):
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float):
       return float(value)
   elif isinstance(old, list | tuple):
     if isinstance(value, list | tuple):
@@ -355,8 +364,10 @@ class Units:
     """Whole steps in `amount` units: rounded, and at least one unless 0."""
     if isinstance(amount, bool) or not isinstance(amount, int | float):
       raise ConfigError(f"{key}: expected a number, got {amount!r}.")
-    if amount < 0:
-      raise ConfigError(f"{key}: expected at least 0, got {amount!r}.")
+    if not 0 <= amount < math.inf:
+      raise ConfigError(
+        f"{key}: expected a finite number of at least 0, got {amount!r}."
+      )
     scale = {
       "steps": 1,
       "examples": 1 / self.batch_size,
@@ -398,7 +409,8 @@ def steps(
     prefix: "total", "log", "warmup", ...: the key is f"{prefix}_{unit}" with a
       unit of steps, epochs, examples, tokens, percent.
     units: the sizes to convert with.
-    default: returned when no such key is there.
+    default: returned when no such key is there, or all of them are None: so
+      `total_epochs=None total_steps=100` on the command line changes the unit.
     path: where `cfg` is in the config, if it is a plain dict.
 
   Raises:
@@ -406,18 +418,17 @@ def steps(
   """
   path = path or getattr(cfg, "path", "config")
   names = [f"{prefix}_{unit}" for unit in _UNITS]
-  # `in` also tells a tracked config that each of these names is known.
-  found = [name for name in names if name in cfg]
+  # `get` also tells a tracked config that each of these names is known.
+  read = cfg.get if isinstance(cfg, Config) else lambda k: cfg.pop(k, None)
+  values = {name: read(name) for name in names}
+  found = [name for name in names if values[name] is not None]
   if len(found) > 1:
     both = " and ".join(f"{path}.{name}" for name in found)
     raise ConfigError(f"{both}: give the length once, in one unit.")
   if not found:
     return default
   (name,) = found
-  value = cfg[name] if isinstance(cfg, Config) else cfg.pop(name)
-  if value is None:
-    return default
-  return units.to_steps(value, name[len(prefix) + 1 :], f"{path}.{name}")
+  return units.to_steps(values[name], name[len(prefix) + 1 :], f"{path}.{name}")
 
 
 def to_json(config: Mapping[str, Any], **kwargs: Any) -> str:

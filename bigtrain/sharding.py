@@ -103,6 +103,8 @@ def _replicated() -> Layout:
 
 
 def _fsdp(min_size: int = 1024) -> Layout:
+  _check_int("min_size", min_size)
+
   def layout(shape: tuple[int, ...], mesh: Mesh) -> tuple[PartitionSpec, str]:
     ways = mesh.shape["fsdp"]
     if ways == 1 or np.prod(shape, dtype=np.int64) < min_size:
@@ -119,6 +121,8 @@ def _fsdp(min_size: int = 1024) -> Layout:
 
 
 def _shard_dim(dim: int) -> Layout:
+  _check_int("dim", dim)
+
   def layout(shape: tuple[int, ...], mesh: Mesh) -> tuple[PartitionSpec, str]:
     ways = mesh.shape["fsdp"]
     at = dim + len(shape) if dim < 0 else dim
@@ -132,6 +136,11 @@ def _shard_dim(dim: int) -> Layout:
     return PartitionSpec(*[None] * at, "fsdp"), ""
 
   return layout
+
+
+def _check_int(name: str, value: Any) -> None:
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise TypeError(f"{name} is {value!r}, expected a whole number")
 
 
 _LAYOUTS: dict[str, Callable[..., Layout]] = {

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
-from bigtrain import checkpoint, settings, warm_start
+from bigtrain import checkpoint, cluster, optim, settings, storage, warm_start
+from bigtrain.manifest import DamagedError
 from bigtrain.settings import ConfigError
 
 # What may change between two starts of a run without changing what it learns.
@@ -19,6 +20,7 @@ from bigtrain.settings import ConfigError
 _HARMLESS = (
   "allow_changes",
   "ckpt_*",
+  "eager",
   "compile_cache",
   "evals",
   "expect_*",
@@ -122,36 +124,96 @@ def check_changes(
     )
 
 
+class Origin(NamedTuple):
+  """What the config says about the start.
+
+  Attributes:
+    resume: checkpoint or workdir whose whole state is taken over.
+    model_init: where parameters come from, as warm_start.py understands it.
+    allow_changes: True, or keys that may differ from the checkpoint's config.
+    fallback: whether an older checkpoint may replace a damaged one.
+  """
+
+  resume: str | None
+  model_init: Any
+  allow_changes: Any
+  fallback: bool
+
+
+def read(config: settings.Config) -> Origin:
+  """Reads resume, model_init, allow_changes and ckpt_fallback."""
+  model_init = config.get("model_init")
+  if isinstance(model_init, settings.Config):
+    model_init = config.kwargs("model_init")
+  return Origin(
+    config.get("resume"),
+    model_init,
+    config.get("allow_changes", ()),
+    config.get("ckpt_fallback", False),
+  )
+
+
 def begin(
-  config: settings.Config,
+  origin: Origin,
   workdir: str,
+  config: Mapping[str, Any],
   state_spec: Any,
   init_state: Callable[[], Any],
-  from_published: Callable[..., Any] | None,
+  model_module: Any,
 ) -> Start:
-  """Finds the state to begin with.
+  """Finds the state to begin with; the order is that of this file's head.
 
   Args:
-    config: reads resume, model_init, allow_changes, on_damaged.
+    origin: what the config says.
     workdir: folder of the run.
+    config: plain, to compare with that of a checkpoint.
     state_spec: tree of ShapeDtypeStructs with shardings.
-    init_state: makes the state of step 0; it is compiled here.
-    from_published: the model's conversion of published parameters.
+    init_state: makes the state of step 0.
+    model_module: its `from_published`, if it has one, converts parameters.
 
   Raises:
-    ConfigError: a changed config, or a state that does not fit the model.
-    checkpoint.Damaged: there are checkpoints, but they cannot be trusted.
+    ConfigError: the config changed, or a state does not fit the model.
+    CheckpointError: there are checkpoints, but they cannot be trusted.
   """
-  allowed = config.get("allow_changes", ())
-  on_damaged = config.get("on_damaged", "refuse")
-  if on_damaged not in ("refuse", "fallback"):
-    raise ConfigError(
-      f"config.on_damaged: expected 'refuse' or 'fallback', got {on_damaged!r}."
-    )
-  resume = config.get("resume")
-  model_init = (
-    config.kwargs("model_init")
-    if isinstance(config.get("model_init"), settings.Config)
-    else config.get("model_init")
+  newest = checkpoint.newest(workdir)
+  if newest is not None:
+    _check_config(storage.find(workdir, newest), config, origin.allow_changes)
+  found = checkpoint.resume(workdir, state_spec, fallback=origin.fallback)
+  if found:
+    state, manifest = found
+    how = f"resumed from step {manifest.step} of this workdir"
+    return Start(state, manifest.host_state, manifest.step, how, True)
+  if origin.resume:
+    path = storage.find(origin.resume)
+    _check_config(path, config, origin.allow_changes)
+    state, manifest = checkpoint.restore(path, state_spec)
+    # The clock and the hooks' memory stay with the other run.
+    host = {"tally": manifest.host_state["tally"]}
+    how = f"continued from step {manifest.step} of {path}"
+    return Start(state, host, manifest.step, how, False)
+
+  shardings = jax.tree.map(lambda x: x.sharding, state_spec)
+  state = cluster.Background(
+    jax.jit(init_state, out_shardings=shardings), "init"
+  ).result()
+  if not origin.model_init:
+    return Start(state, {}, 0, "from scratch", False)
+  state["params"] = warm_start.load_params(
+    origin.model_init,
+    state["params"],
+    convert=getattr(model_module, "from_published", None),
   )
-  return Start({}, {}, 0, "", False)
+  if "ema" in state:
+    state["ema"] = optim.ema_init(state["params"])
+  how = f"parameters from {origin.model_init}"
+  return Start(state, {}, 0, how, False)
+
+
+def _check_config(path: str, config: Mapping[str, Any], allowed: Any) -> None:
+  """Compares with the config in a checkpoint, if it can be read."""
+  try:
+    saved = storage.read_manifest(path).host_state.get("config")
+  except DamagedError:
+    return  # Restoring it says so, and what can be done.
+  if saved is not None:
+    check_changes(saved, config, allowed)

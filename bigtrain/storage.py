@@ -100,14 +100,14 @@ def listing(workdir: str) -> Listing:
   except FileNotFoundError:
     return found
   except OSError as e:
-    raise _unreadable(e) from e
+    raise unreadable(e) from e
   for name in names:
     try:
       _classify(os.path.join(root, name), found)
     except FileNotFoundError:
       continue  # Removed by the job that runs there, while we look.
     except OSError as e:
-      raise _unreadable(e) from e
+      raise unreadable(e) from e
   return found
 
 
@@ -141,7 +141,8 @@ def _raise(error: OSError) -> None:
   raise error
 
 
-def _unreadable(error: OSError) -> CheckpointError:
+def unreadable(error: OSError) -> CheckpointError:
+  """The error for what may be there but cannot be looked at."""
   return CheckpointError(
     f"{error.filename}: cannot be read: {error.strerror}. Whether there are "
     "checkpoints to resume from is unknown, so nothing is started."
@@ -175,7 +176,7 @@ def read_manifest(directory: str) -> Manifest:
       f"{directory}: no checkpoint: it has no {manifest_lib.FILE}."
     ) from e
   except OSError as e:
-    raise _unreadable(e) from e
+    raise unreadable(e) from e
   manifest = manifest_lib.from_json(text, path)
   if _STEP.fullmatch(name) and int(name) != manifest.step:
     raise DamagedError(
@@ -222,6 +223,12 @@ def find(path: str, step: int | None = None) -> str:
 def attempt(workdir: str, step: int, token: str) -> str:
   """The name of a directory for one attempt; `token` was never used before."""
   return os.path.join(folder(workdir), f"{step_name(step)}.tmp-{token}")
+
+
+def begin(tmp: str) -> None:
+  """Creates the directory of an attempt, which must not be there."""
+  os.makedirs(os.path.dirname(tmp), exist_ok=True)
+  os.mkdir(tmp)
 
 
 def write_file(path: str, text: str) -> None:

@@ -14,12 +14,14 @@ finite, the state stays as it was, by selection and not by multiplication, and:
           `max_skipped` were.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from bigtrain import metrics
+from bigtrain import metrics, trees
 from bigtrain.settings import ConfigError, did_you_mean
 
 Tally = dict[str, Any]
@@ -40,7 +42,7 @@ def zeros(spec: Tally) -> Tally:
 
 
 def count(
-  tally: Tally,
+  tally: Tally | None,
   *,
   step: jax.Array,
   new_row: jax.Array,
@@ -52,7 +54,7 @@ def count(
   """Adds one step.
 
   Args:
-    tally: what the step before returned.
+    tally: what the step before returned; None for an empty one.
     step: number of this step, from 1.
     new_row: whether this is the first step after a row.
     pairs: the step's (sum, weight) metrics, "loss" among them.
@@ -63,6 +65,8 @@ def count(
   Returns:
     (the new tally, whether this step may change the state).
   """
+  if tally is None:
+    tally = zeros(_spec(pairs, last))
   loss = pairs["loss"][0] / pairs["loss"][1]
   finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
   stopped = (tally["bad_step"] > 0) & (policy == "stop")
@@ -90,7 +94,7 @@ def count(
   }, good
 
 
-def spec(pairs: metrics.Pairs, last: dict[str, Any]) -> Tally:
+def _spec(pairs: metrics.Pairs, last: dict[str, Any]) -> Tally:
   """Shapes of a tally of these metrics, given theirs."""
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -124,3 +128,16 @@ def row(tally: Tally) -> dict[str, float]:
   if int(tally["skipped"]):
     values["skipped_steps"] = int(tally["skipped"])
   return values
+
+
+def to_host(tally: Tally) -> dict[str, Any]:
+  """A fetched tally as JSON that keeps every bit of its float32 numbers."""
+  named = trees.flatten_with_names(tally)
+  return {name: value.item() for name, value in named}
+
+
+def from_host(saved: Mapping[str, Any], like: Tally) -> Tally:
+  """The tally that `to_host` saw; metrics that are new since start at zero."""
+  return trees.map_with_names(
+    lambda name, x: np.asarray(saved.get(name, 0), x.dtype), like
+  )

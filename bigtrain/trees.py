@@ -48,6 +48,8 @@ def map_with_names(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 def from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
   """Nested dicts from {name: leaf}; the inverse of flattening for dicts.
 
+  A ValueError says which name is both a leaf and the parent of one.
+
   >>> from_flat({"a/b": 1, "a/c": 2})
   {'a': {'b': 1, 'c': 2}}
   """
@@ -57,6 +59,10 @@ def from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
     node = tree
     for parent in parents:
       node = node.setdefault(parent, {})
+      if not isinstance(node, dict):
+        raise ValueError(f"{name!r} lies below a leaf")
+    if last in node:
+      raise ValueError(f"{name!r} is a leaf, and other names lie below it")
     node[last] = leaf
   return tree
 
@@ -72,11 +78,14 @@ def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
     (leaves where mask is True, the others), both as nested dicts without the
     missing leaves, so that neither part costs anything for the other.
   """
-  flags = [flag for _, flag in flatten_with_names(mask)]
+  flags = dict(flatten_with_names(mask))
+  if list(flags) != names(tree):
+    differ = sorted(set(flags) ^ set(names(tree)))
+    raise ValueError(f"the mask is of another structure: {differ}")
   chosen: dict[str, Any] = {}
   others: dict[str, Any] = {}
-  for (name, leaf), flag in zip(flatten_with_names(tree), flags):
-    (chosen if flag else others)[name] = leaf
+  for name, leaf in flatten_with_names(tree):
+    (chosen if flags[name] else others)[name] = leaf
   return from_flat(chosen), from_flat(others)
 
 

@@ -10,7 +10,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from bigtrain.data import files, slices
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_UNREADABLE = (ValueError, OSError, RuntimeError)  # Encrypted: RuntimeError.
 _DIGITS_TRAIN_FRACTION = 0.8
 
 
@@ -72,11 +73,7 @@ class Source:
       found = {k: np.asarray(v) for k, v in arrays.items()}
       self._name = "arrays"
     if keys is not None:
-      for key in keys:
-        if key not in found:
-          raise ConfigError(
-            f"arrays: {self._name} has no {key!r}.{did_you_mean(key, found)}"
-          )
+      _check_keys(keys, found, self._name)
       found = {key: found[key] for key in keys}
     length = _length(found, self._name)
     self._start, stop = slices.bounds(slice, length, "arrays: slice")
@@ -116,6 +113,13 @@ class Source:
     return files.digest("arrays", *parts)
 
 
+def _check_keys(keys: Sequence[str], there: Iterable[str], name: str) -> None:
+  for key in keys:
+    if key not in there:
+      hint = did_you_mean(key, there)
+      raise ConfigError(f"arrays: {name} has no array {key!r}.{hint}")
+
+
 def _length(arrays: Mapping[str, np.ndarray], name: str) -> int:
   for key, array in arrays.items():
     if array.dtype.hasobject:
@@ -148,12 +152,13 @@ def _load(path: str, keys: Sequence[str] | None) -> dict[str, np.ndarray]:
         for info in archive.infolist()
         if info.filename.endswith(".npy")
       }
+      _check_keys(keys or (), members, path)
       return {
         key: _member(path, archive, info)
         for key, info in members.items()
         if keys is None or key in keys
       }
-  except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError) as e:
+  except (zipfile.BadZipFile, zlib.error, EOFError, *_UNREADABLE) as e:
     raise DataError(f"{path}: not a readable .npz file: {e}.") from e
 
 
@@ -187,7 +192,7 @@ def _member(
     while chunk := f.read(1 << 22):
       if not mapped:
         chunks.append(chunk)
-  layout = "F" if fortran_order else "C"
+  layout: Any = "F" if fortran_order else "C"
   if not mapped:
     flat = np.frombuffer(b"".join(chunks), dtype)
     return flat.reshape(shape, order=layout)
@@ -200,7 +205,8 @@ def _member(
   if magic != b"PK\3\4":
     raise ValueError(f"{info.filename} is not where the archive says")
   start = info.header_offset + _LOCAL_HEADER.size + name_size + extra_size
-  return np.memmap(path, dtype, "r", start + data_at, shape, layout)
+  mapping = np.memmap(path, dtype, "r", start + data_at, shape, layout)
+  return np.asarray(mapping)  # Rows of it are then plain arrays.
 
 
 def _digits(split: str, seed: int) -> tuple[dict[str, np.ndarray], str]:

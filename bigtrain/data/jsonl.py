@@ -81,7 +81,8 @@ class Source:
           f"jsonl: {self.where(0)} has no field {name!r}."
           f"{did_you_mean(name, first)}"
         )
-    names = [n for n in (fields or first) if n != self._image_key]
+    names = list(first if fields is None else fields)
+    names = [n for n in names if n != self._image_key]
     if self._image_key is not None and "image" in names:
       raise ConfigError(
         f"jsonl: image_key={self._image_key!r} makes the feature 'image', but "

@@ -54,7 +54,7 @@ class Source:
       if not os.path.exists(path):
         raise DataError(f"{self._name}: {path} is missing.")
     file_format = self._builder.info.file_format.value
-    kinds = {
+    kinds: dict[str, Any] = {
       "tfrecord": tfrecord.TFRecordFiles,
       "array_record": tfrecord.ArrayRecordFiles,
     }

@@ -131,13 +131,17 @@ class ArrayRecordFiles:
     def open_file(path: str) -> Any:
       try:
         # Random access gains nothing from reading ahead.
-        return array_record_module.ArrayRecordReader(
+        reader = array_record_module.ArrayRecordReader(
           path,
           options="readahead_buffer_size:0",
           file_reader_buffer_size=1 << 15,
         )
       except _ERRORS as e:
         raise DataError(f"{path}: cannot be opened: {_line(e)}.") from e
+      # Of a file without its index, the reader says that it has no records.
+      if not reader.ok():
+        raise DataError(f"{path}: cut or damaged: its index cannot be read.")
+      return reader
 
     self._paths = paths
     self._handles = files.Handles(open_file)

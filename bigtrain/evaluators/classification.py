@@ -59,18 +59,15 @@ class Evaluator:
 
     def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:
       logits_BC = predict_fn(variables, batch).astype(jnp.float32)
-      labels_BC = batch[label_key]
-      if labels_BC.ndim == 1:
-        labels_BC = jax.nn.one_hot(labels_BC, logits_BC.shape[-1])
+      labels = batch[label_key]
       weight_B = metrics.example_weights(batch, logits_BC)
-      loss_B = _LOSSES[loss](logits_BC, labels_BC)
+      loss_B = _LOSSES[loss](logits_BC, labels)
       result = {"loss": metrics.pair(loss_B, weight_B)}
       for k in top_k:
         if k <= logits_BC.shape[-1]:
-          _, best_Bk = jax.lax.top_k(logits_BC, k)
-          hit_Bk = jnp.take_along_axis(labels_BC, best_Bk, axis=-1) > 0
           name = "acc" if k == 1 else f"top{k}_acc"
-          result[name] = metrics.pair(jnp.any(hit_Bk, axis=-1), weight_B)
+          hit_B = metrics.top_k_hits(logits_BC, labels, k)
+          result[name] = metrics.pair(hit_B, weight_B)
       return result
 
     self._batches = common.Batches(
@@ -83,6 +80,6 @@ class Evaluator:
       cache=cache,
     )
 
-  def run(self, variables: Any) -> dict[str, float]:
+  def run(self, variables: Any, step: int) -> dict[str, float]:
     """Returns {"acc", "top5_acc", "loss"}."""
     return metrics.host_means(self._batches.map(variables))

@@ -4,7 +4,7 @@ An evaluator is a module in this folder, or a user's own by dotted path, with
 
   class Evaluator:
     def __init__(self, predict_fn, context, **options): ...
-    def run(self, variables) -> dict of metric name -> float
+    def run(self, variables, step) -> dict of metric name -> float
 
 `predict_fn` is one of the task's predict functions; the evaluator knows
 neither task nor model. `context` says where it runs.
@@ -30,7 +30,6 @@ class Context(NamedTuple):
     mesh: the device mesh.
     batch_size: of training, the default of evaluations.
     pp_modules: dotted names of the user's preprocessing modules.
-    step: returns the step of the variables that are being evaluated.
     progress: called with (batches done, batches in all); raises to stop.
   """
 
@@ -39,15 +38,14 @@ class Context(NamedTuple):
   mesh: Mesh
   batch_size: int
   pp_modules: Sequence[str]
-  step: Callable[[], int]
   progress: Callable[[int, int], None]
 
 
 class Evaluator(Protocol):
   """What the modules' `Evaluator` classes implement."""
 
-  def run(self, variables: Any) -> dict[str, float]:
-    """Evaluates; the same on every process."""
+  def run(self, variables: Any, step: int) -> dict[str, float]:
+    """Evaluates variables of `step`; the same on every process."""
 
 
 class Evaluation(NamedTuple):
@@ -64,6 +62,10 @@ class Evaluation(NamedTuple):
   log_steps: int
   weights: str
   build: Callable[[], Evaluator]
+
+  def owns(self, metric: str) -> bool:
+    """Whether a row's metric is one of its results."""
+    return metric.startswith(f"{self.name}/")
 
   def due(self, step: int, total_steps: int) -> bool:
     """Whether it runs after `step` steps of training."""

@@ -41,6 +41,6 @@ class Evaluator:
       cache=cache,
     )
 
-  def run(self, variables: Any) -> dict[str, float]:
+  def run(self, variables: Any, step: int) -> dict[str, float]:
     """Returns {metric: mean}."""
     return metrics.host_means(self._batches.map(variables))

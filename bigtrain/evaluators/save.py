@@ -67,7 +67,7 @@ class Evaluator:
       cache=cache,
     )
 
-  def run(self, variables: Any) -> dict[str, float]:
+  def run(self, variables: Any, step: int) -> dict[str, float]:
     """Writes the file; returns the number of examples in it."""
     results = self._batches.map(variables)
     real = np.concatenate([r.pop("_mask") for r in results]) > 0
@@ -78,7 +78,7 @@ class Evaluator:
     if jax.process_index() == 0:
       folder = os.path.join(self._context.workdir, "predictions")
       os.makedirs(folder, exist_ok=True)
-      name = f"{self._context.name}-{self._context.step():08d}.npz"
+      name = f"{self._context.name}-{step:08d}.npz"
       path = os.path.join(folder, name)
       arrays = {k: np.concatenate(v)[real] for k, v in columns.items()}
       # A reader never sees half a file.

@@ -15,7 +15,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -83,12 +83,7 @@ class MlpBlock(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array, *, train: bool = False) -> jax.Array:
-    dense = functools.partial(
-      nn.Dense,
-      dtype=self.dtype,
-      kernel_init=_xavier,
-      bias_init=nn.initializers.normal(1e-6),
-    )
+    dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=_xavier)
     D = x_BLD.shape[-1]
     h_BLF = nn.gelu(dense(self.mlp_dim or 4 * D, name="Dense_0")(x_BLD))
     h_BLF = nn.Dropout(self.dropout)(h_BLF, deterministic=not train)
@@ -130,7 +125,7 @@ class Attention(nn.Module):
     return dense(D, axis=(-2, -1), name="out")(o_BLHK)
 
 
-def _attention_implementation(q_BLHK: jax.Array) -> str:
+def _attention_implementation(q_BLHK: jax.Array) -> Literal["xla", "cudnn"]:
   """cuDNN's fused kernel where it takes these queries, else XLA's."""
   L, K = q_BLHK.shape[1], q_BLHK.shape[3]
   # A single query (pooling) has no L x S matrix that fusing would avoid.
@@ -274,10 +269,10 @@ class Encoder(nn.Module):
     return nn.LayerNorm(dtype=self.dtype, name="encoder_norm")(x_BLD)
 
   def _init_blocks(self, block: EncoderBlock, x_BLD: jax.Array) -> None:
-    # All blocks at once, because compiling the random numbers of each block
-    # on its own takes far longer than drawing them.
+    # One compiled initializer loops over the blocks: to compile the random
+    # numbers of each on its own takes far longer than to draw them.
     keys = jax.random.split(self.make_rng("params"), self.depth)
-    params = jax.vmap(lambda key: block.init(key, x_BLD)["params"])(keys)
+    params = jax.lax.map(lambda key: block.init(key, x_BLD)["params"], keys)
     if self.scan:
       self.put_variable("params", "encoderblock", params)
       return
@@ -373,13 +368,14 @@ def restack_blocks(
   """
   stacked = re.compile(r"(.*\bencoderblock)(/.+)")
   single = re.compile(r"(.*\bencoderblock)_(\d+)(/.+)")
-  parents = {m[1] for m in map(stacked.fullmatch, like) if m}
+  to_stack = {m[1] for m in map(stacked.fullmatch, like) if m}
+  to_unstack = {m[1] for m in map(single.fullmatch, like) if m}
   result: dict[str, Any] = {}
   layers: dict[str, dict[int, np.ndarray]] = {}
   for name, value in flat.items():
-    if (m := single.fullmatch(name)) and m[1] in parents:
+    if (m := single.fullmatch(name)) and m[1] in to_stack:
       layers.setdefault(m[1] + m[3], {})[int(m[2])] = value
-    elif (m := stacked.fullmatch(name)) and m[1] not in parents:
+    elif (m := stacked.fullmatch(name)) and m[1] in to_unstack:
       for i, value_i in enumerate(value):
         result[f"{m[1]}_{i}{m[2]}"] = value_i
     else:

@@ -135,8 +135,8 @@ class Model(nn.Module):
       init = nn.initializers.normal(D**-0.5)
       posemb_1PD = self.param("pos_embedding", init, (1, P, D))
     else:
-      posemb_1PD = common.sincos_2d(grid, D)
-    x_BLD = x_BPD + jnp.asarray(posemb_1PD, x_BPD.dtype)
+      posemb_1PD = jnp.asarray(common.sincos_2d(grid, D))
+    x_BLD = x_BPD + posemb_1PD.astype(x_BPD.dtype)
 
     if self.pool_type == "tok":
       cls_11D = self.param("cls", nn.initializers.zeros, (1, 1, D))
@@ -195,7 +195,7 @@ class PatchEmbedding(nn.Module):
   """
 
   width: int
-  patch_size: tuple[int, int]
+  patch_size: Any  # (height, width)
   dtype: str
 
   @nn.compact
@@ -320,30 +320,35 @@ def _fit_posemb(posemb_1PD: np.ndarray, like: Any) -> np.ndarray:
 
 
 def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Old names of the same things."""
-  numbered = re.compile(
-    r"(.*\bencoderblock[^/]*|MAPHead_0|)/?"
-    r"(LayerNorm|MultiHeadDotProductAttention|MlpBlock)_(\d+)/(.*)"
+  """Gives things their present names."""
+  map_head = (
+    "probe",
+    "LayerNorm_",
+    "MultiHeadDotProductAttention_",
+    "MlpBlock_",
   )
-  # Old numbers count all of a module's layers, new ones those of one kind.
+  renamed = {}
+  for name, value in flat.items():
+    if re.fullmatch(r"Transformer/(posembed_input/)?pos_embedding", name):
+      name = "pos_embedding"
+    elif "probe" in flat and name.startswith(map_head):
+      name = "MAPHead_0/" + name
+    renamed[name] = value
+
+  # Old numbers count all of a block's layers, the present ones those of a kind.
+  layer = re.compile(
+    r"(.*\bencoderblock[^/]*/|MAPHead_0/)"
+    r"(LayerNorm|MultiHeadDotProductAttention|MlpBlock)_(\d+)(/.+)"
+  )
   numbers: dict[tuple[str, str], set[int]] = {}
-  for name in flat:
-    if m := numbered.fullmatch(name):
+  for name in renamed:
+    if m := layer.fullmatch(name):
       numbers.setdefault((m[1], m[2]), set()).add(int(m[3]))
 
-  inlined_map_head = "probe" in flat
-  result = {}
-  for name, value in flat.items():
-    name = re.sub(
-      r"Transformer/(posembed_input/)?pos_embedding", "pos_embedding", name
-    )
-    if m := numbered.fullmatch(name):
-      number = sorted(numbers[m[1], m[2]]).index(int(m[3]))
-      parent = m[1] + "/" if m[1] else ""
-      if not m[1] and inlined_map_head:
-        parent = "MAPHead_0/"
-      name = f"{parent}{m[2]}_{number}/{m[4]}"
-    elif name == "probe":
-      name = "MAPHead_0/probe"
-    result[name] = value
-  return result
+  def renumber(name: str) -> str:
+    if not (m := layer.fullmatch(name)):
+      return name
+    number = sorted(numbers[m[1], m[2]]).index(int(m[3]))
+    return f"{m[1]}{m[2]}_{number}{m[4]}"
+
+  return {renumber(name): value for name, value in renamed.items()}

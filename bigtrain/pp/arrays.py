@@ -111,7 +111,8 @@ def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
   """`value`, or a failure with `message` and `shown` if not `condition`.
 
   The failure is a DataError on the host. A graph fails when it runs, before
-  it uses the value, with tf.errors.InvalidArgumentError.
+  it uses the value, with tf.errors.InvalidArgumentError, which shows quotes
+  in the message with backslashes, so it should have none.
   """
   if on_host(condition):
     if not condition:

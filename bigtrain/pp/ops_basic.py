@@ -108,7 +108,7 @@ def vgg_value_range(
     raise ConfigError(
       f"expected as many positive std as mean, got mean={mean}, std={std}."
     )
-  mean_C, std_C = np.float32(mean), np.float32(std)
+  mean_C, std_C = np.array(mean, np.float32), np.array(std, np.float32)
 
   def fn(x, u):
     arrays.require_image(x, u, "vgg_value_range")
@@ -237,7 +237,7 @@ def random_crop(
       height = arrays.checked(
         height,
         (height > pad) & (width > pad),
-        f"preprocessing op 'random_crop' cannot reflect {pad} pixels of an "
+        f"preprocessing op random_crop cannot reflect {pad} pixels of an "
         "image of height and width",
         height,
         width,
@@ -276,7 +276,7 @@ def _with_room(height: Any, width: Any, size: tuple[int, int], op: str) -> Any:
   return arrays.checked(
     height,
     (height >= size[0]) & (width >= size[1]),
-    f"preprocessing op {op!r} cannot cut {size[0]}x{size[1]} pixels out of an "
+    f"preprocessing op {op} cannot cut {size[0]}x{size[1]} pixels out of an "
     "image of height and width",
     height,
     width,

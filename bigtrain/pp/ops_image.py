@@ -31,13 +31,18 @@ Method = Literal[
 # Their kernels have negative lobes: results can leave the range of the input.
 _OVERSHOOTING = ("bicubic", "lanczos3", "lanczos5", "mitchellcubic")
 
+_ACCURATE = "INTEGER_ACCURATE"
+
 # (height, width, u) -> (top, left, height, width), all integers or scalars.
 Window = Callable[[Any, Any, Any], tuple[Any, Any, Any, Any]]
 
 
 @registry.register("decode")
 def decode(
-  channels: Literal[1, 3] = 3, key: str = "image", key_result: str | None = None
+  channels: Literal[1, 3] = 3,
+  precise: bool = False,
+  key: str = "image",
+  key_result: str | None = None,
 ) -> Op:
   """Encoded bytes (JPEG, PNG, GIF, BMP) as a uint8 image [H, W, channels].
 
@@ -46,13 +51,16 @@ def decode(
 
   Args:
     channels: 3 for RGB, 1 for grey.
+    precise: whether JPEGs go through the accurate cosine transform, which
+      gives the very pixels that Pillow (hence PyTorch) does; the fast one is
+      off by up to about 4 of 255.
     key: the feature, a scalar of bytes.
     key_result: where the result goes, if not back to `key`.
   """
 
   def fn(encoded, u):
     _require_encoded(encoded)
-    return _decode(encoded, channels)
+    return _decode(encoded, channels, precise)
 
   return registry.on_feature(fn, key, key_result, tensorflow=True)
 
@@ -66,16 +74,27 @@ def _require_encoded(encoded: Any) -> None:
     )
 
 
-def _decode(encoded: Any, channels: int) -> Any:
+def _decode(encoded: Any, channels: int, precise: bool) -> Any:
   import tensorflow as tf
 
-  image = tf.io.decode_image(
-    encoded, channels=channels, expand_animations=False
-  )
+  def any_format():
+    return tf.io.decode_image(
+      encoded, channels=channels, expand_animations=False
+    )
+
+  def jpeg():
+    return tf.io.decode_jpeg(encoded, channels=channels, dct_method=_ACCURATE)
+
+  if precise:
+    image = tf.cond(tf.io.is_jpeg(encoded), jpeg, any_format)
+  else:
+    image = any_format()
   return tf.ensure_shape(image, [None, None, channels])
 
 
-def _decode_window(encoded: Any, channels: int, window: Window, u: Any) -> Any:
+def _decode_window(
+  encoded: Any, channels: int, precise: bool, window: Window, u: Any
+) -> Any:
   """Decodes the part of an image that `window` chooses."""
   import tensorflow as tf
 
@@ -88,12 +107,15 @@ def _decode_window(encoded: Any, channels: int, window: Window, u: Any) -> Any:
     start = tf.maximum(left - 1, 0)
     stop = tf.minimum(left + w + 1, width)
     image = tf.io.decode_and_crop_jpeg(
-      encoded, tf.stack([top, start, h, stop - start]), channels=channels
+      encoded,
+      tf.stack([top, start, h, stop - start]),
+      channels=channels,
+      dct_method=_ACCURATE if precise else "",
     )
     return arrays.cut(image, 0, left - start, h, w)
 
   def whole():
-    image = _decode(encoded, channels)
+    image = _decode(encoded, channels, precise)
     height, width = arrays.image_size(image)
     return arrays.cut(image, *window(height, width, u))
 
@@ -224,7 +246,13 @@ def inception_crop(
 
 
 def _inception(
-  size, area_min, area_max, ratio_min, ratio_max, method, antialias
+  size: Size | None,
+  area_min: float,
+  area_max: float,
+  ratio_min: float,
+  ratio_max: float,
+  method: str,
+  antialias: bool,
 ) -> tuple[Window, Callable[[Any], Any]]:
   """What chooses the window, and what is done to its pixels."""
   if not 0 < area_min <= area_max <= 100:
@@ -289,11 +317,11 @@ def _fuse(
   result = crop["key_result"] or crop["key"]
   if crop["key"] != made or result != made:
     return None  # The whole image is wanted as well.
-  channels = decoding["channels"]
+  channels, precise = decoding["channels"], decoding["precise"]
 
   def fn(encoded, u):
     _require_encoded(encoded)
-    return finish(_decode_window(encoded, channels, window, u))
+    return finish(_decode_window(encoded, channels, precise, window, u))
 
   return registry.on_feature(
     fn, decoding["key"], made, draws=draws, tensorflow=True
@@ -301,14 +329,18 @@ def _fuse(
 
 
 @registry.register_fusion("decode", "inception_crop")
-def _decode_inception_crop(decoding, crop) -> Op | None:
+def _decode_inception_crop(
+  decoding: dict[str, Any], crop: dict[str, Any]
+) -> Op | None:
   options = {k: v for k, v in crop.items() if k not in ("key", "key_result")}
   window, finish = _inception(**options)
   return _fuse(decoding, crop, window, draws=2, finish=finish)
 
 
 @registry.register_fusion("decode", "random_crop")
-def _decode_random_crop(decoding, crop) -> Op | None:
+def _decode_random_crop(
+  decoding: dict[str, Any], crop: dict[str, Any]
+) -> Op | None:
   if crop["pad"]:
     return None  # The window may be partly outside.
   size = pair(crop["size"])
@@ -318,6 +350,8 @@ def _decode_random_crop(decoding, crop) -> Op | None:
 
 
 @registry.register_fusion("decode", "central_crop")
-def _decode_central_crop(decoding, crop) -> Op | None:
+def _decode_central_crop(
+  decoding: dict[str, Any], crop: dict[str, Any]
+) -> Op | None:
   size = None if crop["size"] is None else pair(crop["size"])
   return _fuse(decoding, crop, lambda h, w, u: central_window(h, w, size))

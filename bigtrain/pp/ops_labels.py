@@ -53,8 +53,8 @@ def onehot(
     labels = arrays.checked(
       labels,
       arrays.reduce_all(labels < depth),
-      f"preprocessing op 'onehot({depth})' got a label that is not below "
-      f"{depth} in {key!r}",
+      f"preprocessing op onehot({depth}) got a label that is not below "
+      f"{depth} in {key}",
       labels,
     )
     is_class = labels[..., None] == classes
@@ -87,7 +87,7 @@ def lookup(
   """
   table = _table(mapping, sep)
   source = mapping if isinstance(mapping, str) else "the mapping"
-  message = f"preprocessing op 'lookup' finds no id for {key!r} in {source}"
+  message = f"preprocessing op lookup finds no id in {source} for {key}"
   on_tensors = _on_tensors(table, message)
 
   def one(name):

@@ -22,7 +22,7 @@ _OWN_MODULES = (
   "bigtrain.pp.ops_basic",
   "bigtrain.pp.ops_labels",
   "bigtrain.pp.ops_image",
-
+  "bigtrain.pp.randaug",
 )
 
 
@@ -83,19 +83,21 @@ def _tree(spec: str) -> ast.expr:
   try:
     node = ast.parse(f"(\n{spec}\n)", mode="eval").body
   except SyntaxError as e:
-    at = ""
     lines = spec.splitlines()
-    if e.lineno and 2 <= e.lineno < 2 + len(lines) and e.offset:
+    at = "at its end"
+    if e.lineno and e.offset and 2 <= e.lineno < 2 + len(lines):
       before = sum(len(line) + 1 for line in lines[: e.lineno - 2])
-      at = f" at character {before + e.offset}"
-    raise ConfigError(f"preprocessing {spec!r}: {e.msg}{at}.") from e
+      at = f"at character {before + e.offset}"
+    raise ConfigError(f"preprocessing {spec!r}, {at}: {e.msg}.") from e
   except (ValueError, RecursionError, MemoryError) as e:
     # A null byte, or a nesting too deep for the parser.
     raise ConfigError(f"preprocessing {spec[:80]!r}: {e}.") from e
   # A node that starts on the first line has taken those parentheses apart, as
   # "a)|(b" does.
   if node.lineno == 1:
-    raise ConfigError(f"preprocessing {spec!r}: unbalanced parentheses.")
+    raise ConfigError(
+      f"preprocessing {spec!r}: expected name or name(literals), joined by '|'."
+    )
   return node
 
 

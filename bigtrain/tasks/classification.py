@@ -6,6 +6,7 @@ A batch has "image" [B, H, W, 3] floats and "labels": int [B], or one-hot or
 multi-hot [B, C].
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,21 +28,25 @@ def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mixup(
-  rng: jax.Array, image: jax.Array, labels_BC: jax.Array, alpha: float
+  rng: jax.Array, image: jax.Array, alpha: float
 ) -> tuple[jax.Array, jax.Array]:
-  """Blends each example with its neighbour (arXiv 1710.09412).
+  """Blends each image with its neighbour's (arXiv 1710.09412).
 
   One weight of at least one half is drawn for the whole (micro)batch, as in
   the AugReg recipes (arXiv 2106.10270).
+
+  Args:
+    rng: a key.
+    image: [B, ...] floats.
+    alpha: parameter of the beta distribution of the weight.
+
+  Returns:
+    (weight * image + (1 - weight) * neighbour's image, weight).
   """
-  blend = jax.random.beta(rng, alpha, alpha)
-  blend = jnp.maximum(blend, 1 - blend)
-
-  def mix(x: jax.Array) -> jax.Array:
-    mixed = blend * x + (1 - blend) * jnp.roll(x, 1, axis=0)
-    return mixed.astype(x.dtype)
-
-  return mix(image), mix(labels_BC)
+  weight = jax.random.beta(rng, alpha, alpha)
+  weight = jnp.maximum(weight, 1 - weight)
+  mixed = weight * image + (1 - weight) * jnp.roll(image, 1, axis=0)
+  return mixed.astype(image.dtype), weight
 
 
 def loss_fn(
@@ -64,7 +69,7 @@ def loss_fn(
     model: flax module that returns (logits [B, C], dict).
     train: whether dropout, mixup and batch statistics are at work.
     kind: "softmax_xent", or "sigmoid_xent", which is summed over classes.
-    label_smoothing: share of the label spread over all classes; softmax only.
+    label_smoothing: share of the label spread over all classes.
     mixup_alpha: parameter of mixup's beta distribution; 0 is off.
 
   Returns:
@@ -74,18 +79,11 @@ def loss_fn(
     hint = did_you_mean(kind, _LOSSES)
     raise ConfigError(f"config.loss.kind: no loss {kind!r}.{hint}")
   image, labels = inputs(batch)["image"], batch["labels"]
-  if kind == "sigmoid_xent" and label_smoothing:
-    raise ConfigError("config.loss.label_smoothing: only for softmax_xent.")
   mutable = [name for name in variables if name != "params"]
   mixup_rng, dropout_rng = jax.random.split(rng) if train else (None, None)
-  if labels.ndim == 1:
-    num_classes = jax.eval_shape(
-      lambda v: model.apply(v, image, train=False)[0], variables
-    ).shape[-1]
-    labels = jax.nn.one_hot(labels, num_classes)
-  true_labels_BC = labels
+  share: Any = 1.0
   if train and mixup_alpha:
-    image, labels = mixup(mixup_rng, image, labels, mixup_alpha)
+    image, share = mixup(mixup_rng, image, mixup_alpha)
   (logits_BC, _), new_mutable = model.apply(
     variables,
     image,
@@ -93,14 +91,20 @@ def loss_fn(
     rngs={"dropout": dropout_rng} if train else None,
     mutable=mutable if train else [],
   )
-  options = {"label_smoothing": label_smoothing} if label_smoothing else {}
-  loss_B = _LOSSES[kind](logits_BC, labels, **options)
+  xent = functools.partial(
+    _LOSSES[kind], logits_BC, label_smoothing=label_smoothing
+  )
+  loss_B = xent(labels)
+  if train and mixup_alpha:
+    # Cross-entropy is linear in the labels: blending it blends them, and
+    # class numbers need not become one-hot vectors.
+    loss_B = share * loss_B + (1 - share) * xent(jnp.roll(labels, 1, axis=0))
   weight_B = metrics.example_weights(batch, logits_BC)
-  best_B = jnp.argmax(logits_BC, axis=-1)
-  hit_B = jnp.take_along_axis(true_labels_BC, best_B[:, None], axis=-1)[:, 0]
   pairs = {
     "loss": metrics.pair(loss_B, weight_B),
-    "accuracy": metrics.pair(hit_B > 0, weight_B),
+    "accuracy": metrics.pair(
+      metrics.top_k_hits(logits_BC, labels, 1), weight_B
+    ),
   }
   return pairs, new_mutable if train else {k: variables[k] for k in mutable}
 
@@ -115,10 +119,20 @@ def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
     return model.apply(variables, **inputs(batch), train=False)[1]["pre_logits"]
 
   def loss(
-    variables: Any, batch: Mapping[str, Any], **options: Any
+    variables: Any,
+    batch: Mapping[str, Any],
+    *,
+    kind: str = "softmax_xent",
+    label_smoothing: float = 0.0,
   ) -> metrics.Pairs:
     pairs, _ = loss_fn(
-      variables, batch, None, model=model, train=False, **options
+      variables,
+      batch,
+      None,
+      model=model,
+      train=False,
+      kind=kind,
+      label_smoothing=label_smoothing,
     )
     return pairs
 

@@ -1,0 +1,83 @@
+"""The command line, and the exit code that says how a run ended."""
+
+import logging as python_logging
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from absl import flags, logging
+
+from bigtrain import cluster, record, settings
+
+_USAGE = (
+  "Usage: python -m bigtrain.main --config=FILE.py[:arguments] --workdir=DIR "
+  "[--config.KEY=VALUE ...]"
+)
+
+
+def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
+  """The config with the command line's changes in it, and the workdir.
+
+  Args:
+    argv: the program's name and its arguments.
+
+  Raises:
+    ConfigError: a flag is missing or unknown, or the config cannot be loaded.
+  """
+  # Values may follow an equals sign or a space; keys are the config's own, so
+  # these flags cannot be defined beforehand.
+  changes, rest = [], []
+  words = iter(argv)
+  for word in words:
+    if not word.startswith("--config."):
+      rest.append(word)
+    elif "=" in word:
+      changes.append(word)
+    else:
+      changes.append(f"{word}={next(words, '')}")
+  values = flags.FlagValues()
+  flags.DEFINE_string("config", None, "FILE.py[:args]", flag_values=values)
+  flags.DEFINE_string("workdir", None, "The run's folder.", flag_values=values)
+  values.append_flag_values(flags.FLAGS)
+  try:
+    left = values(rest)[1:]
+  except flags.Error as e:
+    raise settings.ConfigError(f"{e}. {_USAGE}") from e
+  if left:
+    raise settings.ConfigError(f"{left[0]!r} is no flag. {_USAGE}")
+  for name in ("config", "workdir"):
+    if not values[name].value:
+      raise settings.ConfigError(f"--{name} is missing. {_USAGE}")
+  config = settings.load(values.config)
+  for change in changes:
+    settings.override(config, change.removeprefix("--config."))
+  return config, values.workdir
+
+
+def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
+  """Calls `train` with what the command line says, and ends the process.
+
+  The last line on standard error is the reason for whatever code is not 0.
+  """
+  logging.use_absl_handler()
+  logging.set_verbosity(logging.INFO)
+  flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.
+  # jax tells at this level what hardware it looked for and did not find.
+  python_logging.getLogger("jax").setLevel(python_logging.WARNING)
+  try:
+    config, workdir = parse(sys.argv)
+    results = train(config, workdir)
+  except settings.ConfigError as e:
+    # No traceback: the mistake is in the config or the data.
+    print(f"error: {e}", file=sys.stderr)
+    cluster.leave(cluster.EXIT_CONFIG)
+  except cluster.Preempted as e:
+    print(f"preempted: {e}", file=sys.stderr)
+    cluster.leave(cluster.EXIT_PREEMPTED)
+  except Exception as e:
+    traceback.print_exc()
+    print(f"error: {type(e).__name__}: {e}", file=sys.stderr)
+    cluster.leave(cluster.EXIT_ERROR)
+  print(record.ending(results, workdir))
+  cluster.leave(cluster.EXIT_OK)

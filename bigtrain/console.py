@@ -1,0 +1,337 @@
+"""What a person sees: a progress bar on a terminal, plain lines elsewhere.
+
+The bar stays on the last line of the terminal and says what the program is
+doing, how far it is, the loss, the speed and the time left. Log messages and
+prints go above it. A log file gets one line a row instead, through absl.
+"""
+
+import atexit
+import logging as python_logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+
+# Figures of a training row with a place of their own in the line, or without
+# interest for somebody who watches; what else a row has is shown by name.
+_NOT_SHOWN = frozenset(
+  {
+    "step",
+    "lr",
+    "grad_norm",
+    "grad_norm_last",
+    "loss_last",
+    "param_norm",
+    "update_norm",
+    "examples_seen",
+    "tokens_seen",
+    "epoch",
+    "progress",
+    "examples_per_sec",
+    "tokens_per_sec",
+    "examples_per_sec_per_device",
+    "tokens_per_sec_per_device",
+    "step_secs",
+    "data_wait_fraction",
+    "mfu",
+    "device_hours",
+    "eta_secs",
+    "host_rss_bytes",
+    "device_peak_bytes",
+    "compile_secs",
+    "ckpt_stall_secs",
+    "ckpt_write_secs",
+    "restarts",
+  }
+)
+_MOST_METRICS = 5  # Of a training row.
+_MOST_RESULTS = 12  # Of an evaluation row.
+_REFRESHES_PER_SEC = 4
+
+
+class Console:
+  """Shows progress on standard error; nothing is shown before the first call.
+
+  All methods return at once and may be called from any thread.
+  """
+
+  def __init__(
+    self,
+    total_steps: int,
+    *,
+    process_index: int = 0,
+    bar: bool | None = None,
+  ):
+    """Decides how to show progress.
+
+    Args:
+      total_steps: length of the run.
+      process_index: only process 0 shows anything.
+      bar: whether to show a bar; None for where standard error is a terminal
+        that can move its cursor.
+    """
+    self._total_steps = total_steps
+    self._silent = process_index != 0
+    if bar is None:
+      bar = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    self._wants_bar = bar
+    self._bar: _Bar | None = None
+    self._lock = threading.Lock()
+    self._closed = False
+    self._status = ""
+
+  def status(self, text: str) -> None:
+    """Says what the program does now: "compiling", "evaluating val"."""
+    if self._silent or text == self._status:
+      return
+    self._status = text
+    bar = self._shown_bar()
+    if bar:
+      bar.status, bar.part = text, None
+    elif text != "training":  # The rows say so.
+      logging.info("%s", text)
+
+  def evaluation_progress(self, done: int, total: int) -> None:
+    """Says how many batches of what `status` names are done."""
+    if bar := self._shown_bar():
+      bar.part = (done, total)
+
+  def step(self, step: int) -> None:
+    """Says how many updates there are so far."""
+    if bar := self._shown_bar():
+      bar.step = step
+
+  def row(self, row: Mapping[str, Any]) -> None:
+    """Shows a row of metrics, of training or of evaluations."""
+    if self._silent:
+      return
+    bar = self._shown_bar()
+    if is_training_row(row):
+      if bar:
+        bar.take(row)
+      else:
+        logging.info("%s", training_line(row, self._total_steps))
+    elif line := evaluation_line(row, self._total_steps):
+      if bar:
+        bar.print(line)
+      else:
+        logging.info("%s", line)
+
+  def close(self) -> None:
+    """Leaves the last state of the bar and the terminal as it was."""
+    with self._lock:
+      self._closed = True
+      if self._bar:
+        self._bar.stop()
+        self._bar = None
+
+  def _shown_bar(self) -> "_Bar | None":
+    if not self._wants_bar or self._silent:
+      return None
+    with self._lock:
+      if self._bar is None and not self._closed:
+        try:
+          self._bar = _Bar(self._total_steps)
+        except Exception as e:  # A terminal of another kind than rich knows.
+          self._wants_bar = False
+          logging.error("No progress bar: %s: %s", type(e).__name__, e)
+      return self._bar
+
+
+class _Bar:
+  """A line that rich redraws; its fields may be set from any thread."""
+
+  def __init__(self, total_steps: int):
+    import rich.console
+    import rich.live
+
+    self.status = "starting"
+    self.step = 0
+    self.part: tuple[int, int] | None = None  # Done and total of `status`.
+    self._total = total_steps
+    self._figures: list[str] = []
+    self._eta_secs: float | None = None
+    self._row_time = 0.0
+    self._row_step = 0
+    self._console = rich.console.Console(file=sys.stderr, force_terminal=True)
+    self._live = rich.live.Live(
+      console=self._console,
+      get_renderable=self._draw,
+      refresh_per_second=_REFRESHES_PER_SEC,
+      # Output that goes into a file or a pipe does not belong here.
+      redirect_stdout=sys.stdout.isatty(),
+    )
+    self._live.start()
+    # rich hides the cursor; a process that is killed could not show it again.
+    self._console.show_cursor(True)
+    atexit.register(self.stop)
+    # Handlers keep the stream they were made with: rich's redirection of
+    # sys.stderr alone would let them write into the bar.
+    self._streams = [
+      (handler, handler.setStream(sys.stderr))
+      for handler in _terminal_handlers()
+    ]
+
+  def stop(self) -> None:
+    atexit.unregister(self.stop)
+    for handler, stream in self._streams:
+      handler.setStream(stream)
+    self._streams = []
+    self._live.stop()
+
+  def print(self, line: str) -> None:
+    self._console.print(line, markup=False, highlight=False)
+
+  def take(self, row: Mapping[str, Any]) -> None:
+    """Keeps what the bar shows of a training row."""
+    figures = [f"loss {number(row['loss'])}"] if "loss" in row else []
+    self._figures = figures + _speed(row)
+    self._eta_secs = row.get("eta_secs")
+    self._row_time = time.monotonic()
+    self._row_step = row["step"]
+    self.step = max(self.step, row["step"])
+
+  def _draw(self) -> Any:
+    import rich.progress_bar
+    import rich.table
+    import rich.text
+
+    step = max(self.step, self._row_step)
+    status = self.status
+    if self.part:
+      status += f" {self.part[0]}/{self.part[1]}"
+    share = step / self._total if self._total else 1.0
+    # Least important last: narrow terminals lose those.
+    texts = [status, f"{step}/{self._total} {share:.0%}", *self._figures]
+    if self._eta_secs is not None:
+      passed = time.monotonic() - self._row_time
+      texts.append(f"{duration(max(0.0, self._eta_secs - passed))} left")
+    width = self._console.width - 1
+    while len(texts) > 1 and sum(len(t) + 2 for t in texts) + 12 > width:
+      texts.pop()
+    bar_width = width - sum(len(t) + 2 for t in texts)
+    grid = rich.table.Table.grid(padding=(0, 2))
+    cells: list[Any] = [rich.text.Text(t, no_wrap=True) for t in texts]
+    cells[0].stylize("bold cyan")
+    if bar_width >= 10:
+      bar = rich.progress_bar.ProgressBar(
+        total=max(self._total, 1), completed=step, width=min(40, bar_width)
+      )
+      cells.insert(1, bar)
+    grid.add_row(*cells)
+    return grid
+
+
+def _terminal_handlers() -> list[Any]:
+  """Log handlers that write to the terminal which the bar is on."""
+  absl_handler = logging.get_absl_handler()
+  handlers = {
+    *python_logging.root.handlers,
+    *logging.get_absl_logger().handlers,
+  }
+  # absl's own handler hands on to another, which has the stream.
+  handlers = {*(handlers - {absl_handler}), absl_handler.python_handler}
+  streams = (sys.__stderr__, sys.__stdout__)
+  return [h for h in handlers if getattr(h, "stream", None) in streams]
+
+
+def is_training_row(row: Mapping[str, Any]) -> bool:
+  """Whether a row is the loop's own, and not one of evaluations alone."""
+  return "loss" in row or "examples_seen" in row
+
+
+def training_line(row: Mapping[str, Any], total_steps: int) -> str:
+  """One short line: step, loss, metrics, learning rate, speed, time left.
+
+  >>> row = {"step": 100, "loss": 1.234, "lr": 1e-3, "eta_secs": 80}
+  >>> training_line(row, 1200)
+  'step 100/1200 (8.3%) loss 1.234 lr 1e-3 eta 1m20s'
+  """
+  names = [
+    name
+    for name, value in row.items()
+    if name not in _NOT_SHOWN and "/" not in name and _is_number(value)
+  ]
+  names.sort(key=lambda name: name != "loss")
+  words = [_at(row["step"], total_steps)]
+  words += [f"{name} {number(row[name])}" for name in names[:_MOST_METRICS]]
+  if "lr" in row:
+    words.append(f"lr {number(row['lr'])}")
+  words += _speed(row)
+  if "mfu" in row:
+    words.append(f"mfu {row['mfu']:.1%}")
+  if "eta_secs" in row:
+    words.append(f"eta {duration(row['eta_secs'])}")
+  return " ".join(words)
+
+
+def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:
+  """One short line of results; empty if the row has none.
+
+  >>> evaluation_line({"step": 50, "val/acc": 0.975}, 100)
+  'step 50/100 (50.0%) val/acc 0.975'
+  """
+  results = [
+    f"{name} {number(value)}"
+    for name, value in row.items()
+    if "/" in name and not name.startswith("account/") and _is_number(value)
+  ]
+  if not results:
+    return ""
+  if len(results) > _MOST_RESULTS:
+    more = len(results) - _MOST_RESULTS
+    results = [*results[:_MOST_RESULTS], f"and {more} more"]
+  return " ".join([_at(row["step"], total_steps), *results])
+
+
+def number(value: float) -> str:
+  """A number with four digits, as short as it goes.
+
+  >>> [number(x) for x in (0.001, 0.00032, 0.12345, 8123.4, 12)]
+  ['1e-3', '3.2e-4', '0.1235', '8,123', '12']
+  """
+  if isinstance(value, int) or not math.isfinite(value):
+    return f"{value:,}"
+  if abs(value) >= 1000:
+    return f"{value:,.0f}"
+  if abs(value) >= 0.01 or not value:
+    return f"{value:.4g}"
+  mantissa, exponent = f"{value:.3e}".split("e")
+  return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def duration(secs: float) -> str:
+  """Seconds as a person says them.
+
+  >>> [duration(s) for s in (7.4, 80, 3725, 100000)]
+  ['7s', '1m20s', '1h02m', '1d03h']
+  """
+  secs = round(secs)
+  if secs < 60:
+    return f"{secs}s"
+  if secs < 3600:
+    return f"{secs // 60}m{secs % 60:02}s"
+  if secs < 86400:
+    return f"{secs // 3600}h{secs // 60 % 60:02}m"
+  return f"{secs // 86400}d{secs // 3600 % 24:02}h"
+
+
+def _at(step: int, total_steps: int) -> str:
+  share = f" ({step / total_steps:.1%})" if total_steps else ""
+  return f"step {step}/{total_steps}{share}"
+
+
+def _speed(row: Mapping[str, Any]) -> list[str]:
+  for what in ("tokens", "examples"):
+    if f"{what}_per_sec" in row:
+      return [f"{number(row[f'{what}_per_sec'])} {what}/s"]
+  return []
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, (int, float)) and not isinstance(value, bool)

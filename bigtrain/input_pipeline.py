@@ -1,0 +1,436 @@
+"""Batches for training and evaluation, as global arrays on the mesh.
+
+The batch of step s is a pure function of the config and s. `order` says which
+examples it is made of, an engine makes the rows of it that belong to this
+host, and a thread puts them onto the devices a few steps ahead:
+
+  rows of this host -> source, index, epoch -> records -> ops -> device
+                       (order.Schedule)        (source) (engine) (Placement)
+
+There is no state between steps, so there is none to save.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh
+
+from bigtrain import order, settings, sharding
+from bigtrain.data import files
+from bigtrain.input_cache import CachedSource, available_bytes, readable
+from bigtrain.input_engine import (
+  Batch,
+  Engine,
+  Part,
+  Plan,
+  Skipped,
+  default_num_threads,
+)
+from bigtrain.input_numpy import NumpyEngine
+from bigtrain.input_placement import Placement
+from bigtrain.pp import parse, registry
+from bigtrain.prefetch import Prefetch
+from bigtrain.settings import ConfigError, DataError, did_you_mean
+
+# More threads than this only contend for the interpreter's lock.
+_MAX_NUMPY_THREADS = 2
+
+
+class TrainInput:
+  """Endless batches, reached by their step. Made by `make_train`.
+
+  Attributes:
+    num_examples: an epoch: the length of the source, or of all of a mixture.
+    batch_size: global.
+    spec: {name: ShapeDtypeStruct of the global array}.
+    fingerprint: changes with the data, not with how it is preprocessed.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    placement: Placement,
+    schedule: order.Schedule,
+    prefetch: int,
+  ):
+    self._engine = engine
+    self._placement = placement
+    self._schedule = schedule
+    self._prefetch = prefetch
+    self.num_examples = sum(schedule.lengths)
+    self.batch_size = placement.batch_size
+    self.spec = placement.spec(engine.spec)
+    self.fingerprint = files.digest(
+      *[part.source.fingerprint() for part in engine.parts]
+    )
+
+  @property
+  def skipped(self) -> int:
+    """Examples of this host that were left out because of errors."""
+    return len(self._engine.skipped)
+
+  def order(self, step: int) -> order.Order:
+    """What the global batch of a step is made of; steps count from 0."""
+    return self._schedule.batch(step, self.batch_size)
+
+  def where(self, source: int, index: int) -> str:
+    """File and position of an example, for messages."""
+    return self._engine.parts[source].source.where(index)
+
+  def start(self, first_step: int, last_step: int) -> Prefetch:
+    """The batches of steps [first_step, last_step), made in the background.
+
+    Returns:
+      An iterator of {name: jax.Array}; `close` ends it early.
+
+    Raises:
+      DataError: by `next`: an example cannot be made.
+    """
+    return Prefetch(
+      lambda: self._placement.put_all(
+        self._engine.batches(first_step, last_step)
+      ),
+      self._prefetch,
+      "train input",
+    )
+
+
+class EvalInput:
+  """A fixed set in a fixed order. Made by `make_eval`.
+
+  The last batch is filled up with copies of the last example; `_mask`,
+  float32 [B], is 1 for examples and 0 for these.
+
+  Attributes:
+    num_examples: without the filling.
+    num_batches: the same on every process.
+    batch_size: global.
+    spec: {name: ShapeDtypeStruct of the global array}, "_mask" included.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    placement: Placement,
+    num_examples: int,
+    prefetch: int,
+    cache: bool,
+    path: str,
+  ):
+    self._engine = engine
+    self._placement = placement
+    self._prefetch = prefetch
+    self.num_examples = num_examples
+    self.batch_size = placement.batch_size
+    self.num_batches = -(-num_examples // self.batch_size)
+    mask = jax.ShapeDtypeStruct((self.batch_size,), np.dtype(np.float32))
+    self.spec = {**placement.spec(engine.spec), "_mask": mask}
+    self._kept: list[Batch] | None = None
+    self._cache = cache and self._fits(path)
+
+  def _fits(self, path: str) -> bool:
+    row = sum(
+      dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+      for dtype, shape in self._engine.spec.values()
+    )
+    size = row * self._engine.num_rows * self.num_batches
+    free = available_bytes()
+    fits = free is None or size <= free / 2
+    logging.log(
+      logging.INFO if fits else logging.WARNING,
+      "%s: its %d batches take %s of this host's memory%s.",
+      path,
+      self.num_batches,
+      readable(size),
+      "" if fits else "; they are made again each time instead (cache=True)",
+    )
+    return fits
+
+  def where(self, index: int) -> str:
+    """File and position of an example, for messages."""
+    return self._engine.parts[0].source.where(index)
+
+  def batches(self) -> Prefetch:
+    """All batches in order; `close` ends the iterator early."""
+    return Prefetch(
+      lambda: self._placement.put_all(self._local()),
+      self._prefetch,
+      "eval input",
+    )
+
+  def _local(self) -> Generator[Batch, None, None]:
+    if self._kept is not None:
+      yield from self._kept
+      return
+    kept = []
+    for i, batch in enumerate(self._engine.batches(0, self.num_batches)):
+      rows = i * self.batch_size + self._placement.rows
+      batch["_mask"] = (rows < self.num_examples).astype(np.float32)
+      if self._cache:
+        kept.append(batch)
+      yield batch
+    if self._cache:
+      self._kept = kept
+
+
+def make_train(
+  cfg: settings.Config, *, seed: int, mesh: Mesh, pp_modules: Sequence[str] = ()
+) -> TrainInput:
+  """The training input that a config's `input` describes.
+
+  Keys of `cfg`:
+    data: dict(type=..., ...): a module of bigtrain.data, or a dotted path,
+      and the arguments of its Source.
+    mixture: in place of `data`: {"name": dict(data=..., weight=..., pp=...)};
+      weights are relative, `pp` is the one below unless given.
+    pp: preprocessing, such as "decode|resize(224)|keep('image', 'label')".
+    batch_size: global.
+    shuffle: False keeps the order of the source.
+    cache: "raw" keeps the records in memory once they are read.
+    skip_errors: how many different examples may be left out, each replaced
+      by another, because they are damaged or an op fails on them.
+    prefetch: batches on the device ahead of the step.
+    num_threads: threads that make examples.
+
+  Args:
+    cfg: the subtree.
+    seed: of the order and of all random preprocessing.
+    mesh: what the batches are spread over.
+    pp_modules: modules that register further ops.
+
+  Raises:
+    ConfigError: a key or value is wrong, or the preprocessed examples cannot
+      be batched.
+    DataError: the data is empty or damaged.
+  """
+  batch_size = cfg.batch_size
+  sharding.check_batch(batch_size, mesh, f"{cfg.path}.batch_size")
+  placement = Placement(mesh, batch_size)
+  engine, schedule = train_engine(
+    cfg, seed=seed, rows=placement.rows, pp_modules=pp_modules
+  )
+  prefetch = _count(cfg.get("prefetch", 2), f"{cfg.path}.prefetch")
+  return TrainInput(engine, placement, schedule, prefetch)
+
+
+def train_engine(
+  cfg: settings.Config,
+  *,
+  seed: int,
+  rows: np.ndarray,
+  pp_modules: Sequence[str] = (),
+) -> tuple[Engine, order.Schedule]:
+  """What makes the given rows of each global batch, and the order of all.
+
+  Args:
+    cfg, seed, pp_modules: as in `make_train`.
+    rows: int64 [local rows] of [0, batch_size).
+  """
+  path, batch_size = cfg.path, cfg.batch_size
+  cache = cfg.get("cache", "none")
+  if cache not in ("none", "raw"):
+    hint = did_you_mean(cache, ("none", "raw"))
+    raise ConfigError(f"{path}.cache={cache!r}: unknown.{hint}")
+  parts, weights = [], []
+  for k, (key, entry) in enumerate(_entries(cfg).items()):
+    source = make_source(entry["data"], f"{key}.data")
+    if cache == "raw":
+      source = CachedSource(source, f"{path}.cache")
+    ops = _parse(entry["pp"], pp_modules, f"{key}.pp")
+    op = registry.compose(ops)
+    parts.append(Part(key, source, ops, op, order.stream(seed, k)))
+    weights.append(float(entry["weight"]))
+  try:
+    schedule = order.Schedule(
+      tuple(len(part.source) for part in parts),
+      tuple(weights),
+      seed=seed,
+      shuffle=cfg.get("shuffle", True),
+    )
+  except ConfigError as e:
+    raise type(e)(f"{path}.{e}") from e
+
+  def plan(step: int, start: int, stop: int) -> order.Order:
+    return schedule.batch(step, batch_size, rows[start:stop])
+
+  cap = _count(cfg.get("skip_errors", 0), f"{path}.skip_errors")
+  engine = make_engine(
+    parts,
+    plan,
+    num_rows=len(rows),
+    num_threads=cfg.get("num_threads"),
+    skipped=Skipped(cap),
+    path=path,
+  )
+  return engine, schedule
+
+
+def make_eval(
+  *,
+  data: Mapping[str, Any],
+  pp: str,
+  batch_size: int,
+  mesh: Mesh,
+  num_examples: int | None = None,
+  cache: bool = False,
+  pp_modules: Sequence[str] = (),
+  prefetch: int = 2,
+  num_threads: int | None = None,
+  path: str = "evaluation input",
+) -> EvalInput:
+  """The input of an evaluation.
+
+  Args:
+    data: source, as `input.data` of a config.
+    pp: preprocessing. Its random ops draw the same each time.
+    batch_size: global.
+    mesh: what the batches are spread over.
+    num_examples: only so many, from the start.
+    cache: keep the finished batches in host memory, if they fit.
+    pp_modules: modules that register further ops.
+    prefetch: batches on the device ahead.
+    num_threads: threads that make examples.
+    path: where this is in the config, for messages.
+
+  Raises:
+    ConfigError, DataError: as `make_train`.
+  """
+  sharding.check_batch(batch_size, mesh, f"{path}.batch_size")
+  source = make_source(data, f"{path}.data")
+  if num_examples is None:
+    num_examples = len(source)
+  elif not 0 < num_examples <= len(source):
+    raise ConfigError(
+      f"{path}.num_examples={num_examples!r}: expected 1 to {len(source)}, "
+      "which is what the source has."
+    )
+  ops = _parse(pp, pp_modules, f"{path}.pp")
+  part = Part(path, source, ops, registry.compose(ops), seed=0)
+  placement = Placement(mesh, batch_size)
+
+  def plan(step: int, start: int, stop: int) -> order.Order:
+    rows = step * batch_size + placement.rows[start:stop]
+    index = np.minimum(rows, num_examples - 1)
+    return order.Order(np.zeros(len(index), np.int32), index, 0 * index)
+
+  engine = make_engine(
+    [part],
+    plan,
+    num_rows=len(placement.rows),
+    num_threads=num_threads,
+    skipped=Skipped(0),
+    path=path,
+  )
+  return EvalInput(engine, placement, num_examples, prefetch, cache, path)
+
+
+def make_engine(
+  parts: Sequence[Part],
+  plan: Plan,
+  *,
+  num_rows: int,
+  num_threads: int | None,
+  skipped: Skipped,
+  path: str,
+) -> Engine:
+  """numpy where that is enough, else tf.data; tensorflow only then loads."""
+  if num_threads is not None:
+    _count(num_threads, f"{path}.num_threads", least=1)
+  threads = num_threads or default_num_threads()
+  if any(p.op.tensorflow or hasattr(p.source, "parse") for p in parts):
+    from bigtrain.input_tf import TfEngine
+
+    kind: Callable[..., Engine] = TfEngine
+  else:
+    kind = NumpyEngine
+    threads = num_threads or min(threads, _MAX_NUMPY_THREADS)
+  return kind(
+    parts, plan, num_rows=num_rows, num_threads=threads, skipped=skipped
+  )
+
+
+def make_source(options: Mapping[str, Any], key: str) -> Any:
+  """The source that `dict(type=..., **arguments)` describes.
+
+  Raises:
+    ConfigError: no such module, or arguments that it does not take.
+    DataError: it is empty.
+  """
+  options = dict(options)
+  if "type" not in options:
+    raise ConfigError(f"{key}.type: missing; it names a module of data/.")
+  name = options.pop("type")
+  module = settings.find_module("data", name, f"{key}.type")
+  if not hasattr(module, "Source"):
+    raise ConfigError(f"{key}.type={name!r}: the module has no Source.")
+  settings.check_kwargs(module.Source, options, key)
+  try:
+    source = module.Source(**options)
+  except ConfigError as e:
+    raise type(e)(f"{key}: {e}") from e
+  if not len(source):
+    raise DataError(f"{key}: the source {name!r} has no examples.")
+  return source
+
+
+def tokens_per_example(
+  spec: Mapping[str, jax.ShapeDtypeStruct],
+) -> int | None:
+  """The length L of the feature `tokens` [B, L], or None without one."""
+  tokens = spec.get("tokens")
+  return (
+    tokens.shape[1] if tokens is not None and len(tokens.shape) > 1 else None
+  )
+
+
+def _entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
+  """{where it is: dict(data, pp, weight)} for each source of the input."""
+  path = cfg.path
+  pp = cfg.get("pp", "")
+  if ("data" in cfg) == ("mixture" in cfg):
+    raise ConfigError(f"{path}: give either {path}.data or {path}.mixture.")
+  if "data" in cfg:
+    return {path: {"data": cfg.kwargs("data"), "pp": pp, "weight": 1.0}}
+  mixture = cfg.kwargs("mixture")
+  if not mixture:
+    raise ConfigError(f"{path}.mixture: expected at least one source.")
+  entries = {}
+  for name, given in mixture.items():
+    key = f"{path}.mixture.{name}"
+    if not isinstance(given, Mapping):
+      raise ConfigError(f"{key}: expected dict(data=..., weight=...).")
+    entry = {"pp": pp, **given}
+    for option in entry:
+      if option not in ("data", "pp", "weight"):
+        hint = did_you_mean(option, ("data", "pp", "weight"))
+        raise ConfigError(f"{key}.{option}: unknown key.{hint}")
+    for option in ("data", "weight"):
+      if option not in entry:
+        raise ConfigError(f"{key}.{option}: missing.")
+    weight = entry["weight"]
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+      raise ConfigError(f"{key}.weight: expected a number, got {weight!r}.")
+    entries[key] = entry
+  return entries
+
+
+def _parse(
+  spec: str, modules: Sequence[str], key: str
+) -> tuple[registry.Op, ...]:
+  if spec == "":
+    return ()
+  try:
+    return tuple(parse.parse(spec, modules))
+  except ConfigError as e:
+    raise type(e)(f"{key}: {e}") from e
+
+
+def _count(value: Any, key: str, least: int = 0) -> int:
+  if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    raise ConfigError(
+      f"{key}: expected a whole number of at least {least}, got {value!r}."
+    )
+  return value

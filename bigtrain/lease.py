@@ -1,0 +1,277 @@
+"""One job at a time in a workdir: workdir/lease.json.
+
+Two jobs that write the same checkpoints and rows would mix them. The lease
+says who holds the workdir: host, process, since when, and until when unless it
+is renewed, which a thread does. A job that finds another's lease
+
+  on the same machine, looks whether that process still lives: boot, process
+      number and start time together are never used twice;
+  on another machine, watches whether the lease is renewed.
+
+and takes a dead one's lease over, with a notice. A lease is lost, rather than
+shared, if two machines ever disagree: `check` raises in the job that lost it,
+and a checkpoint is committed only after a `check`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import Any
+
+from bigtrain.settings import ConfigError
+
+FILE = "lease.json"
+
+# A live job on another machine is seen to renew within a quarter of this, and
+# a dead one's lease is taken over after at most twice this.
+TERM_SECS = 60.0
+
+_POLL_SECS = 1.0
+
+
+class LeaseLostError(Exception):
+  """Another job has taken the workdir over; this one must not write there."""
+
+
+class _Busy(Exception):
+  """Somebody else was quicker."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+  """Who holds a workdir; the content of lease.json.
+
+  Attributes:
+    token: random, of this one lease.
+    host: its name.
+    pid: of the process.
+    machine: boot and process namespace in which the pid means something.
+    process_start: of the process, in the kernel's clock ticks since boot.
+    since: when the lease was taken, for people.
+    expires: seconds since the epoch until which it holds unless renewed.
+  """
+
+  token: str
+  host: str
+  pid: int
+  machine: str
+  process_start: int
+  since: str
+  expires: float
+
+  def is_alive(self) -> bool | None:
+    """Whether its process lives; None if it is out of sight."""
+    if not self.machine or self.machine != _machine():
+      return None
+    return _process_start(self.pid) == self.process_start
+
+  def __str__(self) -> str:
+    return f"process {self.pid} on host {self.host}, since {self.since}"
+
+
+def _machine() -> str:
+  """The boot of this machine and the namespace of its process numbers."""
+  try:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+      return file.read().strip() + " " + os.readlink("/proc/self/ns/pid")
+  except OSError:
+    return ""  # Not Linux: leases are judged by whether they are renewed.
+
+
+def _process_start(pid: int) -> int:
+  """Start time of a process; 0 if there is none."""
+  try:
+    with open(f"/proc/{pid}/stat") as file:
+      # The second field is the command's name and may contain anything.
+      fields = file.read().rpartition(")")[2].split()
+  except OSError:
+    return 0
+  # A zombie is dead, and its start time still stands there.
+  return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+class Lease:
+  """A workdir held by this process, until `release`."""
+
+  def __init__(self, path: str, holder: Holder, term_secs: float):
+    """Use `acquire`."""
+    self._path = path
+    self._holder = holder
+    self._term_secs = term_secs
+    self._lost: str | None = None
+    self._stop = threading.Event()
+    self._thread = threading.Thread(
+      target=self._renew, name="lease", daemon=True
+    )
+    self._thread.start()
+
+  def _renew(self) -> None:
+    while not self._stop.wait(self._term_secs / 4):
+      try:
+        self.check()
+        _write(self._path, self._renewed(), replace=True)
+      except LeaseLostError as e:
+        logging.error("%s", e)
+        return
+      except OSError as e:  # A full disk, say: the next time may be better.
+        logging.warning("%s: cannot be renewed: %s", self._path, e)
+
+  def _renewed(self) -> Holder:
+    return dataclasses.replace(
+      self._holder, expires=time.time() + self._term_secs
+    )
+
+  def check(self) -> None:
+    """Raises LeaseLostError if another job holds the workdir now."""
+    if self._lost is None:
+      found = _read(self._path)
+      if found is None or found.token == self._holder.token:
+        return  # Not there: the folder was cleared, the next renewal returns.
+      self._lost = f"{self._path}: this job's lease was taken over by {found}."
+    raise LeaseLostError(self._lost)
+
+  def release(self) -> None:
+    """Gives the workdir back."""
+    if self._stop.is_set():
+      return
+    self._stop.set()
+    self._thread.join()
+    with contextlib.suppress(LeaseLostError):
+      self.check()
+      with contextlib.suppress(FileNotFoundError):
+        os.remove(self._path)
+
+  def __enter__(self) -> "Lease":
+    return self
+
+  def __exit__(self, *exception: Any) -> None:
+    self.release()
+
+
+def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
+  """Takes the lease of a workdir; of the processes of a job, one does.
+
+  Args:
+    workdir: is created if it is not there.
+    term_secs: how long the lease holds unless renewed.
+
+  Raises:
+    ConfigError: another job holds it, or the folder cannot be written to.
+  """
+  path = os.path.join(workdir, FILE)
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    while True:
+      mine = Holder(
+        token=secrets.token_hex(8),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        machine=_machine(),
+        process_start=_process_start(os.getpid()),
+        since=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        expires=time.time() + term_secs,
+      )
+      try:
+        _write(path, mine, replace=False)
+        return Lease(path, mine, term_secs)
+      except FileExistsError:
+        _clear_stale(path, term_secs)
+  except OSError as e:
+    raise ConfigError(
+      f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})."
+    ) from e
+
+
+def _write(path: str, holder: Holder, *, replace: bool) -> None:
+  """Writes the lease whole; raises FileExistsError unless it may replace."""
+  tmp = f"{path}.{holder.token}"
+  try:
+    with open(tmp, "w") as file:
+      json.dump(dataclasses.asdict(holder), file, indent=1)
+      file.write("\n")
+    if replace:
+      os.replace(tmp, path)
+    else:
+      os.link(tmp, path)  # Only one of several can; NFS included.
+  finally:
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(tmp)
+
+
+def _read(path: str) -> Holder | None:
+  """Who holds the lease; None if nobody does or it cannot be understood."""
+  try:
+    with open(path) as file:
+      return Holder(**json.load(file))
+  except (FileNotFoundError, ValueError, TypeError):
+    return None
+
+
+def _clear_stale(path: str, term_secs: float) -> None:
+  """Removes the lease if its holder is dead; else raises ConfigError."""
+  found = _read(path)
+  if found is None:
+    # Somebody's half-written or foreign file, if it is there at all: leases
+    # are written whole.
+    watched, why = _watch(path, found, term_secs), "it cannot be read"
+  else:
+    alive = found.is_alive()
+    if alive:
+      _refuse(path, found)
+    watched, why = alive is False, "that process is gone"
+    if alive is None:
+      watched = _watch(path, found, term_secs)
+      why = "it was not renewed"
+  if not watched:
+    return  # Gone by itself.
+  # It is moved aside first: if it is another lease by now, it goes back.
+  aside = f"{path}.{secrets.token_hex(8)}"
+  try:
+    os.rename(path, aside)
+  except FileNotFoundError:
+    return
+  try:
+    moved = _read(aside)
+    if moved is not None and (found is None or moved.token != found.token):
+      with contextlib.suppress(FileExistsError):
+        os.link(aside, path)
+      _refuse(path, moved)
+  finally:
+    os.remove(aside)
+  logging.warning("%s: taken over from %s: %s", path, found, why)
+
+
+def _watch(path: str, found: Holder | None, term_secs: float) -> bool:
+  """Waits until a lease is long enough expired; False if it vanishes.
+
+  The clocks of two machines may differ: one expired just now is watched for a
+  whole term before it counts.
+  """
+  began = time.monotonic()
+  logging.warning("%s: held by %s; waiting whether it is renewed", path, found)
+  while True:
+    overdue = time.time() - found.expires if found else 0.0
+    if max(overdue, time.monotonic() - began) > term_secs:
+      return True
+    now = _read(path)
+    if now != found:
+      if now is None and not os.path.lexists(path):
+        return False
+      if now is not None:
+        _refuse(path, now)
+    elif found is None and not os.path.lexists(path):
+      return False
+    time.sleep(min(_POLL_SECS, term_secs / 20))
+
+
+def _refuse(path: str, holder: Holder) -> None:
+  raise ConfigError(
+    f"{path}: another job runs in this workdir: {holder}. Use another "
+    "--workdir, or end that job first."
+  )

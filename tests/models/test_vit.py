@@ -1,0 +1,311 @@
+"""models/vit.py against published counts, numpy, and old checkpoints."""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bigtrain import settings, trees
+from bigtrain.models import vit
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+TINY = dict(patch_size=4, width=16, depth=2, num_heads=2)
+
+
+def shapes(model, size=224):
+  image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
+  params = jax.eval_shape(model.init, jax.random.key(0), image)["params"]
+  return dict(trees.flatten_with_names(params))
+
+
+def num_params(model, size=224):
+  return sum(p.size for p in shapes(model, size).values())
+
+
+def init_flat(model, size=8):
+  image = jnp.zeros((1, size, size, 3))
+  params = jax.jit(model.init)(jax.random.key(0), image)["params"]
+  rng = np.random.default_rng(0)
+  return {
+    name: np.asarray(p + rng.normal(0, 0.1, p.shape), np.float32)
+    for name, p in trees.flatten_with_names(params)
+  }
+
+
+def apply_flat(model, flat, image, **kw):
+  return jax.jit(model.apply)({"params": trees.from_flat(flat)}, image, **kw)
+
+
+@pytest.fixture(scope="module")
+def golden():
+  path = GOLDEN / "make_vit.py"
+  spec = importlib.util.spec_from_file_location("make_vit", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  inputs, outputs = module.make()
+  with np.load(module.FILE) as file:
+    stored = dict(file)
+  return module, inputs, outputs, stored
+
+
+@pytest.mark.parametrize(
+  ("variant", "published"),
+  # With 1000 classes and a class token at 224 px, as counted by torchvision
+  # (B, L, H), DeiT (Ti, S) and timm (g, G).
+  [
+    ("Ti/16", 5_717_416),
+    ("S/16", 22_050_664),
+    ("B/16", 86_567_656),
+    ("L/16", 304_326_632),
+    ("H/14", 632_045_800),
+    ("g/14", 1_012_611_432),
+    ("G/14", 1_844_440_680),
+  ],
+)
+def test_published_sizes(variant, published):
+  model = vit.Model(1000, variant, pool_type="tok")
+  # Those have a position embedding for the class token too.
+  assert num_params(model) + model.width == published
+
+
+def test_published_size_of_so400m():
+  # SigLIP's image tower, without a head, as counted by timm.
+  model = vit.Model(variant="So400m/14", pool_type="map")
+  assert num_params(model) == 427_680_704
+
+
+@pytest.mark.parametrize("variant", vit.VARIANTS)
+@pytest.mark.parametrize("scan", [False, True])
+def test_sizes_by_hand(variant, scan):
+  D, depth, F, _ = vit.VARIANTS[variant]
+  norm, attention, mlp = 2 * D, 4 * (D * D + D), D * F + F + F * D + D
+  expected = (8 * 8 * 3 * D + D) + 16 * D  # Patches of 8 and their places.
+  expected += depth * (attention + mlp + 2 * norm) + norm
+  expected += D * 10 + 10
+  model = vit.Model(10, f"{variant}/8", scan=scan)
+  assert num_params(model, size=32) == expected
+
+
+def test_golden_file_is_what_its_script_makes(golden):
+  _, _, outputs, stored = golden
+  assert outputs.keys() == stored.keys()
+  for name, value in stored.items():
+    np.testing.assert_allclose(outputs[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["tok", "gap", "map"])
+@pytest.mark.parametrize("scan", [False, True])
+def test_matches_numpy(golden, case, scan):
+  """If this fails, the model computes something else than it did.
+
+  When that is intended, change tests/golden/make_vit.py alike and run it.
+  """
+  module, inputs, _, stored = golden
+  model = vit.Model(**module.SIZES, **module.CASES[case], scan=scan)
+  prefix = f"{case}/params/"
+  flat = {
+    name.removeprefix(prefix): value
+    for name, value in inputs.items()
+    if name.startswith(prefix)
+  }
+  image = inputs[f"{case}/image"]
+  init_shapes = jax.eval_shape(model.init, jax.random.key(0), image)["params"]
+  like = dict(trees.flatten_with_names(init_shapes))
+  flat = vit.from_published(flat, like)
+  assert {n: p.shape for n, p in flat.items()} == {
+    n: p.shape for n, p in like.items()
+  }
+  logits, out = apply_flat(model, flat, image)
+  assert out.keys() == {"encoded", "head_input", "pre_logits"}
+  for name, value in {"logits": logits, **out}.items():
+    np.testing.assert_allclose(
+      value, stored[f"{case}/{name}"], rtol=2e-5, atol=2e-5, err_msg=name
+    )
+
+
+def test_explicit_fields_win_over_the_variant():
+  model = vit.Model(variant="S/16", depth=2, patch_size=[8, 4], num_classes=3)
+  assert (model.width, model.depth, model.mlp_dim) == (384, 2, 1536)
+  assert model.patch_size == (8, 4)
+  assert vit.Model(variant="S", patch_size=32).patch_size == (32, 32)
+  assert vit.Model(**TINY).mlp_dim == 64
+  assert hash(model) == hash(model.clone())
+
+
+@pytest.mark.parametrize(
+  ("kw", "message"),
+  [
+    (dict(variant="So400/14"), "variant: .*'So400/14'.* 'So400m/14'"),
+    (dict(variant="B/x"), "variant: .*'B/16', got 'B/x'"),
+    (dict(variant="B"), "patch_size: missing"),
+    (dict(patch_size=4, width=16, depth=2), "num_heads: missing"),
+    (dict(TINY, posemb="sincos"), "posemb: .*'sincos2d'"),
+    (dict(TINY, pool_type="gpa"), "pool_type: .*'gap'"),
+    (dict(TINY, remat_policy="nothing"), "remat_policy: unknown 'nothing'"),
+    (dict(TINY, dtype="bf16"), "dtype: .*'bfloat16'"),
+    (dict(TINY, drop_path=1.0), "drop_path: .*1.0"),
+    (dict(TINY, dropout=-0.1), "dropout: .*-0.1"),
+  ],
+)
+def test_mistakes_are_told_when_the_model_is_built(kw, message):
+  with pytest.raises(settings.ConfigError, match=f"config.model.{message}"):
+    vit.Model(**kw)
+
+
+def test_patches_must_tile_the_image():
+  with pytest.raises(settings.ConfigError, match="16x16 .* 224x230"):
+    vit.Model(variant="mu/16").init(
+      jax.random.key(0), jnp.zeros((1, 224, 230, 3))
+    )
+
+
+def test_pooling_and_heads():
+  image = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), np.uint8)
+
+  def run(**kw):
+    model = vit.Model(**{**TINY, **kw})
+    return model.init_with_output(jax.random.key(0), image)
+
+  (x, out), _ = run(pool_type="none")
+  assert x.shape == (2, 4, 16)  # Features of each patch.
+  np.testing.assert_array_equal(x, out["encoded"])
+  (x, out), variables = run(num_classes=3, rep_size=5, head_bias_init=-7.0)
+  np.testing.assert_array_equal(x, np.full((2, 3), -7.0))
+  assert out["pre_logits"].shape == (2, 5)
+  assert not variables["params"]["head"]["kernel"].any()
+  (x, _), variables = run(num_classes=3, head_zeroinit=False)
+  assert variables["params"]["head"]["kernel"].any()
+  assert len(set(np.asarray(x).flat)) == 6
+
+
+@pytest.mark.parametrize("pool_type", ["gap", "map", "tok"])
+def test_bfloat16_gives_float32_logits_from_float32_parameters(pool_type):
+  model = vit.Model(5, **TINY, pool_type=pool_type, dtype="bfloat16")
+  flat = init_flat(model)
+  image = np.random.default_rng(1).uniform(-1, 1, (3, 8, 8, 3))
+  logits, out = apply_flat(model, flat, image)
+  assert logits.dtype == out["pre_logits"].dtype == jnp.float32
+  assert out["encoded"].dtype == jnp.bfloat16
+  assert all(p.dtype == np.float32 for p in flat.values())
+  expected, _ = apply_flat(model.clone(dtype="float32"), flat, image)
+  assert 1e-5 < np.abs(logits - expected).max() < 0.1
+
+
+def test_eight_devices_compute_what_one_does():
+  model = vit.Model(5, **TINY, pool_type="map")
+  params = trees.from_flat(init_flat(model))
+  image = np.random.default_rng(2).normal(size=(16, 8, 8, 3))
+
+  def loss(params, image):
+    return jnp.sum(jnp.sin(model.apply({"params": params}, image)[0]))
+
+  step = jax.jit(jax.value_and_grad(loss))
+  expected = step(params, image)
+  mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "fsdp"))
+  batch = NamedSharding(mesh, PartitionSpec(("replica", "fsdp")))
+
+  def fsdp(p):
+    axes = [d for d in range(p.ndim) if p.shape[d] % 4 == 0][:1]
+    spec = [*[None] * axes[0], "fsdp"] if axes else []
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+  sharded = jax.device_put(params, jax.tree.map(fsdp, params))
+  actual = step(sharded, jax.device_put(image, batch))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+    actual,
+    expected,
+  )
+
+
+def as_augreg(flat):
+  """The names and shapes of the AugReg release, for a "tok" model."""
+  rng = np.random.default_rng(5)
+  place_D = rng.normal(size=(1, 1, flat["cls"].shape[-1])).astype(np.float32)
+  old = {}
+  for name, value in flat.items():
+    if name == "pos_embedding":
+      name = "Transformer/posembed_input/pos_embedding"
+      value = np.concatenate([place_D, value], axis=1)
+    elif name == "cls":
+      value = value - place_D
+    name = name.replace("MultiHeadDotProductAttention_0", "MHDPA_1")
+    name = name.replace("LayerNorm_1", "LayerNorm_2")
+    name = name.replace("MlpBlock_0", "MlpBlock_3")
+    old[name.replace("MHDPA", "MultiHeadDotProductAttention")] = value
+  return old
+
+
+@pytest.mark.parametrize("prefix", ["", "opt/target/", "params/"])
+def test_from_published_reads_augreg_files(prefix):
+  model = vit.Model(5, **TINY, pool_type="tok", rep_size=True)
+  flat = init_flat(model)
+  old = {prefix + n: v for n, v in as_augreg(flat).items()}
+  if prefix:
+    old["opt/state/step"] = np.array(7)
+  assert prefix + "Transformer/encoderblock_1/MlpBlock_3/Dense_1/bias" in old
+  new = vit.from_published(old, shapes(model, size=8))
+  if prefix:
+    assert new.pop("opt/state/step") == 7  # For the caller to list.
+  assert new.keys() == flat.keys()
+  for name, value in flat.items():
+    np.testing.assert_allclose(new[name], value, atol=1e-6, err_msg=name)
+
+
+def test_from_published_fits_scan_and_another_resolution():
+  model = vit.Model(5, **TINY, pool_type="tok")
+  flat = init_flat(model)
+  like = shapes(model.clone(scan=True), size=16)
+  new = vit.from_published(as_augreg(flat), like)
+  assert {n: v.shape for n, v in new.items()} == {
+    n: v.shape for n, v in like.items()
+  }
+  kernel = "MlpBlock_0/Dense_0/kernel"
+  np.testing.assert_array_equal(
+    new[f"Transformer/encoderblock/{kernel}"][1],
+    flat[f"Transformer/encoderblock_1/{kernel}"],
+  )
+  corner = new["pos_embedding"].reshape(4, 4, -1)[0, 0]
+  np.testing.assert_allclose(corner, flat["pos_embedding"][0, 0], rtol=1e-5)
+  # And back, from a file of a model with scan.
+  back = vit.from_published(new, shapes(model, size=16))
+  np.testing.assert_array_equal(
+    back[f"Transformer/encoderblock_1/{kernel}"],
+    flat[f"Transformer/encoderblock_1/{kernel}"],
+  )
+
+
+def test_from_published_hides_no_mismatch():
+  flat = init_flat(vit.Model(5, **TINY, rep_size=True))
+  flat["Transformer/unheard_of/kernel"] = np.zeros(3)
+  same_head = shapes(vit.Model(5, **TINY), size=8)
+  new = vit.from_published(flat, same_head)
+  assert new.keys() == flat.keys()  # With pre_logits and unheard_of.
+  # Another head is trained on the encoder's output.
+  other_head = shapes(vit.Model(3, **{**TINY, "depth": 3}), size=8)
+  new = vit.from_published(flat, other_head)
+  assert flat.keys() - new.keys() == {"pre_logits/kernel", "pre_logits/bias"}
+  assert new["head/kernel"].shape == (16, 5)
+  # No grid is 2 x 2 and 3 rows of 5 at once.
+  like = {"pos_embedding": jax.ShapeDtypeStruct((1, 15, 16), jnp.float32)}
+  assert vit.from_published(flat, like)["pos_embedding"].shape == (1, 4, 16)
+
+
+def test_from_published_finds_an_inlined_attention_pooling():
+  flat = init_flat(vit.Model(5, **TINY, pool_type="map"))
+  old = {name.removeprefix("MAPHead_0/"): v for name, v in flat.items()}
+  assert "probe" in old
+  new = vit.from_published(old, shapes(vit.Model(5, **TINY, pool_type="map")))
+  assert new.keys() == flat.keys()
+
+
+def test_from_published_knows_bfloat16():
+  stored = jnp.arange(8, dtype=jnp.bfloat16)
+  value = np.asarray(stored).view("V2")  # As numpy.load returns it.
+  new = vit.from_published({"head/bias": value}, {})
+  assert new["head/bias"].dtype == jnp.bfloat16
+  np.testing.assert_array_equal(new["head/bias"], np.arange(8))

@@ -1,0 +1,264 @@
+"""The mesh, and what the rules do with each array, on eight devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from bigtrain import sharding, trees
+from bigtrain.settings import ConfigError
+
+
+def _shapes(**shapes):
+  return {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+
+
+def _specs(shapes, mesh, rules):
+  shardings, notes = sharding.state_shardings(shapes, mesh, rules)
+  return {n: s.spec for n, s in trees.flatten_with_names(shardings)}, notes
+
+
+# The mesh.
+
+
+@pytest.mark.parametrize(
+  "sizes, expected",
+  [
+    ({}, (1, 8)),
+    (dict(replica=-1, fsdp=1), (8, 1)),
+    (dict(replica=2), (2, 4)),
+    (dict(replica=-1, fsdp=4), (2, 4)),
+    (dict(replica=8, fsdp=1), (8, 1)),
+    (dict(replica=2, fsdp=4), (2, 4)),
+  ],
+)
+def test_mesh_sizes(sizes, expected):
+  mesh = sharding.make_mesh(**sizes)
+  assert mesh.axis_names == ("replica", "fsdp")
+  assert mesh.devices.shape == expected
+  assert set(mesh.devices.flat) == set(jax.devices())
+
+
+def test_mesh_of_some_devices():
+  mesh = sharding.make_mesh(devices=jax.devices()[:2])
+  assert mesh.devices.shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+  "sizes, message",
+  [
+    (dict(replica=3), "replica=3 x fsdp=2 = 6, but there are 8 devices"),
+    (dict(replica=1, fsdp=4), "= 4, but there are 8 devices"),
+    (dict(replica=-1, fsdp=16), "= 16, but there are 8 devices"),
+    (dict(replica=-1, fsdp=-1), "only one of replica and fsdp can be -1"),
+    (dict(replica=0), r"config\.mesh\.replica: expected .* got 0"),
+    (dict(fsdp="all"), r"config\.mesh\.fsdp: expected .* got 'all'"),
+    (dict(fsdp=2.0), r"config\.mesh\.fsdp: expected .* got 2\.0"),
+  ],
+)
+def test_mesh_refuses(sizes, message):
+  with pytest.raises(ConfigError, match=message):
+    sharding.make_mesh(**sizes)
+
+
+# Batches.
+
+
+def test_the_batch_is_split_over_both_axes():
+  mesh = sharding.make_mesh(replica=2, fsdp=4)
+  x = jax.device_put(np.arange(16.0).reshape(16, 1), sharding.batch(mesh))
+  rows = [int(s.data[0, 0]) for s in x.addressable_shards]
+  assert sorted(rows) == [0, 2, 4, 6, 8, 10, 12, 14]
+  assert sharding.replicated(mesh).shard_shape((16, 3)) == (16, 3)
+
+
+def test_check_batch():
+  mesh = sharding.make_mesh(replica=2, fsdp=4)
+  sharding.check_batch(8, mesh, "config.input.batch_size")
+  with pytest.raises(
+    ConfigError,
+    match=r"config\.input\.batch_size=20 does not divide among 8 devices "
+    r"\(replica=2 x fsdp=4\); the nearest that do: 16 and 24\.",
+  ):
+    sharding.check_batch(20, mesh, "config.input.batch_size")
+  with pytest.raises(ConfigError, match=r"the nearest that do: 8\."):
+    sharding.check_batch(3, mesh, "config.input.batch_size")
+  for wrong in (0, -8, 8.0, "8", None):
+    with pytest.raises(ConfigError, match="expected a positive whole number"):
+      sharding.check_batch(wrong, mesh, "config.input.batch_size")
+
+
+# Rules.
+
+
+@pytest.mark.parametrize(
+  "shape, spec",
+  [
+    ((16, 64), (None, "fsdp")),
+    ((128, 64), ("fsdp",)),
+    ((64, 64), (None, "fsdp")),  # A tie: the first is often a stack of layers.
+    ((12, 64, 64), (None, None, "fsdp")),
+    ((999, 64), (None, "fsdp")),  # The largest does not divide.
+    ((4096,), ("fsdp",)),
+    ((8, 8), ()),  # Too small to be worth it.
+    ((), ()),
+  ],
+)
+def test_fsdp_splits_the_largest_dimension_that_divides(shape, spec):
+  mesh = sharding.make_mesh()
+  specs, notes = _specs(_shapes(x=shape), mesh, [(".*", "fsdp")])
+  assert specs == {"x": PartitionSpec(*spec)}
+  assert notes == []
+
+
+def test_fsdp_tells_what_it_has_to_replicate():
+  specs, notes = _specs(
+    {"a": _shapes(w=(99, 33), v=(3,))}, sharding.make_mesh(), [(".*", "fsdp")]
+  )
+  assert set(specs.values()) == {PartitionSpec()}
+  assert notes == [
+    "a/w: no dimension of (99, 33) divides by fsdp=8; it is replicated"
+  ]
+
+
+def test_fsdp_of_one_splits_nothing():
+  mesh = sharding.make_mesh(replica=8, fsdp=1)
+  specs, notes = _specs(_shapes(x=(99, 64)), mesh, [(".*", "fsdp")])
+  assert specs == {"x": PartitionSpec()} and notes == []
+
+
+def test_the_first_rule_that_matches_decides():
+  shapes = {
+    "params": _shapes(embedding=(64, 32), kernel=(64, 32), bias=(8,)),
+    "step": jax.ShapeDtypeStruct((), jnp.int32),
+  }
+  rules = [
+    ("params/embed", "shard_dim(0)"),  # Matches no whole name.
+    ("params/embed.*", "replicated"),
+    (".*/bias", "fsdp(min_size=1)"),
+    (".*kernel", "shard_dim(-1)"),
+    (".*kernel", "replicated"),
+  ]
+  specs, _ = _specs(shapes, sharding.make_mesh(), rules)
+  assert specs == {
+    "params/embedding": PartitionSpec(),
+    "params/bias": PartitionSpec("fsdp"),
+    "params/kernel": PartitionSpec(None, "fsdp"),
+    "step": PartitionSpec(),  # No rule at all: replicated.
+  }
+
+
+def test_one_error_lists_every_array_that_a_rule_cannot_split():
+  shapes = _shapes(good=(16, 3), bad=(12, 16), flat=())
+  with pytest.raises(ConfigError) as e:
+    sharding.state_shardings(
+      shapes, sharding.make_mesh(), [(".*", "shard_dim(0)")], "config.sharding"
+    )
+  assert str(e.value) == (
+    "config.sharding: bad: dimension 0 of shape (12, 16) is 12, which does not "
+    "divide by fsdp=8; flat: shape () has no dimension 0."
+  )
+
+
+@pytest.mark.parametrize(
+  "rule, message",
+  [
+    (("(", "fsdp"), r"config\.sharding\[1\]: bad regex '\('"),
+    ((".*",), r"config\.sharding\[1\]: expected \(regex, layout\)"),
+    (".*", r"expected \(regex, layout\)"),
+    ((".*", "fdsp"), r"unknown layout 'fdsp'\. Did you mean 'fsdp'"),
+    ((".*", "fsdp(min=3)"), r"fsdp\.min: unknown key.*min_size"),
+    ((".*", "fsdp('x')"), "min_size is 'x', expected a whole number"),
+    ((".*", "shard_dim"), r"shard_dim\.dim: missing"),
+    ((".*", "shard_dim('x')"), "dim is 'x', expected a whole number"),
+    ((".*", "shard_dim(0, 1)"), "takes 1 positional argument"),
+    ((".*", "shard_dim(0, dim=1)"), "unknown key"),
+    ((".*", "shard_dim(open('x'))"), "cannot read the layout"),
+    ((".*", "fsdp("), r"cannot read the layout 'fsdp\('"),
+    ((".*", 3), "cannot read the layout 3"),
+  ],
+)
+def test_rules_that_cannot_be_read(rule, message):
+  rules = [("a", "fsdp"), rule]
+  with pytest.raises(ConfigError, match=message):
+    sharding.state_shardings(
+      _shapes(x=(8, 8)), sharding.make_mesh(), rules, "config.sharding"
+    )
+
+
+@given(
+  st.lists(st.integers(1, 48), max_size=3).map(tuple),
+  st.sampled_from([1, 2, 4, 8]),
+)
+def test_any_shape_is_placed(shape, fsdp):
+  mesh = sharding.make_mesh(replica=-1, fsdp=fsdp)
+  rules = [(".*", "fsdp(min_size=1)")]
+  shardings, notes = sharding.state_shardings(_shapes(x=shape), mesh, rules)
+  local = shardings["x"].shard_shape(shape)
+  divides = any(size % fsdp == 0 for size in shape)
+  assert np.prod(local) * (fsdp if divides else 1) == np.prod(shape)
+  assert bool(notes) == (fsdp > 1 and not divides)
+
+
+# Bytes.
+
+
+def _transformer(width=64, depth=4):
+  block = {
+    "norm": {"scale": (width,), "bias": (width,)},
+    "mlp": {"up": (width, 4 * width), "down": (4 * width, width)},
+    "attention": {"qkv": (width, 3, 4, width // 4), "out": (width, width)},
+  }
+  tree = {f"block_{i}": block for i in range(depth)}
+  is_shape = lambda x: isinstance(x, tuple)
+  return jax.tree.map(
+    lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=is_shape
+  )
+
+
+def test_a_device_holds_an_eighth_of_the_state():
+  params = _transformer()
+  state = {
+    "params": params,
+    "opt": jax.eval_shape(optax.adam(1e-3).init, params),
+    "step": jax.ShapeDtypeStruct((), jnp.int32),
+  }
+  whole = trees.num_bytes(jax.tree.leaves(state))
+  for replica, fsdp in [(1, 8), (2, 4), (8, 1)]:
+    mesh = sharding.make_mesh(replica, fsdp)
+    shardings, notes = sharding.state_shardings(state, mesh)
+    assert notes == []
+    held = sharding.bytes_per_device(state, shardings)
+    assert whole / fsdp <= held <= 1.05 * whole / fsdp
+
+  # What is counted is what arrays of those shardings take.
+  mesh = sharding.make_mesh()
+  shardings, _ = sharding.state_shardings(state, mesh)
+  zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), state)
+  placed = jax.device_put(zeros, shardings)
+  for device in jax.devices():
+    taken = sum(
+      shard.data.nbytes
+      for x in jax.tree.leaves(placed)
+      for shard in x.addressable_shards
+      if shard.device == device
+    )
+    assert taken == sharding.bytes_per_device(state, shardings)
+
+
+@pytest.mark.parametrize("replica, fsdp", [(1, 8), (2, 4), (8, 1)])
+def test_a_sharded_product_is_the_product(replica, fsdp):
+  mesh = sharding.make_mesh(replica, fsdp)
+  rng = np.random.default_rng(0)
+  w = rng.normal(size=(64, 32)).astype(np.float32)
+  x = rng.normal(size=(16, 64)).astype(np.float32)
+  shardings, _ = sharding.state_shardings(_shapes(w=w.shape), mesh)
+  step = jax.jit(
+    lambda w, x: jnp.sum((x @ w) ** 2),
+    in_shardings=(shardings["w"], sharding.batch(mesh)),
+  )
+  np.testing.assert_allclose(step(w, x), np.sum((x @ w) ** 2), rtol=1e-5)

@@ -1,0 +1,144 @@
+"""Microbatches: the gradient is that of the whole batch's mean loss."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import metrics, sharding, train_step
+from bigtrain.settings import ConfigError
+
+
+class Net(nn.Module):
+  """Dense, batch statistics, dense."""
+
+  @nn.compact
+  def __call__(self, x, *, train=False):
+    x = nn.Dense(8, name="first")(x)
+    mean = self.variable("stats", "mean", jnp.zeros, (8,))
+    if train:
+      mean.value = 0.9 * mean.value + 0.1 * x.mean(0)
+    return nn.Dense(3, name="second")(jnp.tanh(x))
+
+
+MODEL = Net()
+
+
+def loss_fn(variables, batch, rng):
+  out, mutable = MODEL.apply(
+    variables, batch["x"], train=True, mutable=["stats"]
+  )
+  loss = jnp.sum((out - batch["y"]) ** 2, -1)
+  weight = batch["weight"]
+  return {
+    "loss": metrics.pair(loss, weight),
+    "size": metrics.pair(jnp.ones_like(loss)),
+  }, mutable
+
+
+def make(batch_size=32):
+  rng = np.random.default_rng(0)
+  batch = {
+    "x": rng.normal(size=(batch_size, 5)).astype(np.float32),
+    "y": rng.normal(size=(batch_size, 3)).astype(np.float32),
+    # Uneven padding: the first half has hardly any weight.
+    "weight": (np.arange(batch_size) % 7 > (np.arange(batch_size) < 16) * 4),
+  }
+  variables = dict(MODEL.init(jax.random.key(0), batch["x"][:1]))
+  return batch, variables.pop("params"), variables
+
+
+def run(microbatches, mesh_sizes, trainable=None):
+  batch, params, mutable = make()
+  mesh = sharding.make_mesh(
+    *mesh_sizes, devices=jax.devices()[: mesh_sizes[0] * mesh_sizes[1]]
+  )
+  batch = jax.device_put(batch, sharding.batch(mesh))
+  params, mutable = jax.device_put(
+    (params, mutable), sharding.replicated(mesh)
+  )
+  trainable = trainable or jax.tree.map(lambda _: True, params)
+
+  @jax.jit
+  def fn(params, mutable, batch):
+    return train_step.gradients(
+      loss_fn,
+      params,
+      mutable,
+      batch,
+      jax.random.key(0),
+      trainable=trainable,
+      microbatches=microbatches,
+      mesh=mesh,
+    )
+
+  return jax.device_get(fn(params, mutable, batch))
+
+
+@pytest.mark.parametrize("mesh_sizes", [(1, 1), (2, 4)])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_gradient_is_that_of_the_weighted_mean(microbatches, mesh_sizes):
+  batch, params, mutable = make()
+
+  def plain(params):
+    out, _ = MODEL.apply(
+      {"params": params, **mutable}, batch["x"], train=True, mutable=["stats"]
+    )
+    loss = jnp.sum((out - batch["y"]) ** 2, -1)
+    return jnp.sum(loss * batch["weight"]) / jnp.sum(batch["weight"])
+
+  expected = jax.grad(plain)(params)
+  grads, pairs, _ = run(microbatches, mesh_sizes)
+  for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  assert pairs["loss"][1] == batch["weight"].sum()
+  assert pairs["size"] == (32, 32)
+  mean = pairs["loss"][0] / pairs["loss"][1]
+  np.testing.assert_allclose(mean, plain(params), rtol=1e-5)
+
+
+def test_mutable_collections_pass_through_the_microbatches_in_order():
+  batch, params, mutable = make()
+  expected = mutable["stats"]["mean"]
+  for i in range(4):
+    out = batch["x"][i::4] @ params["first"]["kernel"]
+    expected = 0.9 * expected + 0.1 * out.mean(0)
+  _, _, result = run(4, (2, 4))
+  np.testing.assert_allclose(
+    result["stats"]["mean"], expected, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_frozen_parameters_have_no_gradient():
+  _, params, _ = make()
+  trainable = jax.tree.map(lambda _: True, params)
+  trainable["first"] = jax.tree.map(lambda _: False, params["first"])
+  whole, _, _ = run(2, (1, 8))
+  grads, _, _ = run(2, (1, 8), trainable)
+  assert set(grads) == {"second"}
+  np.testing.assert_allclose(
+    grads["second"]["kernel"], whole["second"]["kernel"], rtol=1e-6
+  )
+
+
+def test_splitting_moves_nothing_between_devices():
+  mesh = sharding.make_mesh(2, 4)
+  spec = jax.ShapeDtypeStruct((64, 5), "float32", sharding=sharding.batch(mesh))
+  text = (
+    jax.jit(lambda x: train_step.split(x, 4, mesh))
+    .lower(spec)
+    .compile()
+    .as_text()
+  )
+  for collective in ("all-to-all", "all-gather", "collective-permute"):
+    assert collective not in text
+
+
+def test_microbatches_that_do_not_divide_are_told_with_the_nearest():
+  mesh = sharding.make_mesh()
+  train_step.check_microbatches(64, 4, mesh)
+  with pytest.raises(ConfigError, match=r"batch of 64 on 8 .* nearest .* is 2"):
+    train_step.check_microbatches(64, 3, mesh)
+  with pytest.raises(ConfigError, match="positive whole number, got 0"):
+    train_step.check_microbatches(64, 0, mesh)
