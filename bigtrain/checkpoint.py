@@ -137,7 +137,8 @@ class Checkpointer:
     Raises:
       CheckpointError: an earlier save failed, or this one cannot begin.
     """
-    host_state = json.loads(json.dumps(dict(host_state or {})))
+    # At once: the program goes on changing it while the save is written.
+    host_json = json.dumps(dict(host_state or {}))
     named = trees.flatten_with_names(state)
     jax.block_until_ready(state)
     began = time.monotonic()
@@ -151,7 +152,7 @@ class Checkpointer:
       step=int(step),
       arrays=arrays,
       pieces=pieces,
-      host_state=host_state,
+      host_state=json.loads(host_json),
       token=token,
       event=self._peers.event(f"save/{number}"),
       tmp=storage.attempt(self._workdir, int(step), token),
@@ -264,7 +265,7 @@ class Checkpointer:
           _result(future, job)
           in_flight -= num_bytes
           _point("chunk written")
-        write = stores[piece.name][piece.index].write(
+        write = stores[piece.name][piece.place].write(
           data, can_reference_source_data_indefinitely=True
         )
         pending.append((write.commit, data.nbytes))

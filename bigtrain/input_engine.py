@@ -114,10 +114,12 @@ class Engine:
     skipped: Skipped,
   ):
     self.parts = parts
-    self.plan = plan
+    self._plan = plan
     self.num_rows = num_rows
     self.num_threads = num_threads
     self.skipped = skipped
+    # {step: {row: index}}: examples that stand in for those that fail.
+    self._replacements: dict[int, dict[int, int]] = {}
     self.spec = self._find_spec()
 
   def batches(
@@ -134,18 +136,21 @@ class Engine:
         for batch in self._stream(step, last_step):
           yield self._checked(batch, step)
           step += 1
-      except ConfigError as e:
-        if not isinstance(e, DataError):
-          raise
-        error: Exception = e
       except Exception as e:
-        error = e
-      else:
-        if step < last_step:
-          raise DataError(f"the input ended at step {step} of {last_step}.")
-        return
-      yield self._checked(self._remake(step, error), step)
-      step += 1
+        if isinstance(e, ConfigError) and not isinstance(e, DataError):
+          raise
+        self._replace(step, e)  # Or raises what is wrong, and where.
+        continue
+      if step < last_step:
+        raise DataError(f"the input ended at step {step} of {last_step}.")
+
+  def row_order(self, step: int, start: int, stop: int) -> order.Order:
+    """What rows [start, stop) of this host are made of."""
+    found = self._plan(step, start, stop)
+    for row, index in self._replacements.get(step, {}).items():
+      if start <= row < stop:
+        found.index[row - start] = index
+    return found
 
   def _stream(self, first_step: int, last_step: int) -> Iterator[Batch]:
     raise NotImplementedError
@@ -186,8 +191,9 @@ class Engine:
     except Exception as e:
       if isinstance(e, ConfigError) and not isinstance(e, DataError):
         raise ConfigError(f"{part.key}.pp: {e}") from e
-      op = self._culprit(part, raw, u)
-      raise DataError(f"{part.source.where(index)}: {op}{_told(e)}") from e
+      raise DataError(
+        f"{part.source.where(index)}: {self._culprit(part, raw, u, e)}"
+      ) from e
     for name, (_, shape) in getattr(self, "spec", {}).items():
       if name not in found or np.shape(found[name]) != shape:
         got = np.shape(found[name]) if name in found else "nothing"
@@ -197,30 +203,35 @@ class Engine:
         )
     return found
 
-  def _culprit(self, part: Part, raw: Batch, u: np.ndarray) -> str:
-    """The op that fails on an example, for messages, or ""."""
+  def _culprit(
+    self, part: Part, raw: Batch, u: np.ndarray, error: Exception
+  ) -> str:
+    """Which op fails on an example, and how, for messages."""
     try:
       features = self._parse(part, raw)
-    except Exception:  # The caller raises what this is about.
-      return "not an example of this data set: "
+    except Exception as e:
+      return f"not an example of this data set: {_told(e)}"
     used = 0
     for op in part.ops:
       try:
         features = self._run_op(op, features, u[0, used : used + op.draws])
-      except Exception:  # As above.
-        return f"op {op.name!r}: "
+      except Exception as e:
+        return f"op {op.name!r}: {_told(e)}"
       used += op.draws
-    return ""
+    return _told(error)
 
-  def example_or_other(
-    self, k: int, index: int, epoch: int
-  ) -> tuple[Batch, bool]:
-    """An example of part k or a replacement, and whether it is one."""
+  def usable(self, k: int, index: int, epoch: int) -> int:
+    """`index`, or the first replacement that can be made, of part k.
+
+    Raises:
+      DataError: too many examples cannot be made.
+    """
     part = self.parts[k]
     candidate = index
     for attempt in range(1, _MAX_ATTEMPTS + 1):
       try:
-        return self.example(part, candidate, epoch), candidate != index
+        self.example(part, candidate, epoch)
+        return candidate
       except DataError as e:
         self.skipped.add(part.key, candidate, e)
       candidate = order.replacement(
@@ -231,27 +242,29 @@ class Engine:
       f"{part.source.where(index)} can be used either."
     )
 
-  def _remake(self, step: int, error: Exception) -> Batch:
-    """Makes a batch that failed, example by example.
+  def _replace(self, step: int, error: Exception) -> None:
+    """Finds out why a batch failed; the next try does without what failed.
 
     Raises:
-      DataError: about the first example that cannot be made or replaced; if
-        all could be made, about `error`.
+      DataError: about the first example that can be neither made nor
+        replaced; if all can be made, about `error`.
     """
-    found = self.plan(step, 0, self.num_rows)
-    rows = list(zip(*(field.tolist() for field in found)))
+    planned = self._plan(step, 0, self.num_rows)
+    rows = list(zip(*(field.tolist() for field in planned)))
     pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
     try:
-      made = list(pool.map(lambda row: self.example_or_other(*row), rows))
+      found = list(pool.map(lambda row: self.usable(*row), rows))
     finally:
       pool.shutdown(cancel_futures=True)
-    if not any(replaced for _, replaced in made):
+    changed = {
+      i: index for i, index in enumerate(found) if index != planned.index[i]
+    }
+    if changed == self._replacements.get(step, {}):
       raise DataError(
         f"the batch of step {step} failed, though each of its examples can be "
         f"made: {_told(error)}"
       ) from error
-    examples = [example for example, _ in made]
-    return {name: np.stack([e[name] for e in examples]) for name in self.spec}
+    self._replacements = {step: changed}
 
   def _checked(self, batch: Batch, step: int) -> Batch:
     """The batch as it will be on the device, if it is what `spec` says."""
@@ -349,7 +362,10 @@ def _told(error: Exception) -> str:
   """The error in one line, without tensorflow's notes on where it was."""
   text = getattr(error, "message", None) or str(error)
   text = re.sub(r"\{\{[^}]*\}\}|\[Op:[^\]]*\].*|\[\[[^\]]*\]\]", "", text)
-  text = " ".join(text.split()) or type(error).__name__
+  lines = [line.strip() for line in text.splitlines() if line.strip()]
+  if lines and lines[0].startswith("Graph execution error"):
+    lines = lines[-1:]  # What is between is where in the graph it was.
+  text = " ".join(lines) or type(error).__name__
   if isinstance(error, KeyError | IndexError | TypeError | AttributeError):
     text = f"{type(error).__name__}: {text}"
   return text[:300].rstrip(". ") + "."

@@ -23,7 +23,7 @@ class NumpyEngine(Engine):
   def _find_spec(self) -> dict[str, Any]:
     specs = []
     for k, part in enumerate(self.parts):
-      example, _ = self.example_or_other(k, 0, 0)
+      example = self.example(part, self.usable(k, 0, 0), 0)
       found = {}
       for name, value in example.items():
         array = np.asarray(value)
@@ -56,7 +56,7 @@ class NumpyEngine(Engine):
       pool.shutdown(cancel_futures=True)
 
   def _batch(self, step: int) -> Batch:
-    found = self.plan(step, 0, self.num_rows)
+    found = self.row_order(step, 0, self.num_rows)
     if len(self.parts) == 1:
       return self._rows(self.parts[0], found.index, found.epoch)
     batch = {

@@ -115,7 +115,7 @@ class TfEngine(Engine):
     else:
 
       def source(call: np.ndarray) -> np.ndarray:
-        return self.plan(*rows(call)).source.astype(np.int64)
+        return self.row_order(*rows(call)).source.astype(np.int64)
 
       which = calls.map(
         lambda call: tf.ensure_shape(
@@ -142,7 +142,7 @@ class TfEngine(Engine):
     part, codec, example = self.parts[k], self._codecs[k], self._examples[k]
 
     def read(call: np.ndarray) -> list[np.ndarray]:
-      found = self.plan(*rows(call))
+      found = self.row_order(*rows(call))
       own = found.source == k
       index, epoch = found.index[own], found.epoch[own]
       raw = part.source.read(index) if index.size else {}

@@ -15,6 +15,7 @@ and a checkpoint is committed only after a `check`.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from bigtrain.settings import ConfigError
 FILE = "lease.json"
 
 # A live job on another machine is seen to renew within a quarter of this, and
-# a dead one's lease is taken over after at most twice this.
+# a dead one's lease is taken over after at most this.
 TERM_SECS = 60.0
 
 _POLL_SECS = 1.0
@@ -37,10 +38,6 @@ _POLL_SECS = 1.0
 
 class LeaseLostError(Exception):
   """Another job has taken the workdir over; this one must not write there."""
-
-
-class _Busy(Exception):
-  """Somebody else was quicker."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,10 +195,22 @@ def _write(path: str, holder: Holder, *, replace: bool) -> None:
     if replace:
       os.replace(tmp, path)
     else:
-      os.link(tmp, path)  # Only one of several can; NFS included.
+      _link(tmp, path)
   finally:
     with contextlib.suppress(FileNotFoundError):
       os.remove(tmp)
+
+
+def _link(tmp: str, path: str) -> None:
+  """Gives a file its name, which only one of several can, NFS included."""
+  try:
+    os.link(tmp, path)
+  except OSError as e:
+    if e.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+      raise
+    # No links on this file system.
+    with open(tmp) as source, open(path, "x") as file:
+      file.write(source.read())
 
 
 def _read(path: str) -> Holder | None:
@@ -240,7 +249,7 @@ def _clear_stale(path: str, term_secs: float) -> None:
     moved = _read(aside)
     if moved is not None and (found is None or moved.token != found.token):
       with contextlib.suppress(FileExistsError):
-        os.link(aside, path)
+        _link(aside, path)
       _refuse(path, moved)
   finally:
     os.remove(aside)
@@ -248,10 +257,10 @@ def _clear_stale(path: str, term_secs: float) -> None:
 
 
 def _watch(path: str, found: Holder | None, term_secs: float) -> bool:
-  """Waits until a lease is long enough expired; False if it vanishes.
+  """Waits until a lease counts as not renewed; False if it vanishes.
 
-  The clocks of two machines may differ: one expired just now is watched for a
-  whole term before it counts.
+  The clocks of two machines may differ, so one that has just expired is
+  watched for a whole term.
   """
   began = time.monotonic()
   logging.warning("%s: held by %s; waiting whether it is renewed", path, found)

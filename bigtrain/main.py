@@ -280,7 +280,7 @@ def train(config: Any, workdir: str) -> dict[str, Any]:
   with contextlib.ExitStack() as at_end:
     # From here on files are written, and the workdir is this job's alone.
     checkpoint.check_writable(workdir)
-    held = at_end.enter_context(lease.hold(workdir))
+    held = at_end.enter_context(lease.acquire(workdir))
     record.write(workdir, config.to_dict(), record.run_info(mesh))
     at_end.callback(console.close)
     console.status("starting")

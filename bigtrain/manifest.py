@@ -235,7 +235,7 @@ def check_names(names: Iterable[str]) -> None:
 
 def to_json(manifest: Manifest) -> str:
   """The manifest's file, with the digest of all the rest in it."""
-  content = {
+  content: dict[str, Any] = {
     "format": FORMAT,
     "version": VERSION,
     "step": manifest.step,

@@ -166,7 +166,7 @@ def load(
     raise DamagedError(f"{directory}: damaged: {problems[0]}{more}.")
   reads = [(name, read) for name in sources for read in _reads(like[name])]
   values = integrity.read(
-    directory, manifest, [(sources[name], r.index) for name, r in reads]
+    directory, manifest, [(sources[name], r.place) for name, r in reads]
   )
   shards: dict[str, list[jax.Array]] = {name: [] for name in sources}
   for (name, read), value in zip(reads, values):
@@ -189,11 +189,11 @@ class _Read(NamedTuple):
   """A part of an array to read, and what each device gets of it.
 
   Attributes:
-    index: of the part.
+    place: of the part.
     cuts: (index into the part, device) pairs.
   """
 
-  index: tuple[slice, ...]
+  place: tuple[slice, ...]
   cuts: list[tuple[tuple[slice, ...], Any]]
 
 

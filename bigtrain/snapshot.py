@@ -30,12 +30,12 @@ class Piece(NamedTuple):
 
   Attributes:
     name: of the array.
-    index: the part's place in it, with explicit starts and stops.
+    place: of the part in it, with explicit starts and stops.
     data: its values: a numpy array, or a jax array in pinned host memory.
   """
 
   name: str
-  index: tuple[slice, ...]
+  place: tuple[slice, ...]
   data: Any
 
 
@@ -251,7 +251,7 @@ def blocks(
     # A piece larger than a chunk is not joined with others.
     corner = tuple(
       s.start if s.stop - s.start >= c else s.start // c * c
-      for s, c in zip(piece.index, chunk)
+      for s, c in zip(piece.place, chunk)
     )
     groups.setdefault((piece.name, corner), []).append(piece)
   for group in groups.values():
@@ -263,8 +263,8 @@ def _join(group: list[Piece]) -> Piece:
   # numpy sees pinned memory of an accelerator's copy as it is.
   if len(group) == 1:
     return first._replace(data=np.asarray(first.data))
-  group = sorted(group, key=lambda piece: [s.start for s in piece.index])
-  lo, hi = group[0].index, group[-1].index
+  group = sorted(group, key=lambda piece: [s.start for s in piece.place])
+  lo, hi = group[0].place, group[-1].place
   (dim,) = [d for d in range(len(lo)) if lo[d] != hi[d]]
   data = np.concatenate([np.asarray(p.data) for p in group], axis=dim)
   index = list(lo)

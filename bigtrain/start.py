@@ -4,14 +4,23 @@ In this order: the newest good checkpoint of the workdir; config.resume, the
 whole state of another run; config.model_init, parameters alone; the seed.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from absl import logging
 
-from bigtrain import checkpoint, cluster, optim, settings, storage, warm_start
-from bigtrain.manifest import DamagedError
+from bigtrain import (
+  checkpoint,
+  cluster,
+  optim,
+  restore,
+  settings,
+  storage,
+  warm_start,
+)
+from bigtrain.manifest import DamagedError, Manifest
 from bigtrain.settings import ConfigError
 
 # What may change between two starts of a run without changing what it learns.
@@ -128,13 +137,13 @@ class Origin(NamedTuple):
   """What the config says about the start.
 
   Attributes:
-    resume: checkpoint or workdir whose whole state is taken over.
+    resume: where the whole state is taken over from.
     model_init: where parameters come from, as warm_start.py understands it.
     allow_changes: True, or keys that may differ from the checkpoint's config.
     fallback: whether an older checkpoint may replace a damaged one.
   """
 
-  resume: str | None
+  resume: Any
   model_init: Any
   allow_changes: Any
   fallback: bool
@@ -142,12 +151,14 @@ class Origin(NamedTuple):
 
 def read(config: settings.Config) -> Origin:
   """Reads resume, model_init, allow_changes and ckpt_fallback."""
-  model_init = config.get("model_init")
-  if isinstance(model_init, settings.Config):
-    model_init = config.kwargs("model_init")
+
+  def path_or_dict(key: str) -> Any:
+    value = config.get(key)
+    return config.kwargs(key) if isinstance(value, settings.Config) else value
+
   return Origin(
-    config.get("resume"),
-    model_init,
+    path_or_dict("resume"),
+    path_or_dict("model_init"),
     config.get("allow_changes", ()),
     config.get("ckpt_fallback", False),
   )
@@ -177,19 +188,22 @@ def begin(
   """
   newest = checkpoint.newest(workdir)
   if newest is not None:
-    _check_config(storage.find(workdir, newest), config, origin.allow_changes)
-  found = checkpoint.resume(workdir, state_spec, fallback=origin.fallback)
+    # Before the arrays: that the config changed says more than that they do
+    # not fit. What is damaged is told, and dealt with, by the restoring.
+    with contextlib.suppress(DamagedError):
+      manifest = storage.read_manifest(storage.find(workdir, newest))
+      _check_config(manifest, config, origin.allow_changes)
+  found = restore.resume(workdir, state_spec, fallback=origin.fallback)
   if found:
     state, manifest = found
     how = f"resumed from step {manifest.step} of this workdir"
     return Start(state, manifest.host_state, manifest.step, how, True)
   if origin.resume:
-    path = storage.find(origin.resume)
-    _check_config(path, config, origin.allow_changes)
-    state, manifest = checkpoint.restore(path, state_spec)
+    state, manifest = warm_start.load_state(origin.resume, state_spec)
+    _check_config(manifest, config, origin.allow_changes)
     # The clock and the hooks' memory stay with the other run.
     host = {"tally": manifest.host_state["tally"]}
-    how = f"continued from step {manifest.step} of {path}"
+    how = f"continued from step {manifest.step} of {origin.resume}"
     return Start(state, host, manifest.step, how, False)
 
   shardings = jax.tree.map(lambda x: x.sharding, state_spec)
@@ -198,9 +212,11 @@ def begin(
   ).result()
   if not origin.model_init:
     return Start(state, {}, 0, "from scratch", False)
-  state["params"] = warm_start.load_params(
+  initial = state["params"]
+  state["params"], _ = warm_start.load_params(
     origin.model_init,
-    state["params"],
+    state_spec["params"],
+    init=lambda: initial,
     convert=getattr(model_module, "from_published", None),
   )
   if "ema" in state:
@@ -209,11 +225,9 @@ def begin(
   return Start(state, {}, 0, how, False)
 
 
-def _check_config(path: str, config: Mapping[str, Any], allowed: Any) -> None:
-  """Compares with the config in a checkpoint, if it can be read."""
-  try:
-    saved = storage.read_manifest(path).host_state.get("config")
-  except DamagedError:
-    return  # Restoring it says so, and what can be done.
+def _check_config(
+  manifest: Manifest, config: Mapping[str, Any], allowed: Any
+) -> None:
+  saved = manifest.host_state.get("config")
   if saved is not None:
     check_changes(saved, config, allowed)

@@ -196,28 +196,42 @@ def find(path: str, step: int | None = None) -> str:
   Raises:
     CheckpointError: there is none, or `path` cannot be read.
   """
-  path = os.path.normpath(os.path.expanduser(path))
-  if os.path.basename(path) == FOLDER:
-    path = os.path.dirname(path) or "."
-  try:
-    os.lstat(path)
-    inside = {entry.name for entry in os.scandir(path)}
-  except OSError as e:
-    raise CheckpointError(f"{path}: {e.strerror}.") from e
-  if manifest_lib.FILE in inside or FOLDER not in inside:
-    read_manifest(path)
-    return path
-  there = listing(path).checkpoints
-  if not there:
-    raise CheckpointError(f"{folder(path)}: holds no checkpoint.")
+  there = find_all(path)
+  if len(there) == 1 and step is None:
+    return next(iter(there.values()))
   if step is None:
     return there[max(there)]
   if step not in there:
     raise CheckpointError(
-      f"{folder(path)}: no checkpoint of step {step}; there are "
+      f"{path}: no checkpoint of step {step}; there are "
       f"{', '.join(map(str, there))}."
     )
   return there[step]
+
+
+def find_all(path: str) -> dict[int, str]:
+  """step -> directory of all checkpoints at a path, ascending.
+
+  Args:
+    path: a checkpoint, a folder of checkpoints, or a workdir.
+
+  Raises:
+    CheckpointError: there is none, or `path` cannot be read.
+  """
+  path = os.path.normpath(os.path.expanduser(path))
+  try:
+    with os.scandir(path) as entries:
+      inside = {entry.name for entry in entries}
+  except OSError as e:
+    raise CheckpointError(f"{path}: {e.strerror}.") from e
+  if os.path.basename(path) == FOLDER:
+    path, inside = os.path.dirname(path) or ".", {FOLDER}
+  if FOLDER not in inside:
+    return {read_manifest(path).step: path}
+  there = listing(path).checkpoints
+  if not there:
+    raise CheckpointError(f"{folder(path)}: holds no checkpoint.")
+  return there
 
 
 def attempt(workdir: str, step: int, token: str) -> str:

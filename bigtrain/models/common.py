@@ -245,6 +245,7 @@ class Encoder(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array, *, train: bool = False) -> jax.Array:
+    x_BLD = x_BLD.astype(self.dtype)
     sizes = (self.mlp_dim, self.num_heads, self.dropout, self.dtype)
     if self.is_initializing():
       self._init_blocks(EncoderBlock(*sizes, parent=None), x_BLD)

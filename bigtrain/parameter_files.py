@@ -1,0 +1,170 @@
+"""Files that parameters come from: .npz, .safetensors, checkpoints.
+
+A file that holds more than parameters, such as a train state, is read only in
+the tree that `prefix` names. Nothing pickled is ever read: it would run code.
+"""
+
+import os
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from bigtrain import integrity, storage
+from bigtrain import manifest as manifest_lib
+from bigtrain.manifest import CheckpointError, DamagedError, Manifest
+from bigtrain.settings import ConfigError, did_you_mean
+
+# Where parameters lie in files of whole train states.
+_PREFIXES = ("params", "opt/target")
+
+
+class File(NamedTuple):
+  """Arrays that can be read.
+
+  Attributes:
+    specs: name, without the prefix -> jax.ShapeDtypeStruct.
+    read: names -> arrays by name.
+    checkpoint: (directory, manifest, prefix) if it is one of this program's.
+  """
+
+  specs: dict[str, jax.ShapeDtypeStruct]
+  read: Callable[[Sequence[str]], dict[str, np.ndarray]]
+  checkpoint: tuple[str, Manifest, str] | None = None
+
+
+def open_file(
+  path: str, *, step: int | None, prefix: str | None, key: str
+) -> File:
+  """Opens a file or checkpoint.
+
+  Args:
+    path: ends with .npz or .safetensors; or a checkpoint, or a workdir.
+    step: of a workdir's checkpoint; the newest unless given.
+    prefix: the tree to read, such as "ema"; unless given, "params" if there is
+      such a tree, else everything.
+    key: config key, for messages.
+
+  Raises:
+    ConfigError: it is not there, or not such a file.
+    CheckpointError: a checkpoint that is damaged or cannot be read.
+  """
+  path = os.path.expanduser(path)
+  if not path.endswith((".npz", ".safetensors")):
+    return _open_checkpoint(find_checkpoint(path, step, key), prefix, key)
+  if step is not None:
+    raise ConfigError(f"{key}.step: {path} holds one state only.")
+  if not os.path.lexists(path):
+    raise ConfigError(f"{key}: no such file: {path}.")
+  load = _load_npz if path.endswith(".npz") else _load_safetensors
+  try:
+    arrays = load(path, prefix, key)
+  except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
+    raise ConfigError(f"{key}: {path}: cannot be read: {e}") from e
+  specs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
+  return File(specs, lambda names: {name: arrays[name] for name in names})
+
+
+def find_checkpoint(path: str, step: int | None, key: str) -> str:
+  """The directory of a checkpoint that a config names.
+
+  Raises:
+    ConfigError: there is none.
+    DamagedError: it is damaged.
+  """
+  path = os.path.expanduser(path)
+  try:
+    if not os.path.lexists(path):
+      raise CheckpointError(f"no such file or directory: {path}.")
+    return storage.find(path, step)
+  except DamagedError:
+    raise
+  except CheckpointError as e:
+    raise ConfigError(f"{key}: {e}") from e
+
+
+def _open_checkpoint(directory: str, prefix: str | None, key: str) -> File:
+  manifest = storage.read_manifest(directory)
+  prefix = _find_prefix(manifest.arrays, prefix, key)
+  specs = {
+    name.removeprefix(prefix): jax.ShapeDtypeStruct(
+      array.shape, manifest_lib.dtype_of(array.dtype)
+    )
+    for name, array in manifest.arrays.items()
+    if name.startswith(prefix)
+  }
+
+  def read(names: Sequence[str]) -> dict[str, np.ndarray]:
+    full = [prefix + name for name in names]
+    problems = integrity.inspect(directory, manifest, full)
+    if problems:
+      raise DamagedError(f"{directory}: damaged: {problems[0]}.")
+    parts = [
+      (name, (slice(None),) * len(manifest.arrays[name].shape)) for name in full
+    ]
+    return dict(zip(names, integrity.read(directory, manifest, parts)))
+
+  return File(specs, read, (directory, manifest, prefix))
+
+
+def _find_prefix(names: Iterable[str], prefix: str | None, key: str) -> str:
+  """The tree that the parameters are in, with its slash; "" for none."""
+  names = list(names)
+  if prefix is None:
+    there = [p for p in _PREFIXES if any(n.startswith(p + "/") for n in names)]
+    return there[0] + "/" if there else ""
+  if not prefix:
+    return ""
+  found = prefix.strip("/") + "/"
+  if not any(name.startswith(found) for name in names):
+    hint = did_you_mean(prefix, {name.split("/")[0] for name in names})
+    raise ConfigError(f"{key}.prefix: {prefix!r} is not there.{hint}")
+  return found
+
+
+def _load_npz(path: str, prefix: str | None, key: str) -> dict[str, Any]:
+  opened = np.load(path, allow_pickle=False)
+  if not isinstance(opened, np.lib.npyio.NpzFile):
+    raise ConfigError(f"{key}: {path}: expected an .npz with named arrays.")
+  found = _find_prefix(opened.files, prefix, key)
+  arrays = {}
+  with opened:
+    for name in opened.files:
+      if not name.startswith(found):
+        continue
+      try:
+        array = opened[name]
+      except ValueError as e:
+        raise ConfigError(
+          f"{key}: {path}: array {name!r} is refused: {e}; pickled objects may "
+          "run code."
+        ) from e
+      if array.dtype == np.dtype("V2"):  # A bfloat16, as numpy stores it.
+        array = array.view(ml_dtypes.bfloat16)
+      arrays[name.removeprefix(found)] = array
+  return arrays
+
+
+def _load_safetensors(
+  path: str, prefix: str | None, key: str
+) -> dict[str, Any]:
+  try:
+    import safetensors
+    import safetensors.numpy
+  except ImportError as e:
+    raise ConfigError(
+      f"{key}: {path} needs the package safetensors: pip install safetensors."
+    ) from e
+  try:
+    arrays = safetensors.numpy.load_file(path)
+  except safetensors.SafetensorError as e:
+    raise ConfigError(f"{key}: {path}: cannot be read: {e}.") from e
+  found = _find_prefix(arrays, prefix, key)
+  return {
+    name.removeprefix(found): array
+    for name, array in arrays.items()
+    if name.startswith(found)
+  }
