@@ -18,8 +18,26 @@ class NotFinite(RuntimeError):
   """A loss or gradient was NaN or infinite."""
 
 
+class Rollback(Exception):
+  """The run goes back to a checkpoint and passes over some batches.
+
+  Attributes:
+    step: the step that was not finite.
+    restart: the step of the checkpoint.
+  """
+
+  def __init__(self, error: NotFinite, step: int, restart: int):
+    super().__init__(
+      f"{error} ROLLING BACK to step {restart}; the batches of steps "
+      f"{restart + 1} to {step} are passed over."
+    )
+    self.step = step
+    self.restart = restart
+
+
 def explain(
   step: int,
+  index: int,
   state: Any,
   train_input: Any,
   gradients: Callable[[Any, Any], Any],
@@ -28,6 +46,7 @@ def explain(
 
   Args:
     step: the step, counted from 1.
+    index: of its batch, counted from 0.
     state: the state before it.
     train_input: gives that step's batch and the names of its examples.
     gradients: (state, batch) -> (gradients, pairs, mutable).
@@ -36,7 +55,7 @@ def explain(
     An error that names the step, the loss, the first parameter whose gradient
     is not finite, and examples of the batch.
   """
-  batches = train_input.start(step - 1, step)
+  batches = train_input.start(index, index + 1)
   try:
     batch = next(batches)
   finally:
@@ -51,7 +70,7 @@ def explain(
   finite, loss = jax.device_get(look(state, batch))
   bad = [name for name, ok in trees.flatten_with_names(finite) if not ok]
   where = f"first of {len(bad)}: {bad[0]}" if bad else "none, but their norm is"
-  order = train_input.order(step - 1)
+  order = train_input.order(index)
   ids = ", ".join(map(str, order.index[:8]))
   more = ", ..." if len(order.index) > 8 else ""
   first = train_input.where(int(order.source[0]), int(order.index[0]))

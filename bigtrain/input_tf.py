@@ -1,11 +1,11 @@
 """The engine that decodes and augments in tf.data's threads."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from bigtrain import host_tensorflow
 from bigtrain.input_engine import (
   Batch,
   Engine,
@@ -19,40 +19,15 @@ from bigtrain.settings import ConfigError
 
 # Rows that one call from the graph into Python reads: enough to make the call
 # cheap, few enough for reads to overlap.
-_ROWS_PER_READ = 64
+_ROWS_PER_READ = 32
 _PARALLEL_READS = 8
-
-
-@functools.cache
-def import_tensorflow() -> Any:
-  """tensorflow, kept away from accelerators.
-
-  Raises:
-    ConfigError: it is not installed, or holds an accelerator already.
-  """
-  try:
-    import tensorflow as tf
-  except ModuleNotFoundError as e:
-    raise ConfigError(
-      f"input: preprocessing needs tensorflow ({e}); pip install "
-      "tensorflow-cpu."
-    ) from e
-  for kind in ("GPU", "TPU"):
-    try:
-      tf.config.set_visible_devices([], kind)
-    except RuntimeError as e:
-      if tf.config.get_visible_devices(kind):
-        raise ConfigError(
-          f"input: tensorflow was used before and took the {kind}s: {e}"
-        ) from e
-  return tf
 
 
 class TfEngine(Engine):
   """Reads in Python, many examples a call; the rest is a tf.data graph."""
 
   def __init__(self, *args: Any, **kwargs: Any):
-    self._tf = import_tensorflow()
+    self._tf = host_tensorflow.load()
     super().__init__(*args, **kwargs)
 
   def _find_spec(self) -> dict[str, Any]:
@@ -130,7 +105,10 @@ class TfEngine(Engine):
     )
     options = tf.data.Options()
     options.deterministic = True
-    options.threading.private_threadpool_size = self.num_threads
+    # Reads wait for files, so they do not count as work for a core.
+    options.threading.private_threadpool_size = (
+      self.num_threads + _PARALLEL_READS
+    )
     options.threading.max_intra_op_parallelism = 1
     return dataset.prefetch(1).with_options(options)
 

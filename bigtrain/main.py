@@ -42,6 +42,7 @@ from bigtrain import (
   sharding,
   train_step,
   trees,
+  watchdog,
   writers,
 )
 from bigtrain import start as start_lib
@@ -68,9 +69,29 @@ def train(config: Any, workdir: str) -> dict[str, Any]:
     ConfigError: the config or the data is wrong, told before compiling where
       that is possible.
     Preempted: a signal ended the run; the state is saved.
+    NotFinite: a loss or gradient was NaN or infinite (config.nonfinite).
   """
+  rollbacks: list[guard.Rollback] = []
+  while True:
+    try:
+      with contextlib.ExitStack() as at_end:
+        return _train(config, workdir, at_end, rollbacks)
+    except guard.Rollback as e:
+      logging.error("%s", e)
+      rollbacks.append(e)
+
+
+def _train(
+  config: Any,
+  workdir: str,
+  at_end: contextlib.ExitStack,
+  rollbacks: list[guard.Rollback],
+) -> dict[str, Any]:
+  """The program; what it opens is closed by `at_end`."""
   config = settings.Config(config)
   record.use_compile_cache(config.get("compile_cache", True))
+  dog = watchdog.Watchdog(watchdog.read_limits(config), workdir)
+  at_end.callback(dog.close)
 
   # Where it runs.
   mesh_options = config.kwargs("mesh")
@@ -88,7 +109,12 @@ def train(config: Any, workdir: str) -> dict[str, Any]:
   train_input = input_pipeline.make_train(
     config.input, seed=seed, mesh=mesh, pp_modules=pp_modules
   )
-  batch_spec = train_input.spec
+  batch_spec = {
+    name: jax.ShapeDtypeStruct(
+      spec.shape, spec.dtype, sharding=sharding.batch(mesh)
+    )
+    for name, spec in train_input.spec.items()
+  }
   units = settings.Units(
     batch_size=batch_size,
     examples_per_epoch=train_input.num_examples,
@@ -169,6 +195,7 @@ def train(config: Any, workdir: str) -> dict[str, Any]:
 
   # The update. `tally` sums metrics between rows, on the device.
   nonfinite = config.get("nonfinite", "stop")
+  most_bad = config.get("max_nonfinite", 100 if nonfinite == "skip" else 3)
   tally_lib.check_policy(nonfinite)
   weight_stats = config.get("weight_stats", "global")
   metrics.check_detail(weight_stats)
@@ -228,6 +255,8 @@ def train(config: Any, workdir: str) -> dict[str, Any]:
   console = writers.Console(total_steps, process_index=jax.process_index())
 
   def evaluation_progress(done: int, batches: int) -> None:
+    """After each batch of an evaluation."""
+    dog.beat()
     console.evaluation_progress(done, batches)
     cluster.check_preempted()
 
@@ -277,194 +306,206 @@ def train(config: Any, workdir: str) -> dict[str, Any]:
   if unknown:
     raise settings.ConfigError(" ".join(unknown))
 
-  with contextlib.ExitStack() as at_end:
-    # From here on files are written, and the workdir is this job's alone.
-    checkpoint.check_writable(workdir)
-    held = at_end.enter_context(lease.acquire(workdir))
-    record.write(workdir, config.to_dict(), record.run_info(mesh))
-    at_end.callback(console.close)
-    console.status("starting")
-    clock = chrono.Chrono(
-      batch_size=batch_size,
-      total_steps=total_steps,
-      last_step=last_step,
-      examples_per_epoch=units.examples_per_epoch,
-      tokens_per_example=units.tokens_per_example,
-      flops_per_step=step_flops,
-      peak_flops_per_device=peak,
-      num_devices=mesh.size,
+  # From here on files are written, and the workdir is this job's alone.
+  checkpoint.check_writable(workdir)
+  held = at_end.enter_context(lease.acquire(workdir))
+  at_end.callback(console.close)
+  console.status("starting")
+  clock = chrono.Chrono(
+    batch_size=batch_size,
+    total_steps=total_steps,
+    last_step=last_step,
+    examples_per_epoch=units.examples_per_epoch,
+    tokens_per_example=units.tokens_per_example,
+    flops_per_step=step_flops,
+    peak_flops_per_device=peak,
+    num_devices=mesh.size,
+  )
+
+  # The update compiles while the state is read or made.
+  @cluster.Background
+  def compiling() -> Any:
+    jitted = jax.jit(
+      update_fn,
+      donate_argnums=0,
+      out_shardings=(state_sharding, sharding.replicated(mesh)),
     )
+    return jitted.lower(state_spec, tally_spec, batch_spec).compile()
 
-    # The update compiles while the state is read or made.
-    @cluster.Background
-    def compiling() -> Any:
-      jitted = jax.jit(
-        update_fn,
-        donate_argnums=0,
-        out_shardings=(state_sharding, sharding.replicated(mesh)),
-      )
-      return jitted.lower(state_spec, tally_spec, batch_spec).compile()
+  begun = start_lib.begin(
+    origin, workdir, config.to_dict(), state_spec, init_state, model_module
+  )
+  state, step = begun.state, begun.step
+  record.write(workdir, config.to_dict(), record.run_info(mesh))
+  logging.info("Step %d of %d, %s.", step, total_steps, begun.how)
+  # Rolling back passes over batches: from then on they run ahead of the steps.
+  ahead = begun.host.get("batches_ahead", 0)
+  ahead += sum(e.step - step for e in rollbacks if e.restart == step)
+  batches = train_input.start(step + ahead, last_step + ahead)
+  at_end.callback(batches.close)
+  writer = writers.Writers(
+    workdir,
+    restored_step=step if begun.resumed else None,
+    process_index=jax.process_index(),
+    console=console,
+    **writing,
+  )
+  at_end.callback(writer.close)
+  checkpointer = checkpoint.Checkpointer(workdir, guard=held.check, **saving)
+  at_end.callback(checkpointer.close)
+  if "clock" in begun.host:
+    clock.restore(begun.host["clock"], writer.last_alive)
+  run_hooks.restore(begun.host.get("hooks", {}))
+  tally = jax.device_put(
+    tally_lib.from_host(begun.host.get("tally", {}), tally_spec),
+    sharding.replicated(mesh),
+  )
+  dog.enter("compile", step)
+  console.status("compiling")
+  with clock.account("compile"):
+    update = compiling.result()
+  record.update(workdir, **record.compiled(update, step_flops))
 
-    begun = start_lib.begin(
-      origin, workdir, config.to_dict(), state_spec, init_state, model_module
-    )
-    state, step = begun.state, begun.step
-    logging.info("Step %d of %d, %s.", step, total_steps, begun.how)
-    batches = train_input.start(step, last_step)
-    at_end.callback(batches.close)
-    writer = writers.Writers(
-      workdir,
-      restored_step=step if begun.resumed else None,
-      process_index=jax.process_index(),
-      console=console,
-      **writing,
-    )
-    at_end.callback(writer.close)
-    checkpointer = checkpoint.Checkpointer(workdir, guard=held.check, **saving)
-    at_end.callback(checkpointer.close)
-    if "clock" in begun.host:
-      clock.restore(begun.host["clock"], writer.last_alive)
-    run_hooks.restore(begun.host.get("hooks", {}))
-    tally = jax.device_put(
-      tally_lib.from_host(begun.host.get("tally", {}), tally_spec),
-      sharding.replicated(mesh),
-    )
-    console.status("compiling")
-    with clock.account("compile"):
-      update = compiling.result()
-    record.update(workdir, **record.compiled(update, step_flops))
+  # What the loop does at some steps.
+  newest: dict[str, Any] = {}
+  stop: hooks.Stop | None = None
+  row_due: tuple[int, Any] | None = None
+  saved_step = step if begun.resumed else None
+  built: dict[str, evaluators.Evaluator] = {}
 
-    # What the loop does at some steps.
-    newest: dict[str, Any] = {}
-    stop: hooks.Stop | None = None
-    row_due: tuple[int, Any] | None = None
-    saved_step = step if begun.resumed else None
-    built: dict[str, evaluators.Evaluator] = {}
+  def write(row: dict[str, Any]) -> None:
+    """Gives a row to the writers and to the hooks, which may stop the run."""
+    nonlocal stop
+    newest.update(row)
+    writer.write(row)
+    stop = stop or run_hooks.after_step(row["step"], row)
 
-    def write(row: dict[str, Any]) -> None:
-      """Gives a row to the writers and to the hooks, which may stop the run."""
-      nonlocal stop
-      newest.update(row)
-      writer.write(row)
-      stop = stop or run_hooks.after_step(row["step"], row)
-
-    def write_row() -> None:
-      """Writes the row that is due, waiting for its step if need be."""
-      nonlocal row_due
-      if row_due:
-        at, values = row_due
-        row_due, values = None, jax.device_get(values)
-        check_finite(values)
-        write({"step": at, **tally_lib.row(values), **clock.row(at)})
-
-    def check_finite(values: tally_lib.Tally) -> None:
-      """Raises if the guard has stopped the state at some step."""
-      if nonfinite == "stop" and values["bad_step"]:
-        bad_step = int(values["bad_step"])
-        raise guard.explain(bad_step, state, train_input, gradients)
-
-    def save() -> None:
-      """Starts to save; what the host knows goes along."""
-      nonlocal saved_step
-      console.status("saving")
-      values = jax.device_get(tally)
+  def write_row() -> None:
+    """Writes the row that is due, waiting for its step if need be."""
+    nonlocal row_due
+    if row_due:
+      at, values = row_due
+      row_due, values = None, jax.device_get(values)
       check_finite(values)
-      writer.flush()  # The rows up to here must outlive the checkpoint.
-      with clock.account("save"):
-        checkpointer.wait()
-        host = {
-          "config": config.to_dict(),
-          "tally": tally_lib.to_host(values),
-          "clock": clock.state(),
-          "hooks": run_hooks.state(),
-        }
-        checkpointer.save(step, state, host)
-      clock.ckpt_written(checkpointer.last_write_secs)
-      saved_step = step
-      console.status("training")
+      write({"step": at, **tally_lib.row(values), **clock.row(at)})
 
-    def evaluate(evaluation: evaluators.Evaluation) -> None:
-      """Runs one evaluation on the present state and writes its results."""
-      console.status(f"evaluating {evaluation.name}")
-      began = time.monotonic()
-      jax.block_until_ready(state)
-      with clock.account("eval"):
-        if evaluation.name not in built:
-          built[evaluation.name] = evaluation.build()
-        variables = {
-          "params": state[evaluation.weights],
-          **state.get("mutable", {}),
-        }
-        results = built[evaluation.name].run(variables, step)
-        results["secs"] = time.monotonic() - began
-      names = {f"{evaluation.name}/{k}": v for k, v in results.items()}
-      write({"step": step, **names})
-      console.status("training")
+  def check_finite(values: tally_lib.Tally) -> None:
+    """Raises if the guard kept more steps out of the state than it may."""
+    bad_step, skipped = int(values["bad_step"]), int(values["skipped"])
+    if bad_step and (nonfinite != "skip" or skipped > most_bad):
+      index = bad_step - 1 + ahead
+      error = guard.explain(bad_step, index, state, train_input, gradients)
+      if nonfinite == "rollback" and len(rollbacks) < most_bad and saved_step:
+        raise guard.Rollback(error, bad_step, saved_step)
+      raise error
 
-    # A run that was cut off in its evaluations finishes them first. Results
-    # that are there came after the checkpoint, so the hooks forgot them.
-    due = [e for e in evaluations if begun.resumed and e.due(step, total_steps)]
-    rows = {row["step"]: row for row in writers.read_rows(workdir)}
-    for evaluation in due:
-      row = rows.get(step, {})
-      results = {k: v for k, v in row.items() if evaluation.owns(k)}
-      if results:
-        stop = stop or run_hooks.after_step(step, {"step": step, **results})
-      else:
-        evaluate(evaluation)
-
-    # The loop: update, log, save, evaluate, decide. The device is waited for
-    # where its results are needed, and else only to stay a few steps ahead.
-    clock.start(step)
+  def save() -> None:
+    """Starts to save; what the host knows goes along."""
+    nonlocal saved_step
+    dog.enter("save", step)
+    console.status("saving")
+    values = jax.device_get(tally)
+    check_finite(values)
+    writer.flush()  # The rows up to here must outlive the checkpoint.
+    with clock.account("save"):
+      checkpointer.wait()
+      host = {
+        "config": config.to_dict(),
+        "tally": tally_lib.to_host(values),
+        "clock": clock.state(),
+        "hooks": run_hooks.state(),
+        "batches_ahead": ahead,
+      }
+      checkpointer.save(step, state, host)
+    clock.ckpt_written(checkpointer.last_write_secs)
+    saved_step = step
     console.status("training")
-    first_step = step
-    run_hooks.call("before_train", step)
-    in_flight: collections.deque[Any] = collections.deque()
-    interrupted = False
-    while step < last_step and not stop and not interrupted:
-      run_hooks.call("before_step", step + 1)
-      waiting = time.monotonic()
-      batch = next(batches)
-      clock.data_wait(time.monotonic() - waiting)
-      state, tally = update(state, tally, batch)
-      step += 1
-      console.step(step)
-      if step == first_step + 1:
-        jax.block_until_ready(tally)
-        clock.warm(step)
-      in_flight.append(tally["skipped"])
-      if len(in_flight) > _STEPS_IN_FLIGHT:
-        in_flight.popleft().block_until_ready()
 
-      write_row()  # That of an earlier step, now that the next is under way.
-      if makes_row(step):
-        row_due = step, tally
-      saves = step % ckpt_steps == 0 or step == last_step
-      due = [e for e in evaluations if e.due(step, total_steps)]
-      if saves or due:
-        write_row()
-      if saves:
-        save()
-      try:
-        for evaluation in due:
-          evaluate(evaluation)
-        interrupted = cluster.preempted() and step < last_step
-      except cluster.Preempted:
-        interrupted = True  # The next start finds what results are missing.
-      checkpointer.check()
+  def evaluate(evaluation: evaluators.Evaluation) -> None:
+    """Runs one evaluation on the present state and writes its results."""
+    dog.enter("evaluation", step)
+    console.status(f"evaluating {evaluation.name}")
+    began = time.monotonic()
+    jax.block_until_ready(state)
+    with clock.account("eval"):
+      if evaluation.name not in built:
+        built[evaluation.name] = evaluation.build()
+      variables = {
+        "params": state[evaluation.weights],
+        **state.get("mutable", {}),
+      }
+      results = built[evaluation.name].run(variables, step)
+      results["secs"] = time.monotonic() - began
+    names = {f"{evaluation.name}/{k}": v for k, v in results.items()}
+    write({"step": step, **names})
+    console.status("training")
 
-    write_row()
-    if stop and stop.failure:
-      raise RuntimeError(stop.reason)
-    if saved_step != step:
+  # A run that was cut off in its evaluations finishes them first. Results
+  # that are there came after the checkpoint, so the hooks forgot them.
+  due = [e for e in evaluations if begun.resumed and e.due(step, total_steps)]
+  rows = {row["step"]: row for row in writers.read_rows(workdir)}
+  for evaluation in due:
+    row = rows.get(step, {})
+    results = {k: v for k, v in row.items() if evaluation.owns(k)}
+    if results:
+      stop = stop or run_hooks.after_step(step, {"step": step, **results})
+    else:
+      evaluate(evaluation)
+
+  # The loop: update, log, save, evaluate, decide. The device is waited for
+  # where its results are needed, and else only to stay a few steps ahead.
+  clock.start(step)
+  console.status("training")
+  first_step = step
+  run_hooks.call("before_train", step)
+  in_flight: collections.deque[Any] = collections.deque()
+  interrupted = False
+  while step < last_step and not stop and not interrupted:
+    dog.enter("step", step + 1)
+    run_hooks.call("before_step", step + 1)
+    waiting = time.monotonic()
+    batch = next(batches)
+    clock.data_wait(time.monotonic() - waiting)
+    state, tally = update(state, tally, batch)
+    step += 1
+    console.step(step)
+    if step == first_step + 1:
+      jax.block_until_ready(tally)
+      clock.warm(step)
+    in_flight.append(tally["skipped"])
+    if len(in_flight) > _STEPS_IN_FLIGHT:
+      in_flight.popleft().block_until_ready()
+
+    write_row()  # That of an earlier step, now that the next is under way.
+    if makes_row(step):
+      row_due = step, tally
+    saves = step % ckpt_steps == 0 or step == last_step
+    due = [e for e in evaluations if e.due(step, total_steps)]
+    if saves or due:
+      write_row()
+    if saves:
       save()
-    checkpointer.wait()
-    run_hooks.call("after_train", step)
-    write({"step": step, **clock.summary()})
-    writer.flush()
-    if interrupted:
-      raise cluster.Preempted(f"saved step {step} of {total_steps}")
-    logging.info("%s at step %d.", stop.reason if stop else "Done", step)
+    try:
+      for evaluation in due:
+        evaluate(evaluation)
+      interrupted = cluster.preempted() and step < last_step
+    except cluster.Preempted:
+      interrupted = True  # The next start finds what results are missing.
+    checkpointer.check()
+
+  write_row()
+  if stop and stop.failure:
+    raise RuntimeError(stop.reason)
+  if saved_step != step:
+    save()
+  dog.enter("save", step)
+  checkpointer.wait()
+  run_hooks.call("after_train", step)
+  write({"step": step, **clock.summary()})
+  writer.flush()
+  if interrupted:
+    raise cluster.Preempted(f"saved step {step} of {total_steps}")
+  logging.info("%s at step %d.", stop.reason if stop else "Done", step)
   return newest
 
 

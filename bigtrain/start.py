@@ -40,7 +40,9 @@ _HARMLESS = (
   "keep_*",
   "log_*",
   "mesh",
+  "max_nonfinite",
   "model_init",
+  "nonfinite",
   "peak_flops_per_device",
   "resume",
   "sharding",
@@ -201,8 +203,9 @@ def begin(
   if origin.resume:
     state, manifest = warm_start.load_state(origin.resume, state_spec)
     _check_config(manifest, config, origin.allow_changes)
-    # The clock and the hooks' memory stay with the other run.
-    host = {"tally": manifest.host_state["tally"]}
+    # The clock and the hooks' memory are the other run's.
+    kept = ("tally", "batches_ahead")
+    host = {name: manifest.host_state[name] for name in kept}
     how = f"continued from step {manifest.step} of {origin.resume}"
     return Start(state, host, manifest.step, how, False)
 

@@ -10,8 +10,12 @@ finite, the state stays as it was, by selection and not by multiplication, and:
 
   "stop"  no later step changes the state either; the run ends with an error
           as soon as the host sees the tally, at the next row or save.
+  "rollback"  the same, and then the run goes back to the last checkpoint and
+          passes over the batches between it and the bad one, at most
+          config.max_nonfinite times (Chowdhery et al. 2022, arXiv 2204.02311,
+          section 5.1).
   "skip"  the step is counted as skipped and training goes on, until more than
-          `max_skipped` were.
+          config.max_nonfinite were.
 """
 
 from collections.abc import Mapping
@@ -26,7 +30,7 @@ from bigtrain.settings import ConfigError, did_you_mean
 
 Tally = dict[str, Any]
 
-POLICIES = ("stop", "skip")
+POLICIES = ("stop", "skip", "rollback")
 
 
 def check_policy(policy: str) -> None:
@@ -69,7 +73,7 @@ def count(
     tally = zeros(_spec(pairs, last))
   loss = pairs["loss"][0] / pairs["loss"][1]
   finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-  stopped = (tally["bad_step"] > 0) & (policy == "stop")
+  stopped = (tally["bad_step"] > 0) & (policy != "skip")
   good = finite & ~stopped
   bad_step = jnp.where(
     (tally["bad_step"] == 0) & ~finite, step, tally["bad_step"]

@@ -29,7 +29,11 @@ def strict(line):
   def refuse(name):
     raise AssertionError(f"{name} is no JSON")
 
-  return json.loads(line, parse_constant=refuse)
+  def once(pairs):
+    assert len(dict(pairs)) == len(pairs), f"a name is twice: {line}"
+    return dict(pairs)
+
+  return json.loads(line, parse_constant=refuse, object_pairs_hook=once)
 
 
 def make(workdir, **kwargs):
@@ -205,6 +209,23 @@ def test_kill_leaves_all_flushed_rows(tmp_path):
   assert [strict(line) for line in lines(tmp_path)] == [
     {"step": s, "loss": 1 / s, "val/acc": 1 / s} for s in range(1, flushed + 1)
   ]
+
+
+def test_flush_waits_for_the_disk(tmp_path, monkeypatch):
+  synced = []
+
+  def fsync(fd):
+    path = os.readlink(f"/proc/self/fd/{fd}")
+    if path.endswith("metrics.jsonl"):
+      synced.append(lines(tmp_path))
+
+  w = make(tmp_path)
+  monkeypatch.setattr(os, "fsync", fsync)
+  w.write({"step": 1})
+  w.write({"step": 2})
+  w.flush()
+  assert synced == [['{"step": 1}', '{"step": 2}']]
+  w.close()
 
 
 def test_other_processes_write_nothing(tmp_path):

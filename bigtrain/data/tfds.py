@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain import host_tensorflow
 from bigtrain.data import files, slices, tfrecord
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
@@ -121,6 +122,7 @@ class Source:
 
 
 def _import_tfds() -> Any:
+  host_tensorflow.load()  # Or this import would load it unguarded.
   try:
     import tensorflow_datasets as tfds
   except ModuleNotFoundError as e:
