@@ -264,7 +264,6 @@ class Checkpointer:
           future, num_bytes = pending.popleft()
           _result(future, job)
           in_flight -= num_bytes
-          _point("chunk written")
         write = stores[piece.name][piece.place].write(
           data, can_reference_source_data_indefinitely=True
         )

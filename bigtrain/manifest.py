@@ -159,7 +159,7 @@ def describe(
   chunk = [max(1, n) for n in shard_shape]
   for dim, (n, shard_n) in enumerate(zip(shape, shard_shape)):
     num_bytes = math.prod(chunk) * np.dtype(dtype).itemsize
-    if num_bytes <= CHUNK_BYTES:
+    if num_bytes <= CHUNK_BYTES or 0 in shape:
       break
     most = max(1, chunk[dim] * CHUNK_BYTES // num_bytes)
     if n == shard_n:  # Not split: the last chunk may stick out.

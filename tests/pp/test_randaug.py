@@ -63,8 +63,9 @@ def test_what_pillow_has_too(name, expected):
   image = photo()
   found = apply(name, image, magnitude=9)
   assert distance(found, image) > 5  # It does something.
-  # Floats are truncated at other places.
-  assert distance(found, expected(Image.fromarray(image))) <= 2
+  # Pillow rounds where these two truncate.
+  allowed = 1 if name in ("Color", "Sharpness") else 0
+  assert distance(found, expected(Image.fromarray(image))) <= allowed
 
 
 def test_colour_of_weak_magnitude_is_nearly_grey():

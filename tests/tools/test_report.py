@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import sys
 
-import PIL.Image
 import pytest
 
 from bigtrain import settings, writers
 from bigtrain.tools import curves, panels, report
 
 pytest.importorskip("matplotlib")
+Image = pytest.importorskip("PIL.Image")
 
 
 def make_run(workdir, *, lr=1e-3, evals=("val",), accounts=True, name="loss"):
@@ -184,7 +184,7 @@ def test_pictures_are_pictures(two_runs):
   names = {name for name in os.listdir(two_runs) if name.endswith(".png")}
   assert names >= {"curves.png", "loss.png", "eval_acc.png", "time.png"}
   for name in names:
-    image = PIL.Image.open(os.path.join(two_runs, name)).convert("RGB")
+    image = Image.open(os.path.join(two_runs, name)).convert("RGB")
     assert image.width >= 400
     colors = {color for _, color in image.getcolors(1 << 20)}
     assert (255, 255, 255) in colors
@@ -239,7 +239,7 @@ def test_page_in_a_browser(two_runs, tmp_path):
     capture_output=True,
     timeout=60,
   )
-  image = PIL.Image.open(shot).convert("RGB")
+  image = Image.open(shot).convert("RGB")
   count = {color: n for n, color in image.getcolors(1 << 22)}
   assert count[(255, 255, 255)] > 0.7 * image.width * image.height
   # Both runs' curves, and the account of steps.
