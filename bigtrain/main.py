@@ -95,7 +95,9 @@ def _train(
 
   # Where it runs.
   mesh_options = config.kwargs("mesh")
-  settings.check_kwargs(sharding.make_mesh, mesh_options, "config.mesh")
+  settings.check_kwargs(
+    sharding.make_mesh, mesh_options, "config.mesh", given=("devices",)
+  )
   mesh = sharding.make_mesh(**mesh_options)
   logging.info("%s", record.topology(mesh))
 
@@ -399,6 +401,12 @@ def _train(
         raise guard.Rollback(error, bad_step, saved_step)
       raise error
 
+  def wait_for_save() -> None:
+    """Waits until no save is in flight, and notes how long it took."""
+    checkpointer.wait()
+    if checkpointer.last_saved_step is not None:
+      clock.ckpt_written(checkpointer.last_write_secs)
+
   def save() -> None:
     """Starts to save; what the host knows goes along."""
     nonlocal saved_step
@@ -408,7 +416,7 @@ def _train(
     check_finite(values)
     writer.flush()  # The rows up to here must outlive the checkpoint.
     with clock.account("save"):
-      checkpointer.wait()
+      wait_for_save()
       host = {
         "config": config.to_dict(),
         "tally": tally_lib.to_host(values),
@@ -417,7 +425,6 @@ def _train(
         "batches_ahead": ahead,
       }
       checkpointer.save(step, state, host)
-    clock.ckpt_written(checkpointer.last_write_secs)
     saved_step = step
     console.status("training")
 
@@ -499,7 +506,8 @@ def _train(
   if saved_step != step:
     save()
   dog.enter("save", step)
-  checkpointer.wait()
+  with clock.account("save"):
+    wait_for_save()
   run_hooks.call("after_train", step)
   write({"step": step, **clock.summary()})
   writer.flush()

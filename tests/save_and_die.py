@@ -4,7 +4,7 @@
 
 For each moment a process of its own saves steps 10 and 20 into
 WORKDIR/MOMENT, starts to save step 30, and gets SIGKILL there. One line
-"MOMENT SIGNAL" is printed for each. Importing this gives the same states.
+"MOMENT SIGNAL" is printed for each.
 """
 
 import os
@@ -15,12 +15,11 @@ import sys
 import threading
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+import saved_states
 
-from bigtrain import checkpoint, sharding, storage, trees
+from bigtrain import checkpoint, storage
 
 # Moments of a save that have a name, in their order.
 POINTS = (
@@ -33,50 +32,6 @@ POINTS = (
 )
 IN_A_CHUNK = "in a chunk"
 IN_REMOVAL = "in removal"
-
-
-def spec(mesh):
-  """ShapeDtypeStructs of a state with every kind of array."""
-  shapes = {
-    "params/dense/kernel": ((16, 24), jnp.float32, PartitionSpec("fsdp")),
-    "params/dense/bias": ((24,), jnp.bfloat16, PartitionSpec(None)),
-    "params/wide": (
-      (8, 40),
-      jnp.float32,
-      PartitionSpec(("replica", "fsdp"), None),
-    ),
-    "opt/mu/dense": ((3, 32), jnp.float16, PartitionSpec(None, "fsdp")),
-    "opt/mask": ((16,), jnp.bool_, PartitionSpec("fsdp")),
-    "opt/seen": ((), jnp.uint32, PartitionSpec()),
-    "opt/none": ((0, 5), jnp.float32, PartitionSpec()),
-    "step": ((), jnp.int32, PartitionSpec()),
-  }
-  return trees.from_flat(
-    {
-      name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, p))
-      for name, (shape, dtype, p) in shapes.items()
-    }
-  )
-
-
-def values(like, step):
-  """The arrays of a state at `step`, in numpy; other steps have others."""
-
-  def make(name, x):
-    rng = np.random.default_rng([step, *name.encode()])
-    bits = rng.integers(0, 2**16, x.shape)
-    if x.dtype == jnp.bool_:
-      return bits % 2 == 0
-    return np.asarray(bits / 7, jnp.float32).astype(x.dtype)
-
-  return trees.map_with_names(make, like)
-
-
-def state(like, step):
-  """The same on the devices that `like` says."""
-  return jax.tree.map(
-    lambda x, v: jax.device_put(v, x.sharding), like, values(like, step)
-  )
 
 
 def large_state(step):
@@ -99,12 +54,11 @@ def _die_in_a_chunk(folder):
 
 
 def _run(workdir, moment):
-  mesh = sharding.make_mesh(2, 4)
-  like = spec(mesh)
+  like = saved_states.like()
   saver = checkpoint.Checkpointer(workdir, keep=2)
-  saver.save(10, state(like, 10), {"at": 10}, block=True)
-  saver.save(20, state(like, 20), {"at": 20}, block=True)
-  last = state(like, 30)
+  saver.save(10, saved_states.make_state(like, 10), {"at": 10}, block=True)
+  saver.save(20, saved_states.make_state(like, 20), {"at": 20}, block=True)
+  last = saved_states.make_state(like, 30)
   if moment in POINTS:
     checkpoint._point = lambda name: _die() if name == moment else None
   elif moment == IN_REMOVAL:

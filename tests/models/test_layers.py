@@ -48,7 +48,9 @@ def value_and_grad(module, x, train=False):
     y = module.apply({"params": params}, x, train=train, rngs=rngs)
     return jnp.sum(jnp.sin(3 * y))
 
-  return jax.jit(jax.value_and_grad(loss))
+  # What is compared is not speed: this halves the time to compile.
+  options = {"xla_backend_optimization_level": 0}
+  return jax.jit(jax.value_and_grad(loss), compiler_options=options)
 
 
 def assert_close(a, b, rtol=1e-5, atol=1e-5):
@@ -130,9 +132,10 @@ def test_scan_computes_what_unrolled_does(x_BLD):
   ],
 )
 def test_remat_changes_no_value_or_gradient(x_BLD, scan, policies):
+  kw = dict(scan=scan, depth=2 if scan else 1, dropout=0.2, drop_path=0.3)
   results = []
   for policy in policies:
-    module = encoder(scan=scan, remat_policy=policy, dropout=0.2, drop_path=0.3)
+    module = encoder(remat_policy=policy, **kw)
     params = init(module, x_BLD)
     results.append(value_and_grad(module, x_BLD, train=True)(params))
   assert_close(*results, atol=1e-4)

@@ -1,0 +1,170 @@
+"""Fine-tunes a ViT on another data set (the AugReg recipe).
+
+Command: python -m bigtrain.main --workdir=runs/cifar10 \
+  --config=configs/transfer.py:cifar10,init=B_32.npz
+Hardware: 8 accelerators for B/32; the larger the variant, the more.
+Result: top-1 on the test set of each data set, in TASKS below.
+Source: transfer.py of big_vision for the recipe and the results, which are
+means of five runs with the released AugReg B/32 pretrained on ImageNet-21k:
+storage.googleapis.com/vit_models/augreg/
+  B_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0.npz
+
+`init` is a published ViT (.npz), or a workdir of ours, of vit_i21k.py or
+vit_i1k.py. One of vit_s16_i1k.py has other layers and needs
+--config.model.pool_type=gap --config.model.posemb=sincos2d
+--config.model.rep_size=True beside variant=S/16. The head is always new.
+Needs the data set, prepared by tensorflow-datasets.
+"""
+
+from typing import NamedTuple
+
+import ml_collections
+
+from configs import common
+
+
+class Task(NamedTuple):
+  """What the authors chose for a data set on its validation split."""
+
+  num_classes: int
+  train: str
+  val: str
+  test: str
+  total_steps: int
+  warmup_steps: int
+  crop: str
+  lr: float
+
+
+TASKS = {
+  # 98.55%
+  "cifar10": Task(
+    10, "train[:98%]", "train[98%:]", "test", 10_000, 500, "resmall", 0.003
+  ),
+  # 91.35%
+  "cifar100": Task(
+    100, "train[:98%]", "train[98%:]", "test", 10_000, 500, "resmall", 0.01
+  ),
+  # 83.27%
+  "imagenet2012": Task(
+    1000,
+    "train[:99%]",
+    "train[99%:]",
+    "validation",
+    20_000,
+    500,
+    "inception",
+    0.03,
+  ),
+  # 93.78%
+  "oxford_iiit_pet": Task(
+    37, "train[:90%]", "train[90%:]", "test", 500, 100, "inception", 0.003
+  ),
+  # 99.43%
+  "oxford_flowers102": Task(
+    102, "train[:90%]", "train[90%:]", "test", 500, 100, "inception", 0.003
+  ),
+}
+
+CROPS = {
+  "inception": "inception_crop({res})",
+  "resmall": "resize_small({resize})|random_crop({res})",
+  "resize": "resize({resize})|random_crop({res})",
+}
+
+
+def get_config(arg=None):
+  """The config of a data set.
+
+  Arguments:
+    dataset: a key of TASKS.
+    init: where the parameters come from.
+    variant: of the model in `init`.
+    crop: a key of CROPS; the data set's own unless given.
+    res: of the images, in pixels; with 224, a usual `resize` is 256.
+    resize: of the images before they are cropped.
+    data_dir: of the data set.
+    runlocal: a tiny run, for tests.
+  """
+  arg = common.parse_arg(
+    arg,
+    dataset="cifar10",
+    init="B_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0.npz",
+    variant="B/32",
+    crop="",
+    res=384,
+    resize=448,
+    data_dir="",
+    runlocal=False,
+  )
+  if arg.dataset not in TASKS:
+    raise ValueError(f"dataset={arg.dataset}: expected one of {[*TASKS]}")
+  task = TASKS[arg.dataset]
+  crop = arg.crop or task.crop
+  if crop not in CROPS:
+    raise ValueError(f"crop={crop}: expected one of {[*CROPS]}")
+  # Other patches than those of the tiny pretraining runs, to resample.
+  res, resize = (arg.res, arg.resize) if not arg.runlocal else (64, 72)
+  config = ml_collections.ConfigDict()
+
+  config.seed = 0
+  config.total_steps = task.total_steps
+  config.log_steps = 10
+  config.ckpt_steps = 1000
+  config.mesh = dict(replica=-1, fsdp=1)
+
+  config.task = "classification"
+  config.loss = dict(kind="softmax_xent")
+
+  def data(split):
+    data_dir = arg.data_dir or None
+    return dict(type="tfds", name=arg.dataset, split=split, data_dir=data_dir)
+
+  pp_common = "|value_range(-1,1)|copy('label','labels')|keep('image','labels')"
+  pp_crop = CROPS[crop].format(res=res, resize=resize)
+  config.input = dict(
+    data=data(task.train),
+    pp=f"decode|{pp_crop}|flip_lr" + pp_common,
+    batch_size=512,
+  )
+
+  config.model_name = "vit"
+  config.model = dict(
+    variant=arg.variant,
+    num_classes=task.num_classes,
+    pool_type="tok",
+    posemb="learn",
+    dtype="bfloat16",
+  )
+  config.model_init = dict(
+    path=arg.init,
+    rename=[("head/.*", None)],
+    allow_missing=["head/.*"],
+  )
+
+  config.optimizer = dict(
+    name="sgd", momentum=0.9, accumulator_dtype="bfloat16"
+  )
+  config.lr = task.lr
+  config.grad_clip_norm = 1.0
+  config.schedule = dict(decay_type="cosine", warmup_steps=task.warmup_steps)
+
+  def evaluate(split):
+    return dict(
+      type="classification",
+      pred="logits",
+      data=data(split),
+      pp=f"decode|resize_small({resize})|central_crop({res})" + pp_common,
+      log_percent=5,
+      cache=False,  # As pixels, a test set can take 90 GB of memory.
+    )
+
+  config.evals = dict(val=evaluate(task.val), test=evaluate(task.test))
+
+  if arg.runlocal:
+    config.total_steps = 3
+    config.log_steps = 1
+    config.schedule.warmup_steps = 1
+    config.input.batch_size = 16
+    config.model.variant = "mu/" + arg.variant.partition("/")[2]
+  return config
