@@ -201,6 +201,7 @@ class Checkpointer:
     try:
       _point("begin")
       self._write_arrays(job)
+      job.pieces.clear()  # Frees pinned memory.
       job.event.done()
       if self._peers.index == 0:
         job.event.wait_for_all()

@@ -35,6 +35,21 @@ class Rollback(Exception):
     self.restart = restart
 
 
+def check_skipped(skipped: int, first: int, most: int) -> None:
+  """Raises NotFinite if more steps were skipped than may be.
+
+  Args:
+    skipped: so many steps were.
+    first: the first of them since the process began.
+    most: config.max_nonfinite.
+  """
+  if skipped > most:
+    raise NotFinite(
+      f"{skipped} steps were not finite and skipped, more than "
+      f"config.max_nonfinite={most}; the first was step {first}."
+    )
+
+
 def explain(
   step: int,
   index: int,

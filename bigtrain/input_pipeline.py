@@ -359,21 +359,47 @@ def make_source(options: Mapping[str, Any], key: str) -> Any:
     ConfigError: no such module, or arguments that it does not take.
     DataError: it is empty.
   """
-  options = dict(options)
-  if "type" not in options:
-    raise ConfigError(f"{key}.type: missing; it names a module of data/.")
-  name = options.pop("type")
-  module = settings.find_module("data", name, f"{key}.type")
-  if not hasattr(module, "Source"):
-    raise ConfigError(f"{key}.type={name!r}: the module has no Source.")
-  settings.check_kwargs(module.Source, options, key)
+  module, arguments = _find_source(options, key)
   try:
-    source = module.Source(**options)
+    source = module.Source(**arguments)
   except ConfigError as e:
     raise type(e)(f"{key}: {e}") from e
   if not len(source):
-    raise DataError(f"{key}: the source {name!r} has no examples.")
+    raise DataError(f"{key}: the source {options['type']!r} has no examples.")
   return source
+
+
+def _find_source(
+  options: Mapping[str, Any], key: str
+) -> tuple[Any, dict[str, Any]]:
+  """The module of `dict(type=..., **arguments)`, and the arguments."""
+  if not isinstance(options, Mapping):
+    raise ConfigError(f"{key}: expected dict(type=..., ...), got {options!r}.")
+  if "type" not in options:
+    raise ConfigError(f"{key}.type: missing; it names a module of data/.")
+  arguments = {k: v for k, v in options.items() if k != "type"}
+  name = options["type"]
+  module = settings.find_module("data", name, f"{key}.type")
+  if not hasattr(module, "Source"):
+    raise ConfigError(f"{key}.type={name!r}: the module has no Source.")
+  settings.check_kwargs(module.Source, arguments, key, others=("type",))
+  return module, arguments
+
+
+def check(
+  *,
+  data: Mapping[str, Any],
+  pp: str = "",
+  pp_modules: Sequence[str] = (),
+  path: str,
+) -> None:
+  """Checks the names in `make_eval`'s arguments; opens no data.
+
+  Raises:
+    ConfigError: an unknown source, op, or argument of one of them.
+  """
+  _find_source(data, f"{path}.data")
+  _parse(pp, pp_modules, f"{path}.pp")
 
 
 def tokens_per_example(

@@ -19,6 +19,7 @@ import errno
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -176,9 +177,10 @@ def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
       )
       try:
         _write(path, mine, replace=False)
-        return Lease(path, mine, term_secs)
       except FileExistsError:
-        _clear_stale(path, term_secs)
+        if not _take_over(path, mine, term_secs):
+          continue  # It is gone or has changed: look again.
+      return Lease(path, mine, term_secs)
   except OSError as e:
     raise ConfigError(
       f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})."
@@ -217,43 +219,51 @@ def _read(path: str) -> Holder | None:
   """Who holds the lease; None if nobody does or it cannot be understood."""
   try:
     with open(path) as file:
-      return Holder(**json.load(file))
+      holder = Holder(**json.load(file))
   except (FileNotFoundError, ValueError, TypeError):
     return None
+  kinds = [type(value) for value in dataclasses.astuple(holder)]
+  if kinds != [str, str, int, str, int, str, float]:
+    return None
+  return holder if re.fullmatch("[0-9a-f]+", holder.token) else None
 
 
-def _clear_stale(path: str, term_secs: float) -> None:
-  """Removes the lease if its holder is dead; else raises ConfigError."""
+def _take_over(path: str, mine: Holder, term_secs: float) -> bool:
+  """Replaces the lease of a dead job by `mine`; False to look again.
+
+  Raises:
+    ConfigError: its holder is alive.
+  """
   found = _read(path)
-  if found is None:
-    # Somebody's half-written or foreign file, if it is there at all: leases
-    # are written whole.
-    watched, why = _watch(path, found, term_secs), "it cannot be read"
-  else:
-    alive = found.is_alive()
-    if alive:
-      _refuse(path, found)
-    watched, why = alive is False, "that process is gone"
-    if alive is None:
-      watched = _watch(path, found, term_secs)
-      why = "it was not renewed"
-  if not watched:
-    return  # Gone by itself.
-  # It is moved aside first: if it is another lease by now, it goes back.
-  aside = f"{path}.{secrets.token_hex(8)}"
+  alive = found.is_alive() if found else None
+  if alive:
+    _refuse(path, found)
+  why = "that process is gone"
+  if alive is None:
+    if not _watch(path, found, term_secs):
+      return False
+    why = "it was not renewed" if found else "it cannot be read"
+  # Of several that see the same dead lease, one creates the claim to it; and
+  # whoever comes late finds that what it claimed is not that lease any more.
+  claim = f"{path}.{found.token if found else 'unreadable'}.claim"
   try:
-    os.rename(path, aside)
+    _link(path, claim)
   except FileNotFoundError:
-    return
+    return False
+  except FileExistsError:
+    time.sleep(term_secs / 20)
+    with contextlib.suppress(FileNotFoundError):
+      if time.time() - os.lstat(claim).st_ctime > term_secs:
+        os.remove(claim)  # Its owner died in the line below.
+    return False
   try:
-    moved = _read(aside)
-    if moved is not None and (found is None or moved.token != found.token):
-      with contextlib.suppress(FileExistsError):
-        _link(aside, path)
-      _refuse(path, moved)
+    if _read(claim) != found:
+      return False
+    _write(path, mine, replace=True)
   finally:
-    os.remove(aside)
+    os.remove(claim)
   logging.warning("%s: taken over from %s: %s", path, found, why)
+  return True
 
 
 def _watch(path: str, found: Holder | None, term_secs: float) -> bool:

@@ -94,11 +94,7 @@ def _train(
   at_end.callback(dog.close)
 
   # Where it runs.
-  mesh_options = config.kwargs("mesh")
-  settings.check_kwargs(
-    sharding.make_mesh, mesh_options, "config.mesh", given=("devices",)
-  )
-  mesh = sharding.make_mesh(**mesh_options)
+  mesh = sharding.from_config(config)
   logging.info("%s", record.topology(mesh))
 
   # What goes in. The batch of step s is a function of the config and s alone.
@@ -292,18 +288,7 @@ def _train(
   peak = config.get("peak_flops_per_device") or flops.peak_flops(
     mesh.devices.flat[0]
   )
-  variables_spec = {
-    "params": state_spec["params"],
-    **state_spec.get("mutable", {}),
-  }
-  step_flops = flops.train_flops(
-    flops.forward_flops(
-      lambda *args: loss_fn(*args)[0],
-      variables_spec,
-      batch_spec,
-      jax.eval_shape(lambda: jax.random.key(seed)),
-    )
-  )
+  step_flops = flops.of_step(loss_fn, state_spec, batch_spec)
   unknown = config.unread()
   if unknown:
     raise settings.ConfigError(" ".join(unknown))
@@ -325,15 +310,15 @@ def _train(
   )
 
   # The update compiles while the state is read or made.
-  @cluster.Background
-  def compiling() -> Any:
-    jitted = jax.jit(
+  compiling = cluster.Background(
+    jax.jit(
       update_fn,
       donate_argnums=0,
       out_shardings=(state_sharding, sharding.replicated(mesh)),
     )
-    return jitted.lower(state_spec, tally_spec, batch_spec).compile()
-
+    .lower(state_spec, tally_spec, batch_spec)
+    .compile
+  )
   begun = start_lib.begin(
     origin, workdir, config.to_dict(), state_spec, init_state, model_module
   )
@@ -393,8 +378,10 @@ def _train(
 
   def check_finite(values: tally_lib.Tally) -> None:
     """Raises if the guard kept more steps out of the state than it may."""
-    bad_step, skipped = int(values["bad_step"]), int(values["skipped"])
-    if bad_step and (nonfinite != "skip" or skipped > most_bad):
+    bad_step = int(values["bad_step"])
+    if nonfinite == "skip":
+      guard.check_skipped(int(values["skipped"]), bad_step, most_bad)
+    elif bad_step:
       index = bad_step - 1 + ahead
       error = guard.explain(bad_step, index, state, train_input, gradients)
       if nonfinite == "rollback" and len(rollbacks) < most_bad and saved_step:
@@ -418,7 +405,7 @@ def _train(
     with clock.account("save"):
       wait_for_save()
       host = {
-        "config": config.to_dict(),
+        "config": record.as_json(config.to_dict()),
         "tally": tally_lib.to_host(values),
         "clock": clock.state(),
         "hooks": run_hooks.state(),
@@ -433,7 +420,8 @@ def _train(
     dog.enter("evaluation", step)
     console.status(f"evaluating {evaluation.name}")
     began = time.monotonic()
-    jax.block_until_ready(state)
+    # Waits for the step; and if that was not finite, the state is older.
+    check_finite(jax.device_get(tally))
     with clock.account("eval"):
       if evaluation.name not in built:
         built[evaluation.name] = evaluation.build()
@@ -451,6 +439,8 @@ def _train(
   # that are there came after the checkpoint, so the hooks forgot them.
   due = [e for e in evaluations if begun.resumed and e.due(step, total_steps)]
   rows = {row["step"]: row for row in writers.read_rows(workdir)}
+  for row in rows.values():
+    newest.update(row)
   for evaluation in due:
     row = rows.get(step, {})
     results = {k: v for k, v in row.items() if evaluation.owns(k)}
@@ -509,7 +499,8 @@ def _train(
   with clock.account("save"):
     wait_for_save()
   run_hooks.call("after_train", step)
-  write({"step": step, **clock.summary()})
+  if makes_row(step):  # Else an undisturbed run has no such row.
+    writer.write({"step": step, **clock.summary()})
   writer.flush()
   if interrupted:
     raise cluster.Preempted(f"saved step {step} of {total_steps}")

@@ -306,6 +306,8 @@ def from_json(text: bytes | str, where: str) -> Manifest:
       for name, a in content["arrays"].items()
     }
     check_names(arrays)
+    for name, array in arrays.items():
+      _check_array(name, array)
     return Manifest(
       step=content["step"],
       arrays=arrays,
@@ -315,6 +317,21 @@ def from_json(text: bytes | str, where: str) -> Manifest:
     )
   except (KeyError, TypeError, CheckpointError) as e:
     raise DamagedError(f"{where}: damaged: {type(e).__name__}: {e}") from e
+
+
+def _check_array(name: str, array: Array) -> None:
+  """Raises CheckpointError for what no array can be."""
+  sizes = [*array.shape, *array.chunk_shape]
+  if (
+    array.dtype not in _DTYPES
+    or len(array.shape) != len(array.chunk_shape)
+    or not all(isinstance(n, int) for n in sizes)
+    or min(array.shape, default=0) < 0
+    or min(array.chunk_shape, default=1) < 1
+  ):
+    raise CheckpointError(
+      f"array {name!r}: cannot be {array} in chunks of {array.chunk_shape}."
+    )
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -36,6 +36,11 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
   os.replace(path + ".tmp", path)
 
 
+def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+  """A config as a file has it; what JSON cannot say is its repr."""
+  return json.loads(settings.to_json(config))
+
+
 def read_json(path: str) -> dict[str, Any] | None:
   """The content of a JSON file; None if there is no such file."""
   if not os.path.exists(path):

@@ -55,6 +55,7 @@ def check_kwargs(
   kwargs: Mapping[str, Any],
   path: str,
   given: Iterable[str] = (),
+  others: Iterable[str] = (),
 ) -> None:
   """Raises ConfigError if `fn(**given, **kwargs)` would not take the names.
 
@@ -63,6 +64,7 @@ def check_kwargs(
     kwargs: what the config says.
     path: where it says it, such as "config.model".
     given: names (or, for positional ones, parameters) the program passes.
+    others: names that the program reads at `path` itself; for suggestions.
   """
   given = set(given)
   parameters = dict(inspect.signature(fn).parameters)
@@ -80,7 +82,7 @@ def check_kwargs(
   for name in kwargs:
     if name in given or (name not in options and not takes_any):
       raise ConfigError(
-        f"{path}.{name}: unknown key.{did_you_mean(name, options)}"
+        f"{path}.{name}: unknown key.{did_you_mean(name, options | {*others})}"
       )
   for name in sorted(options - set(kwargs)):
     if parameters[name].default is inspect.Parameter.empty:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import trees
-from bigtrain.settings import ConfigError, check_kwargs, did_you_mean
+from bigtrain.settings import Config, ConfigError, check_kwargs, did_you_mean
 
 AXES = ("replica", "fsdp")
 DEFAULT_RULES = ((".*", "fsdp"),)
@@ -70,6 +70,13 @@ def make_mesh(
   else:
     grid = np.asarray(devices).reshape(replica, fsdp)
   return Mesh(grid, AXES)
+
+
+def from_config(config: Config) -> Mesh:
+  """The mesh that config.mesh describes; see `make_mesh`."""
+  options = config.kwargs("mesh")
+  check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
+  return make_mesh(**options)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

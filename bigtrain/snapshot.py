@@ -111,11 +111,7 @@ class Snapshots:
     devices = [next(iter(x.devices())) for x in shards]
     if all(device.platform == "cpu" for device in devices):
       return self._copy_on_cpu(shards)
-    places = [
-      jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-      for device in devices
-    ]
-    return jax.block_until_ready(jax.device_put(shards, places))
+    return _copy_to_pinned(shards, devices)
 
   def _copy_on_cpu(self, shards: list[jax.Array]) -> list[np.ndarray]:
     starts, end = [], 0
@@ -141,6 +137,20 @@ class Snapshots:
     """Gives the memory back."""
     self._pool.shutdown()
     self._memory = np.empty(0, np.uint8)
+
+
+def _copy_to_pinned(shards: list[jax.Array], devices: list[Any]) -> list[Any]:
+  """Copies by the devices' own engines, into memory that they can reach."""
+  kinds = {m.kind for d in devices for m in d.addressable_memories()}
+  if "pinned_host" not in kinds:
+    for x in shards:
+      x.copy_to_host_async()
+    return [np.array(x) for x in shards]
+  places = [
+    jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    for device in devices
+  ]
+  return jax.block_until_ready(jax.device_put(shards, places))
 
 
 def _sharding(x: Any) -> Any:

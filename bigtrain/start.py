@@ -37,6 +37,7 @@ _HARMLESS = (
   "input.cache",
   "input.num_threads",
   "input.prefetch",
+  "input.skip_errors",
   "keep_*",
   "log_*",
   "mesh",
@@ -50,6 +51,7 @@ _HARMLESS = (
   "tensorboard",
   "wandb",
   "watchdog",
+  "weight_stats",
 )
 
 
@@ -83,7 +85,7 @@ def differences(
 
 def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
   """Values as JSON, so that tuples equal the lists which a file holds."""
-  leaves = {}
+  leaves: dict[str, str] = {}
   for key, value in config.items():
     if isinstance(value, Mapping) and value:
       leaves |= _leaves(value, f"{prefix}{key}.")

@@ -226,7 +226,7 @@ def find_all(path: str) -> dict[int, str]:
     raise CheckpointError(f"{path}: {e.strerror}.") from e
   if os.path.basename(path) == FOLDER:
     path, inside = os.path.dirname(path) or ".", {FOLDER}
-  if FOLDER not in inside:
+  if FOLDER not in inside or manifest_lib.FILE in inside:
     return {read_manifest(path).step: path}
   there = listing(path).checkpoints
   if not there:

@@ -141,7 +141,12 @@ def to_host(tally: Tally) -> dict[str, Any]:
 
 
 def from_host(saved: Mapping[str, Any], like: Tally) -> Tally:
-  """The tally that `to_host` saw; metrics that are new since start at zero."""
+  """The tally that `to_host` saw, without its bad step.
+
+  The state that was saved with it is good, whatever the guard's policy is now.
+  Metrics that are new since start at zero.
+  """
+  saved = {**saved, "bad_step": 0}
   return trees.map_with_names(
     lambda name, x: np.asarray(saved.get(name, 0), x.dtype), like
   )

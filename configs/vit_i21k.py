@@ -2,7 +2,8 @@
 
 Command: python -m bigtrain.main --config=configs/vit_i21k.py:B/16 \
   --workdir=runs/vit_b16_i21k
-Hardware: 64 accelerators or more: 300 epochs are 870,000 steps of 4096 images.
+Hardware: 64 accelerators or more: 300 epochs of 14 million images are a million
+steps.
 Result: top-1 on ILSVRC-2012's validation set once fine-tuned there at 384
 pixels (configs/transfer.py:imagenet2012): 78.22% (Ti/16), 79.58% (S/32),
 83.73% (S/16), 83.59% (B/32), 85.49% (B/16), 85.59% (L/16).
@@ -118,7 +119,7 @@ def get_config(arg=None):
       data=data(split),
       pp=f"decode|resize_small({resize})|central_crop({res})" + pp_common,
       log_steps=5000,
-      cache=False,  # As pixels, the sets would take 46 GB of memory.
+      cache=False,  # As pixels, the sets would take 50 GB of memory.
     )
 
   config.evals = dict(

@@ -1,6 +1,9 @@
 """Every test sees eight simulated devices: code that needs one is wrong."""
 
+import functools
 import os
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 flags = os.environ.get("XLA_FLAGS", "")
@@ -9,3 +12,13 @@ if "host_platform_device_count" not in flags:
 os.environ["XLA_FLAGS"] = flags.strip()
 # TensorFlow and absl are chatty at start-up; a failing test should not be.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tmp_path_factory):
+  """tiny.config on data that are there; see tests/tiny."""
+  import tiny
+
+  folder = tmp_path_factory.mktemp("tiny")
+  tiny.write_data(folder)
+  return functools.partial(tiny.config, folder)

@@ -124,3 +124,25 @@ def test_a_manifest_of_another_step_or_version_is_refused(workdir):
   pathlib.Path(path).write_text(json.dumps(content))
   with pytest.raises(CheckpointError, match="format version 2"):
     checkpoint.restore(workdir, like())
+
+
+@pytest.mark.parametrize(
+  "changed",
+  [
+    {"shape": [16, -24]},
+    {"shape": [16]},
+    {"chunk_shape": [0, 24]},
+    {"chunk_shape": [1.5, 24]},
+    {"dtype": "object"},
+  ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(workdir, changed):
+  save(workdir, 1)
+  path = pathlib.Path(path_of(workdir, 1, "manifest.json"))
+  content = json.loads(path.read_text())
+  del content["sha256"]
+  content["arrays"]["params/dense/kernel"] |= changed
+  content["sha256"] = manifest._digest(content)
+  path.write_text(json.dumps(content))
+  with pytest.raises(DamagedError, match="'params/dense/kernel': cannot be"):
+    checkpoint.restore(workdir, like())

@@ -15,6 +15,7 @@ from bigtrain.settings import ConfigError
 
 ROOT = pathlib.Path(__file__).parent.parent
 
+_OTHER = "0123abcd"
 _HOLD = """
 import sys
 from bigtrain import lease
@@ -57,7 +58,7 @@ def read(workdir):
 def put(workdir, **changes):
   """Puts a lease of another job there: of this process unless changed."""
   with lease.acquire(workdir):
-    holder = dataclasses.replace(read(workdir), token="other", **changes)
+    holder = dataclasses.replace(read(workdir), token=_OTHER, **changes)
   write(workdir, holder)
   return holder
 
@@ -106,10 +107,9 @@ def test_a_killed_jobs_lease_is_taken_over_at_once(workdir, other_job, caplog):
 
 
 def test_a_reused_process_number_is_not_the_holder(workdir):
-  start = put(workdir).process_start
-  put(workdir, process_start=start - 1)
+  put(workdir, process_start=lease._process_start(os.getpid()) - 1)
   with lease.acquire(workdir):
-    assert read(workdir).token != "other"
+    assert read(workdir).token != _OTHER
 
 
 def test_a_live_job_on_another_machine_is_refused(workdir):
@@ -139,7 +139,20 @@ def test_a_dead_job_on_another_machine_is_taken_over(workdir, caplog):
   assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}'])
+_ODD = {"host": "h", "pid": 1, "machine": "m", "process_start": 1, "since": ""}
+
+
+@pytest.mark.parametrize(
+  "content",
+  [
+    "",
+    "{",
+    "[]",
+    '{"pid": 1}',
+    json.dumps({**_ODD, "token": "../../x", "expires": 1.0}),
+    json.dumps({**_ODD, "token": "ab", "expires": "never"}),
+  ],
+)
 def test_a_lease_that_cannot_be_read_is_watched_first(workdir, content):
   os.makedirs(workdir)
   path_of(workdir).write_text(content)
@@ -156,7 +169,7 @@ def test_it_is_renewed_and_a_lost_one_is_noticed(workdir):
     assert time.monotonic() < deadline
     time.sleep(0.01)
   held.check()
-  other = dataclasses.replace(read(workdir), token="other", host="far")
+  other = dataclasses.replace(read(workdir), token=_OTHER, host="far")
   while True:  # A renewal may be under way.
     write(workdir, other)
     try:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 from jax.sharding import NamedSharding, PartitionSpec
-from saved_states import MESHES, path_of
+from saved_states import MESHES, like, path_of, same, save
 
 from bigtrain import (
   checkpoint,
@@ -112,3 +112,18 @@ def test_the_copy_is_spread_over_the_devices_that_hold_the_state():
     loads[replica] += 1
   assert loads == [2] * 8
   taken.close()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_ways_of_accelerators(workdir, monkeypatch, pinned):
+  copy = snapshot._copy_to_pinned
+  devices = jax.devices() if pinned else []
+  monkeypatch.setattr(
+    snapshot.Snapshots,
+    "_copy_on_cpu",
+    lambda self, shards: copy(
+      shards, [next(iter(x.devices())) for x in shards] if pinned else devices
+    ),
+  )
+  save(workdir, 3)
+  same(checkpoint.restore(workdir, like(1, 8))[0], 3)

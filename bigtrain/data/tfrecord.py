@@ -94,14 +94,16 @@ class TFRecordFiles:
     Raises:
       DataError: it is damaged; names the file and the byte.
     """
-    start, stop = self._offsets[file][record : record + 2]
-    raw = self._reader.read(self._paths[file], int(start), int(stop - start))
-    if len(raw) < stop - start:
-      raise _cut(self._paths[file], int(start))
-    length, _ = _HEADER.unpack_from(raw)
-    (crc,) = _FOOTER.unpack_from(raw, len(raw) - _FOOTER.size)
-    data = raw[_HEADER.size : -_FOOTER.size]
-    if length != len(data) or _masked(self._crc32c(data)) != crc:
+    start, stop = self._offsets[file][record : record + 2].tolist()
+    path = self._paths[file]
+    # Two reads: cutting the data out of one would copy it once more. The
+    # length was checked when the offsets were found.
+    size = stop - start - _OVERHEAD
+    data = self._reader.read(path, start + _HEADER.size, size)
+    footer = self._reader.read(path, stop - _FOOTER.size, _FOOTER.size)
+    if len(data) < size or len(footer) < _FOOTER.size:
+      raise _cut(path, start)
+    if (_masked(self._crc32c(data)),) != _FOOTER.unpack(footer):
       raise DataError(
         f"{self.where(file, record)}: damaged record (its checksum does not "
         "match)."

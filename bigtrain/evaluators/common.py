@@ -21,6 +21,10 @@ from bigtrain import input_pipeline, settings, sharding
 from bigtrain.settings import ConfigError
 
 
+# What `from_config` reads of an entry; the rest is the evaluator's.
+_KEYS = ("enabled", "log_steps", "pred", "pred_kw", "type", "weights")
+
+
 class Context(NamedTuple):
   """What an evaluator may know of the run.
 
@@ -126,7 +130,9 @@ def from_config(
       options,
       path,
       given=("predict_fn", "context"),
+      others=_KEYS,
     )
+    _check_input(options, context, path)
     build = functools.partial(
       module.Evaluator,
       functools.partial(predict_fns[pred], **pred_kw),
@@ -137,6 +143,23 @@ def from_config(
       Evaluation(name, log_steps or units.total_steps or 1, part, build)
     )
   return evaluations
+
+
+def _check_input(
+  options: Mapping[str, Any], context: Context, path: str
+) -> None:
+  """Checks what evaluators hand on to `Batches`, without opening the data."""
+  if "data" in options:
+    input_pipeline.check(
+      data=options["data"],
+      pp=options.get("pp", ""),
+      pp_modules=context.pp_modules,
+      path=path,
+    )
+  if options.get("batch_size"):
+    sharding.check_batch(
+      options["batch_size"], context.mesh, f"{path}.batch_size"
+    )
 
 
 class Batches:

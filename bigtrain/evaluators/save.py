@@ -80,7 +80,9 @@ class Evaluator:
       os.makedirs(folder, exist_ok=True)
       name = f"{self._context.name}-{step:08d}.npz"
       path = os.path.join(folder, name)
-      arrays = {k: np.concatenate(v)[real] for k, v in columns.items()}
+      arrays: dict[str, Any] = {
+        k: np.concatenate(v)[real] for k, v in columns.items()
+      }
       # A reader never sees half a file.
       with open(path + ".tmp", "wb") as file:
         np.savez(file, **arrays)

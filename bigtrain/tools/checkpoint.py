@@ -252,9 +252,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-  """Raises ConfigError for arguments that are wrong whatever is in there."""
+  """Raises ConfigError for arguments that cannot be meant."""
   if not os.path.lexists(args.path):
     raise ConfigError(f"{args.path}: no such file or directory.")
+  if args.step is not None:
+    there = storage.find_all(args.path)
+    if args.step not in there:
+      raise ConfigError(
+        f"--step={args.step}: {args.path} has {', '.join(map(str, there))}."
+      )
   if args.command == "export":
     if not args.out.endswith((".npz", ".safetensors")):
       raise ConfigError(f"{args.out}: expected .npz or .safetensors.")

@@ -81,6 +81,17 @@ def test_a_flipped_byte_is_found(npz):
     arrays.Source(npz)
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_flipped_byte_far_into_a_large_array(tmp_path, save):
+  path = tmp_path / "large.npz"
+  save(path, image=np.arange(1 << 18))
+  raw = bytearray(path.read_bytes())
+  raw[len(raw) * 3 // 4] ^= 255
+  path.write_bytes(raw)
+  with pytest.raises(DataError, match="not a readable"):
+    arrays.Source(path)
+
+
 def test_a_cut_file_is_found(npz):
   npz.write_bytes(npz.read_bytes()[:-100])
   with pytest.raises(DataError, match="not a readable"):

@@ -1,0 +1,82 @@
+"""A ViT on images that cost nothing to make, as a config and its source.
+
+  --config=benchmarks/synthetic.py:variant=S/16,depth=12,size=64,batch_size=8
+"""
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+from configs import common
+
+_POOL = 64  # Images that there really are.
+_EXAMPLES = 1_000_000
+_CLASSES = 1000
+
+
+def get_config(arg: str | None = None) -> Any:
+  """A training config.
+
+  Args:
+    arg: variant, depth (the variant's unless given), scan, size of the images
+      in pixels, batch_size.
+  """
+  arg = common.parse_arg(
+    arg, variant="S/16", depth=None, scan=False, size=64, batch_size=8
+  )
+  config = common.parse_arg(None)
+  config.seed = 0
+  config.total_steps = 1_000_000
+  config.log_steps = 50
+  config.ckpt_steps = 1_000_000
+  config.compile_cache = False
+  config.task = "classification"
+  config.loss = dict(kind="softmax_xent")
+  config.input = dict(
+    data=dict(type="benchmarks.synthetic", size=arg.size),
+    batch_size=arg.batch_size,
+  )
+  config.model_name = "vit"
+  config.model = dict(
+    variant=arg.variant, num_classes=_CLASSES, depth=arg.depth, scan=arg.scan
+  )
+  config.optimizer = dict(name="adam")
+  config.lr = 1e-4
+  config.wd = 1e-4
+  config.grad_clip_norm = 1.0
+  config.schedule = dict(decay_type="cosine", warmup_steps=1000)
+  return config
+
+
+class Source:
+  """Images of noise with labels, a few in memory and many by name.
+
+  Args:
+    size: height and width in pixels.
+  """
+
+  def __init__(self, size: int):
+    rng = np.random.default_rng(0)
+    self._image = rng.normal(size=(_POOL, size, size, 3)).astype(np.float32)
+    self._labels = rng.integers(_CLASSES, size=_POOL)
+    self.spec = {
+      "image": (np.float32, (size, size, 3)),
+      "labels": (np.int64, ()),
+    }
+
+  def __len__(self) -> int:
+    return _EXAMPLES
+
+  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """`image` float32 [B, size, size, 3], `labels` int64 [B]."""
+    rows = indices % _POOL
+    return {"image": self._image[rows], "labels": self._labels[rows]}
+
+  def where(self, index: int) -> str:
+    """A name for messages."""
+    return f"synthetic image {index}"
+
+  def fingerprint(self) -> str:
+    """Changes with the images."""
+    return f"{zlib.crc32(self._image.tobytes()):08x}"

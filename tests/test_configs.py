@@ -1,0 +1,460 @@
+"""The configs: published sizes, every documented argument, and tiny runs."""
+
+import json
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import (
+  command,
+  main,
+  optim,
+  parameter_files,
+  settings,
+  sharding,
+  storage,
+  trees,
+)
+from bigtrain.evaluators import common as evaluators
+from bigtrain.pp import parse
+
+FOLDER = pathlib.Path(__file__).parent.parent / "configs"
+NAMES = sorted(
+  path.stem
+  for path in FOLDER.glob("*.py")
+  if path.stem not in ("__init__", "common")
+)
+
+
+def load(spec):
+  """The config of "name:arguments"."""
+  name, colon, arguments = spec.partition(":")
+  return settings.load(f"{FOLDER / name}.py{colon}{arguments}")
+
+
+def model_of(config):
+  """(module, its Model)."""
+  module = settings.find_module("models", config["model_name"], "model_name")
+  return module.Model(**config["model"])
+
+
+def params_of(config):
+  """The parameters' shapes, for images of the size that training has."""
+  (res,) = re.findall(r"crop\((\d+)", config["input"]["pp"])
+  key = json.dumps([config["model_name"], config["model"], int(res)])
+  if key not in _params:
+    channels = 1 if config["input"]["data"]["type"] == "arrays" else 3
+    image = jax.ShapeDtypeStruct((1, int(res), int(res), channels), jnp.float32)
+    model = model_of(config)
+    variables = jax.eval_shape(model.init, jax.random.key(0), image)
+    _params[key] = variables["params"]
+  return _params[key]
+
+
+_params = {}  # Large models take seconds to trace.
+
+
+def count(params):
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+
+
+# torchvision's vit_b_16, vit_b_32, vit_l_16 and resnet50, DeiT-S, and timm's
+# vit_tiny_patch16_224, vit_small_patch32_224 and vit_base_patch32_384. They
+# have a position embedding of the class token beside it, a vector more.
+@pytest.mark.parametrize(
+  "spec, published",
+  [
+    ("vit_i1k:Ti/16", 5_717_416 - 192),
+    ("vit_i1k:S/32", 22_878_952 - 384),
+    ("vit_i1k:S/16", 22_050_664 - 384),
+    ("vit_i1k:B/32", 88_224_232 - 768),
+    ("vit_i1k:B/16", 86_567_656 - 768),
+    ("vit_i1k:L/16", 304_326_632 - 1024),
+    # DeiT-S without class token and position embeddings, with a tanh layer.
+    ("vit_s16_i1k", 22_050_664 - 384 - 197 * 384 + 385 * 384),
+    ("resnet50_i1k", 25_557_032),
+    ("transfer:imagenet2012", 88_297_192 - 768),
+    ("transfer:imagenet2012,res=224,resize=256", 88_224_232 - 768),
+  ],
+)
+def test_parameter_counts_are_the_published_ones(spec, published):
+  assert count(params_of(load(spec))) == published
+
+
+# Sizes in MiB of the released files, from the README of
+# google-research/vision_transformer.
+@pytest.mark.parametrize(
+  "variant, mib",
+  [
+    ("Ti/16", 37),
+    ("S/32", 118),
+    ("S/16", 115),
+    ("B/32", 398),
+    ("B/16", 391),
+    ("L/16", 1243),
+  ],
+)
+def test_i21k_models_are_as_large_as_the_released_files(variant, mib):
+  params = params_of(load(f"vit_i21k:{variant}"))
+  assert count(params) * 4 / 2**20 == pytest.approx(mib, abs=1)
+
+
+SPECS = [
+  *NAMES,
+  *[f"vit_i1k:{v}/{p}" for v, p in (("Ti", 16), ("S", 32), ("S", 16))],
+  *[f"vit_i1k:variant={v}" for v in ("B/32", "B/16", "L/16")],
+  *[
+    f"{name}:S/16,aug={aug}"
+    for name in ("vit_i1k", "vit_i21k")
+    for aug in (
+      *("none", "light1", "light2", "medium1", "medium2", "strong1"),
+      "strong2",
+    )
+  ],
+  "vit_i1k:M/16,aug=light1,reg=0.1",
+  "vit_i1k:B/16,reg=0.0,res=384,data_dir=sets",
+  *[f"vit_i21k:{v}" for v in ("Ti/16", "S/32", "B/32", "B/16", "L/16")],
+  "vit_i21k:M/16,aug=none,res=256,data_dir=sets",
+  "vit_s16_i1k:data_dir=sets",
+  "resnet50_i1k:data_dir=sets",
+  *[
+    f"transfer:{name}"
+    for name in (
+      *("cifar10", "cifar100", "imagenet2012", "oxford_iiit_pet"),
+      "oxford_flowers102",
+    )
+  ],
+  *[f"transfer:cifar10,crop={c}" for c in ("inception", "resmall", "resize")],
+  "transfer:cifar10,variant=L/16,res=224,resize=256,init=a/l_16.npz,data_dir=b",
+  *[f"{name}:runlocal" for name in NAMES],
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_part_accepts_what_the_config_says(spec):
+  config = load(spec)
+  tracked = settings.Config(config)
+  batch_size = config["input"]["batch_size"]
+  units = settings.Units(batch_size, examples_per_epoch=1_000_000)
+  total = settings.steps(tracked, "total", units)
+  units = settings.Units(batch_size, 1_000_000, total_steps=total)
+  params = params_of(config)
+  assert all(
+    data.get("data_dir") == ("sets" if "data_dir=sets" in spec else None)
+    for data in [config["input"]["data"]]
+    if "=b" not in spec
+  )
+
+  optimizer = optim.make(tracked, params, units)
+  assert all(jax.tree.leaves(optimizer.trainable))
+  rate = optimizer.schedules["lr"]
+  rates = [
+    float(rate(step)) for step in range(0, total + 1, max(1, total // 8))
+  ]
+  assert rates[0] == 0 and rates[-1] == pytest.approx(0, abs=1e-6)
+  assert config["lr"] * 0.5 < max(rates) <= config["lr"] * 1.000001
+
+  task = settings.find_module("tasks", config["task"], "task")
+  given = ("variables", "batch", "rng", "model", "train")
+  settings.check_kwargs(task.loss_fn, config["loss"], "config.loss", given)
+  parse.parse(config["input"]["pp"])
+  mesh = sharding.make_mesh(**config["mesh"])
+  sharding.check_batch(batch_size, mesh, "config.input.batch_size")
+  for evaluation in config["evals"].values():
+    evaluation["enabled"] = True
+  tracked = settings.Config(config)
+  context = evaluators.Context("", "", mesh, batch_size, (), print)
+  found = evaluators.from_config(
+    tracked,
+    task.predict_fns(model_of(config)),
+    units,
+    context,
+    weights=("params",),
+  )
+  assert [evaluation.name for evaluation in found] == [*config["evals"]]
+  sources = [config["input"], *config["evals"].values()]
+  for part in sources:
+    parse.parse(part.get("pp"))
+    data = dict(part["data"])
+    source = settings.find_module("data", data.pop("type"), "type").Source
+    settings.check_kwargs(source, data, "data")
+
+
+def _leaves(config, prefix=""):
+  for key, value in config.items():
+    if isinstance(value, dict):
+      yield from _leaves(value, f"{prefix}{key}.")
+    else:
+      yield prefix + key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tiny_run_has_the_keys_of_the_real_one(name):
+  """So that a tiny run, which refuses unknown keys, speaks for the real one."""
+  differ = set(_leaves(load(name))) ^ set(_leaves(load(f"{name}:runlocal")))
+  lengths = r"total_\w+|schedule\.warmup_\w+"
+  assert [k for k in differ if not re.fullmatch(lengths, k)] in (
+    [],
+    ["model.width"],
+  )
+
+
+@pytest.mark.parametrize(
+  "spec, message",
+  [
+    ("vit_i1k:M/16", "variant=M/16: give aug and reg, which are known for Ti"),
+    ("vit_i1k:M/16,aug=none", "give aug and reg"),
+    ("vit_i1k:aug=lihgt1", "aug=lihgt1: expected one of none, light1"),
+    ("vit_i21k:H/14", "variant=H/14: give aug"),
+    ("vit_i21k:aug=weak", "aug=weak: expected one of"),
+    ("transfer:cifar", "dataset=cifar: expected one of .'cifar10'"),
+    ("transfer:cifar10,crop=center", "crop=center: expected one of"),
+    ("vit_s16_i1k:runlokal", "Did you mean 'runlocal'"),
+    ("resnet50_i1k:depth=101", "unknown name 'depth'"),
+  ],
+)
+def test_wrong_arguments_are_told_in_a_line(spec, message):
+  with pytest.raises(settings.ConfigError, match=message) as e:
+    load(spec)
+  assert "\n" not in str(e.value)
+
+
+def test_resnet_decay_is_that_of_l2_regularisation():
+  """The source adds wd * p to the gradient, in front of the momentum."""
+  config = load("resnet50_i1k") | {"schedule": {"decay_type": "constant"}}
+  shape = jax.ShapeDtypeStruct((), jnp.float32)
+  like = {"head": {"kernel": shape, "bias": shape}, "bn1": {"scale": shape}}
+  units = settings.Units(2048, total_steps=1000)
+  optimizer = optim.make(settings.Config(config), like, units)
+  ones = jax.tree.map(lambda x: jnp.ones(x.shape), like)
+  zeros = jax.tree.map(jnp.zeros_like, ones)
+
+  def step(i, carry):
+    params, state = carry
+    updates, state = optimizer.tx.update(zeros, state, params, step=i)
+    return jax.tree.map(jnp.add, params, updates), state
+
+  begin = ones, optimizer.tx.init(ones)
+  params, _ = jax.jit(lambda c: jax.lax.fori_loop(0, 1000, step, c))(begin)
+  p, velocity = 1.0, 0.0
+  for _ in range(1000):
+    velocity = 0.875 * velocity + p / 32768
+    p -= 2.048 * velocity
+  assert float(params["head"]["kernel"]) == pytest.approx(p, rel=0.01)
+  assert float(params["head"]["bias"]) == pytest.approx(p, rel=0.01)
+  assert p < 0.7 and float(params["bn1"]["scale"]) == 1
+
+
+# Tiny runs on data that tensorflow-datasets would have prepared.
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+  """A folder of data sets of noise, named and built like the real ones."""
+  from tensorflow_datasets import features as tfds
+
+  folder = tmp_path_factory.mktemp("sets")
+  jpeg = tfds.Image(shape=(None, None, 3), encoding_format="jpeg")
+  png = tfds.Image(shape=(32, 32, 3), encoding_format="png")
+  label = tfds.ClassLabel(num_classes=1000)
+  many = tfds.Sequence(tfds.ClassLabel(num_classes=21843))
+  names = dict(file_name=tfds.Text())
+  imagenet = dict(image=jpeg, label=label, **names)
+  cifar = dict(image=png, label=tfds.ClassLabel(num_classes=10), id=tfds.Text())
+  _prepare(folder, "imagenet2012", imagenet, dict(train=64, validation=20))
+  _prepare(folder, "imagenet_v2/matched-frequency", imagenet, dict(test=9))
+  _prepare(folder, "imagenet21k", dict(image=jpeg, labels=many), dict(full=40))
+  _prepare(folder, "cifar10", cifar, dict(train=50, test=20))
+  return folder
+
+
+def _prepare(data_dir, name, features, splits):
+  """Writes a data set of one TFRecord file for each split."""
+  import tensorflow as tf
+  import tensorflow_datasets as tfds
+
+  rng = np.random.default_rng(0)
+  folder = data_dir / name / "1.0.0"
+  name = name.partition("/")[0]
+  folder.mkdir(parents=True)
+
+  def template(**split):
+    return tfds.core.ShardedFileTemplate(
+      dataset_name=name, data_dir=folder, filetype_suffix="tfrecord", **split
+    )
+
+  values = {
+    "image": lambda i: rng.integers(0, 256, (32, 32, 3), np.uint8),
+    "label": lambda i: i % 10,
+    "labels": lambda i: [i, i + 5000],
+    "file_name": lambda i: f"{i}.jpg",
+    "id": lambda i: f"{i}",
+  }
+  features = tfds.features.FeaturesDict(features)
+  for split, size in splits.items():
+    path = str(folder / f"{name}-{split}.tfrecord-00000-of-00001")
+    with tf.io.TFRecordWriter(path) as writer:
+      for i in range(size):
+        example = {key: values[key](i) for key in features}
+        encoded = features.encode_example(example)
+        writer.write(features.serialize_example(encoded))
+  tfds.folder_dataset.write_metadata(
+    data_dir=str(folder),
+    features=features,
+    split_infos=[
+      tfds.core.SplitInfo(
+        name=split,
+        shard_lengths=[size],
+        num_bytes=0,
+        filename_template=template(split=split),
+      )
+      for split, size in splits.items()
+    ],
+    filename_template=template(),
+    check_data=False,
+  )
+
+
+def train(config, workdir):
+  """(what main.train returned, the rows that it wrote, by step)."""
+  config |= {"compile_cache": False, "tensorboard": False}
+  newest = main.train(config, str(workdir))
+  rows = [
+    json.loads(line)
+    for line in (workdir / "metrics.jsonl").read_text().splitlines()
+  ]
+  return newest, {row["step"]: row for row in rows}
+
+
+def check(config, result, first_loss, rel=1e-3):
+  """The run ended, with finite losses and all of its evaluations.
+
+  Args:
+    config: of the run.
+    result: of `train`.
+    first_loss: that of step 1, which the initialisation of the head decides.
+    rel: its relative tolerance.
+  """
+  newest, rows = result
+  assert newest["step"] == config["total_steps"] == max(rows)
+  assert rows[1]["loss"] == pytest.approx(first_loss, rel=rel)
+  for step in range(1, config["total_steps"] + 1):
+    assert math.isfinite(rows[step]["loss"])
+    assert rows[step]["grad_norm"] > 0
+  for name, evaluation in config["evals"].items():
+    if not evaluation.get("enabled", True):
+      continue
+    assert 0 <= newest[f"{name}/acc"] <= newest[f"{name}/top5_acc"] <= 1
+    assert math.isfinite(newest[f"{name}/loss"])
+
+
+def sigmoid_loss(num_classes, bias, num_labels=1):
+  """Sum of the losses of all classes when each logit is `bias`."""
+  return num_classes * math.log1p(math.exp(bias)) - num_labels * bias
+
+
+def test_vit_s16_i1k_trains(data_dir, tmp_path):
+  config = load(f"vit_s16_i1k:runlocal,data_dir={data_dir}")
+  config["evals"]["v2"]["enabled"] = True
+  check(config, train(config, tmp_path), math.log(1000))
+
+
+def test_vit_i21k_trains(data_dir, tmp_path):
+  config = load(f"vit_i21k:S/16,runlocal,data_dir={data_dir}")
+  check(config, train(config, tmp_path), sigmoid_loss(21843, -10, 2))
+
+
+def test_resnet50_i1k_trains(data_dir, tmp_path):
+  config = load(f"resnet50_i1k:runlocal,data_dir={data_dir}")
+  check(config, train(config, tmp_path), math.log(1000), rel=0.05)
+  state = parameters(tmp_path, "mutable")
+  mean = state["batch_stats/stage1_block1/bn1/mean"]
+  assert np.abs(mean).max() > 1e-3  # From 0; so the statistics are saved.
+
+
+@pytest.fixture(scope="module")
+def pretrained(data_dir, tmp_path_factory):
+  """(config, workdir, result) of a tiny run of vit_i1k."""
+  workdir = tmp_path_factory.mktemp("pretrained")
+  config = load(f"vit_i1k:B/16,runlocal,data_dir={data_dir}")
+  return config, workdir, train(config, workdir)
+
+
+def test_vit_i1k_trains(pretrained):
+  config, _, result = pretrained
+  check(config, result, sigmoid_loss(1000, -6.9))
+
+
+def parameters(workdir, prefix="params"):
+  """{name: array} of a tree in the newest checkpoint."""
+  file = parameter_files.open_file(
+    str(workdir), step=None, prefix=prefix, key="workdir"
+  )
+  return file.read([*file.specs])
+
+
+def test_transfer_goes_on_from_a_pretrained_model(
+  pretrained, data_dir, tmp_path
+):
+  _, old_workdir, _ = pretrained
+  config = load(
+    f"transfer:cifar10,variant=B/16,init={old_workdir},runlocal,"
+    f"data_dir={data_dir}"
+  )
+  check(config, train(config, tmp_path), math.log(10))
+  old, new = parameters(old_workdir), parameters(tmp_path)
+  assert {*old} == {*new}
+  assert old["head/kernel"].shape == (32, 1000)
+  assert new["head/kernel"].shape == (32, 10)
+  assert old["pos_embedding"].shape[1] == 4
+  assert new["pos_embedding"].shape[1] == 16  # Resampled.
+  moved = {
+    name: np.abs(old[name] - new[name]).max()
+    for name in old
+    if not re.match("head|pos_embedding", name)
+  }
+  # Three steps of clipped gradients; kernels of another seed are off by 0.1.
+  assert 0 < max(moved.values()) < 0.02
+  assert moved["embedding/kernel"] > 0
+
+
+def test_digits_takes_what_the_command_line_says(tmp_path):
+  changes = {
+    "total_steps": 5,
+    "ckpt_steps": 3,
+    "log_steps": 2,
+    "seed": 7,
+    "mesh.replica": 2,
+    "mesh.fsdp": 4,
+  }
+  flags = [f"--config.{key}={value}" for key, value in changes.items()]
+  config, workdir = command.parse(
+    [
+      "main",
+      f"--config={FOLDER / 'digits'}.py:runlocal",
+      f"--workdir={tmp_path}",
+      *flags,
+    ]
+  )
+  for key, value in changes.items():
+    node = config
+    for part in key.split("."):
+      node = node[part]
+    assert node == value
+  newest, rows = train(config, pathlib.Path(workdir))
+  assert newest["step"] == 5
+  assert [step for step, row in rows.items() if "loss" in row] == [1, 2, 4, 5]
+  listing = storage.listing(workdir)
+  assert [*listing.checkpoints] == [3, 5]
+  saved = json.loads((tmp_path / "config.json").read_text())
+  assert saved["seed"] == 7 and saved["mesh"] == {"replica": 2, "fsdp": 4}
+  other = load("digits:runlocal") | {"total_steps": 1}
+  _, first = train(other, tmp_path / "other_seed")
+  assert first[1]["loss"] != rows[1]["loss"]
+  shapes = trees.flatten_with_names(params_of(config))
+  assert {name for name, _ in shapes} == {*parameters(workdir)}

@@ -1,0 +1,344 @@
+"""What a run leaves behind, and that its parts work together.
+
+Exact resume is in test_resume.py, mistakes of the user in
+test_config_mistakes.py, real processes in test_processes.py.
+"""
+
+import functools
+import json
+import math
+import os
+import pathlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from bigtrain import main, settings, sharding, trees
+from bigtrain.models import vit
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "losses.json"
+
+# Of every row of training but the first, which has no rates yet.
+NAMES = {
+  "step",
+  "loss",
+  "lr",
+  "grad_norm",
+  "param_norm",
+  "update_norm",
+  "examples_seen",
+  "epoch",
+  "progress",
+  "examples_per_sec",
+  "step_secs",
+  "data_wait_fraction",
+  "mfu",
+  "device_hours",
+  "eta_secs",
+  "host_rss_bytes",
+}
+RATES = {
+  "examples_per_sec",
+  "step_secs",
+  "data_wait_fraction",
+  "mfu",
+  "eta_secs",
+}
+
+
+def read_rows(workdir):
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def start_info(workdir):
+  """What run.json says of the only start of a run."""
+  (start,) = json.loads((workdir / "run.json").read_text())["starts"]
+  return start
+
+
+@pytest.fixture(scope="module")
+def plain_run(tiny_config, tmp_path_factory):
+  """(config, workdir, what train returned) of a run without anything special.
+
+  As a user would call it: with a ConfigDict, and a workdir that is not there.
+  """
+  import ml_collections
+
+  workdir = tmp_path_factory.mktemp("plain") / "new" / "run"
+  config = tiny_config({"peak_flops_per_device": 1e12, "tensorboard": True})
+  results = main.train(ml_collections.ConfigDict(config), str(workdir))
+  return config, workdir, results
+
+
+def test_rows_have_the_names_that_users_rely_on(plain_run):
+  _, workdir, _ = plain_run
+  rows = {row["step"]: row for row in read_rows(workdir)}
+  assert list(rows) == [1, 2, 3, 4, 6]
+  assert set(rows[1]) >= NAMES - RATES | {"compile_secs"}
+  for step in (2, 4, 6):
+    assert set(rows[step]) >= NAMES
+    assert rows[step]["examples_seen"] == 16 * step
+    assert rows[step]["progress"] == step / 6
+    assert rows[step]["epoch"] == 16 * step / tiny.NUM_TRAIN
+    assert all(math.isfinite(v) for v in rows[step].values())
+  evaluation = {"val/acc", "val/top5_acc", "val/loss", "val/secs"}
+  assert set(rows[3]) == {"step"} | evaluation
+  assert set(rows[6]) >= evaluation
+
+
+def test_a_save_is_measured_where_it_took_its_time(plain_run):
+  _, workdir, _ = plain_run
+  rows = {row["step"]: row for row in read_rows(workdir)}
+  # Saves at 3 and 6: the loop stood still for each, and both were written.
+  for step in (4, 6):
+    assert rows[step]["ckpt_stall_secs"] > 0
+    assert rows[step].get("ckpt_write_secs", 1) > 0
+  assert rows[6]["ckpt_write_secs"] > 0
+
+
+def test_train_returns_the_newest_values(plain_run):
+  _, workdir, results = plain_run
+  expected = {}
+  for row in read_rows(workdir):
+    expected |= row
+  assert results == expected
+  assert results["step"] == 6
+
+
+def test_a_row_is_the_mean_since_the_row_before(
+  plain_run, tiny_config, tmp_path
+):
+  _, workdir, _ = plain_run
+  main.train(tiny_config({"log_steps": 1}), str(tmp_path))
+  each = {s: r["loss"] for s, r in tiny.rows(tmp_path).items()}
+  assert list(each) == [1, 2, 3, 4, 5, 6]
+  rows = tiny.rows(workdir)
+  assert rows[1]["loss"] == each[1]
+  assert rows[2]["loss"] == each[2]
+  assert rows[4]["loss"] == pytest.approx((each[3] + each[4]) / 2, rel=1e-6)
+  assert rows[6]["loss"] == pytest.approx((each[5] + each[6]) / 2, rel=1e-6)
+  assert rows[6]["loss_last"] == each[6]
+
+
+def test_the_files_of_a_run(plain_run):
+  config, workdir, _ = plain_run
+  assert json.loads((workdir / "config.json").read_text()) == config
+  start = start_info(workdir)
+  assert start["devices"] == 8
+  assert start["mesh"] == {"replica": 1, "fsdp": 8}
+  assert start["packages"]["jax"] == jax.__version__
+  assert start["update_bytes_per_device"]["arguments"] > 0
+  checkpoints = sorted(os.listdir(workdir / "checkpoints"))
+  assert checkpoints == ["00000003", "00000006"]
+  assert os.listdir(workdir / "tensorboard")
+  left = sorted(os.listdir(workdir))
+  assert left == [
+    "checkpoints",
+    "config.json",
+    "metrics.jsonl",
+    "run.json",
+    "tensorboard",
+  ]
+
+
+# What a run with everything switched on computes, against numpy.
+
+
+@pytest.fixture(scope="module")
+def full_run(tiny_config, tmp_path_factory):
+  """Workdir of a run with a checkpoint and a row at each step."""
+  workdir = tmp_path_factory.mktemp("full")
+  val = tiny_config()["evals"]["val"]
+  config = tiny_config(
+    {
+      "log_steps": 1,
+      "ckpt_steps": 1,
+      "keep_ckpts": 10,
+      "ema_decay": 0.5,
+      "weight_stats": "per_param",
+      "schedule": [
+        ("first/.*", None),
+        (".*", dict(decay_type="constant")),
+      ],
+      "evals": {
+        "val": val,
+        "averaged": {**val, "weights": "ema"},
+        "means": {**val, "type": "mean", "pred": "loss"},
+        "kept": {**val, "type": "save", "keys": ["id"]},
+        "off": {**val, "enabled": False},
+      },
+    }
+  )
+  main.train(config, str(workdir))
+  return workdir
+
+
+def val_data(tiny_config):
+  path = tiny_config()["evals"]["val"]["data"]["path"]
+  with np.load(path) as file:
+    return dict(file)
+
+
+def forward(arrays, prefix, image):
+  """Logits of tiny.net."""
+  p = {k.removeprefix(prefix + "/"): v for k, v in arrays.items()}
+  x = image.reshape(len(image), -1) @ p["first/kernel"] + p["first/bias"]
+  return np.maximum(x, 0) @ p["head/kernel"] + p["head/bias"]
+
+
+def cross_entropy(logits, labels):
+  shifted = logits - logits.max(1, keepdims=True)
+  log_probs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+  return -log_probs[np.arange(len(labels)), labels].mean()
+
+
+@pytest.mark.parametrize(
+  ("evaluation", "weights"), [("val", "params"), ("averaged", "ema")]
+)
+def test_evaluations_are_of_the_weights_they_name(
+  full_run, tiny_config, evaluation, weights
+):
+  data = val_data(tiny_config)
+  for step in (3, 6):
+    row = tiny.rows(full_run)[step]
+    logits = forward(tiny.arrays(full_run, step), weights, data["image"])
+    loss = cross_entropy(logits, data["labels"])
+    hits = logits.argmax(1) == data["labels"]
+    assert row[f"{evaluation}/loss"] == pytest.approx(loss, rel=1e-5)
+    assert row[f"{evaluation}/acc"] == pytest.approx(hits.mean())
+
+
+def test_the_average_follows_the_parameters(full_run):
+  states = [tiny.arrays(full_run, step) for step in range(1, 7)]
+  assert states[0]["ema/head/kernel"].any()
+  for t, (before, now) in enumerate(zip(states, states[1:]), start=1):
+    d = min(0.5, (1 + t) / (10 + t))
+    np.testing.assert_allclose(
+      now["ema/head/kernel"],
+      d * before["ema/head/kernel"] + (1 - d) * now["params/head/kernel"],
+      rtol=1e-5,
+    )
+
+
+def test_frozen_parameters_stay_and_have_no_optimizer_state(full_run):
+  first, last = tiny.arrays(full_run, 1), tiny.arrays(full_run, 6)
+  tiny.assert_same(first["params/first/kernel"], last["params/first/kernel"])
+  assert (first["params/head/kernel"] != last["params/head/kernel"]).any()
+  state = [name for name in last if name.startswith("opt/")]
+  assert [name for name in state if "head" in name]
+  assert not [name for name in state if "first" in name]
+
+
+def test_statistics_of_each_parameter(full_run):
+  before, after = tiny.arrays(full_run, 3), tiny.arrays(full_run, 4)
+  row = tiny.rows(full_run)[4]
+
+  def rms(x):
+    return pytest.approx(np.sqrt(np.mean(x**2)), rel=1e-4)
+
+  kernel = after["params/head/kernel"]
+  assert row["weight_rms/head/kernel"] == rms(kernel)
+  assert row["weight_max/head/kernel"] == np.abs(kernel).max()
+  change = kernel - before["params/head/kernel"]
+  assert row["update_rms/head/kernel"] == rms(change)
+  assert row["grad_rms/head/kernel"] > 0
+  assert "weight_rms/first/kernel" in row
+  assert "grad_rms/first/kernel" not in row
+  changes = [
+    after[name] - before[name] for name in after if name.startswith("params/")
+  ]
+  norm = np.sqrt(sum(np.sum(x**2) for x in changes))
+  assert row["update_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_the_mean_evaluator_agrees_with_the_classification_one(full_run):
+  row = tiny.rows(full_run)[6]
+  assert row["means/loss"] == pytest.approx(row["val/loss"], rel=1e-6)
+  assert row["means/accuracy"] == row["val/acc"]
+
+
+def test_saved_predictions_are_those_of_the_examples_in_order(
+  full_run, tiny_config
+):
+  data = val_data(tiny_config)
+  names = sorted(os.listdir(full_run / "predictions"))
+  assert names == ["kept-00000003.npz", "kept-00000006.npz"]
+  with np.load(full_run / "predictions" / names[0]) as file:
+    np.testing.assert_array_equal(file["id"], data["id"])
+    logits = forward(tiny.arrays(full_run, 3), "params", data["image"])
+    np.testing.assert_allclose(file["predictions"], logits, atol=1e-5)
+  assert tiny.rows(full_run)[3]["kept/num_examples"] == tiny.NUM_VAL
+
+
+def test_an_evaluation_can_be_switched_off(full_run):
+  assert not [k for k in tiny.rows(full_run)[6] if k.startswith("off/")]
+
+
+# The number of devices, and how the batch is cut, change rounding only.
+
+
+def losses(config, workdir):
+  main.train(config, str(workdir))
+  return [row["loss"] for row in tiny.rows(workdir).values()]
+
+
+def test_every_mesh_gives_the_losses_of_one_device(tmp_path, monkeypatch):
+  config = settings.load("configs/digits.py:runlocal")
+  config |= {
+    "total_steps": 5,
+    "log_steps": 1,
+    "evals": {},
+    "schedule": dict(decay_type="constant"),
+    # So that the small arrays are split too.
+    "sharding": [(".*", "fsdp(min_size=64)")],
+    "tensorboard": False,
+    "compile_cache": False,
+  }
+  config["model"] |= dict(depth=1, width=32, mlp_dim=32)
+  found = {}
+  for replica, fsdp in ((1, 8), (2, 4), (8, 1)):
+    config["mesh"] = dict(replica=replica, fsdp=fsdp)
+    found[fsdp] = losses(config, tmp_path / f"fsdp{fsdp}")
+  one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
+  monkeypatch.setattr(sharding, "make_mesh", one)
+  config["mesh"] = dict(replica=1, fsdp=1)
+  expected = losses(config, tmp_path / "one")
+  assert expected[4] < expected[0] - 0.1
+  for fsdp in found:
+    np.testing.assert_allclose(found[fsdp], expected, rtol=1e-5)
+  # The compiled program says that the state really is split.
+  held = {
+    fsdp: start_info(tmp_path / f"fsdp{fsdp}")["update_bytes_per_device"]
+    for fsdp in found
+  }
+  assert held[8]["arguments"] < held[4]["arguments"] / 1.5
+  assert held[4]["arguments"] < held[1]["arguments"] / 2.5
+
+
+def test_microbatches_give_the_losses_of_one_batch(tiny_config, tmp_path):
+  changes = {"log_steps": 1, "evals": {}, "mesh": dict(replica=2, fsdp=4)}
+  whole = losses(tiny_config(changes), tmp_path / "whole")
+  cut = losses(tiny_config(changes | {"microbatches": 2}), tmp_path / "cut")
+  np.testing.assert_allclose(cut, whole, rtol=1e-5)
+  assert cut != whole, "microbatches had no effect"
+
+
+def test_a_device_holds_its_part_of_a_vit():
+  mesh = sharding.make_mesh(replica=1, fsdp=8)
+  model = vit.Model(variant="S/16", num_classes=1000)
+  image = jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")
+  params = jax.eval_shape(model.init, jax.random.key(0), image)["params"]
+  state = {
+    "params": params,
+    "opt": jax.eval_shape(optax.adam(1.0).init, params),
+    "ema": params,
+  }
+  layout, _ = sharding.state_shardings(state, mesh)
+  whole = trees.num_bytes(jax.tree.leaves(state))
+  assert whole > 4 * 4 * 22e6
+  held = sharding.bytes_per_device(state, layout)
+  assert whole / 8 <= held <= 1.05 * whole / 8

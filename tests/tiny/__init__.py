@@ -1,0 +1,146 @@
+"""A run that goes through everything in six steps and a second.
+
+A dense net learns ten classes of random images. `config` describes the run,
+and the other functions say what came out of it.
+"""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from bigtrain import restore, storage, trees, writers
+
+NUM_TRAIN = 80  # Five batches: the sixth is of another epoch.
+NUM_VAL = 40  # The last batch is not full.
+
+# What differs between two runs of the same config.
+_TIMES = (
+  "ckpt_stall_secs",
+  "ckpt_write_secs",
+  "compile_secs",
+  "data_wait_fraction",
+  "device_hours",
+  "eta_secs",
+  "examples_per_sec",
+  "examples_per_sec_per_device",
+  "host_rss_bytes",
+  "mfu",
+  "restarts",
+  "step_secs",
+)
+
+
+def write_data(folder: os.PathLike[str]) -> None:
+  """Writes train.npz and val.npz: image, labels, id."""
+  rng = np.random.default_rng(0)
+  number = NUM_TRAIN + NUM_VAL
+  image = rng.normal(size=(number, 8, 8, 1)).astype(np.float32)
+  labels = (image.reshape(number, 64) @ rng.normal(size=(64, 10))).argmax(1)
+  ids = np.arange(number, dtype=np.int32) + 1000
+  for name, part in (
+    ("train", slice(NUM_TRAIN)),
+    ("val", slice(NUM_TRAIN, None)),
+  ):
+    np.savez(
+      pathlib.Path(folder) / f"{name}.npz",
+      image=image[part],
+      labels=labels[part].astype(np.int32),
+      id=ids[part],
+    )
+
+
+def config(
+  folder: os.PathLike[str], changes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+  """A config on the data in `folder`; rows at 1, 2, 4, 6, saves at 3, 6.
+
+  Args:
+    folder: where write_data wrote.
+    changes: {"dotted.key": value}; a value of None removes the key.
+  """
+  folder = pathlib.Path(folder)
+  result: dict[str, Any] = dict(
+    seed=0,
+    total_steps=6,
+    log_steps=2,
+    ckpt_steps=3,
+    compile_cache=str(folder / "compile_cache"),
+    tensorboard=False,
+    task="classification",
+    input=dict(
+      data=dict(type="arrays", path=str(folder / "train.npz")), batch_size=16
+    ),
+    model_name="tiny.net",
+    model=dict(num_classes=10),
+    optimizer=dict(name="adam"),
+    lr=0.01,
+    schedule=dict(decay_type="cosine", warmup_steps=2),
+    evals=dict(
+      val=dict(
+        type="classification",
+        pred="logits",
+        data=dict(type="arrays", path=str(folder / "val.npz")),
+        log_steps=3,
+      )
+    ),
+  )
+  for key, value in (changes or {}).items():
+    *parents, last = key.split(".")
+    node = result
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    if value is None:
+      del node[last]
+    else:
+      node[last] = value
+  return result
+
+
+def rows(workdir: os.PathLike[str]) -> dict[int, dict[str, Any]]:
+  """{step: its row} without times and sizes; rows of these alone are out."""
+  found = {}
+  for row in writers.read_rows(str(workdir)):
+    step = row.pop("step")
+    assert step not in found, f"two rows of step {step}"
+    kept = {
+      name: value
+      for name, value in row.items()
+      if name not in _TIMES
+      and not name.startswith("account/")
+      and not name.endswith("/secs")
+    }
+    if kept:
+      found[step] = kept
+  return found
+
+
+def arrays(
+  workdir: os.PathLike[str], step: int | None = None
+) -> dict[str, np.ndarray]:
+  """{name: array} of a checkpoint; the newest unless a step is given."""
+  directory = storage.find(str(workdir), step)
+  manifest = storage.read_manifest(directory)
+  like = {
+    name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+    for name, array in manifest.arrays.items()
+  }
+  loaded = restore.load(directory, manifest, {n: n for n in like}, like)
+  return {name: np.asarray(x) for name, x in loaded.items()}
+
+
+def assert_same(first: Any, second: Any) -> None:
+  """The same names, shapes, types and bits."""
+  one = dict(trees.flatten_with_names(first))
+  two = dict(trees.flatten_with_names(second))
+  assert sorted(one) == sorted(two)
+  differ = [
+    name
+    for name in one
+    if np.asarray(one[name]).dtype != np.asarray(two[name]).dtype
+    or np.asarray(one[name]).tobytes() != np.asarray(two[name]).tobytes()
+  ]
+  assert not differ, {name: (one[name], two[name]) for name in differ[:5]}

@@ -1,0 +1,37 @@
+"""A user's hooks that end runs in the middle."""
+
+import os
+import pathlib
+import signal
+
+
+class Signals:
+  """Sends signals to its own process before a step, once for each file.
+
+  Args:
+    step: before which.
+    names: of the signals, such as ["SIGTERM"].
+    flag: a file that is made first; if it is there, nothing is sent.
+  """
+
+  def __init__(self, step, names, flag):
+    self._step = step
+    self._signals = [getattr(signal, name) for name in names]
+    self._flag = pathlib.Path(flag)
+
+  def before_step(self, step):
+    if step == self._step and not self._flag.exists():
+      self._flag.touch()
+      for number in self._signals:
+        os.kill(os.getpid(), number)
+
+
+class Fails:
+  """Raises an error before a step."""
+
+  def __init__(self, step):
+    self._step = step
+
+  def before_step(self, step):
+    if step == self._step:
+      raise RuntimeError(f"the hook fails before step {step}")
