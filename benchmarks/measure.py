@@ -9,8 +9,10 @@ that takes, or set the environment first.
 """
 
 import argparse
+import collections
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -19,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
@@ -199,7 +201,7 @@ def environment(devices: int | None = None) -> dict[str, str]:
 
 def lines(
   *command: str, env: Mapping[str, str] | None = None
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
   """The lines that a fresh Python process prints, as they come.
 
   Args:
@@ -207,7 +209,8 @@ def lines(
     env: its environment, `environment()` unless given.
 
   Raises:
-    RuntimeError: it failed; with the end of what it said.
+    RuntimeError: it failed; with the end of what it said. Not if this is
+      closed before its end: the process is ended then.
   """
   process = subprocess.Popen(
     [sys.executable, *command],
@@ -216,13 +219,18 @@ def lines(
     stderr=subprocess.STDOUT,
     text=True,
   )
-  said: list[str] = []
-  with process:
+  said: collections.deque[str] = collections.deque(maxlen=20)
+  try:
     for line in process.stdout:
       said.append(line)
       yield line.rstrip("\n")
+  except GeneratorExit:
+    process.kill()
+    raise
+  finally:
+    process.stdout.close()
+    process.wait()
   if process.returncode:
     raise RuntimeError(
-      f"{' '.join(command)}: exit code {process.returncode}: "
-      f"{''.join(said[-20:])}"
+      f"{' '.join(command)}: exit code {process.returncode}: {''.join(said)}"
     )

@@ -75,7 +75,7 @@ def build(config: Any, *, state: bool = True, update: bool = True) -> Program:
   """Runs main.train until its loop would begin.
 
   Args:
-    config: as for main.train.
+    config: as for main.train, but for the compilation cache, which is off.
     state: whether to make the state and a batch.
     update: whether to compile the update, after all else is done.
   """
@@ -109,7 +109,7 @@ def train(config: Any, before_step: Callable[[Program, int], bool]) -> None:
   """Runs main.train, and something between its steps.
 
   Args:
-    config: as for main.train.
+    config: as for `build`.
     before_step: called before each step with the program, whose state is a
       copy of the initial one, and the number of the step, from 1. The loop
       waits for what it does, and ends when it returns False.
@@ -153,7 +153,7 @@ def loop_ratios(config: Any, steps: int, repeats: int) -> list[float]:
   moments at which it is in full swing.
 
   Args:
-    config: as for main.train.
+    config: as for `build`.
     steps: of a block; a multiple of the steps between two rows, so that all
       blocks write as many rows.
     repeats: ratios to make, each of a block and the two around it.
@@ -173,7 +173,7 @@ def loop_ratios(config: Any, steps: int, repeats: int) -> list[float]:
     elif done == 0:
       if resident:
         loop.append(time.perf_counter() - began)
-      program.run(1)
+      program.run(_LEAD_IN_STEPS)  # Until what the loop has queued is done.
       resident.append(program.run(steps))
     return len(loop) < repeats
 
@@ -203,6 +203,7 @@ def _replace(
 
 def _train(config: Any) -> None:
   """main.train in a workdir that goes away; ends with _Enough."""
+  config["compile_cache"] = False
   with tempfile.TemporaryDirectory() as workdir:
     with contextlib.suppress(_Enough):
       main.train(config, workdir)

@@ -30,7 +30,6 @@ def get_config(arg: str | None = None) -> Any:
   config.total_steps = 1_000_000
   config.log_steps = 50
   config.ckpt_steps = 1_000_000
-  config.compile_cache = False
   config.task = "classification"
   config.loss = dict(kind="softmax_xent")
   config.input = dict(

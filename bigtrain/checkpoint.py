@@ -107,7 +107,8 @@ class Checkpointer:
     self._peers = peers_lib.Peers(timeout_secs)
     self._snapshots = snapshot.Snapshots()
     self._num_saves = 0
-    self._thread: threading.Thread | None = None
+    self._threads: list[threading.Thread] = []
+    self._pruning = threading.Lock()
     self._settled = threading.Event()  # No save is uncommitted.
     self._settled.set()
     self._error: CheckpointError | None = None
@@ -143,7 +144,6 @@ class Checkpointer:
     jax.block_until_ready(state)
     began = time.monotonic()
     self.wait()
-    self._join()
     pieces, arrays = self._snapshots.take(named)
     number = self._num_saves
     self._num_saves += 1
@@ -158,10 +158,14 @@ class Checkpointer:
       tmp=storage.attempt(self._workdir, int(step), token),
     )
     self._settled.clear()
-    self._thread = threading.Thread(
-      target=self._run, args=(job,), name=f"save-{step}", daemon=True
+    # The save before may still be removing old checkpoints.
+    self._threads = [t for t in self._threads if t.is_alive()]
+    self._threads.append(
+      threading.Thread(
+        target=self._run, args=(job,), name=f"save-{step}", daemon=True
+      )
     )
-    self._thread.start()
+    self._threads[-1].start()
     self.last_stall_secs = time.monotonic() - began
     if block:
       self.wait()
@@ -186,14 +190,10 @@ class Checkpointer:
 
   def close(self) -> None:
     """Waits for the last save and raises if it failed; ends the use of this."""
-    self._join()
+    for thread in self._threads:
+      thread.join()
     self._snapshots.close()
     self.check()
-
-  def _join(self) -> None:
-    if self._thread is not None:
-      self._thread.join()
-      self._thread = None
 
   def _run(self, job: _Job) -> None:
     """Writes and commits, in the thread of the save."""
@@ -213,7 +213,8 @@ class Checkpointer:
       self.last_saved_step = job.step
       self._settled.set()
       if self._peers.index == 0:
-        self._prune(job)
+        with self._pruning:
+          self._prune(job)
     except BaseException as e:
       self._fail(job, e)
 

@@ -21,6 +21,13 @@ from jax.sharding import Mesh
 from bigtrain import order, settings, sharding
 from bigtrain.data import files
 from bigtrain.input_cache import CachedSource, available_bytes, readable
+from bigtrain.input_config import (
+  entries,
+  find_source,
+  make_source,
+  parse_ops,
+  whole_number,
+)
 from bigtrain.input_engine import (
   Batch,
   Engine,
@@ -31,9 +38,9 @@ from bigtrain.input_engine import (
 )
 from bigtrain.input_numpy import NumpyEngine
 from bigtrain.input_placement import Placement
-from bigtrain.pp import parse, registry
+from bigtrain.pp import registry
 from bigtrain.prefetch import Prefetch
-from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.settings import ConfigError, did_you_mean
 
 # More threads than this only contend for the interpreter's lock.
 _MAX_NUMPY_THREADS = 2
@@ -212,7 +219,7 @@ def make_train(
   engine, schedule = train_engine(
     cfg, seed=seed, rows=placement.rows, pp_modules=pp_modules
   )
-  prefetch = _count(cfg.get("prefetch", 2), f"{cfg.path}.prefetch")
+  prefetch = whole_number(cfg.get("prefetch", 2), f"{cfg.path}.prefetch")
   return TrainInput(engine, placement, schedule, prefetch)
 
 
@@ -235,11 +242,11 @@ def train_engine(
     hint = did_you_mean(cache, ("none", "raw"))
     raise ConfigError(f"{path}.cache={cache!r}: unknown.{hint}")
   parts, weights = [], []
-  for k, (key, entry) in enumerate(_entries(cfg).items()):
+  for k, (key, entry) in enumerate(entries(cfg).items()):
     source = make_source(entry["data"], f"{key}.data")
     if cache == "raw":
       source = CachedSource(source, f"{path}.cache")
-    ops = _parse(entry["pp"], pp_modules, f"{key}.pp")
+    ops = parse_ops(entry["pp"], pp_modules, f"{key}.pp")
     op = registry.compose(ops)
     parts.append(Part(key, source, ops, op, order.stream(seed, k)))
     weights.append(float(entry["weight"]))
@@ -256,7 +263,7 @@ def train_engine(
   def plan(step: int, start: int, stop: int) -> order.Order:
     return schedule.batch(step, batch_size, rows[start:stop])
 
-  cap = _count(cfg.get("skip_errors", 0), f"{path}.skip_errors")
+  cap = whole_number(cfg.get("skip_errors", 0), f"{path}.skip_errors")
   engine = make_engine(
     parts,
     plan,
@@ -307,7 +314,7 @@ def make_eval(
       f"{path}.num_examples={num_examples!r}: expected 1 to {len(source)}, "
       "which is what the source has."
     )
-  ops = _parse(pp, pp_modules, f"{path}.pp")
+  ops = parse_ops(pp, pp_modules, f"{path}.pp")
   part = Part(path, source, ops, registry.compose(ops), seed=0)
   placement = Placement(mesh, batch_size)
 
@@ -327,6 +334,22 @@ def make_eval(
   return EvalInput(engine, placement, num_examples, prefetch, cache, path)
 
 
+def check(
+  *,
+  data: Mapping[str, Any],
+  pp: str = "",
+  pp_modules: Sequence[str] = (),
+  path: str,
+) -> None:
+  """Checks the names in `make_eval`'s arguments; opens no data.
+
+  Raises:
+    ConfigError: an unknown source, op, or argument of one of them.
+  """
+  find_source(data, f"{path}.data")
+  parse_ops(pp, pp_modules, f"{path}.pp")
+
+
 def make_engine(
   parts: Sequence[Part],
   plan: Plan,
@@ -338,7 +361,7 @@ def make_engine(
 ) -> Engine:
   """numpy where that is enough, else tf.data; tensorflow only then loads."""
   if num_threads is not None:
-    _count(num_threads, f"{path}.num_threads", least=1)
+    whole_number(num_threads, f"{path}.num_threads", least=1)
   threads = num_threads or default_num_threads()
   if any(p.op.tensorflow or hasattr(p.source, "parse") for p in parts):
     from bigtrain.input_tf import TfEngine
@@ -352,56 +375,6 @@ def make_engine(
   )
 
 
-def make_source(options: Mapping[str, Any], key: str) -> Any:
-  """The source that `dict(type=..., **arguments)` describes.
-
-  Raises:
-    ConfigError: no such module, or arguments that it does not take.
-    DataError: it is empty.
-  """
-  module, arguments = _find_source(options, key)
-  try:
-    source = module.Source(**arguments)
-  except ConfigError as e:
-    raise type(e)(f"{key}: {e}") from e
-  if not len(source):
-    raise DataError(f"{key}: the source {options['type']!r} has no examples.")
-  return source
-
-
-def _find_source(
-  options: Mapping[str, Any], key: str
-) -> tuple[Any, dict[str, Any]]:
-  """The module of `dict(type=..., **arguments)`, and the arguments."""
-  if not isinstance(options, Mapping):
-    raise ConfigError(f"{key}: expected dict(type=..., ...), got {options!r}.")
-  if "type" not in options:
-    raise ConfigError(f"{key}.type: missing; it names a module of data/.")
-  arguments = {k: v for k, v in options.items() if k != "type"}
-  name = options["type"]
-  module = settings.find_module("data", name, f"{key}.type")
-  if not hasattr(module, "Source"):
-    raise ConfigError(f"{key}.type={name!r}: the module has no Source.")
-  settings.check_kwargs(module.Source, arguments, key, others=("type",))
-  return module, arguments
-
-
-def check(
-  *,
-  data: Mapping[str, Any],
-  pp: str = "",
-  pp_modules: Sequence[str] = (),
-  path: str,
-) -> None:
-  """Checks the names in `make_eval`'s arguments; opens no data.
-
-  Raises:
-    ConfigError: an unknown source, op, or argument of one of them.
-  """
-  _find_source(data, f"{path}.data")
-  _parse(pp, pp_modules, f"{path}.pp")
-
-
 def tokens_per_example(
   spec: Mapping[str, jax.ShapeDtypeStruct],
 ) -> int | None:
@@ -410,53 +383,3 @@ def tokens_per_example(
   return (
     tokens.shape[1] if tokens is not None and len(tokens.shape) > 1 else None
   )
-
-
-def _entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
-  """{where it is: dict(data, pp, weight)} for each source of the input."""
-  path = cfg.path
-  pp = cfg.get("pp", "")
-  if ("data" in cfg) == ("mixture" in cfg):
-    raise ConfigError(f"{path}: give either {path}.data or {path}.mixture.")
-  if "data" in cfg:
-    return {path: {"data": cfg.kwargs("data"), "pp": pp, "weight": 1.0}}
-  mixture = cfg.kwargs("mixture")
-  if not mixture:
-    raise ConfigError(f"{path}.mixture: expected at least one source.")
-  entries = {}
-  for name, given in mixture.items():
-    key = f"{path}.mixture.{name}"
-    if not isinstance(given, Mapping):
-      raise ConfigError(f"{key}: expected dict(data=..., weight=...).")
-    entry = {"pp": pp, **given}
-    for option in entry:
-      if option not in ("data", "pp", "weight"):
-        hint = did_you_mean(option, ("data", "pp", "weight"))
-        raise ConfigError(f"{key}.{option}: unknown key.{hint}")
-    for option in ("data", "weight"):
-      if option not in entry:
-        raise ConfigError(f"{key}.{option}: missing.")
-    weight = entry["weight"]
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-      raise ConfigError(f"{key}.weight: expected a number, got {weight!r}.")
-    entries[key] = entry
-  return entries
-
-
-def _parse(
-  spec: str, modules: Sequence[str], key: str
-) -> tuple[registry.Op, ...]:
-  if spec == "":
-    return ()
-  try:
-    return tuple(parse.parse(spec, modules))
-  except ConfigError as e:
-    raise type(e)(f"{key}: {e}") from e
-
-
-def _count(value: Any, key: str, least: int = 0) -> int:
-  if isinstance(value, bool) or not isinstance(value, int) or value < least:
-    raise ConfigError(
-      f"{key}: expected a whole number of at least {least}, got {value!r}."
-    )
-  return value

@@ -100,8 +100,11 @@ class TfEngine(Engine):
       dataset = tf.data.Dataset.choose_from_datasets(
         parts, which.unbatch(), stop_on_empty_dataset=False
       )
+    # Copies into batches, one ahead for each of these calls, in threads.
     dataset = dataset.batch(
-      self.num_rows, drop_remainder=True, num_parallel_calls=2
+      self.num_rows,
+      drop_remainder=True,
+      num_parallel_calls=max(1, self.num_threads // 8),
     )
     options = tf.data.Options()
     options.deterministic = True
@@ -110,7 +113,7 @@ class TfEngine(Engine):
       self.num_threads + _PARALLEL_READS
     )
     options.threading.max_intra_op_parallelism = 1
-    return dataset.prefetch(1).with_options(options)
+    return dataset.with_options(options)
 
   def _part(
     self, k: int, calls: Any, rows: Callable[[np.ndarray], tuple[int, int, int]]

@@ -3,7 +3,7 @@
 A checkpoint is a directory
 
   00000100/params/encoder/kernel/zarr.json   metadata of one array (zarr v3)
-                                c/0/1        its chunks
+                                 c.0.1       one of its chunks
            ...
            manifest.json
 
@@ -104,7 +104,7 @@ class Array:
         slice(i * c, min((i + 1) * c, n))
         for i, c, n in zip(position, self.chunk_shape, self.shape)
       )
-      yield "/".join(["c", *map(str, position)]), index
+      yield ".".join(["c", *map(str, position)]), index
 
   def __str__(self) -> str:
     return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -193,7 +193,11 @@ def spec(directory: str, name: str, array: Array) -> dict[str, Any]:
         "name": "regular",
         "configuration": {"chunk_shape": array.chunk_shape},
       },
-      "chunk_key_encoding": {"name": "default"},
+      # Chunks lie in the array's own directory: fewer names to put on disk.
+      "chunk_key_encoding": {
+        "name": "default",
+        "configuration": {"separator": "."},
+      },
       "codecs": [
         {"name": "bytes", "configuration": {"endian": "little"}}
         if dtype_of(array.dtype).itemsize > 1

@@ -1,6 +1,7 @@
 """A small ViT on scikit-learn's handwritten digits: the quickstart.
 
-Command: python -m bigtrain.main --config=configs/digits.py --workdir=runs/digits
+Command: make train, which is
+  python -m bigtrain.main --config=configs/digits.py --workdir=runs/digits
 Hardware: any; two CPU cores need about a minute.
 Result: at least 0.975 top-1 on the held-out fifth.
 Source: our own runs, see docs/benchmarks.md. The data are 1,797 real images of

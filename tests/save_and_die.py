@@ -49,7 +49,7 @@ def _die_in_a_chunk(folder):
   """Waits for a file that is partly written."""
   while True:
     for path in folder.rglob("*__lock"):
-      if "/c/" in str(path) and path.exists() and path.stat().st_size:
+      if path.name.startswith("c.") and path.exists() and path.stat().st_size:
         _die()
 
 

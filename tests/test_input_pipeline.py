@@ -418,6 +418,18 @@ def test_an_error_that_does_not_repeat_is_reported_as_it_was(monkeypatch):
     fetch(train.start(4, 5))
 
 
+def test_an_input_that_ends_early_is_an_error(monkeypatch):
+  engine, _ = input_pipeline.train_engine(
+    config().input, seed=0, rows=np.arange(16)
+  )
+  stream = engine._stream
+  monkeypatch.setattr(
+    engine, "_stream", lambda first, last: stream(first, last - 1)
+  )
+  with pytest.raises(DataError, match=r"ended at step 3 of 4"):
+    list(engine.batches(0, 4))
+
+
 # Caching.
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import input_pipeline, settings, sharding
+from bigtrain import host_tensorflow, input_pipeline, settings, sharding
 from bigtrain.data import image_folder
 from bigtrain.input_numpy import NumpyEngine
 from bigtrain.input_tf import TfEngine
@@ -301,6 +301,26 @@ def test_a_vanished_file_is_named(damaged):
   os.remove(train.where(0, 4))
   with pytest.raises(DataError, match=r"class0/12\.jpg: No such file"):
     fetch(train.start(0, 4))
+
+
+def test_tensorflow_is_kept_from_accelerators(monkeypatch):
+  import tensorflow as tf
+
+  hidden, taken = [], []
+
+  def hide(devices, kind):
+    hidden.append((devices, kind))
+    if taken:
+      raise RuntimeError("cannot be modified after being initialized")
+
+  monkeypatch.setattr(tf.config, "set_visible_devices", hide)
+  monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: taken)
+  load = host_tensorflow.load.__wrapped__  # Without its cache.
+  assert load() is tf
+  assert hidden == [([], "GPU"), ([], "TPU")]
+  taken.append("a GPU")
+  with pytest.raises(ConfigError, match="used before and took the GPUs"):
+    load()
 
 
 def test_close_midway(folder):

@@ -49,7 +49,7 @@ def damage_flipped(path):
   "damage", [damage_deleted, damage_cut, damage_grown, damage_flipped]
 )
 @pytest.mark.parametrize(
-  "array, file", [("params/dense/kernel", "c/0/0"), ("opt/seen", "zarr.json")]
+  "array, file", [("params/dense/kernel", "c.0.0"), ("opt/seen", "zarr.json")]
 )
 def test_damage_is_refused_naming_array_and_file(workdir, damage, array, file):
   save(workdir, 1)
@@ -93,7 +93,7 @@ def test_a_flipped_bit_anywhere_is_found(workdir):
 
 def test_a_damaged_newest_is_loud_and_never_a_fresh_start(workdir, caplog):
   save(workdir, 1, 2)
-  damage_flipped(path_of(workdir, 2, "params/dense/bias/c/0"))
+  damage_flipped(path_of(workdir, 2, "params/dense/bias/c.0"))
   with pytest.raises(DamagedError) as e:
     checkpoint.resume(workdir, like())
   assert "params/dense/bias" in str(e.value)
@@ -146,3 +146,18 @@ def test_a_manifest_that_makes_no_sense_is_refused(workdir, changed):
   path.write_text(json.dumps(content))
   with pytest.raises(DamagedError, match="'params/dense/kernel': cannot be"):
     checkpoint.restore(workdir, like())
+
+
+@pytest.mark.parametrize(
+  "old, new", [("16, 24", "24, 16"), ('"at": 1', '"at": 3')]
+)
+def test_a_manifest_that_was_edited_is_refused(workdir, old, new):
+  save(workdir, 1)
+  path = pathlib.Path(path_of(workdir, 1, "manifest.json"))
+  text = path.read_text()
+  assert text.count(old) >= 1
+  path.write_text(text.replace(old, new))
+  with pytest.raises(DamagedError, match="its digest does not fit"):
+    checkpoint.restore(workdir, like())
+  (problem,) = checkpoint.verify(path_of(workdir, 1))
+  assert problem.path == str(path)

@@ -220,6 +220,25 @@ def test_of_many_at_once_one_holds_it(workdir, stale):
   assert os.listdir(workdir) == []
 
 
+def test_a_dead_lease_that_became_a_live_one_is_not_taken_over(
+  workdir, monkeypatch
+):
+  dead = put(workdir, process_start=1)
+  link = lease._link
+
+  def late(source, path):
+    if path.endswith(".claim"):  # Another job was quicker.
+      start = lease._process_start(os.getppid())
+      other = {"pid": os.getppid(), "process_start": start, "token": "77"}
+      write(workdir, dataclasses.replace(dead, **other))
+    link(source, path)
+
+  monkeypatch.setattr(lease, "_link", late)
+  with pytest.raises(ConfigError, match=f"process {os.getppid()}"):
+    lease.acquire(workdir)
+  assert os.listdir(workdir) == ["lease.json"]
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ConfigError, match=r"--workdir=.*: cannot write there"):

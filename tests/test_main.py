@@ -8,18 +8,16 @@ import functools
 import json
 import math
 import os
-import pathlib
 
 import jax
 import numpy as np
 import optax
 import pytest
 import tiny
+from golden import make_losses
 
-from bigtrain import main, settings, sharding, trees
+from bigtrain import guard, main, settings, sharding, trees
 from bigtrain.models import vit
-
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "losses.json"
 
 # Of every row of training but the first, which has no rates yet.
 NAMES = {
@@ -105,7 +103,7 @@ def test_train_returns_the_newest_values(plain_run):
   expected = {}
   for row in read_rows(workdir):
     expected |= row
-  assert results == expected
+  assert tiny.without_times(results) == tiny.without_times(expected)
   assert results["step"] == 6
 
 
@@ -286,28 +284,45 @@ def losses(config, workdir):
   return [row["loss"] for row in tiny.rows(workdir).values()]
 
 
-def test_every_mesh_gives_the_losses_of_one_device(tmp_path, monkeypatch):
-  config = settings.load("configs/digits.py:runlocal")
-  config |= {
-    "total_steps": 5,
-    "log_steps": 1,
-    "evals": {},
-    "schedule": dict(decay_type="constant"),
-    # So that the small arrays are split too.
-    "sharding": [(".*", "fsdp(min_size=64)")],
-    "tensorboard": False,
-    "compile_cache": False,
-  }
-  config["model"] |= dict(depth=1, width=32, mlp_dim=32)
+@pytest.mark.parametrize(("replica", "fsdp"), [(1, 8), (2, 4)])
+def test_the_quickstart_has_the_losses_it_had_on_one_device(
+  tiny_config, tmp_path, replica, fsdp
+):
+  found = make_losses.make(
+    str(tmp_path),
+    mesh=dict(replica=replica, fsdp=fsdp),
+    compile_cache=tiny_config()["compile_cache"],
+  )
+  golden = json.loads(make_losses.FILE.read_text())
+  for name, rtol in (("loss", 5e-6), ("grad_norm", 2e-4)):
+    np.testing.assert_allclose(
+      found[name],
+      golden[name],
+      rtol=rtol,
+      err_msg=(
+        f"digits:runlocal has another {name} than before. If only one of the "
+        "meshes fails, sharding changes the result: a bug. If both fail, "
+        "something changed the numbers: find the commit that did. Only if it "
+        "was meant to, run `JAX_PLATFORMS=cpu python -m "
+        "tests.golden.make_losses` and commit losses.json, saying why."
+      ),
+    )
+
+
+def test_every_mesh_gives_the_losses_of_one_device(
+  tiny_config, tmp_path, monkeypatch
+):
+  changes = {"log_steps": 1, "evals": {}, "model.dropout": 0.1}
   found = {}
   for replica, fsdp in ((1, 8), (2, 4), (8, 1)):
-    config["mesh"] = dict(replica=replica, fsdp=fsdp)
-    found[fsdp] = losses(config, tmp_path / f"fsdp{fsdp}")
+    mesh = dict(replica=replica, fsdp=fsdp)
+    workdir = tmp_path / f"fsdp{fsdp}"
+    found[fsdp] = losses(tiny_config(changes | {"mesh": mesh}), workdir)
   one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
   monkeypatch.setattr(sharding, "make_mesh", one)
-  config["mesh"] = dict(replica=1, fsdp=1)
-  expected = losses(config, tmp_path / "one")
-  assert expected[4] < expected[0] - 0.1
+  expected = losses(tiny_config(changes), tmp_path / "one")
+  assert start_info(tmp_path / "one")["devices"] == 1
+  assert np.ptp(expected) > 0.1
   for fsdp in found:
     np.testing.assert_allclose(found[fsdp], expected, rtol=1e-5)
   # The compiled program says that the state really is split.
@@ -315,8 +330,8 @@ def test_every_mesh_gives_the_losses_of_one_device(tmp_path, monkeypatch):
     fsdp: start_info(tmp_path / f"fsdp{fsdp}")["update_bytes_per_device"]
     for fsdp in found
   }
-  assert held[8]["arguments"] < held[4]["arguments"] / 1.5
-  assert held[4]["arguments"] < held[1]["arguments"] / 2.5
+  assert held[8]["arguments"] < held[4]["arguments"]
+  assert held[4]["arguments"] < held[1]["arguments"] / 2
 
 
 def test_microbatches_give_the_losses_of_one_batch(tiny_config, tmp_path):
@@ -342,3 +357,259 @@ def test_a_device_holds_its_part_of_a_vit():
   assert whole > 4 * 4 * 22e6
   held = sharding.bytes_per_device(state, layout)
   assert whole / 8 <= held <= 1.05 * whole / 8
+
+
+# Users' own parts.
+
+MINE = '''
+"""All of a user's own in one file."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain import metrics
+from bigtrain.pp import registry
+
+
+@registry.register("my_double")
+def my_double():
+  return registry.Op(lambda features, u: {"x": features["x"] * 2})
+
+
+class Source:
+  spec = {"x": (np.dtype("float32"), (3,))}
+
+  def __init__(self, length):
+    self.length = length
+
+  def __len__(self):
+    return self.length
+
+  def read(self, indices):
+    return {"x": np.stack([indices] * 3, 1).astype(np.float32)}
+
+  def where(self, index):
+    return f"number {index}"
+
+  def fingerprint(self):
+    return f"mine {self.length}"
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, x, *, train=False):
+    return nn.Dense(1, name="only")(x)[:, 0]
+
+
+def inputs(batch):
+  return {"x": batch["x"]}
+
+
+def loss_fn(variables, batch, rng, *, model, train, scale=1.0):
+  out = model.apply(variables, **inputs(batch))
+  seen = metrics.pair(batch["x"][:, 0])
+  return {"loss": metrics.pair(scale * out**2), "seen": seen}, {}
+
+
+def predict_fns(model):
+  def shifted(variables, batch, *, by=0.0):
+    return model.apply(variables, **inputs(batch)) + by
+  return {"shifted": shifted}
+
+
+class Evaluator:
+  def __init__(self, predict_fn, context, *, at):
+    self.predict_fn, self.at = predict_fn, jnp.full((1, 3), at)
+
+  def run(self, variables, step):
+    return {"out": float(self.predict_fn(variables, {"x": self.at})[0])}
+
+
+class Hook:
+  calls = []
+
+  def __init__(self, tag):
+    self.tag = tag
+
+  def before_train(self, step):
+    self.calls.append(("before_train", step, self.tag))
+
+  def before_step(self, step):
+    self.calls.append(("before_step", step))
+
+  def after_step(self, step, row):
+    self.calls.append(("after_step", step, "loss" in row))
+    return "enough" if step == 4 else None
+
+  def after_train(self, step):
+    self.calls.append(("after_train", step))
+'''
+
+
+def test_a_user_brings_everything_from_outside_of_the_package(
+  tiny_config, tmp_path, monkeypatch
+):
+  (tmp_path / "my_project").mkdir()
+  (tmp_path / "my_project" / "mine.py").write_text(MINE)
+  monkeypatch.syspath_prepend(tmp_path)
+  mine = "my_project.mine"
+  config = tiny_config(
+    {
+      "task": mine,
+      "loss": dict(scale=0.5),
+      "model_name": mine,
+      "model": {},
+      "input.data": dict(type=mine, length=64),
+      "input.pp": "my_double",
+      "input.shuffle": False,
+      "pp_modules": (mine,),
+      "evals": {
+        "own": dict(
+          type=mine,
+          pred="shifted",
+          pred_kw=dict(by=100.0),
+          at=0.0,
+          log_steps=2,
+        )
+      },
+      "hooks": {"own": dict(type=f"{mine}.Hook", tag="t")},
+    }
+  )
+  results = main.train(config, str(tmp_path / "run"))
+  rows = tiny.rows(tmp_path / "run")
+  assert list(rows) == [1, 2, 4]
+  # Examples 32 to 63 are in the third and fourth batch; the op doubles them.
+  assert rows[4]["seen"] == 2 * np.arange(32, 64).mean()
+  bias = tiny.arrays(tmp_path / "run")["params/only/bias"][0]
+  assert rows[4]["own/out"] == pytest.approx(100 + bias)
+  assert results["step"] == 4
+  import my_project.mine
+
+  calls = my_project.mine.Hook.calls
+  # A row is seen when the step after it is under way, unless it is waited for.
+  assert calls == [
+    ("before_train", 0, "t"),
+    ("before_step", 1),
+    ("before_step", 2),
+    ("after_step", 1, True),
+    ("after_step", 2, True),
+    ("after_step", 2, False),
+    ("before_step", 3),
+    ("before_step", 4),
+    ("after_step", 4, True),
+    ("after_step", 4, False),
+    ("after_train", 4),
+  ]
+  assert sorted(tiny.checkpoint_steps(tmp_path / "run")) == [3, 4]
+
+
+def test_arrays_of_a_notebook_are_trained_on_saved_and_resumed(
+  tiny_config, tmp_path
+):
+  with np.load(tiny_config()["input"]["data"]["path"]) as file:
+    data = dict(type="arrays", arrays=dict(file))
+  straight, cut = tmp_path / "straight", tmp_path / "cut"
+  main.train(tiny_config(), str(straight))
+  config = tiny_config({"input.data": data})
+  main.train(config | {"stop_at_steps": 3}, str(cut))
+  main.train(config, str(cut))
+  tiny.assert_same(tiny.arrays(straight), tiny.arrays(cut))
+  other = {**data["arrays"], "image": np.zeros((80, 8, 8, 1), np.float32)}
+  config["input"]["data"] = dict(type="arrays", arrays=other)
+  with pytest.raises(settings.ConfigError, match=r"input.data.arrays.image:"):
+    main.train(config, str(cut))
+
+
+# Steps that are not finite.
+
+
+@pytest.fixture
+def spoilt_config(tiny_config, tmp_path):
+  """A config whose fourth batch (examples 48 to 63) holds a NaN."""
+  with np.load(tiny_config()["input"]["data"]["path"]) as file:
+    data = dict(file)
+  data["image"][55, 3, 3] = np.nan
+  np.savez(tmp_path / "spoilt.npz", **data)
+  return tiny_config(
+    {
+      "input.data.path": str(tmp_path / "spoilt.npz"),
+      "input.shuffle": False,
+      "log_steps": 3,
+      "evals.val.log_steps": 1,
+    }
+  )
+
+
+def test_nothing_of_a_step_that_is_not_finite_is_saved(spoilt_config, tmp_path):
+  # Step 5 would save, and step 4 evaluates.
+  config = spoilt_config | {"ckpt_steps": 5}
+  with pytest.raises(guard.NotFinite) as told:
+    main.train(config, str(tmp_path / "run"))
+  message = str(told.value)
+  for part in ("step 4", "loss nan", "first/bias", "48, 49", "spoilt.npz"):
+    assert part in message
+  assert tiny.checkpoint_steps(tmp_path / "run") == []
+  assert list(tiny.rows(tmp_path / "run")) == [1, 2, 3]
+
+
+def test_the_checkpoint_before_a_step_that_is_not_finite_stays(
+  spoilt_config, tiny_config, tmp_path
+):
+  with pytest.raises(guard.NotFinite, match="step 4 is not finite"):
+    main.train(spoilt_config, str(tmp_path / "run"))
+  assert tiny.checkpoint_steps(tmp_path / "run") == [3]
+  main.train(
+    tiny_config({"input.shuffle": False, "stop_at_steps": 3}),
+    str(tmp_path / "good"),
+  )
+  tiny.assert_same(
+    tiny.arrays(tmp_path / "run"), tiny.arrays(tmp_path / "good")
+  )
+
+
+def test_skipped_steps_are_counted_and_change_nothing(spoilt_config, tmp_path):
+  config = spoilt_config | {"nonfinite": "skip", "ckpt_steps": 1}
+  config["keep_ckpts"] = 10
+  main.train(config, str(tmp_path))
+  rows = tiny.rows(tmp_path)
+  assert "skipped_steps" not in rows[3]
+  assert rows[6]["skipped_steps"] == 1
+  assert math.isfinite(rows[6]["loss"])
+  before, after = tiny.arrays(tmp_path, 3), tiny.arrays(tmp_path, 4)
+  assert before.pop("step") == 3 and after.pop("step") == 4
+  tiny.assert_same(before, after)
+  assert (
+    tiny.arrays(tmp_path, 5)["params/head/bias"] != after["params/head/bias"]
+  ).any()
+  # What is saved is good, so the policy may change.
+  longer = config | {"stop_at_steps": None, "nonfinite": "stop"}
+  (tmp_path / "checkpoints" / "00000006").rename(tmp_path / "away")
+  main.train(longer, str(tmp_path))
+  assert rows == tiny.rows(tmp_path)
+
+
+def test_too_many_skipped_steps_end_the_run(spoilt_config, tmp_path):
+  config = spoilt_config | {"nonfinite": "skip", "max_nonfinite": 0}
+  with pytest.raises(guard.NotFinite, match="step 4"):
+    main.train(config, str(tmp_path / "run"))
+  assert tiny.checkpoint_steps(tmp_path / "run") == [3]
+
+
+def test_rolling_back_passes_over_the_batches(spoilt_config, tmp_path):
+  config = spoilt_config | {"nonfinite": "rollback", "ckpt_steps": 2}
+  main.train(config, str(tmp_path))
+  rows = tiny.rows(tmp_path)
+  assert list(rows) == [1, 2, 3, 4, 5, 6]
+  assert all(math.isfinite(row.get("loss", 0)) for row in rows.values())
+  assert tiny.checkpoint_steps(tmp_path) == [4, 6]
+
+
+def test_a_profile_is_taken_once(tiny_config, tmp_path):
+  profile = dict(type="profile", start=2, steps=1)
+  config = tiny_config({"hooks": {"profile": profile}, "evals": {}})
+  main.train(config | {"stop_at_steps": 3}, str(tmp_path))
+  traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
+  assert len(traces) == 1
+  main.train(config, str(tmp_path))
+  assert list((tmp_path / "profile").rglob("*.xplane.pb")) == traces

@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_mesh(workdir):
 
 def test_only_the_parameters_have_to_be_whole(workdir):
   checkpoint_2 = path_of(workdir, 2)
-  (tmp := open(f"{checkpoint_2}/ema/head/kernel/c/0/0", "w")).close()
+  (tmp := open(f"{checkpoint_2}/ema/head/kernel/c.0.0", "w")).close()
   assert tmp.closed
   warm_start.load_params(workdir, model())
   with pytest.raises(DamagedError, match="ema/head/kernel"):

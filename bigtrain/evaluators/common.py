@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from bigtrain import input_pipeline, settings, sharding
 from bigtrain.settings import ConfigError
 
-
 # What `from_config` reads of an entry; the rest is the evaluator's.
 _KEYS = ("enabled", "log_steps", "pred", "pred_kw", "type", "weights")
 

@@ -143,6 +143,11 @@ class MAPHead(nn.Module):
 
   From "Set Transformer", https://arxiv.org/abs/1810.00825, as used in
   https://arxiv.org/abs/2106.04560.
+
+  Attributes:
+    mlp_dim: hidden width F; 4 D if None.
+    num_heads: H; must divide D.
+    dtype: of the computation.
   """
 
   mlp_dim: int | None = None
@@ -178,7 +183,10 @@ def drop_path(
 
 
 class EncoderBlock(nn.Module):
-  """Pre-norm attention and MLP, each added to the residual stream."""
+  """Pre-norm attention and MLP, each added to the residual stream.
+
+  Attributes: as those of `Encoder`.
+  """
 
   mlp_dim: int | None = None
   num_heads: int = 12
@@ -192,7 +200,7 @@ class EncoderBlock(nn.Module):
     drop_path_rate: jax.Array | None = None,
     train: bool = False,
   ) -> tuple[jax.Array, None]:
-    """Returns the stream and, for nn.scan, nothing beside it."""
+    """Returns the stream (B, L, D) and, for nn.scan, nothing beside it."""
 
     def regularize(y_BLD: jax.Array) -> jax.Array:
       y_BLD = nn.Dropout(self.dropout)(y_BLD, deterministic=not train)

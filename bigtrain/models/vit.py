@@ -224,35 +224,44 @@ class PatchEmbedding(nn.Module):
 
 def _sizes(model: Model) -> dict[str, Any]:
   """The size fields of a model, with the variant's where none were given."""
-  sizes: dict[str, Any] = {}
-  if model.variant is not None:
-    name, slash, patch = str(model.variant).partition("/")
-    example = name + slash + patch if name in VARIANTS else "B/16"
-    if name not in VARIANTS:
-      options = [v + slash + patch for v in VARIANTS]
-      hint = settings.did_you_mean(model.variant, options)
-      raise settings.ConfigError(
-        f"config.model.variant: unknown {model.variant!r}.{hint}"
-      )
-    if slash and not patch.isdigit():
-      raise settings.ConfigError(
-        f"config.model.variant: expected a patch size in pixels after the "
-        f"slash, such as '{name}/16', got {example!r}."
-      )
-    sizes = VARIANTS[name]._asdict()
-    if slash:
-      sizes["patch_size"] = int(patch)
+  sizes = {} if model.variant is None else _variant_sizes(model.variant)
   for name in ("patch_size", "width", "depth", "mlp_dim", "num_heads"):
     if getattr(model, name) is not None:
       sizes[name] = getattr(model, name)
-    elif name not in sizes and name != "mlp_dim":
+  sizes.setdefault("mlp_dim", 4 * sizes.get("width", 0))
+  for name in ("patch_size", "width", "depth", "num_heads", "mlp_dim"):
+    if name not in sizes:
       raise settings.ConfigError(
         f"config.model.{name}: missing; give it, or a variant such as 'B/16'."
       )
-  patch = sizes["patch_size"]
-  sizes["patch_size"] = (patch, patch) if isinstance(patch, int) else patch
-  sizes["patch_size"] = tuple(sizes["patch_size"])
-  sizes.setdefault("mlp_dim", 4 * sizes["width"])
+    value, expected = sizes[name], "a positive whole number"
+    numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if name == "patch_size":
+      expected += " or two"
+      numbers = sizes[name] = numbers * 2 if len(numbers) == 1 else numbers
+    whole = all(isinstance(n, int) and n > 0 for n in numbers)
+    if not whole or len(numbers) != 1 + (name == "patch_size"):
+      raise settings.ConfigError(
+        f"config.model.{name}: expected {expected}, got {value!r}."
+      )
+  return sizes
+
+
+def _variant_sizes(variant: str) -> dict[str, Any]:
+  name, slash, patch = str(variant).partition("/")
+  if name not in VARIANTS:
+    hint = settings.did_you_mean(variant, [v + slash + patch for v in VARIANTS])
+    raise settings.ConfigError(
+      f"config.model.variant: unknown {variant!r}.{hint}"
+    )
+  sizes: dict[str, Any] = VARIANTS[name]._asdict()
+  if slash:
+    if not patch.isdigit():
+      raise settings.ConfigError(
+        "config.model.variant: expected a patch size in pixels after the "
+        f"slash, such as '{name}/16', got {variant!r}."
+      )
+    sizes["patch_size"] = int(patch)
   return sizes
 
 
@@ -286,15 +295,8 @@ def from_published(
       break
   flat = _rename(flat)
 
-  posemb_1PD = flat.get("pos_embedding")
-  if posemb_1PD is not None and posemb_1PD.ndim == 3:
-    P = posemb_1PD.shape[1]
-    if common.square_grid(P) is None and common.square_grid(P - 1) is not None:
-      if "cls" in flat:
-        flat["cls"] = flat["cls"] + posemb_1PD[:, :1]
-      posemb_1PD = posemb_1PD[:, 1:]
-    flat["pos_embedding"] = _fit_posemb(posemb_1PD, like.get("pos_embedding"))
-
+  if "pos_embedding" in flat and "pos_embedding" in like:
+    _fit_posemb(flat, like["pos_embedding"].shape)
   flat = common.restack_blocks(flat, like)
 
   shapes = [getattr(t.get("head/kernel"), "shape", None) for t in (flat, like)]
@@ -309,36 +311,39 @@ def _bfloat16(value: np.ndarray) -> np.ndarray:
   return value.view(ml_dtypes.bfloat16) if value.dtype == "V2" else value
 
 
-def _fit_posemb(posemb_1PD: np.ndarray, like: Any) -> np.ndarray:
-  if like is None or len(like.shape) != 3:
-    return posemb_1PD
+def _fit_posemb(
+  flat: dict[str, np.ndarray], shape: tuple[int, int, int]
+) -> None:
+  """Brings position embeddings to the shape (1, P, D), where that is clear."""
+  posemb_1PD = flat["pos_embedding"]
+  if posemb_1PD.shape == shape or posemb_1PD.shape[::2] != shape[::2]:
+    return
+  # Once the class token had a place as well; the sum is what matters.
+  P = posemb_1PD.shape[1]
+  if "cls" in flat and not common.square_grid(P) and common.square_grid(P - 1):
+    flat["cls"] = flat["cls"] + posemb_1PD[:, :1]
+    posemb_1PD = posemb_1PD[:, 1:]
   old = common.square_grid(posemb_1PD.shape[1])
-  new = common.square_grid(like.shape[1])
-  if not old or not new or posemb_1PD.shape[2] != like.shape[2]:
-    return posemb_1PD
-  return common.resample_posemb(posemb_1PD, old, new)
+  new = common.square_grid(shape[1])
+  if old and new:
+    posemb_1PD = common.resample_posemb(posemb_1PD, old, new)
+  flat["pos_embedding"] = posemb_1PD
 
 
 def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """Gives things their present names."""
-  map_head = (
-    "probe",
-    "LayerNorm_",
-    "MultiHeadDotProductAttention_",
-    "MlpBlock_",
-  )
+  kinds = ("LayerNorm", "MultiHeadDotProductAttention", "MlpBlock")
   renamed = {}
   for name, value in flat.items():
     if re.fullmatch(r"Transformer/(posembed_input/)?pos_embedding", name):
       name = "pos_embedding"
-    elif "probe" in flat and name.startswith(map_head):
+    elif "probe" in flat and name.startswith(("probe", *kinds)):
       name = "MAPHead_0/" + name
     renamed[name] = value
 
   # Old numbers count all of a block's layers, the present ones those of a kind.
   layer = re.compile(
-    r"(.*\bencoderblock[^/]*/|MAPHead_0/)"
-    r"(LayerNorm|MultiHeadDotProductAttention|MlpBlock)_(\d+)(/.+)"
+    rf"(.*\bencoderblock[^/]*/|MAPHead_0/)({'|'.join(kinds)})_(\d+)(/.+)"
   )
   numbers: dict[tuple[str, str], set[int]] = {}
   for name in renamed:

@@ -142,6 +142,9 @@ def test_explicit_fields_win_over_the_variant():
     (dict(variant="B/x"), "variant: .*'B/16', got 'B/x'"),
     (dict(variant="B"), "patch_size: missing"),
     (dict(patch_size=4, width=16, depth=2), "num_heads: missing"),
+    (dict(TINY, patch_size="16"), "patch_size: .* or two, got '16'"),
+    (dict(TINY, patch_size=(4, 4, 3)), "patch_size: .* or two"),
+    (dict(TINY, depth=0), "depth: expected a positive whole number, got 0"),
     (dict(TINY, posemb="sincos"), "posemb: .*'sincos2d'"),
     (dict(TINY, pool_type="gpa"), "pool_type: .*'gap'"),
     (dict(TINY, remat_policy="nothing"), "remat_policy: unknown 'nothing'"),
@@ -296,9 +299,13 @@ def test_from_published_hides_no_mismatch():
   new = vit.from_published(flat, other_head)
   assert flat.keys() - new.keys() == {"pre_logits/kernel", "pre_logits/bias"}
   assert new["head/kernel"].shape == (16, 5)
-  # No grid is 2 x 2 and 3 rows of 5 at once.
+  # Nobody knows which grid 15 are; and 5 that fit are not 4 and a class token.
   like = {"pos_embedding": jax.ShapeDtypeStruct((1, 15, 16), jnp.float32)}
   assert vit.from_published(flat, like)["pos_embedding"].shape == (1, 4, 16)
+  row = {"pos_embedding": np.ones((1, 5, 16)), "cls": np.ones((1, 1, 16))}
+  new = vit.from_published(row, row)
+  np.testing.assert_array_equal(new["pos_embedding"], row["pos_embedding"])
+  np.testing.assert_array_equal(new["cls"], row["cls"])
 
 
 def test_from_published_finds_an_inlined_attention_pooling():

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import restore, storage, trees, writers
+from bigtrain import checkpoint, restore, storage, trees, writers
 
 NUM_TRAIN = 80  # Five batches: the sixth is of another epoch.
 NUM_VAL = 40  # The last batch is not full.
 
-# What differs between two runs of the same config.
+# Times and sizes, which differ between two runs of the same config.
 _TIMES = (
   "ckpt_stall_secs",
   "ckpt_write_secs",
@@ -100,22 +100,30 @@ def config(
   return result
 
 
+def without_times(row: Mapping[str, Any]) -> dict[str, Any]:
+  """What two runs of the same config agree on."""
+  return {
+    name: value
+    for name, value in row.items()
+    if name not in _TIMES
+    and not name.startswith("account/")
+    and not name.endswith("/secs")
+  }
+
+
 def rows(workdir: os.PathLike[str]) -> dict[int, dict[str, Any]]:
-  """{step: its row} without times and sizes; rows of these alone are out."""
+  """{step: its row without times}."""
   found = {}
   for row in writers.read_rows(str(workdir)):
     step = row.pop("step")
     assert step not in found, f"two rows of step {step}"
-    kept = {
-      name: value
-      for name, value in row.items()
-      if name not in _TIMES
-      and not name.startswith("account/")
-      and not name.endswith("/secs")
-    }
-    if kept:
-      found[step] = kept
+    found[step] = without_times(row)
   return found
+
+
+def checkpoint_steps(workdir: os.PathLike[str]) -> list[int]:
+  """Steps that have a checkpoint, ascending."""
+  return checkpoint.steps(str(workdir))
 
 
 def arrays(

@@ -76,15 +76,15 @@ def test_verify_names_every_damage(workdir, capsys):
   assert tool.main(["verify", str(workdir)]) == 0
   assert capsys.readouterr().out.count("whole") == 2
   damaged = [
-    path_of(workdir, 100, "params/dense/kernel/c/0/0"),
+    path_of(workdir, 100, "params/dense/kernel/c.0.0"),
     path_of(workdir, 100, "opt/seen/zarr.json"),
-    path_of(workdir, 200, "opt/mask/c/0"),
+    path_of(workdir, 200, "opt/mask/c.0"),
   ]
   for path in damaged:
     content = bytearray(pathlib.Path(path).read_bytes())
     content[5] ^= 1
     pathlib.Path(path).write_bytes(content)
-  gone = path_of(workdir, 200, "params/wide/c/0/0")
+  gone = path_of(workdir, 200, "params/wide/c.0.0")
   os.remove(gone)
   assert tool.main(["verify", str(workdir)]) == 1
   out = capsys.readouterr().out
@@ -127,7 +127,7 @@ def test_export_of_one_tree(saved, tmp_path):
 
 
 def test_export_refuses_what_is_damaged(workdir, tmp_path, capsys):
-  path = path_of(workdir, 200, "params/wide/c/0/0")
+  path = path_of(workdir, 200, "params/wide/c.0.0")
   content = bytearray(pathlib.Path(path).read_bytes())
   content[5] ^= 1
   pathlib.Path(path).write_bytes(content)

@@ -1,0 +1,97 @@
+"""Benchmark 5: what compiling the update costs, and what scan costs in steps.
+
+Layers under `scan` compile once, so 48 of them should take as long as 12, and
+run as fast as layers written out one after the other.
+"""
+
+from benchmarks import measure
+
+_DEVICES = 8
+
+
+def main() -> None:
+  """Prints the three ratios; with --devices only seconds, for its parent."""
+  args = measure.arguments(
+    __doc__, devices="print the seconds to compile on so many devices"
+  )
+  if args.devices:
+    measure.simulate_devices(int(args.devices))
+    print(_compile_secs(args.quick))
+    return
+  measure.simulate_devices(1)
+  _depth(args.quick, args.repeats)
+  _scan(args.quick, args.repeats)
+  _devices(args.quick, args.repeats)
+
+
+def _depth(quick: bool, repeats: int) -> None:
+  shallow, deep = (2, 4) if quick else (12, 48)
+  secs = measure.interleave(
+    {
+      "deep": lambda: _compile_secs(quick, depth=deep),
+      "shallow": lambda: _compile_secs(quick, depth=shallow),
+    },
+    repeats,
+    warm_ups=not quick,
+  )
+  name = f"compile time, {deep} / {shallow} layers under scan"
+  pairs = measure.ratios(secs["deep"], secs["shallow"])
+  measure.report(5, f"{name}: {_model(quick)}", pairs, target="<= 1.3")
+
+
+def _scan(quick: bool, repeats: int) -> None:
+  from benchmarks import program
+
+  scanned = program.build(_config(quick, scan=True))
+  unrolled = program.build(_config(quick, scan=False))
+  steps = 2 if quick else 15
+  secs = measure.interleave(
+    {
+      "scan": lambda: scanned.run(steps),
+      "unrolled": lambda: unrolled.run(steps),
+    },
+    repeats,
+  )
+  pairs = measure.ratios(secs["scan"], secs["unrolled"])
+  name = f"step time, scan / unrolled layers: {_model(quick)}"
+  measure.report(5, name, pairs, target="<= 1.03")
+
+
+def _devices(quick: bool, repeats: int) -> None:
+  def child(devices: int) -> float:
+    flags = [f"--devices={devices}", *(["--quick"] if quick else [])]
+    command = ("-m", "benchmarks.compile_time", *flags)
+    return float(list(measure.lines(*command))[-1])
+
+  secs = measure.interleave(
+    {"several": lambda: child(_DEVICES), "one": lambda: child(1)},
+    repeats,
+    warm_ups=0,  # Each is a fresh process.
+  )
+  pairs = measure.ratios(secs["several"], secs["one"])
+  name = f"compile time, {_DEVICES} simulated devices / 1: {_model(quick)}"
+  measure.report(5, name, pairs, target="<= 1.5")
+
+
+def _compile_secs(quick: bool, depth: int | None = None) -> float:
+  from benchmarks import program
+
+  config = _config(quick, scan=True, depth=depth)
+  return program.build(config, state=False).compile_secs
+
+
+def _config(quick: bool, scan: bool, depth: int | None = None):
+  from benchmarks import synthetic
+
+  size = "mu/16,size=16" if quick else "S/16,size=64"
+  return synthetic.get_config(
+    f"{size},depth={depth},scan={scan},batch_size={_DEVICES}"
+  )
+
+
+def _model(quick: bool) -> str:
+  return "mu/16" if quick else f"ViT-S/16, {_DEVICES} images of 64 x 64"
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,54 @@
+"""Benchmark 10: bytes of train state on each of 8 devices.
+
+With fsdp=8 a device should hold an eighth of the parameters and of Adam's
+moments, plus what is too small to be worth splitting. Counted from the arrays
+of a state that was really made on 8 simulated devices.
+"""
+
+from typing import Any
+
+from benchmarks import measure
+
+_DEVICES = 8
+
+
+def main() -> None:
+  """Prints the largest share for each model."""
+  args = measure.arguments(__doc__)
+  measure.simulate_devices(_DEVICES)
+  from benchmarks import program, synthetic
+
+  models = ["mu/16"] if args.quick else ["S/16", "B/16"]
+  for model in models:
+    size = 16 if args.quick else 224
+    config = synthetic.get_config(f"{model},size={size}")
+    config.mesh = dict(replica=1, fsdp=_DEVICES)
+    state = program.build(config, update=False).state
+    held, whole = _bytes(state)
+    measure.report(
+      10,
+      f"bytes of a device / (whole state / {_DEVICES}): ViT-{model}, adam",
+      [part * _DEVICES / whole for part in held],
+      target="<= 1.05",
+    )
+    measure.report(
+      10, f"whole state: ViT-{model}, adam", [whole / 2**20], unit="MiB"
+    )
+    del state
+
+
+def _bytes(state: Any) -> tuple[list[int], int]:
+  """What each device holds of the state, and the size of all of it."""
+  import jax
+
+  held = dict.fromkeys(jax.devices(), 0)
+  whole = 0
+  for array in jax.tree.leaves(state):
+    whole += array.nbytes
+    for shard in array.addressable_shards:
+      held[shard.device] += shard.data.nbytes
+  return list(held.values()), whole
+
+
+if __name__ == "__main__":
+  main()

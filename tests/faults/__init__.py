@@ -1,0 +1,1 @@
+"""Faults injected into processes of the whole program."""

@@ -1,0 +1,126 @@
+"""Runs the program with a fault in it that only the inside can inject.
+
+python -m faults.run_with_fault FAULT [ARGUMENT ...] -- --config=... ...
+
+kill POINT N     SIGKILL when a save comes to POINT (see checkpoint._point)
+                 for the N-th time
+chunk N          the kernel ends the process in the middle of a file of the
+                 N-th save, by SIGXFSZ
+removal N        SIGKILL in the middle of the N-th removal of a directory
+hold POINT N FLAG   the N-th time, makes FLAG and waits for FLAG.go
+slow POINT SECS FLAG   sleeps there, each time, and adds a line to FLAG
+hang PHASE       never returns from making the data ("start") or compiling
+limit BYTES      no file may grow larger, like a full disk
+nobody           as a user who has no rights
+"""
+
+from bigtrain import cluster
+
+if __name__ == "__main__":
+  cluster.catch_signals()  # As the program itself does.
+
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+
+import jax
+
+from bigtrain import checkpoint, command, input_pipeline, main, storage
+from faults import waiting
+
+_NOBODY = 65534
+_CUT_AT_BYTES = 100_000
+
+
+def _die():
+  os.kill(os.getpid(), signal.SIGKILL)
+  time.sleep(60)
+
+
+def _sleep_for_good():
+  while True:
+    time.sleep(1)
+
+
+def _at(point, number, action):
+  """Calls `action` when saves come to a point for the `number`-th time."""
+  seen = 0
+
+  def on_point(name):
+    nonlocal seen
+    seen += name == point
+    if name == point and seen == int(number):
+      action()
+
+  checkpoint._point = on_point
+
+
+def _limit_files(num_bytes):
+  resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def kill(point, number):
+  _at(point, number, _die)
+
+
+def chunk(number):
+  signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it.
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  _at("metadata written", number, lambda: _limit_files(_CUT_AT_BYTES))
+
+
+def removal(number):
+  whole, seen = shutil.rmtree, 0
+
+  def half(path):
+    nonlocal seen
+    seen += 1
+    if seen == int(number):
+      whole(os.path.join(path, "params"))
+      _die()
+    whole(path)
+
+  storage.shutil.rmtree = half
+
+
+def hold(point, number, flag):
+  _at(point, number, lambda: waiting.wait_here(flag))
+
+
+def slow(point, secs, flag):
+  def on_point(name):
+    with open(flag, "a") as file:
+      file.write(f"{name}\n")
+    if name == point:
+      time.sleep(float(secs))
+
+  checkpoint._point = on_point
+
+
+def hang(phase):
+  if phase == "start":
+    input_pipeline.make_source = lambda *args: _sleep_for_good()
+  else:
+    jax.stages.Lowered.compile = lambda *args: _sleep_for_good()
+
+
+def limit(num_bytes):
+  _limit_files(int(num_bytes))
+
+
+def nobody():
+  if not os.getuid():
+    os.setgroups([])
+    os.setgid(_NOBODY)
+    os.setuid(_NOBODY)
+
+
+if __name__ == "__main__":
+  end = sys.argv.index("--")
+  fault, *arguments = sys.argv[1:end]
+  globals()[fault](*arguments)
+  del sys.argv[1 : end + 1]
+  command.run(main.train)

@@ -1,0 +1,97 @@
+"""Faults 1 to 7: kill -9 at any moment costs time, and nothing else."""
+
+import signal
+
+import pytest
+import tiny
+
+from bigtrain import storage
+from bigtrain.manifest import CheckpointError
+from faults import soak
+from faults.program import assert_same_run, assert_same_state, steps
+
+# In this order in one workdir, each in a process of its own that goes on where
+# the one before was killed. The number says which save or removal of that
+# process it is; the last two, what is then the newest step, and whether there
+# are remains.
+MOMENTS = (
+  (("kill", "begin", "2"), signal.SIGKILL, 2, False),
+  (("kill", "metadata written", "2"), signal.SIGKILL, 4, True),
+  (("chunk", "2"), signal.SIGXFSZ, 6, True),
+  (("kill", "data written", "2"), signal.SIGKILL, 8, True),
+  (("kill", "manifest written", "2"), signal.SIGKILL, 10, True),
+  (("kill", "committed", "2"), signal.SIGKILL, 14, False),
+  (("kill", "renamed for removal", "2"), signal.SIGKILL, 16, True),
+  (("removal", "3"), signal.SIGKILL, 20, True),
+)
+
+
+def remains(workdir):
+  return storage.listing(str(workdir)).leftovers
+
+
+def assert_rows_up_to(workdir, other, step):
+  """What has to outlive a kill: the rows up to the newest checkpoint."""
+  found, whole = tiny.rows(workdir), tiny.rows(other)
+  for at, row in whole.items():
+    if at > step:
+      break
+    assert at in found or "loss" not in row, f"no row of step {at}"
+    for name, value in found.get(at, {}).items():
+      assert row[name] == value, (at, name)
+
+
+def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
+  before = []
+  for fault, number, newest, leaves in MOMENTS:
+    process = program.start(workdir, fault=fault)
+    assert process.wait() == -number, f"{fault}:\n{process.text()}"
+    assert not [path for path in before if path in remains(workdir)], fault
+    before = remains(workdir)
+    assert bool(before) == leaves, (fault, before)
+    for path in before:
+      with pytest.raises(CheckpointError, match="remains of an unfinished"):
+        tiny.arrays(path)
+    assert steps(workdir)[-1] == newest, fault
+    assert_same_state(workdir, undisturbed, newest)
+    assert_rows_up_to(workdir, undisturbed, newest)
+    if fault[0] == "chunk":
+      sizes = [size for _, size in storage.files_below(before[0])]
+      assert 100_000 in sizes, "no file was cut"
+  program.run(workdir)
+  assert remains(workdir) == []
+  assert steps(workdir) == [22, 24]
+  assert_same_run(workdir, undisturbed, 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_times(program, tmp_path, seed):
+  soak.soak(program, tmp_path, kills=5, seed=seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "fault",
+  [
+    ("kill", "metadata written", "2"),
+    ("chunk", "2"),
+    ("kill", "manifest written", "2"),
+  ],
+)
+def test_another_number_of_devices_saves_the_same_step(
+  program, workdir, undisturbed, fault
+):
+  assert program.start(workdir, fault=fault).wait() < 0
+  assert steps(workdir) == [2] and len(remains(workdir)) == 1
+  program.run(workdir, "stop_at_steps=6", devices=4)
+  assert steps(workdir) == [4, 6] and remains(workdir) == []
+  program.run(workdir, "stop_at_steps=8")
+  assert steps(workdir) == [6, 8]
+  rows, expected = tiny.rows(workdir), tiny.rows(undisturbed)
+  for step in (3, 6):
+    for name, value in expected[step].items():
+      if name.startswith("id_"):
+        assert rows[step][name] == value
+      else:
+        assert rows[step][name] == pytest.approx(value, rel=1e-4), name
