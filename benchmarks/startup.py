@@ -9,8 +9,8 @@ ours, on the same JPEGs.
 """
 
 import contextlib
-import itertools
 import os
+import shutil
 import tempfile
 import time
 
@@ -48,15 +48,14 @@ def main() -> None:
   for name, config in configs.items():
     with tempfile.TemporaryDirectory() as folder:
       runs = Runs(folder)
-      runs.ours(config, "filled")
       secs = measure.interleave(
         {
-          "cold": lambda: runs.ours(config),
-          "warm": lambda: runs.ours(config, "filled"),
+          "cold": lambda: runs.ours(config, cold=True),
+          "warm": lambda: runs.ours(config, cold=False),
           "floor": lambda: secs_to_line(_MARK, "-c", _FLOOR),
         },
         args.repeats,
-        warm_ups=0,  # Filling the cache was one.
+        warm_ups=not args.quick,
       )
     warm = secs["warm"]
     measure.report(
@@ -102,10 +101,10 @@ def _big_vision(quick: bool, repeats: int) -> None:
     peer += f":{os.path.join(images, 'index.jsonl')},S/16,64,8"
     secs = measure.interleave(
       {
-        "cold, peer": lambda: runs.big_vision(peer, checkout),
-        "cold, ours": lambda: runs.ours(config),
-        "warm, peer": lambda: runs.big_vision(peer, checkout, "peer"),
-        "warm, ours": lambda: runs.ours(config, "ours"),
+        "cold, peer": lambda: runs.big_vision(peer, checkout, cold=True),
+        "cold, ours": lambda: runs.ours(config, cold=True),
+        "warm, peer": lambda: runs.big_vision(peer, checkout, cold=False),
+        "warm, ours": lambda: runs.ours(config, cold=False),
       },
       repeats,
     )
@@ -117,24 +116,27 @@ def _big_vision(quick: bool, repeats: int) -> None:
 class Runs:
   """Fresh processes, each in a workdir of its own.
 
+  A cold one begins with an empty compilation cache and fills it; a warm one
+  has the cache that the last cold one left.
+
   Args:
     folder: for workdirs and caches.
   """
 
   def __init__(self, folder: str):
     self._folder = folder
-    self._numbers = itertools.count()
+    self._number = 0
 
-  def _paths(self, cache: str | None) -> tuple[str, str]:
-    number = next(self._numbers)
-    return (
-      os.path.join(self._folder, f"run-{number}"),
-      os.path.join(self._folder, cache or f"cache-{number}"),
-    )
+  def _paths(self, program: str, cold: bool) -> tuple[str, str]:
+    self._number += 1
+    cache = os.path.join(self._folder, f"cache-{program}")
+    if cold:
+      shutil.rmtree(cache, ignore_errors=True)
+    return os.path.join(self._folder, f"run-{self._number}"), cache
 
-  def ours(self, config: str, cache: str | None = None) -> float:
-    """Seconds to the first step; with an empty cache unless one is named."""
-    workdir, cache = self._paths(cache)
+  def ours(self, config: str, *, cold: bool) -> float:
+    """Seconds to the end of the first step."""
+    workdir, cache = self._paths("ours", cold)
     return secs_to_line(
       _MARK,
       *("-m", "bigtrain.main", f"--config={config}", f"--workdir={workdir}"),
@@ -142,11 +144,9 @@ class Runs:
       "--config.hooks.first_step.type=benchmarks.startup.FirstStep",
     )
 
-  def big_vision(
-    self, config: str, checkout: str, cache: str | None = None
-  ) -> float:
-    """The same of an unmodified big_vision, by jax's own settings."""
-    workdir, cache = self._paths(cache)
+  def big_vision(self, config: str, checkout: str, *, cold: bool) -> float:
+    """The same of an unmodified big_vision, with jax's own settings."""
+    workdir, cache = self._paths("big_vision", cold)
     env = measure.environment()
     env |= {
       "PYTHONPATH": os.pathsep.join([checkout, env["PYTHONPATH"]]),

@@ -211,12 +211,14 @@ class Checkpointer:
         job.event.wait()
       self.last_write_secs = time.monotonic() - began
       self.last_saved_step = job.step
-      self._settled.set()
-      if self._peers.index == 0:
-        with self._pruning:
-          self._prune(job)
     except BaseException as e:
       self._fail(job, e)
+      return
+    finally:
+      self._settled.set()
+    if self._peers.index == 0:
+      with self._pruning:
+        self._prune(job)
 
   def _fail(self, job: _Job, error: BaseException) -> None:
     reason = str(error) or type(error).__name__
@@ -235,7 +237,6 @@ class Checkpointer:
     if self._peers.count == 1 and os.path.lexists(job.tmp):
       # The disk may be full: what else has to be written needs the room.
       storage.discard(job.tmp)
-    self._settled.set()
 
   def _write_arrays(self, job: _Job) -> None:
     import tensorstore as ts
@@ -315,10 +316,10 @@ class Checkpointer:
 
   def _prune(self, job: _Job) -> None:
     """Removes what need not be kept; failing at it does not fail the save."""
-    for old in self._events:
-      old.forget()
-    self._events = [job.event]
     try:
+      for old in self._events:
+        old.forget()
+      self._events = [job.event]
       # Newer steps are of a future that was rolled back: not this run's.
       there = sorted(storage.listing(self._workdir).checkpoints)
       there = [step for step in there if step <= job.step]
@@ -328,7 +329,7 @@ class Checkpointer:
         doomed = storage.retire(self._workdir, step, job.token)
         _point("renamed for removal")
         storage.discard(doomed)
-    except (OSError, CheckpointError) as e:
+    except (OSError, CheckpointError, jax.errors.JaxRuntimeError) as e:
       logging.warning("old checkpoints could not be removed: %s", e)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import host_tensorflow
+from bigtrain.data import host_tensorflow
 from bigtrain.input_engine import (
   Batch,
   Engine,

@@ -33,6 +33,7 @@ from bigtrain import (
   flops,
   guard,
   hooks,
+  host_memory,
   input_pipeline,
   lease,
   metrics,
@@ -89,6 +90,7 @@ def _train(
 ) -> dict[str, Any]:
   """The program; what it opens is closed by `at_end`."""
   config = settings.Config(config)
+  host_memory.keep_freed()
   record.use_compile_cache(config.get("compile_cache", True))
   dog = watchdog.Watchdog(watchdog.read_limits(config), workdir)
   at_end.callback(dog.close)

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import host_tensorflow, input_pipeline, settings, sharding
-from bigtrain.data import image_folder
+from bigtrain import input_pipeline, settings, sharding
+from bigtrain.data import host_tensorflow, image_folder
 from bigtrain.input_numpy import NumpyEngine
 from bigtrain.input_tf import TfEngine
 from bigtrain.pp import registry

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import host_tensorflow
-from bigtrain.data import files, slices, tfrecord
+from bigtrain.data import files, host_tensorflow, slices, tfrecord
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 

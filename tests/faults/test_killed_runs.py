@@ -56,7 +56,7 @@ def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
     assert_same_state(workdir, undisturbed, newest)
     assert_rows_up_to(workdir, undisturbed, newest)
     if fault[0] == "chunk":
-      sizes = [size for _, size in storage.files_below(before[0])]
+      sizes = [size for path in before for _, size in storage.files_below(path)]
       assert 100_000 in sizes, "no file was cut"
   program.run(workdir)
   assert remains(workdir) == []

@@ -1,0 +1,86 @@
+"""What users bring themselves: modules by dotted path, arrays, hooks."""
+
+import numpy as np
+import pytest
+import tiny
+from tiny import mine
+
+from bigtrain import main, settings
+
+
+def test_a_user_brings_everything_from_outside_of_the_package(
+  tiny_config, tmp_path
+):
+  mine.Hook.calls.clear()
+  path = "tiny.mine"
+  config = tiny_config(
+    {
+      "task": path,
+      "loss": dict(scale=0.5),
+      "model_name": path,
+      "model": {},
+      "input.data": dict(type=path, length=64),
+      "input.pp": "my_double",
+      "input.shuffle": False,
+      "pp_modules": (path,),
+      "evals": {
+        "own": dict(
+          type=path,
+          pred="shifted",
+          pred_kw=dict(by=100.0),
+          at=0.0,
+          log_steps=2,
+        )
+      },
+      "hooks": {"own": dict(type=f"{path}.Hook", tag="t")},
+    }
+  )
+  results = main.train(config, str(tmp_path))
+  rows = tiny.rows(tmp_path)
+  assert list(rows) == [1, 2, 4]
+  # Examples 32 to 63 are in the third and fourth batch; the op doubles them.
+  assert rows[4]["seen"] == 2 * np.arange(32, 64).mean()
+  bias = tiny.arrays(tmp_path)["params/only/bias"][0]
+  assert rows[4]["own/out"] == pytest.approx(100 + bias)
+  assert results["step"] == 4
+  # A row is seen when the step after it is under way, unless it is waited for.
+  assert mine.Hook.calls == [
+    ("before_train", 0, "t"),
+    ("before_step", 1),
+    ("before_step", 2),
+    ("after_step", 1, True),
+    ("after_step", 2, True),
+    ("after_step", 2, False),
+    ("before_step", 3),
+    ("before_step", 4),
+    ("after_step", 4, True),
+    ("after_train", 4),
+  ]
+  assert sorted(tiny.checkpoint_steps(tmp_path)) == [3, 4]
+
+
+def test_arrays_of_a_notebook_are_trained_on_saved_and_resumed(
+  tiny_config, tmp_path
+):
+  with np.load(tiny_config()["input"]["data"]["path"]) as file:
+    data = dict(type="arrays", arrays=dict(file))
+  straight, cut = tmp_path / "straight", tmp_path / "cut"
+  main.train(tiny_config(), str(straight))
+  config = tiny_config({"input.data": data})
+  main.train(config | {"stop_at_steps": 3}, str(cut))
+  main.train(config, str(cut))
+  tiny.assert_same(tiny.arrays(straight), tiny.arrays(cut))
+  other = {**data["arrays"], "image": np.zeros((80, 8, 8, 1), np.float32)}
+  config["input"]["data"] = dict(type="arrays", arrays=other)
+  with pytest.raises(settings.ConfigError, match=r"input.data.arrays.image:"):
+    main.train(config, str(cut))
+
+
+def test_a_profile_is_taken_once(tiny_config, tmp_path):
+  profile = dict(type="profile", start=2, steps=1)
+  config = tiny_config({"hooks": {"profile": profile}, "evals": {}})
+  main.train(config | {"stop_at_steps": 3}, str(tmp_path))
+  traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
+  assert len(traces) == 1
+  main.train(config, str(tmp_path))
+  assert list((tmp_path / "profile").rglob("*.xplane.pb")) == traces
