@@ -326,6 +326,8 @@ def _train(
   )
   state, step = begun.state, begun.step
   record.write(workdir, config.to_dict(), record.run_info(mesh))
+  total = record.parameters(workdir, params_spec, optimizer.trainable)
+  logging.info("%s; the table is in parameters.txt.", total)
   logging.info("Step %d of %d, %s.", step, total_steps, begun.how)
   # Rolling back passes over batches: from then on they run ahead of the steps.
   ahead = begun.host.get("batches_ahead", 0)

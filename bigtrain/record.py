@@ -59,6 +59,29 @@ def topology(mesh: Mesh) -> str:
   )
 
 
+def parameters(workdir: str, params: Any, trainable: Any) -> str:
+  """Writes parameters.txt, a table of all parameters; returns its totals.
+
+  Args:
+    workdir: folder of the run.
+    params: tree of arrays or ShapeDtypeStructs.
+    trainable: tree of bools like it.
+  """
+  from clu import parameter_overview
+
+  sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+  flags = jax.tree.leaves(trainable)
+  trained = sum(size for size, flag in zip(sizes, flags) if flag)
+  total = f"{sum(sizes):,} parameters, {trained:,} of them trained"
+  if jax.process_index() == 0:
+    table = parameter_overview.get_parameter_overview(
+      params, include_stats=False
+    )
+    with open(os.path.join(workdir, "parameters.txt"), "w") as file:
+      file.write(f"{table}\n{total}\n")
+  return total
+
+
 def versions() -> dict[str, str]:
   """Versions of the packages that a result depends on."""
   found = {}

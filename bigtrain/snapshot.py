@@ -40,17 +40,20 @@ class Piece(NamedTuple):
 
 
 class _Plan(NamedTuple):
-  """What holds for all snapshots of the same tree.
+  """What holds for all snapshots of the same tree on this process.
 
   Attributes:
     key: of the tree.
-    replicas: name -> the replica that it is taken from.
     arrays: name -> how it lies in files.
+    sources: (position in the tree, number of the addressable shard) of each
+      part that this process writes; a numpy array counts as one shard.
+    pieces: these parts, without their data.
   """
 
   key: Any
-  replicas: dict[str, int]
   arrays: dict[str, Array]
+  sources: list[tuple[int, int]]
+  pieces: list[Piece]
 
 
 class Snapshots:
@@ -62,8 +65,8 @@ class Snapshots:
   """
 
   def __init__(self) -> None:
-    self._memory = np.empty(0, np.uint8)
-    self._plan = _Plan(None, {}, {})
+    self._plan = _Plan(None, {}, [], [])
+    self._copies: list[np.ndarray] = []
     self._pool = concurrent.futures.ThreadPoolExecutor(
       max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="snapshot"
     )
@@ -89,68 +92,95 @@ class Snapshots:
       for name, x in named
     ]
     if key != self._plan.key:
-      self._plan = _Plan(key, *_make_plan(named))
-    pieces, shards = [], []
-    for name, x in named:
-      if isinstance(x, jax.Array):
-        for shard in x.addressable_shards:
-          if shard.replica_id == self._plan.replicas[name]:
-            pieces.append(Piece(name, _explicit(shard.index, x.shape), None))
-            shards.append(shard.data)
-      elif jax.process_index() == 0:
-        everything = tuple(slice(0, n) for n in x.shape)
-        pieces.append(Piece(name, everything, np.array(x)))
-        shards.append(None)
-    on_device = [i for i, shard in enumerate(shards) if shard is not None]
-    copies = self._copy([shards[i] for i in on_device])
-    for i, copy in zip(on_device, copies):
-      pieces[i] = pieces[i]._replace(data=copy)
+      self._plan = _make_plan(key, named)
+      self._copies = []
+    shards = [_shard(named[i][1], number) for i, number in self._plan.sources]
+    if all(_platform(x) == "cpu" for x in shards):
+      copies = self._copy_on_cpu(shards)
+    else:
+      copies = _copy_to_pinned(shards)
+    pieces = [
+      Piece(piece.name, piece.place, copy)
+      for piece, copy in zip(self._plan.pieces, copies)
+    ]
     return pieces, self._plan.arrays
 
-  def _copy(self, shards: list[jax.Array]) -> list[Any]:
-    devices = [next(iter(x.devices())) for x in shards]
-    if all(device.platform == "cpu" for device in devices):
-      return self._copy_on_cpu(shards)
-    return _copy_to_pinned(shards, devices)
-
-  def _copy_on_cpu(self, shards: list[jax.Array]) -> list[np.ndarray]:
-    starts, end = [], 0
-    for x in shards:
-      starts.append(end)
-      end += -(-x.nbytes // _ALIGN) * _ALIGN
-    if self._memory.size != end:
-      self._memory = np.empty(end, np.uint8)
-    copies, segments = [], []
-    for x, start in zip(shards, starts):
-      # A view. While it lives, the buffer cannot be donated, so it is local.
-      source = np.asarray(x)
-      copy = self._memory[start : start + x.nbytes]
-      copies.append(copy.view(source.dtype).reshape(source.shape))
+  def _copy_on_cpu(self, shards: list[Any]) -> list[np.ndarray]:
+    # Views. While they live, the buffers cannot be donated: they are local.
+    sources = [np.asarray(x) for x in shards]
+    if not self._copies:
+      self._copies = _allocate(sources)
+    tasks: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]
+    size = 0
+    for source, copy in zip(sources, self._copies):
+      # Not by elements: numpy copies bytes without holding its lock.
       flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-      for at in range(0, x.nbytes, _SEGMENT_BYTES):
+      to = copy.reshape(-1).view(np.uint8)
+      for at in range(0, flat.size, _SEGMENT_BYTES):
         part = slice(at, at + _SEGMENT_BYTES)
-        segments.append((copy[part], flat[part]))
-    list(self._pool.map(lambda pair: np.copyto(*pair), segments))
-    return copies
+        tasks[-1].append((to[part], flat[part]))
+        size += min(_SEGMENT_BYTES, flat.size - at)
+        if size >= _SEGMENT_BYTES:
+          tasks.append([])
+          size = 0
+
+    def copy_all(task: list[tuple[np.ndarray, np.ndarray]]) -> None:
+      for to, from_ in task:
+        np.copyto(to, from_)
+
+    list(self._pool.map(copy_all, tasks))
+    return self._copies
 
   def close(self) -> None:
     """Gives the memory back."""
     self._pool.shutdown()
-    self._memory = np.empty(0, np.uint8)
+    self._copies = []
 
 
-def _copy_to_pinned(shards: list[jax.Array], devices: list[Any]) -> list[Any]:
+def _allocate(sources: list[np.ndarray]) -> list[np.ndarray]:
+  """Arrays like these, in one piece of memory."""
+  starts = [0]
+  for x in sources:
+    starts.append(starts[-1] + -(-x.nbytes // _ALIGN) * _ALIGN)
+  memory = np.empty(starts[-1], np.uint8)
+  return [
+    memory[at : at + x.nbytes].view(x.dtype).reshape(x.shape)
+    for x, at in zip(sources, starts)
+  ]
+
+
+def _copy_to_pinned(shards: list[Any]) -> list[Any]:
   """Copies by the devices' own engines, into memory that they can reach."""
+  arrays = [x for x in shards if isinstance(x, jax.Array)]
+  devices = [next(iter(x.devices())) for x in arrays]
   kinds = {m.kind for d in devices for m in d.addressable_memories()}
   if "pinned_host" not in kinds:
-    for x in shards:
+    for x in arrays:
       x.copy_to_host_async()
     return [np.array(x) for x in shards]
   places = [
     jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     for device in devices
   ]
-  return jax.block_until_ready(jax.device_put(shards, places))
+  copies = iter(jax.block_until_ready(jax.device_put(arrays, places)))
+  return [
+    next(copies) if isinstance(x, jax.Array) else np.array(x) for x in shards
+  ]
+
+
+def _shard(x: Any, number: int) -> Any:
+  """An addressable shard's data, without the cost of a jax Shard object."""
+  if not isinstance(x, jax.Array):
+    return x
+  if number and x.is_fully_replicated:  # addressable_data gives the first.
+    return x.addressable_shards[number].data
+  return x.addressable_data(number)
+
+
+def _platform(shard: Any) -> str:
+  if not isinstance(shard, jax.Array):
+    return "cpu"
+  return next(iter(shard.devices())).platform
 
 
 def _sharding(x: Any) -> Any:
@@ -163,14 +193,44 @@ def _explicit(
   return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape))
 
 
-def _make_plan(
-  named: Sequence[tuple[str, Any]],
-) -> tuple[dict[str, int], dict[str, Array]]:
-  """The replica to take of each array, and how each lies in files.
+def _make_plan(key: Any, named: Sequence[tuple[str, Any]]) -> _Plan:
+  """Which process writes what, and how each array lies in files.
 
   The bytes are spread over all devices that hold them, so that many links
   carry them to the host and many hosts write. Every process computes the same.
   """
+  _check(named)
+  load: dict[Any, int] = {}
+  chosen, arrays = {}, {}
+  for name, x in sorted(named, key=lambda pair: -pair[1].nbytes):
+    if not isinstance(x, jax.Array):
+      arrays[name] = manifest_lib.describe(x.shape, x.dtype)
+      continue
+    choices = _replicas(x)
+    busiest = [max(load.get(d, 0) for _, d in choice) for choice in choices]
+    chosen[name] = busiest.index(min(busiest))
+    holders = choices[chosen[name]]
+    for _, device in holders:
+      load[device] = load.get(device, 0) + x.nbytes // len(holders)
+    arrays[name] = manifest_lib.describe(
+      x.shape, x.dtype, _block_shape(x, holders), _sharding_json(x.sharding)
+    )
+  sources, pieces = [], []
+  for i, (name, x) in enumerate(named):
+    if isinstance(x, jax.Array):
+      for number, shard in enumerate(x.addressable_shards):
+        if shard.replica_id == chosen[name]:
+          sources.append((i, number))
+          pieces.append(Piece(name, _explicit(shard.index, x.shape), None))
+    elif jax.process_index() == 0:
+      sources.append((i, 0))
+      pieces.append(Piece(name, tuple(slice(0, n) for n in x.shape), None))
+  arrays = {name: arrays[name] for name, _ in named}
+  return _Plan(key, arrays, sources, pieces)
+
+
+def _check(named: Sequence[tuple[str, Any]]) -> None:
+  """Raises CheckpointError for a name or a value that cannot be saved."""
   manifest_lib.check_names(name for name, _ in named)
   for name, x in named:
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
@@ -180,22 +240,6 @@ def _make_plan(
         f"array name {name!r}: dtype {x.dtype} cannot be saved; random keys "
         "are made from the seed and the step."
       )
-  load: dict[Any, int] = {}
-  replicas, arrays = {}, {}
-  for name, x in sorted(named, key=lambda pair: -pair[1].nbytes):
-    if not isinstance(x, jax.Array):
-      arrays[name] = manifest_lib.describe(x.shape, x.dtype)
-      continue
-    choices = _replicas(x)
-    busiest = [max(load.get(d, 0) for _, d in choice) for choice in choices]
-    replicas[name] = busiest.index(min(busiest))
-    chosen = choices[replicas[name]]
-    for _, device in chosen:
-      load[device] = load.get(device, 0) + x.nbytes // len(chosen)
-    arrays[name] = manifest_lib.describe(
-      x.shape, x.dtype, _block_shape(x, chosen), _sharding_json(x.sharding)
-    )
-  return replicas, {name: arrays[name] for name, _ in named}
 
 
 def _replicas(x: jax.Array) -> list[list[tuple[tuple[slice, ...], Any]]]:

@@ -3,7 +3,6 @@
 import json
 import logging
 
-import jax
 import numpy as np
 import pytest
 import tiny
@@ -18,7 +17,6 @@ EVERYTHING = {
   "model.dropout": 0.3,
   "ema_decay": 0.5,
   "input.pp": "random_crop(8,pad=1)",
-  "loss": dict(mixup_alpha=0.2),
 }
 
 
@@ -87,7 +85,7 @@ def test_resumed_runs_end_bit_equal(
   tiny.assert_same(tiny.rows(tmp_path), tiny.rows(straight[log_steps]))
   # Every epoch has each example once, restarts or not.
   assert len(seen) == 6
-  assert sorted(sum(seen[:5], [])) == list(range(1000, 1080))
+  assert sorted(np.ravel(seen[:5])) == list(range(1000, 1080))
   starts = json.loads((tmp_path / "run.json").read_text())["starts"]
   assert len(starts) == len(stops) + 1
 
@@ -114,7 +112,7 @@ def test_another_mesh_sees_the_same_examples(
   main.train(config | {"stop_at_steps": 3}, str(tmp_path))
   config["mesh"] = dict(replica=4, fsdp=2)
   main.train(config, str(tmp_path))
-  assert sorted(sum(seen[:5], [])) == list(range(1000, 1080))
+  assert sorted(np.ravel(seen[:5])) == list(range(1000, 1080))
   expected, rows = tiny.rows(straight[2]), tiny.rows(tmp_path)
   assert list(rows) == list(expected)
   for step in rows:
@@ -125,10 +123,6 @@ def test_a_signal_in_a_step_saves_and_the_rest_is_the_same(
   straight, tiny_config, tmp_path, monkeypatch
 ):
   config = tiny_config(EVERYTHING)
-  monkeypatch.setattr(cluster, "_signals", [15])
-  with pytest.raises(cluster.Preempted, match="while|received"):
-    main.train(config, str(tmp_path))  # While it compiles: nothing to save.
-  assert tiny.checkpoint_steps(tmp_path) == []
   monkeypatch.setattr(cluster, "_signals", signals := [])
   hook = dict(type="call", function=f"{__name__}.on_row_2")
   on_row_2.signals = signals
@@ -232,27 +226,24 @@ def test_a_finished_run_stays_as_it_is(straight, tiny_config, caplog):
 
 
 def test_a_change_of_the_trajectory_is_refused_with_the_key(
-  straight, tiny_config, tmp_path
+  tiny_config, tmp_path
 ):
-  config = tiny_config(EVERYTHING)
-  main.train(config | {"stop_at_steps": 3}, str(tmp_path))
-  changed = tiny_config(EVERYTHING | {"input.batch_size": 32, "lr": 0.1})
+  main.train(tiny_config({"stop_at_steps": 3}), str(tmp_path))
+  changed = tiny_config({"input.shuffle": False, "lr": 0.1})
   with pytest.raises(settings.ConfigError) as told:
     main.train(changed, str(tmp_path))
-  assert "config.input.batch_size: 16 -> 32" in str(told.value)
+  assert "config.input.shuffle: None -> false" in str(told.value)
   assert "config.lr: 0.01 -> 0.1" in str(told.value)
   with pytest.raises(settings.ConfigError, match=r"config.lr: 0.01") as told:
-    main.train(changed | {"allow_changes": ["input.batch_size"]}, str(tmp_path))
-  assert "batch_size" not in str(told.value)
-  # Nothing was harmed by asking: config.json is that of the run.
+    main.train(changed | {"allow_changes": ["input.shuffle"]}, str(tmp_path))
+  assert "shuffle" not in str(told.value)
+  # Asking harmed nothing: config.json is that of the run.
   written = json.loads((tmp_path / "config.json").read_text())
   assert written["lr"] == 0.01
   main.train(changed | {"allow_changes": ["input", "lr"]}, str(tmp_path))
   written = json.loads((tmp_path / "config.json").read_text())
   assert written["lr"] == 0.1
-  rows, expected = tiny.rows(tmp_path), tiny.rows(straight[2])
-  assert rows[6]["lr"] == pytest.approx(10 * expected[6]["lr"])
-  assert rows[6]["examples_seen"] == 192
+  assert tiny.rows(tmp_path)[4]["lr"] > 0.01
 
 
 def test_harmless_changes_pass(straight, tiny_config, tmp_path, caplog):
@@ -289,14 +280,9 @@ def test_the_whole_state_is_taken_over_from_elsewhere(
 
 
 def test_parameters_alone_are_taken_over(straight, tiny_config, tmp_path):
-  config = tiny_config(
-    EVERYTHING
-    | {
-      "model_init": dict(path=str(straight[2]), prefix="ema"),
-      "stop_at_steps": 1,
-      "lr": 0.0,
-    }
-  )
+  init = dict(path=str(straight[2]), prefix="ema")
+  # The first step of the warm-up has a learning rate of 0.
+  config = tiny_config(EVERYTHING | {"model_init": init, "stop_at_steps": 1})
   main.train(config, str(tmp_path))
   given, taken = tiny.arrays(straight[2]), tiny.arrays(tmp_path)
   for name in ("first/kernel", "head/bias"):
@@ -305,6 +291,10 @@ def test_parameters_alone_are_taken_over(straight, tiny_config, tmp_path):
       taken[f"ema/{name}"], given[f"ema/{name}"], rtol=1e-6
     )
   assert taken["step"] == 1
+  moments = [name for name in taken if name.endswith("/mu/head/bias")]
+  assert moments
+  for name in moments:
+    assert np.abs(taken[name] - given[name]).max() > 0
 
 
 def test_a_new_run_in_a_folder_with_old_rows_has_none_of_them(
@@ -314,4 +304,4 @@ def test_a_new_run_in_a_folder_with_old_rows_has_none_of_them(
   results = main.train(tiny_config({"stop_at_steps": 2}), str(tmp_path))
   assert tiny.rows(tmp_path)[1]["loss"] != 9
   assert list(tiny.rows(tmp_path)) == [1, 2]
-  assert jax.process_count() == 1 and results["step"] == 2
+  assert results["step"] == 2

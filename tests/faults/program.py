@@ -194,6 +194,11 @@ class Program:
         process.kill()
 
 
+def path_of(workdir, step, *parts):
+  """A place in the checkpoint of a step."""
+  return workdir.joinpath("checkpoints", f"{step:08d}", *parts)
+
+
 def steps(workdir):
   """Steps of the checkpoints."""
   return list(storage.listing(str(workdir)).checkpoints)

@@ -16,11 +16,15 @@ _POLL_SECS = 0.02
 def wait_here(flag, meanwhile=lambda: None):
   """Makes the flag and waits for the word to go on."""
   pathlib.Path(flag).touch()
+  _wait_for(f"{flag}.go", meanwhile)
+
+
+def _wait_for(file, meanwhile=lambda: None):
   deadline = time.monotonic() + _LIMIT_SECS
-  while not os.path.exists(f"{flag}.go"):
+  while not os.path.exists(file):
     meanwhile()
     if time.monotonic() > deadline:
-      raise TimeoutError(f"{flag}.go never came")
+      raise TimeoutError(f"{file} never came")
     time.sleep(_POLL_SECS)
 
 
@@ -38,14 +42,16 @@ class Gate:
 
 
 class Kill:
-  """A hook that kills its process before a step."""
+  """A hook that kills its process before a step, when a file is there."""
 
-  def __init__(self, step):
+  def __init__(self, step, file):
     self._step = step
+    self._file = file
 
   def before_step(self, step):
     """Sends SIGKILL."""
     if step == self._step:
+      _wait_for(self._file)
       os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -65,7 +71,7 @@ class Evaluator:
   """Waits the first time; its one metric is the step.
 
   Args:
-    flag: the file; None to wait for nothing.
+    flag: the file.
     hang: whether it tells nobody that it is still alive while it waits.
   """
 
@@ -79,8 +85,8 @@ class Evaluator:
     """Evaluates nothing."""
     del variables
     if not os.path.exists(self._flag):
-      progress = self._context.progress
+      tell = self._context.progress
       wait_here(
-        self._flag, (lambda: None) if self._hang else lambda: progress(0, 1)
+        self._flag, (lambda: None) if self._hang else lambda: tell(0, 1)
       )
     return {"step": float(step)}

@@ -1,0 +1,256 @@
+"""Benchmark 8: how fast JPEGs become batches, beside what the cores can do.
+
+Photograph-like JPEGs of 375 x 500 pixels and about 64 KB are decoded, cropped
+at random, resized to 224 x 224, flipped, scaled and batched. The limit is what
+one thread decodes, crops and resizes, times the cores. What else there is to
+make batches with takes turns with it; all of them run endlessly and are
+stopped, full, while another one is measured.
+"""
+
+import io
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks import jpegs, measure
+
+_BATCH = 64
+# More than any of them has waiting when its turn begins.
+_LEAD_IN_BATCHES = 10
+
+
+def main() -> None:
+  """Prints the ratios to the limit and to the peers, and a training rate."""
+  args = measure.arguments(__doc__)
+  with tempfile.TemporaryDirectory() as folder:
+    if args.quick:
+      paths, size = jpegs.write(folder, 16, 48, 64, 2_000), 32
+    else:
+      paths, size = jpegs.write(folder, 256), 224
+    _rates(folder, paths, size, args.quick, args.repeats)
+    _training(folder, args.quick, args.repeats)
+
+
+def _rates(
+  folder: str, paths: Sequence[str], size: int, quick: bool, repeats: int
+) -> None:
+  secs = 0.1 if quick else 1.5
+  calls = {"limit": decoder(paths, size, secs)}
+  makers = {
+    "pipeline": lambda: pipeline(folder, size),
+    "plain tf.data": lambda: tf_data(paths, size),
+    "torch DataLoader": lambda: torch_loader(paths, size),
+    "Grain": lambda: grain_loader(paths, size),
+  }
+  needs = {"torch DataLoader": ("torch", "PIL"), "Grain": ("grain", "PIL")}
+  skipped = {}
+  for name, make in makers.items():
+    reason = measure.missing(*needs.get(name, ()))
+    if name in needs and quick:
+      reason = reason or "not in --quick"
+    if reason:
+      skipped[name] = reason
+    else:
+      calls[name] = taker(make(), 1 if quick else _LEAD_IN_BATCHES, secs)
+  found = measure.interleave(calls, repeats)
+  single = found.pop("limit")
+  report = measure.report
+  report(8, "limit: JPEG decode, crop, resize, 1 thread", single, unit="img/s")
+  limits = [rate * measure.cores() for rate in single]
+  ours = found["pipeline"]
+  for name in makers:
+    over = f"{name} / (cores x 1 thread)"
+    if name in skipped:
+      measure.skip(8, over, skipped[name])
+      continue
+    target = ">= 0.85" if name == "pipeline" else None
+    report(8, over, measure.ratios(found[name], limits), target=target)
+    if name != "pipeline":
+      report(8, f"pipeline / {name}", measure.ratios(ours, found[name]))
+  report(8, "pipeline", ours, unit="img/s")
+
+
+def _training(folder: str, quick: bool, repeats: int) -> None:
+  from benchmarks import program
+
+  variant, size, batch_size = ("mu/16", 16, 8) if quick else ("Ti/32", 224, 16)
+  config = jpegs.get_config(
+    f"folder={folder},variant={variant},size={size},batch_size={batch_size}"
+  )
+  if quick:
+    config.log_steps = 2
+  slowdown = program.loop_ratios(config, config.log_steps, repeats)
+  name = f"training rate, JPEGs / resident batch: ViT-{variant} at {size}"
+  measure.report(8, name, [1 / x for x in slowdown], target=">= 0.85")
+
+
+def taker(
+  batches: Iterator[Any], lead_in: int, secs: float
+) -> Callable[[], float]:
+  """A function that returns images per second over `secs` or a bit more."""
+
+  def rate() -> float:
+    for _ in range(lead_in):
+      next(batches)
+    number, began, now = 0, time.perf_counter(), 0.0
+    while now < secs:
+      next(batches)
+      number += 1
+      now = time.perf_counter() - began
+    return number * _BATCH / now
+
+  return rate
+
+
+def decoder(
+  paths: Iterable[str], size: int, secs: float
+) -> Callable[[], float]:
+  """A function that returns what one thread decodes, crops and resizes.
+
+  In images per second; from memory, and nothing is done with the result.
+  """
+  import tensorflow as tf
+
+  encoded = []
+  for path in paths:
+    with open(path, "rb") as file:
+      encoded.append(file.read())
+  options = tf.data.Options()
+  options.threading.private_threadpool_size = 1
+  options.threading.max_intra_op_parallelism = 1
+  options.autotune.enabled = False
+  images = tf.data.Dataset.from_tensor_slices(encoded).repeat()
+  images = images.map(lambda x: _tf_crop(x, size)).with_options(options)
+
+  def run(number: int) -> float:
+    chosen = images.take(number).with_options(options)
+    return measure.timed(lambda: chosen.reduce(0, lambda n, image: n + 1))
+
+  number = len(encoded)
+  number = max(1, round(number * secs / run(number)))
+  return lambda: number / run(number)
+
+
+def _tf_crop(encoded: Any, size: int) -> Any:
+  """A random window of an encoded image, at another size."""
+  import tensorflow as tf
+
+  begin, extent, _ = tf.image.sample_distorted_bounding_box(
+    tf.io.extract_jpeg_shape(encoded),
+    tf.zeros([0, 0, 4], tf.float32),
+    area_range=(0.05, 1.0),
+    aspect_ratio_range=(0.75, 1.33),
+    min_object_covered=0,
+    use_image_if_no_bounding_boxes=True,
+  )
+  window = tf.stack([begin[0], begin[1], extent[0], extent[1]])
+  image = tf.io.decode_and_crop_jpeg(encoded, window, channels=3)
+  return tf.image.resize(image, [size, size])
+
+
+def pipeline(folder: str, size: int) -> Iterator[Any]:
+  """Ours, up to batches on the device."""
+  from bigtrain import input_pipeline, settings, sharding
+
+  config = {
+    "data": {"type": "image_folder", "path": folder},
+    "pp": jpegs.TRAIN_PP.format(size=size),
+    "batch_size": _BATCH,
+  }
+  train_input = input_pipeline.make_train(
+    settings.Config(config, "config.input"), seed=0, mesh=sharding.make_mesh()
+  )
+  return train_input.start(0, 10**9)
+
+
+def tf_data(paths: Sequence[str], size: int) -> Iterator[Any]:
+  """What one would write in tf.data by hand, left to tune itself."""
+  import tensorflow as tf
+
+  def example(path: Any, label: Any) -> tuple[Any, Any]:
+    image = tf.image.random_flip_left_right(
+      _tf_crop(tf.io.read_file(path), size)
+    )
+    return image / 127.5 - 1.0, tf.one_hot(label, 1000)
+
+  labels = [i % 4 for i in range(len(paths))]
+  dataset = tf.data.Dataset.from_tensor_slices((list(paths), labels))
+  dataset = dataset.shuffle(len(paths)).repeat()
+  dataset = dataset.map(example, num_parallel_calls=tf.data.AUTOTUNE)
+  dataset = dataset.batch(_BATCH, drop_remainder=True)
+  return dataset.prefetch(tf.data.AUTOTUNE).as_numpy_iterator()
+
+
+class Images:
+  """Examples by index, made with Pillow, for loaders that run Python.
+
+  Args:
+    paths: of the images.
+    size: of the examples.
+  """
+
+  def __init__(self, paths: Sequence[str], size: int):
+    self._paths = list(paths)
+    self._size = size
+
+  def __len__(self) -> int:
+    return len(self._paths)
+
+  def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+    """float32 [size, size, 3] from -1 to 1, and a label."""
+    import PIL.Image
+
+    with open(self._paths[index], "rb") as file:
+      image = PIL.Image.open(io.BytesIO(file.read())).convert("RGB")
+    width, height = image.size
+    area = width * height * random.uniform(0.05, 1.0)
+    ratio = random.uniform(0.75, 1.33)
+    w = min(width, round((area * ratio) ** 0.5))
+    h = min(height, round((area / ratio) ** 0.5))
+    left, top = random.randint(0, width - w), random.randint(0, height - h)
+    image = image.resize(
+      (self._size, self._size),
+      PIL.Image.Resampling.BILINEAR,
+      box=(left, top, left + w, top + h),
+    )
+    if random.random() < 0.5:
+      image = image.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT)
+    return np.asarray(image, np.float32) / 127.5 - 1, index % 4
+
+
+def torch_loader(paths: Sequence[str], size: int) -> Iterator[Any]:
+  """torch's DataLoader with a process for each core."""
+  import torch.utils.data
+
+  loader = torch.utils.data.DataLoader(
+    Images(paths, size),
+    batch_size=_BATCH,
+    sampler=torch.utils.data.RandomSampler(
+      paths, replacement=True, num_samples=10**7
+    ),
+    num_workers=measure.cores(),
+    # Forked processes would inherit the locks of other threads here.
+    multiprocessing_context="spawn",
+  )
+  return iter(loader)
+
+
+def grain_loader(paths: Sequence[str], size: int) -> Iterator[Any]:
+  """Grain's DataLoader pieces with a process for each core."""
+  import grain
+  from absl import flags
+
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()  # Its workers ask for flags of its own.
+  dataset = grain.MapDataset.source(Images(paths, size)).shuffle(seed=0)
+  batches = dataset.repeat().batch(_BATCH).to_iter_dataset()
+  options = grain.MultiprocessingOptions(num_workers=measure.cores())
+  return iter(batches.mp_prefetch(options))
+
+
+if __name__ == "__main__":
+  main()

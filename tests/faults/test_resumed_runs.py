@@ -1,0 +1,130 @@
+"""Faults 22, 23, 25 and 27: what is resumed ends as if nothing had happened."""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from bigtrain import restore, sharding, storage
+from faults import program as program_lib
+from faults.program import assert_same_run, path_of, steps
+
+
+def kills(workdir, step, newest):
+  """Kills the process before a step, when the checkpoint before it is whole."""
+  file = str(path_of(workdir, newest))
+  hook = dict(type="faults.waiting.Kill", step=step, file=file)
+  return f"hooks={dict(kill=hook)}"
+
+
+def test_killed_between_checkpoints_twice(program, workdir, undisturbed):
+  every_five = "ckpt_steps=5"
+  for step, newest in ((9, 5), (19, 15)):
+    hook = kills(workdir, step, newest)
+    process = program.start(workdir, every_five, hook)
+    assert process.wait() == -signal.SIGKILL, process.text()
+    assert steps(workdir)[-1] == newest
+    # Rows of the steps that were lost are there, and come again.
+    assert max(tiny.rows(workdir)) > newest
+  process = program.run(workdir, every_five)
+  assert "resumed from step 15 of this workdir" in process.text()
+  assert_same_run(workdir, undisturbed, 24)
+  told = json.loads((workdir / "run.json").read_text())["starts"]
+  assert len(told) == 3
+
+
+def ids(row):
+  return [row[f"id_{i}"] for i in range(8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["net", "vit"])
+def test_stopped_anywhere_the_same_examples_come(program, tmp_path, model):
+  each = ("log_steps=1", "total_steps=20", "keep_ckpts=100")
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  program.run(whole, *each, model=model)
+  hook = kills(parts, 6, 4)
+  process = program.start(parts, *each, hook, model=model)
+  assert process.wait() == -signal.SIGKILL, process.text()
+  for stop in (7, 12, 15):
+    program.run(parts, *each, f"stop_at_steps={stop}", model=model)
+    assert steps(parts)[-1] == stop
+  program.run(parts, *each, model=model)
+  assert_same_run(parts, whole, 20)
+  # Two epochs, and each holds every example once.
+  rows = tiny.rows(parts)
+  seen = [i for step in range(1, 21) for i in ids(rows[step])]
+  everyone = list(range(1000, 1000 + program_lib.NUM_TRAIN))
+  assert sorted(seen[:80]) == sorted(seen[80:]) == everyone
+  assert seen[:80] != seen[80:]
+
+
+def restored(workdir, step, mesh):
+  """The state of a checkpoint on a mesh, each array split where it can be."""
+  directory = storage.find(str(workdir), step)
+  arrays = storage.read_manifest(directory).arrays
+  spec = {
+    name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()
+  }
+  layout, _ = sharding.state_shardings(
+    spec, mesh, [(".*", "fsdp(min_size=16)")]
+  )
+  like = {
+    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout[name])
+    for name, x in spec.items()
+  }
+  found, _ = restore.restore(directory, like)
+  return jax.tree.map(np.asarray, found)
+
+
+@pytest.mark.slow
+def test_on_other_numbers_of_devices(program, workdir, undisturbed):
+  program.run(workdir, "stop_at_steps=8")
+  for devices, stop in ((4, 16), (2, 24)):
+    process = program.run(workdir, f"stop_at_steps={stop}", devices=devices)
+    assert f"fsdp={devices}" in process.text()
+  rows, expected = tiny.rows(workdir), tiny.rows(undisturbed)
+  assert list(rows) == list(expected)
+  for step, row in expected.items():
+    for name, value in row.items():
+      if name.startswith("id_"):
+        assert rows[step][name] == value, (step, name)
+      else:
+        # Sums over examples are taken in another order.
+        assert rows[step][name] == pytest.approx(value, rel=1e-3), (step, name)
+  # What the last one restored, and what it would be on other meshes.
+  for step in steps(workdir):
+    plain = tiny.arrays(workdir, step)
+    for replica, fsdp in ((1, 1), (1, 2), (2, 2), (1, 8)):
+      devices = jax.devices()[: replica * fsdp]
+      mesh = sharding.make_mesh(replica, fsdp, devices=devices)
+      tiny.assert_same(restored(workdir, step, mesh), plain)
+
+
+def test_ended_in_an_evaluation(program, workdir, undisturbed, tmp_path):
+  flag = tmp_path / "evaluates"
+  slow = dict(type="faults.waiting", pred="logits", log_steps=8, flag=str(flag))
+  evaluates = f"evals.slow={slow}"
+  # Fault 27: a signal is obeyed in the middle.
+  process = program.start(workdir, evaluates)
+  process.until_file(flag)
+  process.send(signal.SIGTERM)
+  assert process.wait(30) == 75, process.text()
+  assert process.last_line() == "preempted: saved step 8 of 24"
+  assert "slow/step" not in tiny.rows(workdir).get(8, {})
+  # Fault 25: so is a kill. The evaluation before it is not done again.
+  flag.unlink()
+  process = program.start(workdir, evaluates)
+  process.until_file(flag)
+  process.kill()
+  assert "evaluating val" not in process.text()
+  assert steps(workdir)[-1] == 8
+  program.run(workdir, evaluates)
+  rows = tiny.rows(workdir)
+  slow_rows = {s: r.pop("slow/step") for s, r in rows.items() if s % 8 == 0}
+  assert slow_rows == {8: 8.0, 16: 16.0, 24: 24.0}
+  assert rows == tiny.rows(undisturbed)
+  program_lib.assert_same_state(workdir, undisturbed, 24)

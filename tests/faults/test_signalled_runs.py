@@ -1,0 +1,94 @@
+"""Faults 27 to 30: signals are obeyed at any time, in bounded time."""
+
+import pathlib
+import signal
+
+import pytest
+
+from bigtrain import checkpoint
+from faults.program import (
+  assert_same_run,
+  assert_same_state,
+  path_of,
+  steps,
+)
+
+# The grace that a scheduler gives is at least this.
+GRACE_SECS = 30
+
+
+def gate(step, flag):
+  """A hook that waits before a step."""
+  hook = dict(type="faults.waiting.Gate", step=step, flag=str(flag))
+  return f"hooks={dict(gate=hook)}"
+
+
+def go(flag):
+  pathlib.Path(f"{flag}.go").touch()
+
+
+@pytest.mark.parametrize("moment", ["importing", "compiling"])
+def test_before_the_first_step(program, workdir, moment):
+  process = program.start(workdir, "compile_cache=False")
+  if moment == "importing":
+    process.until_catches(signal.SIGTERM)
+  else:
+    process.until_says("compiling")
+  process.send(signal.SIGTERM)
+  assert process.wait(GRACE_SECS) == 75, process.text()
+  assert process.last_line().startswith("preempted: ")
+  assert "Traceback" not in process.text()
+  # Whatever there is to resume from, it is whole.
+  for step in steps(workdir):
+    assert checkpoint.verify(str(path_of(workdir, step))) == []
+
+
+def test_in_a_save_and_in_a_step(program, workdir, undisturbed, tmp_path):
+  # Fault 28: the save that is under way is finished.
+  flag = tmp_path / "saves"
+  fault = ("hold", "data written", "2", str(flag))
+  process = program.start(workdir, "keep_ckpts=9", fault=fault)
+  process.until_file(flag)
+  process.send(signal.SIGTERM)
+  process.until_says("SIGTERM: will finish the step, save and exit with 75")
+  assert steps(workdir) == [2]
+  go(flag)
+  assert process.wait(GRACE_SECS) == 75, process.text()
+  assert 4 in steps(workdir)
+  newest = steps(workdir)[-1]
+  assert process.last_line() == f"preempted: saved step {newest} of 24"
+  # Fault 30: a process alone, with no other to agree with, ends after the step.
+  flag = tmp_path / "steps"
+  process = program.start(workdir, gate(13, flag))
+  process.until_file(flag)
+  process.send(signal.SIGUSR1)
+  process.until_says("SIGUSR1: will finish the step")
+  go(flag)
+  assert process.wait(GRACE_SECS) == 75, process.text()
+  assert process.last_line() == "preempted: saved step 13 of 24"
+  assert steps(workdir)[-1] == 13
+  program.run(workdir)
+  assert_same_run(workdir, undisturbed, 24)
+
+
+@pytest.mark.parametrize(
+  ("second", "code"),
+  [
+    (signal.SIGTERM, 75),
+    pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+  ],
+)
+def test_a_second_signal_ends_it_at_once(
+  program, workdir, undisturbed, tmp_path, second, code
+):
+  flag = tmp_path / "steps"
+  process = program.start(workdir, gate(9, flag))
+  process.until_file(flag)
+  process.until_file(path_of(workdir, 8))
+  process.send(signal.SIGTERM)
+  process.until_says("SIGTERM: will finish the step")
+  process.send(second)  # The step never ends.
+  assert process.wait(5) == code, process.text()
+  assert "the last checkpoint stands" in process.last_line()
+  assert steps(workdir)[-1] == 8
+  assert_same_state(workdir, undisturbed, 8)

@@ -1,0 +1,185 @@
+"""Mistakes in a config end in one line, before anything compiles or is written.
+
+The modules' own tests have the rest of their mistakes; here is what the whole
+program makes of one of each kind, in the place where users make them.
+"""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from bigtrain import main, settings
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations():
+  """Names of what XLA compiles (or finds in its cache) during the test."""
+  names = []
+
+  def listen(event, secs, **kwargs):
+    if event == _COMPILED:
+      names.append(kwargs.get("fun_name", "?"))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield names
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def refuse(config, workdir, compilations, message):
+  """Asserts that training is refused with a message, at no cost."""
+  with pytest.raises(settings.ConfigError) as told:
+    main.train(config, str(workdir))
+  text = str(told.value)
+  assert re.search(message, text), text
+  assert "\n" not in text
+  assert not workdir.exists()
+  assert not compilations
+
+
+def test_the_fixture_sees_a_compilation(compilations):
+  jax.jit(lambda x: x + 3.5)(np.zeros(7)).block_until_ready()
+  assert compilations
+
+
+# Removed first, as a misspelled key is there in place of the right one.
+MISSPELLED = [
+  # At the top.
+  ({"seed": None, "sed": 1}, r"config.sed: .* mean 'seed'"),
+  ({"evals": None, "evls": {}}, r"config.evls: .* mean 'evals'"),
+  ({"log_steps": None, "log_stps": 1}, r"config.log_stps: .* 'log_steps'"),
+  ({"schedule": None, "shedule": {}}, r"config.shedule: .* mean 'schedule'"),
+  ({"keep_ckpt": 3}, r"config.keep_ckpt: .* mean 'keep_ckpts'"),
+  ({"grad_clip_nrm": 1.0}, r"config.grad_clip_nrm: .* 'grad_clip_norm'"),
+  # Keys that cannot be missing.
+  ({"total_steps": None, "totl_steps": 6}, r"config.total_steps.*totl_steps"),
+  ({"task": None, "tsk": "x"}, r"config.task: missing .is config.tsk a mis"),
+  ({"input": None, "inputs": {}}, r"config.input: missing .is config.inputs"),
+  ({"lr": None, "lrr": 0.1}, r"config.lr: missing .is config.lrr"),
+  (
+    {"optimizer": None, "optimzer": dict(name="adam")},
+    r"config.optimizer.*config.optimzer",
+  ),
+  (
+    {"input.batch_size": None, "input.batchsize": 16},
+    r"config.input.batch_size: missing .is config.input.batchsize",
+  ),
+  # In a subtree.
+  ({"input.shufle": True}, r"config.input.shufle: .* mean 'shuffle'"),
+  ({"input.data.pth": "x"}, r"config.input.data.pth: .* mean 'path'"),
+  ({"mesh": dict(replca=1)}, r"config.mesh.replca: .* mean 'replica'"),
+  ({"model.widht": 3}, r"config.model.widht: .* mean 'width'"),
+  ({"loss": dict(knd="x")}, r"config.loss.knd: .* mean 'kind'"),
+  ({"optimizer.b11": 0.9}, r"config.optimizer.b11: .* mean 'b1'"),
+  (
+    {"schedule.warmup_steps": None, "schedule.warmup_stps": 2},
+    r"config.schedule.warmup_stps: .* mean 'warmup_steps'",
+  ),
+  ({"watchdog": dict(stp_secs=9)}, r"config.watchdog.stp_secs: .*'step_secs'"),
+  # In an evaluator.
+  ({"evals.val.topk": [1]}, r"config.evals.val.topk: .* mean 'top_k'"),
+  ({"evals.val.wieghts": "ema"}, r"evals.val.wieghts: .* mean 'weights'"),
+  ({"evals.val.enabld": True}, r"evals.val.enabld: .* mean 'enabled'"),
+  (
+    {"evals.val.log_steps": None, "evals.val.log_stps": 2},
+    r"config.evals.val.log_stps: .* mean 'log_steps'",
+  ),
+  (
+    {"evals.val.pred": None, "evals.val.prd": "logits"},
+    r"config.evals.val.pred: missing.*prd",
+  ),
+  ({"evals.val.pred_kw": dict(knd=1)}, r"evals.val.pred_kw.knd: unknown key"),
+  ({"evals.val.data.pth": "x"}, r"evals.val.data.pth: .* mean 'path'"),
+  ({"evals.val.data.typ": "x"}, r"evals.val.data.typ: .* mean 'type'"),
+  # In a hook.
+  (
+    {"hooks": dict(e=dict(type="early_stopping", metrc="loss"))},
+    r"config.hooks.e.metrc: .* mean 'metric'",
+  ),
+]
+
+
+UNKNOWN = [
+  ({"task": "clasification"}, r"config.task: .* mean 'classification'"),
+  ({"task": "nobody.knows"}, r"config.task: cannot import 'nobody.knows'"),
+  ({"model_name": "vitt"}, r"config.model_name: .* mean 'vit'"),
+  ({"model_name": "tiny.nt"}, r"config.model_name: cannot import 'tiny.nt'"),
+  ({"loss": dict(kind="softmax_xnt")}, r"config.loss.kind: .*'softmax_xent'"),
+  ({"input.data.type": "arays"}, r"config.input.data.type: .* mean 'arrays'"),
+  ({"input.pp": "random_crp(8)"}, r"input.pp: .*op 1.* mean 'random_crop'"),
+  ({"input.pp": "random_crop(8,pda=1)"}, r"input.pp: .*'pda'.* mean 'pad'"),
+  ({"pp_modules": ("tiny.ops",)}, r"config.pp_modules: cannot import"),
+  ({"optimizer.name": "adm"}, r"config.optimizer.*'adm'.* mean 'adam'"),
+  ({"schedule.decay_type": "cosin"}, r"decay_type: .* mean 'cosine'"),
+  ({"sharding": [(".*", "fsd")]}, r"config.sharding.0.: .* mean 'fsdp'"),
+  ({"nonfinite": "skp"}, r"config.nonfinite: .* mean 'skip'"),
+  ({"weight_stats": "globl"}, r"config.weight_stats: .* mean 'global'"),
+  ({"evals.val.type": "mea"}, r"config.evals.val.type: .* mean 'mean'"),
+  ({"evals.val.pred": "logit"}, r"config.evals.val.pred: .* mean 'logits'"),
+  ({"evals.val.weights": "ema"}, r"evals.val.weights: .* no 'ema'.*params"),
+  ({"evals.val.data.type": "arrys"}, r"val.data.type: .* mean 'arrays'"),
+  ({"evals.val.pp": "kep('id')"}, r"config.evals.val.pp: .* mean 'keep'"),
+  ({"hooks": dict(e=dict(type="early_stoping"))}, r"hooks.e.type: .*stopping"),
+  (
+    {"hooks": dict(e=dict(type="call", function="tiny.hooks.nothing"))},
+    r"config.hooks.*tiny.hooks has no 'nothing'",
+  ),
+]
+
+UNFIT = [
+  ({"input.batch_size": 12}, r"config.input.batch_size=12 .* nearest .* 8 and"),
+  ({"input.batch_size": "x"}, r"config.input.batch_size: expected a positive"),
+  ({"evals.val.batch_size": 12}, r"config.evals.val.batch_size=12 .* 8 and"),
+  ({"microbatches": 4}, r"config.microbatches=4: .* nearest .* is 2"),
+  ({"mesh": dict(replica=3)}, r"config.mesh: replica=3 .* there are 8 devices"),
+  ({"input.data.slice": "[:0]"}, r"config.input.data: .*no example"),
+  ({"input.data.path": "x.npz"}, r"config.input.data: .*x.npz.*no such file"),
+  ({"evals.val": 3}, r"config.evals.val: expected a dict"),
+  ({"total_epochs": 2}, r"total_steps and config.total_epochs: give .* once"),
+  ({"total_steps": 0}, r"config.total_steps"),
+  ({"stop_at_steps": "x"}, r"config.stop_at_steps: expected a number"),
+  ({"seed": "x"}, r"config.seed: expected a whole number"),
+  ({"lr": "x"}, r"config.lr: expected a number"),
+  ({"keep_ckpts": 0}, r"config.keep_ckpts: expected at least 1"),
+  ({"schedule.warmup_steps": 9}, r"config.schedule: warm-up of 9 .* run of 6"),
+  (
+    {"sharding": [("params/head/bias", "shard_dim(0)")]},
+    r"params/head/bias.*8",
+  ),
+  ({"input.pp": "drop('labels')"}, r"config.input.pp: .* no 'labels'.* image"),
+  ({"input.pp": "drop('image')"}, r"config.input.pp: .* no 'image'.* labels"),
+]
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    pytest.param(changes, message, id="-".join(changes))
+    for changes, message in MISSPELLED + UNKNOWN + UNFIT
+  ],
+)
+def test_mistakes_are_told_before_anything_compiles(
+  tiny_config, tmp_path, compilations, changes, message
+):
+  config = tiny_config(changes)
+  refuse(config, tmp_path / "run", compilations, message)
+
+
+def test_an_empty_file_is_told(tiny_config, tmp_path, compilations):
+  np.savez(tmp_path / "empty.npz", image=np.zeros((0, 8, 8, 1), np.float32))
+  config = tiny_config({"input.data.path": str(tmp_path / "empty.npz")})
+  refuse(config, tmp_path / "run", compilations, r"input.data: .*no example")
+
+
+def test_all_unknown_keys_are_told_at_once(tiny_config, tmp_path, compilations):
+  config = tiny_config({"keep_ckpt": 1, "input.shufle": True})
+  message = r"config.input.shufle: .* config.keep_ckpt: "
+  refuse(config, tmp_path / "run", compilations, message)
+
+
+def test_what_is_right_is_not_refused(tiny_config, tmp_path, compilations):
+  main.train(tiny_config({"stop_at_steps": 1}), str(tmp_path / "run"))
+  assert compilations
