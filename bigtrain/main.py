@@ -100,7 +100,7 @@ def _train(
   logging.info("%s", record.topology(mesh))
 
   # What goes in. The batch of step s is a function of the config and s alone.
-  seed = config.get("seed", 0)
+  seed = settings.whole_number(config, "seed", 0, least=0)
   batch_size = config.input.batch_size
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
   microbatches = config.get("microbatches", 1)
@@ -123,13 +123,15 @@ def _train(
   total_steps = settings.steps(config, "total", units)
   if not total_steps:
     raise settings.ConfigError(
-      "config.total_steps: missing; give total_steps, total_epochs, "
-      "total_examples or total_tokens."
+      f"config.total_steps: missing{config.misspelled('total_steps')}; give "
+      "total_steps, total_epochs, total_examples or total_tokens."
     )
   units = dataclasses.replace(units, total_steps=total_steps)
-  log_steps = settings.steps(config, "log", units, default=50)
-  ckpt_steps = settings.steps(config, "ckpt", units, default=1000)
-  last_step = min(total_steps, config.get("stop_at_steps") or total_steps)
+  # A length of 0 means: only at the end.
+  log_steps = settings.steps(config, "log", units, 50) or total_steps
+  ckpt_steps = settings.steps(config, "ckpt", units, 1000) or total_steps
+  stop_at = settings.steps(config, "stop_at", units) or total_steps
+  last_step = min(total_steps, stop_at)
 
   # Task and model.
   task = settings.find_module("tasks", config.task, "config.task")
@@ -279,7 +281,7 @@ def _train(
   # What remains of the config. After this, a key that nobody knows is told.
   origin = start_lib.read(config)
   saving = dict(
-    keep=config.get("keep_ckpts", 2),
+    keep=settings.whole_number(config, "keep_ckpts", 2, least=1),
     keep_every_steps=settings.steps(config, "keep_ckpt", units),
     config_digest=settings.digest(config.to_dict()),
   )

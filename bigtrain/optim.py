@@ -121,7 +121,7 @@ def make(cfg: Config, params_shapes: Any, units: Units) -> Optimizer:
   train_shapes, _ = trees.partition(params_shapes, trainable)
   clip_value = _number(cfg, "grad_clip_value", None, positive=True)
 
-  spec = cfg.kwargs("optimizer")
+  spec = cfg.kwargs("optimizer", required=True)
   logged = {name: _times(schedule, lr) for name, schedule in relative.items()}
   lr_inside = spec.get("name") in optimizers.LR_INSIDE
   if lr_inside:

@@ -176,13 +176,14 @@ class Config:
   def __getitem__(self, key: str) -> Any:
     value = self.get(key, _MISSING)
     if value is _MISSING:
-      unused = [k for k in self._data if k not in self._asked]
-      near = difflib.get_close_matches(key, unused, n=1)
-      hint = (
-        f" (is {self._path}.{near[0]} a misspelling of it?)" if near else ""
-      )
-      raise ConfigError(f"{self._path}.{key}: missing{hint}.")
+      raise ConfigError(f"{self._path}.{key}: missing{self.misspelled(key)}.")
     return value
+
+  def misspelled(self, key: str) -> str:
+    """Asks about the unread key that is nearest to a missing one, if any."""
+    unused = [k for k in self._data if k not in self._asked]
+    near = difflib.get_close_matches(key, unused, n=1)
+    return f" (is {self._path}.{near[0]} a misspelling of it?)" if near else ""
 
   def __getattr__(self, key: str) -> Any:
     if key.startswith("_"):
@@ -199,11 +200,18 @@ class Config:
   def __len__(self) -> int:
     return len(self._data)
 
-  def kwargs(self, key: str, default: Mapping[str, Any] | None = None) -> dict:
+  def kwargs(
+    self,
+    key: str,
+    default: Mapping[str, Any] | None = None,
+    *,
+    required: bool = False,
+  ) -> dict[str, Any]:
     """The subtree at `key` as a plain dict; all of it counts as read."""
     self._asked.add(key)
     self._whole.add(key)
-    value = self._data.get(key, default if default is not None else {})
+    missing = default if default is not None else {}
+    value = plain(self[key]) if required else self._data.get(key, missing)
     if not isinstance(value, Mapping):
       raise ConfigError(
         f"{self._path}.{key}: expected a dict of keyword arguments, got "
@@ -431,6 +439,17 @@ def steps(
     return default
   (name,) = found
   return units.to_steps(values[name], name[len(prefix) + 1 :], f"{path}.{name}")
+
+
+def whole_number(cfg: Config, key: str, default: int, least: int) -> int:
+  """Reads a whole number of at least `least`, or raises ConfigError."""
+  value = cfg.get(key, default)
+  if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    raise ConfigError(
+      f"{cfg.path}.{key}: expected a whole number of at least {least}, got "
+      f"{value!r}."
+    )
+  return value
 
 
 def to_json(config: Mapping[str, Any], **kwargs: Any) -> str:

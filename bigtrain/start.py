@@ -113,11 +113,13 @@ def check_changes(
   Args:
     old: the config that the checkpoint was trained with.
     new: today's.
-    allowed: config.allow_changes: True for all, or a list of dotted keys.
+    allowed: config.allow_changes: True for all, or a dotted key, or a list.
 
   Raises:
     ConfigError: naming every change that is neither harmless nor allowed.
   """
+  if isinstance(allowed, str):
+    allowed = [allowed]
   allowed = allowed if allowed is True else list(allowed or ())
   refused = []
   for key, (before, after) in differences(old, new).items():

@@ -240,9 +240,8 @@ def attempt(workdir: str, step: int, token: str) -> str:
 
 
 def begin(tmp: str) -> None:
-  """Creates the directory of an attempt, which must not be there."""
-  os.makedirs(os.path.dirname(tmp), exist_ok=True)
-  os.mkdir(tmp)
+  """Creates the directory of an attempt, unless another process was quicker."""
+  os.makedirs(tmp, exist_ok=True)
 
 
 def write_file(path: str, text: str) -> None:

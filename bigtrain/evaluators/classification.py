@@ -28,7 +28,8 @@ class Evaluator:
     data: source, as in config.input.data.
     pp: preprocessing string; leaves `label_key` and the model's inputs.
     loss: "softmax_xent" or "sigmoid_xent".
-    label_key: int [B] labels, or one-hot or multi-hot [B, C].
+    label_key: int [B] labels, or one-hot or multi-hot [B, C]; examples with a
+      negative label, or none at all, do not count.
     top_k: the example counts as right if any of its labels is among the k
       classes with the largest logits; ties go to the lower class. A k larger
       than C is left out.
@@ -59,8 +60,17 @@ class Evaluator:
 
     def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:
       logits_BC = predict_fn(variables, batch).astype(jnp.float32)
+      if label_key not in batch:
+        raise ConfigError(
+          f"config.evals.{context.name}.label_key: the batch has no "
+          f"{label_key!r}.{did_you_mean(label_key, batch)}"
+        )
       labels = batch[label_key]
       weight_B = metrics.example_weights(batch, logits_BC)
+      # Some sets have images without a label (ImageNet ReaL): nobody can be
+      # right or wrong about them.
+      labelled = labels >= 0 if labels.ndim == 1 else jnp.any(labels > 0, -1)
+      weight_B = weight_B * labelled
       loss_B = _LOSSES[loss](logits_BC, labels)
       result = {"loss": metrics.pair(loss_B, weight_B)}
       for k in top_k:

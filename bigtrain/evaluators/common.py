@@ -103,13 +103,10 @@ def from_config(
     # Tolerated, so that one line switches an evaluation off.
     if not options.pop("enabled", True):
       continue
-    for key in ("type", "pred"):
-      if key not in options:
-        raise ConfigError(f"{path}.{key}: missing.")
-    module = settings.find_module(
-      "evaluators", options.pop("type"), f"{path}.type"
-    )
-    pred = options.pop("pred")
+    required = settings.Config(options, path)
+    kind, pred = required["type"], required["pred"]
+    module = settings.find_module("evaluators", kind, f"{path}.type")
+    del options["type"], options["pred"]
     if pred not in predict_fns:
       hint = settings.did_you_mean(pred, predict_fns)
       raise ConfigError(

@@ -24,7 +24,16 @@ _LOSSES = {
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   """The model's arguments."""
-  return {"image": batch["image"]}
+  return {"image": _feature(batch, "image")}
+
+
+def _feature(batch: Mapping[str, Any], name: str) -> jax.Array:
+  if name not in batch:
+    raise ConfigError(
+      f"the preprocessing (pp) leaves no {name!r}, which the task "
+      f"classification needs.{did_you_mean(name, batch)}"
+    )
+  return batch[name]
 
 
 def mixup(
@@ -78,7 +87,7 @@ def loss_fn(
   if kind not in _LOSSES:
     hint = did_you_mean(kind, _LOSSES)
     raise ConfigError(f"config.loss.kind: no loss {kind!r}.{hint}")
-  image, labels = inputs(batch)["image"], batch["labels"]
+  image, labels = _feature(batch, "image"), _feature(batch, "labels")
   mutable = [name for name in variables if name != "params"]
   mixup_rng, dropout_rng = jax.random.split(rng) if train else (None, None)
   share: Any = 1.0
