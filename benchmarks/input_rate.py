@@ -2,9 +2,10 @@
 
 Photograph-like JPEGs of 375 x 500 pixels and about 64 KB are decoded, cropped
 at random, resized to 224 x 224, flipped, scaled and batched. The limit is what
-one thread decodes, crops and resizes, times the cores. What else there is to
-make batches with takes turns with it; all of them run endlessly and are
-stopped, full, while another one is measured.
+one thread decodes, crops and resizes, times the cores; what as many threads
+do at once is less where cores share their units, and is told as well. What
+else there is to make batches with takes turns with ours; all of them run
+endlessly and are stopped, full, while another one is measured.
 """
 
 import io
@@ -39,7 +40,10 @@ def _rates(
   folder: str, paths: Sequence[str], size: int, quick: bool, repeats: int
 ) -> None:
   secs = 0.1 if quick else 1.5
-  calls = {"limit": decoder(paths, size, secs)}
+  calls = {
+    "limit": decoder(paths, size, secs, threads=1),
+    "all cores": decoder(paths, size, secs, threads=measure.cores()),
+  }
   makers = {
     "pipeline": lambda: pipeline(folder, size),
     "plain tf.data": lambda: tf_data(paths, size),
@@ -57,11 +61,13 @@ def _rates(
     else:
       calls[name] = taker(make(), 1 if quick else _LEAD_IN_BATCHES, secs)
   found = measure.interleave(calls, repeats)
-  single = found.pop("limit")
+  single = found["limit"]
   report = measure.report
   report(8, "limit: JPEG decode, crop, resize, 1 thread", single, unit="img/s")
   limits = [rate * measure.cores() for rate in single]
-  ours = found["pipeline"]
+  ours, together = found["pipeline"], found["all cores"]
+  name = "limit: the same, as many threads as cores / (cores x 1 thread)"
+  report(8, name, measure.ratios(together, limits))
   for name in makers:
     over = f"{name} / (cores x 1 thread)"
     if name in skipped:
@@ -107,9 +113,9 @@ def taker(
 
 
 def decoder(
-  paths: Iterable[str], size: int, secs: float
+  paths: Iterable[str], size: int, secs: float, threads: int
 ) -> Callable[[], float]:
-  """A function that returns what one thread decodes, crops and resizes.
+  """A function that returns what threads decode, crop and resize.
 
   In images per second; from memory, and nothing is done with the result.
   """
@@ -120,11 +126,15 @@ def decoder(
     with open(path, "rb") as file:
       encoded.append(file.read())
   options = tf.data.Options()
-  options.threading.private_threadpool_size = 1
+  options.threading.private_threadpool_size = threads
   options.threading.max_intra_op_parallelism = 1
   options.autotune.enabled = False
   images = tf.data.Dataset.from_tensor_slices(encoded).repeat()
-  images = images.map(lambda x: _tf_crop(x, size)).with_options(options)
+  images = images.map(
+    lambda x: _tf_crop(x, size),
+    num_parallel_calls=threads if threads > 1 else None,
+    deterministic=False if threads > 1 else None,
+  )
 
   def run(number: int) -> float:
     chosen = images.take(number).with_options(options)

@@ -1,6 +1,6 @@
 """A ViT on JPEGs, and the JPEGs: as large as photographs, and as hard to read.
 
-  --config=benchmarks/jpegs.py:folder=/tmp/x,variant=Ti/32,size=224,batch_size=16
+--config=benchmarks/jpegs.py:folder=/tmp/x,variant=Ti/32,size=224,batch_size=16
 """
 
 import json

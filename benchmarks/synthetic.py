@@ -1,6 +1,6 @@
 """A ViT on images that cost nothing to make, as a config and its source.
 
-  --config=benchmarks/synthetic.py:variant=S/16,depth=12,size=64,batch_size=8
+--config=benchmarks/synthetic.py:variant=S/16,depth=12,size=64,batch_size=8
 """
 
 import zlib

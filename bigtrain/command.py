@@ -60,6 +60,9 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
 
   The last line on standard error is the reason for whatever code is not 0.
   """
+  if {"--help", "-h", "-help"} & set(sys.argv[1:]):
+    print(_USAGE + "\nThe keys of a config are in docs/config.md.")
+    cluster.leave(cluster.EXIT_OK)
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
   flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.

@@ -228,8 +228,8 @@ class Config:
     lines = []
     for key, value in self._data.items():
       if key not in self._asked:
-        free = self._asked - set(self._data)
-        hint = did_you_mean(key, free or self._asked)
+        # Also names that the config has: the command line may have meant one.
+        hint = did_you_mean(key, self._asked)
         lines.append(f"{self._path}.{key}: unknown key.{hint}")
       elif isinstance(value, dict) and key not in self._whole:
         lines += self.get(key).unread()
