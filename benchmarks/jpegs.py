@@ -24,7 +24,7 @@ def get_config(arg: str | None = None) -> Any:
   Args:
     arg: folder of the images, variant, size in pixels, batch_size.
   """
-  arg = common.parse_arg(
+  options = common.parse_arg(
     arg, folder="", variant="Ti/32", size=224, batch_size=16
   )
   config = common.parse_arg(None)
@@ -34,12 +34,12 @@ def get_config(arg: str | None = None) -> Any:
   config.task = "classification"
   config.loss = dict(kind="softmax_xent")
   config.input = dict(
-    data=dict(type="image_folder", path=arg.folder),
-    pp=TRAIN_PP.format(size=arg.size),
-    batch_size=arg.batch_size,
+    data=dict(type="image_folder", path=options.folder),
+    pp=TRAIN_PP.format(size=options.size),
+    batch_size=options.batch_size,
   )
   config.model_name = "vit"
-  config.model = dict(variant=arg.variant, num_classes=1000)
+  config.model = dict(variant=options.variant, num_classes=1000)
   config.optimizer = dict(name="adam")
   config.lr = 1e-4
   config.wd = 1e-4

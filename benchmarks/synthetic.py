@@ -22,7 +22,7 @@ def get_config(arg: str | None = None) -> Any:
     arg: variant, depth (the variant's unless given), scan, size of the images
       in pixels, batch_size.
   """
-  arg = common.parse_arg(
+  options = common.parse_arg(
     arg, variant="S/16", depth=None, scan=False, size=64, batch_size=8
   )
   config = common.parse_arg(None)
@@ -33,12 +33,15 @@ def get_config(arg: str | None = None) -> Any:
   config.task = "classification"
   config.loss = dict(kind="softmax_xent")
   config.input = dict(
-    data=dict(type="benchmarks.synthetic", size=arg.size),
-    batch_size=arg.batch_size,
+    data=dict(type="benchmarks.synthetic", size=options.size),
+    batch_size=options.batch_size,
   )
   config.model_name = "vit"
   config.model = dict(
-    variant=arg.variant, num_classes=_CLASSES, depth=arg.depth, scan=arg.scan
+    variant=options.variant,
+    num_classes=_CLASSES,
+    depth=options.depth,
+    scan=options.scan,
   )
   config.optimizer = dict(name="adam")
   config.lr = 1e-4

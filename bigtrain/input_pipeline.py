@@ -200,7 +200,8 @@ def make_train(
     skip_errors: how many different examples may be left out, each replaced
       by another, because they are damaged or an op fails on them.
     prefetch: batches on the device ahead of the step.
-    num_threads: threads that make examples.
+    num_threads: threads that read and make examples; as many as cores unless
+      given, more are better where files are slow to arrive.
 
   Args:
     cfg: the subtree.

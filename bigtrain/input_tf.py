@@ -21,6 +21,7 @@ from bigtrain.settings import ConfigError
 # cheap, few enough for reads to overlap.
 _ROWS_PER_READ = 32
 _PARALLEL_READS = 8
+_CALLS_PER_THREAD = 4
 
 
 class TfEngine(Engine):
@@ -108,10 +109,7 @@ class TfEngine(Engine):
     )
     options = tf.data.Options()
     options.deterministic = True
-    # Reads wait for files, so they do not count as work for a core.
-    options.threading.private_threadpool_size = (
-      self.num_threads + _PARALLEL_READS
-    )
+    options.threading.private_threadpool_size = self.num_threads
     options.threading.max_intra_op_parallelism = 1
     return dataset.with_options(options)
 
@@ -145,7 +143,9 @@ class TfEngine(Engine):
       .unbatch()
       .map(
         lambda *tensors: example(*tensors),
-        num_parallel_calls=self.num_threads,
+        # Results that wait for an earlier one count as calls: with one call a
+        # thread, threads would be idle whenever an image takes long.
+        num_parallel_calls=_CALLS_PER_THREAD * self.num_threads,
         deterministic=True,
       )
     )

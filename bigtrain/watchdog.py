@@ -8,7 +8,9 @@ code keep the interpreter's lock, so that this thread cannot run either, a
 timer in C does the same a minute later.
 """
 
+import contextlib
 import faulthandler
+import logging
 import os
 import socket
 import sys
@@ -69,6 +71,7 @@ class Watchdog:
       workdir: where the stacks are written.
     """
     self._limits = limits
+    self._workdir = workdir
     name = f"stacks-{socket.gethostname()}-{os.getpid()}.txt"
     self._path = os.path.join(workdir, name)
     self._file: Any = None
@@ -96,7 +99,7 @@ class Watchdog:
       self._done.set()
       self._thread.join()
       faulthandler.cancel_dump_traceback_later()
-      if self._file:
+      if self._file not in (None, sys.__stderr__):
         self._file.close()
         os.remove(self._path)
 
@@ -106,8 +109,8 @@ class Watchdog:
       limit = self._limits[phase]
       if time.monotonic() - since > limit:
         self._end(phase, step, limit)
-      if self._file is None and os.path.isdir(os.path.dirname(self._path)):
-        self._file = open(self._path, "w")
+      if self._file is None and os.path.isdir(self._workdir):
+        self._file = self._open()
       if self._file is not None:
         # Pushed back at every turn of this loop, as long as it can turn.
         faulthandler.dump_traceback_later(
@@ -116,12 +119,33 @@ class Watchdog:
           file=self._file,
         )
 
+  def _open(self) -> Any:
+    """Where the timer writes to: a file, which must be open beforehand."""
+    try:
+      self._clear()
+      return open(self._path, "w")
+    except OSError as e:
+      logging.warning("%s: stacks would go to the log: %s", self._path, e)
+      return sys.__stderr__
+
+  def _clear(self) -> None:
+    """Removes the files that killed processes of this host left empty."""
+    prefix = f"stacks-{socket.gethostname()}-"
+    for name in os.listdir(self._workdir):
+      pid = name.removeprefix(prefix).removesuffix(".txt")
+      if name == f"{prefix}{pid}.txt" and not os.path.exists(f"/proc/{pid}"):
+        path = os.path.join(self._workdir, name)
+        with contextlib.suppress(FileNotFoundError):
+          if not os.path.getsize(path):
+            os.remove(path)
+
   def _end(self, phase: str, step: int, limit: float) -> None:
     message = (
       f"the phase {phase!r} at step {step} took more than {limit:g} s "
       f"(config.watchdog.{phase}_secs)"
     )
     try:
+      os.makedirs(self._workdir, exist_ok=True)  # It may hang before that.
       with open(self._path, "w") as file:
         file.write(f"{message}\n\n")
         file.flush()

@@ -170,10 +170,13 @@ def test_unread_suggests_what_was_asked_for_and_not_there():
   ]
 
 
-def test_unread_does_not_suggest_what_the_config_already_has():
-  config = Config({"lr": 1e-3, "lrs": 2})
-  assert config.lr and config.get("wd") is None
-  assert config.unread() == ["config.lrs: unknown key. There are: wd."]
+def test_unread_also_suggests_what_the_config_already_has():
+  # As when the command line misspells a key of the file.
+  config = Config({"total_steps": 10, "totl_steps": 20})
+  assert config.total_steps and config.get("stop_at_steps") is None
+  assert config.unread() == [
+    "config.totl_steps: unknown key. Did you mean 'total_steps'?"
+  ]
 
 
 def test_a_subtree_that_is_only_seen_is_not_read():

@@ -1,0 +1,108 @@
+"""Runs benchmarks one after the other: JSON lines, and at the end a table.
+
+  python -m benchmarks.run [names...] [--quick] [--repeats=N]
+
+Names are those of the scripts; all of them unless given. Nothing is written
+into the repository: docs/benchmarks.md is where the table goes by hand.
+
+With BIG_VISION=folder a checkout of big_vision takes part; torch and Grain do
+where they are installed (make install EXTRAS=bench).
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import measure
+
+# The limits first: they say what to make of the rest.
+SCRIPTS = (
+  "limits",
+  "loop_overhead",
+  "startup",
+  "compile_time",
+  "input_rate",
+  "state_bytes",
+)
+
+
+def main() -> None:
+  """Runs what the command line names; exit code 1 if a script failed."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("names", nargs="*", metavar="name", help=str(SCRIPTS))
+  parser.add_argument(
+    "--quick", action="store_true", help="tiny sizes: only to see that it runs"
+  )
+  parser.add_argument("--repeats", type=int, help="instead of each one's own")
+  args = parser.parse_args()
+  for name in args.names:
+    if name not in SCRIPTS:
+      parser.error(f"no benchmark {name!r}; there are {', '.join(SCRIPTS)}")
+  flags = ["--quick"] if args.quick else []
+  flags += [f"--repeats={args.repeats}"] if args.repeats else []
+
+  figures: list[dict[str, Any]] = []
+  failed = []
+  began = time.monotonic()
+  for name in args.names or SCRIPTS:
+    try:
+      for line in measure.lines("-m", f"benchmarks.{name}", *flags):
+        if line.startswith('{"benchmark"'):
+          print(line, flush=True)
+          figures.append(json.loads(line))
+    except RuntimeError as e:
+      print(f"benchmarks.{name} failed: {e}", file=sys.stderr)
+      failed.append(name)
+  minutes = (time.monotonic() - began) / 60
+  command = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
+  print(f"\n{time.strftime('%Y-%m-%d')}, `{command}`, {minutes:.1f} minutes")
+  print(f"on {describe(measure.machine())}.\n")
+  print("\n".join(table(figures)))
+  if failed:
+    sys.exit(f"failed: {', '.join(failed)}")
+
+
+def describe(machine: Mapping[str, Any]) -> str:
+  """The machine in a few words."""
+  words = [f"{machine['cores']} cores of {machine['cpu']}"]
+  words += [f"Python {machine['python']}", f"jax {machine['jax']}"]
+  return ", ".join([*words, f"load {machine['load']}"])
+
+
+def table(figures: Sequence[Mapping[str, Any]]) -> list[str]:
+  """The lines of a Markdown table.
+
+  Args:
+    figures: what the scripts have printed, decoded.
+  """
+  rows = ["| # | Figure | Median | Spread | Target | |", "|--|--|--|--|--|--|"]
+  for figure in figures:
+    number = figure["benchmark"] or ""
+    if "skipped" in figure:
+      cells = [figure["name"], "", "", "", f"skipped: {figure['skipped']}"]
+    else:
+      value, target = figure["value"], figure["target"] or ""
+      unit = "" if figure["unit"] == "ratio" else f" {figure['unit']}"
+      spread = (
+        ""
+        if figure["repeats"] == 1
+        else "{} to {}".format(*map(_short, figure["spread"]))
+      )
+      verdict = ""
+      if target:
+        verdict = "met" if measure.meets(value, target) else "missed"
+      cells = [figure["name"], _short(value) + unit, spread, target, verdict]
+    rows.append(f"| {number} | {' | '.join(cells)} |")
+  return rows
+
+
+def _short(value: float) -> str:
+  return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+  main()

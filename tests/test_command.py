@@ -1,0 +1,139 @@
+"""The command line, and what its ends mean."""
+
+import pytest
+
+from bigtrain import cluster, command, settings
+
+CONFIG = """
+def get_config(arg=None):
+  return {"lr": 0.1, "arg": arg, "mesh": {"fsdp": -1}, "name": "a", "steps": 5}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+  path = tmp_path / "x.py"
+  path.write_text(CONFIG)
+  return str(path)
+
+
+def parse(*words):
+  return command.parse(["main", *words])
+
+
+def test_values_follow_an_equals_sign_or_a_space(file):
+  config, workdir = parse(
+    f"--config={file}:small",
+    "--config.lr=1e-3",
+    "--workdir=there",
+    "--config.mesh.fsdp",
+    "4",
+    "--config.name",
+    "--b",
+    "--config.steps=1e3",
+    "--config.new.key=(1, 2)",
+  )
+  assert workdir == "there"
+  assert config == {
+    "lr": 1e-3,
+    "arg": "small",
+    "mesh": {"fsdp": 4},
+    "name": "--b",
+    "steps": 1000,
+    "new": {"key": (1, 2)},
+  }
+
+
+def test_flags_of_the_program_follow_a_space_too(file):
+  config, workdir = parse("--config", file, "--workdir", "there")
+  assert (config["arg"], workdir) == (None, "there")
+
+
+def test_the_last_of_two_values_counts(file):
+  config, _ = parse(
+    f"--config={file}", "--workdir=w", "--config.lr=1", "--config.lr=2"
+  )
+  assert config["lr"] == 2.0
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["--config={file}"], r"--workdir is missing. Usage: python -m bigtrain"),
+    (["--workdir=w"], r"--config is missing. Usage"),
+    ([], r"--config is missing"),
+    (["--config={file}", "--workdir="], r"--workdir is missing"),
+    (["--config={file}", "--workdr=w"], r"workdr.*mean.*workdir.* Usage"),
+    (["--config={file}", "--workdir=w", "more"], r"'more' is no flag. Usage"),
+    (["--config={file}", "--workdir=w", "--config.lr=x"], r"config.lr=x: exp"),
+    (["--config={file}", "--workdir=w", "--config.lr"], r"config.lr=: expect"),
+    (["--config={file}s", "--workdir=w"], r"no such file. .* mean '.*x.py'"),
+  ],
+)
+def test_mistakes(file, words, message):
+  words = [word.format(file=file) for word in words]
+  with pytest.raises(settings.ConfigError, match=message) as told:
+    parse(*words)
+  assert "\n" not in str(told.value)
+
+
+# How a run ends.
+
+
+def ending(train, file, monkeypatch, capsys, *words):
+  """(exit code, standard output, lines of standard error)."""
+  argv = ["main", f"--config={file}", "--workdir=w", *words]
+  monkeypatch.setattr(command.sys, "argv", argv)
+
+  def leave(code):
+    raise SystemExit(code)
+
+  monkeypatch.setattr(cluster, "leave", leave)
+  with pytest.raises(SystemExit) as end:
+    command.run(train)
+  out, err = capsys.readouterr()
+  return end.value.code, out, err.strip().splitlines()
+
+
+def test_a_finished_run_tells_its_results(file, monkeypatch, capsys):
+  def train(config, workdir):
+    assert (config["lr"], workdir) == (0.5, "w")
+    return {"step": 7, "loss": 0.25, "val/acc": 0.5, "account/eval_secs": 1.0}
+
+  code, out, _ = ending(train, file, monkeypatch, capsys, "--config.lr=0.5")
+  assert code == 0
+  assert out.splitlines()[0] == "Finished at step 7."
+  assert "loss" in out and "0.25" in out and "val/acc" in out
+  assert "account" not in out
+
+
+@pytest.mark.parametrize(
+  ("error", "code", "last"),
+  [
+    (settings.ConfigError("config.x: bad."), 2, "error: config.x: bad."),
+    (settings.DataError("no example"), 2, "error: no example"),
+    (cluster.Preempted("saved step 3"), 75, "preempted: saved step 3"),
+    (OSError("disk full"), 1, "error: OSError: disk full"),
+    (RuntimeError("hook"), 1, "error: RuntimeError: hook"),
+  ],
+)
+def test_every_end_has_its_code_and_its_reason_last(
+  file, monkeypatch, capsys, error, code, last
+):
+  def train(config, workdir):
+    raise error
+
+  found, out, err = ending(train, file, monkeypatch, capsys)
+  assert (found, out, err[-1]) == (code, "", last)
+  # Only what nobody expected is worth a traceback.
+  assert any("Traceback" in line for line in err) == (code == 1)
+
+
+def test_a_mistake_on_the_command_line_trains_nothing(
+  file, monkeypatch, capsys
+):
+  code, _, err = ending(
+    pytest.fail, file, monkeypatch, capsys, "--config.steps=0.5"
+  )
+  assert code == 2
+  assert err == ["error: --config.steps=0.5: expected int, as in 5."]
