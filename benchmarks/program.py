@@ -5,6 +5,7 @@ other modules at the moment when it calls it, and a few of these names are
 replaced while it runs. What compiles, trains and logs is the program itself.
 """
 
+import collections
 import contextlib
 import dataclasses
 import tempfile
@@ -21,6 +22,9 @@ from bigtrain import cluster, hooks, input_pipeline, main, start
 # Steps of the loop that pass before one is timed: more than main queues on the
 # device, and more batches than wait in front of it.
 _LEAD_IN_STEPS = 10
+
+# As many as main has on the device.
+_STEPS_IN_FLIGHT = 4
 
 _begin = start.begin
 _make_train = input_pipeline.make_train
@@ -54,8 +58,13 @@ class Program:
       self.tally = jax.device_put(zeros, shardings)
     jax.block_until_ready((self.state, self.tally, self.batch))
     began = time.perf_counter()
+    in_flight = collections.deque()
     for _ in range(steps):
       self.state, self.tally = self.update(self.state, self.tally, self.batch)
+      # Each step that is queued has buffers of its own.
+      in_flight.append(self.tally)
+      if len(in_flight) > _STEPS_IN_FLIGHT:
+        jax.block_until_ready(in_flight.popleft())
     jax.block_until_ready((self.state, self.tally))
     return time.perf_counter() - began
 

@@ -17,6 +17,9 @@ EXIT_ERROR = 1
 EXIT_CONFIG = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: schedulers may requeue the job.
 
+# Where srun and mpirun say how many processes they started.
+_NUM_PROCESSES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+
 _signals: list[int] = []
 
 
@@ -60,6 +63,27 @@ def check_preempted() -> None:
   """Raises Preempted if a signal has come; for where nothing is to save."""
   if preempted():
     raise Preempted(f"{signal.Signals(_signals[0]).name} received")
+
+
+def join() -> None:
+  """Joins the job's other processes where the environment speaks of several.
+
+  That is under srun and mpirun, and wherever JAX_COORDINATOR_ADDRESS,
+  JAX_NUM_PROCESSES and JAX_PROCESS_ID are set; anything else is a process
+  alone. Called before jax is asked for its devices.
+  """
+  import jax
+
+  if jax.distributed.is_initialized():
+    return
+  if "JAX_COORDINATOR_ADDRESS" in os.environ:
+    jax.distributed.initialize(
+      coordinator_address=os.environ["JAX_COORDINATOR_ADDRESS"],
+      num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
+      process_id=int(os.environ["JAX_PROCESS_ID"]),
+    )
+  elif any(int(os.environ.get(name, 1)) > 1 for name in _NUM_PROCESSES):
+    jax.distributed.initialize()  # It knows these environments.
 
 
 class Background:

@@ -96,6 +96,7 @@ def _train(
   at_end.callback(dog.close)
 
   # Where it runs.
+  cluster.join()
   mesh = sharding.from_config(config)
   logging.info("%s", record.topology(mesh))
 
@@ -280,7 +281,7 @@ def _train(
 
   # What remains of the config. After this, a key that nobody knows is told.
   origin = start_lib.read(config)
-  saving = dict(
+  saving: dict[str, Any] = dict(
     keep=settings.whole_number(config, "keep_ckpts", 2, least=1),
     keep_every_steps=settings.steps(config, "keep_ckpt", units),
     config_digest=settings.digest(config.to_dict()),
@@ -299,7 +300,8 @@ def _train(
 
   # From here on files are written, and the workdir is this job's alone.
   checkpoint.check_writable(workdir)
-  held = at_end.enter_context(lease.acquire(workdir))
+  held = lease.acquire(workdir) if jax.process_index() == 0 else None
+  at_end.callback(held.release if held else lambda: None)
   at_end.callback(console.close)
   console.status("starting")
   clock = chrono.Chrono(
@@ -344,7 +346,9 @@ def _train(
     **writing,
   )
   at_end.callback(writer.close)
-  checkpointer = checkpoint.Checkpointer(workdir, guard=held.check, **saving)
+  checkpointer = checkpoint.Checkpointer(
+    workdir, guard=held.check if held else None, **saving
+  )
   at_end.callback(checkpointer.close)
   if "clock" in begun.host:
     clock.restore(begun.host["clock"], writer.last_alive)

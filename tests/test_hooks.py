@@ -86,11 +86,8 @@ def test_early_stopping_on_any_history(
 )
 def test_stop_on_nan_on_any_history(rows, metrics):
   running = make(nan=dict(type="stop_on_nan", metrics=metrics))
-  watched = {None: ["loss", "val/a", "val/b"], "val/a": ["val/a"]}.get(
-    metrics if not isinstance(metrics, list) else None, metrics
-  )
-  if isinstance(metrics, list):
-    watched = metrics
+  watched = [metrics] if isinstance(metrics, str) else metrics
+  watched = watched or ["loss", "val/a", "val/b"]
   for i, row in enumerate(rows):
     stop = running.after_step(i, {"step": i, "count": 3, **row})
     bad = [k for k in watched if k in row and not math.isfinite(row[k])]

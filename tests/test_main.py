@@ -138,6 +138,7 @@ def test_the_files_of_a_run(plain_run):
     "checkpoints",
     "config.json",
     "metrics.jsonl",
+    "parameters.txt",
     "run.json",
     "tensorboard",
   ]

@@ -92,13 +92,14 @@ def test_the_same_command_goes_on_until_the_run_is_finished(
   assert tiny.checkpoint_steps(workdir) == [2]
   code, _, _ = again()
   assert code == -signal.SIGKILL
-  assert tiny.checkpoint_steps(workdir)[-1] == 3
+  # The save of step 3 was under way, or it was complete already.
+  assert tiny.checkpoint_steps(workdir)[-1] in (2, 3)
   code, _, last = again()
   assert code == 128 + signal.SIGINT
   assert last == (
     "bigtrain: SIGINT again: ending at once; the last checkpoint stands."
   )
-  assert tiny.checkpoint_steps(workdir)[-1] == 3
+  assert tiny.checkpoint_steps(workdir)[-1] in (2, 3)
   code, _, last = again()
   assert (code, last) == (75, "preempted: saved step 6 of 6")
   code, output, _ = again()

@@ -141,6 +141,20 @@ def on_row_2(step, row):
     on_row_2.signals.append(15)
 
 
+def test_hooks_go_on_with_what_they_remember(tiny_config, tmp_path):
+  # Progress never gets smaller: the fourth row, that of step 6, is enough.
+  early = dict(type="early_stopping", metric="progress", patience=3)
+  config = tiny_config({"total_steps": 12, "hooks": {"early": early}})
+  for name, stops in (("straight", ()), ("cut", (1, 3, 5))):
+    for stop in (*stops, None):
+      main.train(config | {"stop_at_steps": stop}, str(tmp_path / name))
+    assert list(tiny.rows(tmp_path / name)) == [1, 2, 3, 4, 6]
+    assert tiny.checkpoint_steps(tmp_path / name)[-1] == 6
+  tiny.assert_same(
+    tiny.arrays(tmp_path / "cut"), tiny.arrays(tmp_path / "straight")
+  )
+
+
 # Evaluations.
 
 

@@ -1,0 +1,137 @@
+"""Faults 8, 9, 11, 12 and 18: full, slow, read-only and unreadable storage."""
+
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+import tiny
+
+from bigtrain import checkpoint
+from bigtrain import rows as rows_lib
+from faults.program import assert_same_run, path_of, steps
+
+
+def mount(workdir, size, *options):
+  """Whether a disk of this size could be mounted; only root can."""
+  options = ",".join([*options, f"size={size}"])
+  command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(workdir)]
+  return not subprocess.call(command, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def disk(workdir):
+  """(a workdir on a disk that holds one checkpoint, whether it is one).
+
+  For who may not mount, a limit on the size of files stands for it.
+  """
+  workdir.mkdir()
+  mounted = mount(workdir, "1m")
+  yield workdir, mounted
+  if mounted:
+    subprocess.check_call(["umount", str(workdir)])
+
+
+def test_a_full_disk(program, disk, undisturbed):
+  workdir, mounted = disk
+  no_room = "No space left on device" if mounted else "File too large"
+
+  def fill(step, number, *changes):
+    fault = () if mounted else ("limit", str(number))
+    process = program.start(workdir, *changes, fault=fault)
+    assert process.wait() == 1, process.text()
+    assert "Finished" not in process.text()
+    failed = f"the checkpoint of step {step} was not saved: "
+    assert failed in process.text() and no_room in process.text()
+    assert process.last_line().startswith("error: ")
+    assert no_room in process.last_line()
+    assert steps(workdir) == [2]
+    assert checkpoint.verify(str(path_of(workdir, 2))) == []
+    assert os.listdir(workdir / "checkpoints") == ["00000002"]
+
+  fill(4, 2, "stop_at_steps=4")  # Fault 9: the very last save.
+  fill(4, 1)
+  if mounted:
+    mount(workdir, "100m", "remount")
+  program.run(workdir)
+  assert_same_run(workdir, undisturbed, 24)
+
+
+@pytest.mark.slow
+def test_slow_storage(program, workdir, undisturbed, tmp_path):
+  log = tmp_path / "points"
+  fault = ("slow", "data written", "0.5", str(log))
+  process = program.start(workdir, fault=fault)
+  most = 0
+  while not process.ended():
+    if (workdir / "checkpoints").is_dir():
+      names = os.listdir(workdir / "checkpoints")
+      # The probe of the start is named like an attempt of step 0.
+      writing = [n for n in names if ".tmp-" in n and int(n[:8])]
+      most = max(most, len(writing))
+    time.sleep(0.01)
+  assert process.wait() == 0, process.text()
+  points = log.read_text().split("\n")
+  saves = [p for p in points if p in ("begin", "committed")]
+  assert saves == ["begin", "committed"] * 12
+  assert most == 1
+  rows = rows_lib.read_rows(str(workdir))
+  stalls = [row.get("ckpt_stall_secs", 0) for row in rows]
+  assert max(stalls) > 0.4, "nothing waited for the storage"
+  assert_same_run(workdir, undisturbed, 24)
+
+
+# Permissions, as they are for a user who is not root.
+
+
+def run_unprivileged(program, workdir, code):
+  return program.run(workdir, fault=("unprivileged",), code=code)
+
+
+def test_a_read_only_workdir(program, workdir):
+  workdir.mkdir()
+  workdir.chmod(0o555)
+  process = run_unprivileged(program, workdir, code=2)
+  expected = f"error: --workdir={workdir}: cannot write there: Permission "
+  assert process.last_line().startswith(expected), process.text()
+  assert "compiling" not in process.text()
+  assert os.listdir(workdir) == []
+
+
+@pytest.fixture
+def trained(workdir, undisturbed):
+  """A workdir with the checkpoints of steps 2 and 4; readable in the end."""
+  for step in (2, 4):
+    shutil.copytree(path_of(undisturbed, step), path_of(workdir, step))
+  yield workdir
+  subprocess.check_call(["chmod", "-R", "u+rwX", str(workdir)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["", "00000004", "00000004/manifest.json"])
+def test_what_cannot_be_read_is_no_fresh_start(
+  program, trained, undisturbed, part
+):
+  path = trained / "checkpoints" / part
+  path.chmod(0o300)
+  process = run_unprivileged(program, trained, code=1)
+  expected = (
+    f"error: CheckpointError: {path}: cannot be read: Permission denied"
+  )
+  assert process.last_line().startswith(expected), process.text()
+  assert "from scratch" not in process.text()
+  path.chmod(0o700)
+  assert steps(trained) == [2, 4]
+  tiny.assert_same(tiny.arrays(trained, 4), tiny.arrays(undisturbed, 4))
+
+
+@pytest.mark.slow
+def test_an_array_that_cannot_be_read(program, trained):
+  folder = path_of(trained, 4, "params/first/kernel")
+  (chunk,) = (p for p in folder.rglob("c*") if p.is_file())
+  chunk.chmod(0)
+  last = run_unprivileged(program, trained, code=1).last_line()
+  assert last.startswith("error: CheckpointError"), last
+  assert "array 'params/first/kernel': PERMISSION_DENIED" in last
+  assert str(chunk) in last

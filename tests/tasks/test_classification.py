@@ -1,0 +1,221 @@
+"""The classification task against plain numpy."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import metrics
+from bigtrain.settings import ConfigError
+from bigtrain.tasks import classification as task
+
+B, C = 6, 4
+RNG = np.random.default_rng(0)
+IMAGE = RNG.normal(size=(B, 2, 2, 1)).astype(np.float32)
+LABELS = np.array([0, 3, 1, 1, 2, 0])
+ONE_HOT = np.eye(C, dtype=np.float32)[LABELS]
+
+
+class Net(nn.Module):
+  """Flattens and projects; counts how often it was trained."""
+
+  dropout: float = 0.0
+
+  @nn.compact
+  def __call__(self, image, *, train=False):
+    x = image.reshape(image.shape[0], -1)
+    count = self.variable("counts", "trained", jnp.zeros, ())
+    if train:
+      count.value += 1
+    x = nn.Dropout(self.dropout, deterministic=not train)(x)
+    return nn.Dense(C)(x), {"pre_logits": x}
+
+
+def make(**kwargs):
+  model = Net(**kwargs)
+  variables = dict(model.init(jax.random.key(1), **task.inputs(batch())))
+  variables["counts"] = {"trained": jnp.zeros(())}
+  return model, variables
+
+
+def batch(**changes):
+  return {"image": IMAGE, "labels": LABELS, "id": np.arange(B), **changes}
+
+
+def logits_of(variables, image=IMAGE):
+  dense = jax.device_get(variables["params"]["Dense_0"])
+  return image.reshape(len(image), -1) @ dense["kernel"] + dense["bias"]
+
+
+def log_softmax(x):
+  x = x - x.max(-1, keepdims=True)
+  return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def softmax_loss(logits, labels):
+  return -(labels * log_softmax(logits)).sum(-1)
+
+
+def sigmoid_loss(logits, labels):
+  p = 1 / (1 + np.exp(-logits.astype(np.float64)))
+  return -(labels * np.log(p) + (1 - labels) * np.log(1 - p)).sum(-1)
+
+
+def run(variables, model, data, train=True, seed=0, **options):
+  pairs, mutable = task.loss_fn(
+    variables,
+    data,
+    jax.random.key(seed) if train else None,
+    model=model,
+    train=train,
+    **options,
+  )
+  return {k: (float(s), float(w)) for k, (s, w) in pairs.items()}, mutable
+
+
+@pytest.mark.parametrize("labels", [LABELS, ONE_HOT], ids=["int", "one-hot"])
+@pytest.mark.parametrize(
+  ("kind", "expected"),
+  [("softmax_xent", softmax_loss), ("sigmoid_xent", sigmoid_loss)],
+)
+def test_sums_and_weights(kind, expected, labels):
+  model, variables = make()
+  logits = logits_of(variables)
+  pairs, _ = run(variables, model, batch(labels=labels), kind=kind)
+  loss = expected(logits, ONE_HOT)
+  assert pairs["loss"] == pytest.approx((loss.sum(), B), rel=1e-5)
+  hits = (logits.argmax(-1) == LABELS).sum()
+  assert pairs["accuracy"] == (hits, B)
+
+
+def test_several_labels_for_an_image():
+  model, variables = make()
+  labels = np.array([[1, 1, 0, 0]] * 3 + [[0, 0, 0, 0]] * 3, np.float32)
+  pairs, _ = run(variables, model, batch(labels=labels), kind="sigmoid_xent")
+  logits = logits_of(variables)
+  loss = sigmoid_loss(logits, labels)
+  assert pairs["loss"] == pytest.approx((loss.sum(), B), rel=1e-5)
+  hits = (logits[:3].argmax(-1) < 2).sum()  # An image without labels: never.
+  assert pairs["accuracy"][0] == hits
+
+
+def test_label_smoothing():
+  model, variables = make()
+  smooth = 0.8 * ONE_HOT + 0.2 / C
+  pairs, _ = run(variables, model, batch(), label_smoothing=0.2)
+  loss = softmax_loss(logits_of(variables), smooth)
+  assert pairs["loss"][0] == pytest.approx(loss.sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_padding_does_not_count_whatever_it_holds(train):
+  model, variables = make()
+  mask = np.array([1, 1, 0, 1, 0, 0], np.float32)
+  real = mask > 0
+  spoilt = IMAGE.copy()
+  spoilt[~real] = np.nan
+  data = batch(image=spoilt, _mask=mask)
+  pairs, _ = run(variables, model, data, train=train)
+  logits = logits_of(variables)[real]
+  loss = softmax_loss(logits, ONE_HOT[real]).sum()
+  assert pairs["loss"] == pytest.approx((loss, 3), rel=1e-5)
+  assert pairs["accuracy"] == ((logits.argmax(-1) == LABELS[real]).sum(), 3)
+
+
+def test_mutable_collections_change_in_training_only():
+  model, variables = make()
+  _, mutable = run(variables, model, batch())
+  assert set(mutable) == {"counts"}
+  assert mutable["counts"]["trained"] == 1
+  _, mutable = run(variables, model, batch(), train=False)
+  assert mutable["counts"]["trained"] == 0
+
+
+def test_dropout_is_of_the_key_and_of_training():
+  model, variables = make(dropout=0.5)
+  first, _ = run(variables, model, batch(), seed=0)
+  again, _ = run(variables, model, batch(), seed=0)
+  other, _ = run(variables, model, batch(), seed=1)
+  still, _ = run(variables, model, batch(), train=False)
+  assert first == again != other
+  loss = softmax_loss(logits_of(variables), ONE_HOT).sum()
+  assert still["loss"][0] == pytest.approx(loss, rel=1e-5)
+
+
+# Mixup.
+
+
+def test_mixup_blends_with_the_neighbour():
+  mixed, weight = task.mixup(jax.random.key(0), jnp.asarray(IMAGE), 0.2)
+  weight = float(weight)
+  assert 0.5 <= weight < 1
+  neighbours = IMAGE[[-1, 0, 1, 2, 3, 4]]
+  np.testing.assert_allclose(
+    mixed, weight * IMAGE + (1 - weight) * neighbours, rtol=1e-5, atol=1e-6
+  )
+  assert mixed.dtype == jnp.float32
+  half, _ = task.mixup(jax.random.key(0), jnp.asarray(IMAGE, "bfloat16"), 0.2)
+  assert half.dtype == jnp.bfloat16
+
+
+def test_the_weight_of_mixup_has_the_distribution_it_says():
+  keys = jax.random.split(jax.random.key(0), 2000)
+  draw = jax.jit(jax.vmap(lambda k: task.mixup(k, jnp.ones((1, 1)), 0.4)[1]))
+  weights = np.asarray(draw(keys))
+  # max(w, 1 - w) of w ~ Beta(0.4, 0.4), by quadrature in w = sin(t)^2.
+  t = np.linspace(1e-4, np.pi / 2 - 1e-4, 20001)
+  w = np.sin(t) ** 2
+  density = (w * (1 - w)) ** (0.4 - 0.5)
+  expected = (np.maximum(w, 1 - w) * density).sum() / density.sum()
+  assert weights.mean() == pytest.approx(expected, abs=0.01)
+
+
+def test_the_loss_of_mixup_is_that_of_blended_labels():
+  model, variables = make()
+  # The same key gives the same blend; it is drawn before dropout's.
+  mixup_rng, _ = jax.random.split(jax.random.key(3))
+  mixed, weight = task.mixup(mixup_rng, jnp.asarray(IMAGE), 0.5)
+  weight = float(weight)
+  blended = weight * ONE_HOT + (1 - weight) * np.roll(ONE_HOT, 1, axis=0)
+  loss = softmax_loss(logits_of(variables, np.asarray(mixed)), blended).sum()
+  for labels in (LABELS, ONE_HOT):
+    data = batch(labels=labels)
+    pairs, _ = run(variables, model, data, seed=3, mixup_alpha=0.5)
+    assert pairs["loss"][0] == pytest.approx(loss, rel=1e-5)
+  still, _ = run(variables, model, batch(), train=False, mixup_alpha=0.5)
+  plain, _ = run(variables, model, batch(), train=False)
+  assert still == plain
+
+
+# What evaluators use.
+
+
+def test_predict_functions():
+  model, variables = make(dropout=0.5)
+  fns = task.predict_fns(model)
+  assert set(fns) == {"logits", "pre_logits", "loss"}
+  logits = logits_of(variables)
+  data = {"image": IMAGE}  # Predictions need no labels.
+  np.testing.assert_allclose(fns["logits"](variables, data), logits, rtol=1e-5)
+  np.testing.assert_allclose(
+    fns["pre_logits"](variables, data), IMAGE.reshape(B, -1)
+  )
+  pairs = fns["loss"](variables, batch(), kind="sigmoid_xent")
+  means = metrics.means(pairs)
+  expected = sigmoid_loss(logits, ONE_HOT).mean()
+  assert means["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("data", "options", "message"),
+  [
+    (batch(), dict(kind="softmax_xnt"), "loss 'softmax_xnt'. .*'softmax_xent'"),
+    ({"image": IMAGE, "label": 0}, {}, "no 'labels'.* mean 'label'"),
+    ({"img": IMAGE, "labels": 0}, {}, "no 'image'"),
+  ],
+)
+def test_mistakes(data, options, message):
+  model, variables = make()
+  with pytest.raises(ConfigError, match=message):
+    run(variables, model, data, **options)
