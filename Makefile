@@ -5,6 +5,7 @@
 #   make install PYTHON=/opt/py/bin/python3.12
 #   make train CONFIG=configs/x.py:runlocal WORKDIR=runs/x ARGS=--config.seed=1
 #   make test TESTS=tests/pp ARGS="-x -k crop"
+#   make soak ARGS="--kills=20 --seed=1"
 
 VENV ?= .venv
 PYTHON ?=
@@ -23,9 +24,10 @@ LOCKED := digits,tfds,report,safetensors,lint,test
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint bench lock clean
+.PHONY: help install train test test-faults soak lint bench lock clean
 
 run := $(VENV)/bin/python -m
+pytest = $(run) pytest -n $(JOBS) --dist=worksteal --durations=10
 comma := ,
 installed := $(VENV)/.installed
 ifneq ($(strip $(EXTRAS)),)
@@ -33,7 +35,7 @@ installed += $(VENV)/.installed-$(subst $(comma),-,$(strip $(EXTRAS)))
 endif
 
 help: ## Say what there is (this)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' \
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' \
 	  Makefile
 
 install: $(installed) ## Build the virtual environment; quick the second time
@@ -41,8 +43,14 @@ install: $(installed) ## Build the virtual environment; quick the second time
 train: install ## Train a vision transformer on handwritten digits
 	@$(run) bigtrain.main --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
-test: lint ## Lint, then run every test
-	@$(run) pytest -n $(JOBS) --dist=worksteal --durations=10 $(ARGS) $(TESTS)
+test: lint ## Lint, then run all tests but the slow ones
+	@$(pytest) -m "not slow" $(ARGS) $(TESTS)
+
+test-faults: install ## Run the slow tests: faults in real processes
+	@$(pytest) -m slow $(ARGS) $(TESTS)
+
+soak: install ## Kill a run a hundred times; its end must be that of a quiet one
+	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(run) faults.soak $(ARGS)
 
 lint: install ## Check style, formatting and types
 	@$(run) ruff check .

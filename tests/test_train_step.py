@@ -55,9 +55,7 @@ def run(microbatches, mesh_sizes, trainable=None):
     *mesh_sizes, devices=jax.devices()[: mesh_sizes[0] * mesh_sizes[1]]
   )
   batch = jax.device_put(batch, sharding.batch(mesh))
-  params, mutable = jax.device_put(
-    (params, mutable), sharding.replicated(mesh)
-  )
+  params, mutable = jax.device_put((params, mutable), sharding.replicated(mesh))
   trainable = trainable or jax.tree.map(lambda _: True, params)
 
   @jax.jit

@@ -90,7 +90,7 @@ def test_rollback(program, tmp_path, data):
 
 @pytest.mark.slow
 def test_rollbacks_are_bounded(program, workdir, tmp_path):
-  bad = train_data(4, 6, 9)
+  bad = train_data(4, 5, 8)
   program_lib.write_data(tmp_path / "bad", train=bad)
   options = (*IN_ORDER, "nonfinite=rollback", "max_nonfinite=2")
   process = program.run(workdir, *options, data=tmp_path / "bad", code=1)
@@ -116,9 +116,12 @@ def test_skip(program, workdir, data):
 
 @pytest.mark.slow
 def test_skips_are_bounded(program, workdir, tmp_path):
-  program_lib.write_data(tmp_path / "bad", train=train_data(4, 6, 9))
+  program_lib.write_data(tmp_path / "bad", train=train_data(4, 5, 8))
   options = (*IN_ORDER, "nonfinite=skip", "max_nonfinite=2")
   process = program.run(workdir, *options, data=tmp_path / "bad", code=1)
-  assert process.last_line().startswith("error: NotFinite: step ")
+  assert process.last_line() == (
+    "error: NotFinite: 3 steps were not finite and skipped, more than "
+    "config.max_nonfinite=2; the first was step 4."
+  )
   assert_finite(workdir)
   assert steps(workdir)[-1] < 10

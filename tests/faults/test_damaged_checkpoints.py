@@ -159,7 +159,7 @@ def test_a_changed_config_is_resumed_if_allowed(program, trained):
       [
         "shape: params/first/kernel: expected float32[64,256], found "
         "float32[64,512]",
-        "12 shape (listed above)",
+        "13 shape (listed above)",
       ],
     ),
     (
