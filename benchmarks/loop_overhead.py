@@ -29,8 +29,8 @@ def _configs(quick: bool) -> dict[str, Any]:
   small.evals = {}
   small.total_steps = small.ckpt_steps = 1_000_000
   # Images of 64 pixels keep a block of 50 steps to a few seconds.
-  large = synthetic.get_config("S/16,size=64,batch_size=4")
-  return {"digits, batch 128": small, "ViT-S/16, 4 images of 64 x 64": large}
+  large = synthetic.get_config("S/16,size=64,batch_size=2")
+  return {"digits, batch 128": small, "ViT-S/16, 2 images of 64 x 64": large}
 
 
 if __name__ == "__main__":

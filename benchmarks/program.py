@@ -58,7 +58,7 @@ class Program:
       self.tally = jax.device_put(zeros, shardings)
     jax.block_until_ready((self.state, self.tally, self.batch))
     began = time.perf_counter()
-    in_flight = collections.deque()
+    in_flight: collections.deque[Any] = collections.deque()
     for _ in range(steps):
       self.state, self.tally = self.update(self.state, self.tally, self.batch)
       # Each step that is queued has buffers of its own.

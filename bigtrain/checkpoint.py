@@ -144,6 +144,10 @@ class Checkpointer:
     jax.block_until_ready(state)
     began = time.monotonic()
     self.wait()
+    # The save before may still be removing old checkpoints, but no other: where
+    # removal is slower than saving, they would fill the disk.
+    while len(self._threads) > 1:
+      self._threads.pop(0).join()
     pieces, arrays = self._snapshots.take(named)
     number = self._num_saves
     self._num_saves += 1
@@ -158,8 +162,6 @@ class Checkpointer:
       tmp=storage.attempt(self._workdir, int(step), token),
     )
     self._settled.clear()
-    # The save before may still be removing old checkpoints.
-    self._threads = [t for t in self._threads if t.is_alive()]
     self._threads.append(
       threading.Thread(
         target=self._run, args=(job,), name=f"save-{step}", daemon=True

@@ -26,6 +26,7 @@ import threading
 import time
 from typing import Any
 
+from bigtrain import cluster
 from bigtrain.settings import ConfigError
 
 FILE = "lease.json"
@@ -275,6 +276,7 @@ def _watch(path: str, found: Holder | None, term_secs: float) -> bool:
   began = time.monotonic()
   logging.warning("%s: held by %s; waiting whether it is renewed", path, found)
   while True:
+    cluster.check_preempted()  # It may take longer than the grace time.
     overdue = time.time() - found.expires if found else 0.0
     if max(overdue, time.monotonic() - began) > term_secs:
       return True

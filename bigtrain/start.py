@@ -47,7 +47,7 @@ _HARMLESS = (
   "peak_flops_per_device",
   "resume",
   "sharding",
-  "stop_at_steps",
+  "stop_at_*",
   "tensorboard",
   "wandb",
   "watchdog",

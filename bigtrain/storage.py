@@ -323,6 +323,8 @@ def clean(workdir: str) -> list[str]:
       else:
         shutil.rmtree(path)
         notes.append(f"{path}: removed, left by an interrupted run")
+    except FileNotFoundError:
+      continue  # It was of a job that tries to start here, in vain.
     except OSError as e:
       raise CheckpointError(
         f"{path}: cannot be cleaned up: {e.strerror}."

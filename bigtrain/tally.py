@@ -69,6 +69,8 @@ def count(
   Returns:
     (the new tally, whether this step may change the state).
   """
+  # A task may well give a weight as Python's 1.0.
+  pairs = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), pairs)
   if tally is None:
     tally = zeros(_spec(pairs, last))
   loss = pairs["loss"][0] / pairs["loss"][1]

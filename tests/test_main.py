@@ -159,6 +159,7 @@ def full_run(tiny_config, tmp_path_factory):
       "keep_ckpts": 10,
       "ema_decay": 0.5,
       "weight_stats": "per_param",
+      "loss": dict(kind="sigmoid_xent"),
       "schedule": [
         ("first/.*", None),
         (".*", dict(decay_type="constant")),
@@ -271,6 +272,12 @@ def test_saved_predictions_are_those_of_the_examples_in_order(
     logits = forward(tiny.arrays(full_run, 3), "params", data["image"])
     np.testing.assert_allclose(file["predictions"], logits, atol=1e-5)
   assert tiny.rows(full_run)[3]["kept/num_examples"] == tiny.NUM_VAL
+
+
+def test_the_options_of_the_loss_reach_it(full_run):
+  # A sigmoid for each of ten classes starts at 10 log(2), a softmax at log(10).
+  rows = tiny.rows(full_run)
+  assert rows[3]["val/loss"] < 4 < rows[1]["loss"]
 
 
 def test_an_evaluation_can_be_switched_off(full_run):

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import signal
+import types
 
 import numpy as np
 import pytest
@@ -122,26 +124,29 @@ def test_another_mesh_sees_the_same_examples(
     assert rows[step] == pytest.approx(expected[step], rel=1e-4)
 
 
+SIGNALS = []  # Those that have come, in the next test.
+
+
+def signal_on_row_2(step, row):
+  """A hook of a user."""
+  if step == 2:
+    SIGNALS.append(signal.SIGTERM)
+
+
 def test_a_signal_in_a_step_saves_and_the_rest_is_the_same(
   straight, tiny_config, tmp_path, monkeypatch
 ):
+  SIGNALS.clear()
+  monkeypatch.setattr(cluster, "_signals", SIGNALS)
   config = tiny_config(EVERYTHING)
-  monkeypatch.setattr(cluster, "_signals", signals := [])
-  hook = dict(type="call", function=f"{__name__}.on_row_2")
-  on_row_2.signals = signals
+  hook = dict(type="call", function=f"{__name__}.signal_on_row_2")
   with pytest.raises(cluster.Preempted, match="saved step 3 of 6"):
     main.train(config | {"hooks": {"signal": hook}}, str(tmp_path))
   assert tiny.checkpoint_steps(tmp_path) == [3]
-  signals.clear()
+  SIGNALS.clear()
   main.train(config, str(tmp_path))
   tiny.assert_same(tiny.arrays(tmp_path), tiny.arrays(straight[2]))
   tiny.assert_same(tiny.rows(tmp_path), tiny.rows(straight[2]))
-
-
-def on_row_2(step, row):
-  """A hook that gets a signal when the row of step 2 comes."""
-  if step == 2:
-    on_row_2.signals.append(15)
 
 
 def test_hooks_go_on_with_what_they_remember(tiny_config, tmp_path):
@@ -170,41 +175,38 @@ def two_evaluations(tiny_config):
 
 @pytest.fixture
 def runs(monkeypatch):
-  """(name, step) of each evaluation that is begun; one of `fail` fails."""
+  """.begun: (name, step) of each evaluation; that of .fail fails."""
   run = mean.Evaluator.run
-  begun = []
-  runs.fail = None
+  found = types.SimpleNamespace(begun=[], fail=None)
 
   def recorded(self, variables, step):
-    name = self._batches._context.name
-    begun.append((name, step))
-    if runs.fail == (name, step):
+    this = (self._batches._context.name, step)
+    found.begun.append(this)
+    if this == found.fail:
       raise OSError("the data have gone away")
     return run(self, variables, step)
 
   monkeypatch.setattr(mean.Evaluator, "run", recorded)
-  return begun
+  return found
 
 
 @pytest.mark.parametrize("step", [3, 6])
 def test_an_evaluation_that_was_cut_off_is_done_at_the_next_start(
-  two_evaluations, tmp_path, runs, request, step
+  two_evaluations, tmp_path, runs, step
 ):
-  fixture = globals()["runs"]
-  fixture.fail = ("b", step)
+  runs.fail = ("b", step)
   with pytest.raises(OSError, match="gone away"):
     main.train(two_evaluations, str(tmp_path))
   row = tiny.rows(tmp_path)[step]
   assert "a/loss" in row and "b/loss" not in row
-  fixture.fail = None
-  runs.clear()
+  runs.begun, runs.fail = [], None
   main.train(two_evaluations, str(tmp_path))
-  assert runs == [("b", step)] + [("a", 6), ("b", 6)] * (step == 3)
+  assert runs.begun == [("b", step)] + [("a", 6), ("b", 6)] * (step == 3)
   row = tiny.rows(tmp_path)[step]
   assert row["a/loss"] == row["b/loss"]
-  runs.clear()
+  runs.begun = []
   main.train(two_evaluations, str(tmp_path))
-  assert runs == []
+  assert runs.begun == []
 
 
 def test_a_signal_ends_an_evaluation_between_its_batches(
@@ -214,7 +216,7 @@ def test_a_signal_ends_an_evaluation_between_its_batches(
   evaluate = mean.Evaluator.run
 
   def signalled(self, variables, step):
-    signals.append(15)
+    signals.append(signal.SIGTERM)
     return evaluate(self, variables, step)
 
   monkeypatch.setattr(mean.Evaluator, "run", signalled)
@@ -223,10 +225,10 @@ def test_a_signal_ends_an_evaluation_between_its_batches(
       main.train(two_evaluations, str(tmp_path))
     signals.clear()
   assert tiny.checkpoint_steps(tmp_path) == [3]
-  assert runs == [("a", 3), ("a", 3)]
+  assert runs.begun == [("a", 3), ("a", 3)]
   monkeypatch.setattr(mean.Evaluator, "run", evaluate)
   main.train(two_evaluations, str(tmp_path))
-  assert runs[2:] == [("a", 3), ("b", 3), ("a", 6), ("b", 6)]
+  assert runs.begun[2:] == [("a", 3), ("b", 3), ("a", 6), ("b", 6)]
 
 
 def test_a_finished_run_stays_as_it_is(straight, tiny_config, caplog):

@@ -38,6 +38,7 @@ def test_a_list_in_a_list_is_compared_whole():
     ("mesh.fsdp", True),
     ("nonfinite", True),
     ("stop_at_steps", True),
+    ("stop_at_percent", True),
     ("input.prefetch", True),
     ("weight_stats", True),
     ("seed", False),

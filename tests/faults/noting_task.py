@@ -3,8 +3,6 @@
 Legend: B batch.
 """
 
-import jax.numpy as jnp
-
 from bigtrain.tasks import classification
 from bigtrain.tasks.classification import inputs, predict_fns
 
@@ -16,5 +14,5 @@ def loss_fn(variables, batch, rng, **options):
   pairs, mutable = classification.loss_fn(variables, batch, rng, **options)
   id_B = batch["id"].astype("float32")
   for i in range(id_B.shape[0]):
-    pairs[f"id_{i}"] = id_B[i], jnp.ones(())
+    pairs[f"id_{i}"] = id_B[i], 1.0
   return pairs, mutable

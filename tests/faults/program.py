@@ -145,7 +145,14 @@ class Program:
     self._processes = []
 
   def start(
-    self, workdir, *changes, fault=(), devices=1, data=None, model="net"
+    self,
+    workdir,
+    *changes,
+    fault=(),
+    devices=1,
+    data=None,
+    model="net",
+    cached=True,
   ):
     """Starts a process.
 
@@ -156,6 +163,7 @@ class Program:
       devices: simulated ones.
       data: another folder of train.npz and val.npz.
       model: the config's.
+      cached: whether what was compiled before need not be compiled again.
     """
     workdir = pathlib.Path(workdir)
     plain = [sys.executable, "-m", "bigtrain.main"]
@@ -164,7 +172,7 @@ class Program:
       *(faulty if fault else plain),
       f"--config={CONFIG}:data={data or self.data},model={model}",
       f"--workdir={workdir}",
-      f"--config.compile_cache={self._cache}",
+      f"--config.compile_cache={self._cache if cached else False}",
       *(f"--config.{change}" for change in changes),
     ]
     env = {

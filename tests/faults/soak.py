@@ -8,6 +8,7 @@ printed; the folder stays if they differ.
 """
 
 import argparse
+import os
 import pathlib
 import random
 import shutil
@@ -22,6 +23,9 @@ from faults import program as program_lib
 # Between two kills, on average. A save is due every other step, so that many
 # of the kills meet one.
 _STEPS_A_KILL = 12
+# That no kill comes too late: how many steps follow, and how long each takes.
+_MORE_STEPS = 100
+_STEP_SECS = 0.01
 # So long after what was waited for, at most.
 _MOST_SECS = 0.3
 # One in so many kills comes before the first step.
@@ -64,20 +68,25 @@ def soak(program, folder, *, kills, seed, model="net", say=print):
     say: is told of each kill.
   """
   rng = random.Random(seed)
-  total = _STEPS_A_KILL * kills
+  total = _STEPS_A_KILL * kills + _MORE_STEPS
   quiet, killed = folder / "quiet", folder / "killed"
   length = f"total_steps={total}"
+  pace = dict(pace=dict(type="faults.waiting.Pace", secs=_STEP_SECS))
   program.run(quiet, length, f"ckpt_steps={total}", model=model)
   for number in range(1, kills + 1):
-    process = program.start(killed, length, model=model)
-    what = _wait(process, killed, total * number // (kills + 1), rng)
+    process = program.start(killed, length, f"hooks={pace}", model=model)
+    what = _wait(process, killed, _STEPS_A_KILL * number, rng)
     assert not process.ended(), f"it ended by itself:\n{process.text()}"
     process.kill()
-    there = program_lib.steps(killed)
-    for step in there:
-      problems = checkpoint.verify(storage.find(str(killed), step))
+    there = storage.listing(str(killed))
+    for directory in there.checkpoints.values():
+      problems = checkpoint.verify(directory)
       assert not problems, problems
-    say(f"kill {number} of {kills}: {what}; checkpoints {there}", flush=True)
+    say(
+      f"kill {number} of {kills}: {what}; checkpoints {[*there.checkpoints]}, "
+      f"remains {[os.path.basename(path) for path in there.leftovers]}",
+      flush=True,
+    )
   program.run(killed, length, model=model)
   program_lib.assert_same_run(killed, quiet, total)
 

@@ -121,6 +121,7 @@ def test_a_changed_config_is_refused_and_printed(program, trained, tmp_path):
     "seed=1",
     "input.batch_size=16",
     "lr=0.5",
+    "schedule.warmup_steps=4",
     f"input.data.path={other}/train.npz",
     "log_steps=6",
   )
@@ -130,6 +131,7 @@ def test_a_changed_config_is_refused_and_printed(program, trained, tmp_path):
     "config.seed: 0 -> 1",
     "config.input.batch_size: 8 -> 16",
     "config.lr: 0.001 -> 0.5",
+    "config.schedule.warmup_steps: 2 -> 4",
     "config.input.data.path: ",
     "config.allow_changes",
   ):

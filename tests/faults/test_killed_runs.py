@@ -61,7 +61,7 @@ def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
       sizes = [size for path in before for _, size in storage.files_below(path)]
       assert 100_000 in sizes, "no file was cut"
   program.run(workdir)
-  assert remains(workdir) == []
+  assert remains(workdir) == [] and not list(workdir.glob("stacks-*"))
   assert steps(workdir) == [22, 24]
   assert_same_run(workdir, undisturbed, 24)
 

@@ -1,7 +1,9 @@
 """Faults 27 to 30: signals are obeyed at any time, in bounded time."""
 
+import json
 import pathlib
 import signal
+import time
 
 import pytest
 
@@ -29,7 +31,7 @@ def go(flag):
 
 @pytest.mark.parametrize("moment", ["importing", "compiling"])
 def test_before_the_first_step(program, workdir, moment):
-  process = program.start(workdir, "compile_cache=False")
+  process = program.start(workdir, cached=False)
   if moment == "importing":
     process.until_catches(signal.SIGTERM)
   else:
@@ -41,6 +43,27 @@ def test_before_the_first_step(program, workdir, moment):
   # Whatever there is to resume from, it is whole.
   for step in steps(workdir):
     assert checkpoint.verify(str(path_of(workdir, step))) == []
+
+
+@pytest.mark.slow
+def test_waiting_for_the_lease_of_another_machine(program, workdir):
+  workdir.mkdir()
+  holder = dict(
+    token="ab",
+    host="far",
+    pid=1,
+    machine="another boot",
+    process_start=1,
+    since="today",
+    expires=time.time() + 3600,
+  )
+  (workdir / "lease.json").write_text(json.dumps(holder))
+  process = program.start(workdir)
+  process.until_says("waiting whether it is renewed")
+  process.send(signal.SIGTERM)
+  assert process.wait(GRACE_SECS) == 75, process.text()
+  assert process.last_line() == "preempted: SIGTERM received"
+  assert json.loads((workdir / "lease.json").read_text()) == holder
 
 
 def test_in_a_save_and_in_a_step(program, workdir, undisturbed, tmp_path):

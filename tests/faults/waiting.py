@@ -55,6 +55,17 @@ class Kill:
       os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Pace:
+  """A hook that makes steps last."""
+
+  def __init__(self, secs):
+    self._secs = secs
+
+  def before_step(self, step):
+    """Sleeps."""
+    time.sleep(self._secs)
+
+
 class Hang:
   """A hook that never returns from a step."""
 
