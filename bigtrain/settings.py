@@ -327,6 +327,9 @@ def _typed(text: str, old: Any, where: str) -> Any:
   if text.lower() in ("true", "false"):
     value = text.lower() == "true"
   if isinstance(old, str) and value is not None:
+    # What has a name or a folder may be switched off, or on by default.
+    if text in ("True", "False"):
+      return value
     return text if not isinstance(value, str) else value
   if old is None or value is None:
     return value

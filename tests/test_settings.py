@@ -330,6 +330,7 @@ BASE = dict(
     ("name='sgd'", "name", "sgd"),
     ("name=12", "name", "12"),
     ("name=true", "name", "true"),
+    ("name=False", "name", False),
     ("name=a=b", "name", "a=b"),
     ("flag=true", "flag", True),
     ("flag=False", "flag", False),
