@@ -1,15 +1,17 @@
 """The process and its job: signals, exit codes, joining other processes.
 
 Importing this module is quick and does not load jax, so that signals can be
-caught before the slow imports begin.
+caught before the slow imports begin. What processes tell each other while they
+run is in job.py; alone, a process has no job.
 """
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 EXIT_OK = 0
@@ -20,7 +22,13 @@ EXIT_PREEMPTED = 75  # EX_TEMPFAIL: schedulers may requeue the job.
 # Where srun and mpirun say how many processes they started.
 _NUM_PROCESSES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
+# Seconds, the defaults of config.cluster.
+_TIMES = {"join_secs": 300.0, "heartbeat_secs": 30.0, "straggler_secs": 60.0}
+
 _signals: list[int] = []
+_job: Any = None  # The connection to the job's other processes, if any.
+_agreeing = False  # Whether `preempted` was asked: the processes are in step.
+_on_hang: list[Callable[[], Any]] = []
 
 
 class Preempted(Exception):
@@ -41,12 +49,17 @@ def _on_signal(number: int, frame: Any) -> None:
   name = signal.Signals(number).name
   if _signals:
     _say(f"{name} again: ending at once; the last checkpoint stands.")
-    os._exit(EXIT_PREEMPTED if number != signal.SIGINT else 128 + number)
+    code = EXIT_PREEMPTED if number != signal.SIGINT else 128 + number
+    if _job is not None:
+      _job.last_word(code, f"{name} again")
+    os._exit(code)
   _signals.append(number)
   _say(
     f"{name}: will finish the step, save and exit with {EXIT_PREEMPTED}; "
     "once more ends at once."
   )
+  if _job is not None:
+    _job.signalled(name)
 
 
 def _say(text: str) -> None:
@@ -55,35 +68,231 @@ def _say(text: str) -> None:
 
 
 def preempted() -> bool:
-  """Whether a signal has asked this process to end."""
-  return bool(_signals)
+  """Whether the job is to end here because a process of it got a signal.
+
+  All processes call it equally often; the answer is the same on all of them.
+  Called where the state can be saved.
+  """
+  global _agreeing
+  _agreeing = True
+  return bool(_signals) if _job is None else _job.tick()
 
 
 def check_preempted() -> None:
-  """Raises Preempted if a signal has come; for where nothing is to save."""
-  if preempted():
+  """Raises Preempted if a signal has come; for where nothing is to save.
+
+  Once the processes of a job agree on their end (`preempted`), none of them
+  ends by itself.
+  """
+  if _signals and not (_agreeing and _job is not None):
     raise Preempted(f"{signal.Signals(_signals[0]).name} received")
 
 
-def join() -> None:
-  """Joins the job's other processes where the environment speaks of several.
+def join(config: Any) -> None:
+  """Joins the job's other processes where there are some.
 
-  That is under srun and mpirun, and wherever JAX_COORDINATOR_ADDRESS,
-  JAX_NUM_PROCESSES and JAX_PROCESS_ID are set; anything else is a process
-  alone. Called before jax is asked for its devices.
+  That is where JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID
+  are set (command.py sets them from its flags), under srun and mpirun, and on
+  a Cloud TPU slice of several hosts; anything else is a process alone. Called
+  before jax is asked for its devices.
+
+  Reads config.cluster: `join_secs` (300), how long to wait for the others;
+  `heartbeat_secs` (30), silence after which one counts as gone;
+  `straggler_secs` (60), between two looks for stragglers. And
+  config.expect_processes and config.expect_devices.
+
+  Raises:
+    ConfigError: these are wrong, or there are not as many as expected.
+    RuntimeError: the others did not come.
   """
   import jax
 
-  if jax.distributed.is_initialized():
-    return
+  from bigtrain import settings
+
+  options = config.kwargs("cluster")
+  times = {}
+  for name, default in _TIMES.items():
+    times[name] = options.pop(name, default)
+    if isinstance(times[name], bool) or not isinstance(
+      times[name], int | float
+    ):
+      raise settings.ConfigError(
+        f"config.cluster.{name}: expected seconds, got {times[name]!r}."
+      )
+  for name in options:
+    hint = settings.did_you_mean(name, _TIMES)
+    raise settings.ConfigError(f"config.cluster.{name}: unknown key.{hint}")
+  if not jax.distributed.is_initialized() and _several():
+    _form_job(times)
+  for name, found in (
+    ("processes", jax.process_count()),
+    ("devices", jax.device_count()),
+  ):
+    expected = config.get(f"expect_{name}")
+    if expected not in (None, found):
+      raise settings.ConfigError(
+        f"config.expect_{name}={expected}: there are {found}."
+      )
+
+
+def _several() -> bool:
+  """Whether the environment speaks of several processes."""
   if "JAX_COORDINATOR_ADDRESS" in os.environ:
+    return True
+  if any(int(os.environ.get(name, 1)) > 1 for name in _NUM_PROCESSES):
+    return True
+  # Hosts of a TPU slice; a single-host machine has one name here, or none.
+  return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+
+
+def _form_job(times: Mapping[str, float]) -> None:
+  """Meets the other processes, and starts jax's runtime for all of them."""
+  global _job
+  import jax
+
+  from bigtrain import job, rendezvous
+
+  address, count, index, local = _place(times)
+  made = job.Job(
+    index,
+    count,
+    heartbeat_secs=times["heartbeat_secs"],
+    report_secs=times["straggler_secs"],
+    on_hang=_tell_hang,
+  )
+  port = made.listen() if index == 0 else 0
+  token = rendezvous.meet(
+    address,
+    index,
+    count,
+    timeout_secs=times["join_secs"],
+    token={"port": port, "secret": secrets.token_hex(16)},
+    check=check_preempted,
+  )
+  host = address.rpartition(":")[0].strip("[]") if index else "localhost"
+  try:
+    made.connect(host, token["port"], secret=token["secret"], timeout_secs=60.0)
+  except OSError as e:
+    raise RuntimeError(
+      f"process {index} cannot reach process 0 at {host} port "
+      f"{token['port']}: {e}; is it open between the hosts?"
+    ) from e
+  _job = made
+  if _signals:
+    made.signalled(signal.Signals(_signals[0]).name)
+
+  def initialize() -> None:
+    # Its handler of SIGTERM would take the place of ours.
+    jax.config.update("jax_enable_preemption_service", False)
+    # Its own heartbeats end a job too, but say less: ours come first.
     jax.distributed.initialize(
-      coordinator_address=os.environ["JAX_COORDINATOR_ADDRESS"],
-      num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
-      process_id=int(os.environ["JAX_PROCESS_ID"]),
+      coordinator_address=address,
+      num_processes=count,
+      process_id=index,
+      local_device_ids=local,
+      heartbeat_timeout_seconds=int(max(100, 4 * times["heartbeat_secs"])),
     )
-  elif any(int(os.environ.get(name, 1)) > 1 for name in _NUM_PROCESSES):
-    jax.distributed.initialize()  # It knows these environments.
+
+  # In C++ the main thread would be deaf to signals.
+  Background(initialize, "join").result()
+
+
+def _place(times: Mapping[str, float]) -> tuple[str, int, int, Any]:
+  """(address of process 0, number of processes, this one's, its devices)."""
+  from jax._src import clusters
+
+  from bigtrain import settings
+
+  if "JAX_COORDINATOR_ADDRESS" not in os.environ:
+    # jax knows the schedulers, but has no public way to ask it only that.
+    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
+      None, None, None, None, None, int(times["join_secs"])
+    )
+  for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+    if not os.environ.get(name, "").isdigit():
+      raise settings.ConfigError(
+        f"{name}={os.environ.get(name, '')!r}: expected a number beside "
+        "JAX_COORDINATOR_ADDRESS (flags --num_processes, --process_id)."
+      )
+  address = os.environ["JAX_COORDINATOR_ADDRESS"]
+  host, _, port = address.rpartition(":")
+  if not host or not port.isdigit():
+    raise settings.ConfigError(
+      f"JAX_COORDINATOR_ADDRESS={address!r}: expected HOST:PORT of process 0 "
+      "(flag --coordinator)."
+    )
+  count = int(os.environ["JAX_NUM_PROCESSES"])
+  index = int(os.environ["JAX_PROCESS_ID"])
+  if not 0 <= index < count:
+    raise settings.ConfigError(
+      f"JAX_PROCESS_ID={index}: expected a number below JAX_NUM_PROCESSES="
+      f"{count}."
+    )
+  return address, count, index, None
+
+
+def agree(identity: Callable[[], Mapping[str, Any]]) -> None:
+  """Refuses processes that differ in what they run.
+
+  Args:
+    identity: gives this process's values, as JSON has them, by name.
+
+  Raises:
+    ConfigError: on all processes, naming which differs from process 0 in what.
+  """
+  if _job is None:
+    return
+  from bigtrain import peers, settings
+
+  mine = [f"{name}={value!r}" for name, value in sorted(identity().items())]
+  everybody = peers.Peers(timeout_secs=_TIMES["join_secs"]).share(mine)
+  problems = []
+  for index, theirs in enumerate(everybody):
+    if others := sorted(set(theirs) - set(everybody[0])):
+      problems.append(f"process {index} has {', '.join(others)}")
+    if missing := sorted(set(everybody[0]) - set(theirs)):
+      problems.append(f"process 0 has {', '.join(missing)}")
+  if problems:
+    raise settings.ConfigError(
+      f"the processes of this job differ: {'; '.join(problems)}."
+    )
+
+
+def at(phase: str, step: int) -> None:
+  """Notes what this process is doing, for what the others say of it."""
+  if _job is not None:
+    _job.at(phase, step)
+
+
+def dispatched() -> None:
+  """Notes that the step is on its way; what took until here is host work."""
+  if _job is not None:
+    _job.dispatched()
+
+
+def at_abrupt_end(release: Callable[[], None]) -> None:
+  """Has `release` called if another process makes this one end."""
+  if _job is not None:
+    _job.at_abrupt_end(release)
+
+
+def on_hang(tell: Callable[[], Any]) -> None:
+  """Has `tell` called before the end if any process of the job hangs."""
+  _on_hang[:] = [tell]
+
+
+def _tell_hang() -> None:
+  for tell in _on_hang:
+    tell()
+
+
+def fail(code: int, reason: str, *, hang: bool = False) -> None:
+  """Has all processes of the job end with `code`; alone it does nothing.
+
+  This one ends as well, saying which process failed first and why.
+  """
+  if _job is not None and not (code == EXIT_PREEMPTED and _job.agreed):
+    _job.fail(code, reason, hang=hang)
 
 
 class Background:
@@ -105,6 +314,11 @@ class Background:
       self._outcome.append((True, fn()))
     except BaseException as e:  # Raised again by `result`.
       self._outcome.append((False, e))
+
+  @property
+  def failed(self) -> bool:
+    """Whether `fn` has raised something, for `result` to raise."""
+    return bool(self._outcome) and not self._outcome[0][0]
 
   def result(self) -> Any:
     """What `fn` returns or raises.
@@ -129,6 +343,8 @@ def leave(code: int) -> NoReturn:
   Interpreter shutdown would wait for a thread that compiles, and with several
   processes for a barrier that a failed one never reaches.
   """
+  if _job is not None and not _job.failed:
+    _job.close()
   logging.shutdown()
   sys.stdout.flush()
   sys.stderr.flush()

@@ -1,6 +1,7 @@
 """The command line, and the exit code that says how a run ended."""
 
 import logging as python_logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,6 +15,13 @@ _USAGE = (
   "Usage: python -m bigtrain.main --config=FILE.py[:arguments] --workdir=DIR "
   "[--config.KEY=VALUE ...]"
 )
+
+# For processes that are started by hand: where schedulers do not say it.
+_JOB_FLAGS = {
+  "coordinator": ("JAX_COORDINATOR_ADDRESS", "HOST:PORT of process 0."),
+  "num_processes": ("JAX_NUM_PROCESSES", "How many there are."),
+  "process_id": ("JAX_PROCESS_ID", "Which of them this is, from 0."),
+}
 
 
 def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
@@ -39,6 +47,8 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
   values = flags.FlagValues()
   flags.DEFINE_string("config", None, "FILE.py[:args]", flag_values=values)
   flags.DEFINE_string("workdir", None, "The run's folder.", flag_values=values)
+  for name, (_, meaning) in _JOB_FLAGS.items():
+    flags.DEFINE_string(name, None, meaning, flag_values=values)
   values.append_flag_values(flags.FLAGS)
   try:
     left = values(rest)[1:]
@@ -46,6 +56,9 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
     raise settings.ConfigError(f"{e}. {_USAGE}") from e
   if left:
     raise settings.ConfigError(f"{left[0]!r} is no flag. {_USAGE}")
+  for name, (variable, _) in _JOB_FLAGS.items():
+    if values[name].value:
+      os.environ[variable] = values[name].value
   for name in ("config", "workdir"):
     if not values[name].value:
       raise settings.ConfigError(f"--{name} is missing. {_USAGE}")
@@ -73,14 +86,18 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
     results = train(config, workdir)
   except settings.ConfigError as e:
     # No traceback: the mistake is in the config or the data.
-    print(f"error: {e}", file=sys.stderr)
-    cluster.leave(cluster.EXIT_CONFIG)
+    _end(cluster.EXIT_CONFIG, f"error: {e}")
   except cluster.Preempted as e:
-    print(f"preempted: {e}", file=sys.stderr)
-    cluster.leave(cluster.EXIT_PREEMPTED)
+    _end(cluster.EXIT_PREEMPTED, f"preempted: {e}")
   except Exception as e:
     traceback.print_exc()
-    print(f"error: {type(e).__name__}: {e}", file=sys.stderr)
-    cluster.leave(cluster.EXIT_ERROR)
+    _end(cluster.EXIT_ERROR, f"error: {type(e).__name__}: {e}")
   print(record.ending(results, workdir))
   cluster.leave(cluster.EXIT_OK)
+
+
+def _end(code: int, last_line: str) -> NoReturn:
+  """Ends the process, and with it the others of its job."""
+  print(last_line, file=sys.stderr, flush=True)
+  cluster.fail(code, last_line.partition(": ")[2])
+  cluster.leave(code)

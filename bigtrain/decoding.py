@@ -198,8 +198,8 @@ def beam_search(
 
   Hypotheses compare by log-likelihood / ((5 + n) / 6) ** length_penalty with n
   generated tokens, eos included (https://arxiv.org/abs/1609.08144, section 7).
-  The search of an example ends when no hypothesis that goes on can beat the best
-  that has ended.
+  The search of an example ends when no hypothesis that goes on can beat the
+  best that has ended.
 
   Args:
     step_fn: see the head of this file; called with B * num_beams examples.

@@ -96,7 +96,8 @@ def _train(
   at_end.callback(dog.close)
 
   # Where it runs.
-  cluster.join()
+  cluster.join(config)
+  cluster.agree(lambda: record.identity(config.to_dict()))
   mesh = sharding.from_config(config)
   logging.info("%s", record.topology(mesh))
 
@@ -261,7 +262,8 @@ def _train(
     """After each batch of an evaluation."""
     dog.beat()
     console.evaluation_progress(done, batches)
-    cluster.check_preempted()
+    if cluster.preempted():
+      raise cluster.Preempted(f"evaluating step {step}, which is saved")
 
   evaluations = evaluators.from_config(
     config,
@@ -302,6 +304,7 @@ def _train(
   checkpoint.check_writable(workdir)
   held = lease.acquire(workdir) if jax.process_index() == 0 else None
   at_end.callback(held.release if held else lambda: None)
+  cluster.at_abrupt_end(held.release if held else lambda: None)
   at_end.callback(console.close)
   console.status("starting")
   clock = chrono.Chrono(
@@ -474,6 +477,7 @@ def _train(
     batch = next(batches)
     clock.data_wait(time.monotonic() - waiting)
     state, tally = update(state, tally, batch)
+    cluster.dispatched()
     step += 1
     console.step(step)
     if step == first_step + 1:

@@ -1,8 +1,10 @@
 """What a run is made of, written down: config.json and run.json."""
 
+import hashlib
 import importlib.metadata
 import json
 import os
+import pathlib
 import platform
 import socket
 import subprocess
@@ -14,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from bigtrain import settings
+from bigtrain import settings, trees
 
 _PACKAGES = (
   "bigtrain",
@@ -127,6 +129,26 @@ def run_info(mesh: Mesh) -> dict[str, Any]:
     "platform": device.platform,
     "mesh": dict(mesh.shape),
     "xla_flags": os.environ.get("XLA_FLAGS", ""),
+  }
+
+
+def identity(config: Mapping[str, Any]) -> dict[str, Any]:
+  """What must be the same on all processes of a job, flat, by name.
+
+  That is every value of the config, the package versions, and a digest of
+  this package's code (a checkout may differ without a commit).
+  """
+  digest = hashlib.sha256()
+  folder = pathlib.Path(__file__).parent
+  for path in sorted(folder.rglob("*.py")):
+    digest.update(f"{path.relative_to(folder)}\0".encode())
+    digest.update(path.read_bytes())
+  flat = dict(trees.flatten_with_names({"config": as_json(config)}))
+  return {
+    **{name.replace("/", "."): value for name, value in flat.items()},
+    **{f"version of {name}": v for name, v in versions().items()},
+    "version of python": platform.python_version(),
+    "digest of the code": digest.hexdigest()[:12],
   }
 
 

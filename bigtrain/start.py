@@ -30,6 +30,7 @@ _HARMLESS = (
   "allow_changes",
   "ckpt_*",
   "eager",
+  "cluster",
   "compile_cache",
   "evals",
   "expect_*",

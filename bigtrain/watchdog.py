@@ -77,6 +77,7 @@ class Watchdog:
     self._file: Any = None
     self._done = threading.Event()
     self._since = ("start", 0, time.monotonic())
+    cluster.on_hang(self._write_stacks)
     if limits is None:
       return
     self._thread = threading.Thread(
@@ -87,6 +88,7 @@ class Watchdog:
   def enter(self, phase: str, step: int) -> None:
     """A phase begins, or a new step or batch of it; the clock is at zero."""
     self._since = (phase, step, time.monotonic())
+    cluster.at(phase, step)
 
   def beat(self) -> None:
     """The phase goes on, but something was done: the clock is at zero."""
@@ -144,15 +146,21 @@ class Watchdog:
       f"the phase {phase!r} at step {step} took more than {limit:g} s "
       f"(config.watchdog.{phase}_secs)"
     )
-    try:
-      os.makedirs(self._workdir, exist_ok=True)  # It may hang before that.
-      with open(self._path, "w") as file:
-        file.write(f"{message}\n\n")
-        file.flush()
-        faulthandler.dump_traceback(file, all_threads=True)
-      message += f"; the stacks of all threads are in {self._path}"
-    except OSError as e:
-      message += f"; their stacks could not be written: {e}"
+    message += self._write_stacks(message)
+    # In a job of several processes all end here, and hear who is late.
+    cluster.fail(cluster.EXIT_ERROR, f"hang: {message}", hang=True)
     # Straight to the descriptor: a hung thread may hold the stream's lock.
     os.write(sys.__stderr__.fileno(), f"error: hang: {message}\n".encode())
     os._exit(cluster.EXIT_ERROR)
+
+  def _write_stacks(self, why: str = "a process of the job hangs") -> str:
+    """Writes the stacks of all threads; returns what there is to say of it."""
+    try:
+      os.makedirs(self._workdir, exist_ok=True)  # It may hang before that.
+      with open(self._path, "w") as file:
+        file.write(f"{why}\n\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+      return f"; the stacks of all threads are in {self._path}"
+    except OSError as e:
+      return f"; their stacks could not be written: {e}"

@@ -8,6 +8,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -153,6 +154,7 @@ class Program:
     data=None,
     model="net",
     cached=True,
+    flags=(),
   ):
     """Starts a process.
 
@@ -164,6 +166,7 @@ class Program:
       data: another folder of train.npz and val.npz.
       model: the config's.
       cached: whether what was compiled before need not be compiled again.
+      flags: more of the command line.
     """
     workdir = pathlib.Path(workdir)
     plain = [sys.executable, "-m", "bigtrain.main"]
@@ -174,6 +177,7 @@ class Program:
       f"--workdir={workdir}",
       f"--config.compile_cache={self._cache if cached else False}",
       *(f"--config.{change}" for change in changes),
+      *flags,
     ]
     env = {
       **os.environ,
@@ -194,6 +198,29 @@ class Program:
     found = process.wait()
     assert found == code, f"exit code {found}:\n{process.text()}"
     return process
+
+  def start_job(self, workdir, *changes, each=({}, {}), **options):
+    """Starts the processes of one job.
+
+    Args:
+      workdir, changes, options: as for `start`.
+      each: for each process its own options; "changes" are more changes.
+    """
+    with socket.socket() as free:
+      free.bind(("127.0.0.1", 0))
+      port = free.getsockname()[1]
+    job = []
+    for index, own in enumerate(each):
+      own = {**options, **own}
+      flags = (
+        f"--coordinator=127.0.0.1:{port}",
+        f"--num_processes={len(each)}",
+        f"--process_id={index}",
+      )
+      own_changes = (*changes, *own.pop("changes", ()))
+      if own.pop("starts", True):
+        job.append(self.start(workdir, *own_changes, flags=flags, **own))
+    return job
 
   def close(self):
     """Leaves no process behind."""

@@ -10,7 +10,7 @@ removal N        SIGKILL in the middle of the N-th removal of a directory
 hold POINT N FLAG   the N-th time, makes FLAG and waits for FLAG.go
 slow POINT SECS FLAG   sleeps there, each time, and adds a line to FLAG
 hang PHASE       never returns from making the data ("start") or compiling
-limit BYTES      no file may grow larger, like a full disk
+limit N [BYTES]  from the N-th save on no file may grow larger: a full disk
 nobody           as a user who has no rights
 """
 
@@ -109,8 +109,8 @@ def hang(phase):
     jax.stages.Lowered.compile = lambda *args: _sleep_for_good()
 
 
-def limit(number):
-  _at("begin", number, lambda: _limit_files(_CUT_AT_BYTES))
+def limit(number, num_bytes=_CUT_AT_BYTES):
+  _at("begin", number, lambda: _limit_files(int(num_bytes)))
 
 
 def unprivileged():
