@@ -19,12 +19,13 @@ ARGS ?=
 # For `make lock`: the interpreters to resolve for, and the extras to pin.
 PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
-LOCKED := digits,tfds,report,safetensors,lint,test
+LOCKED := digits,tfds,parquet,text,metrics,zstd,report,safetensors,lint,test
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help install train test test-faults soak lint bench lock clean
+.PHONY: help install train test test-faults test-results test-cluster soak lint \
+  bench lock clean
 
 run := $(VENV)/bin/python -m
 pytest = $(run) pytest -n $(JOBS) --dist=worksteal --durations=10
@@ -44,10 +45,17 @@ train: install ## Train a vision transformer on handwritten digits
 	@$(run) bigtrain.main --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: lint ## Lint, then run all tests but the slow ones
-	@$(pytest) -m "not slow" $(ARGS) $(TESTS)
+	@$(pytest) -m "not slow and not results and not cluster" $(ARGS) $(TESTS)
 
 test-faults: install ## Run the slow tests: faults in real processes
 	@$(pytest) -m slow $(ARGS) $(TESTS)
+
+test-results: install ## Train the quickstarts to their results: half an hour
+	@$(run) pytest -m results --durations=10 $(ARGS) $(TESTS)
+
+test-cluster: install ## Test under Slurm and MPI, which are installed by root
+	@tests/cluster/install.sh
+	@$(run) pytest -m cluster --durations=10 $(ARGS) tests/cluster
 
 soak: install ## Kill a run a hundred times; its end must be that of a quiet one
 	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(run) faults.soak $(ARGS)

@@ -14,13 +14,19 @@ from configs import digits
 def main() -> None:
   """Prints the ratio for a tiny and for a larger model."""
   args = measure.arguments(__doc__)
-  for name, config in _configs(args.quick).items():
+  for name, config in configs(args.quick).items():
     ratios = program.loop_ratios(config, config.log_steps, args.repeats)
     name = f"loop / resident step: {name}"
     measure.report(3, name, ratios, target="<= 1.02")
 
 
-def _configs(quick: bool) -> dict[str, Any]:
+def configs(quick: bool, batch_size: int = 2) -> dict[str, Any]:
+  """A tiny model and a larger one, by name, without evaluations.
+
+  Args:
+    quick: only a tiny one, with a row every 5 steps.
+    batch_size: of the larger one.
+  """
   if quick:
     config = synthetic.get_config("mu/16,size=16,batch_size=8")
     config.log_steps = 5
@@ -29,8 +35,9 @@ def _configs(quick: bool) -> dict[str, Any]:
   small.evals = {}
   small.total_steps = small.ckpt_steps = 1_000_000
   # Images of 64 pixels keep a block of 50 steps to a few seconds.
-  large = synthetic.get_config("S/16,size=64,batch_size=2")
-  return {"digits, batch 128": small, "ViT-S/16, 2 images of 64 x 64": large}
+  large = synthetic.get_config(f"S/16,size=64,batch_size={batch_size}")
+  name = f"ViT-S/16, {batch_size} images of 64 x 64"
+  return {"digits, batch 128": small, name: large}
 
 
 if __name__ == "__main__":

@@ -22,11 +22,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
 REPEATS = 5
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
+
+T = TypeVar("T")
 
 
 def arguments(about: str, **flags: str) -> argparse.Namespace:
@@ -90,8 +92,8 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def interleave(
-  calls: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1
-) -> dict[str, list[float]]:
+  calls: Mapping[str, Callable[[], T]], repeats: int, warm_ups: int = 1
+) -> dict[str, list[T]]:
   """Lets calls take turns.
 
   Args:
@@ -102,7 +104,7 @@ def interleave(
   Returns:
     What each measured, in order.
   """
-  results: dict[str, list[float]] = {name: [] for name in calls}
+  results: dict[str, list[T]] = {name: [] for name in calls}
   for repeat in range(warm_ups + repeats):
     for name, call in calls.items():
       value = call()

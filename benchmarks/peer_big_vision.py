@@ -10,11 +10,18 @@ import ml_collections
 
 
 def get_config(arg: str) -> Any:
-  """`arg`: index of the images, variant, size in pixels, batch size."""
-  index, variant, size, batch_size = arg.split(",")
+  """A training config.
+
+  Args:
+    arg: index of the images, variant, size in pixels, batch size; and the
+      steps to train, with a checkpoint at the end, else for ever without one.
+  """
+  index, variant, size, batch_size, *steps = arg.split(",")
   config = ml_collections.ConfigDict()
   config.seed = 0
-  config.total_steps = 1_000_000
+  config.total_steps = int(steps[0]) if steps else 1_000_000
+  if steps:
+    config.ckpt_steps = config.total_steps
   config.log_training_steps = 10
   config.num_classes = 1000
   config.loss = "softmax_xent"

@@ -6,7 +6,8 @@ Names are those of the scripts; all of them unless given. Nothing is written
 into the repository: docs/benchmarks.md is where the table goes by hand.
 
 With BIG_VISION=folder a checkout of big_vision takes part; torch and Grain do
-where they are installed (make install EXTRAS=bench).
+where they are installed (make install EXTRAS=bench). For step_rate another
+interpreter may have torch: TORCH_PYTHON names it.
 """
 
 import argparse
@@ -22,11 +23,17 @@ from benchmarks import measure
 # The limits first: they say what to make of the rest.
 SCRIPTS = (
   "limits",
+  "step_rate",
   "loop_overhead",
+  "weight_stats",
   "startup",
   "compile_time",
   "input_rate",
+  "checkpoint_stall",
+  "restart",
+  "loss_memory",
   "state_bytes",
+  "guard_cost",
 )
 
 

@@ -16,21 +16,26 @@ import time
 
 from benchmarks import measure
 
-_MARK = "benchmark: done"
+MARK = "benchmark: done"
 _FLOOR = (
   "import jax; jax.jit(lambda x: x + 1)(1.0).block_until_ready(); "
-  f"print('{_MARK}', flush=True)"
+  f"print('{MARK}', flush=True)"
 )
 _BENCHMARKS = os.path.join(measure.ROOT, "benchmarks")
 
 
 class FirstStep:
-  """A hook that says when the first step is done, and ends the process."""
+  """A hook that says when a step has been done, and ends the process."""
+
+  def __init__(self) -> None:
+    self._steps = 0
 
   def before_step(self, step: int) -> None:
-    """Called by the loop, which has waited for the first step."""
-    if step == 2:
-      print(_MARK, flush=True)
+    """Called by the loop, which has waited for the first step it did."""
+    del step  # A resumed run's first is any.
+    self._steps += 1
+    if self._steps == 2:
+      print(MARK, flush=True)
       os._exit(0)
 
 
@@ -58,7 +63,7 @@ def _ours(name: str, config: str, repeats: int, warm_ups: int) -> None:
       {
         "cold": lambda: runs.ours(config, cold=True),
         "warm": lambda: runs.ours(config, cold=False),
-        "floor": lambda: secs_to_line(_MARK, "-c", _FLOOR),
+        "floor": lambda: secs_to_line(MARK, "-c", _FLOOR),
       },
       repeats,
       warm_ups,
@@ -84,26 +89,14 @@ def _big_vision(quick: bool, repeats: int) -> None:
     "cold": "first step, empty caches, big_vision / ours: ViT-S/16 on JPEGs",
     "warm": "first step, warm caches, big_vision / ours: ViT-S/16 on JPEGs",
   }
-  checkout = os.environ.get("BIG_VISION")
-  reason = "" if checkout else "BIG_VISION does not name a checkout of it"
-  reason = reason or measure.missing("einops", "overrides")
-  if quick:
-    reason = reason or "not in --quick"
+  checkout, reason = big_vision_checkout(quick)
   if reason:
     for name in names.values():
       measure.skip(4, name, reason)
     return
-  from benchmarks import jpegs
-
   with tempfile.TemporaryDirectory() as folder:
-    images = os.path.join(folder, "images")
-    os.makedirs(images)
-    jpegs.write(images, 64, 64, 64, 3_000)
     runs = Runs(folder)
-    config = os.path.join(_BENCHMARKS, "jpegs.py")
-    config += f":folder={images},variant=S/16,size=64,batch_size=8"
-    peer = os.path.join(_BENCHMARKS, "peer_big_vision.py")
-    peer += f":{os.path.join(images, 'index.jsonl')},S/16,64,8"
+    config, peer = configs_with_big_vision(folder)
     secs = measure.interleave(
       {
         "cold, peer": lambda: runs.big_vision(peer, checkout, cold=True),
@@ -116,6 +109,28 @@ def _big_vision(quick: bool, repeats: int) -> None:
   for kind, name in names.items():
     pairs = measure.ratios(secs[f"{kind}, peer"], secs[f"{kind}, ours"])
     measure.report(4, name, pairs)
+
+
+def big_vision_checkout(quick: bool) -> tuple[str, str]:
+  """(folder of the checkout, why it does not take part or "")."""
+  checkout = os.environ.get("BIG_VISION", "")
+  reason = "" if checkout else "BIG_VISION does not name a checkout of it"
+  reason = reason or measure.missing("einops", "overrides")
+  return checkout, reason or ("not in --quick" if quick else "")
+
+
+def configs_with_big_vision(folder: str) -> tuple[str, str]:
+  """Writes small JPEGs; returns (our config, big_vision's) to train on them."""
+  from benchmarks import jpegs
+
+  images = os.path.join(folder, "images")
+  os.makedirs(images)
+  jpegs.write(images, 64, 64, 64, 3_000)
+  config = os.path.join(_BENCHMARKS, "jpegs.py")
+  config += f":folder={images},variant=S/16,size=64,batch_size=8"
+  peer = os.path.join(_BENCHMARKS, "peer_big_vision.py")
+  peer += f":{os.path.join(images, 'index.jsonl')},S/16,64,8"
+  return config, peer
 
 
 class Runs:
@@ -141,29 +156,44 @@ class Runs:
 
   def ours(self, config: str, *, cold: bool) -> float:
     """Seconds to the end of the first step."""
-    workdir, cache = self._paths("ours", cold)
-    return secs_to_line(
-      _MARK,
-      *("-m", "bigtrain.main", f"--config={config}", f"--workdir={workdir}"),
-      f"--config.compile_cache={cache}",
-      "--config.hooks.first_step.type=benchmarks.startup.FirstStep",
-    )
+    return first_step_secs(config, *self._paths("ours", cold))
 
   def big_vision(self, config: str, checkout: str, *, cold: bool) -> float:
     """The same of an unmodified big_vision, with jax's own settings."""
     workdir, cache = self._paths("big_vision", cold)
-    env = measure.environment()
-    env |= {
-      "PYTHONPATH": os.pathsep.join([checkout, env["PYTHONPATH"]]),
-      "JAX_COMPILATION_CACHE_DIR": cache,
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-      "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    return secs_to_line(
-      "training_loss",  # Logged for the first step, once it has been fetched.
-      *("-m", "big_vision.train", f"--config={config}", f"--workdir={workdir}"),
-      env=env,
-    )
+    return big_vision_first_step_secs(config, workdir, cache, checkout)
+
+
+def first_step_secs(config: str, workdir: str, cache: str) -> float:
+  """Seconds to the end of the first step that our program does in a workdir."""
+  return secs_to_line(
+    MARK,
+    *("-m", "bigtrain.main", f"--config={config}", f"--workdir={workdir}"),
+    f"--config.compile_cache={cache}",
+    "--config.hooks.first_step.type=benchmarks.startup.FirstStep",
+  )
+
+
+def big_vision_first_step_secs(
+  config: str, workdir: str, cache: str, checkout: str
+) -> float:
+  """The same of an unmodified big_vision, with jax's own settings."""
+  return secs_to_line(
+    "training_loss",  # Logged for the first step, once it has been fetched.
+    *("-m", "big_vision.train", f"--config={config}", f"--workdir={workdir}"),
+    env=big_vision_environment(cache, checkout),
+  )
+
+
+def big_vision_environment(cache: str, checkout: str) -> dict[str, str]:
+  """Environment of a process that runs a checkout of big_vision."""
+  env = measure.environment()
+  return env | {
+    "PYTHONPATH": os.pathsep.join([checkout, env["PYTHONPATH"]]),
+    "JAX_COMPILATION_CACHE_DIR": cache,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
 
 
 def secs_to_line(

@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -57,6 +57,7 @@ class _Job:
   token: str
   event: peers_lib.Event
   tmp: str
+  keep_steps: frozenset[int]
 
 
 class Checkpointer:
@@ -123,6 +124,7 @@ class Checkpointer:
     state: Any,
     host_state: Mapping[str, Any] | None = None,
     *,
+    keep_steps: Iterable[int] = (),
     block: bool = False,
   ) -> None:
     """Starts to save; returns when the state may be donated.
@@ -133,6 +135,7 @@ class Checkpointer:
       step: training steps done.
       state: tree of arrays.
       host_state: JSON; what else the program wants back.
+      keep_steps: checkpoints that stay, whatever else is removed now.
       block: waits until the checkpoint is committed.
 
     Raises:
@@ -160,6 +163,7 @@ class Checkpointer:
       token=token,
       event=self._peers.event(f"save/{number}"),
       tmp=storage.attempt(self._workdir, int(step), token),
+      keep_steps=frozenset(keep_steps),
     )
     self._settled.clear()
     self._threads.append(
@@ -284,13 +288,9 @@ class Checkpointer:
     _point("data written")
 
   def _commit(self, job: _Job) -> None:
-    arrays = {}
-    for name, array in job.arrays.items():
-      digest = integrity.metadata_digest(job.tmp, name)
-      arrays[name] = dataclasses.replace(array, metadata_sha256=digest)
     manifest = Manifest(
       step=job.step,
-      arrays=arrays,
+      arrays=job.arrays,
       host_state=job.host_state,
       config_digest=self._config_digest,
       writer={
@@ -307,6 +307,11 @@ class Checkpointer:
       raise CheckpointError(
         f"{problems[0]} ({len(problems)} such problem(s) after writing).{hint}"
       )
+    arrays = {}
+    for name, array in job.arrays.items():
+      digest = integrity.metadata_digest(job.tmp, name)
+      arrays[name] = dataclasses.replace(array, metadata_sha256=digest)
+    manifest = dataclasses.replace(manifest, arrays=arrays)
     storage.write_file(
       os.path.join(job.tmp, manifest_lib.FILE), manifest_lib.to_json(manifest)
     )
@@ -326,6 +331,8 @@ class Checkpointer:
       there = sorted(storage.listing(self._workdir).checkpoints)
       there = [step for step in there if step <= job.step]
       for step in there[: -self._keep]:
+        if step in job.keep_steps:
+          continue
         if self._keep_every_steps and step % self._keep_every_steps == 0:
           continue
         doomed = storage.retire(self._workdir, step, job.token)

@@ -15,15 +15,18 @@ and a run that was restarted has two more:
   down       between the last sign of life and the new start; the devices are
              not this run's then, so it is no part of `device_hours`
 
-The loop says when something begins and ends; nothing here waits for a device
-and nothing here knows jax, but for the function that asks for memory.
+The loop says when something begins and ends; the moment at which a step is
+done on the device is noted by a thread that waits for it. Nothing here knows
+jax, but for the function that asks for memory.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,6 +59,7 @@ class Chrono:
     chrono.start(s)                                   # The loop begins.
     chrono.data_wait(secs)                            # Each step.
     chrono.warm(s + 1)                                # First step is done.
+    chrono.completes(s, array.block_until_ready)      # A row is due.
     row |= chrono.row(s)                              # Metrics are fetched.
     with chrono.account("eval"): ...                  # Wait for the step
     with chrono.account("save"): ...                  # before these two.
@@ -118,6 +122,7 @@ class Chrono:
     self._recent: collections.deque[tuple[int, float]] = collections.deque(
       maxlen=_ROWS_FOR_ETA
     )
+    self._done: dict[int, concurrent.futures.Future[float]] = {}
     self._first_row = True
     self._compile_before = 0.0  # In former processes of this run.
     self._stall_secs = 0.0
@@ -184,6 +189,28 @@ class Chrono:
     """A checkpoint has been written in `secs`, in the background or not."""
     self._write_secs = (self._write_secs or 0.0) + secs
 
+  def completes(self, step: int, wait: Callable[[], Any]) -> None:
+    """The row of `step` ends when the device is done with it.
+
+    Args:
+      step: number of updates so far.
+      wait: returns then; called on a thread, so that the loop goes on. What it
+        raises is raised by `row`.
+    """
+    done: concurrent.futures.Future[float] = concurrent.futures.Future()
+    self._done[step] = done
+
+    def note() -> None:
+      try:
+        wait()
+      except Exception as e:
+        done.set_exception(e)
+      else:
+        done.set_result(self._clock())
+
+    name = f"completion of step {step}"
+    threading.Thread(target=note, name=name, daemon=True).start()
+
   # What the loop asks for.
 
   def row(self, step: int, now: float | None = None) -> dict[str, float]:
@@ -191,14 +218,17 @@ class Chrono:
 
     Args:
       step: number of updates so far.
-      now: when this step's metrics were ready, if not just now; what the loop
-        has done since then counts for the next row.
+      now: when this step's metrics were ready; unless given, what `completes`
+        saw, else just now. What the loop has done since then counts for the
+        next row.
 
     Returns:
       Name to number, names as in the design; without the rates if no step was
       measured yet, and without what is not known.
     """
-    now = self._clock() if now is None else now
+    if now is None:
+      done = self._done.pop(step, None)
+      now = done.result() if done else self._clock()
     warm = self._base == "step"
     spent = self._settle(now)
     if not warm:

@@ -17,9 +17,9 @@ from typing import Any
 
 from absl import logging
 
-# Figures of a training row with a place of their own in the line, or without
-# interest for somebody who watches; what else a row has is shown by name.
-_NOT_SHOWN = frozenset(
+# The program's own figures in a training row. They have a place of their own,
+# or none, where what else a row has, the task's metrics, is shown by name.
+FIGURES = frozenset(
   {
     "step",
     "lr",
@@ -46,6 +46,11 @@ _NOT_SHOWN = frozenset(
     "compile_secs",
     "ckpt_stall_secs",
     "ckpt_write_secs",
+    "model_flops_per_step",
+    "update_alias_bytes",
+    "update_argument_bytes",
+    "update_output_bytes",
+    "update_temporary_bytes",
     "restarts",
   }
 )
@@ -255,7 +260,7 @@ def training_line(row: Mapping[str, Any], total_steps: int) -> str:
   names = [
     name
     for name, value in row.items()
-    if name not in _NOT_SHOWN and "/" not in name and _is_number(value)
+    if name not in FIGURES and "/" not in name and _is_number(value)
   ]
   names.sort(key=lambda name: name != "loss")
   words = [_at(row["step"], total_steps)]

@@ -244,7 +244,7 @@ def beam_search(
     logits, cache = step_fn(s.cache, fold(last_BM), s.position)
     logp_BMV = jax.nn.log_softmax(unfold(logits.astype(jnp.float32)))
     V = logp_BMV.shape[-1]
-    # Of twice as many candidates at most M end, so M go on.
+    # At most one candidate a beam ends, so of twice as many M go on.
     score_BN, index_BN = jax.lax.top_k(
       (s.score_BM[:, :, None] + logp_BMV).reshape(B, M * V), 2 * M
     )
@@ -256,8 +256,10 @@ def beam_search(
       2,
     )
     ends_BN = token_BN == eos_id
+    # Ends must be among the M best, so that one beam is greedy decoding.
+    counts_BN = ends_BN & (jnp.arange(2 * M) < M)
     ended_score_BN = jnp.where(
-      ends_BN & (score_BN > _IMPOSSIBLE / 2),
+      counts_BN & (score_BN > _IMPOSSIBLE / 2),
       penalised(score_BN, s.position + 1.0),
       _IMPOSSIBLE,
     )

@@ -45,21 +45,6 @@ def train_flops(forward: int) -> int:
   return 3 * forward
 
 
-def of_step(loss_fn: Callable[..., Any], state: Any, batch: Any) -> int:
-  """FLOPs of a training step, all devices together.
-
-  Args:
-    loss_fn: (variables, batch, rng) -> (metric pairs, mutable).
-    state: train state, arrays or ShapeDtypeStructs.
-    batch: the global batch, likewise.
-  """
-  variables = {"params": state["params"], **state.get("mutable", {})}
-  rng = jax.eval_shape(lambda: jax.random.key(0))
-  return train_flops(
-    forward_flops(lambda *args: loss_fn(*args)[0], variables, batch, rng)
-  )
-
-
 def mfu(
   flops_per_step: float, step_secs: float, num_devices: int, peak: float
 ) -> float:

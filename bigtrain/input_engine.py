@@ -7,6 +7,7 @@ where a config allows it, that one is replaced and the engine starts again
 behind it.
 """
 
+import ast
 import concurrent.futures
 import os
 import re
@@ -358,9 +359,19 @@ def same_spec(
   return specs[0]
 
 
+def _unquoted(line: str) -> str:
+  try:
+    return ast.literal_eval(line).decode("utf-8", "backslashreplace")
+  except (ValueError, SyntaxError, AttributeError):
+    return line
+
+
 def _told(error: Exception) -> str:
   """The error in one line, without tensorflow's notes on where it was."""
   text = getattr(error, "message", None) or str(error)
+  _, asserted, shown = text.partition("to be true. Summarized data: ")
+  if asserted:  # An Assert outside of a graph shows the repr of strings.
+    text = " ".join(map(_unquoted, shown.splitlines()))
   text = re.sub(r"\{\{[^}]*\}\}|\[Op:[^\]]*\].*|\[\[[^\]]*\]\]", "", text)
   lines = [line.strip() for line in text.splitlines() if line.strip()]
   if lines and lines[0].startswith("Graph execution error"):

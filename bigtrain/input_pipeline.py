@@ -54,6 +54,8 @@ class TrainInput:
     batch_size: global.
     spec: {name: ShapeDtypeStruct of the global array}.
     fingerprint: changes with the data, not with how it is preprocessed.
+    vocab_sizes: {name: one more than the largest id}, where ops or sources
+      say so of a feature.
   """
 
   def __init__(
@@ -73,6 +75,10 @@ class TrainInput:
     self.fingerprint = files.digest(
       *[part.source.fingerprint() for part in engine.parts]
     )
+    self.vocab_sizes: dict[str, int] = {}
+    for part in engine.parts:
+      for name, size in _vocab_sizes(part.op, part.source).items():
+        self.vocab_sizes[name] = max(size, self.vocab_sizes.get(name, 0))
 
   @property
   def skipped(self) -> int:
@@ -116,6 +122,7 @@ class EvalInput:
     num_batches: the same on every process.
     batch_size: global.
     spec: {name: ShapeDtypeStruct of the global array}, "_mask" included.
+    vocab_sizes: as TrainInput has it.
   """
 
   def __init__(
@@ -135,6 +142,8 @@ class EvalInput:
     self.num_batches = -(-num_examples // self.batch_size)
     mask = jax.ShapeDtypeStruct((self.batch_size,), np.dtype(np.float32))
     self.spec = {**placement.spec(engine.spec), "_mask": mask}
+    (part,) = engine.parts
+    self.vocab_sizes = _vocab_sizes(part.op, part.source)
     self._kept: list[Batch] | None = None
     self._cache = cache and self._fits(path)
 
@@ -340,15 +349,48 @@ def check(
   data: Mapping[str, Any],
   pp: str = "",
   pp_modules: Sequence[str] = (),
+  vocab_sizes: Mapping[str, int] | None = None,
   path: str,
 ) -> None:
   """Checks the names in `make_eval`'s arguments; opens no data.
 
   Raises:
-    ConfigError: an unknown source, op, or argument of one of them.
+    ConfigError: an unknown source, op, or argument of one of them, or more
+      ids than the model has, see `check_vocab_sizes`.
   """
-  find_source(data, f"{path}.data")
-  parse_ops(pp, pp_modules, f"{path}.pp")
+  module, _ = find_source(data, f"{path}.data")
+  op = registry.compose(parse_ops(pp, pp_modules, f"{path}.pp"))
+  # Some sources know their ids before they are opened.
+  check_vocab_sizes(_vocab_sizes(op, module.Source), vocab_sizes or {}, path)
+
+
+def check_vocab_sizes(
+  found: Mapping[str, int], model: Mapping[str, int], path: str
+) -> None:
+  """Refuses ids that the model does not have, before anything compiles.
+
+  On a device an embedding of an id that is too large is no error: it is NaN,
+  or another token's.
+
+  Args:
+    found: {feature: one more than the largest id}, of an input.
+    model: the same, of what the model takes.
+    path: where the input is in the config.
+
+  Raises:
+    ConfigError: a tokenizer does not match the model.
+  """
+  for name, size in found.items():
+    if size > model.get(name, size):
+      raise ConfigError(
+        f"{path}: the ids of {name!r} go up to {size - 1}, but the model's "
+        f"vocabulary has {model[name]}: give config.model a vocabulary of at "
+        f"least {size}, or take the tokenizer that the model was made for."
+      )
+
+
+def _vocab_sizes(op: registry.Op, source: Any) -> dict[str, int]:
+  return {**getattr(source, "vocab_sizes", {}), **op.vocab_sizes}
 
 
 def make_engine(
@@ -379,8 +421,18 @@ def make_engine(
 def tokens_per_example(
   spec: Mapping[str, jax.ShapeDtypeStruct],
 ) -> int | None:
-  """The length L of the feature `tokens` [B, L], or None without one."""
-  tokens = spec.get("tokens")
-  return (
-    tokens.shape[1] if tokens is not None and len(tokens.shape) > 1 else None
-  )
+  """The tokens that a model goes through for one example, padding included.
+
+  The length L of the feature `tokens` [B, L]; where there is none, those of
+  `inputs` and `targets` together, if both are ids. What a step counts is the
+  same for every step, so lengths given in tokens are exact.
+
+  Returns:
+    None if the batch has no such features: captions do not count.
+  """
+  names = ("tokens",) if "tokens" in spec else ("inputs", "targets")
+  found = [spec[name] for name in names if name in spec]
+  ids = all(x.ndim == 2 and x.dtype.kind in "iu" for x in found)
+  if len(found) < len(names) or not ids:
+    return None
+  return sum(x.shape[1] for x in found)

@@ -123,6 +123,7 @@ def chunked_softmax_xent(
   dtype: Any = None,
   label_smoothing: float = 0.0,
   z_loss: float = 0.0,
+  softcap: float | None = None,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """softmax_xent(hidden @ kernel + bias, targets) without all the logits.
@@ -141,6 +142,7 @@ def chunked_softmax_xent(
       of the kernel's gradient over chunks, are float32 (the kernel's dtype).
     label_smoothing: see softmax_xent.
     z_loss: see softmax_xent.
+    softcap: logits x become softcap * tanh(x / softcap).
     mesh: the replica x fsdp mesh that the batch is split over; the one of
       jax.set_mesh if there is one. With it the kernel is gathered once and its
       gradient summed over devices once; left to XLA, both are done for each
@@ -160,6 +162,7 @@ def chunked_softmax_xent(
     dtype=dtype,
     label_smoothing=label_smoothing,
     z_loss=z_loss,
+    softcap=softcap,
   )
   if bias_V is None:
     bias_V = jnp.zeros(kernel_DV.shape[1], kernel_DV.dtype)
@@ -198,6 +201,7 @@ def _scan_chunks(
   dtype: Any,
   label_smoothing: float,
   z_loss: float,
+  softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
   length = hidden_BLD.shape[1]
   padding = -length % chunk
@@ -214,6 +218,8 @@ def _scan_chunks(
       kernel_DV.astype(dtype or kernel_DV.dtype),
       preferred_element_type=jnp.float32,
     ) + bias_V.astype(jnp.float32)
+    if softcap is not None:
+      logits_BKV = softcap * jnp.tanh(logits_BKV / softcap)
     loss_BK = softmax_xent(
       logits_BKV, targets_BK, label_smoothing=label_smoothing, z_loss=z_loss
     )

@@ -16,8 +16,6 @@ if __name__ == "__main__":
 
 import collections
 import contextlib
-import dataclasses
-import functools
 import time
 from typing import Any
 
@@ -27,17 +25,19 @@ import optax
 from absl import logging
 
 from bigtrain import (
+  bookkeeping,
   checkpoint,
   chrono,
   command,
+  debugging,
   flops,
   guard,
   hooks,
   host_memory,
   input_pipeline,
   lease,
-  metrics,
   optim,
+  parts,
   record,
   settings,
   sharding,
@@ -46,6 +46,8 @@ from bigtrain import (
   watchdog,
   writers,
 )
+from bigtrain import lengths as lengths_lib
+from bigtrain import programs as programs_lib
 from bigtrain import start as start_lib
 from bigtrain import tally as tally_lib
 from bigtrain.evaluators import common as evaluators
@@ -99,61 +101,38 @@ def _train(
   cluster.join(config)
   cluster.agree(lambda: record.identity(config.to_dict()))
   mesh = sharding.from_config(config)
+  at_end.enter_context(jax.set_mesh(mesh))
   logging.info("%s", record.topology(mesh))
+  programs = programs_lib.from_config(config)
+  at_end.enter_context(jax.debug_nans(programs.mode == "checked"))
 
   # What goes in. The batch of step s is a function of the config and s alone.
   seed = settings.whole_number(config, "seed", 0, least=0)
   batch_size = config.input.batch_size
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
-  microbatches = config.get("microbatches", 1)
-  train_step.check_microbatches(batch_size, microbatches, mesh)
+  microbatches = train_step.read_microbatches(config, batch_size, mesh)
   pp_modules = config.get("pp_modules", ())
   train_input = input_pipeline.make_train(
     config.input, seed=seed, mesh=mesh, pp_modules=pp_modules
   )
-  batch_spec = {
-    name: jax.ShapeDtypeStruct(
-      spec.shape, spec.dtype, sharding=sharding.batch(mesh)
-    )
-    for name, spec in train_input.spec.items()
-  }
-  units = settings.Units(
-    batch_size=batch_size,
-    examples_per_epoch=train_input.num_examples,
-    tokens_per_example=input_pipeline.tokens_per_example(batch_spec),
-  )
-  total_steps = settings.steps(config, "total", units)
-  if not total_steps:
-    raise settings.ConfigError(
-      f"config.total_steps: missing{config.misspelled('total_steps')}; give "
-      "total_steps, total_epochs, total_examples or total_tokens."
-    )
-  units = dataclasses.replace(units, total_steps=total_steps)
-  # A length of 0 means: only at the end.
-  log_steps = settings.steps(config, "log", units, 50) or total_steps
-  ckpt_steps = settings.steps(config, "ckpt", units, 1000) or total_steps
-  stop_at = settings.steps(config, "stop_at", units) or total_steps
-  last_step = min(total_steps, stop_at)
+  batch_spec = sharding.batch_spec(train_input.spec, mesh)
+  lengths = lengths_lib.read(config, train_input, batch_spec)
+  units = lengths.units
 
   # Task and model.
-  task = settings.find_module("tasks", config.task, "config.task")
-  model_module = settings.find_module(
-    "models", config.model_name, "config.model_name"
+  task = parts.task(config)
+  model_module, model = parts.model(config)
+  vocab_sizes = parts.vocab_sizes(task, model)
+  input_pipeline.check_vocab_sizes(
+    train_input.vocab_sizes, vocab_sizes, "config.input"
   )
-  model_options = config.kwargs("model")
-  settings.check_kwargs(model_module.Model, model_options, "config.model")
-  model = model_module.Model(**model_options)
-  loss_options = config.kwargs("loss")
-  settings.check_kwargs(
-    task.loss_fn,
-    loss_options,
-    "config.loss",
-    given=("variables", "batch", "rng", "model", "train"),
-  )
-  loss_fn = functools.partial(
-    task.loss_fn, model=model, train=True, **loss_options
-  )
+  loss_fn = parts.loss_fn(config, task, model)
+  if config.get("debug_shapes", False):
+    loss_fn = debugging.with_shapes(loss_fn)
+  loss_fn = jax.jit(loss_fn)  # Is traced once, wherever it is called.
+  in_two = train_step.two_passes(task, model, config.kwargs("loss"))
 
+  @jax.jit
   def init_variables() -> dict[str, Any]:
     """The model's parameters and mutable collections, from the seed."""
     init_rng, _ = jax.random.split(jax.random.key(seed))
@@ -167,6 +146,8 @@ def _train(
   params_spec = jax.eval_shape(init_variables)["params"]
   optimizer = optim.make(config, params_spec, units)
   ema_update = optim.make_ema(config, units)
+  # How steps are guarded, and summed up in the tally, until there is a row.
+  rules = tally_lib.from_config(config, lengths.makes_row)
 
   def init_state() -> dict[str, Any]:
     """Everything that a checkpoint holds, as of step 0."""
@@ -182,32 +163,18 @@ def _train(
       state["mutable"] = variables
     if ema_update:
       state["ema"] = optim.ema_init(params)
+    if rules.loss_scale:
+      state["loss_scale"] = rules.loss_scale.start()
     return state
 
   # How the state lies on the devices.
-  state_spec = jax.eval_shape(init_state)
-  state_sharding, notes = sharding.state_shardings(
-    state_spec, mesh, config.get("sharding", sharding.DEFAULT_RULES)
-  )
-  for note in notes:
-    logging.warning("config.sharding: %s", note)
-  state_spec = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    state_spec,
-    state_sharding,
+  state_spec = sharding.state_spec(
+    jax.eval_shape(init_state),
+    mesh,
+    config.get("sharding", sharding.DEFAULT_RULES),
   )
 
-  # The update. `tally` sums metrics between rows, on the device.
-  nonfinite = config.get("nonfinite", "stop")
-  most_bad = config.get("max_nonfinite", 100 if nonfinite == "skip" else 3)
-  tally_lib.check_policy(nonfinite)
-  weight_stats = config.get("weight_stats", "global")
-  metrics.check_detail(weight_stats)
-
-  def makes_row(step: Any) -> Any:
-    """Whether a row is written after `step`, on the device and the host."""
-    return (step == 1) | (step % log_steps == 0) | (step == total_steps)
-
+  # The update.
   def gradients(state: dict[str, Any], batch: Any) -> Any:
     """(gradients, metric pairs, mutable) of the step after `state`."""
     _, step_rng = jax.random.split(jax.random.key(seed))
@@ -220,6 +187,8 @@ def _train(
       trainable=optimizer.trainable,
       microbatches=microbatches,
       mesh=mesh,
+      loss_scale=state.get("loss_scale", {}).get("scale"),
+      in_two=in_two,
     )
 
   def update_fn(
@@ -236,27 +205,20 @@ def _train(
       new_state["mutable"] = mutable
     if "ema" in state:
       new_state["ema"] = ema_update(state["ema"], params, done)
-    # Norms of everything cost a pass over it, so only rows have them.
-    norms = metrics.only_if(
-      makes_row(done + 1),
-      lambda: metrics.norms(params, grads, updates, weight_stats),
-    )
     rates = {name: rate(done) for name, rate in optimizer.schedules.items()}
-    tally, good = tally_lib.count(
-      tally,
-      step=done + 1,
-      new_row=makes_row(done),
-      pairs=pairs,
-      grad_norm=metrics.global_norm(grads),
-      last={**rates, **norms},
-      policy=nonfinite,
+    return rules.settle(
+      state, new_state, tally, grads, updates, pairs=pairs, rates=rates
     )
-    return tally_lib.select(good, new_state, state, nonfinite), tally
 
-  tally_spec = jax.eval_shape(update_fn, state_spec, None, batch_spec)[1]
+  loss_args = train_step.loss_args(state_spec, batch_spec, mesh)
+  pairs_spec, _ = jax.eval_shape(loss_fn, *loss_args)
+  trained_spec, _ = trees.partition(params_spec, optimizer.trainable)
+  tally_spec = rules.spec(
+    state_spec, trained_spec, pairs=pairs_spec, rates=optimizer.schedules
+  )
 
   # What is evaluated: checked now, built when it is first due.
-  console = writers.Console(total_steps, process_index=jax.process_index())
+  console = writers.Console(lengths.total, process_index=jax.process_index())
 
   def evaluation_progress(done: int, batches: int) -> None:
     """After each batch of an evaluation."""
@@ -276,8 +238,10 @@ def _train(
       batch_size=batch_size,
       pp_modules=pp_modules,
       progress=evaluation_progress,
+      vocab_sizes=vocab_sizes,
+      compile=programs.compile,
     ),
-    weights=("params", "ema") if ema_update else ("params",),
+    weights=start_lib.evaluated(state_spec),
   )
   run_hooks = hooks.from_config(config, workdir)
 
@@ -285,7 +249,7 @@ def _train(
   origin = start_lib.read(config)
   saving: dict[str, Any] = dict(
     keep=settings.whole_number(config, "keep_ckpts", 2, least=1),
-    keep_every_steps=settings.steps(config, "keep_ckpt", units),
+    keep_every_steps=lengths.keep_ckpt,
     config_digest=settings.digest(config.to_dict()),
   )
   writing = dict(
@@ -295,7 +259,8 @@ def _train(
   peak = config.get("peak_flops_per_device") or flops.peak_flops(
     mesh.devices.flat[0]
   )
-  step_flops = flops.of_step(loss_fn, state_spec, batch_spec)
+  eval_only = config.get("eval_only", False)
+  step_flops = flops.train_flops(flops.forward_flops(loss_fn, *loss_args))
   unknown = config.unread()
   if unknown:
     raise settings.ConfigError(" ".join(unknown))
@@ -309,8 +274,8 @@ def _train(
   console.status("starting")
   clock = chrono.Chrono(
     batch_size=batch_size,
-    total_steps=total_steps,
-    last_step=last_step,
+    total_steps=lengths.total,
+    last_step=lengths.last,
     examples_per_epoch=units.examples_per_epoch,
     tokens_per_example=units.tokens_per_example,
     flops_per_step=step_flops,
@@ -319,27 +284,32 @@ def _train(
   )
 
   # The update compiles while the state is read or made.
+  state_sharding = jax.tree.map(lambda x: x.sharding, state_spec)
   compiling = cluster.Background(
-    jax.jit(
+    programs.lower(
+      "update",
       update_fn,
+      *(state_spec, tally_spec, batch_spec),
       donate_argnums=0,
       out_shardings=(state_sharding, sharding.replicated(mesh)),
     )
-    .lower(state_spec, tally_spec, batch_spec)
-    .compile
+    if not eval_only
+    else lambda: None
   )
   begun = start_lib.begin(
     origin, workdir, config.to_dict(), state_spec, init_state, model_module
   )
   state, step = begun.state, begun.step
-  record.write(workdir, config.to_dict(), record.run_info(mesh))
-  total = record.parameters(workdir, params_spec, optimizer.trainable)
-  logging.info("%s; the table is in parameters.txt.", total)
-  logging.info("Step %d of %d, %s.", step, total_steps, begun.how)
+  recording = cluster.Background(
+    lambda: record.start(
+      workdir, config.to_dict(), mesh, params_spec, optimizer.trainable
+    )
+  )
+  logging.info("Step %d of %d, %s.", step, lengths.total, begun.how)
   # Rolling back passes over batches: from then on they run ahead of the steps.
   ahead = begun.host.get("batches_ahead", 0)
   ahead += sum(e.step - step for e in rollbacks if e.restart == step)
-  batches = train_input.start(step + ahead, last_step + ahead)
+  batches = train_input.start(step + ahead, lengths.last + ahead)
   at_end.callback(batches.close)
   writer = writers.Writers(
     workdir,
@@ -364,42 +334,35 @@ def _train(
   console.status("compiling")
   with clock.account("compile"):
     update = compiling.result()
-  record.update(workdir, **record.compiled(update, step_flops))
+    recording.result()
 
   # What the loop does at some steps.
-  newest: dict[str, Any] = {}
-  stop: hooks.Stop | None = None
-  row_due: tuple[int, Any] | None = None
   saved_step = step if begun.resumed else None
-  built: dict[str, evaluators.Evaluator] = {}
-
-  def write(row: dict[str, Any]) -> None:
-    """Gives a row to the writers and to the hooks, which may stop the run."""
-    nonlocal stop
-    newest.update(row)
-    writer.write(row)
-    stop = stop or run_hooks.after_step(row["step"], row)
-
-  def write_row() -> None:
-    """Writes the row that is due, waiting for its step if need be."""
-    nonlocal row_due
-    if row_due:
-      at, values = row_due
-      row_due, values = None, jax.device_get(values)
-      check_finite(values)
-      write({"step": at, **tally_lib.row(values), **clock.row(at)})
+  builder = programs_lib.Builder({e.name: e.build for e in evaluations}, mesh)
+  at_end.callback(builder.close)
 
   def check_finite(values: tally_lib.Tally) -> None:
     """Raises if the guard kept more steps out of the state than it may."""
     bad_step = int(values["bad_step"])
-    if nonfinite == "skip":
-      guard.check_skipped(int(values["skipped"]), bad_step, most_bad)
+    if rules.policy == "skip":
+      guard.check_skipped(int(values["skipped"]), bad_step, rules.most_bad)
     elif bad_step:
       index = bad_step - 1 + ahead
       error = guard.explain(bad_step, index, state, train_input, gradients)
-      if nonfinite == "rollback" and len(rollbacks) < most_bad and saved_step:
+      again = rules.policy == "rollback" and len(rollbacks) < rules.most_bad
+      if again and saved_step is not None:
         raise guard.Rollback(error, bad_step, saved_step)
       raise error
+
+  books = bookkeeping.Books(
+    workdir,
+    writer,
+    run_hooks,
+    clock,
+    programs,
+    check_finite,
+    facts={"model_flops_per_step": step_flops},
+  )
 
   def wait_for_save() -> None:
     """Waits until no save is in flight, and notes how long it took."""
@@ -415,6 +378,7 @@ def _train(
     values = jax.device_get(tally)
     check_finite(values)
     writer.flush()  # The rows up to here must outlive the checkpoint.
+    run_hooks.call("before_save", step)
     with clock.account("save"):
       wait_for_save()
       host = {
@@ -424,7 +388,7 @@ def _train(
         "hooks": run_hooks.state(),
         "batches_ahead": ahead,
       }
-      checkpointer.save(step, state, host)
+      checkpointer.save(step, state, host, keep_steps=run_hooks.keep_steps())
     saved_step = step
     console.status("training")
 
@@ -436,29 +400,35 @@ def _train(
     # Waits for the step; and if that was not finite, the state is older.
     check_finite(jax.device_get(tally))
     with clock.account("eval"):
-      if evaluation.name not in built:
-        built[evaluation.name] = evaluation.build()
-      variables = {
-        "params": state[evaluation.weights],
-        **state.get("mutable", {}),
-      }
-      results = built[evaluation.name].run(variables, step)
+      evaluator = builder.get(evaluation.name)
+      variables = start_lib.evaluated(state)[evaluation.weights]
+      results = evaluator.run(variables, step)
       results["secs"] = time.monotonic() - began
+    books.note(evaluation.name)
     names = {f"{evaluation.name}/{k}": v for k, v in results.items()}
-    write({"step": step, **names})
+    books.write({"step": step, **names})
+    if run_hooks.wants_save(step) and saved_step != step and not eval_only:
+      save()
     console.status("training")
 
+  if lengths.save_at_start and step == 0 and not (begun.resumed or eval_only):
+    save()
   # A run that was cut off in its evaluations finishes them first. Results
   # that are there came after the checkpoint, so the hooks forgot them.
-  due = [e for e in evaluations if begun.resumed and e.due(step, total_steps)]
+  begins = begun.resumed or step == 0
+  due = [e for e in evaluations if begins and e.due(step, lengths.total)]
   rows = {row["step"]: row for row in writers.read_rows(workdir)}
-  for row in rows.values():
-    newest.update(row)
+  books.take_over(rows.values())
+  if eval_only:
+    for evaluation in evaluations:
+      evaluate(evaluation)
+    writer.flush()
+    return books.newest
   for evaluation in due:
     row = rows.get(step, {})
     results = {k: v for k, v in row.items() if evaluation.owns(k)}
     if results:
-      stop = stop or run_hooks.after_step(step, {"step": step, **results})
+      books.show({"step": step, **results})
     else:
       evaluate(evaluation)
 
@@ -470,7 +440,7 @@ def _train(
   run_hooks.call("before_train", step)
   in_flight: collections.deque[Any] = collections.deque()
   interrupted = False
-  while step < last_step and not stop and not interrupted:
+  while step < lengths.last and not run_hooks.stopped and not interrupted:
     dog.enter("step", step + 1)
     run_hooks.call("before_step", step + 1)
     waiting = time.monotonic()
@@ -483,43 +453,49 @@ def _train(
     if step == first_step + 1:
       jax.block_until_ready(tally)
       clock.warm(step)
+      last, total = lengths.last, lengths.total
+      builder.start(e.name for e in evaluations if e.comes(step, last, total))
     in_flight.append(tally["skipped"])
     if len(in_flight) > _STEPS_IN_FLIGHT:
       in_flight.popleft().block_until_ready()
 
-    write_row()  # That of an earlier step, now that the next is under way.
-    if makes_row(step):
-      row_due = step, tally
-    saves = step % ckpt_steps == 0 or step == last_step
-    due = [e for e in evaluations if e.due(step, total_steps)]
+    books.write_due()  # That of an earlier step: the next is under way.
+    if lengths.makes_row(step):
+      books.row_due(step, tally)
+      clock.completes(step, tally["skipped"].block_until_ready)
+    saves = lengths.saves(step)
+    due = [e for e in evaluations if e.due(step, lengths.total)]
     if saves or due:
-      write_row()
+      books.write_due()
     if saves:
       save()
     try:
       for evaluation in due:
         evaluate(evaluation)
-      interrupted = cluster.preempted() and step < last_step
+      interrupted = cluster.preempted() and step < lengths.last
     except cluster.Preempted:
       interrupted = True  # The next start finds what results are missing.
     checkpointer.check()
+    builder.check()
 
-  write_row()
+  books.write_due()
+  stop = run_hooks.stopped
   if stop and stop.failure:
     raise RuntimeError(stop.reason)
   if saved_step != step:
     save()
   dog.enter("save", step)
+  console.status("saving")
   with clock.account("save"):
     wait_for_save()
   run_hooks.call("after_train", step)
-  if makes_row(step):  # Else an undisturbed run has no such row.
+  if lengths.makes_row(step):  # Else an undisturbed run has no such row.
     writer.write({"step": step, **clock.summary()})
   writer.flush()
   if interrupted:
-    raise cluster.Preempted(f"saved step {step} of {total_steps}")
+    raise cluster.Preempted(f"saved step {step} of {lengths.total}")
   logging.info("%s at step %d.", stop.reason if stop else "Done", step)
-  return newest
+  return books.newest
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ What happens to a gradient g of a parameter p, in this order:
 Weight decay is decoupled from the learning rate, but not from the schedule
 (Loshchilov and Hutter 2019, arxiv.org/abs/1711.05101, algorithm 2, which is
 what the published ViT recipes mean by wd). Optax's and PyTorch's AdamW multiply
-it by the learning rate too: wd_coupling="lr" does, lr_mult included.
+it by the learning rate too: wd_coupling="lr" does, lr_mult included. And
+wd_coupling="gradient" adds wd * wd_mult * p to the gradient, between 2 and 3,
+as PyTorch's SGD does: an L2 penalty, which moments see like the rest.
 
 The keys, all at the top of the config:
 
@@ -20,7 +22,7 @@ The keys, all at the top of the config:
                    "big_vision_adafactor", with its keyword arguments
   lr               learning rate where the schedule is 1
   wd               weight decay, default 0
-  wd_coupling      "schedule" (default) or "lr", as above
+  wd_coupling      "schedule" (default), "lr" or "gradient", as above
   schedule         dict, see schedules.py, or list of (regex, dict | None);
                    None freezes. Default: constant
   lr_mults         list of (regex, multiplier), default 1
@@ -48,6 +50,7 @@ from bigtrain.patterns import first_match, read_pairs
 from bigtrain.settings import Config, ConfigError, Units
 
 _KERNELS = ((".*/kernel$", 1.0),)
+_COUPLINGS = ("schedule", "lr", "gradient")
 
 
 class Optimizer(NamedTuple):
@@ -98,10 +101,9 @@ def make(cfg: Config, params_shapes: Any, units: Units) -> Optimizer:
   names = trees.names(params_shapes)
   lr, wd = _number(cfg, "lr"), _number(cfg, "wd", 0.0)
   coupling = cfg.get("wd_coupling", "schedule")
-  if coupling not in ("schedule", "lr"):
-    raise ConfigError(
-      f'{cfg.path}.wd_coupling: expected "schedule" or "lr", got {coupling!r}.'
-    )
+  if coupling not in _COUPLINGS:
+    hint = settings.did_you_mean(str(coupling), _COUPLINGS)
+    raise ConfigError(f"{cfg.path}.wd_coupling: unknown {coupling!r}.{hint}")
   relative, of_name = _schedules(cfg, names, units)
   lr_mult = _multipliers(cfg, "lr_mults", names, 1.0)
   wd_mult = _multipliers(cfg, "wd_mults", names, 0.0, _KERNELS if wd else ())
@@ -147,8 +149,15 @@ def make(cfg: Config, params_shapes: Any, units: Units) -> Optimizer:
       )
     for members, norm in clips:
       grads = _clip(grads, members, norm)
-    # Moments may be stored in bfloat16, but are not multiplied in it: b1=0.9
-    # would become 0.898 and 0.999 become 1, and eager code would round more.
+    if coupling == "gradient":
+      grads = trees.map_with_names(
+        lambda name, g, p: g + leaves[name].wd * p.astype(g.dtype),
+        grads,
+        params,
+      )
+    # Moments may be stored in bfloat16, rounded to nearest, but are not
+    # multiplied in it: b1=0.9 would become 0.898 and 0.999 become 1, and eager
+    # code would round more.
     updates, new_state = inner.update(grads, _float32(state), params, **extra)
     state = jax.tree.map(_like, new_state, state)
     scales = {label: schedule(step) for label, schedule in relative.items()}
@@ -158,7 +167,9 @@ def make(cfg: Config, params_shapes: Any, units: Units) -> Optimizer:
       scale = scales[leaf.schedule]
       u = u.astype(jnp.float32)
       u = u if lr_inside else u * (scale * leaf.lr)
-      return u - p.astype(jnp.float32) * (scale * leaf.wd) if leaf.wd else u
+      if coupling == "gradient" or not leaf.wd:
+        return u
+      return u - p.astype(jnp.float32) * (scale * leaf.wd)
 
     return trees.map_with_names(finish, updates, params), state
 

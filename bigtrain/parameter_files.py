@@ -1,7 +1,10 @@
 """Files that parameters come from: .npz, .safetensors, checkpoints.
 
+Arrays of .safetensors are mapped into memory, and read where they are used.
+
 A file that holds more than parameters, such as a train state, is read only in
-the tree that `prefix` names. Nothing pickled is ever read: it would run code.
+the tree that `prefix` names, and in the mutable collections of a model that has
+some. Nothing pickled is ever read: it would run code.
 """
 
 import os
@@ -13,13 +16,15 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from bigtrain import integrity, storage
+from bigtrain import integrity, safetensors_files, storage
 from bigtrain import manifest as manifest_lib
 from bigtrain.manifest import CheckpointError, DamagedError, Manifest
 from bigtrain.settings import ConfigError, did_you_mean
 
 # Where parameters lie in files of whole train states.
 _PREFIXES = ("params", "opt/target")
+# Where mutable collections lie there; elsewhere they are beside "params".
+_MUTABLE = "mutable/"
 
 
 class File(NamedTuple):
@@ -28,40 +33,51 @@ class File(NamedTuple):
   Attributes:
     specs: name, without the prefix -> jax.ShapeDtypeStruct.
     read: names -> arrays by name.
-    checkpoint: (directory, manifest, prefix) if it is one of this program's.
+    checkpoint: (directory, manifest, {name: full name}) if it is one of this
+      program's.
   """
 
   specs: dict[str, jax.ShapeDtypeStruct]
   read: Callable[[Sequence[str]], dict[str, np.ndarray]]
-  checkpoint: tuple[str, Manifest, str] | None = None
+  checkpoint: tuple[str, Manifest, dict[str, str]] | None = None
 
 
 def open_file(
-  path: str, *, step: int | None, prefix: str | None, key: str
+  path: str,
+  *,
+  step: int | None,
+  prefix: str | None,
+  key: str,
+  collections: Sequence[str] = (),
 ) -> File:
   """Opens a file or checkpoint.
 
   Args:
-    path: ends with .npz or .safetensors; or a checkpoint, or a workdir.
+    path: ends with .npz or .safetensors; or a published model's folder with
+      such files; or a checkpoint, or a workdir.
     step: of a workdir's checkpoint; the newest unless given.
     prefix: the tree to read, such as "ema"; unless given, "params" if there is
       such a tree, else everything.
     key: config key, for messages.
+    collections: mutable collections to read as well, such as "batch_stats";
+      their names begin with that, wherever in the file they are.
 
   Raises:
     ConfigError: it is not there, or not such a file.
     CheckpointError: a checkpoint that is damaged or cannot be read.
   """
   path = os.path.expanduser(path)
-  if not path.endswith((".npz", ".safetensors")):
-    return _open_checkpoint(find_checkpoint(path, step, key), prefix, key)
+  published = safetensors_files.is_folder(path)
+  if not path.endswith((".npz", ".safetensors")) and not published:
+    directory = find_checkpoint(path, step, key)
+    return _open_checkpoint(directory, prefix, collections, key)
   if step is not None:
     raise ConfigError(f"{key}.step: {path} holds one state only.")
   if not os.path.lexists(path):
     raise ConfigError(f"{key}: no such file: {path}.")
   load = _load_npz if path.endswith(".npz") else _load_safetensors
   try:
-    arrays = load(path, prefix, key)
+    arrays = load(path, prefix, collections, key)
   except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
     raise ConfigError(f"{key}: {path}: cannot be read: {e}") from e
   specs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
@@ -86,19 +102,19 @@ def find_checkpoint(path: str, step: int | None, key: str) -> str:
     raise ConfigError(f"{key}: {e}") from e
 
 
-def _open_checkpoint(directory: str, prefix: str | None, key: str) -> File:
+def _open_checkpoint(
+  directory: str, prefix: str | None, collections: Sequence[str], key: str
+) -> File:
   manifest = storage.read_manifest(directory)
-  prefix = _find_prefix(manifest.arrays, prefix, key)
-  specs = {
-    name.removeprefix(prefix): jax.ShapeDtypeStruct(
-      array.shape, manifest_lib.dtype_of(array.dtype)
-    )
-    for name, array in manifest.arrays.items()
-    if name.startswith(prefix)
-  }
+  places = _places(manifest.arrays, prefix, collections, key)
+  specs = {}
+  for name, full in places.items():
+    array = manifest.arrays[full]
+    dtype = manifest_lib.dtype_of(array.dtype)
+    specs[name] = jax.ShapeDtypeStruct(array.shape, dtype)
 
   def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-    full = [prefix + name for name in names]
+    full = [places[name] for name in names]
     problems = integrity.inspect(directory, manifest, full)
     if problems:
       raise DamagedError(f"{directory}: damaged: {problems[0]}.")
@@ -107,7 +123,26 @@ def _open_checkpoint(directory: str, prefix: str | None, key: str) -> File:
     ]
     return dict(zip(names, integrity.read(directory, manifest, parts)))
 
-  return File(specs, read, (directory, manifest, prefix))
+  return File(specs, read, (directory, manifest, places))
+
+
+def _places(
+  names: Iterable[str],
+  prefix: str | None,
+  collections: Sequence[str],
+  key: str,
+) -> dict[str, str]:
+  """{name: full name} of the parameters and of the collections in a file."""
+  names = list(names)
+  found = _find_prefix(names, prefix, key)
+  places = {}
+  for full in names:
+    beside = full.removeprefix(_MUTABLE)
+    if beside.split("/")[0] in collections:
+      places[beside] = full
+    elif full.startswith(found):
+      places[full.removeprefix(found)] = full
+  return places
 
 
 def _find_prefix(names: Iterable[str], prefix: str | None, key: str) -> str:
@@ -125,46 +160,32 @@ def _find_prefix(names: Iterable[str], prefix: str | None, key: str) -> str:
   return found
 
 
-def _load_npz(path: str, prefix: str | None, key: str) -> dict[str, Any]:
+def _load_npz(
+  path: str, prefix: str | None, collections: Sequence[str], key: str
+) -> dict[str, Any]:
   opened = np.load(path, allow_pickle=False)
   if not isinstance(opened, np.lib.npyio.NpzFile):
     raise ConfigError(f"{key}: {path}: expected an .npz with named arrays.")
-  found = _find_prefix(opened.files, prefix, key)
   arrays = {}
   with opened:
-    for name in opened.files:
-      if not name.startswith(found):
-        continue
+    places = _places(opened.files, prefix, collections, key)
+    for name, full in places.items():
       try:
-        array = opened[name]
+        array = opened[full]
       except ValueError as e:
         raise ConfigError(
-          f"{key}: {path}: array {name!r} is refused: {e}; pickled objects may "
+          f"{key}: {path}: array {full!r} is refused: {e}; pickled objects may "
           "run code."
         ) from e
       if array.dtype == np.dtype("V2"):  # A bfloat16, as numpy stores it.
         array = array.view(ml_dtypes.bfloat16)
-      arrays[name.removeprefix(found)] = array
+      arrays[name] = array
   return arrays
 
 
 def _load_safetensors(
-  path: str, prefix: str | None, key: str
+  path: str, prefix: str | None, collections: Sequence[str], key: str
 ) -> dict[str, Any]:
-  try:
-    import safetensors
-    import safetensors.numpy
-  except ImportError as e:
-    raise ConfigError(
-      f"{key}: {path} needs the package safetensors: pip install safetensors."
-    ) from e
-  try:
-    arrays = safetensors.numpy.load_file(path)
-  except safetensors.SafetensorError as e:
-    raise ConfigError(f"{key}: {path}: cannot be read: {e}.") from e
-  found = _find_prefix(arrays, prefix, key)
-  return {
-    name.removeprefix(found): array
-    for name, array in arrays.items()
-    if name.startswith(found)
-  }
+  arrays = safetensors_files.read(path)
+  places = _places(arrays, prefix, collections, key)
+  return {name: arrays[full] for name, full in places.items()}

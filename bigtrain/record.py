@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from absl import logging
 from jax.sharding import Mesh
 
 from bigtrain import settings, trees
@@ -165,28 +166,34 @@ def write(workdir: str, config: Mapping[str, Any], info: Any) -> None:
   write_json(path, {"starts": [*earlier, info]})
 
 
+def start(
+  workdir: str,
+  config: Mapping[str, Any],
+  mesh: Mesh,
+  params: Any,
+  trainable: Any,
+) -> None:
+  """Writes what is known when a run starts; see `write` and `parameters`."""
+  write(workdir, config, run_info(mesh))
+  total = parameters(workdir, params, trainable)
+  logging.info("%s; the table is in parameters.txt.", total)
+
+
 def update(workdir: str, **facts: Any) -> None:
-  """Adds facts, such as compile seconds, to the newest entry of run.json."""
+  """Adds facts, such as compile seconds, to the newest entry of run.json.
+
+  A fact that is a dict is added to the one that is there.
+  """
   if jax.process_index():
     return
   path = os.path.join(workdir, "run.json")
   content = read_json(path)
-  content["starts"][-1].update(facts)
+  newest = content["starts"][-1]
+  for name, value in facts.items():
+    if isinstance(value, Mapping):
+      value = {**newest.get(name, {}), **value}
+    newest[name] = value
   write_json(path, content)
-
-
-def compiled(program: Any, step_flops: int) -> dict[str, Any]:
-  """Memory of a compiled program on each device, and the model's FLOPs."""
-  memory = program.memory_analysis()
-  facts: dict[str, Any] = {"model_flops_per_step": step_flops}
-  if memory is not None:
-    facts["update_bytes_per_device"] = {
-      "arguments": memory.argument_size_in_bytes,
-      "outputs": memory.output_size_in_bytes,
-      "temporaries": memory.temp_size_in_bytes,
-      "aliased": memory.alias_size_in_bytes,
-    }
-  return facts
 
 
 def ending(results: Mapping[str, Any], workdir: str) -> str:

@@ -84,6 +84,7 @@ def _host(
           f"process {number} ({who}) was told of {hello['count']} processes, "
           f"process 0 of {count}"
         )
+        _answer(connection, {"problem": problem})
       elif number in there or not 0 < number < count:
         other = there[number][0] if number in there else "process 0"
         problem = f"two processes are number {number}: {who} and {other}"

@@ -29,11 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain.settings import ConfigError, Units, did_you_mean, steps
+from bigtrain.settings import UNITS, ConfigError, Units, did_you_mean, steps
 
 Schedule = Callable[[Any], Any]
-
-_UNITS = ("steps", "epochs", "examples", "tokens", "percent")
 
 
 class _At(NamedTuple):
@@ -145,7 +143,7 @@ def _check_keys(spec: dict[str, Any], decay_type: str, path: str) -> None:
       lengths.append(name)
     else:
       keys.add(name)
-  keys |= {f"{name}_{unit}" for name in lengths for unit in _UNITS}
+  keys |= {f"{name}_{unit}" for name in lengths for unit in UNITS}
   for key in spec:
     if key not in keys:
       hint = did_you_mean(key, keys)
@@ -192,7 +190,7 @@ def _arguments(
 def _stair_arguments(
   spec: dict[str, Any], units: Units, path: str
 ) -> dict[str, Any]:
-  given = [unit for unit in _UNITS if f"stair_{unit}" in spec]
+  given = [unit for unit in UNITS if f"stair_{unit}" in spec]
   mults = spec.pop("mults", None)
   if len(given) != 1 or mults is None:
     raise ConfigError(

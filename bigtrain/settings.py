@@ -405,7 +405,8 @@ class Units:
     return times / over / self.batch_size
 
 
-_UNITS = ("steps", "epochs", "examples", "tokens", "percent")
+# What a length may be given in: the ends of its key.
+UNITS = ("steps", "epochs", "examples", "tokens", "percent")
 
 
 def steps(
@@ -430,7 +431,7 @@ def steps(
     ConfigError: two units at once, or a unit that cannot be converted here.
   """
   path = path or getattr(cfg, "path", "config")
-  names = [f"{prefix}_{unit}" for unit in _UNITS]
+  names = [f"{prefix}_{unit}" for unit in UNITS]
   # `get` also tells a tracked config that each of these names is known.
   read = cfg.get if isinstance(cfg, Config) else lambda k: cfg.pop(k, None)
   values = {name: read(name) for name in names}

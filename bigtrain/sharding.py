@@ -14,11 +14,12 @@ before anything compiles.
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import trees
@@ -87,6 +88,36 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch(mesh: Mesh) -> NamedSharding:
   """The first dimension is split over all devices."""
   return NamedSharding(mesh, PartitionSpec(AXES))
+
+
+def batch_spec(
+  spec: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """The same arrays of a batch, with their layout."""
+  return {
+    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch(mesh))
+    for name, x in spec.items()
+  }
+
+
+def ambient(batch_size: int) -> Any:
+  """The mesh of jax.set_mesh, where it splits a batch of this size.
+
+  None without such a mesh, inside of a shard_map, and for batches that do not
+  divide, such as the single example of an initialisation.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if not set(AXES) <= set(mesh.axis_names) or mesh.manual_axes:
+    return None
+  ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+  return None if batch_size % ways else mesh
+
+
+def over_batch(x: jax.Array) -> jax.Array:
+  """Keeps XLA from replicating what each device should have a share of."""
+  if ambient(len(x)) is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(AXES))
 
 
 def check_batch(batch_size: int, mesh: Mesh, key: str) -> None:
@@ -237,6 +268,20 @@ def state_shardings(
   if errors:
     raise ConfigError(f"{key}: {'; '.join(errors)}.")
   return shardings, notes
+
+
+def state_spec(
+  shapes: Any, mesh: Mesh, rules: Sequence[tuple[str, str]] = DEFAULT_RULES
+) -> Any:
+  """The same tree of ShapeDtypeStructs with shardings; see state_shardings."""
+  shardings, notes = state_shardings(shapes, mesh, rules)
+  for note in notes:
+    logging.warning("config.sharding: %s", note)
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    shardings,
+  )
 
 
 def bytes_per_device(shapes: Any, shardings: Any) -> int:

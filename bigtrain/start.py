@@ -29,7 +29,11 @@ from bigtrain.settings import ConfigError
 _HARMLESS = (
   "allow_changes",
   "ckpt_*",
+  "debug_nans",
+  "debug_shapes",
   "eager",
+  "eval_at_start",
+  "eval_only",
   "cluster",
   "compile_cache",
   "evals",
@@ -47,6 +51,7 @@ _HARMLESS = (
   "nonfinite",
   "peak_flops_per_device",
   "resume",
+  "save_at_start",
   "sharding",
   "stop_at_*",
   "tensorboard",
@@ -54,6 +59,15 @@ _HARMLESS = (
   "watchdog",
   "weight_stats",
 )
+
+
+def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
+  """{name: variables of the model} of each set of weights in a train state."""
+  return {
+    name: {"params": state[name], **state.get("mutable", {})}
+    for name in ("params", "ema")
+    if name in state
+  }
 
 
 class Start(NamedTuple):
@@ -215,18 +229,23 @@ def begin(
     return Start(state, host, manifest.step, how, False)
 
   shardings = jax.tree.map(lambda x: x.sharding, state_spec)
-  state = cluster.Background(
-    jax.jit(init_state, out_shardings=shardings), "init"
-  ).result()
+  # Traced here, as the ambient mesh is this thread's; compiled elsewhere.
+  lowered = jax.jit(init_state, out_shardings=shardings).lower()
+  state = cluster.Background(lambda: lowered.compile()(), "init").result()
   if not origin.model_init:
     return Start(state, {}, 0, "from scratch", False)
-  initial = state["params"]
-  state["params"], _ = warm_start.load_params(
+  mutable = state.get("mutable", {})
+  initial = {**state["params"], **mutable}
+  loaded, _ = warm_start.load_params(
     origin.model_init,
-    state_spec["params"],
+    {**state_spec["params"], **state_spec.get("mutable", {})},
     init=lambda: initial,
     convert=getattr(model_module, "from_published", None),
+    collections=tuple(mutable),
   )
+  if mutable:
+    state["mutable"] = {name: loaded.pop(name) for name in mutable}
+  state["params"] = loaded
   if "ema" in state:
     state["ema"] = optim.ema_init(state["params"])
   how = f"parameters from {origin.model_init}"

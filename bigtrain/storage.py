@@ -14,6 +14,7 @@ All knowledge of how a file system behaves is in this module. Nothing is
 followed out of a workdir: a symbolic link below checkpoints/ is an error.
 """
 
+import concurrent.futures
 import dataclasses
 import logging
 import os
@@ -28,6 +29,7 @@ from bigtrain.manifest import CheckpointError, DamagedError, Manifest
 from bigtrain.settings import ConfigError
 
 FOLDER = "checkpoints"
+_SYNCS_AT_ONCE = 16
 _STEP = re.compile(r"\d{8,}")
 _OURS = re.compile(r"(?P<step>\d{8,})\.(?P<kind>tmp|old|del)-[0-9a-f]+-\d+")
 
@@ -258,8 +260,11 @@ def commit(tmp: str, workdir: str, step: int, token: str) -> None:
   A checkpoint of the same step that is there already (damaged, or of a run
   that was rolled back) is replaced.
   """
-  for directory, _, _ in os.walk(tmp, onerror=_raise):
-    sync_directory(directory)
+  # Those of arrays alone were put on disk with their files (integrity.py); the
+  # rest at once, so that they share commits of the file system's journal.
+  above = [d for d, below, _ in os.walk(tmp, onerror=_raise) if below]
+  with concurrent.futures.ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
+    list(pool.map(sync_directory, {tmp, *above}))
   final = os.path.join(folder(workdir), step_name(step))
   aside = f"{final}.old-{token}"
   replaces = os.path.lexists(final)

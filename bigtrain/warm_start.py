@@ -13,7 +13,9 @@
   )
 
 Every name of the file and of the model gets a line in a printed table. Nothing
-is padded, cut or left out unless the config allows it by name.
+is padded, cut or left out unless the config allows it by name. Mutable
+collections of the model, such as the running means of batch normalisation, are
+taken from the file too, under names like "batch_stats/bn1/mean".
 """
 
 import collections
@@ -71,6 +73,7 @@ def load_params(
   *,
   init: Callable[[], Any] | None = None,
   convert: Convert | None = None,
+  collections: Sequence[str] = (),
   key: str = "config.model_init",
 ) -> tuple[Any, list[Line]]:
   """Parameters from a file or a checkpoint, on the model's devices.
@@ -82,6 +85,7 @@ def load_params(
       if some of them are needed.
     convert: the model's `from_published`, applied after renaming unless all
       names and shapes fit as they are.
+    collections: branches of `like` that are mutable collections.
     key: where `spec` is in the config.
 
   Returns:
@@ -95,7 +99,11 @@ def load_params(
   source = _source(spec, key)
   wanted = dict(trees.flatten_with_names(like))
   file = parameter_files.open_file(
-    source.path, step=source.step, prefix=source.prefix, key=key
+    source.path,
+    step=source.step,
+    prefix=source.prefix,
+    key=key,
+    collections=collections,
   )
   names, lines = _rename(file, source, key)
   found: dict[str, Any] = {new: file.specs[old] for new, old in names.items()}
@@ -291,29 +299,32 @@ def _check_allowed(lines: Sequence[Line], source: Source, key: str) -> set[str]:
 
 
 def _from_checkpoint(
-  checkpoint: tuple[str, Manifest, str],
+  checkpoint: tuple[str, Manifest, Mapping[str, str]],
   names: Mapping[str, str],
   found: Mapping[str, Any],
   take: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
   """Each device's part straight from the files."""
-  directory, manifest, prefix = checkpoint
+  directory, manifest, places = checkpoint
   as_stored = {
     name: jax.ShapeDtypeStruct(
       spec.shape, found[name].dtype, sharding=spec.sharding
     )
     for name, spec in take.items()
   }
-  sources = {name: prefix + names[name] for name in take}
+  sources = {name: places[names[name]] for name in take}
   arrays = restore.load(directory, manifest, sources, as_stored)
   return {name: arrays[name].astype(take[name].dtype) for name in take}
 
 
 def _place(value: Any, spec: Any) -> jax.Array:
-  value = np.asarray(value).astype(spec.dtype, copy=False)
+  # What is mapped from a file, or put together from parts of it, is read here:
+  # each device's share and no more.
   sharding = spec.sharding or jax.sharding.SingleDeviceSharding(
     jax.local_devices()[0]
   )
   return jax.make_array_from_callback(
-    value.shape, sharding, lambda index: value[index]
+    tuple(value.shape),
+    sharding,
+    lambda index: np.asarray(value[index]).astype(spec.dtype, copy=False),
   )

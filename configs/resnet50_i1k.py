@@ -51,12 +51,10 @@ def get_config(arg=None):
   config.model_name = "resnet"
   config.model = dict(depth=50, num_classes=1000, dtype="bfloat16")
 
-  momentum = 0.875
-  config.optimizer = dict(name="sgd", momentum=momentum)
+  config.optimizer = dict(name="sgd", momentum=0.875)
   config.lr = 0.256 * config.input.batch_size / 256
-  # The source adds p / 32768 to the gradient of p. Momentum sums that up to
-  # 1 / (1 - momentum) times as much, and lr scales it.
-  config.wd = config.lr / 32768 / (1 - momentum)
+  config.wd = 1 / 32768
+  config.wd_coupling = "gradient"
   config.wd_mults = [(".*/kernel", 1.0), ("head/bias", 1.0)]
   config.schedule = dict(decay_type="cosine", warmup_epochs=8)
 

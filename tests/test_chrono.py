@@ -1,4 +1,5 @@
 import json
+import threading
 
 import hypothesis
 import pytest
@@ -130,6 +131,29 @@ def test_a_row_at_an_earlier_time_leaves_the_rest_to_the_next():
   row = c.row(7)
   assert row["step_secs"] == 2.0  # 2 s before, 2 s after the evaluation.
   assert row["account/eval_secs"] == 6.0
+
+
+def test_a_row_ends_when_the_device_was_done():
+  clock, c = make()
+  c.start(0)
+  c.warm(0)
+  done = threading.Event()
+  c.completes(4, done.wait)
+  clock.sleep(8)
+  done.set()
+  (noting,) = [t for t in threading.enumerate() if "step 4" in t.name]
+  noting.join()
+  clock.sleep(3)  # The loop comes late to fetch the metrics.
+  assert c.row(4)["step_secs"] == 2.0
+  clock.sleep(1)
+  assert c.row(6)["step_secs"] == 2.0  # 3 s before the row, 1 s after it.
+
+  def fails():
+    raise RuntimeError("the device is gone")
+
+  c.completes(7, fails)
+  with pytest.raises(RuntimeError, match="gone"):
+    c.row(7)
 
 
 def test_inner_accounts_win():

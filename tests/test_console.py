@@ -74,6 +74,8 @@ def run_in_terminal(code, *, then=None, width=100):
     stdout=other,
     stderr=other,
     env=env,
+    # Who starts the tests in the background has it ignored.
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   )
   os.close(other)
   shown = b""

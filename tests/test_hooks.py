@@ -3,12 +3,15 @@
 import json
 import logging
 import math
+import pathlib
+import tempfile
 
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigtrain import hooks, settings
+from bigtrain import hooks, main, settings
 from bigtrain.settings import ConfigError
 
 
@@ -113,7 +116,9 @@ def test_a_failure_never_passes_for_a_success(order):
 
 
 def warnings(caplog, *rows, metric="val/los"):
-  running = make(early=dict(type="early_stopping", metric=metric))
+  entry = dict(type="early_stopping", metric=metric)
+  config = dict(hooks={"early": entry}, evals={"val": {}, "test": {}})
+  running = hooks.from_config(settings.Config(config), "w")
   with caplog.at_level(logging.WARNING, logger="absl"):
     for row in rows:
       assert running.after_step(row["step"], row) is None
@@ -140,6 +145,185 @@ def test_a_metric_of_training_that_never_comes(caplog):
 def test_a_metric_that_is_no_number(caplog):
   (message,) = warnings(caplog, {"step": 1, "val/los": "much"})
   assert "'val/los' is not a number" in message
+
+
+def test_a_metric_of_an_evaluation_that_there_is_not(caplog):
+  for entry, told in (
+    (dict(type="early_stopping", metric="vall/loss"), ["'vall/loss'"]),
+    (dict(type="stop_on_nan", metrics=["loss", "tst/a"]), ["'tst/a'"]),
+    (dict(type="checkpoint_best", metric="val/sub/loss"), []),
+    (dict(type="stop_on_nan", metrics="grad_rms/head/kernel"), []),
+  ):
+    caplog.clear()
+    config = settings.Config({"hooks": {"h": entry}, "evals": {"val": {}}})
+    with caplog.at_level(logging.WARNING, logger="absl"):
+      hooks.from_config(config, "w")
+    found = [r.getMessage() for r in caplog.records]
+    assert len(found) == len(told)
+    assert all(name in text for name, text in zip(told, found))
+    assert all("config.hooks.h" in text for text in found)
+
+
+# Rows, seen once each; decisions, taken once.
+
+
+def test_a_row_that_a_resumed_run_shows_again_counts_once():
+  entry = dict(type="early_stopping", metric="val/x", patience=2)
+  running = make(early=entry)
+  running.after_step(1, {"step": 1, "val/x": 1.0})
+  running.after_step(2, {"step": 2, "loss": 1.0, "val/x": 1.0})
+  saved = json.loads(json.dumps(running.state()))
+  again = make(early=entry)
+  again.restore(saved)
+  assert again.after_step(2, {"step": 2, "val/x": 1.0}) is None
+  # What came after the checkpoint is new.
+  assert again.after_step(2, {"step": 2, "other/x": 1.0}) is None
+  assert again.after_step(3, {"step": 3, "val/x": 1.0}) is not None
+
+
+def test_a_stop_is_remembered_until_the_hooks_are_changed():
+  entry = dict(type="early_stopping", metric="x", patience=1)
+  running = make(early=entry)
+  assert running.stopped is None
+  running.after_step(1, {"step": 1, "x": 1.0})
+  stop = running.after_step(2, {"step": 2, "x": 1.0})
+  saved = json.loads(json.dumps(running.state()))
+  for changes, expected in (({}, stop), ({"patience": 2}, None)):
+    again = make(early=entry | changes)
+    again.restore(saved)
+    assert again.stopped == expected
+
+
+# The best checkpoint.
+
+
+@given(
+  st.lists(st.tuples(VALUES, st.booleans(), st.booleans()), max_size=12),
+  st.sampled_from(["min", "max"]),
+)
+def test_the_best_checkpoint_on_any_history(events, mode):
+  """The loop as main has it: save, evaluate, perhaps die and come back.
+
+  Of each step: the value of its evaluation, whether a checkpoint is due, and
+  whether the process dies afterwards.
+  """
+  with tempfile.TemporaryDirectory() as workdir:
+
+    def start(state):
+      entry = dict(type="checkpoint_best", metric="val/x", mode=mode)
+      running = make(workdir, best=entry)
+      running.restore(state)
+      return running
+
+    running, saves = start({}), {}
+
+    def save(step):
+      running.call("before_save", step)
+      saves[step] = json.loads(json.dumps(running.state()))
+      folder = pathlib.Path(workdir, "checkpoints", f"{step:08d}")
+      folder.mkdir(parents=True, exist_ok=True)
+      (folder / "manifest.json").touch()
+
+    evaluated, step, deaths = {}, 0, set()
+    while step < len(events):
+      value, due, dies = events[step]
+      step += 1
+      running.after_step(step, {"step": step, "loss": 0.0})
+      if due:
+        save(step)
+      running.after_step(step, {"step": step, "val/x": value})
+      evaluated[step] = value
+      if running.wants_save(step) and step not in saves:
+        save(step)
+      # The rule, on all that was evaluated up to here.
+      known = [s for s in evaluated if not math.isnan(evaluated[s])]
+      pick = min if mode == "min" else max
+      best = pick(known, key=evaluated.get, default=None)
+      assert running.keep_steps() == ({best} if known else set())
+      if known:
+        assert best in saves
+        with open(f"{workdir}/best_best.json") as file:
+          told = json.load(file)
+        assert told == {
+          "step": best,
+          "metric": "val/x",
+          "value": evaluated[best],
+        }
+      if dies and step not in deaths:
+        deaths.add(step)
+        step = max(saves, default=0)
+        running = start(saves.get(step, {}))
+        evaluated = {s: v for s, v in evaluated.items() if s <= step}
+        if step in evaluated:  # As main does for a row that is there.
+          row = {"step": step, "val/x": evaluated[step]}
+          running.after_step(step, row)
+
+
+def test_a_metric_of_training_counts_where_the_step_is_saved(tmp_path):
+  entry = dict(type="checkpoint_best", metric="loss")
+  running = make(str(tmp_path), best=entry)
+  running.after_step(1, {"step": 1, "loss": 1.0})  # Step 2 is under way.
+  assert not running.wants_save(2) and running.keep_steps() == set()
+  running.after_step(4, {"step": 4, "loss": 2.0})
+  running.call("before_save", 4)
+  assert running.keep_steps() == {4}
+  running.after_step(6, {"step": 6, "loss": 0.5})
+  assert not running.wants_save(7) and running.keep_steps() == {4}
+
+
+def test_a_best_checkpoint_that_is_gone_is_told(tmp_path, caplog):
+  entry = dict(type="checkpoint_best", metric="val/x")
+  running = make(str(tmp_path), best=entry)
+  for step, value in ((1, 1.0), (2, 3.0)):
+    running.call("before_save", step)
+    running.after_step(step, {"step": step, "val/x": value})
+  running.call("before_save", 3)
+  again = make(str(tmp_path), best=entry)
+  with caplog.at_level(logging.WARNING, logger="absl"):
+    again.restore(running.state())  # The folder has no checkpoint of step 1.
+  assert "of step 1 with val/x 1, is no longer there" in caplog.text
+  again.after_step(3, {"step": 3, "val/x": 2.0})
+  assert again.keep_steps() == {3}
+
+
+def test_the_best_checkpoint_of_a_run_outlives_the_newer_ones(
+  tiny_config, tmp_path
+):
+  """In main, and over a resume."""
+  val = tiny_config()["evals"]["val"] | {"log_steps": 2}
+  best = dict(type="checkpoint_best", metric="val/loss")
+  config = tiny_config(
+    {"keep_ckpts": 1, "evals": {"val": val}, "hooks": {"best": best}, "lr": 0.1}
+  )
+  # Too fast a learning rate: step 2, where no checkpoint is due, is best.
+  main.train(config | {"stop_at_steps": 3}, str(tmp_path))
+  assert tiny.checkpoint_steps(tmp_path) == [2, 3]
+  main.train(config, str(tmp_path))
+  rows = tiny.rows(tmp_path)
+  losses = {s: row["val/loss"] for s, row in rows.items() if "val/loss" in row}
+  assert min(losses, key=losses.get) == 2
+  assert tiny.checkpoint_steps(tmp_path) == [2, 6]
+  with open(tmp_path / "best_best.json") as file:
+    assert json.load(file)["value"] == losses[2]
+
+
+def test_a_result_that_is_not_finite_fails_a_run(tiny_config, tmp_path):
+  path = "tiny.mine"
+  config = tiny_config(
+    {
+      "task": path,
+      "model_name": path,
+      "model": {},
+      "input.data": dict(type=path, length=64),
+      "evals": {
+        "own": dict(type=path, pred="shifted", at=math.nan, log_steps=2)
+      },
+      "hooks": {"nan": dict(type="stop_on_nan", metrics="own/out")},
+    }
+  )
+  with pytest.raises(RuntimeError, match="'nan': own/out is nan at step 2"):
+    main.train(config, str(tmp_path))
+  assert max(tiny.rows(tmp_path)) == 2
 
 
 # Users' own.
@@ -205,13 +389,13 @@ def test_a_class_by_its_path():
   running.call("before_step", 1)
   running.call("after_train", 1)
   assert running.after_step(1, {"step": 1, "x": 3}) is None
-  stop = running.after_step(1, {"step": 1, "x": 4})
+  stop = running.after_step(2, {"step": 2, "x": 4})
   assert stop == hooks.Stop("hook 'own': too much", True)
   saved = json.loads(json.dumps(running.state()))
-  assert list(saved) == ["own"]
+  assert list(saved["hooks"]) == ["own"]
   again = make(**entries)
   again.restore(saved)
-  assert again.state() == running.state()
+  assert json.loads(json.dumps(again.state())) == saved
   # A hook that is new since the checkpoint, and one that is gone.
   make(new=dict(type=f"{__name__}.Own", limit=1)).restore(saved)
 
@@ -222,14 +406,15 @@ def test_no_hooks():
   assert len(none) == 0
   none.call("before_step", 1)
   assert none.after_step(1, {"step": 1, "loss": math.nan}) is None
-  assert none.state() == {}
+  none.restore(none.state())
 
 
 @pytest.mark.parametrize(
   ("entry", "message"),
   [
     (dict(type="early_stoping"), r"hooks.h.type: .* mean 'early_stopping'"),
-    (dict(), r"hooks.h.type: no hook None. There are: call, early"),
+    (dict(), r"hooks.h.type: no hook None. There are: call, checkpoint_best"),
+    (3, r"hooks.h: expected a dict, got 3"),
     (dict(type="call", function="nodots"), r"package.module.name"),
     (dict(type="call"), r"hooks.h.function: missing"),
     (dict(type="test_hooks.Onw"), r"h.type: test_hooks has no 'Onw'.*'Own'"),
@@ -244,6 +429,10 @@ def test_no_hooks():
       r"patience: expected at least 1, got 0",
     ),
     (dict(type="profile", workdir="x"), r"hooks.h.workdir: unknown key"),
+    (
+      dict(type="checkpoint_best", metric="x", mode="mxa"),
+      r"checkpoint_best.mode: no mode 'mxa'. Did you mean 'max'",
+    ),
     (dict(type="profile", strt=1), r"hooks.h.strt: .* mean 'start'"),
   ],
 )

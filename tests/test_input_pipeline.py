@@ -320,6 +320,17 @@ def test_tokens_per_example():
   tokens = rows_of(4, tokens=np.zeros((4, 17), np.int32))
   assert input_pipeline.tokens_per_example(make("", data=tokens).spec) == 17
   assert input_pipeline.tokens_per_example(make().spec) is None
+  pairs = rows_of(
+    4, inputs=np.zeros((4, 12), np.int32), targets=np.zeros((4, 5), np.int32)
+  )
+  assert input_pipeline.tokens_per_example(make("", data=pairs).spec) == 17
+  # Not every target is text.
+  for one in (
+    dict(targets=np.zeros((4, 5), np.int32)),
+    dict(inputs=np.zeros((4, 5)), targets=np.zeros((4, 5))),
+  ):
+    spec = make("", data=rows_of(4, **one)).spec
+    assert input_pipeline.tokens_per_example(spec) is None
 
 
 # Examples that cannot be used.

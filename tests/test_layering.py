@@ -16,18 +16,33 @@ ROOT = pathlib.Path(__file__).parent.parent
 # which the first that fits the importer decides. "bigtrain." is left out. What
 # a config names (tasks, models, evaluators, sources) is imported by name and
 # by nobody else.
-_BOTTOM = r"settings|trees|sharding|metrics|flops|losses"
+_BOTTOM = r"settings|trees|sharding|metrics|flops|(pairwise_)?losses"
 _BY_NAME = r"(tasks|models|evaluators|tools)(\..+)?"
 RULES = (
+  (r"configs\.cap", r"configs\.(common|cappa)"),  # It is that but for a key.
   (r"configs(\..+)?", r"configs\.common"),
   (r"tools(\..+)?", r"(?!configs).*"),
   (r"main", rf"evaluators\.common|(?!main|configs|data\.|{_BY_NAME}).*"),
-  (r"tasks(\..+)?", _BOTTOM),
-  (r"models(\..+)?", r"models\.common|settings|trees|sharding"),
-  (r"evaluators(\..+)?", rf"evaluators\.common|input_pipeline|{_BOTTOM}"),
-  (r"data(\..+)?", r"data\..+|order|settings"),
+  (r"tasks(\..+)?", rf"decoding|{_BOTTOM}"),
+  # Layers that several models are built of, and the ViT, which is a tower of
+  # captioners and of image-text models.
+  (
+    r"models(\..+)?",
+    r"models\.(attention|common|decoder_\w+|moe|published|t5_layers|vit)"
+    r"|settings"
+    r"|trees|sharding",
+  ),
+  # Captions and class names are text: evaluators make and read ids, by the ops
+  # that make those of the training data.
+  (
+    r"evaluators(\..+)?",
+    r"evaluators\.(common|class_names)|input_pipeline"
+    rf"|pp\.(parse|registry|tokenizers)|{_BOTTOM}",
+  ),
+  # Token files say which tokenizer made them.
+  (r"data(\..+)?", r"data\..+|order|settings|pp\.tokenizers"),
   (r"pp(\..+)?", r"pp\..+|settings"),
-  (_BOTTOM, _BOTTOM),
+  (rf"decoding|{_BOTTOM}", _BOTTOM),
   (r".*", rf"(?!main|configs|{_BY_NAME}).*"),
 )
 

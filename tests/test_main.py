@@ -129,7 +129,12 @@ def test_the_files_of_a_run(plain_run):
   assert start["devices"] == 8
   assert start["mesh"] == {"replica": 1, "fsdp": 8}
   assert start["packages"]["jax"] == jax.__version__
-  assert start["update_bytes_per_device"]["arguments"] > 0
+  assert start["model_flops_per_step"] > 0
+  for program in ("update", "val"):
+    facts = start["programs"][program]
+    assert facts["argument_bytes"] > 0
+    assert facts["compile_secs"] > 0 and facts["trace_secs"] > 0
+    assert facts["cache"] in ("hit", "miss")
   checkpoints = sorted(os.listdir(workdir / "checkpoints"))
   assert checkpoints == ["00000003", "00000006"]
   assert os.listdir(workdir / "tensorboard")
@@ -246,6 +251,8 @@ def test_statistics_of_each_parameter(full_run):
   change = kernel - before["params/head/kernel"]
   assert row["update_rms/head/kernel"] == rms(change)
   assert row["grad_rms/head/kernel"] > 0
+  norm = row["grad_rms/head/kernel"] * np.sqrt(kernel.size)
+  assert row["grad_norm/head/kernel"] == pytest.approx(norm, rel=1e-4)
   assert "weight_rms/first/kernel" in row
   assert "grad_rms/first/kernel" not in row
   changes = [
@@ -292,7 +299,9 @@ def losses(config, workdir):
   return [row["loss"] for row in tiny.rows(workdir).values()]
 
 
-@pytest.mark.parametrize(("replica", "fsdp"), [(1, 8), (2, 4)])
+@pytest.mark.parametrize(
+  ("replica", "fsdp"), [pytest.param(1, 8, marks=pytest.mark.slow), (2, 4)]
+)
 def test_the_quickstart_has_the_losses_it_had_on_one_device(
   tiny_config, tmp_path, replica, fsdp
 ):
@@ -335,11 +344,11 @@ def test_every_mesh_gives_the_losses_of_one_device(
     np.testing.assert_allclose(found[fsdp], expected, rtol=1e-5)
   # The compiled program says that the state really is split.
   held = {
-    fsdp: start_info(tmp_path / f"fsdp{fsdp}")["update_bytes_per_device"]
+    fsdp: start_info(tmp_path / f"fsdp{fsdp}")["programs"]["update"]
     for fsdp in found
   }
-  assert held[8]["arguments"] < held[4]["arguments"]
-  assert held[4]["arguments"] < held[1]["arguments"] / 2
+  assert held[8]["argument_bytes"] < held[4]["argument_bytes"]
+  assert held[4]["argument_bytes"] < held[1]["argument_bytes"] / 2
 
 
 def test_microbatches_give_the_rows_of_one_batch(tiny_config, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from bigtrain import optim, optimizers, sharding, trees
+from bigtrain import optim, optimizers, sharding, train_step, trees
 from bigtrain.settings import Config, ConfigError, Units
 
 UNITS = Units(batch_size=8, examples_per_epoch=80, total_steps=20)
@@ -119,6 +119,7 @@ OPTIMIZERS = {
   "big_vision_adafactor": dict(
     name="big_vision_adafactor", min_dim_size_to_factor=8
   ),
+  "galore": dict(name="galore", rank=4, update_proj_gap=2),
   "lamb": dict(name="lamb"),
   "prodigy": dict(name="prodigy"),
   "scale_by_rms": dict(name="scale_by_rms"),
@@ -249,6 +250,33 @@ def test_against_adamw_by_hand():
       np.testing.assert_allclose(value, p, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def test_decay_in_the_gradient_is_an_l2_penalty():
+  """PyTorch's SGD: decay comes after clipping and goes into the momentum."""
+  optimizer = make(
+    lr=0.1,
+    wd=0.3,
+    wd_coupling="gradient",
+    wd_mults=[("body/.*", 0.5), ("head/.*", 1.0)],
+    lr_mults=[("head/.*", 2.0)],
+    grad_clip_value=0.5,
+    schedule=dict(decay_type="linear"),
+    optimizer=dict(name="sgd", momentum=0.9),
+  )
+  got, _ = train(optimizer, tree(0), 3)
+  for name, value in trees.flatten_with_names(got):
+    wd = {"b": 0.15, "h": 0.3, "e": 0.0}[name[0]]
+    lr = 0.2 if name[0] == "h" else 0.1
+
+    def leaf(seed, name=name):
+      return np.float64(dict(trees.flatten_with_names(tree(seed)))[name])
+
+    p, buffer = leaf(0), 0.0
+    for t in range(3):
+      buffer = 0.9 * buffer + np.clip(leaf(t + 1), -0.5, 0.5) + wd * p
+      p = p - lr * (1 - t / 20) * buffer
+    np.testing.assert_allclose(value, p, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 def test_multipliers():
   sgd = dict(name="sgd")
   optimizer = make(
@@ -360,6 +388,51 @@ def test_frozen_parts_cost_no_state_and_do_not_move():
   ]
   assert_close(params["body"], tree(0)["body"], rtol=0)
   assert np.all(params["head"]["kernel"] != tree(0)["head"]["kernel"])
+
+
+def test_frozen_parts_cost_no_memory_for_gradients():
+  """The compiled update's temporaries shrink by the frozen gradients."""
+  width, batch = 256, 8
+  params = {
+    name: {"kernel": jnp.zeros((width, width))} for name in ("a", "b", "c")
+  }
+  mesh = sharding.make_mesh(replica=1, fsdp=8)
+
+  def loss_fn(variables, batch, rng):
+    x = batch["x"]
+    for name in "abc":
+      x = jnp.tanh(x @ variables["params"][name]["kernel"])
+    return {"loss": (jnp.sum(x), jnp.float32(x.shape[0]))}, {}
+
+  def bytes_of(schedule):
+    optimizer = make(params, schedule=schedule)
+
+    def update(params, opt, batch):
+      grads, _, _ = train_step.gradients(
+        loss_fn,
+        params,
+        {},
+        batch,
+        jax.random.key(0),
+        trainable=optimizer.trainable,
+        microbatches=2,
+        mesh=mesh,
+      )
+      learned, frozen = trees.partition(params, optimizer.trainable)
+      updates, opt = optimizer.tx.update(grads, opt, learned, step=0)
+      return trees.merge(optax.apply_updates(learned, updates), frozen), opt
+
+    learned, _ = trees.partition(params, optimizer.trainable)
+    opt = jax.eval_shape(optimizer.tx.init, learned)
+    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(
+      params, opt, {"x": jnp.zeros((batch, width))}
+    )
+    return compiled.compile().memory_analysis().temp_size_in_bytes
+
+  constant = dict(decay_type="constant")
+  all_of_it = bytes_of(constant)
+  head_only = bytes_of([("c/.*", constant), (".*", None)])
+  assert all_of_it - head_only > 0.95 * 2 * 4 * width**2
 
 
 def test_state_names_do_not_depend_on_the_spelling_of_an_optimizer():
@@ -519,7 +592,10 @@ def test_ema_of_bfloat16_parameters_is_float32():
     ),
     (dict(lr="high"), "config.lr: expected a number, got 'high'."),
     (dict(lr=-1.0), "config.lr: must be positive"),
-    (dict(wd_coupling="none"), 'expected "schedule" or "lr", got \'none\''),
+    (
+      dict(wd_coupling="grad"),
+      "config.wd_coupling: unknown 'grad'. Did you mean 'gradient'?",
+    ),
     (
       dict(lr_mults=[(".*/kernal", 2.0)]),
       "config.lr_mults[0]: '.*/kernal': matches no parameter. Did you mean "

@@ -21,10 +21,12 @@ def test_each_start_has_an_entry(tmp_path):
   record.write(str(tmp_path), {"lr": 0.1}, info)
   record.update(str(tmp_path), compile_secs=3.5)
   record.write(str(tmp_path), {"lr": 0.2}, info)
-  record.update(str(tmp_path), compile_secs=0.5)
+  record.update(str(tmp_path), compile_secs=0.5, programs={"a": 1})
+  record.update(str(tmp_path), programs={"b": 2})
   assert read(tmp_path, "config.json") == {"lr": 0.2}
   starts = read(tmp_path, "run.json")["starts"]
   assert [start["compile_secs"] for start in starts] == [3.5, 0.5]
+  assert starts[1]["programs"] == {"a": 1, "b": 2}
   assert starts[0]["mesh"] == {"replica": 2, "fsdp": 4}
   assert starts[0]["devices"] == 8
   assert starts[0]["command"] == sys.argv
@@ -84,16 +86,6 @@ def test_a_config_as_a_file_has_it():
 
 def test_a_file_that_is_not_there(tmp_path):
   assert record.read_json(str(tmp_path / "run.json")) is None
-
-
-def test_facts_about_a_compiled_program():
-  x = jax.ShapeDtypeStruct((256,), "float32")
-  program = jax.jit(lambda x: x * 2).lower(x).compile()
-  facts = record.compiled(program, 512)
-  assert facts["model_flops_per_step"] == 512
-  assert facts["update_bytes_per_device"]["arguments"] == 1024
-  assert facts["update_bytes_per_device"]["outputs"] == 1024
-  assert json.loads(json.dumps(facts)) == facts
 
 
 def test_one_line_about_the_devices():

@@ -13,23 +13,25 @@ NAN = float("nan")
 
 def run(losses, policy="stop", log_steps=3, norms=None):
   """Plays steps with these losses; returns states, rows and the tally."""
-  now = None
+  now = tally.zeros(tally.spec({"loss": (0.0, 0.0)}, ["lr"]))
   state = {"x": jnp.zeros(()), "step": jnp.zeros((), jnp.int32)}
 
   @jax.jit
   def step_fn(state, now, loss, weight, norm, i):
     step = state["step"] + 1
-    now, good = tally.count(
+    pair = (loss * weight, weight)
+    verdict = tally.judge(now, pair, norm, policy)
+    now = tally.count(
       now,
+      verdict,
       step=i,
       new_row=(i - 1) % log_steps == 0,
-      pairs={"loss": (loss * weight, weight)},
+      pairs={"loss": pair},
       grad_norm=norm,
       last={"lr": i * 0.5},
-      policy=policy,
     )
     new = {"x": state["x"] + loss, "step": step}
-    return tally.select(good, new, state, policy), now
+    return tally.select(verdict, new, state, policy), now
 
   states, rows = [], {}
   norms = norms or [1.0] * len(losses)
@@ -78,8 +80,44 @@ def test_skip_goes_on_with_the_next_batch_and_counts():
 
 
 def test_a_row_of_skipped_steps_alone_has_no_mean():
-  _, rows, _ = run([1.0, 1.0, 1.0, NAN, NAN, NAN], policy="skip")
-  assert np.isnan(rows[6]["loss"])
+  _, rows, _ = run([1.0, 1.0, 5.0, NAN, NAN, NAN], policy="skip")
+  assert "loss" not in rows[6] and "grad_norm" not in rows[6]
+  assert rows[6]["skipped_steps"] == 3
+  # What is the newest comes from the last step that counted.
+  assert rows[6]["loss_last"] == 5.0
+  assert all(map(np.isfinite, rows[6].values()))
+
+
+@pytest.mark.parametrize("policy", tally.POLICIES)
+def test_an_overflow_changes_the_loss_scale_alone(policy):
+  now = tally.zeros(tally.spec({"loss": (0.0, 0.0)}, []))
+  pair, inf = (jnp.float32(2.0), jnp.float32(1.0)), jnp.float32("inf")
+  old = {"x": 1.0, "step": 4, "loss_scale": 8.0}
+  new = {"x": 2.0, "step": 5, "loss_scale": 4.0}
+  verdict = tally.judge(now, pair, inf, policy, may_shrink=True)
+  assert jax.tree.leaves(verdict) == [False, False, True]
+  now = tally.count(
+    now,
+    verdict,
+    step=jnp.int32(5),
+    new_row=False,
+    pairs={"loss": pair},
+    grad_norm=inf,
+    last={},
+  )
+  assert now["bad_step"] == now["skipped"] == now["sums"]["steps"] == 0
+  assert tally.select(verdict, new, old, policy) == {
+    "x": 1.0,
+    "step": 5,
+    "loss_scale": 4.0,
+  }
+  # Where it cannot shrink, or the loss itself is not finite, nothing helps.
+  for loss, may_shrink in ((pair, False), ((inf, pair[1]), True)):
+    verdict = tally.judge(now, loss, inf, policy, may_shrink)
+    assert jax.tree.leaves(verdict) == [False, True, False]
+    kept = tally.select(verdict, new, old, policy)
+    assert kept["loss_scale"] == 8.0 and kept["x"] == 1.0
+    assert kept["step"] == (5 if policy == "skip" else 4)
 
 
 def test_policies_are_checked():

@@ -1,13 +1,17 @@
 """Microbatches: the gradient is that of the whole batch's mean loss."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import metrics, sharding, train_step
+from bigtrain import metrics, settings, sharding, train_step
+from bigtrain.models import resnet, vit
 from bigtrain.settings import ConfigError
+from bigtrain.tasks import classification
 
 
 class Net(nn.Module):
@@ -131,6 +135,112 @@ def test_splitting_moves_nothing_between_devices():
   )
   for collective in ("all-to-all", "all-gather", "collective-permute"):
     assert collective not in text
+
+
+def test_microbatches_are_given_by_their_number_or_their_size():
+  mesh = sharding.make_mesh()
+  read = lambda **keys: train_step.read_microbatches(
+    settings.Config(keys), 64, mesh
+  )
+  assert read() == 1
+  assert read(microbatches=4) == 4
+  assert read(microbatch_examples=16) == 4
+  with pytest.raises(ConfigError, match="48 does not divide the batch of 64"):
+    read(microbatch_examples=48)
+
+
+def compiled_gradient(model, microbatches, size, batch_size, mesh):
+  """A jitted gradient of classification; (params, mutable, batch) -> it."""
+  loss_fn = functools.partial(classification.loss_fn, model=model, train=True)
+
+  def fn(params, mutable, batch):
+    return train_step.gradients(
+      loss_fn,
+      params,
+      mutable,
+      batch,
+      jax.random.key(0),
+      trainable=jax.tree.map(lambda _: True, params),
+      microbatches=microbatches,
+      mesh=mesh,
+    )
+
+  image = jnp.zeros((1, size, size, 3))
+  spec = dict(jax.eval_shape(model.init, jax.random.key(0), image))
+  batch = {
+    "image": jax.ShapeDtypeStruct((batch_size, size, size, 3), "float32"),
+    "labels": jax.ShapeDtypeStruct((batch_size,), "int32"),
+    "_mask": jax.ShapeDtypeStruct((batch_size,), "float32"),
+  }
+  batch = sharding.batch_spec(batch, mesh)
+  return jax.jit(fn), spec.pop("params"), spec, batch
+
+
+@pytest.mark.slow
+def test_microbatches_save_memory():
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  model = vit.Model(variant="S/16", num_classes=1000, scan=True)
+  bytes_of = {}
+  for microbatches in (1, 8):
+    fn, *specs = compiled_gradient(model, microbatches, 224, 64, mesh)
+    program = fn.lower(*specs).compile()
+    bytes_of[microbatches] = program.memory_analysis().temp_size_in_bytes
+  assert bytes_of[8] <= 0.25 * bytes_of[1], bytes_of
+
+
+def random_values(specs):
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: (0.1 * rng.normal(size=x.shape)).astype(np.float32), specs
+  )
+
+
+def relative(one, other):
+  """Distance of two trees, relative to the second's norm."""
+  one, other = (
+    np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
+    for tree in (one, other)
+  )
+  return np.linalg.norm(one - other) / np.linalg.norm(other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_gradients_of_models_whatever_the_microbatches(name):
+  if name == "vit":
+    model = vit.Model(
+      num_classes=10, patch_size=4, width=32, depth=2, num_heads=2
+    )
+  else:
+    model = resnet.Model(num_classes=10, depth=26, width=0.125)
+  rng = np.random.default_rng(1)
+  batch = {
+    "image": rng.normal(size=(32, 16, 16, 3)).astype(np.float32),
+    "labels": rng.integers(10, size=32).astype(np.int32),
+    "_mask": (np.arange(32) % 5 > (np.arange(32) < 16) * 3).astype(np.float32),
+  }
+  found = {}
+  for devices in (1, 8):
+    mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+    for microbatches in (1, 2, 4) if name == "vit" else (1, 2):
+      fn, params, mutable, _ = compiled_gradient(
+        model, microbatches, 16, 32, mesh
+      )
+      whole = sharding.replicated(mesh)
+      params, mutable = jax.device_put(
+        (random_values(params), jax.tree.map(np.abs, random_values(mutable))),
+        whole,
+      )
+      placed = jax.device_put(batch, sharding.batch(mesh))
+      grads, _, _ = fn(params, mutable, placed)
+      found[devices, microbatches] = jax.device_get(grads)
+  for (devices, microbatches), grads in found.items():
+    # Batch statistics are those of a microbatch, so their number is part of
+    # what a batch-normalised model computes; that of the devices never is.
+    like = found[1, microbatches if name == "resnet" else 1]
+    # Small variances, by which each layer divides, lose a digit to rounding.
+    most = 5e-5 if name == "resnet" else 1e-5
+    assert relative(grads, like) < most, (devices, microbatches)
 
 
 def test_microbatches_that_do_not_divide_are_told_with_the_nearest():

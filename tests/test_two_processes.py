@@ -13,6 +13,7 @@ from configs import digits
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path):
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))

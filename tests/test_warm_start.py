@@ -121,6 +121,47 @@ def test_a_checkpoint_of_another_mesh(workdir):
   assert set(statuses(lines).values()) == {"cast"}
 
 
+@pytest.mark.parametrize("kind", ["npz", "safetensors", "workdir"])
+def test_mutable_collections_come_along(tmp_path, kind):
+  stats = {"batch_stats/bn/mean": np.float32([1, 2, 3])}
+  flat = arrays() | stats
+  like = {
+    **model(),
+    "batch_stats": {"bn": {"mean": jax.ShapeDtypeStruct((3,), jnp.float32)}},
+  }
+  if kind == "workdir":  # As main has them in its state.
+    path = str(tmp_path / "run")
+    saver = checkpoint.Checkpointer(path)
+    mutable = jax.tree.map(jnp.asarray, trees.from_flat(stats))
+    params = jax.tree.map(jnp.asarray, trees.from_flat(arrays()))
+    saver.save(1, {"params": params, "mutable": mutable, "step": jnp.int32(1)})
+    saver.close()
+  elif kind == "npz":
+    path = write_npz(tmp_path / "model.npz", arrays("params/") | stats)
+  else:
+    path = str(tmp_path / "model.safetensors")
+    mutable = {f"mutable/{name}": x for name, x in stats.items()}
+    safetensors.numpy.save_file(arrays("params/") | mutable, path)
+  found, lines = warm_start.load_params(path, like, collections=["batch_stats"])
+  check(found, flat)
+  assert statuses(lines)["batch_stats/bn/mean"] == "loaded"
+  # A model without them does not see them.
+  found, _ = warm_start.load_params(path, model())
+  check(found, arrays())
+
+
+def test_mutable_collections_that_a_file_lacks_are_told(npz):
+  stats = {"bn": {"mean": jax.ShapeDtypeStruct((3,), jnp.float32)}}
+  like = {**model(), "batch_stats": stats}
+  options = dict(collections=["batch_stats"])
+  with pytest.raises(ConfigError, match=r"missing +batch_stats/bn/mean"):
+    warm_start.load_params(npz, like, **options)
+  fresh = {**trees.from_flat(arrays()), "batch_stats": {"bn": {"mean": 7}}}
+  spec = dict(path=npz, allow_missing=["batch_stats/.*"])
+  found, _ = warm_start.load_params(spec, like, init=lambda: fresh, **options)
+  assert found["batch_stats"]["bn"]["mean"] == 7
+
+
 def test_only_the_parameters_have_to_be_whole(workdir):
   checkpoint_2 = path_of(workdir, 2)
   (tmp := open(f"{checkpoint_2}/ema/head/kernel/c.0.0", "w")).close()

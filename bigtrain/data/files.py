@@ -63,9 +63,10 @@ class _Descriptor:
   def __init__(self, path: str):
     self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-  def __del__(self) -> None:
+  # Bound early: when the interpreter ends, `os` may be gone before this is.
+  def __del__(self, close: Callable[[int], None] = os.close) -> None:
     if hasattr(self, "fd"):
-      os.close(self.fd)
+      close(self.fd)
 
 
 class Reader:

@@ -3,8 +3,9 @@
   dict(type="jsonl", path="captions.jsonl", image_key="file")
 
 A string becomes bytes (UTF-8), whole numbers int64, other numbers float32,
-true and false bool, a list an array. Files are indexed once, then any line is
-read by its position.
+true and false bool, a list an array, a list of strings one of any length (an
+image's captions). Files are indexed once, then any line is read by its
+position.
 """
 
 import base64
@@ -113,7 +114,9 @@ class Source:
     if kind == np.float64:
       kind = np.dtype(np.float32)
     sizes = zip(*(array.shape for array in sample))
-    return kind, tuple(s[0] if len(set(s)) == 1 else None for s in sizes)
+    shape = tuple(s[0] if len(set(s)) == 1 else None for s in sizes)
+    # Most images have five captions, but not all: a list of texts has no size.
+    return kind, (None,) if strings and len(shape) == 1 else shape
 
   def __len__(self) -> int:
     return self._length

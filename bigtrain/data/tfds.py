@@ -100,11 +100,12 @@ class Source:
   def parse(self, features: dict[str, Any]) -> dict[str, Any]:
     """Tensors of an example from {"record": serialized}; for tf.data graphs.
 
-    Images are not decoded.
+    Images are not decoded. A feature inside of another is called "outer/inner",
+    such as COCO's "captions/text".
     """
     parser, schema, decoders = self._parser
     example = parser.parse_example(features["record"])
-    return schema.decode_example(example, decoders=decoders)
+    return _flat(schema.decode_example(example, decoders=decoders))
 
   @functools.cached_property
   def _parser(self) -> tuple[Any, Any, Any]:
@@ -118,6 +119,16 @@ class Source:
     file, record = self._shards.locate(indices)
     record = record + self._skip[file]
     return list(zip(file.tolist(), record.tolist()))
+
+
+def _flat(features: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+  flat: dict[str, Any] = {}
+  for name, value in features.items():
+    nested = isinstance(value, dict)
+    flat |= (
+      _flat(value, f"{prefix}{name}/") if nested else {prefix + name: value}
+    )
+  return flat
 
 
 def _import_tfds() -> Any:
@@ -155,9 +166,11 @@ def _builder(
       data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     )
     there = os.listdir(folder) if os.path.isdir(folder) else []
+    hint = did_you_mean(name, there)
+    if name in there:  # Another version or config than the library expects.
+      hint = f" Name the folder of a version in {name!r} by builder_dir=."
     raise ConfigError(
-      f"tfds: name={name!r} is not prepared in {folder}."
-      f"{did_you_mean(name, there)}"
+      f"tfds: name={name!r} is not prepared in {folder}.{hint}"
     ) from e
   except ValueError as e:
     raise ConfigError(f"tfds: name={name!r}: {' '.join(str(e).split())}") from e

@@ -19,6 +19,15 @@ _LOSSES = {
 }
 
 
+def check(options: Mapping[str, Any], path: str) -> None:
+  """Raises ConfigError for a `loss` that is none; see `Evaluator`."""
+  loss = options.get("loss", "softmax_xent")
+  if loss not in _LOSSES:
+    raise ConfigError(
+      f"{path}.loss: no loss {loss!r}.{did_you_mean(loss, _LOSSES)}"
+    )
+
+
 class Evaluator:
   """Accuracy "acc", "top5_acc", ..., and "loss" over a data set.
 
@@ -52,11 +61,7 @@ class Evaluator:
     num_examples: int | None = None,
     cache: bool = True,
   ):
-    if loss not in _LOSSES:
-      hint = did_you_mean(loss, _LOSSES)
-      raise ConfigError(
-        f"config.evals.{context.name}.loss: no loss {loss!r}.{hint}"
-      )
+    check({"loss": loss}, f"config.evals.{context.name}")
 
     def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:
       logits_BC = predict_fn(variables, batch).astype(jnp.float32)

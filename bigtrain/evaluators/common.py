@@ -6,11 +6,15 @@ An evaluator is a module in this folder, or a user's own by dotted path, with
     def __init__(self, predict_fn, context, **options): ...
     def run(self, variables, step) -> dict of metric name -> float
 
+and, if it likes, a function check(options, path) that raises ConfigError for
+options which it can refuse without opening the data.
+
 `predict_fn` is one of the task's predict functions; the evaluator knows
 neither task nor model. `context` says where it runs.
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -34,6 +38,10 @@ class Context(NamedTuple):
     batch_size: of training, the default of evaluations.
     pp_modules: dotted names of the user's preprocessing modules.
     progress: called with (batches done, batches in all); raises to stop.
+    vocab_sizes: {feature of a batch: ids that the model has for it}.
+    variables: jax.ShapeDtypeStructs of what `run` will get, with shardings;
+      None if that is not known.
+    compile: (name, fn, *specs, **options of jax.jit) -> fn, compiled.
   """
 
   name: str
@@ -42,6 +50,9 @@ class Context(NamedTuple):
   batch_size: int
   pp_modules: Sequence[str]
   progress: Callable[[int, int], None]
+  vocab_sizes: Mapping[str, int] = {}
+  variables: Any = None
+  compile: Callable[..., Any] | None = None
 
 
 class Evaluator(Protocol):
@@ -58,13 +69,16 @@ class Evaluation(NamedTuple):
     name: its key there.
     log_steps: it is due at multiples of this and at the last step.
     weights: the part of the state it evaluates: "params" or "ema".
-    build: makes the evaluator (loads data, compiles later).
+    build: makes the evaluator: loads data and compiles, in any thread; it
+      does nothing that all processes would have to do together.
+    at_start: whether it is due at step 0.
   """
 
   name: str
   log_steps: int
   weights: str
   build: Callable[[], Evaluator]
+  at_start: bool = False
 
   def owns(self, metric: str) -> bool:
     """Whether a row's metric is one of its results."""
@@ -72,7 +86,14 @@ class Evaluation(NamedTuple):
 
   def due(self, step: int, total_steps: int) -> bool:
     """Whether it runs after `step` steps of training."""
-    return step == total_steps or (step > 0 and step % self.log_steps == 0)
+    if step == 0:
+      return self.at_start
+    return step == total_steps or step % self.log_steps == 0
+
+  def comes(self, step: int, last_step: int, total_steps: int) -> bool:
+    """Whether it is due at `step` or after it, but not after `last_step`."""
+    behind = max(step - 1, 0) // self.log_steps
+    return last_step == total_steps or last_step // self.log_steps > behind
 
 
 def from_config(
@@ -80,7 +101,7 @@ def from_config(
   predict_fns: Mapping[str, Callable[..., Any]],
   units: settings.Units,
   context: Context,
-  weights: Sequence[str],
+  weights: Mapping[str, Any],
 ) -> list[Evaluation]:
   """Checks every entry of config.evals and returns how to build it.
 
@@ -91,12 +112,14 @@ def from_config(
     predict_fns: the task's predict functions by name.
     units: for the lengths.
     context: that of the run; the name is filled in for each.
-    weights: the parts of the state that can be evaluated.
+    weights: {part of the state that can be evaluated: specs of the model's
+      variables with it}.
 
   Raises:
     ConfigError: unknown module, predict function or option, or no length.
   """
   evaluations = []
+  at_start = config.get("eval_at_start", False)
   for name in config.get("evals", {}):
     options = config.evals.kwargs(name)
     path = f"config.evals.{name}"
@@ -128,15 +151,19 @@ def from_config(
       given=("predict_fn", "context"),
       others=_KEYS,
     )
+    if hasattr(module, "check"):
+      module.check(options, path)
     _check_input(options, context, path)
     build = functools.partial(
       module.Evaluator,
       functools.partial(predict_fns[pred], **pred_kw),
-      context._replace(name=name),
+      context._replace(name=name, variables=weights[part]),
       **options,
     )
     evaluations.append(
-      Evaluation(name, log_steps or units.total_steps or 1, part, build)
+      Evaluation(
+        name, log_steps or units.total_steps or 1, part, build, at_start
+      )
     )
   return evaluations
 
@@ -146,10 +173,12 @@ def _check_input(
 ) -> None:
   """Checks what evaluators hand on to `Batches`, without opening the data."""
   if "data" in options:
+    _check_path(options["data"], f"{path}.data.path")
     input_pipeline.check(
       data=options["data"],
       pp=options.get("pp", ""),
       pp_modules=context.pp_modules,
+      vocab_sizes=context.vocab_sizes,
       path=path,
     )
   if options.get("batch_size"):
@@ -158,8 +187,17 @@ def _check_input(
     )
 
 
+def _check_path(data: Any, key: str) -> None:
+  """Tells at the start, and not when an evaluation is due, what is missing."""
+  path = data.get("path") if isinstance(data, Mapping) else None
+  if not isinstance(path, str) or set(path) & set("*?[{") or ":/" in path:
+    return  # A pattern, or not of this machine: the source will see.
+  if not os.path.exists(os.path.expanduser(path)):
+    raise ConfigError(f"{key}: {path}: no such file or directory.")
+
+
 class Batches:
-  """A fixed evaluation set and a compiled function over its batches.
+  """A fixed evaluation set and a function over its batches, compiled here.
 
   Args:
     fn: (variables, batch) -> tree of arrays; the result is replicated.
@@ -193,7 +231,22 @@ class Batches:
       pp_modules=context.pp_modules,
       path=f"config.evals.{context.name}",
     )
-    self._fn = jax.jit(fn, out_shardings=sharding.replicated(context.mesh))
+    input_pipeline.check_vocab_sizes(
+      self.input.vocab_sizes,
+      context.vocab_sizes,
+      f"config.evals.{context.name}",
+    )
+    replicated = sharding.replicated(context.mesh)
+    if context.compile is None or context.variables is None:
+      self._fn = jax.jit(fn, out_shardings=replicated)
+    else:
+      self._fn = context.compile(
+        context.name,
+        fn,
+        context.variables,
+        sharding.batch_spec(self.input.spec, context.mesh),
+        out_shardings=replicated,
+      )
 
   def map(self, variables: Any) -> list[Any]:
     """The function's result for each batch, fetched, in order."""

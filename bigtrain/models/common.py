@@ -12,10 +12,8 @@ that those load by name.
 """
 
 import functools
-import math
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -75,19 +73,33 @@ class MlpBlock(nn.Module):
     mlp_dim: hidden width F; 4 D if None.
     dropout: rate after the GELU.
     dtype: of the computation.
+    use_bias: whether the layers have biases.
   """
 
   mlp_dim: int | None = None
   dropout: float = 0.0
   dtype: str = "float32"
+  use_bias: bool = True
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array, *, train: bool = False) -> jax.Array:
-    dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=_xavier)
+    dense = functools.partial(
+      nn.Dense,
+      dtype=self.dtype,
+      kernel_init=_xavier,
+      use_bias=self.use_bias,
+    )
     D = x_BLD.shape[-1]
     h_BLF = nn.gelu(dense(self.mlp_dim or 4 * D, name="Dense_0")(x_BLD))
     h_BLF = nn.Dropout(self.dropout)(h_BLF, deterministic=not train)
     return dense(D, name="Dense_1")(h_BLF)
+
+
+class Memory(NamedTuple):
+  """Keys and values, computed before, that queries attend to."""
+
+  k_BSHK: jax.Array
+  v_BSHK: jax.Array
 
 
 class Attention(nn.Module):
@@ -99,33 +111,89 @@ class Attention(nn.Module):
   Attributes:
     num_heads: H; must divide D.
     dtype: of the computation.
+    use_bias: whether there are the biases.
+    width: D, where there is no x to tell it.
   """
 
   num_heads: int
   dtype: str = "float32"
+  use_bias: bool = True
+  width: int | None = None
 
   @nn.compact
-  def __call__(self, x_BLD: jax.Array, y_BSD: jax.Array) -> jax.Array:
-    D = x_BLD.shape[-1]
+  def __call__(
+    self,
+    x_BLD: jax.Array | None,
+    y_BSD: jax.Array | None,
+    *,
+    mask_BLS: jax.Array | None = None,
+    causal: bool = False,
+    memory: Memory | None = None,
+    position: jax.Array | None = None,
+  ) -> Any:
+    """Attends.
+
+    Args:
+      x_BLD: what asks; None for keys and values only. Where x has a multiple
+        of y's rows, each row of y is attended to by so many rows of x, one
+        after the other; there is neither mask nor order then.
+      y_BSD: what is attended to; None where `memory` holds all of it.
+      mask_BLS: bool: whether a position of x sees one of y; axis B may be 1.
+      causal: position i of x sees those up to i of y only.
+      memory: keys and values to attend to in place of y's.
+      position: int scalar. The keys and values of y, a single position, are
+        written there into `memory`, and x sees what is there up to it.
+
+    Returns:
+      (B, L, D). With `position`: that and the new memory. Without x: the
+      Memory of y.
+    """
+    D = self.width or x_BLD.shape[-1]
     if D % self.num_heads:
       raise settings.ConfigError(
         f"config.model.num_heads: {self.num_heads} does not divide the width "
         f"{D}."
       )
     dense = functools.partial(
-      nn.DenseGeneral, dtype=self.dtype, kernel_init=_xavier
+      nn.DenseGeneral,
+      dtype=self.dtype,
+      kernel_init=_xavier,
+      use_bias=self.use_bias,
     )
     H, K = self.num_heads, D // self.num_heads
-    q_BLHK = dense((H, K), name="query")(x_BLD)
-    k_BSHK = dense((H, K), name="key")(y_BSD)
-    v_BSHK = dense((H, K), name="value")(y_BSD)
+    q_BLHK = None if x_BLD is None else dense((H, K), name="query")(x_BLD)
+    if y_BSD is not None:
+      new = Memory(
+        dense((H, K), name="key")(y_BSD), dense((H, K), name="value")(y_BSD)
+      )
+      memory = new if position is None else _write(memory, new, position)
+    if q_BLHK is None or memory is None:
+      return memory
+    k_BSHK, v_BSHK = memory
+    if position is not None:
+      mask_BLS = (jnp.arange(k_BSHK.shape[1]) <= position)[None, None]
+    B, L = q_BLHK.shape[:2]
     o_BLHK = jax.nn.dot_product_attention(
-      q_BLHK, k_BSHK, v_BSHK, implementation=_attention_implementation(q_BLHK)
+      q_BLHK.reshape(k_BSHK.shape[0], -1, H, K),
+      k_BSHK,
+      v_BSHK,
+      mask=None if mask_BLS is None else mask_BLS[:, None],
+      is_causal=causal,
+      implementation=attention_implementation(q_BLHK),
     )
-    return dense(D, axis=(-2, -1), name="out")(o_BLHK)
+    out_BLD = dense(D, axis=(-2, -1), name="out")(o_BLHK.reshape(B, L, H, K))
+    return out_BLD if position is None else (out_BLD, memory)
 
 
-def _attention_implementation(q_BLHK: jax.Array) -> Literal["xla", "cudnn"]:
+def _write(memory: Memory, new: Memory, position: jax.Array) -> Memory:
+  """The memory with a single position's keys and values at `position`."""
+  put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+  return Memory(
+    *(put(old, x.astype(old.dtype), position) for old, x in zip(memory, new))
+  )
+
+
+def attention_implementation(q_BLHK: jax.Array) -> Literal["xla", "cudnn"]:
   """cuDNN's fused kernel where it takes these queries, else XLA's."""
   L, K = q_BLHK.shape[1], q_BLHK.shape[3]
   # A single query (pooling) has no L x S matrix that fusing would avoid.
@@ -256,9 +324,11 @@ class Encoder(nn.Module):
     x_BLD = x_BLD.astype(self.dtype)
     sizes = (self.mlp_dim, self.num_heads, self.dropout, self.dtype)
     if self.is_initializing():
-      self._init_blocks(EncoderBlock(*sizes, parent=None), x_BLD)
+      one = EncoderBlock(*sizes, parent=None)
+      init_blocks(self, "encoderblock", self.depth, one, x_BLD)
 
-    block = self._block_class()
+    # Argument 3 is train; 0 is self.
+    block = block_class(EncoderBlock, self.scan, self.remat_policy, train=3)
     rates = None
     if self.drop_path:
       rates = jnp.linspace(0.0, self.drop_path, self.depth)
@@ -277,34 +347,61 @@ class Encoder(nn.Module):
         x_BLD, _ = block(*sizes, name=f"encoderblock_{i}")(x_BLD, rate, train)
     return nn.LayerNorm(dtype=self.dtype, name="encoder_norm")(x_BLD)
 
-  def _init_blocks(self, block: EncoderBlock, x_BLD: jax.Array) -> None:
-    # One compiled initializer loops over the blocks: to compile the random
-    # numbers of each on its own takes far longer than to draw them.
-    keys = jax.random.split(self.make_rng("params"), self.depth)
-    params = jax.lax.map(lambda key: block.init(key, x_BLD)["params"], keys)
-    if self.scan:
-      self.put_variable("params", "encoderblock", params)
-      return
-    for i in range(self.depth):
-      params_i = jax.tree.map(lambda p, i=i: p[i], params)
-      self.put_variable("params", f"encoderblock_{i}", params_i)
 
-  def _block_class(self) -> type[nn.Module]:
-    check_option("remat_policy", self.remat_policy, REMAT_POLICIES)
-    if self.remat_policy != "none":
-      policy = getattr(jax.checkpoint_policies, self.remat_policy)
-    elif self.scan:
-      # A loop writes all that its backward pass needs to memory, where XLA
-      # would fuse the cheap operations of unrolled layers into their users.
-      policy = lambda prim, *_, **__: prim.name in _COSTLY
-    else:
-      return EncoderBlock
-    return nn.remat(
-      EncoderBlock,
-      policy=policy,
-      prevent_cse=not self.scan,
-      static_argnums=(3,),  # train; 0 is self.
-    )
+def init_blocks(
+  stack: nn.Module,
+  name: str,
+  depth: int,
+  block: nn.Module,
+  *inputs: Any,
+  separator: str = "_",
+) -> None:
+  """Initializes the parameters of a stack's blocks, which are all alike.
+
+  Args:
+    stack: the module being initialized; its field `scan` says whether it has
+      one submodule `name` with a leading axis of `depth`, or several.
+    name: that of the one; the several are called {name}{separator}{i}.
+    depth: number of blocks.
+    block: one of them, without a parent.
+    *inputs: of the block.
+    separator: see `name`.
+  """
+  # One compiled initializer loops over the blocks: to compile the random
+  # numbers of each on its own takes far longer than to draw them.
+  keys = jax.random.split(stack.make_rng("params"), depth)
+  params = jax.lax.map(lambda key: block.init(key, *inputs)["params"], keys)
+  if stack.scan:
+    stack.put_variable("params", name, params)
+    return
+  for i in range(depth):
+    params_i = jax.tree.map(lambda p, i=i: p[i], params)
+    stack.put_variable("params", f"{name}{separator}{i}", params_i)
+
+
+def block_class(
+  block: type[nn.Module], scan: bool, remat_policy: str, *, train: int
+) -> type[nn.Module]:
+  """The class of blocks with what their backward pass keeps.
+
+  Args:
+    block: the class as it is.
+    scan: whether a loop runs over the blocks.
+    remat_policy: see `Encoder`.
+    train: which argument of the block's call, self being 0, says so.
+  """
+  check_option("remat_policy", remat_policy, REMAT_POLICIES)
+  if remat_policy != "none":
+    policy = getattr(jax.checkpoint_policies, remat_policy)
+  elif scan:
+    # A loop writes all that its backward pass needs to memory, where XLA
+    # would fuse the cheap operations of unrolled layers into their users.
+    policy = lambda prim, *_, **__: prim.name in _COSTLY
+  else:
+    return block
+  return nn.remat(
+    block, policy=policy, prevent_cse=not scan, static_argnums=(train,)
+  )
 
 
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
@@ -330,65 +427,3 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
   x_PQ, y_PQ = np.outer(x_P, omega_Q), np.outer(y_P, omega_Q)
   parts = [np.sin(x_PQ), np.cos(x_PQ), np.sin(y_PQ), np.cos(y_PQ)]
   return np.concatenate(parts, axis=1)[None].astype(np.float32)
-
-
-def resample_posemb(
-  posemb_1PD: np.ndarray, old: tuple[int, int], new: tuple[int, int]
-) -> np.ndarray:
-  """Resamples the position embeddings of one grid to another, bilinearly.
-
-  Patch centres are matched to patch centres, and smaller grids average
-  (antialiasing), so that an embedding keeps its place in the image.
-
-  Args:
-    posemb_1PD: embeddings of a grid, row by row.
-    old: its rows and columns; P is their product.
-    new: the rows and columns wanted.
-
-  Returns:
-    (1, rows * columns, D) in the dtype given; the same array for equal grids.
-  """
-  if tuple(old) == tuple(new):
-    return posemb_1PD
-  D = posemb_1PD.shape[-1]
-  grid = jnp.asarray(posemb_1PD, jnp.float32).reshape(*old, D)
-  grid = jax.image.resize(grid, (*new, D), "bilinear", antialias=True)
-  return np.asarray(grid).reshape(1, -1, D).astype(posemb_1PD.dtype)
-
-
-def square_grid(num_patches: int) -> tuple[int, int] | None:
-  """The square grid of that many patches, or None where there is none."""
-  side = math.isqrt(num_patches)
-  return (side, side) if side * side == num_patches else None
-
-
-def restack_blocks(
-  flat: Mapping[str, np.ndarray], like: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
-  """Stacks or unstacks encoder blocks in the way `like` has them.
-
-  Args:
-    flat: parameters by name, from a model with `scan` or without.
-    like: the names wanted.
-
-  Returns:
-    `flat` with each ".../encoderblock_{i}/x" gathered to ".../encoderblock/x"
-    or the reverse, where `like` has names of the other kind.
-  """
-  stacked = re.compile(r"(.*\bencoderblock)(/.+)")
-  single = re.compile(r"(.*\bencoderblock)_(\d+)(/.+)")
-  to_stack = {m[1] for m in map(stacked.fullmatch, like) if m}
-  to_unstack = {m[1] for m in map(single.fullmatch, like) if m}
-  result: dict[str, Any] = {}
-  layers: dict[str, dict[int, np.ndarray]] = {}
-  for name, value in flat.items():
-    if (m := single.fullmatch(name)) and m[1] in to_stack:
-      layers.setdefault(m[1] + m[3], {})[int(m[2])] = value
-    elif (m := stacked.fullmatch(name)) and m[1] in to_unstack:
-      for i, value_i in enumerate(value):
-        result[f"{m[1]}_{i}{m[2]}"] = value_i
-    else:
-      result[name] = value
-  for name, by_layer in layers.items():
-    result[name] = np.stack([by_layer[i] for i in sorted(by_layer)])
-  return result

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from bigtrain import settings
-from bigtrain.models import common
+from bigtrain.models import common, published
 
 
 class Size(NamedTuple):
@@ -224,7 +223,7 @@ class PatchEmbedding(nn.Module):
 
 def _sizes(model: Model) -> dict[str, Any]:
   """The size fields of a model, with the variant's where none were given."""
-  sizes = {} if model.variant is None else _variant_sizes(model.variant)
+  sizes = {} if model.variant is None else variant_sizes(model.variant)
   for name in ("patch_size", "width", "depth", "mlp_dim", "num_heads"):
     if getattr(model, name) is not None:
       sizes[name] = getattr(model, name)
@@ -247,7 +246,12 @@ def _sizes(model: Model) -> dict[str, Any]:
   return sizes
 
 
-def _variant_sizes(variant: str) -> dict[str, Any]:
+def variant_sizes(variant: str) -> dict[str, Any]:
+  """The sizes that a variant's name stands for: those of "B/16" or "B".
+
+  Raises:
+    ConfigError: an unknown name, or no patch size after the slash.
+  """
   name, slash, patch = str(variant).partition("/")
   if name not in VARIANTS:
     hint = settings.did_you_mean(variant, [v + slash + patch for v in VARIANTS])
@@ -288,27 +292,18 @@ def from_published(
     Parameters by name. What matches nothing in `like` keeps its name and
     shape, so that the caller can list it.
   """
-  flat = {name: _bfloat16(value) for name, value in flat.items()}
-  for prefix in ("opt/target/", "params/"):
-    if any(name.startswith(prefix) for name in flat):
-      flat = {name.removeprefix(prefix): v for name, v in flat.items()}
-      break
+  flat = published.read(flat)
   flat = _rename(flat)
 
   if "pos_embedding" in flat and "pos_embedding" in like:
     _fit_posemb(flat, like["pos_embedding"].shape)
-  flat = common.restack_blocks(flat, like)
+  flat = published.restack_blocks(flat, like)
 
   shapes = [getattr(t.get("head/kernel"), "shape", None) for t in (flat, like)]
   if "pre_logits/kernel" not in like and shapes[0] != shapes[1]:
     flat.pop("pre_logits/kernel", None)
     flat.pop("pre_logits/bias", None)
   return flat
-
-
-def _bfloat16(value: np.ndarray) -> np.ndarray:
-  # numpy's file format has no bfloat16 and forgets what the bytes were.
-  return value.view(ml_dtypes.bfloat16) if value.dtype == "V2" else value
 
 
 def _fit_posemb(
@@ -320,13 +315,13 @@ def _fit_posemb(
     return
   # Once the class token had a place as well; the sum is what matters.
   P = posemb_1PD.shape[1]
-  if "cls" in flat and not common.square_grid(P) and common.square_grid(P - 1):
+  square = published.square_grid
+  if "cls" in flat and not square(P) and square(P - 1):
     flat["cls"] = flat["cls"] + posemb_1PD[:, :1]
     posemb_1PD = posemb_1PD[:, 1:]
-  old = common.square_grid(posemb_1PD.shape[1])
-  new = common.square_grid(shape[1])
+  old, new = square(posemb_1PD.shape[1]), square(shape[1])
   if old and new:
-    posemb_1PD = common.resample_posemb(posemb_1PD, old, new)
+    posemb_1PD = published.resample_posemb(posemb_1PD, old, new)
   flat["pos_embedding"] = posemb_1PD
 
 

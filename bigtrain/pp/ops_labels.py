@@ -194,3 +194,39 @@ def _on_tensors(table: dict[Any, int], message: str) -> Any:
 
 def _absent(table: dict[Any, int]) -> int:
   return min(table.values()) - 1
+
+
+@registry.register("first_rows")
+def first_rows(
+  number: int, key: str = "labels", key_result: str | None = None
+) -> Op:
+  """The first rows of a list, and rows of zeros where there are fewer.
+
+  So that lists of different lengths, such as the captions of an image once
+  they are ids, have one shape.
+
+  Args:
+    number: of rows.
+    key: the feature [n, ...], of numbers.
+    key_result: where the result goes, if not back to `key`.
+  """
+  if number < 1:
+    raise ConfigError(f"argument 'number' is {number}, expected at least 1.")
+
+  def fn(x, u):
+    arrays.require_kind(x, "biuf", "first_rows", "a list of numbers")
+    if arrays.rank(x) == 0:
+      raise ConfigError(
+        f"preprocessing op 'first_rows' expects a list in {key!r}, got a "
+        "single value."
+      )
+    x = x[:number]
+    edges = [[0, 0]] * (arrays.rank(x) - 1)
+    if arrays.on_host(x):
+      return np.pad(x, [[0, number - len(x)], *edges])
+    import tensorflow as tf
+
+    padded = tf.pad(x, [[0, number - tf.shape(x)[0]], *edges])
+    return tf.ensure_shape(padded, [number, *x.shape[1:]])
+
+  return registry.on_feature(fn, key, key_result)

@@ -22,6 +22,9 @@ _OWN_MODULES = (
   "bigtrain.pp.ops_basic",
   "bigtrain.pp.ops_labels",
   "bigtrain.pp.ops_image",
+  "bigtrain.pp.ops_seq2seq",
+  "bigtrain.pp.ops_text",
+  "bigtrain.pp.ops_tokenize",
   "bigtrain.pp.randaug",
 )
 

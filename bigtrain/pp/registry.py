@@ -59,6 +59,8 @@ class Op(NamedTuple):
     batched: on numpy arrays, `fn` also takes a batch: u [B, draws].
     reads: the features without which `fn` cannot run.
     name: how the spec writes it.
+    vocab_sizes: {feature: one more than its largest id}, where the op makes
+      ids, so that a model with fewer can be refused before there is data.
   """
 
   fn: Callable[[Features, Any], Features]
@@ -67,6 +69,7 @@ class Op(NamedTuple):
   batched: bool = False
   reads: tuple[str, ...] = ()
   name: str = ""
+  vocab_sizes: dict[str, int] = {}
 
 
 Factory = Callable[..., Op]
@@ -134,7 +137,7 @@ def on_feature(
     fn: (value of the feature, u) -> new value.
     key: the feature.
     key_result: where the result goes; None for back to `key`.
-    **properties: `draws`, `tensorflow` and `batched` of the Op.
+    **properties: other fields of the Op, such as `draws` and `batched`.
   """
   result = key if key_result is None else key_result
 
@@ -175,6 +178,7 @@ def compose(ops: Sequence[Op]) -> Op:
     batched=all(op.batched for op in ops),
     reads=ops[0].reads if ops else (),
     name="|".join(op.name for op in ops),
+    vocab_sizes={k: n for op in ops for k, n in op.vocab_sizes.items()},
   )
 
 

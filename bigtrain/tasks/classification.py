@@ -100,6 +100,12 @@ def loss_fn(
     rngs={"dropout": dropout_rng} if train else None,
     mutable=mutable if train else [],
   )
+  classes = labels.shape[-1] if labels.ndim > 1 else logits_BC.shape[-1]
+  if classes != logits_BC.shape[-1]:
+    raise ConfigError(
+      f"config.model.num_classes={logits_BC.shape[-1]}: the labels have "
+      f"{classes} classes."
+    )
   xent = functools.partial(
     _LOSSES[kind], logits_BC, label_smoothing=label_smoothing
   )

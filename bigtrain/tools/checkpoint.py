@@ -3,6 +3,7 @@
   python -m bigtrain.tools.checkpoint show   PATH
   python -m bigtrain.tools.checkpoint verify PATH
   python -m bigtrain.tools.checkpoint export PATH OUT.npz --prefix=params
+  python -m bigtrain.tools.checkpoint export PATH FOLDER --layout=llama
 
 PATH is a workdir or one checkpoint of it, such as run/checkpoints/00000100.
 The exit code is 0; 1 if a checkpoint is damaged or cannot be read; 2 for a
@@ -10,10 +11,8 @@ wrong argument.
 """
 
 import argparse
-import json
 import math
 import os
-import struct
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,27 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import integrity, storage
+from bigtrain import integrity, safetensors_files, storage
 from bigtrain.manifest import Array, CheckpointError, DamagedError, Manifest
 from bigtrain.settings import ConfigError, did_you_mean
-
-_SAFETENSORS_DTYPES = {
-  "bool": "BOOL",
-  "uint8": "U8",
-  "int8": "I8",
-  "uint16": "U16",
-  "int16": "I16",
-  "uint32": "U32",
-  "int32": "I32",
-  "uint64": "U64",
-  "int64": "I64",
-  "float16": "F16",
-  "bfloat16": "BF16",
-  "float32": "F32",
-  "float64": "F64",
-  "float8_e4m3fn": "F8_E4M3",
-  "float8_e5m2": "F8_E5M2",
-}
+from bigtrain.tools import published
 
 
 def show(path: str, step: int | None = None, depth: int | None = None) -> str:
@@ -197,24 +179,14 @@ def _write_npz(
 def _write_safetensors(
   tmp: str, directory: str, manifest: Manifest, names: Sequence[str]
 ) -> None:
-  header: dict[str, Any] = {"__metadata__": {"step": str(manifest.step)}}
-  end = 0
-  for name in names:
-    array = manifest.arrays[name]
-    if array.dtype not in _SAFETENSORS_DTYPES:
-      raise ConfigError(f"{name}: safetensors have no dtype {array.dtype}.")
-    header[name] = {
-      "dtype": _SAFETENSORS_DTYPES[array.dtype],
-      "shape": list(array.shape),
-      "data_offsets": [end, end + array.num_bytes],
-    }
-    end += array.num_bytes
-  text = json.dumps(header).encode()
-  text += b" " * (-len(text) % 8)
-  with open(tmp, "wb") as file:
-    file.write(struct.pack("<Q", len(text)) + text)
-    for values in _arrays(directory, manifest, names):
-      file.write(values.tobytes())
+  specs = {
+    n: (manifest.arrays[n].shape, manifest.arrays[n].dtype) for n in names
+  }
+  arrays = _arrays(directory, manifest, names)
+  try:
+    safetensors_files.write(tmp, specs, arrays, {"step": str(manifest.step)})
+  except ValueError as e:
+    raise ConfigError(f"{e}.") from e
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -239,11 +211,20 @@ def _parser() -> argparse.ArgumentParser:
   sub.add_argument("--depth", type=int, help="levels to show (default: all)")
   command("verify", "Reads every byte and names whatever is damaged.")
   sub = command("export", "Writes arrays to one .npz or .safetensors file.")
-  sub.add_argument("out", help="the file; ends with .npz or .safetensors")
+  sub.add_argument(
+    "out",
+    help="the file; ends with .npz or .safetensors; with --layout a new folder",
+  )
   sub.add_argument(
     "--prefix",
     default="",
     help="only this tree, such as params or ema (default: everything)",
+  )
+  sub.add_argument(
+    "--layout",
+    default="",
+    help="names and shapes in which models of this kind are published, such as "
+    "gpt2 or llama: a folder that transformers opens",
   )
   sub.add_argument(
     "--overwrite", action="store_true", help="replace OUT if it is there"
@@ -262,7 +243,7 @@ def _check(args: argparse.Namespace) -> None:
         f"--step={args.step}: {args.path} has {', '.join(map(str, there))}."
       )
   if args.command == "export":
-    if not args.out.endswith((".npz", ".safetensors")):
+    if not args.layout and not args.out.endswith((".npz", ".safetensors")):
       raise ConfigError(f"{args.out}: expected .npz or .safetensors.")
     if os.path.lexists(args.out) and not args.overwrite:
       raise ConfigError(f"{args.out}: is there already; --overwrite?")
@@ -289,8 +270,14 @@ def main(argv: Sequence[str] | None = None) -> int:
       return 0
     if args.command == "verify":
       return _report(verify(args.path, args.step))
-    count = export(args.path, args.out, args.prefix, args.step)
-    print(f"{args.out}: {count} arrays, {_size(os.path.getsize(args.out))}")
+    if args.layout:
+      count, size = published.export(
+        args.path, args.out, args.layout, args.prefix or "params", args.step
+      )
+    else:
+      count = export(args.path, args.out, args.prefix, args.step)
+      size = os.path.getsize(args.out)
+    print(f"{args.out}: {count} arrays, {_size(size)}")
     return 0
   except BrokenPipeError:  # show | head
     sys.stderr.close()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bigtrain.chrono import ACCOUNTS
+from bigtrain.console import FIGURES
 
 # Okabe and Ito's colours, which people with any colour vision tell apart
 # (https://jfly.uni-koeln.de/color/), without the yellow that white swallows.
@@ -57,34 +58,12 @@ _KNOWN = {
   "device_peak_bytes": ("Peak device memory", "GiB", 1 / _GIB),
   "host_rss_bytes": ("Host memory", "GiB", 1 / _GIB),
 }
-# Metrics with a column of their own elsewhere, or without a story to tell.
-_NOT_DRAWN = frozenset(
-  {
-    "step",
-    "loss_last",
-    "grad_norm_last",
-    "param_norm",
-    "update_norm",
-    "examples_seen",
-    "tokens_seen",
-    "epoch",
-    "progress",
-    "examples_per_sec_per_device",
-    "tokens_per_sec_per_device",
-    "step_secs",
-    "device_hours",
-    "eta_secs",
-    "compile_secs",
-    "ckpt_stall_secs",
-    "ckpt_write_secs",
-    "restarts",
-  }
-)
 _NO_RESULTS = (
   "account/",
   "lr/",
   "weight_rms/",
   "weight_max/",
+  "grad_norm/",
   "grad_rms/",
   "update_rms/",
 )
@@ -143,7 +122,7 @@ def results(runs: Sequence[Run]) -> list[str]:
 def panels(runs: Sequence[Run]) -> list[Panel]:
   """What there is to draw of the runs, the most telling first."""
   names = _names(runs)
-  plain = {n for n in names if "/" not in n} - _NOT_DRAWN
+  plain = {n for n in names if "/" not in n} - (FIGURES - set(_KNOWN))
   if "tokens_per_sec" in plain:
     plain -= {"examples_per_sec"}
   found = []

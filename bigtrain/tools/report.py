@@ -148,6 +148,7 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
     newest = (run.info.get("starts") or [{}])[-1]
     accounts = run.accounts()
     devices = newest.get("devices")
+    flops = run.last("model_flops_per_step")
     speed = [f"{w}_per_sec" for w in ("tokens", "examples")]
     name = next((s for s in speed if run.last(s)), None)
     facts = {
@@ -163,9 +164,8 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
       else "",
       "Device hours": _number(run.last("device_hours")),
       "Restarts": _count(run.last("restarts") or 0),
-      "Model GFLOPs of a step": _count(
-        (newest.get("model_flops_per_step") or 0) / 1e9
-      ),
+      "Model GFLOPs of a step": _number(_scaled(flops, 1e-9)),
+      "Memory of the step": _bytes(run),
     }
     if name:
       values = sorted(r[name] for r in run.rows if name in r)
@@ -250,6 +250,22 @@ def _number(value: float | None) -> str:
 
 def _count(value: float | None) -> str:
   return "" if value is None else f"{value:,.0f}"
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+  return None if value is None else value * factor
+
+
+def _bytes(run: Run) -> str:
+  """What the compiled update takes of a device, as text."""
+  parts = [
+    run.last(f"update_{name}_bytes")
+    for name in ("argument", "output", "temporary", "alias")
+  ]
+  if None in parts:
+    return ""
+  *whole, shared = parts
+  return f"{console.number((sum(whole) - shared) / 2**20)} MiB a device"
 
 
 def _percent(value: float | None) -> str:

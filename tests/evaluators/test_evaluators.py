@@ -205,7 +205,7 @@ def from_config(entries, weights=("params",), total_steps=100):
     {"logits": logits},
     settings.Units(batch_size=8, total_steps=total_steps),
     context(name=""),
-    weights,
+    dict.fromkeys(weights),
   )
   assert config.unread() == []
   return found
@@ -223,6 +223,14 @@ def test_when_an_evaluation_is_due():
   assert [s for s in range(101) if b.due(s, 100)] == [100]
   (c,) = from_config({"c": entry(log_percent=25)})
   assert [s for s in range(101) if c.due(s, 100)] == [25, 50, 75, 100]
+
+
+def test_whether_an_evaluation_is_due_some_time():
+  (a,) = from_config({"a": entry(log_steps=30)})
+  for step in range(1, 100, 7):
+    for last in range(step, 101, 9):
+      due = any(a.due(s, 100) for s in range(step, last + 1))
+      assert a.comes(step, last, 100) == due, (step, last)
 
 
 def test_an_evaluation_knows_its_metrics():
@@ -248,6 +256,9 @@ def test_options_reach_the_predict_function_and_the_evaluator():
 
 def test_nothing_is_opened_before_it_is_due(tmp_path):
   data = dict(type="arrays", path=str(tmp_path / "later.npz"))
+  with pytest.raises(ConfigError, match=r"a.data.path: .*later.npz: no such"):
+    from_config({"a": entry(data=data)})
+  (tmp_path / "later.npz").write_text("not yet")
   (evaluation,) = from_config({"a": entry(data=data)})
   with pytest.raises(ConfigError, match=r"config.evals.a.data: .*later.npz"):
     evaluation.build()

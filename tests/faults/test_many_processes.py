@@ -44,6 +44,7 @@ def assert_same_numbers(workdir, undisturbed):
       assert rows[step][name] == wanted, (step, name)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_and_other_numbers_of_processes(
   program, workdir, undisturbed
 ):

@@ -1,4 +1,4 @@
-"""Writes losses.json: the first steps of digits:runlocal, on one device.
+"""Writes losses*.json: the first steps of tiny configs, on one device.
 
   JAX_PLATFORMS=cpu python -m tests.golden.make_losses
 
@@ -14,16 +14,24 @@ from typing import Any
 from bigtrain import main, settings, writers
 
 FILE = pathlib.Path(__file__).with_name("losses.json")
+FILES = {
+  "digits": FILE,
+  "digits_captions": FILE.with_name("losses_digits_captions.json"),
+  "digits_siglip": FILE.with_name("losses_digits_siglip.json"),
+}
 
 
-def make(workdir: str, **changes: Any) -> dict[str, list[float]]:
+def make(
+  workdir: str, name: str = "digits", **changes: Any
+) -> dict[str, list[float]]:
   """Losses and norms of the gradients of the first five steps.
 
   Args:
     workdir: a new folder.
+    name: of the config, whose argument runlocal makes it tiny.
     **changes: to keys of the config.
   """
-  config = settings.load("configs/digits.py:runlocal")
+  config = settings.load(f"configs/{name}.py:runlocal")
   config |= dict(total_steps=5, log_steps=1, evals={}, tensorboard=False)
   main.train(config | changes, workdir)
   rows = writers.read_rows(workdir)
@@ -31,5 +39,6 @@ def make(workdir: str, **changes: Any) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-  with tempfile.TemporaryDirectory() as folder:
-    FILE.write_text(json.dumps(make(folder), indent=2) + "\n")
+  for name, file in FILES.items():
+    with tempfile.TemporaryDirectory() as folder:
+      file.write_text(json.dumps(make(folder, name), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""models/common.py: transformer layers, position embeddings, names."""
+"""models/common.py and published.py: layers, position embeddings, names."""
 
 import flax.linen as nn
 import jax
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bigtrain import settings, trees
-from bigtrain.models import common
+from bigtrain.models import common, published
 
 B, L, D, H, DEPTH = 4, 6, 16, 2, 2
 
@@ -101,11 +101,11 @@ def test_attention_implementation_on_gpus(
     platform_version = version
 
   q_BLHK = jnp.zeros(shape, dtype)
-  assert common._attention_implementation(q_BLHK) == "xla"
+  assert common.attention_implementation(q_BLHK) == "xla"
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(jax, "devices", lambda: [Device()])
   monkeypatch.setattr(jax.extend.backend, "get_backend", Backend)
-  assert common._attention_implementation(q_BLHK) == expected
+  assert common.attention_implementation(q_BLHK) == expected
 
 
 def test_scan_starts_from_the_same_parameters_as_unrolled(x_BLD):
@@ -264,17 +264,17 @@ def test_sincos_known_values():
 def test_resample_posemb():
   rng = np.random.default_rng(0)
   posemb = rng.normal(size=(1, 12, 5)).astype(np.float32)
-  assert common.resample_posemb(posemb, (3, 4), (3, 4)) is posemb
+  assert published.resample_posemb(posemb, (3, 4), (3, 4)) is posemb
   # A ramp over columns stays one: the image's edges are half a patch out.
   ramp = np.tile(np.arange(4.0, dtype=np.float32), 3).reshape(1, 12, 1)
-  finer = common.resample_posemb(ramp, (3, 4), (6, 8))
+  finer = published.resample_posemb(ramp, (3, 4), (6, 8))
   assert finer.shape == (1, 48, 1)
   row = finer.reshape(6, 8)[2]
   np.testing.assert_allclose(row[1:-1], np.arange(0.25, 3, 0.5), rtol=1e-5)
   constant = np.ones((1, 12, 2), np.float32)
   for grid in ((2, 2), (5, 7)):
     np.testing.assert_allclose(
-      common.resample_posemb(constant, (3, 4), grid), 1, rtol=1e-6
+      published.resample_posemb(constant, (3, 4), grid), 1, rtol=1e-6
     )
 
 
@@ -283,14 +283,14 @@ def test_restack_blocks():
   single = {name: np.full(2, i) for i, name in enumerate(names)}
   single["t/encoder_norm/bias"] = np.zeros(2)
   like = {"t/encoderblock/Dense_0/bias": None, "t/encoder_norm/bias": None}
-  stacked = common.restack_blocks(single, like)
+  stacked = published.restack_blocks(single, like)
   assert stacked.keys() == like.keys()
   np.testing.assert_array_equal(
     stacked["t/encoderblock/Dense_0/bias"][:, 0], np.arange(12)
   )
-  again = common.restack_blocks(stacked, single)
+  again = published.restack_blocks(stacked, single)
   assert again.keys() == single.keys()
   jax.tree.map(np.testing.assert_array_equal, again, single)
   # What is wanted as it is, and what nobody wants, stays.
-  assert common.restack_blocks(single, single) == single
-  assert common.restack_blocks(stacked, {}) == stacked
+  assert published.restack_blocks(single, single) == single
+  assert published.restack_blocks(stacked, {}) == stacked

@@ -138,3 +138,25 @@ def test_lookup_refuses_another_kind_of_label_while_tracing():
 
   with pytest.raises(ConfigError, match=r"maps string, but .* is int64"):
     in_graph("lookup(['cat'])", tf.constant(3, tf.int64))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_first_rows_have_one_shape(rows):
+  import tensorflow as tf
+
+  value = np.arange(1, 2 * rows + 1, dtype=np.int32).reshape(rows, 2)
+  expected = np.zeros((3, 2), np.int32)
+  expected[:rows] = value[:3]
+  out = run("first_rows(3, key='label')", value)
+  assert out.dtype == np.int32 and out.tolist() == expected.tolist()
+  out = in_graph("first_rows(3, key='label')", tf.constant(value))
+  assert [x.tolist() for x in out] == [expected.tolist()] * 2
+
+
+def test_first_rows_mistakes():
+  with pytest.raises(ConfigError, match="'number' is 0"):
+    parse.parse("first_rows(0)")
+  with pytest.raises(ConfigError, match="expects a list in 'label'"):
+    run("first_rows(2, key='label')", np.int32(3))
+  with pytest.raises(ConfigError, match="expects a list of numbers"):
+    run("first_rows(2, key='label')", np.array([b"a"], object))

@@ -31,6 +31,12 @@ _TIMES = (
   "mfu",
   "restarts",
   "step_secs",
+  # Of a program, and in the first row of each process.
+  "model_flops_per_step",
+  "update_alias_bytes",
+  "update_argument_bytes",
+  "update_output_bytes",
+  "update_temporary_bytes",
 )
 
 

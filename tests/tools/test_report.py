@@ -42,6 +42,10 @@ def make_run(workdir, *, lr=1e-3, evals=("val",), accounts=True, name="loss"):
       "weight_rms/kernel": 1.0,
       "device_hours": i / 10,
     }
+    if i == 1:  # What the first row says of the compiled update.
+      row |= {"model_flops_per_step": 5 * 10**9}
+      for part in ("argument", "output", "temporary", "alias"):
+        row[f"update_{part}_bytes"] = 2**20
     if accounts:
       row |= {"account/step_secs": 30.0 * i, "account/compile_secs": 60.0}
     w.write(row)
@@ -177,6 +181,8 @@ def test_page_stands_alone_and_says_it_all(two_runs):
   assert "steps 20m00s (85.7%) &ndash;" in text
   assert "lost to restarts 2m20s (10.0%)" in text
   assert "Restarts 1 0" in text
+  assert "Memory of the step 2 MiB a device" in text
+  assert "Model GFLOPs of a step 5 5" in text
   assert "median" in text.lower()
 
 

@@ -1,0 +1,286 @@
+"""Benchmark 6: what a checkpoint costs the training, and how fast it is made.
+
+The state of a ViT-S/16 with Adam, on one device and over eight simulated ones,
+saved by bigtrain.checkpoint as main.py does it, beside Orbax's asynchronous
+checkpointing and torch's. What is saved is the state of real steps: moments of
+zeros would be easier to write.
+
+All write to the disk of the temporary folder, and all wait until the disk has
+what they wrote. Checkpoints are removed between the turns.
+"""
+
+import concurrent.futures
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from benchmarks import measure
+
+_DEVICES = (1, 8)
+
+
+def main() -> None:
+  """Prints the figures for each number of devices."""
+  args = measure.arguments(
+    __doc__, devices="on so many alone; else each in a process of its own"
+  )
+  if args.devices or args.quick:
+    number = int(args.devices or 2)
+    measure.simulate_devices(number)
+    _measure(number, args.quick, args.repeats)
+    return
+  for number in _DEVICES:
+    flags = (f"--devices={number}", f"--repeats={args.repeats}")
+    for line in measure.lines("-m", "benchmarks.checkpoint_stall", *flags):
+      if line.startswith('{"benchmark"'):
+        print(line, flush=True)
+
+
+class _Saver(Protocol):
+  """A program that saves a state in the background."""
+
+  def start(self, state: Any) -> None:
+    """Returns when the state may be donated."""
+
+  def wait(self) -> None:
+    """Returns when the checkpoint is complete and on the disk."""
+
+  def close(self) -> None:
+    """Gives everything back."""
+
+
+class _Turn(NamedTuple):
+  """One save, and what is measured beside it.
+
+  Attributes:
+    stall: seconds that it kept its caller.
+    write: seconds from then until it was on the disk.
+    slowdown: time of a step while it was written / of one before.
+    copy: seconds to copy as many bytes to the host.
+    plain_write: seconds to write as many bytes into one file.
+  """
+
+  stall: float
+  write: float
+  slowdown: float
+  copy: float
+  plain_write: float
+
+
+def _measure(number: int, quick: bool, repeats: int) -> None:
+  import jax
+
+  from benchmarks import limits, program, synthetic
+
+  model = "mu/16,size=16" if quick else "S/16,size=64"
+  what = f"ViT-{model.split(',')[0]}, adam, {number} device(s)"
+  if jax.device_count() != number:
+    found = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    measure.skip(6, f"stall, write and steps: {what}", f"there is {found}")
+    return
+  config = synthetic.get_config(f"{model},batch_size={max(2, number)}")
+  config.mesh = dict(replica=1, fsdp=number)
+  built = program.build(config)
+  built.run(1)  # From here on the state is what the update returns.
+  num_bytes = sum(x.nbytes for x in jax.tree.leaves(built.state))
+  on_cpu = jax.devices()[0].platform == "cpu"
+  mib = max(1, round(num_bytes / 2**20))
+
+  with tempfile.TemporaryDirectory() as folder:
+    savers = _savers(folder, built.state, number, quick)
+    copy_rate = (limits.memory_copy if on_cpu else limits.device_copy)(mib)
+    write_rate = limits.disk_write(mib, folder)
+
+    def turn(saver: _Saver) -> Callable[[], _Turn]:
+      return lambda: _Turn(
+        *_save(saver, built),
+        _slowdown(saver, built),
+        1e-9 * num_bytes / copy_rate(),
+        1e-9 * num_bytes / write_rate(),
+      )
+
+    calls = {name: turn(saver) for name, saver in savers.items()}
+    turns = measure.interleave(calls, repeats, warm_ups=not quick)
+    for saver in savers.values():
+      saver.close()
+
+  ours = turns.pop("ours")
+  _report(what, ours, num_bytes, on_cpu)
+  for peer, theirs in turns.items():
+    _compare(f"ours / {peer}: {what}", ours, theirs)
+    name = f"step while {peer} writes / quiet: {what}"
+    measure.report(6, name, [turn.slowdown for turn in theirs])
+
+
+def _report(what: str, ours: list[_Turn], num_bytes: int, on_cpu: bool) -> None:
+  measure.report(6, f"state: {what}", [num_bytes / 2**20], unit="MiB")
+  # On CPU the copy and the writing want the cores that compute the steps.
+  measure.report(
+    6,
+    f"stall / (state bytes / copy rate): {what}",
+    [turn.stall / turn.copy for turn in ours],
+    target=None if on_cpu else "<= 1.5",
+  )
+  measure.report(
+    6,
+    f"stall / synchronous save: {what}",
+    [turn.stall / (turn.stall + turn.write) for turn in ours],
+    target="<= 0.2",
+  )
+  measure.report(
+    6,
+    f"write / plain write of as many bytes: {what}",
+    [turn.write / turn.plain_write for turn in ours],
+    target="<= 1.3",
+  )
+  measure.report(
+    6,
+    f"step while writing / quiet: {what}",
+    [turn.slowdown for turn in ours],
+    target=None if on_cpu else "<= 1.05",
+  )
+
+
+def _compare(name: str, ours: list[_Turn], theirs: list[_Turn]) -> None:
+  pairs = list(zip(ours, theirs))
+  stalls = [a.stall / b.stall for a, b in pairs]
+  measure.report(6, f"stall, {name}", stalls)
+  wholes = [(a.stall + a.write) / (b.stall + b.write) for a, b in pairs]
+  measure.report(6, f"save until it is on the disk, {name}", wholes)
+
+
+def _save(saver: _Saver, built: Any) -> tuple[float, float]:
+  """Seconds of (the stall, the rest) of a save with nothing beside it."""
+  import jax
+
+  jax.block_until_ready(built.state)
+  began = time.perf_counter()
+  saver.start(built.state)
+  stalled = time.perf_counter()
+  saver.wait()
+  return stalled - began, time.perf_counter() - stalled
+
+
+def _slowdown(saver: _Saver, built: Any) -> float:
+  """Time of steps while a checkpoint is written / of as many before it."""
+  secs: list[float] = []
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    saver.start(built.state)
+    waiting = pool.submit(saver.wait)
+    while not waiting.done():
+      secs.append(built.run(1))
+    waiting.result()
+  if len(secs) > 1:
+    secs.pop()  # The write ended within it.
+  return sum(secs) / sum(built.run(1) for _ in secs)
+
+
+def _savers(
+  folder: str, state: Any, number: int, quick: bool
+) -> dict[str, _Saver]:
+  """Ours, and the peers that are installed; says which are not."""
+  savers: dict[str, _Saver] = {"ours": _Ours(os.path.join(folder, "ours"))}
+  peers: dict[str, tuple[str, Callable[[str], _Saver]]] = {
+    "Orbax": ("orbax", _Orbax)
+  }
+  if number == 1:  # A torch of one process has no shards.
+    peers["torch"] = ("torch", lambda path: _Torch(path, state))
+  for peer, (module, make) in peers.items():
+    reason = "not in --quick" if quick else measure.missing(module)
+    if reason:
+      measure.skip(6, f"stall, ours / {peer}: {number} device(s)", reason)
+    else:
+      savers[peer] = make(os.path.join(folder, peer))
+  return savers
+
+
+class _Ours:
+  """bigtrain.checkpoint."""
+
+  def __init__(self, folder: str):
+    from bigtrain import checkpoint
+
+    self._workdir = folder
+    checkpoint.check_writable(folder)
+    self._checkpointer = checkpoint.Checkpointer(folder)
+    self._step = 0
+
+  def start(self, state: Any) -> None:
+    self._step += 1
+    self._checkpointer.save(self._step, state)
+
+  def wait(self) -> None:
+    from bigtrain import storage
+
+    self._checkpointer.wait()
+    storage.discard(storage.find(self._workdir))
+
+  def close(self) -> None:
+    self._checkpointer.close()
+
+
+class _Orbax:
+  """Orbax's StandardCheckpointer with its own settings."""
+
+  def __init__(self, folder: str):
+    import orbax.checkpoint as ocp
+
+    self._folder = folder
+    self._checkpointer = ocp.StandardCheckpointer()
+
+  def start(self, state: Any) -> None:
+    self._checkpointer.save(self._folder, state)
+
+  def wait(self) -> None:
+    self._checkpointer.wait_until_finished()
+    shutil.rmtree(self._folder)
+
+  def close(self) -> None:
+    self._checkpointer.close()
+
+
+class _Torch:
+  """torch.distributed.checkpoint.async_save of tensors of the same values."""
+
+  def __init__(self, folder: str, state: Any):
+    import numpy as np
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from bigtrain import trees
+
+    self._folder = folder
+    on_gpu = torch.cuda.is_available()
+    # Keeps the memory of its copies from save to save, as ours does; but it
+    # wants that pinned.
+    self._writer = dcp.FileSystemWriter(folder, cache_staged_state_dict=on_gpu)
+    device = "cuda" if on_gpu else "cpu"
+    self._tensors = {
+      name: torch.from_numpy(np.array(x)).to(device)
+      for name, x in trees.flatten_with_names(state)
+    }
+    torch.distributed.init_process_group(
+      "gloo", init_method=f"file://{folder}.store", rank=0, world_size=1
+    )
+
+  def start(self, state: Any) -> None:
+    del state  # jax's; torch saves its own.
+    import torch.distributed.checkpoint as dcp
+
+    self._future = dcp.async_save(self._tensors, storage_writer=self._writer)
+
+  def wait(self) -> None:
+    self._future.result()
+    shutil.rmtree(self._folder)
+
+  def close(self) -> None:
+    import torch
+
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,134 @@
+"""Steps of a ViT and of a GPT-2 in torch, for peer_process.py.
+
+Both as one would write them for speed today: scaled_dot_product_attention,
+AdamW over all tensors at once, torch.compile where it works.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks import peer_process
+
+
+class Block(nn.Module):
+  """Attention and MLP, each after a norm."""
+
+  def __init__(self, width: int, heads: int, mlp_dim: int, causal: bool):
+    super().__init__()
+    self.heads, self.causal = heads, causal
+    self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+    self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+    self.up, self.down = nn.Linear(width, mlp_dim), nn.Linear(mlp_dim, width)
+
+  def forward(self, x: torch.Tensor) -> torch.Tensor:
+    """[B, L, D] to [B, L, D]."""
+    B, L, D = x.shape
+    qkv = self.qkv(self.norm1(x)).view(B, L, 3, self.heads, D // self.heads)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+    x = x + self.out(y.transpose(1, 2).reshape(B, L, D))
+    return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class Model(nn.Module):
+  """Tokens, of a text or patches of an image, through a stack of blocks.
+
+  Args:
+    options: width, depth, num_heads, mlp_dim, length; vocab_size of a GPT-2,
+      else patch_size and num_classes.
+  """
+
+  def __init__(self, options: Any):
+    super().__init__()
+    width, self.vocab = options["width"], options.get("vocab_size")
+    if self.vocab:
+      self.embedding = nn.Embedding(self.vocab, width)
+      self.head = nn.Linear(width, self.vocab, bias=False)
+      self.head.weight = self.embedding.weight
+    else:
+      patch = options["patch_size"]
+      self.embedding = nn.Conv2d(3, width, patch, stride=patch)
+      self.head = nn.Linear(width, options["num_classes"])
+    nn.init.normal_(self.embedding.weight, std=0.02)
+    position = torch.randn(1, options["length"], width) * 0.02
+    self.position = nn.Parameter(position)
+    sizes = (width, options["num_heads"], options["mlp_dim"], bool(self.vocab))
+    self.blocks = nn.ModuleList(
+      [Block(*sizes) for _ in range(options["depth"])]
+    )
+    self.norm = nn.LayerNorm(width)
+
+  def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of tokens [B, L], or of images [B, 3, H, W]."""
+    x = self.embedding(x)
+    if not self.vocab:
+      x = x.flatten(2).transpose(1, 2)
+    x = x + self.position
+    for block in self.blocks:
+      x = block(x)
+    x = self.norm(x)
+    logits = self.head(x if self.vocab else x.mean(1)).float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def main() -> None:
+  """Makes the model that the command line describes, and serves it."""
+  options = json.loads(sys.argv[1])
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  torch.set_float32_matmul_precision("high")
+  torch.manual_seed(0)
+  model = Model(options["model"]).to(device)
+  batch = [x.to(device) for x in _batch(options)]
+  adam = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+  dtype = getattr(torch, options["dtype"])
+  mixed = torch.autocast(device, dtype, enabled=dtype != torch.float32)
+
+  def loss(*batch: torch.Tensor) -> torch.Tensor:
+    with mixed:
+      return model(*batch)
+
+  def run(steps: int, loss: Any) -> float:
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+      adam.zero_grad()
+      loss(*batch).backward()
+      nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+      adam.step()
+    _wait(device)
+    return time.perf_counter() - began
+
+  number = sum(x.numel() for x in model.parameters())
+  ready = {"parameters": number, "how": "compiled"}
+  chosen: Any = torch.compile(loss)
+  try:
+    run(1, chosen)
+  except Exception as e:  # Whatever its compiler lacks on this machine.
+    chosen = loss
+    ready |= {"how": "eager", "why": f"{type(e).__name__}: {e}"[:200]}
+  peer_process.serve(ready, lambda steps: run(steps, chosen))
+
+
+def _batch(options: Any) -> list[torch.Tensor]:
+  model, number = options["model"], options["batch_size"]
+  if "vocab_size" in model:
+    shape = (number, model["length"] + 1)
+    tokens = torch.randint(model["vocab_size"], shape)
+    return [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]
+  image = torch.randn(number, 3, options["size"], options["size"])
+  return [image, torch.randint(model["num_classes"], (number,))]
+
+
+def _wait(device: str) -> None:
+  if device == "cuda":
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+  main()

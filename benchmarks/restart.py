@@ -1,0 +1,162 @@
+"""Benchmark 7: from the command to the end of the next step, in an old workdir.
+
+Fresh processes of the real command line, with a warm compilation cache: one
+begins in an empty workdir, the others resume from a checkpoint of step 100 and
+of step 100,000. These are checkpoints of real runs whose step was changed, and
+as many rows lie beside them as such runs would have written.
+
+With BIG_VISION=folder, a checkout of big_vision resumes as well, in turns with
+ours, on the same JPEGs.
+"""
+
+import os
+import tempfile
+
+import numpy as np
+
+from benchmarks import measure, startup
+
+_SOON, _LATE = 100, 100_000
+
+
+def main() -> None:
+  """Prints the ratios."""
+  args = measure.arguments(__doc__)
+  config = os.path.join(measure.ROOT, "benchmarks", "synthetic.py")
+  model = "mu/16,size=16" if args.quick else "S/16,size=64"
+  _ours(f"{config}:{model}", model.split(",")[0], args.quick, args.repeats)
+  _big_vision(args.quick, args.repeats)
+
+
+def _ours(config: str, model: str, quick: bool, repeats: int) -> None:
+  with tempfile.TemporaryDirectory() as folder:
+    cache = os.path.join(folder, "cache")
+    saved = os.path.join(folder, "saved")
+    _save_step_1(config, saved, cache)
+    workdirs = {}
+    for step in (_SOON, _LATE):
+      workdirs[step] = os.path.join(folder, f"step-{step}")
+      _move(saved, workdirs[step], step)
+    number = 0
+
+    def warm() -> float:
+      nonlocal number
+      number += 1
+      workdir = os.path.join(folder, f"new-{number}")
+      return startup.first_step_secs(config, workdir, cache)
+
+    def resume(step: int) -> float:
+      return startup.first_step_secs(config, workdirs[step], cache)
+
+    secs = measure.interleave(
+      {
+        "warm": warm,
+        "soon": lambda: resume(_SOON),
+        "late": lambda: resume(_LATE),
+        "read": lambda: measure.timed(lambda: _read(workdirs[_SOON])),
+      },
+      repeats,
+      warm_ups=not quick,
+    )
+  what = f"ViT-{model}, adam"
+  measure.report(
+    7,
+    f"resume to next step / (warm start + reading the files): {what}",
+    [
+      resumed / (warm + read)
+      for resumed, warm, read in zip(secs["soon"], secs["warm"], secs["read"])
+    ],
+    target="<= 1.3",
+  )
+  measure.report(
+    7,
+    f"resume at step {_LATE:,} / at step {_SOON}: {what}",
+    measure.ratios(secs["late"], secs["soon"]),
+    target="<= 1.1",
+  )
+  measure.report(7, f"resume to next step: {what}", secs["soon"], unit="s")
+
+
+def _save_step_1(config: str, workdir: str, cache: str) -> None:
+  """Runs one step, which is saved, and fills the compilation cache."""
+  list(
+    measure.lines(
+      *("-m", "bigtrain.main", f"--config={config}", f"--workdir={workdir}"),
+      *(f"--config.compile_cache={cache}", "--config.stop_at_steps=1"),
+    )
+  )
+
+
+def _move(saved: str, workdir: str, step: int) -> None:
+  """Makes the workdir that a run like a saved one has at another step."""
+  from bigtrain import checkpoint, integrity, storage, trees, writers
+
+  directory = storage.find(saved)
+  manifest = storage.read_manifest(directory)
+  arrays = {
+    name: integrity.read_array(directory, manifest, name)
+    for name in manifest.arrays
+  }
+  for name, array in arrays.items():
+    if not array.shape and np.issubdtype(array.dtype, np.integer):
+      arrays[name] = np.full_like(array, step)  # It counted steps.
+  checkpoint.check_writable(workdir)
+  checkpointer = checkpoint.Checkpointer(
+    workdir, config_digest=manifest.config_digest
+  )
+  checkpointer.save(step, trees.from_flat(arrays), manifest.host_state)
+  checkpointer.close()
+  every = manifest.host_state["config"]["log_steps"]
+  (row,) = writers.read_rows(saved)
+  writer = writers.Writers(workdir)
+  for at in range(every, step + 1, every):
+    writer.write({**row, "step": at})
+  writer.close()
+
+
+def _read(workdir: str) -> None:
+  """Reads all files of the newest checkpoint, one after the other."""
+  from bigtrain import storage
+
+  directory = storage.find(workdir)
+  room = memoryview(bytearray(2**23))
+  for path, _ in storage.files_below(directory):
+    with open(os.path.join(directory, path), "rb", buffering=0) as file:
+      while file.readinto(room):
+        pass
+
+
+def _big_vision(quick: bool, repeats: int) -> None:
+  name = "resume to next step, big_vision / ours: ViT-S/16 on JPEGs"
+  checkout, reason = startup.big_vision_checkout(quick)
+  if reason:
+    measure.skip(7, name, reason)
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    config, peer = startup.configs_with_big_vision(folder)
+    workdirs = {n: os.path.join(folder, n) for n in ("ours", "peer")}
+    caches = {n: os.path.join(folder, f"cache-{n}") for n in workdirs}
+    _save_step_1(config, workdirs["ours"], caches["ours"])
+    list(
+      measure.lines(
+        *("-m", "big_vision.train", f"--config={peer},1"),
+        f"--workdir={workdirs['peer']}",
+        env=startup.big_vision_environment(caches["peer"], checkout),
+      )
+    )
+    secs = measure.interleave(
+      {
+        "peer": lambda: startup.big_vision_first_step_secs(
+          peer, workdirs["peer"], caches["peer"], checkout
+        ),
+        "ours": lambda: startup.first_step_secs(
+          config, workdirs["ours"], caches["ours"]
+        ),
+      },
+      repeats,
+    )
+  measure.report(7, name, measure.ratios(secs["peer"], secs["ours"]))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,111 @@
+"""Captions and texts of random tokens, as configs and their source.
+
+--config=benchmarks/synthetic_text.py:kind=captioner,batch_size=8
+--config=benchmarks/synthetic_text.py:kind=decoder,length=256,batch_size=2
+"""
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+from benchmarks import synthetic
+from configs import common
+
+_POOL = 64  # Examples that there really are.
+_EXAMPLES = 1_000_000
+
+
+def get_config(arg: str | None = None) -> Any:
+  """A training config.
+
+  Args:
+    arg: kind ("captioner" or "decoder"), variant (its own unless given), depth
+      (the variant's unless given), decoder_depth of a captioner, width of a
+      decoder, vocab_size, length of the texts in tokens, size of the images in
+      pixels, batch_size, scan, dtype.
+  """
+  options = common.parse_arg(
+    arg,
+    kind="captioner",
+    variant=None,
+    depth=None,
+    width=None,
+    decoder_depth=6,
+    vocab_size=32_000,
+    length=64,
+    size=64,
+    batch_size=8,
+    scan=False,
+    dtype="float32",
+  )
+  captions = options.kind == "captioner"
+  config = synthetic.get_config(f"batch_size={options.batch_size}")
+  config.input.data = dict(
+    type="benchmarks.synthetic_text",
+    vocab_size=options.vocab_size,
+    length=options.length,
+    size=options.size if captions else None,
+  )
+  config.model = dict(
+    depth=options.depth,
+    vocab_size=options.vocab_size,
+    max_len=options.length,
+    scan=options.scan,
+    dtype=options.dtype,
+  )
+  if captions:
+    config.task, config.model_name = "captioning", "cappa"
+    config.loss = dict(masked_pred_prob=0.75)
+    config.model.variant = options.variant or "S/16"
+    config.model.decoder_depth = options.decoder_depth
+    config.model.decoder_bias = False
+    config.model.mask_token = True
+  else:
+    config.task, config.model_name = "language_modeling", "decoder"
+    config.loss = {}
+    config.model.variant = options.variant or "gpt2_124m"
+    if options.width:
+      config.model.width = options.width
+      config.model.num_heads = options.width // 64
+  return config
+
+
+class Source:
+  """Random tokens, of captions or of texts, a few in memory and many by name.
+
+  Args:
+    vocab_size: V. No token is 0, which pads captions.
+    length: tokens of an example, L.
+    size: height and width of an image in pixels; None for texts.
+  """
+
+  def __init__(self, vocab_size: int, length: int, size: int | None = None):
+    rng = np.random.default_rng(0)
+    shape = (_POOL, length + 1)
+    tokens = rng.integers(1, vocab_size, size=shape, dtype=np.int32)
+    arrays: dict[str, np.ndarray] = {"labels": tokens[:, 1:]}
+    if size is None:
+      arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    else:
+      image = rng.normal(size=(_POOL, size, size, 3))
+      arrays["image"] = image.astype(np.float32)
+    self._arrays = arrays
+    self.spec = {n: (x.dtype, x.shape[1:]) for n, x in self._arrays.items()}
+
+  def __len__(self) -> int:
+    return _EXAMPLES
+
+  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """`image` and `labels`, or `tokens` and `targets`, [B, ...]."""
+    rows = indices % _POOL
+    return {name: array[rows] for name, array in self._arrays.items()}
+
+  def where(self, index: int) -> str:
+    """A name for messages."""
+    return f"synthetic text {index}"
+
+  def fingerprint(self) -> str:
+    """Changes with the examples."""
+    parts = [array.tobytes() for array in self._arrays.values()]
+    return f"{zlib.crc32(b''.join(parts)):08x}"

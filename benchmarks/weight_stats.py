@@ -1,0 +1,58 @@
+"""Benchmark 3, second part: what statistics of every weight cost.
+
+The compiled update with weight_stats="per_param" against the same one with
+"none", in blocks of as many steps as lie between two rows, so that each block
+computes the statistics once. And the loop again, as in loop_overhead.py, with
+everything on that an update can be asked for.
+"""
+
+from typing import Any
+
+from benchmarks import loop_overhead, measure, program
+
+
+def main() -> None:
+  """Prints the ratios for a tiny and for a larger model."""
+  args = measure.arguments(__doc__)
+  for name, config in loop_overhead.configs(args.quick, 8).items():
+    _steps(name, config, args.quick, args.repeats)
+  for name, config in loop_overhead.configs(args.quick, 8).items():
+    name = f"loop / resident step, everything on: {name}"
+    if args.quick:
+      measure.skip(3, name, "not in --quick")
+      continue
+    config.weight_stats = "per_param"
+    config.microbatches = 2
+    config.ema_decay = 0.999
+    config.grad_clip_norm = 1.0
+    ratios = program.loop_ratios(config, config.log_steps, args.repeats)
+    measure.report(3, name, ratios, target="<= 1.02")
+
+
+def _steps(name: str, config: Any, quick: bool, repeats: int) -> None:
+  details = ("per_param",) if quick else ("global", "per_param")
+  if quick:  # Half of what there is to compile.
+    config.optimizer = dict(name="sgd")
+  programs = {}
+  for detail in ("none", *details):
+    config.weight_stats = detail
+    programs[detail] = program.build(config)
+  secs = measure.interleave(
+    {
+      detail: lambda built=built: built.run(config.log_steps)
+      for detail, built in programs.items()
+    },
+    repeats,
+  )
+  for detail in details:
+    measure.report(
+      3,
+      f"step, weight_stats {detail} / none, a row in {config.log_steps} steps: "
+      f"{name}",
+      measure.ratios(secs[detail], secs["none"]),
+      target="<= 1.02",
+    )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,139 @@
+"""Real handwritten digits, two to a picture, with a caption.
+
+dict(type="digit_pairs", split="train", length=50_000, margin=1)
+
+Example i shows the ordered pair of classes i % 100, so any hundred in a row
+hold each pair once. Which digits of these classes, and where in their halves
+they stand, is hashed from i.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from bigtrain import order
+from bigtrain.data import arrays, files
+from bigtrain.settings import ConfigError
+
+WORDS = (
+  "zero",
+  "one",
+  "two",
+  "three",
+  "four",
+  "five",
+  "six",
+  "seven",
+  "eight",
+  "nine",
+)
+CAPTIONS = [
+  f"{'an' if left == 'eight' else 'a'} {left} left of "
+  f"{'an' if right == 'eight' else 'a'} {right}"
+  for left in WORDS
+  for right in WORDS
+]
+_SIDE = 8
+# Numbers drawn for an example: which two digits, and where they stand.
+_LEFT, _RIGHT, _TOP, _START = 0, 1, (2, 3), (4, 5)
+
+
+class Source:
+  """Pairs of scikit-learn's digits.
+
+  Features: `image` uint8 [8 + 2 m, 16 + 4 m, 1] of 0 to 16, `text` such as
+  "a seven left of a three", `left` and `right`, and `label`, which is
+  10 * left + right.
+
+  Args:
+    split: of the digits, as in arrays.py: "train", "test" or "all", maybe with
+      a slice. Pairs of "test" are made of digits that no pair of "train" has.
+    length: number of examples; there are far more different ones.
+    margin: m, in pixels: each digit stands somewhere in a cell that is that
+      much larger on each side.
+    seed: draws other pairs of the same digits.
+    split_seed: of the digits.
+
+  Raises:
+    ConfigError: no such split, no example of a digit, or a length or margin
+      that is none.
+  """
+
+  def __init__(
+    self,
+    *,
+    split: str = "train",
+    length: int = 10_000,
+    margin: int = 0,
+    seed: int = 0,
+    split_seed: int = 0,
+  ):
+    for name, value, least in (("length", length, 1), ("margin", margin, 0)):
+      if not isinstance(value, int) or value < least:
+        raise ConfigError(
+          f"digit_pairs: {name}={value!r}: expected a whole number from "
+          f"{least} on."
+        )
+    digits = arrays.Source(name="digits", split=split, split_seed=split_seed)
+    rows = digits.read(np.arange(len(digits)))
+    self._images = rows["image"]
+    by_class = [np.flatnonzero(rows["label"] == c) for c in range(10)]
+    self._count = np.array([len(found) for found in by_class])
+    if not self._count.all():
+      raise ConfigError(
+        f"digit_pairs: split={split!r} holds no {WORDS[self._count.argmin()]}."
+      )
+    self._rows = np.concatenate(by_class)
+    self._first = np.cumsum(self._count) - self._count
+    self._length, self._margin, self._seed = length, margin, seed
+    self._name = f"digit pairs {split}"
+    self._digest = files.digest(
+      "digit_pairs", digits.fingerprint(), length, margin, seed
+    )
+    cell = _SIDE + 2 * margin
+    self.spec: dict[str, Any] = {
+      "image": (np.dtype(np.uint8), (cell, 2 * cell, 1)),
+      "text": (bytes, ()),
+      "left": (np.dtype(np.int64), ()),
+      "right": (np.dtype(np.int64), ()),
+      "label": (np.dtype(np.int64), ()),
+    }
+
+  def __len__(self) -> int:
+    return self._length
+
+  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """The examples at `indices`, a leading axis first."""
+    indices = np.asarray(indices, np.int64)
+    label = indices % 100
+    sides = label // 10, label % 10
+    cell = _SIDE + 2 * self._margin
+    image = np.zeros((len(indices), cell, 2 * cell, 1), np.uint8)
+    for side, digit in enumerate(sides):
+      which = self._draw(indices, (_LEFT, _RIGHT)[side], self._count[digit])
+      pixels = self._images[self._rows[self._first[digit] + which]]
+      top = self._draw(indices, _TOP[side], 2 * self._margin + 1)
+      start = self._draw(indices, _START[side], 2 * self._margin + 1)
+      row, column = np.ogrid[:_SIDE, :_SIDE]
+      image[
+        np.arange(len(indices))[:, None, None],
+        top[:, None, None] + row,
+        side * cell + start[:, None, None] + column,
+      ] = pixels
+    text = np.array([CAPTIONS[c].encode() for c in label], object)
+    left, right = sides
+    return dict(image=image, text=text, left=left, right=right, label=label)
+
+  def _draw(self, indices: np.ndarray, number: int, stop: Any) -> np.ndarray:
+    """Uniform whole numbers below `stop`, by example."""
+    words = order.fold(order.fold(self._seed, indices), number)
+    # The modulus favours small numbers by less than stop / 2**64.
+    return (words % np.asarray(stop, np.uint64)).astype(np.int64)
+
+  def where(self, index: int) -> str:
+    """Name and number."""
+    return f"{self._name}, number {int(index)}"
+
+  def fingerprint(self) -> str:
+    """Changes with the digits and with all that is drawn of them."""
+    return self._digest

@@ -1,0 +1,294 @@
+"""Documents in files of text: plain, JSON lines or Parquet, also compressed.
+
+A corpus is cut into parts, which do not depend on who reads them: whole files,
+byte ranges of large files of lines, row groups of Parquet files. What is no
+document comes out as an error with its file and line, for the caller to raise
+or to count.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from bigtrain.settings import ConfigError, DataError, did_you_mean
+
+FORMATS = ("text", "lines", "jsonl", "parquet")
+
+_CHUNK_BYTES = 1 << 20
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_FORMAT_OF = {
+  ".txt": "text",
+  ".md": "text",
+  ".rst": "text",
+  ".py": "text",
+  ".jsonl": "jsonl",
+  ".ndjson": "jsonl",
+  ".parquet": "parquet",
+}
+
+
+class Part(NamedTuple):
+  """A part of a file.
+
+  Attributes:
+    path: the file.
+    format: one of FORMATS: a document is the whole file, a line, a field of
+      the JSON object in a line, or a field of a row.
+    compression: "", "gzip" or "zstd".
+    start, stop: bytes, or row groups of a Parquet file; of lines, those that
+      begin in [start, stop).
+    num_bytes: size in the file, more or less.
+  """
+
+  path: str
+  format: str
+  compression: str
+  start: int
+  stop: int
+  num_bytes: int
+
+
+def parts(path: str, format: str, most_bytes: int) -> list[Part]:
+  """The parts of a file, none much larger than `most_bytes` if possible.
+
+  Args:
+    path: the file.
+    format: one of FORMATS, or "auto": what its name says.
+    most_bytes: compressed files and single documents stay whole.
+
+  Raises:
+    ConfigError: a name that does not say the format; no such format.
+    DataError: a Parquet file that cannot be opened.
+  """
+  stem, suffix = os.path.splitext(path)
+  compression = _COMPRESSIONS.get(suffix, "")
+  if format == "auto":
+    inner = os.path.splitext(stem)[1] if compression else suffix
+    if inner not in _FORMAT_OF:
+      raise ConfigError(
+        f"{path}: its name does not say what is in it; give the format: "
+        f"{', '.join(FORMATS)}."
+      )
+    format = _FORMAT_OF[inner]
+  if format not in FORMATS:
+    hint = did_you_mean(format, FORMATS)
+    raise ConfigError(f"no format {format!r} of documents.{hint}")
+  size = os.path.getsize(path)
+  if format == "parquet":
+    return _row_groups(path, most_bytes)
+  if format == "text" or compression:
+    return [Part(path, format, compression, 0, size, size)]
+  cuts = [*range(0, size, most_bytes), size]
+  return [
+    Part(path, format, "", start, stop, stop - start)
+    for start, stop in zip(cuts[:-1], cuts[1:])
+  ]
+
+
+def read(part: Part, key: str) -> Iterator[str | DataError]:
+  """The documents of a part, in order.
+
+  Args:
+    part: what to read.
+    key: the field with the text, of JSON objects and rows.
+
+  Returns:
+    Texts, and in the place of one that cannot be used an error that names file
+    and line or row. Texts may be empty; blank lines are no documents.
+
+  Raises:
+    DataError: what is left of the file cannot be read.
+    ConfigError: a package is missing.
+  """
+  if part.format == "parquet":
+    yield from _read_rows(part, key)
+  elif part.format == "text":
+    yield _decoded(b"".join(_chunks(part)), part.path)
+  else:
+    for number, line in _lines(part):
+      if not line.strip():
+        continue
+      where = _Where(part, number)
+      if part.format == "lines":
+        yield _decoded(line.rstrip(b"\r\n"), where)
+      else:
+        yield _field(line, key, where)
+
+
+class _Where:
+  """A line's place; its number is counted only if it is asked for.
+
+  Args:
+    part: where it is.
+    position: number of the line, from 1, or in a part of a plain file where
+      the line begins.
+  """
+
+  def __init__(self, part: Part, position: int):
+    self._part, self._position = part, position
+
+  def __str__(self) -> str:
+    number = self._position
+    if not self._part.compression:
+      left, number = self._position, 1
+      with open(self._part.path, "rb") as f:
+        while left and (chunk := f.read(min(_CHUNK_BYTES, left))):
+          number += chunk.count(b"\n")
+          left -= len(chunk)
+    return f"{self._part.path}, line {number}"
+
+
+def _field(line: bytes, key: str, where: _Where) -> str | DataError:
+  try:
+    found = json.loads(line)
+  except (ValueError, RecursionError) as e:
+    return DataError(f"{where}: not valid JSON: {e}.")
+  if not isinstance(found, dict) or key not in found:
+    hint = did_you_mean(key, found) if isinstance(found, dict) else ""
+    return DataError(f"{where}: no field {key!r}.{hint}")
+  return _checked(found[key], key, where)
+
+
+def _checked(text: Any, key: str, where: Any) -> str | DataError:
+  if not isinstance(text, str):
+    kind = type(text).__name__
+    return DataError(f"{where}: field {key!r} is no text but {kind}.")
+  try:
+    text.encode()
+  except UnicodeEncodeError:
+    # JSON can say half of a character.
+    return DataError(f"{where}: field {key!r} has half of a surrogate pair.")
+  return text
+
+
+def _decoded(raw: bytes, where: Any) -> str | DataError:
+  try:
+    return raw.decode("utf-8")
+  except UnicodeDecodeError as e:
+    return DataError(f"{where}: not UTF-8: {e.reason} at byte {e.start}.")
+
+
+def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
+  """(number, or position in a plain file; line) of the lines of a part."""
+  if part.compression:
+    rest, number = b"", 1
+    for chunk in _chunks(part):
+      *whole, rest = (rest + chunk).split(b"\n")
+      for line in whole:
+        yield number, line
+        number += 1
+    yield number, rest
+    return
+  try:
+    with open(part.path, "rb") as f:
+      f.seek(max(0, part.start - 1))
+      if part.start and f.read(1) != b"\n":
+        f.readline()  # It began in the part before.
+      at = f.tell()
+      while at < part.stop and (line := f.readline()):
+        yield at, line
+        at += len(line)
+  except OSError as e:
+    raise DataError(f"{part.path}: {e.strerror}.") from e
+
+
+def _chunks(part: Part) -> Iterator[bytes]:
+  """The content of a whole file, decompressed."""
+  open_file = gzip.open if part.compression == "gzip" else open
+  try:
+    with open_file(part.path, "rb") as f:
+      blocks = iter(lambda: f.read(_CHUNK_BYTES), b"")
+      yield from (
+        _unzstd(blocks, part.path) if part.compression == "zstd" else blocks
+      )
+  except (OSError, EOFError, zlib.error) as e:
+    raise DataError(f"{part.path}: cut short or damaged: {e}.") from e
+
+
+def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
+  try:
+    import zstandard
+  except ModuleNotFoundError as e:
+    raise ConfigError(
+      f"{path}: reading it needs zstandard ({e}); pip install 'bigtrain[zstd]'."
+    ) from e
+  frame = None
+  try:
+    for block in blocks:
+      while block:
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        yield frame.decompress(block)
+        # A file may have several frames, one behind the other.
+        block = frame.unused_data if frame.eof else b""
+        frame = None if frame.eof else frame
+  except zstandard.ZstdError as e:
+    raise DataError(f"{path}: damaged: {e}.") from e
+  if frame is not None:
+    raise DataError(f"{path}: is cut short.")
+
+
+def _row_groups(path: str, most_bytes: int) -> list[Part]:
+  """Parts of whole row groups, as many as fit."""
+  pa, pq = _pyarrow(path)
+  try:
+    metadata = pq.read_metadata(path)
+  except (pa.ArrowException, OSError) as e:
+    raise DataError(f"{path}: cannot be opened: {e}.") from e
+  found: list[Part] = []
+  for i in range(metadata.num_row_groups):
+    size = metadata.row_group(i).total_byte_size
+    if found and found[-1].num_bytes + size <= most_bytes:
+      last = found.pop()
+      size, start = size + last.num_bytes, last.start
+    else:
+      start = i
+    found.append(Part(path, "parquet", "", start, i + 1, size))
+  return found
+
+
+def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
+  pa, pq = _pyarrow(part.path)
+  try:
+    with pq.ParquetFile(part.path) as file:
+      names = file.schema_arrow.names
+      if key not in names:
+        raise ConfigError(
+          f"{part.path}: no column {key!r}.{did_you_mean(key, names)}"
+        )
+      for group in range(part.start, part.stop):
+        row = 0
+        for batch in file.iter_batches(row_groups=[group], columns=[key]):
+          for text in batch.column(0).to_pylist():
+            where = f"{part.path}, row group {group}, row {row}"
+            yield _checked(text, key, where)
+            row += 1
+  except (pa.ArrowException, OSError) as e:
+    raise DataError(f"{part.path}: cannot be read: {e}.") from e
+
+
+def _pyarrow(path: str) -> tuple[Any, Any]:
+  try:
+    import pyarrow
+    import pyarrow.parquet
+  except ModuleNotFoundError as e:
+    raise ConfigError(
+      f"{path}: reading it needs pyarrow ({e}); pip install "
+      "'bigtrain[parquet]'."
+    ) from e
+  return pyarrow, pyarrow.parquet
+
+
+def grouped(found: Sequence[Part], most_bytes: int) -> list[list[Part]]:
+  """Neighbouring parts together, as many as `most_bytes` hold."""
+  groups: list[list[Part]] = []
+  size = most_bytes
+  for part in found:
+    if size + part.num_bytes > most_bytes:
+      groups.append([])
+      size = 0
+    groups[-1].append(part)
+    size += part.num_bytes
+  return groups

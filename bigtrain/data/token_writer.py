@@ -1,0 +1,146 @@
+"""Writes folders of token files that `token_files` reads.
+
+A shard is three files: ids (.bin), where documents end (.ends.npy) and counts
+(.json). The counts are written last, so a shard that has them is complete; each
+file gets its name only when it is whole.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from bigtrain.pp import tokenizers
+from bigtrain.settings import DataError
+
+# Messages about skipped documents that are kept.
+_MAX_TOLD = 10
+
+
+class Recipe(NamedTuple):
+  """How documents become tokens.
+
+  Attributes:
+    tokenizer: as tokenizers.get takes it.
+    dtype: of the ids.
+    eos_id: ends each document, unless None.
+    bos_id: begins each document, unless None.
+    skip_errors: documents of a shard that may be unusable.
+  """
+
+  tokenizer: str
+  dtype: str
+  eos_id: int | None
+  bos_id: int | None
+  skip_errors: int
+
+
+def write_shard(
+  folder: str,
+  name: str,
+  documents: Iterable[str | DataError],
+  recipe: Recipe,
+) -> dict[str, Any]:
+  """Tokenizes documents into one shard.
+
+  Args:
+    folder: that of the shards.
+    name: of this one.
+    documents: texts, or what is wrong with one. Empty ones are left out.
+    recipe: how.
+
+  Returns:
+    What the .json says: {"name", "num_tokens", "num_documents", "num_bytes" (of
+    text), "num_empty", "num_skipped", "skipped" (messages), "crc32c"}.
+
+  Raises:
+    DataError: more documents than may be cannot be used.
+  """
+  tokenizer = tokenizers.get(recipe.tokenizer)
+  counts: dict[str, Any] = dict(
+    name=name,
+    num_tokens=0,
+    num_documents=0,
+    num_bytes=0,
+    num_empty=0,
+    num_skipped=0,
+    skipped=[],
+  )
+  ends: list[int] = []
+  checksum = google_crc32c.Checksum()
+
+  def rows() -> Iterator[bytes]:
+    for text in _usable(documents, recipe.skip_errors, counts):
+      ids = tokenizer.encode(text)
+      if not len(ids):
+        counts["num_empty"] += 1
+        continue
+      # Copies are cheap beside encoding.
+      begin = [] if recipe.bos_id is None else [recipe.bos_id]
+      end = [] if recipe.eos_id is None else [recipe.eos_id]
+      row = np.concatenate([begin, ids, end]).astype(recipe.dtype)
+      counts["num_tokens"] += len(row)
+      counts["num_documents"] += 1
+      counts["num_bytes"] += len(text.encode())
+      ends.append(counts["num_tokens"])
+      raw = row.tobytes()
+      checksum.update(raw)
+      yield raw
+
+  path = os.path.join(folder, name)
+  replace(f"{path}.bin", lambda f: f.writelines(rows()))
+  array = np.asarray(ends, np.int64)
+  replace(f"{path}.ends.npy", lambda f: np.save(f, array, allow_pickle=False))
+  counts["crc32c"] = checksum.hexdigest().decode()
+  write_json(f"{path}.json", counts)
+  return counts
+
+
+def _usable(
+  documents: Iterable[str | DataError], most: int, counts: dict[str, Any]
+) -> Iterator[str]:
+  for text in documents:
+    if not isinstance(text, DataError):
+      yield text
+      continue
+    counts["num_skipped"] += 1
+    if counts["num_skipped"] > most:
+      raise text
+    if len(counts["skipped"]) < _MAX_TOLD:
+      counts["skipped"].append(str(text))
+
+
+def finished_shard(folder: str, name: str) -> dict[str, Any] | None:
+  """The counts of a shard that is complete and undamaged, or None."""
+  path = os.path.join(folder, name)
+  checksum = google_crc32c.Checksum()
+  try:
+    with open(f"{path}.json", encoding="utf-8") as f:
+      counts = json.load(f)
+    with open(f"{path}.bin", "rb") as f:
+      while chunk := f.read(1 << 20):
+        checksum.update(chunk)
+  except FileNotFoundError:
+    return None
+  same = checksum.hexdigest().decode() == counts["crc32c"]
+  return counts if same and os.path.exists(f"{path}.ends.npy") else None
+
+
+def write_json(path: str, content: Any) -> None:
+  """Writes JSON, whole or not at all."""
+  raw = json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"
+  replace(path, lambda f: f.write(raw))
+
+
+def replace(path: str, write: Callable[[Any], Any]) -> None:
+  """Writes a file under another name, and gives it its own when it is whole."""
+  # Two processes may write the same for a moment, after one was killed.
+  temporary = f"{path}.{os.getpid()}.tmp"
+  with open(temporary, "wb") as f:
+    write(f)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(temporary, path)

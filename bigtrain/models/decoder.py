@@ -1,0 +1,424 @@
+"""A decoder-only language model: GPT-2, Llama, and what lies between.
+
+GPT-2 (Radford et al. 2019) has learned positions, layer norms, GELU, biases
+and a head tied to the embedding; Llama (https://arxiv.org/abs/2302.13971)
+rotary positions, root-mean-square norms, SwiGLU, grouped queries, no biases.
+Both normalise before each layer. Each of these is a field, and so are norms of
+queries and keys, sliding windows and capped logits.
+
+Parameters are stored in the orientation in which they multiply from the right:
+blocks/attention/query/kernel is (D, H, K). With `scan` there is one `blocks`
+whose arrays have a leading axis of layers, else blocks_0, blocks_1, ...
+
+Axes: B batch, L length, D model width, H heads, G heads of keys and values,
+K head width, F hidden width, N layers, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain import settings, sharding
+from bigtrain.models import (
+  attention,
+  common,
+  decoder_block,
+  decoder_published,
+  moe,
+  published,
+)
+
+_GPT2: dict[str, Any] = dict(
+  posemb="learn",
+  norm="layernorm",
+  norm_eps=1e-5,
+  mlp="gelu",
+  use_bias=True,
+  tied_head=True,
+)
+_LLAMA: dict[str, Any] = dict(
+  posemb="rope",
+  norm="rmsnorm",
+  norm_eps=1e-5,
+  mlp="swiglu",
+  use_bias=False,
+  tied_head=False,
+)
+_GPT2_SIZES = dict(vocab_size=50257, max_len=1024)
+_LLAMA3 = dict(
+  vocab_size=128_256, max_len=131_072, rope_theta=5e5, num_kv_heads=8
+)
+
+
+def _llama3_scaling(factor: float) -> dict[str, Any]:
+  return dict(
+    type="llama3",
+    factor=factor,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_len=8192,
+  )
+
+
+_MU = dict(width=32, depth=2, num_heads=4, max_len=128)
+
+# "gpt2" and "llama" are styles without sizes; "mu" is for tests. The Llamas are
+# 3.2 1B and 3.1 8B.
+VARIANTS: dict[str, dict[str, Any]] = {
+  "gpt2": _GPT2,
+  "gpt2_mu": _GPT2 | _MU,
+  "gpt2_124m": _GPT2 | _GPT2_SIZES | dict(width=768, depth=12, num_heads=12),
+  "gpt2_355m": _GPT2 | _GPT2_SIZES | dict(width=1024, depth=24, num_heads=16),
+  "gpt2_774m": _GPT2 | _GPT2_SIZES | dict(width=1280, depth=36, num_heads=20),
+  "gpt2_1558m": _GPT2 | _GPT2_SIZES | dict(width=1600, depth=48, num_heads=25),
+  "llama": _LLAMA,
+  "llama_mu": _LLAMA | _MU | dict(num_kv_heads=2, mlp_dim=64),
+  "llama_1b": _LLAMA
+  | _LLAMA3
+  | dict(
+    width=2048,
+    depth=16,
+    num_heads=32,
+    mlp_dim=8192,
+    tied_head=True,
+    rope_scaling=_llama3_scaling(32.0),
+  ),
+  "llama_8b": _LLAMA
+  | _LLAMA3
+  | dict(
+    width=4096,
+    depth=32,
+    num_heads=32,
+    mlp_dim=14_336,
+    rope_scaling=_llama3_scaling(8.0),
+  ),
+  "mixtral_mu": _LLAMA
+  | _MU
+  | dict(num_kv_heads=2, mlp_dim=64, moe=dict(num_experts=8, top_k=2)),
+  "mixtral_8x7b": _LLAMA
+  | dict(
+    vocab_size=32_000,
+    max_len=32_768,
+    width=4096,
+    depth=32,
+    num_heads=32,
+    num_kv_heads=8,
+    mlp_dim=14_336,
+    rope_theta=1e6,
+    moe=dict(num_experts=8, top_k=2),
+  ),
+}
+
+POSEMBS = ("learn", "rope", "none")
+NORMS = ("layernorm", "rmsnorm")
+MLPS = ("gelu", "swiglu")
+
+# Fields that a variant gives and that have to come from somewhere.
+_SIZES = ("vocab_size", "width", "depth", "num_heads")
+_OTHERS = ("mlp_dim", "head_dim", "moe", "rope_scaling")
+
+
+class Model(nn.Module):
+  """The decoder. After construction no field that a variant gives is None.
+
+  Attributes:
+    variant: a name in VARIANTS: values for the fields below that are None. A
+      style unless given: "gpt2".
+    vocab_size: V.
+    width: D.
+    depth: N.
+    num_heads: H.
+    num_kv_heads: G, which divides H; H unless given.
+    head_dim: K; D / H unless given.
+    mlp_dim: F; 4 D unless given.
+    max_len: largest number of positions; with posemb "learn" each has an
+      embedding.
+    posemb: "learn", "rope" or "none".
+    rope_theta: base of the wavelengths; 10,000 unless given.
+    rope_scaling: see attention.frequencies.
+    norm: "layernorm" or "rmsnorm".
+    norm_eps: added to the variance.
+    mlp: "gelu" (its tanh form) or "swiglu".
+    moe: options of moe.Options: experts of this kind in the place of MLPs.
+    use_bias: whether projections and the MLP have biases.
+    tied_head: whether the head is the embedding.
+    qk_norm: root-mean-square norms of queries and keys, with a scale.
+    window: positions that each sees, itself among them; None for all before.
+    attention_softcap: scores s become softcap * tanh(s / softcap).
+    logits_softcap: the same for the logits.
+    dropout: rate after the embedding and on residual branches.
+    init_std: standard deviation of the initial kernels; those that write to
+      the residual stream have it divided by sqrt(2 N), as in GPT-2.
+    scan: one compiled block that loops over stacked parameters.
+    remat_policy: "none" or a name of jax.checkpoint_policies.
+    dtype: of the computation; parameters and logits are float32.
+  """
+
+  variant: str | None = None
+  vocab_size: int | None = None
+  width: int | None = None
+  depth: int | None = None
+  num_heads: int | None = None
+  num_kv_heads: int | None = None
+  head_dim: int | None = None
+  mlp_dim: int | None = None
+  max_len: int | None = None
+  posemb: str | None = None
+  rope_theta: float | None = None
+  rope_scaling: Mapping[str, Any] | None = None
+  norm: str | None = None
+  norm_eps: float | None = None
+  mlp: str | None = None
+  moe: Mapping[str, Any] | None = None
+  use_bias: bool | None = None
+  tied_head: bool | None = None
+  qk_norm: bool = False
+  window: int | None = None
+  attention_softcap: float | None = None
+  logits_softcap: float | None = None
+  dropout: float = 0.0
+  init_std: float = 0.02
+  scan: bool = False
+  remat_policy: str = "none"
+  dtype: str = "float32"
+
+  def __post_init__(self) -> None:
+    for name, value in _filled(self).items():
+      # Linen's own setter works only after its __post_init__.
+      object.__setattr__(self, name, value)
+    experts = moe.read(self.moe, "config.model.moe")
+    object.__setattr__(self, "moe", experts)
+    _check(self)
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self,
+    tokens: jax.Array,
+    *,
+    segments: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    cache: attention.Cache | None = None,
+    start: jax.Array | int = 0,
+    head: bool = True,
+    train: bool = False,
+  ) -> tuple[jax.Array | None, dict[str, Any]]:
+    """Predicts the token after each.
+
+    Args:
+      tokens: int (B, L). One that is not in the vocabulary gives NaN.
+      segments: int (B, L), the document that each is of; none sees another.
+      positions: int (B, L); unless given, they count from 0 in each document.
+      cache: of `init_cache`: the past that all tokens see as well; these are
+        added to it. Not with segments.
+      start: number of tokens in the cache, the position of the first of these.
+      head: whether to compute the logits.
+      train: whether dropout acts; it draws from the rng "dropout".
+
+    Returns:
+      (float32 logits (B, L, V), or None without `head`; and a dict with
+      "pre_logits" (B, L, D), what `head_kernel` multiplies, "cache", and "moe",
+      statistics of the experts, if there are any, see moe.Moe).
+    """
+    L = tokens.shape[1]
+    V, D = self.vocab_size, self.width
+    if self.max_len is not None and L > self.max_len:
+      raise settings.ConfigError(
+        f"config.model.max_len={self.max_len}: texts of {L} tokens came in."
+      )
+    init = nn.initializers.normal(self.init_std)
+    embedding_VD = self.param("token_embedding", init, (V, D))
+    x_BLD = jnp.take(embedding_VD, tokens, axis=0).astype(self.dtype)
+    if positions is None:
+      positions = start + jnp.arange(L)[None]
+      if segments is not None:
+        positions = positions - _document_starts(segments)
+    turn = mask_BLL = None
+    if self.posemb == "learn":
+      table_LD = self.param("pos_embedding", init, (self.max_len, D))
+      x_BLD += jnp.take(table_LD, positions, axis=0).astype(self.dtype)
+    elif self.posemb == "rope":
+      omega_Q = attention.frequencies(
+        self.head_dim, self.rope_theta, self.rope_scaling
+      )
+      turn = attention.rotation(positions, omega_Q)
+    if segments is not None:
+      mask_BLL = attention.document_mask(segments, self.window)
+    x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
+    real_BL = None if segments is None else segments != 0
+    (x_BLD, cache), stats = self._blocks(
+      (sharding.over_batch(x_BLD), cache), turn, mask_BLL, real_BL, start, train
+    )
+    x_BLD = decoder_block.norm(self, "norm")(x_BLD)
+    out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
+    kernel_DV = embedding_VD.T
+    if not self.tied_head:
+      kernel_DV = moe.Kernels((D, V), self.init_std, name="head")()
+    if not head:
+      return None, out
+    logits_BLV = jnp.einsum(
+      "bld,dv->blv",
+      x_BLD,
+      kernel_DV.astype(self.dtype),
+      preferred_element_type=jnp.float32,
+    )
+    if self.logits_softcap is not None:
+      logits_BLV = self.logits_softcap * jnp.tanh(
+        logits_BLV / self.logits_softcap
+      )
+    return logits_BLV, out
+
+  def _blocks(self, carry: Any, *shared: Any) -> tuple[Any, Any]:
+    """Runs the stack of blocks.
+
+    Args:
+      carry: (stream, cache).
+      *shared: the blocks' arguments that are the same for all.
+
+    Returns:
+      (the carry, mean over the layers of what the experts report).
+    """
+    layer = decoder_block.Layer(
+      *[getattr(self, name) for name in decoder_block.Layer._fields]
+    )
+    if self.is_initializing():
+      block = decoder_block.Block(layer, parent=None)
+      common.init_blocks(self, "blocks", self.depth, block, carry, 0, *shared)
+    # Argument 7 is train; 0 is self.
+    kind = common.block_class(
+      decoder_block.Block, self.scan, self.remat_policy, train=7
+    )
+    if self.scan:
+      blocks = nn.scan(
+        kind,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        in_axes=(0, *[nn.broadcast] * len(shared)),
+        length=self.depth,
+      )
+      carry, stats = blocks(layer, name="blocks")(
+        carry, jnp.arange(self.depth), *shared
+      )
+      return carry, jax.tree.map(lambda x: jnp.mean(x, axis=0), stats)
+    each = []
+    for i in range(self.depth):
+      carry, stats = kind(layer, name=f"blocks_{i}")(carry, i, *shared)
+      each.append(stats)
+    return carry, jax.tree.map(lambda *x: sum(x) / self.depth, *each)
+
+  def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
+    """The (D, V) matrix that makes "pre_logits" logits."""
+    if self.tied_head:
+      return params["token_embedding"].T
+    return params["head"]["kernel"]
+
+  def init_cache(self, batch_size: int, max_len: int) -> attention.Cache:
+    """An empty cache for `batch_size` texts of up to `max_len` tokens."""
+    if self.max_len is not None and max_len > self.max_len:
+      raise settings.ConfigError(
+        f"max_len={max_len}: the model has {self.max_len} positions "
+        "(config.model.max_len)."
+      )
+    empty = jnp.zeros(
+      (batch_size, self.depth, max_len, self.num_kv_heads, self.head_dim),
+      self.dtype,
+    )
+    return attention.Cache(*[sharding.over_batch(empty) for _ in range(2)])
+
+
+def _document_starts(segments_BL: jax.Array) -> jax.Array:
+  """The index at which each token's document begins."""
+  index_L = jnp.arange(segments_BL.shape[1])
+  before_BL = jnp.pad(segments_BL[:, :-1], ((0, 0), (1, 0)))
+  starts_BL = jnp.where(segments_BL != before_BL, index_L, 0)
+  return jax.lax.cummax(starts_BL, axis=1)
+
+
+def _filled(model: Model) -> dict[str, Any]:
+  """The fields that are None, with the variant's and derived values."""
+  variant = model.variant or "gpt2"
+  if variant not in VARIANTS:
+    hint = settings.did_you_mean(variant, VARIANTS)
+    raise settings.ConfigError(
+      f"config.model.variant: unknown {variant!r}.{hint}"
+    )
+  values = {"rope_theta": 1e4} | VARIANTS[variant]
+  for name in (*_SIZES, *_LLAMA, *_LLAMA3, *_OTHERS):
+    if getattr(model, name) is not None:
+      values[name] = getattr(model, name)
+  for name in _SIZES:
+    if name not in values:
+      raise settings.ConfigError(
+        f"config.model.{name}: missing; give it, or a variant such as "
+        "'gpt2_124m'."
+      )
+  width, heads = values["width"], values["num_heads"]
+  if "head_dim" not in values:
+    if width % heads:
+      raise settings.ConfigError(
+        f"config.model.num_heads: {heads} does not divide the width {width}."
+      )
+    values["head_dim"] = width // heads
+  values.setdefault("num_kv_heads", heads)
+  values.setdefault("mlp_dim", 4 * width)
+  return values
+
+
+def _check(model: Model) -> None:
+  """Raises ConfigError for fields that cannot be meant."""
+  numbers = (*_SIZES, "num_kv_heads", "head_dim", "mlp_dim")
+  optional = [n for n in ("max_len", "window") if getattr(model, n) is not None]
+  for name in (*numbers, *optional):
+    value = getattr(model, name)
+    if not isinstance(value, int) or value < 1:
+      raise settings.ConfigError(
+        f"config.model.{name}: expected a positive whole number, got {value!r}."
+      )
+  if model.num_heads % model.num_kv_heads:
+    raise settings.ConfigError(
+      f"config.model.num_kv_heads: {model.num_kv_heads} does not divide "
+      f"num_heads={model.num_heads}."
+    )
+  common.check_option("posemb", model.posemb, POSEMBS)
+  common.check_option("norm", model.norm, NORMS)
+  common.check_option("mlp", model.mlp, MLPS)
+  common.check_option("remat_policy", model.remat_policy, common.REMAT_POLICIES)
+  common.check_option("dtype", model.dtype, common.DTYPES)
+  common.check_rate("dropout", model.dropout)
+  attention.check_scaling(model.rope_scaling, "config.model.rope_scaling")
+  if model.posemb == "learn" and model.max_len is None:
+    raise settings.ConfigError(
+      "config.model.max_len: missing; learned positions have a number."
+    )
+  if model.posemb == "rope" and model.head_dim % 2:
+    raise settings.ConfigError(
+      f"config.model.head_dim: rotary positions need an even number, got "
+      f"{model.head_dim}."
+    )
+
+
+def from_published(
+  flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, Any]:
+  """The parameters of a published model, or of one that stacks otherwise.
+
+  Args:
+    flat: parameters by name: of Hugging Face's GPT-2, Llama or Mixtral, or of
+      this model with another `scan`.
+    like: this model's parameters by name.
+
+  Returns:
+    Parameters by name. What matches nothing in `like` keeps its name and
+    shape, so that the caller can list it.
+  """
+  found = decoder_published.load(flat, like)
+  if found is not None:
+    return found
+  return published.restack_blocks(flat, like, block="blocks")
+
+
+to_published = decoder_published.export

@@ -1,0 +1,380 @@
+"""T5, an encoder-decoder for text: versions 1.0 and 1.1.
+
+https://arxiv.org/abs/1910.10683. Relative positions only, root-mean-square
+norms, no biases. Version 1.0 has ReLUs and one table for the tokens of both
+sides and, scaled, for the logits; 1.1 has gated GELUs and a head of its own.
+
+The published models begin targets with the id that also pads, 0. Positions
+count by distance, so tokens of packed documents need none of their own.
+
+Axes: B batch, L length of targets, S length of inputs, D model width, H heads,
+K head width, F hidden width, N layers, V vocabulary.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain import settings, sharding
+from bigtrain.models import (
+  attention,
+  common,
+  published,
+  t5_layers,
+)
+
+_V1_0: dict[str, Any] = dict(mlp="relu", tied_head=True)
+_V1_1: dict[str, Any] = dict(mlp="geglu", tied_head=False)
+
+
+def _sizes(
+  width: int, depth: int, num_heads: int, mlp_dim: int, head_dim: int = 64
+) -> dict[str, Any]:
+  return dict(
+    vocab_size=32128,
+    width=width,
+    depth=depth,
+    num_heads=num_heads,
+    head_dim=head_dim,
+    mlp_dim=mlp_dim,
+  )
+
+
+# "t5" and "t5_1_1" are styles without sizes.
+VARIANTS: dict[str, dict[str, Any]] = {
+  "t5": _V1_0,
+  "t5_small": _V1_0 | _sizes(512, 6, 8, 2048),
+  "t5_base": _V1_0 | _sizes(768, 12, 12, 3072),
+  "t5_large": _V1_0 | _sizes(1024, 24, 16, 4096),
+  "t5_3b": _V1_0 | _sizes(1024, 24, 32, 16_384, 128),
+  "t5_11b": _V1_0 | _sizes(1024, 24, 128, 65_536, 128),
+  "t5_1_1": _V1_1,
+  "t5_1_1_small": _V1_1 | _sizes(512, 8, 6, 1024),
+  "t5_1_1_base": _V1_1 | _sizes(768, 12, 12, 2048),
+  "t5_1_1_large": _V1_1 | _sizes(1024, 24, 16, 2816),
+  "t5_1_1_xl": _V1_1 | _sizes(2048, 24, 32, 5120),
+  "t5_1_1_xxl": _V1_1 | _sizes(4096, 24, 64, 10_240),
+}
+
+MLPS = ("relu", "geglu")
+_NEEDED = ("vocab_size", "width", "depth", "num_heads")
+
+
+class Model(nn.Module):
+  """The model. After construction no field that a variant gives is None.
+
+  Attributes:
+    variant: a name in VARIANTS: values for the fields below that are None. A
+      style unless given: "t5_1_1".
+    vocab_size: V.
+    width: D.
+    depth: N, blocks of the encoder.
+    decoder_depth: blocks of the decoder; as many unless given.
+    num_heads: H.
+    head_dim: K; D / H unless given.
+    mlp_dim: F; 4 D unless given.
+    mlp: "relu" or "geglu".
+    tied_head: whether the head is the embedding, and what it multiplies is
+      divided by the root of D.
+    num_buckets: of distances between positions.
+    max_distance: from here on all are alike.
+    norm_eps: added to the variance.
+    dropout: rate after embeddings and norms at the end of stacks, in MLPs and
+      on residual branches.
+    scan: one compiled block in each stack that loops over its parameters.
+    remat_policy: "none" or a name of jax.checkpoint_policies.
+    dtype: of the computation; parameters and logits are float32.
+  """
+
+  variant: str | None = None
+  vocab_size: int | None = None
+  width: int | None = None
+  depth: int | None = None
+  decoder_depth: int | None = None
+  num_heads: int | None = None
+  head_dim: int | None = None
+  mlp_dim: int | None = None
+  mlp: str | None = None
+  tied_head: bool | None = None
+  num_buckets: int = 32
+  max_distance: int = 128
+  norm_eps: float = 1e-6
+  dropout: float = 0.0
+  scan: bool = False
+  remat_policy: str = "none"
+  dtype: str = "float32"
+
+  def __post_init__(self) -> None:
+    for name, value in _filled(self).items():
+      # Linen's own setter works only after its __post_init__.
+      object.__setattr__(self, name, value)
+    _check(self)
+    super().__post_init__()
+
+  def setup(self) -> None:
+    """Declares what the methods share."""
+    V, D = self.vocab_size, self.width
+    self.token_embedding = self.param(
+      "token_embedding", nn.initializers.normal(1.0), (V, D)
+    )
+    sizes = t5_layers.Sizes(
+      *[getattr(self, name) for name in t5_layers.Sizes._fields]
+    )
+    self.encoder = t5_layers.Stack(sizes, self.depth, two_sided=True)
+    self.decoder = t5_layers.Stack(sizes, self.decoder_depth, two_sided=False)
+    if not self.tied_head:
+      self.head = t5_layers.Head((D, V))
+
+  def __call__(
+    self,
+    inputs: jax.Array,
+    targets: jax.Array,
+    *,
+    inputs_segments: jax.Array | None = None,
+    targets_segments: jax.Array | None = None,
+    head: bool = True,
+    train: bool = False,
+  ) -> tuple[jax.Array | None, dict[str, Any]]:
+    """Predicts each target from the inputs and the targets before it.
+
+    Args:
+      inputs: int (B, S), padded with 0. One that is not in the vocabulary gives
+        NaN.
+      targets: int (B, L), padded with 0.
+      inputs_segments: int (B, S), the document that each is of, 0 for padding;
+        documents do not see each other. Both or neither.
+      targets_segments: int (B, L).
+      head: whether to compute the logits.
+      train: whether dropout acts; it draws from the rng "dropout".
+
+    Returns:
+      (float32 logits (B, L, V), or None without `head`; and a dict with
+      "pre_logits" (B, L, D), what `head_kernel` multiplies, and "encoded").
+    """
+    if (inputs_segments is None) != (targets_segments is None):
+      raise settings.ConfigError(
+        "expected inputs_segments and targets_segments, or neither of them."
+      )
+    L = targets.shape[1]
+    before_BL = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
+    if targets_segments is None:
+      source_mask_BLS = (inputs != 0)[:, None]
+      mask_BLL = attention.causal_mask(L)[None]
+    else:
+      source_mask_BLS = (
+        targets_segments[:, :, None] == inputs_segments[:, None, :]
+      )
+      mask_BLL = attention.document_mask(targets_segments)
+      first_BL = jnp.pad(targets_segments[:, :-1], ((0, 0), (1, 0)))
+      before_BL = jnp.where(first_BL == targets_segments, before_BL, 0)
+    encoded_BSD = self.encode(inputs, inputs_segments, train=train)
+    source = t5_layers.Source(encoded_BSD, source_mask_BLS)
+    x_BLD, _ = self.decoder(
+      self._embed(before_BL), mask_BLL, source=source, train=train
+    )
+    out = {"pre_logits": self._scaled(x_BLD), "encoded": encoded_BSD}
+    return self._logits(out["pre_logits"]) if head else None, out
+
+  def encode(
+    self,
+    inputs: jax.Array,
+    segments: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> jax.Array:
+    """The encoder's output (B, S, D); arguments as in `__call__`."""
+    if segments is None:
+      mask_BSS = (inputs != 0)[:, None]
+    else:
+      mask_BSS = segments[:, :, None] == segments[:, None, :]
+    return self.encoder(self._embed(inputs), mask_BSS, train=train)[0]
+
+  def begin(self, inputs: jax.Array, max_len: int) -> t5_layers.Cache:
+    """What `step` starts from, for targets of up to `max_len` tokens.
+
+    Args:
+      inputs: int (B, S), padded with 0.
+      max_len: the 0 that begins the targets included.
+    """
+    B, S = inputs.shape
+
+    def empty(length: int) -> attention.Cache:
+      shape = (B, self.decoder_depth, length, self.num_heads, self.head_dim)
+      zeros = sharding.over_batch(jnp.zeros(shape, self.dtype))
+      return attention.Cache(zeros, zeros)
+
+    cache = t5_layers.Cache(empty(max_len), empty(S), inputs != 0)
+    encoded_BSD = self.encode(inputs)
+    return self._advance(cache, jnp.zeros(B, jnp.int32), 0, encoded_BSD)[1]
+
+  def step(
+    self, cache: t5_layers.Cache, token_B: jax.Array, position: jax.Array
+  ) -> tuple[jax.Array, t5_layers.Cache]:
+    """One step of decoding, see decoding.py: the token at position 0 is 0."""
+    x_B1D, cache = self._advance(cache, token_B, position, None)
+    return self._logits(self._scaled(x_B1D))[:, 0], cache
+
+  def _advance(
+    self,
+    cache: t5_layers.Cache,
+    token_B: jax.Array,
+    position: Any,
+    encoded_BSD: jax.Array | None,
+  ) -> tuple[jax.Array, t5_layers.Cache]:
+    seen_S = jnp.arange(cache.past.k_BNSGK.shape[2]) <= position
+    return self.decoder(
+      self._embed(token_B[:, None]),
+      seen_S[None, None],
+      source=t5_layers.Source(encoded_BSD, cache.source_mask_BS[:, None]),
+      cache=cache,
+      start=position,
+    )
+
+  def _embed(self, tokens_BL: jax.Array) -> jax.Array:
+    x_BLD = jnp.take(self.token_embedding, tokens_BL, axis=0)
+    return sharding.over_batch(x_BLD.astype(self.dtype))
+
+  def _scaled(self, x_BLD: jax.Array) -> jax.Array:
+    return x_BLD * self.width**-0.5 if self.tied_head else x_BLD
+
+  def _logits(self, x_BLD: jax.Array) -> jax.Array:
+    kernel_DV = self.token_embedding.T if self.tied_head else self.head()
+    return jnp.einsum(
+      "bld,dv->blv",
+      x_BLD,
+      kernel_DV.astype(self.dtype),
+      preferred_element_type=jnp.float32,
+    )
+
+  def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
+    """The (D, V) matrix that makes "pre_logits" logits."""
+    if self.tied_head:
+      return params["token_embedding"].T
+    return params["head"]["kernel"]
+
+
+def _filled(model: Model) -> dict[str, Any]:
+  """The fields that are None, with the variant's and derived values."""
+  variant = model.variant or "t5_1_1"
+  if variant not in VARIANTS:
+    hint = settings.did_you_mean(variant, VARIANTS)
+    raise settings.ConfigError(
+      f"config.model.variant: unknown {variant!r}.{hint}"
+    )
+  values = dict(VARIANTS[variant])
+  for name in (*_NEEDED, *_V1_0, "decoder_depth", "head_dim", "mlp_dim"):
+    if getattr(model, name) is not None:
+      values[name] = getattr(model, name)
+  for name in _NEEDED:
+    if name not in values:
+      raise settings.ConfigError(
+        f"config.model.{name}: missing; give it, or a variant such as "
+        "'t5_1_1_base'."
+      )
+  width, heads = values["width"], values["num_heads"]
+  if "head_dim" not in values:
+    if width % heads:
+      raise settings.ConfigError(
+        f"config.model.num_heads: {heads} does not divide the width {width}."
+      )
+    values["head_dim"] = width // heads
+  values.setdefault("decoder_depth", values["depth"])
+  values.setdefault("mlp_dim", 4 * width)
+  return values
+
+
+def _check(model: Model) -> None:
+  """Raises ConfigError for fields that cannot be meant."""
+  for name in (*_NEEDED, "decoder_depth", "head_dim", "mlp_dim"):
+    value = getattr(model, name)
+    if not isinstance(value, int) or value < 1:
+      raise settings.ConfigError(
+        f"config.model.{name}: expected a positive whole number, got {value!r}."
+      )
+  if model.num_buckets < 4 or model.max_distance <= model.num_buckets // 2:
+    raise settings.ConfigError(
+      f"config.model.num_buckets={model.num_buckets}: expected at least 4, and "
+      f"less than twice max_distance={model.max_distance}."
+    )
+  common.check_option("mlp", model.mlp, MLPS)
+  common.check_option("remat_policy", model.remat_policy, common.REMAT_POLICIES)
+  common.check_option("dtype", model.dtype, common.DTYPES)
+  common.check_rate("dropout", model.dropout)
+
+
+# Of Hugging Face's layout, in the stacks and their blocks.
+_LAYERS = (
+  (r"layer/0/layer_norm/weight", "attention_norm/scale"),
+  (r"layer/0/SelfAttention/(\w)/weight", "attention/{}/kernel"),
+  (r"layer/1/layer_norm/weight", "cross_attention_norm/scale"),
+  (r"layer/1/EncDecAttention/(\w)/weight", "cross_attention/{}/kernel"),
+  (r"layer/\d/DenseReluDense/(\w+)/weight", "mlp/{}/kernel"),
+)
+_SHORT = {"q": "query", "k": "key", "v": "value", "o": "out"}
+_SHORT |= {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}
+
+
+def from_published(
+  flat: Mapping[str, np.ndarray], like: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+  """Parameters of a published file under this model's names and shapes.
+
+  Knows Hugging Face's layout, and blocks stacked or not.
+
+  Args:
+    flat: arrays by name, parts joined by "/" or ".".
+    like: name -> ShapeDtypeStruct of the model's parameters.
+  """
+  flat = {n.replace(".", "/"): x for n, x in published.read(flat).items()}
+  found: dict[str, np.ndarray] = {}
+  for name, value in flat.items():
+    ours = _our_name(name)
+    if ours is None:
+      continue
+    if ours != name and ours.endswith("/kernel"):
+      value = value.T  # Theirs multiply from the left.
+    found[ours] = value
+  found = published.restack_blocks(found, like, block="blocks")
+  if "head/kernel" not in like:  # Tied: a copy of the embedding.
+    found.pop("head/kernel", None)
+  return {
+    name: value.reshape(like[name].shape)
+    if name in like and value.size == np.prod(like[name].shape)
+    else value
+    for name, value in found.items()
+  }
+
+
+def _our_name(name: str) -> str | None:
+  """Our name of a parameter of Hugging Face's; None for a copy of another."""
+  if name == "shared/weight":
+    return "token_embedding"
+  if name == "lm_head/weight":
+    return "head/kernel"
+  if name.endswith("embed_tokens/weight"):
+    return None
+  name = re.sub(r"^(\w+)/final_layer_norm/weight$", r"\1/norm/scale", name)
+  stack, block, rest = _split(name)
+  if rest is None:
+    return name
+  if "relative_attention_bias" in rest:
+    return f"{stack}/relative_bias/embedding"
+  # A decoder's MLP is its third layer, an encoder's the second.
+  if stack == "encoder":
+    rest = rest.replace("layer/1/layer_norm", "layer/2/layer_norm")
+  rest = rest.replace("layer/2/layer_norm/weight", "mlp_norm/scale")
+  for pattern, ours in _LAYERS:
+    if m := re.fullmatch(pattern, rest):
+      rest = ours.format(*[_SHORT[g] for g in m.groups()])
+  return f"{stack}/blocks_{block}/{rest}"
+
+
+def _split(name: str) -> tuple[str, str, str | None]:
+  """("encoder", "3", "layer/...") of the parameter of a block."""
+  m = re.fullmatch(r"(encoder|decoder)/block/(\d+)/(.+)", name)
+  return (m[1], m[2], m[3]) if m else (name, "", None)

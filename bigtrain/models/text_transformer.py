@@ -1,0 +1,168 @@
+"""Transformer encoder of token ids: the text tower of SigLIP.
+
+Every position attends to every other, padding included, as in "Sigmoid Loss
+for Language Image Pre-Training", arXiv 2303.15343, and in "LiT", arXiv
+2111.07991: a text is always padded in the same way, so it is part of the text.
+
+Axes: B batch, L length, D model width, C outputs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain import settings
+from bigtrain.models import common, vit
+
+POOL_TYPES = ("last", "first", "gap", "max", "map")
+_SIZES = ("width", "depth", "mlp_dim", "num_heads")
+
+
+class Model(nn.Module):
+  """Text tower. After construction the sizes hold numbers, whoever gave them.
+
+  Attributes:
+    num_classes: C; None for a model without a head.
+    variant: such as "B": the sizes of the ViT of that name, which the fields
+      below take unless given themselves.
+    width: D.
+    depth: number of blocks.
+    mlp_dim: hidden width of the MLPs; the variant's, else 4 D.
+    num_heads: attention heads; must divide D.
+    vocab_size: number of different token ids.
+    pool_type: "last" position (which must not be cut off: tokenize with
+      eos="sticky"), "first" position, "gap" global average, "max", or "map",
+      attention.
+    dropout: rate in the MLPs and on residual branches.
+    scan: one compiled block that loops over stacked parameters.
+    remat_policy: "none" or a name of jax.checkpoint_policies.
+    dtype: of the computation; parameters, the pooled features and the head
+      are float32.
+  """
+
+  num_classes: int | None = None
+  variant: str | None = None
+  width: int | None = None
+  depth: int | None = None
+  mlp_dim: int | None = None
+  num_heads: int | None = None
+  vocab_size: int = 32_000
+  pool_type: str = "last"
+  dropout: float = 0.0
+  scan: bool = False
+  remat_policy: str = "none"
+  dtype: str = "float32"
+
+  def __post_init__(self) -> None:
+    sizes = {} if self.variant is None else vit.variant_sizes(self.variant)
+    for name in _SIZES:
+      value = getattr(self, name)
+      value = sizes.get(name) if value is None else value
+      if name == "mlp_dim" and value is None and self.width is not None:
+        value = 4 * self.width
+      if value is None:
+        raise settings.ConfigError(
+          f"config.model.{name}: missing; give it, or a variant such as 'B'."
+        )
+      # Linen's own setter works only after its __post_init__.
+      object.__setattr__(self, name, value)
+    for name in (*_SIZES, "vocab_size"):
+      value = getattr(self, name)
+      if not isinstance(value, int) or value < 1:
+        raise settings.ConfigError(
+          f"config.model.{name}: expected a positive whole number, got "
+          f"{value!r}."
+        )
+    common.check_option("pool_type", self.pool_type, POOL_TYPES)
+    common.check_option(
+      "remat_policy", self.remat_policy, common.REMAT_POLICIES
+    )
+    common.check_option("dtype", self.dtype, common.DTYPES)
+    common.check_rate("dropout", self.dropout)
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self, text: jax.Array, *, train: bool = False
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Encodes texts.
+
+    Args:
+      text: int (B, L) token ids below vocab_size; any other gives NaN.
+      train: whether dropout acts; it draws from the rng "dropout".
+
+    Returns:
+      float32 (B, C), or what precedes the head if there is none; and what was
+      computed on the way: "encoded" (B, L, D) and "pre_logits" (B, D), pooled.
+    """
+    L, D = text.shape[1], self.width
+    embed = nn.Embed(self.vocab_size, D, name="Embed_0")
+    # XLA would read the last row for an id that has none.
+    valid_BL1 = ((text >= 0) & (text < self.vocab_size))[..., None]
+    x_BLD = jnp.where(valid_BL1, embed(text), jnp.nan)
+    init = nn.initializers.normal(D**-0.5)
+    x_BLD = x_BLD + self.param("pos_embedding", init, (1, L, D))
+    x_BLD = common.Encoder(
+      depth=self.depth,
+      mlp_dim=self.mlp_dim,
+      num_heads=self.num_heads,
+      dropout=self.dropout,
+      scan=self.scan,
+      remat_policy=self.remat_policy,
+      dtype=self.dtype,
+      name="Encoder_0",
+    )(x_BLD.astype(self.dtype), train=train)
+    x_BD = self._pool(x_BLD).astype(jnp.float32)
+    out = {"encoded": x_BLD, "pre_logits": x_BD}
+    if self.num_classes:
+      x_BD = nn.Dense(self.num_classes, name="head")(x_BD)
+    return x_BD, out
+
+  def _pool(self, x_BLD: jax.Array) -> jax.Array:
+    if self.pool_type == "last":
+      return x_BLD[:, -1]
+    if self.pool_type == "first":
+      return x_BLD[:, 0]
+    if self.pool_type == "gap":
+      return jnp.mean(x_BLD, axis=1, dtype=jnp.float32)
+    if self.pool_type == "max":
+      return jnp.max(x_BLD, axis=1)
+    return common.MAPHead(
+      self.mlp_dim, self.num_heads, self.dtype, name="MAPHead_0"
+    )(x_BLD)
+
+
+def from_published(
+  flat: Mapping[str, np.ndarray], like: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+  """Renames and reshapes the parameters of a published text tower.
+
+  Knows the towers of the SigLIP and LiT releases, also those where the
+  position embeddings were added twice, layers have other numbers, or blocks
+  are stacked.
+
+  Args:
+    flat: parameters by "/"-joined name.
+    like: the model's parameters by name.
+
+  Returns:
+    Parameters by name. What matches nothing in `like` keeps its name and
+    shape, so that the caller can list it: embeddings of other lengths of text
+    are not resampled.
+  """
+  flat = dict(flat)
+  posemb_1LD = flat.pop("pos_embedding", None)
+  again_1LD = flat.pop("Encoder_0/pos_embedding", None)
+  # Not with the position embeddings, which lie on no grid here.
+  flat = vit.from_published(flat, like)
+  if posemb_1LD is not None:
+    if again_1LD is not None:
+      posemb_1LD = posemb_1LD + again_1LD
+    flat["pos_embedding"] = posemb_1LD
+  elif again_1LD is not None:
+    flat["Encoder_0/pos_embedding"] = again_1LD
+  return flat

@@ -1,0 +1,177 @@
+"""Two towers that map images and texts to the same sphere.
+
+For SigLIP, https://arxiv.org/abs/2303.15343, LiT,
+https://arxiv.org/abs/2111.07991, and CLIP, https://arxiv.org/abs/2103.00020.
+Parameters are named as in the released SigLIP and LiT files, so that those
+load by config.model_init.
+
+Axes: B batch, E embedding.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain import settings
+from bigtrain.models import published
+
+# Added to norms: an embedding of zeros stays one, with a gradient.
+_EPSILON = 1e-8
+
+
+class Model(nn.Module):
+  """Image tower, text tower, temperature and bias.
+
+  Attributes:
+    image: keyword arguments of the image tower's Model.
+    text: keyword arguments of the text tower's Model.
+    image_model: module in bigtrain.models, or a dotted path.
+    text_model: the same; its Model takes (text [B, L], train=).
+    out_dim: E, or (outputs of the image head, of the text head); None for a
+      tower whose pooled features are the embedding.
+    temperature_init: the logits' scale at the start; its logarithm is learned.
+    bias_init: the logits' bias at the start; None for a model without one.
+  """
+
+  image: Mapping[str, Any] | None = None
+  text: Mapping[str, Any] | None = None
+  image_model: str = "vit"
+  text_model: str = "text_transformer"
+  out_dim: int | Sequence[int | None] = 128
+  temperature_init: float = 10.0
+  bias_init: float | None = -10.0
+
+  def __post_init__(self) -> None:
+    if not self.temperature_init > 0:
+      raise settings.ConfigError(
+        "config.model.temperature_init: expected a positive number, got "
+        f"{self.temperature_init!r}."
+      )
+    self._towers()  # So that mistakes are told at the start.
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self,
+    image: jax.Array | None = None,
+    text: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array]]:
+    """Embeds images, texts, or both.
+
+    Args:
+      image: (B, height, width, channels), or None.
+      text: int (B, L) token ids, or None.
+      train: whether dropout and the like act.
+
+    Returns:
+      (image_BE, text_BE, out): embeddings of length 1, float32, None for what
+      was not given; and what was computed on the way: that of the towers as
+      "img/..." and "txt/...", "t" the scale and "b" the bias of the logits.
+    """
+    embedded: dict[str, jax.Array | None] = {"img": None, "txt": None}
+    out: dict[str, jax.Array] = {}
+    towers = self._towers()
+    for name, x in (("img", image), ("txt", text)):
+      if x is not None:
+        model, options = towers[name]
+        z_BE, tower_out = model(**options, name=name)(x, train=train)
+        out.update({f"{name}/{key}": value for key, value in tower_out.items()})
+        embedded[name] = normalise(z_BE)
+    t_1 = self.param(
+      "t", nn.initializers.constant(math.log(self.temperature_init)), (1,)
+    )
+    out["t"] = jnp.exp(t_1)
+    if self.bias_init is not None:
+      out["b"] = self.param("b", nn.initializers.constant(self.bias_init), (1,))
+    return embedded["img"], embedded["txt"], out
+
+  @property
+  def vocab_size(self) -> int | None:
+    """How many token ids the text tower has, if it says so."""
+    model, options = self._towers()["txt"]
+    return getattr(model(**options, parent=None), "vocab_size", None)
+
+  def _towers(self) -> dict[str, tuple[type[nn.Module], dict[str, Any]]]:
+    """{"img" and "txt": (Model, its keyword arguments)}."""
+    dims = self.out_dim
+    dims = (dims, dims) if isinstance(dims, int) else tuple(dims)
+    if len(dims) != 2:
+      raise settings.ConfigError(
+        f"config.model.out_dim: expected one number or two, got {dims}."
+      )
+    return {
+      "img": _tower("image", self.image_model, self.image, dims[0]),
+      "txt": _tower("text", self.text_model, self.text, dims[1]),
+    }
+
+
+def _tower(
+  kind: str, name: str, options: Mapping[str, Any] | None, out_dim: int | None
+) -> tuple[type[nn.Module], dict[str, Any]]:
+  key = f"config.model.{kind}"
+  module = settings.find_module("models", name, f"{key}_model")
+  options = {"num_classes": out_dim, **(options or {})}
+  fields = {field.name for field in dataclasses.fields(module.Model)}
+  if "head_zeroinit" in fields:
+    # An embedding of zeros has no direction to start from.
+    options.setdefault("head_zeroinit", False)
+  settings.check_kwargs(module.Model, options, key)
+  try:
+    module.Model(**options, parent=None)
+  except settings.ConfigError as e:
+    raise settings.ConfigError(str(e).replace("config.model", key)) from e
+  return module.Model, options
+
+
+def normalise(z_BE: jax.Array) -> jax.Array:
+  """Rows of length 1, in float32."""
+  z_BE = z_BE.astype(jnp.float32)
+  square_B1 = jnp.sum(jnp.square(z_BE), axis=-1, keepdims=True)
+  return z_BE / jnp.sqrt(square_B1 + _EPSILON**2)
+
+
+def from_published(
+  flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, np.ndarray]:
+  """Renames and reshapes the parameters of published two-tower models.
+
+  Each tower's are left to its own module: img/ to vit, txt/ to
+  text_transformer.
+
+  Args:
+    flat: parameters by "/"-joined name.
+    like: the model's parameters by name.
+
+  Returns:
+    Parameters by name. What matches nothing in `like` keeps its name and
+    shape, so that the caller can list it.
+  """
+  result: dict[str, np.ndarray] = {}
+  modules = {"img/": "vit", "txt/": "text_transformer"}
+  parts: dict[str, dict[str, np.ndarray]] = {prefix: {} for prefix in modules}
+  for name, value in published.read(flat).items():
+    prefix = name[:4]
+    if prefix in parts:
+      parts[prefix][name.removeprefix(prefix)] = value
+    else:
+      # The temperature and bias of some releases are plain scalars.
+      fits = name in like and value.size == math.prod(like[name].shape)
+      result[name] = value.reshape(like[name].shape) if fits else value
+  for prefix, part in parts.items():
+    module = settings.find_module("models", modules[prefix], prefix)
+    wanted = {
+      name.removeprefix(prefix): spec
+      for name, spec in like.items()
+      if name.startswith(prefix)
+    }
+    converted = module.from_published(part, wanted)
+    result.update({prefix + name: value for name, value in converted.items()})
+  return result

@@ -1,0 +1,281 @@
+"""Ops on text: choosing, filling in and cleaning captions.
+
+They run on numpy arrays, on batches of them, and on tensors; see `registry`.
+Text is UTF-8, as bytes or as Python's strings; what an op makes is bytes. In
+a tf.data graph, what needs Python's rules or a tokenizer's library is called
+back into Python, where one caption is done at a time.
+
+Legend: B batch, L length of a sequence of ids; `...` stands for B or nothing.
+"""
+
+import re
+import string
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from bigtrain.pp import arrays, registry
+from bigtrain.pp.ops_basic import dual
+from bigtrain.pp.registry import Op
+from bigtrain.settings import ConfigError, DataError
+
+_PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]")
+
+
+class BadText(ValueError):
+  """A text that an op cannot use, and why."""
+
+
+@registry.register("lower")
+def lower(key: str = "text", key_result: str | None = None) -> Op:
+  """Text in lower case, by Unicode's rules.
+
+  Args:
+    key: the feature: a text, or a list of them.
+    key_result: where the result goes, if not back to `key`.
+  """
+  return _text_to_text(str.lower, "lower", key, key_result)
+
+
+@registry.register("canonicalize")
+def canonicalize(key: str = "text", key_result: str | None = None) -> Op:
+  """Text in lower case, without ASCII punctuation or repeated spaces.
+
+  Underscores become spaces. What contrastive models are given, as class names
+  and captions then look alike.
+
+  Args:
+    key: the feature: a text, or a list of them.
+    key_result: where the result goes, if not back to `key`.
+  """
+
+  def fn(text: str) -> str:
+    text = _PUNCTUATION.sub("", text.replace("_", " "))
+    return " ".join(text.lower().split())
+
+  return _text_to_text(fn, "canonicalize", key, key_result)
+
+
+def _text_to_text(
+  fn: Callable[[str], str], name: str, key: str, key_result: str | None
+) -> Op:
+  result = key if key_result is None else key_result
+  return on_texts(lambda t: fn(t).encode(), name, key, result, "bytes", ())
+
+
+def on_texts(
+  fn: Callable[[str], Any],
+  name: str,
+  key: str,
+  key_result: str,
+  dtype: Literal["int32", "bytes"],
+  shape: tuple[int, ...],
+) -> Op:
+  """An op that maps each text of a feature by `fn`, in Python.
+
+  Args:
+    fn: text -> bytes, or an array; raises BadText.
+    name: the op, for messages.
+    key: the feature, a text or an array of them of any shape.
+    key_result: the feature's new name.
+    dtype: of what `fn` returns.
+    shape: of what `fn` returns.
+  """
+  message = f"preprocessing op {name} cannot use {key}"
+  kind = object if dtype == "bytes" else dtype
+
+  def all_of(x: Any) -> Any:
+    texts = np.asarray(x, object)
+    found = np.empty((texts.size, *shape), kind)
+    for i, raw in enumerate(texts.ravel()):
+      found[i] = fn(_text(raw, name, key))
+    # Indexing makes the bytes themselves of an array without dimensions.
+    return found.reshape(texts.shape + shape)[()]
+
+  def call(x: Any) -> tuple[Any, bytes]:
+    # What Python raises would reach the user with a traceback in it.
+    try:
+      return all_of(x), b""
+    except BadText as e:
+      empty = np.zeros(np.shape(x) + shape, "S1" if kind is object else kind)
+      return empty, str(e).encode()
+
+  def apply(x: Any, u: Any) -> Any:
+    if arrays.on_host(x):
+      try:
+        return all_of(x)
+      except BadText as e:
+        raise DataError(f"{message}: {e}.") from e
+    import tensorflow as tf
+
+    arrays.require_kind(x, "O", name, "text")
+    kinds = [tf.string if dtype == "bytes" else tf.as_dtype(dtype), tf.string]
+    result, problem = tf.numpy_function(call, [x], kinds)
+    result = tf.ensure_shape(result, x.shape.concatenate(shape))
+    return arrays.checked(result, tf.equal(problem, b""), message, problem)
+
+  return dual(apply, key, key_result)
+
+
+def _text(raw: Any, name: str, key: str) -> str:
+  """One text as a string."""
+  if not isinstance(raw, bytes | str):
+    many = isinstance(raw, list | tuple | np.ndarray)
+    told = "lists of texts, of which 'choice' takes one" if many else repr(raw)
+    raise ConfigError(
+      f"preprocessing op {name!r} expects text in {key!r}, got {told}."
+    )
+  try:
+    if isinstance(raw, bytes):
+      return raw.decode()
+    raw.encode()  # Half of a surrogate pair, as JSON may have, is no text.
+    return raw
+  except (UnicodeDecodeError, UnicodeEncodeError) as e:
+    raise BadText(f"{raw[:40]!r} is not UTF-8, at byte {e.start}") from e
+
+
+def excerpt(text: str) -> str:
+  """The beginning of a text, for messages."""
+  return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+@registry.register("strfmt")
+def strfmt(template: str, key_result: str = "text") -> Op:
+  """A text made from features: strfmt("a photo of a {label_name}").
+
+  Args:
+    template: text with names of features in braces; {{ and }} are braces.
+      Strings and integers can be filled in. Where one is a list, the result is
+      the list of texts.
+    key_result: where the result goes.
+  """
+  parts = _parts(template)
+  names = tuple(dict.fromkeys(name for _, name in parts if name))
+
+  def one(*values: bytes) -> bytes:
+    known = dict(zip(names, values))
+    return b"".join(
+      literal + (known[name] if name else b"") for literal, name in parts
+    )
+
+  def fn(features: dict[str, Any], u: Any) -> dict[str, Any]:
+    values = [features[name] for name in names]
+    if not names:
+      text = np.full(np.shape(u)[:-1], one(), object)[()]
+    elif all(map(arrays.on_host, values)):
+      values = [_as_bytes(x, name) for x, name in zip(values, names)]
+      rank = max(value.ndim for value in values)
+      if arrays.rank(u) > 1:  # Lines up texts [B] with lists of them [B, n].
+        values = [v.reshape(v.shape + (rank - v.ndim) * (1,)) for v in values]
+      text = np.frompyfunc(one, len(names), 1)(*values)
+    else:
+      import tensorflow as tf
+
+      known = {n: _as_strings(x, n) for n, x in zip(names, values)}
+      pairs = [[tf.constant(a), known.get(n, "")] for a, n in parts]
+      text = tf.strings.join([piece for pair in pairs for piece in pair])
+    return {**features, key_result: text}
+
+  return Op(fn, batched=True, reads=names)
+
+
+def _parts(template: str) -> list[tuple[bytes, str | None]]:
+  """The template as literals, each followed by a feature's name or None."""
+  try:
+    parsed = list(string.Formatter().parse(template))
+  except ValueError as e:
+    raise ConfigError(f"argument 'template' is {template!r}: {e}.") from e
+  for _, name, spec, conversion in parsed:
+    if name == "" or spec or conversion:
+      raise ConfigError(
+        f"argument 'template' is {template!r}: expected names of features in "
+        "braces, such as {label_name}, and nothing else there."
+      )
+  return [(literal.encode(), name) for literal, name, _, _ in parsed]
+
+
+def _as_bytes(x: Any, name: str) -> np.ndarray:
+  """Strings and integers as an object array of bytes."""
+  array = np.asarray(x, object)
+  result = np.empty(array.shape, object)
+  for at in np.ndindex(array.shape):
+    value = array[at]
+    if isinstance(value, str):
+      value = value.encode("utf-8", "surrogatepass")
+    elif isinstance(value, int | np.integer) and not isinstance(value, bool):
+      value = b"%d" % value
+    elif not isinstance(value, bytes):
+      raise _not_for_templates(name, type(value).__name__)
+    result[at] = value
+  return result
+
+
+def _as_strings(x: Any, name: str) -> Any:
+  """Strings and integers, in a graph, as strings."""
+  import tensorflow as tf
+
+  x = tf.convert_to_tensor(x)
+  if x.dtype == tf.string:
+    return x
+  if not x.dtype.is_integer:
+    raise _not_for_templates(name, x.dtype.name)
+  return tf.strings.as_string(x)
+
+
+def _not_for_templates(name: str, found: str) -> ConfigError:
+  return ConfigError(
+    f"preprocessing op 'strfmt' expects text or integers in {name!r}, got "
+    f"{found}."
+  )
+
+
+@registry.register("choice")
+def choice(
+  key: str = "text", key_result: str | None = None, index: int | None = None
+) -> Op:
+  """One of a list of captions, each as likely as the others.
+
+  An empty list is an error.
+
+  Args:
+    key: the feature: a list [n], of texts or of anything.
+    key_result: where the result goes, if not back to `key`.
+    index: always this one, counted from 0: for evaluations.
+  """
+  if index is not None and index < 0:
+    raise ConfigError(f"argument 'index' is {index}, expected at least 0.")
+  message = f"preprocessing op choice has too few to choose from in {key}"
+
+  def which(n: Any, u: Any) -> Any:
+    """The chosen position among n; both may be tensors."""
+    if index is not None:
+      return arrays.checked(index, n > index, message, n)
+    n = arrays.checked(n, n > 0, message, n)
+    # Below n: the largest float32 below 1, times n, rounds to less than n.
+    return arrays.cast(u[..., 0] * arrays.cast(n, "float32"), "int32")
+
+  def fn(values: Any, u: Any) -> Any:
+    if not arrays.on_host(values):
+      import tensorflow as tf
+
+      _require_list(values.shape.rank != 0, key)
+      return tf.gather(values, which(tf.shape(values)[0], u))
+    if arrays.rank(u) == 1:
+      _require_list(np.ndim(values) > 0, key)
+      return values[which(len(values), u)]
+    rows = [fn(row, u_row) for row, u_row in zip(values, u)]
+    # Of bytes, np.asarray would make strings of one length.
+    result = np.empty(len(rows), object)
+    result[:] = rows
+    return result if isinstance(rows[0], bytes | str) else np.stack(rows)
+
+  return dual(fn, key, key_result, draws=0 if index is not None else 1)
+
+
+def _require_list(is_list: bool, key: str) -> None:
+  if not is_list:
+    raise ConfigError(
+      f"preprocessing op 'choice' expects a list in {key!r}, got a single "
+      "value; leave choice out."
+    )

@@ -1,0 +1,22 @@
+"""Cap B/16: CapPa (configs/cappa.py) without parallel prediction.
+
+Command: python -m bigtrain.main --workdir=runs/cap \
+  --config=configs/cap.py:tokenizer=c4_en.model
+Hardware, result, source, needs: as configs/cappa.py says.
+"""
+
+from configs import cappa, common
+
+
+def get_config(arg=None):
+  """The config; its arguments are those of cappa.py, without `parallel`."""
+  arg = common.parse_arg(
+    arg,
+    variant="B/16",
+    res=224,
+    tokenizer="bytes",
+    data_dir="",
+    runlocal=False,
+  )
+  arg.parallel = 0.0
+  return cappa.make(arg)

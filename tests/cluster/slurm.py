@@ -1,0 +1,166 @@
+"""A Slurm cluster of two nodes on this machine, with daemons of its own."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import time
+
+LIMIT_SECS = 120.0
+NODES = ("bigtrain-n1", "bigtrain-n2")
+
+_CONF = """\
+ClusterName=bigtrain
+SlurmctldHost={host}
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SchedulerType=sched/backfill
+SchedulerParameters=sched_min_interval=100000,bf_interval=1
+SelectType=select/linear
+SlurmdParameters=config_overrides
+JobRequeue=1
+ReturnToService=2
+KillWait=60
+# A requeued job waits for so long, and a second.
+MessageTimeout=2
+NodeName=DEFAULT NodeHostname={host} NodeAddr=127.0.0.1 CPUs=2
+NodeName={nodes[0]} Port={ports[1]}
+NodeName={nodes[1]} Port={ports[2]}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing():
+  """What keeps a cluster from being started here, or ""."""
+  for name in ("slurmctld", "slurmd", "munged", "srun"):
+    if not shutil.which(name):
+      return f"{name} is not installed: `make test-cluster` does that as root"
+  return "" if os.geteuid() == 0 else "slurmd needs to be root"
+
+
+class Slurm:
+  """The cluster, until `close`; its commands through `run`."""
+
+  def __init__(self, folder):
+    self.folder = pathlib.Path(folder)
+    self._daemons = []
+    self._hosts = pathlib.Path("/etc/hosts").read_text()
+    self.env = {
+      **os.environ,
+      "SLURM_CONF": str(self.folder / "slurm.conf"),
+      "MUNGE_SOCKET": str(self.folder / "munge.socket"),
+    }
+    self.env.pop("XLA_FLAGS", None)
+    self._start()
+
+  def _start(self):
+    # jax asks for process 0 by the name of its node.
+    with open("/etc/hosts", "a") as file:
+      file.write("".join(f"127.0.0.1 {name}\n" for name in NODES))
+    self.folder.mkdir(parents=True, exist_ok=True)
+    # Munge refuses a socket that others could have replaced.
+    self.folder.chmod(0o755)
+    key = self.folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    with contextlib.ExitStack() as free:
+      held = [free.enter_context(socket.socket()) for _ in range(3)]
+      for s in held:
+        s.bind(("127.0.0.1", 0))
+      ports = [s.getsockname()[1] for s in held]
+    (self.folder / "state").mkdir()
+    conf = _CONF.format(
+      folder=self.folder, host=socket.gethostname(), ports=ports, nodes=NODES
+    )
+    (self.folder / "slurm.conf").write_text(conf)
+    self._daemon(
+      "munged",
+      "--foreground",
+      "--force",
+      f"--socket={self.folder}/munge.socket",
+      f"--key-file={key}",
+      f"--pid-file={self.folder}/munged.pid",
+      f"--seed-file={self.folder}/munge.seed",
+      f"--log-file={self.folder}/munged.log",
+    )
+    self._until(lambda: (self.folder / "munge.socket").exists(), "munged")
+    self._daemon("slurmctld", "-D", "-i")
+    for name in NODES:
+      self._daemon("slurmd", "-D", "-N", name)
+    self._until(
+      lambda: self.run("sinfo", "-h", "-o", "%t %D", check=False) == "idle 2",
+      "two idle nodes",
+    )
+
+  def _daemon(self, *command):
+    with open(self.folder / f"{len(self._daemons)}.{command[0]}", "w") as log:
+      self._daemons.append(
+        subprocess.Popen(command, env=self.env, stdout=log, stderr=log)
+      )
+
+  def _until(self, condition, what, secs=LIMIT_SECS):
+    deadline = time.monotonic() + secs
+    while not condition():
+      if time.monotonic() > deadline:
+        raise AssertionError(f"{what}: not after {secs:g} s\n{self.logs()}")
+      time.sleep(0.1)
+
+  def logs(self):
+    """What the daemons said, its end."""
+    paths = sorted(self.folder.glob("*.log"))
+    return "\n".join(f"{p}:\n{p.read_text()[-2000:]}" for p in paths)
+
+  def run(self, *command, check=True, **options):
+    """The output of a command."""
+    done = subprocess.run(
+      command,
+      env=self.env,
+      capture_output=True,
+      text=True,
+      timeout=LIMIT_SECS,
+      check=False,
+      **options,
+    )
+    if check and done.returncode:
+      raise AssertionError(f"{command}: {done.stdout}{done.stderr}")
+    return done.stdout.strip()
+
+  def state(self, job):
+    """{field: value} of `scontrol show job`."""
+    words = self.run("scontrol", "-o", "show", "job", job).split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+  def wait(self, job, secs):
+    """The final state of a job."""
+    over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+    self._until(
+      lambda: self.state(job)["JobState"] in over, f"end of job {job}", secs
+    )
+    return self.state(job)
+
+  def close(self):
+    """Ends the daemons that were started here, and nothing else."""
+    for daemon in reversed(self._daemons):
+      daemon.terminate()
+    for daemon in self._daemons:
+      try:
+        daemon.wait(20)
+      except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
+    pathlib.Path("/etc/hosts").write_text(self._hosts)

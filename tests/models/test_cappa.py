@@ -1,0 +1,299 @@
+"""models/cappa.py against published counts and names, numpy, and itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import make_cappa, make_vit
+
+from bigtrain import settings, trees
+from bigtrain.models import cappa
+
+SIZES = make_cappa.SIZES
+V, L = SIZES["vocab"], make_cappa.TEXT_LEN
+KW = dict(
+  vocab_size=V,
+  max_len=SIZES["max_len"],
+  patch_size=make_vit.SIZES["patch_size"],
+  width=make_vit.SIZES["width"],
+  depth=make_vit.SIZES["depth"],
+  mlp_dim=make_vit.SIZES["mlp_dim"],
+  num_heads=make_vit.SIZES["num_heads"],
+  decoder_width=SIZES["width"],
+  decoder_depth=SIZES["depth"],
+  decoder_mlp_dim=SIZES["mlp_dim"],
+  decoder_num_heads=SIZES["num_heads"],
+)
+
+
+def build(case, **kw):
+  options = make_cappa.CASES[case]
+  return cappa.Model(
+    **KW,
+    posemb=options["posemb"],
+    decoder_bias=options["bias"],
+    mask_token=options["mask_token"],
+    **kw,
+  )
+
+
+def like(model, size=make_vit.IMAGE_SHAPE[1:]):
+  image = jnp.zeros((1, *size))
+  text = jnp.zeros((1, model.max_len), jnp.int32)
+  spec = jax.eval_shape(model.init, jax.random.key(0), image, text)
+  return dict(trees.flatten_with_names(spec["params"]))
+
+
+@pytest.fixture(scope="module")
+def golden():
+  inputs, outputs = make_cappa.make()
+  with np.load(make_cappa.FILE) as file:
+    stored = dict(file)
+  return inputs, outputs, stored
+
+
+@pytest.fixture(scope="module")
+def case(golden):
+  """(variables, image, text, masked) of a case, for a model."""
+
+  def find(name, model):
+    prefix = f"{name}/params/"
+    flat = {
+      key.removeprefix(prefix): value
+      for key, value in golden[0].items()
+      if key.startswith(prefix)
+    }
+    flat = cappa.from_published(flat, like(model))
+    inputs = (golden[0][f"{name}/{key}"] for key in ("image", "text", "masked"))
+    return {"params": trees.from_flat(flat)}, *map(jnp.asarray, inputs)
+
+  return find
+
+
+def jit(fn):
+  # Not for speed: this halves the time to compile.
+  return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def test_golden_file_is_what_its_script_makes(golden):
+  _, outputs, stored = golden
+  assert outputs.keys() == stored.keys()
+  for name, value in stored.items():
+    np.testing.assert_allclose(outputs[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("name", "scan"),
+  [("cap", False), ("cappa", False), ("cappa", True), ("sincos", True)],
+)
+def test_matches_numpy(golden, case, name, scan):
+  """If this fails, the model computes something else than it did.
+
+  When that is intended, change tests/golden/make_cappa.py alike and run it.
+  """
+  model = build(name, scan=scan)
+  variables, image, text, masked = case(name, model)
+  expected = golden[2]
+
+  def run(variables):
+    in_order = model.apply(variables, image, text)[0]
+    if not model.mask_token:
+      return in_order, in_order
+    parallel = jnp.array(make_cappa.PARALLEL)
+    mixed = model.apply(
+      variables, image, text, parallel_B=parallel, masked_BL=masked
+    )
+    return in_order, mixed[0]
+
+  logits, mixed = jit(run)(variables)
+  assert logits.dtype == jnp.float32
+  np.testing.assert_allclose(logits, expected[f"{name}/logits"], atol=2e-4)
+  if model.mask_token:
+    np.testing.assert_allclose(mixed, expected[f"{name}/mixed"], atol=2e-4)
+
+
+@pytest.mark.parametrize(
+  "scan", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_decoding_with_the_cache_gives_the_same_logits(case, scan):
+  model = build("cappa", scan=scan)
+  variables, image, text, _ = case("cappa", model)
+  encoded = model.apply(variables, image, method="encode")["encoded"]
+
+  def by_steps(variables):
+    source, cache = model.apply(variables, encoded, L, method="begin")
+    assert {x.shape[0] for x in jax.tree.leaves(cache)} == {len(text)}
+    given = jnp.pad(text, ((0, 0), (1, 0)))[:, :L].T
+
+    def step(cache, x):
+      logits, cache = model.apply(variables, source, cache, *x, method="step")
+      return cache, logits
+
+    return jax.lax.scan(step, cache, (given, jnp.arange(L)))[1]
+
+  expected = jit(
+    lambda v: model.apply(v, encoded, text, method="decode").logits()
+  )(variables)
+  found = jit(by_steps)(variables)
+  np.testing.assert_allclose(found.swapaxes(0, 1), expected, atol=2e-5)
+
+
+def test_several_texts_for_an_image(case):
+  model = build("cap", scan=True)
+  variables, image, text, _ = case("cap", model)
+  encoded = model.apply(variables, image, method="encode")["encoded"]
+  other = jnp.flip(text, 1)
+  decode = jit(
+    lambda e, t: model.apply(variables, e, t, method="decode").logits()
+  )
+  together = decode(encoded, jnp.stack([text, other], 1).reshape(-1, L))
+  together = together.reshape(len(text), 2, L, V)
+  np.testing.assert_allclose(together[:, 0], decode(encoded, text), atol=1e-5)
+  np.testing.assert_allclose(together[:, 1], decode(encoded, other), atol=1e-5)
+
+
+def sensitivity(model, variables, image, **options):
+  """[B, L, L]: how much output i of a text depends on its token j."""
+  # Each position gets a row of the table to itself.
+  row = jnp.broadcast_to(jnp.arange(L) + 1, (len(image), L))
+  params = jax.tree.map(jnp.asarray, variables["params"])
+  table = params["decoder"]["EmbedTargets"]["embedding"]
+
+  def outputs(table):
+    params["decoder"]["EmbedTargets"]["embedding"] = table
+    states = model.apply(
+      {"params": params}, image, row, **options, method="states"
+    )
+    return jnp.sum(jnp.sin(states.hidden_BLD), -1)
+
+  jacobian = jit(jax.jacrev(outputs))(table)
+  return np.abs(jacobian).sum(-1)[:, :, 1 : L + 1]
+
+
+def test_in_order_nothing_later_is_seen_and_in_parallel_it_is(case):
+  model = build("cappa", scan=True)
+  assert V > L  # So that each position has a token of its own.
+  variables, image, _, _ = case("cappa", model)
+  (alone,) = sensitivity(model, variables, image[:1])
+  mixed, parallel = sensitivity(
+    model,
+    variables,
+    image[:2],
+    parallel_B=jnp.array([False, True]),
+    masked_BL=jnp.zeros((2, L), bool),
+  )
+  # Output i predicts token i: it may depend on those before it only.
+  for found in (alone, mixed):
+    assert (found[np.triu_indices(L)] == 0).all()
+    assert (found[np.tril_indices(L, -1)] > 1e-6).all()
+  assert (parallel > 1e-6).all()
+
+
+def test_masked_positions_hide_their_token(case):
+  model = build("cappa", scan=True)
+  variables, image, text, _ = case("cappa", model)
+  run = jit(
+    lambda text: model.apply(
+      variables, image, text, parallel_B=jnp.ones(3, bool)
+    )[0]
+  )
+  # All are masked unless said: the caption has no part in the prediction.
+  np.testing.assert_array_equal(run(text), run(jnp.flip(text, 1)))
+
+
+# Names, shapes and numbers of parameters that big_vision's model has.
+@pytest.mark.parametrize(
+  "mask_token, published",
+  [
+    (True, 191_669_504),
+    (False, 191_668_736),
+  ],
+)
+def test_published_sizes(mask_token, published):
+  model = cappa.Model(
+    32_000,
+    variant="B/16",
+    decoder_depth=6,
+    decoder_bias=False,
+    mask_token=mask_token,
+    scan=True,
+  )
+  found = like(model, (224, 224, 3))
+  assert sum(p.size for p in found.values()) == published
+
+
+def test_from_published_reads_stacked_blocks(case):
+  """The files of big_vision stack the decoder along the second axis."""
+  model, scanned = build("cappa"), build("cappa", scan=True)
+  flat = dict(trees.flatten_with_names(case("cappa", model)[0]["params"]))
+  ours = cappa.from_published(flat, like(scanned))
+  assert {n: v.shape for n, v in ours.items()} == {
+    n: p.shape for n, p in like(scanned).items()
+  }
+  theirs = {
+    f"params/{n}": np.moveaxis(v, 0, 1) if "EncDecBlock/" in n else v
+    for n, v in ours.items()
+  }
+  kernel = "decoder/EncDecBlock/CrossAttn/key/kernel"
+  assert theirs[f"params/{kernel}"].shape == (16, 3, 3, 4)
+  for found, expected in (
+    (cappa.from_published(theirs, like(model)), flat),
+    (cappa.from_published(theirs, like(scanned)), ours),
+    (cappa.from_published(ours, like(model)), flat),
+  ):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+      np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_from_published_hides_no_mismatch(case):
+  model = build("cappa")
+  flat = dict(trees.flatten_with_names(case("cappa", model)[0]["params"]))
+  flat["decoder/unheard_of"] = np.zeros(3)
+  found = cappa.from_published(flat, like(build("cap")))
+  assert found["decoder/unheard_of"].shape == (3,)
+  # A table with a row for the mask token is not cut for a model without.
+  assert found["decoder/EmbedTargets/embedding"].shape == (V + 1, 12)
+
+
+@pytest.mark.slow
+def test_bfloat16(case):
+  model = build(
+    "cappa", dtype="bfloat16", scan=True, remat_policy="nothing_saveable"
+  )
+  variables, image, text, _ = case("cappa", model)
+  logits, out = jit(model.apply)(variables, image, text)
+  assert logits.dtype == jnp.float32
+  assert out["states"].hidden_BLD.dtype == jnp.bfloat16
+  exact = jit(build("cappa", scan=True).apply)(variables, image, text)[0]
+  assert 1e-4 < np.abs(logits - exact).max() < 0.5
+
+
+@pytest.mark.parametrize(
+  ("kw", "message"),
+  [
+    (dict(decoder_num_heads=5), "decoder_num_heads: 5 does not divide .* 12"),
+    (dict(max_len=0), "max_len: expected a positive whole number, got 0"),
+    (dict(decoder_dropout=1.5), "decoder_dropout: expected a rate"),
+    (dict(patch_size=None), "patch_size: missing"),
+    (dict(posemb="sincos"), "posemb: .*'sincos2d'"),
+  ],
+)
+def test_mistakes_are_told_when_the_model_is_built(kw, message):
+  with pytest.raises(settings.ConfigError, match=f"config.model.{message}"):
+    cappa.Model(**{**KW, **kw})
+
+
+def test_the_decoder_is_as_wide_as_the_encoder_unless_given():
+  model = cappa.Model(9, variant="S/8", decoder_depth=3)
+  sizes = model.decoder_width, model.decoder_mlp_dim, model.decoder_num_heads
+  assert sizes == (384, 1536, 6) and model.decoder_depth == 3
+
+
+def test_mistakes_that_the_data_show(case):
+  model = build("cap")
+  variables, image, text, _ = case("cap", model)
+  with pytest.raises(settings.ConfigError, match="max_len: 7 is less"):
+    model.apply(variables, image, jnp.ones((3, 8), jnp.int32))
+  with pytest.raises(settings.ConfigError, match="mask_token: parallel"):
+    model.apply(variables, image, text, parallel_B=jnp.ones(3, bool))

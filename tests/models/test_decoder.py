@@ -1,0 +1,282 @@
+"""The decoder: what sees what, its options, its cache, published sizes."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import settings
+from bigtrain.models import attention, decoder
+
+V, L = 40, 12
+SIZES = dict(vocab_size=V, width=16, depth=2, num_heads=4, max_len=L)
+STYLES = {
+  "gpt2": dict(variant="gpt2"),
+  "llama": dict(variant="llama", num_kv_heads=2, mlp_dim=24),
+  "options": dict(
+    variant="llama",
+    num_kv_heads=1,
+    head_dim=6,
+    qk_norm=True,
+    window=3,
+    attention_softcap=2.0,
+    logits_softcap=3.0,
+    scan=True,
+  ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+  """Compiling is nearly all that these tests do."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def made(style, **changes):
+  """(model, its variables with an init that makes positions matter)."""
+  model = decoder.Model(**SIZES | STYLES[style] | dict(init_std=0.3) | changes)
+  return model, jax.jit(model.init)(jax.random.key(0), tokens())
+
+
+def tokens(batch=2, seed=0):
+  """Random tokens, different in a row, so that each has its embedding."""
+  rng = np.random.default_rng(seed)
+  return jnp.asarray([rng.permutation(V)[:L] for _ in range(batch)])
+
+
+def logits_of(model, variables, tokens, **kwargs):
+  run = jax.jit(lambda v, t, kw: model.apply(v, t, **kw)[0])
+  return np.asarray(run(variables, tokens, kwargs))
+
+
+# Of the released models: of GPT-2 as transformers counts them, of the Llamas
+# from their model cards' safetensors.
+@pytest.mark.parametrize(
+  "variant, published",
+  [
+    ("gpt2_124m", 124_439_808),
+    ("gpt2_355m", 354_823_168),
+    ("gpt2_774m", 774_030_080),
+    ("gpt2_1558m", 1_557_611_200),
+    ("llama_1b", 1_235_814_400),
+    ("llama_8b", 8_030_261_248),
+    ("mixtral_8x7b", 46_702_792_704),
+  ],
+)
+def test_variants_have_the_published_number_of_parameters(variant, published):
+  model = decoder.Model(variant=variant, scan=True)
+  shapes = jax.eval_shape(
+    model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
+  )
+  assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == published
+
+
+def test_scan_and_remat_change_nothing():
+  def loss_and_grads(scan, remat_policy):
+    model, variables = made("llama", scan=scan, remat_policy=remat_policy)
+
+    def loss(variables):
+      logits, _ = model.apply(variables, tokens())
+      return jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(variables)
+    blocks = grads["params"]
+    if not scan:
+      each = [blocks[f"blocks_{i}"] for i in range(2)]
+      blocks = {"blocks": jax.tree.map(lambda *x: jnp.stack(x), *each)}
+    return float(value), blocks["blocks"]
+
+  value, grads = loss_and_grads(False, "none")
+  other, other_grads = loss_and_grads(True, "nothing_saveable")
+  assert other == pytest.approx(value, rel=1e-5)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+    grads,
+    other_grads,
+  )
+
+
+@functools.cache
+def _gradients(**changes):
+  """A compiled function of (segments, positions): gradients of embeddings."""
+  model, variables = made("llama", **changes)
+  t = tokens(1)
+
+  @jax.jit
+  def run(segments, of):
+    def total(embedding):
+      params = variables["params"] | {"token_embedding": embedding}
+      logits, _ = model.apply({"params": params}, t, segments=segments)
+      return jnp.sum(jnp.sin(logits[0]) * of[:, None])
+
+    return jax.grad(total)(variables["params"]["token_embedding"])[t[0]]
+
+  return run
+
+
+def _influence(of, documents=((1, L),), **changes):
+  """The positions whose embeddings the logits at `of` depend on."""
+  segments = jnp.asarray([[d for d, size in documents for _ in range(size)]])
+  of = jnp.isin(jnp.arange(L), jnp.asarray(of))
+  grads = np.asarray(_gradients(**changes)(segments, of))
+  return np.flatnonzero(np.abs(grads).max(axis=-1)).tolist()
+
+
+def test_a_token_sees_itself_and_those_before():
+  assert _influence([5]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_no_token_sees_another_document():
+  documents = ((1, 4), (2, 5), (0, 3))
+  assert _influence([8], documents) == [4, 5, 6, 7, 8]
+  assert _influence([0, 1, 2, 3], documents) == [0, 1, 2, 3]
+
+
+def test_a_window_is_so_many_tokens():
+  shallow = dict(depth=1, window=3)
+  assert _influence([7], **shallow) == [5, 6, 7]
+  assert _influence([7], ((1, 6), (2, 6)), **shallow) == [6, 7]
+
+
+@pytest.mark.parametrize("style", ["gpt2", "options"])
+def test_packed_documents_are_as_if_alone(style):
+  model, variables = made(style)
+  first, second = tokens(seed=1)[0], tokens(seed=2)[0]
+  packed = jnp.concatenate([first[:5], second[:4], first[:3]])[None]
+  segments = jnp.asarray([[1] * 5 + [2] * 4 + [0] * 3])
+  together = logits_of(model, variables, packed, segments=segments)[0]
+  # What follows a token does not matter, as shown above.
+  alone = logits_of(model, variables, jnp.stack([first, second]))
+  np.testing.assert_allclose(together[:5], alone[0, :5], atol=2e-5)
+  np.testing.assert_allclose(together[5:9], alone[1, :4], atol=2e-5)
+  if style == "gpt2":
+    given = jnp.asarray([[*range(5), *range(4), *range(3)]])
+    same = logits_of(
+      model, variables, packed, segments=segments, positions=given
+    )
+    np.testing.assert_array_equal(together, same[0])
+
+
+@pytest.mark.parametrize("style", ["gpt2", "options"])
+def test_the_cache_changes_nothing(style):
+  model, variables = made(style)
+  t = tokens()
+  whole = logits_of(model, variables, t)
+  step = jax.jit(lambda t, c, s: model.apply(variables, t, cache=c, start=s))
+  logits, out = step(t[:, :5], model.init_cache(2, L), 0)
+  parts = [logits]
+  for i in range(5, L):
+    logits, out = step(t[:, i : i + 1], out["cache"], i)
+    parts.append(logits)
+  np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=2e-5)
+
+
+def test_rotary_positions_are_relative():
+  model, variables = made("llama")
+  here = logits_of(model, variables, tokens())
+  positions = jnp.arange(L)[None] + 50
+  there = logits_of(model, variables, tokens(), positions=positions)
+  np.testing.assert_allclose(here, there, atol=1e-4)
+  stretched = logits_of(model, variables, tokens(), positions=2 * positions)
+  assert np.abs(here - stretched).max() > 0.01
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_is_that_of_jax(window):
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = [(2, L, heads, 8) for heads in (6, 2, 2)]
+  q, k, v = (jax.random.normal(key, s) for key, s in zip(keys, shapes))
+  ours = jax.jit(functools.partial(attention.attend, window=window))
+  theirs = jax.jit(
+    functools.partial(
+      jax.nn.dot_product_attention,
+      is_causal=True,
+      local_window_size=(window - 1, 0) if window else None,
+    )
+  )
+  ours, theirs = ours(q, k, v), theirs(q, k, v)
+  np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_softcaps_bound():
+  model, variables = made("options", attention_softcap=None)
+  loud = jax.tree.map(lambda x: 20 * x, variables)
+  capped = logits_of(model, loud, tokens())
+  assert 2.9 < np.abs(capped).max() <= 3
+  q, k = jnp.full((1, L, 1, 4), 9.0), jnp.full((1, L, 1, 4), 9.0)
+  v = jnp.asarray(np.random.default_rng(0).normal(size=(1, L, 1, 4)))
+  k = k.at[:, 0].set(-9.0)
+  out = attention.attend(q, k, v, softcap=0.5)
+  low, high = math.exp(-0.5), math.exp(0.5)
+  shares = np.array([low] + [high] * (L - 1)) / (low + high * (L - 1))
+  np.testing.assert_allclose(out[0, -1, 0], shares @ v[0, :, 0], rtol=1e-3)
+
+
+def test_bfloat16_is_close_and_its_logits_are_float32():
+  model, variables = made("llama")
+  exact = logits_of(model, variables, tokens())
+  low = decoder.Model(
+    **SIZES | STYLES["llama"] | dict(init_std=0.3, dtype="bfloat16")
+  )
+  logits = logits_of(low, variables, tokens())
+  assert logits.dtype == np.float32
+  assert 0 < np.abs(logits - exact).max() < 0.1 * np.abs(exact).max()
+
+
+def test_dropout_acts_in_training_only():
+  model, variables = made("gpt2", dropout=0.5, depth=1)
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def run(seed, train):
+    rngs = {"dropout": jax.random.key(seed)}
+    return model.apply(variables, tokens(), rngs=rngs, train=train)[0]
+
+  assert (run(1, False) == run(2, False)).all()
+  assert (run(1, True) != run(2, True)).any()
+
+
+def test_a_token_that_does_not_exist_gives_nan():
+  model, variables = made("gpt2")
+  bad = tokens().at[0, 3].set(V)
+  logits = logits_of(model, variables, bad)
+  assert np.isnan(logits[0, 3:]).all() and np.isfinite(logits[1]).all()
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(variant="gpt2_124M"), "variant.*'gpt2_124m'"),
+    (dict(width=None), "width: missing"),
+    (dict(max_len=None), "max_len: missing"),
+    (dict(num_heads=3), "num_heads: 3 does not divide the width 16"),
+    (dict(num_kv_heads=3), "num_kv_heads: 3 does not divide"),
+    (dict(depth=0), "depth: expected a positive"),
+    (dict(window=0), "window: expected a positive"),
+    (dict(norm="rms"), "norm: unknown 'rms'"),
+    (dict(posemb="rope", head_dim=3), "head_dim: rotary"),
+    (dict(rope_scaling=dict(factor=2)), "rope_scaling: unknown type"),
+    (
+      dict(rope_scaling=dict(type="linear", fctor=2.0)),
+      "rope_scaling: type 'linear' takes",
+    ),
+    (dict(remat_policy="all"), "remat_policy"),
+    (dict(dropout=1.0), "dropout"),
+  ],
+)
+def test_what_cannot_be_is_told(changes, message):
+  with pytest.raises(settings.ConfigError, match=message):
+    decoder.Model(**SIZES | changes)
+
+
+def test_texts_that_are_too_long_are_told():
+  model, variables = made("gpt2")
+  with pytest.raises(settings.ConfigError, match="texts of 13 tokens"):
+    model.apply(variables, jnp.zeros((1, 13), jnp.int32))
+  with pytest.raises(settings.ConfigError, match="max_len=13"):
+    model.init_cache(1, 13)

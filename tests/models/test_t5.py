@@ -1,0 +1,216 @@
+"""T5: published sizes, positions, scan and remat, decoding, options."""
+
+import functools
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import settings, trees
+from bigtrain.models import t5, t5_layers
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "t5.npz"
+V, S, L = 30, 9, 6
+SIZES = dict(vocab_size=V, width=16, depth=2, decoder_depth=1, num_heads=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+  """Compiling is nearly all that these tests do."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def tokens(shape, seed):
+  return jnp.asarray(np.random.default_rng(seed).integers(1, V, shape))
+
+
+INPUTS, TARGETS = tokens((2, S), 0).at[1, 7:].set(0), tokens((2, L), 1)
+
+
+@functools.cache
+def made(**options):
+  model = t5.Model(**SIZES | options)
+  return model, jax.jit(model.init)(jax.random.key(0), INPUTS, TARGETS)
+
+
+# As transformers counts those of the released models.
+@pytest.mark.parametrize(
+  "variant, published",
+  [
+    ("t5_small", 60_506_624),
+    ("t5_base", 222_903_552),
+    ("t5_large", 737_668_096),
+    ("t5_3b", 2_851_598_336),
+    ("t5_1_1_small", 76_961_152),
+    ("t5_1_1_base", 247_577_856),
+  ],
+)
+def test_variants_have_the_published_number_of_parameters(variant, published):
+  model = t5.Model(variant=variant, scan=True)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), INPUTS, TARGETS)
+  assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == published
+
+
+@pytest.mark.parametrize("case, scan", [("t5", True), ("t5_1_1", False)])
+def test_logits_are_those_of_transformers(case, scan):
+  """See golden/make_t5.py; its parameters come in by their own names."""
+  golden = {
+    name.removeprefix(f"{case}/"): value
+    for name, value in np.load(GOLDEN).items()
+    if name.startswith(f"{case}/")
+  }
+  model = t5.Model(
+    variant=case,
+    vocab_size=30,
+    width=12,
+    depth=2,
+    decoder_depth=3,
+    num_heads=3,
+    head_dim=5,
+    mlp_dim=20,
+    num_buckets=8,
+    max_distance=20,
+    scan=scan,
+  )
+  batch = [jnp.asarray(golden[name]) for name in ("inputs", "targets")]
+  like = jax.eval_shape(model.init, jax.random.key(0), *batch)["params"]
+  like = dict(trees.flatten_with_names(like))
+  published = {n: x for n, x in golden.items() if n.startswith("params/")}
+  params = t5.from_published(published, like)
+  assert {n: x.shape for n, x in params.items()} == {
+    n: x.shape for n, x in like.items()
+  }
+  variables = {"params": trees.from_flat(params)}
+  logits, _ = jax.jit(model.apply)(variables, *batch)
+  np.testing.assert_allclose(logits, golden["logits"], atol=1e-4)
+
+
+def test_own_parameters_come_in_stacked_or_not():
+  _, variables = made()
+  flat = dict(trees.flatten_with_names(variables["params"]))
+  _, stacked = made(scan=True)
+  like = dict(trees.flatten_with_names(stacked["params"]))
+  found = t5.from_published(flat, like)
+  assert {n: x.shape for n, x in found.items()} == {
+    n: x.shape for n, x in like.items()
+  }
+  for name, value in t5.from_published(found, flat).items():
+    np.testing.assert_array_equal(value, flat[name])
+
+
+def test_distances_share_buckets():
+  """The published 32 two-sided and one-sided buckets, of Mesh TensorFlow."""
+  one = t5_layers.distance_buckets(32, 128)
+  assert [*one[:17]] == [*range(17)] and one[-1] == 31
+  assert np.all(np.diff(one) >= 0) and len(one) == 129
+  each = t5_layers.distance_buckets(16, 128)
+  starts = [int(np.argmax(each == b)) for b in range(16)]
+  assert starts == [*range(8), 8, 12, 16, 23, 32, 46, 64, 91]
+
+
+def test_scan_and_remat_change_nothing():
+  def run(scan, remat_policy):
+    _, variables = made(scan=scan)
+    model = t5.Model(**SIZES, scan=scan, remat_policy=remat_policy)
+
+    def loss(params):
+      logits, _ = model.apply({"params": params}, INPUTS, TARGETS)
+      return jnp.mean(logits**2)
+
+    return jax.jit(jax.value_and_grad(loss))(variables["params"])
+
+  plain, grads = run(False, "none")
+  scanned, scanned_grads = run(True, "nothing_saveable")
+  np.testing.assert_allclose(scanned, plain, rtol=1e-5)
+  like = dict(trees.flatten_with_names(scanned_grads))
+  flat = dict(trees.flatten_with_names(grads))
+  for name, value in t5.from_published(flat, like).items():
+    np.testing.assert_allclose(value, like[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_token_sees_its_own_document_and_its_past_only():
+  """By gradients of the hidden states with respect to the embeddings."""
+  inputs_segments = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 0, 0]])
+  targets_segments = jnp.asarray([[1, 1, 2, 2, 2, 0]])
+  model, variables = made()
+  # Each token has a row of its own, so its gradient is the position's.
+  inputs, targets = jnp.arange(1, 10)[None], jnp.arange(10, 16)[None]
+
+  @jax.jit
+  @jax.jacrev
+  def sees(embedding):
+    params = variables["params"] | {"token_embedding": embedding}
+    _, out = model.apply(
+      {"params": params},
+      inputs,
+      targets,
+      inputs_segments=inputs_segments,
+      targets_segments=targets_segments,
+      head=False,
+    )
+    return jnp.sum(jnp.sin(out["pre_logits"][0]), axis=-1)
+
+  jacobian = sees(variables["params"]["token_embedding"])
+  found = np.abs(jacobian).max(-1) > 0
+  for l, segment in enumerate([1, 1, 2, 2, 2]):
+    expected = {*(1 + np.flatnonzero(inputs_segments[0] == segment))}
+    before = [i for i in range(l) if targets_segments[0, i] == segment]
+    expected |= {10 + i for i in before}
+    expected.add(0)  # What the targets of each document begin with.
+    assert {*np.flatnonzero(found[l])} == expected
+
+
+def test_steps_with_a_cache_are_the_whole_at_once():
+  model, variables = made(scan=True)
+  logits, _ = jax.jit(model.apply)(variables, INPUTS, TARGETS)
+  begin = functools.partial(model.apply, method="begin")
+  cache = jax.jit(lambda v, x: begin(v, x, L))(variables, INPUTS)
+  step = jax.jit(functools.partial(model.apply, method="step"))
+  token = jnp.zeros(2, jnp.int32)
+  for i in range(L):
+    found, cache = step(variables, cache, token, i)
+    np.testing.assert_allclose(found, logits[:, i], rtol=1e-4, atol=1e-5)
+    token = TARGETS[:, i]
+
+
+def test_bfloat16_keeps_logits_and_parameters_in_float32():
+  model = t5.Model(**SIZES, dtype="bfloat16", dropout=0.1)
+  variables = jax.eval_shape(model.init, jax.random.key(0), INPUTS, TARGETS)
+  logits, out = jax.eval_shape(
+    functools.partial(model.apply, train=True),
+    variables,
+    INPUTS,
+    TARGETS,
+    rngs={"dropout": jax.random.key(0)},
+  )
+  assert logits.dtype == jnp.float32
+  assert out["pre_logits"].dtype == jnp.bfloat16
+  assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(variant="t5_smal"), "model.variant: unknown 't5_smal'. Did you mean"),
+    (dict(width=None), "config.model.width: missing"),
+    (dict(num_heads=3), "num_heads: 3 does not divide the width 16"),
+    (dict(depth=0), "config.model.depth: expected a positive whole number"),
+    (dict(mlp="gelu"), "config.model.mlp: unknown 'gelu'"),
+    (dict(dropout=1), "config.model.dropout: expected a rate"),
+    (dict(max_distance=16), "less than twice max_distance"),
+  ],
+)
+def test_wrong_options_are_told(options, message):
+  with pytest.raises(settings.ConfigError, match=message):
+    t5.Model(**SIZES | options)
+
+
+def test_segments_come_in_pairs():
+  model, variables = made()
+  with pytest.raises(settings.ConfigError, match="or neither"):
+    model.apply(variables, INPUTS, TARGETS, inputs_segments=INPUTS)

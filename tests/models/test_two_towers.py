@@ -1,0 +1,286 @@
+"""models/two_towers.py against numpy, published counts and old files."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import make_two_towers, make_vit
+
+from bigtrain import metrics, trees, warm_start
+from bigtrain.models import text_transformer, two_towers
+from bigtrain.settings import ConfigError
+from bigtrain.tasks import contrastive
+
+TINY = dict(width=16, depth=2, num_heads=2)
+
+
+def shapes(model, size=224, length=64, **options):
+  image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
+  text = jax.ShapeDtypeStruct((1, length), jnp.int32)
+  found = jax.eval_shape(model.init, jax.random.key(0), image, text)
+  return dict(trees.flatten_with_names(found["params"]))
+
+
+def init_flat(model, **sizes):
+  """Parameters that compile nothing."""
+  rng = np.random.default_rng(0)
+  return {
+    name: rng.normal(name.endswith("scale"), 0.3, p.shape).astype(np.float32)
+    for name, p in shapes(model, **sizes).items()
+  }
+
+
+@pytest.fixture(scope="module")
+def golden():
+  inputs, outputs = make_two_towers.make()
+  with np.load(make_two_towers.FILE) as file:
+    return inputs, outputs, dict(file)
+
+
+def golden_model(case, **changes):
+  options = make_two_towers.CASES[case]
+  text = {k: v for k, v in make_vit.SIZES.items() if k != "patch_size"}
+  return two_towers.Model(
+    image={**make_vit.SIZES, **options["image"], **changes},
+    text={
+      **text,
+      **options["text"],
+      **changes,
+      "vocab_size": make_two_towers.VOCAB,
+    },
+    out_dim=options["dims"],
+  )
+
+
+def test_golden_file_is_what_its_script_makes(golden):
+  _, outputs, stored = golden
+  assert outputs.keys() == stored.keys()
+  for name, value in stored.items():
+    np.testing.assert_allclose(outputs[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("case", "scan"), [("siglip", False), ("head", True)])
+def test_matches_numpy(golden, case, scan):
+  """If this fails, model or loss compute something else than they did.
+
+  When that is intended, change tests/golden/make_two_towers.py alike and run
+  it.
+  """
+  inputs, _, stored = golden
+  model = golden_model(case, scan=scan)
+  prefix = f"{case}/params/"
+  flat = {
+    name.removeprefix(prefix): value
+    for name, value in inputs.items()
+    if name.startswith(prefix)
+  }
+  batch = {"image": inputs[f"{case}/image"], "labels": inputs[f"{case}/text"]}
+  found = jax.eval_shape(
+    model.init, jax.random.key(0), **contrastive.inputs(batch)
+  )
+  like = dict(trees.flatten_with_names(found["params"]))
+  flat = two_towers.from_published(flat, like)
+  assert {n: p.shape for n, p in flat.items()} == {
+    n: p.shape for n, p in like.items()
+  }
+  params = trees.from_flat(flat)
+
+  @jax.jit
+  def run(params):
+    z, _ = contrastive.embed_fn(
+      {"params": params}, batch, None, model=model, train=False
+    )
+    losses = {
+      kind: metrics.means(
+        contrastive.embeddings_loss_fn(params, z, batch, kind=kind)
+      )["loss"]
+      for kind in contrastive.KINDS
+    }
+    return {"image_z": z["image"], "text_z": z["text"], **losses}
+
+  for name, value in run(params).items():
+    np.testing.assert_allclose(
+      value, stored[f"{case}/{name}"], rtol=1e-4, atol=1e-5
+    )
+
+
+# As transformers counts google/siglip-base-patch16-224, -large-patch16-256.
+@pytest.mark.parametrize(
+  ("image", "text", "dim", "size", "published"),
+  [
+    ("B/16", "B", 768, 224, 203_155_970),
+    ("L/16", "L", 1024, 256, 652_150_786),
+  ],
+)
+def test_published_sizes(image, text, dim, size, published):
+  model = two_towers.Model(
+    image=dict(variant=image, pool_type="map", scan=True),
+    text=dict(variant=text, scan=True),
+    out_dim=(None, dim),
+  )
+  assert sum(p.size for p in shapes(model, size).values()) == published
+
+
+SIGLIP = dict(
+  image=dict(patch_size=8, pool_type="map", **TINY),
+  text=dict(vocab_size=9, **TINY),
+  out_dim=(None, 16),
+)
+BLOCK = [
+  *("LayerNorm_0/bias", "LayerNorm_1/scale"),
+  "MlpBlock_0/Dense_1/kernel",
+  "MultiHeadDotProductAttention_0/query/kernel",
+]
+
+
+def test_released_files_load_by_name(tmp_path):
+  """Named as in SigLIP's files: with a prefix, stacked, in two bytes."""
+  model = two_towers.Model(**SIGLIP)
+  stacked = two_towers.Model(
+    image={**SIGLIP["image"], "scan": True},
+    text={**SIGLIP["text"], "scan": True},
+    out_dim=(None, 16),
+  )
+  flat = init_flat(stacked, size=16, length=4)
+  for name in (
+    *("t", "b", "img/pos_embedding", "img/embedding/kernel"),
+    *("img/MAPHead_0/probe", "img/MAPHead_0/MlpBlock_0/Dense_0/bias"),
+    *(f"img/Transformer/encoderblock/{part}" for part in BLOCK),
+    *("txt/Embed_0/embedding", "txt/pos_embedding", "txt/head/kernel"),
+    *("img/Transformer/encoder_norm/bias", "txt/Encoder_0/encoder_norm/scale"),
+    *(f"txt/Encoder_0/encoderblock/{part}" for part in BLOCK),
+  ):
+    assert name in flat, name
+  assert not any(name.startswith("img/head") for name in flat)
+  # What some releases have: the embeddings of positions in two parts, and
+  # numbers of other shapes.
+  again = np.full_like(flat["txt/pos_embedding"], 0.5)
+  flat["txt/Encoder_0/pos_embedding"] = again
+  flat["t"] = flat["t"][0]
+  path = tmp_path / "siglip.npz"
+  np.savez(path, **{f"params/{name}": value for name, value in flat.items()})
+
+  like = jax.eval_shape(
+    model.init,
+    jax.random.key(0),
+    jax.ShapeDtypeStruct((1, 16, 16, 3), jnp.float32),
+    jax.ShapeDtypeStruct((1, 4), jnp.int32),
+  )["params"]
+  params, lines = warm_start.load_params(
+    str(path), like, convert=two_towers.from_published
+  )
+  found = dict(trees.flatten_with_names(jax.device_get(params)))
+  assert {line.status for line in lines} == {"loaded", "converted"}
+  for tower in ("img/Transformer", "txt/Encoder_0"):
+    name = "LayerNorm_0/bias"
+    for i in range(2):
+      np.testing.assert_array_equal(
+        found[f"{tower}/encoderblock_{i}/{name}"],
+        flat[f"{tower}/encoderblock/{name}"][i],
+      )
+  np.testing.assert_allclose(
+    found["txt/pos_embedding"], flat["txt/pos_embedding"] + again
+  )
+  assert found["t"] == [flat["t"]]
+
+
+def test_an_image_tower_and_longer_texts(tmp_path):
+  """LiT: a ViT's file becomes the locked tower; what does not fit is told."""
+  model = two_towers.Model(**SIGLIP)
+  flat = init_flat(model, size=16, length=4)
+  like = {
+    name: jax.ShapeDtypeStruct(value.shape, value.dtype)
+    for name, value in flat.items()
+  }
+  image = {n[4:]: v for n, v in flat.items() if n.startswith("img/")}
+  path = tmp_path / "vit.npz"
+  np.savez(path, **image)
+  spec = dict(
+    path=str(path),
+    rename=[("(.*)", r"img/\1")],
+    allow_missing=["txt/.*", "t", "b"],
+  )
+  params, _ = warm_start.load_params(
+    spec,
+    trees.from_flat(like),
+    init=lambda: trees.from_flat(flat),
+    convert=two_towers.from_published,
+  )
+  np.testing.assert_array_equal(
+    params["img"]["embedding"]["kernel"], flat["img/embedding/kernel"]
+  )
+  # Positions of texts lie in a row: no grid of them is resampled.
+  flat["txt/pos_embedding"] = np.zeros((1, 9, 16), np.float32)
+  converted = two_towers.from_published(flat, like)
+  assert converted["txt/pos_embedding"].shape == (1, 9, 16)
+
+
+@pytest.mark.parametrize(
+  ("pool_type", "expected"),
+  [
+    ("last", [[5, 1], [7, 8]]),
+    ("first", [[1, 9], [0, 0]]),
+    ("gap", [[3, 5], [3.5, 4]]),
+    ("max", [[5, 9], [7, 8]]),
+  ],
+)
+def test_pooling_of_texts(pool_type, expected):
+  x_BLD = jnp.asarray([[[1.0, 9], [5, 1]], [[0, 0], [7, 8]]])
+  model = text_transformer.Model(variant="mu", pool_type=pool_type)
+  np.testing.assert_array_equal(model._pool(x_BLD), expected)
+
+
+def test_ids_beyond_the_vocabulary_are_no_number():
+  model = two_towers.Model(**SIGLIP)
+  params = trees.from_flat(init_flat(model, size=16, length=3))
+  text = np.array([[0, 8, 1], [0, 9, 1], [-1, 0, 0]], np.int32)
+  _, z, _ = jax.jit(model.apply)({"params": params}, None, text)
+  np.testing.assert_array_equal(np.isnan(z).all(1), [False, True, True])
+
+
+def test_embeddings_are_float32_of_length_1_and_zeros_have_gradients():
+  z = jnp.asarray([[3.0, 4.0], [0.0, 0.0]], jnp.bfloat16)
+  found = two_towers.normalise(z)
+  assert found.dtype == jnp.float32
+  np.testing.assert_allclose(found, [[0.6, 0.8], [0, 0]], rtol=1e-6)
+  grad = jax.grad(lambda z: two_towers.normalise(z).sum())(jnp.zeros((1, 2)))
+  assert np.isfinite(grad).all()
+
+
+def test_a_head_does_not_start_with_zeros():
+  model = two_towers.Model(
+    image=dict(patch_size=8, **TINY), text=dict(vocab_size=9, **TINY), out_dim=4
+  )
+  (_, options) = model._towers()["img"]
+  assert options == {
+    "num_classes": 4,
+    "head_zeroinit": False,
+    "patch_size": 8,
+    **TINY,
+  }
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(image_model="vti"), "config.model.image_model: .* mean 'vit'"),
+    (dict(image=dict(varient="B/16")), "config.model.image.varient: unknown"),
+    (dict(text=dict(depth=2)), "config.model.text.width: missing"),
+    (dict(text=dict(variant="Q")), "config.model.text.variant: unknown 'Q'"),
+    (
+      dict(text=dict(variant="B", vocab_size=0)),
+      "config.model.text.vocab_size: expected a positive",
+    ),
+    (
+      dict(text=dict(variant="B", pool_type="lsat")),
+      "config.model.text.pool_type: .* mean 'last'",
+    ),
+    (dict(out_dim=(1, 2, 3)), "config.model.out_dim: expected one number"),
+    (dict(temperature_init=0), "config.model.temperature_init: expected a pos"),
+  ],
+)
+def test_mistakes(changes, message):
+  with pytest.raises(ConfigError, match=message):
+    two_towers.Model(
+      **{"image": dict(variant="B/16"), "text": dict(variant="B"), **changes}
+    )

@@ -1,0 +1,192 @@
+"""Span corruption and prefix-LM, of whole windows and of packed ones."""
+
+import numpy as np
+import pytest
+
+from bigtrain import order
+from bigtrain.pp import ops_seq2seq, parse, registry
+from bigtrain.settings import ConfigError, DataError
+
+EOS, FIRST = 1, 999
+
+
+def run(spec, features, seed=0):
+  op = registry.compose(parse.parse(spec))
+  rows = len(features["targets"])
+  return op.fn(features, order.uniforms(seed, 0, np.arange(rows), op.draws))
+
+
+def window(rows=4, length=40, seed=0):
+  rng = np.random.default_rng(seed)
+  return rng.integers(2, 900, (rows, length)).astype(np.int32)
+
+
+def restored(inputs, targets):
+  """The text, from inputs whose sentinels the targets tell."""
+  spans, now = {}, None
+  for token in targets[targets > 0]:
+    if token > 900:
+      now = spans.setdefault(int(token), [])
+    elif token != EOS:
+      now.append(int(token))
+  text = []
+  for token in inputs[inputs > 0]:
+    text += spans.pop(int(token)) if token > 900 else [int(token)]
+  assert not spans and text[-1] == EOS
+  return text[:-1]
+
+
+@pytest.mark.parametrize("length", [2, 3, 17, 40, 568])
+def test_targets_are_what_is_missing_in_the_inputs(length):
+  ids = window(length=length)
+  found = run(
+    f"span_corruption({length}, sentinel=999)", {"targets": ids, "n": ids}
+  )
+  assert set(found) == {"inputs", "targets", "n"}
+  for text, inputs, targets in zip(ids, found["inputs"], found["targets"]):
+    assert restored(inputs, targets) == text.tolist()
+    # A window that is full leaves no padding.
+    assert (inputs > 0).all() and (targets > 0).all()
+    marks = targets[targets > 900]
+    assert marks.tolist() == list(range(999, 999 - len(marks), -1))
+    assert inputs[0] <= 900 and inputs[-1] == targets[-1] == EOS
+  assert found["inputs"].dtype == np.int32
+
+
+def test_the_lengths_of_the_published_recipe():
+  spans = ops_seq2seq.Spans.of(568, 0.15, 3.0)
+  assert spans == (85, 28)
+  assert spans.lengths(568) == (512, 114)
+
+
+def test_every_place_is_taken_out_as_often():
+  ids = np.arange(2, 42, dtype=np.int32)[None].repeat(4000, 0)
+  found = run("span_corruption(40, sentinel=999)", {"targets": ids})
+  taken = found["targets"]
+  counts = np.bincount(taken[(taken > EOS) & (taken < 900)], minlength=42)[2:]
+  share = counts / len(ids)
+  assert counts.sum() == 6 * len(ids)
+  assert share[0] == 0  # The first run is kept.
+  # Away from the ends the density is even.
+  assert np.ptp(share[8:32]) < 0.04
+
+
+def test_randomness_is_of_the_example_alone():
+  ids = window(rows=8)
+  spec = "span_corruption(40, sentinel=999)"
+  op = registry.compose(parse.parse(spec))
+  u = order.uniforms(3, 1, np.arange(8), op.draws)
+  batch = op.fn({"targets": ids}, u)
+  for i in range(8):
+    one = op.fn({"targets": ids[i]}, u[i])
+    for name, value in one.items():
+      np.testing.assert_array_equal(value, batch[name][i])
+  other = op.fn({"targets": ids}, order.uniforms(4, 1, np.arange(8), op.draws))
+  assert (other["inputs"] != batch["inputs"]).any()
+
+
+def packed(sizes, length):
+  segments = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+  segments = np.pad(segments, (0, length - len(segments)))[None]
+  ids = np.where(segments > 0, window(1, length), 0).astype(np.int32)
+  return {"targets": ids, "tokens": ids, "segments": segments}
+
+
+def documents(found, name):
+  ids, segments = found[name][0], found[f"{name}_segments"][0]
+  positions = found[f"{name}_positions"][0]
+  assert not ids[segments == 0].any()
+  result = []
+  for number in range(1, segments.max() + 1):
+    at = segments == number
+    assert positions[at].tolist() == list(range(at.sum()))
+    result.append(ids[at])
+  return result
+
+
+def test_packed_documents_stay_apart():
+  features = packed([20, 1, 12, 2], 40)
+  spec = "span_corruption(40, sentinel=999, inputs_length=50, targets_length=20"
+  features["num_bytes"] = np.full(1, 40, np.float32)
+  found = run(spec + ")", features)
+  assert "num_bytes" not in found
+  texts = [
+    features["targets"][0][features["segments"][0] == n] for n in (1, 3, 4)
+  ]  # A single token has nothing to keep.
+  pairs = zip(documents(found, "inputs"), documents(found, "targets"))
+  assert [restored(*pair) for pair in pairs] == [t.tolist() for t in texts]
+  assert "segments" not in found and "tokens" not in found
+  with pytest.raises(DataError, match="larger targets_length"):
+    run("span_corruption(40, sentinel=999)", packed([2] * 20, 40))
+
+
+def test_a_window_that_is_not_full():
+  ids = window(1, 40)
+  mask = (np.arange(40) < 9).astype(np.float32)[None]
+  features = {"targets": ids * mask.astype(np.int32), "loss_mask": mask}
+  found = run("span_corruption(40, sentinel=999)", features)
+  assert set(found) == {"inputs", "targets"}
+  text = restored(found["inputs"][0], found["targets"][0])
+  assert text == ids[0, :9].tolist()
+
+
+def test_prefix_lm():
+  ids = window(2000, 6)
+  found = run("prefix_lm(6)", {"targets": ids})
+  sizes = (found["inputs"] > 0).sum(axis=1)
+  for text, inputs, targets, size in zip(
+    ids, found["inputs"], found["targets"], sizes
+  ):
+    assert inputs[:size].tolist() == text[:size].tolist()
+    assert targets[: 7 - size].tolist() == [*text[size:], EOS]
+    assert not inputs[size:].any() and not targets[7 - size :].any()
+  counts = np.bincount(sizes, minlength=7)
+  assert counts[0] == counts[6] == 0
+  assert counts[1:6].min() > 330
+  features = packed([10, 3, 1, 20], 40)
+  found = run("prefix_lm(40)", features)
+  for text, inputs, targets in zip(
+    (features["targets"][0][features["segments"][0] == n] for n in (1, 2, 4)),
+    documents(found, "inputs"),
+    documents(found, "targets"),
+  ):
+    assert [*inputs, *targets] == [*text, EOS]
+
+
+def test_the_same_in_a_graph_of_tensorflow():
+  tf = pytest.importorskip("tensorflow")
+  features = {k: v[0] for k, v in packed([20, 12], 40).items()}
+  for spec in (
+    "span_corruption(40, sentinel=999, inputs_length=50, targets_length=20)",
+    "prefix_lm(40)",
+  ):
+    op = registry.compose(parse.parse(spec))
+    u = order.uniforms(0, 0, np.arange(1), op.draws)[0]
+    want = op.fn(features, u)
+    graph = tf.function(tf.autograph.experimental.do_not_convert(op.fn))
+    found = graph({k: tf.constant(v) for k, v in features.items()}, u)
+    assert {k: v.shape for k, v in found.items()} == {
+      k: v.shape for k, v in want.items()
+    }
+    for name, value in want.items():
+      np.testing.assert_array_equal(found[name].numpy(), value)
+
+
+@pytest.mark.parametrize(
+  "spec, message",
+  [
+    ("span_corruption(1)", "length > 1"),
+    ("span_corruption(40, density=1.5)", "between 0 and 1"),
+    ("span_corruption(40, num_sentinels=1)", "takes 2 sentinels"),
+    ("span_corruption(40, inputs_length=20)", "inputs of 37 tokens"),
+    ("prefix_lm(1)", "at least 2"),
+  ],
+)
+def test_mistakes(spec, message):
+  with pytest.raises(ConfigError, match=message):
+    parse.parse(spec)
+
+
+def test_windows_of_another_length():
+  with pytest.raises(ConfigError, match="windows of 40 tokens, but length=41"):
+    run("prefix_lm(41)", {"targets": window()})

@@ -1,0 +1,177 @@
+"""Tokenizers: bytes, SentencePiece models, Hugging Face's tokenizer.json."""
+
+import json
+import os
+import shutil
+import sys
+
+import hypothesis
+import numpy as np
+import pytest
+import small_tokenizers
+from hypothesis import strategies as st
+
+from bigtrain.pp import tokenizers
+from bigtrain.settings import ConfigError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """x.model, and hub/tokenizer.json."""
+  folder = tmp_path_factory.mktemp("tokenizers")
+  small_tokenizers.sentencepiece_model(folder / "x.model")
+  (folder / "hub").mkdir()
+  small_tokenizers.tokenizer_json(folder / "hub" / "tokenizer.json")
+  return folder
+
+
+@pytest.fixture
+def each(folder):
+  return {
+    "bytes": tokenizers.get("bytes"),
+    "sentencepiece": tokenizers.get(str(folder / "x.model")),
+    "hugging_face": tokenizers.get(str(folder / "hub")),
+  }
+
+
+KINDS = ("bytes", "sentencepiece", "hugging_face")
+
+
+def test_bytes():
+  found = tokenizers.get("bytes")
+  assert (found.pad_id, found.bos_id, found.eos_id) == (0, 1, 2)
+  assert found.vocab_size == 259
+  ids = found.encode("aü\0")
+  assert ids.dtype == np.int32
+  assert ids.tolist() == [97 + 3, 0xC3 + 3, 0xBC + 3, 3]
+  assert found.decode([1, *ids, 2, 0, 0]) == "aü\0"
+  # Cut within a character.
+  assert found.decode(ids[:2]) == "a�"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(each, kind):
+  found = each[kind]
+  for text in small_tokenizers.TEXTS[:5]:
+    ids = found.encode(text)
+    assert ids.dtype == np.int32 and ids.ndim == 1
+    assert 0 <= ids.min() and ids.max() < found.vocab_size
+    assert not found.special_ids & set(ids.tolist())
+    ends = [i for i in (found.bos_id, found.eos_id, found.pad_id) if i]
+    # Numbers that a larger vocabulary has are no text.
+    assert found.decode([*ids, *ends, found.vocab_size, -1]) == text
+  assert found.encode("").size == 0 and found.decode([]) == ""
+
+
+def test_ids_of_the_libraries(folder, each):
+  import sentencepiece
+  import tokenizers as hugging_face
+
+  text = "a seven left of a three"
+  model = sentencepiece.SentencePieceProcessor(str(folder / "x.model"))
+  assert each["sentencepiece"].encode(text).tolist() == model.encode(text)
+  model = hugging_face.Tokenizer.from_file(str(folder / "hub/tokenizer.json"))
+  model.no_truncation()
+  model.no_padding()
+  assert each["hugging_face"].encode(text).tolist() == model.encode(text).ids
+
+
+def test_special_tokens(each):
+  found = each["sentencepiece"]
+  assert (found.pad_id, found.bos_id, found.eos_id) == (0, None, 1)
+  found = each["hugging_face"]
+  # No pad_token but in the section on padding, which names the end of text.
+  assert (found.pad_id, found.bos_id, found.eos_id) == (0, None, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["a </s> b", "a<|endoftext|>", "<pad>", "<s>"])
+def test_text_cannot_hold_special_tokens(each, kind, text):
+  ids = set(each[kind].encode(text).tolist())
+  assert ids and not ids & each[kind].special_ids
+
+
+@hypothesis.given(st.text())
+@hypothesis.settings(max_examples=50)
+def test_any_text_survives_in_bytes(text):
+  found = tokenizers.get("bytes")
+  assert found.decode(found.encode(text)) == text
+
+
+def test_files_beside_it_say_what_ends_a_text(tmp_path):
+  names = ("<a>", "<b>", "<c>", "</s>")
+  small_tokenizers.tokenizer_json(tmp_path / "tokenizer.json", names)
+  said = {
+    "pad_token": "<b>",
+    "bos_token": None,
+    "eos_token": {"content": "<c>", "lstrip": False},
+  }
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+  found = tokenizers.get(str(tmp_path))
+  assert (found.pad_id, found.bos_id, found.eos_id) == (1, None, 2)
+  (tmp_path / "tokenizer_config.json").write_text("{")
+  with pytest.raises(ConfigError, match=r"tokenizer_config\.json: cannot"):
+    small_tokenizers.tokenizer_json(tmp_path / "tokenizer.json", names[:3])
+    tokenizers.get(str(tmp_path))
+
+
+def test_fingerprints(folder, each, tmp_path):
+  prints = {found.fingerprint() for found in each.values()}
+  assert len(prints) == 3
+  copy = shutil.copy(folder / "x.model", tmp_path / "y.model")
+  assert (
+    tokenizers.get(str(copy)).fingerprint()
+    == each["sentencepiece"].fingerprint()
+  )
+  assert tokenizers.get("bytes").fingerprint() == "a25a4717c176ac09"
+
+
+def test_the_same_until_the_file_changes(tmp_path):
+  path = small_tokenizers.sentencepiece_model(tmp_path / "x.model")
+  found = tokenizers.get(path)
+  assert tokenizers.get(path) is found
+  small_tokenizers.sentencepiece_model(tmp_path / "x.model", bos_id=3)
+  os.utime(path, (1, 1))
+  assert tokenizers.get(path).bos_id == 3
+
+
+def test_mistakes(folder, tmp_path):
+  def refused(spec, match):
+    with pytest.raises(ConfigError, match=match) as e:
+      tokenizers.get(spec)
+    assert "\n" not in str(e.value)
+
+  refused("", "expected 'bytes' or the path of a file, got ''")
+  refused(None, "got None")
+  refused("byte", "no such file. Did you mean 'bytes'")
+  refused(str(folder / "y.model"), "no such file. Did you mean 'x.model'")
+  refused(str(folder / "no" / "x.model"), "there is no folder '.*no'")
+  refused(str(tmp_path), "has none of tokenizer.json, tokenizer.model")
+  files = {
+    "empty": ("", "the file is empty"),
+    "lfs": ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "text": ("hello", "neither a SentencePiece model nor a Hugging Face"),
+    "half.json": ('{"model":', "not valid JSON"),
+    "list.json": ("[1]", "it has no 'model'"),
+    "vocab.json": ('{"a": 0, "b": 1}', "it has no 'model'"),
+    "odd.json": ('{"model": {"type": "X"}}', "not a tokenizer.json that tok"),
+  }
+  for name, (content, match) in files.items():
+    (tmp_path / name).write_text(content)
+    refused(str(tmp_path / name), match)
+  cut = (folder / "x.model").read_bytes()[:300]
+  (tmp_path / "cut.model").write_bytes(cut)
+  refused(str(tmp_path / "cut.model"), "neither a SentencePiece model")
+
+
+@pytest.mark.parametrize(
+  "package, file",
+  [("sentencepiece", "x.model"), ("tokenizers", "hub/tokenizer.json")],
+)
+def test_missing_packages(folder, tmp_path, monkeypatch, package, file):
+  path = shutil.copy(folder / file, tmp_path)  # One that no test has loaded.
+  monkeypatch.setitem(sys.modules, package, None)
+  with pytest.raises(
+    ConfigError, match=rf"needs {package} .*pip install 'bigtrain\[text\]'"
+  ):
+    tokenizers.get(str(path))

@@ -1,0 +1,315 @@
+"""The contrastive task: microbatches, devices, padding and options."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import make_losses
+
+from bigtrain import metrics, sharding, train_step, writers
+from bigtrain.models import two_towers
+from bigtrain.settings import ConfigError
+from bigtrain.tasks import contrastive as task
+
+B, L = 32, 5
+RNG = np.random.default_rng(0)
+BATCH = {
+  "image": RNG.normal(size=(B, 4, 4, 1)).astype(np.float32),
+  "labels": RNG.integers(0, 11, size=(B, L)).astype(np.int32),
+}
+
+
+class Towers(nn.Module):
+  """What the task needs of a model; transformers would compile for minutes."""
+
+  vocab_size: int = 11
+
+  @nn.compact
+  def __call__(self, image=None, text=None, *, train=False):
+    del train
+    z_image = z_text = None
+    out = {}
+    if image is not None:
+      out["img/pre_logits"] = image.reshape(len(image), -1)
+      z_image = two_towers.normalise(
+        nn.Dense(8, name="img")(out["img/pre_logits"])
+      )
+    if text is not None:
+      rows = nn.Embed(self.vocab_size, 8, name="txt")(text)
+      z_text = two_towers.normalise(jnp.tanh(rows).sum(1))
+    self.param("t", nn.initializers.constant(np.log(4.0)), (1,))
+    self.param("b", nn.initializers.constant(-2.0), (1,))
+    return z_image, z_text, out
+
+
+MODEL = Towers()
+
+
+@pytest.fixture(scope="module")
+def params():
+  return jax.jit(MODEL.init)(jax.random.key(0), **task.inputs(BATCH))["params"]
+
+
+def dense_loss(params, batch, kind):
+  """The formulas of the papers, with a matrix of all pairs."""
+  image, text, _ = MODEL.apply({"params": params}, **task.inputs(batch))
+  logits = jnp.exp(params["t"]) * image @ text.T
+  if kind == "softmax":
+    rows = jnp.diag(jax.nn.log_softmax(logits, axis=1))
+    columns = jnp.diag(jax.nn.log_softmax(logits, axis=0))
+    return -jnp.mean(rows + columns) / 2
+  signs = 2 * jnp.eye(len(image)) - 1
+  logits = logits + params["b"]
+  return -jnp.sum(jax.nn.log_sigmoid(signs * logits)) / len(image)
+
+
+@pytest.fixture(scope="module")
+def expected(params):
+  return {
+    kind: jax.device_get(
+      jax.jit(
+        jax.value_and_grad(lambda p, kind=kind: dense_loss(p, BATCH, kind))
+      )(params)
+    )
+    for kind in task.KINDS
+  }
+
+
+def gradients(params, mesh_sizes, microbatches, kind, trainable=None, **extra):
+  """What a step computes: (gradients, pairs)."""
+  mesh = sharding.make_mesh(
+    *mesh_sizes, devices=jax.devices()[: mesh_sizes[0] * mesh_sizes[1]]
+  )
+  trainable = trainable or jax.tree.map(lambda _: True, params)
+  options = dict(kind=kind, chunk=6)
+
+  def loss_fn(variables, batch, rng):
+    return task.loss_fn(
+      variables, batch, rng, model=MODEL, train=True, **options
+    )
+
+  @jax.jit
+  def fn(params, batch):
+    return train_step.gradients(
+      loss_fn,
+      params,
+      {},
+      batch,
+      jax.random.key(0),
+      trainable=trainable,
+      microbatches=microbatches,
+      mesh=mesh,
+      in_two=train_step.two_passes(task, MODEL, options),
+      **extra,
+    )[:2]
+
+  with jax.set_mesh(mesh):
+    batch = jax.device_put(BATCH, sharding.batch(mesh))
+    params = jax.device_put(params, sharding.replicated(mesh))
+    return jax.device_get(fn(params, batch))
+
+
+def assert_close(grads, others):
+  for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(others)):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+# Each number of microbatches on one device and on eight, both losses.
+@pytest.mark.parametrize(
+  ("kind", "mesh_sizes", "microbatches"),
+  [
+    ("sigmoid", (1, 1), 1),
+    ("sigmoid", (2, 4), 2),
+    ("sigmoid", (1, 8), 4),
+    ("softmax", (2, 4), 4),
+    ("softmax", (1, 1), 2),
+  ],
+)
+def test_loss_and_gradient_are_those_of_all_pairs(
+  params, expected, kind, mesh_sizes, microbatches
+):
+  loss, grads = expected[kind]
+  found, pairs = gradients(params, mesh_sizes, microbatches, kind)
+  assert metrics.means(pairs)["loss"] == pytest.approx(loss, rel=1e-5)
+  assert pairs["loss"][1] == B
+  if kind == "softmax":  # A bias changes no softmax.
+    np.testing.assert_array_equal(found["b"], 0)
+  assert_close(found, grads)
+
+
+def test_locked_towers_and_scaled_losses(params, expected):
+  """LiT: no gradient for what the schedule freezes, the same for the rest."""
+  trainable = jax.tree.map(lambda _: True, params)
+  trainable["img"] = jax.tree.map(lambda _: False, params["img"])
+  found, _ = gradients(
+    params,
+    (2, 4),
+    2,
+    "sigmoid",
+    trainable,
+    loss_scale=jnp.float32(2.0**10),
+  )
+  assert set(found) == {"txt", "t", "b"}
+  grads = {k: v for k, v in expected["sigmoid"][1].items() if k != "img"}
+  assert_close(found, grads)
+
+
+class Counting(nn.Module):
+  """Two towers with batch statistics and dropout, in a line each."""
+
+  @nn.compact
+  def __call__(self, image=None, text=None, *, train=False):
+    x = nn.Dense(3, name="x")(image.reshape(len(image), -1))
+    mean = self.variable("stats", "mean", jnp.zeros, (3,))
+    if train:
+      mean.value += 0.1 * jax.lax.stop_gradient(x.mean(0))
+    x = nn.Dropout(0.5)(x - mean.value, deterministic=not train)
+    y = nn.Embed(11, 3)(text).sum(1)
+    self.param("t", nn.initializers.zeros, (1,))
+    return x, y, {}
+
+
+def test_both_passes_see_the_same_dropout_and_statistics():
+  model = Counting()
+  init = jax.jit(model.init)
+  variables = dict(init(jax.random.key(0), **task.inputs(BATCH)))
+  params = variables.pop("params")
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  rng = jax.random.key(7)
+
+  @jax.jit
+  @functools.partial(jax.value_and_grad, has_aux=True)
+  def plain(params):
+    parts = train_step.split(BATCH, 2, mesh)
+    mutable, found = variables, []
+    for i in range(2):
+      part = {k: v[i] for k, v in parts.items()}
+      z, mutable = task.embed_fn(
+        {"params": params, **mutable},
+        part,
+        jax.random.fold_in(rng, i),
+        model=model,
+        train=True,
+      )
+      found.append(z)
+    whole = {k: jnp.stack([z[k] for z in found], 1).reshape(B, 3) for k in z}
+    pairs = task.embeddings_loss_fn(params, whole, BATCH, kind="softmax")
+    return metrics.means(pairs)["loss"], mutable
+
+  @jax.jit
+  def in_two_passes(params):
+    return train_step.gradients(
+      None,
+      params,
+      variables,
+      BATCH,
+      rng,
+      trainable=jax.tree.map(lambda _: True, params),
+      microbatches=2,
+      mesh=mesh,
+      in_two=train_step.two_passes(task, model, {"kind": "softmax"}),
+    )
+
+  (loss, mutable), grads = plain(params)
+  found, pairs, new_mutable = in_two_passes(params)
+  assert metrics.means(pairs)["loss"] == pytest.approx(float(loss), rel=1e-5)
+  assert_close(found, grads)
+  assert_close(new_mutable, mutable)
+
+
+@pytest.mark.slow
+def test_golden_losses(tmp_path):
+  """If this fails, the first steps of digits_siglip are not what they were.
+
+  When that is intended, run tests/golden/make_losses.py, as it says.
+  """
+  found = make_losses.make(
+    str(tmp_path),
+    "digits_siglip",
+    mesh=dict(replica=2, fsdp=4),
+    microbatches=2,
+    compile_cache=False,
+  )
+  golden = json.loads(make_losses.FILES["digits_siglip"].read_text())
+  np.testing.assert_allclose(found["loss"], golden["loss"], rtol=1e-4)
+  np.testing.assert_allclose(found["grad_norm"], golden["grad_norm"], rtol=1e-3)
+
+
+@pytest.mark.results
+def test_digits_siglip_reaches_its_result(tmp_path):
+  command = [sys.executable, "-m", "bigtrain.main"]
+  command += ["--config=configs/digits_siglip.py", f"--workdir={tmp_path}"]
+  # Eight simulated devices would only be in each other's way.
+  env = {**os.environ, "XLA_FLAGS": ""}
+  root = pathlib.Path(__file__).parents[2]
+  subprocess.run(command, check=True, cwd=root, env=env, timeout=1200)
+  rows = writers.read_rows(str(tmp_path))
+  assert rows[-1]["zeroshot/acc"] >= 0.90
+
+
+def test_predictions_and_padding(params):
+  variables = {"params": params}
+  fns = task.predict_fns(MODEL)
+  image, text, out = MODEL.apply(variables, **task.inputs(BATCH))
+  np.testing.assert_allclose(fns["image"](variables, BATCH), image, rtol=1e-5)
+  np.testing.assert_allclose(fns["text"](variables, BATCH), text, rtol=1e-5)
+  np.testing.assert_allclose(
+    fns["pre_logits"](variables, BATCH), out["img/pre_logits"], rtol=1e-5
+  )
+  assert set(fns["embed"](variables, {"image": BATCH["image"]})) == {"image"}
+  several = BATCH["labels"].reshape(B // 2, 2, L)
+  found = fns["embed"](variables, {"labels": several})
+  assert set(found) == {"text"}
+  np.testing.assert_allclose(
+    found["text"].reshape(B, -1), text, rtol=1e-4, atol=1e-6
+  )
+  # Padding, whatever it holds, is nobody's counterpart.
+  real = {k: v[:20] for k, v in BATCH.items()}
+  mask = np.float32(np.arange(B) < 20)
+  spoilt = np.where(mask[:, None, None, None] > 0, BATCH["image"], np.nan)
+  pairs = fns["loss"](variables, {**BATCH, "image": spoilt, "_mask": mask})
+  means = metrics.means(pairs)
+  assert means["loss"] == pytest.approx(
+    float(dense_loss(params, real, "sigmoid")), rel=1e-5
+  )
+  assert pairs["loss"][1] == 20
+  assert means["temperature"] == pytest.approx(4.0)
+  assert means["bias"] == pytest.approx(-2.0)
+  scores = image[:20] @ text[:20].T
+  hits = (scores.argmax(1) == np.arange(20)).mean()
+  assert means["accuracy"] == pytest.approx(hits)
+
+
+def test_the_vocabulary_is_told():
+  assert task.vocab_sizes(MODEL) == {"labels": 11}
+  assert task.vocab_sizes(Counting()) == {}
+
+
+@pytest.mark.parametrize(
+  ("changes", "options", "message"),
+  [
+    ({}, dict(kind="sigmod"), "config.loss.kind: .* mean 'sigmoid'"),
+    ({"labels": None}, {}, "no 'labels', which the task contrastive"),
+    ({"image": None}, {}, "no 'image'"),
+    ({"b": None}, {}, "bias_init: the sigmoid loss needs a bias"),
+  ],
+)
+def test_mistakes(params, changes, options, message):
+  drop = lambda tree: {k: v for k, v in tree.items() if k not in changes}
+  with pytest.raises(ConfigError, match=message):
+    pairs = task.embeddings_loss_fn(
+      drop(params),
+      {"image": jnp.ones((2, 3)), "text": jnp.ones((2, 3))},
+      {},
+      **options,
+    )
+    task.inputs(drop(BATCH))
+    raise AssertionError(pairs)

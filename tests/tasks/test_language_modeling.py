@@ -1,0 +1,326 @@
+"""The language modeling task: loss, packing, microbatches, generation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import sharding, train_step
+from bigtrain.models import decoder
+from bigtrain.settings import ConfigError
+from bigtrain.tasks import language_modeling as task
+
+V, L, B = 30, 10, 8
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+  """Compiling is nearly all that these tests do."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def model():
+  return decoder.Model(
+    variant="llama",
+    vocab_size=V,
+    width=16,
+    depth=2,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=24,
+    init_std=0.3,
+    scan=True,
+    logits_softcap=5.0,
+  )
+
+
+@pytest.fixture(scope="module")
+def variables(model):
+  return jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, L), jnp.int32))
+
+
+def texts(rows=B, length=L, seed=0):
+  """A batch of random texts."""
+  rng = np.random.default_rng(seed)
+  text = jnp.asarray(rng.integers(3, V, (rows, length + 1)), jnp.int32)
+  return {"tokens": text[:, :-1], "targets": text[:, 1:]}
+
+
+def run(model, variables, batch, **options):
+  fn = functools.partial(task.loss_fn, model=model, train=False, **options)
+  pairs, mutable = jax.jit(lambda v, b: fn(v, b, None))(variables, batch)
+  assert mutable == {}
+  return {k: (float(s), float(w)) for k, (s, w) in pairs.items()}
+
+
+def nll_of(model, variables, batch):
+  """(loss [B, L] by the plain definition, hits, log-probabilities)."""
+  logits = jax.jit(lambda v, b: task.predict_fns(model)["logits"](v, b))(
+    variables, batch
+  )
+  x = np.asarray(logits, np.float64)
+  x -= np.log(np.exp(x).sum(-1, keepdims=True))
+  targets = np.asarray(batch["targets"])
+  nll = -np.take_along_axis(x, targets[..., None], -1)[..., 0]
+  return nll, x.argmax(-1) == targets, x
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_loss_and_accuracy_are_sums_over_tokens(model, variables, chunk):
+  batch = texts()
+  nll, hits, _ = nll_of(model, variables, batch)
+  pairs = run(model, variables, batch, chunk=chunk)
+  assert pairs["loss"] == pytest.approx((nll.sum(), B * L), rel=1e-5)
+  assert pairs["accuracy"] == pytest.approx((hits.sum(), B * L))
+
+
+def test_smoothing_and_z_loss(model, variables):
+  batch = texts()
+  nll, _, log_probs = nll_of(model, variables, batch)
+  smooth = 0.9 * nll - 0.1 * log_probs.mean(-1)
+  options = dict(label_smoothing=0.1, z_loss=0.01)
+  whole = run(model, variables, batch, **options)["loss"][0]
+  chunked = run(model, variables, batch, chunk=3, **options)["loss"][0]
+  assert whole == pytest.approx(chunked, rel=1e-5)
+  plain = run(model, variables, batch, label_smoothing=0.1)["loss"][0]
+  assert plain == pytest.approx(smooth.sum(), rel=1e-5)
+  assert whole > plain + 0.1
+
+
+def test_only_real_targets_count(model, variables):
+  batch = texts()
+  nll, _, _ = nll_of(model, variables, batch)
+  mask = (RNG.random((B, L)) < 0.7).astype(np.float32)
+  rows = np.array([1, 1, 0, 1, 1, 1, 1, 0], np.float32)
+  batch |= {"loss_mask": jnp.asarray(mask), "_mask": jnp.asarray(rows)}
+  batch["num_bytes"] = jnp.asarray(mask.sum(1) * 2)
+  weight = mask * rows[:, None]
+  pairs = jax.jit(task.predict_fns(model)["perplexity"])(variables, batch)
+  assert pairs["loss"] == pytest.approx(
+    ((nll * weight).sum(), weight.sum()), rel=1e-5
+  )
+  assert float(pairs["bytes"][0]) == 2 * weight.sum()
+  scores = jax.jit(task.predict_fns(model)["score"])(variables, batch)
+  np.testing.assert_allclose(
+    scores["log_likelihood"], -(nll * weight).sum(1), rtol=1e-4, atol=1e-5
+  )
+  np.testing.assert_array_equal(scores["tokens"], weight.sum(1))
+
+
+def test_score_says_what_would_be_written(model, variables):
+  batch = texts()
+  _, _, log_probs = nll_of(model, variables, batch)
+  likeliest = jnp.asarray(log_probs.argmax(-1), jnp.int32)
+  mask = np.zeros((B, L), np.float32)
+  mask[:, 4:7] = 1
+  targets = likeliest.at[:, 3].set(0).at[3, 5].add(1).at[:, 7:].set(0)
+  batch |= {"targets": targets % V, "loss_mask": jnp.asarray(mask)}
+  scores = jax.jit(task.predict_fns(model)["score"])(variables, batch)
+  expected = [i != 3 for i in range(B)]
+  assert np.asarray(scores["greedy"]).tolist() == expected
+
+
+def test_packed_and_unpacked_have_the_same_loss_and_gradients(model, variables):
+  """The same documents, two to a row and one to a row."""
+  sizes = [(4, 6), (3, 5), (9, 1), (2, 2)]
+  packed, alone = [], []
+  rng = np.random.default_rng(1)
+  for pair in sizes:
+    row = np.zeros((3, L), np.int32)
+    at = 0
+    for number, size in enumerate(pair):
+      text = rng.integers(3, V, size + 1)
+      part = np.stack([text[:-1], text[1:], np.full(size, number + 1)])
+      row[:, at : at + size] = part
+      at += size
+      single = np.zeros((3, L), np.int32)
+      single[:, :size] = part
+      alone.append(single)
+    packed.append(row)
+
+  def grads(rows):
+    names = ("tokens", "targets", "segments")
+    batch = dict(zip(names, jnp.asarray(np.stack(rows, axis=1))))
+
+    def loss(variables):
+      pairs, _ = task.loss_fn(variables, batch, None, model=model, train=False)
+      return pairs["loss"][0] / pairs["loss"][1], pairs["loss"][1]
+
+    (value, weight), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+      variables
+    )
+    assert float(weight) == sum(map(sum, sizes))
+    return float(value), grads
+
+  value, expected = grads(alone)
+  together, found = grads(packed)
+  assert together == pytest.approx(value, rel=1e-6)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6),
+    expected,
+    found,
+  )
+
+
+def test_microbatches_and_devices_change_nothing(model, variables):
+  """Also where the microbatches have different numbers of targets."""
+  mask = (RNG.random((16, L)) < np.linspace(0.1, 1, 16)[:, None]) * 1.0
+  batch = texts(rows=16) | {"loss_mask": jnp.asarray(mask, jnp.float32)}
+  params = variables["params"]
+
+  def gradients(microbatches, devices, **options):
+    mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+    loss_fn = functools.partial(
+      task.loss_fn, model=model, train=True, **options
+    )
+    with jax.set_mesh(mesh):
+      placed = jax.device_put(batch, sharding.batch(mesh))
+      grads, pairs, _ = jax.jit(
+        lambda params, batch: train_step.gradients(
+          loss_fn,
+          params,
+          {},
+          batch,
+          jax.random.key(0),
+          trainable=jax.tree.map(lambda _: True, params),
+          microbatches=microbatches,
+          mesh=mesh,
+        )
+      )(params, placed)
+    return grads, pairs["loss"]
+
+  expected, loss = gradients(1, 1)
+  found, other = gradients(2, 8, chunk=4)
+  assert tuple(map(float, other)) == pytest.approx(
+    tuple(map(float, loss)), rel=1e-5
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-6),
+    expected,
+    jax.device_get(found),
+  )
+
+
+GOLDEN = [4.0323982, 3.3150737, 2.9073875, 2.6046803]
+
+
+def test_losses_are_the_golden_ones(model, variables):
+  """If they change and were meant to, put the new ones there, and say why."""
+  batch = texts()
+
+  @jax.jit
+  def step(variables):
+    def loss(variables):
+      pairs, _ = task.loss_fn(
+        variables,
+        batch,
+        jax.random.key(0),
+        model=model,
+        train=True,
+        z_loss=1e-3,
+      )
+      return pairs["loss"][0] / pairs["loss"][1]
+
+    value, grads = jax.value_and_grad(loss)(variables)
+    return value, jax.tree.map(lambda p, g: p - 0.5 * g, variables, grads)
+
+  found = []
+  for _ in GOLDEN:
+    value, variables = step(variables)
+    found.append(float(value))
+  assert found == pytest.approx(GOLDEN, rel=1e-4), found
+
+
+PROMPTS = np.array([[5, 6, 7, 8], [9, 0, 0, 0], [0, 0, 0, 0], [4, 0, 11, 0]])
+SHAPE = (len(PROMPTS), 4)
+
+
+def by_hand(model, variables, prompt, max_new, eos_id):
+  """Greedy decoding without a cache, one example at a time."""
+  forward = jax.jit(lambda t: model.apply(variables, t)[0])
+  text = [int(t) for t in np.trim_zeros(prompt, "b")]
+  new = []
+  while text and len(new) < max_new and eos_id not in new:
+    padded = jnp.asarray([text + new + [0] * (L - len(text + new))])
+    logits = forward(padded)[0, len(text + new) - 1]
+    new.append(int(jnp.argmax(logits)))
+  return new + [0] * (max_new - len(new))
+
+
+@pytest.fixture(scope="module")
+def greedy(model, variables):
+  fn = functools.partial(task.predict_fns(model)["generate"], max_new=6)
+  batch = {"tokens": jnp.asarray(PROMPTS, jnp.int32)}
+  return np.asarray(jax.jit(fn)(variables, batch))
+
+
+def test_greedy_generation_is_as_without_a_cache(model, variables, greedy):
+  # A prompt of padding only gets nothing; padding within one is a token.
+  expected = [by_hand(model, variables, p, 6, None) for p in PROMPTS]
+  assert greedy.tolist() == expected and expected[0] != expected[1]
+
+
+def test_generation_ends_at_the_eos(model, variables, greedy):
+  eos_id = int(greedy[0, 2])
+  fn = functools.partial(
+    task.predict_fns(model)["generate"], max_new=6, eos_id=eos_id
+  )
+  tokens = jax.jit(fn)(variables, {"tokens": jnp.asarray(PROMPTS, jnp.int32)})
+  for row, free in zip(np.asarray(tokens).tolist(), greedy.tolist()):
+    end = free.index(eos_id) + 1 if eos_id in free else 6
+    assert row == free[:end] + [0] * (6 - end)
+
+
+def test_samples_do_not_depend_on_devices_or_place(model, variables):
+  fn = functools.partial(
+    task.predict_fns(model)["generate"], max_new=6, temperature=1.0, top_k=20
+  )
+  prompts = np.concatenate([PROMPTS, PROMPTS[:, ::-1]])
+
+  def draw(devices, prompts):
+    mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+      batch = {"tokens": jnp.asarray(prompts, jnp.int32)}
+      placed = jax.device_put(batch, sharding.batch(mesh))
+      return np.asarray(jax.jit(fn)(variables, placed))
+
+  one = draw(1, prompts)
+  assert (draw(8, prompts) == one).all()
+  turned = np.roll(prompts, 3, axis=0)
+  assert (draw(1, turned) == np.roll(one, 3, axis=0)).all()
+  assert (one[[0, 1, 3]] != 0).any(axis=1).all()
+
+
+def test_what_is_missing_is_told(model, variables):
+  with pytest.raises(ConfigError, match="leave no 'targets'"):
+    run(model, variables, {"tokens": texts()["tokens"]})
+  with pytest.raises(ConfigError, match="loss.chunk"):
+    run(model, variables, texts(), chunk=-1)
+
+
+def test_experts_add_their_losses_and_are_reported():
+  experts = decoder.Model(
+    variant="llama",
+    vocab_size=V,
+    width=8,
+    depth=1,
+    num_heads=2,
+    mlp_dim=8,
+    moe=dict(num_experts=4, top_k=2),
+  )
+  batch = texts()
+  variables = jax.jit(experts.init)(jax.random.key(0), batch["tokens"])
+  pairs = run(experts, variables, batch, load_balance=0.5, router_z=0.25)
+  mean = {name: total / weight for name, (total, weight) in pairs.items()}
+  extra = 0.5 * mean["experts/load_balance"] + 0.25 * mean["experts/router_z"]
+  assert mean["loss"] == pytest.approx(mean["nll"] + extra, rel=1e-5)
+  loads = [mean[f"expert_load/{e}"] for e in range(4)]
+  assert sum(loads) == pytest.approx(1) and mean["experts/dropped"] == 0
+  nll, _, _ = nll_of(experts, variables, batch)
+  assert mean["nll"] == pytest.approx(nll.mean(), rel=1e-5)

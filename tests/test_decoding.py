@@ -1,0 +1,245 @@
+"""Decoding against brute force on tiny tables of probabilities."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import decoding, sharding
+from bigtrain.settings import ConfigError
+
+V, EOS, PAD, LENGTH = 5, 4, 0, 6
+
+
+@pytest.fixture(scope="module")
+def table():
+  """Logits [previous token, token, position] of a made-up language."""
+  rng = np.random.default_rng(0)
+  return rng.normal(size=(V, V, LENGTH, V)).astype(np.float32) * 2
+
+
+def step_fn_of(table):
+  """A model whose cache holds the token before; it sees two tokens."""
+
+  def step_fn(cache, token_B, position):
+    logits_BV = jnp.asarray(table)[cache["last"], token_B, position]
+    return logits_BV, {"last": token_B}
+
+  return step_fn
+
+
+def fresh(size):
+  return {"last": jnp.zeros(size, jnp.int32)}
+
+
+def log_probs(table, tokens):
+  """Log-probability of each token of a sequence but the first."""
+  result, last = [], 0
+  for p, (token, following) in enumerate(zip(tokens, tokens[1:])):
+    x = table[last, token, p].astype(np.float64)
+    result.append(x[following] - np.log(np.exp(x).sum()))
+    last = token
+  return result
+
+
+def greedy(table, prompt, max_len=LENGTH):
+  """One token after the other, as one would by hand."""
+  tokens, last = list(prompt), 0
+  for p in range(len(prompt) - 1):
+    last = prompt[p]
+  while len(tokens) < max_len:
+    token = int(np.argmax(table[last, tokens[-1], len(tokens) - 1]))
+    last = tokens[-1]
+    tokens.append(token)
+    if token == EOS:
+      break
+  return tokens + [PAD] * (max_len - len(tokens))
+
+
+PROMPTS = [[1], [2, 3], [3, 1, 4], [2, 2], [1, 3, 3]]
+
+
+def padded(prompts):
+  longest = max(map(len, prompts))
+  rows = [p + [1] * (longest - len(p)) for p in prompts]  # 1: not a pad.
+  return jnp.asarray(rows), jnp.asarray([len(p) for p in prompts])
+
+
+def test_greedy_goes_on_from_each_prompt(table):
+  prompt_BL, length_B = padded(PROMPTS)
+  tokens = jax.jit(
+    lambda *args: decoding.sample(
+      step_fn_of(table), *args, max_len=LENGTH, eos_id=EOS
+    )
+  )(fresh(len(PROMPTS)), prompt_BL, length_B)
+  assert tokens.dtype == jnp.int32
+  # An eos in a prompt ends nothing: the third one goes on.
+  assert np.asarray(tokens).tolist() == [greedy(table, p) for p in PROMPTS]
+
+
+def test_padding_and_prompts_that_fill_the_result(table):
+  prompt_BL, _ = padded(PROMPTS)
+  tokens = decoding.sample(
+    step_fn_of(table),
+    fresh(len(PROMPTS)),
+    prompt_BL,
+    jnp.asarray([0, 3, 3, 0, 3]),
+    max_len=3,
+    eos_id=EOS,
+    pad_id=3,
+  )
+  expected = [[3, 3, 3], [2, 3, 1], [3, 1, 4], [3, 3, 3], [1, 3, 3]]
+  assert np.asarray(tokens).tolist() == expected
+
+
+def test_start_leaves_out_what_is_prefilled(table):
+  seen = []
+  inner = step_fn_of(table)
+
+  def step_fn(cache, token_B, position):
+    jax.debug.callback(lambda p: seen.append(int(p)), position)
+    return inner(cache, token_B, position)
+
+  prompts = [[2, 3], [1, 3, 3], [2, 2]]
+  prompt_BL, length_B = padded(prompts)
+  cache = {"last": prompt_BL[:, 0]}
+  tokens = decoding.sample(
+    step_fn, cache, prompt_BL, length_B, max_len=LENGTH, eos_id=None, start=1
+  )
+  jax.effects_barrier()
+  assert sorted(seen) == [1, 2, 3, 4]
+  free = [greedy(table, p) for p in prompts if EOS not in greedy(table, p)]
+  assert free and all(row in np.asarray(tokens).tolist() for row in free)
+
+
+def draw(table, ids, mesh=None, seed=3, **options):
+  prompt_BL, length_B = padded([[1]] * len(ids))
+  ids_B = jnp.asarray(ids)
+  if mesh:
+    place = lambda x: jax.device_put(x, sharding.batch(mesh))
+    prompt_BL, length_B, ids_B = map(place, (prompt_BL, length_B, ids_B))
+  run = jax.jit(
+    lambda *args: decoding.sample(
+      step_fn_of(table),
+      fresh(len(ids)),
+      *args[:2],
+      max_len=LENGTH,
+      eos_id=EOS,
+      rng=jax.random.key(seed),
+      ids_B=args[2],
+      **options,
+    )
+  )
+  return np.asarray(run(prompt_BL, length_B, ids_B))
+
+
+def test_a_sample_depends_on_its_number_alone(table):
+  ids = list(range(16))
+  one = draw(table, ids, temperature=1.0)
+  mesh = sharding.make_mesh(replica=2, fsdp=4)
+  assert (draw(table, ids, mesh, temperature=1.0) == one).all()
+  assert (draw(table, [11, 3], temperature=1.0) == one[[11, 3]]).all()
+  assert (draw(table, ids, seed=4, temperature=1.0) != one).any()
+  assert len({tuple(row) for row in one.tolist()}) > 8
+
+
+@pytest.mark.parametrize(
+  "options, allowed",
+  [
+    (dict(), [0, 1, 2, 3]),
+    (dict(top_k=2), [0, 1]),
+    (dict(top_k=1), [0]),
+    (dict(top_p=0.4), [0]),
+    (dict(top_p=0.6), [0, 1]),
+    # Of the three most likely the first has 0.5 / 0.95.
+    (dict(top_k=3, top_p=0.51), [0]),
+    (dict(top_p=1e-6), [0]),
+  ],
+)
+def test_choose_draws_what_the_options_leave(options, allowed):
+  probs = np.array([0.5, 0.3, 0.15, 0.05])
+  logits_BV = jnp.tile(jnp.log(probs), (2000, 1))
+  keys_B = jax.random.split(jax.random.key(0), 2000)
+  token_B = decoding.choose(logits_BV, keys_B, 0, temperature=1.0, **options)
+  shares = np.bincount(token_B, minlength=4) / 2000
+  expected = np.where(np.isin(range(4), allowed), probs, 0)
+  np.testing.assert_allclose(shares, expected / expected.sum(), atol=0.04)
+  assert (shares[expected == 0] == 0).all()
+
+
+def test_temperature_sharpens():
+  logits_BV = jnp.tile(jnp.log(jnp.asarray([0.6, 0.4])), (2000, 1))
+  keys_B = jax.random.split(jax.random.key(0), 2000)
+  share = lambda t: float(
+    jnp.mean(decoding.choose(logits_BV, keys_B, 0, temperature=t) == 0)
+  )
+  assert share(0.25) == pytest.approx(0.6**4 / (0.6**4 + 0.4**4), abs=0.04)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(temperature=-1.0), "temperature"),
+    (dict(top_k=-1), "top_k"),
+    (dict(top_p=0.0), "top_p"),
+    (dict(top_p=1.5), "top_p"),
+    (dict(max_len=1), "max_len=1: the prompts are up to 3"),
+  ],
+)
+def test_wrong_options_are_refused(table, options, message):
+  prompt_BL, length_B = padded(PROMPTS)
+  kwargs = dict(max_len=LENGTH, eos_id=EOS) | options
+  with pytest.raises(ConfigError, match=message):
+    decoding.sample(step_fn_of(table), fresh(5), prompt_BL, length_B, **kwargs)
+
+
+def beam(table, first, num_beams, **options):
+  run = jax.jit(
+    lambda first_B: decoding.beam_search(
+      step_fn_of(table),
+      fresh(len(first)),
+      first_B,
+      max_len=LENGTH,
+      eos_id=EOS,
+      num_beams=num_beams,
+      **options,
+    )
+  )
+  tokens_BL, score_B = run(jnp.asarray(first))
+  return np.asarray(tokens_BL).tolist(), np.asarray(score_B)
+
+
+def test_one_beam_is_greedy(table):
+  tokens, scores = beam(table, [1, 2, 3], 1)
+  assert tokens == [greedy(table, [first]) for first in (1, 2, 3)]
+  for row, score in zip(tokens, scores):
+    end = row.index(EOS) + 1 if EOS in row else LENGTH
+    assert score == pytest.approx(sum(log_probs(table, row[:end])), rel=1e-5)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.5])
+def test_enough_beams_find_the_best_of_all(table, length_penalty):
+  tokens, scores = beam(table, [1, 2], 700, length_penalty=length_penalty)
+  words = [w for w in range(V) if w != EOS]
+  for first, row, score in zip((1, 2), tokens, scores):
+    best = -np.inf, None
+    for n in range(LENGTH - 1):
+      for middle in itertools.product(words, repeat=n):
+        sequence = [first, *middle, EOS]
+        penalty = ((5 + n + 1) / 6) ** length_penalty
+        value = sum(log_probs(table, sequence)) / penalty
+        best = max(best, (value, sequence))
+    assert row == best[1] + [PAD] * (LENGTH - len(best[1]))
+    assert score == pytest.approx(best[0], rel=1e-4)
+
+
+def test_without_an_end_the_best_beam_is_returned(table):
+  endless = table.copy()
+  endless[..., EOS] = -1e4
+  tokens, scores = beam(endless, [1], 3)
+  assert EOS not in tokens[0]
+  assert scores[0] == pytest.approx(
+    sum(log_probs(endless, tokens[0])), rel=1e-4
+  )

@@ -1,0 +1,114 @@
+"""The tool that continues a text."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import checkpoint
+from bigtrain.models import decoder
+from bigtrain.tools import generate as tool
+
+MODEL = dict(
+  variant="gpt2",
+  vocab_size=259,
+  width=8,
+  depth=1,
+  num_heads=2,
+  max_len=16,
+  init_std=1.0,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+  """Compiling is nearly all that these tests do."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def save(folder, params, **changes):
+  config = {
+    "task": "language_modeling",
+    "model_name": "decoder",
+    "model": MODEL,
+    "input": {"data": {"type": "text", "path": "x.txt", "length": 16}},
+  }
+  saver = checkpoint.Checkpointer(str(folder))
+  state = {"params": params, "step": np.int32(1)}
+  saver.save(1, state, {"config": config | changes})
+  saver.close()
+  return str(folder)
+
+
+@pytest.fixture(scope="module")
+def params():
+  model = decoder.Model(**MODEL)
+  return jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))[
+    "params"
+  ]
+
+
+@pytest.fixture(scope="module")
+def workdir(params, tmp_path_factory):
+  return save(tmp_path_factory.mktemp("run"), params)
+
+
+def greedy(params, ids, number):
+  """What follows, by a whole pass for each token."""
+  model = decoder.Model(**MODEL)
+  forward = jax.jit(lambda t: model.apply({"params": params}, t)[0][0])
+  seen, view = list(ids), list(ids)
+  for _ in range(number):
+    if len(view) == MODEL["max_len"] + 1:
+      view = seen[-MODEL["max_len"] // 2 :]
+    padded = view + [0] * (MODEL["max_len"] - len(view))
+    token = int(jnp.argmax(forward(jnp.asarray([padded]))[len(view) - 1]))
+    seen.append(token)
+    view.append(token)
+  return seen[len(ids) :]
+
+
+def test_it_writes_what_the_model_says_beyond_its_length(workdir, params):
+  """The text outgrows what the model reads at a time, twice."""
+  new = 30
+  expected = greedy(params, [ord("a") + 3, ord("b") + 3], new)
+  pieces = tool.generate(workdir, "ab", max_new=new, temperature=0)
+  text = bytes(b - 3 for b in expected if b >= 3).decode("utf-8", "replace")
+  assert "".join(pieces) == text and text
+
+
+def test_seeds_and_the_command_line(workdir, capsys):
+  def run(*arguments):
+    code = tool.main([f"--workdir={workdir}", "--max_new=12", *arguments])
+    assert code == 0
+    return capsys.readouterr().out
+
+  one = run("--prompt=def ", "--seed=1", "--top_k=50")
+  assert one.startswith("def ") and one.endswith("\n")
+  # From nothing but the begin of a text, and from another seed.
+  assert len(run("--seed=2")) > 1
+  assert run("--prompt=def ", "--seed=2", "--top_k=50") != one
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (["--workdir={w}/none"], "no such file"),
+    (["--workdir={w}", "--temperature=-1"], "temperature"),
+    (["--workdir={w}", "--prefix=emma"], "prefix"),
+    (["--workdir={w}", "--tokenizer=none.json"], "none.json"),
+  ],
+)
+def test_mistakes_are_told_in_a_line(workdir, capsys, arguments, message):
+  arguments = [a.format(w=workdir) for a in arguments]
+  assert tool.main(arguments) == 2
+  error = capsys.readouterr().err
+  assert error.startswith("error: ") and message in error
+
+
+def test_only_language_models_continue_texts(params, tmp_path, capsys):
+  workdir = save(tmp_path, params, task="captioning")
+  assert tool.main([f"--workdir={workdir}"]) == 2
+  assert "its task is 'captioning'" in capsys.readouterr().err
