@@ -284,6 +284,7 @@ def _train(
   )
 
   # The update compiles while the state is read or made.
+  dog.enter("compile", 0)
   state_sharding = jax.tree.map(lambda x: x.sharding, state_spec)
   compiling = cluster.Background(
     programs.lower(

@@ -208,23 +208,26 @@ def relative(one, other):
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_gradients_of_models_whatever_the_microbatches(name):
   if name == "vit":
+    size = 16
     model = vit.Model(
       num_classes=10, patch_size=4, width=32, depth=2, num_heads=2
     )
   else:
+    # The last stage has 2 x 2 positions, as few as variances make sense of.
+    size = 64
     model = resnet.Model(num_classes=10, depth=26, width=0.125)
   rng = np.random.default_rng(1)
   batch = {
-    "image": rng.normal(size=(32, 16, 16, 3)).astype(np.float32),
+    "image": rng.normal(size=(32, size, size, 3)).astype(np.float32),
     "labels": rng.integers(10, size=32).astype(np.int32),
     "_mask": (np.arange(32) % 5 > (np.arange(32) < 16) * 3).astype(np.float32),
   }
   found = {}
   for devices in (1, 8):
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-    for microbatches in (1, 2, 4) if name == "vit" else (1, 2):
+    for microbatches in (1, 2, 4):
       fn, params, mutable, _ = compiled_gradient(
-        model, microbatches, 16, 32, mesh
+        model, microbatches, size, 32, mesh
       )
       whole = sharding.replicated(mesh)
       params, mutable = jax.device_put(
@@ -238,9 +241,7 @@ def test_gradients_of_models_whatever_the_microbatches(name):
     # Batch statistics are those of a microbatch, so their number is part of
     # what a batch-normalised model computes; that of the devices never is.
     like = found[1, microbatches if name == "resnet" else 1]
-    # Small variances, by which each layer divides, lose a digit to rounding.
-    most = 5e-5 if name == "resnet" else 1e-5
-    assert relative(grads, like) < most, (devices, microbatches)
+    assert relative(grads, like) < 1e-5, (devices, microbatches)
 
 
 def test_microbatches_that_do_not_divide_are_told_with_the_nearest():

@@ -196,5 +196,8 @@ def _norm(
     epsilon=1e-5,
     dtype=dtype,
     scale_init=scale_init,
+    # The mean of squares less the square of the mean loses digits, and every
+    # layer of the backward pass divides by what is left.
+    use_fast_variance=False,
     name=name,
   )

@@ -308,15 +308,23 @@ def test_kill_9_at_any_moment(tmp_path):
   subprocess.run(
     [*command, f"--output={tmp_path / 'quiet'}"], check=True, timeout=60
   )
-  kills = 0
-  while not (tmp_path / "out" / "manifest.json").exists():
-    job = subprocess.Popen([*command, f"--output={tmp_path / 'out'}"])
-    time.sleep(1 + 0.3 * kills)
+  out, kills = tmp_path / "out", 0
+
+  def names():
+    return {path.name for path in out.rglob("*")}
+
+  while not (out / "manifest.json").exists():
+    before = names()
+    job = subprocess.Popen([*command, f"--output={out}"])
+    # At the first new file, and so at another moment each time.
+    while job.poll() is None and names() <= before:
+      time.sleep(0.001)
+    time.sleep(0.02 * (kills % 5))
     if job.poll() is None:
       job.send_signal(signal.SIGKILL)
       kills += 1
     job.wait()
-    assert kills < 40
+    assert kills < 100
   assert kills > 1
   subprocess.run(
     [*command, f"--output={tmp_path / 'out'}"], check=True, timeout=60
