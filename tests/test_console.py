@@ -64,18 +64,23 @@ def test_other_processes_say_nothing(caplog):
   assert not caplog.records
 
 
+# Processes that a shell starts in the background ignore them.
+_OBEY_INTERRUPTS = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
+
 def run_in_terminal(code, *, then=None, width=100):
   """Runs code on a pseudo-terminal; returns what it shows, and exit code."""
   main, other = pty.openpty()
   env = os.environ | {"TERM": "xterm", "COLUMNS": str(width), "LINES": "24"}
   process = subprocess.Popen(
-    [sys.executable, "-c", textwrap.dedent(code)],
+    [sys.executable, "-c", _OBEY_INTERRUPTS + textwrap.dedent(code)],
     stdin=other,
     stdout=other,
     stderr=other,
     env=env,
-    # Who starts the tests in the background has it ignored.
-    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   )
   os.close(other)
   shown = b""

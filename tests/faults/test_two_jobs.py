@@ -1,5 +1,7 @@
 """Fault 46: two jobs in one workdir."""
 
+import tiny
+
 from faults.program import assert_same_run
 
 
@@ -10,6 +12,9 @@ def test_the_second_is_refused_and_a_dead_ones_lease_taken_over(
   gate = dict(type="faults.waiting.Gate", step=9, flag=str(flag))
   first = program.start(workdir, f"hooks={dict(gate=gate)}")
   first.until_file(flag)
+  # A thread writes the rows of the steps before.
+  evaluated = lambda: "val/acc" in tiny.rows(workdir).get(8, {})
+  first.until(evaluated, "the row of step 8")
   rows = (workdir / "metrics.jsonl").read_bytes()
   second = program.run(workdir, code=2)
   assert second.last_line().startswith(f"error: {workdir}/lease.json: another")
