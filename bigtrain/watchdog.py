@@ -33,6 +33,7 @@ LIMITS = {
 }
 _POLL_SECS = 0.5
 _NATIVE_EXTRA_SECS = 60.0
+_WRITE_SECS = 10.0  # For the stacks; the storage may be what hangs.
 
 
 def read_limits(config: settings.Config) -> dict[str, float] | None:
@@ -76,6 +77,8 @@ class Watchdog:
     self._path = os.path.join(workdir, name)
     self._file: Any = None
     self._done = threading.Event()
+    self._writing = threading.Lock()
+    self._written = ""
     self._since = ("start", 0, time.monotonic())
     cluster.on_hang(self._write_stacks)
     if limits is None:
@@ -154,7 +157,20 @@ class Watchdog:
     os._exit(cluster.EXIT_ERROR)
 
   def _write_stacks(self, why: str = "a process of the job hangs") -> str:
-    """Writes the stacks of all threads; returns what there is to say of it."""
+    """Writes the stacks of all threads; returns what there is to say of it.
+
+    This process and another of the job may find at the same time that it
+    hangs: whoever comes second must not end it before the file is written.
+    """
+    if not self._writing.acquire(timeout=_WRITE_SECS):
+      return f"; their stacks were not written within {_WRITE_SECS:g} s"
+    try:
+      self._written = self._written or self._write_once(why)
+      return self._written
+    finally:
+      self._writing.release()
+
+  def _write_once(self, why: str) -> str:
     try:
       os.makedirs(self._workdir, exist_ok=True)  # It may hang before that.
       with open(self._path, "w") as file:
