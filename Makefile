@@ -53,9 +53,10 @@ test-faults: install ## Run the slow tests: faults in real processes
 test-results: install ## Train the quickstarts to their results: half an hour
 	@$(run) pytest -m results --durations=10 $(ARGS) $(TESTS)
 
-test-cluster: install ## Test under Slurm and MPI, which are installed by root
-	@tests/cluster/install.sh
-	@$(run) pytest -m cluster --durations=10 $(ARGS) tests/cluster
+test-cluster: $(VENV)/.installed-cluster build/moto/.installed
+test-cluster: ## Test under Slurm, MPI and with object stores (root gets them)
+	@tests/cluster/run.sh $(run) pytest -m cluster --durations=10 $(ARGS) \
+	  tests/cluster
 
 soak: install ## Kill a run a hundred times; its end must be that of a quiet one
 	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(run) faults.soak $(ARGS)
@@ -99,9 +100,17 @@ $(VENV)/.installed: requirements.lock setup.cfg | $(VENV)/bin/python
 
 # Extras beyond the lock file, such as cuda, keep its pins as constraints.
 $(VENV)/.installed-%: $(VENV)/.installed
-	@echo "Installing the extras $(EXTRAS)."
+	@echo "Installing the extras $*."
 	@$(run) pip install -qq --no-build-isolation -c requirements.lock \
-	  -e ".[$(EXTRAS)]"
+	  -e ".[$(subst -,$(comma),$*)]"
+	@touch $@
+
+# Serves s3:// to tests. By itself, as it wants older versions of others.
+build/moto/.installed: $(VENV)/.installed
+	@echo "Installing moto into build/moto."
+	@$(run) venv build/moto
+	@build/moto/bin/python -m pip install -qq "moto[s3]==5.2.5" "flask==3.1.3" \
+	  "flask-cors==6.0.5"
 	@touch $@
 
 # Resolves without installing, once for each Python; what both agree on is

@@ -19,21 +19,26 @@ from typing import Any, NamedTuple, Protocol
 
 from benchmarks import measure
 
-_DEVICES = (1, 8)
+# Devices, and what the model has. Without scan each layer's arrays are files of
+# their own: hundreds of small ones.
+_CASES = ((1, ""), (8, ""), (1, ",scan"))
 
 
 def main() -> None:
   """Prints the figures for each number of devices."""
   args = measure.arguments(
-    __doc__, devices="on so many alone; else each in a process of its own"
+    __doc__,
+    devices="on so many alone; else each in a process of its own",
+    model="more of the model's arguments, such as ,scan",
   )
   if args.devices or args.quick:
     number = int(args.devices or 2)
     measure.simulate_devices(number)
-    _measure(number, args.quick, args.repeats)
+    _measure(number, args.model or "", args.quick, args.repeats)
     return
-  for number in _DEVICES:
+  for number, more in _CASES:
     flags = (f"--devices={number}", f"--repeats={args.repeats}")
+    flags += (f"--model={more}",)
     for line in measure.lines("-m", "benchmarks.checkpoint_stall", *flags):
       if line.startswith('{"benchmark"'):
         print(line, flush=True)
@@ -70,18 +75,19 @@ class _Turn(NamedTuple):
   plain_write: float
 
 
-def _measure(number: int, quick: bool, repeats: int) -> None:
+def _measure(number: int, more: str, quick: bool, repeats: int) -> None:
   import jax
 
   from benchmarks import limits, program, synthetic
 
   model = "mu/16,size=16" if quick else "S/16,size=64"
-  what = f"ViT-{model.split(',')[0]}, adam, {number} device(s)"
+  variant = model.split(",")[0] + more.replace(",", ", ")
+  what = f"ViT-{variant}, adam, {number} device(s)"
   if jax.device_count() != number:
     found = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     measure.skip(6, f"stall, write and steps: {what}", f"there is {found}")
     return
-  config = synthetic.get_config(f"{model},batch_size={max(2, number)}")
+  config = synthetic.get_config(f"{model}{more},batch_size={max(2, number)}")
   config.mesh = dict(replica=1, fsdp=number)
   built = program.build(config)
   built.run(1)  # From here on the state is what the update returns.

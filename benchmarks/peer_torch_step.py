@@ -1,9 +1,10 @@
-"""Steps of a ViT and of a GPT-2 in torch, for peer_process.py.
+"""Steps of a ViT, a GPT-2 and a Llama in torch, for peer_process.py.
 
-Both as one would write them for speed today: scaled_dot_product_attention,
+All as one would write them for speed today: scaled_dot_product_attention,
 AdamW over all tensors at once, torch.compile where it works.
 """
 
+import functools
 import json
 import sys
 import time
@@ -17,11 +18,12 @@ from benchmarks import peer_process
 
 
 class Block(nn.Module):
-  """Attention and MLP, each after a norm."""
+  """Attention and MLP, each after a norm, as GPT-2 and ViTs have them."""
 
-  def __init__(self, width: int, heads: int, mlp_dim: int, causal: bool):
+  def __init__(self, options: Any):
     super().__init__()
-    self.heads, self.causal = heads, causal
+    width, mlp_dim = options["width"], options["mlp_dim"]
+    self.heads, self.causal = options["num_heads"], "vocab_size" in options
     self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
     self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
     self.up, self.down = nn.Linear(width, mlp_dim), nn.Linear(mlp_dim, width)
@@ -36,40 +38,91 @@ class Block(nn.Module):
     return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
+class LlamaBlock(nn.Module):
+  """Rotary positions, root-mean-square norms, grouped queries, SwiGLU."""
+
+  def __init__(self, options: Any):
+    super().__init__()
+    width, self.heads = options["width"], options["num_heads"]
+    self.kv_heads, mlp_dim = options["num_kv_heads"], options["mlp_dim"]
+    self.head_dim = width // self.heads
+    linear = functools.partial(nn.Linear, bias=False)
+    self.norm1 = nn.RMSNorm(width, eps=1e-5)
+    self.norm2 = nn.RMSNorm(width, eps=1e-5)
+    heads = self.heads + 2 * self.kv_heads
+    self.qkv = linear(width, heads * self.head_dim)
+    self.out = linear(width, width)
+    self.gate_up, self.down = linear(width, 2 * mlp_dim), linear(mlp_dim, width)
+    omega = 10_000.0 ** -(torch.arange(0, self.head_dim, 2) / self.head_dim)
+    angle = torch.outer(torch.arange(options["length"]), omega)
+    self.register_buffer("cos", torch.cos(angle), persistent=False)
+    self.register_buffer("sin", torch.sin(angle), persistent=False)
+
+  def _turned(self, x: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    turned = (
+      first * self.cos - second * self.sin,
+      second * self.cos + first * self.sin,
+    )
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+  def forward(self, x: torch.Tensor) -> torch.Tensor:
+    """[B, L, D] to [B, L, D]."""
+    B, L, D = x.shape
+    qkv = self.qkv(self.norm1(x)).view(B, L, -1, self.head_dim).transpose(1, 2)
+    sizes = (self.heads, self.kv_heads, self.kv_heads)
+    q, k, v = qkv.split(sizes, dim=1)
+    y = F.scaled_dot_product_attention(
+      self._turned(q),
+      self._turned(k),
+      v,
+      is_causal=True,
+      enable_gqa=self.heads != self.kv_heads,
+    )
+    x = x + self.out(y.transpose(1, 2).reshape(B, L, D))
+    gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+    return x + self.down(F.silu(gate) * up)
+
+
 class Model(nn.Module):
   """Tokens, of a text or patches of an image, through a stack of blocks.
 
   Args:
-    options: width, depth, num_heads, mlp_dim, length; vocab_size of a GPT-2,
-      else patch_size and num_classes.
+    options: width, depth, num_heads, mlp_dim, length; vocab_size of a text's,
+      else patch_size and num_classes; num_kv_heads of a Llama.
   """
 
   def __init__(self, options: Any):
     super().__init__()
     width, self.vocab = options["width"], options.get("vocab_size")
+    llama = "num_kv_heads" in options
     if self.vocab:
       self.embedding = nn.Embedding(self.vocab, width)
       self.head = nn.Linear(width, self.vocab, bias=False)
-      self.head.weight = self.embedding.weight
+      if not llama:
+        self.head.weight = self.embedding.weight
     else:
       patch = options["patch_size"]
       self.embedding = nn.Conv2d(3, width, patch, stride=patch)
       self.head = nn.Linear(width, options["num_classes"])
     nn.init.normal_(self.embedding.weight, std=0.02)
-    position = torch.randn(1, options["length"], width) * 0.02
-    self.position = nn.Parameter(position)
-    sizes = (width, options["num_heads"], options["mlp_dim"], bool(self.vocab))
+    self.position: nn.Parameter | None = None
+    if not llama:
+      position = torch.randn(1, options["length"], width) * 0.02
+      self.position = nn.Parameter(position)
+    block = LlamaBlock if llama else Block
     self.blocks = nn.ModuleList(
-      [Block(*sizes) for _ in range(options["depth"])]
+      [block(options) for _ in range(options["depth"])]
     )
-    self.norm = nn.LayerNorm(width)
+    self.norm = nn.RMSNorm(width, eps=1e-5) if llama else nn.LayerNorm(width)
 
   def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The loss of tokens [B, L], or of images [B, 3, H, W]."""
     x = self.embedding(x)
     if not self.vocab:
       x = x.flatten(2).transpose(1, 2)
-    x = x + self.position
+    if self.position is not None:
+      x = x + self.position
     for block in self.blocks:
       x = block(x)
     x = self.norm(x)

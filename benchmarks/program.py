@@ -17,7 +17,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from bigtrain import cluster, hooks, input_pipeline, main, start
+from bigtrain import cluster, input_pipeline, main, start
 
 # Steps of the loop that pass before one is timed: more than main queues on the
 # device, and more batches than wait in front of it.
@@ -67,6 +67,13 @@ class Program:
         jax.block_until_ready(in_flight.popleft())
     jax.block_until_ready((self.state, self.tally))
     return time.perf_counter() - began
+
+
+class Between:
+  """A hook for what `train` is asked to do between steps."""
+
+  def before_step(self, step: int) -> None:
+    """Is replaced."""
 
 
 class _Enough(BaseException):
@@ -137,19 +144,17 @@ def train(config: Any, before_step: Callable[[Program, int], bool]) -> None:
     program.state = jax.tree.map(jnp.copy, begun.state)
     return begun
 
-  class Hook:
-    def before_step(self, step: int) -> None:
-      if not before_step(program, step):
-        raise _Enough
+  def between(self: Any, step: int) -> None:
+    if not before_step(program, step):
+      raise _Enough
 
-  def from_config(config: Any, workdir: str) -> hooks.Hooks:
-    return hooks.Hooks({"benchmark": Hook()})
-
+  of_config = config.get("hooks", {})
+  config["hooks"] = {**of_config, "benchmark": {"type": f"{__name__}.Between"}}
   with contextlib.ExitStack() as patches:
     _replace(patches, input_pipeline, "make_train", _with_batch(program))
     _replace(patches, cluster, "Background", Background)
     _replace(patches, start, "begin", begin)
-    _replace(patches, hooks, "from_config", from_config)
+    _replace(patches, Between, "before_step", between)
     _train(config)
 
 

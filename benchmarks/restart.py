@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks import measure, startup
 
 _SOON, _LATE = 100, 100_000
+_PEER_NEWEST = "checkpoint.bv-LAST"  # Where big_vision notes it.
 
 
 def main() -> None:
@@ -137,13 +138,19 @@ def _big_vision(quick: bool, repeats: int) -> None:
     workdirs = {n: os.path.join(folder, n) for n in ("ours", "peer")}
     caches = {n: os.path.join(folder, f"cache-{n}") for n in workdirs}
     _save_step_1(config, workdirs["ours"], caches["ours"])
-    list(
-      measure.lines(
-        *("-m", "big_vision.train", f"--config={peer},1"),
-        f"--workdir={workdirs['peer']}",
-        env=startup.big_vision_environment(caches["peer"], checkout),
+    try:
+      list(
+        measure.lines(
+          *("-m", "big_vision.train", f"--config={peer},1"),
+          f"--workdir={workdirs['peer']}",
+          env=startup.big_vision_environment(caches["peer"], checkout),
+        )
       )
-    )
+    except RuntimeError as e:
+      # After its last save it calls what newer versions of jax do not have.
+      if not os.path.exists(os.path.join(workdirs["peer"], _PEER_NEWEST)):
+        measure.skip(7, name, str(e).splitlines()[-1])
+        return
     secs = measure.interleave(
       {
         "peer": lambda: startup.big_vision_first_step_secs(

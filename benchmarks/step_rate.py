@@ -26,6 +26,7 @@ class Sizes(NamedTuple):
   vit: dict[str, Any]
   captioner: dict[str, Any]
   decoder: dict[str, Any]
+  llama: dict[str, Any]
 
 
 _QUICK = Sizes(
@@ -34,6 +35,7 @@ _QUICK = Sizes(
   dict(variant="mu/16", size=16, batch_size=8),
   {},
   dict(width=64, depth=1, vocab_size=64, length=8, batch_size=2),
+  {},
 )
 _CPU = Sizes(
   3,
@@ -42,6 +44,8 @@ _CPU = Sizes(
   dict(variant="S/16", depth=6, decoder_depth=3, vocab_size=32_000, length=32)
   | dict(size=64, batch_size=8),
   dict(width=384, depth=6, vocab_size=50_304, length=256, batch_size=2),
+  dict(width=512, depth=6, num_kv_heads=2, vocab_size=32_000, length=256)
+  | dict(batch_size=2),
 )
 _GPU = Sizes(
   20,
@@ -50,6 +54,8 @@ _GPU = Sizes(
   dict(variant="S/16", depth=12, decoder_depth=6, vocab_size=32_000, length=64)
   | dict(size=224, batch_size=128),
   dict(width=768, depth=12, vocab_size=50_304, length=1024, batch_size=16),
+  dict(width=1024, depth=12, num_kv_heads=4, vocab_size=32_000, length=1024)
+  | dict(batch_size=16),
 )
 
 
@@ -63,7 +69,9 @@ def main() -> None:
   on_cpu = jax.devices()[0].platform == "cpu"
   sizes = _QUICK if args.quick else _CPU if on_cpu else _GPU
   # In --quick loss_memory.py has the captioner, which takes longest.
-  models = (_vit, _decoder) if args.quick else (_vit, _captioner, _decoder)
+  models = [_vit, _decoder]
+  if not args.quick:
+    models += [_captioner, _llama]
   for model in models:
     name, config, big_vision, torch = model(sizes)
     target = ">= 1.0" if on_cpu else ">= 1.1"
@@ -222,6 +230,22 @@ def _decoder(sizes: Sizes) -> tuple[str, Any, Any, Any]:
 def _heads_and_mlp(width: int) -> dict[str, int]:
   """What GPT-2 makes of a width."""
   return dict(num_heads=width // 64, mlp_dim=4 * width)
+
+
+def _llama(sizes: Sizes) -> tuple[str, Any, Any, Any]:
+  from benchmarks import synthetic_text
+
+  options = sizes.llama
+  argument = f"kind=decoder,variant=llama,{_argument(options)}"
+  config = synthetic_text.get_config(f"{argument},dtype={sizes.dtype}")
+  model = {n: v for n, v in options.items() if n != "batch_size"}
+  model |= dict(num_heads=config.model.num_heads, mlp_dim=config.model.mlp_dim)
+  name = (
+    "Llama of {depth} layers, width {width}, {num_kv_heads} heads of keys, "
+  )
+  name += f"V={{vocab_size}}, {{batch_size}} x {{length}} tokens, {sizes.dtype}"
+  torch = dict(batch_size=options["batch_size"], dtype=sizes.dtype, model=model)
+  return name.format(**options), config, None, torch
 
 
 def _argument(options: dict[str, Any]) -> str:

@@ -21,9 +21,9 @@ def get_config(arg: str | None = None) -> Any:
 
   Args:
     arg: kind ("captioner" or "decoder"), variant (its own unless given), depth
-      (the variant's unless given), decoder_depth of a captioner, width of a
-      decoder, vocab_size, length of the texts in tokens, size of the images in
-      pixels, batch_size, scan, dtype.
+      (the variant's unless given), decoder_depth of a captioner, width and
+      num_kv_heads of a decoder, vocab_size, length of the texts in tokens, size
+      of the images in pixels, batch_size, scan, dtype.
   """
   options = common.parse_arg(
     arg,
@@ -31,6 +31,7 @@ def get_config(arg: str | None = None) -> Any:
     variant=None,
     depth=None,
     width=None,
+    num_kv_heads=None,
     decoder_depth=6,
     vocab_size=32_000,
     length=64,
@@ -68,6 +69,9 @@ def get_config(arg: str | None = None) -> Any:
     if options.width:
       config.model.width = options.width
       config.model.num_heads = options.width // 64
+    if options.num_kv_heads:  # A Llama's, whose MLPs have three matrices.
+      config.model.num_kv_heads = options.num_kv_heads
+      config.model.mlp_dim = 256 * round(options.width * 8 / 3 / 256)
   return config
 
 

@@ -25,6 +25,12 @@ def main() -> None:
     config.microbatches = 2
     config.ema_decay = 0.999
     config.grad_clip_norm = 1.0
+    config.nonfinite = "skip"
+    config.hooks = {
+      "nan": dict(type="stop_on_nan"),
+      "early": dict(type="early_stopping", metric="loss", patience=1000),
+      "best": dict(type="checkpoint_best", metric="loss"),
+    }
     ratios = program.loop_ratios(config, config.log_steps, args.repeats)
     measure.report(3, name, ratios, target="<= 1.02")
 

@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from absl import logging
 
-from bigtrain import settings, storage
+from bigtrain import paths, settings, storage
 from bigtrain.settings import ConfigError
 
 
@@ -186,9 +187,8 @@ class CheckpointBest:
       return
     step, value = self._best
     record = {"step": step, "metric": self._watched.name, "value": value}
-    with open(f"{self._path}.new", "w") as file:
+    with paths.replacing(self._path) as file:
       json.dump(record, file)
-    os.replace(f"{self._path}.new", self._path)
 
 
 class Profile:
@@ -204,12 +204,17 @@ class Profile:
     self._start = start
     self._stop = start + steps
     self._folder = os.path.join(workdir, "profile")
+    self._beside: tempfile.TemporaryDirectory[str] | None = None
     self._on = False
 
   def before_step(self, step: int) -> None:
     """Starts or ends the trace when its step has come."""
     if step == self._start:
-      jax.profiler.start_trace(self._folder)
+      if paths.is_remote(self._folder):
+        self._beside = tempfile.TemporaryDirectory(prefix="bigtrain-")
+      jax.profiler.start_trace(
+        self._beside.name if self._beside else self._folder
+      )
       self._on = True
     elif step >= self._stop:
       self.after_train(step)
@@ -219,6 +224,9 @@ class Profile:
     if self._on:
       jax.profiler.stop_trace()
       self._on = False
+      if self._beside:
+        paths.push_folder(self._beside.name, self._folder)
+        self._beside.cleanup()
       logging.info("A profile is in %s.", self._folder)
 
 

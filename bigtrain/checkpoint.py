@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import json
 import logging
-import os
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import jax
 
-from bigtrain import integrity, snapshot, storage, trees
+from bigtrain import integrity, objects, paths, snapshot, storage, trees
 from bigtrain import manifest as manifest_lib
 from bigtrain import peers as peers_lib
 from bigtrain import restore as restore_lib
@@ -227,6 +226,8 @@ class Checkpointer:
         self._prune(job)
 
   def _fail(self, job: _Job, error: BaseException) -> None:
+    if isinstance(error, ValueError) and paths.is_remote(job.tmp):
+      error = objects.as_os_error(error, job.tmp)
     reason = str(error) or type(error).__name__
     if not isinstance(error, CheckpointError | ConfigError | OSError):
       reason = f"{type(error).__name__}: {reason}"
@@ -240,9 +241,9 @@ class Checkpointer:
       job.event.fail(reason)
     except jax.errors.JaxRuntimeError as e:
       logging.error("the other processes could not be told: %s", e)
-    if self._peers.count == 1 and os.path.lexists(job.tmp):
+    if self._peers.count == 1:
       # The disk may be full: what else has to be written needs the room.
-      storage.discard(job.tmp)
+      storage.abandon(job.tmp)
 
   def _write_arrays(self, job: _Job) -> None:
     import tensorstore as ts
@@ -252,6 +253,8 @@ class Checkpointer:
     context = integrity.tensorstore_context()
     if first:
       storage.begin(job.tmp)
+    if paths.is_remote(job.tmp):
+      job.event.wait_for_first()
     opening = {
       name: ts.open(
         manifest_lib.spec(job.tmp, name, array),
@@ -307,18 +310,18 @@ class Checkpointer:
       raise CheckpointError(
         f"{problems[0]} ({len(problems)} such problem(s) after writing).{hint}"
       )
-    arrays = {}
-    for name, array in job.arrays.items():
-      digest = integrity.metadata_digest(job.tmp, name)
-      arrays[name] = dataclasses.replace(array, metadata_sha256=digest)
+    digests = integrity.metadata_digests(job.tmp, job.arrays)
+    arrays = {
+      name: dataclasses.replace(array, metadata_sha256=digests[name])
+      for name, array in job.arrays.items()
+    }
     manifest = dataclasses.replace(manifest, arrays=arrays)
-    storage.write_file(
-      os.path.join(job.tmp, manifest_lib.FILE), manifest_lib.to_json(manifest)
-    )
+    text = manifest_lib.to_json(manifest)
+    storage.stage(job.tmp, text)
     _point("manifest written")
     if self._guard is not None:
       self._guard()
-    storage.commit(job.tmp, self._workdir, job.step, job.token)
+    storage.commit(job.tmp, text, self._workdir, job.step, job.token)
     _point("committed")
 
   def _prune(self, job: _Job) -> None:

@@ -12,15 +12,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+  from bigtrain import launchers
 
 EXIT_OK = 0
 EXIT_ERROR = 1
 EXIT_CONFIG = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: schedulers may requeue the job.
-
-# Where srun and mpirun say how many processes they started.
-_NUM_PROCESSES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 # Seconds, the defaults of config.cluster.
 _TIMES = {"join_secs": 300.0, "heartbeat_secs": 30.0, "straggler_secs": 60.0}
@@ -91,10 +91,8 @@ def check_preempted() -> None:
 def join(config: Any) -> None:
   """Joins the job's other processes where there are some.
 
-  That is where JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID
-  are set (command.py sets them from its flags), under srun and mpirun, and on
-  a Cloud TPU slice of several hosts; anything else is a process alone. Called
-  before jax is asked for its devices.
+  That is where its launcher says so (launchers.py). Called before jax is asked
+  for its devices.
 
   Reads config.cluster: `join_secs` (300), how long to wait for the others;
   `heartbeat_secs` (30), silence after which one counts as gone;
@@ -107,7 +105,7 @@ def join(config: Any) -> None:
   """
   import jax
 
-  from bigtrain import settings
+  from bigtrain import launchers, settings
 
   options = config.kwargs("cluster")
   times = {}
@@ -122,37 +120,39 @@ def join(config: Any) -> None:
   for name in options:
     hint = settings.did_you_mean(name, _TIMES)
     raise settings.ConfigError(f"config.cluster.{name}: unknown key.{hint}")
-  if not jax.distributed.is_initialized() and _several():
-    _form_job(times)
-  for name, found in (
-    ("processes", jax.process_count()),
-    ("devices", jax.device_count()),
-  ):
-    expected = config.get(f"expect_{name}")
-    if expected not in (None, found):
+  expected = {
+    name: config.get(f"expect_{name}") for name in ("processes", "devices")
+  }
+
+  def check(name: str, found: int) -> None:
+    if expected[name] not in (None, found):
       raise settings.ConfigError(
-        f"config.expect_{name}={expected}: there are {found}."
+        f"config.expect_{name}={expected[name]}: there are {found}."
       )
 
+  if not jax.distributed.is_initialized():
+    place = launchers.find(timeout_secs=times["join_secs"])
+    if place is not None:
+      check("processes", place.count)  # Before they wait for each other.
+      _form_job(place, times)
+    elif jax.process_count() > 1:
+      raise RuntimeError(
+        f"jax has found {jax.process_count()} processes, but nothing told this "
+        "one where process 0 is: give --coordinator=HOST:PORT."
+      )
+  check("processes", jax.process_count())
+  check("devices", jax.device_count())
 
-def _several() -> bool:
-  """Whether the environment speaks of several processes."""
-  if "JAX_COORDINATOR_ADDRESS" in os.environ:
-    return True
-  if any(int(os.environ.get(name, 1)) > 1 for name in _NUM_PROCESSES):
-    return True
-  # Hosts of a TPU slice; a single-host machine has one name here, or none.
-  return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
 
-
-def _form_job(times: Mapping[str, float]) -> None:
+def _form_job(place: "launchers.Place", times: Mapping[str, float]) -> None:
   """Meets the other processes, and starts jax's runtime for all of them."""
   global _job
   import jax
+  from absl import logging as absl_logging
 
   from bigtrain import job, rendezvous
 
-  address, count, index, local = _place(times)
+  address, count, index = place.address, place.count, place.index
   made = job.Job(
     index,
     count,
@@ -178,6 +178,13 @@ def _form_job(times: Mapping[str, float]) -> None:
       f"{token['port']}: {e}; is it open between the hosts?"
     ) from e
   _job = made
+  absl_logging.info(
+    "Process %d of %d, says %s; process 0 is at %s.",
+    index,
+    count,
+    place.launcher,
+    address,
+  )
   if _signals:
     made.signalled(signal.Signals(_signals[0]).name)
 
@@ -189,46 +196,14 @@ def _form_job(times: Mapping[str, float]) -> None:
       coordinator_address=address,
       num_processes=count,
       process_id=index,
-      local_device_ids=local,
+      local_device_ids=place.devices,
+      # All is known; jax would leave a process one of several GPUs.
+      cluster_detection_method="deactivate",
       heartbeat_timeout_seconds=int(max(100, 4 * times["heartbeat_secs"])),
     )
 
   # In C++ the main thread would be deaf to signals.
   Background(initialize, "join").result()
-
-
-def _place(times: Mapping[str, float]) -> tuple[str, int, int, Any]:
-  """(address of process 0, number of processes, this one's, its devices)."""
-  from jax._src import clusters
-
-  from bigtrain import settings
-
-  if "JAX_COORDINATOR_ADDRESS" not in os.environ:
-    # jax knows the schedulers, but has no public way to ask it only that.
-    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
-      None, None, None, None, None, int(times["join_secs"])
-    )
-  for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
-    if not os.environ.get(name, "").isdigit():
-      raise settings.ConfigError(
-        f"{name}={os.environ.get(name, '')!r}: expected a number beside "
-        "JAX_COORDINATOR_ADDRESS (flags --num_processes, --process_id)."
-      )
-  address = os.environ["JAX_COORDINATOR_ADDRESS"]
-  host, _, port = address.rpartition(":")
-  if not host or not port.isdigit():
-    raise settings.ConfigError(
-      f"JAX_COORDINATOR_ADDRESS={address!r}: expected HOST:PORT of process 0 "
-      "(flag --coordinator)."
-    )
-  count = int(os.environ["JAX_NUM_PROCESSES"])
-  index = int(os.environ["JAX_PROCESS_ID"])
-  if not 0 <= index < count:
-    raise settings.ConfigError(
-      f"JAX_PROCESS_ID={index}: expected a number below JAX_NUM_PROCESSES="
-      f"{count}."
-    )
-  return address, count, index, None
 
 
 def agree(identity: Callable[[], Mapping[str, Any]]) -> None:
@@ -256,6 +231,19 @@ def agree(identity: Callable[[], Mapping[str, Any]]) -> None:
     raise settings.ConfigError(
       f"the processes of this job differ: {'; '.join(problems)}."
     )
+
+
+def same(name: str, value: Any) -> None:
+  """Ends the job with code 2 if other processes have another value of `name`.
+
+  Unlike `agree` it waits for nobody, so threads may call it.
+
+  Args:
+    name: of what all must have in common, in a config's words.
+    value: anything that JSON has.
+  """
+  if _job is not None:
+    _job.same(name, value)
 
 
 def at(phase: str, step: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import order, settings, sharding
+from bigtrain import cluster, order, settings, sharding
 from bigtrain.data import files
 from bigtrain.input_cache import CachedSource, available_bytes, readable
 from bigtrain.input_config import (
@@ -56,6 +56,8 @@ class TrainInput:
     fingerprint: changes with the data, not with how it is preprocessed.
     vocab_sizes: {name: one more than the largest id}, where ops or sources
       say so of a feature.
+    fingerprints: {file: what changes with its content} of what ops have read,
+      such as tokenizers.
   """
 
   def __init__(
@@ -76,7 +78,9 @@ class TrainInput:
       *[part.source.fingerprint() for part in engine.parts]
     )
     self.vocab_sizes: dict[str, int] = {}
+    self.fingerprints: dict[str, str] = {}
     for part in engine.parts:
+      self.fingerprints |= part.op.fingerprints
       for name, size in _vocab_sizes(part.op, part.source).items():
         self.vocab_sizes[name] = max(size, self.vocab_sizes.get(name, 0))
 
@@ -230,7 +234,11 @@ def make_train(
     cfg, seed=seed, rows=placement.rows, pp_modules=pp_modules
   )
   prefetch = whole_number(cfg.get("prefetch", 2), f"{cfg.path}.prefetch")
-  return TrainInput(engine, placement, schedule, prefetch)
+  made = TrainInput(engine, placement, schedule, prefetch)
+  # Each host reads its own copy; their batches must be of the same data.
+  told = f"{made.num_examples} examples, {made.fingerprint}"
+  cluster.same(f"the data of {cfg.path}", told)
+  return made
 
 
 def train_engine(
@@ -341,6 +349,9 @@ def make_eval(
     skipped=Skipped(0),
     path=path,
   )
+  # Other numbers of batches on other hosts would keep them waiting for ever.
+  told = f"{num_examples} examples, {files.digest(source.fingerprint())}"
+  cluster.same(f"the data of {path}", told)
   return EvalInput(engine, placement, num_examples, prefetch, cache, path)
 
 

@@ -1,12 +1,13 @@
 """What the processes of a job tell each other while it runs, and end together.
 
-Every process keeps a TCP connection to process 0, served by a thread of its
-own. It does not go through jax's runtime or the devices, so it works while the
-main thread waits in a collective for a process that is gone:
+Every process keeps a TCP connection to process 0 (hub.py), served by a thread
+of its own. It does not go through jax's runtime or the devices, so it works
+while the main thread waits in a collective for a process that is gone:
 
 - a process that ends without a word, or is not heard of for `heartbeat_secs`,
   ends all of them, and each says which one it was;
 - one that fails says why, and all end with its exit code;
+- one that has other data than the rest ends all of them, too (`Job.same`);
 - a signal that reaches any of them becomes one agreed moment (`Job.tick`);
 - one that does more work on the host than the others is named in the log.
 
@@ -16,22 +17,19 @@ that comes first, keeps others out.
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-EXIT_GONE = 1
+from bigtrain import hub
+from bigtrain.hub import BEAT_SECS, EXIT_GONE, LINE_BYTES
 
-_BEAT_SECS = 1.0
-_LINE_BYTES = 1 << 20
 # How long a process that fails waits whether another failed first: where one
 # is killed, the collectives of the others fail too, within milliseconds.
 _CULPRIT_SECS = 1.5
@@ -39,174 +37,6 @@ _CULPRIT_SECS = 1.5
 # how long a process that fails waits for that word.
 _FAREWELL_SECS = 0.5
 _ANSWER_SECS = 5.0
-# Host work a step that is so many times the median, and so large a part of the
-# step, makes a straggler.
-_STRAGGLER_RATIO = 2.0
-_STRAGGLER_FRACTION = 0.2
-
-
-class Member:
-  """What process 0 knows of a process."""
-
-  def __init__(self, index: int, host: str, pid: int, writer: Any):
-    self.index = index
-    self.host = host
-    self.pid = pid
-    self.writer = writer
-    self.silent_secs = 0.0
-    self.done = False
-    self.phase = "start"
-    self.step = 0
-    self.host_secs = 0.0
-    self.ticks: int | None = None
-    # (time, step, host_secs) when stragglers were looked for last.
-    self.before = (time.monotonic(), 0, 0.0)
-
-  def __str__(self) -> str:
-    return f"process {self.index} (host {self.host}, pid {self.pid})"
-
-
-class Hub:
-  """The side of process 0: hears all, and tells all what follows."""
-
-  def __init__(
-    self, count: int, secret: str, heartbeat_secs: float, report_secs: float
-  ):
-    self._count = count
-    self._secret = secret
-    self._heartbeat_secs = heartbeat_secs
-    self._report_secs = report_secs
-    self._members: dict[int, Member] = {}
-    self._ended = False
-    self._asked: str | None = None
-
-  async def serve(self, sock: socket.socket) -> None:
-    """Accepts the processes, and watches them, until cancelled."""
-    server = await asyncio.start_server(
-      self._connected, sock=sock, limit=_LINE_BYTES
-    )
-    async with server:
-      await self._watch()
-
-  async def _connected(self, reader: Any, writer: Any) -> None:
-    with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-      hello = json.loads(await asyncio.wait_for(reader.readline(), 30))
-      if not hmac.compare_digest(hello["secret"], self._secret):
-        raise ValueError("a stranger")
-      member = Member(hello["index"], hello["host"], hello["pid"], writer)
-      self._members[member.index] = member
-      await self._listen(member, reader)
-    writer.close()
-
-  async def _listen(self, member: Member, reader: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):
-      while line := await reader.readline():
-        member.silent_secs = 0.0
-        self._heard(member, json.loads(line))
-    if not member.done:
-      self._end(
-        EXIT_GONE,
-        f"{member} is gone without a word, killed perhaps; it was in the phase "
-        f"{member.phase!r} at step {member.step}",
-      )
-
-  def _heard(self, member: Member, message: dict[str, Any]) -> None:
-    kind = message["kind"]
-    if kind == "beat":
-      member.phase, member.step = message["phase"], message["step"]
-      member.host_secs = message["host_secs"]
-    elif kind == "fail":
-      member.done = True
-      reason = f"{member}: {message['reason']}"
-      if message["hang"]:
-        reason += f"; {self._laggards()}"
-      self._end(message["code"], reason, hang=message["hang"])
-    elif kind == "signal" and self._asked is None:
-      self._asked = f"{member}: {message['name']}"
-      self._tell({"kind": "hold", "reason": self._asked})
-    elif kind == "ticks":
-      member.ticks = message["ticks"]
-      ticks = [m.ticks for m in self._members.values()]
-      if len(ticks) == self._count and None not in ticks:
-        # All have stopped at a tick or before the next, so all will meet it.
-        target = 1 + max(t for t in ticks if t is not None)
-        self._tell({"kind": "target", "ticks": target})
-    elif kind == "bye":
-      member.done = True
-      members = self._members.values()
-      if len(members) == self._count and all(m.done for m in members):
-        self._tell({"kind": "closed"})
-
-  def _laggards(self) -> str:
-    """Which processes hold the others up."""
-    steps = {m.step for m in self._members.values()}
-    if len(steps) == 1:
-      return f"all processes are at step {steps.pop()}"
-    late = [m for m in self._members.values() if m.step == min(steps)]
-    names = ", ".join(map(str, late))
-    return (
-      f"the laggard is {names}, at step {min(steps)} in the phase "
-      f"{late[0].phase!r} while others are at step {max(steps)}"
-    )
-
-  def _end(self, code: int, reason: str, hang: bool = False) -> None:
-    if not self._ended:
-      self._ended = True
-      self._tell({"kind": "end", "code": code, "reason": reason, "hang": hang})
-
-  def _tell(self, message: dict[str, Any]) -> None:
-    line = json.dumps(message).encode() + b"\n"
-    for member in self._members.values():
-      with contextlib.suppress(OSError):
-        member.writer.write(line)
-
-  async def _watch(self) -> None:
-    reported = last = time.monotonic()
-    while True:
-      await asyncio.sleep(_BEAT_SECS)
-      now = time.monotonic()
-      # If this process was itself stopped for long, nobody else is to blame.
-      passed, last = min(now - last, 2 * _BEAT_SECS), now
-      self._tell({"kind": "beat"})
-      for member in list(self._members.values()):
-        member.silent_secs += passed
-        if not member.done and member.silent_secs > self._heartbeat_secs:
-          self._end(
-            EXIT_GONE,
-            f"{member} has not been heard of for {self._heartbeat_secs:g} s "
-            "(config.cluster.heartbeat_secs), stopped or cut off; it was in "
-            f"the phase {member.phase!r} at step {member.step}",
-          )
-      if now - reported > self._report_secs:
-        reported = now
-        for line in self._stragglers(now):
-          logging.warning("%s", line)
-
-  def _stragglers(self, now: float) -> list[str]:
-    """Says who does more on the host in a step than the others do."""
-    work: dict[int, float] = {}
-    step_secs = []
-    for member in self._members.values():
-      then, step, host_secs = member.before
-      member.before = (now, member.step, member.host_secs)
-      if step and member.step > step:
-        work[member.index] = (member.host_secs - host_secs) / (
-          member.step - step
-        )
-        step_secs.append((now - then) / (member.step - step))
-    if len(work) < self._count:
-      return []
-    median = statistics.median_low(work.values())
-    least = max(
-      _STRAGGLER_RATIO * median,
-      _STRAGGLER_FRACTION * statistics.median(step_secs),
-    )
-    return [
-      f"straggler: {self._members[index]} spends {secs:.3g} s of a step on the "
-      f"host (input, hooks), the median is {median:.3g} s; all others wait."
-      for index, secs in work.items()
-      if secs > least
-    ]
 
 
 class Job:
@@ -302,13 +132,13 @@ class Job:
 
   async def _live(self, host: str, port: int) -> None:
     if self._listening is not None:
-      made = Hub(
+      made = hub.Hub(
         self.count, self._secret, self._heartbeat_secs, self._report_secs
       )
-      hub = asyncio.ensure_future(made.serve(self._listening))
-      hub.add_done_callback(lambda _: None)  # Else it would be collected.
+      serving = asyncio.ensure_future(made.serve(self._listening))
+      serving.add_done_callback(lambda _: None)  # Else it would be collected.
     reader, self._writer = await asyncio.open_connection(
-      host, port, limit=_LINE_BYTES
+      host, port, limit=LINE_BYTES
     )
     self._send(
       secret=self._secret,
@@ -336,9 +166,9 @@ class Job:
         step=self._step,
         host_secs=self._host_secs,
       )
-      await asyncio.sleep(_BEAT_SECS)
+      await asyncio.sleep(BEAT_SECS)
       now = time.monotonic()
-      self._silent_secs += min(now - last, 2 * _BEAT_SECS)
+      self._silent_secs += min(now - last, 2 * BEAT_SECS)
       last = now
       if self._silent_secs > self._heartbeat_secs:
         self._end(
@@ -424,6 +254,18 @@ class Job:
   def reason(self) -> str:
     """Which process got what signal."""
     return self._hold or ""
+
+  def same(self, name: str, value: Any) -> None:
+    """Says what must be the same on all processes; waits for none of them.
+
+    Where it is not, all end with code 2. The n-th value of a name is compared
+    with the n-th that the others say of it.
+
+    Args:
+      name: of what it is, in a config's words.
+      value: anything that JSON has.
+    """
+    self._say(kind="same", name=name, value=value)
 
   def fail(self, code: int, reason: str, *, hang: bool = False) -> None:
     """Tells all that this process fails; they end with `code`, and say why.

@@ -11,6 +11,10 @@ is renewed, which a thread does. A job that finds another's lease
 and takes a dead one's lease over, with a notice. A lease is lost, rather than
 shared, if two machines ever disagree: `check` raises in the job that lost it,
 and a checkpoint is committed only after a `check`.
+
+In a file system the lease is created by a hard link, which only one of several
+jobs can make; in an object store by a write on the condition that the version
+which was looked at is still there.
 """
 
 import contextlib
@@ -26,7 +30,7 @@ import threading
 import time
 from typing import Any
 
-from bigtrain import cluster
+from bigtrain import cluster, objects, paths
 from bigtrain.settings import ConfigError
 
 FILE = "lease.json"
@@ -141,10 +145,13 @@ class Lease:
       return
     self._stop.set()
     self._thread.join()
-    with contextlib.suppress(LeaseLostError):
+    try:
       self.check()
-      with contextlib.suppress(FileNotFoundError):
-        os.remove(self._path)
+      _remove(self._path)
+    except LeaseLostError:
+      pass
+    except OSError as e:  # It runs out by itself.
+      logging.warning("%s: cannot be removed: %s", self._path, e)
 
   def __enter__(self) -> "Lease":
     return self
@@ -165,7 +172,7 @@ def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
   """
   path = os.path.join(workdir, FILE)
   try:
-    os.makedirs(workdir, exist_ok=True)
+    paths.make_folder(workdir)
     while True:
       mine = Holder(
         token=secrets.token_hex(8),
@@ -188,13 +195,19 @@ def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
     ) from e
 
 
+def _text(holder: Holder) -> str:
+  return json.dumps(dataclasses.asdict(holder), indent=1) + "\n"
+
+
 def _write(path: str, holder: Holder, *, replace: bool) -> None:
   """Writes the lease whole; raises FileExistsError unless it may replace."""
+  if paths.is_remote(path):
+    _write_object(path, holder, replace)
+    return
   tmp = f"{path}.{holder.token}"
   try:
     with open(tmp, "w") as file:
-      json.dump(dataclasses.asdict(holder), file, indent=1)
-      file.write("\n")
+      file.write(_text(holder))
     if replace:
       os.replace(tmp, path)
     else:
@@ -202,6 +215,27 @@ def _write(path: str, holder: Holder, *, replace: bool) -> None:
   finally:
     with contextlib.suppress(FileNotFoundError):
       os.remove(tmp)
+
+
+def _write_object(path: str, holder: Holder, replace: bool) -> None:
+  """As `_write`; what another job has taken over is not replaced."""
+  found = objects.read(path)
+  there = _parse(found.content)
+  if replace and there is not None and there.token != holder.token:
+    return  # The next check finds it.
+  free = replace or found.content is None
+  if free and objects.write(path, _text(holder).encode(), instead_of=found):
+    return
+  if not replace:
+    raise FileExistsError(errno.EEXIST, "File exists", path)
+
+
+def _remove(path: str) -> None:
+  if paths.is_remote(path):
+    objects.write(path, None)
+    return
+  with contextlib.suppress(FileNotFoundError):
+    os.remove(path)
 
 
 def _link(tmp: str, path: str) -> None:
@@ -219,9 +253,16 @@ def _link(tmp: str, path: str) -> None:
 def _read(path: str) -> Holder | None:
   """Who holds the lease; None if nobody does or it cannot be understood."""
   try:
-    with open(path) as file:
-      holder = Holder(**json.load(file))
-  except (FileNotFoundError, ValueError, TypeError):
+    return _parse(paths.read_bytes(path))
+  except FileNotFoundError:
+    return None
+
+
+def _parse(content: bytes | None) -> Holder | None:
+  """The holder that a lease's content tells of."""
+  try:
+    holder = Holder(**json.loads(content or b""))
+  except (ValueError, TypeError):
     return None
   kinds = [type(value) for value in dataclasses.astuple(holder)]
   if kinds != [str, str, int, str, int, str, float]:
@@ -235,7 +276,10 @@ def _take_over(path: str, mine: Holder, term_secs: float) -> bool:
   Raises:
     ConfigError: its holder is alive.
   """
-  found = _read(path)
+  version = objects.read(path) if paths.is_remote(path) else None
+  found = _parse(version.content) if version else _read(path)
+  if found and found.token == mine.token:
+    return True  # Its write had an answer that was lost on the way.
   alive = found.is_alive() if found else None
   if alive:
     _refuse(path, found)
@@ -244,6 +288,20 @@ def _take_over(path: str, mine: Holder, term_secs: float) -> bool:
     if not _watch(path, found, term_secs):
       return False
     why = "it was not renewed" if found else "it cannot be read"
+  taken = (
+    _replace_file(path, found, mine, term_secs)
+    if version is None
+    else objects.write(path, _text(mine).encode(), instead_of=version)
+  )
+  if taken:
+    logging.warning("%s: taken over from %s: %s", path, found, why)
+  return taken
+
+
+def _replace_file(
+  path: str, found: Holder | None, mine: Holder, term_secs: float
+) -> bool:
+  """Replaces the lease `found`, if it is still that; whether it did."""
   # Of several that see the same dead lease, one creates the claim to it; and
   # whoever comes late finds that what it claimed is not that lease any more.
   claim = f"{path}.{found.token if found else 'unreadable'}.claim"
@@ -263,7 +321,6 @@ def _take_over(path: str, mine: Holder, term_secs: float) -> bool:
     _write(path, mine, replace=True)
   finally:
     os.remove(claim)
-  logging.warning("%s: taken over from %s: %s", path, found, why)
   return True
 
 
@@ -282,11 +339,11 @@ def _watch(path: str, found: Holder | None, term_secs: float) -> bool:
       return True
     now = _read(path)
     if now != found:
-      if now is None and not os.path.lexists(path):
+      if now is None and not paths.exists(path):
         return False
       if now is not None:
         _refuse(path, now)
-    elif found is None and not os.path.lexists(path):
+    elif found is None and not paths.exists(path):
       return False
     time.sleep(min(_POLL_SECS, term_secs / 20))
 

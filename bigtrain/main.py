@@ -31,6 +31,7 @@ from bigtrain import (
   command,
   debugging,
   flops,
+  footprint,
   guard,
   hooks,
   host_memory,
@@ -197,18 +198,21 @@ def _train(
     """One step: the next state, and the tally with this step in it."""
     done = state["step"]
     grads, pairs, mutable = gradients(state, batch)
-    trained, frozen = trees.partition(state["params"], optimizer.trainable)
-    updates, opt = optimizer.tx.update(grads, state["opt"], trained, step=done)
-    params = trees.merge(optax.apply_updates(trained, updates), frozen)
-    new_state = {"params": params, "opt": opt, "step": done + 1}
-    if "mutable" in state:
-      new_state["mutable"] = mutable
-    if "ema" in state:
-      new_state["ema"] = ema_update(state["ema"], params, done)
+
+    def advance() -> tuple[dict[str, Any], Any]:
+      """(the state after an optimizer's step, what that has added)."""
+      trained, frozen = trees.partition(state["params"], optimizer.trainable)
+      added, opt = optimizer.tx.update(grads, state["opt"], trained, step=done)
+      params = trees.merge(optax.apply_updates(trained, added), frozen)
+      new_state = {"params": params, "opt": opt, "step": done + 1}
+      if "mutable" in state:
+        new_state["mutable"] = mutable
+      if "ema" in state:
+        new_state["ema"] = ema_update(state["ema"], params, done)
+      return new_state, added
+
     rates = {name: rate(done) for name, rate in optimizer.schedules.items()}
-    return rules.settle(
-      state, new_state, tally, grads, updates, pairs=pairs, rates=rates
-    )
+    return rules.settle(state, advance, tally, grads, pairs=pairs, rates=rates)
 
   loss_args = train_step.loss_args(state_spec, batch_spec, mesh)
   pairs_spec, _ = jax.eval_shape(loss_fn, *loss_args)
@@ -260,6 +264,7 @@ def _train(
     mesh.devices.flat[0]
   )
   eval_only = config.get("eval_only", False)
+  compile_only = config.get("compile_only", False)
   step_flops = flops.train_flops(flops.forward_flops(loss_fn, *loss_args))
   unknown = config.unread()
   if unknown:
@@ -297,15 +302,33 @@ def _train(
     if not eval_only
     else lambda: None
   )
+
+  def write_record() -> None:
+    """What is known of the run before its first step."""
+    plain = config.to_dict()
+    record.start(workdir, plain, mesh, params_spec, optimizer.trainable)
+
+  facts: dict[str, Any] = {"model_flops_per_step": step_flops}
+  if compile_only:
+    write_record()
+    update = compiling.result()
+    facts["programs"] = {"update": programs.facts("update")}
+    facts["footprint"] = footprint.measure(
+      update, update_fn, state_spec, tally_spec, batch_spec, lengths
+    )
+    record.update(workdir, **facts)
+    return {"step": 0}
   begun = start_lib.begin(
-    origin, workdir, config.to_dict(), state_spec, init_state, model_module
+    origin,
+    workdir,
+    config.to_dict(),
+    state_spec,
+    init_state,
+    model_module,
+    train_input.fingerprints,
   )
   state, step = begun.state, begun.step
-  recording = cluster.Background(
-    lambda: record.start(
-      workdir, config.to_dict(), mesh, params_spec, optimizer.trainable
-    )
-  )
+  recording = cluster.Background(write_record)
   logging.info("Step %d of %d, %s.", step, lengths.total, begun.how)
   # Rolling back passes over batches: from then on they run ahead of the steps.
   ahead = begun.host.get("batches_ahead", 0)
@@ -362,7 +385,7 @@ def _train(
     clock,
     programs,
     check_finite,
-    facts={"model_flops_per_step": step_flops},
+    facts=facts,
   )
 
   def wait_for_save() -> None:
@@ -388,6 +411,7 @@ def _train(
         "clock": clock.state(),
         "hooks": run_hooks.state(),
         "batches_ahead": ahead,
+        "fingerprints": train_input.fingerprints,
       }
       checkpointer.save(step, state, host, keep_steps=run_hooks.keep_steps())
     saved_step = step
@@ -420,18 +444,15 @@ def _train(
   due = [e for e in evaluations if begins and e.due(step, lengths.total)]
   rows = {row["step"]: row for row in writers.read_rows(workdir)}
   books.take_over(rows.values())
-  if eval_only:
-    for evaluation in evaluations:
-      evaluate(evaluation)
-    writer.flush()
-    return books.newest
-  for evaluation in due:
-    row = rows.get(step, {})
-    results = {k: v for k, v in row.items() if evaluation.owns(k)}
-    if results:
+  for evaluation in evaluations if eval_only else due:
+    row = {} if eval_only else rows.get(step, {})
+    if results := {k: v for k, v in row.items() if evaluation.owns(k)}:
       books.show({"step": step, **results})
     else:
       evaluate(evaluation)
+  if eval_only:
+    writer.flush()
+    return books.newest
 
   # The loop: update, log, save, evaluate, decide. The device is waited for
   # where its results are needed, and else only to stay a few steps ahead.

@@ -30,6 +30,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from bigtrain import objects, paths
+
 FILE = "manifest.json"
 METADATA_FILE = "zarr.json"
 FORMAT = "bigtrain-checkpoint"
@@ -181,7 +183,11 @@ def spec(directory: str, name: str, array: Array) -> dict[str, Any]:
   """The tensorstore spec of one array, to write and to read it strictly."""
   return {
     "driver": "zarr3",
-    "kvstore": {"driver": "file", "path": f"{directory}/{name}/"},
+    "kvstore": (
+      objects.kvstore(f"{directory}/{name}", is_folder=True)
+      if paths.is_remote(directory)
+      else {"driver": "file", "path": f"{directory}/{name}/"}
+    ),
     # A chunk of zeros is written, and one that is not there is an error:
     # by default both would read as zeros.
     "store_data_equal_to_fill_value": True,

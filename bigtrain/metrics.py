@@ -132,32 +132,37 @@ class Named:
 
 
 def only_if(
-  flag: jax.Array, names: Iterable[str], fn: Callable[[], Any]
-) -> Named:
+  flag: jax.Array, names: Iterable[str], fn: Callable[[], Any], before: Any
+) -> tuple[Named, Any]:
   """`fn()` where the flag is set, else zeros; `fn` does not run then.
 
   Args:
     flag: bool scalar.
     names: of the float32 scalars that `fn` returns.
     fn: function without arguments.
+    before: any arrays.
+
+  Returns:
+    (what `fn` returns, `before`). What is computed from the latter is computed
+    after `fn` has run.
   """
   names = tuple(names)
 
-  def stacked() -> jax.Array:
+  if not names:
+    return Named(names, jnp.zeros(0, jnp.float32)), before
+
+  def stacked() -> tuple[jax.Array, Any]:
     values = fn()
-    if not names:
-      return jnp.zeros(0, jnp.float32)
     # jax.lax and not jax.numpy, for hundreds of values: see global_norm.
     rows = [jax.lax.reshape(values[name], (1,)) for name in names]
-    return jax.lax.concatenate(rows, 0)
+    # The barrier: jax passes by what goes through all branches as it is.
+    return jax.lax.concatenate(rows, 0), jax.lax.optimization_barrier(before)
 
-  zeros = functools.partial(jnp.zeros, len(names), jnp.float32)
-  return Named(names, jax.lax.cond(flag, stacked, zeros))
+  def zeros() -> tuple[jax.Array, Any]:
+    return jnp.zeros(len(names), jnp.float32), before
 
-
-def zero_unless(flag: jax.Array, tree: Any) -> Any:
-  """The tree where the flag is set, else zeros."""
-  return jax.tree.map(lambda x: jnp.where(flag, x, jnp.zeros_like(x)), tree)
+  values, after = jax.lax.cond(flag, stacked, zeros)
+  return Named(names, values), after
 
 
 _DETAILS = ("none", "global", "per_param")

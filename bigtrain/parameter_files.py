@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from bigtrain import integrity, safetensors_files, storage
+from bigtrain import integrity, paths, safetensors_files, storage
 from bigtrain import manifest as manifest_lib
 from bigtrain.manifest import CheckpointError, DamagedError, Manifest
 from bigtrain.settings import ConfigError, did_you_mean
@@ -73,6 +73,11 @@ def open_file(
     return _open_checkpoint(directory, prefix, collections, key)
   if step is not None:
     raise ConfigError(f"{key}.step: {path} holds one state only.")
+  if paths.is_remote(path):
+    raise ConfigError(
+      f"{key}: {path}: copy it to a folder; of what is in object stores, "
+      "checkpoints are read."
+    )
   if not os.path.lexists(path):
     raise ConfigError(f"{key}: no such file: {path}.")
   load = _load_npz if path.endswith(".npz") else _load_safetensors
@@ -93,7 +98,7 @@ def find_checkpoint(path: str, step: int | None, key: str) -> str:
   """
   path = os.path.expanduser(path)
   try:
-    if not os.path.lexists(path):
+    if not paths.exists(path):
       raise CheckpointError(f"no such file or directory: {path}.")
     return storage.find(path, step)
   except DamagedError:

@@ -82,6 +82,22 @@ class Event:
     self._client = peers._client
     self._prefix = prefix
 
+  def wait_for_first(self) -> None:
+    """Waits until process 0 has come here; it goes on at once."""
+    if self._client is None:
+      return
+    if self._peers.index == 0:
+      self._client.key_value_set(f"{self._prefix}/first", '""')
+      return
+    deadline = time.monotonic() + self._peers.timeout_secs
+    while self._get("first") is None:
+      self.check()
+      if time.monotonic() > deadline:
+        raise CheckpointError(
+          f"process 0 did not begin within {self._peers.timeout_secs:.0f} s."
+        )
+      time.sleep(_POLL_SECS)
+
   def done(self) -> None:
     """Says that this process has done its part."""
     if self._client is not None:

@@ -1,5 +1,6 @@
 """What a run is made of, written down: config.json and run.json."""
 
+import collections
 import hashlib
 import importlib.metadata
 import json
@@ -17,7 +18,7 @@ import jax
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import settings, trees
+from bigtrain import paths, settings, trees
 
 _PACKAGES = (
   "bigtrain",
@@ -34,9 +35,8 @@ _PACKAGES = (
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
   """Writes JSON so that a reader sees the old file or the new one."""
-  with open(path + ".tmp", "w") as file:
+  with paths.replacing(path) as file:
     file.write(settings.to_json(content, indent=2) + "\n")
-  os.replace(path + ".tmp", path)
 
 
 def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,19 +46,22 @@ def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_json(path: str) -> dict[str, Any] | None:
   """The content of a JSON file; None if there is no such file."""
-  if not os.path.exists(path):
+  try:
+    return json.loads(paths.read_bytes(path))
+  except FileNotFoundError:
     return None
-  with open(path) as file:
-    return json.load(file)
 
 
 def topology(mesh: Mesh) -> str:
-  """One line about processes, devices and the mesh."""
-  device = mesh.devices.flat[0]
+  """One line about processes, their devices, and the mesh."""
+  devices = list(mesh.devices.flat)
+  each = set(collections.Counter(d.process_index for d in devices).values())
+  kinds = collections.Counter(d.device_kind for d in devices)
+  shares = " or ".join(map(str, sorted(each)))
   return (
-    f"{jax.process_count()} process(es), {mesh.size} device(s) of kind "
-    f"{device.device_kind!r}, mesh replica={mesh.shape['replica']} x "
-    f"fsdp={mesh.shape['fsdp']}"
+    f"{jax.process_count()} process(es) with {shares} device(s) each, "
+    f"{', '.join(f'{n} of kind {kind!r}' for kind, n in kinds.items())}, mesh "
+    f"replica={mesh.shape['replica']} x fsdp={mesh.shape['fsdp']}"
   )
 
 
@@ -80,7 +83,7 @@ def parameters(workdir: str, params: Any, trainable: Any) -> str:
     table = parameter_overview.get_parameter_overview(
       params, include_stats=False
     )
-    with open(os.path.join(workdir, "parameters.txt"), "w") as file:
+    with paths.replacing(os.path.join(workdir, "parameters.txt")) as file:
       file.write(f"{table}\n{total}\n")
   return total
 
@@ -198,6 +201,8 @@ def update(workdir: str, **facts: Any) -> None:
 
 def ending(results: Mapping[str, Any], workdir: str) -> str:
   """What a person wants to read last: the results, and where things are."""
+  if results.keys() == {"step"}:  # Nothing was trained or evaluated.
+    return f"Compiled; {os.path.join(workdir, 'run.json')} says what it takes."
   lines = [f"Finished at step {results['step']}."]
   shown = {k: v for k, v in results.items() if "/" in k}
   for name, value in {"loss": results.get("loss"), **shown}.items():

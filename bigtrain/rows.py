@@ -10,6 +10,9 @@ Lines are appended by one write each, so that a killed process leaves at most
 the last one incomplete. Adding to the last line only appends too, but for its
 closing brace: what is incomplete then is what was added, and a restart keeps
 the line before it.
+
+Object stores cannot append. There the file is kept beside, and the object gets
+all of its content at every `sync`, and every now and then for readers.
 """
 
 import json
@@ -18,6 +21,8 @@ import os
 from typing import Any
 
 from absl import logging
+
+from bigtrain import paths
 
 FILE_NAME = "metrics.jsonl"
 
@@ -36,10 +41,10 @@ def read_rows(workdir: str) -> list[Row]:
     incomplete is left out; damaged ones elsewhere are, with a warning.
   """
   path = os.path.join(workdir, FILE_NAME)
-  if not os.path.exists(path):
+  try:
+    lines, torn = _split(paths.read_bytes(path))
+  except (FileNotFoundError, NotADirectoryError):
     return []
-  with open(path, "rb") as file:
-    lines, torn = _split(file.read())
   rows = []
   for i, line in enumerate(lines):
     row = _parse(line)
@@ -56,7 +61,8 @@ class RowFile:
   """metrics.jsonl, open for writing.
 
   Attributes:
-    last_alive: Unix seconds of the newest write before this; None if none.
+    last_alive: Unix seconds of the newest write before this; None if none, or
+      if the storage does not tell.
   """
 
   def __init__(self, path: str, restored_step: int | None):
@@ -73,24 +79,28 @@ class RowFile:
     self.last_alive: float | None = None
     self._last: Row | None = None  # The last line.
     try:
-      os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-      if os.path.exists(path) and os.path.getsize(path):
-        self.last_alive = os.path.getmtime(path)
+      paths.make_folder(os.path.dirname(path) or ".")
+      self._mirror = paths.Mirror(path)
+      self._local = self._mirror.local
+      if os.path.exists(self._local) and os.path.getsize(self._local):
+        if not paths.is_remote(path):
+          self.last_alive = os.path.getmtime(path)
         self._recover(restored_step)
       self._open()
+      self._mirror.push()
     except OSError as e:
       raise WriteError(f"cannot write {path}: {e.strerror or e}") from e
 
   def _open(self) -> None:
     # Unbuffered: what a failed write leaves behind must not come later.
-    mode = "r+b" if os.path.exists(self.path) else "w+b"
-    self._file = open(self.path, mode, buffering=0)
+    mode = "r+b" if os.path.exists(self._local) else "w+b"
+    self._file = open(self._local, mode, buffering=0)
     self._size = self._file.seek(0, os.SEEK_END)
-    _sync_folder(self.path)
+    _sync_folder(self._local)
 
   def _recover(self, restored_step: int | None) -> None:
     """Removes the rows after a step, and what a killed process left."""
-    with open(self.path, "rb") as file:
+    with open(self._local, "rb") as file:
       content = file.read()
     lines, torn = _split(content)
     if torn:
@@ -121,7 +131,7 @@ class RowFile:
       )
     kept = b"".join(line + b"\n" for line in lines)
     if kept != content:
-      _replace(self.path, kept)
+      _replace(self._local, kept)
 
   def add(self, row: Row) -> None:
     """Writes a row, or adds its names to those its step already has."""
@@ -146,23 +156,29 @@ class RowFile:
       line = line[written:]
 
   def _insert(self, row: Row) -> None:
-    with open(self.path, "rb") as file:
+    with open(self._local, "rb") as file:
       rows = [_parse(line) for line in file.read().splitlines()]
     by_step: dict[int, Row] = {r["step"]: r for r in rows if r}
     by_step[row["step"]] = by_step.get(row["step"], {}) | row
     steps = sorted(by_step)
     self._file.close()
-    _replace(self.path, b"".join(_line(by_step[s]) for s in steps))
+    _replace(self._local, b"".join(_line(by_step[s]) for s in steps))
     self._open()
     self._last = by_step[steps[-1]]
 
   def sync(self) -> None:
     """Returns when everything is on disk."""
     os.fsync(self._file.fileno())
+    self._mirror.push()
+
+  def publish(self) -> None:
+    """Lets readers see the rows so far, sooner or later."""
+    self._mirror.push(soon=True)
 
   def close(self) -> None:
     """Closes the file."""
     self._file.close()
+    self._mirror.close()
 
 
 def _replace(path: str, content: bytes) -> None:

@@ -67,17 +67,42 @@ def make_mesh(
   if devices[0].platform == "tpu":  # Neighbours in the torus, not by id.
     from jax.experimental import mesh_utils
 
-    grid = mesh_utils.create_device_mesh((replica, fsdp), devices=devices)
+    # fsdp=8 in a slice of 4x4x4 takes an axis and half of the next one.
+    grid = mesh_utils.create_device_mesh(
+      (replica, fsdp), devices=devices, allow_split_physical_axes=True
+    )
   else:
     grid = np.asarray(devices).reshape(replica, fsdp)
   return Mesh(grid, AXES)
 
 
 def from_config(config: Config) -> Mesh:
-  """The mesh that config.mesh describes; see `make_mesh`."""
+  """The mesh that config.mesh describes; see `make_mesh`.
+
+  Where config.compile_only names TPUs, such as "v5p:2x2x2", it is one of these
+  and not of this machine's devices.
+  """
   options = config.kwargs("mesh")
   check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
+  absent = config.get("compile_only", False)
+  if isinstance(absent, str):
+    options["devices"] = _absent_tpus(absent)
   return make_mesh(**options)
+
+
+def _absent_tpus(topology: str) -> Sequence[Any]:
+  """TPUs to compile for on a machine that has none."""
+  from jax.experimental import topologies
+
+  try:
+    return topologies.get_topology_desc(
+      platform="tpu", topology_name=topology
+    ).devices
+  except Exception as e:  # jax raises whatever the plugin does.
+    raise ConfigError(
+      f"config.compile_only={topology!r}: needs the package libtpu, and "
+      f"chips as in 'v5p:2x2x2' ({' '.join(str(e).split())})."
+    ) from e
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

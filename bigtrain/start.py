@@ -36,6 +36,7 @@ _HARMLESS = (
   "eval_only",
   "cluster",
   "compile_cache",
+  "compile_only",
   "evals",
   "expect_*",
   "hooks",
@@ -133,9 +134,7 @@ def check_changes(
   Raises:
     ConfigError: naming every change that is neither harmless nor allowed.
   """
-  if isinstance(allowed, str):
-    allowed = [allowed]
-  allowed = allowed if allowed is True else list(allowed or ())
+  allowed = _as_list(allowed)
   refused = []
   for key, (before, after) in differences(old, new).items():
     harmless = is_harmless(key)
@@ -152,6 +151,41 @@ def check_changes(
       f"{'; '.join(refused)}. Set config.allow_changes to a list of these keys "
       "(or True) to go on all the same, or choose a new workdir."
     )
+
+
+def _as_list(allowed: Any) -> Any:
+  """config.allow_changes as True or a list."""
+  if isinstance(allowed, str):
+    return [allowed]
+  return allowed if allowed is True else list(allowed or ())
+
+
+def check_files(
+  old: Mapping[str, str], new: Mapping[str, str], allowed: Any
+) -> None:
+  """Refuses files that say something else than when the run was saved.
+
+  Args:
+    old: {file: fingerprint} of what the checkpoint's input was made with, such
+      as tokenizers.
+    new: the same of today. A file that is new, or gone, is a changed config.
+    allowed: config.allow_changes, which may name files as well.
+
+  Raises:
+    ConfigError: naming a file with another content.
+  """
+  allowed = _as_list(allowed)
+  for name in sorted(old.keys() & new.keys()):
+    if old[name] == new[name]:
+      continue
+    logging.info("%s: %s -> %s (its content)", name, old[name], new[name])
+    if allowed is not True and name not in allowed:
+      raise ConfigError(
+        f"{name}: the file's content is not that which the checkpoint was "
+        f"trained with (its fingerprint was {old[name]}, and is {new[name]}). "
+        f"Put the old one back, or set config.allow_changes to [{name!r}] to "
+        "go on all the same, or choose a new workdir."
+      )
 
 
 class Origin(NamedTuple):
@@ -192,6 +226,7 @@ def begin(
   state_spec: Any,
   init_state: Callable[[], Any],
   model_module: Any,
+  fingerprints: Mapping[str, str],
 ) -> Start:
   """Finds the state to begin with; the order is that of this file's head.
 
@@ -202,9 +237,11 @@ def begin(
     state_spec: tree of ShapeDtypeStructs with shardings.
     init_state: makes the state of step 0.
     model_module: its `from_published`, if it has one, converts parameters.
+    fingerprints: of the files that the input is made with.
 
   Raises:
-    ConfigError: the config changed, or a state does not fit the model.
+    ConfigError: the config or one of these files changed, or a state does not
+      fit the model.
     CheckpointError: there are checkpoints, but they cannot be trusted.
   """
   newest = checkpoint.newest(workdir)
@@ -213,7 +250,7 @@ def begin(
     # not fit. What is damaged is told, and dealt with, by the restoring.
     with contextlib.suppress(DamagedError):
       manifest = storage.read_manifest(storage.find(workdir, newest))
-      _check_config(manifest, config, origin.allow_changes)
+      _check_origin(manifest, config, fingerprints, origin.allow_changes)
   found = restore.resume(workdir, state_spec, fallback=origin.fallback)
   if found:
     state, manifest = found
@@ -221,7 +258,7 @@ def begin(
     return Start(state, manifest.host_state, manifest.step, how, True)
   if origin.resume:
     state, manifest = warm_start.load_state(origin.resume, state_spec)
-    _check_config(manifest, config, origin.allow_changes)
+    _check_origin(manifest, config, fingerprints, origin.allow_changes)
     # The clock and the hooks' memory are the other run's.
     kept = ("tally", "batches_ahead")
     host = {name: manifest.host_state[name] for name in kept}
@@ -252,9 +289,15 @@ def begin(
   return Start(state, {}, 0, how, False)
 
 
-def _check_config(
-  manifest: Manifest, config: Mapping[str, Any], allowed: Any
+def _check_origin(
+  manifest: Manifest,
+  config: Mapping[str, Any],
+  fingerprints: Mapping[str, str],
+  allowed: Any,
 ) -> None:
   saved = manifest.host_state.get("config")
   if saved is not None:
     check_changes(saved, config, allowed)
+  check_files(
+    manifest.host_state.get("fingerprints", {}), fingerprints, allowed
+  )

@@ -10,8 +10,12 @@ a checkpoint by a rename, when it is complete and on the disk. Removal renames
 first too. So whatever moment the machine dies at, a name made of digits alone
 stands for a whole checkpoint; the others are cleaned up at the next start.
 
-All knowledge of how a file system behaves is in this module. Nothing is
-followed out of a workdir: a symbolic link below checkpoints/ is an error.
+Object stores cannot rename. There an attempt has the checkpoint's name at once
+and the manifest, one object that comes last and goes first, makes it one. What
+lacks it is cleaned up at the next start, or before its name is used again.
+
+All knowledge of how storage behaves is in this module. Nothing is followed out
+of a workdir: a symbolic link below checkpoints/ is an error.
 """
 
 import concurrent.futures
@@ -25,6 +29,7 @@ import stat
 from collections.abc import Iterator
 
 from bigtrain import manifest as manifest_lib
+from bigtrain import objects, paths
 from bigtrain.manifest import CheckpointError, DamagedError, Manifest
 from bigtrain.settings import ConfigError
 
@@ -32,6 +37,7 @@ FOLDER = "checkpoints"
 _SYNCS_AT_ONCE = 16
 _STEP = re.compile(r"\d{8,}")
 _OURS = re.compile(r"(?P<step>\d{8,})\.(?P<kind>tmp|old|del)-[0-9a-f]+-\d+")
+_CHUNK = re.compile(r"c(\.\d+)*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +72,16 @@ def check_writable(workdir: str) -> None:
   Raises:
     ConfigError: the workdir cannot be written to.
   """
-  if "://" in workdir:
-    raise ConfigError(
-      f"--workdir={workdir}: expected a directory; mount the bucket to write "
-      "checkpoints to it."
-    )
-  # Named like an attempt, so that it is cleaned up if this process dies here.
-  probe = attempt(workdir, 0, f"{secrets.token_hex(4)}-0")
+  paths.normal(workdir)  # Refuses what is no place at all.
+  token = f"{secrets.token_hex(4)}-0"
   try:
+    if paths.is_remote(workdir):
+      probe = os.path.join(workdir, f"probe-{token}")
+      objects.write(probe, b"", hasty=True)
+      objects.write(probe, None, hasty=True)
+      return
+    # Named like an attempt, so that it is cleaned up if this process dies here.
+    probe = attempt(workdir, 0, token)
     os.makedirs(folder(workdir), exist_ok=True)
     os.mkdir(probe)
     os.rename(probe, probe + "1")
@@ -94,6 +102,8 @@ def listing(workdir: str) -> Listing:
   """
   found = Listing({}, [], [])
   root = folder(workdir)
+  if paths.is_remote(workdir):
+    return _list_objects(root, found)
   try:
     if os.path.islink(root):
       raise CheckpointError(f"{root}: a symbolic link; it is not followed.")
@@ -129,6 +139,32 @@ def _classify(path: str, found: Listing) -> None:
     found.checkpoints[int(name)] = path
   else:
     found.strays.append(path)
+
+
+def _list_objects(root: str, found: Listing) -> Listing:
+  """As `listing`: the manifest is what makes a checkpoint."""
+  try:
+    names = objects.below(root)
+  except OSError as e:
+    raise unreadable(e) from e
+  inside: dict[str, list[str]] = {}
+  for name in names:
+    head, _, rest = name.partition("/")
+    inside.setdefault(head, []).append(rest)
+  for head, rests in inside.items():
+    path = os.path.join(root, head)
+    files = [rest.rpartition("/")[2] for rest in rests]
+    if not (_STEP.fullmatch(head) and step_name(int(head)) == head):
+      found.strays.append(path)
+    elif manifest_lib.FILE in rests:
+      found.checkpoints[int(head)] = path
+    elif all(
+      f == manifest_lib.METADATA_FILE or _CHUNK.fullmatch(f) for f in files
+    ):
+      found.leftovers.append(path)
+    else:
+      found.strays.append(path)
+  return found
 
 
 def _has_arrays(path: str) -> bool:
@@ -168,11 +204,10 @@ def read_manifest(directory: str) -> Manifest:
       "a checkpoint."
     )
   try:
-    for each in (directory, path):
+    for each in () if paths.is_remote(path) else (directory, path):
       if os.path.islink(each):
         raise CheckpointError(f"{each}: a symbolic link; it is not followed.")
-    with open(path, "rb") as file:
-      text = file.read()
+    text = paths.read_bytes(path)
   except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
     raise DamagedError(
       f"{directory}: no checkpoint: it has no {manifest_lib.FILE}."
@@ -220,10 +255,13 @@ def find_all(path: str) -> dict[int, str]:
   Raises:
     CheckpointError: there is none, or `path` cannot be read.
   """
-  path = os.path.normpath(os.path.expanduser(path))
+  path = paths.normal(path)
   try:
-    with os.scandir(path) as entries:
-      inside = {entry.name for entry in entries}
+    if paths.is_remote(path):
+      inside = _names_at(path)
+    else:
+      with os.scandir(path) as entries:
+        inside = {entry.name for entry in entries}
   except OSError as e:
     raise CheckpointError(f"{path}: {e.strerror}.") from e
   if os.path.basename(path) == FOLDER:
@@ -236,30 +274,63 @@ def find_all(path: str) -> dict[int, str]:
   return there
 
 
+def _names_at(path: str) -> set[str]:
+  """What `find_all` looks for in a place of an object store."""
+  if os.path.basename(path) == FOLDER:
+    return set()
+  if objects.read(os.path.join(path, manifest_lib.FILE)).content is not None:
+    return {manifest_lib.FILE}
+  is_step = _STEP.fullmatch(os.path.basename(path))
+  return set() if is_step else {FOLDER}
+
+
 def attempt(workdir: str, step: int, token: str) -> str:
   """The name of a directory for one attempt; `token` was never used before."""
-  return os.path.join(folder(workdir), f"{step_name(step)}.tmp-{token}")
+  name = step_name(step)
+  if not paths.is_remote(workdir):
+    name += f".tmp-{token}"
+  return os.path.join(folder(workdir), name)
 
 
 def begin(tmp: str) -> None:
-  """Creates the directory of an attempt, unless another process was quicker."""
-  os.makedirs(tmp, exist_ok=True)
+  """Creates the directory of an attempt, unless another process was quicker.
+
+  In an object store its name may be in use: whoever writes there has to wait
+  for this.
+  """
+  if paths.is_remote(tmp):
+    _uncommit(tmp)
+    objects.remove_below(tmp)
+  else:
+    os.makedirs(tmp, exist_ok=True)
 
 
-def write_file(path: str, text: str) -> None:
-  """Writes a new file that survives the machine."""
-  with open(path, "x") as file:
+def stage(tmp: str, text: str) -> None:
+  """Writes the manifest of an attempt, unless that would commit it."""
+  if paths.is_remote(tmp):
+    return
+  with open(os.path.join(tmp, manifest_lib.FILE), "x") as file:
     file.write(text)
     file.flush()
     os.fsync(file.fileno())
 
 
-def commit(tmp: str, workdir: str, step: int, token: str) -> None:
+def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
   """Gives a complete attempt the name of a checkpoint, and puts it on disk.
 
   A checkpoint of the same step that is there already (damaged, or of a run
   that was rolled back) is replaced.
+
+  Args:
+    tmp: the attempt.
+    text: the manifest, which `stage` was given too.
+    workdir: of the run.
+    step: of the checkpoint.
+    token: of the attempt.
   """
+  if paths.is_remote(tmp):
+    objects.write(os.path.join(tmp, manifest_lib.FILE), text.encode())
+    return
   # Those of arrays alone were put on disk with their files (integrity.py); the
   # rest at once, so that they share commits of the file system's journal.
   above = [d for d, below, _ in os.walk(tmp, onerror=_raise) if below]
@@ -277,10 +348,28 @@ def commit(tmp: str, workdir: str, step: int, token: str) -> None:
     discard(aside)
 
 
+def _uncommit(directory: str) -> None:
+  """Takes away, in an object store, what makes a checkpoint one."""
+  objects.write(os.path.join(directory, manifest_lib.FILE), None)
+
+
+def abandon(tmp: str) -> None:
+  """Removes what a failed attempt wrote, if that is room which others need."""
+  if not paths.is_remote(tmp) and os.path.lexists(tmp):
+    discard(tmp)
+
+
+def _remove(path: str) -> None:
+  if paths.is_remote(path):
+    objects.remove_below(path)
+  else:
+    shutil.rmtree(path)  # Does not follow symbolic links.
+
+
 def discard(path: str) -> None:
   """Removes a directory that nobody needs; failing at it harms nobody."""
   try:
-    shutil.rmtree(path)  # Does not follow symbolic links.
+    _remove(path)
   except OSError as e:
     logging.warning("%s: cannot be removed: %s", path, e)
 
@@ -297,6 +386,9 @@ def sync_directory(path: str) -> None:
 def retire(workdir: str, step: int, token: str) -> str:
   """Takes a committed checkpoint's name away; returns what to discard."""
   path = os.path.join(folder(workdir), step_name(step))
+  if paths.is_remote(path):
+    _uncommit(path)
+    return path
   doomed = f"{path}.del-{token}"
   os.rename(path, doomed)
   return doomed
@@ -320,13 +412,13 @@ def clean(workdir: str) -> list[str]:
   for path in found.leftovers:
     name = os.path.basename(path)
     match = _OURS.fullmatch(name)
-    final = os.path.join(folder(workdir), match["step"])
+    final = os.path.join(folder(workdir), match["step"] if match else name)
     try:
-      if match["kind"] == "old" and not os.path.lexists(final):
+      if match and match["kind"] == "old" and not os.path.lexists(final):
         os.rename(path, final)
         notes.append(f"{path}: back under its name {match['step']}")
       else:
-        shutil.rmtree(path)
+        _remove(path)
         notes.append(f"{path}: removed, left by an interrupted run")
     except FileNotFoundError:
       continue  # It was of a job that tries to start here, in vain.

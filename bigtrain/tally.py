@@ -21,6 +21,7 @@ A step whose gradients overflow under a loss scale (loss_scale.py) that can
 still shrink is none of these: it changes only the scale, whatever the policy.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -167,23 +168,39 @@ def count(
   }
 
 
-def select(verdict: Verdict, new: Any, old: Any, policy: str) -> Any:
+def select(
+  verdict: Verdict,
+  take: Callable[[], Any],
+  keep: Callable[[], Any],
+  policy: str,
+  loss_scale: tuple[Any, Any] | None = None,
+) -> Any:
   """The new state after a good step; else the old one.
 
   Under "skip", and after an overflow, the old state still takes the new step
   number, so that the next batch follows, and the new loss scale.
+
+  One of the two functions runs, which is decided on the device: what a choice
+  for each array would need, the old and the new one side by side, costs a copy
+  of the optimizer's state.
+
+  Args:
+    verdict: on the step.
+    take: makes the new state, of arrays that `keep` does not change.
+    keep: the old state; with the same names, "step" among them.
+    policy: of the guard.
+    loss_scale: the old one and the new one, if there is one.
   """
-
-  def choose(flag: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
-
-  chosen = choose(verdict.good, new, old)
+  chosen = dict(jax.lax.cond(verdict.good, take, keep))
+  old_step = keep()["step"]
   if policy == "skip":
-    chosen["step"] = new["step"]
-  if "loss_scale" in new:
+    chosen["step"] = old_step + 1
+  if loss_scale is not None:
     moves = verdict.good | verdict.overflow
-    for name in ("step", "loss_scale"):
-      chosen[name] = choose(moves, new[name], chosen[name])
+    choose = functools.partial(jnp.where, moves)
+    chosen["step"] = choose(old_step + 1, chosen["step"])
+    old_scale, new_scale = loss_scale
+    chosen["loss_scale"] = jax.tree.map(choose, new_scale, old_scale)
   return chosen
 
 
@@ -207,10 +224,9 @@ class Rules(NamedTuple):
   def settle(
     self,
     old: Any,
-    new: Any,
+    advance: Callable[[], tuple[Any, Any]],
     tally: Tally,
     grads: Any,
-    updates: Any,
     *,
     pairs: metrics.Pairs,
     rates: Mapping[str, jax.Array],
@@ -219,10 +235,11 @@ class Rules(NamedTuple):
 
     Args:
       old: the state before it.
-      new: the state with its update, without a loss scale.
+      advance: returns the state with the step's update, without a loss scale,
+        and what the optimizer has added to the trainable parameters; runs on
+        the device only if the step is good.
       tally: what the step before returned.
       grads: of the trainable parameters.
-      updates: what the optimizer has added to them.
       pairs: the step's (sum, weight) metrics.
       rates: learning rates by name.
     """
@@ -231,21 +248,42 @@ class Rules(NamedTuple):
     scale = self.loss_scale
     may_shrink = scale.may_shrink(old["loss_scale"]) if scale else False
     verdict = judge(tally, pairs["loss"], grad_norm, self.policy, may_shrink)
+    advance = jax.jit(advance)  # Traced once for the two calls.
+
+    # Norms of everything cost a pass over it, so only rows have them; and for
+    # these the optimizer computes its step twice. In all others the updates
+    # then need no place in memory: they are intermediate results of the loop
+    # that changes the state.
+    def norms_of_step() -> Any:
+      # Those of a step that is not taken are zero, and not NaN.
+      new, updates = advance()
+      take = functools.partial(jax.lax.select, verdict.good)
+      params = jax.tree.map(take, new["params"], old["params"])
+      g, u = jax.tree.map(
+        lambda x: take(x, jax.lax.full_like(x, 0)), (grads, updates)
+      )
+      return metrics.norms(params, g, u, self.norms)
+
+    norms, good = metrics.only_if(
+      self.makes_row(done + 1),
+      metrics.norm_names(old["params"], grads, self.norms),
+      norms_of_step,
+      # The state changes in place, so they have to come first.
+      before=verdict.good,
+    )
+    verdict = verdict._replace(good=good)
+
+    def take() -> Any:
+      return advance()[0]
+
+    def keep() -> Any:
+      return {k: v for k, v in old.items() if k != "loss_scale"}
+
+    scales = None
     if scale:
       changed = scale.update(old["loss_scale"], verdict.overflow)
-      new = {**new, "loss_scale": changed}
-    state = select(verdict, new, old, self.policy)
-
-    # Norms of everything cost a pass over it, so only rows have them.
-    def norms_of_good_steps() -> dict[str, jax.Array]:
-      g, u = metrics.zero_unless(verdict.good, (grads, updates))
-      return metrics.norms(state["params"], g, u, self.norms)
-
-    norms = metrics.only_if(
-      self.makes_row(done + 1),
-      metrics.norm_names(state["params"], updates, self.norms),
-      norms_of_good_steps,
-    )
+      scales = old["loss_scale"], changed
+    state = select(verdict, take, keep, self.policy, scales)
     tally = count(
       tally,
       verdict,

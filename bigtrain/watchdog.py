@@ -14,12 +14,13 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain import cluster, settings
+from bigtrain import cluster, paths, settings
 from bigtrain.settings import ConfigError
 
 # Seconds; generous, since ending a healthy run is worse than ending a hung one
@@ -69,12 +70,15 @@ class Watchdog:
 
     Args:
       limits: seconds for each phase of LIMITS; None watches nothing.
-      workdir: where the stacks are written.
+      workdir: where the stacks are written; first to a file of this machine
+        if it is in an object store.
     """
     self._limits = limits
-    self._workdir = workdir
     name = f"stacks-{socket.gethostname()}-{os.getpid()}.txt"
-    self._path = os.path.join(workdir, name)
+    self._told = os.path.join(workdir, name)
+    is_remote = paths.is_remote(workdir)
+    self._workdir = tempfile.gettempdir() if is_remote else workdir
+    self._path = os.path.join(self._workdir, name)
     self._file: Any = None
     self._done = threading.Event()
     self._writing = threading.Lock()
@@ -177,6 +181,10 @@ class Watchdog:
         file.write(f"{why}\n\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
-      return f"; the stacks of all threads are in {self._path}"
+      arrived = self._path == self._told or paths.push_within(
+        self._path, self._told, _WRITE_SECS
+      )
+      where = self._told if arrived else self._path
+      return f"; the stacks of all threads are in {where}"
     except OSError as e:
       return f"; their stacks could not be written: {e}"

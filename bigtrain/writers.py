@@ -12,6 +12,7 @@ import operator
 import os
 import queue
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from typing import Any
 
 from absl import logging
 
-from bigtrain import settings
+from bigtrain import paths, settings
 from bigtrain.console import Console
 from bigtrain.rows import FILE_NAME, Row, RowFile, WriteError, read_rows
 
@@ -145,6 +146,7 @@ class Writers:
     sync_at = math.inf
     while True:
       if time.monotonic() >= sync_at:
+        self._on_file(self._file.publish)
         self._each(operator.methodcaller("flush"))
         sync_at = math.inf
       wait = max(0.0, sync_at - time.monotonic())
@@ -261,12 +263,23 @@ class _TensorBoard:
     from tensorboardX.proto import event_pb2, summary_pb2
 
     self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-    os.makedirs(folder, exist_ok=True)
+    paths.make_folder(folder)
+    self._beside: tempfile.TemporaryDirectory[str] | None = None
+    local = folder
+    if paths.is_remote(folder):
+      self._beside = tempfile.TemporaryDirectory(prefix="bigtrain-")
+      local = self._beside.name
     # Restarts within a second must not write over the file before.
     suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
     self._writer = event_file_writer.EventsWriter(
-      os.path.join(folder, "events"), suffix
+      os.path.join(local, "events"), suffix
     )
+    self._mirror: paths.Mirror | None = None
+    if self._beside is not None:
+      (name,) = os.listdir(local)
+      self._mirror = paths.Mirror(
+        os.path.join(folder, name), os.path.join(local, name)
+      )
     # TensorBoard forgets what a killed process wrote from this step on.
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     self._writer.write_event(
@@ -288,9 +301,15 @@ class _TensorBoard:
 
   def flush(self) -> None:
     self._writer.flush()
+    if self._mirror is not None:
+      self._mirror.push(soon=True)
 
   def close(self) -> None:
     self._writer.close()
+    if self._mirror is not None:
+      self._mirror.push()
+    if self._beside is not None:
+      self._beside.cleanup()
 
 
 class _Wandb:
@@ -299,7 +318,9 @@ class _Wandb:
   def __init__(self, workdir: str, options: Mapping[str, Any]):
     import wandb
 
-    options = {"dir": workdir, "resume": "allow", **options}
+    # W&B's own files are a folder's; beside a bucket, where the program runs.
+    place = {} if paths.is_remote(workdir) else {"dir": workdir}
+    options = {**place, "resume": "allow", **options}
     if "id" not in options:
       options["id"] = _wandb_id(workdir)
     has_key = wandb.api.api_key or os.environ.get("WANDB_MODE")
@@ -324,13 +345,15 @@ class _Wandb:
 def _wandb_id(workdir: str) -> str:
   """A name for the run, the same after every restart; kept in the workdir."""
   path = os.path.join(workdir, "wandb", "run_id")
-  if not os.path.exists(path):
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+  try:
+    return paths.read_bytes(path).decode()
+  except FileNotFoundError:
+    paths.make_folder(os.path.dirname(path))
     where = f"{socket.gethostname()}:{os.path.abspath(workdir)}:{time.time()}"
-    with open(path, "w") as file:
-      file.write(hashlib.sha256(where.encode()).hexdigest()[:16])
-  with open(path) as file:
-    return file.read()
+    name = hashlib.sha256(where.encode()).hexdigest()[:16]
+    with paths.replacing(path) as file:
+      file.write(name)
+    return name
 
 
 def _check_wandb(options: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ def make(arg):
   config.mesh = dict(replica=1, fsdp=-1)
 
   config.task = "captioning"
-  config.loss = dict(masked_pred_prob=arg.parallel, masking_ratio=1.0, chunk=8)
+  config.loss = dict(masked_pred_prob=arg.parallel, masking_ratio=1.0)
 
   tokenize = f"tokenize(model={arg.tokenizer!r},max_len={max_len},eos='sticky')"
   image = f"decode|resize({res})|value_range(-1,1)"

@@ -35,7 +35,7 @@ def get_config(arg=None):
   config.mesh = dict(replica=1, fsdp=-1)
 
   config.task = "captioning"
-  config.loss = dict(masked_pred_prob=0.5, masking_ratio=1.0, chunk=26)
+  config.loss = dict(masked_pred_prob=0.5, masking_ratio=1.0)
 
   # The longest caption has 25 letters: "an eight left of an eight".
   tokenize = "tokenize(model='bytes',max_len=26,eos='yes')"

@@ -28,6 +28,11 @@ if ((!$#)); then
 fi
 shift
 
+# A rank has threads: it must not be bound to one core, as Open MPI 4 and 5 would
+# do where there are two ranks. (--bind-to in the options goes before this.)
+export OMPI_MCA_hwloc_base_binding_policy=none
+export PRTE_MCA_hwloc_default_binding_policy=none
+
 # Rank 0 is where mpirun puts it: it says itself where that is.
 # shellcheck disable=SC2016  # The ranks' shells expand it.
 first=$(mpirun "${options[@]}" bash -c \

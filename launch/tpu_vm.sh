@@ -46,8 +46,8 @@ case "$action" in
   run)
     # Again after a preemption: the slice is new, the workdir is not.
     printf -v flags '%q ' "$@"
-    on all "cd bigtrain && nohup .venv/bin/python -m bigtrain.main $flags \
-      >run.log 2>&1 </dev/null & echo \$! >bigtrain/run.pid"
+    on all "cd bigtrain && { nohup .venv/bin/python -m bigtrain.main $flags \
+      >>run.log 2>&1 </dev/null & echo \$! >run.pid; }"
     ;;
   follow)
     on "${1:-0}" 'tail -n 100 -F bigtrain/run.log'

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # which the first that fits the importer decides. "bigtrain." is left out. What
 # a config names (tasks, models, evaluators, sources) is imported by name and
 # by nobody else.
-_BOTTOM = r"settings|trees|sharding|metrics|flops|(pairwise_)?losses"
+_BOTTOM = r"settings|trees|sharding|metrics|flops|(pairwise_|token_)?losses"
 _BY_NAME = r"(tasks|models|evaluators|tools)(\..+)?"
 RULES = (
   (r"configs\.cap", r"configs\.(common|cappa)"),  # It is that but for a key.
@@ -28,7 +28,8 @@ RULES = (
   # captioners and of image-text models.
   (
     r"models(\..+)?",
-    r"models\.(attention|common|decoder_\w+|moe|published|t5_layers|vit)"
+    r"models\.(attention|common|decoder_\w+|layouts|mlp|moe(_\w+)?|published"
+    r"|stack|t5_\w+|vit)"
     r"|settings"
     r"|trees|sharding",
   ),
@@ -37,7 +38,7 @@ RULES = (
   (
     r"evaluators(\..+)?",
     r"evaluators\.(common|class_names)|input_pipeline"
-    rf"|pp\.(parse|registry|tokenizers)|{_BOTTOM}",
+    rf"|pp\.(parse|registry|tokenizers)|paths|{_BOTTOM}",
   ),
   # Token files say which tokenizer made them.
   (r"data(\..+)?", r"data\..+|order|settings|pp\.tokenizers"),

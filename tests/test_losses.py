@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import losses
+from bigtrain.settings import ConfigError
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(3, 4, 7)).astype(np.float32) * 5
@@ -119,10 +120,10 @@ def plain_objective(hidden, kernel, bias, targets, weights, **kw):
 
 
 def chunked_objective(hidden, kernel, bias, targets, weights, **kw):
-  loss, correct = losses.chunked_softmax_xent(
-    hidden, kernel, targets, bias_V=bias, **kw
+  total, *rest = losses.linear_softmax_xent(
+    hidden, kernel, targets, weights, bias_V=bias, **kw
   )
-  return (loss * weights).sum(), (loss, correct)
+  return total, tuple(rest)
 
 
 def value_and_grads(objective, args, **kw):
@@ -132,8 +133,8 @@ def value_and_grads(objective, args, **kw):
   return jax.jit(fn)(*args)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 5, 10, 64])
-def test_chunked_softmax_xent(chunk):
+@pytest.mark.parametrize("chunk", [None, 0, 1, 4, 5, 10, 64])
+def test_linear_softmax_xent(chunk):
   kw = dict(label_smoothing=0.1, z_loss=1e-3)
   args = chunked_case()
   want = value_and_grads(plain_objective, args, **kw)
@@ -145,22 +146,135 @@ def test_chunked_softmax_xent(chunk):
   )
 
 
-def test_chunked_softmax_xent_without_bias_in_bfloat16():
+@pytest.mark.parametrize("columns", [4, 31, 30, 16])
+def test_gradients_of_large_kernels_are_summed_by_columns(columns, monkeypatch):
+  args = chunked_case()
+  want = value_and_grads(chunked_objective, args, chunk=4)
+  monkeypatch.setattr(losses, "_PRODUCT_AT_A_TIME", 6 * columns)
+  jax.clear_caches()
+  got = value_and_grads(chunked_objective, args, chunk=4)
+  jax.tree.map(
+    lambda w, g: np.testing.assert_allclose(g, w, rtol=2e-6, atol=2e-6),
+    want,
+    got,
+  )
+
+
+def test_linear_softmax_xent_caps_logits_softly():
+  hidden, kernel, _, targets, weights = chunked_case()
+
+  def plain(hidden, kernel):
+    logits = 3 * jnp.tanh(hidden @ kernel / 3)
+    return (losses.softmax_xent(logits, targets) * weights).sum()
+
+  def capped(hidden, kernel):
+    return losses.linear_softmax_xent(
+      hidden, kernel, targets, weights, chunk=4, softcap=3.0
+    ).total
+
+  for objective in (plain, capped):
+    value, grads = jax.value_and_grad(objective, (0, 1))(hidden, kernel)
+    if objective is plain:
+      want = value, grads
+  jax.tree.map(
+    lambda w, g: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5),
+    want,
+    (value, grads),
+  )
+
+
+def test_linear_softmax_xent_without_bias_in_bfloat16():
   hidden, kernel, _, targets, _ = chunked_case()
   # Operands that bfloat16 can say: then only the order of sums differs.
   hidden, kernel = np.round(hidden * 4) / 4, np.round(kernel * 4) / 4
-  loss, _ = losses.chunked_softmax_xent(
-    hidden, kernel, targets, 4, dtype=jnp.bfloat16
+  found = losses.linear_softmax_xent(
+    hidden, kernel, targets, chunk=4, dtype=jnp.bfloat16
   )
   want = losses.softmax_xent(jnp.asarray(hidden @ kernel), targets)
-  assert loss.dtype == jnp.float32
-  np.testing.assert_allclose(loss, want, rtol=1e-5, atol=1e-5)
-  with pytest.raises(ValueError, match="chunk=0"):
-    losses.chunked_softmax_xent(hidden, kernel, targets, 0)
+  assert found.loss_BL.dtype == jnp.float32
+  np.testing.assert_allclose(found.loss_BL, want, rtol=1e-5, atol=1e-5)
+  assert float(found.total) == pytest.approx(float(want.sum()), rel=1e-5)
+  for chunk in (-1, "all", 2.0):
+    with pytest.raises(ConfigError, match=r"config.loss.chunk: .*positions"):
+      losses.linear_softmax_xent(hidden, kernel, targets, chunk=chunk)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_small_gradients_survive_a_low_precision(dtype):
+  hidden, kernel, bias, targets, weights = chunked_case(vocabulary=300)
+  bias = bias - 14 * (np.arange(300) % 2)  # Shares of some 1e-8.
+  args = (hidden / 8, kernel / 8, bias, targets * 2 % 300, weights)
+  _, (*_, want) = value_and_grads(plain_objective, args)
+  _, (to_hidden, to_kernel, got) = value_and_grads(
+    lambda hidden, *a, **kw: chunked_objective(
+      hidden.astype(dtype), *a, chunk=4, **kw
+    ),
+    args,
+  )
+  assert 0 < np.abs(want).min() < 1e-5
+  np.testing.assert_allclose(got, want, rtol=0.05)
+  assert to_kernel.dtype == to_hidden.dtype == jnp.float32
+  assert np.all(np.any(np.asarray(to_kernel) != 0, axis=0))
+
+
+def test_what_has_no_weight_has_no_part():
+  hidden, kernel, bias, targets, weights = chunked_case()
+  weights[:, 7:] = 0
+  args = (hidden, kernel, bias, targets, weights)
+  want = value_and_grads(chunked_objective, args, chunk=4)
+  targets = targets.copy()
+  targets[:, 8:] = -1  # The loss there is NaN.
+  got = value_and_grads(
+    chunked_objective, (hidden, kernel, bias, targets, weights), chunk=4
+  )
+  jax.tree.map(np.testing.assert_array_equal, want[0][0], got[0][0])
+  jax.tree.map(np.testing.assert_array_equal, want[1], got[1])
+
+
+def test_of_equal_logits_the_first_is_the_largest():
+  logits = jnp.asarray([[1.0, 2, 2, 0], [0, 0, 0, 0], [3, 5, 1, 5]])
+  hidden = jnp.eye(3)[None]
+  for target in range(4):
+    targets = jnp.full((1, 3), target)
+    found = losses.linear_softmax_xent(hidden, logits, targets)
+    want = jnp.argmax(logits, axis=-1) == target
+    np.testing.assert_array_equal(found.correct_BL[0], want)
+    bad = logits.at[:, 2].set(jnp.nan)
+    found = losses.linear_softmax_xent(hidden, bad, targets)
+    assert not found.correct_BL.any()
+
+
+def test_the_default_chunk_shrinks_with_the_vocabulary():
+  most = 2**26
+  for batch_size in (1, 8, 64):
+    for length in (1, 64, 1000):
+      for vocab_size in (259, 32_000, 262_144):
+        chunk = losses.default_chunk(batch_size, length, vocab_size)
+        assert 1 <= chunk <= length
+        logits = batch_size * vocab_size * chunk
+        assert chunk == 1 or logits <= most
+        # No other number of chunks would do, and they are of equal size.
+        chunks = -(-length // chunk)
+        if chunks > 1 and chunk > 1:
+          fewer = -(-length // (chunks - 1))
+          assert batch_size * vocab_size * fewer > most
+          assert chunks * chunk - length < chunks
+
+
+def test_no_product_is_computed_twice():
+  hidden, kernel, _, targets, weights = chunked_case()
+
+  def total(hidden, kernel):
+    return losses.linear_softmax_xent(
+      hidden, kernel, targets, weights, chunk=4
+    ).total
+
+  text = str(jax.make_jaxpr(jax.grad(total, (0, 1)))(hidden, kernel))
+  assert text.count("dot_general[") == 3
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["gspmd", "mesh"])
-def test_chunked_softmax_xent_on_eight_devices(given):
+def test_linear_softmax_xent_on_eight_devices(given):
   mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("replica", "fsdp"))
   args = chunked_case()
   want = value_and_grads(chunked_objective, args, chunk=4)
@@ -183,7 +297,7 @@ def test_chunked_softmax_xent_on_eight_devices(given):
   )
 
 
-def test_chunked_softmax_xent_needs_a_fraction_of_the_memory():
+def test_linear_softmax_xent_needs_a_fraction_of_the_memory():
   args = chunked_case(batch=2, length=64, width=8, vocabulary=1000)
   all_logits_bytes = 2 * 64 * 1000 * 4
 
@@ -196,7 +310,7 @@ def test_chunked_softmax_xent_needs_a_fraction_of_the_memory():
   assert temporary_bytes(chunked_objective, chunk=4) < all_logits_bytes / 4
 
 
-def test_chunked_softmax_xent_gathers_and_reduces_once():
+def test_linear_softmax_xent_gathers_and_reduces_once():
   mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("replica", "fsdp"))
   args = chunked_case(vocabulary=32)
   by_batch = NamedSharding(mesh, PartitionSpec(("replica", "fsdp")))

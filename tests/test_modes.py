@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain import main, settings
+from bigtrain import input_pipeline, main, settings, start
 from bigtrain.tools import evaluate
 
 EVERYTHING = {
@@ -105,6 +105,22 @@ def test_evaluating_only_trains_nothing(finished, tmp_path):
   assert of_evaluations(results) == of_evaluations(rows[3])
   assert tiny.checkpoint_steps(tmp_path) == []
   assert list(tiny.rows(tmp_path)) == [3]
+
+
+def test_compiling_only_leaves_a_record_of_what_it_takes(
+  tiny_config, tmp_path, monkeypatch
+):
+  def never(*args):
+    raise AssertionError("a state was made, or data was read")
+
+  monkeypatch.setattr(start, "begin", never)
+  monkeypatch.setattr(input_pipeline.TrainInput, "start", never)
+  main.train(tiny_config({"compile_only": True}), str(tmp_path))
+  (begun,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+  assert begun["programs"]["update"]["temporary_bytes"] > 0
+  assert begun["model_flops_per_step"] > 0
+  assert not (tmp_path / "metrics.jsonl").exists()
+  assert tiny.checkpoint_steps(tmp_path) == []
 
 
 def test_cooling_down_from_a_checkpoint_of_another_run(

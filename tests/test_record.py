@@ -90,7 +90,8 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_one_line_about_the_devices():
   assert record.topology(sharding.make_mesh(2, 4)) == (
-    "1 process(es), 8 device(s) of kind 'cpu', mesh replica=2 x fsdp=4"
+    "1 process(es) with 8 device(s) each, 8 of kind 'cpu', "
+    "mesh replica=2 x fsdp=4"
   )
 
 

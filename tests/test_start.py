@@ -74,6 +74,20 @@ def test_all_refused_keys_are_named_in_one_line(caplog):
   assert "config.lr: 0.1 -> 0.2 (changes the trajectory)" in caplog.text
 
 
+def test_files_with_another_content_are_refused(caplog):
+  old = {"c4.model": "abc", "gone.txt": "1", "bytes": "x"}
+  start.check_files(old, {"c4.model": "abc", "bytes": "x", "new": "2"}, ())
+  start.check_files({}, {"c4.model": "def"}, ())  # Saved before there were any.
+  new = {"c4.model": "def", "bytes": "x"}
+  for allowed in ((), None, ["c4"], "lr"):
+    with pytest.raises(settings.ConfigError, match=r"c4.model: .*abc.*def"):
+      start.check_files(old, new, allowed)
+  with caplog.at_level(logging.INFO, logger="absl"):
+    for allowed in (True, "c4.model", ["lr", "c4.model"]):
+      start.check_files(old, new, allowed)
+  assert caplog.text.count("c4.model: abc -> def") == 3
+
+
 def test_what_is_allowed():
   old, new = {"a": {"b": 1, "c": 1}, "ab": 1}, {"a": {"b": 2, "c": 2}, "ab": 1}
   check(old, new, True)

@@ -128,8 +128,8 @@ def test_a_read_only_workdir_is_refused(open_workdir):
   assert said.startswith(f"ConfigError: --workdir={open_workdir}: cannot write")
   checkpoint.check_writable(open_workdir)
   assert os.listdir(storage.folder(open_workdir)) == []
-  with pytest.raises(ConfigError, match="mount the bucket"):
-    checkpoint.check_writable("gs://bucket/run")
+  with pytest.raises(ConfigError, match="'g3'; expected a folder, gs://"):
+    checkpoint.check_writable("g3://bucket/run")
 
 
 def test_every_difference_to_the_model_is_listed(workdir):

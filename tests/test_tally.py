@@ -31,7 +31,7 @@ def run(losses, policy="stop", log_steps=3, norms=None):
       last={"lr": i * 0.5},
     )
     new = {"x": state["x"] + loss, "step": step}
-    return tally.select(verdict, new, state, policy), now
+    return tally.select(verdict, lambda: new, lambda: state, policy), now
 
   states, rows = [], {}
   norms = norms or [1.0] * len(losses)
@@ -92,8 +92,12 @@ def test_a_row_of_skipped_steps_alone_has_no_mean():
 def test_an_overflow_changes_the_loss_scale_alone(policy):
   now = tally.zeros(tally.spec({"loss": (0.0, 0.0)}, []))
   pair, inf = (jnp.float32(2.0), jnp.float32(1.0)), jnp.float32("inf")
-  old = {"x": 1.0, "step": 4, "loss_scale": 8.0}
-  new = {"x": 2.0, "step": 5, "loss_scale": 4.0}
+  new = {"x": 2.0, "step": 5}
+  kept, scales = {"x": 1.0, "step": 4}, (8.0, 4.0)
+
+  def select(verdict):
+    return tally.select(verdict, lambda: new, lambda: kept, policy, scales)
+
   verdict = tally.judge(now, pair, inf, policy, may_shrink=True)
   assert jax.tree.leaves(verdict) == [False, False, True]
   now = tally.count(
@@ -106,7 +110,7 @@ def test_an_overflow_changes_the_loss_scale_alone(policy):
     last={},
   )
   assert now["bad_step"] == now["skipped"] == now["sums"]["steps"] == 0
-  assert tally.select(verdict, new, old, policy) == {
+  assert select(verdict) == {
     "x": 1.0,
     "step": 5,
     "loss_scale": 4.0,
@@ -115,9 +119,9 @@ def test_an_overflow_changes_the_loss_scale_alone(policy):
   for loss, may_shrink in ((pair, False), ((inf, pair[1]), True)):
     verdict = tally.judge(now, loss, inf, policy, may_shrink)
     assert jax.tree.leaves(verdict) == [False, True, False]
-    kept = tally.select(verdict, new, old, policy)
-    assert kept["loss_scale"] == 8.0 and kept["x"] == 1.0
-    assert kept["step"] == (5 if policy == "skip" else 4)
+    found = select(verdict)
+    assert found["loss_scale"] == 8.0 and found["x"] == 1.0
+    assert found["step"] == (5 if policy == "skip" else 4)
 
 
 def test_policies_are_checked():

@@ -128,6 +128,7 @@ def test_one_caption_of_each_image(tmp_path, examples, kind):
   made = make_input(data, PP.format(captions=key, tokenizer=path))
   tokenizer = tokenizers.get(path)
   assert made.vocab_sizes == {"labels": tokenizer.vocab_size}
+  assert made.fingerprints == {path: tokenizer.fingerprint()}
   assert made.spec["labels"].shape == (8, 16)
   assert made.spec["labels"].dtype == np.int32
   seen = []
@@ -206,3 +207,27 @@ def test_a_tokenizer_that_the_model_does_not_fit(tmp_path):
   config = digits_captions.get_config("runlocal")
   config.input.pp = config.input.pp.replace("'bytes'", "'byte'")
   refused(config, r"config\.input\.pp: .*tokenize.*Did you mean 'bytes'")
+
+
+@pytest.mark.slow
+def test_a_run_is_not_continued_with_another_tokenizer(tmp_path):
+  file = tmp_path / "x.model"
+  config = digits_captions.get_config("runlocal")
+  config.evals = {}
+  config.mesh = dict(replica=1, fsdp=8)
+  config.input.pp = config.input.pp.replace("'bytes'", repr(str(file)))
+  config.model.vocab_size = 1000
+
+  def train(steps, **changes):
+    config.update(stop_at_steps=steps, **changes)
+    return main.train(config, str(tmp_path / "run"))["step"]
+
+  words = "one two three four five six seven eight nine zero left of an".split()
+  small_tokenizers.sentencepiece_model(file, byte_fallback=True)
+  assert train(1) == 1
+  small_tokenizers.sentencepiece_model(
+    file, byte_fallback=True, user_defined_symbols=words
+  )
+  with pytest.raises(ConfigError, match=r"x\.model: the file's content is not"):
+    train(2)
+  assert train(2, allow_changes=[str(file)]) == 2

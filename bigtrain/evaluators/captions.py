@@ -12,9 +12,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from bigtrain import paths
 from bigtrain.evaluators import common
-from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, did_you_mean
+
+
+def check(
+  options: Mapping[str, Any], context: common.Context, path: str
+) -> None:
+  """Raises ConfigError for a tokenizer or a metric that there is not."""
+  common.tokenizer(options["tokenizer"], context)
+  metrics = options.get("metrics", ("exact",))
+  for name in metrics:
+    if name not in METRICS:
+      hint = did_you_mean(name, METRICS)
+      raise ConfigError(f"{path}.metrics: no metric {name!r}.{hint}")
+  _check_packages(metrics, options.get("num_images", 40), path)
 
 
 class Evaluator:
@@ -61,13 +74,10 @@ class Evaluator:
   ):
     self._context, self._metrics = context, metrics
     self._num_images = num_images
-    self._tokenizer = tokenizers.get(tokenizer)
     path = f"config.evals.{context.name}"
-    for name in metrics:
-      if name not in METRICS:
-        hint = did_you_mean(name, METRICS)
-        raise ConfigError(f"{path}.metrics: no metric {name!r}.{hint}")
-    _check_packages(metrics, num_images, path)
+    given = dict(tokenizer=tokenizer, metrics=metrics, num_images=num_images)
+    check(given, context, path)
+    self._tokenizer = common.tokenizer(tokenizer, context)
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
       result = {
@@ -112,7 +122,7 @@ class Evaluator:
         found += [text for text in texts if text]
     if jax.process_index() == 0:
       folder = os.path.join(self._context.workdir, "captions")
-      os.makedirs(folder, exist_ok=True)
+      paths.make_folder(folder)
       stem = os.path.join(folder, f"{self._context.name}-{step:08d}")
       _write_rows(f"{stem}.jsonl", captions, references)
       if images:
@@ -124,12 +134,10 @@ class Evaluator:
 def _write_rows(
   path: str, captions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> None:
-  # A reader never sees half a file.
-  with open(path + ".tmp", "w", encoding="utf-8") as file:
+  with paths.replacing(path) as file:
     for number, (caption, found) in enumerate(zip(captions, references)):
       row = {"number": number, "caption": caption, "references": found}
       file.write(json.dumps(row, ensure_ascii=False) + "\n")
-  os.replace(path + ".tmp", path)
 
 
 def draw(
@@ -164,8 +172,8 @@ def draw(
         color="tab:red" if wrong else "black",
       )
   figure.tight_layout()
-  figure.savefig(path + ".tmp", format="png")
-  os.replace(path + ".tmp", path)
+  with paths.replacing(path, "wb") as file:
+    figure.savefig(file, format="png")
 
 
 def _lines(text: str, width: int) -> list[str]:
@@ -182,7 +190,7 @@ def _check_packages(metrics: Sequence[str], num_images: int, path: str) -> None:
   if num_images:
     needed.append(("num_images", "matplotlib", "report"))
   if "bleu" in metrics:
-    needed.append(("metrics", "sacrebleu", "captions"))
+    needed.append(("metrics", "sacrebleu", "metrics"))
   if "cider" in metrics:
     needed.append(("metrics", "pycocoevalcap", "cider"))
   for key, package, extra in needed:

@@ -16,6 +16,16 @@ from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError
 
 
+def check(
+  options: Mapping[str, Any], context: common.Context, path: str
+) -> None:
+  """Raises ConfigError for a tokenizer that is none, or not the model's."""
+  found = common.tokenizer(options.get("tokenizer", "bytes"), context)
+  input_pipeline.check_vocab_sizes(
+    {"tokens": found.vocab_size}, context.vocab_sizes, f"{path}.tokenizer"
+  )
+
+
 class Evaluator:
   """Accuracy by likelihood, scored as the lm-evaluation-harness does.
 
@@ -61,10 +71,8 @@ class Evaluator:
     num_examples: int | None = None,
   ):
     path = f"config.evals.{context.name}"
-    found = tokenizers.get(tokenizer)
-    input_pipeline.check_vocab_sizes(
-      {"tokens": found.vocab_size}, context.vocab_sizes, f"{path}.tokenizer"
-    )
+    check(dict(tokenizer=tokenizer), context, path)
+    found = common.tokenizer(tokenizer, context)
     maker = _Maker(found, length, delimiter, bos, path)
     keys = (context_key, choices_key, answer_key)
     source = input_pipeline.make_source(data, f"{path}.data")

@@ -44,6 +44,31 @@ def fill(prompt: str, names: Sequence[str], key: str) -> list[str]:
   return [prompt.replace("{}", name) for name in names]
 
 
+def check(
+  names: Sequence[str] | str,
+  prompts: Sequence[str],
+  pp: str,
+  context: common.Context,
+  *,
+  path: str,
+  prompt_key: str,
+) -> None:
+  """Checks what can be wrong with names, prompts and ops, by a single text.
+
+  Args:
+    names: see `read`.
+    prompts: texts with a {} for the name.
+    pp: see `tokens`, at `path`.pp_text.
+    context: the evaluator's.
+    path: of the entry in the config, where `class_names` are.
+    prompt_key: what the entry calls the prompts.
+  """
+  first = read(names, f"{path}.class_names")[:1]
+  for prompt in prompts:
+    texts = fill(prompt, first, f"{path}.{prompt_key}")
+  tokens(texts, pp, context, key=f"{path}.pp_text")
+
+
 def tokens(
   texts: Sequence[str],
   pp: str,

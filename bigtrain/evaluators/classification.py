@@ -19,7 +19,9 @@ _LOSSES = {
 }
 
 
-def check(options: Mapping[str, Any], path: str) -> None:
+def check(
+  options: Mapping[str, Any], context: common.Context, path: str
+) -> None:
   """Raises ConfigError for a `loss` that is none; see `Evaluator`."""
   loss = options.get("loss", "softmax_xent")
   if loss not in _LOSSES:
@@ -61,7 +63,7 @@ class Evaluator:
     num_examples: int | None = None,
     cache: bool = True,
   ):
-    check({"loss": loss}, f"config.evals.{context.name}")
+    check({"loss": loss}, context, f"config.evals.{context.name}")
 
     def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:
       logits_BC = predict_fn(variables, batch).astype(jnp.float32)

@@ -6,8 +6,9 @@ An evaluator is a module in this folder, or a user's own by dotted path, with
     def __init__(self, predict_fn, context, **options): ...
     def run(self, variables, step) -> dict of metric name -> float
 
-and, if it likes, a function check(options, path) that raises ConfigError for
-options which it can refuse without opening the data.
+and, if it likes, a function check(options, context, path) that raises
+ConfigError for options which it can refuse without opening the data: above all
+a file that is not there must not end a run when hours have passed.
 
 `predict_fn` is one of the task's predict functions; the evaluator knows
 neither task nor model. `context` says where it runs.
@@ -22,6 +23,7 @@ import jax
 from jax.sharding import Mesh
 
 from bigtrain import input_pipeline, settings, sharding
+from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 
 # What `from_config` reads of an entry; the rest is the evaluator's.
@@ -151,13 +153,14 @@ def from_config(
       given=("predict_fn", "context"),
       others=_KEYS,
     )
+    of_entry = context._replace(name=name, variables=weights[part])
     if hasattr(module, "check"):
-      module.check(options, path)
+      module.check(options, of_entry, path)
     _check_input(options, context, path)
     build = functools.partial(
       module.Evaluator,
       functools.partial(predict_fns[pred], **pred_kw),
-      context._replace(name=name, variables=weights[part]),
+      of_entry,
       **options,
     )
     evaluations.append(
@@ -194,6 +197,18 @@ def _check_path(data: Any, key: str) -> None:
     return  # A pattern, or not of this machine: the source will see.
   if not os.path.exists(os.path.expanduser(path)):
     raise ConfigError(f"{key}: {path}: no such file or directory.")
+
+
+def tokenizer(spec: str, context: Context) -> tokenizers.Tokenizer:
+  """The tokenizer at an entry's key `tokenizer`.
+
+  Raises:
+    ConfigError: there is no such file, or it is none.
+  """
+  try:
+    return tokenizers.get(spec)
+  except ConfigError as e:
+    raise ConfigError(f"config.evals.{context.name}.tokenizer: {e}") from e
 
 
 class Batches:

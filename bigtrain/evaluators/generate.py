@@ -3,6 +3,7 @@
 Legend: B batch, L and T lengths, R references of an example.
 """
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +12,29 @@ from typing import Any
 import jax
 import numpy as np
 
+from bigtrain import paths
 from bigtrain.evaluators import common
-from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, did_you_mean
+
+
+def check(
+  options: Mapping[str, Any], context: common.Context, path: str
+) -> None:
+  """Raises ConfigError for a tokenizer or a metric that there is not."""
+  common.tokenizer(options.get("tokenizer", "bytes"), context)
+  metrics = options.get("metrics", ())
+  for name in metrics:
+    if name not in _METRICS:
+      hint = did_you_mean(name, _METRICS)
+      raise ConfigError(f"{path}.metrics: no metric {name!r}.{hint}")
+    package = _PACKAGES.get(name)
+    if package and importlib.util.find_spec(package) is None:
+      raise ConfigError(
+        f"{path}.metrics: {name!r} needs {package}: "
+        "pip install 'bigtrain[metrics]'."
+      )
+  if metrics and options.get("reference_key") is None:
+    raise ConfigError(f"{path}.reference_key: missing; metrics compare to it.")
 
 
 class Evaluator:
@@ -57,17 +78,13 @@ class Evaluator:
     cache: bool = True,
   ):
     path = f"config.evals.{context.name}"
-    for name in metrics:
-      if name not in _METRICS:
-        hint = did_you_mean(name, _METRICS)
-        raise ConfigError(f"{path}.metrics: no metric {name!r}.{hint}")
-    if metrics and reference_key is None:
-      raise ConfigError(
-        f"{path}.reference_key: missing; metrics compare to it."
-      )
-    self._metrics = [_METRICS[name](path) for name in metrics]
+    given = dict(
+      tokenizer=tokenizer, metrics=metrics, reference_key=reference_key
+    )
+    check(given, context, path)
+    self._metrics = [_METRICS[name]() for name in metrics]
     self._context = context
-    self._tokenizer = tokenizers.get(tokenizer)
+    self._tokenizer = common.tokenizer(tokenizer, context)
     keys = {"prompt": prompt_key, "references": reference_key}
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,20 +145,18 @@ class Evaluator:
 
   def _write(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
     folder = os.path.join(self._context.workdir, "generations")
-    os.makedirs(folder, exist_ok=True)
+    paths.make_folder(folder)
     path = os.path.join(folder, f"{self._context.name}-{step:08d}.jsonl")
-    # A reader never sees half a file.
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
+    with paths.replacing(path) as file:
       for row in rows:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(path + ".tmp", path)
 
 
 Texts = Sequence[str]
 Metric = Callable[[Texts, Sequence[Texts]], dict[str, float]]
 
 
-def _exact_match(path: str) -> Metric:
+def _exact_match() -> Metric:
   def metric(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
     hits = [
       sample.strip() in [text.strip() for text in texts]
@@ -152,11 +167,8 @@ def _exact_match(path: str) -> Metric:
   return metric
 
 
-def _bleu(path: str) -> Metric:
-  try:
-    import sacrebleu
-  except ModuleNotFoundError as e:
-    raise _missing(path, "bleu", e) from e
+def _bleu() -> Metric:
+  import sacrebleu
 
   def metric(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
     # sacrebleu wants the first references of all, then the second ones, ...
@@ -170,11 +182,9 @@ def _bleu(path: str) -> Metric:
   return metric
 
 
-def _rouge(path: str) -> Metric:
-  try:
-    from rouge_score import rouge_scorer
-  except ModuleNotFoundError as e:
-    raise _missing(path, "rouge", e) from e
+def _rouge() -> Metric:
+  from rouge_score import rouge_scorer
+
   names = ["rouge1", "rouge2", "rougeL"]
   scorer = rouge_scorer.RougeScorer(names, use_stemmer=True)
 
@@ -191,14 +201,9 @@ def _rouge(path: str) -> Metric:
   return metric
 
 
-def _missing(path: str, name: str, error: Exception) -> ConfigError:
-  return ConfigError(
-    f"{path}.metrics: {name!r} needs a package ({error}); "
-    "pip install 'bigtrain[metrics]'."
-  )
+_PACKAGES = {"bleu": "sacrebleu", "rouge": "rouge_score"}
 
-
-_METRICS: dict[str, Callable[[str], Metric]] = {
+_METRICS: dict[str, Callable[[], Metric]] = {
   "exact_match": _exact_match,
   "bleu": _bleu,
   "rouge": _rouge,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import trees
+from bigtrain import paths, trees
 from bigtrain.evaluators import common
 from bigtrain.settings import ConfigError, did_you_mean
 
@@ -77,14 +77,12 @@ class Evaluator:
         columns.setdefault(name, []).append(value)
     if jax.process_index() == 0:
       folder = os.path.join(self._context.workdir, "predictions")
-      os.makedirs(folder, exist_ok=True)
+      paths.make_folder(folder)
       name = f"{self._context.name}-{step:08d}.npz"
       path = os.path.join(folder, name)
       arrays: dict[str, Any] = {
         k: np.concatenate(v)[real] for k, v in columns.items()
       }
-      # A reader never sees half a file.
-      with open(path + ".tmp", "wb") as file:
+      with paths.replacing(path, "wb") as file:
         np.savez(file, **arrays)
-      os.replace(path + ".tmp", path)
     return {"num_examples": float(real.sum())}

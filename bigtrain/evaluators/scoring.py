@@ -15,6 +15,20 @@ from bigtrain.evaluators import common
 from bigtrain.settings import ConfigError, did_you_mean
 
 
+def check(
+  options: Mapping[str, Any], context: common.Context, path: str
+) -> None:
+  """Raises ConfigError for names, a prompt or ops that cannot be used."""
+  names_lib.check(
+    options["class_names"],
+    (options.get("prompt", "{}"),),
+    options["pp_text"],
+    context,
+    path=path,
+    prompt_key="prompt",
+  )
+
+
 class Evaluator:
   """Accuracy "acc", "top5_acc", ... of a generative classifier.
 

@@ -20,6 +20,20 @@ from bigtrain.evaluators import common
 from bigtrain.settings import ConfigError, did_you_mean
 
 
+def check(
+  options: Mapping[str, Any], context: common.Context, path: str
+) -> None:
+  """Raises ConfigError for names, prompts or ops that cannot be used."""
+  names_lib.check(
+    options["class_names"],
+    names_lib.read(options.get("prompts", ("{}",)), f"{path}.prompts"),
+    options["pp_text"],
+    context,
+    path=path,
+    prompt_key="prompts",
+  )
+
+
 class Evaluator:
   """Accuracy "acc", "top5_acc", ... without a single labelled example.
 

@@ -21,7 +21,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings
+from bigtrain import settings, sharding
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -286,7 +286,7 @@ class EncoderBlock(nn.Module):
     y_BLD = MlpBlock(self.mlp_dim, self.dropout, self.dtype, name="MlpBlock_0")(
       y_BLD, train=train
     )
-    return x_BLD + regularize(y_BLD), None
+    return sharding.over_batch(x_BLD + regularize(y_BLD)), None
 
 
 class Encoder(nn.Module):
@@ -321,7 +321,7 @@ class Encoder(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array, *, train: bool = False) -> jax.Array:
-    x_BLD = x_BLD.astype(self.dtype)
+    x_BLD = sharding.over_batch(x_BLD.astype(self.dtype))
     sizes = (self.mlp_dim, self.num_heads, self.dropout, self.dtype)
     if self.is_initializing():
       one = EncoderBlock(*sizes, parent=None)
@@ -367,16 +367,30 @@ def init_blocks(
     *inputs: of the block.
     separator: see `name`.
   """
-  # One compiled initializer loops over the blocks: to compile the random
-  # numbers of each on its own takes far longer than to draw them.
-  keys = jax.random.split(stack.make_rng("params"), depth)
-  params = jax.lax.map(lambda key: block.init(key, *inputs)["params"], keys)
+  params = stacked_params(stack, depth, block, *inputs)
   if stack.scan:
     stack.put_variable("params", name, params)
     return
   for i in range(depth):
     params_i = jax.tree.map(lambda p, i=i: p[i], params)
     stack.put_variable("params", f"{name}{separator}{i}", params_i)
+
+
+def stacked_params(
+  stack: nn.Module, depth: int, block: nn.Module, *inputs: Any
+) -> Any:
+  """Initial parameters of blocks, with a leading axis of `depth`.
+
+  Args:
+    stack: the module whose random numbers are taken.
+    depth: number of blocks.
+    block: one of them, without a parent.
+    *inputs: of the block.
+  """
+  # One compiled initializer loops over the blocks: to compile the random
+  # numbers of each on its own takes far longer than to draw them.
+  keys = jax.random.split(stack.make_rng("params"), depth)
+  return jax.lax.map(lambda key: block.init(key, *inputs)["params"], keys)
 
 
 def block_class(
@@ -391,17 +405,20 @@ def block_class(
     train: which argument of the block's call, self being 0, says so.
   """
   check_option("remat_policy", remat_policy, REMAT_POLICIES)
+  policy = None
   if remat_policy != "none":
     policy = getattr(jax.checkpoint_policies, remat_policy)
   elif scan:
     # A loop writes all that its backward pass needs to memory, where XLA
     # would fuse the cheap operations of unrolled layers into their users.
     policy = lambda prim, *_, **__: prim.name in _COSTLY
-  else:
-    return block
-  return nn.remat(
-    block, policy=policy, prevent_cse=not scan, static_argnums=(train,)
-  )
+  if policy is not None:
+    block = nn.remat(
+      block, policy=policy, prevent_cse=not scan, static_argnums=(train,)
+    )
+  # Unrolled blocks are alike, and tracing one of them is enough; XLA sees the
+  # same operations as without this.
+  return block if scan else nn.jit(block, static_argnums=(train,))
 
 
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:

@@ -28,8 +28,10 @@ from bigtrain.models import (
   common,
   decoder_block,
   decoder_published,
+  mlp,
   moe,
   published,
+  stack,
 )
 
 _GPT2: dict[str, Any] = dict(
@@ -143,7 +145,7 @@ class Model(nn.Module):
     norm: "layernorm" or "rmsnorm".
     norm_eps: added to the variance.
     mlp: "gelu" (its tanh form) or "swiglu".
-    moe: options of moe.Options: experts of this kind in the place of MLPs.
+    moe: options of moe.Options: experts of kind `mlp` in the place of MLPs.
     use_bias: whether projections and the MLP have biases.
     tied_head: whether the head is the embedding.
     qk_norm: root-mean-square norms of queries and keys, with a scale.
@@ -190,9 +192,9 @@ class Model(nn.Module):
     for name, value in _filled(self).items():
       # Linen's own setter works only after its __post_init__.
       object.__setattr__(self, name, value)
-    experts = moe.read(self.moe, "config.model.moe")
-    object.__setattr__(self, "moe", experts)
     _check(self)
+    experts = moe.read(self.moe, "config.model.moe", depth=self.depth)
+    object.__setattr__(self, "moe", experts)
     super().__post_init__()
 
   @nn.compact
@@ -257,7 +259,7 @@ class Model(nn.Module):
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     kernel_DV = embedding_VD.T
     if not self.tied_head:
-      kernel_DV = moe.Kernels((D, V), self.init_std, name="head")()
+      kernel_DV = mlp.Kernel((D, V), self.init_std, name="head")()
     if not head:
       return None, out
     logits_BLV = jnp.einsum(
@@ -285,30 +287,16 @@ class Model(nn.Module):
     layer = decoder_block.Layer(
       *[getattr(self, name) for name in decoder_block.Layer._fields]
     )
-    if self.is_initializing():
-      block = decoder_block.Block(layer, parent=None)
-      common.init_blocks(self, "blocks", self.depth, block, carry, 0, *shared)
-    # Argument 7 is train; 0 is self.
-    kind = common.block_class(
-      decoder_block.Block, self.scan, self.remat_policy, train=7
+    return stack.run(
+      self,
+      decoder_block.Block,
+      moe.kinds(layer),
+      self.depth,
+      carry,
+      *shared,
+      scan=self.scan,
+      remat_policy=self.remat_policy,
     )
-    if self.scan:
-      blocks = nn.scan(
-        kind,
-        variable_axes={"params": 0},
-        split_rngs={"params": True, "dropout": True},
-        in_axes=(0, *[nn.broadcast] * len(shared)),
-        length=self.depth,
-      )
-      carry, stats = blocks(layer, name="blocks")(
-        carry, jnp.arange(self.depth), *shared
-      )
-      return carry, jax.tree.map(lambda x: jnp.mean(x, axis=0), stats)
-    each = []
-    for i in range(self.depth):
-      carry, stats = kind(layer, name=f"blocks_{i}")(carry, i, *shared)
-      each.append(stats)
-    return carry, jax.tree.map(lambda *x: sum(x) / self.depth, *each)
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
     """The (D, V) matrix that makes "pre_logits" logits."""

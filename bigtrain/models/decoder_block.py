@@ -1,6 +1,6 @@
 """The block that decoders stack.
 
-Axes: B batch, L length, D model width, F hidden width.
+Axes: B batch, L length, D model width.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 
 from bigtrain import sharding
-from bigtrain.models import attention, moe
+from bigtrain.models import attention, mlp, moe
 
 
 class Layer(NamedTuple):
@@ -73,62 +73,17 @@ class Block(nn.Module):
       name="attention",
     )(norm(layer, "attention_norm")(x_BLD), turn, mask_BLL, cache, index, start)
     x_BLD += drop(y_BLD)
-    y_BLD = norm(layer, "mlp_norm")(x_BLD)
-    if layer.moe is None:
-      y_BLD, stats = Mlp(layer, name="mlp")(y_BLD), None
-    else:
-      y_BLD, stats = self._experts(y_BLD, real_BL, train)
-    return (sharding.over_batch(x_BLD + drop(y_BLD)), cache), stats
-
-  def _experts(
-    self, y_BLD: jax.Array, real_BL: jax.Array | None, train: bool
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What the routed experts say, and those that all tokens pass."""
-    layer = self.layer
-    out_BLD, stats = moe.Moe(
-      options=layer.moe,
-      mlp_dim=layer.mlp_dim,
-      gated=layer.mlp == "swiglu",
+    options = mlp.Options(
+      dim=layer.mlp_dim,
+      kind=layer.mlp,
       init_std=layer.init_std,
       out_init_std=layer.out_init_std,
+      use_bias=layer.use_bias,
       dtype=layer.dtype,
-      name="moe",
-    )(y_BLD, real_BL, train)
-    if layer.moe.shared_experts:
-      size = layer.moe.shared_experts * layer.mlp_dim
-      shared = Mlp(layer._replace(mlp_dim=size), name="shared_experts")
-      out_BLD += shared(y_BLD)
-    return out_BLD, stats
-
-
-class Mlp(nn.Module):
-  """A hidden layer, GELU or gated (SwiGLU, https://arxiv.org/abs/2002.05202).
-
-  Parameters: up and, if gated, gate (D, F), down (F, D).
-  """
-
-  layer: Layer
-
-  @nn.compact
-  def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    layer = self.layer
-
-    def dense(name: str, size: int, std: float) -> nn.Module:
-      return nn.Dense(
-        size,
-        use_bias=layer.use_bias,
-        dtype=layer.dtype,
-        kernel_init=nn.initializers.normal(std),
-        name=name,
-      )
-
-    h_BLF = dense("up", layer.mlp_dim, layer.init_std)(x_BLD)
-    if layer.mlp == "swiglu":
-      gate = dense("gate", layer.mlp_dim, layer.init_std)
-      h_BLF = nn.silu(gate(x_BLD)) * h_BLF
-    else:
-      h_BLF = nn.gelu(h_BLF)
-    return dense("down", x_BLD.shape[-1], layer.out_init_std)(h_BLF)
+    )
+    y_BLD = norm(layer, "mlp_norm")(x_BLD)
+    y_BLD, stats = moe.mlp_or_experts(layer.moe, options, y_BLD, real_BL, train)
+    return (sharding.over_batch(x_BLD + drop(y_BLD)), cache), stats
 
 
 def norm(options: Any, name: str) -> nn.Module:

@@ -1,51 +1,21 @@
 """The decoder's parameters in Hugging Face's layouts: GPT-2, Llama, Mixtral.
 
-A table for each layout says what their arrays are made of. Read in one
-direction it loads a published model, in the other it exports one. Nothing is
-copied to load: the arrays that come out are views of the file, or put together
-from views when a device asks for its share.
-
-Axes: D model width, H heads, K head width, F hidden width, V vocabulary, N
-layers, E experts.
+See models/layouts.py.
 """
 
-import functools
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bigtrain import settings
-
-
-class Entry(NamedTuple):
-  """An array of theirs, and what it is made of.
-
-  Attributes:
-    theirs: its name; {i} is the layer, {e} the expert.
-    ours: parameters that are joined along their output axes; those of a layer
-      without the block's name.
-    inputs: how many of our axes, the first ones, are inputs; 0 for vectors.
-    transposed: whether theirs multiply from the left: (outputs, inputs).
-  """
-
-  theirs: str
-  ours: tuple[str, ...]
-  inputs: int = 0
-  transposed: bool = False
-
-
-def _linear(theirs: str, *ours: str, inputs: int = 1) -> Entry:
-  """A torch.nn.Linear's weight."""
-  return Entry(f"{theirs}.weight", ours, inputs, transposed=True)
+from bigtrain.models import layouts
+from bigtrain.models.layouts import Entry, linear
 
 
 def _gpt2_layer(theirs: str, *ours: str, inputs: int = 1) -> list[Entry]:
   """A weight (inputs, outputs) and a bias."""
-  kernels = tuple(f"{name}/kernel" for name in ours)
-  biases = tuple(f"{name}/bias" for name in ours)
+  kernels = tuple(f"blocks/{name}/kernel" for name in ours)
+  biases = tuple(f"blocks/{name}/bias" for name in ours)
   return [
     Entry(f"h.{{i}}.{theirs}.weight", kernels, inputs),
     Entry(f"h.{{i}}.{theirs}.bias", biases),
@@ -63,45 +33,56 @@ _QKV = ("attention/query", "attention/key", "attention/value")
 _GPT2 = [
   Entry("wte.weight", ("token_embedding",), 1),
   Entry("wpe.weight", ("pos_embedding",), 1),
-  *_gpt2_norm("h.{i}.ln_1", "attention_norm"),
+  *_gpt2_norm("h.{i}.ln_1", "blocks/attention_norm"),
   *_gpt2_layer("attn.c_attn", *_QKV),
   *_gpt2_layer("attn.c_proj", "attention/out", inputs=2),
-  *_gpt2_norm("h.{i}.ln_2", "mlp_norm"),
+  *_gpt2_norm("h.{i}.ln_2", "blocks/mlp_norm"),
   *_gpt2_layer("mlp.c_fc", "mlp/up"),
   *_gpt2_layer("mlp.c_proj", "mlp/down"),
   *_gpt2_norm("ln_f", "norm"),
 ]
-_LAYER = "model.layers.{i}."
-_EXPERT = _LAYER + "block_sparse_moe.experts.{e}."
+
+
+def _layer(theirs: str, ours: str, inputs: int = 1) -> Entry:
+  """A matrix of each of Llama's layers."""
+  return linear(
+    f"model.layers.{{i}}.{theirs}", f"blocks/{ours}/kernel", inputs=inputs
+  )
+
+
+def _layer_norm(theirs: str, ours: str) -> Entry:
+  name = f"model.layers.{{i}}.{theirs}.weight"
+  return Entry(name, (f"blocks/{ours}/scale",))
+
+
 _LLAMA_ATTENTION = [
   Entry("model.embed_tokens.weight", ("token_embedding",), 1),
-  _linear(_LAYER + "self_attn.q_proj", "attention/query/kernel"),
-  _linear(_LAYER + "self_attn.k_proj", "attention/key/kernel"),
-  _linear(_LAYER + "self_attn.v_proj", "attention/value/kernel"),
-  _linear(_LAYER + "self_attn.o_proj", "attention/out/kernel", inputs=2),
-  Entry(_LAYER + "input_layernorm.weight", ("attention_norm/scale",)),
-  Entry(_LAYER + "post_attention_layernorm.weight", ("mlp_norm/scale",)),
+  _layer("self_attn.q_proj", "attention/query"),
+  _layer("self_attn.k_proj", "attention/key"),
+  _layer("self_attn.v_proj", "attention/value"),
+  _layer("self_attn.o_proj", "attention/out", inputs=2),
+  _layer_norm("input_layernorm", "attention_norm"),
+  _layer_norm("post_attention_layernorm", "mlp_norm"),
   Entry("model.norm.weight", ("norm/scale",)),
 ]
-_LLAMA_HEAD = _linear("lm_head", "head/kernel")
+_LLAMA_HEAD = linear("lm_head", "head/kernel")
 _LLAMA_MLP = [
-  _linear(_LAYER + "mlp.gate_proj", "mlp/gate/kernel"),
-  _linear(_LAYER + "mlp.up_proj", "mlp/up/kernel"),
-  _linear(_LAYER + "mlp.down_proj", "mlp/down/kernel"),
+  _layer("mlp.gate_proj", "mlp/gate"),
+  _layer("mlp.up_proj", "mlp/up"),
+  _layer("mlp.down_proj", "mlp/down"),
 ]
 _MIXTRAL_MOE = [
-  _linear(_LAYER + "block_sparse_moe.gate", "moe/router/kernel"),
-  _linear(_EXPERT + "w1", "moe/gate/kernel"),
-  _linear(_EXPERT + "w3", "moe/up/kernel"),
-  _linear(_EXPERT + "w2", "moe/down/kernel"),
+  _layer("block_sparse_moe.gate", "moe/router"),
+  _layer("block_sparse_moe.experts.{e}.w1", "moe/gate"),
+  _layer("block_sparse_moe.experts.{e}.w3", "moe/up"),
+  _layer("block_sparse_moe.experts.{e}.w2", "moe/down"),
 ]
-LAYOUTS = {
+LAYOUTS: dict[str, layouts.Table] = {
   "gpt2": _GPT2,
   "llama": [*_LLAMA_ATTENTION, *_LLAMA_MLP, _LLAMA_HEAD],
   "mixtral": [*_LLAMA_ATTENTION, *_MIXTRAL_MOE, _LLAMA_HEAD],
 }
 
-_BLOCK = re.compile(r"blocks(_(?P<layer>\d+))?/(?P<inner>.+)")
 # Files also hold constants that the program computes itself.
 _CONSTANTS = re.compile(
   r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids"
@@ -112,19 +93,6 @@ _SIGNS = {
   "llama": "model.layers.0.mlp.gate_proj.weight",
   "mixtral": "model.layers.0.block_sparse_moe.gate.weight",
 }
-
-
-class Stack:
-  """Arrays of one shape along a new first axis, joined when they are read."""
-
-  def __init__(self, parts: Sequence[Any]):
-    self._parts = parts
-    self.shape = (len(parts), *parts[0].shape)
-    self.dtype = parts[0].dtype
-
-  def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
-    first, *rest = index
-    return np.stack([part[tuple(rest)] for part in self._parts[first]])
 
 
 def load(
@@ -138,81 +106,21 @@ def load(
       stacked.
 
   Returns:
-    {name: array or `Stack`}, of which those that nothing here uses keep their
-    names and shapes; or None for a file of none of these layouts.
+    See layouts.load; None for a file of none of these layouts.
   """
   flat = {name.removeprefix("transformer."): x for name, x in flat.items()}
   layout = next((k for k, sign in _SIGNS.items() if sign in flat), None)
   if layout is None:
     return None
-  left = {n: x for n, x in flat.items() if not _CONSTANTS.fullmatch(n)}
+  flat = {n: x for n, x in flat.items() if not _CONSTANTS.fullmatch(n)}
   if "head/kernel" not in like:
-    left.pop("lm_head.weight", None)  # The embedding, once more.
-  taken: set[str] = set()
-  result: dict[str, Any] = {}
-  for name, want in like.items():
-    shape = tuple(want.shape)
-    block = _BLOCK.fullmatch(name)
-    inner = block["inner"] if block else name
-    entry = next((e for e in LAYOUTS[layout] if inner in e.ours), None)
-    if entry is None:
-      continue
-    get = functools.partial(_get, flat, taken, entry, inner)
-    if block is None:
-      value = get({}, shape)
-    elif block["layer"]:
-      value = get({"i": int(block["layer"])}, shape)
-    else:
-      value = _stack([get({"i": i}, shape[1:]) for i in range(shape[0])])
-    if value is not None:
-      result[name] = value
-  return result | {n: x for n, x in left.items() if n not in taken}
-
-
-def _get(
-  flat: Mapping[str, Any],
-  taken: set[str],
-  entry: Entry,
-  inner: str,
-  where: Mapping[str, int],
-  shape: tuple[int, ...],
-) -> Any:
-  """A parameter of ours; None if theirs is not there."""
-  if "{e}" in entry.theirs and "e" not in where:
-    return _stack(
-      [
-        _get(flat, taken, entry, inner, {**where, "e": e}, shape[1:])
-        for e in range(shape[0])
-      ]
-    )
-  name = entry.theirs.format(**where)
-  if name not in flat:
-    return None
-  taken.add(name)
-  value = flat[name].T if entry.transposed else flat[name]
-  if len(entry.ours) > 1:
-    parts = np.split(value, len(entry.ours), axis=-1)
-    value = parts[entry.ours.index(inner)]
-  # Another size is for the caller to report.
-  return value.reshape(shape) if value.size == math.prod(shape) else value
-
-
-def _stack(parts: Sequence[Any]) -> Stack | None:
-  return None if any(part is None for part in parts) else Stack(parts)
-
-
-class Tensor(NamedTuple):
-  """One array of an exported file, see tools/published.py."""
-
-  name: str
-  shape: tuple[int, ...]
-  parts: list[tuple[str, tuple[slice, ...]]]
-  build: Callable[[list[np.ndarray]], np.ndarray]
+    flat.pop("lm_head.weight", None)  # The embedding, once more.
+  return layouts.load(LAYOUTS[layout], flat, like)
 
 
 def export(
   model: Any, shapes: Mapping[str, Sequence[int]], layout: str
-) -> tuple[dict[str, Any], list[Tensor]]:
+) -> tuple[dict[str, Any], list[layouts.Tensor]]:
   """What a published folder holds; see tools/published.py.
 
   Args:
@@ -223,80 +131,12 @@ def export(
   Raises:
     ConfigError: no such layout, or one that the model does not fit.
   """
-  if layout not in LAYOUTS:
-    hint = settings.did_you_mean(layout, LAYOUTS)
-    raise settings.ConfigError(f"--layout: unknown {layout!r}.{hint}")
+  layouts.check(layout, LAYOUTS, model, _NEEDS)
   config = _config(model, layout)
-  tensors = []
-  used: set[str] = set()
-  for entry in LAYOUTS[layout]:
-    layers = range(model.depth) if "{i}" in entry.theirs else (None,)
-    for i in layers:
-      names = [_ours(name, i, shapes) for name in entry.ours]
-      if any(name not in shapes for name, _ in names):
-        continue  # Such as the head of a model whose head is tied.
-      used |= {name for name, _ in names}
-      tensors += _tensors(entry, i, names, shapes)
-  left = sorted(set(shapes) - used)
-  if left:
-    raise settings.ConfigError(
-      f"--layout={layout} has no place for {', '.join(left[:3])}."
-    )
-  return config, tensors
+  return config, layouts.export(layout, LAYOUTS[layout], shapes)
 
 
-def _ours(
-  inner: str, i: int | None, shapes: Mapping[str, Any]
-) -> tuple[str, tuple[slice, ...]]:
-  """(our name, which part of its leading axis)."""
-  if i is None:
-    return inner, ()
-  if f"blocks/{inner}" in shapes:
-    return f"blocks/{inner}", (slice(i, i + 1),)
-  return f"blocks_{i}/{inner}", ()
-
-
-def _tensors(
-  entry: Entry,
-  i: int | None,
-  names: Sequence[tuple[str, tuple[slice, ...]]],
-  shapes: Mapping[str, Sequence[int]],
-) -> list[Tensor]:
-  """One array of theirs, or one for each expert."""
-  inner = [tuple(shapes[name])[len(at) :] for name, at in names]
-  experts: Sequence[int | None] = [None]
-  if "{e}" in entry.theirs:
-    experts = range(inner[0][0])
-    inner = [shape[1:] for shape in inner]
-  flat = [_flat(shape, entry.inputs) for shape in inner]
-  joined = (*flat[0][:-1], sum(shape[-1] for shape in flat))
-
-  def build(parts: list[np.ndarray]) -> np.ndarray:
-    parts = [part.reshape(shape) for part, shape in zip(parts, flat)]
-    value = np.concatenate(parts, axis=-1)
-    return value.T if entry.transposed else value
-
-  tensors = []
-  for e in experts:
-    of_expert = () if e is None else (slice(e, e + 1),)
-    parts = []
-    for (name, at), shape in zip(names, inner):
-      rest = (slice(None),) * len(shape)
-      parts.append((name, (*at, *of_expert, *rest)))
-    name = entry.theirs.format(i=i, e=e)
-    shape = joined[::-1] if entry.transposed else joined
-    tensors.append(Tensor(name, shape, parts, build))
-  return tensors
-
-
-def _flat(shape: Sequence[int], inputs: int) -> tuple[int, ...]:
-  """The shape as a matrix (inputs, outputs), or as a vector."""
-  outputs = math.prod(shape[inputs:])
-  return (math.prod(shape[:inputs]), outputs) if inputs else (outputs,)
-
-
-# What a model must be to be one of a layout, as the layout has no place for
-# anything else.
+# What a model must be to be one of a layout.
 _PLAIN = dict(qk_norm=False, attention_softcap=None, logits_softcap=None)
 _NEEDS: dict[str, dict[str, Any]] = {
   "gpt2": dict(
@@ -324,12 +164,6 @@ _NEEDS: dict[str, dict[str, Any]] = {
 
 def _config(model: Any, layout: str) -> dict[str, Any]:
   """config.json of a model in this layout."""
-  for field, value in _NEEDS[layout].items():
-    if getattr(model, field) != value:
-      raise settings.ConfigError(
-        f"--layout={layout} is for models with {field}={value!r}; this one has "
-        f"{getattr(model, field)!r}."
-      )
   if (model.moe is not None) != (layout == "mixtral"):
     raise settings.ConfigError(
       f"--layout={layout}: models with experts are for the layout mixtral, and "

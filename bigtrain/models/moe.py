@@ -11,21 +11,17 @@ their devices, if a sharding rule splits them over `fsdp`
 back, all to all. In neither way do devices or microbatches change what a token
 gets.
 
-Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k, C
-capacity, T tokens.
+Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
 
-import functools
-import math
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from bigtrain import settings, sharding
+from bigtrain import settings
+from bigtrain.models import mlp, moe_dispatch
 
 
 class Options(NamedTuple):
@@ -34,38 +30,69 @@ class Options(NamedTuple):
   Attributes:
     num_experts: E.
     top_k: experts of a token.
+    every: which layers have experts: the last of each so many.
     capacity_factor: an expert takes up to this times L * top_k / E tokens of a
       row, rounded up; None drops nothing.
+    eval_capacity_factor: the same where it is not training, if it is another.
     jitter: in training, what the router sees is multiplied by noise from
       [1 - jitter, 1 + jitter].
+    dropout: rate in the hidden layers of experts; that of MLPs unless given.
     normalize: whether the weights of a token's experts add up to 1; unless
       given, if there are several.
     shared_experts: how many times the size of an expert an MLP is that every
       token passes as well (https://arxiv.org/abs/2401.06066); 0 for none.
+    router_init_std: of the router's initial kernel.
   """
 
   num_experts: int
   top_k: int = 2
+  every: int = 1
   capacity_factor: float | None = None
+  eval_capacity_factor: float | None = None
   jitter: float = 0.0
+  dropout: float | None = None
   normalize: bool | None = None
   shared_experts: int = 0
+  router_init_std: float = 0.02
+
+  def factor(self, train: bool) -> float | None:
+    """The capacity factor, or None where nothing is dropped."""
+    if train or self.eval_capacity_factor is None:
+      return self.capacity_factor
+    return self.eval_capacity_factor
+
+  def normalizes(self) -> bool:
+    """Whether the weights of a token's experts add up to 1."""
+    return self.top_k > 1 if self.normalize is None else self.normalize
 
 
-def read(options: Any, key: str) -> Options | None:
-  """Options from a config; raises ConfigError for what cannot be meant."""
+def read(options: Any, key: str, **depths: int) -> Options | None:
+  """Options from a config.
+
+  Args:
+    options: a dict, Options, or None.
+    key: what they are called.
+    **depths: numbers of layers, of which some shall have experts, by name.
+
+  Raises:
+    ConfigError: they cannot be meant.
+  """
   if options is None or isinstance(options, Options):
     return options
   settings.check_kwargs(Options, options, key)
   if "num_experts" not in options:
     raise settings.ConfigError(f"{key}.num_experts: missing.")
   found = Options(**options)
+  factors = (found.capacity_factor, found.eval_capacity_factor)
   numbers = dict(
     num_experts=found.num_experts > 0,
     top_k=0 < found.top_k <= found.num_experts,
-    capacity_factor=found.capacity_factor is None or found.capacity_factor > 0,
+    capacity_factor=factors[0] is None or factors[0] > 0,
+    eval_capacity_factor=factors[1] is None or factors[1] > 0,
     jitter=0 <= found.jitter < 1,
+    dropout=found.dropout is None or 0 <= found.dropout < 1,
     shared_experts=found.shared_experts >= 0,
+    router_init_std=found.router_init_std >= 0,
   )
   for name, fits in numbers.items():
     if not fits:
@@ -73,36 +100,68 @@ def read(options: Any, key: str) -> Options | None:
         f"{key}.{name}: {getattr(found, name)!r} cannot be, with "
         f"{found.num_experts} experts."
       )
+  for name, depth in depths.items():
+    if found.every < 1 or depth % found.every:
+      raise settings.ConfigError(
+        f"{key}.every: {found.every!r} does not divide {name}={depth}."
+      )
   return found
 
 
-class Routing(NamedTuple):
-  """Where the tokens of a batch go."""
+def kinds(layer: Any) -> list[Any]:
+  """What stack.run repeats: layers without experts, and one that has them.
 
-  expert_BLJ: jax.Array  # int32
-  weight_BLJ: jax.Array  # float32
+  Args:
+    layer: a named tuple with a field `moe`: Options or None.
+  """
+  if layer.moe is None:
+    return [layer]
+  return [layer._replace(moe=None)] * (layer.moe.every - 1) + [layer]
+
+
+def mlp_or_experts(
+  experts: Options | None,
+  options: mlp.Options,
+  x_BLD: jax.Array,
+  real_BL: jax.Array | None,
+  train: bool,
+) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+  """What follows attention in a block, in whose compact method this is.
+
+  Args:
+    experts: None for an MLP.
+    options: of the MLP, or of each expert.
+    x_BLD: the normalised stream.
+    real_BL: see Moe.
+    train: see Moe.
+
+  Returns:
+    ([B, L, D], statistics as of Moe, or None).
+  """
+  if experts is None:
+    return mlp.Mlp(options, name="mlp")(x_BLD, train), None
+  y_BLD, stats = Moe(experts, options, name="moe")(x_BLD, real_BL, train)
+  if experts.shared_experts:
+    size = experts.shared_experts * options.dim
+    shared = mlp.Mlp(options._replace(dim=size), name="shared_experts")
+    y_BLD += shared(x_BLD, train)
+  return y_BLD, stats
 
 
 class Moe(nn.Module):
   """The layer.
 
   Parameters: router/kernel (D, E); up and, if gated, gate (E, D, F), down
-  (E, F, D), each a kernel. Shared experts are an MLP of the block's.
+  (E, F, D), each a kernel.
 
   Attributes:
     options: see there.
-    mlp_dim: F.
-    gated: whether experts are SwiGLU, else GELU.
-    init_std: of the kernels; that of `down` is out_init_std.
-    dtype: of the experts' computation; the router's is float32.
+    expert: of each; without biases whatever it says. The router computes in
+      float32.
   """
 
   options: Options
-  mlp_dim: int
-  gated: bool
-  init_std: float
-  out_init_std: float
-  dtype: str
+  expert: mlp.Options
 
   @nn.compact
   def __call__(
@@ -114,7 +173,8 @@ class Moe(nn.Module):
       x_BLD: the normalised stream.
       real_BL: bool: which tokens are no padding; all if None. Padding takes
         no capacity and counts nowhere.
-      train: whether the router's input is jittered, with the rng "dropout".
+      train: whether the router's input is jittered, and experts have dropout,
+        with the rng "dropout".
 
     Returns:
       ([B, L, D], float32 statistics over the real tokens: "load_balance" and
@@ -122,8 +182,8 @@ class Moe(nn.Module):
       all choices, "dropped", that of choices which found no place, "entropy"
       of the router in nats).
     """
-    options, D = self.options, x_BLD.shape[-1]
-    E, F = options.num_experts, self.mlp_dim
+    options, expert, D = self.options, self.expert, x_BLD.shape[-1]
+    E, F = options.num_experts, expert.dim
     if real_BL is None:
       real_BL = jnp.ones(x_BLD.shape[:2], bool)
     seen_BLD = x_BLD.astype(jnp.float32)
@@ -137,45 +197,38 @@ class Moe(nn.Module):
     router = nn.Dense(
       E,
       use_bias=False,
-      kernel_init=nn.initializers.normal(self.init_std),
+      kernel_init=nn.initializers.normal(options.router_init_std),
       name="router",
     )
     logits_BLE = router(seen_BLD)
     routing, stats = route(logits_BLE, real_BL, options)
 
     def kernel(name: str, shape: tuple[int, ...], std: float) -> jax.Array:
-      values = Kernels(shape, std, name=name)()
-      return values.astype(self.dtype)
+      values = mlp.Kernel(shape, std, name=name)()
+      return values.astype(expert.dtype)
 
-    weights = {"up": kernel("up", (E, D, F), self.init_std)}
-    if self.gated:
-      weights["gate"] = kernel("gate", (E, D, F), self.init_std)
-    weights["down"] = kernel("down", (E, F, D), self.out_init_std)
-    x_BLD = x_BLD.astype(self.dtype)
-    if options.capacity_factor is None:
-      y_BLD, dropped = _dropless(x_BLD, routing, weights), jnp.zeros(())
+    weights = {"up": kernel("up", (E, D, F), expert.init_std)}
+    if mlp.KINDS[expert.kind].gated:
+      weights["gate"] = kernel("gate", (E, D, F), expert.init_std)
+    weights["down"] = kernel("down", (E, F, D), expert.out_init_std)
+    rate = expert.dropout if options.dropout is None else options.dropout
+    key = self.make_rng("dropout") if train and rate else None
+    experts = moe_dispatch.Experts(expert.kind, F, rate, key)
+    x_BLD = x_BLD.astype(expert.dtype)
+    factor = options.factor(train)
+    if factor is None:
+      dropped = jnp.zeros(())
+      y_BLD = moe_dispatch.dropless(x_BLD, routing, weights, experts)
     else:
-      y_BLD, dropped = _with_capacity(
-        x_BLD, routing, weights, real_BL, options.capacity_factor
+      y_BLD, dropped = moe_dispatch.with_capacity(
+        x_BLD, routing, weights, experts, real_BL, factor
       )
     return y_BLD, stats | {"dropped": dropped}
 
 
-class Kernels(nn.Module):
-  """A parameter called "kernel", multiplied elsewhere."""
-
-  shape: tuple[int, ...]
-  init_std: float
-
-  @nn.compact
-  def __call__(self) -> jax.Array:
-    init = nn.initializers.normal(self.init_std)
-    return self.param("kernel", init, self.shape)
-
-
 def route(
   logits_BLE: jax.Array, real_BL: jax.Array, options: Options
-) -> tuple[Routing, dict[str, jax.Array]]:
+) -> tuple[moe_dispatch.Routing, dict[str, jax.Array]]:
   """Chooses experts, and says how evenly.
 
   Returns:
@@ -184,7 +237,7 @@ def route(
   E, J = options.num_experts, options.top_k
   probs_BLE = jax.nn.softmax(logits_BLE, axis=-1)
   weight_BLJ, expert_BLJ = jax.lax.top_k(probs_BLE, J)
-  if J > 1 if options.normalize is None else options.normalize:
+  if options.normalizes():
     weight_BLJ /= jnp.sum(weight_BLJ, axis=-1, keepdims=True)
   weight_BLJ = jnp.where(real_BL[..., None], weight_BLJ, 0.0)
 
@@ -208,108 +261,5 @@ def route(
     "load": load_E,
     "entropy": mean(-jnp.sum(probs_BLE * log_probs_BLE, axis=-1)),
   }
-  return Routing(expert_BLJ.astype(jnp.int32), weight_BLJ), stats
-
-
-def _hidden(
-  x: jax.Array,
-  weights: Mapping[str, jax.Array],
-  times: Callable[[jax.Array, jax.Array], jax.Array],
-) -> jax.Array:
-  """The experts' MLPs; `times` multiplies tokens by their expert's matrix."""
-  h = times(x, weights["up"])
-  if "gate" in weights:
-    h = jax.nn.silu(times(x, weights["gate"])) * h
-  else:
-    h = jax.nn.gelu(h)
-  return times(h, weights["down"])
-
-
-def _dropless(
-  x_BLD: jax.Array, routing: Routing, weights: Mapping[str, jax.Array]
-) -> jax.Array:
-  """Each device sorts its own tokens by expert and multiplies in groups."""
-  mesh = sharding.ambient(len(x_BLD))
-  if mesh is None:
-    return _sorted(x_BLD, routing, weights)
-  by_batch = PartitionSpec(sharding.AXES)
-  return jax.shard_map(
-    _sorted,
-    mesh=mesh,
-    in_specs=(by_batch, by_batch, PartitionSpec()),
-    out_specs=by_batch,
-  )(x_BLD, routing, dict(weights))
-
-
-def _sorted(
-  x_BLD: jax.Array, routing: Routing, weights: Mapping[str, jax.Array]
-) -> jax.Array:
-  B, L, D = x_BLD.shape
-  J = routing.expert_BLJ.shape[-1]
-  E = weights["up"].shape[0]
-  expert = routing.expert_BLJ.reshape(-1)
-  order = jnp.argsort(expert, stable=True)
-  sizes_E = jnp.sum(jax.nn.one_hot(expert, E, dtype=jnp.int32), axis=0)
-  x = jnp.take(x_BLD.reshape(-1, D), order // J, axis=0)
-  y = _hidden(
-    x, weights, functools.partial(jax.lax.ragged_dot, group_sizes=sizes_E)
-  )
-  y = jnp.take(y, jnp.argsort(order), axis=0).reshape(B, L, J, D)
-  return jnp.einsum("bljd,blj->bld", y, routing.weight_BLJ.astype(y.dtype))
-
-
-def _with_capacity(
-  x_BLD: jax.Array,
-  routing: Routing,
-  weights: Mapping[str, jax.Array],
-  real_BL: jax.Array,
-  factor: float,
-) -> tuple[jax.Array, jax.Array]:
-  """Experts take up to C tokens of a row; (outputs, share that was dropped).
-
-  All first choices go before all second ones, and among those the earlier
-  token goes first.
-  """
-  B, L, D = x_BLD.shape
-  J = routing.expert_BLJ.shape[-1]
-  E = weights["up"].shape[0]
-  C = min(L, math.ceil(factor * L * J / E))
-  # Choices in the order in which they are served: [B, J * L].
-  serve = lambda x: jnp.swapaxes(x, 1, 2).reshape(B, J * L)
-  real = jnp.tile(real_BL, (1, J))
-  expert = serve(routing.expert_BLJ)
-  wants_BQE = jax.nn.one_hot(expert, E, dtype=jnp.int32) * real[..., None]
-  before_BQE = jnp.cumsum(wants_BQE, axis=1) - wants_BQE
-  rank = jnp.sum(before_BQE * wants_BQE, axis=-1)
-  served = real & (rank < C)
-  # Slot E * C is for those that have none.
-  slot = jnp.where(served, expert * C + rank, E * C)
-  token = jnp.broadcast_to(jnp.tile(jnp.arange(L), J), slot.shape)
-  put = jax.vmap(lambda s, t: jnp.full(E * C + 1, L).at[s].set(t))
-  token_of_slot = put(slot, token)[:, : E * C]
-  pad = lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
-  take = jax.vmap(lambda x, i: jnp.take(x, i, axis=0))
-  x_BECD = take(pad(x_BLD), token_of_slot).reshape(B, E, C, D)
-
-  by_batch, by_expert = (
-    PartitionSpec(sharding.AXES),
-    PartitionSpec(*sharding.AXES),
-  )
-  x_BECD = _laid(_laid(x_BECD, by_batch), by_expert)  # All to all, and ...
-  y_BECD = _hidden(
-    x_BECD, weights, lambda x, w: jnp.einsum("becd,edf->becf", x, w)
-  )
-  y_BECD = _laid(_laid(y_BECD, by_expert), by_batch)  # ... back.
-  y = take(pad(y_BECD.reshape(B, E * C, D)), slot).reshape(B, J, L, D)
-  weight_BJL = jnp.swapaxes(routing.weight_BLJ, 1, 2).astype(y.dtype)
-  y_BLD = jnp.einsum("bjld,bjl->bld", y, weight_BJL)
-  lost = jnp.sum(real & ~served) / jnp.maximum(jnp.sum(real), 1)
-  return y_BLD, lost
-
-
-def _laid(x_BECD: jax.Array, spec: PartitionSpec) -> jax.Array:
-  """Lays an array out on the mesh, if there is one that it fits."""
-  mesh = sharding.ambient(len(x_BECD))
-  if mesh is None or x_BECD.shape[1] % mesh.shape["fsdp"]:
-    return x_BECD
-  return jax.lax.with_sharding_constraint(x_BECD, spec)
+  expert_BLJ = expert_BLJ.astype(jnp.int32)
+  return moe_dispatch.Routing(expert_BLJ, weight_BLJ), stats

@@ -8,8 +8,8 @@ Axes: P patches, D model width.
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,57 @@ def read(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   return values
 
 
+class Block(NamedTuple):
+  """Where a parameter of a stack's blocks is, by its name.
+
+  Attributes:
+    stack: what comes before the number, such as "encoder/blocks".
+    layer: the block's number; None if it is stacked with others.
+    place: in a period, if it is stacked; see stack.py.
+    rest: what comes after, with its "/".
+  """
+
+  stack: str
+  layer: int | None
+  place: int
+  rest: str
+
+
+def block_of(name: str, block: str, separator: str = "_") -> Block | None:
+  """Reads a parameter's name; None if it is of no block.
+
+  >>> block_of("encoder/blocks_3/norm/scale", "blocks")
+  Block(stack='encoder/blocks', layer=3, place=0, rest='/norm/scale')
+  >>> block_of("blocks/1/norm/scale", "blocks")
+  Block(stack='blocks', layer=None, place=1, rest='/norm/scale')
+
+  Args:
+    name: of the parameter.
+    block: what a block is called.
+    separator: stands between that and its number.
+  """
+  number = rf"(?:{separator}(\d+)|/(\d+))?"
+  m = re.fullmatch(rf"(.*\b{block}){number}(/.+)", name)
+  if m is None:
+    return None
+  stack, layer, place, rest = m.groups()
+  return Block(
+    stack, None if layer is None else int(layer), int(place or 0), rest
+  )
+
+
+def periods(
+  names: Iterable[str], block: str, separator: str = "_"
+) -> dict[str, int]:
+  """In how many kinds of blocks each stack repeats; 0: each is on its own."""
+  found: dict[str, int] = {}
+  for name in names:
+    if it := block_of(name, block, separator):
+      number = it.place + 1 if it.layer is None else 0
+      found[it.stack] = max(found.get(it.stack, 0), number)
+  return found
+
+
 def restack_blocks(
   flat: Mapping[str, np.ndarray],
   like: Mapping[str, Any],
@@ -51,20 +102,28 @@ def restack_blocks(
     `flat` with each ".../{block}{separator}{i}/x" gathered to
     ".../{block}/x" or the reverse, where `like` has names of the other kind.
   """
-  stacked = re.compile(rf"(.*\b{block})(/.+)")
-  single = re.compile(rf"(.*\b{block}){separator}(\d+)(/.+)")
-  to_stack = {m[1] for m in map(stacked.fullmatch, like) if m}
-  to_unstack = {m[1] for m in map(single.fullmatch, like) if m}
+  old = periods(flat, block, separator)
+  new = periods(like, block, separator)
   result: dict[str, Any] = {}
   layers: dict[str, dict[int, np.ndarray]] = {}
   for name, value in flat.items():
-    if (m := single.fullmatch(name)) and m[1] in to_stack:
-      layers.setdefault(m[1] + m[3], {})[int(m[2])] = value
-    elif (m := stacked.fullmatch(name)) and m[1] in to_unstack:
-      for i, value_i in enumerate(value):
-        result[f"{m[1]}{separator}{i}{m[2]}"] = value_i
-    else:
+    it = block_of(name, block, separator)
+    if it is None or new.get(it.stack, old[it.stack]) == old[it.stack]:
       result[name] = value
+      continue
+    numbered = [(it.layer, value)]
+    if it.layer is None:
+      numbered = [
+        (it.place + old[it.stack] * i, value_i)
+        for i, value_i in enumerate(value)
+      ]
+    for layer, value_i in numbered:
+      period = new[it.stack]
+      if not period:
+        result[f"{it.stack}{separator}{layer}{it.rest}"] = value_i
+        continue
+      place = f"/{layer % period}" if period > 1 else ""
+      layers.setdefault(it.stack + place + it.rest, {})[layer] = value_i
   for name, by_layer in layers.items():
     result[name] = np.stack([by_layer[i] for i in sorted(by_layer)])
   return result

@@ -3,6 +3,8 @@
 https://arxiv.org/abs/1910.10683. Relative positions only, root-mean-square
 norms, no biases. Version 1.0 has ReLUs and one table for the tokens of both
 sides and, scaled, for the logits; 1.1 has gated GELUs and a head of its own.
+With experts in the MLPs of every second layer it is a Switch Transformer,
+https://arxiv.org/abs/2101.03961.
 
 The published models begin targets with the id that also pads, 0. Positions
 count by distance, so tokens of packed documents need none of their own.
@@ -11,7 +13,6 @@ Axes: B batch, L length of targets, S length of inputs, D model width, H heads,
 K head width, F hidden width, N layers, V vocabulary.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +25,11 @@ from bigtrain import settings, sharding
 from bigtrain.models import (
   attention,
   common,
+  mlp,
+  moe,
   published,
   t5_layers,
+  t5_published,
 )
 
 _V1_0: dict[str, Any] = dict(mlp="relu", tied_head=True)
@@ -79,11 +83,15 @@ class Model(nn.Module):
     head_dim: K; D / H unless given.
     mlp_dim: F; 4 D unless given.
     mlp: "relu" or "geglu".
+    moe: options of moe.Options: experts of kind `mlp` in the place of MLPs, in
+      both stacks.
     tied_head: whether the head is the embedding, and what it multiplies is
       divided by the root of D.
     num_buckets: of distances between positions.
     max_distance: from here on all are alike.
     norm_eps: added to the variance.
+    init_scale: of the variance of initial values, but for the embedding's.
+      With experts 0.1 is more stable.
     dropout: rate after embeddings and norms at the end of stacks, in MLPs and
       on residual branches.
     scan: one compiled block in each stack that loops over its parameters.
@@ -100,10 +108,12 @@ class Model(nn.Module):
   head_dim: int | None = None
   mlp_dim: int | None = None
   mlp: str | None = None
+  moe: Mapping[str, Any] | None = None
   tied_head: bool | None = None
   num_buckets: int = 32
   max_distance: int = 128
   norm_eps: float = 1e-6
+  init_scale: float = 1.0
   dropout: float = 0.0
   scan: bool = False
   remat_policy: str = "none"
@@ -114,6 +124,13 @@ class Model(nn.Module):
       # Linen's own setter works only after its __post_init__.
       object.__setattr__(self, name, value)
     _check(self)
+    experts = moe.read(
+      self.moe,
+      "config.model.moe",
+      depth=self.depth,
+      decoder_depth=self.decoder_depth,
+    )
+    object.__setattr__(self, "moe", experts)
     super().__post_init__()
 
   def setup(self) -> None:
@@ -128,7 +145,7 @@ class Model(nn.Module):
     self.encoder = t5_layers.Stack(sizes, self.depth, two_sided=True)
     self.decoder = t5_layers.Stack(sizes, self.decoder_depth, two_sided=False)
     if not self.tied_head:
-      self.head = t5_layers.Head((D, V))
+      self.head = mlp.Kernel((D, V), (self.init_scale / D) ** 0.5)
 
   def __call__(
     self,
@@ -154,7 +171,8 @@ class Model(nn.Module):
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; and a dict with
-      "pre_logits" (B, L, D), what `head_kernel` multiplies, and "encoded").
+      "pre_logits" (B, L, D), what `head_kernel` multiplies, "encoded", and
+      "moe", statistics of the experts, if there are any, see moe.Moe).
     """
     if (inputs_segments is None) != (targets_segments is None):
       raise settings.ConfigError(
@@ -165,6 +183,9 @@ class Model(nn.Module):
     if targets_segments is None:
       source_mask_BLS = (inputs != 0)[:, None]
       mask_BLL = attention.causal_mask(L)[None]
+      # What is after the last target is predicted as well, so that what is
+      # there to come changes nothing.
+      real_BL = (before_BL != 0).at[:, 0].set(True)
     else:
       source_mask_BLS = (
         targets_segments[:, :, None] == inputs_segments[:, None, :]
@@ -172,12 +193,27 @@ class Model(nn.Module):
       mask_BLL = attention.document_mask(targets_segments)
       first_BL = jnp.pad(targets_segments[:, :-1], ((0, 0), (1, 0)))
       before_BL = jnp.where(first_BL == targets_segments, before_BL, 0)
-    encoded_BSD = self.encode(inputs, inputs_segments, train=train)
+      real_BL = targets_segments != 0
+    encoded_BSD, inputs_stats = self._encode(inputs, inputs_segments, train)
     source = t5_layers.Source(encoded_BSD, source_mask_BLS)
-    x_BLD, _ = self.decoder(
-      self._embed(before_BL), mask_BLL, source=source, train=train
+    x_BLD, _, targets_stats = self.decoder(
+      self._embed(before_BL),
+      mask_BLL,
+      source=source,
+      real_BL=real_BL,
+      train=train,
     )
-    out = {"pre_logits": self._scaled(x_BLD), "encoded": encoded_BSD}
+    # By layer, as the stacks may be of different depths.
+    depths = (self.depth, self.decoder_depth)
+    out = {
+      "pre_logits": self._scaled(x_BLD),
+      "encoded": encoded_BSD,
+      "moe": jax.tree.map(
+        lambda *x: sum(n * x for n, x in zip(depths, x)) / sum(depths),
+        inputs_stats,
+        targets_stats,
+      ),
+    }
     return self._logits(out["pre_logits"]) if head else None, out
 
   def encode(
@@ -188,11 +224,21 @@ class Model(nn.Module):
     train: bool = False,
   ) -> jax.Array:
     """The encoder's output (B, S, D); arguments as in `__call__`."""
+    return self._encode(inputs, segments, train)[0]
+
+  def _encode(
+    self, inputs: jax.Array, segments: jax.Array | None, train: bool
+  ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     if segments is None:
-      mask_BSS = (inputs != 0)[:, None]
+      real_BS = inputs != 0
+      mask_BSS = real_BS[:, None]
     else:
+      real_BS = segments != 0
       mask_BSS = segments[:, :, None] == segments[:, None, :]
-    return self.encoder(self._embed(inputs), mask_BSS, train=train)[0]
+    encoded_BSD, _, stats = self.encoder(
+      self._embed(inputs), mask_BSS, real_BL=real_BS, train=train
+    )
+    return encoded_BSD, stats
 
   def begin(self, inputs: jax.Array, max_len: int) -> t5_layers.Cache:
     """What `step` starts from, for targets of up to `max_len` tokens.
@@ -227,13 +273,14 @@ class Model(nn.Module):
     encoded_BSD: jax.Array | None,
   ) -> tuple[jax.Array, t5_layers.Cache]:
     seen_S = jnp.arange(cache.past.k_BNSGK.shape[2]) <= position
-    return self.decoder(
+    x_B1D, cache, _ = self.decoder(
       self._embed(token_B[:, None]),
       seen_S[None, None],
       source=t5_layers.Source(encoded_BSD, cache.source_mask_BS[:, None]),
       cache=cache,
       start=position,
     )
+    return x_B1D, cache
 
   def _embed(self, tokens_BL: jax.Array) -> jax.Array:
     x_BLD = jnp.take(self.token_embedding, tokens_BL, axis=0)
@@ -296,6 +343,11 @@ def _check(model: Model) -> None:
       raise settings.ConfigError(
         f"config.model.{name}: expected a positive whole number, got {value!r}."
       )
+  if not model.init_scale > 0:
+    raise settings.ConfigError(
+      f"config.model.init_scale: expected a positive number, got "
+      f"{model.init_scale!r}."
+    )
   if model.num_buckets < 4 or model.max_distance <= model.num_buckets // 2:
     raise settings.ConfigError(
       f"config.model.num_buckets={model.num_buckets}: expected at least 4, and "
@@ -307,74 +359,25 @@ def _check(model: Model) -> None:
   common.check_rate("dropout", model.dropout)
 
 
-# Of Hugging Face's layout, in the stacks and their blocks.
-_LAYERS = (
-  (r"layer/0/layer_norm/weight", "attention_norm/scale"),
-  (r"layer/0/SelfAttention/(\w)/weight", "attention/{}/kernel"),
-  (r"layer/1/layer_norm/weight", "cross_attention_norm/scale"),
-  (r"layer/1/EncDecAttention/(\w)/weight", "cross_attention/{}/kernel"),
-  (r"layer/\d/DenseReluDense/(\w+)/weight", "mlp/{}/kernel"),
-)
-_SHORT = {"q": "query", "k": "key", "v": "value", "o": "out"}
-_SHORT |= {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}
-
-
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
-  """Parameters of a published file under this model's names and shapes.
-
-  Knows Hugging Face's layout, and blocks stacked or not.
+) -> dict[str, Any]:
+  """The parameters of a published model, or of one that stacks otherwise.
 
   Args:
-    flat: arrays by name, parts joined by "/" or ".".
-    like: name -> ShapeDtypeStruct of the model's parameters.
+    flat: parameters by name: of Hugging Face's T5 or Switch Transformers, or of
+      this model with another `scan`.
+    like: this model's parameters by name.
+
+  Returns:
+    Parameters by name. What matches nothing in `like` keeps its name and
+    shape, so that the caller can list it.
   """
-  flat = {n.replace(".", "/"): x for n, x in published.read(flat).items()}
-  found: dict[str, np.ndarray] = {}
-  for name, value in flat.items():
-    ours = _our_name(name)
-    if ours is None:
-      continue
-    if ours != name and ours.endswith("/kernel"):
-      value = value.T  # Theirs multiply from the left.
-    found[ours] = value
-  found = published.restack_blocks(found, like, block="blocks")
-  if "head/kernel" not in like:  # Tied: a copy of the embedding.
-    found.pop("head/kernel", None)
-  return {
-    name: value.reshape(like[name].shape)
-    if name in like and value.size == np.prod(like[name].shape)
-    else value
-    for name, value in found.items()
-  }
+  flat = published.read(flat)
+  found = t5_published.load(flat, like)
+  if found is not None:
+    return found
+  return published.restack_blocks(flat, like, block="blocks")
 
 
-def _our_name(name: str) -> str | None:
-  """Our name of a parameter of Hugging Face's; None for a copy of another."""
-  if name == "shared/weight":
-    return "token_embedding"
-  if name == "lm_head/weight":
-    return "head/kernel"
-  if name.endswith("embed_tokens/weight"):
-    return None
-  name = re.sub(r"^(\w+)/final_layer_norm/weight$", r"\1/norm/scale", name)
-  stack, block, rest = _split(name)
-  if rest is None:
-    return name
-  if "relative_attention_bias" in rest:
-    return f"{stack}/relative_bias/embedding"
-  # A decoder's MLP is its third layer, an encoder's the second.
-  if stack == "encoder":
-    rest = rest.replace("layer/1/layer_norm", "layer/2/layer_norm")
-  rest = rest.replace("layer/2/layer_norm/weight", "mlp_norm/scale")
-  for pattern, ours in _LAYERS:
-    if m := re.fullmatch(pattern, rest):
-      rest = ours.format(*[_SHORT[g] for g in m.groups()])
-  return f"{stack}/blocks_{block}/{rest}"
-
-
-def _split(name: str) -> tuple[str, str, str | None]:
-  """("encoder", "3", "layer/...") of the parameter of a block."""
-  m = re.fullmatch(r"(encoder|decoder)/block/(\d+)/(.+)", name)
-  return (m[1], m[2], m[3]) if m else (name, "", None)
+to_published = t5_published.export

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import sharding
-from bigtrain.models import attention, common
+from bigtrain.models import attention, mlp, moe, stack
 
 
 class Sizes(NamedTuple):
@@ -28,9 +28,11 @@ class Sizes(NamedTuple):
   head_dim: int
   mlp_dim: int
   mlp: str
+  moe: moe.Options | None
   num_buckets: int
   max_distance: int
   norm_eps: float
+  init_scale: float
   dropout: float
   scan: bool
   remat_policy: str
@@ -146,16 +148,16 @@ class Attention(nn.Module):
     """
     D = x_BLD.shape[-1]
     H, K = self.sizes.num_heads, self.sizes.head_dim
-    normal = nn.initializers.normal
+    scaled = lambda fan_in: nn.initializers.normal(
+      (self.sizes.init_scale / fan_in) ** 0.5
+    )
     dense = functools.partial(
       nn.DenseGeneral, use_bias=False, dtype=self.sizes.dtype
     )
-    q_BLHK = dense((H, K), kernel_init=normal((D * K) ** -0.5), name="query")(
-      x_BLD
-    )
+    q_BLHK = dense((H, K), kernel_init=scaled(D * K), name="query")(x_BLD)
     k_BSHK = v_BSHK = None
     if y_BSD is not None:
-      init = normal(D**-0.5)
+      init = scaled(D)
       k_BSHK = dense((H, K), kernel_init=init, name="key")(y_BSD)
       v_BSHK = dense((H, K), kernel_init=init, name="value")(y_BSD)
     k_BSHK, v_BSHK = remember(k_BSHK, v_BSHK)
@@ -168,43 +170,16 @@ class Attention(nn.Module):
     scores = jnp.where(mask_BLS[:, None], scores, -1e30)
     shares = jax.nn.softmax(scores, axis=-1).astype(q_BLHK.dtype)
     o_BLHK = jnp.einsum("bhls,bshk->blhk", shares, v_BSHK)
-    return dense(
-      D, axis=(-2, -1), kernel_init=normal((H * K) ** -0.5), name="out"
-    )(o_BLHK)
-
-
-class Mlp(nn.Module):
-  """A hidden layer: ReLU (version 1.0), or gated by a GELU (1.1).
-
-  Parameters: up and, if gated, gate (D, F), down (F, D).
-  """
-
-  sizes: Sizes
-
-  @nn.compact
-  def __call__(self, x_BLD: jax.Array, train: bool) -> jax.Array:
-    D, F = x_BLD.shape[-1], self.sizes.mlp_dim
-
-    def dense(name: str, size: int, fan_in: int) -> nn.Module:
-      return nn.Dense(
-        size,
-        use_bias=False,
-        dtype=self.sizes.dtype,
-        kernel_init=nn.initializers.normal(fan_in**-0.5),
-        name=name,
-      )
-
-    h_BLF = dense("up", F, D)(x_BLD)
-    if self.sizes.mlp == "geglu":
-      h_BLF *= nn.gelu(dense("gate", F, D)(x_BLD))
-    else:
-      h_BLF = nn.relu(h_BLF)
-    h_BLF = nn.Dropout(self.sizes.dropout)(h_BLF, deterministic=not train)
-    return dense("down", D, F)(h_BLF)
+    return dense(D, axis=(-2, -1), kernel_init=scaled(H * K), name="out")(
+      o_BLHK
+    )
 
 
 class Block(nn.Module):
-  """Self-attention, in a decoder cross-attention, MLP; each after a norm."""
+  """Self-attention, in a decoder cross-attention, MLP; each after a norm.
+
+  In the place of the MLP there may be experts.
+  """
 
   sizes: Sizes
 
@@ -216,10 +191,11 @@ class Block(nn.Module):
     bias_1HLS: jax.Array,
     mask_BLS: jax.Array,
     source: Source | None,
+    real_BL: jax.Array | None,
     start: Any,
     train: bool,
-  ) -> tuple[tuple[jax.Array, Cache | None], None]:
-    """Returns the carry, (stream, cache), and nothing beside it for nn.scan.
+  ) -> tuple[tuple[jax.Array, Cache | None], Any]:
+    """Returns the carry, (stream, cache), and statistics of the experts.
 
     Args:
       carry: the stream (B, L, D), and when decoding the cache of all layers.
@@ -227,6 +203,7 @@ class Block(nn.Module):
       bias_1HLS: of the positions.
       mask_BLS: what self-attention may see.
       source: what cross-attention sees; None in an encoder.
+      real_BL: which of the stream are no padding; all if None.
       start: position in the cache of the first of the stream.
       train: whether dropout acts.
     """
@@ -265,31 +242,27 @@ class Block(nn.Module):
         )
       )
     y_BLD = norm(name="mlp_norm")(x_BLD)
-    x_BLD += drop(Mlp(self.sizes, name="mlp")(y_BLD, train))
-    return (sharding.over_batch(x_BLD), cache), None
+    y_BLD, stats = moe.mlp_or_experts(
+      self.sizes.moe, self._mlp(x_BLD.shape[-1]), y_BLD, real_BL, train
+    )
+    return (sharding.over_batch(x_BLD + drop(y_BLD)), cache), stats
 
-
-class Head(nn.Module):
-  """The matrix of version 1.1 that makes logits, which may be made elsewhere.
-
-  Attributes:
-    shape: (D, V).
-  """
-
-  shape: tuple[int, int]
-
-  @nn.compact
-  def __call__(self) -> jax.Array:
-    """Returns it."""
-    init = nn.initializers.normal(self.shape[0] ** -0.5)
-    return self.param("kernel", init, self.shape)
+  def _mlp(self, width: int) -> mlp.Options:
+    sizes = self.sizes
+    return mlp.Options(
+      dim=sizes.mlp_dim,
+      kind=sizes.mlp,
+      init_std=(sizes.init_scale / width) ** 0.5,
+      out_init_std=(sizes.init_scale / sizes.mlp_dim) ** 0.5,
+      dropout=sizes.dropout,
+      dtype=sizes.dtype,
+    )
 
 
 class Stack(nn.Module):
   """An encoder's or decoder's blocks, and a norm.
 
-  Parameters are blocks_0, blocks_1, ..., or with `scan` one `blocks` whose
-  arrays have a leading axis of layers; relative_bias/embedding and norm/scale.
+  Parameters are those of stack.run, relative_bias/embedding and norm/scale.
 
   Attributes:
     sizes: of the blocks.
@@ -301,11 +274,6 @@ class Stack(nn.Module):
   depth: int
   two_sided: bool
 
-  @property
-  def scan(self) -> bool:
-    """As common.init_blocks asks."""
-    return self.sizes.scan
-
   @nn.compact
   def __call__(
     self,
@@ -313,11 +281,12 @@ class Stack(nn.Module):
     mask_BLS: jax.Array,
     *,
     source: Source | None = None,
+    real_BL: jax.Array | None = None,
     cache: Cache | None = None,
     start: Any = 0,
     train: bool = False,
-  ) -> tuple[jax.Array, Cache | None]:
-    """Returns the normalised stream and the new cache; see Block."""
+  ) -> tuple[jax.Array, Cache | None, dict[str, jax.Array] | None]:
+    """Returns the normalised stream, the cache, statistics; see Block."""
     sizes = self.sizes
     drop = lambda y: nn.Dropout(sizes.dropout)(y, deterministic=not train)
     L = x_BLD.shape[1]
@@ -327,33 +296,26 @@ class Stack(nn.Module):
       sizes.num_buckets,
       sizes.max_distance,
       self.two_sided,
-      x_BLD.shape[-1] ** -0.5,
+      (sizes.init_scale / x_BLD.shape[-1]) ** 0.5,
       name="relative_bias",
     )(start + jnp.arange(L), jnp.arange(S))
-    shared = (bias_1HLS, mask_BLS, source, start, train)
-    carry = (drop(x_BLD), cache)
-    if self.is_initializing():
-      block = Block(sizes, parent=None)
-      common.init_blocks(self, "blocks", self.depth, block, carry, 0, *shared)
-    # Argument 7 is train; 0 is self.
-    kind = common.block_class(Block, sizes.scan, sizes.remat_policy, train=7)
-    if sizes.scan:
-      blocks = nn.scan(
-        kind,
-        variable_axes={"params": 0},
-        split_rngs={"params": True, "dropout": True},
-        in_axes=(0, *[nn.broadcast] * len(shared)),
-        length=self.depth,
-      )
-      carry, _ = blocks(sizes, name="blocks")(
-        carry, jnp.arange(self.depth), *shared
-      )
-    else:
-      for i in range(self.depth):
-        carry, _ = kind(sizes, name=f"blocks_{i}")(carry, i, *shared)
-    x_BLD, cache = carry
+    (x_BLD, cache), stats = stack.run(
+      self,
+      Block,
+      moe.kinds(sizes),
+      self.depth,
+      (drop(x_BLD), cache),
+      bias_1HLS,
+      mask_BLS,
+      source,
+      real_BL,
+      start,
+      train,
+      scan=sizes.scan,
+      remat_policy=sizes.remat_policy,
+    )
     norm = nn.RMSNorm(epsilon=sizes.norm_eps, dtype=sizes.dtype, name="norm")
-    return drop(norm(x_BLD)), cache
+    return drop(norm(x_BLD)), cache, stats
 
 
 def _write(

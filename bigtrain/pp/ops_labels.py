@@ -5,6 +5,7 @@ They run on numpy arrays, on batches of them, and on tensors alike; see
 """
 
 import collections
+import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -107,7 +108,11 @@ def lookup(
     ids = [one(name) for name in names.ravel().tolist()]
     return np.array(ids, np.int64).reshape(names.shape)[()]
 
-  return dual(fn, key, key_result)
+  op = dual(fn, key, key_result)
+  if not isinstance(mapping, str):
+    return op
+  content = hashlib.sha256(repr(table).encode()).hexdigest()[:16]
+  return op._replace(fingerprints={mapping: content})
 
 
 def _table(mapping: Any, sep: str | None) -> dict[Any, int]:

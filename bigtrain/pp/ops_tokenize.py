@@ -85,7 +85,9 @@ def tokenize(
   result = key if key_result is None else key_result
   op = on_texts(ids_L, "tokenize", key, result, "int32", (max_len,))
   size = max(tokenizer.vocab_size, pad + 1)
-  return op._replace(vocab_sizes={result: size})
+  return op._replace(
+    vocab_sizes={result: size}, fingerprints={model: tokenizer.fingerprint()}
+  )
 
 
 def _special(

@@ -61,6 +61,8 @@ class Op(NamedTuple):
     name: how the spec writes it.
     vocab_sizes: {feature: one more than its largest id}, where the op makes
       ids, so that a model with fewer can be refused before there is data.
+    fingerprints: {file that the op has read: what changes with its content},
+      so that a run is not continued with another one.
   """
 
   fn: Callable[[Features, Any], Features]
@@ -70,6 +72,7 @@ class Op(NamedTuple):
   reads: tuple[str, ...] = ()
   name: str = ""
   vocab_sizes: dict[str, int] = {}
+  fingerprints: dict[str, str] = {}
 
 
 Factory = Callable[..., Op]
@@ -179,6 +182,7 @@ def compose(ops: Sequence[Op]) -> Op:
     reads=ops[0].reads if ops else (),
     name="|".join(op.name for op in ops),
     vocab_sizes={k: n for op in ops for k, n in op.vocab_sizes.items()},
+    fingerprints={k: x for op in ops for k, x in op.fingerprints.items()},
   )
 
 

@@ -99,7 +99,7 @@ def loss_fn(
   label_smoothing: float = 0.0,
   z_loss: float = 0.0,
   pad_id: int = 0,
-  chunk: int = 16,
+  chunk: int | None = None,
 ) -> tuple[metrics.Pairs, Any]:
   """Cross-entropy and accuracy of the captions' tokens.
 
@@ -117,7 +117,8 @@ def loss_fn(
     label_smoothing: share of a token spread over the whole vocabulary.
     z_loss: see losses.softmax_xent.
     pad_id: the token that fills captions up, which has no loss.
-    chunk: positions for which logits exist at a time.
+    chunk: positions of each caption for which logits exist at a time; see
+      losses.linear_softmax_xent.
 
   Returns:
     ({"loss": pair in nats, "token_accuracy": pair}, new mutable collections).
@@ -145,25 +146,26 @@ def loss_fn(
     mutable=mutable if train else [],
     method="states",
   )
-  loss_BL, correct_BL = losses.chunked_softmax_xent(
+  weight_BL = share_BL = token_weights(batch, labels, pad_id)
+  number = jnp.sum(weight_BL)
+  if normalize == "sentence":
+    total_B = jnp.sum(weight_BL, axis=1)
+    share_BL = weight_BL / jnp.where(total_B == 0, 1.0, total_B)[:, None]
+    number = jnp.sum((total_B != 0).astype(jnp.float32))
+  found = losses.linear_softmax_xent(
     states.hidden_BLD,
     states.kernel_DV,
     labels,
-    chunk,
+    share_BL,
+    chunk=chunk,
     bias_V=states.bias_V,
     label_smoothing=label_smoothing,
     z_loss=z_loss,
   )
-  weight_BL = token_weights(batch, labels, pad_id)
   pairs = {
-    "loss": metrics.pair(loss_BL, weight_BL),
-    "token_accuracy": metrics.pair(correct_BL, weight_BL),
+    "loss": (found.total, number),
+    "token_accuracy": metrics.pair(found.correct_BL, weight_BL),
   }
-  if normalize == "sentence":
-    total_B = jnp.sum(weight_BL, axis=1)
-    share_BL = weight_BL / jnp.where(total_B == 0, 1.0, total_B)[:, None]
-    loss_B = jnp.sum(jnp.where(share_BL == 0, 0.0, loss_BL) * share_BL, axis=1)
-    pairs["loss"] = metrics.pair(loss_B, (total_B != 0).astype(jnp.float32))
   return pairs, new_mutable if train else {k: variables[k] for k in mutable}
 
 
@@ -185,7 +187,7 @@ def perplexity(
   *,
   model: Any,
   pad_id: int = 0,
-  chunk: int = 16,
+  chunk: int | None = None,
 ) -> metrics.Pairs:
   """The pairs of the captions' tokens, each predicted from those before it."""
   pairs, _ = loss_fn(
@@ -230,7 +232,7 @@ def score(
   model: Any,
   pad_id: int = 0,
   class_chunk: int = 8,
-  chunk: int = 8,
+  chunk: int | None = None,
 ) -> jax.Array:
   """Log-likelihood of every class's text for every image.
 
@@ -243,7 +245,7 @@ def score(
     model: as in loss_fn.
     pad_id: the token that fills names up, which does not count.
     class_chunk: K, classes at a time.
-    chunk: positions at a time.
+    chunk: positions at a time; see losses.linear_softmax_xent.
 
   Returns:
     float32 [B, C], in nats, summed over the tokens of a class.
@@ -257,10 +259,15 @@ def score(
   def score_chunk(tokens_KL: jax.Array) -> jax.Array:
     text = jnp.broadcast_to(tokens_KL, (B, K, L)).reshape(B * K, L)
     states = model.apply(variables, encoded, text, method="decode")
-    loss, _ = losses.chunked_softmax_xent(
-      states.hidden_BLD, states.kernel_DV, text, chunk, bias_V=states.bias_V
+    found = losses.linear_softmax_xent(
+      states.hidden_BLD,
+      states.kernel_DV,
+      text,
+      chunk=chunk,
+      bias_V=states.bias_V,
     )
-    return -jnp.sum(jnp.where(text == pad_id, 0.0, loss), 1).reshape(B, K)
+    counted = jnp.where(text == pad_id, 0.0, found.loss_BL)
+    return -jnp.sum(counted, axis=1).reshape(B, K)
 
   scores = jax.lax.map(score_chunk, tokens_CL.reshape(-1, K, L))
   return jnp.moveaxis(scores, 0, 1).reshape(B, -1)[:, :C]

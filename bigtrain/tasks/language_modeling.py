@@ -15,13 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import decoding, losses, metrics
+from bigtrain import decoding, metrics, token_losses
 from bigtrain.settings import ConfigError, did_you_mean
-
-# Logits of an example that exist at a time unless config.loss.chunk says so:
-# 128 MiB in float32. What is below the second is not worth computing twice.
-_CHUNK_LOGITS = 2**25
-_SMALL_VOCABULARY = 4096
 
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,9 +68,7 @@ def loss_fn(
   """Cross-entropy and accuracy of the targets.
 
   With experts the loss has two more terms, and there are metrics of what the
-  layers report on average: see models/moe.py. The share that an expert gets is
-  counted over a microbatch on all devices, so "load_balance" does depend on
-  the number of microbatches, as the product of two means.
+  layers report on average: see token_losses.with_experts.
 
   Args:
     variables: "params".
@@ -88,16 +81,16 @@ def loss_fn(
       losses.softmax_xent; 1e-4 is usual.
     load_balance: weight of the loss that keeps experts evenly loaded.
     router_z: weight of the loss that keeps the router's logits small.
-    chunk: positions of each example for which logits exist at a time; 0 for
-      all. Unless given: all of a small vocabulary, else 128 MiB an example.
+    chunk: positions of each example for which logits exist at a time; see
+      losses.linear_softmax_xent.
 
   Returns:
     ({"loss": pair in nats, "accuracy": pair, with experts "nll", the loss
     without their terms, and their statistics}, {}).
   """
-  loss_BL, correct_BL, experts = _token_losses(
+  found = token_losses.predict(
     variables,
-    batch,
+    *_examples(batch),
     rng,
     model=model,
     train=train,
@@ -105,65 +98,15 @@ def loss_fn(
     label_smoothing=label_smoothing,
     z_loss=z_loss,
   )
-  weight_BL = token_weights(batch)
-  pairs = {
-    "loss": metrics.pair(loss_BL, weight_BL),
-    "accuracy": metrics.pair(correct_BL, weight_BL),
-  }
-  if experts is not None:
-    nll, weight = pairs["nll"] = pairs["loss"]
-    extra = load_balance * experts["load_balance"]
-    extra += router_z * experts["router_z"]
-    pairs["loss"] = (nll + extra * weight, weight)
-    for e, load in enumerate(experts.pop("load")):
-      pairs[f"expert_load/{e}"] = (load * weight, weight)
-    for name, value in experts.items():
-      pairs[f"experts/{name}"] = (value * weight, weight)
+  pairs = token_losses.with_experts(
+    found.pairs, found.experts, load_balance=load_balance, router_z=router_z
+  )
   return pairs, {}
 
 
-def _token_losses(
-  variables: Any,
-  batch: Mapping[str, Any],
-  rng: jax.Array | None,
-  *,
-  model: Any,
-  train: bool,
-  chunk: int | None,
-  label_smoothing: float = 0.0,
-  z_loss: float = 0.0,
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array] | None]:
-  """(loss [B, L] in nats, 1 where the target is likeliest, of experts)."""
-  targets_BL = _feature(batch, "targets")
-  V = model.vocab_size
-  if chunk is None:
-    chunk = 0 if V <= _SMALL_VOCABULARY else max(1, _CHUNK_LOGITS // V)
-  if not isinstance(chunk, int) or chunk < 0:
-    raise ConfigError(
-      f"config.loss.chunk: expected a number of positions, got {chunk!r}."
-    )
-  xent: dict[str, Any] = dict(label_smoothing=label_smoothing, z_loss=z_loss)
-  logits_BLV, out = model.apply(
-    variables,
-    **inputs(batch),
-    head=not chunk,
-    train=train,
-    rngs={"dropout": rng} if train else None,
-  )
-  if chunk:
-    loss_BL, correct_BL = losses.chunked_softmax_xent(
-      out["pre_logits"],
-      model.head_kernel(variables["params"]),
-      targets_BL,
-      chunk,
-      dtype=model.dtype,
-      softcap=model.logits_softcap,
-      **xent,
-    )
-  else:
-    loss_BL = losses.softmax_xent(logits_BLV, targets_BL, **xent)
-    correct_BL = jnp.argmax(logits_BLV, axis=-1) == targets_BL
-  return loss_BL, correct_BL.astype(jnp.float32), out.get("moe")
+def _examples(batch: Mapping[str, Any]) -> tuple[Any, jax.Array, jax.Array]:
+  """(the model's arguments, targets, their weights)."""
+  return inputs(batch), _feature(batch, "targets"), token_weights(batch)
 
 
 def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
@@ -198,19 +141,10 @@ def perplexity(
     {"loss": (nats, tokens), "accuracy": pair}, and where the batch has
     "num_bytes", {"bytes": (sum, 1)}.
   """
-  loss_BL, correct_BL, _ = _token_losses(
-    variables, batch, None, model=model, train=False, chunk=chunk
+  found = token_losses.predict(
+    variables, *_examples(batch), model=model, chunk=chunk
   )
-  weight_BL = token_weights(batch)
-  pairs = {
-    "loss": metrics.pair(loss_BL, weight_BL),
-    "accuracy": metrics.pair(correct_BL, weight_BL),
-  }
-  if "num_bytes" in batch:
-    real_B = metrics.example_weights(batch, loss_BL)
-    total, _ = metrics.pair(batch["num_bytes"], real_B)
-    pairs["bytes"] = (total, jnp.ones(()))
-  return pairs
+  return token_losses.with_bytes(found.pairs, batch)
 
 
 def score(
@@ -233,15 +167,15 @@ def score(
     "tokens": float32 [B], how many, "greedy": bool [B], whether each of them
     is the likeliest token}.
   """
-  loss_BL, correct_BL, _ = _token_losses(
-    variables, batch, None, model=model, train=False, chunk=chunk
+  found = token_losses.predict(
+    variables, *_examples(batch), model=model, chunk=chunk
   )
-  weight_BL = token_weights(batch)
-  counts_BL = weight_BL != 0
+  counts_BL = token_weights(batch) != 0
+  counted_BL = jnp.where(counts_BL, found.loss_BL, 0.0)
   return {
-    "log_likelihood": -jnp.sum(jnp.where(counts_BL, loss_BL, 0.0), axis=1),
+    "log_likelihood": -jnp.sum(counted_BL, axis=1),
     "tokens": jnp.sum(counts_BL.astype(jnp.float32), axis=1),
-    "greedy": jnp.all((correct_BL == 1) | ~counts_BL, axis=1),
+    "greedy": jnp.all((found.correct_BL == 1) | ~counts_BL, axis=1),
   }
 
 

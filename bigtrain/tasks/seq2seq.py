@@ -17,13 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import decoding, losses, metrics
+from bigtrain import decoding, metrics, token_losses
 from bigtrain.settings import ConfigError, did_you_mean
-
-# Logits of an example that exist at a time unless config.loss.chunk says so:
-# 128 MiB in float32. What is below the second is not worth computing twice.
-_CHUNK_LOGITS = 2**25
-_SMALL_VOCABULARY = 4096
 
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,9 +61,14 @@ def loss_fn(
   train: bool,
   label_smoothing: float = 0.0,
   z_loss: float = 0.0,
+  load_balance: float = 0.01,
+  router_z: float = 0.001,
   chunk: int | None = None,
 ) -> tuple[metrics.Pairs, Any]:
   """Cross-entropy and accuracy of the targets, by token.
+
+  With experts the loss has two more terms, and there are metrics of what the
+  layers report on average: see token_losses.with_experts.
 
   Args:
     variables: "params".
@@ -79,48 +79,34 @@ def loss_fn(
     label_smoothing: share of a target spread over the whole vocabulary.
     z_loss: weight of the squared log of the softmax's denominator, see
       losses.softmax_xent; T5 has 1e-4.
-    chunk: positions of each example for which logits exist at a time; 0 for
-      all. Unless given: all of a small vocabulary, else 128 MiB an example.
+    load_balance: weight of the loss that keeps experts evenly loaded.
+    router_z: weight of the loss that keeps the routers' logits small.
+    chunk: positions of each example for which logits exist at a time; see
+      losses.linear_softmax_xent.
 
   Returns:
-    ({"loss": pair in nats, "accuracy": pair}, {}).
+    ({"loss": pair in nats, "accuracy": pair, with experts "nll", the loss
+    without their terms, and their statistics}, {}).
   """
-  targets_BL = _feature(batch, "targets")
-  if chunk is None:
-    V = model.vocab_size
-    chunk = 0 if V <= _SMALL_VOCABULARY else max(1, _CHUNK_LOGITS // V)
-  if not isinstance(chunk, int) or chunk < 0:
-    raise ConfigError(
-      f"config.loss.chunk: expected a number of positions, got {chunk!r}."
-    )
-  logits_BLV, out = model.apply(
+  found = token_losses.predict(
     variables,
-    **inputs(batch),
-    head=not chunk,
+    *_examples(batch),
+    rng,
+    model=model,
     train=train,
-    rngs={"dropout": rng} if train else None,
+    chunk=chunk,
+    label_smoothing=label_smoothing,
+    z_loss=z_loss,
   )
-  if chunk:
-    loss_BL, correct_BL = losses.chunked_softmax_xent(
-      out["pre_logits"],
-      model.head_kernel(variables["params"]),
-      targets_BL,
-      chunk,
-      dtype=model.dtype,
-      label_smoothing=label_smoothing,
-      z_loss=z_loss,
-    )
-  else:
-    loss_BL = losses.softmax_xent(
-      logits_BLV, targets_BL, label_smoothing=label_smoothing, z_loss=z_loss
-    )
-    correct_BL = jnp.argmax(logits_BLV, axis=-1) == targets_BL
-  weight_BL = token_weights(batch)
-  pairs = {
-    "loss": metrics.pair(loss_BL, weight_BL),
-    "accuracy": metrics.pair(correct_BL, weight_BL),
-  }
+  pairs = token_losses.with_experts(
+    found.pairs, found.experts, load_balance=load_balance, router_z=router_z
+  )
   return pairs, {}
+
+
+def _examples(batch: Mapping[str, Any]) -> tuple[Any, jax.Array, jax.Array]:
+  """(the model's arguments, targets, their weights)."""
+  return inputs(batch), _feature(batch, "targets"), token_weights(batch)
 
 
 def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
@@ -155,14 +141,10 @@ def perplexity(
     {"loss": (nats, tokens), "accuracy": pair}, and where the batch has
     "num_bytes", {"bytes": (sum, 1)}.
   """
-  pairs, _ = loss_fn(
-    variables, batch, None, model=model, train=False, chunk=chunk
+  found = token_losses.predict(
+    variables, *_examples(batch), model=model, chunk=chunk
   )
-  if "num_bytes" in batch:
-    real_B = metrics.example_weights(batch, batch["targets"])
-    total, _ = metrics.pair(batch["num_bytes"], real_B)
-    pairs["bytes"] = (total, jnp.ones(()))
-  return pairs
+  return token_losses.with_bytes(found.pairs, batch)
 
 
 def generate(

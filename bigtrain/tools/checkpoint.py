@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import integrity, safetensors_files, storage
+from bigtrain import integrity, paths, safetensors_files, storage
 from bigtrain.manifest import Array, CheckpointError, DamagedError, Manifest
 from bigtrain.settings import ConfigError, did_you_mean
 from bigtrain.tools import published
@@ -234,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(args: argparse.Namespace) -> None:
   """Raises ConfigError for arguments that cannot be meant."""
-  if not os.path.lexists(args.path):
+  if not paths.exists(args.path):
     raise ConfigError(f"{args.path}: no such file or directory.")
   if args.step is not None:
     there = storage.find_all(args.path)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bigtrain import console, rows, settings
+from bigtrain import console, paths, rows, settings
 from bigtrain.tools import curves, panels
 from bigtrain.tools.panels import ACCOUNT_NAMES, COLORS, Run
 
@@ -58,10 +58,10 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 def _read_json(path: str) -> dict[str, Any]:
   """A file's content; empty for a workdir that lacks it."""
-  if not os.path.exists(path):
+  try:
+    return json.loads(paths.read_bytes(path))
+  except FileNotFoundError:
     return {}
-  with open(path) as file:
-    return json.load(file)
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, str]:
@@ -304,15 +304,15 @@ summary { cursor: pointer; color: #0072B2; }
 def write(workdirs: Sequence[str], out: str) -> list[str]:
   """Writes the page and the pictures; returns their paths, the page first."""
   runs = read(workdirs)
-  os.makedirs(out, exist_ok=True)
-  paths = [os.path.join(out, "report.html")]
-  with open(paths[0], "w", encoding="utf-8") as file:
+  paths.make_folder(out)
+  written = [os.path.join(out, "report.html")]
+  with paths.replacing(written[0]) as file:
     file.write(page(runs, curves.svgs(runs)))
   for name, content in curves.pngs(runs).items():
-    paths.append(os.path.join(out, f"{name}.png"))
-    with open(paths[-1], "wb") as png:
+    written.append(os.path.join(out, f"{name}.png"))
+    with paths.replacing(written[-1], "wb") as png:
       png.write(content)
-  return paths
+  return written
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -330,11 +330,14 @@ def main(arguments: Iterable[str] | None = None) -> int:
     only = args.workdir[0] if len(args.workdir) == 1 else ""
     out = os.path.join(only, "report")
   try:
-    paths = write(args.workdir, out)
+    written = write(args.workdir, out)
   except settings.ConfigError as e:
     print(e, file=sys.stderr)
     return 2
-  print(f"{paths[0]} and {len(paths) - 1} pictures beside it.")
+  except OSError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 1
+  print(f"{written[0]} and {len(written) - 1} pictures beside it.")
   return 0
 
 

@@ -11,13 +11,17 @@ import time
 LIMIT_SECS = 120.0
 NODES = ("bigtrain-n1", "bigtrain-n2")
 
+_HOSTS = pathlib.Path("/etc/hosts")
+_NAMES = [f"127.0.0.1 {name}\n" for name in NODES]
+
 _CONF = """\
 ClusterName=bigtrain
 SlurmctldHost={host}
 SlurmctldPort={ports[0]}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+# A requeued job waits for as long as a credential lasts.
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -36,11 +40,9 @@ SlurmdParameters=config_overrides
 JobRequeue=1
 ReturnToService=2
 KillWait=60
-# A requeued job waits for so long, and a second.
-MessageTimeout=2
-NodeName=DEFAULT NodeHostname={host} NodeAddr=127.0.0.1 CPUs=2
-NodeName={nodes[0]} Port={ports[1]}
-NodeName={nodes[1]} Port={ports[2]}
+NodeName=DEFAULT CPUs=2
+NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -54,24 +56,31 @@ def missing():
 
 
 class Slurm:
-  """The cluster, until `close`; its commands through `run`."""
+  """The cluster, until `close`; its commands through `run`.
 
-  def __init__(self, folder):
+  Args:
+    folder: for all its files.
+    env: the environment of its daemons and jobs.
+  """
+
+  def __init__(self, folder, env):
     self.folder = pathlib.Path(folder)
     self._daemons = []
-    self._hosts = pathlib.Path("/etc/hosts").read_text()
     self.env = {
-      **os.environ,
+      **env,
       "SLURM_CONF": str(self.folder / "slurm.conf"),
       "MUNGE_SOCKET": str(self.folder / "munge.socket"),
     }
-    self.env.pop("XLA_FLAGS", None)
-    self._start()
+    try:
+      self._start()
+    except BaseException:
+      self.close()
+      raise
 
   def _start(self):
-    # jax asks for process 0 by the name of its node.
-    with open("/etc/hosts", "a") as file:
-      file.write("".join(f"127.0.0.1 {name}\n" for name in NODES))
+    # Process 0 is asked for by the name of its node.
+    with open(_HOSTS, "a") as file:
+      file.writelines(_NAMES)
     self.folder.mkdir(parents=True, exist_ok=True)
     # Munge refuses a socket that others could have replaced.
     self.folder.chmod(0o755)
@@ -116,14 +125,16 @@ class Slurm:
   def _until(self, condition, what, secs=LIMIT_SECS):
     deadline = time.monotonic() + secs
     while not condition():
-      if time.monotonic() > deadline:
-        raise AssertionError(f"{what}: not after {secs:g} s\n{self.logs()}")
+      gone = [d.args[0] for d in self._daemons if d.poll() is not None]
+      if gone or time.monotonic() > deadline:
+        why = f"{gone} ended" if gone else f"{secs:g} s have passed"
+        raise AssertionError(f"no {what}: {why}\n{self.logs()}")
       time.sleep(0.1)
 
   def logs(self):
     """What the daemons said, its end."""
-    paths = sorted(self.folder.glob("*.log"))
-    return "\n".join(f"{p}:\n{p.read_text()[-2000:]}" for p in paths)
+    paths = [*self.folder.glob("*.log"), *self.folder.glob("[0-9].*")]
+    return "\n".join(f"{p}:\n{p.read_text()[-2000:]}" for p in sorted(paths))
 
   def run(self, *command, check=True, **options):
     """The output of a command."""
@@ -153,8 +164,26 @@ class Slurm:
     )
     return self.state(job)
 
+  def end_jobs(self):
+    """Ends whatever is running or waiting."""
+
+    def jobs():
+      return self.run("squeue", "-h", "-o", "%i", check=False).split()
+
+    for job in jobs():
+      self.run("scancel", job, check=False)
+      self.run("scancel", "--full", "--signal=KILL", job, check=False)
+    self._until(lambda: not jobs(), "end of all jobs")
+
   def close(self):
-    """Ends the daemons that were started here, and nothing else."""
+    """Ends the jobs and daemons that were started here, and nothing else."""
+    try:
+      if len(self._daemons) > 1:
+        self.end_jobs()
+    finally:
+      self._end_daemons()
+
+  def _end_daemons(self):
     for daemon in reversed(self._daemons):
       daemon.terminate()
     for daemon in self._daemons:
@@ -163,4 +192,5 @@ class Slurm:
       except subprocess.TimeoutExpired:
         daemon.kill()
         daemon.wait()
-    pathlib.Path("/etc/hosts").write_text(self._hosts)
+    lines = _HOSTS.read_text().splitlines(keepends=True)
+    _HOSTS.write_text("".join(x for x in lines if x not in _NAMES))

@@ -1,5 +1,10 @@
-"""The launch scripts under real schedulers: two nodes of Slurm, mpirun."""
+"""The launch scripts under real launchers: two nodes of Slurm, mpirun.
 
+Two quickstarts, shortened, are ended in the middle in several ways and go on;
+their ends must have the bits of a run that nobody disturbed.
+"""
+
+import contextlib
 import os
 import pathlib
 import re
@@ -19,38 +24,62 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 LAUNCH = ROOT / "launch"
 LIMIT_SECS = 300.0
 
+# {name: (config, total steps, flags)}.
+QUICKSTARTS = {
+  "digits": (
+    "digits.py",
+    40,
+    ["log_steps=10", "evals.val.log_steps=20", "model.depth=2"],
+  ),
+  "language": (
+    "pydoc_lm.py:runlocal",
+    12,
+    ["log_steps=3", "evals.val.log_steps=6", "model.depth=2"],
+  ),
+}
+
 pytestmark = pytest.mark.cluster
 
 
-def arguments(workdir, *changes, total_steps=60):
+def arguments(quickstart, workdir, *changes):
+  file, total_steps, flags = QUICKSTARTS[quickstart]
   return [
-    f"--config={ROOT}/configs/digits.py",
+    f"--config={ROOT}/configs/{file}",
     f"--workdir={workdir}",
     f"--config.total_steps={total_steps}",
     "--config.ckpt_steps=1000",
-    "--config.log_steps=10",
     "--config.tensorboard=False",
-    *changes,
+    *(f"--config.{change}" for change in (*flags, *changes)),
   ]
 
 
-def slowly(file):
-  """A change: each step takes time, and makes `file` from step 20 on."""
-  hook = dict(type="cluster.test_launch.Slowly", file=str(file))
-  return f"--config.hooks={dict(slowly=hook)}"
+def reaches(quickstart, file):
+  """A change: each step takes time, and the third part of them makes `file`."""
+  step = QUICKSTARTS[quickstart][1] // 3
+  hook = dict(type="cluster.test_launch.Slowly", step=step, file=str(file))
+  return f"hooks={dict(slowly=hook)}"
+
+
+def signals_itself(quickstart):
+  """A change: process 1 gets SIGTERM before the third part of the steps."""
+  step = QUICKSTARTS[quickstart][1] // 3
+  hook = dict(type="faults.one_process.Do", process=1, step=step, what="term")
+  return f"hooks={dict(signal=hook)}"
 
 
 class Slowly:
   """A hook that leaves a test the time for a signal."""
 
-  def __init__(self, file):
+  def __init__(self, step, file):
+    self._step = step
     self._file = pathlib.Path(file)
 
   def before_step(self, step):
-    """Sleeps, and says when step 20 has come."""
-    if step < 40 and not self._file.exists():
-      time.sleep(0.05)
-    if step == 20:
+    """Sleeps, and says when the step has come; only in the first turn."""
+    if step < 2 * self._step:
+      if not self._file.exists() or step > self._step:
+        time.sleep(0.1)
+    if step == self._step:
       self._file.touch()
 
 
@@ -65,12 +94,12 @@ def env():
   }
 
 
-@pytest.fixture(scope="module")
-def undisturbed(env, tmp_path_factory):
-  """Workdir of a run of two processes, by launch/local.sh."""
-  folder = tmp_path_factory.mktemp("undisturbed")
+@pytest.fixture(scope="module", params=list(QUICKSTARTS))
+def undisturbed(request, env, tmp_path_factory):
+  """(quickstart, workdir of a run of two processes, by launch/local.sh)."""
+  folder = tmp_path_factory.mktemp(request.param)
   done = subprocess.run(
-    [LAUNCH / "local.sh", "2", *arguments(folder / "run")],
+    [LAUNCH / "local.sh", "2", *arguments(request.param, folder / "run")],
     env={**env, "LOGS": str(folder)},
     cwd=ROOT,
     capture_output=True,
@@ -79,7 +108,45 @@ def undisturbed(env, tmp_path_factory):
     check=False,
   )
   assert done.returncode == 0, done.stderr
-  return folder / "run"
+  return request.param, folder / "run"
+
+
+@pytest.fixture
+def start(env, tmp_path):
+  """Starts a command; whatever of it is left at the end is ended."""
+  jobs = []
+
+  def call(*command):
+    jobs.append(
+      subprocess.Popen(
+        command,
+        env={**env, "LOGS": str(tmp_path)},
+        cwd=ROOT,
+        stdout=-1,
+        stderr=-2,
+        text=True,
+        start_new_session=True,
+      )
+    )
+    return jobs[-1]
+
+  yield call
+  for job in jobs:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+      if job.poll() is None:
+        os.killpg(job.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+          job.wait(30)
+
+
+def head(script):
+  """The beginning of a command line for two processes."""
+  if script == "local":
+    return [str(LAUNCH / "local.sh"), "2"]
+  if not shutil.which("mpirun"):
+    pytest.skip("mpirun is not installed: `make test-cluster` does that")
+  command = [str(LAUNCH / "mpi.sh"), "-np", "2", "--oversubscribe"]
+  return [*command, "--allow-run-as-root", "--"]
 
 
 def until(condition, what):
@@ -96,50 +163,35 @@ def assert_same(workdir, other):
   assert tiny.rows(workdir) == tiny.rows(other)
 
 
-def start(env, *command):
-  return subprocess.Popen(
-    command, env=env, cwd=ROOT, stdout=-1, stderr=-2, text=True
-  )
-
-
 @pytest.mark.parametrize("script", ["local", "mpi"])
 def test_a_signal_saves_and_the_rest_is_the_same(
-  script, env, undisturbed, tmp_path
+  script, start, undisturbed, tmp_path
 ):
-  head = [str(LAUNCH / "local.sh"), "2"]
-  if script == "mpi":
-    if not shutil.which("mpirun"):
-      pytest.skip("mpirun is not installed: `make test-cluster` does that")
-    head = [str(LAUNCH / "mpi.sh"), "-np", "2", "--oversubscribe"]
-    head += ["--allow-run-as-root", "--"]
-  env = {**env, "LOGS": str(tmp_path)}
-  workdir, file = tmp_path / "run", tmp_path / "step-20"
-  job = start(env, *head, *arguments(workdir, slowly(file)))
-  until(lambda: file.exists() or job.poll() is not None, "step 20")
-  job.send_signal(signal.SIGTERM)
+  quickstart, expected = undisturbed
+  total = QUICKSTARTS[quickstart][1]
+  workdir, file = tmp_path / "run", tmp_path / "reached"
+  # In one case the script gets the signal, in the other one of the processes.
+  of_itself = (quickstart, script) in (("digits", "mpi"), ("language", "local"))
+  change = signals_itself if of_itself else lambda q: reaches(q, file)
+  flags = arguments(quickstart, workdir, change(quickstart))
+  job = start(*head(script), *flags)
+  if not of_itself:
+    until(lambda: file.exists() or job.poll() is not None, "third of the steps")
+    job.send_signal(signal.SIGTERM)
   said, _ = job.communicate(timeout=LIMIT_SECS)
   assert job.returncode == 75, said
   (saved,) = checkpoint.steps(str(workdir))
-  assert 20 <= saved < 60
-  job = start(env, *head, *arguments(workdir, slowly(file)))
+  assert total // 3 <= saved < total
+  job = start(*head(script), *flags)
   said, _ = job.communicate(timeout=LIMIT_SECS)
   assert job.returncode == 0, said
-  assert_same(workdir, undisturbed)
+  assert_same(workdir, expected)
 
 
 @pytest.mark.parametrize("script", ["local", "mpi"])
-def test_a_mistake_is_told_by_all_and_ends_with_2(script, env, tmp_path):
-  head = [str(LAUNCH / "local.sh"), "2"]
-  if script == "mpi":
-    if not shutil.which("mpirun"):
-      pytest.skip("mpirun is not installed: `make test-cluster` does that")
-    head = [str(LAUNCH / "mpi.sh"), "-np", "2", "--oversubscribe"]
-    head += ["--allow-run-as-root", "--"]
-  job = start(
-    {**env, "LOGS": str(tmp_path)},
-    *head,
-    *arguments(tmp_path / "run", "--config.lerning_rate=1"),
-  )
+def test_a_mistake_is_told_by_all_and_ends_with_2(script, start, tmp_path):
+  flags = arguments("digits", tmp_path / "run", "lerning_rate=1")
+  job = start(*head(script), *flags)
   said, _ = job.communicate(timeout=LIMIT_SECS)
   assert job.returncode == 2, said
   assert "config.lerning_rate" in said
@@ -157,26 +209,23 @@ def test_the_scripts_are_clean():
   assert len(scripts) == 5 and done.returncode == 0, done.stdout
 
 
-def test_the_number_of_processes_is_wanted(env):
-  job = start(env, str(LAUNCH / "local.sh"), "--config=x")
-  said, _ = job.communicate(timeout=60)
-  assert job.returncode == 2 and "Usage: " in said
-
-
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
+def cluster(env, tmp_path_factory):
   if why := slurm_lib.missing():
     pytest.skip(why)
-  cluster = slurm_lib.Slurm(tmp_path_factory.mktemp("slurm"))
+  made = slurm_lib.Slurm(tmp_path_factory.mktemp("slurm"), env)
+  yield made
+  made.close()
+
+
+@pytest.fixture
+def slurm(cluster):
   yield cluster
-  cluster.close()
+  cluster.end_jobs()
 
 
-def submit(slurm, env, folder, *flags):
+def submit(slurm, folder, *flags):
   """The number of the job."""
-  folder.mkdir(exist_ok=True)
-  slurm.env |= {k: env[k] for k in ("JAX_PLATFORMS", "PYTHON", "PYTHONPATH")}
-  slurm.env["XLA_FLAGS"] = env["XLA_FLAGS"]
   said = slurm.run(
     "sbatch",
     "--time=10",
@@ -192,20 +241,27 @@ def logs(folder):
   return "\n".join(p.read_text() for p in sorted(folder.glob("*.log")))
 
 
-def test_slurm_requeues_what_was_preempted(slurm, env, undisturbed, tmp_path):
-  workdir, file = tmp_path / "run", tmp_path / "step-20"
-  job = submit(slurm, env, tmp_path, *arguments(workdir, slowly(file)))
-  until(file.exists, f"step 20: {logs(tmp_path)}")
-  slurm.run("scancel", "--signal=TERM", job)
+def test_slurm_requeues_what_was_preempted(slurm, undisturbed, tmp_path):
+  quickstart, expected = undisturbed
+  workdir, file = tmp_path / "run", tmp_path / "reached"
+  change = reaches(quickstart, file)
+  job = submit(slurm, tmp_path, *arguments(quickstart, workdir, change))
+  until(file.exists, f"third of the steps: {logs(tmp_path)}")
+  if quickstart == "digits":
+    # A user, or the time that is nearly over: the script queues itself again.
+    slurm.run("scancel", "--signal=TERM", job)
+  else:
+    # Slurm itself, for a job that is worth more: SIGTERM, and later SIGKILL.
+    slurm.run("scontrol", "requeue", job)
   state = slurm.wait(job, LIMIT_SECS)
   assert state["JobState"] == "COMPLETED", logs(tmp_path)
   assert state["Restarts"] == "1"
   assert "preempted: saved step" in logs(tmp_path)
-  assert_same(workdir, undisturbed)
+  assert_same(workdir, expected)
 
 
-def test_slurm_does_not_requeue_a_mistake(slurm, env, tmp_path):
-  flags = arguments(tmp_path / "run", "--config.lerning_rate=1")
-  state = slurm.wait(submit(slurm, env, tmp_path, *flags), LIMIT_SECS)
+def test_slurm_does_not_requeue_a_mistake(slurm, tmp_path):
+  flags = arguments("digits", tmp_path / "run", "lerning_rate=1")
+  state = slurm.wait(submit(slurm, tmp_path, *flags), LIMIT_SECS)
   assert state["JobState"] == "FAILED" and state["ExitCode"] == "2:0"
   assert state["Restarts"] == "0"

@@ -195,7 +195,7 @@ def test_mistakes(make, options, message):
 # From the config.
 
 
-def from_config(entries, weights=("params",), total_steps=100):
+def from_config(entries, weights=("params",), total_steps=100, **changes):
   def logits(variables, batch, *, temperature=1.0):
     return variables["scale"] * batch["x"] / temperature
 
@@ -204,7 +204,7 @@ def from_config(entries, weights=("params",), total_steps=100):
     config,
     {"logits": logits},
     settings.Units(batch_size=8, total_steps=total_steps),
-    context(name=""),
+    context(name="", **changes),
     dict.fromkeys(weights),
   )
   assert config.unread() == []
@@ -293,6 +293,57 @@ def test_an_entry_that_is_switched_off_is_not_even_checked():
 def test_mistakes_in_the_config(changes, message):
   with pytest.raises(ConfigError, match=message):
     from_config({"a": entry(**changes)})
+
+
+_NAMES = dict(class_names=["a", "b"], pp_text="tokenize(max_len=8)")
+
+
+@pytest.mark.parametrize(
+  ("kind", "options", "message"),
+  [
+    ("scoring", dict(class_names="no.txt"), "a.class_names: no such file: no"),
+    ("scoring", dict(prompt="a"), "a.prompt: expected one {}"),
+    ("scoring", dict(pp_text="tokenize('x.model')"), "tokenizer 'x.model'"),
+    ("scoring", dict(pp_text="tokenise"), "mean 'tokenize'"),
+    ("scoring", dict(pp_text="tokenize"), "a.pp_text: .*vocabulary has 258"),
+    ("zeroshot", dict(class_names="no.txt"), "a.class_names: no such file: no"),
+    ("zeroshot", dict(prompts="no.txt"), "a.prompts: no such file: no.txt"),
+    ("zeroshot", dict(prompts=["{}", "a"]), "a.prompts: expected one {}"),
+    ("captions", dict(tokenizer="no.model"), "a.tokenizer: .*'no.model': no"),
+    ("captions", dict(metrics=["blue"]), "a.metrics: .* mean 'bleu'"),
+    ("choice", dict(tokenizer="no.json"), "a.tokenizer: .*'no.json': no such"),
+    ("choice", dict(), "a.tokenizer: .* vocabulary has 258"),
+    ("generate", dict(tokenizer="no.json"), "a.tokenizer: .*'no.json': no"),
+    ("generate", dict(metrics=["blue"]), "a.metrics: .* mean 'bleu'"),
+    ("generate", dict(metrics=["bleu"]), "a.reference_key: missing"),
+  ],
+)
+def test_missing_files_are_told_at_the_start(kind, options, message):
+  needed = {
+    "captions": dict(tokenizer="bytes"),
+    "choice": dict(length=8),
+    "generate": {},
+  }.get(kind, _NAMES)
+  config = {"a": entry(type=kind, **needed | options)}
+  sizes = {"labels": 258, "tokens": 258}
+  if message.count("258") == 0:
+    sizes = {}
+  with pytest.raises(ConfigError, match=message):
+    from_config(config, vocab_sizes=sizes)
+
+
+def test_class_names_and_prompts_are_read_when_they_are_needed(tmp_path):
+  names, prompts = tmp_path / "names.txt", tmp_path / "prompts.txt"
+  names.write_text("cat\ndog\n")
+  prompts.write_text("a {}\nthe {}\n")
+  options = dict(class_names=str(names), pp_text=_NAMES["pp_text"])
+  found = from_config(
+    {
+      "a": entry(type="scoring", **options),
+      "b": entry(type="zeroshot", prompts=str(prompts), **options),
+    }
+  )
+  assert [evaluation.name for evaluation in found] == ["a", "b"]
 
 
 def test_results_are_the_same_on_every_device():

@@ -14,6 +14,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 import tiny
 
 from bigtrain import storage
@@ -46,6 +47,28 @@ def write_data(folder, **replaced):
   folder.mkdir(parents=True, exist_ok=True)
   for name, content in {**digits(), **replaced}.items():
     np.savez(folder / f"{name}.npz", **content)
+
+
+def free_port():
+  """A port where nobody listens."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return free.getsockname()[1]
+
+
+def listens(port):
+  """Whether somebody does."""
+  with socket.socket() as visitor:
+    return visitor.connect_ex(("127.0.0.1", port)) == 0
+
+
+def flags_of(port, count, index):
+  """Of one of several processes on this machine."""
+  return (
+    f"--coordinator=127.0.0.1:{port}",
+    f"--num_processes={count}",
+    f"--process_id={index}",
+  )
 
 
 class Process:
@@ -138,10 +161,13 @@ class Program:
 
   Args:
     shared: folder of what all runs share: data, and the compilation cache.
+    env: more variables of the processes.
   """
 
-  def __init__(self, shared):
+  def __init__(self, shared, env=None):
     self.data = shared / "data"
+    self._shared = shared
+    self._env = env or {}
     self._cache = shared / "compile_cache"
     self._processes = []
 
@@ -155,11 +181,13 @@ class Program:
     model="net",
     cached=True,
     flags=(),
+    config=None,
   ):
     """Starts a process.
 
     Args:
-      workdir: of the run; logs are written beside it.
+      workdir: of the run; logs are written beside it, or beside the data if
+        it is in an object store.
       changes: "key=value" for --config.key=value.
       fault: arguments of run_with_fault.py; none for the plain program.
       devices: simulated ones.
@@ -167,13 +195,17 @@ class Program:
       model: the config's.
       cached: whether what was compiled before need not be compiled again.
       flags: more of the command line.
+      config: another than the tiny one, with its arguments.
     """
-    workdir = pathlib.Path(workdir)
+    beside = pathlib.Path(workdir)
+    if "://" in str(workdir):
+      beside = self._shared / beside.name
+    default = f"{CONFIG}:data={data or self.data},model={model}"
     plain = [sys.executable, "-m", "bigtrain.main"]
     faulty = [sys.executable, "-m", "faults.run_with_fault", *fault, "--"]
     command = [
       *(faulty if fault else plain),
-      f"--config={CONFIG}:data={data or self.data},model={model}",
+      f"--config={config or default}",
       f"--workdir={workdir}",
       f"--config.compile_cache={self._cache if cached else False}",
       *(f"--config.{change}" for change in changes),
@@ -185,9 +217,10 @@ class Program:
       "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
       "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests"))),
       "PYTHONDONTWRITEBYTECODE": "1",
+      **self._env,
     }
-    number = len(list(workdir.parent.glob(f"{workdir.name}.*.log")))
-    log = workdir.parent / f"{workdir.name}.{number}.log"
+    number = len(list(beside.parent.glob(f"{beside.name}.*.log")))
+    log = beside.parent / f"{beside.name}.{number}.log"
     process = Process(command, env, log)
     self._processes.append(process)
     return process
@@ -206,17 +239,11 @@ class Program:
       workdir, changes, options: as for `start`.
       each: for each process its own options; "changes" are more changes.
     """
-    with socket.socket() as free:
-      free.bind(("127.0.0.1", 0))
-      port = free.getsockname()[1]
+    port = free_port()
     job = []
     for index, own in enumerate(each):
       own = {**options, **own}
-      flags = (
-        f"--coordinator=127.0.0.1:{port}",
-        f"--num_processes={len(each)}",
-        f"--process_id={index}",
-      )
+      flags = flags_of(port, len(each), index)
       own_changes = (*changes, *own.pop("changes", ()))
       if own.pop("starts", True):
         job.append(self.start(workdir, *own_changes, flags=flags, **own))
@@ -257,3 +284,13 @@ def assert_same_run(workdir, other, step):
   assert steps(workdir)[-1] == steps(other)[-1] == step
   assert_same_state(workdir, other, step)
   assert tiny.rows(workdir) == tiny.rows(other)
+
+
+def assert_same_numbers(rows, expected):
+  """Rows of other numbers of devices: the examples exactly, losses nearly."""
+  assert rows.keys() == expected.keys()
+  for step, row in expected.items():
+    assert rows[step].keys() == row.keys()
+    for name, value in row.items():
+      wanted = value if "id_" in name else pytest.approx(value, rel=2e-3)
+      assert rows[step][name] == wanted, (step, name)

@@ -9,6 +9,7 @@ import tiny
 
 from bigtrain import checkpoint
 from faults import program as program_lib
+from faults import tiny_tokens
 from faults.program import path_of, steps
 
 # From the fault to the end of every process; most of it is for a busy machine.
@@ -33,17 +34,6 @@ def last_lines(job):
   return [process.last_line() for process in job]
 
 
-def assert_same_numbers(workdir, undisturbed):
-  """Rows of other numbers of devices: the examples exactly, losses nearly."""
-  rows, expected = tiny.rows(workdir), tiny.rows(undisturbed)
-  assert rows.keys() == expected.keys()
-  for step, row in expected.items():
-    assert rows[step].keys() == row.keys()
-    for name, value in row.items():
-      wanted = value if "id_" in name else pytest.approx(value, rel=2e-3)
-      assert rows[step][name] == wanted, (step, name)
-
-
 @pytest.mark.slow
 def test_a_signal_to_one_and_other_numbers_of_processes(
   program, workdir, undisturbed
@@ -62,7 +52,54 @@ def test_a_signal_to_one_and_other_numbers_of_processes(
   assert steps(workdir)[-1] == 14
   job = program.start_job(workdir, each=[{}] * 4)
   assert codes(job) == [0] * 4, job[0].text()
-  assert_same_numbers(workdir, undisturbed)
+  program_lib.assert_same_numbers(tiny.rows(workdir), tiny.rows(undisturbed))
+
+
+@pytest.mark.slow
+def test_packed_documents_on_other_numbers_of_processes(program, tmp_path):
+  tiny_tokens.write(tmp_path)
+  config = f"{tiny_tokens.__file__}:data={tmp_path}"
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  program.run(whole, config=config)
+  for processes, devices, stop in ((2, 1, 2), (1, 2, 4), (4, 1, 6)):
+    job = program.start_job(
+      parts,
+      f"stop_at_steps={stop}",
+      each=[{}] * processes,
+      config=config,
+      devices=devices,
+    )
+    assert codes(job) == [0] * processes, job[0].text()
+    assert steps(parts)[-1] == stop
+  program_lib.assert_same_numbers(tiny.rows(parts), tiny.rows(whole))
+
+
+@pytest.mark.slow
+def test_other_data_on_one(program, workdir):
+  job = program.start_job(workdir, "evals.val.data.type=faults.own_data")
+  assert codes(job) == [2, 2], job[0].text()
+  for line in last_lines(job):
+    assert "differ in the data of config.evals.val" in line, line
+    assert re.search(r"process 1 \(.*\) has 8 examples", line), line
+
+
+@pytest.mark.slow
+def test_late_joiners(program, workdir):
+  port = program_lib.free_port()
+  first, late, extra = (
+    program_lib.flags_of(port, 2, index) for index in (0, 1, 1)
+  )
+  waits = does("wait", step=4)
+  job = [program.start(workdir, waits, flags=first)]
+  job[0].until(lambda: program_lib.listens(port), f"port {port}")
+  job.append(program.start(workdir, waits, flags=late))
+  job[0].until_says("Step 0 of 24")
+  # One too many: the job that it would join goes on.
+  soon = "cluster={'join_secs': 4}"
+  third = program.start(workdir, waits, soon, flags=extra)
+  assert third.wait(60) == 1, third.text()
+  assert f"process 1: no process 0 at 127.0.0.1:{port}" in third.last_line()
+  assert codes(job) == [0, 0], job[0].text()
 
 
 @pytest.mark.slow
@@ -180,3 +217,4 @@ def test_a_straggler_is_named(program, workdir):
   assert codes(job) == [0, 0]
   said = r"straggler: process 1 \(host .*\) spends 0\.3"
   assert re.search(said, job[0].text())
+  assert "seconds a step on the host, by process: 1: 0.3" in job[0].text()

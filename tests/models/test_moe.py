@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bigtrain import settings, sharding
-from bigtrain.models import decoder, moe
+from bigtrain import settings, sharding, trees
+from bigtrain.models import decoder, mlp, moe, t5
 
 B, L, D, F, E = 8, 6, 4, 5, 8
 
@@ -23,14 +23,10 @@ def compile_fast():
   jax.config.update("jax_disable_most_optimizations", False)
 
 
-def layer(gated=True, **options):
+def layer(kind="swiglu", **options):
   return moe.Moe(
-    options=moe.Options(E, **options),
-    mlp_dim=F,
-    gated=gated,
-    init_std=1.0,
-    out_init_std=1.0,
-    dtype="float32",
+    moe.Options(E, router_init_std=1.0, **options),
+    mlp.Options(F, kind, init_std=1.0, out_init_std=1.0),
   )
 
 
@@ -45,7 +41,7 @@ def params():
 
 
 @functools.cache
-def run_of(gated, options, devices):
+def run_of(kind, options, devices):
   """A compiled layer, its batch and experts split over so many devices."""
   mesh = sharding.make_mesh(devices=jax.devices()[:devices])
   experts = NamedSharding(mesh, PartitionSpec("fsdp"))
@@ -57,7 +53,7 @@ def run_of(gated, options, devices):
   @jax.jit
   def fn(variables, x, real):
     def loss(variables):
-      y, stats = layer(gated, **dict(options)).apply(variables, x, real, False)
+      y, stats = layer(kind, **dict(options)).apply(variables, x, real, False)
       return jnp.sum(jnp.sin(y) * real[..., None]), (y, stats)
 
     return jax.grad(loss, has_aux=True)(variables)
@@ -69,19 +65,23 @@ def run_of(gated, options, devices):
   return jax.device_get((grads, y, stats))
 
 
-def run(gated=True, devices=1, **options):
-  return run_of(gated, tuple(options.items()), devices)
+def run(kind="swiglu", devices=1, **options):
+  return run_of(kind, tuple(options.items()), devices)
 
 
-def expert(e, x, gated=True):
+def expert(e, x, kind):
   """One expert's MLP of one token."""
   p = jax.tree.map(
     lambda w: w[e],
     {k: params()["params"][k]["kernel"] for k in ("up", "gate", "down")},
   )
-  h = x @ p["up"]
-  gate = x @ p["gate"]
-  h = gate / (1 + np.exp(-gate)) * h if gated else np.asarray(jax.nn.gelu(h))
+  h, gate = x @ p["up"], x @ p["gate"]
+  if kind == "swiglu":
+    h = gate / (1 + np.exp(-gate)) * h
+  elif kind == "geglu":
+    h = np.asarray(jax.nn.gelu(gate)) * h
+  else:
+    h = np.asarray(jax.nn.gelu(h)) if kind == "gelu" else np.maximum(h, 0)
   return h @ p["down"]
 
 
@@ -95,7 +95,7 @@ def choices(x, top_k, normalize):
   return list(zip(best.tolist(), weights))
 
 
-def plain(top_k, normalize, capacity=None, gated=True):
+def plain(top_k, normalize, capacity=None, kind="swiglu"):
   """(outputs, how many choices found no place), by a loop over tokens."""
   out, dropped = np.zeros_like(X), 0
   for b in range(B):
@@ -110,20 +110,22 @@ def plain(top_k, normalize, capacity=None, gated=True):
           dropped += 1
           continue
         places[e] -= 1
-        out[b, i] += weight * expert(e, X[b, i], gated)
+        out[b, i] += weight * expert(e, X[b, i], kind)
   return out, dropped
 
 
 @pytest.mark.parametrize(
-  "gated, options, normalize",
+  "kind, options, normalize",
   [
-    (True, dict(top_k=2), True),
-    (False, dict(top_k=1), False),
+    ("swiglu", dict(top_k=2), True),
+    ("gelu", dict(top_k=1), False),
+    ("geglu", dict(top_k=1, normalize=True), True),
+    ("relu", dict(top_k=2, normalize=False), False),
   ],
 )
-def test_dropless_is_a_loop_over_experts(gated, options, normalize):
-  _, y, stats = run(gated, **options)
-  expected, _ = plain(options["top_k"], normalize, gated=gated)
+def test_dropless_is_a_loop_over_experts(kind, options, normalize):
+  _, y, stats = run(kind, **options)
+  expected, _ = plain(options["top_k"], normalize, kind=kind)
   np.testing.assert_allclose(y * REAL[..., None], expected, atol=1e-4)
   assert stats["dropped"] == 0
 
@@ -188,9 +190,42 @@ def test_jitter_moves_choices_in_training_only():
     key = {"dropout": jax.random.key(0)}
     return jittered.apply(params(), X, REAL, train, rngs=key)[0]
 
-  _, still, _ = run_of(True, (("top_k", 1),), 1)
+  _, still, _ = run_of("swiglu", (("top_k", 1),), 1)
   np.testing.assert_allclose(run(False), still, atol=1e-5)
   assert np.abs(run(True) - still).max() > 0.1
+
+
+@pytest.mark.parametrize("factor", [None, float(E)])
+def test_dropout_of_experts_is_the_same_on_all_devices(factor):
+  dropping = layer(top_k=1, capacity_factor=factor, dropout=0.5)
+
+  def run_on(devices, number):
+    mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+
+    @jax.jit
+    def mean(x):
+      one = lambda key: dropping.apply(
+        params(), x, None, True, rngs={"dropout": key}
+      )[0]
+      keys = jax.random.split(jax.random.key(0), number)
+      return jnp.mean(jax.lax.map(one, keys), axis=0)
+
+    with jax.set_mesh(mesh):
+      return np.asarray(mean(jax.device_put(X, sharding.batch(mesh))))
+
+  once = run_on(1, 1)
+  np.testing.assert_allclose(run_on(8, 1), once, rtol=1e-4, atol=1e-4)
+  still = jax.jit(lambda: dropping.apply(params(), X, None, False)[0])()
+  off = lambda y: np.linalg.norm(y - still) / np.linalg.norm(still)
+  assert off(once) > 0.3 and off(run_on(1, 500)) < 0.1
+
+
+def test_evaluation_may_have_more_places():
+  both = layer(top_k=1, capacity_factor=0.7, eval_capacity_factor=float(E))
+  run = jax.jit(
+    lambda train: both.apply(params(), X, REAL, train)[1], static_argnums=0
+  )
+  assert run(True)["dropped"] > 0 and run(False)["dropped"] == 0
 
 
 def test_a_decoder_of_experts_shared_ones_too():
@@ -219,21 +254,34 @@ def test_a_decoder_of_experts_shared_ones_too():
   )
 
 
-def test_a_rule_keeps_experts_on_their_devices():
-  model = decoder.Model(variant="mixtral_8x7b", scan=True)
-  shapes = jax.eval_shape(
-    model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
-  )
+@pytest.mark.parametrize(
+  "model, kernel",
+  [
+    (decoder.Model(variant="mixtral_8x7b", scan=True), "blocks/moe/up/kernel"),
+    (
+      t5.Model(
+        variant="t5_base", moe=dict(num_experts=128, every=2), scan=True
+      ),
+      "encoder/blocks/1/moe/up/kernel",
+    ),
+  ],
+)
+def test_a_rule_keeps_experts_on_their_devices(model, kernel):
+  tokens = [jnp.zeros((1, 2), jnp.int32)] * (2 if kernel[0] == "e" else 1)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), *tokens)
+  state = dict(params=shapes["params"], opt=dict(mu=shapes, nu=shapes))
   rules = (
     (r".*/moe/(gate|up|down)/kernel", "shard_dim(-3)"),
     (".*", "fsdp"),
   )
-  places, _ = sharding.state_shardings(shapes, sharding.make_mesh(), rules)
-  assert places["params"]["blocks"]["moe"]["up"]["kernel"].spec == (
-    PartitionSpec(None, "fsdp")
-  )
-  total = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(shapes))
-  assert sharding.bytes_per_device(shapes, places) < 1.01 * total / 8
+  places, _ = sharding.state_shardings(state, sharding.make_mesh(), rules)
+  by_name = dict(trees.flatten_with_names(places))
+  names = [name for name in by_name if name.endswith(kernel)]
+  assert len(names) == 3
+  for name in names:
+    assert by_name[name].spec == PartitionSpec(None, "fsdp")
+  total = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(state))
+  assert sharding.bytes_per_device(state, places) < 1.01 * total / 8
 
 
 @pytest.mark.parametrize(
@@ -243,8 +291,11 @@ def test_a_rule_keeps_experts_on_their_devices():
     (dict(num_experts=4, top_k=5), "top_k: 5 cannot be, with 4"),
     (dict(num_experts=4, capacity=1.0), "capacity.*'capacity_factor'"),
     (dict(num_experts=4, jitter=1.5), "jitter: 1.5"),
+    (dict(num_experts=4, dropout=1.0), "dropout: 1.0"),
+    (dict(num_experts=4, every=4), "every: 4 does not divide decoder_depth=6"),
+    (dict(num_experts=4, every=0), "every: 0 does not divide depth=8"),
   ],
 )
 def test_what_cannot_be_is_told(options, message):
   with pytest.raises(settings.ConfigError, match=message):
-    moe.read(options, "config.model.moe")
+    moe.read(options, "config.model.moe", depth=8, decoder_depth=6)

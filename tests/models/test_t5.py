@@ -2,7 +2,6 @@
 
 import functools
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import pytest
 from bigtrain import settings, trees
 from bigtrain.models import t5, t5_layers
 
-GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "t5.npz"
 V, S, L = 30, 9, 6
 SIZES = dict(vocab_size=V, width=16, depth=2, decoder_depth=1, num_heads=4)
 
@@ -32,10 +30,17 @@ def tokens(shape, seed):
 INPUTS, TARGETS = tokens((2, S), 0).at[1, 7:].set(0), tokens((2, L), 1)
 
 
-@functools.cache
+_made = {}
+
+
 def made(**options):
-  model = t5.Model(**SIZES | options)
-  return model, jax.jit(model.init)(jax.random.key(0), INPUTS, TARGETS)
+  """(model, its variables)."""
+  key = repr(options)  # Options may be dicts.
+  if key not in _made:
+    model = t5.Model(**SIZES | options)
+    init = jax.jit(model.init)
+    _made[key] = model, init(jax.random.key(0), INPUTS, TARGETS)
+  return _made[key]
 
 
 # As transformers counts those of the released models.
@@ -56,53 +61,6 @@ def test_variants_have_the_published_number_of_parameters(variant, published):
   assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == published
 
 
-@pytest.mark.parametrize("case, scan", [("t5", True), ("t5_1_1", False)])
-def test_logits_are_those_of_transformers(case, scan):
-  """See golden/make_t5.py; its parameters come in by their own names."""
-  golden = {
-    name.removeprefix(f"{case}/"): value
-    for name, value in np.load(GOLDEN).items()
-    if name.startswith(f"{case}/")
-  }
-  model = t5.Model(
-    variant=case,
-    vocab_size=30,
-    width=12,
-    depth=2,
-    decoder_depth=3,
-    num_heads=3,
-    head_dim=5,
-    mlp_dim=20,
-    num_buckets=8,
-    max_distance=20,
-    scan=scan,
-  )
-  batch = [jnp.asarray(golden[name]) for name in ("inputs", "targets")]
-  like = jax.eval_shape(model.init, jax.random.key(0), *batch)["params"]
-  like = dict(trees.flatten_with_names(like))
-  published = {n: x for n, x in golden.items() if n.startswith("params/")}
-  params = t5.from_published(published, like)
-  assert {n: x.shape for n, x in params.items()} == {
-    n: x.shape for n, x in like.items()
-  }
-  variables = {"params": trees.from_flat(params)}
-  logits, _ = jax.jit(model.apply)(variables, *batch)
-  np.testing.assert_allclose(logits, golden["logits"], atol=1e-4)
-
-
-def test_own_parameters_come_in_stacked_or_not():
-  _, variables = made()
-  flat = dict(trees.flatten_with_names(variables["params"]))
-  _, stacked = made(scan=True)
-  like = dict(trees.flatten_with_names(stacked["params"]))
-  found = t5.from_published(flat, like)
-  assert {n: x.shape for n, x in found.items()} == {
-    n: x.shape for n, x in like.items()
-  }
-  for name, value in t5.from_published(found, flat).items():
-    np.testing.assert_array_equal(value, flat[name])
-
-
 def test_distances_share_buckets():
   """The published 32 two-sided and one-sided buckets, of Mesh TensorFlow."""
   one = t5_layers.distance_buckets(32, 128)
@@ -113,20 +71,32 @@ def test_distances_share_buckets():
   assert starts == [*range(8), 8, 12, 16, 23, 32, 46, 64, 91]
 
 
-def test_scan_and_remat_change_nothing():
+EXPERTS = dict(
+  decoder_depth=4, moe=dict(num_experts=4, top_k=1, every=2, shared_experts=1)
+)
+
+
+@pytest.mark.parametrize(
+  "options", [{}, pytest.param(EXPERTS, marks=pytest.mark.slow)]
+)
+def test_scan_and_remat_change_nothing(options):
   def run(scan, remat_policy):
-    _, variables = made(scan=scan)
-    model = t5.Model(**SIZES, scan=scan, remat_policy=remat_policy)
+    _, variables = made(scan=scan, **options)
+    changes = dict(scan=scan, remat_policy=remat_policy)
+    model = t5.Model(**SIZES | options | changes)
 
     def loss(params):
-      logits, _ = model.apply({"params": params}, INPUTS, TARGETS)
-      return jnp.mean(logits**2)
+      logits, out = model.apply({"params": params}, INPUTS, TARGETS)
+      return jnp.mean(logits**2), out["moe"]
 
-    return jax.jit(jax.value_and_grad(loss))(variables["params"])
+    fn = jax.value_and_grad(loss, has_aux=True)
+    return jax.jit(fn)(variables["params"])
 
   plain, grads = run(False, "none")
   scanned, scanned_grads = run(True, "nothing_saveable")
-  np.testing.assert_allclose(scanned, plain, rtol=1e-5)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), scanned, plain
+  )
   like = dict(trees.flatten_with_names(scanned_grads))
   flat = dict(trees.flatten_with_names(grads))
   for name, value in t5.from_published(flat, like).items():
@@ -165,8 +135,9 @@ def test_a_token_sees_its_own_document_and_its_past_only():
     assert {*np.flatnonzero(found[l])} == expected
 
 
-def test_steps_with_a_cache_are_the_whole_at_once():
-  model, variables = made(scan=True)
+@pytest.mark.parametrize("options", [{}, EXPERTS])
+def test_steps_with_a_cache_are_the_whole_at_once(options):
+  model, variables = made(scan=True, **options)
   logits, _ = jax.jit(model.apply)(variables, INPUTS, TARGETS)
   begin = functools.partial(model.apply, method="begin")
   cache = jax.jit(lambda v, x: begin(v, x, L))(variables, INPUTS)
@@ -203,6 +174,8 @@ def test_bfloat16_keeps_logits_and_parameters_in_float32():
     (dict(mlp="gelu"), "config.model.mlp: unknown 'gelu'"),
     (dict(dropout=1), "config.model.dropout: expected a rate"),
     (dict(max_distance=16), "less than twice max_distance"),
+    (dict(init_scale=0), "init_scale: expected a positive number"),
+    (dict(moe=dict(num_experts=2, every=2)), "does not divide decoder_depth=1"),
   ],
 )
 def test_wrong_options_are_told(options, message):

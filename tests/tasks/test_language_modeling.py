@@ -277,13 +277,30 @@ def test_generation_ends_at_the_eos(model, variables, greedy):
     assert row == free[:end] + [0] * (6 - end)
 
 
-def test_samples_do_not_depend_on_devices_or_place(model, variables):
-  fn = functools.partial(
-    task.predict_fns(model)["generate"], max_new=6, temperature=1.0, top_k=20
-  )
+class Uncached:
+  """A model whose cache is the text so far, of which it reads all each time."""
+
+  def __init__(self, model):
+    self._model = model
+
+  def init_cache(self, batch_size, max_len):
+    return jnp.zeros((batch_size, max_len), jnp.int32)
+
+  def apply(self, variables, tokens, *, cache, start=0, head=True):
+    cache = jax.lax.dynamic_update_slice(cache, tokens, (0, start))
+    logits, _ = self._model.apply(variables, cache)
+    size = tokens.shape[1]
+    logits = jax.lax.dynamic_slice_in_dim(logits, start, size, axis=1)
+    return logits, {"cache": cache}
+
+
+def test_samples_do_not_depend_on_devices_place_or_cache(model, variables):
   prompts = np.concatenate([PROMPTS, PROMPTS[:, ::-1]])
 
-  def draw(devices, prompts):
+  def draw(devices, prompts, model=model):
+    fn = functools.partial(
+      task.generate, model=model, max_new=6, temperature=1.0, top_k=20
+    )
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
     with jax.set_mesh(mesh):
       batch = {"tokens": jnp.asarray(prompts, jnp.int32)}
@@ -295,6 +312,7 @@ def test_samples_do_not_depend_on_devices_or_place(model, variables):
   turned = np.roll(prompts, 3, axis=0)
   assert (draw(1, turned) == np.roll(one, 3, axis=0)).all()
   assert (one[[0, 1, 3]] != 0).any(axis=1).all()
+  assert (draw(1, prompts, Uncached(model)) == one).all()
 
 
 def test_what_is_missing_is_told(model, variables):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import sharding
+from bigtrain import sharding, train_step, trees
 from bigtrain.models import t5
 from bigtrain.pp import parse
 from bigtrain.settings import ConfigError
@@ -203,3 +203,112 @@ def test_the_objective_gives_what_the_task_wants(model, variables):
     model, variables, {n: jnp.asarray(x) for n, x in features.items()}
   )
   assert pairs["loss"][1] == (features["targets_segments"] != 0).sum() > 0
+
+
+@functools.cache
+def with_experts():
+  """(a model with experts, its variables)."""
+  model = t5.Model(
+    vocab_size=V,
+    width=16,
+    depth=2,
+    num_heads=4,
+    mlp_dim=24,
+    moe=dict(num_experts=4, top_k=1, every=2, router_init_std=0.5),
+    scan=True,
+  )
+  example = jnp.zeros((1, 2), jnp.int32)
+  made = jax.jit(model.init)(jax.random.key(0), example, example)
+  made["params"]["head"]["kernel"] *= 4.0
+  return model, made
+
+
+def test_experts_add_their_losses_and_are_reported():
+  model, variables = with_experts()
+  pairs = run(model, variables, batch(), load_balance=0.5, router_z=0.25)
+  mean = {name: total / weight for name, (total, weight) in pairs.items()}
+  extra = 0.5 * mean["experts/load_balance"] + 0.25 * mean["experts/router_z"]
+  assert mean["loss"] == pytest.approx(mean["nll"] + extra, rel=1e-5)
+  loads = [mean[f"expert_load/{e}"] for e in range(4)]
+  assert sum(loads) == pytest.approx(1) and mean["experts/dropped"] == 0
+  assert 0 < mean["experts/entropy"] <= np.log(4)
+
+
+@pytest.mark.slow
+def test_experts_do_not_depend_on_devices_and_but_for_balance_on_microbatches():
+  model, variables = with_experts()
+  data = batch(rows=16)
+
+  def gradients(microbatches, devices):
+    mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+
+    @jax.jit
+    def run(params, batch, load_balance):
+      loss_fn = functools.partial(
+        task.loss_fn, model=model, train=True, load_balance=load_balance
+      )
+      grads, _, _ = train_step.gradients(
+        loss_fn,
+        params,
+        {},
+        batch,
+        jax.random.key(0),
+        trainable=jax.tree.map(lambda _: True, params),
+        microbatches=microbatches,
+        mesh=mesh,
+      )
+      return grads
+
+    with jax.set_mesh(mesh):
+      placed = jax.device_put(data, sharding.batch(mesh))
+      found = [run(variables["params"], placed, x) for x in (0.0, 1.0)]
+    return [dict(trees.flatten_with_names(jax.device_get(x))) for x in found]
+
+  def furthest(a, b):
+    """Largest difference, as a share of the largest gradient there."""
+    return max(np.abs(a[n] - b[n]).max() / np.abs(a[n]).max() for n in a)
+
+  free, balanced = gradients(1, 1)
+  same, other = gradients(2, 8)
+  assert furthest(free, same) < 1e-3
+  assert furthest(balanced, other) > 1e-2
+
+
+class Uncached:
+  """A model whose cache is the texts so far, which it reads all each time."""
+
+  def __init__(self, model):
+    self._model = model
+
+  def apply(self, variables, *args, method):
+    if method == "begin":
+      inputs, max_len = args
+      return inputs, jnp.zeros((len(inputs), max_len), jnp.int32)
+    (inputs, targets), token_B, position = args
+    # The 0 that is first is none of the targets.
+    before = jnp.where(position == 0, targets[:, 0], token_B)
+    index = jnp.maximum(position - 1, 0)
+    targets = targets.at[:, index].set(before)
+    logits, _ = self._model.apply(variables, inputs, targets)
+    logits = jax.lax.dynamic_slice_in_dim(logits, position, 1, axis=1)
+    return logits[:, 0], (inputs, targets)
+
+
+@pytest.mark.slow
+def test_experts_write_the_same_on_any_devices_as_without_a_cache():
+  model, variables = with_experts()
+  data = {"inputs": batch()["inputs"]}
+
+  def draw(model, data):
+    fn = functools.partial(
+      task.generate, model=model, max_len=7, temperature=1.5, seed=3
+    )
+    return np.asarray(jax.jit(fn)(variables, data))
+
+  found = draw(model, data)
+  assert len({tuple(row) for row in found}) > 4
+  np.testing.assert_array_equal(draw(Uncached(model), data), found)
+  mesh = sharding.make_mesh(replica=2, fsdp=4)
+  with jax.set_mesh(mesh):
+    split = jax.device_put(data, sharding.batch(mesh))
+    np.testing.assert_array_equal(draw(model, split), found)

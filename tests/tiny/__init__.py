@@ -31,6 +31,8 @@ _TIMES = (
   "mfu",
   "restarts",
   "step_secs",
+  "tokens_per_sec",
+  "tokens_per_sec_per_device",
   # Of a program, and in the first row of each process.
   "model_flops_per_step",
   "update_alias_bytes",

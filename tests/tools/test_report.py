@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -8,11 +9,13 @@ import sys
 
 import pytest
 
-from bigtrain import settings, writers
+from bigtrain import main, settings, writers
 from bigtrain.tools import curves, panels, report
 
 pytest.importorskip("matplotlib")
 Image = pytest.importorskip("PIL.Image")
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def make_run(workdir, *, lr=1e-3, evals=("val",), accounts=True, name="loss"):
@@ -226,28 +229,50 @@ def test_matplotlib_that_is_missing_is_told(tmp_path, monkeypatch, capsys):
   assert "pip install 'bigtrain[report]'" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(
-  not shutil.which("chromium"), reason="there is no Chromium here"
-)
-def test_page_in_a_browser(two_runs, tmp_path):
-  shot = tmp_path / "page.png"
-  subprocess.run(
-    [
-      "chromium",
-      "--headless",
-      "--no-sandbox",  # Tests may run as root.
-      "--disable-gpu",
-      "--window-size=1280,2600",
-      f"--screenshot={shot}",
-      f"file://{two_runs}/report.html",
-    ],
-    check=True,
-    capture_output=True,
-    timeout=60,
-  )
-  image = Image.open(shot).convert("RGB")
-  count = {color: n for n, color in image.getcolors(1 << 22)}
-  assert count[(255, 255, 255)] > 0.7 * image.width * image.height
+@pytest.fixture
+def look(tmp_path):
+  """Makes a picture of a page as a browser shows it: {color: pixels}."""
+  if not shutil.which("chromium"):
+    pytest.skip("there is no Chromium here")
+
+  def take(folder):
+    shot = tmp_path / "page.png"
+    subprocess.run(
+      [
+        "chromium",
+        "--headless",
+        "--no-sandbox",  # Tests may run as root.
+        "--disable-gpu",
+        "--window-size=1280,2600",
+        f"--screenshot={shot}",
+        f"file://{folder}/report.html",
+      ],
+      check=True,
+      capture_output=True,
+      timeout=120,
+    )
+    image = Image.open(shot).convert("RGB")
+    count = {color: n for n, color in image.getcolors(1 << 22)}
+    assert count[(255, 255, 255)] > 0.7 * image.width * image.height
+    return count
+
+  return take
+
+
+def test_page_in_a_browser(two_runs, look):
+  count = look(two_runs)
   # Both runs' curves, and the account of steps.
   for color in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
     assert count[color] > 500
+
+
+@pytest.mark.slow
+def test_a_run_of_the_digits_in_a_browser(tmp_path, look):
+  workdir = tmp_path / "digits"
+  config = str(ROOT / "configs" / "digits.py") + ":runlocal"
+  main.train(settings.load(config) | {"compile_cache": False}, str(workdir))
+  assert report.main([str(workdir)]) == 0
+  with open(workdir / "report" / "report.html") as file:
+    page = file.read()
+  assert "val/acc" in page and "<svg" in page
+  assert look(workdir / "report")[(0x00, 0x72, 0xB2)] > 500

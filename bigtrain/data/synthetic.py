@@ -1,0 +1,199 @@
+"""Examples of declared shapes, made up: for measuring without any data.
+
+  dict(type="synthetic", features={"tokens": "int32[1024] < 50257",
+                                   "targets": "int32[1024] < 50257"})
+  dict(type="synthetic", features={"image": "jpeg[375,500,3]",
+                                   "label": "int64 < 1000"})
+
+A feature is KIND[SHAPE] < BOUND. KIND is a type of numpy, `text` (bytes of a
+few words) or `jpeg` (the bytes of a picture of that shape). SHAPE is nothing
+for a single value; a size of `?` differs between examples. BOUND is for
+integers: they are below it, as ids are below a vocabulary's size.
+
+An example is a function of its number alone, so runs on synthetic data can be
+compared, stopped and resumed like any other.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bigtrain import order
+from bigtrain.data import files, host_tensorflow
+from bigtrain.settings import ConfigError, did_you_mean
+
+_FEATURE = re.compile(
+  r"\s*(?P<kind>\w+)\s*(?:\[(?P<shape>[\d\s,?]*)\])?\s*(?:<\s*(?P<bound>\d+))?\s*"
+)
+_TYPES = (
+  "bool",
+  *("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+  *("float16", "float32", "float64"),
+)
+_MOST = 3  # Of a size that differs.
+_NUM_PICTURES = 16  # To decode one takes as long as to decode another.
+_WORDS = b"a the of on in dog cat tree house river red blue old small".split()
+
+
+class Feature(NamedTuple):
+  """A feature as it is declared.
+
+  Attributes:
+    kind: "text", "jpeg" or a type of numpy.
+    shape: None for a size that differs between examples.
+    bound: integers are below it.
+  """
+
+  kind: str
+  shape: tuple[int | None, ...]
+  bound: int | None
+
+  @property
+  def spec(self) -> tuple[Any, tuple[int | None, ...]]:
+    """(dtype, shape) as the sources have it."""
+    if self.kind == "jpeg":
+      return bytes, ()
+    return bytes if self.kind == "text" else np.dtype(self.kind), self.shape
+
+
+def parse(text: str, key: str) -> Feature:
+  """Reads KIND[SHAPE] < BOUND.
+
+  Raises:
+    ConfigError: it is none; `key` says where it stands.
+  """
+  found = _FEATURE.fullmatch(text) if isinstance(text, str) else None
+  if found is None:
+    raise ConfigError(
+      f"{key}={text!r}: expected KIND[SHAPE] < BOUND, such as 'int32[1024] < "
+      "50257', 'float32' or 'jpeg[375,500,3]'."
+    )
+  kind, bound = found["kind"], found["bound"]
+  if kind not in (*_TYPES, "text", "jpeg"):
+    hint = did_you_mean(kind, (*_TYPES, "text", "jpeg"))
+    raise ConfigError(f"{key}={text!r}: unknown kind {kind!r}.{hint}")
+  sizes = [s.strip() for s in (found["shape"] or "").split(",") if s.strip()]
+  shape = tuple(None if s == "?" else int(s) for s in sizes)
+  if kind == "jpeg" and (len(shape) != 3 or None in shape):
+    raise ConfigError(f"{key}={text!r}: a jpeg is [height,width,channels].")
+  if bound is not None and (np.dtype(kind).kind not in "iu" or bound == "0"):
+    raise ConfigError(f"{key}={text!r}: only integers are below a bound.")
+  return Feature(kind, shape, int(bound) if bound else None)
+
+
+class Source:
+  """Made-up examples.
+
+  Args:
+    features: {name: "KIND[SHAPE] < BOUND"}.
+    num_examples: how many there are.
+    seed: another one, other examples.
+
+  Raises:
+    ConfigError: a feature cannot be read.
+  """
+
+  def __init__(
+    self,
+    features: Mapping[str, str],
+    *,
+    num_examples: int = 1_000_000,
+    seed: int = 0,
+  ):
+    if not isinstance(features, Mapping) or not features:
+      raise ConfigError(
+        f"synthetic: features={features!r}: expected {{name: 'KIND[SHAPE]'}}."
+      )
+    self._features = {
+      name: parse(text, f"synthetic: features.{name}")
+      for name, text in features.items()
+    }
+    self._length = num_examples
+    self._seed = seed
+    self.spec = {name: f.spec for name, f in self._features.items()}
+    self.vocab_sizes = {
+      name: f.bound for name, f in self._features.items() if f.bound
+    }
+
+  def __len__(self) -> int:
+    return self._length
+
+  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """The examples of these numbers."""
+    return {
+      name: _values(feature, order.stream(self._seed, k), indices)
+      for k, (name, feature) in enumerate(self._features.items())
+    }
+
+  def where(self, index: int) -> str:
+    """The number of an example."""
+    return f"synthetic example {int(index)}"
+
+  def fingerprint(self) -> str:
+    """Changes with what is declared."""
+    parts = [(name, *feature) for name, feature in self._features.items()]
+    return files.digest("synthetic", self._length, self._seed, *parts)
+
+
+def _values(feature: Feature, seed: int, indices: np.ndarray) -> np.ndarray:
+  """The values of one feature: [B, ...], dtype object where sizes differ."""
+  if feature.kind == "jpeg":
+    pictures = _pictures(*feature.shape)
+    return _objects([pictures[i % _NUM_PICTURES] for i in indices.tolist()])
+  if None not in feature.shape:
+    return _uniform(feature, seed, indices, feature.shape)
+  rows = []
+  for i in indices:
+    u = order.uniforms(seed, 1, i[None], len(feature.shape))[0]
+    shape = tuple(
+      1 + int(x * _MOST) if size is None else size
+      for x, size in zip(u, feature.shape)
+    )
+    rows.append(_uniform(feature, seed, i[None], shape)[0])
+  return _objects(rows)
+
+
+def _uniform(
+  feature: Feature, seed: int, indices: np.ndarray, shape: tuple[Any, ...]
+) -> np.ndarray:
+  size = int(np.prod(shape, dtype=np.int64))
+  if feature.kind == "text":
+    u = order.uniforms(seed, 0, indices, size * 8).reshape(-1, 8)
+    texts = [b" ".join(_WORDS[int(x * len(_WORDS))] for x in row) for row in u]
+    return _objects(texts).reshape(len(indices), *shape)
+  u = order.uniforms(seed, 0, indices, size).reshape(len(indices), *shape)
+  dtype = np.dtype(feature.kind)
+  if dtype.kind == "f":
+    return u.astype(dtype)
+  if dtype.kind == "b":
+    return u < 0.5
+  bound = feature.bound or (256 if dtype == np.uint8 else 2)
+  return (u.astype(np.float64) * bound).astype(dtype)
+
+
+def _objects(rows: list[Any]) -> np.ndarray:
+  array = np.empty(len(rows), object)
+  for i, row in enumerate(rows):
+    array[i] = row
+  return array
+
+
+@functools.cache
+def _pictures(height: int, width: int, channels: int) -> list[bytes]:
+  """JPEGs of coloured clouds, about as large as photographs."""
+  tf = host_tensorflow.load()
+  rng = np.random.default_rng(0)
+  found = []
+  for _ in range(_NUM_PICTURES):
+    image = np.zeros((height, width, channels))
+    for cells in (4, 16, 64):
+      coarse = rng.uniform(size=(cells + 1, cells + 1, channels))
+      rows = np.linspace(0, cells, height).astype(int)
+      columns = np.linspace(0, cells, width).astype(int)
+      image += coarse[rows][:, columns] / cells**0.5
+    image = 255 * image / image.max()
+    found.append(tf.io.encode_jpeg(image.astype(np.uint8)).numpy())
+  return found

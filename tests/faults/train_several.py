@@ -1,0 +1,15 @@
+"""Trains several configs, one after the other, in one process of a job.
+
+  python -m faults.train_several CONFIG WORKDIR [CONFIG WORKDIR ...]
+
+Where importing costs more than training, that saves most of the time.
+"""
+
+import sys
+
+from bigtrain import cluster, main, settings
+
+if __name__ == "__main__":
+  for config, workdir in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    main.train(settings.load(config), workdir)
+  cluster.leave(cluster.EXIT_OK)

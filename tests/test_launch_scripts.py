@@ -1,0 +1,240 @@
+"""The launch scripts, with stand-ins for the programs that they start.
+
+tests/cluster runs them under the real ones.
+"""
+
+import os
+import pathlib
+import subprocess
+import time
+
+import pytest
+import yaml
+
+LAUNCH = pathlib.Path(__file__).parent.parent / "launch"
+FLAGS = ["--config=x.py", "--workdir=a folder"]
+
+
+@pytest.fixture
+def run(tmp_path):
+  """run(script, *arguments, programs={name: shell}, **environment).
+
+  Each program of `programs` is a shell script; `$NOTES` is a file for it to
+  write to. Returns (exit code, all that was said, the lines of the notes).
+  """
+
+  def call(script, *arguments, programs, cwd=None, **environment):
+    folder = tmp_path / "bin"
+    folder.mkdir(exist_ok=True)
+    for name, text in programs.items():
+      (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+      (folder / name).chmod(0o755)
+    notes = tmp_path / "notes"
+    notes.write_text("")
+    done = subprocess.run(
+      ["bash", LAUNCH / script, *arguments],
+      env={
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "NOTES": str(notes),
+        "PYTHON": str(folder / "python"),
+        "LOGS": str(tmp_path / "logs"),
+        **environment,
+      },
+      cwd=cwd or tmp_path,
+      capture_output=True,
+      text=True,
+      timeout=60,
+      check=False,
+    )
+    said = done.stdout + done.stderr
+    return done.returncode, said, notes.read_text().splitlines()
+
+  return call
+
+
+@pytest.mark.parametrize(
+  "code, restarts, requeued",
+  [(75, 0, True), (75, 2, True), (75, 3, False), (0, 0, False)]
+  + [(1, 0, False), (2, 0, False)],
+)
+def test_slurm_requeues_75_up_to_a_cap(run, code, restarts, requeued):
+  found, said, notes = run(
+    "slurm.sbatch",
+    *FLAGS,
+    programs={
+      "srun": f'echo "$@" >>"$NOTES"; exit {code}',
+      "scontrol": 'echo "$@" >>"$NOTES"',
+      "sleep": ":",
+    },
+    MOST_REQUEUES="3",
+    SLURM_JOB_ID="17",
+    SLURM_RESTART_COUNT=str(restarts),
+  )
+  assert found == code
+  assert "-m bigtrain.main --config=x.py --workdir=a folder" in notes[0]
+  assert notes[1:] == (["requeue 17"] if requeued else [])
+  assert ("not requeued after 3 times" in said) == (restarts == 3)
+
+
+def test_slurm_in_a_container(run):
+  _, _, notes = run(
+    "slurm.sbatch",
+    *FLAGS,
+    programs={"srun": 'printf "%s\\n" "$@" >>"$NOTES"'},
+    CONTAINER="--container-image=a --container-mounts=/b:/b",
+  )
+  assert {"--container-image=a", "--container-mounts=/b:/b"} <= set(notes)
+
+
+PROCESS = 'echo "gpu ${CUDA_VISIBLE_DEVICES:-none} $@" >>"$NOTES"; exit '
+
+
+def test_local_gives_each_process_a_gpu(run):
+  gpus = {"nvidia-smi": "echo GPU 0; echo GPU 1"}
+  code, said, notes = run(
+    "local.sh",
+    "2",
+    *FLAGS,
+    programs=gpus | {"python": PROCESS + "0"},
+    PORT="5",
+  )
+  assert code == 0, said
+  main = "-m bigtrain.main --config=x.py --workdir=a folder"
+  assert sorted(notes) == [
+    f"gpu {i} {main} --coordinator=localhost:5 --num_processes=2 "
+    f"--process_id={i}"
+    for i in range(2)
+  ]
+  code, said, notes = run("local.sh", "3", *FLAGS, programs=gpus, PORT="5")
+  assert (code, notes) == (2, [])
+  assert "3 processes want a GPU each, and there are 2" in said
+
+
+@pytest.mark.parametrize("codes, code", [((0, 2), 2), ((75, 75), 75)])
+def test_local_ends_as_the_job_does(run, codes, code):
+  says = f'[[ "$*" == *--process_id=0 ]] && exit {codes[0]}; exit {codes[1]}'
+  programs = {"python": says, "nvidia-smi": "true"}
+  found, _, _ = run("local.sh", "2", *FLAGS, programs=programs, PORT="5")
+  assert found == code
+
+
+# As MPICH starts ranks: mpirun -np N COMMAND.
+MPIRUN = """
+number=$2
+shift 2
+for ((i = 0; i < number; i++)); do
+  PMI_RANK=$i PMI_SIZE=$number "$@" &
+  pids+=($!)
+done
+for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+exit "${code:-0}"
+"""
+
+
+def test_mpi_tells_each_rank_where_rank_0_is(run):
+  rank = "$JAX_COORDINATOR_ADDRESS $JAX_PROCESS_ID/$JAX_NUM_PROCESSES"
+  code, said, notes = run(
+    "mpi.sh",
+    *("-np", "2", "--", *FLAGS),
+    programs={
+      "mpirun": MPIRUN,
+      "hostname": "echo here",
+      "python": f'echo "{rank} $@" >>"$NOTES"; exit 75',
+    },
+    PORT="5",
+  )
+  assert code == 75, said
+  main = "-m bigtrain.main --config=x.py --workdir=a folder"
+  assert sorted(notes) == [f"here:5 0/2 {main}", f"here:5 1/2 {main}"]
+
+
+# Runs what is said to a worker on this machine, and notes the rest.
+GCLOUD = """
+for word in "$@"; do
+  if [[ "$word" == --command=* ]]; then exec bash -c "${word#--command=}"; fi
+done
+echo "$@" >>"$NOTES"
+"""
+
+
+def test_a_tpu_slice_is_created_and_deleted(run):
+  def tpu_vm(*arguments, **environment):
+    named = dict(TPU="mine", ZONE="there") | environment
+    return run("tpu_vm.sh", *arguments, programs={"gcloud": GCLOUD}, **named)
+
+  code, said, notes = tpu_vm(
+    "create", TYPE="v4-32", VERSION="tpu-vm", OPTIONS="--spot --labels=a=b"
+  )
+  assert code == 0, said
+  assert notes == [
+    "compute tpus queued-resources create mine --node-id=mine "
+    "--accelerator-type=v4-32 --runtime-version=tpu-vm --spot --labels=a=b "
+    "--zone=there"
+  ]
+  code, _, notes = tpu_vm("delete")
+  assert (code, len(notes)) == (0, 1) and "delete mine --force" in notes[0]
+  for wrong in (tpu_vm(), tpu_vm("creat")):
+    assert wrong[0] == 2 and "launch/tpu_vm.sh run --config=" in wrong[1]
+  code, said, notes = tpu_vm("create", ZONE="")
+  assert code and "its zone" in said and not notes
+
+
+def test_a_run_on_a_tpu_slice_is_detached_and_stopped(run, tmp_path):
+  bin_folder = tmp_path / "bigtrain" / ".venv" / "bin"
+  bin_folder.mkdir(parents=True)
+  # The program, which obeys SIGTERM by saving.
+  (bin_folder / "python").write_text(
+    "#!/usr/bin/env bash\n"
+    "trap 'echo saved; exit 75' TERM\n"
+    'printf "%s\\n" "$@"\n'
+    "touch started\n"
+    "for ((i = 0; i < 1000; i++)); do sleep 0.05; done\n"
+  )
+  (bin_folder / "python").chmod(0o755)
+
+  def tpu_vm(*arguments):
+    named = dict(TPU="mine", ZONE="there")
+    return run("tpu_vm.sh", *arguments, programs={"gcloud": GCLOUD}, **named)
+
+  def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+      assert time.monotonic() < deadline
+      time.sleep(0.02)
+
+  log = tmp_path / "bigtrain" / "run.log"
+  code, said, _ = tpu_vm("run", *FLAGS)
+  assert code == 0, said
+  until((tmp_path / "bigtrain" / "started").exists)
+  words = ["-m", "bigtrain.main", "--config=x.py", "--workdir=a folder"]
+  assert log.read_text().splitlines() == words
+  code, said, _ = tpu_vm("stop")
+  assert code == 0, said
+  until(lambda: log.read_text().endswith("saved\n"))
+
+
+def test_kubernetes_names_the_hosts_the_same_everywhere():
+  text = (LAUNCH / "kubernetes.yaml").read_text()
+  job_set = yaml.safe_load(text)
+  (replicated,) = job_set["spec"]["replicatedJobs"]
+  job = replicated["template"]["spec"]
+  (container,) = job["template"]["spec"]["containers"]
+  words = iter(container["command"])
+  assert [next(words) for _ in range(3)] == ["python", "-m", "bigtrain.main"]
+  flags = dict(word.removeprefix("--").split("=", 1) for word in words)
+  assert job["completions"] == job["parallelism"] == int(flags["num_processes"])
+  assert text.count("# CHANGE: hosts") == 3
+  # A pod is JOBSET-JOB-INDEX-POD in the domain of the JobSet.
+  name = job_set["metadata"]["name"]
+  host = f"{name}-{replicated['name']}-0-0.{name}"
+  port = container["ports"][0]["containerPort"]
+  assert flags["coordinator"] == f"{host}:{port}"
+  assert (LAUNCH.parent / flags["config"]).exists()
+  mounted = {mount["name"] for mount in container["volumeMounts"]}
+  assert mounted == {v["name"] for v in job["template"]["spec"]["volumes"]}
+  # Only 2 ends the JobSet.
+  (policy,) = job["podFailurePolicy"]["rules"]
+  assert policy["onExitCodes"]["values"] == [2]
+  (rule,) = job_set["spec"]["failurePolicy"]["rules"]
+  assert rule["action"] == "FailJobSet"
