@@ -32,6 +32,16 @@ class Lengths(NamedTuple):
     """Whether a row is written after `step`, on the device and the host."""
     return (step == 1) | (step % self.log == 0) | (step == self.total)
 
+  def about(self) -> dict[str, Any]:
+    """What a clock (chrono.py) has to know of the run."""
+    return {
+      "batch_size": self.units.batch_size,
+      "total_steps": self.total,
+      "last_step": self.last,
+      "examples_per_epoch": self.units.examples_per_epoch,
+      "tokens_per_example": self.units.tokens_per_example,
+    }
+
   def saves(self, step: int) -> bool:
     """Whether there is a checkpoint of `step`, one of at least 1."""
     return step % self.ckpt == 0 or step == self.last

@@ -93,6 +93,7 @@ def _train(
 ) -> dict[str, Any]:
   """The program; what it opens is closed by `at_end`."""
   config = settings.Config(config)
+  plain = config.to_dict()
   host_memory.keep_freed()
   record.use_compile_cache(config.get("compile_cache", True))
   dog = watchdog.Watchdog(watchdog.read_limits(config), workdir)
@@ -100,7 +101,7 @@ def _train(
 
   # Where it runs.
   cluster.join(config)
-  cluster.agree(lambda: record.identity(config.to_dict()))
+  cluster.agree(lambda: record.identity(plain))
   mesh = sharding.from_config(config)
   at_end.enter_context(jax.set_mesh(mesh))
   logging.info("%s", record.topology(mesh))
@@ -254,7 +255,7 @@ def _train(
   saving: dict[str, Any] = dict(
     keep=settings.whole_number(config, "keep_ckpts", 2, least=1),
     keep_every_steps=lengths.keep_ckpt,
-    config_digest=settings.digest(config.to_dict()),
+    config_digest=settings.digest(plain),
   )
   writing = dict(
     tensorboard=config.get("tensorboard", True),
@@ -278,11 +279,7 @@ def _train(
   at_end.callback(console.close)
   console.status("starting")
   clock = chrono.Chrono(
-    batch_size=batch_size,
-    total_steps=lengths.total,
-    last_step=lengths.last,
-    examples_per_epoch=units.examples_per_epoch,
-    tokens_per_example=units.tokens_per_example,
+    **lengths.about(),
     flops_per_step=step_flops,
     peak_flops_per_device=peak,
     num_devices=mesh.size,
@@ -305,7 +302,6 @@ def _train(
 
   def write_record() -> None:
     """What is known of the run before its first step."""
-    plain = config.to_dict()
     record.start(workdir, plain, mesh, params_spec, optimizer.trainable)
 
   facts: dict[str, Any] = {"model_flops_per_step": step_flops}
@@ -319,13 +315,8 @@ def _train(
     record.update(workdir, **facts)
     return {"step": 0}
   begun = start_lib.begin(
-    origin,
-    workdir,
-    config.to_dict(),
-    state_spec,
-    init_state,
-    model_module,
-    train_input.fingerprints,
+    *(origin, workdir, plain, state_spec, init_state, model_module),
+    fingerprints=train_input.fingerprints,
   )
   state, step = begun.state, begun.step
   recording = cluster.Background(write_record)
@@ -406,7 +397,7 @@ def _train(
     with clock.account("save"):
       wait_for_save()
       host = {
-        "config": record.as_json(config.to_dict()),
+        "config": record.as_json(plain),
         "tally": tally_lib.to_host(values),
         "clock": clock.state(),
         "hooks": run_hooks.state(),

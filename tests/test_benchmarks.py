@@ -58,13 +58,8 @@ def _lines(names, cache):
   return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-  "names, numbers",
-  [
-    pytest.param(names, numbers, marks=[pytest.mark.slow] if i else [])
-    for i, (names, numbers) in enumerate(_GROUPS.items())
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names, numbers", list(_GROUPS.items()))
 def test_each_script_prints_figures(names, numbers, tmp_path):
   figures = _lines(names, tmp_path)
   assert {figure["benchmark"] for figure in figures} == numbers
