@@ -207,7 +207,10 @@ def test_a_store_that_goes_away_in_a_save_ends_the_run(
       assert process.wait(150) == 1, process.text()
       assert time.monotonic() - began < 120
       last = process.last_line()
-      assert "the checkpoint of step 4 was not saved: " in last, last
+      # The rows go there too: whichever write gives up first ends the run.
+      assert re.search(
+        r"the checkpoint of step 4 was not saved: |cannot write .*metrics", last
+      ), last
       assert "no answer" in last and server.root in last, last
     finally:
       program.close()
