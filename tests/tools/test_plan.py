@@ -66,8 +66,8 @@ def test_bytes_are_those_of_a_real_state(rows, config, tmp_path, monkeypatch):
   states = []
   begin = start.begin
 
-  def kept(*args):
-    found = begin(*args)
+  def kept(*args, **more):
+    found = begin(*args, **more)
     states.append(found.state)
     raise Enough
 
