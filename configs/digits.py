@@ -19,7 +19,7 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
 
   config.seed = 0
-  config.total_steps = 1500 if not arg.runlocal else 4
+  config.total_steps = 1800 if not arg.runlocal else 4
   config.log_steps = 50 if not arg.runlocal else 2
   config.ckpt_steps = 300 if not arg.runlocal else 2
   config.mesh = dict(replica=1, fsdp=-1)
