@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 
+import disks
 import pytest
 import save_and_die
 from saved_states import (
@@ -148,10 +149,7 @@ def test_a_full_disk(tmp_path):
   # Root mounts a small disk; others limit the size of a file.
   workdir = tmp_path / "disk"
   workdir.mkdir()
-  mounted = not subprocess.call(
-    ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(workdir)],
-    stderr=subprocess.DEVNULL,
-  )
+  mounted = disks.mount(workdir, "4m")
   try:
     done = subprocess.run(
       [
@@ -175,7 +173,7 @@ def test_a_full_disk(tmp_path):
     assert checkpoint.verify(path_of(str(workdir), 1)) == []
   finally:
     if mounted:
-      subprocess.check_call(["umount", str(workdir)])
+      disks.unmount(workdir)
 
 
 # Several processes.

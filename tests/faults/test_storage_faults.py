@@ -5,19 +5,13 @@ import shutil
 import subprocess
 import time
 
+import disks
 import pytest
 import tiny
 
 from bigtrain import checkpoint
 from bigtrain import rows as rows_lib
 from faults.program import assert_same_run, path_of, steps
-
-
-def mount(workdir, size, *options):
-  """Whether a disk of this size could be mounted; only root can."""
-  options = ",".join([*options, f"size={size}"])
-  command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(workdir)]
-  return not subprocess.call(command, stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture
@@ -27,10 +21,10 @@ def disk(workdir):
   For who may not mount, a limit on the size of files stands for it.
   """
   workdir.mkdir()
-  mounted = mount(workdir, "1m")
+  mounted = disks.mount(workdir, "1m")
   yield workdir, mounted
   if mounted:
-    subprocess.check_call(["umount", str(workdir)])
+    disks.unmount(workdir)
 
 
 def test_a_full_disk(program, disk, undisturbed):
@@ -53,7 +47,7 @@ def test_a_full_disk(program, disk, undisturbed):
   fill(4, 2, "stop_at_steps=4")  # Fault 9: the very last save.
   fill(4, 1)
   if mounted:
-    mount(workdir, "100m", "remount")
+    disks.mount(workdir, "100m", "remount")
   program.run(workdir)
   assert_same_run(workdir, undisturbed, 24)
 
