@@ -66,6 +66,9 @@ def main() -> None:
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   import jax
 
+  from bigtrain import host_memory
+
+  host_memory.keep_freed()  # Comes before the first use of a device.
   on_cpu = jax.devices()[0].platform == "cpu"
   sizes = _QUICK if args.quick else _CPU if on_cpu else _GPU
   # In --quick loss_memory.py has the captioner, which takes longest.
