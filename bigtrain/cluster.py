@@ -252,10 +252,14 @@ def at(phase: str, step: int) -> None:
     _job.at(phase, step)
 
 
-def dispatched() -> None:
-  """Notes that the step is on its way; what took until here is host work."""
+def dispatches() -> None:
+  """Notes that the device's part of the step begins, which needs all hosts.
+
+  What took until here is host work, and a host that does not come here is one
+  that the others wait for.
+  """
   if _job is not None:
-    _job.dispatched()
+    _job.dispatches()
 
 
 def at_abrupt_end(release: Callable[[], None]) -> None:

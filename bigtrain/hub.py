@@ -41,6 +41,7 @@ class Member:
     self.done = False
     self.phase = "start"
     self.step = 0
+    self.on_device = False
     self.host_secs = 0.0
     self.ticks: int | None = None
     # (time, step, host_secs) when stragglers were looked for last.
@@ -100,6 +101,7 @@ class Hub:
     kind = message["kind"]
     if kind == "beat":
       member.phase, member.step = message["phase"], message["step"]
+      member.on_device = message["on_device"]
       member.host_secs = message["host_secs"]
     elif kind == "fail":
       member.done = True
@@ -140,14 +142,15 @@ class Hub:
 
   def _laggards(self) -> str:
     """Which processes hold the others up."""
-    steps = {m.step for m in self._members.values()}
-    if len(steps) == 1:
-      return f"all processes are at step {steps.pop()}"
-    late = [m for m in self._members.values() if m.step == min(steps)]
-    names = ", ".join(map(str, late))
+    places = {m: (m.step, m.on_device) for m in self._members.values()}
+    least, most = min(places.values()), max(places.values())
+    if least == most:
+      return f"all processes are at step {least[0]}"
+    late = [m for m, place in places.items() if place == least]
+    others = "wait for it on the device" if least[0] == most[0] else "are"
     return (
-      f"the laggard is {names}, at step {min(steps)} in the phase "
-      f"{late[0].phase!r} while others are at step {max(steps)}"
+      f"the laggard is {', '.join(map(str, late))}, at step {least[0]} in the "
+      f"phase {late[0].phase!r} while others {others} at step {most[0]}"
     )
 
   def _end(self, code: int, reason: str, hang: bool = False) -> None:

@@ -85,7 +85,7 @@ class Job:
     self._ticks = 0
     self._hold: str | None = None
     self._target: int | None = None
-    self._phase, self._step = "start", 0
+    self._phase, self._step, self._on_device = "start", 0, False
     self._host_secs = 0.0
     self._since = time.monotonic()
 
@@ -164,6 +164,7 @@ class Job:
         kind="beat",
         phase=self._phase,
         step=self._step,
+        on_device=self._on_device,
         host_secs=self._host_secs,
       )
       await asyncio.sleep(BEAT_SECS)
@@ -224,11 +225,12 @@ class Job:
 
   def at(self, phase: str, step: int) -> None:
     """What this process is doing, for what others say of it."""
-    self._phase, self._step = phase, step
+    self._phase, self._step, self._on_device = phase, step, False
     self._since = time.monotonic()
 
-  def dispatched(self) -> None:
-    """The step has been given to the device: the host's work for it is done."""
+  def dispatches(self) -> None:
+    """The step is given to the device: the host's work for it is done."""
+    self._on_device = True
     self._host_secs += time.monotonic() - self._since
 
   def signalled(self, name: str) -> None:

@@ -459,8 +459,8 @@ def _train(
     waiting = time.monotonic()
     batch = next(batches)
     clock.data_wait(time.monotonic() - waiting)
+    cluster.dispatches()
     state, tally = update(state, tally, batch)
-    cluster.dispatched()
     step += 1
     console.step(step)
     if step == first_step + 1:
