@@ -3,7 +3,7 @@
 Command: make train, which is
   python -m bigtrain.main --config=configs/digits.py --workdir=runs/digits
 Hardware: any; two CPU cores need about a minute.
-Result: at least 0.975 top-1 on the held-out fifth.
+Result: 0.992 top-1 on the held-out fifth; 0.983 to 0.992 over four seeds.
 Source: our own runs, see docs/benchmarks.md. The data are 1,797 real images of
 8 x 8 pixels (Alpaydin and Kaynak 1998, UCI), which scikit-learn carries.
 """
@@ -19,13 +19,13 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
 
   config.seed = 0
-  config.total_steps = 1800 if not arg.runlocal else 4
+  config.total_steps = 1400 if not arg.runlocal else 4
   config.log_steps = 50 if not arg.runlocal else 2
   config.ckpt_steps = 300 if not arg.runlocal else 2
   config.mesh = dict(replica=1, fsdp=-1)
 
   config.task = "classification"
-  config.loss = dict(kind="softmax_xent", mixup_alpha=0.2)
+  config.loss = dict(kind="softmax_xent", mixup_alpha=0.4)
 
   # Pixels are 0..16, and 0 is paper, so shifts come before the range changes:
   # they are what handwriting varies in, and what they pad with is 0.

@@ -82,11 +82,11 @@ def _draw(ax: Any, panel: Panel) -> None:
   ax.set_xlabel("step")
   ax.set_ylabel(panel.unit)
   ax.xaxis.set_major_formatter(_thousands)
-  if panel.unit in ("GiB", "% of time", "% of peak", "examples / s"):
-    ax.set_ylim(bottom=0)
   finite = [v for s in panel.series for v in s.values if math.isfinite(v)]
-  ax.locator_params(axis="y", nbins=6)
   top = max(map(abs, finite), default=1.0)
+  if panel.unit in ("GiB", "% of time", "% of peak", "examples / s"):
+    ax.set_ylim(0, 1.05 * top or 1.0)
+  ax.locator_params(axis="y", nbins=6)
   if top >= 10000:
     ax.yaxis.set_major_formatter(_thousands)
   elif top < 0.01:
