@@ -149,7 +149,7 @@ class Lease:
       self.check()
       _remove(self._path)
     except LeaseLostError:
-      pass
+      pass  # Another job has the workdir now: its file is not ours to remove.
     except OSError as e:  # It runs out by itself.
       logging.warning("%s: cannot be removed: %s", self._path, e)
 
