@@ -55,8 +55,8 @@ test-results: install ## Train the quickstarts to their results: half an hour
 
 test-cluster: $(VENV)/.installed-cluster build/moto/.installed
 test-cluster: ## Test under Slurm, MPI and with object stores (root gets them)
-	@tests/cluster/run.sh $(run) pytest -m cluster --durations=10 $(ARGS) \
-	  tests/cluster
+	@tests/schedulers/run.sh $(run) pytest -m cluster --durations=10 $(ARGS) \
+	  tests/schedulers
 
 soak: install ## Kill a run a hundred times; its end must be that of a quiet one
 	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(run) faults.soak $(ARGS)

@@ -207,11 +207,11 @@ class _Ours:
   """bigtrain.checkpoint."""
 
   def __init__(self, folder: str):
-    from bigtrain import checkpoint
+    from bigtrain.checkpoints import checkpointer
 
     self._workdir = folder
-    checkpoint.check_writable(folder)
-    self._checkpointer = checkpoint.Checkpointer(folder)
+    checkpointer.check_writable(folder)
+    self._checkpointer = checkpointer.Checkpointer(folder)
     self._step = 0
 
   def start(self, state: Any) -> None:
@@ -219,10 +219,10 @@ class _Ours:
     self._checkpointer.save(self._step, state)
 
   def wait(self) -> None:
-    from bigtrain import storage
+    from bigtrain.checkpoints import folders
 
     self._checkpointer.wait()
-    storage.discard(storage.find(self._workdir))
+    folders.discard(folders.find(self._workdir))
 
   def close(self) -> None:
     self._checkpointer.close()

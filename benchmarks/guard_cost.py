@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import measure, program, synthetic
-from bigtrain import tally
+from bigtrain.step import tally
 from configs import digits
 
 _POLICIES = ("stop", "skip")

@@ -164,14 +164,15 @@ def _tf_crop(encoded: Any, size: int) -> Any:
 
 def pipeline(folder: str, size: int) -> Iterator[Any]:
   """Ours, up to batches on the device."""
-  from bigtrain import input_pipeline, settings, sharding
+  from bigtrain import settings, sharding
+  from bigtrain.inputs import pipeline as pipeline_lib
 
   config = {
     "data": {"type": "image_folder", "path": folder},
     "pp": jpegs.TRAIN_PP.format(size=size),
     "batch_size": _BATCH,
   }
-  train_input = input_pipeline.make_train(
+  train_input = pipeline_lib.make_train(
     settings.Config(config, "config.input"), seed=0, mesh=sharding.make_mesh()
   )
   return train_input.start(0, 10**9)

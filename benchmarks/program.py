@@ -17,7 +17,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from bigtrain import cluster, host_memory, input_pipeline, main, start
+from bigtrain import main
+from bigtrain.checkpoints import start
+from bigtrain.cluster import process
+from bigtrain.inputs import pipeline
+from bigtrain.runtime import host_memory
 
 # Steps of the loop that pass before one is timed: more than main queues on the
 # device, and more batches than wait in front of it.
@@ -30,7 +34,7 @@ _STEPS_IN_FLIGHT = 4
 host_memory.keep_freed()
 
 _begin = start.begin
-_make_train = input_pipeline.make_train
+_make_train = pipeline.make_train
 
 
 @dataclasses.dataclass
@@ -117,8 +121,8 @@ def build(config: Any, *, state: bool = True, update: bool = True) -> Program:
 
   with contextlib.ExitStack() as patches:
     if state:
-      _replace(patches, input_pipeline, "make_train", _with_batch(program))
-    _replace(patches, cluster, "Background", background)
+      _replace(patches, pipeline, "make_train", _with_batch(program))
+    _replace(patches, process, "Background", background)
     _replace(patches, start, "begin", begin)
     _train(config)
   return program
@@ -135,7 +139,7 @@ def train(config: Any, before_step: Callable[[Program, int], bool]) -> None:
   """
   program = Program()
 
-  class Background(cluster.Background):
+  class Background(process.Background):
     def result(self) -> Any:
       value = super().result()
       if isinstance(value, jax.stages.Compiled):
@@ -154,8 +158,8 @@ def train(config: Any, before_step: Callable[[Program, int], bool]) -> None:
   of_config = config.get("hooks", {})
   config["hooks"] = {**of_config, "benchmark": {"type": f"{__name__}.Between"}}
   with contextlib.ExitStack() as patches:
-    _replace(patches, input_pipeline, "make_train", _with_batch(program))
-    _replace(patches, cluster, "Background", Background)
+    _replace(patches, pipeline, "make_train", _with_batch(program))
+    _replace(patches, process, "Background", Background)
     _replace(patches, start, "begin", begin)
     _replace(patches, Between, "before_step", between)
     _train(config)

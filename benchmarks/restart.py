@@ -90,10 +90,13 @@ def _save_step_1(config: str, workdir: str, cache: str) -> None:
 
 def _move(saved: str, workdir: str, step: int) -> None:
   """Makes the workdir that a run like a saved one has at another step."""
-  from bigtrain import checkpoint, integrity, storage, trees, writers
+  from bigtrain import trees
+  from bigtrain.checkpoints import checkpointer as checkpointer_lib
+  from bigtrain.checkpoints import folders, integrity
+  from bigtrain.reports import writers
 
-  directory = storage.find(saved)
-  manifest = storage.read_manifest(directory)
+  directory = folders.find(saved)
+  manifest = folders.read_manifest(directory)
   arrays = {
     name: integrity.read_array(directory, manifest, name)
     for name in manifest.arrays
@@ -101,8 +104,8 @@ def _move(saved: str, workdir: str, step: int) -> None:
   for name, array in arrays.items():
     if not array.shape and np.issubdtype(array.dtype, np.integer):
       arrays[name] = np.full_like(array, step)  # It counted steps.
-  checkpoint.check_writable(workdir)
-  checkpointer = checkpoint.Checkpointer(
+  checkpointer_lib.check_writable(workdir)
+  checkpointer = checkpointer_lib.Checkpointer(
     workdir, config_digest=manifest.config_digest
   )
   checkpointer.save(step, trees.from_flat(arrays), manifest.host_state)
@@ -117,11 +120,11 @@ def _move(saved: str, workdir: str, step: int) -> None:
 
 def _read(workdir: str) -> None:
   """Reads all files of the newest checkpoint, one after the other."""
-  from bigtrain import storage
+  from bigtrain.checkpoints import folders
 
-  directory = storage.find(workdir)
+  directory = folders.find(workdir)
   room = memoryview(bytearray(2**23))
-  for path, _ in storage.files_below(directory):
+  for path, _ in folders.files_below(directory):
     with open(os.path.join(directory, path), "rb", buffering=0) as file:
       while file.readinto(room):
         pass

@@ -66,7 +66,7 @@ def main() -> None:
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   import jax
 
-  from bigtrain import host_memory
+  from bigtrain.runtime import host_memory
 
   host_memory.keep_freed()  # Comes before the first use of a device.
   on_cpu = jax.devices()[0].platform == "cpu"

@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 import jax
 from absl import flags, logging
 
-from bigtrain import cluster, record, settings
+from bigtrain import settings
+from bigtrain.cluster import process
+from bigtrain.reports import record
 
 _USAGE = (
   "Usage: python -m bigtrain.main --config=FILE.py[:arguments] --workdir=DIR "
@@ -77,7 +79,7 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
   """
   if {"--help", "-h", "-help"} & set(sys.argv[1:]):
     print(_USAGE + "\nThe keys of a config are in docs/config.md.")
-    cluster.leave(cluster.EXIT_OK)
+    process.leave(process.EXIT_OK)
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
   flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.
@@ -94,18 +96,18 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
     results = train(config, workdir)
   except settings.ConfigError as e:
     # No traceback: the mistake is in the config or the data.
-    _end(cluster.EXIT_CONFIG, f"error: {e}")
-  except cluster.Preempted as e:
-    _end(cluster.EXIT_PREEMPTED, f"preempted: {e}")
+    _end(process.EXIT_CONFIG, f"error: {e}")
+  except process.Preempted as e:
+    _end(process.EXIT_PREEMPTED, f"preempted: {e}")
   except Exception as e:
     traceback.print_exc()
-    _end(cluster.EXIT_ERROR, f"error: {type(e).__name__}: {e}")
+    _end(process.EXIT_ERROR, f"error: {type(e).__name__}: {e}")
   print(record.ending(results, workdir))
-  cluster.leave(cluster.EXIT_OK)
+  process.leave(process.EXIT_OK)
 
 
 def _end(code: int, last_line: str) -> NoReturn:
   """Ends the process, and with it the others of its job."""
   print(last_line, file=sys.stderr, flush=True)
-  cluster.fail(code, last_line.partition(": ")[2])
-  cluster.leave(code)
+  process.fail(code, last_line.partition(": ")[2])
+  process.leave(code)

@@ -1,10 +1,100 @@
 """How long a run is, and what happens at which steps."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
 from typing import Any, NamedTuple
 
-from bigtrain import input_pipeline, settings
+from bigtrain import settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+  """What is needed to turn any length into steps.
+
+  Attributes:
+    batch_size: examples of a global batch.
+    examples_per_epoch: examples of the training set, if it is finite.
+    tokens_per_example: tokens of an example, where the input has them.
+    total_steps: length of the run, once it is known.
+  """
+
+  batch_size: int
+  examples_per_epoch: int | None = None
+  tokens_per_example: int | None = None
+  total_steps: int | None = None
+
+  def to_steps(self, amount: float, unit: str, key: str) -> int:
+    """Whole steps in `amount` units: rounded, and at least one unless 0."""
+    if isinstance(amount, bool) or not isinstance(amount, int | float):
+      raise settings.ConfigError(f"{key}: expected a number, got {amount!r}.")
+    if not 0 <= amount < math.inf:
+      raise settings.ConfigError(
+        f"{key}: expected a finite number of at least 0, got {amount!r}."
+      )
+    scale = {
+      "steps": 1,
+      "examples": 1 / self.batch_size,
+      "epochs": self._per_step(self.examples_per_epoch),
+      "tokens": self._per_step(1, self.tokens_per_example),
+      "percent": self.total_steps and self.total_steps / 100,
+    }[unit]
+    if scale is None:
+      needs = {
+        "epochs": "a training set of known size",
+        "tokens": "an input with tokens",
+        "percent": "the length of the run, of which it would be a part",
+      }[unit]
+      raise settings.ConfigError(f"{key}: this unit needs {needs}.")
+    return max(1, round(amount * scale)) if amount else 0
+
+  def _per_step(
+    self, times: float | None, over: int | None = 1
+  ) -> float | None:
+    if not times or not over:
+      return None
+    return times / over / self.batch_size
+
+
+# What a length may be given in: the ends of its key.
+UNITS = ("steps", "epochs", "examples", "tokens", "percent")
+
+
+def steps(
+  cfg: settings.Config | dict[str, Any],
+  prefix: str,
+  units: Units,
+  default: int | None = None,
+  path: str | None = None,
+) -> int | None:
+  """Reads a length in whichever unit the config gives it, as whole steps.
+
+  Args:
+    cfg: a Config, or a plain dict, from which the key is then removed.
+    prefix: "total", "log", "warmup", ...: the key is f"{prefix}_{unit}" with a
+      unit of steps, epochs, examples, tokens, percent.
+    units: the sizes to convert with.
+    default: returned when no such key is there, or all of them are None: so
+      `total_epochs=None total_steps=100` on the command line changes the unit.
+    path: where `cfg` is in the config, if it is a plain dict.
+
+  Raises:
+    ConfigError: two units at once, or a unit that cannot be converted here.
+  """
+  path = path or getattr(cfg, "path", "config")
+  names = [f"{prefix}_{unit}" for unit in UNITS]
+  # `get` also tells a tracked config that each of these names is known.
+  read = (
+    cfg.get if isinstance(cfg, settings.Config) else lambda k: cfg.pop(k, None)
+  )
+  values = {name: read(name) for name in names}
+  found = [name for name in names if values[name] is not None]
+  if len(found) > 1:
+    both = " and ".join(f"{path}.{name}" for name in found)
+    raise settings.ConfigError(f"{both}: give the length once, in one unit.")
+  if not found:
+    return default
+  (name,) = found
+  return units.to_steps(values[name], name[len(prefix) + 1 :], f"{path}.{name}")
 
 
 class Lengths(NamedTuple):
@@ -20,7 +110,7 @@ class Lengths(NamedTuple):
     save_at_start: whether there is a checkpoint of step 0.
   """
 
-  units: settings.Units
+  units: Units
   total: int
   last: int
   log: int
@@ -47,37 +137,32 @@ class Lengths(NamedTuple):
     return step % self.ckpt == 0 or step == self.last
 
 
-def read(
-  config: settings.Config,
-  train_input: input_pipeline.TrainInput,
-  batch_spec: Mapping[str, Any],
-) -> Lengths:
+def read(config: settings.Config, units: Units) -> Lengths:
   """Reads total, stop_at, log, ckpt and keep_ckpt, in whichever unit.
 
   A length of 0 means: only at the end.
 
+  Args:
+    config: the whole config.
+    units: sizes of the batch and the data set; the total is filled in.
+
   Raises:
     ConfigError: no total, or a unit that does not apply.
   """
-  units = settings.Units(
-    batch_size=train_input.batch_size,
-    examples_per_epoch=train_input.num_examples,
-    tokens_per_example=input_pipeline.tokens_per_example(batch_spec),
-  )
-  total = settings.steps(config, "total", units)
+  total = steps(config, "total", units)
   if not total:
     raise settings.ConfigError(
       f"config.total_steps: missing{config.misspelled('total_steps')}; give "
       "total_steps, total_epochs, total_examples or total_tokens."
     )
   units = dataclasses.replace(units, total_steps=total)
-  stop_at = settings.steps(config, "stop_at", units) or total
+  stop_at = steps(config, "stop_at", units) or total
   return Lengths(
     units=units,
     total=total,
     last=min(total, stop_at),
-    log=settings.steps(config, "log", units, 50) or total,
-    ckpt=settings.steps(config, "ckpt", units, 1000) or total,
-    keep_ckpt=settings.steps(config, "keep_ckpt", units),
+    log=steps(config, "log", units, 50) or total,
+    ckpt=steps(config, "ckpt", units, 1000) or total,
+    keep_ckpt=steps(config, "keep_ckpt", units),
     save_at_start=config.get("save_at_start", False),
   )

@@ -9,10 +9,10 @@ loop. What differs between experiments stands in the config and behind seams
 by name. Nothing here knows any of them.
 """
 
-from bigtrain import cluster
+from bigtrain.cluster import process
 
 if __name__ == "__main__":
-  cluster.catch_signals()  # The imports below take a second or two.
+  process.catch_signals()  # The imports below take a second or two.
 
 import collections
 import contextlib
@@ -24,34 +24,20 @@ import jax.numpy as jnp
 import optax
 from absl import logging
 
-from bigtrain import (
-  bookkeeping,
-  checkpoint,
-  chrono,
-  command,
-  debugging,
-  flops,
-  footprint,
-  guard,
-  hooks,
-  host_memory,
-  input_pipeline,
-  lease,
-  optim,
-  parts,
-  record,
-  settings,
-  sharding,
-  train_step,
-  trees,
-  watchdog,
-  writers,
-)
+from bigtrain import command, parts, settings, sharding, trees
 from bigtrain import lengths as lengths_lib
-from bigtrain import programs as programs_lib
-from bigtrain import start as start_lib
-from bigtrain import tally as tally_lib
-from bigtrain.evaluators import common as evaluators
+from bigtrain.checkpoints import checkpointer as checkpointer_lib
+from bigtrain.checkpoints import start as start_lib
+from bigtrain.cluster import lease, watchdog
+from bigtrain.evaluation import evaluations as evaluators
+from bigtrain.inputs import pipeline
+from bigtrain.optim import chain
+from bigtrain.reports import chrono, flops, footprint, record, row_log, writers
+from bigtrain.runtime import debugging, hooks, host_memory
+from bigtrain.runtime import programs as programs_lib
+from bigtrain.step import gradients as gradients_lib
+from bigtrain.step import guard
+from bigtrain.step import tally as tally_lib
 
 # Steps that may be queued on the device: enough to keep it busy, few enough
 # that batches do not pile up there and that a signal is obeyed soon.
@@ -100,8 +86,8 @@ def _train(
   at_end.callback(dog.close)
 
   # Where it runs.
-  cluster.join(config)
-  cluster.agree(lambda: record.identity(plain))
+  process.join(config)
+  process.agree(lambda: record.identity(plain))
   mesh = sharding.from_config(config)
   at_end.enter_context(jax.set_mesh(mesh))
   logging.info("%s", record.topology(mesh))
@@ -112,27 +98,34 @@ def _train(
   seed = settings.whole_number(config, "seed", 0, least=0)
   batch_size = config.input.batch_size
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
-  microbatches = train_step.read_microbatches(config, batch_size, mesh)
+  microbatches = gradients_lib.read_microbatches(config, batch_size, mesh)
   pp_modules = config.get("pp_modules", ())
-  train_input = input_pipeline.make_train(
+  train_input = pipeline.make_train(
     config.input, seed=seed, mesh=mesh, pp_modules=pp_modules
   )
   batch_spec = sharding.batch_spec(train_input.spec, mesh)
-  lengths = lengths_lib.read(config, train_input, batch_spec)
+  lengths = lengths_lib.read(
+    config,
+    lengths_lib.Units(
+      batch_size=batch_size,
+      examples_per_epoch=train_input.num_examples,
+      tokens_per_example=pipeline.tokens_per_example(batch_spec),
+    ),
+  )
   units = lengths.units
 
   # Task and model.
   task = parts.task(config)
   model_module, model = parts.model(config)
   vocab_sizes = parts.vocab_sizes(task, model)
-  input_pipeline.check_vocab_sizes(
+  pipeline.check_vocab_sizes(
     train_input.vocab_sizes, vocab_sizes, "config.input"
   )
   loss_fn = parts.loss_fn(config, task, model)
   if config.get("debug_shapes", False):
     loss_fn = debugging.with_shapes(loss_fn)
   loss_fn = jax.jit(loss_fn)  # Is traced once, wherever it is called.
-  in_two = train_step.two_passes(task, model, config.kwargs("loss"))
+  in_two = gradients_lib.two_passes(task, model, config.kwargs("loss"))
 
   @jax.jit
   def init_variables() -> dict[str, Any]:
@@ -146,8 +139,8 @@ def _train(
 
   # Optimizer. Parameters that are frozen have no state there.
   params_spec = jax.eval_shape(init_variables)["params"]
-  optimizer = optim.make(config, params_spec, units)
-  ema_update = optim.make_ema(config, units)
+  optimizer = chain.make(config, params_spec, units)
+  ema_update = chain.make_ema(config, units)
   # How steps are guarded, and summed up in the tally, until there is a row.
   rules = tally_lib.from_config(config, lengths.makes_row)
 
@@ -164,7 +157,7 @@ def _train(
     if variables:
       state["mutable"] = variables
     if ema_update:
-      state["ema"] = optim.ema_init(params)
+      state["ema"] = chain.ema_init(params)
     if rules.loss_scale:
       state["loss_scale"] = rules.loss_scale.start()
     return state
@@ -180,7 +173,7 @@ def _train(
   def gradients(state: dict[str, Any], batch: Any) -> Any:
     """(gradients, metric pairs, mutable) of the step after `state`."""
     _, step_rng = jax.random.split(jax.random.key(seed))
-    return train_step.gradients(
+    return gradients_lib.gradients(
       loss_fn,
       state["params"],
       state.get("mutable", {}),
@@ -215,7 +208,7 @@ def _train(
     rates = {name: rate(done) for name, rate in optimizer.schedules.items()}
     return rules.settle(state, advance, tally, grads, pairs=pairs, rates=rates)
 
-  loss_args = train_step.loss_args(state_spec, batch_spec, mesh)
+  loss_args = gradients_lib.loss_args(state_spec, batch_spec, mesh)
   pairs_spec, _ = jax.eval_shape(loss_fn, *loss_args)
   trained_spec, _ = trees.partition(params_spec, optimizer.trainable)
   tally_spec = rules.spec(
@@ -229,8 +222,8 @@ def _train(
     """After each batch of an evaluation."""
     dog.beat()
     console.evaluation_progress(done, batches)
-    if cluster.preempted():
-      raise cluster.Preempted(f"evaluating step {step}, which is saved")
+    if process.preempted():
+      raise process.Preempted(f"evaluating step {step}, which is saved")
 
   evaluations = evaluators.from_config(
     config,
@@ -272,10 +265,10 @@ def _train(
     raise settings.ConfigError(" ".join(unknown))
 
   # From here on files are written, and the workdir is this job's alone.
-  checkpoint.check_writable(workdir)
+  checkpointer_lib.check_writable(workdir)
   held = lease.acquire(workdir) if jax.process_index() == 0 else None
   at_end.callback(held.release if held else lambda: None)
-  cluster.at_abrupt_end(held.release if held else lambda: None)
+  process.at_abrupt_end(held.release if held else lambda: None)
   at_end.callback(console.close)
   console.status("starting")
   clock = chrono.Chrono(
@@ -288,7 +281,7 @@ def _train(
   # The update compiles while the state is read or made.
   dog.enter("compile", 0)
   state_sharding = jax.tree.map(lambda x: x.sharding, state_spec)
-  compiling = cluster.Background(
+  compiling = process.Background(
     programs.lower(
       "update",
       update_fn,
@@ -319,7 +312,7 @@ def _train(
     fingerprints=train_input.fingerprints,
   )
   state, step = begun.state, begun.step
-  recording = cluster.Background(write_record)
+  recording = process.Background(write_record)
   logging.info("Step %d of %d, %s.", step, lengths.total, begun.how)
   # Rolling back passes over batches: from then on they run ahead of the steps.
   ahead = begun.host.get("batches_ahead", 0)
@@ -334,7 +327,7 @@ def _train(
     **writing,
   )
   at_end.callback(writer.close)
-  checkpointer = checkpoint.Checkpointer(
+  checkpointer = checkpointer_lib.Checkpointer(
     workdir, guard=held.check if held else None, **saving
   )
   at_end.callback(checkpointer.close)
@@ -369,7 +362,7 @@ def _train(
         raise guard.Rollback(error, bad_step, saved_step)
       raise error
 
-  books = bookkeeping.Books(
+  books = row_log.Books(
     workdir,
     writer,
     run_hooks,
@@ -459,7 +452,7 @@ def _train(
     waiting = time.monotonic()
     batch = next(batches)
     clock.data_wait(time.monotonic() - waiting)
-    cluster.dispatches()
+    process.dispatches()
     state, tally = update(state, tally, batch)
     step += 1
     console.step(step)
@@ -485,8 +478,8 @@ def _train(
     try:
       for evaluation in due:
         evaluate(evaluation)
-      interrupted = cluster.preempted() and step < lengths.last
-    except cluster.Preempted:
+      interrupted = process.preempted() and step < lengths.last
+    except process.Preempted:
       interrupted = True  # The next start finds what results are missing.
     checkpointer.check()
     builder.check()
@@ -506,7 +499,7 @@ def _train(
     writer.write({"step": step, **clock.summary()})
   writer.flush()
   if interrupted:
-    raise cluster.Preempted(f"saved step {step} of {lengths.total}")
+    raise process.Preempted(f"saved step {step} of {lengths.total}")
   logging.info("%s at step %d.", stop.reason if stop else "Done", step)
   return books.newest
 

@@ -7,16 +7,13 @@ nearest name that somebody did.
 """
 
 import ast
-import dataclasses
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import json
-import math
 import os
-import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -87,60 +84,6 @@ def check_kwargs(
   for name in sorted(options - set(kwargs)):
     if parameters[name].default is inspect.Parameter.empty:
       raise ConfigError(f"{path}.{name}: missing, and it has no default.")
-
-
-def module_names(kind: str) -> list[str]:
-  """Names of the modules in bigtrain.<kind> that a config may name."""
-  package = importlib.import_module(f"bigtrain.{kind}")
-  return sorted(
-    m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "common"
-  )
-
-
-def find_module(kind: str, name: str, key: str) -> Any:
-  """The module that `name` stands for.
-
-  Args:
-    kind: subpackage: "tasks", "models", "evaluators" or "data".
-    name: file name without .py, or a dotted path outside of the package.
-    key: the config key that holds the name, for the message.
-
-  Raises:
-    ConfigError: there is no such module. A failing import inside of the
-      module is raised as itself.
-  """
-  if not isinstance(name, str) or not name:
-    raise ConfigError(f"{key}: expected a module's name, got {name!r}.")
-  if "." not in name and name not in module_names(kind):
-    hint = did_you_mean(name, module_names(kind))
-    raise ConfigError(f"{key}: no {kind} module {name!r}.{hint}")
-  dotted = name if "." in name else f"bigtrain.{kind}.{name}"
-  return _import(dotted, key)
-
-
-def find_attribute(dotted: str, key: str) -> Any:
-  """The object that "package.module.attribute" names, or ConfigError."""
-  module_name, _, attribute = dotted.rpartition(".")
-  if not module_name:
-    raise ConfigError(f"{key}: expected package.module.name, got {dotted!r}.")
-  module = _import(module_name, key)
-  if not hasattr(module, attribute):
-    hint = did_you_mean(attribute, [n for n in dir(module) if n[0] != "_"])
-    raise ConfigError(f"{key}: {module_name} has no {attribute!r}.{hint}")
-  return getattr(module, attribute)
-
-
-def _import(dotted: str, key: str) -> Any:
-  if "" in dotted.split("."):
-    raise ConfigError(f"{key}: expected package.module, got {dotted!r}.")
-  try:
-    return importlib.import_module(dotted)
-  except ModuleNotFoundError as e:
-    if e.name and (dotted == e.name or dotted.startswith(e.name + ".")):
-      raise ConfigError(
-        f"{key}: cannot import {dotted!r}: no module named {e.name!r}."
-      ) from e
-    raise
 
 
 class Config:
@@ -355,94 +298,6 @@ def _typed(text: str, old: Any, where: str) -> Any:
       return value
   kind = type(old).__name__
   raise ConfigError(f"{where}={text}: expected {kind}, as in {old!r}.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Units:
-  """What is needed to turn any length into steps.
-
-  Attributes:
-    batch_size: examples of a global batch.
-    examples_per_epoch: examples of the training set, if it is finite.
-    tokens_per_example: tokens of an example, where the input has them.
-    total_steps: length of the run, once it is known.
-  """
-
-  batch_size: int
-  examples_per_epoch: int | None = None
-  tokens_per_example: int | None = None
-  total_steps: int | None = None
-
-  def to_steps(self, amount: float, unit: str, key: str) -> int:
-    """Whole steps in `amount` units: rounded, and at least one unless 0."""
-    if isinstance(amount, bool) or not isinstance(amount, int | float):
-      raise ConfigError(f"{key}: expected a number, got {amount!r}.")
-    if not 0 <= amount < math.inf:
-      raise ConfigError(
-        f"{key}: expected a finite number of at least 0, got {amount!r}."
-      )
-    scale = {
-      "steps": 1,
-      "examples": 1 / self.batch_size,
-      "epochs": self._per_step(self.examples_per_epoch),
-      "tokens": self._per_step(1, self.tokens_per_example),
-      "percent": self.total_steps and self.total_steps / 100,
-    }[unit]
-    if scale is None:
-      needs = {
-        "epochs": "a training set of known size",
-        "tokens": "an input with tokens",
-        "percent": "the length of the run, of which it would be a part",
-      }[unit]
-      raise ConfigError(f"{key}: this unit needs {needs}.")
-    return max(1, round(amount * scale)) if amount else 0
-
-  def _per_step(
-    self, times: float | None, over: int | None = 1
-  ) -> float | None:
-    if not times or not over:
-      return None
-    return times / over / self.batch_size
-
-
-# What a length may be given in: the ends of its key.
-UNITS = ("steps", "epochs", "examples", "tokens", "percent")
-
-
-def steps(
-  cfg: Config | dict[str, Any],
-  prefix: str,
-  units: Units,
-  default: int | None = None,
-  path: str | None = None,
-) -> int | None:
-  """Reads a length in whichever unit the config gives it, as whole steps.
-
-  Args:
-    cfg: a Config, or a plain dict, from which the key is then removed.
-    prefix: "total", "log", "warmup", ...: the key is f"{prefix}_{unit}" with a
-      unit of steps, epochs, examples, tokens, percent.
-    units: the sizes to convert with.
-    default: returned when no such key is there, or all of them are None: so
-      `total_epochs=None total_steps=100` on the command line changes the unit.
-    path: where `cfg` is in the config, if it is a plain dict.
-
-  Raises:
-    ConfigError: two units at once, or a unit that cannot be converted here.
-  """
-  path = path or getattr(cfg, "path", "config")
-  names = [f"{prefix}_{unit}" for unit in UNITS]
-  # `get` also tells a tracked config that each of these names is known.
-  read = cfg.get if isinstance(cfg, Config) else lambda k: cfg.pop(k, None)
-  values = {name: read(name) for name in names}
-  found = [name for name in names if values[name] is not None]
-  if len(found) > 1:
-    both = " and ".join(f"{path}.{name}" for name in found)
-    raise ConfigError(f"{both}: give the length once, in one unit.")
-  if not found:
-    return default
-  (name,) = found
-  return units.to_steps(values[name], name[len(prefix) + 1 :], f"{path}.{name}")
 
 
 def whole_number(cfg: Config, key: str, default: int, least: int) -> int:

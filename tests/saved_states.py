@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bigtrain import checkpoint, sharding, trees
+from bigtrain import sharding, trees
+from bigtrain.checkpoints import checkpointer
 
 MESHES = ((8, 1), (2, 4), (1, 8))
 
@@ -72,7 +73,7 @@ def one_device():
 def save(workdir, *steps, like=None, **kwargs):
   """Saves the states of some steps."""
   where = like or spec(sharding.make_mesh(2, 4))
-  saver = checkpoint.Checkpointer(workdir, **kwargs)
+  saver = checkpointer.Checkpointer(workdir, **kwargs)
   for step in steps:
     saver.save(step, make_state(where, step), {"at": step})
   saver.close()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from bigtrain import cluster, command, settings
+from bigtrain import command, settings
+from bigtrain.cluster import process
 
 CONFIG = """
 def get_config(arg=None):
@@ -88,7 +89,7 @@ def ending(train, file, monkeypatch, capsys, *words):
   def leave(code):
     raise SystemExit(code)
 
-  monkeypatch.setattr(cluster, "leave", leave)
+  monkeypatch.setattr(process, "leave", leave)
   with pytest.raises(SystemExit) as end:
     command.run(train)
   out, err = capsys.readouterr()
@@ -112,7 +113,7 @@ def test_a_finished_run_tells_its_results(file, monkeypatch, capsys):
   [
     (settings.ConfigError("config.x: bad."), 2, "error: config.x: bad."),
     (settings.DataError("no example"), 2, "error: no example"),
-    (cluster.Preempted("saved step 3"), 75, "preempted: saved step 3"),
+    (process.Preempted("saved step 3"), 75, "preempted: saved step 3"),
     (OSError("disk full"), 1, "error: OSError: disk full"),
     (RuntimeError("hook"), 1, "error: RuntimeError: hook"),
   ],

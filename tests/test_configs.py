@@ -11,17 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import (
-  command,
-  main,
-  optim,
-  parameter_files,
-  settings,
-  sharding,
-  storage,
-  trees,
-)
-from bigtrain.evaluators import common as evaluators
+from bigtrain import command, main, parts, settings, sharding, trees
+from bigtrain import lengths as lengths_lib
+from bigtrain.checkpoints import folders, parameter_files
+from bigtrain.evaluation import evaluations as evaluators
+from bigtrain.optim import chain
 from bigtrain.pp import parse
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
@@ -40,7 +34,7 @@ def load(spec):
 
 def model_of(config):
   """(module, its Model)."""
-  module = settings.find_module("models", config["model_name"], "model_name")
+  module = parts.find_module("models", config["model_name"], "model_name")
   return module.Model(**config["model"])
 
 
@@ -69,7 +63,7 @@ def params_of(config):
   example = example_of(config)
   key = json.dumps([config["model_name"], config["model"], str(example)])
   if key not in _params:
-    task = settings.find_module("tasks", config["task"], "task")
+    task = parts.find_module("tasks", config["task"], "task")
     model, inputs = model_of(config), task.inputs(example)
     variables = jax.eval_shape(model.init, jax.random.key(0), **inputs)
     _params[key] = variables["params"]
@@ -185,11 +179,11 @@ def test_every_part_accepts_what_the_config_says(spec):
   tracked = settings.Config(config)
   batch_size = config["input"]["batch_size"]
   length = config["input"]["data"].get("length")
-  units = settings.Units(batch_size, 1_000_000, tokens_per_example=length)
-  total = settings.steps(tracked, "total", units)
+  units = lengths_lib.Units(batch_size, 1_000_000, tokens_per_example=length)
+  total = lengths_lib.steps(tracked, "total", units)
   units = dataclasses.replace(units, total_steps=total)
 
-  optimizer = optim.make(tracked, params_of(config), units)
+  optimizer = chain.make(tracked, params_of(config), units)
   trainable = trees.flatten_with_names(optimizer.trainable)
   locked = "img/" if spec.startswith("lit") else "nothing"
   assert all(on != name.startswith(locked) for name, on in trainable)
@@ -200,7 +194,7 @@ def test_every_part_accepts_what_the_config_says(spec):
   if "rsqrt" not in str(config["schedule"]):  # Which is never done.
     assert float(rate(total)) == pytest.approx(0, abs=1e-6)
 
-  task = settings.find_module("tasks", config["task"], "task")
+  task = parts.find_module("tasks", config["task"], "task")
   given = ("variables", "batch", "rng", "model", "train")
   loss = config.get("loss", {})
   settings.check_kwargs(task.loss_fn, loss, "config.loss", given)
@@ -217,7 +211,7 @@ def test_every_part_accepts_what_the_config_says(spec):
     if part["data"]["type"] not in ("text", "tokens"):
       assert parse.parse(part["pp"])
     data = dict(part["data"])
-    source = settings.find_module("data", data.pop("type"), "type").Source
+    source = parts.find_module("data", data.pop("type"), "type").Source
     settings.check_kwargs(source, data, "data")
 
 
@@ -265,8 +259,8 @@ def test_resnet_decay_is_that_of_l2_regularisation():
   config = load("resnet50_i1k") | {"schedule": {"decay_type": "constant"}}
   shape = jax.ShapeDtypeStruct((), jnp.float32)
   like = {"head": {"kernel": shape, "bias": shape}, "bn1": {"scale": shape}}
-  units = settings.Units(2048, total_steps=1000)
-  optimizer = optim.make(settings.Config(config), like, units)
+  units = lengths_lib.Units(2048, total_steps=1000)
+  optimizer = chain.make(settings.Config(config), like, units)
   ones = jax.tree.map(lambda x: jnp.ones(x.shape), like)
   zeros = jax.tree.map(jnp.zeros_like, ones)
 
@@ -498,7 +492,7 @@ def test_siglip_trains(data_dir, tmp_path):
 @pytest.mark.slow
 def test_lit_learns_to_read_what_a_locked_tower_sees(data_dir, tmp_path):
   model = load("lit:runlocal")["model"]["image"]
-  vit = settings.find_module("models", "vit", "").Model(**model, num_classes=3)
+  vit = parts.find_module("models", "vit", "").Model(**model, num_classes=3)
   image = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
   shapes = jax.eval_shape(vit.init, jax.random.key(0), image)["params"]
   rng = np.random.default_rng(0)
@@ -600,7 +594,7 @@ def test_digits_takes_what_the_command_line_says(tmp_path):
   newest, rows = train(config, pathlib.Path(workdir))
   assert newest["step"] == 5
   assert [step for step, row in rows.items() if "loss" in row] == [1, 2, 4, 5]
-  listing = storage.listing(workdir)
+  listing = folders.listing(workdir)
   assert [*listing.checkpoints] == [3, 5]
   saved = json.loads((tmp_path / "config.json").read_text())
   assert saved["seed"] == 7 and saved["mesh"] == {"replica": 2, "fsdp": 4}

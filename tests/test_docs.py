@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bigtrain import main, settings
+from bigtrain import main, parts, settings
 from bigtrain.pp import registry
 from configs import digits
 
@@ -52,13 +52,13 @@ def test_every_op_source_and_evaluator_is_documented():
   ]  # Other tests register ops too.
   evaluators = [
     name
-    for name in settings.module_names("evaluators")
-    if hasattr(settings.find_module("evaluators", name, "type"), "Evaluator")
+    for name in parts.module_names("evaluators")
+    if hasattr(parts.find_module("evaluators", name, "type"), "Evaluator")
   ]
   for name in (
     *own,
     *evaluators,
-    *settings.module_names("tasks"),
+    *parts.module_names("tasks"),
   ):
     assert f"`{name}`" in text, name
 

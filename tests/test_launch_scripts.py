@@ -1,6 +1,6 @@
 """The launch scripts, with stand-ins for the programs that they start.
 
-tests/cluster runs them under the real ones.
+tests/schedulers runs them under the real ones.
 """
 
 import os

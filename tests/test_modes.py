@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain import input_pipeline, main, settings, start
+from bigtrain import main, settings
+from bigtrain.checkpoints import start
+from bigtrain.inputs import pipeline
 from bigtrain.tools import evaluate
 
 EVERYTHING = {
@@ -114,7 +116,7 @@ def test_compiling_only_leaves_a_record_of_what_it_takes(
     raise AssertionError("a state was made, or data was read")
 
   monkeypatch.setattr(start, "begin", never)
-  monkeypatch.setattr(input_pipeline.TrainInput, "start", never)
+  monkeypatch.setattr(pipeline.TrainInput, "start", never)
   main.train(tiny_config({"compile_only": True}), str(tmp_path))
   (begun,) = json.loads((tmp_path / "run.json").read_text())["starts"]
   assert begun["programs"]["update"]["temporary_bytes"] > 0

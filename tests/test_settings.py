@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigtrain import settings
-from bigtrain.settings import Config, ConfigError, Units
+from bigtrain import lengths, parts, settings
+from bigtrain.lengths import Units
+from bigtrain.settings import Config, ConfigError
 
 # Names and keyword arguments.
 
@@ -74,7 +75,7 @@ def test_check_kwargs_hides_only_flax_own_fields():
 
 
 def test_find_module_by_name():
-  module = settings.find_module("tasks", "classification", "config.task")
+  module = parts.find_module("tasks", "classification", "config.task")
   assert module.__name__ == "bigtrain.tasks.classification"
 
 
@@ -93,7 +94,7 @@ def test_find_module_by_name():
 )
 def test_find_module_refuses(name, message):
   with pytest.raises(ConfigError, match=message):
-    settings.find_module("tasks", name, "config.task")
+    parts.find_module("tasks", name, "config.task")
 
 
 def test_find_module_outside_of_the_package(tmp_path, monkeypatch):
@@ -103,23 +104,21 @@ def test_find_module_outside_of_the_package(tmp_path, monkeypatch):
   (package / "good.py").write_text("answer = 42")
   (package / "broken.py").write_text("import no_such_dependency")
   monkeypatch.syspath_prepend(str(tmp_path))
-  found = settings.find_module(
-    "tasks", "my_project_of_test.good", "config.task"
-  )
+  found = parts.find_module("tasks", "my_project_of_test.good", "config.task")
   assert found.answer == 42
   # The user's own broken import is told as itself, not as a missing task.
   with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-    settings.find_module("tasks", "my_project_of_test.broken", "config.task")
+    parts.find_module("tasks", "my_project_of_test.broken", "config.task")
 
 
 def test_find_attribute():
-  assert settings.find_attribute("math.pi", "config.x") == math.pi
+  assert parts.find_attribute("math.pi", "config.x") == math.pi
   with pytest.raises(
     ConfigError, match=r"config\.x: math has no 'sqrtt'.*sqrt"
   ):
-    settings.find_attribute("math.sqrtt", "config.x")
+    parts.find_attribute("math.sqrtt", "config.x")
   with pytest.raises(ConfigError, match=r"expected package\.module\.name"):
-    settings.find_attribute("pi", "config.x")
+    parts.find_attribute("pi", "config.x")
 
 
 # Reads are tracked.
@@ -411,7 +410,7 @@ UNITS = Units(
 def test_steps_in_every_unit(key, amount, expected, tracked):
   source = {key: amount, "other": 1}
   cfg = Config(source) if tracked else source
-  assert settings.steps(cfg, "total", UNITS) == expected
+  assert lengths.steps(cfg, "total", UNITS) == expected
   if tracked:
     assert [line.split(":")[0] for line in cfg.unread()] == ["config.other"]
   else:
@@ -423,18 +422,18 @@ def test_steps_without_a_key(tracked):
   def make(source):
     return Config(source) if tracked else source
 
-  assert settings.steps(make({}), "log", UNITS) is None
-  assert settings.steps(make({}), "log", UNITS, default=50) == 50
-  assert settings.steps(make({"log_steps": None}), "log", UNITS, 50) == 50
+  assert lengths.steps(make({}), "log", UNITS) is None
+  assert lengths.steps(make({}), "log", UNITS, default=50) == 50
+  assert lengths.steps(make({"log_steps": None}), "log", UNITS, 50) == 50
   # Another unit on the command line, in place of the config's own.
   both = make({"log_epochs": None, "log_steps": 3})
-  assert settings.steps(both, "log", UNITS) == 3
+  assert lengths.steps(both, "log", UNITS) == 3
   assert not tracked or both.unread() == []
 
 
 def test_all_units_are_known_names():
   config = Config({"total_epoch": 90})
-  assert settings.steps(config, "total", UNITS) is None
+  assert lengths.steps(config, "total", UNITS) is None
   assert config.unread() == [
     "config.total_epoch: unknown key. Did you mean 'total_epochs'?"
   ]
@@ -460,9 +459,9 @@ def test_all_units_are_known_names():
 )
 def test_steps_refuses(source, units, message):
   with pytest.raises(ConfigError, match=message):
-    settings.steps(Config(source, "config.x"), "log", units)
+    lengths.steps(Config(source, "config.x"), "log", units)
   with pytest.raises(ConfigError, match=message):
-    settings.steps(dict(source), "log", units, path="config.x")
+    lengths.steps(dict(source), "log", units, path="config.x")
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**5))

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from bigtrain import checkpoint, main, writers
+from bigtrain import main
+from bigtrain.checkpoints import checkpointer
+from bigtrain.reports import writers
 from configs import digits
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -50,4 +52,4 @@ def test_two_processes_train_as_one_does(tmp_path):
     for name in ("loss", "grad_norm", "param_norm", "val/loss", "val/acc"):
       if name in b:
         assert a[name] == pytest.approx(b[name], rel=1e-4), name
-  assert checkpoint.steps(workdir) == [2, 4]
+  assert checkpointer.steps(workdir) == [2, 4]

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import order
-from bigtrain.data import files, slices
+from bigtrain import hashing
+from bigtrain.data.formats import files, slices
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -105,7 +105,7 @@ class Source:
 
   def fingerprint(self) -> str:
     """Changes with names, shapes and types, and a sample of the values."""
-    sample = order.permute(np.arange(self._length)[:64], self._length, seed=0)
+    sample = hashing.permute(np.arange(self._length)[:64], self._length, seed=0)
     parts: list[Any] = []
     for key, array in sorted(self._arrays.items()):
       crc = zlib.crc32(np.ascontiguousarray(array[np.sort(sample)]).tobytes())
@@ -224,7 +224,7 @@ def _digits(split: str, seed: int) -> tuple[dict[str, np.ndarray], str]:
   if not os.path.isfile(path):
     raise ConfigError(f"arrays: this scikit-learn has no digits: {path}.")
   table = np.loadtxt(path, delimiter=",", dtype=np.uint8)
-  shuffled = order.permute(np.arange(len(table)), len(table), seed)
+  shuffled = hashing.permute(np.arange(len(table)), len(table), seed)
   num_train = round(_DIGITS_TRAIN_FRACTION * len(table))
   splits = {
     "train": shuffled[:num_train],

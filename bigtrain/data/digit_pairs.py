@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import order
-from bigtrain.data import arrays, files
+from bigtrain import hashing
+from bigtrain.data import arrays
+from bigtrain.data.formats import files
 from bigtrain.settings import ConfigError
 
 WORDS = (
@@ -126,7 +127,7 @@ class Source:
 
   def _draw(self, indices: np.ndarray, number: int, stop: Any) -> np.ndarray:
     """Uniform whole numbers below `stop`, by example."""
-    words = order.fold(order.fold(self._seed, indices), number)
+    words = hashing.fold(hashing.fold(self._seed, indices), number)
     # The modulus favours small numbers by less than stop / 2**64.
     return (words % np.asarray(stop, np.uint64)).astype(np.int64)
 

@@ -11,8 +11,8 @@ import os
 import numpy as np
 from absl import logging
 
-from bigtrain import order
-from bigtrain.data import files, slices
+from bigtrain import hashing
+from bigtrain.data.formats import files, slices
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
@@ -75,7 +75,7 @@ class Source:
     start, stop = slices.bounds(slice, sum(counts), "image_folder: slice")
     self._rows = np.arange(start, stop)
     if slice:
-      self._rows = np.sort(order.permute(self._rows, sum(counts), seed=0))
+      self._rows = np.sort(hashing.permute(self._rows, sum(counts), seed=0))
     self._slice = slice
 
   def _images(self, class_name: str) -> list[str]:

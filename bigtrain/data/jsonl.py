@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bigtrain.data import files, slices
+from bigtrain.data.formats import files, slices
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 # What types and shapes are found from. Later lines are held against them.

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from bigtrain.data import arrow_columns, files, slices
+from bigtrain.data.formats import arrow_columns, files, slices
 from bigtrain.settings import ConfigError, DataError
 
 

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain import order
-from bigtrain.data import files, host_tensorflow
+from bigtrain import hashing
+from bigtrain.data.formats import files
+from bigtrain.pp import host_tensorflow
 from bigtrain.settings import ConfigError, did_you_mean
 
 _FEATURE = re.compile(
@@ -124,7 +125,7 @@ class Source:
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     """The examples of these numbers."""
     return {
-      name: _values(feature, order.stream(self._seed, k), indices)
+      name: _values(feature, hashing.stream(self._seed, k), indices)
       for k, (name, feature) in enumerate(self._features.items())
     }
 
@@ -147,7 +148,7 @@ def _values(feature: Feature, seed: int, indices: np.ndarray) -> np.ndarray:
     return _uniform(feature, seed, indices, feature.shape)
   rows = []
   for i in indices:
-    u = order.uniforms(seed, 1, i[None], len(feature.shape))[0]
+    u = hashing.uniforms(seed, 1, i[None], len(feature.shape))[0]
     shape = tuple(
       1 + int(x * _MOST) if size is None else size
       for x, size in zip(u, feature.shape)
@@ -161,10 +162,10 @@ def _uniform(
 ) -> np.ndarray:
   size = int(np.prod(shape, dtype=np.int64))
   if feature.kind == "text":
-    u = order.uniforms(seed, 0, indices, size * 8).reshape(-1, 8)
+    u = hashing.uniforms(seed, 0, indices, size * 8).reshape(-1, 8)
     texts = [b" ".join(_WORDS[int(x * len(_WORDS))] for x in row) for row in u]
     return _objects(texts).reshape(len(indices), *shape)
-  u = order.uniforms(seed, 0, indices, size).reshape(len(indices), *shape)
+  u = hashing.uniforms(seed, 0, indices, size).reshape(len(indices), *shape)
   dtype = np.dtype(feature.kind)
   if dtype.kind == "f":
     return u.astype(dtype)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bigtrain.data import files, slices, windows
+from bigtrain.data.formats import files, slices, windows
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _SHIFT = 3

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain.data import files, host_tensorflow, slices, tfrecord
+from bigtrain.data.formats import files, slices, tfrecord
+from bigtrain.pp import host_tensorflow
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bigtrain.data import files, token_files, windows
+from bigtrain.data.formats import files, token_files, windows
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError
 

@@ -12,16 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import paths
-from bigtrain.evaluators import common
+from bigtrain.evaluation import evaluations
+from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
 
 
 def check(
-  options: Mapping[str, Any], context: common.Context, path: str
+  options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
   """Raises ConfigError for a tokenizer or a metric that there is not."""
-  common.tokenizer(options["tokenizer"], context)
+  evaluations.tokenizer(options["tokenizer"], context)
   metrics = options.get("metrics", ("exact",))
   for name in metrics:
     if name not in METRICS:
@@ -59,7 +59,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[..., jax.Array],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     tokenizer: str,
@@ -77,7 +77,7 @@ class Evaluator:
     path = f"config.evals.{context.name}"
     given = dict(tokenizer=tokenizer, metrics=metrics, num_images=num_images)
     check(given, context, path)
-    self._tokenizer = common.tokenizer(tokenizer, context)
+    self._tokenizer = evaluations.tokenizer(tokenizer, context)
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
       result = {
@@ -97,14 +97,14 @@ class Evaluator:
       return batch[image_key], batch["_mask"]
 
     options: dict[str, Any] = dict(data=data, pp=pp, batch_size=batch_size)
-    self._batches = common.Batches(
+    self._batches = evaluations.Batches(
       outputs, context, num_examples=num_examples, cache=cache, **options
     )
     # Only these few images come back from the devices.
     shown = min(num_images, self._batches.input.num_examples)
     self._images = None
     if shown:
-      self._images = common.Batches(
+      self._images = evaluations.Batches(
         images, context, num_examples=shown, cache=False, **options
       )
 

@@ -10,18 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import input_pipeline
-from bigtrain.evaluators import common
+from bigtrain.evaluation import evaluations
+from bigtrain.inputs import pipeline
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError
 
 
 def check(
-  options: Mapping[str, Any], context: common.Context, path: str
+  options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
   """Raises ConfigError for a tokenizer that is none, or not the model's."""
-  found = common.tokenizer(options.get("tokenizer", "bytes"), context)
-  input_pipeline.check_vocab_sizes(
+  found = evaluations.tokenizer(options.get("tokenizer", "bytes"), context)
+  pipeline.check_vocab_sizes(
     {"tokens": found.vocab_size}, context.vocab_sizes, f"{path}.tokenizer"
   )
 
@@ -57,7 +57,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], Mapping[str, jax.Array]],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     length: int,
@@ -72,10 +72,10 @@ class Evaluator:
   ):
     path = f"config.evals.{context.name}"
     check(dict(tokenizer=tokenizer), context, path)
-    found = common.tokenizer(tokenizer, context)
+    found = evaluations.tokenizer(tokenizer, context)
     maker = _Maker(found, length, delimiter, bos, path)
     keys = (context_key, choices_key, answer_key)
-    source = input_pipeline.make_source(data, f"{path}.data")
+    source = pipeline.make_source(data, f"{path}.data")
     for key in keys:
       if key not in source.spec:
         raise ConfigError(
@@ -105,7 +105,7 @@ class Evaluator:
         )
       return found["log_likelihood"]
 
-    self._batches = common.Batches(
+    self._batches = evaluations.Batches(
       outputs,
       context,
       data=dict(type="arrays", arrays=arrays),

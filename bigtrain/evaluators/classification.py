@@ -9,18 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import losses, metrics
-from bigtrain.evaluators import common
+from bigtrain import metrics
+from bigtrain.evaluation import evaluations
+from bigtrain.losses import cross_entropy
 from bigtrain.settings import ConfigError, did_you_mean
 
 _LOSSES = {
-  "softmax_xent": losses.softmax_xent,
-  "sigmoid_xent": losses.sigmoid_xent,
+  "softmax_xent": cross_entropy.softmax_xent,
+  "sigmoid_xent": cross_entropy.sigmoid_xent,
 }
 
 
 def check(
-  options: Mapping[str, Any], context: common.Context, path: str
+  options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
   """Raises ConfigError for a `loss` that is none; see `Evaluator`."""
   loss = options.get("loss", "softmax_xent")
@@ -52,7 +53,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], jax.Array],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     pp: str = "",
@@ -87,7 +88,7 @@ class Evaluator:
           result[name] = metrics.pair(hit_B, weight_B)
       return result
 
-    self._batches = common.Batches(
+    self._batches = evaluations.Batches(
       pairs,
       context,
       data=data,

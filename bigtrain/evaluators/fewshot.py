@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import sharding
-from bigtrain.evaluators import common
+from bigtrain.evaluation import evaluations
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 # The most examples on which a penalty is chosen.
@@ -59,7 +59,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], jax.Array],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     test_data: Mapping[str, Any],
@@ -94,7 +94,7 @@ class Evaluator:
       }
 
     make = functools.partial(
-      common.Batches,
+      evaluations.Batches,
       outputs,
       context,
       pp=pp,

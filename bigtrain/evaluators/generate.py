@@ -12,16 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import paths
-from bigtrain.evaluators import common
+from bigtrain.evaluation import evaluations
+from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
 
 
 def check(
-  options: Mapping[str, Any], context: common.Context, path: str
+  options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
   """Raises ConfigError for a tokenizer or a metric that there is not."""
-  common.tokenizer(options.get("tokenizer", "bytes"), context)
+  evaluations.tokenizer(options.get("tokenizer", "bytes"), context)
   metrics = options.get("metrics", ())
   for name in metrics:
     if name not in _METRICS:
@@ -65,7 +65,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], jax.Array],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     tokenizer: str = "bytes",
@@ -84,7 +84,7 @@ class Evaluator:
     check(given, context, path)
     self._metrics = [_METRICS[name]() for name in metrics]
     self._context = context
-    self._tokenizer = common.tokenizer(tokenizer, context)
+    self._tokenizer = evaluations.tokenizer(tokenizer, context)
     keys = {"prompt": prompt_key, "references": reference_key}
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Evaluator:
           result[name] = batch[key]
       return result
 
-    self._batches = common.Batches(
+    self._batches = evaluations.Batches(
       outputs,
       context,
       data=data,

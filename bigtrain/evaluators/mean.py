@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bigtrain import metrics
-from bigtrain.evaluators import common
+from bigtrain.evaluation import evaluations
 
 
 class Evaluator:
@@ -23,7 +23,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], metrics.Pairs],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     pp: str = "",
@@ -31,7 +31,7 @@ class Evaluator:
     num_examples: int | None = None,
     cache: bool = True,
   ):
-    self._batches = common.Batches(
+    self._batches = evaluations.Batches(
       predict_fn,
       context,
       data=data,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from bigtrain import metrics
-from bigtrain.evaluators import common
+from bigtrain.evaluation import evaluations
 from bigtrain.settings import ConfigError, did_you_mean
 
 
@@ -28,7 +28,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], metrics.Pairs],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     pp: str = "",
@@ -45,7 +45,7 @@ class Evaluator:
         )
       return found
 
-    self._batches = common.Batches(
+    self._batches = evaluations.Batches(
       pairs,
       context,
       data=data,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import sharding
-from bigtrain.evaluators import common
+from bigtrain.evaluation import evaluations
 from bigtrain.settings import ConfigError, did_you_mean
 
 
@@ -42,7 +42,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], Mapping[str, jax.Array]],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     pp: str = "",
@@ -72,7 +72,7 @@ class Evaluator:
         result["id"] = batch[id_key]
       return result
 
-    self._batches = common.Batches(
+    self._batches = evaluations.Batches(
       outputs,
       context,
       data=data,

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import paths, trees
-from bigtrain.evaluators import common
+from bigtrain import trees
+from bigtrain.evaluation import evaluations
+from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
 
 
@@ -33,7 +34,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], Any],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     pp: str = "",
@@ -57,7 +58,7 @@ class Evaluator:
         **{key: batch[key] for key in keys},
       }
 
-    self._batches = common.Batches(
+    self._batches = evaluations.Batches(
       outputs,
       context,
       data=data,

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
-from bigtrain.evaluators import class_names as names_lib
-from bigtrain.evaluators import common
+from bigtrain.evaluation import class_names as names_lib
+from bigtrain.evaluation import evaluations
 from bigtrain.settings import ConfigError, did_you_mean
 
 
 def check(
-  options: Mapping[str, Any], context: common.Context, path: str
+  options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
   """Raises ConfigError for names, a prompt or ops that cannot be used."""
   names_lib.check(
@@ -54,7 +54,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], jax.Array],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     class_names: Sequence[str] | str,
@@ -91,7 +91,7 @@ class Evaluator:
           result[name] = metrics.pair(hit_B, weight_B)
       return result
 
-    self._batches = common.Batches(
+    self._batches = evaluations.Batches(
       pairs,
       context,
       data=data,

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import metrics, sharding
-from bigtrain.evaluators import class_names as names_lib
-from bigtrain.evaluators import common
+from bigtrain.evaluation import class_names as names_lib
+from bigtrain.evaluation import evaluations
 from bigtrain.settings import ConfigError, did_you_mean
 
 
 def check(
-  options: Mapping[str, Any], context: common.Context, path: str
+  options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
   """Raises ConfigError for names, prompts or ops that cannot be used."""
   names_lib.check(
@@ -60,7 +60,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], Mapping[str, jax.Array]],
-    context: common.Context,
+    context: evaluations.Context,
     *,
     data: Mapping[str, Any],
     class_names: Sequence[str] | str,
@@ -83,7 +83,7 @@ class Evaluator:
     ]
     tokens = names_lib.tokens(texts, pp_text, context, key=f"{path}.pp_text")
 
-    self._texts = common.Batches(
+    self._texts = evaluations.Batches(
       lambda variables, batch: {
         "text": predict_fn(variables, {"labels": batch["labels"]})["text"],
         "weight": batch["_mask"],
@@ -108,7 +108,7 @@ class Evaluator:
         "weight": batch["_mask"],
       }
 
-    self._images = common.Batches(
+    self._images = evaluations.Batches(
       outputs,
       context,
       data=data,

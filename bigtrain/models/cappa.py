@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import settings
-from bigtrain.models import common, decoder_layers, published, vit
+from bigtrain.models import vit
+from bigtrain.models.layers import common, decoder_layers
+from bigtrain.models.published import blocks
 
 
 class States(NamedTuple):
@@ -306,7 +308,7 @@ def from_published(
     Parameters by name. What matches nothing in `like` keeps its name and
     shape, so that the caller can list it.
   """
-  flat = published.read(flat)
+  flat = blocks.read(flat)
 
   def part(names: Mapping[str, Any]) -> dict[str, Any]:
     prefix = "encoder/"
@@ -329,5 +331,5 @@ def from_published(
       n: np.moveaxis(v, 1, 0) if n.startswith(prefix) else v
       for n, v in decoder.items()
     }
-  decoder = published.restack_blocks(decoder, like, block=block, separator="")
+  decoder = blocks.restack_blocks(decoder, like, block=block, separator="")
   return {f"encoder/{n}": v for n, v in encoder.items()} | decoder

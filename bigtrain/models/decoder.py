@@ -23,16 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import settings, sharding
-from bigtrain.models import (
+from bigtrain.models.layers import (
   attention,
   common,
   decoder_block,
-  decoder_published,
   mlp,
   moe,
-  published,
   stack,
 )
+from bigtrain.models.published import blocks
+from bigtrain.models.published import decoder as decoder_published
 
 _GPT2: dict[str, Any] = dict(
   posemb="learn",
@@ -406,7 +406,7 @@ def from_published(
   found = decoder_published.load(flat, like)
   if found is not None:
     return found
-  return published.restack_blocks(flat, like, block="blocks")
+  return blocks.restack_blocks(flat, like, block="blocks")
 
 
 to_published = decoder_published.export

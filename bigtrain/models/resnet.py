@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import settings
-from bigtrain.models import common
+from bigtrain.models.layers import common
 
 # Blocks in each of the four stages.
 DEPTHS = {

@@ -22,15 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import settings, sharding
-from bigtrain.models import (
-  attention,
-  common,
-  mlp,
-  moe,
-  published,
-  t5_layers,
-  t5_published,
-)
+from bigtrain.models.layers import attention, common, mlp, moe, t5_layers
+from bigtrain.models.published import blocks
+from bigtrain.models.published import t5 as t5_published
 
 _V1_0: dict[str, Any] = dict(mlp="relu", tied_head=True)
 _V1_1: dict[str, Any] = dict(mlp="geglu", tied_head=False)
@@ -373,11 +367,11 @@ def from_published(
     Parameters by name. What matches nothing in `like` keeps its name and
     shape, so that the caller can list it.
   """
-  flat = published.read(flat)
+  flat = blocks.read(flat)
   found = t5_published.load(flat, like)
   if found is not None:
     return found
-  return published.restack_blocks(flat, like, block="blocks")
+  return blocks.restack_blocks(flat, like, block="blocks")
 
 
 to_published = t5_published.export

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import settings
-from bigtrain.models import common, vit
+from bigtrain.models import vit
+from bigtrain.models.layers import common
 
 POOL_TYPES = ("last", "first", "gap", "max", "map")
 _SIZES = ("width", "depth", "mlp_dim", "num_heads")

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bigtrain import parts as parts_lib
 from bigtrain import settings
-from bigtrain.models import published
+from bigtrain.models.published import blocks
 
 # Added to norms: an embedding of zeros stays one, with a gradient.
 _EPSILON = 1e-8
@@ -117,7 +118,7 @@ def _tower(
   kind: str, name: str, options: Mapping[str, Any] | None, out_dim: int | None
 ) -> tuple[type[nn.Module], dict[str, Any]]:
   key = f"config.model.{kind}"
-  module = settings.find_module("models", name, f"{key}_model")
+  module = parts_lib.find_module("models", name, f"{key}_model")
   options = {"num_classes": out_dim, **(options or {})}
   fields = {field.name for field in dataclasses.fields(module.Model)}
   if "head_zeroinit" in fields:
@@ -157,7 +158,7 @@ def from_published(
   result: dict[str, np.ndarray] = {}
   modules = {"img/": "vit", "txt/": "text_transformer"}
   parts: dict[str, dict[str, np.ndarray]] = {prefix: {} for prefix in modules}
-  for name, value in published.read(flat).items():
+  for name, value in blocks.read(flat).items():
     prefix = name[:4]
     if prefix in parts:
       parts[prefix][name.removeprefix(prefix)] = value
@@ -166,7 +167,7 @@ def from_published(
       fits = name in like and value.size == math.prod(like[name].shape)
       result[name] = value.reshape(like[name].shape) if fits else value
   for prefix, part in parts.items():
-    module = settings.find_module("models", modules[prefix], prefix)
+    module = parts_lib.find_module("models", modules[prefix], prefix)
     wanted = {
       name.removeprefix(prefix): spec
       for name, spec in like.items()

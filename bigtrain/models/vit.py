@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import settings
-from bigtrain.models import common, published
+from bigtrain.models.layers import common
+from bigtrain.models.published import blocks
 
 
 class Size(NamedTuple):
@@ -292,12 +293,12 @@ def from_published(
     Parameters by name. What matches nothing in `like` keeps its name and
     shape, so that the caller can list it.
   """
-  flat = published.read(flat)
+  flat = blocks.read(flat)
   flat = _rename(flat)
 
   if "pos_embedding" in flat and "pos_embedding" in like:
     _fit_posemb(flat, like["pos_embedding"].shape)
-  flat = published.restack_blocks(flat, like)
+  flat = blocks.restack_blocks(flat, like)
 
   shapes = [getattr(t.get("head/kernel"), "shape", None) for t in (flat, like)]
   if "pre_logits/kernel" not in like and shapes[0] != shapes[1]:
@@ -315,13 +316,13 @@ def _fit_posemb(
     return
   # Once the class token had a place as well; the sum is what matters.
   P = posemb_1PD.shape[1]
-  square = published.square_grid
+  square = blocks.square_grid
   if "cls" in flat and not square(P) and square(P - 1):
     flat["cls"] = flat["cls"] + posemb_1PD[:, :1]
     posemb_1PD = posemb_1PD[:, 1:]
   old, new = square(posemb_1PD.shape[1]), square(shape[1])
   if old and new:
-    posemb_1PD = published.resample_posemb(posemb_1PD, old, new)
+    posemb_1PD = blocks.resample_posemb(posemb_1PD, old, new)
   flat["pos_embedding"] = posemb_1PD
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import decoding, losses, metrics
+from bigtrain import decoding, metrics
+from bigtrain.losses import linear_xent
 from bigtrain.settings import ConfigError, did_you_mean
 
 _NORMALIZE = ("sentence", "tokens")
@@ -152,7 +153,7 @@ def loss_fn(
     total_B = jnp.sum(weight_BL, axis=1)
     share_BL = weight_BL / jnp.where(total_B == 0, 1.0, total_B)[:, None]
     number = jnp.sum((total_B != 0).astype(jnp.float32))
-  found = losses.linear_softmax_xent(
+  found = linear_xent.linear_softmax_xent(
     states.hidden_BLD,
     states.kernel_DV,
     labels,
@@ -259,7 +260,7 @@ def score(
   def score_chunk(tokens_KL: jax.Array) -> jax.Array:
     text = jnp.broadcast_to(tokens_KL, (B, K, L)).reshape(B * K, L)
     states = model.apply(variables, encoded, text, method="decode")
-    found = losses.linear_softmax_xent(
+    found = linear_xent.linear_softmax_xent(
       states.hidden_BLD,
       states.kernel_DV,
       text,

@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import losses, metrics
+from bigtrain import metrics
+from bigtrain.losses import cross_entropy
 from bigtrain.settings import ConfigError, did_you_mean
 
 _LOSSES = {
-  "softmax_xent": losses.softmax_xent,
-  "sigmoid_xent": losses.sigmoid_xent,
+  "softmax_xent": cross_entropy.softmax_xent,
+  "sigmoid_xent": cross_entropy.sigmoid_xent,
 }
 
 

@@ -19,7 +19,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, pairwise_losses
+from bigtrain import metrics
+from bigtrain.losses import pairs as pairwise_losses
 from bigtrain.settings import ConfigError, did_you_mean
 
 KINDS = ("sigmoid", "softmax")

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import decoding, metrics, token_losses
+from bigtrain import decoding, metrics
+from bigtrain.losses import tokens as token_losses
 from bigtrain.settings import ConfigError, did_you_mean
 
 

@@ -20,8 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import integrity, paths, safetensors_files, storage
-from bigtrain.manifest import Array, CheckpointError, DamagedError, Manifest
+from bigtrain.checkpoints import folders, integrity, safetensors_files
+from bigtrain.checkpoints.manifest import (
+  Array,
+  CheckpointError,
+  DamagedError,
+  Manifest,
+)
+from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
 from bigtrain.tools import published
 
@@ -34,8 +40,8 @@ def show(path: str, step: int | None = None, depth: int | None = None) -> str:
     step: of the workdir; the newest unless given.
     depth: levels of the tree that are shown; all unless given.
   """
-  directory = storage.find(path, step)
-  manifest = storage.read_manifest(directory)
+  directory = folders.find(path, step)
+  manifest = folders.read_manifest(directory)
   writer = manifest.writer
   lines = [
     f"{directory}: step {manifest.step:,}, {len(manifest.arrays):,} arrays, "
@@ -44,7 +50,7 @@ def show(path: str, step: int | None = None, depth: int | None = None) -> str:
     f"{writer.get('processes')} process(es) with {writer.get('devices')} "
     f"device(s), jax {writer.get('jax')}",
   ]
-  others = storage.find_all(path)
+  others = folders.find_all(path)
   if len(others) > 1:
     lines.append(f"steps of this workdir: {', '.join(map(str, others))}")
   lines.append("")
@@ -102,10 +108,10 @@ def verify(path: str, step: int | None = None) -> dict[str, list[Any]]:
     step: of the workdir; all unless given.
   """
   if step is not None:
-    there = [storage.find(path, step)]
+    there = [folders.find(path, step)]
   else:
     try:
-      there = list(storage.find_all(path).values())
+      there = list(folders.find_all(path).values())
     except DamagedError:
       there = [path]  # Its manifest is what is damaged.
   return {directory: integrity.verify(directory) for directory in there}
@@ -130,8 +136,8 @@ def export(
   Returns:
     Number of arrays.
   """
-  directory = storage.find(path, step)
-  manifest = storage.read_manifest(directory)
+  directory = folders.find(path, step)
+  manifest = folders.read_manifest(directory)
   prefix = prefix.strip("/")
   names = [
     name
@@ -237,7 +243,7 @@ def _check(args: argparse.Namespace) -> None:
   if not paths.exists(args.path):
     raise ConfigError(f"{args.path}: no such file or directory.")
   if args.step is not None:
-    there = storage.find_all(args.path)
+    there = folders.find_all(args.path)
     if args.step not in there:
       raise ConfigError(
         f"--step={args.step}: {args.path} has {', '.join(map(str, there))}."

@@ -22,20 +22,12 @@ from typing import Any
 import jax
 from absl import flags, logging
 
-from bigtrain import (
-  cluster,
-  manifest,
-  parts,
-  programs,
-  record,
-  restore,
-  settings,
-  sharding,
-  start,
-  storage,
-  trees,
-)
-from bigtrain.evaluators import common as evaluators
+from bigtrain import lengths, parts, settings, sharding, trees
+from bigtrain.checkpoints import folders, manifest, restore, start
+from bigtrain.cluster import process
+from bigtrain.evaluation import evaluations as evaluators
+from bigtrain.reports import record
+from bigtrain.runtime import programs
 from bigtrain.settings import ConfigError
 
 
@@ -65,14 +57,14 @@ def evaluate(
     settings.override(plain, change)
   # When they are due does not matter here, and epochs could not be converted.
   for entry in plain.get("evals", {}).values():
-    for unit in settings.UNITS:
+    for unit in lengths.UNITS:
       entry.pop(f"log_{unit}", None)
   config = settings.Config(plain)
   record.use_compile_cache(config.get("compile_cache", True))
   mesh = sharding.from_config(config)
   with jax.set_mesh(mesh):
     directory = _find(workdir, step)
-    saved = storage.read_manifest(directory)
+    saved = folders.read_manifest(directory)
     state_spec = sharding.state_spec(
       _weights(saved.arrays),
       mesh,
@@ -93,7 +85,7 @@ def evaluate(
     evaluations = evaluators.from_config(
       config,
       task.predict_fns(model),
-      settings.Units(context.batch_size),
+      lengths.Units(context.batch_size),
       context,
       weights=start.evaluated(state_spec),
     )
@@ -115,11 +107,11 @@ def evaluate(
 
 
 def _find(workdir: str, step: int | None) -> str:
-  there = storage.find_all(workdir)
+  there = folders.find_all(workdir)
   if step is not None and step not in there:
     known = ", ".join(map(str, there))
     raise ConfigError(f"--step={step}: {workdir} has {known}.")
-  return storage.find(workdir, step)
+  return folders.find(workdir, step)
 
 
 def _weights(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,17 +145,17 @@ def main(argv: Sequence[str] | None = None) -> int:
       )
     if not values["workdir"].value:
       raise ConfigError("--workdir is missing.")
-    cluster.join(settings.Config({}))
+    process.join(settings.Config({}))
     row = evaluate(values["workdir"].value, values["step"].value, changes)
   except ConfigError as e:
     print(f"error: {e}", file=sys.stderr)
-    return cluster.EXIT_CONFIG
+    return process.EXIT_CONFIG
   except (manifest.CheckpointError, OSError) as e:
     print(f"error: {e}", file=sys.stderr)
-    return cluster.EXIT_ERROR
+    return process.EXIT_ERROR
   if jax.process_index() == 0:
     print(settings.to_json(row))
-  return cluster.EXIT_OK
+  return process.EXIT_OK
 
 
 if __name__ == "__main__":

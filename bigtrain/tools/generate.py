@@ -18,14 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import (
-  decoding,
-  parameter_files,
-  sharding,
-  storage,
-  warm_start,
-)
-from bigtrain.manifest import CheckpointError
+from bigtrain import decoding, sharding
+from bigtrain.checkpoints import folders, parameter_files, warm_start
+from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import language_modeling
@@ -68,7 +63,7 @@ def generate(
   """
   decoding.check_sampling(temperature, top_k, top_p)
   directory = parameter_files.find_checkpoint(path, step, "--workdir")
-  manifest = storage.read_manifest(directory)
+  manifest = folders.read_manifest(directory)
   module, model = published.model_of(manifest, directory)
   config = manifest.host_state["config"]
   if config.get("task") != "language_modeling":

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bigtrain import integrity, safetensors_files, settings, storage
-from bigtrain.manifest import CheckpointError, Manifest
+from bigtrain import parts as parts_lib
+from bigtrain import settings
+from bigtrain.checkpoints import folders, integrity, safetensors_files
+from bigtrain.checkpoints.manifest import CheckpointError, Manifest
 from bigtrain.settings import ConfigError
 
 
@@ -58,8 +60,8 @@ def export(
     ConfigError: the model has no such layout, or does not fit it.
     CheckpointError: the checkpoint is damaged or cannot be read.
   """
-  directory = storage.find(path, step)
-  manifest = storage.read_manifest(directory)
+  directory = folders.find(path, step)
+  manifest = folders.read_manifest(directory)
   prefix = prefix.strip("/") + "/"
   names = [name for name in manifest.arrays if name.startswith(prefix)]
   if not names:
@@ -124,7 +126,7 @@ def model_of(manifest: Manifest, directory: str) -> Run:
   config = manifest.host_state.get("config")
   if not config or "model_name" not in config:
     raise ConfigError(f"{directory}: does not say of which model it is.")
-  module = settings.find_module("models", config["model_name"], "model_name")
+  module = parts_lib.find_module("models", config["model_name"], "model_name")
   options = config.get("model", {})
   settings.check_kwargs(module.Model, options, "config.model")
   return Run(module, module.Model(**options))

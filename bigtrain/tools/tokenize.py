@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
-from bigtrain.data import documents, token_files, token_writer
+from bigtrain.data.formats import documents, token_files, token_writer
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 

@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from bigtrain.data import files, jsonl
+from bigtrain.data import jsonl
+from bigtrain.data.formats import files
 from bigtrain.settings import ConfigError, DataError
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from bigtrain import input_pipeline, settings, sharding
+from bigtrain import settings, sharding
 from bigtrain.data import synthetic
+from bigtrain.inputs import pipeline
 from bigtrain.settings import ConfigError
 
 FEATURES = {
@@ -58,7 +59,7 @@ def test_pictures_go_through_preprocessing():
       "batch_size": 8,
     }
   )
-  found = input_pipeline.make_train(config, seed=0, mesh=sharding.make_mesh())
+  found = pipeline.make_train(config, seed=0, mesh=sharding.make_mesh())
   assert found.spec["image"].shape == (8, 16, 16, 3)
   batches = found.start(0, 1)
   batch = next(batches)

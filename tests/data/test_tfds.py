@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import input_pipeline, settings, sharding
+from bigtrain import settings, sharding
 from bigtrain.data import tfds
+from bigtrain.inputs import pipeline
 from bigtrain.settings import ConfigError, DataError
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -133,7 +134,7 @@ def test_trains_from_it(folder, examples):
     "batch_size": 8,
   }
   config = settings.Config({"input": config})
-  made = input_pipeline.make_train(config.input, seed=0, mesh=mesh)
+  made = pipeline.make_train(config.input, seed=0, mesh=mesh)
   assert config.unread() == []
   assert made.num_examples == 16
   assert made.spec["image"].shape == (8, 16, 16, 3)
@@ -203,7 +204,7 @@ def test_a_record_that_is_no_example_is_named(tmp_path, examples):
     "pp": "decode|resize(16)|value_range(-1, 1)|keep('image', 'label')",
     "batch_size": 8,
   }
-  made = input_pipeline.make_train(
+  made = pipeline.make_train(
     settings.Config({"input": config}).input, seed=0, mesh=sharding.make_mesh()
   )
   where = made.where(0, 6)

@@ -7,9 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import input_pipeline, settings, sharding
+from bigtrain import lengths as lengths_lib
+from bigtrain import settings, sharding
 from bigtrain.data import text
-from bigtrain.evaluators import common as evaluators
+from bigtrain.evaluation import evaluations as evaluators
+from bigtrain.inputs import pipeline
 from bigtrain.models import decoder
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import language_modeling
@@ -21,7 +23,7 @@ def make(data=None, mesh=None, **kwargs):
     del given["data"]
   cfg = settings.Config({"input": given}).input
   mesh = mesh or sharding.make_mesh()
-  return input_pipeline.make_train(cfg, seed=3, mesh=mesh)
+  return pipeline.make_train(cfg, seed=3, mesh=mesh)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_mixtures_keep_their_weights(corpora):
   }
   train = make(mixture=mixture)
   assert train.num_examples == 80
-  assert input_pipeline.tokens_per_example(train.spec) == 16
+  assert pipeline.tokens_per_example(train.spec) == 16
   batches = [jax.device_get(b) for b in train.start(0, 128)]
   first = np.concatenate([b["targets"][:, 0] for b in batches])
   # Exact over a block of the schedule, 4096 rows.
@@ -78,19 +80,19 @@ def test_an_epoch_has_every_byte_once(packing, tmp_path):
 def test_units_count_the_tokens_of_windows(corpora):
   data = dict(type="text", path=str(corpora / "x.txt"), length=16)
   train = make(data)
-  units = settings.Units(
+  units = lengths_lib.Units(
     batch_size=8,
     examples_per_epoch=train.num_examples,
-    tokens_per_example=input_pipeline.tokens_per_example(train.spec),
+    tokens_per_example=pipeline.tokens_per_example(train.spec),
   )
   lengths = dict(total_tokens=16 * 8 * 7)
-  assert settings.steps(lengths, "total", units) == 7
-  assert settings.steps(dict(total_epochs=2), "total", units) == 10
+  assert lengths_lib.steps(lengths, "total", units) == 7
+  assert lengths_lib.steps(dict(total_epochs=2), "total", units) == 10
 
 
 def test_evaluation_reads_each_byte_once(corpora):
   data = dict(type="text", name="pydoc", split="test", length=200)
-  found = input_pipeline.make_eval(
+  found = pipeline.make_eval(
     data=data, pp="", batch_size=16, mesh=sharding.make_mesh()
   )
   total, targets = 0.0, 0
@@ -108,7 +110,7 @@ def test_a_model_with_fewer_ids_is_refused_before_anything_compiles(corpora):
   told = r"config.evals.val: .*'tokens' go up to 258.*vocabulary has 200"
   with pytest.raises(ConfigError, match=told):
     data = dict(type="text", path="not opened", length=16)
-    input_pipeline.check(data=data, vocab_sizes=model, path="config.evals.val")
+    pipeline.check(data=data, vocab_sizes=model, path="config.evals.val")
   # What a file's manifest or its options say is known when it is opened.
   ids = str(corpora / "20.bin")
   data = dict(type="tokens", path=ids, length=16, vocab_size=259)

@@ -7,7 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from bigtrain.data import token_files, tokens
+from bigtrain.data import tokens
+from bigtrain.data.formats import token_files
 from bigtrain.settings import ConfigError, DataError
 
 EOS = 9

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import cluster, settings, sharding
-from bigtrain.evaluators import classification, common, mean, save
+from bigtrain import lengths, settings, sharding
+from bigtrain.cluster import process
+from bigtrain.evaluation import evaluations
+from bigtrain.evaluators import classification, mean, save
 from bigtrain.settings import ConfigError
 
 N, C = 21, 7  # Batches of 8: the last has 5 examples.
@@ -31,7 +33,7 @@ def context(**changes):
     pp_modules=(),
     progress=lambda done, batches: None,
   )
-  return common.Context(**values | changes)
+  return evaluations.Context(**values | changes)
 
 
 def predict(variables, batch):
@@ -164,14 +166,14 @@ def test_progress_is_told_after_each_batch_and_may_stop_it():
   def progress(done, batches):
     told.append((done, batches))
     if len(told) == 5:
-      raise cluster.Preempted("a signal")
+      raise process.Preempted("a signal")
 
   evaluator = classification.Evaluator(
     predict, context(progress=progress), data=DATA
   )
   evaluator.run(VARIABLES, 1)
   assert told == [(1, 3), (2, 3), (3, 3)]
-  with pytest.raises(cluster.Preempted):
+  with pytest.raises(process.Preempted):
     evaluator.run(VARIABLES, 2)
   evaluator.run(VARIABLES, 2)  # And it can be run again.
   assert told[-1] == (3, 3)
@@ -200,10 +202,10 @@ def from_config(entries, weights=("params",), total_steps=100, **changes):
     return variables["scale"] * batch["x"] / temperature
 
   config = settings.Config({"evals": entries})
-  found = common.from_config(
+  found = evaluations.from_config(
     config,
     {"logits": logits},
-    settings.Units(batch_size=8, total_steps=total_steps),
+    lengths.Units(batch_size=8, total_steps=total_steps),
     context(name="", **changes),
     dict.fromkeys(weights),
   )
@@ -347,7 +349,7 @@ def test_class_names_and_prompts_are_read_when_they_are_needed(tmp_path):
 
 
 def test_results_are_the_same_on_every_device():
-  batches = common.Batches(
+  batches = evaluations.Batches(
     lambda variables, batch: batch["x"].sum(),
     context(),
     data=DATA,

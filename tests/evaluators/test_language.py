@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bigtrain import sharding
-from bigtrain.evaluators import choice, common, generate, perplexity
+from bigtrain.evaluation import evaluations
+from bigtrain.evaluators import choice, generate, perplexity
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError
 
@@ -24,7 +25,7 @@ def context(**changes):
     pp_modules=(),
     progress=lambda done, batches: None,
   )
-  return common.Context(**values | changes)
+  return evaluations.Context(**values | changes)
 
 
 # A model that knows how often each byte occurs and nothing else.

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from bigtrain import sharding
-from bigtrain.evaluators import common, fewshot, retrieval, zeroshot
+from bigtrain.evaluation import evaluations
+from bigtrain.evaluators import fewshot, retrieval, zeroshot
 from bigtrain.settings import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
@@ -21,7 +22,7 @@ def context(**changes):
     pp_modules=(),
     progress=lambda done, batches: None,
   )
-  return common.Context(**values | changes)
+  return evaluations.Context(**values | changes)
 
 
 def arrays(**columns):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain import storage
+from bigtrain.checkpoints import folders
 from bigtrain.data import arrays
 
 HERE = pathlib.Path(__file__).parent
@@ -263,12 +263,12 @@ def path_of(workdir, step, *parts):
 
 def steps(workdir):
   """Steps of the checkpoints."""
-  return list(storage.listing(str(workdir)).checkpoints)
+  return list(folders.listing(str(workdir)).checkpoints)
 
 
 def host_state(workdir, step):
   """What the host saved: all but the clock, and what tests change."""
-  saved = storage.read_manifest(storage.find(str(workdir), step)).host_state
+  saved = folders.read_manifest(folders.find(str(workdir), step)).host_state
   changed = ("clock", "config", "hooks")
   return {k: v for k, v in saved.items() if k not in changed}
 

@@ -14,10 +14,10 @@ limit N [BYTES]  from the N-th save on no file may grow larger: a full disk
 nobody           as a user who has no rights
 """
 
-from bigtrain import cluster
+from bigtrain.cluster import process
 
 if __name__ == "__main__":
-  cluster.catch_signals()  # As the program itself does.
+  process.catch_signals()  # As the program itself does.
 
 import ctypes
 import os
@@ -29,7 +29,9 @@ import time
 
 import jax
 
-from bigtrain import checkpoint, command, input_pipeline, main, storage
+from bigtrain import command, main
+from bigtrain.checkpoints import checkpointer, folders
+from bigtrain.inputs import pipeline
 from faults import waiting
 
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -57,7 +59,7 @@ def _at(point, number, action):
     if name == point and seen == int(number):
       action()
 
-  checkpoint._point = on_point
+  checkpointer._point = on_point
 
 
 def _limit_files(num_bytes):
@@ -85,7 +87,7 @@ def removal(number):
       _die()
     whole(path)
 
-  storage.shutil.rmtree = half
+  folders.shutil.rmtree = half
 
 
 def hold(point, number, flag):
@@ -99,12 +101,12 @@ def slow(point, secs, flag):
     if name == point:
       time.sleep(float(secs))
 
-  checkpoint._point = on_point
+  checkpointer._point = on_point
 
 
 def hang(phase):
   if phase == "start":
-    input_pipeline.make_source = lambda *args: _sleep_for_good()
+    pipeline.make_source = lambda *args: _sleep_for_good()
   else:
     jax.stages.Lowered.compile = lambda *args: _sleep_for_good()
 

@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 
-from bigtrain import checkpoint, storage
-from bigtrain import rows as rows_lib
+from bigtrain.checkpoints import checkpointer, folders
+from bigtrain.reports import rows as rows_lib
 from faults import program as program_lib
 
 # Between two kills, on average. A save is due every other step, so that many
@@ -78,9 +78,9 @@ def soak(program, folder, *, kills, seed, model="net", say=print):
     what = _wait(process, killed, _STEPS_A_KILL * number, rng)
     assert not process.ended(), f"it ended by itself:\n{process.text()}"
     process.kill()
-    there = storage.listing(str(killed))
+    there = folders.listing(str(killed))
     for directory in there.checkpoints.values():
-      problems = checkpoint.verify(directory)
+      problems = checkpointer.verify(directory)
       assert not problems, problems
     say(
       f"kill {number} of {kills}: {what}; checkpoints {[*there.checkpoints]}, "

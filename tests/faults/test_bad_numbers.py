@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain import checkpoint
+from bigtrain.checkpoints import checkpointer
 from faults import program as program_lib
 from faults.program import path_of, steps
 
@@ -38,7 +38,7 @@ def data(tmp_path):
 
 def assert_finite(workdir):
   for step in steps(workdir):
-    assert checkpoint.verify(str(path_of(workdir, step))) == []
+    assert checkpointer.verify(str(path_of(workdir, step))) == []
     for name, value in tiny.arrays(workdir, step).items():
       assert np.isfinite(value).all(), (step, name)
   for step, row in tiny.rows(workdir).items():

@@ -5,8 +5,8 @@ import signal
 import pytest
 import tiny
 
-from bigtrain import storage
-from bigtrain.manifest import CheckpointError
+from bigtrain.checkpoints import folders
+from bigtrain.checkpoints.manifest import CheckpointError
 from faults import soak
 from faults.program import assert_same_run, assert_same_state, steps
 
@@ -27,7 +27,7 @@ MOMENTS = (
 
 
 def remains(workdir):
-  return storage.listing(str(workdir)).leftovers
+  return folders.listing(str(workdir)).leftovers
 
 
 def assert_rows_up_to(workdir, other, step):
@@ -58,7 +58,7 @@ def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
     assert_same_state(workdir, undisturbed, newest)
     assert_rows_up_to(workdir, undisturbed, newest)
     if fault[0] == "chunk":
-      sizes = [size for path in before for _, size in storage.files_below(path)]
+      sizes = [size for path in before for _, size in folders.files_below(path)]
       assert 100_000 in sizes, "no file was cut"
   program.run(workdir)
   assert remains(workdir) == [] and not list(workdir.glob("stacks-*"))

@@ -7,7 +7,7 @@ import time
 import pytest
 import tiny
 
-from bigtrain import checkpoint
+from bigtrain.checkpoints import checkpointer
 from faults import program as program_lib
 from faults import tiny_tokens
 from faults.program import path_of, steps
@@ -44,7 +44,7 @@ def test_a_signal_to_one_and_other_numbers_of_processes(
   (line,) = set(last_lines(job))
   saved = int(re.fullmatch(r"preempted: saved step (\d+) of 24", line)[1])
   assert saved >= 6 and steps(workdir)[-1] == saved
-  assert checkpoint.verify(str(path_of(workdir, saved))) == []
+  assert checkpointer.verify(str(path_of(workdir, saved))) == []
   # Fault 24: 2, then 1, then 4 processes.
   program.run(
     workdir, does("term", 0, 14), f"keep_ckpts={saved}", code=75, devices=2

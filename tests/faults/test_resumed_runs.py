@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain import restore, sharding, storage
+from bigtrain import sharding
+from bigtrain.checkpoints import folders, restore
 from faults import program as program_lib
 from faults.program import assert_same_run, path_of, steps
 
@@ -64,8 +65,8 @@ def test_stopped_anywhere_the_same_examples_come(program, tmp_path, model):
 
 def restored(workdir, step, mesh):
   """The state of a checkpoint on a mesh, each array split where it can be."""
-  directory = storage.find(str(workdir), step)
-  arrays = storage.read_manifest(directory).arrays
+  directory = folders.find(str(workdir), step)
+  arrays = folders.read_manifest(directory).arrays
   spec = {
     name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()
   }

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bigtrain import checkpoint
+from bigtrain.checkpoints import checkpointer
 from faults.program import (
   assert_same_run,
   assert_same_state,
@@ -42,7 +42,7 @@ def test_before_the_first_step(program, workdir, moment):
   assert "Traceback" not in process.text()
   # Whatever there is to resume from, it is whole.
   for step in steps(workdir):
-    assert checkpoint.verify(str(path_of(workdir, step))) == []
+    assert checkpointer.verify(str(path_of(workdir, step))) == []
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import disks
 import pytest
 import tiny
 
-from bigtrain import checkpoint
-from bigtrain import rows as rows_lib
+from bigtrain.checkpoints import checkpointer
+from bigtrain.reports import rows as rows_lib
 from faults.program import assert_same_run, path_of, steps
 
 
@@ -41,7 +41,7 @@ def test_a_full_disk(program, disk, undisturbed):
     assert process.last_line().startswith("error: ")
     assert no_room in process.last_line()
     assert steps(workdir) == [2]
-    assert checkpoint.verify(str(path_of(workdir, 2))) == []
+    assert checkpointer.verify(str(path_of(workdir, 2))) == []
     assert os.listdir(workdir / "checkpoints") == ["00000002"]
 
   fill(4, 2, "stop_at_steps=4")  # Fault 9: the very last save.

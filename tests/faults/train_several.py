@@ -7,9 +7,10 @@ Where importing costs more than training, that saves most of the time.
 
 import sys
 
-from bigtrain import cluster, main, settings
+from bigtrain import main, settings
+from bigtrain.cluster import process
 
 if __name__ == "__main__":
   for config, workdir in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
     main.train(settings.load(config), workdir)
-  cluster.leave(cluster.EXIT_OK)
+  process.leave(process.EXIT_OK)

@@ -11,7 +11,8 @@ import pathlib
 import tempfile
 from typing import Any
 
-from bigtrain import main, settings, writers
+from bigtrain import main, settings
+from bigtrain.reports import writers
 
 FILE = pathlib.Path(__file__).with_name("losses.json")
 FILES = {

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bigtrain import settings
-from bigtrain.models import attention, decoder
+from bigtrain.models import decoder
+from bigtrain.models.layers import attention
 
 V, L = 40, 12
 SIZES = dict(vocab_size=V, width=16, depth=2, num_heads=4, max_len=L)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bigtrain import settings, trees
-from bigtrain.models import t5, t5_layers
+from bigtrain.models import t5
+from bigtrain.models.layers import t5_layers
 
 V, S, L = 30, 9, 6
 SIZES = dict(vocab_size=V, width=16, depth=2, decoder_depth=1, num_heads=4)

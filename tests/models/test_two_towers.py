@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from golden import make_two_towers, make_vit
 
-from bigtrain import metrics, trees, warm_start
+from bigtrain import metrics, trees
+from bigtrain.checkpoints import warm_start
 from bigtrain.models import text_transformer, two_towers
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import contrastive

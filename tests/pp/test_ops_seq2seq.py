@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bigtrain import order
+from bigtrain import hashing
 from bigtrain.pp import ops_seq2seq, parse, registry
 from bigtrain.settings import ConfigError, DataError
 
@@ -13,7 +13,7 @@ EOS, FIRST = 1, 999
 def run(spec, features, seed=0):
   op = registry.compose(parse.parse(spec))
   rows = len(features["targets"])
-  return op.fn(features, order.uniforms(seed, 0, np.arange(rows), op.draws))
+  return op.fn(features, hashing.uniforms(seed, 0, np.arange(rows), op.draws))
 
 
 def window(rows=4, length=40, seed=0):
@@ -75,13 +75,15 @@ def test_randomness_is_of_the_example_alone():
   ids = window(rows=8)
   spec = "span_corruption(40, sentinel=999)"
   op = registry.compose(parse.parse(spec))
-  u = order.uniforms(3, 1, np.arange(8), op.draws)
+  u = hashing.uniforms(3, 1, np.arange(8), op.draws)
   batch = op.fn({"targets": ids}, u)
   for i in range(8):
     one = op.fn({"targets": ids[i]}, u[i])
     for name, value in one.items():
       np.testing.assert_array_equal(value, batch[name][i])
-  other = op.fn({"targets": ids}, order.uniforms(4, 1, np.arange(8), op.draws))
+  other = op.fn(
+    {"targets": ids}, hashing.uniforms(4, 1, np.arange(8), op.draws)
+  )
   assert (other["inputs"] != batch["inputs"]).any()
 
 
@@ -161,7 +163,7 @@ def test_the_same_in_a_graph_of_tensorflow():
     "prefix_lm(40)",
   ):
     op = registry.compose(parse.parse(spec))
-    u = order.uniforms(0, 0, np.arange(1), op.draws)[0]
+    u = hashing.uniforms(0, 0, np.arange(1), op.draws)[0]
     want = op.fn(features, u)
     graph = tf.function(tf.autograph.experimental.do_not_convert(op.fn))
     found = graph({k: tf.constant(v) for k, v in features.items()}, u)

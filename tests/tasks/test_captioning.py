@@ -14,9 +14,11 @@ import pytest
 from golden import make_losses
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bigtrain import sharding, train_step, writers
+from bigtrain import sharding
 from bigtrain.models import cappa
+from bigtrain.reports import writers
 from bigtrain.settings import ConfigError
+from bigtrain.step import gradients as gradients_lib
 from bigtrain.tasks import captioning as task
 
 B, L, V = 32, 8, 13
@@ -140,7 +142,7 @@ def gradients(model, devices, microbatches, **options):
     by_example = NamedSharding(mesh, PartitionSpec(sharding.AXES))
 
     def step(params, data):
-      return train_step.gradients(
+      return gradients_lib.gradients(
         loss_fn,
         params,
         {},

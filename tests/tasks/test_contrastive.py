@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from golden import make_losses
 
-from bigtrain import metrics, sharding, train_step, writers
+from bigtrain import metrics, sharding
 from bigtrain.models import two_towers
+from bigtrain.reports import writers
 from bigtrain.settings import ConfigError
+from bigtrain.step import gradients as gradients_lib
 from bigtrain.tasks import contrastive as task
 
 B, L = 32, 5
@@ -98,7 +100,7 @@ def gradients(params, mesh_sizes, microbatches, kind, trainable=None, **extra):
 
   @jax.jit
   def fn(params, batch):
-    return train_step.gradients(
+    return gradients_lib.gradients(
       loss_fn,
       params,
       {},
@@ -107,7 +109,7 @@ def gradients(params, mesh_sizes, microbatches, kind, trainable=None, **extra):
       trainable=trainable,
       microbatches=microbatches,
       mesh=mesh,
-      in_two=train_step.two_passes(task, MODEL, options),
+      in_two=gradients_lib.two_passes(task, MODEL, options),
       **extra,
     )[:2]
 
@@ -188,7 +190,7 @@ def test_both_passes_see_the_same_dropout_and_statistics():
   @jax.jit
   @functools.partial(jax.value_and_grad, has_aux=True)
   def plain(params):
-    parts = train_step.split(BATCH, 2, mesh)
+    parts = gradients_lib.split(BATCH, 2, mesh)
     mutable, found = variables, []
     for i in range(2):
       part = {k: v[i] for k, v in parts.items()}
@@ -206,7 +208,7 @@ def test_both_passes_see_the_same_dropout_and_statistics():
 
   @jax.jit
   def in_two_passes(params):
-    return train_step.gradients(
+    return gradients_lib.gradients(
       None,
       params,
       variables,
@@ -215,7 +217,7 @@ def test_both_passes_see_the_same_dropout_and_statistics():
       trainable=jax.tree.map(lambda _: True, params),
       microbatches=2,
       mesh=mesh,
-      in_two=train_step.two_passes(task, model, {"kind": "softmax"}),
+      in_two=gradients_lib.two_passes(task, model, {"kind": "softmax"}),
     )
 
   (loss, mutable), grads = plain(params)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import sharding, train_step
+from bigtrain import sharding
 from bigtrain.models import decoder
 from bigtrain.settings import ConfigError
+from bigtrain.step import gradients as gradients_lib
 from bigtrain.tasks import language_modeling as task
 
 V, L, B = 30, 10, 8
@@ -182,7 +183,7 @@ def test_microbatches_and_devices_change_nothing(model, variables):
     with jax.set_mesh(mesh):
       placed = jax.device_put(batch, sharding.batch(mesh))
       grads, pairs, _ = jax.jit(
-        lambda params, batch: train_step.gradients(
+        lambda params, batch: gradients_lib.gradients(
           loss_fn,
           params,
           {},

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import sharding, train_step, trees
+from bigtrain import sharding, trees
 from bigtrain.models import t5
 from bigtrain.pp import parse
 from bigtrain.settings import ConfigError
+from bigtrain.step import gradients as gradients_lib
 from bigtrain.tasks import seq2seq as task
 
 V, S, L, B = 20, 8, 5, 8
@@ -247,7 +248,7 @@ def test_experts_do_not_depend_on_devices_and_but_for_balance_on_microbatches():
       loss_fn = functools.partial(
         task.loss_fn, model=model, train=True, load_balance=load_balance
       )
-      grads, _, _ = train_step.gradients(
+      grads, _, _ = gradients_lib.gradients(
         loss_fn,
         params,
         {},

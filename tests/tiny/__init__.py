@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import checkpoint, restore, storage, trees, writers
+from bigtrain import trees
+from bigtrain.checkpoints import checkpointer, folders, restore
+from bigtrain.reports import writers
 
 NUM_TRAIN = 80  # Five batches: the sixth is of another epoch.
 NUM_VAL = 40  # The last batch is not full.
@@ -131,15 +133,15 @@ def rows(workdir: os.PathLike[str]) -> dict[int, dict[str, Any]]:
 
 def checkpoint_steps(workdir: os.PathLike[str]) -> list[int]:
   """Steps that have a checkpoint, ascending."""
-  return checkpoint.steps(str(workdir))
+  return checkpointer.steps(str(workdir))
 
 
 def arrays(
   workdir: os.PathLike[str], step: int | None = None
 ) -> dict[str, np.ndarray]:
   """{name: array} of a checkpoint; the newest unless a step is given."""
-  directory = storage.find(str(workdir), step)
-  manifest = storage.read_manifest(directory)
+  directory = folders.find(str(workdir), step)
+  manifest = folders.read_manifest(directory)
   like = {
     name: jax.ShapeDtypeStruct(array.shape, array.dtype)
     for name, array in manifest.arrays.items()

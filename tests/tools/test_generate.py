@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import checkpoint
+from bigtrain.checkpoints import checkpointer
 from bigtrain.models import decoder
 from bigtrain.tools import generate as tool
 
@@ -35,7 +35,7 @@ def save(folder, params, **changes):
     "model": MODEL,
     "input": {"data": {"type": "text", "path": "x.txt", "length": 16}},
   }
-  saver = checkpoint.Checkpointer(str(folder))
+  saver = checkpointer.Checkpointer(str(folder))
   state = {"params": params, "step": np.int32(1)}
   saver.save(1, state, {"config": config | changes})
   saver.close()

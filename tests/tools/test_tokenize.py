@@ -11,7 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from bigtrain.data import documents, token_writer, tokens
+from bigtrain.data import tokens
+from bigtrain.data.formats import documents, token_writer
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError
 from bigtrain.tools import tokenize

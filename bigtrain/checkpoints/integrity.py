@@ -1,0 +1,293 @@
+"""Whether a checkpoint is what was once written, down to the last bit.
+
+`inspect` looks at names, sizes and metadata, which is quick; `verify` also
+reads every chunk against its checksum. Each problem is one line that names the
+array and the file. Nothing here needs jax.
+"""
+
+import collections
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bigtrain.checkpoints import folders
+from bigtrain.checkpoints import manifest as manifest_lib
+from bigtrain.checkpoints.manifest import (
+  Array,
+  CheckpointError,
+  DamagedError,
+  Manifest,
+)
+from bigtrain.files import objects, paths
+
+# An array's name and an index into it.
+Part = tuple[str, tuple[slice, ...]]
+
+_LINK = "a symbolic link; it is not followed"
+
+# What may be read and not yet used up, on one host.
+_BYTES_IN_FLIGHT = 2**30
+
+_context: list[Any] = []
+
+
+def tensorstore_context() -> Any:
+  """The tensorstore context of reads and writes.
+
+  No cache: it would cost as much memory as the checkpoint has bytes. No file
+  locks: some network file systems lack them, and every file has one writer.
+  Files and their names are put on disk before a write counts as done.
+  """
+  import tensorstore as ts
+
+  if not _context:
+    _context.append(
+      ts.Context(
+        {
+          "cache_pool": {"total_bytes_limit": 0},
+          "file_io_concurrency": {"limit": 32},
+          "file_io_locking": {"mode": "none"},
+          "file_io_sync": True,
+          **objects.context(),
+        }
+      )
+    )
+  return _context[0]
+
+
+def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
+  """SHA-256 of each array's zarr.json; in object stores "" if it is missing."""
+  files = {
+    name: os.path.join(directory, name, manifest_lib.METADATA_FILE)
+    for name in names
+  }
+  if paths.is_remote(directory):
+    contents = [found.content for found in objects.read_all(files.values())]
+  else:
+    contents = [paths.read_bytes(path) for path in files.values()]
+  return {
+    name: "" if content is None else hashlib.sha256(content).hexdigest()
+    for name, content in zip(files, contents)
+  }
+
+
+class Problem(NamedTuple):
+  """One thing that is wrong with a checkpoint.
+
+  Attributes:
+    array: name of the array; "" for the manifest.
+    path: of the file.
+    what: is wrong with it.
+  """
+
+  array: str
+  path: str
+  what: str
+
+  def __str__(self) -> str:
+    return (f"array {self.array!r}: " if self.array else "") + (
+      f"{self.path}: {self.what}"
+    )
+
+
+def inspect(
+  directory: str, manifest: Manifest, names: Iterable[str] | None = None
+) -> list[Problem]:
+  """Problems that names, sizes and metadata show; reads no values.
+
+  Args:
+    directory: of the checkpoint.
+    manifest: its manifest.
+    names: of the arrays to look at; all unless given.
+
+  Raises:
+    CheckpointError: something cannot be read.
+  """
+  problems = []
+  wanted = list(manifest.arrays if names is None else names)
+  try:
+    if paths.is_remote(directory):
+      return _inspect_objects(directory, manifest, wanted)
+    for name in wanted:
+      problems += _inspect_array(directory, name, manifest.arrays[name])
+  except OSError as e:
+    raise folders.unreadable(e) from e
+  return problems
+
+
+def _inspect_objects(
+  directory: str, manifest: Manifest, names: list[str]
+) -> list[Problem]:
+  """As `inspect`, in few requests.
+
+  Sizes are not looked at: no crash leaves half an object, and one that somebody
+  cut does not fit its checksum.
+  """
+  problems = []
+  there = set(objects.below(directory))
+  digests = metadata_digests(directory, names)
+  for name in names:
+    array = manifest.arrays[name]
+    chunks = [file for file, _ in array.chunks()]
+    problems += [
+      Problem(name, os.path.join(directory, name, file), "missing")
+      for file in (manifest_lib.METADATA_FILE, *chunks)
+      if f"{name}/{file}" not in there
+    ]
+    if digests[name] and array.metadata_sha256 not in ("", digests[name]):
+      path = os.path.join(directory, name, manifest_lib.METADATA_FILE)
+      problems.append(Problem(name, path, "its digest does not fit"))
+  return problems
+
+
+def _inspect_array(directory: str, name: str, array: Array) -> list[Problem]:
+  where = os.path.join(directory, name)
+  problems = []
+
+  def report(path: str, what: str) -> list[Problem]:
+    problems.append(Problem(name, os.path.join(where, path), what))
+    return problems
+
+  parts = name.split("/")
+  for i in range(1, len(parts) + 1):
+    above = os.path.join(directory, *parts[:i])
+    if os.path.islink(above):
+      return report(above, _LINK)
+  try:
+    sizes = dict(folders.files_below(where))
+  except FileNotFoundError:
+    return report(where, "missing")
+  except NotADirectoryError:
+    return report(where, "a file, where a directory should be")
+  for file, size in sizes.items():
+    if size is None:
+      report(file, _LINK)
+  if manifest_lib.METADATA_FILE not in sizes:
+    report(manifest_lib.METADATA_FILE, "missing")
+  elif sizes[manifest_lib.METADATA_FILE] is not None and (
+    array.metadata_sha256 not in ("", metadata_digests(directory, [name])[name])
+  ):
+    report(manifest_lib.METADATA_FILE, "its digest does not fit")
+  expected = array.chunk_bytes
+  for file, _ in array.chunks():
+    if file not in sizes:
+      report(file, "missing")
+    elif sizes[file] is not None and sizes[file] != expected:
+      report(file, f"has {sizes[file]} bytes, expected {expected}")
+  return problems
+
+
+def read(
+  directory: str, manifest: Manifest, parts: Iterable[Part]
+) -> Iterator[np.ndarray]:
+  """Reads parts of arrays, several at once, and yields them in order.
+
+  Args:
+    directory: of the checkpoint.
+    manifest: its manifest.
+    parts: (array's name, index into it) of each; those of one array together.
+
+  Raises:
+    DamagedError: a chunk is missing or not what was written.
+    CheckpointError: a file cannot be read.
+  """
+  for (name, _), result in _read(directory, manifest, parts):
+    if isinstance(result, ValueError):
+      raise _kind(result)(
+        f"{directory}: array {name!r}: {_text(result)}"
+      ) from result
+    yield result
+
+
+def _read(
+  directory: str, manifest: Manifest, parts: Iterable[Part]
+) -> Iterator[tuple[Part, np.ndarray | ValueError]]:
+  import tensorstore as ts
+
+  name, opened = None, None
+  pending: collections.deque[tuple[Part, Any, np.ndarray]] = collections.deque()
+  in_flight = 0
+
+  def finish() -> tuple[Part, np.ndarray | ValueError]:
+    nonlocal in_flight
+    part, future, out = pending.popleft()
+    in_flight -= out.nbytes
+    try:
+      future.result()
+      return part, out
+    except ValueError as e:  # What tensorstore raises for any failed read.
+      return part, e
+
+  for part in parts:
+    if name != part[0]:
+      name = part[0]
+      # The manifest vouches for the metadata, so it is not read again.
+      opened = ts.open(
+        manifest_lib.spec(directory, name, manifest.arrays[name]),
+        open=True,
+        assume_metadata=True,
+        context=tensorstore_context(),
+      ).result()
+    view = opened[part[1]]
+    if view.rank:
+      view = view[ts.d[:].translate_to[0]]
+    # numpy's memory has large pages; tensorstore's own costs twice the time.
+    out = np.empty(view.shape, view.dtype.numpy_dtype)
+    while pending and in_flight + out.nbytes > _BYTES_IN_FLIGHT:
+      yield finish()
+    pending.append((part, ts.array(out).write(view), out))
+    in_flight += out.nbytes
+  while pending:
+    yield finish()
+
+
+def _kind(error: ValueError) -> type[CheckpointError]:
+  """DamagedError if the file is proven bad; else it may just be unreadable."""
+  bad = str(error).startswith(
+    ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE")
+  )
+  return DamagedError if bad else CheckpointError
+
+
+def _text(error: ValueError) -> str:
+  return str(error).split(" [", maxsplit=1)[0]
+
+
+def read_array(directory: str, manifest: Manifest, name: str) -> np.ndarray:
+  """The whole of one array, on the host."""
+  index = (slice(None),) * len(manifest.arrays[name].shape)
+  return next(read(directory, manifest, [(name, index)]))
+
+
+def verify(directory: str) -> list[Problem]:
+  """Every problem of a checkpoint, each chunk read; [] if it is whole.
+
+  Raises:
+    CheckpointError: something cannot be read, so nothing is known of it.
+  """
+  try:
+    manifest = folders.read_manifest(directory)
+  except DamagedError as e:
+    path = os.path.join(directory, manifest_lib.FILE)
+    return [Problem("", path, str(e).removeprefix(f"{path}: "))]
+  problems = inspect(directory, manifest)
+  known = {problem.path for problem in problems}
+  linked = {problem.array for problem in problems if problem.what == _LINK}
+  parts, paths = [], []
+  for name, array in manifest.arrays.items():
+    if name in linked or os.path.join(directory, name) in known:
+      continue
+    for file, index in array.chunks():
+      path = os.path.join(directory, name, file)
+      if path not in known:
+        parts.append((name, index))
+        paths.append(path)
+  for path, (part, result) in zip(paths, _read(directory, manifest, parts)):
+    if isinstance(result, ValueError):
+      if _kind(result) is not DamagedError:
+        raise CheckpointError(f"{directory}: {_text(result)}") from result
+      problems.append(Problem(part[0], path, _text(result)))
+  return problems

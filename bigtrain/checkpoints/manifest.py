@@ -1,0 +1,349 @@
+"""What a checkpoint says about itself: manifest.json, written last.
+
+A checkpoint is a directory
+
+  00000100/params/encoder/kernel/zarr.json   metadata of one array (zarr v3)
+                                 c.0.1       one of its chunks
+           ...
+           manifest.json
+
+and a directory without a valid manifest is no checkpoint. The manifest holds
+for each array its name, shape, dtype, sharding, and the number and the size of
+its files; the SHA-256 of each zarr.json; the state of the host side of the
+program; and a SHA-256 of itself. The chunks carry a crc32c each. So whatever
+is missing, cut, changed or of another run is found before it is used.
+
+The arrays lie as jax.experimental.array_serialization lays them out for the
+same tensorstore spec, and it reads them.
+
+Nothing here needs jax: a laptop without it can look into a checkpoint.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from bigtrain.files import objects, paths
+
+FILE = "manifest.json"
+METADATA_FILE = "zarr.json"
+FORMAT = "bigtrain-checkpoint"
+VERSION = 1
+
+# Large enough that a file costs little beside its bytes, small enough that
+# one big array is read and written by several threads at once.
+CHUNK_BYTES = 64 * 2**20
+
+_CRC_BYTES = 4
+_DTYPES = (
+  "bool",
+  *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+  *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+  *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz"),
+  *("float8_e5m2", "float8_e5m2fnuz", "float8_e3m4", "float8_e8m0fnu"),
+)
+
+
+class CheckpointError(Exception):
+  """A checkpoint that could not be written or read."""
+
+
+class DamagedError(CheckpointError):
+  """A checkpoint that is not what was once written."""
+
+
+def dtype_of(name: str) -> np.dtype:
+  """The numpy dtype of a manifest's name for it; ml_dtypes' included."""
+  return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """One array of a checkpoint.
+
+  Attributes:
+    shape: of the whole array.
+    dtype: its name, such as "bfloat16".
+    chunk_shape: of each of its files; the grid starts at the origin.
+    sharding: {"mesh": {axis: size}, "spec": [axes or None for each dim]} with
+      which it was saved, for the reader's information; None if unknown.
+    metadata_sha256: of its zarr.json; "" while it is being written.
+  """
+
+  shape: tuple[int, ...]
+  dtype: str
+  chunk_shape: tuple[int, ...]
+  sharding: dict[str, Any] | None = None
+  metadata_sha256: str = ""
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes of its values."""
+    return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+  @property
+  def grid(self) -> tuple[int, ...]:
+    """Number of chunks along each dimension."""
+    return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape))
+
+  @property
+  def chunk_bytes(self) -> int:
+    """Size of each chunk's file; those at the edges are padded to it."""
+    itemsize = dtype_of(self.dtype).itemsize
+    return math.prod(self.chunk_shape) * itemsize + _CRC_BYTES
+
+  def chunks(self) -> Iterator[tuple[str, tuple[slice, ...]]]:
+    """(file relative to the array's directory, its part of the array)."""
+    for position in itertools.product(*map(range, self.grid)):
+      index = tuple(
+        slice(i * c, min((i + 1) * c, n))
+        for i, c, n in zip(position, self.chunk_shape, self.shape)
+      )
+      yield ".".join(["c", *map(str, position)]), index
+
+  def __str__(self) -> str:
+    return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+  """A checkpoint's description of itself.
+
+  Attributes:
+    step: training steps done.
+    arrays: name -> Array.
+    host_state: what the program saved beside the arrays, as JSON has it.
+    config_digest: of the run's config.
+    writer: by what it was written, for the reader's information.
+  """
+
+  step: int
+  arrays: Mapping[str, Array]
+  host_state: dict[str, Any]
+  config_digest: str = ""
+  writer: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes of all arrays."""
+    return sum(a.num_bytes for a in self.arrays.values())
+
+
+def describe(
+  shape: Sequence[int],
+  dtype: Any,
+  shard_shape: Sequence[int] | None = None,
+  sharding: dict[str, Any] | None = None,
+) -> Array:
+  """How an array will lie in files.
+
+  A chunk never crosses the border of a shard, so processes never write the
+  same file; a shard beyond CHUNK_BYTES becomes several chunks.
+
+  Args:
+    shape: of the array.
+    dtype: of the array.
+    shard_shape: of each of its shards; the whole shape unless given.
+    sharding: see Array.
+  """
+  name = np.dtype(dtype).name
+  if name not in _DTYPES:
+    raise CheckpointError(f"dtype {name} cannot be saved.")
+  shape = tuple(map(int, shape))
+  shard_shape = shape if shard_shape is None else tuple(map(int, shard_shape))
+  chunk = [max(1, n) for n in shard_shape]
+  for dim, (n, shard_n) in enumerate(zip(shape, shard_shape)):
+    num_bytes = math.prod(chunk) * np.dtype(dtype).itemsize
+    if num_bytes <= CHUNK_BYTES or 0 in shape:
+      break
+    most = max(1, chunk[dim] * CHUNK_BYTES // num_bytes)
+    if n == shard_n:  # Not split: the last chunk may stick out.
+      chunk[dim] = -(-n // -(-n // most))
+    else:
+      chunk[dim] = _near_divisor(shard_n, most)
+  return Array(shape, name, tuple(chunk), sharding)
+
+
+def _near_divisor(n: int, most: int) -> int:
+  """The largest divisor of n up to `most`; a larger one if that is tiny."""
+  below = next(d for d in range(most, 0, -1) if n % d == 0)
+  if 8 * below >= most:
+    return below
+  return next(d for d in range(most, n + 1) if n % d == 0)
+
+
+def spec(directory: str, name: str, array: Array) -> dict[str, Any]:
+  """The tensorstore spec of one array, to write and to read it strictly."""
+  return {
+    "driver": "zarr3",
+    "kvstore": (
+      objects.kvstore(f"{directory}/{name}", is_folder=True)
+      if paths.is_remote(directory)
+      else {"driver": "file", "path": f"{directory}/{name}/"}
+    ),
+    # A chunk of zeros is written, and one that is not there is an error:
+    # by default both would read as zeros.
+    "store_data_equal_to_fill_value": True,
+    "fill_missing_data_reads": False,
+    "metadata": {
+      "shape": array.shape,
+      "data_type": array.dtype,
+      "chunk_grid": {
+        "name": "regular",
+        "configuration": {"chunk_shape": array.chunk_shape},
+      },
+      # Chunks lie in the array's own directory: fewer names to put on disk.
+      "chunk_key_encoding": {
+        "name": "default",
+        "configuration": {"separator": "."},
+      },
+      "codecs": [
+        {"name": "bytes", "configuration": {"endian": "little"}}
+        if dtype_of(array.dtype).itemsize > 1
+        else {"name": "bytes"},
+        {"name": "crc32c"},
+      ],
+    },
+  }
+
+
+def check_names(names: Iterable[str]) -> None:
+  """Raises CheckpointError for a name that is no place inside of a checkpoint.
+
+  Names become paths, so one with "..", an empty part or a leading slash would
+  lead elsewhere, and one below another would mix two arrays' files.
+  """
+  seen: set[str] = set()
+  for name in names:
+    parts = name.split("/")
+    if (
+      not set(parts).isdisjoint({"", ".", "..", METADATA_FILE})
+      or "\\" in name
+      or "\0" in name
+      or parts[0] == FILE
+    ):
+      raise CheckpointError(f"array name {name!r}: not allowed as a path.")
+    if name in seen:
+      raise CheckpointError(f"array name {name!r}: two arrays have it.")
+    seen.add(name)
+  for name in seen:
+    parts = name.split("/")
+    for i in range(1, len(parts)):
+      above = "/".join(parts[:i])
+      if above in seen:
+        raise CheckpointError(
+          f"array name {name!r}: {above!r} is an array already."
+        )
+
+
+def to_json(manifest: Manifest) -> str:
+  """The manifest's file, with the digest of all the rest in it."""
+  content: dict[str, Any] = {
+    "format": FORMAT,
+    "version": VERSION,
+    "step": manifest.step,
+    "config_digest": manifest.config_digest,
+    "writer": manifest.writer,
+    "num_bytes": manifest.num_bytes,
+    "arrays": {
+      name: {
+        "shape": list(array.shape),
+        "dtype": array.dtype,
+        "sharding": array.sharding,
+        "chunk_shape": list(array.chunk_shape),
+        "num_chunks": math.prod(array.grid),
+        "chunk_bytes": array.chunk_bytes,
+        "metadata_sha256": array.metadata_sha256,
+      }
+      for name, array in manifest.arrays.items()
+    },
+    "host_state": manifest.host_state,
+  }
+  content["sha256"] = _digest(content)
+  # One line an array: people read this file too.
+  arrays = ",\n".join(
+    f"  {json.dumps(name)}: {json.dumps(array)}"
+    for name, array in content["arrays"].items()
+  )
+  lines = [
+    f" {json.dumps(key)}: "
+    + (f"{{\n{arrays}\n }}" if key == "arrays" else json.dumps(value))
+    for key, value in content.items()
+  ]
+  return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def from_json(text: bytes | str, where: str) -> Manifest:
+  """Reads and checks a manifest.
+
+  Args:
+    text: content of the file.
+    where: its path, for messages.
+
+  Raises:
+    DamagedError: not JSON, a wrong digest, a name that leads elsewhere.
+    CheckpointError: written by a newer version of the format.
+  """
+  try:
+    content = json.loads(text)
+    stated = content.pop("sha256")
+    is_ours = content["format"] == FORMAT
+    version = content["version"]
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise DamagedError(f"{where}: damaged: {type(e).__name__}: {e}") from e
+  if not is_ours or stated != _digest(content):
+    raise DamagedError(f"{where}: damaged: its digest does not fit.")
+  if version != VERSION:
+    raise CheckpointError(
+      f"{where}: format version {version}; this program reads {VERSION}."
+    )
+  try:
+    arrays = {
+      name: Array(
+        shape=tuple(a["shape"]),
+        dtype=a["dtype"],
+        chunk_shape=tuple(a["chunk_shape"]),
+        sharding=a["sharding"],
+        metadata_sha256=a["metadata_sha256"],
+      )
+      for name, a in content["arrays"].items()
+    }
+    check_names(arrays)
+    for name, array in arrays.items():
+      _check_array(name, array)
+    return Manifest(
+      step=content["step"],
+      arrays=arrays,
+      host_state=content["host_state"],
+      config_digest=content["config_digest"],
+      writer=content["writer"],
+    )
+  except (KeyError, TypeError, CheckpointError) as e:
+    raise DamagedError(f"{where}: damaged: {type(e).__name__}: {e}") from e
+
+
+def _check_array(name: str, array: Array) -> None:
+  """Raises CheckpointError for what no array can be."""
+  sizes = [*array.shape, *array.chunk_shape]
+  if (
+    array.dtype not in _DTYPES
+    or len(array.shape) != len(array.chunk_shape)
+    or not all(isinstance(n, int) for n in sizes)
+    or min(array.shape, default=0) < 0
+    or min(array.chunk_shape, default=1) < 1
+  ):
+    raise CheckpointError(
+      f"array {name!r}: cannot be {array} in chunks of {array.chunk_shape}."
+    )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+  text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+  return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,326 @@
+"""Copies of device arrays in host memory, as quick as they can be made.
+
+A save keeps the training loop only for this copy. It must be a copy: the next
+step overwrites the state's buffers.
+"""
+
+import concurrent.futures
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from bigtrain.checkpoints import manifest as manifest_lib
+from bigtrain.checkpoints.manifest import Array, CheckpointError
+
+# Shards below the first size share a file of up to the second, if the same
+# process writes them: a file costs as much as a megabyte or two.
+_SMALL_SHARD_BYTES = 2 * 2**20
+_SHARED_FILE_BYTES = 16 * 2**20
+
+_ALIGN = 64
+_SEGMENT_BYTES = 8 * 2**20
+
+
+class Piece(NamedTuple):
+  """A part of an array in host memory.
+
+  Attributes:
+    name: of the array.
+    place: of the part in it, with explicit starts and stops.
+    data: its values: a numpy array, or a jax array in pinned host memory.
+  """
+
+  name: str
+  place: tuple[slice, ...]
+  data: Any
+
+
+class _Plan(NamedTuple):
+  """What holds for all snapshots of the same tree on this process.
+
+  Attributes:
+    key: of the tree.
+    arrays: name -> how it lies in files.
+    sources: (position in the tree, number of the addressable shard) of each
+      part that this process writes; a numpy array counts as one shard.
+    pieces: these parts, without their data.
+  """
+
+  key: Any
+  arrays: dict[str, Array]
+  sources: list[tuple[int, int]]
+  pieces: list[Piece]
+
+
+class Snapshots:
+  """Takes copies of a tree's arrays, one at a time.
+
+  On CPU devices the copy goes into memory that is kept: fresh memory costs
+  several times what copying into it costs. On accelerators it goes to pinned
+  host memory, which jax keeps.
+  """
+
+  def __init__(self) -> None:
+    self._plan = _Plan(None, {}, [], [])
+    self._copies: list[np.ndarray] = []
+    self._pool = concurrent.futures.ThreadPoolExecutor(
+      max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="snapshot"
+    )
+
+  def take(
+    self, named: Sequence[tuple[str, Any]]
+  ) -> tuple[list[Piece], dict[str, Array]]:
+    """Copies what this process has to write: each shard of the job once.
+
+    The copies of the call before are overwritten.
+
+    Args:
+      named: (name, array) pairs; a numpy array counts as held by process 0.
+
+    Returns:
+      (this process's shards, how all arrays will lie in files).
+
+    Raises:
+      CheckpointError: a name or a dtype that cannot be saved.
+    """
+    key = [
+      (name, getattr(x, "shape", x), getattr(x, "dtype", None), _sharding(x))
+      for name, x in named
+    ]
+    if key != self._plan.key:
+      self._plan = _make_plan(key, named)
+      self._copies = []
+    shards = [_shard(named[i][1], number) for i, number in self._plan.sources]
+    if all(_platform(x) == "cpu" for x in shards):
+      copies = self._copy_on_cpu(shards)
+    else:
+      copies = _copy_to_pinned(shards)
+    pieces = [
+      Piece(piece.name, piece.place, copy)
+      for piece, copy in zip(self._plan.pieces, copies)
+    ]
+    return pieces, self._plan.arrays
+
+  def _copy_on_cpu(self, shards: list[Any]) -> list[np.ndarray]:
+    # Views. While they live, the buffers cannot be donated: they are local.
+    sources = [np.asarray(x) for x in shards]
+    if not self._copies:
+      self._copies = _allocate(sources)
+    tasks: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]
+    size = 0
+    for source, copy in zip(sources, self._copies):
+      # Not by elements: numpy copies bytes without holding its lock.
+      flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+      to = copy.reshape(-1).view(np.uint8)
+      for at in range(0, flat.size, _SEGMENT_BYTES):
+        part = slice(at, at + _SEGMENT_BYTES)
+        tasks[-1].append((to[part], flat[part]))
+        size += min(_SEGMENT_BYTES, flat.size - at)
+        if size >= _SEGMENT_BYTES:
+          tasks.append([])
+          size = 0
+
+    def copy_all(task: list[tuple[np.ndarray, np.ndarray]]) -> None:
+      for to, from_ in task:
+        np.copyto(to, from_)
+
+    list(self._pool.map(copy_all, tasks))
+    return self._copies
+
+  def close(self) -> None:
+    """Gives the memory back."""
+    self._pool.shutdown()
+    self._copies = []
+
+
+def _allocate(sources: list[np.ndarray]) -> list[np.ndarray]:
+  """Arrays like these, in one piece of memory."""
+  starts = [0]
+  for x in sources:
+    starts.append(starts[-1] + -(-x.nbytes // _ALIGN) * _ALIGN)
+  memory = np.empty(starts[-1], np.uint8)
+  return [
+    memory[at : at + x.nbytes].view(x.dtype).reshape(x.shape)
+    for x, at in zip(sources, starts)
+  ]
+
+
+def _copy_to_pinned(shards: list[Any]) -> list[Any]:
+  """Copies by the devices' own engines, into memory that they can reach."""
+  arrays = [x for x in shards if isinstance(x, jax.Array)]
+  devices = [next(iter(x.devices())) for x in arrays]
+  kinds = {m.kind for d in devices for m in d.addressable_memories()}
+  if "pinned_host" not in kinds:
+    for x in arrays:
+      x.copy_to_host_async()
+    return [np.array(x) for x in shards]
+  places = [
+    jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    for device in devices
+  ]
+  copies = iter(jax.block_until_ready(jax.device_put(arrays, places)))
+  return [
+    next(copies) if isinstance(x, jax.Array) else np.array(x) for x in shards
+  ]
+
+
+def _shard(x: Any, number: int) -> Any:
+  """An addressable shard's data, without the cost of a jax Shard object."""
+  if not isinstance(x, jax.Array):
+    return x
+  if number and x.is_fully_replicated:  # addressable_data gives the first.
+    return x.addressable_shards[number].data
+  return x.addressable_data(number)
+
+
+def _platform(shard: Any) -> str:
+  if not isinstance(shard, jax.Array):
+    return "cpu"
+  return next(iter(shard.devices())).platform
+
+
+def _sharding(x: Any) -> Any:
+  return x.sharding if isinstance(x, jax.Array) else None
+
+
+def _explicit(
+  index: tuple[slice, ...], shape: Sequence[int]
+) -> tuple[slice, ...]:
+  return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape))
+
+
+def _make_plan(key: Any, named: Sequence[tuple[str, Any]]) -> _Plan:
+  """Which process writes what, and how each array lies in files.
+
+  The bytes are spread over all devices that hold them, so that many links
+  carry them to the host and many hosts write. Every process computes the same.
+  """
+  _check(named)
+  load: dict[Any, int] = {}
+  chosen, arrays = {}, {}
+  for name, x in sorted(named, key=lambda pair: -pair[1].nbytes):
+    if not isinstance(x, jax.Array):
+      arrays[name] = manifest_lib.describe(x.shape, x.dtype)
+      continue
+    choices = _replicas(x)
+    busiest = [max(load.get(d, 0) for _, d in choice) for choice in choices]
+    chosen[name] = busiest.index(min(busiest))
+    holders = choices[chosen[name]]
+    for _, device in holders:
+      load[device] = load.get(device, 0) + x.nbytes // len(holders)
+    arrays[name] = manifest_lib.describe(
+      x.shape, x.dtype, _block_shape(x, holders), _sharding_json(x.sharding)
+    )
+  sources, pieces = [], []
+  for i, (name, x) in enumerate(named):
+    if isinstance(x, jax.Array):
+      for number, shard in enumerate(x.addressable_shards):
+        if shard.replica_id == chosen[name]:
+          sources.append((i, number))
+          pieces.append(Piece(name, _explicit(shard.index, x.shape), None))
+    elif jax.process_index() == 0:
+      sources.append((i, 0))
+      pieces.append(Piece(name, tuple(slice(0, n) for n in x.shape), None))
+  arrays = {name: arrays[name] for name, _ in named}
+  return _Plan(key, arrays, sources, pieces)
+
+
+def _check(named: Sequence[tuple[str, Any]]) -> None:
+  """Raises CheckpointError for a name or a value that cannot be saved."""
+  manifest_lib.check_names(name for name, _ in named)
+  for name, x in named:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+      raise CheckpointError(f"array name {name!r}: {type(x)} is no array.")
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+      raise CheckpointError(
+        f"array name {name!r}: dtype {x.dtype} cannot be saved; random keys "
+        "are made from the seed and the step."
+      )
+
+
+def _replicas(x: jax.Array) -> list[list[tuple[tuple[slice, ...], Any]]]:
+  """The (index, device) pairs of each replica, numbered as jax does.
+
+  jax numbers the devices that hold the same part by their order in the
+  sharding.
+  """
+  seen: dict[Any, int] = {}
+  found: list[list[tuple[tuple[slice, ...], Any]]] = []
+  for device, index in x.sharding.devices_indices_map(x.shape).items():
+    index = _explicit(index, x.shape)
+    place = tuple(s.start for s in index)
+    replica = seen[place] = seen.get(place, -1) + 1
+    if replica == len(found):
+      found.append([])
+    found[replica].append((index, device))
+  return found
+
+
+def _block_shape(
+  x: jax.Array, chosen: list[tuple[tuple[slice, ...], Any]]
+) -> list[int]:
+  """The shape of what goes into files by itself: a shard, or small ones.
+
+  Small shards that lie side by side along the only split dimension make one
+  block, if in all blocks the same process writes them.
+  """
+  shard_shape = list(x.sharding.shard_shape(x.shape))
+  split = [d for d, n in enumerate(shard_shape) if n != x.shape[d]]
+  shard_bytes = math.prod(shard_shape) * x.dtype.itemsize
+  if len(split) != 1 or not 0 < shard_bytes < _SMALL_SHARD_BYTES:
+    return shard_shape
+  (dim,) = split
+  in_order = sorted(chosen, key=lambda pair: pair[0][dim].start)
+  owners = [device.process_index for _, device in in_order]
+  for size in range(len(owners), 1, -1):
+    if (
+      len(owners) % size == 0
+      and size * shard_bytes <= _SHARED_FILE_BYTES
+      and all(
+        len(set(owners[i : i + size])) == 1 for i in range(0, len(owners), size)
+      )
+    ):
+      shard_shape[dim] *= size
+      break
+  return shard_shape
+
+
+def _sharding_json(sharding: Any) -> dict[str, Any] | None:
+  if not isinstance(sharding, jax.sharding.NamedSharding):
+    return None
+  return {"mesh": dict(sharding.mesh.shape), "spec": list(sharding.spec)}
+
+
+def blocks(
+  pieces: Sequence[Piece], arrays: Mapping[str, Array]
+) -> Iterator[Piece]:
+  """The pieces as they go to files: those of one file joined."""
+  groups: dict[Any, list[Piece]] = {}
+  for piece in pieces:
+    chunk = arrays[piece.name].chunk_shape
+    # A piece larger than a chunk is not joined with others.
+    corner = tuple(
+      s.start if s.stop - s.start >= c else s.start // c * c
+      for s, c in zip(piece.place, chunk)
+    )
+    groups.setdefault((piece.name, corner), []).append(piece)
+  for group in groups.values():
+    yield _join(group)
+
+
+def _join(group: list[Piece]) -> Piece:
+  first = group[0]
+  # numpy sees pinned memory of an accelerator's copy as it is.
+  if len(group) == 1:
+    return first._replace(data=np.asarray(first.data))
+  group = sorted(group, key=lambda piece: [s.start for s in piece.place])
+  lo, hi = group[0].place, group[-1].place
+  (dim,) = [d for d in range(len(lo)) if lo[d] != hi[d]]
+  data = np.concatenate([np.asarray(p.data) for p in group], axis=dim)
+  index = list(lo)
+  index[dim] = slice(lo[dim].start, hi[dim].stop)
+  return Piece(first.name, tuple(index), data)

@@ -1,0 +1,173 @@
+"""Records of TFRecord files by number, with both checksums verified.
+
+A record is its length (8 bytes, little-endian), a masked CRC-32C of these 8
+bytes, the data, and a masked CRC-32C of the data.
+"""
+
+import os
+import struct
+from typing import Any
+
+import numpy as np
+
+from bigtrain.data.formats import files
+from bigtrain.settings import ConfigError, DataError
+
+_HEADER = struct.Struct("<QI")
+_FOOTER = struct.Struct("<I")
+_OVERHEAD = _HEADER.size + _FOOTER.size
+# Files of small records are scanned in windows, those of large ones by
+# headers alone.
+_WINDOW = 1 << 16
+_SMALL_RECORD = 1 << 13
+# What array_record raises, which depends on what is wrong with the file.
+_ERRORS = (IndexError, OSError, ValueError, RuntimeError)
+
+
+def _crc32c() -> Any:
+  try:
+    import google_crc32c
+  except ModuleNotFoundError as e:
+    raise ConfigError(
+      "TFRecord files need google-crc32c: pip install google-crc32c."
+    ) from e
+  return google_crc32c.value
+
+
+def _masked(crc: int) -> int:
+  return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def scan(path: str) -> np.ndarray:
+  """Offsets of all records, and last the size of the file: int64 [N + 1].
+
+  Raises:
+    DataError: a damaged length, or a record that the file's end cuts.
+  """
+  crc32c = _crc32c()
+  starts = []
+  at, window_at, window = 0, 0, b""
+  last_size = 0
+  with open(path, "rb", buffering=0) as f:
+    size = os.fstat(f.fileno()).st_size
+    while at < size:
+      if not window_at <= at <= window_at + len(window) - _HEADER.size:
+        length = _WINDOW if last_size < _SMALL_RECORD else _HEADER.size
+        window_at, window = at, os.pread(f.fileno(), length, at)
+      header = window[at - window_at : at - window_at + _HEADER.size]
+      if len(header) < _HEADER.size:
+        raise _cut(path, at)
+      last_size, crc = _HEADER.unpack(header)
+      if _masked(crc32c(header[:8])) != crc:
+        raise DataError(
+          f"{path}, byte {at}: damaged record (the checksum of its length "
+          "does not match); where the next record begins is unknown."
+        )
+      starts.append(at)
+      at += last_size + _OVERHEAD
+    if at > size:
+      raise _cut(path, starts[-1])
+  return np.asarray([*starts, size], np.int64)
+
+
+def _cut(path: str, at: int) -> DataError:
+  return DataError(f"{path}, byte {at}: the file ends within this record.")
+
+
+class TFRecordFiles:
+  """The records of a list of TFRecord files.
+
+  Attributes:
+    counts: records of each file.
+  """
+
+  def __init__(self, paths: list[str]):
+    self._paths = paths
+    self._crc32c = _crc32c()
+    self._reader = files.Reader()
+    self._offsets = files.offsets(paths, scan)
+    self.counts = [len(o) - 1 for o in self._offsets]
+
+  def read(self, file: int, record: int) -> bytes:
+    """The data of one record.
+
+    Raises:
+      DataError: it is damaged; names the file and the byte.
+    """
+    start, stop = self._offsets[file][record : record + 2].tolist()
+    path = self._paths[file]
+    # Two reads: cutting the data out of one would copy it once more. The
+    # length was checked when the offsets were found.
+    size = stop - start - _OVERHEAD
+    data = self._reader.read(path, start + _HEADER.size, size)
+    footer = self._reader.read(path, stop - _FOOTER.size, _FOOTER.size)
+    if len(data) < size or len(footer) < _FOOTER.size:
+      raise _cut(path, start)
+    if (_masked(self._crc32c(data)),) != _FOOTER.unpack(footer):
+      raise DataError(
+        f"{self.where(file, record)}: damaged record (its checksum does not "
+        "match)."
+      )
+    return data
+
+  def where(self, file: int, record: int) -> str:
+    """File and byte of a record, for messages."""
+    return f"{self._paths[file]}, byte {self._offsets[file][record]}"
+
+
+class ArrayRecordFiles:
+  """The records of a list of ArrayRecord files, which bring their own index.
+
+  Attributes:
+    counts: records of each file.
+  """
+
+  def __init__(self, paths: list[str]):
+    try:
+      from array_record.python import array_record_module
+    except ModuleNotFoundError as e:
+      raise ConfigError(
+        "ArrayRecord files need array_record: pip install array_record."
+      ) from e
+
+    def open_file(path: str) -> Any:
+      try:
+        # Random access gains nothing from reading ahead.
+        reader = array_record_module.ArrayRecordReader(
+          path,
+          options="readahead_buffer_size:0",
+          file_reader_buffer_size=1 << 15,
+        )
+      except _ERRORS as e:
+        raise DataError(f"{path}: cannot be opened: {_line(e)}.") from e
+      # Of a file without its index, the reader says that it has no records.
+      if not reader.ok():
+        raise DataError(f"{path}: cut or damaged: its index cannot be read.")
+      return reader
+
+    self._paths = paths
+    self._handles = files.Handles(open_file)
+    self.counts = files.in_threads(
+      lambda path: self._handles.get(path).num_records(), paths
+    )
+
+  def read(self, file: int, record: int) -> bytes:
+    """The data of one record.
+
+    Raises:
+      DataError: it is damaged; names the file and the record.
+    """
+    try:
+      return self._handles.get(self._paths[file]).read([record])[0]
+    except _ERRORS as e:
+      raise DataError(
+        f"{self.where(file, record)}: damaged record: {_line(e)}."
+      ) from e
+
+  def where(self, file: int, record: int) -> str:
+    """File and number of a record, for messages."""
+    return f"{self._paths[file]}, record {record}"
+
+
+def _line(error: Exception) -> str:
+  return " ".join(str(error).split()).rstrip(".")

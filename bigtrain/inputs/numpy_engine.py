@@ -1,0 +1,90 @@
+"""The engine that needs no tensorflow: ops on numpy arrays."""
+
+import collections
+import concurrent.futures
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bigtrain.inputs.engine import (
+  Batch,
+  Engine,
+  Part,
+  check_spec,
+  public,
+  same_spec,
+)
+
+
+class NumpyEngine(Engine):
+  """Ops that run on numpy arrays: whole batches at once where all can."""
+
+  def _find_spec(self) -> dict[str, Any]:
+    specs = []
+    for k, part in enumerate(self.parts):
+      example = self.example(part, self.usable(k, 0, 0), 0)
+      found = {}
+      for name, value in example.items():
+        array = np.asarray(value)
+        kind = {"O": None, "S": bytes, "U": bytes}.get(
+          array.dtype.kind, array.dtype
+        )
+        if isinstance(value, bytes | str):
+          kind = bytes
+        found[name] = (kind, array.shape)
+      specs.append(check_spec(found, part.key))
+    return same_spec(specs, self.parts)
+
+  def _stream(self, first_step: int, last_step: int) -> Iterator[Batch]:
+    if self.num_threads == 1:
+      for step in range(first_step, last_step):
+        yield self._batch(step)
+      return
+    pool = concurrent.futures.ThreadPoolExecutor(
+      self.num_threads, thread_name_prefix="input"
+    )
+    waiting: collections.deque[Any] = collections.deque()
+    try:
+      for step in range(first_step, last_step):
+        waiting.append(pool.submit(self._batch, step))
+        if len(waiting) > self.num_threads:
+          yield waiting.popleft().result()
+      while waiting:
+        yield waiting.popleft().result()
+    finally:
+      pool.shutdown(cancel_futures=True)
+
+  def _batch(self, step: int) -> Batch:
+    found = self.row_order(step, 0, self.num_rows)
+    if len(self.parts) == 1:
+      return self._rows(self.parts[0], found.index, found.epoch)
+    batch = {
+      name: np.empty((self.num_rows, *shape), dtype)
+      for name, (dtype, shape) in self.spec.items()
+    }
+    for k, part in enumerate(self.parts):
+      at = np.flatnonzero(found.source == k)
+      if at.size:
+        rows = self._rows(part, found.index[at], found.epoch[at])
+        for name in self.spec:
+          batch[name][at] = rows[name]
+    return batch
+
+  def _rows(self, part: Part, index: np.ndarray, epoch: np.ndarray) -> Batch:
+    raw = part.source.read(index)
+    u = part.uniforms(index, epoch)
+    if part.op.batched:
+      return public(part.op.fn(raw, u))
+    rows = [part.op.fn(_row(raw, i), u[i]) for i in range(len(index))]
+    return {name: np.stack([row[name] for row in rows]) for name in self.spec}
+
+  def _run(self, part: Part, raw: Batch, u: np.ndarray) -> Batch:
+    return part.op.fn(_row(raw, 0), u[0])
+
+  def _parse(self, part: Part, raw: Batch) -> Any:
+    return _row(raw, 0)
+
+
+def _row(batch: Batch, i: int) -> dict[str, Any]:
+  return {name: array[i] for name, array in batch.items()}

@@ -1,0 +1,257 @@
+"""The engine that decodes and augments in tf.data's threads."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.inputs.engine import (
+  Batch,
+  Engine,
+  Part,
+  check_spec,
+  public,
+  same_spec,
+)
+from bigtrain.pp import host_tensorflow
+from bigtrain.pp.registry import Op
+from bigtrain.settings import ConfigError
+
+# Rows that one call from the graph into Python reads: enough to make the call
+# cheap, few enough for reads to overlap.
+_ROWS_PER_READ = 32
+_PARALLEL_READS = 8
+_CALLS_PER_THREAD = 4
+
+
+class TfEngine(Engine):
+  """Reads in Python, many examples a call; the rest is a tf.data graph."""
+
+  def __init__(self, *args: Any, **kwargs: Any):
+    self._tf = host_tensorflow.load()
+    super().__init__(*args, **kwargs)
+
+  def _find_spec(self) -> dict[str, Any]:
+    tf = self._tf
+    self._codecs = [
+      _Codec(tf, part.source.spec, part.op.draws, part.key)
+      for part in self.parts
+    ]
+    self._examples = []
+    specs = []
+    for part, codec in zip(self.parts, self._codecs):
+      example = self._graph(part, codec)
+      self._examples.append(example)
+      found: dict[str, Any] = {}
+      for name, value in example.structured_outputs.items():
+        dtype: Any = None
+        if isinstance(value, tf.TensorSpec | tf.Tensor):
+          strings = value.dtype == tf.string
+          dtype = bytes if strings else value.dtype.as_numpy_dtype
+        shape = getattr(value, "shape", None)
+        rank = None if shape is None else shape.rank
+        found[name] = (dtype, None if rank is None else shape.as_list())
+      specs.append(check_spec(found, part.key))
+    return same_spec(specs, self.parts)
+
+  def _graph(self, part: Part, codec: "_Codec") -> Any:
+    """(u, *tensors) -> features of one example, as a concrete function."""
+    tf = self._tf
+
+    def example(u: Any, *tensors: Any) -> dict[str, Any]:
+      features = codec.unpack(tensors)
+      u = u[: part.op.draws]
+      if hasattr(part.source, "parse"):
+        features = part.source.parse(features)
+      return public(part.op.fn(features, u))
+
+    # Without autograph, errors of ops are what the ops raised.
+    function = tf.function(example, autograph=False)
+    try:
+      return function.get_concrete_function(*codec.signature)
+    except ConfigError as e:
+      raise ConfigError(f"{part.key}.pp: {e}") from e
+
+  def _stream(self, first_step: int, last_step: int) -> Iterator[Batch]:
+    yield from self._dataset(first_step, last_step).as_numpy_iterator()
+
+  def _dataset(self, first_step: int, last_step: int) -> Any:
+    tf = self._tf
+    reads = -(-self.num_rows // _ROWS_PER_READ)
+    calls = tf.data.Dataset.range(first_step * reads, last_step * reads)
+
+    def rows(call: np.ndarray) -> tuple[int, int, int]:
+      step, start = divmod(int(call), reads)
+      start *= _ROWS_PER_READ
+      return step, start, min(start + _ROWS_PER_READ, self.num_rows)
+
+    parts = [self._part(k, calls, rows) for k in range(len(self.parts))]
+    if len(parts) == 1:
+      (dataset,) = parts
+    else:
+
+      def source(call: np.ndarray) -> np.ndarray:
+        return self.row_order(*rows(call)).source.astype(np.int64)
+
+      which = calls.map(
+        lambda call: tf.ensure_shape(
+          tf.numpy_function(source, [call], tf.int64), [None]
+        )
+      )
+      dataset = tf.data.Dataset.choose_from_datasets(
+        parts, which.unbatch(), stop_on_empty_dataset=False
+      )
+    # Copies into batches, one ahead for each of these calls, in threads.
+    dataset = dataset.batch(
+      self.num_rows,
+      drop_remainder=True,
+      num_parallel_calls=max(1, self.num_threads // 8),
+    )
+    options = tf.data.Options()
+    options.deterministic = True
+    options.threading.private_threadpool_size = self.num_threads
+    options.threading.max_intra_op_parallelism = 1
+    return dataset.with_options(options)
+
+  def _part(
+    self, k: int, calls: Any, rows: Callable[[np.ndarray], tuple[int, int, int]]
+  ) -> Any:
+    """The dataset of preprocessed examples of one part, in its order."""
+    tf = self._tf
+    part, codec, example = self.parts[k], self._codecs[k], self._examples[k]
+
+    def read(call: np.ndarray) -> list[np.ndarray]:
+      found = self.row_order(*rows(call))
+      own = found.source == k
+      index, epoch = found.index[own], found.epoch[own]
+      raw = part.source.read(index) if index.size else {}
+      return codec.pack(raw, part.uniforms(index, epoch))
+
+    specs = codec.signature
+
+    def read_in_graph(call: Any) -> tuple[Any, ...]:
+      found = tf.numpy_function(read, [call], [spec.dtype for spec in specs])
+      return tuple(
+        tf.ensure_shape(tensor, [None, *spec.shape])
+        for tensor, spec in zip(found, specs)
+      )
+
+    return (
+      calls.map(
+        read_in_graph, num_parallel_calls=_PARALLEL_READS, deterministic=True
+      )
+      .unbatch()
+      .map(
+        lambda *tensors: example(*tensors),
+        # Results that wait for an earlier one count as calls: with one call a
+        # thread, threads would be idle whenever an image takes long.
+        num_parallel_calls=_CALLS_PER_THREAD * self.num_threads,
+        deterministic=True,
+      )
+    )
+
+  def _run(self, part: Part, raw: Batch, u: np.ndarray) -> Batch:
+    k = self._number(part)
+    found = self._examples[k](*self._tensors(k, raw, u))
+    return {name: value.numpy() for name, value in found.items()}
+
+  def _run_op(self, op: Op, features: Any, u: np.ndarray) -> Any:
+    return op.fn(features, self._tf.constant(u))
+
+  def _parse(self, part: Part, raw: Batch) -> Any:
+    k = self._number(part)
+    u = np.zeros((1, part.op.draws), np.float32)
+    _, *tensors = self._tensors(k, raw, u)
+    features = self._codecs[k].unpack(tensors)
+    if hasattr(part.source, "parse"):
+      return part.source.parse(features)
+    return features
+
+  def _number(self, part: Part) -> int:
+    return next(k for k, other in enumerate(self.parts) if other is part)
+
+  def _tensors(self, k: int, raw: Batch, u: np.ndarray) -> list[Any]:
+    """The tensors of one example; `raw` and `u` are batches of one."""
+    codec = self._codecs[k]
+    return [
+      self._tf.constant(array[0], spec.dtype)
+      for array, spec in zip(codec.pack(raw, u), codec.signature)
+    ]
+
+
+class _Codec:
+  """Takes random numbers and raw features into the graph, as flat tensors.
+
+  Arrays that differ in shape cannot be batched: they travel as the bytes of
+  their values and the bytes of their shape. Lists of strings that differ in
+  length travel as one string and the lengths. Arrays without elements travel
+  like this as well, and there is always a random number, because
+  tf.data's unbatch (2.21) crashes on a tensor without elements.
+
+  Attributes:
+    signature: TensorSpecs of one example.
+  """
+
+  def __init__(
+    self, tf: Any, spec: dict[str, tuple[Any, Any]], draws: int, key: str
+  ):
+    self._tf = tf
+    self._spec = spec
+    self._as_bytes = {
+      name for name, (_, shape) in spec.items() if {None, 0} & {*shape}
+    }
+    self.signature = [tf.TensorSpec([max(draws, 1)], tf.float32)]
+    for name, (dtype, shape) in spec.items():
+      if name in self._as_bytes:
+        if dtype is bytes and len(shape) > 1:
+          raise ConfigError(
+            f"{key}: feature {name!r} is nested lists of strings of different "
+            "lengths; leave it out."
+          )
+        self.signature += 2 * [tf.TensorSpec([], tf.string)]
+      else:
+        kind = tf.string if dtype is bytes else tf.as_dtype(dtype)
+        self.signature.append(tf.TensorSpec(shape, kind))
+
+  def pack(self, raw: Batch, u: np.ndarray) -> list[np.ndarray]:
+    """The arrays of a batch; without rows, `raw` may be empty."""
+    num_rows = len(u)
+    arrays = [u if u.shape[1] else np.zeros((num_rows, 1), np.float32)]
+    for name, (dtype, shape) in self._spec.items():
+      if name in self._as_bytes:
+        data = np.empty(num_rows, object)
+        sizes = np.empty(num_rows, object)
+        for i in range(num_rows):
+          row = raw[name][i]
+          if dtype is bytes:
+            data[i] = b"".join(row)
+            sizes[i] = np.asarray([len(s) for s in row], np.int64).tobytes()
+          else:
+            data[i] = np.ascontiguousarray(row, dtype).tobytes()
+            sizes[i] = np.asarray(row.shape, np.int64).tobytes()
+        arrays += [data, sizes]
+      elif num_rows:
+        arrays.append(raw[name])
+      else:
+        kind = object if dtype is bytes else dtype
+        arrays.append(np.empty((0, *shape), kind))
+    return arrays
+
+  def unpack(self, tensors: Sequence[Any]) -> dict[str, Any]:
+    """The features of one example, from its tensors without the first."""
+    tf = self._tf
+    rest = iter(tensors)
+    features = {}
+    for name, (dtype, shape) in self._spec.items():
+      value = next(rest)
+      if name in self._as_bytes:
+        sizes = tf.io.decode_raw(next(rest), tf.int64)
+        if dtype is bytes:
+          starts = tf.cumsum(sizes, exclusive=True)
+          value = tf.strings.substr(value, starts, sizes)
+        else:
+          flat = tf.io.decode_raw(value, tf.as_dtype(dtype))
+          value = tf.reshape(flat, tf.ensure_shape(sizes, [len(shape)]))
+        value = tf.ensure_shape(value, shape)
+      features[name] = value
+    return features

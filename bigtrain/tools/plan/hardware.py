@@ -1,0 +1,176 @@
+"""What vendors publish of accelerators and the networks between them.
+
+Bandwidths are bytes per second in one direction: data sheets state the sum of
+both for NVLink and for the TPUs' interconnect, and bits for networks. The
+peaks of the matrix units are in flops.py.
+"""
+
+from typing import NamedTuple
+
+from bigtrain.reports import flops
+from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.tools.plan.collectives import Collective
+
+_GIB = 2**30
+
+
+class Hardware(NamedTuple):
+  """An accelerator and how it is connected.
+
+  Attributes:
+    device_kind: as jax calls it, for flops.peak_flops.
+    memory_bytes: of a device.
+    link_bandwidth: of a device, to those of its domain: NVLink, ICI.
+    domain: devices that are connected like this: a server, a pod.
+    network_bandwidth: of a device, to those of other domains; None where
+      it is not published.
+    source: where the figures are published.
+    chips: the name that libtpu has for it, None for what is no TPU.
+    axes: of the mesh or torus that the links make.
+  """
+
+  device_kind: str
+  memory_bytes: float
+  link_bandwidth: float
+  domain: int
+  network_bandwidth: float | None
+  source: str
+  chips: str | None = None
+  axes: int = 3
+
+  @property
+  def peak_flops(self) -> float:
+    """FLOP/s of a device in bfloat16."""
+    peak = flops.peak_flops(self.device_kind)
+    assert peak is not None, self.device_kind
+    return peak
+
+
+_TPU = "Google Cloud TPU documentation, page {} (system architecture)"
+
+TABLE: dict[str, Hardware] = {
+  "a100": Hardware(
+    *("NVIDIA A100-SXM4-80GB", 80e9, 300e9, 8, 25e9),
+    "NVIDIA A100 80GB SXM and DGX A100 data sheets: NVLink 600 GB/s in both "
+    "directions, eight HDR InfiniBand adapters of 200 Gb/s for eight GPUs",
+  ),
+  "h100": Hardware(
+    *("NVIDIA H100 80GB HBM3", 80e9, 450e9, 8, 50e9),
+    "NVIDIA H100 SXM and DGX H100 data sheets: NVLink 900 GB/s in both "
+    "directions, eight ConnectX-7 adapters of 400 Gb/s for eight GPUs",
+  ),
+  "h200": Hardware(
+    *("NVIDIA H200", 141e9, 450e9, 8, 50e9),
+    "NVIDIA H200 SXM and DGX H200 data sheets: as H100, with 141 GB",
+  ),
+  "b200": Hardware(
+    *("NVIDIA B200", 180e9, 900e9, 8, 50e9),
+    "NVIDIA DGX B200 data sheet: 1,440 GB and NVLink 14.4 TB/s in both "
+    "directions for eight GPUs, eight ConnectX-7 adapters of 400 Gb/s",
+  ),
+  "tpu_v4": Hardware(
+    *("TPU v4", 32 * _GIB, 6 * 50e9, 4096, None),
+    _TPU.format("v4") + "; six links of 50 GB/s a chip: Jouppi et al. 2023, "
+    "arxiv.org/abs/2304.01433",
+    *("v4", 3),
+  ),
+  "tpu_v5e": Hardware(
+    *("TPU v5 lite", 16e9, 400e9 / 2, 256, 25e9 / 8),
+    _TPU.format("v5e") + ": ICI 400 GB/s in both directions, data centre "
+    "network 6.4 Tb/s a pod of 256",
+    *("v5e", 2),
+  ),
+  "tpu_v5p": Hardware(
+    *("TPU v5", 95 * _GIB, 1200e9 / 2, 8960, 50e9 / 8),
+    _TPU.format("v5p") + ": ICI 1,200 GB/s in both directions, data centre "
+    "network 50 Gb/s a chip",
+    *("v5p", 3),
+  ),
+  "tpu_v6e": Hardware(
+    *("TPU v6 lite", 32e9, 800e9 / 2, 256, 100e9 / 8),
+    _TPU.format("v6e") + ": ICI 800 GB/s in both directions, data centre "
+    "network 25.6 Tb/s a pod of 256",
+    *("v6e", 2),
+  ),
+}
+
+
+def find(name: str) -> Hardware:
+  """The hardware of that name.
+
+  Raises:
+    ConfigError: the table has none.
+  """
+  if name not in TABLE:
+    hint = did_you_mean(name, TABLE) or f" There are: {', '.join(TABLE)}."
+    raise ConfigError(f"--hardware={name}: unknown.{hint}")
+  return TABLE[name]
+
+
+def topology(name: str, devices: int) -> str:
+  """What libtpu calls so many chips, such as "v5p:4x4x4".
+
+  Raises:
+    ConfigError: no TPU, or there is no such slice.
+  """
+  target = find(name)
+  if target.chips is None:
+    tpus = [n for n, h in TABLE.items() if h.chips]
+    raise ConfigError(
+      f"--compiler=tpu: --hardware={name} is no TPU; there are "
+      f"{', '.join(tpus)}."
+    )
+  if devices > target.domain or devices & (devices - 1):
+    raise ConfigError(
+      f"--compiler=tpu: --devices={devices}: expected a power of two up to "
+      f"{target.domain}, one slice of {name}."
+    )
+  sizes = [1] * target.axes
+  while devices > 1:  # As near to a cube, or a square, as powers of two are.
+    sizes[sizes.index(min(sizes))] *= 2
+    devices //= 2
+  return f"{target.chips}:{'x'.join(map(str, sorted(sizes)))}"
+
+
+class Sent(NamedTuple):
+  """What a collective costs.
+
+  Attributes:
+    link_secs: within a domain, all links busy.
+    network_secs: between domains.
+  """
+
+  link_secs: float
+  network_secs: float
+
+  @property
+  def secs(self) -> float:
+    """Both go on at a time: the slower one counts."""
+    return max(self.link_secs, self.network_secs)
+
+
+def seconds(found: Collective, hardware: Hardware) -> Sent:
+  """How long a collective takes if every link runs at its published rate.
+
+  A ring over n devices in domains of m passes S = bytes * (n - 1) / n through
+  each device (twice that for an all-reduce). Where it leaves a domain, S passes
+  over the network adapters of the m devices together. So
+
+    within a domain     S / link_bandwidth
+    between domains     S / (m * network_bandwidth)
+
+  Args:
+    found: see collectives.sent_fraction.
+    hardware: whose bandwidths to take.
+  """
+  sent = found.sent_bytes
+  members = max(1, min(found.group_size, hardware.domain // found.stride))
+  inside = sent / hardware.link_bandwidth if members > 1 else 0.0
+  if members == found.group_size:
+    return Sent(inside, 0.0)
+  if hardware.network_bandwidth is None:
+    raise ConfigError(
+      f"--hardware: what connects more than {hardware.domain} of "
+      f"{hardware.device_kind} is not published."
+    )
+  return Sent(inside, sent / (members * hardware.network_bandwidth))

@@ -1,0 +1,217 @@
+"""Draws panels and time accounts with matplotlib, as SVG and as PNG."""
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from bigtrain import settings
+from bigtrain.reports import console
+from bigtrain.tools.report.panels import (
+  ACCOUNT_COLORS,
+  ACCOUNT_NAMES,
+  Panel,
+  Run,
+  panels,
+)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+  """A centred moving average over a fiftieth of the values."""
+  half = len(values) // 100
+  windows = (
+    values[max(0, i - half) : i + half + 1] for i in range(len(values))
+  )
+  return [sum(window) / len(window) for window in windows]
+
+
+_STYLE = {
+  "figure.facecolor": "white",
+  "axes.facecolor": "white",
+  "axes.edgecolor": "#888888",
+  "axes.labelcolor": "#333333",
+  "axes.grid": True,
+  "axes.axisbelow": True,
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "axes.titlelocation": "left",
+  "axes.titlesize": 12,
+  "axes.titleweight": "bold",
+  "axes.titlepad": 10,
+  "axes.labelsize": 10,
+  "axes.formatter.useoffset": False,
+  "font.family": "DejaVu Sans",  # It comes with matplotlib.
+  "font.size": 10,
+  "grid.color": "#E4E4E4",
+  "grid.linewidth": 0.8,
+  "legend.frameon": False,
+  "legend.fontsize": 9,
+  "lines.linewidth": 1.8,
+  "lines.solid_capstyle": "round",
+  "xtick.color": "#555555",
+  "ytick.color": "#555555",
+  "path.simplify_threshold": 0.5,  # Pixels; the default makes large pages.
+  # Names of the parts of an SVG; fixed, so that a page can be reproduced.
+  "svg.hashsalt": "bigtrain",
+}
+_SIZE = (5.2, 3.3)  # Inches of a panel.
+
+
+def _matplotlib() -> Any:
+  """matplotlib without a display, or ConfigError."""
+  try:
+    import matplotlib
+  except ImportError as e:
+    raise settings.ConfigError(
+      "tools.report: matplotlib is not installed; "
+      "pip install 'bigtrain[report]'."
+    ) from e
+  return matplotlib
+
+
+def _draw(ax: Any, panel: Panel) -> None:
+  for s in panel.series:
+    style: dict[str, Any] = dict(color=s.color, linestyle=s.line)
+    if len(s.values) <= 30:  # Few enough to be seen one by one.
+      style |= dict(marker="o", markersize=4)
+    values = s.values
+    if len(values) > 100:
+      ax.plot(s.steps, values, color=s.color, alpha=0.25, linewidth=0.8)
+      values = smooth(values)
+    ax.plot(s.steps, values, label=s.label, **style)
+  ax.set_title(panel.title)
+  ax.set_xlabel("step")
+  ax.set_ylabel(panel.unit)
+  ax.xaxis.set_major_formatter(_thousands)
+  finite = [v for s in panel.series for v in s.values if math.isfinite(v)]
+  top = max(map(abs, finite), default=1.0)
+  if panel.unit in ("GiB", "% of time", "% of peak", "examples / s"):
+    ax.set_ylim(0, 1.05 * top or 1.0)
+  ax.locator_params(axis="y", nbins=6)
+  if top >= 10000:
+    ax.yaxis.set_major_formatter(_thousands)
+  elif top < 0.01:
+    ax.yaxis.set_major_formatter(lambda value, _: console.number(value))
+  if any(s.label for s in panel.series):
+    ax.legend(handlelength=2.2)
+
+
+def _thousands(value: float, _: int = 0) -> str:
+  """An axis label: 2500 as "2,500", 20000 as "20k", 3e6 as "3M"."""
+  for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    if abs(value) >= 10 * size or (abs(value) >= size and size > 1e3):
+      return f"{value / size:g}{letter}"
+  return f"{value:,g}"
+
+
+def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
+  """One bar a run, with a part for each account, in percent."""
+  shown = [run for run in runs if run.accounts()][::-1]
+  used = [n for n in ACCOUNT_NAMES if any(n in r.accounts() for r in shown)]
+  left = [0.0] * len(shown)
+  for name in used:
+    shares = []
+    for run in shown:
+      accounts = run.accounts()
+      shares.append(100 * accounts.get(name, 0) / sum(accounts.values()))
+    ax.barh(
+      range(len(shown)),
+      shares,
+      left=left,
+      height=0.6,
+      color=ACCOUNT_COLORS[name],
+      edgecolor="white",
+      label=ACCOUNT_NAMES[name],
+    )
+    for i, share in enumerate(shares):
+      if share >= 6:
+        ax.text(
+          left[i] + share / 2,
+          i,
+          f"{share:.0f}%",
+          ha="center",
+          va="center",
+          fontsize=9,
+          color="white" if name in ("step", "eval", "lost") else "black",
+        )
+    left = [a + b for a, b in zip(left, shares)]
+  ax.set_yticks(range(len(shown)), [run.name for run in shown])
+  if len(shown) == 1:
+    ax.set_yticks([])
+  ax.set_ylim(-0.6, len(shown) - 0.4)
+  ax.set_xlim(0, 100)
+  ax.set_xlabel("% of wall-clock time")
+  ax.grid(visible=False)
+  ax.spines["left"].set_visible(False)
+  ax.set_title("Where the time went")
+  ax.legend(
+    ncols=4,
+    loc="upper left",
+    bbox_to_anchor=(0, -0.28 * 2.2 / (1.2 + 0.45 * len(shown))),
+    handlelength=1.0,
+    handleheight=1.0,
+  )
+
+
+def svgs(runs: Sequence[Run]) -> dict[str, str]:
+  """Name of a panel, or "time", to its picture, for a page to hold."""
+  matplotlib = _matplotlib()
+  pictures = {}
+  with matplotlib.rc_context(_STYLE):
+    for name, figure in _figures(runs):
+      text = io.StringIO()
+      figure.savefig(
+        text, format="svg", metadata={"Date": None}, bbox_inches="tight"
+      )
+      # A page holds the element alone, without the head of a file.
+      pictures[name] = text.getvalue()[text.getvalue().index("<svg") :]
+  return pictures
+
+
+def pngs(runs: Sequence[Run]) -> dict[str, bytes]:
+  """The same as pictures for documents, and "curves" with all in one."""
+  matplotlib = _matplotlib()
+  pictures = {}
+  with matplotlib.rc_context(_STYLE):
+    for name, figure in [*_figures(runs), ("curves", _overview(runs))]:
+      content = io.BytesIO()
+      figure.savefig(content, format="png", dpi=110, bbox_inches="tight")
+      pictures[name] = content.getvalue()
+  return pictures
+
+
+def _figures(runs: Sequence[Run]) -> list[tuple[str, Any]]:
+  from matplotlib.figure import Figure
+
+  figures = []
+  for panel in panels(runs):
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    _draw(figure.subplots(), panel)
+    figures.append((panel.name, figure))
+  timed = sum(bool(run.accounts()) for run in runs)
+  if timed:
+    figure = Figure(figsize=(2 * _SIZE[0], 1.2 + 0.45 * timed))
+    _draw_time(figure.subplots(), runs)
+    figures.append(("time", figure))
+  return figures
+
+
+def _overview(runs: Sequence[Run]) -> Any:
+  """Six panels in two rows: what a README has room for."""
+  from matplotlib.figure import Figure
+
+  shown = panels(runs)
+  # Loss and results come first; of many results, leave room for the speed.
+  last = [p for p in shown if p.title in ("Throughput", "Learning rate")]
+  shown = [p for p in shown if p not in last][: 6 - len(last)] + last
+  columns = min(3, len(shown)) or 1
+  lines = -(-len(shown) // columns) or 1
+  figure = Figure(
+    figsize=(_SIZE[0] * columns, _SIZE[1] * lines), layout="constrained"
+  )
+  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+  for ax, panel in zip(axes, shown):
+    _draw(ax, panel)
+  for ax in axes[len(shown) :]:
+    ax.set_axis_off()
+  return figure

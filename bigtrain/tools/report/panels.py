@@ -1,0 +1,205 @@
+"""What there is to draw of one or many runs, as plain data.
+
+Colours tell runs apart and line styles what else a panel compares, so that
+one legend reads the same in all panels.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from bigtrain.reports.chrono import ACCOUNTS
+from bigtrain.reports.console import FIGURES
+
+# Okabe and Ito's colours, which people with any colour vision tell apart
+# (https://jfly.uni-koeln.de/color/), without the yellow that white swallows.
+COLORS = (
+  "#0072B2",
+  "#D55E00",
+  "#009E73",
+  "#CC79A7",
+  "#E69F00",
+  "#56B4E9",
+  "#000000",
+)
+_LINES = ("-", "--", ":", "-.")
+ACCOUNT_COLORS = {
+  "step": "#0072B2",
+  "data_wait": "#E69F00",
+  "eval": "#009E73",
+  "save": "#CC79A7",
+  "compile": "#56B4E9",
+  "start": "#BBBBBB",
+  "lost": "#D55E00",
+  "down": "#777777",
+}
+ACCOUNT_NAMES = {
+  "step": "steps",
+  "data_wait": "waiting for data",
+  "eval": "evaluation",
+  "save": "saving",
+  "compile": "compiling",
+  "start": "start-up",
+  "lost": "lost to restarts",
+  "down": "between restarts",
+}
+assert set(ACCOUNT_COLORS) == set(ACCOUNT_NAMES) == set(ACCOUNTS)
+
+_GIB = 2.0**30
+# name: (title, label of the axis with its unit, factor).
+_KNOWN = {
+  "loss": ("Training loss", "loss", 1.0),
+  "lr": ("Learning rate", "learning rate", 1.0),
+  "grad_norm": ("Gradient norm", "L2 norm", 1.0),
+  "examples_per_sec": ("Throughput", "examples / s", 1.0),
+  "tokens_per_sec": ("Throughput", "tokens / s", 1.0),
+  "mfu": ("Model FLOPs utilisation", "% of peak", 100.0),
+  "data_wait_fraction": ("Waiting for data", "% of time", 100.0),
+  "device_peak_bytes": ("Peak device memory", "GiB", 1 / _GIB),
+  "host_rss_bytes": ("Host memory", "GiB", 1 / _GIB),
+}
+_NO_RESULTS = (
+  "account/",
+  "lr/",
+  "weight_rms/",
+  "weight_max/",
+  "grad_norm/",
+  "grad_rms/",
+  "update_rms/",
+)
+
+
+class Run(NamedTuple):
+  """What a workdir tells."""
+
+  name: str
+  config: dict[str, Any]
+  info: dict[str, Any]  # Of run.json.
+  rows: list[dict[str, Any]]
+
+  def last(self, name: str) -> Any:
+    """The newest value of a metric; None if it has none."""
+    return next((r[name] for r in reversed(self.rows) if name in r), None)
+
+  def accounts(self) -> dict[str, float]:
+    """Seconds in each time account."""
+    found = {name: self.last(f"account/{name}_secs") for name in ACCOUNTS}
+    return {name: secs for name, secs in found.items() if secs}
+
+
+class Series(NamedTuple):
+  """One line of a panel."""
+
+  label: str
+  color: str
+  line: str
+  steps: list[int]
+  values: list[float]
+
+
+class Panel(NamedTuple):
+  """One pair of axes."""
+
+  name: str  # For file names.
+  title: str
+  unit: str
+  series: list[Series]
+
+
+def results(runs: Sequence[Run]) -> list[str]:
+  """Names of all results of evaluations, "<evaluation>/<metric>"."""
+  names = _names(runs)
+  evals = {name for run in runs for name in run.config.get("evals") or {}}
+  return [
+    name
+    for name in names
+    if "/" in name
+    and not name.startswith(_NO_RESULTS)
+    and (not evals or name.split("/")[0] in evals)
+  ]
+
+
+def panels(runs: Sequence[Run]) -> list[Panel]:
+  """What there is to draw of the runs, the most telling first."""
+  names = _names(runs)
+  plain = {n for n in names if "/" not in n} - (FIGURES - set(_KNOWN))
+  if "tokens_per_sec" in plain:
+    plain -= {"examples_per_sec"}
+  found = []
+  if "loss" in plain:
+    found.append(_panel(runs, "loss", ["loss"]))
+  by_metric: dict[str, list[str]] = {}
+  for name in results(runs):
+    if not name.endswith("/secs"):
+      by_metric.setdefault(name.split("/", 1)[1], []).append(name)
+  for metric, members in by_metric.items():
+    found.append(
+      _panel(
+        runs,
+        "eval_" + metric,
+        members,
+        title=f"Evaluation: {members[0] if len(members) == 1 else metric}",
+        unit=metric,
+      )
+    )
+  # The task's own metrics, then the known ones in the order of the table.
+  for name in filter(plain.__contains__, names):
+    if name not in _KNOWN:
+      title = f"Training: {name}"
+      found.append(_panel(runs, name, [name], title=title, unit=name))
+  for name in _KNOWN:
+    members = [name] if name in plain else []
+    if name == "lr":  # One for each group of parameters.
+      members += [n for n in names if n.startswith("lr/")]
+    if name != "loss":
+      found.append(_panel(runs, name, members))
+  return [panel for panel in found if panel.series]
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+  """All names of numbers, in order of appearance."""
+  return list(
+    dict.fromkeys(
+      name
+      for run in runs
+      for row in run.rows
+      for name, value in row.items()
+      if isinstance(value, (int, float))
+    )
+  )
+
+
+def _panel(
+  runs: Sequence[Run],
+  name: str,
+  members: Sequence[str],
+  title: str = "",
+  unit: str = "",
+) -> Panel:
+  known_title, known_unit, factor = _KNOWN.get(name, ("", "", 1.0))
+  series = []
+  for i, run in enumerate(runs):
+    for j, member in enumerate(members):
+      points = [(r["step"], r[member]) for r in run.rows if member in r]
+      if not points:
+        continue
+      words = [run.name] if len(runs) > 1 else []
+      words += [member] if len(members) > 1 else []
+      # One run: colours are free to tell what else there is.
+      hue = i if len(runs) > 1 else j
+      line = j if len(runs) > 1 else hue // len(COLORS)
+      series.append(
+        Series(
+          label=" ".join(words),
+          color=COLORS[hue % len(COLORS)],
+          line=_LINES[line % len(_LINES)],
+          steps=[step for step, _ in points],
+          values=[value * factor for _, value in points],
+        )
+      )
+  return Panel(
+    name=re.sub(r"[^A-Za-z0-9_.-]+", "_", name),
+    title=title or known_title,
+    unit=unit or known_unit,
+    series=series,
+  )

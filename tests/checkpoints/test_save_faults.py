@@ -1,0 +1,232 @@
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import disks
+import pytest
+from checkpoints import save_and_die
+from saved_states import (
+  MESHES,
+  like,
+  make_state,
+  one_device,
+  path_of,
+  same,
+  save,
+)
+
+from bigtrain.checkpoints import checkpointer, folders
+from bigtrain.checkpoints.manifest import CheckpointError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def workdir(tmp_path):
+  return str(tmp_path / "run")
+
+
+# Faults 1 to 9: a save that is killed or fails.
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+  """Workdirs of runs that were killed, by moment."""
+  root = tmp_path_factory.mktemp("killed")
+  moments = [
+    *save_and_die.POINTS,
+    save_and_die.IN_A_CHUNK,
+    save_and_die.IN_REMOVAL,
+  ]
+  done = subprocess.run(
+    [
+      sys.executable,
+      str(ROOT / "tests/checkpoints/save_and_die.py"),
+      str(root),
+      *moments,
+    ],
+    capture_output=True,
+    text=True,
+    env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+    timeout=120,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.split("\n")[:-1] == [f"{m} 9" for m in moments]
+  return root
+
+
+@pytest.mark.parametrize("moment", save_and_die.POINTS)
+def test_killed_at(killed, moment):
+  workdir = str(killed / moment)
+  after = moment in ("committed", "renamed for removal")
+  _check_killed(workdir, expected=30 if after else 20)
+
+
+def test_killed_in_a_chunk(killed):
+  workdir = str(killed / save_and_die.IN_A_CHUNK)
+  (left,) = folders.listing(workdir).leftovers
+  assert any("__lock" in name for name, _ in folders.files_below(left))
+  _check_killed(workdir, expected=20)
+
+
+def test_killed_in_removal(killed):
+  _check_killed(str(killed / save_and_die.IN_REMOVAL), expected=30)
+
+
+def _check_killed(workdir, expected):
+  assert checkpointer.newest(workdir) == expected
+  for left in folders.listing(workdir).leftovers:
+    with pytest.raises(CheckpointError, match=r"unfinished|no checkpoint"):
+      checkpointer.restore(left, like())
+  found, told = checkpointer.resume(workdir, like(1, 8))
+  assert told.step == expected and told.host_state == {"at": expected}
+  same(found, expected)
+  assert folders.listing(workdir).leftovers == []
+  # Fault 7: another number of devices reaches the same step.
+  save(workdir, 30, like=one_device())
+  same(checkpointer.restore(workdir, like(8, 1), step=30)[0], 30)
+  for step in checkpointer.steps(workdir):
+    assert checkpointer.verify(path_of(workdir, step)) == []
+  save(workdir, 40)
+  assert checkpointer.steps(workdir) == [30, 40]
+
+
+@pytest.mark.parametrize("point", ["begin", "data written", "manifest written"])
+def test_a_failed_save_is_raised_and_harms_nothing(workdir, monkeypatch, point):
+  save(workdir, 1)
+
+  def fail(name):
+    if name == point:
+      raise OSError(5, "Input/output error", "/dev/x")
+
+  monkeypatch.setattr(checkpointer, "_point", fail)
+  state = make_state(like(), 2)
+  saver = checkpointer.Checkpointer(workdir)
+  saver.save(2, state)
+  with pytest.raises(CheckpointError, match="step 2 was not saved: /dev/x"):
+    saver.wait()
+  for again in (saver.check, saver.wait, lambda: saver.save(3, state)):
+    with pytest.raises(CheckpointError, match="step 2 was not saved"):
+      again()
+  with pytest.raises(CheckpointError, match="Input/output error"):
+    saver.close()
+  assert os.listdir(folders.folder(workdir)) == ["00000001"]
+  same(checkpointer.restore(workdir, like())[0], 1)
+
+
+def test_the_guard_has_the_last_word(workdir):
+  def lost():
+    raise RuntimeError("the lease is lost")
+
+  saver = checkpointer.Checkpointer(workdir, guard=lost)
+  saver.save(1, make_state(like(), 1))
+  with pytest.raises(CheckpointError, match="the lease is lost"):
+    saver.close()
+  assert checkpointer.newest(workdir) is None
+
+
+_FILL_THE_DISK = """
+import sys, time
+import jax.numpy as jnp
+from bigtrain import checkpoint
+saver = checkpoint.Checkpointer(sys.argv[1])
+saver.save(1, {"x": jnp.ones((2**10, 2**8))}, block=True)
+print("saved", flush=True)
+if sys.argv[2] == "limit":
+  import resource
+  resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+saver.save(2, {"x": jnp.ones((2**10, 2**12))})
+try:
+  while True:
+    saver.check()
+    time.sleep(0.01)
+finally:
+  print("noticed", flush=True)
+"""
+
+
+def test_a_full_disk(tmp_path):
+  # Root mounts a small disk; others limit the size of a file.
+  workdir = tmp_path / "disk"
+  workdir.mkdir()
+  mounted = disks.mount(workdir, "4m")
+  try:
+    done = subprocess.run(
+      [
+        sys.executable,
+        "-c",
+        _FILL_THE_DISK,
+        str(workdir),
+        "mounted" if mounted else "limit",
+      ],
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.split() == ["saved", "noticed"]
+    last = done.stderr.strip().splitlines()[-1]
+    assert "the checkpoint of step 2 was not saved" in last
+    assert ("No space left" if mounted else "File too large") in last
+    assert os.listdir(folders.folder(workdir)) == ["00000001"]
+    assert checkpointer.verify(path_of(str(workdir), 1)) == []
+  finally:
+    if mounted:
+      disks.unmount(workdir)
+
+
+# Several processes.
+
+
+def test_two_processes_save_restore_and_fail_together(workdir):
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    address = f"localhost:{free.getsockname()[1]}"
+  environment = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+  }
+  processes = [
+    subprocess.Popen(
+      [
+        sys.executable,
+        str(ROOT / "tests/checkpoints/save_together.py"),
+        workdir,
+        str(i),
+        address,
+      ],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=environment,
+    )
+    for i in range(2)
+  ]
+  try:
+    outputs = [p.communicate(timeout=90) for p in processes]
+  finally:
+    for p in processes:
+      p.kill()
+  for i, (out, err) in enumerate(outputs):
+    saved, restored, refused, failed = out.splitlines() or [err, "", "", ""]
+    assert (saved, restored) == ("saved", "restored 1"), err
+    assert refused.startswith("refused array 'x' is damaged")
+    assert failed.startswith("failed the checkpoint of step 2 was not saved: ")
+    assert "/a/chunk: No space left on device" in failed
+    if i == 0:
+      assert f"process 1 on host {socket.gethostname()}" in failed
+  assert checkpointer.verify(path_of(workdir, 1)) == []
+  for mesh in MESHES:
+    found, told = checkpointer.restore(workdir, like(*mesh))
+    same(found, 1)
+  assert told.writer["processes"] == 2
+  # Each process wrote only files of its own, each of them once.
+  assert told.arrays["params/wide"].grid == (2, 1)
+  # The remains of the failed save go at the next start.
+  assert len(folders.listing(workdir).leftovers) == 1
+  checkpointer.resume(workdir, like())
+  assert os.listdir(folders.folder(workdir)) == ["00000001"]

@@ -1,0 +1,54 @@
+"""Slices as tensorflow-datasets has them."""
+
+import pytest
+
+from bigtrain.data.formats import slices
+from bigtrain.settings import ConfigError
+
+
+@pytest.mark.parametrize(
+  "text, length, want",
+  [
+    ("", 10, (0, 10)),
+    ("[:]", 10, (0, 10)),
+    ("[3:]", 10, (3, 10)),
+    ("[:3]", 10, (0, 3)),
+    ("[2:5]", 10, (2, 5)),
+    ("[-4:]", 10, (6, 10)),
+    ("[:-4]", 10, (0, 6)),
+    ("[10%:20%]", 200, (20, 40)),
+    ("[:99%]", 1281167, (0, 1268355)),
+    ("[99%:]", 1281167, (1268355, 1281167)),
+    ("[-10%:]", 100, (90, 100)),
+    ("[:33.3%]", 1000, (0, 333)),
+    ("[ 1 : 2 ]", 10, (1, 2)),
+  ],
+)
+def test_bounds(text, length, want):
+  assert slices.bounds(text, length, "key") == want
+
+
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    ("[:11]", "11 is more than the 10 examples"),
+    ("[:110%]", "110% is more than the 100%"),
+    ("[5:5]", "leaves no example"),
+    ("[7:3]", "leaves no example"),
+    ("[a:b]", "expected a slice"),
+    ("[:3", "expected a slice"),
+    ("[3]", "expected a slice"),
+    ("train[:3]", "not 'train'"),
+    (7, "expected a slice"),
+  ],
+)
+def test_what_is_no_slice(text, message):
+  with pytest.raises(ConfigError, match=r"^key") as error:
+    slices.bounds(text, 10, "key")
+  assert message in str(error.value)
+
+
+def test_split_name():
+  assert slices.split_name("train[:80%]", "key") == ("train", "[:80%]")
+  assert slices.split_name("train", "key") == ("train", "")
+  assert slices.split_name("[1:]", "key") == ("", "[1:]")

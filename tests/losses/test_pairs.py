@@ -1,0 +1,149 @@
+"""Losses over all pairs against the formulas written with a B x B matrix."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import sharding
+from bigtrain.losses import pairs as pairwise_losses
+
+B, E = 24, 5
+RNG = np.random.default_rng(0)
+IMAGE, TEXT = RNG.normal(size=(2, B, E)).astype(np.float32)
+IMAGE /= np.linalg.norm(IMAGE, axis=1, keepdims=True)
+TEXT /= np.linalg.norm(TEXT, axis=1, keepdims=True)
+SCALE, BIAS = np.float32(7.0), np.float32(-3.0)
+# The first device's rows are all padding, and of others some.
+MASK = np.ones(B, np.float32)
+MASK[[0, 1, 2, 7, B - 1]] = 0
+
+
+def dense_sigmoid(image, text, scale, bias):
+  logits = scale * image @ text.T + bias
+  signs = 2 * jnp.eye(len(image)) - 1
+  return -jnp.sum(jax.nn.log_sigmoid(signs * logits), axis=1)
+
+
+def dense_softmax(image, text, scale, bias):
+  logits = scale * image @ text.T
+  rows = jax.nn.log_softmax(logits, axis=1)
+  columns = jax.nn.log_softmax(logits, axis=0)
+  return -(jnp.diag(rows) + jnp.diag(columns)) / 2
+
+
+def chunked(kind, image, text, scale, bias, **options):
+  if kind == "sigmoid":
+    return pairwise_losses.sigmoid(image, text, scale, bias, **options)
+  return pairwise_losses.softmax(image, text, scale, **options)
+
+
+DENSE = {"sigmoid": dense_sigmoid, "softmax": dense_softmax}
+PLACES = {"one": (1, 1), "eight": (2, 4), "none": None}
+
+
+def on(place):
+  """Makes the ambient mesh."""
+  if not PLACES[place]:
+    return contextlib.nullcontext()
+  replica, fsdp = PLACES[place]
+  devices = jax.devices()[: replica * fsdp]
+  return jax.set_mesh(sharding.make_mesh(replica, fsdp, devices=devices))
+
+
+def run(kind, place, chunk, mask):
+  """(loss_B, correct_B), and the gradient of the sum of what counts."""
+  weight_B = mask if mask is None else jnp.asarray(mask)
+
+  def total(*args):
+    loss_B, correct_B = chunked(kind, *args, weight_B=weight_B, chunk=chunk)
+    return jnp.sum(loss_B * (1 if mask is None else mask)), (loss_B, correct_B)
+
+  fn = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))
+  with on(place):
+    return jax.device_get(fn(IMAGE, TEXT, SCALE, BIAS))
+
+
+@pytest.mark.parametrize(
+  ("kind", "place", "chunk"),
+  [("sigmoid", "eight", 7), ("softmax", "eight", 2), ("sigmoid", "none", 99)],
+)
+def test_losses_and_gradients_are_those_of_all_pairs(kind, place, chunk):
+  args = (IMAGE, TEXT, SCALE, BIAS)
+  grads, (loss_B, correct_B) = run(kind, place, chunk, None)
+  np.testing.assert_allclose(loss_B, DENSE[kind](*args), rtol=1e-5)
+  expected = jax.jit(
+    jax.grad(lambda *a: jnp.sum(DENSE[kind](*a)), argnums=(0, 1, 2, 3))
+  )(*args)
+  for a, b in zip(grads, expected):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  right = (IMAGE @ TEXT.T).argmax(1) == np.arange(B)
+  assert 0 < right.sum() < B
+  np.testing.assert_array_equal(correct_B, right)
+
+
+@pytest.mark.parametrize(
+  ("kind", "place"), [("sigmoid", "one"), ("softmax", "eight")]
+)
+def test_padding_is_neither_a_pair_nor_a_counterpart(kind, place):
+  real = MASK > 0
+  args = (IMAGE[real], TEXT[real], SCALE, BIAS)
+  grads, (loss_B, _) = run(kind, place, 5, MASK)
+  np.testing.assert_allclose(loss_B[real], DENSE[kind](*args), rtol=1e-5)
+  expected = jax.jit(
+    jax.grad(lambda *a: jnp.sum(DENSE[kind](*a)), argnums=(0, 1, 2, 3))
+  )(*args)
+  for a, b in zip(grads[:2], expected[:2]):
+    np.testing.assert_allclose(a[real], b, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(a[~real], 0)
+  np.testing.assert_allclose(grads[2:], expected[2:], rtol=1e-4, atol=1e-5)
+
+
+def test_logits_that_would_overflow_an_exponential():
+  fn = jax.jit(
+    lambda image, text: pairwise_losses.softmax(
+      image, text, jnp.float32(1e4), chunk=3
+    )[0]
+  )
+  image = np.eye(4, E, dtype=np.float32)
+  np.testing.assert_allclose(fn(image, image), 0, atol=1e-6)
+  loss_B = fn(image, -image)
+  np.testing.assert_allclose(loss_B, 1e4 + np.log(3), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("kind", "place"), [("sigmoid", "eight"), ("softmax", "one")]
+)
+def test_no_device_ever_holds_all_pairs(kind, place):
+  batch, chunk = 2048, 64
+  replica, fsdp = PLACES[place]
+  rows = batch // (replica * fsdp)
+
+  def total(image, text, scale):
+    loss_B, _ = chunked(kind, image, text, scale, BIAS, chunk=chunk)
+    return jnp.mean(loss_B)
+
+  with on(place):
+    mesh = jax.sharding.get_mesh()
+    z = jax.ShapeDtypeStruct(
+      (batch, 8), jnp.float32, sharding=sharding.batch(mesh)
+    )
+    fn = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))
+    compiled = fn.lower(z, z, jnp.float32(1)).compile()
+  arrays = re.findall(r"\w+\[(\d[\d,]*)\]", compiled.as_text())
+  largest = max(np.prod([int(n) for n in a.split(",")]) for a in arrays)
+  # Rows x a chunk, or all of the columns' embeddings; nothing like all pairs.
+  assert largest <= max(rows * chunk, batch * 8)
+  assert rows * chunk in {
+    np.prod([int(n) for n in a.split(",")]) for a in arrays
+  }, "this test reads the compiled text wrongly"
+  used = compiled.memory_analysis().temp_size_in_bytes
+  assert used < rows * batch * 4
+
+
+def test_mistakes():
+  with pytest.raises(ValueError, match="chunk=0"):
+    pairwise_losses.sigmoid(IMAGE, TEXT, SCALE, BIAS, chunk=0)

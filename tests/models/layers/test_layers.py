@@ -1,0 +1,297 @@
+"""models/common.py and published.py: layers, position embeddings, names."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import settings, trees
+from bigtrain.models.layers import common
+from bigtrain.models.published import blocks as blocks_lib
+
+B, L, D, H, DEPTH = 4, 6, 16, 2, 2
+
+
+def key(seed):
+  # Its random numbers compile far faster than threefry's.
+  return jax.random.key(seed, impl="unsafe_rbg")
+
+
+def encoder(**kw):
+  return common.Encoder(**{"depth": DEPTH, "num_heads": H, **kw})
+
+
+@pytest.fixture(scope="module")
+def x_BLD():
+  return jax.random.normal(key(7), (B, L, D))
+
+
+def init(module, *args):
+  """Parameters that compile nothing, with biases and scales not 0 and 1."""
+  shapes = jax.eval_shape(module.init, key(0), *args)["params"]
+  rng = np.random.default_rng(0)
+  draw = lambda name, p: rng.normal(name.endswith("scale"), 0.3, p.shape)
+  return trees.map_with_names(
+    lambda name, p: jnp.asarray(draw(name, p), p.dtype), shapes
+  )
+
+
+def stack(params):
+  blocks = [params.pop(f"encoderblock_{i}") for i in range(DEPTH)]
+  params["encoderblock"] = jax.tree.map(lambda *p: jnp.stack(p), *blocks)
+  return params
+
+
+def value_and_grad_fn(module, x, train=False):
+  def loss(params):
+    rngs = {"dropout": key(1)}
+    y = module.apply({"params": params}, x, train=train, rngs=rngs)
+    return jnp.sum(jnp.sin(3 * y))
+
+  return jax.value_and_grad(loss)
+
+
+def value_and_grad(module, params, x, train=False):
+  # Not for speed: this halves the time to compile.
+  options = {"xla_backend_optimization_level": 0}
+  fn = value_and_grad_fn(module, x, train)
+  return jax.jit(fn, compiler_options=options)(params)
+
+
+def assert_close(a, b, rtol=1e-5, atol=1e-5):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), a, b
+  )
+
+
+def test_attention_is_flax_attention(x_BLD):
+  y_BSD = jax.random.normal(key(8), (B, 5, D))
+  ours = common.Attention(H)
+  params = init(ours, x_BLD, y_BSD)
+  flax_attention = nn.MultiHeadDotProductAttention(H)
+  expected = flax_attention.apply({"params": params}, x_BLD, y_BSD)
+  assert_close(ours.apply({"params": params}, x_BLD, y_BSD), expected)
+
+
+def test_attention_says_which_width_its_heads_do_not_divide(x_BLD):
+  with pytest.raises(settings.ConfigError, match="divide the width 16"):
+    common.Attention(3).init(key(0), x_BLD, x_BLD)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "shape", "version", "capability", "expected"),
+  [
+    ("bfloat16", (2, 197, 12, 64), "cuda 13000", "9.0", "cudnn"),
+    ("bfloat16", (2, 256, 16, 72), "cuda 13000", "12.0", "cudnn"),
+    ("float32", (2, 196, 12, 64), "cuda 13000", "9.0", "xla"),
+    ("bfloat16", (2, 196, 12, 60), "cuda 13000", "9.0", "xla"),
+    ("bfloat16", (2, 196, 12, 160), "cuda 13000", "9.0", "xla"),
+    ("bfloat16", (2, 1, 12, 64), "cuda 13000", "9.0", "xla"),
+    ("bfloat16", (2, 196, 12, 64), "cuda 13000", "7.5", "xla"),
+    ("bfloat16", (2, 196, 12, 64), "rocm 70000", "gfx942", "xla"),
+  ],
+)
+def test_attention_implementation_on_gpus(
+  monkeypatch, dtype, shape, version, capability, expected
+):
+  class Device:
+    compute_capability = capability
+
+  class Backend:
+    platform_version = version
+
+  q_BLHK = jnp.zeros(shape, dtype)
+  assert common.attention_implementation(q_BLHK) == "xla"
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(jax, "devices", lambda: [Device()])
+  monkeypatch.setattr(jax.extend.backend, "get_backend", Backend)
+  assert common.attention_implementation(q_BLHK) == expected
+
+
+def test_scan_starts_from_the_same_parameters_as_unrolled(x_BLD):
+  unrolled = jax.jit(encoder().init)(key(3), x_BLD)["params"]
+  # Kernels of different blocks are different draws.
+  kernels = [
+    unrolled[f"encoderblock_{i}"]["MlpBlock_0"]["Dense_0"]["kernel"]
+    for i in range(DEPTH)
+  ]
+  assert np.abs(kernels[0] - kernels[1]).max() > 0.1
+  bound = (6 / (D + 4 * D)) ** 0.5  # Xavier, uniform.
+  assert 0.95 * bound < np.abs(kernels).max() < bound
+  scanned = jax.jit(encoder(scan=True).init)(key(3), x_BLD)["params"]
+  jax.tree.map(np.testing.assert_array_equal, stack(unrolled), scanned)
+
+
+def test_scan_computes_what_unrolled_does(x_BLD):
+  params = init(encoder(), x_BLD)
+  value, grads = value_and_grad(encoder(), params, x_BLD)
+  scanned = value_and_grad(encoder(scan=True), stack(params), x_BLD)
+  assert_close((value, stack(grads)), scanned, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("scan", "policies"),
+  [
+    (False, ("none", "nothing_saveable")),
+    (True, ("none", "dots_with_no_batch_dims_saveable")),
+  ],
+)
+def test_remat_changes_no_value_or_gradient(x_BLD, scan, policies):
+  kw = dict(scan=scan, depth=2 if scan else 1, dropout=0.2, drop_path=0.3)
+  results = []
+  for policy in policies:
+    module = encoder(remat_policy=policy, **kw)
+    params = init(module, x_BLD)
+    results.append(value_and_grad(module, params, x_BLD, train=True))
+  assert_close(*results, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("policy", "products_again"),
+  [("none", 0), ("nothing_saveable", 8), ("dots_saveable", 0)],
+)
+def test_what_the_backward_pass_of_a_scan_computes_again(
+  x_BLD, policy, products_again
+):
+  module = encoder(scan=True, remat_policy=policy)
+  params = init(module, x_BLD)
+  grad = jax.make_jaxpr(value_and_grad_fn(module, x_BLD))(params)
+
+  def count(jaxpr):
+    total = 0
+    for eqn in jaxpr.eqns:
+      total += eqn.primitive.name == "dot_general"
+      for param in jax.tree.leaves(
+        eqn.params, is_leaf=lambda p: hasattr(p, "eqns")
+      ):
+        inner = getattr(param, "jaxpr", param)
+        total += count(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+  # A block has 4 projections, 2 products in attention and 2 in the MLP, and
+  # the gradient of each is two more. The last need not be done again, as
+  # nothing asks for its result.
+  assert count(grad.jaxpr) in (24 + products_again, 24 + products_again - 1)
+
+
+def test_unknown_remat_policy(x_BLD):
+  module = encoder(remat_policy="dots_savable")
+  with pytest.raises(settings.ConfigError, match="'dots_saveable'"):
+    jax.eval_shape(module.init, key(0), x_BLD)
+
+
+def test_dropout_depends_on_its_key_alone(x_BLD):
+  module = encoder(dropout=0.5)
+  params = {"params": init(module, x_BLD)}
+
+  @jax.jit
+  def run(seed):
+    return module.apply(params, x_BLD, train=True, rngs={"dropout": key(seed)})
+
+  np.testing.assert_array_equal(run(1), run(1))
+  assert np.abs(run(1) - run(2)).max() > 0.1
+  no_dropout = encoder().apply(params, x_BLD)
+  np.testing.assert_array_equal(module.apply(params, x_BLD), no_dropout)
+
+
+def test_drop_path_keeps_the_mean():
+  x = jnp.full((4000, 2, 3), 2.0)
+  y = np.asarray(common.drop_path(x, 0.2, key(0)))
+  kept = y[:, 0, 0] != 0
+  assert 0.78 < kept.mean() < 0.82
+  np.testing.assert_allclose(y[kept], 2.5, rtol=1e-6)
+  np.testing.assert_array_equal(y[~kept], 0)  # The whole example.
+  y = common.drop_path(x.astype(jnp.bfloat16), 0.2, key(0))
+  assert y.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_drop_path_grows_from_none_in_the_first_block(scan):
+  """Two blocks without MLPs: only the second one's attention is dropped."""
+  module = encoder(depth=2, scan=scan, drop_path=0.5)
+  x_BLD = jax.random.normal(key(5), (64, L, D))
+
+  apply = jax.jit(module.apply, static_argnames="train")
+
+  def no_mlp(name, p):
+    return p * (0 if "Dense_1" in name else 1)
+
+  params = trees.map_with_names(no_mlp, init(module, x_BLD))
+
+  def scaled(scale):  # What the second attention adds, scaled.
+    def scale_out(name, p):
+      factor = jnp.array([1.0, scale]).reshape(2, *[1] * (p.ndim - 1))
+      if "/out/" in name and scan:
+        return p * factor
+      return p * scale if "encoderblock_1/" in name and "/out/" in name else p
+
+    changed = trees.map_with_names(scale_out, params)
+    return apply({"params": changed}, x_BLD)
+
+  dropped, doubled = scaled(0.0), scaled(2.0)
+  y = apply({"params": params}, x_BLD, train=True, rngs={"dropout": key(0)})
+  is_dropped = np.abs(y - dropped).max((1, 2)) < 1e-4
+  is_doubled = np.abs(y - doubled).max((1, 2)) < 1e-4
+  np.testing.assert_array_equal(is_dropped ^ is_doubled, True)
+  assert 16 < is_dropped.sum() < 48
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_bfloat16_computes_in_it_with_float32_parameters(x_BLD, scan):
+  module = encoder(scan=scan, dtype="bfloat16")
+  params = init(module, x_BLD)
+  assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+  x_BLD = x_BLD.astype(jnp.bfloat16)
+  y = module.apply({"params": params}, x_BLD)
+  assert y.dtype == jnp.bfloat16
+  expected = encoder(scan=scan).apply({"params": params}, x_BLD)
+  error = np.abs(y.astype(jnp.float32) - expected)
+  assert 1e-4 < error.max() < 0.1
+
+
+def test_sincos_known_values():
+  posemb = common.sincos_2d((2, 3), 8)
+  assert posemb.shape == (1, 6, 8)
+  np.testing.assert_allclose(posemb[0, 0], [0, 0, 1, 1, 0, 0, 1, 1])
+  # Row 1, column 2, with frequencies 1 and 1e-4.
+  x, y = np.array([2, 2e-4]), np.array([1, 1e-4])
+  expected = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)])
+  np.testing.assert_allclose(posemb[0, 5], expected, rtol=1e-6)
+  with pytest.raises(settings.ConfigError, match="multiple of 4"):
+    common.sincos_2d((2, 3), 10)
+
+
+def test_resample_posemb():
+  rng = np.random.default_rng(0)
+  posemb = rng.normal(size=(1, 12, 5)).astype(np.float32)
+  assert blocks_lib.resample_posemb(posemb, (3, 4), (3, 4)) is posemb
+  # A ramp over columns stays one: the image's edges are half a patch out.
+  ramp = np.tile(np.arange(4.0, dtype=np.float32), 3).reshape(1, 12, 1)
+  finer = blocks_lib.resample_posemb(ramp, (3, 4), (6, 8))
+  assert finer.shape == (1, 48, 1)
+  row = finer.reshape(6, 8)[2]
+  np.testing.assert_allclose(row[1:-1], np.arange(0.25, 3, 0.5), rtol=1e-5)
+  constant = np.ones((1, 12, 2), np.float32)
+  for grid in ((2, 2), (5, 7)):
+    np.testing.assert_allclose(
+      blocks_lib.resample_posemb(constant, (3, 4), grid), 1, rtol=1e-6
+    )
+
+
+def test_restack_blocks():
+  names = [f"t/encoderblock_{i}/Dense_0/bias" for i in range(12)]
+  single = {name: np.full(2, i) for i, name in enumerate(names)}
+  single["t/encoder_norm/bias"] = np.zeros(2)
+  like = {"t/encoderblock/Dense_0/bias": None, "t/encoder_norm/bias": None}
+  stacked = blocks_lib.restack_blocks(single, like)
+  assert stacked.keys() == like.keys()
+  np.testing.assert_array_equal(
+    stacked["t/encoderblock/Dense_0/bias"][:, 0], np.arange(12)
+  )
+  again = blocks_lib.restack_blocks(stacked, single)
+  assert again.keys() == single.keys()
+  jax.tree.map(np.testing.assert_array_equal, again, single)
+  # What is wanted as it is, and what nobody wants, stays.
+  assert blocks_lib.restack_blocks(single, single) == single
+  assert blocks_lib.restack_blocks(stacked, {}) == stacked

@@ -1,0 +1,284 @@
+"""Hugging Face's layouts: golden logits, devices, there and back again.
+
+The golden folders are those of golden/make_hf.py and golden/make_t5.py.
+"""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from bigtrain import sharding, trees
+from bigtrain.checkpoints import checkpointer, safetensors_files, warm_start
+from bigtrain.models import decoder, t5
+from bigtrain.settings import ConfigError
+from bigtrain.tools import checkpoint as tool
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
+SIZES = dict(vocab_size=61, width=24, depth=2)
+# As the scripts have them.
+DECODERS = {
+  "gpt2": SIZES | dict(variant="gpt2", num_heads=3, max_len=48),
+  "llama": SIZES
+  | dict(
+    variant="llama",
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=40,
+    max_len=64,
+    rope_scaling=dict(
+      type="llama3",
+      factor=4.0,
+      low_freq_factor=1.0,
+      high_freq_factor=4.0,
+      original_len=32,
+    ),
+  ),
+  "mixtral": SIZES
+  | dict(
+    variant="llama",
+    num_heads=6,
+    num_kv_heads=2,
+    mlp_dim=40,
+    max_len=64,
+    rope_theta=1e6,
+    moe=dict(num_experts=4, top_k=2),
+  ),
+}
+T5_SIZES = dict(
+  vocab_size=30,
+  width=12,
+  num_heads=3,
+  head_dim=5,
+  mlp_dim=24,
+  num_buckets=8,
+  max_distance=20,
+)
+T5S = {
+  "t5": T5_SIZES | dict(variant="t5", depth=2, decoder_depth=3),
+  "t5_1_1": T5_SIZES | dict(variant="t5_1_1", depth=2, decoder_depth=3),
+  "switch": T5_SIZES
+  | dict(
+    variant="t5",
+    depth=4,
+    decoder_depth=2,
+    moe=dict(num_experts=4, top_k=1, every=2, jitter=0.01),
+  ),
+}
+MODELS = DECODERS | T5S
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+  """Compiling is nearly all that these tests do."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def module_of(layout):
+  return t5 if layout in T5S else decoder
+
+
+def model_of(layout, **changes):
+  return module_of(layout).Model(**MODELS[layout] | changes)
+
+
+def like_of(model, devices=1):
+  """Shapes of the parameters, split over so many devices."""
+  mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+  example = [np.zeros((1, 2), np.int32)] * (2 if hasattr(model, "begin") else 1)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), *example)["params"]
+  rules = ((".*", "fsdp(min_size=1)"),)
+  places, _ = sharding.state_shardings(shapes, mesh, rules)
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    places,
+  )
+
+
+def load(layout, model, devices=1, path=None, **source):
+  params, _ = warm_start.load_params(
+    dict(path=str(path or GOLDEN / f"hf_{layout}"), **source),
+    like_of(model, devices),
+    convert=module_of(layout).from_published,
+  )
+  return params
+
+
+@pytest.mark.parametrize("layout", MODELS)
+def test_logits_are_those_of_transformers(layout):
+  model = model_of(layout, scan=layout not in ("gpt2", "t5"))
+  golden = dict(np.load(GOLDEN / f"hf_{layout}" / "golden.npz"))
+  expected = golden.pop("logits")
+  params = load(layout, model)
+  logits, _ = jax.jit(model.apply)({"params": params}, **golden)
+  np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", MODELS)
+def test_eight_devices_load_what_one_does(layout):
+  model = model_of(layout, scan=True)
+  one, eight = load(layout, model), load(layout, model, devices=8)
+  halves = 0
+  for name, kernel in trees.flatten_with_names(eight):
+    split = kernel.addressable_shards[0].data.size < kernel.size
+    assert len({s.device for s in kernel.addressable_shards}) == 8
+    divides = any(size % 8 == 0 for size in kernel.shape)
+    assert split == divides, name
+    halves += split
+  assert halves
+  jax.tree.map(np.testing.assert_array_equal, one, eight)
+
+
+# What theirs say and ours cannot know, or say in their way.
+OTHERWISE = {
+  "gpt2": ("bos_token_id", "eos_token_id", "n_inner"),
+  "llama": ("bos_token_id", "eos_token_id"),
+  "mixtral": ("bos_token_id", "eos_token_id", "head_dim"),
+  "t5": ("eos_token_id",),
+  # From version 5 on transformers writes that all heads are tied.
+  "t5_1_1": ("eos_token_id", "tie_word_embeddings"),
+  "switch": ("eos_token_id", "expert_capacity"),
+}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("layout", MODELS)
+def test_export_is_what_was_imported(layout, scan, tmp_path, capsys):
+  model = model_of(layout, scan=scan)
+  params = load(layout, model, devices=8)
+  workdir, out = str(tmp_path / "run"), str(tmp_path / "out")
+  name = module_of(layout).__name__.rpartition(".")[2]
+  config = {"model_name": name, "model": MODELS[layout] | {"scan": scan}}
+  saver = checkpointer.Checkpointer(workdir)
+  saver.save(1, {"params": params, "step": np.int32(1)}, {"config": config})
+  saver.close()
+
+  assert tool.main(["export", workdir, out, f"--layout={layout}"]) == 0
+  assert "arrays" in capsys.readouterr().out
+  published = safetensors_files.read(str(GOLDEN / f"hf_{layout}"))
+  exported = safetensors_files.read(out)
+  prefix = "transformer." if layout == "gpt2" else ""
+  assert {prefix + name for name in exported} == set(published)
+  for name, array in exported.items():
+    np.testing.assert_array_equal(array, published[prefix + name])
+  theirs = json.loads((GOLDEN / f"hf_{layout}" / "config.json").read_text())
+  ours = json.loads((tmp_path / "out" / "config.json").read_text())
+  same = set(ours) & set(theirs) - set(OTHERWISE[layout])
+  assert {"architectures", "model_type", "vocab_size", "dtype"} <= same
+  assert {k: ours[k] for k in same} == {k: theirs[k] for k in same}
+  again = load(layout, model, path=out)
+  jax.tree.map(np.testing.assert_array_equal, params, again)
+
+
+def test_files_in_several_parts(tmp_path):
+  """An index says which file an array is in, as large models have it."""
+  arrays = safetensors_files.read(str(GOLDEN / "hf_llama"))
+  names = sorted(arrays)
+  weight_map = {}
+  for number, part in enumerate((names[::2], names[1::2])):
+    specs = {n: (arrays[n].shape, "float32") for n in part}
+    file = f"model-{number}.safetensors"
+    values = [arrays[n] for n in part]
+    safetensors_files.write(str(tmp_path / file), specs, values, {})
+    weight_map |= dict.fromkeys(part, file)
+  index = tmp_path / safetensors_files.INDEX
+  index.write_text(json.dumps({"weight_map": weight_map}))
+  model = model_of("llama", scan=True)
+  whole, parts = load("llama", model), load("llama", model, path=tmp_path)
+  jax.tree.map(np.testing.assert_array_equal, whole, parts)
+  weight_map["lost"] = "model-0.safetensors"
+  index.write_text(json.dumps({"weight_map": weight_map}))
+  with pytest.raises(ConfigError, match="'lost' of model.safetensors.index"):
+    load("llama", model, path=tmp_path)
+
+
+def test_only_what_a_device_holds_is_read():
+  """Arrays are put together when asked for, and no more than is asked."""
+  flat = safetensors_files.read(str(GOLDEN / "hf_llama"))
+  model = model_of("llama", scan=True)
+  like = dict(trees.flatten_with_names(like_of(model)))
+  found = decoder.from_published(flat, like)
+  for name, value in found.items():
+    if name.startswith("blocks/"):
+      assert not isinstance(value, np.ndarray)
+      part = value[(slice(1, 2), *[slice(None)] * (len(value.shape) - 1))]
+      assert part.shape == (1, *like[name].shape[1:])
+    else:  # A view: nothing has been copied.
+      assert not value.flags.owndata
+
+
+def test_another_model_is_told(tmp_path):
+  small = model_of("llama", depth=1, num_kv_heads=1)
+  with pytest.raises(ConfigError) as e:
+    load("llama", small)
+  assert "unused    model.layers.1.mlp.up_proj.weight" in str(e.value)
+  assert "reshaped  blocks_0/attention/key/kernel" in str(e.value)
+
+
+@pytest.mark.parametrize(
+  "kind, changes, layout, message",
+  [
+    ("llama", {}, "llamma", "--layout: unknown 'llamma'.*'llama'"),
+    ("llama", {}, "gpt2", "posemb='learn'; this one has 'rope'"),
+    ("llama", dict(qk_norm=True), "llama", "qk_norm=False; this one has True"),
+    (
+      "mixtral",
+      dict(moe=dict(num_experts=4, shared_experts=1)),
+      "mixtral",
+      "no place for blocks_0/shared_experts",
+    ),
+    ("t5", {}, "t5_1_1", "mlp='geglu'; this one has 'relu'"),
+    ("t5", {}, "switch", "models with experts"),
+    ("switch", {}, "t5", "moe=None"),
+    ("switch", dict(moe=dict(num_experts=4)), "switch", "one for each token"),
+  ],
+)
+def test_exports_that_would_lie_are_refused(kind, changes, layout, message):
+  model = model_of(kind, **changes)
+  shapes = {n: x.shape for n, x in trees.flatten_with_names(like_of(model))}
+  with pytest.raises(ConfigError, match=message):
+    module_of(kind).to_published(model, shapes, layout)
+
+
+@pytest.mark.parametrize(
+  "layout, stacked_name, single_name",
+  [
+    ("llama", "blocks/mlp/up/kernel", "blocks_1/mlp/up/kernel"),
+    (
+      "switch",
+      "encoder/blocks/0/mlp/up/kernel",
+      "encoder/blocks_2/mlp/up/kernel",
+    ),
+    (
+      "switch",
+      "encoder/blocks/1/moe/up/kernel",
+      "encoder/blocks_3/moe/up/kernel",
+    ),
+  ],
+)
+def test_stacked_and_single_layers_load_each_other(
+  layout, stacked_name, single_name, tmp_path
+):
+  rng = np.random.default_rng(0)
+  models = [model_of(layout, scan=scan) for scan in (True, False)]
+  stacked = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(x.dtype), like_of(models[0])
+  )
+
+  def save(params, name):
+    np.savez(tmp_path / name, **dict(trees.flatten_with_names(params)))
+    return tmp_path / name
+
+  single = load(layout, models[1], path=save(stacked, "stacked.npz"))
+  np.testing.assert_array_equal(
+    dict(trees.flatten_with_names(single))[single_name],
+    dict(trees.flatten_with_names(stacked))[stacked_name][1],
+  )
+  again = load(layout, models[0], path=save(single, "single.npz"))
+  jax.tree.map(np.testing.assert_array_equal, again, stacked)

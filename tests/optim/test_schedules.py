@@ -1,0 +1,216 @@
+import math
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from bigtrain.lengths import Units
+from bigtrain.optim import schedules
+from bigtrain.settings import ConfigError
+
+UNITS = Units(
+  batch_size=10,
+  examples_per_epoch=200,  # 20 steps
+  tokens_per_example=4,
+  total_steps=100,
+)
+
+
+def make(units=UNITS, **spec):
+  return schedules.make(spec, units)
+
+
+@pytest.mark.parametrize(
+  "spec, step, expected",
+  [
+    (dict(decay_type="constant"), 57, 1.0),
+    (dict(decay_type="constant", warmup_steps=10), 3, 0.3),
+    (dict(decay_type="constant", cooldown_steps=20), 95, 0.25),
+    (dict(decay_type="cosine"), 25, (1 + math.cos(math.pi / 4)) / 2),
+    (dict(decay_type="cosine", end=0.1), 50, 0.55),
+    (dict(decay_type="cosine", end=0.1), 100, 0.1),
+    (dict(decay_type="cosine", warmup_steps=20), 60, 0.5),
+    (dict(decay_type="linear", linear_end=0.2), 25, 0.8),
+    (dict(decay_type="linear", warmup_steps=50), 75, 0.5),
+    (dict(decay_type="polynomial", power=2), 50, 0.25),
+    (dict(decay_type="polynomial", power=2, end=0.5), 50, 0.625),
+    (dict(decay_type="rsqrt", timescale_steps=10), 30, 0.5),
+    (dict(decay_type="rsqrt", timescale_steps=10, warmup_steps=5), 35, 0.5),
+    (dict(decay_type="rsqrt", timescale_steps=10, shift_steps=30), 0, 0.5),
+    # In the warm-up the shift holds already, as if it had always decayed.
+    (
+      dict(
+        decay_type="rsqrt", timescale_steps=1, shift_steps=3, warmup_steps=2
+      ),
+      1,
+      0.25,
+    ),
+    (dict(decay_type="stair", stair_steps=[5, 9], mults=[0.5, 0.1]), 4, 1.0),
+    (dict(decay_type="stair", stair_steps=[5, 9], mults=[0.5, 0.1]), 5, 0.5),
+    (dict(decay_type="stair", stair_steps=[5, 9], mults=[0.5, 0.1]), 9, 0.1),
+    # Beyond the end, where a restarted run may look.
+    (dict(decay_type="cosine"), 120, 0.0),
+    (dict(decay_type="constant", cooldown_steps=20), 120, 0.0),
+  ],
+)
+def test_formulas(spec, step, expected):
+  fn = make(**spec)
+  assert fn(step) == pytest.approx(expected, abs=1e-6)
+  assert float(fn(jnp.int32(step))) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+  "length",
+  [
+    dict(warmup_steps=40),
+    dict(warmup_epochs=2),
+    dict(warmup_examples=400),
+    dict(warmup_tokens=1600),
+    dict(warmup_percent=40),
+  ],
+)
+def test_units(length):
+  fn = make(decay_type="cosine", **length)
+  assert fn(20) == pytest.approx(0.5)
+  assert fn(40) == pytest.approx(1.0)
+  assert fn(41) < 1.0
+
+
+def test_units_of_other_lengths():
+  rsqrt = make(decay_type="rsqrt", timescale_epochs=0.5)
+  assert rsqrt(30) == pytest.approx(0.5)
+  stair = make(decay_type="stair", stair_epochs=[1, 2], mults=[0.5, 0.1])
+  assert [float(stair(s)) for s in (19, 20, 39, 40)] == pytest.approx(
+    [1, 0.5, 0.5, 0.1]
+  )
+  cooldown = make(decay_type="constant", cooldown_percent=50)
+  assert cooldown(75) == pytest.approx(0.5)
+
+
+def test_host_steps_dispatch_nothing():
+  fn = make(decay_type="cosine", warmup_steps=5, cooldown_steps=5)
+  assert not isinstance(fn(7), jax.Array)
+  assert isinstance(jax.jit(fn)(7), jax.Array)
+
+
+def test_steps_beyond_float32():
+  total = 2**25
+  units = Units(batch_size=1, total_steps=total)
+  fn = make(units, decay_type="constant", cooldown_steps=10)
+  values = jax.jit(jax.vmap(fn))(jnp.arange(total - 11, total + 1))
+  np.testing.assert_allclose(values, [1.0, *np.linspace(1, 0, 11)], atol=1e-6)
+
+
+@st.composite
+def specs(draw):
+  total = draw(st.integers(2, 3000))
+  warmup = draw(st.integers(0, total - 1))
+  cooldown = draw(st.integers(0, total - warmup))
+  fraction = st.floats(0, 1)
+  kind, kwargs = draw(
+    st.one_of(
+      st.tuples(st.just("constant"), st.just({})),
+      st.tuples(
+        st.just("cosine"), st.fixed_dictionaries({}, optional={"end": fraction})
+      ),
+      st.tuples(
+        st.just("linear"),
+        st.fixed_dictionaries({}, optional={"linear_end": fraction}),
+      ),
+      st.tuples(
+        st.just("polynomial"),
+        st.fixed_dictionaries(
+          {"power": st.floats(0.1, 5)}, optional={"end": fraction}
+        ),
+      ),
+      st.tuples(
+        st.just("rsqrt"),
+        st.fixed_dictionaries(
+          {"timescale_steps": st.integers(1, 1000)},
+          optional={"shift_steps": st.integers(0, 100)},
+        ),
+      ),
+    )
+  )
+  spec = dict(
+    decay_type=kind, warmup_steps=warmup, cooldown_steps=cooldown, **kwargs
+  )
+  return total, spec
+
+
+@hypothesis.given(specs())
+@hypothesis.settings(max_examples=150, deadline=None)
+def test_laws(case):
+  total, spec = case
+  warmup, cooldown = spec["warmup_steps"], spec["cooldown_steps"]
+  fn = make(Units(batch_size=1, total_steps=total), **spec)
+  values = fn(np.arange(total + 1))
+  assert np.all((values >= 0) & (values <= 1 + 1e-6))
+  # It rises during the warm-up, by no more than a step of it, then falls.
+  assert np.all(np.diff(values[: warmup + 1]) >= -1e-6)
+  assert np.all(np.diff(values[: warmup + 1]) <= 1 / max(1, warmup) + 1e-6)
+  assert np.all(np.diff(values[warmup:]) <= 1e-6)
+  if warmup:
+    assert values[0] == 0
+  if cooldown or (spec["decay_type"] == "cosine" and "end" not in spec):
+    assert values[-1] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+  "spec, message",
+  [
+    (dict(), "decay_type: missing. There are: constant, cosine"),
+    (dict(decay_type="cosin"), "unknown 'cosin'. Did you mean 'cosine'?"),
+    (
+      dict(decay_type="cosine", warmup_step=5),
+      "schedule.warmup_step: unknown key of 'cosine'. Did you mean "
+      "'warmup_steps'?",
+    ),
+    (dict(decay_type="cosine", linear_end=0.1), "linear_end: unknown key"),
+    (dict(decay_type="cosine", timescale_steps=9), "timescale_steps: unknown"),
+    (dict(decay_type="rsqrt", timescale=9), "Did you mean 'timescale_"),
+    (dict(decay_type="rsqrt", timescale_steps=0), "must be positive"),
+    (
+      dict(decay_type="cosine", warmup_steps=5, warmup_epochs=1),
+      "warmup_steps and config.schedule.warmup_epochs",
+    ),
+    (dict(decay_type="cosine", warmup_steps=100), "do not fit into a run of"),
+    (
+      dict(decay_type="cosine", warmup_steps=60, cooldown_steps=60),
+      "warm-up of 60 and cool-down of 60 steps do not fit into a run of 100",
+    ),
+    (dict(decay_type="cosine", end="low"), "end: expected a number, got 'low'"),
+    (dict(decay_type="polynomial", power=0), "power: must be positive"),
+    (dict(decay_type="stair", stair_steps=[5]), "stair needs"),
+    (
+      dict(decay_type="stair", stair_steps=[5, 5], mults=[0.5, 0.1]),
+      "2 multipliers need as many growing steps, got [5, 5]",
+    ),
+    (
+      dict(decay_type="stair", stair_steps=[5], mults=[0.5, 0.1]),
+      "2 multipliers need as many growing steps, got [5]",
+    ),
+    (dict(decay_type="stair", stair_steps=5, mults=[1]), "expected lists"),
+  ],
+)
+def test_errors(spec, message):
+  with pytest.raises(ConfigError) as e:
+    make(**spec)
+  assert message in str(e.value)
+
+
+def test_total_steps_unknown():
+  units = Units(batch_size=1)
+  assert make(units, decay_type="rsqrt", timescale_steps=1)(3) == 0.5
+  with pytest.raises(ConfigError, match="cosine needs the length of the run"):
+    make(units, decay_type="cosine")
+  with pytest.raises(ConfigError, match="cooldown needs the length of the run"):
+    make(units, decay_type="constant", cooldown_steps=3)
+
+
+def test_one_step_run_keeps_its_config():
+  units = Units(batch_size=1, total_steps=1)
+  assert make(units, decay_type="cosine", warmup_steps=10)(0) == 0

@@ -1,0 +1,321 @@
+import json
+import threading
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from bigtrain.reports import chrono
+
+
+class Clock:
+  """Seconds that pass when a test says so."""
+
+  def __init__(self, now=0.0):
+    self.now = now
+
+  def __call__(self):
+    return self.now
+
+  def sleep(self, secs):
+    self.now += secs
+
+
+def make(clock=None, wall=None, **kwargs):
+  clock = clock or Clock()
+  kwargs = (
+    dict(batch_size=32, total_steps=100, clock=clock, memory=dict) | kwargs
+  )
+  return clock, chrono.Chrono(wall=wall or clock, **kwargs)
+
+
+def test_throughput_leaves_warm_up_and_pauses_out():
+  clock, c = make(
+    examples_per_epoch=64,
+    tokens_per_example=10,
+    flops_per_step=6e12,
+    peak_flops_per_device=1e12,
+    num_devices=4,
+  )
+  clock.sleep(3)
+  with c.account("compile"):
+    clock.sleep(20)
+  c.start(0)
+  clock.sleep(5)  # The first step.
+  c.warm(1)
+  for _ in range(4):
+    clock.sleep(0.5)
+    c.data_wait(0.5)
+    clock.sleep(1.5)
+  assert c.row(5) == pytest.approx(
+    {
+      "examples_seen": 160,
+      "tokens_seen": 1600,
+      "epoch": 2.5,
+      "progress": 0.05,
+      "step_secs": 2.0,
+      "examples_per_sec": 16.0,
+      "tokens_per_sec": 160.0,
+      "examples_per_sec_per_device": 4.0,
+      "tokens_per_sec_per_device": 40.0,
+      "data_wait_fraction": 0.25,
+      "mfu": 6e12 / (2.0 * 4 * 1e12),
+      "eta_secs": 190.0,
+      "compile_secs": 25.0,
+      "device_hours": 36 * 4 / 3600,
+      "account/start_secs": 3.0,
+      "account/compile_secs": 25.0,
+      "account/step_secs": 6.0,
+      "account/data_wait_secs": 2.0,
+    }
+  )
+  with c.account("save"):
+    clock.sleep(1)
+  with c.account("eval"):
+    clock.sleep(7)
+  for _ in range(5):
+    clock.sleep(2)
+  c.ckpt_written(4.5)
+  row = c.row(10)
+  assert row["step_secs"] == 2.0
+  assert row["data_wait_fraction"] == 0.0
+  assert row["ckpt_stall_secs"] == 1.0
+  assert row["ckpt_write_secs"] == 4.5
+  # 18 s of steps came with 8 s of pauses, and will go on doing so.
+  assert row["eta_secs"] == pytest.approx(90 * 2 * (1 + 8 / 18))
+  assert row["account/eval_secs"] == 7.0
+  assert "compile_secs" not in row
+  clock.sleep(2)
+  row = c.row(11)
+  assert "ckpt_stall_secs" not in row and "ckpt_write_secs" not in row
+
+
+def test_unknown_figures_are_left_out():
+  clock, c = make(total_steps=10, last_step=6)
+  c.start(0)
+  clock.sleep(1)
+  c.warm(1)
+  clock.sleep(1)
+  row = c.row(2)
+  assert row["progress"] == 0.2
+  assert row["eta_secs"] == 4.0  # To where it stops, not to the schedule's end.
+  for name in row:
+    assert not name.startswith(("mfu", "tokens", "epoch"))
+    assert "per_device" not in name
+
+
+def test_without_a_warm_up_the_first_row_is_it():
+  clock, c = make()
+  c.start(0)
+  clock.sleep(30)
+  row = c.row(1)
+  assert "step_secs" not in row and "eta_secs" not in row
+  assert row["compile_secs"] == 30.0
+  clock.sleep(4)
+  assert c.row(3)["step_secs"] == 2.0
+
+
+def test_a_row_at_an_earlier_time_leaves_the_rest_to_the_next():
+  clock, c = make()
+  c.start(0)
+  c.warm(0)
+  clock.sleep(10)
+  with c.account("eval"):
+    clock.sleep(6)
+  c.data_wait(0)
+  clock.sleep(1)
+  row = c.row(5, now=8.0)  # That step was done before the evaluation.
+  assert row["step_secs"] == 8 / 5
+  assert "account/eval_secs" not in row
+  clock.sleep(1)
+  row = c.row(7)
+  assert row["step_secs"] == 2.0  # 2 s before, 2 s after the evaluation.
+  assert row["account/eval_secs"] == 6.0
+
+
+def test_a_row_ends_when_the_device_was_done():
+  clock, c = make()
+  c.start(0)
+  c.warm(0)
+  done = threading.Event()
+  c.completes(4, done.wait)
+  clock.sleep(8)
+  done.set()
+  (noting,) = [t for t in threading.enumerate() if "step 4" in t.name]
+  noting.join()
+  clock.sleep(3)  # The loop comes late to fetch the metrics.
+  assert c.row(4)["step_secs"] == 2.0
+  clock.sleep(1)
+  assert c.row(6)["step_secs"] == 2.0  # 3 s before the row, 1 s after it.
+
+  def fails():
+    raise RuntimeError("the device is gone")
+
+  c.completes(7, fails)
+  with pytest.raises(RuntimeError, match="gone"):
+    c.row(7)
+
+
+def test_inner_accounts_win():
+  clock, c = make()
+  c.start(0)
+  c.warm(0)
+  with c.account("eval"):
+    clock.sleep(1)
+    with c.account("compile"):
+      clock.sleep(10)
+    c.data_wait(1)  # A part of the evaluation, and no second account.
+    clock.sleep(2)
+    assert c.accounts()["eval"] == 3.0
+  accounts = c.accounts()
+  assert (accounts["eval"], accounts["compile"]) == (3.0, 10.0)
+  with pytest.raises(ValueError, match="there are start, compile"):
+    with c.account("evaluate"):
+      pass
+
+
+def test_an_account_ends_with_an_exception():
+  clock, c = make()
+  with pytest.raises(RuntimeError):
+    with c.account("save"):
+      clock.sleep(2)
+      raise RuntimeError
+  clock.sleep(1)
+  assert c.accounts()["save"] == 2.0
+  assert c.accounts()["start"] == 1.0
+
+
+def test_restart_goes_on_and_counts_what_was_lost():
+  wall = Clock(1000.0)
+  clock, first = make(wall=wall, num_devices=2)
+
+  def sleep(secs):
+    clock.sleep(secs)
+    wall.sleep(secs)
+
+  sleep(4)
+  first.start(0)
+  sleep(6)
+  first.warm(1)
+  sleep(20)
+  first.row(11)
+  state = json.loads(json.dumps(first.state()))
+  sleep(15)  # Killed here, at 1045, and started again at 1100.
+  wall.now = 1100.0
+  clock, second = make(clock=Clock(7.0), wall=wall, num_devices=8)
+  second.restore(state, last_alive=1045.0)
+  second.start(11)
+  sleep(5)
+  second.warm(12)
+  sleep(2)
+  row = second.row(13)
+  assert row["compile_secs"] == 5.0  # This process's alone.
+  assert row["restarts"] == 1
+  accounts = second.accounts()
+  assert accounts == {
+    "start": 4.0,
+    "compile": 11.0,
+    "step": 22.0,
+    "data_wait": 0.0,
+    "eval": 0.0,
+    "save": 0.0,
+    "lost": 15.0,
+    "down": 55.0,
+  }
+  assert sum(accounts.values()) == wall.now - 1000.0
+  # 45 s on two devices, 7 s on eight; none while it was down.
+  assert row["device_hours"] == pytest.approx((45 * 2 + 7 * 8) / 3600)
+
+
+@pytest.mark.parametrize("last_alive", [None, 900.0, 99999.0])
+def test_restart_with_clocks_that_disagree(last_alive):
+  wall = Clock(1000.0)
+  state = make(wall=wall)[1].state()
+  wall.sleep(50)
+  c = make(wall=wall)[1]
+  c.restore(state, last_alive=last_alive)
+  accounts = c.accounts()
+  lost = 50.0 if last_alive == 99999.0 else 0.0
+  assert (accounts["lost"], accounts["down"]) == (lost, 50.0 - lost)
+
+
+def test_summary_has_what_came_after_the_last_row():
+  clock, c = make()
+  c.start(0)
+  c.warm(0)
+  clock.sleep(1)
+  c.row(1)
+  with c.account("save"):
+    clock.sleep(2)
+  with c.account("eval"):
+    clock.sleep(3)
+  assert c.summary() == {
+    "device_hours": 6 / 3600,
+    "ckpt_stall_secs": 2.0,
+    "account/step_secs": 1.0,
+    "account/save_secs": 2.0,
+    "account/eval_secs": 3.0,
+  }
+
+
+EVENTS = st.lists(
+  st.tuples(
+    st.sampled_from(["step", "eval", "save", "data_wait", "row", "state"]),
+    st.integers(0, 5),
+  ),
+  max_size=30,
+)
+
+
+@hypothesis.given(EVENTS)
+def test_every_second_is_in_one_account(events):
+  clock, c = make()
+  c.start(0)
+  c.warm(0)
+  want = dict.fromkeys(chrono.ACCOUNTS, 0.0)
+  step, productive, rows = 0, 0.0, []
+  for name, secs in events:
+    if name in ("eval", "save"):
+      with c.account(name):
+        clock.sleep(secs)
+    elif name == "row":
+      rows.append((c.row(step), step, productive))
+    elif name == "state":
+      c.state()
+    else:
+      clock.sleep(secs)
+      step += name == "step"
+      productive += secs
+      if name == "data_wait":
+        c.data_wait(secs)
+    if name in want:
+      want[name] += secs
+  assert c.accounts() == want
+  last_step, last_secs = 0, 0.0
+  for row, step, secs in rows:
+    if step > last_step and secs > last_secs:
+      assert row["step_secs"] == (secs - last_secs) / (step - last_step)
+    else:
+      assert "step_secs" not in row
+    last_step, last_secs = step, secs
+
+
+def test_memory_of_this_process():
+  memory = chrono.memory_bytes()
+  assert 2**24 < memory["host_rss_bytes"] < 2**36
+  assert "device_peak_bytes" not in memory  # CPU does not tell.
+
+
+def test_device_memory_is_the_largest(monkeypatch):
+  import jax
+
+  class Device:
+    def __init__(self, peak):
+      self.peak = peak
+
+    def memory_stats(self):
+      return self.peak and {"peak_bytes_in_use": self.peak}
+
+  devices = [Device(3), Device(7), Device(None)]
+  monkeypatch.setattr(jax, "local_devices", lambda: devices)
+  assert chrono.memory_bytes()["device_peak_bytes"] == 7

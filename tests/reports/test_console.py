@@ -1,0 +1,202 @@
+import doctest
+import logging
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from bigtrain.reports import console
+
+ROW = {"step": 50, "loss": 0.4312, "lr": 1e-3, "examples_per_sec": 8123.4}
+
+
+def test_docstrings_tell_the_truth():
+  result = doctest.testmod(console)
+  assert result.attempted and not result.failed
+
+
+def test_training_line_has_what_a_person_watches():
+  row = ROW | {
+    "eta_secs": 4000.0,
+    "mfu": 0.4567,
+    "accuracy": 0.5,
+    "host_rss_bytes": 10**9,
+    "account/step_secs": 5.0,
+    "note": "text",
+  }
+  assert console.training_line(row, 200) == (
+    "step 50/200 (25.0%) loss 0.4312 accuracy 0.5 lr 1e-3 8,123 examples/s "
+    "mfu 45.7% eta 1h06m"
+  )
+  row["tokens_per_sec"] = 1234567.8
+  assert "1,234,568 tokens/s" in console.training_line(row, 200)
+
+
+def test_many_metrics_are_cut_short():
+  many = {f"m{i}": 0.5 for i in range(40)}
+  line = console.training_line(ROW | many, 200)
+  assert "m3 0.5" in line and "m4" not in line
+  results = {f"val/m{i}": 0.5 for i in range(40)}
+  line = console.evaluation_line({"step": 50} | results, 200)
+  assert line.endswith("val/m11 0.5 and 28 more")
+
+
+def test_numbers_that_are_none():
+  row = {"step": 50, "loss": float("nan"), "lr": 0.0}
+  assert console.training_line(row, 0) == "step 50/0 loss nan lr 0"
+
+
+def test_other_processes_say_nothing(caplog):
+  with caplog.at_level(logging.INFO):
+    shown = console.Console(10, process_index=1, bar=True)
+    shown.status("compiling")
+    shown.step(1)
+    shown.row(ROW)
+    shown.evaluation_progress(1, 2)
+    shown.close()
+  assert not caplog.records
+
+
+# Processes that a shell starts in the background ignore them.
+_OBEY_INTERRUPTS = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
+
+def run_in_terminal(code, *, then=None, width=100):
+  """Runs code on a pseudo-terminal; returns what it shows, and exit code."""
+  main, other = pty.openpty()
+  env = os.environ | {"TERM": "xterm", "COLUMNS": str(width), "LINES": "24"}
+  process = subprocess.Popen(
+    [sys.executable, "-c", _OBEY_INTERRUPTS + textwrap.dedent(code)],
+    stdin=other,
+    stdout=other,
+    stderr=other,
+    env=env,
+  )
+  os.close(other)
+  shown = b""
+  deadline = time.monotonic() + 60
+  while time.monotonic() < deadline:
+    if select.select([main], [], [], 0.2)[0]:
+      try:
+        shown += os.read(main, 65536)
+      except OSError:  # The other end is closed.
+        break
+    if then and b"now" in shown:
+      process.send_signal(then)
+      then = None
+  os.close(main)
+  return shown.decode(), process.wait(timeout=10)
+
+
+SCRIPT = """
+import sys, time
+from absl import flags, logging
+from bigtrain import console
+flags.FLAGS(["test"])  # As app.run does; until then absl logs elsewhere.
+logging.use_absl_handler()
+logging.set_verbosity(logging.INFO)
+shown = console.Console(200)
+try:
+  shown.status("compiling")
+  time.sleep(0.6)
+  shown.status("training")
+  shown.row(dict(step=50, loss=0.4312, examples_per_sec=8123.4, eta_secs=80.0))
+  shown.step(60)
+  logging.warning("a message in between")
+  print("a print in between")
+  time.sleep(0.6)
+  shown.status("evaluating val")
+  shown.evaluation_progress(3, 40)
+  time.sleep(0.6)
+  shown.row({"step": 60, "val/acc": 0.975})
+  LAST
+finally:
+  shown.close()
+logging.info("the bar is gone")
+"""
+
+
+def plain(shown):
+  return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+
+
+def test_bar_on_a_terminal():
+  shown, code = run_in_terminal(SCRIPT.replace("LAST", "pass"))
+  assert code == 0
+  # Messages stand alone on their lines: nothing of the bar is left there.
+  lines = [line.rstrip() for line in re.split(r"[\r\n]+", plain(shown))]
+  message = r"W\d{4} [^━]*\] a message in between"
+  assert any(re.fullmatch(message, line) for line in lines)
+  assert "a print in between" in lines
+  assert "step 60/200 (30.0%) val/acc 0.975" in lines
+  assert any(line.endswith("the bar is gone") for line in lines)
+  assert any(re.fullmatch(r"compiling +━+ +0/200 0%", line) for line in lines)
+  training = r"training +[━╸╺]+ +60/200 30% +loss 0.4312 +8,123 examples/s +"
+  assert any(re.fullmatch(training + "1m[12]?[0-9]s left", x) for x in lines)
+  assert any(line.startswith("evaluating val 3/40") for line in lines)
+  # The cursor is visible, also while the bar is: a kill must not hide it.
+  assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+  assert shown.index("\x1b[?25h") < shown.index("training")
+
+
+@pytest.mark.parametrize("width", [25, 40, 60])
+def test_bar_fits_narrow_terminals(width):
+  shown, _ = run_in_terminal(SCRIPT.replace("LAST", "pass"), width=width)
+  lines = re.split(r"[\r\n]+", plain(shown))
+  bars = [x for x in lines if x.startswith(("training", "evaluating val 3"))]
+  assert bars and all(len(line.rstrip()) < width for line in bars)
+
+
+def test_interrupt_leaves_a_sane_terminal():
+  last = "print('now'); time.sleep(60)"
+  shown, code = run_in_terminal(
+    SCRIPT.replace("LAST", last), then=signal.SIGINT
+  )
+  assert code in (1, -signal.SIGINT, 130)
+  assert "KeyboardInterrupt" in shown
+  assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+  # The traceback is printed by the interpreter itself, after the bar.
+  assert "\nKeyboardInterrupt" in plain(shown).replace("\r", "")
+
+
+def test_no_bar_where_the_terminal_is_dumb_or_none():
+  code = """
+    from absl import logging
+    from bigtrain import console
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.INFO)
+    shown = console.Console(200)
+    shown.row(dict(step=50, loss=0.5))
+    shown.close()
+  """
+  done = subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(code)],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert done.stderr.endswith("] step 50/200 (25.0%) loss 0.5\n")
+  assert "\x1b" not in done.stderr
+
+
+def test_a_bar_that_cannot_be_made_gives_way_to_lines(monkeypatch, caplog):
+  monkeypatch.setattr(console, "_Bar", lambda total: 1 / 0)
+  with caplog.at_level(logging.INFO):
+    shown = console.Console(200, bar=True)
+    shown.status("compiling")
+    shown.row(ROW)
+    shown.close()
+  messages = [r.getMessage() for r in caplog.records]
+  assert messages[0].startswith("No progress bar: ZeroDivisionError")
+  assert messages[1] == "compiling"
+  assert messages[2].startswith("step 50/200")

@@ -1,0 +1,137 @@
+"""config.json, run.json, and what a person reads last."""
+
+import json
+import os
+import stat
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from bigtrain import sharding
+from bigtrain.reports import record
+
+
+def read(folder, name):
+  return json.loads((folder / name).read_text())
+
+
+def test_each_start_has_an_entry(tmp_path):
+  info = record.run_info(sharding.make_mesh(2, 4))
+  record.write(str(tmp_path), {"lr": 0.1}, info)
+  record.update(str(tmp_path), compile_secs=3.5)
+  record.write(str(tmp_path), {"lr": 0.2}, info)
+  record.update(str(tmp_path), compile_secs=0.5, programs={"a": 1})
+  record.update(str(tmp_path), programs={"b": 2})
+  assert read(tmp_path, "config.json") == {"lr": 0.2}
+  starts = read(tmp_path, "run.json")["starts"]
+  assert [start["compile_secs"] for start in starts] == [3.5, 0.5]
+  assert starts[1]["programs"] == {"a": 1, "b": 2}
+  assert starts[0]["mesh"] == {"replica": 2, "fsdp": 4}
+  assert starts[0]["devices"] == 8
+  assert starts[0]["command"] == sys.argv
+  assert starts[0]["python"].startswith("3.")
+  assert {"jax", "jaxlib", "flax", "optax", "numpy"} <= set(
+    starts[0]["packages"]
+  )
+  assert sorted(os.listdir(tmp_path)) == ["config.json", "run.json"]
+
+
+def test_the_code_is_known_by_its_commit(monkeypatch):
+  said = {"rev-parse": "abc123", "status": " M file.py"}
+  monkeypatch.setattr(record, "_git", lambda command, *more: said[command])
+  info = record.run_info(sharding.make_mesh())
+  assert info["code"] == {"commit": "abc123", "changed": True}
+
+
+def test_no_git_is_no_error(monkeypatch, tmp_path):
+  monkeypatch.setenv("PATH", str(tmp_path))
+  info = record.run_info(sharding.make_mesh())
+  assert info["code"] == {"commit": "", "changed": False}
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
+  path = tmp_path / "config.json"
+  record.write_json(str(path), {"old": 1})
+  replace = os.replace
+
+  def checked(source, target):
+    # What is about to take the name is whole, and the old file still stands.
+    assert json.loads(open(source).read()) == {"new": 2}
+    assert json.loads(open(target).read()) == {"old": 1}
+    replace(source, target)
+
+  monkeypatch.setattr(os, "replace", checked)
+  record.write_json(str(path), {"new": 2})
+  assert read(tmp_path, "config.json") == {"new": 2}
+  assert not stat.S_IMODE(path.stat().st_mode) & 0o111
+
+
+def test_a_config_as_a_file_has_it():
+  config = {
+    "pair": (1, 2),
+    "array": np.zeros(2),
+    "no": None,
+    "tree": {"a": 1},
+  }
+  found = record.as_json(config)
+  assert found == {
+    "pair": [1, 2],
+    "array": "array([0., 0.])",
+    "no": None,
+    "tree": {"a": 1},
+  }
+  assert record.as_json(found) == found
+
+
+def test_a_file_that_is_not_there(tmp_path):
+  assert record.read_json(str(tmp_path / "run.json")) is None
+
+
+def test_one_line_about_the_devices():
+  assert record.topology(sharding.make_mesh(2, 4)) == (
+    "1 process(es) with 8 device(s) each, 8 of kind 'cpu', "
+    "mesh replica=2 x fsdp=4"
+  )
+
+
+def test_the_ending_has_results_and_places():
+  results = {
+    "step": 12,
+    "loss": 0.12345,
+    "lr": 0.1,
+    "val/acc": 0.98765,
+    "val/secs": 3.0,
+    "account/step_secs": 9.0,
+  }
+  lines = record.ending(results, "runs/x").splitlines()
+  assert lines[0] == "Finished at step 12."
+  assert [line.split() for line in lines[1:3]] == [
+    ["loss", "0.1235"],
+    ["val/acc", "0.9877"],
+  ]
+  assert [line.split() for line in lines[3:]] == [
+    ["metrics", "runs/x/metrics.jsonl"],
+    ["checkpoints", "runs/x/checkpoints"],
+    ["TensorBoard", "runs/x/tensorboard"],
+  ]
+
+
+@pytest.fixture
+def cache_setting():
+  """Gives jax its own setting back."""
+  before = jax.config.jax_compilation_cache_dir
+  yield
+  jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_where_compiled_programs_are_kept(cache_setting, monkeypatch, tmp_path):
+  assert record.use_compile_cache("somewhere") == "somewhere"
+  assert jax.config.jax_compilation_cache_dir == "somewhere"
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  assert record.use_compile_cache(True) == str(tmp_path / "bigtrain" / "xla")
+  monkeypatch.delenv("XDG_CACHE_HOME")
+  monkeypatch.setenv("HOME", str(tmp_path))
+  assert record.use_compile_cache(True).startswith(str(tmp_path / ".cache"))
+  assert record.use_compile_cache(False) == ""

@@ -1,0 +1,132 @@
+"""Programs are compiled before they are needed, and like ones once."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import settings, sharding
+from bigtrain.runtime import programs
+
+X = jax.ShapeDtypeStruct((256,), "float32")
+
+
+def scaled(by):
+  return lambda x: x * by
+
+
+def test_facts_about_a_program():
+  made = programs.Programs()
+  compiled = made.compile("a", scaled(2.0), X)
+  np.testing.assert_array_equal(compiled(jnp.ones(256)), np.full(256, 2.0))
+  facts = made.facts("a")
+  assert facts["argument_bytes"] == facts["output_bytes"] == 1024
+  assert facts["trace_secs"] > 0 and facts["compile_secs"] > 0
+  assert made.facts("b") == {}
+
+
+def test_like_programs_are_compiled_once():
+  made = programs.Programs()
+  first = made.compile("first", scaled(2.0), X)
+  assert made.compile("like it", scaled(2.0), X) is first
+  assert made.facts("like it")["cache"] == "shared"
+  # Another constant, another shape, another number of results.
+  assert made.compile("b", scaled(3.0), X) is not first
+  large = jnp.arange(256.0)
+  c, d = (
+    made.compile(n, scaled(large * n_), X) for n, n_ in (("c", 1), ("d", 2))
+  )
+  assert c is not d
+  np.testing.assert_array_equal(d(jnp.ones(256)), large * 2)
+  assert made.compile("e", lambda x: (x * 2.0,), X) is not first
+  lowered = made.lower("f", scaled(2.0), X)  # The update is nobody else's.
+  assert lowered() is not first
+
+
+@pytest.fixture
+def cache(tmp_path):
+  """An empty persistent cache."""
+  before = jax.config.jax_compilation_cache_dir
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  yield
+  jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_hits_and_misses_of_the_cache_are_told(cache):
+  from jax.experimental.compilation_cache import compilation_cache
+
+  compilation_cache.reset_cache()
+  try:
+    told = []
+    for _ in range(2):
+      made = programs.Programs()
+      made.compile("a", scaled(1.2345), X)
+      told.append(made.facts("a")["cache"])
+    assert told == ["miss", "hit"]
+  finally:
+    compilation_cache.reset_cache()
+
+
+def test_eager_programs_run_python_each_time():
+  calls = []
+
+  def fn(x):
+    def body(total, y):
+      calls.append(y)
+      return total + y, None
+
+    return jax.lax.scan(body, 0.0, x)[0]
+
+  made = programs.Programs("eager")
+  fn = made.compile("a", fn, jax.ShapeDtypeStruct((3,), "float32"))
+  fn(jnp.ones(3))
+  assert calls == [1.0, 1.0, 1.0]
+  assert made.facts("a") == {}
+
+
+def test_modes_come_from_the_config():
+  read = lambda **keys: programs.from_config(settings.Config(keys)).mode
+  assert read() == "compiled"
+  assert read(eager=True) == "eager"
+  assert read(debug_nans=True) == "checked"
+  with pytest.raises(settings.ConfigError, match="set one of them"):
+    read(eager=True, debug_nans=True)
+
+
+def test_builds_come_one_after_the_other_and_failures_are_told():
+  order, gate = [], threading.Event()
+
+  def build(name, fails=False):
+    def run():
+      gate.wait()
+      order.append((name, jax.sharding.get_abstract_mesh().axis_names))
+      if fails:
+        raise OSError("no disk")
+      return name
+
+    return run
+
+  mesh = sharding.make_mesh()
+  builder = programs.Builder(
+    {"a": build("a"), "b": build("b", fails=True), "c": build("c")}, mesh
+  )
+  builder.check()  # Nothing runs before it is asked to.
+  assert not order
+  builder.start("abc")
+  gate.set()
+  assert builder.get("a") == "a" and builder.get("c") == "c"
+  assert order == [(name, sharding.AXES) for name in "abc"]
+  with pytest.raises(OSError, match="no disk"):
+    builder.check()
+  with pytest.raises(OSError, match="no disk"):
+    builder.get("b")
+
+
+def test_nothing_is_built_after_the_end():
+  builder = programs.Builder({"a": lambda: 1 / 0}, sharding.make_mesh())
+  builder.close()
+  assert builder.get("a") is None

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Runs a command that tests on this machine's own cluster:
+#
+#   tests/schedulers/run.sh python -m pytest -m cluster tests/schedulers
+#
+# What the tests need and this machine lacks is installed first, where that is
+# allowed. As root the command has processes and a file /etc/hosts of its own:
+# no daemon and no job outlives it, however it ends.
+set -euo pipefail
+
+inside() { # What follows is process 1 of the namespace: it stays.
+  local hosts code=0
+  hosts=$(mktemp)
+  cat /etc/hosts >"$hosts"
+  chmod 644 "$hosts"
+  mount --bind "$hosts" /etc/hosts
+  rm "$hosts"
+  "$@" || code=$?
+  exit "$code"
+}
+
+install_missing() {
+  local -A packages=([slurmctld]=slurm-wlm [munged]=munge
+    [mpirun]=openmpi-bin [shellcheck]=shellcheck)
+  local missing=() program
+  for program in "${!packages[@]}"; do
+    PATH=$PATH:/usr/sbin command -v "$program" >/dev/null ||
+      missing+=("${packages[$program]}")
+  done
+  if ((!${#missing[@]})); then
+    return
+  fi
+  if ((EUID)) || ! command -v apt-get >/dev/null; then
+    echo "Not installed: ${missing[*]}. Their tests are skipped: only root" \
+      "on Debian or Ubuntu may install them here." >&2
+    return
+  fi
+  echo "Installing ${missing[*]}."
+  export DEBIAN_FRONTEND=noninteractive
+  # The tests start daemons of their own; the packages shall start none.
+  local policy=/usr/sbin/policy-rc.d
+  if [[ ! -e "$policy" ]]; then
+    trap 'rm -f /usr/sbin/policy-rc.d' EXIT
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+  fi
+  apt-get update -qq &&
+    apt-get install -y -qq --no-install-recommends "${missing[@]}" \
+      >/dev/null ||
+    echo "That failed. The tests that need it are skipped." >&2
+  if [[ -n "$(trap -p EXIT)" ]]; then
+    rm -f "$policy"
+    trap - EXIT
+  fi
+}
+
+if [[ "${1:-}" == --inside ]]; then
+  shift
+  inside "$@"
+fi
+install_missing
+own=(unshare --mount --pid --fork --kill-child --mount-proc)
+if ((EUID)) || ! "${own[@]}" true 2>/dev/null; then
+  exec "$@"
+fi
+# Killing it kills all that it has started; so does whatever kills this script.
+setpriv --pdeathsig KILL "${own[@]}" "$0" --inside "$@" &
+namespace=$!
+trap 'kill -KILL "$namespace"' INT TERM
+wait "$namespace"

@@ -1,0 +1,231 @@
+"""What programs send, against sizes worked out by hand."""
+
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bigtrain import sharding
+from bigtrain.models import vit
+from bigtrain.tools.plan import collectives
+
+ROWS, D, F = 512, 64, 32
+WHOLE = PartitionSpec()
+BATCH = PartitionSpec(sharding.AXES)
+COLUMNS = PartitionSpec(None, "fsdp")
+
+
+@pytest.fixture(autouse=True)
+def nothing_comes_from_the_cache():
+  """What does leaves no text; tests that ran before may have set one."""
+  folder = jax.config.jax_compilation_cache_dir
+  jax.config.update("jax_compilation_cache_dir", None)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update("jax_compilation_cache_dir", folder)
+  compilation_cache.reset_cache()
+
+
+def partitioned(lowered):
+  """What a program sends, as XLA's partitioner leaves it."""
+  with tempfile.TemporaryDirectory() as folder:
+    lowered.compile(
+      compiler_options={
+        "xla_dump_to": folder,
+        "xla_dump_hlo_pass_re": "spmd-partitioning",
+      }
+    )
+    (path,) = pathlib.Path(folder).glob("*.after_spmd-partitioning.*.txt")
+    return collectives.read(path.read_text())
+
+
+def found(fn, *specs, replica=1, out=None, dtype=jnp.float32):
+  """{(kind, group size, stride): (count, bytes)}."""
+  mesh = sharding.make_mesh(replica, -1)
+  named = lambda spec: NamedSharding(mesh, spec)
+  args = [
+    jax.ShapeDtypeStruct(shape, dtype, sharding=named(spec))
+    for shape, spec in specs
+  ]
+  out = out if out is None else named(out)
+  program = partitioned(jax.jit(fn, out_shardings=out).lower(*args))
+  assert not program.unknown_loops
+  return {
+    (c.kind, c.group_size, c.stride): (c.runs, c.nbytes)
+    for c in program.collectives
+  }
+
+
+def loss(x, w):
+  return jnp.sum((x @ w) ** 2)
+
+
+def test_a_weight_that_is_split_is_gathered():
+  assert found(
+    lambda x, w: x @ w, ((ROWS, D), BATCH), ((D, F), COLUMNS), out=BATCH
+  ) == {("all-gather", 8, 1): (1, D * F * 4)}
+
+
+def test_it_is_gathered_in_the_groups_of_fsdp():
+  assert found(
+    lambda x, w: x @ w,
+    ((ROWS, D), BATCH),
+    ((D, F), COLUMNS),
+    out=BATCH,
+    replica=2,
+  ) == {("all-gather", 4, 1): (1, D * F * 4)}
+
+
+def test_the_gradient_of_a_whole_weight_is_added_up():
+  assert found(
+    jax.grad(loss, argnums=1), ((ROWS, D), BATCH), ((D, F), WHOLE), out=WHOLE
+  ) == {("all-reduce", 8, 1): (1, D * F * 4)}
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+  def layers(x, w_NDD):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w_NDD)[0]
+
+  split = PartitionSpec(None, None, "fsdp")
+  for depth in (3, 5):
+    assert found(
+      layers, ((ROWS, D), BATCH), ((depth, D, D), split), out=BATCH
+    ) == {("all-gather", 8, 1): (depth, depth * D * D * 4)}
+
+
+def test_the_slice_of_a_sum_is_a_reduce_scatter():
+  sums = found(
+    jax.grad(loss, argnums=1), ((ROWS, D), BATCH), ((D, F), WHOLE), out=COLUMNS
+  )
+  assert sums == {("reduce-scatter", 8, 1): (1, D * F * 4)}
+
+
+@pytest.mark.slow
+def test_a_vit_sends_weights_and_no_activations():
+  # Nothing says how activations lie, unless the model does; XLA would split
+  # them like the weights and add up pieces of each product.
+  model = vit.Model(
+    width=64,
+    depth=2,
+    mlp_dim=256,
+    num_heads=4,
+    patch_size=4,
+    num_classes=8,
+    pool_type="tok",
+    scan=True,
+    remat_policy="nothing_saveable",
+  )
+  mesh = sharding.make_mesh()
+  x = jax.ShapeDtypeStruct((512, 16, 16, 3), "float32")
+  rng = jax.ShapeDtypeStruct((2,), "uint32")
+  with jax.set_mesh(mesh):
+    params = jax.eval_shape(model.init, rng, x)
+    params = sharding.state_spec(params, mesh)
+    out = jax.tree.map(lambda p: p.sharding, params)
+    fn = jax.grad(lambda p, x: jnp.mean(model.apply(p, x, train=True)[0] ** 2))
+    x = sharding.batch_spec({"x": x}, mesh)["x"]
+    program = partitioned(jax.jit(fn, out_shardings=out).lower(params, x))
+  nbytes = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(params))
+  sent = sum(c.nbytes for c in program.collectives)
+  # Gathered twice, summed once; one activation would be twice as much again.
+  assert 2 * nbytes < sent < 3.5 * nbytes
+
+
+GPU = """\
+HloModule jit_f, num_partitions=16
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%a, %b)
+}
+
+%scatter (p: f32[64,32]) -> f32[8,32] {
+  %p = f32[64,32]{1,0} parameter(0)
+  ROOT %rs = f32[8,32]{1,0} reduce-scatter(%p), channel_id=4, \
+replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}, dimensions={0}, \
+to_apply=%add
+}
+
+%inner (s: (s32[], bf16[16,8])) -> (s32[], bf16[16,8]) {
+  %s = (s32[], bf16[16,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = bf16[16,8]{1,0} get-tuple-element(%s), index=1
+  %start = (bf16[16,8]{1,0}, bf16[64,8]{1,0}) all-gather-start(%x), \
+channel_id=1, replica_groups=[4,4]<=[4,4]T(1,0), dimensions={0}
+  %done = bf16[64,8]{1,0} all-gather-done(%start)
+  ROOT %out = (s32[], bf16[16,8]{1,0}) tuple(%i, %x)
+}
+
+%outer (s.1: (s32[], bf16[16,8])) -> (s32[], bf16[16,8]) {
+  %s.1 = (s32[], bf16[16,8]{1,0}) parameter(0)
+  ROOT %w = (s32[], bf16[16,8]{1,0}) while(%s.1), condition=%c, body=%inner, \
+backend_config={"known_trip_count":{"n":"7"},"known_init_step":{"init":"0"}}
+}
+
+%c (s.2: (s32[], bf16[16,8])) -> pred[] {
+  %s.2 = (s32[], bf16[16,8]{1,0}) parameter(0)
+  ROOT %t = pred[] constant(true)
+}
+
+ENTRY %main (g: f32[64,32], t: (s32[], bf16[16,8])) -> bf16[4] {
+  %g = f32[64,32]{1,0} parameter(0)
+  %t.1 = (s32[], bf16[16,8]{1,0}) parameter(1)
+  %rs-start = ((f32[64,32]{1,0}), f32[8,32]{1,0}) async-start(%g), \
+calls=%scatter
+  %w.1 = (s32[], /*index=1*/bf16[16,8]{1,0}) while(%t.1), condition=%c, \
+body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+  %v = bf16[4]{0} constant({1, 2, 3, 4})
+  %moved = bf16[4]{0} collective-permute(%v), channel_id=7, \
+source_target_pairs={{0,8},{8,0}}
+  %all = bf16[4]{0} all-to-all(%v), channel_id=8, replica_groups={}
+  ROOT %r = bf16[4]{0} all-reduce(%moved), channel_id=9, \
+replica_groups=[8,2]<=[16], to_apply=%add
+}
+"""
+
+
+def test_forms_that_other_backends_write():
+  program = collectives.read(GPU)
+  told = {
+    (c.kind, c.group_size, c.stride, c.runs, c.nbytes)
+    for c in program.collectives
+  }
+  assert told == {
+    ("reduce-scatter", 8, 1, 1, 64 * 32 * 4),
+    ("all-gather", 4, 4, 3 * 7, 3 * 7 * 64 * 8 * 2),
+    ("collective-permute", 2, 8, 1, 8),
+    ("all-to-all", 16, 1, 1, 8),
+    ("all-reduce", 2, 1, 1, 8),
+  }
+  assert not program.unknown_loops
+  text = GPU.replace('"known_trip_count":{"n":"7"},', "")
+  program = collectives.read(text)
+  assert program.unknown_loops == 1
+  gathers = [c for c in program.collectives if c.kind == "all-gather"]
+  assert gathers[0].runs == 3
+
+
+@pytest.mark.parametrize(
+  "kind, sent",
+  [
+    ("all-gather", 75),
+    ("reduce-scatter", 75),
+    ("all-reduce", 150),
+    ("all-to-all", 75),
+    ("collective-permute", 100),
+  ],
+)
+def test_what_a_ring_sends(kind, sent):
+  one = collectives.Collective(kind, 4, 1, runs=1, nbytes=100)
+  assert one.sent_bytes == sent
+  assert one._replace(group_size=1).sent_bytes == 0
+
+
+def test_json_and_back():
+  found = collectives.read(GPU).collectives
+  assert collectives.from_json(collectives.to_json(found)) == found
