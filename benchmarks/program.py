@@ -33,7 +33,7 @@ _STEPS_IN_FLIGHT = 4
 # As main does, before anything here uses a device.
 host_memory.keep_freed()
 
-_begin = start.begin
+_begin = start.start
 _make_train = pipeline.make_train
 
 

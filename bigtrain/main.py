@@ -87,7 +87,7 @@ def _train(
 
   # Where it runs.
   process.join(config)
-  process.agree(lambda: record.identity(plain))
+  process.require_same_run(lambda: record.identity(plain))
   mesh = sharding.from_config(config)
   at_end.enter_context(jax.set_mesh(mesh))
   logging.info("%s", record.topology(mesh))
@@ -307,7 +307,7 @@ def _train(
     )
     record.update(workdir, **facts)
     return {"step": 0}
-  begun = start_lib.begin(
+  begun = start_lib.start(
     *(origin, workdir, plain, state_spec, init_state, model_module),
     fingerprints=train_input.fingerprints,
   )
@@ -362,7 +362,7 @@ def _train(
         raise guard.Rollback(error, bad_step, saved_step)
       raise error
 
-  books = row_log.Books(
+  books = row_log.RowLog(
     workdir,
     writer,
     run_hooks,
@@ -460,19 +460,19 @@ def _train(
       jax.block_until_ready(tally)
       clock.warm(step)
       last, total = lengths.last, lengths.total
-      builder.start(e.name for e in evaluations if e.comes(step, last, total))
+      builder.start(e.name for e in evaluations if e.due_later(step, last, total))
     in_flight.append(tally["skipped"])
     if len(in_flight) > _STEPS_IN_FLIGHT:
       in_flight.popleft().block_until_ready()
 
-    books.write_due()  # That of an earlier step: the next is under way.
+    books.flush_row()  # That of an earlier step: the next is under way.
     if lengths.makes_row(step):
-      books.row_due(step, tally)
+      books.queue_row(step, tally)
       clock.completes(step, tally["skipped"].block_until_ready)
     saves = lengths.saves(step)
     due = [e for e in evaluations if e.due(step, lengths.total)]
     if saves or due:
-      books.write_due()
+      books.flush_row()
     if saves:
       save()
     try:
@@ -484,7 +484,7 @@ def _train(
     checkpointer.check()
     builder.check()
 
-  books.write_due()
+  books.flush_row()
   stop = run_hooks.stopped
   if stop and stop.failure:
     raise RuntimeError(stop.reason)

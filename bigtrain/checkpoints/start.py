@@ -183,7 +183,7 @@ def check_files(
       )
 
 
-class Origin(NamedTuple):
+class StartOptions(NamedTuple):
   """What the config says about the start.
 
   Attributes:
@@ -199,14 +199,14 @@ class Origin(NamedTuple):
   fallback: bool
 
 
-def read(config: settings.Config) -> Origin:
+def read(config: settings.Config) -> StartOptions:
   """Reads resume, model_init, allow_changes and ckpt_fallback."""
 
   def path_or_dict(key: str) -> Any:
     value = config.get(key)
     return config.kwargs(key) if isinstance(value, settings.Config) else value
 
-  return Origin(
+  return StartOptions(
     path_or_dict("resume"),
     path_or_dict("model_init"),
     config.get("allow_changes", ()),
@@ -214,8 +214,8 @@ def read(config: settings.Config) -> Origin:
   )
 
 
-def begin(
-  origin: Origin,
+def start(
+  origin: StartOptions,
   workdir: str,
   config: Mapping[str, Any],
   state_spec: Any,

@@ -207,7 +207,7 @@ def _form_job(place: "launchers.Place", times: Mapping[str, float]) -> None:
   Background(initialize, "join").result()
 
 
-def agree(identity: Callable[[], Mapping[str, Any]]) -> None:
+def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
   """Refuses processes that differ in what they run.
 
   Args:
@@ -235,7 +235,7 @@ def agree(identity: Callable[[], Mapping[str, Any]]) -> None:
     )
 
 
-def same(name: str, value: Any) -> None:
+def require_equal(name: str, value: Any) -> None:
   """Ends the job with code 2 if other processes have another value of `name`.
 
   Unlike `agree` it waits for nobody, so threads may call it.

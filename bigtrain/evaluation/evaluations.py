@@ -93,7 +93,7 @@ class Evaluation(NamedTuple):
       return self.at_start
     return step == total_steps or step % self.log_steps == 0
 
-  def comes(self, step: int, last_step: int, total_steps: int) -> bool:
+  def due_later(self, step: int, last_step: int, total_steps: int) -> bool:
     """Whether it is due at `step` or after it, but not after `last_step`."""
     behind = max(step - 1, 0) // self.log_steps
     return last_step == total_steps or last_step // self.log_steps > behind

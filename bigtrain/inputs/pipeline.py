@@ -239,7 +239,7 @@ def make_train(
   made = TrainInput(engine, placement, schedule, prefetch)
   # Each host reads its own copy; their batches must be of the same data.
   told = f"{made.num_examples} examples, {made.fingerprint}"
-  process.same(f"the data of {cfg.path}", told)
+  process.require_equal(f"the data of {cfg.path}", told)
   return made
 
 
@@ -353,7 +353,7 @@ def make_eval(
   )
   # Other numbers of batches on other hosts would keep them waiting for ever.
   told = f"{num_examples} examples, {files.digest(source.fingerprint())}"
-  process.same(f"the data of {path}", told)
+  process.require_equal(f"the data of {path}", told)
   return EvalInput(engine, placement, num_examples, prefetch, cache, path)
 
 

@@ -239,7 +239,7 @@ class Model(nn.Module):
       positions = start + jnp.arange(L)[None]
       if segments is not None:
         positions = positions - _document_starts(segments)
-    turn = mask_BLL = None
+    rope = mask_BLL = None
     if self.posemb == "learn":
       table_LD = self.param("pos_embedding", init, (self.max_len, D))
       x_BLD += jnp.take(table_LD, positions, axis=0).astype(self.dtype)
@@ -247,13 +247,13 @@ class Model(nn.Module):
       omega_Q = attention.frequencies(
         self.head_dim, self.rope_theta, self.rope_scaling
       )
-      turn = attention.rotation(positions, omega_Q)
+      rope = attention.rotation(positions, omega_Q)
     if segments is not None:
       mask_BLL = attention.document_mask(segments, self.window)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
     real_BL = None if segments is None else segments != 0
     (x_BLD, cache), stats = self._blocks(
-      (sharding.over_batch(x_BLD), cache), turn, mask_BLL, real_BL, start, train
+      (sharding.over_batch(x_BLD), cache), rope, mask_BLL, real_BL, start, train
     )
     x_BLD = decoder_block.norm(self, "norm")(x_BLD)
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}

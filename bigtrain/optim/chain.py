@@ -131,7 +131,7 @@ def make(cfg: Config, params_shapes: Any, units: Units) -> Optimizer:
   if lr_inside:
     _check_one_lr(leaves, spec["name"], cfg.path)
   inner = optax.with_extra_args_support(
-    optimizers.descent(
+    optimizers.base_optimizer(
       spec,
       next(iter(logged.values())) if lr_inside else 1.0,
       train_shapes,

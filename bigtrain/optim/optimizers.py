@@ -77,7 +77,7 @@ def names() -> dict[str, Callable[..., optax.GradientTransformation]]:
   return {name: fn for name, fn in found.items() if name not in _REFUSED}
 
 
-def descent(
+def base_optimizer(
   spec: dict[str, Any], learning_rate: Any, shapes: Any, key: str
 ) -> optax.GradientTransformation:
   """The named optimizer without weight decay; its updates are to be added.

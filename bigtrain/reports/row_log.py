@@ -10,7 +10,7 @@ from bigtrain.runtime import hooks, programs
 from bigtrain.step import tally
 
 
-class Books:
+class RowLog:
   """Takes what the loop has to say of a step, and passes it on.
 
   Args:
@@ -52,11 +52,11 @@ class Books:
     for row in rows:
       self.newest.update(row)
 
-  def row_due(self, step: int, sums: tally.Tally) -> None:
-    """There is to be a row of `step`; `write_due` writes it."""
+  def queue_row(self, step: int, sums: tally.Tally) -> None:
+    """There is to be a row of `step`; `flush_row` writes it."""
     self._due = step, sums
 
-  def write_due(self) -> None:
+  def flush_row(self) -> None:
     """Writes the row that is due, waiting for its step if need be."""
     if self._due:
       step, sums = self._due

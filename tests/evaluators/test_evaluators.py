@@ -232,7 +232,7 @@ def test_whether_an_evaluation_is_due_some_time():
   for step in range(1, 100, 7):
     for last in range(step, 101, 9):
       due = any(a.due(s, 100) for s in range(step, last + 1))
-      assert a.comes(step, last, 100) == due, (step, last)
+      assert a.due_later(step, last, 100) == due, (step, last)
 
 
 def test_an_evaluation_knows_its_metrics():

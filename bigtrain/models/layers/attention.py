@@ -96,7 +96,7 @@ def rotation(positions_BL: jax.Array, omega_Q: np.ndarray) -> Rotation:
   return Rotation(jnp.sin(angle), jnp.cos(angle))
 
 
-def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
+def rope(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
   """Turns the pairs (i, i + K / 2) of each head, in float32."""
   x, y = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
   sin, cos = by
@@ -212,7 +212,7 @@ class Attention(nn.Module):
   def __call__(
     self,
     x_BLD: jax.Array,
-    turn: Rotation | None,
+    rope: Rotation | None,
     mask_BLL: jax.Array | None,
     cache: Cache | None = None,
     layer: Any = None,
@@ -222,7 +222,7 @@ class Attention(nn.Module):
 
     Args:
       x_BLD: the normalised stream.
-      turn: rotary embeddings of the positions; None for none.
+      rope: rotary embeddings of the positions; None for none.
       mask_BLL: what each position sees; causal if None.
       cache: of all layers; takes the keys and values of these positions.
       layer: which layer of the cache this is.
@@ -247,8 +247,8 @@ class Attention(nn.Module):
       )
       q_BLHK = norm(name="query_norm")(q_BLHK)
       k_BLGK = norm(name="key_norm")(k_BLGK)
-    if turn is not None:
-      q_BLHK, k_BLGK = rotate(q_BLHK, turn), rotate(k_BLGK, turn)
+    if rope is not None:
+      q_BLHK, k_BLGK = rope(q_BLHK, turn), rope(k_BLGK, turn)
     if cache is not None:
       cache, k_BLGK, v_BLGK, mask_BLL = self._recall(
         cache, k_BLGK, v_BLGK, layer, start

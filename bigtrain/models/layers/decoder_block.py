@@ -48,7 +48,7 @@ class Block(nn.Module):
     self,
     carry: tuple[jax.Array, attention.Cache | None],
     index: Any,
-    turn: attention.Rotation | None,
+    rope: attention.Rotation | None,
     mask_BLL: jax.Array | None,
     real_BL: jax.Array | None,
     start: Any,
@@ -71,7 +71,7 @@ class Block(nn.Module):
       out_init_std=layer.out_init_std,
       dtype=layer.dtype,
       name="attention",
-    )(norm(layer, "attention_norm")(x_BLD), turn, mask_BLL, cache, index, start)
+    )(norm(layer, "attention_norm")(x_BLD), rope, mask_BLL, cache, index, start)
     x_BLD += drop(y_BLD)
     options = mlp.Options(
       dim=layer.mlp_dim,

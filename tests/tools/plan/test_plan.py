@@ -66,7 +66,7 @@ def test_it_needs_no_data_and_tells_the_mesh(rows):
 def test_bytes_are_those_of_a_real_state(rows, config, tmp_path, monkeypatch):
   (row,) = rows
   states = []
-  begin = start.begin
+  begin = start.start
 
   def kept(*args, **more):
     found = begin(*args, **more)
