@@ -96,7 +96,7 @@ def rotation(positions_BL: jax.Array, omega_Q: np.ndarray) -> Rotation:
   return Rotation(jnp.sin(angle), jnp.cos(angle))
 
 
-def rope(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
+def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
   """Turns the pairs (i, i + K / 2) of each head, in float32."""
   x, y = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
   sin, cos = by
@@ -248,7 +248,7 @@ class Attention(nn.Module):
       q_BLHK = norm(name="query_norm")(q_BLHK)
       k_BLGK = norm(name="key_norm")(k_BLGK)
     if rope is not None:
-      q_BLHK, k_BLGK = rope(q_BLHK, turn), rope(k_BLGK, turn)
+      q_BLHK, k_BLGK = rotate(q_BLHK, rope), rotate(k_BLGK, rope)
     if cache is not None:
       cache, k_BLGK, v_BLGK, mask_BLL = self._recall(
         cache, k_BLGK, v_BLGK, layer, start
