@@ -207,10 +207,10 @@ class _Ours:
   """bigtrain.checkpoint."""
 
   def __init__(self, folder: str):
-    from bigtrain.checkpoints import checkpointer
+    from bigtrain.checkpoints import checkpointer, commit
 
     self._workdir = folder
-    checkpointer.check_writable(folder)
+    commit.check_writable(folder)
     self._checkpointer = checkpointer.Checkpointer(folder)
     self._step = 0
 
@@ -219,10 +219,10 @@ class _Ours:
     self._checkpointer.save(self._step, state)
 
   def wait(self) -> None:
-    from bigtrain.checkpoints import folders
+    from bigtrain.checkpoints import commit, folders
 
     self._checkpointer.wait()
-    folders.discard(folders.find(self._workdir))
+    commit.discard(folders.find(self._workdir))
 
   def close(self) -> None:
     self._checkpointer.close()

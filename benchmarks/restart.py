@@ -92,7 +92,7 @@ def _move(saved: str, workdir: str, step: int) -> None:
   """Makes the workdir that a run like a saved one has at another step."""
   from bigtrain import trees
   from bigtrain.checkpoints import checkpointer as checkpointer_lib
-  from bigtrain.checkpoints import folders, integrity
+  from bigtrain.checkpoints import commit, folders, integrity
   from bigtrain.reports import writers
 
   directory = folders.find(saved)
@@ -104,13 +104,13 @@ def _move(saved: str, workdir: str, step: int) -> None:
   for name, array in arrays.items():
     if not array.shape and np.issubdtype(array.dtype, np.integer):
       arrays[name] = np.full_like(array, step)  # It counted steps.
-  checkpointer_lib.check_writable(workdir)
+  commit.check_writable(workdir)
   checkpointer = checkpointer_lib.Checkpointer(
     workdir, config_digest=manifest.config_digest
   )
   checkpointer.save(step, trees.from_flat(arrays), manifest.host_state)
   checkpointer.close()
-  every = manifest.host_state["config"]["log_steps"]
+  every = manifest.host_state.config["log_steps"]
   (row,) = writers.read_rows(saved)
   writer = writers.Writers(workdir)
   for at in range(every, step + 1, every):

@@ -1,4 +1,4 @@
-"""The command line, and the exit code that says how a run ended."""
+"""The command line, and the exit codes of a run."""
 
 import gc
 import logging as python_logging
@@ -13,6 +13,7 @@ from absl import flags, logging
 
 from bigtrain import settings
 from bigtrain.cluster import process
+from bigtrain.files import paths
 from bigtrain.reports import record
 
 _USAGE = (
@@ -20,25 +21,25 @@ _USAGE = (
   "[--config.KEY=VALUE ...]"
 )
 
-# For processes that are started by hand: where schedulers do not say it.
+# For processes started by hand, without a scheduler to set these variables.
 _JOB_FLAGS = {
   "coordinator": ("JAX_COORDINATOR_ADDRESS", "HOST:PORT of process 0."),
-  "num_processes": ("JAX_NUM_PROCESSES", "How many there are."),
-  "process_id": ("JAX_PROCESS_ID", "Which of them this is, from 0."),
+  "num_processes": ("JAX_NUM_PROCESSES", "Number of processes."),
+  "process_id": ("JAX_PROCESS_ID", "Index of this process, from 0."),
 }
 
 
 def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
-  """The config with the command line's changes in it, and the workdir.
+  """Returns the config with the command line's changes, and the workdir.
 
   Args:
-    argv: the program's name and its arguments.
+    argv: name of the program and its arguments.
 
   Raises:
     ConfigError: a flag is missing or unknown, or the config cannot be loaded.
   """
-  # Values may follow an equals sign or a space; keys are the config's own, so
-  # these flags cannot be defined beforehand.
+  # The config's keys are not known yet, so absl cannot parse these flags. A
+  # value may follow an equals sign or a space.
   changes, rest = [], []
   words = iter(argv)
   for word in words:
@@ -59,7 +60,7 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
   except flags.Error as e:
     raise settings.ConfigError(f"{e}. {_USAGE}") from e
   if left:
-    raise settings.ConfigError(f"{left[0]!r} is no flag. {_USAGE}")
+    raise settings.ConfigError(f"{left[0]!r} is not a flag. {_USAGE}")
   for name, (variable, _) in _JOB_FLAGS.items():
     if values[name].value:
       os.environ[variable] = values[name].value
@@ -69,27 +70,27 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
   config = settings.load(values.config)
   for change in changes:
     settings.override(config, change.removeprefix("--config."))
-  return config, values.workdir
+  return config, paths.absolute(values.workdir)
 
 
 def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
-  """Calls `train` with what the command line says, and ends the process.
+  """Calls `train` with the command line's arguments and ends the process.
 
-  The last line on standard error is the reason for whatever code is not 0.
+  If the exit code is not 0, the last line on standard error gives the reason.
   """
   if {"--help", "-h", "-help"} & set(sys.argv[1:]):
     print(_USAGE + "\nThe keys of a config are in docs/config.md.")
-    process.leave(process.EXIT_OK)
+    process.exit_now(process.EXIT_OK)
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
   flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.
-  # jax tells at this level what hardware it looked for and did not find.
+  # At level INFO, jax lists the hardware that it did not find.
   python_logging.getLogger("jax").setLevel(python_logging.WARNING)
-  # Imports and traces leave a million objects that stay. To look at them again
-  # and again for garbage takes a tenth of the time to the first step.
+  # Imports and traces leave a million objects that stay alive. Collecting
+  # garbage among them would take a tenth of the time to the first step.
   gc.freeze()
   gc.set_threshold(50_000, 20, 20)
-  # Of where an operation comes from, profiles show the innermost line.
+  # Only the innermost line of an operation's origin appears in profiles.
   jax.config.update("jax_traceback_in_locations_limit", 1)
   try:
     config, workdir = parse(sys.argv)
@@ -103,11 +104,11 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
     traceback.print_exc()
     _end(process.EXIT_ERROR, f"error: {type(e).__name__}: {e}")
   print(record.ending(results, workdir))
-  process.leave(process.EXIT_OK)
+  process.exit_now(process.EXIT_OK)
 
 
 def _end(code: int, last_line: str) -> NoReturn:
-  """Ends the process, and with it the others of its job."""
+  """Ends this process and the others of its job."""
   print(last_line, file=sys.stderr, flush=True)
-  process.fail(code, last_line.partition(": ")[2])
-  process.leave(code)
+  process.end_job(code, last_line.partition(": ")[2])
+  process.exit_now(code)

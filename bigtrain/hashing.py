@@ -1,9 +1,8 @@
 """Stateless pseudo-randomness: permutations and uniform numbers by hashing.
 
-Each result is a function of its arguments alone, so any element can be
-computed without those before it. All randomness is hashing of 64-bit words;
-numpy's generators, whose streams depend on how much was drawn before, are not
-used.
+Each result depends only on its arguments, so any element can be computed
+without the ones before it. All randomness comes from hashing 64-bit words.
+numpy's generators are not used: their output depends on earlier draws.
 """
 
 import math
@@ -11,35 +10,24 @@ import math
 import numpy as np
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: splitmix64's increment.
-
-
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-
-
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-
-
 _MASK = (1 << 64) - 1
 
-
-# One half of the state changes in each round. Four are enough for large n;
-# with halves of two or three values, all permutations are equally likely only
-# after sixteen (measured for n = 5 and 6: the counts of eight vary by 15%).
+# Each round changes one half of the state. Four rounds are enough for large n.
+# If the halves have only two or three values, all permutations are equally
+# likely only after sixteen rounds (measured for n = 5 and 6: after eight
+# rounds, counts vary by 15%).
 _NUM_ROUNDS = 8
-
-
 _NUM_ROUNDS_SMALL = 16
-
-
 _SMALL = 4096
 
-
-# Streams of one seed that must not be correlated.
+# Domain separation: streams of one seed that must not be correlated.
 _PERMUTE, _UNIFORM, SCHEDULE, _REPLACE = range(4)
 
 
 def _words(x: np.ndarray | int) -> np.ndarray:
-  """Any integers as 64-bit words, negative ones in two's complement."""
+  """Converts integers to 64-bit words; two's complement if negative."""
   if isinstance(x, int):
     return np.asarray(x & _MASK, np.uint64)
   return np.asarray(x).astype(np.uint64)
@@ -53,8 +41,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def fold(key: np.ndarray | int, data: np.ndarray | int) -> np.ndarray:
-  """A new 64-bit key for each pair of key and data; both broadcast."""
-  with np.errstate(over="ignore"):  # Wrapping around is what hashing does.
+  """Returns a new 64-bit key for each pair of key and data; both broadcast."""
+  with np.errstate(over="ignore"):  # Hashing relies on wrap-around.
     return _mix(_words(key) ^ _mix(_words(data) + np.uint64(_GOLDEN)))
 
 
@@ -63,21 +51,22 @@ def permute(
 ) -> np.ndarray:
   """Applies a pseudo-random permutation of [0, n) to `index`.
 
-  A Feistel network over pairs (l, r) of mixed radix, l * b + r with a * b just
-  above n, whose rare results of n and more are permuted again until they are
-  below n (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+  Method: a Feistel network over mixed-radix pairs (l, r), with index
+  l * b + r and a * b just above n. The rare results that are n or more are
+  permuted again until they fall below n (Black and Rogaway, "Ciphers with
+  arbitrary finite domains", 2002).
 
   Args:
     index: int64 [B], values in [0, n).
     n: size of the set, up to 2**62.
     seed: any integer.
-    epoch: each (seed, epoch) has a permutation of its own; int or int64 [B].
+    epoch: int or int64 [B]; each (seed, epoch) has its own permutation.
 
   Returns:
     int64 [B], values in [0, n).
 
   Raises:
-    ValueError: `index` has values outside of [0, n).
+    ValueError: a value of `index` is outside [0, n).
   """
   index = np.asarray(index, np.int64)
   if index.size and (index.min() < 0 or index.max() >= n):
@@ -87,6 +76,7 @@ def permute(
 
 
 def _walk(x: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
+  """Cycle walking: applies the network until every result is below n."""
   a = math.isqrt(n - 1) + 1 if n else 1
   b = max(1, -(-n // a))
   x = _feistel(x, a, b, key)
@@ -103,8 +93,8 @@ def _feistel(x: np.ndarray, a: int, b: int, key: np.ndarray) -> np.ndarray:
   half_word = np.uint64(32)
   for i in range(_NUM_ROUNDS_SMALL if a * b < _SMALL else _NUM_ROUNDS):
     to, other = i % 2, 1 - i % 2
-    # The round's constant is added to the row's key instead of hashed with
-    # it: two multiplications a round do, since the key is a hash already.
+    # The key is already a hash, so adding the round's constant to it is enough
+    # and two multiplications per round suffice.
     h = key + np.uint64((i + 1) * _GOLDEN & _MASK)
     h += halves[other]
     h ^= h >> half_word
@@ -112,7 +102,7 @@ def _feistel(x: np.ndarray, a: int, b: int, key: np.ndarray) -> np.ndarray:
     h ^= h >> half_word
     h *= _MIX_2
     h >>= half_word
-    # The high half times the size, shifted back: a number below the size.
+    # Maps the high 32 bits to [0, size) by multiplying and shifting.
     h *= sizes[to]
     h >>= half_word
     h += halves[to]
@@ -124,32 +114,40 @@ def _feistel(x: np.ndarray, a: int, b: int, key: np.ndarray) -> np.ndarray:
 def uniforms(
   seed: int, epoch: np.ndarray | int, index: np.ndarray, draws: int
 ) -> np.ndarray:
-  """Uniform random numbers that depend on nothing but the arguments.
+  """Returns uniform random numbers that depend only on the arguments.
 
   Args:
     seed: any integer.
     epoch: int or int64 [B].
-    index: int64 [B], the example.
-    draws: how many numbers each example gets.
+    index: int64 [B], index of the example.
+    draws: count of numbers per example.
 
   Returns:
-    float32 [B, draws] in [0, 1), multiples of 2**-24; number j is the same
-    whatever `draws` is.
+    float32 [B, draws] in [0, 1), multiples of 2**-24. Number j does not depend
+    on `draws`.
   """
   index = np.asarray(index, np.int64)
   key = fold(fold(fold(seed, _UNIFORM), epoch), index)
   steps = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
   bits = _mix(np.broadcast_to(key, index.shape)[:, None] + steps)
-  # 24 bits are what a float32 holds exactly: 1.0 is never reached.
+  # A float32 holds 24 bits exactly, so no value rounds up to 1.0.
   return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def replacement(seed: int, epoch: int, index: int, attempt: int, n: int) -> int:
-  """The example to take, on this attempt, for one that cannot be read."""
+  """Returns the index of a substitute for an example that cannot be read.
+
+  Args:
+    seed: any integer.
+    epoch: epoch of the unreadable example.
+    index: index of the unreadable example.
+    attempt: number of the attempt, from 1.
+    n: number of examples in the source.
+  """
   key = fold(fold(fold(seed, _REPLACE), epoch), index)
   return int(fold(key, attempt)) % n
 
 
 def stream(seed: int, source: int) -> int:
-  """The seed of one source of a mixture, so that no two are shuffled alike."""
+  """Returns the seed of one source, so that sources are shuffled apart."""
   return int(fold(seed, source))

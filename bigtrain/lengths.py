@@ -1,4 +1,4 @@
-"""How long a run is, and what happens at which steps."""
+"""Lengths with units, and the steps at which a run logs, saves and ends."""
 
 import dataclasses
 import math
@@ -9,12 +9,12 @@ from bigtrain import settings
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-  """What is needed to turn any length into steps.
+  """Sizes that convert lengths to steps.
 
   Attributes:
-    batch_size: examples of a global batch.
-    examples_per_epoch: examples of the training set, if it is finite.
-    tokens_per_example: tokens of an example, where the input has them.
+    batch_size: examples per step, over all devices.
+    examples_per_epoch: size of the training set, if it is finite.
+    tokens_per_example: tokens per example, if the input has tokens.
     total_steps: length of the run, once it is known.
   """
 
@@ -42,7 +42,7 @@ class Units:
       needs = {
         "epochs": "a training set of known size",
         "tokens": "an input with tokens",
-        "percent": "the length of the run, of which it would be a part",
+        "percent": "the length of the run",
       }[unit]
       raise settings.ConfigError(f"{key}: this unit needs {needs}.")
     return max(1, round(amount * scale)) if amount else 0
@@ -55,7 +55,7 @@ class Units:
     return times / over / self.batch_size
 
 
-# What a length may be given in: the ends of its key.
+# Units of a length: the last word of its key.
 UNITS = ("steps", "epochs", "examples", "tokens", "percent")
 
 
@@ -73,41 +73,41 @@ def steps(
     prefix: "total", "log", "warmup", ...: the key is f"{prefix}_{unit}" with a
       unit of steps, epochs, examples, tokens, percent.
     units: the sizes to convert with.
-    default: returned when no such key is there, or all of them are None: so
+    default: result if no such key is present or all are None, so that
       `total_epochs=None total_steps=100` on the command line changes the unit.
-    path: where `cfg` is in the config, if it is a plain dict.
+    path: location of `cfg` in the config, if it is a plain dict.
 
   Raises:
     ConfigError: two units at once, or a unit that cannot be converted here.
   """
   path = path or getattr(cfg, "path", "config")
   names = [f"{prefix}_{unit}" for unit in UNITS]
-  # `get` also tells a tracked config that each of these names is known.
+  # `get` also marks each name as known in a tracked config.
   read = (
     cfg.get if isinstance(cfg, settings.Config) else lambda k: cfg.pop(k, None)
   )
   values = {name: read(name) for name in names}
-  found = [name for name in names if values[name] is not None]
-  if len(found) > 1:
-    both = " and ".join(f"{path}.{name}" for name in found)
+  given = [name for name in names if values[name] is not None]
+  if len(given) > 1:
+    both = " and ".join(f"{path}.{name}" for name in given)
     raise settings.ConfigError(f"{both}: give the length once, in one unit.")
-  if not found:
+  if not given:
     return default
-  (name,) = found
+  (name,) = given
   return units.to_steps(values[name], name[len(prefix) + 1 :], f"{path}.{name}")
 
 
 class Lengths(NamedTuple):
-  """Lengths in steps; step s is after s updates.
+  """Lengths in steps. Step s means: after s updates.
 
   Attributes:
-    units: to convert other lengths.
-    total: of the schedules.
-    last: where the run ends: `total`, or `stop_at` if that is earlier.
-    log: a row every so often.
-    ckpt: a checkpoint every so often.
-    keep_ckpt: multiples of it stay for good; None for no such rule.
-    save_at_start: whether there is a checkpoint of step 0.
+    units: sizes that convert other lengths.
+    total: length of the schedules.
+    last: last step of the run: `total`, or `stop_at` if that is earlier.
+    log: steps between rows.
+    ckpt: steps between checkpoints.
+    keep_ckpt: steps between checkpoints that are kept for good, or None.
+    save_at_start: whether to save a checkpoint of step 0.
   """
 
   units: Units
@@ -119,11 +119,11 @@ class Lengths(NamedTuple):
   save_at_start: bool
 
   def makes_row(self, step: Any) -> Any:
-    """Whether a row is written after `step`, on the device and the host."""
+    """Whether a row is written after `step`; works on the device too."""
     return (step == 1) | (step % self.log == 0) | (step == self.total)
 
   def about(self) -> dict[str, Any]:
-    """What a clock (chrono.py) has to know of the run."""
+    """Arguments of `reports.chrono.Chrono` about the run."""
     return {
       "batch_size": self.units.batch_size,
       "total_steps": self.total,
@@ -133,22 +133,30 @@ class Lengths(NamedTuple):
     }
 
   def saves(self, step: int) -> bool:
-    """Whether there is a checkpoint of `step`, one of at least 1."""
+    """Whether a checkpoint is saved after `step`, where step >= 1."""
     return step % self.ckpt == 0 or step == self.last
 
 
-def read(config: settings.Config, units: Units) -> Lengths:
-  """Reads total, stop_at, log, ckpt and keep_ckpt, in whichever unit.
+def read(
+  config: settings.Config,
+  batch_size: int,
+  examples_per_epoch: int | None = None,
+  tokens_per_example: int | None = None,
+) -> Lengths:
+  """Reads total, stop_at, log, ckpt and keep_ckpt, in any unit.
 
-  A length of 0 means: only at the end.
+  A length of 0 means only at the end.
 
   Args:
     config: the whole config.
-    units: sizes of the batch and the data set; the total is filled in.
+    batch_size: examples per step, over all devices.
+    examples_per_epoch: size of the training set, if it is finite.
+    tokens_per_example: tokens of an example, if the input has tokens.
 
   Raises:
     ConfigError: no total, or a unit that does not apply.
   """
+  units = Units(batch_size, examples_per_epoch, tokens_per_example)
   total = steps(config, "total", units)
   if not total:
     raise settings.ConfigError(

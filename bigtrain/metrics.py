@@ -1,7 +1,7 @@
-"""Metrics as (sum, weight) pairs, which stay pairs until they are written.
+"""Metrics as (sum, weight) pairs, which become means only when written.
 
 Pairs add up exactly over microbatches, devices, hosts, padded batches and
-steps; means of means do not. Norms and weight statistics live here too.
+steps; means of means do not. Norms and weight statistics are here too.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import trees
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import Config, ConfigError, did_you_mean
 
 Pair = tuple[Any, Any]
 Pairs = dict[str, Pair]
@@ -24,9 +24,9 @@ def pair(values: jax.Array, weights: jax.Array | None = None) -> Pair:
   """(sum, weight) of per-example values.
 
   Args:
-    values: [B, ...] values, of which float32 sums are taken.
-    weights: broadcastable to `values`; ones unless given. A value whose weight
-      is zero is padding and does not count, even if it is not finite.
+    values: [B, ...] values; they are summed in float32.
+    weights: broadcastable to `values`; ones unless given. A value with weight
+      zero is padding and does not count, even if it is not finite.
 
   Returns:
     Two float32 scalars.
@@ -52,9 +52,9 @@ def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
   """Whether any of an example's labels is among its k largest logits.
 
   Args:
-    logits_BC: [B, C] scores; of equal ones the lower class comes first.
+    logits_BC: [B, C] scores; among equal scores the lower class comes first.
     labels: class numbers [B], or one-hot or multi-hot [B, C].
-    k: at most C.
+    k: number of largest logits, at most C.
 
   Returns:
     bool [B].
@@ -66,20 +66,20 @@ def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
 
 
 def add(first: Pairs, second: Pairs) -> Pairs:
-  """Adds pairs by name; both hold the same names."""
+  """Adds pairs by name; both have the same names."""
   return jax.tree.map(jnp.add, first, second)
 
 
 def means(pairs: Mapping[str, Pair]) -> dict[str, Any]:
-  """sum / weight of each pair; NaN where nothing was counted."""
+  """sum / weight of each pair; NaN if the weight is zero."""
   return {name: total / weight for name, (total, weight) in pairs.items()}
 
 
 def host_means(batches: Iterable[Mapping[str, Pair]]) -> dict[str, float]:
   """Means over batches of fetched pairs, summed exactly on the host.
 
-  The result does not depend on how the examples were cut into batches beyond
-  the rounding inside of each.
+  The division of the examples into batches changes the result only by the
+  rounding within each batch.
   """
   sums: dict[str, list[float]] = {}
   weights: dict[str, list[float]] = {}
@@ -115,11 +115,11 @@ def global_norm(tree: Any) -> jax.Array:
 class Named:
   """Scalars by name, in one array.
 
-  A compiled step that returns hundreds of scalars spends microseconds on each
-  of them, in every step.
+  A compiled step takes microseconds for each output array, which adds up for
+  hundreds of scalars.
 
   Attributes:
-    names: of the scalars.
+    names: names of the scalars.
     values: float32 [number of names].
   """
 
@@ -127,24 +127,24 @@ class Named:
   values: Any
 
   def items(self) -> Iterable[tuple[str, Any]]:
-    """(name, scalar) pairs, of a fetched array."""
+    """(name, scalar) pairs of a fetched array."""
     return zip(self.names, self.values)
 
 
 def only_if(
   flag: jax.Array, names: Iterable[str], fn: Callable[[], Any], before: Any
 ) -> tuple[Named, Any]:
-  """`fn()` where the flag is set, else zeros; `fn` does not run then.
+  """Runs `fn` on the device if the flag is set, else returns zeros.
 
   Args:
     flag: bool scalar.
-    names: of the float32 scalars that `fn` returns.
-    fn: function without arguments.
-    before: any arrays.
+    names: names of the float32 scalars that `fn` returns.
+    fn: () -> {name: scalar}.
+    before: arrays that must not be used before `fn` has run.
 
   Returns:
-    (what `fn` returns, `before`). What is computed from the latter is computed
-    after `fn` has run.
+    (result of `fn`, `before`). Operations on the returned `before` run after
+    `fn`.
   """
   names = tuple(names)
 
@@ -155,7 +155,8 @@ def only_if(
     values = fn()
     # jax.lax and not jax.numpy, for hundreds of values: see global_norm.
     rows = [jax.lax.reshape(values[name], (1,)) for name in names]
-    # The barrier: jax passes by what goes through all branches as it is.
+    # cond forwards operands that every branch returns unchanged; the barrier
+    # keeps the dependency.
     return jax.lax.concatenate(rows, 0), jax.lax.optimization_barrier(before)
 
   def zeros() -> tuple[jax.Array, Any]:
@@ -168,15 +169,17 @@ def only_if(
 _DETAILS = ("none", "global", "per_param")
 
 
-def check_detail(detail: str) -> None:
-  """Raises ConfigError unless `detail` is one that `norms` knows."""
+def read_norm_detail(config: Config) -> str:
+  """Reads config.weight_stats: the `detail` of `norms`, "global" by default."""
+  detail = config.get("weight_stats", "global")
   if detail not in _DETAILS:
     hint = did_you_mean(detail, _DETAILS)
     raise ConfigError(f"config.weight_stats: unknown {detail!r}.{hint}")
+  return detail
 
 
 def norm_names(params: Any, trained: Any, detail: str) -> list[str]:
-  """Names of what `norms` returns for trees like these."""
+  """Names of the scalars that `norms` returns for such trees."""
   if detail == "none":
     return []
   if detail == "global":
@@ -191,10 +194,10 @@ def norms(params: Any, grads: Any, updates: Any, detail: str) -> dict[str, Any]:
 
   Args:
     params: all parameters.
-    grads: gradients of the trainable ones.
-    updates: what the optimizer adds to the trainable ones.
-    detail: "none", "global" (norms over everything), or "per_param" (also
-      the statistics of every parameter).
+    grads: gradients of the trainable parameters.
+    updates: the optimizer's updates of the trainable parameters.
+    detail: "none", "global" (norms over all parameters), or "per_param" (also
+      statistics of every parameter).
 
   Returns:
     {name: float32 scalar}.
@@ -211,12 +214,12 @@ def norms(params: Any, grads: Any, updates: Any, detail: str) -> dict[str, Any]:
 
 
 def weight_stats(params: Any, grads: Any, updates: Any) -> dict[str, Any]:
-  """Statistics of every parameter, as T5X logs them.
+  """Statistics of every parameter, the same as in T5X.
 
   Args:
     params: all parameters.
-    grads: gradients of the trainable ones.
-    updates: what the optimizer adds to the trainable ones.
+    grads: gradients of the trainable parameters.
+    updates: the optimizer's updates of the trainable parameters.
 
   Returns:
     {"weight_rms/<name>", "weight_max/<name>", "grad_rms/<name>",

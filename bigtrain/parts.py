@@ -1,19 +1,20 @@
-"""Task and model that a config names, with their options checked."""
+"""Finds the task, the model and other parts that a config names."""
 
-import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import jax
 
 from bigtrain import settings
 
-# What the program gives to a task's loss_fn.
+# Arguments of a task's loss_fn that the program passes.
 _GIVEN = ("variables", "batch", "rng", "model", "train")
 
 
 def module_names(kind: str) -> list[str]:
-  """Names of the modules in bigtrain.<kind> that a config may name."""
+  """Returns the names of the modules in bigtrain.<kind>."""
   package = importlib.import_module(f"bigtrain.{kind}")
   return sorted(
     m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg
@@ -21,20 +22,21 @@ def module_names(kind: str) -> list[str]:
 
 
 def find_module(kind: str, name: str, key: str) -> Any:
-  """The module that `name` stands for.
+  """Imports the module that a config names.
 
   Args:
-    kind: subpackage: "tasks", "models", "evaluators" or "data".
+    kind: subpackage: "tasks", "models", "evaluators", "data" or "hooks".
     name: file name without .py, or a dotted path outside of the package.
-    key: the config key that holds the name, for the message.
+    key: config key of the name, for error messages.
 
   Raises:
-    ConfigError: there is no such module. A failing import inside of the
-      module is raised as itself.
+    ConfigError: there is no such module. Errors of imports inside the module
+      are raised unchanged.
   """
   if not isinstance(name, str) or not name:
+    hint = settings.did_you_mean("", module_names(kind))
     raise settings.ConfigError(
-      f"{key}: expected a module's name, got {name!r}."
+      f"{key}: expected a module's name, got {name!r}.{hint}"
     )
   if "." not in name and name not in module_names(kind):
     hint = settings.did_you_mean(name, module_names(kind))
@@ -44,7 +46,7 @@ def find_module(kind: str, name: str, key: str) -> Any:
 
 
 def find_attribute(dotted: str, key: str) -> Any:
-  """The object that "package.module.attribute" names, or ConfigError."""
+  """Returns the object "package.module.attribute", or raises ConfigError."""
   module_name, _, attribute = dotted.rpartition(".")
   if not module_name:
     raise settings.ConfigError(
@@ -77,12 +79,12 @@ def _import(dotted: str, key: str) -> Any:
 
 
 def task(config: settings.Config) -> Any:
-  """The module that config.task names."""
+  """Returns the module that config.task names."""
   return find_module("tasks", config.task, "config.task")
 
 
 def model(config: settings.Config) -> tuple[Any, Any]:
-  """(module that config.model_name names, its Model with config.model)."""
+  """Returns (module of config.model_name, its Model with config.model)."""
   module = find_module("models", config.model_name, "config.model_name")
   options = config.kwargs("model")
   settings.check_kwargs(module.Model, options, "config.model")
@@ -90,14 +92,61 @@ def model(config: settings.Config) -> tuple[Any, Any]:
 
 
 def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
-  """{feature of a batch: ids the model has}, where the task knows of some."""
+  """Returns {feature of a batch: vocabulary size of the model}."""
   return getattr(task, "vocab_sizes", lambda model: {})(model)
+
+
+class Features(dict[str, Any]):
+  """A batch as tasks and evaluators receive it: a missing feature is an error.
+
+  The program wraps every batch before it calls a loss or predict function, so
+  these read `batch["labels"]` without a check of their own. Names with a
+  leading underscore ("_mask") belong to the program and are not suggested.
+
+  Args:
+    batch: arrays, or their specs, by the names of features.
+    path: location of the input in the config, such as "config.input".
+  """
+
+  def __init__(
+    self, batch: Mapping[str, Any] | Iterable[tuple[str, Any]], path: str
+  ):
+    super().__init__(batch)
+    self.path = path
+
+  def __missing__(self, name: str) -> Any:
+    features = [feature for feature in self if not feature.startswith("_")]
+    raise settings.ConfigError(
+      f"{self.path}: the examples have no feature {name!r}."
+      f"{settings.did_you_mean(name, features)}"
+    )
+
+
+def _flatten(features: Features) -> tuple[list[tuple[Any, Any]], Any]:
+  names = tuple(sorted(features))
+  children = [(jax.tree_util.DictKey(name), features[name]) for name in names]
+  return children, (names, features.path)
+
+
+# jax takes an unregistered subclass of dict for a leaf.
+jax.tree_util.register_pytree_with_keys(
+  Features,
+  _flatten,
+  lambda aux, values: Features(zip(aux[0], values), aux[1]),
+)
 
 
 def loss_fn(
   config: settings.Config, task: Any, model: Any
 ) -> Callable[[Any, Any, Any], Any]:
-  """(variables, batch, rng) -> (pairs, mutable), with config.loss in it."""
+  """Binds config.loss: returns (variables, batch, rng) -> (pairs, mutable)."""
   options = config.kwargs("loss")
   settings.check_kwargs(task.loss_fn, options, "config.loss", given=_GIVEN)
-  return functools.partial(task.loss_fn, model=model, train=True, **options)
+
+  def bound_loss_fn(variables: Any, batch: Any, rng: Any) -> Any:
+    batch = Features(batch, "config.input")
+    return task.loss_fn(
+      variables, batch, rng, model=model, train=True, **options
+    )
+
+  return bound_loss_fn

@@ -1,9 +1,8 @@
-"""Configs that cannot hide a misspelled key, and lengths that carry a unit.
+"""Configs that cannot hide a misspelled key.
 
-A config file is plain Python with a `get_config` function. What the program
-reads of it goes through `Config`, which remembers every name that was read or
-asked for; `Config.unread` then lists the keys that nobody wanted, with the
-nearest name that somebody did.
+A config file is plain Python with a `get_config` function. The program reads it
+through `Config`, which records every name that is read; `Config.unread` then
+lists the keys that were never read, each with the nearest name that was.
 """
 
 import ast
@@ -13,6 +12,8 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
+import numbers
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,15 +23,15 @@ _MISSING = object()
 
 
 class ConfigError(Exception):
-  """A mistake of the user's, told in one line; the program exits with 2."""
+  """A mistake in the config, explained in one line; the exit code is 2."""
 
 
 class DataError(ConfigError):
-  """Data that cannot be trained on: empty, damaged, of another shape."""
+  """Data that cannot be used: empty, damaged or of the wrong shape."""
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-  """ " Did you mean 'x'?" for the nearest option, else the options there are.
+  """Returns " Did you mean 'x'?" for the nearest option, else lists them all.
 
   >>> did_you_mean("learning_rat", ["learning_rate", "wd"])
   " Did you mean 'learning_rate'?"
@@ -54,14 +55,14 @@ def check_kwargs(
   given: Iterable[str] = (),
   others: Iterable[str] = (),
 ) -> None:
-  """Raises ConfigError if `fn(**given, **kwargs)` would not take the names.
+  """Raises ConfigError if `fn(**given, **kwargs)` has a wrong or missing name.
 
   Args:
-    fn: a function or class; flax modules' dataclass fields count.
-    kwargs: what the config says.
-    path: where it says it, such as "config.model".
-    given: names (or, for positional ones, parameters) the program passes.
-    others: names that the program reads at `path` itself; for suggestions.
+    fn: a function or class; the fields of flax modules count as parameters.
+    kwargs: keyword arguments from the config.
+    path: their location in the config, such as "config.model".
+    given: parameters that the program passes.
+    others: names that the program itself reads at `path`; for suggestions.
   """
   given = set(given)
   parameters = dict(inspect.signature(fn).parameters)
@@ -74,7 +75,7 @@ def check_kwargs(
   }
   options = set(parameters)
   if {"parent", "name"} <= options:
-    # flax adds these two to every module; neither is a config's business.
+    # flax adds these two to every module; configs do not set them.
     options -= {"parent", "name"}
   for name in kwargs:
     if name in given or (name not in options and not takes_any):
@@ -89,25 +90,25 @@ def check_kwargs(
 class Config:
   """A read-tracked view of a nested config.
 
-  Attribute and item access and `get` return values, and nested dicts as
-  Configs of their own; `kwargs` hands out a whole subtree as a plain dict,
-  whose names the receiver checks.
+  Attribute access, item access and `get` return values, and nested dicts as
+  Configs. `kwargs` returns a whole subtree as a plain dict, whose names the
+  receiver checks.
   """
 
   def __init__(self, data: Mapping[str, Any], path: str = "config"):
     self._data = plain(data)
     self._path = path
     self._asked: set[str] = set()
-    self._whole: set[str] = set()  # Subtrees handed out by `kwargs`.
+    self._whole: set[str] = set()  # Subtrees that `kwargs` returned.
     self._children: dict[str, Config] = {}
 
   @property
   def path(self) -> str:
-    """Where this subtree is in the config, such as "config.input"."""
+    """Location of this subtree in the config, such as "config.input"."""
     return self._path
 
   def get(self, key: str, default: Any = None) -> Any:
-    """The value at `key`, or the default; either way `key` counts as known."""
+    """Returns the value at `key` or the default; `key` then counts as read."""
     self._asked.add(key)
     value = self._data.get(key, default)
     if not isinstance(value, dict):
@@ -123,7 +124,7 @@ class Config:
     return value
 
   def misspelled(self, key: str) -> str:
-    """Asks about the unread key that is nearest to a missing one, if any."""
+    """Suggests the unread key nearest to a missing one, if there is one."""
     unused = [k for k in self._data if k not in self._asked]
     near = difflib.get_close_matches(key, unused, n=1)
     return f" (is {self._path}.{near[0]} a misspelling of it?)" if near else ""
@@ -150,7 +151,7 @@ class Config:
     *,
     required: bool = False,
   ) -> dict[str, Any]:
-    """The subtree at `key` as a plain dict; all of it counts as read."""
+    """Returns the subtree at `key` as a plain dict; it counts as read."""
     self._asked.add(key)
     self._whole.add(key)
     missing = default if default is not None else {}
@@ -163,15 +164,20 @@ class Config:
     return plain(value)
 
   def to_dict(self) -> dict[str, Any]:
-    """A plain copy, which counts as reading nothing."""
+    """Returns a plain copy; this does not count as reading."""
     return plain(self._data)
 
+  def check_all_read(self) -> None:
+    """Raises ConfigError if `unread` has any keys."""
+    if lines := self.unread():
+      raise ConfigError(" ".join(lines))
+
   def unread(self) -> list[str]:
-    """One line for every key that nobody read or asked for, at any depth."""
+    """One line for every key that was never read, at any depth."""
     lines = []
     for key, value in self._data.items():
       if key not in self._asked:
-        # Also names that the config has: the command line may have meant one.
+        # Names in the config count too: the command line may have meant one.
         hint = did_you_mean(key, self._asked)
         lines.append(f"{self._path}.{key}: unknown key.{hint}")
       elif isinstance(value, dict) and key not in self._whole:
@@ -180,7 +186,7 @@ class Config:
 
 
 def plain(value: Any) -> Any:
-  """ConfigDicts and mappings as plain dicts, recursively; the rest as it is."""
+  """Converts ConfigDicts and mappings to plain dicts, recursively."""
   if hasattr(value, "to_dict"):
     value = value.to_dict()
   if isinstance(value, Mapping):
@@ -191,14 +197,14 @@ def plain(value: Any) -> Any:
 
 
 def load(path: str) -> dict[str, Any]:
-  """The config that `path.py` or `path.py:argument` describes.
+  """Loads the config of `path.py` or `path.py:argument`.
 
   Raises:
-    ConfigError: no such file, or the file or its argument is wrong; the
-      message names the line of the config file.
+    ConfigError: there is no such file, or the file or its argument is wrong;
+      the message names the line of the config file.
   """
   file, colon, argument = path.partition(".py:")
-  file = file + ".py" if colon else file
+  file = os.path.expanduser(file + ".py" if colon else file)
   if not os.path.isfile(file):
     folder = os.path.dirname(file) or "."
     there = [os.path.join(folder, f) for f in _listdir(folder)]
@@ -241,13 +247,13 @@ def _where(error: Exception, file: str) -> str:
 def override(config: dict[str, Any], assignment: str) -> None:
   """Applies "a.b.c=value" in place.
 
-  The value takes the type that the config has there: `1e-3` for a float,
-  `1e5` for an int, a bare word for a string; anything else must be a Python
-  literal. A key that is not there yet is added: one that nobody reads is
-  found later, by `Config.unread`, with the nearest name.
+  The value takes the type of the value it replaces: `1e-3` for a float, `1e5`
+  for an int, a bare word for a string; anything else must be a Python literal.
+  A new key is added; if it is never read, `Config.unread` reports it.
 
   Raises:
-    ConfigError: no value, a type that does not fit, a path through a value.
+    ConfigError: the value is missing or of the wrong type, or the path leads
+      through a value that is not a dict.
   """
   path, equals, text = assignment.partition("=")
   if not equals:
@@ -270,7 +276,7 @@ def _typed(text: str, old: Any, where: str) -> Any:
   if text.lower() in ("true", "false"):
     value = text.lower() == "true"
   if isinstance(old, str) and value is not None:
-    # What has a name or a folder may be switched off, or on by default.
+    # Names and folders may be switched off, or to a default.
     if text in ("True", "False"):
       return value
     return text if not isinstance(value, str) else value
@@ -300,22 +306,72 @@ def _typed(text: str, old: Any, where: str) -> Any:
   raise ConfigError(f"{where}={text}: expected {kind}, as in {old!r}.")
 
 
-def whole_number(cfg: Config, key: str, default: int, least: int) -> int:
-  """Reads a whole number of at least `least`, or raises ConfigError."""
-  value = cfg.get(key, default)
-  if isinstance(value, bool) or not isinstance(value, int) or value < least:
-    raise ConfigError(
-      f"{cfg.path}.{key}: expected a whole number of at least {least}, got "
-      f"{value!r}."
+def check_number(
+  path: str,
+  value: Any,
+  *,
+  least: float | None = None,
+  most: float | None = None,
+  above: float | None = None,
+  below: float | None = None,
+  whole: bool = False,
+  error: type[Exception] = ConfigError,
+) -> Any:
+  """Returns `value` if it is a finite number in the given range.
+
+  Args:
+    path: location of the value in the config, such as "config.lr".
+    value: int or float; bools are not numbers here.
+    least: smallest allowed value, included.
+    most: largest allowed value, included.
+    above: lower bound, excluded.
+    below: upper bound, excluded.
+    whole: whether the value must be an int.
+    error: exception type for values that do not fit.
+
+  Raises:
+    ConfigError: or `error`; the message has the path, the value and the range.
+
+  >>> check_number("config.dropout", 0.1, least=0, below=1)
+  0.1
+  """
+  number = isinstance(value, numbers.Integral if whole else numbers.Real)
+  if (
+    number
+    and not isinstance(value, bool)
+    and math.isfinite(value)
+    and (least is None or value >= least)
+    and (most is None or value <= most)
+    and (above is None or value > above)
+    and (below is None or value < below)
+  ):
+    return value
+  limits = [
+    f"{words} {limit}"
+    for words, limit in (
+      ("at least", least),
+      ("at most", most),
+      ("above", above),
+      ("below", below),
     )
-  return value
+    if limit is not None
+  ]
+  kind = "a whole number" if whole else "a number"
+  expected = f"{kind} {' and '.join(limits)}".rstrip()
+  raise error(f"{path}: expected {expected}, got {value!r}.")
+
+
+def whole_number(cfg: Config, key: str, default: int, least: int) -> int:
+  """Reads an int of at least `least` from the config; see `check_number`."""
+  value = cfg.get(key, default)
+  return check_number(f"{cfg.path}.{key}", value, least=least, whole=True)
 
 
 def to_json(config: Mapping[str, Any], **kwargs: Any) -> str:
-  """JSON of a plain config; what JSON cannot say is written as its repr."""
+  """JSON of a plain config; values unknown to JSON are written as repr."""
   return json.dumps(plain(config), default=repr, sort_keys=True, **kwargs)
 
 
 def digest(config: Mapping[str, Any]) -> str:
-  """SHA-256 of the config's canonical JSON: equal configs, equal digests."""
+  """SHA-256 of the config's canonical JSON."""
   return hashlib.sha256(to_json(config).encode()).hexdigest()

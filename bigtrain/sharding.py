@@ -1,4 +1,4 @@
-"""The replica x fsdp mesh, and rules that say how each array lies on it.
+"""The replica x fsdp mesh, and rules for the layout of each array on it.
 
 The batch is split over both axes. Parameters and optimizer state are split
 over `fsdp` by rules, pairs of (regular expression over state names, layout):
@@ -8,8 +8,8 @@ over `fsdp` by rules, pairs of (regular expression over state names, layout):
   ("fsdp(min_size=65536)")  the same; smaller arrays are replicated
   ("shard_dim(0)")          this dimension is split, or it is an error
 
-The first rule that matches a name decides. Whatever does not divide is told
-before anything compiles.
+The first rule that matches a name decides. Arrays that do not divide are
+reported before anything compiles.
 """
 
 import ast
@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -38,9 +39,11 @@ def make_mesh(
   """A mesh of all devices with axes ("replica", "fsdp").
 
   Args:
-    replica: copies of the sharded state; -1 takes what `fsdp` leaves.
-    fsdp: ways the state is split; -1 takes what `replica` leaves.
-    devices: those of the whole job unless given.
+    replica: number of copies of the sharded state; -1 for the devices that
+      `fsdp` leaves.
+    fsdp: number of parts of the state; -1 for the devices that `replica`
+      leaves.
+    devices: all devices of the job unless given.
 
   Raises:
     ConfigError: the sizes do not multiply to the number of devices.
@@ -51,7 +54,8 @@ def make_mesh(
   for axis, size in sizes.items():
     if not isinstance(size, int) or (size < 1 and size != -1):
       raise ConfigError(
-        f"config.mesh.{axis}: expected a positive number or -1, got {size!r}."
+        f"config.mesh.{axis}: expected a positive whole number or -1, got "
+        f"{size!r}."
       )
   if replica == fsdp == -1:
     raise ConfigError("config.mesh: only one of replica and fsdp can be -1.")
@@ -64,10 +68,10 @@ def make_mesh(
       f"config.mesh: replica={replica} x fsdp={fsdp} = {replica * fsdp}, but "
       f"there are {num_devices} devices."
     )
-  if devices[0].platform == "tpu":  # Neighbours in the torus, not by id.
+  if devices[0].platform == "tpu":  # Neighbours are near in the torus.
     from jax.experimental import mesh_utils
 
-    # fsdp=8 in a slice of 4x4x4 takes an axis and half of the next one.
+    # fsdp=8 in a 4x4x4 slice needs one axis and half of the next.
     grid = mesh_utils.create_device_mesh(
       (replica, fsdp), devices=devices, allow_split_physical_axes=True
     )
@@ -79,8 +83,8 @@ def make_mesh(
 def from_config(config: Config) -> Mesh:
   """The mesh that config.mesh describes; see `make_mesh`.
 
-  Where config.compile_only names TPUs, such as "v5p:2x2x2", it is one of these
-  and not of this machine's devices.
+  If config.compile_only names a TPU topology, such as "v5p:2x2x2", the mesh
+  consists of those devices and not of this machine's.
   """
   options = config.kwargs("mesh")
   check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
@@ -91,45 +95,52 @@ def from_config(config: Config) -> Mesh:
 
 
 def _absent_tpus(topology: str) -> Sequence[Any]:
-  """TPUs to compile for on a machine that has none."""
+  """Devices of a TPU topology, to compile for on a machine without TPUs."""
   from jax.experimental import topologies
 
   try:
     return topologies.get_topology_desc(
       platform="tpu", topology_name=topology
     ).devices
-  except Exception as e:  # jax raises whatever the plugin does.
+  except Exception as e:  # The plugin may raise anything.
     raise ConfigError(
-      f"config.compile_only={topology!r}: needs the package libtpu, and "
-      f"chips as in 'v5p:2x2x2' ({' '.join(str(e).split())})."
+      f"config.compile_only={topology!r}: needs the package libtpu and a "
+      f"topology such as 'v5p:2x2x2' ({' '.join(str(e).split())})."
     ) from e
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Every device holds the whole array."""
+  """Sharding of an array that every device holds in full."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def batch(mesh: Mesh) -> NamedSharding:
-  """The first dimension is split over all devices."""
+  """Sharding of an array whose first dimension is split over all devices."""
   return NamedSharding(mesh, PartitionSpec(AXES))
 
 
 def batch_spec(
   spec: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """The same arrays of a batch, with their layout."""
+  """Adds the batch sharding to each ShapeDtypeStruct."""
   return {
     name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch(mesh))
     for name, x in spec.items()
   }
 
 
-def ambient(batch_size: int) -> Any:
-  """The mesh of jax.set_mesh, where it splits a batch of this size.
+def one_example(spec: Mapping[str, Any]) -> dict[str, jax.Array]:
+  """A batch of one example of zeros, for the initialisation of a model."""
+  return {
+    name: jnp.zeros((1, *x.shape[1:]), x.dtype) for name, x in spec.items()
+  }
 
-  None without such a mesh, inside of a shard_map, and for batches that do not
-  divide, such as the single example of an initialisation.
+
+def ambient(batch_size: int) -> Any:
+  """The mesh of jax.set_mesh if it splits a batch of this size, else None.
+
+  None also inside a shard_map, and for batches that do not divide, such as the
+  single example of an initialisation.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not set(AXES) <= set(mesh.axis_names) or mesh.manual_axes:
@@ -139,7 +150,7 @@ def ambient(batch_size: int) -> Any:
 
 
 def over_batch(x: jax.Array) -> jax.Array:
-  """Keeps XLA from replicating what each device should have a share of."""
+  """Constrains dimension 0 to be split, so that XLA does not replicate x."""
   if ambient(len(x)) is None:
     return x
   return jax.lax.with_sharding_constraint(x, PartitionSpec(AXES))
@@ -157,7 +168,7 @@ def check_batch(batch_size: int, mesh: Mesh, key: str) -> None:
     raise ConfigError(
       f"{key}={batch_size} does not divide among {mesh.size} devices "
       f"(replica={mesh.shape['replica']} x fsdp={mesh.shape['fsdp']}); "
-      f"the nearest that do: {' and '.join(map(str, near))}."
+      f"the nearest sizes that do: {' and '.join(map(str, near))}."
     )
 
 
@@ -247,22 +258,22 @@ def state_shardings(
   rules: Sequence[tuple[str, str]] = DEFAULT_RULES,
   key: str = "config.sharding",
 ) -> tuple[Any, list[str]]:
-  """A NamedSharding for each array of the state.
+  """Computes the NamedSharding of each array of the state.
 
   Args:
-    shapes: tree of ShapeDtypeStructs; its leaves' names are what rules match.
-    mesh: as made by `make_mesh`.
-    rules: (regular expression, layout) pairs; the first full match decides,
-      arrays that none matches are replicated.
-    key: where the rules come from, for messages.
+    shapes: tree of ShapeDtypeStructs; rules match the names of its leaves.
+    mesh: mesh with the axes of `make_mesh`.
+    rules: (regular expression, layout) pairs; the first full match decides.
+      Arrays without a match are replicated.
+    key: location of the rules in the config, for messages.
 
   Returns:
-    The tree of shardings, and a line for each array larger than the rule's
-    minimum that had to be replicated.
+    (tree of shardings, notes): one note for each array above the rule's
+    minimum size that does not divide and is replicated.
 
   Raises:
-    ConfigError: a rule cannot be read, or one line that lists every array
-      which its rule cannot split.
+    ConfigError: a rule cannot be read, or arrays cannot be split as their rule
+      demands; one line lists all of them.
   """
   parsed = []
   for i, rule in enumerate(rules):
@@ -298,7 +309,7 @@ def state_shardings(
 def state_spec(
   shapes: Any, mesh: Mesh, rules: Sequence[tuple[str, str]] = DEFAULT_RULES
 ) -> Any:
-  """The same tree of ShapeDtypeStructs with shardings; see state_shardings."""
+  """Adds shardings to a tree of ShapeDtypeStructs; see `state_shardings`."""
   shardings, notes = state_shardings(shapes, mesh, rules)
   for note in notes:
     logging.warning("config.sharding: %s", note)
@@ -310,7 +321,7 @@ def state_spec(
 
 
 def bytes_per_device(shapes: Any, shardings: Any) -> int:
-  """Bytes of state that one device holds."""
+  """Number of bytes of the state that one device holds."""
   total = 0
   pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
   for shape, sharding in pairs:

@@ -1,8 +1,8 @@
 """Trees by name: flatten, map, split and join nested containers.
 
-A leaf's name is its path joined by "/": dict keys as they are, fields of named
-tuples by name, other sequences by index. These names are what checkpoints,
-sharding rules, optimizer masks and weight statistics speak about.
+A leaf's name is its path joined by "/": keys of dicts, field names of named
+tuples, indices of other sequences. Checkpoints, sharding rules, optimizer masks
+and weight statistics all use these names.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ Tree = Any
 
 
 def key_name(key: Any) -> str:
-  """The part of a name that one jax tree key stands for."""
+  """The part of a name that belongs to one jax tree key."""
   for attribute in ("key", "name", "idx"):
     if hasattr(key, attribute):
       return str(getattr(key, attribute))
@@ -32,12 +32,12 @@ def flatten_with_names(tree: Tree) -> list[tuple[str, Any]]:
 
 
 def names(tree: Tree) -> list[str]:
-  """The names alone, in jax's flattening order."""
+  """The names of all leaves, in jax's flattening order."""
   return [name for name, _ in flatten_with_names(tree)]
 
 
 def map_with_names(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-  """Like jax.tree.map, but `fn` gets the leaf's name first."""
+  """jax.tree.map with the leaf's name as the first argument of `fn`."""
   return jax.tree_util.tree_map_with_path(
     lambda path, *leaves: fn("/".join(map(key_name, path)), *leaves),
     tree,
@@ -48,7 +48,8 @@ def map_with_names(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 def from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
   """Nested dicts from {name: leaf}; the inverse of flattening for dicts.
 
-  A ValueError says which name is both a leaf and the parent of one.
+  Raises:
+    ValueError: a name is both a leaf and the parent of another name.
 
   >>> from_flat({"a/b": 1, "a/c": 2})
   {'a': {'b': 1, 'c': 2}}
@@ -72,16 +73,16 @@ def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
 
   Args:
     tree: nested dicts.
-    mask: the same nested dicts with a bool for each leaf.
+    mask: nested dicts of the same structure with a bool for each leaf.
 
   Returns:
-    (leaves where mask is True, the others), both as nested dicts without the
-    missing leaves, so that neither part costs anything for the other.
+    (leaves where mask is True, other leaves), both as nested dicts that lack
+    the leaves of the other part.
   """
   flags = dict(flatten_with_names(mask))
   if list(flags) != names(tree):
     differ = sorted(set(flags) ^ set(names(tree)))
-    raise ValueError(f"the mask is of another structure: {differ}")
+    raise ValueError(f"tree and mask differ in structure: {differ}")
   chosen: dict[str, Any] = {}
   others: dict[str, Any] = {}
   for name, leaf in flatten_with_names(tree):
@@ -90,7 +91,7 @@ def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
 
 
 def merge(first: Tree, second: Tree) -> Tree:
-  """Joins what `partition` split; a leaf in both is an error."""
+  """Joins the two parts of `partition`; a leaf in both is a ValueError."""
   merged = dict(first)
   for key, value in second.items():
     if key not in merged:
@@ -99,10 +100,10 @@ def merge(first: Tree, second: Tree) -> Tree:
       merged[key] = merge(merged[key], value)
     else:
       raise ValueError(f"both parts hold a leaf named {key!r}")
-  # Sorted, as jax flattens dicts: the result is structurally the original.
+  # Sorted, because jax flattens dicts in sorted order.
   return {key: merged[key] for key in sorted(merged)}
 
 
 def num_bytes(leaves: Iterable[Any]) -> int:
-  """Bytes of arrays or ShapeDtypeStructs, each counted once globally."""
+  """Bytes of arrays or ShapeDtypeStructs; each global array counts once."""
   return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

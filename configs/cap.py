@@ -2,14 +2,14 @@
 
 Command: python -m bigtrain.main --workdir=runs/cap \
   --config=configs/cap.py:tokenizer=c4_en.model
-Hardware, result, source, needs: as configs/cappa.py says.
+Hardware, result, source, needs: see configs/cappa.py.
 """
 
 from configs import cappa, common
 
 
 def get_config(arg=None):
-  """The config; its arguments are those of cappa.py, without `parallel`."""
+  """The config. Arguments: as in cappa.py, without `parallel`."""
   arg = common.parse_arg(
     arg,
     variant="B/16",

@@ -2,19 +2,18 @@
 
 Command: python -m bigtrain.main --workdir=runs/cappa \
   --config=configs/cappa.py:tokenizer=c4_en.model
-Hardware: 64 accelerators or more, for a batch of 8,192 images; on fewer, cut
-it with --config.microbatches=8 or so.
-Result: none is known. The published models are trained on WebLI, which is not
-public; COCO, which is here, is seen 36,000 times and only shows that
+Hardware: 64 accelerators or more, for a batch of 8,192 images; on fewer, split
+the batch with --config.microbatches=8 or so.
+Result: none known. The published models are trained on WebLI, which is not
+public. This config makes 36,000 epochs of COCO, which only shows that
 everything works.
 Source: Tschannen et al. 2023, "Image Captioners Are Scalable Vision Learners
 Too", arxiv.org/abs/2306.07915, and pretrain.py of big_vision's cappa project
 for the recipe.
 
 Needs coco_captions, prepared by tensorflow-datasets, and a SentencePiece model
-with 32,000 pieces: the recipe's is called c4_en. Without one, captions are
-bytes, of which 64 are few. For other images and captions see
-docs/images_and_text.md.
+with 32,000 pieces; the recipe uses c4_en. Without one, captions are cut to 64
+bytes. For other images and captions see docs/images_and_text.md.
 """
 
 import ml_collections
@@ -26,12 +25,12 @@ def get_config(arg=None):
   """The config.
 
   Arguments:
-    variant: of the encoder; the decoder is as wide.
-    parallel: share of examples that are predicted in parallel; 0 is Cap.
-    res: of the images, in pixels.
+    variant: size of the encoder; the decoder has the same width.
+    parallel: fraction of examples that are predicted in parallel; 0 is Cap.
+    res: height and width of the images, in pixels.
     tokenizer: path of a SentencePiece model or tokenizer.json, or "bytes".
-    data_dir: of the data sets.
-    runlocal: a tiny run, for tests.
+    data_dir: folder of the data sets.
+    runlocal: a tiny run, for tests; on made-up data without `data_dir`.
   """
   arg = common.parse_arg(
     arg,
@@ -46,7 +45,7 @@ def get_config(arg=None):
 
 
 def make(arg):
-  """The config of parsed arguments, for cap.py as well."""
+  """The config of parsed arguments, for cap.py too."""
   config = ml_collections.ConfigDict()
   res = arg.res if not arg.runlocal else 32
   max_len = 64
@@ -63,8 +62,11 @@ def make(arg):
   tokenize = f"tokenize(model={arg.tokenizer!r},max_len={max_len},eos='sticky')"
   image = f"decode|resize({res})|value_range(-1,1)"
 
-  def data(name, split):
-    data_dir = arg.data_dir or None
+  def data(split):
+    if arg.runlocal and not arg.data_dir:
+      features = {"image": "jpeg[40,40,3]", "captions/text": "text[5]"}
+      return dict(type="synthetic", features=features, num_examples=32)
+    name, data_dir = "coco_captions/2014", arg.data_dir or None
     return dict(type="tfds", name=name, split=split, data_dir=data_dir)
 
   captions = (
@@ -72,7 +74,7 @@ def make(arg):
     "|keep('image','labels')"
   )
   config.input = dict(
-    data=data("coco_captions/2014", "train"),
+    data=data("train"),
     pp=captions,
     batch_size=8192,
   )
@@ -100,7 +102,7 @@ def make(arg):
   config.evals.val = dict(
     type="perplexity",
     pred="perplexity",
-    data=data("coco_captions/2014", "val"),
+    data=data("val"),
     pp=captions,
     log_steps=1000,
     cache=False,
@@ -108,7 +110,7 @@ def make(arg):
   config.evals.captions = dict(
     type="captions",
     pred="caption",
-    data=data("coco_captions/2014", "val"),
+    data=data("val"),
     pp=captions,
     tokenizer=arg.tokenizer,
     num_examples=1000,

@@ -1,4 +1,4 @@
-"""What the config files share: reading the argument after `x.py:`."""
+"""Parses the argument that follows `x.py:` on the command line."""
 
 import ast
 import difflib
@@ -8,24 +8,24 @@ import ml_collections
 
 
 def parse_arg(arg: str | None, **spec: Any) -> ml_collections.ConfigDict:
-  """Reads the argument of `--config=x.py:argument` by names and defaults.
+  """Parses the argument of `--config=x.py:argument` into named values.
 
-  The argument is a comma-separated list of `name=value`. A name alone switches
-  a bool on, and the value of the first name may stand first without its name:
-  `vit.py:B/16,runlocal` is `vit.py:variant=B/16,runlocal=True` for a config
-  whose first name is `variant`.
+  The argument is a comma-separated list of `name=value`. A bool's name alone
+  sets it to True. The first item may omit its name if it is the value of the
+  first name in `spec`: `vit.py:B/16,runlocal` equals
+  `vit.py:variant=B/16,runlocal=True` if the first name is `variant`.
 
   Args:
-    arg: the argument, or None where there is none.
-    **spec: names and defaults. A value is read as the type of its default; a
-      default of None takes a Python literal, and what is none as a string.
+    arg: the argument; None without one.
+    **spec: names with their default values. A value is converted to the type
+      of its default. If the default is None, the value is a Python literal or
+      else a string.
 
   Returns:
-    A ConfigDict with all the names of `spec`.
+    A ConfigDict with every name of `spec`.
 
   Raises:
-    ValueError: an unknown name, a name given twice, or a value that is not of
-      the default's type.
+    ValueError: unknown or repeated name, or value of the wrong type.
 
   >>> parse_arg("B/16,res=384", variant="S/16", res=224, runlocal=False).res
   384
@@ -40,19 +40,20 @@ def parse_arg(arg: str | None, **spec: Any) -> ml_collections.ConfigDict:
         text = "True"
       elif name in spec:
         raise ValueError(f"{name!r} needs a value in {arg!r}: {name}=...")
-      # What resembles a name is a misspelled name, not the first one's value.
+      # Something close to a name is a misspelled name, not a value.
       elif not position and not near and not isinstance(spec.get(first), bool):
         name, text = first, name
     if name not in spec:
-      hint = f"Did you mean {near[0]!r}?" if near else f"There are: {[*spec]}."
+      hint = f"Did you mean {near[0]!r}?" if near else f"Expected {[*spec]}."
       raise ValueError(f"unknown name {name!r} in {arg!r}. {hint}")
     if name in values:
       raise ValueError(f"{name!r} is given twice in {arg!r}")
-    values[name] = _read(name, text, spec[name])
+    values[name] = _convert(name, text, spec[name])
   return ml_collections.ConfigDict(spec | values)
 
 
-def _read(name: str, text: str, default: Any) -> Any:
+def _convert(name: str, text: str, default: Any) -> Any:
+  """Converts `text` to the type of `default`, or raises ValueError."""
   if isinstance(default, str):
     return text
   try:

@@ -1,13 +1,13 @@
-"""A small CapPa captions pairs of real handwritten digits.
+"""A small CapPa that captions pairs of real handwritten digits.
 
 Command: python -m bigtrain.main --config=configs/digits_captions.py \
   --workdir=runs/digits_captions
 Hardware: any; two CPU cores need about five minutes.
-Result: 0.956 accuracy over the 100 ordered pairs (val/acc), and as many of the
-captions written right (captions/exact), both of held-out digits.
-Source: our own runs, see docs/images_and_text.md. The digits are those of
-configs/digits.py; a picture is made of two of them, which stand a little
-differently each time, and the caption is such as "a seven left of a three".
+Result: 0.956 accuracy over the 100 ordered pairs (val/acc), and the same
+fraction of exactly right captions (captions/exact), both on held-out digits.
+Source: our own runs, see docs/images_and_text.md. An image shows two digits of
+the data of configs/digits.py, at slightly varying positions. A caption reads "a
+seven left of a three".
 """
 
 import ml_collections

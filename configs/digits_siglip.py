@@ -1,13 +1,13 @@
-"""A small SigLIP learns which caption fits a pair of handwritten digits.
+"""A small SigLIP that matches captions and pairs of handwritten digits.
 
 Command: python -m bigtrain.main --config=configs/digits_siglip.py \
   --workdir=runs/digits_siglip
 Hardware: any; two CPU cores need one to two minutes.
-Result: at least 0.90 accuracy over the 100 ordered pairs (zeroshot/acc), by
-the captions alone, on pictures of held-out digits; 0.936 with seed 0.
-Source: our own runs, see docs/images_and_text.md. The digits are those of
-configs/digits.py; a picture is made of two of them, which stand a little
-differently each time, and the caption is such as "a seven left of a three".
+Result: at least 0.90 zero-shot accuracy over the 100 ordered pairs
+(zeroshot/acc), on images of held-out digits; 0.936 with seed 0.
+Source: our own runs, see docs/images_and_text.md. An image shows two digits of
+the data of configs/digits.py, at slightly varying positions. A caption reads "a
+seven left of a three".
 """
 
 import ml_collections
@@ -39,8 +39,8 @@ def get_config(arg=None):
   def data(split, length):
     return dict(type="digit_pairs", split=split, length=length, margin=1)
 
-  # In their order, any hundred pictures show all hundred pairs: so no batch has
-  # a caption twice, which would be right for an image and count as wrong.
+  # Without shuffling, any hundred consecutive examples show all hundred pairs.
+  # So no batch has the same caption twice, which would count as a mismatch.
   config.input = dict(
     data=data("train", 200_000),
     pp=pp.format(""),

@@ -1,22 +1,22 @@
-"""LiT: a text tower learns to read what a locked image tower sees.
+"""LiT: a text tower trained to match a locked, pretrained image tower.
 
 Command: python -m bigtrain.main --workdir=runs/lit \
   --config=configs/lit.py:init=B_16.npz,tokenizer=c4_en.model
-Hardware: 4 accelerators; 5,000 steps take them less than an hour.
-Result: not measured. The recipe's own text tower is a BERT that was trained
-before; with that, big_vision's README_lit gives 47.2% (image to text) and 32.1%
-(text to image) recall at 1 on COCO's test images. This one starts afresh and
-will stay behind.
+Hardware: 4 accelerators; 5,000 steps take less than an hour.
+Result: not measured. In the recipe the text tower is a pretrained BERT; with
+it, big_vision's README_lit reports 47.2% (image to text) and 32.1% (text to
+image) recall at 1 on COCO's test images. This text tower starts from scratch,
+so expect lower recall.
 Source: Zhai et al. 2022, "LiT: Zero-Shot Transfer with Locked-image text
 Tuning", arxiv.org/abs/2111.07991, and siglip_lit_coco.py of big_vision for the
 recipe, which has the sigmoid loss of arxiv.org/abs/2303.15343.
 
-`init` is a published ViT with a class token (.npz), such as that of Steiner et
-al. 2021, arxiv.org/abs/2106.10270:
+`init` is a published ViT with a class token (.npz), such as this one of Steiner
+et al. 2021, arxiv.org/abs/2106.10270:
 storage.googleapis.com/vit_models/augreg/
   B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz
-or a workdir of ours, of vit_i21k.py or vit_i1k.py. The LiT models with a small
-text tower (LiT-L16S and LiT-L16Ti) load as a whole, with
+or the workdir of a run of vit_i21k.py or vit_i1k.py. The LiT models with a
+small text tower (LiT-L16S and LiT-L16Ti) load as a whole, with
 --config.model_init=FILE, their sizes and a vocabulary of 16,000.
 
 Needs coco_captions, prepared by tensorflow-datasets.
@@ -26,22 +26,25 @@ import ml_collections
 
 from configs import common
 
+INIT = "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz"
+
 
 def get_config(arg=None):
   """The config.
 
   Arguments:
-    init: where the image tower comes from.
-    variant: of the image tower; the text tower is as large.
+    init: checkpoint of the image tower; default: INIT, or with `runlocal` none,
+      so that the locked tower keeps its random initial values.
+    variant: size of the image tower; the text tower has the same size.
     loss: "sigmoid", or "softmax" as in the paper.
-    res: of the images, in pixels.
+    res: height and width of the images, in pixels.
     tokenizer: path of a SentencePiece model or tokenizer.json, or "bytes".
-    data_dir: of the data sets.
-    runlocal: a tiny run, for tests.
+    data_dir: folder of the data sets.
+    runlocal: a tiny run, for tests; on made-up data without `data_dir`.
   """
   arg = common.parse_arg(
     arg,
-    init="B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz",
+    init="",
     variant="B/16",
     loss="sigmoid",
     res=224,
@@ -67,10 +70,11 @@ def get_config(arg=None):
   image = f"resize({res}){{}}|value_range(-1,1)"
 
   def data(split):
-    data_dir = arg.data_dir or None
-    return dict(
-      type="tfds", name="coco_captions", split=split, data_dir=data_dir
-    )
+    if arg.runlocal and not arg.data_dir:
+      features = {"image": "jpeg[40,40,3]", "captions/text": "text[5]"}
+      return dict(type="synthetic", features=features, num_examples=32)
+    name, data_dir = "coco_captions", arg.data_dir or None
+    return dict(type="tfds", name=name, split=split, data_dir=data_dir)
 
   config.input = dict(
     data=data("train"),
@@ -88,23 +92,24 @@ def get_config(arg=None):
     temperature_init=10.0,
     bias_init=-2.71,
   )
-  config.model_init = dict(
-    path=arg.init,
-    rename=[("(head|pre_logits)/.*", None), ("(.*)", r"img/\1")],
-    allow_missing=["txt/.*", "t", "b"],
-  )
+  if arg.init or not arg.runlocal:
+    config.model_init = dict(
+      path=arg.init or INIT,
+      rename=[("(head|pre_logits)/.*", None), ("(.*)", r"img/\1")],
+      allow_missing=["txt/.*", "t", "b"],
+    )
 
   config.optimizer = dict(name="big_vision_adafactor")
   config.lr = 1e-3
   config.wd = 1e-2
   config.grad_clip_norm = 1.0
   config.schedule = [
-    ("img/.*", None),  # Locked: no gradient and no state of the optimizer.
+    ("img/.*", None),  # Locked: no gradient and no optimizer state.
     (".*", dict(decay_type="cosine", warmup_percent=3)),
   ]
 
   config.evals = {}
-  # Some images have more than five captions; five are compared everywhere.
+  # Some images have more than five captions; the benchmark uses five.
   config.evals.coco = dict(
     type="retrieval",
     pred="embed",

@@ -1,16 +1,16 @@
 """A small GPT on Python's own documentation, byte by byte: the quickstart.
 
-With what GPTs have come to have: rotary positions, norms of queries and keys,
-gated MLPs, and Muon for the matrices.
+A modern GPT: rotary positions, norms of queries and keys, gated MLPs, and Muon
+for the matrices.
 
 Command: python -m bigtrain.main --config=configs/pydoc_lm.py \
-  --workdir=runs/pydoc_lm, and then python -m bigtrain.tools.generate \
+  --workdir=runs/pydoc_lm; then python -m bigtrain.tools.generate \
   --workdir=runs/pydoc_lm --prompt="The with statement"
 Hardware: any; two CPU cores need two to three minutes.
 Result: 1.54 bits per byte (val/bits_per_byte) on the last tenth of the topics,
 sorted by name; 1.57 with :moe.
-Source: our own runs, see docs/language.md. The text is pydoc_data.topics, which
-every Python has.
+Source: our own runs, see docs/language.md. The text is pydoc_data.topics, a
+module of every Python.
 """
 
 import ml_collections
@@ -19,7 +19,7 @@ from configs import common
 
 
 def get_config(arg=None):
-  """Arguments: moe (four experts for each MLP), runlocal (for tests)."""
+  """Arguments: moe (four experts replace each MLP), runlocal (for tests)."""
   arg = common.parse_arg(arg, runlocal=False, moe=False)
   length = 128 if not arg.runlocal else 32
   config = ml_collections.ConfigDict()
@@ -52,8 +52,8 @@ def get_config(arg=None):
     config.model.moe = dict(num_experts=4, top_k=1, capacity_factor=1.25)
     mlps = (r".*/moe/(gate|up|down)/kernel", 1, 2)
 
-  # Muon takes a matrix by its input and output dimensions. Its updates are
-  # scaled to the size of Adam's, which the other parameters get.
+  # Input and output dimensions of each matrix, for Muon. Its updates are scaled
+  # to the RMS of Adam's, which the other parameters use.
   config.optimizer = dict(
     name="muon",
     consistent_rms=0.2,

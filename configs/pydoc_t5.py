@@ -5,9 +5,9 @@ Command: python -m bigtrain.main --config=configs/pydoc_t5.py \
 Hardware: any; two CPU cores need a few minutes.
 Result: val/loss of about 2.23 nats a token, val/accuracy of 0.38, on the last
   tenth of the topics.
-Source: our own runs. The text is pydoc_data.topics, which every Python has, the
-objective that of https://arxiv.org/abs/1910.10683, with longer spans because
-bytes are shorter than words.
+Source: our own runs. The text is pydoc_data.topics, a module of every Python.
+The objective is span corruption as in https://arxiv.org/abs/1910.10683, with
+longer spans, because bytes are shorter than words.
 """
 
 import ml_collections

@@ -4,7 +4,7 @@ Command: python -m bigtrain.main --config=configs/resnet50_i1k.py \
   --workdir=runs/resnet50
 Hardware: one accelerator or more; the authors took 14 hours on one A100 and 3
 hours on eight.
-Result: 77.1% +- 0.1% top-1 on the validation set (val/acc).
+Result: 77.1% +- 0.1% top-1 accuracy on the validation set (val/acc).
 Source: NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/
 resnet50v1.5, README.md and configs.yml: 90 epochs in mixed precision.
 
@@ -18,7 +18,12 @@ from configs import common
 
 
 def get_config(arg=None):
-  """Arguments: data_dir (of the data sets), runlocal (tiny, for tests)."""
+  """The config.
+
+  Arguments:
+    data_dir: folder of the data sets.
+    runlocal: a tiny run, for tests; on made-up data without `data_dir`.
+  """
   arg = common.parse_arg(arg, runlocal=False, data_dir="")
   res, resize = (224, 256) if not arg.runlocal else (32, 36)
   config = ml_collections.ConfigDict()
@@ -33,6 +38,9 @@ def get_config(arg=None):
   config.loss = dict(kind="softmax_xent", label_smoothing=0.1)
 
   def data(name, split):
+    if arg.runlocal and not arg.data_dir:
+      features = {"image": "jpeg[40,40,3]", "label": "int64 < 1000"}
+      return dict(type="synthetic", features=features, num_examples=32)
     data_dir = arg.data_dir or None
     return dict(type="tfds", name=name, split=split, data_dir=data_dir)
 
@@ -44,8 +52,8 @@ def get_config(arg=None):
     pp=pp_train.format(res) + "|flip_lr" + pp_common,
     batch_size=2048,
   )
-  # Batch statistics are those of a microbatch: of 256 images, as at the source.
-  # Over many devices, one microbatch is faster, and has those of 2048.
+  # Batch statistics are computed over each microbatch of 256 images, as in the
+  # source. On many devices, a single microbatch of 2048 is faster.
   config.microbatches = 8
 
   config.model_name = "resnet"
@@ -65,7 +73,7 @@ def get_config(arg=None):
       data=data(name, split),
       pp=pp_eval.format(resize, res) + pp_common,
       log_steps=2500,
-      cache=False,  # As pixels, the sets would take 50 GB of memory.
+      cache=False,  # The decoded images would take 50 GB of memory.
     )
 
   config.evals = dict(

@@ -2,25 +2,25 @@
 
 Command: python -m bigtrain.main --workdir=runs/siglip \
   --config=configs/siglip.py:tokenizer=c4_en.model
-Hardware: 32 accelerators or more, for a batch of 32,768 pairs; on fewer, cut
-it with --config.microbatches=8 or so, which changes neither the loss nor its
-gradient.
-Result: none is known. The published models are trained on WebLI, which is not
-public; COCO, which is here, is seen 100,000 times and only shows that
+Hardware: 32 accelerators or more, for a batch of 32,768 pairs; on fewer, split
+the batch with --config.microbatches=8 or so, which changes neither the loss nor
+its gradient.
+Result: none known. The published models are trained on WebLI, which is not
+public. This config makes 100,000 epochs of COCO, which only shows that
 everything works.
 Source: Zhai et al. 2023, "Sigmoid Loss for Language Image Pre-Training",
-arxiv.org/abs/2303.15343, for the loss, its first temperature and bias, beta2
-and the number of examples; Tschannen et al. 2025, "SigLIP 2",
+arxiv.org/abs/2303.15343, for the loss, initial temperature and bias, beta2 and
+the number of examples; Tschannen et al. 2025, "SigLIP 2",
 arxiv.org/abs/2502.14786, for learning rate, decay, clipping and warm-up.
 
-The published files load: --config.model_init=webli_en_b16_224_63724782.npz,
-with their tokenizer c4_en, a SentencePiece model with 32,000 pieces. Without
-one, captions are bytes, of which 64 are few. For other images and texts see
-docs/images_and_text.md.
+The published files load with
+--config.model_init=webli_en_b16_224_63724782.npz and their tokenizer c4_en, a
+SentencePiece model with 32,000 pieces. Without a tokenizer, captions are cut to
+64 bytes. For other images and texts see docs/images_and_text.md.
 
 Needs coco_captions, prepared by tensorflow-datasets; and for the zero-shot
-evaluation imagenet2012, with class_names=FILE, a text file of its class names,
-one a line.
+evaluation imagenet2012 and class_names=FILE, a text file with one class name
+per line.
 """
 
 import ml_collections
@@ -32,12 +32,12 @@ def get_config(arg=None):
   """The config.
 
   Arguments:
-    variant: of the image tower; the text tower is as large.
-    res: of the images, in pixels.
+    variant: size of the image tower; the text tower has the same size.
+    res: height and width of the images, in pixels.
     tokenizer: path of a SentencePiece model or tokenizer.json, or "bytes".
-    class_names: a text file of ImageNet's class names.
-    data_dir: of the data sets.
-    runlocal: a tiny run, for tests.
+    class_names: path of a text file of ImageNet's class names.
+    data_dir: folder of the data sets.
+    runlocal: a tiny run, for tests; on made-up data without `data_dir`.
   """
   arg = common.parse_arg(
     arg,
@@ -61,11 +61,22 @@ def get_config(arg=None):
   config.task = "contrastive"
   config.loss = dict(kind="sigmoid", chunk=1024)
 
-  # The tower sees padding: that of the published models is the end's id, 1.
+  # The text tower attends to padding. The published models pad with the end
+  # token, 1.
   tokenize = f"tokenize(model={arg.tokenizer!r},max_len=64,eos='sticky',pad=1"
   image = f"decode|resize({res})|value_range(-1,1)"
 
+  class_names = arg.class_names
+  made_up = arg.runlocal and not arg.data_dir
+  if made_up and not class_names:
+    class_names = [f"thing {i}" for i in range(10)]
+
   def data(name, split):
+    if made_up:
+      features = {"image": "jpeg[40,40,3]", "captions/text": "text[5]"}
+      if name == "imagenet2012":
+        features = {"image": "jpeg[40,40,3]", "label": "int64 < 10"}
+      return dict(type="synthetic", features=features, num_examples=32)
     data_dir = arg.data_dir or None
     return dict(type="tfds", name=name, split=split, data_dir=data_dir)
 
@@ -93,7 +104,7 @@ def get_config(arg=None):
   config.schedule = dict(decay_type="cosine", warmup_steps=20_000)
 
   config.evals = {}
-  # Some images have more than five captions; five are compared everywhere.
+  # Some images have more than five captions; the benchmark uses five.
   config.evals.coco = dict(
     type="retrieval",
     pred="embed",
@@ -104,13 +115,13 @@ def get_config(arg=None):
     batch_size=1024,
   )
   config.evals.imagenet = dict(
-    enabled=bool(arg.class_names),
+    enabled=bool(class_names),
     type="zeroshot",
     pred="embed",
     data=data("imagenet2012", "validation"),
     pp=f"{image}|keep('image','label')",
     pp_text=f"canonicalize|{tokenize})",
-    class_names=arg.class_names,
+    class_names=class_names,
     prompts=["{}", "a photo of a {}"],
     log_steps=10_000,
     batch_size=1024,

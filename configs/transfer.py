@@ -2,19 +2,19 @@
 
 Command: python -m bigtrain.main --workdir=runs/cifar10 \
   --config=configs/transfer.py:cifar10,init=B_32.npz
-Hardware: 8 accelerators for B/32; the larger the variant, the more.
-Result: top-1 on the test set (test/acc) with B/32 from ImageNet-21k: 98.55%
-(cifar10), 91.35% (cifar100), 83.27% (imagenet2012), 93.78% (oxford_iiit_pet),
-99.43% (oxford_flowers102).
-Source: transfer.py of big_vision, recipe and results, which are means of five
-runs with this model of Steiner et al. 2021, arxiv.org/abs/2106.10270:
+Hardware: 8 accelerators for B/32; more for larger variants.
+Result: top-1 accuracy on the test set (test/acc) with B/32 from ImageNet-21k:
+98.55% (cifar10), 91.35% (cifar100), 83.27% (imagenet2012), 93.78%
+(oxford_iiit_pet), 99.43% (oxford_flowers102).
+Source: recipe and results of transfer.py of big_vision. The results are means
+of five runs with this model of Steiner et al. 2021, arxiv.org/abs/2106.10270:
 storage.googleapis.com/vit_models/augreg/
   B_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0.npz
 
-`init` is a published ViT (.npz), or a workdir of ours, of vit_i21k.py or
-vit_i1k.py. One of vit_s16_i1k.py has other layers and needs
+`init` is a published ViT (.npz), or the workdir of a run of vit_i21k.py or
+vit_i1k.py. A run of vit_s16_i1k.py has other layers and needs variant=S/16 and
 --config.model.pool_type=gap --config.model.posemb=sincos2d
---config.model.rep_size=True beside variant=S/16. The head is always new.
+--config.model.rep_size=True. The head is always new.
 Needs the data set, prepared by tensorflow-datasets.
 """
 
@@ -26,7 +26,18 @@ from configs import common
 
 
 class Task(NamedTuple):
-  """What the authors chose for a data set on its validation split."""
+  """Settings of a data set, which the authors tuned on its validation split.
+
+  Attributes:
+    num_classes: number of classes.
+    train: split for training.
+    val: split for validation.
+    test: split for the test.
+    total_steps: length of the run.
+    warmup_steps: steps of linear warm-up.
+    crop: a key of CROPS.
+    lr: peak learning rate.
+  """
 
   num_classes: int
   train: str
@@ -37,6 +48,8 @@ class Task(NamedTuple):
   crop: str
   lr: float
 
+
+INIT = "B_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0.npz"
 
 TASKS = {
   "cifar10": Task(
@@ -75,18 +88,19 @@ def get_config(arg=None):
 
   Arguments:
     dataset: a key of TASKS.
-    init: where the parameters come from.
-    variant: of the model in `init`.
-    crop: a key of CROPS; the data set's own unless given.
-    res: of the images, in pixels; with 224, a usual `resize` is 256.
-    resize: of the images before they are cropped.
-    data_dir: of the data set.
-    runlocal: a tiny run, for tests.
+    init: checkpoint to start from; default: INIT, or none with `runlocal`.
+    variant: size of the model in `init`.
+    crop: a key of CROPS; default: see TASKS.
+    res: height and width of the images, in pixels.
+    resize: size of the images before the crop, in pixels; usually 256 for a
+      `res` of 224.
+    data_dir: folder of the data set.
+    runlocal: a tiny run, for tests; on made-up data without `data_dir`.
   """
   arg = common.parse_arg(
     arg,
     dataset="cifar10",
-    init="B_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0.npz",
+    init="",
     variant="B/32",
     crop="",
     res=384,
@@ -100,7 +114,8 @@ def get_config(arg=None):
   crop = arg.crop or task.crop
   if crop not in CROPS:
     raise ValueError(f"crop={crop}: expected one of {[*CROPS]}")
-  # More patches than a tiny pretraining run has: embeddings are resampled.
+  # More patches than in a tiny pretraining run, so that position embeddings are
+  # resampled.
   res, resize = (arg.res, arg.resize) if not arg.runlocal else (64, 72)
   config = ml_collections.ConfigDict()
 
@@ -114,6 +129,10 @@ def get_config(arg=None):
   config.loss = dict(kind="softmax_xent")
 
   def data(split):
+    if arg.runlocal and not arg.data_dir:
+      label = f"int64 < {task.num_classes}"
+      features = {"image": "jpeg[40,40,3]", "label": label}
+      return dict(type="synthetic", features=features, num_examples=32)
     data_dir = arg.data_dir or None
     return dict(type="tfds", name=arg.dataset, split=split, data_dir=data_dir)
 
@@ -133,11 +152,12 @@ def get_config(arg=None):
     posemb="learn",
     dtype="bfloat16",
   )
-  config.model_init = dict(
-    path=arg.init,
-    rename=[("head/.*", None)],
-    allow_missing=["head/.*"],
-  )
+  if arg.init or not arg.runlocal:
+    config.model_init = dict(
+      path=arg.init or INIT,
+      rename=[("head/.*", None)],
+      allow_missing=["head/.*"],
+    )
 
   config.optimizer = dict(
     name="sgd", momentum=0.9, accumulator_dtype="bfloat16"
@@ -153,7 +173,7 @@ def get_config(arg=None):
       data=data(split),
       pp=f"decode|resize_small({resize})|central_crop({res})" + pp_common,
       log_percent=5,
-      cache=False,  # As pixels, a test set can take 90 GB of memory.
+      cache=False,  # A decoded test set can take 90 GB of memory.
     )
 
   config.evals = dict(val=evaluate(task.val), test=evaluate(task.test))

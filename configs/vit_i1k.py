@@ -2,12 +2,13 @@
 
 Command: python -m bigtrain.main --config=configs/vit_i1k.py:B/16 \
   --workdir=runs/vit_b16
-Hardware: 32 accelerators or more, for a batch of 4096 images; on fewer, cut it
-with --config.microbatches=4 or so.
-Result: 78.8% (S/16), 79.2% (B/16) and 74.9% (B/32) top-1 on the validation
-set, after the released models of these settings were fine-tuned on the same
-data for 20,000 steps (configs/transfer.py). What they have before that is in
-the paper as colours only; other variants have no published number.
+Hardware: 32 accelerators or more, for a batch of 4096 images; on fewer, split
+the batch with --config.microbatches=4 or so.
+Result: 78.8% (S/16), 79.2% (B/16) and 74.9% (B/32) top-1 accuracy on the
+validation set, after the released models of these settings were fine-tuned on
+the same data for 20,000 steps (configs/transfer.py). The paper shows their
+accuracy before fine-tuning only as colours of a heat map; other variants have
+no published number.
 Source: Steiner et al. 2021, "How to train your ViT?", arxiv.org/abs/2106.10270,
 and vit_i1k.py of big_vision for the recipe; results-imagenet.csv of timm,
 models vit_*_224.augreg_in1k, for the numbers and, in the names of the released
@@ -21,10 +22,10 @@ import ml_collections
 
 from configs import common
 
-# Magnitude of RandAugment, and the parameter of mixup.
+# Magnitude of RandAugment, and alpha of mixup.
 AUGMENTATIONS = {
   "none": (None, 0.0),
-  "light1": (0, 0.0),  # Not the same as none: some operations have no strength.
+  "light1": (0, 0.0),  # Not "none": some operations ignore the magnitude.
   "light2": (10, 0.2),
   "medium1": (15, 0.2),
   "medium2": (15, 0.5),
@@ -32,8 +33,8 @@ AUGMENTATIONS = {
   "strong2": (20, 0.8),
 }
 
-# Augmentation, and the rate of dropout and of stochastic depth: the released
-# models' for S/16, B/32 and B/16, else big_vision's.
+# Augmentation, and rate of dropout and stochastic depth, from the released
+# models (S/16, B/32 and B/16) or from big_vision (the others).
 SETTINGS = {
   "Ti/16": ("light1", 0.0),
   "S/32": ("medium1", 0.0),
@@ -48,12 +49,12 @@ def get_config(arg=None):
   """The config of a variant.
 
   Arguments:
-    variant: such as "B/16".
-    aug: a key of AUGMENTATIONS; that of SETTINGS unless given.
-    reg: rate of dropout and of stochastic depth; likewise.
-    res: of the images, in pixels.
-    data_dir: of the data sets.
-    runlocal: a tiny run, for tests.
+    variant: size and patch size, such as "B/16".
+    aug: a key of AUGMENTATIONS; default: see SETTINGS.
+    reg: rate of dropout and stochastic depth; default: see SETTINGS.
+    res: height and width of the images, in pixels.
+    data_dir: folder of the data sets.
+    runlocal: a tiny run, for tests; on made-up data without `data_dir`.
   """
   arg = common.parse_arg(
     arg,
@@ -66,8 +67,8 @@ def get_config(arg=None):
   )
   if arg.variant not in SETTINGS and (not arg.aug or arg.reg < 0):
     raise ValueError(
-      f"variant={arg.variant}: give aug and reg, which are known for "
-      f"{', '.join(SETTINGS)} only"
+      f"variant={arg.variant}: give aug and reg; only "
+      f"{', '.join(SETTINGS)} have defaults"
     )
   aug, reg = SETTINGS.get(arg.variant, (arg.aug, arg.reg))
   aug = arg.aug or aug
@@ -88,6 +89,9 @@ def get_config(arg=None):
   config.loss = dict(kind="sigmoid_xent", mixup_alpha=mixup_alpha)
 
   def data(name, split):
+    if arg.runlocal and not arg.data_dir:
+      features = {"image": "jpeg[40,40,3]", "label": "int64 < 1000"}
+      return dict(type="synthetic", features=features, num_examples=32)
     data_dir = arg.data_dir or None
     return dict(type="tfds", name=name, split=split, data_dir=data_dir)
 
@@ -105,7 +109,7 @@ def get_config(arg=None):
     num_classes=1000,
     pool_type="tok",
     posemb="learn",
-    head_bias_init=-6.9,  # log(1/1000): a sigmoid for each class.
+    head_bias_init=-6.9,  # log(1/1000), for one sigmoid per class.
     dropout=reg,
     drop_path=reg,
     dtype="bfloat16",
@@ -127,7 +131,7 @@ def get_config(arg=None):
       data=data(name, split),
       pp=f"decode|resize_small({resize})|central_crop({res})" + pp_common,
       log_steps=2500,
-      cache=False,  # As pixels, the sets would take 60 GB of memory.
+      cache=False,  # The decoded images would take 60 GB of memory.
     )
 
   config.evals = dict(

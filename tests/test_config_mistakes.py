@@ -165,8 +165,8 @@ UNFIT = [
     {"sharding": [("params/head/bias", "shard_dim(0)")]},
     r"params/head/bias.*8",
   ),
-  ({"input.pp": "drop('labels')"}, r"pp. leaves no 'labels'.* id, image"),
-  ({"input.pp": "drop('image')"}, r"pp. leaves no 'image'.* id, labels"),
+  ({"input.pp": "drop('labels')"}, r"input: .*no feature 'labels'.* id, image"),
+  ({"input.pp": "drop('image')"}, r"input: .*no feature 'image'.* id, labels"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Decoding against brute force on tiny tables of probabilities."""
+"""Decoding against brute force, on tiny tables of probabilities."""
 
 import itertools
 
@@ -15,13 +15,13 @@ V, EOS, PAD, LENGTH = 5, 4, 0, 6
 
 @pytest.fixture(scope="module")
 def table():
-  """Logits [previous token, token, position] of a made-up language."""
+  """Random logits [previous token, token, position, next token]."""
   rng = np.random.default_rng(0)
   return rng.normal(size=(V, V, LENGTH, V)).astype(np.float32) * 2
 
 
 def step_fn_of(table):
-  """A model whose cache holds the token before; it sees two tokens."""
+  """Returns a model that reads two tokens; its cache holds the first."""
 
   def step_fn(cache, token_B, position):
     logits_BV = jnp.asarray(table)[cache["last"], token_B, position]
@@ -35,7 +35,7 @@ def fresh(size):
 
 
 def log_probs(table, tokens):
-  """Log-probability of each token of a sequence but the first."""
+  """Returns the log-probabilities of a sequence's tokens after the first."""
   result, last = [], 0
   for p, (token, following) in enumerate(zip(tokens, tokens[1:])):
     x = table[last, token, p].astype(np.float64)
@@ -45,7 +45,7 @@ def log_probs(table, tokens):
 
 
 def greedy(table, prompt, max_len=LENGTH):
-  """One token after the other, as one would by hand."""
+  """Decodes one sequence greedily in plain numpy."""
   tokens, last = list(prompt), 0
   for p in range(len(prompt) - 1):
     last = prompt[p]
@@ -63,11 +63,11 @@ PROMPTS = [[1], [2, 3], [3, 1, 4], [2, 2], [1, 3, 3]]
 
 def padded(prompts):
   longest = max(map(len, prompts))
-  rows = [p + [1] * (longest - len(p)) for p in prompts]  # 1: not a pad.
+  rows = [p + [1] * (longest - len(p)) for p in prompts]  # 1 is not the pad.
   return jnp.asarray(rows), jnp.asarray([len(p) for p in prompts])
 
 
-def test_greedy_goes_on_from_each_prompt(table):
+def test_greedy_continues_each_prompt(table):
   prompt_BL, length_B = padded(PROMPTS)
   tokens = jax.jit(
     lambda *args: decoding.sample(
@@ -75,7 +75,7 @@ def test_greedy_goes_on_from_each_prompt(table):
     )
   )(fresh(len(PROMPTS)), prompt_BL, length_B)
   assert tokens.dtype == jnp.int32
-  # An eos in a prompt ends nothing: the third one goes on.
+  # An eos in a prompt does not end the text: the third prompt is continued.
   assert np.asarray(tokens).tolist() == [greedy(table, p) for p in PROMPTS]
 
 
@@ -94,7 +94,7 @@ def test_padding_and_prompts_that_fill_the_result(table):
   assert np.asarray(tokens).tolist() == expected
 
 
-def test_start_leaves_out_what_is_prefilled(table):
+def test_start_skips_prefilled_positions(table):
   seen = []
   inner = step_fn_of(table)
 
@@ -135,7 +135,7 @@ def draw(table, ids, mesh=None, seed=3, **options):
   return np.asarray(run(prompt_BL, length_B, ids_B))
 
 
-def test_a_sample_depends_on_its_number_alone(table):
+def test_a_sample_depends_on_its_id_only(table):
   ids = list(range(16))
   one = draw(table, ids, temperature=1.0)
   mesh = sharding.make_mesh(replica=2, fsdp=4)
@@ -153,12 +153,12 @@ def test_a_sample_depends_on_its_number_alone(table):
     (dict(top_k=1), [0]),
     (dict(top_p=0.4), [0]),
     (dict(top_p=0.6), [0, 1]),
-    # Of the three most likely the first has 0.5 / 0.95.
+    # The first of the three likeliest has probability 0.5 / 0.95.
     (dict(top_k=3, top_p=0.51), [0]),
     (dict(top_p=1e-6), [0]),
   ],
 )
-def test_choose_draws_what_the_options_leave(options, allowed):
+def test_choose_draws_from_the_tokens_that_the_options_allow(options, allowed):
   probs = np.array([0.5, 0.3, 0.15, 0.05])
   logits_BV = jnp.tile(jnp.log(probs), (2000, 1))
   keys_B = jax.random.split(jax.random.key(0), 2000)
@@ -169,7 +169,7 @@ def test_choose_draws_what_the_options_leave(options, allowed):
   assert (shares[expected == 0] == 0).all()
 
 
-def test_temperature_sharpens():
+def test_low_temperatures_sharpen_the_distribution():
   logits_BV = jnp.tile(jnp.log(jnp.asarray([0.6, 0.4])), (2000, 1))
   keys_B = jax.random.split(jax.random.key(0), 2000)
   share = lambda t: float(
@@ -185,10 +185,10 @@ def test_temperature_sharpens():
     (dict(top_k=-1), "top_k"),
     (dict(top_p=0.0), "top_p"),
     (dict(top_p=1.5), "top_p"),
-    (dict(max_len=1), "max_len=1: the prompts are up to 3"),
+    (dict(max_len=1), "max_len: expected at least 3, .*, got 1"),
   ],
 )
-def test_wrong_options_are_refused(table, options, message):
+def test_invalid_options_are_errors(table, options, message):
   prompt_BL, length_B = padded(PROMPTS)
   kwargs = dict(max_len=LENGTH, eos_id=EOS) | options
   with pytest.raises(ConfigError, match=message):
@@ -220,7 +220,7 @@ def test_one_beam_is_greedy(table):
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.5])
-def test_enough_beams_find_the_best_of_all(table, length_penalty):
+def test_enough_beams_find_the_likeliest_sequence(table, length_penalty):
   tokens, scores = beam(table, [1, 2], 700, length_penalty=length_penalty)
   words = [w for w in range(V) if w != EOS]
   for first, row, score in zip((1, 2), tokens, scores):
@@ -235,7 +235,7 @@ def test_enough_beams_find_the_best_of_all(table, length_penalty):
     assert score == pytest.approx(best[0], rel=1e-4)
 
 
-def test_without_an_end_the_best_beam_is_returned(table):
+def test_the_best_unfinished_beam_is_returned_if_none_ended(table):
   endless = table.copy()
   endless[..., EOS] = -1e4
   tokens, scores = beam(endless, [1], 3)

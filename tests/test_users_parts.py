@@ -74,13 +74,3 @@ def test_arrays_of_a_notebook_are_trained_on_saved_and_resumed(
   config["input"]["data"] = dict(type="arrays", arrays=other)
   with pytest.raises(settings.ConfigError, match=r"input.data.arrays.image:"):
     main.train(config, str(cut))
-
-
-def test_a_profile_is_taken_once(tiny_config, tmp_path):
-  profile = dict(type="profile", start=2, steps=1)
-  config = tiny_config({"hooks": {"profile": profile}, "evals": {}})
-  main.train(config | {"stop_at_steps": 3}, str(tmp_path))
-  traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
-  assert len(traces) == 1
-  main.train(config, str(tmp_path))
-  assert list((tmp_path / "profile").rglob("*.xplane.pb")) == traces

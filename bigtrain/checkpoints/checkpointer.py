@@ -1,12 +1,14 @@
-"""Saves the train state without stopping the training, and restores it.
+"""Saves the train state in the background while training goes on.
 
-A save copies the shards of this process to host memory, and a thread writes
-them from there: see snapshot.py for the copy, manifest.py for what is written,
-storage.py for how it becomes a checkpoint at one instant, integrity.py for how
-damage is found, peers.py for how processes agree on it.
+A save, in order:
 
-Who saves in a job of several processes: each writes its own shards, and
-process 0 the manifest, when all others are done.
+1. `save` copies this process's shards to host memory (snapshot.py) and starts a
+   thread. The training loop waits only for the copy.
+2. The thread of each process writes its shards with tensorstore.
+3. When all processes are done (peers.py), process 0 checks the files
+   (integrity.py), writes the manifest (manifest.py) and commits the checkpoint
+   at one instant (commit.py).
+4. Process 0 removes old checkpoints.
 """
 
 import collections
@@ -16,45 +18,53 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
-from bigtrain import trees
-from bigtrain.checkpoints import folders, integrity, snapshot
+from bigtrain import settings, trees
+from bigtrain.checkpoints import commit, folders, integrity, snapshot
 from bigtrain.checkpoints import manifest as manifest_lib
-from bigtrain.checkpoints import restore as restore_lib
+from bigtrain.checkpoints import peers as peers_lib
+from bigtrain.checkpoints.host_state import HostState
 from bigtrain.checkpoints.manifest import Array, CheckpointError, Manifest
-from bigtrain.cluster import peers as peers_lib
 from bigtrain.files import objects, paths
 from bigtrain.settings import ConfigError
 
-# The rest of what a program needs of checkpoints, under one name.
-check_writable = folders.check_writable
-clean = folders.clean
-verify = integrity.verify
-restore = restore_lib.restore
-resume = restore_lib.resume
-MismatchError = restore_lib.MismatchError
-
-# Encoded and not yet written, on one host.
+# Limit of the encoded bytes that one host has not written yet.
 _WRITES_IN_FLIGHT_BYTES = 512 * 2**20
 _POLL_SECS = 0.25
 
 
+def read_options(
+  config: settings.Config, keep_every_steps: int | None
+) -> dict[str, Any]:
+  """Returns the options of `Checkpointer` that are in the config.
+
+  Args:
+    config: the whole config.
+    keep_every_steps: config.keep_ckpt_* in steps.
+  """
+  return {
+    "keep": settings.whole_number(config, "keep_ckpts", 2, least=1),
+    "keep_every_steps": keep_every_steps,
+    "config_digest": settings.digest(config.to_dict()),
+  }
+
+
 def _point(name: str) -> None:
-  """A named moment of a save. Does nothing; fault tests put faults here."""
+  """A named moment of a save. Does nothing; tests replace it by faults."""
 
 
 @dataclasses.dataclass
 class _Job:
-  """One save: what its thread needs."""
+  """What the thread of one save needs."""
 
   step: int
   arrays: dict[str, Array]
   pieces: list[snapshot.Piece]
-  host_state: dict[str, Any]
+  host_state: HostState
   token: str
   event: peers_lib.Event
   tmp: str
@@ -64,16 +74,16 @@ class _Job:
 class Checkpointer:
   """Saves checkpoints of a workdir in the background, one at a time.
 
-  All processes of a job call its methods in the same order. A failed save is
-  raised by whichever method is called next, and by all later ones: the run
-  cannot go on and believe that it is saved.
+  All processes of a job call its methods in the same order. The next call of
+  any method raises the error of a failed save, and so do all later calls: a run
+  must not go on in the belief that it is saved.
 
   Attributes:
-    last_stall_secs: how long the newest `save` kept its caller, from when the
-      state was computed: the copy to the host, and the wait for the save
-      before it.
-    last_write_secs: how long the newest committed save took to write.
-    last_saved_step: step of the newest committed save; None before one.
+    last_stall_secs: seconds for which the newest `save` blocked its caller
+      after the state was computed: the wait for the previous save, and the
+      copy to the host.
+    last_write_secs: seconds to write the newest committed save.
+    last_saved_step: step of the newest committed save; None before the first.
   """
 
   def __init__(
@@ -89,20 +99,18 @@ class Checkpointer:
     """Constructed on all processes.
 
     Args:
-      workdir: checkpoints are in its folder "checkpoints".
-      keep: how many of the newest checkpoints stay.
-      keep_every_steps: those of multiples of it stay for good.
-      config_digest: goes into the manifests.
-      guard: called before a checkpoint is committed; raises if this job must
-        not write here any more (see lease.Lease.check).
-      timeout_secs: how long a process waits for the others' part of a save.
+      workdir: folder of the run; checkpoints go to its folder "checkpoints".
+      keep: number of newest checkpoints to keep.
+      keep_every_steps: checkpoints at multiples of it are never removed.
+      config_digest: digest of the config, for the manifests.
+      guard: called before a checkpoint is committed; raises if this job may no
+        longer write here (see lease.Lease.check).
+      timeout_secs: time limit for the other processes' part of a save.
     """
-    if not isinstance(keep, int) or keep < 1:
-      raise ConfigError(
-        f"config.keep_ckpts: expected at least 1, got {keep!r}."
-      )
     self._workdir = workdir
-    self._keep = keep
+    self._keep = settings.check_number(
+      "config.keep_ckpts", keep, least=1, whole=True
+    )
     self._keep_every_steps = keep_every_steps
     self._config_digest = config_digest
     self._guard = guard
@@ -111,7 +119,7 @@ class Checkpointer:
     self._num_saves = 0
     self._threads: list[threading.Thread] = []
     self._pruning = threading.Lock()
-    self._settled = threading.Event()  # No save is uncommitted.
+    self._settled = threading.Event()  # Every save is committed or has failed.
     self._settled.set()
     self._error: CheckpointError | None = None
     self._events: list[peers_lib.Event] = []
@@ -123,33 +131,33 @@ class Checkpointer:
     self,
     step: int,
     state: Any,
-    host_state: Mapping[str, Any] | None = None,
+    host_state: HostState | None = None,
     *,
     keep_steps: Iterable[int] = (),
     block: bool = False,
   ) -> None:
     """Starts to save; returns when the state may be donated.
 
-    Waits for the save before it first, if that is still being written.
+    Waits for the previous save first, if it is still being written.
 
     Args:
-      step: training steps done.
+      step: number of finished training steps.
       state: tree of arrays.
-      host_state: JSON; what else the program wants back.
-      keep_steps: checkpoints that stay, whatever else is removed now.
-      block: waits until the checkpoint is committed.
+      host_state: state of the host's side of the run.
+      keep_steps: checkpoints that this save must not remove.
+      block: whether to wait until the checkpoint is committed.
 
     Raises:
-      CheckpointError: an earlier save failed, or this one cannot begin.
+      CheckpointError: an earlier save failed, or this one cannot start.
     """
-    # At once: the program goes on changing it while the save is written.
-    host_json = json.dumps(dict(host_state or {}))
+    # A copy, because the program changes it while the save is being written.
+    host_json = json.dumps((host_state or HostState()).to_json())
     named = trees.flatten_with_names(state)
     jax.block_until_ready(state)
-    began = time.monotonic()
+    started = time.monotonic()
     self.wait()
-    # The save before may still be removing old checkpoints, but no other: where
-    # removal is slower than saving, they would fill the disk.
+    # At most one earlier save may still be removing old checkpoints. If
+    # removing is slower than saving, more would fill the disk.
     while len(self._threads) > 1:
       self._threads.pop(0).join()
     pieces, arrays = self._snapshots.take(named)
@@ -160,10 +168,10 @@ class Checkpointer:
       step=int(step),
       arrays=arrays,
       pieces=pieces,
-      host_state=json.loads(host_json),
+      host_state=HostState.from_json(json.loads(host_json)),
       token=token,
       event=self._peers.event(f"save/{number}"),
-      tmp=folders.attempt(self._workdir, int(step), token),
+      tmp=commit.attempt(self._workdir, int(step), token),
       keep_steps=frozenset(keep_steps),
     )
     self._settled.clear()
@@ -173,22 +181,29 @@ class Checkpointer:
       )
     )
     self._threads[-1].start()
-    self.last_stall_secs = time.monotonic() - began
+    self.last_stall_secs = time.monotonic() - started
     if block:
       self.wait()
 
   def check(self) -> None:
-    """Raises CheckpointError if a save has failed, on whatever process."""
+    """Raises CheckpointError if a save has failed on any process."""
     if self._error is not None:
       raise self._error
 
-  def wait(self) -> None:
-    """Waits until no save is uncommitted; raises CheckpointError if it failed.
+  def wait(self) -> float | None:
+    """Waits until no save is uncommitted.
 
-    Old checkpoints may still be on their way out then.
+    Old checkpoints may still be in removal afterwards.
+
+    Returns:
+      Seconds that the last write took; None before the first save.
+
+    Raises:
+      CheckpointError: the save failed.
     """
     self._settled.wait()
     self.check()
+    return None if self.last_saved_step is None else self.last_write_secs
 
   @property
   def in_flight(self) -> bool:
@@ -196,7 +211,7 @@ class Checkpointer:
     return not self._settled.is_set()
 
   def close(self) -> None:
-    """Waits for the last save and raises if it failed; ends the use of this."""
+    """Waits for the last save and releases memory; raises if it failed."""
     for thread in self._threads:
       thread.join()
     self._snapshots.close()
@@ -204,7 +219,7 @@ class Checkpointer:
 
   def _run(self, job: _Job) -> None:
     """Writes and commits, in the thread of the save."""
-    began = time.monotonic()
+    started = time.monotonic()
     try:
       _point("begin")
       self._write_arrays(job)
@@ -216,7 +231,7 @@ class Checkpointer:
         job.event.succeed()
       else:
         job.event.wait()
-      self.last_write_secs = time.monotonic() - began
+      self.last_write_secs = time.monotonic() - started
       self.last_saved_step = job.step
     except BaseException as e:
       self._fail(job, e)
@@ -227,26 +242,6 @@ class Checkpointer:
       with self._pruning:
         self._prune(job)
 
-  def _fail(self, job: _Job, error: BaseException) -> None:
-    if isinstance(error, ValueError) and paths.is_remote(job.tmp):
-      error = objects.as_os_error(error, job.tmp)
-    reason = str(error) or type(error).__name__
-    if not isinstance(error, CheckpointError | ConfigError | OSError):
-      reason = f"{type(error).__name__}: {reason}"
-    if isinstance(error, OSError) and error.filename:
-      reason = f"{error.filename}: {error.strerror}"
-    message = f"the checkpoint of step {job.step} was not saved: {reason}"
-    self._error = CheckpointError(message)
-    self._error.__cause__ = error
-    logging.error("%s", message)
-    try:
-      job.event.fail(reason)
-    except jax.errors.JaxRuntimeError as e:
-      logging.error("the other processes could not be told: %s", e)
-    if self._peers.count == 1:
-      # The disk may be full: what else has to be written needs the room.
-      folders.abandon(job.tmp)
-
   def _write_arrays(self, job: _Job) -> None:
     import tensorstore as ts
 
@@ -254,7 +249,7 @@ class Checkpointer:
     first = self._peers.index == 0
     context = integrity.tensorstore_context()
     if first:
-      folders.begin(job.tmp)
+      commit.begin(job.tmp)
     if paths.is_remote(job.tmp):
       job.event.wait_for_first()
     opening = {
@@ -286,13 +281,14 @@ class Checkpointer:
       for future, _ in pending:
         _result(future, job)
     except BaseException:
-      # None may write on, below a directory that is about to be removed.
+      # All writes must end before the directory is removed.
       for future, _ in pending:
         future.exception()
       raise
     _point("data written")
 
   def _commit(self, job: _Job) -> None:
+    """Checks the files and makes them a checkpoint, on process 0."""
     manifest = Manifest(
       step=job.step,
       arrays=job.arrays,
@@ -319,56 +315,58 @@ class Checkpointer:
     }
     manifest = dataclasses.replace(manifest, arrays=arrays)
     text = manifest_lib.to_json(manifest)
-    folders.stage(job.tmp, text)
+    commit.stage(job.tmp, text)
     _point("manifest written")
     if self._guard is not None:
       self._guard()
-    folders.commit(job.tmp, text, self._workdir, job.step, job.token)
+    commit.commit(job.tmp, text, self._workdir, job.step, job.token)
     _point("committed")
 
   def _prune(self, job: _Job) -> None:
-    """Removes what need not be kept; failing at it does not fail the save."""
+    """Removes old checkpoints; logs a failure, which does not fail the save."""
     try:
-      for old in self._events:
-        old.forget()
+      for event in self._events:
+        event.forget()
       self._events = [job.event]
-      # Newer steps are of a future that was rolled back: not this run's.
-      there = sorted(folders.listing(self._workdir).checkpoints)
-      there = [step for step in there if step <= job.step]
-      for step in there[: -self._keep]:
+      # Newer steps belong to a run that was rolled back, not to this one.
+      saved = [s for s in folders.steps(self._workdir) if s <= job.step]
+      for step in sorted(saved)[: -self._keep]:
         if step in job.keep_steps:
           continue
         if self._keep_every_steps and step % self._keep_every_steps == 0:
           continue
-        doomed = folders.retire(self._workdir, step, job.token)
+        retired = commit.retire(self._workdir, step, job.token)
         _point("renamed for removal")
-        folders.discard(doomed)
+        commit.discard(retired)
     except (OSError, CheckpointError, jax.errors.JaxRuntimeError) as e:
       logging.warning("old checkpoints could not be removed: %s", e)
 
+  def _fail(self, job: _Job, error: BaseException) -> None:
+    """Records the failure of a save and reports it to the other processes."""
+    if isinstance(error, ValueError) and paths.is_remote(job.tmp):
+      error = objects.as_os_error(error, job.tmp)
+    reason = str(error) or type(error).__name__
+    if not isinstance(error, CheckpointError | ConfigError | OSError):
+      reason = f"{type(error).__name__}: {reason}"
+    if isinstance(error, OSError) and error.filename:
+      reason = f"{error.filename}: {error.strerror}"
+    message = f"the checkpoint of step {job.step} was not saved: {reason}"
+    self._error = CheckpointError(message)
+    self._error.__cause__ = error
+    logging.error("%s", message)
+    try:
+      job.event.fail(reason)
+    except jax.errors.JaxRuntimeError as e:
+      logging.error("the failure could not be sent to other processes: %s", e)
+    if self._peers.count == 1:
+      # The disk may be full, and other files need the room.
+      commit.abandon(job.tmp)
+
 
 def _result(future: Any, job: _Job) -> Any:
-  """The future's result, unless another process fails in the meantime."""
+  """Waits for a future; raises early if another process fails."""
   while True:
     try:
       return future.result(timeout=_POLL_SECS)
     except TimeoutError:
       job.event.check()
-
-
-def steps(workdir: str) -> list[int]:
-  """Steps of a workdir's checkpoints, ascending.
-
-  Raises:
-    CheckpointError: something could not be looked at.
-  """
-  return list(folders.listing(workdir).checkpoints)
-
-
-def newest(workdir: str) -> int | None:
-  """The newest step that has a checkpoint; None only if there is none.
-
-  Raises:
-    CheckpointError: something could not be looked at.
-  """
-  return max(steps(workdir), default=None)

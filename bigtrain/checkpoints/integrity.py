@@ -1,8 +1,9 @@
-"""Whether a checkpoint is what was once written, down to the last bit.
+"""Reads arrays of a checkpoint, and checks that every bit is as written.
 
-`inspect` looks at names, sizes and metadata, which is quick; `verify` also
-reads every chunk against its checksum. Each problem is one line that names the
-array and the file. Nothing here needs jax.
+`read` and `read_array` read arrays and check the chunks' checksums. `inspect`
+checks names, sizes and metadata, which is quick; `verify` also reads every
+chunk. Each problem is one line that names the array and the file. Nothing here
+needs jax.
 """
 
 import collections
@@ -23,23 +24,24 @@ from bigtrain.checkpoints.manifest import (
 )
 from bigtrain.files import objects, paths
 
-# An array's name and an index into it.
+# Name of an array and index of a part of it.
 Part = tuple[str, tuple[slice, ...]]
 
-_LINK = "a symbolic link; it is not followed"
+_CHANGED = "has changed: its digest does not match"
+_LINK = "is a symbolic link; it is not followed"
 
-# What may be read and not yet used up, on one host.
+# Limit of what one host has read or is reading and has not used yet.
 _BYTES_IN_FLIGHT = 2**30
 
 _context: list[Any] = []
 
 
 def tensorstore_context() -> Any:
-  """The tensorstore context of reads and writes.
+  """Returns the tensorstore context of all reads and writes.
 
-  No cache: it would cost as much memory as the checkpoint has bytes. No file
-  locks: some network file systems lack them, and every file has one writer.
-  Files and their names are put on disk before a write counts as done.
+  It has no cache, which would need as much memory as the checkpoint. It does
+  not lock files: some network file systems cannot, and every file has one
+  writer. It syncs files and their directories before a write counts as done.
   """
   import tensorstore as ts
 
@@ -59,13 +61,13 @@ def tensorstore_context() -> Any:
 
 
 def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
-  """SHA-256 of each array's zarr.json; in object stores "" if it is missing."""
+  """Returns {name: SHA-256 of its zarr.json}; "" for a missing object."""
   files = {
     name: os.path.join(directory, name, manifest_lib.METADATA_FILE)
     for name in names
   }
   if paths.is_remote(directory):
-    contents = [found.content for found in objects.read_all(files.values())]
+    contents = [version.content for version in objects.read_all(files.values())]
   else:
     contents = [paths.read_bytes(path) for path in files.values()]
   return {
@@ -75,12 +77,12 @@ def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
 
 
 class Problem(NamedTuple):
-  """One thing that is wrong with a checkpoint.
+  """A defect of a checkpoint.
 
   Attributes:
     array: name of the array; "" for the manifest.
-    path: of the file.
-    what: is wrong with it.
+    path: path of the file.
+    what: the defect, such as "missing".
   """
 
   array: str
@@ -96,22 +98,22 @@ class Problem(NamedTuple):
 def inspect(
   directory: str, manifest: Manifest, names: Iterable[str] | None = None
 ) -> list[Problem]:
-  """Problems that names, sizes and metadata show; reads no values.
+  """Returns the problems that names, sizes and metadata show.
 
   Args:
-    directory: of the checkpoint.
+    directory: directory of the checkpoint.
     manifest: its manifest.
-    names: of the arrays to look at; all unless given.
+    names: names of the arrays to check; all by default.
 
   Raises:
     CheckpointError: something cannot be read.
   """
   problems = []
-  wanted = list(manifest.arrays if names is None else names)
+  names = list(manifest.arrays if names is None else names)
   try:
     if paths.is_remote(directory):
-      return _inspect_objects(directory, manifest, wanted)
-    for name in wanted:
+      return _inspect_objects(directory, manifest, names)
+    for name in names:
       problems += _inspect_array(directory, name, manifest.arrays[name])
   except OSError as e:
     raise folders.unreadable(e) from e
@@ -121,13 +123,13 @@ def inspect(
 def _inspect_objects(
   directory: str, manifest: Manifest, names: list[str]
 ) -> list[Problem]:
-  """As `inspect`, in few requests.
+  """`inspect` for object stores, with few requests.
 
-  Sizes are not looked at: no crash leaves half an object, and one that somebody
-  cut does not fit its checksum.
+  It does not check sizes: no crash leaves half an object, and the checksum
+  shows if someone truncated it.
   """
   problems = []
-  there = set(objects.below(directory))
+  existing = set(objects.below(directory))
   digests = metadata_digests(directory, names)
   for name in names:
     array = manifest.arrays[name]
@@ -135,33 +137,33 @@ def _inspect_objects(
     problems += [
       Problem(name, os.path.join(directory, name, file), "missing")
       for file in (manifest_lib.METADATA_FILE, *chunks)
-      if f"{name}/{file}" not in there
+      if f"{name}/{file}" not in existing
     ]
     if digests[name] and array.metadata_sha256 not in ("", digests[name]):
       path = os.path.join(directory, name, manifest_lib.METADATA_FILE)
-      problems.append(Problem(name, path, "its digest does not fit"))
+      problems.append(Problem(name, path, _CHANGED))
   return problems
 
 
 def _inspect_array(directory: str, name: str, array: Array) -> list[Problem]:
-  where = os.path.join(directory, name)
+  array_directory = os.path.join(directory, name)
   problems = []
 
   def report(path: str, what: str) -> list[Problem]:
-    problems.append(Problem(name, os.path.join(where, path), what))
+    problems.append(Problem(name, os.path.join(array_directory, path), what))
     return problems
 
   parts = name.split("/")
   for i in range(1, len(parts) + 1):
-    above = os.path.join(directory, *parts[:i])
-    if os.path.islink(above):
-      return report(above, _LINK)
+    parent = os.path.join(directory, *parts[:i])
+    if os.path.islink(parent):
+      return report(parent, _LINK)
   try:
-    sizes = dict(folders.files_below(where))
+    sizes = dict(folders.files_below(array_directory))
   except FileNotFoundError:
-    return report(where, "missing")
+    return report(array_directory, "missing")
   except NotADirectoryError:
-    return report(where, "a file, where a directory should be")
+    return report(array_directory, "is a file, expected a directory")
   for file, size in sizes.items():
     if size is None:
       report(file, _LINK)
@@ -170,7 +172,7 @@ def _inspect_array(directory: str, name: str, array: Array) -> list[Problem]:
   elif sizes[manifest_lib.METADATA_FILE] is not None and (
     array.metadata_sha256 not in ("", metadata_digests(directory, [name])[name])
   ):
-    report(manifest_lib.METADATA_FILE, "its digest does not fit")
+    report(manifest_lib.METADATA_FILE, _CHANGED)
   expected = array.chunk_bytes
   for file, _ in array.chunks():
     if file not in sizes:
@@ -183,15 +185,15 @@ def _inspect_array(directory: str, name: str, array: Array) -> list[Problem]:
 def read(
   directory: str, manifest: Manifest, parts: Iterable[Part]
 ) -> Iterator[np.ndarray]:
-  """Reads parts of arrays, several at once, and yields them in order.
+  """Reads parts of arrays concurrently and yields them in order.
 
   Args:
-    directory: of the checkpoint.
+    directory: directory of the checkpoint.
     manifest: its manifest.
-    parts: (array's name, index into it) of each; those of one array together.
+    parts: (name, index) pairs; parts of the same array follow each other.
 
   Raises:
-    DamagedError: a chunk is missing or not what was written.
+    DamagedError: a chunk is missing or has changed.
     CheckpointError: a file cannot be read.
   """
   for (name, _), result in _read(directory, manifest, parts):
@@ -207,7 +209,7 @@ def _read(
 ) -> Iterator[tuple[Part, np.ndarray | ValueError]]:
   import tensorstore as ts
 
-  name, opened = None, None
+  name, store = None, None
   pending: collections.deque[tuple[Part, Any, np.ndarray]] = collections.deque()
   in_flight = 0
 
@@ -218,23 +220,23 @@ def _read(
     try:
       future.result()
       return part, out
-    except ValueError as e:  # What tensorstore raises for any failed read.
+    except ValueError as e:  # tensorstore raises it for all failures.
       return part, e
 
   for part in parts:
     if name != part[0]:
       name = part[0]
-      # The manifest vouches for the metadata, so it is not read again.
-      opened = ts.open(
+      # The metadata is known from the manifest and not read again.
+      store = ts.open(
         manifest_lib.spec(directory, name, manifest.arrays[name]),
         open=True,
         assume_metadata=True,
         context=tensorstore_context(),
       ).result()
-    view = opened[part[1]]
+    view = store[part[1]]
     if view.rank:
       view = view[ts.d[:].translate_to[0]]
-    # numpy's memory has large pages; tensorstore's own costs twice the time.
+    # numpy's memory has large pages; tensorstore's own takes twice the time.
     out = np.empty(view.shape, view.dtype.numpy_dtype)
     while pending and in_flight + out.nbytes > _BYTES_IN_FLIGHT:
       yield finish()
@@ -245,11 +247,11 @@ def _read(
 
 
 def _kind(error: ValueError) -> type[CheckpointError]:
-  """DamagedError if the file is proven bad; else it may just be unreadable."""
-  bad = str(error).startswith(
+  """DamagedError if the file is certainly bad, not just unreadable."""
+  damaged = str(error).startswith(
     ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE")
   )
-  return DamagedError if bad else CheckpointError
+  return DamagedError if damaged else CheckpointError
 
 
 def _text(error: ValueError) -> str:
@@ -257,16 +259,16 @@ def _text(error: ValueError) -> str:
 
 
 def read_array(directory: str, manifest: Manifest, name: str) -> np.ndarray:
-  """The whole of one array, on the host."""
+  """Reads one whole array."""
   index = (slice(None),) * len(manifest.arrays[name].shape)
   return next(read(directory, manifest, [(name, index)]))
 
 
 def verify(directory: str) -> list[Problem]:
-  """Every problem of a checkpoint, each chunk read; [] if it is whole.
+  """Reads every chunk and returns all problems; [] for an intact checkpoint.
 
   Raises:
-    CheckpointError: something cannot be read, so nothing is known of it.
+    CheckpointError: something cannot be read, so its state is unknown.
   """
   try:
     manifest = folders.read_manifest(directory)
@@ -274,18 +276,18 @@ def verify(directory: str) -> list[Problem]:
     path = os.path.join(directory, manifest_lib.FILE)
     return [Problem("", path, str(e).removeprefix(f"{path}: "))]
   problems = inspect(directory, manifest)
-  known = {problem.path for problem in problems}
+  reported = {problem.path for problem in problems}
   linked = {problem.array for problem in problems if problem.what == _LINK}
-  parts, paths = [], []
+  parts, files = [], []
   for name, array in manifest.arrays.items():
-    if name in linked or os.path.join(directory, name) in known:
+    if name in linked or os.path.join(directory, name) in reported:
       continue
     for file, index in array.chunks():
       path = os.path.join(directory, name, file)
-      if path not in known:
+      if path not in reported:
         parts.append((name, index))
-        paths.append(path)
-  for path, (part, result) in zip(paths, _read(directory, manifest, parts)):
+        files.append(path)
+  for path, (part, result) in zip(files, _read(directory, manifest, parts)):
     if isinstance(result, ValueError):
       if _kind(result) is not DamagedError:
         raise CheckpointError(f"{directory}: {_text(result)}") from result

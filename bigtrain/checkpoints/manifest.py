@@ -1,22 +1,21 @@
-"""What a checkpoint says about itself: manifest.json, written last.
+"""The manifest of a checkpoint, manifest.json, and its layout in files.
 
-A checkpoint is a directory
+A checkpoint is a directory with a valid manifest:
 
   00000100/params/encoder/kernel/zarr.json   metadata of one array (zarr v3)
                                  c.0.1       one of its chunks
            ...
-           manifest.json
+           manifest.json                     written last
 
-and a directory without a valid manifest is no checkpoint. The manifest holds
-for each array its name, shape, dtype, sharding, and the number and the size of
-its files; the SHA-256 of each zarr.json; the state of the host side of the
-program; and a SHA-256 of itself. The chunks carry a crc32c each. So whatever
-is missing, cut, changed or of another run is found before it is used.
+The manifest holds the name, shape, dtype and sharding of each array, number and
+size of its files, the SHA-256 of its zarr.json; the host state; and a SHA-256
+of itself. Each chunk has a crc32c. So files that are missing, truncated,
+changed or of another run are detected before they are used.
 
-The arrays lie as jax.experimental.array_serialization lays them out for the
-same tensorstore spec, and it reads them.
+The layout is the one of jax.experimental.array_serialization for the same
+tensorstore spec, which can read the arrays.
 
-Nothing here needs jax: a laptop without it can look into a checkpoint.
+Nothing here needs jax, so checkpoints can be inspected on a laptop without it.
 """
 
 import dataclasses
@@ -30,6 +29,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from bigtrain.checkpoints.host_state import HostState
 from bigtrain.files import objects, paths
 
 FILE = "manifest.json"
@@ -37,8 +37,8 @@ METADATA_FILE = "zarr.json"
 FORMAT = "bigtrain-checkpoint"
 VERSION = 1
 
-# Large enough that a file costs little beside its bytes, small enough that
-# one big array is read and written by several threads at once.
+# Large enough that the cost of a file is small, and small enough that several
+# threads read or write one big array.
 CHUNK_BYTES = 64 * 2**20
 
 _CRC_BYTES = 4
@@ -56,11 +56,11 @@ class CheckpointError(Exception):
 
 
 class DamagedError(CheckpointError):
-  """A checkpoint that is not what was once written."""
+  """A checkpoint whose files are not as they were written."""
 
 
 def dtype_of(name: str) -> np.dtype:
-  """The numpy dtype of a manifest's name for it; ml_dtypes' included."""
+  """Returns the numpy or ml_dtypes dtype with a manifest's name for it."""
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -69,12 +69,12 @@ class Array:
   """One array of a checkpoint.
 
   Attributes:
-    shape: of the whole array.
-    dtype: its name, such as "bfloat16".
-    chunk_shape: of each of its files; the grid starts at the origin.
-    sharding: {"mesh": {axis: size}, "spec": [axes or None for each dim]} with
-      which it was saved, for the reader's information; None if unknown.
-    metadata_sha256: of its zarr.json; "" while it is being written.
+    shape: shape of the whole array.
+    dtype: name of the dtype, such as "bfloat16".
+    chunk_shape: shape of each file's part; the grid starts at the origin.
+    sharding: {"mesh": {axis: size}, "spec": [axes or None for each dim]} when
+      it was saved, for information only; None if unknown.
+    metadata_sha256: SHA-256 of its zarr.json; "" while it is being written.
   """
 
   shape: tuple[int, ...]
@@ -85,7 +85,7 @@ class Array:
 
   @property
   def num_bytes(self) -> int:
-    """Bytes of its values."""
+    """Size of the values in bytes."""
     return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
   @property
@@ -95,12 +95,12 @@ class Array:
 
   @property
   def chunk_bytes(self) -> int:
-    """Size of each chunk's file; those at the edges are padded to it."""
+    """Size of each chunk's file; chunks at the edges are padded to it."""
     itemsize = dtype_of(self.dtype).itemsize
     return math.prod(self.chunk_shape) * itemsize + _CRC_BYTES
 
   def chunks(self) -> Iterator[tuple[str, tuple[slice, ...]]]:
-    """(file relative to the array's directory, its part of the array)."""
+    """Yields (file relative to the array's directory, index of its part)."""
     for position in itertools.product(*map(range, self.grid)):
       index = tuple(
         slice(i * c, min((i + 1) * c, n))
@@ -114,25 +114,25 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-  """A checkpoint's description of itself.
+  """Description of a checkpoint.
 
   Attributes:
-    step: training steps done.
+    step: number of finished training steps.
     arrays: name -> Array.
-    host_state: what the program saved beside the arrays, as JSON has it.
-    config_digest: of the run's config.
-    writer: by what it was written, for the reader's information.
+    host_state: state of the host's side of the run.
+    config_digest: digest of the run's config.
+    writer: time, host and versions of the save, for information only.
   """
 
   step: int
   arrays: Mapping[str, Array]
-  host_state: dict[str, Any]
+  host_state: HostState
   config_digest: str = ""
   writer: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def num_bytes(self) -> int:
-    """Bytes of all arrays."""
+    """Size of all arrays in bytes."""
     return sum(a.num_bytes for a in self.arrays.values())
 
 
@@ -142,16 +142,19 @@ def describe(
   shard_shape: Sequence[int] | None = None,
   sharding: dict[str, Any] | None = None,
 ) -> Array:
-  """How an array will lie in files.
+  """Plans the chunks of an array.
 
-  A chunk never crosses the border of a shard, so processes never write the
-  same file; a shard beyond CHUNK_BYTES becomes several chunks.
+  A chunk never crosses the border of a shard, so no two processes write the
+  same file. A shard larger than CHUNK_BYTES becomes several chunks.
 
   Args:
-    shape: of the array.
-    dtype: of the array.
-    shard_shape: of each of its shards; the whole shape unless given.
+    shape: shape of the array.
+    dtype: dtype of the array.
+    shard_shape: shape of each shard; the whole array by default.
     sharding: see Array.
+
+  Raises:
+    CheckpointError: the dtype cannot be saved.
   """
   name = np.dtype(dtype).name
   if name not in _DTYPES:
@@ -164,7 +167,7 @@ def describe(
     if num_bytes <= CHUNK_BYTES or 0 in shape:
       break
     most = max(1, chunk[dim] * CHUNK_BYTES // num_bytes)
-    if n == shard_n:  # Not split: the last chunk may stick out.
+    if n == shard_n:  # Not sharded: the last chunk may exceed the array.
       chunk[dim] = -(-n // -(-n // most))
     else:
       chunk[dim] = _near_divisor(shard_n, most)
@@ -172,15 +175,15 @@ def describe(
 
 
 def _near_divisor(n: int, most: int) -> int:
-  """The largest divisor of n up to `most`; a larger one if that is tiny."""
-  below = next(d for d in range(most, 0, -1) if n % d == 0)
-  if 8 * below >= most:
-    return below
+  """The largest divisor of n up to `most`; the next larger if that is tiny."""
+  divisor = next(d for d in range(most, 0, -1) if n % d == 0)
+  if 8 * divisor >= most:
+    return divisor
   return next(d for d in range(most, n + 1) if n % d == 0)
 
 
 def spec(directory: str, name: str, array: Array) -> dict[str, Any]:
-  """The tensorstore spec of one array, to write and to read it strictly."""
+  """Returns the tensorstore spec of one array, for reads and writes."""
   return {
     "driver": "zarr3",
     "kvstore": (
@@ -188,8 +191,8 @@ def spec(directory: str, name: str, array: Array) -> dict[str, Any]:
       if paths.is_remote(directory)
       else {"driver": "file", "path": f"{directory}/{name}/"}
     ),
-    # A chunk of zeros is written, and one that is not there is an error:
-    # by default both would read as zeros.
+    # Chunks of zeros are written, and missing chunks are errors. By default
+    # both would read as zeros.
     "store_data_equal_to_fill_value": True,
     "fill_missing_data_reads": False,
     "metadata": {
@@ -199,7 +202,8 @@ def spec(directory: str, name: str, array: Array) -> dict[str, Any]:
         "name": "regular",
         "configuration": {"chunk_shape": array.chunk_shape},
       },
-      # Chunks lie in the array's own directory: fewer names to put on disk.
+      # Chunks lie in the array's own directory, so fewer directories are
+      # synced.
       "chunk_key_encoding": {
         "name": "default",
         "configuration": {"separator": "."},
@@ -215,10 +219,10 @@ def spec(directory: str, name: str, array: Array) -> dict[str, Any]:
 
 
 def check_names(names: Iterable[str]) -> None:
-  """Raises CheckpointError for a name that is no place inside of a checkpoint.
+  """Raises CheckpointError for names that are not safe as paths.
 
-  Names become paths, so one with "..", an empty part or a leading slash would
-  lead elsewhere, and one below another would mix two arrays' files.
+  A name with "..", an empty part or a leading slash would lead out of the
+  checkpoint; a name below another would mix the files of two arrays.
   """
   seen: set[str] = set()
   for name in names:
@@ -231,20 +235,20 @@ def check_names(names: Iterable[str]) -> None:
     ):
       raise CheckpointError(f"array name {name!r}: not allowed as a path.")
     if name in seen:
-      raise CheckpointError(f"array name {name!r}: two arrays have it.")
+      raise CheckpointError(f"array name {name!r}: used by two arrays.")
     seen.add(name)
   for name in seen:
     parts = name.split("/")
     for i in range(1, len(parts)):
-      above = "/".join(parts[:i])
-      if above in seen:
+      parent = "/".join(parts[:i])
+      if parent in seen:
         raise CheckpointError(
-          f"array name {name!r}: {above!r} is an array already."
+          f"array name {name!r}: {parent!r} is an array already."
         )
 
 
 def to_json(manifest: Manifest) -> str:
-  """The manifest's file, with the digest of all the rest in it."""
+  """Returns the text of the manifest's file, which includes its digest."""
   content: dict[str, Any] = {
     "format": FORMAT,
     "version": VERSION,
@@ -264,10 +268,10 @@ def to_json(manifest: Manifest) -> str:
       }
       for name, array in manifest.arrays.items()
     },
-    "host_state": manifest.host_state,
+    "host_state": manifest.host_state.to_json(),
   }
   content["sha256"] = _digest(content)
-  # One line an array: people read this file too.
+  # One line for each array, for people who read the file.
   arrays = ",\n".join(
     f"  {json.dumps(name)}: {json.dumps(array)}"
     for name, array in content["arrays"].items()
@@ -288,18 +292,19 @@ def from_json(text: bytes | str, where: str) -> Manifest:
     where: its path, for messages.
 
   Raises:
-    DamagedError: not JSON, a wrong digest, a name that leads elsewhere.
-    CheckpointError: written by a newer version of the format.
+    DamagedError: it is not JSON, its digest does not match, or a name is not
+      safe as a path.
+    CheckpointError: it has another version of the format.
   """
   try:
     content = json.loads(text)
-    stated = content.pop("sha256")
+    digest = content.pop("sha256")
     is_ours = content["format"] == FORMAT
     version = content["version"]
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     raise DamagedError(f"{where}: damaged: {type(e).__name__}: {e}") from e
-  if not is_ours or stated != _digest(content):
-    raise DamagedError(f"{where}: damaged: its digest does not fit.")
+  if not is_ours or digest != _digest(content):
+    raise DamagedError(f"{where}: damaged: its digest does not match.")
   if version != VERSION:
     raise CheckpointError(
       f"{where}: format version {version}; this program reads {VERSION}."
@@ -321,7 +326,7 @@ def from_json(text: bytes | str, where: str) -> Manifest:
     return Manifest(
       step=content["step"],
       arrays=arrays,
-      host_state=content["host_state"],
+      host_state=HostState.from_json(content["host_state"]),
       config_digest=content["config_digest"],
       writer=content["writer"],
     )
@@ -330,7 +335,7 @@ def from_json(text: bytes | str, where: str) -> Manifest:
 
 
 def _check_array(name: str, array: Array) -> None:
-  """Raises CheckpointError for what no array can be."""
+  """Raises CheckpointError for shapes or dtypes that are not valid."""
   sizes = [*array.shape, *array.chunk_shape]
   if (
     array.dtype not in _DTYPES

@@ -1,10 +1,9 @@
-"""Files that parameters come from: .npz, .safetensors, checkpoints.
+"""Files to load parameters from: .npz, .safetensors, checkpoints.
 
-Arrays of .safetensors are mapped into memory, and read where they are used.
-
-A file that holds more than parameters, such as a train state, is read only in
-the tree that `prefix` names, and in the mutable collections of a model that has
-some. Nothing pickled is ever read: it would run code.
+If a file holds more than parameters, such as a train state, only the tree named
+by `prefix` is read, and the mutable collections that the model has. Arrays of
+.safetensors files are memory-mapped and read where they are used. Pickled
+objects are never loaded, because that would run code.
 """
 
 import os
@@ -18,17 +17,14 @@ import numpy as np
 
 from bigtrain.checkpoints import folders, integrity, safetensors_files
 from bigtrain.checkpoints import manifest as manifest_lib
-from bigtrain.checkpoints.manifest import (
-  CheckpointError,
-  DamagedError,
-  Manifest,
-)
+from bigtrain.checkpoints.manifest import DamagedError, Manifest
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
 
-# Where parameters lie in files of whole train states.
+# Trees of the parameters in files of whole train states.
 _PREFIXES = ("params", "opt/target")
-# Where mutable collections lie there; elsewhere they are beside "params".
+# Tree of the mutable collections in our checkpoints; in other files they lie
+# beside "params".
 _MUTABLE = "mutable/"
 
 
@@ -36,10 +32,10 @@ class File(NamedTuple):
   """Arrays that can be read.
 
   Attributes:
-    specs: name, without the prefix -> jax.ShapeDtypeStruct.
+    specs: name without the prefix -> jax.ShapeDtypeStruct.
     read: names -> arrays by name.
-    checkpoint: (directory, manifest, {name: full name}) if it is one of this
-      program's.
+    checkpoint: (directory, manifest, {name: full name}) for checkpoints of this
+      program.
   """
 
   specs: dict[str, jax.ShapeDtypeStruct]
@@ -58,30 +54,32 @@ def open_file(
   """Opens a file or checkpoint.
 
   Args:
-    path: ends with .npz or .safetensors; or a published model's folder with
-      such files; or a checkpoint, or a workdir.
-    step: of a workdir's checkpoint; the newest unless given.
-    prefix: the tree to read, such as "ema"; unless given, "params" if there is
-      such a tree, else everything.
+    path: an .npz or .safetensors file, the folder of a published model with
+      .safetensors files, a checkpoint, or a workdir.
+    step: step of the workdir's checkpoint; the newest by default.
+    prefix: tree to read, such as "ema"; by default "params" if there is such a
+      tree, else everything.
     key: config key, for messages.
-    collections: mutable collections to read as well, such as "batch_stats";
-      their names begin with that, wherever in the file they are.
+    collections: mutable collections to read too, such as "batch_stats"; their
+      names begin with it, wherever they are in the file.
 
   Raises:
-    ConfigError: it is not there, or not such a file.
+    ConfigError: the file does not exist or is not valid.
     CheckpointError: a checkpoint that is damaged or cannot be read.
   """
-  path = os.path.expanduser(path)
+  path = paths.absolute(path)
   published = safetensors_files.is_folder(path)
   if not path.endswith((".npz", ".safetensors")) and not published:
-    directory = find_checkpoint(path, step, key)
+    directory = folders.find_named(path, step, key)
     return _open_checkpoint(directory, prefix, collections, key)
   if step is not None:
-    raise ConfigError(f"{key}.step: {path} holds one state only.")
+    raise ConfigError(
+      f"{key}.step={step}: {path} holds one state only; remove the key."
+    )
   if paths.is_remote(path):
     raise ConfigError(
-      f"{key}: {path}: copy it to a folder; of what is in object stores, "
-      "checkpoints are read."
+      f"{key}: {path}: only checkpoints are read from object stores; copy the "
+      "file to a local folder."
     )
   if not os.path.lexists(path):
     raise ConfigError(f"{key}: no such file: {path}.")
@@ -94,80 +92,29 @@ def open_file(
   return File(specs, lambda names: {name: arrays[name] for name in names})
 
 
-def find_checkpoint(path: str, step: int | None, key: str) -> str:
-  """The directory of a checkpoint that a config names.
-
-  Raises:
-    ConfigError: there is none.
-    DamagedError: it is damaged.
-  """
-  path = os.path.expanduser(path)
-  try:
-    if not paths.exists(path):
-      raise CheckpointError(f"no such file or directory: {path}.")
-    return folders.find(path, step)
-  except DamagedError:
-    raise
-  except CheckpointError as e:
-    raise ConfigError(f"{key}: {e}") from e
-
-
 def _open_checkpoint(
   directory: str, prefix: str | None, collections: Sequence[str], key: str
 ) -> File:
   manifest = folders.read_manifest(directory)
-  places = _places(manifest.arrays, prefix, collections, key)
+  full_names = _full_names(manifest.arrays, prefix, collections, key)
   specs = {}
-  for name, full in places.items():
-    array = manifest.arrays[full]
+  for name, full_name in full_names.items():
+    array = manifest.arrays[full_name]
     dtype = manifest_lib.dtype_of(array.dtype)
     specs[name] = jax.ShapeDtypeStruct(array.shape, dtype)
 
   def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-    full = [places[name] for name in names]
-    problems = integrity.inspect(directory, manifest, full)
+    stored = [full_names[name] for name in names]
+    problems = integrity.inspect(directory, manifest, stored)
     if problems:
       raise DamagedError(f"{directory}: damaged: {problems[0]}.")
     parts = [
-      (name, (slice(None),) * len(manifest.arrays[name].shape)) for name in full
+      (name, (slice(None),) * len(manifest.arrays[name].shape))
+      for name in stored
     ]
     return dict(zip(names, integrity.read(directory, manifest, parts)))
 
-  return File(specs, read, (directory, manifest, places))
-
-
-def _places(
-  names: Iterable[str],
-  prefix: str | None,
-  collections: Sequence[str],
-  key: str,
-) -> dict[str, str]:
-  """{name: full name} of the parameters and of the collections in a file."""
-  names = list(names)
-  found = _find_prefix(names, prefix, key)
-  places = {}
-  for full in names:
-    beside = full.removeprefix(_MUTABLE)
-    if beside.split("/")[0] in collections:
-      places[beside] = full
-    elif full.startswith(found):
-      places[full.removeprefix(found)] = full
-  return places
-
-
-def _find_prefix(names: Iterable[str], prefix: str | None, key: str) -> str:
-  """The tree that the parameters are in, with its slash; "" for none."""
-  names = list(names)
-  if prefix is None:
-    there = [p for p in _PREFIXES if any(n.startswith(p + "/") for n in names)]
-    return there[0] + "/" if there else ""
-  if not prefix:
-    return ""
-  found = prefix.strip("/") + "/"
-  if not any(name.startswith(found) for name in names):
-    hint = did_you_mean(prefix, {name.split("/")[0] for name in names})
-    raise ConfigError(f"{key}.prefix: {prefix!r} is not there.{hint}")
-  return found
+  return File(specs, read, (directory, manifest, full_names))
 
 
 def _load_npz(
@@ -178,16 +125,16 @@ def _load_npz(
     raise ConfigError(f"{key}: {path}: expected an .npz with named arrays.")
   arrays = {}
   with opened:
-    places = _places(opened.files, prefix, collections, key)
-    for name, full in places.items():
+    full_names = _full_names(opened.files, prefix, collections, key)
+    for name, full_name in full_names.items():
       try:
-        array = opened[full]
+        array = opened[full_name]
       except ValueError as e:
         raise ConfigError(
-          f"{key}: {path}: array {full!r} is refused: {e}; pickled objects may "
-          "run code."
+          f"{key}: {path}: array {full_name!r} is refused: {e}; pickled "
+          "objects may run code."
         ) from e
-      if array.dtype == np.dtype("V2"):  # A bfloat16, as numpy stores it.
+      if array.dtype == np.dtype("V2"):  # How numpy stores bfloat16.
         array = array.view(ml_dtypes.bfloat16)
       arrays[name] = array
   return arrays
@@ -197,5 +144,40 @@ def _load_safetensors(
   path: str, prefix: str | None, collections: Sequence[str], key: str
 ) -> dict[str, Any]:
   arrays = safetensors_files.read(path)
-  places = _places(arrays, prefix, collections, key)
-  return {name: arrays[full] for name, full in places.items()}
+  full_names = _full_names(arrays, prefix, collections, key)
+  return {name: arrays[full_name] for name, full_name in full_names.items()}
+
+
+def _full_names(
+  names: Iterable[str],
+  prefix: str | None,
+  collections: Sequence[str],
+  key: str,
+) -> dict[str, str]:
+  """{name: name in the file} of the parameters and mutable collections."""
+  names = list(names)
+  tree = _find_tree(names, prefix, key)
+  full_names = {}
+  for full_name in names:
+    short_name = full_name.removeprefix(_MUTABLE)
+    if short_name.split("/")[0] in collections:
+      full_names[short_name] = full_name
+    elif full_name.startswith(tree):
+      full_names[full_name.removeprefix(tree)] = full_name
+  return full_names
+
+
+def _find_tree(names: Sequence[str], prefix: str | None, key: str) -> str:
+  """The prefix of the parameters' names, with its slash; "" for none."""
+  if prefix is None:
+    for tree in _PREFIXES:
+      if any(name.startswith(tree + "/") for name in names):
+        return tree + "/"
+    return ""
+  if not prefix:
+    return ""
+  tree = prefix.strip("/") + "/"
+  if not any(name.startswith(tree) for name in names):
+    hint = did_you_mean(prefix, {name.split("/")[0] for name in names})
+    raise ConfigError(f"{key}.prefix={prefix!r}: no such tree.{hint}")
+  return tree

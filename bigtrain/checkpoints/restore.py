@@ -1,4 +1,8 @@
-"""Restores checkpoints under any mesh, and decides what a run resumes from."""
+"""Restores checkpoints under any mesh.
+
+`resume` picks the newest valid checkpoint of a workdir, `restore` loads a whole
+checkpoint, and `load` loads some of its arrays.
+"""
 
 import collections
 import logging
@@ -9,137 +13,138 @@ from typing import Any, NamedTuple
 import jax
 
 from bigtrain import trees
-from bigtrain.checkpoints import folders, integrity
+from bigtrain.checkpoints import commit, folders, integrity
 from bigtrain.checkpoints import manifest as manifest_lib
+from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.manifest import (
   CheckpointError,
   DamagedError,
   Manifest,
 )
-from bigtrain.cluster import peers as peers_lib
 from bigtrain.settings import ConfigError
 
-# An array up to this size is read in one go and then cut up for the devices.
+# An array up to this size is read at once and then cut up for the devices.
 _WHOLE_BYTES = 2**30
 
 
 class MismatchError(ConfigError):
-  """A checkpoint of another model, optimizer or dtype than the config's."""
+  """A checkpoint whose model, optimizer or dtype is not the config's."""
 
 
 def resume(
   workdir: str, like: Any, *, fallback: bool = False
 ) -> tuple[Any, Manifest] | None:
-  """The state to go on from, or None if the workdir has no checkpoint.
+  """Restores the newest checkpoint of a workdir; None if it has none.
 
-  Called on all processes, by the only job in the workdir. Remains of
-  interrupted saves are removed first.
+  Called on all processes, by the only job in the workdir. Removes the remains
+  of interrupted saves first.
 
   Args:
-    workdir: of the run.
+    workdir: folder of the run.
     like: see `restore`.
-    fallback: if the newest checkpoint is damaged, the one before it is used.
+    fallback: whether to use the previous checkpoint if the newest is damaged.
 
   Raises:
-    CheckpointError: the newest checkpoint is damaged or unreadable, on
-      whatever process; or all of them are damaged.
+    CheckpointError: on any process, the newest checkpoint is damaged or
+      unreadable; with `fallback`, all are damaged.
     MismatchError: see `restore`.
   """
   peers = peers_lib.Peers()
-  cleaning = ""
+  cleaning_error = ""
   if peers.index == 0:
     try:
-      folders.clean(workdir)
+      commit.clean(workdir)
     except CheckpointError as e:
-      cleaning = str(e)
-  for message in peers.share(cleaning):
+      cleaning_error = str(e)
+  for message in peers.share(cleaning_error):
     if message:
       raise CheckpointError(message)
-  there = folders.listing(workdir).checkpoints
-  damaged = ""
-  for step in sorted(there, reverse=True):
-    found, failure = None, ("", "")
+  directories = folders.listing(workdir).checkpoints
+  first_damage = ""
+  for step in sorted(directories, reverse=True):
+    restored, failure = None, ("", "")
     try:
-      found = restore(there[step], like)
+      restored = restore(directories[step], like)
     except (CheckpointError, MismatchError) as e:
       failure = (type(e).__name__, str(e))
     failures = [f for f in peers.share(failure) if f[0]]
     if not failures:
-      return found
+      return restored
     kind, message = failures[0]
     if kind != DamagedError.__name__:
       mismatch = kind == MismatchError.__name__
       raise (MismatchError if mismatch else CheckpointError)(message)
     logging.error("%s", message)
-    damaged = damaged or message
+    first_damage = first_damage or message
     if not fallback:
       break
-  if not damaged:
+  if not first_damage:
     return None
-  if fallback or len(there) == 1:
+  if fallback or len(directories) == 1:
     advice = (
-      "No other checkpoint here is whole, and training does not start over by "
-      "itself: use another --workdir for that."
+      "This workdir has no other valid checkpoint, and training never starts "
+      "over by itself: use another --workdir for that."
     )
   else:
     advice = (
-      f"There are {len(there) - 1} older ones: config.ckpt_fallback=True "
-      "resumes from the newest that is whole."
+      f"There are {len(directories) - 1} older ones: "
+      "config.ckpt_fallback=True resumes from the newest valid one."
     )
-  raise DamagedError(f"{damaged} {advice}")
+  raise DamagedError(f"{first_damage} {advice}")
 
 
 def restore(
   path: str, like: Any, step: int | None = None
 ) -> tuple[Any, Manifest]:
-  """Loads a checkpoint onto devices, however it lay on them when saved.
+  """Loads a checkpoint onto devices, whatever its sharding when saved.
 
   Args:
     path: a checkpoint, or a workdir.
-    like: tree of jax.ShapeDtypeStruct with a sharding each: exactly what the
-      checkpoint must hold. Without a sharding: on this process's first device.
-    step: which checkpoint of the workdir; the newest unless given.
+    like: tree of jax.ShapeDtypeStruct with shardings: exactly the arrays that
+      the checkpoint must hold. Without a sharding, an array goes to this
+      process's first device.
+    step: step in the workdir; the newest by default.
 
   Returns:
     (tree of jax.Arrays, the manifest).
 
   Raises:
     MismatchError: names, shapes or dtypes differ; all differences are listed.
-    DamagedError: a file is missing, cut or changed.
-    CheckpointError: there is no such checkpoint, or it cannot be read.
+    DamagedError: a file is missing, truncated or changed.
+    CheckpointError: the checkpoint does not exist or cannot be read.
   """
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
-  wanted = dict(trees.flatten_with_names(like))
-  check_fits(directory, manifest, wanted)
-  arrays = load(directory, manifest, {name: name for name in wanted}, wanted)
+  specs = dict(trees.flatten_with_names(like))
+  check_fits(directory, manifest, specs)
+  arrays = load(directory, manifest, {name: name for name in specs}, specs)
   return trees.map_with_names(lambda name, _: arrays[name], like), manifest
 
 
 def check_fits(
-  directory: str, manifest: Manifest, wanted: Mapping[str, Any]
+  directory: str, manifest: Manifest, specs: Mapping[str, Any]
 ) -> None:
-  """Raises MismatchError with every difference of names, shapes, dtypes."""
-  have = manifest.arrays
+  """Raises MismatchError with all differences of names, shapes and dtypes."""
+  saved = manifest.arrays
   lines = []
-  for name, spec in wanted.items():
+  for name, spec in specs.items():
     expected = manifest_lib.describe(spec.shape, spec.dtype)
-    if name not in have:
+    if name not in saved:
       lines.append(f"missing: {name}: expected {expected}, found nothing")
-    elif have[name].shape != expected.shape:
-      lines.append(f"shape: {name}: expected {expected}, found {have[name]}")
-    elif have[name].dtype != expected.dtype:
-      lines.append(f"dtype: {name}: expected {expected}, found {have[name]}")
-  for name in have:
-    if name not in wanted:
-      lines.append(f"extra: {name}: expected nothing, found {have[name]}")
+    elif saved[name].shape != expected.shape:
+      lines.append(f"shape: {name}: expected {expected}, found {saved[name]}")
+    elif saved[name].dtype != expected.dtype:
+      lines.append(f"dtype: {name}: expected {expected}, found {saved[name]}")
+  for name in saved:
+    if name not in specs:
+      lines.append(f"extra: {name}: expected nothing, found {saved[name]}")
   if lines:
     kinds = collections.Counter(line.split(":")[0] for line in lines)
     total = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     raise MismatchError(
-      "\n".join(lines) + f"\n{directory}: of another model or optimizer than "
-      f"the config's: {total} (listed above). Use another --workdir, or "
-      "config.model_init for its parameters alone."
+      "\n".join(lines) + f"\n{directory}: its model or optimizer is not the "
+      f"config's: {total} (listed above). Use another --workdir, or "
+      "config.model_init to load the parameters only."
     )
 
 
@@ -151,18 +156,18 @@ def load(
 ) -> dict[str, jax.Array]:
   """Loads arrays of a checkpoint under new names.
 
-  Each part is read once on this process, whatever number of its devices want
-  it, and nothing else is read. (jax's own run_deserialization reads a part
-  once for each device, and caches up to 10 GB.)
+  This process reads each part once, even if several of its devices need it, and
+  reads nothing else. (jax's run_deserialization reads a part once for each
+  device, and caches up to 10 GB.)
 
   Args:
-    directory: of the checkpoint.
+    directory: directory of the checkpoint.
     manifest: its manifest.
     sources: new name -> name in the checkpoint.
     like: new name -> jax.ShapeDtypeStruct of the same shape and dtype.
 
   Raises:
-    DamagedError: a file is missing, cut or changed.
+    DamagedError: a file is missing, truncated or changed.
     CheckpointError: a file cannot be read.
   """
   problems = integrity.inspect(directory, manifest, sources.values())
@@ -191,11 +196,11 @@ def load(
 
 
 class _Read(NamedTuple):
-  """A part of an array to read, and what each device gets of it.
+  """A part of an array to read, and each device's share of it.
 
   Attributes:
-    place: of the part.
-    cuts: (index into the part, device) pairs.
+    place: index of the part in the array.
+    cuts: (index in the part, device) pairs.
   """
 
   place: tuple[slice, ...]
@@ -210,10 +215,10 @@ def _sharding(spec: Any) -> Any:
 
 
 def _reads(spec: Any) -> list[_Read]:
-  """What this process has to read of an array for its devices.
+  """The parts of an array that this process reads for its devices.
 
-  All in one go if its devices' parts fill a box: the parts may have been
-  saved into common files, each of which would otherwise be read many times.
+  It is a single part if the devices' shares fill a box: shares that were saved
+  into the same file would otherwise read that file several times.
   """
   shape = tuple(spec.shape)
   devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}

@@ -1,9 +1,9 @@
-"""Reads and writes .safetensors, which hold arrays as plain bytes.
+"""Reads and writes .safetensors files, which hold arrays as plain bytes.
 
-A file is eight bytes, the length of the header; the header, JSON with dtype,
-shape and place of each array; and the arrays, one after the other. So reading
-is mapping the file into memory: nothing is copied until it is used, and of an
-array that is split over devices each process reads its own part.
+A file consists of the header's length (8 bytes), the header (JSON with dtype,
+shape and offsets of each array) and the arrays. Files are memory-mapped:
+nothing is copied before it is used, and each process reads only its own part
+of an array that is split over devices.
 """
 
 import json
@@ -34,7 +34,7 @@ DTYPES = {
 }
 _NAMES = {theirs: ours for ours, theirs in DTYPES.items()}
 
-# Published models are a folder with one of these; the index, of several files.
+# The folder of a published model has a single file, or several and an index.
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -47,17 +47,17 @@ def is_folder(path: str) -> bool:
 
 
 def read(path: str) -> dict[str, np.ndarray]:
-  """All arrays of a file, or of a published model's folder, not yet read.
+  """Maps all arrays of a file, or of a published model's folder.
 
   Args:
-    path: of a .safetensors file, or of a folder where `is_folder`.
+    path: a .safetensors file, or a folder for which `is_folder` is true.
 
   Returns:
-    {name: read-only array that is mapped into memory}.
+    {name: read-only memory-mapped array}.
 
   Raises:
-    ValueError: it is no such file, or cut short.
-    OSError: it cannot be read.
+    ValueError: not a .safetensors file, or truncated.
+    OSError: a file cannot be read.
   """
   if not os.path.isdir(path):
     return _read_file(path)
@@ -81,7 +81,7 @@ def _read_file(path: str) -> dict[str, np.ndarray]:
     start = f.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
     if length > min(size - 8, _LARGEST_HEADER):
-      raise ValueError("it is no .safetensors file, or cut short")
+      raise ValueError("not a .safetensors file, or truncated")
     header = json.loads(f.read(length))
   begin = 8 + length
   data = (
@@ -98,12 +98,12 @@ def _read_file(path: str) -> dict[str, np.ndarray]:
       count = int(np.prod(entry["shape"], dtype=np.int64))
       first, last = entry["data_offsets"]
     except (KeyError, TypeError) as e:
-      raise ValueError(f"{name}: cannot read what it is: {entry}") from e
+      raise ValueError(f"{name}: header entry is not valid: {entry}") from e
     if last - first != count * dtype.itemsize or not 0 <= first <= last:
-      raise ValueError(f"{name}: its place does not fit its shape")
+      raise ValueError(f"{name}: its offsets do not fit its shape")
     if last > len(data):
-      raise ValueError(f"{name}: the file is cut short")
-    # A view by hand: a slice of a memmap keeps costly bookkeeping.
+      raise ValueError(f"{name}: the file is truncated")
+    # Not a slice of the memmap, which would be slow to create.
     array = np.ndarray(entry["shape"], dtype, data, first)
     array.flags.writeable = False
     arrays[name] = array
@@ -120,22 +120,22 @@ def write(
   arrays: Iterable[np.ndarray],
   metadata: Mapping[str, str],
 ) -> None:
-  """Writes one file, an array at a time.
+  """Writes one file, one array at a time.
 
   Args:
-    path: of the file.
-    specs: {name: (shape, name of the dtype)}, in the order of the arrays.
-    arrays: their values.
+    path: path of the file.
+    specs: {name: (shape, name of the dtype)}, in the order of `arrays`.
+    arrays: values of the arrays.
     metadata: strings for the header.
 
   Raises:
-    ValueError: a dtype that the format lacks.
+    ValueError: the format has no such dtype.
   """
   header: dict[str, Any] = {"__metadata__": dict(metadata)}
   end = 0
   for name, (shape, dtype) in specs.items():
     if dtype not in DTYPES:
-      raise ValueError(f"{name}: safetensors have no dtype {dtype}")
+      raise ValueError(f"{name}: safetensors files have no dtype {dtype}")
     size = int(np.prod(shape, dtype=np.int64)) * _dtype(dtype).itemsize
     header[name] = {
       "dtype": DTYPES[dtype],

@@ -1,7 +1,7 @@
-"""Copies of device arrays in host memory, as quick as they can be made.
+"""Copies device arrays to host memory as fast as possible.
 
-A save keeps the training loop only for this copy. It must be a copy: the next
-step overwrites the state's buffers.
+A save stalls the training loop only for this copy, which is needed because the
+next step overwrites the state's buffers.
 """
 
 import concurrent.futures
@@ -16,8 +16,8 @@ import numpy as np
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import Array, CheckpointError
 
-# Shards below the first size share a file of up to the second, if the same
-# process writes them: a file costs as much as a megabyte or two.
+# Shards smaller than the first size share a file of up to the second if the
+# same process writes them: a file costs as much as one or two megabytes.
 _SMALL_SHARD_BYTES = 2 * 2**20
 _SHARED_FILE_BYTES = 16 * 2**20
 
@@ -29,9 +29,9 @@ class Piece(NamedTuple):
   """A part of an array in host memory.
 
   Attributes:
-    name: of the array.
-    place: of the part in it, with explicit starts and stops.
-    data: its values: a numpy array, or a jax array in pinned host memory.
+    name: name of the array.
+    place: index of the part in the array, with explicit starts and stops.
+    data: values: a numpy array, or a jax array in pinned host memory.
   """
 
   name: str
@@ -40,14 +40,14 @@ class Piece(NamedTuple):
 
 
 class _Plan(NamedTuple):
-  """What holds for all snapshots of the same tree on this process.
+  """The part of a snapshot that depends only on the tree's specs.
 
   Attributes:
-    key: of the tree.
-    arrays: name -> how it lies in files.
-    sources: (position in the tree, number of the addressable shard) of each
-      part that this process writes; a numpy array counts as one shard.
-    pieces: these parts, without their data.
+    key: names, shapes, dtypes and shardings of the tree.
+    arrays: name -> layout in files.
+    sources: (position in the tree, number of the addressable shard) for each
+      part that this process writes; a numpy array is one shard.
+    pieces: the same parts, without data.
   """
 
   key: Any
@@ -57,11 +57,11 @@ class _Plan(NamedTuple):
 
 
 class Snapshots:
-  """Takes copies of a tree's arrays, one at a time.
+  """Copies the arrays of a tree; each call overwrites the copies before.
 
-  On CPU devices the copy goes into memory that is kept: fresh memory costs
-  several times what copying into it costs. On accelerators it goes to pinned
-  host memory, which jax keeps.
+  On CPU devices the copies go into memory that is reused, because allocating
+  takes several times as long as copying. On accelerators they go to pinned host
+  memory, which jax reuses.
   """
 
   def __init__(self) -> None:
@@ -74,15 +74,13 @@ class Snapshots:
   def take(
     self, named: Sequence[tuple[str, Any]]
   ) -> tuple[list[Piece], dict[str, Array]]:
-    """Copies what this process has to write: each shard of the job once.
-
-    The copies of the call before are overwritten.
+    """Copies the shards that this process writes; each has one writer.
 
     Args:
-      named: (name, array) pairs; a numpy array counts as held by process 0.
+      named: (name, array) pairs; numpy arrays belong to process 0.
 
     Returns:
-      (this process's shards, how all arrays will lie in files).
+      (shards of this process, {name: layout in files} of all arrays).
 
     Raises:
       CheckpointError: a name or a dtype that cannot be saved.
@@ -106,51 +104,51 @@ class Snapshots:
     return pieces, self._plan.arrays
 
   def _copy_on_cpu(self, shards: list[Any]) -> list[np.ndarray]:
-    # Views. While they live, the buffers cannot be donated: they are local.
+    # Views, which are local because they block donation of the buffers.
     sources = [np.asarray(x) for x in shards]
     if not self._copies:
       self._copies = _allocate(sources)
     tasks: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]
     size = 0
     for source, copy in zip(sources, self._copies):
-      # Not by elements: numpy copies bytes without holding its lock.
-      flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-      to = copy.reshape(-1).view(np.uint8)
-      for at in range(0, flat.size, _SEGMENT_BYTES):
-        part = slice(at, at + _SEGMENT_BYTES)
-        tasks[-1].append((to[part], flat[part]))
-        size += min(_SEGMENT_BYTES, flat.size - at)
+      # As bytes, which numpy copies without holding the interpreter's lock.
+      source_bytes = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+      copy_bytes = copy.reshape(-1).view(np.uint8)
+      for start in range(0, source_bytes.size, _SEGMENT_BYTES):
+        part = slice(start, start + _SEGMENT_BYTES)
+        tasks[-1].append((copy_bytes[part], source_bytes[part]))
+        size += min(_SEGMENT_BYTES, source_bytes.size - start)
         if size >= _SEGMENT_BYTES:
           tasks.append([])
           size = 0
 
     def copy_all(task: list[tuple[np.ndarray, np.ndarray]]) -> None:
-      for to, from_ in task:
-        np.copyto(to, from_)
+      for target, segment in task:
+        np.copyto(target, segment)
 
     list(self._pool.map(copy_all, tasks))
     return self._copies
 
   def close(self) -> None:
-    """Gives the memory back."""
+    """Releases the memory."""
     self._pool.shutdown()
     self._copies = []
 
 
 def _allocate(sources: list[np.ndarray]) -> list[np.ndarray]:
-  """Arrays like these, in one piece of memory."""
+  """Returns empty arrays like these, in one block of memory."""
   starts = [0]
   for x in sources:
     starts.append(starts[-1] + -(-x.nbytes // _ALIGN) * _ALIGN)
   memory = np.empty(starts[-1], np.uint8)
   return [
-    memory[at : at + x.nbytes].view(x.dtype).reshape(x.shape)
-    for x, at in zip(sources, starts)
+    memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    for x, start in zip(sources, starts)
   ]
 
 
 def _copy_to_pinned(shards: list[Any]) -> list[Any]:
-  """Copies by the devices' own engines, into memory that they can reach."""
+  """Copies with the devices' DMA engines, into pinned host memory."""
   arrays = [x for x in shards if isinstance(x, jax.Array)]
   devices = [next(iter(x.devices())) for x in arrays]
   kinds = {m.kind for d in devices for m in d.addressable_memories()}
@@ -169,10 +167,10 @@ def _copy_to_pinned(shards: list[Any]) -> list[Any]:
 
 
 def _shard(x: Any, number: int) -> Any:
-  """An addressable shard's data, without the cost of a jax Shard object."""
+  """Returns an addressable shard's data without making a jax Shard object."""
   if not isinstance(x, jax.Array):
     return x
-  if number and x.is_fully_replicated:  # addressable_data gives the first.
+  if number and x.is_fully_replicated:  # addressable_data returns shard 0.
     return x.addressable_shards[number].data
   return x.addressable_data(number)
 
@@ -194,14 +192,14 @@ def _explicit(
 
 
 def _make_plan(key: Any, named: Sequence[tuple[str, Any]]) -> _Plan:
-  """Which process writes what, and how each array lies in files.
+  """Decides which process writes which shard, and the layout in files.
 
-  The bytes are spread over all devices that hold them, so that many links
-  carry them to the host and many hosts write. Every process computes the same.
+  The load is balanced over the devices, so that all links to the host and all
+  hosts are used. Every process computes the same plan.
   """
   _check(named)
   load: dict[Any, int] = {}
-  chosen, arrays = {}, {}
+  chosen, arrays = {}, {}  # Name -> replica to save; name -> layout.
   for name, x in sorted(named, key=lambda pair: -pair[1].nbytes):
     if not isinstance(x, jax.Array):
       arrays[name] = manifest_lib.describe(x.shape, x.dtype)
@@ -234,39 +232,39 @@ def _check(named: Sequence[tuple[str, Any]]) -> None:
   manifest_lib.check_names(name for name, _ in named)
   for name, x in named:
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
-      raise CheckpointError(f"array name {name!r}: {type(x)} is no array.")
+      raise CheckpointError(f"array name {name!r}: {type(x)} is not an array.")
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
       raise CheckpointError(
-        f"array name {name!r}: dtype {x.dtype} cannot be saved; random keys "
-        "are made from the seed and the step."
+        f"array name {name!r}: dtype {x.dtype} cannot be saved; make random "
+        "keys from the seed and the step instead."
       )
 
 
 def _replicas(x: jax.Array) -> list[list[tuple[tuple[slice, ...], Any]]]:
-  """The (index, device) pairs of each replica, numbered as jax does.
+  """Returns the (index, device) pairs of each replica, in jax's numbering.
 
   jax numbers the devices that hold the same part by their order in the
   sharding.
   """
-  seen: dict[Any, int] = {}
-  found: list[list[tuple[tuple[slice, ...], Any]]] = []
+  last_replica: dict[Any, int] = {}
+  replicas: list[list[tuple[tuple[slice, ...], Any]]] = []
   for device, index in x.sharding.devices_indices_map(x.shape).items():
     index = _explicit(index, x.shape)
     place = tuple(s.start for s in index)
-    replica = seen[place] = seen.get(place, -1) + 1
-    if replica == len(found):
-      found.append([])
-    found[replica].append((index, device))
-  return found
+    replica = last_replica[place] = last_replica.get(place, -1) + 1
+    if replica == len(replicas):
+      replicas.append([])
+    replicas[replica].append((index, device))
+  return replicas
 
 
 def _block_shape(
   x: jax.Array, chosen: list[tuple[tuple[slice, ...], Any]]
 ) -> list[int]:
-  """The shape of what goes into files by itself: a shard, or small ones.
+  """Returns the shape of the blocks to chunk: a shard, or several small ones.
 
-  Small shards that lie side by side along the only split dimension make one
-  block, if in all blocks the same process writes them.
+  Adjacent small shards along the only split dimension form one block, if in
+  every block a single process writes them.
   """
   shard_shape = list(x.sharding.shard_shape(x.shape))
   split = [d for d, n in enumerate(shard_shape) if n != x.shape[d]]
@@ -274,8 +272,8 @@ def _block_shape(
   if len(split) != 1 or not 0 < shard_bytes < _SMALL_SHARD_BYTES:
     return shard_shape
   (dim,) = split
-  in_order = sorted(chosen, key=lambda pair: pair[0][dim].start)
-  owners = [device.process_index for _, device in in_order]
+  by_start = sorted(chosen, key=lambda pair: pair[0][dim].start)
+  owners = [device.process_index for _, device in by_start]
   for size in range(len(owners), 1, -1):
     if (
       len(owners) % size == 0
@@ -298,11 +296,11 @@ def _sharding_json(sharding: Any) -> dict[str, Any] | None:
 def blocks(
   pieces: Sequence[Piece], arrays: Mapping[str, Array]
 ) -> Iterator[Piece]:
-  """The pieces as they go to files: those of one file joined."""
+  """Yields the pieces to write, with the pieces of a shared file joined."""
   groups: dict[Any, list[Piece]] = {}
   for piece in pieces:
     chunk = arrays[piece.name].chunk_shape
-    # A piece larger than a chunk is not joined with others.
+    # Pieces larger than a chunk are not joined.
     corner = tuple(
       s.start if s.stop - s.start >= c else s.start // c * c
       for s, c in zip(piece.place, chunk)
@@ -314,7 +312,7 @@ def blocks(
 
 def _join(group: list[Piece]) -> Piece:
   first = group[0]
-  # numpy sees pinned memory of an accelerator's copy as it is.
+  # For pinned memory, np.asarray is a view.
   if len(group) == 1:
     return first._replace(data=np.asarray(first.data))
   group = sorted(group, key=lambda piece: [s.start for s in piece.place])

@@ -3,19 +3,19 @@
   config.model_init = "vit_b16.npz"
   config.model_init = dict(
     path="runs/pretrained",          # .npz, .safetensors, workdir, checkpoint
-    step=90_000,                     # of a workdir; the newest unless given
-    prefix="ema",                    # which tree of it; "params" unless given
-    rename=[(r"img/(.*)", r"\\1"),    # whole names; the first match decides;
-            (r"txt/.*", None)],      # None drops
+    step=90_000,                     # in a workdir; the newest by default
+    prefix="ema",                    # tree to read; "params" by default
+    rename=[(r"img/(.*)", r"\\1"),    # full names; the first match decides;
+            (r"txt/.*", None)],      # None drops the array
     allow_missing=[r"head/.*"],      # keep their fresh initialisation
     allow_reshaped=[r"pos_embed.*"], # the same
     allow_unused=[r"pre_logits/.*"],
   )
 
-Every name of the file and of the model gets a line in a printed table. Nothing
-is padded, cut or left out unless the config allows it by name. Mutable
-collections of the model, such as the running means of batch normalisation, are
-taken from the file too, under names like "batch_stats/bn1/mean".
+A table with each name of the file and of the model is logged. Nothing is
+padded, cut or left out unless the config allows it by name. Mutable collections
+of the model, such as the running means of batch normalisation, are read too,
+under names like "batch_stats/bn1/mean".
 """
 
 import collections
@@ -30,13 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import trees
-from bigtrain.checkpoints import parameter_files, restore
+from bigtrain.checkpoints import folders, parameter_files, restore
 from bigtrain.checkpoints.manifest import Manifest
 from bigtrain.optim import patterns
 from bigtrain.settings import ConfigError, check_kwargs, did_you_mean
 
-# Takes (arrays by name, the model's jax.ShapeDtypeStructs by name); returns
-# the arrays under the model's names and in its shapes, as far as it can.
+# (arrays by name, the model's jax.ShapeDtypeStructs by name) -> the arrays with
+# the model's names and shapes, as far as possible.
 Convert = Callable[[dict[str, np.ndarray], dict[str, Any]], dict[str, Any]]
 
 
@@ -45,9 +45,9 @@ class Line(NamedTuple):
 
   Attributes:
     status: "loaded"; "cast" to the model's dtype; "converted" by the model's
-      rules for published files; "missing"; "reshaped"; "retyped"; "unused";
-      "dropped" by a rename.
-    name: in the model; or in the file, if the model has no place for it.
+      `from_published`; "missing"; "reshaped"; "retyped"; "unused"; "dropped" by
+      a rename.
+    name: name in the model; in the file if the model has no such name.
     what: shapes and dtypes.
   """
 
@@ -58,7 +58,7 @@ class Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """What config.model_init says; see the module."""
+  """Options of config.model_init; see the module."""
 
   path: str
   step: int | None = None
@@ -78,7 +78,7 @@ def load_params(
   collections: Sequence[str] = (),
   key: str = "config.model_init",
 ) -> tuple[Any, list[Line]]:
-  """Parameters from a file or a checkpoint, on the model's devices.
+  """Loads parameters from a file or a checkpoint onto the model's devices.
 
   Args:
     spec: a path, or a dict with one: see the module.
@@ -86,20 +86,20 @@ def load_params(
     init: returns freshly initialised parameters on the devices; called only
       if some of them are needed.
     convert: the model's `from_published`, applied after renaming unless all
-      names and shapes fit as they are.
+      names and shapes fit already.
     collections: branches of `like` that are mutable collections.
-    key: where `spec` is in the config.
+    key: config key of `spec`, for messages.
 
   Returns:
-    (tree like `like` of jax.Arrays, the table, which is logged too).
+    (tree like `like` of jax.Arrays, the table, which is also logged).
 
   Raises:
-    ConfigError: no such file; an array that is missing, unused, or of another
-      shape, without being allowed to; all of them are listed.
+    ConfigError: the file does not exist; an array is missing, unused or of
+      another shape, and not allowed to be. All such arrays are listed.
     CheckpointError: a checkpoint that is damaged or cannot be read.
   """
   source = _source(spec, key)
-  wanted = dict(trees.flatten_with_names(like))
+  specs = dict(trees.flatten_with_names(like))
   file = parameter_files.open_file(
     source.path,
     step=source.step,
@@ -108,58 +108,59 @@ def load_params(
     collections=collections,
   )
   names, lines = _rename(file, source, key)
-  found: dict[str, Any] = {new: file.specs[old] for new, old in names.items()}
+  available: dict[str, Any] = {n: file.specs[old] for n, old in names.items()}
   converted: set[str] = set()
   values: dict[str, Any] = {}
-  fits = set(found) == set(wanted) and all(
-    found[name].shape == tuple(wanted[name].shape) for name in found
+  fits = set(available) == set(specs) and all(
+    available[name].shape == tuple(specs[name].shape) for name in available
   )
   if convert is not None and not fits:
-    given = file.read(list(names.values()))
-    given = {new: given[old] for new, old in names.items()}
-    found = values = dict(convert(dict(given), wanted))
-    converted = {n for n in found if found[n] is not given.get(n)}
-  lines += _compare(found, wanted, converted)
+    arrays = file.read(list(names.values()))
+    before = {new: arrays[old] for new, old in names.items()}
+    available = values = dict(convert(dict(before), specs))
+    converted = {n for n in values if values[n] is not before.get(n)}
+  lines += _compare(available, specs, converted)
   logging.info("%s: %s\n%s", key, source.path, table(lines))
   fresh = _check_allowed(lines, source, key)
-  take = {name: wanted[name] for name in wanted if name not in fresh}
+
+  wanted = {name: spec for name, spec in specs.items() if name not in fresh}
   if file.checkpoint and not values:
-    arrays = _from_checkpoint(file.checkpoint, names, found, take)
+    loaded = _from_checkpoint(file.checkpoint, names, available, wanted)
   else:
-    values = values or file.read([names[name] for name in take])
-    arrays = {
+    values = values or file.read([names[name] for name in wanted])
+    loaded = {
       name: _place(values[name if name in values else names[name]], spec)
-      for name, spec in take.items()
+      for name, spec in wanted.items()
     }
   if fresh:
     if init is None:
       raise ConfigError(f"{key}: no fresh values for {sorted(fresh)}.")
     initial = dict(trees.flatten_with_names(init()))
-    arrays |= {name: initial[name] for name in fresh}
-  return trees.map_with_names(lambda name, _: arrays[name], like), lines
+    loaded |= {name: initial[name] for name in fresh}
+  return trees.map_with_names(lambda name, _: loaded[name], like), lines
 
 
 def load_state(
   spec: str | Mapping[str, Any], like: Any, *, key: str = "config.resume"
 ) -> tuple[Any, Manifest]:
-  """A whole train state from another workdir or checkpoint.
+  """Loads the full train state of another workdir or checkpoint.
 
   Args:
     spec: a path, or dict(path=..., step=...).
-    like: see restore.restore, which does it and raises what is wrong.
-    key: where `spec` is in the config.
+    like: see restore.restore.
+    key: config key of `spec`, for messages.
 
   Raises:
-    ConfigError: no such checkpoint, or of another model.
+    ConfigError: there is no such checkpoint, or it does not fit `like`.
     CheckpointError: a checkpoint that is damaged or cannot be read.
   """
   source = _source(spec, key, ("path", "step"))
-  directory = parameter_files.find_checkpoint(source.path, source.step, key)
+  directory = folders.find_named(source.path, source.step, key)
   return restore.restore(directory, like)
 
 
 def table(lines: Sequence[Line]) -> str:
-  """The table as text: one line an array, and the totals."""
+  """Formats the table: one line for each array, and the totals."""
   order = list(dict.fromkeys(line.status for line in lines))
   width = max([len(line.name) for line in lines], default=0)
   rows = [
@@ -176,6 +177,7 @@ def table(lines: Sequence[Line]) -> str:
 def _source(
   spec: Any, key: str, allowed: Sequence[str] | None = None
 ) -> Source:
+  """Checks the options of config.model_init or, with `allowed`, of resume."""
   if isinstance(spec, str):
     spec = {"path": spec}
   if not isinstance(spec, Mapping):
@@ -198,7 +200,9 @@ def _source(
   for field in ("allow_missing", "allow_reshaped", "allow_unused"):
     regexes = getattr(source, field)
     if isinstance(regexes, str):
-      raise ConfigError(f"{key}.{field}: expected a list of regexes.")
+      raise ConfigError(
+        f"{key}.{field}: expected a list of regexes, got {regexes!r}."
+      )
     for regex in regexes:
       try:
         re.compile(regex)
@@ -210,15 +214,15 @@ def _source(
 def _rename(
   file: parameter_files.File, source: Source, key: str
 ) -> tuple[dict[str, str], list[Line]]:
-  """({new name: name in the file}, lines for what is dropped)."""
+  """({new name: name in the file}, lines for dropped arrays)."""
   names: dict[str, str] = {}
   lines = []
   regexes = [regex for regex, _ in source.rename]
-  which = patterns.first_match(regexes, list(file.specs), f"{key}.rename")
+  matches = patterns.first_match(regexes, list(file.specs), f"{key}.rename")
   for old, spec in file.specs.items():
     new: str | None = old
-    if old in which:
-      regex, replacement = source.rename[which[old]]
+    if old in matches:
+      regex, replacement = source.rename[matches[old]]
       new = None
       if replacement is not None:
         try:
@@ -239,20 +243,21 @@ def _rename(
 
 
 def _compare(
-  found: Mapping[str, Any], wanted: Mapping[str, Any], converted: set[str]
+  available: Mapping[str, Any], specs: Mapping[str, Any], converted: set[str]
 ) -> list[Line]:
+  """Lines for all names of the model, and for unused names of the file."""
   lines = []
-  for name, spec in wanted.items():
-    if name not in found:
+  for name, spec in specs.items():
+    if name not in available:
       lines.append(Line("missing", name, f"expected {_text(spec)}"))
       continue
-    have = found[name]
-    what = f"expected {_text(spec)}, found {_text(have)}"
-    same_dtype = have.dtype == spec.dtype
+    array = available[name]
+    what = f"expected {_text(spec)}, found {_text(array)}"
+    same_dtype = array.dtype == spec.dtype
     both_float = all(
-      jnp.issubdtype(x.dtype, jnp.floating) for x in (have, spec)
+      jnp.issubdtype(x.dtype, jnp.floating) for x in (array, spec)
     )
-    if tuple(have.shape) != tuple(spec.shape):
+    if tuple(array.shape) != tuple(spec.shape):
       lines.append(Line("reshaped", name, what))
     elif not same_dtype and not both_float:
       lines.append(Line("retyped", name, what))
@@ -262,9 +267,9 @@ def _compare(
       lines.append(Line("cast", name, what))
     else:
       lines.append(Line("loaded", name, _text(spec)))
-  for name, have in found.items():
-    if name not in wanted:
-      lines.append(Line("unused", name, f"found {_text(have)}"))
+  for name, array in available.items():
+    if name not in specs:
+      lines.append(Line("unused", name, f"found {_text(array)}"))
   return lines
 
 
@@ -273,28 +278,32 @@ def _text(x: Any) -> str:
 
 
 def _check_allowed(lines: Sequence[Line], source: Source, key: str) -> set[str]:
-  """Names that stay fresh; raises ConfigError for what is not allowed."""
+  """Returns the names that stay fresh.
+
+  Raises:
+    ConfigError: lists all arrays that do not fit and are not allowed to.
+  """
   allowed = {
     "missing": source.allow_missing,
     "reshaped": source.allow_reshaped,
     "unused": source.allow_unused,
     "retyped": (),
   }
-  fresh, bad = set(), []
+  fresh, refused = set(), []
   for line in lines:
     if line.status not in allowed:
       continue
     regexes = allowed[line.status]
     if not any(re.fullmatch(regex, line.name) for regex in regexes):
-      bad.append(line)
+      refused.append(line)
     elif line.status != "unused":
       fresh.add(line.name)
-  if bad:
-    kinds = sorted({line.status for line in bad} - {"retyped"})
+  if refused:
+    kinds = sorted({line.status for line in refused} - {"retyped"})
     advice = " and ".join(f"{key}.allow_{kind}" for kind in kinds)
     raise ConfigError(
-      f"{table(bad)}\n{key}: {source.path} does not fit the model: "
-      f"{len(bad)} array(s), listed above."
+      f"{table(refused)}\n{key}: {source.path} does not fit the model: "
+      f"{len(refused)} array(s), listed above."
       + (f" Rename them ({key}.rename) or allow it ({advice})." * bool(kinds))
     )
   return fresh
@@ -303,25 +312,25 @@ def _check_allowed(lines: Sequence[Line], source: Source, key: str) -> set[str]:
 def _from_checkpoint(
   checkpoint: tuple[str, Manifest, Mapping[str, str]],
   names: Mapping[str, str],
-  found: Mapping[str, Any],
-  take: Mapping[str, Any],
+  available: Mapping[str, Any],
+  wanted: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-  """Each device's part straight from the files."""
+  """Reads each device's share directly from the files of a checkpoint."""
   directory, manifest, places = checkpoint
   as_stored = {
     name: jax.ShapeDtypeStruct(
-      spec.shape, found[name].dtype, sharding=spec.sharding
+      spec.shape, available[name].dtype, sharding=spec.sharding
     )
-    for name, spec in take.items()
+    for name, spec in wanted.items()
   }
-  sources = {name: places[names[name]] for name in take}
+  sources = {name: places[names[name]] for name in wanted}
   arrays = restore.load(directory, manifest, sources, as_stored)
-  return {name: arrays[name].astype(take[name].dtype) for name in take}
+  return {name: arrays[name].astype(wanted[name].dtype) for name in wanted}
 
 
 def _place(value: Any, spec: Any) -> jax.Array:
-  # What is mapped from a file, or put together from parts of it, is read here:
-  # each device's share and no more.
+  # Values that are mapped from a file, or assembled from parts of it, are read
+  # here: only the shares of this process's devices.
   sharding = spec.sharding or jax.sharding.SingleDeviceSharding(
     jax.local_devices()[0]
   )

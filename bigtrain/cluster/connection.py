@@ -1,18 +1,19 @@
-"""What the processes of a job tell each other while it runs, and end together.
+"""Each process's connection to process 0 while the job runs.
 
 Every process keeps a TCP connection to process 0 (hub.py), served by a thread
-of its own. It does not go through jax's runtime or the devices, so it works
-while the main thread waits in a collective for a process that is gone:
+of its own. It uses neither jax's runtime nor the devices, so it works while
+the main thread waits in a collective for a process that is gone:
 
-- a process that ends without a word, or is not heard of for `heartbeat_secs`,
-  ends all of them, and each says which one it was;
-- one that fails says why, and all end with its exit code;
-- one that has other data than the rest ends all of them, too (`Job.same`);
-- a signal that reaches any of them becomes one agreed moment (`Job.tick`);
-- one that does more work on the host than the others is named in the log.
+- if a process disconnects without an error message, or sends no heartbeat for
+  `heartbeat_secs`, all processes end and name it;
+- if a process fails, all end with its exit code and its error message;
+- if processes have different data, all end (`Connection.require_equal`);
+- after a signal to one process, all end at the same point
+  (`Connection.should_end`);
+- the log names a process that does more work on the host than the others.
 
-Messages are lines of JSON. A secret that only the job's processes know, and
-that comes first, keeps others out.
+Messages are lines of JSON. The first one carries a secret that only the job's
+processes know, which keeps others out.
 """
 
 import asyncio
@@ -28,25 +29,26 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from bigtrain.cluster import hub
-from bigtrain.cluster.hub import BEAT_SECS, EXIT_GONE, LINE_BYTES
+from bigtrain.cluster.hub import EXIT_LOST, HEARTBEAT_SECS, LINE_BYTES
 
-# How long a process that fails waits whether another failed first: where one
-# is killed, the collectives of the others fail too, within milliseconds.
+# How long a process that fails waits before it reports that. If another one is
+# killed, the collectives of all others fail within milliseconds, and the loss
+# of the killed one should be known first.
 _CULPRIT_SECS = 1.5
-# How long process 0 stays after its last word, so that all can read it, and
-# how long a process that fails waits for that word.
+# How long process 0 stays after its last message, so that all can read it, and
+# how long a signal handler waits after a message.
 _FAREWELL_SECS = 0.5
 _ANSWER_SECS = 5.0
 
 
-class Job:
-  """The connection of this process, beside the hub if it is process 0.
+class Connection:
+  """The connection of this process; on process 0 it also starts the hub.
 
   Attributes:
-    index: of this process.
-    count: of processes.
-    agreed: whether all processes have agreed to end (see `tick`).
-    failed: whether this process has said that it fails.
+    index: index of this process.
+    count: number of processes.
+    ending: whether all processes have agreed to end (see `should_end`).
+    failed: whether this process has reported its failure.
   """
 
   def __init__(
@@ -61,33 +63,33 @@ class Job:
     """Starts nothing yet: `listen` on process 0, then `connect` on all.
 
     Args:
-      index: of this process.
-      count: of processes.
-      heartbeat_secs: silence after which a process counts as gone.
-      report_secs: between two looks for stragglers.
+      index: index of this process.
+      count: number of processes.
+      heartbeat_secs: silence after which a process counts as lost.
+      report_secs: interval between two checks for stragglers.
       on_hang: called before the end if some process hangs.
     """
     self.index = index
     self.count = count
-    self.agreed = False
+    self.ending = False
     self.failed = False
     self._secret = ""
     self._heartbeat_secs = heartbeat_secs
     self._report_secs = report_secs
     self._on_hang = on_hang
-    self._at_abrupt_end: list[Callable[[], None]] = []
+    self._on_abrupt_end: list[Callable[[], None]] = []
     self._loop = asyncio.new_event_loop()
     self._writer: Any = None
     self._listening: socket.socket | None = None
     self._connected = threading.Event()
-    self._closed = threading.Event()
-    self._turn = threading.Condition()
-    self._ticks = 0
-    self._hold: str | None = None
-    self._target: int | None = None
+    self._all_done = threading.Event()
+    self._condition = threading.Condition()  # Guards the three below.
+    self._num_calls = 0  # Of should_end.
+    self._signal: str | None = None
+    self._end_at_call: int | None = None
     self._phase, self._step, self._on_device = "start", 0, False
     self._host_secs = 0.0
-    self._since = time.monotonic()
+    self._phase_began = time.monotonic()
 
   def listen(self) -> int:
     """Opens the port of process 0 and returns it."""
@@ -102,16 +104,16 @@ class Job:
   def connect(
     self, host: str, port: int, *, secret: str, timeout_secs: float
   ) -> None:
-    """Joins process 0's hub.
+    """Connects to process 0's hub.
 
     Args:
-      host: of process 0.
-      port: what `listen` returned there.
-      secret: the same on all processes, and known to nobody else.
-      timeout_secs: how long to try.
+      host: host of process 0.
+      port: return value of `listen` there.
+      secret: the same on all processes of the job, unknown outside of it.
+      timeout_secs: time limit.
 
     Raises:
-      OSError: it cannot be reached.
+      OSError: process 0 cannot be reached.
     """
     self._secret = secret
     failure: list[OSError] = []
@@ -125,18 +127,18 @@ class Job:
 
   def _run(self, host: str, port: int, failure: list[OSError]) -> None:
     try:
-      self._loop.run_until_complete(self._live(host, port))
+      self._loop.run_until_complete(self._communicate(host, port))
     except OSError as e:
       failure.append(e)
       self._connected.set()
 
-  async def _live(self, host: str, port: int) -> None:
+  async def _communicate(self, host: str, port: int) -> None:
     if self._listening is not None:
-      made = hub.Hub(
+      job_hub = hub.Hub(
         self.count, self._secret, self._heartbeat_secs, self._report_secs
       )
-      serving = asyncio.ensure_future(made.serve(self._listening))
-      serving.add_done_callback(lambda _: None)  # Else it would be collected.
+      serving = asyncio.ensure_future(job_hub.serve(self._listening))
+      serving.add_done_callback(lambda _: None)  # Keeps a reference to it.
     reader, self._writer = await asyncio.open_connection(
       host, port, limit=LINE_BYTES
     )
@@ -147,61 +149,64 @@ class Job:
       pid=os.getpid(),
     )
     self._silent_secs = 0.0
-    beating = asyncio.ensure_future(self._beat())
+    heartbeats = asyncio.ensure_future(self._send_heartbeats())
     self._connected.set()
     with contextlib.suppress(OSError, ValueError):
       while line := await reader.readline():
         self._silent_secs = 0.0
-        self._heard(json.loads(line))
-    beating.cancel()
-    if not self._closed.is_set():
-      self._end(EXIT_GONE, "process 0 is gone without a word, killed perhaps")
+        self._receive(json.loads(line))
+    heartbeats.cancel()
+    if not self._all_done.is_set():
+      self._end(
+        EXIT_LOST, "process 0 disconnected without an error, perhaps killed"
+      )
 
-  async def _beat(self) -> None:
+  async def _send_heartbeats(self) -> None:
     last = time.monotonic()
     while True:
       self._send(
-        kind="beat",
+        kind="heartbeat",
         phase=self._phase,
         step=self._step,
         on_device=self._on_device,
         host_secs=self._host_secs,
       )
-      await asyncio.sleep(BEAT_SECS)
+      await asyncio.sleep(HEARTBEAT_SECS)
       now = time.monotonic()
-      self._silent_secs += min(now - last, 2 * BEAT_SECS)
+      self._silent_secs += min(now - last, 2 * HEARTBEAT_SECS)
       last = now
       if self._silent_secs > self._heartbeat_secs:
         self._end(
-          EXIT_GONE,
-          f"process 0 has not been heard of for {self._heartbeat_secs:g} s "
-          "(config.cluster.heartbeat_secs), stopped or cut off",
+          EXIT_LOST,
+          f"process 0 sent no heartbeat for {self._heartbeat_secs:g} s "
+          "(config.cluster.heartbeat_secs): it was stopped, or the network is "
+          "down",
         )
 
   def _send(self, **message: Any) -> None:
     with contextlib.suppress(OSError):
       self._writer.write(json.dumps(message).encode() + b"\n")
 
-  def _say(self, **message: Any) -> None:
-    """As _send, from any thread."""
+  def _send_from_thread(self, **message: Any) -> None:
+    """Like `_send`, from any thread."""
     self._loop.call_soon_threadsafe(lambda: self._send(**message))
 
-  def _heard(self, message: dict[str, Any]) -> None:
+  def _receive(self, message: dict[str, Any]) -> None:
     kind = message["kind"]
     if kind == "end":
-      # The others must have heard it before process 0 and its hub are gone.
+      # The others must have read it before process 0 and its hub are gone.
       delay = _FAREWELL_SECS if self.index == 0 else 0.0
       self._loop.call_later(delay, self._obey, message)
-    elif kind == "closed":
-      self._closed.set()
-    elif kind == "hold":
-      with self._turn:
-        self._hold = message["reason"]
-        self._send(kind="ticks", ticks=self._ticks)
-    elif kind == "target":
-      with self._turn:
-        self._target = message["ticks"]
-        self._turn.notify_all()
+    elif kind == "all_done":
+      self._all_done.set()
+    elif kind == "signal":
+      with self._condition:
+        self._signal = message["reason"]
+        self._send(kind="calls", calls=self._num_calls)
+    elif kind == "end_at_call":
+      with self._condition:
+        self._end_at_call = message["call"]
+        self._condition.notify_all()
 
   def _obey(self, message: dict[str, Any]) -> None:
     if message["hang"]:
@@ -209,92 +214,92 @@ class Job:
     self._end(message["code"], message["reason"])
 
   def _end(self, code: int, reason: str) -> NoReturn:
-    """Ends this process: its main thread may wait for what never comes."""
-    for release in self._at_abrupt_end:
+    """Ends this process, even if its main thread waits forever."""
+    for release in self._on_abrupt_end:
       thread = threading.Thread(target=release, daemon=True)
       thread.start()
       thread.join(2.0)
-    word = "preempted" if code == 75 else "error"
+    prefix = "preempted" if code == 75 else "error"
     # Straight to the descriptor: a hung thread may hold the stream's lock.
-    os.write(sys.__stderr__.fileno(), f"{word}: {reason}\n".encode())
+    os.write(sys.__stderr__.fileno(), f"{prefix}: {reason}\n".encode())
     os._exit(code)
 
-  def at_abrupt_end(self, release: Callable[[], None]) -> None:
-    """Has `release` called if another process makes this one end."""
-    self._at_abrupt_end.append(release)
+  def on_abrupt_end(self, release: Callable[[], None]) -> None:
+    """Calls `release` if another process makes this one end."""
+    self._on_abrupt_end.append(release)
 
-  def at(self, phase: str, step: int) -> None:
-    """What this process is doing, for what others say of it."""
+  def report_phase(self, phase: str, step: int) -> None:
+    """Reports the current phase with the next heartbeat."""
     self._phase, self._step, self._on_device = phase, step, False
-    self._since = time.monotonic()
+    self._phase_began = time.monotonic()
 
-  def dispatches(self) -> None:
-    """The step is given to the device: the host's work for it is done."""
+  def host_work_done(self) -> None:
+    """Reports that the host's part of the step is done."""
     self._on_device = True
-    self._host_secs += time.monotonic() - self._since
+    self._host_secs += time.monotonic() - self._phase_began
 
-  def signalled(self, name: str) -> None:
-    """Says that a signal has come; may be called in a signal handler."""
-    self._say(kind="signal", name=name)
+  def report_signal(self, name: str) -> None:
+    """Reports a signal; may be called in a signal handler."""
+    self._send_from_thread(kind="signal", name=name)
 
-  def tick(self) -> bool:
+  def should_end(self) -> bool:
     """Whether all processes end at this call, because one got a signal.
 
-    Every process calls it equally often, wherever they could end together: the
-    answer to the n-th call is the same on all of them. Once a signal has come
-    a call waits for the others' word how far they are. No process can wait
-    for the device meanwhile in vain: the call that is agreed on is one that
-    the foremost has not made.
+    Every process calls this equally often, at points where all of them could
+    end; the answer to the n-th call is the same on all. After a signal a call
+    blocks until process 0 knows how many calls each process has made and has
+    chosen the one at which all end. No process has begun that call yet, so
+    none waits on the device for one that has ended.
     """
-    with self._turn:
-      self._ticks += 1
-      while self._hold is not None and self._target is None:
-        self._turn.wait(0.5)
-      self.agreed = self._target is not None and self._ticks >= self._target
-      return self.agreed
+    with self._condition:
+      self._num_calls += 1
+      while self._signal is not None and self._end_at_call is None:
+        self._condition.wait(0.5)
+      self.ending = (
+        self._end_at_call is not None and self._num_calls >= self._end_at_call
+      )
+      return self.ending
 
-  def reason(self) -> str:
-    """Which process got what signal."""
-    return self._hold or ""
+  def require_equal(self, name: str, value: Any) -> None:
+    """Ends all processes with code 2 if they pass different values.
 
-  def same(self, name: str, value: Any) -> None:
-    """Says what must be the same on all processes; waits for none of them.
-
-    Where it is not, all end with code 2. The n-th value of a name is compared
-    with the n-th that the others say of it.
+    Returns at once. The n-th value of a name is compared with the n-th value
+    of that name on the other processes.
 
     Args:
-      name: of what it is, in a config's words.
-      value: anything that JSON has.
+      name: description of the value, in a config's words.
+      value: JSON.
     """
-    self._say(kind="same", name=name, value=value)
+    self._send_from_thread(kind="equal", name=name, value=value)
 
   def fail(self, code: int, reason: str, *, hang: bool = False) -> None:
-    """Tells all that this process fails; they end with `code`, and say why.
+    """Reports that this process fails, which ends all processes.
 
-    All end by process 0's word, this one too: where another failed first, with
-    that one's code and reason. Returns only if that word does not come.
+    Process 0 then ends all of them, this one included: with the code and the
+    reason of the process that failed first. Returns only if process 0 does not
+    answer.
 
     Args:
       code: exit code for all.
       reason: one line.
-      hang: this process hangs: who holds it up is added, and stacks written.
+      hang: whether this process hangs: then all write their stacks, and the
+        reason names the process that holds up the others.
     """
     self.failed = True
-    if code == EXIT_GONE and not hang:
+    if code == EXIT_LOST and not hang:
       time.sleep(_CULPRIT_SECS)
-    self._say(kind="fail", code=code, reason=reason, hang=hang)
+    self._send_from_thread(kind="fail", code=code, reason=reason, hang=hang)
     time.sleep(_ANSWER_SECS)
 
-  def last_word(self, code: int, reason: str) -> None:
-    """As `fail`, where there is no time; for signal handlers."""
-    self._say(kind="fail", code=code, reason=reason, hang=False)
+  def fail_now(self, code: int, reason: str) -> None:
+    """Like `fail`, but does not wait for the answer; for signal handlers."""
+    self._send_from_thread(kind="fail", code=code, reason=reason, hang=False)
     time.sleep(_FAREWELL_SECS)
 
   def close(self, timeout_secs: float = 60.0) -> None:
     """Waits until all processes are done, so that none leaves too early."""
-    self._say(kind="bye")
-    if not self._closed.wait(timeout_secs):
+    self._send_from_thread(kind="done")
+    if not self._all_done.wait(timeout_secs):
       logging.warning("Not all processes were done in %g s.", timeout_secs)
     if self.index == 0:
       time.sleep(_FAREWELL_SECS)

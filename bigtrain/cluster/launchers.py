@@ -1,8 +1,8 @@
-"""What whoever started this process says of the job that it belongs to.
+"""Detects the launcher, and the place of this process in its job.
 
-In the order in which they are asked: a person, by flags or in the environment;
-Slurm's srun; Open MPI's mpirun; a Cloud TPU slice, or several of them. Nobody
-of these means a process alone.
+In this order: flags or environment variables set by the user; Slurm's srun;
+Open MPI's or another mpirun; a Cloud TPU slice, or several of them. Otherwise
+the process runs alone.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from bigtrain.settings import ConfigError
 
-# jax's choice, too: above the ports that systems give away by themselves.
+# Same as jax's: above the ports that operating systems assign by themselves.
 _FIRST_PORT = 61440
 _NUM_PORTS = 4096
 
@@ -23,13 +23,13 @@ _VISIBLE = (
   "ROCR_VISIBLE_DEVICES",
 )
 
-
-_BY_HAND = {
+_FLAGS = {
   "JAX_COORDINATOR_ADDRESS": "--coordinator",
   "JAX_NUM_PROCESSES": "--num_processes",
   "JAX_PROCESS_ID": "--process_id",
 }
-# Number of ranks, own rank, and both on this host alone.
+# Launcher, then its variables: number of ranks, own rank, and both on this
+# host alone.
 _MPI = (
   (
     "Open MPI",
@@ -48,12 +48,12 @@ class Place:
   """One process's place in its job.
 
   Attributes:
-    launcher: who says so.
+    launcher: source of this information, for the log.
     address: HOST:PORT of process 0.
-    count: how many processes there are, at least two.
-    index: which of them this is.
-    devices: numbers of the GPUs that this process shall use, of those that it
-      sees; None for all.
+    count: number of processes, at least two.
+    index: index of this process.
+    devices: local numbers of the GPUs for this process, among the visible
+      ones; None for all.
   """
 
   launcher: str
@@ -65,7 +65,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class _Ranks:
-  """What srun and mpirun tell each of the processes that they start."""
+  """Ranks from the environment that srun and mpirun set for each process."""
 
   launcher: str
   count: int
@@ -74,44 +74,46 @@ class _Ranks:
   local_index: int
 
 
-def find(
+def detect(
   env: Mapping[str, str] = os.environ, timeout_secs: float = 300.0
 ) -> Place | None:
-  """This process's place in a job of several, or None if it is alone.
+  """Returns this process's place in a job of several, or None if it is alone.
 
   Args:
-    env: the environment.
-    timeout_secs: how long to wait until the name of process 0's host is known,
-      where it is being started at the same time.
+    env: environment variables.
+    timeout_secs: time limit for the name of process 0's host to become known,
+      where that host is being started at the same time.
 
   Raises:
-    ConfigError: what is said is not enough, or makes no sense.
+    ConfigError: the information is incomplete or contradictory.
   """
   ranks = _slurm_ranks(env) or _mpi_ranks(env)
-  if any(name in env for name in _BY_HAND):
-    place = _by_hand(env, ranks)
+  if any(name in env for name in _FLAGS):
+    place = _from_user(env, ranks)
   elif ranks is not None:
-    place = _of_ranks(env, ranks)
+    place = _from_ranks(env, ranks)
   else:
-    place = _tpu_slice(timeout_secs)
+    place = _from_tpu_slice(timeout_secs)
   return place if place is not None and place.count > 1 else None
 
 
-def _by_hand(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
-  """From JAX_COORDINATOR_ADDRESS and its like; a launcher may say the rest."""
-  said = {name: env.get(name, "") for name in _BY_HAND}
-  launcher = "the environment"
+def _from_user(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
+  """From JAX_COORDINATOR_ADDRESS etc.; a launcher may supply the rest."""
+  values = {name: env.get(name, "") for name in _FLAGS}
+  launcher = "manual"
   if ranks is not None:
     launcher = ranks.launcher
-    said["JAX_NUM_PROCESSES"] = said["JAX_NUM_PROCESSES"] or str(ranks.count)
-    said["JAX_PROCESS_ID"] = said["JAX_PROCESS_ID"] or str(ranks.index)
+    values["JAX_NUM_PROCESSES"] = values["JAX_NUM_PROCESSES"] or str(
+      ranks.count
+    )
+    values["JAX_PROCESS_ID"] = values["JAX_PROCESS_ID"] or str(ranks.index)
   # Kubernetes numbers the pods of an indexed job.
-  said["JAX_PROCESS_ID"] = said["JAX_PROCESS_ID"] or env.get(
+  values["JAX_PROCESS_ID"] = values["JAX_PROCESS_ID"] or env.get(
     "JOB_COMPLETION_INDEX", ""
   )
-  if said["JAX_NUM_PROCESSES"] == "1":
+  if values["JAX_NUM_PROCESSES"] == "1":
     return None
-  address = said["JAX_COORDINATOR_ADDRESS"]
+  address = values["JAX_COORDINATOR_ADDRESS"]
   host, _, port = address.rpartition(":")
   if not host or not port.isdigit():
     raise ConfigError(
@@ -119,12 +121,13 @@ def _by_hand(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
       "(flag --coordinator)."
     )
   for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
-    if not said[name].isdigit():
+    if not values[name].isdigit():
       raise ConfigError(
-        f"{name}={said[name]!r}: expected a number beside "
-        f"JAX_COORDINATOR_ADDRESS (flag {_BY_HAND[name]})."
+        f"{name}={values[name]!r}: expected a number, since "
+        f"JAX_COORDINATOR_ADDRESS is set (flag {_FLAGS[name]})."
       )
-  count, index = int(said["JAX_NUM_PROCESSES"]), int(said["JAX_PROCESS_ID"])
+  count = int(values["JAX_NUM_PROCESSES"])
+  index = int(values["JAX_PROCESS_ID"])
   if not 0 <= index < count:
     raise ConfigError(
       f"JAX_PROCESS_ID={index}: expected a number below JAX_NUM_PROCESSES="
@@ -164,22 +167,22 @@ def _mpi_ranks(env: Mapping[str, str]) -> _Ranks | None:
   return None
 
 
-def _of_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
-  """Where process 0 is follows from what the launcher says besides."""
+def _from_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
+  """Adds process 0's address, from the launcher's other variables."""
   host, number = "", 0
   if ranks.launcher == "Slurm":
     host = first_host(env.get("SLURM_STEP_NODELIST", ""))
     number = int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
   elif uri := env.get("OMPI_MCA_orte_hnp_uri"):
     # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or tcp6://[fe80::b9b]:43370
-    found = re.search(r"tcp://([^,:]+)|tcp6://(\[[^,\]]+)", uri)
-    if found:
-      host = found[1] or f"{found[2]}]"
+    match = re.search(r"tcp://([^,:]+)|tcp6://(\[[^,\]]+)", uri)
+    if match:
+      host = match[1] or f"{match[2]}]"
     number = int(uri.partition(".")[0]) // _NUM_PORTS
   if not host:
     raise ConfigError(
-      f"{ranks.launcher} started {ranks.count} processes and does not say "
-      "where process 0 is: start them with launch/mpi.sh, or give "
+      f"{ranks.launcher} started {ranks.count} processes without the address "
+      "of process 0: start them with launch/mpi.sh, or pass "
       "--coordinator=HOST:PORT."
     )
   port = env.get("JAX_COORDINATOR_PORT") or _FIRST_PORT + number % _NUM_PORTS
@@ -199,26 +202,26 @@ def first_host(nodes: str) -> str:
 
 
 def _devices(env: Mapping[str, str], ranks: _Ranks | None) -> list[int] | None:
-  """The GPUs of one of several processes on a host: its share of them."""
+  """This process's share of its host's GPUs; None for all visible ones."""
   if ranks is None or ranks.local_count == 1 or "JAX_LOCAL_DEVICE_IDS" in env:
-    return None  # All that it sees, or those that jax reads there.
+    return None  # jax reads JAX_LOCAL_DEVICE_IDS itself.
   visible = next((env[name] for name in _VISIBLE if env.get(name)), "")
   if not visible:
     return [ranks.local_index]
-  number = len(visible.split(","))
-  everything = int(env.get("SLURM_GPUS_ON_NODE") or ranks.local_count)
-  if number < max(everything, ranks.local_count):
-    return None  # Slurm has dealt them out already.
-  share = number // ranks.local_count
+  num_visible = len(visible.split(","))
+  num_gpus = int(env.get("SLURM_GPUS_ON_NODE") or ranks.local_count)
+  if num_visible < max(num_gpus, ranks.local_count):
+    return None  # Slurm has already given each process its own.
+  share = num_visible // ranks.local_count
   begin = ranks.local_index * share
   return list(range(begin, begin + share))
 
 
-def _tpu_slice(timeout_secs: float) -> Place | None:
+def _from_tpu_slice(timeout_secs: float) -> Place | None:
   """From the environment on GKE, else from the metadata server.
 
-  jax knows where these are found, also for several slices; it has no public
-  way to ask it only that.
+  jax detects both, also for several slices, but has no public function for
+  that alone.
   """
   from jax._src import clusters
 
@@ -230,7 +233,7 @@ def _tpu_slice(timeout_secs: float) -> Place | None:
       if count == 1:
         return None
       return Place(
-        "the TPU slice",
+        "TPU slice",
         cluster.get_coordinator_address(
           timeout_secs=int(timeout_secs),
           override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT"),
@@ -238,6 +241,6 @@ def _tpu_slice(timeout_secs: float) -> Place | None:
         count,
         cluster.get_process_id(),
       )
-    except OSError as e:  # No metadata server: a TPU that is not Google's.
+    except OSError as e:  # No metadata server: a TPU outside of Google Cloud.
       logging.warning("%s does not answer: %s", cluster.__name__, e)
   return None

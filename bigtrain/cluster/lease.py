@@ -1,20 +1,21 @@
 """One job at a time in a workdir: workdir/lease.json.
 
-Two jobs that write the same checkpoints and rows would mix them. The lease
-says who holds the workdir: host, process, since when, and until when unless it
-is renewed, which a thread does. A job that finds another's lease
+Two jobs that write to the same workdir would mix their checkpoints and rows.
+The lease names the job that holds the workdir: host, process, start and
+expiry. A thread renews it. A job that meets another job's lease checks whether
+that job is alive:
 
-  on the same machine, looks whether that process still lives: boot, process
-      number and start time together are never used twice;
-  on another machine, watches whether the lease is renewed.
+  on the same machine, whether the process exists: boot, process number and
+      start time together are never used twice;
+  on another machine, whether the lease is renewed.
 
-and takes a dead one's lease over, with a notice. A lease is lost, rather than
-shared, if two machines ever disagree: `check` raises in the job that lost it,
+It takes over the lease of a dead job and logs that. Two jobs never share a
+lease: if one takes it over by mistake, `check` raises in the job that lost it,
 and a checkpoint is committed only after a `check`.
 
-In a file system the lease is created by a hard link, which only one of several
-jobs can make; in an object store by a write on the condition that the version
-which was looked at is still there.
+In a file system the lease is created by a hard link, which succeeds for only
+one of several jobs; in an object store, by a write that depends on the version
+read before.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from bigtrain.cluster import process
@@ -36,29 +38,29 @@ from bigtrain.settings import ConfigError
 
 FILE = "lease.json"
 
-# A live job on another machine is seen to renew within a quarter of this, and
-# a dead one's lease is taken over after at most this.
+# A live job renews its lease every quarter of this; a dead job's lease is taken
+# over after at most this.
 TERM_SECS = 60.0
 
 _POLL_SECS = 1.0
 
 
 class LeaseLostError(Exception):
-  """Another job has taken the workdir over; this one must not write there."""
+  """Another job has taken over the workdir; this one must not write there."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-  """Who holds a workdir; the content of lease.json.
+  """The job that holds a workdir; the content of lease.json.
 
   Attributes:
-    token: random, of this one lease.
-    host: its name.
-    pid: of the process.
-    machine: boot and process namespace in which the pid means something.
-    process_start: of the process, in the kernel's clock ticks since boot.
-    since: when the lease was taken, for people.
-    expires: seconds since the epoch until which it holds unless renewed.
+    token: random string that identifies this lease.
+    host: host name.
+    pid: process number.
+    machine: boot id and process namespace that `pid` belongs to.
+    process_start: start time of the process, in clock ticks since boot.
+    since: time when the lease was taken, for people to read.
+    expires: Unix time in seconds when the lease expires, unless renewed.
   """
 
   token: str
@@ -70,7 +72,7 @@ class Holder:
   expires: float
 
   def is_alive(self) -> bool | None:
-    """Whether its process lives; None if it is out of sight."""
+    """Whether its process is alive; None if it is on another machine."""
     if not self.machine or self.machine != _machine():
       return None
     return _process_start(self.pid) == self.process_start
@@ -85,18 +87,18 @@ def _machine() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
       return file.read().strip() + " " + os.readlink("/proc/self/ns/pid")
   except OSError:
-    return ""  # Not Linux: leases are judged by whether they are renewed.
+    return ""  # Not Linux: a job is alive if its lease is renewed.
 
 
 def _process_start(pid: int) -> int:
-  """Start time of a process; 0 if there is none."""
+  """Start time of a process; 0 if it does not exist."""
   try:
     with open(f"/proc/{pid}/stat") as file:
-      # The second field is the command's name and may contain anything.
+      # The second field is the command's name and may contain spaces.
       fields = file.read().rpartition(")")[2].split()
   except OSError:
     return 0
-  # A zombie is dead, and its start time still stands there.
+  # A zombie is dead but still has an entry.
   return 0 if fields[0] in "ZX" else int(fields[19])
 
 
@@ -123,7 +125,7 @@ class Lease:
       except LeaseLostError as e:
         logging.error("%s", e)
         return
-      except OSError as e:  # A full disk, say: the next time may be better.
+      except OSError as e:  # Such as a full disk: the next try may succeed.
         logging.warning("%s: cannot be renewed: %s", self._path, e)
 
   def _renewed(self) -> Holder:
@@ -134,10 +136,10 @@ class Lease:
   def check(self) -> None:
     """Raises LeaseLostError if another job holds the workdir now."""
     if self._lost is None:
-      found = _read(self._path)
-      if found is None or found.token == self._holder.token:
-        return  # Not there: the folder was cleared, the next renewal returns.
-      self._lost = f"{self._path}: this job's lease was taken over by {found}."
+      holder = _read(self._path)
+      if holder is None or holder.token == self._holder.token:
+        return  # If the file was deleted, the next renewal restores it.
+      self._lost = f"{self._path}: this job's lease was taken over by {holder}."
     raise LeaseLostError(self._lost)
 
   def release(self) -> None:
@@ -150,8 +152,8 @@ class Lease:
       self.check()
       _remove(self._path)
     except LeaseLostError:
-      pass  # Another job has the workdir now: its file is not ours to remove.
-    except OSError as e:  # It runs out by itself.
+      pass  # The file belongs to another job now.
+    except OSError as e:  # The lease will expire.
       logging.warning("%s: cannot be removed: %s", self._path, e)
 
   def __enter__(self) -> "Lease":
@@ -161,21 +163,42 @@ class Lease:
     self.release()
 
 
-def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
-  """Takes the lease of a workdir; of the processes of a job, one does.
+@contextlib.contextmanager
+def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
+  """Holds the workdir's lease for the whole job; process 0 takes it.
 
-  Args:
-    workdir: is created if it is not there.
-    term_secs: how long the lease holds unless renewed.
+  Yields:
+    A function that raises LeaseLostError once another job has the lease; None
+    on other processes than process 0.
 
   Raises:
-    ConfigError: another job holds it, or the folder cannot be written to.
+    ConfigError: another job holds the lease, or the folder is not writable.
+  """
+  import jax
+
+  if jax.process_index() != 0:
+    yield None
+    return
+  with acquire(workdir) as lease:
+    process.on_abrupt_end(lease.release)
+    yield lease.check
+
+
+def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
+  """Takes the lease of a workdir; only one process of a job calls this.
+
+  Args:
+    workdir: folder of the run; created if it does not exist.
+    term_secs: time from a renewal to the expiry.
+
+  Raises:
+    ConfigError: another job holds it, or the folder is not writable.
   """
   path = os.path.join(workdir, FILE)
   try:
     paths.make_folder(workdir)
     while True:
-      mine = Holder(
+      own = Holder(
         token=secrets.token_hex(8),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -185,11 +208,11 @@ def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
         expires=time.time() + term_secs,
       )
       try:
-        _write(path, mine, replace=False)
+        _write(path, own, replace=False)
       except FileExistsError:
-        if not _take_over(path, mine, term_secs):
-          continue  # It is gone or has changed: look again.
-      return Lease(path, mine, term_secs)
+        if not _take_over(path, own, term_secs):
+          continue  # The lease has changed meanwhile.
+      return Lease(path, own, term_secs)
   except OSError as e:
     raise ConfigError(
       f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})."
@@ -201,7 +224,7 @@ def _text(holder: Holder) -> str:
 
 
 def _write(path: str, holder: Holder, *, replace: bool) -> None:
-  """Writes the lease whole; raises FileExistsError unless it may replace."""
+  """Writes the lease atomically; FileExistsError without `replace`."""
   if paths.is_remote(path):
     _write_object(path, holder, replace)
     return
@@ -219,13 +242,13 @@ def _write(path: str, holder: Holder, *, replace: bool) -> None:
 
 
 def _write_object(path: str, holder: Holder, replace: bool) -> None:
-  """As `_write`; what another job has taken over is not replaced."""
-  found = objects.read(path)
-  there = _parse(found.content)
-  if replace and there is not None and there.token != holder.token:
-    return  # The next check finds it.
-  free = replace or found.content is None
-  if free and objects.write(path, _text(holder).encode(), instead_of=found):
+  """Like `_write`; does not replace a lease that another job took over."""
+  version = objects.read(path)
+  current = _parse(version.content)
+  if replace and current is not None and current.token != holder.token:
+    return  # The next `check` raises.
+  free = replace or version.content is None
+  if free and objects.write(path, _text(holder).encode(), instead_of=version):
     return
   if not replace:
     raise FileExistsError(errno.EEXIST, "File exists", path)
@@ -240,19 +263,19 @@ def _remove(path: str) -> None:
 
 
 def _link(tmp: str, path: str) -> None:
-  """Gives a file its name, which only one of several can, NFS included."""
+  """Gives a file its name; only one of several can, also on NFS."""
   try:
     os.link(tmp, path)
   except OSError as e:
     if e.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
       raise
-    # No links on this file system.
+    # This file system has no hard links.
     with open(tmp) as source, open(path, "x") as file:
       file.write(source.read())
 
 
 def _read(path: str) -> Holder | None:
-  """Who holds the lease; None if nobody does or it cannot be understood."""
+  """The holder; None if the lease does not exist or cannot be parsed."""
   try:
     return _parse(paths.read_bytes(path))
   except FileNotFoundError:
@@ -260,7 +283,7 @@ def _read(path: str) -> Holder | None:
 
 
 def _parse(content: bytes | None) -> Holder | None:
-  """The holder that a lease's content tells of."""
+  """The holder in the content of a lease; None if it cannot be parsed."""
   try:
     holder = Holder(**json.loads(content or b""))
   except (ValueError, TypeError):
@@ -271,41 +294,45 @@ def _parse(content: bytes | None) -> Holder | None:
   return holder if re.fullmatch("[0-9a-f]+", holder.token) else None
 
 
-def _take_over(path: str, mine: Holder, term_secs: float) -> bool:
-  """Replaces the lease of a dead job by `mine`; False to look again.
+def _take_over(path: str, own: Holder, term_secs: float) -> bool:
+  """Replaces the lease of a dead job by `own`.
+
+  Returns:
+    False if the lease has changed meanwhile, so that the caller tries again.
 
   Raises:
-    ConfigError: its holder is alive.
+    ConfigError: the job that holds the lease is alive.
   """
   version = objects.read(path) if paths.is_remote(path) else None
-  found = _parse(version.content) if version else _read(path)
-  if found and found.token == mine.token:
-    return True  # Its write had an answer that was lost on the way.
-  alive = found.is_alive() if found else None
+  other = _parse(version.content) if version else _read(path)
+  if other and other.token == own.token:
+    return True  # Our write had succeeded, but its answer was lost.
+  alive = other.is_alive() if other else None
   if alive:
-    _refuse(path, found)
+    _refuse(path, other)
   why = "that process is gone"
   if alive is None:
-    if not _watch(path, found, term_secs):
+    if not _watch(path, other, term_secs):
       return False
-    why = "it was not renewed" if found else "it cannot be read"
+    why = "it was not renewed" if other else "it cannot be read"
   taken = (
-    _replace_file(path, found, mine, term_secs)
+    _replace_file(path, other, own, term_secs)
     if version is None
-    else objects.write(path, _text(mine).encode(), instead_of=version)
+    else objects.write(path, _text(own).encode(), instead_of=version)
   )
   if taken:
-    logging.warning("%s: taken over from %s: %s", path, found, why)
+    logging.warning("%s: taken over from %s: %s", path, other, why)
   return taken
 
 
 def _replace_file(
-  path: str, found: Holder | None, mine: Holder, term_secs: float
+  path: str, dead: Holder | None, own: Holder, term_secs: float
 ) -> bool:
-  """Replaces the lease `found`, if it is still that; whether it did."""
-  # Of several that see the same dead lease, one creates the claim to it; and
-  # whoever comes late finds that what it claimed is not that lease any more.
-  claim = f"{path}.{found.token if found else 'unreadable'}.claim"
+  """Replaces the lease `dead` unless it has changed; whether it did."""
+  # The claim is a hard link to the lease. Of several jobs that see the same
+  # dead lease, only one can create it. A late job may create one again, but
+  # then the claim's content is no longer the dead lease.
+  claim = f"{path}.{dead.token if dead else 'unreadable'}.claim"
   try:
     _link(path, claim)
   except FileNotFoundError:
@@ -314,37 +341,39 @@ def _replace_file(
     time.sleep(term_secs / 20)
     with contextlib.suppress(FileNotFoundError):
       if time.time() - os.lstat(claim).st_ctime > term_secs:
-        os.remove(claim)  # Its owner died in the line below.
+        os.remove(claim)  # Its owner died before it could remove it.
     return False
   try:
-    if _read(claim) != found:
+    if _read(claim) != dead:
       return False
-    _write(path, mine, replace=True)
+    _write(path, own, replace=True)
   finally:
     os.remove(claim)
   return True
 
 
-def _watch(path: str, found: Holder | None, term_secs: float) -> bool:
-  """Waits until a lease counts as not renewed; False if it vanishes.
+def _watch(path: str, holder: Holder | None, term_secs: float) -> bool:
+  """Waits until a lease counts as not renewed; False if it is removed.
 
-  The clocks of two machines may differ, so one that has just expired is
+  The clocks of two machines may differ, so a lease that has just expired is
   watched for a whole term.
   """
   began = time.monotonic()
-  logging.warning("%s: held by %s; waiting whether it is renewed", path, found)
+  logging.warning(
+    "%s: held by %s; waiting to see if it is renewed", path, holder
+  )
   while True:
-    process.check_preempted()  # It may take longer than the grace time.
-    overdue = time.time() - found.expires if found else 0.0
+    process.check_preempted()  # A term may exceed a scheduler's grace period.
+    overdue = time.time() - holder.expires if holder else 0.0
     if max(overdue, time.monotonic() - began) > term_secs:
       return True
-    now = _read(path)
-    if now != found:
-      if now is None and not paths.exists(path):
+    current = _read(path)
+    if current != holder:
+      if current is None and not paths.exists(path):
         return False
-      if now is not None:
-        _refuse(path, now)
-    elif found is None and not paths.exists(path):
+      if current is not None:
+        _refuse(path, current)
+    elif holder is None and not paths.exists(path):
       return False
     time.sleep(min(_POLL_SECS, term_secs / 20))
 

@@ -1,10 +1,12 @@
 """The process and its job: signals, exit codes, joining other processes.
 
 Importing this module is quick and does not load jax, so that signals can be
-caught before the slow imports begin. What processes tell each other while they
-run is in job.py; alone, a process has no job.
+caught before the slow imports begin. Running processes communicate through
+connection.py; a process that runs alone has no connection.
 """
 
+import itertools
+import json
 import logging
 import os
 import secrets
@@ -26,20 +28,21 @@ EXIT_PREEMPTED = 75  # EX_TEMPFAIL: schedulers may requeue the job.
 _TIMES = {"join_secs": 300.0, "heartbeat_secs": 30.0, "straggler_secs": 60.0}
 
 _signals: list[int] = []
-_job: Any = None  # The connection to the job's other processes, if any.
-_agreeing = False  # Whether `preempted` was asked: the processes are in step.
+_connection: Any = None  # To the job's other processes; None if alone.
+_agrees_on_end = False  # Whether `preempted` was called: processes are in step.
 _on_hang: list[Callable[[], Any]] = []
+_num_comparisons = itertools.count()
 
 
 class Preempted(Exception):
-  """Ends the run after a signal; what had to be saved is saved."""
+  """A signal ended the run; the state, if any, is saved."""
 
 
 def catch_signals() -> None:
-  """SIGTERM, SIGUSR1 and SIGINT ask for a save and an end with code 75.
+  """Makes SIGTERM, SIGUSR1 and SIGINT save, then exit with code 75.
 
-  The first signal is only noted, for `preempted` to report; a second one ends
-  the process at once. Called from the main thread.
+  The first signal is only recorded, for `preempted` to report; a second one
+  ends the process at once. Call this from the main thread.
   """
   for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, _on_signal)
@@ -48,60 +51,65 @@ def catch_signals() -> None:
 def _on_signal(number: int, frame: Any) -> None:
   name = signal.Signals(number).name
   if _signals:
-    _say(f"{name} again: ending at once; the last checkpoint stands.")
+    _print(
+      f"second signal, {name}: exiting now; the last checkpoint is intact."
+    )
     code = EXIT_PREEMPTED if number != signal.SIGINT else 128 + number
-    if _job is not None:
-      _job.last_word(code, f"{name} again")
+    if _connection is not None:
+      _connection.fail_now(code, f"second signal, {name}")
     os._exit(code)
   _signals.append(number)
-  _say(
+  _print(
     f"{name}: will finish the step, save and exit with {EXIT_PREEMPTED}; "
-    "once more ends at once."
+    "a second signal exits at once."
   )
-  if _job is not None:
-    _job.signalled(name)
+  if _connection is not None:
+    _connection.report_signal(name)
 
 
-def _say(text: str) -> None:
-  # A handler may interrupt any code, also the logger while it holds its lock.
+def _print(text: str) -> None:
+  # A handler may interrupt any code, even the logger while it holds its lock.
   os.write(2, f"bigtrain: {text}\n".encode())
 
 
 def preempted() -> bool:
-  """Whether the job is to end here because a process of it got a signal.
+  """Whether the job ends here because one of its processes got a signal.
 
-  All processes call it equally often; the answer is the same on all of them.
-  Called where the state can be saved.
+  All processes call this equally often, at points where the state can be
+  saved; the answer is the same on all of them.
   """
-  global _agreeing
-  _agreeing = True
-  return bool(_signals) if _job is None else _job.tick()
+  global _agrees_on_end
+  _agrees_on_end = True
+  if _connection is None:
+    return bool(_signals)
+  return _connection.should_end()
 
 
 def check_preempted() -> None:
-  """Raises Preempted if a signal has come; for where nothing is to save.
+  """Raises Preempted after a signal, where there is nothing to save.
 
-  Once the processes of a job agree on their end (`preempted`), none of them
-  ends by itself.
+  Does nothing once the processes of a job agree on their end (`preempted`):
+  then none of them may end by itself.
   """
-  if _signals and not (_agreeing and _job is not None):
+  if _signals and not (_agrees_on_end and _connection is not None):
     raise Preempted(f"{signal.Signals(_signals[0]).name} received")
 
 
-def join(config: Any) -> None:
-  """Joins the job's other processes where there are some.
+def join_job(config: Any) -> None:
+  """Joins the job's other processes, if the launcher started several.
 
-  That is where its launcher says so (launchers.py). Called before jax is asked
+  See launchers.py for how a job is detected. Call this before jax is asked
   for its devices.
 
-  Reads config.cluster: `join_secs` (300), how long to wait for the others;
-  `heartbeat_secs` (30), silence after which one counts as gone;
-  `straggler_secs` (60), between two looks for stragglers. And
+  Reads config.cluster: `join_secs` (300), time limit for all processes to
+  join; `heartbeat_secs` (30), silence after which a process counts as lost;
+  `straggler_secs` (60), interval between two checks for stragglers. Also reads
   config.expect_processes and config.expect_devices.
 
   Raises:
-    ConfigError: these are wrong, or there are not as many as expected.
-    RuntimeError: the others did not come.
+    ConfigError: one of these is wrong, or the job has another number of
+      processes or devices than expected.
+    RuntimeError: other processes did not join, or cannot be reached.
   """
   import jax
 
@@ -109,15 +117,12 @@ def join(config: Any) -> None:
   from bigtrain.cluster import launchers
 
   options = config.kwargs("cluster")
-  times = {}
-  for name, default in _TIMES.items():
-    times[name] = options.pop(name, default)
-    if isinstance(times[name], bool) or not isinstance(
-      times[name], int | float
-    ):
-      raise settings.ConfigError(
-        f"config.cluster.{name}: expected seconds, got {times[name]!r}."
-      )
+  times = {
+    name: settings.check_number(
+      f"config.cluster.{name}", options.pop(name, default), above=0
+    )
+    for name, default in _TIMES.items()
+  }
   for name in options:
     hint = settings.did_you_mean(name, _TIMES)
     raise settings.ConfigError(f"config.cluster.{name}: unknown key.{hint}")
@@ -125,43 +130,43 @@ def join(config: Any) -> None:
     name: config.get(f"expect_{name}") for name in ("processes", "devices")
   }
 
-  def check(name: str, found: int) -> None:
-    if expected[name] not in (None, found):
+  def check(name: str, count: int) -> None:
+    if expected[name] not in (None, count):
       raise settings.ConfigError(
-        f"config.expect_{name}={expected[name]}: there are {found}."
+        f"config.expect_{name}={expected[name]}: the job has {count}."
       )
 
   if not jax.distributed.is_initialized():
-    place = launchers.find(timeout_secs=times["join_secs"])
+    place = launchers.detect(timeout_secs=times["join_secs"])
     if place is not None:
       check("processes", place.count)  # Before they wait for each other.
       _form_job(place, times)
     elif jax.process_count() > 1:
       raise RuntimeError(
-        f"jax has found {jax.process_count()} processes, but nothing told this "
-        "one where process 0 is: give --coordinator=HOST:PORT."
+        f"jax detected {jax.process_count()} processes, but the address of "
+        "process 0 is unknown: pass --coordinator=HOST:PORT."
       )
   check("processes", jax.process_count())
   check("devices", jax.device_count())
 
 
 def _form_job(place: "launchers.Place", times: Mapping[str, float]) -> None:
-  """Meets the other processes, and starts jax's runtime for all of them."""
-  global _job
+  """Waits for the other processes and starts jax's runtime on all of them."""
+  global _connection
   import jax
   from absl import logging as absl_logging
 
   from bigtrain.cluster import connection, rendezvous
 
   address, count, index = place.address, place.count, place.index
-  made = connection.Job(
+  joined = connection.Connection(
     index,
     count,
     heartbeat_secs=times["heartbeat_secs"],
     report_secs=times["straggler_secs"],
-    on_hang=_tell_hang,
+    on_hang=_call_on_hang,
   )
-  port = made.listen() if index == 0 else 0
+  port = joined.listen() if index == 0 else 0
   token = rendezvous.meet(
     address,
     index,
@@ -172,62 +177,66 @@ def _form_job(place: "launchers.Place", times: Mapping[str, float]) -> None:
   )
   host = address.rpartition(":")[0].strip("[]") if index else "localhost"
   try:
-    made.connect(host, token["port"], secret=token["secret"], timeout_secs=60.0)
+    joined.connect(
+      host, token["port"], secret=token["secret"], timeout_secs=60.0
+    )
   except OSError as e:
     raise RuntimeError(
       f"process {index} cannot reach process 0 at {host} port "
-      f"{token['port']}: {e}; is it open between the hosts?"
+      f"{token['port']}: {e}; is the port open between the hosts?"
     ) from e
-  _job = made
+  _connection = joined
   absl_logging.info(
-    "Process %d of %d, says %s; process 0 is at %s.",
+    "Process %d of %d (launcher: %s); process 0 is at %s.",
     index,
     count,
     place.launcher,
     address,
   )
   if _signals:
-    made.signalled(signal.Signals(_signals[0]).name)
+    joined.report_signal(signal.Signals(_signals[0]).name)
 
   def initialize() -> None:
-    # Its handler of SIGTERM would take the place of ours.
+    # jax's handler of SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
-    # Its own heartbeats end a job too, but say less: ours come first.
+    # jax's own heartbeats end a job too, with less helpful messages: give ours
+    # time to come first.
     jax.distributed.initialize(
       coordinator_address=address,
       num_processes=count,
       process_id=index,
       local_device_ids=place.devices,
-      # All is known; jax would leave a process one of several GPUs.
+      # With detection on, jax would give a process only one of several GPUs.
       cluster_detection_method="deactivate",
       heartbeat_timeout_seconds=int(max(100, 4 * times["heartbeat_secs"])),
     )
 
-  # In C++ the main thread would be deaf to signals.
+  # This blocks in C++, where the main thread could not handle signals.
   Background(initialize, "join").result()
 
 
 def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
-  """Refuses processes that differ in what they run.
+  """Compares config, code and packages of all processes; waits for them.
 
   Args:
-    identity: gives this process's values, as JSON has them, by name.
+    identity: returns this process's JSON values by name.
 
   Raises:
-    ConfigError: on all processes, naming which differs from process 0 in what.
+    ConfigError: on all processes, naming every value that differs from process
+      0's and its process.
   """
-  if _job is None:
+  if _connection is None:
     return
   from bigtrain import settings
-  from bigtrain.cluster import peers
 
-  mine = [f"{name}={value!r}" for name, value in sorted(identity().items())]
-  everybody = peers.Peers(timeout_secs=_TIMES["join_secs"]).share(mine)
+  own = [f"{name}={value!r}" for name, value in sorted(identity().items())]
+  key = f"bigtrain/require_same_run/{next(_num_comparisons)}"
+  by_process = share(key, own, _TIMES["join_secs"])
   problems = []
-  for index, theirs in enumerate(everybody):
-    if others := sorted(set(theirs) - set(everybody[0])):
+  for index, values in enumerate(by_process):
+    if others := sorted(set(values) - set(by_process[0])):
       problems.append(f"process {index} has {', '.join(others)}")
-    if missing := sorted(set(everybody[0]) - set(theirs)):
+    if missing := sorted(set(by_process[0]) - set(values)):
       problems.append(f"process 0 has {', '.join(missing)}")
   if problems:
     raise settings.ConfigError(
@@ -236,64 +245,99 @@ def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def require_equal(name: str, value: Any) -> None:
-  """Ends the job with code 2 if other processes have another value of `name`.
+  """Ends the job with code 2 if processes pass different values for `name`.
 
-  Unlike `agree` it waits for nobody, so threads may call it.
+  Unlike `require_same_run` this returns at once, so threads may call it.
 
   Args:
-    name: of what all must have in common, in a config's words.
-    value: anything that JSON has.
+    name: description of the value, in a config's words.
+    value: JSON.
   """
-  if _job is not None:
-    _job.same(name, value)
+  if _connection is not None:
+    _connection.require_equal(name, value)
 
 
-def at(phase: str, step: int) -> None:
-  """Notes what this process is doing, for what the others say of it."""
-  if _job is not None:
-    _job.at(phase, step)
+def share(key: str, value: Any, timeout_secs: float) -> list[Any]:
+  """Returns the values of all processes, by process; acts as a barrier.
 
+  Uses the key-value store of jax.distributed, not the devices, so threads may
+  call it while the devices train.
 
-def dispatches() -> None:
-  """Notes that the device's part of the step begins, which needs all hosts.
+  Args:
+    key: name of this exchange, the same on all processes, never used again.
+    value: JSON.
+    timeout_secs: time limit for each of the other processes.
 
-  What took until here is host work, and a host that does not come here is one
-  that the others wait for.
+  Raises:
+    JaxRuntimeError: a process did not share its value in time.
   """
-  if _job is not None:
-    _job.dispatches()
+  import jax
+
+  count = jax.process_count()
+  if count == 1:
+    return [value]
+  # jax has no public way to its key-value store.
+  from jax._src import distributed
+
+  client = distributed.global_state.client
+  client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+  timeout = int(timeout_secs * 1000)
+  return [
+    json.loads(client.blocking_key_value_get(f"{key}/{i}", timeout))
+    for i in range(count)
+  ]
 
 
-def at_abrupt_end(release: Callable[[], None]) -> None:
-  """Has `release` called if another process makes this one end."""
-  if _job is not None:
-    _job.at_abrupt_end(release)
+def report_phase(phase: str, step: int) -> None:
+  """Reports the current phase to process 0, for its messages."""
+  if _connection is not None:
+    _connection.report_phase(phase, step)
 
 
-def on_hang(tell: Callable[[], Any]) -> None:
-  """Has `tell` called before the end if any process of the job hangs."""
-  _on_hang[:] = [tell]
+def host_work_done() -> None:
+  """Reports that the host's part of the step is done; the device's begins.
 
-
-def _tell_hang() -> None:
-  for tell in _on_hang:
-    tell()
-
-
-def fail(code: int, reason: str, *, hang: bool = False) -> None:
-  """Has all processes of the job end with `code`; alone it does nothing.
-
-  This one ends as well, saying which process failed first and why.
+  The device's part needs all hosts. The time up to here is host work, and a
+  host that takes longer than the others is a straggler.
   """
-  if _job is not None and not (code == EXIT_PREEMPTED and _job.agreed):
-    _job.fail(code, reason, hang=hang)
+  if _connection is not None:
+    _connection.host_work_done()
+
+
+def on_abrupt_end(release: Callable[[], None]) -> None:
+  """Calls `release` if another process makes this one end."""
+  if _connection is not None:
+    _connection.on_abrupt_end(release)
+
+
+def on_hang(report: Callable[[], Any]) -> None:
+  """Calls `report` before the end if any process of the job hangs."""
+  _on_hang[:] = [report]
+
+
+def _call_on_hang() -> None:
+  for report in _on_hang:
+    report()
+
+
+def end_job(code: int, reason: str, *, hang: bool = False) -> None:
+  """Ends all processes of the job with `code`; does nothing in a single one.
+
+  This process ends too, with a message that names the process that failed
+  first and its reason.
+  """
+  if _connection is None:
+    return
+  if code == EXIT_PREEMPTED and _connection.ending:
+    return  # All processes have agreed on it already.
+  _connection.fail(code, reason, hang=hang)
 
 
 class Background:
-  """Runs `fn`, which may take minutes in C++, in a thread of its own.
+  """Runs `fn`, which may spend minutes in C++, in a thread of its own.
 
-  Python runs signal handlers between byte codes of the main thread only; a
-  long compilation there would make the program deaf to signals.
+  Python runs signal handlers between byte codes of the main thread only, so
+  the program could not handle signals during a long compilation there.
   """
 
   def __init__(self, fn: Callable[[], Any], name: str = "background"):
@@ -311,15 +355,15 @@ class Background:
 
   @property
   def failed(self) -> bool:
-    """Whether `fn` has raised something, for `result` to raise."""
+    """Whether `fn` has raised an exception, which `result` will raise."""
     return bool(self._outcome) and not self._outcome[0][0]
 
   def result(self) -> Any:
-    """What `fn` returns or raises.
+    """Waits for `fn`; returns its result or raises its exception.
 
     Raises:
-      Preempted: a signal came first; the thread is left behind, and the
-        process is expected to end with `leave`.
+      Preempted: a signal came first. The thread goes on; the process should
+        end with `exit_now`.
     """
     while self._thread.is_alive():
       self._thread.join(timeout=0.2)
@@ -331,14 +375,14 @@ class Background:
     return value
 
 
-def leave(code: int) -> NoReturn:
-  """Ends the process with `code` now, whatever threads are still doing.
+def exit_now(code: int) -> NoReturn:
+  """Ends the process with `code` now, without waiting for other threads.
 
-  Interpreter shutdown would wait for a thread that compiles, and with several
-  processes for a barrier that a failed one never reaches.
+  Interpreter shutdown would wait for a thread that compiles and, with several
+  processes, for a barrier that a failed one never reaches.
   """
-  if _job is not None and not _job.failed:
-    _job.close()
+  if _connection is not None and not _connection.failed:
+    _connection.close()
   logging.shutdown()
   sys.stdout.flush()
   sys.stderr.flush()

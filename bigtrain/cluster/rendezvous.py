@@ -1,9 +1,9 @@
-"""Waits until all processes of a job are there, and says who is not.
+"""Waits until all processes of a job are up, and names missing ones.
 
-jax's own start-up would end a process from C++, without a word of ours, when
-one is missing. So the processes meet before it, on the port that jax's
-coordination service uses afterwards: each says to process 0 who it is, and
-process 0 answers all at once, with what they need to talk to it later on.
+If a process is missing, jax's own start-up ends the others from C++ without a
+message of ours. So the processes meet before it, on the port that jax's
+coordination service uses afterwards: each introduces itself to process 0, and
+process 0 answers all of them at once with the data for their connections.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ _POLL_SECS = 0.2
 _LINE_BYTES = 1 << 16
 
 
-class MissingError(RuntimeError):
-  """Not all processes came in time."""
+class RendezvousError(RuntimeError):
+  """Processes are missing, or do not belong to the same job."""
 
 
 def meet(
@@ -31,27 +31,28 @@ def meet(
   token: dict[str, Any],
   check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-  """Returns process 0's `token`, on all processes, once all are there.
+  """Waits for all processes; returns process 0's `token` on each of them.
 
   Args:
     address: HOST:PORT of process 0.
-    index: of this process.
-    count: of processes.
-    timeout_secs: how long to wait for the others.
-    token: anything that JSON has; that of process 0 counts.
+    index: index of this process.
+    count: number of processes.
+    timeout_secs: time limit for the other processes.
+    token: JSON; only process 0's is used.
     check: called while waiting; raises to stop.
 
   Raises:
-    MissingError: some did not come; or two claim to be the same one.
+    RendezvousError: some processes did not join, two have the same index, or
+      process 0 cannot listen on its port.
   """
   deadline = time.monotonic() + timeout_secs
   if index:
-    return _visit(address, index, count, deadline, timeout_secs, check)
-  _host(address, count, deadline, timeout_secs, token, check)
+    return _introduce(address, index, count, deadline, timeout_secs, check)
+  _gather(address, count, deadline, timeout_secs, token, check)
   return token
 
 
-def _host(
+def _gather(
   address: str,
   count: int,
   deadline: float,
@@ -59,46 +60,47 @@ def _host(
   token: dict[str, Any],
   check: Callable[[], None],
 ) -> None:
-  there: dict[int, tuple[str, socket.socket]] = {}
+  """Process 0's part: waits for the others and answers them."""
+  joined: dict[int, tuple[str, socket.socket]] = {}
   with contextlib.ExitStack() as at_end, _listener(address) as listener:
     problem = None
-    while len(there) < count - 1 and not problem:
+    while len(joined) < count - 1 and not problem:
       check()
       if time.monotonic() > deadline:
-        missing = sorted(set(range(1, count)) - there.keys())
+        missing = sorted(set(range(1, count)) - joined.keys())
         problem = (
-          f"{len(missing)} of {count} processes did not come within "
-          f"{timeout_secs:g} s (config.cluster.join_secs): {_few(missing)}"
+          f"{len(missing)} of {count} processes did not join within "
+          f"{timeout_secs:g} s (config.cluster.join_secs): {_shorten(missing)}"
         )
         break
       try:
         connection = at_end.enter_context(listener.accept()[0])
         connection.settimeout(_POLL_SECS * 10)
         hello = _read(connection)
-        who = f"host {hello['host']}, pid {hello['pid']}"
-        number = hello["index"]
+        description = f"host {hello['host']}, pid {hello['pid']}"
+        index = hello["index"]
       except (OSError, ValueError, KeyError, TypeError):
-        continue  # Nobody yet, or none of ours.
+        continue  # No visitor yet, or one that is not a process of a job.
       if hello["count"] != count:
         problem = (
-          f"process {number} ({who}) was told of {hello['count']} processes, "
-          f"process 0 of {count}"
+          f"process {index} ({description}) was started with num_processes="
+          f"{hello['count']}, process 0 with {count}"
         )
         _answer(connection, {"problem": problem})
-      elif number in there or not 0 < number < count:
-        other = there[number][0] if number in there else "process 0"
-        problem = f"two processes are number {number}: {who} and {other}"
+      elif index in joined or not 0 < index < count:
+        other = joined[index][0] if index in joined else "process 0"
+        problem = f"two processes have index {index}: {description} and {other}"
         _answer(connection, {"problem": problem})
       else:
-        there[number] = who, connection
+        joined[index] = description, connection
     answer = {"problem": problem} if problem else {"token": token}
-    for _, connection in there.values():
+    for _, connection in joined.values():
       _answer(connection, answer)
     if problem:
-      raise MissingError(problem)
+      raise RendezvousError(problem)
 
 
-def _visit(
+def _introduce(
   address: str,
   index: int,
   count: int,
@@ -106,6 +108,7 @@ def _visit(
   timeout_secs: float,
   check: Callable[[], None],
 ) -> dict[str, Any]:
+  """The part of any process but 0: connects and waits for the answer."""
   host, _, port = address.rpartition(":")
   problem: Any = None
   while time.monotonic() < deadline:
@@ -125,13 +128,14 @@ def _visit(
       connection.sendall(json.dumps(hello).encode() + b"\n")
       answer = _wait(connection, deadline + 10, check)
     if answer is None:
-      problem = "it hung up"  # Perhaps it is just starting again.
+      # Perhaps process 0 is just being restarted.
+      problem = "it closed the connection"
       time.sleep(_POLL_SECS)
     elif answer.get("problem"):
-      raise MissingError(answer["problem"])
+      raise RendezvousError(answer["problem"])
     else:
       return answer["token"]
-  raise MissingError(
+  raise RendezvousError(
     f"process {index}: no process 0 at {address} within {timeout_secs:g} s "
     f"(config.cluster.join_secs): {problem}"
   )
@@ -169,7 +173,7 @@ def _listener(address: str) -> Iterator[socket.socket]:
     else:
       listener = socket.create_server(("", port), backlog=4096)
   except OSError as e:
-    raise MissingError(
+    raise RendezvousError(
       f"process 0 cannot listen on port {port}: {e.strerror or e}; is another "
       "job using it?"
     ) from e
@@ -188,6 +192,6 @@ def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
     connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _few(numbers: list[int], most: int = 20) -> str:
-  shown = ", ".join(map(str, numbers[:most]))
-  return shown + (", ..." if len(numbers) > most else "")
+def _shorten(indices: list[int], most: int = 20) -> str:
+  shown = ", ".join(map(str, indices[:most]))
+  return shown + (", ..." if len(indices) > most else "")

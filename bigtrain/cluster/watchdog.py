@@ -1,11 +1,11 @@
-"""Ends a process that hangs, and says where.
+"""Ends a process that hangs, and reports where it hangs.
 
-The program tells what it is doing, and the watchdog, a thread, sees to it that
-no phase lasts longer than its limit: it writes the stacks of all threads to
-the workdir and ends the process with code 1. It waits for nothing: not for the
-device, not for other processes, not for the interpreter's exit. Should native
-code keep the interpreter's lock, so that this thread cannot run either, a
-timer in C does the same a minute later.
+The program reports its phases. A thread checks that no phase takes longer than
+its limit; otherwise it writes the stacks of all threads to the workdir and
+ends the process with code 1, without waiting for the device, for other
+processes or for the interpreter's exit. If native code holds the interpreter's
+lock, so that this thread cannot run, a timer in C does the same a minute
+later.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ LIMITS = {
 }
 _POLL_SECS = 0.5
 _NATIVE_EXTRA_SECS = 60.0
-_WRITE_SECS = 10.0  # For the stacks; the storage may be what hangs.
+_WRITE_SECS = 10.0  # For the stacks; the storage may be the cause of the hang.
 
 
 def read_limits(config: settings.Config) -> dict[str, float] | None:
-  """Limits from config.watchdog: {phase}_secs; None if it is False.
+  """Reads the limits config.watchdog.{phase}_secs; None if watchdog=False.
 
   Raises:
-    ConfigError: an unknown phase, or a limit that is no positive number.
+    ConfigError: an unknown phase, or a limit that is not a positive number.
   """
   if config.get("watchdog", {}) is False:
     return None
@@ -54,13 +54,8 @@ def read_limits(config: settings.Config) -> dict[str, float] | None:
       known = [f"{p}_secs" for p in LIMITS]
       hint = settings.did_you_mean(key, known)
       raise ConfigError(f"config.watchdog.{key}: unknown key.{hint}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-      raise ConfigError(
-        f"config.watchdog.{key}: expected seconds, got {value!r}."
-      )
-    if not value > 0:
-      raise ConfigError(f"config.watchdog.{key}: must be positive.")
-    limits[phase] = float(value)
+    secs = settings.check_number(f"config.watchdog.{key}", value, above=0)
+    limits[phase] = float(secs)
   return limits
 
 
@@ -71,21 +66,21 @@ class Watchdog:
     """Starts the thread, in phase "start".
 
     Args:
-      limits: seconds for each phase of LIMITS; None watches nothing.
-      workdir: where the stacks are written; first to a file of this machine
-        if it is in an object store.
+      limits: seconds for each phase of LIMITS; None for no limits.
+      workdir: folder for the stacks. If it is in an object store, they are
+        written to a temporary file first.
     """
     self._limits = limits
     name = f"stacks-{socket.gethostname()}-{os.getpid()}.txt"
-    self._told = os.path.join(workdir, name)
+    self._final_path = os.path.join(workdir, name)
     is_remote = paths.is_remote(workdir)
-    self._workdir = tempfile.gettempdir() if is_remote else workdir
-    self._path = os.path.join(self._workdir, name)
-    self._file: Any = None
-    self._done = threading.Event()
+    self._folder = tempfile.gettempdir() if is_remote else workdir
+    self._path = os.path.join(self._folder, name)
+    self._file: Any = None  # Opened beforehand, for the timer in C.
+    self._closed = threading.Event()
     self._writing = threading.Lock()
-    self._written = ""
-    self._since = ("start", 0, time.monotonic())
+    self._outcome = ""  # Of writing the stacks, in words.
+    self._phase = ("start", 0, time.monotonic())  # Name, step, beginning.
     process.on_hang(self._write_stacks)
     if limits is None:
       return
@@ -95,19 +90,19 @@ class Watchdog:
     self._thread.start()
 
   def enter(self, phase: str, step: int) -> None:
-    """A phase begins, or a new step or batch of it; the clock is at zero."""
-    self._since = (phase, step, time.monotonic())
-    process.at(phase, step)
+    """Begins a phase, or its next step, and restarts its time limit."""
+    self._phase = (phase, step, time.monotonic())
+    process.report_phase(phase, step)
 
   def beat(self) -> None:
-    """The phase goes on, but something was done: the clock is at zero."""
-    phase, step, _ = self._since
-    self._since = (phase, step, time.monotonic())
+    """Reports progress in the current phase, and restarts its time limit."""
+    phase, step, _ = self._phase
+    self._phase = (phase, step, time.monotonic())
 
   def close(self) -> None:
     """Stops watching."""
-    if self._limits is not None and not self._done.is_set():
-      self._done.set()
+    if self._limits is not None and not self._closed.is_set():
+      self._closed.set()
       self._thread.join()
       faulthandler.cancel_dump_traceback_later()
       if self._file not in (None, sys.__stderr__):
@@ -115,15 +110,15 @@ class Watchdog:
         os.remove(self._path)
 
   def _watch(self) -> None:
-    while not self._done.wait(_POLL_SECS):
-      phase, step, since = self._since
+    while not self._closed.wait(_POLL_SECS):
+      phase, step, began = self._phase
       limit = self._limits[phase]
-      if time.monotonic() - since > limit:
+      if time.monotonic() - began > limit:
         self._end(phase, step, limit)
-      if self._file is None and os.path.isdir(self._workdir):
+      if self._file is None and os.path.isdir(self._folder):
         self._file = self._open()
       if self._file is not None:
-        # Pushed back at every turn of this loop, as long as it can turn.
+        # Postponed in every turn of this loop, as long as this thread can run.
         faulthandler.dump_traceback_later(
           max(self._limits.values()) + _NATIVE_EXTRA_SECS,
           exit=True,
@@ -131,7 +126,7 @@ class Watchdog:
         )
 
   def _open(self) -> Any:
-    """Where the timer writes to: a file, which must be open beforehand."""
+    """Opens the file for the timer in C, which cannot open one itself."""
     try:
       self._clear()
       return open(self._path, "w")
@@ -140,12 +135,12 @@ class Watchdog:
       return sys.__stderr__
 
   def _clear(self) -> None:
-    """Removes the files that killed processes of this host left empty."""
+    """Removes empty files that killed processes of this host left behind."""
     prefix = f"stacks-{socket.gethostname()}-"
-    for name in os.listdir(self._workdir):
+    for name in os.listdir(self._folder):
       pid = name.removeprefix(prefix).removesuffix(".txt")
       if name == f"{prefix}{pid}.txt" and not os.path.exists(f"/proc/{pid}"):
-        path = os.path.join(self._workdir, name)
+        path = os.path.join(self._folder, name)
         with contextlib.suppress(FileNotFoundError):
           if not os.path.getsize(path):
             os.remove(path)
@@ -156,37 +151,38 @@ class Watchdog:
       f"(config.watchdog.{phase}_secs)"
     )
     message += self._write_stacks(message)
-    # In a job of several processes all end here, and hear who is late.
-    process.fail(process.EXIT_ERROR, f"hang: {message}", hang=True)
+    # In a job of several processes all end here, with the laggard's name.
+    process.end_job(process.EXIT_ERROR, f"hang: {message}", hang=True)
     # Straight to the descriptor: a hung thread may hold the stream's lock.
     os.write(sys.__stderr__.fileno(), f"error: hang: {message}\n".encode())
     os._exit(process.EXIT_ERROR)
 
   def _write_stacks(self, why: str = "a process of the job hangs") -> str:
-    """Writes the stacks of all threads; returns what there is to say of it.
+    """Writes the stacks of all threads once; returns the outcome in words.
 
-    This process and another of the job may find at the same time that it
-    hangs: whoever comes second must not end it before the file is written.
+    Two threads may call this at the same time: one because this process hangs,
+    one because another process does. The second must wait for the file, since
+    the process ends after this.
     """
     if not self._writing.acquire(timeout=_WRITE_SECS):
       return f"; their stacks were not written within {_WRITE_SECS:g} s"
     try:
-      self._written = self._written or self._write_once(why)
-      return self._written
+      self._outcome = self._outcome or self._write_once(why)
+      return self._outcome
     finally:
       self._writing.release()
 
   def _write_once(self, why: str) -> str:
     try:
-      os.makedirs(self._workdir, exist_ok=True)  # It may hang before that.
+      os.makedirs(self._folder, exist_ok=True)  # The program may not have yet.
       with open(self._path, "w") as file:
         file.write(f"{why}\n\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
-      arrived = self._path == self._told or paths.push_within(
-        self._path, self._told, _WRITE_SECS
+      arrived = self._path == self._final_path or paths.push_within(
+        self._path, self._final_path, _WRITE_SECS
       )
-      where = self._told if arrived else self._path
+      where = self._final_path if arrived else self._path
       return f"; the stacks of all threads are in {where}"
     except OSError as e:
       return f"; their stacks could not be written: {e}"

@@ -1,4 +1,4 @@
-"""Arrays in memory or in an .npz file, one row an example.
+"""Arrays in memory or in an .npz file; each row is an example.
 
 dict(type="arrays", path="data.npz", slice="[:90%]")
 dict(type="arrays", name="digits", split="train")
@@ -25,23 +25,23 @@ _DIGITS_TRAIN_FRACTION = 0.8
 
 
 class Source:
-  """Rows of arrays of the same length.
+  """The rows of arrays of equal length.
 
   Args:
-    path: an .npz file; its arrays are the features. One that is not
-      compressed is mapped, not read, after its checksums were verified.
-    name: "digits": the 1797 handwritten digits that come with scikit-learn,
-      `image` uint8 [8, 8, 1] of 0 to 16 and `label`.
-    arrays: the features themselves, for notebooks.
-    keys: only these arrays.
-    split: of the digits: "train", "test" (a fifth, fixed by `split_seed`) or
-      "all", maybe with a slice.
-    slice: such as "[:90%]" or "[1000:]".
-    split_seed: of the digits.
+    path: .npz file whose arrays are the features. Uncompressed arrays are
+      memory-mapped after their checksums are verified.
+    name: "digits", the 1797 handwritten digits of scikit-learn: `image` uint8
+      [8, 8, 1] with values 0 to 16, and `label`.
+    arrays: features by name, for notebooks.
+    keys: names of the arrays to use; all by default.
+    split: split of the digits: "train", "test" (a fifth, fixed by
+      `split_seed`) or "all", optionally with a slice.
+    slice: slice of the rows, such as "[:90%]" or "[1000:]".
+    split_seed: seed of the digits' splits.
 
   Raises:
-    ConfigError: no such file, array or split; arrays of unequal lengths.
-    DataError: a damaged file, arrays of objects, no example.
+    ConfigError: no such file, array or split, or arrays of unequal lengths.
+    DataError: a damaged file, an array of Python objects, or no examples.
   """
 
   def __init__(
@@ -57,40 +57,46 @@ class Source:
   ):
     given = (path is not None) + (name is not None) + (arrays is not None)
     if given != 1:
-      raise ConfigError("arrays: give one of path, name and arrays.")
+      raise ConfigError(
+        "arrays: expected exactly one of path, name and arrays."
+      )
     if name is not None:
       if name != "digits":
-        raise ConfigError(f"arrays: no data set {name!r}. There are: digits.")
-      found, part = _digits(split or "train", split_seed)
+        raise ConfigError(
+          f"arrays: name={name!r}: unknown data set. There are: digits."
+        )
+      features, part = _digits(split or "train", split_seed)
       slice, self._name = part + slice, f"digits {split or 'train'}"
     elif split is not None:
       raise ConfigError(
-        f"arrays: split={split!r} goes with name='digits'; use slice='[:90%]'."
+        f"arrays: split={split!r} requires name='digits'; for other arrays use "
+        "slice, such as '[:90%]'."
       )
     elif path is not None:
-      found, self._name = _load(path, keys), os.fspath(path)
+      self._name = files.local_path(path, "arrays: path")
+      features = _load(self._name, keys)
     else:
-      found = {k: np.asarray(v) for k, v in arrays.items()}
+      features = {k: np.asarray(v) for k, v in arrays.items()}
       self._name = "arrays"
     if keys is not None:
-      _check_keys(keys, found, self._name)
-      found = {key: found[key] for key in keys}
-    length = _length(found, self._name)
+      _check_keys(keys, features, self._name)
+      features = {key: features[key] for key in keys}
+    length = _length(features, self._name)
     self._start, stop = slices.bounds(slice, length, "arrays: slice")
     self._arrays = {
-      key: array[self._start : stop] for key, array in found.items()
+      key: array[self._start : stop] for key, array in features.items()
     }
     self._length = stop - self._start
     self.spec = {
       key: (bytes if array.dtype.kind in "SU" else array.dtype, array.shape[1:])
-      for key, array in found.items()
+      for key, array in features.items()
     }
 
   def __len__(self) -> int:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Copies of the rows; strings as dtype object of bytes."""
+    """Returns copies of rows [B]; strings are bytes in object arrays."""
     batch = {}
     for key, array in self._arrays.items():
       rows = array[indices]
@@ -100,11 +106,11 @@ class Source:
     return batch
 
   def where(self, index: int) -> str:
-    """File (or name) and row."""
+    """Returns the file (or name) and row of an example."""
     return f"{self._name}, row {self._start + int(index)}"
 
   def fingerprint(self) -> str:
-    """Changes with names, shapes and types, and a sample of the values."""
+    """Digest of names, shapes, dtypes and a sample of the values."""
     sample = hashing.permute(np.arange(self._length)[:64], self._length, seed=0)
     parts: list[Any] = []
     for key, array in sorted(self._arrays.items()):
@@ -113,10 +119,12 @@ class Source:
     return files.digest("arrays", *parts)
 
 
-def _check_keys(keys: Sequence[str], there: Iterable[str], name: str) -> None:
+def _check_keys(
+  keys: Sequence[str], available: Iterable[str], name: str
+) -> None:
   for key in keys:
-    if key not in there:
-      hint = did_you_mean(key, there)
+    if key not in available:
+      hint = did_you_mean(key, available)
       raise ConfigError(f"arrays: {name} has no array {key!r}.{hint}")
 
 
@@ -129,20 +137,19 @@ def _length(arrays: Mapping[str, np.ndarray], name: str) -> int:
       )
     if not array.ndim:
       raise ConfigError(
-        f"{name}: array {key!r} is a single value; expected one row for each "
-        "example (keys= selects arrays)."
+        f"{name}: array {key!r} is a scalar; expected one row for each example "
+        "(keys= selects arrays)."
       )
   lengths = {key: len(array) for key, array in arrays.items()}
   if len(set(lengths.values())) > 1:
-    told = ", ".join(f"{key} {length}" for key, length in lengths.items())
-    raise ConfigError(f"{name}: arrays of unequal lengths: {told}.")
+    listed = ", ".join(f"{key} {length}" for key, length in lengths.items())
+    raise ConfigError(f"{name}: arrays of unequal lengths: {listed}.")
   if not lengths or not next(iter(lengths.values())):
-    raise DataError(f"{name}: there is no example in it.")
+    raise DataError(f"{name}: contains no examples.")
   return next(iter(lengths.values()))
 
 
 def _load(path: str, keys: Sequence[str] | None) -> dict[str, np.ndarray]:
-  path = os.path.expanduser(os.fspath(path))
   if not os.path.isfile(path):
     raise files.missing(path, "arrays: path", "file")
   try:
@@ -165,7 +172,7 @@ def _load(path: str, keys: Sequence[str] | None) -> dict[str, np.ndarray]:
 def _member(
   path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo
 ) -> np.ndarray:
-  """One array of an .npz file; mapped if it is not compressed."""
+  """Returns one array of an .npz file, memory-mapped if uncompressed."""
   with archive.open(info) as f:
     version = np.lib.format.read_magic(f)
     read_header = {
@@ -173,11 +180,11 @@ def _member(
       (2, 0): np.lib.format.read_array_header_2_0,
     }.get(version)
     if read_header is None:
-      raise ValueError(f"{info.filename} is of an unknown .npy version")
+      raise ValueError(f"{info.filename} has an unknown .npy version")
     shape, fortran_order, dtype = read_header(f)
     data_at = f.tell()
     if dtype.hasobject:
-      # Never unpickled: a pickle runs code of whoever wrote the file.
+      # Unpickling would execute code from the file.
       raise DataError(
         f"{path}: array {info.filename.removesuffix('.npy')!r} holds Python "
         "objects, which are never loaded; expected numbers, booleans or "
@@ -186,8 +193,8 @@ def _member(
     mapped = info.compress_type == zipfile.ZIP_STORED
     size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     if info.file_size != data_at + size:
-      raise ValueError(f"{info.filename} has not the size that it says")
-    # Reading to the end is what makes zipfile verify the checksum.
+      raise ValueError(f"{info.filename} does not match the size in its header")
+    # zipfile verifies the checksum only at the end of the member.
     chunks = []
     while chunk := f.read(1 << 22):
       if not mapped:
@@ -203,26 +210,26 @@ def _member(
     header = f.read(_LOCAL_HEADER.size)
   magic, name_size, extra_size = _LOCAL_HEADER.unpack(header)
   if magic != b"PK\3\4":
-    raise ValueError(f"{info.filename} is not where the archive says")
+    raise ValueError(f"{info.filename} is not at its offset in the archive")
   start = info.header_offset + _LOCAL_HEADER.size + name_size + extra_size
   mapping = np.memmap(path, dtype, "r", start + data_at, shape, layout)
-  return np.asarray(mapping)  # Rows of it are then plain arrays.
+  return np.asarray(mapping)  # Rows are plain arrays, not memmaps.
 
 
 def _digits(split: str, seed: int) -> tuple[dict[str, np.ndarray], str]:
-  """The arrays of a split of the digits, and the slice that is left to do."""
+  """Returns the arrays of a split of the digits, and the slice to apply."""
   name, part = slices.split_name(split, "arrays: split")
   spec = importlib.util.find_spec("sklearn")
   if spec is None or not spec.submodule_search_locations:
     raise ConfigError(
-      "arrays: the digits come with scikit-learn: pip install scikit-learn."
+      "arrays: name='digits' requires scikit-learn: pip install scikit-learn."
     )
-  # Importing sklearn for one file of numbers would take a second.
+  # Importing sklearn takes a second, and only one of its files is needed.
   path = os.path.join(
     spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz"
   )
   if not os.path.isfile(path):
-    raise ConfigError(f"arrays: this scikit-learn has no digits: {path}.")
+    raise ConfigError(f"arrays: scikit-learn has no file {path}.")
   table = np.loadtxt(path, delimiter=",", dtype=np.uint8)
   shuffled = hashing.permute(np.arange(len(table)), len(table), seed)
   num_train = round(_DIGITS_TRAIN_FRACTION * len(table))
@@ -233,7 +240,7 @@ def _digits(split: str, seed: int) -> tuple[dict[str, np.ndarray], str]:
   }
   if name not in splits:
     raise ConfigError(
-      f"arrays: split={split!r}: there is no {name!r}."
+      f"arrays: split={split!r}: unknown split {name!r}."
       f"{did_you_mean(name, splits)}"
     )
   table = table[splits[name]]

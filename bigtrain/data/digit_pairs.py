@@ -1,10 +1,10 @@
-"""Real handwritten digits, two to a picture, with a caption.
+"""Pictures of two handwritten digits, with captions.
 
 dict(type="digit_pairs", split="train", length=50_000, margin=1)
 
-Example i shows the ordered pair of classes i % 100, so any hundred in a row
-hold each pair once. Which digits of these classes, and where in their halves
-they stand, is hashed from i.
+Example i shows the ordered pair of classes i % 100, so any 100 consecutive
+examples contain each pair once. A hash of i selects the digits of these classes
+and their positions in the two halves of the picture.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from bigtrain import hashing
 from bigtrain.data import arrays
 from bigtrain.data.formats import files
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, check_number
 
 WORDS = (
   "zero",
@@ -35,29 +35,29 @@ CAPTIONS = [
   for right in WORDS
 ]
 _SIDE = 8
-# Numbers drawn for an example: which two digits, and where they stand.
+# Streams of random numbers of an example: two digits and their positions.
 _LEFT, _RIGHT, _TOP, _START = 0, 1, (2, 3), (4, 5)
 
 
 class Source:
   """Pairs of scikit-learn's digits.
 
-  Features: `image` uint8 [8 + 2 m, 16 + 4 m, 1] of 0 to 16, `text` such as
-  "a seven left of a three", `left` and `right`, and `label`, which is
+  Features: `image` uint8 [8 + 2 m, 16 + 4 m, 1] with values 0 to 16, `text`
+  such as "a seven left of a three", `left` and `right` (classes), and `label`,
   10 * left + right.
 
   Args:
-    split: of the digits, as in arrays.py: "train", "test" or "all", maybe with
-      a slice. Pairs of "test" are made of digits that no pair of "train" has.
-    length: number of examples; there are far more different ones.
-    margin: m, in pixels: each digit stands somewhere in a cell that is that
-      much larger on each side.
-    seed: draws other pairs of the same digits.
-    split_seed: of the digits.
+    split: split of the digits, as in arrays.py: "train", "test" or "all",
+      optionally with a slice. "train" and "test" have no digits in common.
+    length: number of examples, far fewer than the possible ones.
+    margin: m, in pixels: each digit is at a random position in a cell that is
+      larger by m on each side.
+    seed: seed of the pairs.
+    split_seed: seed of the digits' splits.
 
   Raises:
-    ConfigError: no such split, no example of a digit, or a length or margin
-      that is none.
+    ConfigError: no such split, a split without one of the digits, or an
+      invalid length or margin.
   """
 
   def __init__(
@@ -70,19 +70,16 @@ class Source:
     split_seed: int = 0,
   ):
     for name, value, least in (("length", length, 1), ("margin", margin, 0)):
-      if not isinstance(value, int) or value < least:
-        raise ConfigError(
-          f"digit_pairs: {name}={value!r}: expected a whole number from "
-          f"{least} on."
-        )
+      check_number(f"digit_pairs: {name}", value, least=least, whole=True)
     digits = arrays.Source(name="digits", split=split, split_seed=split_seed)
     rows = digits.read(np.arange(len(digits)))
     self._images = rows["image"]
     by_class = [np.flatnonzero(rows["label"] == c) for c in range(10)]
-    self._count = np.array([len(found) for found in by_class])
+    self._count = np.array([len(class_rows) for class_rows in by_class])
     if not self._count.all():
       raise ConfigError(
-        f"digit_pairs: split={split!r} holds no {WORDS[self._count.argmin()]}."
+        f"digit_pairs: split={split!r} contains no "
+        f"{WORDS[self._count.argmin()]}."
       )
     self._rows = np.concatenate(by_class)
     self._first = np.cumsum(self._count) - self._count
@@ -104,7 +101,7 @@ class Source:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """The examples at `indices`, a leading axis first."""
+    """Returns the features of examples [B], with a leading axis B."""
     indices = np.asarray(indices, np.int64)
     label = indices % 100
     sides = label // 10, label % 10
@@ -126,15 +123,15 @@ class Source:
     return dict(image=image, text=text, left=left, right=right, label=label)
 
   def _draw(self, indices: np.ndarray, number: int, stop: Any) -> np.ndarray:
-    """Uniform whole numbers below `stop`, by example."""
+    """Returns uniform integers below `stop`, one per example."""
     words = hashing.fold(hashing.fold(self._seed, indices), number)
-    # The modulus favours small numbers by less than stop / 2**64.
+    # The modulo bias is below stop / 2**64.
     return (words % np.asarray(stop, np.uint64)).astype(np.int64)
 
   def where(self, index: int) -> str:
-    """Name and number."""
+    """Returns the name of the set and the number of an example."""
     return f"{self._name}, number {int(index)}"
 
   def fingerprint(self) -> str:
-    """Changes with the digits and with all that is drawn of them."""
+    """Digest of the digits and all options."""
     return self._digest

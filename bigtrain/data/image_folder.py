@@ -1,9 +1,9 @@
-"""Images in folders that are named after their class.
+"""Images in folders named after their class.
 
   dict(type="image_folder", path="imagenet/train")
 
-Features: `image` (the file's bytes), `label` (the number of the class) and
-`label_name` (the folder's name).
+Features: `image` (encoded bytes), `label` (class index) and `label_name` (name
+of the folder).
 """
 
 import os
@@ -19,20 +19,19 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
 
 
 class Source:
-  """Images below `path`, by class and then by name.
+  """Images below `path`, sorted by class and then by name.
 
   Args:
-    path: folder with a folder for each class, at any depth below that.
-    classes: a file with the name of a class in each line: their order gives
-      the labels, and other folders are an error. Otherwise the sorted names
-      of the folders are the classes.
-    slice: such as "[:99%]": that part of the images in a shuffled order that
-      is always the same, since a part of the sorted ones would be a part of
-      the classes.
+    path: folder with one folder for each class. Images may be at any depth.
+    classes: file with one class name per line, in the order of the labels; any
+      other folder is an error. By default the classes are the sorted names of
+      the folders.
+    slice: slice of the images, such as "[:99%]", in a fixed random order. A
+      slice of the sorted images would leave out classes.
 
   Raises:
-    ConfigError: no such folder or file, or a folder that is no class.
-    DataError: there are no images.
+    ConfigError: no such folder or file, or a folder that is not a class.
+    DataError: no images.
   """
 
   spec = {
@@ -42,19 +41,19 @@ class Source:
   }
 
   def __init__(self, path: str, *, classes: str | None = None, slice: str = ""):
-    self._path = os.path.expanduser(os.fspath(path))
+    self._path = files.local_path(path, "image_folder: path")
     if not os.path.isdir(self._path):
       raise files.missing(self._path, "image_folder: path", "folder")
     folders = sorted(e.name for e in os.scandir(self._path) if e.is_dir())
-    self.classes = _read_classes(classes) if classes else folders
+    self.classes = folders if classes is None else _read_classes(classes)
     for name in folders:
       if name not in self.classes:
         raise ConfigError(
-          f"image_folder: folder {name!r} of {self._path} is not in "
+          f"image_folder: folder {name!r} of {self._path} is not a class of "
           f"{classes}.{did_you_mean(name, self.classes)}"
         )
-    found = files.in_threads(self._images, self.classes)
-    empty = [name for name, images in zip(self.classes, found) if not images]
+    by_class = files.in_threads(self._images, self.classes)
+    empty = [name for name, images in zip(self.classes, by_class) if not images]
     if len(empty) == len(self.classes):
       raise DataError(
         f"image_folder: no class folders with images ({', '.join(_SUFFIXES)}) "
@@ -62,15 +61,17 @@ class Source:
       )
     if empty:
       logging.warning(
-        "image_folder: %d of %d classes in %s have no images: %s",
+        "image_folder: %d of %d classes in %s have no images, such as %s",
         len(empty),
         len(self.classes),
         self._path,
         ", ".join(empty[:10]),
       )
-    # An array of bytes takes a fraction of the memory of a list of strings.
-    self._names = np.asarray([os.fsencode(n) for names in found for n in names])
-    counts = [len(names) for names in found]
+    # An array of bytes uses much less memory than a list of strings.
+    self._names = np.asarray(
+      [os.fsencode(image) for images in by_class for image in images]
+    )
+    counts = [len(images) for images in by_class]
     self._labels = np.repeat(np.arange(len(counts)), counts)
     start, stop = slices.bounds(slice, sum(counts), "image_folder: slice")
     self._rows = np.arange(start, stop)
@@ -79,23 +80,23 @@ class Source:
     self._slice = slice
 
   def _images(self, class_name: str) -> list[str]:
-    """Paths of a class's images, relative to the folder of classes."""
-    found = []
+    """Returns a class's images as sorted paths relative to `path`."""
+    images = []
     top = os.path.join(self._path, class_name)
     for folder, _, names in os.walk(top, followlinks=True):
       relative = os.path.relpath(folder, self._path)
-      found += [
+      images += [
         os.path.join(relative, name)
         for name in names
         if name.lower().endswith(_SUFFIXES)
       ]
-    return sorted(found)
+    return sorted(images)
 
   def __len__(self) -> int:
     return len(self._rows)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """`image` and `label_name` [B] of bytes, `label` int64 [B]."""
+    """Returns `image` and `label_name`, bytes [B], and `label`, int64 [B]."""
     rows = self._rows[indices]
     images = np.empty(len(rows), object)
     names = np.empty(len(rows), object)
@@ -110,11 +111,11 @@ class Source:
     return {"image": images, "label": self._labels[rows], "label_name": names}
 
   def where(self, index: int) -> str:
-    """The image's file."""
+    """Returns the file of an image."""
     return self._file(self._rows[index])
 
   def fingerprint(self) -> str:
-    """Changes with the names of classes and images."""
+    """Digest of the names of classes and images, and of the slice."""
     return files.digest(
       "image_folder",
       self._slice,
@@ -128,11 +129,13 @@ class Source:
 
 
 def _read_classes(path: str) -> list[str]:
-  (path,) = files.find(path, "image_folder: classes")
+  path = files.local_path(path, "image_folder: classes")
+  if not os.path.isfile(path):
+    raise files.missing(path, "image_folder: classes", "file")
   with open(path, encoding="utf-8") as f:
     names = [line.strip() for line in f]
   names = [name for name in names if name]
   if len(set(names)) != len(names):
-    twice = sorted({name for name in names if names.count(name) > 1})
-    raise ConfigError(f"image_folder: {path} has {twice[0]!r} twice.")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    raise ConfigError(f"image_folder: {path} lists {repeated[0]!r} twice.")
   return names

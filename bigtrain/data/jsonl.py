@@ -1,11 +1,10 @@
-"""Lines of JSON, one object an example.
+"""JSON lines; each line is an object and an example.
 
   dict(type="jsonl", path="captions.jsonl", image_key="file")
 
-A string becomes bytes (UTF-8), whole numbers int64, other numbers float32,
-true and false bool, a list an array, a list of strings one of any length (an
-image's captions). Files are indexed once, then any line is read by its
-position.
+Strings become bytes (UTF-8), integers int64, other numbers float32, booleans
+bool, and lists arrays. A list of strings, such as an image's captions, may have
+any length. An index of the lines is cached, so any line is read directly.
 """
 
 import base64
@@ -20,29 +19,31 @@ import numpy as np
 from bigtrain.data.formats import files, slices
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
-# What types and shapes are found from. Later lines are held against them.
+# Number of lines that determine types and shapes; all others must match.
 _NUM_SAMPLED = 64
 
 
 class Source:
-  """The lines of one or more files, in the order of their names.
+  """The lines of one or more files.
 
   Args:
-    path: a file, or a pattern such as "data/*.jsonl".
-    image_key: the field that has an image; the feature `image` is its bytes.
-    image_is: what that field holds: a "path", relative to the folder of the
-      jsonl file, or the bytes in "base64".
-    fields: only these fields; all those of the first line if not given.
-    slice: such as "[:99%]".
+    path: a file, a pattern such as "data/*.jsonl", whose matches are sorted, or
+      a list of these.
+    image_key: name of the image field. The feature `image` holds the encoded
+      bytes.
+    image_is: content of the image field: "path", relative to the folder of the
+      jsonl file, or "base64".
+    fields: names of the fields to use; by default those of the first line.
+    slice: slice of the lines, such as "[:99%]".
 
   Raises:
-    ConfigError: no such file or field, or a field that is no feature.
-    DataError: a line that is not valid; names file and line. No lines.
+    ConfigError: no such file or field, or a field of an unsupported type.
+    DataError: no lines, or an invalid line; the message has file and line.
   """
 
   def __init__(
     self,
-    path: str,
+    path: str | Sequence[str],
     *,
     image_key: str | None = None,
     image_is: Literal["path", "base64"] = "path",
@@ -51,14 +52,16 @@ class Source:
   ):
     if image_is not in ("path", "base64"):
       hint = did_you_mean(image_is, ("path", "base64"))
-      raise ConfigError(f"jsonl: image_is={image_is!r} is unknown.{hint}")
+      raise ConfigError(
+        f"jsonl: image_is={image_is!r}: expected 'path' or 'base64'.{hint}"
+      )
     self._path = path
     self._paths = files.find(path, "jsonl: path")
     self._offsets = files.offsets(self._paths, scan_lines)
     self._reader = files.Reader()
     self._shards = files.Shards([len(o) - 1 for o in self._offsets])
     if not len(self._shards):
-      raise DataError(f"jsonl: {path}: there is no line in it.")
+      raise DataError(f"jsonl: {path}: contains no lines.")
     self._start, stop = slices.bounds(slice, len(self._shards), "jsonl: slice")
     self._length = stop - self._start
     self._image_key = image_key
@@ -73,7 +76,7 @@ class Source:
   def _find_fields(
     self, fields: Sequence[str] | None
   ) -> dict[str, tuple[Any, tuple[int | None, ...]]]:
-    """Type and shape of each field that is a feature as it stands."""
+    """Returns the type and shape of each field, except the image."""
     sample = [self._load(i) for i in range(min(_NUM_SAMPLED, self._length))]
     first = sample[0]
     for name in [*(fields or ()), *filter(None, [self._image_key])]:
@@ -86,8 +89,8 @@ class Source:
     names = [n for n in names if n != self._image_key]
     if self._image_key is not None and "image" in names:
       raise ConfigError(
-        f"jsonl: image_key={self._image_key!r} makes the feature 'image', but "
-        "there is a field 'image' as well; leave it out of fields=."
+        f"jsonl: image_key={self._image_key!r} defines the feature 'image', "
+        "but the lines have a field 'image' too; leave it out of fields=."
       )
     return {
       name: self._type(
@@ -99,30 +102,31 @@ class Source:
   def _type(
     self, name: str, sample: list[np.ndarray]
   ) -> tuple[Any, tuple[int | None, ...]]:
-    """The type and shape that fit all of a sample of a field's values."""
+    """Returns the type and shape that fit all sampled values of a field."""
     # An empty list fits any type.
     kinds = {array.dtype for array in sample if array.size}
     strings = np.dtype(object) in kinds
     ranks = {array.ndim for array in sample}
     if len(ranks) > 1 or (strings and len(kinds) > 1) or not kinds:
       raise ConfigError(
-        f"jsonl: the type of field {name!r} of {self._path} differs between "
-        "lines, or all are empty; select others by fields=."
+        f"jsonl: field {name!r} of {self._path} has different types in "
+        "different lines, or is always empty; leave it out of fields=."
       )
-    # An int in one line and 0.5 in another is a float in both.
+    # Mixed integers and floats become floats.
     kind = bytes if strings else np.result_type(*kinds)
     if kind == np.float64:
       kind = np.dtype(np.float32)
     sizes = zip(*(array.shape for array in sample))
     shape = tuple(s[0] if len(set(s)) == 1 else None for s in sizes)
-    # Most images have five captions, but not all: a list of texts has no size.
+    # Lists of strings have no fixed size: most images have five captions, but
+    # not all.
     return kind, (None,) if strings and len(shape) == 1 else shape
 
   def __len__(self) -> int:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """The fields [B, ...]; those of unknown size as dtype object."""
+    """Returns the features [B, ...]; object arrays where sizes vary."""
     lines = [self._load(int(i)) for i in indices]
     batch = {}
     for name, (kind, shape) in self._fields.items():
@@ -144,7 +148,7 @@ class Source:
     return batch
 
   def where(self, index: int) -> str:
-    """File and number of the line, counted from 1."""
+    """Returns the file and line number, from 1, of an example."""
     path, start, _ = self._position(index)
     with open(path, "rb") as f:
       before, line = start, 1
@@ -154,7 +158,7 @@ class Source:
     return f"{path}, line {line}"
 
   def fingerprint(self) -> str:
-    """Changes with the files' names and sizes, and with the choices."""
+    """Digest of the files' names and sizes, and of the options."""
     names = [os.path.basename(path) for path in self._paths]
     sizes = [int(o[-1]) for o in self._offsets]
     return files.digest(
@@ -180,7 +184,7 @@ class Source:
     return line
 
   def _array(self, line: dict[str, Any], name: str, index: int) -> np.ndarray:
-    """A field as an array of numbers, or of bytes with dtype object."""
+    """Returns a field as an array of numbers, or an object array of bytes."""
     if name not in line:
       hint = did_you_mean(name, line)
       raise DataError(f"{self.where(index)}: no field {name!r}.{hint}")
@@ -194,33 +198,32 @@ class Source:
       for at in np.ndindex(array.shape):
         texts[at] = _text(value, at).encode("utf-8", "surrogatepass")
       return texts
-    # An empty list has no type; any other fits.
     if array.dtype.kind not in "bif":
       raise DataError(
-        f"{self.where(index)}: field {name!r} is {_short(value)}, expected "
-        "a string, a number or a list of them (fields= selects fields)."
+        f"{self.where(index)}: field {name!r}: expected a string, a number or "
+        f"a list of them, got {_short(value)} (fields= selects fields)."
       )
     return array
 
   def _value(self, line: dict[str, Any], name: str, index: int) -> np.ndarray:
     kind, shape = self._fields[name]
     array = self._array(line, name, index)
-    found = bytes if array.dtype == object else array.dtype
+    array_kind = bytes if array.dtype == object else array.dtype
     if array.size == 0 and array.ndim:
       array = array.astype(object if kind is bytes else kind)
-    elif (kind is bytes) != (found is bytes) or not (
-      kind is bytes or np.can_cast(found, kind, "same_kind")
+    elif (kind is bytes) != (array_kind is bytes) or not (
+      kind is bytes or np.can_cast(array_kind, kind, "same_kind")
     ):
       raise DataError(
-        f"{self.where(index)}: field {name!r} is {_short(line[name])}, but "
-        f"in earlier lines it is {_name(kind)}."
+        f"{self.where(index)}: field {name!r}: expected {_name(kind)} as in "
+        f"earlier lines, got {_short(line[name])}."
       )
     if len(array.shape) != len(shape) or any(
-      want not in (None, has) for want, has in zip(shape, array.shape)
+      expected not in (None, size) for expected, size in zip(shape, array.shape)
     ):
       raise DataError(
-        f"{self.where(index)}: field {name!r} has shape {array.shape}, but in "
-        f"earlier lines {shape}."
+        f"{self.where(index)}: field {name!r}: expected shape {shape} as in "
+        f"earlier lines, got {array.shape}."
       )
     return array if kind is bytes else array.astype(kind)
 
@@ -228,8 +231,8 @@ class Source:
     value = line.get(self._image_key)
     if not isinstance(value, str):
       raise DataError(
-        f"{self.where(index)}: field {self._image_key!r} is {_short(value)}, "
-        f"expected a string ({self._image_is})."
+        f"{self.where(index)}: field {self._image_key!r}: expected a string "
+        f"({self._image_is}), got {_short(value)}."
       )
     if self._image_is == "base64":
       try:
@@ -247,7 +250,7 @@ class Source:
 
 
 def scan_lines(path: str) -> np.ndarray:
-  """Offsets of all lines that are not empty, and last the file's size."""
+  """Returns the offsets of N non-empty lines and the file size, [N + 1]."""
   starts = [np.zeros(1, np.int64)]
   at = 0
   with open(path, "rb") as f:
@@ -257,7 +260,7 @@ def scan_lines(path: str) -> np.ndarray:
       at += len(chunk)
     offsets = np.concatenate([*starts, np.asarray([at])])
     offsets = offsets[: np.searchsorted(offsets, at) + 1]
-    # Empty lines are of one byte, or of two where lines end in \\r\\n.
+    # Only lines of at most two bytes are checked for being blank.
     keep = np.diff(offsets) > 2
     for i in np.flatnonzero(~keep):
       f.seek(offsets[i])

@@ -1,18 +1,18 @@
-"""Parquet files, as sets of images and texts are published on the hub.
+"""Parquet files, such as the image and text data sets on Hugging Face's hub.
 
   dict(type="parquet", path="my_set/data/train-*.parquet",
        columns=("image", "caption"))
 
-A column of numbers, strings or bytes is a feature, and so is one of lists of
-them. An image column, a struct of `bytes` and `path`, is the bytes of the
-image. The fields of any other struct are features of their own, under names
-such as "captions/text".
+A column of numbers, strings, bytes or lists of these is a feature. An image
+column, a struct of `bytes` and `path`, becomes the image's encoded bytes. The
+fields of any other struct become separate features, with names such as
+"captions/text".
 
-A row is reached through its row group, which is the least that can be decoded
-of a Parquet file. Those that were used last stay in memory, up to a bound.
-Where a set is larger than that, reading it in random order decodes a group for
-almost each example; `unpack_to` writes each group to disk once, in a format
-whose rows can be reached directly.
+The smallest unit that can be decoded is a row group. The most recently used row
+groups stay in memory, up to `cache_bytes`. If a data set is larger than that,
+reading it in random order decodes a row group for almost every example.
+`unpack_to` avoids this: it writes each row group to disk once, in a format with
+direct access to rows.
 """
 
 import collections
@@ -27,25 +27,27 @@ import numpy as np
 from absl import logging
 
 from bigtrain.data.formats import arrow_columns, files, slices
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.settings import ConfigError, DataError, check_number
 
 
 class Source:
-  """The rows of one or more files, in the order of their names.
+  """The rows of one or more files.
 
   Args:
-    path: a file, a pattern such as "data/train-*.parquet", or a list of these.
-    columns: only these columns; all of the first file if not given. What is
-      not read is not decoded either.
-    slice: such as "[:99%]".
-    cache_bytes: of decoded row groups that stay in memory.
-    unpack_to: a folder for row groups as Arrow files; as large as the decoded
-      columns.
+    path: a file, a pattern such as "data/train-*.parquet", whose matches are
+      sorted, or a list of these.
+    columns: names of the columns to use, by default all of the first file.
+      Other columns are not decoded.
+    slice: slice of the rows, such as "[:99%]".
+    cache_bytes: maximum memory for decoded row groups.
+    unpack_to: folder for row groups as Arrow files. They take as much space as
+      the decoded columns.
 
   Raises:
-    ConfigError: no such file or column, a column that is no feature, or
+    ConfigError: no such file or column, a column of an unsupported type, or
       pyarrow is not installed.
-    DataError: a file that is damaged or that differs from the first. No rows.
+    DataError: no rows, a damaged file, or columns whose types differ between
+      files.
   """
 
   def __init__(
@@ -60,24 +62,19 @@ class Source:
     arrow_columns.import_pyarrow()
     if isinstance(columns, str):
       raise ConfigError(
-        f"parquet: columns={columns!r}: expected a list of names."
+        f"parquet: columns={columns!r}: expected a list of column names."
       )
-    if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int):
-      raise ConfigError(
-        f"parquet: cache_bytes={cache_bytes!r}: expected a whole number."
-      )
-    patterns = [path] if isinstance(path, str | os.PathLike) else list(path)
-    if not patterns:
-      raise ConfigError("parquet: path: expected at least one file.")
-    self._paths = [p for pattern in patterns for p in _find(pattern)]
-    found = files.offsets(self._paths, scan_row_groups)
-    self._sizes = [int(starts[-1]) for starts in found]
+    check_number("parquet: cache_bytes", cache_bytes, least=0, whole=True)
+    entries = files.as_list(path, "parquet: path")
+    self._paths = [file for entry in entries for file in _find(entry)]
+    row_groups = files.offsets(self._paths, scan_row_groups)
+    self._sizes = [int(starts[-1]) for starts in row_groups]
     self._groups = [
-      files.Shards(np.diff(starts[:-1]).tolist()) for starts in found
+      files.Shards(np.diff(starts[:-1]).tolist()) for starts in row_groups
     ]
     self._shards = files.Shards([len(groups) for groups in self._groups])
     if not len(self._shards):
-      raise DataError(f"parquet: {path}: there is no row in it.")
+      raise DataError(f"parquet: {path}: contains no rows.")
     self._start, stop = slices.bounds(
       slice, len(self._shards), "parquet: slice"
     )
@@ -88,21 +85,23 @@ class Source:
     )
     self.spec = {n: (f.kind, f.shape) for n, f in self._features.items()}
     self._tables = _Tables(self._load, cache_bytes)
-    self._unpack_to = unpack_to and os.path.expanduser(unpack_to)
+    if unpack_to is not None:
+      unpack_to = files.local_path(unpack_to, "parquet: unpack_to")
+    self._unpack_to = unpack_to
 
   def __len__(self) -> int:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """The features [B, ...]; bytes, and what varies in size, as objects."""
+    """Returns the features [B, ...]; bytes and varying sizes as objects."""
     num_rows = len(indices)
     batch = {}
     for name, (kind, shape) in self.spec.items():
       varies = None in shape
       dtype = object if varies or kind is bytes else kind
       batch[name] = np.empty((num_rows, *(() if varies else shape)), dtype)
-    # One table at a time, and rows of the same one together: a batch in random
-    # order would else hold as many row groups as rows.
+    # Rows of a row group are read together, so that a batch in random order
+    # holds only one table at a time.
     for i in np.argsort(indices):
       index = int(indices[i])
       file, group, row = self._position(index)
@@ -112,12 +111,12 @@ class Source:
     return batch
 
   def where(self, index: int) -> str:
-    """File, row group and the row in it, each counted from 0."""
+    """Returns the file, row group and row of an example, from 0."""
     file, group, row = self._position(index)
     return f"{self._paths[file]}, row group {group}, row {row}"
 
   def fingerprint(self) -> str:
-    """Changes with the files' names and sizes, and with the choices."""
+    """Digest of the files' names and sizes, and of the options."""
     names = [os.path.basename(path) for path in self._paths]
     return files.digest(
       "parquet",
@@ -129,13 +128,13 @@ class Source:
     )
 
   def _position(self, index: int) -> tuple[int, int, int]:
-    """(file, row group, row of it) of an example."""
+    """Returns (file, row group, row in it) of an example."""
     (file,), rows = self._shards.locate(np.asarray([index + self._start]))
     (group,), (row,) = self._groups[file].locate(rows)
     return int(file), int(group), int(row)
 
   def _load(self, key: tuple[int, int]) -> tuple[Any, int]:
-    """The table of a row group, decoded or mapped, and the memory it takes."""
+    """Returns the table of a row group and its size in memory, in bytes."""
     path, group = self._paths[key[0]], key[1]
     if self._unpack_to is None:
       table = self._decode(path, group)
@@ -151,8 +150,8 @@ class Source:
       return pa.ipc.open_file(pa.memory_map(unpacked)).read_all(), 0
     except (pa.ArrowException, OSError) as e:
       raise DataError(
-        f"{unpacked}: cannot be read: {_told(e)}. It was made of {path} and "
-        "may be deleted."
+        f"{unpacked}: cannot read it: {_one_line(e)}. It is a copy of {path} "
+        "and can be deleted."
       ) from e
 
   def _decode(self, path: str, group: int) -> Any:
@@ -165,27 +164,27 @@ class Source:
         self._check_schema(file.schema_arrow, columns, path)
         table = file.read_row_group(group, columns=columns)
       arrays = {
-        name: arrow_columns.stored(table, feature)
+        name: arrow_columns.feature_array(table, feature)
         for name, feature in self._features.items()
       }
     except (pa.ArrowException, OSError) as e:
       raise DataError(
-        f"{path}, row group {group}: cannot be read: {_told(e)}."
+        f"{path}, row group {group}: cannot read it: {_one_line(e)}."
       ) from e
     return pa.table(arrays)
 
-  def _check_schema(self, found: Any, columns: list[str], path: str) -> None:
+  def _check_schema(self, schema: Any, columns: list[str], path: str) -> None:
     for name in columns:
-      there = name in found.names
-      have = found.field(name).type if there else "missing"
-      want = self._schema.field(name).type
-      if have != want:
+      kind = schema.field(name).type if name in schema.names else "missing"
+      expected = self._schema.field(name).type
+      if kind != expected:
         raise DataError(
-          f"{path}: column {name!r} is {have}, but {want} in {self._paths[0]}."
+          f"{path}: column {name!r} is {kind}; expected {expected}, as in "
+          f"{self._paths[0]}."
         )
 
   def _value(self, name: str, table: Any, row: int, index: int) -> Any:
-    """A feature of a row: bytes, or an array."""
+    """Returns a feature of a row: a scalar, bytes or an array."""
     feature = self._features[name]
     value = table.column(name)[row].as_py()
     if feature.image and value is not None:
@@ -205,7 +204,7 @@ class Source:
     return texts
 
   def _image(self, value: dict[str, Any], index: int) -> bytes | None:
-    """The bytes of an image, or of the file that stands for them."""
+    """Returns the encoded bytes of an image, if necessary from its file."""
     if value["bytes"] is not None or value["path"] is None:
       return value["bytes"]
     folder = os.path.dirname(self._paths[self._position(index)[0]])
@@ -215,17 +214,17 @@ class Source:
         return f.read()
     except (OSError, ValueError) as e:
       raise DataError(
-        f"{self.where(index)}: the image is not in the file, and neither is "
-        f"it at {path}: {e}."
+        f"{self.where(index)}: the image is not in the Parquet file and cannot "
+        f"be read from {path}: {e}."
       ) from e
 
 
 class _Tables:
-  """Row groups that were used last. Threads that want the same one wait.
+  """LRU cache of row groups. Thread-safe: each is loaded by one thread.
 
   Args:
-    load: makes the table of a key; tells its size in memory, too.
-    max_bytes: of all that are kept; the newest always is.
+    load: returns the table of a key and its size in memory.
+    max_bytes: maximum total size. The newest table is always kept.
   """
 
   def __init__(
@@ -242,7 +241,7 @@ class _Tables:
     self._warned = False
 
   def get(self, key: tuple[int, int]) -> Any:
-    """The table of a row group."""
+    """Returns the table of a row group, loading it if necessary."""
     with self._lock:
       future = self._kept.get(key)
       ours = future is None
@@ -263,7 +262,7 @@ class _Tables:
     return table
 
   def _keep(self, key: tuple[int, int], size: int) -> None:
-    """Counts a new table, and drops what has not been used for longest."""
+    """Accounts for a new table and evicts the least recently used ones."""
     with self._lock:
       self._bytes[key] = size
       for old in [k for k in self._kept if k in self._bytes and k != key]:
@@ -275,14 +274,20 @@ class _Tables:
       self._warned |= warn
     if warn:
       logging.warning(
-        "parquet: row groups are decoded again and again, as not all of them "
-        "fit into cache_bytes=%d. Raise it, or give unpack_to= a folder.",
+        "parquet: row groups are decoded repeatedly because they do not all "
+        "fit into cache_bytes=%d. Raise it, or set unpack_to to a folder.",
         self._max_bytes,
       )
 
 
 def scan_row_groups(path: str) -> np.ndarray:
-  """Number of the first row of each row group, of rows, and the file's size."""
+  """Returns the rows where N row groups start and end, and the file size.
+
+  int64 [N + 2]: the first row of each group, the number of rows, and the size.
+
+  Raises:
+    DataError: the file is not a Parquet file.
+  """
   pa = arrow_columns.import_pyarrow()
   try:
     size = os.path.getsize(path)
@@ -291,13 +296,13 @@ def scan_row_groups(path: str) -> np.ndarray:
       metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)
     ]
   except (pa.ArrowException, OSError) as e:
-    raise DataError(f"{path}: not a Parquet file: {_told(e)}.") from e
+    raise DataError(f"{path}: not a Parquet file: {_one_line(e)}.") from e
   return np.asarray([0, *np.cumsum(counts, dtype=np.int64), size], np.int64)
 
 
 def _find(pattern: str) -> list[str]:
-  if os.path.isdir(os.path.expanduser(os.fspath(pattern))):
-    # A folder on the hub holds the files of all splits.
+  # Folders on the hub contain the files of all splits.
+  if os.path.isdir(files.local_path(pattern, "parquet: path")):
     raise ConfigError(
       f"parquet: path={os.fspath(pattern)!r} is a folder; expected a file or "
       "a pattern, such as 'folder/train-*.parquet'."
@@ -310,15 +315,15 @@ def _schema(path: str) -> Any:
   try:
     return pa.parquet.read_schema(path)
   except (pa.ArrowException, OSError) as e:
-    raise DataError(f"{path}: not a Parquet file: {_told(e)}.") from e
+    raise DataError(f"{path}: not a Parquet file: {_one_line(e)}.") from e
 
 
 def _write_arrow(table: Any, path: str) -> None:
-  """Writes a table to an Arrow file, all of it or nothing."""
+  """Writes a table to an Arrow file atomically."""
   pa = arrow_columns.import_pyarrow()
   try:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    # Several processes may unpack the same row group at the same time.
+    # Several processes may unpack the same row group at once.
     with tempfile.NamedTemporaryFile(
       dir=os.path.dirname(path), suffix=".tmp", delete=False
     ) as f:
@@ -330,8 +335,8 @@ def _write_arrow(table: Any, path: str) -> None:
         raise
     os.replace(f.name, path)
   except (pa.ArrowException, OSError) as e:
-    raise ConfigError(f"parquet: unpack_to: {path}: {_told(e)}.") from e
+    raise ConfigError(f"parquet: unpack_to: {path}: {_one_line(e)}.") from e
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
   return " ".join(str(error).split()).rstrip(".")[:200]

@@ -1,16 +1,16 @@
-"""Examples of declared shapes, made up: for measuring without any data.
+"""Random examples of declared types and shapes, for benchmarks without data.
 
   dict(type="synthetic", features={"tokens": "int32[1024] < 50257",
                                    "targets": "int32[1024] < 50257"})
   dict(type="synthetic", features={"image": "jpeg[375,500,3]",
                                    "label": "int64 < 1000"})
 
-A feature is KIND[SHAPE] < BOUND. KIND is a type of numpy, `text` (bytes of a
-few words) or `jpeg` (the bytes of a picture of that shape). SHAPE is nothing
-for a single value; a size of `?` differs between examples. BOUND is for
-integers: they are below it, as ids are below a vocabulary's size.
+A feature is KIND[SHAPE] < BOUND. KIND is a numpy dtype, `text` (a few words as
+bytes) or `jpeg` (an encoded image of that shape). Scalars have no [SHAPE], and
+a size of `?` varies between examples. BOUND is the exclusive upper bound of
+integers, such as a vocabulary size.
 
-An example is a function of its number alone, so runs on synthetic data can be
+An example depends only on its number, so runs on synthetic data can be
 compared, stopped and resumed like any other.
 """
 
@@ -24,7 +24,7 @@ import numpy as np
 from bigtrain import hashing
 from bigtrain.data.formats import files
 from bigtrain.pp import host_tensorflow
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, check_number, did_you_mean
 
 _FEATURE = re.compile(
   r"\s*(?P<kind>\w+)\s*(?:\[(?P<shape>[\d\s,?]*)\])?\s*(?:<\s*(?P<bound>\d+))?\s*"
@@ -34,18 +34,18 @@ _TYPES = (
   *("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
   *("float16", "float32", "float64"),
 )
-_MOST = 3  # Of a size that differs.
-_NUM_PICTURES = 16  # To decode one takes as long as to decode another.
+_MAX_SIZE = 3  # Maximum of a size that varies.
+_NUM_PICTURES = 16  # All take the same time to decode.
 _WORDS = b"a the of on in dog cat tree house river red blue old small".split()
 
 
 class Feature(NamedTuple):
-  """A feature as it is declared.
+  """The declaration of a feature.
 
   Attributes:
-    kind: "text", "jpeg" or a type of numpy.
-    shape: None for a size that differs between examples.
-    bound: integers are below it.
+    kind: "text", "jpeg" or a numpy dtype.
+    shape: shape of one example; None for a size that varies.
+    bound: exclusive upper bound of integers, or None.
   """
 
   kind: str
@@ -54,47 +54,53 @@ class Feature(NamedTuple):
 
   @property
   def spec(self) -> tuple[Any, tuple[int | None, ...]]:
-    """(dtype, shape) as the sources have it."""
+    """(dtype, shape) of the feature in a source's spec."""
     if self.kind == "jpeg":
       return bytes, ()
     return bytes if self.kind == "text" else np.dtype(self.kind), self.shape
 
 
 def parse(text: str, key: str) -> Feature:
-  """Reads KIND[SHAPE] < BOUND.
+  """Parses "KIND[SHAPE] < BOUND".
+
+  Args:
+    text: declaration of a feature.
+    key: location of the declaration, for messages.
 
   Raises:
-    ConfigError: it is none; `key` says where it stands.
+    ConfigError: `text` cannot be parsed.
   """
-  found = _FEATURE.fullmatch(text) if isinstance(text, str) else None
-  if found is None:
+  match = _FEATURE.fullmatch(text) if isinstance(text, str) else None
+  if match is None:
     raise ConfigError(
       f"{key}={text!r}: expected KIND[SHAPE] < BOUND, such as 'int32[1024] < "
       "50257', 'float32' or 'jpeg[375,500,3]'."
     )
-  kind, bound = found["kind"], found["bound"]
+  kind, bound = match["kind"], match["bound"]
   if kind not in (*_TYPES, "text", "jpeg"):
     hint = did_you_mean(kind, (*_TYPES, "text", "jpeg"))
     raise ConfigError(f"{key}={text!r}: unknown kind {kind!r}.{hint}")
-  sizes = [s.strip() for s in (found["shape"] or "").split(",") if s.strip()]
+  sizes = [s.strip() for s in (match["shape"] or "").split(",") if s.strip()]
   shape = tuple(None if s == "?" else int(s) for s in sizes)
   if kind == "jpeg" and (len(shape) != 3 or None in shape):
-    raise ConfigError(f"{key}={text!r}: a jpeg is [height,width,channels].")
+    raise ConfigError(f"{key}={text!r}: expected jpeg[height,width,channels].")
   if bound is not None and (np.dtype(kind).kind not in "iu" or bound == "0"):
-    raise ConfigError(f"{key}={text!r}: only integers are below a bound.")
+    raise ConfigError(
+      f"{key}={text!r}: only integers can have a bound, which must be positive."
+    )
   return Feature(kind, shape, int(bound) if bound else None)
 
 
 class Source:
-  """Made-up examples.
+  """Random examples.
 
   Args:
     features: {name: "KIND[SHAPE] < BOUND"}.
-    num_examples: how many there are.
-    seed: another one, other examples.
+    num_examples: number of examples.
+    seed: seed of the examples.
 
   Raises:
-    ConfigError: a feature cannot be read.
+    ConfigError: a feature that cannot be parsed, or an invalid number.
   """
 
   def __init__(
@@ -112,7 +118,9 @@ class Source:
       name: parse(text, f"synthetic: features.{name}")
       for name, text in features.items()
     }
-    self._length = num_examples
+    self._length = check_number(
+      "synthetic: num_examples", num_examples, least=1, whole=True
+    )
     self._seed = seed
     self.spec = {name: f.spec for name, f in self._features.items()}
     self.vocab_sizes = {
@@ -123,24 +131,24 @@ class Source:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """The examples of these numbers."""
+    """Returns the features of examples [B]."""
     return {
       name: _values(feature, hashing.stream(self._seed, k), indices)
       for k, (name, feature) in enumerate(self._features.items())
     }
 
   def where(self, index: int) -> str:
-    """The number of an example."""
+    """Returns the number of an example."""
     return f"synthetic example {int(index)}"
 
   def fingerprint(self) -> str:
-    """Changes with what is declared."""
+    """Digest of the options."""
     parts = [(name, *feature) for name, feature in self._features.items()]
     return files.digest("synthetic", self._length, self._seed, *parts)
 
 
 def _values(feature: Feature, seed: int, indices: np.ndarray) -> np.ndarray:
-  """The values of one feature: [B, ...], dtype object where sizes differ."""
+  """Returns the values of a feature [B, ...]; objects where sizes vary."""
   if feature.kind == "jpeg":
     pictures = _pictures(*feature.shape)
     return _objects([pictures[i % _NUM_PICTURES] for i in indices.tolist()])
@@ -150,7 +158,7 @@ def _values(feature: Feature, seed: int, indices: np.ndarray) -> np.ndarray:
   for i in indices:
     u = hashing.uniforms(seed, 1, i[None], len(feature.shape))[0]
     shape = tuple(
-      1 + int(x * _MOST) if size is None else size
+      1 + int(x * _MAX_SIZE) if size is None else size
       for x, size in zip(u, feature.shape)
     )
     rows.append(_uniform(feature, seed, i[None], shape)[0])
@@ -184,10 +192,10 @@ def _objects(rows: list[Any]) -> np.ndarray:
 
 @functools.cache
 def _pictures(height: int, width: int, channels: int) -> list[bytes]:
-  """JPEGs of coloured clouds, about as large as photographs."""
+  """Returns JPEGs of coloured clouds, about the file size of photographs."""
   tf = host_tensorflow.load()
   rng = np.random.default_rng(0)
-  found = []
+  pictures = []
   for _ in range(_NUM_PICTURES):
     image = np.zeros((height, width, channels))
     for cells in (4, 16, 64):
@@ -196,5 +204,5 @@ def _pictures(height: int, width: int, channels: int) -> list[bytes]:
       columns = np.linspace(0, cells, width).astype(int)
       image += coarse[rows][:, columns] / cells**0.5
     image = 255 * image / image.max()
-    found.append(tf.io.encode_jpeg(image.astype(np.uint8)).numpy())
-  return found
+    pictures.append(tf.io.encode_jpeg(image.astype(np.uint8)).numpy())
+  return pictures

@@ -3,19 +3,18 @@
   dict(type="text", path="books/*.txt", length=1024)
   dict(type="text", name="pydoc", split="train", length=256)
 
-Byte b is token b + 3, as the tokenizer "bytes" has it (0 pads, 1 begins a text,
-2 ends one); the vocabulary has 259 tokens. Windows of `length` tokens are read
-by index from mapped files:
+Byte b is token b + 3, as in the tokenizer "bytes" (0 is padding, 1 begins a
+text, 2 ends one); the vocabulary has 259 tokens. Windows of L = `length` tokens
+are read by index from memory-mapped files. Features:
 
-- `tokens` int32 [L] and `targets` int32 [L], the byte after each. The first
-  byte of a file is predicted from the begin token, and each byte is a target of
+- `tokens` int32 [L] and `targets` int32 [L], the next byte of each. The first
+  byte of a file has the begin token as context. Each byte is a target of
   exactly one window, unless `stride` is given.
-- `loss_mask` float32 [L]: 0 where a file's last window is padding (not there
-  with last="drop").
-- `num_bytes` float32: targets that are bytes.
+- `loss_mask` float32 [L]: 0 for padding in a file's last window; left out with
+  last="drop".
+- `num_bytes` float32: number of targets.
 """
 
-import glob
 import mmap
 import os
 from collections.abc import Sequence
@@ -35,23 +34,23 @@ class Source:
   """Windows of the bytes of one or more texts.
 
   Args:
-    length: tokens of a window.
-    path: a file, a pattern such as "src/**/*.py", or a list of them. No window
-      goes from one file to the next.
-    name: "pydoc": the topics of Python's own documentation, sorted by name and
-      joined by blank lines. They come with every Python.
-    split: of pydoc: "train", "test" (the last tenth of the topics) or "all".
-    stride: bytes from one window to the next, `length` unless given; 1 makes a
-      window of every position.
-    packing: short files share a window; adds `segments` (from 1, 0 is
-      padding) and `positions`, int32 [L], in place of `loss_mask`.
-    last: "pad" or "drop": what becomes of a file's last bytes that do not
-      fill a window.
-    slice: such as "[:99%]", of the windows.
+    length: window length in tokens.
+    path: a file, a pattern such as "src/**/*.py", or a list of these. Windows
+      do not cross files.
+    name: "pydoc", the topics of Python's own documentation, which come with
+      every Python. They are sorted by name and joined by blank lines.
+    split: split of pydoc: "train", "test" (the last tenth of the topics) or
+      "all".
+    stride: bytes between the starts of consecutive windows, by default
+      `length`. With 1, a window starts at every byte.
+    packing: whether short files share windows. Adds `segments` (from 1; 0 is
+      padding) and `positions`, int32 [L], and leaves out `loss_mask`.
+    last: "pad" or "drop", for the last window of a file if it is incomplete.
+    slice: slice of the windows, such as "[:99%]".
 
   Raises:
-    ConfigError: no such file or split, a length or stride below 1.
-    DataError: no bytes.
+    ConfigError: no such file or split, or an invalid length or stride.
+    DataError: no bytes, or no complete window with last="drop".
   """
 
   vocab_sizes = {"tokens": _SHIFT + 256, "targets": _SHIFT + 256}
@@ -70,23 +69,24 @@ class Source:
   ):
     windows.check_options("text", length, stride, last, packing)
     if (path is None) == (name is None):
-      raise ConfigError("text: give either path or name.")
+      raise ConfigError("text: expected either path or name.")
     part = ""
     if name is not None:
-      found, part = _named(name, split or "train")
-      self._texts: list[str | np.ndarray] = [found]
+      text, part = _named(name, split or "train")
+      self._texts: list[str | np.ndarray] = [text]
       self._names = [f"{name} {split or 'train'}"]
-      self._sizes = [len(found)]
+      self._sizes = [len(text)]
     else:
       if split is not None:
         raise ConfigError(
-          f"text: split={split!r} goes with name='pydoc'; use slice='[:90%]'."
+          f"text: split={split!r} requires name='pydoc'; for files use slice, "
+          "such as '[:90%]'."
         )
-      self._names = _find(path)
+      self._names = files.find(path, "text: path")
       self._texts = list(self._names)
       self._sizes = [os.path.getsize(p) for p in self._names]
     if not sum(self._sizes):
-      raise DataError(f"text: {path}: there is not a byte in it.")
+      raise DataError(f"text: {path}: contains no bytes.")
     self._length = length
     self._packing = packing
     self._plan: windows.Plan
@@ -103,8 +103,8 @@ class Source:
       )
     if not len(self._plan):
       raise DataError(
-        f"text: {path or name}: no window of {length} tokens is full; "
-        "last='pad' also takes those that are not."
+        f"text: {path or name}: no complete window of {length} tokens; "
+        "last='pad' also uses incomplete ones."
       )
     self._rows = windows.Rows(self._plan, part, slice, "text")
     self._options = (length, stride, packing, last, part, slice)
@@ -117,7 +117,7 @@ class Source:
     return len(self._rows)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Features of windows [B], as above, with a leading axis B."""
+    """Returns the features of windows [B], with a leading axis B."""
     pieces = self._plan.pieces(self._rows[indices])
     batch = windows.fill(
       pieces,
@@ -135,39 +135,27 @@ class Source:
     text = self._texts[shard]
     if isinstance(text, np.ndarray):
       return text
-    found = self._maps.get(text)
-    if len(found) != self._sizes[shard]:
+    mapped = self._maps.get(text)
+    if len(mapped) != self._sizes[shard]:
       raise DataError(
-        f"{text}: has {len(found)} bytes, but had {self._sizes[shard]} when "
-        "the run began."
+        f"{text}: {len(mapped)} bytes; expected {self._sizes[shard]}, as at "
+        "the start of the run."
       )
-    return found
+    return mapped
 
   def where(self, index: int) -> str:
-    """File (or name) and byte."""
+    """Returns the file (or name) and first byte of a window."""
     pieces = self._plan.pieces(self._rows[np.asarray([index])])
     return f"{self._names[pieces.shard[0]]}, byte {pieces.begin[0]}"
 
   def fingerprint(self) -> str:
-    """Changes with names and sizes of the files, and with the choices."""
+    """Digest of the files' names and sizes, and of the options."""
     names = [os.path.basename(name) for name in self._names]
     return files.digest("text", *names, *self._sizes, self._options)
 
 
-def _find(path: str | Sequence[str]) -> list[str]:
-  """All files that a path or pattern, or each of a list of them, stands for."""
-  if not isinstance(path, str | os.PathLike):
-    return [found for one in path for found in _find(one)]
-  path = os.path.expanduser(os.fspath(path))
-  if "**" in path:
-    found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    if found:
-      return found
-  return files.find(path, "text: path")
-
-
 def _map(path: str) -> np.ndarray:
-  """The bytes of a file, uint8, read when they are used."""
+  """Returns the memory-mapped bytes of a file, uint8."""
   try:
     with open(path, "rb") as f:
       if not os.fstat(f.fileno()).st_size:
@@ -179,15 +167,15 @@ def _map(path: str) -> np.ndarray:
 
 
 def _named(name: str, split: str) -> tuple[np.ndarray, str]:
-  """The bytes of a text that is known by name, and the slice of its windows."""
+  """Returns the bytes of a named text and the slice of its windows."""
   if name != "pydoc":
-    raise ConfigError(f"text: no text {name!r}. There are: pydoc.")
+    raise ConfigError(f"text: name={name!r}: unknown text. There are: pydoc.")
   split, part = slices.split_name(split, "text: split")
   try:
     from pydoc_data.topics import topics
   except ModuleNotFoundError as e:
     raise ConfigError(
-      f"text: this Python came without the texts of its documentation ({e})."
+      f"text: name={name!r}: this Python has no documentation topics ({e})."
     ) from e
   names = sorted(topics)
   num_train = len(names) - len(names) // _TEST_FRACTION
@@ -198,8 +186,7 @@ def _named(name: str, split: str) -> tuple[np.ndarray, str]:
   }
   if split not in splits:
     raise ConfigError(
-      f"text: split={split!r}: there is no such split."
-      f"{did_you_mean(split, splits)}"
+      f"text: split={split!r}: unknown split.{did_you_mean(split, splits)}"
     )
   text = "\n\n".join(topics[topic] for topic in splits[split])
   return np.frombuffer(text.encode("utf-8"), np.uint8), part

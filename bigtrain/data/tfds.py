@@ -1,11 +1,10 @@
-"""A data set that tensorflow-datasets has prepared on this machine.
+"""A data set prepared by tensorflow-datasets on this machine.
 
   dict(type="tfds", name="imagenet2012", split="train[:99%]", data_dir=...)
   dict(type="tfds", builder_dir="data/my_set/1.0.0", split="train")
 
-Files are TFRecord or ArrayRecord; any record is read by its number. Nothing
-is downloaded. Images stay encoded, for an op such as `decode` to decode what
-is needed of them.
+Reads TFRecord and ArrayRecord files with random access. Nothing is downloaded.
+Images stay encoded, so that an op such as `decode` decodes only what it needs.
 """
 
 import functools
@@ -20,18 +19,18 @@ from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 
 class Source:
-  """Examples of a prepared data set, in the order of its files.
+  """The examples of a prepared data set, in the order of its files.
 
   Args:
     name: "name", "name/config" or "name:version".
-    split: such as "train", "train[:99%]" or "train+validation".
-    data_dir: folder of data sets; tensorflow-datasets' own default if not
-      given ($TFDS_DATA_DIR or ~/tensorflow_datasets).
-    builder_dir: the folder with dataset_info.json, in place of a name.
+    split: split, such as "train", "train[:99%]" or "train+validation".
+    data_dir: folder of data sets, by default that of tensorflow-datasets
+      ($TFDS_DATA_DIR or ~/tensorflow_datasets).
+    builder_dir: folder with dataset_info.json, instead of a name.
 
   Raises:
-    ConfigError: there is no such data set or split.
-    DataError: a file is missing, cut or damaged, or the split is empty.
+    ConfigError: no such data set or split.
+    DataError: a missing, truncated or damaged file, or an empty split.
   """
 
   spec = {"record": (bytes, ())}
@@ -45,7 +44,7 @@ class Source:
     builder_dir: str | None = None,
   ):
     if (name is None) == (builder_dir is None):
-      raise ConfigError("tfds: give either name or builder_dir.")
+      raise ConfigError("tfds: expected either name or builder_dir.")
     self._builder = _builder(name, data_dir, builder_dir)
     info = self._builder.info
     self._name = f"tfds {info.full_name} split {split!r}"
@@ -61,48 +60,48 @@ class Source:
     }
     if file_format not in kinds:
       raise ConfigError(
-        f"{self._name}: file format {file_format!r} cannot be read by "
-        f"position; there are: {', '.join(kinds)}."
+        f"{self._name}: file format {file_format!r} has no random access; "
+        f"expected one of {', '.join(kinds)}."
       )
     self._files = kinds[file_format](paths)
     for path, count, part in zip(paths, self._files.counts, parts):
       if count != part.examples_in_shard:
         raise DataError(
-          f"{path}: has {count} records, but dataset_info.json says "
-          f"{part.examples_in_shard}; the file is cut, or not of this set."
+          f"{path}: {count} records; expected {part.examples_in_shard}, as in "
+          "dataset_info.json. The file is truncated or from another data set."
         )
     self._skip = np.asarray([part.skip for part in parts], np.int64)
     self._shards = files.Shards([part.take for part in parts])
     if not len(self):
-      raise DataError(f"{self._name}: there is no example in it.")
+      raise DataError(f"{self._name}: contains no examples.")
     self._paths = paths
 
   def __len__(self) -> int:
     return len(self._shards)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """{"record": serialized examples}; see `parse`."""
+    """Returns {"record": serialized examples [B]}; see `parse`."""
     records = np.empty(len(indices), object)
     for i, (file, record) in enumerate(self._locate(indices)):
       records[i] = self._files.read(file, record)
     return {"record": records}
 
   def where(self, index: int) -> str:
-    """File and byte (of an ArrayRecord, number) of an example."""
+    """Returns the file and byte (ArrayRecord: number) of an example."""
     ((file, record),) = self._locate(np.asarray([index]))
     return self._files.where(file, record)
 
   def fingerprint(self) -> str:
-    """Changes with the files that the split is made of."""
+    """Digest of the names and sizes of the split's files."""
     sizes = [os.path.getsize(path) for path in self._paths]
     names = [os.path.basename(path) for path in self._paths]
     return files.digest(self._name, len(self), *names, *sizes)
 
   def parse(self, features: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of an example from {"record": serialized}; for tf.data graphs.
+    """Returns the tensors of an example {"record": serialized}, for tf.data.
 
-    Images are not decoded. A feature inside of another is called "outer/inner",
-    such as COCO's "captions/text".
+    Images are not decoded. Nested features are named "outer/inner", such as
+    COCO's "captions/text".
     """
     parser, schema, decoders = self._parser
     example = parser.parse_example(features["record"])
@@ -133,7 +132,7 @@ def _flat(features: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _import_tfds() -> Any:
-  host_tensorflow.load()  # Or this import would load it unguarded.
+  host_tensorflow.load()  # Keeps TensorFlow off the accelerators.
   try:
     import tensorflow_datasets as tfds
   except ModuleNotFoundError as e:
@@ -149,27 +148,29 @@ def _builder(
 ) -> Any:
   tfds = _import_tfds()
   if builder_dir is not None:
-    builder_dir = os.path.expanduser(os.fspath(builder_dir))
+    builder_dir = files.local_path(builder_dir, "tfds: builder_dir")
     if not os.path.isfile(os.path.join(builder_dir, "dataset_info.json")):
       if not os.path.isdir(builder_dir):
         raise files.missing(builder_dir, "tfds: builder_dir", "folder")
       raise ConfigError(
-        f"tfds: builder_dir={builder_dir!r} has no dataset_info.json; "
-        f"expected the folder of a version.{_versions(builder_dir)}"
+        f"tfds: builder_dir={builder_dir!r}: no dataset_info.json; expected "
+        f"the folder of a version.{_versions(builder_dir)}"
       )
     return tfds.builder_from_directory(builder_dir)
   from tensorflow_datasets.core import read_only_builder, registered
 
+  if data_dir is not None:
+    data_dir = files.local_path(data_dir, "tfds: data_dir")
   try:
     return read_only_builder.builder_from_files(name, data_dir=data_dir)
   except registered.DatasetNotFoundError as e:
     folder = os.path.expanduser(
       data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     )
-    there = os.listdir(folder) if os.path.isdir(folder) else []
-    hint = did_you_mean(name, there)
-    if name in there:  # Another version or config than the library expects.
-      hint = f" Name the folder of a version in {name!r} by builder_dir=."
+    prepared = os.listdir(folder) if os.path.isdir(folder) else []
+    hint = did_you_mean(name, prepared)
+    if name in prepared:  # Another version or config than the library expects.
+      hint = f" Set builder_dir to the folder of a version in {name!r}."
     raise ConfigError(
       f"tfds: name={name!r} is not prepared in {folder}.{hint}"
     ) from e
@@ -178,12 +179,12 @@ def _builder(
 
 
 def _versions(folder: str) -> str:
-  found = sorted(
+  versions = sorted(
     entry.name
     for entry in os.scandir(folder)
     if os.path.isfile(os.path.join(entry.path, "dataset_info.json"))
   )
-  return f" There are: {', '.join(found)}." if found else ""
+  return f" There are: {', '.join(versions)}." if versions else ""
 
 
 def _file_instructions(splits: Any, split: str) -> list[Any]:
@@ -193,7 +194,7 @@ def _file_instructions(splits: Any, split: str) -> list[Any]:
   for name in names:
     if name not in splits and name != "all":
       raise ConfigError(
-        f"tfds: split={split!r}: there is no {name!r}."
+        f"tfds: split={split!r}: unknown split {name!r}."
         f"{did_you_mean(name, splits)}"
       )
   try:
@@ -205,7 +206,7 @@ def _file_instructions(splits: Any, split: str) -> list[Any]:
 
 
 def _keep_encoded(features: Any) -> dict[str, Any]:
-  """Decoders that leave the images of a (nested) FeaturesDict as they are."""
+  """Returns decoders that keep the images of a FeaturesDict encoded."""
   tfds = _import_tfds()
   decoders = {}
   for name, feature in features.items():

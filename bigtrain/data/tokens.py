@@ -1,19 +1,20 @@
-"""Token ids in files, mapped and read in windows by index.
+"""Windows of token ids from memory-mapped files.
 
   dict(type="tokens", path="corpus/tokens", length=1024)
   dict(type="tokens", path="openwebtext/train.bin", length=1024, eos_id=50256)
 
-See token_files for what can be read. Features of a window:
+token_files lists the supported formats. Features of a window:
 
-- `tokens` int32 [L] and `targets` int32 [L], the token after each. Each token
-  is the target of exactly one window, unless `stride` is given; where
-  documents end in `eos_id`, that is also the context of their first token,
-  else the first is context only.
-- `loss_mask` float32 [L]: 0 where the last window is padding; or
-- `segments` int32 [L], documents counted from 1, 0 is padding, and `positions`
-  int32 [L], from 0 in each, with packing=True or segments=True.
-- `num_bytes` float32: bytes of text behind the targets, where a manifest says
-  how many all tokens stand for; the average a token, so exact over all.
+- `tokens` int32 [L] and `targets` int32 [L], the next token of each. Each token
+  is the target of exactly one window, unless `stride` is given. If documents
+  end in `eos_id`, it is also the context of a document's first token.
+  Otherwise the first token is only context.
+- `loss_mask` float32 [L]: 0 for padding in the last window. With packing=True
+  or segments=True it is replaced by
+- `segments` int32 [L], number of the document from 1, 0 for padding, and
+  `positions` int32 [L], position in the document from 0.
+- `num_bytes` float32: estimated bytes of text of the targets, from the average
+  bytes per token in the manifest. The sum over all windows is exact.
 """
 
 import os
@@ -24,34 +25,35 @@ import numpy as np
 
 from bigtrain.data.formats import files, token_files, windows
 from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.settings import ConfigError, DataError, check_number
 
 
 class Source:
   """Windows of the token ids in one or more files.
 
   Args:
-    length: tokens of a window.
-    path: a folder that bigtrain.tools.tokenize made, a file, a pattern, or a
-      list. No window goes from one file to the next.
-    dtype: of ids in files that do not say: "uint16" unless given, or "uint32".
-    eos_id: ends documents; needed where neither a manifest nor an index says
-      where documents end and it matters.
-    cross_documents: False gives each document windows of its own.
-    segments: tell the documents in a window apart, by two more features.
-    packing: documents share windows where they fit, see packing.first_fit;
-      those longer than a window are cut.
-    stride: tokens from one window to the next, `length` unless given.
-    last: "pad" or "drop": what becomes of a last window that is not full.
-    vocab_size: ids must be below it; a manifest says it.
-    tokenizer: "bytes" or a path, as preprocessing has it: what the ids must
-      have been made with. A manifest says whether they were.
-    slice: such as "[:99%]", of the windows.
+    length: window length in tokens, L.
+    path: a folder made by bigtrain.tools.tokenize, a file, a pattern, or a list
+      of files and patterns. Windows do not cross files.
+    dtype: dtype of the ids in files that do not store it, "uint16" by default.
+    eos_id: last id of each document. Required for options that need document
+      boundaries if the files have neither a manifest nor an index.
+    cross_documents: whether windows may cross documents.
+    segments: whether to add `segments` and `positions`.
+    packing: whether documents share windows, see packing.first_fit. Documents
+      longer than a window are split.
+    stride: tokens between the starts of consecutive windows, by default
+      `length`.
+    last: "pad" or "drop", for the last window if it is incomplete.
+    vocab_size: exclusive upper bound of the ids, by default the manifest's.
+    tokenizer: "bytes" or a path, as in preprocessing. It must be the tokenizer
+      in the manifest.
+    slice: slice of the windows, such as "[:99%]".
 
   Raises:
-    ConfigError: no such file, options that do not go together, or another
-      tokenizer or vocabulary than the manifest's.
-    DataError: a damaged file, or no window in it.
+    ConfigError: no such file, incompatible options, or another tokenizer or
+      vocabulary than the manifest's.
+    DataError: a damaged file, or no window.
   """
 
   def __init__(
@@ -71,11 +73,15 @@ class Source:
     slice: str = "",
   ):
     windows.check_options("tokens", length, stride, last, packing)
+    if eos_id is not None:
+      check_number("tokens: eos_id", eos_id, least=0, whole=True)
+    if vocab_size is not None:
+      check_number("tokens: vocab_size", vocab_size, least=1, whole=True)
     whole = packing or not cross_documents
     if not cross_documents and (packing or segments or stride is not None):
       raise ConfigError(
-        "tokens: cross_documents=False is windows of one document each, which "
-        "has no packing, segments or stride."
+        "tokens: cross_documents=False makes windows of one document each and "
+        "cannot be combined with packing, segments or stride."
       )
     if whole and last == "drop":
       raise ConfigError("tokens: last='drop' would drop whole documents.")
@@ -87,10 +93,10 @@ class Source:
       self._read_manifest(manifest, tokenizer, str(path))
     elif tokenizer is not None:
       raise ConfigError(
-        f"tokens: tokenizer={tokenizer!r}: only the folders that "
-        "bigtrain.tools.tokenize makes say what they were made with."
+        f"tokens: tokenizer={tokenizer!r}: cannot be checked; only folders of "
+        "bigtrain.tools.tokenize record their tokenizer."
       )
-    # Read by whoever checks that the model has as many.
+    # The input pipeline checks these against the model's vocabulary.
     self.vocab_sizes = {}
     if self._vocab_size is not None:
       self.vocab_sizes = dict.fromkeys(("tokens", "targets"), self._vocab_size)
@@ -104,7 +110,7 @@ class Source:
     )
     self._plan = self._make_plan(stride or length, last, whole, packing)
     if not len(self._plan):
-      raise DataError(f"tokens: {path}: no window of {length} tokens in it.")
+      raise DataError(f"tokens: {path}: contains no window of {length} tokens.")
     self._rows = windows.Rows(self._plan, "", slice, "tokens")
     self._maps = files.Handles(lambda name: self._by_name[name].map())
     self._by_name = {shard.path: shard for shard in self._shards}
@@ -118,24 +124,28 @@ class Source:
   def _read_manifest(
     self, manifest: dict[str, Any], tokenizer: str | None, folder: str
   ) -> None:
-    """Takes what it says; refuses options that contradict it."""
+    """Sets options from the manifest; ConfigError where they differ."""
     made_by, bos_id = manifest["tokenizer"], manifest["bos_id"]
-    said = {"vocab_size": made_by["vocab_size"], "eos_id": manifest["eos_id"]}
+    expected = {
+      "vocab_size": made_by["vocab_size"],
+      "eos_id": manifest["eos_id"],
+    }
     given = {"vocab_size": self._vocab_size, "eos_id": self._eos_id}
     for name, value in given.items():
-      if value not in (None, said[name]):
+      if value not in (None, expected[name]):
         raise ConfigError(
-          f"tokens: {name}={value!r}, but {folder} says {said[name]!r}."
+          f"tokens: {name}={value!r}: expected {expected[name]!r}, as in the "
+          f"manifest of {folder}."
         )
     if tokenizer is not None:
-      found = tokenizers.get(tokenizer).fingerprint()
-      if found != made_by["fingerprint"]:
+      fingerprint = tokenizers.get(tokenizer).fingerprint()
+      if fingerprint != made_by["fingerprint"]:
         raise ConfigError(
-          f"tokens: tokenizer={tokenizer!r}, but {folder} was made with "
-          f"another, {made_by['name']!r}."
+          f"tokens: tokenizer={tokenizer!r}: {folder} was made with another "
+          f"tokenizer, {made_by['name']!r}."
         )
-    self._vocab_size, self._eos_id = said["vocab_size"], said["eos_id"]
-    # Documents that begin with a token of their own need no other before.
+    self._vocab_size, self._eos_id = expected["vocab_size"], expected["eos_id"]
+    # A begin token in the data is the context of a document's first token.
     self._fresh = self._eos_id is not None and bos_id is None
     if manifest["num_tokens"]:
       self._bytes_per_token = manifest["num_bytes"] / manifest["num_tokens"]
@@ -164,8 +174,8 @@ class Source:
       return shard.ends()
     if self._eos_id is None:
       raise ConfigError(
-        f"tokens: nothing says where the documents of {shard.path} end; give "
-        "the id that ends them as eos_id."
+        f"tokens: eos_id: missing; {shard.path} has no index of documents, so "
+        "give the id that ends them."
       )
     return token_files.ends_by_id(shard, self._eos_id)
 
@@ -173,7 +183,7 @@ class Source:
     return len(self._rows)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Features of windows [B], as above, with a leading axis B."""
+    """Returns the features of windows [B], with a leading axis B."""
     pieces = self._plan.pieces(self._rows[indices])
     batch = windows.fill(
       pieces,
@@ -193,24 +203,24 @@ class Source:
   def _check_ids(
     self, batch: dict[str, np.ndarray], indices: np.ndarray
   ) -> None:
-    """Ids that no embedding has would train something else in silence."""
+    """Raises DataError for ids that are not in the vocabulary."""
     for name in ("tokens", "targets"):
       ids = batch[name]
       if ids.min() < 0 or ids.max() >= self._vocab_size:
         row, at = np.argwhere((ids < 0) | (ids >= self._vocab_size))[0]
         raise DataError(
-          f"{self.where(int(indices[row]))}: id {ids[row, at]} in the window "
-          f"that begins there, but the vocabulary has {self._vocab_size}: a "
-          "damaged file, another dtype or another tokenizer."
+          f"{self.where(int(indices[row]))}: id {ids[row, at]} in this window, "
+          f"but the vocabulary has {self._vocab_size}: the file is damaged, or "
+          "has another dtype or tokenizer."
         )
 
   def where(self, index: int) -> str:
-    """File and token."""
+    """Returns the file and first target of a window."""
     pieces = self._plan.pieces(self._rows[np.asarray([index])])
     return f"{self._shards[pieces.shard[0]].path}, token {pieces.begin[0]}"
 
   def fingerprint(self) -> str:
-    """Changes with names and sizes of the files, and with the choices."""
+    """Digest of the files' names, sizes and dtypes, and of the options."""
     parts = [
       (os.path.basename(shard.path), shard.size, shard.dtype)
       for shard in self._shards

@@ -1,4 +1,4 @@
-"""Names of classes as text and as tokens, for evaluators that read them."""
+"""Names of classes as text and as tokens, for evaluators that use them."""
 
 import os
 from collections.abc import Sequence
@@ -6,40 +6,48 @@ from collections.abc import Sequence
 import numpy as np
 
 from bigtrain.evaluation import evaluations
-from bigtrain.inputs import pipeline
+from bigtrain.files import paths
+from bigtrain.inputs import vocabulary
 from bigtrain.pp import parse, registry
 from bigtrain.settings import ConfigError, DataError
 
 
 def read(names: Sequence[str] | str, key: str) -> list[str]:
-  """The names, or those in a text file with one a line.
+  """Returns the names, reading them from a file if `names` is a path.
 
   Args:
-    names: the names in the order of their class numbers, or a path.
-    key: what the config calls them, for messages.
+    names: names in the order of their class numbers, or the path of a text file
+      with one name per line.
+    key: key of the names in the config, for error messages.
 
   Raises:
-    ConfigError: no such file, none, one that is empty, or no strings.
+    ConfigError: no such file, no names, or a name that is empty or no string.
   """
   if isinstance(names, str):
-    path = os.path.expanduser(names)
+    path = paths.absolute(names)
     if not os.path.isfile(path):
       raise ConfigError(f"{key}: no such file: {path}.")
     with open(path, encoding="utf-8") as file:
       names = file.read().removesuffix("\n").split("\n")
   for number, name in enumerate(names):
     if not isinstance(name, str) or not name.strip():
-      raise ConfigError(f"{key}: class {number} is {name!r}; expected a name.")
+      raise ConfigError(
+        f"{key}: class {number}: expected a name, got {name!r}."
+      )
   if not names:
-    raise ConfigError(f"{key}: there is no name.")
+    raise ConfigError(f"{key}: expected at least one name, got none.")
   return [name.strip() for name in names]
 
 
 def fill(prompt: str, names: Sequence[str], key: str) -> list[str]:
-  """The prompt with each name in place of its {}."""
+  """Returns the prompt once per name, with the name in place of {}.
+
+  Raises:
+    ConfigError: the prompt does not have exactly one {}.
+  """
   if prompt.count("{}") != 1:
     raise ConfigError(
-      f"{key}: expected one {{}}, where the name goes, got {prompt!r}."
+      f"{key}: expected a prompt with one {{}} for the name, got {prompt!r}."
     )
   return [prompt.replace("{}", name) for name in names]
 
@@ -53,15 +61,18 @@ def check(
   path: str,
   prompt_key: str,
 ) -> None:
-  """Checks what can be wrong with names, prompts and ops, by a single text.
+  """Checks names, prompts and ops on the text of the first name.
 
   Args:
-    names: see `read`.
+    names: see `read`; the option `class_names` at `path`.
     prompts: texts with a {} for the name.
-    pp: see `tokens`, at `path`.pp_text.
-    context: the evaluator's.
-    path: of the entry in the config, where `class_names` are.
-    prompt_key: what the entry calls the prompts.
+    pp: see `tokens`; the option `pp_text` at `path`.
+    context: context of the evaluator.
+    path: location of the entry in the config.
+    prompt_key: the entry's key of the prompts.
+
+  Raises:
+    ConfigError: see `read`, `fill` and `tokens`.
   """
   first = read(names, f"{path}.class_names")[:1]
   for prompt in prompts:
@@ -77,27 +88,28 @@ def tokens(
   key: str,
   feature: str = "labels",
 ) -> np.ndarray:
-  """Tokenizes texts by the ops that tokenize captions.
+  """Tokenizes texts with the ops that tokenize captions.
 
   Args:
-    texts: such as what `fill` returns.
-    pp: ops from "text" to `feature`, which draw nothing: "tokenize(...)".
-    context: the evaluator's.
-    key: of `pp` in the config, for messages.
-    feature: where the ops leave the tokens.
+    texts: texts, such as the result of `fill`.
+    pp: ops from the feature "text" to `feature`, without random numbers, such
+      as "tokenize(...)".
+    context: context of the evaluator.
+    key: key of `pp` in the config, for error messages.
+    feature: name of the feature with the tokens.
 
   Returns:
     int32 [len(texts), L].
 
   Raises:
-    ConfigError: ops that leave no tokens, draw random numbers or need
-      tensorflow; a text that they cannot use.
+    ConfigError: the ops make no tokens, draw random numbers, need tensorflow,
+      or cannot process a text.
   """
   op = registry.compose(parse.parse(pp, context.pp_modules))
-  pipeline.check_vocab_sizes(op.vocab_sizes, context.vocab_sizes, key)
+  vocabulary.check(op.vocab_sizes, context.vocab_sizes, key)
   if op.draws or op.tensorflow:
     raise ConfigError(
-      f"{key}: expected ops that draw nothing and run on text, got {pp!r}."
+      f"{key}: expected text ops without random numbers, got {pp!r}."
     )
   rows = []
   for text in texts:
@@ -106,6 +118,6 @@ def tokens(
     except DataError as e:
       raise ConfigError(f"{key}: {text!r}: {e}") from e
     if feature not in features:
-      raise ConfigError(f"{key}: the ops leave no {feature!r}: {pp!r}.")
+      raise ConfigError(f"{key}: the ops make no {feature!r}: {pp!r}.")
     rows.append(np.asarray(features[feature], np.int32))
   return np.stack(rows)

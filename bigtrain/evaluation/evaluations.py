@@ -1,20 +1,11 @@
-"""Evaluators from the config: checked at the start, built when first due.
+"""Evaluations of a config: checked at the start, built when first due.
 
-An evaluator is a module in this folder, or a user's own by dotted path, with
-
-  class Evaluator:
-    def __init__(self, predict_fn, context, **options): ...
-    def run(self, variables, step) -> dict of metric name -> float
-
-and, if it likes, a function check(options, context, path) that raises
-ConfigError for options which it can refuse without opening the data: above all
-a file that is not there must not end a run when hours have passed.
-
-`predict_fn` is one of the task's predict functions; the evaluator knows
-neither task nor model. `context` says where it runs.
+bigtrain/evaluators/__init__.py describes an evaluator.
 """
 
+import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -23,28 +14,34 @@ import jax
 from jax.sharding import Mesh
 
 from bigtrain import lengths, parts, settings, sharding
-from bigtrain.inputs import pipeline
+from bigtrain.files import paths
+from bigtrain.inputs import eval_input, vocabulary
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 
-# What `from_config` reads of an entry; the rest is the evaluator's.
+# Keys of an entry that `from_config` reads; the others are options.
 _KEYS = ("enabled", "log_steps", "pred", "pred_kw", "type", "weights")
+# Arguments of an evaluator that the program passes, if it has parameters for
+# them.
+_GIVEN = ("predict_fn", "batches", "context")
 
 
 class Context(NamedTuple):
-  """What an evaluator may know of the run.
+  """What an evaluator can know about the run.
 
   Attributes:
-    name: the evaluation's name in the config, the prefix of its metrics.
-    workdir: folder of the run; "" if there is none.
-    mesh: the device mesh.
-    batch_size: of training, the default of evaluations.
+    name: name of the evaluation in the config; prefix of its metrics.
+    workdir: folder of the run; "" without a run.
+    mesh: device mesh.
+    batch_size: global batch size of training, the default for evaluations.
     pp_modules: dotted names of the user's preprocessing modules.
-    progress: called with (batches done, batches in all); raises to stop.
-    vocab_sizes: {feature of a batch: ids that the model has for it}.
-    variables: jax.ShapeDtypeStructs of what `run` will get, with shardings;
-      None if that is not known.
-    compile: (name, fn, *specs, **options of jax.jit) -> fn, compiled.
+    progress: called with (finished batches, number of batches); can raise to
+      stop the evaluation.
+    vocab_sizes: {feature of a batch: vocabulary size of the model}.
+    variables: jax.ShapeDtypeStructs of the argument of `run`, with shardings;
+      None if they are unknown.
+    compile: (name, fn, *specs, **options of jax.jit) -> compiled fn; None for
+      jax.jit.
   """
 
   name: str
@@ -57,24 +54,120 @@ class Context(NamedTuple):
   variables: Any = None
   compile: Callable[..., Any] | None = None
 
+  @property
+  def path(self) -> str:
+    """Location of the evaluation in the config, for error messages."""
+    return f"config.evals.{self.name}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batches:
+  """A fixed evaluation set, cut into batches on the devices.
+
+  Attributes:
+    context: context of the evaluator.
+    data: source, as in config.input.data.
+    pp: preprocessing string.
+    batch_size: global batch size; the one of training by default.
+    num_examples: number of examples, from the start; all by default.
+    cache: whether to keep preprocessed batches in host memory.
+  """
+
+  context: Context
+  data: Mapping[str, Any]
+  pp: str = ""
+  batch_size: int | None = None
+  num_examples: int | None = None
+  cache: bool = True
+
+  def replace(self, **options: Any) -> "Batches":
+    """Returns batches with other attributes, such as other data."""
+    return dataclasses.replace(self, **options)
+
+  @functools.cached_property
+  def input(self) -> eval_input.EvalInput:
+    """The input that makes the batches; opens the data when first used.
+
+    Raises:
+      ConfigError: the data or its preprocessing cannot be used.
+    """
+    made = eval_input.make_eval(
+      data=dict(self.data),
+      pp=self.pp,
+      batch_size=self.batch_size or self.context.batch_size,
+      mesh=self.context.mesh,
+      num_examples=self.num_examples,
+      cache=self.cache,
+      pp_modules=self.context.pp_modules,
+      path=self.context.path,
+    )
+    vocabulary.check(
+      made.vocab_sizes, self.context.vocab_sizes, self.context.path
+    )
+    return made
+
+  def map(self, fn: Callable[[Any, Any], Any]) -> Callable[[Any], list[Any]]:
+    """Compiles a function for the batches.
+
+    Args:
+      fn: (variables, batch) -> tree of arrays. The batch is a dict with the
+        features and "_mask" [B], which is 0 for padding.
+
+    Returns:
+      (variables) -> fn's result for each batch, in order, as numpy arrays.
+
+    Raises:
+      ConfigError: the data cannot be used, or lacks a feature that fn reads.
+    """
+    context = self.context
+
+    @functools.wraps(fn)
+    def fn_of_features(variables: Any, batch: Any) -> Any:
+      return fn(variables, parts.Features(batch, context.path))
+
+    replicated = sharding.replicated(context.mesh)
+    if context.compile is None or context.variables is None:
+      compiled = jax.jit(fn_of_features, out_shardings=replicated)
+    else:
+      compiled = context.compile(
+        context.name,
+        fn_of_features,
+        context.variables,
+        sharding.batch_spec(self.input.spec, context.mesh),
+        out_shardings=replicated,
+      )
+    data = self.input
+
+    def run(variables: Any) -> list[Any]:
+      results = []
+      for i, batch in enumerate(data.batches()):
+        results.append(compiled(variables, batch))
+        # A few in flight keep the device busy; all of them could fill it.
+        if i >= 4:
+          results[i - 4] = jax.device_get(results[i - 4])
+        context.progress(i + 1, data.num_batches)
+      return jax.device_get(results)
+
+    return run
+
 
 class Evaluator(Protocol):
-  """What the modules' `Evaluator` classes implement."""
+  """Interface of the classes `Evaluator` in the evaluators' modules."""
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
-    """Evaluates variables of `step`; the same on every process."""
+    """Evaluates the variables of `step`; the same on every process."""
 
 
 class Evaluation(NamedTuple):
   """One entry of config.evals.
 
   Attributes:
-    name: its key there.
-    log_steps: it is due at multiples of this and at the last step.
-    weights: the part of the state it evaluates: "params" or "ema".
-    build: makes the evaluator: loads data and compiles, in any thread; it
-      does nothing that all processes would have to do together.
-    at_start: whether it is due at step 0.
+    name: key of the entry.
+    log_steps: the evaluation is due at multiples of this, and at the last step.
+    weights: part of the state to evaluate: "params" or "ema".
+    build: builds the evaluator: loads data and compiles. It runs in any thread
+      and does nothing collective.
+    at_start: whether the evaluation is due at step 0.
   """
 
   name: str
@@ -84,19 +177,20 @@ class Evaluation(NamedTuple):
   at_start: bool = False
 
   def owns(self, metric: str) -> bool:
-    """Whether a row's metric is one of its results."""
+    """Returns whether a name in a row is one of this evaluation's results."""
     return metric.startswith(f"{self.name}/")
 
   def due(self, step: int, total_steps: int) -> bool:
-    """Whether it runs after `step` steps of training."""
+    """Returns whether the evaluation runs after `step` steps of training."""
     if step == 0:
       return self.at_start
     return step == total_steps or step % self.log_steps == 0
 
   def due_later(self, step: int, last_step: int, total_steps: int) -> bool:
-    """Whether it is due at `step` or after it, but not after `last_step`."""
-    behind = max(step - 1, 0) // self.log_steps
-    return last_step == total_steps or last_step // self.log_steps > behind
+    """Returns whether it is due at a step in [step, last_step]."""
+    runs_before = max(step - 1, 0) // self.log_steps
+    runs_in_all = last_step // self.log_steps
+    return last_step == total_steps or runs_in_all > runs_before
 
 
 def from_config(
@@ -106,79 +200,123 @@ def from_config(
   context: Context,
   weights: Mapping[str, Any],
 ) -> list[Evaluation]:
-  """Checks every entry of config.evals and returns how to build it.
+  """Checks all entries of config.evals; builds no evaluator.
 
   Args:
-    config: the whole config; `evals` maps names to dicts with `type`, `pred`,
-      a length `log_*`, optionally `pred_kw` (options of the predict function)
-      and `weights`, and the evaluator's own options.
+    config: the whole config. `evals` maps names to dicts with `type`, `pred`, a
+      length `log_*`, optionally `pred_kw` (options of the predict function) and
+      `weights`, and the options of the evaluator and its batches.
     predict_fns: the task's predict functions by name.
-    units: for the lengths.
-    context: that of the run; the name is filled in for each.
+    units: units of the lengths.
+    context: context of the run; each evaluation gets it with its own name.
     weights: {part of the state that can be evaluated: specs of the model's
-      variables with it}.
+      variables with that part}.
 
   Raises:
-    ConfigError: unknown module, predict function or option, or no length.
+    ConfigError: unknown module, predict function or option, or a bad length.
   """
   evaluations = []
   at_start = config.get("eval_at_start", False)
   for name in config.get("evals", {}):
     options = config.evals.kwargs(name)
-    path = f"config.evals.{name}"
-    # Tolerated, so that one line switches an evaluation off.
     if not options.pop("enabled", True):
       continue
+    path = f"config.evals.{name}"
     required = settings.Config(options, path)
     kind, pred = required["type"], required["pred"]
     module = parts.find_module("evaluators", kind, f"{path}.type")
     del options["type"], options["pred"]
-    if pred not in predict_fns:
-      hint = settings.did_you_mean(pred, predict_fns)
-      raise ConfigError(
-        f"{path}.pred: the task has no predict function {pred!r}.{hint}"
-      )
-    pred_kw = options.pop("pred_kw", {})
-    settings.check_kwargs(
-      predict_fns[pred], pred_kw, f"{path}.pred_kw", ("variables", "batch")
+    predict_fn = _predict_fn(
+      predict_fns, pred, options.pop("pred_kw", {}), path
     )
     log_steps = lengths.steps(options, "log", units, path=path)
     part = options.pop("weights", "params")
     if part not in weights:
       hint = settings.did_you_mean(part, weights)
       raise ConfigError(f"{path}.weights: the state has no {part!r}.{hint}")
-    settings.check_kwargs(
-      module.Evaluator,
-      options,
-      path,
-      given=("predict_fn", "context"),
-      others=_KEYS,
-    )
-    of_entry = context._replace(name=name, variables=weights[part])
-    if hasattr(module, "check"):
-      module.check(options, of_entry, path)
-    _check_input(options, context, path)
-    build = functools.partial(
-      module.Evaluator,
-      functools.partial(predict_fns[pred], **pred_kw),
-      of_entry,
-      **options,
-    )
+    entry_context = context._replace(name=name, variables=weights[part])
     evaluations.append(
       Evaluation(
-        name, log_steps or units.total_steps or 1, part, build, at_start
+        name,
+        log_steps or units.total_steps or 1,
+        part,
+        _bind(module, predict_fn, entry_context, options),
+        at_start,
       )
     )
   return evaluations
 
 
-def _check_input(
-  options: Mapping[str, Any], context: Context, path: str
-) -> None:
-  """Checks what evaluators hand on to `Batches`, without opening the data."""
+def _predict_fn(
+  predict_fns: Mapping[str, Callable[..., Any]],
+  name: str,
+  options: Mapping[str, Any],
+  path: str,
+) -> Callable[..., Any]:
+  """Returns a predict function with its options bound."""
+  if name not in predict_fns:
+    hint = settings.did_you_mean(name, predict_fns)
+    raise ConfigError(
+      f"{path}.pred: the task has no predict function {name!r}.{hint}"
+    )
+  fn = predict_fns[name]
+  settings.check_kwargs(fn, options, f"{path}.pred_kw", ("variables", "batch"))
+
+  def predict_fn(variables: Any, batch: Any, **more_options: Any) -> Any:
+    features = parts.Features(batch, path)
+    return fn(variables, features, **{**options, **more_options})
+
+  return predict_fn
+
+
+def _bind(
+  module: Any,
+  predict_fn: Callable[..., Any],
+  context: Context,
+  options: Mapping[str, Any],
+) -> Callable[[], Evaluator]:
+  """Checks the options of an evaluator; returns a function that builds it."""
+  parameters = inspect.signature(module.Evaluator).parameters
+  batch_names: list[str] = []
+  if "batches" in parameters:
+    batch_names = [
+      field.name
+      for field in dataclasses.fields(Batches)
+      if field.name != "context" and field.name not in parameters
+    ]
+  batch_options = {k: v for k, v in options.items() if k in batch_names}
+  own_options = {k: v for k, v in options.items() if k not in batch_names}
+  settings.check_kwargs(
+    module.Evaluator,
+    own_options,
+    context.path,
+    given=_GIVEN,
+    others=(*_KEYS, *batch_names),
+  )
+  if "batches" in parameters:
+    settings.check_kwargs(
+      Batches, batch_options, context.path, given=("context",)
+    )
+  if hasattr(module, "check"):
+    module.check(options, context, context.path)
+  _check_batches(options, context)
+
+  def build() -> Evaluator:
+    given: dict[str, Any] = {"predict_fn": predict_fn, "context": context}
+    if "batches" in parameters:
+      given["batches"] = Batches(context, **batch_options)
+    asked = {k: v for k, v in given.items() if k in parameters}
+    return module.Evaluator(**asked, **own_options)
+
+  return build
+
+
+def _check_batches(options: Mapping[str, Any], context: Context) -> None:
+  """Checks options of `Batches` without opening the data."""
+  path = context.path
   if "data" in options:
-    _check_path(options["data"], f"{path}.data.path")
-    pipeline.check(
+    _check_exists(options["data"], f"{path}.data.path")
+    eval_input.check(
       data=options["data"],
       pp=options.get("pp", ""),
       pp_modules=context.pp_modules,
@@ -191,86 +329,39 @@ def _check_input(
     )
 
 
-def _check_path(data: Any, key: str) -> None:
-  """Tells at the start, and not when an evaluation is due, what is missing."""
+def _check_exists(data: Any, key: str) -> None:
+  """Raises ConfigError if the data has a local path that does not exist."""
   path = data.get("path") if isinstance(data, Mapping) else None
   if not isinstance(path, str) or set(path) & set("*?[{") or ":/" in path:
-    return  # A pattern, or not of this machine: the source will see.
-  if not os.path.exists(os.path.expanduser(path)):
+    return  # A pattern, or remote: the source checks it when it is opened.
+  if not os.path.exists(paths.absolute(path)):
     raise ConfigError(f"{key}: {path}: no such file or directory.")
 
 
-def tokenizer(spec: str, context: Context) -> tokenizers.Tokenizer:
-  """The tokenizer at an entry's key `tokenizer`.
+def check_numbers(path: str, values: Any, **limits: Any) -> None:
+  """Checks that an option is a non-empty list of numbers in a range.
+
+  Args:
+    path: location of the option in the config.
+    values: list or tuple of numbers.
+    **limits: see settings.check_number.
 
   Raises:
-    ConfigError: there is no such file, or it is none.
+    ConfigError: an empty list, another type, or a number out of range.
+  """
+  if not isinstance(values, list | tuple) or not values:
+    raise ConfigError(f"{path}: expected a list of numbers, got {values!r}.")
+  for value in values:
+    settings.check_number(path, value, **limits)
+
+
+def tokenizer(spec: str, context: Context) -> tokenizers.Tokenizer:
+  """Returns the tokenizer of an entry's option `tokenizer`.
+
+  Raises:
+    ConfigError: there is no such file, or it is not a tokenizer.
   """
   try:
     return tokenizers.get(spec)
   except ConfigError as e:
-    raise ConfigError(f"config.evals.{context.name}.tokenizer: {e}") from e
-
-
-class Batches:
-  """A fixed evaluation set and a function over its batches, compiled here.
-
-  Args:
-    fn: (variables, batch) -> tree of arrays; the result is replicated.
-    context: as evaluators get it.
-    data: source, as in config.input.data.
-    pp: preprocessing string.
-    batch_size: that of training unless given.
-    num_examples: only so many from the start.
-    cache: keep the preprocessed batches in host memory.
-  """
-
-  def __init__(
-    self,
-    fn: Callable[[Any, Any], Any],
-    context: Context,
-    *,
-    data: Mapping[str, Any],
-    pp: str,
-    batch_size: int | None = None,
-    num_examples: int | None = None,
-    cache: bool = True,
-  ):
-    self._context = context
-    self.input = pipeline.make_eval(
-      data=dict(data),
-      pp=pp,
-      batch_size=batch_size or context.batch_size,
-      mesh=context.mesh,
-      num_examples=num_examples,
-      cache=cache,
-      pp_modules=context.pp_modules,
-      path=f"config.evals.{context.name}",
-    )
-    pipeline.check_vocab_sizes(
-      self.input.vocab_sizes,
-      context.vocab_sizes,
-      f"config.evals.{context.name}",
-    )
-    replicated = sharding.replicated(context.mesh)
-    if context.compile is None or context.variables is None:
-      self._fn = jax.jit(fn, out_shardings=replicated)
-    else:
-      self._fn = context.compile(
-        context.name,
-        fn,
-        context.variables,
-        sharding.batch_spec(self.input.spec, context.mesh),
-        out_shardings=replicated,
-      )
-
-  def map(self, variables: Any) -> list[Any]:
-    """The function's result for each batch, fetched, in order."""
-    results = []
-    for i, batch in enumerate(self.input.batches()):
-      results.append(self._fn(variables, batch))
-      # A few in flight keep the device busy; all of them could fill it.
-      if i >= 4:
-        results[i - 4] = jax.device_get(results[i - 4])
-      self._context.progress(i + 1, self.input.num_batches)
-    return jax.device_get(results)
+    raise ConfigError(f"{context.path}.tokenizer: {e}") from e

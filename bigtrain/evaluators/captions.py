@@ -1,4 +1,4 @@
-"""Writes captions, and says how often and how well they fit the references.
+"""Writes captions of images and compares them with references.
 
 Legend: B batch, L length, R references of an image.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from bigtrain import settings
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
@@ -20,63 +21,54 @@ from bigtrain.settings import ConfigError, did_you_mean
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for a tokenizer or a metric that there is not."""
+  """Raises ConfigError for an unknown tokenizer or metric."""
   evaluations.tokenizer(options["tokenizer"], context)
   metrics = options.get("metrics", ("exact",))
   for name in metrics:
     if name not in METRICS:
       hint = did_you_mean(name, METRICS)
       raise ConfigError(f"{path}.metrics: no metric {name!r}.{hint}")
-  _check_packages(metrics, options.get("num_images", 40), path)
+  num_images = options.get("num_images", 40)
+  settings.check_number(f"{path}.num_images", num_images, least=0, whole=True)
+  _check_packages(metrics, num_images, path)
 
 
 class Evaluator:
-  """Saves <workdir>/captions/<name>-<step>.jsonl, and a picture of some.
+  """Saves <workdir>/captions/<name>-<step>.jsonl, and a picture.
 
   Row i of the file is {"number": i, "caption": ..., "references": [...]} of
   example i of the data set. The picture, <name>-<step>.png, shows the first
-  images with their captions, and the wrong ones in red: those that are none of
-  their references.
+  images with their captions. Captions that equal none of their references are
+  red.
 
   Args:
     predict_fn: (variables, batch, eos_id=...) -> tokens int [B, L].
-    context: where it runs.
-    data: source, as in config.input.data.
-    tokenizer: that of the captions, see pp/tokenizers.py.
-    pp: preprocessing string; leaves the image and, for metrics, `labels_key`.
-    labels_key: tokens of the references, int [B, L] or several for an image,
-      [B, R, L].
-    metrics: "exact", the share of captions that are a reference; "bleu",
+    batches: the evaluation set, with the feature `image_key` and, for metrics,
+      `labels_key`.
+    context: context of the run.
+    tokenizer: tokenizer of the captions, see pp/tokenizers.py.
+    labels_key: name of the references' tokens, int [B, L], or [B, R, L] if an
+      image has several references.
+    metrics: "exact", the fraction of captions that equal a reference; "bleu",
       corpus BLEU-4 from 0 to 100 (arXiv 1804.08771; needs sacrebleu); "cider",
       CIDEr-D from 0 to 10 (arXiv 1411.5726; needs pycocoevalcap).
-    image_key: the images of the picture, of any range of values.
-    num_images: how many it shows; 0 for no picture.
-    batch_size: that of training unless given.
-    num_examples: only so many from the start.
-    cache: keep the preprocessed batches in host memory.
+    image_key: name of the images for the picture, with any range of values.
+    num_images: number of images in the picture; 0 for no picture.
   """
 
   def __init__(
     self,
     predict_fn: Callable[..., jax.Array],
+    batches: evaluations.Batches,
     context: evaluations.Context,
     *,
-    data: Mapping[str, Any],
     tokenizer: str,
-    pp: str = "",
     labels_key: str = "labels",
     metrics: Sequence[str] = ("exact",),
     image_key: str = "image",
     num_images: int = 40,
-    batch_size: int | None = None,
-    num_examples: int | None = None,
-    cache: bool = True,
   ):
     self._context, self._metrics = context, metrics
-    self._num_images = num_images
-    path = f"config.evals.{context.name}"
-    given = dict(tokenizer=tokenizer, metrics=metrics, num_images=num_images)
-    check(given, context, path)
     self._tokenizer = evaluations.tokenizer(tokenizer, context)
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,42 +76,33 @@ class Evaluator:
         "caption": predict_fn(variables, batch, eos_id=self._tokenizer.eos_id),
         "_mask": batch["_mask"],
       }
-      if metrics and labels_key not in batch:
-        raise ConfigError(
-          f"{path}.labels_key: the batch has no {labels_key!r}."
-          f"{did_you_mean(labels_key, batch)}"
-        )
-      if labels_key in batch:
+      if metrics or labels_key in batch:
         result["references"] = batch[labels_key]
       return result
 
     def images(variables: Any, batch: Mapping[str, Any]) -> Any:
       return batch[image_key], batch["_mask"]
 
-    options: dict[str, Any] = dict(data=data, pp=pp, batch_size=batch_size)
-    self._batches = evaluations.Batches(
-      outputs, context, num_examples=num_examples, cache=cache, **options
-    )
-    # Only these few images come back from the devices.
-    shown = min(num_images, self._batches.input.num_examples)
+    self._outputs = batches.map(outputs)
+    # Only the images of the picture are copied from the devices.
+    num_shown = min(num_images, batches.input.num_examples)
     self._images = None
-    if shown:
-      self._images = evaluations.Batches(
-        images, context, num_examples=shown, cache=False, **options
-      )
+    if num_shown:
+      shown = batches.replace(num_examples=num_shown, cache=False)
+      self._images = shown.map(images)
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
     """Writes the files; returns the metrics."""
-    results = self._batches.map(variables)
-    images = self._images.map(variables) if self._images else []
+    results = self._outputs(variables)
+    images = self._images(variables) if self._images else []
     real = np.concatenate([r["_mask"] for r in results]) > 0
     join = lambda key: np.concatenate([r[key] for r in results])[real]
     captions = [self._tokenizer.decode(row) for row in join("caption")]
     references: list[list[str]] = [[] for _ in captions]
     if "references" in results[0]:
-      for found, rows in zip(references, join("references")):
-        texts = map(self._tokenizer.decode, np.atleast_2d(rows))
-        found += [text for text in texts if text]
+      for texts, rows in zip(references, join("references")):
+        decoded = map(self._tokenizer.decode, np.atleast_2d(rows))
+        texts += [text for text in decoded if text]
     if jax.process_index() == 0:
       folder = os.path.join(self._context.workdir, "captions")
       paths.make_folder(folder)
@@ -135,8 +118,8 @@ def _write_rows(
   path: str, captions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> None:
   with paths.replacing(path) as file:
-    for number, (caption, found) in enumerate(zip(captions, references)):
-      row = {"number": number, "caption": caption, "references": found}
+    for number, (caption, texts) in enumerate(zip(captions, references)):
+      row = {"number": number, "caption": caption, "references": texts}
       file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
@@ -146,7 +129,14 @@ def draw(
   captions: Sequence[str],
   references: Sequence[Sequence[str]],
 ) -> None:
-  """A sheet of the images, five in a row, with their captions below."""
+  """Draws a sheet of images, five in a row, with their captions above.
+
+  Args:
+    path: path of the .png file.
+    images: [N, height, width, channels], with any range of values.
+    captions: at least N captions; wrong ones are red.
+    references: references of each caption.
+  """
   from matplotlib.backends import backend_agg
   from matplotlib.figure import Figure
 
@@ -165,7 +155,7 @@ def draw(
       wrong = bool(references[i]) and captions[i] not in references[i]
       axes.imshow(scaled[i], interpolation="nearest")
       text = "\n".join(_lines(captions[i], 28))
-      # A dollar would begin a formula.
+      # matplotlib takes text between dollars for a formula.
       axes.set_title(
         text.replace("$", r"\$"),
         fontsize=8,
@@ -211,10 +201,10 @@ def _bleu(
 ) -> float:
   import sacrebleu
 
-  # The library wants the first reference of all, the second of all, ...
+  # sacrebleu takes the first references of all captions, the second ones, ...
   most = max(map(len, references))
   columns = [
-    [found[i] if i < len(found) else None for found in references]
+    [texts[i] if i < len(texts) else None for texts in references]
     for i in range(most)
   ]
   return float(sacrebleu.corpus_bleu(list(captions), columns).score)
@@ -225,13 +215,13 @@ def _cider(
 ) -> float:
   from pycocoevalcap.cider.cider import Cider
 
-  # Lower case words without punctuation, as its Java tokenizer leaves them.
+  # Lower-case words without punctuation, as the package's Java tokenizer.
   clean = lambda text: " ".join(
     "".join(c if c.isalnum() else " " for c in text.lower()).split()
   )
   gold = {i: [clean(t) for t in r] for i, r in enumerate(references)}
-  found = {i: [clean(caption)] for i, caption in enumerate(captions)}
-  return float(Cider().compute_score(gold, found)[0])
+  candidates = {i: [clean(caption)] for i, caption in enumerate(captions)}
+  return float(Cider().compute_score(gold, candidates)[0])
 
 
 METRICS = {"exact": _exact, "bleu": _bleu, "cider": _cider}

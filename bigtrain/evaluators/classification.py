@@ -23,12 +23,14 @@ _LOSSES = {
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for a `loss` that is none; see `Evaluator`."""
+  """Raises ConfigError for a wrong `loss` or `top_k`; see `Evaluator`."""
   loss = options.get("loss", "softmax_xent")
   if loss not in _LOSSES:
     raise ConfigError(
       f"{path}.loss: no loss {loss!r}.{did_you_mean(loss, _LOSSES)}"
     )
+  top_k = options.get("top_k", (1, 5))
+  evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
 
 
 class Evaluator:
@@ -36,47 +38,30 @@ class Evaluator:
 
   Args:
     predict_fn: (variables, batch) -> logits [B, C].
-    context: where it runs.
-    data: source, as in config.input.data.
-    pp: preprocessing string; leaves `label_key` and the model's inputs.
+    batches: the evaluation set, with the features `label_key` and the model's
+      inputs.
     loss: "softmax_xent" or "sigmoid_xent".
-    label_key: int [B] labels, or one-hot or multi-hot [B, C]; examples with a
-      negative label, or none at all, do not count.
-    top_k: the example counts as right if any of its labels is among the k
-      classes with the largest logits; ties go to the lower class. A k larger
-      than C is left out.
-    batch_size: that of training unless given.
-    num_examples: only so many from the start.
-    cache: keep the preprocessed batches in host memory.
+    label_key: name of the labels: int [B], or one-hot or multi-hot [B, C].
+      Examples with a negative label, or without a label, do not count.
+    top_k: numbers k: an example is right if any of its labels is among the k
+      classes with the largest logits. Of equal logits the lower class comes
+      first. A k larger than C is ignored.
   """
 
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], jax.Array],
-    context: evaluations.Context,
+    batches: evaluations.Batches,
     *,
-    data: Mapping[str, Any],
-    pp: str = "",
     loss: str = "softmax_xent",
     label_key: str = "labels",
     top_k: Sequence[int] = (1, 5),
-    batch_size: int | None = None,
-    num_examples: int | None = None,
-    cache: bool = True,
   ):
-    check({"loss": loss}, context, f"config.evals.{context.name}")
-
     def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:
       logits_BC = predict_fn(variables, batch).astype(jnp.float32)
-      if label_key not in batch:
-        raise ConfigError(
-          f"config.evals.{context.name}.label_key: the batch has no "
-          f"{label_key!r}.{did_you_mean(label_key, batch)}"
-        )
       labels = batch[label_key]
       weight_B = metrics.example_weights(batch, logits_BC)
-      # Some sets have images without a label (ImageNet ReaL): nobody can be
-      # right or wrong about them.
+      # Some sets have images without a label (ImageNet ReaL).
       labelled = labels >= 0 if labels.ndim == 1 else jnp.any(labels > 0, -1)
       weight_B = weight_B * labelled
       loss_B = _LOSSES[loss](logits_BC, labels)
@@ -88,16 +73,8 @@ class Evaluator:
           result[name] = metrics.pair(hit_B, weight_B)
       return result
 
-    self._batches = evaluations.Batches(
-      pairs,
-      context,
-      data=data,
-      pp=pp,
-      batch_size=batch_size,
-      num_examples=num_examples,
-      cache=cache,
-    )
+    self._pairs = batches.map(pairs)
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
     """Returns {"acc", "top5_acc", "loss"}."""
-    return metrics.host_means(self._batches.map(variables))
+    return metrics.host_means(self._pairs(variables))

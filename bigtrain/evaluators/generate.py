@@ -1,4 +1,4 @@
-"""Writes what a model generates beside what it should, and compares them.
+"""Writes generated texts with their references, and compares the two.
 
 Legend: B batch, L and T lengths, R references of an example.
 """
@@ -20,7 +20,7 @@ from bigtrain.settings import ConfigError, did_you_mean
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for a tokenizer or a metric that there is not."""
+  """Raises ConfigError for an unknown tokenizer or metric."""
   evaluations.tokenizer(options.get("tokenizer", "bytes"), context)
   metrics = options.get("metrics", ())
   for name in metrics:
@@ -41,80 +41,55 @@ class Evaluator:
   """Saves <workdir>/generations/<name>-<step>.jsonl.
 
   Row i is {"number": i, "prompt": ..., "sample": ..., "references": [...]} of
-  example i of the data set; what is not known is left out.
+  example i of the data set, without fields that have no key.
 
   Args:
-    predict_fn: (variables, batch) -> int [B, T], generated tokens. Those from
-      the tokenizer's end token on do not count.
-    context: where it runs.
-    data: source, as in config.input.data.
-    tokenizer: of samples, prompts and references, see pp/tokenizers.py.
-    pp: preprocessing string; leaves what the predict function needs, and:
-    prompt_key: tokens of the prompt, int [B, L].
-    reference_key: tokens of the right answer, int [B, L], or of several, int
-      [B, R, L]; needed for metrics.
-    metrics: "exact_match", the share of samples that are a reference but for
-      space around them; "bleu", corpus BLEU from 0 to 100 (sacrebleu's
-      defaults); "rouge", the F-measures rouge1, rouge2 and rougeL from 0 to 1
-      (with stemming), of the best reference, averaged.
-    batch_size: that of training unless given.
-    num_examples: only so many from the start.
-    cache: keep the preprocessed batches in host memory.
+    predict_fn: (variables, batch) -> generated tokens, int [B, T]. The
+      tokenizer's end token and all tokens after it do not count.
+    batches: the evaluation set, with the predict function's inputs,
+      `prompt_key` and `reference_key`.
+    context: context of the run.
+    tokenizer: tokenizer of samples, prompts and references, see
+      pp/tokenizers.py.
+    prompt_key: name of the prompts' tokens, int [B, L].
+    reference_key: name of the right answers' tokens, int [B, L], or [B, R, L]
+      if there are several; needed for metrics.
+    metrics: "exact_match", the fraction of samples that equal a reference,
+      apart from surrounding space; "bleu", corpus BLEU from 0 to 100
+      (sacrebleu's defaults); "rouge", the F-measures rouge1, rouge2 and rougeL
+      from 0 to 1 (with stemming) of the best reference, averaged.
   """
 
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], jax.Array],
+    batches: evaluations.Batches,
     context: evaluations.Context,
     *,
-    data: Mapping[str, Any],
     tokenizer: str = "bytes",
-    pp: str = "",
     prompt_key: str | None = None,
     reference_key: str | None = None,
     metrics: Sequence[str] = (),
-    batch_size: int | None = None,
-    num_examples: int | None = None,
-    cache: bool = True,
   ):
-    path = f"config.evals.{context.name}"
-    given = dict(
-      tokenizer=tokenizer, metrics=metrics, reference_key=reference_key
-    )
-    check(given, context, path)
     self._metrics = [_METRICS[name]() for name in metrics]
     self._context = context
     self._tokenizer = evaluations.tokenizer(tokenizer, context)
     keys = {"prompt": prompt_key, "references": reference_key}
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-      result = {
+      features = {k: batch[key] for k, key in keys.items() if key is not None}
+      return {
         "sample": predict_fn(variables, batch),
         "_mask": batch["_mask"],
+        **features,
       }
-      for name, key in keys.items():
-        if key is not None:
-          if key not in batch:
-            raise ConfigError(
-              f"{path}: the batch has no {key!r}.{did_you_mean(key, batch)}"
-            )
-          result[name] = batch[key]
-      return result
 
-    self._batches = evaluations.Batches(
-      outputs,
-      context,
-      data=data,
-      pp=pp,
-      batch_size=batch_size,
-      num_examples=num_examples,
-      cache=cache,
-    )
+    self._outputs = batches.map(outputs)
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
     """Writes the file; returns the metrics and "num_examples"."""
     rows: list[dict[str, Any]] = []
-    for result in self._batches.map(variables):
+    for result in self._outputs(variables):
       real = result.pop("_mask") > 0
       columns = {name: value[real] for name, value in result.items()}
       for i in range(int(real.sum())):
@@ -123,9 +98,9 @@ class Evaluator:
           row["prompt"] = self._tokenizer.decode(columns["prompt"][i])
         row["sample"] = self._decode(columns["sample"][i])
         if "references" in columns:
-          found = np.atleast_2d(columns["references"][i])
-          texts = [self._decode(reference) for reference in found]
-          # Fewer references than others have are filled up with padding.
+          ids_RL = np.atleast_2d(columns["references"][i])
+          texts = [self._decode(ids) for ids in ids_RL]
+          # Examples with fewer references have padding in their place.
           row["references"] = [text for text in texts if text] or [""]
         rows.append(row)
     if jax.process_index() == 0:
@@ -139,7 +114,7 @@ class Evaluator:
     return results
 
   def _decode(self, ids: np.ndarray) -> str:
-    """The text up to the end token."""
+    """Returns the text before the end token."""
     ends = np.flatnonzero(ids == self._tokenizer.eos_id)
     return self._tokenizer.decode(ids[: ends[0]] if ends.size else ids)
 
@@ -171,7 +146,7 @@ def _bleu() -> Metric:
   import sacrebleu
 
   def metric(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
-    # sacrebleu wants the first references of all, then the second ones, ...
+    # sacrebleu takes the first references of all samples, the second ones, ...
     most = max(map(len, references))
     streams = [
       [texts[i] if i < len(texts) else None for texts in references]

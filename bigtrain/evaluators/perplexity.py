@@ -10,78 +10,64 @@ from bigtrain.settings import ConfigError, did_you_mean
 
 
 class Evaluator:
-  """Perplexity, and bits for each byte of text, over a data set.
+  """Perplexity, and bits per byte of text, over a data set.
 
   Args:
-    predict_fn: (variables, batch) -> {name: (sum, weight)} with "loss", in
-      nats, whose weight is the number of predicted tokens, and maybe "bytes",
-      whose sum is the bytes of text that these stand for. Padding is left out
-      by whoever makes the pairs.
-    context: where it runs.
-    data: source, as in config.input.data.
-    pp: preprocessing string.
-    batch_size: that of training unless given.
-    num_examples: only so many from the start.
-    cache: keep the preprocessed batches in host memory.
+    predict_fn: (variables, batch) -> {name: (sum, weight)}. "loss" is in nats,
+      its weight is the number of predicted tokens. If there is a pair "bytes",
+      its sum is the number of bytes of text behind these tokens. The weight of
+      padding must be 0.
+    batches: the evaluation set.
+    context: context of the run.
   """
 
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], metrics.Pairs],
+    batches: evaluations.Batches,
     context: evaluations.Context,
-    *,
-    data: Mapping[str, Any],
-    pp: str = "",
-    batch_size: int | None = None,
-    num_examples: int | None = None,
-    cache: bool = True,
   ):
-    def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:
-      found = predict_fn(variables, batch)
-      if "loss" not in found:
+    def pairs_with_loss(
+      variables: Any, batch: Mapping[str, Any]
+    ) -> metrics.Pairs:
+      pairs = predict_fn(variables, batch)
+      if "loss" not in pairs:
         raise ConfigError(
-          f"config.evals.{context.name}.pred: expected a predict function that "
-          f"returns 'loss'.{did_you_mean('loss', found)}"
+          f"{context.path}.pred: expected a predict function that returns "
+          f"'loss'.{did_you_mean('loss', pairs)}"
         )
-      return found
+      return pairs
 
-    self._batches = evaluations.Batches(
-      pairs,
-      context,
-      data=data,
-      pp=pp,
-      batch_size=batch_size,
-      num_examples=num_examples,
-      cache=cache,
-    )
+    self._pairs = batches.map(pairs_with_loss)
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
-    """Returns "loss", "perplexity", "bits_per_byte" where bytes are known.
+    """Returns "loss", "perplexity", and "bits_per_byte" if bytes are known.
 
-    The means of what else the predict function returns are there, too.
+    The means of the predict function's other pairs are returned, too.
     """
-    return summary(self._batches.map(variables))
+    return summary(self._pairs(variables))
 
 
 def summary(batches: Iterable[Mapping[str, metrics.Pair]]) -> dict[str, float]:
-  """What fetched pairs of a set's batches say of the whole set.
+  """Combines the fetched pairs of a set's batches.
 
-  Perplexity is exp(sum of losses / tokens); bits per byte are the sum of
-  losses, in bits, by the sum of bytes: what tokens a text was cut into does
-  not matter then.
+  Perplexity is exp(sum of losses / tokens). Bits per byte are the sum of losses
+  in bits over the sum of bytes; they do not depend on the tokenizer.
   """
   batches = list(batches)
   results = metrics.host_means(batches)
   results["perplexity"] = _exp(results["loss"])
   if results.pop("bytes", None) is not None:
     nats = math.fsum(float(b["loss"][0]) for b in batches)
-    size = math.fsum(float(b["bytes"][0]) for b in batches)
-    results["bits_per_byte"] = nats / math.log(2) / size if size else math.nan
+    num_bytes = math.fsum(float(b["bytes"][0]) for b in batches)
+    results["bits_per_byte"] = (
+      nats / math.log(2) / num_bytes if num_bytes else math.nan
+    )
   return results
 
 
 def _exp(x: float) -> float:
   try:
     return math.exp(x)
-  except OverflowError:  # A model that has diverged.
+  except OverflowError:  # The model has diverged.
     return math.inf

@@ -1,4 +1,4 @@
-"""Finds the texts of an image among those of all images, and the reverse.
+"""Retrieves the texts of an image from all texts, and images of a text.
 
 Legend: B batch, n texts of an image, Q queries, A answers, E embedding.
 """
@@ -12,57 +12,49 @@ import numpy as np
 
 from bigtrain import sharding
 from bigtrain.evaluation import evaluations
-from bigtrain.settings import ConfigError, did_you_mean
+
+
+def check(
+  options: Mapping[str, Any], context: evaluations.Context, path: str
+) -> None:
+  """Raises ConfigError for a wrong `at`; see `Evaluator`."""
+  at = options.get("at", (1, 5, 10))
+  evaluations.check_numbers(f"{path}.at", at, least=1, whole=True)
 
 
 class Evaluator:
   """Recall at k, "img2txt_recall@1", "txt2img_recall@1", ...
 
-  The share of images one of whose texts is among the k that fit it best, out
-  of all texts; and of texts whose image is among the k that fit best. A wrong
-  answer that scores as a right one does counts as better: who embeds
-  everything alike finds nothing.
+  The fraction of images with one of their texts among the k texts that fit
+  best, and the fraction of texts with their image among the k images that fit
+  best. A wrong answer with the score of a right one ranks before it, so a model
+  that gives all examples the same embedding has recall 0.
 
   Args:
-    predict_fn: (variables, batch) -> {"image": [B, E], "text": [B, E]}, or
-      [B, n, E] where the batch has several texts for each image.
-    context: where it runs.
-    data: source, as in config.input.data.
-    pp: preprocessing string; leaves "image" and "labels" [L] or [n, L]. Of n
-      texts those that are all zeros do not count, so that images may have
-      different numbers of them.
+    predict_fn: (variables, batch) -> {"image": [B, E], "text": [B, E]}; "text"
+      is [B, n, E] if the batch has several texts per image.
+    batches: the evaluation set, with the features "image" and "labels" [B, L]
+      or [B, n, L]. Texts of zeros only do not count, so images can have
+      different numbers of texts.
+    context: context of the run.
     at: the numbers k.
-    id_key: int [B], which image a row shows, where rows repeat images: one
-      with each of its texts. Unless given, each row shows another.
-    batch_size: that of training unless given.
-    num_examples: only so many rows from the start.
-    cache: keep the preprocessed batches in host memory.
+    id_key: name of a feature int [B], the image's number. It is needed if rows
+      repeat an image, once with each of its texts. By default each row is
+      another image.
   """
 
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], Mapping[str, jax.Array]],
+    batches: evaluations.Batches,
     context: evaluations.Context,
     *,
-    data: Mapping[str, Any],
-    pp: str = "",
     at: Sequence[int] = (1, 5, 10),
     id_key: str | None = None,
-    batch_size: int | None = None,
-    num_examples: int | None = None,
-    cache: bool = True,
   ):
-    path = f"config.evals.{context.name}"
-    if not at or not all(isinstance(k, int) and k > 0 for k in at):
-      raise ConfigError(f"{path}.at: expected positive numbers, got {at!r}.")
     self._at = at
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-      for key in ("labels", *([id_key] if id_key else [])):
-        if key not in batch:
-          raise ConfigError(
-            f"{path}.pp leaves no {key!r}.{did_you_mean(key, batch)}"
-          )
       result = {
         **predict_fn(variables, batch),
         "real": batch["_mask"] > 0,
@@ -72,17 +64,9 @@ class Evaluator:
         result["id"] = batch[id_key]
       return result
 
-    self._batches = evaluations.Batches(
-      outputs,
-      context,
-      data=data,
-      pp=pp,
-      batch_size=batch_size,
-      num_examples=num_examples,
-      cache=cache,
-    )
+    self._outputs = batches.map(outputs)
     self._rows = sharding.batch(context.mesh)
-    self._step = context.mesh.size * max(1, 1024 // context.mesh.size)
+    self._num_queries = context.mesh.size * max(1, 1024 // context.mesh.size)
     self._replicated = sharding.replicated(context.mesh)
     self._better = jax.jit(
       self._count_better,
@@ -92,16 +76,16 @@ class Evaluator:
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
     """Returns {"img2txt_recall@1", ..., "txt2img_recall@1", ...}."""
-    found = self._batches.map(variables)
-    real = np.concatenate([part["real"] for part in found])
+    results = self._outputs(variables)
+    real = np.concatenate([part["real"] for part in results])
     rows = {
-      name: np.concatenate([part[name] for part in found])[real]
-      for name in found[0]
+      name: np.concatenate([part[name] for part in results])[real]
+      for name in results[0]
     }
     row_id = rows.get("id", np.arange(real.sum(), dtype=np.int32))
     image_id, first = np.unique(row_id, return_index=True)
     images = rows["image"][first], image_id
-    # [N] or [N, n]: which texts there are, and whose they are.
+    # bool [N] or [N, n]: whether there is a text.
     written = rows["written"]
     row_of_text = np.nonzero(written)[0]
     texts = rows["text"][written], row_id[row_of_text]
@@ -110,8 +94,8 @@ class Evaluator:
       "txt2img": self._ranks(texts, images),
     }
     return {
-      f"{way}_recall@{k}": float(np.mean(rank < k))
-      for way, rank in ranks.items()
+      f"{direction}_recall@{k}": float(np.mean(rank < k))
+      for direction, rank in ranks.items()
       for k in self._at
     }
 
@@ -120,20 +104,25 @@ class Evaluator:
     queries: tuple[np.ndarray, np.ndarray],
     answers: tuple[np.ndarray, np.ndarray],
   ) -> np.ndarray:
-    """For each query, how many wrong answers precede the first right one.
+    """Counts for each query the wrong answers before the first right one.
 
-    Both are (embeddings, ids of the images they belong to).
+    Args:
+      queries: (embeddings [Q, E], image ids [Q]).
+      answers: (embeddings [A, E], image ids [A]).
+
+    Returns:
+      int [Q].
     """
     query_QE, query_id = queries
     answers = jax.device_put(answers, self._replicated)
     ranks = []
-    for start in range(0, len(query_QE), self._step):
-      rows = slice(start, start + self._step)
-      missing = self._step - len(query_QE[rows])
+    for start in range(0, len(query_QE), self._num_queries):
+      rows = slice(start, start + self._num_queries)
+      padding = self._num_queries - len(query_QE[rows])
       ranks.append(
         self._better(
-          np.pad(query_QE[rows], [(0, missing), (0, 0)]),
-          np.pad(query_id[rows], [(0, missing)]),
+          np.pad(query_QE[rows], [(0, padding), (0, 0)]),
+          np.pad(query_id[rows], [(0, padding)]),
           *answers,
         )
       )
@@ -157,6 +146,6 @@ class Evaluator:
     best_Q1 = jnp.max(
       score_QA, axis=1, where=right_QA, initial=-jnp.inf, keepdims=True
     )
-    # Not "at least": where a score is not a number, no answer is found.
+    # Not `score_QA >= best_Q1`: a query with NaN scores must find no answer.
     better_QA = ~right_QA & ~(score_QA < best_Q1)
     return jnp.sum(better_QA, axis=1)

@@ -10,67 +10,46 @@ import numpy as np
 from bigtrain import trees
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, did_you_mean
 
 
 class Evaluator:
   """Saves predictions to <workdir>/predictions/<name>-<step>.npz.
 
-  The arrays are called "predictions" ("predictions/<name>" where the function
-  returns several) and by the names in `keys`; row i belongs to example i of
-  the data set, and padding is left out.
+  The arrays are "predictions" ("predictions/<name>" if the function returns
+  several) and the features in `keys`. Row i belongs to example i of the data
+  set; padding is removed.
 
   Args:
     predict_fn: (variables, batch) -> tree of [B, ...] arrays.
-    context: where it runs.
-    data: source, as in config.input.data.
-    pp: preprocessing string.
-    keys: names in the batch that are saved beside the predictions.
-    batch_size: that of training unless given.
-    num_examples: only so many from the start.
-    cache: keep the preprocessed batches in host memory.
+    batches: the evaluation set.
+    context: context of the run.
+    keys: features to save with the predictions.
+    cache: whether to keep preprocessed batches in host memory.
   """
 
   def __init__(
     self,
     predict_fn: Callable[[Any, Any], Any],
+    batches: evaluations.Batches,
     context: evaluations.Context,
     *,
-    data: Mapping[str, Any],
-    pp: str = "",
     keys: Sequence[str] = (),
-    batch_size: int | None = None,
-    num_examples: int | None = None,
     cache: bool = False,
   ):
     self._context = context
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-      for key in keys:
-        if key not in batch:
-          raise ConfigError(
-            f"config.evals.{context.name}.keys: the batch has no {key!r}."
-            f"{did_you_mean(key, batch)}"
-          )
       return {
         "predictions": predict_fn(variables, batch),
         "_mask": batch["_mask"],
         **{key: batch[key] for key in keys},
       }
 
-    self._batches = evaluations.Batches(
-      outputs,
-      context,
-      data=data,
-      pp=pp,
-      batch_size=batch_size,
-      num_examples=num_examples,
-      cache=cache,
-    )
+    self._outputs = batches.replace(cache=cache).map(outputs)
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
     """Writes the file; returns the number of examples in it."""
-    results = self._batches.map(variables)
+    results = self._outputs(variables)
     real = np.concatenate([r.pop("_mask") for r in results]) > 0
     columns: dict[str, list[Any]] = {}
     for result in results:

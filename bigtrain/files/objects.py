@@ -1,19 +1,19 @@
-"""Places in object stores: gs://bucket/run and s3://bucket/run.
+"""Client for object stores: gs://bucket/run and s3://bucket/run.
 
-tensorstore's own clients read and write them, arrays (see manifest.spec) and
-everything else of a run alike, so that one set of credentials and one address
-serve all of it. What holds there, and what the callers build on:
+tensorstore's own clients read and write arrays (see manifest.spec) as well as
+every other object, so one set of credentials and one endpoint serve a whole
+run. Callers rely on these properties:
 
-- an object is there whole or not at all, whenever its writer dies;
-- who reads or lists after a write sees it;
-- a write may depend on the version that is there, so of several writers one
-  wins: always on Google Cloud Storage and Amazon S3, elsewhere if the server
-  honours If-Match and If-None-Match;
-- nothing can be appended to or renamed, and there are no folders, only names
-  with slashes in them.
+- An object exists as a whole or not at all, even if its writer dies.
+- A read or a listing after a write sees that write.
+- A write can depend on the version that it replaces, so one of several
+  concurrent writers wins. Google Cloud Storage and Amazon S3 guarantee this;
+  other servers do if they honour If-Match and If-None-Match.
+- Objects cannot be appended to or renamed, and there are no folders, only names
+  with slashes.
 
-Failures are OSErrors that name the place. Waiting is bounded: a store that
-does not answer is an error after a minute, and soon from then on.
+Failures are OSErrors that name the URL. Waiting is bounded: a store that does
+not answer is an error after a minute, and after seconds from then on.
 """
 
 import errno
@@ -24,17 +24,17 @@ from typing import Any, NamedTuple
 
 from bigtrain.settings import ConfigError
 
-# The drivers of tensorstore for each scheme.
+# URL scheme -> tensorstore driver.
 SCHEMES = {"gs": "gcs", "s3": "s3"}
 
-# Delays of half a second, one, two, four and then eight, 40 in all; or one.
+# Retry delays: 0.5, 1, 2, 4 and then 8 seconds, 40 in total; or 1.5 in total.
 _PATIENT = {"max_retries": 8, "initial_delay": "0.5s", "max_delay": "8s"}
 _HASTY = {"max_retries": 2, "initial_delay": "0.5s", "max_delay": "1s"}
-# How long a store that did not answer is not waited for again.
+# After a timeout, requests to the same store are hasty for this long.
 _HASTE_SECS = 120.0
-# No one request of ours is so large or so slow.
+# Upper limit of one request, which is never this large or slow.
 _LIMIT_SECS = 600.0
-# What tensorstore calls failures after which its retries are used up.
+# How tensorstore's errors begin when all retries have failed.
 _SILENCE = ("UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED")
 
 _stores: dict[tuple[str, str, bool], Any] = {}
@@ -42,12 +42,12 @@ _silent_since: dict[str, float] = {}
 
 
 class Place(NamedTuple):
-  """A place in an object store.
+  """A parsed URL.
 
   Attributes:
     scheme: a key of SCHEMES.
-    bucket: its name.
-    key: without slashes at its ends; "" for the bucket itself.
+    bucket: name of the bucket.
+    key: name of the object, without slashes at its ends; "" for the bucket.
   """
 
   scheme: str
@@ -56,11 +56,11 @@ class Place(NamedTuple):
 
 
 class Version(NamedTuple):
-  """What is at a place, and what tells it from what may come there later.
+  """The content of an object at some moment.
 
   Attributes:
-    content: None if there is nothing.
-    generation: for `write`.
+    content: None if the object does not exist.
+    generation: identifies this version, for conditional writes.
   """
 
   content: bytes | None
@@ -68,10 +68,10 @@ class Version(NamedTuple):
 
 
 def parse(path: str) -> Place:
-  """Takes a path apart.
+  """Parses a URL.
 
   Raises:
-    ConfigError: an unknown scheme, or no name that could be a place.
+    ConfigError: an unknown scheme, or not a valid bucket and name.
   """
   scheme, _, rest = path.partition("://")
   if scheme not in SCHEMES:
@@ -90,10 +90,10 @@ def parse(path: str) -> Place:
 
 
 def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
-  """The tensorstore spec of a place.
+  """Returns the tensorstore spec of a URL.
 
-  The servers of the standard environment variables are used in place of the
-  public ones: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST.
+  The standard environment variables AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and
+  STORAGE_EMULATOR_HOST replace the public endpoints.
   """
   place = parse(path)
   spec: dict[str, Any] = {
@@ -107,10 +107,10 @@ def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
     region = get("AWS_REGION") or get("AWS_DEFAULT_REGION")
     spec["use_conditional_write"] = True
     if get("AWS_ACCESS_KEY_ID"):
-      # Without a look at files and machines that need not be there.
+      # Otherwise the client also tries credential files and metadata servers.
       spec["aws_credentials"] = {"type": "environment"}
     if endpoint:
-      # A region is part of every signature, whether the server has one or not.
+      # Signatures contain a region even if the server has none.
       spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
   else:
     _use_emulator()
@@ -118,18 +118,18 @@ def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
 
 
 def _use_emulator() -> None:
-  """Tells tensorstore of Google's variable for a server in place of theirs."""
+  """Translates Google's variable for an emulator into tensorstore's."""
   host = os.environ.get("STORAGE_EMULATOR_HOST")
   if host:
     url = host if "://" in host else f"http://{host}"
     os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", url)
-    # Nobody's real credentials are sent to it.
+    # Keeps real credentials from being sent to the emulator.
     os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
 
 
 def context(*, hasty: bool = False) -> dict[str, Any]:
-  """Resources of a tensorstore context that bound the waiting for a store."""
-  # Of connections: one that is not made, and one that no byte comes through.
+  """Returns tensorstore context resources that bound the waiting time."""
+  # Limits for connections that cannot be made or that transfer no bytes.
   os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "10")
   os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")
   os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
@@ -138,11 +138,11 @@ def context(*, hasty: bool = False) -> dict[str, Any]:
 
 
 def _open(place: Place, hasty: bool) -> Any:
-  """The bucket of a place, as a tensorstore KvStore."""
+  """Returns the bucket as a tensorstore KvStore."""
   import tensorstore as ts
 
-  silent = time.monotonic() - _silent_since.get(place.bucket, -_HASTE_SECS)
-  hasty = hasty or silent < _HASTE_SECS
+  silent_secs = time.monotonic() - _silent_since.get(place.bucket, -_HASTE_SECS)
+  hasty = hasty or silent_secs < _HASTE_SECS
   name = (place.scheme, place.bucket, hasty)
   if name not in _stores:
     root = f"{place.scheme}://{place.bucket}"
@@ -150,7 +150,7 @@ def _open(place: Place, hasty: bool) -> Any:
       opening = ts.KvStore.open(
         kvstore(root), context=ts.Context(context(hasty=hasty))
       )
-    except ValueError as e:  # A name that no bucket can have.
+    except ValueError as e:  # Not a valid bucket name.
       raise ConfigError(f"{root}: {_text(e)}.") from e
     _stores[name] = _result(opening, root)
   return _stores[name]
@@ -162,20 +162,20 @@ def _result(future: Any, path: str) -> Any:
   except TimeoutError as e:
     _silent_since[parse(path).bucket] = time.monotonic()
     raise OSError(errno.ETIMEDOUT, "the store does not answer", path) from e
-  except ValueError as e:  # What tensorstore raises for any failure.
+  except ValueError as e:  # tensorstore raises it for all failures.
     raise as_os_error(e, path) from e
 
 
 def _text(error: BaseException) -> str:
-  # The rest is about tensorstore's source.
+  # What follows " [" is about tensorstore's source code.
   return str(error).split(" [", maxsplit=1)[0].rstrip(".")
 
 
 def as_os_error(error: BaseException, path: str) -> OSError:
-  """What tensorstore says of a failure, as an OSError that names the place.
+  """Converts a failure of tensorstore to an OSError that names the URL.
 
-  It is never a FileNotFoundError: that a bucket cannot be found proves nothing
-  about what is in it.
+  The result is never a FileNotFoundError: a missing bucket proves nothing about
+  its objects.
   """
   text = _text(error)
   if text.startswith(_SILENCE):
@@ -183,30 +183,30 @@ def as_os_error(error: BaseException, path: str) -> OSError:
     return OSError(errno.EHOSTUNREACH, f"no answer ({text})", path)
   if text.startswith(("PERMISSION_DENIED", "UNAUTHENTICATED")):
     return PermissionError(
-      errno.EACCES, f"refused; are there credentials? ({text})", path
+      errno.EACCES, f"access denied; are credentials set? ({text})", path
     )
   if text.startswith(("NOT_FOUND", "FAILED_PRECONDITION")):
-    return OSError(errno.EIO, f"is there such a bucket? ({text})", path)
+    return OSError(errno.EIO, f"does the bucket exist? ({text})", path)
   return OSError(errno.EIO, text, path)
 
 
 def read(path: str) -> Version:
-  """What is at a place; its content is None if that is nothing."""
+  """Reads an object; its content is None if it does not exist."""
   return read_all([path])[0]
 
 
 def read_all(paths: Iterable[str]) -> list[Version]:
-  """What is at each of many places, read at the same time."""
+  """Reads several objects concurrently."""
   reading = []
   for path in paths:
     place = parse(path)
     reading.append((path, _open(place, False).read(place.key)))
-  found = []
+  versions = []
   for path, future in reading:
     result = _result(future, path)
     content = result.value if result.state == "value" else None
-    found.append(Version(content, result.stamp.generation))
-  return found
+    versions.append(Version(content, result.stamp.generation))
+  return versions
 
 
 def write(
@@ -216,16 +216,16 @@ def write(
   instead_of: Version | None = None,
   hasty: bool = False,
 ) -> bool:
-  """Gives an object its content.
+  """Writes or removes an object.
 
   Args:
-    path: of the object.
-    content: all of it; None removes the object.
-    instead_of: what has to be there still; anything unless given.
+    path: URL of the object.
+    content: new content; None removes the object.
+    instead_of: version to replace; by default any version is replaced.
     hasty: whether to fail soon if the store does not answer.
 
   Returns:
-    Whether it was written: False if something else is there.
+    Whether it was written; False if the object is not at `instead_of`.
   """
   place = parse(path)
   condition = {} if instead_of is None else {"if_equal": instead_of.generation}
@@ -236,7 +236,7 @@ def write(
 
 
 def below(folder: str) -> list[str]:
-  """Names of all objects below a folder, relative to it, sorted."""
+  """Lists the names of all objects below a folder, relative to it, sorted."""
   prefix, names = _range(folder)
   store = _open(parse(folder), False)
   keys = _result(store.list(names, strip_prefix_length=len(prefix)), folder)
@@ -250,11 +250,11 @@ def remove_below(folder: str) -> None:
 
 
 def _range(folder: str) -> tuple[bytes, Any]:
-  """What the keys below a folder begin with, and their range."""
+  """Returns the prefix of all keys below a folder, and their key range."""
   import tensorstore as ts
 
   key = parse(folder).key.encode()
   if not key:
     return b"", ts.KvStore.KeyRange()
-  # "0" comes next after "/".
+  # "0" is the character after "/".
   return key + b"/", ts.KvStore.KeyRange(key + b"/", key + b"0")

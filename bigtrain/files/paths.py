@@ -1,9 +1,9 @@
-"""Files of a run, wherever it is: in a folder or in an object store.
+"""Files of a run, in a local folder or in an object store.
 
-Paths are strings that os.path.join joins. One with "://" in it is a place in
-an object store (objects.py), any other is a file system's. Checkpoints have
-rules of their own (storage.py); whatever else a run reads and writes in its
-workdir goes through here.
+Paths are strings that os.path.join joins. A path with "://" is a URL of an
+object store (objects.py); any other path is local. Checkpoints have their own
+rules (checkpoints/folders.py); everything else that a run reads or writes in
+its workdir goes through here.
 """
 
 import contextlib
@@ -16,31 +16,48 @@ from typing import Any
 
 from bigtrain.files import objects
 
-# An object is written whole, so what grows is written again now and then: not
-# more often than this, nor for more than one part in so many of the time.
+# Objects are written whole, so a growing file is uploaded again from time to
+# time: at most every _PUSH_SECS, and at most 1 / _PUSH_SHARE of the time.
 _PUSH_SECS = 10.0
 _PUSH_SHARE = 20.0
 
 
 def is_remote(path: str) -> bool:
-  """Whether a path is a place in an object store."""
+  """Whether a path is a URL of an object store."""
   return "://" in path
 
 
-def normal(path: str) -> str:
-  """A path in its plainest form: without "~", "a/../" or a slash at its end.
+def absolute(path: str | os.PathLike[str]) -> str:
+  """Returns the absolute path of what a user typed.
+
+  "~" is expanded; ".", ".." and repeated or trailing slashes are removed.
+  Symbolic links stay in the path unless ".." follows them: as for the
+  operating system, "link/.." is the parent of the link's target. URLs of
+  object stores lose a trailing slash.
 
   Raises:
-    ConfigError: an unknown kind of store, or no place in one.
+    ConfigError: a URL with an unknown scheme or without a bucket.
   """
+  path = os.fspath(path)
   if is_remote(path):
     place = objects.parse(path)
     return f"{place.scheme}://" + "/".join(filter(None, place[1:]))
-  return os.path.normpath(os.path.expanduser(path))
+  path = os.path.expanduser(path)
+  if not os.path.isabs(path):
+    path = os.path.join(os.getcwd(), path)
+  result = os.sep
+  for part in path.split(os.sep):
+    if part == os.pardir:
+      if os.path.islink(result):
+        result = os.path.realpath(result)
+      result = os.path.dirname(result)
+    elif part not in ("", os.curdir):
+      result = os.path.join(result, part)
+  return result
 
 
 def exists(path: str) -> bool:
-  """Whether there is a file or folder; a link that leads nowhere is one."""
+  """Whether a file or folder exists; a dangling symbolic link counts."""
   if not is_remote(path):
     return os.path.lexists(path)
   if objects.parse(path).key and objects.read(path).content is not None:
@@ -49,11 +66,11 @@ def exists(path: str) -> bool:
 
 
 def read_bytes(path: str) -> bytes:
-  """The content of a file.
+  """Returns the content of a file.
 
   Raises:
-    FileNotFoundError: it is proven not to be there.
-    OSError: it cannot be read.
+    FileNotFoundError: the file certainly does not exist.
+    OSError: the file cannot be read.
   """
   if not is_remote(path):
     with open(path, "rb") as file:
@@ -65,18 +82,18 @@ def read_bytes(path: str) -> bytes:
 
 
 def make_folder(path: str) -> None:
-  """Makes a folder, unless it is there; object stores need none."""
+  """Creates a folder if it is missing; object stores need none."""
   if not is_remote(path):
     os.makedirs(path, exist_ok=True)
 
 
 @contextlib.contextmanager
 def replacing(path: str, mode: str = "w") -> Iterator[Any]:
-  """Opens a file to write all of it: a reader sees the old one or the new one.
+  """Opens a file to replace it; readers see the old or the new content.
 
   Args:
-    path: of the file; its folder is there.
-    mode: "w", in UTF-8, or "wb".
+    path: file in an existing folder.
+    mode: "w" for UTF-8 text or "wb" for bytes.
   """
   encoding = None if "b" in mode else "utf-8"
   if not is_remote(path):
@@ -92,17 +109,22 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
 
 
 class Mirror:
-  """A file that grows, beside the object that is to have its content.
+  """A local file that grows, and the object that it is uploaded to.
 
-  In a file system the file is the thing itself, and nothing is to be done.
+  For a local path, both are the same file and nothing is uploaded.
 
   Attributes:
-    path: where it belongs.
-    local: the file to write to; it has what was at `path`.
+    path: final destination.
+    local: file to write to; it starts with the content of `path`.
   """
 
   def __init__(self, path: str, local: str = ""):
-    """Args: path as above; `local`, a file that is there, if it is another."""
+    """Prepares the local file.
+
+    Args:
+      path: see the class.
+      local: existing file to upload, instead of a new temporary file.
+    """
     self.path = path
     self.local = local or path
     self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -118,50 +140,51 @@ class Mirror:
         self._pushed = self._state()
 
   def _state(self) -> tuple[int, int]:
-    found = os.stat(self.local)
-    return found.st_size, found.st_mtime_ns
+    """(size, modification time) of the local file."""
+    stat = os.stat(self.local)
+    return stat.st_size, stat.st_mtime_ns
 
   def push(self, *, soon: bool = False) -> None:
-    """Returns when the content is where it belongs.
+    """Uploads the file if it has changed; returns when that is done.
 
     Args:
-      soon: whether it may as well be done at a later call, if it was done
-        lately.
+      soon: whether the upload may be left to a later call if the last one was
+        recent.
     """
     if self.local == self.path or self._state() == self._pushed:
       return
-    began = time.monotonic()
-    if soon and began < self._next:
+    started = time.monotonic()
+    if soon and started < self._next:
       return
     state = self._state()
     with open(self.local, "rb") as file:
       objects.write(self.path, file.read())
     self._pushed = state
     now = time.monotonic()
-    self._next = now + max(_PUSH_SECS, _PUSH_SHARE * (now - began))
+    self._next = now + max(_PUSH_SECS, _PUSH_SHARE * (now - started))
 
   def close(self) -> None:
-    """Removes the local file, if it is another than that at `path`."""
+    """Removes the temporary local file, if there is one."""
     if self._folder is not None:
       self._folder.cleanup()
 
 
 def push_within(local: str, path: str, secs: float) -> bool:
-  """Copies a file to where it belongs; whether that was done in time."""
-  done = threading.Event()
+  """Uploads a file; returns whether that took less than `secs` seconds."""
+  pushed = threading.Event()
 
   def push() -> None:
     with contextlib.suppress(OSError):
       Mirror(path, local).push()
-      done.set()
+      pushed.set()
 
   threading.Thread(target=push, name="push", daemon=True).start()
-  return done.wait(secs)
+  return pushed.wait(secs)
 
 
 def push_folder(local: str, path: str) -> None:
-  """Copies all files below a local folder to where they belong."""
-  for above, _, files in os.walk(local):
+  """Uploads all files below a local folder."""
+  for folder, _, files in os.walk(local):
     for name in files:
-      file = os.path.join(above, name)
+      file = os.path.join(folder, name)
       Mirror(os.path.join(path, os.path.relpath(file, local)), file).push()

@@ -1,4 +1,4 @@
-"""Raw records kept in memory, when there is memory for them."""
+"""A cache of raw records in host memory."""
 
 import os
 import threading
@@ -11,9 +11,9 @@ from bigtrain import hashing
 from bigtrain.settings import ConfigError, DataError
 
 _NUM_SAMPLED = 256
-# A bytes object beside its content, and the reference to it.
+# Size of a bytes object without its content, plus the reference to it.
 _OBJECT_BYTES = 41
-_CGROUPS = (  # (limit, use) of version 2 and version 1.
+_CGROUPS = (  # (limit, usage) in version 2 and version 1.
   ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
   (
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -23,24 +23,24 @@ _CGROUPS = (  # (limit, use) of version 2 and version 1.
 
 
 def available_bytes() -> int | None:
-  """Memory that this process may still take, or None if nothing tells."""
-  found = []
+  """Returns the memory this process may still allocate; None if unknown."""
+  limits = []
   if os.path.exists("/proc/meminfo"):
     with open("/proc/meminfo") as f:
       rows = dict(line.split(":", 1) for line in f)
     if "MemAvailable" in rows:
-      found.append(int(rows["MemAvailable"].split()[0]) * 1024)
-  for limit, use in _CGROUPS:
-    if os.path.exists(limit) and os.path.exists(use):
-      with open(limit) as f_limit, open(use) as f_use:
-        most = f_limit.read().strip()
-        if most.isdigit():  # "max" is no limit.
-          found.append(max(0, int(most) - int(f_use.read())))
-  return min(found) if found else None
+      limits.append(int(rows["MemAvailable"].split()[0]) * 1024)
+  for limit_file, usage_file in _CGROUPS:
+    if os.path.exists(limit_file) and os.path.exists(usage_file):
+      with open(limit_file) as f_limit, open(usage_file) as f_usage:
+        limit = f_limit.read().strip()
+        if limit.isdigit():  # "max" means no limit.
+          limits.append(max(0, int(limit) - int(f_usage.read())))
+  return min(limits) if limits else None
 
 
 def readable(size: float) -> str:
-  """1234567 as "1.2 MB"."""
+  """Formats a number of bytes: 1234567 as "1.23 MB"."""
   for unit in ("B", "kB", "MB", "GB"):
     if size < 1000:
       return f"{size:.3g} {unit}"
@@ -49,83 +49,85 @@ def readable(size: float) -> str:
 
 
 class CachedSource:
-  """A source whose records stay in memory once they have been read.
+  """Wraps a source and keeps each record in memory after its first read.
+
+  Attributes that are not defined here come from the wrapped source.
 
   Args:
-    source: what is read from.
-    key: the config key that asked for it, for messages.
+    source: the source to wrap.
+    key: config key that requested the cache, for messages.
 
   Raises:
-    ConfigError: the estimate, which is logged before, exceeds the memory.
+    ConfigError: the estimated size, which is also logged, exceeds the
+      available memory.
   """
 
   def __init__(self, source: Any, key: str):
     self._source = source
-    self.spec = source.spec
-    if hasattr(source, "parse"):
-      self.parse = source.parse
     size = self._estimate()
     free = available_bytes()
-    told = "unknown" if free is None else readable(free)
+    free_text = "unknown" if free is None else readable(free)
     logging.info(
       "%s: %d records take about %s of memory, of which %s are available.",
       key,
       len(source),
       readable(size),
-      told,
+      free_text,
     )
     if free is not None and size > free:
       raise ConfigError(
         f"{key}='raw': the records take about {readable(size)} of memory, but "
-        f"{told} are available; use cache='none'."
+        f"{free_text} are available; use cache='none'."
       )
     self._lock = threading.Lock()
-    self._have = np.zeros(len(source), bool)
-    self._kept: dict[str, np.ndarray] = {}
+    self._is_cached = np.zeros(len(source), bool)
+    self._records: dict[str, np.ndarray] = {}
+
+  def __getattr__(self, name: str) -> Any:
+    # Private names are never delegated: copying and unpickling look them up
+    # before `_source` exists.
+    if name.startswith("_"):
+      raise AttributeError(name)
+    return getattr(self._source, name)
 
   def _estimate(self) -> int:
-    """Bytes of all records, from a sample of them."""
+    """Estimates the bytes of all records from a sample."""
     sample = hashing.permute(
       np.arange(min(_NUM_SAMPLED, len(self._source))), len(self._source), 0
     )
-    total, found = 0, 0
+    total_bytes, num_read = 0, 0
     for index in sample:
       try:
         row = self._source.read(np.asarray([index]))
-      except DataError:  # Told when the turn of this record comes.
+      except DataError:  # Reported when a batch needs this record.
         continue
-      found += 1
-      total += sum(_row_bytes(array[0], array.dtype) for array in row.values())
-    return int(total / max(found, 1) * len(self._source))
+      num_read += 1
+      total_bytes += sum(
+        _row_bytes(array[0], array.dtype) for array in row.values()
+      )
+    return int(total_bytes / max(num_read, 1) * len(self._source))
 
   def __len__(self) -> int:
     return len(self._source)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """As the source does."""
-    new = np.unique(indices[~self._have[indices]])
+    """Reads records; only the ones not yet cached come from the source."""
+    new = np.unique(indices[~self._is_cached[indices]])
     if new.size:
       rows = self._source.read(new)
       with self._lock:
         for name, array in rows.items():
-          if name not in self._kept:
+          if name not in self._records:
             shape = (len(self), *array.shape[1:])
-            self._kept[name] = np.empty(shape, array.dtype)
-          self._kept[name][new] = array
-        # Set last: another thread may be looking.
-        self._have[new] = True
-    return {name: array[indices] for name, array in self._kept.items()}
-
-  def where(self, index: int) -> str:
-    """As the source does."""
-    return self._source.where(index)
-
-  def fingerprint(self) -> str:
-    """That of the source: caching does not change the data."""
-    return self._source.fingerprint()
+            self._records[name] = np.empty(shape, array.dtype)
+          self._records[name][new] = array
+        # Set last: other threads read without the lock.
+        self._is_cached[new] = True
+    return {name: array[indices] for name, array in self._records.items()}
 
 
 def _row_bytes(value: Any, dtype: np.dtype) -> int:
+  """Size of one feature of one record, objects included."""
   if dtype.kind != "O":
     return value.nbytes
   if isinstance(value, np.ndarray) and value.dtype.kind == "O":

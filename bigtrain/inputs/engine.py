@@ -1,10 +1,11 @@
-"""What makes the batches of one host: numpy alone, or tf.data.
+"""The base class of the engines, which make the batches of one host.
 
+There are two engines: numpy alone (`numpy_engine`) and tf.data (`tf_engine`).
 Both run the same ops on the same examples with the same random numbers, and
-neither keeps a state: a batch is made from the number of its step. So when a
-batch fails, its examples are made again, one by one, to find out which; and
-where a config allows it, that one is replaced and the engine starts again
-behind it.
+neither keeps state: a batch depends only on the number of its step. When a
+batch fails, the engine makes its examples again, one by one, to find the one
+that fails. If the config allows it, that example is replaced and the engine
+restarts at this step.
 """
 
 import ast
@@ -25,11 +26,11 @@ from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError
 
 Batch = dict[str, np.ndarray]
-# (step, start, stop) -> the order of rows [start, stop) of this host's part of
+# (step, start, stop) -> the order of rows [start, stop) of this host's share of
 # the step's batch.
 Plan = Callable[[int, int, int], order.Order]
 
-# Replacements of one example that are tried before giving up.
+# Examples to try for one row, replacements included, before giving up.
 _MAX_ATTEMPTS = 100
 
 
@@ -37,11 +38,11 @@ class Part(NamedTuple):
   """One source of a mixture.
 
   Attributes:
-    key: where it stands in the config.
-    source: what is read from.
-    ops: what is done with an example.
-    op: their composition.
-    seed: of the random numbers that the ops get.
+    key: location in the config, such as "config.input.mixture.web".
+    source: a data source.
+    ops: preprocessing ops, in order.
+    op: composition of `ops`.
+    seed: seed of the random numbers for the ops.
   """
 
   key: str
@@ -51,15 +52,15 @@ class Part(NamedTuple):
   seed: int
 
   def uniforms(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
-    """The random numbers of examples [B]: float32 [B, draws]."""
+    """Returns the random numbers of examples [B]: float32 [B, draws]."""
     return hashing.uniforms(self.seed, epoch, index, self.op.draws)
 
 
 class Skipped:
-  """The examples that were left out because they could not be made.
+  """Examples left out because they cannot be read or preprocessed.
 
   Args:
-    cap: how many different ones may be, before it is an error.
+    cap: number of distinct examples that may be skipped.
   """
 
   def __init__(self, cap: int):
@@ -71,14 +72,14 @@ class Skipped:
     return len(self._seen)
 
   def add(self, key: str, index: int, error: DataError) -> None:
-    """Counts and logs an example, or raises `error` if that is too many."""
+    """Counts and logs an example, or raises `error` if the cap is reached."""
     with self._lock:
       new = (key, index) not in self._seen
       if new and len(self._seen) >= self.cap:
         if not self.cap:
           raise error
         raise DataError(
-          f"{error} (More than skip_errors={self.cap} examples cannot be used.)"
+          f"{error} (More than skip_errors={self.cap} examples are unusable.)"
         ) from error
       self._seen.add((key, index))
     if new:
@@ -86,24 +87,24 @@ class Skipped:
 
 
 def default_num_threads() -> int:
-  """The cores that this process may use."""
+  """Returns the number of cores this process may use."""
   if hasattr(os, "sched_getaffinity"):
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
 
 
 class Engine:
-  """Makes this host's part of any batch. See input_numpy and input_tf.
+  """Makes this host's share of the batch of any step.
 
   Args:
-    parts: the sources and what is done with them.
-    plan: says which examples a step takes.
-    num_rows: rows of a batch that are this host's.
-    num_threads: that make examples.
-    skipped: collects examples that cannot be made, if any may.
+    parts: sources with their preprocessing.
+    plan: function from a step to the examples of its batch.
+    num_rows: this host's rows per batch.
+    num_threads: number of threads that read and preprocess examples.
+    skipped: record of examples that were left out.
 
   Attributes:
-    spec: {name: (dtype, shape)} of one example of a batch, as jax sees it.
+    spec: {name: (dtype, shape)} of one example, with jax's dtypes.
   """
 
   def __init__(
@@ -120,17 +121,18 @@ class Engine:
     self.num_rows = num_rows
     self.num_threads = num_threads
     self.skipped = skipped
-    # {step: {row: index}}: examples that stand in for those that fail.
+    # {step: {row: index}}: replacements of examples that fail.
     self._replacements: dict[int, dict[int, int]] = {}
     self.spec = self._find_spec()
 
   def batches(
     self, first_step: int, last_step: int
   ) -> Generator[Batch, None, None]:
-    """The batches of steps [first_step, last_step), in order.
+    """Yields the batches of steps [first_step, last_step), in order.
 
     Raises:
-      DataError: an example cannot be made; names its file and position.
+      DataError: an example cannot be read or preprocessed; the message names
+        its file and position.
     """
     step = first_step
     while step < last_step:
@@ -141,18 +143,18 @@ class Engine:
       except Exception as e:
         if isinstance(e, ConfigError) and not isinstance(e, DataError):
           raise
-        self._replace(step, e)  # Or raises what is wrong, and where.
+        self._replace(step, e)  # Raises if there is no replacement.
         continue
       if step < last_step:
         raise DataError(f"the input ended at step {step} of {last_step}.")
 
   def row_order(self, step: int, start: int, stop: int) -> order.Order:
-    """What rows [start, stop) of this host are made of."""
-    found = self._plan(step, start, stop)
+    """Returns the order of local rows [start, stop), with replacements."""
+    rows = self._plan(step, start, stop)
     for row, index in self._replacements.get(step, {}).items():
       if start <= row < stop:
-        found.index[row - start] = index
-    return found
+        rows.index[row - start] = index
+    return rows
 
   def _stream(self, first_step: int, last_step: int) -> Iterator[Batch]:
     raise NotImplementedError
@@ -161,7 +163,7 @@ class Engine:
     raise NotImplementedError
 
   def _run(self, part: Part, raw: Batch, u: np.ndarray) -> Batch:
-    """Runs all ops on one example; `raw` and `u` are batches of one."""
+    """Runs all ops on one example; `raw` and `u` are batches of size one."""
     raise NotImplementedError
 
   def _run_op(self, op: Op, features: Any, u: np.ndarray) -> Any:
@@ -169,15 +171,15 @@ class Engine:
     return op.fn(features, u)
 
   def _parse(self, part: Part, raw: Batch) -> Any:
-    """What the first op gets of one example, from a batch of one."""
+    """Returns the first op's input for one example, from a batch of one."""
     raise NotImplementedError
 
   def example(self, part: Part, index: int, epoch: int) -> Batch:
-    """One example of a part.
+    """Returns one preprocessed example of a part.
 
     Raises:
-      DataError: it cannot be read or preprocessed; names its position and,
-        where it was one, the op.
+      DataError: the example cannot be read or preprocessed; the message names
+        its position and the failing op, if any.
     """
     try:
       raw = part.source.read(np.asarray([index]))
@@ -185,48 +187,54 @@ class Engine:
       raise
     except Exception as e:
       raise DataError(
-        f"{part.source.where(index)}: cannot be read: {_told(e)}"
+        f"{part.source.where(index)}: cannot be read: {_one_line(e)}"
       ) from e
     u = part.uniforms(np.asarray([index]), np.asarray([epoch]))
     try:
-      found = public(self._run(part, raw, u))
+      features = public_features(self._run(part, raw, u))
     except Exception as e:
       if isinstance(e, ConfigError) and not isinstance(e, DataError):
         raise ConfigError(f"{part.key}.pp: {e}") from e
       raise DataError(
-        f"{part.source.where(index)}: {self._culprit(part, raw, u, e)}"
+        f"{part.source.where(index)}: {self._diagnose(part, raw, u, e)}"
       ) from e
     for name, (_, shape) in getattr(self, "spec", {}).items():
-      if name not in found or np.shape(found[name]) != shape:
-        got = np.shape(found[name]) if name in found else "nothing"
+      if name not in features:
         raise DataError(
-          f"{part.source.where(index)}: feature {name!r} has shape {got} after "
-          f"preprocessing, but in the first example {shape}."
+          f"{part.source.where(index)}: feature {name!r} is missing after "
+          f"preprocessing; in the first example it has shape {shape}."
         )
-    return found
+      if np.shape(features[name]) != shape:
+        raise DataError(
+          f"{part.source.where(index)}: feature {name!r} has shape "
+          f"{np.shape(features[name])} after preprocessing, but in the first "
+          f"example {shape}."
+        )
+    return features
 
-  def _culprit(
+  def _diagnose(
     self, part: Part, raw: Batch, u: np.ndarray, error: Exception
   ) -> str:
-    """Which op fails on an example, and how, for messages."""
+    """Names the op that fails on an example, with its error, for messages."""
     try:
       features = self._parse(part, raw)
     except Exception as e:
-      return f"not an example of this data set: {_told(e)}"
-    used = 0
+      return f"not an example of this data set: {_one_line(e)}"
+    used_draws = 0
     for op in part.ops:
       try:
-        features = self._run_op(op, features, u[0, used : used + op.draws])
+        op_u = u[0, used_draws : used_draws + op.draws]
+        features = self._run_op(op, features, op_u)
       except Exception as e:
-        return f"op {op.name!r}: {_told(e)}"
-      used += op.draws
-    return _told(error)
+        return f"op {op.name!r}: {_one_line(e)}"
+      used_draws += op.draws
+    return _one_line(error)
 
-  def usable(self, k: int, index: int, epoch: int) -> int:
-    """`index`, or the first replacement that can be made, of part k.
+  def usable_index(self, k: int, index: int, epoch: int) -> int:
+    """Returns `index` of part k if usable, else its first usable replacement.
 
     Raises:
-      DataError: too many examples cannot be made.
+      DataError: too many examples are unusable.
     """
     part = self.parts[k]
     candidate = index
@@ -240,43 +248,43 @@ class Engine:
         part.seed, epoch, index, attempt, len(part.source)
       )
     raise DataError(
-      f"{part.key}: none of {_MAX_ATTEMPTS} replacements of "
-      f"{part.source.where(index)} can be used either."
+      f"{part.key}: {part.source.where(index)} is unusable, and so are "
+      f"{_MAX_ATTEMPTS - 1} replacements."
     )
 
   def _replace(self, step: int, error: Exception) -> None:
-    """Finds out why a batch failed; the next try does without what failed.
+    """Finds the failing examples of a batch and replaces them.
 
     Raises:
-      DataError: about the first example that can be neither made nor
-        replaced; if all can be made, about `error`.
+      DataError: an example can be neither made nor replaced, or every example
+        alone can be made and the cause is `error`.
     """
     planned = self._plan(step, 0, self.num_rows)
     rows = list(zip(*(field.tolist() for field in planned)))
     pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
     try:
-      found = list(pool.map(lambda row: self.usable(*row), rows))
+      indices = list(pool.map(lambda row: self.usable_index(*row), rows))
     finally:
       pool.shutdown(cancel_futures=True)
-    changed = {
-      i: index for i, index in enumerate(found) if index != planned.index[i]
+    replacements = {
+      i: index for i, index in enumerate(indices) if index != planned.index[i]
     }
-    if changed == self._replacements.get(step, {}):
+    if replacements == self._replacements.get(step, {}):
       raise DataError(
-        f"the batch of step {step} failed, though each of its examples can be "
-        f"made: {_told(error)}"
+        f"the batch of step {step} failed, but each of its examples alone can "
+        f"be made: {_one_line(error)}"
       ) from error
-    self._replacements = {step: changed}
+    self._replacements = {step: replacements}
 
   def _checked(self, batch: Batch, step: int) -> Batch:
-    """The batch as it will be on the device, if it is what `spec` says."""
+    """Checks a batch against `spec` and casts it to jax's dtypes."""
     result = {}
     for name, (dtype, shape) in self.spec.items():
       array = batch.get(name)
       if array is None or array.shape != (self.num_rows, *shape):
-        got = "missing" if array is None else f"{array.shape}"
+        problem = "is missing" if array is None else f"has shape {array.shape}"
         raise DataError(
-          f"step {step}: feature {name!r} is {got}, expected "
+          f"step {step}: feature {name!r} {problem}, expected shape "
           f"{(self.num_rows, *shape)}."
         )
       if array.dtype != dtype:
@@ -288,52 +296,54 @@ class Engine:
 def _narrowed(
   array: np.ndarray, dtype: np.dtype, name: str, step: int
 ) -> np.ndarray:
-  """Casts to the type that jax uses; numbers that do not fit are an error."""
+  """Casts to jax's dtype; integers out of its range are an error."""
   if array.dtype.kind in "iu" and dtype.kind in "iu" and array.size:
     limits = np.iinfo(dtype)
     for value in (array.min(), array.max()):
       if not limits.min <= value <= limits.max:
         raise DataError(
-          f"step {step}: feature {name!r} holds {value}, which does not fit "
-          f"into jax's {dtype}; drop it, or keep it as a float."
+          f"step {step}: feature {name!r} contains {value}, which does not fit "
+          f"into jax's {dtype}; drop the feature, or cast it to float."
         )
   return array.astype(dtype)
 
 
-def public(features: Mapping[str, Any]) -> dict[str, Any]:
-  """The features that belong into a batch."""
+def public_features(features: Mapping[str, Any]) -> dict[str, Any]:
+  """Drops private features, whose names start with "_"."""
   return {k: v for k, v in features.items() if not k.startswith("_")}
 
 
 def check_spec(
-  found: Mapping[str, tuple[Any, Sequence[int | None] | None]], key: str
+  features: Mapping[str, tuple[Any, Sequence[int | None] | None]], key: str
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-  """Types and shapes of an example as jax will have them.
+  """Returns the spec of an example with jax's dtypes.
 
   Args:
-    found: {name: (dtype, shape)}; dtype `bytes` for strings, None for what is
-      no array; a shape, or sizes in it, may be None if unknown.
-    key: where the preprocessing stands in the config.
+    features: {name: (dtype, shape)}. The dtype is `bytes` for strings and None
+      for values that are not arrays. A shape, or a size in it, is None if
+      unknown.
+    key: location of the part in the config.
 
   Raises:
-    ConfigError: a feature that cannot be batched, and what to do about it.
+    ConfigError: no feature is left, or one cannot be batched; the message
+      names an op that helps.
   """
-  if not found:
+  if not features:
     raise ConfigError(f"{key}.pp: no feature is left for the batch.")
   result = {}
-  for name, (dtype, shape) in sorted(found.items()):
+  for name, (dtype, shape) in sorted(features.items()):
     if dtype is bytes or dtype is None:
-      what = "holds strings" if dtype is bytes else "is no array"
+      problem = "holds strings" if dtype is bytes else "is not an array"
       raise ConfigError(
-        f"{key}.pp: feature {name!r} {what}, which cannot be on a device; "
-        f"name what the model gets by keep(...), or end with drop({name!r})."
+        f"{key}.pp: feature {name!r} {problem} and cannot go onto a device; "
+        f"list the model's features with keep(...), or end with drop({name!r})."
       )
     if shape is None or None in shape:
-      told = "unknown" if shape is None else tuple(shape)
+      shape_text = "unknown" if shape is None else tuple(shape)
       raise ConfigError(
-        f"{key}.pp: feature {name!r} has no fixed shape (it is {told}); an op "
-        f"such as resize(224) or inception_crop(224) gives an image one, "
-        f"drop({name!r}) leaves the feature out."
+        f"{key}.pp: feature {name!r} has no fixed shape (it is {shape_text}); "
+        "an op such as resize(224) or inception_crop(224) gives an image one, "
+        f"and drop({name!r}) removes the feature."
       )
     result[name] = (
       np.dtype(jax.dtypes.canonicalize_dtype(dtype)),
@@ -342,41 +352,47 @@ def check_spec(
   return result
 
 
-def same_spec(
+def common_spec(
   specs: Sequence[dict[str, Any]], parts: Sequence[Part]
 ) -> dict[str, Any]:
-  """The one spec of all parts, or ConfigError with where they differ."""
+  """Returns the spec that all parts share.
+
+  Raises:
+    ConfigError: two parts differ in a feature.
+  """
   for spec, part in zip(specs, parts):
     for name in sorted({*spec, *specs[0]}):
       if spec.get(name) != specs[0].get(name):
-        told = [
-          f"{n[0]} {n[1]}" if n else "missing"
-          for n in (specs[0].get(name), spec.get(name))
-        ]
+        first, other = (
+          f"{s[name][0]} {s[name][1]}" if name in s else "missing"
+          for s in (specs[0], spec)
+        )
         raise ConfigError(
-          f"{part.key}.pp: feature {name!r} is {told[1]}, but {told[0]} in "
-          f"{parts[0].key}; the sources of a mixture must give the same."
+          f"{part.key}.pp: feature {name!r} is {other}, but {first} in "
+          f"{parts[0].key}; the sources of a mixture must have the same "
+          "features."
         )
   return specs[0]
 
 
 def _unquoted(line: str) -> str:
+  """Decodes the repr of a bytes object; other text is returned unchanged."""
   try:
     return ast.literal_eval(line).decode("utf-8", "backslashreplace")
   except (ValueError, SyntaxError, AttributeError):
     return line
 
 
-def _told(error: Exception) -> str:
-  """The error in one line, without tensorflow's notes on where it was."""
+def _one_line(error: Exception) -> str:
+  """Formats an error on one line, without tensorflow's graph locations."""
   text = getattr(error, "message", None) or str(error)
   _, asserted, shown = text.partition("to be true. Summarized data: ")
-  if asserted:  # An Assert outside of a graph shows the repr of strings.
+  if asserted:  # Outside a graph, an Assert shows the repr of strings.
     text = " ".join(map(_unquoted, shown.splitlines()))
   text = re.sub(r"\{\{[^}]*\}\}|\[Op:[^\]]*\].*|\[\[[^\]]*\]\]", "", text)
   lines = [line.strip() for line in text.splitlines() if line.strip()]
   if lines and lines[0].startswith("Graph execution error"):
-    lines = lines[-1:]  # What is between is where in the graph it was.
+    lines = lines[-1:]  # The lines between are locations in the graph.
   text = " ".join(lines) or type(error).__name__
   if isinstance(error, KeyError | IndexError | TypeError | AttributeError):
     text = f"{type(error).__name__}: {text}"

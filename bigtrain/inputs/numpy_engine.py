@@ -1,4 +1,4 @@
-"""The engine that needs no tensorflow: ops on numpy arrays."""
+"""The engine that runs ops on numpy arrays, without tensorflow."""
 
 import collections
 import concurrent.futures
@@ -12,19 +12,19 @@ from bigtrain.inputs.engine import (
   Engine,
   Part,
   check_spec,
-  public,
-  same_spec,
+  common_spec,
+  public_features,
 )
 
 
 class NumpyEngine(Engine):
-  """Ops that run on numpy arrays: whole batches at once where all can."""
+  """Runs ops on numpy arrays: on whole batches if every op supports it."""
 
   def _find_spec(self) -> dict[str, Any]:
     specs = []
     for k, part in enumerate(self.parts):
-      example = self.example(part, self.usable(k, 0, 0), 0)
-      found = {}
+      example = self.example(part, self.usable_index(k, 0, 0), 0)
+      features = {}
       for name, value in example.items():
         array = np.asarray(value)
         kind = {"O": None, "S": bytes, "U": bytes}.get(
@@ -32,9 +32,9 @@ class NumpyEngine(Engine):
         )
         if isinstance(value, bytes | str):
           kind = bytes
-        found[name] = (kind, array.shape)
-      specs.append(check_spec(found, part.key))
-    return same_spec(specs, self.parts)
+        features[name] = (kind, array.shape)
+      specs.append(check_spec(features, part.key))
+    return common_spec(specs, self.parts)
 
   def _stream(self, first_step: int, last_step: int) -> Iterator[Batch]:
     if self.num_threads == 1:
@@ -44,38 +44,41 @@ class NumpyEngine(Engine):
     pool = concurrent.futures.ThreadPoolExecutor(
       self.num_threads, thread_name_prefix="input"
     )
-    waiting: collections.deque[Any] = collections.deque()
+    pending: collections.deque[Any] = collections.deque()
     try:
       for step in range(first_step, last_step):
-        waiting.append(pool.submit(self._batch, step))
-        if len(waiting) > self.num_threads:
-          yield waiting.popleft().result()
-      while waiting:
-        yield waiting.popleft().result()
+        pending.append(pool.submit(self._batch, step))
+        if len(pending) > self.num_threads:
+          yield pending.popleft().result()
+      while pending:
+        yield pending.popleft().result()
     finally:
       pool.shutdown(cancel_futures=True)
 
   def _batch(self, step: int) -> Batch:
-    found = self.row_order(step, 0, self.num_rows)
+    rows = self.row_order(step, 0, self.num_rows)
     if len(self.parts) == 1:
-      return self._rows(self.parts[0], found.index, found.epoch)
+      return self._examples(self.parts[0], rows.index, rows.epoch)
     batch = {
       name: np.empty((self.num_rows, *shape), dtype)
       for name, (dtype, shape) in self.spec.items()
     }
     for k, part in enumerate(self.parts):
-      at = np.flatnonzero(found.source == k)
+      at = np.flatnonzero(rows.source == k)
       if at.size:
-        rows = self._rows(part, found.index[at], found.epoch[at])
+        examples = self._examples(part, rows.index[at], rows.epoch[at])
         for name in self.spec:
-          batch[name][at] = rows[name]
+          batch[name][at] = examples[name]
     return batch
 
-  def _rows(self, part: Part, index: np.ndarray, epoch: np.ndarray) -> Batch:
+  def _examples(
+    self, part: Part, index: np.ndarray, epoch: np.ndarray
+  ) -> Batch:
+    """Reads and preprocesses examples [B] of one part."""
     raw = part.source.read(index)
     u = part.uniforms(index, epoch)
     if part.op.batched:
-      return public(part.op.fn(raw, u))
+      return public_features(part.op.fn(raw, u))
     rows = [part.op.fn(_row(raw, i), u[i]) for i in range(len(index))]
     return {name: np.stack([row[name] for row in rows]) for name in self.spec}
 

@@ -1,13 +1,12 @@
-"""Which example is row g of the run: a closed form, so any g costs the same.
+"""The order of examples: a closed form for any row of a run.
 
-The order has no state. Row g of a run (row r of step s is g = s * batch_size
-+ r) is found by arithmetic alone, in constant memory: a mixture's schedule
-says which source the row is drawn from and the how-manieth draw from that
-source it is, and a keyed permutation says which example that draw is. Whoever
-computes only some rows of a batch gets what the others would have got.
+The order has no state. Row r of step s is global row g = s * batch_size + r.
+Two pure functions map g to an example, in constant time and memory: the
+schedule of the mixture gives the source and the position (the number of
+earlier draws from that source), and a keyed permutation of the epoch gives
+the example at that position. So each host can compute its own rows alone.
 
-All randomness is hashing of 64-bit words; numpy's generators, whose streams
-depend on how much was drawn before, have no part in it.
+All randomness comes from `bigtrain.hashing`.
 """
 
 import dataclasses
@@ -25,19 +24,19 @@ _MAX_BLOCK = 1 << 24
 
 
 def block_counts(weights: Sequence[float]) -> np.ndarray:
-  """Rows of each source in a block, proportional to the weights.
+  """Returns the rows per block of each source, proportional to the weights.
 
-  Shares are rounded by largest remainder. The block is 4096 rows, or as many
-  as it takes for every share to be within 1% of its weight.
+  Shares are rounded by largest remainder. A block is 4096 rows, doubled until
+  every share is within 1% of its weight.
 
   Args:
-    weights: positive; any sum.
+    weights: positive weights with any sum.
 
   Returns:
-    int64 [sources]; the sum is the size of a block, a power of two.
+    int64 [sources]; the sum is the block size, a power of two.
 
   Raises:
-    ConfigError: a source would have to wait for more than 2**24 rows.
+    ConfigError: a weight is so small that the block would exceed 2**24 rows.
   """
   share = np.asarray(weights, np.float64)
   share = share / share.sum()
@@ -60,12 +59,12 @@ def block_counts(weights: Sequence[float]) -> np.ndarray:
 
 
 class Order(NamedTuple):
-  """What rows of a batch are made of.
+  """The examples of rows of a batch.
 
   Attributes:
-    source: int32 [B], which source of the mixture.
-    index: int64 [B], which example of that source.
-    epoch: int64 [B], how many times that source had been read through.
+    source: int32 [B], index of the source in the mixture.
+    index: int64 [B], index of the example in that source.
+    epoch: int64 [B], number of complete passes over that source.
   """
 
   source: np.ndarray
@@ -78,12 +77,12 @@ class Schedule:
   """The endless order of a mixture of sources.
 
   Attributes:
-    lengths: examples of each source.
-    weights: relative number of rows drawn from each source, which is kept
-      exactly in every block of rows.
-    seed: of permutations and of the order within blocks.
-    shuffle: False leaves each source's epochs in the source's order (of a
-      mixture, up to the shuffled order within a block).
+    lengths: number of examples of each source.
+    weights: relative number of rows of each source; each block has the exact
+      share.
+    seed: seed of the permutations and of the order within blocks.
+    shuffle: whether each epoch is permuted. If False, sources are read in
+      order; the order of rows within a block of a mixture is still random.
   """
 
   lengths: tuple[int, ...]
@@ -95,7 +94,7 @@ class Schedule:
 
   def __post_init__(self) -> None:
     if len(self.lengths) != len(self.weights):
-      raise ValueError("Schedule: one weight for each source.")
+      raise ValueError("Schedule: expected one weight per source.")
     for k, length in enumerate(self.lengths):
       if length < 1:
         raise DataError(f"source {k} of the mixture is empty.")
@@ -109,9 +108,10 @@ class Schedule:
     object.__setattr__(self, "_starts", np.cumsum(counts) - counts)
 
   def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(source int32 [B], position int64 [B]) of global rows int64 [B].
+    """Returns (source int32 [B], position int64 [B]) of rows int64 [B].
 
-    The position counts the rows drawn from that source before this one.
+    `rows` are global. The position is the number of earlier rows drawn from
+    the same source.
     """
     rows = np.asarray(rows, np.int64)
     if len(self.lengths) == 1:
@@ -125,7 +125,7 @@ class Schedule:
     return source.astype(np.int32), position
 
   def rows(self, rows: np.ndarray) -> Order:
-    """The order of global rows int64 [B]; only these are computed."""
+    """Returns the order of global rows int64 [B]."""
     source, position = self.locate(rows)
     length = np.asarray(self.lengths, np.int64)[source]
     epoch, index = np.divmod(position, length)
@@ -143,6 +143,12 @@ class Schedule:
   def batch(
     self, step: int, batch_size: int, rows: np.ndarray | None = None
   ) -> Order:
-    """The order of the batch of a step, or of some of its rows only."""
+    """Returns the order of the batch of a step, or of some of its rows.
+
+    Args:
+      step: number of the step, from 0.
+      batch_size: global.
+      rows: int64 [local rows] of [0, batch_size); all by default.
+    """
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     return self.rows(np.int64(step) * batch_size + rows)

@@ -1,4 +1,4 @@
-"""Which rows of a batch are this host's, and their way onto its devices."""
+"""Placement: this host's rows of a batch, and their transfer to its devices."""
 
 from collections.abc import Generator, Iterator, Mapping
 
@@ -10,14 +10,14 @@ from bigtrain import sharding
 
 
 class Placement:
-  """The rows of a global batch that this host makes.
+  """This host's rows of the global batch.
 
   Args:
-    mesh: its devices may be of several processes.
+    mesh: device mesh, possibly of several processes.
     batch_size: global.
 
   Attributes:
-    rows: int64 [local rows], rows of the global batch, ascending.
+    rows: int64 [local rows], indices into the global batch, ascending.
   """
 
   def __init__(self, mesh: Mesh, batch_size: int):
@@ -31,7 +31,7 @@ class Placement:
     }
     spans = sorted(set(owned.values()))
     self.rows = np.concatenate([np.arange(*span) for span in spans])
-    # The same spans, counted in rows of this host.
+    # The same spans as indices into `rows`.
     own = {start: np.searchsorted(self.rows, start) for start, _ in spans}
     self._devices = list(owned)
     self._cuts = [
@@ -40,7 +40,7 @@ class Placement:
     ]
 
   def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Global arrays of this host's rows; does not wait for the copies."""
+    """Makes global arrays from this host's rows, without waiting for copies."""
     shards = jax.device_put(
       [[array[cut] for cut in self._cuts] for array in batch.values()],
       [self._devices for _ in batch],
@@ -55,7 +55,7 @@ class Placement:
   def put_all(
     self, batches: Generator[Mapping[str, np.ndarray], None, None]
   ) -> Iterator[dict[str, jax.Array]]:
-    """`put` for each batch; closing this closes `batches`."""
+    """Applies `put` to each batch; closing this generator closes `batches`."""
     try:
       for batch in batches:
         yield self.put(batch)
@@ -65,7 +65,7 @@ class Placement:
   def spec(
     self, example: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
   ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The global batch of examples of these types and shapes."""
+    """Returns the spec of the global batch, from the spec of one example."""
     return {
       name: jax.ShapeDtypeStruct((self.batch_size, *shape), dtype)
       for name, (dtype, shape) in example.items()

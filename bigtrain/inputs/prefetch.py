@@ -1,4 +1,4 @@
-"""An iterator that runs in a thread of its own, a few items ahead."""
+"""An iterator that runs in a background thread, a few items ahead."""
 
 import collections
 import threading
@@ -12,7 +12,7 @@ _JOIN_SECS = 10.0
 
 
 class _Shared:
-  """What the thread and the consumer share; neither refers to the other."""
+  """State shared by thread and consumer, which do not reference each other."""
 
   def __init__(self, depth: int):
     self.depth = depth
@@ -26,22 +26,23 @@ class _Shared:
 class Prefetch:
   """Iterates over `make()` in a background thread, up to `depth` items ahead.
 
-  What the thread raises is raised by `next`, after the items made before. The
-  thread ends with `close`, when nobody refers to this any more, or when the
-  program exits, whichever comes first.
+  An error in the thread is raised by `next`, after the items made before it.
+  The thread ends with `close`, with the last reference to this object, or with
+  the program, whichever comes first.
 
   Args:
-    make: returns the iterator; called, iterated and closed by the thread.
-    depth: items that may wait to be taken.
-    name: of the thread, for stack dumps.
+    make: function that returns the iterator; the thread calls it, and iterates
+      over and closes its result.
+    depth: maximum number of finished items waiting for `next`.
+    name: name of the thread, for stack dumps.
   """
 
   def __init__(
     self, make: Callable[[], Iterator[Any]], depth: int, name: str = "prefetch"
   ):
     self._shared = _Shared(max(1, depth))
-    # A daemon, since the interpreter joins other threads before it would tell
-    # them to stop.
+    # A daemon thread: at exit the interpreter joins other threads before it
+    # runs the finalizer that would stop them.
     self._thread = threading.Thread(
       target=_work, args=(make, self._shared), name=name, daemon=True
     )
@@ -67,7 +68,7 @@ class Prefetch:
     raise StopIteration
 
   def close(self) -> None:
-    """Ends the thread and drops what it has made. May be called twice."""
+    """Ends the thread and drops its finished items. Idempotent."""
     self._stop()
 
 
@@ -84,12 +85,12 @@ def _work(make: Callable[[], Iterator[Any]], shared: _Shared) -> None:
             break
           shared.items.append(item)
           shared.changed.notify_all()
-        del item  # Or one more batch than `depth` would be kept alive.
+        del item  # Otherwise this thread keeps one more batch alive.
     finally:
       close = getattr(iterator, "close", None)
       if close:
         close()
-  except BaseException as e:  # Raised again by __next__.
+  except BaseException as e:  # Re-raised by __next__.
     error = e
   with shared.changed:
     shared.error, shared.ended = error, True
@@ -102,11 +103,11 @@ def _stop(shared: _Shared, thread: threading.Thread) -> None:
     shared.items.clear()
     shared.changed.notify_all()
   if thread is threading.current_thread():
-    return  # Garbage collection happened to run in the thread itself.
+    return  # Garbage collection ran in the thread itself.
   thread.join(_JOIN_SECS)
   if thread.is_alive():
     logging.warning(
-      "Thread %s is still busy %.0f s after it was told to stop.",
+      "Thread %s is still running %.0f s after it was asked to stop.",
       thread.name,
       _JOIN_SECS,
     )

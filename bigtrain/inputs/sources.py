@@ -1,4 +1,4 @@
-"""The parts of an input as a config describes them: sources, ops, weights."""
+"""Reads the sources, ops and weights of an input from the config."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +9,15 @@ from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 
 def make_source(options: Mapping[str, Any], key: str) -> Any:
-  """The source that `dict(type=..., **arguments)` describes.
+  """Builds the source that `dict(type=..., **arguments)` describes.
+
+  Args:
+    options: name of the module and the arguments of its Source.
+    key: location of `options` in the config.
 
   Raises:
-    ConfigError: no such module, or arguments that it does not take.
-    DataError: it is empty.
+    ConfigError: no such module, or an argument that its Source does not take.
+    DataError: the source is empty.
   """
   module, arguments = find_source(options, key)
   try:
@@ -28,7 +32,11 @@ def make_source(options: Mapping[str, Any], key: str) -> Any:
 def find_source(
   options: Mapping[str, Any], key: str
 ) -> tuple[Any, dict[str, Any]]:
-  """The module of `dict(type=..., **arguments)`, and the arguments."""
+  """Returns the module of `dict(type=..., **arguments)`, and the arguments.
+
+  Raises:
+    ConfigError: as `make_source`.
+  """
   if not isinstance(options, Mapping):
     raise ConfigError(f"{key}: expected dict(type=..., ...), got {options!r}.")
   if "type" not in options:
@@ -43,7 +51,14 @@ def find_source(
 
 
 def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
-  """{where it is: dict(data, pp, weight)} for each source of the input."""
+  """Returns {location in the config: dict(data, pp, weight)} per source.
+
+  Args:
+    cfg: config of the input, with either `data` or `mixture`.
+
+  Raises:
+    ConfigError: an unknown or missing key, or a weight that is not positive.
+  """
   path = cfg.path
   pp = cfg.get("pp", "")
   if ("data" in cfg) == ("mixture" in cfg):
@@ -53,12 +68,14 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
   mixture = cfg.kwargs("mixture")
   if not mixture:
     raise ConfigError(f"{path}.mixture: expected at least one source.")
-  found = {}
-  for name, given in mixture.items():
+  result = {}
+  for name, options in mixture.items():
     key = f"{path}.mixture.{name}"
-    if not isinstance(given, Mapping):
-      raise ConfigError(f"{key}: expected dict(data=..., weight=...).")
-    entry = {"pp": pp, **given}
+    if not isinstance(options, Mapping):
+      raise ConfigError(
+        f"{key}: expected dict(data=..., weight=...), got {options!r}."
+      )
+    entry = {"pp": pp, **options}
     for option in entry:
       if option not in ("data", "pp", "weight"):
         hint = did_you_mean(option, ("data", "pp", "weight"))
@@ -66,20 +83,23 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
     for option in ("data", "weight"):
       if option not in entry:
         raise ConfigError(f"{key}.{option}: missing.")
-    weight = entry["weight"]
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-      raise ConfigError(f"{key}.weight: expected a number, got {weight!r}.")
-    found[key] = entry
-  return found
+    settings.check_number(f"{key}.weight", entry["weight"], above=0)
+    result[key] = entry
+  return result
 
 
 def parse_ops(
   spec: str, modules: Sequence[str], key: str
 ) -> tuple[registry.Op, ...]:
-  """The ops of a preprocessing string; the empty one has none.
+  """Parses a preprocessing string; an empty one gives no ops.
+
+  Args:
+    spec: ops joined by "|".
+    modules: dotted names of modules that register further ops.
+    key: location of `spec` in the config.
 
   Raises:
-    ConfigError: it cannot be parsed; `key` says where it stands.
+    ConfigError: the string cannot be parsed.
   """
   if spec == "":
     return ()
@@ -87,12 +107,3 @@ def parse_ops(
     return tuple(parse.parse(spec, modules))
   except ConfigError as e:
     raise type(e)(f"{key}: {e}") from e
-
-
-def whole_number(value: Any, key: str, least: int = 0) -> int:
-  """`value`, or ConfigError if it is no whole number of at least `least`."""
-  if isinstance(value, bool) or not isinstance(value, int) or value < least:
-    raise ConfigError(
-      f"{key}: expected a whole number of at least {least}, got {value!r}."
-    )
-  return value

@@ -1,4 +1,4 @@
-"""The engine that decodes and augments in tf.data's threads."""
+"""The engine that runs ops in tf.data's threads, for images above all."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,22 +10,22 @@ from bigtrain.inputs.engine import (
   Engine,
   Part,
   check_spec,
-  public,
-  same_spec,
+  common_spec,
+  public_features,
 )
 from bigtrain.pp import host_tensorflow
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError
 
-# Rows that one call from the graph into Python reads: enough to make the call
-# cheap, few enough for reads to overlap.
+# Rows per call from the graph into Python: enough to amortize the call, few
+# enough for reads to overlap.
 _ROWS_PER_READ = 32
 _PARALLEL_READS = 8
 _CALLS_PER_THREAD = 4
 
 
 class TfEngine(Engine):
-  """Reads in Python, many examples a call; the rest is a tf.data graph."""
+  """Reads records in Python, many per call; the rest is a tf.data graph."""
 
   def __init__(self, *args: Any, **kwargs: Any):
     self._tf = host_tensorflow.load()
@@ -42,7 +42,7 @@ class TfEngine(Engine):
     for part, codec in zip(self.parts, self._codecs):
       example = self._graph(part, codec)
       self._examples.append(example)
-      found: dict[str, Any] = {}
+      features: dict[str, Any] = {}
       for name, value in example.structured_outputs.items():
         dtype: Any = None
         if isinstance(value, tf.TensorSpec | tf.Tensor):
@@ -50,12 +50,12 @@ class TfEngine(Engine):
           dtype = bytes if strings else value.dtype.as_numpy_dtype
         shape = getattr(value, "shape", None)
         rank = None if shape is None else shape.rank
-        found[name] = (dtype, None if rank is None else shape.as_list())
-      specs.append(check_spec(found, part.key))
-    return same_spec(specs, self.parts)
+        features[name] = (dtype, None if rank is None else shape.as_list())
+      specs.append(check_spec(features, part.key))
+    return common_spec(specs, self.parts)
 
   def _graph(self, part: Part, codec: "_Codec") -> Any:
-    """(u, *tensors) -> features of one example, as a concrete function."""
+    """Concrete function (u, *tensors) -> features of one example."""
     tf = self._tf
 
     def example(u: Any, *tensors: Any) -> dict[str, Any]:
@@ -63,9 +63,9 @@ class TfEngine(Engine):
       u = u[: part.op.draws]
       if hasattr(part.source, "parse"):
         features = part.source.parse(features)
-      return public(part.op.fn(features, u))
+      return public_features(part.op.fn(features, u))
 
-    # Without autograph, errors of ops are what the ops raised.
+    # Autograph would wrap the errors that ops raise.
     function = tf.function(example, autograph=False)
     try:
       return function.get_concrete_function(*codec.signature)
@@ -101,7 +101,7 @@ class TfEngine(Engine):
       dataset = tf.data.Dataset.choose_from_datasets(
         parts, which.unbatch(), stop_on_empty_dataset=False
       )
-    # Copies into batches, one ahead for each of these calls, in threads.
+    # Threads copy examples into batches; each call works on one batch ahead.
     dataset = dataset.batch(
       self.num_rows,
       drop_remainder=True,
@@ -116,24 +116,24 @@ class TfEngine(Engine):
   def _part(
     self, k: int, calls: Any, rows: Callable[[np.ndarray], tuple[int, int, int]]
   ) -> Any:
-    """The dataset of preprocessed examples of one part, in its order."""
+    """Dataset of the preprocessed examples of part k, in order."""
     tf = self._tf
     part, codec, example = self.parts[k], self._codecs[k], self._examples[k]
 
     def read(call: np.ndarray) -> list[np.ndarray]:
-      found = self.row_order(*rows(call))
-      own = found.source == k
-      index, epoch = found.index[own], found.epoch[own]
+      order = self.row_order(*rows(call))
+      own = order.source == k
+      index, epoch = order.index[own], order.epoch[own]
       raw = part.source.read(index) if index.size else {}
       return codec.pack(raw, part.uniforms(index, epoch))
 
     specs = codec.signature
 
     def read_in_graph(call: Any) -> tuple[Any, ...]:
-      found = tf.numpy_function(read, [call], [spec.dtype for spec in specs])
+      tensors = tf.numpy_function(read, [call], [spec.dtype for spec in specs])
       return tuple(
         tf.ensure_shape(tensor, [None, *spec.shape])
-        for tensor, spec in zip(found, specs)
+        for tensor, spec in zip(tensors, specs)
       )
 
     return (
@@ -143,23 +143,23 @@ class TfEngine(Engine):
       .unbatch()
       .map(
         lambda *tensors: example(*tensors),
-        # Results that wait for an earlier one count as calls: with one call a
-        # thread, threads would be idle whenever an image takes long.
+        # A result that waits for an earlier one still counts as a call: with
+        # one call per thread, threads would idle behind each slow image.
         num_parallel_calls=_CALLS_PER_THREAD * self.num_threads,
         deterministic=True,
       )
     )
 
   def _run(self, part: Part, raw: Batch, u: np.ndarray) -> Batch:
-    k = self._number(part)
-    found = self._examples[k](*self._tensors(k, raw, u))
-    return {name: value.numpy() for name, value in found.items()}
+    k = self._part_index(part)
+    features = self._examples[k](*self._tensors(k, raw, u))
+    return {name: value.numpy() for name, value in features.items()}
 
   def _run_op(self, op: Op, features: Any, u: np.ndarray) -> Any:
     return op.fn(features, self._tf.constant(u))
 
   def _parse(self, part: Part, raw: Batch) -> Any:
-    k = self._number(part)
+    k = self._part_index(part)
     u = np.zeros((1, part.op.draws), np.float32)
     _, *tensors = self._tensors(k, raw, u)
     features = self._codecs[k].unpack(tensors)
@@ -167,11 +167,11 @@ class TfEngine(Engine):
       return part.source.parse(features)
     return features
 
-  def _number(self, part: Part) -> int:
+  def _part_index(self, part: Part) -> int:
     return next(k for k, other in enumerate(self.parts) if other is part)
 
   def _tensors(self, k: int, raw: Batch, u: np.ndarray) -> list[Any]:
-    """The tensors of one example; `raw` and `u` are batches of one."""
+    """Tensors of one example; `raw` and `u` are batches of size one."""
     codec = self._codecs[k]
     return [
       self._tf.constant(array[0], spec.dtype)
@@ -180,16 +180,16 @@ class TfEngine(Engine):
 
 
 class _Codec:
-  """Takes random numbers and raw features into the graph, as flat tensors.
+  """Passes random numbers and raw features into the graph as flat tensors.
 
-  Arrays that differ in shape cannot be batched: they travel as the bytes of
-  their values and the bytes of their shape. Lists of strings that differ in
-  length travel as one string and the lengths. Arrays without elements travel
-  like this as well, and there is always a random number, because
-  tf.data's unbatch (2.21) crashes on a tensor without elements.
+  Arrays of varying shape cannot be batched, so they are sent as the bytes of
+  their values and the bytes of their shape. Lists of strings of varying length
+  are sent as one string and its lengths. tf.data's unbatch (2.21) crashes on
+  tensors without elements, so empty arrays are sent as bytes too, and there is
+  always at least one random number.
 
   Attributes:
-    signature: TensorSpecs of one example.
+    signature: TensorSpecs of one example: u, then the features.
   """
 
   def __init__(
@@ -205,8 +205,8 @@ class _Codec:
       if name in self._as_bytes:
         if dtype is bytes and len(shape) > 1:
           raise ConfigError(
-            f"{key}: feature {name!r} is nested lists of strings of different "
-            "lengths; leave it out."
+            f"{key}: feature {name!r} holds nested lists of strings of varying "
+            "length, which are not supported; leave it out."
           )
         self.signature += 2 * [tf.TensorSpec([], tf.string)]
       else:
@@ -214,7 +214,7 @@ class _Codec:
         self.signature.append(tf.TensorSpec(shape, kind))
 
   def pack(self, raw: Batch, u: np.ndarray) -> list[np.ndarray]:
-    """The arrays of a batch; without rows, `raw` may be empty."""
+    """Arrays of a batch; `raw` may be empty if the batch has no rows."""
     num_rows = len(u)
     arrays = [u if u.shape[1] else np.zeros((num_rows, 1), np.float32)]
     for name, (dtype, shape) in self._spec.items():
@@ -238,7 +238,7 @@ class _Codec:
     return arrays
 
   def unpack(self, tensors: Sequence[Any]) -> dict[str, Any]:
-    """The features of one example, from its tensors without the first."""
+    """Features of one example, from its tensors without `u`."""
     tf = self._tf
     rest = iter(tensors)
     features = {}

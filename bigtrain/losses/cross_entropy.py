@@ -1,9 +1,8 @@
-"""Per-example losses in float32; the caller weights and reduces.
+"""Cross-entropy of each example in float32; the caller weights and reduces.
 
-Axes: B batch, L length, D width, C classes, V vocabulary, K chunk of L; `...`
-any leading axes. Labels are class numbers [...], which must be valid wherever
-they are, padding included (any other gives NaN), or class probabilities
-[..., C] such as one-hot vectors or mixtures of them.
+Axes: C classes; `...` any leading axes. Labels are class numbers [...] or class
+probabilities [..., C], such as one-hot vectors or mixtures of them. An invalid
+class number gives NaN, also in padding.
 """
 
 from typing import Any
@@ -19,28 +18,34 @@ def softmax_xent(
   label_smoothing: float = 0.0,
   z_loss: float = 0.0,
 ) -> jax.Array:
-  """Cross-entropy of softmax(logits) against the labels.
+  """Computes the cross-entropy of softmax(logits) against the labels.
 
   Args:
     logits: [..., C].
     labels: class numbers [...] or probabilities [..., C].
-    label_smoothing: weight of the uniform distribution that labels are mixed
-      with (Szegedy et al. 2016, arxiv.org/abs/1512.00567).
+    label_smoothing: share of each label spread over all classes (Szegedy et
+      al. 2016, arxiv.org/abs/1512.00567).
     z_loss: weight of logsumexp(logits) ** 2, which keeps logits from drifting
       (Chowdhery et al. 2022, arxiv.org/abs/2204.02311, section 5).
 
   Returns:
     float32 [...], in nats.
+
+  Raises:
+    ValueError: the shapes or the labels' dtype do not fit.
   """
   logits = logits.astype(jnp.float32)
-  # The loss knows only differences of logits: small ones lose no digits.
+  # The loss depends only on differences of logits, and small numbers keep
+  # their digits.
   top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
   logits = logits - top[..., None]
   normaliser = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
   total: Any = 1.0
   if _are_classes(logits, labels):
-    # A masked sum and no gather: its gradient is no scatter, and it fuses.
-    picked = jnp.sum(jnp.where(hits(logits, labels), logits, 0.0), axis=-1)
+    # A masked sum fuses, and unlike a gather has no scatter as its gradient.
+    picked = jnp.sum(
+      jnp.where(label_mask(logits, labels), logits, 0.0), axis=-1
+    )
     picked += _nan_unless_valid(logits, labels)
   else:
     labels = labels.astype(jnp.float32)
@@ -56,30 +61,34 @@ def softmax_xent(
 def sigmoid_xent(
   logits: jax.Array, labels: jax.Array, *, label_smoothing: float = 0.0
 ) -> jax.Array:
-  """Binary cross-entropy of each class, SUMMED over the classes.
+  """Computes the binary cross-entropy of each class, SUMMED over the classes.
 
   The published sigmoid recipes (Beyer et al. 2020, arxiv.org/abs/2006.07159)
-  sum; a mean would want a learning rate that grows with C.
+  use the sum; a mean would need a learning rate that grows with C.
 
   Args:
     logits: [..., C].
-    labels: class numbers [...], or a probability for each class [..., C],
-      which need not add up to 1.
+    labels: class numbers [...], or a probability of each class [..., C]; the
+      probabilities need not add up to 1.
     label_smoothing: labels become (1 - s) * label + s / C.
 
   Returns:
     float32 [...], in nats.
+
+  Raises:
+    ValueError: the shapes or the labels' dtype do not fit.
   """
   logits = logits.astype(jnp.float32)
   invalid: Any = 0.0
   if _are_classes(logits, labels):
     invalid = _nan_unless_valid(logits, labels)
-    labels = hits(logits, labels)
+    labels = label_mask(logits, labels)
   labels = labels.astype(jnp.float32)
   if label_smoothing:
     num_classes = logits.shape[-1]
     labels = (1 - label_smoothing) * labels + label_smoothing / num_classes
-  # Not through abs(logits): its gradient is wrong at 0, where heads start.
+  # A formula with abs(logits) has the wrong gradient at 0, where zero
+  # initialised heads start.
   losses = labels * jax.nn.softplus(-logits) + (1 - labels) * jax.nn.softplus(
     logits
   )
@@ -94,16 +103,21 @@ def _are_classes(logits: jax.Array, labels: jax.Array) -> bool:
   ):
     return True
   raise ValueError(
-    f"labels {labels.dtype}{list(labels.shape)} are neither class numbers nor "
-    f"probabilities for logits {list(logits.shape)}."
+    f"labels: expected int{list(logits.shape[:-1])} class numbers or "
+    f"{list(logits.shape)} probabilities for logits {list(logits.shape)}, got "
+    f"{labels.dtype}{list(labels.shape)}."
   )
 
 
-def hits(logits: jax.Array, classes: jax.Array) -> jax.Array:
+def label_mask(logits: jax.Array, classes: jax.Array) -> jax.Array:
+  """Returns bool [..., C]: True at each example's class number."""
   return classes[..., None] == jnp.arange(logits.shape[-1])
 
 
 def _nan_unless_valid(logits: jax.Array, classes: jax.Array) -> jax.Array:
-  """A bad label must not pass for one that is merely hard to predict."""
+  """Returns NaN for an invalid class number, else 0, to add to the loss.
+
+  Otherwise an invalid label would look like one that is hard to predict.
+  """
   valid = (classes >= 0) & (classes < logits.shape[-1])
   return jnp.where(valid, 0.0, jnp.nan)

@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens from hidden states, without storing all logits.
+"""Softmax cross-entropy from hidden states, without storing all logits.
 
 Axes: B batch, L length, D width, V vocabulary, K chunk of L.
 """
@@ -11,25 +11,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from bigtrain import sharding
+from bigtrain import settings, sharding
 from bigtrain.losses import cross_entropy
-from bigtrain.settings import ConfigError
 
-# Of tokens, on a device; and numbers of what a chunk adds to the gradient of
-# the kernel. 256 MiB each, in float32.
+# Most elements at a time, on a device, of the logits and of a chunk's share of
+# the kernel's gradient: 256 MiB each in float32.
 _LOGITS_AT_A_TIME = 2**26
-
-
 _PRODUCT_AT_A_TIME = 2**26
 
 
 class TokenLosses(NamedTuple):
-  """What `linear_softmax_xent` says.
+  """Result of `linear_softmax_xent`.
 
   Attributes:
-    total: float32 scalar, sum of loss_BL * weight_BL where the weight is not
-      0. It alone has a gradient.
-    loss_BL: float32, in nats, whatever the weight.
+    total: float32 scalar, sum of loss_BL * weight_BL over the tokens of
+      nonzero weight. Only this has a gradient.
+    loss_BL: float32 losses in nats, unweighted.
     correct_BL: float32, 1 where the target has the largest logit.
   """
 
@@ -52,41 +49,41 @@ def linear_softmax_xent(
   softcap: float | None = None,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> TokenLosses:
-  """softmax_xent(hidden @ kernel + bias, targets) without all the logits.
+  """Computes softmax_xent(hidden @ kernel + bias, targets) in chunks of L.
 
   Logits exist for `chunk` positions of each example at a time: B * chunk * V
-  float32 instead of B * L * V. As the weights are known, the gradients of the
-  total are made of a chunk's logits while these are there, so that nothing is
-  kept of them for the backward pass, and nothing computed again.
+  float32 instead of B * L * V. The forward pass knows the weights, so it also
+  computes a chunk's gradients while its logits exist. The backward pass needs
+  no logits and computes none again.
 
   Args:
     hidden_BLD: last hidden states.
     kernel_DV: output projection, or the transposed embedding.
-    targets_BL: valid token ids; also of padding, whose weight is 0.
-    weight_BL: what each token counts in the total; 1 unless given. They have
-      no gradient.
-    chunk: positions at a time; L need not divide by it. 0 for all; see
-      `default_chunk` for what is done unless it is given.
-    bias_V: optional.
-    dtype: of the products' operands, such as bfloat16; that of the hidden
-      states unless given. Results, and the sum of the kernel's gradient over
-      chunks, are float32.
-    label_smoothing: see softmax_xent.
-    z_loss: see softmax_xent.
+    targets_BL: token ids, valid in padding too, where the weight is 0.
+    weight_BL: weights of the tokens in the total, without gradient; 1 by
+      default.
+    chunk: positions at a time; need not divide L. 0 is all of them, None is
+      `default_chunk`.
+    bias_V: optional bias of the logits.
+    dtype: dtype of the products' operands, such as bfloat16; by default the
+      hidden states'. Results, and the sum of the kernel's gradient over chunks,
+      are float32.
+    label_smoothing: see cross_entropy.softmax_xent.
+    z_loss: see cross_entropy.softmax_xent.
     softcap: logits x become softcap * tanh(x / softcap).
-    mesh: the replica x fsdp mesh that the batch is split over; the one of
-      jax.set_mesh if there is one. With it the kernel is gathered once and its
-      gradient summed over devices once; left to XLA, both are done for each
-      chunk. B must divide by the number of devices.
+    mesh: the replica x fsdp mesh that the batch is split over; by default the
+      one of jax.set_mesh, if any. With a mesh the kernel is gathered once and
+      its gradient summed over devices once; XLA alone would do both for each
+      chunk. The number of devices must divide B.
 
   Raises:
-    ConfigError: `chunk` is no number of positions.
+    ConfigError: `chunk` is not a number of positions.
   """
-  if chunk is not None and (not isinstance(chunk, int) or chunk < 0):
-    raise ConfigError(
-      f"config.loss.chunk: expected a number of positions, got {chunk!r}."
-    )
-  how = _How(chunk, dtype or hidden_BLD.dtype, label_smoothing, z_loss, softcap)
+  if chunk is not None:
+    settings.check_number("config.loss.chunk", chunk, least=0, whole=True)
+  options = _Options(
+    chunk, dtype or hidden_BLD.dtype, label_smoothing, z_loss, softcap
+  )
   if weight_BL is None:
     weight_BL = jnp.ones(targets_BL.shape, jnp.float32)
   args = (
@@ -98,61 +95,61 @@ def linear_softmax_xent(
   )
   if mesh is None:
     ambient = jax.sharding.get_abstract_mesh()
-    # Inside of somebody's shard_map this is one device's share already.
+    # Inside a shard_map the arguments are one device's share already.
     if set(sharding.AXES) <= set(ambient.axis_names) and not (
       ambient.manual_axes
     ):
       mesh = ambient
   # XLA would copy the kernel's gradient to sum it over a single device.
   if mesh is None or mesh.size == 1:
-    return _token_losses(how, *args)
+    return _token_losses(options, *args)
 
   def on_device(
     hidden_BLD: jax.Array,
     targets_BL: jax.Array,
     weight_BL: jax.Array,
-    *whole: jax.Array | None,
+    *kernel_and_bias: jax.Array | None,
   ) -> TokenLosses:
-    # Each device's own copy from here on, whose gradient is summed over
-    # devices on its way out.
-    whole = jax.tree.map(
-      lambda x: jax.lax.pcast(x, sharding.AXES, to="varying"), whole
+    # Each device uses a copy of its own from here on; the transpose sums the
+    # copies' gradients over the devices, once.
+    copies = jax.tree.map(
+      lambda x: jax.lax.pcast(x, sharding.AXES, to="varying"), kernel_and_bias
     )
-    own = _token_losses(how, hidden_BLD, targets_BL, weight_BL, *whole)
-    return own._replace(total=jax.lax.psum(own.total, sharding.AXES))
+    local = _token_losses(options, hidden_BLD, targets_BL, weight_BL, *copies)
+    return local._replace(total=jax.lax.psum(local.total, sharding.AXES))
 
   by_batch: Any = PartitionSpec(sharding.AXES)
-  whole: Any = PartitionSpec()
-  out_specs = TokenLosses(whole, by_batch, by_batch)
+  replicated: Any = PartitionSpec()
+  out_specs = TokenLosses(replicated, by_batch, by_batch)
   return jax.shard_map(
     on_device,
     mesh=mesh,
-    in_specs=(by_batch, by_batch, by_batch, whole, whole),
+    in_specs=(by_batch, by_batch, by_batch, replicated, replicated),
     out_specs=out_specs,
   )(*args)
 
 
 def default_chunk(batch_size: int, length: int, vocab_size: int) -> int:
-  """Positions of each example whose logits a device holds at a time.
+  """Returns the positions of each example whose logits exist at a time.
 
-  So many that a batch of them has 2 ** 26 logits, 256 MiB, and at least one:
-  the larger the vocabulary, the fewer. The chunks are of equal size.
+  A chunk of the batch has at most 2 ** 26 logits (256 MiB) unless a single
+  position has more. Chunks are of equal size.
 
   >>> default_chunk(8, 64, 32_000), default_chunk(64, 64, 262_144)
   (64, 4)
 
   Args:
     batch_size: examples on a device.
-    length: L.
-    vocab_size: V.
+    length: L, positions of an example.
+    vocab_size: V, logits of a position.
   """
   most = max(1, _LOGITS_AT_A_TIME // (batch_size * vocab_size))
   chunks = -(-length // most)
   return -(-length // chunks)
 
 
-class _How(NamedTuple):
-  """Options of `linear_softmax_xent`."""
+class _Options(NamedTuple):
+  """Static options of `linear_softmax_xent`."""
 
   chunk: int | None
   dtype: Any
@@ -160,10 +157,10 @@ class _How(NamedTuple):
   z_loss: float
   softcap: float | None
 
-  def of_logits(
+  def losses(
     self, logits: jax.Array, targets: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """(losses, whether the target's logit is the largest)."""
+    """Returns (losses, float32 1 where the target's logit is the largest)."""
     if self.softcap is not None:
       logits = self.softcap * jnp.tanh(logits / self.softcap)
     loss = cross_entropy.softmax_xent(
@@ -177,28 +174,31 @@ class _How(NamedTuple):
 
 
 def _is_largest(logits: jax.Array, classes: jax.Array) -> jax.Array:
-  """argmax(logits) == classes, which takes a CPU longer; NaN is never it."""
+  """Returns argmax(logits) == classes, or False where a logit is NaN.
+
+  On CPUs this is faster than argmax. The first of equal logits is the largest.
+  """
   picked = jnp.sum(
-    jnp.where(cross_entropy.hits(logits, classes), logits, 0.0),
+    jnp.where(cross_entropy.label_mask(logits, classes), logits, 0.0),
     axis=-1,
     keepdims=True,
   )
-  number, own = jnp.arange(logits.shape[-1]), classes[..., None]
-  below = jnp.where(number < own, logits < picked, logits <= picked)
-  return jnp.all(below | (number == own), axis=-1)
+  number, label = jnp.arange(logits.shape[-1]), classes[..., None]
+  below = jnp.where(number < label, logits < picked, logits <= picked)
+  return jnp.all(below | (number == label), axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_losses(how: _How, *args: Any) -> TokenLosses:
+def _token_losses(options: _Options, *args: Any) -> TokenLosses:
   """`linear_softmax_xent` on one device; see `_in_chunks` for `args`."""
-  return _in_chunks(how, *args, gradients=False)[0]
+  return _in_chunks(options, *args, gradients=False)[0]
 
 
-def _forward(how: _How, *args: Any) -> tuple[TokenLosses, Any]:
-  return _in_chunks(how, *args, gradients=True)
+def _forward(options: _Options, *args: Any) -> tuple[TokenLosses, Any]:
+  return _in_chunks(options, *args, gradients=True)
 
 
-def _backward(how: _How, grads: Any, cotangents: TokenLosses) -> Any:
+def _backward(options: _Options, grads: Any, cotangents: TokenLosses) -> Any:
   scaled = jax.tree.map(lambda g: g * cotangents.total, grads)
   return scaled[0], None, None, *scaled[1:]
 
@@ -206,15 +206,33 @@ def _backward(how: _How, grads: Any, cotangents: TokenLosses) -> Any:
 _token_losses.defvjp(_forward, _backward)
 
 
+def _untransposed_on_cpu(product_DV: jax.Array, dtype: Any) -> jax.Array:
+  """Stops XLA on CPUs from transposing a float32 product of bfloat16 operands.
+
+  On CPUs with bfloat16 instructions XLA leaves such a product to a library,
+  then rewrites its transpose, (X @ Y).T, as Y.T @ X.T. The library cannot
+  multiply by a transposed left operand, and the program fails with "Unsupported
+  element type for DotThunk". The gradient of a tied head is such a transpose;
+  with several devices the sum over them prevents the rewrite.
+
+  Args:
+    product_DV: float32 product.
+    dtype: dtype of its operands.
+  """
+  if jax.default_backend() == "cpu" and jnp.dtype(dtype) == jnp.bfloat16:
+    return jax.lax.optimization_barrier(product_DV)
+  return product_DV
+
+
 def _add_by_columns(
   sum_DV: jax.Array,
   product: Callable[[jax.Array], jax.Array],
   operand_BKV: jax.Array,
 ) -> jax.Array:
-  """sum + product(operand), in place, a few columns at a time.
+  """Returns sum + product(operand), in place, a few columns at a time.
 
-  With a large vocabulary the whole product beside the sum would be what a step
-  needs most memory for.
+  With a large vocabulary the whole product would be the largest temporary of a
+  training step.
   """
   D, V = sum_DV.shape
   slices = -(-V // max(1, _PRODUCT_AT_A_TIME // D))
@@ -237,7 +255,7 @@ def _add_by_columns(
 
 
 def _in_chunks(
-  how: _How,
+  options: _Options,
   hidden_BLD: jax.Array,
   targets_BL: jax.Array,
   weight_BL: jax.Array,
@@ -246,45 +264,61 @@ def _in_chunks(
   *,
   gradients: bool,
 ) -> tuple[TokenLosses, Any]:
-  """The losses, and the gradients of their total.
+  """Computes the losses and the gradients of their total.
 
-  Gradients are those with respect to the hidden states, the kernel and the
-  bias, or None. All that is not a whole number is float32.
+  The gradients are with respect to the hidden states, the kernel and the bias
+  (None without a bias). All float arrays are float32.
+
+  Args:
+    options: see `linear_softmax_xent`, as the arrays.
+    hidden_BLD: hidden states.
+    targets_BL: token ids.
+    weight_BL: weights of the tokens.
+    kernel_DV: output projection.
+    bias_V: bias of the logits, or None.
+    gradients: whether to compute them.
+
+  Returns:
+    (losses, gradients or None).
   """
   (B, L), V = targets_BL.shape, kernel_DV.shape[1]
-  size = L if how.chunk == 0 else how.chunk or default_chunk(B, L, V)
+  size = L if options.chunk == 0 else options.chunk or default_chunk(B, L, V)
   size = min(size, L)
-  operand_DV = kernel_DV.astype(how.dtype)
-  # float16 would lose what is much smaller than 1.
-  factor = 2.0**10 if jnp.dtype(how.dtype) == jnp.float16 else 1.0
+  operand_DV = kernel_DV.astype(options.dtype)
+  # Without the factor, small gradients would underflow in float16.
+  factor = 2.0**10 if jnp.dtype(options.dtype) == jnp.float16 else 1.0
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-  def one(sums: Any, xs: Any) -> tuple[Any, Any]:
+  def one_chunk(sums: Any, xs: Any) -> tuple[Any, Any]:
     hidden_BKD, targets_BK, weight_BK = xs
-    hidden_BKD = hidden_BKD.astype(how.dtype)
+    hidden_BKD = hidden_BKD.astype(options.dtype)
     logits_BKV = product("bkd,dv->bkv", hidden_BKD, operand_DV)
     if bias_V is not None:
       logits_BKV += bias_V
     if not gradients:
-      return None, (*how.of_logits(logits_BKV, targets_BK), None)
-    loss_BK, pull, correct_BK = jax.vjp(
-      lambda logits: how.of_logits(logits, targets_BK), logits_BKV, has_aux=True
+      return None, (*options.losses(logits_BKV, targets_BK), None)
+    loss_BK, vjp, correct_BK = jax.vjp(
+      lambda logits: options.losses(logits, targets_BK),
+      logits_BKV,
+      has_aux=True,
     )
-    (back_BKV,) = pull(weight_BK)
-    operand_BKV = (factor * back_BKV).astype(how.dtype)
-    to_hidden = product("bkv,dv->bkd", operand_BKV, operand_DV) / factor
-    to_bias = None if bias_V is None else jnp.sum(back_BKV, axis=(0, 1))
+    (grad_BKV,) = vjp(weight_BK)
+    operand_BKV = (factor * grad_BKV).astype(options.dtype)
+    hidden_grad_BKD = product("bkv,dv->bkd", operand_BKV, operand_DV) / factor
+    bias_grad_V = None if bias_V is None else jnp.sum(grad_BKV, axis=(0, 1))
 
-    def to_kernel(columns_BKV: jax.Array) -> jax.Array:
+    def kernel_grad(columns_BKV: jax.Array) -> jax.Array:
       return product("bkd,bkv->dv", hidden_BKD, columns_BKV) / factor
 
     if sums is None:
-      sums = to_kernel(operand_BKV), to_bias
+      kernel_grad_DV = kernel_grad(operand_BKV)
+      sums = _untransposed_on_cpu(kernel_grad_DV, options.dtype), bias_grad_V
     else:
-      to_kernel_DV, of_bias = sums
-      of_bias = None if to_bias is None else of_bias + to_bias
-      sums = _add_by_columns(to_kernel_DV, to_kernel, operand_BKV), of_bias
-    return sums, (loss_BK, correct_BK, to_hidden)
+      kernel_sum_DV, bias_sum_V = sums
+      bias_sum_V = None if bias_grad_V is None else bias_sum_V + bias_grad_V
+      kernel_sum_DV = _add_by_columns(kernel_sum_DV, kernel_grad, operand_BKV)
+      sums = kernel_sum_DV, bias_sum_V
+    return sums, (loss_BK, correct_BK, hidden_grad_BKD)
 
   def split(x: jax.Array) -> jax.Array:
     x = jnp.pad(x, [(0, 0), (0, -L % size)] + [(0, 0)] * (x.ndim - 2))
@@ -297,14 +331,14 @@ def _in_chunks(
 
   xs = (hidden_BLD, targets_BL, weight_BL)
   if size == L:
-    sums, found = one(None, xs)
+    sums, by_token = one_chunk(None, xs)
   else:
     zeros = jax.tree.map(jnp.zeros_like, (kernel_DV, bias_V))
     zeros = zeros if gradients else None
-    sums, found = jax.lax.scan(one, zeros, jax.tree.map(split, xs))
-    found = jax.tree.map(join, found)
-  loss_BL, correct_BL, to_hidden_BLD = found
-  # A loss that does not count may well be NaN.
+    sums, by_chunk = jax.lax.scan(one_chunk, zeros, jax.tree.map(split, xs))
+    by_token = jax.tree.map(join, by_chunk)
+  loss_BL, correct_BL, hidden_grad_BLD = by_token
+  # The loss of a token of weight 0 may be NaN.
   counted_BL = jnp.where(weight_BL == 0, 0.0, loss_BL * weight_BL)
   result = TokenLosses(jnp.sum(counted_BL), loss_BL, correct_BL)
-  return result, (to_hidden_BLD, *sums) if gradients else None
+  return result, (hidden_grad_BLD, *sums) if gradients else None

@@ -1,4 +1,4 @@
-"""Losses of a text's tokens, for the tasks that predict them.
+"""Losses of a language model's predictions, for tasks on text.
 
 Axes: B batch, L length.
 """
@@ -13,24 +13,24 @@ from bigtrain import metrics
 from bigtrain.losses import linear_xent
 
 
-class Predicted(NamedTuple):
-  """What a model made of some targets.
+class ModelLosses(NamedTuple):
+  """Result of `model_losses`.
 
   Attributes:
-    pairs: {"loss": pair in nats, "accuracy": pair}, by token.
-    loss_BL: float32, in nats, without gradient.
-    correct_BL: float32, 1 where the target is likeliest.
-    experts: what layers with experts report on average, see models/moe.py;
-      None where there are none.
+    pairs: {"loss": pair in nats, "accuracy": pair}, means over tokens.
+    loss_BL: float32 losses in nats, unweighted, without gradient.
+    correct_BL: float32, 1 where the target is the likeliest token.
+    expert_stats: means over the layers with experts, see
+      models/layers/moe.py; None without experts.
   """
 
   pairs: metrics.Pairs
   loss_BL: jax.Array
   correct_BL: jax.Array
-  experts: dict[str, jax.Array] | None
+  expert_stats: dict[str, jax.Array] | None
 
 
-def predict(
+def model_losses(
   variables: Any,
   inputs: Mapping[str, Any],
   targets_BL: jax.Array,
@@ -42,21 +42,22 @@ def predict(
   chunk: int | None = None,
   label_smoothing: float = 0.0,
   z_loss: float = 0.0,
-) -> Predicted:
+) -> ModelLosses:
   """Applies a model such as models/decoder.py or models/t5.py.
 
   Args:
-    variables: "params".
+    variables: dict with "params".
     inputs: arguments of the model's call.
     targets_BL: tokens to predict.
-    weight_BL: what each counts.
-    rng: key for dropout; unused when not training.
-    model: what it returns beside logits has "pre_logits", and perhaps "moe".
-    train: whether dropout is at work.
-    chunk: positions of each example for which logits exist at a time, see
-      losses.linear_softmax_xent.
-    label_smoothing: see losses.softmax_xent.
-    z_loss: see there.
+    weight_BL: weights of the targets.
+    rng: key for dropout; unused in evaluation.
+    model: flax module that returns (logits, dict with "pre_logits" and, with
+      experts, "moe") and has the method `head_kernel`.
+    train: whether dropout is on.
+    chunk: positions of each example whose logits exist at a time, see
+      linear_xent.linear_softmax_xent.
+    label_smoothing: see cross_entropy.softmax_xent.
+    z_loss: see cross_entropy.softmax_xent.
   """
   _, out = model.apply(
     variables,
@@ -65,7 +66,7 @@ def predict(
     train=train,
     rngs={"dropout": rng} if train else None,
   )
-  found = linear_xent.linear_softmax_xent(
+  losses = linear_xent.linear_softmax_xent(
     out["pre_logits"],
     model.head_kernel(variables["params"]),
     targets_BL,
@@ -77,52 +78,53 @@ def predict(
     softcap=getattr(model, "logits_softcap", None),
   )
   pairs = {
-    "loss": (found.total, jnp.sum(weight_BL)),
-    "accuracy": metrics.pair(found.correct_BL, weight_BL),
+    "loss": (losses.total, jnp.sum(weight_BL)),
+    "accuracy": metrics.pair(losses.correct_BL, weight_BL),
   }
-  return Predicted(pairs, found.loss_BL, found.correct_BL, out.get("moe"))
+  return ModelLosses(pairs, losses.loss_BL, losses.correct_BL, out.get("moe"))
 
 
-def with_experts(
+def add_experts(
   pairs: metrics.Pairs,
-  experts: Mapping[str, jax.Array] | None,
+  expert_stats: Mapping[str, jax.Array] | None,
   *,
   load_balance: float,
   router_z: float,
 ) -> metrics.Pairs:
-  """Adds the routers' losses, and what there is to say of experts.
+  """Adds the routers' losses to "loss", and metrics of the experts.
 
-  The share that an expert gets is counted over a microbatch on all devices, so
-  "load_balance" does depend on the number of microbatches, as the product of
-  two means.
+  An expert's load is its share of a microbatch on all devices. "load_balance"
+  is a product of two means, so it depends on the number of microbatches.
 
   Args:
-    pairs: of `predict`.
-    experts: of `predict`.
+    pairs: pairs of `model_losses`.
+    expert_stats: statistics of `model_losses`.
     load_balance: weight of the loss that keeps experts evenly loaded.
     router_z: weight of the loss that keeps the routers' logits small.
 
   Returns:
-    The pairs as they are, without experts; else also "nll", the loss without
-    these terms, and "expert_load/<i>" and "experts/<statistic>".
+    `pairs` without experts. Otherwise the pairs with these terms in "loss" and
+    with "nll", the loss without them, "expert_load/<i>" and
+    "experts/<statistic>".
   """
-  if experts is None:
+  if expert_stats is None:
     return pairs
   nll, weight = pairs["loss"]
-  extra = load_balance * experts["load_balance"]
-  extra += router_z * experts["router_z"]
-  found = pairs | {"nll": (nll, weight), "loss": (nll + extra * weight, weight)}
-  for name, value in experts.items():
+  extra = load_balance * expert_stats["load_balance"]
+  extra += router_z * expert_stats["router_z"]
+  loss = (nll + extra * weight, weight)
+  result = pairs | {"nll": (nll, weight), "loss": loss}
+  for name, value in expert_stats.items():
     if name == "load":
       for e, load in enumerate(value):
-        found[f"expert_load/{e}"] = (load * weight, weight)
+        result[f"expert_load/{e}"] = (load * weight, weight)
     else:
-      found[f"experts/{name}"] = (value * weight, weight)
-  return found
+      result[f"experts/{name}"] = (value * weight, weight)
+  return result
 
 
-def with_bytes(pairs: metrics.Pairs, batch: Mapping[str, Any]) -> metrics.Pairs:
-  """Adds {"bytes": (sum, 1)}, what targets stand for, if the batch says."""
+def add_bytes(pairs: metrics.Pairs, batch: Mapping[str, Any]) -> metrics.Pairs:
+  """Adds {"bytes": (sum, 1)}, the bytes of the targets' text, if known."""
   if "num_bytes" not in batch:
     return pairs
   num_bytes = batch["num_bytes"]

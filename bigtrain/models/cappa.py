@@ -20,7 +20,7 @@ import numpy as np
 from bigtrain import settings
 from bigtrain.models import vit
 from bigtrain.models.layers import common, decoder_layers
-from bigtrain.models.published import blocks
+from bigtrain.models.published import arrays, blocks
 
 
 class States(NamedTuple):
@@ -308,7 +308,7 @@ def from_published(
     Parameters by name. What matches nothing in `like` keeps its name and
     shape, so that the caller can list it.
   """
-  flat = blocks.read(flat)
+  flat = arrays.normalise(flat)
 
   def part(names: Mapping[str, Any]) -> dict[str, Any]:
     prefix = "encoder/"

@@ -23,7 +23,7 @@ import numpy as np
 
 from bigtrain import settings, sharding
 from bigtrain.models.layers import attention, common, mlp, moe, t5_layers
-from bigtrain.models.published import blocks
+from bigtrain.models.published import arrays, blocks
 from bigtrain.models.published import t5 as t5_published
 
 _V1_0: dict[str, Any] = dict(mlp="relu", tied_head=True)
@@ -367,7 +367,7 @@ def from_published(
     Parameters by name. What matches nothing in `like` keeps its name and
     shape, so that the caller can list it.
   """
-  flat = blocks.read(flat)
+  flat = arrays.normalise(flat)
   found = t5_published.load(flat, like)
   if found is not None:
     return found

@@ -20,7 +20,7 @@ import numpy as np
 
 from bigtrain import parts as parts_lib
 from bigtrain import settings
-from bigtrain.models.published import blocks
+from bigtrain.models.published import arrays
 
 # Added to norms: an embedding of zeros stays one, with a gradient.
 _EPSILON = 1e-8
@@ -158,7 +158,7 @@ def from_published(
   result: dict[str, np.ndarray] = {}
   modules = {"img/": "vit", "txt/": "text_transformer"}
   parts: dict[str, dict[str, np.ndarray]] = {prefix: {} for prefix in modules}
-  for name, value in blocks.read(flat).items():
+  for name, value in arrays.normalise(flat).items():
     prefix = name[:4]
     if prefix in parts:
       parts[prefix][name.removeprefix(prefix)] = value

@@ -20,7 +20,7 @@ import numpy as np
 
 from bigtrain import settings
 from bigtrain.models.layers import common
-from bigtrain.models.published import blocks
+from bigtrain.models.published import arrays, blocks
 
 
 class Size(NamedTuple):
@@ -293,7 +293,7 @@ def from_published(
     Parameters by name. What matches nothing in `like` keeps its name and
     shape, so that the caller can list it.
   """
-  flat = blocks.read(flat)
+  flat = arrays.normalise(flat)
   flat = _rename(flat)
 
   if "pos_embedding" in flat and "pos_embedding" in like:
@@ -316,13 +316,13 @@ def _fit_posemb(
     return
   # Once the class token had a place as well; the sum is what matters.
   P = posemb_1PD.shape[1]
-  square = blocks.square_grid
+  square = arrays.square_grid
   if "cls" in flat and not square(P) and square(P - 1):
     flat["cls"] = flat["cls"] + posemb_1PD[:, :1]
     posemb_1PD = posemb_1PD[:, 1:]
   old, new = square(posemb_1PD.shape[1]), square(shape[1])
   if old and new:
-    posemb_1PD = blocks.resample_posemb(posemb_1PD, old, new)
+    posemb_1PD = arrays.resample_posemb(posemb_1PD, old, new)
   flat["pos_embedding"] = posemb_1PD
 
 

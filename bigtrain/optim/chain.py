@@ -1,18 +1,24 @@
-"""From the config to one optax transformation: chain, multipliers, freezing.
+"""From the config to one optax transformation.
 
-What happens to a gradient g of a parameter p, in this order:
+A gradient g of a parameter p passes through these stages, in this order:
 
-  1. g *= grad_mults
-  2. clip by value, by the norm of its group, by the global norm
-  3. u = direction of the optimizer that config.optimizer names
-  4. update = -schedule(step) * (lr * lr_mult * u + wd * wd_mult * p)
+  1. g *= grad_mult                        config.grad_mults
+  2. clip g elementwise                    config.grad_clip_value
+  3. clip g by the norm of its group       config.grad_clip_groups
+     and by the norm of all gradients      config.grad_clip_norm
+  4. g += wd * wd_mult * p                 only if wd_coupling is "gradient"
+  5. u = the base optimizer's direction    config.optimizer
+  6. update = -schedule(step) * (lr * lr_mult * u + wd * wd_mult * p)
+
+`read` turns the config into a `Recipe`, `build` turns a recipe into this list
+of stages, and `make` does both.
 
 Weight decay is decoupled from the learning rate, but not from the schedule
-(Loshchilov and Hutter 2019, arxiv.org/abs/1711.05101, algorithm 2, which is
-what the published ViT recipes mean by wd). Optax's and PyTorch's AdamW multiply
-it by the learning rate too: wd_coupling="lr" does, lr_mult included. And
-wd_coupling="gradient" adds wd * wd_mult * p to the gradient, between 2 and 3,
-as PyTorch's SGD does: an L2 penalty, which moments see like the rest.
+(Loshchilov and Hutter 2019, arxiv.org/abs/1711.05101, algorithm 2; the
+published ViT recipes mean this by wd). The AdamW of optax and PyTorch also
+multiplies it by the learning rate: wd_coupling="lr" does that, lr_mult
+included. wd_coupling="gradient" is PyTorch's SGD: an L2 penalty that the
+moments see like the rest of the gradient; stage 6 then has no wd term.
 
 The keys, all at the top of the config:
 
@@ -22,30 +28,29 @@ The keys, all at the top of the config:
                    "big_vision_adafactor", with its keyword arguments
   lr               learning rate where the schedule is 1
   wd               weight decay, default 0
-  wd_coupling      "schedule" (default), "lr" or "gradient", as above
+  wd_coupling      "schedule" (default), "lr" or "gradient"
   schedule         dict, see schedules.py, or list of (regex, dict | None);
                    None freezes. Default: constant
   lr_mults         list of (regex, multiplier), default 1
-  wd_mults         the same, default 1 for kernels and 0 for the rest
-  grad_mults       the same, default 1
+  wd_mults         list of (regex, multiplier), default 1 for kernels, else 0
+  grad_mults       list of (regex, multiplier), default 1
   grad_clip_norm   largest norm of all trainable gradients together
   grad_clip_value  largest absolute value of a gradient's element
   grad_clip_groups list of (regex, largest norm of those gradients together)
-  ema_decay, ema_start_{steps,epochs,...}: see `ema_update`
 
-Regular expressions match whole names ("/"-joined). In each list the first match
-decides, and one that decides nothing is an error.
+Regular expressions match whole names ("/"-joined). The first match in a list
+decides, and an entry that decides nothing is an error.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from bigtrain import lengths, settings, trees
+from bigtrain import settings, trees
 from bigtrain.lengths import Units
 from bigtrain.optim import optimizers, schedules
 from bigtrain.optim.patterns import first_match, read_pairs
@@ -56,32 +61,43 @@ _COUPLINGS = ("schedule", "lr", "gradient")
 
 
 class Optimizer(NamedTuple):
-  """What `make` returns.
+  """An optimizer for the trainable parameters.
 
   Attributes:
     tx: transformation over the trainable parameters ALONE. The caller splits
-      them off and hands the step to each update:
+      them off and passes the step to each update:
 
-        train, frozen = trees.partition(params, optimizer.trainable)
-        opt = tx.init(train)
-        grads = jax.grad(lambda t: loss(trees.merge(t, frozen)))(train)
-        updates, opt = tx.update(grads, opt, train, step=step)
-        params = trees.merge(optax.apply_updates(train, updates), frozen)
+        trained, frozen = trees.partition(params, optimizer.trainable)
+        opt = tx.init(trained)
+        grads = jax.grad(lambda t: loss(trees.merge(t, frozen)))(trained)
+        updates, opt = tx.update(grads, opt, trained, step=step)
+        params = trees.merge(optax.apply_updates(trained, updates), frozen)
 
       `step` counts the updates before this one, so schedules need no state of
-      their own. Updates are float32 and hold sign and learning rate.
-    schedules: {name: fn(step) -> learning rate}, multipliers left out. "lr" if
-      there is one schedule, else "lr/<regex>" for each that does not freeze.
-    trainable: nested dicts like the parameters', of bools.
+      their own. Updates are float32 and include sign and learning rate.
+    schedules: {name: fn(step) -> learning rate}, without multipliers. The name
+      is "lr" if there is one schedule, else "lr/<regex>" for each.
+    trainable: nested dicts of bools with the structure of the parameters.
   """
 
   tx: optax.GradientTransformationExtraArgs
   schedules: dict[str, schedules.Schedule]
   trainable: Any
 
+  def rates(self, step: Any) -> dict[str, Any]:
+    """{name: learning rate} of the update after `step` updates."""
+    return {name: schedule(step) for name, schedule in self.schedules.items()}
 
-class _Leaf(NamedTuple):
-  """What the config says about one trainable parameter."""
+
+class Leaf(NamedTuple):
+  """Settings of one trainable parameter.
+
+  Attributes:
+    lr: learning rate with the multiplier.
+    wd: weight decay with the multiplier and, if coupled, the learning rate.
+    grad_mult: multiplier of the gradient.
+    schedule: name of the schedule.
+  """
 
   lr: float
   wd: float
@@ -89,122 +105,248 @@ class _Leaf(NamedTuple):
   schedule: str
 
 
+class Recipe(NamedTuple):
+  """Everything that the config says about the optimizer.
+
+  Attributes:
+    leaves: settings by name of the trainable parameters.
+    trainable: nested dicts of bools with the structure of the parameters.
+    shapes: shapes of the trainable parameters.
+    clip_value: largest absolute value of a gradient's element, or None.
+    clip_norms: (parameters, largest norm of their gradients), in order.
+    coupling: one of "schedule", "lr" and "gradient".
+    factors: {name: fn(step) -> factor of the learning rate}, the schedules.
+    lr: learning rate where the schedule is 1.
+    optimizer: config.optimizer.
+    path: location of the optimizer's keys in the config.
+  """
+
+  leaves: Mapping[str, Leaf]
+  trainable: Any
+  shapes: Any
+  clip_value: float | None
+  clip_norms: Sequence[tuple[set[str], float]]
+  coupling: str
+  factors: Mapping[str, schedules.Schedule]
+  lr: float
+  optimizer: Mapping[str, Any]
+  path: str
+
+  @property
+  def learning_rates(self) -> dict[str, schedules.Schedule]:
+    """{name: fn(step) -> learning rate}, without multipliers."""
+    return {
+      name: _times(schedule, self.lr) for name, schedule in self.factors.items()
+    }
+
+
 def make(cfg: Config, params_shapes: Any, units: Units) -> Optimizer:
   """Builds the optimizer that the top level of the config describes.
 
   Args:
-    cfg: the tracked config; see the head of this file for the keys.
+    cfg: the tracked config; its keys are listed at the head of this file.
     params_shapes: nested dicts of arrays or ShapeDtypeStructs, all parameters.
     units: sizes to convert lengths with, total_steps among them.
 
   Raises:
-    ConfigError: anything unknown, misspelled, unmatched or out of range.
+    ConfigError: a key is unknown, misspelled, unmatched or out of range.
   """
+  recipe = read(cfg, params_shapes, units)
+  return Optimizer(build(recipe), recipe.learning_rates, recipe.trainable)
+
+
+def read(cfg: Config, params_shapes: Any, units: Units) -> Recipe:
+  """Reads the optimizer's keys; see `make`."""
   names = trees.names(params_shapes)
-  lr, wd = _number(cfg, "lr"), _number(cfg, "wd", 0.0)
+  lr = settings.check_number("config.lr", cfg["lr"], least=0)
+  wd = settings.check_number("config.wd", cfg.get("wd", 0.0), least=0)
   coupling = cfg.get("wd_coupling", "schedule")
   if coupling not in _COUPLINGS:
     hint = settings.did_you_mean(str(coupling), _COUPLINGS)
     raise ConfigError(f"{cfg.path}.wd_coupling: unknown {coupling!r}.{hint}")
-  relative, of_name = _schedules(cfg, names, units)
+  factors, schedule_of = _schedules(cfg, names, units)
   lr_mult = _multipliers(cfg, "lr_mults", names, 1.0)
   wd_mult = _multipliers(cfg, "wd_mults", names, 0.0, _KERNELS if wd else ())
   grad_mult = _multipliers(cfg, "grad_mults", names, 1.0)
-  clips = _clips(cfg, names)
+  clip_norms = _clip_norms(cfg, names)
   leaves = {
-    name: _Leaf(
+    name: Leaf(
       lr * lr_mult[name],
       wd * wd_mult[name] * (lr * lr_mult[name] if coupling == "lr" else 1.0),
       grad_mult[name],
-      of_name[name],
+      schedule_of[name],
     )
     for name in names
-    if of_name[name] is not None
+    if schedule_of[name] is not None
   }
   trainable = trees.map_with_names(lambda n, _: n in leaves, params_shapes)
-  train_shapes, _ = trees.partition(params_shapes, trainable)
-  clip_value = _number(cfg, "grad_clip_value", None, positive=True)
-
-  spec = cfg.kwargs("optimizer", required=True)
-  logged = {name: _times(schedule, lr) for name, schedule in relative.items()}
-  lr_inside = spec.get("name") in optimizers.LR_INSIDE
-  if lr_inside:
-    _check_one_lr(leaves, spec["name"], cfg.path)
-  inner = optax.with_extra_args_support(
-    optimizers.base_optimizer(
-      spec,
-      next(iter(logged.values())) if lr_inside else 1.0,
-      train_shapes,
-      f"{cfg.path}.optimizer",
-    )
+  shapes, _ = trees.partition(params_shapes, trainable)
+  return Recipe(
+    leaves=leaves,
+    trainable=trainable,
+    shapes=shapes,
+    clip_value=_positive(cfg, "grad_clip_value"),
+    clip_norms=clip_norms,
+    coupling=coupling,
+    factors=factors,
+    lr=lr,
+    optimizer=cfg.kwargs("optimizer", required=True),
+    path=cfg.path,
   )
+
+
+def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
+  """Builds the stages at the head of this file; only stage 5 has a state."""
+  base = _base_optimizer(recipe)
+  before = [
+    _multiply_gradients(recipe),
+    _clip_by_value(recipe),
+    *[_clip_by_norm(members, norm) for members, norm in recipe.clip_norms],
+    _add_l2_gradients(recipe),
+  ]
+  after = _scale_by_schedule_and_decay(recipe)
 
   def update(
     grads: Any, state: Any, params: Any = None, *, step: Any, **extra: Any
   ) -> tuple[Any, Any]:
-    # Here and below: what is not traced costs no time at the start, and with a
-    # few operations for each of hundreds of parameters that is seconds.
-    grads = trees.map_with_names(
+    for stage in before:
+      grads = stage(grads, params)
+    # Moments may be stored in bfloat16, rounded to nearest, but the arithmetic
+    # is float32: in bfloat16, b1=0.9 would become 0.898 and 0.999 become 1.
+    updates, new_state = base.update(grads, _float32(state), params, **extra)
+    state = jax.tree.map(_cast_like, new_state, state)
+    return after(updates, params, step), state
+
+  return optax.GradientTransformationExtraArgs(base.init, update)
+
+
+# The stages. Operations that would change nothing are not traced: with several
+# for each of hundreds of parameters, tracing them takes seconds at the start.
+
+
+def _multiply_gradients(recipe: Recipe) -> Callable[[Any, Any], Any]:
+  """Stage 1: g *= grad_mult."""
+
+  def stage(grads: Any, params: Any) -> Any:
+    return trees.map_with_names(
       lambda name, g: (
-        g if leaves[name].grad_mult == 1.0 else g * leaves[name].grad_mult
+        g
+        if recipe.leaves[name].grad_mult == 1.0
+        else g * recipe.leaves[name].grad_mult
       ),
       grads,
     )
-    if clip_value is not None:
-      grads = jax.tree.map(
-        lambda g: jnp.clip(g, -clip_value, clip_value), grads
-      )
-    for members, norm in clips:
-      grads = _clip(grads, members, norm)
-    if coupling == "gradient":
-      grads = trees.map_with_names(
-        lambda name, g, p: g + leaves[name].wd * p.astype(g.dtype),
-        grads,
-        params,
-      )
-    # Moments may be stored in bfloat16, rounded to nearest, but are not
-    # multiplied in it: b1=0.9 would become 0.898 and 0.999 become 1, and eager
-    # code would round more.
-    updates, new_state = inner.update(grads, _float32(state), params, **extra)
-    state = jax.tree.map(_like, new_state, state)
-    scales = {label: schedule(step) for label, schedule in relative.items()}
+
+  return stage
+
+
+def _clip_by_value(recipe: Recipe) -> Callable[[Any, Any], Any]:
+  """Stage 2: clips each element to [-clip_value, clip_value]."""
+  limit = recipe.clip_value
+
+  def stage(grads: Any, params: Any) -> Any:
+    if limit is None:
+      return grads
+    return jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
+
+  return stage
+
+
+def _clip_by_norm(
+  members: set[str], max_norm: float
+) -> Callable[[Any, Any], Any]:
+  """Stage 3: scales these gradients to a joint norm of at most `max_norm`."""
+
+  def stage(grads: Any, params: Any) -> Any:
+    squares = [
+      jnp.sum(jnp.square(g.astype(jnp.float32)))
+      for name, g in trees.flatten_with_names(grads)
+      if name in members
+    ]
+    if not squares:  # The whole group is frozen.
+      return grads
+    # A norm of 0 gives a scale of 1; NaN stays NaN, for the guard to see.
+    scale = jnp.minimum(1.0, max_norm / jnp.sqrt(sum(squares)))
+    return trees.map_with_names(
+      lambda name, g: g * scale.astype(g.dtype) if name in members else g,
+      grads,
+    )
+
+  return stage
+
+
+def _add_l2_gradients(recipe: Recipe) -> Callable[[Any, Any], Any]:
+  """Stage 4: g += wd * p, where weight decay is an L2 penalty."""
+
+  def stage(grads: Any, params: Any) -> Any:
+    if recipe.coupling != "gradient":
+      return grads
+    return trees.map_with_names(
+      lambda name, g, p: g + recipe.leaves[name].wd * p.astype(g.dtype),
+      grads,
+      params,
+    )
+
+  return stage
+
+
+def _base_optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
+  """Stage 5: the optimizer that config.optimizer names."""
+  learning_rate: Any = 1.0
+  if _lr_inside(recipe):
+    _check_one_lr(recipe)
+    learning_rate = next(iter(recipe.learning_rates.values()))
+  return optax.with_extra_args_support(
+    optimizers.base_optimizer(
+      dict(recipe.optimizer),
+      learning_rate,
+      recipe.shapes,
+      f"{recipe.path}.optimizer",
+    )
+  )
+
+
+def _scale_by_schedule_and_decay(
+  recipe: Recipe,
+) -> Callable[[Any, Any, Any], Any]:
+  """Stage 6: learning rate, schedule and decoupled weight decay."""
+  lr_inside = _lr_inside(recipe)
+
+  def stage(updates: Any, params: Any, step: Any) -> Any:
+    factors = {name: fn(step) for name, fn in recipe.factors.items()}
 
     @functools.cache
-    def scaled(label: str, factor: float) -> jax.Array:
-      return scales[label] * factor
+    def scheduled(schedule: str, value: float) -> jax.Array:
+      return factors[schedule] * value
 
-    def finish(name: str, u: jax.Array, p: jax.Array) -> jax.Array:
-      leaf = leaves[name]
+    def update(name: str, u: jax.Array, p: jax.Array) -> jax.Array:
+      leaf = recipe.leaves[name]
       u = _as_float32(u)
-      u = u if lr_inside else u * scaled(leaf.schedule, leaf.lr)
-      if coupling == "gradient" or not leaf.wd:
+      u = u if lr_inside else u * scheduled(leaf.schedule, leaf.lr)
+      if recipe.coupling == "gradient" or not leaf.wd:
         return u
-      return u - _as_float32(p) * scaled(leaf.schedule, leaf.wd)
+      return u - _as_float32(p) * scheduled(leaf.schedule, leaf.wd)
 
-    return trees.map_with_names(finish, updates, params), state
+    return trees.map_with_names(update, updates, params)
 
-  tx = optax.GradientTransformationExtraArgs(inner.init, update)
-  return Optimizer(tx, logged, trainable)
+  return stage
+
+
+def _lr_inside(recipe: Recipe) -> bool:
+  """Whether the base optimizer applies the learning rate itself."""
+  return recipe.optimizer.get("name") in optimizers.LR_INSIDE
+
+
+def _check_one_lr(recipe: Recipe) -> None:
+  name, leaves = recipe.optimizer["name"], recipe.leaves.values()
+  if len({leaf.schedule for leaf in leaves}) > 1:
+    raise ConfigError(f"{recipe.path}.schedule: {name!r} takes only one.")
+  if len({leaf.lr for leaf in leaves}) > 1:
+    raise ConfigError(f"{recipe.path}.lr_mults: {name!r} takes none.")
 
 
 def _times(schedule: schedules.Schedule, lr: float) -> schedules.Schedule:
   return lambda step: schedule(step) * lr
-
-
-def _clip(grads: Any, members: set[str], norm: float) -> Any:
-  """Scales these gradients so that together they have at most `norm`."""
-  squares = [
-    jnp.sum(jnp.square(g.astype(jnp.float32)))
-    for name, g in trees.flatten_with_names(grads)
-    if name in members
-  ]
-  if not squares:  # The whole group is frozen.
-    return grads
-  # A norm of 0 gives a scale of 1; NaN stays NaN, for the caller to see.
-  scale = jnp.minimum(1.0, norm / jnp.sqrt(sum(squares)))
-  return trees.map_with_names(
-    lambda name, g: g * scale.astype(g.dtype) if name in members else g, grads
-  )
 
 
 def _as_float32(x: jax.Array) -> jax.Array:
@@ -222,21 +364,14 @@ def _float32(state: Any) -> Any:
   )
 
 
-def _like(new: jax.Array, old: jax.Array) -> jax.Array:
+def _cast_like(new: jax.Array, old: jax.Array) -> jax.Array:
   return new if new.dtype == old.dtype else new.astype(old.dtype)
-
-
-def _check_one_lr(leaves: dict[str, _Leaf], optimizer: str, path: str) -> None:
-  if len({leaf.schedule for leaf in leaves.values()}) > 1:
-    raise ConfigError(f"{path}.schedule: {optimizer!r} takes only one.")
-  if len({leaf.lr for leaf in leaves.values()}) > 1:
-    raise ConfigError(f"{path}.lr_mults: {optimizer!r} takes none.")
 
 
 def _schedules(
   cfg: Config, names: Sequence[str], units: Units
 ) -> tuple[dict[str, schedules.Schedule], dict[str, str | None]]:
-  """({label: schedule}, {parameter: its label, or None if it is frozen})."""
+  """({name: schedule}, {parameter: its schedule's name, None if frozen})."""
   key = f"{cfg.path}.schedule"
   default = {"decay_type": "constant"}
   if isinstance(cfg.get("schedule", default), Config):
@@ -244,12 +379,13 @@ def _schedules(
     return {"lr": schedules.make(spec, units, key)}, dict.fromkeys(names, "lr")
   pairs = read_pairs(cfg, "schedule", (dict, type(None)), "dict | None")
   which = first_match([regex for regex, _ in pairs], names, key)
-  left = [name for name in names if name not in which]
-  if left:
-    shown = ", ".join(left[:10]) + (", ..." if len(left) > 10 else "")
+  unmatched = [name for name in names if name not in which]
+  if unmatched:
+    shown = ", ".join(unmatched[:10])
+    shown += ", ..." if len(unmatched) > 10 else ""
     raise ConfigError(
-      f"{key}: matches {len(which)} of {len(names)} parameters, and says "
-      f"nothing about {shown}; (regex, None) freezes."
+      f"{key}: matches {len(which)} of {len(names)} parameters, but not "
+      f"{shown}; (regex, None) freezes."
     )
   active = [i for i, (_, spec) in enumerate(pairs) if spec is not None]
   if not active:
@@ -287,7 +423,9 @@ def _multipliers(
   }
 
 
-def _clips(cfg: Config, names: Sequence[str]) -> list[tuple[set[str], float]]:
+def _clip_norms(
+  cfg: Config, names: Sequence[str]
+) -> list[tuple[set[str], float]]:
   """(parameters, largest norm of their gradients), in order of application."""
   key = "grad_clip_groups"
   pairs = read_pairs(cfg, key, (int, float), "largest norm")
@@ -299,71 +437,12 @@ def _clips(cfg: Config, names: Sequence[str]) -> list[tuple[set[str], float]]:
     ({name for name, group in which.items() if group == i}, norm)
     for i, (_, norm) in enumerate(pairs)
   ]
-  norm = _number(cfg, "grad_clip_norm", None, positive=True)
+  norm = _positive(cfg, "grad_clip_norm")
   return clips if norm is None else [*clips, (set(names), norm)]
 
 
-_REQUIRED = object()
-
-
-def _number(
-  cfg: Config, key: str, default: Any = _REQUIRED, positive: bool = False
-) -> Any:
-  value = cfg[key] if default is _REQUIRED else cfg.get(key, default)
-  if value is None and default is None:
+def _positive(cfg: Config, key: str) -> float | None:
+  value = cfg.get(key)
+  if value is None:
     return None
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    raise ConfigError(f"{cfg.path}.{key}: expected a number, got {value!r}.")
-  if value < 0 or (positive and value == 0):
-    raise ConfigError(f"{cfg.path}.{key}: must be positive, got {value!r}.")
-  return value
-
-
-def make_ema(
-  cfg: Config, units: Units
-) -> Callable[[Any, Any, Any], Any] | None:
-  """fn(ema, params, step) -> ema as the config wants it, None for no EMA.
-
-  Reads ema_decay and ema_start_{steps,epochs,...} (default 0).
-  """
-  decay = _number(cfg, "ema_decay", None)
-  start = lengths.steps(cfg, "ema_start", units, 0)
-  if decay is None:
-    return None
-  if decay >= 1:
-    raise ConfigError(f"{cfg.path}.ema_decay: must be below 1, got {decay!r}.")
-  return functools.partial(ema_update, decay=decay, start_step=start)
-
-
-def ema_init(params: Any) -> Any:
-  """The average before the first update: float32 copies.
-
-  In bfloat16 a step of (1 - decay) * (params - ema) would round to nothing.
-  """
-  return jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
-
-
-def ema_update(
-  ema: Any, params: Any, step: Any, decay: float, start_step: int = 0
-) -> Any:
-  """Exponential moving average of parameters, after an update.
-
-  With t = step - start_step, ema = d * ema + (1 - d) * params, where d is 0
-  for t < 0 and min(decay, (1 + t) / (10 + t)) then, so that an early average
-  does not remember the initial parameters.
-
-  Args:
-    ema: tree of the averages so far; any tree that `params` agrees with.
-    params: parameters after this update.
-    step: the number of updates before this one.
-    decay: d once the warm-up is over.
-    start_step: until then the average is the parameters themselves.
-  """
-  t = jnp.asarray(step - start_step, jnp.float32)
-  warm = jnp.minimum(decay, (1 + t) / (10 + jnp.maximum(t, 0)))
-  d = jnp.where(t < 0, 0.0, warm)
-  return jax.tree.map(
-    lambda e, p: (d * e + (1 - d) * p.astype(jnp.float32)).astype(e.dtype),
-    ema,
-    params,
-  )
+  return settings.check_number(f"{cfg.path}.{key}", value, above=0)

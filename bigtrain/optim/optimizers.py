@@ -1,8 +1,8 @@
-"""The optimizer that a config names, stripped of what the config says itself.
+"""Base optimizers: optax's by name, without learning rate and weight decay.
 
-Learning rate, weight decay and schedule are the chain's (optim.py), the same
-for all optimizers; here is what remains of them, and an Adafactor that optax
-does not have.
+chain.py applies learning rate, weight decay and schedule, the same way for all
+optimizers. This module builds the rest of the optimizer that a config names,
+and adds an Adafactor that optax does not have.
 """
 
 import functools
@@ -19,8 +19,8 @@ from bigtrain import settings, trees
 from bigtrain.optim.patterns import first_match
 from bigtrain.settings import ConfigError, did_you_mean
 
-# Those whose learning rate is no factor of the update: they get lr * schedule
-# themselves, on their own count of updates.
+# Optimizers whose learning rate is not a factor of the update. They get
+# lr * schedule as an argument and apply it on their own count of updates.
 LR_INSIDE = ("cocob", "dadapt_adamw", "fromage", "madgrad", "prodigy")
 
 _LOSS = "it needs the loss at every update"
@@ -48,8 +48,8 @@ _REFUSED = {
   "sophia": "it needs the Hessian's diagonal",
 }
 
-# Keyword arguments that config keys of ours stand for.
-_INSTEAD = {
+# Keyword arguments of optimizers, and the config keys that replace them.
+_CONFIG_KEYS = {
   "adam_learning_rate": "config.lr_mults",
   "adam_weight_decay": "config.wd",
   "learning_rate": "config.lr",
@@ -60,9 +60,9 @@ _INSTEAD = {
 }
 
 
-def names() -> dict[str, Callable[..., optax.GradientTransformation]]:
-  """{name that a config may give: what makes the transformation}."""
-  found: dict[str, Callable[..., optax.GradientTransformation]] = {
+def constructors() -> dict[str, Callable[..., optax.GradientTransformation]]:
+  """Returns the functions that build optimizers, by their name in a config."""
+  result: dict[str, Callable[..., optax.GradientTransformation]] = {
     "big_vision_adafactor": big_vision_adafactor
   }
   for module in (optax.contrib, optax):
@@ -71,56 +71,62 @@ def names() -> dict[str, Callable[..., optax.GradientTransformation]]:
         fn, types.FunctionType | functools.partial
       ):
         continue
-      takes = inspect.signature(fn).parameters
-      if name.startswith("scale_by_") or "learning_rate" in takes:
-        found[name] = fn
-  return {name: fn for name, fn in found.items() if name not in _REFUSED}
+      parameters = inspect.signature(fn).parameters
+      if name.startswith("scale_by_") or "learning_rate" in parameters:
+        result[name] = fn
+  return {name: fn for name, fn in result.items() if name not in _REFUSED}
 
 
 def base_optimizer(
   spec: dict[str, Any], learning_rate: Any, shapes: Any, key: str
 ) -> optax.GradientTransformation:
-  """The named optimizer without weight decay; its updates are to be added.
+  """Builds the named optimizer without weight decay.
 
   Args:
     spec: name and keyword arguments.
     learning_rate: 1, or for LR_INSIDE a function of the number of updates.
     shapes: tree of the trainable parameters' ShapeDtypeStructs.
-    key: where the config says so.
+    key: location of `spec` in the config, for messages.
+
+  Returns:
+    A transformation whose updates are added to the parameters.
 
   Raises:
-    ConfigError: unknown or refused name, unknown or ill-typed argument.
+    ConfigError: unknown or unsupported name, unknown or ill-typed argument.
   """
   spec = dict(spec)
   name = str(spec.pop("name", ""))
-  optimizers = names()
+  optimizers = constructors()
   if name in _REFUSED:
-    raise ConfigError(f"{key}.name: {name!r} is no choice: {_REFUSED[name]}.")
+    raise ConfigError(
+      f"{key}.name: {name!r} is not supported: {_REFUSED[name]}."
+    )
   if name not in optimizers:
     hint = did_you_mean(name, optimizers)
-    raise ConfigError(f"{key}.name: no optimizer {name!r}.{hint}")
-  make_it = optimizers[name]
+    raise ConfigError(f"{key}.name: unknown optimizer {name!r}.{hint}")
+  constructor = optimizers[name]
   for kwarg in spec:
-    if kwarg in _INSTEAD:
-      raise ConfigError(f"{key}.{kwarg}: use {_INSTEAD[kwarg]} instead.")
-  settings.check_kwargs(make_it, spec, key, given=_INSTEAD)
+    if kwarg in _CONFIG_KEYS:
+      raise ConfigError(f"{key}.{kwarg}: use {_CONFIG_KEYS[kwarg]} instead.")
+  settings.check_kwargs(constructor, spec, key, given=_CONFIG_KEYS)
   kwargs = {k: _plain_dtype(k, v, key) for k, v in spec.items()}
-  takes = inspect.signature(make_it).parameters
+  parameters = inspect.signature(constructor).parameters
   for kwarg in ("weight_decay", "adam_weight_decay"):
-    # Some have a default of theirs, some None for none.
-    if kwarg in takes and takes[kwarg].default is not None:
+    # Some default to a decay. None already means no decay.
+    if kwarg in parameters and parameters[kwarg].default is not None:
       kwargs[kwarg] = 0.0
-  if "learning_rate" in takes:
+  if "learning_rate" in parameters:
     kwargs["learning_rate"] = learning_rate
   if name == "muon":
-    _name_matrices(kwargs, shapes, key)
+    _set_muon_dimensions(kwargs, shapes, key)
   try:
-    tx = make_it(**kwargs)
+    tx = constructor(**kwargs)
   except (TypeError, ValueError) as e:
-    raise ConfigError(f"{key}: {name} refuses {spec}: {e}.") from e
-  if "learning_rate" in takes:
+    raise ConfigError(f"{key}: {name} rejects {spec}: {e}.") from e
+  if "learning_rate" in parameters:
     return tx
-  # Directions alone point uphill. The chain names states as full ones do.
+  # scale_by_* returns directions uphill. Its state gets the same name in this
+  # chain as in a full optimizer.
   return optax.chain(tx, optax.scale(-1.0))
 
 
@@ -131,23 +137,27 @@ def _plain_dtype(kwarg: str, value: Any, key: str) -> Any:
     return jnp.dtype(value)
   except TypeError as e:
     hint = did_you_mean(value, ("bfloat16", "float16", "float32"))
-    raise ConfigError(f"{key}.{kwarg}: no dtype {value!r}.{hint}") from e
+    raise ConfigError(f"{key}.{kwarg}: unknown dtype {value!r}.{hint}") from e
 
 
-def _name_matrices(kwargs: dict[str, Any], shapes: Any, key: str) -> None:
-  """Lets a config say which arrays Muon takes for matrices, and how.
+def _set_muon_dimensions(kwargs: dict[str, Any], shapes: Any, key: str) -> None:
+  """Replaces Muon's rules from the config by the function that Muon expects.
 
-  Muon takes 2D parameters and leaves the others to Adam, which for stacked
-  layers or attention heads would be all of them. So this key takes a list of
-  (regex, input dimensions, output dimensions); the rest are stacked matrices.
+  By default Muon updates 2D parameters and leaves all others, among them
+  stacked layers and attention heads, to Adam. A config can give a list of
+  (regex, input dimensions, output dimensions) instead. The remaining dimensions
+  of a parameter stack matrices.
+
+  Raises:
+    ConfigError: no list and no 2D parameter, or an ill-formed list.
   """
   argument = "muon_weight_dimension_numbers"
   rules = kwargs.get(argument)
   if rules is None:
     if all(len(leaf.shape) != 2 for leaf in jax.tree.leaves(shapes)):
       raise ConfigError(
-        f"{key}.{argument}: missing, and no trainable parameter is 2D: give a "
-        "list of (regex, input dimensions, output dimensions)."
+        f"{key}.{argument}: missing, and no trainable parameter is 2D. "
+        "Expected a list of (regex, input dimensions, output dimensions)."
       )
     return
   if not isinstance(rules, list | tuple) or any(
@@ -157,7 +167,7 @@ def _name_matrices(kwargs: dict[str, Any], shapes: Any, key: str) -> None:
       f"{key}.{argument}: expected a list of (regex, input dimensions, output "
       f"dimensions), got {rules!r}."
     )
-  which = first_match(
+  rule_by_name = first_match(
     [rule[0] for rule in rules], trees.names(shapes), f"{key}.{argument}"
   )
   dimensions = [
@@ -165,10 +175,10 @@ def _name_matrices(kwargs: dict[str, Any], shapes: Any, key: str) -> None:
     for rule in rules
   ]
 
-  def of_leaf(name: str, _: Any) -> Any:
-    return dimensions[which[name]] if name in which else None
+  def leaf_dimensions(name: str, _: Any) -> Any:
+    return dimensions[rule_by_name[name]] if name in rule_by_name else None
 
-  kwargs[argument] = functools.partial(trees.map_with_names, of_leaf)
+  kwargs[argument] = functools.partial(trees.map_with_names, leaf_dimensions)
 
 
 def _as_tuple(dims: Any) -> tuple[int, ...]:
@@ -186,14 +196,14 @@ def big_vision_adafactor(
   dtype_momentum: Any = jnp.bfloat16,
   eps: float = 1e-30,
 ) -> optax.GradientTransformation:
-  """Adafactor as large vision transformers are trained with it.
+  """Builds the Adafactor variant used for large vision transformers.
 
   Zhai et al. 2021, "Scaling Vision Transformers" (arxiv.org/abs/2106.04560),
   section 3.4, change Adafactor (Shazeer and Stern 2018,
   arxiv.org/abs/1804.04235) in three ways: momentum is on and kept in bfloat16,
-  the decay of the second moment stops growing at a cap, and updates are not
-  scaled by the parameter's size. Its state is 2 bytes a parameter and a row and
-  a column for each matrix, where Adam's is 8 bytes a parameter.
+  the decay of the second moment is capped, and updates are not scaled by the
+  parameter's size. The state takes 2 bytes a parameter plus a row and a column
+  for each matrix; Adam's takes 8 bytes a parameter.
 
   Args:
     learning_rate: factor of the update, applied last.
@@ -201,16 +211,17 @@ def big_vision_adafactor(
       smaller keep a full second moment.
     decay_rate: the second moment of update t (from 1) decays by
       min(beta2_cap, 1 - t ** -decay_rate).
-    decay_offset: t counts from here, for fine-tuning with a restored state.
+    decay_offset: start of the count t, for fine-tuning with a restored state.
     beta2_cap: see decay_rate.
     clipping_threshold: largest RMS of a parameter's update, before momentum.
-    momentum: decay of the average of updates, not debiased; None for none.
-    dtype_momentum: what that average is stored as.
+    momentum: decay of the average of updates, not debiased; None for no
+      momentum.
+    dtype_momentum: dtype of the stored average.
     eps: added to squared gradients.
 
   Returns:
-    A transformation. Its state's names do not depend on which parts are on: 0
-    holds the second moment, 2 the momentum.
+    A transformation. Its state has the second moment at 0 and the momentum at
+    2, whichever parts are on.
   """
 
   def second_moment_decay(count: jax.Array, exponent: float) -> jax.Array:

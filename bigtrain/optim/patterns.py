@@ -1,8 +1,8 @@
-"""Which rule of a list decides for which parameter.
+"""Assigns parameters to rules of the config by regular expression.
 
-Lists of (regular expression, value) are how configs speak about parameters. A
-regular expression matches whole names ("/"-joined), the first match decides,
-and one that decides nothing is an error: it is a misspelling.
+A config gives rules as a list of (regular expression, value). A regular
+expression must match a parameter's whole "/"-joined name. The first match
+applies. A rule that applies to no parameter is a misspelling and an error.
 """
 
 import re
@@ -19,24 +19,24 @@ def read_pairs(
   expected: str,
   default: Sequence[tuple[str, Any]] = (),
 ) -> list[tuple[str, Any]]:
-  """The list of (regex, value) at cfg[key], the default if it is None.
+  """Reads the list of (regex, value) at cfg[key].
 
   Args:
     cfg: the config that holds the list.
-    key: its name there.
-    kinds: types that a value may have; bool is never meant by int.
-    expected: what the values are, in words.
-    default: the list where the config has none.
+    key: key of the list.
+    kinds: allowed types of a value; int excludes bool.
+    expected: description of the values, for messages.
+    default: list to use if cfg[key] is None.
 
   Raises:
-    ConfigError: it is no such list.
+    ConfigError: cfg[key] is not such a list.
   """
   pairs = cfg.get(key)
   if pairs is None:
     return list(default)
-  wanted = f"expected a list of (regex, {expected}), got"
+  message = f"expected a list of (regex, {expected}), got"
   if not isinstance(pairs, list | tuple):
-    raise ConfigError(f"{cfg.path}.{key}: {wanted} {pairs!r}.")
+    raise ConfigError(f"{cfg.path}.{key}: {message} {pairs!r}.")
   for i, pair in enumerate(pairs):
     if (
       not isinstance(pair, list | tuple)
@@ -45,42 +45,47 @@ def read_pairs(
       or not isinstance(pair[1], kinds)
       or isinstance(pair[1], bool)
     ):
-      raise ConfigError(f"{cfg.path}.{key}[{i}]: {wanted} {pair!r} in it.")
+      raise ConfigError(f"{cfg.path}.{key}[{i}]: {message} the item {pair!r}.")
   return [(regex, value) for regex, value in pairs]
 
 
 def first_match(
   regexes: Sequence[str], names: Sequence[str], key: str
 ) -> dict[str, int]:
-  """{name: index of the first regex that matches it}; others are left out.
+  """Returns {name: index of its first matching regex}, without other names.
+
+  Args:
+    regexes: regular expressions, each for whole names.
+    names: names of parameters.
+    key: location of the regexes in the config, for messages.
 
   Raises:
-    ConfigError: a regex that cannot be read, or that decides for no name; it
-      tells the nearest names.
+    ConfigError: an invalid regex, or one that applies to no name; the message
+      suggests the nearest names.
   """
   try:
     patterns = [re.compile(regex) for regex in regexes]
   except (re.error, TypeError) as e:
     raise ConfigError(f"{key}: bad regex in {list(regexes)}: {e}.") from e
-  which: dict[str, int] = {}
+  index_by_name: dict[str, int] = {}
   for name in names:
     for i, pattern in enumerate(patterns):
       if pattern.fullmatch(name):
-        which[name] = i
+        index_by_name[name] = i
         break
   for i, regex in enumerate(regexes):
-    if i in which.values():
+    if i in index_by_name.values():
       continue
     if any(patterns[i].fullmatch(name) for name in names):
-      why = "earlier ones take every parameter it matches."
+      reason = "earlier ones take every parameter it matches."
     else:
-      why = "matches no parameter." + _nearest(regex, names)
-    raise ConfigError(f"{key}[{i}]: {regex!r}: {why}")
-  return which
+      reason = "matches no parameter." + _nearest(regex, names)
+    raise ConfigError(f"{key}[{i}]: {regex!r}: {reason}")
+  return index_by_name
 
 
 def _nearest(regex: str, names: Sequence[str]) -> str:
-  """A hint for the first word of a regex that is in no name."""
+  """Returns a suggestion for the regex's first word that no name contains."""
   parts = {part for name in names for part in name.split("/")}
   for word in re.findall(r"[a-zA-Z]\w*", re.sub(r"\\.", " ", regex)):
     if not any(word in part for part in parts):

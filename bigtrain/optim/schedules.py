@@ -1,12 +1,12 @@
 """Learning-rate schedules: warm-up x decay x cool-down, lengths in any unit.
 
-A schedule is a function of the number of updates already made. Its value is
-relative to config.lr: 1 where the learning rate is the configured one.
+A schedule is a function of the number of updates done so far. Its value is a
+factor of config.lr, the product of
 
-  warmup    rises linearly from 0 at step 0 to 1 at step `warmup`
-  decay     by decay_type, below; progress p runs from 0 at the end of the
+  warmup    linear, from 0 at step 0 to 1 at step `warmup`
+  decay     by decay_type, see below; progress p goes from 0 at the end of the
             warm-up to 1 at the end of the run
-  cooldown  falls linearly to 0 at the end of the run, on top of the decay
+  cooldown  linear, down to 0 at the end of the run
 
   constant    1
   cosine      end + (1 - end) * (1 + cos(pi p)) / 2
@@ -14,11 +14,11 @@ relative to config.lr: 1 where the learning rate is the configured one.
   polynomial  end + (1 - end) * (1 - p) ** power
   rsqrt       1 / sqrt(1 + (s + shift) / timescale), s steps after the warm-up
               (Zhai et al. 2021, arxiv.org/abs/2106.04560, with cooldown)
-  stair       mults[i] from the i-th of the steps in `stair` on, 1 before
+  stair       1, then mults[i] from step stair[i] on
 
-warmup, cooldown, timescale, shift and stair are lengths: warmup_steps,
-warmup_epochs, warmup_examples, warmup_tokens or warmup_percent, and so on;
-stair_epochs=[30, 60, 80] is a list of them.
+warmup, cooldown, timescale, shift and stair are lengths with a unit:
+warmup_steps, warmup_epochs, warmup_examples, warmup_tokens or warmup_percent,
+and so on. stair_epochs=[30, 60, 80] is a list of lengths.
 """
 
 import inspect
@@ -30,17 +30,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain.lengths import UNITS, Units, steps
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, check_number, did_you_mean
 
 Schedule = Callable[[Any], Any]
 
 
 class _At(NamedTuple):
-  """A moment of the run, as arrays of `np` (numpy, or jax when traced)."""
+  """A moment of the run.
+
+  Attributes:
+    step: number of updates done so far.
+    since: steps since the end of the warm-up; 0 before.
+    progress: `since` as a fraction of the run after the warm-up.
+    np: numpy for host steps, jax.numpy for device steps.
+  """
 
   step: Any
-  since: Any  # Steps since the warm-up ended; 0 before.
-  progress: Any  # The same as a fraction of the rest of the run.
+  since: Any
+  progress: Any
   np: Any
 
 
@@ -84,27 +91,28 @@ _DECAYS: dict[str, Callable[..., _Decay]] = {
   "rsqrt": _rsqrt,
   "stair": _stair,
 }
-_LENGTHS = ("timescale", "shift")  # Arguments of decays that carry a unit.
+_LENGTHS = ("timescale", "shift")  # Arguments of decays with a unit.
 _NEED_TOTAL = ("cosine", "linear", "polynomial")
 
 
 def make(
   spec: Mapping[str, Any], units: Units, path: str = "config.schedule"
 ) -> Schedule:
-  """The schedule that a dict of the config describes.
+  """Builds the schedule that a dict of the config describes.
 
   Args:
-    spec: decay_type, and the keys in the head of this file.
-    units: sizes to convert lengths with; total_steps is where decays end.
-    path: where `spec` is in the config, for messages.
+    spec: decay_type, and the keys in the module docstring.
+    units: sizes for converting lengths; decays end at total_steps.
+    path: location of `spec` in the config, for messages.
 
   Returns:
-    fn(step) -> relative learning rate. A traced or device step gives a
-    float32 jax scalar; a Python or numpy one stays on the host, so that
-    logging dispatches nothing.
+    fn(step) -> factor of the learning rate. A traced or device step gives a
+    float32 jax scalar. A Python or numpy step gives a host value, so that
+    logging dispatches nothing to the device.
 
   Raises:
-    ConfigError: unknown decay or key, lengths that do not fit into the run.
+    ConfigError: an unknown decay or key, a value out of range, or lengths that
+      do not fit into the run.
   """
   spec = dict(spec)
   decay_type = spec.pop("decay_type", None)
@@ -122,7 +130,7 @@ def make(
 
   def schedule(step: Any) -> Any:
     xp = jnp if isinstance(step, jax.Array) else np
-    # Integers first: float32 cannot tell steps apart beyond 2**24.
+    # Subtract ints: float32 cannot represent all steps beyond 2**24.
     since = xp.maximum(step - warmup, 0)
     rest = max(1, (total or 0) - warmup)
     progress = xp.minimum(since / rest, 1.0)
@@ -156,9 +164,9 @@ def _check_lengths(
 ) -> None:
   if total is None:
     if cooldown or decay_type in _NEED_TOTAL:
-      what = "cooldown" if cooldown else decay_type
-      raise ConfigError(f"{path}: {what} needs the length of the run.")
-  # A run of one step, which evaluates or debugs, keeps its config as it is.
+      part = "cooldown" if cooldown else decay_type
+      raise ConfigError(f"{path}: {part} needs the length of the run.")
+  # A run of one step, for evaluation or debugging, may keep longer lengths.
   elif total > 1 and (warmup >= total or warmup + cooldown > total):
     raise ConfigError(
       f"{path}: warm-up of {warmup} and cool-down of {cooldown} steps do not "
@@ -169,7 +177,7 @@ def _check_lengths(
 def _arguments(
   spec: dict[str, Any], decay_type: str, units: Units, path: str
 ) -> dict[str, Any]:
-  """What is left of `spec`, with lengths in steps."""
+  """Returns the decay's arguments: `spec` with lengths in steps."""
   kwargs: dict[str, Any] = {}
   for name in _LENGTHS:
     length = steps(spec, name, units, None, path)
@@ -178,13 +186,10 @@ def _arguments(
   if decay_type == "stair":
     kwargs.update(_stair_arguments(spec, units, path))
   for key, value in spec.items():
-    if isinstance(value, bool) or not isinstance(value, int | float):
-      raise ConfigError(f"{path}.{key}: expected a number, got {value!r}.")
-    kwargs[key] = value
-  if kwargs.get("timescale") == 0:
-    raise ConfigError(f"{path}: timescale must be positive.")
-  if kwargs.get("power", 1) <= 0:
-    raise ConfigError(f"{path}.power: must be positive, is {kwargs['power']}.")
+    above = 0 if key == "power" else None
+    kwargs[key] = check_number(f"{path}.{key}", value, above=above)
+  if "timescale" in kwargs:
+    check_number(f"{path}.timescale", kwargs["timescale"], above=0)
   return kwargs
 
 
@@ -195,7 +200,7 @@ def _stair_arguments(
   mults = spec.pop("mults", None)
   if len(given) != 1 or mults is None:
     raise ConfigError(
-      f"{path}: stair needs one of stair_steps, stair_epochs, ..., and mults."
+      f"{path}: stair needs mults and one of stair_steps, stair_epochs, ..."
     )
   (unit,) = given
   key = f"{path}.stair_{unit}"
@@ -203,11 +208,13 @@ def _stair_arguments(
   if not isinstance(amounts, list | tuple) or not isinstance(
     mults, list | tuple
   ):
-    raise ConfigError(f"{key} and {path}.mults: expected lists.")
+    raise ConfigError(
+      f"{key} and {path}.mults: expected lists, got {amounts!r} and {mults!r}."
+    )
   stair = [units.to_steps(amount, unit, key) for amount in amounts]
   if len(stair) != len(mults) or sorted(set(stair)) != stair:
     raise ConfigError(
-      f"{key}: {len(mults)} multipliers need as many growing steps, got "
-      f"{stair}."
+      f"{key}: expected {len(mults)} growing steps, one for each of "
+      f"{path}.mults, got {stair}."
     )
   return dict(stair=stair, mults=[float(m) for m in mults])

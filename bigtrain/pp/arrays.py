@@ -1,8 +1,8 @@
-"""The few functions that numpy arrays and tensors do not share.
+"""Functions that work on both numpy arrays and tensors.
 
-Ops that run on both are written once, with Python's operators and these. A
-function here looks at what it gets: whatever is not numpy's (or Python's) is a
-tensor, and only then is tensorflow imported.
+Python's operators and these functions let an op be written once for both. Each
+function looks at the type of its argument: anything that is not a numpy or
+Python value is a tensor, and only then is tensorflow imported.
 
 Legend: B batch, H height, W width, C channels; `...` stands for B or nothing.
 """
@@ -17,19 +17,19 @@ _HOST_TYPES = (np.ndarray, np.generic, bytes, str, bool, int, float)
 
 
 def on_host(x: Any) -> bool:
-  """Whether `x` is numpy's or Python's own, not a tensor."""
+  """Whether `x` is a numpy or Python value, not a tensor."""
   return isinstance(x, _HOST_TYPES)
 
 
 def rank(x: Any) -> int:
-  """Number of dimensions; a tensor's must be known."""
+  """Number of dimensions; a tensor must have a known rank."""
   if on_host(x):
     return np.ndim(x)
   return len(x.shape)
 
 
 def cast(x: Any, dtype: str) -> Any:
-  """`x` as another dtype, named as numpy names it; floats are truncated."""
+  """Casts `x` to a dtype given by its numpy name; truncates floats."""
   if on_host(x):
     return np.asarray(x).astype(dtype, copy=False)
   import tensorflow as tf
@@ -38,7 +38,7 @@ def cast(x: Any, dtype: str) -> Any:
 
 
 def clip(x: Any, low: Any, high: Any) -> Any:
-  """`x` within [low, high]."""
+  """Clips `x` to [low, high]."""
   if on_host(x):
     return np.minimum(np.maximum(x, low), high)
   import tensorflow as tf
@@ -47,7 +47,7 @@ def clip(x: Any, low: Any, high: Any) -> Any:
 
 
 def minimum(x: Any, y: Any) -> Any:
-  """The smaller one of two numbers or scalar tensors."""
+  """Smaller one of two numbers or scalar tensors."""
   if on_host(x) and on_host(y):
     return min(x, y)
   import tensorflow as tf
@@ -56,7 +56,7 @@ def minimum(x: Any, y: Any) -> Any:
 
 
 def reduce_all(x: Any) -> Any:
-  """Whether all of `x` hold."""
+  """Whether all elements of `x` are true."""
   if on_host(x):
     return np.all(x)
   import tensorflow as tf
@@ -65,7 +65,7 @@ def reduce_all(x: Any) -> Any:
 
 
 def reduce_any(x: Any, axis: int) -> Any:
-  """Whether any of `x` along an axis hold."""
+  """Whether any element of `x` along an axis is true."""
   if on_host(x):
     return np.any(x, axis=axis)
   import tensorflow as tf
@@ -74,7 +74,7 @@ def reduce_any(x: Any, axis: int) -> Any:
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-  """`x` where the condition holds, else `y`; the three broadcast."""
+  """Selects `x` where the condition holds, else `y`; the three broadcast."""
   if on_host(condition):
     return np.where(condition, x, y)
   import tensorflow as tf
@@ -83,7 +83,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def reshape(x: Any, shape: tuple[int, ...]) -> Any:
-  """`x` in another shape, of which one dimension may be -1."""
+  """Reshapes `x`; one dimension may be -1."""
   if on_host(x):
     return np.reshape(x, shape)
   import tensorflow as tf
@@ -94,25 +94,31 @@ def reshape(x: Any, shape: tuple[int, ...]) -> Any:
 def image_size(image: Any) -> tuple[Any, Any]:
   """(height, width) of an image [..., H, W, C].
 
-  Integers where they are known, else scalar tensors.
+  Known sizes are integers, unknown ones scalar tensors.
   """
   height, width = image.shape[-3], image.shape[-2]
   if height is None or width is None:
     import tensorflow as tf
 
     shape = tf.shape(image)
-    # Sizes count from the left: a tensor is never a batch here.
+    # Counted from the left, because a tensor is never a batch here.
     height = shape[0] if height is None else height
     width = shape[1] if width is None else width
   return height, width
 
 
 def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
-  """`value`, or a failure with `message` and `shown` if not `condition`.
+  """Returns `value`, or raises an error if the condition does not hold.
 
-  The failure is a DataError on the host. A graph fails when it runs, before
-  it uses the value, with tf.errors.InvalidArgumentError, which shows quotes
-  in the message with backslashes, so it should have none.
+  On the host the error is DataError. A graph raises
+  tf.errors.InvalidArgumentError when it runs, before it uses the value.
+
+  Args:
+    value: any value or tensor.
+    condition: bool or scalar tensor.
+    message: message of the error. Without quotes, because tensorflow escapes
+      them with backslashes.
+    *shown: values to append to the message.
   """
   if on_host(condition):
     if not condition:
@@ -127,7 +133,17 @@ def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
 
 
 def require_kind(x: Any, kinds: str, op: str, expected: str) -> None:
-  """ConfigError unless the dtype's kind, a letter of numpy's, is in `kinds`."""
+  """Checks the kind of the dtype of `x`.
+
+  Args:
+    x: a value or tensor.
+    kinds: allowed kinds, as the letters of `numpy.dtype.kind`.
+    op: name of the op, for the message.
+    expected: description of the allowed values, for the message.
+
+  Raises:
+    ConfigError: the kind is not allowed.
+  """
   kind = np.asarray(x).dtype.kind if on_host(x) else _kind(x.dtype)
   if kind not in kinds:
     raise ConfigError(
@@ -136,21 +152,22 @@ def require_kind(x: Any, kinds: str, op: str, expected: str) -> None:
 
 
 def _kind(dtype: Any) -> str:
-  # Byte strings are objects in numpy's eyes; bfloat16 would be void.
+  # numpy's kind of a string tensor is object; that of bfloat16 would be void.
   return "f" if dtype.is_floating else np.dtype(dtype.as_numpy_dtype).kind
 
 
 def _describe(x: Any) -> str:
   if isinstance(x, bytes | str):
-    return f"a {type(x).__name__} of {len(x)}"
+    return f"{type(x).__name__} of length {len(x)}"
   dtype = x.dtype.name if hasattr(x, "dtype") else type(x).__name__
   return f"{dtype} {tuple(x.shape) if rank(x) else 'scalar'}"
 
 
 def require_image(image: Any, u: Any, op: str) -> None:
-  """ConfigError unless `image` is [H, W, C], or [B, H, W, C] where u is [B, n].
+  """Checks that `image` is [H, W, C], or [B, H, W, C] if `u` is [B, draws].
 
-  A tensor of unknown rank is refused too: its source has to say more.
+  Raises:
+    ConfigError: the shape or dtype is not an image's, or the rank is unknown.
   """
   require_kind(image, "biuf", op, "an image of numbers (after 'decode')")
   lead = rank(u) - 1
@@ -165,7 +182,7 @@ def require_image(image: Any, u: Any, op: str) -> None:
 
 
 def flip_width(image: Any, flip: Any) -> Any:
-  """Mirrors an image [..., H, W, C] left to right where `flip` [...] holds."""
+  """Mirrors an image [..., H, W, C] left to right if `flip` [...] is true."""
   if on_host(image):
     if np.ndim(flip):
       return np.where(flip[:, None, None, None], image[:, :, ::-1], image)
@@ -176,9 +193,14 @@ def flip_width(image: Any, flip: Any) -> Any:
 
 
 def cut(image: Any, top: Any, left: Any, height: Any, width: Any) -> Any:
-  """The window of an image [..., H, W, C] whose corner is (top, left) [...].
+  """Cuts a window out of an image [..., H, W, C].
 
-  The window must be inside. Tensors keep what is known of their shape.
+  Args:
+    image: image, which contains the window.
+    top: [...] first row; so is `left`.
+    left: [...] first column.
+    height: of the window; so is `width`. Tensors keep static sizes.
+    width: of the window.
   """
   if not on_host(image):
     import tensorflow as tf
@@ -197,7 +219,7 @@ def cut(image: Any, top: Any, left: Any, height: Any, width: Any) -> Any:
 
 
 def gather(image: Any, rows: Any, columns: Any) -> Any:
-  """image[row, column] for all of rows [..., h] and columns [..., w]."""
+  """Gathers image[row, column] for rows [..., h] and columns [..., w]."""
   if not on_host(image):
     import tensorflow as tf
 

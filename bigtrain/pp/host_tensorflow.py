@@ -1,4 +1,4 @@
-"""tensorflow as a library for the host: it never sees an accelerator."""
+"""tensorflow as a library for the host, without access to accelerators."""
 
 import functools
 from typing import Any
@@ -8,12 +8,12 @@ from bigtrain.settings import ConfigError
 
 @functools.cache
 def load() -> Any:
-  """The module tensorflow, kept away from accelerators.
+  """Imports tensorflow and hides all accelerators from it.
 
-  To be called before anything else imports it.
+  Call this before any other use of tensorflow.
 
   Raises:
-    ConfigError: it is not installed, or holds an accelerator already.
+    ConfigError: tensorflow is not installed, or already uses an accelerator.
   """
   try:
     import tensorflow as tf
@@ -28,6 +28,6 @@ def load() -> Any:
     except RuntimeError as e:
       if tf.config.get_visible_devices(kind):
         raise ConfigError(
-          f"input: tensorflow was used before and took the {kind}s: {e}"
+          f"input: tensorflow was used earlier and holds the {kind}s: {e}"
         ) from e
   return tf

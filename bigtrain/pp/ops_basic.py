@@ -1,8 +1,8 @@
-"""Ops that run on numpy arrays, on batches of them, and on tensors alike.
+"""Basic ops, which run on numpy arrays, batches of them, and tensors.
 
-None of them imports tensorflow by itself: digits and token files train
-without it. See `registry` for what an op is, `arrays` for how they can be
-written once.
+None of them imports tensorflow for numpy arrays, so digits and token files
+train without it. `registry` defines an op; the functions of `arrays` let an op
+be written once for arrays and tensors.
 
 Legend: B batch, H height, W width, C channels; `...` stands for B or nothing.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from bigtrain.pp import arrays, registry
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, check_number, did_you_mean
 
 _DTYPES = (
   "bool",
@@ -26,7 +26,15 @@ Size = int | tuple[int, int]
 
 
 def pair(size: Size, name: str = "size") -> tuple[int, int]:
-  """(height, width) from a config's size: one positive number, or two."""
+  """Returns (height, width) from one positive number, or from two.
+
+  Args:
+    size: argument of an op.
+    name: name of the argument, for the message.
+
+  Raises:
+    ConfigError: a size is not positive.
+  """
   height, width = (size, size) if isinstance(size, int) else size
   if height < 1 or width < 1:
     raise ConfigError(f"argument {name!r} is {size!r}, expected at least 1.")
@@ -39,7 +47,7 @@ def dual(
   key_result: str | None = None,
   draws: int = 0,
 ) -> Op:
-  """An op of this module: maps one feature by fn(feature, u)."""
+  """Makes an op that maps one feature by fn(feature, u), also on batches."""
   return registry.on_feature(fn, key, key_result, draws=draws, batched=True)
 
 
@@ -56,21 +64,21 @@ def value_range(
   """Maps [in_min, in_max] linearly to [vmin, vmax], as float32.
 
   Args:
-    vmin: what `in_min` becomes.
-    vmax: what `in_max` becomes.
+    vmin: low end of the output.
+    vmax: high end of the output.
     in_min: low end of the input.
     in_max: high end of the input.
-    clip: whether inputs out of their range are clipped to [vmin, vmax].
-    key: the feature.
-    key_result: where the result goes, if not back to `key`.
+    clip: whether to clip results to [vmin, vmax].
+    key: name of the feature.
+    key_result: name of the result; `key` by default.
   """
   if vmin >= vmax or in_min >= in_max:
     raise ConfigError(
       f"expected vmin < vmax and in_min < in_max, got vmin={vmin}, "
       f"vmax={vmax}, in_min={in_min}, in_max={in_max}."
     )
-  # Dividing by this, 127.5 for bytes to [-1, 1], meets both ends exactly,
-  # which multiplying by its inverse would not.
+  # Dividing by `unit` (127.5 from bytes to [-1, 1]) gives both ends exactly;
+  # multiplying by its inverse would not.
   unit = np.float32((in_max - in_min) / (vmax - vmin))
   low, high = np.float32(vmin), np.float32(vmax)
   origin = np.float32(in_min)
@@ -92,21 +100,21 @@ def vgg_value_range(
   key: str = "image",
   key_result: str | None = None,
 ) -> Op:
-  """(image - mean) / std for each channel, as float32.
+  """Normalizes each channel to (image - mean) / std, as float32.
 
-  The defaults are those of RGB ImageNet, which most published convolutional
-  networks were trained with: 255 times (0.485, 0.456, 0.406) and (0.229,
-  0.224, 0.225).
+  The defaults are the RGB statistics of ImageNet, with which most published
+  convolutional networks were trained: 255 times (0.485, 0.456, 0.406) and
+  (0.229, 0.224, 0.225).
 
   Args:
-    mean: of each channel, on the scale of the input, so 0 to 255 for bytes.
-    std: of each channel, on the same scale.
-    key: the feature, [..., C].
-    key_result: where the result goes, if not back to `key`.
+    mean: mean of each channel on the scale of the input: 0 to 255 for bytes.
+    std: standard deviation of each channel, on the same scale.
+    key: name of the feature, [..., C].
+    key_result: name of the result; `key` by default.
   """
   if len(mean) != len(std) or min(std, default=0) <= 0:
     raise ConfigError(
-      f"expected as many positive std as mean, got mean={mean}, std={std}."
+      f"expected a positive std for each mean, got mean={mean}, std={std}."
     )
   mean_C, std_C = np.array(mean, np.float32), np.array(std, np.float32)
 
@@ -114,7 +122,7 @@ def vgg_value_range(
     arrays.require_image(x, u, "vgg_value_range")
     if x.shape[-1] not in (len(mean_C), None):
       raise ConfigError(
-        f"preprocessing op 'vgg_value_range' has {len(mean_C)} means, and "
+        f"preprocessing op 'vgg_value_range' has {len(mean_C)} means, but "
         f"{key!r} has {x.shape[-1]} channels."
       )
     return (arrays.cast(x, "float32") - mean_C) / std_C
@@ -136,13 +144,13 @@ def flip_lr(key: str = "image", key_result: str | None = None) -> Op:
 def central_window(
   height: Any, width: Any, size: tuple[int, int] | None
 ) -> tuple[Any, Any, Any, Any]:
-  """(top, left, height, width) of the central window of an image.
+  """Returns (top, left, height, width) of the central window of an image.
 
-  Where it cannot be in the middle, it is half a pixel further up or left.
+  If the margins are odd, the window is half a pixel further up or left.
 
   Args:
-    height: of the image, an integer or a scalar tensor; so is `width`.
-    width: of the image.
+    height: height of the image, an integer or a scalar tensor.
+    width: width of the image, likewise.
     size: (height, width) of the window; None for the largest square.
   """
   if size is None:
@@ -157,13 +165,13 @@ def central_window(
 def central_crop(
   size: Size | None = None, key: str = "image", key_result: str | None = None
 ) -> Op:
-  """The central window of an image [..., H, W, C].
+  """Cuts out the central window of an image [..., H, W, C].
 
   Args:
-    size: of the window, one number or (height, width); the largest square
-      if None.
-    key: the feature.
-    key_result: where the result goes, if not back to `key`.
+    size: size of the window, one number or (height, width); None for the
+      largest square.
+    key: name of the feature.
+    key_result: name of the result; `key` by default.
   """
   window = None if size is None else pair(size)
 
@@ -177,13 +185,13 @@ def central_crop(
 def random_window(
   height: Any, width: Any, size: tuple[int, int], u: Any
 ) -> tuple[Any, Any, int, int]:
-  """(top, left, height, width) of a window of fixed size.
+  """Returns (top, left, height, width) of a random window of fixed size.
 
   Every position within the image is equally likely.
 
   Args:
-    height: of the image, an integer or a scalar tensor; so is `width`.
-    width: of the image.
+    height: height of the image, an integer or a scalar tensor.
+    width: width of the image, likewise.
     size: (height, width) of the window.
     u: [..., 2] uniform numbers; top and left are [...].
   """
@@ -203,19 +211,20 @@ def random_crop(
   key: str = "image",
   key_result: str | None = None,
 ) -> Op:
-  """A window of fixed size at a random position of an image [..., H, W, C].
+  """Cuts out a window of fixed size at a random position of an image.
+
+  The image is [..., H, W, C].
 
   Args:
-    size: of the window, one number or (height, width).
-    pad: pixels by which the image grows on each side first.
-    pad_mode: what they are: zeros, the nearest pixel of the image, or its
-      mirror image, as numpy.pad has it.
-    key: the feature.
-    key_result: where the result goes, if not back to `key`.
+    size: size of the window, one number or (height, width).
+    pad: number of pixels to add on each side first.
+    pad_mode: value of the added pixels, as in numpy.pad: zeros, the nearest
+      pixel of the image, or the mirrored image.
+    key: name of the feature.
+    key_result: name of the result; `key` by default.
   """
   window = pair(size)
-  if pad < 0:
-    raise ConfigError(f"argument 'pad' is {pad}, expected at least 0.")
+  check_number("argument 'pad'", pad, least=0, whole=True)
 
   def fn(image, u):
     arrays.require_image(image, u, "random_crop")
@@ -225,8 +234,8 @@ def random_crop(
     )
     if not pad:
       return arrays.cut(image, top, left, h, w)
-    # Reads through indices that run over the edges rather than building the
-    # larger image, most of which the crop would drop.
+    # Gathers with indices beyond the edges instead of building the padded
+    # image, most of which the crop would drop.
     steps_h, steps_w = (
       np.arange(h, dtype=np.int32),
       np.arange(w, dtype=np.int32),
@@ -258,21 +267,21 @@ def random_crop(
 
 
 def _integer(u: Any, stop: Any) -> Any:
-  """Integers in [0, stop) from uniform numbers in [0, 1).
+  """Maps uniform numbers in [0, 1) to integers in [0, stop).
 
-  Never `stop` itself: the largest float32 below 1 times an integer below 2^24
-  rounds to less than that integer.
+  The result is never `stop`: the largest float32 below 1, times an integer
+  below 2^24, rounds to less than that integer.
   """
   return arrays.cast(u * arrays.cast(stop, "float32"), "int32")
 
 
 def _reflect(index: Any, last: Any) -> Any:
-  """Mirrors indices that are up to `last` out of [0, last] back into it."""
+  """Mirrors indices into [0, last]; they are at most `last` beyond it."""
   return last - abs(last - abs(index))
 
 
 def _with_room(height: Any, width: Any, size: tuple[int, int], op: str) -> Any:
-  """`height`, once it is known that the window fits into the image."""
+  """Returns `height` after a check that the window fits into the image."""
   return arrays.checked(
     height,
     (height >= size[0]) & (width >= size[1]),
@@ -287,16 +296,16 @@ def _with_room(height: Any, width: Any, size: tuple[int, int], op: str) -> Any:
 def reshape(
   shape: tuple[int, ...], key: str = "image", key_result: str | None = None
 ) -> Op:
-  """The feature in another shape, such as (8, 8, 1) for 64 numbers.
+  """Reshapes a feature, such as 64 numbers to (8, 8, 1).
 
   Args:
-    shape: of one example; one dimension may be -1.
-    key: the feature.
-    key_result: where the result goes, if not back to `key`.
+    shape: shape of one example; one dimension may be -1.
+    key: name of the feature.
+    key_result: name of the result; `key` by default.
   """
   if any(n < -1 for n in shape) or shape.count(-1) > 1:
     raise ConfigError(
-      f"argument 'shape' is {shape}, expected sizes, of which one may be -1."
+      f"argument 'shape' is {shape}, expected sizes; at most one may be -1."
     )
 
   def fn(x, u):
@@ -314,12 +323,12 @@ def reshape(
 
 @registry.register("cast")
 def cast(dtype: str, key: str = "image", key_result: str | None = None) -> Op:
-  """The feature as another dtype, named as numpy names it.
+  """Casts a feature to another dtype.
 
   Args:
-    dtype: such as "float32" or "int32".
-    key: the feature.
-    key_result: where the result goes, if not back to `key`.
+    dtype: numpy name, such as "float32" or "int32".
+    key: name of the feature.
+    key_result: name of the result; `key` by default.
   """
   if dtype not in _DTYPES:
     raise ConfigError(
@@ -335,7 +344,7 @@ def cast(dtype: str, key: str = "image", key_result: str | None = None) -> Op:
 
 @registry.register("keep")
 def keep(*keys: str) -> Op:
-  """Drops all features but these; each of them must be there."""
+  """Drops all features except these, which must exist."""
   _require_keys(keys)
 
   def fn(features, u):
@@ -346,7 +355,7 @@ def keep(*keys: str) -> Op:
 
 @registry.register("drop")
 def drop(*keys: str) -> Op:
-  """Drops these features; each of them must be there."""
+  """Drops these features, which must exist."""
   _require_keys(keys)
 
   def fn(features, u):
@@ -362,5 +371,5 @@ def _require_keys(keys: tuple[str, ...]) -> None:
 
 @registry.register("copy")
 def copy(src: str, dst: str) -> Op:
-  """Feature `src` under the name `dst`, too."""
+  """Copies feature `src` to the name `dst`."""
   return dual(lambda x, u: x, src, dst)

@@ -1,13 +1,13 @@
-"""Ops on images that need tensorflow: decoding and resizing.
+"""Image ops that need tensorflow: decoding and resizing.
 
-They run in tf.data's threads, on tensors. tensorflow is imported when an op
+They run on tensors, in tf.data's threads. tensorflow is imported when an op
 first runs, so parsing a spec does not load it.
 
-`decode` followed by a crop becomes one op, which decodes no more of a JPEG
-than the crop needs; the pixels are the same.
+`decode` followed by a crop becomes one op, which decodes only the part of a
+JPEG that the crop needs and gives the same pixels.
 
-Images are HWC, channels RGB, top row first. An EXIF orientation is ignored, as
-it was for the published recipes.
+Images are HWC with RGB channels, top row first. EXIF orientation is ignored, as
+in the published recipes.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from bigtrain.pp import arrays, registry
 from bigtrain.pp.ops_basic import Size, central_window, pair, random_window
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, check_number
 
 Method = Literal[
   "bilinear",
@@ -28,7 +28,7 @@ Method = Literal[
   "gaussian",
   "mitchellcubic",
 ]
-# Their kernels have negative lobes: results can leave the range of the input.
+# Kernels with negative lobes: results can leave the range of the input.
 _OVERSHOOTING = ("bicubic", "lanczos3", "lanczos5", "mitchellcubic")
 
 _ACCURATE = "INTEGER_ACCURATE"
@@ -44,18 +44,18 @@ def decode(
   key: str = "image",
   key_result: str | None = None,
 ) -> Op:
-  """Encoded bytes (JPEG, PNG, GIF, BMP) as a uint8 image [H, W, channels].
+  """Decodes bytes (JPEG, PNG, GIF, BMP) to a uint8 image [H, W, channels].
 
-  Grey and CMYK images become RGB, transparency is dropped, and of an animation
-  the first frame is taken.
+  Grey and CMYK images become RGB, transparency is dropped, and an animation
+  gives its first frame.
 
   Args:
     channels: 3 for RGB, 1 for grey.
-    precise: whether JPEGs go through the accurate cosine transform, which
-      gives the very pixels that Pillow (hence PyTorch) does; the fast one is
-      off by up to about 4 of 255.
-    key: the feature, a scalar of bytes.
-    key_result: where the result goes, if not back to `key`.
+    precise: whether to decode JPEGs with the accurate cosine transform, which
+      gives exactly the pixels of Pillow (and PyTorch). The fast one differs by
+      up to about 4 of 255.
+    key: name of the feature, a scalar of bytes.
+    key_result: name of the result; `key` by default.
   """
 
   def fn(encoded, u):
@@ -101,9 +101,9 @@ def _decode_window(
   def part():
     height, width = tf.unstack(tf.io.extract_jpeg_shape(encoded)[:2])
     top, left, h, w = window(height, width, u)
-    # Colour is stored at half the resolution and interpolated, and what the
-    # decoder takes for the neighbours of a column at the window's edge is made
-    # up. One more column on each side makes the pixels those of the image.
+    # Colour is stored at half resolution and interpolated, and at the edge of
+    # the window the decoder invents the neighbouring column. Decoding one more
+    # column on each side gives the same pixels as decoding the whole image.
     start = tf.maximum(left - 1, 0)
     stop = tf.minimum(left + w + 1, width)
     image = tf.io.decode_and_crop_jpeg(
@@ -119,7 +119,7 @@ def _decode_window(
     height, width = arrays.image_size(image)
     return arrays.cut(image, *window(height, width, u))
 
-  # Real collections hold images of other formats under a JPEG's name.
+  # Real data sets have other formats under the names of JPEGs.
   return tf.cond(tf.io.is_jpeg(encoded), part, whole)
 
 
@@ -131,17 +131,17 @@ def resize(
   key: str = "image",
   key_result: str | None = None,
 ) -> Op:
-  """The image [H, W, C] at another size, of the same dtype.
+  """Resizes an image [H, W, C] and keeps its dtype.
 
   Integer images are rounded, and clipped where the method overshoots.
 
   Args:
     size: one number for both sides, or (height, width).
-    method: of interpolation.
-    antialias: whether the kernel widens when the image shrinks; `area` and
-      `nearest` know no such thing.
-    key: the feature.
-    key_result: where the result goes, if not back to `key`.
+    method: interpolation method.
+    antialias: whether to widen the kernel when the image shrinks; `area` and
+      `nearest` ignore it.
+    key: name of the feature.
+    key_result: name of the result; `key` by default.
   """
   target = pair(size)
 
@@ -173,18 +173,18 @@ def resize_small(
   key: str = "image",
   key_result: str | None = None,
 ) -> Op:
-  """The image resized so that its shorter side has `size` pixels.
+  """Resizes an image so that its shorter side has `size` pixels.
 
-  The other side keeps the ratio, rounded to a whole number of pixels.
+  The aspect ratio is kept; the longer side is rounded to whole pixels.
 
   Args:
-    size: of the shorter side.
+    size: pixels of the shorter side.
     method: see `resize`.
     antialias: see `resize`.
-    key: the feature.
-    key_result: where the result goes, if not back to `key`.
+    key: name of the feature.
+    key_result: name of the result; `key` by default.
   """
-  pair(size)
+  check_number("argument 'size'", size, least=1, whole=True)
 
   def fn(image, u):
     import tensorflow as tf
@@ -210,27 +210,27 @@ def inception_crop(
   key: str = "image",
   key_result: str | None = None,
 ) -> Op:
-  """A window of random area, shape and position, resized to `size`.
+  """Cuts out a window of random area, shape and position, and resizes it.
 
-  The augmentation of Szegedy et al. 2014 (https://arxiv.org/abs/1409.4842),
-  with the law of the kernel that the published recipes ran,
-  tf.image.sample_distorted_bounding_box: the ratio width / height is uniform,
-  then the height is uniform among those that keep the area within its bounds
-  and the window within the image, then the position is uniform. After 100
-  ratios for which there is no such height, as can happen only with an image
-  far from square or narrow bounds, the window is the whole image.
+  The augmentation of Szegedy et al. 2014 (https://arxiv.org/abs/1409.4842).
+  The distribution is that of tf.image.sample_distorted_bounding_box, the
+  kernel of the published recipes: the ratio width / height is uniform; then
+  the height is uniform among those that keep the area within its bounds and
+  the window within the image; then the position is uniform. If 100 ratios give
+  no such height, which happens only if the image is far from square or the
+  bounds are narrow, the window is the whole image.
 
   Args:
-    size: of the result, one number or (height, width); None keeps the
-      window's own.
-    area_min: of the window, in percent of the image's.
-    area_max: of the window, in percent of the image's.
-    ratio_min: of width to height.
-    ratio_max: of width to height.
+    size: size of the result, one number or (height, width); None keeps the
+      size of the window.
+    area_min: minimum area of the window, in percent of the image.
+    area_max: maximum area of the window, in percent of the image.
+    ratio_min: minimum ratio of width to height.
+    ratio_max: maximum ratio of width to height.
     method: see `resize`.
     antialias: see `resize`.
-    key: the feature.
-    key_result: where the result goes, if not back to `key`.
+    key: name of the feature.
+    key_result: name of the result; `key` by default.
   """
   window, finish = _inception(
     size, area_min, area_max, ratio_min, ratio_max, method, antialias
@@ -254,7 +254,7 @@ def _inception(
   method: str,
   antialias: bool,
 ) -> tuple[Window, Callable[[Any], Any]]:
-  """What chooses the window, and what is done to its pixels."""
+  """Returns two functions: one chooses the window, one resizes its pixels."""
   if not 0 < area_min <= area_max <= 100:
     raise ConfigError(
       "expected 0 < area_min <= area_max <= 100 (percent), got "
@@ -273,7 +273,7 @@ def _inception(
     begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
       tf.stack([height, width, 1]),
       tf.zeros([0, 0, 4], tf.float32),
-      # The kernel draws from a stream of its own; u names which one.
+      # The kernel has its own random generator; u seeds it.
       seed=tf.cast(u[:2] * 2**24, tf.int32),
       area_range=(area_min / 100, area_max / 100),
       aspect_ratio_range=(ratio_min, ratio_max),
@@ -304,19 +304,19 @@ def _fuse(
   draws: int = 0,
   finish: Callable[[Any], Any] = lambda image: image,
 ) -> Op | None:
-  """`decode` and a crop as one op, if the crop takes what `decode` made.
+  """Fuses `decode` and a crop, if the crop replaces the decoded feature.
 
   Args:
-    decoding: arguments of decode.
+    decoding: arguments of `decode`.
     crop: arguments of the crop.
-    window: what the crop cuts.
-    draws: of the crop.
-    finish: what the crop does with the pixels.
+    window: function that chooses the window.
+    draws: draws of the crop.
+    finish: function that the crop applies to the pixels of the window.
   """
-  made = decoding["key_result"] or decoding["key"]
+  decoded = decoding["key_result"] or decoding["key"]
   result = crop["key_result"] or crop["key"]
-  if crop["key"] != made or result != made:
-    return None  # The whole image is wanted as well.
+  if crop["key"] != decoded or result != decoded:
+    return None  # The spec needs the whole image too.
   channels, precise = decoding["channels"], decoding["precise"]
 
   def fn(encoded, u):
@@ -324,7 +324,7 @@ def _fuse(
     return finish(_decode_window(encoded, channels, precise, window, u))
 
   return registry.on_feature(
-    fn, decoding["key"], made, draws=draws, tensorflow=True
+    fn, decoding["key"], decoded, draws=draws, tensorflow=True
   )
 
 
@@ -342,7 +342,7 @@ def _decode_random_crop(
   decoding: dict[str, Any], crop: dict[str, Any]
 ) -> Op | None:
   if crop["pad"]:
-    return None  # The window may be partly outside.
+    return None  # The window may be partly outside the image.
   size = pair(crop["size"])
   return _fuse(
     decoding, crop, lambda h, w, u: random_window(h, w, size, u), draws=2

@@ -1,7 +1,7 @@
-"""Ops on labels: from names to numbers, from numbers to vectors.
+"""Label ops: from names to ids, and from ids to vectors.
 
-They run on numpy arrays, on batches of them, and on tensors alike; see
-`ops_basic`.
+Like those of `ops_basic`, they run on numpy arrays, batches of them, and
+tensors.
 """
 
 import collections
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.files import paths
 from bigtrain.pp import arrays, registry
 from bigtrain.pp.ops_basic import dual
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.settings import ConfigError, DataError, check_number
 
 
 @registry.register("onehot")
@@ -27,22 +28,21 @@ def onehot(
   on: float = 1,
   off: float = 0,
 ) -> Op:
-  """Integer labels as float32 vectors [depth].
+  """Converts integer labels to float32 vectors [depth].
 
-  A negative label stands for none: a vector that is `off` throughout, and in a
-  list of labels one that does not count. One of `depth` or more is an error.
+  A negative label means no label: its vector is `off` throughout, and a list of
+  labels ignores it. A label of `depth` or more is an error.
 
   Args:
-    depth: length of the vectors: the number of classes.
-    key: the feature: one label, or a vector of them [n].
-    key_result: where the result goes, if not back to `key`.
-    multi: whether several labels are merged into one vector [depth]; otherwise
+    depth: number of classes, the length of the vectors.
+    key: name of the feature: one label, or a vector of labels [n].
+    key_result: name of the result; `key` by default.
+    multi: whether to merge several labels into one vector [depth]; if False,
       the result is [n, depth].
-    on: value for the classes that are named.
-    off: value for the others.
+    on: value of the labelled classes.
+    off: value of all other classes.
   """
-  if depth < 1:
-    raise ConfigError(f"argument 'depth' is {depth}, expected at least 1.")
+  check_number("argument 'depth'", depth, least=1, whole=True)
   classes = np.arange(depth, dtype=np.int64)
   on32, off32 = np.float32(on), np.float32(off)
 
@@ -73,25 +73,25 @@ def lookup(
   key: str = "label",
   key_result: str | None = None,
 ) -> Op:
-  """Names, or integers, as the int64 ids that a table gives them.
+  """Maps names, or integers, to int64 ids.
 
   Args:
-    mapping: a dict from name to id; or a list of names, whose ids count from
-      0; or a text file (UTF-8) with a name in each line, likewise.
-    sep: in a file, what separates the name from its id in each line.
-    key: the feature: bytes, a string or an integer, or an array of them.
-    key_result: where the result goes, if not back to `key`.
+    mapping: a dict from name to id; or a list of names, with ids from 0; or the
+      path of a UTF-8 text file with one name per line, with ids from 0.
+    sep: separator of name and id, for files with "name<sep>id" on each line.
+    key: name of the feature: bytes, a string or an integer, or an array.
+    key_result: name of the result; `key` by default.
 
   Raises:
-    ConfigError: no such file, or a table that is no table. A value that the
-      table lacks is an error that names it, when it is met.
+    ConfigError: no such file, or a malformed mapping.
+    DataError: raised by the op, for a value that is not in the mapping.
   """
   table = _table(mapping, sep)
   source = mapping if isinstance(mapping, str) else "the mapping"
   message = f"preprocessing op lookup finds no id in {source} for {key}"
   on_tensors = _on_tensors(table, message)
 
-  def one(name):
+  def look_up(name):
     name = name.encode() if isinstance(name, str) else name
     try:
       return table[name]
@@ -101,11 +101,11 @@ def lookup(
   def fn(x, u):
     if not arrays.on_host(x):
       return on_tensors(x)
-    # item and tolist give Python's own objects, which the table is keyed by.
     if isinstance(x, bytes | str | int):
-      return np.int64(one(x))
+      return np.int64(look_up(x))
     names = np.asarray(x)
-    ids = [one(name) for name in names.ravel().tolist()]
+    # tolist gives Python objects, which are the keys of the table.
+    ids = [look_up(name) for name in names.ravel().tolist()]
     return np.array(ids, np.int64).reshape(names.shape)[()]
 
   op = dual(fn, key, key_result)
@@ -116,11 +116,11 @@ def lookup(
 
 
 def _table(mapping: Any, sep: str | None) -> dict[Any, int]:
-  """The mapping as a dict from bytes or int to id."""
+  """Converts `mapping` to a dict from bytes or int to id."""
   if isinstance(mapping, str):
     pairs = _read(mapping, sep)
   elif sep is not None:
-    raise ConfigError("argument 'sep' needs a file as mapping.")
+    raise ConfigError("argument 'sep' needs a file as 'mapping'.")
   elif isinstance(mapping, dict):
     pairs = list(mapping.items())
   else:
@@ -128,17 +128,21 @@ def _table(mapping: Any, sep: str | None) -> dict[Any, int]:
   if not pairs:
     raise ConfigError("argument 'mapping' is empty.")
   if {type(name) for name, _ in pairs} not in ({str}, {int}):
-    raise ConfigError("expected names that are all strings or all integers.")
+    raise ConfigError(
+      "argument 'mapping': expected names that are all strings or all integers."
+    )
   for name, value in pairs:
     if isinstance(value, bool) or not isinstance(value, int):
       raise ConfigError(
         f"the id of {name!r} is {value!r}, expected an integer."
       )
-  _refuse_twice([name for name, _ in pairs])
+  _check_unique([name for name, _ in pairs])
   return {n.encode() if isinstance(n, str) else n: v for n, v in pairs}
 
 
 def _read(path: str, sep: str | None) -> list[tuple[str, int]]:
+  """Reads (name, id) from the lines of a text file."""
+  path = paths.absolute(path)
   if not os.path.isfile(path):
     raise ConfigError(f"argument 'mapping': no such file: {path!r}.")
   try:
@@ -150,27 +154,27 @@ def _read(path: str, sep: str | None) -> list[tuple[str, int]]:
     return [(line, i) for i, line in enumerate(lines)]
   pairs = []
   for number, line in enumerate(lines, 1):
-    name, found, value = line.rpartition(sep)
+    name, separator, value = line.rpartition(sep)
     try:
       pairs.append((name, int(value)))
     except ValueError:
-      found = ""
-    if not found:
+      separator = ""
+    if not separator:
       raise ConfigError(
         f"{path}:{number}: expected name{sep!r}id, got {line!r}."
       )
   return pairs
 
 
-def _refuse_twice(names: Sequence[Any]) -> None:
+def _check_unique(names: Sequence[Any]) -> None:
   name, count = collections.Counter(names).most_common(1)[0]
   if count > 1:
     raise ConfigError(f"argument 'mapping' has {name!r} {count} times.")
 
 
 def _on_tensors(table: dict[Any, int], message: str) -> Any:
-  """The lookup as a function of tensors, with a table built once."""
-  built: list[Any] = []
+  """Returns the lookup as a function of tensors, with a table built once."""
+  tables: list[Any] = []
 
   def look_up(x):
     import tensorflow as tf
@@ -181,23 +185,23 @@ def _on_tensors(table: dict[Any, int], message: str) -> Any:
         f"preprocessing op 'lookup' maps {dtype.name}, but the feature is "
         f"{x.dtype.name}."
       )
-    if not built:
-      # Outside of the graph that is being traced: a table is a resource, and
-      # a graph that is run many times must not build it many times.
+    if not tables:
+      # A table is a resource. It is built outside the graph that is being
+      # traced, so that running the graph again does not build it again.
       with tf.init_scope():
         names = tf.constant(list(table), dtype)
         ids = tf.constant(list(table.values()), tf.int64)
         initializer = tf.lookup.KeyValueTensorInitializer(names, ids)
-        # Any number that is no id will do to tell what is missing.
-        built.append(tf.lookup.StaticHashTable(initializer, _absent(table)))
-    ids = built[0].lookup(tf.cast(x, dtype) if dtype == tf.int64 else x)
-    found = tf.reduce_all(ids != _absent(table))
-    return arrays.checked(ids, found, message, x)
+        tables.append(tf.lookup.StaticHashTable(initializer, _absent(table)))
+    ids = tables[0].lookup(tf.cast(x, dtype) if dtype == tf.int64 else x)
+    all_known = tf.reduce_all(ids != _absent(table))
+    return arrays.checked(ids, all_known, message, x)
 
   return look_up
 
 
 def _absent(table: dict[Any, int]) -> int:
+  """Returns a number that is not an id; it marks unknown names."""
   return min(table.values()) - 1
 
 
@@ -205,18 +209,17 @@ def _absent(table: dict[Any, int]) -> int:
 def first_rows(
   number: int, key: str = "labels", key_result: str | None = None
 ) -> Op:
-  """The first rows of a list, and rows of zeros where there are fewer.
+  """Cuts or zero-pads a list to a fixed number of rows.
 
-  So that lists of different lengths, such as the captions of an image once
-  they are ids, have one shape.
+  This gives lists of varying length, such as the tokenized captions of an
+  image, the same shape.
 
   Args:
-    number: of rows.
-    key: the feature [n, ...], of numbers.
-    key_result: where the result goes, if not back to `key`.
+    number: number of rows.
+    key: name of the feature, numbers [n, ...].
+    key_result: name of the result; `key` by default.
   """
-  if number < 1:
-    raise ConfigError(f"argument 'number' is {number}, expected at least 1.")
+  check_number("argument 'number'", number, least=1, whole=True)
 
   def fn(x, u):
     arrays.require_kind(x, "biuf", "first_rows", "a list of numbers")

@@ -1,11 +1,11 @@
 """Objectives of encoder-decoder models, made from windows of tokens.
 
-Token sources give windows: `targets` [L], with `segments` [L] where documents
-were packed, or `loss_mask` [L] where a last window is not full. An op here
-turns one into what a model reads, `inputs`, and what it writes, `targets`, both
-padded with 0. From packed windows come also `inputs_segments` (from 1, 0 is
-padding), `inputs_positions` (from 0), and the same of `targets`: document by
-document, so that nothing is learned across them.
+Token sources give windows: `targets` [L], plus `segments` [L] if documents are
+packed, or `loss_mask` [L] if the last window is not full. An op here turns a
+window into the encoder's `inputs` and the decoder's `targets`, both padded with
+0. Packed windows are processed document by document, so that nothing is learned
+across documents. They also give `inputs_segments` (from 1; 0 is padding),
+`inputs_positions` (from 0), `targets_segments` and `targets_positions`.
 
 Legend: B batch, L length of the window, I and T lengths of the results.
 """
@@ -17,10 +17,10 @@ import numpy as np
 
 from bigtrain.pp import arrays, registry
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.settings import ConfigError, DataError, check_number
 
-# Features that say nothing about what is made here.
-_OF_WINDOWS = (
+# Features of a window that do not apply to the results.
+_WINDOW_FEATURES = (
   "tokens",
   "targets",
   "segments",
@@ -35,11 +35,11 @@ Objective = Callable[
 
 
 class Spans(NamedTuple):
-  """How many tokens span corruption takes from a text, and in how many spans.
+  """Numbers of tokens and spans that span corruption removes from a text.
 
   Attributes:
-    noise: tokens that are taken out, none if there is nothing left else.
-    spans: runs of them.
+    noise: number of removed tokens; 0 if the text has fewer than 2 tokens.
+    spans: number of removed spans.
   """
 
   noise: int
@@ -47,16 +47,16 @@ class Spans(NamedTuple):
 
   @classmethod
   def of(cls, length: int, density: float, mean_span: float) -> "Spans":
-    """Those of a text of `length` tokens: they depend on nothing else."""
+    """Returns the numbers for a text of `length` tokens."""
     if length < 2:
       return cls(0, 0)
     noise = min(max(round(length * density), 1), length - 1)
     spans = max(round(noise / mean_span), 1)
-    # Spans do not touch, so as many runs are between them.
+    # Spans do not touch, so each needs a kept token before it.
     return cls(noise, min(spans, noise, length - noise))
 
   def lengths(self, length: int) -> tuple[int, int]:
-    """Tokens of inputs and targets: sentinels and the end are there, too."""
+    """Lengths of inputs and targets, with sentinels and end of sequence."""
     if not self.noise:
       return 0, 0
     return length - self.noise + self.spans + 1, self.noise + self.spans + 1
@@ -73,22 +73,22 @@ def span_corruption(
   inputs_length: int | None = None,
   targets_length: int | None = None,
 ) -> Op:
-  """T5's objective: write the spans that were taken out (arXiv 1910.10683).
+  """Makes T5's objective: predict the removed spans (arXiv 1910.10683).
 
-  Spans are replaced by sentinels in `inputs`; `targets` are the sentinels, each
-  followed by its span. Both end in `eos_id`. Where spans begin is random, how
-  many there are is not: windows of 568 tokens give inputs of 512 and targets of
-  114.
+  Sentinels replace the spans in `inputs`; `targets` are the sentinels, each
+  followed by its span. Both end in `eos_id`. The positions of spans are random,
+  their number is fixed: windows of 568 tokens give inputs of 512 and targets of
+  114 tokens.
 
   Args:
-    length: L, tokens of a window, as the source has it.
-    density: share of tokens that are taken out.
-    mean_span: tokens of a span, on average.
-    sentinel: id of the first; the second has the id below, and so on.
-    num_sentinels: how many the vocabulary has.
-    eos_id: ends inputs and targets.
-    inputs_length: I, of the padded result; what a full window takes unless
-      given. Packed documents take more, the shorter they are.
+    length: L, tokens per window; must match the source.
+    density: fraction of tokens to remove.
+    mean_span: average number of tokens per span.
+    sentinel: id of the first sentinel; ids of further sentinels count down.
+    num_sentinels: number of sentinels in the vocabulary.
+    eos_id: id of the end of sequence, for inputs and targets.
+    inputs_length: I, length of the padded inputs; by default the length that a
+      full window needs. Packed documents need more, the shorter they are.
     targets_length: T, likewise.
   """
   if not (length > 1 and 0 < density < 1 and mean_span >= 1):
@@ -99,7 +99,7 @@ def span_corruption(
   full = Spans.of(length, density, mean_span)
   if full.spans > min(num_sentinels, sentinel):
     raise ConfigError(
-      f"length={length} takes {full.spans} sentinels; there are "
+      f"length={length} takes {full.spans} sentinels, but there are only "
       f"{min(num_sentinels, sentinel)}."
     )
   need = full.lengths(length)
@@ -117,23 +117,24 @@ def span_corruption(
     noise, spans = Spans.of(len(ids), density, mean_span)
     if not noise:
       return None
-    taken = _lengths(noise, spans, u[: noise - 1])
-    kept = _lengths(len(ids) - noise, spans, u[noise - 1 : len(ids) - 2])
-    # Runs take turns, and the first is kept: span i begins after i + 1 of them.
+    removed = _random_lengths(noise, spans, u[: noise - 1])
+    kept = _random_lengths(len(ids) - noise, spans, u[noise - 1 : len(ids) - 2])
+    # Kept and removed runs alternate and the first run is kept, so span i
+    # starts after i + 1 kept runs and i removed ones.
     number = np.arange(spans)
-    starts = np.cumsum(kept) + np.cumsum(taken) - taken
-    span_of = np.repeat(number, taken)
+    starts = np.cumsum(kept) + np.cumsum(removed) - removed
+    span_of = np.repeat(number, removed)
     noise_at = np.arange(noise) + np.cumsum(kept)[span_of]
     is_kept = np.ones(len(ids), bool)
     is_kept[noise_at] = False
-    is_kept[starts] = True  # Of a span, its sentinel stays.
+    is_kept[starts] = True  # The place of the sentinel.
     marked = ids.copy()
     marked[starts] = sentinel - number
     inputs = np.empty(len(ids) - noise + spans + 1, ids.dtype)
     inputs[:-1], inputs[-1] = marked[is_kept], eos_id
     targets = np.empty(noise + spans + 1, ids.dtype)
     targets[np.arange(noise) + span_of + 1] = ids[noise_at]
-    targets[np.cumsum(taken) - taken + number] = sentinel - number
+    targets[np.cumsum(removed) - removed + number] = sentinel - number
     targets[-1] = eos_id
     return inputs, targets
 
@@ -143,12 +144,12 @@ def span_corruption(
   )
 
 
-def _lengths(total: int, runs: int, u: np.ndarray) -> np.ndarray:
-  """Lengths of runs that add up to `total`, each set of them as likely.
+def _random_lengths(total: int, runs: int, u: np.ndarray) -> np.ndarray:
+  """Returns random lengths [runs] of sum `total`, all equally likely.
 
   Args:
-    total: at least `runs`.
-    runs: how many; each has at least 1.
+    total: sum of the lengths, at least `runs`.
+    runs: number of runs; each has a length of at least 1.
     u: uniform numbers [total - 1], one for each place to cut.
   """
   ends = np.empty(runs + 1, np.int64)
@@ -160,23 +161,24 @@ def _lengths(total: int, runs: int, u: np.ndarray) -> np.ndarray:
 
 @registry.register("prefix_lm")
 def prefix_lm(length: int, eos_id: int = 1) -> Op:
-  """Continue a text: inputs are its beginning, targets the rest and an end.
+  """Makes the prefix-LM objective: predict the rest of a text.
 
-  Where it is cut is uniformly random; both have at least one token.
+  `inputs` are the beginning of the text; `targets` are the rest and the end of
+  sequence. The cut is uniformly random and leaves at least one token on each
+  side.
 
   Args:
-    length: L, tokens of a window, as the source has it; also I and T.
-    eos_id: ends the targets.
+    length: L, tokens per window, must match the source; also I and T.
+    eos_id: id of the end of sequence, for the targets.
   """
-  if length < 2:
-    raise ConfigError(f"length={length}: expected at least 2.")
+  check_number("argument 'length'", length, least=2, whole=True)
 
   def objective(
     ids: np.ndarray, u: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray] | None:
     if len(ids) < 2:
       return None
-    # u < 1, and so is its product in float64.
+    # u < 1, so in float64 the product is below len(ids) - 1.
     at = 1 + int(float(u[0]) * (len(ids) - 1))
     return ids[:at], np.append(ids[at:], eos_id)
 
@@ -186,11 +188,11 @@ def prefix_lm(length: int, eos_id: int = 1) -> Op:
 def _objective(
   objective: Objective, name: str, length: int, sizes: tuple[int, int]
 ) -> Op:
-  """An op that applies an objective to each document of a window.
+  """Makes an op that applies an objective to each document of a window.
 
   Args:
-    objective: what becomes of one document.
-    name: of the op, for messages.
+    objective: function from one document to its inputs and targets.
+    name: name of the op, for messages.
     length: L.
     sizes: I and T.
   """
@@ -198,37 +200,37 @@ def _objective(
   def row(
     ids: np.ndarray, segments: np.ndarray, u: np.ndarray
   ) -> list[np.ndarray]:
-    """ids, segments and positions of inputs, then of targets."""
-    found = [np.zeros((3, size), np.int32) for size in sizes]
+    """Returns ids, segments and positions of inputs, then of targets."""
+    result = [np.zeros((3, size), np.int32) for size in sizes]
     used, number = [0, 0], 0
     for segment in range(1, int(segments.max(initial=0)) + 1):
-      # Documents are runs.
+      # Each document is contiguous.
       first = int(np.argmax(segments == segment))
       at = slice(first, first + int(np.count_nonzero(segments == segment)))
-      both = objective(ids[at], u[at])
-      if both is None:
+      inputs_targets = objective(ids[at], u[at])
+      if inputs_targets is None:
         continue
       number += 1
-      for k, part in enumerate(both):
+      for k, part in enumerate(inputs_targets):
         stop = used[k] + len(part)
         if stop > sizes[k]:
           which = ("inputs", "targets")[k]
           raise DataError(
-            f"preprocessing op {name!r}: the documents of a window take more "
+            f"preprocessing op {name!r}: the documents of a window need more "
             f"than {sizes[k]} {which}; give a larger {which}_length."
           )
-        into = found[k][:, used[k] : stop]
-        into[0], into[1], into[2] = part, number, np.arange(len(part))
+        slot = result[k][:, used[k] : stop]
+        slot[0], slot[1], slot[2] = part, number, np.arange(len(part))
         used[k] = stop
-    return [*found[0], *found[1]]
+    return [*result[0], *result[1]]
 
   def all_rows(
     ids: np.ndarray, segments: np.ndarray, u: np.ndarray
   ) -> list[np.ndarray]:
     if ids.shape[-1] != length:
       raise ConfigError(
-        f"preprocessing op {name!r} is given windows of {ids.shape[-1]} "
-        f"tokens, but length={length}."
+        f"preprocessing op {name!r} got windows of {ids.shape[-1]} tokens, but "
+        f"length={length}."
       )
     if ids.ndim == 1:
       return row(ids, segments, u)
@@ -246,23 +248,23 @@ def _objective(
     packed = "segments" in features
     arguments = [ids, _segments(features), u]
     if arrays.on_host(ids):
-      found = all_rows(*arguments)
+      results = all_rows(*arguments)
     else:
       import tensorflow as tf
 
-      found = tf.numpy_function(all_rows, arguments, [tf.int32] * len(names))
-      found = [
-        tf.ensure_shape(x, (sizes[i // 3],)) for i, x in enumerate(found)
+      results = tf.numpy_function(all_rows, arguments, [tf.int32] * len(names))
+      results = [
+        tf.ensure_shape(x, (sizes[i // 3],)) for i, x in enumerate(results)
       ]
-    made = {n: x for n, x in zip(names, found) if packed or "_" not in n}
-    rest = {n: x for n, x in features.items() if n not in _OF_WINDOWS}
-    return {**rest, **made}
+    new = {n: x for n, x in zip(names, results) if packed or "_" not in n}
+    rest = {n: x for n, x in features.items() if n not in _WINDOW_FEATURES}
+    return {**rest, **new}
 
   return Op(fn, draws=length, batched=True, reads=("targets",))
 
 
 def _segments(features: dict[str, Any]) -> Any:
-  """Which document each target is of, from 1; 0 is padding."""
+  """Returns the document number of each target, from 1; 0 is padding."""
   if "segments" in features:
     return features["segments"]
   if "loss_mask" in features:

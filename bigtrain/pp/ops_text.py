@@ -1,9 +1,9 @@
-"""Ops on text: choosing, filling in and cleaning captions.
+"""Text ops: choice, templates and cleaning of captions.
 
-They run on numpy arrays, on batches of them, and on tensors; see `registry`.
-Text is UTF-8, as bytes or as Python's strings; what an op makes is bytes. In
-a tf.data graph, what needs Python's rules or a tokenizer's library is called
-back into Python, where one caption is done at a time.
+They run on numpy arrays, batches of them, and tensors; see `registry`. Text is
+UTF-8, as bytes or Python strings; results are bytes. In a tf.data graph, ops
+that need Python's Unicode rules or a tokenizer's library call back into Python,
+one caption at a time.
 
 Legend: B batch, L length of a sequence of ids; `...` stands for B or nothing.
 """
@@ -18,36 +18,36 @@ import numpy as np
 from bigtrain.pp import arrays, registry
 from bigtrain.pp.ops_basic import dual
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.settings import ConfigError, DataError, check_number
 
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]")
 
 
 class BadText(ValueError):
-  """A text that an op cannot use, and why."""
+  """A text that an op cannot use; the message gives the reason."""
 
 
 @registry.register("lower")
 def lower(key: str = "text", key_result: str | None = None) -> Op:
-  """Text in lower case, by Unicode's rules.
+  """Converts text to lower case by Unicode's rules.
 
   Args:
-    key: the feature: a text, or a list of them.
-    key_result: where the result goes, if not back to `key`.
+    key: name of the feature: a text, or a list of texts.
+    key_result: name of the result; `key` by default.
   """
   return _text_to_text(str.lower, "lower", key, key_result)
 
 
 @registry.register("canonicalize")
 def canonicalize(key: str = "text", key_result: str | None = None) -> Op:
-  """Text in lower case, without ASCII punctuation or repeated spaces.
+  """Converts text to lower case, without ASCII punctuation or extra spaces.
 
-  Underscores become spaces. What contrastive models are given, as class names
-  and captions then look alike.
+  Underscores become spaces. Contrastive models use it to make class names and
+  captions look alike.
 
   Args:
-    key: the feature: a text, or a list of them.
-    key_result: where the result goes, if not back to `key`.
+    key: name of the feature: a text, or a list of texts.
+    key_result: name of the result; `key` by default.
   """
 
   def fn(text: str) -> str:
@@ -72,29 +72,29 @@ def on_texts(
   dtype: Literal["int32", "bytes"],
   shape: tuple[int, ...],
 ) -> Op:
-  """An op that maps each text of a feature by `fn`, in Python.
+  """Makes an op that maps each text of a feature by `fn`, in Python.
 
   Args:
-    fn: text -> bytes, or an array; raises BadText.
-    name: the op, for messages.
-    key: the feature, a text or an array of them of any shape.
-    key_result: the feature's new name.
-    dtype: of what `fn` returns.
-    shape: of what `fn` returns.
+    fn: function text -> bytes or array; raises BadText.
+    name: name of the op, for messages.
+    key: name of the feature, a text or an array of texts of any shape.
+    key_result: name of the result.
+    dtype: dtype of the result of `fn`.
+    shape: shape of the result of `fn`.
   """
   message = f"preprocessing op {name} cannot use {key}"
   kind = object if dtype == "bytes" else dtype
 
   def all_of(x: Any) -> Any:
     texts = np.asarray(x, object)
-    found = np.empty((texts.size, *shape), kind)
+    results = np.empty((texts.size, *shape), kind)
     for i, raw in enumerate(texts.ravel()):
-      found[i] = fn(_text(raw, name, key))
-    # Indexing makes the bytes themselves of an array without dimensions.
-    return found.reshape(texts.shape + shape)[()]
+      results[i] = fn(_text(raw, name, key))
+    # [()] turns an array without dimensions into its element.
+    return results.reshape(texts.shape + shape)[()]
 
   def call(x: Any) -> tuple[Any, bytes]:
-    # What Python raises would reach the user with a traceback in it.
+    # tensorflow would put the traceback of a Python error into its message.
     try:
       return all_of(x), b""
     except BadText as e:
@@ -119,61 +119,66 @@ def on_texts(
 
 
 def _text(raw: Any, name: str, key: str) -> str:
-  """One text as a string."""
+  """Decodes one text.
+
+  Raises:
+    ConfigError: the value is not text.
+    BadText: the text is not UTF-8.
+  """
   if not isinstance(raw, bytes | str):
-    many = isinstance(raw, list | tuple | np.ndarray)
-    told = "lists of texts, of which 'choice' takes one" if many else repr(raw)
+    is_list = isinstance(raw, list | tuple | np.ndarray)
+    shown = "lists of texts ('choice' takes one text)" if is_list else repr(raw)
     raise ConfigError(
-      f"preprocessing op {name!r} expects text in {key!r}, got {told}."
+      f"preprocessing op {name!r} expects text in {key!r}, got {shown}."
     )
   try:
     if isinstance(raw, bytes):
       return raw.decode()
-    raw.encode()  # Half of a surrogate pair, as JSON may have, is no text.
+    raw.encode()  # Fails for half a surrogate pair, which JSON may contain.
     return raw
   except (UnicodeDecodeError, UnicodeEncodeError) as e:
     raise BadText(f"{raw[:40]!r} is not UTF-8, at byte {e.start}") from e
 
 
 def excerpt(text: str) -> str:
-  """The beginning of a text, for messages."""
+  """Returns the beginning of a text, quoted, for messages."""
   return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
 @registry.register("strfmt")
 def strfmt(template: str, key_result: str = "text") -> Op:
-  """A text made from features: strfmt("a photo of a {label_name}").
+  """Fills features into a template: strfmt("a photo of a {label_name}").
 
   Args:
-    template: text with names of features in braces; {{ and }} are braces.
-      Strings and integers can be filled in. Where one is a list, the result is
-      the list of texts.
-    key_result: where the result goes.
+    template: text with names of features in braces; {{ and }} are literal
+      braces. Features are strings or integers. If one is a list, the result is
+      a list of texts.
+    key_result: name of the result.
   """
   parts = _parts(template)
   names = tuple(dict.fromkeys(name for _, name in parts if name))
 
-  def one(*values: bytes) -> bytes:
-    known = dict(zip(names, values))
+  def fill(*values: bytes) -> bytes:
+    by_name = dict(zip(names, values))
     return b"".join(
-      literal + (known[name] if name else b"") for literal, name in parts
+      literal + (by_name[name] if name else b"") for literal, name in parts
     )
 
   def fn(features: dict[str, Any], u: Any) -> dict[str, Any]:
     values = [features[name] for name in names]
     if not names:
-      text = np.full(np.shape(u)[:-1], one(), object)[()]
+      text = np.full(np.shape(u)[:-1], fill(), object)[()]
     elif all(map(arrays.on_host, values)):
       values = [_as_bytes(x, name) for x, name in zip(values, names)]
       rank = max(value.ndim for value in values)
-      if arrays.rank(u) > 1:  # Lines up texts [B] with lists of them [B, n].
+      if arrays.rank(u) > 1:  # Broadcasts texts [B] against lists [B, n].
         values = [v.reshape(v.shape + (rank - v.ndim) * (1,)) for v in values]
-      text = np.frompyfunc(one, len(names), 1)(*values)
+      text = np.frompyfunc(fill, len(names), 1)(*values)
     else:
       import tensorflow as tf
 
-      known = {n: _as_strings(x, n) for n, x in zip(names, values)}
-      pairs = [[tf.constant(a), known.get(n, "")] for a, n in parts]
+      by_name = {n: _as_strings(x, n) for n, x in zip(names, values)}
+      pairs = [[tf.constant(a), by_name.get(n, "")] for a, n in parts]
       text = tf.strings.join([piece for pair in pairs for piece in pair])
     return {**features, key_result: text}
 
@@ -181,7 +186,7 @@ def strfmt(template: str, key_result: str = "text") -> Op:
 
 
 def _parts(template: str) -> list[tuple[bytes, str | None]]:
-  """The template as literals, each followed by a feature's name or None."""
+  """Splits a template into literals, each with the name after it or None."""
   try:
     parsed = list(string.Formatter().parse(template))
   except ValueError as e:
@@ -190,13 +195,13 @@ def _parts(template: str) -> list[tuple[bytes, str | None]]:
     if name == "" or spec or conversion:
       raise ConfigError(
         f"argument 'template' is {template!r}: expected names of features in "
-        "braces, such as {label_name}, and nothing else there."
+        "braces, such as {label_name}, without formats or conversions."
       )
   return [(literal.encode(), name) for literal, name, _, _ in parsed]
 
 
 def _as_bytes(x: Any, name: str) -> np.ndarray:
-  """Strings and integers as an object array of bytes."""
+  """Converts strings and integers to an object array of bytes."""
   array = np.asarray(x, object)
   result = np.empty(array.shape, object)
   for at in np.ndindex(array.shape):
@@ -212,7 +217,7 @@ def _as_bytes(x: Any, name: str) -> np.ndarray:
 
 
 def _as_strings(x: Any, name: str) -> Any:
-  """Strings and integers, in a graph, as strings."""
+  """Converts tensors of strings and integers to strings."""
   import tensorflow as tf
 
   x = tf.convert_to_tensor(x)
@@ -223,10 +228,10 @@ def _as_strings(x: Any, name: str) -> Any:
   return tf.strings.as_string(x)
 
 
-def _not_for_templates(name: str, found: str) -> ConfigError:
+def _not_for_templates(name: str, dtype: str) -> ConfigError:
   return ConfigError(
     f"preprocessing op 'strfmt' expects text or integers in {name!r}, got "
-    f"{found}."
+    f"{dtype}."
   )
 
 
@@ -234,25 +239,25 @@ def _not_for_templates(name: str, found: str) -> ConfigError:
 def choice(
   key: str = "text", key_result: str | None = None, index: int | None = None
 ) -> Op:
-  """One of a list of captions, each as likely as the others.
+  """Chooses one of a list of captions at random, all equally likely.
 
   An empty list is an error.
 
   Args:
-    key: the feature: a list [n], of texts or of anything.
-    key_result: where the result goes, if not back to `key`.
-    index: always this one, counted from 0: for evaluations.
+    key: name of the feature: a list [n], of texts or of any values.
+    key_result: name of the result; `key` by default.
+    index: fixed index to choose instead, from 0, for evaluations.
   """
-  if index is not None and index < 0:
-    raise ConfigError(f"argument 'index' is {index}, expected at least 0.")
+  if index is not None:
+    check_number("argument 'index'", index, least=0, whole=True)
   message = f"preprocessing op choice has too few to choose from in {key}"
 
   def which(n: Any, u: Any) -> Any:
-    """The chosen position among n; both may be tensors."""
+    """Returns the chosen index below n; both may be tensors."""
     if index is not None:
       return arrays.checked(index, n > index, message, n)
     n = arrays.checked(n, n > 0, message, n)
-    # Below n: the largest float32 below 1, times n, rounds to less than n.
+    # The largest float32 below 1, times n, rounds to less than n.
     return arrays.cast(u[..., 0] * arrays.cast(n, "float32"), "int32")
 
   def fn(values: Any, u: Any) -> Any:
@@ -265,7 +270,7 @@ def choice(
       _require_list(np.ndim(values) > 0, key)
       return values[which(len(values), u)]
     rows = [fn(row, u_row) for row, u_row in zip(values, u)]
-    # Of bytes, np.asarray would make strings of one length.
+    # np.asarray would convert bytes to strings of fixed length.
     result = np.empty(len(rows), object)
     result[:] = rows
     return result if isinstance(rows[0], bytes | str) else np.stack(rows)

@@ -1,4 +1,4 @@
-"""The op that turns text into ids; see `tokenizers` and `ops_text`."""
+"""The op that tokenizes text, built on `tokenizers` and `ops_text`."""
 
 import threading
 from typing import Literal
@@ -9,7 +9,7 @@ from absl import logging
 from bigtrain.pp import registry, tokenizers
 from bigtrain.pp.ops_text import BadText, excerpt, on_texts
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, check_number
 
 
 @registry.register("tokenize")
@@ -23,25 +23,27 @@ def tokenize(
   key: str = "text",
   key_result: str | None = "labels",
 ) -> Op:
-  """Text as ids int32 [..., max_len]: (bos) ids (eos) padding.
+  """Converts text to ids int32 [..., max_len]: (bos) ids (eos) padding.
 
-  A text that is empty, blank, or without any token is an error, and so is one
-  that is not UTF-8. What `eos`, `bos` and padding look like in a text is text.
+  A text that is empty, blank, without tokens, or not UTF-8 is an error. Special
+  tokens that are spelled out in a text, such as "</s>", are ordinary text.
 
   Args:
-    model: of the tokenizer: "bytes" or a path, see `tokenizers.get`.
-    max_len: ids of the result. What is beyond is cut off; the log says so, the
-      first time and then ever more rarely.
-    eos: whether an end follows the text: never; only if it was not cut
-      ("yes"); or even then, in place of the last id that fits ("sticky").
-    bos: whether a beginning precedes it.
-    pad: the id that fills the rest, if not the tokenizer's own.
-    too_long: whether a text that does not fit is cut or an error.
-    key: the feature: a text, or a list of n of them, which gives [n, max_len].
-    key_result: where the result goes; None for back to `key`.
+    model: tokenizer: "bytes", or the path of a SentencePiece model, of a
+      Hugging Face tokenizer.json, or of a folder with one of these.
+    max_len: length of the result. Longer texts are cut; the log reports the
+      1st, the 10th, the 100th cut, and so on.
+    eos: end of sequence: "none"; "yes", only if the text was not cut; or
+      "sticky", always, if need be in place of the last id that fits.
+    bos: whether to put a beginning of sequence before the text.
+    pad: id of the padding; by default the id of the tokenizer.
+    too_long: whether to cut a text that does not fit, or to raise an error.
+    key: name of the feature: a text, or a list of n texts, which gives
+      [n, max_len].
+    key_result: name of the result; None for `key`.
 
   Raises:
-    ConfigError: no such tokenizer, or it has no such token.
+    ConfigError: no such tokenizer, or it lacks a special token.
   """
   tokenizer = tokenizers.get(model)
   begin = [_special(tokenizer, "bos", tokenizer.bos_id)] if bos else []
@@ -50,11 +52,11 @@ def tokenize(
     end = [_special(tokenizer, "eos", tokenizer.eos_id)]
   if pad is None:
     pad = _special(tokenizer, "pad", tokenizer.pad_id)
-  if pad < 0:
-    raise ConfigError(f"argument 'pad' is {pad}, expected at least 0.")
+  check_number("argument 'pad'", pad, least=0, whole=True)
   if max_len <= len(begin) + len(end):
     raise ConfigError(
-      f"argument 'max_len' is {max_len}, which leaves no room for text."
+      f"argument 'max_len' is {max_len}, which leaves no room for text; "
+      f"expected at least {len(begin) + len(end) + 1}."
     )
   room = max_len - len(begin) - len(end)
   cuts = _Cuts(f"tokenize(max_len={max_len})")
@@ -67,14 +69,14 @@ def tokenize(
       )
     if (ids == pad).any():
       raise BadText(
-        f"{excerpt(text)} has the id {pad}, which is padding; the argument "
-        "pad takes another one"
+        f"{excerpt(text)} contains the id {pad}, which is padding; give "
+        "another one as argument pad"
       )
     if len(ids) > room:
-      told = f"{excerpt(text)} of {len(ids)} tokens has room for {room}"
+      message = f"{excerpt(text)} of {len(ids)} tokens has room for {room}"
       if too_long == "error":
-        raise BadText(told)
-      cuts.note(told)
+        raise BadText(message)
+      cuts.log(message)
       if eos == "sticky":
         ids = ids[:room]
     result = np.full(max_len, pad, np.int32)
@@ -91,18 +93,23 @@ def tokenize(
 
 
 def _special(
-  tokenizer: tokenizers.Tokenizer, kind: str, found: int | None
+  tokenizer: tokenizers.Tokenizer, kind: str, token_id: int | None
 ) -> int:
-  if found is None:
+  """Returns the id of a special token.
+
+  Raises:
+    ConfigError: the tokenizer lacks the token.
+  """
+  if token_id is None:
     instead = {
-      "pad": "give pad=, an id that texts never have",
+      "pad": "give pad=, an id that texts never contain",
       "bos": "leave bos out",
       "eos": "give eos='none'",
     }
     raise ConfigError(
       f"the tokenizer {tokenizer.name!r} has no {kind} token; {instead[kind]}."
     )
-  return found
+  return token_id
 
 
 class _Cuts:
@@ -114,16 +121,16 @@ class _Cuts:
     self._count = 0
     self._next = 1
 
-  def note(self, told: str) -> None:
-    """One more; `told` describes it."""
+  def log(self, message: str) -> None:
+    """Counts a cut, and logs the message if it is due."""
     with self._lock:
       self._count += 1
       due = self._count == self._next
       self._next *= 10 if due else 1
     if due:
       logging.warning(
-        "%s cuts what is too long: %s (%d so far).",
+        "%s cuts a text that is too long: %s (%d so far).",
         self._name,
-        told,
+        message,
         self._count,
       )

@@ -1,8 +1,8 @@
 """Preprocessing written as a string: "decode|inception_crop(224)|flip_lr".
 
-A spec is a chain of ops joined by `|`, each a registered name with or without
-arguments. Arguments are Python literals. The text is parsed, never evaluated:
-whatever is not a name, a literal or a call of that form is refused.
+A spec is a chain of ops joined by `|`. Each op is a registered name, with or
+without arguments; arguments are Python literals. The text is parsed and never
+evaluated: anything but names, literals and such calls is refused.
 """
 
 import ast
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from bigtrain.pp import registry
 from bigtrain.settings import ConfigError, did_you_mean
 
-# The modules whose import registers the ops of bigtrain itself. They import
-# tensorflow when an op needs it, not before.
+# Importing these modules registers bigtrain's own ops. They import tensorflow
+# only when an op needs it.
 _OWN_MODULES = (
   "bigtrain.pp.ops_basic",
   "bigtrain.pp.ops_labels",
@@ -30,7 +30,7 @@ _OWN_MODULES = (
 
 
 class _Call(NamedTuple):
-  """An op as the spec has it, with its arguments by name."""
+  """An op of a spec, its registered name and its arguments by name."""
 
   op: registry.Op
   name: str
@@ -38,18 +38,17 @@ class _Call(NamedTuple):
 
 
 def parse(spec: str, modules: Sequence[str] = ()) -> list[registry.Op]:
-  """The ops that `spec` describes, ready for `registry.compose`.
+  """Parses a spec into ops for `registry.compose`.
 
-  Neighbours that have a fusion, such as `decode` and a crop, come back as one
-  op.
+  Adjacent ops that have a fusion, such as `decode` and a crop, become one op.
 
   Args:
     spec: such as "decode|resize(224)|value_range(-1, 1)". It may span lines.
     modules: dotted names of modules to import first; they register ops.
 
   Raises:
-    ConfigError: the spec is empty, is not of the form above, or names an op
-      or an argument that does not exist or does not fit. The message names
+    ConfigError: the spec is empty or malformed, an op or an argument is
+      unknown, or an argument has the wrong type or value. The message names
       the op and its position.
   """
   for module in (*_OWN_MODULES, *modules):
@@ -95,8 +94,8 @@ def _tree(spec: str) -> ast.expr:
   except (ValueError, RecursionError, MemoryError) as e:
     # A null byte, or a nesting too deep for the parser.
     raise ConfigError(f"preprocessing {spec[:80]!r}: {e}.") from e
-  # A node that starts on the first line has taken those parentheses apart, as
-  # "a)|(b" does.
+  # A node on the first line means that the spec closed the added parenthesis,
+  # as "a)|(b" does.
   if node.lineno == 1:
     raise ConfigError(
       f"preprocessing {spec!r}: expected name or name(literals), joined by '|'."
@@ -105,7 +104,7 @@ def _tree(spec: str) -> ast.expr:
 
 
 def _links(node: ast.expr) -> list[ast.expr]:
-  """The operands of a chain a | b | c, in order."""
+  """Operands of a chain a | b | c, in order."""
   links = []
   while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
     links.append(node.right)
@@ -115,12 +114,12 @@ def _links(node: ast.expr) -> list[ast.expr]:
 
 
 def _text(node: ast.expr, spec: str) -> str:
-  """The node as the user wrote it, on one line."""
+  """Source text of a node, on one line."""
   return " ".join(ast.get_source_segment(f"(\n{spec}\n)", node).split())
 
 
 def _call(node: ast.expr, where: str, text: str) -> _Call:
-  """Builds one op from its text; `where` says which, for messages."""
+  """Builds one op from its node; `where` is its position, for messages."""
   func = node.func if isinstance(node, ast.Call) else node
   if not isinstance(func, ast.Name):
     raise ConfigError(
@@ -164,7 +163,7 @@ def _fuse(calls: Iterable[_Call]) -> list[_Call]:
       op = fusion and fusion(last.arguments, call.arguments)
       if op:
         name = f"{last.op.name}|{call.op.name}"
-        # No factory's name has a "|", so a fused op is never fused again.
+        # No factory has a "|" in its name, so a fused op is never fused again.
         fused[-1] = _Call(op._replace(name=name), name, {})
         continue
     fused.append(call)
@@ -174,9 +173,13 @@ def _fuse(calls: Iterable[_Call]) -> list[_Call]:
 def check_arguments(
   factory: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-  """The arguments by name, defaults filled in, or ConfigError.
+  """Checks arguments against a factory's signature and annotations.
 
-  Checks that the factory takes them and that they fit its annotations.
+  Returns:
+    The arguments by name, defaults included.
+
+  Raises:
+    ConfigError: an unknown or missing argument, or one of the wrong type.
   """
   signature = inspect.signature(factory)
   parameters = signature.parameters
@@ -203,7 +206,7 @@ def check_arguments(
 
 
 def _fits(value: Any, hint: Any) -> bool:
-  """Whether a literal is of the annotated type; an int is a float, too."""
+  """Whether a literal has the annotated type; an int counts as a float."""
   if hint is Any:
     return True
   origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -232,6 +235,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _readable(hint: Any) -> str:
+  """Formats an annotation for messages."""
   if isinstance(hint, type) and typing.get_origin(hint) is None:
     return hint.__name__
   return str(hint).replace("typing.", "").replace("collections.abc.", "")

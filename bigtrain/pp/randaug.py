@@ -1,9 +1,9 @@
 """RandAugment (Cubuk et al. 2019, https://arxiv.org/abs/1909.13719).
 
-The sixteen operations, their strengths and their order are those of the
-TensorFlow implementation that the published ViT and EfficientNet recipes ran,
-oddities included (they are marked), because the recipes' magnitudes were tuned
-on it. All of them take and return uint8 RGB images [H, W, 3].
+The sixteen operations, their strengths and their order match the TensorFlow
+implementation of the published ViT and EfficientNet recipes, including its
+oddities (marked below), because the recipes' magnitudes were tuned on it. All
+operations take and return uint8 RGB images [H, W, 3].
 """
 
 import math
@@ -12,11 +12,11 @@ from typing import Any
 
 from bigtrain.pp import arrays, registry
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, check_number
 
-# What shows where an image was moved away, or cut out.
+# Fills areas that a moved image leaves behind, and cutouts.
 _GREY = 128
-_DRAWS_PER_LAYER = 4  # Which operation, its sign, and where cutout is.
+_DRAWS_PER_LAYER = 4  # Operation, sign, and the two coordinates of cutout.
 _MAX_MAGNITUDE = 30
 
 # (image, sign, u [2]) -> image
@@ -33,19 +33,13 @@ def randaug(
   """Applies random image operations one after the other.
 
   Args:
-    num_layers: how many; each is drawn from all sixteen.
-    magnitude: their strength, 0 to 30; 10 is what the operations call full.
-    key: the feature, a uint8 RGB image [H, W, 3].
-    key_result: where the result goes, if not back to `key`.
+    num_layers: number of operations, each drawn from all sixteen.
+    magnitude: strength, 0 to 30; at 10, the operations have full strength.
+    key: name of the feature, a uint8 RGB image [H, W, 3].
+    key_result: name of the result; `key` by default.
   """
-  if num_layers < 1:
-    raise ConfigError(
-      f"argument 'num_layers' is {num_layers}, expected at least 1."
-    )
-  if not 0 <= magnitude <= _MAX_MAGNITUDE:
-    raise ConfigError(
-      f"argument 'magnitude' is {magnitude}, expected 0 to {_MAX_MAGNITUDE}."
-    )
+  check_number("argument 'num_layers'", num_layers, least=1, whole=True)
+  check_number("argument 'magnitude'", magnitude, least=0, most=_MAX_MAGNITUDE)
   choices = list(operations(magnitude).values())
 
   def fn(image, u):
@@ -55,7 +49,7 @@ def randaug(
     if image.shape[-1] != 3 or image.dtype != "uint8":
       raise ConfigError(
         "preprocessing op 'randaug' expects a uint8 RGB image, got "
-        f"{tf.as_dtype(image.dtype).name} {tuple(image.shape)}; it goes before "
+        f"{tf.as_dtype(image.dtype).name} {tuple(image.shape)}; put it before "
         "'value_range'."
       )
     result = tf.convert_to_tensor(image)
@@ -79,23 +73,23 @@ def _layer(image: Any, u: Any, choices: list[Operation]) -> Any:
   sign = tf.where(u[1] < 0.5, -1.0, 1.0)
   return tf.switch_case(
     tf.cast(u[0] * len(choices), tf.int32),
-    # The default argument binds this round's operation.
+    # The default argument binds the operation of this iteration.
     [lambda run=run: run(image, sign, u[2:]) for run in choices],
   )
 
 
 def operations(magnitude: float) -> dict[str, Operation]:
-  """The operations by name, at a strength, in the order that is drawn from.
+  """Returns the operations by name, at a magnitude, in the order of the draw.
 
-  Each takes (image, sign -1.0 or 1.0, u [2]); only those that move an image
-  heed the sign, and only cutout heeds u.
+  Each takes (image, sign, u [2]) with sign -1.0 or 1.0. Only operations that
+  move the image use the sign, and only cutout uses u.
   """
   level = magnitude / 10
   factor = level * 1.8 + 0.1
-  # Oddity: beyond a byte this wraps around, as numpy wrapped it there, so that
-  # 10 inverts the image and 15 has the usual 128.
+  # Oddity: wraps around beyond a byte, as numpy does in the reference, so that
+  # magnitude 10 inverts the image and 15 has the usual threshold 128.
   threshold = int(level * 256) % 256
-  # Oddity: the more magnitude, the more bits stay.
+  # Oddity: a larger magnitude keeps more bits.
   bits = min(max(int(level * 4), 1), 8)
   addition = int(level * 110)
   pad = int(level * 40)
@@ -134,10 +128,10 @@ def _blend(plain: Any, image: Any, factor: float) -> Any:
 
 
 def _flat(image: Any) -> Any:
-  """[H, W, 3] as [H, 3 W].
+  """Reshapes [H, W, 3] to [H, 3 W].
 
-  Broadcasting one number for each channel over the last axis of three is
-  several times slower than broadcasting a row, and the same goes for reducing.
+  Broadcasting or reducing over a last axis of three channels is several times
+  slower than over rows.
   """
   import tensorflow as tf
 
@@ -145,7 +139,7 @@ def _flat(image: Any) -> Any:
 
 
 def _row(values_3: Any, image: Any) -> Any:
-  """One number for each channel as a row [3 W] that goes with `_flat`."""
+  """Repeats one number per channel to a row [3 W], to match `_flat`."""
   import tensorflow as tf
 
   return tf.tile(values_3, [tf.shape(image)[1]])
@@ -159,7 +153,7 @@ def _per_channel(reduce: Callable[..., Any], image: Any) -> Any:
 
 
 def _select(condition: Any, image: Any, other: Any) -> Any:
-  """tf.where for bytes, which takes ten times as long."""
+  """Selects bytes like tf.where, ten times as fast."""
   import tensorflow as tf
 
   mask = tf.constant(0, tf.uint8) - tf.cast(condition, tf.uint8)  # 0 or 255.
@@ -167,7 +161,7 @@ def _select(condition: Any, image: Any, other: Any) -> Any:
 
 
 def autocontrast(image: Any) -> Any:
-  """Stretches each channel so that it reaches from 0 to 255."""
+  """Stretches each channel to the range from 0 to 255."""
   import tensorflow as tf
 
   low = tf.cast(_per_channel(tf.reduce_min, image), tf.float32)
@@ -181,10 +175,10 @@ def autocontrast(image: Any) -> Any:
 
 
 def equalize(image: Any) -> Any:
-  """Makes the histogram of each channel flat."""
+  """Flattens the histogram of each channel."""
   import tensorflow as tf
 
-  # One histogram of 3 x 256 bins: those of channel c start at 256 c.
+  # One histogram of 3 x 256 bins; the bins of channel c start at 256 c.
   bins = tf.cast(_flat(image), tf.int32) + _row([0, 256, 512], image)
   counts = tf.math.bincount(
     tf.reshape(bins, [-1]), minlength=768, maxlength=768
@@ -195,14 +189,14 @@ def equalize(image: Any) -> Any:
   step = ((tf.reduce_sum(counts, axis=1) - last) // 255)[:, None]
   below = tf.cumsum(counts, axis=1, exclusive=True)
   table = (below + step // 2) // tf.maximum(step, 1)
-  # A channel with next to nothing but its brightest value stays as it is.
+  # A channel that is almost uniformly its brightest value is not changed.
   table = tf.where(step == 0, tf.range(256), tf.minimum(table, 255))
   table = tf.reshape(tf.cast(table, tf.uint8), [-1])
   return tf.reshape(tf.gather(table, bins), tf.shape(image))
 
 
 def rotate(image: Any, degrees: Any) -> Any:
-  """Turns the image about its centre, counterclockwise for positive degrees."""
+  """Rotates the image about its centre; positive is counterclockwise."""
   import tensorflow as tf
 
   angle = degrees * (math.pi / 180)
@@ -215,7 +209,7 @@ def rotate(image: Any, degrees: Any) -> Any:
 
 
 def _warp(image: Any, matrix: list[Any]) -> Any:
-  """result[y, x] = image[d x + e y + f, a x + b y + c], or grey outside.
+  """Computes result[y, x] = image[d x + e y + f, a x + b y + c]; grey outside.
 
   Args:
     image: [H, W, 3].
@@ -235,7 +229,7 @@ def _warp(image: Any, matrix: list[Any]) -> Any:
 
 
 def translate(image: Any, sign: Any, pixels: float, axis: int) -> Any:
-  """Moves the image towards lower indices of an axis, for positive signs."""
+  """Shifts the image along an axis; a positive sign means to lower indices."""
   import tensorflow as tf
 
   shift = int(pixels + 0.5)
@@ -279,8 +273,8 @@ def contrast(image: Any, factor: float) -> Any:
   """Blends from a uniform grey (0) to the image (1) and beyond."""
   import tensorflow as tf
 
-  # Oddity: that grey is the mean of the histogram's counts, which depends on
-  # the image's size only, and not the mean of its pixels.
+  # Oddity: the grey is the mean of the histogram's counts, which depends only
+  # on the size of the image, and not the mean of its pixels.
   grey = tf.minimum(tf.size(image) // (3 * 256), 255)
   return _blend(grey, image, factor)
 
@@ -293,7 +287,7 @@ def brightness(image: Any, factor: float) -> Any:
 def sharpness(image: Any, factor: float) -> Any:
   """Blends from a smoothed image (0) to the image (1) and beyond.
 
-  The pixels of the border, which have too few neighbours, stay.
+  Border pixels have too few neighbours and are not changed.
   """
   import tensorflow as tf
 
@@ -302,7 +296,7 @@ def sharpness(image: Any, factor: float) -> Any:
   columns = x[:-2] + x[1:-1] + x[2:]
   sums = columns[:, :-2] + columns[:, 1:-1] + columns[:, 2:]
   inner = image[1:-1, 1:-1]
-  # Nine neighbours, of which the pixel itself counts fivefold.
+  # A 3 x 3 kernel in which the pixel itself has weight 5.
   smooth = (sums + 4 * tf.cast(inner, tf.float32)) / 13
   inner = _blend(tf.cast(smooth, tf.uint8), inner, factor)
   right, bottom = tf.maximum(width - 1, 1), tf.maximum(height - 1, 1)
@@ -311,7 +305,7 @@ def sharpness(image: Any, factor: float) -> Any:
 
 
 def cutout(image: Any, pad: int, u: Any) -> Any:
-  """Greys a square of side 2 pad about a random pixel (arXiv 1708.04552)."""
+  """Greys a square of side 2 pad around a random pixel (arXiv 1708.04552)."""
   import tensorflow as tf
 
   shape = tf.shape(image)

@@ -1,44 +1,43 @@
-"""What a preprocessing op is, the ops by name, and their composition.
+"""Preprocessing ops: their definition, registry and composition.
 
-An op is a pure function of an example and of uniform numbers that somebody
-else drew:
+An op is a pure function of an example and of uniform random numbers:
 
   fn(features, u) -> features
 
-`features` is a dict of one example: numpy arrays and scalars, or, inside of a
-tf.data graph, tensors. It is never changed in place. Images are HWC. `u` is a
-float32 array or tensor [draws] of numbers in [0, 1), and all randomness of
-the op comes from it. So the result is a function of the example and of `u`
-alone: the same on any number of hosts, in any order, after any restart.
+`features` is a dict with the features of one example: numpy arrays and
+scalars, or tensors inside a tf.data graph. An op never changes it in place.
+Images are HWC. `u` is a float32 array or tensor [draws] of numbers in [0, 1)
+and the op's only source of randomness. So the result depends only on the
+example and on `u`: it is the same on any number of hosts, in any order, and
+after any restart.
 
-An engine runs `compose(parse.parse(spec))`, and what it has to know is there:
+An engine runs `compose(parse.parse(spec))` and reads from it:
 
-- `draws`: how many numbers the op takes, maybe none: then `u` is [0].
-- `tensorflow`: True means that it runs on tensors only, so the engine must be
-  tf.data. False means that it runs on numpy arrays as well, without importing
-  tensorflow, and gives the same there.
-- `batched`: True means that on numpy arrays it also takes a whole batch at
-  once: `u` [B, draws] and every feature with a leading axis B (one that holds
-  a bytes, str or ragged value for each example has dtype object). What tells
-  a batch from an example is the rank of `u`, which is why ops without draws
-  get one. Never True where `tensorflow` is.
+- `draws`: count of numbers that the op takes. If 0, `u` is [0].
+- `tensorflow`: if True, the op runs on tensors only and needs the tf.data
+  engine. If False, it also runs on numpy arrays, with the same results and
+  without importing tensorflow.
+- `batched`: if True, the op also runs on a whole batch of numpy arrays: `u` is
+  [B, draws] and every feature has a leading axis B. (Features with a bytes, str
+  or ragged value per example have dtype object.) The rank of `u` distinguishes
+  a batch from an example, so ops without draws get a `u` too. Never True if
+  `tensorflow` is.
 
-A feature that an op needs and does not find, or finds with a type or rank
-that it cannot use, is a ConfigError, raised by the call itself: on tensors
-when the graph is traced, so before any data flows. (Trace with
-`tf.autograph.experimental.do_not_convert`, or autograph rewraps the error.) A
-value that an op cannot use, such as an unknown label or an image smaller than
-the crop, is a settings.DataError on numpy, and on tensors a
-tf.errors.InvalidArgumentError, which say what the value was.
+If a feature is missing, or has a type or rank that the op does not support, the
+call raises ConfigError. On tensors this happens while the graph is traced,
+before any data flows. (Trace with `tf.autograph.experimental.do_not_convert`,
+otherwise autograph wraps the error.) If a value is unusable, such as an unknown
+label or an image smaller than the crop, the op raises DataError on numpy arrays
+and tf.errors.InvalidArgumentError on tensors; both messages show the value.
 
-A new op is a factory, registered under the name that specs use; whatever it
-can check, it checks when it is called, before there is data:
+A new op is a factory, registered under its name in specs. It checks as much as
+possible when it is called, before there is data:
 
   @registry.register("scale")
   def scale(factor: float, key: str = "image", key_result: str | None = None):
     return registry.on_feature(lambda x, u: x * factor, key, key_result)
 
-The arguments of a factory are checked against its annotations.
+The parser checks the arguments of a factory against its annotations.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -50,19 +49,19 @@ Features = dict[str, Any]
 
 
 class Op(NamedTuple):
-  """A preprocessing op; the module's docstring has the contract.
+  """A preprocessing op; the module's docstring defines the contract.
 
   Attributes:
     fn: (features, u [draws]) -> features.
-    draws: uniform numbers that `fn` takes.
-    tensorflow: `fn` needs tensors; otherwise numpy arrays will do.
-    batched: on numpy arrays, `fn` also takes a batch: u [B, draws].
-    reads: the features without which `fn` cannot run.
-    name: how the spec writes it.
-    vocab_sizes: {feature: one more than its largest id}, where the op makes
-      ids, so that a model with fewer can be refused before there is data.
-    fingerprints: {file that the op has read: what changes with its content},
-      so that a run is not continued with another one.
+    draws: count of uniform numbers that `fn` takes.
+    tensorflow: whether `fn` needs tensors rather than numpy arrays.
+    batched: whether `fn` also takes a batch of numpy arrays, with u [B, draws].
+    reads: features that `fn` requires.
+    name: the op as written in the spec.
+    vocab_sizes: {feature: largest id + 1} of the ids that the op makes, so that
+      a model with a smaller vocabulary is refused before there is data.
+    fingerprints: {file: hash of its content} of the files that the op reads, so
+      that a run does not resume with different files.
   """
 
   fn: Callable[[Features, Any], Features]
@@ -76,8 +75,8 @@ class Op(NamedTuple):
 
 
 Factory = Callable[..., Op]
-# A fusion gets the arguments of two neighbours in a spec, by name, and returns
-# one op that does the work of both, or None where it cannot.
+# A fusion takes the arguments, by name, of two adjacent ops of a spec and
+# returns one op that replaces both, or None to keep both.
 Fusion = Callable[[dict[str, Any], dict[str, Any]], Op | None]
 
 _factories: dict[str, Factory] = {}
@@ -85,15 +84,19 @@ _fusions: dict[tuple[str, str], Fusion] = {}
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
-  """Decorator that makes a factory known to specs as `name`."""
+  """Decorator that registers a factory under a name.
+
+  Raises:
+    ConfigError: another factory has the name.
+  """
 
   def decorate(factory: Factory) -> Factory:
-    known = _factories.get(name)
-    # The same function again is a reloaded module, as in a notebook.
-    if known is not None and _origin(known) != _origin(factory):
+    registered = _factories.get(name)
+    # The same function again means a reloaded module, as in a notebook.
+    if registered is not None and _origin(registered) != _origin(factory):
       raise ConfigError(
-        f"preprocessing op {name!r}: {_origin(factory)} registers a name "
-        f"that {_origin(known)} has taken."
+        f"preprocessing op {name!r}: {_origin(registered)} has already "
+        f"registered this name; rename {_origin(factory)}."
       )
     _factories[name] = factory
     return factory
@@ -102,7 +105,7 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 
 def register_fusion(first: str, second: str) -> Callable[[Fusion], Fusion]:
-  """Decorator: "first|second" may be run as one op, with equal results."""
+  """Decorator that registers a fusion of "first|second" with equal results."""
 
   def decorate(fusion: Fusion) -> Fusion:
     _fusions[first, second] = fusion
@@ -112,19 +115,23 @@ def register_fusion(first: str, second: str) -> Callable[[Fusion], Fusion]:
 
 
 def find(name: str) -> Factory:
-  """The factory that specs call `name`, or ConfigError with the nearest."""
+  """Returns the factory registered as `name`.
+
+  Raises:
+    ConfigError: no such op; the message names the nearest one.
+  """
   if name not in _factories:
     raise ConfigError(f"unknown op {name!r}.{did_you_mean(name, _factories)}")
   return _factories[name]
 
 
 def find_fusion(first: str, second: str) -> Fusion | None:
-  """The fusion of two neighbouring ops, if there is one."""
+  """Returns the fusion of two adjacent ops, or None."""
   return _fusions.get((first, second))
 
 
 def names() -> list[str]:
-  """The names of all registered ops, sorted."""
+  """Returns the names of all registered ops, sorted."""
   return sorted(_factories)
 
 
@@ -134,13 +141,13 @@ def on_feature(
   key_result: str | None = None,
   **properties: Any,
 ) -> Op:
-  """An op that maps one feature and leaves the others as they are.
+  """Makes an op that maps one feature and keeps the others.
 
   Args:
-    fn: (value of the feature, u) -> new value.
-    key: the feature.
-    key_result: where the result goes; None for back to `key`.
-    **properties: other fields of the Op, such as `draws` and `batched`.
+    fn: function (value of the feature, u) -> new value.
+    key: name of the feature.
+    key_result: name of the result; `key` by default.
+    **properties: further fields of the Op, such as `draws` and `batched`.
   """
   result = key if key_result is None else key_result
 
@@ -151,32 +158,32 @@ def on_feature(
 
 
 def compose(ops: Sequence[Op]) -> Op:
-  """One op that runs `ops` in their order.
+  """Makes one op that runs `ops` in order.
 
-  It takes the draws of all of them, the first op's first, and runs on numpy,
-  or on batches, if all of them do. Composing no ops gives the identity.
+  It takes the draws of all ops, concatenated in order. It runs on numpy arrays,
+  or on batches, if all ops do. Composing no ops gives the identity.
   """
   ops = tuple(ops)
-  cuts = [0]
+  ends = [0]
   for op in ops:
-    cuts.append(cuts[-1] + op.draws)
-  parts = [
+    ends.append(ends[-1] + op.draws)
+  calls = [
     (op.fn, slice(start, stop), op)
-    for op, start, stop in zip(ops, cuts[:-1], cuts[1:])
+    for op, start, stop in zip(ops, ends[:-1], ends[1:])
   ]
 
   def fn(features: Features, u: Any) -> Features:
-    for call, own, op in parts:
+    for call, own_draws, op in calls:
       for key in op.reads:
         if key not in features:
-          raise missing(op.name, key, features)
-      # Slicing is the dearest thing here; ops without draws ignore u.
-      features = call(features, u[..., own] if op.draws else u)
+          raise missing_feature(op.name, key, features)
+      # Slicing dominates the cost here; ops without draws ignore u.
+      features = call(features, u[..., own_draws] if op.draws else u)
     return features
 
   return Op(
     fn,
-    draws=cuts[-1],
+    draws=ends[-1],
     tensorflow=any(op.tensorflow for op in ops),
     batched=all(op.batched for op in ops),
     reads=ops[0].reads if ops else (),
@@ -186,12 +193,15 @@ def compose(ops: Sequence[Op]) -> Op:
   )
 
 
-def missing(name: str, key: str, features: Iterable[str]) -> ConfigError:
-  """The error of op `name` that does not find feature `key`."""
-  # A feature's name is short and the list tells what went wrong: show all.
-  there = ", ".join(sorted(features)) or "none"
+def missing_feature(
+  name: str, key: str, features: Iterable[str]
+) -> ConfigError:
+  """Returns the error of op `name` if feature `key` is missing."""
+  # Names of features are short, and the full list shows the mistake.
+  available = ", ".join(sorted(features)) or "none"
   return ConfigError(
-    f"preprocessing op {name!r} needs the feature {key!r}; there are: {there}."
+    f"preprocessing op {name!r} needs the feature {key!r}; there are: "
+    f"{available}."
   )
 
 

@@ -1,13 +1,12 @@
-"""Tokenizers: from text to numbers and back.
+"""Tokenizers: from text to ids and back.
 
-  get("bytes")                   no file: one id for each byte of UTF-8
+  get("bytes")                   one id per byte of UTF-8, needs no file
   get("c4.model")                a SentencePiece model
-  get("tokenizer.json")          of Hugging Face's `tokenizers`
-  get("some/published/model")    a folder with one of the two
+  get("tokenizer.json")          a file of Hugging Face's `tokenizers`
+  get("some/published/model")    a folder with one of these files
 
-Only the ids of text come out of `encode`: whatever begins, ends or pads a
-sequence is added by whoever knows the task. Words of a caption that look like
-such a token, as "</s>" does, are plain text.
+`encode` returns only the ids of the text; the caller adds beginning, end and
+padding. Text that spells a special token, such as "</s>", is plain text.
 """
 
 import dataclasses
@@ -20,14 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
 
 _BYTES_PAD, _BYTES_BOS, _BYTES_EOS, _FIRST_BYTE = 0, 1, 2, 3
 
-# What a folder of a published model may call its tokenizer, best first.
+# Names of tokenizers in folders of published models, in order of preference.
 _NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
-# Hugging Face's files need not say which token ends a text. Where none of them
-# does, these are what published tokenizers call it, if it is there.
+# Hugging Face's files may leave out which token ends a text. Then the first of
+# these common names that is in the vocabulary is used.
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
 _BOS_NAMES = ("<s>", "<bos>", "<|startoftext|>", "<|begin_of_text|>", "[CLS]")
 _EOS_NAMES = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[SEP]")
@@ -35,16 +35,15 @@ _EOS_NAMES = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[SEP]")
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-  """Maps text to ids [0, vocab_size) and back. Threads may share one.
+  """Maps text to ids [0, vocab_size) and back. Thread-safe.
 
   Attributes:
-    name: what `get` was asked for.
-    vocab_size: one more than the largest id.
-    pad_id: fills sequences up; None where the tokenizer has no such token,
-      and so with the next two.
-    bos_id: begins a sequence.
-    eos_id: ends one.
-    special_ids: ids that stand for no text.
+    name: argument of `get`.
+    vocab_size: largest id + 1.
+    pad_id: id of the padding; None if the tokenizer has no such token.
+    bos_id: id of the beginning of sequence, or None.
+    eos_id: id of the end of sequence, or None.
+    special_ids: ids that are not text.
   """
 
   name: str
@@ -60,39 +59,39 @@ class Tokenizer:
   _digest: str = dataclasses.field(repr=False)
 
   def encode(self, text: str) -> np.ndarray:
-    """int32 [n] ids of a text, without any that begin or end it."""
+    """Returns the ids of a text, int32 [n], without beginning and end."""
     return np.asarray(self._encode(text), np.int32)
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of ids.
+    """Returns the text of ids.
 
-    Those that stand for none are left out: padding, begin and end, and numbers
-    that a model with a larger vocabulary may give but that are no ids here.
+    Special ids are left out, and so are ids beyond the vocabulary, which a
+    model with a larger vocabulary may produce.
     """
-    # Python's own integers are what the libraries take.
+    # The libraries take only Python integers.
     ids = [int(i) for i in np.asarray(ids).ravel()]
     return self._decode(
       [i for i in ids if 0 <= i < self.vocab_size and i not in self.special_ids]
     )
 
   def fingerprint(self) -> str:
-    """Changes with the content of the file, not with where it lies."""
+    """Returns a hash of the content and the special ids, not of the path."""
     parts = (self._digest, self.pad_id, self.bos_id, self.eos_id)
     text = "\0".join(map(str, parts))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def get(spec: str) -> Tokenizer:
-  """The tokenizer that `spec` names; the same object while the file is.
+  """Returns a tokenizer, cached until its file changes.
 
   Args:
     spec: "bytes", or the path of a SentencePiece model, of a Hugging Face
-      tokenizer.json, or of a folder with one of them. What a file is, its
-      content says.
+      tokenizer.json, or of a folder with one of these. The format is detected
+      from the content.
 
   Raises:
-    ConfigError: no such file, one that is no tokenizer, or the package that
-      reads it is not installed.
+    ConfigError: no such file, not a tokenizer, or the package that reads it is
+      not installed.
   """
   if not isinstance(spec, str) or not spec:
     raise ConfigError(
@@ -100,27 +99,29 @@ def get(spec: str) -> Tokenizer:
     )
   if spec == "bytes":
     return _bytes()
-  path = _find(os.path.expanduser(spec))
+  path = _find(spec)
   stat = os.stat(path)
   return _load(spec, path, stat.st_size, stat.st_mtime_ns)
 
 
-def _find(path: str) -> str:
+def _find(spec: str) -> str:
+  """Returns the absolute path of a tokenizer's file."""
+  path = paths.absolute(spec)
   if os.path.isdir(path):
     for name in _NAMES:
       if os.path.isfile(os.path.join(path, name)):
         return os.path.join(path, name)
     raise ConfigError(
-      f"tokenizer {path!r}: the folder has none of {', '.join(_NAMES)}."
+      f"tokenizer {spec!r}: the folder has none of {', '.join(_NAMES)}."
     )
   if os.path.isfile(path):
     return path
   folder, name = os.path.split(path)
-  if folder and not os.path.isdir(folder):
-    raise ConfigError(f"tokenizer {path!r}: there is no folder {folder!r}.")
-  there = os.listdir(folder or ".") + ([] if folder else ["bytes"])
+  if not os.path.isdir(folder):
+    raise ConfigError(f"tokenizer {spec!r}: there is no folder {folder!r}.")
+  there = os.listdir(folder) + ["bytes"] * (os.sep not in spec)
   raise ConfigError(
-    f"tokenizer {path!r}: no such file.{did_you_mean(name, there)}"
+    f"tokenizer {spec!r}: no such file.{did_you_mean(name, there)}"
   )
 
 
@@ -128,7 +129,7 @@ def _find(path: str) -> str:
 def _bytes() -> Tokenizer:
   def decode(ids: list[int]) -> str:
     raw = bytes(i - _FIRST_BYTE for i in ids)
-    # A model may write what is no UTF-8, or be cut short within a character.
+    # A model may generate invalid UTF-8, or stop within a character.
     return raw.decode("utf-8", "replace")
 
   return Tokenizer(
@@ -145,13 +146,13 @@ def _bytes() -> Tokenizer:
 
 
 def byte_ids(raw: bytes) -> np.ndarray:
-  """int32 [n]: the ids that the tokenizer "bytes" gives these bytes."""
+  """Returns the ids of bytes in the tokenizer "bytes", int32 [n]."""
   return np.frombuffer(raw, np.uint8).astype(np.int32) + _FIRST_BYTE
 
 
 @functools.lru_cache(maxsize=16)
 def _load(spec: str, path: str, size: int, mtime_ns: int) -> Tokenizer:
-  """Reads a file; size and time make the cache forget one that changed."""
+  """Reads a file. Its size and time are part of the cache's key."""
   try:
     with open(path, "rb") as f:
       content = f.read()
@@ -162,7 +163,7 @@ def _load(spec: str, path: str, size: int, mtime_ns: int) -> Tokenizer:
   if content.startswith(b"version https://git-lfs"):
     raise ConfigError(
       f"tokenizer {path!r}: a git-lfs pointer, not the file itself; run "
-      "git lfs pull where it came from."
+      "git lfs pull in its repository."
     )
   digest = hashlib.sha256(content).hexdigest()
   is_json = content.lstrip().startswith((b"{", b"["))
@@ -186,10 +187,10 @@ def _sentencepiece(
     ) from e
   size = model.get_piece_size()
 
-  def known(i: int) -> int | None:
-    return i if 0 <= i < size else None  # -1 stands for none.
+  def valid(i: int) -> int | None:
+    return i if 0 <= i < size else None  # The library uses -1 for None.
 
-  pad, bos, eos = map(known, (model.pad_id(), model.bos_id(), model.eos_id()))
+  pad, bos, eos = map(valid, (model.pad_id(), model.bos_id(), model.eos_id()))
   control = {i for i in range(size) if model.is_control(i)}
   return Tokenizer(
     name=spec,
@@ -212,47 +213,47 @@ def _hugging_face(
   except ModuleNotFoundError as e:
     raise _not_installed(path, "tokenizers", e) from e
   try:
-    described = json.loads(content)
+    parsed = json.loads(content)
   except (ValueError, RecursionError) as e:
     raise ConfigError(f"tokenizer {path!r}: not valid JSON: {e}.") from e
-  if not isinstance(described, dict) or "model" not in described:
+  if not isinstance(parsed, dict) or "model" not in parsed:
     raise ConfigError(
       f"tokenizer {path!r}: JSON, but not a tokenizer.json: it has no 'model' "
-      "(a vocab.json alone does not say how text is split)."
+      "(a vocab.json alone does not define how to split text)."
     )
   try:
     model = tokenizers.Tokenizer.from_buffer(content)
-  except Exception as e:  # The library raises nothing more special.
-    told = " ".join(str(e).split())
+  except Exception as e:  # The library raises no more specific type.
+    reason = " ".join(str(e).split())
     raise ConfigError(
       f"tokenizer {path!r}: not a tokenizer.json that tokenizers "
-      f"{tokenizers.__version__} reads: {told}."
+      f"{tokenizers.__version__} reads: {reason}."
     ) from e
-  # Files come with the lengths that somebody once trained with.
+  # Files may contain the sequence lengths of the original training.
   model.no_truncation()
   model.no_padding()
   model.encode_special_tokens = True
   added = model.get_added_tokens_decoder()
   special = {i for i, token in added.items() if token.special}
-  padding = described.get("padding") or {}
-  said = _said_special_tokens(os.path.dirname(path))
+  padding = parsed.get("padding") or {}
+  declared = _declared_special_tokens(os.path.dirname(path))
   ids = {}
-  usual: dict[str, tuple[str | None, ...]] = {
+  common_names: dict[str, tuple[str | None, ...]] = {
     "pad_token": (padding.get("pad_token"), *_PAD_NAMES),
     "bos_token": _BOS_NAMES,
     "eos_token": _EOS_NAMES,
   }
-  for kind, names in usual.items():
-    if kind in said:
-      names = (said[kind],)
-    found = [model.token_to_id(name) for name in names if name]
-    ids[kind] = next((i for i in found if i is not None), None)
+  for kind, names in common_names.items():
+    if kind in declared:
+      names = (declared[kind],)
+    candidates = [model.token_to_id(name) for name in names if name]
+    ids[kind] = next((i for i in candidates if i is not None), None)
   vocab = model.get_vocab(with_added_tokens=True)
   if not vocab:
     raise ConfigError(f"tokenizer {path!r}: its vocabulary is empty.")
   return Tokenizer(
     name=spec,
-    # Ids may have gaps, so this is not their number.
+    # Ids may have gaps, so this may exceed their count.
     vocab_size=max(vocab.values()) + 1,
     pad_id=ids["pad_token"],
     bos_id=ids["bos_token"],
@@ -264,25 +265,26 @@ def _hugging_face(
   )
 
 
-def _said_special_tokens(folder: str) -> dict[str, str | None]:
-  """What the files beside a tokenizer.json say its special tokens are."""
-  said: dict[str, str | None] = {}
+def _declared_special_tokens(folder: str) -> dict[str, str | None]:
+  """Reads the special tokens from the files beside a tokenizer.json."""
+  declared: dict[str, str | None] = {}
   for name in ("special_tokens_map.json", "tokenizer_config.json"):
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
       continue
     try:
       with open(path, encoding="utf-8") as f:
-        found: Any = json.load(f)
+        content: Any = json.load(f)
     except (OSError, ValueError) as e:
       raise ConfigError(f"tokenizer: {path}: cannot be read: {e}.") from e
     for kind in ("pad_token", "bos_token", "eos_token"):
-      # A token is a string, or a dict of how it is to be matched; null means
-      # that there is none.
-      if isinstance(found, dict) and kind in found:
-        token = found[kind]
-        said[kind] = token.get("content") if isinstance(token, dict) else token
-  return said
+      # A token is a string, a dict with its "content", or null for none.
+      if isinstance(content, dict) and kind in content:
+        token = content[kind]
+        if isinstance(token, dict):
+          token = token.get("content")
+        declared[kind] = token
+  return declared
 
 
 def _not_installed(path: str, package: str, error: Exception) -> ConfigError:

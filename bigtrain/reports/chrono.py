@@ -1,23 +1,22 @@
-"""Where the time goes: accounts, throughput, MFU, time left.
+"""Accounts for a run's time: accounts, throughput, MFU, time left.
 
 Every second of a process belongs to one account:
 
-  start      until the loop begins (data, model, restoring)
-  compile    compilation, and the first step with what it brings along
+  start      before the loop begins (data, model, restoring)
+  compile    compilation, and the first step with its one-time work
   step       steps, measured by their completion on the device
-  data_wait  the loop stood still because no batch was ready
+  data_wait  the loop waited for a batch
   eval       evaluations
-  save       the loop stood still for a checkpoint
+  save       the loop waited for a checkpoint
 
-and a run that was restarted has two more:
+A restarted run has two more:
 
-  lost       steps since the last checkpoint, which had to be made again
-  down       between the last sign of life and the new start; the devices are
-             not this run's then, so it is no part of `device_hours`
+  lost       steps after the last checkpoint, which the run had to repeat
+  down       from the last sign of life to the new start; the run holds no
+             devices then, so `device_hours` leaves it out
 
-The loop says when something begins and ends; the moment at which a step is
-done on the device is noted by a thread that waits for it. Nothing here knows
-jax, but for the function that asks for memory.
+The loop marks the beginning and end of each phase. A thread waits for a step
+and notes the time when the device completes it. Only `memory_bytes` uses jax.
 """
 
 import collections
@@ -43,13 +42,13 @@ ACCOUNTS = (
   "lost",
   "down",
 )
-# Steps go at a steady rate, so that a few rows say how fast; the mean of a
-# whole run would remember a slow beginning for hours.
+# The rate of the last few rows predicts the time left; the mean of the whole
+# run would include a slow beginning for hours.
 _ROWS_FOR_ETA = 20
 
 
 class Chrono:
-  """Time accounts of one process, carried on over restarts by `state`.
+  """Time accounts of a run; `state` and `restore` carry them over restarts.
 
   The loop calls, in this order (s is the number of updates so far):
 
@@ -58,7 +57,7 @@ class Chrono:
     with chrono.account("compile"): ...               # If ahead of time.
     chrono.start(s)                                   # The loop begins.
     chrono.data_wait(secs)                            # Each step.
-    chrono.warm(s + 1)                                # First step is done.
+    chrono.warm(s + 1)                                # First step completed.
     chrono.completes(s, array.block_until_ready)      # A row is due.
     row |= chrono.row(s)                              # Metrics are fetched.
     with chrono.account("eval"): ...                  # Wait for the step
@@ -85,19 +84,19 @@ class Chrono:
     """Starts the clock.
 
     Args:
-      batch_size: examples of a step, all devices together.
-      total_steps: length of the run's schedule, for `progress`.
-      last_step: where this run stops if earlier (`stop_at_steps`).
-      examples_per_epoch: for `epoch`, left out if None.
-      tokens_per_example: for `tokens_*`, left out if None.
-      flops_per_step: model FLOPs of a step, forward and backward, all devices
-        together (`flops.train_flops`).
-      peak_flops_per_device: `flops.peak_flops` or what the config says; `mfu`
-        is left out if this or `flops_per_step` is None.
-      num_devices: of the whole job.
-      clock: seconds that never jump.
-      wall: Unix seconds, to measure across restarts.
-      memory: names and values of memory figures; `memory_bytes` if None.
+      batch_size: examples per step, over all devices.
+      total_steps: length of the run's schedule in steps, for `progress`.
+      last_step: last step of this run if earlier (`stop_at_steps`).
+      examples_per_epoch: for `epoch`; without it rows have no `epoch`.
+      tokens_per_example: for `tokens_*`; without it rows have none of these.
+      flops_per_step: model FLOPs of a step, forward and backward, over all
+        devices (`flops.train_flops`).
+      peak_flops_per_device: FLOP/s, of `flops.peak_flops` or the config; rows
+        have no `mfu` if this or `flops_per_step` is None.
+      num_devices: number of devices of the whole job.
+      clock: returns monotonic seconds.
+      wall: returns Unix time in seconds, to measure across restarts.
+      memory: returns memory figures by name; `memory_bytes` if None.
     """
     self._batch_size = batch_size
     self._total_steps = total_steps
@@ -111,50 +110,50 @@ class Chrono:
     self._memory = memory or memory_bytes
 
     self._born, self._born_wall = clock(), wall()
-    self._mark = self._born  # Up to here all time is in the accounts.
-    self._base = "start"  # Account of what no span claims.
+    self._mark = self._born  # All time before this is in the accounts.
+    self._base = "start"  # Account for time outside of all spans.
     self._accounts = dict.fromkeys(ACCOUNTS, 0.0)
     self._spans: list[tuple[str, float, float]] = []  # Since the mark.
-    self._open: list[str] = []  # Nested `account`s.
+    self._open: list[str] = []  # Nested `account` contexts.
     self._open_since = 0.0
 
-    self._step: int | None = None  # Of the last row, or of the warm-up's end.
+    self._step: int | None = None  # Of the last row, or the warm-up's end.
     self._recent: collections.deque[tuple[int, float]] = collections.deque(
       maxlen=_ROWS_FOR_ETA
     )
-    self._done: dict[int, concurrent.futures.Future[float]] = {}
+    self._completions: dict[int, concurrent.futures.Future[float]] = {}
     self._first_row = True
-    self._compile_before = 0.0  # In former processes of this run.
+    self._compile_before = 0.0  # In earlier processes of this run.
     self._stall_secs = 0.0
     self._write_secs: float | None = None
     self._device_secs_before = 0.0
     self._restarts = 0
 
-  # What the loop tells.
+  # Events of the loop.
 
   def start(self, step: int) -> None:
-    """The loop begins after `step` updates (0, or those of a checkpoint)."""
-    self._settle(self._clock())
+    """Marks the beginning of the loop, after `step` updates."""
+    self._book(self._clock())
     self._base = "compile"
     self._step = step
 
   def warm(self, step: int, now: float | None = None) -> None:
-    """The first step of this process is done on the device.
+    """Marks the completion of this process's first step on the device.
 
-    Until here time counts as `compile`; throughput is measured from here.
+    Time before this counts as `compile`; throughput is measured from here.
 
     Args:
       step: number of updates so far.
-      now: when that was, if not just now.
+      now: time of the completion, in seconds of `clock`; now if None.
     """
-    self._settle(self._clock() if now is None else now)
+    self._book(self._clock() if now is None else now)
     self._base = "step"
     self._step = step
 
   def data_wait(self, secs: float) -> None:
-    """The loop has just waited `secs` for a batch.
+    """Records that the loop has just waited `secs` seconds for a batch.
 
-    Inside of an `account` this is a part of that account.
+    Inside of an `account` the wait counts as part of that account.
     """
     if not self._open:
       now = self._clock()
@@ -162,13 +161,18 @@ class Chrono:
 
   @contextlib.contextmanager
   def account(self, name: str) -> Iterator[None]:
-    """Puts the time inside into account `name`; the inner of two wins.
+    """Puts the time inside the context into account `name`.
 
-    Steps that were dispatched but are not done would be taken for a part of
-    an evaluation or a save: wait for the last one before.
+    Of nested contexts the inner one counts. Wait for the last dispatched step
+    before an evaluation or a save: otherwise its time counts as theirs.
+
+    Raises:
+      ValueError: unknown account.
     """
     if name not in ACCOUNTS:
-      raise ValueError(f"account {name!r}: there are {', '.join(ACCOUNTS)}")
+      raise ValueError(
+        f"account {name!r}: unknown; the accounts are {', '.join(ACCOUNTS)}"
+      )
     self._switch(push=name)
     try:
       yield
@@ -185,52 +189,54 @@ class Chrono:
       self._open.append(push)
     self._open_since = now
 
-  def ckpt_written(self, secs: float) -> None:
-    """A checkpoint has been written in `secs`, in the background or not."""
+  def ckpt_written(self, secs: float | None) -> None:
+    """Records the seconds that a checkpoint's write took; None for no write."""
+    if secs is None:
+      return
     self._write_secs = (self._write_secs or 0.0) + secs
 
   def completes(self, step: int, wait: Callable[[], Any]) -> None:
-    """The row of `step` ends when the device is done with it.
+    """Notes when the device completes `step`; `row` then ends at that time.
 
     Args:
       step: number of updates so far.
-      wait: returns then; called on a thread, so that the loop goes on. What it
-        raises is raised by `row`.
+      wait: blocks until the completion. It is called in a thread, so the loop
+        goes on; `row` raises its exceptions.
     """
-    done: concurrent.futures.Future[float] = concurrent.futures.Future()
-    self._done[step] = done
+    completion: concurrent.futures.Future[float] = concurrent.futures.Future()
+    self._completions[step] = completion
 
     def note() -> None:
       try:
         wait()
       except Exception as e:
-        done.set_exception(e)
+        completion.set_exception(e)
       else:
-        done.set_result(self._clock())
+        completion.set_result(self._clock())
 
     name = f"completion of step {step}"
     threading.Thread(target=note, name=name, daemon=True).start()
 
-  # What the loop asks for.
+  # Results for the loop.
 
   def row(self, step: int, now: float | None = None) -> dict[str, float]:
-    """Figures for the row of `step`, since the row before.
+    """Returns the figures for the row of `step`, since the previous row.
 
     Args:
       step: number of updates so far.
-      now: when this step's metrics were ready; unless given, what `completes`
-        saw, else just now. What the loop has done since then counts for the
-        next row.
+      now: completion time of the step, in seconds of `clock`. By default the
+        time that `completes` noted, else now. Later time counts for the next
+        row.
 
     Returns:
-      Name to number, names as in the design; without the rates if no step was
-      measured yet, and without what is not known.
+      {name: value}, with the names of docs/config.md. Unknown figures are left
+      out, and so are the rates before a step was measured.
     """
     if now is None:
-      done = self._done.pop(step, None)
-      now = done.result() if done else self._clock()
+      completion = self._completions.pop(step, None)
+      now = completion.result() if completion else self._clock()
     warm = self._base == "step"
-    spent = self._settle(now)
+    spent = self._book(now)
     if not warm:
       self._base = "step"
     steps = step - (self._step or 0) if warm else 0
@@ -255,17 +261,17 @@ class Chrono:
     return row | self._memory() | self._totals(now)
 
   def summary(self) -> dict[str, float]:
-    """The accounts up to now, for the last row, after the last evaluation."""
-    self._settle(self._clock())
+    """Returns the totals up to now, for the last row of the run."""
+    self._book(self._clock())
     return self._totals(self._mark)
 
   def accounts(self) -> dict[str, float]:
-    """Seconds in each account up to now, former processes included."""
+    """Returns the seconds in each account, earlier processes included."""
     spent = self._split(self._clock())[0]
     return {name: self._accounts[name] + spent[name] for name in ACCOUNTS}
 
   def state(self) -> dict[str, Any]:
-    """What `restore` needs after a restart; JSON."""
+    """Returns the state that `restore` takes after a restart, as JSON."""
     return {
       "accounts": self.accounts(),
       "device_secs": self._device_secs(self._clock()),
@@ -275,16 +281,19 @@ class Chrono:
     }
 
   def restore(
-    self, state: dict[str, Any], last_alive: float | None = None
+    self, state: dict[str, Any] | None, last_alive: float | None = None
   ) -> None:
-    """Goes on with the accounts of the process that saved `state`.
+    """Continues the accounts of the process that saved `state`.
 
     Args:
-      state: of `state`, saved with the checkpoint that this process resumes.
-      last_alive: Unix seconds of the last sign of life of the processes
-        before, such as `Writers.last_alive`; what they did after saving is
-        lost, and counted so.
+      state: result of `state`, saved with the checkpoint that is resumed; None
+        for a new clock.
+      last_alive: Unix time in seconds of the last sign of life of earlier
+        processes, such as `Writers.last_alive`. Time from saving to then
+        counts as `lost`.
     """
+    if state is None:
+      return
     saved = min(state["wall_secs"], self._born_wall)
     alive = saved if last_alive is None else last_alive
     alive = min(max(alive, saved), self._born_wall)
@@ -324,7 +333,7 @@ class Chrono:
     return rates
 
   def _eta(self, step: int) -> float:
-    """Seconds left; pauses are taken to go on as often as until now."""
+    """Returns the seconds left, pauses included at their rate so far."""
     steps = sum(n for n, _ in self._recent)
     step_secs = sum(secs for _, secs in self._recent) / steps
     busy = self._accounts["step"] + self._accounts["data_wait"]
@@ -347,8 +356,8 @@ class Chrono:
   def _device_secs(self, now: float) -> float:
     return self._device_secs_before + (now - self._born) * self._num_devices
 
-  def _settle(self, now: float) -> dict[str, float]:
-    """Books all time up to `now`; returns what that adds to each account."""
+  def _book(self, now: float) -> dict[str, float]:
+    """Adds the time up to `now` to the accounts; returns what it added."""
     now = max(now, self._mark)
     spent, self._spans = self._split(now)
     for name, secs in spent.items():
@@ -362,7 +371,7 @@ class Chrono:
   def _split(
     self, now: float
   ) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
-    """Seconds by account from the mark to `now`, and the spans after it."""
+    """Returns seconds by account from the mark to `now`, and later spans."""
     spent = dict.fromkeys(ACCOUNTS, 0.0)
     later = []
     spans = list(self._spans)
@@ -378,10 +387,10 @@ class Chrono:
 
 
 def memory_bytes() -> dict[str, int]:
-  """`host_rss_bytes` and, where the backend tells, `device_peak_bytes`.
+  """Returns `host_rss_bytes` and, if the backend has it, `device_peak_bytes`.
 
-  The first is the resident memory of this process, the second the largest
-  peak among this host's devices since the process began.
+  The first is the resident memory of this process, the second the largest peak
+  of this host's devices since the process began.
   """
   import jax
 
@@ -397,6 +406,6 @@ def _rss_bytes() -> int:
   try:
     with open("/proc/self/statm") as f:
       return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-  except FileNotFoundError:  # No Linux: the peak is the nearest there is.
+  except FileNotFoundError:  # Not Linux: only the peak is available.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,8 +1,8 @@
-"""What a person sees: a progress bar on a terminal, plain lines elsewhere.
+"""Shows progress: a progress bar on a terminal, plain lines elsewhere.
 
-The bar stays on the last line of the terminal and says what the program is
-doing, how far it is, the loss, the speed and the time left. Log messages and
-prints go above it. A log file gets one line a row instead, through absl.
+The bar stays on the last line of the terminal and shows the current phase, the
+step, the loss, the speed and the time left. Log messages and prints appear
+above it. A log file gets one line per row instead, through absl.
 """
 
 import atexit
@@ -17,8 +17,8 @@ from typing import Any
 
 from absl import logging
 
-# The program's own figures in a training row. They have a place of their own,
-# or none, where what else a row has, the task's metrics, is shown by name.
+# Names in a training row that the program adds itself. All other names are the
+# task's metrics, which are shown by name.
 FIGURES = frozenset(
   {
     "step",
@@ -54,15 +54,15 @@ FIGURES = frozenset(
     "restarts",
   }
 )
-_MOST_METRICS = 5  # Of a training row.
-_MOST_RESULTS = 12  # Of an evaluation row.
+_MAX_METRICS = 5  # Shown of a training row.
+_MAX_RESULTS = 12  # Shown of an evaluation row.
 _REFRESHES_PER_SEC = 4
 
 
 class Console:
-  """Shows progress on standard error; nothing is shown before the first call.
+  """Shows progress on standard error, from the first call of a method on.
 
-  All methods return at once and may be called from any thread.
+  All methods are thread-safe and return at once.
   """
 
   def __init__(
@@ -72,13 +72,13 @@ class Console:
     process_index: int = 0,
     bar: bool | None = None,
   ):
-    """Decides how to show progress.
+    """Chooses between a bar and plain lines.
 
     Args:
-      total_steps: length of the run.
-      process_index: only process 0 shows anything.
-      bar: whether to show a bar; None for where standard error is a terminal
-        that can move its cursor.
+      total_steps: length of the run in steps.
+      process_index: index of this process; only process 0 shows anything.
+      bar: whether to show a bar; None shows one if standard error is a
+        terminal that can move its cursor.
     """
     self._total_steps = total_steps
     self._silent = process_index != 0
@@ -91,28 +91,28 @@ class Console:
     self._status = ""
 
   def status(self, text: str) -> None:
-    """Says what the program does now: "compiling", "evaluating val"."""
+    """Shows the current phase, such as "compiling" or "evaluating val"."""
     if self._silent or text == self._status:
       return
     self._status = text
     bar = self._shown_bar()
     if bar:
       bar.status, bar.part = text, None
-    elif text != "training":  # The rows say so.
+    elif text != "training":  # The rows show that.
       logging.info("%s", text)
 
   def evaluation_progress(self, done: int, total: int) -> None:
-    """Says how many batches of what `status` names are done."""
+    """Shows the number of finished batches of the current evaluation."""
     if bar := self._shown_bar():
       bar.part = (done, total)
 
   def step(self, step: int) -> None:
-    """Says how many updates there are so far."""
+    """Shows the number of updates so far."""
     if bar := self._shown_bar():
       bar.step = step
 
   def row(self, row: Mapping[str, Any]) -> None:
-    """Shows a row of metrics, of training or of evaluations."""
+    """Shows a row of training metrics or evaluation results."""
     if self._silent:
       return
     bar = self._shown_bar()
@@ -128,7 +128,7 @@ class Console:
         logging.info("%s", line)
 
   def close(self) -> None:
-    """Leaves the last state of the bar and the terminal as it was."""
+    """Stops the bar, leaves its last state, and restores the terminal."""
     with self._lock:
       self._closed = True
       if self._bar:
@@ -142,14 +142,14 @@ class Console:
       if self._bar is None and not self._closed:
         try:
           self._bar = _Bar(self._total_steps)
-        except Exception as e:  # A terminal of another kind than rich knows.
+        except Exception as e:  # A terminal that rich does not support.
           self._wants_bar = False
           logging.error("No progress bar: %s: %s", type(e).__name__, e)
       return self._bar
 
 
 class _Bar:
-  """A line that rich redraws; its fields may be set from any thread."""
+  """A line that rich redraws; its fields can be set from any thread."""
 
   def __init__(self, total_steps: int):
     import rich.console
@@ -157,7 +157,7 @@ class _Bar:
 
     self.status = "starting"
     self.step = 0
-    self.part: tuple[int, int] | None = None  # Done and total of `status`.
+    self.part: tuple[int, int] | None = None  # Batches: done, total.
     self._total = total_steps
     self._figures: list[str] = []
     self._eta_secs: float | None = None
@@ -168,15 +168,15 @@ class _Bar:
       console=self._console,
       get_renderable=self._draw,
       refresh_per_second=_REFRESHES_PER_SEC,
-      # Output that goes into a file or a pipe does not belong here.
+      # Output to a file or a pipe must not go to the terminal.
       redirect_stdout=sys.stdout.isatty(),
     )
     self._live.start()
-    # rich hides the cursor; a process that is killed could not show it again.
+    # rich hides the cursor; a killed process could not show it again.
     self._console.show_cursor(True)
     atexit.register(self.stop)
-    # Handlers keep the stream they were made with: rich's redirection of
-    # sys.stderr alone would let them write into the bar.
+    # Handlers keep the stream they were created with, so they would write into
+    # the bar although rich has redirected sys.stderr.
     self._streams = [
       (handler, handler.setStream(sys.stderr))
       for handler in _terminal_handlers()
@@ -193,7 +193,7 @@ class _Bar:
     self._console.print(line, markup=False, highlight=False)
 
   def take(self, row: Mapping[str, Any]) -> None:
-    """Keeps what the bar shows of a training row."""
+    """Stores the figures of a training row that the bar shows."""
     figures = [f"loss {number(row['loss'])}"] if "loss" in row else []
     self._figures = figures + _speed(row)
     self._eta_secs = row.get("eta_secs")
@@ -211,7 +211,7 @@ class _Bar:
     if self.part:
       status += f" {self.part[0]}/{self.part[1]}"
     share = step / self._total if self._total else 1.0
-    # Least important last: narrow terminals lose those.
+    # The least important come last: narrow terminals drop them.
     texts = [status, f"{step}/{self._total} {share:.0%}", *self._figures]
     if self._eta_secs is not None:
       passed = time.monotonic() - self._row_time
@@ -233,25 +233,25 @@ class _Bar:
 
 
 def _terminal_handlers() -> list[Any]:
-  """Log handlers that write to the terminal which the bar is on."""
+  """Returns the log handlers that write to standard output or error."""
   absl_handler = logging.get_absl_handler()
   handlers = {
     *python_logging.root.handlers,
     *logging.get_absl_logger().handlers,
   }
-  # absl's own handler hands on to another, which has the stream.
+  # absl's own handler delegates to another one, which holds the stream.
   handlers = {*(handlers - {absl_handler}), absl_handler.python_handler}
   streams = (sys.__stderr__, sys.__stdout__)
   return [h for h in handlers if getattr(h, "stream", None) in streams]
 
 
 def is_training_row(row: Mapping[str, Any]) -> bool:
-  """Whether a row is the loop's own, and not one of evaluations alone."""
+  """Returns whether a row has training metrics."""
   return "loss" in row or "examples_seen" in row
 
 
 def training_line(row: Mapping[str, Any], total_steps: int) -> str:
-  """One short line: step, loss, metrics, learning rate, speed, time left.
+  """Formats a row: step, loss, metrics, learning rate, speed, time left.
 
   >>> row = {"step": 100, "loss": 1.234, "lr": 1e-3, "eta_secs": 80}
   >>> training_line(row, 1200)
@@ -264,7 +264,7 @@ def training_line(row: Mapping[str, Any], total_steps: int) -> str:
   ]
   names.sort(key=lambda name: name != "loss")
   words = [_at(row["step"], total_steps)]
-  words += [f"{name} {number(row[name])}" for name in names[:_MOST_METRICS]]
+  words += [f"{name} {number(row[name])}" for name in names[:_MAX_METRICS]]
   if "lr" in row:
     words.append(f"lr {number(row['lr'])}")
   words += _speed(row)
@@ -276,7 +276,7 @@ def training_line(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:
-  """One short line of results; empty if the row has none.
+  """Formats the results in a row; empty if the row has none.
 
   >>> evaluation_line({"step": 50, "val/acc": 0.975}, 100)
   'step 50/100 (50.0%) val/acc 0.975'
@@ -288,14 +288,14 @@ def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:
   ]
   if not results:
     return ""
-  if len(results) > _MOST_RESULTS:
-    more = len(results) - _MOST_RESULTS
-    results = [*results[:_MOST_RESULTS], f"and {more} more"]
+  if len(results) > _MAX_RESULTS:
+    more = len(results) - _MAX_RESULTS
+    results = [*results[:_MAX_RESULTS], f"and {more} more"]
   return " ".join([_at(row["step"], total_steps), *results])
 
 
 def number(value: float) -> str:
-  """A number with four digits, as short as it goes.
+  """Formats a number with four significant digits, as short as possible.
 
   >>> [number(x) for x in (0.001, 0.00032, 0.12345, 8123.4, 12)]
   ['1e-3', '3.2e-4', '0.1235', '8,123', '12']
@@ -311,7 +311,7 @@ def number(value: float) -> str:
 
 
 def duration(secs: float) -> str:
-  """Seconds as a person says them.
+  """Formats seconds for a reader.
 
   >>> [duration(s) for s in (7.4, 80, 3725, 100000)]
   ['7s', '1m20s', '1h02m', '1d03h']
@@ -332,9 +332,9 @@ def _at(step: int, total_steps: int) -> str:
 
 
 def _speed(row: Mapping[str, Any]) -> list[str]:
-  for what in ("tokens", "examples"):
-    if f"{what}_per_sec" in row:
-      return [f"{number(row[f'{what}_per_sec'])} {what}/s"]
+  for unit in ("tokens", "examples"):
+    if f"{unit}_per_sec" in row:
+      return [f"{number(row[f'{unit}_per_sec'])} {unit}/s"]
   return []
 
 

@@ -1,18 +1,18 @@
-"""Model FLOPs counted from a function's jaxpr, and the peak of each device.
+"""Counts model FLOPs of a function's jaxpr, and lists the devices' peaks.
 
-What is counted: multiplications and additions of matrix products,
-convolutions and attention, a multiply-add as 2. Elementwise work, reductions,
-softmax, normalisation and look-ups are not: published model FLOPs leave them
-out as well, and matrix units do not run them. A scan counts as often as it
-runs, `remat` changes nothing in a forward pass, and causal attention counts
-as the full square, as most papers do.
+Counted are the multiplications and additions of matrix products, convolutions
+and attention; a multiply-add counts as 2. Elementwise work, reductions,
+softmax, normalisation and look-ups are not counted: published model FLOPs leave
+them out, and matrix units do not run them. The body of a scan counts once per
+iteration, `remat` changes nothing in a forward pass, and causal attention
+counts as the full square, as in most papers.
 
 MFU (model FLOPs utilisation, PaLM, https://arxiv.org/abs/2204.02311) is
 
-  3 x forward FLOPs x steps / (seconds x devices x peak FLOPs of a device)
+  3 x forward FLOPs x steps / (seconds x devices x peak FLOP/s of a device)
 
-where 3 stands for one forward and two products per product backward: it
-assumes that every parameter is trained.
+The factor 3 is one product forward and two backward; it assumes that every
+parameter is trained.
 """
 
 import math
@@ -24,43 +24,45 @@ import jax
 from absl import logging
 from jax.extend import core as jex_core
 
+from bigtrain.settings import Config
+
 
 def forward_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-  """FLOPs of one call of `fn`, traced but neither compiled nor run.
+  """Counts the FLOPs of one call of `fn`; traces it without compiling.
 
   Args:
     fn: a function that jax can trace; jitted or not.
-    *args: arrays or jax.ShapeDtypeStructs, global shapes (or trees of them).
-    **kwargs: the same by name. What is not an array belongs into a closure.
+    *args: arrays or jax.ShapeDtypeStructs of global shapes, or trees of them.
+    **kwargs: the same by name; put other values into a closure.
 
   Returns:
-    FLOPs of all devices together.
+    FLOPs over all devices.
   """
   closed = jax.make_jaxpr(fn)(*args, **kwargs)
   return jaxpr_flops(closed.jaxpr)
 
 
 def train_flops(forward: int) -> int:
-  """FLOPs of forward and backward pass: three times the forward pass."""
+  """Returns the FLOPs of forward and backward pass: three times `forward`."""
   return 3 * forward
 
 
 def mfu(
   flops_per_step: float, step_secs: float, num_devices: int, peak: float
 ) -> float:
-  """Share of the devices' peak that the model's own FLOPs make up.
+  """Returns the model FLOPs utilisation, a fraction of the devices' peak.
 
   Args:
-    flops_per_step: model FLOPs of a step, all devices (see `train_flops`).
-    step_secs: seconds a step takes.
-    num_devices: how many devices share the step.
-    peak: FLOP/s of one device (see `peak_flops`).
+    flops_per_step: model FLOPs of a step over all devices (`train_flops`).
+    step_secs: seconds per step.
+    num_devices: number of devices.
+    peak: peak FLOP/s of one device (`peak_flops`).
   """
   return flops_per_step / (step_secs * num_devices * peak)
 
 
 def jaxpr_flops(jaxpr: Any) -> int:
-  """FLOPs of a jaxpr (open or closed), nested ones included."""
+  """Counts the FLOPs of an open or closed jaxpr, nested jaxprs included."""
   jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
   return sum(_eqn_flops(eqn) for eqn in jaxpr.eqns)
 
@@ -69,7 +71,7 @@ def _eqn_flops(eqn: Any) -> int:
   name, params = eqn.primitive.name, eqn.params
   if name in _COUNTS:
     return _COUNTS[name](eqn)
-  if name == "cond":  # One branch runs; which one is not known: the largest.
+  if name == "cond":  # One branch runs; count the largest.
     return max(jaxpr_flops(branch) for branch in params["branches"])
   inner = sum(jaxpr_flops(j) for j in _nested(params))
   if not inner:
@@ -79,7 +81,7 @@ def _eqn_flops(eqn: Any) -> int:
   if name == "while":
     logging.warning(
       "FLOPs: a while loop runs an unknown number of times; its body "
-      "(%d FLOPs) counts once.",
+      "(%d FLOPs) is counted once.",
       inner,
     )
   elif name == "shard_map":
@@ -90,7 +92,7 @@ def _eqn_flops(eqn: Any) -> int:
 
 
 def _nested(params: dict[str, Any]) -> Iterator[Any]:
-  """Jaxprs among an equation's parameters (jit, remat, custom_vjp, ...)."""
+  """Yields the jaxprs in an equation's parameters (jit, remat, ...)."""
   kinds = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
   for value in params.values():
     if isinstance(value, kinds):
@@ -100,10 +102,10 @@ def _nested(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def _num_shards(params: dict[str, Any]) -> int:
-  """How many different pieces of work a shard_map's body stands for.
+  """Returns the number of distinct shards that a shard_map computes.
 
-  The body has the shapes of one shard. Along a mesh axis that no input is
-  split over, the shards repeat the same work, which counts once.
+  The body has the shapes of one shard. Along a mesh axis over which no input is
+  split the shards repeat the same work, which is counted once.
   """
   axes = set()
   for spec in params["in_specs"]:
@@ -116,7 +118,9 @@ def _num_shards(params: dict[str, Any]) -> int:
 def _grid_size(grid: tuple[Any, ...]) -> int:
   if all(isinstance(n, int) for n in grid):
     return math.prod(grid)
-  logging.warning("FLOPs: a Pallas kernel's grid is dynamic; it counts once.")
+  logging.warning(
+    "FLOPs: a Pallas kernel has a dynamic grid; it is counted once."
+  )
   return 1
 
 
@@ -132,7 +136,7 @@ def _dot_general(eqn: Any) -> int:
 
 
 def _ragged_dot(eqn: Any) -> int:
-  """Each row of the left side meets one group of the right side."""
+  """Each row of the left side is multiplied with one group of the right."""
   numbers = eqn.params["ragged_dot_dimension_numbers"]
   (_, contract), (_, batch) = numbers.dot_dimension_numbers
   shared = {*contract, *batch, *numbers.rhs_group_dimensions}
@@ -149,15 +153,14 @@ def _scaled_matmul(eqn: Any) -> int:
 def _conv(eqn: Any) -> int:
   """2 x outputs x kernel taps x input channels of a group.
 
-  Taps that fall on padding count, as in published figures; taps that fall
-  into the holes of a dilated input (transposed convolutions, gradients of
-  strided ones) do not.
+  Taps on padding count, as in published figures. Taps on the holes of a dilated
+  input (transposed convolutions, gradients of strided ones) do not.
   """
   p = eqn.params
   numbers = p["dimension_numbers"]
   rhs, out = _shape(eqn.invars[1]), _shape(eqn.outvars[0])
-  # The kernel's own input channels are those of one feature group, and the
-  # outputs' batch is already divided by batch_group_count.
+  # The kernel has the input channels of one feature group, and the output's
+  # batch is already divided by batch_group_count.
   channels = rhs[numbers.rhs_spec[1]]
   flops = 2 * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * channels
   for i, (out_dim, rhs_dim) in enumerate(
@@ -183,7 +186,7 @@ def _taps(
   lhs_dilation: int,
   rhs_dilation: int,
 ) -> int:
-  """(output, tap) pairs along one dimension that do not fall into a hole."""
+  """Counts (output, tap) pairs along one dimension, without holes."""
   if lhs_dilation == 1:
     return outputs * kernel
   return sum(
@@ -194,7 +197,7 @@ def _taps(
 
 
 def _attention(eqn: Any) -> int:
-  """Two products, q k^T and probabilities x v, as one cuDNN call."""
+  """Two products, q k^T and probabilities x v, in one cuDNN call."""
   query, value = _shape(eqn.invars[0]), _shape(eqn.invars[2])
   if eqn.params["layout"] == 0:  # [B, L, H, K]; else [B, H, L, K].
     batch, length, heads, width = query
@@ -206,7 +209,7 @@ def _attention(eqn: Any) -> int:
 
 
 def _attention_backward(eqn: Any) -> int:
-  """Four products; the fifth, scores made again, is not the model's."""
+  """Four products; the fifth recomputes the scores and is not counted."""
   return 2 * _attention(eqn)
 
 
@@ -225,12 +228,12 @@ for _name in ("dot_product_attention", "dot_product_attention_fp8"):
 
 
 # Dense FLOP/s of the matrix units in bfloat16 with float32 accumulation
-# (float16 where the device has no bfloat16), for what jax calls one device.
-# The first pattern found in the device kind wins, so narrow ones come first.
-# Data sheets that only state figures "with sparsity" are halved.
+# (float16 if the device has no bfloat16), per jax device. The first matching
+# pattern wins, so narrow patterns come first. Figures that a data sheet gives
+# only "with sparsity" are halved.
 _PEAKS: tuple[tuple[str, float], ...] = (
-  # Google Cloud TPU system architecture pages, per chip. A jax device of v2,
-  # v3 and 7x is one of a chip's two cores; of the others it is a chip.
+  # Google Cloud TPU system architecture pages, per chip. A jax device is one of
+  # a chip's two cores for v2, v3 and 7x, and a whole chip for the others.
   (r"^TPU v2", 45e12 / 2),
   (r"^TPU v3", 123e12 / 2),
   (r"^TPU v4 lite", 138e12),
@@ -239,7 +242,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
   (r"^TPU v5", 459e12),
   (r"^TPU v6( lite|e)", 918e12),
   (r"^TPU ?v?7", 2307e12 / 2),
-  # A slice of a GPU has a part of its peak, which the name does not tell.
+  # A slice of a GPU has part of its peak; the name does not give the part.
   (r"\bMIG\b", 0.0),
   # NVIDIA data sheets and architecture white papers (Blackwell: HGX/DGX).
   (r"\bB300\b", 2250e12),
@@ -274,22 +277,27 @@ _PEAKS: tuple[tuple[str, float], ...] = (
   (r"\bRTX 3090 Ti$", 80e12),
   (r"\bRTX 3090$", 71e12),
   (r"\bRTX 3080$", 59.5e12),
-  # AMD data sheets; a jax device of MI250 is one of a card's two dies.
+  # AMD data sheets. A jax device is one of the two dies of an MI250.
   (r"\bMI250X\b", 383e12 / 2),
   (r"\bMI250\b", 362.1e12 / 2),
   (r"\bMI3(00X|25X)\b", 1307.4e12),
 )
 
 
+def read_peak_flops(config: Config, device: Any) -> float | None:
+  """Reads config.peak_flops_per_device; by default, `peak_flops(device)`."""
+  return config.get("peak_flops_per_device") or peak_flops(device)
+
+
 def peak_flops(device: Any) -> float | None:
-  """Peak bfloat16 FLOP/s of a device, or None where it is not known.
+  """Returns the peak bfloat16 FLOP/s of a device, or None if it is unknown.
 
   Args:
     device: a jax.Device, or its `device_kind`.
 
   Returns:
-    FLOP/s, dense, without sparsity; None for CPUs, slices of a GPU (MIG) and
-    kinds that the table lacks: MFU is then left out.
+    Dense FLOP/s, without sparsity. None for CPUs, slices of a GPU (MIG) and
+    device kinds that the table lacks; rows then have no `mfu`.
   """
   kind = device if isinstance(device, str) else device.device_kind
   for pattern, peak in _PEAKS:

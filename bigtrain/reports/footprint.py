@@ -1,4 +1,4 @@
-"""What an update takes on each device."""
+"""Measures the memory and FLOPs of a compiled update."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,25 +17,26 @@ def measure(
   batch_spec: Any,
   run: lengths.Lengths,
 ) -> dict[str, Any]:
-  """Facts about an update, for run.json and tools.plan.
+  """Returns facts about an update, for run.json and tools.plan.
 
   Args:
-    compiled: the program, if it was compiled ahead of time.
-    update_fn: (state, tally, batch) -> (state, tally), the same, not compiled.
-    state_spec: ShapeDtypeStructs with shardings, as are the other two.
-    tally_spec: see there.
-    batch_spec: see there.
-    run: how long it is.
+    compiled: the program of the update.
+    update_fn: (state, tally, batch) -> (state, tally), the uncompiled update.
+    state_spec: ShapeDtypeStructs of the state, with shardings.
+    tally_spec: ShapeDtypeStructs of the tally, with shardings.
+    batch_spec: ShapeDtypeStructs of the batch, with shardings.
+    run: lengths of the run.
 
   Returns:
-    {} if it was not compiled; else
-    parameters, sharded_parameters: how many, and how many of them are split
-      over `fsdp`;
-    parameter_bytes: of all of them;
-    state_bytes, batch_bytes: on each device, {"params": ..., "opt": ..., ...};
-    executed_flops: of a step, all devices, with what the backward pass
-      computes again;
-    tokens_per_example, total_steps: as the run has them.
+    {} if the update was not compiled ahead of time; else
+    parameters: number of parameters;
+    sharded_parameters: number of parameters split over `fsdp`;
+    parameter_bytes: bytes of all parameters;
+    state_bytes: bytes per device, {"params": ..., "opt": ..., ...};
+    batch_bytes: bytes per device;
+    executed_flops: FLOPs of a step over all devices, recomputation included;
+    tokens_per_example: tokens per example, or None;
+    total_steps: length of the run's schedule.
   """
   if not isinstance(compiled, jax.stages.Compiled):
     return {}

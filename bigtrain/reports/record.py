@@ -1,4 +1,4 @@
-"""What a run is made of, written down: config.json and run.json."""
+"""Records the setup of a run: config.json, run.json and parameters.txt."""
 
 import collections
 import hashlib
@@ -36,18 +36,18 @@ _PACKAGES = (
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
-  """Writes JSON so that a reader sees the old file or the new one."""
+  """Writes JSON atomically: readers see the old file or the new one."""
   with paths.replacing(path) as file:
     file.write(settings.to_json(content, indent=2) + "\n")
 
 
 def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-  """A config as a file has it; what JSON cannot say is its repr."""
+  """Returns a config as read from JSON; other values become their repr."""
   return json.loads(settings.to_json(config))
 
 
 def read_json(path: str) -> dict[str, Any] | None:
-  """The content of a JSON file; None if there is no such file."""
+  """Reads a JSON file; returns None if there is no such file."""
   try:
     return json.loads(paths.read_bytes(path))
   except FileNotFoundError:
@@ -55,13 +55,13 @@ def read_json(path: str) -> dict[str, Any] | None:
 
 
 def topology(mesh: Mesh) -> str:
-  """One line about processes, their devices, and the mesh."""
+  """Describes processes, devices and mesh in one line."""
   devices = list(mesh.devices.flat)
-  each = set(collections.Counter(d.process_index for d in devices).values())
+  per_process = collections.Counter(d.process_index for d in devices)
   kinds = collections.Counter(d.device_kind for d in devices)
-  shares = " or ".join(map(str, sorted(each)))
+  counts = " or ".join(map(str, sorted(set(per_process.values()))))
   return (
-    f"{jax.process_count()} process(es) with {shares} device(s) each, "
+    f"{jax.process_count()} process(es) with {counts} device(s) each, "
     f"{', '.join(f'{n} of kind {kind!r}' for kind, n in kinds.items())}, mesh "
     f"replica={mesh.shape['replica']} x fsdp={mesh.shape['fsdp']}"
   )
@@ -73,7 +73,7 @@ def parameters(workdir: str, params: Any, trainable: Any) -> str:
   Args:
     workdir: folder of the run.
     params: tree of arrays or ShapeDtypeStructs.
-    trainable: tree of bools like it.
+    trainable: tree of bools with the structure of `params`.
   """
   from clu import parameter_overview
 
@@ -91,20 +91,20 @@ def parameters(workdir: str, params: Any, trainable: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-  """Versions of the packages that a result depends on."""
-  found = {}
+  """Returns the versions of the installed packages that affect results."""
+  installed = {}
   for name in _PACKAGES:
     try:
-      found[name] = importlib.metadata.version(name)
+      installed[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
       continue
-  return found
+  return installed
 
 
 def _git(*arguments: str) -> str:
   folder = os.path.dirname(os.path.abspath(__file__))
   try:
-    done = subprocess.run(
+    process = subprocess.run(
       ["git", "-C", folder, *arguments],
       capture_output=True,
       text=True,
@@ -112,12 +112,12 @@ def _git(*arguments: str) -> str:
       check=True,
     )
   except (OSError, subprocess.SubprocessError):
-    return ""  # Installed without git or outside of a checkout.
-  return done.stdout.strip()
+    return ""  # No git, or not a checkout.
+  return process.stdout.strip()
 
 
 def run_info(mesh: Mesh) -> dict[str, Any]:
-  """With what code, packages, devices and hosts this process runs."""
+  """Describes the code, packages, devices and host of this process."""
   device = mesh.devices.flat[0]
   return {
     "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -139,10 +139,10 @@ def run_info(mesh: Mesh) -> dict[str, Any]:
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
-  """What must be the same on all processes of a job, flat, by name.
+  """Returns {name: value} that must be equal on all processes of a job.
 
-  That is every value of the config, the package versions, and a digest of
-  this package's code (a checkout may differ without a commit).
+  These are all values of the config, the package versions and a digest of this
+  package's code, since a checkout can have uncommitted changes.
   """
   digest = hashlib.sha256()
   folder = pathlib.Path(bigtrain.__file__).parent
@@ -159,7 +159,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(workdir: str, config: Mapping[str, Any], info: Any) -> None:
-  """config.json, and a new entry in run.json, a list with one for each start.
+  """Writes config.json and adds an entry for this start to run.json.
 
   Only process 0 writes.
   """
@@ -178,7 +178,7 @@ def start(
   params: Any,
   trainable: Any,
 ) -> None:
-  """Writes what is known when a run starts; see `write` and `parameters`."""
+  """Writes all files of a run's start; see `write` and `parameters`."""
   write(workdir, config, run_info(mesh))
   total = parameters(workdir, params, trainable)
   logging.info("%s; the table is in parameters.txt.", total)
@@ -187,7 +187,7 @@ def start(
 def update(workdir: str, **facts: Any) -> None:
   """Adds facts, such as compile seconds, to the newest entry of run.json.
 
-  A fact that is a dict is added to the one that is there.
+  A dict is merged into the dict of the same name.
   """
   if jax.process_index():
     return
@@ -202,9 +202,10 @@ def update(workdir: str, **facts: Any) -> None:
 
 
 def ending(results: Mapping[str, Any], workdir: str) -> str:
-  """What a person wants to read last: the results, and where things are."""
+  """Returns the final message of a run: its results and its files."""
   if results.keys() == {"step"}:  # Nothing was trained or evaluated.
-    return f"Compiled; {os.path.join(workdir, 'run.json')} says what it takes."
+    path = os.path.join(workdir, "run.json")
+    return f"Compiled; {path} has its memory and FLOPs."
   lines = [f"Finished at step {results['step']}."]
   shown = {k: v for k, v in results.items() if "/" in k}
   for name, value in {"loss": results.get("loss"), **shown}.items():
@@ -220,21 +221,23 @@ def ending(results: Mapping[str, Any], workdir: str) -> str:
 
 
 def use_compile_cache(folder: str | bool) -> str:
-  """Switches jax's persistent compilation cache on.
+  """Enables jax's persistent compilation cache.
 
   Args:
-    folder: where it is; True for the user's cache folder, False for none.
+    folder: folder of the cache; True for the user's cache folder, False for no
+      cache.
 
   Returns:
-    The folder, or "".
+    The folder, or "" for no cache.
   """
   if folder is False or folder is None:
     return ""
   if folder is True:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.path.join(home, "bigtrain", "xla")
+  folder = paths.absolute(folder)
   jax.config.update("jax_compilation_cache_dir", folder)
-  # Small programs add up too: start-up has dozens of them.
+  # Cache small programs too: a start compiles dozens of them.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
   return folder

@@ -1,18 +1,18 @@
-"""The rows of metrics.jsonl: appending, reading, and what a kill leaves.
+"""The rows of metrics.jsonl: appending, reading, and recovery after a kill.
 
-The file has one line for each step that has something to say, in order of
-steps, each a JSON object: `{"step": 100, "loss": 0.7, ...}`. Results of
-evaluations of that step, which come later, are added to its line: there are
-never two lines of one step. Numbers that JSON lacks are the strings "NaN",
-"Infinity" and "-Infinity"; `read_rows` makes floats of them.
+The file has one line per logged step, in the order of steps, each a JSON
+object: `{"step": 100, "loss": 0.7, ...}`. Evaluation results of a step arrive
+later and are added to the step's line, so a step never has two lines. Numbers
+that JSON lacks are the strings "NaN", "Infinity" and "-Infinity"; `read_rows`
+converts them to floats.
 
-Lines are appended by one write each, so that a killed process leaves at most
-the last one incomplete. Adding to the last line only appends too, but for its
-closing brace: what is incomplete then is what was added, and a restart keeps
-the line before it.
+Each line is appended with one write, so a killed process leaves at most the
+last line incomplete. Results are added to the last line by overwriting its
+closing brace: a kill can only cut what was being added, and a restart recovers
+the rest of the line.
 
-Object stores cannot append. There the file is kept beside, and the object gets
-all of its content at every `sync`, and every now and then for readers.
+Object stores cannot append. The file is then kept on the local disk and
+uploaded as a whole at every `sync`, and from time to time for readers.
 """
 
 import json
@@ -30,29 +30,29 @@ Row = dict[str, Any]
 
 
 class WriteError(Exception):
-  """metrics.jsonl could not be written."""
+  """A write to metrics.jsonl failed."""
 
 
 def read_rows(workdir: str) -> list[Row]:
-  """The rows of a workdir's metrics.jsonl, also while a run is writing it.
+  """Reads the rows of a workdir's metrics.jsonl; a run may be writing it.
 
   Returns:
-    One dict a step, in order; empty if there is no file. A last line that is
-    incomplete is left out; damaged ones elsewhere are, with a warning.
+    One dict per step, in order; empty if there is no file. An incomplete last
+    line is dropped; other damaged lines are dropped with a warning.
   """
   path = os.path.join(workdir, FILE_NAME)
   try:
-    lines, torn = _split(paths.read_bytes(path))
+    lines, cut_line = _split(paths.read_bytes(path))
   except (FileNotFoundError, NotADirectoryError):
     return []
   rows = []
   for i, line in enumerate(lines):
     row = _parse(line)
     if row is None:
-      logging.warning("%s line %d is damaged; left out.", path, i + 1)
+      logging.warning("%s: line %d is damaged and was skipped.", path, i + 1)
     else:
       rows.append(row)
-  if row := _parse_torn(torn):
+  if row := _parse_cut(cut_line):
     rows.append(row)
   return [{k: _number(v) for k, v in row.items()} for row in rows]
 
@@ -61,23 +61,23 @@ class RowFile:
   """metrics.jsonl, open for writing.
 
   Attributes:
-    last_alive: Unix seconds of the newest write before this; None if none, or
-      if the storage does not tell.
+    last_alive: Unix time in seconds of the last write by an earlier process;
+      None if the file is new or the storage has no modification times.
   """
 
   def __init__(self, path: str, restored_step: int | None):
-    """Opens the file, and removes the rows that will be made again.
+    """Opens the file and removes rows that the run will write again.
 
     Args:
-      path: of the file; its folder is made if missing.
-      restored_step: rows up to it are kept; None keeps none.
+      path: path of the file; its folder is created if missing.
+      restored_step: last step whose row is kept; None keeps no rows.
 
     Raises:
       WriteError: the file cannot be written.
     """
     self.path = path
     self.last_alive: float | None = None
-    self._last: Row | None = None  # The last line.
+    self._last: Row | None = None  # Of the last line.
     try:
       paths.make_folder(os.path.dirname(path) or ".")
       self._mirror = paths.Mirror(path)
@@ -92,23 +92,23 @@ class RowFile:
       raise WriteError(f"cannot write {path}: {e.strerror or e}") from e
 
   def _open(self) -> None:
-    # Unbuffered: what a failed write leaves behind must not come later.
+    # Unbuffered: the rest of a failed write must not be written later.
     mode = "r+b" if os.path.exists(self._local) else "w+b"
     self._file = open(self._local, mode, buffering=0)
     self._size = self._file.seek(0, os.SEEK_END)
     _sync_folder(self._local)
 
   def _recover(self, restored_step: int | None) -> None:
-    """Removes the rows after a step, and what a killed process left."""
+    """Removes rows after a step and repairs the line that a kill cut."""
     with open(self._local, "rb") as file:
       content = file.read()
-    lines, torn = _split(content)
-    if torn:
-      row = _parse_torn(torn)
+    lines, cut_line = _split(content)
+    if cut_line:
+      row = _parse_cut(cut_line)
       logging.warning(
         "%s: the last line is incomplete (the process was killed); %s.",
         self.path,
-        f"kept what it says of step {row['step']}" if row else "removed it",
+        f"kept its values for step {row['step']}" if row else "removed it",
       )
       if row:
         lines.append(_line(row)[:-1])
@@ -122,10 +122,10 @@ class RowFile:
       self._last = None
     if removed:
       logging.info(
-        "%s: removed %d rows %s; they come again.",
+        "%s: removed %d rows %s; the run will write them again.",
         self.path,
         removed,
-        "of a run that left no checkpoint"
+        "of a run without a checkpoint"
         if restored_step is None
         else f"after step {restored_step}",
       )
@@ -134,17 +134,17 @@ class RowFile:
       _replace(self._local, kept)
 
   def add(self, row: Row) -> None:
-    """Writes a row, or adds its names to those its step already has."""
+    """Writes a row, or adds its metrics to the line of its step."""
     last = self._last
     if last is None or row["step"] > last["step"]:
       self._append(_line(row), at=self._size)
       self._last = dict(row)
     elif row["step"] == last["step"] and set(row) & set(last) == {"step"}:
-      more = _line({k: v for k, v in row.items() if k != "step"})
-      if len(row) > 1:  # Over the closing brace and the newline.
-        self._append(b", " + more[1:], at=self._size - 2)
+      metrics = _line({k: v for k, v in row.items() if k != "step"})
+      if len(row) > 1:  # Overwrites the closing brace and the newline.
+        self._append(b", " + metrics[1:], at=self._size - 2)
       last.update(row)
-    else:  # A result that comes late, or once more.
+    else:  # A late result, or a metric that the step already has.
       self._insert(row)
 
   def _append(self, line: bytes, at: int) -> None:
@@ -167,12 +167,12 @@ class RowFile:
     self._last = by_step[steps[-1]]
 
   def sync(self) -> None:
-    """Returns when everything is on disk."""
+    """Waits until all rows are on disk."""
     os.fsync(self._file.fileno())
     self._mirror.push()
 
   def publish(self) -> None:
-    """Lets readers see the rows so far, sooner or later."""
+    """Schedules an upload of the rows so far, for readers."""
     self._mirror.push(soon=True)
 
   def close(self) -> None:
@@ -182,18 +182,18 @@ class RowFile:
 
 
 def _replace(path: str, content: bytes) -> None:
-  """Gives a file another content, or leaves it as it is."""
-  fresh = path + ".new"
-  with open(fresh, "wb") as file:
+  """Replaces a file's content atomically."""
+  new_path = path + ".new"
+  with open(new_path, "wb") as file:
     file.write(content)
     file.flush()
     os.fsync(file.fileno())
-  os.replace(fresh, path)
+  os.replace(new_path, path)
   _sync_folder(path)
 
 
 def _sync_folder(path: str) -> None:
-  """Makes the file's name as durable as its content."""
+  """Syncs the file's directory entry to disk."""
   folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
   try:
     os.fsync(folder)
@@ -218,7 +218,7 @@ def _name_of(value: float) -> str:
 
 
 def _parse(line: bytes) -> Row | None:
-  """The row of a line; None if it is none."""
+  """Returns the row of a line; None if the line is damaged."""
   try:
     row = json.loads(line)
   except ValueError:
@@ -229,22 +229,21 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _split(content: bytes) -> tuple[list[bytes], bytes]:
-  """The complete lines, and the last one if it is not complete."""
-  *lines, torn = content.split(b"\n")
-  # The newline after a line that was being added to may still be there.
-  if not torn and lines and _parse(lines[-1]) is None:
-    torn = lines.pop()
-  return lines, torn
+  """Returns (complete lines, incomplete last line or b"")."""
+  *lines, cut_line = content.split(b"\n")
+  # A cut line keeps its old newline if the kill came during an addition.
+  if not cut_line and lines and _parse(lines[-1]) is None:
+    cut_line = lines.pop()
+  return lines, cut_line
 
 
-def _parse_torn(line: bytes) -> Row | None:
-  """What an incomplete line says for sure; None if that is nothing.
+def _parse_cut(line: bytes) -> Row | None:
+  """Returns the complete values of an incomplete line; None if there are none.
 
-  A value is complete where a comma follows; `0.2` could be the beginning of
-  `0.25`.
+  A value is complete only if a comma follows: `0.2` may be a cut `0.25`.
   """
   if row := _parse(line):
-    return row  # Only its newline is missing.
+    return row  # Only the newline is missing.
   end = len(line)
   while (end := line.rfind(b",", 0, end)) > 0:
     row = _parse(line[:end] + b"}")

@@ -1,8 +1,8 @@
 """Writes rows of metrics to metrics.jsonl, TensorBoard, W&B and the console.
 
-All are fed from one row, the files in order on one background thread.
-metrics.jsonl is the run's record (see rows.py) and must not fail; the others
-may.
+Every writer receives the same rows. The files are written in order by one
+background thread. metrics.jsonl is the run's record (see rows.py): if it fails,
+the run fails. The other writers may fail.
 """
 
 import functools
@@ -27,20 +27,28 @@ from bigtrain.reports.rows import FILE_NAME, Row, RowFile, WriteError, read_rows
 
 __all__ = ["Console", "WriteError", "Writers", "read_rows"]
 
-# Files of TensorBoard are synced to disk at most this often.
+# Minimum time between two flushes of the files.
 _SYNC_SECS = 2.0
 
 
-class Writers:
-  """Takes rows and writes them in order, on one background thread.
+def read_options(config: settings.Config) -> dict[str, Any]:
+  """Reads config.tensorboard and config.wandb, options of `Writers`."""
+  return {
+    "tensorboard": config.get("tensorboard", True),
+    "wandb": config.kwargs("wandb") if config.get("wandb") else None,
+  }
 
-  Only process 0 writes; all methods of the others return at once. An error in
-  metrics.jsonl is raised by the next call of any method. TensorBoard, W&B and
-  the console are told about once when they fail and left out from then on.
+
+class Writers:
+  """Writes rows in order, on one background thread.
+
+  Only process 0 writes; on other processes all methods return at once. The next
+  call of any method raises an error of metrics.jsonl. If TensorBoard, W&B or
+  the console fails, the error is logged once and that writer is dropped.
 
   Attributes:
-    last_alive: Unix seconds of the newest write of the processes before, or
-      None (see `Chrono.restore`).
+    last_alive: Unix time in seconds of the last write by an earlier process,
+      or None (see `Chrono.restore`).
   """
 
   def __init__(
@@ -53,19 +61,19 @@ class Writers:
     wandb: Mapping[str, Any] | None = None,
     console: Console | None = None,
   ):
-    """Opens metrics.jsonl, without the rows that will be made again.
+    """Opens metrics.jsonl and removes rows that the run will write again.
 
     Args:
-      workdir: folder of the run; made if missing.
-      restored_step: step of the state the run goes on with, whose rows are
-        kept; None if it starts from scratch.
-      process_index: of this process.
+      workdir: folder of the run; created if missing.
+      restored_step: step of the restored state; rows up to it are kept. None
+        if the run starts from scratch.
+      process_index: index of this process.
       tensorboard: whether to write events to workdir/tensorboard.
       wandb: keyword arguments of `wandb.init`; None for no W&B.
-      console: where to show rows; closed by `close`.
+      console: shows the rows; closed by `close`.
 
     Raises:
-      ConfigError: W&B is asked for and not installed, or given unknown keys.
+      ConfigError: W&B is configured but not installed, or has unknown keys.
       WriteError: the file cannot be written.
     """
     self.last_alive: float | None = None
@@ -95,14 +103,14 @@ class Writers:
     self._thread.start()
 
   def write(self, row: Mapping[str, Any]) -> None:
-    """Puts a row on its way.
+    """Queues a row for writing.
 
     Args:
-      row: "step", an int, and names with numbers (Python's, numpy's or jax
-        scalars that are on the host already), strings, bools or None.
+      row: "step", an int, and values by name: numbers (of Python, numpy, or
+        jax scalars already on the host), strings, bools or None.
 
     Raises:
-      TypeError: a value is none of these.
+      TypeError: a value has another type.
       WriteError: metrics.jsonl could not be written.
     """
     if self._thread:
@@ -119,21 +127,21 @@ class Writers:
       raise self._error
 
   def flush(self) -> None:
-    """Returns when all rows so far are on disk.
+    """Waits until all rows so far are on disk.
 
-    A checkpoint is complete after this only: a restart keeps the rows up to
-    its step and cannot make them again.
+    Call this before saving a checkpoint: a restart keeps the rows up to the
+    checkpoint's step and cannot compute them again.
     """
     if self._thread:
-      done = threading.Event()
-      self._queue.put(done)
-      while not done.wait(timeout=1.0):
+      flushed = threading.Event()
+      self._queue.put(flushed)
+      while not flushed.wait(timeout=1.0):
         if not self._thread.is_alive():
           raise WriteError(f"cannot write {self._file.path}: its thread died")
     self.check()
 
   def close(self) -> None:
-    """Writes what is left and ends; more calls do nothing."""
+    """Writes all queued rows and closes the files; can be called again."""
     if self._thread:
       self._queue.put(None)
       self._thread.join()
@@ -143,7 +151,7 @@ class Writers:
     self.check()
 
   def _run(self) -> None:
-    """The thread: rows in, lines out, until None."""
+    """Writes queued rows until None arrives; runs in the thread."""
     sync_at = math.inf
     while True:
       if time.monotonic() >= sync_at:
@@ -169,7 +177,10 @@ class Writers:
       item.set()
 
   def _on_file(self, call: Callable[[], None]) -> None:
-    """Calls RowFile; keeps its first error for the caller, then stops."""
+    """Calls a method of RowFile, unless an earlier call failed.
+
+    Keeps the error for the caller.
+    """
     if self._error:
       return
     try:
@@ -180,27 +191,27 @@ class Writers:
       self._error.__cause__ = e
 
   def _show(self, row: Row) -> None:
-    """Shows a row here and now, so that log messages keep their order."""
+    """Shows a row in the caller's thread, in order with log messages."""
     if self._shows:
       try:
         self._console.row(row)
       except Exception as e:
-        _tell("console", e)
+        _log_failure("console", e)
         self._shows = False
 
   def _each(self, call: Callable[[Any], None]) -> None:
-    """Calls all secondary writers; one that fails is told and left out."""
+    """Calls all secondary writers; logs and drops those that fail."""
     for name, sink in list(self._sinks.items()):
       try:
         call(sink)
       except Exception as e:
-        _tell(name, e)
+        _log_failure(name, e)
         del self._sinks[name]
 
 
-def _tell(name: str, error: Exception) -> None:
+def _log_failure(name: str, error: Exception) -> None:
   logging.error(
-    "%s cannot write and is left out from now on; metrics.jsonl goes on. "
+    "%s failed and is off from now on; metrics.jsonl is still written. "
     "The error was %s: %s",
     name,
     type(error).__name__,
@@ -228,9 +239,10 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 class _Sink:
-  """A secondary writer, made on the thread when the first row comes.
+  """A secondary writer, created in the thread at the first row.
 
-  Its libraries take seconds to load, and its first error is one of writing.
+  Its libraries take seconds to load, and an error of the constructor must be
+  handled like one of writing.
   """
 
   def __init__(self, make: Callable[[], Any]):
@@ -252,11 +264,11 @@ class _Sink:
 
 
 class _TensorBoard:
-  """Every number of a row as a scalar of the same name.
+  """Writes every number of a row as a TensorBoard scalar of the same name.
 
-  tensorboardX's own SummaryWriter has a second thread, which dies silently
-  when the disk is full, and then a queue that blocks for ever; this uses the
-  layer below it.
+  tensorboardX's SummaryWriter has a thread of its own, which dies silently when
+  the disk is full; its queue then blocks forever. This class uses the layer
+  below it.
   """
 
   def __init__(self, folder: str, purge_step: int):
@@ -265,23 +277,23 @@ class _TensorBoard:
 
     self._event, self._summary = event_pb2.Event, summary_pb2.Summary
     paths.make_folder(folder)
-    self._beside: tempfile.TemporaryDirectory[str] | None = None
+    self._local_folder: tempfile.TemporaryDirectory[str] | None = None
     local = folder
     if paths.is_remote(folder):
-      self._beside = tempfile.TemporaryDirectory(prefix="bigtrain-")
-      local = self._beside.name
-    # Restarts within a second must not write over the file before.
+      self._local_folder = tempfile.TemporaryDirectory(prefix="bigtrain-")
+      local = self._local_folder.name
+    # A restart within the same second must not overwrite the earlier file.
     suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
     self._writer = event_file_writer.EventsWriter(
       os.path.join(local, "events"), suffix
     )
     self._mirror: paths.Mirror | None = None
-    if self._beside is not None:
+    if self._local_folder is not None:
       (name,) = os.listdir(local)
       self._mirror = paths.Mirror(
         os.path.join(folder, name), os.path.join(local, name)
       )
-    # TensorBoard forgets what a killed process wrote from this step on.
+    # TensorBoard drops the events that a killed process wrote after this step.
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     self._writer.write_event(
       self._event(wall_time=time.time(), step=purge_step, session_log=start)
@@ -309,27 +321,27 @@ class _TensorBoard:
     self._writer.close()
     if self._mirror is not None:
       self._mirror.push()
-    if self._beside is not None:
-      self._beside.cleanup()
+    if self._local_folder is not None:
+      self._local_folder.cleanup()
 
 
 class _Wandb:
-  """A W&B run, which a restart of the same workdir goes on with."""
+  """A W&B run; a restart in the same workdir continues it."""
 
   def __init__(self, workdir: str, options: Mapping[str, Any]):
     import wandb
 
-    # W&B's own files are a folder's; beside a bucket, where the program runs.
-    place = {} if paths.is_remote(workdir) else {"dir": workdir}
-    options = {**place, "resume": "allow", **options}
+    # W&B needs a local folder; for a remote workdir it takes the current one.
+    folder = {} if paths.is_remote(workdir) else {"dir": workdir}
+    options = {**folder, "resume": "allow", **options}
     if "id" not in options:
       options["id"] = _wandb_id(workdir)
     has_key = wandb.api.api_key or os.environ.get("WANDB_MODE")
     if "mode" not in options and not has_key:
-      # Else W&B would ask for a key, and nobody might be there to answer.
+      # Otherwise W&B would prompt for a key and block a batch job.
       options["mode"] = "offline"
       logging.info(
-        "W&B: not logged in; writing to %s, for `wandb sync`.", workdir
+        "W&B: not logged in; writing to %s for `wandb sync`.", workdir
       )
     self._run = wandb.init(**options)
 
@@ -337,24 +349,24 @@ class _Wandb:
     self._run.log(_numbers(row), step=row["step"])
 
   def flush(self) -> None:
-    """W&B's own process writes on its own terms."""
+    """Does nothing: W&B's own process decides when to write."""
 
   def close(self) -> None:
     self._run.finish()
 
 
 def _wandb_id(workdir: str) -> str:
-  """A name for the run, the same after every restart; kept in the workdir."""
+  """Returns the run's W&B id, which is stored in the workdir."""
   path = os.path.join(workdir, "wandb", "run_id")
   try:
     return paths.read_bytes(path).decode()
   except FileNotFoundError:
     paths.make_folder(os.path.dirname(path))
-    where = f"{socket.gethostname()}:{os.path.abspath(workdir)}:{time.time()}"
-    name = hashlib.sha256(where.encode()).hexdigest()[:16]
+    start = f"{socket.gethostname()}:{os.path.abspath(workdir)}:{time.time()}"
+    run_id = hashlib.sha256(start.encode()).hexdigest()[:16]
     with paths.replacing(path) as file:
-      file.write(name)
-    return name
+      file.write(run_id)
+    return run_id
 
 
 def _check_wandb(options: Mapping[str, Any]) -> None:
@@ -362,6 +374,6 @@ def _check_wandb(options: Mapping[str, Any]) -> None:
     import wandb
   except ImportError as e:
     raise settings.ConfigError(
-      "config.wandb: W&B is not installed; pip install 'bigtrain[wandb]'."
+      "config.wandb: W&B is not installed: pip install 'bigtrain[wandb]'."
     ) from e
   settings.check_kwargs(wandb.init, options, "config.wandb")

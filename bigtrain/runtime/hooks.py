@@ -1,30 +1,11 @@
-"""Stopping rules, profiles and users' own code between steps.
+"""Builds and runs the hooks of a config; bigtrain.hooks describes a hook.
 
-  config.hooks = {
-    "early": dict(type="early_stopping", metric="val/loss", patience=3),
-    "best": dict(type="checkpoint_best", metric="val/acc", mode="max"),
-    "mine": dict(type="my_project.hooks.Printer", every=10),
-  }
-
-builtin_hooks.py has those with a short name. A hook is a class with any of
-these methods; it sees steps and rows and never the state:
-
-  before_train(step)           before_step(step)
-  after_step(step, row) -> None | reason to stop
-  wants_save(step) -> whether the present state should be saved
-  before_save(step)            keep_steps() -> steps whose checkpoints stay
-  after_train(step)
-  state() -> JSON              restore(state)
-
-`after_step` gets every row that is written, of training and of evaluations,
-with the names of metrics.jsonl. A run that a hook stops has finished well,
-unless the hook has `failure = True`; started again, it stays finished until
-config.hooks is changed.
-
-Process 0 shows rows to the hooks and decides for all processes. What hooks
-remember is saved with the state.
+Every process has all hooks and calls them at the same steps. Process 0 alone
+shows them the rows and broadcasts their decisions. Their state is saved with
+each checkpoint.
 """
 
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -34,19 +15,35 @@ import numpy as np
 from absl import logging
 
 from bigtrain import parts, settings
-from bigtrain.hooks import builtin_hooks
 from bigtrain.settings import ConfigError
 
-# A reason is a line; a broadcast needs one size on all processes.
+# Size of the broadcast decision, which all processes must know in advance.
 _MAX_BYTES = 4096
+
+
+class Context(NamedTuple):
+  """What the program passes to a hook that has a parameter `context`.
+
+  Attributes:
+    name: name of the hook in config.hooks.
+    workdir: folder of the run.
+  """
+
+  name: str
+  workdir: str
+
+  @property
+  def path(self) -> str:
+    """Location of the hook in the config, for error messages."""
+    return f"config.hooks.{self.name}"
 
 
 class Stop(NamedTuple):
   """A decision to end the run.
 
   Attributes:
-    reason: for the log.
-    failure: whether the run then counts as failed.
+    reason: reason for the log.
+    failure: whether the run has failed.
   """
 
   reason: str
@@ -54,19 +51,23 @@ class Stop(NamedTuple):
 
 
 class Hooks:
-  """All hooks of a config, called in its order.
+  """All hooks of a config, called in the config's order.
+
+  Args:
+    hooks: hooks by name.
+    digest: digest of config.hooks.
 
   Attributes:
-    stopped: the decision that ended the run, also one that was restored.
+    stopped: the decision that ended the run, by this process or an earlier
+      one; None while the run goes on.
   """
 
   def __init__(self, hooks: Mapping[str, Any], digest: str = ""):
-    """Takes the hooks by name, and the digest of what the config says."""
     self._hooks = dict(hooks)
     self._digest = digest
-    self._save_at: int | None = None
-    # Names in the rows of the newest step. A run that goes on after the
-    # evaluations of its checkpoint sees those again, and must not count twice.
+    self._save_step: int | None = None
+    # Newest step, and the names in its rows. A resumed run shows the rows of
+    # its checkpoint's evaluations again, and the hooks must see them once.
     self._seen: tuple[int, list[str]] = (-1, [])
     self.stopped: Stop | None = None
 
@@ -77,12 +78,12 @@ class Hooks:
         getattr(hook, method)(step)
 
   def after_step(self, step: int, row: Mapping[str, Any]) -> Stop | None:
-    """Shows a row to all hooks; the same answer on every process."""
-    seen_step, seen = self._seen
-    again = step == seen_step
-    if not self._hooks or (again and set(row) <= {"step", *seen}):
+    """Shows a row to all hooks; returns the same decision on every process."""
+    seen_step, seen_names = self._seen
+    same_step = step == seen_step
+    if not self._hooks or (same_step and set(row) <= {"step", *seen_names}):
       return None
-    names = {*seen, *row} if again else {*row}
+    names = {*seen_names, *row} if same_step else {*row}
     self._seen = step, sorted(names - {"step"})
     stop = None
     save = False
@@ -91,27 +92,38 @@ class Hooks:
         if hasattr(hook, "after_step"):
           reason = hook.after_step(step, row)
           failure = getattr(hook, "failure", False)
-          # A failure must not pass for a success because of the hooks' order.
+          # A failure wins over a success, whatever the order of the hooks.
           if reason and (stop is None or failure):
             stop = Stop(f"hook {name!r}: {reason}", failure)
         if hasattr(hook, "wants_save") and hook.wants_save(step):
           save = True
-    stop, save = _agree(stop, save)
-    self._save_at = step if save else self._save_at
-    # The first stands, but a failure must not pass for a success.
+    stop, save = _broadcast(stop, save)
+    self._save_step = step if save else self._save_step
+    # The first decision stands, but a failure wins over a success.
     if self.stopped is None or (stop and stop.failure):
       self.stopped = stop
     return stop
 
   def wants_save(self, step: int) -> bool:
-    """Whether a hook wants the state of `step` saved; known by all processes.
+    """Returns whether a hook asks for a checkpoint of `step`.
 
-    Call this when the rows of `step` have been shown.
+    The result is the same on every process. Call this after all rows of `step`
+    have been shown.
     """
-    return self._save_at == step
+    return self._save_step == step
+
+  @property
+  def stop_reason(self) -> str:
+    """Why a hook stopped the run; "" if none did."""
+    return self.stopped.reason if self.stopped else ""
+
+  def raise_failure(self) -> None:
+    """Raises RuntimeError if the hook that stopped the run is a failure."""
+    if self.stopped and self.stopped.failure:
+      raise RuntimeError(self.stopped.reason)
 
   def keep_steps(self) -> set[int]:
-    """Steps whose checkpoints have to stay; complete on process 0 only."""
+    """Returns the steps whose checkpoints must stay; valid on process 0."""
     return {
       step
       for hook in self._hooks.values()
@@ -120,7 +132,7 @@ class Hooks:
     }
 
   def state(self) -> dict[str, Any]:
-    """What is wanted again after a restart."""
+    """Returns the state to save with a checkpoint, as JSON."""
     return {
       "hooks": {
         name: hook.state()
@@ -133,7 +145,7 @@ class Hooks:
     }
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Gives each hook its own part of what `state` returned."""
+    """Restores the result of `state`; hooks without a saved state start new."""
     if not state:
       return
     for name, hook in self._hooks.items():
@@ -151,55 +163,58 @@ class Hooks:
 def from_config(config: settings.Config, workdir: str) -> Hooks:
   """Builds config.hooks.
 
+  Args:
+    config: the whole config.
+    workdir: folder of the run.
+
   Raises:
     ConfigError: an unknown type or option.
   """
   hooks = {}
   entries = config.kwargs("hooks", {})
-  for name, options in entries.items():
-    path = f"config.hooks.{name}"
-    if not isinstance(options, Mapping):
-      raise ConfigError(f"{path}: expected a dict, got {options!r}.")
-    options = dict(options)
-    kind = options.pop("type", None)
-    if kind in builtin_hooks.TYPES:
-      make = builtin_hooks.TYPES[kind]
-      _check_evaluation(options, config, path)
-    elif isinstance(kind, str) and "." in kind:
-      make = parts.find_attribute(kind, f"{path}.type")
-    else:
-      hint = settings.did_you_mean(str(kind), builtin_hooks.TYPES)
-      raise ConfigError(f"{path}.type: no hook {kind!r}.{hint}")
+  for name, entry in entries.items():
+    context = Context(name, workdir)
+    if not isinstance(entry, Mapping):
+      raise ConfigError(f"{context.path}: expected a dict, got {entry!r}.")
+    options = dict(entry)
+    make = _find(options.pop("type", None), f"{context.path}.type")
     given: dict[str, Any] = {}
-    if kind in ("profile", "checkpoint_best"):
-      given["workdir"] = workdir
-    if kind == "checkpoint_best":
-      given["name"] = name
-    settings.check_kwargs(make, options, path, given=given)
+    if "context" in inspect.signature(make).parameters:
+      given["context"] = context
+    settings.check_kwargs(make, options, context.path, given=given)
     hooks[name] = make(**options, **given)
+    _check_evaluations(hooks[name], config, context.path)
   return Hooks(hooks, settings.digest(entries))
 
 
-def _check_evaluation(
-  options: Mapping[str, Any], config: settings.Config, path: str
-) -> None:
-  """Warns about a metric of an evaluation that is none of the config's.
+def _find(kind: Any, path: str) -> Any:
+  """Returns the class of a hook type: a module's name or a dotted path."""
+  if isinstance(kind, str) and "." in kind:
+    return parts.find_attribute(kind, path)
+  return parts.find_module("hooks", kind, path).Hook
 
-  No row has the prefix of such a metric, so none could show that it is absent.
+
+def _check_evaluations(hook: Any, config: settings.Config, path: str) -> None:
+  """Warns if a hook watches a metric of an evaluation that does not exist.
+
+  Rows cannot reveal this mistake: none of them has the metric's prefix.
   """
-  names = [options.get("metric"), options.get("metrics")]
-  for name in [n for part in names for n in _as_list(part)]:
-    prefix, slash, _ = str(name).partition("/")
-    evals = list(config.get("evals", {}))
-    if slash and prefix not in (*evals, *_NO_EVALUATIONS):
+  evals = list(config.get("evals", {}))
+  for metric in getattr(hook, "watches", ()):
+    prefix, slash, _ = str(metric).partition("/")
+    if slash and prefix not in (*evals, *_TRAINING_PREFIXES):
       hint = settings.did_you_mean(prefix, evals)
       logging.warning(
-        "%s: metric %r: there is no evaluation %r.%s", path, name, prefix, hint
+        "%s: metric %r: there is no evaluation %r.%s",
+        path,
+        metric,
+        prefix,
+        hint,
       )
 
 
-# First words of names that rows of training have.
-_NO_EVALUATIONS = (
+# Prefixes of names in rows of training.
+_TRAINING_PREFIXES = (
   "account",
   "grad_norm",
   "grad_rms",
@@ -210,20 +225,14 @@ _NO_EVALUATIONS = (
 )
 
 
-def _as_list(names: Any) -> list[Any]:
-  if names is None:
-    return []
-  return [names] if isinstance(names, str) else list(names)
-
-
-def _agree(stop: Stop | None, save: bool) -> tuple[Stop | None, bool]:
-  """What process 0 decided, on every process."""
+def _broadcast(stop: Stop | None, save: bool) -> tuple[Stop | None, bool]:
+  """Returns the decisions of process 0, on every process."""
   if jax.process_count() == 1:
     return stop, save
   from jax.experimental import multihost_utils
 
   if stop:
-    # JSON takes up to six bytes for a character.
+    # JSON takes up to six bytes per character.
     stop = stop._replace(reason=stop.reason[: _MAX_BYTES // 8])
   text = json.dumps([stop, save]).encode()
   buffer = np.zeros(_MAX_BYTES, np.uint8)

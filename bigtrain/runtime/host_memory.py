@@ -1,4 +1,4 @@
-"""Keeps memory that was freed, for the next step to use."""
+"""Keeps freed memory in the process, for the next step to use."""
 
 import ctypes
 import sys
@@ -12,24 +12,24 @@ _MMAP_FROM_BYTES = 2**30
 
 
 def keep_freed() -> bool:
-  """Tells glibc's malloc to hold on to freed blocks below 1 GiB.
+  """Makes glibc's malloc keep freed blocks below 1 GiB.
 
   By default large blocks are mapped and unmapped one by one. XLA's CPU backend
-  allocates its temporaries anew for every step, and input batches come and go
-  as well, so each step would fault in all of their pages again: a third of the
+  allocates its temporaries anew for every step, and so does the input its
+  batches, so each step would fault in all of their pages again: a third of the
   time of a small model's step (docs/benchmarks.md).
 
-  Only malloc's main arena holds blocks above 64 MiB, and threads have others.
-  So the CPU backend, where it is the one in use, runs programs in the thread
-  that calls them, which is the loop's and thus the main one: nothing is lost,
-  since a step takes all cores and batches are made in threads of their own.
-  (One arena for all threads would do as well, but XLA's compiler allocates in
-  all of them at once, and takes twice the time if they wait for each other.)
+  Only malloc's main arena holds blocks above 64 MiB, and it serves the main
+  thread only. So the CPU backend runs programs in the calling thread, which is
+  the loop's and thus the main one. This costs nothing, since a step uses all
+  cores and batches are made in threads of their own. (One arena for all
+  threads would also work, but XLA's compiler allocates in many threads at
+  once, and takes twice the time if they wait for each other.)
 
-  Must be called before jax's devices are first used.
+  Call this before the first use of jax's devices.
 
   Returns:
-    Whether this C library understood.
+    Whether this C library supports it.
   """
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   if not sys.platform.startswith("linux"):

@@ -1,15 +1,15 @@
-"""Programs compiled ahead of time, and what is known about each of them.
+"""Compiles programs ahead of time and records what each of them costs.
 
-Tracing needs the interpreter and the ambient mesh of its thread; compiling is
-done in C++ and may take minutes, so it goes into a thread of its own while
-the caller does something else:
+Tracing needs the interpreter and the ambient mesh of its thread. Compilation
+runs in C++ and may take minutes, so it goes into a thread of its own while the
+caller does something else:
 
-  compiling = cluster.Background(programs.lower("update", update, *specs))
+  compiling = process.Background(programs.lower("update", update, *specs))
   ...
   update = compiling.result()
 
-Two programs that are the same, such as the steps of two evaluations that
-differ in their data alone, are compiled once.
+Identical programs, such as the steps of two evaluations that differ only in
+their data, are compiled once.
 """
 
 import functools
@@ -34,22 +34,23 @@ _this_thread = threading.local()
 def _count_cache_hits() -> None:
   def listen(event: str, **details: Any) -> None:
     if event == "/jax/compilation_cache/cache_hits":
-      # jax tells it in the thread that compiles.
+      # jax calls this in the thread that compiles.
       _this_thread.hits = getattr(_this_thread, "hits", 0) + 1
 
   jax.monitoring.register_event_listener(listen)
 
 
 class Programs:
-  """Lowers and compiles functions, and remembers what that took.
+  """Lowers and compiles functions, and records the time it takes.
 
   Attributes:
-    mode: "compiled"; "checked", compiled when first called and without
-      reusing the arguments' memory, so that jax can look for a NaN again; or
-      "eager", each operation by itself, as Python comes to it.
+    mode: "compiled"; "checked", compiled at the first call, without reusing
+      the arguments' memory, so that jax can run again to find a NaN; or
+      "eager", without compilation, one operation at a time.
   """
 
   def __init__(self, mode: str = "compiled"):
+    """See `mode`."""
     _count_cache_hits()
     self.mode = mode
     self._lock = threading.Lock()
@@ -65,17 +66,18 @@ class Programs:
     share: bool = False,
     **options: Any,
   ) -> Callable[[], Program]:
-    """Traces a function here and now.
+    """Traces a function at once, for compilation later.
 
     Args:
-      name: of the program, for `facts` and the log.
+      name: name of the program, for `facts` and the log.
       fn: function of arrays.
-      *specs: its arguments' jax.ShapeDtypeStructs, with shardings.
-      share: whether a program like it may have been compiled already.
-      **options: of jax.jit.
+      *specs: jax.ShapeDtypeStructs of its arguments, with shardings.
+      share: whether to return an identical program if one was compiled with
+        `share` before.
+      **options: arguments of jax.jit.
 
     Returns:
-      A function that compiles, in any thread, and returns the program, which
+      A function that compiles, in any thread, and returns the program. That
       takes arguments of exactly these shapes, types and shardings.
     """
     if self.mode == "eager":
@@ -92,7 +94,7 @@ class Programs:
     self, name: str, lowered: jax.stages.Lowered, share: bool
   ) -> Program:
     key = _identity(lowered) if share else name
-    with self._lock:  # The second of two that are the same waits for the first.
+    with self._lock:  # The second of two identical ones waits for the first.
       program = self._shared.get(key)
       facts = self._facts[name]
       if program is None:
@@ -116,24 +118,24 @@ class Programs:
   def compile(
     self, name: str, fn: Callable[..., Any], *specs: Any, **options: Any
   ) -> Program:
-    """Lowers and compiles, here and now, unless one like it has been."""
+    """Lowers and compiles at once, unless an identical program exists."""
     return self.lower(name, fn, *specs, share=True, **options)()
 
   def facts(self, name: str) -> dict[str, Any]:
-    """What is known of a program: trace_secs, compile_secs, cache, memory.
+    """Costs of a program: trace_secs, compile_secs, cache, and bytes.
 
     Args:
-      name: of a program that was compiled.
+      name: name of the program.
 
     Returns:
-      {} for one that was not compiled ahead of time. "cache" is "hit" or
-      "miss" of the persistent compilation cache, "off" without one, "shared"
-      for a program that another one had compiled; the bytes are those on each
-      device.
+      {} for a program that was not compiled ahead of time. "cache" is "hit" or
+      "miss" in the persistent compilation cache, "off" without one, "shared"
+      if an identical program had been compiled. For the bytes, which are per
+      device, see `memory_bytes`.
     """
     if name not in self._programs:
       return {}
-    return self._facts[name] | memory(self._programs[name])
+    return self._facts[name] | memory_bytes(self._programs[name])
 
 
 def _caches() -> bool:
@@ -151,32 +153,32 @@ def from_config(config: settings.Config) -> Programs:
   eager, checked = config.get("eager", False), config.get("debug_nans", False)
   if eager and checked:
     raise settings.ConfigError(
-      "config.eager and config.debug_nans: set one of them; the second tells "
-      "the operation that made a NaN as well."
+      "config.eager=True and config.debug_nans=True: set one of them; the "
+      "second names the operation that made a NaN, too."
     )
   return Programs("eager" if eager else "checked" if checked else "compiled")
 
 
-def memory(program: jax.stages.Compiled) -> dict[str, int]:
-  """Bytes of a compiled program on each device, where the backend tells.
+def memory_bytes(program: jax.stages.Compiled) -> dict[str, int]:
+  """Memory of a compiled program on each device, if the backend reports it.
 
   Returns:
     argument_bytes, output_bytes, temporary_bytes, and alias_bytes, which
-    arguments and outputs have in common.
+    arguments and outputs share.
   """
-  found = program.memory_analysis()
-  if found is None:
+  analysis = program.memory_analysis()
+  if analysis is None:
     return {}
   return {
-    "argument_bytes": found.argument_size_in_bytes,
-    "output_bytes": found.output_size_in_bytes,
-    "temporary_bytes": found.temp_size_in_bytes,
-    "alias_bytes": found.alias_size_in_bytes,
+    "argument_bytes": analysis.argument_size_in_bytes,
+    "output_bytes": analysis.output_size_in_bytes,
+    "temporary_bytes": analysis.temp_size_in_bytes,
+    "alias_bytes": analysis.alias_size_in_bytes,
   }
 
 
 def _identity(lowered: jax.stages.Lowered) -> Any:
-  """Equal for programs that compute the same; constants are in the text."""
+  """Key that is equal for identical programs; the text has constants too."""
   return (
     lowered.as_text(),
     lowered.in_tree,
@@ -189,22 +191,23 @@ def _eager(fn: Callable[..., Any], out_shardings: Any) -> Program:
   def run(*args: Any) -> Any:
     with jax.disable_jit():
       result = fn(*args)
-    # Where operations leave their results is nobody's promise.
+    # Single operations do not place their results as the jitted program does.
     return jax.device_put(result, out_shardings)
 
   return run
 
 
 class Builder:
-  """Calls functions in the background, one after the other.
-
-  Args:
-    builds: functions by name. On several processes they are not called in
-      step, so they must not do anything that needs the others.
-    mesh: the ambient mesh for them.
-  """
+  """Calls functions in the background, one after the other."""
 
   def __init__(self, builds: Mapping[str, Callable[[], Any]], mesh: Mesh):
+    """Calls nothing yet.
+
+    Args:
+      builds: functions by name. Several processes call them at different
+        times, so they must not communicate with each other.
+      mesh: ambient mesh of the calls.
+    """
     self._builds = builds
     self._mesh = mesh
     self._running: dict[str, process.Background] = {}
@@ -212,18 +215,18 @@ class Builder:
     self._closed = False
 
   def start(self, names: Iterable[str]) -> None:
-    """Has these called, in this order, unless that has been done."""
+    """Calls these functions, in this order, unless called before."""
     for name in names:
       if name not in self._running:
-        earlier, self._last = self._last, threading.Event()
-        call = functools.partial(self._call, name, earlier, self._last)
+        previous, self._last = self._last, threading.Event()
+        call = functools.partial(self._call, name, previous, self._last)
         self._running[name] = process.Background(call, name)
 
   def _call(
-    self, name: str, earlier: threading.Event | None, done: threading.Event
+    self, name: str, previous: threading.Event | None, done: threading.Event
   ) -> Any:
-    if earlier:
-      earlier.wait()
+    if previous:
+      previous.wait()
     try:
       if self._closed:
         return None
@@ -233,16 +236,16 @@ class Builder:
       done.set()
 
   def get(self, name: str) -> Any:
-    """What the function of that name returns, or raises."""
+    """Waits for a function; returns its result or raises its exception."""
     self.start([name])
     return self._running[name].result()
 
   def check(self) -> None:
-    """Raises what one of the functions has raised."""
+    """Raises the exception of a function that has failed."""
     for running in self._running.values():
       if running.failed:
         running.result()
 
   def close(self) -> None:
-    """No more functions are called; one that is running goes on."""
+    """Calls no more functions; does not wait for a running one."""
     self._closed = True

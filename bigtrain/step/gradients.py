@@ -1,12 +1,14 @@
-"""Gradients of a task's loss over the whole batch, in one or more microbatches.
+"""Gradients of a task's loss over the global batch, also by microbatches.
 
-The loss is the mean over the global batch: sum of all microbatches' sums over
-sum of all their weights. So padding that is spread unevenly, and the number of
-microbatches and devices, change the result by rounding only.
+The loss is the mean over the global batch: the sum of all microbatches' sums
+divided by the sum of all their weights. Uneven padding, the number of
+microbatches and the number of devices therefore change the result by rounding
+only.
 
-A loss that holds each example against all others is no such mean. A task that
-has one says how it is made of embeddings, which are of each example alone; then
-microbatches give the same gradient in two passes, see `TwoPasses`.
+A contrastive loss compares each example with all others, so it is not a mean
+over microbatches. A task with such a loss splits it into an embedding of each
+example and a loss of all embeddings; microbatches then give the same gradient
+in two passes, see `TwoPassLoss`.
 """
 
 import functools
@@ -18,39 +20,43 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import metrics as metrics_lib
-from bigtrain import sharding, trees
+from bigtrain import settings, sharding, trees
 from bigtrain.settings import Config, ConfigError
 
+# (variables, batch, rng) -> (pairs with "loss", new mutable collections).
 LossFn = Callable[..., tuple[metrics_lib.Pairs, Any]]
 
+# (state, batch) -> (gradients, pairs, new mutable collections).
+GradientsFn = Callable[[Any, Any], tuple[Any, Any, Any]]
 
-class TwoPasses(NamedTuple):
-  """A loss of the whole batch at once, by way of each example's embeddings.
 
-  The first pass embeds all microbatches and keeps nothing but the embeddings,
-  of which the loss gives the gradients; the second pass embeds each microbatch
-  again and takes its embeddings' gradients back through the model. As in
-  "Combined Scaling for Zero-shot Transfer Learning" (Pham et al. 2021) and
-  "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
-  (arXiv 2101.06983).
+class TwoPassLoss(NamedTuple):
+  """A loss over the whole batch at once, computed from example embeddings.
+
+  The first pass embeds all microbatches, keeps only the embeddings, and
+  computes the loss's gradients with respect to them. The second pass embeds
+  each microbatch again and propagates those gradients back through the model.
+  Sources: "Combined Scaling for Zero-shot Transfer Learning" (Pham et al.
+  2021) and "Scaling Deep Contrastive Learning Batch Size under Memory Limited
+  Setup" (arXiv 2101.06983).
 
   Attributes:
     embed_fn: (variables, batch, rng) -> (tree of [B, ...], new mutable).
-    loss_fn: (params, embeddings, batch) -> pairs with "loss", which needs of
-      the parameters only those outside of what embeds.
+    loss_fn: (params, embeddings, batch) -> pairs with "loss"; uses only
+      parameters that embed_fn does not.
   """
 
   embed_fn: Callable[..., tuple[Any, Any]]
   loss_fn: Callable[..., metrics_lib.Pairs]
 
 
-def two_passes(
+def two_pass_loss(
   task: Any, model: Any, loss_options: Mapping[str, Any]
-) -> TwoPasses | None:
-  """How a task's loss is made of embeddings, if it says so."""
+) -> TwoPassLoss | None:
+  """The task's two-pass loss, or None if the task defines no `embed_fn`."""
   if not hasattr(task, "embed_fn"):
     return None
-  return TwoPasses(
+  return TwoPassLoss(
     functools.partial(task.embed_fn, model=model, train=True),
     functools.partial(task.embeddings_loss_fn, **loss_options),
   )
@@ -60,13 +66,13 @@ def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
   """Reads config.microbatches, or config.microbatch_examples.
 
   Args:
-    config: the whole config; `microbatches` is a number of parts,
-      `microbatch_examples` the size of each, all devices together.
-    batch_size: of a step, all devices together.
+    config: the whole config; `microbatches` is the number of microbatches,
+      `microbatch_examples` the global size of each.
+    batch_size: global batch size.
     mesh: mesh over which the batch is split.
 
   Raises:
-    ConfigError: both are given, or they do not divide the batch.
+    ConfigError: both keys are given, or they do not divide the batch.
   """
   number = config.get("microbatches")
   examples = config.get("microbatch_examples")
@@ -74,7 +80,7 @@ def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
     number = 1 if number is None else number
   elif number is not None:
     raise ConfigError(
-      "config.microbatches and config.microbatch_examples: give one of them."
+      "config.microbatches and config.microbatch_examples: give only one."
     )
   else:
     key = "config.microbatch_examples"
@@ -89,55 +95,64 @@ def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
 
 
 def check_microbatches(batch_size: int, number: int, mesh: Mesh) -> None:
-  """Raises ConfigError unless every device gets equal whole microbatches."""
-  if not isinstance(number, int) or number < 1:
-    raise ConfigError(
-      f"config.microbatches: expected a positive whole number, got {number!r}."
-    )
+  """Raises ConfigError unless every device gets equal, whole microbatches."""
+  settings.check_number("config.microbatches", number, least=1, whole=True)
   if batch_size % (number * mesh.size):
-    fitting = [
+    divisors = [
       n
       for n in range(1, batch_size // mesh.size + 1)
       if batch_size % (n * mesh.size) == 0
     ]
-    nearest = min(fitting, key=lambda n: abs(n - number), default=1)
+    nearest = min(divisors, key=lambda n: abs(n - number), default=1)
     raise ConfigError(
       f"config.microbatches={number}: a batch of {batch_size} on {mesh.size} "
-      f"devices does not divide into that many; the nearest number that does "
-      f"is {nearest}."
+      f"devices does not divide into that many microbatches; the nearest "
+      f"number that works is {nearest}."
     )
 
 
 def split(batch: Any, number: int, mesh: Mesh) -> Any:
   """[B, ...] arrays as [number, B / number, ...], example i in i % number.
 
-  Interleaving keeps each device's examples on that device, so splitting needs
+  Interleaving keeps each device's examples on that device, so the split needs
   no communication; contiguous slices would.
   """
   layout = NamedSharding(mesh, PartitionSpec(None, sharding.AXES))
 
-  def cut(x: jax.Array) -> jax.Array:
+  def split_array(x: jax.Array) -> jax.Array:
     x = x.reshape(x.shape[0] // number, number, *x.shape[1:]).swapaxes(0, 1)
     return jax.lax.with_sharding_constraint(x, layout)
 
-  return jax.tree.map(cut, batch)
+  return jax.tree.map(split_array, batch)
 
 
-def join(parts: Any, mesh: Mesh) -> Any:
-  """The reverse of `split`, which needs no communication either."""
+def join(microbatches: Any, mesh: Mesh) -> Any:
+  """Inverse of `split`; needs no communication either."""
 
-  def uncut(x: jax.Array) -> jax.Array:
+  def join_array(x: jax.Array) -> jax.Array:
     x = x.swapaxes(0, 1)
     x = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     return jax.lax.with_sharding_constraint(x, sharding.batch(mesh))
 
-  return jax.tree.map(uncut, parts)
+  return jax.tree.map(join_array, microbatches)
+
+
+def step_key(seed: int, step: jax.Array | int) -> jax.Array:
+  """Random key of the step after `step` updates; see `init_key`."""
+  _, key = jax.random.split(jax.random.key(seed))
+  return jax.random.fold_in(key, step)
+
+
+def init_key(seed: int) -> jax.Array:
+  """Random key of the parameters' initialisation."""
+  key, _ = jax.random.split(jax.random.key(seed))
+  return key
 
 
 def with_keys(batch: dict[str, Any], rng: jax.Array) -> dict[str, Any]:
-  """The batch and "_keys" [B], a key for each example.
+  """Adds "_keys" [B] to the batch: one random key per example.
 
-  What a task draws by example must not depend on the microbatch it is in.
+  What a task draws for an example must not depend on its microbatch.
   """
   number = jnp.arange(jax.tree.leaves(batch)[0].shape[0])
   keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, number)
@@ -147,9 +162,9 @@ def with_keys(batch: dict[str, Any], rng: jax.Array) -> dict[str, Any]:
 def loss_args(
   state: Any, batch: dict[str, Any], mesh: Mesh
 ) -> tuple[Any, Any, Any]:
-  """What `gradients` calls a loss_fn with, (variables, batch, rng), as specs.
+  """Specs of the arguments (variables, batch, rng) that a loss_fn gets.
 
-  To jax these are the same, so that a jitted loss_fn is traced only once.
+  They equal those of the update's call, so a jitted loss_fn is traced once.
   """
   rng = jax.eval_shape(lambda: jax.random.key(0))
   batch = sharding.batch_spec(jax.eval_shape(with_keys, batch, rng), mesh)
@@ -158,153 +173,190 @@ def loss_args(
   return {"params": state["params"], **state.get("mutable", {})}, batch, rng
 
 
-def gradients(
+def make(
   loss_fn: LossFn,
-  params: Any,
-  mutable: Any,
-  batch: Any,
-  rng: jax.Array,
   *,
   trainable: Any,
-  microbatches: int,
   mesh: Mesh,
-  loss_scale: jax.Array | None = None,
-  in_two: TwoPasses | None = None,
-) -> tuple[Any, metrics_lib.Pairs, Any]:
-  """Gradients of the mean loss of a batch with respect to trainable params.
+  seed: int = 0,
+  microbatches: int = 1,
+  two_pass: TwoPassLoss | None = None,
+) -> GradientsFn:
+  """Builds the function that computes one step's gradients.
 
   Args:
-    loss_fn: (variables, batch, rng) -> (pairs with "loss", new mutable).
-    params: all parameters.
-    mutable: flax's mutable collections by name, {} if there are none.
-    batch: dict of [B, ...] arrays.
-    rng: key of this step; each microbatch gets one of its own, and each
-      example too: loss_fn finds them in the batch as "_keys" [B].
-    trainable: tree of bools like `params`; the others cost no gradient.
-    microbatches: into how many parts the batch is cut, one after the other.
+    loss_fn: (variables, batch, rng) -> (pairs with "loss", new mutable). Its
+      batch has "_keys" [B], see `with_keys`.
+    trainable: tree of bools like the parameters; frozen parameters (False)
+      have no gradient.
     mesh: mesh over which the batch is split.
-    loss_scale: what the loss is multiplied by on its way back through the
-      model (loss_scale.py); the result does not have it.
-    in_two: the same loss for several microbatches, where it is one of the
-      whole batch at once.
+    seed: config.seed. Each step has its own key, each microbatch and each
+      example a key derived from that.
+    microbatches: number of parts of the batch, computed one after the other.
+    two_pass: used for several microbatches if the loss needs the whole batch.
 
   Returns:
-    (gradients of the trainable parameters in float32, summed pairs, mutable
-    after the last microbatch).
+    gradients(state, batch) -> (gradients, pairs, mutable): float32
+    gradients of the mean loss with respect to the trainable parameters, the
+    pairs summed over the batch, and the mutable collections after the last
+    microbatch. `state` holds "params", "step" and, where used, "mutable" and
+    "loss_scale".
   """
-  chosen, frozen = trees.partition(params, trainable)
-  batch = with_keys(batch, rng)
 
-  def summed(chosen: Any, mutable: Any, batch: Any, rng: jax.Array) -> Any:
-    variables = {"params": trees.merge(chosen, frozen), **mutable}
-    pairs, mutable = loss_fn(variables, batch, rng)
-    return pairs["loss"][0] * _factor(loss_scale, pairs), (pairs, mutable)
+  def gradients(state: Any, batch: Any) -> Any:
+    rng = step_key(seed, state["step"])
+    trained, frozen = trees.partition(state["params"], trainable)
+    mutable = state.get("mutable", {})
+    batch = with_keys(batch, rng)
+    call = functools.partial(_of_microbatch, loss_fn, _loss_scale(state))
+    if microbatches == 1:
+      sums = call(trained, frozen, mutable, batch, rng)
+    else:
+      xs = jnp.arange(microbatches), split(batch, microbatches, mesh)
+      if two_pass is None:
+        sums = _accumulate(call, trained, frozen, mutable, xs, rng)
+      else:
+        sums = _in_two_passes(
+          two_pass,
+          _loss_scale(state),
+          trained,
+          frozen,
+          mutable,
+          batch,
+          xs,
+          rng,
+          mesh,
+        )
+    grads, pairs, mutable = sums
+    weight = pairs["loss"][1]
+    return jax.tree.map(lambda g: g / weight, grads), pairs, mutable
 
-  def one(mutable: Any, batch: Any, rng: jax.Array) -> Any:
-    grads, (pairs, mutable) = jax.grad(summed, has_aux=True)(
-      chosen, mutable, batch, rng
-    )
-    return _unscaled(grads, _factor(loss_scale, pairs)), pairs, mutable
-
-  if microbatches == 1:
-    grads, pairs, mutable = one(mutable, batch, rng)
-  elif in_two is not None:
-    grads, pairs, mutable = _in_two_passes(
-      in_two,
-      chosen,
-      frozen,
-      mutable,
-      batch,
-      rng,
-      microbatches,
-      mesh,
-      loss_scale,
-    )
-  else:
-
-    def step(carry: Any, i_and_part: Any) -> Any:
-      grads, pairs, mutable = carry
-      i, part = i_and_part
-      g, p, mutable = one(mutable, part, jax.random.fold_in(rng, i))
-      grads = jax.tree.map(jnp.add, grads, g)
-      return (grads, metrics_lib.add(pairs, p), mutable), None
-
-    parts = split(batch, microbatches, mesh)
-    first = jax.tree.map(lambda x: x[0], parts)
-    shapes = jax.eval_shape(one, mutable, first, rng)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
-    carry, _ = jax.lax.scan(
-      step, (*zeros, mutable), (jnp.arange(microbatches), parts)
-    )
-    grads, pairs, mutable = carry
-
-  weight = pairs["loss"][1]
-  return jax.tree.map(lambda g: g / weight, grads), pairs, mutable
+  return gradients
 
 
-def _in_two_passes(
-  in_two: TwoPasses,
-  chosen: Any,
+def _of_microbatch(
+  loss_fn: LossFn,
+  loss_scale: jax.Array | None,
+  trained: Any,
   frozen: Any,
   mutable: Any,
   batch: Any,
   rng: jax.Array,
-  microbatches: int,
-  mesh: Mesh,
+) -> tuple[Any, metrics_lib.Pairs, Any]:
+  """(gradients of the loss's sum, pairs, mutable) of one microbatch."""
+
+  def summed_loss(trained: Any) -> Any:
+    variables = {"params": trees.merge(trained, frozen), **mutable}
+    pairs, new_mutable = loss_fn(variables, batch, rng)
+    factor = _loss_factor(loss_scale, pairs)
+    return pairs["loss"][0] * factor, (pairs, new_mutable)
+
+  grads, (pairs, new_mutable) = jax.grad(summed_loss, has_aux=True)(trained)
+  return _unscaled(grads, _loss_factor(loss_scale, pairs)), pairs, new_mutable
+
+
+def _accumulate(
+  of_microbatch: Callable[..., Any],
+  trained: Any,
+  frozen: Any,
+  mutable: Any,
+  xs: Any,
+  rng: jax.Array,
+) -> tuple[Any, metrics_lib.Pairs, Any]:
+  """(gradients of the loss's sum, pairs, mutable), summed over microbatches.
+
+  Args:
+    of_microbatch: see `_of_microbatch`.
+    trained: trainable parameters.
+    frozen: the other parameters.
+    mutable: mutable collections before the step.
+    xs: (microbatch numbers, microbatches), stacked.
+    rng: key of the step.
+  """
+
+  def add_microbatch(carry: Any, x: Any) -> Any:
+    grads, pairs, mutable = carry
+    i, part = x
+    g, p, mutable = of_microbatch(
+      trained, frozen, mutable, part, jax.random.fold_in(rng, i)
+    )
+    grads = jax.tree.map(jnp.add, grads, g)
+    return (grads, metrics_lib.add(pairs, p), mutable), None
+
+  first = jax.tree.map(lambda x: x[0], xs[1])
+  shapes = jax.eval_shape(of_microbatch, trained, frozen, mutable, first, rng)
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
+  sums, _ = jax.lax.scan(add_microbatch, (*zeros, mutable), xs)
+  return sums
+
+
+def _in_two_passes(
+  two_pass: TwoPassLoss,
   loss_scale: jax.Array | None,
+  trained: Any,
+  frozen: Any,
+  mutable: Any,
+  batch: Any,
+  xs: Any,
+  rng: jax.Array,
+  mesh: Mesh,
 ) -> tuple[Any, metrics_lib.Pairs, Any]:
   """(gradients of the loss's sum, pairs, mutable) of the whole batch."""
-  xs = jnp.arange(microbatches), split(batch, microbatches, mesh)
 
-  def embed(chosen: Any, mutable: Any, i_and_part: Any) -> Any:
-    i, part = i_and_part
-    variables = {"params": trees.merge(chosen, frozen), **mutable}
-    return in_two.embed_fn(variables, part, jax.random.fold_in(rng, i))
+  def embed(trained: Any, mutable: Any, x: Any) -> Any:
+    i, part = x
+    variables = {"params": trees.merge(trained, frozen), **mutable}
+    return two_pass.embed_fn(variables, part, jax.random.fold_in(rng, i))
 
-  def first_pass(mutable: Any, i_and_part: Any) -> Any:
-    embeddings, mutable = embed(chosen, mutable, i_and_part)
+  def first_pass(mutable: Any, x: Any) -> Any:
+    embeddings, mutable = embed(trained, mutable, x)
     return mutable, embeddings
 
-  def loss(chosen: Any, embeddings: Any) -> Any:
-    pairs = in_two.loss_fn(trees.merge(chosen, frozen), embeddings, batch)
-    return pairs["loss"][0] * _factor(loss_scale, pairs), pairs
+  def summed_loss(trained: Any, embeddings: Any) -> Any:
+    pairs = two_pass.loss_fn(trees.merge(trained, frozen), embeddings, batch)
+    return pairs["loss"][0] * _loss_factor(loss_scale, pairs), pairs
 
   _, embeddings = jax.lax.scan(first_pass, mutable, xs)
-  (grads, backs), pairs = jax.grad(loss, argnums=(0, 1), has_aux=True)(
-    chosen, join(embeddings, mesh)
-  )
-  factor = _factor(loss_scale, pairs)
+  (grads, embedding_grads), pairs = jax.grad(
+    summed_loss, argnums=(0, 1), has_aux=True
+  )(trained, join(embeddings, mesh))
+  factor = _loss_factor(loss_scale, pairs)
 
-  def second_pass(carry: Any, xs: Any) -> Any:
+  def second_pass(carry: Any, x_and_grads: Any) -> Any:
     grads, mutable = carry
-    i_and_part, back = xs
-    _, pull, mutable = jax.vjp(
-      lambda chosen: embed(chosen, mutable, i_and_part), chosen, has_aux=True
+    x, output_grads = x_and_grads
+    _, pull_back, mutable = jax.vjp(
+      lambda trained: embed(trained, mutable, x), trained, has_aux=True
     )
-    (g,) = pull(back)
+    (g,) = pull_back(output_grads)
     return (jax.tree.map(jnp.add, grads, _unscaled(g, factor)), mutable), None
 
   (grads, mutable), _ = jax.lax.scan(
     second_pass,
     (_unscaled(grads, factor), mutable),
-    (xs, split(backs, microbatches, mesh)),
+    (xs, split(embedding_grads, len(xs[0]), mesh)),
   )
   return grads, pairs, mutable
 
 
-def _factor(
+def _loss_scale(state: Any) -> jax.Array | None:
+  return state.get("loss_scale", {}).get("scale")
+
+
+def _loss_factor(
   loss_scale: jax.Array | None, pairs: metrics_lib.Pairs
 ) -> jax.Array | float:
-  """What the loss is multiplied by before it goes back."""
+  """Factor of the loss before backpropagation, see loss_scale.py."""
   if loss_scale is None:
     return 1.0
-  # The scale is for gradients of a mean, however large the batch is.
+  # The scale is meant for gradients of a mean, whatever the batch size.
   weight = jnp.asarray(pairs["loss"][1], jnp.float32)
   return jax.lax.stop_gradient(loss_scale / jnp.maximum(weight, 1.0))
 
 
 def _unscaled(grads: Any, factor: jax.Array | float) -> Any:
+  """Gradients in float32, divided by the loss's factor."""
   grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-  if isinstance(factor, float):  # It is 1.
+  if isinstance(factor, float):  # The factor without a loss scale is 1.
     return grads
   return jax.tree.map(lambda g: g / factor, grads)

@@ -1,17 +1,34 @@
-"""Says what was wrong with a step that was not finite.
+"""The guard: keeps steps with NaN or infinite values out of the state.
 
-tally.py keeps such a step out of the state. As the state is then still that
-before the step, and the batch a function of the step, what went wrong can be
-looked at at leisure.
+The guard judges the loss and the gradient norm of each step on the device. If
+one of them is not finite, the state stays as it was, and config.nonfinite
+decides what follows:
+
+  "stop"  No later step changes the state either. The run ends with an error
+          as soon as the host sees the tally, at the next row or save.
+  "rollback"  The same, and then the run returns to the last checkpoint and
+          skips the batches from there to the bad step, at most
+          config.max_nonfinite times (Chowdhery et al. 2022, arXiv 2204.02311,
+          section 5.1).
+  "skip"  The step counts as skipped and training continues, until more than
+          config.max_nonfinite steps were skipped.
+
+A step whose gradients overflow under a loss scale that can still shrink (see
+loss_scale.py) only changes the scale, whatever the policy.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import trees
+from bigtrain import metrics, settings, trees
+from bigtrain.step import loss_scale as loss_scale_lib
+
+POLICIES = ("stop", "skip", "rollback")
 
 
 class NotFinite(RuntimeError):
@@ -19,35 +36,177 @@ class NotFinite(RuntimeError):
 
 
 class Rollback(Exception):
-  """The run goes back to a checkpoint and passes over some batches.
+  """The run returns to a checkpoint and skips some batches.
 
   Attributes:
     step: the step that was not finite.
-    restart: the step of the checkpoint.
+    restart: step of the checkpoint.
   """
 
   def __init__(self, error: NotFinite, step: int, restart: int):
     super().__init__(
-      f"{error} ROLLING BACK to step {restart}; the batches of steps "
-      f"{restart + 1} to {step} are passed over."
+      f"{error} ROLLING BACK to step {restart}, skipping the batches of steps "
+      f"{restart + 1} to {step}."
     )
     self.step = step
     self.restart = restart
 
 
-def check_skipped(skipped: int, first: int, most: int) -> None:
-  """Raises NotFinite if more steps were skipped than may be.
+class Verdict(NamedTuple):
+  """The guard's judgement of a step: bool scalars, at most one of them set.
 
-  Args:
-    skipped: so many steps were.
-    first: the first of them since the process began.
-    most: config.max_nonfinite.
+  All are False once a policy other than "skip" has seen a bad step.
+
+  Attributes:
+    good: the state takes the step.
+    bad: the loss or the gradients are not finite.
+    overflow: the gradients are not finite, but a smaller loss scale may help.
   """
-  if skipped > most:
-    raise NotFinite(
-      f"{skipped} steps were not finite and skipped, more than "
-      f"config.max_nonfinite={most}; the first was step {first}."
+
+  good: jax.Array
+  bad: jax.Array
+  overflow: jax.Array
+
+  def if_good(self, new: Any, old: Any) -> Any:
+    """The tree `new` after a good step, else the tree `old`."""
+    choose = functools.partial(jax.lax.select, self.good)
+    return jax.tree.map(choose, new, old)
+
+  def zero_unless_good(self, tree: Any) -> Any:
+    """The tree after a good step, else zeros of its shapes."""
+    zeros = jax.tree.map(lambda x: jax.lax.full_like(x, 0), tree)
+    return self.if_good(tree, zeros)
+
+
+class Guard(NamedTuple):
+  """Settings of the guard.
+
+  Attributes:
+    policy: one of POLICIES.
+    max_nonfinite: number of skipped steps, or of rollbacks, that the run may
+      have without failing.
+    loss_scale: settings of the loss scale, or None.
+  """
+
+  policy: str
+  max_nonfinite: int
+  loss_scale: loss_scale_lib.LossScale | None
+
+  def judge(
+    self,
+    state: Mapping[str, Any],
+    tally: Mapping[str, Any],
+    loss: metrics.Pair,
+    grad_norm: jax.Array,
+  ) -> Verdict:
+    """Judges a step by its loss and its gradient norm.
+
+    Args:
+      state: train state before the step.
+      tally: the previous step's tally, with "bad_step".
+      loss: (sum, weight).
+      grad_norm: norm of all gradients.
+    """
+    may_shrink: Any = False
+    if self.loss_scale:
+      may_shrink = self.loss_scale.may_shrink(state["loss_scale"])
+    finite_loss = jnp.isfinite(loss[0] / loss[1])
+    finite = finite_loss & jnp.isfinite(grad_norm)
+    overflow = finite_loss & ~finite & may_shrink
+    active = (tally["bad_step"] == 0) | (self.policy == "skip")
+    return Verdict(
+      finite & active, ~finite & ~overflow & active, overflow & active
     )
+
+  def select(
+    self,
+    verdict: Verdict,
+    state: Mapping[str, Any],
+    advance: Callable[[], dict[str, Any]],
+  ) -> dict[str, Any]:
+    """The new state after a good step, else the old one.
+
+    Under "skip", and after an overflow, the old state still takes the new step
+    number, so that the next batch follows, and the new loss scale.
+
+    The device runs `advance` only for a good step. Selecting array by array
+    would keep the old and the new state side by side, which costs a copy of
+    the optimizer's state.
+
+    Args:
+      verdict: judgement of this step.
+      state: train state before the step.
+      advance: returns the state after the step, without the loss scale.
+    """
+    kept = {k: v for k, v in state.items() if k != "loss_scale"}
+    chosen = dict(jax.lax.cond(verdict.good, advance, lambda: kept))
+    if self.policy == "skip":
+      chosen["step"] = state["step"] + 1
+    if self.loss_scale:
+      choose = functools.partial(jnp.where, verdict.good | verdict.overflow)
+      chosen["step"] = choose(state["step"] + 1, chosen["step"])
+      old_scale = state["loss_scale"]
+      new_scale = self.loss_scale.update(old_scale, verdict.overflow)
+      chosen["loss_scale"] = jax.tree.map(choose, new_scale, old_scale)
+    return chosen
+
+  def row(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state's scalars for a row: those of the loss scale, if any."""
+    return loss_scale_lib.row(state)
+
+  def bad_step(self, tally: Mapping[str, Any]) -> int:
+    """The step at which the run must stop or roll back, from 1; 0 for none.
+
+    Args:
+      tally: a fetched tally.
+
+    Raises:
+      NotFinite: more steps were skipped than config.max_nonfinite allows.
+    """
+    bad_step, skipped = int(tally["bad_step"]), int(tally["skipped"])
+    if self.policy != "skip":
+      return bad_step
+    if skipped > self.max_nonfinite:
+      raise NotFinite(
+        f"skipped {skipped} steps that were not finite, more than "
+        f"config.max_nonfinite={self.max_nonfinite}; the first was step "
+        f"{bad_step}."
+      )
+    return 0
+
+  def failure(
+    self, error: NotFinite, step: int, saved_step: int | None, rollbacks: int
+  ) -> Exception:
+    """The exception that ends the run, or rolls it back if it may.
+
+    Args:
+      error: explanation of the bad step.
+      step: the bad step.
+      saved_step: step of the newest checkpoint, or None.
+      rollbacks: number of rollbacks so far.
+    """
+    may_roll_back = self.policy == "rollback" and saved_step is not None
+    if may_roll_back and rollbacks < self.max_nonfinite:
+      return Rollback(error, step, saved_step)
+    return error
+
+
+def from_config(config: settings.Config) -> Guard:
+  """Reads nonfinite, max_nonfinite and loss_scale.
+
+  Raises:
+    ConfigError: an unknown policy, or a value out of range.
+  """
+  policy = config.get("nonfinite", "stop")
+  if policy not in POLICIES:
+    hint = settings.did_you_mean(policy, POLICIES)
+    raise settings.ConfigError(f"config.nonfinite: no policy {policy!r}.{hint}")
+  default = 100 if policy == "skip" else 3
+  return Guard(
+    policy,
+    settings.whole_number(config, "max_nonfinite", default, least=0),
+    loss_scale_lib.from_config(config),
+  )
 
 
 def explain(
@@ -57,13 +216,16 @@ def explain(
   train_input: Any,
   gradients: Callable[[Any, Any], Any],
 ) -> NotFinite:
-  """The error for a step that was not finite.
+  """Builds the error for a step that was not finite, by computing it again.
+
+  The state is still the one before that step, and the batch is a function of
+  the step.
 
   Args:
     step: the step, counted from 1.
-    index: of its batch, counted from 0.
-    state: the state before it.
-    train_input: gives that step's batch and the names of its examples.
+    index: index of its batch, counted from 0.
+    state: train state before the step.
+    train_input: source of the step's batch and of the names of its examples.
     gradients: (state, batch) -> (gradients, pairs, mutable).
 
   Returns:
@@ -77,14 +239,14 @@ def explain(
     batches.close()
 
   @jax.jit
-  def look(state: Any, batch: Any) -> Any:
+  def inspect(state: Any, batch: Any) -> Any:
     grads, pairs, _ = gradients(state, batch)
-    finite = jax.tree.map(lambda g: jax.numpy.isfinite(g).all(), grads)
+    finite = jax.tree.map(lambda g: jnp.isfinite(g).all(), grads)
     return finite, pairs["loss"][0] / pairs["loss"][1]
 
-  finite, loss = jax.device_get(look(state, batch))
+  finite, loss = jax.device_get(inspect(state, batch))
   bad = [name for name, ok in trees.flatten_with_names(finite) if not ok]
-  where = f"first of {len(bad)}: {bad[0]}" if bad else "none, but their norm is"
+  where = f"first of {len(bad)}: {bad[0]}" if bad else "none, only their norm"
   order = train_input.order(index)
   ids = ", ".join(map(str, order.index[:8]))
   more = ", ..." if len(order.index) > 8 else ""
@@ -92,6 +254,6 @@ def explain(
   return NotFinite(
     f"step {step} is not finite: loss {np.float32(loss)}, gradients that are "
     f"not finite: {where}; examples {ids}{more} (the first is {first}). No "
-    "checkpoint has seen it; config.nonfinite='skip' would leave "
-    "such steps out."
+    "checkpoint contains this step; config.nonfinite='skip' would skip such "
+    "steps."
   )

@@ -1,11 +1,11 @@
-"""A loss scale that finds its size, for gradients computed in float16.
+"""Dynamic loss scale, for gradients computed in float16.
 
-float16 has no numbers below 6e-8: many gradients would be zero. The loss is
-multiplied by a scale before they are computed, and they are divided by it in
-float32. A scale that is too large makes some of them infinite; such a step
-changes nothing but the scale, which is halved, and is counted. After some
-steps without, it is doubled (Micikevicius et al. 2018, arXiv 1710.03740,
-section 3.2). bfloat16 has the range of float32 and needs none of this.
+float16 has no numbers below 6e-8, so many gradients would be zero. The loss is
+therefore multiplied by a scale before backpropagation, and the gradients are
+divided by it in float32. Too large a scale makes some of them infinite: such a
+step halves the scale, changes nothing else, and is counted. After a number of
+steps without overflow the scale doubles (Micikevicius et al. 2018, arXiv
+1710.03740, section 3.2). bfloat16 has the range of float32 and needs no scale.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ from bigtrain import settings
 
 
 class LossScale(NamedTuple):
-  """How the scale changes.
+  """Settings of a dynamic loss scale.
 
   Attributes:
-    init: the first scale.
-    growth_steps: after so many good steps in a row it is multiplied,
-    factor: by this; after one with an overflow it is divided by it.
-    least: it never gets smaller; an overflow there is an error like any other
-      step that is not finite.
-    most: it never gets larger.
+    init: initial scale.
+    growth_steps: consecutive good steps before the scale grows.
+    factor: growth factor, and shrink factor after an overflow.
+    least: smallest scale; an overflow there is an error, as any other step
+      that is not finite.
+    most: largest scale.
   """
 
   init: float = 2.0**15
@@ -36,7 +36,7 @@ class LossScale(NamedTuple):
   most: float = 2.0**24
 
   def start(self) -> dict[str, jax.Array]:
-    """The part of the train state that holds the scale."""
+    """Initial value of the train state's "loss_scale"."""
     return {
       "scale": jnp.float32(self.init),
       "good_steps": jnp.int32(0),
@@ -44,17 +44,17 @@ class LossScale(NamedTuple):
     }
 
   def may_shrink(self, state: Mapping[str, jax.Array]) -> jax.Array:
-    """Whether a smaller scale could help."""
+    """Whether the scale is above its smallest value."""
     return state["scale"] > self.least
 
   def update(
     self, state: Mapping[str, jax.Array], overflow: jax.Array
   ) -> dict[str, jax.Array]:
-    """The scale after a step.
+    """Returns the state's "loss_scale" after a step.
 
     Args:
-      state: before it.
-      overflow: whether its gradients were not finite.
+      state: "loss_scale" before the step.
+      overflow: whether the step's gradients were not finite.
     """
     good_steps = jnp.where(overflow, 0, state["good_steps"] + 1)
     grows = good_steps >= self.growth_steps
@@ -69,7 +69,7 @@ class LossScale(NamedTuple):
 
 
 def row(state: Mapping[str, Any]) -> dict[str, Any]:
-  """What rows say of it, {} for a train state without a scale."""
+  """Scalars for a row; {} for a train state without a loss scale."""
   if "loss_scale" not in state:
     return {}
   scale = state["loss_scale"]
@@ -77,24 +77,24 @@ def row(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: settings.Config) -> LossScale | None:
-  """Reads config.loss_scale: a dict of options, or False for none.
+  """Reads config.loss_scale: a dict of options, or False for no loss scale.
 
-  Unless it is given there is one where config.model computes in float16.
+  By default there is a loss scale if config.model.dtype is "float16".
 
   Raises:
-    ConfigError: an unknown option, or one out of range.
+    ConfigError: an unknown option, or an option out of range.
   """
-  computes = config.get("model", {}).get("dtype")
-  default: Any = {} if computes == "float16" else False
+  dtype = config.get("model", {}).get("dtype")
+  default: Any = {} if dtype == "float16" else False
   value = config.get("loss_scale", default)
   if value is False or value is None:
     return None
   options = {} if value is True else config.kwargs("loss_scale", default)
   settings.check_kwargs(LossScale, options, "config.loss_scale")
-  made = LossScale(**options)
-  if not (0 < made.least <= made.init <= made.most and made.factor > 1):
+  scale = LossScale(**options)
+  if not (0 < scale.least <= scale.init <= scale.most and scale.factor > 1):
     raise settings.ConfigError(
       "config.loss_scale: expected 0 < least <= init <= most and factor > 1, "
-      f"got {dict(made._asdict())}."
+      f"got {dict(scale._asdict())}."
     )
-  return made
+  return scale

@@ -1,11 +1,11 @@
-"""Image captioning: in order (Cap), in parallel, or a mix of both (CapPa).
+"""Image captioning: left to right (Cap), in parallel, or both (CapPa).
 
-Legend: B batch, L length, D width, V vocabulary, C classes, K classes in a
-chunk of them.
+Legend: B batch, L length, D width, V vocabulary, C classes, K classes of a
+chunk, E width of the encoder, P patches.
 
 A batch has "image" [B, H, W, channels], "labels" int [B, L], a tokenized
-caption padded with `pad_id`, and perhaps "label_masks" [B, L], weights of the
-tokens. The model is models/cappa.py, or has its methods `states`, `encode`,
+caption padded with `pad_id`, and optionally "label_masks" [B, L], weights of
+the tokens. The model is models/cappa.py, or has its methods `states`, `encode`,
 `decode`, `begin` and `step`.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import decoding, metrics
+from bigtrain import decoding, metrics, settings
 from bigtrain.losses import linear_xent
 from bigtrain.settings import ConfigError, did_you_mean
 
@@ -25,47 +25,38 @@ _METHODS = ("greedy", "beam", "sample")
 
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-  """The model's arguments."""
+  """Returns the model's arguments."""
   return {
-    "image": _feature(batch, "image"),
-    "text": _feature(batch, "labels"),
+    "image": batch["image"],
+    "text": batch["labels"],
   }
-
-
-def _feature(batch: Mapping[str, Any], name: str) -> jax.Array:
-  if name not in batch:
-    raise ConfigError(
-      f"the preprocessing (pp) leaves no {name!r}, which the task captioning "
-      f"needs.{did_you_mean(name, batch)}"
-    )
-  return batch[name]
 
 
 def parallel_examples(
   keys_B: jax.Array, length: int, prob: float, ratio: float
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Draws what is predicted in parallel (arXiv 2306.07915, section 3).
+  """Draws examples to predict in parallel (arXiv 2306.07915, section 3).
 
   Args:
-    keys_B: a key for each example, which alone decides about it.
+    keys_B: keys of the examples; an example's draws depend on its key only.
     length: L.
     prob: share of the examples.
-    ratio: share of the positions of such an example that are masked; rounded
-      down to whole positions.
+    ratio: share of such an example's positions to mask, rounded down to whole
+      positions.
 
   Returns:
-    (bool [B]: whether the example is predicted in parallel, bool [B, L]: which
-    of its positions are masked; None for all).
+    (bool [B]: whether the example is predicted in parallel, bool [B, L]:
+    whether a position is masked; None if all are).
+
+  Raises:
+    ConfigError: a share out of range, or a ratio that masks no position.
   """
   num_masked = int(ratio * length)
-  if not 0 <= prob <= 1:
-    raise ConfigError(
-      f"config.loss.masked_pred_prob: expected a share in [0, 1], got {prob!r}."
-    )
+  settings.check_number("config.loss.masked_pred_prob", prob, least=0, most=1)
   if not 0 < num_masked <= length:
     raise ConfigError(
-      f"config.loss.masking_ratio={ratio!r} masks {num_masked} of {length} "
-      "positions; expected at least one, and at most all."
+      f"config.loss.masking_ratio: expected a share that masks 1 to {length} "
+      f"positions, got {ratio!r}, which masks {num_masked}."
     )
 
   def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -80,7 +71,7 @@ def parallel_examples(
 def token_weights(
   batch: Mapping[str, Any], labels: jax.Array, pad_id: int
 ) -> jax.Array:
-  """float32 [B, L]: 0 for padding, else 1 times "label_masks"."""
+  """Returns float32 [B, L]: 0 for padding, else "label_masks" or 1."""
   weight_BL = (labels != pad_id).astype(jnp.float32)
   if "label_masks" in batch:
     weight_BL *= batch["label_masks"].astype(jnp.float32)
@@ -102,58 +93,61 @@ def loss_fn(
   pad_id: int = 0,
   chunk: int | None = None,
 ) -> tuple[metrics.Pairs, Any]:
-  """Cross-entropy and accuracy of the captions' tokens.
+  """Computes cross-entropy and accuracy of the captions' tokens.
 
   Args:
     variables: "params" and, where the model has them, mutable collections.
-    batch: see the head of this file; "_mask" marks padding with 0, "_keys"
-      are keys of the examples, drawn from `rng` unless there.
-    rng: key for dropout; unused when not training.
-    model: see the head of this file.
-    train: whether dropout and parallel prediction are at work.
-    masked_pred_prob: share of the examples that are predicted in parallel.
-    masking_ratio: share of the positions that are masked in these.
+    batch: see the module docstring; "_mask" is 0 for padding, "_keys" are the
+      examples' keys, by default drawn from `rng`.
+    rng: key for dropout; unused in evaluation.
+    model: flax module, see the module docstring.
+    train: whether dropout and parallel prediction are on.
+    masked_pred_prob: share of the examples to predict in parallel.
+    masking_ratio: share of masked positions in these examples.
     normalize: "sentence": the loss is the mean over captions of the mean over
-      the caption's tokens, "tokens": the mean over all tokens.
+      each caption's tokens; "tokens": the mean over all tokens.
     label_smoothing: share of a token spread over the whole vocabulary.
-    z_loss: see losses.softmax_xent.
-    pad_id: the token that fills captions up, which has no loss.
-    chunk: positions of each caption for which logits exist at a time; see
-      losses.linear_softmax_xent.
+    z_loss: see losses.cross_entropy.softmax_xent.
+    pad_id: padding of the captions, without loss.
+    chunk: positions of each caption whose logits exist at a time, see
+      losses.linear_xent.
 
   Returns:
     ({"loss": pair in nats, "token_accuracy": pair}, new mutable collections).
+
+  Raises:
+    ConfigError: an unknown or ill-ranged option.
   """
   if normalize not in _NORMALIZE:
     hint = did_you_mean(normalize, _NORMALIZE)
     raise ConfigError(f"config.loss.normalize: unknown {normalize!r}.{hint}")
   image, labels = inputs(batch).values()
   mutable = [name for name in variables if name != "params"]
-  drawn: dict[str, Any] = {}
+  parallel: dict[str, Any] = {}
   if train and masked_pred_prob:
     keys_B = batch.get("_keys", None)
     if keys_B is None:
       keys_B = jax.random.split(rng, len(labels))
-    drawn["parallel_B"], drawn["masked_BL"] = parallel_examples(
+    parallel["parallel_B"], parallel["masked_BL"] = parallel_examples(
       keys_B, labels.shape[1], masked_pred_prob, masking_ratio
     )
   states, new_mutable = model.apply(
     variables,
     image,
     labels,
-    **drawn,
+    **parallel,
     train=train,
     rngs={"dropout": rng} if train else None,
     mutable=mutable if train else [],
     method="states",
   )
   weight_BL = share_BL = token_weights(batch, labels, pad_id)
-  number = jnp.sum(weight_BL)
+  total_weight = jnp.sum(weight_BL)
   if normalize == "sentence":
     total_B = jnp.sum(weight_BL, axis=1)
     share_BL = weight_BL / jnp.where(total_B == 0, 1.0, total_B)[:, None]
-    number = jnp.sum((total_B != 0).astype(jnp.float32))
-  found = linear_xent.linear_softmax_xent(
+    total_weight = jnp.sum((total_B != 0).astype(jnp.float32))
+  losses = linear_xent.linear_softmax_xent(
     states.hidden_BLD,
     states.kernel_DV,
     labels,
@@ -164,20 +158,20 @@ def loss_fn(
     z_loss=z_loss,
   )
   pairs = {
-    "loss": (found.total, number),
-    "token_accuracy": metrics.pair(found.correct_BL, weight_BL),
+    "loss": (losses.total, total_weight),
+    "token_accuracy": metrics.pair(losses.correct_BL, weight_BL),
   }
   return pairs, new_mutable if train else {k: variables[k] for k in mutable}
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  """How many ids the model has for the features of a batch."""
+  """Returns the model's number of token ids by feature, if it has the field."""
   size = getattr(model, "vocab_size", None)
   return {} if size is None else {"labels": size}
 
 
 def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
-  """Functions for evaluators: perplexity, score, enc_rep and caption."""
+  """Returns functions for evaluators: perplexity, score, enc_rep, caption."""
   fns = (perplexity, score, enc_rep, caption)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
 
@@ -190,7 +184,7 @@ def perplexity(
   pad_id: int = 0,
   chunk: int | None = None,
 ) -> metrics.Pairs:
-  """The pairs of the captions' tokens, each predicted from those before it."""
+  """Computes pairs of the captions' tokens, each given the ones before it."""
   pairs, _ = loss_fn(
     variables,
     batch,
@@ -211,18 +205,22 @@ def enc_rep(
   model: Any,
   layer: str = "pre_logits",
 ) -> jax.Array:
-  """The encoder's features of the images.
+  """Returns the encoder's features of the images.
 
   Args:
     variables: as in loss_fn.
-    batch: as in loss_fn; without "labels".
+    batch: dict with "image".
     model: as in loss_fn.
-    layer: "pre_logits" [B, E], pooled, or "encoded" [B, P, E], for each patch.
+    layer: "pre_logits", pooled features [B, E], or "encoded", features of the
+      patches [B, P, E].
+
+  Raises:
+    ConfigError: unknown layer.
   """
-  out = model.apply(variables, _feature(batch, "image"), method="encode")
+  out = model.apply(variables, batch["image"], method="encode")
   if layer not in out:
     hint = did_you_mean(layer, out)
-    raise ConfigError(f"enc_rep: the encoder has no layer {layer!r}.{hint}")
+    raise ConfigError(f"enc_rep: unknown layer {layer!r}.{hint}")
   return out[layer]
 
 
@@ -235,23 +233,23 @@ def score(
   class_chunk: int = 8,
   chunk: int | None = None,
 ) -> jax.Array:
-  """Log-likelihood of every class's text for every image.
+  """Computes the log-likelihood of every class's text for every image.
 
-  The image is encoded once. A few classes at a time are read and their logits
-  exist for a few positions at a time, so memory does not grow with C.
+  Each image is encoded once. The decoder reads a few classes at a time and
+  computes logits for a few positions at a time, so memory does not grow with C.
 
   Args:
     variables: as in loss_fn.
     batch: "image", and "class_tokens" int [C, L], the tokenized names.
     model: as in loss_fn.
-    pad_id: the token that fills names up, which does not count.
+    pad_id: padding of the names, without likelihood.
     class_chunk: K, classes at a time.
-    chunk: positions at a time; see losses.linear_softmax_xent.
+    chunk: positions at a time, see losses.linear_xent.
 
   Returns:
     float32 [B, C], in nats, summed over the tokens of a class.
   """
-  image, tokens_CL = _feature(batch, "image"), batch["class_tokens"]
+  image, tokens_CL = batch["image"], batch["class_tokens"]
   encoded = model.apply(variables, image, method="encode")["encoded"]
   B, (C, L) = len(image), tokens_CL.shape
   K = min(class_chunk, C)
@@ -260,15 +258,15 @@ def score(
   def score_chunk(tokens_KL: jax.Array) -> jax.Array:
     text = jnp.broadcast_to(tokens_KL, (B, K, L)).reshape(B * K, L)
     states = model.apply(variables, encoded, text, method="decode")
-    found = linear_xent.linear_softmax_xent(
+    losses = linear_xent.linear_softmax_xent(
       states.hidden_BLD,
       states.kernel_DV,
       text,
       chunk=chunk,
       bias_V=states.bias_V,
     )
-    counted = jnp.where(text == pad_id, 0.0, found.loss_BL)
-    return -jnp.sum(counted, axis=1).reshape(B, K)
+    loss_BL = jnp.where(text == pad_id, 0.0, losses.loss_BL)
+    return -jnp.sum(loss_BL, axis=1).reshape(B, K)
 
   scores = jax.lax.map(score_chunk, tokens_CL.reshape(-1, K, L))
   return jnp.moveaxis(scores, 0, 1).reshape(B, -1)[:, :C]
@@ -290,25 +288,29 @@ def caption(
   top_p: float = 1.0,
   seed: int = 0,
 ) -> jax.Array:
-  """Writes a caption for each image, with a cache of keys and values.
+  """Generates a caption for each image, with a cache of keys and values.
 
   Args:
     variables: as in loss_fn.
-    batch: "image", and perhaps "_mask": nothing is written for padding.
+    batch: "image", and optionally "_mask", 0 for examples to skip.
     model: as in loss_fn.
-    eos_id: the token that ends a caption.
-    pad_id: what follows it; 0 is also what the model reads first.
-    max_len: longest caption, in tokens; the model's unless given.
+    eos_id: token that ends a caption.
+    pad_id: padding after the end. The model always reads 0 first.
+    max_len: longest caption in tokens; by default the model's.
     method: "greedy", "beam" or "sample".
-    num_beams: of "beam", as is `length_penalty`: see decoding.beam_search.
-    length_penalty: see there.
-    temperature: of "sample", as are the next three: see decoding.sample.
-    top_k: see there.
-    top_p: see there.
-    seed: what an image's sample depends on, besides the image.
+    num_beams: for "beam", see decoding.beam_search.
+    length_penalty: for "beam", see decoding.beam_search.
+    temperature: for "sample", see decoding.sample.
+    top_k: for "sample", see decoding.sample.
+    top_p: for "sample", see decoding.sample.
+    seed: for "sample": a sample depends on it and the image.
 
   Returns:
     int32 [B, max_len].
+
+  Raises:
+    ConfigError: unknown method, a max_len above the model's, or a beam search
+      without eos_id.
   """
   if method not in _METHODS:
     hint = did_you_mean(method, _METHODS)
@@ -316,9 +318,10 @@ def caption(
   max_len = max_len or model.max_len
   if max_len > model.max_len:
     raise ConfigError(
-      f"caption: max_len={max_len}, but config.model.max_len={model.max_len}."
+      f"caption: expected max_len of at most {model.max_len} "
+      f"(config.model.max_len), got {max_len}."
     )
-  image = _feature(batch, "image")
+  image = batch["image"]
   encoded = model.apply(variables, image, method="encode")["encoded"]
   source, cache = model.apply(variables, encoded, max_len, method="begin")
 
@@ -352,7 +355,7 @@ def caption(
       eos_id=eos_id,
       pad_id=pad_id,
       rng=jax.random.key(seed) if sampled else None,
-      ids_B=_image_numbers(image) if sampled else None,
+      ids_B=_image_hashes(image) if sampled else None,
       temperature=temperature if sampled else 0.0,
       top_k=top_k,
       top_p=top_p,
@@ -360,8 +363,8 @@ def caption(
   return tokens_BL[:, 1:]
 
 
-def _image_numbers(image: jax.Array) -> jax.Array:
-  """uint32 [B] hashes: an image's place in a batch does not change a sample."""
+def _image_hashes(image: jax.Array) -> jax.Array:
+  """Returns uint32 [B], hashes that make samples independent of batch order."""
   bits = jax.lax.bitcast_convert_type(image.astype(jnp.float32), jnp.uint32)
   bits = bits.reshape(len(image), -1)
   place = jnp.arange(bits.shape[1], dtype=jnp.uint32) * 2 + 1

@@ -1,4 +1,4 @@
-"""Image classification: one label, or several, for each image.
+"""Image classification with one or several labels for each image.
 
 Legend: B batch, H height, W width, C classes.
 
@@ -24,34 +24,25 @@ _LOSSES = {
 
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-  """The model's arguments."""
-  return {"image": _feature(batch, "image")}
-
-
-def _feature(batch: Mapping[str, Any], name: str) -> jax.Array:
-  if name not in batch:
-    raise ConfigError(
-      f"the preprocessing (pp) leaves no {name!r}, which the task "
-      f"classification needs.{did_you_mean(name, batch)}"
-    )
-  return batch[name]
+  """Returns the model's arguments."""
+  return {"image": batch["image"]}
 
 
 def mixup(
   rng: jax.Array, image: jax.Array, alpha: float
 ) -> tuple[jax.Array, jax.Array]:
-  """Blends each image with its neighbour's (arXiv 1710.09412).
+  """Blends each image with the previous one of the batch (arXiv 1710.09412).
 
-  One weight of at least one half is drawn for the whole (micro)batch, as in
-  the AugReg recipes (arXiv 2106.10270).
+  A (micro)batch has one weight, at least one half, as in the AugReg recipes
+  (arXiv 2106.10270).
 
   Args:
     rng: a key.
     image: [B, ...] floats.
-    alpha: parameter of the beta distribution of the weight.
+    alpha: parameter of the weight's beta distribution.
 
   Returns:
-    (weight * image + (1 - weight) * neighbour's image, weight).
+    (weight * image + (1 - weight) * previous image, weight).
   """
   weight = jax.random.beta(rng, alpha, alpha)
   weight = jnp.maximum(weight, 1 - weight)
@@ -70,25 +61,28 @@ def loss_fn(
   label_smoothing: float = 0.0,
   mixup_alpha: float = 0.0,
 ) -> tuple[metrics.Pairs, Any]:
-  """Cross-entropy and accuracy of a batch.
+  """Computes cross-entropy and accuracy of a batch.
 
   Args:
     variables: "params" and, where the model has them, mutable collections.
-    batch: see the head of this file; "_mask" marks padding with 0.
-    rng: key for dropout and mixup; unused when not training.
+    batch: see the module docstring; "_mask" is 0 for padding.
+    rng: key for dropout and mixup; unused in evaluation.
     model: flax module that returns (logits [B, C], dict).
-    train: whether dropout, mixup and batch statistics are at work.
+    train: whether dropout, mixup and updates of batch statistics are on.
     kind: "softmax_xent", or "sigmoid_xent", which is summed over classes.
     label_smoothing: share of the label spread over all classes.
-    mixup_alpha: parameter of mixup's beta distribution; 0 is off.
+    mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
 
   Returns:
     ({"loss": pair, "accuracy": pair}, new mutable collections).
+
+  Raises:
+    ConfigError: unknown kind, or labels of another number of classes.
   """
   if kind not in _LOSSES:
     hint = did_you_mean(kind, _LOSSES)
-    raise ConfigError(f"config.loss.kind: no loss {kind!r}.{hint}")
-  image, labels = _feature(batch, "image"), _feature(batch, "labels")
+    raise ConfigError(f"config.loss.kind: unknown {kind!r}.{hint}")
+  image, labels = batch["image"], batch["labels"]
   mutable = [name for name in variables if name != "params"]
   mixup_rng, dropout_rng = jax.random.split(rng) if train else (None, None)
   share: Any = 1.0
@@ -104,16 +98,16 @@ def loss_fn(
   classes = labels.shape[-1] if labels.ndim > 1 else logits_BC.shape[-1]
   if classes != logits_BC.shape[-1]:
     raise ConfigError(
-      f"config.model.num_classes={logits_BC.shape[-1]}: the labels have "
-      f"{classes} classes."
+      f"config.model.num_classes: expected {classes}, the number of classes in "
+      f"the labels, got {logits_BC.shape[-1]}."
     )
   xent = functools.partial(
     _LOSSES[kind], logits_BC, label_smoothing=label_smoothing
   )
   loss_B = xent(labels)
   if train and mixup_alpha:
-    # Cross-entropy is linear in the labels: blending it blends them, and
-    # class numbers need not become one-hot vectors.
+    # Cross-entropy is linear in the labels, so blending losses is the same as
+    # blending labels, without turning class numbers into one-hot vectors.
     loss_B = share * loss_B + (1 - share) * xent(jnp.roll(labels, 1, axis=0))
   weight_B = metrics.example_weights(batch, logits_BC)
   pairs = {
@@ -126,7 +120,7 @@ def loss_fn(
 
 
 def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
-  """Functions for evaluators: logits, pre_logits, and the loss's pairs."""
+  """Returns functions for evaluators: "logits", "pre_logits" and "loss"."""
 
   def logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
     return model.apply(variables, **inputs(batch), train=False)[0]

@@ -1,16 +1,18 @@
-"""Contrastive training: which images and texts of a batch belong together?
+"""Contrastive training: matches the images and texts of a batch.
 
 Legend: B batch, H height, W width, L length, E embedding.
 
 A batch has "image" [B, H, W, 3] floats and "labels" int [B, L], the token ids
-of the text that belongs to it.
+of the image's text.
 
-The loss is of the whole batch: each image is held against every text. So this
-task has, beside loss_fn, what train_step needs to cut the batch into
-microbatches all the same: embed_fn, which is of each example alone, and
-embeddings_loss_fn, which is of all embeddings. The model is one that returns
-(image embeddings, text embeddings, dict) and keeps the logarithm of the logits'
-scale in the parameter "t" [1] and their bias, if it has one, in "b" [1].
+The loss compares each image with every text of the whole batch. The task
+therefore also has the two halves of loss_fn, which step/gradients.py needs for
+microbatches: embed_fn, which treats examples independently, and
+embeddings_loss_fn, which takes all embeddings of the batch.
+
+The model returns (image embeddings, text embeddings, dict). Its parameter "t"
+[1] is the logarithm of the logits' scale, and "b" [1], if it has one, their
+bias.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,28 +22,19 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
-from bigtrain.losses import pairs as pairwise_losses
+from bigtrain.losses import pairwise
 from bigtrain.settings import ConfigError, did_you_mean
 
 KINDS = ("sigmoid", "softmax")
 
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-  """The model's arguments."""
-  return {"image": _feature(batch, "image"), "text": _feature(batch, "labels")}
-
-
-def _feature(batch: Mapping[str, Any], name: str) -> jax.Array:
-  if name not in batch:
-    raise ConfigError(
-      f"the preprocessing (pp) leaves no {name!r}, which the task contrastive "
-      f"needs.{did_you_mean(name, batch)}"
-    )
-  return batch[name]
+  """Returns the model's arguments."""
+  return {"image": batch["image"], "text": batch["labels"]}
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  """How many ids the model has for the tokens of a batch, if it says so."""
+  """Returns the model's number of token ids by feature, if it has the field."""
   size = getattr(model, "vocab_size", None)
   return {} if size is None else {"labels": size}
 
@@ -54,14 +47,14 @@ def embed_fn(
   model: Any,
   train: bool,
 ) -> tuple[dict[str, jax.Array], Any]:
-  """Embeddings of a batch, or of a part of it: each example's on its own.
+  """Embeds a batch or a microbatch, each example independently.
 
   Args:
     variables: "params" and, where the model has them, mutable collections.
-    batch: see the head of this file.
-    rng: key for dropout; unused when not training.
-    model: flax module, see the head of this file.
-    train: whether dropout and batch statistics are at work.
+    batch: see the module docstring.
+    rng: key for dropout; unused in evaluation.
+    model: flax module, see the module docstring.
+    train: whether dropout and updates of batch statistics are on.
 
   Returns:
     ({"image": [B, E], "text": [B, E]}, new mutable collections).
@@ -88,46 +81,50 @@ def embeddings_loss_fn(
   kind: Literal["sigmoid", "softmax"] = "sigmoid",
   chunk: int = 1024,
 ) -> metrics.Pairs:
-  """The loss of the whole global batch, from its embeddings.
+  """Computes the loss of the whole global batch from its embeddings.
 
   Args:
-    params: only "t" and "b" are used.
-    embeddings: as embed_fn returns them.
-    batch: the whole; "_mask" marks padding with 0.
-    kind: "sigmoid" (SigLIP), for each image the sum over all texts of a
-      binary cross-entropy; or "softmax" (CLIP), the cross-entropy of an image
-      among the texts and the reverse, averaged.
-    chunk: pairs of each image at a time, see pairwise_losses.
+    params: the model's parameters, of which "t" and "b" are used.
+    embeddings: embeddings that embed_fn returns.
+    batch: the global batch; "_mask" is 0 for padding.
+    kind: "sigmoid" (SigLIP): for each image, the binary cross-entropy summed
+      over all texts. "softmax" (CLIP): the mean of the cross-entropies of an
+      image among the texts and of its text among the images.
+    chunk: pairs of each image at a time, see losses/pairwise.py.
 
   Returns:
-    Pairs "loss"; "accuracy", how often no other text of the batch fits an
-    image better; "temperature" and "bias", the logits' scale and bias.
+    Pairs "loss"; "accuracy", the share of images that no other text of the
+    batch scores higher with; "temperature" and, for the sigmoid loss, "bias",
+    the logits' scale and bias.
+
+  Raises:
+    ConfigError: unknown kind, or a sigmoid loss without a bias.
   """
   if kind not in KINDS:
     hint = did_you_mean(kind, KINDS)
-    raise ConfigError(f"config.loss.kind: no loss {kind!r}.{hint}")
+    raise ConfigError(f"config.loss.kind: unknown {kind!r}.{hint}")
   image_BE, text_BE = embeddings["image"], embeddings["text"]
   weight_B = metrics.example_weights(batch, image_BE)
   scale = jnp.exp(params["t"][0])
-  found = {"temperature": scale}
+  scalars = {"temperature": scale}
   if kind == "sigmoid":
     if "b" not in params:
       raise ConfigError(
         "config.model.bias_init: the sigmoid loss needs a bias, such as -10."
       )
-    found["bias"] = params["b"][0]
-    loss_B, correct_B = pairwise_losses.sigmoid(
-      image_BE, text_BE, scale, found["bias"], weight_B=weight_B, chunk=chunk
+    scalars["bias"] = params["b"][0]
+    loss_B, correct_B = pairwise.sigmoid(
+      image_BE, text_BE, scale, scalars["bias"], weight_B=weight_B, chunk=chunk
     )
   else:
-    loss_B, correct_B = pairwise_losses.softmax(
+    loss_B, correct_B = pairwise.softmax(
       image_BE, text_BE, scale, weight_B=weight_B, chunk=chunk
     )
   pairs = {
     "loss": metrics.pair(loss_B, weight_B),
     "accuracy": metrics.pair(correct_B, weight_B),
   }
-  for name, value in found.items():
+  for name, value in scalars.items():
     value_B = jnp.broadcast_to(jax.lax.stop_gradient(value), loss_B.shape)
     pairs[name] = metrics.pair(value_B, weight_B)
   return pairs
@@ -143,7 +140,7 @@ def loss_fn(
   kind: Literal["sigmoid", "softmax"] = "sigmoid",
   chunk: int = 1024,
 ) -> tuple[metrics.Pairs, Any]:
-  """Loss and metrics of a batch: of all of its pairs.
+  """Computes loss and metrics over all pairs of a batch.
 
   Args, returns: see embed_fn and embeddings_loss_fn.
   """
@@ -157,23 +154,23 @@ def loss_fn(
 
 
 def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
-  """Functions for evaluators.
+  """Returns functions for evaluators, by name.
 
-  "embed" gives {"image": [B, E], "text": [B, E]} of those of "image" and
-  "labels" that a batch has; where "labels" is [B, n, L], several texts for each
-  image, "text" is [B, n, E]. "image" and "text" give one of them alone,
-  "pre_logits" the features of the image tower before its head, and "loss" the
-  loss's pairs.
+  "embed" returns {"image": [B, E], "text": [B, E]} for the features "image" and
+  "labels", or for the one that the batch has. For "labels" [B, n, L], several
+  texts an image, "text" is [B, n, E]. "image" and "text" return one embedding
+  alone, "pre_logits" the image tower's features before its head, and "loss" the
+  pairs of loss_fn.
   """
 
   def apply(variables: Any, **features: Any) -> Any:
     return model.apply(variables, **features, train=False)
 
   def image(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
-    return apply(variables, image=_feature(batch, "image"))[0]
+    return apply(variables, image=batch["image"])[0]
 
   def text(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
-    labels = _feature(batch, "labels")
+    labels = batch["labels"]
     z = apply(variables, text=labels.reshape(-1, labels.shape[-1]))[1]
     return z.reshape(*labels.shape[:-1], z.shape[-1])
 
@@ -187,7 +184,7 @@ def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
     }
 
   def pre_logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
-    out = apply(variables, image=_feature(batch, "image"))[2]
+    out = apply(variables, image=batch["image"])[2]
     return out["img/pre_logits"]
 
   def loss(

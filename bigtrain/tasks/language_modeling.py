@@ -1,11 +1,14 @@
-"""Language modeling: each token predicted from those before it.
+"""Language modeling: predicts each token from the ones before it.
 
 Axes: B batch, L length, V vocabulary.
 
-A batch has "tokens" int [B, L] and "targets" int [B, L], the token after each;
-perhaps "segments" [B, L], the document of each token in a packed row, 0 for
-padding, and "positions" [B, L] in it; else perhaps "loss_mask" [B, L], 0 where
-a target does not count; and "num_bytes" [B], what the targets stand for.
+A batch has
+  "tokens": int [B, L].
+  "targets": int [B, L], the token after each.
+  "segments": packed rows only: [B, L], each token's document, 0 for padding.
+  "positions": optional with "segments": [B, L], places in the document.
+  "loss_mask": optional without "segments": [B, L], 0 for targets without loss.
+  "num_bytes": optional [B], bytes of the targets' text.
 """
 
 import functools
@@ -17,32 +20,22 @@ import jax.numpy as jnp
 
 from bigtrain import decoding, metrics
 from bigtrain.losses import tokens as token_losses
-from bigtrain.settings import ConfigError, did_you_mean
 
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-  """The model's arguments."""
-  there = {n: batch[n] for n in ("segments", "positions") if n in batch}
-  return {"tokens": _feature(batch, "tokens"), **there}
-
-
-def _feature(batch: Mapping[str, Any], name: str) -> jax.Array:
-  if name not in batch:
-    raise ConfigError(
-      f"the data and preprocessing leave no {name!r}, which the task "
-      f"language_modeling needs.{did_you_mean(name, batch)}"
-    )
-  return batch[name]
+  """Returns the model's arguments."""
+  optional = {n: batch[n] for n in ("segments", "positions") if n in batch}
+  return {"tokens": batch["tokens"], **optional}
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  """How many ids the model has for the features of a batch."""
+  """Returns the model's number of token ids, by feature."""
   return {"tokens": model.vocab_size, "targets": model.vocab_size}
 
 
 def token_weights(batch: Mapping[str, Any]) -> jax.Array:
-  """float32 [B, L]: 1 where there is a target to predict, else 0."""
-  tokens = _feature(batch, "tokens")
+  """Returns float32 [B, L], 0 for padding and masked targets."""
+  tokens = batch["tokens"]
   weight_B = metrics.example_weights(batch, tokens)
   if "segments" in batch:
     weight_BL = (batch["segments"] != 0).astype(jnp.float32)
@@ -66,30 +59,30 @@ def loss_fn(
   router_z: float = 0.001,
   chunk: int | None = None,
 ) -> tuple[metrics.Pairs, Any]:
-  """Cross-entropy and accuracy of the targets.
+  """Computes cross-entropy and accuracy of the targets.
 
-  With experts the loss has two more terms, and there are metrics of what the
-  layers report on average: see token_losses.with_experts.
+  With experts the loss has two more terms and there are metrics of the
+  experts, see losses.tokens.add_experts.
 
   Args:
-    variables: "params".
-    batch: see the head of this file; "_mask" marks padding with 0.
-    rng: key for dropout; unused when not training.
-    model: such as models/decoder.py.
-    train: whether dropout is at work.
+    variables: dict with "params".
+    batch: see the module docstring; "_mask" is 0 for padding.
+    rng: key for dropout; unused in evaluation.
+    model: flax module such as models/decoder.py.
+    train: whether dropout is on.
     label_smoothing: share of a target spread over the whole vocabulary.
     z_loss: weight of the squared log of the softmax's denominator, see
-      losses.softmax_xent; 1e-4 is usual.
+      losses.cross_entropy.softmax_xent; 1e-4 is usual.
     load_balance: weight of the loss that keeps experts evenly loaded.
     router_z: weight of the loss that keeps the router's logits small.
-    chunk: positions of each example for which logits exist at a time; see
-      losses.linear_softmax_xent.
+    chunk: positions of each example whose logits exist at a time, see
+      losses.linear_xent.
 
   Returns:
-    ({"loss": pair in nats, "accuracy": pair, with experts "nll", the loss
-    without their terms, and their statistics}, {}).
+    ({"loss": pair in nats, "accuracy": pair}, {}); with experts also "nll", the
+    loss without their terms, and their statistics.
   """
-  found = token_losses.predict(
+  losses = token_losses.model_losses(
     variables,
     *_examples(batch),
     rng,
@@ -99,19 +92,22 @@ def loss_fn(
     label_smoothing=label_smoothing,
     z_loss=z_loss,
   )
-  pairs = token_losses.with_experts(
-    found.pairs, found.experts, load_balance=load_balance, router_z=router_z
+  pairs = token_losses.add_experts(
+    losses.pairs,
+    losses.expert_stats,
+    load_balance=load_balance,
+    router_z=router_z,
   )
   return pairs, {}
 
 
 def _examples(batch: Mapping[str, Any]) -> tuple[Any, jax.Array, jax.Array]:
-  """(the model's arguments, targets, their weights)."""
-  return inputs(batch), _feature(batch, "targets"), token_weights(batch)
+  """Returns (the model's arguments, targets, weights of the targets)."""
+  return inputs(batch), batch["targets"], token_weights(batch)
 
 
 def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
-  """Functions for evaluators: perplexity, logits, score and generate."""
+  """Returns functions for evaluators: perplexity, logits, score, generate."""
   fns = (perplexity, logits, score, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
 
@@ -119,7 +115,7 @@ def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
 def logits(
   variables: Any, batch: Mapping[str, Any], *, model: Any
 ) -> jax.Array:
-  """float32 [B, L, V]."""
+  """Returns float32 [B, L, V], the logits of each position's target."""
   return model.apply(variables, **inputs(batch), train=False)[0]
 
 
@@ -130,7 +126,7 @@ def perplexity(
   model: Any,
   chunk: int | None = None,
 ) -> metrics.Pairs:
-  """Pairs of the targets.
+  """Computes the pairs of the targets.
 
   Args:
     variables: as in loss_fn.
@@ -139,13 +135,13 @@ def perplexity(
     chunk: as in loss_fn.
 
   Returns:
-    {"loss": (nats, tokens), "accuracy": pair}, and where the batch has
-    "num_bytes", {"bytes": (sum, 1)}.
+    {"loss": (nats, tokens), "accuracy": pair}, and for a batch with "num_bytes"
+    also {"bytes": (sum, 1)}.
   """
-  found = token_losses.predict(
+  losses = token_losses.model_losses(
     variables, *_examples(batch), model=model, chunk=chunk
   )
-  return token_losses.with_bytes(found.pairs, batch)
+  return token_losses.add_bytes(losses.pairs, batch)
 
 
 def score(
@@ -155,7 +151,7 @@ def score(
   model: Any,
   chunk: int | None = None,
 ) -> dict[str, jax.Array]:
-  """Log-likelihood of what "loss_mask" marks, such as an answer.
+  """Scores the targets that "loss_mask" selects, such as an answer.
 
   Args:
     variables: as in loss_fn.
@@ -164,19 +160,19 @@ def score(
     chunk: as in loss_fn.
 
   Returns:
-    {"log_likelihood": float32 [B] in nats, summed over the targets that count,
-    "tokens": float32 [B], how many, "greedy": bool [B], whether each of them
-    is the likeliest token}.
+    {"log_likelihood": float32 [B] in nats, summed over the selected targets,
+    "tokens": float32 [B], their number, "greedy": bool [B], whether greedy
+    decoding predicts all of them}.
   """
-  found = token_losses.predict(
+  losses = token_losses.model_losses(
     variables, *_examples(batch), model=model, chunk=chunk
   )
-  counts_BL = token_weights(batch) != 0
-  counted_BL = jnp.where(counts_BL, found.loss_BL, 0.0)
+  selected_BL = token_weights(batch) != 0
+  loss_BL = jnp.where(selected_BL, losses.loss_BL, 0.0)
   return {
-    "log_likelihood": -jnp.sum(counted_BL, axis=1),
-    "tokens": jnp.sum(counts_BL.astype(jnp.float32), axis=1),
-    "greedy": jnp.all((found.correct_BL == 1) | ~counts_BL, axis=1),
+    "log_likelihood": -jnp.sum(loss_BL, axis=1),
+    "tokens": jnp.sum(selected_BL.astype(jnp.float32), axis=1),
+    "greedy": jnp.all((losses.correct_BL == 1) | ~selected_BL, axis=1),
   }
 
 
@@ -197,26 +193,26 @@ def generate(
 
   Args:
     variables: as in loss_fn.
-    batch: "tokens" [B, L], prompts padded at the end with `pad_id`, and perhaps
-      "_mask": nothing is written for padding.
+    batch: "tokens" [B, L], prompts padded at the end with `pad_id`, and
+      optionally "_mask", 0 for examples to skip.
     model: as in loss_fn.
-    max_new: tokens to write at most.
-    eos_id: the token that ends a text; None if there is none.
-    pad_id: see `batch`; also what follows the end.
-    temperature: see decoding.sample, as for the next two.
-    top_k: see there.
-    top_p: see there.
-    seed: what a sample depends on, besides the prompt.
+    max_new: largest number of new tokens.
+    eos_id: token that ends a text; None if texts have no end.
+    pad_id: padding of the prompts, and after the end of a text.
+    temperature: see decoding.sample.
+    top_k: see decoding.sample.
+    top_p: see decoding.sample.
+    seed: seed of the samples; a sample depends on it and the prompt.
 
   Returns:
     int32 [B, max_new].
   """
-  prompt_BL = _feature(batch, "tokens")
+  prompt_BL = batch["tokens"]
   B, L = prompt_BL.shape
   real_BL = (prompt_BL != pad_id) & (
     metrics.example_weights(batch, prompt_BL) != 0
   )[:, None]
-  # The last that is not padding, so that a prompt may have the pad's id in it.
+  # Up to the last token that is not padding: prompts may contain the pad id.
   length_B = jnp.max(jnp.where(real_BL, jnp.arange(L) + 1, 0), axis=1)
   shortest = jnp.min(jnp.where(length_B == 0, L, length_B))
   _, out = model.apply(
@@ -232,13 +228,13 @@ def generate(
     eos_id=eos_id,
     pad_id=pad_id,
     rng=jax.random.key(seed) if temperature else None,
-    ids_B=_prompt_numbers(jnp.where(real_BL, prompt_BL, 0)),
+    ids_B=_prompt_hashes(jnp.where(real_BL, prompt_BL, 0)),
     temperature=temperature,
     top_k=top_k,
     top_p=top_p,
     start=shortest - 1,
   )
-  # Each example's own max_new tokens after its prompt.
+  # The max_new tokens after each example's own prompt.
   take = jax.vmap(
     lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, max_new)
   )
@@ -252,15 +248,15 @@ def step_fn(
   token_B: jax.Array,
   position: jax.Array,
 ) -> tuple[jax.Array, Any]:
-  """One step of decoding: (logits [B, V] of the next token, new cache)."""
+  """Decodes one token: returns (logits [B, V] of the next, new cache)."""
   logits_B1V, out = model.apply(
     variables, token_B[:, None], cache=cache, start=position
   )
   return logits_B1V[:, 0], out["cache"]
 
 
-def _prompt_numbers(prompt_BL: jax.Array) -> jax.Array:
-  """uint32 [B] hashes: a prompt's place in a batch does not change a sample."""
+def _prompt_hashes(prompt_BL: jax.Array) -> jax.Array:
+  """Returns uint32 [B], hashes that make samples independent of batch order."""
   place_L = jnp.arange(prompt_BL.shape[1], dtype=jnp.uint32) * 2 + 1
   mixed_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
   mixed_BL = (mixed_BL ^ (mixed_BL >> 15)) * place_L

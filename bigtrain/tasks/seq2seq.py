@@ -1,13 +1,16 @@
-"""Sequence to sequence: targets predicted from inputs and the targets before.
+"""Sequence to sequence: predicts targets from inputs and earlier targets.
 
 Axes: B batch, S length of inputs, L length of targets, V vocabulary.
 
-A batch has "inputs" int [B, S] and "targets" int [B, L], both padded with 0;
-where documents are packed also "inputs_segments" and "targets_segments", of
-these shapes, the document of each token, 0 for padding; and perhaps
-"num_bytes" [B], what the targets stand for. "inputs_positions" and
-"targets_positions" are not needed: models such as models/t5.py count distances,
-which packing does not change.
+A batch has
+  "inputs": int [B, S], padded with 0.
+  "targets": int [B, L], padded with 0.
+  "inputs_segments", "targets_segments": packed rows only: [B, S] and [B, L],
+    each token's document, 0 for padding.
+  "num_bytes": optional [B], bytes of the targets' text.
+
+"inputs_positions" and "targets_positions" are not used: models such as
+models/t5.py depend on distances, which packing does not change.
 """
 
 import functools
@@ -19,36 +22,27 @@ import jax.numpy as jnp
 
 from bigtrain import decoding, metrics
 from bigtrain.losses import tokens as token_losses
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError
 
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-  """The model's arguments."""
+  """Returns the model's arguments."""
   segments = ("inputs_segments", "targets_segments")
   return {
-    "inputs": _feature(batch, "inputs"),
-    "targets": _feature(batch, "targets"),
+    "inputs": batch["inputs"],
+    "targets": batch["targets"],
     **{name: batch[name] for name in segments if name in batch},
   }
 
 
-def _feature(batch: Mapping[str, Any], name: str) -> jax.Array:
-  if name not in batch:
-    raise ConfigError(
-      f"the data and preprocessing leave no {name!r}, which the task seq2seq "
-      f"needs.{did_you_mean(name, batch)}"
-    )
-  return batch[name]
-
-
 def vocab_sizes(model: Any) -> dict[str, int]:
-  """How many ids the model has for the features of a batch."""
+  """Returns the model's number of token ids, by feature."""
   return {"inputs": model.vocab_size, "targets": model.vocab_size}
 
 
 def token_weights(batch: Mapping[str, Any]) -> jax.Array:
-  """float32 [B, L]: 1 where there is a target to predict, else 0."""
-  real_BL = batch.get("targets_segments", _feature(batch, "targets")) != 0
+  """Returns float32 [B, L], 0 for padding and 1 for targets."""
+  real_BL = batch.get("targets_segments", batch["targets"]) != 0
   weight_B = metrics.example_weights(batch, real_BL)
   return real_BL.astype(jnp.float32) * weight_B[:, None]
 
@@ -66,30 +60,30 @@ def loss_fn(
   router_z: float = 0.001,
   chunk: int | None = None,
 ) -> tuple[metrics.Pairs, Any]:
-  """Cross-entropy and accuracy of the targets, by token.
+  """Computes cross-entropy and accuracy of the targets, by token.
 
-  With experts the loss has two more terms, and there are metrics of what the
-  layers report on average: see token_losses.with_experts.
+  With experts the loss has two more terms and there are metrics of the
+  experts, see losses.tokens.add_experts.
 
   Args:
-    variables: "params".
-    batch: see the head of this file; "_mask" marks padding with 0.
-    rng: key for dropout; unused when not training.
-    model: such as models/t5.py.
-    train: whether dropout is at work.
+    variables: dict with "params".
+    batch: see the module docstring; "_mask" is 0 for padding.
+    rng: key for dropout; unused in evaluation.
+    model: flax module such as models/t5.py.
+    train: whether dropout is on.
     label_smoothing: share of a target spread over the whole vocabulary.
     z_loss: weight of the squared log of the softmax's denominator, see
-      losses.softmax_xent; T5 has 1e-4.
+      losses.cross_entropy.softmax_xent; T5 has 1e-4.
     load_balance: weight of the loss that keeps experts evenly loaded.
     router_z: weight of the loss that keeps the routers' logits small.
-    chunk: positions of each example for which logits exist at a time; see
-      losses.linear_softmax_xent.
+    chunk: positions of each example whose logits exist at a time, see
+      losses.linear_xent.
 
   Returns:
-    ({"loss": pair in nats, "accuracy": pair, with experts "nll", the loss
-    without their terms, and their statistics}, {}).
+    ({"loss": pair in nats, "accuracy": pair}, {}); with experts also "nll", the
+    loss without their terms, and their statistics.
   """
-  found = token_losses.predict(
+  losses = token_losses.model_losses(
     variables,
     *_examples(batch),
     rng,
@@ -99,19 +93,22 @@ def loss_fn(
     label_smoothing=label_smoothing,
     z_loss=z_loss,
   )
-  pairs = token_losses.with_experts(
-    found.pairs, found.experts, load_balance=load_balance, router_z=router_z
+  pairs = token_losses.add_experts(
+    losses.pairs,
+    losses.expert_stats,
+    load_balance=load_balance,
+    router_z=router_z,
   )
   return pairs, {}
 
 
 def _examples(batch: Mapping[str, Any]) -> tuple[Any, jax.Array, jax.Array]:
-  """(the model's arguments, targets, their weights)."""
-  return inputs(batch), _feature(batch, "targets"), token_weights(batch)
+  """Returns (the model's arguments, targets, weights of the targets)."""
+  return inputs(batch), batch["targets"], token_weights(batch)
 
 
 def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
-  """Functions for evaluators: perplexity, logits and generate."""
+  """Returns functions for evaluators: perplexity, logits and generate."""
   fns = (perplexity, logits, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
 
@@ -119,7 +116,7 @@ def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
 def logits(
   variables: Any, batch: Mapping[str, Any], *, model: Any
 ) -> jax.Array:
-  """float32 [B, L, V], each target given those before it."""
+  """Returns float32 [B, L, V], logits of each target given those before it."""
   return model.apply(variables, **inputs(batch), train=False)[0]
 
 
@@ -130,7 +127,7 @@ def perplexity(
   model: Any,
   chunk: int | None = None,
 ) -> metrics.Pairs:
-  """Pairs of the targets, each given those before it.
+  """Computes the pairs of the targets, each given the ones before it.
 
   Args:
     variables: as in loss_fn.
@@ -139,13 +136,13 @@ def perplexity(
     chunk: as in loss_fn.
 
   Returns:
-    {"loss": (nats, tokens), "accuracy": pair}, and where the batch has
-    "num_bytes", {"bytes": (sum, 1)}.
+    {"loss": (nats, tokens), "accuracy": pair}, and for a batch with "num_bytes"
+    also {"bytes": (sum, 1)}.
   """
-  found = token_losses.predict(
+  losses = token_losses.model_losses(
     variables, *_examples(batch), model=model, chunk=chunk
   )
-  return token_losses.with_bytes(found.pairs, batch)
+  return token_losses.add_bytes(losses.pairs, batch)
 
 
 def generate(
@@ -162,36 +159,40 @@ def generate(
   top_p: float = 1.0,
   seed: int = 0,
 ) -> jax.Array:
-  """Writes targets for the inputs, with a cache of keys and values.
+  """Generates targets for the inputs, with a cache of keys and values.
 
   Args:
     variables: as in loss_fn.
-    batch: "inputs" [B, S], not packed, and perhaps "_mask": nothing is written
-      for padding.
-    model: with methods `begin` and `step` as models/t5.py has them.
-    max_len: tokens to write at most, the end included.
-    eos_id: the token that ends targets.
-    num_beams: more than 1 searches for the likeliest targets.
-    length_penalty: of beams, see decoding.beam_search.
-    temperature: see decoding.sample, as for the next two; 0 is greedy.
-    top_k: see there.
-    top_p: see there.
-    seed: what a sample depends on, besides the inputs.
+    batch: "inputs" [B, S], not packed, and optionally "_mask", 0 for examples
+      to skip.
+    model: flax module with the methods `begin` and `step` of models/t5.py.
+    max_len: largest number of tokens, the end included.
+    eos_id: token that ends targets.
+    num_beams: hypotheses of a beam search; 1 samples.
+    length_penalty: see decoding.beam_search.
+    temperature: see decoding.sample; 0 is greedy.
+    top_k: see decoding.sample.
+    top_p: see decoding.sample.
+    seed: seed of the samples; a sample depends on it and the inputs.
 
   Returns:
     int32 [B, max_len], padded with 0.
+
+  Raises:
+    ConfigError: packed inputs, or options that exclude each other.
   """
-  inputs_BS = _feature(batch, "inputs")
+  inputs_BS = batch["inputs"]
   if "inputs_segments" in batch:
     raise ConfigError(
-      "generate: the inputs are packed; give each a row of its own."
+      "generate: expected one document a row, got packed inputs "
+      "(inputs_segments)."
     )
   if num_beams > 1 and temperature:
     raise ConfigError(
-      f"generate: num_beams={num_beams} and temperature={temperature} do not "
-      "go together."
+      f"generate: expected num_beams=1 or temperature=0, got {num_beams} and "
+      f"{temperature}."
     )
-  # The 0 that targets begin with has position 0.
+  # Position 0 is the 0 that starts the decoder.
   cache = model.apply(variables, inputs_BS, max_len + 1, method="begin")
 
   def step(cache: Any, token_B: jax.Array, position: jax.Array) -> Any:
@@ -218,7 +219,7 @@ def generate(
       max_len=max_len + 1,
       eos_id=eos_id,
       rng=jax.random.key(seed) if temperature else None,
-      ids_B=_numbers(inputs_BS),
+      ids_B=_input_hashes(inputs_BS),
       temperature=temperature,
       top_k=top_k,
       top_p=top_p,
@@ -226,8 +227,8 @@ def generate(
   return jnp.where(real_B[:, None], tokens_BL[:, 1:], 0)
 
 
-def _numbers(inputs_BS: jax.Array) -> jax.Array:
-  """uint32 [B] hashes: neither place in a batch nor padding change a sample."""
+def _input_hashes(inputs_BS: jax.Array) -> jax.Array:
+  """Returns uint32 [B], hashes that batch order and padding do not change."""
   place_S = jnp.arange(inputs_BS.shape[1], dtype=jnp.uint32) * 2 + 1
   mixed_BS = inputs_BS.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
   mixed_BS = (mixed_BS ^ (mixed_BS >> 15)) * place_S

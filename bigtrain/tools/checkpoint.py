@@ -239,7 +239,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-  """Raises ConfigError for arguments that cannot be meant."""
+  """Makes paths absolute; raises ConfigError for arguments out of range."""
+  args.path = paths.absolute(args.path)
+  if args.command == "export":
+    args.out = paths.absolute(args.out)
   if not paths.exists(args.path):
     raise ConfigError(f"{args.path}: no such file or directory.")
   if args.step is not None:
@@ -253,7 +256,7 @@ def _check(args: argparse.Namespace) -> None:
       raise ConfigError(f"{args.out}: expected .npz or .safetensors.")
     if os.path.lexists(args.out) and not args.overwrite:
       raise ConfigError(f"{args.out}: is there already; --overwrite?")
-    folder = os.path.dirname(os.path.abspath(args.out))
+    folder = os.path.dirname(args.out)
     if not os.path.isdir(folder):
       raise ConfigError(f"{args.out}: no such folder {folder}.")
 

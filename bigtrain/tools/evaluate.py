@@ -26,6 +26,7 @@ from bigtrain import lengths, parts, settings, sharding, trees
 from bigtrain.checkpoints import folders, manifest, restore, start
 from bigtrain.cluster import process
 from bigtrain.evaluation import evaluations as evaluators
+from bigtrain.files import paths
 from bigtrain.reports import record
 from bigtrain.runtime import programs
 from bigtrain.settings import ConfigError
@@ -50,6 +51,7 @@ def evaluate(
     ConfigError: no such run or checkpoint, or a mistake in the config.
     CheckpointError: the checkpoint is damaged.
   """
+  workdir = paths.absolute(workdir)
   plain = record.read_json(os.path.join(workdir, "config.json"))
   if plain is None:
     raise ConfigError(f"--workdir={workdir}: there is no config.json in it.")
@@ -145,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       )
     if not values["workdir"].value:
       raise ConfigError("--workdir is missing.")
-    process.join(settings.Config({}))
+    process.join_job(settings.Config({}))
     row = evaluate(values["workdir"].value, values["step"].value, changes)
   except ConfigError as e:
     print(f"error: {e}", file=sys.stderr)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import decoding, sharding
-from bigtrain.checkpoints import folders, parameter_files, warm_start
+from bigtrain.checkpoints import folders, warm_start
 from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
@@ -62,10 +62,10 @@ def generate(
     CheckpointError: a checkpoint that is damaged or cannot be read.
   """
   decoding.check_sampling(temperature, top_k, top_p)
-  directory = parameter_files.find_checkpoint(path, step, "--workdir")
+  directory = folders.find_named(path, step, "--workdir")
   manifest = folders.read_manifest(directory)
   module, model = published.model_of(manifest, directory)
-  config = manifest.host_state["config"]
+  config = manifest.host_state.config
   if config.get("task") != "language_modeling":
     raise ConfigError(
       f"{directory}: its task is {config.get('task')!r}; only language models "

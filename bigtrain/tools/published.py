@@ -123,7 +123,7 @@ def model_of(manifest: Manifest, directory: str) -> Run:
   Raises:
     ConfigError: the checkpoint does not say, or there is no such model.
   """
-  config = manifest.host_state.get("config")
+  config = manifest.host_state.config
   if not config or "model_name" not in config:
     raise ConfigError(f"{directory}: does not say of which model it is.")
   module = parts_lib.find_module("models", config["model_name"], "model_name")

@@ -31,6 +31,7 @@ from multiprocessing import connection
 from typing import Any
 
 from bigtrain.data.formats import documents, token_files, token_writer
+from bigtrain.files import paths as paths_lib
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
@@ -74,6 +75,7 @@ def tokenize(
     ConfigError: wrong arguments, or `output` was begun with others.
     DataError: a document that cannot be used, with file and line.
   """
+  output = paths_lib.absolute(output)
   plan, groups = _plan(inputs, tokenizer, key, format, eos, bos, shard_bytes)
   os.makedirs(output, exist_ok=True)
   with _locked(output):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import saved_states
 
-from bigtrain.checkpoints import checkpointer, folders
+from bigtrain.checkpoints import checkpointer, commit, folders
 
 # Moments of a save that have a name, in their order.
 POINTS = (
@@ -68,7 +68,7 @@ def _run(workdir, moment):
       whole(os.path.join(path, "params"))
       _die()
 
-    folders.shutil.rmtree = half
+    commit.shutil.rmtree = half
   elif moment == IN_A_CHUNK:
     last = large_state(30)
     folder = pathlib.Path(folders.folder(workdir))

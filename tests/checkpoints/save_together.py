@@ -1,76 +1,67 @@
-"""One of two processes that save, restore and fail together.
+"""Two processes save, restore and fail together.
 
-  python save_together.py WORKDIR INDEX ADDRESS
-
-It prints a line for each thing that happened.
+A part of a shared job, see two_processes.py.
 """
 
-import os
-import sys
-
 import jax
+import saved_states
 
-from bigtrain.checkpoints import checkpointer, manifest, restore
-
-
-def report(what):
-  print(what, flush=True)
+from bigtrain.checkpoints import checkpointer, folders, manifest, restore
 
 
-def run(workdir, index):
-  import saved_states
-
+def run(folder):
+  """Returns a line for each event."""
+  workdir = str(folder / "run")
+  is_second = jax.process_index() == 1
+  events = []
   like = saved_states.like(2, 4)
   values = saved_states.make_values(like, 1)
   state = jax.tree.map(
     lambda x, v: jax.make_array_from_callback(
-      v.shape, x.sharding, lambda place: v[place]
+      v.shape, x.sharding, lambda index: v[index]
     ),
     like,
     values,
   )
   saver = checkpointer.Checkpointer(workdir)
-  saver.save(1, state, {"at": 1})
+  saver.save(1, state, saved_states.host_state(1))
   saver.wait()
-  assert checkpointer.newest(workdir) == 1
-  report("saved")
+  assert folders.newest(workdir) == 1
+  events.append("saved")
 
-  # Another layout, in which each process reads other parts.
+  # With another layout each process reads other parts of the arrays.
   other = saved_states.like(1, 8)
-  found, told = checkpointer.resume(workdir, other)
-  saved_states.same(found, 1)
-  report(f"restored {told.step}")
+  restored, checkpoint = restore.resume(workdir, other)
+  saved_states.same(restored, 1)
+  events.append(f"restored {checkpoint.step}")
 
-  # What one finds damaged, all refuse.
+  # If one process finds damage, all refuse the checkpoint.
   load = restore.load
-  if index == 1:
+  if is_second:
 
-    def damaged(*args):
+    def fail_to_load(*args):
       raise manifest.DamagedError("array 'x' is damaged")
 
-    restore.load = damaged
+    restore.load = fail_to_load
   try:
-    checkpointer.resume(workdir, other)
+    restore.resume(workdir, other)
   except manifest.DamagedError as e:
-    report(f"refused {e}")
+    events.append(f"refused {e}")
   restore.load = load
 
-  # What one fails to write, all hear of.
-  if index == 1:
+  # If one process fails to write, all report it.
+  on_point = checkpointer._point
+  if is_second:
 
-    def fail(name):
+    def fail_to_write(name):
       if name == "data written":
         raise OSError(28, "No space left on device", "/a/chunk")
 
-    checkpointer._point = fail
+    checkpointer._point = fail_to_write
   saver.save(2, state)
   try:
     saver.wait()
   except manifest.CheckpointError as e:
-    report(f"failed {e}")
-
-
-if __name__ == "__main__":
-  jax.distributed.initialize(sys.argv[3], 2, int(sys.argv[2]))
-  run(sys.argv[1], int(sys.argv[2]))
-  os._exit(0)
+    events.append(f"failed {e}")
+  checkpointer._point = on_point
+  return events

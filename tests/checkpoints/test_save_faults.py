@@ -17,7 +17,7 @@ from saved_states import (
   save,
 )
 
-from bigtrain.checkpoints import checkpointer, folders
+from bigtrain.checkpoints import checkpointer, folders, integrity, restore
 from bigtrain.checkpoints.manifest import CheckpointError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -76,21 +76,21 @@ def test_killed_in_removal(killed):
 
 
 def _check_killed(workdir, expected):
-  assert checkpointer.newest(workdir) == expected
+  assert folders.newest(workdir) == expected
   for left in folders.listing(workdir).leftovers:
     with pytest.raises(CheckpointError, match=r"unfinished|no checkpoint"):
-      checkpointer.restore(left, like())
-  found, told = checkpointer.resume(workdir, like(1, 8))
+      restore.restore(left, like())
+  found, told = restore.resume(workdir, like(1, 8))
   assert told.step == expected and told.host_state == {"at": expected}
   same(found, expected)
   assert folders.listing(workdir).leftovers == []
   # Fault 7: another number of devices reaches the same step.
   save(workdir, 30, like=one_device())
-  same(checkpointer.restore(workdir, like(8, 1), step=30)[0], 30)
-  for step in checkpointer.steps(workdir):
-    assert checkpointer.verify(path_of(workdir, step)) == []
+  same(restore.restore(workdir, like(8, 1), step=30)[0], 30)
+  for step in folders.steps(workdir):
+    assert integrity.verify(path_of(workdir, step)) == []
   save(workdir, 40)
-  assert checkpointer.steps(workdir) == [30, 40]
+  assert folders.steps(workdir) == [30, 40]
 
 
 @pytest.mark.parametrize("point", ["begin", "data written", "manifest written"])
@@ -113,7 +113,7 @@ def test_a_failed_save_is_raised_and_harms_nothing(workdir, monkeypatch, point):
   with pytest.raises(CheckpointError, match="Input/output error"):
     saver.close()
   assert os.listdir(folders.folder(workdir)) == ["00000001"]
-  same(checkpointer.restore(workdir, like())[0], 1)
+  same(restore.restore(workdir, like())[0], 1)
 
 
 def test_the_guard_has_the_last_word(workdir):
@@ -124,7 +124,7 @@ def test_the_guard_has_the_last_word(workdir):
   saver.save(1, make_state(like(), 1))
   with pytest.raises(CheckpointError, match="the lease is lost"):
     saver.close()
-  assert checkpointer.newest(workdir) is None
+  assert folders.newest(workdir) is None
 
 
 _FILL_THE_DISK = """
@@ -172,7 +172,7 @@ def test_a_full_disk(tmp_path):
     assert "the checkpoint of step 2 was not saved" in last
     assert ("No space left" if mounted else "File too large") in last
     assert os.listdir(folders.folder(workdir)) == ["00000001"]
-    assert checkpointer.verify(path_of(str(workdir), 1)) == []
+    assert integrity.verify(path_of(str(workdir), 1)) == []
   finally:
     if mounted:
       disks.unmount(workdir)
@@ -181,52 +181,25 @@ def test_a_full_disk(tmp_path):
 # Several processes.
 
 
-def test_two_processes_save_restore_and_fail_together(workdir):
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    address = f"localhost:{free.getsockname()[1]}"
-  environment = {
-    **os.environ,
-    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-  }
-  processes = [
-    subprocess.Popen(
-      [
-        sys.executable,
-        str(ROOT / "tests/checkpoints/save_together.py"),
-        workdir,
-        str(i),
-        address,
-      ],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      env=environment,
-    )
-    for i in range(2)
-  ]
-  try:
-    outputs = [p.communicate(timeout=90) for p in processes]
-  finally:
-    for p in processes:
-      p.kill()
-  for i, (out, err) in enumerate(outputs):
-    saved, restored, refused, failed = out.splitlines() or [err, "", "", ""]
-    assert (saved, restored) == ("saved", "restored 1"), err
+def test_two_processes_save_restore_and_fail_together(two_processes):
+  part = two_processes("checkpoints.save_together.run")
+  workdir = str(part.folder / "run")
+  for i, events in enumerate(part.results):
+    saved, restored, refused, failed = events
+    assert (saved, restored) == ("saved", "restored 1")
     assert refused.startswith("refused array 'x' is damaged")
     assert failed.startswith("failed the checkpoint of step 2 was not saved: ")
     assert "/a/chunk: No space left on device" in failed
     if i == 0:
       assert f"process 1 on host {socket.gethostname()}" in failed
-  assert checkpointer.verify(path_of(workdir, 1)) == []
+  assert integrity.verify(path_of(workdir, 1)) == []
   for mesh in MESHES:
-    found, told = checkpointer.restore(workdir, like(*mesh))
-    same(found, 1)
-  assert told.writer["processes"] == 2
-  # Each process wrote only files of its own, each of them once.
-  assert told.arrays["params/wide"].grid == (2, 1)
-  # The remains of the failed save go at the next start.
+    restored, manifest = restore.restore(workdir, like(*mesh))
+    same(restored, 1)
+  assert manifest.writer["processes"] == 2
+  # Each process wrote only its own chunks, each of them once.
+  assert manifest.arrays["params/wide"].grid == (2, 1)
+  # The next start removes the leftovers of the failed save.
   assert len(folders.listing(workdir).leftovers) == 1
-  checkpointer.resume(workdir, like())
+  restore.resume(workdir, like())
   assert os.listdir(folders.folder(workdir)) == ["00000001"]

@@ -1,107 +1,336 @@
-"""What may change between two starts; test_resume.py has the whole runs."""
+"""Starts of whole runs. Interrupted runs end bit-equal to straight ones."""
 
+import json
 import logging
+import signal
+import types
 
+import numpy as np
 import pytest
+import tiny
 
-from bigtrain import settings
+from bigtrain import main, settings
 from bigtrain.checkpoints import start
+from bigtrain.cluster import process
+from bigtrain.evaluators import mean
+from bigtrain.inputs import pipeline
+
+# Every kind of state in a checkpoint (moments, running statistics, averaged
+# parameters), and randomness in the step and in the input.
+EVERYTHING = {
+  "model.statistics": True,
+  "model.dropout": 0.3,
+  "ema_decay": 0.5,
+  "input.pp": "random_crop(8,pad=1)",
+}
 
 
-def test_differences_are_of_leaves_and_of_values_as_files_have_them():
-  old = {"a": 1, "b": {"c": [1, 2], "gone": 0}, "same": 0.1, "e": {}}
-  new = {"a": 2, "b": {"c": (1, 2), "came": None}, "same": 0.1, "e": {"f": 1}}
-  found = start.differences(old, new)
-  assert set(found) == {"a", "b.gone", "b.came", "e", "e.f"}
-  assert found["a"] == ("1", "2")
-  assert found["b.gone"] == ("0", None)
-  assert found["b.came"] == (None, "null")
-  assert start.differences(new, new) == {}
+@pytest.fixture
+def seen(monkeypatch):
+  """Ids of the examples of each batch, in the order of the loop."""
+  start = pipeline.TrainInput.start
+  ids = []
+
+  def recorded(self, first_step, last_step):
+    batches = start(self, first_step, last_step)
+    get = batches.__next__
+
+    class Recorded:
+      def __next__(self):
+        batch = get()
+        ids.append(np.asarray(batch["id"]).tolist())
+        return batch
+
+      def close(self):
+        batches.close()
+
+    return Recorded()
+
+  monkeypatch.setattr(pipeline.TrainInput, "start", recorded)
+  return ids
 
 
-def test_a_list_in_a_list_is_compared_whole():
-  old = {"schedule": [["a", {"x": 1}], [".*", None]]}
-  new = {"schedule": [("a", {"x": 1}), (".*", None)]}
-  assert start.differences(old, new) == {}
-  new["schedule"][0][1]["x"] = 2
-  assert set(start.differences(old, new)) == {"schedule"}
+@pytest.fixture(scope="module")
+def straight(tiny_config, tmp_path_factory):
+  """{log_steps: workdir of a run without interruptions}."""
+  workdirs = {}
+  for log_steps in (2, 4):
+    workdirs[log_steps] = tmp_path_factory.mktemp(f"straight{log_steps}")
+    config = tiny_config(EVERYTHING | {"log_steps": log_steps})
+    main.train(config, str(workdirs[log_steps]))
+  return workdirs
 
 
 @pytest.mark.parametrize(
-  ("key", "harmless"),
+  ("log_steps", "stops"),
   [
-    ("log_steps", True),
-    ("log_epochs", True),
-    ("ckpt_steps", True),
-    ("keep_ckpts", True),
-    ("evals.val.log_steps", True),
-    ("hooks.early.patience", True),
-    ("mesh.fsdp", True),
-    ("nonfinite", True),
-    ("stop_at_steps", True),
-    ("stop_at_percent", True),
-    ("input.prefetch", True),
-    ("weight_stats", True),
-    ("seed", False),
-    ("input.batch_size", False),
-    ("input.pp", False),
-    ("input.prefetched", False),
-    ("meshes", False),
-    ("total_steps", False),
-    ("model.width", False),
-    ("lr", False),
-    ("schedule.decay_type", False),
-    ("ema_decay", False),
+    (2, (3,)),
+    # Two interruptions: between two rows, and at a row.
+    (4, (3, 4)),
+    (4, (5,)),
   ],
 )
-def test_what_leaves_the_trajectory_as_it_is(key, harmless):
-  assert start.is_harmless(key) == harmless
+def test_resumed_runs_end_bit_equal(
+  straight, tiny_config, tmp_path, seen, log_steps, stops
+):
+  config = tiny_config(EVERYTHING | {"log_steps": log_steps})
+  for stop in stops:
+    main.train(config | {"stop_at_steps": stop}, str(tmp_path))
+    assert tiny.checkpoint_steps(tmp_path)[-1] == stop
+  main.train(config, str(tmp_path))
+  arrays = tiny.arrays(tmp_path)
+  assert {name.split("/")[0] for name in arrays} == {
+    "params",
+    "opt",
+    "mutable",
+    "ema",
+    "step",
+  }
+  assert arrays["mutable/running/mean"].any()
+  tiny.assert_same(arrays, tiny.arrays(straight[log_steps]))
+  tiny.assert_same(tiny.rows(tmp_path), tiny.rows(straight[log_steps]))
+  # Despite the restarts, the first epoch has each example once.
+  assert len(seen) == 6
+  assert sorted(np.ravel(seen[:5])) == list(range(1000, 1080))
+  starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+  assert len(starts) == len(stops) + 1
 
 
-def check(old, new, allowed=()):
-  start.check_changes(old, new, allowed)
+def test_rows_after_the_checkpoint_are_written_again(
+  straight, tiny_config, tmp_path, seen
+):
+  config = tiny_config(EVERYTHING)
+  fails = config | {"hooks": {"fails": dict(type="tiny.hooks.Fails", step=6)}}
+  with pytest.raises(RuntimeError, match="fails before step 6"):
+    main.train(fails, str(tmp_path))
+  assert tiny.checkpoint_steps(tmp_path) == [3]
+  assert list(tiny.rows(tmp_path)) == [1, 2, 3, 4]
+  main.train(config | {"stop_at_steps": 3}, str(tmp_path))
+  assert list(tiny.rows(tmp_path)) == [1, 2, 3]
+  main.train(config, str(tmp_path))
+  tiny.assert_same(tiny.arrays(tmp_path), tiny.arrays(straight[2]))
+  tiny.assert_same(tiny.rows(tmp_path), tiny.rows(straight[2]))
+  assert seen[3:5] == seen[5:7], "the second run sees other examples"
 
 
-def test_all_refused_keys_are_named_in_one_line(caplog):
-  old = {"lr": 0.1, "model": {"width": 8, "depth": 1}, "log_steps": 1}
-  new = {"lr": 0.2, "model": {"width": 9, "depth": 1}, "log_steps": 2}
+def test_another_mesh_sees_the_same_examples(
+  straight, tiny_config, tmp_path, seen
+):
+  config = tiny_config(EVERYTHING)
+  main.train(config | {"stop_at_steps": 3}, str(tmp_path))
+  config["mesh"] = dict(replica=4, fsdp=2)
+  main.train(config, str(tmp_path))
+  assert sorted(np.ravel(seen[:5])) == list(range(1000, 1080))
+  expected, rows = tiny.rows(straight[2]), tiny.rows(tmp_path)
+  assert list(rows) == list(expected)
+  for step in rows:
+    assert rows[step] == pytest.approx(expected[step], rel=1e-4)
+
+
+SIGNALS = []  # Signals that the next test's process has received.
+
+
+def signal_on_row_2(step, row):
+  """A user's hook."""
+  if step == 2:
+    SIGNALS.append(signal.SIGTERM)
+
+
+def test_a_signal_saves_and_the_resumed_run_is_bit_equal(
+  straight, tiny_config, tmp_path, monkeypatch
+):
+  SIGNALS.clear()
+  monkeypatch.setattr(process, "_signals", SIGNALS)
+  config = tiny_config(EVERYTHING)
+  hook = dict(type="call", function=f"{__name__}.signal_on_row_2")
+  with pytest.raises(process.Preempted, match="saved step 3 of 6"):
+    main.train(config | {"hooks": {"signal": hook}}, str(tmp_path))
+  assert tiny.checkpoint_steps(tmp_path) == [3]
+  SIGNALS.clear()
+  main.train(config, str(tmp_path))
+  tiny.assert_same(tiny.arrays(tmp_path), tiny.arrays(straight[2]))
+  tiny.assert_same(tiny.rows(tmp_path), tiny.rows(straight[2]))
+
+
+def test_hooks_resume_with_their_state(tiny_config, tmp_path):
+  # Progress never decreases, so the run stops at the fourth row, of step 6.
+  early = dict(type="early_stopping", metric="progress", patience=3)
+  config = tiny_config({"total_steps": 12, "hooks": {"early": early}})
+  for name, stops in (("straight", ()), ("cut", (1, 3, 5))):
+    for stop in (*stops, None):
+      main.train(config | {"stop_at_steps": stop}, str(tmp_path / name))
+    assert list(tiny.rows(tmp_path / name)) == [1, 2, 3, 4, 6]
+    assert tiny.checkpoint_steps(tmp_path / name)[-1] == 6
+  tiny.assert_same(
+    tiny.arrays(tmp_path / "cut"), tiny.arrays(tmp_path / "straight")
+  )
+
+
+# Evaluations.
+
+
+@pytest.fixture
+def two_evaluations(tiny_config):
+  """Evaluations "a" and "b", both due at 3 and 6."""
+  val = tiny_config()["evals"]["val"] | {"type": "mean", "pred": "loss"}
+  return tiny_config({"evals": {"a": val, "b": val}})
+
+
+@pytest.fixture
+def runs(monkeypatch):
+  """.started: (name, step) of each evaluation; evaluation .fail fails."""
+  run = mean.Evaluator.run
+  record = types.SimpleNamespace(started=[], fail=None)
+
+  def recorded(self, variables, step):
+    this = (self._batches._context.name, step)
+    record.started.append(this)
+    if this == record.fail:
+      raise OSError("the data are gone")
+    return run(self, variables, step)
+
+  monkeypatch.setattr(mean.Evaluator, "run", recorded)
+  return record
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_an_interrupted_evaluation_runs_at_the_next_start(
+  two_evaluations, tmp_path, runs, step
+):
+  runs.fail = ("b", step)
+  with pytest.raises(OSError, match="data are gone"):
+    main.train(two_evaluations, str(tmp_path))
+  row = tiny.rows(tmp_path)[step]
+  assert "a/loss" in row and "b/loss" not in row
+  runs.started, runs.fail = [], None
+  main.train(two_evaluations, str(tmp_path))
+  assert runs.started == [("b", step)] + [("a", 6), ("b", 6)] * (step == 3)
+  row = tiny.rows(tmp_path)[step]
+  assert row["a/loss"] == row["b/loss"]
+  runs.started = []
+  main.train(two_evaluations, str(tmp_path))
+  assert runs.started == []
+
+
+def test_a_signal_ends_an_evaluation_between_its_batches(
+  two_evaluations, tmp_path, runs, monkeypatch
+):
+  monkeypatch.setattr(process, "_signals", signals := [])
+  evaluate = mean.Evaluator.run
+
+  def signalled(self, variables, step):
+    signals.append(signal.SIGTERM)
+    return evaluate(self, variables, step)
+
+  monkeypatch.setattr(mean.Evaluator, "run", signalled)
+  for _ in range(2):  # The second start stops in the same evaluation.
+    with pytest.raises(process.Preempted):
+      main.train(two_evaluations, str(tmp_path))
+    signals.clear()
+  assert tiny.checkpoint_steps(tmp_path) == [3]
+  assert runs.started == [("a", 3), ("a", 3)]
+  monkeypatch.setattr(mean.Evaluator, "run", evaluate)
+  main.train(two_evaluations, str(tmp_path))
+  assert runs.started[2:] == [("a", 3), ("b", 3), ("a", 6), ("b", 6)]
+
+
+def test_a_finished_run_does_not_change(straight, tiny_config, caplog):
+  before = tiny.rows(straight[2])
   with caplog.at_level(logging.INFO, logger="absl"):
-    with pytest.raises(settings.ConfigError) as told:
-      check(old, new)
-  message = str(told.value)
-  assert "config.lr: 0.1 -> 0.2; config.model.width: 8 -> 9." in message
-  assert "log_steps" not in message and "\n" not in message
-  assert "config.log_steps: 1 -> 2 (harmless)" in caplog.text
-  assert "config.lr: 0.1 -> 0.2 (changes the trajectory)" in caplog.text
+    results = main.train(tiny_config(EVERYTHING), str(straight[2]))
+  assert "resumed from step 6" in caplog.text
+  assert tiny.rows(straight[2]) == before
+  assert results["val/loss"] == before[6]["val/loss"]
+  assert results["step"] == 6
 
 
-def test_files_with_another_content_are_refused(caplog):
-  old = {"c4.model": "abc", "gone.txt": "1", "bytes": "x"}
-  start.check_files(old, {"c4.model": "abc", "bytes": "x", "new": "2"}, ())
-  start.check_files({}, {"c4.model": "def"}, ())  # Saved before there were any.
-  new = {"c4.model": "def", "bytes": "x"}
-  for allowed in ((), None, ["c4"], "lr"):
-    with pytest.raises(settings.ConfigError, match=r"c4.model: .*abc.*def"):
-      start.check_files(old, new, allowed)
+# A changed config.
+
+
+def test_a_change_of_the_trajectory_is_refused_naming_the_key(
+  tiny_config, tmp_path
+):
+  main.train(tiny_config({"stop_at_steps": 3}), str(tmp_path))
+  changed = tiny_config({"input.shuffle": False, "lr": 0.1})
+  with pytest.raises(settings.ConfigError) as refused:
+    main.train(changed, str(tmp_path))
+  assert "config.input.shuffle: None -> false" in str(refused.value)
+  assert "config.lr: 0.01 -> 0.1" in str(refused.value)
+  with pytest.raises(settings.ConfigError, match=r"config.lr: 0.01") as refused:
+    main.train(changed | {"allow_changes": ["input.shuffle"]}, str(tmp_path))
+  assert "shuffle" not in str(refused.value)
+  # A refused start does not overwrite config.json.
+  written = json.loads((tmp_path / "config.json").read_text())
+  assert written["lr"] == 0.01
+  main.train(changed | {"allow_changes": ["input", "lr"]}, str(tmp_path))
+  written = json.loads((tmp_path / "config.json").read_text())
+  assert written["lr"] == 0.1
+  assert tiny.rows(tmp_path)[4]["lr"] > 0.01
+
+
+def test_harmless_changes_are_allowed(straight, tiny_config, tmp_path, caplog):
+  main.train(tiny_config(EVERYTHING | {"stop_at_steps": 3}), str(tmp_path))
+  harmless = {
+    "log_steps": 1,
+    "ckpt_steps": 2,
+    "evals": {},
+    "keep_ckpts": 1,
+    "tensorboard": True,
+    "weight_stats": "per_param",
+    "nonfinite": "skip",
+    "input.prefetch": 1,
+    "hooks": {"nan": dict(type="stop_on_nan")},
+  }
   with caplog.at_level(logging.INFO, logger="absl"):
-    for allowed in (True, "c4.model", ["lr", "c4.model"]):
-      start.check_files(old, new, allowed)
-  assert caplog.text.count("c4.model: abc -> def") == 3
+    main.train(tiny_config(EVERYTHING | harmless), str(tmp_path))
+  assert "config.log_steps: 2 -> 1 (harmless)" in caplog.text
+  tiny.assert_same(tiny.arrays(tmp_path), tiny.arrays(straight[2]))
+  assert list(tiny.rows(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_is_allowed():
-  old, new = {"a": {"b": 1, "c": 1}, "ab": 1}, {"a": {"b": 2, "c": 2}, "ab": 1}
-  check(old, new, True)
-  check(old, new, ["a"])
-  check(old, new, "a")  # As from the command line.
-  check(old, new, ["a.b", "a.c"])
-  check(old, old)
-  for allowed in ([], None, False, ["a.b"], ["a.b.c", "a.c"], ["ab"]):
-    with pytest.raises(settings.ConfigError, match=r"config\.a\.[bc]"):
-      check(old, new, allowed)
+def test_the_full_state_of_another_workdir(
+  straight, tiny_config, tmp_path
+):
+  config = tiny_config(EVERYTHING)
+  source, here = tmp_path / "source", tmp_path / "here"
+  main.train(config | {"stop_at_steps": 3}, str(source))
+  main.train(config | {"resume": str(source)}, str(here))
+  tiny.assert_same(tiny.arrays(here), tiny.arrays(straight[2]))
+  rows = tiny.rows(here)
+  assert list(rows) == [4, 6]
+  tiny.assert_same(rows, {s: tiny.rows(straight[2])[s] for s in (4, 6)})
 
 
-def test_the_keys_of_a_start_are_read():
+def test_the_parameters_of_another_workdir(straight, tiny_config, tmp_path):
+  init = dict(path=str(straight[2]), prefix="ema")
+  # The first step of the warm-up has a learning rate of 0.
+  config = tiny_config(EVERYTHING | {"model_init": init, "stop_at_steps": 1})
+  main.train(config, str(tmp_path))
+  source, arrays = tiny.arrays(straight[2]), tiny.arrays(tmp_path)
+  for name in ("first/kernel", "head/bias"):
+    tiny.assert_same(arrays[f"params/{name}"], source[f"ema/{name}"])
+    np.testing.assert_allclose(
+      arrays[f"ema/{name}"], source[f"ema/{name}"], rtol=1e-6
+    )
+  assert arrays["step"] == 1
+  moments = [name for name in arrays if name.endswith("/mu/head/bias")]
+  assert moments
+  for name in moments:
+    assert np.abs(arrays[name] - source[name]).max() > 0
+
+
+def test_a_new_run_drops_rows_of_an_older_run(
+  tiny_config, tmp_path
+):
+  old = '{"step": 1, "old": 9.0}\n{"step": 50, "old": 9.0}\n'
+  (tmp_path / "metrics.jsonl").write_text(old)
+  results = main.train(tiny_config({"stop_at_steps": 2}), str(tmp_path))
+  assert "old" not in tiny.rows(tmp_path)[1]
+  assert list(tiny.rows(tmp_path)) == [1, 2]
+  assert results["step"] == 2
+
+
+def test_the_options_are_read_from_the_config():
   config = settings.Config(
     {
       "resume": "there",
@@ -109,9 +338,9 @@ def test_the_keys_of_a_start_are_read():
       "allow_changes": ["lr"],
     }
   )
-  found = start.read(config)
-  assert found.resume == "there"
-  assert found.model_init == {"path": "x.npz", "rename": [("a", None)]}
-  assert found.allow_changes == ["lr"]
-  assert found.fallback is False
+  options = start.read(config)
+  assert options.resume == "there"
+  assert options.model_init == {"path": "x.npz", "rename": [("a", None)]}
+  assert options.allow_changes == ["lr"]
+  assert options.fallback is False
   assert config.unread() == []

@@ -1,3 +1,5 @@
+"""One job at a time in a workdir."""
+
 import dataclasses
 import json
 import multiprocessing
@@ -8,17 +10,16 @@ import sys
 import threading
 import time
 
+import processes
 import pytest
 
 from bigtrain.cluster import lease
 from bigtrain.settings import ConfigError
 
-ROOT = pathlib.Path(__file__).parents[2]
-
 _OTHER = "0123abcd"
 _HOLD = """
 import sys
-from bigtrain import lease
+from bigtrain.cluster import lease
 held = lease.acquire(sys.argv[1])
 print("held", flush=True)
 sys.stdin.readline()
@@ -33,10 +34,10 @@ def workdir(tmp_path):
 
 @pytest.fixture
 def other_job(workdir):
-  """Another process that holds the lease."""
+  """Another process, which holds the lease."""
   process = subprocess.Popen(
     [sys.executable, "-c", _HOLD, workdir],
-    cwd=ROOT,
+    cwd=processes.ROOT,
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     text=True,
@@ -56,7 +57,7 @@ def read(workdir):
 
 
 def put(workdir, **changes):
-  """Puts a lease of another job there: of this process unless changed."""
+  """Writes another job's lease: this process's, with changes."""
   with lease.acquire(workdir):
     holder = dataclasses.replace(read(workdir), token=_OTHER, **changes)
   write(workdir, holder)
@@ -67,7 +68,7 @@ def write(workdir, holder):
   path_of(workdir).write_text(json.dumps(dataclasses.asdict(holder)))
 
 
-def test_says_who_holds_the_workdir_and_goes(workdir):
+def test_the_lease_names_its_holder_and_is_removed(workdir):
   with lease.acquire(workdir) as held:
     holder = read(workdir)
     assert holder.pid == os.getpid() and holder.is_alive()
@@ -88,7 +89,7 @@ def test_a_second_live_job_is_refused(workdir, other_job):
   lease.acquire(workdir).release()
 
 
-def test_a_stopped_job_still_holds_it(workdir, other_job):
+def test_a_stopped_job_keeps_its_lease(workdir, other_job):
   write(workdir, dataclasses.replace(read(workdir), expires=0.0))
   with pytest.raises(ConfigError, match=f"process {other_job.pid}"):
     lease.acquire(workdir)
@@ -132,7 +133,7 @@ def test_a_dead_job_on_another_machine_is_taken_over(workdir, caplog):
   lease.acquire(workdir, term_secs=0.5).release()
   assert 0.4 < time.monotonic() - began < 5
   assert "taken over from process 4321 on host far" in caplog.text
-  # One that expired long ago needs no watching.
+  # A lease that expired long ago is taken over at once.
   put(workdir, host="far", machine="another boot", expires=time.time() - 1000)
   began = time.monotonic()
   lease.acquire(workdir, term_secs=60).release()
@@ -161,7 +162,7 @@ def test_a_lease_that_cannot_be_read_is_watched_first(workdir, content):
   assert time.monotonic() - began > 0.3
 
 
-def test_it_is_renewed_and_a_lost_one_is_noticed(workdir):
+def test_a_lease_is_renewed_and_its_loss_is_noticed(workdir):
   held = lease.acquire(workdir, term_secs=0.4)
   first = read(workdir).expires
   deadline = time.monotonic() + 20
@@ -170,7 +171,7 @@ def test_it_is_renewed_and_a_lost_one_is_noticed(workdir):
     time.sleep(0.01)
   held.check()
   other = dataclasses.replace(read(workdir), token=_OTHER, host="far")
-  while True:  # A renewal may be under way.
+  while True:  # A renewal may be in progress.
     write(workdir, other)
     try:
       held.check()
@@ -180,7 +181,7 @@ def test_it_is_renewed_and_a_lost_one_is_noticed(workdir):
     assert time.monotonic() < deadline
   write(workdir, other)
   held.release()
-  assert read(workdir).host == "far"  # It is the other's to remove.
+  assert read(workdir).host == "far"  # Only its holder may remove it.
   with pytest.raises(lease.LeaseLostError):
     held.check()
 
@@ -198,54 +199,56 @@ def _compete(workdir, gate, outcomes, done):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_of_many_at_once_one_holds_it(workdir, stale):
+def test_only_one_of_many_jobs_gets_the_lease(workdir, stale):
   if stale:
     put(workdir, process_start=1)
   context = multiprocessing.get_context("forkserver")
   gate, done = context.Event(), context.Event()
   outcomes = context.Queue()
-  processes = [
+  jobs = [
     context.Process(target=_compete, args=(workdir, gate, outcomes, done))
     for _ in range(6)
   ]
-  for process in processes:
-    process.start()
+  for job in jobs:
+    job.start()
   gate.set()
-  found = sorted(outcomes.get(timeout=60) for _ in processes)
+  results = sorted(outcomes.get(timeout=60) for _ in jobs)
   done.set()
-  for process in processes:
-    process.join(30)
-    assert process.exitcode == 0
-  assert found == ["held"] + ["refused"] * 5
+  for job in jobs:
+    job.join(30)
+    assert job.exitcode == 0
+  assert results == ["held"] + ["refused"] * 5
   assert os.listdir(workdir) == []
 
 
-def test_a_dead_lease_that_became_a_live_one_is_not_taken_over(
+def test_a_lease_that_another_job_took_over_first_is_not_taken_over(
   workdir, monkeypatch
 ):
   dead = put(workdir, process_start=1)
   link = lease._link
 
-  def late(source, path):
-    if path.endswith(".claim"):  # Another job was quicker.
+  def link_late(source, path):
+    if path.endswith(".claim"):  # Another job was faster.
       start = lease._process_start(os.getppid())
       other = {"pid": os.getppid(), "process_start": start, "token": "77"}
       write(workdir, dataclasses.replace(dead, **other))
     link(source, path)
 
-  monkeypatch.setattr(lease, "_link", late)
+  monkeypatch.setattr(lease, "_link", link_late)
   with pytest.raises(ConfigError, match=f"process {os.getppid()}"):
     lease.acquire(workdir)
   assert os.listdir(workdir) == ["lease.json"]
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_an_unwritable_folder_is_reported(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ConfigError, match=r"--workdir=.*: cannot write there"):
     lease.acquire(str(tmp_path / "file" / "run"))
 
 
-def test_without_links_the_file_is_created_exclusively(workdir, monkeypatch):
+def test_exclusive_creation_on_a_file_system_without_hard_links(
+  workdir, monkeypatch
+):
   def no_links(*args):
     raise OSError(1, "Operation not permitted")
 

@@ -1,4 +1,4 @@
-"""Signals, threads in the background, and how a process ends."""
+"""Signals, background threads and exit codes of a process."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from bigtrain.cluster import process
 
 
-def test_a_result_comes_out_of_the_background():
+def test_background_returns_the_result():
   ran_in = []
 
   @process.Background
@@ -19,15 +19,15 @@ def test_a_result_comes_out_of_the_background():
     return 42
 
   assert work.result() == 42
-  assert work.result() == 42, "as often as one asks"
+  assert work.result() == 42, "again at the second call"
   assert ran_in[0] is not threading.main_thread()
 
 
-def test_nothing_is_a_result_too():
+def test_background_returns_none():
   assert process.Background(lambda: None).result() is None
 
 
-def test_an_exception_comes_out_of_the_background():
+def test_background_raises_the_exception():
   def work():
     raise KeyError("gone")
 
@@ -37,7 +37,7 @@ def test_an_exception_comes_out_of_the_background():
       background.result()
 
 
-def test_a_signal_ends_the_waiting_but_not_a_result_that_is_there(monkeypatch):
+def test_a_signal_ends_the_wait_but_keeps_a_finished_result(monkeypatch):
   go = threading.Event()
   slow = process.Background(go.wait)
   done = process.Background(lambda: 1)
@@ -51,19 +51,19 @@ def test_a_signal_ends_the_waiting_but_not_a_result_that_is_there(monkeypatch):
   go.set()
 
 
-def test_no_signal_no_preemption(monkeypatch):
+def test_without_a_signal_nothing_is_preempted(monkeypatch):
   monkeypatch.setattr(process, "_signals", [])
   assert not process.preempted()
   process.check_preempted()
 
 
-# Real processes from here on; they load neither jax nor anything slow.
+# Real processes; they do not load jax.
 
 
 def run(code):
   """(exit code, standard output, standard error)."""
   head = "import os, signal, sys, threading, time\n"
-  head += "from bigtrain import cluster\n"
+  head += "from bigtrain.cluster import process\n"
   done = subprocess.run(
     [sys.executable, "-c", head + code],
     capture_output=True,
@@ -78,11 +78,11 @@ KILL = "os.kill(os.getpid(), signal.{})\n"
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
-def test_the_first_signal_is_noted(name):
+def test_the_first_signal_is_recorded(name):
   code, out, err = run(
-    "cluster.catch_signals()\n"
+    "process.catch_signals()\n"
     + KILL.format(name)
-    + "print(cluster.preempted())\ncluster.leave(cluster.EXIT_PREEMPTED)"
+    + "print(process.preempted())\nprocess.exit_now(process.EXIT_PREEMPTED)"
   )
   assert (code, out) == (75, "True\n")
   assert err.startswith(f"bigtrain: {name}: will finish the step, save and")
@@ -96,21 +96,23 @@ def test_the_first_signal_is_noted(name):
     (["SIGINT", "SIGINT"], 130),
   ],
 )
-def test_the_second_signal_ends_the_process_at_once(names, code):
+def test_the_second_signal_exits_at_once(names, code):
   kills = "".join(map(KILL.format, names))
-  found, out, err = run(f"cluster.catch_signals()\n{kills}print('still here')")
-  assert (found, out) == (code, "")
-  assert f"bigtrain: {names[1]} again: ending at once" in err
+  exit_code, out, err = run(
+    f"process.catch_signals()\n{kills}print('still here')"
+  )
+  assert (exit_code, out) == (code, "")
+  assert f"bigtrain: second signal, {names[1]}: exiting now" in err
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75])
-def test_leaving_waits_for_no_thread_and_loses_no_output(code):
-  found, out, err = run(
+def test_exit_now_does_not_wait_for_threads_and_keeps_output(code):
+  exit_code, out, err = run(
     "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
     "sys.stdout.write('out'); sys.stderr.write('err')\n"
-    f"cluster.leave({code})"
+    f"process.exit_now({code})"
   )
-  assert (found, out, err) == (code, "out", "err")
+  assert (exit_code, out, err) == (code, "out", "err")
 
 
 def test_importing_is_quick():

@@ -1,4 +1,4 @@
-"""Pairs of digits: pictures, captions, labels, and nothing held out leaks."""
+"""Pairs of digits: pictures, captions, labels, and disjoint splits."""
 
 import numpy as np
 import pytest
@@ -13,13 +13,13 @@ def train():
 
 
 def cells(source, indices):
-  """The two halves of each picture."""
+  """Returns the two halves of each picture."""
   image = source.read(np.asarray(indices))["image"]
   return np.split(image, 2, axis=2)
 
 
-def found_in(cell, digits):
-  """The digits (by row) that stand somewhere in a cell."""
+def rows_of_digits_in(cell, digits):
+  """Returns the rows of `digits` that appear anywhere in a cell."""
   room = cell.shape[0] - 8 + 1
   windows = np.stack(
     [cell[t : t + 8, s : s + 8] for t in range(room) for s in range(room)]
@@ -27,13 +27,13 @@ def found_in(cell, digits):
   return np.flatnonzero((digits[:, None] == windows).all((2, 3, 4)).any(1))
 
 
-def test_pictures_show_what_captions_and_labels_say(train):
+def test_pictures_match_captions_and_labels(train):
   rows = train.read(np.arange(200))
   digits = arrays.Source(name="digits", split="train")
   digits = digits.read(np.arange(len(digits)))
   for i in (0, 7, 38, 81, 100, 138):
     for side, half in enumerate(np.split(rows["image"][i], 2, axis=1)):
-      shown = digits["label"][found_in(half, digits["image"])]
+      shown = digits["label"][rows_of_digits_in(half, digits["image"])]
       assert set(shown) == {(rows["left"][i], rows["right"][i])[side]}
   assert rows["text"][73] == b"a seven left of a three"
   assert rows["text"][8] == b"a zero left of an eight"
@@ -48,7 +48,7 @@ def test_pictures_show_what_captions_and_labels_say(train):
     assert rows[name].dtype == (object if dtype is bytes else dtype)
 
 
-def test_an_example_is_a_function_of_its_number(train):
+def test_an_example_depends_only_on_its_number(train):
   again = digit_pairs.Source(split="train", length=5000, margin=1)
   alone = again.read(np.array([4321]))
   together = train.read(np.arange(4300, 4350))
@@ -59,28 +59,28 @@ def test_an_example_is_a_function_of_its_number(train):
   assert (picture != alone["image"]).any()
 
 
-def test_digits_and_places_vary(train):
+def test_digits_and_positions_vary(train):
   left, right = cells(train, np.arange(1000, dtype=np.int64) * 100 % 5000)
   assert len(np.unique(left.reshape(len(left), -1), axis=0)) > 45
   assert (left != right).any((1, 2, 3)).all()
-  # All nine places in a cell that is two pixels larger, about equally often.
+  # All nine positions are about equally frequent; a third touch the top row.
   corners = cells(train, np.arange(2000))[0][:, 0, 1:-1].any((1, 2))
   assert 0.2 < corners.mean() < 0.45
 
 
-def test_held_out_pairs_are_made_of_held_out_digits():
+def test_pairs_of_the_test_split_use_only_digits_of_the_test_split():
   test = digit_pairs.Source(split="test", length=300)
-  seen = arrays.Source(name="digits", split="train")
-  seen = seen.read(np.arange(len(seen)))["image"]
-  kept = arrays.Source(name="digits", split="test")
-  kept = kept.read(np.arange(len(kept)))["image"]
+  train_digits = arrays.Source(name="digits", split="train")
+  train_digits = train_digits.read(np.arange(len(train_digits)))["image"]
+  test_digits = arrays.Source(name="digits", split="test")
+  test_digits = test_digits.read(np.arange(len(test_digits)))["image"]
   for half in cells(test, np.arange(300)):
     for digit in half:
-      assert found_in(digit, kept).size
-      assert not found_in(digit, seen).size
+      assert rows_of_digits_in(digit, test_digits).size
+      assert not rows_of_digits_in(digit, train_digits).size
 
 
-def test_fingerprint_and_place():
+def test_fingerprint_and_where():
   make = digit_pairs.Source
   prints = {
     make(split="test", **kw).fingerprint()
@@ -93,10 +93,10 @@ def test_fingerprint_and_place():
 @pytest.mark.parametrize(
   ("kw", "message"),
   [
-    (dict(length=0), "length=0: expected a whole number from 1"),
-    (dict(margin=-1), "margin=-1: expected"),
+    (dict(length=0), "length: expected a whole number at least 1, got 0"),
+    (dict(margin=-1), "margin: expected a whole number at least 0"),
     (dict(split="trian"), "Did you mean 'train'"),
-    (dict(split="test[:5]"), "holds no "),
+    (dict(split="test[:5]"), "contains no "),
   ],
 )
 def test_mistakes(kw, message):

@@ -1,4 +1,4 @@
-"""Folders of images; the bytes need not be images until they are decoded."""
+"""Folders of images. Nothing is decoded, so any bytes serve as images."""
 
 import logging
 
@@ -23,7 +23,7 @@ def folder(tmp_path):
   return top
 
 
-def test_image_folder(folder, caplog):
+def test_images_labels_and_names(folder, caplog):
   with caplog.at_level(logging.WARNING):
     source = image_folder.Source(folder)
   assert "1 of 4 classes" in caplog.text
@@ -42,20 +42,20 @@ def test_image_folder(folder, caplog):
   assert source.where(3) == str(folder / "cat" / "more" / "2.png")
 
 
-def test_classes_file_gives_the_labels(folder, tmp_path):
+def test_a_classes_file_determines_the_labels(folder, tmp_path):
   classes = tmp_path / "classes.txt"
   classes.write_text("dog\nempty\nähre\n\ncat\nunseen\n", encoding="utf-8")
   source = image_folder.Source(folder, classes=str(classes))
   assert source.read(np.asarray([0, 8]))["label"].tolist() == [0, 3]
   classes.write_text("dog\nempty\nähre\n", encoding="utf-8")
-  with pytest.raises(ConfigError, match=r"folder 'cat' .* is not in"):
+  with pytest.raises(ConfigError, match=r"folder 'cat' .* is not a class of"):
     image_folder.Source(folder, classes=str(classes))
   classes.write_text("dog\ndog\n")
-  with pytest.raises(ConfigError, match="'dog' twice"):
+  with pytest.raises(ConfigError, match="lists 'dog' twice"):
     image_folder.Source(folder, classes=str(classes))
 
 
-def test_slices_are_disjoint_and_mixed(folder):
+def test_slices_are_disjoint_and_contain_all_classes(folder):
   for i in range(4, 200):
     (folder / "cat" / f"{i}.jpg").write_bytes(b"cat %d" % i)
     (folder / "dog" / f"{i}.jpg").write_bytes(b"dog %d" % i)

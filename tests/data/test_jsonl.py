@@ -1,4 +1,4 @@
-"""Lines of JSON by number."""
+"""Random access to JSON lines."""
 
 import base64
 import json
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from bigtrain.data import jsonl
-from bigtrain.data.formats import files
 from bigtrain.settings import ConfigError, DataError
 
 
@@ -29,7 +28,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\n\n \n"])
-def test_fields_as_they_are(tmp_path, newline):
+def test_types_and_values_of_fields(tmp_path, newline):
   source = jsonl.Source(write(tmp_path / "x.jsonl", ROWS, newline))
   assert len(source) == 3
   assert source.spec == {
@@ -61,7 +60,7 @@ def test_lists_of_strings(tmp_path):
   assert [list(a) for a in batch["any"]] == [[b"x"], []]
 
 
-def test_many_files_last_line_without_end_and_slices(tmp_path):
+def test_several_files_slices_and_a_last_line_without_newline(tmp_path):
   write(tmp_path / "b.jsonl", [{"i": i} for i in range(3, 7)])
   write(tmp_path / "a.jsonl", [{"i": i} for i in range(3)])
   (tmp_path / "c.jsonl").write_text('{"i": 7}\n{"i": 8}')
@@ -104,14 +103,14 @@ def test_images_by_path_and_in_base64(tmp_path):
     ('{"i": 1', "not valid JSON"),
     ("[1]", "expected an object, got list"),
     ('{"j": 1}', "no field 'i'"),
-    ('{"i": "x"}', "field 'i' is \"x\", but in earlier lines it is int64"),
-    ('{"i": 0.5}', "field 'i' is 0.5, but in earlier lines it is int64"),
-    ('{"i": [1]}', r"has shape \(1,\), but in earlier lines \(\)"),
-    ('{"i": null}', "field 'i' is null, expected"),
+    ('{"i": "x"}', "'i': expected int64 as in earlier lines, got \"x\""),
+    ('{"i": 0.5}', "'i': expected int64 as in earlier lines, got 0.5"),
+    ('{"i": [1]}', r"shape \(\) as in earlier lines, got \(1,\)"),
+    ('{"i": null}', "field 'i': expected .*, got null"),
     ('{"i": {"a": 1}}', "expected a string, a number"),
   ],
 )
-def test_a_bad_line_is_named(tmp_path, line, message):
+def test_the_error_for_an_invalid_line_has_its_number(tmp_path, line, message):
   path = tmp_path / "x.jsonl"
   path.write_text("\n" + '{"i": 1}\n' * 100 + line + "\n" + '{"i": 2}\n')
   source = jsonl.Source(str(path))
@@ -127,54 +126,12 @@ def test_mistakes(tmp_path):
     jsonl.Source(str(tmp_path / "xx.jsonl"))
   with pytest.raises(ConfigError, match="no such file"):
     jsonl.Source(str(tmp_path / "y*.jsonl"))
-  with pytest.raises(ConfigError, match="type of field 'i'"):
+  with pytest.raises(ConfigError, match="field 'i' .* has different types"):
     jsonl.Source(path)
   with pytest.raises(ConfigError, match=r"no field 'ss'\. Did you mean 's'"):
     jsonl.Source(path, fields=("ss",))
   with pytest.raises(ConfigError, match="Did you mean 'path'"):
     jsonl.Source(path, image_key="s", image_is="pth")
   (tmp_path / "none.jsonl").write_text("\n\n")
-  with pytest.raises(DataError, match="no line in it"):
+  with pytest.raises(DataError, match="contains no lines"):
     jsonl.Source(str(tmp_path / "none.jsonl"))
-
-
-def test_the_index_is_kept_and_follows_the_file(tmp_path, monkeypatch):
-  path = write(tmp_path / "x.jsonl", [{"i": 1}])
-  assert len(jsonl.Source(path)) == 1
-  kept = list((tmp_path / "cache" / "bigtrain" / "offsets").iterdir())
-  assert len(kept) == 1
-
-  def scan(path):
-    raise AssertionError("scanned again")
-
-  scan.__name__ = jsonl.scan_lines.__name__
-  with monkeypatch.context() as patched:
-    patched.setattr(jsonl, "scan_lines", scan)
-    assert len(jsonl.Source(path)) == 1
-  write(tmp_path / "x.jsonl", [{"i": 1}, {"i": 2}])
-  assert len(jsonl.Source(path)) == 2
-  for file in (tmp_path / "cache" / "bigtrain" / "offsets").iterdir():
-    file.write_bytes(file.read_bytes()[:50])
-  assert len(jsonl.Source(path)) == 2
-
-
-def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch, caplog):
-  (tmp_path / "file").write_text("")
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-  path = write(tmp_path / "x.jsonl", [{"i": 1}])
-  assert len(jsonl.Source(path)) == 1
-  assert "is not kept" in caplog.text
-
-
-def test_only_so_many_files_stay_open(tmp_path):
-  opened = []
-
-  def open_file(path):
-    opened.append(path)
-    return path
-
-  handles = files.Handles(open_file, max_open=2)
-  for path in "aabacab":
-    assert handles.get(path) == path
-  # a, b and then c, which closes b; b again.
-  assert "".join(opened) == "abcb"

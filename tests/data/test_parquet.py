@@ -1,4 +1,4 @@
-"""Parquet files as the hub publishes sets of images and texts."""
+"""Parquet files of images and texts, as on Hugging Face's hub."""
 
 import json
 import os
@@ -60,21 +60,19 @@ def pattern(tmp_path):
   return str(tmp_path / "train-*.parquet")
 
 
-def as_row(batch, i):
-  """The example i of a batch as `row` has it, but for what is flattened."""
-  return {name: array[i] for name, array in batch.items()}
-
-
 def check(batch, at, i):
-  found, want = as_row(batch, at), row(i)
-  assert found["image"] == want["image"]["bytes"]
-  assert found["caption"] == want["caption"].encode()
-  assert list(found["captions"]) == [c.encode() for c in want["captions"]]
-  assert found["label"] == i and found["score"] == i / 2
-  assert found["box"].tolist() == want["box"]
-  assert found["kind"] == want["kind"].encode()
-  assert found["meta/ids"].tolist() == want["meta"]["ids"]
-  assert found["meta/ok"] == want["meta"]["ok"]
+  """Asserts that example `at` of a batch is row `i`."""
+  example = {name: array[at] for name, array in batch.items()}
+  expected = row(i)
+  assert example["image"] == expected["image"]["bytes"]
+  assert example["caption"] == expected["caption"].encode()
+  captions = [caption.encode() for caption in expected["captions"]]
+  assert list(example["captions"]) == captions
+  assert example["label"] == i and example["score"] == i / 2
+  assert example["box"].tolist() == expected["box"]
+  assert example["kind"] == expected["kind"].encode()
+  assert example["meta/ids"].tolist() == expected["meta"]["ids"]
+  assert example["meta/ok"] == expected["meta"]["ok"]
 
 
 @pytest.mark.parametrize("unpack", [False, True])
@@ -94,7 +92,7 @@ def test_rows_in_any_order(pattern, tmp_path, unpack):
     "meta/ok": (np.bool_, ()),
   }
   order = np.random.default_rng(0).permutation(12)
-  for _ in range(2):  # Decoded, then from what is kept.
+  for _ in range(2):  # The second time from memory.
     batch = source.read(order)
     assert batch["label"].dtype == np.int64
     assert batch["captions"].dtype == object
@@ -103,8 +101,7 @@ def test_rows_in_any_order(pattern, tmp_path, unpack):
   if unpack:
     assert len(os.listdir(unpack_to)) == 5
     again = parquet.Source(pattern, unpack_to=unpack_to)
-    # Nothing is decoded any more.
-    again._decode = None
+    again._decode = None  # Fails if anything is decoded again.
     check(again.read(np.asarray([8])), 0, 8)
 
 
@@ -128,16 +125,16 @@ def test_a_list_of_patterns(pattern, tmp_path):
   ]
 
 
-def test_what_is_kept_is_bounded(pattern, caplog):
+def test_decoded_row_groups_are_cached_up_to_cache_bytes(pattern, caplog):
   source = parquet.Source(pattern, cache_bytes=1)
   decoded = []
   decode = source._decode
   source._decode = lambda *args: decoded.append(args) or decode(*args)
   source.read(np.asarray([0, 1, 2, 0]))
   assert len(decoded) == 1
-  source.read(np.asarray([11, 0, 10]))  # The first group is still there.
+  source.read(np.asarray([11, 0, 10]))  # The first group is still cached.
   assert len(decoded) == 2
-  assert "again and again" not in caplog.text
+  assert "decoded repeatedly" not in caplog.text
   source.read(np.asarray([0]))
   assert len(decoded) == 3 and "unpack_to" in caplog.text
 
@@ -156,7 +153,7 @@ def test_what_is_kept_is_bounded(pattern, caplog):
   assert len(decoded) == len(set(decoded)) == 5
 
 
-def test_images_beside_the_file(tmp_path):
+def test_images_in_separate_files(tmp_path):
   (tmp_path / "a.jpg").write_bytes(b"of a")
   rows = [
     {"image": {"bytes": None, "path": "a.jpg"}},
@@ -174,7 +171,7 @@ def test_images_beside_the_file(tmp_path):
       source.read(np.asarray([i]))
 
 
-def test_nulls_and_text_that_is_none(tmp_path):
+def test_nulls_are_errors_and_invalid_utf8_is_passed_on(tmp_path):
   schema = pa.schema([("t", pa.string()), ("l", pa.list_(pa.string()))])
   bad = pa.Array.from_buffers(
     pa.string(),
@@ -197,7 +194,7 @@ def test_nulls_and_text_that_is_none(tmp_path):
     source.read(np.asarray([0]))
   with pytest.raises(DataError, match="row 1: column 'l' is null in part"):
     source.read(np.asarray([1]))
-  # The op that needs it as text says what is wrong with it.
+  # The op that decodes the text reports the error.
   assert source.read(np.asarray([2]))["t"].tolist() == [b"\xff\xfe"]
 
 
@@ -218,16 +215,16 @@ def test_damaged_files(tmp_path):
   path.write_bytes(whole[:at] + b"IMAGE" + whole[at + 5 :])
   source = parquet.Source(str(path))
   check(source.read(np.asarray([0])), 0, 0)
-  with pytest.raises(DataError, match=r"x\.parquet, row group 1: cannot be"):
+  with pytest.raises(DataError, match=r"x\.parquet, row group 1: cannot read"):
     source.read(np.asarray([4]))
   check(source.read(np.asarray([8])), 0, 8)  # Only that group is lost.
 
 
-def test_files_that_differ(tmp_path):
+def test_files_with_different_types(tmp_path):
   write(tmp_path / "a.parquet", [{"x": 1}], pa.schema([("x", pa.int64())]))
   write(tmp_path / "b.parquet", [{"x": "1"}], pa.schema([("x", pa.string())]))
   source = parquet.Source(str(tmp_path / "*.parquet"))
-  with pytest.raises(DataError, match=r"b\.parquet: column 'x' is string, but"):
+  with pytest.raises(DataError, match=r"b\.parquet: column 'x' is string; exp"):
     source.read(np.asarray([1]))
 
 
@@ -242,16 +239,16 @@ def test_mistakes(pattern, tmp_path, monkeypatch):
   refused("is a folder; expected a file or a pattern", str(tmp_path))
   refused("at least one file", [])
   refused("no column 'captoin'. Did you mean 'caption'", columns=["captoin"])
-  refused("columns='label': expected a list", columns="label")
+  refused("columns='label': expected a list of column names", columns="label")
   refused("at least one", columns=[])
-  refused("cache_bytes='1G'", cache_bytes="1G")
-  refused("leaves no example", slice="[3:3]")
+  refused("cache_bytes: .* got '1G'", cache_bytes="1G")
+  refused("selects no examples", slice="[3:3]")
   kind = pa.schema([("when", pa.timestamp("s")), ("x", pa.int8())])
   path = write(tmp_path / "t.parquet", [{"when": None, "x": 3}], kind)
-  refused(r"column 'when' holds timestamp.*columns= selects", path)
+  refused(r"'when' has the unsupported type timestamp.*columns= selects", path)
   assert parquet.Source(path, columns=["x"]).read(np.arange(1))["x"] == [3]
   path = write(tmp_path / "e.parquet", [], kind)
-  refused("there is no row", path)
+  refused("contains no rows", path)
   (tmp_path / "j.parquet").write_text(json.dumps({"a": 1}))
   refused("not a Parquet file", str(tmp_path / "j.parquet"))
   monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -1,4 +1,4 @@
-"""Examples that are made up."""
+"""Random examples of declared types and shapes."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ FEATURES = {
 }
 
 
-def test_examples_are_as_declared():
+def test_examples_match_their_declaration():
   source = synthetic.Source(FEATURES, num_examples=50)
   assert source.spec["tokens"] == (np.int32, (6,))
   assert source.spec["labels"] == (np.int64, (None,))
@@ -35,7 +35,7 @@ def test_examples_are_as_declared():
   assert isinstance(batch["captions"][0][0], bytes)
 
 
-def test_an_example_depends_on_its_number_alone():
+def test_an_example_depends_only_on_its_number():
   source = synthetic.Source(FEATURES)
   some, one = source.read(np.asarray([7, 3, 7])), source.read(np.asarray([7]))
   for name in FEATURES:
@@ -59,9 +59,9 @@ def test_pictures_go_through_preprocessing():
       "batch_size": 8,
     }
   )
-  found = pipeline.make_train(config, seed=0, mesh=sharding.make_mesh())
-  assert found.spec["image"].shape == (8, 16, 16, 3)
-  batches = found.start(0, 1)
+  train = pipeline.make_train(config, seed=0, mesh=sharding.make_mesh())
+  assert train.spec["image"].shape == (8, 16, 16, 3)
+  batches = train.start(0, 1)
   batch = next(batches)
   batches.close()
   assert batch["image"].std() > 5
@@ -74,11 +74,11 @@ def test_pictures_go_through_preprocessing():
     ("int33[4]", "unknown kind 'int33'. Did you mean 'int32'?"),
     ("int32[4", "expected KIND"),
     ("float32 < 5", "only integers"),
-    ("jpeg[4,4]", r"a jpeg is \[height,width,channels\]"),
+    ("jpeg[4,4]", r"expected jpeg\[height,width,channels\]"),
     (5, "expected KIND"),
   ],
 )
 def test_mistakes(text, message):
-  with pytest.raises(ConfigError, match=message) as told:
+  with pytest.raises(ConfigError, match=message) as error:
     synthetic.Source({"x": text})
-  assert "features.x" in str(told.value)
+  assert "features.x" in str(error.value)

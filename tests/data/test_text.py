@@ -12,7 +12,7 @@ def read_all(source):
   return source.read(np.arange(len(source)))
 
 
-def test_every_byte_is_predicted_once_from_what_is_before_it(tmp_path):
+def test_every_byte_is_a_target_once_with_the_bytes_before_as_context(tmp_path):
   raw = [b"The first text, ", b"", "and a sécond.".encode()]
   for i, part in enumerate(raw):
     (tmp_path / f"{i}.txt").write_bytes(part)
@@ -30,13 +30,13 @@ def test_every_byte_is_predicted_once_from_what_is_before_it(tmp_path):
   first = batch["tokens"][0]
   assert first[0] == bytes_tokenizer.bos_id
   assert first[1:].tolist() == bytes_tokenizer.encode("The ").tolist()
-  # Within a file the context goes on; the next file begins anew.
+  # Context continues within a file, but not into the next file.
   assert batch["tokens"][1][0] == batch["targets"][0][-1]
   assert batch["tokens"][4][0] == bytes_tokenizer.bos_id
   assert source.where(5) == f"{tmp_path / '2.txt'}, byte 5"
 
 
-def test_stride_and_dropped_ends(tmp_path):
+def test_stride_and_incomplete_windows(tmp_path):
   (tmp_path / "a").write_bytes(bytes(range(10)))
   every = text.Source(4, str(tmp_path / "a"), stride=1)
   targets = read_all(every)["targets"] - 3
@@ -48,7 +48,7 @@ def test_stride_and_dropped_ends(tmp_path):
   assert (batch["targets"] - 3).ravel().tolist() == list(range(8))
 
 
-def test_small_files_share_windows(tmp_path):
+def test_short_files_share_windows_with_packing(tmp_path):
   for name, size in (("a", 6), ("b", 3), ("c", 4), ("d", 1)):
     (tmp_path / name).write_text(name * size)
   path = [str(tmp_path / "[ab]"), str(tmp_path / "[cd]")]
@@ -69,7 +69,7 @@ def test_small_files_share_windows(tmp_path):
   assert batch["tokens"][2].tolist() == [1, c + 3, c + 3, c + 3, 1, 0]
 
 
-def test_pydoc_comes_with_python():
+def test_pydoc_splits_cover_all_topics():
   from pydoc_data.topics import topics
 
   parts = {}
@@ -96,10 +96,13 @@ def test_pydoc_comes_with_python():
     (dict(name="pydoc", path="x"), "either path or name"),
     (dict(name="pidoc"), "There are: pydoc"),
     (dict(name="pydoc", split="trian"), "mean 'train'"),
-    (dict(path="{tmp}/a", split="train"), "goes with name"),
+    (dict(path="{tmp}/a", split="train"), "requires name"),
     (dict(path="{tmp}/b"), "no such file"),
     (dict(path="{tmp}/a", last="dorp"), "mean 'drop'"),
-    (dict(path="{tmp}/a", stride=0), "stride=0"),
+    (
+      dict(path="{tmp}/a", stride=0),
+      "stride: expected a whole number at",
+    ),
     (dict(path="{tmp}/a", packing=True, stride=2), "packing=True"),
     (dict(path="{tmp}/a", slice="[5:]"), "slice: 5 is more"),
   ],
@@ -113,20 +116,20 @@ def test_mistakes(tmp_path, options, message):
   assert message in str(e.value)
 
 
-def test_no_bytes_and_a_file_that_changes(tmp_path):
+def test_empty_short_and_changed_files_are_errors(tmp_path):
   (tmp_path / "a").write_text("")
-  with pytest.raises(DataError, match="not a byte"):
+  with pytest.raises(DataError, match="contains no bytes"):
     text.Source(4, str(tmp_path / "a"))
   (tmp_path / "a").write_text("abc")
   with pytest.raises(DataError, match="last='pad'"):
     text.Source(4, str(tmp_path / "a"), last="drop")
   source = text.Source(2, str(tmp_path / "a"))
   (tmp_path / "a").write_text("ab")
-  with pytest.raises(DataError, match="had 3 when"):
+  with pytest.raises(DataError, match="2 bytes; expected 3"):
     source.read(np.asarray([0]))
 
 
-def test_a_slice_of_packed_windows_has_texts_of_all_lengths(tmp_path):
+def test_a_slice_of_packed_windows_has_documents_of_all_lengths(tmp_path):
   for i, size in enumerate(np.random.default_rng(0).integers(1, 60, 300)):
     (tmp_path / f"{i:03}").write_text("x" * int(size))
   windows = text.Source(64, str(tmp_path / "*"), packing=True)

@@ -1,9 +1,10 @@
-"""Prepared folders of tensorflow-datasets, in both of its file formats."""
+"""Data sets prepared by tensorflow-datasets, in both file formats."""
 
 import os
 
 import jax
 import numpy as np
+import prepared_sets
 import pytest
 
 from bigtrain import settings, sharding
@@ -12,12 +13,12 @@ from bigtrain.inputs import pipeline
 from bigtrain.settings import ConfigError, DataError
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-COUNTS = (4, 7, 5)  # Of the files of the train split.
+COUNTS = (4, 7, 5)  # Examples in each file of the train split.
 
 
 @pytest.fixture(scope="module")
 def examples():
-  """What is in the folders: image, label and name of each example."""
+  """Image, label and file name of each example."""
   rng = np.random.default_rng(0)
   return [
     {
@@ -31,64 +32,15 @@ def examples():
 
 @pytest.fixture(scope="module", params=["tfrecord", "array_record"])
 def folder(request, tmp_path_factory, examples):
-  """data_dir with my_set/1.0.0, whose images are PNG."""
-  return make_folder(
-    tmp_path_factory.mktemp(request.param), request.param, examples
-  )
+  """A data_dir with my_set/1.0.0, whose images are PNGs."""
+  data_dir = tmp_path_factory.mktemp(request.param)
+  prepared_sets.write(data_dir, request.param, examples, COUNTS)
+  return str(data_dir)
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def make_folder(data_dir, kind, examples):
-  import tensorflow as tf
-  import tensorflow_datasets as lib
-  from array_record.python import array_record_module
-
-  features = lib.features.FeaturesDict(
-    {
-      "image": lib.features.Image(shape=(None, None, 3), encoding_format="png"),
-      "label": lib.features.ClassLabel(names=["a", "b", "c"]),
-      "file_name": lib.features.Text(),
-    }
-  )
-  folder = data_dir / "my_set" / "1.0.0"
-  folder.mkdir(parents=True)
-  rest = iter(examples)
-  for shard, count in enumerate(COUNTS):
-    path = str(folder / f"my_set-train.{kind}-{shard:05d}-of-{len(COUNTS):05d}")
-    if kind == "tfrecord":
-      writer = tf.io.TFRecordWriter(path)
-    else:
-      writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
-    for _ in range(count):
-      encoded = features.encode_example(next(rest))
-      writer.write(features.serialize_example(encoded))
-    writer.close()
-  lib.folder_dataset.write_metadata(
-    data_dir=str(folder),
-    features=features,
-    split_infos=[
-      lib.core.SplitInfo(
-        name="train",
-        shard_lengths=list(COUNTS),
-        num_bytes=0,
-        filename_template=lib.core.ShardedFileTemplate(
-          dataset_name="my_set",
-          data_dir=folder,
-          split="train",
-          filetype_suffix=kind,
-        ),
-      )
-    ],
-    filename_template=lib.core.ShardedFileTemplate(
-      dataset_name="my_set", data_dir=folder, filetype_suffix=kind
-    ),
-    check_data=False,
-  )
-  return str(data_dir)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +53,7 @@ def make_folder(data_dir, kind, examples):
     ("train[-1:]+train[:2]", [15, 0, 1]),
   ],
 )
-def test_reads_what_was_written(folder, examples, split, rows):
+def test_reads_the_written_examples(folder, examples, split, rows):
   import tensorflow as tf
 
   source = tfds.Source("my_set", split=split, data_dir=folder)
@@ -111,7 +63,7 @@ def test_reads_what_was_written(folder, examples, split, rows):
     features = source.parse({"record": tf.constant(record)})
     assert features["label"].numpy() == examples[row]["label"]
     assert features["file_name"].numpy() == b"file %d" % row
-    # Still a PNG: ops decode it, or only a part of it.
+    # Still an encoded PNG; ops decode it.
     assert features["image"].dtype == tf.string
     np.testing.assert_array_equal(
       tf.io.decode_png(features["image"]), examples[row]["image"]
@@ -126,7 +78,7 @@ def test_where_names_file_and_position(folder):
   assert source.where(1).endswith(expected)
 
 
-def test_trains_from_it(folder, examples):
+def test_input_pipeline_reads_it(folder, examples):
   mesh = sharding.make_mesh()
   config = {
     "data": {"type": "tfds", "name": "my_set", "data_dir": folder},
@@ -146,7 +98,7 @@ def test_trains_from_it(folder, examples):
   assert sorted(seen) == list(range(16))
 
 
-def test_builder_dir(folder):
+def test_builder_dir_names_the_same_data_set(folder):
   path = os.path.join(folder, "my_set", "1.0.0")
   by_name = tfds.Source("my_set", data_dir=folder)
   source = tfds.Source(builder_dir=path)
@@ -166,7 +118,7 @@ def test_builder_dir(folder):
     ({"name": "my_set", "split": "trian"}, "Did you mean 'train'"),
     ({"name": "my_set", "split": "train[:5"}, "expected a slice"),
     ({"name": "my_set", "split": "train[99:]"}, "split='train\\[99:\\]'"),
-    ({"name": "my_set", "split": "train[5:5]"}, "no example"),
+    ({"name": "my_set", "split": "train[5:5]"}, "contains no examples"),
     ({}, "either name or builder_dir"),
   ],
 )
@@ -175,32 +127,32 @@ def test_mistakes(folder, options, message):
     tfds.Source(**options, data_dir=folder)
 
 
-def test_a_shorter_file_is_an_error(tmp_path, examples):
-  folder = make_folder(tmp_path, "tfrecord", examples)
+def test_truncated_and_missing_files_are_errors(tmp_path, examples):
+  prepared_sets.write(tmp_path, "tfrecord", examples, COUNTS)
   shards = sorted((tmp_path / "my_set" / "1.0.0").glob("*tfrecord*"))
-  source = tfds.Source("my_set", data_dir=folder)
+  source = tfds.Source("my_set", data_dir=tmp_path)
   end = int(source.where(3).rsplit(" ", 1)[1])
   shards[0].write_bytes(shards[0].read_bytes()[:end])
-  message = "00000-of-00003: has 3 records, but dataset_info.json says 4"
+  message = "00000-of-00003: 3 records; expected 4, as in dataset_info.json"
   with pytest.raises(DataError, match=message):
-    tfds.Source("my_set", data_dir=folder)
+    tfds.Source("my_set", data_dir=tmp_path)
   shards[0].unlink()
   with pytest.raises(DataError, match="00000-of-00003 is missing"):
-    tfds.Source("my_set", data_dir=folder)
+    tfds.Source("my_set", data_dir=tmp_path)
 
 
-def test_a_record_that_is_no_example_is_named(tmp_path, examples):
-  """The record's checksum is right, its content is not what the set says."""
+def test_the_error_for_an_invalid_example_names_the_record(tmp_path, examples):
+  """The record's checksum is correct, but its content is not an example."""
   import tensorflow as tf
 
-  folder = make_folder(tmp_path, "tfrecord", examples)
+  prepared_sets.write(tmp_path, "tfrecord", examples, COUNTS)
   path = sorted((tmp_path / "my_set" / "1.0.0").glob("*tfrecord*"))[1]
   good = [r.numpy() for r in tf.data.TFRecordDataset(str(path))]
   with tf.io.TFRecordWriter(str(path)) as writer:
     for i, record in enumerate(good):
       writer.write(b"nothing" if i == 2 else record)
   config = {
-    "data": {"type": "tfds", "name": "my_set", "data_dir": folder},
+    "data": {"type": "tfds", "name": "my_set", "data_dir": str(tmp_path)},
     "pp": "decode|resize(16)|value_range(-1, 1)|keep('image', 'label')",
     "batch_size": 8,
   }

@@ -1,1 +1,1 @@
-"""Faults injected into processes of the whole program."""
+"""Faults injected into real processes of the program."""

@@ -1,7 +1,6 @@
-"""What the fault tests share: data, a warm compilation cache, one good run."""
+"""Shared by the fault tests: data, a compilation cache, one undisturbed run."""
 
 import fcntl
-import os
 
 import pytest
 
@@ -9,21 +8,18 @@ from faults import program as program_lib
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory):
-  """A folder that all workers of a test session share."""
-  folder = tmp_path_factory.getbasetemp()
-  if "PYTEST_XDIST_WORKER" in os.environ:
-    folder = folder.parent
-  folder = folder / "faults"
+def shared(session_folder):
+  """The folder of data and caches, shared by all workers of the session."""
+  folder = session_folder / "faults"
   folder.mkdir(exist_ok=True)
   return folder
 
 
 @pytest.fixture(scope="session")
 def undisturbed(shared):
-  """Workdir of a run to the end, with the checkpoints of all even steps.
+  """Workdir of a finished run, with the checkpoints of all even steps.
 
-  The first worker that asks makes it, and so warms the compilation cache.
+  The first worker that needs it makes it, which fills the compilation cache.
   """
   workdir = shared / "undisturbed"
   with open(shared / "lock", "w") as lock:
@@ -41,7 +37,7 @@ def undisturbed(shared):
 
 @pytest.fixture
 def program(shared, undisturbed):
-  """Starts the program; what it started is ended with the test."""
+  """Starts the program; ends its processes at the end of the test."""
   starter = program_lib.Program(shared)
   yield starter
   starter.close()
@@ -49,5 +45,5 @@ def program(shared, undisturbed):
 
 @pytest.fixture
 def workdir(tmp_path):
-  """A folder that is not there yet."""
+  """A folder that does not exist yet."""
   return tmp_path / "run"

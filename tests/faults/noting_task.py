@@ -1,4 +1,4 @@
-"""A user's task: classification, and rows that tell which examples came.
+"""A user's task: classification, with the ids of the examples in the rows.
 
 Legend: B batch.
 """
@@ -10,7 +10,7 @@ __all__ = ["inputs", "loss_fn", "predict_fns"]
 
 
 def loss_fn(variables, batch, rng, **options):
-  """As classification's, with the mean id of each place of the batch."""
+  """Classification's loss_fn, plus the mean id at each batch index."""
   pairs, mutable = classification.loss_fn(variables, batch, rng, **options)
   id_B = batch["id"].astype("float32")
   for i in range(id_B.shape[0]):

@@ -1,4 +1,4 @@
-"""A user's hooks that do something on one process of a job only."""
+"""A user's hook that acts on one process of a job, and a slow evaluator."""
 
 import os
 import pathlib
@@ -9,13 +9,13 @@ import jax
 
 
 class Do:
-  """Does `what` before a step on one process.
+  """A hook that performs an action before a step, on one process.
 
   Args:
-    process: its index.
-    step: before which.
-    what: "kill", "stop", "term", "raise", "hang", or "wait": that before each
-      step from this one on.
+    process: index of the process.
+    step: step before which it acts.
+    what: "kill", "stop", "term", "raise" or "hang"; or "wait", which sleeps
+      before this step and each later one.
   """
 
   def __init__(self, process, step, what):
@@ -24,7 +24,7 @@ class Do:
     self._what = what
 
   def before_step(self, step):
-    """Does it."""
+    """Performs the action."""
     if not self._here or (
       step < self._step if self._what == "wait" else step != self._step
     ):
@@ -41,7 +41,7 @@ class Do:
 
 
 class Evaluator:
-  """Takes five seconds and a hundred batches; its one metric is the step."""
+  """Takes five seconds for a hundred batches; its only metric is the step."""
 
   def __init__(self, predict_fn, context, flag):
     del predict_fn
@@ -49,7 +49,7 @@ class Evaluator:
     self._flag = pathlib.Path(flag)
 
   def run(self, variables, step):
-    """Evaluates nothing."""
+    """Reports progress for five seconds."""
     del variables
     self._flag.touch()
     for i in range(100):

@@ -1,23 +1,23 @@
-"""Runs the program with a fault in it that only the inside can inject.
+"""Runs the program with a fault that can only be injected from inside.
 
 python -m faults.run_with_fault FAULT [ARGUMENT ...] -- --config=... ...
 
-kill POINT N     SIGKILL when a save comes to POINT (see checkpoint._point)
+kill POINT N     SIGKILL when a save reaches POINT (see checkpointer._point)
                  for the N-th time
 chunk N          the kernel ends the process in the middle of a file of the
                  N-th save, by SIGXFSZ
 removal N        SIGKILL in the middle of the N-th removal of a directory
-hold POINT N FLAG   the N-th time, makes FLAG and waits for FLAG.go
-slow POINT SECS FLAG   sleeps there, each time, and adds a line to FLAG
+hold POINT N FLAG   the N-th time, creates FLAG and waits for FLAG.go
+slow POINT SECS FLAG   sleeps there every time, and adds a line to FLAG
 hang PHASE       never returns from making the data ("start") or compiling
-limit N [BYTES]  from the N-th save on no file may grow larger: a full disk
-nobody           as a user who has no rights
+limit N [BYTES]  limits the size of files from the N-th save on: a full disk
+unprivileged     as a user without root's rights
 """
 
 from bigtrain.cluster import process
 
 if __name__ == "__main__":
-  process.catch_signals()  # As the program itself does.
+  process.catch_signals()  # Like the program itself.
 
 import ctypes
 import os
@@ -30,12 +30,12 @@ import time
 import jax
 
 from bigtrain import command, main
-from bigtrain.checkpoints import checkpointer, folders
-from bigtrain.inputs import pipeline
+from bigtrain.checkpoints import checkpointer, commit
+from bigtrain.inputs import sources
 from faults import waiting
 
 _CAPABILITY_VERSION_3 = 0x20080522
-_PASS_OVER_PERMISSIONS = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, _READ_SEARCH
+_IGNORE_PERMISSIONS = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, _READ_SEARCH
 _CUT_AT_BYTES = 100_000
 
 
@@ -44,19 +44,19 @@ def _die():
   time.sleep(60)
 
 
-def _sleep_for_good():
+def _sleep_forever():
   while True:
     time.sleep(1)
 
 
 def _at(point, number, action):
-  """Calls `action` when saves come to a point for the `number`-th time."""
-  seen = 0
+  """Calls `action` when saves reach a point for the `number`-th time."""
+  count = 0
 
   def on_point(name):
-    nonlocal seen
-    seen += name == point
-    if name == point and seen == int(number):
+    nonlocal count
+    count += name == point
+    if name == point and count == int(number):
       action()
 
   checkpointer._point = on_point
@@ -77,17 +77,17 @@ def chunk(number):
 
 
 def removal(number):
-  whole, seen = shutil.rmtree, 0
+  rmtree, count = shutil.rmtree, 0
 
-  def half(path):
-    nonlocal seen
-    seen += 1
-    if seen == int(number):
-      whole(os.path.join(path, "params"))
+  def remove(path):
+    nonlocal count
+    count += 1
+    if count == int(number):
+      rmtree(os.path.join(path, "params"))
       _die()
-    whole(path)
+    rmtree(path)
 
-  folders.shutil.rmtree = half
+  commit.shutil.rmtree = remove
 
 
 def hold(point, number, flag):
@@ -106,9 +106,9 @@ def slow(point, secs, flag):
 
 def hang(phase):
   if phase == "start":
-    pipeline.make_source = lambda *args: _sleep_for_good()
+    sources.make_source = lambda *args: _sleep_forever()
   else:
-    jax.stages.Lowered.compile = lambda *args: _sleep_for_good()
+    jax.stages.Lowered.compile = lambda *args: _sleep_forever()
 
 
 def limit(number, num_bytes=_CUT_AT_BYTES):
@@ -116,14 +116,14 @@ def limit(number, num_bytes=_CUT_AT_BYTES):
 
 
 def unprivileged():
-  # Changing the user would do, if all users could read the Python installation.
+  # Another user might not be able to read the Python installation.
   libc = ctypes.CDLL(None, use_errno=True)
   header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
   sets = (ctypes.c_uint32 * 6)()
   if libc.capget(header, sets):
     raise OSError(ctypes.get_errno(), "capget")
   for i in range(3):  # Effective, permitted, inheritable.
-    sets[i] &= ~_PASS_OVER_PERMISSIONS
+    sets[i] &= ~_IGNORE_PERMISSIONS
   if libc.capset(header, sets):
     raise OSError(ctypes.get_errno(), "capset")
 

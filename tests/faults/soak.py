@@ -1,10 +1,10 @@
-"""Kills a tiny run at random times, and compares its end with a quiet one.
+"""Kills a tiny run at random times and compares it with an undisturbed one.
 
   make soak ARGS="--kills=100 --seed=0 --model=vit"
 
-Ends with code 0 if the run that was killed has, in its last checkpoint and in
-its rows, the same bits as one that nobody disturbed. What each kill met is
-printed; the folder stays if they differ.
+Exits with code 0 if the killed run has the same bits as the undisturbed one in
+its last checkpoint and its rows. Prints the moment of each kill; keeps the
+folder if the runs differ.
 """
 
 import argparse
@@ -16,75 +16,77 @@ import sys
 import tempfile
 import time
 
-from bigtrain.checkpoints import checkpointer, folders
+from bigtrain.checkpoints import folders, integrity
 from bigtrain.reports import rows as rows_lib
 from faults import program as program_lib
 
-# Between two kills, on average. A save is due every other step, so that many
-# of the kills meet one.
-_STEPS_A_KILL = 12
-# That no kill comes too late: how many steps follow, and how long each takes.
+# Average number of steps between two kills. Every other step saves, so a
+# large part of the kills hits a save.
+_STEPS_PER_KILL = 12
+# More steps at the end, and the duration of a step, so that the run does not
+# end before its last kill.
 _MORE_STEPS = 100
 _STEP_SECS = 0.01
-# So long after what was waited for, at most.
-_MOST_SECS = 0.3
-# One in so many kills comes before the first step.
+# Upper limit of the random delay after the event that is waited for.
+_MAX_DELAY_SECS = 0.3
+# One in this number of kills comes before the first step.
 _EARLY = 4
 
 
 def _newest_row(workdir):
-  found = rows_lib.read_rows(str(workdir))
-  return found[-1]["step"] if found else 0
+  rows = rows_lib.read_rows(str(workdir))
+  return rows[-1]["step"] if rows else 0
 
 
 def _wait(process, workdir, last, rng):
-  """Waits until a random moment; returns words about it."""
+  """Waits until a random moment; returns its description."""
   if not rng.randrange(_EARLY):
     words = rng.choice(["process(es)", "starting", "of this", "compiling"])
-    come = lambda: words in process.text()
-    what = f"after it said {words!r}"
+    condition = lambda: words in process.text()
+    moment = f"after it logged {words!r}"
   else:
-    # No further than `last`, or the run would end before its last kill.
-    step = _newest_row(workdir) + rng.randint(1, 2 * _STEPS_A_KILL)
+    # Not beyond `last`, or the run would end before its last kill.
+    step = _newest_row(workdir) + rng.randint(1, 2 * _STEPS_PER_KILL)
     step = min(step, last)
-    come = lambda: _newest_row(workdir) >= step
-    what = f"after the row of step {step}"
-  process.until(lambda: come() or process.ended(), what)
-  secs = rng.uniform(0, _MOST_SECS)
+    condition = lambda: _newest_row(workdir) >= step
+    moment = f"after the row of step {step}"
+  process.until(lambda: condition() or process.ended(), moment)
+  secs = rng.uniform(0, _MAX_DELAY_SECS)
   process.linger(secs)
-  return f"{secs:.3f} s {what}"
+  return f"{secs:.3f} s {moment}"
 
 
-def soak(program, folder, *, kills, seed, model="net", say=print):
-  """Raises AssertionError if the kills left a trace.
+def soak(program, folder, *, kills, seed, model="net", report=print):
+  """Raises AssertionError if the kills changed the result.
 
   Args:
     program: program.Program.
-    folder: for the two runs, "quiet" and "killed".
-    kills: how many.
-    seed: of their moments; how far the process has come then is up to the
+    folder: folder for the two runs, "quiet" and "killed".
+    kills: number of kills.
+    seed: seed of their moments; the progress until then depends on the
       machine.
-    model: the config's.
-    say: is told of each kill.
+    model: model of the tiny config.
+    report: called with a line about each kill.
   """
   rng = random.Random(seed)
-  total = _STEPS_A_KILL * kills + _MORE_STEPS
+  total = _STEPS_PER_KILL * kills + _MORE_STEPS
   quiet, killed = folder / "quiet", folder / "killed"
   length = f"total_steps={total}"
   pace = dict(pace=dict(type="faults.waiting.Pace", secs=_STEP_SECS))
   program.run(quiet, length, f"ckpt_steps={total}", model=model)
   for number in range(1, kills + 1):
     process = program.start(killed, length, f"hooks={pace}", model=model)
-    what = _wait(process, killed, _STEPS_A_KILL * number, rng)
+    moment = _wait(process, killed, _STEPS_PER_KILL * number, rng)
     assert not process.ended(), f"it ended by itself:\n{process.text()}"
     process.kill()
-    there = folders.listing(str(killed))
-    for directory in there.checkpoints.values():
-      problems = checkpointer.verify(directory)
+    listing = folders.listing(str(killed))
+    for directory in listing.checkpoints.values():
+      problems = integrity.verify(directory)
       assert not problems, problems
-    say(
-      f"kill {number} of {kills}: {what}; checkpoints {[*there.checkpoints]}, "
-      f"remains {[os.path.basename(path) for path in there.leftovers]}",
+    report(
+      f"kill {number} of {kills}: {moment}; checkpoints "
+      f"{[*listing.checkpoints]}, leftovers "
+      f"{[os.path.basename(path) for path in listing.leftovers]}",
       flush=True,
     )
   program.run(killed, length, model=model)
@@ -110,7 +112,7 @@ def _main():
     program.close()
   shutil.rmtree(folder)
   secs = time.monotonic() - began
-  print(f"{options.kills} kills, {secs:.0f} s, and not a bit differs.")
+  print(f"{options.kills} kills in {secs:.0f} s; the runs are bit-equal.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Faults 39 to 42: data that are damaged, cut, empty or at their end."""
+"""Faults 39 to 42: damaged, truncated, empty or exhausted data."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def test_a_file_without_examples(program, workdir, tmp_path):
   program_lib.write_data(tmp_path / "data", train=train)
   process = program.run(workdir, data=tmp_path / "data", code=2)
   expected = f"error: config.input.data: {tmp_path}/data/train.npz: "
-  assert process.last_line() == expected + "there is no example in it."
+  assert process.last_line() == expected + "contains no examples."
   assert not workdir.exists()
 
 
@@ -46,7 +46,7 @@ def write_lines(folder):
 
 
 @pytest.mark.slow
-def test_data_that_end_before_the_last_step(program, workdir, tmp_path):
+def test_data_that_ends_before_the_last_step(program, workdir, tmp_path):
   path = write_lines(tmp_path)
   source = dict(type="jsonl", path=str(path))
   flag = tmp_path / "steps"
@@ -62,12 +62,12 @@ def test_data_that_end_before_the_last_step(program, workdir, tmp_path):
   assert str(path) in last and "line" in last, last
 
 
-# A prepared data set of one file.
+# A prepared TFDS data set with one file.
 
 
 @pytest.fixture
 def prepared(tmp_path):
-  """(what --config needs to read it, its file)."""
+  """(changes of the config that read it, its file)."""
   import tensorflow as tf
   import tensorflow_datasets as tfds
 
@@ -113,7 +113,7 @@ def prepared(tmp_path):
 
 
 def record_starts(path):
-  """The byte at which each record begins, and the file's size."""
+  """The first byte of each record, then the file's size."""
   content, starts = path.read_bytes(), [0]
   while starts[-1] < len(content):
     at = starts[-1]
@@ -131,7 +131,7 @@ def test_a_damaged_record(program, workdir, prepared, tmp_path):
   path.write_bytes(content)
   process = program.run(workdir, *changes, code=2)
   assert f"{path}, byte {start}: damaged record" in process.last_line()
-  # That record alone is left out; another takes its place.
+  # Only that record is skipped; another one takes its place.
   each = ("log_steps=1", "input.skip_errors=1")
   other = tmp_path / "other"
   process = program.run(other, *changes, *each)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain.checkpoints import checkpointer
+from bigtrain.checkpoints import integrity
 from faults import program as program_lib
 from faults.program import path_of, steps
 
 BAD_STEP = 5  # Rows are written after steps 3 and 6.
-# In the order of the file, without random ops: so that a batch is known, and
-# the same when others are left out.
+# In the order of the file and without random ops, so that the batches are known
+# and do not change when others are left out.
 IN_ORDER = (
   "input.shuffle=False",
   "input.pp=value_range(-1,1,0,16)|onehot(10,key='label',key_result='labels')"
@@ -38,7 +38,7 @@ def data(tmp_path):
 
 def assert_finite(workdir):
   for step in steps(workdir):
-    assert checkpointer.verify(str(path_of(workdir, step))) == []
+    assert integrity.verify(str(path_of(workdir, step))) == []
     for name, value in tiny.arrays(workdir, step).items():
       assert np.isfinite(value).all(), (step, name)
   for step, row in tiny.rows(workdir).items():
@@ -67,11 +67,11 @@ def test_rollback(program, tmp_path, data):
     "ROLLING BACK to step 3; the batches of steps 4 to 5 are passed over."
     in process.text()
   )
-  # A later start does not come back to them.
+  # A later start does not use these batches either.
   program.run(workdir, *options, "stop_at_steps=8", data=data)
   assert program_lib.host_state(workdir, 8)["batches_ahead"] == 2
   assert_finite(workdir)
-  # The same as if the two batches had never been there.
+  # The result is that of data without the two batches.
   rest = {
     name: np.concatenate([x[:24], x[40:]])
     for name, x in train_data(BAD_STEP).items()
@@ -84,7 +84,7 @@ def test_rollback(program, tmp_path, data):
     tiny.assert_same(tiny.arrays(workdir, step), tiny.arrays(other, step))
   rows, expected = tiny.rows(workdir), tiny.rows(other)
   for row in (*rows.values(), *expected.values()):
-    row.pop("epoch", None)  # There are fewer examples in the other.
+    row.pop("epoch", None)  # The other data has fewer examples.
   assert rows == expected
 
 

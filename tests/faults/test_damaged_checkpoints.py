@@ -1,4 +1,4 @@
-"""Faults 13 to 17 and 19 to 21: what cannot be trusted is not resumed from."""
+"""Faults 13 to 17 and 19 to 21: refuses checkpoints that it cannot trust."""
 
 import os
 import pathlib
@@ -22,10 +22,10 @@ def trained(workdir, undisturbed):
 
 
 def chunk_of(workdir, name):
-  """The one file of an array's values."""
+  """The only file with values of an array."""
   folder = path_of(workdir, 6, name)
-  (found,) = (p for p in folder.rglob("c*") if p.is_file())
-  return found
+  (chunk,) = (p for p in folder.rglob("c*") if p.is_file())
+  return chunk
 
 
 def content(workdir):
@@ -35,7 +35,7 @@ def content(workdir):
 
 
 def check_refused(program, workdir, *words, code=1, changes=()):
-  """The run ends at its start, says why, and touches nothing."""
+  """The run ends at its start with a reason, and changes nothing."""
   before = content(workdir)
   process = program.run(workdir, *changes, code=code)
   for word in words:
@@ -47,9 +47,9 @@ def check_refused(program, workdir, *words, code=1, changes=()):
 
 
 def flip(path):
-  whole = bytearray(path.read_bytes())
-  whole[len(whole) // 3] ^= 16
-  path.write_bytes(whole)
+  content = bytearray(path.read_bytes())
+  content[len(content) // 3] ^= 16
+  path.write_bytes(content)
 
 
 def test_a_flipped_bit_is_refused_or_falls_back(program, trained, undisturbed):
@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_refused_or_falls_back(program, trained, undisturbed):
   last = process.last_line()
   assert f"array '{LARGE}'" in last and str(chunk) in last
   assert "config.ckpt_fallback=True resumes" in last
-  # The newest that is whole, and what is not ours is left alone (fault 19).
+  # Falls back to the newest intact one; leaves other files alone (fault 19).
   process = program.run(trained, "ckpt_fallback=True")
   assert str(chunk) in process.text()
   assert "resumed from step 4 of this workdir" in process.text()
@@ -108,7 +108,7 @@ def test_a_missing_array_and_a_missing_manifest_are_named(program, trained):
   path_of(trained, 6, "manifest.json").unlink()
   last = check_refused(program, trained).last_line()
   assert f"{path_of(trained, 6)}: no checkpoint" in last
-  # Where none is whole, a fall-back is not a fresh start either.
+  # If none is intact, the fallback does not start from scratch either.
   flip(path_of(trained, 4, "manifest.json"))
   check_refused(program, trained, changes=["ckpt_fallback=True"])
   assert steps(trained) == [4, 6]

@@ -1,4 +1,4 @@
-"""The watchdog: a run that hangs ends, and says where it hung."""
+"""The watchdog ends a run that hangs and reports where it hung."""
 
 import re
 
@@ -7,27 +7,27 @@ import pytest
 from faults.program import assert_same_state, steps
 
 
-def hangs(**limits):
+def watchdog(**limits):
   return f"watchdog={limits}"
 
 
 def check(process, phase):
-  """The exit code and the last line; returns the stacks of all threads."""
+  """Checks exit code and last line; returns step and stacks of all threads."""
   assert process.wait() == 1, process.text()
-  found = re.fullmatch(
+  match = re.fullmatch(
     rf"error: hang: the phase '{phase}' at step (\d+) took more than [\d.]+ s "
     rf"\(config\.watchdog\.{phase}_secs\); the stacks of all threads are in "
     r"(.*)",
     process.last_line(),
   )
-  assert found, process.text()
-  with open(found[2]) as file:
-    return int(found[1]), file.read()
+  assert match, process.text()
+  with open(match[2]) as file:
+    return int(match[1]), file.read()
 
 
-def test_in_a_step(program, workdir, undisturbed):
+def test_hang_in_a_step(program, workdir, undisturbed):
   hook = dict(hang=dict(type="faults.waiting.Hang", step=6))
-  process = program.start(workdir, hangs(step_secs=5), f"hooks={hook}")
+  process = program.start(workdir, watchdog(step_secs=5), f"hooks={hook}")
   step, stacks = check(process, "step")
   assert step == 6
   assert re.search(r"waiting\.py\", line \d+ in before_step", stacks), stacks
@@ -37,15 +37,15 @@ def test_in_a_step(program, workdir, undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["start", "compile"])
-def test_before_the_first_step(program, workdir, phase):
+def test_hang_before_the_first_step(program, workdir, phase):
   fault = ("hang", phase)
-  limit = hangs(**{f"{phase}_secs": 5})
+  limit = watchdog(**{f"{phase}_secs": 5})
   step, stacks = check(program.start(workdir, limit, fault=fault), phase)
-  assert step == 0 and "in _sleep_for_good" in stacks
+  assert step == 0 and "in _sleep_forever" in stacks
 
 
 @pytest.mark.slow
-def test_in_an_evaluation(program, workdir, tmp_path):
+def test_hang_in_an_evaluation(program, workdir, tmp_path):
   slow = dict(
     type="faults.waiting",
     pred="logits",
@@ -53,17 +53,17 @@ def test_in_an_evaluation(program, workdir, tmp_path):
     flag=str(tmp_path / "evaluates"),
     hang=True,
   )
-  limit = hangs(evaluation_secs=10)
+  limit = watchdog(evaluation_secs=10)
   process = program.start(workdir, limit, f"evals.slow={slow}")
   step, stacks = check(process, "evaluation")
   assert step == 8 and "in wait_here" in stacks
 
 
 @pytest.mark.slow
-def test_in_a_save(program, workdir, tmp_path):
+def test_hang_in_a_save(program, workdir, tmp_path):
   fault = ("hold", "data written", "2", str(tmp_path / "saves"))
-  process = program.start(workdir, hangs(save_secs=5), fault=fault)
+  process = program.start(workdir, watchdog(save_secs=5), fault=fault)
   step, stacks = check(process, "save")
-  # The save of step 4 hangs, and that of step 6 waits for it.
+  # The save of step 4 hangs, and the save of step 6 waits for it.
   assert step == 6 and "in wait_here" in stacks
   assert steps(workdir) == [2]

@@ -1,4 +1,4 @@
-"""Faults 1 to 7: kill -9 at any moment costs time, and nothing else."""
+"""Faults 1 to 7: kill -9 at any moment costs only time."""
 
 import signal
 
@@ -10,10 +10,10 @@ from bigtrain.checkpoints.manifest import CheckpointError
 from faults import soak
 from faults.program import assert_same_run, assert_same_state, steps
 
-# In this order in one workdir, each in a process of its own that goes on where
-# the one before was killed: the fault, whose number says which save or removal
-# of that process it meets; the signal; what is then at least the newest step;
-# and the kind of remains that the fault leaves.
+# Each fault gets a process of its own, which resumes from the one before, all
+# in one workdir: the fault, with the number of the save or removal that it
+# hits; the signal; a lower bound of the newest step afterwards; and the kind of
+# leftovers.
 MOMENTS = (
   (("kill", "begin", "2"), signal.SIGKILL, 2, None),
   (("kill", "metadata written", "2"), signal.SIGKILL, 4, "tmp"),
@@ -26,19 +26,20 @@ MOMENTS = (
 )
 
 
-def remains(workdir):
+def leftovers(workdir):
   return folders.listing(str(workdir)).leftovers
 
 
 def assert_rows_up_to(workdir, other, step):
-  """What has to outlive a kill: the rows up to the newest checkpoint."""
-  found, whole = tiny.rows(workdir), tiny.rows(other)
-  for at, row in whole.items():
-    if at > step:
+  """The rows up to the newest checkpoint have survived the kill."""
+  rows = tiny.rows(workdir)
+  for row_step, expected in tiny.rows(other).items():
+    if row_step > step:
       break
-    assert at in found or "loss" not in row, f"no row of step {at}"
-    for name, value in found.get(at, {}).items():
-      assert row[name] == value, (at, name)
+    has_row = row_step in rows
+    assert has_row or "loss" not in expected, f"no row of step {row_step}"
+    for name, value in rows.get(row_step, {}).items():
+      assert expected[name] == value, (row_step, name)
 
 
 def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
@@ -46,10 +47,10 @@ def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
   for fault, number, least, kind in MOMENTS:
     process = program.start(workdir, fault=fault)
     assert process.wait() == -number, f"{fault}:\n{process.text()}"
-    assert set(before).isdisjoint(remains(workdir)), fault
-    before = remains(workdir)
-    found = any(f".{kind or 'tmp'}-" in path for path in before)
-    assert found == (kind is not None), (fault, before)
+    assert set(before).isdisjoint(leftovers(workdir)), fault
+    before = leftovers(workdir)
+    has_kind = any(f".{kind or 'tmp'}-" in path for path in before)
+    assert has_kind == (kind is not None), (fault, before)
     for path in before:
       with pytest.raises(CheckpointError, match="remains of an unfinished"):
         tiny.arrays(path)
@@ -61,7 +62,7 @@ def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
       sizes = [size for path in before for _, size in folders.files_below(path)]
       assert 100_000 in sizes, "no file was cut"
   program.run(workdir)
-  assert remains(workdir) == [] and not list(workdir.glob("stacks-*"))
+  assert leftovers(workdir) == [] and not list(workdir.glob("stacks-*"))
   assert steps(workdir) == [22, 24]
   assert_same_run(workdir, undisturbed, 24)
 
@@ -81,13 +82,13 @@ def test_killed_at_random_times(program, tmp_path, seed):
     ("kill", "manifest written", "2"),
   ],
 )
-def test_another_number_of_devices_saves_the_same_step(
+def test_same_step_is_saved_on_another_number_of_devices(
   program, workdir, undisturbed, fault
 ):
   assert program.start(workdir, fault=fault).wait() < 0
-  assert steps(workdir) == [2] and len(remains(workdir)) == 1
+  assert steps(workdir) == [2] and len(leftovers(workdir)) == 1
   program.run(workdir, "stop_at_steps=6", devices=4)
-  assert steps(workdir) == [4, 6] and remains(workdir) == []
+  assert steps(workdir) == [4, 6] and leftovers(workdir) == []
   program.run(workdir, "stop_at_steps=8")
   assert steps(workdir) == [6, 8]
   rows, expected = tiny.rows(workdir), tiny.rows(undisturbed)

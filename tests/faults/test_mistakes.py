@@ -1,4 +1,4 @@
-"""Faults 43 to 45 and 47 to 49: mistakes end at the start, in one line."""
+"""Faults 43 to 45 and 47 to 49: mistakes end the run early, in one line."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from faults import program as program_lib
 from faults.program import path_of
 
 CASES = {
-  # Fault 43: told with the numbers.
+  # Fault 43: the message has the numbers.
   "batch_size": (
     "input.batch_size=6",
     r"config\.input\.batch_size=6 does not divide among 4 devices .* 4 and 8\.",
@@ -40,7 +40,7 @@ CASES = {
     r"config\.schedule\.warmup_stepz: .*'warmup_steps'\?.*",
   ),
   "optimizer_key": ("optimizer.b_1=0.5", r"config\.optimizer\.b_1: .*'b1'\?.*"),
-  # Fault 45: an unknown name, and those that there are.
+  # Fault 45: an unknown name; the message has a similar one.
   "task": ("task=clasification", r"config\.task: .*'classification'\?"),
   "model": ("model_name=vitt", r"config\.model_name: .*'vit'\?"),
   "source": (
@@ -64,7 +64,7 @@ CASES = {
     r"config\.evals\.val\.pp: .*'value_range'\?.*",
   ),
 }
-# Each of these costs a second or two: a few stand for the rest.
+# Each case takes a second or two; these run in `make test`.
 QUICK = ("batch_size", "evaluator_key", "op")
 
 
@@ -82,17 +82,17 @@ def check(process, workdir, expected):
     for name in CASES
   ],
 )
-def test_a_mistake_is_told_in_one_line(program, workdir, name):
+def test_a_mistake_is_reported_in_one_line(program, workdir, name):
   change, expected = CASES[name]
   process = program.run(workdir, change, devices=4, code=2)
   check(process, workdir, expected)
 
 
 @pytest.mark.slow
-def test_a_broken_import_is_told_as_itself(program, workdir):
+def test_a_broken_import_is_reported_unchanged(program, workdir):
   process = program.run(workdir, "task=faults.broken_task", code=1)
   assert process.last_line() == (
-    "error: ModuleNotFoundError: No module named 'a_package_that_is_not_there'"
+    "error: ModuleNotFoundError: No module named 'a_missing_package'"
   )
   assert "broken_task.py" in process.text()
   assert not workdir.exists()
@@ -108,7 +108,7 @@ def test_preprocessing_is_not_evaluated(program, workdir, tmp_path):
 
 
 class _Payload:
-  """Unpickled, it makes a file."""
+  """Creates a file when it is unpickled."""
 
   def __init__(self, path):
     self._path = path
@@ -133,7 +133,7 @@ def test_pickles_are_not_loaded(program, workdir, tmp_path):
   )
   assert not proof.exists()
   pickle.loads(pickle.dumps(_Payload(proof)))
-  assert proof.exists(), "the payload does nothing"
+  assert proof.exists(), "the payload has no effect"
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_pickles_are_not_loaded(program, workdir, tmp_path):
 def test_links_out_of_the_workdir_are_not_followed(
   program, workdir, tmp_path, name
 ):
-  """Fault 48; names of arrays are in tests/test_storage.py."""
+  """Fault 48; for array names see checkpoints/test_checkpointer.py."""
   outside = tmp_path / "outside"
   (outside / "params").mkdir(parents=True)
   (outside / "params" / "zarr.json").write_text("{}")

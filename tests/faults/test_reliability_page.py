@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests that are there, for every fault."""
+"""docs/reliability.md names an existing test for every fault."""
 
 import ast
 import re
@@ -6,17 +6,17 @@ import re
 from faults.program import HERE, ROOT
 
 PAGE = (ROOT / "docs" / "reliability.md").read_text()
-# Of the faults that the program survives, those that need one host.
+# Numbers of the faults that need only one host.
 ONE_HOST = {*range(1, 10), *range(11, 24), 25, *range(27, 31), *range(37, 50)}
 
 
-def test_every_test_that_is_named_exists():
-  named = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)
-  assert len(named) > 50
-  for file, name in named:
+def test_every_named_test_exists():
+  named_tests = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)
+  assert len(named_tests) > 50
+  for file, name in named_tests:
     tree = ast.parse((HERE.parent / file).read_text())
-    there = {node.name for node in ast.walk(tree) if hasattr(node, "name")}
-    assert name in there, f"{file}::{name}"
+    names = {node.name for node in ast.walk(tree) if hasattr(node, "name")}
+    assert name in names, f"{file}::{name}"
 
 
 def test_every_fault_of_one_host_has_a_row_with_a_test():
@@ -32,5 +32,5 @@ def test_every_fault_test_is_on_the_page():
   for path in HERE.glob("test_*.py"):
     for node in ast.parse(path.read_text()).body:
       if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-        named = f"`faults/{path.name}::{node.name}`"
-        assert named in PAGE or path.name == "test_reliability_page.py", named
+        test = f"`faults/{path.name}::{node.name}`"
+        assert test in PAGE or path.name == "test_reliability_page.py", test

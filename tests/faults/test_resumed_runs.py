@@ -1,4 +1,4 @@
-"""Faults 22, 23, 25 and 27: what is resumed ends as if nothing had happened."""
+"""Faults 22, 23, 25 and 27: a resumed run ends like an undisturbed one."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from faults.program import assert_same_run, path_of, steps
 
 
 def kills(workdir, step, newest):
-  """Kills the process before a step, when the checkpoint before it is whole."""
+  """Change: SIGKILL before a step, once the previous checkpoint is complete."""
   file = str(path_of(workdir, newest))
   hook = dict(type="faults.waiting.Kill", step=step, file=file)
   return f"hooks={dict(kill=hook)}"
@@ -28,13 +28,13 @@ def test_killed_between_checkpoints_twice(program, workdir, undisturbed):
     process = program.start(workdir, every_five, hook)
     assert process.wait() == -signal.SIGKILL, process.text()
     assert steps(workdir)[-1] == newest
-    # Rows of the steps that were lost are there, and come again.
+    # Rows of the lost steps exist and will be written again.
     assert max(tiny.rows(workdir)) > newest
   process = program.run(workdir, every_five)
   assert "resumed from step 15 of this workdir" in process.text()
   assert_same_run(workdir, undisturbed, 24)
-  told = json.loads((workdir / "run.json").read_text())["starts"]
-  assert len(told) == 3
+  starts = json.loads((workdir / "run.json").read_text())["starts"]
+  assert len(starts) == 3
 
 
 def ids(row):
@@ -43,7 +43,7 @@ def ids(row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["net", "vit"])
-def test_stopped_anywhere_the_same_examples_come(program, tmp_path, model):
+def test_same_examples_wherever_a_run_is_stopped(program, tmp_path, model):
   each = ("log_steps=1", "total_steps=20", "keep_ckpts=100")
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   program.run(whole, *each, model=model)
@@ -55,16 +55,16 @@ def test_stopped_anywhere_the_same_examples_come(program, tmp_path, model):
     assert steps(parts)[-1] == stop
   program.run(parts, *each, model=model)
   assert_same_run(parts, whole, 20)
-  # Two epochs, and each holds every example once.
+  # Two epochs, each with every example once.
   rows = tiny.rows(parts)
   seen = [i for step in range(1, 21) for i in ids(rows[step])]
-  everyone = list(range(1000, 1000 + program_lib.NUM_TRAIN))
-  assert sorted(seen[:80]) == sorted(seen[80:]) == everyone
+  all_ids = list(range(1000, 1000 + program_lib.NUM_TRAIN))
+  assert sorted(seen[:80]) == sorted(seen[80:]) == all_ids
   assert seen[:80] != seen[80:]
 
 
 def restored(workdir, step, mesh):
-  """The state of a checkpoint on a mesh, each array split where it can be."""
+  """The state of a checkpoint on a mesh, with arrays sharded if possible."""
   directory = folders.find(str(workdir), step)
   arrays = folders.read_manifest(directory).arrays
   spec = {
@@ -77,12 +77,12 @@ def restored(workdir, step, mesh):
     name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout[name])
     for name, x in spec.items()
   }
-  found, _ = restore.restore(directory, like)
-  return jax.tree.map(np.asarray, found)
+  state, _ = restore.restore(directory, like)
+  return jax.tree.map(np.asarray, state)
 
 
 @pytest.mark.slow
-def test_on_other_numbers_of_devices(program, workdir, undisturbed):
+def test_resume_on_other_numbers_of_devices(program, workdir, undisturbed):
   program.run(workdir, "stop_at_steps=8")
   for devices, stop in ((4, 16), (2, 24)):
     process = program.run(workdir, f"stop_at_steps={stop}", devices=devices)
@@ -94,9 +94,9 @@ def test_on_other_numbers_of_devices(program, workdir, undisturbed):
       if name.startswith("id_"):
         assert rows[step][name] == value, (step, name)
       else:
-        # Sums over examples are taken in another order.
+        # Other meshes sum over the examples in another order.
         assert rows[step][name] == pytest.approx(value, rel=1e-3), (step, name)
-  # What the last one restored, and what it would be on other meshes.
+  # Every mesh restores the same bits.
   for step in steps(workdir):
     plain = tiny.arrays(workdir, step)
     for replica, fsdp in ((1, 1), (1, 2), (2, 2), (1, 8)):
@@ -106,20 +106,22 @@ def test_on_other_numbers_of_devices(program, workdir, undisturbed):
 
 
 @pytest.mark.parametrize("step", [8, pytest.param(24, marks=pytest.mark.slow)])
-def test_ended_in_an_evaluation(program, workdir, undisturbed, tmp_path, step):
+def test_signal_and_kill_during_an_evaluation(
+  program, workdir, undisturbed, tmp_path, step
+):
   flag = tmp_path / "evaluates"
   slow = dict(
     type="faults.waiting", pred="logits", log_steps=step, flag=str(flag)
   )
   evaluates = f"evals.slow={slow}"
-  # Fault 27: a signal is obeyed in the middle.
+  # Fault 27: a signal interrupts the evaluation.
   process = program.start(workdir, evaluates)
   process.until_file(flag)
   process.send(signal.SIGTERM)
   assert process.wait(30) == 75, process.text()
   assert process.last_line() == f"preempted: saved step {step} of 24"
   assert "slow/step" not in tiny.rows(workdir).get(step, {})
-  # Fault 25: so is a kill. The evaluation before it is not done again.
+  # Fault 25: a kill, too. The earlier evaluation is not repeated.
   flag.unlink()
   process = program.start(workdir, evaluates)
   process.until_file(flag)

@@ -1,4 +1,4 @@
-"""Faults 27 to 30: signals are obeyed at any time, in bounded time."""
+"""Faults 27 to 30: signals at any time end the run within a time limit."""
 
 import json
 import pathlib
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bigtrain.checkpoints import checkpointer
+from bigtrain.checkpoints import integrity
 from faults.program import (
   assert_same_run,
   assert_same_state,
@@ -15,7 +15,7 @@ from faults.program import (
   steps,
 )
 
-# The grace that a scheduler gives is at least this.
+# Schedulers allow at least this much time before SIGKILL.
 GRACE_SECS = 30
 
 
@@ -30,23 +30,23 @@ def go(flag):
 
 
 @pytest.mark.parametrize("moment", ["importing", "compiling"])
-def test_before_the_first_step(program, workdir, moment):
+def test_signal_before_the_first_step(program, workdir, moment):
   process = program.start(workdir, cached=False)
   if moment == "importing":
     process.until_catches(signal.SIGTERM)
   else:
-    process.until_says("compiling")
+    process.until_log_has("compiling")
   process.send(signal.SIGTERM)
   assert process.wait(GRACE_SECS) == 75, process.text()
   assert process.last_line().startswith("preempted: ")
   assert "Traceback" not in process.text()
-  # Whatever there is to resume from, it is whole.
+  # All checkpoints, if there are any, are complete.
   for step in steps(workdir):
-    assert checkpointer.verify(str(path_of(workdir, step))) == []
+    assert integrity.verify(str(path_of(workdir, step))) == []
 
 
 @pytest.mark.slow
-def test_waiting_for_the_lease_of_another_machine(program, workdir):
+def test_signal_while_waiting_for_another_machines_lease(program, workdir):
   workdir.mkdir()
   holder = dict(
     token="ab",
@@ -59,33 +59,35 @@ def test_waiting_for_the_lease_of_another_machine(program, workdir):
   )
   (workdir / "lease.json").write_text(json.dumps(holder))
   process = program.start(workdir)
-  process.until_says("waiting whether it is renewed")
+  process.until_log_has("waiting to see if it is renewed")
   process.send(signal.SIGTERM)
   assert process.wait(GRACE_SECS) == 75, process.text()
   assert process.last_line() == "preempted: SIGTERM received"
   assert json.loads((workdir / "lease.json").read_text()) == holder
 
 
-def test_in_a_save_and_in_a_step(program, workdir, undisturbed, tmp_path):
-  # Fault 28: the save that is under way is finished.
+def test_signal_in_a_save_and_in_a_step(
+  program, workdir, undisturbed, tmp_path
+):
+  # Fault 28: the save that is in progress is completed.
   flag = tmp_path / "saves"
   fault = ("hold", "data written", "2", str(flag))
   process = program.start(workdir, "keep_ckpts=9", fault=fault)
   process.until_file(flag)
   process.send(signal.SIGTERM)
-  process.until_says("SIGTERM: will finish the step, save and exit with 75")
+  process.until_log_has("SIGTERM: will finish the step, save and exit with 75")
   assert steps(workdir) == [2]
   go(flag)
   assert process.wait(GRACE_SECS) == 75, process.text()
   assert 4 in steps(workdir)
   newest = steps(workdir)[-1]
   assert process.last_line() == f"preempted: saved step {newest} of 24"
-  # Fault 30: a process alone, with no other to agree with, ends after the step.
+  # Fault 30: a single process ends after the step.
   flag = tmp_path / "steps"
   process = program.start(workdir, gate(13, flag))
   process.until_file(flag)
   process.send(signal.SIGUSR1)
-  process.until_says("SIGUSR1: will finish the step")
+  process.until_log_has("SIGUSR1: will finish the step")
   go(flag)
   assert process.wait(GRACE_SECS) == 75, process.text()
   assert process.last_line() == "preempted: saved step 13 of 24"
@@ -101,7 +103,7 @@ def test_in_a_save_and_in_a_step(program, workdir, undisturbed, tmp_path):
     pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
   ],
 )
-def test_a_second_signal_ends_it_at_once(
+def test_second_signal_exits_at_once(
   program, workdir, undisturbed, tmp_path, second, code
 ):
   flag = tmp_path / "steps"
@@ -109,9 +111,9 @@ def test_a_second_signal_ends_it_at_once(
   process.until_file(flag)
   process.until_file(path_of(workdir, 8))
   process.send(signal.SIGTERM)
-  process.until_says("SIGTERM: will finish the step")
+  process.until_log_has("SIGTERM: will finish the step")
   process.send(second)  # The step never ends.
   assert process.wait(5) == code, process.text()
-  assert "the last checkpoint stands" in process.last_line()
+  assert "the last checkpoint is intact" in process.last_line()
   assert steps(workdir)[-1] == 8
   assert_same_state(workdir, undisturbed, 8)

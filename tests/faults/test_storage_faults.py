@@ -9,16 +9,16 @@ import disks
 import pytest
 import tiny
 
-from bigtrain.checkpoints import checkpointer
+from bigtrain.checkpoints import integrity
 from bigtrain.reports import rows as rows_lib
 from faults.program import assert_same_run, path_of, steps
 
 
 @pytest.fixture
 def disk(workdir):
-  """(a workdir on a disk that holds one checkpoint, whether it is one).
+  """(workdir on a disk with room for one checkpoint, whether it is mounted).
 
-  For who may not mount, a limit on the size of files stands for it.
+  Without the right to mount, the test limits the size of files instead.
   """
   workdir.mkdir()
   mounted = disks.mount(workdir, "1m")
@@ -41,7 +41,7 @@ def test_a_full_disk(program, disk, undisturbed):
     assert process.last_line().startswith("error: ")
     assert no_room in process.last_line()
     assert steps(workdir) == [2]
-    assert checkpointer.verify(str(path_of(workdir, 2))) == []
+    assert integrity.verify(str(path_of(workdir, 2))) == []
     assert os.listdir(workdir / "checkpoints") == ["00000002"]
 
   fill(4, 2, "stop_at_steps=4")  # Fault 9: the very last save.
@@ -61,7 +61,7 @@ def test_slow_storage(program, workdir, undisturbed, tmp_path, point):
   most_writing, most_there = 0, 0
   while not process.ended():
     names = os.listdir(folder) if folder.is_dir() else []
-    # The probe of the start is named like an attempt of step 0.
+    # The write probe at the start is named like an attempt of step 0.
     writing = [n for n in names if ".tmp-" in n and int(n[:8])]
     most_writing = max(most_writing, len(writing))
     most_there = max(most_there, len(names))
@@ -71,7 +71,7 @@ def test_slow_storage(program, workdir, undisturbed, tmp_path, point):
   saves = [p for p in points if p in ("begin", "committed")]
   assert saves == ["begin", "committed"] * 12
   assert most_writing == 1
-  # Two are kept; one or two are on their way out, and one on its way in.
+  # Two are kept, one or two are being removed, and one is being written.
   assert most_there <= 6, "the disk fills up"
   rows = rows_lib.read_rows(str(workdir))
   stalls = [row.get("ckpt_stall_secs", 0) for row in rows]
@@ -79,7 +79,7 @@ def test_slow_storage(program, workdir, undisturbed, tmp_path, point):
   assert_same_run(workdir, undisturbed, 24)
 
 
-# Permissions, as they are for a user who is not root.
+# Permissions, as a user other than root.
 
 
 def run_unprivileged(program, workdir, code):
@@ -98,7 +98,7 @@ def test_a_read_only_workdir(program, workdir):
 
 @pytest.fixture
 def trained(workdir, undisturbed):
-  """A workdir with the checkpoints of steps 2 and 4; readable in the end."""
+  """A workdir with the checkpoints of steps 2 and 4."""
   for step in (2, 4):
     shutil.copytree(path_of(undisturbed, step), path_of(workdir, step))
   yield workdir
@@ -107,7 +107,7 @@ def trained(workdir, undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["", "00000004", "00000004/manifest.json"])
-def test_what_cannot_be_read_is_no_fresh_start(
+def test_unreadable_checkpoints_do_not_start_a_fresh_run(
   program, trained, undisturbed, part
 ):
   path = trained / "checkpoints" / part
@@ -124,7 +124,7 @@ def test_what_cannot_be_read_is_no_fresh_start(
 
 
 @pytest.mark.slow
-def test_an_array_that_cannot_be_read(program, trained):
+def test_an_unreadable_array(program, trained):
   folder = path_of(trained, 4, "params/first/kernel")
   (chunk,) = (p for p in folder.rglob("c*") if p.is_file())
   chunk.chmod(0)

@@ -5,14 +5,14 @@ import tiny
 from faults.program import assert_same_run
 
 
-def test_the_second_is_refused_and_a_dead_ones_lease_taken_over(
+def test_second_job_is_refused_and_a_dead_jobs_lease_is_taken_over(
   program, workdir, undisturbed, tmp_path
 ):
   flag = tmp_path / "steps"
   gate = dict(type="faults.waiting.Gate", step=9, flag=str(flag))
   first = program.start(workdir, f"hooks={dict(gate=gate)}")
   first.until_file(flag)
-  # A thread writes the rows of the steps before.
+  # A thread writes the rows of earlier steps.
   evaluated = lambda: "val/acc" in tiny.rows(workdir).get(8, {})
   first.until(evaluated, "the row of step 8")
   rows = (workdir / "metrics.jsonl").read_bytes()

@@ -1,9 +1,9 @@
-"""A run of 24 steps that touches everything a checkpoint has to keep.
+"""A run of 24 steps that uses every kind of state in a checkpoint.
 
-Dropout, mixup and random crops draw numbers; the net has running statistics
-and an exponential average; rows are the means of three steps, of which some
-lie before a checkpoint and some after. The examples are real digits, each
-with an id, written by program.write_data.
+Dropout, mixup and random crops draw random numbers; the net has running
+statistics and an exponential moving average; a row is the mean of three steps,
+and some checkpoints fall between them. The examples are real digits, each with
+an id, written by program.write_data.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""A language model on packed documents, with rows that tell which came.
+"""A language model on packed documents, with their numbers in the rows.
 
-The last window of the evaluation set is not full, and neither is its last
-batch. `write` makes the data.
+The last window of the evaluation set is not full, nor is its last batch.
+`write` makes the data.
 """
 
 import os
@@ -26,7 +26,7 @@ def write(folder):
 
 
 def get_config(arg=None):
-  """Arguments: data (the folder that `write` wrote to)."""
+  """Arguments: data (the folder that was passed to `write`)."""
   arg = common.parse_arg(arg, data="")
   config = ml_collections.ConfigDict()
 

@@ -2,7 +2,7 @@
 
   python -m faults.train_several CONFIG WORKDIR [CONFIG WORKDIR ...]
 
-Where importing costs more than training, that saves most of the time.
+This saves most of the time where imports take longer than training.
 """
 
 import sys
@@ -13,4 +13,4 @@ from bigtrain.cluster import process
 if __name__ == "__main__":
   for config, workdir in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
     main.train(settings.load(config), workdir)
-  process.leave(process.EXIT_OK)
+  process.exit_now(process.EXIT_OK)

@@ -1,7 +1,7 @@
-"""A user's hooks and evaluator that stop where a test wants them to.
+"""A user's hooks and evaluator that wait at a given point.
 
-A test and the program speak through files: the program makes `flag` when it
-has come to the place, and goes on when there is a file `flag`.go.
+A test and the program communicate by files: the program creates `flag` when it
+reaches the point, and continues when the file `flag`.go exists.
 """
 
 import os
@@ -14,7 +14,7 @@ _POLL_SECS = 0.02
 
 
 def wait_here(flag, meanwhile=lambda: None):
-  """Makes the flag and waits for the word to go on."""
+  """Creates the flag and waits for the file `flag`.go."""
   pathlib.Path(flag).touch()
   _wait_for(f"{flag}.go", meanwhile)
 
@@ -24,12 +24,12 @@ def _wait_for(file, meanwhile=lambda: None):
   while not os.path.exists(file):
     meanwhile()
     if time.monotonic() > deadline:
-      raise TimeoutError(f"{file} never came")
+      raise TimeoutError(f"{file} was not created")
     time.sleep(_POLL_SECS)
 
 
 class Gate:
-  """A hook that waits before a step, the first time only."""
+  """A hook that waits before a step, only in the first process that comes."""
 
   def __init__(self, step, flag):
     self._step = step
@@ -42,7 +42,7 @@ class Gate:
 
 
 class Kill:
-  """A hook that kills its process before a step, when a file is there."""
+  """A hook that kills its process before a step, once a file exists."""
 
   def __init__(self, step, file):
     self._step = step
@@ -56,7 +56,7 @@ class Kill:
 
 
 class Pace:
-  """A hook that makes steps last."""
+  """A hook that slows down every step."""
 
   def __init__(self, secs):
     self._secs = secs
@@ -79,11 +79,11 @@ class Hang:
 
 
 class Evaluator:
-  """Waits the first time; its one metric is the step.
+  """Waits the first time; its only metric is the step.
 
   Args:
-    flag: the file.
-    hang: whether it tells nobody that it is still alive while it waits.
+    flag: path of the flag.
+    hang: whether it reports no progress while it waits.
   """
 
   def __init__(self, predict_fn, context, flag, hang=False):
@@ -93,11 +93,11 @@ class Evaluator:
     self._hang = hang
 
   def run(self, variables, step):
-    """Evaluates nothing."""
+    """Waits, unless the flag exists already."""
     del variables
     if not os.path.exists(self._flag):
-      tell = self._context.progress
+      progress = self._context.progress
       wait_here(
-        self._flag, (lambda: None) if self._hang else lambda: tell(0, 1)
+        self._flag, (lambda: None) if self._hang else lambda: progress(0, 1)
       )
     return {"step": float(step)}

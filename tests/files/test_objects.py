@@ -13,10 +13,10 @@ from saved_states import like, make_state, path_of, same, save
 
 from bigtrain.checkpoints import (
   checkpointer,
+  commit,
   folders,
   integrity,
   restore,
-  snapshot,
 )
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
 from bigtrain.cluster import lease, watchdog
@@ -58,14 +58,14 @@ def workdir(bucket, request):
 )
 def test_what_is_no_place_is_told(path, said):
   with pytest.raises(ConfigError, match=said):
-    paths.normal(path)
+    paths.absolute(path)
   with pytest.raises(ConfigError):
-    checkpointer.check_writable(path)
+    commit.check_writable(path)
 
 
 def test_places():
-  assert paths.normal("gs://bucket/run/") == "gs://bucket/run"
-  assert paths.normal("s3://bucket/") == "s3://bucket"
+  assert paths.absolute("gs://bucket/run/") == "gs://bucket/run"
+  assert paths.absolute("s3://bucket/") == "s3://bucket"
   assert objects.parse("s3://bucket/a/b") == ("s3", "bucket", "a/b")
 
 
@@ -138,7 +138,7 @@ def test_a_store_that_does_not_answer_is_told_in_seconds(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     began = time.monotonic()
     with pytest.raises(ConfigError, match="cannot write there: no answer"):
-      checkpointer.check_writable("s3://silent/run")
+      commit.check_writable("s3://silent/run")
     with pytest.raises(CheckpointError, match="unknown, so nothing is started"):
       folders.listing("s3://silent/run")
     assert time.monotonic() - began < 30
@@ -146,13 +146,13 @@ def test_a_store_that_does_not_answer_is_told_in_seconds(monkeypatch):
 
 def test_a_bucket_that_is_not_there_is_told(bucket):
   del bucket
-  with pytest.raises(ConfigError, match="is there such a bucket"):
-    checkpointer.check_writable("gs://another-bucket/run")
+  with pytest.raises(ConfigError, match="does the bucket exist"):
+    commit.check_writable("gs://another-bucket/run")
 
 
 def test_failures_are_no_proof_of_absence():
   kinds = {
-    "NOT_FOUND: no bucket [source]": (OSError, errno.EIO, "such a bucket"),
+    "NOT_FOUND: no bucket [source]": (OSError, errno.EIO, "bucket exist"),
     "PERMISSION_DENIED: 403": (PermissionError, errno.EACCES, "credentials"),
     "ABORTED: All 8 retry": (OSError, errno.EHOSTUNREACH, "no answer"),
     "DATA_LOSS: flipped": (OSError, errno.EIO, "DATA_LOSS: flipped"),
@@ -169,12 +169,12 @@ def test_failures_are_no_proof_of_absence():
 
 
 def test_saves_and_restores_as_in_a_folder(workdir, tmp_path):
-  checkpointer.check_writable(workdir)
-  assert checkpointer.resume(workdir, like()) is None
+  commit.check_writable(workdir)
+  assert restore.resume(workdir, like()) is None
   save(workdir, 1, 2, 3, keep=1, keep_every_steps=2)
-  assert checkpointer.steps(workdir) == [2, 3]
+  assert folders.steps(workdir) == [2, 3]
   for mesh in ((8, 1), (1, 8)):
-    found, told = checkpointer.resume(workdir, like(*mesh))
+    found, told = restore.resume(workdir, like(*mesh))
     same(found, 3)
     assert told.step == 3 and told.host_state == {"at": 3}
   same(restore.restore(workdir, like(), step=2)[0], 2)
@@ -186,7 +186,7 @@ def test_saves_and_restores_as_in_a_folder(workdir, tmp_path):
   for name in objects.below(workdir):
     (local / name).parent.mkdir(parents=True, exist_ok=True)
     (local / name).write_bytes(paths.read_bytes(f"{workdir}/{name}"))
-  same(checkpointer.resume(str(local), like())[0], 3)
+  same(restore.resume(str(local), like())[0], 3)
   assert integrity.verify(folders.find(str(local))) == []
   save(str(tmp_path / "other"), 3)
   there = [folders.find(str(tmp_path / name)) for name in ("run", "other")]
@@ -208,12 +208,12 @@ def test_without_its_manifest_it_is_no_checkpoint(
     patch.setattr(checkpointer, "_point", fail)
     with pytest.raises(CheckpointError, match="step 2 was not saved: cable"):
       save(workdir, 2)
-  assert checkpointer.steps(workdir) == [1]
+  assert folders.steps(workdir) == [1]
   assert folders.listing(workdir).leftovers == [path_of(workdir, 2)]
   with pytest.raises(DamagedError, match="no checkpoint: it has no manifest"):
     restore.restore(path_of(workdir, 2), like())
   with caplog.at_level(logging.WARNING):
-    same(checkpointer.resume(workdir, like())[0], 1)
+    same(restore.resume(workdir, like())[0], 1)
   assert f"{path_of(workdir, 2)}: removed, left by an" in caplog.text
   assert not paths.exists(path_of(workdir, 2))
 
@@ -227,7 +227,7 @@ def test_a_step_is_saved_again_in_other_pieces(workdir, monkeypatch):
   saver.save(1, make_state(like(8, 1), 7))
   saver.close()
   assert len(objects.below(path_of(workdir, 1))) < len(before)
-  same(checkpointer.resume(workdir, like())[0], 7)
+  same(restore.resume(workdir, like())[0], 7)
 
 
 def test_strays_are_left_alone(workdir, caplog):
@@ -236,7 +236,7 @@ def test_strays_are_left_alone(workdir, caplog):
   for name in strays:
     objects.write(f"{folders.folder(workdir)}/{name}", b"mine")
   with caplog.at_level(logging.WARNING):
-    assert checkpointer.resume(workdir, like())[1].step == 5
+    assert restore.resume(workdir, like())[1].step == 5
   for name in strays:
     assert paths.exists(f"{folders.folder(workdir)}/{name}")
     head = name.split("/")[0]
@@ -272,10 +272,10 @@ def test_damage_is_refused_with_array_and_object(
   save(workdir, 1, 2)
   _damage(path_of(workdir, 2, file), how)
   with pytest.raises(DamagedError) as refused:
-    checkpointer.resume(workdir, like())
+    restore.resume(workdir, like())
   assert "array 'params/wide'" in str(refused.value)
   assert told in str(refused.value) and workdir in str(refused.value)
-  same(checkpointer.resume(workdir, like(), fallback=True)[0], 1)
+  same(restore.resume(workdir, like(), fallback=True)[0], 1)
   assert tool.main(["verify", workdir]) == 1
   said = capsys.readouterr().out
   assert said.count("DAMAGED array 'params/wide'") == 1
@@ -288,7 +288,7 @@ def test_names_that_lead_elsewhere_are_refused(workdir):
   text = paths.read_bytes(path).decode()
   objects.write(path, text.replace("params/wide", "params/../wide").encode())
   with pytest.raises(DamagedError, match="damaged"):
-    checkpointer.resume(workdir, like())
+    restore.resume(workdir, like())
   saver = checkpointer.Checkpointer(workdir)
   with pytest.raises(CheckpointError, match="not allowed as a path"):
     saver.save(2, {"..": make_state(like(), 1)})

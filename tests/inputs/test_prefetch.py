@@ -1,12 +1,12 @@
-"""The background iterator: order, errors, and that it always ends."""
+"""Prefetch: order of items, errors, and the end of its thread."""
 
 import gc
 import itertools
-import subprocess
 import sys
 import threading
 import time
 
+import processes
 import pytest
 
 from bigtrain.inputs.prefetch import Prefetch
@@ -23,11 +23,11 @@ def gone(name, secs=5.0):
   return not running(name)
 
 
-def test_yields_all_in_order():
+def test_items_come_in_order():
   assert list(Prefetch(lambda: iter(range(100)), 3)) == list(range(100))
 
 
-def test_an_error_comes_after_what_was_made_before_it():
+def test_an_error_comes_after_the_items_before_it():
   def make():
     yield 1
     yield 2
@@ -49,7 +49,7 @@ def test_an_error_before_the_first_item():
     next(Prefetch(make, 1))
 
 
-def test_runs_ahead_only_so_far():
+def test_the_thread_runs_ahead_by_at_most_the_depth():
   made = []
 
   def make():
@@ -60,12 +60,12 @@ def test_runs_ahead_only_so_far():
   iterator = Prefetch(make, 2)
   assert next(iterator) == 0
   time.sleep(0.2)
-  # One is taken, two wait, one is in the thread's hands.
+  # One was taken, two wait, the thread holds one.
   assert len(made) <= 4
   iterator.close()
 
 
-def test_close_midway_ends_thread_and_generator():
+def test_close_ends_thread_and_generator():
   closed = threading.Event()
 
   def make():
@@ -76,9 +76,9 @@ def test_close_midway_ends_thread_and_generator():
 
   iterator = Prefetch(make, 2, "midway")
   next(iterator)
-  began = time.monotonic()
+  start = time.monotonic()
   iterator.close()
-  assert time.monotonic() - began < 2
+  assert time.monotonic() - start < 2
   assert closed.is_set()
   assert not running("midway")
   iterator.close()
@@ -86,16 +86,16 @@ def test_close_midway_ends_thread_and_generator():
     next(iterator)
 
 
-def test_forgotten_iterators_end():
+def test_the_thread_ends_with_the_last_reference():
   Prefetch(itertools.count, 2, "forgotten")
   gc.collect()
   assert gone("forgotten")
 
 
-def test_a_program_ends_with_an_open_iterator():
+def test_a_program_can_exit_with_an_open_iterator():
   code = """
 import itertools, sys
-from bigtrain.prefetch import Prefetch
+from bigtrain.inputs.prefetch import Prefetch
 def make():
   try:
     yield from itertools.count()
@@ -107,12 +107,7 @@ if sys.argv[1] == "raise":
   raise SystemExit(3)
 """
   for how, rc in (("end", 0), ("raise", 3)):
-    done = subprocess.run(
-      [sys.executable, "-c", code, how],
-      capture_output=True,
-      text=True,
-      timeout=60,
-    )
-    assert done.returncode == rc
-    assert done.stdout == "closed\n"
-    assert done.stderr == ""
+    result = processes.run([sys.executable, "-c", code, how])
+    assert result.returncode == rc
+    assert result.stdout == "closed\n"
+    assert result.stderr == ""

@@ -1,4 +1,4 @@
-"""Batches through tf.data: images from folders and lines, damaged ones too."""
+"""The tf.data engine: images from folders and lines, some of them damaged."""
 
 import base64
 import json
@@ -7,13 +7,14 @@ import os
 import jax
 import numpy as np
 import pytest
+from array_inputs import assert_equal, fetch
 
 from bigtrain import settings, sharding
 from bigtrain.data import image_folder
-from bigtrain.inputs import pipeline
+from bigtrain.inputs import eval_input, pipeline
 from bigtrain.inputs.numpy_engine import NumpyEngine
 from bigtrain.inputs.tf_engine import TfEngine
-from bigtrain.pp import host_tensorflow, registry
+from bigtrain.pp import registry
 from bigtrain.settings import ConfigError, DataError
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -24,13 +25,13 @@ PP = (
 
 @registry.register("test_in_graph")
 def in_graph():
-  """Changes nothing, but needs tensorflow."""
+  """Returns features unchanged, but needs tensorflow."""
   return registry.Op(lambda features, u: features, tensorflow=True)
 
 
 @registry.register("test_pad")
 def pad(key: str, size: int):
-  """Zeros at the end of a list of any length."""
+  """Zero-pads a list of any length."""
 
   def fn(features, u):
     import tensorflow as tf
@@ -44,7 +45,7 @@ def pad(key: str, size: int):
 
 @registry.register("test_join")
 def join(key: str, key_result: str):
-  """Number of characters of a list of strings, and of the strings."""
+  """Adds the number of strings in a list, and of characters in all."""
 
   def fn(features, u):
     import tensorflow as tf
@@ -64,19 +65,19 @@ def jpeg(image):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """Three classes of images of different sizes and of one colour each."""
+  """Folder with three classes of images of varying size and colour."""
   top = tmp_path_factory.mktemp("images")
   for i in range(30):
     (top / f"class{i % 3}").mkdir(exist_ok=True)
     image = np.full((24 + i % 5, 20 + i % 7, 3), 8 * i, np.uint8)
-    image[:, : 5 + i % 4] = 255 - 8 * i  # So that flips and crops show.
+    image[:, : 5 + i % 4] = 255 - 8 * i  # Makes flips and crops visible.
     (top / f"class{i % 3}" / f"{i:02}.jpg").write_bytes(jpeg(image))
   return str(top)
 
 
 @pytest.fixture
 def damaged(folder, tmp_path):
-  """The same images, of which number 13 (class1/10.jpg) is cut short."""
+  """The same folder with one truncated image, class1/10.jpg."""
   for path in sorted(image_folder.Source(folder).where(i) for i in range(30)):
     new = tmp_path / "images" / os.path.relpath(path, folder)
     new.parent.mkdir(parents=True, exist_ok=True)
@@ -87,10 +88,10 @@ def damaged(folder, tmp_path):
 
 
 def config(path=None, pp=PP, batch_size=8, **kwargs):
-  given = {"pp": pp, "batch_size": batch_size, **kwargs}
+  options = {"pp": pp, "batch_size": batch_size, **kwargs}
   if path:
-    given["data"] = {"type": "image_folder", "path": path}
-  return settings.Config({"input": given}).input
+    options["data"] = {"type": "image_folder", "path": path}
+  return settings.Config({"input": options}).input
 
 
 def make(*args, seed=0, **kwargs):
@@ -98,17 +99,7 @@ def make(*args, seed=0, **kwargs):
   return pipeline.make_train(config(*args, **kwargs), seed=seed, mesh=mesh)
 
 
-def fetch(iterator):
-  return [jax.device_get(batch) for batch in iterator]
-
-
-def assert_equal(got, want):
-  assert got.keys() == want.keys()
-  for name in want:
-    np.testing.assert_array_equal(got[name], want[name], err_msg=name)
-
-
-def test_batches_of_images(folder):
+def test_batches_hold_the_images_of_the_order(folder):
   train = make(folder)
   assert train.spec == {
     "image": jax.ShapeDtypeStruct((8, 16, 16, 3), np.float32),
@@ -119,7 +110,7 @@ def test_batches_of_images(folder):
     index = train.order(step).index
     raw = source.read(index)
     np.testing.assert_array_equal(batch["label"], raw["label"])
-    # The image's main colour says which one it is.
+    # The main colour of an image identifies it.
     number = [int(source.where(i)[-6:-4]) for i in index]
     colours = np.asarray(number) * 8 / 127.5 - 1
     near = abs(batch["image"] - colours[:, None, None, None]) < 0.1
@@ -127,36 +118,35 @@ def test_batches_of_images(folder):
     assert ((near | opposite).mean(axis=(1, 2, 3)) > 0.6).all()
 
 
-def test_nothing_but_config_and_step_matters(folder):
-  want = fetch(make(folder, num_threads=1).start(0, 8))
+def test_batches_depend_only_on_config_and_step(folder):
+  expected = fetch(make(folder, num_threads=1).start(0, 8))
   for options in ({"num_threads": 4}, {"prefetch": 1, "cache": "raw"}):
     train = make(folder, **options)
-    got = fetch(train.start(0, 3)) + fetch(train.start(3, 8))
-    for a, b in zip(got, want, strict=True):
+    batches = fetch(train.start(0, 3)) + fetch(train.start(3, 8))
+    for a, b in zip(batches, expected, strict=True):
       assert_equal(a, b)
-  # Any host's rows, and any example alone.
+  # The rows of any host, and any example alone.
   for rows in (np.arange(2, 4), np.arange(8)[::-1]):
     engine, schedule = pipeline.train_engine(config(folder), seed=0, rows=rows)
     assert isinstance(engine, TfEngine)
-    for batch, expected in zip(engine.batches(5, 8), want[5:], strict=True):
-      assert_equal(batch, {k: v[rows] for k, v in expected.items()})
-    found = schedule.batch(7, 8)
+    for local, whole in zip(engine.batches(5, 8), expected[5:], strict=True):
+      assert_equal(local, {k: v[rows] for k, v in whole.items()})
+    last = schedule.batch(7, 8)
     for r in (0, 7):
-      one = engine.example(
-        engine.parts[0], int(found.index[r]), int(found.epoch[r])
+      example = engine.example(
+        engine.parts[0], int(last.index[r]), int(last.epoch[r])
       )
-      # Alone it is made in another graph, whose floats are rounded elsewhere.
-      for name, value in one.items():
-        np.testing.assert_allclose(value, want[7][name][r], atol=1e-6)
+      # A single example is made in another graph, which rounds differently.
+      for name, value in example.items():
+        np.testing.assert_allclose(value, expected[7][name][r], atol=1e-6)
 
 
-def test_local_batches_of_several_reads(folder, monkeypatch):
-  want = fetch(make(folder, batch_size=24).start(1, 3))
+def test_batches_of_several_reads(folder, monkeypatch):
+  expected = fetch(make(folder, batch_size=24).start(1, 3))
   monkeypatch.setattr("bigtrain.inputs.tf_engine._ROWS_PER_READ", 7)
-  for got, expected in zip(
-    fetch(make(folder, batch_size=24).start(1, 3)), want, strict=True
-  ):
-    assert_equal(got, expected)
+  batches = fetch(make(folder, batch_size=24).start(1, 3))
+  for a, b in zip(batches, expected, strict=True):
+    assert_equal(a, b)
 
 
 def test_both_engines_give_the_same():
@@ -169,12 +159,12 @@ def test_both_engines_give_the_same():
     )
     assert isinstance(engine, kind)
     batches.append(list(engine.batches(0, 4)))
-  for got, want in zip(*batches, strict=True):
-    assert_equal(got, want)
+  for a, b in zip(*batches, strict=True):
+    assert_equal(a, b)
 
 
-def test_evaluation_images(folder):
-  data = pipeline.make_eval(
+def test_cached_evaluation_of_images(folder):
+  data = eval_input.make_eval(
     data={"type": "image_folder", "path": folder},
     pp="decode|resize(8)|value_range(-1, 1)|keep('image', 'label')",
     batch_size=16,
@@ -188,8 +178,8 @@ def test_evaluation_images(folder):
     assert labels.tolist() == [0] * 10 + [1] * 10 + [2] * 10
 
 
-def test_mixture_with_few_rows_of_one(folder, tmp_path):
-  """Reads of 64 rows without any of the rare source, and after it again."""
+def test_mixture_with_a_rare_source(folder, tmp_path):
+  """Many reads have no row of the rare source."""
   lines = [
     {"raw": base64.b64encode(jpeg(np.full((9, 9, 3), 200, np.uint8))).decode(),
      "label": 100 + i}
@@ -213,17 +203,17 @@ def test_mixture_with_few_rows_of_one(folder, tmp_path):
   batches = fetch(train.start(0, 64))
   rare = 0
   for step, batch in enumerate(batches):
-    found = train.order(step)
-    is_rare = found.source == 1
+    rows = train.order(step)
+    is_rare = rows.source == 1
     rare += is_rare.sum()
-    assert (batch["label"][is_rare] == 100 + found.index[is_rare]).all()
+    assert (batch["label"][is_rare] == 100 + rows.index[is_rare]).all()
     assert (batch["label"][~is_rare] < 3).all()
   assert 0 < rare < 24
-  for got, want in zip(fetch(train.start(40, 44)), batches[40:44], strict=True):
-    assert_equal(got, want)
+  for a, b in zip(fetch(train.start(40, 44)), batches[40:44], strict=True):
+    assert_equal(a, b)
 
 
-def test_features_of_any_length(tmp_path):
+def test_features_of_varying_length(tmp_path):
   rows = [
     {"ids": list(range(i % 4)), "words": ["ab"] * (i % 3) + ["ü"], "x": i,
      "box": [[i, 1], [2, 3]][: i % 2 + 1], "none": []}
@@ -253,7 +243,7 @@ def test_features_of_any_length(tmp_path):
     ("resize(8)", "config.input.pp: .*decode"),
   ],
 )  # fmt: skip
-def test_mistakes_are_told_before_data_flows(folder, pp, message):
+def test_errors_are_raised_before_data_flows(folder, pp, message):
   with pytest.raises(ConfigError, match=message):
     make(folder, pp=pp)
 
@@ -267,60 +257,40 @@ def test_a_damaged_image_is_named_with_the_op(damaged):
     next(iterator)
   with pytest.raises(DataError) as error:
     next(iterator)
-  told = str(error.value)
-  assert told.startswith(
+  message = str(error.value)
+  assert message.startswith(
     f"{damaged}/class1/10.jpg: op 'decode|inception_crop(16)': "
   )
-  assert "\n" not in told
-  assert "node" not in told
+  assert "\n" not in message
+  assert "node" not in message
 
 
-def test_a_damaged_image_is_replaced_alone(folder, damaged):
-  want = fetch(make(folder).start(0, 8))
+def test_only_the_damaged_image_is_replaced(folder, damaged):
+  expected = fetch(make(folder).start(0, 8))
   train = make(damaged, skip_errors=1)
   bad = [train.where(0, i).endswith("class1/10.jpg") for i in range(30)]
-  got = fetch(train.start(0, 8))
+  batches = fetch(train.start(0, 8))
   assert train.skipped == 1
-  replaced = 0
-  for step, (batch, expected) in enumerate(zip(got, want, strict=True)):
-    other = np.asarray(bad)[train.order(step).index]
-    replaced += other.sum()
-    for name in batch:
-      np.testing.assert_array_equal(batch[name][~other], expected[name][~other])
-  assert replaced == 2  # 64 rows of 30 examples: once in each whole epoch.
+  num_replaced = 0
+  for step, (a, b) in enumerate(zip(batches, expected, strict=True)):
+    replaced = np.asarray(bad)[train.order(step).index]
+    num_replaced += replaced.sum()
+    for name in a:
+      np.testing.assert_array_equal(a[name][~replaced], b[name][~replaced])
+  assert num_replaced == 2  # 64 rows, 30 examples: once per complete epoch.
   again = fetch(make(damaged, skip_errors=1).start(4, 8))
-  for batch, expected in zip(again, got[4:], strict=True):
-    assert_equal(batch, expected)
+  for a, b in zip(again, batches[4:], strict=True):
+    assert_equal(a, b)
 
 
-def test_a_vanished_file_is_named(damaged):
+def test_a_missing_file_is_named(damaged):
   train = make(damaged)
   os.remove(train.where(0, 4))
   with pytest.raises(DataError, match=r"class0/12\.jpg: No such file"):
     fetch(train.start(0, 4))
 
 
-def test_tensorflow_is_kept_from_accelerators(monkeypatch):
-  import tensorflow as tf
-
-  hidden, taken = [], []
-
-  def hide(devices, kind):
-    hidden.append((devices, kind))
-    if taken:
-      raise RuntimeError("cannot be modified after being initialized")
-
-  monkeypatch.setattr(tf.config, "set_visible_devices", hide)
-  monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: taken)
-  load = host_tensorflow.load.__wrapped__  # Without its cache.
-  assert load() is tf
-  assert hidden == [([], "GPU"), ([], "TPU")]
-  taken.append("a GPU")
-  with pytest.raises(ConfigError, match="used before and took the GPUs"):
-    load()
-
-
-def test_close_midway(folder):
+def test_iterators_can_be_closed_midway(folder):
   train = make(folder)
   for _ in range(5):
     iterator = train.start(0, 10**9)

@@ -186,10 +186,10 @@ def test_sharded_and_resumed_is_the_same(name):
 
 
 @pytest.mark.filterwarnings("ignore:Specifying a key")
-@pytest.mark.parametrize("name", sorted(optimizers.names()))
+@pytest.mark.parametrize("name", sorted(optimizers.constructors()))
 def test_learning_rate_is_the_optimizers_own(name):
   """lr and schedule come last, and that is the same wherever optax has it."""
-  make_it = optimizers.names()[name]
+  make_it = optimizers.constructors()[name]
   takes = inspect.signature(make_it).parameters
   params = {"a": {"kernel": jnp.full((3, 4), 0.5)}, "b": jnp.ones(4)}
 
@@ -550,7 +550,7 @@ def test_ema_of_bfloat16_parameters_is_float32():
 @pytest.mark.parametrize(
   "config, message",
   [
-    (dict(optimizer={}), "config.optimizer.name: no optimizer ''"),
+    (dict(optimizer={}), "config.optimizer.name: unknown optimizer ''"),
     (
       dict(optimizer=dict(name="big_vison_adafactor")),
       "'big_vison_adafactor'. Did you mean 'big_vision_adafactor'?",
@@ -569,13 +569,16 @@ def test_ema_of_bfloat16_parameters_is_float32():
     ),
     (
       dict(optimizer=dict(name="adam", mu_dtype="bfloat")),
-      "mu_dtype: no dtype 'bfloat'. Did you mean 'bfloat16'?",
+      "mu_dtype: unknown dtype 'bfloat'. Did you mean 'bfloat16'?",
     ),
-    (dict(optimizer=dict(name="lbfgs")), "'lbfgs' is no choice: it evaluates"),
+    (
+      dict(optimizer=dict(name="lbfgs")),
+      "'lbfgs' is not supported: it evaluates",
+    ),
     (dict(optimizer="adam"), "config.optimizer: expected a dict"),
     (
       dict(optimizer=dict(name="muon", preconditioning="x", ns_coeffs="y")),
-      "config.optimizer: muon refuses",
+      "config.optimizer: muon rejects",
     ),
     (
       dict(

@@ -1,3 +1,5 @@
+"""Schedules: formulas, units, invalid configs, and laws for all."""
+
 import math
 
 import hypothesis
@@ -40,7 +42,7 @@ def make(units=UNITS, **spec):
     (dict(decay_type="rsqrt", timescale_steps=10), 30, 0.5),
     (dict(decay_type="rsqrt", timescale_steps=10, warmup_steps=5), 35, 0.5),
     (dict(decay_type="rsqrt", timescale_steps=10, shift_steps=30), 0, 0.5),
-    # In the warm-up the shift holds already, as if it had always decayed.
+    # The shift applies in the warm-up too.
     (
       dict(
         decay_type="rsqrt", timescale_steps=1, shift_steps=3, warmup_steps=2
@@ -51,7 +53,7 @@ def make(units=UNITS, **spec):
     (dict(decay_type="stair", stair_steps=[5, 9], mults=[0.5, 0.1]), 4, 1.0),
     (dict(decay_type="stair", stair_steps=[5, 9], mults=[0.5, 0.1]), 5, 0.5),
     (dict(decay_type="stair", stair_steps=[5, 9], mults=[0.5, 0.1]), 9, 0.1),
-    # Beyond the end, where a restarted run may look.
+    # Steps beyond the end of the run.
     (dict(decay_type="cosine"), 120, 0.0),
     (dict(decay_type="constant", cooldown_steps=20), 120, 0.0),
   ],
@@ -72,7 +74,7 @@ def test_formulas(spec, step, expected):
     dict(warmup_percent=40),
   ],
 )
-def test_units(length):
+def test_units_of_the_warmup(length):
   fn = make(decay_type="cosine", **length)
   assert fn(20) == pytest.approx(0.5)
   assert fn(40) == pytest.approx(1.0)
@@ -90,13 +92,13 @@ def test_units_of_other_lengths():
   assert cooldown(75) == pytest.approx(0.5)
 
 
-def test_host_steps_dispatch_nothing():
+def test_host_steps_stay_on_the_host():
   fn = make(decay_type="cosine", warmup_steps=5, cooldown_steps=5)
   assert not isinstance(fn(7), jax.Array)
   assert isinstance(jax.jit(fn)(7), jax.Array)
 
 
-def test_steps_beyond_float32():
+def test_steps_beyond_the_precision_of_float32():
   total = 2**25
   units = Units(batch_size=1, total_steps=total)
   fn = make(units, decay_type="constant", cooldown_steps=10)
@@ -143,13 +145,13 @@ def specs(draw):
 
 @hypothesis.given(specs())
 @hypothesis.settings(max_examples=150, deadline=None)
-def test_laws(case):
+def test_shape_of_all_schedules(case):
   total, spec = case
   warmup, cooldown = spec["warmup_steps"], spec["cooldown_steps"]
   fn = make(Units(batch_size=1, total_steps=total), **spec)
   values = fn(np.arange(total + 1))
   assert np.all((values >= 0) & (values <= 1 + 1e-6))
-  # It rises during the warm-up, by no more than a step of it, then falls.
+  # It rises during the warm-up, at most linearly, then falls.
   assert np.all(np.diff(values[: warmup + 1]) >= -1e-6)
   assert np.all(np.diff(values[: warmup + 1]) <= 1 / max(1, warmup) + 1e-6)
   assert np.all(np.diff(values[warmup:]) <= 1e-6)
@@ -172,7 +174,7 @@ def test_laws(case):
     (dict(decay_type="cosine", linear_end=0.1), "linear_end: unknown key"),
     (dict(decay_type="cosine", timescale_steps=9), "timescale_steps: unknown"),
     (dict(decay_type="rsqrt", timescale=9), "Did you mean 'timescale_"),
-    (dict(decay_type="rsqrt", timescale_steps=0), "must be positive"),
+    (dict(decay_type="rsqrt", timescale_steps=0), "timescale: expected a"),
     (
       dict(decay_type="cosine", warmup_steps=5, warmup_epochs=1),
       "warmup_steps and config.schedule.warmup_epochs",
@@ -183,26 +185,28 @@ def test_laws(case):
       "warm-up of 60 and cool-down of 60 steps do not fit into a run of 100",
     ),
     (dict(decay_type="cosine", end="low"), "end: expected a number, got 'low'"),
-    (dict(decay_type="polynomial", power=0), "power: must be positive"),
+    (dict(decay_type="polynomial", power=0), "power: expected a number above"),
     (dict(decay_type="stair", stair_steps=[5]), "stair needs"),
     (
       dict(decay_type="stair", stair_steps=[5, 5], mults=[0.5, 0.1]),
-      "2 multipliers need as many growing steps, got [5, 5]",
+      "expected 2 growing steps, one for each of config.schedule.mults, got "
+      "[5, 5]",
     ),
     (
       dict(decay_type="stair", stair_steps=[5], mults=[0.5, 0.1]),
-      "2 multipliers need as many growing steps, got [5]",
+      "expected 2 growing steps, one for each of config.schedule.mults, got "
+      "[5]",
     ),
     (dict(decay_type="stair", stair_steps=5, mults=[1]), "expected lists"),
   ],
 )
-def test_errors(spec, message):
+def test_invalid_schedules_are_errors(spec, message):
   with pytest.raises(ConfigError) as e:
     make(**spec)
   assert message in str(e.value)
 
 
-def test_total_steps_unknown():
+def test_runs_of_unknown_length():
   units = Units(batch_size=1)
   assert make(units, decay_type="rsqrt", timescale_steps=1)(3) == 0.5
   with pytest.raises(ConfigError, match="cosine needs the length of the run"):
@@ -211,6 +215,6 @@ def test_total_steps_unknown():
     make(units, decay_type="constant", cooldown_steps=3)
 
 
-def test_one_step_run_keeps_its_config():
+def test_runs_of_one_step_keep_longer_warmups():
   units = Units(batch_size=1, total_steps=1)
   assert make(units, decay_type="cosine", warmup_steps=10)(0) == 0

@@ -1,4 +1,4 @@
-"""Known values for each op, and numpy == batch == tensorflow for all."""
+"""Basic ops: known values, and equal results on arrays, batches and tensors."""
 
 import hypothesis
 import numpy as np
@@ -18,7 +18,7 @@ def run(spec, image, u=NO_DRAWS, key="image"):
 
 
 def graph(spec, features, u):
-  """All features after the op, computed in a tf.data graph of unknown sizes."""
+  """All features after the op, in a tf.data graph with unknown sizes."""
   import tensorflow as tf
 
   op = registry.compose(parse.parse(spec))
@@ -99,13 +99,13 @@ def test_numpy_batches_and_tensors_agree(spec):
   ]
   stacked = {k: np.stack([e[k] for e in examples]) for k in examples[0]}
   assert_same(op.fn(batch, u), stacked)
-  assert_same(batch, kept)  # Nothing was written in place.
+  assert_same(batch, kept)  # No op writes in place.
   for i in range(0, size, 4):
     example = {k: v[i] for k, v in batch.items()}
     assert_same(graph(spec, example, u[i]), examples[i])
 
 
-def test_value_range_meets_both_ends_exactly():
+def test_value_range_gives_both_ends_exactly():
   byte = np.array([0, 255], np.uint8)
   for vmin, vmax in [(-1, 1), (0, 1), (-0.5, 0.5), (0, 255)]:
     out = run(f"value_range({vmin}, {vmax})", byte)
@@ -120,14 +120,14 @@ def test_value_range_is_linear_and_clips_on_request():
   assert run(spec, x).tolist() == [-1, -1, -0.5, 1, 1]
 
 
-def test_vgg_value_range_is_that_of_imagenet():
+def test_vgg_value_range_uses_the_statistics_of_imagenet():
   image = np.full((2, 2, 3), 255, np.uint8)
   expected = [(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225]
   out = run("vgg_value_range", image)
   np.testing.assert_allclose(out[1, 0], expected, rtol=1e-6)
   spec = "vgg_value_range(mean=(5,), std=(10,))"
   assert run(spec, np.full((1, 1, 1), 25)).tolist() == [[[2]]]
-  with pytest.raises(ConfigError, match="3 means, and 'image' has 1 channels"):
+  with pytest.raises(ConfigError, match="3 means, but 'image' has 1 channels"):
     run("vgg_value_range", np.zeros((2, 2, 1)))
 
 
@@ -181,7 +181,7 @@ def test_random_crop_reaches_all_positions_equally():
   assert abs(counts / 800 - 1).max() < 0.15  # Five standard deviations.
 
 
-def test_the_largest_draw_stays_inside():
+def test_the_largest_draw_stays_inside_the_image():
   image = picture(7, 9)
   top = np.nextafter(np.float32(1), np.float32(0))
   np.testing.assert_array_equal(
@@ -214,7 +214,7 @@ def test_an_image_that_is_too_small_is_an_error(spec, what):
 @pytest.mark.parametrize(
   "spec", ["flip_lr", "central_crop(2)", "random_crop(2)", "vgg_value_range"]
 )
-def test_what_is_no_image_is_refused(spec):
+def test_features_that_are_not_images_are_refused(spec):
   u = np.zeros(parse.parse(spec)[0].draws)
   with pytest.raises(ConfigError, match=r"\[height, width, channels\], got sh"):
     run(spec, np.zeros((8, 8)), u)

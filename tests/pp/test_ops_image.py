@@ -1,3 +1,5 @@
+"""Image ops, against Pillow and against arithmetic."""
+
 import io
 
 import hypothesis
@@ -81,13 +83,13 @@ def test_decode_of_jpegs(kind):
   assert abs(fast - expected).max() <= 6
 
 
-def test_decode_precisely_takes_other_formats_too():
+def test_precise_decoding_supports_other_formats():
   np.testing.assert_array_equal(
     run("decode(precise=True)", OTHERS["GIF"]), run("decode", OTHERS["GIF"])
   )
 
 
-def test_decode_takes_the_first_frame_of_an_animation():
+def test_decode_gives_the_first_frame_of_an_animation():
   frames = [photo(20, 30, "P", seed) for seed in range(3)]
   gif = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
   np.testing.assert_array_equal(
@@ -101,7 +103,7 @@ def test_decode_to_grey():
   np.testing.assert_array_equal(out[..., 0], np.asarray(photo(40, 50, "L")))
 
 
-def test_decode_of_what_is_no_encoded_image():
+def test_decode_refuses_anything_but_an_encoded_image():
   for data in (b"", b"no image", JPEGS["4:2:0"][:500]):
     for spec in ("decode", "decode|central_crop(8)"):
       with pytest.raises(tf.errors.InvalidArgumentError):
@@ -127,7 +129,7 @@ def test_decode_of_what_is_no_encoded_image():
   ],
 )
 @pytest.mark.parametrize("decode", ["decode", "decode(precise=True)"])
-def test_decoding_the_crop_is_cropping_what_was_decoded(decode, crop, kind):
+def test_decoding_a_crop_equals_cropping_the_decoded_image(decode, crop, kind):
   data = {**JPEGS, **OTHERS}[kind]
   assert len(parse.parse(f"{decode}|{crop}")) == 1
   draws = parse.parse(crop)[0].draws
@@ -139,9 +141,9 @@ def test_decoding_the_crop_is_cropping_what_was_decoded(decode, crop, kind):
 
 
 @pytest.mark.parametrize("kind", ["4:2:2", "4:2:0"])
-def test_decoding_the_crop_is_exact_at_every_column(kind):
+def test_decoding_a_crop_is_exact_at_every_column(kind):
   whole = run("decode", JPEGS[kind])
-  for left in range(83 - 20 + 1):  # Some start where a block does.
+  for left in range(83 - 20 + 1):  # Some start at a block.
     u = [0.5, (left + 0.5) / (83 - 20 + 1)]
     np.testing.assert_array_equal(
       run("decode|random_crop(20)", JPEGS[kind], u),
@@ -149,7 +151,7 @@ def test_decoding_the_crop_is_exact_at_every_column(kind):
     )
 
 
-def test_the_window_of_a_jpeg_is_all_that_is_decoded(monkeypatch):
+def test_only_the_window_of_a_jpeg_is_decoded(monkeypatch):
   def refuse(*args, **kwargs):
     raise AssertionError("decoded the whole image")
 
@@ -159,7 +161,7 @@ def test_the_window_of_a_jpeg_is_all_that_is_decoded(monkeypatch):
     run("decode|central_crop(8)", OTHERS["PNG"])
 
 
-def test_a_crop_that_is_too_large_is_an_error_when_decoding_too():
+def test_decoding_a_crop_larger_than_the_image_is_an_error():
   with pytest.raises(tf.errors.InvalidArgumentError, match="cannot cut 64x64"):
     run("decode|random_crop(64)", JPEGS["4:2:0"], [0, 0])
 
@@ -173,7 +175,7 @@ def test_a_crop_that_is_too_large_is_an_error_when_decoding_too():
   ],
 )
 @pytest.mark.parametrize("size", [(24, 40), (80, 90)])
-def test_resize_with_antialias_is_that_of_pillow(method, filter, size):
+def test_resize_with_antialias_matches_pillow(method, filter, size):
   image = np.asarray(photo(48, 64), np.float32)
   spec = f"resize({size}, {method!r}, antialias=True)"
   channels = [Image.fromarray(c) for c in image.transpose(2, 0, 1)]
@@ -205,7 +207,7 @@ def test_resize_by_area_and_nearest():
 
 @pytest.mark.parametrize("method", ["bicubic", "lanczos3", "lanczos5"])
 def test_resize_of_bytes_does_not_wrap_around(method):
-  # So few that the conversion to bytes is not the vectorised one, which clips.
+  # Few pixels, because the vectorized conversion to bytes clips by itself.
   row = np.uint8([0, 0, 0, 0, 255, 255, 255, 255]).reshape(1, 8, 1)
   spec = f"resize((1, 15), {method!r})"
   exact = run(spec, row.astype(np.float32))
@@ -213,7 +215,7 @@ def test_resize_of_bytes_does_not_wrap_around(method):
   np.testing.assert_array_equal(run(spec, row), exact.clip(0, 255).round())
 
 
-def test_resize_keeps_floats_as_they_are():
+def test_resize_keeps_floats():
   image = np.float32([[[0], [1]], [[0], [1]]])
   out = run("resize((2, 4))", image)
   assert out.dtype == np.float32
@@ -232,7 +234,7 @@ def test_resize_small_keeps_the_ratio(h, w, size):
 
 
 def coordinates(h, w):
-  """An image whose pixels say where they are."""
+  """An image whose pixels are their own coordinates."""
   return np.stack(np.mgrid[:h, :w], -1).astype(np.int32)
 
 
@@ -269,7 +271,7 @@ def test_inception_windows_keep_their_bounds(h, w, area_min, span, u):
     crop, coordinates(h, w)[top : top + ch, left : left + cw]
   )
   if (ch, cw) == (h, w):
-    # ... all of it only if there is none that would do (roughly).
+    # ... the whole image only if (roughly) no window fits ...
     fits = [
       (a, b)
       for a in range(1, h + 1)
@@ -278,13 +280,13 @@ def test_inception_windows_keep_their_bounds(h, w, area_min, span, u):
     ]
     assert len(fits) < 3 or area_max > 90
     return
-  # ... and has the area and the shape that were asked for.
+  # ... and its area and aspect ratio are in range.
   assert area_min - 1e-3 <= 100 * ch * cw / h / w <= area_max + 1e-3
   assert 0.7 - 0.5 / ch - 1e-4 <= cw / ch <= 1.4 + 0.5 / ch + 1e-4
 
 
-def published_law(h, w, area, ratio, count, rng):
-  """Areas and ratios of windows, as in the docstring, of its own numbers."""
+def published_distribution(h, w, area, ratio, count, rng):
+  """Areas and ratios of windows, sampled as the docstring describes."""
   ratios = rng.uniform(*ratio, count)
   low = np.sqrt(area[0] * h * w / ratios)
   high = np.minimum(
@@ -294,14 +296,16 @@ def published_law(h, w, area, ratio, count, rng):
   return heights**2 * ratios / (h * w), ratios
 
 
-def test_inception_windows_follow_the_published_law():
+def test_inception_windows_follow_the_published_distribution():
   h, w = 375, 500
   rng = np.random.default_rng(0)
-  found = windows("inception_crop", h, w, rng.random((4000, 2)))
-  top, left, ch, cw = found.T
-  area, ratio = published_law(h, w, (0.05, 1), (0.75, 1.33), 100_000, rng)
+  samples = windows("inception_crop", h, w, rng.random((4000, 2)))
+  top, left, ch, cw = samples.T
+  area, ratio = published_distribution(
+    h, w, (0.05, 1), (0.75, 1.33), 100_000, rng
+  )
   # 1.63 / sqrt(n) is the 1% point of the Kolmogorov-Smirnov distance.
-  limit = 1.63 / np.sqrt(len(found))
+  limit = 1.63 / np.sqrt(len(samples))
   assert scipy.stats.ks_2samp(ch * cw / (h * w), area).statistic < limit
   assert scipy.stats.ks_2samp(cw / ch, ratio).statistic < limit
   for start, room in ((top, h - ch), (left, w - cw)):
@@ -309,11 +313,11 @@ def test_inception_windows_follow_the_published_law():
     assert scipy.stats.kstest(at, "uniform").statistic < limit + 0.02
 
 
-def test_inception_windows_depend_on_both_numbers_and_on_nothing_else():
+def test_inception_windows_depend_only_on_both_numbers():
   us = [(a, b) for a in (0, 0.3, 0.9) for b in (0, 0.3, 0.9)] * 2
-  found = windows("inception_crop", 100, 120, us)
-  np.testing.assert_array_equal(found[:9], found[9:])
-  assert len(np.unique(found, axis=0)) == 9
+  samples = windows("inception_crop", 100, 120, us)
+  np.testing.assert_array_equal(samples[:9], samples[9:])
+  assert len(np.unique(samples, axis=0)) == 9
 
 
 def test_inception_crop_falls_back_to_the_whole_image():

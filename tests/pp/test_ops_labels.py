@@ -1,3 +1,7 @@
+"""Label ops, on numpy arrays and in graphs."""
+
+import os
+
 import numpy as np
 import pytest
 
@@ -44,14 +48,14 @@ def test_onehot_of_many_labels_is_multi_hot():
   assert run("onehot(4)", np.zeros(0, np.int64)).tolist() == [0, 0, 0, 0]
 
 
-def test_onehot_tells_a_batch_of_labels_from_many_labels():
+def test_onehot_distinguishes_a_batch_from_a_list_of_labels():
   labels, u = np.array([3, 1]), np.zeros((2, 0), np.float32)
   out = run("onehot(4)", labels, u)
   assert out.tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
   assert run("onehot(4)", labels[:, None], u).tolist() == out.tolist()
 
 
-def test_onehot_refuses_a_label_that_is_no_class():
+def test_onehot_refuses_labels_beyond_the_classes():
   import tensorflow as tf
 
   with pytest.raises(DataError, match=r"onehot\(4\).*not below 4.*: 4\."):
@@ -60,7 +64,7 @@ def test_onehot_refuses_a_label_that_is_no_class():
     in_graph("onehot(4)", tf.constant(4))
 
 
-def test_onehot_refuses_what_is_no_integer():
+def test_onehot_refuses_labels_that_are_not_integers():
   import tensorflow as tf
 
   for value in (np.float32(1), b"cat", np.array(["cat"])):
@@ -91,7 +95,7 @@ def test_lookup_of_names_and_integers(names_file):
   assert run(spec, np.array([-3, 100])).tolist() == [0, 7]
 
 
-def test_lookup_of_a_file_that_has_ids(tmp_path):
+def test_lookup_in_a_file_with_ids(tmp_path):
   path = tmp_path / "ids.tsv"
   path.write_text("a b\t30\nc\t-1\n")
   spec = f"lookup({str(path)!r}, sep='\\t')"
@@ -106,11 +110,20 @@ def test_lookup_of_a_file_that_has_ids(tmp_path):
     parse.parse(spec)
 
 
-def test_lookup_of_a_file_that_is_no_text(tmp_path):
+def test_lookup_refuses_a_file_that_is_not_text(tmp_path):
   path = tmp_path / "names"
   path.write_bytes(b"\xff\xfe\x00")
   with pytest.raises(ConfigError, match="cannot read"):
     parse.parse(f"lookup({str(path)!r})")
+
+
+def test_lookup_expands_home_and_relative_paths(names_file, monkeypatch):
+  folder, name = os.path.split(names_file)
+  parent = f"../{os.path.basename(folder)}"
+  monkeypatch.setenv("HOME", folder)
+  monkeypatch.chdir(folder)
+  for path in (f"~/{name}", name, f"./{name}", f"{parent}//{name}"):
+    assert run(f"lookup({path!r})", "dog") == 1
 
 
 def test_lookup_in_a_graph(names_file):
@@ -122,7 +135,7 @@ def test_lookup_in_a_graph(names_file):
   assert out == [-5, -5] and out[0].dtype == np.int64
 
 
-def test_lookup_names_what_it_does_not_find():
+def test_lookup_names_values_without_an_id():
   import tensorflow as tf
 
   with pytest.raises(DataError, match=r"no id .* for label: b'cow'\."):
@@ -141,7 +154,7 @@ def test_lookup_refuses_another_kind_of_label_while_tracing():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
-def test_first_rows_have_one_shape(rows):
+def test_first_rows_have_a_fixed_shape(rows):
   import tensorflow as tf
 
   value = np.arange(1, 2 * rows + 1, dtype=np.int32).reshape(rows, 2)
@@ -153,8 +166,8 @@ def test_first_rows_have_one_shape(rows):
   assert [x.tolist() for x in out] == [expected.tolist()] * 2
 
 
-def test_first_rows_mistakes():
-  with pytest.raises(ConfigError, match="'number' is 0"):
+def test_errors_of_first_rows():
+  with pytest.raises(ConfigError, match="'number': .* at least 1, got 0"):
     parse.parse("first_rows(0)")
   with pytest.raises(ConfigError, match="expects a list in 'label'"):
     run("first_rows(2, key='label')", np.int32(3))

@@ -1,4 +1,4 @@
-"""Span corruption and prefix-LM, of whole windows and of packed ones."""
+"""Span corruption and prefix-LM, on whole and on packed windows."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def window(rows=4, length=40, seed=0):
 
 
 def restored(inputs, targets):
-  """The text, from inputs whose sentinels the targets tell."""
+  """Restores the text: fills the spans of the targets into the inputs."""
   spans, now = {}, None
   for token in targets[targets > 0]:
     if token > 900:
@@ -37,41 +37,43 @@ def restored(inputs, targets):
 
 
 @pytest.mark.parametrize("length", [2, 3, 17, 40, 568])
-def test_targets_are_what_is_missing_in_the_inputs(length):
+def test_inputs_and_targets_together_hold_the_text(length):
   ids = window(length=length)
-  found = run(
+  result = run(
     f"span_corruption({length}, sentinel=999)", {"targets": ids, "n": ids}
   )
-  assert set(found) == {"inputs", "targets", "n"}
-  for text, inputs, targets in zip(ids, found["inputs"], found["targets"]):
+  assert set(result) == {"inputs", "targets", "n"}
+  for text, inputs, targets in zip(ids, result["inputs"], result["targets"]):
     assert restored(inputs, targets) == text.tolist()
-    # A window that is full leaves no padding.
+    # A full window leaves no padding.
     assert (inputs > 0).all() and (targets > 0).all()
     marks = targets[targets > 900]
     assert marks.tolist() == list(range(999, 999 - len(marks), -1))
     assert inputs[0] <= 900 and inputs[-1] == targets[-1] == EOS
-  assert found["inputs"].dtype == np.int32
+  assert result["inputs"].dtype == np.int32
 
 
-def test_the_lengths_of_the_published_recipe():
+def test_lengths_match_the_published_recipe():
   spans = ops_seq2seq.Spans.of(568, 0.15, 3.0)
   assert spans == (85, 28)
   assert spans.lengths(568) == (512, 114)
 
 
-def test_every_place_is_taken_out_as_often():
+def test_every_position_is_removed_equally_often():
   ids = np.arange(2, 42, dtype=np.int32)[None].repeat(4000, 0)
-  found = run("span_corruption(40, sentinel=999)", {"targets": ids})
-  taken = found["targets"]
-  counts = np.bincount(taken[(taken > EOS) & (taken < 900)], minlength=42)[2:]
+  targets = run("span_corruption(40, sentinel=999)", {"targets": ids})[
+    "targets"
+  ]
+  removed = targets[(targets > EOS) & (targets < 900)]
+  counts = np.bincount(removed, minlength=42)[2:]
   share = counts / len(ids)
   assert counts.sum() == 6 * len(ids)
-  assert share[0] == 0  # The first run is kept.
-  # Away from the ends the density is even.
+  assert share[0] == 0  # The first token is always kept.
+  # The density is even away from the ends.
   assert np.ptp(share[8:32]) < 0.04
 
 
-def test_randomness_is_of_the_example_alone():
+def test_batches_give_the_same_as_single_examples():
   ids = window(rows=8)
   spec = "span_corruption(40, sentinel=999)"
   op = registry.compose(parse.parse(spec))
@@ -94,9 +96,9 @@ def packed(sizes, length):
   return {"targets": ids, "tokens": ids, "segments": segments}
 
 
-def documents(found, name):
-  ids, segments = found[name][0], found[f"{name}_segments"][0]
-  positions = found[f"{name}_positions"][0]
+def documents(features, name):
+  ids, segments = features[name][0], features[f"{name}_segments"][0]
+  positions = features[f"{name}_positions"][0]
   assert not ids[segments == 0].any()
   result = []
   for number in range(1, segments.max() + 1):
@@ -106,38 +108,38 @@ def documents(found, name):
   return result
 
 
-def test_packed_documents_stay_apart():
+def test_packed_documents_stay_separate():
   features = packed([20, 1, 12, 2], 40)
   spec = "span_corruption(40, sentinel=999, inputs_length=50, targets_length=20"
   features["num_bytes"] = np.full(1, 40, np.float32)
-  found = run(spec + ")", features)
-  assert "num_bytes" not in found
+  result = run(spec + ")", features)
+  assert "num_bytes" not in result
   texts = [
     features["targets"][0][features["segments"][0] == n] for n in (1, 3, 4)
-  ]  # A single token has nothing to keep.
-  pairs = zip(documents(found, "inputs"), documents(found, "targets"))
+  ]  # Documents of a single token are dropped.
+  pairs = zip(documents(result, "inputs"), documents(result, "targets"))
   assert [restored(*pair) for pair in pairs] == [t.tolist() for t in texts]
-  assert "segments" not in found and "tokens" not in found
+  assert "segments" not in result and "tokens" not in result
   with pytest.raises(DataError, match="larger targets_length"):
     run("span_corruption(40, sentinel=999)", packed([2] * 20, 40))
 
 
-def test_a_window_that_is_not_full():
+def test_a_partial_window():
   ids = window(1, 40)
   mask = (np.arange(40) < 9).astype(np.float32)[None]
   features = {"targets": ids * mask.astype(np.int32), "loss_mask": mask}
-  found = run("span_corruption(40, sentinel=999)", features)
-  assert set(found) == {"inputs", "targets"}
-  text = restored(found["inputs"][0], found["targets"][0])
+  result = run("span_corruption(40, sentinel=999)", features)
+  assert set(result) == {"inputs", "targets"}
+  text = restored(result["inputs"][0], result["targets"][0])
   assert text == ids[0, :9].tolist()
 
 
 def test_prefix_lm():
   ids = window(2000, 6)
-  found = run("prefix_lm(6)", {"targets": ids})
-  sizes = (found["inputs"] > 0).sum(axis=1)
+  result = run("prefix_lm(6)", {"targets": ids})
+  sizes = (result["inputs"] > 0).sum(axis=1)
   for text, inputs, targets, size in zip(
-    ids, found["inputs"], found["targets"], sizes
+    ids, result["inputs"], result["targets"], sizes
   ):
     assert inputs[:size].tolist() == text[:size].tolist()
     assert targets[: 7 - size].tolist() == [*text[size:], EOS]
@@ -146,16 +148,16 @@ def test_prefix_lm():
   assert counts[0] == counts[6] == 0
   assert counts[1:6].min() > 330
   features = packed([10, 3, 1, 20], 40)
-  found = run("prefix_lm(40)", features)
+  result = run("prefix_lm(40)", features)
   for text, inputs, targets in zip(
     (features["targets"][0][features["segments"][0] == n] for n in (1, 2, 4)),
-    documents(found, "inputs"),
-    documents(found, "targets"),
+    documents(result, "inputs"),
+    documents(result, "targets"),
   ):
     assert [*inputs, *targets] == [*text, EOS]
 
 
-def test_the_same_in_a_graph_of_tensorflow():
+def test_a_tensorflow_graph_gives_the_same():
   tf = pytest.importorskip("tensorflow")
   features = {k: v[0] for k, v in packed([20, 12], 40).items()}
   for spec in (
@@ -164,14 +166,14 @@ def test_the_same_in_a_graph_of_tensorflow():
   ):
     op = registry.compose(parse.parse(spec))
     u = hashing.uniforms(0, 0, np.arange(1), op.draws)[0]
-    want = op.fn(features, u)
+    expected = op.fn(features, u)
     graph = tf.function(tf.autograph.experimental.do_not_convert(op.fn))
-    found = graph({k: tf.constant(v) for k, v in features.items()}, u)
-    assert {k: v.shape for k, v in found.items()} == {
-      k: v.shape for k, v in want.items()
+    result = graph({k: tf.constant(v) for k, v in features.items()}, u)
+    assert {k: v.shape for k, v in result.items()} == {
+      k: v.shape for k, v in expected.items()
     }
-    for name, value in want.items():
-      np.testing.assert_array_equal(found[name].numpy(), value)
+    for name, value in expected.items():
+      np.testing.assert_array_equal(result[name].numpy(), value)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +183,14 @@ def test_the_same_in_a_graph_of_tensorflow():
     ("span_corruption(40, density=1.5)", "between 0 and 1"),
     ("span_corruption(40, num_sentinels=1)", "takes 2 sentinels"),
     ("span_corruption(40, inputs_length=20)", "inputs of 37 tokens"),
-    ("prefix_lm(1)", "at least 2"),
+    ("prefix_lm(1)", "'length': expected a whole number at least 2, got 1"),
   ],
 )
-def test_mistakes(spec, message):
+def test_errors_name_the_argument(spec, message):
   with pytest.raises(ConfigError, match=message):
     parse.parse(spec)
 
 
-def test_windows_of_another_length():
+def test_windows_of_another_length_are_refused():
   with pytest.raises(ConfigError, match="windows of 40 tokens, but length=41"):
     run("prefix_lm(41)", {"targets": window()})

@@ -1,4 +1,4 @@
-"""Ops on text: the same on numpy, on batches and in graphs."""
+"""Text ops give the same on numpy arrays, on batches and in graphs."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def objects(values):
 
 
 def lists(features):
-  """Lists as the sources give them: arrays of dtype object."""
+  """Converts lists to arrays of dtype object, as sources return them."""
   return {
     name: objects(value) if isinstance(value, list) else value
     for name, value in features.items()
@@ -28,14 +28,14 @@ def on_host(spec, features, u=()):
 
 
 def on_batch(spec, features, u=()):
-  """The example twice, as a batch; returns the second."""
+  """Runs on a batch of two equal examples; returns the second result."""
   op = registry.compose(parse.parse(spec))
   assert op.batched and not op.tensorflow
   batch = {
     name: objects([value, value]) for name, value in lists(features).items()
   }
-  found = op.fn(batch, np.asarray([u, u], np.float32).reshape(2, len(u)))
-  return {name: value[1] for name, value in found.items()}
+  result = op.fn(batch, np.asarray([u, u], np.float32).reshape(2, len(u)))
+  return {name: value[1] for name, value in result.items()}
 
 
 def in_graph(spec, features, u=()):
@@ -49,27 +49,27 @@ def in_graph(spec, features, u=()):
     name: tf.constant(value) for name, value in lists(features).items()
   }
   dataset = tf.data.Dataset.from_tensors(tensors).map(fn)
-  (found,) = dataset.as_numpy_iterator()
-  return found
+  (result,) = dataset.as_numpy_iterator()
+  return result
 
 
 EVERYWHERE = (on_host, on_batch, in_graph)
 
 
 def ids(text, length, eos=True):
-  found = [b + 3 for b in text.encode()] + [2] * eos
-  return found + [0] * (length - len(found))
+  result = [b + 3 for b in text.encode()] + [2] * eos
+  return result + [0] * (length - len(result))
 
 
-def test_the_default_is_bytes_up_to_an_end():
+def test_the_default_tokenizer_is_bytes():
   for run in EVERYWHERE:
-    found = run("tokenize(max_len=8)", {"text": "aü".encode()})
-    assert found["labels"].dtype == np.int32
-    assert found["labels"].tolist() == ids("aü", 8)
-    assert found["text"] == "aü".encode()
-  # Python's strings, as sources of users may have, are text as well.
-  found = on_host("tokenize(max_len=8)", {"text": "aü"})["labels"]
-  assert found.tolist() == ids("aü", 8)
+    result = run("tokenize(max_len=8)", {"text": "aü".encode()})
+    assert result["labels"].dtype == np.int32
+    assert result["labels"].tolist() == ids("aü", 8)
+    assert result["text"] == "aü".encode()
+  # The sources of users may return Python strings.
+  labels = on_host("tokenize(max_len=8)", {"text": "aü"})["labels"]
+  assert labels.tolist() == ids("aü", 8)
 
 
 @pytest.mark.parametrize("run", EVERYWHERE)
@@ -79,7 +79,7 @@ def test_the_default_is_bytes_up_to_an_end():
     ("eos='none'", "ab", [100, 101, 0, 0]),
     ("eos='none'", "abcdef", [100, 101, 102, 103]),
     ("eos='yes'", "abc", [100, 101, 102, 2]),
-    ("eos='yes'", "abcd", [100, 101, 102, 103]),  # Cut: the text goes on.
+    ("eos='yes'", "abcd", [100, 101, 102, 103]),  # Cut, so no end.
     ("eos='sticky'", "abc", [100, 101, 102, 2]),
     ("eos='sticky'", "abcd", [100, 101, 102, 2]),
     ("eos='sticky', bos=True", "abcd", [1, 100, 101, 2]),
@@ -88,19 +88,19 @@ def test_the_default_is_bytes_up_to_an_end():
     ("pad=300", "a", [100, 2, 300, 300]),
   ],
 )
-def test_ends_beginnings_and_cuts(run, options, text, expected):
+def test_special_tokens_and_cuts(run, options, text, expected):
   spec = f"tokenize(max_len=4, {options})"
   assert run(spec, {"text": text.encode()})["labels"].tolist() == expected
 
 
-def test_tokenizers_of_libraries(tmp_path):
+def test_tokenizers_from_files(tmp_path):
   path = small_tokenizers.sentencepiece_model(tmp_path / "x.model")
   text = "a seven left of a three"
   expected = [*tokenizers.get(path).encode(text), 1, *[0] * 40][:40]
   for run in EVERYWHERE:
     spec = f"tokenize({path!r}, 40, key='caption', key_result='text')"
-    found = run(spec, {"caption": text.encode()})
-    assert found["text"].tolist() == expected
+    result = run(spec, {"caption": text.encode()})
+    assert result["text"].tolist() == expected
 
   path = small_tokenizers.tokenizer_json(tmp_path / "tokenizer.json")
   with pytest.raises(ConfigError, match="has no bos token; leave bos out"):
@@ -112,13 +112,15 @@ def test_tokenizers_of_libraries(tmp_path):
     parse.parse(f"tokenize({path!r})")
   with pytest.raises(ConfigError, match="no pad token; give pad="):
     parse.parse(f"tokenize({path!r}, eos='none')")
-  # An id of text is no padding: it would be lost.
+  # An id of text cannot be padding: the text would be lost.
   first = int(tokenizers.get(path).encode("a")[0])
-  with pytest.raises(DataError, match=f"has the id {first}, which is padding"):
+  with pytest.raises(
+    DataError, match=f"contains the id {first}, which is padding"
+  ):
     on_host(f"tokenize({path!r}, eos='none', pad={first})", {"text": b"a"})
 
 
-def test_the_largest_id_is_known_in_advance():
+def test_vocabulary_sizes_are_known_in_advance():
   op = registry.compose(
     parse.parse("tokenize|tokenize(key_result='b',pad=999)")
   )
@@ -150,26 +152,26 @@ def test_text_that_cannot_be_used(spec, text, match):
   assert "Traceback" not in str(e.value)
 
 
-def test_half_a_surrogate_pair_is_no_text():
+def test_half_a_surrogate_pair_is_not_text():
   with pytest.raises(DataError, match="not UTF-8"):
     on_host("tokenize", {"text": "a\ud800"})
 
 
-def test_cuts_are_told_ever_more_rarely(caplog):
+def test_cuts_are_logged_less_and_less_often(caplog):
   op = registry.compose(parse.parse("tokenize(max_len=3)"))
   texts = objects([b"abcdef"] * 25)
   op.fn({"text": texts}, np.zeros((25, 0), np.float32))
-  told = [r.message for r in caplog.records]
-  assert len(told) == 2 and "(1 so far)" in told[0] and "(10 so" in told[1]
-  assert "'abcdef' of 6 tokens has room for 2" in told[0]
+  first, tenth = (r.message for r in caplog.records)
+  assert "(1 so far)" in first and "(10 so far)" in tenth
+  assert "'abcdef' of 6 tokens has room for 2" in first
 
 
 @pytest.mark.parametrize("run", [on_host, in_graph])
-def test_many_texts_of_an_example(run):
-  found = run("tokenize(max_len=4)", {"text": [b"a", b"bc"]})["labels"]
-  assert found.tolist() == [ids("a", 4), ids("bc", 4)]
-  found = run("lower", {"text": [b"A", "Ü".encode()]})["text"]
-  assert found.tolist() == [b"a", "ü".encode()]
+def test_several_texts_in_an_example(run):
+  labels = run("tokenize(max_len=4)", {"text": [b"a", b"bc"]})["labels"]
+  assert labels.tolist() == [ids("a", 4), ids("bc", 4)]
+  text = run("lower", {"text": [b"A", "Ü".encode()]})["text"]
+  assert text.tolist() == [b"a", "ü".encode()]
 
 
 @pytest.mark.parametrize(
@@ -185,21 +187,21 @@ def test_many_texts_of_an_example(run):
     ("", "", ""),
   ],
 )
-def test_cleaning(text, lower, canonical):
+def test_lower_and_canonicalize(text, lower, canonical):
   for run in EVERYWHERE:
-    found = run("lower", {"text": text.encode()})["text"]
-    assert found == lower.encode()
+    result = run("lower", {"text": text.encode()})
+    assert result["text"] == lower.encode()
     spec = "canonicalize(key='text', key_result='c')"
-    found = run(spec, {"text": text.encode()})
-    assert found["c"] == canonical.encode()
-    assert found["text"] == text.encode()
+    result = run(spec, {"text": text.encode()})
+    assert result["c"] == canonical.encode()
+    assert result["text"] == text.encode()
 
 
 @pytest.mark.parametrize("run", EVERYWHERE)
 def test_templates(run):
   features = {"name": "cät".encode(), "n": np.int64(3)}
-  found = run("strfmt('{{a {name}, {n} of {n}')", features)
-  assert found["text"] == "{a cät, 3 of 3".encode()
+  result = run("strfmt('{{a {name}, {n} of {n}')", features)
+  assert result["text"] == "{a cät, 3 of 3".encode()
   assert run("strfmt('a {name}', 'name')", features)["name"] == "a cät".encode()
   assert run("strfmt('a cat')", features)["text"] == b"a cat"
 
@@ -207,8 +209,8 @@ def test_templates(run):
 @pytest.mark.parametrize("run", [on_host, in_graph])
 def test_templates_of_lists(run):
   features = {"name": [b"cat", b"dog"], "n": np.int64(3)}
-  found = run("strfmt('{n} {name}s')", features)["text"]
-  assert found.tolist() == [b"3 cats", b"3 dogs"]
+  text = run("strfmt('{n} {name}s')", features)["text"]
+  assert text.tolist() == [b"3 cats", b"3 dogs"]
 
 
 def test_templates_of_a_batch_of_lists():
@@ -217,36 +219,36 @@ def test_templates_of_a_batch_of_lists():
     "n": np.asarray([1, 2]),
   }
   op = registry.compose(parse.parse("strfmt('{name}{n}')"))
-  found = op.fn(features, np.zeros((2, 0), np.float32))["text"]
-  assert found.tolist() == [[b"a1", b"b1"], [b"c2", b"d2"]]
+  text = op.fn(features, np.zeros((2, 0), np.float32))["text"]
+  assert text.tolist() == [[b"a1", b"b1"], [b"c2", b"d2"]]
 
 
 @pytest.mark.parametrize("run", EVERYWHERE)
-def test_choices(run):
+def test_choice_is_uniform_or_a_fixed_index(run):
   captions = [b"a", b"bb", b"ccc"]
   drawn = [
     run("choice", {"text": captions}, [u])["text"]
     for u in (0, 0.3, 0.34, 0.66, 0.67, np.nextafter(np.float32(1), 0))
   ]
   assert drawn == [b"a", b"a", b"bb", b"bb", b"ccc", b"ccc"]
-  found = run("choice('text', 'one', index=1)", {"text": captions})
-  assert found["one"] == b"bb"
+  result = run("choice('text', 'one', index=1)", {"text": captions})
+  assert result["one"] == b"bb"
 
 
-def test_choices_in_a_batch_are_each_examples_own():
+def test_each_example_of_a_batch_has_its_own_choice():
   op = registry.compose(parse.parse("choice|tokenize(max_len=3)"))
   u = np.asarray([[0.1], [0.9], [0.9]], np.float32)
   ragged = objects(
     [objects([b"a", b"b"]), objects([b"c"]), objects([b"d", b"e"])]
   )
   assert op.fn({"text": ragged}, u)["text"].tolist() == [b"a", b"c", b"e"]
-  same = np.asarray([[b"a", b"b"], [b"c", b"d"], [b"e", b"f"]], object)
-  found = op.fn({"text": same}, u)
-  assert found["text"].tolist() == [b"a", b"d", b"f"]
-  assert found["labels"].tolist() == [ids("a", 3), ids("d", 3), ids("f", 3)]
+  regular = np.asarray([[b"a", b"b"], [b"c", b"d"], [b"e", b"f"]], object)
+  result = op.fn({"text": regular}, u)
+  assert result["text"].tolist() == [b"a", b"d", b"f"]
+  assert result["labels"].tolist() == [ids("a", 3), ids("d", 3), ids("f", 3)]
 
 
-def test_nothing_to_choose_from():
+def test_a_choice_from_too_few_is_an_error():
   import tensorflow as tf
 
   none = np.empty(0, object)
@@ -270,16 +272,16 @@ def test_nothing_to_choose_from():
     ("strfmt('{text}{tex}')", b"a", "needs the feature 'tex'; there are: text"),
   ],
 )
-def test_features_that_are_no_text(run, spec, value, match):
+def test_features_of_the_wrong_kind_are_refused(run, spec, value, match):
   u = [0.5] if spec == "choice" else []
   with pytest.raises(ConfigError, match=match):
     run(spec, {"text": value}, u)
 
 
-def test_a_batch_of_lists_is_no_text():
+def test_a_batch_of_lists_is_not_text():
   op = registry.compose(parse.parse("tokenize"))
   ragged = objects([objects([b"a"]), objects([b"b", b"c"])])
-  with pytest.raises(ConfigError, match="lists of texts, of which 'choice'"):
+  with pytest.raises(ConfigError, match="lists of texts .'choice' takes one"):
     op.fn({"text": ragged}, np.zeros((2, 0), np.float32))
 
 
@@ -289,20 +291,20 @@ def test_a_batch_of_lists_is_no_text():
     ("tokenize('byte')", "1 of 1, .tokenize.*Did you mean 'bytes'"),
     ("tokenize(max_len=1)", "'max_len' is 1, which leaves no room for text"),
     ("tokenize(eos='no')", "argument 'eos' is 'no', expected"),
-    ("tokenize(pad=-1)", "'pad' is -1"),
+    ("tokenize(pad=-1)", "'pad': expected a whole number at least 0, got -1"),
     ("tokenize(max_length=3)", "'max_length'. Did you mean 'max_len'"),
-    ("choice(index=-1)", "'index' is -1"),
+    ("choice(index=-1)", "'index': expected a whole number at least 0, got"),
     ("strfmt('{}')", "expected names of features in braces"),
     ("strfmt('{a!r}')", "expected names of features in braces"),
     ("strfmt('{a:>9}')", "expected names of features in braces"),
     ("strfmt('{a')", "argument 'template' is '{a'"),
   ],
 )
-def test_arguments_that_are_wrong(spec, match):
+def test_wrong_arguments_are_named(spec, match):
   with pytest.raises(ConfigError, match=match):
     parse.parse(spec)
 
 
-def test_templates_never_look_inside_of_values():
+def test_templates_do_not_access_attributes():
   with pytest.raises(ConfigError, match="needs the feature 'text.__class__'"):
     on_host("strfmt('{text.__class__}')", {"text": b"a"})

@@ -1,4 +1,4 @@
-"""Each operation against Pillow or arithmetic, and the choice among them."""
+"""RandAugment: operations against Pillow or arithmetic, and their choice."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ NAMES = [
 
 
 def photo(h=40, w=56):
-  """Smooth colours over the whole range, and some noise."""
+  """An image of smooth colours over the whole range, with some noise."""
   rng = np.random.default_rng(0)
   coarse = rng.integers(0, 256, (6, 8, 3), np.uint8)
   smooth = Image.fromarray(coarse).resize((w, h), Image.Resampling.BICUBIC)
@@ -36,12 +36,12 @@ def distance(a, b):
   return np.abs(np.asarray(a).astype(int) - np.asarray(b)).max()
 
 
-def test_there_are_the_sixteen_in_their_order():
+def test_the_sixteen_operations_are_in_order():
   assert list(randaug.operations(5)) == NAMES
 
 
 @pytest.mark.parametrize("magnitude", [0, 3.3, 9, 10, 15, 20, 30])
-def test_every_operation_runs_at_every_strength(magnitude):
+def test_every_operation_runs_at_every_magnitude(magnitude):
   for name in NAMES:
     apply(name, photo(), magnitude)
 
@@ -59,22 +59,22 @@ def test_every_operation_runs_at_every_strength(magnitude):
     ("Sharpness", lambda image: ImageEnhance.Sharpness(image).enhance(1.72)),
   ],
 )
-def test_what_pillow_has_too(name, expected):
+def test_operations_match_pillow(name, expected):
   image = photo()
-  found = apply(name, image, magnitude=9)
-  assert distance(found, image) > 5  # It does something.
+  result = apply(name, image, magnitude=9)
+  assert distance(result, image) > 5  # The image changes.
   # Pillow rounds where these two truncate.
   allowed = 1 if name in ("Color", "Sharpness") else 0
-  assert distance(found, expected(Image.fromarray(image))) <= allowed
+  assert distance(result, expected(Image.fromarray(image))) <= allowed
 
 
 def test_colour_of_weak_magnitude_is_nearly_grey():
-  found = apply("Color", photo(), magnitude=0).astype(int)
+  result = apply("Color", photo(), magnitude=0).astype(int)
   grey = np.asarray(Image.fromarray(photo()).convert("L"))[..., None]
-  assert distance(found, grey + 0.1 * (photo() - grey.astype(int))) <= 2
+  assert distance(result, grey + 0.1 * (photo() - grey.astype(int))) <= 2
 
 
-def test_autocontrast_and_equalize_leave_uniform_images():
+def test_autocontrast_and_equalize_keep_uniform_images():
   image = np.full((8, 9, 3), (3, 200, 255), np.uint8)
   for name in ("AutoContrast", "Equalize"):
     np.testing.assert_array_equal(apply(name, image), image)
@@ -93,13 +93,13 @@ def test_solarize_wraps_its_threshold_and_solarize_add_clips():
   )
 
 
-def test_posterize_keeps_at_least_one_bit_and_at_most_all():
+def test_posterize_keeps_one_to_eight_bits():
   image = photo()
   np.testing.assert_array_equal(apply("Posterize", image, 0), image & 128)
   np.testing.assert_array_equal(apply("Posterize", image, 30), image)
 
 
-def test_contrast_is_about_a_grey_that_depends_on_the_size():
+def test_the_grey_of_contrast_depends_on_the_size():
   image = photo(40, 56)  # 2240 / 256 = 8
   expected = np.clip(8 + 1.72 * (image.astype(float) - 8), 0, 255)
   assert distance(apply("Contrast", image), expected.astype(int)) <= 1
@@ -132,24 +132,24 @@ def test_shears(sign):
     picked = image[rows.clip(0, h - 1), columns.clip(0, w - 1)]
     return np.where(inside[..., None], picked, 128)
 
-  # Ties of the rounding aside, which there are few of.
+  # A few pixels differ, because ties are rounded differently.
   for name, expected in (
     ("ShearX", sampled(y, np.round(x + slope * y).astype(int))),
     ("ShearY", sampled(np.round(y + slope * x).astype(int), x)),
   ):
-    found = apply(name, image, 9, sign)
-    assert (found != expected).any(-1).mean() < 0.02
+    result = apply(name, image, 9, sign)
+    assert (result != expected).any(-1).mean() < 0.02
 
 
-def test_rotation_is_about_the_centre():
+def test_rotation_is_around_the_centre():
   image = photo(41, 41)
   for magnitude, sign in ((9, 1), (9, -1), (30, 1)):
-    found = apply("Rotate", image, magnitude, sign)
-    turned = Image.fromarray(image).rotate(
+    result = apply("Rotate", image, magnitude, sign)
+    expected = Image.fromarray(image).rotate(
       3 * magnitude * sign, Image.Resampling.NEAREST, fillcolor=(128,) * 3
     )
-    assert (distance_of_pixels(found, turned) > 12).mean() < 0.05
-  # A right angle hits the pixels exactly.
+    assert (distance_of_pixels(result, expected) > 12).mean() < 0.05
+  # A right angle maps pixels to pixels exactly.
   np.testing.assert_array_equal(apply("Rotate", image, 30), np.rot90(image, 1))
 
 
@@ -157,16 +157,16 @@ def distance_of_pixels(a, b):
   return np.abs(a.astype(int) - np.asarray(b)).max(-1)
 
 
-def test_cutout_is_a_clipped_square_about_a_pixel():
+def test_cutout_is_a_clipped_square_around_a_pixel():
   image = photo(40, 56)
   expected = image.copy()
   expected[20 - 8 : 20 + 8, 14 - 8 : 14 + 8] = 128
-  found = apply("Cutout", image, 2, u=(0.5, 0.25))
-  np.testing.assert_array_equal(found, expected)
+  result = apply("Cutout", image, 2, u=(0.5, 0.25))
+  np.testing.assert_array_equal(result, expected)
   expected = image.copy()
   expected[:8, 55 - 8 :] = 128
-  found = apply("Cutout", image, 2, u=(0, 0.999))
-  np.testing.assert_array_equal(found, expected)
+  result = apply("Cutout", image, 2, u=(0, 0.999))
+  np.testing.assert_array_equal(result, expected)
 
 
 def test_the_first_number_of_a_layer_chooses_the_operation():
@@ -176,13 +176,13 @@ def test_the_first_number_of_a_layer_chooses_the_operation():
   for i, name in enumerate(NAMES):
     for sign, u_sign in ((-1.0, 0.2), (1.0, 0.7)):
       u = tf.constant([(i + 0.5) / 16, u_sign, 0.1, 0.6])
-      found = op.fn({"image": tf.constant(image)}, u)["image"]
+      result = op.fn({"image": tf.constant(image)}, u)["image"]
       np.testing.assert_array_equal(
-        found, apply(name, image, 9, sign, (0.1, 0.6)), err_msg=name
+        result, apply(name, image, 9, sign, (0.1, 0.6)), err_msg=name
       )
 
 
-def test_layers_follow_each_other():
+def test_layers_are_applied_in_sequence():
   (two,) = parse.parse("randaug(2, 9)")
   (one,) = parse.parse("randaug(1, 9)")
   u = tf.constant(np.random.default_rng(0).random((20, 8)), tf.float32)
@@ -194,7 +194,7 @@ def test_layers_follow_each_other():
     )
 
 
-def test_other_images_are_refused():
+def test_images_of_another_type_are_refused():
   (op,) = parse.parse("randaug")
   u = tf.zeros([8])
   for image in (tf.zeros([4, 4, 3]), tf.zeros([4, 4, 1], tf.uint8)):

@@ -1,3 +1,5 @@
+"""Composition of ops: draws, properties and missing features."""
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ def test_each_op_gets_its_own_draws_in_order():
   assert seen[3] == [[0, 1], [3, 4]] and seen[5] == [[2], [5]]
 
 
-def test_a_composition_can_do_what_all_of_its_ops_can():
+def test_a_composition_supports_what_all_its_ops_support():
   batched = recording(0, [], batched=True)
   tensors = recording(0, [], tensorflow=True)
   neither = recording(0, [])
@@ -54,7 +56,7 @@ def test_compositions_compose():
   )
 
 
-def test_a_missing_feature_is_named_with_those_there_are():
+def test_the_error_of_a_missing_feature_lists_the_available_ones():
   op = registry.compose(parse.parse("keep('image')|flip_lr('imgae')"))
   with pytest.raises(ConfigError) as e:
     op.fn({"image": np.zeros((2, 2, 3)), "label": 1}, np.zeros(1))
@@ -64,7 +66,7 @@ def test_a_missing_feature_is_named_with_those_there_are():
   )
 
 
-def test_a_missing_feature_is_found_while_a_graph_is_traced():
+def test_a_missing_feature_is_an_error_while_the_graph_is_traced():
   import tensorflow as tf
 
   op = registry.compose(parse.parse("resize(4, key='imgae')"))

@@ -38,32 +38,34 @@ KINDS = ("bytes", "sentencepiece", "hugging_face")
 
 
 def test_bytes():
-  found = tokenizers.get("bytes")
-  assert (found.pad_id, found.bos_id, found.eos_id) == (0, 1, 2)
-  assert found.vocab_size == 259
-  ids = found.encode("aü\0")
+  tokenizer = tokenizers.get("bytes")
+  special_ids = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id)
+  assert special_ids == (0, 1, 2)
+  assert tokenizer.vocab_size == 259
+  ids = tokenizer.encode("aü\0")
   assert ids.dtype == np.int32
   assert ids.tolist() == [97 + 3, 0xC3 + 3, 0xBC + 3, 3]
-  assert found.decode([1, *ids, 2, 0, 0]) == "aü\0"
+  assert tokenizer.decode([1, *ids, 2, 0, 0]) == "aü\0"
   # Cut within a character.
-  assert found.decode(ids[:2]) == "a�"
+  assert tokenizer.decode(ids[:2]) == "a�"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_there_and_back(each, kind):
-  found = each[kind]
+def test_decoding_inverts_encoding(each, kind):
+  tokenizer = each[kind]
+  special_ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
   for text in small_tokenizers.TEXTS[:5]:
-    ids = found.encode(text)
+    ids = tokenizer.encode(text)
     assert ids.dtype == np.int32 and ids.ndim == 1
-    assert 0 <= ids.min() and ids.max() < found.vocab_size
-    assert not found.special_ids & set(ids.tolist())
-    ends = [i for i in (found.bos_id, found.eos_id, found.pad_id) if i]
-    # Numbers that a larger vocabulary has are no text.
-    assert found.decode([*ids, *ends, found.vocab_size, -1]) == text
-  assert found.encode("").size == 0 and found.decode([]) == ""
+    assert 0 <= ids.min() and ids.max() < tokenizer.vocab_size
+    assert not tokenizer.special_ids & set(ids.tolist())
+    ends = [i for i in special_ids if i]
+    # Ids beyond the vocabulary are not text.
+    assert tokenizer.decode([*ids, *ends, tokenizer.vocab_size, -1]) == text
+  assert tokenizer.encode("").size == 0 and tokenizer.decode([]) == ""
 
 
-def test_ids_of_the_libraries(folder, each):
+def test_ids_match_the_libraries(folder, each):
   import sentencepiece
   import tokenizers as hugging_face
 
@@ -77,47 +79,50 @@ def test_ids_of_the_libraries(folder, each):
 
 
 def test_special_tokens(each):
-  found = each["sentencepiece"]
-  assert (found.pad_id, found.bos_id, found.eos_id) == (0, None, 1)
-  found = each["hugging_face"]
-  # No pad_token but in the section on padding, which names the end of text.
-  assert (found.pad_id, found.bos_id, found.eos_id) == (0, None, 0)
+  tokenizer = each["sentencepiece"]
+  special_ids = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id)
+  assert special_ids == (0, None, 1)
+  tokenizer = each["hugging_face"]
+  # Only the section on padding has a pad_token: the end of text.
+  special_ids = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id)
+  assert special_ids == (0, None, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", ["a </s> b", "a<|endoftext|>", "<pad>", "<s>"])
-def test_text_cannot_hold_special_tokens(each, kind, text):
+def test_special_tokens_in_a_text_are_plain_text(each, kind, text):
   ids = set(each[kind].encode(text).tolist())
   assert ids and not ids & each[kind].special_ids
 
 
 @hypothesis.given(st.text())
 @hypothesis.settings(max_examples=50)
-def test_any_text_survives_in_bytes(text):
-  found = tokenizers.get("bytes")
-  assert found.decode(found.encode(text)) == text
+def test_bytes_encode_any_text(text):
+  tokenizer = tokenizers.get("bytes")
+  assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_files_beside_it_say_what_ends_a_text(tmp_path):
+def test_special_tokens_come_from_the_files_beside_it(tmp_path):
   names = ("<a>", "<b>", "<c>", "</s>")
   small_tokenizers.tokenizer_json(tmp_path / "tokenizer.json", names)
-  said = {
+  declared = {
     "pad_token": "<b>",
     "bos_token": None,
     "eos_token": {"content": "<c>", "lstrip": False},
   }
-  (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
-  found = tokenizers.get(str(tmp_path))
-  assert (found.pad_id, found.bos_id, found.eos_id) == (1, None, 2)
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
+  tokenizer = tokenizers.get(str(tmp_path))
+  special_ids = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id)
+  assert special_ids == (1, None, 2)
   (tmp_path / "tokenizer_config.json").write_text("{")
   with pytest.raises(ConfigError, match=r"tokenizer_config\.json: cannot"):
     small_tokenizers.tokenizer_json(tmp_path / "tokenizer.json", names[:3])
     tokenizers.get(str(tmp_path))
 
 
-def test_fingerprints(folder, each, tmp_path):
-  prints = {found.fingerprint() for found in each.values()}
-  assert len(prints) == 3
+def test_fingerprints_depend_on_the_content(folder, each, tmp_path):
+  fingerprints = {tokenizer.fingerprint() for tokenizer in each.values()}
+  assert len(fingerprints) == 3
   copy = shutil.copy(folder / "x.model", tmp_path / "y.model")
   assert (
     tokenizers.get(str(copy)).fingerprint()
@@ -126,16 +131,16 @@ def test_fingerprints(folder, each, tmp_path):
   assert tokenizers.get("bytes").fingerprint() == "a25a4717c176ac09"
 
 
-def test_the_same_until_the_file_changes(tmp_path):
+def test_a_tokenizer_is_cached_until_its_file_changes(tmp_path):
   path = small_tokenizers.sentencepiece_model(tmp_path / "x.model")
-  found = tokenizers.get(path)
-  assert tokenizers.get(path) is found
+  tokenizer = tokenizers.get(path)
+  assert tokenizers.get(path) is tokenizer
   small_tokenizers.sentencepiece_model(tmp_path / "x.model", bos_id=3)
   os.utime(path, (1, 1))
   assert tokenizers.get(path).bos_id == 3
 
 
-def test_mistakes(folder, tmp_path):
+def test_errors_name_the_file(folder, tmp_path):
   def refused(spec, match):
     with pytest.raises(ConfigError, match=match) as e:
       tokenizers.get(spec)
@@ -164,12 +169,24 @@ def test_mistakes(folder, tmp_path):
   refused(str(tmp_path / "cut.model"), "neither a SentencePiece model")
 
 
+def test_home_and_relative_paths_are_expanded(folder, monkeypatch):
+  monkeypatch.setenv("HOME", str(folder))
+  monkeypatch.chdir(folder)
+  for path in ("~/x.model", "x.model", "./hub//../x.model"):
+    tokenizer = tokenizers.get(path)
+    assert tokenizer.name == path
+    assert tokenizer.eos_id == 1
+
+
 @pytest.mark.parametrize(
   "package, file",
   [("sentencepiece", "x.model"), ("tokenizers", "hub/tokenizer.json")],
 )
-def test_missing_packages(folder, tmp_path, monkeypatch, package, file):
-  path = shutil.copy(folder / file, tmp_path)  # One that no test has loaded.
+def test_a_missing_package_is_named(
+  folder, tmp_path, monkeypatch, package, file
+):
+  # A path that no test has loaded yet.
+  path = shutil.copy(folder / file, tmp_path)
   monkeypatch.setitem(sys.modules, package, None)
   with pytest.raises(
     ConfigError, match=rf"needs {package} .*pip install 'bigtrain\[text\]'"

@@ -1,3 +1,5 @@
+"""Time accounts and rates, with a clock that tests control."""
+
 import json
 import threading
 
@@ -9,7 +11,7 @@ from bigtrain.reports import chrono
 
 
 class Clock:
-  """Seconds that pass when a test says so."""
+  """A clock that advances only when a test calls `sleep`."""
 
   def __init__(self, now=0.0):
     self.now = now
@@ -29,7 +31,7 @@ def make(clock=None, wall=None, **kwargs):
   return clock, chrono.Chrono(wall=wall or clock, **kwargs)
 
 
-def test_throughput_leaves_warm_up_and_pauses_out():
+def test_throughput_excludes_warm_up_and_pauses():
   clock, c = make(
     examples_per_epoch=64,
     tokens_per_example=10,
@@ -81,7 +83,7 @@ def test_throughput_leaves_warm_up_and_pauses_out():
   assert row["data_wait_fraction"] == 0.0
   assert row["ckpt_stall_secs"] == 1.0
   assert row["ckpt_write_secs"] == 4.5
-  # 18 s of steps came with 8 s of pauses, and will go on doing so.
+  # 18 s of steps came with 8 s of pauses; the rest is predicted alike.
   assert row["eta_secs"] == pytest.approx(90 * 2 * (1 + 8 / 18))
   assert row["account/eval_secs"] == 7.0
   assert "compile_secs" not in row
@@ -90,7 +92,7 @@ def test_throughput_leaves_warm_up_and_pauses_out():
   assert "ckpt_stall_secs" not in row and "ckpt_write_secs" not in row
 
 
-def test_unknown_figures_are_left_out():
+def test_rows_have_no_unknown_figures():
   clock, c = make(total_steps=10, last_step=6)
   c.start(0)
   clock.sleep(1)
@@ -98,13 +100,13 @@ def test_unknown_figures_are_left_out():
   clock.sleep(1)
   row = c.row(2)
   assert row["progress"] == 0.2
-  assert row["eta_secs"] == 4.0  # To where it stops, not to the schedule's end.
+  assert row["eta_secs"] == 4.0  # To last_step, not to total_steps.
   for name in row:
     assert not name.startswith(("mfu", "tokens", "epoch"))
     assert "per_device" not in name
 
 
-def test_without_a_warm_up_the_first_row_is_it():
+def test_without_warm_the_first_row_ends_the_warm_up():
   clock, c = make()
   c.start(0)
   clock.sleep(30)
@@ -115,7 +117,7 @@ def test_without_a_warm_up_the_first_row_is_it():
   assert c.row(3)["step_secs"] == 2.0
 
 
-def test_a_row_at_an_earlier_time_leaves_the_rest_to_the_next():
+def test_time_after_an_earlier_row_counts_for_the_next_row():
   clock, c = make()
   c.start(0)
   c.warm(0)
@@ -124,7 +126,7 @@ def test_a_row_at_an_earlier_time_leaves_the_rest_to_the_next():
     clock.sleep(6)
   c.data_wait(0)
   clock.sleep(1)
-  row = c.row(5, now=8.0)  # That step was done before the evaluation.
+  row = c.row(5, now=8.0)  # The step completed before the evaluation.
   assert row["step_secs"] == 8 / 5
   assert "account/eval_secs" not in row
   clock.sleep(1)
@@ -133,7 +135,7 @@ def test_a_row_at_an_earlier_time_leaves_the_rest_to_the_next():
   assert row["account/eval_secs"] == 6.0
 
 
-def test_a_row_ends_when_the_device_was_done():
+def test_a_row_ends_when_the_device_completes_the_step():
   clock, c = make()
   c.start(0)
   c.warm(0)
@@ -143,7 +145,7 @@ def test_a_row_ends_when_the_device_was_done():
   done.set()
   (noting,) = [t for t in threading.enumerate() if "step 4" in t.name]
   noting.join()
-  clock.sleep(3)  # The loop comes late to fetch the metrics.
+  clock.sleep(3)  # The loop fetches the metrics late.
   assert c.row(4)["step_secs"] == 2.0
   clock.sleep(1)
   assert c.row(6)["step_secs"] == 2.0  # 3 s before the row, 1 s after it.
@@ -156,7 +158,7 @@ def test_a_row_ends_when_the_device_was_done():
     c.row(7)
 
 
-def test_inner_accounts_win():
+def test_of_nested_accounts_the_inner_one_counts():
   clock, c = make()
   c.start(0)
   c.warm(0)
@@ -164,17 +166,17 @@ def test_inner_accounts_win():
     clock.sleep(1)
     with c.account("compile"):
       clock.sleep(10)
-    c.data_wait(1)  # A part of the evaluation, and no second account.
+    c.data_wait(1)  # Counts as part of the evaluation.
     clock.sleep(2)
     assert c.accounts()["eval"] == 3.0
   accounts = c.accounts()
   assert (accounts["eval"], accounts["compile"]) == (3.0, 10.0)
-  with pytest.raises(ValueError, match="there are start, compile"):
+  with pytest.raises(ValueError, match="the accounts are start, compile"):
     with c.account("evaluate"):
       pass
 
 
-def test_an_account_ends_with_an_exception():
+def test_an_exception_ends_an_account():
   clock, c = make()
   with pytest.raises(RuntimeError):
     with c.account("save"):
@@ -185,7 +187,7 @@ def test_an_account_ends_with_an_exception():
   assert c.accounts()["start"] == 1.0
 
 
-def test_restart_goes_on_and_counts_what_was_lost():
+def test_a_restart_continues_the_accounts_and_counts_lost_time():
   wall = Clock(1000.0)
   clock, first = make(wall=wall, num_devices=2)
 
@@ -209,7 +211,7 @@ def test_restart_goes_on_and_counts_what_was_lost():
   second.warm(12)
   sleep(2)
   row = second.row(13)
-  assert row["compile_secs"] == 5.0  # This process's alone.
+  assert row["compile_secs"] == 5.0  # Of this process only.
   assert row["restarts"] == 1
   accounts = second.accounts()
   assert accounts == {
@@ -228,7 +230,7 @@ def test_restart_goes_on_and_counts_what_was_lost():
 
 
 @pytest.mark.parametrize("last_alive", [None, 900.0, 99999.0])
-def test_restart_with_clocks_that_disagree(last_alive):
+def test_a_restart_with_clocks_that_disagree(last_alive):
   wall = Clock(1000.0)
   state = make(wall=wall)[1].state()
   wall.sleep(50)
@@ -239,7 +241,7 @@ def test_restart_with_clocks_that_disagree(last_alive):
   assert (accounts["lost"], accounts["down"]) == (lost, 50.0 - lost)
 
 
-def test_summary_has_what_came_after_the_last_row():
+def test_the_summary_includes_time_after_the_last_row():
   clock, c = make()
   c.start(0)
   c.warm(0)
@@ -272,7 +274,7 @@ def test_every_second_is_in_one_account(events):
   clock, c = make()
   c.start(0)
   c.warm(0)
-  want = dict.fromkeys(chrono.ACCOUNTS, 0.0)
+  expected = dict.fromkeys(chrono.ACCOUNTS, 0.0)
   step, productive, rows = 0, 0.0, []
   for name, secs in events:
     if name in ("eval", "save"):
@@ -288,9 +290,9 @@ def test_every_second_is_in_one_account(events):
       productive += secs
       if name == "data_wait":
         c.data_wait(secs)
-    if name in want:
-      want[name] += secs
-  assert c.accounts() == want
+    if name in expected:
+      expected[name] += secs
+  assert c.accounts() == expected
   last_step, last_secs = 0, 0.0
   for row, step, secs in rows:
     if step > last_step and secs > last_secs:
@@ -303,10 +305,10 @@ def test_every_second_is_in_one_account(events):
 def test_memory_of_this_process():
   memory = chrono.memory_bytes()
   assert 2**24 < memory["host_rss_bytes"] < 2**36
-  assert "device_peak_bytes" not in memory  # CPU does not tell.
+  assert "device_peak_bytes" not in memory  # Unknown on CPU.
 
 
-def test_device_memory_is_the_largest(monkeypatch):
+def test_device_memory_is_the_largest_peak(monkeypatch):
   import jax
 
   class Device:

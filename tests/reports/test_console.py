@@ -1,3 +1,5 @@
+"""Progress bars on pseudo-terminals, and plain lines."""
+
 import doctest
 import logging
 import os
@@ -17,12 +19,12 @@ from bigtrain.reports import console
 ROW = {"step": 50, "loss": 0.4312, "lr": 1e-3, "examples_per_sec": 8123.4}
 
 
-def test_docstrings_tell_the_truth():
+def test_examples_in_docstrings():
   result = doctest.testmod(console)
   assert result.attempted and not result.failed
 
 
-def test_training_line_has_what_a_person_watches():
+def test_training_line():
   row = ROW | {
     "eta_secs": 4000.0,
     "mfu": 0.4567,
@@ -39,7 +41,7 @@ def test_training_line_has_what_a_person_watches():
   assert "1,234,568 tokens/s" in console.training_line(row, 200)
 
 
-def test_many_metrics_are_cut_short():
+def test_long_lines_are_cut():
   many = {f"m{i}": 0.5 for i in range(40)}
   line = console.training_line(ROW | many, 200)
   assert "m3 0.5" in line and "m4" not in line
@@ -48,12 +50,12 @@ def test_many_metrics_are_cut_short():
   assert line.endswith("val/m11 0.5 and 28 more")
 
 
-def test_numbers_that_are_none():
+def test_numbers_that_are_not_finite():
   row = {"step": 50, "loss": float("nan"), "lr": 0.0}
   assert console.training_line(row, 0) == "step 50/0 loss nan lr 0"
 
 
-def test_other_processes_say_nothing(caplog):
+def test_other_processes_show_nothing(caplog):
   with caplog.at_level(logging.INFO):
     shown = console.Console(10, process_index=1, bar=True)
     shown.status("compiling")
@@ -64,7 +66,7 @@ def test_other_processes_say_nothing(caplog):
   assert not caplog.records
 
 
-# Processes that a shell starts in the background ignore them.
+# A shell makes its background processes ignore interrupts.
 _OBEY_INTERRUPTS = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,7 +74,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_in_terminal(code, *, then=None, width=100):
-  """Runs code on a pseudo-terminal; returns what it shows, and exit code."""
+  """Runs code on a pseudo-terminal; returns (its output, exit code)."""
   main, other = pty.openpty()
   env = os.environ | {"TERM": "xterm", "COLUMNS": str(width), "LINES": "24"}
   process = subprocess.Popen(
@@ -101,8 +103,8 @@ def run_in_terminal(code, *, then=None, width=100):
 SCRIPT = """
 import sys, time
 from absl import flags, logging
-from bigtrain import console
-flags.FLAGS(["test"])  # As app.run does; until then absl logs elsewhere.
+from bigtrain.reports import console
+flags.FLAGS(["test"])  # As app.run does; before that absl logs elsewhere.
 logging.use_absl_handler()
 logging.set_verbosity(logging.INFO)
 shown = console.Console(200)
@@ -130,10 +132,10 @@ def plain(shown):
   return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
 
 
-def test_bar_on_a_terminal():
+def test_the_bar_on_a_terminal():
   shown, code = run_in_terminal(SCRIPT.replace("LAST", "pass"))
   assert code == 0
-  # Messages stand alone on their lines: nothing of the bar is left there.
+  # Messages are alone on their lines, without a rest of the bar.
   lines = [line.rstrip() for line in re.split(r"[\r\n]+", plain(shown))]
   message = r"W\d{4} [^━]*\] a message in between"
   assert any(re.fullmatch(message, line) for line in lines)
@@ -144,20 +146,20 @@ def test_bar_on_a_terminal():
   training = r"training +[━╸╺]+ +60/200 30% +loss 0.4312 +8,123 examples/s +"
   assert any(re.fullmatch(training + "1m[12]?[0-9]s left", x) for x in lines)
   assert any(line.startswith("evaluating val 3/40") for line in lines)
-  # The cursor is visible, also while the bar is: a kill must not hide it.
+  # The cursor is visible while the bar is shown: a kill must not hide it.
   assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
   assert shown.index("\x1b[?25h") < shown.index("training")
 
 
 @pytest.mark.parametrize("width", [25, 40, 60])
-def test_bar_fits_narrow_terminals(width):
+def test_the_bar_fits_narrow_terminals(width):
   shown, _ = run_in_terminal(SCRIPT.replace("LAST", "pass"), width=width)
   lines = re.split(r"[\r\n]+", plain(shown))
   bars = [x for x in lines if x.startswith(("training", "evaluating val 3"))]
   assert bars and all(len(line.rstrip()) < width for line in bars)
 
 
-def test_interrupt_leaves_a_sane_terminal():
+def test_an_interrupt_restores_the_terminal():
   last = "print('now'); time.sleep(60)"
   shown, code = run_in_terminal(
     SCRIPT.replace("LAST", last), then=signal.SIGINT
@@ -165,31 +167,31 @@ def test_interrupt_leaves_a_sane_terminal():
   assert code in (1, -signal.SIGINT, 130)
   assert "KeyboardInterrupt" in shown
   assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
-  # The traceback is printed by the interpreter itself, after the bar.
+  # The interpreter prints the traceback after the bar.
   assert "\nKeyboardInterrupt" in plain(shown).replace("\r", "")
 
 
-def test_no_bar_where_the_terminal_is_dumb_or_none():
+def test_no_bar_without_a_terminal():
   code = """
     from absl import logging
-    from bigtrain import console
+    from bigtrain.reports import console
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     shown = console.Console(200)
     shown.row(dict(step=50, loss=0.5))
     shown.close()
   """
-  done = subprocess.run(
+  process = subprocess.run(
     [sys.executable, "-c", textwrap.dedent(code)],
     capture_output=True,
     text=True,
     check=True,
   )
-  assert done.stderr.endswith("] step 50/200 (25.0%) loss 0.5\n")
-  assert "\x1b" not in done.stderr
+  assert process.stderr.endswith("] step 50/200 (25.0%) loss 0.5\n")
+  assert "\x1b" not in process.stderr
 
 
-def test_a_bar_that_cannot_be_made_gives_way_to_lines(monkeypatch, caplog):
+def test_plain_lines_if_the_bar_fails(monkeypatch, caplog):
   monkeypatch.setattr(console, "_Bar", lambda total: 1 / 0)
   with caplog.at_level(logging.INFO):
     shown = console.Console(200, bar=True)

@@ -1,3 +1,5 @@
+"""FLOPs of jaxprs against counts by hand, and peaks of devices."""
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ def f32(*shape):
 
 def test_dot_general_with_batch_dimensions():
   def fn(a, b):
-    return jnp.einsum("bmk,bkn->bmn", a, b) + 1  # The addition is free.
+    return jnp.einsum("bmk,bkn->bmn", a, b) + 1  # The addition does not count.
 
   assert flops.forward_flops(fn, f32(3, 5, 7), f32(3, 7, 11)) == (
     2 * 3 * 5 * 7 * 11
@@ -27,7 +29,7 @@ def test_dot_general_with_batch_dimensions():
 @pytest.mark.parametrize(
   ("groups", "batch_groups"), [(1, 1), (2, 1), (4, 1), (1, 2)]
 )
-def test_conv_counts_what_a_loop_would_do(groups, batch_groups):
+def test_conv_counts_like_a_loop(groups, batch_groups):
   batch, c_in, c_out = 2, 4, 8
 
   def fn(x, w):
@@ -50,9 +52,9 @@ def test_conv_counts_what_a_loop_would_do(groups, batch_groups):
   )
 
 
-def test_transposed_conv_leaves_holes_out():
-  # Doubling the length with stride 2 and kernel 4: each input meets each tap
-  # once, however the computation is written.
+def test_transposed_conv_does_not_count_holes():
+  # Stride 2 and kernel 4 double the length: each input is multiplied with each
+  # tap once, however the computation is written.
   def fn(x, w):
     return jax.lax.conv_transpose(x, w, (2,), "SAME")
 
@@ -123,7 +125,7 @@ def test_loops_branches_and_calls():
   assert count(jvp) == square
 
 
-def test_while_counts_once_and_says_so(caplog):
+def test_while_counts_once_with_a_warning(caplog):
   def fn(a):
     return jax.lax.while_loop(lambda c: c[0, 0] > 1, lambda c: c @ c, a)
 
@@ -169,7 +171,7 @@ def test_pallas_counts_the_grid():
 def test_fused_attention_counts_like_the_plain_one(monkeypatch):
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-  # Tracing asks for a GPU and its cuDNN only in these two checks.
+  # Only these checks need a GPU and its cuDNN for tracing.
   monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 92000)
   monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
   monkeypatch.setattr(
@@ -247,7 +249,7 @@ def test_training_is_three_times_the_forward():
   for scan in (False, True):
     _, forward = count_vit(2, 64, scan=scan, **sizes)
     _, grad = count_vit(2, 64, wrap=wrap, scan=scan, **sizes)
-    # The image needs no gradient, so the patches' product is made twice.
+    # The image needs no gradient: the patches have one product backward.
     patches = 2 * 2 * 16 * 16**2 * 3 * 64
     assert grad == flops.train_flops(forward) - patches
 
@@ -287,7 +289,7 @@ def test_peak_by_device_kind(kind, tera):
   assert flops.peak_flops(kind) == pytest.approx(tera * 1e12)
 
 
-def test_peak_is_not_made_up():
+def test_unknown_devices_have_no_peak():
   unknown = [
     "cpu",
     "NVIDIA A100-SXM4-40GB MIG 1g.5gb",

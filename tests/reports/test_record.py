@@ -1,4 +1,4 @@
-"""config.json, run.json, and what a person reads last."""
+"""config.json, run.json, and the final message."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def read(folder, name):
   return json.loads((folder / name).read_text())
 
 
-def test_each_start_has_an_entry(tmp_path):
+def test_run_json_has_an_entry_per_start(tmp_path):
   info = record.run_info(sharding.make_mesh(2, 4))
   record.write(str(tmp_path), {"lr": 0.1}, info)
   record.update(str(tmp_path), compile_secs=3.5)
@@ -38,9 +38,9 @@ def test_each_start_has_an_entry(tmp_path):
   assert sorted(os.listdir(tmp_path)) == ["config.json", "run.json"]
 
 
-def test_the_code_is_known_by_its_commit(monkeypatch):
-  said = {"rev-parse": "abc123", "status": " M file.py"}
-  monkeypatch.setattr(record, "_git", lambda command, *more: said[command])
+def test_the_code_is_identified_by_its_commit(monkeypatch):
+  outputs = {"rev-parse": "abc123", "status": " M file.py"}
+  monkeypatch.setattr(record, "_git", lambda command, *_: outputs[command])
   info = record.run_info(sharding.make_mesh())
   assert info["code"] == {"commit": "abc123", "changed": True}
 
@@ -51,13 +51,13 @@ def test_no_git_is_no_error(monkeypatch, tmp_path):
   assert info["code"] == {"commit": "", "changed": False}
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
+def test_json_is_written_atomically(tmp_path, monkeypatch):
   path = tmp_path / "config.json"
   record.write_json(str(path), {"old": 1})
   replace = os.replace
 
   def checked(source, target):
-    # What is about to take the name is whole, and the old file still stands.
+    # The new file is complete before it replaces the old one.
     assert json.loads(open(source).read()) == {"new": 2}
     assert json.loads(open(target).read()) == {"old": 1}
     replace(source, target)
@@ -68,35 +68,35 @@ def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
   assert not stat.S_IMODE(path.stat().st_mode) & 0o111
 
 
-def test_a_config_as_a_file_has_it():
+def test_a_config_as_json():
   config = {
     "pair": (1, 2),
     "array": np.zeros(2),
     "no": None,
     "tree": {"a": 1},
   }
-  found = record.as_json(config)
-  assert found == {
+  result = record.as_json(config)
+  assert result == {
     "pair": [1, 2],
     "array": "array([0., 0.])",
     "no": None,
     "tree": {"a": 1},
   }
-  assert record.as_json(found) == found
+  assert record.as_json(result) == result
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file(tmp_path):
   assert record.read_json(str(tmp_path / "run.json")) is None
 
 
-def test_one_line_about_the_devices():
+def test_topology():
   assert record.topology(sharding.make_mesh(2, 4)) == (
     "1 process(es) with 8 device(s) each, 8 of kind 'cpu', "
     "mesh replica=2 x fsdp=4"
   )
 
 
-def test_the_ending_has_results_and_places():
+def test_the_ending_lists_results_and_files():
   results = {
     "step": 12,
     "loss": 0.12345,
@@ -120,15 +120,19 @@ def test_the_ending_has_results_and_places():
 
 @pytest.fixture
 def cache_setting():
-  """Gives jax its own setting back."""
+  """Restores the setting of jax."""
   before = jax.config.jax_compilation_cache_dir
   yield
   jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_where_compiled_programs_are_kept(cache_setting, monkeypatch, tmp_path):
-  assert record.use_compile_cache("somewhere") == "somewhere"
-  assert jax.config.jax_compilation_cache_dir == "somewhere"
+def test_the_folder_of_the_compilation_cache(
+  cache_setting, monkeypatch, tmp_path
+):
+  monkeypatch.chdir(tmp_path)
+  folder = str(tmp_path / "somewhere")
+  assert record.use_compile_cache("./somewhere") == folder
+  assert jax.config.jax_compilation_cache_dir == folder
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   assert record.use_compile_cache(True) == str(tmp_path / "bigtrain" / "xla")
   monkeypatch.delenv("XDG_CACHE_HOME")

@@ -1,8 +1,8 @@
-"""A session that is told to end cleans up: what it started ends with it."""
+"""Ends daemons and jobs when the test session is terminated."""
 
 import signal
 
 
 def pytest_sessionstart():
-  """SIGTERM is as Ctrl-C, after which fixtures are torn down."""
+  """Makes SIGTERM act like Ctrl-C, so that fixtures are torn down."""
   signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -3,12 +3,12 @@
 #
 #   tests/schedulers/run.sh python -m pytest -m cluster tests/schedulers
 #
-# What the tests need and this machine lacks is installed first, where that is
-# allowed. As root the command has processes and a file /etc/hosts of its own:
-# no daemon and no job outlives it, however it ends.
+# Installs missing programs first, where that is allowed. As root, runs the
+# command in a namespace with its own processes and its own /etc/hosts: no daemon
+# and no job outlives it, however it ends.
 set -euo pipefail
 
-inside() { # What follows is process 1 of the namespace: it stays.
+inside() { # This shell is process 1 of the namespace, so it must not exec.
   local hosts code=0
   hosts=$(mktemp)
   cat /etc/hosts >"$hosts"
@@ -37,7 +37,7 @@ install_missing() {
   fi
   echo "Installing ${missing[*]}."
   export DEBIAN_FRONTEND=noninteractive
-  # The tests start daemons of their own; the packages shall start none.
+  # The tests start their own daemons; the packages must not start any.
   local policy=/usr/sbin/policy-rc.d
   if [[ ! -e "$policy" ]]; then
     trap 'rm -f /usr/sbin/policy-rc.d' EXIT
@@ -63,7 +63,7 @@ own=(unshare --mount --pid --fork --kill-child --mount-proc)
 if ((EUID)) || ! "${own[@]}" true 2>/dev/null; then
   exec "$@"
 fi
-# Killing it kills all that it has started; so does whatever kills this script.
+# Killing process 1 kills the whole namespace; it is killed with this script.
 setpriv --pdeathsig KILL "${own[@]}" "$0" --inside "$@" &
 namespace=$!
 trap 'kill -KILL "$namespace"' INT TERM

@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, with daemons of its own."""
+"""A Slurm cluster of two nodes on this machine, with its own daemons."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ SlurmctldHost={host}
 SlurmctldPort={ports[0]}
 SlurmUser=root
 AuthType=auth/munge
-# A requeued job waits for as long as a credential lasts.
+# A requeued job waits until its credential has expired.
 AuthInfo=socket={folder}/munge.socket,cred_expire=10
 CredType=cred/munge
 StateSaveLocation={folder}/state
@@ -48,19 +48,19 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing():
-  """What keeps a cluster from being started here, or ""."""
+  """The reason why no cluster can be started here, or ""."""
   for name in ("slurmctld", "slurmd", "munged", "srun"):
     if not shutil.which(name):
-      return f"{name} is not installed: `make test-cluster` does that as root"
-  return "" if os.geteuid() == 0 else "slurmd needs to be root"
+      return f"{name} is not installed; `make test-cluster` as root installs it"
+  return "" if os.geteuid() == 0 else "slurmd must run as root"
 
 
 class Slurm:
-  """The cluster, until `close`; its commands through `run`.
+  """A running cluster, until `close`; `run` runs its commands.
 
   Args:
-    folder: for all its files.
-    env: the environment of its daemons and jobs.
+    folder: folder for all files of the cluster.
+    env: environment of its daemons and jobs.
   """
 
   def __init__(self, folder, env):
@@ -78,20 +78,20 @@ class Slurm:
       raise
 
   def _start(self):
-    # Process 0 is asked for by the name of its node.
+    # The other processes find process 0 by the name of its node.
     with open(_HOSTS, "a") as file:
       file.writelines(_NAMES)
     self.folder.mkdir(parents=True, exist_ok=True)
-    # Munge refuses a socket that others could have replaced.
+    # Munge refuses a socket that other users could replace.
     self.folder.chmod(0o755)
     key = self.folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    with contextlib.ExitStack() as free:
-      held = [free.enter_context(socket.socket()) for _ in range(3)]
-      for s in held:
+    with contextlib.ExitStack() as at_end:
+      sockets = [at_end.enter_context(socket.socket()) for _ in range(3)]
+      for s in sockets:
         s.bind(("127.0.0.1", 0))
-      ports = [s.getsockname()[1] for s in held]
+      ports = [s.getsockname()[1] for s in sockets]
     (self.folder / "state").mkdir()
     conf = _CONF.format(
       folder=self.folder, host=socket.gethostname(), ports=ports, nodes=NODES
@@ -125,20 +125,20 @@ class Slurm:
   def _until(self, condition, what, secs=LIMIT_SECS):
     deadline = time.monotonic() + secs
     while not condition():
-      gone = [d.args[0] for d in self._daemons if d.poll() is not None]
-      if gone or time.monotonic() > deadline:
-        why = f"{gone} ended" if gone else f"{secs:g} s have passed"
+      ended = [d.args[0] for d in self._daemons if d.poll() is not None]
+      if ended or time.monotonic() > deadline:
+        why = f"{ended} ended" if ended else f"{secs:g} s have passed"
         raise AssertionError(f"no {what}: {why}\n{self.logs()}")
       time.sleep(0.1)
 
   def logs(self):
-    """What the daemons said, its end."""
+    """The ends of the daemons' logs."""
     paths = [*self.folder.glob("*.log"), *self.folder.glob("[0-9].*")]
     return "\n".join(f"{p}:\n{p.read_text()[-2000:]}" for p in sorted(paths))
 
   def run(self, *command, check=True, **options):
     """The output of a command."""
-    done = subprocess.run(
+    ended = subprocess.run(
       command,
       env=self.env,
       capture_output=True,
@@ -147,9 +147,9 @@ class Slurm:
       check=False,
       **options,
     )
-    if check and done.returncode:
-      raise AssertionError(f"{command}: {done.stdout}{done.stderr}")
-    return done.stdout.strip()
+    if check and ended.returncode:
+      raise AssertionError(f"{command}: {ended.stdout}{ended.stderr}")
+    return ended.stdout.strip()
 
   def state(self, job):
     """{field: value} of `scontrol show job`."""
@@ -165,7 +165,7 @@ class Slurm:
     return self.state(job)
 
   def end_jobs(self):
-    """Ends whatever is running or waiting."""
+    """Ends all running and waiting jobs."""
 
     def jobs():
       return self.run("squeue", "-h", "-o", "%i", check=False).split()
@@ -176,7 +176,7 @@ class Slurm:
     self._until(lambda: not jobs(), "end of all jobs")
 
   def close(self):
-    """Ends the jobs and daemons that were started here, and nothing else."""
+    """Ends the jobs and daemons that this object has started."""
     try:
       if len(self._daemons) > 1:
         self.end_jobs()

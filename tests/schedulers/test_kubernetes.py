@@ -1,4 +1,4 @@
-"""launch/kubernetes.yaml is a JobSet, field by field."""
+"""launch/kubernetes.yaml is a valid JobSet."""
 
 import pathlib
 
@@ -10,36 +10,36 @@ FILE = pathlib.Path(__file__).parent.parent.parent / "launch/kubernetes.yaml"
 pytestmark = pytest.mark.cluster
 
 
-def unknown(given, understood, path=""):
-  """Paths of what is given but not understood."""
-  if isinstance(given, dict):
-    for key, value in given.items():
-      if key not in understood:
+def unknown_paths(content, parsed, path=""):
+  """Paths of the values in `content` that are missing in `parsed`."""
+  if isinstance(content, dict):
+    for key, value in content.items():
+      if key not in parsed:
         yield f"{path}.{key}"
       else:
-        yield from unknown(value, understood[key], f"{path}.{key}")
-  elif isinstance(given, list):
-    for i, (one, other) in enumerate(zip(given, understood, strict=True)):
-      yield from unknown(one, other, f"{path}[{i}]")
-  elif given != understood:
+        yield from unknown_paths(value, parsed[key], f"{path}.{key}")
+  elif isinstance(content, list):
+    for i, (one, other) in enumerate(zip(content, parsed, strict=True)):
+      yield from unknown_paths(one, other, f"{path}[{i}]")
+  elif content != parsed:
     yield path
 
 
 def check(text):
-  """Raises ValueError if it is not a JobSet with jobs with pods."""
+  """Raises ValueError if the text is not a JobSet with jobs and pods."""
   models = pytest.importorskip(
     "kubeflow_trainer_api.models",
-    reason="pip install 'bigtrain[cluster]': its models are those of the "
-    "JobSet's API and of Kubernetes' own",
+    reason="pip install 'bigtrain[cluster]', which has models of the APIs of "
+    "JobSet and Kubernetes",
   )
-  given = yaml.safe_load(text)
-  # Raises for wrong types and values, and leaves out what is not in the API.
-  understood = models.JobsetV1alpha2JobSet.from_dict(given).to_dict()
-  if wrong := list(unknown(given, understood)):
-    raise ValueError(f"unknown: {', '.join(wrong)}")
+  content = yaml.safe_load(text)
+  # Raises for wrong types and values, and drops keys that the API lacks.
+  parsed = models.JobsetV1alpha2JobSet.from_dict(content).to_dict()
+  if paths := list(unknown_paths(content, parsed)):
+    raise ValueError(f"unknown: {', '.join(paths)}")
 
 
-def test_it_is_valid():
+def test_the_file_is_valid():
   check(FILE.read_text())
 
 
@@ -56,7 +56,7 @@ def test_it_is_valid():
     ("claimName:", "claim:"),
   ],
 )
-def test_a_mistake_would_be_found(right, wrong):
+def test_mistakes_are_detected(right, wrong):
   text = FILE.read_text()
   assert right in text
   with pytest.raises(ValueError):

@@ -1,25 +1,24 @@
 """The program with its workdir in an object store, against real servers."""
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import object_stores
+import processes
 import pytest
 import tiny
 from faults import program as program_lib
 
-from bigtrain.checkpoints import checkpointer, folders
+from bigtrain.checkpoints import folders, integrity
 from bigtrain.files import objects, paths
 
 pytestmark = pytest.mark.cluster
 
-# As in faults/test_killed_runs.py: the fault, what is then at least the newest
-# step, and whether an unfinished checkpoint is left.
+# As in faults/test_killed_runs.py: the fault, a lower bound of the newest step
+# afterwards, and whether it leaves an unfinished checkpoint behind.
 MOMENTS = (
   (("kill", "begin", "2"), 2, False),
   (("kill", "metadata written", "2"), 4, True),
@@ -53,7 +52,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(shared):
-  """A run to the end in a folder."""
+  """Workdir of a finished run in a folder."""
   starter = program_lib.Program(shared)
   try:
     starter.run(shared / "undisturbed", "keep_ckpts=100")
@@ -64,7 +63,7 @@ def undisturbed(shared):
 
 @pytest.fixture
 def program(store, shared, undisturbed):
-  del undisturbed  # It warms the compilation cache.
+  del undisturbed  # Fills the compilation cache.
   starter = program_lib.Program(shared, store.env)
   yield starter
   starter.close()
@@ -76,23 +75,11 @@ def workdir(store, request):
 
 
 def tool(store, name, *arguments):
-  """(exit code, what it says) of a tool."""
-  done = subprocess.run(
-    [sys.executable, "-m", f"bigtrain.tools.{name}", *arguments],
-    capture_output=True,
-    text=True,
-    timeout=program_lib.LIMIT_SECS,
-    cwd=program_lib.ROOT,
-    env={
-      **os.environ,
-      **store.env,
-      "JAX_PLATFORMS": "cpu",
-      "XLA_FLAGS": "",
-      "PYTHONPATH": f"{program_lib.ROOT}/tests",
-    },
-    check=False,
+  """(exit code, output) of a tool."""
+  ended = processes.run(
+    [sys.executable, "-m", f"bigtrain.tools.{name}", *arguments], env=store.env
   )
-  return done.returncode, done.stdout + done.stderr
+  return ended.returncode, ended.stdout + ended.stderr
 
 
 def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
@@ -100,12 +87,12 @@ def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
     process = program.start(workdir, fault=fault)
     assert process.wait() == -signal.SIGKILL, f"{fault}:\n{process.text()}"
     assert bool(folders.listing(workdir).leftovers) == is_left, fault
-    newest = checkpointer.newest(workdir)
+    newest = folders.newest(workdir)
     assert newest >= least, fault
     program_lib.assert_same_state(workdir, undisturbed, newest)
   program.run(workdir)
   assert folders.listing(workdir).leftovers == []
-  assert checkpointer.steps(workdir) == [22, 24]
+  assert folders.steps(workdir) == [22, 24]
   program_lib.assert_same_run(workdir, undisturbed, 24)
   names = {name.split("/")[0] for name in objects.below(workdir)}
   assert names == {
@@ -117,14 +104,14 @@ def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
 def test_damage_and_tools(store, program, workdir, undisturbed):
   program.run(workdir, "stop_at_steps=8", "tensorboard=True")
   assert objects.below(f"{workdir}/tensorboard")
-  code, said = tool(store, "checkpoint", "verify", workdir)
-  assert code == 0 and said.count("whole") == 2
-  code, said = tool(store, "evaluate", f"--workdir={workdir}", "--step=6")
-  assert code == 0, said
-  row = json.loads(next(x for x in said.splitlines() if x.startswith("{")))
+  code, output = tool(store, "checkpoint", "verify", workdir)
+  assert code == 0 and output.count("whole") == 2
+  code, output = tool(store, "evaluate", f"--workdir={workdir}", "--step=6")
+  assert code == 0, output
+  row = json.loads(next(x for x in output.splitlines() if x.startswith("{")))
   assert row["step"] == 6 and 0 <= row["val/acc"] <= 1
-  code, said = tool(store, "report", workdir)
-  assert code == 0, said
+  code, output = tool(store, "report", workdir)
+  assert code == 0, output
   page = paths.read_bytes(f"{workdir}/report/report.html")
   assert b"val/acc" in page
 
@@ -132,21 +119,23 @@ def test_damage_and_tools(store, program, workdir, undisturbed):
   name = next(
     x for x in objects.below(directory) if re.match(r"params/.*/c[.\d]*$", x)
   )
-  whole = paths.read_bytes(f"{directory}/{name}")
+  content = paths.read_bytes(f"{directory}/{name}")
   array = name.rpartition("/")[0]
-  for content in (None, whole[:-9], b"\x01" + whole[1:]):
-    objects.write(f"{directory}/{name}", content)
+  for damaged in (None, content[:-9], b"\x01" + content[1:]):
+    objects.write(f"{directory}/{name}", damaged)
     process = program.run(workdir, code=1)
-    said = process.last_line()
-    assert f"array '{array}'" in said and directory in said, said
-    assert f"/{name}" in said, said
-    code, said = tool(store, "checkpoint", "verify", workdir)
-    assert code == 1 and f"DAMAGED array '{array}': {directory}/{name}" in said
+    last = process.last_line()
+    assert f"array '{array}'" in last and directory in last, last
+    assert f"/{name}" in last, last
+    code, output = tool(store, "checkpoint", "verify", workdir)
+    assert (
+      code == 1 and f"DAMAGED array '{array}': {directory}/{name}" in output
+    )
   program.run(workdir, "ckpt_fallback=True")
   program_lib.assert_same_run(workdir, undisturbed, 24)
 
 
-def test_a_second_job_is_refused_and_a_dead_one_is_not_waited_for(
+def test_second_job_is_refused_and_a_dead_jobs_lease_is_taken_over(
   program, workdir, tmp_path, undisturbed
 ):
   flag = tmp_path / "flag"
@@ -168,10 +157,10 @@ def test_of_two_writers_one_wins(store, workdir):
   before = objects.read(path)
   assert objects.write(path, b"first", instead_of=before)
   assert not objects.write(path, b"second", instead_of=before)
-  there = objects.read(path)
-  assert there.content == b"first"
-  assert objects.write(path, b"third", instead_of=there)
-  assert not objects.write(path, b"fourth", instead_of=there)
+  version = objects.read(path)
+  assert version.content == b"first"
+  assert objects.write(path, b"third", instead_of=version)
+  assert not objects.write(path, b"fourth", instead_of=version)
   assert objects.read(path).content == b"third"
 
 
@@ -180,7 +169,7 @@ def test_two_processes(program, workdir, undisturbed):
   for process in job:
     assert process.wait() == 0, process.text()
   for directory in folders.find_all(workdir).values():
-    assert checkpointer.verify(directory) == []
+    assert integrity.verify(directory) == []
   program.run(workdir)
   assert list(tiny.rows(workdir)) == list(tiny.rows(undisturbed))
 
@@ -208,7 +197,7 @@ def test_a_store_that_goes_away_in_a_save_ends_the_run(
       assert process.wait(150) == 1, process.text()
       assert time.monotonic() - began < 120
       last = process.last_line()
-      # The rows go there too: whichever write gives up first ends the run.
+      # Checkpoint and rows are written there; the first failure ends the run.
       assert re.search(
         r"the checkpoint of step 4 was not saved: |cannot write .*metrics", last
       ), last
@@ -218,9 +207,9 @@ def test_a_store_that_goes_away_in_a_save_ends_the_run(
       server.kill()
 
 
-def test_a_bucket_that_is_not_there_is_told_before_compiling(program, store):
+def test_a_missing_bucket_is_reported_before_compiling(program, store):
   began = time.monotonic()
   process = program.run(f"{store.root}-of-nobody/run", code=2)
-  assert "is there such a bucket" in process.last_line()
+  assert "does the bucket exist" in process.last_line()
   assert "Compiled" not in process.text()
   assert time.monotonic() - began < 120

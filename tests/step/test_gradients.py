@@ -1,4 +1,4 @@
-"""Microbatches: the gradient is that of the whole batch's mean loss."""
+"""Gradients: equal to the gradient of the mean loss over the whole batch."""
 
 import functools
 
@@ -47,7 +47,7 @@ def make(batch_size=32):
   batch = {
     "x": rng.normal(size=(batch_size, 5)).astype(np.float32),
     "y": rng.normal(size=(batch_size, 3)).astype(np.float32),
-    # Uneven padding: the first half has hardly any weight.
+    # Uneven padding: the first half has little weight.
     "weight": (np.arange(batch_size) % 7 > (np.arange(batch_size) < 16) * 4),
   }
   variables = dict(MODEL.init(jax.random.key(0), batch["x"][:1]))
@@ -65,23 +65,19 @@ def run(microbatches, mesh_sizes, trainable=None):
 
   @jax.jit
   def fn(params, mutable, batch):
-    return gradients.gradients(
+    return gradients.make(
       loss_fn,
-      params,
-      mutable,
-      batch,
-      jax.random.key(0),
       trainable=trainable,
       microbatches=microbatches,
       mesh=mesh,
-    )
+    )({"params": params, "mutable": mutable, "step": 0}, batch)
 
   return jax.device_get(fn(params, mutable, batch))
 
 
 @pytest.mark.parametrize("mesh_sizes", [(1, 1), (2, 4)])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
-def test_gradient_is_that_of_the_weighted_mean(microbatches, mesh_sizes):
+def test_the_gradient_is_of_the_weighted_mean(microbatches, mesh_sizes):
   batch, params, mutable = make()
 
   def plain(params):
@@ -125,7 +121,7 @@ def test_frozen_parameters_have_no_gradient():
   )
 
 
-def test_splitting_moves_nothing_between_devices():
+def test_splitting_needs_no_communication():
   mesh = sharding.make_mesh(2, 4)
   spec = jax.ShapeDtypeStruct((64, 5), "float32", sharding=sharding.batch(mesh))
   text = (
@@ -138,7 +134,7 @@ def test_splitting_moves_nothing_between_devices():
     assert collective not in text
 
 
-def test_microbatches_are_given_by_their_number_or_their_size():
+def test_microbatches_by_number_or_by_size():
   mesh = sharding.make_mesh()
   read = lambda **keys: gradients.read_microbatches(
     settings.Config(keys), 64, mesh
@@ -155,16 +151,12 @@ def compiled_gradient(model, microbatches, batch, mesh, task=classification):
   loss_fn = functools.partial(task.loss_fn, model=model, train=True)
 
   def fn(params, mutable, batch):
-    return gradients.gradients(
+    return gradients.make(
       loss_fn,
-      params,
-      mutable,
-      batch,
-      jax.random.key(0),
       trainable=jax.tree.map(lambda _: True, params),
       microbatches=microbatches,
       mesh=mesh,
-    )
+    )({"params": params, "mutable": mutable, "step": 0}, batch)
 
   def init():
     one = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
@@ -199,7 +191,7 @@ def random_values(specs):
 
 
 def relative(one, other):
-  """Distance of two trees, relative to the second's norm."""
+  """Distance between two trees, relative to the norm of the second."""
   one, other = (
     np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
     for tree in (one, other)
@@ -228,10 +220,10 @@ def captions_case(rng):
 
 
 def resnet_case(rng):
-  # Batch normalisation looks at the examples that are computed together, so
-  # its gradients depend on the number of microbatches by definition; unless
-  # each of them has the same images. Labels and padding are what differs.
-  # The last stage has 2 x 2 positions, as few as variances make sense of.
+  # Batch normalisation mixes the examples of a microbatch, so its gradients
+  # depend on the number of microbatches by definition, unless all microbatches
+  # have the same images. Only labels and padding differ here. The last stage
+  # has 2 x 2 positions, the fewest for which variances make sense.
   image = rng.normal(size=(8, 64, 64, 3)).astype(np.float32).repeat(4, 0)
   labels = rng.integers(10, size=32).astype(np.int32)
   model = resnet.Model(num_classes=10, depth=26, width=0.125)
@@ -240,17 +232,16 @@ def resnet_case(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [vit_case, captions_case, resnet_case])
-def test_gradients_of_models_whatever_the_microbatches(case):
+def test_microbatches_and_devices_do_not_change_the_gradients_of_models(case):
   model, task, image, labels = case(np.random.default_rng(1))
   batch = {
     "image": image,
     "labels": labels,
-    # The first half, and the first of four interleaved parts, are mostly
-    # padding.
+    # The first half and the first of four interleaved parts are mostly padding.
     "_mask": (np.arange(32) % 5 > (np.arange(32) < 16) * 3).astype(np.float32)
     * (np.arange(32) % 4 + np.arange(32) // 24 > 0),
   }
-  found = {}
+  grads_of = {}
   for devices in (1, 8):
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
     for microbatches in (1, 2, 4):
@@ -264,23 +255,23 @@ def test_gradients_of_models_whatever_the_microbatches(case):
           sharding.replicated(mesh),
         )
         placed = jax.device_put(batch, sharding.batch(mesh))
-        # Not for speed: this halves the time to compile.
+        # This halves the time to compile.
         options = {"xla_backend_optimization_level": 0}
         program = fn.lower(params, mutable, placed).compile(options)
         grads, _, _ = program(params, mutable, placed)
-        found[devices, microbatches] = jax.device_get(grads)
+        grads_of[devices, microbatches] = jax.device_get(grads)
   far = {
     cut: error
-    for cut, grads in found.items()
-    if not (error := relative(grads, found[1, 1])) < 1e-5
+    for cut, grads in grads_of.items()
+    if not (error := relative(grads, grads_of[1, 1])) < 1e-5
   }
   assert not far
 
 
-def test_microbatches_that_do_not_divide_are_told_with_the_nearest():
+def test_a_number_of_microbatches_that_does_not_divide():
   mesh = sharding.make_mesh()
   gradients.check_microbatches(64, 4, mesh)
   with pytest.raises(ConfigError, match=r"batch of 64 on 8 .* nearest .* is 2"):
     gradients.check_microbatches(64, 3, mesh)
-  with pytest.raises(ConfigError, match="positive whole number, got 0"):
+  with pytest.raises(ConfigError, match="at least 1, got 0"):
     gradients.check_microbatches(64, 0, mesh)

@@ -1,6 +1,6 @@
-"""Steps that are not finite, in whole runs: told, skipped, rolled back.
+"""Steps that are not finite, in whole runs: reported, skipped, rolled back.
 
-test_tally.py shows the selection itself.
+test_tally.py tests the judgement of single steps.
 """
 
 import math
@@ -15,7 +15,7 @@ from bigtrain.step import guard
 
 @pytest.fixture
 def spoilt_config(tiny_config, tmp_path):
-  """A config whose fourth batch (examples 48 to 63) holds a NaN."""
+  """A config whose fourth batch (examples 48 to 63) has a NaN."""
   with np.load(tiny_config()["input"]["data"]["path"]) as file:
     data = dict(file)
   data["image"][55, 3, 3] = np.nan
@@ -30,19 +30,19 @@ def spoilt_config(tiny_config, tmp_path):
   )
 
 
-def test_nothing_of_a_step_that_is_not_finite_is_saved(spoilt_config, tmp_path):
+def test_a_bad_step_is_never_saved(spoilt_config, tmp_path):
   # Step 5 would save, and step 4 evaluates.
   config = spoilt_config | {"ckpt_steps": 5}
-  with pytest.raises(guard.NotFinite) as told:
+  with pytest.raises(guard.NotFinite) as error:
     main.train(config, str(tmp_path / "run"))
-  message = str(told.value)
+  message = str(error.value)
   for part in ("step 4", "loss nan", "first/kernel", "48, 49", "spoilt.npz"):
     assert part in message
   assert tiny.checkpoint_steps(tmp_path / "run") == []
   assert list(tiny.rows(tmp_path / "run")) == [1, 2, 3]
 
 
-def test_the_checkpoint_before_a_step_that_is_not_finite_stays(
+def test_the_checkpoint_before_a_bad_step_stays(
   spoilt_config, tiny_config, tmp_path
 ):
   with pytest.raises(guard.NotFinite, match="step 4 is not finite"):
@@ -57,7 +57,7 @@ def test_the_checkpoint_before_a_step_that_is_not_finite_stays(
   )
 
 
-def test_skipped_steps_are_counted_and_change_nothing(spoilt_config, tmp_path):
+def test_skipped_steps_count_and_change_nothing(spoilt_config, tmp_path):
   config = spoilt_config | {"nonfinite": "skip", "ckpt_steps": 1}
   config["keep_ckpts"] = 10
   main.train(config, str(tmp_path))
@@ -71,7 +71,7 @@ def test_skipped_steps_are_counted_and_change_nothing(spoilt_config, tmp_path):
   assert (
     tiny.arrays(tmp_path, 5)["params/head/bias"] != after["params/head/bias"]
   ).any()
-  # What is saved is good, so the policy may change.
+  # The saved state is good, so the policy may change.
   longer = config | {"stop_at_steps": None, "nonfinite": "stop"}
   (tmp_path / "checkpoints" / "00000006").rename(tmp_path / "away")
   main.train(longer, str(tmp_path))
@@ -85,7 +85,7 @@ def test_too_many_skipped_steps_end_the_run(spoilt_config, tmp_path):
   assert tiny.checkpoint_steps(tmp_path / "run") == [3]
 
 
-def test_rolling_back_passes_over_the_batches(spoilt_config, tmp_path):
+def test_a_rollback_skips_the_batches(spoilt_config, tmp_path):
   config = spoilt_config | {"nonfinite": "rollback", "ckpt_steps": 2}
   main.train(config, str(tmp_path))
   rows = tiny.rows(tmp_path)

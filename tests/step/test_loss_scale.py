@@ -1,4 +1,4 @@
-"""The rule by which a loss scale finds its size, and a run in float16."""
+"""The dynamic loss scale, and a run in float16."""
 
 import math
 
@@ -24,12 +24,16 @@ def test_the_rule_on_a_random_history():
       good += 1
       if good == 3:
         scale, good = min(scale * 2, 32.0), 0
-    found = {name: float(value) for name, value in state.items()}
-    assert found == {"scale": scale, "good_steps": good, "overflows": overflows}
+    values = {name: float(value) for name, value in state.items()}
+    assert values == {
+      "scale": scale,
+      "good_steps": good,
+      "overflows": overflows,
+    }
     assert bool(rule.may_shrink(state)) == (scale > 1.0)
 
 
-def test_when_there_is_a_scale():
+def test_which_configs_have_a_loss_scale():
   read = lambda **keys: loss_scale.from_config(settings.Config(keys))
   assert read() is None
   assert read(model=dict(dtype="bfloat16")) is None
@@ -55,22 +59,20 @@ def test_small_gradients_survive_float16(microbatches):
     return {"loss": metrics.pair(loss)}, {}
 
   def gradient(scale):
-    grads, pairs, _ = gradients.gradients(
+    grads, pairs, _ = gradients.make(
       loss_fn,
-      {"w": jnp.ones(1)},
-      {},
-      {"x": jnp.asarray(x)},
-      jax.random.key(0),
       trainable={"w": True},
       microbatches=microbatches,
       mesh=mesh,
-      loss_scale=scale,
+    )(
+      {"params": {"w": jnp.ones(1)}, "step": 0, "loss_scale": {"scale": scale}},
+      {"x": jnp.asarray(x)},
     )
     assert pairs["loss"][1] == 4
     return float(grads["w"][0])
 
   true = 2e-4 * 1e-4
-  assert gradient(None) == 0  # It is below the smallest float16.
+  assert gradient(None) == 0  # Below the smallest float16.
   assert gradient(jnp.float32(2.0**12)) == pytest.approx(true, rel=1e-2)
   assert not math.isfinite(gradient(jnp.float32(2.0**50)))
 
@@ -79,7 +81,7 @@ def test_a_run_in_float16(tiny_config, tmp_path):
   changes = {
     "model_name": "tiny.half",
     "model": dict(num_classes=10, dtype="float16"),
-    # So large that the first steps overflow, and find the right size.
+    # Large enough that the first steps overflow and shrink it.
     "loss_scale": dict(init=2.0**24, growth_steps=100),
     "log_steps": 1,
     "evals": {},

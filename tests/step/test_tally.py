@@ -1,18 +1,23 @@
-"""Sums between rows, and the guard against steps that are not finite."""
+"""Sums between rows, and the guard's judgement of single steps."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain.settings import ConfigError
-from bigtrain.step import tally
+from bigtrain.settings import Config, ConfigError
+from bigtrain.step import guard, loss_scale, tally
 
 NAN = float("nan")
 
 
+def make_guard(policy, scale=None):
+  return guard.Guard(policy, max_nonfinite=3, loss_scale=scale)
+
+
 def run(losses, policy="stop", log_steps=3, norms=None):
-  """Plays steps with these losses; returns states, rows and the tally."""
+  """Runs steps with these losses; returns states, rows and the tally."""
+  rules = make_guard(policy)
   now = tally.zeros(tally.spec({"loss": (0.0, 0.0)}, ["lr"]))
   state = {"x": jnp.zeros(()), "step": jnp.zeros((), jnp.int32)}
 
@@ -20,8 +25,8 @@ def run(losses, policy="stop", log_steps=3, norms=None):
   def step_fn(state, now, loss, weight, norm, i):
     step = state["step"] + 1
     pair = (loss * weight, weight)
-    verdict = tally.judge(now, pair, norm, policy)
-    now = tally.count(
+    verdict = rules.judge(state, now, pair, norm)
+    now = tally.add_step(
       now,
       verdict,
       step=i,
@@ -31,7 +36,7 @@ def run(losses, policy="stop", log_steps=3, norms=None):
       last={"lr": i * 0.5},
     )
     new = {"x": state["x"] + loss, "step": step}
-    return tally.select(verdict, lambda: new, lambda: state, policy), now
+    return rules.select(verdict, state, lambda: new), now
 
   states, rows = [], {}
   norms = norms or [1.0] * len(losses)
@@ -43,7 +48,7 @@ def run(losses, policy="stop", log_steps=3, norms=None):
   return states, rows, jax.device_get(now)
 
 
-def test_a_row_is_the_weighted_mean_of_its_own_steps():
+def test_a_row_is_the_weighted_mean_of_its_steps():
   losses = [3.0, 1.0, 2.0, 5.0, 4.0, 6.0]
   _, rows, _ = run(losses, norms=[1.0, 2.0, 6.0, 1.0, 1.0, 4.0])
   assert rows[3]["loss"] == pytest.approx((3 + 2 + 6) / 6)
@@ -69,7 +74,7 @@ def test_stop_freezes_the_state_before_the_bad_step(losses, norms):
   assert last["bad_step"] == 3
 
 
-def test_skip_goes_on_with_the_next_batch_and_counts():
+def test_skip_continues_with_the_next_batch_and_counts():
   states, rows, last = run([1.0, NAN, 1.0, NAN, NAN, 1.0], policy="skip")
   assert [s["x"] for s in states] == [1.0, 1.0, 2.0, 2.0, 2.0, 3.0]
   assert [s["step"] for s in states] == [1, 2, 3, 4, 5, 6]
@@ -79,28 +84,34 @@ def test_skip_goes_on_with_the_next_batch_and_counts():
   assert last["sums"]["steps"] == 1
 
 
-def test_a_row_of_skipped_steps_alone_has_no_mean():
+def test_a_row_with_only_skipped_steps_has_no_mean():
   _, rows, _ = run([1.0, 1.0, 5.0, NAN, NAN, NAN], policy="skip")
   assert "loss" not in rows[6] and "grad_norm" not in rows[6]
   assert rows[6]["skipped_steps"] == 3
-  # What is the newest comes from the last step that counted.
+  # The newest values are those of the last good step.
   assert rows[6]["loss_last"] == 5.0
   assert all(map(np.isfinite, rows[6].values()))
 
 
-@pytest.mark.parametrize("policy", tally.POLICIES)
-def test_an_overflow_changes_the_loss_scale_alone(policy):
+@pytest.mark.parametrize("policy", guard.POLICIES)
+def test_an_overflow_changes_only_the_loss_scale(policy):
   now = tally.zeros(tally.spec({"loss": (0.0, 0.0)}, []))
   pair, inf = (jnp.float32(2.0), jnp.float32(1.0)), jnp.float32("inf")
-  new = {"x": 2.0, "step": 5}
-  kept, scales = {"x": 1.0, "step": 4}, (8.0, 4.0)
+  new = {"x": jnp.float32(2.0), "step": jnp.int32(5)}
 
-  def select(verdict):
-    return tally.select(verdict, lambda: new, lambda: kept, policy, scales)
+  def state(scale):
+    scale = {
+      "scale": jnp.float32(scale),
+      "good_steps": jnp.int32(0),
+      "overflows": jnp.float32(0),
+    }
+    step = jnp.int32(4)
+    return {"x": jnp.float32(1.0), "step": step, "loss_scale": scale}
 
-  verdict = tally.judge(now, pair, inf, policy, may_shrink=True)
+  rules = make_guard(policy, loss_scale.LossScale(init=8.0, least=4.0))
+  verdict = rules.judge(state(8.0), now, pair, inf)
   assert jax.tree.leaves(verdict) == [False, False, True]
-  now = tally.count(
+  now = tally.add_step(
     now,
     verdict,
     step=jnp.int32(5),
@@ -110,21 +121,23 @@ def test_an_overflow_changes_the_loss_scale_alone(policy):
     last={},
   )
   assert now["bad_step"] == now["skipped"] == now["sums"]["steps"] == 0
-  assert select(verdict) == {
-    "x": 1.0,
-    "step": 5,
-    "loss_scale": 4.0,
-  }
-  # Where it cannot shrink, or the loss itself is not finite, nothing helps.
-  for loss, may_shrink in ((pair, False), ((inf, pair[1]), True)):
-    verdict = tally.judge(now, loss, inf, policy, may_shrink)
+  kept = rules.select(verdict, state(8.0), lambda: new)
+  assert kept["x"] == 1.0 and kept["step"] == 5
+  assert kept["loss_scale"]["scale"] == 4.0
+  # Nothing helps if the scale cannot shrink or the loss itself is not finite.
+  for loss, scale in ((pair, 4.0), ((inf, pair[1]), 8.0)):
+    verdict = rules.judge(state(scale), now, loss, inf)
     assert jax.tree.leaves(verdict) == [False, True, False]
-    found = select(verdict)
-    assert found["loss_scale"] == 8.0 and found["x"] == 1.0
-    assert found["step"] == (5 if policy == "skip" else 4)
+    kept = rules.select(verdict, state(scale), lambda: new)
+    assert kept["loss_scale"]["scale"] == scale and kept["x"] == 1.0
+    assert kept["step"] == (5 if policy == "skip" else 4)
 
 
 def test_policies_are_checked():
-  tally.check_policy("skip")
+  read = lambda **keys: guard.from_config(Config(keys))
+  assert read(nonfinite="skip").max_nonfinite == 100
+  assert read().policy == "stop"
   with pytest.raises(ConfigError, match="no policy 'skp'. Did you mean 'skip'"):
-    tally.check_policy("skp")
+    read(nonfinite="skp")
+  with pytest.raises(ConfigError, match="config.max_nonfinite: expected"):
+    read(max_nonfinite=-1)

@@ -1,20 +1,17 @@
-"""The captioning task against plain numpy, and however a batch is cut."""
+"""The captioning task against plain numpy, microbatches and devices."""
 
 import functools
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from golden import make_losses
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bigtrain import sharding
+from bigtrain import parts, sharding
 from bigtrain.models import cappa
 from bigtrain.reports import writers
 from bigtrain.settings import ConfigError
@@ -24,7 +21,7 @@ from bigtrain.tasks import captioning as task
 B, L, V = 32, 8, 13
 RNG = np.random.default_rng(0)
 IMAGE = RNG.normal(size=(B, 4, 8, 1)).astype(np.float32)
-# Captions of 0 to 8 tokens; eos is 2.
+# Captions have 0 to 8 tokens; the eos is 2.
 LENGTHS = np.concatenate([[0, 8], RNG.integers(1, L + 1, B - 2)])
 LABELS = np.where(
   np.arange(L) < LENGTHS[:, None], RNG.integers(2, V, (B, L)), 0
@@ -50,7 +47,7 @@ def batch(**changes):
 
 
 def jit(fn):
-  # Not for speed: this halves the time to compile.
+  # Without optimizations, compiling takes half the time.
   return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -61,7 +58,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def log_probs(model):
-  """float64 [B, L, V], by the model's own logits."""
+  """Returns float64 [B, L, V] from the model's logits."""
   logits = jit(model[0].apply)(model[1], IMAGE, LABELS)[0]
   logits = np.float64(logits)
   return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -79,38 +76,40 @@ def run(model, data, **options):
   return {k: (float(s), float(w)) for k, (s, w) in pairs.items()}
 
 
-def test_every_sentence_counts_as_one_or_every_token(model, log_probs):
+def test_normalize_by_sentences_or_tokens(model, log_probs):
   weight = (LABELS != 0) * 1.0
   loss = (xent(log_probs) * weight).sum(1)
-  found = run(model, batch(), chunk=3)
+  actual = run(model, batch(), chunk=3)
   expected = (loss / np.maximum(LENGTHS, 1)).sum()
-  assert found["loss"] == pytest.approx((expected, B - 1), rel=1e-5)
+  assert actual["loss"] == pytest.approx((expected, B - 1), rel=1e-5)
   hits = ((log_probs.argmax(-1) == LABELS) * weight).sum()
-  assert found["token_accuracy"] == (hits, LENGTHS.sum())
-  found = run(model, batch(), normalize="tokens")
-  assert found["loss"] == pytest.approx((loss.sum(), LENGTHS.sum()), rel=1e-5)
+  assert actual["token_accuracy"] == (hits, LENGTHS.sum())
+  actual = run(model, batch(), normalize="tokens")
+  assert actual["loss"] == pytest.approx((loss.sum(), LENGTHS.sum()), rel=1e-5)
   perplexity = jit(task.predict_fns(model[0])["perplexity"])(model[1], batch())
-  assert found["loss"] == pytest.approx(
+  assert actual["loss"] == pytest.approx(
     tuple(map(float, perplexity["loss"])), rel=1e-6
   )
 
 
-def test_masks_of_tokens_and_of_examples(model, log_probs):
+def test_token_masks_and_example_masks(model, log_probs):
   masks = RNG.integers(0, 3, (B, L)).astype(np.float32)
   masks[5] = 0
   real = np.arange(B) % 3 != 1
   data = batch(label_masks=masks, _mask=real.astype(np.float32))
   weight = masks * (LABELS != 0) * real[:, None]
   loss = xent(log_probs, 0.2) * weight
-  found = run(model, data, normalize="tokens", label_smoothing=0.2)
-  assert found["loss"] == pytest.approx((loss.sum(), weight.sum()), rel=1e-5)
-  found = run(model, data, label_smoothing=0.2)
+  actual = run(model, data, normalize="tokens", label_smoothing=0.2)
+  assert actual["loss"] == pytest.approx((loss.sum(), weight.sum()), rel=1e-5)
+  actual = run(model, data, label_smoothing=0.2)
   total = weight.sum(1)
   expected = (loss.sum(1) / np.where(total, total, 1)).sum()
-  assert found["loss"] == pytest.approx((expected, (total > 0).sum()), rel=1e-5)
+  assert actual["loss"] == pytest.approx(
+    (expected, (total > 0).sum()), rel=1e-5
+  )
 
 
-def test_padding_that_is_not_finite_does_not_count(model):
+def test_non_finite_padding_has_no_effect(model):
   image = IMAGE.copy()
   image[3] = np.nan
   data = batch(image=image, _mask=(np.arange(B) != 3).astype(np.float32))
@@ -119,22 +118,22 @@ def test_padding_that_is_not_finite_does_not_count(model):
     assert np.isfinite(pairs["loss"]).all()
 
 
-def test_which_examples_are_parallel_is_drawn_from_their_keys():
+def test_parallel_examples_depend_on_their_keys_only():
   keys = jax.random.split(jax.random.key(3), 2000)
   draw = jit(lambda keys: task.parallel_examples(keys, 10, 0.75, 0.45))
   parallel, masked = map(np.asarray, draw(keys))
   assert parallel.mean() == pytest.approx(0.75, abs=0.04)
   assert set(masked.sum(1)) == {4}
   assert masked.mean(0) == pytest.approx(np.full(10, 0.4), abs=0.04)
-  # Each by itself, wherever it stands.
-  for found, expected in zip(draw(jnp.roll(keys, 100)), (parallel, masked)):
-    np.testing.assert_array_equal(found, np.roll(expected, 100, axis=0))
+  # An example's draw does not depend on its place in the batch.
+  for actual, expected in zip(draw(jnp.roll(keys, 100)), (parallel, masked)):
+    np.testing.assert_array_equal(actual, np.roll(expected, 100, axis=0))
   everything = task.parallel_examples(keys[:1], 10, 1.0, 1.0)
   assert everything[0].all() and everything[1] is None
 
 
 def gradients(model, devices, microbatches, **options):
-  """(gradients, pairs) of the batch on so many devices, in so many parts."""
+  """Returns (gradients, pairs) for a number of devices and microbatches."""
   mesh = sharding.make_mesh(1, devices, devices=jax.devices()[:devices])
   model, variables = model
   loss_fn = functools.partial(task.loss_fn, model=model, train=True, **options)
@@ -142,16 +141,12 @@ def gradients(model, devices, microbatches, **options):
     by_example = NamedSharding(mesh, PartitionSpec(sharding.AXES))
 
     def step(params, data):
-      return gradients_lib.gradients(
+      return gradients_lib.make(
         loss_fn,
-        params,
-        {},
-        data,
-        jax.random.key(5),
         trainable=jax.tree.map(lambda _: True, params),
         microbatches=microbatches,
         mesh=mesh,
-      )[:2]
+      )({"params": params, "step": 0}, data)[:2]
 
     params = jax.device_put(
       variables["params"], NamedSharding(mesh, PartitionSpec())
@@ -160,8 +155,8 @@ def gradients(model, devices, microbatches, **options):
     return jax.device_get((grads, pairs))
 
 
-# Some examples have half of their tokens masked; which ones and which tokens
-# must not change with the microbatch that an example is in.
+# In "parallel" some examples have half of their tokens masked. The draw must not
+# depend on an example's microbatch.
 CASES = {
   "parallel": dict(masked_pred_prob=0.6, masking_ratio=0.5, chunk=4),
   "in order": dict(normalize="tokens", chunk=3),
@@ -189,11 +184,11 @@ def test_microbatches_and_devices_change_rounding_only(model, name, cuts):
 
 
 def test_golden_losses(tmp_path):
-  """If this fails, the first steps of digits_captions are not what they were.
+  """Compares the first steps of digits_captions with recorded ones.
 
-  When that is intended, run tests/golden/make_losses.py, as it says.
+  After an intended change, run tests/golden/make_losses.py; see its docstring.
   """
-  found = make_losses.make(
+  actual = make_losses.make(
     str(tmp_path),
     "digits_captions",
     mesh=dict(replica=2, fsdp=4),
@@ -201,24 +196,23 @@ def test_golden_losses(tmp_path):
   )
   file = make_losses.FILES["digits_captions"]
   golden = json.loads(file.read_text())
-  np.testing.assert_allclose(found["loss"], golden["loss"], rtol=1e-5)
-  np.testing.assert_allclose(found["grad_norm"], golden["grad_norm"], rtol=1e-3)
+  np.testing.assert_allclose(actual["loss"], golden["loss"], rtol=1e-5)
+  np.testing.assert_allclose(
+    actual["grad_norm"], golden["grad_norm"], rtol=1e-3
+  )
 
 
 @pytest.mark.results
 def test_digits_captions_reaches_its_result(tmp_path):
-  command = [sys.executable, "-m", "bigtrain.main"]
-  command += ["--config=configs/digits_captions.py", f"--workdir={tmp_path}"]
-  # Eight simulated devices would only be in each other's way.
-  env = {**os.environ, "XLA_FLAGS": ""}
-  root = pathlib.Path(__file__).parents[2]
-  subprocess.run(command, check=True, cwd=root, env=env, timeout=1200)
+  command = processes.main_command("configs/digits_captions.py", tmp_path)
+  ended = processes.run(command, timeout=1200)
+  assert ended.returncode == 0, ended.stderr[-3000:]
   (row,) = [r for r in writers.read_rows(str(tmp_path)) if "val/acc" in r]
   assert row["val/acc"] >= 0.90
   assert row["captions/exact"] >= 0.90
 
 
-def test_logits_of_all_positions_are_never_held(model):
+def test_logits_of_all_positions_never_exist(model):
   model, variables = model
   fn = functools.partial(task.loss_fn, model=model, train=True, chunk=2)
   loss = lambda v, data: fn(v, data, jax.random.key(0))[0]["loss"][0]
@@ -270,19 +264,19 @@ def test_the_memory_of_score_does_not_grow_with_the_classes(model):
     return fn.compile().memory_analysis().temp_size_in_bytes
 
   few, many = temporary_bytes(40), temporary_bytes(1000)
-  results = 64 * 1000 * 4  # The scores themselves, which XLA turns once.
+  results = 64 * 1000 * 4  # The scores, which XLA transposes once.
   assert many - few < 2.5 * results
-  # All classes at once would take this for one layer's hidden states alone.
+  # Hidden states of one layer for all classes at once.
   assert many - few < 64 * 1000 * L * 8 * 4 / 20
 
 
-def test_greedy_captions_are_those_of_decoding_without_a_cache(model):
+def test_greedy_captions_match_decoding_without_a_cache(model):
   model, variables = model
   caption = functools.partial(
     task.predict_fns(model)["caption"], eos_id=2, pad_id=0
   )
   data = {"image": IMAGE, "_mask": (np.arange(B) != 4).astype(np.float32)}
-  found = jit(caption)(variables, data)
+  actual = jit(caption)(variables, data)
   apply = jit(lambda text: model.apply(variables, IMAGE, text)[0])
   text = np.zeros((B, L), np.int32)
   ended = np.zeros(B, bool)
@@ -290,9 +284,9 @@ def test_greedy_captions_are_those_of_decoding_without_a_cache(model):
     best = np.asarray(apply(text))[:, i].argmax(-1)
     text[:, i] = np.where(ended, 0, best)
     ended |= best == 2
-  assert 0 < ended.sum() < B  # Some end early, some do not.
+  assert 0 < ended.sum() < B  # Some captions end early, some do not.
   text[4] = 0
-  np.testing.assert_array_equal(found, text)
+  np.testing.assert_array_equal(actual, text)
   beam = functools.partial(caption, method="beam", num_beams=1)
   others = np.arange(B) != 4
   np.testing.assert_array_equal(
@@ -308,9 +302,9 @@ def test_more_beams_find_likelier_captions(model):
   )
   data = {"image": IMAGE}
   wide = jit(functools.partial(caption, method="beam", num_beams=4))
-  found = [jit(caption)(variables, data), wide(variables, data)]
+  captions = [jit(caption)(variables, data), wide(variables, data)]
   likelihoods = []
-  for text in found:
+  for text in captions:
     assert text.shape == (B, 5)
     log_probs = jax.nn.log_softmax(jit(model.apply)(variables, IMAGE, text)[0])
     picked = np.take_along_axis(
@@ -322,18 +316,18 @@ def test_more_beams_find_likelier_captions(model):
 
 
 @pytest.mark.slow
-def test_a_sample_depends_on_image_and_seed_alone(model):
+def test_a_sample_depends_on_image_and_seed_only(model):
   model, variables = model
   caption = functools.partial(
     task.predict_fns(model)["caption"], eos_id=2, method="sample", top_k=8
   )
   sample = jit(caption)
-  all_of_them = np.asarray(sample(variables, {"image": IMAGE}))
+  samples = np.asarray(sample(variables, {"image": IMAGE}))
   flipped = np.asarray(sample(variables, {"image": IMAGE[::-1]}))
-  np.testing.assert_array_equal(flipped[::-1], all_of_them)
-  assert len(np.unique(all_of_them, axis=0)) > B / 2
+  np.testing.assert_array_equal(flipped[::-1], samples)
+  assert len(np.unique(samples, axis=0)) > B / 2
   other = jit(functools.partial(caption, seed=1))(variables, {"image": IMAGE})
-  assert (np.asarray(other) != all_of_them).any(1).mean() > 0.5
+  assert (np.asarray(other) != samples).any(1).mean() > 0.5
 
 
 def test_features_of_the_encoder(model):
@@ -350,7 +344,7 @@ def test_features_of_the_encoder(model):
     fn(variables, {"image": IMAGE}, layer="encode")
 
 
-def test_dropout_acts_when_training_only():
+def test_dropout_is_on_in_training_only():
   model, variables = make(decoder_dropout=0.5)
   fn = functools.partial(task.loss_fn, model=model)
 
@@ -369,12 +363,21 @@ def test_dropout_acts_when_training_only():
   ("options", "message"),
   [
     (dict(normalize="token"), "loss.normalize: .*Did you mean 'tokens'"),
-    (dict(masked_pred_prob=1.2), "masked_pred_prob: expected a share"),
-    (dict(masked_pred_prob=0.5, masking_ratio=0.1), "masks 0 of 8 positions"),
-    (dict(masked_pred_prob=0.5, masking_ratio=1.2), "masks 9 of 8 positions"),
+    (
+      dict(masked_pred_prob=1.2),
+      "masked_pred_prob: .* at least 0 and at most 1, got",
+    ),
+    (
+      dict(masked_pred_prob=0.5, masking_ratio=0.1),
+      "1 to 8 positions, .*masks 0",
+    ),
+    (
+      dict(masked_pred_prob=0.5, masking_ratio=1.2),
+      "1 to 8 positions, .*masks 9",
+    ),
   ],
 )
-def test_mistakes_in_the_loss(model, options, message):
+def test_invalid_loss_options(model, options, message):
   with pytest.raises(ConfigError, match=message):
     task.loss_fn(
       model[1],
@@ -386,15 +389,16 @@ def test_mistakes_in_the_loss(model, options, message):
     )
 
 
-def test_mistakes_in_the_rest(model):
+def test_invalid_batches_and_predict_options(model):
   model, variables = model
   fns = task.predict_fns(model)
-  with pytest.raises(ConfigError, match="leaves no 'labels'"):
-    task.inputs({"image": IMAGE, "label": LABELS})
+  with pytest.raises(ConfigError, match="no feature 'labels'"):
+    data = {"image": IMAGE, "label": LABELS}
+    task.inputs(parts.Features(data, "config.input"))
   for kw, message in (
     (dict(method="bean"), "Did you mean 'beam'"),
     (dict(method="beam"), "needs an eos_id"),
-    (dict(max_len=9), "max_len=9, but config.model.max_len=8"),
+    (dict(max_len=9), r"at most 8 \(config.model.max_len\), got 9"),
   ):
     with pytest.raises(ConfigError, match=message):
       fns["caption"](variables, {"image": IMAGE}, **kw)

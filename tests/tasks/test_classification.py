@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import metrics
+from bigtrain import metrics, parts
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import classification as task
 
@@ -18,7 +18,7 @@ ONE_HOT = np.eye(C, dtype=np.float32)[LABELS]
 
 
 class Net(nn.Module):
-  """Flattens and projects; counts how often it was trained."""
+  """Flattens and projects; counts training calls."""
 
   dropout: float = 0.0
 
@@ -79,7 +79,7 @@ def run(variables, model, data, train=True, seed=0, **options):
   ("kind", "expected"),
   [("softmax_xent", softmax_loss), ("sigmoid_xent", sigmoid_loss)],
 )
-def test_sums_and_weights(kind, expected, labels):
+def test_loss_and_accuracy_are_sums_and_weights(kind, expected, labels):
   model, variables = make()
   logits = logits_of(variables)
   pairs, _ = run(variables, model, batch(labels=labels), kind=kind)
@@ -96,7 +96,8 @@ def test_several_labels_for_an_image():
   logits = logits_of(variables)
   loss = sigmoid_loss(logits, labels)
   assert pairs["loss"] == pytest.approx((loss.sum(), B), rel=1e-5)
-  hits = (logits[:3].argmax(-1) < 2).sum()  # An image without labels: never.
+  # Predictions for images without labels are never correct.
+  hits = (logits[:3].argmax(-1) < 2).sum()
   assert pairs["accuracy"][0] == hits
 
 
@@ -109,7 +110,7 @@ def test_label_smoothing():
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_padding_does_not_count_whatever_it_holds(train):
+def test_padding_has_no_effect(train):
   model, variables = make()
   mask = np.array([1, 1, 0, 1, 0, 0], np.float32)
   real = mask > 0
@@ -132,7 +133,7 @@ def test_mutable_collections_change_in_training_only():
   assert mutable["counts"]["trained"] == 0
 
 
-def test_dropout_is_of_the_key_and_of_training():
+def test_dropout_depends_on_the_key_in_training_only():
   model, variables = make(dropout=0.5)
   first, _ = run(variables, model, batch(), seed=0)
   again, _ = run(variables, model, batch(), seed=0)
@@ -146,7 +147,7 @@ def test_dropout_is_of_the_key_and_of_training():
 # Mixup.
 
 
-def test_mixup_blends_with_the_neighbour():
+def test_mixup_blends_with_the_previous_image():
   mixed, weight = task.mixup(jax.random.key(0), jnp.asarray(IMAGE), 0.2)
   weight = float(weight)
   assert 0.5 <= weight < 1
@@ -159,7 +160,7 @@ def test_mixup_blends_with_the_neighbour():
   assert half.dtype == jnp.bfloat16
 
 
-def test_the_weight_of_mixup_has_the_distribution_it_says():
+def test_mixup_weight_distribution():
   keys = jax.random.split(jax.random.key(0), 2000)
   draw = jax.jit(jax.vmap(lambda k: task.mixup(k, jnp.ones((1, 1)), 0.4)[1]))
   weights = np.asarray(draw(keys))
@@ -171,9 +172,9 @@ def test_the_weight_of_mixup_has_the_distribution_it_says():
   assert weights.mean() == pytest.approx(expected, abs=0.01)
 
 
-def test_the_loss_of_mixup_is_that_of_blended_labels():
+def test_mixup_loss_equals_the_loss_of_blended_labels():
   model, variables = make()
-  # The same key gives the same blend; it is drawn before dropout's.
+  # loss_fn draws the blend from the first of the two keys.
   mixup_rng, _ = jax.random.split(jax.random.key(3))
   mixed, weight = task.mixup(mixup_rng, jnp.asarray(IMAGE), 0.5)
   weight = float(weight)
@@ -188,7 +189,7 @@ def test_the_loss_of_mixup_is_that_of_blended_labels():
   assert still == plain
 
 
-# What evaluators use.
+# Predict functions.
 
 
 def test_predict_functions():
@@ -210,12 +211,17 @@ def test_predict_functions():
 @pytest.mark.parametrize(
   ("data", "options", "message"),
   [
-    (batch(), dict(kind="softmax_xnt"), "loss 'softmax_xnt'. .*'softmax_xent'"),
-    ({"image": IMAGE, "label": 0}, {}, "no 'labels'.* mean 'label'"),
-    ({"img": IMAGE, "labels": 0}, {}, "no 'image'"),
+    (
+      batch(),
+      dict(kind="softmax_xnt"),
+      "unknown 'softmax_xnt'. .*'softmax_xent'",
+    ),
+    ({"image": IMAGE, "label": 0}, {}, "no feature 'labels'.* mean 'label'"),
+    ({"img": IMAGE, "labels": 0}, {}, "no feature 'image'"),
   ],
 )
-def test_mistakes(data, options, message):
+def test_invalid_options_and_batches(data, options, message):
   model, variables = make()
   with pytest.raises(ConfigError, match=message):
-    run(variables, model, data, **options)
+    features = parts.Features(data, "config.input")
+    run(variables, model, features, **options)

@@ -2,19 +2,16 @@
 
 import functools
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from golden import make_losses
 
-from bigtrain import metrics, sharding
+from bigtrain import metrics, parts, sharding
 from bigtrain.models import two_towers
 from bigtrain.reports import writers
 from bigtrain.settings import ConfigError
@@ -30,7 +27,7 @@ BATCH = {
 
 
 class Towers(nn.Module):
-  """What the task needs of a model; transformers would compile for minutes."""
+  """A minimal model; transformers would take minutes to compile."""
 
   vocab_size: int = 11
 
@@ -61,7 +58,7 @@ def params():
 
 
 def dense_loss(params, batch, kind):
-  """The formulas of the papers, with a matrix of all pairs."""
+  """Computes the papers' formulas with the logits of all pairs."""
   image, text, _ = MODEL.apply({"params": params}, **task.inputs(batch))
   logits = jnp.exp(params["t"]) * image @ text.T
   if kind == "softmax":
@@ -86,7 +83,7 @@ def expected(params):
 
 
 def gradients(params, mesh_sizes, microbatches, kind, trainable=None, **extra):
-  """What a step computes: (gradients, pairs)."""
+  """Returns (gradients, pairs) of a training step."""
   mesh = sharding.make_mesh(
     *mesh_sizes, devices=jax.devices()[: mesh_sizes[0] * mesh_sizes[1]]
   )
@@ -100,18 +97,13 @@ def gradients(params, mesh_sizes, microbatches, kind, trainable=None, **extra):
 
   @jax.jit
   def fn(params, batch):
-    return gradients_lib.gradients(
+    return gradients_lib.make(
       loss_fn,
-      params,
-      {},
-      batch,
-      jax.random.key(0),
       trainable=trainable,
       microbatches=microbatches,
       mesh=mesh,
-      in_two=gradients_lib.two_passes(task, MODEL, options),
-      **extra,
-    )[:2]
+      two_pass=gradients_lib.two_pass_loss(task, MODEL, options),
+    )({"params": params, "step": 0, **extra}, batch)[:2]
 
   with jax.set_mesh(mesh):
     batch = jax.device_put(BATCH, sharding.batch(mesh))
@@ -124,7 +116,7 @@ def assert_close(grads, others):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-# Each number of microbatches on one device and on eight, both losses.
+# Several numbers of microbatches on one device and on eight, for both losses.
 @pytest.mark.parametrize(
   ("kind", "mesh_sizes", "microbatches"),
   [
@@ -135,37 +127,37 @@ def assert_close(grads, others):
     ("softmax", (1, 1), 2),
   ],
 )
-def test_loss_and_gradient_are_those_of_all_pairs(
+def test_loss_and_gradients_equal_the_dense_formulas(
   params, expected, kind, mesh_sizes, microbatches
 ):
   loss, grads = expected[kind]
-  found, pairs = gradients(params, mesh_sizes, microbatches, kind)
+  actual, pairs = gradients(params, mesh_sizes, microbatches, kind)
   assert metrics.means(pairs)["loss"] == pytest.approx(loss, rel=1e-5)
   assert pairs["loss"][1] == B
-  if kind == "softmax":  # A bias changes no softmax.
-    np.testing.assert_array_equal(found["b"], 0)
-  assert_close(found, grads)
+  if kind == "softmax":  # The softmax loss has no bias.
+    np.testing.assert_array_equal(actual["b"], 0)
+  assert_close(actual, grads)
 
 
 def test_locked_towers_and_scaled_losses(params, expected):
-  """LiT: no gradient for what the schedule freezes, the same for the rest."""
+  """LiT: frozen parameters have no gradient, the others the same as before."""
   trainable = jax.tree.map(lambda _: True, params)
   trainable["img"] = jax.tree.map(lambda _: False, params["img"])
-  found, _ = gradients(
+  actual, _ = gradients(
     params,
     (2, 4),
     2,
     "sigmoid",
     trainable,
-    loss_scale=jnp.float32(2.0**10),
+    loss_scale={"scale": jnp.float32(2.0**10)},
   )
-  assert set(found) == {"txt", "t", "b"}
+  assert set(actual) == {"txt", "t", "b"}
   grads = {k: v for k, v in expected["sigmoid"][1].items() if k != "img"}
-  assert_close(found, grads)
+  assert_close(actual, grads)
 
 
 class Counting(nn.Module):
-  """Two towers with batch statistics and dropout, in a line each."""
+  """Two linear towers with batch statistics and dropout."""
 
   @nn.compact
   def __call__(self, image=None, text=None, *, train=False):
@@ -185,13 +177,13 @@ def test_both_passes_see_the_same_dropout_and_statistics():
   variables = dict(init(jax.random.key(0), **task.inputs(BATCH)))
   params = variables.pop("params")
   mesh = sharding.make_mesh(devices=jax.devices()[:1])
-  rng = jax.random.key(7)
+  rng = gradients_lib.step_key(0, 0)
 
   @jax.jit
   @functools.partial(jax.value_and_grad, has_aux=True)
   def plain(params):
     parts = gradients_lib.split(BATCH, 2, mesh)
-    mutable, found = variables, []
+    mutable, embeddings = variables, []
     for i in range(2):
       part = {k: v[i] for k, v in parts.items()}
       z, mutable = task.embed_fn(
@@ -201,39 +193,38 @@ def test_both_passes_see_the_same_dropout_and_statistics():
         model=model,
         train=True,
       )
-      found.append(z)
-    whole = {k: jnp.stack([z[k] for z in found], 1).reshape(B, 3) for k in z}
+      embeddings.append(z)
+    whole = {
+      k: jnp.stack([z[k] for z in embeddings], 1).reshape(B, 3)
+      for k in ("image", "text")
+    }
     pairs = task.embeddings_loss_fn(params, whole, BATCH, kind="softmax")
     return metrics.means(pairs)["loss"], mutable
 
   @jax.jit
   def in_two_passes(params):
-    return gradients_lib.gradients(
+    return gradients_lib.make(
       None,
-      params,
-      variables,
-      BATCH,
-      rng,
       trainable=jax.tree.map(lambda _: True, params),
       microbatches=2,
       mesh=mesh,
-      in_two=gradients_lib.two_passes(task, model, {"kind": "softmax"}),
-    )
+      two_pass=gradients_lib.two_pass_loss(task, model, {"kind": "softmax"}),
+    )({"params": params, "mutable": variables, "step": 0}, BATCH)
 
   (loss, mutable), grads = plain(params)
-  found, pairs, new_mutable = in_two_passes(params)
+  actual, pairs, new_mutable = in_two_passes(params)
   assert metrics.means(pairs)["loss"] == pytest.approx(float(loss), rel=1e-5)
-  assert_close(found, grads)
+  assert_close(actual, grads)
   assert_close(new_mutable, mutable)
 
 
 @pytest.mark.slow
 def test_golden_losses(tmp_path):
-  """If this fails, the first steps of digits_siglip are not what they were.
+  """Compares the first steps of digits_siglip with recorded ones.
 
-  When that is intended, run tests/golden/make_losses.py, as it says.
+  After an intended change, run tests/golden/make_losses.py; see its docstring.
   """
-  found = make_losses.make(
+  actual = make_losses.make(
     str(tmp_path),
     "digits_siglip",
     mesh=dict(replica=2, fsdp=4),
@@ -241,18 +232,17 @@ def test_golden_losses(tmp_path):
     compile_cache=False,
   )
   golden = json.loads(make_losses.FILES["digits_siglip"].read_text())
-  np.testing.assert_allclose(found["loss"], golden["loss"], rtol=1e-4)
-  np.testing.assert_allclose(found["grad_norm"], golden["grad_norm"], rtol=1e-3)
+  np.testing.assert_allclose(actual["loss"], golden["loss"], rtol=1e-4)
+  np.testing.assert_allclose(
+    actual["grad_norm"], golden["grad_norm"], rtol=1e-3
+  )
 
 
 @pytest.mark.results
 def test_digits_siglip_reaches_its_result(tmp_path):
-  command = [sys.executable, "-m", "bigtrain.main"]
-  command += ["--config=configs/digits_siglip.py", f"--workdir={tmp_path}"]
-  # Eight simulated devices would only be in each other's way.
-  env = {**os.environ, "XLA_FLAGS": ""}
-  root = pathlib.Path(__file__).parents[2]
-  subprocess.run(command, check=True, cwd=root, env=env, timeout=1200)
+  command = processes.main_command("configs/digits_siglip.py", tmp_path)
+  ended = processes.run(command, timeout=1200)
+  assert ended.returncode == 0, ended.stderr[-3000:]
   rows = writers.read_rows(str(tmp_path))
   assert rows[-1]["zeroshot/acc"] >= 0.90
 
@@ -268,12 +258,12 @@ def test_predictions_and_padding(params):
   )
   assert set(fns["embed"](variables, {"image": BATCH["image"]})) == {"image"}
   several = BATCH["labels"].reshape(B // 2, 2, L)
-  found = fns["embed"](variables, {"labels": several})
-  assert set(found) == {"text"}
+  actual = fns["embed"](variables, {"labels": several})
+  assert set(actual) == {"text"}
   np.testing.assert_allclose(
-    found["text"].reshape(B, -1), text, rtol=1e-4, atol=1e-6
+    actual["text"].reshape(B, -1), text, rtol=1e-4, atol=1e-6
   )
-  # Padding, whatever it holds, is nobody's counterpart.
+  # Padding matches nothing, even if it is not finite.
   real = {k: v[:20] for k, v in BATCH.items()}
   mask = np.float32(np.arange(B) < 20)
   spoilt = np.where(mask[:, None, None, None] > 0, BATCH["image"], np.nan)
@@ -290,7 +280,7 @@ def test_predictions_and_padding(params):
   assert means["accuracy"] == pytest.approx(hits)
 
 
-def test_the_vocabulary_is_told():
+def test_vocab_sizes():
   assert task.vocab_sizes(MODEL) == {"labels": 11}
   assert task.vocab_sizes(Counting()) == {}
 
@@ -299,12 +289,16 @@ def test_the_vocabulary_is_told():
   ("changes", "options", "message"),
   [
     ({}, dict(kind="sigmod"), "config.loss.kind: .* mean 'sigmoid'"),
-    ({"labels": None}, {}, "no 'labels', which the task contrastive"),
-    ({"image": None}, {}, "no 'image'"),
+    (
+      {"labels": None},
+      {},
+      "config.input: the examples have no feature 'labels'",
+    ),
+    ({"image": None}, {}, "no feature 'image'"),
     ({"b": None}, {}, "bias_init: the sigmoid loss needs a bias"),
   ],
 )
-def test_mistakes(params, changes, options, message):
+def test_invalid_options_and_batches(params, changes, options, message):
   drop = lambda tree: {k: v for k, v in tree.items() if k not in changes}
   with pytest.raises(ConfigError, match=message):
     pairs = task.embeddings_loss_fn(
@@ -313,5 +307,5 @@ def test_mistakes(params, changes, options, message):
       {},
       **options,
     )
-    task.inputs(drop(BATCH))
+    task.inputs(parts.Features(drop(BATCH), "config.input"))
     raise AssertionError(pairs)

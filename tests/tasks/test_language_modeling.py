@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import sharding
+from bigtrain import parts, sharding
 from bigtrain.models import decoder
 from bigtrain.settings import ConfigError
 from bigtrain.step import gradients as gradients_lib
@@ -19,7 +19,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_fast():
-  """Compiling is nearly all that these tests do."""
+  """Turns most optimizations off: these tests mostly compile."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
@@ -47,7 +47,7 @@ def variables(model):
 
 
 def texts(rows=B, length=L, seed=0):
-  """A batch of random texts."""
+  """Returns a batch of random texts."""
   rng = np.random.default_rng(seed)
   text = jnp.asarray(rng.integers(3, V, (rows, length + 1)), jnp.int32)
   return {"tokens": text[:, :-1], "targets": text[:, 1:]}
@@ -61,7 +61,7 @@ def run(model, variables, batch, **options):
 
 
 def nll_of(model, variables, batch):
-  """(loss [B, L] by the plain definition, hits, log-probabilities)."""
+  """Returns (loss [B, L] by its definition, hits, log-probabilities)."""
   logits = jax.jit(lambda v, b: task.predict_fns(model)["logits"](v, b))(
     variables, batch
   )
@@ -114,7 +114,7 @@ def test_only_real_targets_count(model, variables):
   np.testing.assert_array_equal(scores["tokens"], weight.sum(1))
 
 
-def test_score_says_what_would_be_written(model, variables):
+def test_score_marks_targets_that_greedy_decoding_predicts(model, variables):
   batch = texts()
   _, _, log_probs = nll_of(model, variables, batch)
   likeliest = jnp.asarray(log_probs.argmax(-1), jnp.int32)
@@ -128,7 +128,7 @@ def test_score_says_what_would_be_written(model, variables):
 
 
 def test_packed_and_unpacked_have_the_same_loss_and_gradients(model, variables):
-  """The same documents, two to a row and one to a row."""
+  """Compares rows of two documents with rows of one."""
   sizes = [(4, 6), (3, 5), (9, 1), (2, 2)]
   packed, alone = [], []
   rng = np.random.default_rng(1)
@@ -160,17 +160,17 @@ def test_packed_and_unpacked_have_the_same_loss_and_gradients(model, variables):
     return float(value), grads
 
   value, expected = grads(alone)
-  together, found = grads(packed)
+  together, actual = grads(packed)
   assert together == pytest.approx(value, rel=1e-6)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6),
     expected,
-    found,
+    actual,
   )
 
 
 def test_microbatches_and_devices_change_nothing(model, variables):
-  """Also where the microbatches have different numbers of targets."""
+  """The microbatches have different numbers of targets."""
   mask = (RNG.random((16, L)) < np.linspace(0.1, 1, 16)[:, None]) * 1.0
   batch = texts(rows=16) | {"loss_mask": jnp.asarray(mask, jnp.float32)}
   params = variables["params"]
@@ -183,36 +183,32 @@ def test_microbatches_and_devices_change_nothing(model, variables):
     with jax.set_mesh(mesh):
       placed = jax.device_put(batch, sharding.batch(mesh))
       grads, pairs, _ = jax.jit(
-        lambda params, batch: gradients_lib.gradients(
+        lambda params, batch: gradients_lib.make(
           loss_fn,
-          params,
-          {},
-          batch,
-          jax.random.key(0),
           trainable=jax.tree.map(lambda _: True, params),
           microbatches=microbatches,
           mesh=mesh,
-        )
+        )({"params": params, "step": 0}, batch)
       )(params, placed)
     return grads, pairs["loss"]
 
   expected, loss = gradients(1, 1)
-  found, other = gradients(2, 8, chunk=4)
+  actual, other = gradients(2, 8, chunk=4)
   assert tuple(map(float, other)) == pytest.approx(
     tuple(map(float, loss)), rel=1e-5
   )
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-6),
     expected,
-    jax.device_get(found),
+    jax.device_get(actual),
   )
 
 
 GOLDEN = [4.0323982, 3.3150737, 2.9073875, 2.6046803]
 
 
-def test_losses_are_the_golden_ones(model, variables):
-  """If they change and were meant to, put the new ones there, and say why."""
+def test_golden_losses(model, variables):
+  """After an intended change, update GOLDEN and give the reason."""
   batch = texts()
 
   @jax.jit
@@ -231,11 +227,11 @@ def test_losses_are_the_golden_ones(model, variables):
     value, grads = jax.value_and_grad(loss)(variables)
     return value, jax.tree.map(lambda p, g: p - 0.5 * g, variables, grads)
 
-  found = []
+  losses = []
   for _ in GOLDEN:
     value, variables = step(variables)
-    found.append(float(value))
-  assert found == pytest.approx(GOLDEN, rel=1e-4), found
+    losses.append(float(value))
+  assert losses == pytest.approx(GOLDEN, rel=1e-4), losses
 
 
 PROMPTS = np.array([[5, 6, 7, 8], [9, 0, 0, 0], [0, 0, 0, 0], [4, 0, 11, 0]])
@@ -243,7 +239,7 @@ SHAPE = (len(PROMPTS), 4)
 
 
 def by_hand(model, variables, prompt, max_new, eos_id):
-  """Greedy decoding without a cache, one example at a time."""
+  """Decodes one example greedily, without a cache."""
   forward = jax.jit(lambda t: model.apply(variables, t)[0])
   text = [int(t) for t in np.trim_zeros(prompt, "b")]
   new = []
@@ -261,8 +257,10 @@ def greedy(model, variables):
   return np.asarray(jax.jit(fn)(variables, batch))
 
 
-def test_greedy_generation_is_as_without_a_cache(model, variables, greedy):
-  # A prompt of padding only gets nothing; padding within one is a token.
+def test_greedy_generation_matches_decoding_without_a_cache(
+  model, variables, greedy
+):
+  # A prompt of padding stays empty. Padding inside a prompt is a token.
   expected = [by_hand(model, variables, p, 6, None) for p in PROMPTS]
   assert greedy.tolist() == expected and expected[0] != expected[1]
 
@@ -279,7 +277,7 @@ def test_generation_ends_at_the_eos(model, variables, greedy):
 
 
 class Uncached:
-  """A model whose cache is the text so far, of which it reads all each time."""
+  """A model whose cache is the text so far, which it reads again each time."""
 
   def __init__(self, model):
     self._model = model
@@ -295,7 +293,9 @@ class Uncached:
     return logits, {"cache": cache}
 
 
-def test_samples_do_not_depend_on_devices_place_or_cache(model, variables):
+def test_samples_do_not_depend_on_devices_batch_order_or_cache(
+  model, variables
+):
   prompts = np.concatenate([PROMPTS, PROMPTS[:, ::-1]])
 
   def draw(devices, prompts, model=model):
@@ -316,14 +316,15 @@ def test_samples_do_not_depend_on_devices_place_or_cache(model, variables):
   assert (draw(1, prompts, Uncached(model)) == one).all()
 
 
-def test_what_is_missing_is_told(model, variables):
-  with pytest.raises(ConfigError, match="leave no 'targets'"):
-    run(model, variables, {"tokens": texts()["tokens"]})
+def test_missing_features_and_invalid_chunks(model, variables):
+  with pytest.raises(ConfigError, match="no feature 'targets'"):
+    data = {"tokens": texts()["tokens"]}
+    run(model, variables, parts.Features(data, "config.input"))
   with pytest.raises(ConfigError, match="loss.chunk"):
     run(model, variables, texts(), chunk=-1)
 
 
-def test_experts_add_their_losses_and_are_reported():
+def test_experts_add_losses_and_metrics():
   experts = decoder.Model(
     variant="llama",
     vocab_size=V,

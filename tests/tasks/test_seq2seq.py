@@ -1,4 +1,4 @@
-"""The seq2seq task: loss, packing, generation, the objective it is given."""
+"""The seq2seq task: loss, packing, generation, span corruption."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import sharding, trees
+from bigtrain import parts, sharding, trees
 from bigtrain.models import t5
 from bigtrain.pp import parse
 from bigtrain.settings import ConfigError
@@ -20,7 +20,7 @@ EOS = 1
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_fast():
-  """Compiling is nearly all that these tests do."""
+  """Turns most optimizations off: these tests mostly compile."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
@@ -37,13 +37,13 @@ def model():
 def variables(model):
   example = jnp.zeros((1, 2), jnp.int32)
   made = jax.jit(model.init)(jax.random.key(0), example, example)
-  # Logits that differ enough for what is likeliest to be certain.
+  # Larger logits, so that rounding does not change the likeliest token.
   made["params"]["head"]["kernel"] *= 4.0
   return made
 
 
 def batch(rows=B, seed=0):
-  """Random inputs and targets; the first of them shorter than the others."""
+  """Returns random inputs and targets; the first row is shorter."""
   rng = np.random.default_rng(seed)
   inputs, targets = rng.integers(3, V, (rows, S)), rng.integers(3, V, (rows, L))
   inputs[0, 6:], targets[0, 3:] = 0, 0
@@ -82,7 +82,7 @@ def test_loss_and_accuracy_are_sums_over_real_tokens(model, variables, chunk):
   assert pairs["accuracy"] == pytest.approx((hits, real.sum()))
 
 
-def test_packed_rows_are_the_same_as_rows_of_their_own(model, variables):
+def test_packed_and_unpacked_have_the_same_loss_and_gradients(model, variables):
   data = batch(rows=2)
   segments = {
     f"{name}_segments": (data[name] != 0) * jnp.asarray([[1], [2]])
@@ -122,32 +122,32 @@ def generate(model, variables, data, **options):
 
 @functools.cache
 def log_likelihood(model):
-  """Of all tokens (B, L, V)."""
+  """Returns a function for the log-likelihood of all tokens, (B, L, V)."""
   fn = task.predict_fns(model)["logits"]
   return jax.jit(lambda v, b: jax.nn.log_softmax(fn(v, b)))
 
 
-def test_greedy_takes_what_is_likeliest_each_time(model, variables):
+def test_greedy_takes_the_likeliest_tokens(model, variables):
   data = {"inputs": batch()["inputs"]}
-  found = generate(model, variables, data)
-  assert found.shape == (B, 7)
+  actual = generate(model, variables, data)
+  assert actual.shape == (B, 7)
   log_p = log_likelihood(model)(
-    variables, data | {"targets": jnp.asarray(found)}
+    variables, data | {"targets": jnp.asarray(actual)}
   )
   expected = np.asarray(log_p).argmax(-1)
-  for row, likeliest in zip(found, expected):
+  for row, likeliest in zip(actual, expected):
     ends = np.flatnonzero(row == EOS)
     stop = ends[0] + 1 if ends.size else len(row)
     np.testing.assert_array_equal(row[:stop], likeliest[:stop])
     assert not row[stop:].any()
-  # Padding is left alone; and one beam is greedy.
+  # Padding stays empty.
   masked = data | {"_mask": jnp.ones(B).at[2].set(0)}
   half = generate(model, variables, masked)
   assert not half[2].any()
-  np.testing.assert_array_equal(np.delete(half, 2, 0), np.delete(found, 2, 0))
+  np.testing.assert_array_equal(np.delete(half, 2, 0), np.delete(actual, 2, 0))
 
 
-def test_beams_find_what_is_at_least_as_likely(model, variables):
+def test_beam_search_is_at_least_as_likely_as_greedy(model, variables):
   data = {"inputs": batch()["inputs"]}
 
   def score(tokens):
@@ -158,7 +158,7 @@ def test_beams_find_what_is_at_least_as_likely(model, variables):
 
   beams = generate(model, variables, data, num_beams=4)
   greedy = generate(model, variables, data)
-  # Greedy's own sequence may fall out of the beams, but not in all of them.
+  # A beam may drop the greedy sequence, so only the sum is compared.
   assert score(beams).sum() >= score(greedy).sum() - 1e-3
 
 
@@ -167,29 +167,33 @@ def test_samples_do_not_depend_on_the_batch_or_the_devices(model, variables):
   sample = functools.partial(
     generate, model, variables, temperature=1.5, top_p=0.9, seed=3
   )
-  found = sample(data)
-  assert (found != generate(model, variables, data)).any()
+  actual = sample(data)
+  assert (actual != generate(model, variables, data)).any()
   turned = sample({"inputs": data["inputs"][::-1]})
-  np.testing.assert_array_equal(turned[::-1], found)
+  np.testing.assert_array_equal(turned[::-1], actual)
   mesh = sharding.make_mesh(replica=2, fsdp=4)
   with jax.set_mesh(mesh):
     split = jax.device_put(data, sharding.batch(mesh))
-    np.testing.assert_array_equal(sample(split), found)
+    np.testing.assert_array_equal(sample(split), actual)
 
 
-def test_wrong_batches_and_options_are_told(model, variables):
-  with pytest.raises(ConfigError, match="no 'targets'.*Did you mean 'target'"):
-    task.inputs({"inputs": 0, "target": 0})
+def test_invalid_batches_and_options(model, variables):
+  with pytest.raises(
+    ConfigError, match="no feature 'targets'.*Did you mean 'target'"
+  ):
+    task.inputs(parts.Features({"inputs": 0, "target": 0}, "config.input"))
   with pytest.raises(ConfigError, match="config.loss.chunk"):
     run(model, variables, batch(), chunk=-1)
-  with pytest.raises(ConfigError, match="are packed"):
+  with pytest.raises(ConfigError, match="got packed inputs"):
     data = batch() | {"inputs_segments": batch()["inputs"]}
     task.generate(variables, data, model=model)
-  with pytest.raises(ConfigError, match="do not go together"):
+  with pytest.raises(
+    ConfigError, match="expected num_beams=1 or temperature=0"
+  ):
     task.generate(variables, batch(), model=model, num_beams=2, temperature=1.0)
 
 
-def test_the_objective_gives_what_the_task_wants(model, variables):
+def test_span_corruption_makes_batches_of_this_task(model, variables):
   (op,) = parse.parse(
     "span_corruption(12,sentinel=19,num_sentinels=4,eos_id=1,"
     "inputs_length=16,targets_length=8)"
@@ -208,7 +212,7 @@ def test_the_objective_gives_what_the_task_wants(model, variables):
 
 @functools.cache
 def with_experts():
-  """(a model with experts, its variables)."""
+  """Returns (a model with experts, its variables)."""
   model = t5.Model(
     vocab_size=V,
     width=16,
@@ -224,7 +228,7 @@ def with_experts():
   return model, made
 
 
-def test_experts_add_their_losses_and_are_reported():
+def test_experts_add_losses_and_metrics():
   model, variables = with_experts()
   pairs = run(model, variables, batch(), load_balance=0.5, router_z=0.25)
   mean = {name: total / weight for name, (total, weight) in pairs.items()}
@@ -236,7 +240,7 @@ def test_experts_add_their_losses_and_are_reported():
 
 
 @pytest.mark.slow
-def test_experts_do_not_depend_on_devices_and_but_for_balance_on_microbatches():
+def test_only_load_balance_depends_on_microbatches():
   model, variables = with_experts()
   data = batch(rows=16)
 
@@ -248,35 +252,31 @@ def test_experts_do_not_depend_on_devices_and_but_for_balance_on_microbatches():
       loss_fn = functools.partial(
         task.loss_fn, model=model, train=True, load_balance=load_balance
       )
-      grads, _, _ = gradients_lib.gradients(
+      grads, _, _ = gradients_lib.make(
         loss_fn,
-        params,
-        {},
-        batch,
-        jax.random.key(0),
         trainable=jax.tree.map(lambda _: True, params),
         microbatches=microbatches,
         mesh=mesh,
-      )
+      )({"params": params, "step": 0}, batch)
       return grads
 
     with jax.set_mesh(mesh):
       placed = jax.device_put(data, sharding.batch(mesh))
-      found = [run(variables["params"], placed, x) for x in (0.0, 1.0)]
-    return [dict(trees.flatten_with_names(jax.device_get(x))) for x in found]
+      grads = [run(variables["params"], placed, x) for x in (0.0, 1.0)]
+    return [dict(trees.flatten_with_names(jax.device_get(x))) for x in grads]
 
-  def furthest(a, b):
-    """Largest difference, as a share of the largest gradient there."""
+  def largest_difference(a, b):
+    """Returns it relative to the parameter's largest gradient."""
     return max(np.abs(a[n] - b[n]).max() / np.abs(a[n]).max() for n in a)
 
-  free, balanced = gradients(1, 1)
+  without, balanced = gradients(1, 1)
   same, other = gradients(2, 8)
-  assert furthest(free, same) < 1e-3
-  assert furthest(balanced, other) > 1e-2
+  assert largest_difference(without, same) < 1e-3
+  assert largest_difference(balanced, other) > 1e-2
 
 
 class Uncached:
-  """A model whose cache is the texts so far, which it reads all each time."""
+  """A model whose cache is the texts so far, which it reads again each time."""
 
   def __init__(self, model):
     self._model = model
@@ -286,7 +286,7 @@ class Uncached:
       inputs, max_len = args
       return inputs, jnp.zeros((len(inputs), max_len), jnp.int32)
     (inputs, targets), token_B, position = args
-    # The 0 that is first is none of the targets.
+    # The 0 at position 0 is not a target.
     before = jnp.where(position == 0, targets[:, 0], token_B)
     index = jnp.maximum(position - 1, 0)
     targets = targets.at[:, index].set(before)
@@ -296,7 +296,7 @@ class Uncached:
 
 
 @pytest.mark.slow
-def test_experts_write_the_same_on_any_devices_as_without_a_cache():
+def test_generation_with_experts_does_not_depend_on_devices_or_cache():
   model, variables = with_experts()
   data = {"inputs": batch()["inputs"]}
 
@@ -306,10 +306,10 @@ def test_experts_write_the_same_on_any_devices_as_without_a_cache():
     )
     return np.asarray(jax.jit(fn)(variables, data))
 
-  found = draw(model, data)
-  assert len({tuple(row) for row in found}) > 4
-  np.testing.assert_array_equal(draw(Uncached(model), data), found)
+  actual = draw(model, data)
+  assert len({tuple(row) for row in actual}) > 4
+  np.testing.assert_array_equal(draw(Uncached(model), data), actual)
   mesh = sharding.make_mesh(replica=2, fsdp=4)
   with jax.set_mesh(mesh):
     split = jax.device_put(data, sharding.batch(mesh))
-    np.testing.assert_array_equal(draw(model, split), found)
+    np.testing.assert_array_equal(draw(model, split), actual)

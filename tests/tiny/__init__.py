@@ -1,7 +1,7 @@
-"""A run that goes through everything in six steps and a second.
+"""A run of six steps that uses all parts of the program in about a second.
 
-A dense net learns ten classes of random images. `config` describes the run,
-and the other functions say what came out of it.
+A dense net learns ten classes of random images. `config` returns the run's
+config; the other functions read its results.
 """
 
 import os
@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from bigtrain import trees
-from bigtrain.checkpoints import checkpointer, folders, restore
+from bigtrain.checkpoints import folders, restore
 from bigtrain.reports import writers
 
-NUM_TRAIN = 80  # Five batches: the sixth is of another epoch.
+NUM_TRAIN = 80  # Five batches: the sixth belongs to the next epoch.
 NUM_VAL = 40  # The last batch is not full.
 
-# Times and sizes, which differ between two runs of the same config.
+# Names in rows that differ between two runs of the same config.
 _TIMES = (
   "ckpt_stall_secs",
   "ckpt_write_secs",
@@ -35,7 +35,7 @@ _TIMES = (
   "step_secs",
   "tokens_per_sec",
   "tokens_per_sec_per_device",
-  # Of a program, and in the first row of each process.
+  # Facts about programs, in the first row of each process.
   "model_flops_per_step",
   "update_alias_bytes",
   "update_argument_bytes",
@@ -66,10 +66,10 @@ def write_data(folder: os.PathLike[str]) -> None:
 def config(
   folder: os.PathLike[str], changes: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-  """A config on the data in `folder`; rows at 1, 2, 4, 6, saves at 3, 6.
+  """Returns a config with rows at steps 1, 2, 4, 6 and saves at 3, 6.
 
   Args:
-    folder: where write_data wrote.
+    folder: folder with the files of write_data.
     changes: {"dotted.key": value}; a value of None removes the key.
   """
   folder = pathlib.Path(folder)
@@ -111,7 +111,7 @@ def config(
 
 
 def without_times(row: Mapping[str, Any]) -> dict[str, Any]:
-  """What two runs of the same config agree on."""
+  """Returns the values of a row that two runs of the same config share."""
   return {
     name: value
     for name, value in row.items()
@@ -122,24 +122,24 @@ def without_times(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(workdir: os.PathLike[str]) -> dict[int, dict[str, Any]]:
-  """{step: its row without times}."""
-  found = {}
+  """Returns {step: its row without times}."""
+  by_step = {}
   for row in writers.read_rows(str(workdir)):
     step = row.pop("step")
-    assert step not in found, f"two rows of step {step}"
-    found[step] = without_times(row)
-  return found
+    assert step not in by_step, f"two rows of step {step}"
+    by_step[step] = without_times(row)
+  return by_step
 
 
 def checkpoint_steps(workdir: os.PathLike[str]) -> list[int]:
-  """Steps that have a checkpoint, ascending."""
-  return checkpointer.steps(str(workdir))
+  """Returns the steps that have a checkpoint, ascending."""
+  return folders.steps(str(workdir))
 
 
 def arrays(
   workdir: os.PathLike[str], step: int | None = None
 ) -> dict[str, np.ndarray]:
-  """{name: array} of a checkpoint; the newest unless a step is given."""
+  """Returns {name: array} of a checkpoint; the newest one by default."""
   directory = folders.find(str(workdir), step)
   manifest = folders.read_manifest(directory)
   like = {
@@ -151,7 +151,7 @@ def arrays(
 
 
 def assert_same(first: Any, second: Any) -> None:
-  """The same names, shapes, types and bits."""
+  """Asserts that names, shapes, types and bits are the same."""
   one = dict(trees.flatten_with_names(first))
   two = dict(trees.flatten_with_names(second))
   assert sorted(one) == sorted(two)

@@ -1,4 +1,4 @@
-"""tiny.net, computed in another dtype than its parameters'."""
+"""tiny.net with a dtype of the computation that is not the parameters'."""
 
 import flax.linen as nn
 

@@ -1,4 +1,4 @@
-"""A user's hooks that end runs in the middle."""
+"""A user's hooks that interrupt runs."""
 
 import os
 import pathlib
@@ -6,12 +6,12 @@ import signal
 
 
 class Signals:
-  """Sends signals to its own process before a step, once for each file.
+  """Sends signals to its own process before a step, once.
 
   Args:
-    step: before which.
-    names: of the signals, such as ["SIGTERM"].
-    flag: a file that is made first; if it is there, nothing is sent.
+    step: the step.
+    names: names of the signals, such as ["SIGTERM"].
+    flag: path of a file that is created first; if it exists, nothing is sent.
   """
 
   def __init__(self, step, names, flag):

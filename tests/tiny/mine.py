@@ -1,4 +1,4 @@
-"""All that a user can bring, in one file outside of the package."""
+"""All parts that a user can provide, in one file outside of the package."""
 
 import flax.linen as nn
 import jax.numpy as jnp

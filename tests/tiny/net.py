@@ -14,8 +14,8 @@ class Model(nn.Module):
     num_classes: C.
     width: D; the first kernel is then large enough for fsdp to split it.
     dropout: rate.
-    statistics: whether features are centred by a running mean, which is
-      state beside the parameters.
+    statistics: whether a running mean, which is mutable state, centres the
+      features.
   """
 
   num_classes: int

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bigtrain.checkpoints import checkpointer
+from bigtrain.checkpoints.host_state import HostState
 from bigtrain.models import decoder
 from bigtrain.tools import generate as tool
 
@@ -37,7 +38,7 @@ def save(folder, params, **changes):
   }
   saver = checkpointer.Checkpointer(str(folder))
   state = {"params": params, "step": np.int32(1)}
-  saver.save(1, state, {"config": config | changes})
+  saver.save(1, state, HostState(config=config | changes))
   saver.close()
   return str(folder)
 

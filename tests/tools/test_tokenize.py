@@ -126,8 +126,8 @@ def test_begin_tokens_and_no_end(tmp_path):
 BAD = {
   b"no json\n": "line 3: not valid JSON",
   b'{"txt": "a"}\n': "line 3: no field 'text'. Did you mean 'txt'?",
-  b'{"text": 5}\n': "line 3: field 'text' is no text but int",
-  b'{"text": "\\ud800"}\n': "line 3: field 'text' has half of a surrogate",
+  b'{"text": 5}\n': "line 3: field 'text': expected a string, got int",
+  b'{"text": "\\ud800"}\n': "line 3: field 'text' contains a lone surrogate",
   b'{"text": "\xff"}\n': "line 3: not valid JSON",
 }
 

@@ -9,13 +9,13 @@ from bigtrain.settings import ConfigError, did_you_mean
 
 
 class Feature(NamedTuple):
-  """What a column becomes.
+  """A feature that a column holds.
 
   Attributes:
     kind: bytes or a numpy dtype.
-    shape: of an example.
+    shape: shape of one example; None for a size that varies.
     path: names from the column down to the field.
-    image: whether it is a struct of bytes and path.
+    image: whether the column is an image, a struct of `bytes` and `path`.
   """
 
   kind: Any
@@ -25,7 +25,11 @@ class Feature(NamedTuple):
 
 
 def import_pyarrow() -> Any:
-  """pyarrow with its parts, or ConfigError that says how to install it."""
+  """Returns pyarrow, with its submodules imported.
+
+  Raises:
+    ConfigError: pyarrow is not installed.
+  """
   try:
     import pyarrow
     import pyarrow.compute
@@ -42,42 +46,44 @@ def import_pyarrow() -> Any:
 def find_features(
   schema: Any, columns: Sequence[str] | None, path: str
 ) -> dict[str, Feature]:
-  """The features that columns become, by name.
+  """Returns the features of a table's columns, by name.
 
   Args:
-    schema: of the file.
-    columns: the ones wanted; None for all.
-    path: of the file, for messages.
+    schema: Arrow schema of the file.
+    columns: names of the columns to use; None for all.
+    path: path of the file, for messages.
 
   Raises:
-    ConfigError: no such column, or one that is no feature.
+    ConfigError: unknown column, or a column of an unsupported type.
   """
   names = list(schema.names if columns is None else columns)
-  found: dict[str, Feature] = {}
+  features: dict[str, Feature] = {}
   for name in names:
     if name not in schema.names:
       raise ConfigError(
         f"parquet: {path} has no column {name!r}."
         f"{did_you_mean(name, schema.names)}"
       )
-    found |= _features(schema.field(name).type, (name,))
-  if not found:
-    raise ConfigError("parquet: columns: expected at least one.")
-  return found
+    features |= _features(schema.field(name).type, (name,))
+  if not features:
+    raise ConfigError(
+      f"parquet: columns={columns!r}: expected at least one column."
+    )
+  return features
 
 
 def _features(kind: Any, path: tuple[str, ...]) -> dict[str, Feature]:
-  """The features of a column, or of a field of a struct, of type `kind`."""
+  """Returns the features of a column or struct field of type `kind`."""
   pa = import_pyarrow()
   name = "/".join(path)
   if pa.types.is_struct(kind):
     fields = {kind.field(i).name: kind.field(i).type for i in range(len(kind))}
     if set(fields) == {"bytes", "path"}:
       return {name: Feature(bytes, (), path, image=True)}
-    found: dict[str, Feature] = {}
-    for field, of_field in fields.items():
-      found |= _features(of_field, (*path, field))
-    return found
+    features: dict[str, Feature] = {}
+    for field, field_kind in fields.items():
+      features |= _features(field_kind, (*path, field))
+    return features
   shape: tuple[int | None, ...] = ()
   if pa.types.is_fixed_size_list(kind):
     shape, kind = (kind.list_size,), kind.value_type
@@ -86,7 +92,7 @@ def _features(kind: Any, path: tuple[str, ...]) -> dict[str, Feature]:
   dtype = _dtype(kind)
   if dtype is None:
     raise ConfigError(
-      f"parquet: column {name!r} holds {kind}, which is no feature; expected "
+      f"parquet: column {name!r} has the unsupported type {kind}; expected "
       "numbers, strings, bytes, images or lists of them (columns= selects "
       "columns)."
     )
@@ -94,7 +100,7 @@ def _features(kind: Any, path: tuple[str, ...]) -> dict[str, Feature]:
 
 
 def _dtype(kind: Any) -> Any:
-  """bytes or a numpy dtype for an Arrow type; None where there is none."""
+  """Returns bytes or a numpy dtype for an Arrow type; None if unsupported."""
   pa = import_pyarrow()
   if pa.types.is_dictionary(kind):
     kind = kind.value_type
@@ -102,13 +108,13 @@ def _dtype(kind: Any) -> Any:
     return bytes
   if pa.types.is_boolean(kind) or pa.types.is_integer(kind):
     return np.dtype(kind.to_pandas_dtype())
-  # jax has no doubles by default, as for the other sources.
+  # float32 as in the other sources: jax disables float64 by default.
   return np.dtype(np.float32) if pa.types.is_floating(kind) else None
 
 
 def _is_text(kind: Any) -> bool:
   pa = import_pyarrow()
-  is_kind = (
+  checks = (
     pa.types.is_string,
     pa.types.is_large_string,
     pa.types.is_string_view,
@@ -117,11 +123,11 @@ def _is_text(kind: Any) -> bool:
     pa.types.is_binary_view,
     pa.types.is_fixed_size_binary,
   )
-  return any(is_of(kind) for is_of in is_kind)
+  return any(is_kind(kind) for is_kind in checks)
 
 
-def stored(table: Any, feature: Feature) -> Any:
-  """The chunked array of a feature in a decoded table; strings as bytes."""
+def feature_array(table: Any, feature: Feature) -> Any:
+  """Returns the chunked array of a feature; strings become bytes."""
   pa = import_pyarrow()
   column = table.column(feature.path[0])
   for field in feature.path[1:]:
@@ -130,7 +136,7 @@ def stored(table: Any, feature: Feature) -> Any:
     return column
   if pa.types.is_dictionary(column.type):
     column = column.cast(column.type.value_type)
-  # Text that is no UTF-8 must reach the op that can say so.
+  # Invalid UTF-8 must reach the op that reports it.
   kind = pa.large_binary()
   if feature.shape:
     size = feature.shape[0]

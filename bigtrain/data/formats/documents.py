@@ -1,9 +1,9 @@
-"""Documents in files of text: plain, JSON lines or Parquet, also compressed.
+"""Documents in plain text, JSON lines or Parquet files, also compressed.
 
-A corpus is cut into parts, which do not depend on who reads them: whole files,
-byte ranges of large files of lines, row groups of Parquet files. What is no
-document comes out as an error with its file and line, for the caller to raise
-or to count.
+A corpus is split into parts: whole files, byte ranges of large files of lines,
+and row groups of Parquet files. The split does not depend on the number of
+readers. An invalid document is returned as an error with its file and line,
+which the caller can raise or count.
 """
 
 import gzip
@@ -35,12 +35,12 @@ class Part(NamedTuple):
 
   Attributes:
     path: the file.
-    format: one of FORMATS: a document is the whole file, a line, a field of
-      the JSON object in a line, or a field of a row.
+    format: one of FORMATS. A document is the whole file ("text"), a line
+      ("lines"), a field of the JSON object in a line, or a field of a row.
     compression: "", "gzip" or "zstd".
-    start, stop: bytes, or row groups of a Parquet file; of lines, those that
-      begin in [start, stop).
-    num_bytes: size in the file, more or less.
+    start, stop: range of bytes, or of row groups in a Parquet file. A line
+      belongs to the part in which it begins.
+    num_bytes: approximate size in the file.
   """
 
   path: str
@@ -52,15 +52,16 @@ class Part(NamedTuple):
 
 
 def parts(path: str, format: str, most_bytes: int) -> list[Part]:
-  """The parts of a file, none much larger than `most_bytes` if possible.
+  """Splits a file into parts of about `most_bytes` or less.
 
   Args:
     path: the file.
-    format: one of FORMATS, or "auto": what its name says.
-    most_bytes: compressed files and single documents stay whole.
+    format: one of FORMATS, or "auto" to use the file name's suffix.
+    most_bytes: target size. Compressed files and single documents are not
+      split.
 
   Raises:
-    ConfigError: a name that does not say the format; no such format.
+    ConfigError: unknown format, or unknown suffix with "auto".
     DataError: a Parquet file that cannot be opened.
   """
   stem, suffix = os.path.splitext(path)
@@ -69,13 +70,13 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
     inner = os.path.splitext(stem)[1] if compression else suffix
     if inner not in _FORMAT_OF:
       raise ConfigError(
-        f"{path}: its name does not say what is in it; give the format: "
+        f"{path}: unknown suffix {inner!r}; give the format: "
         f"{', '.join(FORMATS)}."
       )
     format = _FORMAT_OF[inner]
   if format not in FORMATS:
     hint = did_you_mean(format, FORMATS)
-    raise ConfigError(f"no format {format!r} of documents.{hint}")
+    raise ConfigError(f"format={format!r}: unknown document format.{hint}")
   size = os.path.getsize(path)
   if format == "parquet":
     return _row_groups(path, most_bytes)
@@ -89,19 +90,20 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
 
 
 def read(part: Part, key: str) -> Iterator[str | DataError]:
-  """The documents of a part, in order.
+  """Yields the documents of a part, in order.
 
   Args:
-    part: what to read.
-    key: the field with the text, of JSON objects and rows.
+    part: part of a file.
+    key: name of the text field in JSON objects and rows.
 
-  Returns:
-    Texts, and in the place of one that cannot be used an error that names file
-    and line or row. Texts may be empty; blank lines are no documents.
+  Yields:
+    The text of each document, or an error with file and line or row for an
+    invalid one. Texts may be empty. Blank lines are skipped.
 
   Raises:
-    DataError: what is left of the file cannot be read.
-    ConfigError: a package is missing.
+    DataError: the rest of the file cannot be read.
+    ConfigError: a required package is not installed, or a Parquet file has no
+      column `key`.
   """
   if part.format == "parquet":
     yield from _read_rows(part, key)
@@ -119,12 +121,12 @@ def read(part: Part, key: str) -> Iterator[str | DataError]:
 
 
 class _Where:
-  """A line's place; its number is counted only if it is asked for.
+  """A line's location, whose line number is computed only when printed.
 
   Args:
-    part: where it is.
-    position: number of the line, from 1, or in a part of a plain file where
-      the line begins.
+    part: part that contains the line.
+    position: line number from 1 in a compressed file, byte offset of the line
+      in any other.
   """
 
   def __init__(self, part: Part, position: int):
@@ -143,24 +145,24 @@ class _Where:
 
 def _field(line: bytes, key: str, where: _Where) -> str | DataError:
   try:
-    found = json.loads(line)
+    example = json.loads(line)
   except (ValueError, RecursionError) as e:
     return DataError(f"{where}: not valid JSON: {e}.")
-  if not isinstance(found, dict) or key not in found:
-    hint = did_you_mean(key, found) if isinstance(found, dict) else ""
+  if not isinstance(example, dict) or key not in example:
+    hint = did_you_mean(key, example) if isinstance(example, dict) else ""
     return DataError(f"{where}: no field {key!r}.{hint}")
-  return _checked(found[key], key, where)
+  return _checked(example[key], key, where)
 
 
 def _checked(text: Any, key: str, where: Any) -> str | DataError:
   if not isinstance(text, str):
     kind = type(text).__name__
-    return DataError(f"{where}: field {key!r} is no text but {kind}.")
+    return DataError(f"{where}: field {key!r}: expected a string, got {kind}.")
   try:
     text.encode()
   except UnicodeEncodeError:
-    # JSON can say half of a character.
-    return DataError(f"{where}: field {key!r} has half of a surrogate pair.")
+    # JSON can encode a lone surrogate.
+    return DataError(f"{where}: field {key!r} contains a lone surrogate.")
   return text
 
 
@@ -172,7 +174,7 @@ def _decoded(raw: bytes, where: Any) -> str | DataError:
 
 
 def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
-  """(number, or position in a plain file; line) of the lines of a part."""
+  """Yields (position, see _Where; line) for each line of a part."""
   if part.compression:
     rest, number = b"", 1
     for chunk in _chunks(part):
@@ -186,7 +188,7 @@ def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
     with open(part.path, "rb") as f:
       f.seek(max(0, part.start - 1))
       if part.start and f.read(1) != b"\n":
-        f.readline()  # It began in the part before.
+        f.readline()  # This line belongs to the previous part.
       at = f.tell()
       while at < part.stop and (line := f.readline()):
         yield at, line
@@ -196,7 +198,7 @@ def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
 
 
 def _chunks(part: Part) -> Iterator[bytes]:
-  """The content of a whole file, decompressed."""
+  """Yields the decompressed content of a whole file in chunks."""
   open_file = gzip.open if part.compression == "gzip" else open
   try:
     with open_file(part.path, "rb") as f:
@@ -205,7 +207,7 @@ def _chunks(part: Part) -> Iterator[bytes]:
         _unzstd(blocks, part.path) if part.compression == "zstd" else blocks
       )
   except (OSError, EOFError, zlib.error) as e:
-    raise DataError(f"{part.path}: cut short or damaged: {e}.") from e
+    raise DataError(f"{part.path}: truncated or damaged: {e}.") from e
 
 
 def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
@@ -221,32 +223,32 @@ def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
       while block:
         frame = frame or zstandard.ZstdDecompressor().decompressobj()
         yield frame.decompress(block)
-        # A file may have several frames, one behind the other.
+        # A file may consist of several frames.
         block = frame.unused_data if frame.eof else b""
         frame = None if frame.eof else frame
   except zstandard.ZstdError as e:
     raise DataError(f"{path}: damaged: {e}.") from e
   if frame is not None:
-    raise DataError(f"{path}: is cut short.")
+    raise DataError(f"{path}: truncated: the last zstd frame is incomplete.")
 
 
 def _row_groups(path: str, most_bytes: int) -> list[Part]:
-  """Parts of whole row groups, as many as fit."""
+  """Returns parts of consecutive row groups."""
   pa, pq = _pyarrow(path)
   try:
     metadata = pq.read_metadata(path)
   except (pa.ArrowException, OSError) as e:
-    raise DataError(f"{path}: cannot be opened: {e}.") from e
-  found: list[Part] = []
+    raise DataError(f"{path}: cannot open it: {e}.") from e
+  file_parts: list[Part] = []
   for i in range(metadata.num_row_groups):
     size = metadata.row_group(i).total_byte_size
-    if found and found[-1].num_bytes + size <= most_bytes:
-      last = found.pop()
+    if file_parts and file_parts[-1].num_bytes + size <= most_bytes:
+      last = file_parts.pop()
       size, start = size + last.num_bytes, last.start
     else:
       start = i
-    found.append(Part(path, "parquet", "", start, i + 1, size))
-  return found
+    file_parts.append(Part(path, "parquet", "", start, i + 1, size))
+  return file_parts
 
 
 def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
@@ -266,7 +268,7 @@ def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
             yield _checked(text, key, where)
             row += 1
   except (pa.ArrowException, OSError) as e:
-    raise DataError(f"{part.path}: cannot be read: {e}.") from e
+    raise DataError(f"{part.path}: cannot read it: {e}.") from e
 
 
 def _pyarrow(path: str) -> tuple[Any, Any]:
@@ -281,11 +283,14 @@ def _pyarrow(path: str) -> tuple[Any, Any]:
   return pyarrow, pyarrow.parquet
 
 
-def grouped(found: Sequence[Part], most_bytes: int) -> list[list[Part]]:
-  """Neighbouring parts together, as many as `most_bytes` hold."""
+def grouped(file_parts: Sequence[Part], most_bytes: int) -> list[list[Part]]:
+  """Groups consecutive parts into groups of at most `most_bytes`.
+
+  A part that is larger is a group of its own.
+  """
   groups: list[list[Part]] = []
   size = most_bytes
-  for part in found:
+  for part in file_parts:
     if size + part.num_bytes > most_bytes:
       groups.append([])
       size = 0

@@ -1,8 +1,8 @@
-"""Many files read by position: open handles, and offsets found only once.
+"""Random access to many files: paths, open handles and cached offsets.
 
-Records of a file, or lines, are found through an array of byte offsets. It is
-made by one pass over the file and kept in the user's cache folder, under a
-key of the file's name, size and time of modification.
+Records and lines are read by their byte offsets. One pass over a file makes
+its offsets, which are cached in the user's cache folder under a hash of the
+file's path, size and modification time.
 """
 
 import collections
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from bigtrain.files import paths as paths_lib
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _MAX_OPEN = 256
@@ -26,13 +27,14 @@ _MAX_THREADS = 16
 
 
 class Handles:
-  """Open files, of which the latest few stay open. Threads may share one.
+  """An LRU cache of open files. Thread-safe.
+
+  A handle must close its file when it is garbage-collected: a handle that is
+  evicted while another thread reads from it stays open until the read ends.
 
   Args:
-    open_file: makes a handle from a path; a handle closes its file when
-      nobody refers to it any more, so one that is dropped here while another
-      thread reads from it is closed after that.
-    max_open: how many to keep.
+    open_file: opens a path and returns the handle.
+    max_open: maximum number of cached handles.
   """
 
   def __init__(
@@ -44,7 +46,7 @@ class Handles:
     self._open: collections.OrderedDict[str, Any] = collections.OrderedDict()
 
   def get(self, path: str) -> Any:
-    """The handle of a file, opened if need be."""
+    """Returns the handle of a file; opens the file if necessary."""
     with self._lock:
       if path in self._open:
         self._open.move_to_end(path)
@@ -58,25 +60,25 @@ class Handles:
 
 
 class _Descriptor:
-  """A file descriptor that is closed with the last reference."""
+  """A file descriptor that closes with its last reference."""
 
   def __init__(self, path: str):
     self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-  # Bound early: when the interpreter ends, `os` may be gone before this is.
+  # `close` is bound here because `os` may be gone at interpreter shutdown.
   def __del__(self, close: Callable[[int], None] = os.close) -> None:
     if hasattr(self, "fd"):
       close(self.fd)
 
 
 class Reader:
-  """Reads from any number of files at any position. Threads may share one."""
+  """Reads any byte range of any number of files. Thread-safe."""
 
   def __init__(self) -> None:
     self._handles = Handles(_Descriptor)
 
   def read(self, path: str, offset: int, size: int) -> bytes:
-    """`size` bytes at `offset`, fewer only where the file ends.
+    """Returns `size` bytes at `offset`, or fewer at the end of the file.
 
     Raises:
       DataError: the file cannot be opened or read.
@@ -84,7 +86,8 @@ class Reader:
     try:
       handle = self._handles.get(path)
       data = os.pread(handle.fd, size, offset)
-      while len(data) < size:  # A signal, or a network file system.
+      # Signals and network file systems can cause short reads.
+      while len(data) < size:
         more = os.pread(handle.fd, size - len(data), offset + len(data))
         if not more:
           break
@@ -94,33 +97,77 @@ class Reader:
     return data
 
 
-def find(path: str, key: str) -> list[str]:
-  """The file at `path`, or all that a pattern such as "dir/*.x" matches.
+def local_path(path: str | os.PathLike[str], key: str) -> str:
+  """Returns a path of the config as an absolute path, with `~` expanded.
+
+  Args:
+    path: path as the user typed it.
+    key: name of the argument, for messages.
 
   Raises:
-    ConfigError: there is none; names the nearest file of the folder.
+    ConfigError: `path` is empty or not a path.
   """
-  path = os.path.expanduser(os.fspath(path))
-  if os.path.isfile(path):
+  if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+    raise ConfigError(f"{key}: expected a path, got {path!r}.")
+  return paths_lib.absolute(os.fspath(path))
+
+
+def as_list(path: Any, key: str) -> list[Any]:
+  """Returns the entries of a list of paths, or a single path as a list.
+
+  Raises:
+    ConfigError: `path` is neither, or an empty list.
+  """
+  if isinstance(path, str | os.PathLike):
     return [path]
-  found = sorted(p for p in glob.glob(path) if os.path.isfile(p))
-  if not found:
-    raise missing(path, key, "file")
-  return found
+  if not isinstance(path, Sequence) or not path:
+    raise ConfigError(f"{key}: expected at least one file, got {path!r}.")
+  return list(path)
+
+
+def find(path: str | os.PathLike[str] | Sequence[Any], key: str) -> list[str]:
+  """Returns the absolute paths of the files that `path` stands for.
+
+  Args:
+    path: a file; a pattern such as "dir/*.txt", in which `**` matches any
+      number of folders; or a list of these. Matches of a pattern are sorted.
+    key: name of the argument, for messages.
+
+  Raises:
+    ConfigError: no file matches; the message has the nearest file name.
+  """
+  return [file for one in as_list(path, key) for file in _find(one, key)]
+
+
+def _find(path: str | os.PathLike[str], key: str) -> list[str]:
+  file = local_path(path, key)
+  if os.path.isfile(file):
+    return [file]
+  # Matches relative to the working directory, whose name may contain brackets.
+  matches = glob.glob(os.path.expanduser(os.fspath(path)), recursive=True)
+  matching_files = sorted(filter(os.path.isfile, matches))
+  if not matching_files:
+    raise missing(file, key, "file")
+  return [paths_lib.absolute(match) for match in matching_files]
 
 
 def missing(path: str, key: str, kind: str) -> ConfigError:
-  """The error of a path that is not there, with the nearest that is."""
+  """Returns the error for a missing path, with the nearest existing name.
+
+  Args:
+    path: missing path, absolute.
+    key: name of the argument.
+    kind: "file" or "folder".
+  """
   folder, name = os.path.split(path)
-  folder = folder or "."
   if not os.path.isdir(folder):
-    return ConfigError(f"{key}={path!r}: there is no folder {folder!r}.")
+    return ConfigError(f"{key}={path!r}: no such folder: {folder!r}.")
   hint = did_you_mean(name, os.listdir(folder))
   return ConfigError(f"{key}={path!r}: no such {kind}.{hint}")
 
 
 def in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-  """`[fn(item) for item in items]`, for functions that wait for files."""
+  """Returns `[fn(item) for item in items]`, for an I/O-bound `fn`."""
   with concurrent.futures.ThreadPoolExecutor(_MAX_THREADS) as pool:
     return list(pool.map(fn, items))
 
@@ -128,15 +175,15 @@ def in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 def offsets(
   paths: Sequence[str], scan: Callable[[str], np.ndarray]
 ) -> list[np.ndarray]:
-  """`scan(path)` for each file, from the cache where it has been done.
+  """Returns `scan(path)` for each file, from the cache where possible.
 
   Args:
     paths: files.
-    scan: returns the int64 offsets of what the file is made of, and last the
-      size of the file.
+    scan: returns the offsets of a file's records and then the file's size,
+      int64 [N + 1].
 
-  Returns:
-    For each file, what `scan` returned.
+  Raises:
+    DataError: a file cannot be read.
   """
   return in_threads(lambda path: _offsets(path, scan), paths)
 
@@ -146,43 +193,43 @@ def _offsets(path: str, scan: Callable[[str], np.ndarray]) -> np.ndarray:
     stat = os.stat(path)
   except OSError as e:
     raise DataError(f"{path}: {e.strerror}.") from e
-  # v1: raise it when the meaning of the offsets changes.
+  # Increase the version when the meaning of the offsets changes.
   key = f"v1 {scan.__name__} {os.path.realpath(path)} "
   key += f"{stat.st_size} {stat.st_mtime_ns}"
   name = hashlib.sha256(key.encode()).hexdigest()[:32] + ".npy"
   cached = os.path.join(cache_folder(), name)
-  # A damaged or missing index costs a scan, nothing more.
+  # A missing or damaged cache entry only costs another scan.
   with contextlib.suppress(OSError, ValueError, EOFError):
-    found = np.load(cached, allow_pickle=False)
-    if found.dtype == np.int64 and found.size and found[-1] == stat.st_size:
-      return found
-  found = scan(path)
+    result = np.load(cached, allow_pickle=False)
+    if result.dtype == np.int64 and result.size and result[-1] == stat.st_size:
+      return result
+  result = scan(path)
   try:
     os.makedirs(cache_folder(), exist_ok=True)
-    # Processes of one machine may write the same index at the same time.
+    # Several processes of a machine may write the same entry at once.
     with tempfile.NamedTemporaryFile(
       dir=cache_folder(), suffix=".tmp", delete=False
     ) as f:
-      np.save(f, found, allow_pickle=False)
+      np.save(f, result, allow_pickle=False)
     os.replace(f.name, cached)
   except OSError as e:
     logging.warning(
-      "The index of %s is not kept, it will be made again: %s", path, e
+      "Cannot cache the index of %s; the next run scans it again: %s", path, e
     )
-  return found
+  return result
 
 
 def cache_folder() -> str:
-  """Where indices are kept: $XDG_CACHE_HOME/bigtrain/offsets."""
+  """Returns the folder of cached offsets, $XDG_CACHE_HOME/bigtrain/offsets."""
   home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
   return os.path.join(home, "bigtrain", "offsets")
 
 
 class Shards:
-  """Which file, and which record of it, holds example i of many files.
+  """Maps example numbers to files and records.
 
   Args:
-    counts: examples of each file.
+    counts: number of examples of each file.
   """
 
   def __init__(self, counts: Sequence[int]):
@@ -192,7 +239,7 @@ class Shards:
     return int(self._ends[-1]) if self._ends.size else 0
 
   def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(file int64 [B], record of that file int64 [B]) of examples [B]."""
+    """Returns (file int64 [B], record in it int64 [B]) of examples [B]."""
     index = np.asarray(index, np.int64)
     file = np.searchsorted(self._ends, index, side="right")
     before = np.where(file > 0, self._ends[file - 1], 0)
@@ -200,7 +247,7 @@ class Shards:
 
 
 def digest(*parts: object) -> str:
-  """A short, stable name for what a source consists of."""
+  """Returns a stable digest of `parts`: 16 hexadecimal digits."""
   text = "\0".join(map(str, parts))
   return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[
     :16

@@ -1,4 +1,4 @@
-"""Plans which documents share a window, from their lengths alone."""
+"""Packs documents into windows, given only their lengths."""
 
 import numpy as np
 
@@ -8,24 +8,30 @@ def first_fit(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Packs items into bins: longest first, each into the first bin with room.
 
-  First-fit decreasing (Johnson, 1973), which never takes more than 11/9 of the
-  fewest possible bins and a few. Items of one size are placed all at once, and
-  bins that came to have the same room together are one entry: so the work goes
-  with the number of different sizes, and ten million documents take seconds.
+  First-fit decreasing (Johnson, 1973), which uses at most 11/9 of the optimal
+  number of bins plus a constant. All items of one size are placed at once, and
+  one entry stands for neighbouring bins with equal room. The cost grows with
+  the number of distinct sizes, so ten million documents take seconds.
 
   Args:
-    sizes: int64 [N], each 1 to `capacity`.
-    capacity: room of a bin.
+    sizes: item sizes, int64 [N], each from 1 to `capacity`.
+    capacity: size of a bin.
 
   Returns:
     (items int64 [N], first int64 [bins + 1]): bin b holds items[first[b] :
-    first[b + 1]], in ascending order. A function of the arguments alone.
+    first[b + 1]], in ascending order. The result is deterministic.
+
+  Raises:
+    ValueError: a size out of range.
   """
   sizes = np.asarray(sizes, np.int64)
   if not sizes.size:
     return np.zeros(0, np.int64), np.zeros(1, np.int64)
   if sizes.min() < 1 or sizes.max() > capacity:
-    raise ValueError(f"first_fit: expected sizes of 1 to {capacity}.")
+    raise ValueError(
+      f"first_fit: expected sizes from 1 to {capacity}, got {sizes.min()} to "
+      f"{sizes.max()}."
+    )
   by_size = np.argsort(-sizes, kind="stable")
   ordered = sizes[by_size]
   cuts = np.flatnonzero(np.diff(ordered, prepend=0, append=0))
@@ -40,10 +46,10 @@ def first_fit(
 
 
 class _OpenBins:
-  """Bins with room left, in the order of their numbers.
+  """Bins with room left, ordered by bin number.
 
   Entry i of the arrays stands for bins start[i] to start[i] + count[i] - 1,
-  which all have room[i].
+  each with room[i] left.
   """
 
   def __init__(self, capacity: int, smallest: int):
@@ -55,26 +61,26 @@ class _OpenBins:
     self._room = np.zeros(0, np.int64)
 
   def place(self, size: int, number: int) -> np.ndarray:
-    """The bins int64 [number], ascending, of items that have all one size."""
+    """Places `number` items of one size; returns their bins, ascending."""
     fits = np.flatnonzero(self._room >= size)
     each = self._room[fits] // size
     placed = np.cumsum(each * self._count[fits])
     whole = int(np.searchsorted(placed, number, side="right"))
     filled = fits[:whole]
-    found = [_ranges(self._start[filled], self._count[filled], each[:whole])]
+    bins = [_ranges(self._start[filled], self._count[filled], each[:whole])]
     self._room[filled] -= each[:whole] * size
     left = number - (int(placed[whole - 1]) if whole else 0)
     if left and whole < len(fits):
-      found.append(self._split(int(fits[whole]), size, left))
+      bins.append(self._split(int(fits[whole]), size, left))
     elif left:
-      found.append(self._append(size, left))
+      bins.append(self._append(size, left))
     keep = self._room >= self._smallest
     self._start, self._count = self._start[keep], self._count[keep]
     self._room = self._room[keep]
-    return np.concatenate(found)
+    return np.concatenate(bins)
 
   def _split(self, i: int, size: int, number: int) -> np.ndarray:
-    """Places items into the first bins of an entry, which has room for more."""
+    """Places items into entry i, which has room for more than `number`."""
     start, count, room = self._start[i], self._count[i], self._room[i]
     each = room // size
     full, rest = divmod(number, each)
@@ -89,7 +95,7 @@ class _OpenBins:
     return _ranges(starts[:2], counts[:2], np.asarray([each, rest]))
 
   def _append(self, size: int, number: int) -> np.ndarray:
-    """Places items into as many new bins as they take."""
+    """Places items into new bins."""
     each = self._capacity // size
     full, rest = divmod(number, each)
     counts = np.asarray([full, int(rest > 0)])
@@ -106,7 +112,7 @@ class _OpenBins:
 def _ranges(
   start: np.ndarray, count: np.ndarray, each: np.ndarray
 ) -> np.ndarray:
-  """start[i], ..., start[i] + count[i] - 1 for each i, each[i] times each."""
+  """Returns start[i] to start[i] + count[i] - 1 for each i, each[i] times."""
   before = np.cumsum(count) - count
   numbers = np.repeat(start - before, count) + np.arange(count.sum())
   return np.repeat(numbers, np.repeat(each, count))

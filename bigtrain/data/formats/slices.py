@@ -1,8 +1,8 @@
-"""Slices of a data set, written as tensorflow-datasets writes them.
+"""Slices of a data set, in the syntax of tensorflow-datasets.
 
   "train"  "train[:80%]"  "test[1000:]"  "[-10%:]"
 
-A bound is a number of examples or a percentage; negative ones count from the
+A bound is a number of examples or a percentage. Negative bounds count from the
 end.
 """
 
@@ -15,10 +15,14 @@ _SLICE = re.compile(rf"([^\[\]]*)(?:\[{_BOUND}:{_BOUND}\])?")
 
 
 def split_name(text: str, key: str) -> tuple[str, str]:
-  """("train", "[:80%]") of "train[:80%]"; either part may be empty.
+  """Splits "train[:80%]" into ("train", "[:80%]"); either may be empty.
+
+  Args:
+    text: name, slice, or both.
+    key: name of the argument, for messages.
 
   Raises:
-    ConfigError: `text` is nothing of the kind; `key` says where it stands.
+    ConfigError: `text` cannot be parsed.
   """
   match = _SLICE.fullmatch(text.strip()) if isinstance(text, str) else None
   if not match:
@@ -30,17 +34,22 @@ def split_name(text: str, key: str) -> tuple[str, str]:
 
 
 def bounds(text: str, length: int, key: str) -> tuple[int, int]:
-  """(start, stop) of a slice "[a:b]" of `length` examples; "" is all of it.
+  """Returns (start, stop) of a slice "[a:b]" of `length` examples.
 
-  Percentages are rounded to the closest example.
+  Percentages are rounded to the nearest example.
+
+  Args:
+    text: slice; "" selects all examples.
+    length: number of examples.
+    key: name of the argument, for messages.
 
   Raises:
-    ConfigError: no slice, more than there is, or nothing left.
+    ConfigError: not a slice, a bound out of range, or an empty slice.
   """
   name, text = split_name(text, key)
   if name:
     raise ConfigError(
-      f"{key}: expected a slice such as '[:80%]', not {name!r}."
+      f"{key}: expected a slice such as '[:80%]', got {name!r}."
     )
   if not text:
     return 0, length
@@ -49,7 +58,7 @@ def bounds(text: str, length: int, key: str) -> tuple[int, int]:
   stop = _position(match.group(3), length, length, key)
   if start >= stop:
     raise ConfigError(
-      f"{key}={text!r} leaves no example: [{start}:{stop}] of {length}."
+      f"{key}={text!r} selects no examples: [{start}:{stop}] of {length}."
     )
   return start, stop
 
@@ -61,8 +70,8 @@ def _position(bound: str | None, default: int, length: int, key: str) -> int:
   size = 100 if percent else length
   value = float(bound[:-1]) if percent else int(bound)
   if abs(value) > size:
-    there = "100%" if percent else f"{length} examples"
-    raise ConfigError(f"{key}: {bound} is more than the {there} there are.")
+    most = "100%" if percent else f"the {length} examples"
+    raise ConfigError(f"{key}: {bound} is more than {most}.")
   if value < 0:
     value += size
   return round(value * length / 100) if percent else int(value)

@@ -1,7 +1,8 @@
-"""Records of TFRecord files by number, with both checksums verified.
+"""Random access to the records of TFRecord and ArrayRecord files.
 
-A record is its length (8 bytes, little-endian), a masked CRC-32C of these 8
-bytes, the data, and a masked CRC-32C of the data.
+A TFRecord is the length of its data (8 bytes, little-endian), a masked CRC-32C
+of these 8 bytes, the data, and a masked CRC-32C of the data. Both checksums are
+verified.
 """
 
 import os
@@ -16,11 +17,11 @@ from bigtrain.settings import ConfigError, DataError
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
 _OVERHEAD = _HEADER.size + _FOOTER.size
-# Files of small records are scanned in windows, those of large ones by
-# headers alone.
+# A scan reads whole windows where records are small, and only the headers
+# where they are large.
 _WINDOW = 1 << 16
 _SMALL_RECORD = 1 << 13
-# What array_record raises, which depends on what is wrong with the file.
+# Exceptions that array_record raises for damaged files.
 _ERRORS = (IndexError, OSError, ValueError, RuntimeError)
 
 
@@ -39,10 +40,10 @@ def _masked(crc: int) -> int:
 
 
 def scan(path: str) -> np.ndarray:
-  """Offsets of all records, and last the size of the file: int64 [N + 1].
+  """Returns the offsets of N records and the file size, int64 [N + 1].
 
   Raises:
-    DataError: a damaged length, or a record that the file's end cuts.
+    DataError: a damaged length, or a file that ends within a record.
   """
   crc32c = _crc32c()
   starts = []
@@ -56,29 +57,29 @@ def scan(path: str) -> np.ndarray:
         window_at, window = at, os.pread(f.fileno(), length, at)
       header = window[at - window_at : at - window_at + _HEADER.size]
       if len(header) < _HEADER.size:
-        raise _cut(path, at)
+        raise _truncated(path, at)
       last_size, crc = _HEADER.unpack(header)
       if _masked(crc32c(header[:8])) != crc:
         raise DataError(
           f"{path}, byte {at}: damaged record (the checksum of its length "
-          "does not match); where the next record begins is unknown."
+          "does not match); the start of the next record is unknown."
         )
       starts.append(at)
       at += last_size + _OVERHEAD
     if at > size:
-      raise _cut(path, starts[-1])
+      raise _truncated(path, starts[-1])
   return np.asarray([*starts, size], np.int64)
 
 
-def _cut(path: str, at: int) -> DataError:
+def _truncated(path: str, at: int) -> DataError:
   return DataError(f"{path}, byte {at}: the file ends within this record.")
 
 
 class TFRecordFiles:
-  """The records of a list of TFRecord files.
+  """The records of several TFRecord files.
 
   Attributes:
-    counts: records of each file.
+    counts: number of records of each file.
   """
 
   def __init__(self, paths: list[str]):
@@ -89,20 +90,20 @@ class TFRecordFiles:
     self.counts = [len(o) - 1 for o in self._offsets]
 
   def read(self, file: int, record: int) -> bytes:
-    """The data of one record.
+    """Returns the data of one record.
 
     Raises:
-      DataError: it is damaged; names the file and the byte.
+      DataError: the record is damaged; the message has the file and the byte.
     """
     start, stop = self._offsets[file][record : record + 2].tolist()
     path = self._paths[file]
-    # Two reads: cutting the data out of one would copy it once more. The
-    # length was checked when the offsets were found.
+    # Two reads, because slicing the data out of one would copy it again. The
+    # scan has verified the length.
     size = stop - start - _OVERHEAD
     data = self._reader.read(path, start + _HEADER.size, size)
     footer = self._reader.read(path, stop - _FOOTER.size, _FOOTER.size)
     if len(data) < size or len(footer) < _FOOTER.size:
-      raise _cut(path, start)
+      raise _truncated(path, start)
     if (_masked(self._crc32c(data)),) != _FOOTER.unpack(footer):
       raise DataError(
         f"{self.where(file, record)}: damaged record (its checksum does not "
@@ -111,15 +112,15 @@ class TFRecordFiles:
     return data
 
   def where(self, file: int, record: int) -> str:
-    """File and byte of a record, for messages."""
+    """Returns the file and byte of a record, for messages."""
     return f"{self._paths[file]}, byte {self._offsets[file][record]}"
 
 
 class ArrayRecordFiles:
-  """The records of a list of ArrayRecord files, which bring their own index.
+  """The records of several ArrayRecord files, which contain their own index.
 
   Attributes:
-    counts: records of each file.
+    counts: number of records of each file.
   """
 
   def __init__(self, paths: list[str]):
@@ -132,17 +133,17 @@ class ArrayRecordFiles:
 
     def open_file(path: str) -> Any:
       try:
-        # Random access gains nothing from reading ahead.
+        # Read-ahead does not help random access.
         reader = array_record_module.ArrayRecordReader(
           path,
           options="readahead_buffer_size:0",
           file_reader_buffer_size=1 << 15,
         )
       except _ERRORS as e:
-        raise DataError(f"{path}: cannot be opened: {_line(e)}.") from e
-      # Of a file without its index, the reader says that it has no records.
+        raise DataError(f"{path}: cannot open it: {_one_line(e)}.") from e
+      # The reader reports no records for a file whose index is missing.
       if not reader.ok():
-        raise DataError(f"{path}: cut or damaged: its index cannot be read.")
+        raise DataError(f"{path}: truncated or damaged: cannot read its index.")
       return reader
 
     self._paths = paths
@@ -152,22 +153,22 @@ class ArrayRecordFiles:
     )
 
   def read(self, file: int, record: int) -> bytes:
-    """The data of one record.
+    """Returns the data of one record.
 
     Raises:
-      DataError: it is damaged; names the file and the record.
+      DataError: the record is damaged; the message has the file and number.
     """
     try:
       return self._handles.get(self._paths[file]).read([record])[0]
     except _ERRORS as e:
       raise DataError(
-        f"{self.where(file, record)}: damaged record: {_line(e)}."
+        f"{self.where(file, record)}: damaged record: {_one_line(e)}."
       ) from e
 
   def where(self, file: int, record: int) -> str:
-    """File and number of a record, for messages."""
+    """Returns the file and number of a record, for messages."""
     return f"{self._paths[file]}, record {record}"
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
   return " ".join(str(error).split()).rstrip(".")

@@ -1,14 +1,14 @@
-"""Files of token ids, as this and other programs write them.
+"""Token files: the formats of bigtrain and of other programs.
 
 - A folder made by `python -m bigtrain.tools.tokenize`: manifest.json, and for
-  each shard plain ids (00000.bin) and where documents end (00000.ends.npy).
-- Plain ids without a header, as nanoGPT writes them (.bin).
-- llm.c's: the same behind a header of 256 int32, which says how many (.bin).
-- Megatron's: plain ids (.bin) beside an index of sequences (.idx).
-- Modalities' packed data (.pbin): a header, ids, and an index of documents.
+  each shard plain ids (00000.bin) and document ends (00000.ends.npy).
+- nanoGPT: plain ids without a header (.bin).
+- llm.c: a header of 256 int32 with the number of ids, then plain ids (.bin).
+- Megatron: plain ids (.bin) and an index of sequences (.idx).
+- Modalities: a header, ids and an index of documents in one file (.pbin).
 
-All numbers are little-endian. Nothing in a file is executed: an index that is
-a pickle is opened by a reader that knows lists, tuples and whole numbers only.
+All numbers are little-endian. No code in a file is ever executed: pickled
+indices go through an unpickler that accepts only lists, tuples and integers.
 """
 
 import dataclasses
@@ -47,15 +47,15 @@ _DTYPES = ("uint8", "uint16", "uint32", "int32")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """A run of token ids in a file.
+  """The token ids of a file.
 
   Attributes:
     path: the file.
-    offset: bytes before the first id.
-    dtype: of the ids.
-    size: how many there are.
-    ends: reads where documents end, int64, ascending; the last is `size`. None
-      if nothing says.
+    offset: position of the first id in bytes.
+    dtype: dtype of the ids.
+    size: number of ids.
+    ends: loads the document ends, int64, ascending, the last equal to `size`.
+      None if they are unknown.
   """
 
   path: str
@@ -65,10 +65,10 @@ class Shard:
   ends: Callable[[], np.ndarray] | None = None
 
   def map(self) -> np.ndarray:
-    """The ids [size], read when they are used.
+    """Returns the memory-mapped ids [size].
 
     Raises:
-      DataError: the file is not there or too short.
+      DataError: the file is missing or too short.
     """
     if not self.size:
       return np.zeros(0, self.dtype)
@@ -86,34 +86,34 @@ class Shard:
 def open_shards(
   path: str | Sequence[str], dtype: str | None
 ) -> tuple[list[Shard], dict[str, Any] | None]:
-  """The shards of one or more token files, and a manifest if there is one.
+  """Returns the shards of token files, and their manifest or None.
 
   Args:
-    path: a folder with a manifest, a file, Megatron's name without ending, a
-      pattern, or a list of files and patterns.
-    dtype: of ids in files that do not say; uint16 unless given.
+    path: a folder with a manifest, a file, a Megatron file without its suffix,
+      a pattern, or a list of files and patterns.
+    dtype: dtype of the ids in files that do not store it; uint16 by default.
 
   Raises:
-    ConfigError: no such file; a dtype that a file contradicts.
-    DataError: a file that is damaged or not what its name says.
+    ConfigError: no such file, or a dtype other than the file's.
+    DataError: a damaged file, or one whose content does not match its suffix.
   """
   if dtype is not None and dtype not in _DTYPES:
     raise ConfigError(
       f"tokens: dtype={dtype!r}: expected one of {', '.join(_DTYPES)}."
     )
-  if not isinstance(path, str | os.PathLike):
-    return [_open(p, dtype) for one in path for p in _find(one)], None
-  path = os.path.expanduser(os.fspath(path))
-  if os.path.isdir(path):
-    manifest = read_manifest(path)
-    return _own_shards(path, manifest), manifest
-  return [_open(p, dtype) for p in _find(path)], None
+  if isinstance(path, str | os.PathLike):
+    folder = files.local_path(path, "tokens: path")
+    if os.path.isdir(folder):
+      manifest = read_manifest(folder)
+      return _own_shards(folder, manifest), manifest
+  entries = files.as_list(path, "tokens: path")
+  return [_open(file, dtype) for one in entries for file in _find(one)], None
 
 
 def _find(path: str) -> list[str]:
-  path = os.path.expanduser(os.fspath(path))
-  if not os.path.exists(path) and os.path.isfile(path + ".idx"):
-    return [path + ".bin"]
+  stem = files.local_path(path, "tokens: path")
+  if not os.path.exists(stem) and os.path.isfile(stem + ".idx"):
+    return [stem + ".bin"]  # Megatron's files without their suffix.
   return files.find(path, "tokens: path")
 
 
@@ -127,8 +127,7 @@ def _open(path: str, dtype: str | None) -> Shard:
     return _open_plain(path, dtype)
   if dtype is not None and shard.dtype != np.dtype(dtype):
     raise ConfigError(
-      f"tokens: dtype={dtype!r}, but {path} says that its ids are "
-      f"{shard.dtype}."
+      f"tokens: dtype={dtype!r}: the ids of {path} are {shard.dtype}."
     )
   return shard
 
@@ -141,14 +140,14 @@ def _open_plain(path: str, dtype: str | None) -> Shard:
     magic, _, count, *_ = _LLMC_HEADER.unpack(head)
     if magic in _LLMC_DTYPES:
       kind = np.dtype(_LLMC_DTYPES[magic])
-      # Ids may begin with the magic number, but hardly with their own number.
+      # Ids may start with the magic number, but hardly with their own count.
       if size == len(head) + count * kind.itemsize:
         return Shard(path, len(head), kind, count)
   kind = np.dtype(dtype or "uint16")
   if size % kind.itemsize:
     raise DataError(
-      f"{path}: its {size} bytes are no whole number of ids of {kind}: cut "
-      "short, or dtype= is another."
+      f"{path}: {size} bytes are not a whole number of {kind} ids; the file is "
+      "truncated, or dtype= is wrong."
     )
   return Shard(path, 0, kind, size // kind.itemsize)
 
@@ -158,18 +157,18 @@ def _open_megatron(path: str, index: str) -> Shard:
     raw = f.read()
   head = struct.Struct("<9sQBQQ")
   if len(raw) < head.size:
-    raise DataError(f"{index}: is cut short, at {len(raw)} bytes.")
+    raise DataError(f"{index}: truncated to {len(raw)} bytes.")
   magic, version, code, num_sequences, num_bounds = head.unpack_from(raw)
   if magic != _MEGATRON_MAGIC or version != 1:
-    raise DataError(f"{index}: is no Megatron index of version 1.")
+    raise DataError(f"{index}: not a Megatron index of version 1.")
   if code not in _MEGATRON_DTYPES:
-    raise DataError(f"{index}: its data type {code} is none of token ids.")
+    raise DataError(f"{index}: data type {code} is not a type of token ids.")
   kind = np.dtype(_MEGATRON_DTYPES[code])
-  need = head.size + 12 * num_sequences + 8 * num_bounds
-  if len(raw) < need:
+  expected = head.size + 12 * num_sequences + 8 * num_bounds
+  if len(raw) < expected:
     raise DataError(
-      f"{index}: is cut short: {len(raw)} bytes, but {num_sequences} sequences "
-      f"take {need}."
+      f"{index}: truncated to {len(raw)} bytes; expected {expected} for "
+      f"{num_sequences} sequences."
     )
   at = head.size
   sizes = np.frombuffer(raw, "<i4", num_sequences, at).astype(np.int64)
@@ -178,11 +177,11 @@ def _open_megatron(path: str, index: str) -> Shard:
   bounds = np.frombuffer(raw, "<i8", num_bounds, at + 8 * num_sequences)
   ends = np.cumsum(sizes)
   if np.any(sizes < 0) or np.any(pointers != (ends - sizes) * kind.itemsize):
-    raise DataError(f"{index}: sequences that do not follow on each other.")
+    raise DataError(f"{index}: the sequences are not contiguous.")
   size = int(ends[-1]) if len(ends) else 0
   if len(bounds):
     if np.any((bounds < 0) | (bounds > num_sequences)):
-      raise DataError(f"{index}: documents of sequences that are not there.")
+      raise DataError(f"{index}: a document refers to a missing sequence.")
     ends = np.append(0, ends)[bounds[bounds > 0]]
   shard = Shard(path, 0, kind, size, _complete(ends, size))
   _check_size(shard)
@@ -193,11 +192,11 @@ def _open_pbin(path: str) -> Shard:
   with open(path, "rb") as f:
     head = f.read(_PBIN_HEADER.size)
     if len(head) < _PBIN_HEADER.size:
-      raise DataError(f"{path}: is cut short, at {len(head)} bytes.")
+      raise DataError(f"{path}: truncated to {len(head)} bytes.")
     num_bytes, itemsize = _PBIN_HEADER.unpack(head)
     if itemsize not in _PBIN_DTYPES or num_bytes % itemsize:
       raise DataError(
-        f"{path}: is no packed data: {num_bytes} bytes of ids of {itemsize}."
+        f"{path}: not packed data: {num_bytes} bytes of {itemsize}-byte ids."
       )
     f.seek(len(head) + num_bytes)
     index = _plain_pickle(f.read(), path)
@@ -205,24 +204,24 @@ def _open_pbin(path: str) -> Shard:
   spans = np.asarray(index, np.int64).reshape(-1, 2)
   starts, sizes = spans[:, 0], spans[:, 1]
   if len(starts) and starts[0] == len(head):
-    starts = starts - len(head)  # Earlier versions count from the header.
+    starts = starts - len(head)  # Older files count from the file's start.
   ends = starts + sizes
   contiguous = np.array_equal(starts, np.append(0, ends)[:-1])
   if not contiguous or np.any(sizes < 0) or np.any(ends % itemsize):
-    raise DataError(f"{path}: documents that do not follow on each other.")
+    raise DataError(f"{path}: the documents are not contiguous.")
   size = num_bytes // itemsize
   if len(ends) and ends[-1] > num_bytes:
-    raise DataError(f"{path}: documents that go beyond its {size} ids.")
+    raise DataError(f"{path}: documents extend beyond the {size} ids.")
   shard = Shard(path, len(head), kind, size, _complete(ends // itemsize, size))
   _check_size(shard)
   return shard
 
 
 class _PlainUnpickler(pickle.Unpickler):
-  """Knows no names, so nothing that a pickle asks for can be called."""
+  """Unpickles plain data; refuses all classes and functions."""
 
   def find_class(self, module: str, name: str) -> Any:
-    raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+    raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 def _plain_pickle(raw: bytes, path: str) -> Any:
@@ -234,37 +233,37 @@ def _plain_pickle(raw: bytes, path: str) -> Any:
       and all(type(number) is int for number in span)
       for span in index
     )
-  # Damaged pickles raise nearly anything.
+  # Damaged pickles can raise almost any exception.
   except Exception as e:
     raise DataError(
-      f"{path}: its index is cut short, damaged, or not just numbers: {e}."
+      f"{path}: its index is truncated, damaged or not plain numbers: {e}."
     ) from e
   if not plain:
-    raise DataError(f"{path}: its index is no list of (offset, length).")
+    raise DataError(f"{path}: its index is not a list of (offset, length).")
   return index
 
 
 def _complete(ends: np.ndarray, size: int) -> Callable[[], np.ndarray]:
-  """`ends`, and last the end of what belongs to no document."""
+  """Returns a loader of `ends`; trailing ids become one more document."""
   if not len(ends) or ends[-1] != size:
     ends = np.append(ends, size)
   return lambda: ends
 
 
 def _check_size(shard: Shard) -> None:
-  have = os.path.getsize(shard.path)
-  need = shard.offset + shard.size * shard.dtype.itemsize
-  if have < need:
+  size = os.path.getsize(shard.path)
+  expected = shard.offset + shard.size * shard.dtype.itemsize
+  if size < expected:
     raise DataError(
-      f"{shard.path}: is cut short: {have} bytes, expected {need}."
+      f"{shard.path}: truncated to {size} bytes; expected {expected}."
     )
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-  """The manifest of a folder that bigtrain.tools.tokenize has finished.
+  """Returns the manifest of a complete folder of bigtrain.tools.tokenize.
 
   Raises:
-    DataError: there is none, or it is not of this format and version.
+    DataError: no manifest, or one of another format or version.
   """
   path = os.path.join(folder, MANIFEST)
   try:
@@ -272,16 +271,17 @@ def read_manifest(folder: str) -> dict[str, Any]:
       manifest = json.load(f)
   except FileNotFoundError as e:
     raise DataError(
-      f"{folder}: no {MANIFEST}: no folder of bigtrain.tools.tokenize, or one "
-      "that is not finished; the same command again goes on with it."
+      f"{folder}: no {MANIFEST}. Expected a finished folder of "
+      "bigtrain.tools.tokenize; run the same command again to continue an "
+      "unfinished one."
     ) from e
   except (OSError, ValueError) as e:
-    raise DataError(f"{path}: cannot be read: {e}.") from e
+    raise DataError(f"{path}: cannot read it: {e}.") from e
   if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-    raise DataError(f"{path}: is no manifest of token files.")
+    raise DataError(f"{path}: not a manifest of token files.")
   if manifest.get("version") != FORMAT_VERSION:
     raise DataError(
-      f"{path}: is of version {manifest.get('version')!r}; this program reads "
+      f"{path}: version {manifest.get('version')!r}; expected version "
       f"{FORMAT_VERSION}."
     )
   return manifest
@@ -293,15 +293,15 @@ def _own_shards(folder: str, manifest: dict[str, Any]) -> list[Shard]:
   for entry in manifest["shards"]:
     name = entry["name"]
     if os.path.basename(name) != name:
-      raise DataError(f"{folder}: shard {name!r} is not in the folder.")
+      raise DataError(f"{folder}: shard {name!r} is outside of the folder.")
     path = os.path.join(folder, f"{name}.bin")
     if not os.path.isfile(path):
-      raise DataError(f"{path}: is missing, but {MANIFEST} lists it.")
+      raise DataError(f"{path}: listed in {MANIFEST}, but missing.")
     size = entry["num_tokens"]
     if os.path.getsize(path) != size * kind.itemsize:
       raise DataError(
-        f"{path}: has {os.path.getsize(path)} bytes, but {MANIFEST} says that "
-        f"it has {size} ids of {kind}."
+        f"{path}: {os.path.getsize(path)} bytes; expected {size} {kind} ids, "
+        f"as in {MANIFEST}."
       )
     ends = os.path.join(folder, f"{name}.ends.npy")
     shards.append(Shard(path, 0, kind, size, _load_ends(ends, size)))
@@ -313,34 +313,37 @@ def _load_ends(path: str, size: int) -> Callable[[], np.ndarray]:
     try:
       ends = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as e:
-      raise DataError(f"{path}: cannot be read: {e}.") from e
-    rising = ends.ndim == 1 and not np.any(np.diff(ends, prepend=0) < 0)
-    if not rising or not len(ends) or ends[-1] != size:
-      raise DataError(f"{path}: does not fit to the ids beside it.")
+      raise DataError(f"{path}: cannot read it: {e}.") from e
+    ascending = ends.ndim == 1 and not np.any(np.diff(ends, prepend=0) < 0)
+    if not ascending or not len(ends) or ends[-1] != size:
+      raise DataError(f"{path}: does not match the ids in the .bin file.")
     return ends.astype(np.int64)
 
   return load
 
 
 def ends_by_id(shard: Shard, eos_id: int) -> np.ndarray:
-  """Where documents end, by one pass over the ids, once for each file.
+  """Returns the document ends of a shard by scanning it for `eos_id`.
+
+  The result is cached, so a file is scanned only once.
 
   Args:
-    shard: its documents end in `eos_id`; what follows the last is one, too.
-    eos_id: which belongs to the document that it ends.
+    shard: ids of documents that end in `eos_id`. Ids after the last `eos_id`
+      are one more document.
+    eos_id: last id of each document.
 
   Returns:
-    int64, ascending; the last is the number of ids.
+    int64, ascending, the last equal to the number of ids.
   """
 
   def scan(path: str) -> np.ndarray:
-    ids, found = shard.map(), []
+    ids, blocks = shard.map(), []
     step = 1 << 24
     for at in range(0, len(ids), step):
-      found.append(np.flatnonzero(ids[at : at + step] == eos_id) + at + 1)
-    ends = np.concatenate([*found, np.asarray([len(ids)])])
+      blocks.append(np.flatnonzero(ids[at : at + step] == eos_id) + at + 1)
+    ends = np.concatenate([*blocks, np.asarray([len(ids)])])
     ends = ends[: np.searchsorted(ends, len(ids)) + 1]
-    # Files keep their indices in bytes, of which the last is their size.
+    # files.offsets requires the file's size as the last offset.
     return np.append(ends, os.path.getsize(path)).astype(np.int64)
 
   scan.__name__ = f"ends {eos_id} {shard.dtype} {shard.offset}"

@@ -1,8 +1,8 @@
-"""Writes folders of token files that `token_files` reads.
+"""Writes the folders of token files that `token_files` reads.
 
-A shard is three files: ids (.bin), where documents end (.ends.npy) and counts
-(.json). The counts are written last, so a shard that has them is complete; each
-file gets its name only when it is whole.
+A shard is three files: ids (.bin), document ends (.ends.npy) and counts
+(.json). Each file is renamed into place when it is complete. The counts are
+written last, so a shard with counts is complete.
 """
 
 import json
@@ -16,19 +16,19 @@ import numpy as np
 from bigtrain.pp import tokenizers
 from bigtrain.settings import DataError
 
-# Messages about skipped documents that are kept.
-_MAX_TOLD = 10
+# Messages about skipped documents that a shard's counts keep.
+_MAX_MESSAGES = 10
 
 
 class Recipe(NamedTuple):
-  """How documents become tokens.
+  """Options for turning documents into tokens.
 
   Attributes:
-    tokenizer: as tokenizers.get takes it.
-    dtype: of the ids.
-    eos_id: ends each document, unless None.
-    bos_id: begins each document, unless None.
-    skip_errors: documents of a shard that may be unusable.
+    tokenizer: argument of tokenizers.get.
+    dtype: dtype of the ids.
+    eos_id: id appended to each document, unless None.
+    bos_id: id prepended to each document, unless None.
+    skip_errors: maximum number of invalid documents in a shard.
   """
 
   tokenizer: str
@@ -47,17 +47,19 @@ def write_shard(
   """Tokenizes documents into one shard.
 
   Args:
-    folder: that of the shards.
-    name: of this one.
-    documents: texts, or what is wrong with one. Empty ones are left out.
-    recipe: how.
+    folder: folder of the shards.
+    name: name of this shard.
+    documents: texts, and errors in place of invalid documents. Empty documents
+      are skipped.
+    recipe: options.
 
   Returns:
-    What the .json says: {"name", "num_tokens", "num_documents", "num_bytes" (of
-    text), "num_empty", "num_skipped", "skipped" (messages), "crc32c"}.
+    The content of the .json file: {"name", "num_tokens", "num_documents",
+    "num_bytes" (of text), "num_empty", "num_skipped", "skipped" (messages),
+    "crc32c"}.
 
   Raises:
-    DataError: more documents than may be cannot be used.
+    DataError: more than `recipe.skip_errors` documents are invalid.
   """
   tokenizer = tokenizers.get(recipe.tokenizer)
   counts: dict[str, Any] = dict(
@@ -78,7 +80,7 @@ def write_shard(
       if not len(ids):
         counts["num_empty"] += 1
         continue
-      # Copies are cheap beside encoding.
+      # These copies cost little compared to encoding.
       begin = [] if recipe.bos_id is None else [recipe.bos_id]
       end = [] if recipe.eos_id is None else [recipe.eos_id]
       row = np.concatenate([begin, ids, end]).astype(recipe.dtype)
@@ -109,12 +111,12 @@ def _usable(
     counts["num_skipped"] += 1
     if counts["num_skipped"] > most:
       raise text
-    if len(counts["skipped"]) < _MAX_TOLD:
+    if len(counts["skipped"]) < _MAX_MESSAGES:
       counts["skipped"].append(str(text))
 
 
 def finished_shard(folder: str, name: str) -> dict[str, Any] | None:
-  """The counts of a shard that is complete and undamaged, or None."""
+  """Returns the counts of a complete, undamaged shard, or None."""
   path = os.path.join(folder, name)
   checksum = google_crc32c.Checksum()
   try:
@@ -125,19 +127,19 @@ def finished_shard(folder: str, name: str) -> dict[str, Any] | None:
         checksum.update(chunk)
   except FileNotFoundError:
     return None
-  same = checksum.hexdigest().decode() == counts["crc32c"]
-  return counts if same and os.path.exists(f"{path}.ends.npy") else None
+  intact = checksum.hexdigest().decode() == counts["crc32c"]
+  return counts if intact and os.path.exists(f"{path}.ends.npy") else None
 
 
 def write_json(path: str, content: Any) -> None:
-  """Writes JSON, whole or not at all."""
+  """Writes JSON atomically."""
   raw = json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"
   replace(path, lambda f: f.write(raw))
 
 
 def replace(path: str, write: Callable[[Any], Any]) -> None:
-  """Writes a file under another name, and gives it its own when it is whole."""
-  # Two processes may write the same for a moment, after one was killed.
+  """Writes a file under a temporary name, then renames it to `path`."""
+  # A process that is being killed and its successor may overlap briefly.
   temporary = f"{path}.{os.getpid()}.tmp"
   with open(temporary, "wb") as f:
     write(f)

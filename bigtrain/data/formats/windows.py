@@ -1,9 +1,9 @@
-"""Windows of a fixed length over long rows of token ids.
+"""Windows of a fixed length over arrays of token ids.
 
-What a window is made of are pieces: runs of neighbouring tokens that are to
-be predicted, each with the token before it as its first context. A plan says
-which pieces window i has; `fill` reads them. Every plan predicts each token
-that has a context exactly once.
+A window consists of pieces. A piece is a run of consecutive target tokens; its
+first context is the token before it. A plan maps window numbers to pieces, and
+`fill` reads them. In every plan, each token that has a context is a target
+exactly once.
 
 Legend: B windows of a batch, L tokens of a window, N pieces.
 """
@@ -16,20 +16,20 @@ from absl import logging
 
 from bigtrain import hashing
 from bigtrain.data.formats import files, packing, slices
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, check_number, did_you_mean
 
 
 class Pieces(NamedTuple):
-  """What the windows of a batch are made of; arrays [N].
+  """The pieces of a batch of windows; arrays [N].
 
   Attributes:
-    row: the window of the batch, ascending.
-    at: where in the window it begins.
-    shard: which array of tokens.
-    begin: its first predicted token there.
-    size: how many tokens it predicts.
-    fresh: it begins a document, so that its first context is the start token
-      and not the token before it.
+    row: index of the window in the batch, ascending.
+    at: position of the piece in the window.
+    shard: index of the array of tokens.
+    begin: index of the first target in that array.
+    size: number of targets.
+    fresh: whether the piece starts a document whose first context is the start
+      token instead of the token before it.
   """
 
   row: np.ndarray
@@ -41,27 +41,27 @@ class Pieces(NamedTuple):
 
 
 class Plan(Protocol):
-  """Says what windows are made of."""
+  """Maps window numbers to pieces."""
 
   def __len__(self) -> int:
-    """How many windows there are."""
+    """Number of windows."""
 
   def pieces(self, index: np.ndarray) -> Pieces:
-    """The pieces of windows int64 [B]."""
+    """Returns the pieces of windows `index`, int64 [B]."""
 
 
 class Stream:
-  """Windows one after the other, whatever documents are in them.
+  """Consecutive windows that ignore document boundaries.
 
-  Needs no memory for each window, so it goes on for trillions of tokens.
+  Memory use does not depend on the number of windows.
 
   Args:
-    sizes: tokens of each shard; no window crosses from one to the next.
-    length: of a window.
-    stride: tokens from the beginning of a window to that of the next.
-    fresh: each shard's first token is predicted, from the start token. Else it
-      is only context.
-    drop_last: leave out windows that the end of a shard cuts short.
+    sizes: number of tokens of each shard. Windows do not cross shards.
+    length: window length in tokens.
+    stride: tokens between the starts of consecutive windows.
+    fresh: whether the first token of a shard is a target, with the start token
+      as context. Otherwise it is only context.
+    drop_last: whether to drop incomplete windows at the ends of shards.
   """
 
   def __init__(
@@ -77,7 +77,7 @@ class Stream:
     self._first = 0 if fresh else 1
     self._sizes = np.asarray(sizes, np.int64)
     predicted = np.maximum(self._sizes - self._first, 0)
-    # The last window is the first one that reaches the end.
+    # The last window is the first one that reaches the shard's end.
     beyond = np.maximum(predicted - length, 0)
     if drop_last:
       counts = np.where(predicted >= length, beyond // stride + 1, 0)
@@ -89,7 +89,7 @@ class Stream:
     return len(self._windows)
 
   def pieces(self, index: np.ndarray) -> Pieces:
-    """One piece for each window."""
+    """Returns one piece for each window."""
     shard, number = self._windows.locate(index)
     begin = self._first + number * self._stride
     size = np.minimum(self._length, self._sizes[shard] - begin)
@@ -99,15 +99,15 @@ class Stream:
 
 
 class Documents:
-  """Windows made of documents, which are cut where they are too long.
+  """Windows of whole documents; documents longer than a window are split.
 
   Args:
-    starts: for each shard, where its documents begin, int64, ascending, and
-      last the number of its tokens.
-    length: of a window.
-    fresh: as in Stream, of each document.
-    packed: several documents share a window where they fit, see
-      packing.first_fit. Else each window is of one document.
+    starts: for each shard, the starts of its documents, int64, ascending, and
+      then its number of tokens.
+    length: window length in tokens.
+    fresh: whether the first token of each document is a target, as in Stream.
+    packed: whether several documents may share a window, see
+      packing.first_fit. Otherwise each window holds one document.
   """
 
   def __init__(
@@ -137,7 +137,7 @@ class Documents:
       self._begin, self._size = self._begin[items], self._size[items]
       self._fresh = self._fresh[items]
       logging.info(
-        "Packing: %d documents in %d windows of %d tokens, %.1f%% full.",
+        "Packed %d documents into %d windows of %d tokens, %.1f%% full.",
         np.count_nonzero(size),
         len(self),
         length,
@@ -150,14 +150,14 @@ class Documents:
     return len(self._first) - 1
 
   def pieces(self, index: np.ndarray) -> Pieces:
-    """The pieces in the order of the documents."""
+    """Returns the pieces of each window in document order."""
     first, stop = self._first[index], self._first[np.asarray(index) + 1]
     counts = stop - first
     row = np.repeat(np.arange(len(counts)), counts)
     own = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     item = np.repeat(first, counts) + own
     size = self._size[item].astype(np.int64)
-    # Sums of sizes before a piece, less those before its window's first.
+    # Subtract the sizes before each window's first piece.
     ends = np.cumsum(size)
     at = ends - size
     at -= np.repeat(at[np.cumsum(counts) - counts], counts)
@@ -168,10 +168,10 @@ class Documents:
 def _shuffled(
   items: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The same bins in an order that is always the same.
+  """Returns the same bins in a fixed random order.
 
-  Those that were filled first have the longest documents, so that a slice of
-  the windows would be of other texts than the rest.
+  First-fit puts the longest documents into the first bins, so without this a
+  slice of the windows would not be a random sample of the documents.
   """
   number = len(first) - 1
   bins = hashing.permute(np.arange(number), number, seed=0)
@@ -182,13 +182,13 @@ def _shuffled(
 
 
 class Masked:
-  """Windows of a stream, whose pieces end where documents do.
+  """Windows of a stream, split into pieces at document boundaries.
 
   Args:
     stream: the windows.
-    starts: as in Documents.
-    fresh: as in Stream. If not, the first token of a document, whose only
-      context would be another document, is not predicted.
+    starts: starts of documents, as in Documents.
+    fresh: as in Stream. If false, the first token of a document is not a
+      target, because its only context would be another document.
   """
 
   def __init__(
@@ -200,8 +200,8 @@ class Masked:
     return len(self._stream)
 
   def pieces(self, index: np.ndarray) -> Pieces:
-    """Each window's piece, cut at the documents that begin in it."""
-    found = []
+    """Returns each window's piece, split where documents begin."""
+    rows = []
     skipped = 0 if self._fresh else 1
     whole = self._stream.pieces(index)
     for row, _, shard, begin, size, fresh in zip(*(f.tolist() for f in whole)):
@@ -215,8 +215,8 @@ class Masked:
         own = start + skipped if head else start
         if own < stop:
           new = fresh or (head and self._fresh)
-          found.append((row, own - begin, shard, own, stop - own, new))
-    columns = np.asarray(found, np.int64).reshape(-1, 6).T
+          rows.append((row, own - begin, shard, own, stop - own, new))
+    columns = np.asarray(rows, np.int64).reshape(-1, 6).T
     row_, at, shard_, begin_, size_, fresh_ = columns
     return Pieces(row_, at, shard_, begin_, size_, fresh_.astype(bool))
 
@@ -234,19 +234,18 @@ def fill(
   """Reads the tokens of a batch of windows.
 
   Args:
-    pieces: what the windows are made of.
+    pieces: pieces of the windows.
     batch_size: number of windows, B.
-    length: of a window, L.
-    tokens_of: the array of a shard's tokens.
+    length: window length, L.
+    tokens_of: returns the token array of a shard.
     start_id: context of the first token of a document.
-    shift: added to the ids.
-    segments: also give `segments` and `positions`.
+    shift: offset that is added to the ids.
+    segments: whether to return `segments` and `positions`.
 
   Returns:
-    `tokens` and `targets` int32 [B, L], 0 where there is nothing;
-    `loss_mask` float32 [B, L], 1 where there is a target; `segments` int32
-    [B, L], pieces counted from 1, 0 where there is nothing, and `positions`
-    int32 [B, L], from 0 in each piece.
+    `tokens` and `targets`, int32 [B, L], 0 for padding; `loss_mask`, float32
+    [B, L], 1 for targets; `segments`, int32 [B, L], number of the piece from 1,
+    0 for padding; `positions`, int32 [B, L], position in the piece from 0.
   """
   shape = batch_size, length
   tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -281,13 +280,13 @@ def fill(
 
 
 class Rows:
-  """Which windows of a plan a source has: all, or a slice of them.
+  """The windows of a plan that a source uses: all, or a slice of them.
 
   Args:
-    plan: of all windows.
-    part: a slice such as "[:90%]", or "".
-    then: another, of what that leaves.
-    key: of the source, for messages.
+    plan: plan of all windows.
+    part: slice of a split, such as "[:90%]", or "".
+    then: slice of the remaining windows, or "".
+    key: name of the source, for messages.
   """
 
   def __init__(self, plan: Plan, part: str, then: str, key: str):
@@ -305,42 +304,46 @@ class Rows:
 def check_options(
   key: str, length: int, stride: int | None, last: str, packing: bool
 ) -> None:
-  """Raises ConfigError where the options of a source do not go together."""
-  for name, value in (("length", length), ("stride", stride)):
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (whole and value > 0):
-      raise ConfigError(
-        f"{key}: {name}={value!r}: expected a whole number of tokens, at "
-        "least 1."
-      )
+  """Raises ConfigError for invalid or incompatible options of a source.
+
+  Args:
+    key: name of the source, for messages.
+    length: window length in tokens.
+    stride: tokens between the starts of consecutive windows, or None.
+    last: "pad" or "drop".
+    packing: whether documents share windows.
+  """
+  check_number(f"{key}: length", length, least=1, whole=True)
+  if stride is not None:
+    check_number(f"{key}: stride", stride, least=1, whole=True)
   if last not in ("pad", "drop"):
     hint = did_you_mean(last, ("pad", "drop"))
     raise ConfigError(f"{key}: last={last!r}: expected 'pad' or 'drop'.{hint}")
   if packing and (stride is not None or last == "drop"):
     raise ConfigError(
-      f"{key}: stride and last are of windows that are cut from a stream; "
-      "packing=True plans its own."
+      f"{key}: packing=True cannot be combined with stride or last='drop'."
     )
 
 
 def spec(
   length: int, *, segments: bool, last: str, num_bytes: bool
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-  """Types and shapes of the features of a window; see `fill`.
+  """Returns the types and shapes of a window's features; see `fill`.
 
   Args:
-    length: of the window.
-    segments: with `segments` and `positions`, which also tell what is padding.
+    length: window length, L.
+    segments: whether to include `segments` and `positions`. They also mark
+      padding, so `loss_mask` is left out.
     last: "drop" if there is no padding.
-    num_bytes: with `num_bytes`.
+    num_bytes: whether to include `num_bytes`.
   """
   ids, floats = np.dtype(np.int32), np.dtype(np.float32)
-  found: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+  features: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
     "tokens": (ids, (length,)),
     "targets": (ids, (length,)),
   }
   if segments:
-    found |= {"segments": (ids, (length,)), "positions": (ids, (length,))}
+    features |= {"segments": (ids, (length,)), "positions": (ids, (length,))}
   elif last == "pad":
-    found["loss_mask"] = (floats, (length,))
-  return {**found, "num_bytes": (floats, ())} if num_bytes else found
+    features["loss_mask"] = (floats, (length,))
+  return {**features, "num_bytes": (floats, ())} if num_bytes else features

@@ -1,0 +1,9 @@
+"""Parameters of published models, loaded into our models and exported again.
+
+Open layouts.py first: tables map the arrays of a published layout to our
+parameters, in both directions. decoder.py and t5.py hold the tables of the
+models of the same name. blocks.py converts between stacked and separate blocks;
+arrays.py restores dtypes and names, and resamples position embeddings. The
+modules in bigtrain/models import this package for their `from_published` and
+`to_published`.
+"""

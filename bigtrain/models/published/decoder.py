@@ -1,6 +1,6 @@
-"""The decoder's parameters in Hugging Face's layouts: GPT-2, Llama, Mixtral.
+"""The decoder in Hugging Face's layouts of GPT-2, Llama and Mixtral.
 
-See models/layouts.py.
+See layouts.py for the tables.
 """
 
 import re
@@ -12,20 +12,20 @@ from bigtrain.models.published import layouts
 from bigtrain.models.published.layouts import Entry, linear
 
 
-def _gpt2_layer(theirs: str, *ours: str, inputs: int = 1) -> list[Entry]:
-  """A weight (inputs, outputs) and a bias."""
+def _gpt2_layer(published: str, *ours: str, inputs: int = 1) -> list[Entry]:
+  """Returns the entries of a weight (inputs, outputs) and a bias."""
   kernels = tuple(f"blocks/{name}/kernel" for name in ours)
   biases = tuple(f"blocks/{name}/bias" for name in ours)
   return [
-    Entry(f"h.{{i}}.{theirs}.weight", kernels, inputs),
-    Entry(f"h.{{i}}.{theirs}.bias", biases),
+    Entry(f"h.{{i}}.{published}.weight", kernels, inputs),
+    Entry(f"h.{{i}}.{published}.bias", biases),
   ]
 
 
-def _gpt2_norm(theirs: str, ours: str) -> list[Entry]:
+def _gpt2_norm(published: str, ours: str) -> list[Entry]:
   return [
-    Entry(f"{theirs}.weight", (f"{ours}/scale",)),
-    Entry(f"{theirs}.bias", (f"{ours}/bias",)),
+    Entry(f"{published}.weight", (f"{ours}/scale",)),
+    Entry(f"{published}.bias", (f"{ours}/bias",)),
   ]
 
 
@@ -43,15 +43,15 @@ _GPT2 = [
 ]
 
 
-def _layer(theirs: str, ours: str, inputs: int = 1) -> Entry:
-  """A matrix of each of Llama's layers."""
+def _layer(published: str, ours: str, inputs: int = 1) -> Entry:
+  """Returns the entry of a matrix in each of Llama's layers."""
   return linear(
-    f"model.layers.{{i}}.{theirs}", f"blocks/{ours}/kernel", inputs=inputs
+    f"model.layers.{{i}}.{published}", f"blocks/{ours}/kernel", inputs=inputs
   )
 
 
-def _layer_norm(theirs: str, ours: str) -> Entry:
-  name = f"model.layers.{{i}}.{theirs}.weight"
+def _layer_norm(published: str, ours: str) -> Entry:
+  name = f"model.layers.{{i}}.{published}.weight"
   return Entry(name, (f"blocks/{ours}/scale",))
 
 
@@ -83,12 +83,12 @@ LAYOUTS: dict[str, layouts.Table] = {
   "mixtral": [*_LLAMA_ATTENTION, *_MIXTRAL_MOE, _LLAMA_HEAD],
 }
 
-# Files also hold constants that the program computes itself.
+# Constants in the files that the model computes itself.
 _CONSTANTS = re.compile(
   r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids"
 )
-# Each has in its files what the others lack.
-_SIGNS = {
+# An array that only this layout has.
+_SIGNATURES = {
   "gpt2": "h.0.attn.c_attn.weight",
   "llama": "model.layers.0.mlp.gate_proj.weight",
   "mixtral": "model.layers.0.block_sparse_moe.gate.weight",
@@ -98,45 +98,47 @@ _SIGNS = {
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-  """A published model's arrays under our names and in our shapes.
+  """Converts a published model's arrays to our names and shapes.
 
   Args:
-    flat: what a file has; GPT-2's names may begin with "transformer.".
-    like: our parameters by name; for their shapes, and whether layers are
-      stacked.
+    flat: arrays of the file, by name; GPT-2's may start with "transformer.".
+    like: our parameters by name; gives shapes, and whether layers are stacked.
 
   Returns:
-    See layouts.load; None for a file of none of these layouts.
+    See layouts.load; None for a file in another layout.
   """
   flat = {name.removeprefix("transformer."): x for name, x in flat.items()}
-  layout = next((k for k, sign in _SIGNS.items() if sign in flat), None)
+  layout = next((k for k, name in _SIGNATURES.items() if name in flat), None)
   if layout is None:
     return None
   flat = {n: x for n, x in flat.items() if not _CONSTANTS.fullmatch(n)}
   if "head/kernel" not in like:
-    flat.pop("lm_head.weight", None)  # The embedding, once more.
+    flat.pop("lm_head.weight", None)  # A copy of the embedding.
   return layouts.load(LAYOUTS[layout], flat, like)
 
 
 def export(
   model: Any, shapes: Mapping[str, Sequence[int]], layout: str
 ) -> tuple[dict[str, Any], list[layouts.Tensor]]:
-  """What a published folder holds; see tools/published.py.
+  """Returns the contents of a published folder, for tools/published.py.
 
   Args:
     model: the decoder.
-    shapes: of its parameters, by name.
+    shapes: shapes of its parameters, by name.
     layout: a name in LAYOUTS.
 
+  Returns:
+    (contents of config.json, arrays).
+
   Raises:
-    ConfigError: no such layout, or one that the model does not fit.
+    ConfigError: unknown layout, or one that cannot represent the model.
   """
-  layouts.check(layout, LAYOUTS, model, _NEEDS)
+  layouts.check_model(layout, LAYOUTS, model, _NEEDS)
   config = _config(model, layout)
   return config, layouts.export(layout, LAYOUTS[layout], shapes)
 
 
-# What a model must be to be one of a layout.
+# Values of a model's fields that each layout requires.
 _PLAIN = dict(qk_norm=False, attention_softcap=None, logits_softcap=None)
 _NEEDS: dict[str, dict[str, Any]] = {
   "gpt2": dict(
@@ -163,18 +165,18 @@ _NEEDS: dict[str, dict[str, Any]] = {
 
 
 def _config(model: Any, layout: str) -> dict[str, Any]:
-  """config.json of a model in this layout."""
+  """Returns the contents of config.json."""
   if (model.moe is not None) != (layout == "mixtral"):
     raise settings.ConfigError(
-      f"--layout={layout}: models with experts are for the layout mixtral, and "
-      "only they."
+      f"--layout={layout}: expected config.model.moe for the layout mixtral "
+      f"and None for all others, got {model.moe}."
     )
   if layout == "gpt2":
     heads = (model.num_kv_heads, model.num_heads * model.head_dim)
     if heads != (model.num_heads, model.width):
       raise settings.ConfigError(
-        "--layout=gpt2 is for models without grouped queries whose heads fill "
-        "the width."
+        f"--layout=gpt2: expected num_kv_heads={model.num_heads} and num_heads "
+        f"x head_dim={model.width}, got {heads[0]} and {heads[1]}."
       )
     return {
       "architectures": ["GPT2LMHeadModel"],

@@ -1,12 +1,12 @@
-"""Parameters in the layouts that models are published in.
+"""Tables that map published arrays to our parameters, to load and to export.
 
-A model's table says what arrays of a layout are made of. Read in one direction
-it loads a published model, in the other it exports one. Nothing is copied to
-load: the arrays that come out are views of the file, or put together from
-views when a device asks for its share.
+A table lists, for each array of a published layout, the parameters of ours that
+it consists of. `load` reads a table in one direction, `export` in the other.
+Loading copies nothing: the results are views of the file, or stacks of views
+that are joined when a device reads its share.
 
-The tables have the parameters of all blocks once, as ".../blocks/<name>",
-whatever way the model stacks them: see models/stack.py.
+A table has the parameters of all blocks once, as ".../blocks/<name>", whether
+the model stacks them or not: see blocks.py.
 """
 
 import functools
@@ -21,16 +21,16 @@ from bigtrain.models.published import blocks
 
 
 class Entry(NamedTuple):
-  """An array of theirs, and what it is made of.
+  """A published array and our parameters in it.
 
   Attributes:
-    theirs: its name; {i} is the layer, {e} the expert.
-    ours: parameters that are joined along their output axes.
-    inputs: how many of our axes, the first ones, are inputs; 0 for vectors.
-    transposed: whether theirs multiply from the left: (outputs, inputs).
+    published: name of the array; {i} is the layer, {e} the expert.
+    ours: names of our parameters, joined along their output axes.
+    inputs: number of leading input axes of our parameters; 0 for vectors.
+    transposed: whether the published matrix is (outputs, inputs).
   """
 
-  theirs: str
+  published: str
   ours: tuple[str, ...]
   inputs: int = 0
   transposed: bool = False
@@ -39,13 +39,13 @@ class Entry(NamedTuple):
 Table = Sequence[Entry]
 
 
-def linear(theirs: str, *ours: str, inputs: int = 1) -> Entry:
-  """A torch.nn.Linear's weight."""
-  return Entry(f"{theirs}.weight", ours, inputs, transposed=True)
+def linear(published: str, *ours: str, inputs: int = 1) -> Entry:
+  """Returns the entry of a torch.nn.Linear's weight."""
+  return Entry(f"{published}.weight", ours, inputs, transposed=True)
 
 
-class Stack:
-  """Arrays of one shape along a new first axis, joined when they are read."""
+class LazyStack:
+  """Arrays of one shape, stacked along a new first axis when they are read."""
 
   def __init__(self, parts: Sequence[Any]):
     self._parts = parts
@@ -58,62 +58,61 @@ class Stack:
 
 
 class _Place(NamedTuple):
-  """What one of our parameters is.
+  """Location of one of our parameters in a model's tables and layers.
 
   Attributes:
-    ours: its name in tables.
-    layers: of which it is; (None,) for what is not of a block.
-    stacked: whether it has an axis of them.
+    name: name in tables.
+    layers: numbers of its layers; (None,) outside of blocks.
+    stacked: whether its first axis runs over these layers.
   """
 
-  ours: str
+  name: str
   layers: tuple[int | None, ...]
   stacked: bool
 
 
 def _places(shapes: Mapping[str, Sequence[int]]) -> dict[str, _Place]:
-  """What our parameters are, by name."""
+  """Returns the places of our parameters, by name."""
   periods = blocks.periods(shapes, "blocks")
-  found = {}
+  places = {}
   for name, shape in shapes.items():
-    block = blocks.block_of(name, "blocks")
+    block = blocks.parse_name(name, "blocks")
     if block is None:
-      found[name] = _Place(name, (None,), False)
+      places[name] = _Place(name, (None,), False)
       continue
-    ours = block.stack + block.rest
+    table_name = block.stack + block.rest
     if block.layer is not None:
-      found[name] = _Place(ours, (block.layer,), False)
+      places[name] = _Place(table_name, (block.layer,), False)
     else:
       period = periods[block.stack]
       layers = range(block.place, block.place + period * shape[0], period)
-      found[name] = _Place(ours, tuple(layers), True)
-  return found
+      places[name] = _Place(table_name, tuple(layers), True)
+  return places
 
 
 def load(
   table: Table, flat: Mapping[str, Any], like: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """A published model's arrays under our names and in our shapes.
+  """Converts published arrays to our names and shapes.
 
   Args:
-    table: of the layout.
-    flat: what a file has.
-    like: our parameters by name; for their shapes, and whether layers are
-      stacked.
+    table: table of the layout.
+    flat: arrays of the file, by name.
+    like: our parameters by name; gives shapes, and whether layers are stacked.
 
   Returns:
-    {name: array or `Stack`}, of which those that nothing here uses keep their
-    names and shapes.
+    {name: array or `LazyStack`}. Arrays that the table does not use keep their
+    published names and shapes.
   """
-  taken: set[str] = set()
+  used: set[str] = set()
   result: dict[str, Any] = {}
-  places = _places({name: want.shape for name, want in like.items()})
-  by_ours = {ours: entry for entry in table for ours in entry.ours}
+  places = _places({name: leaf.shape for name, leaf in like.items()})
+  entries = {ours: entry for entry in table for ours in entry.ours}
   for name, place in places.items():
-    entry = by_ours.get(place.ours)
+    entry = entries.get(place.name)
     if entry is None:
       continue
-    get = functools.partial(_get, flat, taken, entry, place.ours)
+    get = functools.partial(_get, flat, used, entry, place.name)
     shape = tuple(like[name].shape)
     if place.stacked:
       value = _stack([get({"i": i}, shape[1:]) for i in place.layers])
@@ -121,43 +120,59 @@ def load(
       value = get({"i": place.layers[0]}, shape)
     if value is not None:
       result[name] = value
-  return result | {n: x for n, x in flat.items() if n not in taken}
+  return result | {n: x for n, x in flat.items() if n not in used}
 
 
 def _get(
   flat: Mapping[str, Any],
-  taken: set[str],
+  used: set[str],
   entry: Entry,
   ours: str,
-  where: Mapping[str, int | None],
+  indices: Mapping[str, int | None],
   shape: tuple[int, ...],
 ) -> Any:
-  """A parameter of ours; None if theirs is not there."""
-  if "{e}" in entry.theirs and "e" not in where:
+  """Returns one of our parameters, or None if the file lacks it.
+
+  Args:
+    flat: arrays of the file, by name.
+    used: names of arrays read so far; the new ones are added.
+    entry: entry of the table.
+    ours: name of the parameter in the entry.
+    indices: "i", the layer, and "e", the expert, if known.
+    shape: shape of the parameter in a layer (and expert).
+  """
+  if "{e}" in entry.published and "e" not in indices:
     return _stack(
       [
-        _get(flat, taken, entry, ours, {**where, "e": e}, shape[1:])
+        _get(flat, used, entry, ours, {**indices, "e": e}, shape[1:])
         for e in range(shape[0])
       ]
     )
-  name = entry.theirs.format(**where)
+  name = entry.published.format(**indices)
   if name not in flat:
     return None
-  taken.add(name)
+  used.add(name)
   value = flat[name].T if entry.transposed else flat[name]
   if len(entry.ours) > 1:
     parts = np.split(value, len(entry.ours), axis=-1)
     value = parts[entry.ours.index(ours)]
-  # Another size is for the caller to report.
+  # The caller reports an array of another size.
   return value.reshape(shape) if value.size == math.prod(shape) else value
 
 
-def _stack(parts: Sequence[Any]) -> Stack | None:
-  return None if any(part is None for part in parts) else Stack(parts)
+def _stack(parts: Sequence[Any]) -> LazyStack | None:
+  return None if any(part is None for part in parts) else LazyStack(parts)
 
 
 class Tensor(NamedTuple):
-  """One array of an exported file, see tools/published.py."""
+  """One array of an exported file, written by tools/published.py.
+
+  Attributes:
+    name: published name.
+    shape: published shape.
+    parts: (name of our parameter, index of its part) of each part.
+    build: makes the array of the parts' values.
+  """
 
   name: str
   shape: tuple[int, ...]
@@ -165,20 +180,19 @@ class Tensor(NamedTuple):
   build: Callable[[list[np.ndarray]], np.ndarray]
 
 
-def check(
+def check_model(
   layout: str,
   known: Mapping[str, Any],
   model: Any,
   needs: Mapping[str, Mapping[str, Any]],
 ) -> None:
-  """Raises ConfigError unless a model can be exported in a layout.
+  """Raises ConfigError unless a layout can represent a model.
 
   Args:
-    layout: its name.
-    known: the layouts there are.
-    model: whose fields are looked at.
-    needs: for each layout, what fields must be, as the layout has no place for
-      anything else.
+    layout: name of the layout.
+    known: known layouts, by name.
+    model: model to export.
+    needs: for each layout, the values of the model's fields that it requires.
   """
   if layout not in known:
     hint = settings.did_you_mean(layout, known)
@@ -186,7 +200,7 @@ def check(
   for field, value in needs[layout].items():
     if getattr(model, field) != value:
       raise settings.ConfigError(
-        f"--layout={layout} is for models with {field}={value!r}; this one has "
+        f"--layout={layout}: expected a model with {field}={value!r}, got "
         f"{getattr(model, field)!r}."
       )
 
@@ -194,47 +208,54 @@ def check(
 def export(
   layout: str, table: Table, shapes: Mapping[str, Sequence[int]]
 ) -> list[Tensor]:
-  """The arrays of a published file; see tools/published.py.
+  """Returns the arrays of a published file, for tools/published.py.
 
   Args:
-    layout: what the user calls it.
-    table: of the layout.
-    shapes: of our parameters, by name.
+    layout: name of the layout, for messages.
+    table: table of the layout.
+    shapes: shapes of our parameters, by name.
 
   Raises:
-    ConfigError: the layout has no place for all of them.
+    ConfigError: the layout lacks some of the parameters.
   """
-  # {name in tables: {layer: (our name, which part of its leading axis)}}
-  found: dict[str, dict[int | None, tuple[str, tuple[slice, ...]]]] = {}
+  # {name in tables: {layer: (our name, index into its leading axis)}}
+  sources: dict[str, dict[int | None, tuple[str, tuple[slice, ...]]]] = {}
   for name, place in _places(shapes).items():
     for number, layer in enumerate(place.layers):
-      at = (slice(number, number + 1),) if place.stacked else ()
-      found.setdefault(place.ours, {})[layer] = (name, at)
+      index = (slice(number, number + 1),) if place.stacked else ()
+      sources.setdefault(place.name, {})[layer] = (name, index)
   tensors = []
   for entry in table:
-    # Some have none, such as the head of a model whose head is tied.
-    for layer in found.get(entry.ours[0], ()):
-      names = [found[ours][layer] for ours in entry.ours]
-      tensors += _tensors(entry, layer, names, shapes)
+    # A model may lack an entry, such as the head if it is tied.
+    for layer in sources.get(entry.ours[0], ()):
+      parts = [sources[ours][layer] for ours in entry.ours]
+      tensors += _tensors(entry, layer, parts, shapes)
   used = {name for tensor in tensors for name, _ in tensor.parts}
-  left = sorted(set(shapes) - used)
-  if left:
+  unused = sorted(set(shapes) - used)
+  if unused:
     raise settings.ConfigError(
-      f"--layout={layout} has no place for {', '.join(left[:3])}."
+      f"--layout={layout}: the layout has no place for {', '.join(unused[:3])}."
     )
   return tensors
 
 
 def _tensors(
   entry: Entry,
-  i: int | None,
-  names: Sequence[tuple[str, tuple[slice, ...]]],
+  layer: int | None,
+  sources: Sequence[tuple[str, tuple[slice, ...]]],
   shapes: Mapping[str, Sequence[int]],
 ) -> list[Tensor]:
-  """One array of theirs, or one for each expert."""
-  inner = [tuple(shapes[name])[len(at) :] for name, at in names]
+  """Returns the published array of an entry and layer, or one for each expert.
+
+  Args:
+    entry: entry of the table.
+    layer: number of the layer; None outside of blocks.
+    sources: (name, index into the leading axis) of the entry's parameters.
+    shapes: shapes of our parameters, by name.
+  """
+  inner = [tuple(shapes[name])[len(index) :] for name, index in sources]
   experts: Sequence[int | None] = [None]
-  if "{e}" in entry.theirs:
+  if "{e}" in entry.published:
     experts = range(inner[0][0])
     inner = [shape[1:] for shape in inner]
   flat = [_flat(shape, entry.inputs) for shape in inner]
@@ -247,18 +268,18 @@ def _tensors(
 
   tensors = []
   for e in experts:
-    of_expert = () if e is None else (slice(e, e + 1),)
+    expert_index = () if e is None else (slice(e, e + 1),)
     parts = []
-    for (name, at), shape in zip(names, inner):
+    for (name, layer_index), shape in zip(sources, inner):
       rest = (slice(None),) * len(shape)
-      parts.append((name, (*at, *of_expert, *rest)))
-    name = entry.theirs.format(i=i, e=e)
+      parts.append((name, (*layer_index, *expert_index, *rest)))
+    name = entry.published.format(i=layer, e=e)
     shape = joined[::-1] if entry.transposed else joined
     tensors.append(Tensor(name, shape, parts, build))
   return tensors
 
 
 def _flat(shape: Sequence[int], inputs: int) -> tuple[int, ...]:
-  """The shape as a matrix (inputs, outputs), or as a vector."""
+  """Returns the shape as a matrix (inputs, outputs), or as a vector."""
   outputs = math.prod(shape[inputs:])
   return (math.prod(shape[:inputs]), outputs) if inputs else (outputs,)

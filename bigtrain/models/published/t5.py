@@ -1,7 +1,8 @@
-"""T5's parameters in Hugging Face's layouts: T5, and Switch Transformers.
+"""The T5 in Hugging Face's layouts of T5, T5 1.1 and Switch Transformers.
 
-See models/layouts.py. Theirs have all of a block's layers in one list: an
-encoder's are attention and MLP, a decoder's attention, cross-attention, MLP.
+See layouts.py for the tables. In the published names a block's layers are
+numbered: attention and MLP in the encoder; attention, cross-attention and MLP
+in the decoder.
 """
 
 import re
@@ -13,26 +14,28 @@ from bigtrain.models.published import layouts
 from bigtrain.models.published.layouts import Entry, linear
 
 
-def _attention(stack: str, number: int, theirs: str, ours: str) -> list[Entry]:
+def _attention(
+  stack: str, number: int, published: str, ours: str
+) -> list[Entry]:
   name = f"{stack}.block.{{i}}.layer.{number}"
   of = lambda part: f"{stack}/blocks/{ours}/{part}/kernel"
   return [
     Entry(f"{name}.layer_norm.weight", (f"{stack}/blocks/{ours}_norm/scale",)),
-    linear(f"{name}.{theirs}.q", of("query")),
-    linear(f"{name}.{theirs}.k", of("key")),
-    linear(f"{name}.{theirs}.v", of("value")),
-    linear(f"{name}.{theirs}.o", of("out"), inputs=2),
+    linear(f"{name}.{published}.q", of("query")),
+    linear(f"{name}.{published}.k", of("key")),
+    linear(f"{name}.{published}.v", of("value")),
+    linear(f"{name}.{published}.o", of("out"), inputs=2),
   ]
 
 
-def _mlp(theirs: str, ours: str, gated: bool) -> list[Entry]:
-  """Of a block or of each expert; `ours` is the place of the kernels."""
-  up = linear(f"{theirs}.wi", f"{ours}/up/kernel")
+def _mlp(published: str, ours: str, gated: bool) -> list[Entry]:
+  """Returns the entries of an MLP or of each expert, with kernels in `ours`."""
+  up = linear(f"{published}.wi", f"{ours}/up/kernel")
   ups = [
-    linear(f"{theirs}.wi_0", f"{ours}/gate/kernel"),
-    linear(f"{theirs}.wi_1", f"{ours}/up/kernel"),
+    linear(f"{published}.wi_0", f"{ours}/gate/kernel"),
+    linear(f"{published}.wi_1", f"{ours}/up/kernel"),
   ]
-  down = linear(f"{theirs}.wo", f"{ours}/down/kernel")
+  down = linear(f"{published}.wo", f"{ours}/down/kernel")
   return [*(ups if gated else [up]), down]
 
 
@@ -81,14 +84,14 @@ LAYOUTS: dict[str, layouts.Table] = {
   "t5_1_1": _table(gated=True),
   "switch": _table(switch=True),
 }
-# Each has in its files what the others lack.
-_SIGNS = {
+# An array that only this layout has.
+_SIGNATURES = {
   "t5": "encoder.block.0.layer.1.DenseReluDense.wi.weight",
   "t5_1_1": "encoder.block.0.layer.1.DenseReluDense.wi_0.weight",
   "switch": "encoder.block.1.layer.1.mlp.router.classifier.weight",
 }
-# Copies of the embedding, and a table that the released files of version 1.0
-# have and no program uses.
+# Copies of the embedding, and a table in the released files of version 1.0 that
+# no implementation uses.
 _UNUSED = re.compile(
   r"(encoder|decoder)\.embed_tokens\.weight"
   r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\."
@@ -99,22 +102,21 @@ _UNUSED = re.compile(
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-  """A published model's arrays under our names and in our shapes.
+  """Converts a published model's arrays to our names and shapes.
 
   Args:
-    flat: what a file has.
-    like: our parameters by name; for their shapes, and whether layers are
-      stacked.
+    flat: arrays of the file, by name.
+    like: our parameters by name; gives shapes, and whether layers are stacked.
 
   Returns:
-    See layouts.load; None for a file of none of these layouts.
+    See layouts.load; None for a file in another layout.
   """
-  layout = next((k for k, sign in _SIGNS.items() if sign in flat), None)
+  layout = next((k for k, name in _SIGNATURES.items() if name in flat), None)
   if layout is None:
     return None
   flat = {n: x for n, x in flat.items() if not _UNUSED.fullmatch(n)}
   if "head/kernel" not in like:
-    flat.pop("lm_head.weight", None)  # The embedding, once more.
+    flat.pop("lm_head.weight", None)  # A copy of the embedding.
   return layouts.load(LAYOUTS[layout], flat, like)
 
 
@@ -129,17 +131,20 @@ _NO_CAPACITY = 2**30
 def export(
   model: Any, shapes: Mapping[str, Sequence[int]], layout: str
 ) -> tuple[dict[str, Any], list[layouts.Tensor]]:
-  """What a published folder holds; see tools/published.py.
+  """Returns the contents of a published folder, for tools/published.py.
 
   Args:
     model: the T5.
-    shapes: of its parameters, by name.
+    shapes: shapes of its parameters, by name.
     layout: a name in LAYOUTS.
 
+  Returns:
+    (contents of config.json, arrays).
+
   Raises:
-    ConfigError: no such layout, or one that the model does not fit.
+    ConfigError: unknown layout, or one that cannot represent the model.
   """
-  layouts.check(layout, LAYOUTS, model, _NEEDS)
+  layouts.check_model(layout, LAYOUTS, model, _NEEDS)
   config = {
     "architectures": ["T5ForConditionalGeneration"],
     "model_type": "t5",
@@ -169,13 +174,14 @@ def export(
 
 
 def _switch(model: Any) -> dict[str, Any]:
-  """What config.json says of experts."""
+  """Returns the part of config.json for experts."""
   moe = model.moe
-  # Theirs are in layers 1, 3, 5, ... or in all, and one for each token.
+  # The layout has experts in all layers or in layers 1, 3, 5, ..., and one for
+  # each token.
   if moe is None or moe.every > 2 or moe.top_k > 1 or moe.normalizes():
     raise settings.ConfigError(
-      "--layout=switch is for models with experts in each or every second "
-      "layer, one for each token, weighted by its probability."
+      "--layout=switch: expected config.model.moe with every=1 or 2, top_k=1 "
+      f"and normalize=False, got {moe}."
     )
   return {
     "architectures": ["SwitchTransformersForConditionalGeneration"],
@@ -183,7 +189,7 @@ def _switch(model: Any) -> dict[str, Any]:
     "num_experts": moe.num_experts,
     "num_sparse_encoder_layers": model.depth // moe.every,
     "num_sparse_decoder_layers": model.decoder_depth // moe.every,
-    # Theirs is a number of tokens, whatever the length, and ours is not.
+    # The layout's capacity is a number of tokens, ours a share of the length.
     "expert_capacity": _NO_CAPACITY,
     "router_jitter_noise": moe.jitter,
     "router_bias": False,

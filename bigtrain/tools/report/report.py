@@ -327,12 +327,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
   parser.add_argument("workdir", nargs="+", help="folder of a run")
   parser.add_argument("--out", help="folder for the page and its pictures")
   args = parser.parse_args(None if arguments is None else list(arguments))
-  out = args.out
-  if not out:
-    only = args.workdir[0] if len(args.workdir) == 1 else ""
-    out = os.path.join(only, "report")
   try:
-    written = write(args.workdir, out)
+    workdirs = [paths.absolute(workdir) for workdir in args.workdir]
+    only = workdirs[0] if len(workdirs) == 1 else ""
+    out = paths.absolute(args.out or os.path.join(only, "report"))
+    written = write(workdirs, out)
   except settings.ConfigError as e:
     print(e, file=sys.stderr)
     return 2

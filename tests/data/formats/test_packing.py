@@ -1,4 +1,4 @@
-"""First-fit decreasing against a plain loop over items."""
+"""First-fit decreasing, compared with a loop over items."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -8,8 +8,8 @@ import pytest
 from bigtrain.data.formats import packing
 
 
-def plain(sizes, capacity):
-  """{bin: its items} by the definition, one item after the other."""
+def reference(sizes, capacity):
+  """Returns the items of each bin, placed one by one as in the definition."""
   rooms, bins = [], []
   for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
     fits = [b for b, room in enumerate(rooms) if room >= sizes[item]]
@@ -26,10 +26,10 @@ def plain(sizes, capacity):
   st.lists(st.integers(1, 20), min_size=1, max_size=200), st.integers(20, 31)
 )
 @hypothesis.example([20] * 3 + [7] * 10 + [3] * 9 + [1] * 50, 20)
-def test_every_item_is_where_a_plain_loop_puts_it(sizes, capacity):
+def test_bins_match_the_reference(sizes, capacity):
   items, first = packing.first_fit(np.asarray(sizes), capacity)
-  found = [items[a:b].tolist() for a, b in zip(first[:-1], first[1:])]
-  assert found == plain(sizes, capacity)
+  bins = [items[a:b].tolist() for a, b in zip(first[:-1], first[1:])]
+  assert bins == reference(sizes, capacity)
 
 
 def test_a_million_documents_fill_their_windows():
@@ -42,7 +42,7 @@ def test_a_million_documents_fill_their_windows():
   assert filled.mean() > 0.999 * 2048
 
 
-def test_sizes_that_fit_nowhere():
+def test_invalid_sizes_and_no_sizes():
   for sizes in ([0], [5]):
     with pytest.raises(ValueError):
       packing.first_fit(np.asarray(sizes), 4)

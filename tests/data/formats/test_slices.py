@@ -1,4 +1,4 @@
-"""Slices as tensorflow-datasets has them."""
+"""Slices in the syntax of tensorflow-datasets."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from bigtrain.settings import ConfigError
 
 
 @pytest.mark.parametrize(
-  "text, length, want",
+  "text, length, expected",
   [
     ("", 10, (0, 10)),
     ("[:]", 10, (0, 10)),
@@ -24,25 +24,25 @@ from bigtrain.settings import ConfigError
     ("[ 1 : 2 ]", 10, (1, 2)),
   ],
 )
-def test_bounds(text, length, want):
-  assert slices.bounds(text, length, "key") == want
+def test_bounds(text, length, expected):
+  assert slices.bounds(text, length, "key") == expected
 
 
 @pytest.mark.parametrize(
   "text, message",
   [
     ("[:11]", "11 is more than the 10 examples"),
-    ("[:110%]", "110% is more than the 100%"),
-    ("[5:5]", "leaves no example"),
-    ("[7:3]", "leaves no example"),
+    ("[:110%]", "110% is more than 100%"),
+    ("[5:5]", "selects no examples"),
+    ("[7:3]", "selects no examples"),
     ("[a:b]", "expected a slice"),
     ("[:3", "expected a slice"),
     ("[3]", "expected a slice"),
-    ("train[:3]", "not 'train'"),
+    ("train[:3]", "got 'train'"),
     (7, "expected a slice"),
   ],
 )
-def test_what_is_no_slice(text, message):
+def test_invalid_slices(text, message):
   with pytest.raises(ConfigError, match=r"^key") as error:
     slices.bounds(text, 10, "key")
   assert message in str(error.value)

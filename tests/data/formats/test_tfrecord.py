@@ -1,4 +1,4 @@
-"""Records by number out of TFRecord files, written here byte by byte."""
+"""Random access to TFRecord files that the tests write byte by byte."""
 
 import struct
 
@@ -35,11 +35,11 @@ def write(path, records):
   return str(path)
 
 
-# Small ones, one larger than the window of a scan, and an empty one.
+# Small records, an empty one, and one larger than a scan's window.
 RECORDS = [b"a" * 10, b"", b"b" * 70000, b"c" * 9000, b"d" * 9000, b"e"]
 
 
-def test_reads_any_record(tmp_path):
+def test_reads_records_in_any_order(tmp_path):
   paths = [
     write(tmp_path / "x", RECORDS),
     write(tmp_path / "y", [b"%d" % i * 100 for i in range(5000)]),
@@ -54,7 +54,7 @@ def test_reads_any_record(tmp_path):
   assert files.where(0, 2) == f"{paths[0]}, byte {26 + 16}"
 
 
-def test_tensorflow_writes_what_we_read(tmp_path):
+def test_the_format_is_tensorflows(tmp_path):
   import tensorflow as tf
 
   with tf.io.TFRecordWriter(str(tmp_path / "x")) as writer:
@@ -89,7 +89,7 @@ def test_a_flipped_bit_in_a_length_or_its_checksum(tmp_path, at):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 16, 9020])
-def test_a_file_cut_inside_of_a_record(tmp_path, cut):
+def test_a_file_truncated_within_a_record(tmp_path, cut):
   path = tmp_path / "x"
   write(path, RECORDS)
   path.write_bytes(path.read_bytes()[:-cut])
@@ -98,7 +98,7 @@ def test_a_file_cut_inside_of_a_record(tmp_path, cut):
     tfrecord.TFRecordFiles([str(path)])
 
 
-def test_a_file_that_changes_after_it_was_indexed(tmp_path):
+def test_a_file_that_changes_after_indexing(tmp_path):
   path = tmp_path / "x"
   write(path, RECORDS)
   files = tfrecord.TFRecordFiles([str(path)])
@@ -112,7 +112,7 @@ def test_a_file_that_changes_after_it_was_indexed(tmp_path):
     other.read(0, 0)
 
 
-def test_array_record(tmp_path):
+def test_array_record_files(tmp_path):
   from array_record.python import array_record_module
 
   path = str(tmp_path / "x")
@@ -130,5 +130,5 @@ def test_array_record(tmp_path):
     files.read(0, 7)
   assert files.read(0, 8) == data[8]
   (tmp_path / "x").write_bytes((tmp_path / "x").read_bytes()[:-7000])
-  with pytest.raises(DataError, match="x: cut or damaged"):
+  with pytest.raises(DataError, match="x: truncated or damaged"):
     tfrecord.ArrayRecordFiles([path])

@@ -1,6 +1,6 @@
-"""Hugging Face's layouts: golden logits, devices, there and back again.
+"""Hugging Face's layouts: golden logits, devices, import and export.
 
-The golden folders are those of golden/make_hf.py and golden/make_t5.py.
+golden/make_hf.py and golden/make_t5.py made the golden folders.
 """
 
 import json
@@ -12,13 +12,14 @@ import pytest
 
 from bigtrain import sharding, trees
 from bigtrain.checkpoints import checkpointer, safetensors_files, warm_start
+from bigtrain.checkpoints.host_state import HostState
 from bigtrain.models import decoder, t5
 from bigtrain.settings import ConfigError
 from bigtrain.tools import checkpoint as tool
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 SIZES = dict(vocab_size=61, width=24, depth=2)
-# As the scripts have them.
+# The same sizes as in the scripts.
 DECODERS = {
   "gpt2": SIZES | dict(variant="gpt2", num_heads=3, max_len=48),
   "llama": SIZES
@@ -73,7 +74,7 @@ MODELS = DECODERS | T5S
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_fast():
-  """Compiling is nearly all that these tests do."""
+  """Turns most optimizations off: these tests mostly compile."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
@@ -88,7 +89,7 @@ def model_of(layout, **changes):
 
 
 def like_of(model, devices=1):
-  """Shapes of the parameters, split over so many devices."""
+  """Returns the parameters' shapes, sharded over a number of devices."""
   mesh = sharding.make_mesh(devices=jax.devices()[:devices])
   example = [np.zeros((1, 2), np.int32)] * (2 if hasattr(model, "begin") else 1)
   shapes = jax.eval_shape(model.init, jax.random.key(0), *example)["params"]
@@ -111,7 +112,7 @@ def load(layout, model, devices=1, path=None, **source):
 
 
 @pytest.mark.parametrize("layout", MODELS)
-def test_logits_are_those_of_transformers(layout):
+def test_logits_equal_those_of_transformers(layout):
   model = model_of(layout, scan=layout not in ("gpt2", "t5"))
   golden = dict(np.load(GOLDEN / f"hf_{layout}" / "golden.npz"))
   expected = golden.pop("logits")
@@ -121,7 +122,7 @@ def test_logits_are_those_of_transformers(layout):
 
 
 @pytest.mark.parametrize("layout", MODELS)
-def test_eight_devices_load_what_one_does(layout):
+def test_eight_devices_load_the_same_as_one(layout):
   model = model_of(layout, scan=True)
   one, eight = load(layout, model), load(layout, model, devices=8)
   halves = 0
@@ -135,13 +136,13 @@ def test_eight_devices_load_what_one_does(layout):
   jax.tree.map(np.testing.assert_array_equal, one, eight)
 
 
-# What theirs say and ours cannot know, or say in their way.
-OTHERWISE = {
+# Keys of config.json that we cannot know, or write differently.
+DIFFERENT_KEYS = {
   "gpt2": ("bos_token_id", "eos_token_id", "n_inner"),
   "llama": ("bos_token_id", "eos_token_id"),
   "mixtral": ("bos_token_id", "eos_token_id", "head_dim"),
   "t5": ("eos_token_id",),
-  # From version 5 on transformers writes that all heads are tied.
+  # transformers 5 writes tie_word_embeddings=True for all models.
   "t5_1_1": ("eos_token_id", "tie_word_embeddings"),
   "switch": ("eos_token_id", "expert_capacity"),
 }
@@ -149,14 +150,15 @@ OTHERWISE = {
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("layout", MODELS)
-def test_export_is_what_was_imported(layout, scan, tmp_path, capsys):
+def test_export_restores_the_imported_folder(layout, scan, tmp_path, capsys):
   model = model_of(layout, scan=scan)
   params = load(layout, model, devices=8)
   workdir, out = str(tmp_path / "run"), str(tmp_path / "out")
   name = module_of(layout).__name__.rpartition(".")[2]
   config = {"model_name": name, "model": MODELS[layout] | {"scan": scan}}
   saver = checkpointer.Checkpointer(workdir)
-  saver.save(1, {"params": params, "step": np.int32(1)}, {"config": config})
+  state = {"params": params, "step": np.int32(1)}
+  saver.save(1, state, HostState(config=config))
   saver.close()
 
   assert tool.main(["export", workdir, out, f"--layout={layout}"]) == 0
@@ -169,15 +171,15 @@ def test_export_is_what_was_imported(layout, scan, tmp_path, capsys):
     np.testing.assert_array_equal(array, published[prefix + name])
   theirs = json.loads((GOLDEN / f"hf_{layout}" / "config.json").read_text())
   ours = json.loads((tmp_path / "out" / "config.json").read_text())
-  same = set(ours) & set(theirs) - set(OTHERWISE[layout])
+  same = set(ours) & set(theirs) - set(DIFFERENT_KEYS[layout])
   assert {"architectures", "model_type", "vocab_size", "dtype"} <= same
   assert {k: ours[k] for k in same} == {k: theirs[k] for k in same}
   again = load(layout, model, path=out)
   jax.tree.map(np.testing.assert_array_equal, params, again)
 
 
-def test_files_in_several_parts(tmp_path):
-  """An index says which file an array is in, as large models have it."""
+def test_load_from_several_files_with_an_index(tmp_path):
+  """Large models have an index with the file of each array."""
   arrays = safetensors_files.read(str(GOLDEN / "hf_llama"))
   names = sorted(arrays)
   weight_map = {}
@@ -198,22 +200,22 @@ def test_files_in_several_parts(tmp_path):
     load("llama", model, path=tmp_path)
 
 
-def test_only_what_a_device_holds_is_read():
-  """Arrays are put together when asked for, and no more than is asked."""
+def test_only_the_share_of_a_device_is_read():
+  """Stacks join only the layers that are read."""
   flat = safetensors_files.read(str(GOLDEN / "hf_llama"))
   model = model_of("llama", scan=True)
   like = dict(trees.flatten_with_names(like_of(model)))
-  found = decoder.from_published(flat, like)
-  for name, value in found.items():
+  params = decoder.from_published(flat, like)
+  for name, value in params.items():
     if name.startswith("blocks/"):
       assert not isinstance(value, np.ndarray)
       part = value[(slice(1, 2), *[slice(None)] * (len(value.shape) - 1))]
       assert part.shape == (1, *like[name].shape[1:])
-    else:  # A view: nothing has been copied.
+    else:  # A view, not a copy.
       assert not value.flags.owndata
 
 
-def test_another_model_is_told(tmp_path):
+def test_loading_into_another_model_lists_the_differences(tmp_path):
   small = model_of("llama", depth=1, num_kv_heads=1)
   with pytest.raises(ConfigError) as e:
     load("llama", small)
@@ -225,21 +227,23 @@ def test_another_model_is_told(tmp_path):
   "kind, changes, layout, message",
   [
     ("llama", {}, "llamma", "--layout: unknown 'llamma'.*'llama'"),
-    ("llama", {}, "gpt2", "posemb='learn'; this one has 'rope'"),
-    ("llama", dict(qk_norm=True), "llama", "qk_norm=False; this one has True"),
+    ("llama", {}, "gpt2", "posemb='learn', got 'rope'"),
+    ("llama", dict(qk_norm=True), "llama", "qk_norm=False, got True"),
     (
       "mixtral",
       dict(moe=dict(num_experts=4, shared_experts=1)),
       "mixtral",
       "no place for blocks_0/shared_experts",
     ),
-    ("t5", {}, "t5_1_1", "mlp='geglu'; this one has 'relu'"),
-    ("t5", {}, "switch", "models with experts"),
+    ("t5", {}, "t5_1_1", "mlp='geglu', got 'relu'"),
+    ("t5", {}, "switch", "expected config.model.moe"),
     ("switch", {}, "t5", "moe=None"),
-    ("switch", dict(moe=dict(num_experts=4)), "switch", "one for each token"),
+    ("switch", dict(moe=dict(num_experts=4)), "switch", "top_k=1"),
   ],
 )
-def test_exports_that_would_lie_are_refused(kind, changes, layout, message):
+def test_exports_that_the_layout_cannot_represent_are_errors(
+  kind, changes, layout, message
+):
   model = model_of(kind, **changes)
   shapes = {n: x.shape for n, x in trees.flatten_with_names(like_of(model))}
   with pytest.raises(ConfigError, match=message):

@@ -1,51 +1,23 @@
-"""Real processes of `python -m bigtrain.main`: exit codes, signals, output.
+"""Exit codes, signals and output of real processes of the program.
 
-tests/faults has what goes wrong at each single moment of a run.
+tests/faults tests faults at each single moment of a run.
 """
 
-import os
-import pathlib
 import re
 import signal
-import subprocess
-import sys
 
+import processes
 import pytest
 import tiny
 
 from bigtrain import main
-
-TESTS = pathlib.Path(__file__).parents[1]
-# A start costs a few seconds; a machine that is shared may take many.
-LIMIT_SECS = 120
-
-
-def start(config, workdir, *flags):
-  """Runs the program to its end."""
-  paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
-  return subprocess.run(
-    [
-      sys.executable,
-      "-m",
-      "bigtrain.main",
-      f"--config={config}",
-      f"--workdir={workdir}",
-      *flags,
-    ],
-    cwd=TESTS.parent,
-    env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    capture_output=True,
-    text=True,
-    timeout=LIMIT_SECS,
-    check=False,
-  )
 
 
 @pytest.fixture(scope="module")
 def config_file(tiny_config, tmp_path_factory):
   """A file with the tiny config; its argument is a folder for flags.
 
-  The first four starts end by signals, each a bit further.
+  Each of the first four starts ends by a signal, later than the one before.
   """
   (folder,) = tiny_config.args
   path = tmp_path_factory.mktemp("configs") / "run.py"
@@ -78,31 +50,34 @@ def get_config(arg):
   return path
 
 
-def test_the_same_command_goes_on_until_the_run_is_finished(
+def test_the_same_command_resumes_until_the_run_is_finished(
   config_file, tiny_config, tmp_path
 ):
   workdir = tmp_path / "run"
 
-  def again():
-    done = start(f"{config_file}:{tmp_path}", workdir)
-    return done.returncode, done.stdout, done.stderr.strip().splitlines()[-1]
+  def start_again():
+    command = processes.main_command(f"{config_file}:{tmp_path}", workdir)
+    ended = processes.run(command, devices=8)
+    last_line = ended.stderr.strip().splitlines()[-1]
+    return ended.returncode, ended.stdout, last_line
 
-  code, _, last = again()
-  assert (code, last) == (75, "preempted: saved step 2 of 6")
+  code, _, last_line = start_again()
+  assert (code, last_line) == (75, "preempted: saved step 2 of 6")
   assert tiny.checkpoint_steps(workdir) == [2]
-  code, _, _ = again()
+  code, _, _ = start_again()
   assert code == -signal.SIGKILL
-  # The save of step 3 was under way, or it was complete already.
+  # The save of step 3 was either in progress or complete.
   assert tiny.checkpoint_steps(workdir)[-1] in (2, 3)
-  code, _, last = again()
+  code, _, last_line = start_again()
   assert code == 128 + signal.SIGINT
-  assert last == (
-    "bigtrain: SIGINT again: ending at once; the last checkpoint stands."
+  assert last_line == (
+    "bigtrain: second signal, SIGINT: exiting now; the last checkpoint is "
+    "intact."
   )
   assert tiny.checkpoint_steps(workdir)[-1] in (2, 3)
-  code, _, last = again()
-  assert (code, last) == (75, "preempted: saved step 6 of 6")
-  code, output, _ = again()
+  code, _, last_line = start_again()
+  assert (code, last_line) == (75, "preempted: saved step 6 of 6")
+  code, output, _ = start_again()
   assert code == 0
   assert "Finished at step 6." in output
   assert re.search(r"val/acc +0\.\d+\n", output)
@@ -115,17 +90,18 @@ def test_the_same_command_goes_on_until_the_run_is_finished(
 
 
 def test_a_misspelled_key_on_the_command_line(config_file, tmp_path):
-  done = start(
+  command = processes.main_command(
     f"{config_file}:{tmp_path}",
     tmp_path / "run",
     "--config.log_steps=1",
     "--config.evals.val.topk=[1]",
   )
-  assert done.returncode == 2
-  lines = done.stderr.strip().splitlines()
+  ended = processes.run(command, devices=8)
+  assert ended.returncode == 2
+  lines = ended.stderr.strip().splitlines()
   assert lines[-1] == (
     "error: config.evals.val.topk: unknown key. Did you mean 'top_k'?"
   )
-  assert "Traceback" not in done.stderr
-  assert not done.stdout
+  assert "Traceback" not in ended.stderr
+  assert not ended.stdout
   assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other about saves and restores.
+"""Agreement of a job's processes about saves and restores.
 
 It goes through the key-value store of jax.distributed, not through the
 devices: threads may use it while the devices train, and it still works when
@@ -15,31 +15,32 @@ from typing import Any
 import jax
 
 from bigtrain.checkpoints.manifest import CheckpointError
+from bigtrain.cluster import process
 
 _POLL_SECS = 0.2
 _instances = itertools.count()
 
 
 class Peers:
-  """All processes of the job; every one constructs it at the same point.
+  """All processes of the job; each constructs it at the same point.
 
   Attributes:
-    index: of this process.
-    count: of processes.
+    index: index of this process.
+    count: number of processes.
     token: random, the same on all processes.
   """
 
   def __init__(self, timeout_secs: float = 1800.0):
-    """Waits for the others.
+    """Waits for the other processes.
 
     Args:
-      timeout_secs: how long any wait for another process may take.
+      timeout_secs: time limit of each wait for another process.
     """
     self.index = jax.process_index()
     self.count = jax.process_count()
     self.timeout_secs = timeout_secs
     self._client = None
-    self._shared = itertools.count()
+    self._num_shared = itertools.count()
     if self.count > 1:
       # jax has no public way to its key-value store.
       from jax._src import distributed
@@ -53,37 +54,31 @@ class Peers:
     self.token = self.share(secrets.token_hex(4))[0]
 
   def share(self, value: Any) -> list[Any]:
-    """The JSON values that all processes pass, by process; it is a barrier."""
-    if self._client is None:
-      return [value]
-    prefix = f"{self._prefix}/share/{next(self._shared)}"
-    self._client.key_value_set(f"{prefix}/{self.index}", json.dumps(value))
-    timeout = int(self.timeout_secs * 1000)
-    return [
-      json.loads(self._client.blocking_key_value_get(f"{prefix}/{i}", timeout))
-      for i in range(self.count)
-    ]
+    """Returns the JSON values of all processes, by process; a barrier."""
+    key = f"{self._prefix}/share/{next(self._num_shared)}"
+    return process.share(key, value, self.timeout_secs)
 
   def event(self, name: str) -> "Event":
-    """An event that all processes take part in; `name` is used only once."""
+    """An event of all processes; each `name` is used only once."""
     return Event(self, f"{self._prefix}/{name}")
 
 
 class Event:
-  """Work that is done by all processes, or has failed for all of them.
+  """Work that succeeds or fails on all processes together.
 
-  Each does its part and says `done`; process 0 waits for all, finishes the
-  work and says `succeed`; the others `wait`. Any of them may `fail`, of which
-  all others hear within a second.
+  Each process does its part and calls `done`. Process 0 waits for all,
+  finishes the work and calls `succeed`; the others `wait`. Any process may
+  `fail`, which the others notice within a second.
   """
 
   def __init__(self, peers: Peers, prefix: str):
+    """Use `Peers.event`."""
     self._peers = peers
     self._client = peers._client
     self._prefix = prefix
 
   def wait_for_first(self) -> None:
-    """Waits until process 0 has come here; it goes on at once."""
+    """Waits until process 0 calls this; process 0 does not wait."""
     if self._client is None:
       return
     if self._peers.index == 0:
@@ -99,16 +94,16 @@ class Event:
       time.sleep(_POLL_SECS)
 
   def done(self) -> None:
-    """Says that this process has done its part."""
+    """Reports that this process has done its part."""
     if self._client is not None:
       self._client.key_value_set(f"{self._prefix}/done/{self._peers.index}", "")
 
   def succeed(self) -> None:
-    """Says, as process 0, that the whole is done."""
+    """Reports, on process 0, that the whole work is done."""
     self._conclude("")
 
   def fail(self, reason: str) -> None:
-    """Says that this process failed, unless the event has ended already."""
+    """Reports that this process failed, unless the event has ended already."""
     self._conclude(
       f"process {self._peers.index} on host {socket.gethostname()}: {reason}"
     )
@@ -142,7 +137,7 @@ class Event:
       return None
 
   def wait_for_all(self) -> None:
-    """Waits, as process 0, until every process has done its part."""
+    """Waits, on process 0, until every process has done its part."""
     if self._client is None:
       return
     deadline = time.monotonic() + self._peers.timeout_secs
@@ -152,8 +147,8 @@ class Event:
       if len(done) == self._peers.count:
         return
       if time.monotonic() > deadline:
-        there = {int(key.rsplit("/", 1)[1]) for key, _ in done}
-        absent = sorted(set(range(self._peers.count)) - there)
+        indices = {int(key.rsplit("/", 1)[1]) for key, _ in done}
+        absent = sorted(set(range(self._peers.count)) - indices)
         raise CheckpointError(
           f"process(es) {absent} not done after {self._peers.timeout_secs:.0f}"
           " s."
@@ -161,7 +156,7 @@ class Event:
       time.sleep(_POLL_SECS)
 
   def wait(self) -> None:
-    """Waits, as any process but 0, until the event has ended."""
+    """Waits, on any process but 0, until the event has ended."""
     deadline = time.monotonic() + self._peers.timeout_secs
     while not self.check():
       if time.monotonic() > deadline:
@@ -171,6 +166,6 @@ class Event:
       time.sleep(_POLL_SECS)
 
   def forget(self) -> None:
-    """Frees, as process 0, what the store keeps of an event long ended."""
+    """Frees, on process 0, the storage of an event that ended long ago."""
     if self._client is not None:
       self._client.key_value_delete(self._prefix + "/")

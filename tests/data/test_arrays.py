@@ -1,4 +1,4 @@
-"""Arrays by row: from memory, from .npz files, and the digits."""
+"""Rows of arrays in memory, of .npz files, and of the digits."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def npz(request, tmp_path):
   return path
 
 
-def test_npz(npz):
+def test_rows_of_an_npz_file(npz):
   source = arrays.Source(npz)
   assert len(source) == 10
   assert source.spec["image"] == (np.uint8, (2, 3))
@@ -61,7 +61,7 @@ def test_fingerprint_changes_with_the_data(npz, tmp_path):
   assert one != arrays.Source(arrays=changed).fingerprint()
 
 
-def test_pickles_are_refused_not_loaded(tmp_path):
+def test_pickled_arrays_are_errors(tmp_path):
   path = tmp_path / "set.npz"
   np.savez(path, label=np.asarray([print, None], object), allow_pickle=True)
   with pytest.raises(DataError, match="'label' holds Python objects"):
@@ -70,9 +70,9 @@ def test_pickles_are_refused_not_loaded(tmp_path):
     arrays.Source(arrays={"label": np.asarray([{}, {}])})
 
 
-def test_a_flipped_byte_is_found(npz):
+def test_a_flipped_byte_is_an_error(npz):
   raw = bytearray(npz.read_bytes())
-  # Past the entry's header and, where it is not compressed, that of the array.
+  # Behind the member's header and the .npy header of a stored array.
   info = zipfile.ZipFile(npz).getinfo("image.npy")
   at = info.header_offset + 60 + (info.compress_size - 40) // 2
   raw[at] ^= 255
@@ -82,7 +82,7 @@ def test_a_flipped_byte_is_found(npz):
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_a_flipped_byte_far_into_a_large_array(tmp_path, save):
+def test_a_flipped_byte_late_in_a_large_array_is_an_error(tmp_path, save):
   path = tmp_path / "large.npz"
   save(path, image=np.arange(1 << 18))
   raw = bytearray(path.read_bytes())
@@ -92,7 +92,7 @@ def test_a_flipped_byte_far_into_a_large_array(tmp_path, save):
     arrays.Source(path)
 
 
-def test_a_cut_file_is_found(npz):
+def test_a_truncated_file_is_an_error(npz):
   npz.write_bytes(npz.read_bytes()[:-100])
   with pytest.raises(DataError, match="not a readable"):
     arrays.Source(npz)
@@ -101,19 +101,19 @@ def test_a_cut_file_is_found(npz):
 def test_mistakes(npz, tmp_path):
   with pytest.raises(ConfigError, match=r"no such file. Did you mean 'set.npz"):
     arrays.Source(tmp_path / "sett.npz")
-  with pytest.raises(ConfigError, match="no folder"):
+  with pytest.raises(ConfigError, match="no such folder"):
     arrays.Source(tmp_path / "no" / "set.npz")
   with pytest.raises(ConfigError, match="Did you mean 'label'"):
     arrays.Source(npz, keys=("lable",))
   with pytest.raises(ConfigError, match="image 3, label 4"):
     arrays.Source(arrays={"image": np.zeros(3), "label": np.zeros(4)})
-  with pytest.raises(ConfigError, match="'n' is a single value"):
+  with pytest.raises(ConfigError, match="'n' is a scalar"):
     arrays.Source(arrays={"image": np.zeros(3), "n": 7})
-  with pytest.raises(DataError, match="no example"):
+  with pytest.raises(DataError, match="contains no examples"):
     arrays.Source(arrays={"image": np.zeros((0, 3))})
   with pytest.raises(ConfigError, match="one of path, name and arrays"):
     arrays.Source(npz, name="digits")
-  with pytest.raises(ConfigError, match="goes with name='digits'"):
+  with pytest.raises(ConfigError, match="requires name='digits'"):
     arrays.Source(npz, split="train")
   with pytest.raises(ConfigError, match="There are: digits"):
     arrays.Source(name="mnist")
@@ -130,7 +130,7 @@ def test_digits():
   everything = arrays.Source(name="digits", split="all")
   batch = everything.read(np.arange(1797))
   assert batch["image"].max() == 16
-  # The first digits of the published table are a 0 and a 1.
+  # The published table starts with a 0 and a 1.
   assert batch["label"][:2].tolist() == [0, 1]
   assert batch["image"][0, 0, :, 0].tolist() == [0, 0, 5, 13, 9, 1, 0, 0]
   rows = [
@@ -138,12 +138,12 @@ def test_digits():
     for s in (train, test)
   ]
   assert len(rows[0] | rows[1]) == len({bytes(i) for i in batch["image"]})
-  # Every digit is in the test set about as often as it should be.
+  # The test set contains all digits about equally often.
   counts = np.bincount(test.read(np.arange(359))["label"])
   assert counts.min() > 18
 
 
-def test_digits_split_is_fixed_by_its_seed():
+def test_split_seed_determines_the_split_of_the_digits():
   labels = [
     arrays.Source(name="digits", split="test", split_seed=seed)
     .read(np.arange(12))["label"]
@@ -151,7 +151,7 @@ def test_digits_split_is_fixed_by_its_seed():
     for seed in (0, 0, 1)
   ]
   assert labels[0] == labels[1] != labels[2]
-  # The published accuracy is of this split.
+  # The accuracy in the docs was measured on this split.
   assert labels[0] == FIRST_TEST_LABELS
   part = arrays.Source(name="digits", split="test[:12]")
   assert part.read(np.arange(12))["label"].tolist() == labels[0]
@@ -165,10 +165,10 @@ def test_digits_do_not_import_sklearn():
     "arrays.Source(name='digits'); "
     "print(sorted({'sklearn', 'tensorflow', 'jax'} & set(sys.modules)))"
   )
-  done = subprocess.run(
+  process = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, check=True
   )
-  assert done.stdout.strip() == "[]"
+  assert process.stdout.strip() == "[]"
 
 
 FIRST_TEST_LABELS = [6, 9, 6, 5, 4, 9, 4, 1, 4, 9, 9, 6]

@@ -1,5 +1,7 @@
-"""Token sources through the whole input, to the devices."""
+"""Token sources in the whole input pipeline, up to the devices."""
 
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -11,7 +13,7 @@ from bigtrain import lengths as lengths_lib
 from bigtrain import settings, sharding
 from bigtrain.data import text
 from bigtrain.evaluation import evaluations as evaluators
-from bigtrain.inputs import pipeline
+from bigtrain.inputs import eval_input, pipeline
 from bigtrain.models import decoder
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import language_modeling
@@ -28,14 +30,14 @@ def make(data=None, mesh=None, **kwargs):
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-  """A text of x, and ids that are all 20, 40 windows of 16 of each."""
+  """40 windows of 16 tokens each of a text of x and of a file of ids 20."""
   folder = tmp_path_factory.mktemp("corpora")
   (folder / "x.txt").write_text("x" * 640)
   (folder / "20.bin").write_bytes(np.full(641, 20, np.uint16).tobytes())
   return folder
 
 
-def test_mixtures_keep_their_weights(corpora):
+def test_mixtures_follow_their_weights(corpora):
   mixture = {
     "text": dict(
       data=dict(type="text", path=str(corpora / "x.txt"), length=16),
@@ -52,7 +54,7 @@ def test_mixtures_keep_their_weights(corpora):
   assert pipeline.tokens_per_example(train.spec) == 16
   batches = [jax.device_get(b) for b in train.start(0, 128)]
   first = np.concatenate([b["targets"][:, 0] for b in batches])
-  # Exact over a block of the schedule, 4096 rows.
+  # Exact over a block of the schedule, which is 4096 rows.
   assert abs(np.mean(first == 20) - 0.25) < 0.03
   assert set(first) == {20, ord("x") + 3}
   again = jax.device_get(next(iter(train.start(100, 101))))
@@ -61,7 +63,7 @@ def test_mixtures_keep_their_weights(corpora):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_an_epoch_has_every_byte_once(packing, tmp_path):
+def test_an_epoch_contains_every_byte_once(packing, tmp_path):
   for i in range(30):
     (tmp_path / f"{i:02}").write_bytes(bytes([i]) * (3 + i))
   data = dict(type="text", path=str(tmp_path / "*"), length=8, packing=packing)
@@ -73,11 +75,11 @@ def test_an_epoch_has_every_byte_once(packing, tmp_path):
   )[: len(source)]
   rows = rows[rows > 0] - 3
   assert np.bincount(rows).tolist() == [3 + i for i in range(30)]
-  apart = sum(-(-(3 + i) // 8) for i in range(30))
-  assert len(source) == (-(-len(rows) // 8) if packing else apart)
+  unpacked = sum(-(-(3 + i) // 8) for i in range(30))
+  assert len(source) == (-(-len(rows) // 8) if packing else unpacked)
 
 
-def test_units_count_the_tokens_of_windows(corpora):
+def test_lengths_in_tokens_and_epochs_count_windows(corpora):
   data = dict(type="text", path=str(corpora / "x.txt"), length=16)
   train = make(data)
   units = lengths_lib.Units(
@@ -90,28 +92,30 @@ def test_units_count_the_tokens_of_windows(corpora):
   assert lengths_lib.steps(dict(total_epochs=2), "total", units) == 10
 
 
-def test_evaluation_reads_each_byte_once(corpora):
+def test_evaluation_contains_every_byte_once(corpora):
   data = dict(type="text", name="pydoc", split="test", length=200)
-  found = pipeline.make_eval(
+  evaluation = eval_input.make_eval(
     data=data, pp="", batch_size=16, mesh=sharding.make_mesh()
   )
   total, targets = 0.0, 0
-  for batch in found.batches():
+  for batch in evaluation.batches():
     batch = jax.device_get(batch)
     total += (batch["num_bytes"] * batch["_mask"]).sum()
     targets += (batch["loss_mask"] * batch["_mask"][:, None]).sum()
   (size,) = text.Source(200, name="pydoc", split="test")._sizes
   assert total == targets == size
-  assert found.vocab_sizes == {"tokens": 259, "targets": 259}
+  assert evaluation.vocab_sizes == {"tokens": 259, "targets": 259}
 
 
-def test_a_model_with_fewer_ids_is_refused_before_anything_compiles(corpora):
+def test_a_smaller_vocabulary_is_an_error_before_anything_compiles(
+  corpora,
+):
   model = {"tokens": 200, "targets": 200}
-  told = r"config.evals.val: .*'tokens' go up to 258.*vocabulary has 200"
-  with pytest.raises(ConfigError, match=told):
+  message = r"config.evals.val: .*'tokens' go up to 258.*vocabulary has 200"
+  with pytest.raises(ConfigError, match=message):
     data = dict(type="text", path="not opened", length=16)
-    pipeline.check(data=data, vocab_sizes=model, path="config.evals.val")
-  # What a file's manifest or its options say is known when it is opened.
+    eval_input.check(data=data, vocab_sizes=model, path="config.evals.val")
+  # Opening the source adds the vocabulary of its manifest or options.
   ids = str(corpora / "20.bin")
   data = dict(type="tokens", path=ids, length=16, vocab_size=259)
   context = evaluators.Context(
@@ -123,14 +127,15 @@ def test_a_model_with_fewer_ids_is_refused_before_anything_compiles(corpora):
     progress=lambda done, batches: None,
     vocab_sizes=model,
   )
-  with pytest.raises(ConfigError, match=told):
-    evaluators.Batches(lambda v, batch: batch, context, data=data, pp="")
+  with pytest.raises(ConfigError, match=message):
+    evaluators.Batches(context, data).map(lambda variables, batch: batch)
 
 
 _NO_TENSORFLOW = """
 import sys
 import jax
-from bigtrain import input_pipeline, main, settings, sharding
+from bigtrain import main, settings, sharding
+from bigtrain.inputs import eval_input, pipeline
 mesh = sharding.make_mesh()
 folder = sys.argv[1]
 options = dict(length=16, weight=1)
@@ -141,25 +146,85 @@ sources = [
 mixture = {str(i): dict(data=d, weight=1) for i, d in enumerate(sources)}
 pp = "keep('tokens', 'targets')"
 cfg = settings.Config(dict(batch_size=8, pp=pp, mixture=mixture))
-train = input_pipeline.make_train(cfg, seed=0, mesh=mesh)
+train = pipeline.make_train(cfg, seed=0, mesh=mesh)
 next(iter(train.start(0, 1)))
 pack = dict(type="text", path=folder + "/x.txt", length=16, packing=True)
-found = input_pipeline.make_eval(data=pack, pp="", batch_size=8, mesh=mesh)
-assert len(list(found.batches())) == found.num_batches == 5
+evaluation = eval_input.make_eval(data=pack, pp="", batch_size=8, mesh=mesh)
+assert len(list(evaluation.batches())) == evaluation.num_batches == 5
 heavy = {"tensorflow", "torch", "tokenizers", "sentencepiece", "pyarrow"}
 print(sorted(heavy & set(sys.modules)))
 """
 
 
-def test_nothing_heavy_is_imported(corpora):
+def test_token_sources_import_nothing_heavy(corpora):
   command = [sys.executable, "-c", _NO_TENSORFLOW, str(corpora)]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines()[-1] == "[]"
+  process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  assert process.returncode == 0, process.stderr
+  assert process.stdout.splitlines()[-1] == "[]"
+
+
+_CONFIGS_WITHOUT_TENSORFLOW = """
+import pathlib, sys
+from bigtrain import main, parts, settings, sharding
+from bigtrain.inputs import eval_input, pipeline
+from bigtrain.tools import tokenize
+folder = pathlib.Path(sys.argv[1])
+(folder / "a.txt").write_text("What is read, token by token. " * 2000)
+for name in ("train", "val", "c4_train", "c4_validation"):
+  code = tokenize.main(
+    ["--tokenizer=bytes", f"--output={folder / name}", "--processes=1"]
+    + [str(folder / "a.txt")]
+  )
+  assert not code
+mesh = sharding.make_mesh()
+num_configs = 0
+for path in sorted(pathlib.Path("configs").glob("*.py")):
+  if "tokens" not in path.read_text() or path.stem == "common":
+    continue
+  key = "data_dir" if "data_dir" in path.read_text() else "data"
+  config = settings.load(f"{path}:{key}={folder}")
+  if config["input"]["data"]["type"] != "tokens":
+    continue
+  num_configs += 1
+  config["input"]["batch_size"] = 8
+  parts.find_module("tasks", config["task"], "task")
+  parts.find_module("models", config["model_name"], "model_name")
+  tracked = settings.Config(config)
+  train = pipeline.make_train(tracked.input, seed=0, mesh=mesh)
+  batches = train.start(0, 1)
+  next(batches)
+  batches.close()
+  options = config["evals"]["val"]
+  parts.find_module("evaluators", options["type"], "type")
+  evaluation = eval_input.make_eval(
+    data=options["data"],
+    pp=options.get("pp", ""),
+    batch_size=8,
+    num_examples=8,
+    mesh=mesh,
+  )
+  next(iter(evaluation.batches()))
+print(num_configs, "tensorflow" in sys.modules, file=sys.stderr)
+"""
+
+
+def test_configs_with_token_files_do_not_import_tensorflow(tmp_path):
+  root = pathlib.Path(__file__).parent.parent.parent
+  process = subprocess.run(
+    [sys.executable, "-c", _CONFIGS_WITHOUT_TENSORFLOW, str(tmp_path)],
+    cwd=root,
+    env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert process.returncode == 0, process.stderr
+  number, imported = process.stderr.split()[-2:]
+  assert int(number) >= 7 and imported == "False"
 
 
 def test_packing_changes_neither_loss_nor_gradients(tmp_path):
-  """Of a decoder, over the same documents, through the real sources."""
+  """For a decoder, over the same documents of the source `text`."""
   for i, size in enumerate((9, 4, 30, 2, 17, 5, 11)):
     rng = np.random.default_rng(i)
     raw = rng.integers(97, 123, size, np.uint8).tobytes()
@@ -168,7 +233,7 @@ def test_packing_changes_neither_loss_nor_gradients(tmp_path):
   model = decoder.Model(
     variant="llama", vocab_size=259, width=16, depth=1, num_heads=2, max_len=12
   )
-  found = []
+  results = []
   for packing in (False, True):
     source = text.Source(12, path, packing=packing)
     batch = source.read(np.arange(len(source)))
@@ -180,12 +245,12 @@ def test_packing_changes_neither_loss_nor_gradients(tmp_path):
       total, weight = pairs["loss"]
       return total / weight, weight
 
-    if not found:
+    if not results:
       inputs = language_modeling.inputs(batch)
       variables = jax.jit(model.init)(jax.random.key(0), **inputs)
     grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    found.append((len(batch["tokens"]), grad(variables)))
-  (rows, ((loss_a, weight_a), grads_a)), (fewer, packed) = found
+    results.append((len(batch["tokens"]), grad(variables)))
+  (rows, ((loss_a, weight_a), grads_a)), (fewer, packed) = results
   (loss_b, weight_b), grads_b = packed
   assert fewer < rows and weight_a == weight_b == 78
   np.testing.assert_allclose(loss_a, loss_b, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Losses over all pairs against the formulas written with a B x B matrix."""
+"""Losses over all pairs against formulas with a B x B matrix of logits."""
 
 import contextlib
 import re
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bigtrain import sharding
-from bigtrain.losses import pairs as pairwise_losses
+from bigtrain.losses import pairwise
+from bigtrain.settings import ConfigError
 
 B, E = 24, 5
 RNG = np.random.default_rng(0)
@@ -17,7 +18,7 @@ IMAGE, TEXT = RNG.normal(size=(2, B, E)).astype(np.float32)
 IMAGE /= np.linalg.norm(IMAGE, axis=1, keepdims=True)
 TEXT /= np.linalg.norm(TEXT, axis=1, keepdims=True)
 SCALE, BIAS = np.float32(7.0), np.float32(-3.0)
-# The first device's rows are all padding, and of others some.
+# All rows of the first device are padding, and some of the others.
 MASK = np.ones(B, np.float32)
 MASK[[0, 1, 2, 7, B - 1]] = 0
 
@@ -37,16 +38,16 @@ def dense_softmax(image, text, scale, bias):
 
 def chunked(kind, image, text, scale, bias, **options):
   if kind == "sigmoid":
-    return pairwise_losses.sigmoid(image, text, scale, bias, **options)
-  return pairwise_losses.softmax(image, text, scale, **options)
+    return pairwise.sigmoid(image, text, scale, bias, **options)
+  return pairwise.softmax(image, text, scale, **options)
 
 
 DENSE = {"sigmoid": dense_sigmoid, "softmax": dense_softmax}
 PLACES = {"one": (1, 1), "eight": (2, 4), "none": None}
 
 
-def on(place):
-  """Makes the ambient mesh."""
+def ambient_mesh(place):
+  """Returns a context with the mesh of PLACES[place]."""
   if not PLACES[place]:
     return contextlib.nullcontext()
   replica, fsdp = PLACES[place]
@@ -55,7 +56,7 @@ def on(place):
 
 
 def run(kind, place, chunk, mask):
-  """(loss_B, correct_B), and the gradient of the sum of what counts."""
+  """Returns (gradients of the loss without padding, (loss_B, correct_B))."""
   weight_B = mask if mask is None else jnp.asarray(mask)
 
   def total(*args):
@@ -63,7 +64,7 @@ def run(kind, place, chunk, mask):
     return jnp.sum(loss_B * (1 if mask is None else mask)), (loss_B, correct_B)
 
   fn = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))
-  with on(place):
+  with ambient_mesh(place):
     return jax.device_get(fn(IMAGE, TEXT, SCALE, BIAS))
 
 
@@ -71,7 +72,7 @@ def run(kind, place, chunk, mask):
   ("kind", "place", "chunk"),
   [("sigmoid", "eight", 7), ("softmax", "eight", 2), ("sigmoid", "none", 99)],
 )
-def test_losses_and_gradients_are_those_of_all_pairs(kind, place, chunk):
+def test_losses_and_gradients_equal_the_dense_formulas(kind, place, chunk):
   args = (IMAGE, TEXT, SCALE, BIAS)
   grads, (loss_B, correct_B) = run(kind, place, chunk, None)
   np.testing.assert_allclose(loss_B, DENSE[kind](*args), rtol=1e-5)
@@ -88,7 +89,7 @@ def test_losses_and_gradients_are_those_of_all_pairs(kind, place, chunk):
 @pytest.mark.parametrize(
   ("kind", "place"), [("sigmoid", "one"), ("softmax", "eight")]
 )
-def test_padding_is_neither_a_pair_nor_a_counterpart(kind, place):
+def test_padding_has_no_effect(kind, place):
   real = MASK > 0
   args = (IMAGE[real], TEXT[real], SCALE, BIAS)
   grads, (loss_B, _) = run(kind, place, 5, MASK)
@@ -102,9 +103,9 @@ def test_padding_is_neither_a_pair_nor_a_counterpart(kind, place):
   np.testing.assert_allclose(grads[2:], expected[2:], rtol=1e-4, atol=1e-5)
 
 
-def test_logits_that_would_overflow_an_exponential():
+def test_large_logits_do_not_overflow():
   fn = jax.jit(
-    lambda image, text: pairwise_losses.softmax(
+    lambda image, text: pairwise.softmax(
       image, text, jnp.float32(1e4), chunk=3
     )[0]
   )
@@ -117,7 +118,7 @@ def test_logits_that_would_overflow_an_exponential():
 @pytest.mark.parametrize(
   ("kind", "place"), [("sigmoid", "eight"), ("softmax", "one")]
 )
-def test_no_device_ever_holds_all_pairs(kind, place):
+def test_no_device_holds_the_logits_of_all_pairs(kind, place):
   batch, chunk = 2048, 64
   replica, fsdp = PLACES[place]
   rows = batch // (replica * fsdp)
@@ -126,7 +127,7 @@ def test_no_device_ever_holds_all_pairs(kind, place):
     loss_B, _ = chunked(kind, image, text, scale, BIAS, chunk=chunk)
     return jnp.mean(loss_B)
 
-  with on(place):
+  with ambient_mesh(place):
     mesh = jax.sharding.get_mesh()
     z = jax.ShapeDtypeStruct(
       (batch, 8), jnp.float32, sharding=sharding.batch(mesh)
@@ -135,15 +136,16 @@ def test_no_device_ever_holds_all_pairs(kind, place):
     compiled = fn.lower(z, z, jnp.float32(1)).compile()
   arrays = re.findall(r"\w+\[(\d[\d,]*)\]", compiled.as_text())
   largest = max(np.prod([int(n) for n in a.split(",")]) for a in arrays)
-  # Rows x a chunk, or all of the columns' embeddings; nothing like all pairs.
+  # A chunk of logits or the embeddings of all columns, far less than all pairs.
   assert largest <= max(rows * chunk, batch * 8)
   assert rows * chunk in {
     np.prod([int(n) for n in a.split(",")]) for a in arrays
-  }, "this test reads the compiled text wrongly"
+  }, "the compiled text is not what this test expects"
   used = compiled.memory_analysis().temp_size_in_bytes
   assert used < rows * batch * 4
 
 
-def test_mistakes():
-  with pytest.raises(ValueError, match="chunk=0"):
-    pairwise_losses.sigmoid(IMAGE, TEXT, SCALE, BIAS, chunk=0)
+def test_invalid_chunks_are_errors():
+  message = r"config.loss.chunk: expected a whole number at least 1, got 0"
+  with pytest.raises(ConfigError, match=message):
+    pairwise.sigmoid(IMAGE, TEXT, SCALE, BIAS, chunk=0)

@@ -1,0 +1,157 @@
+"""Config keys and files that may change between two starts of a run.
+
+A change of any other key would change what the run learns, so it is refused
+unless config.allow_changes names it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+
+from bigtrain import settings
+from bigtrain.settings import ConfigError
+
+# Keys that do not affect what a run learns. All others do: seed, input, batch
+# size, model, optimizer, schedule, length.
+_HARMLESS = (
+  "allow_changes",
+  "ckpt_*",
+  "debug_nans",
+  "debug_shapes",
+  "eager",
+  "eval_at_start",
+  "eval_only",
+  "cluster",
+  "compile_cache",
+  "compile_only",
+  "evals",
+  "expect_*",
+  "hooks",
+  "input.cache",
+  "input.num_threads",
+  "input.prefetch",
+  "input.skip_errors",
+  "keep_*",
+  "log_*",
+  "mesh",
+  "max_nonfinite",
+  "model_init",
+  "nonfinite",
+  "peak_flops_per_device",
+  "resume",
+  "save_at_start",
+  "sharding",
+  "stop_at_*",
+  "tensorboard",
+  "wandb",
+  "watchdog",
+  "weight_stats",
+)
+
+
+def differences(
+  old: Mapping[str, Any], new: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+  """Compares two configs.
+
+  Returns:
+    {dotted key: (old value, new value)} of all leaves that differ, as JSON;
+    None for a key that is absent.
+  """
+  old, new = _leaves(old), _leaves(new)
+  keys = sorted(set(old) | set(new))
+  return {
+    key: (old.get(key), new.get(key))
+    for key in keys
+    if old.get(key) != new.get(key)
+  }
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+  """{dotted key: value as JSON}; tuples then equal the lists of a file."""
+  leaves: dict[str, str] = {}
+  for key, value in config.items():
+    if isinstance(value, Mapping) and value:
+      leaves |= _leaves(value, f"{prefix}{key}.")
+    else:
+      leaves[prefix + key] = settings.to_json({"": value})[5:-1]
+  return leaves
+
+
+def is_harmless(key: str) -> bool:
+  """Whether a change of the dotted `key` leaves what the run learns alone."""
+  for harmless in _HARMLESS:
+    if harmless.endswith("*"):
+      if key.startswith(harmless[:-1]):
+        return True
+    elif key == harmless or key.startswith(harmless + "."):
+      return True
+  return False
+
+
+def check_config(
+  old: Mapping[str, Any], new: Mapping[str, Any], allowed: Any
+) -> None:
+  """Logs all changes of the config; refuses those that alter the run.
+
+  Args:
+    old: config of the checkpoint.
+    new: present config.
+    allowed: config.allow_changes: True for all, or a dotted key, or a list.
+
+  Raises:
+    ConfigError: names every change that is neither harmless nor allowed.
+  """
+  allowed = _as_list(allowed)
+  refused = []
+  for key, (before, after) in differences(old, new).items():
+    harmless = is_harmless(key)
+    is_allowed = allowed is True or any(
+      key == a or key.startswith(a + ".") for a in allowed
+    )
+    kind = "harmless" if harmless else "changes the trajectory"
+    logging.info("config.%s: %s -> %s (%s)", key, before, after, kind)
+    if not harmless and not is_allowed:
+      refused.append(f"config.{key}: {before} -> {after}")
+  if refused:
+    raise ConfigError(
+      "the checkpoint was trained with another config: "
+      f"{'; '.join(refused)}. Set config.allow_changes to a list of these keys "
+      "(or True) to continue anyway, or choose a new workdir."
+    )
+
+
+def _as_list(allowed: Any) -> Any:
+  """config.allow_changes as True or a list."""
+  if isinstance(allowed, str):
+    return [allowed]
+  return allowed if allowed is True else list(allowed or ())
+
+
+def check_files(
+  old: Mapping[str, str], new: Mapping[str, str], allowed: Any
+) -> None:
+  """Refuses input files whose content has changed since the checkpoint.
+
+  Args:
+    old: {file: fingerprint} of the checkpoint, e.g. of tokenizers.
+    new: the same of the present run. A file in only one of them is a change of
+      the config, which `check_config` handles.
+    allowed: config.allow_changes, which may also list files.
+
+  Raises:
+    ConfigError: names a file with another content.
+  """
+  allowed = _as_list(allowed)
+  for name in sorted(old.keys() & new.keys()):
+    if old[name] == new[name]:
+      continue
+    logging.info("%s: %s -> %s (its content)", name, old[name], new[name])
+    if allowed is not True and name not in allowed:
+      raise ConfigError(
+        f"{name}: the content has changed since the checkpoint was trained "
+        f"(its fingerprint was {old[name]} and is now {new[name]}). Restore "
+        f"the old file, or set config.allow_changes to [{name!r}] to continue "
+        "anyway, or choose a new workdir."
+      )

@@ -1,0 +1,26 @@
+"""Calls a user's function with every row."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain import parts
+from bigtrain.runtime import hooks
+
+
+class Hook:
+  """Calls a user's function with every row.
+
+  Args:
+    function: dotted path of fn(step, row, **kwargs) -> None, or a reason to
+      stop the run.
+    context: given by the program.
+    **kwargs: further arguments of the function.
+  """
+
+  def __init__(self, function: str, *, context: hooks.Context, **kwargs: Any):
+    self._function = parts.find_attribute(function, f"{context.path}.function")
+    self._kwargs = kwargs
+
+  def after_step(self, step: int, row: Mapping[str, Any]) -> str | None:
+    """Returns the function's result."""
+    return self._function(step, row, **self._kwargs)

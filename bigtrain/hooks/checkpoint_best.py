@@ -1,0 +1,100 @@
+"""Keeps the checkpoint with the best value of a metric."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import logging
+
+from bigtrain.checkpoints import folders
+from bigtrain.files import paths
+from bigtrain.runtime import hooks, watched_metrics
+
+
+class Hook:
+  """Keeps the checkpoint of the step with the best value of a metric.
+
+  The rules of config.keep_ckpts do not delete it before there is a better one.
+  If the metric belongs to an evaluation, the evaluated state is saved even if
+  no checkpoint was due at that step. A row of training is written after its
+  state has changed, so for a training metric only steps with a checkpoint
+  count. Of equal values the earlier one is kept; NaN is never best.
+
+  <workdir>/best_<name of the hook>.json names the best step.
+
+  Args:
+    metric: name as in metrics.jsonl, such as "val/acc".
+    mode: "min" if smaller is better, "max" if larger is better.
+    context: given by the program.
+  """
+
+  def __init__(self, metric: str, mode: str = "min", *, context: hooks.Context):
+    self._sign = watched_metrics.sign(mode, f"{context.path}.mode")
+    self._metric = watched_metrics.WatchedMetric(metric)
+    self._workdir = context.workdir
+    self._path = os.path.join(context.workdir, f"best_{context.name}.json")
+    # Steps with their values; the candidate has no checkpoint yet.
+    self._best: tuple[int, float] | None = None
+    self._candidate: tuple[int, float] | None = None
+    self._saved_step: int | None = None  # Step of the newest checkpoint.
+    self.watches = [metric]
+
+  def after_step(self, step: int, row: Mapping[str, Any]) -> None:
+    """Compares the row's value with the best, if the row has the metric."""
+    value = self._metric.value(row)
+    if value is None or math.isnan(value):
+      return
+    if self._best is None or self._sign * (self._best[1] - value) > 0:
+      self._candidate = step, value
+      if step == self._saved_step:
+        self._accept_candidate()
+
+  def wants_save(self, step: int) -> bool:
+    """Returns whether the state of `step` is the best so far."""
+    return self._candidate is not None and self._candidate[0] == step
+
+  def before_save(self, step: int) -> None:
+    """Notes that the state of `step` is about to be saved."""
+    self._saved_step = step
+    if self.wants_save(step):
+      self._accept_candidate()
+
+  def keep_steps(self) -> list[int]:
+    """Returns the step of the best checkpoint."""
+    return [self._best[0]] if self._best else []
+
+  def state(self) -> dict[str, Any]:
+    """Returns the best step with its value, and the newest saved step."""
+    return {"best": self._best, "saved": self._saved_step}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Restores the result of `state`, if the best checkpoint still exists."""
+    self._saved_step = state["saved"]
+    self._best = tuple(state["best"]) if state["best"] else None
+    # The state itself comes from the checkpoint of `_saved_step`.
+    existing = {*folders.listing(self._workdir).checkpoints, self._saved_step}
+    if self._best and self._best[0] not in existing:
+      logging.warning(
+        "config.hooks: the best checkpoint so far, of step %d with %s %g, no "
+        "longer exists; the next best one will be kept.",
+        self._best[0],
+        self._metric.name,
+        self._best[1],
+      )
+      self._best = None
+    self._write()
+
+  def _accept_candidate(self) -> None:
+    self._best, self._candidate = self._candidate, None
+    self._write()
+
+  def _write(self) -> None:
+    if self._best is None or jax.process_index():
+      return
+    step, value = self._best
+    record = {"step": step, "metric": self._metric.name, "value": value}
+    with paths.replacing(self._path) as file:
+      json.dump(record, file)

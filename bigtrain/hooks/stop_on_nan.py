@@ -1,0 +1,38 @@
+"""Stops a run when a metric is not finite."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.runtime import watched_metrics
+
+
+class Hook:
+  """Stops the run, as a failure, when a metric is not finite.
+
+  The loss and the gradients of every step are guarded without this hook (see
+  config.nonfinite). It is for other metrics, such as those of evaluations.
+
+  Args:
+    metrics: names as in metrics.jsonl; all metrics by default.
+  """
+
+  failure = True
+
+  def __init__(self, metrics: str | list[str] | None = None):
+    self.watches = [metrics] if isinstance(metrics, str) else metrics or []
+    self._metrics = [
+      watched_metrics.WatchedMetric(name) for name in self.watches
+    ]
+
+  def after_step(self, step: int, row: Mapping[str, Any]) -> str | None:
+    """Returns a reason to stop if a metric of the row is not finite."""
+    values: list[tuple[str, float | None]]
+    if self._metrics:
+      values = [(metric.name, metric.value(row)) for metric in self._metrics]
+    else:
+      values = [(k, v) for k, v in row.items() if isinstance(v, float)]
+    for name, value in values:
+      if value is not None and not math.isfinite(value):
+        return f"{name} is {value} at step {step}"
+    return None

@@ -1,0 +1,187 @@
+"""Batches for evaluation: a fixed set of examples in a fixed order."""
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh
+
+from bigtrain import settings, sharding
+from bigtrain.cluster import process
+from bigtrain.data.formats import files
+from bigtrain.inputs import order, pipeline, sources, vocabulary
+from bigtrain.inputs.cache import available_bytes, readable
+from bigtrain.inputs.engine import Batch, Engine, Part, Skipped
+from bigtrain.inputs.placement import Placement
+from bigtrain.inputs.prefetch import Prefetch
+from bigtrain.pp import registry
+
+
+class EvalInput:
+  """A fixed set of examples in a fixed order. Made by `make_eval`.
+
+  The last batch is padded with copies of the last example. The feature
+  `_mask`, float32 [B], is 1 for examples and 0 for padding.
+
+  Attributes:
+    num_examples: number of examples without padding.
+    num_batches: number of batches, the same on every process.
+    batch_size: global.
+    spec: {name: ShapeDtypeStruct of the global array}, "_mask" included.
+    vocab_sizes: {name: largest id + 1}, see `vocabulary.sizes`.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    placement: Placement,
+    num_examples: int,
+    prefetch: int,
+    keep_batches: bool,
+    path: str,
+  ):
+    self._engine = engine
+    self._placement = placement
+    self._prefetch = prefetch
+    self.num_examples = num_examples
+    self.batch_size = placement.batch_size
+    self.num_batches = -(-num_examples // self.batch_size)
+    mask = jax.ShapeDtypeStruct((self.batch_size,), np.dtype(np.float32))
+    self.spec = {**placement.spec(engine.spec), "_mask": mask}
+    (part,) = engine.parts
+    self.vocab_sizes = vocabulary.sizes(part.op, part.source)
+    self._kept_batches: list[Batch] | None = None
+    self._keep_batches = keep_batches and self._fits(path)
+
+  def _fits(self, path: str) -> bool:
+    """Logs the size of all local batches; True if it fits into memory."""
+    row_bytes = sum(
+      dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+      for dtype, shape in self._engine.spec.values()
+    )
+    size = row_bytes * self._engine.num_rows * self.num_batches
+    free = available_bytes()
+    fits = free is None or size <= free / 2
+    logging.log(
+      logging.INFO if fits else logging.WARNING,
+      "%s: its %d batches take %s of this host's memory%s.",
+      path,
+      self.num_batches,
+      readable(size),
+      "" if fits else ", too much for cache=True: each pass makes them again",
+    )
+    return fits
+
+  def where(self, index: int) -> str:
+    """Returns file and position of an example, for messages."""
+    return self._engine.parts[0].source.where(index)
+
+  def batches(self) -> Prefetch:
+    """Returns an iterator over all batches; `close` ends it early."""
+    return Prefetch(
+      lambda: self._placement.put_all(self._local_batches()),
+      self._prefetch,
+      "eval input",
+    )
+
+  def _local_batches(self) -> Generator[Batch, None, None]:
+    if self._kept_batches is not None:
+      yield from self._kept_batches
+      return
+    batches = []
+    for i, batch in enumerate(self._engine.batches(0, self.num_batches)):
+      rows = i * self.batch_size + self._placement.rows
+      batch["_mask"] = (rows < self.num_examples).astype(np.float32)
+      if self._keep_batches:
+        batches.append(batch)
+      yield batch
+    if self._keep_batches:
+      self._kept_batches = batches
+
+
+def make_eval(
+  *,
+  data: Mapping[str, Any],
+  pp: str,
+  batch_size: int,
+  mesh: Mesh,
+  num_examples: int | None = None,
+  cache: bool = False,
+  pp_modules: Sequence[str] = (),
+  prefetch: int = 2,
+  num_threads: int | None = None,
+  path: str = "evaluation input",
+) -> EvalInput:
+  """Makes the input of an evaluation.
+
+  Args:
+    data: source, as `input.data` of a config.
+    pp: preprocessing string. Random ops draw the same numbers on each pass.
+    batch_size: global.
+    mesh: device mesh to spread the batches over.
+    num_examples: number of examples, from the start; all by default.
+    cache: whether to keep finished batches in host memory, if they fit.
+    pp_modules: modules that register further ops.
+    prefetch: number of batches to place on devices in advance.
+    num_threads: number of threads that make examples.
+    path: location of this input in the config, for messages.
+
+  Raises:
+    ConfigError, DataError: as `pipeline.make_train`.
+  """
+  sharding.check_batch(batch_size, mesh, f"{path}.batch_size")
+  source = sources.make_source(data, f"{path}.data")
+  if num_examples is None:
+    num_examples = len(source)
+  settings.check_number(
+    f"{path}.num_examples", num_examples, least=1, most=len(source), whole=True
+  )
+  ops = sources.parse_ops(pp, pp_modules, f"{path}.pp")
+  part = Part(path, source, ops, registry.compose(ops), seed=0)
+  placement = Placement(mesh, batch_size)
+
+  def plan(step: int, start: int, stop: int) -> order.Order:
+    rows = step * batch_size + placement.rows[start:stop]
+    index = np.minimum(rows, num_examples - 1)
+    return order.Order(np.zeros(len(index), np.int32), index, 0 * index)
+
+  engine = pipeline.make_engine(
+    [part],
+    plan,
+    num_rows=len(placement.rows),
+    num_threads=num_threads,
+    skipped=Skipped(0),
+    path=path,
+  )
+  # If hosts disagreed on the number of batches, they would wait forever.
+  digest = files.digest(source.fingerprint())
+  process.require_equal(
+    f"the data of {path}", f"{num_examples} examples, {digest}"
+  )
+  return EvalInput(engine, placement, num_examples, prefetch, cache, path)
+
+
+def check(
+  *,
+  data: Mapping[str, Any],
+  pp: str = "",
+  pp_modules: Sequence[str] = (),
+  vocab_sizes: Mapping[str, int] | None = None,
+  path: str,
+) -> None:
+  """Checks arguments of `make_eval` without opening the data.
+
+  Args:
+    data: as in `make_eval`; so are `pp`, `pp_modules` and `path`.
+    vocab_sizes: {feature: vocabulary size} of the model.
+
+  Raises:
+    ConfigError: an unknown source, op or argument, or ids beyond the model's
+      vocabulary.
+  """
+  module, _ = sources.find_source(data, f"{path}.data")
+  op = registry.compose(sources.parse_ops(pp, pp_modules, f"{path}.pp"))
+  # The class, because some sources know their ids before they are opened.
+  vocabulary.check(vocabulary.sizes(op, module.Source), vocab_sizes or {}, path)

@@ -1,0 +1,204 @@
+"""Losses over all pairs of a global batch of images and texts.
+
+Each device keeps its own rows (embeddings of one side) and goes through the
+columns (all embeddings of the other side) in chunks. Only b x K logits exist at
+a time, forward and backward, never B x B.
+
+Axes: B global batch, b examples of one device, K columns of a chunk, E
+embedding.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from bigtrain import settings, sharding
+
+# Logit of padding. It is finite so that a chunk of padding alone has a gradient
+# of 0, not NaN.
+_PADDING_LOGIT = -1e30
+
+# (logits [b, K], whether the column matches the row [b, K], whether the column
+# is real [K]) -> {name: values [b]}, which are stacked over chunks.
+_ChunkFn = Callable[[jax.Array, jax.Array, jax.Array], dict[str, jax.Array]]
+
+
+def sigmoid(
+  image_BE: jax.Array,
+  text_BE: jax.Array,
+  scale: jax.Array,
+  bias: jax.Array,
+  *,
+  weight_B: jax.Array | None = None,
+  chunk: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+  """Computes a binary cross-entropy for each pair: do image and text match?
+
+  "Sigmoid Loss for Language Image Pre-Training", arXiv 2303.15343. The mean
+  over the batch is the paper's loss.
+
+  Args:
+    image_BE: normalised embeddings; image i matches text i only.
+    text_BE: normalised embeddings.
+    scale: scalar, the inverse temperature.
+    bias: scalar added to the logits.
+    weight_B: weights; examples of weight 0 are padding, in rows and columns. 1
+      by default.
+    chunk: texts at a time; need not divide B.
+
+  Returns:
+    (loss_B float32 in nats, SUMMED over the texts; correct_B: 1.0 where no
+    other text scores higher than the image's own, without gradient).
+
+  Raises:
+    ConfigError: chunk is not a whole number of at least 1.
+  """
+
+  def chunk_fn(
+    logits_bK: jax.Array, match_bK: jax.Array, real_K: jax.Array
+  ) -> dict[str, jax.Array]:
+    loss_bK = jax.nn.softplus(jnp.where(match_bK, -logits_bK, logits_bK))
+    return {"loss": jnp.sum(jnp.where(real_K, loss_bK, 0.0), axis=1)}
+
+  values = _over_chunks(
+    chunk_fn, image_BE, text_BE, scale, bias, weight_B, chunk
+  )
+  return jnp.sum(values["loss"], axis=0), _correct(values)
+
+
+def softmax(
+  image_BE: jax.Array,
+  text_BE: jax.Array,
+  scale: jax.Array,
+  *,
+  weight_B: jax.Array | None = None,
+  chunk: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+  """Computes the cross-entropy of images among texts and texts among images.
+
+  CLIP's loss, arXiv 2103.00020: the mean of both directions.
+
+  Args, returns, raises: as `sigmoid`, except that an example's loss is not a
+    sum over pairs.
+  """
+
+  def chunk_fn(
+    logits_bK: jax.Array, match_bK: jax.Array, real_K: jax.Array
+  ) -> dict[str, jax.Array]:
+    logits_bK = jnp.where(real_K, logits_bK, _PADDING_LOGIT)
+    return {
+      "normaliser": jax.nn.logsumexp(logits_bK, axis=1),
+      "match": jnp.sum(jnp.where(match_bK, logits_bK, 0.0), axis=1),
+    }
+
+  def one_direction(rows_BE: jax.Array, columns_BE: jax.Array) -> Any:
+    values = _over_chunks(
+      chunk_fn, rows_BE, columns_BE, scale, jnp.zeros(()), weight_B, chunk
+    )
+    normaliser_B = jax.nn.logsumexp(values["normaliser"], axis=0)
+    return normaliser_B - jnp.sum(values["match"], axis=0), _correct(values)
+
+  image_loss_B, correct_B = one_direction(image_BE, text_BE)
+  text_loss_B, _ = one_direction(text_BE, image_BE)
+  return (image_loss_B + text_loss_B) / 2, correct_B
+
+
+def _correct(values: dict[str, jax.Array]) -> jax.Array:
+  best = {name: jnp.max(values[name], axis=0) for name in ("right", "wrong")}
+  return (best["right"] >= best["wrong"]).astype(jnp.float32)
+
+
+def _over_chunks(
+  chunk_fn: _ChunkFn,
+  rows_BE: jax.Array,
+  columns_BE: jax.Array,
+  scale: jax.Array,
+  bias: jax.Array,
+  weight_B: jax.Array | None,
+  chunk: int,
+) -> dict[str, jax.Array]:
+  """Returns the values of `chunk_fn` for each chunk of columns, [chunks, B].
+
+  Adds "right" and "wrong", each row's largest logit among the chunk's matching
+  and other columns.
+  """
+  settings.check_number("config.loss.chunk", chunk, least=1, whole=True)
+  if weight_B is None:
+    weight_B = jnp.ones(len(rows_BE), jnp.float32)
+  body = functools.partial(_scan_chunks, chunk_fn, chunk)
+  mesh = jax.sharding.get_abstract_mesh()
+  if not set(sharding.AXES) <= set(mesh.axis_names):
+    return body(
+      rows_BE, columns_BE, weight_B, jnp.arange(len(rows_BE)), scale, bias
+    )
+
+  def on_device(
+    rows_bE: jax.Array,
+    columns_bE: jax.Array,
+    weight_b: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+  ) -> dict[str, jax.Array]:
+    # Each device uses copies of its own from here on. Otherwise the gradients
+    # would be summed over devices for each chunk.
+    scale, bias = jax.lax.pcast((scale, bias), sharding.AXES, to="varying")
+    first = jax.lax.axis_index(sharding.AXES) * len(rows_bE)
+    number_b = first + jnp.arange(len(rows_bE))
+    # B x E numbers, compared to B x B logits. The transpose, a
+    # reduce-scatter, returns each device's share of their gradients.
+    columns_BE, weight_B = jax.lax.all_gather(
+      (columns_bE, weight_b), sharding.AXES, tiled=True
+    )
+    return body(rows_bE, columns_BE, weight_B, number_b, scale, bias)
+
+  by_batch, replicated = PartitionSpec(sharding.AXES), PartitionSpec()
+  return jax.shard_map(
+    on_device,
+    mesh=mesh,
+    in_specs=(by_batch, by_batch, by_batch, replicated, replicated),
+    out_specs=PartitionSpec(None, sharding.AXES),
+  )(rows_BE, columns_BE, weight_B, scale, bias)
+
+
+def _scan_chunks(
+  chunk_fn: _ChunkFn,
+  chunk: int,
+  rows_bE: jax.Array,
+  columns_BE: jax.Array,
+  weight_B: jax.Array,
+  number_b: jax.Array,
+  scale: jax.Array,
+  bias: jax.Array,
+) -> dict[str, jax.Array]:
+  B = len(columns_BE)
+  chunk = min(chunk, B)
+
+  # Without the checkpoint the scan would keep every chunk's logits.
+  @jax.checkpoint
+  def one_chunk(_: None, xs: Any) -> tuple[None, dict[str, jax.Array]]:
+    columns_KE, real_K, number_K = xs
+    # The scale, 10 to 100, multiplies rounding errors of the product.
+    logits_bK = bias + scale * jnp.einsum(
+      "be,ke->bk", rows_bE, columns_KE, precision=jax.lax.Precision.HIGHEST
+    )
+    match_bK = number_b[:, None] == number_K
+    fixed_bK = jax.lax.stop_gradient(logits_bK)
+    right_b = jnp.max(fixed_bK, axis=1, where=match_bK, initial=-jnp.inf)
+    wrong_b = jnp.max(
+      fixed_bK, axis=1, where=~match_bK & real_K, initial=-jnp.inf
+    )
+    values = chunk_fn(logits_bK, match_bK, real_K)
+    return None, {**values, "right": right_b, "wrong": wrong_b}
+
+  def split(x: jax.Array) -> jax.Array:
+    x = jnp.pad(x, [(0, -B % chunk)] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(-1, chunk, *x.shape[1:])
+
+  # Columns of padding have numbers that match no row.
+  number = jnp.arange(B + -B % chunk).reshape(-1, chunk)
+  xs = (split(columns_BE), split(weight_B) > 0, number)
+  return jax.lax.scan(one_chunk, None, xs)[1]

@@ -1,0 +1,61 @@
+"""Exponential moving average (EMA) of the parameters."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import lengths, settings
+from bigtrain.lengths import Units
+from bigtrain.settings import Config
+
+
+def from_config(
+  cfg: Config, units: Units
+) -> Callable[[Any, Any, Any], Any] | None:
+  """Builds fn(ema, params, step) -> ema; None if there is no ema_decay.
+
+  Reads ema_decay and ema_start_{steps,epochs,...} (default 0).
+  """
+  decay = cfg.get("ema_decay")
+  start = lengths.steps(cfg, "ema_start", units, 0)
+  if decay is None:
+    return None
+  settings.check_number(f"{cfg.path}.ema_decay", decay, least=0, below=1)
+  return functools.partial(update, decay=decay, start_step=start)
+
+
+def init(params: Any) -> Any:
+  """Initial average: float32 copies of the parameters.
+
+  In bfloat16 a step of (1 - decay) * (params - ema) would round to nothing.
+  """
+  return jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
+
+
+def update(
+  ema: Any, params: Any, step: Any, decay: float, start_step: int = 0
+) -> Any:
+  """Exponential moving average of parameters, after an update.
+
+  With t = step - start_step, ema = d * ema + (1 - d) * params, where d is 0
+  for t < 0 and min(decay, (1 + t) / (10 + t)) from t = 0 on, so that an early
+  average forgets the initial parameters.
+
+  Args:
+    ema: tree of averages with the structure of `params`.
+    params: parameters after this update.
+    step: number of updates before this one.
+    decay: d after the warm-up.
+    start_step: step up to which the average equals the parameters.
+  """
+  t = jnp.asarray(step - start_step, jnp.float32)
+  warm = jnp.minimum(decay, (1 + t) / (10 + jnp.maximum(t, 0)))
+  d = jnp.where(t < 0, 0.0, warm)
+  return jax.tree.map(
+    lambda e, p: (d * e + (1 - d) * p.astype(jnp.float32)).astype(e.dtype),
+    ema,
+    params,
+  )

@@ -1,0 +1,114 @@
+"""Reports the phases of the loop to watchdog, console and clock together.
+
+phase = phases.Phases(watchdog, console, clock)
+with phase("compile", step): ...
+while ...:
+  phase.step(step + 1)
+  ...
+  with phase("save", step): ...
+  with phase("evaluation", step, "val"): ...
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+from bigtrain.cluster import process
+
+# Watchdog phase: (console status, time account).
+_PHASES = {
+  "compile": ("compiling", "compile"),
+  "evaluation": ("evaluating", "eval"),
+  "save": ("saving", "save"),
+}
+
+
+class _Watchdog(Protocol):
+  """The part of cluster.watchdog.Watchdog that is used here."""
+
+  def enter(self, phase: str, step: int) -> None: ...
+  def beat(self) -> None: ...
+
+
+class _Console(Protocol):
+  """The part of reports.console.Console that is used here."""
+
+  def status(self, text: str) -> None: ...
+  def evaluation_progress(self, done: int, batches: int) -> None: ...
+
+
+class _Clock(Protocol):
+  """The part of reports.chrono.Chrono that is used here."""
+
+  def account(self, name: str) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Phases:
+  """Enters phases of the run; between them the run is training."""
+
+  def __init__(self, watchdog: _Watchdog, console: _Console, clock: _Clock):
+    """Reports nothing until the first phase begins.
+
+    Args:
+      watchdog: limits the duration of the phase.
+      console: shows the phase as its status.
+      clock: adds the duration to the phase's time account.
+    """
+    self._watchdog = watchdog
+    self._console = console
+    self._clock = clock
+    # Phase, step and status inside a `with` block.
+    self._current: tuple[str, int, str] | None = None
+
+  @contextlib.contextmanager
+  def __call__(self, name: str, step: int, detail: str = "") -> Iterator[None]:
+    """The phase inside a `with` block; afterwards, the surrounding one.
+
+    Wait for dispatched steps before the block: inside, the time they take
+    counts as `name`.
+
+    Args:
+      name: "compile", "evaluation" or "save".
+      step: number of updates so far.
+      detail: second word of the status, such as the evaluation's name.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if name not in _PHASES:
+      raise ValueError(f"phase {name!r}: expected one of {', '.join(_PHASES)}")
+    status, account = _PHASES[name]
+    outer = self._current
+    self._current = name, step, f"{status} {detail}".rstrip()
+    self._report(*self._current)
+    try:
+      with self._clock.account(account):
+        yield
+    finally:
+      self._current = outer
+      self._report(*(outer or ("step", step, "training")))
+
+  def step(self, step: int) -> None:
+    """Begins a training step.
+
+    Args:
+      step: number of updates after it.
+    """
+    self._report("step", step, "training")
+
+  def evaluation_progress(self, num_done: int, num_batches: int) -> None:
+    """Reports a finished batch inside of `phase("evaluation", ...)`.
+
+    Raises:
+      Preempted: the run must end because of a signal; the state of this step
+        is saved already.
+    """
+    self._watchdog.beat()
+    self._console.evaluation_progress(num_done, num_batches)
+    if process.preempted():
+      step = self._current[1] if self._current else 0
+      raise process.Preempted(f"evaluating step {step}, which is saved")
+
+  def _report(self, phase: str, step: int, status: str) -> None:
+    self._watchdog.enter(phase, step)
+    self._console.status(status)

@@ -1,0 +1,198 @@
+"""Decoder-only language models of published sizes, on tokenized text.
+
+Command: python -m bigtrain.main --workdir=runs/llama_8b \
+  --config=configs/decoder_lm.py:llama_8b,data=data/tokens
+  configs/llama_8b.py:data=data/tokens is the same run. gpt2_124m.py,
+  llama_1b.py, llama_8b.py and mixtral_8x7b.py state hardware, result and source
+  of each model.
+
+Needs the token files that python -m bigtrain.tools.tokenize writes, in the
+folders train and val of `data` (see docs/language.md).
+"""
+
+from pydoc_data import topics
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from configs import common
+
+
+class Recipe(NamedTuple):
+  """The settings in which the models differ.
+
+  Attributes:
+    length: tokens per example.
+    batch_size: examples per step.
+    total_tokens: length of the run.
+    lr: peak learning rate.
+    vocab_size: rows of the embedding.
+    model: further arguments of the model.
+    tiny: variant of the model with `runlocal`.
+    loss: arguments of the loss, if any.
+    fsdp: number of devices that share one copy of the state.
+    sharding: rules for the state, if not the default ones.
+    warmup_steps: steps of linear warm-up.
+    eval_steps: steps between evaluations.
+    eval_examples: examples per evaluation.
+    data: folder of the token files, unless given.
+  """
+
+  length: int
+  batch_size: int
+  total_tokens: int
+  lr: float
+  vocab_size: int
+  model: dict[str, Any]
+  tiny: str
+  loss: dict[str, float] | None = None
+  fsdp: int = 8
+  sharding: list[tuple[str, str]] | None = None
+  warmup_steps: int = 2000
+  eval_steps: int = 1000
+  eval_examples: int = 1024
+  data: str = "data/tokens"
+
+
+RECIPES = {
+  "gpt2_124m": Recipe(
+    length=1024,
+    batch_size=512,  # 2**19 tokens per step.
+    total_tokens=10_000_000_000,
+    lr=6e-4,
+    vocab_size=50_304,
+    model=dict(scan=False),
+    tiny="gpt2_mu",
+    fsdp=1,
+    warmup_steps=700,
+    eval_steps=250,
+    eval_examples=10_240,
+    data="data/fineweb",
+  ),
+  "llama_1b": Recipe(
+    length=4096,
+    batch_size=256,
+    total_tokens=25_000_000_000,
+    lr=6e-4,
+    vocab_size=128_256,
+    model=dict(scan=True, remat_policy="dots_with_no_batch_dims_saveable"),
+    tiny="llama_mu",
+    loss=dict(z_loss=1e-4),
+  ),
+  "llama_8b": Recipe(
+    length=8192,
+    batch_size=512,
+    total_tokens=160_000_000_000,
+    lr=3e-4,
+    vocab_size=128_256,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="llama_mu",
+    loss=dict(z_loss=1e-4),
+  ),
+  "mixtral_8x7b": Recipe(
+    length=4096,
+    batch_size=512,
+    total_tokens=25_000_000_000,
+    lr=1e-4,
+    vocab_size=32_000,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="mixtral_mu",
+    loss=dict(load_balance=0.01, router_z=0.001),
+    sharding=[
+      (r".*/moe/(gate|up|down)/kernel", "shard_dim(-3)"),  # Whole experts.
+      (r".*", "fsdp"),
+    ],
+  ),
+}
+
+
+def get_config(arg=None):
+  """The config of a model.
+
+  Arguments:
+    model: a key of RECIPES.
+    data: folder of the token files; default: see RECIPES.
+    init: folder of published weights to start from; default: from scratch.
+    runlocal: a tiny run on Python's own documentation, for tests.
+  """
+  arg = common.parse_arg(
+    arg, model="llama_8b", data="", init="", runlocal=False
+  )
+  if arg.model not in RECIPES:
+    raise ValueError(f"model={arg.model}: expected one of {[*RECIPES]}")
+  return _make(arg.model, arg)
+
+
+def get_config_of(model, arg):
+  """The config of one model, for llama_8b.py and the other files.
+
+  Args:
+    model: a key of RECIPES.
+    arg: as for `get_config`, without `model`.
+  """
+  return _make(model, common.parse_arg(arg, data="", init="", runlocal=False))
+
+
+def _make(model, arg):
+  recipe = RECIPES[model]
+  length = recipe.length if not arg.runlocal else 32
+  config = ml_collections.ConfigDict()
+
+  config.seed = 0
+  config.total_tokens = recipe.total_tokens
+  config.log_steps = 50
+  config.ckpt_steps = 1000
+  config.mesh = dict(replica=-1, fsdp=recipe.fsdp)
+  if recipe.sharding:
+    config.sharding = recipe.sharding
+
+  def data(split):
+    if arg.runlocal:
+      return dict(type="text", path=topics.__file__, length=length)
+    path = f"{arg.data or recipe.data}/{split}"
+    return dict(type="tokens", path=path, length=length)
+
+  config.task = "language_modeling"
+  if recipe.loss:
+    config.loss = recipe.loss
+  config.input = dict(data=data("train"), batch_size=recipe.batch_size)
+
+  config.model_name = "decoder"
+  config.model = dict(
+    variant=model,
+    vocab_size=recipe.vocab_size,
+    dtype="bfloat16",
+    **recipe.model,
+  )
+  if arg.init:
+    config.model_init = arg.init
+
+  config.optimizer = dict(name="adam", b1=0.9, b2=0.95)
+  config.lr = recipe.lr
+  config.wd = 0.1
+  config.wd_coupling = "lr"
+  config.wd_mults = [(r".*/kernel|.*embedding", 1.0)]
+  config.grad_clip_norm = 1.0
+  config.schedule = dict(decay_type="cosine", warmup_steps=recipe.warmup_steps)
+
+  config.evals = {}
+  config.evals.val = dict(
+    type="perplexity",
+    pred="perplexity",
+    data=data("val"),
+    num_examples=recipe.eval_examples,
+    log_steps=recipe.eval_steps,
+  )
+
+  if arg.runlocal:
+    del config.total_tokens
+    config.total_steps = 3
+    config.log_steps = 1
+    if recipe.fsdp > 1:  # As many devices as there are.
+      config.mesh = dict(replica=1, fsdp=-1)
+    config.schedule.warmup_steps = 1
+    config.input.batch_size = 16
+    config.evals.val.num_examples = 16
+    config.model.variant = recipe.tiny
+    config.model.vocab_size = 259
+  return config

@@ -1,0 +1,105 @@
+"""Multiple choice by likelihood."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import evaluating
+
+from bigtrain.evaluators import choice
+from bigtrain.pp import tokenizers
+from bigtrain.settings import ConfigError, DataError
+
+BYTES = tokenizers.get("bytes")
+# A model that knows only the frequency of each byte.
+NATS = np.random.default_rng(0).uniform(1, 6, 259).astype(np.float32)
+
+
+def log_likelihood(variables, batch):
+  scores = -jnp.asarray(NATS)[batch["targets"]] * batch["loss_mask"]
+  return {"log_likelihood": scores.sum(axis=1)}
+
+
+QUESTIONS = [
+  dict(context="What?", choices=["yes", "no", "perhaps so"], answer=1),
+  dict(context="", choices=["ééé", "abcd"], answer=0),
+  dict(context="A long context of many words ", choices=["x", "y"], answer=1),
+]
+
+
+def write(path, questions):
+  path.write_text("".join(json.dumps(q) + "\n" for q in questions))
+  return dict(type="jsonl", path=str(path))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_choices_are_scored_as_in_the_harness(tmp_path):
+  data = write(tmp_path / "q.jsonl", QUESTIONS)
+  results = evaluating.build(
+    "choice", log_likelihood, data=data, length=16, tokenizer="bytes"
+  ).run({}, 1)
+  expected = {"acc": [], "acc_norm": [], "acc_bytes": []}
+  for question in QUESTIONS:
+    scores = []
+    for text in question["choices"]:
+      spaces = len(question["context"]) - len(question["context"].rstrip())
+      ids = BYTES.encode(" " * spaces + " " + text)
+      scores.append(-NATS[ids].sum(dtype=np.float64))
+    for name, size in (
+      ("acc", lambda c: 1),
+      ("acc_norm", len),
+      ("acc_bytes", lambda c: len(c.encode())),
+    ):
+      sizes = np.asarray([size(c) for c in question["choices"]])
+      expected[name].append(np.argmax(scores / sizes) == question["answer"])
+  assert results == {name: np.mean(hits) for name, hits in expected.items()}
+
+
+def test_the_window_of_a_choice():
+  windows = choice._Windows(BYTES, 12, " ", False, "")
+  row = windows.row("ab ", "cd")
+  assert BYTES.decode(row["tokens"]) == "ab  c"
+  assert BYTES.decode(row["targets"][row["loss_mask"] > 0]) == "  cd"
+  # A long context loses its beginning; an empty one gets a begin token.
+  row = windows.row("0123456789abcdef", "cd")
+  assert BYTES.decode(row["tokens"]) == "6789abcdef c"
+  assert BYTES.decode(row["targets"]) == "789abcdef cd"
+  row = windows.row("", "cd")
+  assert row["tokens"][0] == BYTES.bos_id
+  assert BYTES.decode(row["targets"][row["loss_mask"] > 0]) == " cd"
+  row = choice._Windows(BYTES, 12, "", True, "").row("ab", "cd")
+  assert row["tokens"][:4].tolist() == [1, *BYTES.encode("abc")]
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(answer=3), r"line 2: expected an answer from 0 to 2, got 3"),
+    (dict(choices=["one"]), "two choices"),
+    (dict(choices=["one", ""]), "none empty"),
+    (dict(choices=["one", "x" * 20]), "choice of 21 tokens does not fit"),
+  ],
+)
+def test_errors_in_questions_name_the_line(tmp_path, change, message):
+  data = write(tmp_path / "q.jsonl", [QUESTIONS[0], QUESTIONS[0] | change])
+  with pytest.raises(DataError, match=message):
+    evaluating.build("choice", log_likelihood, data=data, length=16)
+
+
+def test_mistakes(tmp_path):
+  data = write(tmp_path / "q.jsonl", QUESTIONS)
+  options = dict(data=data, length=16)
+  with pytest.raises(ConfigError, match="There are: answer, choices, context"):
+    evaluating.build("choice", log_likelihood, answer_key="gold", **options)
+  small = evaluating.context(vocab_sizes={"tokens": 100})
+  with pytest.raises(ConfigError, match=r"val.tokenizer.*vocabulary has 100"):
+    evaluating.build("choice", log_likelihood, small, **options)
+  with pytest.raises(ConfigError, match="'log_likelihood'"):
+    evaluating.build(
+      "choice", lambda variables, batch: batch["loss_mask"], **options
+    ).run({}, 1)

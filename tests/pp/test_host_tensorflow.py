@@ -1,0 +1,26 @@
+"""tensorflow is loaded without access to accelerators."""
+
+import pytest
+
+from bigtrain.pp import host_tensorflow
+from bigtrain.settings import ConfigError
+
+
+def test_accelerators_are_hidden_from_tensorflow(monkeypatch):
+  import tensorflow as tf
+
+  hidden, in_use = [], []
+
+  def hide(devices, kind):
+    hidden.append((devices, kind))
+    if in_use:
+      raise RuntimeError("cannot be modified after being initialized")
+
+  monkeypatch.setattr(tf.config, "set_visible_devices", hide)
+  monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: in_use)
+  load = host_tensorflow.load.__wrapped__  # Without its cache.
+  assert load() is tf
+  assert hidden == [([], "GPU"), ([], "TPU")]
+  in_use.append("a GPU")
+  with pytest.raises(ConfigError, match="used earlier and holds the GPUs"):
+    load()
