@@ -37,8 +37,8 @@ from bigtrain.inputs import pipeline, vocabulary
 from bigtrain.optim import chain
 from bigtrain.optim import ema as ema_lib
 from bigtrain.reports import chrono, flops, footprint, record, row_log, writers
-from bigtrain.runtime import hooks as hooks_lib
 from bigtrain.runtime import debugging, host_memory, phases
+from bigtrain.runtime import hooks as hooks_lib
 from bigtrain.runtime import programs as programs_lib
 from bigtrain.step import gradients as gradients_lib
 from bigtrain.step import guard as guard_lib

@@ -5,7 +5,7 @@
 #
 # With NVIDIA GPUs each process has its own, else DEVICES simulated ones (1).
 # The terminal shows process 0; the others write to LOGS (runs/logs). Ctrl-C and
-# SIGTERM reach all of them. The exit code is that of the job.
+# SIGTERM reach all of them. Exits with the exit code of the job.
 set -euo pipefail
 
 if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
@@ -25,7 +25,7 @@ gpus=0
 if command -v nvidia-smi >/dev/null; then
   gpus=$(nvidia-smi --list-gpus | wc -l)
   if ((gpus && gpus < number)); then
-    echo "$number processes want a GPU each, and there are $gpus." >&2
+    echo "$number processes need a GPU each, but this machine has $gpus." >&2
     exit 2
   fi
 fi
@@ -50,7 +50,7 @@ for ((i = 0; i < number; i++)); do
   pids+=($!)
 done
 
-# The program obeys the first signal by saving, the second by ending at once.
+# After the first signal the program saves; after the second it exits at once.
 # shellcheck disable=SC2317  # The traps call it.
 forward() { kill "-$1" "${pids[@]}" 2>/dev/null || true; }
 trap 'forward TERM' TERM INT
@@ -58,7 +58,7 @@ trap 'forward USR1' USR1
 
 code=0
 for pid in "${pids[@]}"; do
-  # A trap interrupts `wait`, which then has to wait again.
+  # A trap interrupts `wait`, so wait again.
   while true; do
     own=0
     wait "$pid" || own=$?

@@ -3,11 +3,11 @@
 #
 #   launch/mpi.sh -np 4 --hostfile hosts -- --config=configs/x.py --workdir=DIR
 #
-# What stands before -- is mpirun's. DIR is on storage that all hosts see.
-# SIGTERM and SIGUSR1 to this script save and end the job with code 75.
+# Words before -- go to mpirun. DIR is on storage that all hosts share. On
+# SIGTERM or SIGUSR1 to this script the job saves and exits with code 75.
 set -euo pipefail
 
-# mpirun starts this same file on each host, with the addresses it needs.
+# mpirun starts this file for each rank, with the address of rank 0.
 if [[ "${1:-}" == --rank ]]; then
   shift
   export JAX_COORDINATOR_ADDRESS=$1
@@ -28,12 +28,12 @@ if ((!$#)); then
 fi
 shift
 
-# A rank has threads: it must not be bound to one core, as Open MPI 4 and 5 would
-# do where there are two ranks. (--bind-to in the options goes before this.)
+# A rank has many threads, so it must not be bound to one core, the default of
+# Open MPI 4 and 5 for two ranks. (--bind-to in the options takes precedence.)
 export OMPI_MCA_hwloc_base_binding_policy=none
 export PRTE_MCA_hwloc_default_binding_policy=none
 
-# Rank 0 is where mpirun puts it: it says itself where that is.
+# mpirun decides where rank 0 runs, so ask rank 0 for its host.
 # shellcheck disable=SC2016  # The ranks' shells expand it.
 first=$(mpirun "${options[@]}" bash -c \
   'if [[ "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PMIX_RANK:-}}}" == 0 ]]; then
@@ -42,7 +42,7 @@ port=${PORT:-$((20000 + RANDOM % 10000))}
 
 mpirun "${options[@]}" "$(realpath "$0")" --rank "$first:$port" "$@" &
 pid=$!
-# mpirun passes SIGUSR1 on; on SIGTERM it would leave a second to the ranks.
+# mpirun forwards SIGUSR1; after SIGTERM it would kill the ranks in a second.
 trap 'kill -USR1 "$pid"' TERM USR1 INT
 while true; do
   code=0

@@ -3,10 +3,10 @@
 #
 #   export TPU=my-slice ZONE=us-central2-b
 #   TYPE=v4-32 VERSION=tpu-ubuntu2204-base launch/tpu_vm.sh create
-#   launch/tpu_vm.sh install             # this checkout, and its environment
+#   launch/tpu_vm.sh install             # this commit, and its environment
 #   launch/tpu_vm.sh run --config=configs/x.py --workdir=gs://bucket/x
-#   launch/tpu_vm.sh follow [WORKER]     # what it says
-#   launch/tpu_vm.sh stop                # save, and end with code 75
+#   launch/tpu_vm.sh follow [WORKER]     # the log
+#   launch/tpu_vm.sh stop                # save and exit with code 75
 #   launch/tpu_vm.sh delete
 #
 # `run` starts the program detached, so a lost connection does not end it.
@@ -28,7 +28,7 @@ action=$1
 shift
 case "$action" in
   create)
-    # Queued: Google starts it when there is room, spot slices if asked for.
+    # Google starts a queued slice when capacity is available.
     read -ra more <<<"${OPTIONS:-}"
     tpus queued-resources create "$TPU" --node-id="$TPU" \
       --accelerator-type="${TYPE:?such as v4-32}" \
@@ -44,7 +44,7 @@ case "$action" in
       make -C bigtrain install EXTRAS=tpu'
     ;;
   run)
-    # Again after a preemption: the slice is new, the workdir is not.
+    # After a preemption, run the same command on a new slice.
     printf -v flags '%q ' "$@"
     on all "cd bigtrain && { nohup .venv/bin/python -m bigtrain.main $flags \
       >>run.log 2>&1 </dev/null & echo \$! >run.pid; }"

@@ -3,6 +3,7 @@
 import functools
 import os
 
+import compile_cache
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -12,6 +13,8 @@ if "host_platform_device_count" not in flags:
 os.environ["XLA_FLAGS"] = flags.strip()
 # TensorFlow and absl are chatty at start-up; a failing test should not be.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+compile_cache.enable()
 
 
 @pytest.fixture(scope="session")

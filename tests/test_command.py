@@ -1,4 +1,4 @@
-"""The command line, and what its ends mean."""
+"""The command line, exit codes and last lines."""
 
 import os
 
@@ -24,11 +24,11 @@ def parse(*words):
   return command.parse(["main", *words])
 
 
-def test_values_follow_an_equals_sign_or_a_space(file):
+def test_config_values_follow_an_equals_sign_or_a_space(file):
   config, workdir = parse(
     f"--config={file}:small",
     "--config.lr=1e-3",
-    "--workdir=there",
+    "--workdir=w",
     "--config.mesh.fsdp",
     "4",
     "--config.name",
@@ -36,7 +36,7 @@ def test_values_follow_an_equals_sign_or_a_space(file):
     "--config.steps=1e3",
     "--config.new.key=(1, 2)",
   )
-  assert workdir == os.path.abspath("there")
+  assert workdir == os.path.abspath("w")
   assert config == {
     "lr": 1e-3,
     "arg": "small",
@@ -47,12 +47,12 @@ def test_values_follow_an_equals_sign_or_a_space(file):
   }
 
 
-def test_flags_of_the_program_follow_a_space_too(file):
-  config, workdir = parse("--config", file, "--workdir", "there")
-  assert (config["arg"], workdir) == (None, os.path.abspath("there"))
+def test_flag_values_follow_a_space_too(file):
+  config, workdir = parse("--config", file, "--workdir", "w")
+  assert (config["arg"], workdir) == (None, os.path.abspath("w"))
 
 
-def test_the_last_of_two_values_counts(file):
+def test_the_last_of_two_values_wins(file):
   config, _ = parse(
     f"--config={file}", "--workdir=w", "--config.lr=1", "--config.lr=2"
   )
@@ -67,43 +67,46 @@ def test_the_last_of_two_values_counts(file):
     ([], r"--config is missing"),
     (["--config={file}", "--workdir="], r"--workdir is missing"),
     (["--config={file}", "--workdr=w"], r"workdr.*mean.*workdir.* Usage"),
-    (["--config={file}", "--workdir=w", "more"], r"'more' is not a flag. Usage"),
+    (
+      ["--config={file}", "--workdir=w", "more"],
+      r"'more' is not a flag. Usage",
+    ),
     (["--config={file}", "--workdir=w", "--config.lr=x"], r"config.lr=x: exp"),
     (["--config={file}", "--workdir=w", "--config.lr"], r"config.lr=: expect"),
     (["--config={file}s", "--workdir=w"], r"no such file. .* mean '.*x.py'"),
   ],
 )
-def test_mistakes(file, words, message):
+def test_mistakes_are_explained_in_one_line(file, words, message):
   words = [word.format(file=file) for word in words]
-  with pytest.raises(settings.ConfigError, match=message) as told:
+  with pytest.raises(settings.ConfigError, match=message) as error:
     parse(*words)
-  assert "\n" not in str(told.value)
+  assert "\n" not in str(error.value)
 
 
-# How a run ends.
+# The end of a run.
 
 
-def ending(train, file, monkeypatch, capsys, *words):
-  """(exit code, standard output, lines of standard error)."""
+def run(train, file, monkeypatch, capsys, *words):
+  """(exit code, standard output, lines of standard error) of a command."""
   argv = ["main", f"--config={file}", "--workdir=w", *words]
   monkeypatch.setattr(command.sys, "argv", argv)
 
-  def leave(code):
+  def exit_now(code):
     raise SystemExit(code)
 
-  monkeypatch.setattr(process, "leave", leave)
+  monkeypatch.setattr(process, "exit_now", exit_now)
   with pytest.raises(SystemExit) as end:
     command.run(train)
   out, err = capsys.readouterr()
   return end.value.code, out, err.strip().splitlines()
 
 
-def test_a_finished_run_tells_its_results(file, monkeypatch, capsys):
+def test_a_finished_run_prints_its_results(file, monkeypatch, capsys):
   def train(config, workdir):
     assert (config["lr"], workdir) == (0.5, os.path.abspath("w"))
     return {"step": 7, "loss": 0.25, "val/acc": 0.5, "account/eval_secs": 1.0}
 
-  code, out, _ = ending(train, file, monkeypatch, capsys, "--config.lr=0.5")
+  code, out, _ = run(train, file, monkeypatch, capsys, "--config.lr=0.5")
   assert code == 0
   assert out.splitlines()[0] == "Finished at step 7."
   assert "loss" in out and "0.25" in out and "val/acc" in out
@@ -120,22 +123,22 @@ def test_a_finished_run_tells_its_results(file, monkeypatch, capsys):
     (RuntimeError("hook"), 1, "error: RuntimeError: hook"),
   ],
 )
-def test_every_end_has_its_code_and_its_reason_last(
+def test_an_error_ends_with_its_code_and_its_reason_in_the_last_line(
   file, monkeypatch, capsys, error, code, last
 ):
   def train(config, workdir):
     raise error
 
-  found, out, err = ending(train, file, monkeypatch, capsys)
-  assert (found, out, err[-1]) == (code, "", last)
-  # Only what nobody expected is worth a traceback.
+  actual_code, out, err = run(train, file, monkeypatch, capsys)
+  assert (actual_code, out, err[-1]) == (code, "", last)
+  # Only unexpected errors show a traceback.
   assert any("Traceback" in line for line in err) == (code == 1)
 
 
-def test_a_mistake_on_the_command_line_trains_nothing(
+def test_a_mistake_on_the_command_line_starts_no_training(
   file, monkeypatch, capsys
 ):
-  code, _, err = ending(
+  code, _, err = run(
     pytest.fail, file, monkeypatch, capsys, "--config.steps=0.5"
   )
   assert code == 2

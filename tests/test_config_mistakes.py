@@ -135,7 +135,7 @@ UNKNOWN = [
 UNFIT = [
   (
     {"input.pp": "onehot(12,key='labels')|keep('image','labels')"},
-    r"config.model.num_classes=10: the labels have 12 classes",
+    r"config.model.num_classes: expected 12, .*, got 10",
   ),
   ({"evals.val.loss": "softmax_xnt"}, r"evals.val.loss: .* 'softmax_xent'"),
   ({"evals.val.data.path": "x.npz"}, r"val.data.path: x.npz: no such file"),

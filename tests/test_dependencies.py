@@ -1,4 +1,4 @@
-"""What is imported is declared in setup.cfg, and requirements.lock pins it."""
+"""Imports are declared in setup.cfg and pinned in requirements.lock."""
 
 import ast
 import configparser
@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).parent.parent
-_NAME_OF_IMPORT = {
+_PACKAGE_OF_MODULE = {
   "absl": "absl-py",
   "PIL": "pillow",
   "sklearn": "scikit-learn",
@@ -19,7 +19,7 @@ _NAME_OF_IMPORT = {
 
 
 def _declared():
-  """{extra or "": requirements} of setup.cfg."""
+  """{extra: requirements} of setup.cfg; "" for the base requirements."""
   setup = configparser.ConfigParser(comment_prefixes="#")
   setup.read(ROOT / "setup.cfg")
   sections = {"": setup["options"]["install_requires"]}
@@ -40,8 +40,8 @@ PINS = _pins()
 
 
 def _imported(folder):
-  """Names of the distributions that the Python files in `folder` import."""
-  found = set()
+  """Names of the packages that the Python files in `folder` import."""
+  modules = set()
   for path in (ROOT / folder).rglob("*.py"):
     for node in ast.walk(ast.parse(path.read_text())):
       if isinstance(node, ast.Import):
@@ -50,9 +50,9 @@ def _imported(folder):
         names = [node.module]
       else:
         continue
-      found |= {name.split(".")[0] for name in names}
-  found -= {*sys.stdlib_module_names, "bigtrain", "configs"}
-  return {canonicalize_name(_NAME_OF_IMPORT.get(n, n)) for n in found}
+      modules |= {name.split(".")[0] for name in names}
+  modules -= {*sys.stdlib_module_names, "bigtrain", "configs"}
+  return {canonicalize_name(_PACKAGE_OF_MODULE.get(n, n)) for n in modules}
 
 
 @pytest.mark.parametrize("folder", ["bigtrain", "configs"])
@@ -77,7 +77,7 @@ def _locked_extras():
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 @pytest.mark.parametrize("extra", ["", *_locked_extras()])
-def test_the_lock_file_pins_what_is_declared(python, extra):
+def test_the_lock_file_pins_every_declared_package(python, extra):
   environment = _environment(python)
   versions = {}
   for pin in PINS:

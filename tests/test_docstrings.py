@@ -1,4 +1,4 @@
-"""Every public name is explained, and the examples are true."""
+"""Every public name has a docstring, and the examples in docstrings work."""
 
 import ast
 import doctest
@@ -15,8 +15,8 @@ FILES = {
 }
 
 
-def _unexplained(tree, parent=""):
-  """Public functions, classes and own methods without a docstring."""
+def _without_docstring(tree, parent=""):
+  """Public functions, classes and methods that lack a docstring."""
   for node in tree.body:
     if not isinstance(node, ast.FunctionDef | ast.ClassDef):
       continue
@@ -24,21 +24,21 @@ def _unexplained(tree, parent=""):
       continue
     if not ast.get_docstring(node):
       yield f"{parent}{node.name}"
-    # Methods of a class with bases mostly do what the base says.
+    # Methods of a subclass are mostly documented in its base class.
     if isinstance(node, ast.ClassDef) and not node.bases:
-      yield from _unexplained(node, f"{parent}{node.name}.")
+      yield from _without_docstring(node, f"{parent}{node.name}.")
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if "bigtrain" in f])
 def test_public_names_have_docstrings(file):
   tree = ast.parse(FILES[file])
   if tree.body:
-    assert ast.get_docstring(tree), "the module says nothing about itself"
-  assert list(_unexplained(tree)) == []
+    assert ast.get_docstring(tree), f"{file} has no docstring"
+  assert list(_without_docstring(tree)) == []
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if ">>> " in FILES[f]])
-def test_examples(file):
+def test_docstring_examples_work(file):
   name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
   result = doctest.testmod(importlib.import_module(name))
   assert result.attempted and not result.failed

@@ -1,6 +1,6 @@
-"""The launch scripts, with stand-ins for the programs that they start.
+"""The launch scripts, with fakes of the programs that they start.
 
-tests/schedulers runs them under the real ones.
+tests/schedulers runs them under real launchers.
 """
 
 import os
@@ -19,8 +19,8 @@ FLAGS = ["--config=x.py", "--workdir=a folder"]
 def run(tmp_path):
   """run(script, *arguments, programs={name: shell}, **environment).
 
-  Each program of `programs` is a shell script; `$NOTES` is a file for it to
-  write to. Returns (exit code, all that was said, the lines of the notes).
+  Each program of `programs` is a shell script, which may write to the file
+  `$NOTES`. Returns (exit code, output, lines of that file).
   """
 
   def call(script, *arguments, programs, cwd=None, **environment):
@@ -31,7 +31,7 @@ def run(tmp_path):
       (folder / name).chmod(0o755)
     notes = tmp_path / "notes"
     notes.write_text("")
-    done = subprocess.run(
+    ended = subprocess.run(
       ["bash", LAUNCH / script, *arguments],
       env={
         "PATH": f"{folder}:{os.environ['PATH']}",
@@ -47,8 +47,8 @@ def run(tmp_path):
       timeout=60,
       check=False,
     )
-    said = done.stdout + done.stderr
-    return done.returncode, said, notes.read_text().splitlines()
+    output = ended.stdout + ended.stderr
+    return ended.returncode, output, notes.read_text().splitlines()
 
   return call
 
@@ -58,8 +58,8 @@ def run(tmp_path):
   [(75, 0, True), (75, 2, True), (75, 3, False), (0, 0, False)]
   + [(1, 0, False), (2, 0, False)],
 )
-def test_slurm_requeues_75_up_to_a_cap(run, code, restarts, requeued):
-  found, said, notes = run(
+def test_slurm_requeues_75_up_to_a_limit(run, code, restarts, requeued):
+  exit_code, output, notes = run(
     "slurm.sbatch",
     *FLAGS,
     programs={
@@ -71,10 +71,10 @@ def test_slurm_requeues_75_up_to_a_cap(run, code, restarts, requeued):
     SLURM_JOB_ID="17",
     SLURM_RESTART_COUNT=str(restarts),
   )
-  assert found == code
+  assert exit_code == code
   assert "-m bigtrain.main --config=x.py --workdir=a folder" in notes[0]
   assert notes[1:] == (["requeue 17"] if requeued else [])
-  assert ("not requeued after 3 times" in said) == (restarts == 3)
+  assert ("not requeued: 3 restarts" in output) == (restarts == 3)
 
 
 def test_slurm_in_a_container(run):
@@ -92,34 +92,34 @@ PROCESS = 'echo "gpu ${CUDA_VISIBLE_DEVICES:-none} $@" >>"$NOTES"; exit '
 
 def test_local_gives_each_process_a_gpu(run):
   gpus = {"nvidia-smi": "echo GPU 0; echo GPU 1"}
-  code, said, notes = run(
+  code, output, notes = run(
     "local.sh",
     "2",
     *FLAGS,
     programs=gpus | {"python": PROCESS + "0"},
     PORT="5",
   )
-  assert code == 0, said
+  assert code == 0, output
   main = "-m bigtrain.main --config=x.py --workdir=a folder"
   assert sorted(notes) == [
     f"gpu {i} {main} --coordinator=localhost:5 --num_processes=2 "
     f"--process_id={i}"
     for i in range(2)
   ]
-  code, said, notes = run("local.sh", "3", *FLAGS, programs=gpus, PORT="5")
+  code, output, notes = run("local.sh", "3", *FLAGS, programs=gpus, PORT="5")
   assert (code, notes) == (2, [])
-  assert "3 processes want a GPU each, and there are 2" in said
+  assert "3 processes need a GPU each, but this machine has 2" in output
 
 
 @pytest.mark.parametrize("codes, code", [((0, 2), 2), ((75, 75), 75)])
-def test_local_ends_as_the_job_does(run, codes, code):
-  says = f'[[ "$*" == *--process_id=0 ]] && exit {codes[0]}; exit {codes[1]}'
-  programs = {"python": says, "nvidia-smi": "true"}
-  found, _, _ = run("local.sh", "2", *FLAGS, programs=programs, PORT="5")
-  assert found == code
+def test_local_exits_with_the_code_of_the_job(run, codes, code):
+  python = f'[[ "$*" == *--process_id=0 ]] && exit {codes[0]}; exit {codes[1]}'
+  programs = {"python": python, "nvidia-smi": "true"}
+  exit_code, _, _ = run("local.sh", "2", *FLAGS, programs=programs, PORT="5")
+  assert exit_code == code
 
 
-# As MPICH starts ranks: mpirun -np N COMMAND.
+# Starts ranks like MPICH: mpirun -np N COMMAND.
 MPIRUN = """
 number=$2
 shift 2
@@ -132,9 +132,9 @@ exit "${code:-0}"
 """
 
 
-def test_mpi_tells_each_rank_where_rank_0_is(run):
+def test_mpi_gives_each_rank_the_address_of_rank_0(run):
   rank = "$JAX_COORDINATOR_ADDRESS $JAX_PROCESS_ID/$JAX_NUM_PROCESSES"
-  code, said, notes = run(
+  code, output, notes = run(
     "mpi.sh",
     *("-np", "2", "--", *FLAGS),
     programs={
@@ -144,12 +144,12 @@ def test_mpi_tells_each_rank_where_rank_0_is(run):
     },
     PORT="5",
   )
-  assert code == 75, said
+  assert code == 75, output
   main = "-m bigtrain.main --config=x.py --workdir=a folder"
   assert sorted(notes) == [f"here:5 0/2 {main}", f"here:5 1/2 {main}"]
 
 
-# Runs what is said to a worker on this machine, and notes the rest.
+# Runs the commands for a worker on this machine, and notes all others.
 GCLOUD = """
 for word in "$@"; do
   if [[ "$word" == --command=* ]]; then exec bash -c "${word#--command=}"; fi
@@ -163,10 +163,10 @@ def test_a_tpu_slice_is_created_and_deleted(run):
     named = dict(TPU="mine", ZONE="there") | environment
     return run("tpu_vm.sh", *arguments, programs={"gcloud": GCLOUD}, **named)
 
-  code, said, notes = tpu_vm(
+  code, output, notes = tpu_vm(
     "create", TYPE="v4-32", VERSION="tpu-vm", OPTIONS="--spot --labels=a=b"
   )
-  assert code == 0, said
+  assert code == 0, output
   assert notes == [
     "compute tpus queued-resources create mine --node-id=mine "
     "--accelerator-type=v4-32 --runtime-version=tpu-vm --spot --labels=a=b "
@@ -176,14 +176,14 @@ def test_a_tpu_slice_is_created_and_deleted(run):
   assert (code, len(notes)) == (0, 1) and "delete mine --force" in notes[0]
   for wrong in (tpu_vm(), tpu_vm("creat")):
     assert wrong[0] == 2 and "launch/tpu_vm.sh run --config=" in wrong[1]
-  code, said, notes = tpu_vm("create", ZONE="")
-  assert code and "its zone" in said and not notes
+  code, output, notes = tpu_vm("create", ZONE="")
+  assert code and "its zone" in output and not notes
 
 
 def test_a_run_on_a_tpu_slice_is_detached_and_stopped(run, tmp_path):
   bin_folder = tmp_path / "bigtrain" / ".venv" / "bin"
   bin_folder.mkdir(parents=True)
-  # The program, which obeys SIGTERM by saving.
+  # A fake program that saves on SIGTERM.
   (bin_folder / "python").write_text(
     "#!/usr/bin/env bash\n"
     "trap 'echo saved; exit 75' TERM\n"
@@ -204,17 +204,17 @@ def test_a_run_on_a_tpu_slice_is_detached_and_stopped(run, tmp_path):
       time.sleep(0.02)
 
   log = tmp_path / "bigtrain" / "run.log"
-  code, said, _ = tpu_vm("run", *FLAGS)
-  assert code == 0, said
+  code, output, _ = tpu_vm("run", *FLAGS)
+  assert code == 0, output
   until((tmp_path / "bigtrain" / "started").exists)
   words = ["-m", "bigtrain.main", "--config=x.py", "--workdir=a folder"]
   assert log.read_text().splitlines() == words
-  code, said, _ = tpu_vm("stop")
-  assert code == 0, said
+  code, output, _ = tpu_vm("stop")
+  assert code == 0, output
   until(lambda: log.read_text().endswith("saved\n"))
 
 
-def test_kubernetes_names_the_hosts_the_same_everywhere():
+def test_kubernetes_names_hosts_consistently():
   text = (LAUNCH / "kubernetes.yaml").read_text()
   job_set = yaml.safe_load(text)
   (replicated,) = job_set["spec"]["replicatedJobs"]
@@ -225,7 +225,7 @@ def test_kubernetes_names_the_hosts_the_same_everywhere():
   flags = dict(word.removeprefix("--").split("=", 1) for word in words)
   assert job["completions"] == job["parallelism"] == int(flags["num_processes"])
   assert text.count("# CHANGE: hosts") == 3
-  # A pod is JOBSET-JOB-INDEX-POD in the domain of the JobSet.
+  # The name of a pod is JOBSET-JOB-INDEX-POD, in the domain of the JobSet.
   name = job_set["metadata"]["name"]
   host = f"{name}-{replicated['name']}-0-0.{name}"
   port = container["ports"][0]["containerPort"]
@@ -233,7 +233,7 @@ def test_kubernetes_names_the_hosts_the_same_everywhere():
   assert (LAUNCH.parent / flags["config"]).exists()
   mounted = {mount["name"] for mount in container["volumeMounts"]}
   assert mounted == {v["name"] for v in job["template"]["spec"]["volumes"]}
-  # Only 2 ends the JobSet.
+  # Only exit code 2 ends the JobSet.
   (policy,) = job["podFailurePolicy"]["rules"]
   assert policy["onExitCodes"]["values"] == [2]
   (rule,) = job_set["spec"]["failurePolicy"]["rules"]

@@ -1,7 +1,7 @@
-"""What a run leaves behind, and that its parts work together.
+"""Whole runs: the rows and files they write, and their numbers against numpy.
 
-Exact resume is in test_resume.py, mistakes of the user in
-test_config_mistakes.py, real processes in test_processes.py.
+For other modes of the program see test_modes.py, for mistakes in a config
+test_config_mistakes.py, for interrupted runs the folder faults.
 """
 
 import functools
@@ -19,7 +19,7 @@ from golden import make_losses
 from bigtrain import main, sharding, trees
 from bigtrain.models import vit
 
-# Of every row of training but the first, which has no rates yet.
+# Metrics of every training row except the first, which has no rates.
 NAMES = {
   "step",
   "loss",
@@ -53,16 +53,16 @@ def read_rows(workdir):
 
 
 def start_info(workdir):
-  """What run.json says of the only start of a run."""
+  """The entry of run.json about the only start of a run."""
   (start,) = json.loads((workdir / "run.json").read_text())["starts"]
   return start
 
 
 @pytest.fixture(scope="module")
 def plain_run(tiny_config, tmp_path_factory):
-  """(config, workdir, what train returned) of a run without anything special.
+  """(config, workdir, results of train) of a run without optional features.
 
-  As a user would call it: with a ConfigDict, and a workdir that is not there.
+  As in a notebook: with a ConfigDict, and a workdir that does not exist yet.
   """
   import ml_collections
 
@@ -72,7 +72,7 @@ def plain_run(tiny_config, tmp_path_factory):
   return config, workdir, results
 
 
-def test_rows_have_the_names_that_users_rely_on(plain_run):
+def test_rows_have_the_documented_names(plain_run):
   _, workdir, _ = plain_run
   rows = {row["step"]: row for row in read_rows(workdir)}
   assert list(rows) == [1, 2, 3, 4, 6]
@@ -88,17 +88,17 @@ def test_rows_have_the_names_that_users_rely_on(plain_run):
   assert set(rows[6]) >= evaluation
 
 
-def test_a_save_is_measured_where_it_took_its_time(plain_run):
+def test_rows_after_a_save_show_its_stall_and_write_time(plain_run):
   _, workdir, _ = plain_run
   rows = {row["step"]: row for row in read_rows(workdir)}
-  # Saves at 3 and 6: the loop stood still for each, and both were written.
+  # The run saves at steps 3 and 6.
   for step in (4, 6):
     assert rows[step]["ckpt_stall_secs"] > 0
     assert rows[step].get("ckpt_write_secs", 1) > 0
   assert rows[6]["ckpt_write_secs"] > 0
 
 
-def test_train_returns_the_newest_values(plain_run):
+def test_train_returns_the_newest_value_of_each_metric(plain_run):
   _, workdir, results = plain_run
   expected = {}
   for row in read_rows(workdir):
@@ -107,7 +107,7 @@ def test_train_returns_the_newest_values(plain_run):
   assert results["step"] == 6
 
 
-def test_a_row_is_the_mean_since_the_row_before(
+def test_a_row_has_the_mean_loss_since_the_previous_row(
   plain_run, tiny_config, tmp_path
 ):
   _, workdir, _ = plain_run
@@ -122,7 +122,7 @@ def test_a_row_is_the_mean_since_the_row_before(
   assert rows[6]["loss_last"] == each[6]
 
 
-def test_the_files_of_a_run(plain_run):
+def test_a_workdir_has_the_documented_files(plain_run):
   config, workdir, _ = plain_run
   assert json.loads((workdir / "config.json").read_text()) == config
   start = start_info(workdir)
@@ -138,8 +138,7 @@ def test_the_files_of_a_run(plain_run):
   checkpoints = sorted(os.listdir(workdir / "checkpoints"))
   assert checkpoints == ["00000003", "00000006"]
   assert os.listdir(workdir / "tensorboard")
-  left = sorted(os.listdir(workdir))
-  assert left == [
+  assert sorted(os.listdir(workdir)) == [
     "checkpoints",
     "config.json",
     "metrics.jsonl",
@@ -149,7 +148,7 @@ def test_the_files_of_a_run(plain_run):
   ]
 
 
-# What a run with everything switched on computes, against numpy.
+# The numbers of a run with all optional features, against numpy.
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +203,7 @@ def cross_entropy(logits, labels):
 @pytest.mark.parametrize(
   ("evaluation", "weights"), [("val", "params"), ("averaged", "ema")]
 )
-def test_evaluations_are_of_the_weights_they_name(
+def test_an_evaluation_uses_the_weights_of_its_config(
   full_run, tiny_config, evaluation, weights
 ):
   data = val_data(tiny_config)
@@ -217,7 +216,7 @@ def test_evaluations_are_of_the_weights_they_name(
     assert row[f"{evaluation}/acc"] == pytest.approx(hits.mean())
 
 
-def test_the_average_follows_the_parameters(full_run):
+def test_ema_matches_its_formula(full_run):
   states = [tiny.arrays(full_run, step) for step in range(1, 7)]
   assert states[0]["ema/head/kernel"].any()
   for t, (before, now) in enumerate(zip(states, states[1:]), start=1):
@@ -229,7 +228,7 @@ def test_the_average_follows_the_parameters(full_run):
     )
 
 
-def test_frozen_parameters_stay_and_have_no_optimizer_state(full_run):
+def test_frozen_parameters_do_not_change_and_have_no_optimizer_state(full_run):
   first, last = tiny.arrays(full_run, 1), tiny.arrays(full_run, 6)
   tiny.assert_same(first["params/first/kernel"], last["params/first/kernel"])
   assert (first["params/head/kernel"] != last["params/head/kernel"]).any()
@@ -238,7 +237,7 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state(full_run):
   assert not [name for name in state if "first" in name]
 
 
-def test_statistics_of_each_parameter(full_run):
+def test_per_parameter_statistics_match_the_checkpoints(full_run):
   before, after = tiny.arrays(full_run, 3), tiny.arrays(full_run, 4)
   row = tiny.rows(full_run)[4]
 
@@ -262,13 +261,13 @@ def test_statistics_of_each_parameter(full_run):
   assert row["update_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_the_mean_evaluator_agrees_with_the_classification_one(full_run):
+def test_mean_and_classification_evaluators_agree(full_run):
   row = tiny.rows(full_run)[6]
   assert row["means/loss"] == pytest.approx(row["val/loss"], rel=1e-6)
   assert row["means/accuracy"] == row["val/acc"]
 
 
-def test_saved_predictions_are_those_of_the_examples_in_order(
+def test_saved_predictions_are_in_the_order_of_the_examples(
   full_run, tiny_config
 ):
   data = val_data(tiny_config)
@@ -281,17 +280,18 @@ def test_saved_predictions_are_those_of_the_examples_in_order(
   assert tiny.rows(full_run)[3]["kept/num_examples"] == tiny.NUM_VAL
 
 
-def test_the_options_of_the_loss_reach_it(full_run):
-  # A sigmoid for each of ten classes starts at 10 log(2), a softmax at log(10).
+def test_loss_options_reach_the_loss(full_run):
+  # Initial loss: 10 log(2) with a sigmoid for each of ten classes, log(10) with
+  # a softmax.
   rows = tiny.rows(full_run)
   assert rows[3]["val/loss"] < 4 < rows[1]["loss"]
 
 
-def test_an_evaluation_can_be_switched_off(full_run):
+def test_an_evaluation_can_be_disabled(full_run):
   assert not [k for k in tiny.rows(full_run)[6] if k.startswith("off/")]
 
 
-# The number of devices, and how the batch is cut, change rounding only.
+# Devices and microbatches change the results by rounding only.
 
 
 def losses(config, workdir):
@@ -302,10 +302,10 @@ def losses(config, workdir):
 @pytest.mark.parametrize(
   ("replica", "fsdp"), [pytest.param(1, 8, marks=pytest.mark.slow), (2, 4)]
 )
-def test_the_quickstart_has_the_losses_it_had_on_one_device(
+def test_the_quickstart_has_the_golden_losses_of_one_device(
   tiny_config, tmp_path, replica, fsdp
 ):
-  found = make_losses.make(
+  values = make_losses.make(
     str(tmp_path),
     mesh=dict(replica=replica, fsdp=fsdp),
     compile_cache=tiny_config()["compile_cache"],
@@ -313,56 +313,54 @@ def test_the_quickstart_has_the_losses_it_had_on_one_device(
   golden = json.loads(make_losses.FILE.read_text())
   for name, rtol in (("loss", 5e-6), ("grad_norm", 2e-4)):
     np.testing.assert_allclose(
-      found[name],
+      values[name],
       golden[name],
       rtol=rtol,
       err_msg=(
-        f"digits:runlocal has another {name} than before. If only one of the "
-        "meshes fails, sharding changes the result: a bug. If both fail, "
-        "something changed the numbers: find the commit that did. Only if it "
-        "was meant to, run `JAX_PLATFORMS=cpu python -m "
-        "tests.golden.make_losses` and commit losses.json, saying why."
+        f"The {name} of digits:runlocal has changed. If only one of the meshes "
+        "fails, sharding changes the result, which is a bug. If both fail, a "
+        "commit changed the numbers: find it. If the change is intended, run "
+        "`JAX_PLATFORMS=cpu python -m tests.golden.make_losses` and commit "
+        "losses.json with the reason."
       ),
     )
 
 
-def test_every_mesh_gives_the_losses_of_one_device(
-  tiny_config, tmp_path, monkeypatch
-):
+def test_losses_are_the_same_on_every_mesh(tiny_config, tmp_path, monkeypatch):
   changes = {"log_steps": 1, "evals": {}, "model.dropout": 0.1}
-  found = {}
+  by_fsdp = {}
   for replica, fsdp in ((1, 8), (2, 4), (8, 1)):
     mesh = dict(replica=replica, fsdp=fsdp)
     workdir = tmp_path / f"fsdp{fsdp}"
-    found[fsdp] = losses(tiny_config(changes | {"mesh": mesh}), workdir)
+    by_fsdp[fsdp] = losses(tiny_config(changes | {"mesh": mesh}), workdir)
   one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
   monkeypatch.setattr(sharding, "make_mesh", one)
   expected = losses(tiny_config(changes), tmp_path / "one")
   assert start_info(tmp_path / "one")["devices"] == 1
   assert np.ptp(expected) > 0.1
-  for fsdp in found:
-    np.testing.assert_allclose(found[fsdp], expected, rtol=1e-5)
-  # The compiled program says that the state really is split.
-  held = {
+  for fsdp in by_fsdp:
+    np.testing.assert_allclose(by_fsdp[fsdp], expected, rtol=1e-5)
+  # The more devices share the state, the smaller are the arguments of each.
+  programs = {
     fsdp: start_info(tmp_path / f"fsdp{fsdp}")["programs"]["update"]
-    for fsdp in found
+    for fsdp in by_fsdp
   }
-  assert held[8]["argument_bytes"] < held[4]["argument_bytes"]
-  assert held[4]["argument_bytes"] < held[1]["argument_bytes"] / 2
+  assert programs[8]["argument_bytes"] < programs[4]["argument_bytes"]
+  assert programs[4]["argument_bytes"] < programs[1]["argument_bytes"] / 2
 
 
-def test_microbatches_give_the_rows_of_one_batch(tiny_config, tmp_path):
+def test_rows_are_the_same_with_microbatches(tiny_config, tmp_path):
   changes = {"log_steps": 1, "evals": {}, "mesh": dict(replica=2, fsdp=4)}
   main.train(tiny_config(changes), str(tmp_path / "whole"))
   changes["microbatches"] = 2
-  main.train(tiny_config(changes), str(tmp_path / "cut"))
-  whole, cut = tiny.rows(tmp_path / "whole"), tiny.rows(tmp_path / "cut")
-  assert cut != whole, "microbatches had no effect"
+  main.train(tiny_config(changes), str(tmp_path / "parts"))
+  whole, parts = tiny.rows(tmp_path / "whole"), tiny.rows(tmp_path / "parts")
+  assert parts != whole, "microbatches had no effect"
   for step, row in whole.items():
-    assert cut[step] == pytest.approx(row, rel=1e-5)
+    assert parts[step] == pytest.approx(row, rel=1e-5)
 
 
-def test_a_device_holds_its_part_of_a_vit():
+def test_each_of_8_devices_holds_an_eighth_of_a_vit():
   mesh = sharding.make_mesh(replica=1, fsdp=8)
   model = vit.Model(variant="S/16", num_classes=1000)
   image = jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")

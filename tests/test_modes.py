@@ -1,4 +1,4 @@
-"""Other ways to run: without compiling, without training, from a checkpoint."""
+"""Modes of the program: evaluating only, compiling only, eager, cooldown."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ EVERYTHING = {
 
 @pytest.fixture(scope="module")
 def finished(tiny_config, tmp_path_factory):
-  """(config, workdir) of a run that evaluates and saves at 0, 3 and 6."""
+  """(config, workdir) of a run that evaluates and saves at steps 0, 3 and 6."""
   workdir = tmp_path_factory.mktemp("finished")
   val = tiny_config()["evals"]["val"]
   changes = EVERYTHING | {
@@ -36,7 +36,7 @@ def finished(tiny_config, tmp_path_factory):
   return config, workdir
 
 
-def of_evaluations(row):
+def evaluation_results(row):
   prefixes = ("val/", "averaged/")
   return {
     name: value
@@ -45,7 +45,7 @@ def of_evaluations(row):
   }
 
 
-def test_step_0_is_evaluated_and_saved_if_asked_for(finished):
+def test_step_0_is_evaluated_and_saved_on_request(finished):
   _, workdir = finished
   assert tiny.checkpoint_steps(workdir) == [0, 3, 6]
   rows = tiny.rows(workdir)
@@ -54,30 +54,32 @@ def test_step_0_is_evaluated_and_saved_if_asked_for(finished):
   assert rows[0]["val/loss"] == rows[0]["averaged/loss"]
 
 
-def test_evaluations_that_are_alike_share_a_program(finished):
+def test_evaluations_of_the_same_shapes_share_a_program(finished):
   _, workdir = finished
   (start,) = json.loads((workdir / "run.json").read_text())["starts"]
   programs = start["programs"]
   assert {programs[n]["cache"] for n in ("val", "averaged")} >= {"shared"}
 
 
-def test_a_checkpoint_is_evaluated_bit_for_bit(finished):
+def test_the_evaluate_tool_reproduces_the_results_bit_for_bit(finished):
   _, workdir = finished
   before = (workdir / "metrics.jsonl").read_bytes()
   rows = tiny.rows(workdir)
   for step in (0, 3, None):
-    found = evaluate.evaluate(str(workdir), step)
-    assert found["step"] == (6 if step is None else step)
-    assert of_evaluations(found) == of_evaluations(rows[found["step"]])
-  # Fewer examples, and another way to cut the batches.
+    results = evaluate.evaluate(str(workdir), step)
+    assert results["step"] == (6 if step is None else step)
+    assert evaluation_results(results) == evaluation_results(
+      rows[results["step"]]
+    )
+  # Fewer examples, and another batch size.
   changes = ("evals.val.num_examples=8", "evals.averaged.batch_size=8")
-  found = evaluate.evaluate(str(workdir), 6, changes)
-  assert found["val/loss"] != rows[6]["val/loss"]
-  assert found["averaged/loss"] == pytest.approx(rows[6]["averaged/loss"])
+  results = evaluate.evaluate(str(workdir), 6, changes)
+  assert results["val/loss"] != rows[6]["val/loss"]
+  assert results["averaged/loss"] == pytest.approx(rows[6]["averaged/loss"])
   assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
-def test_the_tool_tells_mistakes(finished, tmp_path, capsys):
+def test_the_evaluate_tool_explains_mistakes(finished, tmp_path, capsys):
   _, workdir = finished
   for arguments, message in (
     ([f"--workdir={tmp_path}"], "there is no config.json"),
@@ -90,42 +92,42 @@ def test_the_tool_tells_mistakes(finished, tmp_path, capsys):
     assert message in capsys.readouterr().err
   assert evaluate.main(["evaluate", f"--workdir={workdir}"]) == 0
   row = json.loads(capsys.readouterr().out.splitlines()[-1])
-  assert of_evaluations(row) == of_evaluations(tiny.rows(workdir)[6])
+  assert evaluation_results(row) == evaluation_results(tiny.rows(workdir)[6])
 
 
-def test_evaluating_only_trains_nothing(finished, tmp_path):
+def test_eval_only_does_not_train(finished, tmp_path):
   config, workdir = finished
   rows, arrays = tiny.rows(workdir), tiny.arrays(workdir)
   results = main.train(config | {"eval_only": True}, str(workdir))
-  assert of_evaluations(results) == of_evaluations(rows[6])
+  assert evaluation_results(results) == evaluation_results(rows[6])
   assert tiny.rows(workdir) == rows
   tiny.assert_same(tiny.arrays(workdir), arrays)
-  # From elsewhere, in a folder of its own.
+  # With the state of another run, in a new workdir.
   init = dict(path=str(workdir), step=3)
   config = config | {"eval_only": True, "resume": init, "save_at_start": False}
   results = main.train(config, str(tmp_path))
-  assert of_evaluations(results) == of_evaluations(rows[3])
+  assert evaluation_results(results) == evaluation_results(rows[3])
   assert tiny.checkpoint_steps(tmp_path) == []
   assert list(tiny.rows(tmp_path)) == [3]
 
 
-def test_compiling_only_leaves_a_record_of_what_it_takes(
+def test_compile_only_records_the_memory_of_the_update(
   tiny_config, tmp_path, monkeypatch
 ):
   def never(*args):
-    raise AssertionError("a state was made, or data was read")
+    raise AssertionError("compile_only made a state or read data")
 
-  monkeypatch.setattr(start, "begin", never)
+  monkeypatch.setattr(start, "start", never)
   monkeypatch.setattr(pipeline.TrainInput, "start", never)
   main.train(tiny_config({"compile_only": True}), str(tmp_path))
-  (begun,) = json.loads((tmp_path / "run.json").read_text())["starts"]
-  assert begun["programs"]["update"]["temporary_bytes"] > 0
-  assert begun["model_flops_per_step"] > 0
+  (entry,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+  assert entry["programs"]["update"]["temporary_bytes"] > 0
+  assert entry["model_flops_per_step"] > 0
   assert not (tmp_path / "metrics.jsonl").exists()
   assert tiny.checkpoint_steps(tmp_path) == []
 
 
-def test_cooling_down_from_a_checkpoint_of_another_run(
+def test_cooldown_from_a_checkpoint_of_another_run(
   finished, tiny_config, tmp_path
 ):
   _, workdir = finished
@@ -141,16 +143,16 @@ def test_cooling_down_from_a_checkpoint_of_another_run(
   config["allow_changes"] = ["schedule", "total_steps"]
   main.train(config, str(tmp_path))
   rows = tiny.rows(tmp_path)
-  assert list(rows) == [4, 5]  # Steps and examples go on.
+  assert list(rows) == [4, 5]  # Steps and examples continue.
   assert [rows[s]["examples_seen"] for s in rows] == [64, 80]
   assert rows[4]["lr"] == pytest.approx(config["lr"])
   assert rows[5]["lr"] == pytest.approx(config["lr"] / 2)
-  # The same examples as in the run that went on: before the rates differ,
-  # so are the losses.
+  # The same examples as in the original run, so the losses are equal until the
+  # learning rates differ.
   assert rows[4]["loss"] == tiny.rows(workdir)[4]["loss"]
 
 
-def test_eager_steps_are_the_compiled_ones(
+def test_eager_and_compiled_steps_agree(
   finished, tiny_config, tmp_path, caplog
 ):
   changes = EVERYTHING | {"evals": {}, "stop_at_steps": 3}
@@ -166,12 +168,16 @@ def test_eager_steps_are_the_compiled_ones(
   for step, row in rows.items():
     for name in ("loss", "grad_norm", "lr", "param_norm"):
       assert row[name] == pytest.approx(expected[step][name], rel=1e-5), name
-  one, two = (tiny.arrays(tmp_path / name) for name in ("eager", "compiled"))
-  for name in one:
-    np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=1e-6)
+  eager_arrays, compiled_arrays = (
+    tiny.arrays(tmp_path / name) for name in ("eager", "compiled")
+  )
+  for name, value in eager_arrays.items():
+    np.testing.assert_allclose(
+      value, compiled_arrays[name], rtol=1e-4, atol=1e-6
+    )
 
 
-def test_a_nan_is_traced_to_its_operation(tiny_config, tmp_path):
+def test_debug_nans_finds_the_operation_of_a_nan(tiny_config, tmp_path):
   with np.load(tiny_config()["input"]["data"]["path"]) as file:
     data = dict(file)
   data["image"][0] = np.inf

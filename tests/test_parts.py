@@ -1,5 +1,6 @@
-"""Modules that a config can name: every one of them works, and no others."""
+"""Modules that a config names, and batches with missing features."""
 
+import math
 import re
 
 import jax
@@ -19,7 +20,7 @@ REQUIRED = {
 
 
 @pytest.mark.parametrize("kind", REQUIRED)
-def test_every_listed_module_has_what_a_config_needs(kind):
+def test_every_listed_module_defines_what_a_config_needs(kind):
   names = parts.module_names(kind)
   assert names
   for name in names:
@@ -45,7 +46,7 @@ def test_every_listed_module_has_what_a_config_needs(kind):
     ("hooks", "hooks"),
   ],
 )
-def test_only_modules_that_a_config_can_name_are_suggested(kind, name):
+def test_suggestions_are_modules_that_a_config_can_name(kind, name):
   with pytest.raises(ConfigError, match=f"key: no {kind} module") as error:
     parts.find_module(kind, name, "key")
   _, _, hint = str(error.value).partition(f"{name!r}.")
@@ -65,6 +66,53 @@ def test_a_helper_of_evaluators_as_a_type_is_a_config_error():
   message = r"evals.val.type: no evaluators module 'class_names'\. (Did|There)"
   with pytest.raises(ConfigError, match=message):
     parts.find_module("evaluators", "class_names", "config.evals.val.type")
+
+
+def test_find_module_imports_a_module_by_its_file_name():
+  module = parts.find_module("tasks", "classification", "config.task")
+  assert module.__name__ == "bigtrain.tasks.classification"
+
+
+@pytest.mark.parametrize(
+  "name, message",
+  [
+    ("clasification", "config.task: no tasks module 'clasification'.*Did you"),
+    ("zzz", "There are: .*classification"),
+    ("no_such_package.task", "no module named 'no_such_package'"),
+    ("json.no_such_module", "no module named 'json.no_such_module'"),
+    (".task", "expected package.module, got '.task'"),
+    ("task.", "expected package.module"),
+    ("", "expected a module's name, got ''"),
+    (3, "expected a module's name, got 3"),
+  ],
+)
+def test_find_module_rejects(name, message):
+  with pytest.raises(ConfigError, match=message):
+    parts.find_module("tasks", name, "config.task")
+
+
+def test_find_module_imports_a_dotted_path(tmp_path, monkeypatch):
+  package = tmp_path / "my_project_of_test"
+  package.mkdir()
+  (package / "__init__.py").write_text("")
+  (package / "good.py").write_text("answer = 42")
+  (package / "broken.py").write_text("import no_such_dependency")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  module = parts.find_module("tasks", "my_project_of_test.good", "config.task")
+  assert module.answer == 42
+  # A broken import in the user's module is not reported as a missing task.
+  with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+    parts.find_module("tasks", "my_project_of_test.broken", "config.task")
+
+
+def test_find_attribute_suggests_the_nearest_name():
+  assert parts.find_attribute("math.pi", "config.x") == math.pi
+  with pytest.raises(
+    ConfigError, match=r"config\.x: math has no 'sqrtt'.*sqrt"
+  ):
+    parts.find_attribute("math.sqrtt", "config.x")
+  with pytest.raises(ConfigError, match=r"expected package\.module\.name"):
+    parts.find_attribute("pi", "config.x")
 
 
 def test_a_missing_feature_is_reported_with_the_nearest_one():

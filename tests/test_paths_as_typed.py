@@ -15,6 +15,7 @@ import tiny
 
 from bigtrain import command, main, settings
 from bigtrain.checkpoints import checkpointer
+from bigtrain.checkpoints.host_state import HostState
 from bigtrain.evaluation import class_names
 from bigtrain.models import decoder
 from bigtrain.pp import parse, registry
@@ -237,7 +238,7 @@ def language_model(tmp_path_factory):
     "input": {"data": {"type": "text", "path": "x.txt", "length": 16}},
   }
   saver = checkpointer.Checkpointer(str(workdir))
-  saver.save(1, {"params": params}, {"config": config})
+  saver.save(1, {"params": params}, HostState(config=config))
   saver.close()
   return workdir
 

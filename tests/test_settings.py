@@ -1,30 +1,26 @@
-"""Configs: what is misspelled is told, at any depth, with the right name."""
+"""Configs: loading, overrides, tracked reads, hints for misspelled keys."""
 
 import json
-import math
 import sys
 
 import flax.linen as nn
 import ml_collections
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from bigtrain import lengths, parts, settings
-from bigtrain.lengths import Units
+from bigtrain import settings
 from bigtrain.settings import Config, ConfigError
 
 # Names and keyword arguments.
 
 
-def test_did_you_mean_falls_back_on_a_list_of_what_there_is():
+def test_did_you_mean_lists_the_options_if_none_is_near():
   assert settings.did_you_mean("zzz", ["b", "a"]) == " There are: a, b."
   assert settings.did_you_mean("zzz", []) == ""
   many = settings.did_you_mean("zzz", [f"n{i:02}" for i in range(30)])
   assert "n19" in many and "n20" not in many and many.endswith("...")
 
 
-def test_did_you_mean_finds_abbreviations():
+def test_did_you_mean_suggests_the_long_form_of_an_abbreviation():
   assert "'lr_mults'" in settings.did_you_mean("lr", ["lr_mults", "wd"])
 
 
@@ -38,7 +34,7 @@ class _Module(nn.Module):
 
 
 @pytest.mark.parametrize("fn", [_function, _Module])
-def test_check_kwargs(fn):
+def test_check_kwargs_reports_unknown_and_missing_names(fn):
   given = ("batch",)
   settings.check_kwargs(fn, {"width": 1}, "config.model", given)
   settings.check_kwargs(fn, {"width": 1, "depth": 1}, "config.model", given)
@@ -51,7 +47,7 @@ def test_check_kwargs(fn):
     settings.check_kwargs(fn, {"depth": 1}, "config.model", given)
 
 
-def test_check_kwargs_refuses_what_the_program_passes_itself():
+def test_check_kwargs_rejects_arguments_that_the_program_passes():
   def takes_any(batch, **options):
     del batch, options
 
@@ -62,7 +58,7 @@ def test_check_kwargs_refuses_what_the_program_passes_itself():
     settings.check_kwargs(_function, {"batch": 1}, "config.x", ("batch",))
 
 
-def test_check_kwargs_hides_only_flax_own_fields():
+def test_check_kwargs_hides_name_and_parent_only_for_flax_modules():
   def own(name, parents=1):
     del name, parents
 
@@ -71,57 +67,7 @@ def test_check_kwargs_hides_only_flax_own_fields():
     settings.check_kwargs(_Module, {"width": 1, "name": "x"}, "config.model")
 
 
-# find_module and find_attribute.
-
-
-def test_find_module_by_name():
-  module = parts.find_module("tasks", "classification", "config.task")
-  assert module.__name__ == "bigtrain.tasks.classification"
-
-
-@pytest.mark.parametrize(
-  "name, message",
-  [
-    ("clasification", "config.task: no tasks module 'clasification'.*Did you"),
-    ("zzz", "There are: .*classification"),
-    ("no_such_package.task", "no module named 'no_such_package'"),
-    ("json.no_such_module", "no module named 'json.no_such_module'"),
-    (".task", "expected package.module, got '.task'"),
-    ("task.", "expected package.module"),
-    ("", "expected a module's name, got ''"),
-    (3, "expected a module's name, got 3"),
-  ],
-)
-def test_find_module_refuses(name, message):
-  with pytest.raises(ConfigError, match=message):
-    parts.find_module("tasks", name, "config.task")
-
-
-def test_find_module_outside_of_the_package(tmp_path, monkeypatch):
-  package = tmp_path / "my_project_of_test"
-  package.mkdir()
-  (package / "__init__.py").write_text("")
-  (package / "good.py").write_text("answer = 42")
-  (package / "broken.py").write_text("import no_such_dependency")
-  monkeypatch.syspath_prepend(str(tmp_path))
-  found = parts.find_module("tasks", "my_project_of_test.good", "config.task")
-  assert found.answer == 42
-  # The user's own broken import is told as itself, not as a missing task.
-  with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-    parts.find_module("tasks", "my_project_of_test.broken", "config.task")
-
-
-def test_find_attribute():
-  assert parts.find_attribute("math.pi", "config.x") == math.pi
-  with pytest.raises(
-    ConfigError, match=r"config\.x: math has no 'sqrtt'.*sqrt"
-  ):
-    parts.find_attribute("math.sqrtt", "config.x")
-  with pytest.raises(ConfigError, match=r"expected package\.module\.name"):
-    parts.find_attribute("pi", "config.x")
-
-
-# Reads are tracked.
+# Tracked reads.
 
 
 def _config():
@@ -136,7 +82,7 @@ def _config():
   )
 
 
-def test_a_config_that_is_read_has_nothing_unread():
+def test_a_config_that_was_read_in_full_has_no_unread_keys():
   config = _config()
   assert config.lr == config["lr"] == config.get("lr") == 1e-3
   assert config.input.batch_size == 8
@@ -147,7 +93,7 @@ def test_a_config_that_is_read_has_nothing_unread():
   assert config.unread() == []
 
 
-def test_unread_keys_are_found_at_any_depth():
+def test_unread_keys_are_listed_at_any_depth():
   config = _config()
   assert len(config.unread()) == 3
   assert config.lr and config.input.data.name and config.evals.val.type
@@ -160,7 +106,7 @@ def test_unread_keys_are_found_at_any_depth():
   ]
 
 
-def test_unread_suggests_what_was_asked_for_and_not_there():
+def test_unread_suggests_keys_that_were_read_but_are_absent():
   config = Config({"learning_rat": 1e-3, "lr_mults": []})
   assert config.get("learning_rate", 3e-4) == 3e-4
   assert "lr_mults" in config
@@ -169,8 +115,8 @@ def test_unread_suggests_what_was_asked_for_and_not_there():
   ]
 
 
-def test_unread_also_suggests_what_the_config_already_has():
-  # As when the command line misspells a key of the file.
+def test_unread_also_suggests_keys_of_the_config():
+  # The command line may misspell a key of the file.
   config = Config({"total_steps": 10, "totl_steps": 20})
   assert config.total_steps and config.get("stop_at_steps") is None
   assert config.unread() == [
@@ -178,7 +124,7 @@ def test_unread_also_suggests_what_the_config_already_has():
   ]
 
 
-def test_a_subtree_that_is_only_seen_is_not_read():
+def test_a_subtree_counts_as_read_only_if_its_keys_were_read():
   config = _config()
   assert config.lr and "input" in config and config.get("evals")
   assert [line.split(":")[0] for line in config.unread()] == [
@@ -188,16 +134,16 @@ def test_a_subtree_that_is_only_seen_is_not_read():
   ]
 
 
-def test_a_subtree_handed_out_whole_stays_read():
+def test_a_subtree_returned_by_kwargs_counts_as_read():
   config = _config()
   assert config.lr
   config.kwargs("input")
   config.kwargs("evals")
-  assert config.input.data  # A look at it afterwards changes nothing.
+  assert config.input.data  # A later partial read does not change that.
   assert config.unread() == []
 
 
-def test_reading_hands_out_copies():
+def test_reads_return_copies():
   source = {"model": {"width": 1}}
   config = Config(source)
   config.kwargs("model")["width"] = 2
@@ -206,7 +152,7 @@ def test_reading_hands_out_copies():
   assert config.model.width == 1
 
 
-def test_missing_keys():
+def test_missing_keys_are_errors_with_a_suggestion():
   config = _config()
   with pytest.raises(ConfigError, match=r"config\.task: missing\."):
     _ = config.task
@@ -228,7 +174,7 @@ def test_a_default_may_be_a_subtree():
   assert config.unread() == []
 
 
-def test_plain():
+def test_plain_converts_config_dicts_at_any_depth():
   value = ml_collections.ConfigDict(
     dict(a=(1, dict(b=2)), c=[ml_collections.ConfigDict(dict(d=3))])
   )
@@ -274,13 +220,15 @@ def test_load_with_and_without_argument(tmp_path):
     ("def get_config(arg):\n  return {}", "", "TypeError: .*'arg'"),
   ],
 )
-def test_mistakes_in_a_file_name_its_line(tmp_path, source, argument, message):
+def test_errors_in_a_config_file_name_its_line(
+  tmp_path, source, argument, message
+):
   with pytest.raises(ConfigError, match=message) as e:
     _load(tmp_path, source, argument)
   assert "\n" not in str(e.value)
 
 
-def test_a_missing_file_names_the_nearest(tmp_path):
+def test_a_missing_file_suggests_the_nearest(tmp_path):
   (tmp_path / "digits.py").write_text("")
   with pytest.raises(ConfigError, match=r"no such file\. Did you .*digits\.py"):
     settings.load(str(tmp_path / "digit.py"))
@@ -288,17 +236,17 @@ def test_a_missing_file_names_the_nearest(tmp_path):
     settings.load(str(tmp_path / "nowhere" / "x.py") + ":a")
 
 
-def test_a_config_error_of_the_file_is_told_as_it_is(tmp_path):
+def test_a_config_error_in_the_file_is_raised_unchanged(tmp_path):
   source = """
 from bigtrain.settings import ConfigError
 def get_config():
-  raise ConfigError("told by the file")
+  raise ConfigError("raised by the file")
 """
-  with pytest.raises(ConfigError, match=r"^told by the file$"):
+  with pytest.raises(ConfigError, match=r"^raised by the file$"):
     _load(tmp_path, source)
 
 
-def test_loading_leaves_no_module_behind(tmp_path):
+def test_loading_a_config_leaves_no_module_in_sys_modules(tmp_path):
   before = set(sys.modules)
   _load(tmp_path, "def get_config():\n  return {}")
   assert set(sys.modules) == before
@@ -342,14 +290,14 @@ BASE = dict(
     ("added=0.5", "added", 0.5),
   ],
 )
-def test_override(assignment, key, value):
+def test_override_keeps_the_type_of_the_value(assignment, key, value):
   config = settings.plain(BASE)
   settings.override(config, assignment)
   assert config == BASE | {key: value}
   assert type(config[key]) is type(value)
 
 
-def test_override_at_depth():
+def test_override_of_nested_keys():
   config = settings.plain(BASE)
   settings.override(config, "model.width=32")
   settings.override(config, "mesh.fsdp=2")
@@ -375,114 +323,20 @@ def test_override_at_depth():
     ("model.width.x=3", r"config\.model\.width is 64, no dict"),
   ],
 )
-def test_override_refuses(assignment, message):
+def test_override_rejects_wrong_types_and_paths(assignment, message):
   config = settings.plain(BASE)
   with pytest.raises(ConfigError, match=message):
     settings.override(config, assignment)
   assert config == BASE
 
 
-# Units.
-
-UNITS = Units(
-  batch_size=1024,
-  examples_per_epoch=1_281_167,
-  tokens_per_example=256,
-  total_steps=112_603,
-)
-
-
-@pytest.mark.parametrize(
-  "key, amount, expected",
-  [
-    ("total_steps", 100, 100),
-    ("total_epochs", 90, 112_603),  # 90 * 1281167 / 1024 = 112602.57
-    ("total_epochs", 0.5, 626),
-    ("total_examples", 1024 * 7, 7),
-    ("total_examples", 1, 1),  # At least one step,
-    ("total_examples", 0, 0),  # but nothing stays nothing.
-    ("total_tokens", 1024 * 256 * 3, 3),
-    ("total_percent", 10, 11_260),
-    ("total_percent", 100, 112_603),
-  ],
-)
-@pytest.mark.parametrize("tracked", [True, False])
-def test_steps_in_every_unit(key, amount, expected, tracked):
-  source = {key: amount, "other": 1}
-  cfg = Config(source) if tracked else source
-  assert lengths.steps(cfg, "total", UNITS) == expected
-  if tracked:
-    assert [line.split(":")[0] for line in cfg.unread()] == ["config.other"]
-  else:
-    assert cfg == {"other": 1}
-
-
-@pytest.mark.parametrize("tracked", [True, False])
-def test_steps_without_a_key(tracked):
-  def make(source):
-    return Config(source) if tracked else source
-
-  assert lengths.steps(make({}), "log", UNITS) is None
-  assert lengths.steps(make({}), "log", UNITS, default=50) == 50
-  assert lengths.steps(make({"log_steps": None}), "log", UNITS, 50) == 50
-  # Another unit on the command line, in place of the config's own.
-  both = make({"log_epochs": None, "log_steps": 3})
-  assert lengths.steps(both, "log", UNITS) == 3
-  assert not tracked or both.unread() == []
-
-
-def test_all_units_are_known_names():
-  config = Config({"total_epoch": 90})
-  assert lengths.steps(config, "total", UNITS) is None
-  assert config.unread() == [
-    "config.total_epoch: unknown key. Did you mean 'total_epochs'?"
-  ]
-
-
-@pytest.mark.parametrize(
-  "source, units, message",
-  [
-    (
-      {"log_steps": 1, "log_epochs": 1},
-      UNITS,
-      r"config\.x\.log_steps and config\.x\.log_epochs: give the length once",
-    ),
-    ({"log_steps": -1}, UNITS, r"config\.x\.log_steps: .* at least 0, got -1"),
-    ({"log_epochs": math.inf}, UNITS, "finite"),
-    ({"log_epochs": math.nan}, UNITS, "finite"),
-    ({"log_steps": "10"}, UNITS, "expected a number, got '10'"),
-    ({"log_steps": True}, UNITS, "expected a number, got True"),
-    ({"log_epochs": 1}, Units(8), "needs a training set of known size"),
-    ({"log_tokens": 1}, Units(8), "needs an input with tokens"),
-    ({"log_percent": 1}, Units(8), "needs the length of the run"),
-  ],
-)
-def test_steps_refuses(source, units, message):
-  with pytest.raises(ConfigError, match=message):
-    lengths.steps(Config(source, "config.x"), "log", units)
-  with pytest.raises(ConfigError, match=message):
-    lengths.steps(dict(source), "log", units, path="config.x")
-
-
-@given(st.integers(0, 10**9), st.integers(1, 10**5))
-def test_whole_steps_survive_every_unit(num_steps, batch_size):
-  units = Units(batch_size, examples_per_epoch=batch_size, tokens_per_example=7)
-  for unit, each in [
-    ("examples", 1),
-    ("epochs", 1 / batch_size),
-    ("tokens", 7),
-  ]:
-    amount = num_steps * batch_size * each
-    assert units.to_steps(amount, unit, "key") == num_steps
-
-
 # JSON and digests.
 
 
-def test_json_and_digest():
+def test_json_and_digest_do_not_depend_on_the_order_of_keys():
   config = ml_collections.ConfigDict(dict(b=(1, 2), a=dict(c=None)))
   assert json.loads(settings.to_json(config)) == {"a": {"c": None}, "b": [1, 2]}
-  same = {"b": (1, 2), "a": {"c": None}}  # In another order.
+  same = {"b": (1, 2), "a": {"c": None}}
   assert settings.digest(config) == settings.digest(same)
   assert settings.digest(config) != settings.digest(same | {"b": (1, 3)})
   assert "float" in settings.to_json({"dtype": float})

@@ -1,4 +1,4 @@
-"""The mesh, and what the rules do with each array, on eight devices."""
+"""The mesh and the sharding rules, on eight devices."""
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +36,14 @@ def _specs(shapes, mesh, rules):
     (dict(replica=2, fsdp=4), (2, 4)),
   ],
 )
-def test_mesh_sizes(sizes, expected):
+def test_mesh_has_the_sizes_of_the_config(sizes, expected):
   mesh = sharding.make_mesh(**sizes)
   assert mesh.axis_names == ("replica", "fsdp")
   assert mesh.devices.shape == expected
   assert set(mesh.devices.flat) == set(jax.devices())
 
 
-def test_mesh_of_some_devices():
+def test_mesh_of_given_devices():
   mesh = sharding.make_mesh(devices=jax.devices()[:2])
   assert mesh.devices.shape == (1, 2)
 
@@ -60,7 +60,7 @@ def test_mesh_of_some_devices():
     (dict(fsdp=2.0), r"config\.mesh\.fsdp: expected .* got 2\.0"),
   ],
 )
-def test_mesh_refuses(sizes, message):
+def test_mesh_rejects_sizes_that_do_not_fit(sizes, message):
   with pytest.raises(ConfigError, match=message):
     sharding.make_mesh(**sizes)
 
@@ -76,16 +76,16 @@ def test_the_batch_is_split_over_both_axes():
   assert sharding.replicated(mesh).shard_shape((16, 3)) == (16, 3)
 
 
-def test_check_batch():
+def test_check_batch_names_the_nearest_sizes_that_divide():
   mesh = sharding.make_mesh(replica=2, fsdp=4)
   sharding.check_batch(8, mesh, "config.input.batch_size")
   with pytest.raises(
     ConfigError,
     match=r"config\.input\.batch_size=20 does not divide among 8 devices "
-    r"\(replica=2 x fsdp=4\); the nearest that do: 16 and 24\.",
+    r"\(replica=2 x fsdp=4\); the nearest sizes that do: 16 and 24\.",
   ):
     sharding.check_batch(20, mesh, "config.input.batch_size")
-  with pytest.raises(ConfigError, match=r"the nearest that do: 8\."):
+  with pytest.raises(ConfigError, match=r"the nearest sizes that do: 8\."):
     sharding.check_batch(3, mesh, "config.input.batch_size")
   for wrong in (0, -8, 8.0, "8", None):
     with pytest.raises(ConfigError, match="expected a positive whole number"):
@@ -100,11 +100,11 @@ def test_check_batch():
   [
     ((16, 64), (None, "fsdp")),
     ((128, 64), ("fsdp",)),
-    ((64, 64), (None, "fsdp")),  # A tie: the first is often a stack of layers.
+    ((64, 64), (None, "fsdp")),  # A tie: the last dimension wins.
     ((12, 64, 64), (None, None, "fsdp")),
-    ((999, 64), (None, "fsdp")),  # The largest does not divide.
+    ((999, 64), (None, "fsdp")),  # The largest dimension does not divide.
     ((4096,), ("fsdp",)),
-    ((8, 8), ()),  # Too small to be worth it.
+    ((8, 8), ()),  # Smaller than min_size.
     ((), ()),
   ],
 )
@@ -115,7 +115,7 @@ def test_fsdp_splits_the_largest_dimension_that_divides(shape, spec):
   assert notes == []
 
 
-def test_fsdp_tells_what_it_has_to_replicate():
+def test_fsdp_reports_arrays_that_it_replicates():
   specs, notes = _specs(
     {"a": _shapes(w=(99, 33), v=(3,))}, sharding.make_mesh(), [(".*", "fsdp")]
   )
@@ -125,7 +125,7 @@ def test_fsdp_tells_what_it_has_to_replicate():
   ]
 
 
-def test_fsdp_of_one_splits_nothing():
+def test_fsdp_of_size_1_splits_nothing():
   mesh = sharding.make_mesh(replica=8, fsdp=1)
   specs, notes = _specs(_shapes(x=(99, 64)), mesh, [(".*", "fsdp")])
   assert specs == {"x": PartitionSpec()} and notes == []
@@ -137,7 +137,7 @@ def test_the_first_rule_that_matches_decides():
     "step": jax.ShapeDtypeStruct((), jnp.int32),
   }
   rules = [
-    ("params/embed", "shard_dim(0)"),  # Matches no whole name.
+    ("params/embed", "shard_dim(0)"),  # Not a match of the whole name.
     ("params/embed.*", "replicated"),
     (".*/bias", "fsdp(min_size=1)"),
     (".*kernel", "shard_dim(-1)"),
@@ -148,11 +148,11 @@ def test_the_first_rule_that_matches_decides():
     "params/embedding": PartitionSpec(),
     "params/bias": PartitionSpec("fsdp"),
     "params/kernel": PartitionSpec(None, "fsdp"),
-    "step": PartitionSpec(),  # No rule at all: replicated.
+    "step": PartitionSpec(),  # Replicated, because no rule matches.
   }
 
 
-def test_one_error_lists_every_array_that_a_rule_cannot_split():
+def test_one_error_lists_all_arrays_that_a_rule_cannot_split():
   shapes = _shapes(good=(16, 3), bad=(12, 16), flat=())
   with pytest.raises(ConfigError) as e:
     sharding.state_shardings(
@@ -182,7 +182,7 @@ def test_one_error_lists_every_array_that_a_rule_cannot_split():
     ((".*", 3), "cannot read the layout 3"),
   ],
 )
-def test_rules_that_cannot_be_read(rule, message):
+def test_malformed_rules_are_errors(rule, message):
   rules = [("a", "fsdp"), rule]
   with pytest.raises(ConfigError, match=message):
     sharding.state_shardings(
@@ -194,7 +194,7 @@ def test_rules_that_cannot_be_read(rule, message):
   st.lists(st.integers(1, 48), max_size=3).map(tuple),
   st.sampled_from([1, 2, 4, 8]),
 )
-def test_any_shape_is_placed(shape, fsdp):
+def test_every_shape_gets_a_sharding(shape, fsdp):
   mesh = sharding.make_mesh(replica=-1, fsdp=fsdp)
   rules = [(".*", "fsdp(min_size=1)")]
   shardings, notes = sharding.state_shardings(_shapes(x=shape), mesh, rules)
@@ -220,38 +220,38 @@ def _transformer(width=64, depth=4):
   )
 
 
-def test_a_device_holds_an_eighth_of_the_state():
+def test_each_device_holds_its_share_of_the_state():
   params = _transformer()
   state = {
     "params": params,
     "opt": jax.eval_shape(optax.adam(1e-3).init, params),
     "step": jax.ShapeDtypeStruct((), jnp.int32),
   }
-  whole = trees.num_bytes(jax.tree.leaves(state))
+  total_bytes = trees.num_bytes(jax.tree.leaves(state))
   for replica, fsdp in [(1, 8), (2, 4), (8, 1)]:
     mesh = sharding.make_mesh(replica, fsdp)
     shardings, notes = sharding.state_shardings(state, mesh)
     assert notes == []
-    held = sharding.bytes_per_device(state, shardings)
-    assert whole / fsdp <= held <= 1.05 * whole / fsdp
+    device_bytes = sharding.bytes_per_device(state, shardings)
+    assert total_bytes / fsdp <= device_bytes <= 1.05 * total_bytes / fsdp
 
-  # What is counted is what arrays of those shardings take.
+  # bytes_per_device agrees with the memory of real arrays.
   mesh = sharding.make_mesh()
   shardings, _ = sharding.state_shardings(state, mesh)
   zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), state)
   placed = jax.device_put(zeros, shardings)
   for device in jax.devices():
-    taken = sum(
+    shard_bytes = sum(
       shard.data.nbytes
       for x in jax.tree.leaves(placed)
       for shard in x.addressable_shards
       if shard.device == device
     )
-    assert taken == sharding.bytes_per_device(state, shardings)
+    assert shard_bytes == sharding.bytes_per_device(state, shardings)
 
 
 @pytest.mark.parametrize("replica, fsdp", [(1, 8), (2, 4), (8, 1)])
-def test_a_sharded_product_is_the_product(replica, fsdp):
+def test_a_matrix_product_is_the_same_when_sharded(replica, fsdp):
   mesh = sharding.make_mesh(replica, fsdp)
   rng = np.random.default_rng(0)
   w = rng.normal(size=(64, 32)).astype(np.float32)

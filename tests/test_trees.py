@@ -1,4 +1,4 @@
-"""Names of leaves, and taking trees apart by them."""
+"""Trees by name: flattening, mapping, partition and merge."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class _Data:
   count: int
 
 
-def test_every_container_names_its_leaves():
+def test_leaves_of_every_container_have_names():
   tree = {
     "p": _Pair(1, 2),
     "d": _Data(3),
@@ -43,7 +43,7 @@ def test_every_container_names_its_leaves():
   assert trees.flatten_with_names(3) == [("", 3)]
 
 
-def test_names_are_in_the_order_of_the_leaves():
+def test_names_are_in_jax_order_of_the_leaves():
   state = optax.adam(1e-3).init({"b": jnp.zeros(2), "a": {"c": jnp.zeros(3)}})
   flat = trees.flatten_with_names(state)
   leaves = jax.tree.leaves(state)
@@ -58,7 +58,7 @@ def test_names_are_in_the_order_of_the_leaves():
   ]
 
 
-def test_map_with_names():
+def test_map_with_names_passes_the_name_first():
   tree = {"a": {"b": 1}, "c": [2, 3]}
   seen = trees.map_with_names(lambda name, x, y: (name, x + y), tree, tree)
   assert seen == {"a": {"b": ("a/b", 2)}, "c": [("c/0", 4), ("c/1", 6)]}
@@ -80,22 +80,22 @@ def test_from_flat_is_the_inverse_of_flattening(tree):
 @pytest.mark.parametrize(
   "names", [("a", "a/b"), ("a/b", "a"), ("a/b/c", "a/b")]
 )
-def test_from_flat_refuses_a_leaf_that_is_also_a_parent(names):
+def test_from_flat_rejects_a_leaf_that_is_also_a_parent(names):
   with pytest.raises(ValueError, match="'a"):
     trees.from_flat({name: np.zeros(1) for name in names})
 
 
 @given(_nested, st.randoms(use_true_random=False))
-def test_merge_joins_what_partition_split(tree, random):
+def test_merge_is_the_inverse_of_partition(tree, random):
   mask = jax.tree.map(lambda _: random.random() < 0.5, tree)
   chosen, others = trees.partition(tree, mask)
-  for part, wanted in [(chosen, True), (others, False)]:
+  for part, in_part in [(chosen, True), (others, False)]:
     assert trees.flatten_with_names(part) == [
       leaf
       for leaf, flag in zip(
         trees.flatten_with_names(tree), jax.tree.leaves(mask)
       )
-      if flag is wanted
+      if flag is in_part
     ]
   merged = trees.merge(chosen, others)
   assert merged == tree
@@ -103,19 +103,19 @@ def test_merge_joins_what_partition_split(tree, random):
   assert jax.tree.structure(merged) == jax.tree.structure(tree)
 
 
-def test_partition_refuses_another_structure():
-  with pytest.raises(ValueError, match=r"another structure: \['b', 'c'\]"):
+def test_partition_rejects_a_mask_of_another_structure():
+  with pytest.raises(ValueError, match=r"differ in structure: \['b', 'c'\]"):
     trees.partition({"a": 1, "b": 2}, {"a": True, "c": False})
 
 
-def test_merge_refuses_a_leaf_in_both():
+def test_merge_rejects_a_leaf_in_both():
   with pytest.raises(ValueError, match="'b'"):
     trees.merge({"a": {"b": 1}}, {"a": {"b": 1}})
   with pytest.raises(ValueError, match="'a'"):
     trees.merge({"a": {"b": 1}}, {"a": 1})
 
 
-def test_gradients_are_of_the_chosen_part_only():
+def test_gradients_of_one_part_of_a_partition():
   params = {"frozen": jnp.ones(3), "head": {"w": jnp.ones(2)}}
   mask = {"frozen": False, "head": {"w": True}}
 
@@ -134,7 +134,7 @@ def test_gradients_are_of_the_chosen_part_only():
   np.testing.assert_array_equal(grads(params)["head"]["w"], [2.0, 2.0])
 
 
-def test_num_bytes():
+def test_num_bytes_of_arrays_and_specs():
   leaves = [
     np.zeros((3, 2), np.float32),
     jax.ShapeDtypeStruct((5,), jnp.bfloat16),

@@ -62,7 +62,7 @@ def step_name(step: int) -> str:
 
 
 def is_step_name(name: str) -> bool:
-  """Whether a directory name is that of a checkpoint."""
+  """Whether a checkpoint may have this directory name."""
   return bool(STEP.fullmatch(name)) and step_name(int(name)) == name
 
 
@@ -76,7 +76,7 @@ def steps(workdir: str) -> list[int]:
 
 
 def newest(workdir: str) -> int | None:
-  """Returns the newest step with a checkpoint; None only if there is none.
+  """Returns the newest step; None only if the workdir has no checkpoint.
 
   Raises:
     CheckpointError: something could not be read.
@@ -271,7 +271,7 @@ def find_all(path: str) -> dict[int, str]:
     path: a checkpoint, a folder of checkpoints, or a workdir.
 
   Raises:
-    CheckpointError: there is none, or `path` cannot be read.
+    CheckpointError: `path` has no checkpoint, or cannot be read.
   """
   path = paths.absolute(path)
   try:

@@ -107,9 +107,9 @@ def start(
     with contextlib.suppress(DamagedError):
       manifest = folders.read_manifest(folders.find(workdir, newest))
       check_origin(manifest.host_state)
-  resumed = restore.resume(workdir, state_spec, fallback=options.fallback)
-  if resumed:
-    state, manifest = resumed
+  checkpoint = restore.resume(workdir, state_spec, fallback=options.fallback)
+  if checkpoint:
+    state, manifest = checkpoint
     how = f"resumed from step {manifest.step} of this workdir"
     return Start(state, manifest.host_state, manifest.step, how, True)
 

@@ -220,8 +220,13 @@ class Connection:
       thread.start()
       thread.join(2.0)
     prefix = "preempted" if code == 75 else "error"
-    # Straight to the descriptor: a hung thread may hold the stream's lock.
-    os.write(sys.__stderr__.fileno(), f"{prefix}: {reason}\n".encode())
+    # Straight to the descriptor: a hung thread may hold the stream's lock. When
+    # process 0 is gone, jax's own threads report errors too: silence them, so
+    # that this is the last line.
+    stderr = sys.__stderr__.fileno()
+    log = os.dup(stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stderr)
+    os.write(log, f"{prefix}: {reason}\n".encode())
     os._exit(code)
 
   def on_abrupt_end(self, release: Callable[[], None]) -> None:

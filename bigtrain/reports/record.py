@@ -18,7 +18,6 @@ import jax
 from absl import logging
 from jax.sharding import Mesh
 
-import bigtrain
 from bigtrain import settings, trees
 from bigtrain.files import paths
 
@@ -145,7 +144,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
   package's code, since a checkout can have uncommitted changes.
   """
   digest = hashlib.sha256()
-  folder = pathlib.Path(bigtrain.__file__).parent
+  folder = pathlib.Path(__file__).parents[1]  # The package bigtrain.
   for path in sorted(folder.rglob("*.py")):
     digest.update(f"{path.relative_to(folder)}\0".encode())
     digest.update(path.read_bytes())

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import decoding, metrics, settings
+from bigtrain import decoding, metrics
 from bigtrain.losses import linear_xent
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, check_number, did_you_mean
 
 _NORMALIZE = ("sentence", "tokens")
 _METHODS = ("greedy", "beam", "sample")
@@ -26,10 +26,7 @@ _METHODS = ("greedy", "beam", "sample")
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the model's arguments."""
-  return {
-    "image": batch["image"],
-    "text": batch["labels"],
-  }
+  return {"image": batch["image"], "text": batch["labels"]}
 
 
 def parallel_examples(
@@ -52,7 +49,7 @@ def parallel_examples(
     ConfigError: a share out of range, or a ratio that masks no position.
   """
   num_masked = int(ratio * length)
-  settings.check_number("config.loss.masked_pred_prob", prob, least=0, most=1)
+  check_number("config.loss.masked_pred_prob", prob, least=0, most=1)
   if not 0 < num_masked <= length:
     raise ConfigError(
       f"config.loss.masking_ratio: expected a share that masks 1 to {length} "

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bigtrain import parts as parts_lib
 from bigtrain import settings
 from bigtrain.checkpoints import folders, integrity, safetensors_files
 from bigtrain.checkpoints.manifest import CheckpointError, Manifest
@@ -123,6 +122,9 @@ def model_of(manifest: Manifest, directory: str) -> Run:
   Raises:
     ConfigError: the checkpoint does not say, or there is no such model.
   """
+  # Imports jax, which `checkpoint show` does without.
+  from bigtrain import parts as parts_lib
+
   config = manifest.host_state.config
   if not config or "model_name" not in config:
     raise ConfigError(f"{directory}: does not say of which model it is.")

@@ -1,10 +1,10 @@
-"""Saves checkpoints in processes that are killed at a chosen moment.
+"""Saves checkpoints in processes that are killed at a given moment.
 
   python save_and_die.py WORKDIR MOMENT [MOMENT ...]
 
-For each moment a process of its own saves steps 10 and 20 into
-WORKDIR/MOMENT, starts to save step 30, and gets SIGKILL there. One line
-"MOMENT SIGNAL" is printed for each.
+For each moment, a separate process saves steps 10 and 20 to WORKDIR/MOMENT,
+starts to save step 30 and gets SIGKILL at that moment. Prints one line
+"MOMENT SIGNAL" for each.
 """
 
 import os
@@ -21,7 +21,7 @@ import saved_states
 
 from bigtrain.checkpoints import checkpointer, commit, folders
 
-# Moments of a save that have a name, in their order.
+# Named moments of a save, in order.
 POINTS = (
   "begin",
   "metadata written",
@@ -35,7 +35,7 @@ IN_REMOVAL = "in removal"
 
 
 def large_state(step):
-  """One that takes a while to write."""
+  """A state that takes a while to write."""
   rows = np.full((64, 2**17), step, np.float32)
   return {f"params/{i}": jnp.asarray(rows) for i in range(4)}
 
@@ -46,7 +46,7 @@ def _die():
 
 
 def _die_in_a_chunk(folder):
-  """Waits for a file that is partly written."""
+  """Waits until a file is partly written."""
   while True:
     for path in folder.rglob("*__lock"):
       if path.name.startswith("c.") and path.exists() and path.stat().st_size:
@@ -56,31 +56,41 @@ def _die_in_a_chunk(folder):
 def _run(workdir, moment):
   like = saved_states.like()
   saver = checkpointer.Checkpointer(workdir, keep=2)
-  saver.save(10, saved_states.make_state(like, 10), {"at": 10}, block=True)
-  saver.save(20, saved_states.make_state(like, 20), {"at": 20}, block=True)
+  saver.save(
+    10,
+    saved_states.make_state(like, 10),
+    saved_states.host_state(10),
+    block=True,
+  )
+  saver.save(
+    20,
+    saved_states.make_state(like, 20),
+    saved_states.host_state(20),
+    block=True,
+  )
   last = saved_states.make_state(like, 30)
   if moment in POINTS:
     checkpointer._point = lambda name: _die() if name == moment else None
   elif moment == IN_REMOVAL:
-    whole = shutil.rmtree
+    rmtree = shutil.rmtree
 
-    def half(path):
-      whole(os.path.join(path, "params"))
+    def remove_half(path):
+      rmtree(os.path.join(path, "params"))
       _die()
 
-    commit.shutil.rmtree = half
+    commit.shutil.rmtree = remove_half
   elif moment == IN_A_CHUNK:
     last = large_state(30)
     folder = pathlib.Path(folders.folder(workdir))
     threading.Thread(target=_die_in_a_chunk, args=(folder,)).start()
-  saver.save(30, last, {"at": 30})
+  saver.save(30, last, saved_states.host_state(30))
   saver.close()
-  os._exit(1)  # It should not have come this far.
+  os._exit(1)  # The process should be dead by now.
 
 
 if __name__ == "__main__":
   for each in sys.argv[2:]:
-    # Forked before jax has devices and threads: an import costs seconds.
+    # Forked before jax has devices and threads, to save the import.
     child = os.fork()
     if not child:
       _run(os.path.join(sys.argv[1], each), each)

@@ -1,3 +1,5 @@
+"""Faults 1 to 9: a save that is killed or fails."""
+
 import os
 import pathlib
 import socket
@@ -9,6 +11,7 @@ import pytest
 from checkpoints import save_and_die
 from saved_states import (
   MESHES,
+  host_state,
   like,
   make_state,
   one_device,
@@ -28,12 +31,9 @@ def workdir(tmp_path):
   return str(tmp_path / "run")
 
 
-# Faults 1 to 9: a save that is killed or fails.
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-  """Workdirs of runs that were killed, by moment."""
+  """Folder with a workdir for each moment at which a run was killed."""
   root = tmp_path_factory.mktemp("killed")
   moments = [
     *save_and_die.POINTS,
@@ -60,14 +60,14 @@ def killed(tmp_path_factory):
 @pytest.mark.parametrize("moment", save_and_die.POINTS)
 def test_killed_at(killed, moment):
   workdir = str(killed / moment)
-  after = moment in ("committed", "renamed for removal")
-  _check_killed(workdir, expected=30 if after else 20)
+  committed = moment in ("committed", "renamed for removal")
+  _check_killed(workdir, expected=30 if committed else 20)
 
 
 def test_killed_in_a_chunk(killed):
   workdir = str(killed / save_and_die.IN_A_CHUNK)
-  (left,) = folders.listing(workdir).leftovers
-  assert any("__lock" in name for name, _ in folders.files_below(left))
+  (leftover,) = folders.listing(workdir).leftovers
+  assert any("__lock" in name for name, _ in folders.files_below(leftover))
   _check_killed(workdir, expected=20)
 
 
@@ -77,14 +77,15 @@ def test_killed_in_removal(killed):
 
 def _check_killed(workdir, expected):
   assert folders.newest(workdir) == expected
-  for left in folders.listing(workdir).leftovers:
-    with pytest.raises(CheckpointError, match=r"unfinished|no checkpoint"):
-      restore.restore(left, like())
-  found, told = restore.resume(workdir, like(1, 8))
-  assert told.step == expected and told.host_state == {"at": expected}
-  same(found, expected)
+  for leftover in folders.listing(workdir).leftovers:
+    with pytest.raises(CheckpointError, match=r"unfinished|not a checkpoint"):
+      restore.restore(leftover, like())
+  state, manifest = restore.resume(workdir, like(1, 8))
+  assert manifest.step == expected
+  assert manifest.host_state == host_state(expected)
+  same(state, expected)
   assert folders.listing(workdir).leftovers == []
-  # Fault 7: another number of devices reaches the same step.
+  # Fault 7: a run on other devices reaches the same step again.
   save(workdir, 30, like=one_device())
   same(restore.restore(workdir, like(8, 1), step=30)[0], 30)
   for step in folders.steps(workdir):
@@ -94,7 +95,9 @@ def _check_killed(workdir, expected):
 
 
 @pytest.mark.parametrize("point", ["begin", "data written", "manifest written"])
-def test_a_failed_save_is_raised_and_harms_nothing(workdir, monkeypatch, point):
+def test_a_failed_save_raises_and_leaves_older_checkpoints_alone(
+  workdir, monkeypatch, point
+):
   save(workdir, 1)
 
   def fail(name):
@@ -107,16 +110,16 @@ def test_a_failed_save_is_raised_and_harms_nothing(workdir, monkeypatch, point):
   saver.save(2, state)
   with pytest.raises(CheckpointError, match="step 2 was not saved: /dev/x"):
     saver.wait()
-  for again in (saver.check, saver.wait, lambda: saver.save(3, state)):
+  for method in (saver.check, saver.wait, lambda: saver.save(3, state)):
     with pytest.raises(CheckpointError, match="step 2 was not saved"):
-      again()
+      method()
   with pytest.raises(CheckpointError, match="Input/output error"):
     saver.close()
   assert os.listdir(folders.folder(workdir)) == ["00000001"]
   same(restore.restore(workdir, like())[0], 1)
 
 
-def test_the_guard_has_the_last_word(workdir):
+def test_the_guard_can_prevent_the_commit(workdir):
   def lost():
     raise RuntimeError("the lease is lost")
 
@@ -130,8 +133,8 @@ def test_the_guard_has_the_last_word(workdir):
 _FILL_THE_DISK = """
 import sys, time
 import jax.numpy as jnp
-from bigtrain import checkpoint
-saver = checkpoint.Checkpointer(sys.argv[1])
+from bigtrain.checkpoints import checkpointer
+saver = checkpointer.Checkpointer(sys.argv[1])
 saver.save(1, {"x": jnp.ones((2**10, 2**8))}, block=True)
 print("saved", flush=True)
 if sys.argv[2] == "limit":
@@ -148,7 +151,7 @@ finally:
 
 
 def test_a_full_disk(tmp_path):
-  # Root mounts a small disk; others limit the size of a file.
+  # Root mounts a small disk; other users limit the size of files.
   workdir = tmp_path / "disk"
   workdir.mkdir()
   mounted = disks.mount(workdir, "4m")

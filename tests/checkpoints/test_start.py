@@ -179,16 +179,21 @@ def two_evaluations(tiny_config):
 @pytest.fixture
 def runs(monkeypatch):
   """.started: (name, step) of each evaluation; evaluation .fail fails."""
-  run = mean.Evaluator.run
+  init, run = mean.Evaluator.__init__, mean.Evaluator.run
   record = types.SimpleNamespace(started=[], fail=None)
 
+  def named(self, predict_fn, batches):
+    init(self, predict_fn, batches)
+    self.name = batches.context.name
+
   def recorded(self, variables, step):
-    this = (self._batches._context.name, step)
+    this = (self.name, step)
     record.started.append(this)
     if this == record.fail:
       raise OSError("the data are gone")
     return run(self, variables, step)
 
+  monkeypatch.setattr(mean.Evaluator, "__init__", named)
   monkeypatch.setattr(mean.Evaluator, "run", recorded)
   return record
 
@@ -288,9 +293,7 @@ def test_harmless_changes_are_allowed(straight, tiny_config, tmp_path, caplog):
   assert list(tiny.rows(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_full_state_of_another_workdir(
-  straight, tiny_config, tmp_path
-):
+def test_the_full_state_of_another_workdir(straight, tiny_config, tmp_path):
   config = tiny_config(EVERYTHING)
   source, here = tmp_path / "source", tmp_path / "here"
   main.train(config | {"stop_at_steps": 3}, str(source))
@@ -319,9 +322,7 @@ def test_the_parameters_of_another_workdir(straight, tiny_config, tmp_path):
     assert np.abs(arrays[name] - source[name]).max() > 0
 
 
-def test_a_new_run_drops_rows_of_an_older_run(
-  tiny_config, tmp_path
-):
+def test_a_new_run_drops_rows_of_an_older_run(tiny_config, tmp_path):
   old = '{"step": 1, "old": 9.0}\n{"step": 50, "old": 9.0}\n'
   (tmp_path / "metrics.jsonl").write_text(old)
   results = main.train(tiny_config({"stop_at_steps": 2}), str(tmp_path))

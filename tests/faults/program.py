@@ -3,6 +3,7 @@
 import pathlib
 import sys
 
+import compile_cache
 import numpy as np
 import processes
 import pytest
@@ -40,7 +41,7 @@ class Program:
   """Starts the program any number of times.
 
   Args:
-    shared: folder shared by all runs: data, and the compilation cache.
+    shared: folder shared by all runs, for data and logs.
     env: more environment variables of the processes.
   """
 
@@ -48,7 +49,7 @@ class Program:
     self.data = shared / "data"
     self._shared = shared
     self._env = {"PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-    self._cache = shared / "compile_cache"
+    self._cache = compile_cache.FOLDER
     self._processes = processes.Processes(shared)
 
   def start(

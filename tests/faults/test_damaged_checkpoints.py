@@ -68,7 +68,7 @@ def test_a_flipped_bit_is_refused_or_falls_back(program, trained, undisturbed):
   assert str(chunk) in process.text()
   assert "resumed from step 4 of this workdir" in process.text()
   for name in ("00000099", "my notes"):
-    assert f"{folder / name}: ignored, it is no checkpoint" in process.text()
+    assert f"{folder / name}: ignored, not a checkpoint" in process.text()
   assert (folder / "my notes" / "today.txt").read_text() == "good"
   assert (folder / "00000099").is_dir()
   assert_same_run(trained, undisturbed, 24)

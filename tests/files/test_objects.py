@@ -1,4 +1,4 @@
-"""Workdirs in an object store: against a real server on the loopback."""
+"""Workdirs in an object store, on a real server on the loopback interface."""
 
 import errno
 import json
@@ -9,7 +9,7 @@ import time
 
 import object_stores
 import pytest
-from saved_states import like, make_state, path_of, same, save
+from saved_states import host_state, like, make_state, path_of, same, save
 
 from bigtrain.checkpoints import (
   checkpointer,
@@ -17,6 +17,7 @@ from bigtrain.checkpoints import (
   folders,
   integrity,
   restore,
+  snapshot,
 )
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
 from bigtrain.cluster import lease, watchdog
@@ -46,7 +47,7 @@ def workdir(bucket, request):
 
 
 @pytest.mark.parametrize(
-  "path, said",
+  "path, message",
   [
     ("s4://bucket/run", "'s4'; expected a folder, gs://.* or s3://bucket"),
     ("gs://", "expected gs://bucket/folder"),
@@ -56,20 +57,18 @@ def workdir(bucket, request):
     ("s3://bucket/./a", "without empty parts"),
   ],
 )
-def test_what_is_no_place_is_told(path, said):
-  with pytest.raises(ConfigError, match=said):
+def test_urls_that_are_not_valid_are_refused(path, message):
+  with pytest.raises(ConfigError, match=message):
     paths.absolute(path)
   with pytest.raises(ConfigError):
     commit.check_writable(path)
 
 
-def test_places():
-  assert paths.absolute("gs://bucket/run/") == "gs://bucket/run"
-  assert paths.absolute("s3://bucket/") == "s3://bucket"
+def test_parse():
   assert objects.parse("s3://bucket/a/b") == ("s3", "bucket", "a/b")
 
 
-def test_standard_variables_lead_to_other_servers(monkeypatch):
+def test_standard_variables_set_the_endpoint(monkeypatch):
   for name in ("AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
     monkeypatch.delenv(name, raising=False)
   monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
@@ -101,7 +100,7 @@ def test_objects(workdir):
   objects.remove_below(f"{workdir}/d")
   assert objects.below(workdir) == ["a"]
   objects.write(f"{workdir}/a", None)
-  objects.write(f"{workdir}/a", None)  # What is gone may be removed.
+  objects.write(f"{workdir}/a", None)  # It is already gone.
   assert not paths.exists(workdir)
   assert objects.read(f"{workdir}0").content == b"a neighbour"
 
@@ -112,7 +111,7 @@ def test_files(workdir, tmp_path):
     paths.read_bytes(path)
   with paths.replacing(path) as file:
     file.write("ä\n")
-    assert not paths.exists(path)  # Whole, or not at all.
+    assert not paths.exists(path)  # Written as a whole at the end.
   assert paths.read_bytes(path) == "ä\n".encode()
   with paths.replacing(path, "wb") as file:
     file.write(b"\x00")
@@ -129,28 +128,28 @@ def test_files(workdir, tmp_path):
   assert paths.read_bytes(f"{workdir}/profile/plugins/trace") == b"1"
 
 
-def test_a_store_that_does_not_answer_is_told_in_seconds(monkeypatch):
-  with socket.socket() as taken:  # Nobody listens there.
-    taken.bind(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+def test_a_silent_store_is_an_error_within_seconds(monkeypatch):
+  with socket.socket() as unused:  # Does not listen.
+    unused.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(ConfigError, match="cannot write there: no answer"):
       commit.check_writable("s3://silent/run")
     with pytest.raises(CheckpointError, match="unknown, so nothing is started"):
       folders.listing("s3://silent/run")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - started < 30
 
 
-def test_a_bucket_that_is_not_there_is_told(bucket):
+def test_a_missing_bucket_is_an_error(bucket):
   del bucket
   with pytest.raises(ConfigError, match="does the bucket exist"):
     commit.check_writable("gs://another-bucket/run")
 
 
-def test_failures_are_no_proof_of_absence():
+def test_failures_do_not_prove_absence():
   kinds = {
     "NOT_FOUND: no bucket [source]": (OSError, errno.EIO, "bucket exist"),
     "PERMISSION_DENIED: 403": (PermissionError, errno.EACCES, "credentials"),
@@ -174,14 +173,14 @@ def test_saves_and_restores_as_in_a_folder(workdir, tmp_path):
   save(workdir, 1, 2, 3, keep=1, keep_every_steps=2)
   assert folders.steps(workdir) == [2, 3]
   for mesh in ((8, 1), (1, 8)):
-    found, told = restore.resume(workdir, like(*mesh))
-    same(found, 3)
-    assert told.step == 3 and told.host_state == {"at": 3}
+    state, manifest = restore.resume(workdir, like(*mesh))
+    same(state, 3)
+    assert manifest.step == 3 and manifest.host_state == host_state(3)
   same(restore.restore(workdir, like(), step=2)[0], 2)
   same(restore.restore(path_of(workdir, 2) + "/", like())[0], 2)
   same(restore.restore(folders.folder(workdir), like())[0], 3)
 
-  # The same names as in a folder: what is copied from one to the other opens.
+  # The files have the same names as in a folder, so they can be copied there.
   local = tmp_path / "run"
   for name in objects.below(workdir):
     (local / name).parent.mkdir(parents=True, exist_ok=True)
@@ -189,13 +188,13 @@ def test_saves_and_restores_as_in_a_folder(workdir, tmp_path):
   same(restore.resume(str(local), like())[0], 3)
   assert integrity.verify(folders.find(str(local))) == []
   save(str(tmp_path / "other"), 3)
-  there = [folders.find(str(tmp_path / name)) for name in ("run", "other")]
-  names = [sorted(dict(folders.files_below(path))) for path in there]
+  copies = [folders.find(str(tmp_path / name)) for name in ("run", "other")]
+  names = [sorted(dict(folders.files_below(path))) for path in copies]
   assert names[0] == names[1]
 
 
 @pytest.mark.parametrize("point", ["metadata written", "manifest written"])
-def test_without_its_manifest_it_is_no_checkpoint(
+def test_only_the_manifest_makes_a_checkpoint(
   workdir, monkeypatch, caplog, point
 ):
   save(workdir, 1)
@@ -210,7 +209,7 @@ def test_without_its_manifest_it_is_no_checkpoint(
       save(workdir, 2)
   assert folders.steps(workdir) == [1]
   assert folders.listing(workdir).leftovers == [path_of(workdir, 2)]
-  with pytest.raises(DamagedError, match="no checkpoint: it has no manifest"):
+  with pytest.raises(DamagedError, match="not a checkpoint: it has no"):
     restore.restore(path_of(workdir, 2), like())
   with caplog.at_level(logging.WARNING):
     same(restore.resume(workdir, like())[0], 1)
@@ -218,7 +217,7 @@ def test_without_its_manifest_it_is_no_checkpoint(
   assert not paths.exists(path_of(workdir, 2))
 
 
-def test_a_step_is_saved_again_in_other_pieces(workdir, monkeypatch):
+def test_a_second_save_of_a_step_may_have_other_files(workdir, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(snapshot, "_SMALL_SHARD_BYTES", 0)
     save(workdir, 1, like=like(1, 8))
@@ -257,32 +256,36 @@ def _damage(path, how):
 
 
 @pytest.mark.parametrize(
-  "how, file, told",
+  "how, file, message",
   [
     ("deleted", "params/wide/c.0.0", "c.0.0: missing"),
     ("cut", "params/wide/c.0.0", "c.0.0"),
     ("flipped", "params/wide/c.0.0", "c.0.0"),
     ("deleted", "params/wide/zarr.json", "zarr.json: missing"),
-    ("flipped", "params/wide/zarr.json", "zarr.json: its digest does not fit"),
+    (
+      "flipped",
+      "params/wide/zarr.json",
+      "zarr.json: has changed: its digest",
+    ),
   ],
 )
-def test_damage_is_refused_with_array_and_object(
-  workdir, how, file, told, capsys
+def test_errors_name_the_damaged_array_and_object(
+  workdir, how, file, message, capsys
 ):
   save(workdir, 1, 2)
   _damage(path_of(workdir, 2, file), how)
   with pytest.raises(DamagedError) as refused:
     restore.resume(workdir, like())
   assert "array 'params/wide'" in str(refused.value)
-  assert told in str(refused.value) and workdir in str(refused.value)
+  assert message in str(refused.value) and workdir in str(refused.value)
   same(restore.resume(workdir, like(), fallback=True)[0], 1)
   assert tool.main(["verify", workdir]) == 1
-  said = capsys.readouterr().out
-  assert said.count("DAMAGED array 'params/wide'") == 1
-  assert f"{path_of(workdir, 1)}: whole" in said
+  output = capsys.readouterr().out
+  assert output.count("DAMAGED array 'params/wide'") == 1
+  assert f"{path_of(workdir, 1)}: whole" in output
 
 
-def test_names_that_lead_elsewhere_are_refused(workdir):
+def test_unsafe_array_names_are_refused(workdir):
   save(workdir, 1)
   path = path_of(workdir, 1, "manifest.json")
   text = paths.read_bytes(path).decode()
@@ -320,7 +323,7 @@ def test_one_job_at_a_time(workdir):
   before = json.loads(paths.read_bytes(path))
   deadline = time.monotonic() + 30
   while json.loads(paths.read_bytes(path))["expires"] == before["expires"]:
-    assert time.monotonic() < deadline, "it was not renewed"
+    assert time.monotonic() < deadline, "the lease was not renewed"
     time.sleep(0.05)
   held.release()
   assert objects.below(workdir) == []
@@ -336,7 +339,7 @@ def test_the_lease_of_a_dead_process_is_taken_over(workdir, caplog):
     held.check()
   with lease.acquire(workdir):
     assert "that process is gone" in caplog.text
-    held.release()  # Is not its own any more, and stays.
+    held.release()  # Leaves the file, which is no longer its own.
     assert paths.exists(path)
   assert not paths.exists(path)
 
@@ -344,19 +347,19 @@ def test_the_lease_of_a_dead_process_is_taken_over(workdir, caplog):
 # Rows.
 
 
-def test_rows_are_cut_on_resuming_and_never_doubled(workdir):
+def test_rows_are_cut_on_resuming_and_written_once(workdir):
   path = f"{workdir}/metrics.jsonl"
   file = rows.RowFile(path, None)
   assert file.last_alive is None
   for step in (1, 2, 3):
     file.add({"step": step, "loss": 1.0 / step})
   file.sync()
-  file.add({"step": 2, "val/acc": 0.5})  # Comes late.
+  file.add({"step": 2, "val/acc": 0.5})  # Of an earlier step.
   file.add({"step": 4, "loss": 0.25})
   file.sync()
   assert [row["step"] for row in rows.read_rows(workdir)] == [1, 2, 3, 4]
   file.add({"step": 5, "loss": 0.2})
-  file.close()  # As a killed process leaves it: nobody has seen step 5.
+  file.close()  # Like a killed process: step 5 was not uploaded.
   file = rows.RowFile(path, 3)
   assert rows.read_rows(workdir) == [
     {"step": 1, "loss": 1.0},
@@ -365,16 +368,16 @@ def test_rows_are_cut_on_resuming_and_never_doubled(workdir):
   ]
   file.add({"step": 4, "loss": 0.125})
   file.publish()
-  assert rows.read_rows(workdir)[-1]["step"] == 3  # Seen a moment ago.
+  assert rows.read_rows(workdir)[-1]["step"] == 3  # The last upload was recent.
   file.sync()
   assert rows.read_rows(workdir)[-1] == {"step": 4, "loss": 0.125}
   file.close()
 
 
-def test_stacks_come_to_the_store(workdir):
+def test_stacks_are_uploaded(workdir):
   dog = watchdog.Watchdog(None, workdir)
-  said = dog._write_stacks("it hangs")
+  message = dog._write_stacks("it hangs")
   (name,) = objects.below(workdir)
-  assert said.endswith(f"{workdir}/{name}") and name.startswith("stacks-")
+  assert message.endswith(f"{workdir}/{name}") and name.startswith("stacks-")
   assert b"it hangs" in paths.read_bytes(f"{workdir}/{name}")
   os.remove(dog._path)

@@ -51,7 +51,9 @@ def test_absolute(here, typed, expected):
     assert os.path.realpath(paths.absolute(typed)) == os.path.realpath(typed)
 
 
-def test_absolute_paths_stay_and_need_no_working_directory(tmp_path, monkeypatch):
+def test_absolute_paths_stay_and_need_no_working_directory(
+  tmp_path, monkeypatch
+):
   (tmp_path / "gone").mkdir()
   monkeypatch.chdir(tmp_path / "gone")
   (tmp_path / "gone").rmdir()

@@ -1,10 +1,10 @@
-"""What big_vision's optimizer makes of three small problems.
-
-`problems` is what tests/test_optim.py replays; the expected parameters are in
-big_vision_optax.npz. To make that file again, put a checkout of
-github.com/google-research/big_vision on PYTHONPATH (0127fb6 made it) and run
+"""Makes big_vision_optax.npz: three small problems in big_vision's optimizers.
 
   PYTHONPATH=big_vision python tests/golden/big_vision_optax.py
+
+PYTHONPATH needs a checkout of github.com/google-research/big_vision; commit
+0127fb6 made the file. The file has the parameters after training;
+tests/optim/test_chain.py trains on the same `problems`.
 """
 
 import pathlib
@@ -24,7 +24,7 @@ SHAPES = {
 
 
 def problems() -> dict[str, dict]:
-  """Configs in big_vision's words; each with the optimizer's name in ours."""
+  """Returns big_vision's configs; "ours" is our config of the optimizer."""
   return {
     "adafactor": dict(
       ours=dict(
@@ -71,13 +71,13 @@ def problems() -> dict[str, dict]:
 
 
 def array(name: str, step: int) -> np.ndarray:
-  """The parameter before any step (0), or its gradient in step 1, 2, ..."""
+  """Returns the parameter (step 0) or its gradient in step 1, 2, ..."""
   rng = np.random.default_rng([step, *name.encode()])
   return rng.normal(size=SHAPES[name]).astype(np.float32)
 
 
 def main() -> None:
-  import big_vision.optax  # Registers its optimizers with optax.
+  import big_vision.optax  # Registers big_vision's optimizers with optax.
   import flax.traverse_util
   import jax
   import ml_collections
@@ -101,7 +101,8 @@ def main() -> None:
       ),
     )
     state = tx.init(params)
-    # Compiled, as in its trainer: eager bfloat16 products are rounded more.
+    # Compiled, as in big_vision's trainer. Eager bfloat16 products are rounded
+    # more often.
     update = jax.jit(tx.update)
     for step in range(1, NUM_STEPS + 1):
       updates, state = update(tree(step), state, params)

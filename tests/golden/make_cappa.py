@@ -1,10 +1,11 @@
-"""Makes cappa.npz: outputs of a captioner in plain numpy, for models/cappa.py.
+"""Makes cappa.npz: expected outputs of models/cappa.py, in plain numpy.
 
   PYTHONPATH=tests python -m golden.make_cappa
 
-Like make_vit.py, whose encoder it takes: in float64, one caption, one position
-and one head at a time, without the model's code. Run it again only when the
-model is meant to compute something else, and say in the commit what and why.
+Uses the encoder of make_vit.py. Like it, computes in float64, one caption,
+position and head at a time, and shares no code with the model. Run it again
+only after an intended change of the model, and explain the change in the
+commit.
 """
 
 import math
@@ -15,7 +16,7 @@ from golden import make_vit
 
 FILE = pathlib.Path(__file__).with_name("cappa.npz")
 
-# The encoder's sizes are those of make_vit.
+# Sizes of the decoder; make_vit.SIZES has the encoder's.
 SIZES = dict(width=12, depth=3, mlp_dim=20, num_heads=3, vocab=9, max_len=7)
 CASES = {
   "cap": dict(bias=True, posemb="learn", mask_token=False),
@@ -27,7 +28,7 @@ PARALLEL = (True, False, True)
 
 
 def make() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-  """Inputs and outputs, by "<case>/params/<name>", "<case>/logits", etc."""
+  """Returns (inputs, outputs), named "<case>/params/<name>" and so on."""
   inputs, outputs = {}, {}
   for seed, (case, options) in enumerate(CASES.items()):
     rng = np.random.RandomState(100 + seed)
@@ -44,9 +45,9 @@ def make() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
       in_order = [0, *row[:-1]]
       logits.append(decode(params, encoded, in_order, options, causal=True))
       if PARALLEL[i]:
-        given = [SIZES["vocab"] if m else t for m, t in zip(masked[i], row)]
+        tokens = [SIZES["vocab"] if m else t for m, t in zip(masked[i], row)]
         if options["mask_token"]:
-          mixed.append(decode(params, encoded, given, options, causal=False))
+          mixed.append(decode(params, encoded, tokens, options, causal=False))
       else:
         mixed.append(logits[-1])
     outputs[f"{case}/logits"] = np.stack(logits)
@@ -95,21 +96,21 @@ def shapes(options: dict) -> dict[str, tuple[int, ...]]:
 
 
 def encode(params: dict, image: np.ndarray, options: dict) -> np.ndarray:
-  own = {
+  encoder = {
     name.removeprefix("encoder/"): value
     for name, value in params.items()
     if name.startswith("encoder/")
   }
   vit = {"pool_type": "gap", "posemb": options["posemb"]}
-  return make_vit.forward(own, image, vit)["encoded"]
+  return make_vit.forward(encoder, image, vit)["encoded"]
 
 
 def decode(
-  params: dict, encoded: np.ndarray, given: list, options: dict, causal: bool
+  params: dict, encoded: np.ndarray, tokens: list, options: dict, causal: bool
 ) -> np.ndarray:
-  """Logits (L, V) of one caption whose positions are given these tokens."""
-  x = params["decoder/EmbedTargets/embedding"][given]
-  for position in range(len(given)):
+  """Returns logits (L, V) of one caption for the decoder's input tokens."""
+  x = params["decoder/EmbedTargets/embedding"][tokens]
+  for position in range(len(tokens)):
     if options["posemb"] == "learn":
       place = params["pos_embedding_decoder"][0, position]
     else:
@@ -118,10 +119,10 @@ def decode(
   for i in range(SIZES["depth"]):
     block = f"decoder/EncDecBlock{i}"
     y = norm(params, f"{block}/LayerNorm1", x)
-    seen = [y[: p + 1] if causal else y for p in range(len(given))]
+    seen = [y[: p + 1] if causal else y for p in range(len(tokens))]
     x = x + attend(params, f"{block}/SelfAttn", y, seen)
     y = norm(params, f"{block}/LayerNorm2", x)
-    seen = [encoded] * len(given)
+    seen = [encoded] * len(tokens)
     x = x + attend(params, f"{block}/CrossAttn", y, seen)
     y = norm(params, f"{block}/LayerNorm3", x)
     h = dense(params, f"{block}/MLP/Dense_0", y)
@@ -154,8 +155,8 @@ def attend(
     for p in range(len(x)):
       scores = (seen[p] @ wk) @ (x[p] @ wq) / math.sqrt(wq.shape[-1])
       weights = np.exp(scores) / np.exp(scores).sum()
-      found = weights @ (seen[p] @ wv)
-      result[p] += found @ params[f"{name}/out/kernel"][head]
+      value = weights @ (seen[p] @ wv)
+      result[p] += value @ params[f"{name}/out/kernel"][head]
   return result
 
 

@@ -1,8 +1,8 @@
-"""Makes tests/golden/hf_*: small random models of transformers, their logits.
+"""Makes hf_gpt2, hf_llama, hf_mixtral: small random models of transformers.
 
-The parameters are random, so that nothing published is copied; names, layouts,
-and what is computed are the library's. Each folder is what save_pretrained
-writes, and golden.npz, tokens and logits.
+Names, layouts and computation are the library's. The parameters are random, so
+the folders contain no published weights. A folder is the output of
+save_pretrained plus golden.npz, tokens and their logits.
 
   python -m venv hf && hf/bin/pip install torch transformers
   hf/bin/python tests/golden/make_hf.py          # writes the folders
@@ -20,7 +20,7 @@ LENGTH = 40
 
 
 def configs():
-  """{name: a small config with what is special about the layout}."""
+  """Returns small configs with the special features of each layout."""
   gpt2 = transformers.GPT2Config(
     vocab_size=61,
     n_positions=48,
@@ -65,13 +65,13 @@ def configs():
 
 
 def logits_of(model, tokens):
-  """float32 [B, L, V]."""
+  """Returns float32 [B, L, V]."""
   with torch.no_grad():
     return model.eval()(torch.from_numpy(tokens)).logits.float().numpy()
 
 
 def make(name, config, out):
-  """Writes a folder and golden.npz into it."""
+  """Writes a model's folder with golden.npz."""
   torch.manual_seed(0)
   model = transformers.AutoModelForCausalLM.from_config(
     config, attn_implementation="eager"
@@ -80,7 +80,7 @@ def make(name, config, out):
   with torch.no_grad():
     for parameter in model.parameters():
       noise = rng.normal(size=parameter.shape).astype(np.float32)
-      # Scales and biases are moved too, or their names would not matter.
+      # Initial scales and biases are all equal and would hide a wrong name.
       parameter.add_(torch.from_numpy(noise) * (0.2 if noise.ndim > 1 else 0.3))
   model.save_pretrained(out)
   (out / "generation_config.json").unlink(missing_ok=True)
@@ -91,7 +91,7 @@ def make(name, config, out):
 
 
 def main():
-  """See the head of this file."""
+  """Runs the script, see the module docstring."""
   if len(sys.argv) > 1:
     folder = pathlib.Path(sys.argv[1])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -1,9 +1,9 @@
-"""Writes losses*.json: the first steps of tiny configs, on one device.
+"""Makes losses*.json: the first steps of tiny configs, on one device.
 
   JAX_PLATFORMS=cpu python -m tests.golden.make_losses
 
-Only after a change that was meant to change the numbers: of a default, of the
-order of the data, of initialisation, of the config. Say so in the commit.
+Run it only after an intended change of the numbers: a default, the order of the
+data, initialisation, or the config. Explain the change in the commit.
 """
 
 import json
@@ -25,12 +25,12 @@ FILES = {
 def make(
   workdir: str, name: str = "digits", **changes: Any
 ) -> dict[str, list[float]]:
-  """Losses and norms of the gradients of the first five steps.
+  """Returns losses and gradient norms of the first five steps.
 
   Args:
     workdir: a new folder.
-    name: of the config, whose argument runlocal makes it tiny.
-    **changes: to keys of the config.
+    name: name of the config, which is loaded with its argument runlocal.
+    **changes: values of config keys to change.
   """
   config = settings.load(f"configs/{name}.py:runlocal")
   config |= dict(total_steps=5, log_steps=1, evals={}, tensorboard=False)

@@ -1,10 +1,10 @@
-"""Makes resnet.npz: outputs of a ResNet in plain numpy, for models/resnet.py.
+"""Makes resnet.npz: expected outputs of models/resnet.py, in plain numpy.
 
   python tests/golden/make_resnet.py
 
-The computation here is in float64 and shares no code with the model. Run it
-again only when the model is meant to compute something else, and say in the
-commit what and why.
+The computation is in float64 and shares no code with the model. Run it again
+only after an intended change of the model, and explain the change in the
+commit.
 """
 
 import pathlib
@@ -20,13 +20,12 @@ IMAGE_SHAPE = (4, 40, 33, 3)
 
 
 def make() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-  """Inputs and outputs.
+  """Returns (inputs, outputs).
 
   Inputs are "v<version>/params/<name>", ".../batch_stats/<name>" and
   ".../image"; outputs ".../eval/logits", ".../train/logits" and, after the
-  update, ".../train/batch_stats/<name>". The file holds the outputs; the
-  inputs are drawn anew, and RandomState draws the same in every version of
-  numpy.
+  update, ".../train/batch_stats/<name>". The file has only the outputs:
+  RandomState draws the same inputs in every version of numpy.
   """
   inputs, outputs = {}, {}
   for version in (1, 2):
@@ -35,7 +34,7 @@ def make() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     for mode in ("eval", "train"):
       logits = net.forward(image, version, train=mode == "train")
       outputs[f"v{version}/{mode}/logits"] = logits
-    # Of the first norm and the last, which sees what all others did.
+    # The first norm, and the last, which depends on all others.
     for name in [*net.new_stats][:2] + [*net.new_stats][-2:]:
       key = f"v{version}/train/batch_stats/{name}"
       outputs[key] = net.new_stats[name]
@@ -49,7 +48,7 @@ def make() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 class Net:
-  """Layers that draw their parameters when they are first used."""
+  """Layers that draw their parameters on first use."""
 
   def __init__(self, rng: np.random.RandomState):
     self.rng = rng
@@ -94,7 +93,7 @@ class Net:
     return (x - mean) / np.sqrt(var + 1e-5) * scale + bias
 
   def forward(self, x, version, train):
-    """Logits of images (batch, height, width, 3)."""
+    """Returns logits of images (batch, height, width, 3)."""
     x = self.conv("conv_root", x, CHANNELS, size=7, stride=2)
     if version == 1:
       x = relu(self.norm("bn_root", x, train))
@@ -140,7 +139,7 @@ def relu(x):
 
 
 def max_pool(x):
-  """3x3 windows, two apart, with one row and column of padding around."""
+  """Returns the maxima of 3x3 windows with stride 2 and padding 1."""
   border = [(0, 0), (1, 1), (1, 1), (0, 0)]
   x = np.pad(x, border, constant_values=-np.inf)
   rows, columns = (x.shape[1] - 1) // 2, (x.shape[2] - 1) // 2

@@ -3,10 +3,10 @@
   python -m venv hf && hf/bin/pip install torch transformers
   hf/bin/python tests/golden/make_t5.py    # 2.13 and 5.23 made the folders
 
-Each folder is what save_pretrained writes, and golden.npz: inputs, targets,
-longer than the largest distance that the models tell apart, and logits. Experts
-have places for all tokens. Run it again only when the model is meant to compute
-something else, and say in the commit what and why.
+A folder is the output of save_pretrained plus golden.npz: inputs and targets,
+longer than relative_attention_max_distance, and logits. Experts have capacity
+for all tokens. Run it again only after an intended change of the model, and
+explain the change in the commit.
 """
 
 import pathlib
@@ -38,7 +38,7 @@ INPUT_LENGTHS = (28, 17)
 
 
 def models():
-  """{name: a model with what is special about the layout}."""
+  """Yields (name, model) with the special features of each layout."""
   t5, switch = (
     transformers.T5ForConditionalGeneration,
     transformers.SwitchTransformersForConditionalGeneration,
@@ -55,13 +55,13 @@ def models():
 
 
 def make(name, model, folder):
-  """Writes a folder and golden.npz into it."""
+  """Writes a model's folder with golden.npz."""
   with torch.no_grad():
-    if name == "t5_1_1":  # transformers 5 ties the head of all new models.
+    if name == "t5_1_1":  # transformers 5 ties the heads of all new models.
       head = torch.randn(model.lm_head.weight.shape)
       model.lm_head.weight = torch.nn.Parameter(head)
     for parameter, value in model.named_parameters():
-      # The initial norms, routers and biases of positions would hide mistakes.
+      # Initial norms, routers and position biases would hide mistakes.
       if "norm" in parameter:
         value += 0.3 * torch.randn(value.shape)
       elif "relative" in parameter or "router" in parameter:

@@ -1,11 +1,11 @@
-"""Makes two_towers.npz: embeddings and losses in plain numpy.
+"""Makes two_towers.npz: expected embeddings and losses, in plain numpy.
 
   PYTHONPATH=tests python -m golden.make_two_towers
 
-For models/two_towers.py and tasks/contrastive.py to match. Like make_vit.py,
-whose image tower it takes: in float64, one text, one head and one pair at a
-time, without the model's code. Run it again only when the model is meant to
-compute something else, and say in the commit what and why.
+Tests models/two_towers.py and tasks/contrastive.py. Uses the image tower of
+make_vit.py. Like it, computes in float64, one text, head and pair at a time,
+and shares no code with the model. Run it again only after an intended change of
+the model, and explain the change in the commit.
 """
 
 import math
@@ -16,7 +16,7 @@ from golden import make_vit
 
 FILE = pathlib.Path(__file__).with_name("two_towers.npz")
 
-# The sizes of both towers are those of make_vit.
+# Both towers have the sizes of make_vit.SIZES.
 VOCAB, TEXT_LEN = 11, 5
 CASES = {
   "siglip": dict(
@@ -31,7 +31,7 @@ T, B = 1.5, -2.0
 
 
 def make() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-  """Inputs and outputs, by "<case>/params/<name>", "<case>/image_z", etc."""
+  """Returns (inputs, outputs), named "<case>/params/<name>" and so on."""
   inputs, outputs = {}, {}
   for seed, (case, options) in enumerate(CASES.items()):
     rng = np.random.RandomState(200 + seed)
@@ -64,7 +64,7 @@ def make() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def text_shapes(options: dict) -> dict[str, tuple[int, ...]]:
-  """Those of a ViT's parameters, without patches and under other names."""
+  """Returns a ViT's shapes without patches, by the text tower's names."""
   D = make_vit.SIZES["width"]
   result = {
     name.replace("Transformer/", "Encoder_0/"): shape
@@ -76,7 +76,7 @@ def text_shapes(options: dict) -> dict[str, tuple[int, ...]]:
 
 
 def encode(params: dict, text: np.ndarray, options: dict) -> np.ndarray:
-  """What the text tower makes of one text."""
+  """Returns the text tower's embedding of one text, not normalised."""
   x = params["Embed_0/embedding"][text] + params["pos_embedding"][0]
   for i in range(make_vit.SIZES["depth"]):
     block = f"Encoder_0/encoderblock_{i}"
@@ -101,7 +101,7 @@ def on_sphere(z: np.ndarray) -> np.ndarray:
 
 
 def sigmoid_loss(image_z: list, text_z: list) -> np.ndarray:
-  """One question a pair: does this text belong to this image?"""
+  """Returns the binary cross-entropy of all pairs, summed over the texts."""
   total = 0.0
   for i, image in enumerate(image_z):
     for j, text in enumerate(text_z):
@@ -112,7 +112,7 @@ def sigmoid_loss(image_z: list, text_z: list) -> np.ndarray:
 
 
 def softmax_loss(image_z: list, text_z: list) -> np.ndarray:
-  """Which text belongs to this image, and which image to this text?"""
+  """Returns the mean cross-entropy of both directions."""
   total = 0.0
   for queries, answers in ((image_z, text_z), (text_z, image_z)):
     for i, query in enumerate(queries):

@@ -1,10 +1,10 @@
-"""Makes vit.npz: outputs of a ViT in plain numpy, for models/vit.py to match.
+"""Makes vit.npz: expected outputs of models/vit.py, in plain numpy.
 
   python tests/golden/make_vit.py
 
-The computation here is in float64, one image and one head at a time, and
-shares no code with the model. Run it again only when the model is meant to
-compute something else, and say in the commit what and why.
+The computation is in float64, one image and head at a time, and shares no code
+with the model. Run it again only after an intended change of the model, and
+explain the change in the commit.
 """
 
 import math
@@ -24,10 +24,10 @@ IMAGE_SHAPE = (3, 8, 6, 3)
 
 
 def make() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-  """Inputs and outputs, by "<case>/params/<name>", "<case>/logits", etc.
+  """Returns (inputs, outputs), named "<case>/params/<name>" and so on.
 
-  The file holds the outputs; the inputs are drawn anew, and RandomState draws
-  the same in every version of numpy.
+  The file has only the outputs: RandomState draws the same inputs in every
+  version of numpy.
   """
   inputs, outputs = {}, {}
   for seed, (case, options) in enumerate(CASES.items()):
@@ -94,7 +94,7 @@ def shapes(options: dict) -> dict[str, tuple[int, ...]]:
 
 
 def forward(params: dict, image: np.ndarray, options: dict) -> dict:
-  """Outputs for one image, (height, width, 3)."""
+  """Returns the outputs for one image, (height, width, 3)."""
   p, q = SIZES["patch_size"]
   rows, columns = image.shape[0] // p, image.shape[1] // q
   tokens = []

@@ -1,4 +1,4 @@
-"""Large blocks that are freed stay with the process."""
+"""Freed large blocks stay with the process."""
 
 import resource
 import subprocess
@@ -8,11 +8,11 @@ import pytest
 
 CODE = """
 import resource, sys
-from bigtrain import host_memory
+from bigtrain.runtime import host_memory
 if sys.argv[1] == "keep":
   assert host_memory.keep_freed()
 for _ in range(50):
-  block = bytearray(64 * 2**20)  # Written to, so its pages are touched.
+  block = bytearray(64 * 2**20)  # Writes zeros, so all pages are mapped.
   del block
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
@@ -21,7 +21,7 @@ STEPS = """
 import resource, sys
 import jax
 import jax.numpy as jnp
-from bigtrain import host_memory
+from bigtrain.runtime import host_memory
 if sys.argv[1] == "keep":
   assert host_memory.keep_freed()
 
@@ -42,7 +42,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 pytestmark = pytest.mark.skipif(
-  not sys.platform.startswith("linux"), reason="glibc's malloc alone"
+  not sys.platform.startswith("linux"), reason="needs glibc's malloc"
 )
 
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(
   "code, blocks, mib", [(CODE, 50, 64), (STEPS, 10, 96)], ids=["python", "xla"]
 )
 def test_pages_are_not_faulted_in_again(code, blocks, mib):
-  """Neither in Python nor in XLA's programs, whatever the size."""
+  """For blocks of Python and temporaries of XLA, of any size."""
   faults = {
     mode: int(
       subprocess.run(
@@ -64,5 +64,5 @@ def test_pages_are_not_faulted_in_again(code, blocks, mib):
   }
   block = mib * 2**20 // resource.getpagesize()
   saved = faults["default"] - faults["keep"]
-  # Huge pages may make the default cheap; then there is nothing to save.
+  # With huge pages the default may be cheap too.
   assert saved > 0.4 * blocks * block or faults["default"] < 2 * block

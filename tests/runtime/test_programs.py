@@ -1,4 +1,4 @@
-"""Programs are compiled before they are needed, and like ones once."""
+"""Programs are compiled ahead of time, and identical ones only once."""
 
 import threading
 
@@ -27,12 +27,12 @@ def test_facts_about_a_program():
   assert made.facts("b") == {}
 
 
-def test_like_programs_are_compiled_once():
+def test_identical_programs_are_compiled_once():
   made = programs.Programs()
   first = made.compile("first", scaled(2.0), X)
-  assert made.compile("like it", scaled(2.0), X) is first
-  assert made.facts("like it")["cache"] == "shared"
-  # Another constant, another shape, another number of results.
+  assert made.compile("same", scaled(2.0), X) is first
+  assert made.facts("same")["cache"] == "shared"
+  # A different constant, shape or number of results is another program.
   assert made.compile("b", scaled(3.0), X) is not first
   large = jnp.arange(256.0)
   c, d = (
@@ -41,7 +41,7 @@ def test_like_programs_are_compiled_once():
   assert c is not d
   np.testing.assert_array_equal(d(jnp.ones(256)), large * 2)
   assert made.compile("e", lambda x: (x * 2.0,), X) is not first
-  lowered = made.lower("f", scaled(2.0), X)  # The update is nobody else's.
+  lowered = made.lower("f", scaled(2.0), X)  # share=False, as for the update.
   assert lowered() is not first
 
 
@@ -56,22 +56,22 @@ def cache(tmp_path):
   jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_hits_and_misses_of_the_cache_are_told(cache):
+def test_facts_have_hits_and_misses_of_the_cache(cache):
   from jax.experimental.compilation_cache import compilation_cache
 
   compilation_cache.reset_cache()
   try:
-    told = []
+    outcomes = []
     for _ in range(2):
       made = programs.Programs()
       made.compile("a", scaled(1.2345), X)
-      told.append(made.facts("a")["cache"])
-    assert told == ["miss", "hit"]
+      outcomes.append(made.facts("a")["cache"])
+    assert outcomes == ["miss", "hit"]
   finally:
     compilation_cache.reset_cache()
 
 
-def test_eager_programs_run_python_each_time():
+def test_eager_programs_run_python_at_every_call():
   calls = []
 
   def fn(x):
@@ -88,7 +88,7 @@ def test_eager_programs_run_python_each_time():
   assert made.facts("a") == {}
 
 
-def test_modes_come_from_the_config():
+def test_mode_from_the_config():
   read = lambda **keys: programs.from_config(settings.Config(keys)).mode
   assert read() == "compiled"
   assert read(eager=True) == "eager"
@@ -97,7 +97,7 @@ def test_modes_come_from_the_config():
     read(eager=True, debug_nans=True)
 
 
-def test_builds_come_one_after_the_other_and_failures_are_told():
+def test_builds_run_one_by_one_and_failures_are_raised():
   order, gate = [], threading.Event()
 
   def build(name, fails=False):
@@ -114,7 +114,7 @@ def test_builds_come_one_after_the_other_and_failures_are_told():
   builder = programs.Builder(
     {"a": build("a"), "b": build("b", fails=True), "c": build("c")}, mesh
   )
-  builder.check()  # Nothing runs before it is asked to.
+  builder.check()  # Nothing runs before `start`.
   assert not order
   builder.start("abc")
   gate.set()
@@ -126,7 +126,7 @@ def test_builds_come_one_after_the_other_and_failures_are_told():
     builder.get("b")
 
 
-def test_nothing_is_built_after_the_end():
+def test_nothing_is_built_after_close():
   builder = programs.Builder({"a": lambda: 1 / 0}, sharding.make_mesh())
   builder.close()
   assert builder.get("a") is None

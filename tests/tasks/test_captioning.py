@@ -155,8 +155,8 @@ def gradients(model, devices, microbatches, **options):
     return jax.device_get((grads, pairs))
 
 
-# In "parallel" some examples have half of their tokens masked. The draw must not
-# depend on an example's microbatch.
+# In "parallel" some examples have half of their tokens masked. The draw must
+# not depend on an example's microbatch.
 CASES = {
   "parallel": dict(masked_pred_prob=0.6, masking_ratio=0.5, chunk=4),
   "in order": dict(normalize="tokens", chunk=3),

@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import compile_cache
 import jax
 import numpy as np
 
@@ -78,7 +79,7 @@ def config(
     total_steps=6,
     log_steps=2,
     ckpt_steps=3,
-    compile_cache=str(folder / "compile_cache"),
+    compile_cache=str(compile_cache.FOLDER),
     tensorboard=False,
     task="classification",
     input=dict(

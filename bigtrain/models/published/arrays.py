@@ -56,6 +56,6 @@ def resample_posemb(
 
 
 def square_grid(num_patches: int) -> tuple[int, int] | None:
-  """Returns the square grid of `num_patches`, or None if there is none."""
+  """Returns the square grid of `num_patches` patches, or None."""
   side = math.isqrt(num_patches)
   return (side, side) if side * side == num_patches else None

@@ -4,4 +4,5 @@ import sys
 
 from bigtrain.tools.report import report
 
-sys.exit(report.main())
+if __name__ == "__main__":
+  sys.exit(report.main())

@@ -8,7 +8,6 @@ import pytest
 
 from bigtrain import settings, trees
 from bigtrain.models.layers import common
-from bigtrain.models.published import blocks as blocks_lib
 
 B, L, D, H, DEPTH = 4, 6, 16, 2, 2
 
@@ -260,38 +259,3 @@ def test_sincos_known_values():
   np.testing.assert_allclose(posemb[0, 5], expected, rtol=1e-6)
   with pytest.raises(settings.ConfigError, match="multiple of 4"):
     common.sincos_2d((2, 3), 10)
-
-
-def test_resample_posemb():
-  rng = np.random.default_rng(0)
-  posemb = rng.normal(size=(1, 12, 5)).astype(np.float32)
-  assert blocks_lib.resample_posemb(posemb, (3, 4), (3, 4)) is posemb
-  # A ramp over columns stays one: the image's edges are half a patch out.
-  ramp = np.tile(np.arange(4.0, dtype=np.float32), 3).reshape(1, 12, 1)
-  finer = blocks_lib.resample_posemb(ramp, (3, 4), (6, 8))
-  assert finer.shape == (1, 48, 1)
-  row = finer.reshape(6, 8)[2]
-  np.testing.assert_allclose(row[1:-1], np.arange(0.25, 3, 0.5), rtol=1e-5)
-  constant = np.ones((1, 12, 2), np.float32)
-  for grid in ((2, 2), (5, 7)):
-    np.testing.assert_allclose(
-      blocks_lib.resample_posemb(constant, (3, 4), grid), 1, rtol=1e-6
-    )
-
-
-def test_restack_blocks():
-  names = [f"t/encoderblock_{i}/Dense_0/bias" for i in range(12)]
-  single = {name: np.full(2, i) for i, name in enumerate(names)}
-  single["t/encoder_norm/bias"] = np.zeros(2)
-  like = {"t/encoderblock/Dense_0/bias": None, "t/encoder_norm/bias": None}
-  stacked = blocks_lib.restack_blocks(single, like)
-  assert stacked.keys() == like.keys()
-  np.testing.assert_array_equal(
-    stacked["t/encoderblock/Dense_0/bias"][:, 0], np.arange(12)
-  )
-  again = blocks_lib.restack_blocks(stacked, single)
-  assert again.keys() == single.keys()
-  jax.tree.map(np.testing.assert_array_equal, again, single)
-  # What is wanted as it is, and what nobody wants, stays.
-  assert blocks_lib.restack_blocks(single, single) == single
-  assert blocks_lib.restack_blocks(stacked, {}) == stacked
