@@ -1,7 +1,7 @@
-# Everything runs in $(VENV), which `make install` builds from requirements.lock.
-# Needs GNU make and Python 3.11 or newer with its venv module, nothing else.
+# All commands run in $(VENV), which `make install` builds from requirements.lock.
+# Requires only GNU make, and Python 3.11 or newer with its venv module.
 #
-#   make install EXTRAS=cuda            also for an NVIDIA GPU (tpu: for a TPU)
+#   make install EXTRAS=cuda            for an NVIDIA GPU; EXTRAS=tpu for a TPU
 #   make install PYTHON=/opt/py/bin/python3.12
 #   make train CONFIG=configs/x.py:runlocal WORKDIR=runs/x ARGS=--config.seed=1
 #   make test TESTS=tests/pp ARGS="-x -k crop"
@@ -35,30 +35,30 @@ ifneq ($(strip $(EXTRAS)),)
 installed += $(VENV)/.installed-$(subst $(comma),-,$(strip $(EXTRAS)))
 endif
 
-help: ## Say what there is (this)
+help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' \
 	  Makefile
 
-install: $(installed) ## Build the virtual environment; quick the second time
+install: $(installed) ## Build or update the virtual environment
 
 train: install ## Train a vision transformer on handwritten digits
 	@$(run) bigtrain.main --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
-test: lint ## Lint, then run all tests but the slow ones
+test: lint ## Lint, then run all tests except the slow ones
 	@$(pytest) -m "not slow and not results and not cluster" $(ARGS) $(TESTS)
 
 test-faults: install ## Run the slow tests: faults in real processes
 	@$(pytest) -m slow $(ARGS) $(TESTS)
 
-test-results: install ## Train the quickstarts to their results: half an hour
+test-results: install ## Train the quickstarts and check their results: half an hour
 	@$(run) pytest -m results --durations=10 $(ARGS) $(TESTS)
 
 test-cluster: $(VENV)/.installed-cluster build/moto/.installed
-test-cluster: ## Test under Slurm, MPI and with object stores (root gets them)
+test-cluster: ## Test Slurm, MPI and object stores; root installs them
 	@tests/schedulers/run.sh $(run) pytest -m cluster --durations=10 $(ARGS) \
 	  tests/schedulers
 
-soak: install ## Kill a run a hundred times; its end must be that of a quiet one
+soak: install ## Kill a run a hundred times, and compare its result
 	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(run) faults.soak $(ARGS)
 
 lint: install ## Check style, formatting and types
@@ -66,16 +66,16 @@ lint: install ## Check style, formatting and types
 	@$(run) ruff format --check .
 	@$(run) mypy
 
-bench: install ## Run the benchmarks: one JSON line a figure
+bench: install ## Run the benchmarks: one JSON line per figure
 	@$(run) benchmarks.run $(ARGS)
 
-clean: ## Remove what make built and cached; results under runs/ stay
+clean: ## Remove the environment and caches; keep runs/
 	test ! -f $(VENV)/pyvenv.cfg || rm -rf $(VENV)
 	rm -rf build *.egg-info
 	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# A python that is found may still be a stub that fails, or lack venv: try it.
+# A python on the path may be a stub that fails, or lack venv, so try it.
 $(VENV)/bin/python:
 	@for python in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 \
 	    python3.13 python3); do \
@@ -98,14 +98,14 @@ $(VENV)/.installed: requirements.lock setup.cfg | $(VENV)/bin/python
 	@$(run) pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
-# Extras beyond the lock file, such as cuda, keep its pins as constraints.
+# The lock file also constrains extras that it does not contain, such as cuda.
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "Installing the extras $*."
 	@$(run) pip install -qq --no-build-isolation -c requirements.lock \
 	  -e ".[$(subst -,$(comma),$*)]"
 	@touch $@
 
-# Serves s3:// to tests. By itself, as it wants older versions of others.
+# The s3:// server of tests, alone because it requires older packages.
 build/moto/.installed: $(VENV)/.installed
 	@echo "Installing moto into build/moto."
 	@$(run) venv build/moto
@@ -113,9 +113,9 @@ build/moto/.installed: $(VENV)/.installed
 	  "flask-cors==6.0.5"
 	@touch $@
 
-# Resolves without installing, once for each Python; what both agree on is
-# pinned once, the rest by Python version.
-lock: ## Pin the newest versions that setup.cfg allows in requirements.lock
+# Resolves without installing, once for each Python. Pins that differ get a
+# marker with the Python version.
+lock: ## Pin the newest allowed versions in requirements.lock
 	@rm -rf build/lock && mkdir -p build/lock
 	@for python in "$(PYTHON311)" "$(PYTHON312)"; do \
 	  minor=$$("$$python" -c 'import sys; print(sys.version_info.minor)') && \
@@ -137,7 +137,7 @@ lock: ## Pin the newest versions that setup.cfg allows in requirements.lock
 	} >requirements.lock
 	@rm -rf build
 
-# The resolver saw this machine only; TensorFlow has another name elsewhere.
+# The resolver knows this platform only; elsewhere TensorFlow has another name.
 define print_pins
 import json, sys
 x86 = 'platform_system == "Linux" and platform_machine == "x86_64"'

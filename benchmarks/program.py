@@ -88,7 +88,7 @@ class _Enough(BaseException):
 
 
 class _Later:
-  """Like cluster.Background, but runs when its result is asked for."""
+  """Like process.Background, but runs when its result is asked for."""
 
   def __init__(self, fn: Callable[[], Any], name: str = ""):
     self.result = fn
@@ -123,7 +123,7 @@ def build(config: Any, *, state: bool = True, update: bool = True) -> Program:
     if state:
       _replace(patches, pipeline, "make_train", _with_batch(program))
     _replace(patches, process, "Background", background)
-    _replace(patches, start, "begin", begin)
+    _replace(patches, start, "start", begin)
     _train(config)
   return program
 
@@ -160,7 +160,7 @@ def train(config: Any, before_step: Callable[[Program, int], bool]) -> None:
   with contextlib.ExitStack() as patches:
     _replace(patches, pipeline, "make_train", _with_batch(program))
     _replace(patches, process, "Background", Background)
-    _replace(patches, start, "begin", begin)
+    _replace(patches, start, "start", begin)
     _replace(patches, Between, "before_step", between)
     _train(config)
 

@@ -33,7 +33,7 @@ from bigtrain.cluster import lease
 from bigtrain.cluster import watchdog as watchdog_lib
 from bigtrain.evaluation import evaluations as evaluations_lib
 from bigtrain.files import paths
-from bigtrain.inputs import pipeline, vocabulary
+from bigtrain.inputs import pipeline
 from bigtrain.optim import chain
 from bigtrain.optim import ema as ema_lib
 from bigtrain.reports import chrono, flops, footprint, record, row_log, writers
@@ -116,7 +116,7 @@ def _train(
   task = parts.task(config)
   model_module, model = parts.model(config)
   vocab_sizes = parts.vocab_sizes(task, model)
-  vocabulary.check(train_input.vocab_sizes, vocab_sizes, "config.input")
+  train_input.limit_ids(vocab_sizes)
   loss_fn = parts.loss_fn(config, task, model)
   loss_fn = jax.jit(debugging.instrument(config, loss_fn))  # Traced only once.
 

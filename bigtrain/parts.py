@@ -91,9 +91,34 @@ def model(config: settings.Config) -> tuple[Any, Any]:
   return module, module.Model(**options)
 
 
+class ClassCount(int):
+  """Number of classes of a feature with class numbers.
+
+  Such a feature may also hold a vector with one entry per class.
+
+  Attributes:
+    key: config key of the number, or of the classes' names.
+  """
+
+  key: str
+
+  def __new__(
+    cls, value: int, key: str = "config.model.num_classes"
+  ) -> "ClassCount":
+    """Returns `value` with its key."""
+    result = super().__new__(cls, value)
+    result.key = key
+    return result
+
+
 def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
-  """Returns {feature of a batch: vocabulary size of the model}."""
-  return getattr(task, "vocab_sizes", lambda model: {})(model)
+  """Returns {feature of a batch: number of ids that the model can take}.
+
+  Token ids have the size of the vocabulary, class numbers a ClassCount.
+  """
+  sizes = getattr(task, "vocab_sizes", lambda model: {})(model)
+  classes = getattr(task, "class_counts", lambda model: {})(model)
+  return {**sizes, **{name: ClassCount(n) for name, n in classes.items()}}
 
 
 class Features(dict[str, Any]):

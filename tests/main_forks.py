@@ -41,7 +41,6 @@ class Server:
       env=dict(os.environ, **env),
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
       text=True,
     )
 

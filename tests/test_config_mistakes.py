@@ -1,7 +1,7 @@
 """Mistakes in a config end in one line, before anything compiles or is written.
 
-The modules' own tests have the rest of their mistakes; here is what the whole
-program makes of one of each kind, in the place where users make them.
+These tests run the whole program on one mistake of each kind. The tests of each
+module cover the other mistakes.
 """
 
 import re
@@ -17,7 +17,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @pytest.fixture
 def compilations():
-  """Names of what XLA compiles (or finds in its cache) during the test."""
+  """Names of the functions that XLA compiles, or reads from its cache."""
   names = []
 
   def listen(event, secs, **kwargs):
@@ -30,10 +30,10 @@ def compilations():
 
 
 def refuse(config, workdir, compilations, message):
-  """Asserts that training is refused with a message, at no cost."""
-  with pytest.raises(settings.ConfigError) as told:
+  """Asserts that training ends in an error before it compiles or writes."""
+  with pytest.raises(settings.ConfigError) as error:
     main.train(config, str(workdir))
-  text = str(told.value)
+  text = str(error.value)
   assert re.search(message, text), text
   assert "\n" not in text
   assert not workdir.exists()
@@ -45,7 +45,7 @@ def test_the_fixture_sees_a_compilation(compilations):
   assert compilations
 
 
-# Removed first, as a misspelled key is there in place of the right one.
+# None removes the key that a misspelled one replaces.
 MISSPELLED = [
   # At the top.
   ({"seed": None, "sed": 1}, r"config.sed: .* mean 'seed'"),
@@ -54,7 +54,7 @@ MISSPELLED = [
   ({"schedule": None, "shedule": {}}, r"config.shedule: .* mean 'schedule'"),
   ({"keep_ckpt": 3}, r"config.keep_ckpt: .* mean 'keep_ckpts'"),
   ({"grad_clip_nrm": 1.0}, r"config.grad_clip_nrm: .* 'grad_clip_norm'"),
-  # Keys that cannot be missing.
+  # Required keys.
   ({"total_steps": None, "totl_steps": 6}, r"config.total_steps.*totl_steps"),
   ({"task": None, "tsk": "x"}, r"config.task: missing .is config.tsk a mis"),
   ({"input": None, "inputs": {}}, r"config.input: missing .is config.inputs"),
@@ -177,25 +177,25 @@ UNFIT = [
     for changes, message in MISSPELLED + UNKNOWN + UNFIT
   ],
 )
-def test_mistakes_are_told_before_anything_compiles(
+def test_mistakes_are_errors_before_anything_compiles(
   tiny_config, tmp_path, compilations, changes, message
 ):
   config = tiny_config(changes)
   refuse(config, tmp_path / "run", compilations, message)
 
 
-def test_an_empty_file_is_told(tiny_config, tmp_path, compilations):
+def test_an_empty_file_is_an_error(tiny_config, tmp_path, compilations):
   np.savez(tmp_path / "empty.npz", image=np.zeros((0, 8, 8, 1), np.float32))
   config = tiny_config({"input.data.path": str(tmp_path / "empty.npz")})
   refuse(config, tmp_path / "run", compilations, r"input.data: .*no example")
 
 
-def test_all_unknown_keys_are_told_at_once(tiny_config, tmp_path, compilations):
+def test_all_unknown_keys_are_reported_at_once(tiny_config, tmp_path, compilations):
   config = tiny_config({"keep_ckpt": 1, "input.shufle": True})
   message = r"config.input.shufle: .* config.keep_ckpt: "
   refuse(config, tmp_path / "run", compilations, message)
 
 
-def test_what_is_right_is_not_refused(tiny_config, tmp_path, compilations):
+def test_a_correct_config_trains(tiny_config, tmp_path, compilations):
   main.train(tiny_config({"stop_at_steps": 1}), str(tmp_path / "run"))
   assert compilations

@@ -1,4 +1,4 @@
-"""The argument behind `--config=x.py:`."""
+"""The argument after `--config=x.py:`."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ SPEC = dict(
 
 
 @pytest.mark.parametrize("arg", [None, ""])
-def test_nothing_given_means_the_defaults(arg):
+def test_no_argument_gives_the_defaults(arg):
   assert common.parse_arg(arg, **SPEC).to_dict() == SPEC
 
 
@@ -38,7 +38,7 @@ def test_nothing_given_means_the_defaults(arg):
     ("init=None", {"init": None}),
   ],
 )
-def test_values_take_the_type_of_their_default(arg, changes):
+def test_values_have_the_type_of_their_default(arg, changes):
   got = common.parse_arg(arg, **SPEC).to_dict()
   assert got == SPEC | changes
   for name in changes:
@@ -46,7 +46,7 @@ def test_values_take_the_type_of_their_default(arg, changes):
       assert type(got[name]) is type(SPEC[name])
 
 
-def test_attributes():
+def test_values_are_attributes():
   assert common.parse_arg("S/16", **SPEC).variant == "S/16"
   assert common.parse_arg("128", res=224, runlocal=False).res == 128
 
@@ -57,7 +57,7 @@ def test_attributes():
     ("runlocl", "unknown name 'runlocl'.*Did you mean 'runlocal'"),
     ("varient=S/16", "Did you mean 'variant'"),
     ("S/16,xyzzy=1", "unknown name 'xyzzy'.*variant.*runlocal"),
-    ("res=224,S/16", "unknown name 'S/16'"),  # Only the first goes unnamed.
+    ("res=224,S/16", "unknown name 'S/16'"),  # Only the first may omit it.
     ("S/16,variant=B/16", "'variant' is given twice"),
     ("res", "'res' needs a value"),
     ("res=large", "res=large: expected int, as in 224"),
@@ -75,7 +75,7 @@ def test_mistakes(arg, message):
     common.parse_arg(arg, **SPEC)
 
 
-def test_a_bool_is_never_the_unnamed_one():
+def test_a_bool_needs_its_name():
   with pytest.raises(ValueError, match="unknown name 'True'"):
     common.parse_arg("True", runlocal=False)
 
@@ -92,7 +92,7 @@ def test_a_bool_is_never_the_unnamed_one():
     }
   )
 )
-def test_what_is_written_is_read(values):
+def test_values_round_trip(values):
   arg = ",".join(f"{name}={value}" for name, value in values.items())
   assert common.parse_arg(arg, **SPEC).to_dict() == SPEC | values
 

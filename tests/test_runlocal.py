@@ -9,6 +9,7 @@ import math
 import pathlib
 import re
 
+import compile_cache
 import jax
 import jax.numpy as jnp
 import main_forks
@@ -118,11 +119,11 @@ FIRST_LOSS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-  """Runs of bigtrain.main that compile fast and share a compilation cache."""
+def server():
+  """Runs of bigtrain.main that compile fast, with a compilation cache."""
   result = main_forks.Server(
     JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-    XDG_CACHE_HOME=str(tmp_path_factory.mktemp("cache")),
+    XDG_CACHE_HOME=str(compile_cache.FOLDER / "home"),
   )
   yield result
   result.close()

@@ -97,6 +97,7 @@ def _end(name):
 
 
 def _main():
+  import compile_cache
   from absl import logging
 
   from bigtrain import settings
@@ -105,6 +106,7 @@ def _main():
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
   process.join_job(settings.Config({}))
+  compile_cache.enable()
   folder = pathlib.Path(sys.argv[1])
   for name in sys.argv[2:]:
     print(_begin(name), end="", flush=True)

@@ -92,6 +92,15 @@ class Source:
       for key, array in features.items()
     }
 
+  @property
+  def ids(self) -> dict[str, np.ndarray]:
+    """Integer features of all examples [N], such as their class numbers."""
+    return {
+      key: array
+      for key, array in self._arrays.items()
+      if array.ndim == 1 and array.dtype.kind in "iu"
+    }
+
   def __len__(self) -> int:
     return self._length
 

@@ -92,6 +92,11 @@ class Source:
       ]
     return sorted(images)
 
+  @property
+  def ids(self) -> dict[str, np.ndarray]:
+    """The labels of all examples, int64 [N]."""
+    return {"label": self._labels[self._rows]}
+
   def __len__(self) -> int:
     return len(self._rows)
 

@@ -75,6 +75,7 @@ class Source:
     if not len(self):
       raise DataError(f"{self._name}: contains no examples.")
     self._paths = paths
+    self.vocab_sizes = _class_counts(info.features)
 
   def __len__(self) -> int:
     return len(self._shards)
@@ -119,6 +120,16 @@ class Source:
     file, record = self._shards.locate(indices)
     record = record + self._skip[file]
     return list(zip(file.tolist(), record.tolist()))
+
+
+def _class_counts(features: Any) -> dict[str, int]:
+  """Returns {feature: number of classes} of the features with class numbers."""
+  label = _import_tfds().features.ClassLabel
+  return {
+    name: feature.num_classes
+    for name, feature in features.items()
+    if isinstance(feature, label) and feature.num_classes
+  }
 
 
 def _flat(features: dict[str, Any], prefix: str = "") -> dict[str, Any]:

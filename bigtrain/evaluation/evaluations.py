@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from bigtrain import lengths, parts, settings, sharding
 from bigtrain.files import paths
-from bigtrain.inputs import eval_input, vocabulary
+from bigtrain.inputs import eval_input
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 
@@ -37,7 +37,9 @@ class Context(NamedTuple):
     pp_modules: dotted names of the user's preprocessing modules.
     progress: called with (finished batches, number of batches); can raise to
       stop the evaluation.
-    vocab_sizes: {feature of a batch: vocabulary size of the model}.
+    vocab_sizes: {feature of a batch: number of ids that the model can take},
+      see `parts.vocab_sizes`.
+    negative_ids: features whose negative values mean "no label".
     variables: jax.ShapeDtypeStructs of the argument of `run`, with shardings;
       None if they are unknown.
     compile: (name, fn, *specs, **options of jax.jit) -> compiled fn; None for
@@ -51,6 +53,7 @@ class Context(NamedTuple):
   pp_modules: Sequence[str]
   progress: Callable[[int, int], None]
   vocab_sizes: Mapping[str, int] = {}
+  negative_ids: frozenset[str] = frozenset()
   variables: Any = None
   compile: Callable[..., Any] | None = None
 
@@ -84,6 +87,24 @@ class Batches:
     """Returns batches with other attributes, such as other data."""
     return dataclasses.replace(self, **options)
 
+  def labelled(self, feature: str, num_classes: int | None) -> "Batches":
+    """Returns batches in which a feature holds class numbers.
+
+    Negative class numbers mean that an example has no label.
+
+    Args:
+      feature: name of the feature.
+      num_classes: larger class numbers are errors (`parts.ClassCount`); None
+        allows all.
+    """
+    sizes = {k: n for k, n in self.context.vocab_sizes.items() if k != feature}
+    if num_classes is not None:
+      sizes[feature] = num_classes
+    context = self.context._replace(
+      vocab_sizes=sizes, negative_ids=self.context.negative_ids | {feature}
+    )
+    return self.replace(context=context)
+
   @functools.cached_property
   def input(self) -> eval_input.EvalInput:
     """The input that makes the batches; opens the data when first used.
@@ -101,9 +122,7 @@ class Batches:
       pp_modules=self.context.pp_modules,
       path=self.context.path,
     )
-    vocabulary.check(
-      made.vocab_sizes, self.context.vocab_sizes, self.context.path
-    )
+    made.limit_ids(self.context.vocab_sizes, self.context.negative_ids)
     return made
 
   def map(self, fn: Callable[[Any, Any], Any]) -> Callable[[Any], list[Any]]:

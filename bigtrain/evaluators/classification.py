@@ -73,7 +73,9 @@ class Evaluator:
           result[name] = metrics.pair(hit_B, weight_B)
       return result
 
-    self._pairs = batches.map(pairs)
+    sizes = batches.context.vocab_sizes
+    num_classes = sizes.get(label_key, sizes.get("labels"))
+    self._pairs = batches.labelled(label_key, num_classes).map(pairs)
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
     """Returns {"acc", "top5_acc", "loss"}."""

@@ -88,6 +88,8 @@ class Evaluator:
         "y": jnp.where(batch["_mask"] > 0, batch[label_key], -1),
       }
 
+    # Any classes: the probe has a head of its own.
+    batches = batches.labelled(label_key, None)
     test_batches = batches.replace(
       data=test_data, num_examples=num_test_examples
     )

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from bigtrain import metrics
+from bigtrain import metrics, parts
 from bigtrain.evaluation import class_names as names_lib
 from bigtrain.evaluation import evaluations
 
@@ -43,7 +42,7 @@ class Evaluator:
     pp_text: ops that tokenize captions, from "text" to "labels".
     prompt: text with a {} for the name.
     label_key: name of the labels, int [B], the class numbers. Examples with a
-      negative label do not count.
+      negative label do not count; a label beyond the names is an error.
     top_k: numbers k: an example is right if its class is among the k most
       likely ones. A k larger than C is ignored.
   """
@@ -69,9 +68,6 @@ class Evaluator:
       scores_BC = predict_fn(variables, {**batch, "class_tokens": tokens_CL})
       label_B = batch[label_key]
       weight_B = metrics.example_weights(batch, scores_BC) * (label_B >= 0)
-      # A label beyond the names makes the result NaN: if it merely counted as
-      # wrong, the mistake would go unnoticed.
-      weight_B = jnp.where(label_B < len(names), weight_B, jnp.nan)
       result = {}
       for k in top_k:
         if k <= len(names):
@@ -80,7 +76,8 @@ class Evaluator:
           result[name] = metrics.pair(hit_B, weight_B)
       return result
 
-    self._pairs = batches.map(pairs)
+    num_classes = parts.ClassCount(len(names), f"{path}.class_names")
+    self._pairs = batches.labelled(label_key, num_classes).map(pairs)
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
     """Returns {"acc", "top5_acc"}."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import metrics, sharding
+from bigtrain import metrics, parts, sharding
 from bigtrain.evaluation import class_names as names_lib
 from bigtrain.evaluation import evaluations
 
@@ -51,7 +51,7 @@ class Evaluator:
       prompt per line.
     label_key: name of the labels: int [B], or multi-hot [B, C] if any of
       several classes is right. Examples with a negative label, or without a
-      label, do not count.
+      label, do not count; a label beyond the names is an error.
     top_k: numbers k: an example is right if its class is among the k that fit
       best. A k larger than C is ignored.
   """
@@ -103,7 +103,9 @@ class Evaluator:
       cache=True,
     )
     self._texts = text_batches.map(text_embeddings)
-    self._images = batches.map(image_embeddings)
+    num_classes = parts.ClassCount(C, f"{path}.class_names")
+    image_batches = batches.labelled(label_key, num_classes)
+    self._images = image_batches.map(image_embeddings)
     replicated = sharding.replicated(context.mesh)
     self._pairs = jax.jit(
       functools.partial(_pairs, top_k=[k for k in top_k if k <= C]),
@@ -145,9 +147,6 @@ def _pairs(
   )
   if labels.ndim == 1:
     weight = weight * (labels >= 0)
-    # A label beyond the names makes the result NaN: if it merely counted as
-    # wrong, the mistake would go unnoticed.
-    weight = jnp.where(labels < len(class_CE), weight, jnp.nan)
   else:
     weight = weight * jnp.any(labels > 0, axis=-1)
   return {

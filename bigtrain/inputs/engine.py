@@ -13,7 +13,14 @@ import concurrent.futures
 import os
 import re
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Generator,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +28,8 @@ import numpy as np
 from absl import logging
 
 from bigtrain import hashing
-from bigtrain.inputs import order
+from bigtrain.inputs import order, vocabulary
+from bigtrain.parts import ClassCount
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError
 
@@ -105,6 +113,7 @@ class Engine:
 
   Attributes:
     spec: {name: (dtype, shape)} of one example, with jax's dtypes.
+    id_limits: limits of `limit_ids`, by feature.
   """
 
   def __init__(
@@ -123,7 +132,31 @@ class Engine:
     self.skipped = skipped
     # {step: {row: index}}: replacements of examples that fail.
     self._replacements: dict[int, dict[int, int]] = {}
+    # {feature: (number of ids, whether negative ones are allowed)}.
+    self.id_limits: dict[str, tuple[int, bool]] = {}
     self.spec = self._find_spec()
+
+  def limit_ids(
+    self, sizes: Mapping[str, int], negative: Collection[str], path: str
+  ) -> None:
+    """Refuses ids that the model cannot take, from now on.
+
+    Args:
+      sizes: {feature: number of ids}, see `parts.vocab_sizes`.
+      negative: features whose negative values mean "no label".
+      path: location of the input in the config.
+
+    Raises:
+      ConfigError: it is known already that the input has such ids.
+    """
+    vocabulary.check_parts(self.parts, self.spec, sizes, negative, path)
+    for name, size in sizes.items():
+      if name not in self.spec:
+        continue
+      dtype, shape = self.spec[name]
+      vector = isinstance(size, ClassCount) and shape
+      if dtype.kind in "iu" and not vector:
+        self.id_limits[name] = size, name in negative
 
   def batches(
     self, first_step: int, last_step: int
@@ -210,6 +243,11 @@ class Engine:
           f"{np.shape(features[name])} after preprocessing, but in the first "
           f"example {shape}."
         )
+    for name, (size, negative) in getattr(self, "id_limits", {}).items():
+      ids = np.asarray(features[name])[None]
+      if vocabulary.find_invalid(ids, size, negative) is not None:
+        where = part.source.where(index)
+        raise vocabulary.invalid(part.key, where, name, ids, size, negative)
     return features
 
   def _diagnose(
@@ -289,6 +327,11 @@ class Engine:
         )
       if array.dtype != dtype:
         array = _narrowed(array, dtype, name, step)
+      limit = self.id_limits.get(name)
+      if limit and vocabulary.find_invalid(array, *limit) is not None:
+        raise DataError(
+          f"step {step}: feature {name!r} has ids that the model cannot take."
+        )
       result[name] = array
     return result
 

@@ -1,6 +1,6 @@
 """Batches for evaluation: a fixed set of examples in a fixed order."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,7 @@ class EvalInput:
     self.spec = {**placement.spec(engine.spec), "_mask": mask}
     (part,) = engine.parts
     self.vocab_sizes = vocabulary.sizes(part.op, part.source)
+    self._path = path
     self._kept_batches: list[Batch] | None = None
     self._keep_batches = keep_batches and self._fits(path)
 
@@ -73,6 +74,21 @@ class EvalInput:
       "" if fits else ", too much for cache=True: each pass makes them again",
     )
     return fits
+
+  def limit_ids(
+    self, sizes: Mapping[str, int], negative: Collection[str] = ()
+  ) -> None:
+    """Refuses examples with ids that the model cannot take.
+
+    Args:
+      sizes: {feature: number of ids}, see `parts.vocab_sizes`.
+      negative: features whose negative values mean "no label".
+
+    Raises:
+      ConfigError: it is known already that the input has such ids. Otherwise
+        the iterator of `batches` raises DataError.
+    """
+    self._engine.limit_ids(sizes, negative, self._path)
 
   def where(self, index: int) -> str:
     """Returns file and position of an example, for messages."""

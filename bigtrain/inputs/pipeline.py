@@ -58,8 +58,10 @@ class TrainInput:
     placement: Placement,
     schedule: order.Schedule,
     prefetch: int,
+    path: str,
   ):
     self._engine = engine
+    self._path = path
     self._placement = placement
     self._schedule = schedule
     self._prefetch = prefetch
@@ -85,6 +87,27 @@ class TrainInput:
   def skipped(self) -> int:
     """Number of examples that this host has left out because of errors."""
     return len(self._engine.skipped)
+
+  def limit_ids(self, sizes: Mapping[str, int]) -> None:
+    """Refuses examples with ids that the model cannot take.
+
+    Args:
+      sizes: {feature: number of ids}, see `parts.vocab_sizes`.
+
+    Raises:
+      ConfigError: it is known already that the input has such ids. Otherwise
+        the iterator of `start` raises DataError.
+    """
+    self._engine.limit_ids(sizes, (), self._path)
+
+  @property
+  def unlimited(self) -> list[str]:
+    """Features with an integer per example that `limit_ids` does not limit."""
+    return [
+      name
+      for name, (dtype, shape) in self._engine.spec.items()
+      if dtype.kind in "iu" and not shape and name not in self._engine.id_limits
+    ]
 
   def order(self, step: int) -> order.Order:
     """Returns the examples of the global batch of a step, from 0."""
@@ -148,7 +171,7 @@ def make_train(
     cfg, seed=seed, rows=placement.rows, pp_modules=pp_modules
   )
   prefetch = settings.whole_number(cfg, "prefetch", 2, least=0)
-  train_input = TrainInput(engine, placement, schedule, prefetch)
+  train_input = TrainInput(engine, placement, schedule, prefetch, cfg.path)
   # Hosts may read separate copies, which must hold the same data.
   process.require_equal(
     f"the data of {cfg.path}",

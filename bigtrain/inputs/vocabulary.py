@@ -1,10 +1,18 @@
-"""Vocabulary sizes of an input, and their check against the model."""
+"""Checks ids of an input: token ids and class numbers that a model can take.
 
-from collections.abc import Mapping
+A device does not refuse an id beyond a table: the result is NaN, or the
+embedding of another token. Ids are therefore checked on the host: at the start
+as far as the ops or the source know them, and in each batch.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from bigtrain.parts import ClassCount
 from bigtrain.pp import registry
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, DataError
 
 
 def sizes(op: registry.Op, source: Any) -> dict[str, int]:
@@ -14,29 +22,150 @@ def sizes(op: registry.Op, source: Any) -> dict[str, int]:
     op: composition of the preprocessing ops.
     source: a Source, or its class: some know their ids before they are opened.
   """
-  return {**getattr(source, "vocab_sizes", {}), **op.vocab_sizes}
+  known = {
+    name: source.vocab_sizes[feature]
+    for name, feature in _unchanged(op, getattr(source, "vocab_sizes", {}))
+  }
+  return {**known, **op.vocab_sizes}
 
 
 def check(
   input_sizes: Mapping[str, int], model_sizes: Mapping[str, int], path: str
 ) -> None:
-  """Checks before anything compiles that the model has an embedding per id.
-
-  On a device, looking up an id beyond the vocabulary is not an error: the
-  result is NaN or the embedding of another token.
+  """Checks before anything compiles that the model can take the largest ids.
 
   Args:
     input_sizes: {feature: largest id + 1} of an input.
-    model_sizes: {feature: vocabulary size} of the model.
+    model_sizes: {feature: number of ids that the model can take}.
     path: location of the input in the config.
 
   Raises:
-    ConfigError: an id of the input is beyond the model's vocabulary.
+    ConfigError: an id of the input is beyond the model's vocabulary or classes.
   """
   for name, size in input_sizes.items():
-    if size > model_sizes.get(name, size):
+    limit = model_sizes.get(name, size)
+    if size <= limit:
+      continue
+    if isinstance(limit, ClassCount):
       raise ConfigError(
-        f"{path}: the ids of {name!r} go up to {size - 1}, but the model's "
-        f"vocabulary has {model_sizes[name]} entries: give config.model a "
-        f"vocabulary of at least {size}, or use the model's own tokenizer."
+        f"{path}: the class numbers of {name!r} go up to {size - 1}, but "
+        f"{limit.key}={limit} allows 0 to {limit - 1}: the model needs {size} "
+        "classes, or the labels are wrong."
       )
+    raise ConfigError(
+      f"{path}: the ids of {name!r} go up to {size - 1}, but the model's "
+      f"vocabulary has {limit} entries: give config.model a "
+      f"vocabulary of at least {size}, or use the model's own tokenizer."
+    )
+
+
+def check_parts(
+  parts: Sequence[Any],
+  spec: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+  model_sizes: Mapping[str, int],
+  negative: Iterable[str],
+  path: str,
+) -> None:
+  """Checks all that is known about an input's ids before its first batch.
+
+  Args:
+    parts: the engine's sources with their ops.
+    spec: {feature: (dtype, shape)} of an example.
+    model_sizes: {feature: number of ids that the model can take}.
+    negative: features whose negative values mean "no label".
+    path: location of the input in the config.
+
+  Raises:
+    ConfigError: a feature of another type than integers, or ids that the model
+      cannot take.
+    DataError: the source knows an example whose id the model cannot take.
+  """
+  for name, size in model_sizes.items():
+    if name not in spec:
+      continue
+    dtype, shape = spec[name]
+    if dtype.kind not in "iu" and not (isinstance(size, ClassCount) and shape):
+      kind = "class numbers" if isinstance(size, ClassCount) else "ids"
+      raise ConfigError(
+        f"{path}.pp: feature {name!r} is {dtype}, but {kind} are integers; "
+        f"cast('int32', key={name!r}) converts them."
+      )
+  for part in parts:
+    ids = getattr(part.source, "ids", {})
+    for name, feature in _unchanged(part.op, ids):
+      if name in spec and name in model_sizes and not spec[name][1]:
+        size, may_be_negative = model_sizes[name], name in negative
+        row = find_invalid(ids[feature], size, may_be_negative)
+        if row is not None:
+          where = part.source.where(row)
+          raise invalid(
+            part.key, where, name, ids[feature][row], size, may_be_negative
+          )
+    known = sizes(part.op, part.source)
+    check({n: known[n] for n in known if n in spec}, model_sizes, path)
+
+
+def find_invalid(
+  values: np.ndarray, size: int, negative: bool = False
+) -> int | None:
+  """Returns the first row with an id outside of [0, size), or None.
+
+  Args:
+    values: integers [B, ...].
+    size: number of ids.
+    negative: whether negative ids are allowed.
+  """
+  if not values.size:
+    return None
+  if values.dtype.kind == "u" or negative:
+    highest = values.max()
+  else:
+    # As unsigned numbers, negative ones are large: one pass instead of two.
+    highest = values.view(values.dtype.str.replace("i", "u")).max()
+  if highest < size:
+    return None
+  wrong = (values >= size) | ((values < 0) & (not negative))
+  if not wrong.any():
+    return None
+  return int(np.argmax(wrong.reshape(len(values), -1).any(axis=1)))
+
+
+def invalid(
+  key: str,
+  where: str,
+  name: str,
+  values: Any,
+  size: int,
+  negative: bool = False,
+) -> DataError:
+  """Returns the error for an example with an id outside of [0, size).
+
+  Args:
+    key: location of the source in the config.
+    where: file and position of the example.
+    name: name of the feature.
+    values: the example's ids; the message names the first wrong one.
+    size: number of ids.
+    negative: whether negative ids are allowed.
+  """
+  flat = np.ravel(values)
+  value = flat[(flat >= size) | ((flat < 0) & (not negative))][0]
+  if isinstance(size, ClassCount):
+    return DataError(
+      f"{key}: {where}: the class number {name!r} is {value}, but "
+      f"{size.key}={size} allows 0 to {size - 1}."
+    )
+  return DataError(
+    f"{key}: {where}: {name!r} contains the id {value}, but the model's "
+    f"vocabulary has {size} entries, 0 to {size - 1}."
+  )
+
+
+def _unchanged(
+  op: registry.Op, features: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+  """Returns (feature after the ops, the source's feature with its ids)."""
+  if op.origins is None:
+    return []
+  origins = {name: name for name in features} | op.origins
+  return [(n, origin) for n, origin in origins.items() if origin in features]

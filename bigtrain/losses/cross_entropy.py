@@ -1,8 +1,9 @@
 """Cross-entropy of each example in float32; the caller weights and reduces.
 
 Axes: C classes; `...` any leading axes. Labels are class numbers [...] or class
-probabilities [..., C], such as one-hot vectors or mixtures of them. An invalid
-class number gives NaN, also in padding.
+probabilities [..., C], such as one-hot vectors or mixtures of them. The input
+refuses class numbers outside of [0, C) if the task declares C (inputs/
+vocabulary.py); here such a number gives NaN, also in padding.
 """
 
 from typing import Any

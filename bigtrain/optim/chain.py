@@ -158,8 +158,8 @@ def make(cfg: Config, params_shapes: Any, units: Units) -> Optimizer:
 def read(cfg: Config, params_shapes: Any, units: Units) -> Recipe:
   """Reads the optimizer's keys; see `make`."""
   names = trees.names(params_shapes)
-  lr = settings.check_number("config.lr", cfg["lr"], least=0)
-  wd = settings.check_number("config.wd", cfg.get("wd", 0.0), least=0)
+  lr = settings.check_number(f"{cfg.path}.lr", cfg["lr"], least=0)
+  wd = settings.check_number(f"{cfg.path}.wd", cfg.get("wd", 0.0), least=0)
   coupling = cfg.get("wd_coupling", "schedule")
   if coupling not in _COUPLINGS:
     hint = settings.did_you_mean(str(coupling), _COUPLINGS)

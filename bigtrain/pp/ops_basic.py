@@ -318,7 +318,7 @@ def reshape(
         f"{tuple(x.shape[len(lead) :])} into {tuple(shape)}."
       ) from e
 
-  return dual(fn, key, key_result)
+  return dual(fn, key, key_result)._replace(origins={key_result or key: key})
 
 
 @registry.register("cast")
@@ -339,7 +339,7 @@ def cast(dtype: str, key: str = "image", key_result: str | None = None) -> Op:
     arrays.require_kind(x, "biuf", "cast", "numbers")
     return arrays.cast(x, dtype)
 
-  return dual(fn, key, key_result)
+  return dual(fn, key, key_result)._replace(origins={key_result or key: key})
 
 
 @registry.register("keep")
@@ -350,7 +350,7 @@ def keep(*keys: str) -> Op:
   def fn(features, u):
     return {key: features[key] for key in keys}
 
-  return Op(fn, batched=True, reads=keys)
+  return Op(fn, batched=True, reads=keys, origins={})
 
 
 @registry.register("drop")
@@ -361,7 +361,7 @@ def drop(*keys: str) -> Op:
   def fn(features, u):
     return {k: v for k, v in features.items() if k not in keys}
 
-  return Op(fn, batched=True, reads=keys)
+  return Op(fn, batched=True, reads=keys, origins={})
 
 
 def _require_keys(keys: tuple[str, ...]) -> None:
@@ -372,4 +372,4 @@ def _require_keys(keys: tuple[str, ...]) -> None:
 @registry.register("copy")
 def copy(src: str, dst: str) -> Op:
   """Copies feature `src` to the name `dst`."""
-  return dual(lambda x, u: x, src, dst)
+  return dual(lambda x, u: x, src, dst)._replace(origins={dst: src})

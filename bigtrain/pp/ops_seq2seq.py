@@ -260,7 +260,13 @@ def _objective(
     rest = {n: x for n, x in features.items() if n not in _WINDOW_FEATURES}
     return {**rest, **new}
 
-  return Op(fn, draws=length, batched=True, reads=("targets",))
+  return Op(
+    fn,
+    draws=length,
+    batched=True,
+    reads=("targets",),
+    origins=dict.fromkeys(names) | {"inputs": "targets", "targets": "targets"},
+  )
 
 
 def _segments(features: dict[str, Any]) -> Any:

@@ -182,7 +182,7 @@ def strfmt(template: str, key_result: str = "text") -> Op:
       text = tf.strings.join([piece for pair in pairs for piece in pair])
     return {**features, key_result: text}
 
-  return Op(fn, batched=True, reads=names)
+  return Op(fn, batched=True, reads=names, origins={key_result: None})
 
 
 def _parts(template: str) -> list[tuple[bytes, str | None]]:

@@ -62,6 +62,8 @@ class Op(NamedTuple):
       a model with a smaller vocabulary is refused before there is data.
     fingerprints: {file: hash of its content} of the files that the op reads, so
       that a run does not resume with different files.
+    origins: {feature that the op sets: feature from which its ids come, or None
+      for new values}. The other features stay as they are. None if unknown.
   """
 
   fn: Callable[[Features, Any], Features]
@@ -72,6 +74,7 @@ class Op(NamedTuple):
   name: str = ""
   vocab_sizes: dict[str, int] = {}
   fingerprints: dict[str, str] = {}
+  origins: dict[str, str | None] | None = None
 
 
 Factory = Callable[..., Op]
@@ -154,7 +157,7 @@ def on_feature(
   def apply(features: Features, u: Any) -> Features:
     return {**features, result: fn(features[key], u)}
 
-  return Op(apply, reads=(key,), **properties)
+  return Op(apply, reads=(key,), origins={result: None}, **properties)
 
 
 def compose(ops: Sequence[Op]) -> Op:
@@ -190,7 +193,21 @@ def compose(ops: Sequence[Op]) -> Op:
     name="|".join(op.name for op in ops),
     vocab_sizes={k: n for op in ops for k, n in op.vocab_sizes.items()},
     fingerprints={k: x for op in ops for k, x in op.fingerprints.items()},
+    origins=_origins(ops),
   )
+
+
+def _origins(ops: Sequence[Op]) -> dict[str, str | None] | None:
+  """Returns the origins of features after all ops; None if one is unknown."""
+  result: dict[str, str | None] = {}
+  for op in ops:
+    if op.origins is None:
+      return None
+    result |= {
+      name: None if source is None else result.get(source, source)
+      for name, source in op.origins.items()
+    }
+  return result
 
 
 def missing_feature(

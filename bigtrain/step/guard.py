@@ -251,9 +251,19 @@ def explain(
   ids = ", ".join(map(str, order.index[:8]))
   more = ", ..." if len(order.index) > 8 else ""
   first = train_input.where(int(order.source[0]), int(order.index[0]))
+  advice = "config.nonfinite='skip' would skip such steps."
+  if np.isnan(loss) and train_input.unlimited:
+    # The model declares no limit for these. An id beyond it is a mistake in
+    # the config or the data, which skipping would only hide.
+    values = jax.device_get(
+      {name: batch[name] for name in train_input.unlimited}
+    )
+    ranges = ", ".join(
+      f"{name!r} from {x.min()} to {x.max()}" for name, x in values.items()
+    )
+    advice = f"Check that the model can take the batch's integers: {ranges}."
   return NotFinite(
     f"step {step} is not finite: loss {np.float32(loss)}, gradients that are "
     f"not finite: {where}; examples {ids}{more} (the first is {first}). No "
-    "checkpoint contains this step; config.nonfinite='skip' would skip such "
-    "steps."
+    f"checkpoint contains this step. {advice}"
   )

@@ -28,6 +28,12 @@ def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   return {"image": batch["image"]}
 
 
+def class_counts(model: Any) -> dict[str, int]:
+  """Returns the model's number of classes by feature, if it has a head."""
+  size = getattr(model, "num_classes", None)
+  return {"labels": size} if size else {}
+
+
 def mixup(
   rng: jax.Array, image: jax.Array, alpha: float
 ) -> tuple[jax.Array, jax.Array]:

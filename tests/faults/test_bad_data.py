@@ -25,7 +25,10 @@ def test_no_example_can_be_made(program, workdir, tmp_path):
   train = program_lib.digits()["train"]
   train["label"] += 10  # Not one of ten classes.
   program_lib.write_data(tmp_path / "data", train=train)
-  for skip_errors, words in ((0, 'op "onehot'), (1000, "none of 100 ")):
+  for skip_errors, words in (
+    (0, 'op "onehot'),
+    (1000, "so are 99 replacements"),
+  ):
     change = f"input.skip_errors={skip_errors}"
     process = program.start(workdir, change, data=tmp_path / "data")
     assert process.wait(120) == 2, process.text()
@@ -147,5 +150,6 @@ def test_a_file_cut_between_two_records(program, workdir, prepared):
   os.truncate(path, record_starts(path)[-2])
   process = program.run(workdir, *changes, code=2)
   last = process.last_line()
-  assert f"{path.name}: has 79 records, but dataset_info.json says 80" in last
+  expected = "79 records; expected 80, as in dataset_info.json"
+  assert f"{path.name}: {expected}" in last
   assert not workdir.exists()

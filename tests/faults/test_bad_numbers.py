@@ -64,7 +64,7 @@ def test_rollback(program, tmp_path, data):
   workdir = tmp_path / "run"
   process = program.run(workdir, *options, "stop_at_steps=7", data=data)
   assert (
-    "ROLLING BACK to step 3; the batches of steps 4 to 5 are passed over."
+    "ROLLING BACK to step 3, skipping the batches of steps 4 to 5."
     in process.text()
   )
   # A later start does not use these batches either.
@@ -120,7 +120,7 @@ def test_skips_are_bounded(program, workdir, tmp_path):
   options = (*IN_ORDER, "nonfinite=skip", "max_nonfinite=2")
   process = program.run(workdir, *options, data=tmp_path / "bad", code=1)
   assert process.last_line() == (
-    "error: NotFinite: 3 steps were not finite and skipped, more than "
+    "error: NotFinite: skipped 3 steps that were not finite, more than "
     "config.max_nonfinite=2; the first was step 4."
   )
   assert_finite(workdir)

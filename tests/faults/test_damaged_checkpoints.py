@@ -41,7 +41,7 @@ def check_refused(program, workdir, *words, code=1, changes=()):
   for word in words:
     assert str(word) in process.text(), f"{word}:\n{process.text()}"
   assert "error: " in process.text()
-  assert "resumed" not in process.text()
+  assert "resumed from" not in process.text()
   assert content(workdir) == before
   return process
 
@@ -107,7 +107,7 @@ def test_a_missing_array_and_a_missing_manifest_are_named(program, trained):
   assert "array 'ema/head/" in last and str(folder) in last
   path_of(trained, 6, "manifest.json").unlink()
   last = check_refused(program, trained).last_line()
-  assert f"{path_of(trained, 6)}: no checkpoint" in last
+  assert f"{path_of(trained, 6)}: not a checkpoint" in last
   # If none is intact, the fallback does not start from scratch either.
   flip(path_of(trained, 4, "manifest.json"))
   check_refused(program, trained, changes=["ckpt_fallback=True"])

@@ -149,6 +149,8 @@ def test_links_out_of_the_workdir_are_not_followed(
   link = path_of(workdir, 2).with_name(name)
   link.symlink_to(outside)
   process = program.run(workdir, code=1)
-  assert f"{link}: is a symbolic link; it is not followed." in process.last_line()
+  assert (
+    f"{link}: is a symbolic link; it is not followed." in process.last_line()
+  )
   assert os.listdir(outside / "params") == ["zarr.json"]
   assert link.is_symlink()

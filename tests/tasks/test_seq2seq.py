@@ -103,7 +103,7 @@ def test_packed_and_unpacked_have_the_same_loss_and_gradients(model, variables):
   together, together_grads = loss_and_grads(packed)
   np.testing.assert_allclose(together, apart, rtol=1e-5)
   jax.tree.map(
-    # But for the distances: they are the same inside of a document.
+    # Packing keeps the distances inside a document.
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
     together_grads,
     apart_grads,

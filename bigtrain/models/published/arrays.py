@@ -35,7 +35,7 @@ def resample_posemb(
 ) -> np.ndarray:
   """Resamples position embeddings bilinearly to another grid of patches.
 
-  Pixel centres are aligned and smaller grids are antialiased, so an embedding
+  Patch centres are aligned and smaller grids are antialiased, so an embedding
   keeps its place in the image.
 
   Args:

@@ -120,7 +120,7 @@ def load(
 def export(
   model: Any, shapes: Mapping[str, Sequence[int]], layout: str
 ) -> tuple[dict[str, Any], list[layouts.Tensor]]:
-  """Returns the contents of a published folder, for tools/published.py.
+  """Returns the contents of a published folder, for tools/published_export.py.
 
   Args:
     model: the decoder.

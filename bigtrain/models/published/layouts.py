@@ -165,7 +165,7 @@ def _stack(parts: Sequence[Any]) -> LazyStack | None:
 
 
 class Tensor(NamedTuple):
-  """One array of an exported file, written by tools/published.py.
+  """One array of an exported file, written by tools/published_export.py.
 
   Attributes:
     name: published name.
@@ -208,7 +208,7 @@ def check_model(
 def export(
   layout: str, table: Table, shapes: Mapping[str, Sequence[int]]
 ) -> list[Tensor]:
-  """Returns the arrays of a published file, for tools/published.py.
+  """Returns the arrays of a published file, for tools/published_export.py.
 
   Args:
     layout: name of the layout, for messages.

@@ -131,7 +131,7 @@ _NO_CAPACITY = 2**30
 def export(
   model: Any, shapes: Mapping[str, Sequence[int]], layout: str
 ) -> tuple[dict[str, Any], list[layouts.Tensor]]:
-  """Returns the contents of a published folder, for tools/published.py.
+  """Returns the contents of a published folder, for tools/published_export.py.
 
   Args:
     model: the T5.

@@ -4,5 +4,4 @@ import sys
 
 from bigtrain.tools.plan import plan
 
-if __name__ == "__main__":
-  sys.exit(plan.main())
+sys.exit(plan.main())

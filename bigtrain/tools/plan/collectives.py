@@ -1,16 +1,17 @@
-"""What a program sends over the network, read from its text.
+"""Reads from the text of a compiled program what it sends over the network.
 
-XLA's partitioner turns the program of all devices into that of one of them,
-and decides there which collectives it needs. Here they are counted as often as
-they run: one inside of a scan over 32 layers 32 times.
+XLA's partitioner turns the program of all devices into the program of one
+device, and inserts the collectives. This module counts how often each of them
+runs in a step: one in a scan over 32 layers counts 32 times.
 
-The text is that which the partitioner leaves (`--xla_dump_hlo_pass_re=
-spmd-partitioning`). What a backend makes of it later differs: the CPU's sends
-float32 in place of bfloat16, the TPU's cuts gathers into permutes that run
-beside the product they are for. The bytes to be sent are those of the text.
+The text is the partitioner's output (`--xla_dump_hlo_pass_re=
+spmd-partitioning`). Later passes differ between backends: the CPU's send
+float32 in place of bfloat16, and the TPU's split gathers into permutes that
+overlap with matrix products.
 
-The partitioner has no reduce-scatter. It adds up whole arrays and keeps a
-slice, which GPU and TPU compilers turn into one; so that is how it is counted.
+The partitioner emits no reduce-scatter. It emits an all-reduce and a slice,
+which GPU and TPU compilers fuse into a reduce-scatter, so this module counts
+that pair as a reduce-scatter.
 """
 
 import collections
@@ -34,20 +35,20 @@ _OTHER_NAMES = {
 }
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32}
-# What an array passes through on its way without being changed.
-_PASSES = {"bitcast", "convert", "copy", "reshape", "transpose"}
+# Ops that keep the values of an array.
+_UNCHANGED = {"bitcast", "convert", "copy", "reshape", "transpose"}
 
 
 class Collective(NamedTuple):
-  """Like collectives of a program, all that run in one step.
+  """All collectives of one kind and group in a step of a program.
 
   Attributes:
     kind: one of KINDS.
-    group_size: devices that take part in each of them.
-    stride: from one of these devices to the next, by number.
-    runs: how often one of them runs.
-    nbytes: of the whole arrays, all of them together: what an all-gather
-      returns, a reduce-scatter takes, and the others take and return.
+    group_size: number of devices in a group.
+    stride: difference between the numbers of neighbouring devices in a group.
+    runs: number of executions per step.
+    nbytes: bytes per step of the whole arrays: the outputs of all-gathers, the
+      inputs of reduce-scatters, either for the other kinds.
   """
 
   kind: str
@@ -58,16 +59,17 @@ class Collective(NamedTuple):
 
   @property
   def sent_bytes(self) -> float:
-    """Bytes that each device sends; see `sent_fraction`."""
+    """Bytes that each device sends per step; see `sent_fraction`."""
     return self.nbytes * sent_fraction(self.kind, self.group_size)
 
 
 def sent_fraction(kind: str, group_size: int) -> float:
-  """Bytes that a device sends, and receives, for each byte of the array.
+  """Bytes that a device sends, and receives, per byte of the array.
 
-  In a ring of n devices, a gather or a scatter passes each of the n parts but
-  one's own, so (n - 1) / n of the array; an all-reduce does one and then the
-  other (Patarasuk and Yuan 2009, doi.org/10.1016/j.jpdc.2008.09.002).
+  In a ring of n devices, each device passes on n - 1 of the n parts of a
+  gather or scatter: (n - 1) / n of the array. An all-reduce is a scatter
+  followed by a gather (Patarasuk and Yuan 2009,
+  doi.org/10.1016/j.jpdc.2008.09.002).
   """
   if group_size < 2:
     return 0.0
@@ -78,12 +80,12 @@ def sent_fraction(kind: str, group_size: int) -> float:
 
 
 class Program(NamedTuple):
-  """What is found in a program's text.
+  """Collectives of a program.
 
   Attributes:
-    collectives: sorted, most bytes first.
-    unknown_loops: loops with collectives in them whose number of rounds is
-      not in the text; they are counted as one round.
+    collectives: sorted by nbytes, largest first.
+    unknown_loops: number of loops that contain collectives and whose trip count
+      is not in the text; these collectives count once.
   """
 
   collectives: list[Collective]
@@ -91,46 +93,45 @@ class Program(NamedTuple):
 
 
 def read(text: str) -> Program:
-  """The collectives of a program.
+  """Returns the collectives of a program.
 
   Args:
-    text: as jax.stages.Compiled.as_text returns it.
+    text: HLO, as jax.stages.Compiled.as_text returns it.
   """
   module = _Module(text)
-  found: collections.Counter[tuple[Any, ...]] = collections.Counter()
+  nbytes: collections.Counter[tuple[Any, ...]] = collections.Counter()
   runs: collections.Counter[tuple[Any, ...]] = collections.Counter()
   unknown = 0
-  for computation, times, loops in module.walk():
+  for computation, times, guessed in module.walk():
     has_any = False
     for op in computation.values():
       kind = _kind(op)
       if kind is None:
         continue
       size, stride = _groups(op.attributes, module.num_devices)
-      nbytes = _array_bytes(kind, op, computation, size)
-      if size < 2 or not nbytes:
+      op_bytes = _array_bytes(kind, op, computation, size)
+      if size < 2 or not op_bytes:
         continue
       has_any = True
       if kind == "all-reduce" and _sliced(op.name, computation, size):
         kind = "reduce-scatter"
-      found[kind, size, stride] += times * nbytes
+      nbytes[kind, size, stride] += times * op_bytes
       runs[kind, size, stride] += times
-    unknown += has_any and loops
-  collected = [
-    Collective(kind, size, stride, runs[kind, size, stride], nbytes)
-    for (kind, size, stride), nbytes in found.items()
+    unknown += has_any and guessed
+  merged = [
+    Collective(*key, runs[key], key_bytes) for key, key_bytes in nbytes.items()
   ]
-  return Program(sorted(collected, key=lambda c: -c.nbytes), unknown)
+  return Program(sorted(merged, key=lambda c: -c.nbytes), unknown)
 
 
-def to_json(found: list[Collective]) -> list[dict[str, Any]]:
-  """As JSON has it; `from_json` reads it."""
-  return [c._asdict() for c in found]
+def to_json(collectives: list[Collective]) -> list[dict[str, Any]]:
+  """Converts to a value of JSON, for `from_json`."""
+  return [c._asdict() for c in collectives]
 
 
-def from_json(found: list[dict[str, Any]]) -> list[Collective]:
-  """What `to_json` wrote."""
-  return [Collective(**c) for c in found]
+def from_json(values: list[dict[str, Any]]) -> list[Collective]:
+  """Inverse of `to_json`."""
+  return [Collective(**value) for value in values]
 
 
 class _Op(NamedTuple):
@@ -150,7 +151,7 @@ _NAME = re.compile(r"%?([\w.\-]+)\s*$")
 
 
 class _Module:
-  """A program's computations, by name."""
+  """Parsed computations of a program, by name."""
 
   def __init__(self, text: str):
     self._computations: dict[str, _Computation] = {}
@@ -158,7 +159,7 @@ class _Module:
     partitions = re.search(r"\bnum_partitions=(\d+)", text)
     replicas = re.search(r"\breplica_count=(\d+)", text)
     self.num_devices = math.prod(
-      int(found[1]) for found in (partitions, replicas) if found
+      int(match[1]) for match in (partitions, replicas) if match
     )
     current: _Computation = {}
     for line in text.splitlines():
@@ -171,50 +172,52 @@ class _Module:
         current[result[1]] = _parse(result[1], result[2])
 
   def walk(self) -> Iterator[tuple[_Computation, int, bool]]:
-    """(computation, how often it runs, whether that is a guess) of all."""
-    waiting = [(self._entry, 1, False)]
-    while waiting:
-      name, times, guessed = waiting.pop()
+    """Yields (computation, number of runs, whether that is a guess)."""
+    stack = [(self._entry, 1, False)]
+    while stack:
+      name, times, guessed = stack.pop()
       computation = self._computations.get(name, {})
       yield computation, times, guessed
       for op in computation.values():
         rounds = self._rounds(op) if op.opcode == "while" else 1
         for callee in _callees(op):
-          waiting.append(
+          stack.append(
             (callee, times * (rounds or 1), guessed or rounds is None)
           )
 
   def _rounds(self, op: _Op) -> int | None:
-    """How often a loop runs: as it is told, or from a scan's condition."""
-    told = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', op.attributes)
-    if told:
-      return int(told[1])
+    """Trip count of a loop from its annotation or condition, or None."""
+    match = re.search(
+      r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', op.attributes
+    )
+    if match:
+      return int(match[1])
     condition = self._computations.get(_called(op, "condition"), {})
     last = next(reversed(condition.values()), None)
     if last is None or "direction=LT" not in last.attributes:
       return None
     limit = condition.get(last.operands[1])
-    # Counters of scans begin at 0.
+    # Counters of scans start at 0.
     if limit is None or limit.opcode != "constant":
       return None
     return int(limit.operands[0])
 
 
 def _sliced(name: str, computation: _Computation, size: int) -> bool:
-  """Whether all that is used of a result is this device's part of it."""
+  """Whether every use of a result takes only this device's part of it."""
   users = [op for op in computation.values() if name in op.operands]
   for op in users:
     if op.opcode == "dynamic-slice" and op.operands[0] == name:
       whole = _type_bytes(computation[name].type)
       if _type_bytes(op.type) * size > whole:
         return False
-    elif op.opcode not in _PASSES or not _sliced(op.name, computation, size):
+    elif op.opcode not in _UNCHANGED or not _sliced(op.name, computation, size):
       return False
   return bool(users)
 
 
 def _parse(name: str, text: str) -> _Op:
-  """The op of `text`: TYPE opcode(operands), attributes."""
+  """Parses "TYPE opcode(operands), attributes"."""
   if text.startswith("("):
     end = _closing(text, 0) + 1
   else:
@@ -224,14 +227,14 @@ def _parse(name: str, text: str) -> _Op:
   close = _closing(rest, begin)
   operands = []
   for part in _split(rest[begin + 1 : close]):
-    found = _NAME.search(part)
-    if found:
-      operands.append(found[1])
+    match = _NAME.search(part)
+    if match:
+      operands.append(match[1])
   return _Op(name, kind, rest[:begin], operands, rest[close + 1 :])
 
 
 def _closing(text: str, start: int) -> int:
-  """Where the parenthesis that opens at `start` closes."""
+  """Index of the parenthesis that closes the one at `start`."""
   depth = 0
   for i in range(start, len(text)):
     depth += (text[i] == "(") - (text[i] == ")")
@@ -241,7 +244,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-  """Splits at commas that are in no bracket."""
+  """Splits at commas outside of brackets."""
   parts, depth, begin = [], 0, 0
   for i, letter in enumerate(text):
     depth += (letter in "([{") - (letter in ")]}")
@@ -252,16 +255,16 @@ def _split(text: str) -> list[str]:
 
 
 def _called(op: _Op, attribute: str) -> str:
-  found = re.search(rf"\b{attribute}=%?([\w.\-]+)", op.attributes)
-  return found[1] if found else ""
+  match = re.search(rf"\b{attribute}=%?([\w.\-]+)", op.attributes)
+  return match[1] if match else ""
 
 
 def _callees(op: _Op) -> list[str]:
-  """Names of the computations that an op runs."""
+  """Names of the computations that an op calls."""
   if op.opcode == "conditional":
-    found = re.search(r"branch_computations=\{([^}]*)\}", op.attributes)
-    if found:
-      return [n.strip().lstrip("%") for n in found[1].split(",")]
+    match = re.search(r"branch_computations=\{([^}]*)\}", op.attributes)
+    if match:
+      return [n.strip().lstrip("%") for n in match[1].split(",")]
     names: tuple[str, ...] = ("true_computation", "false_computation")
   elif op.opcode == "while":
     names = ("body", "condition")
@@ -273,7 +276,7 @@ def _callees(op: _Op) -> list[str]:
 
 
 def _kind(op: _Op) -> str | None:
-  if op.opcode.endswith("-done"):  # Counted where it starts.
+  if op.opcode.endswith("-done"):  # Counted at its start.
     return None
   name = op.opcode.removesuffix("-start")
   name = _OTHER_NAMES.get(name, name)
@@ -303,23 +306,23 @@ def _type_bytes(text: str) -> int:
 
 
 def _groups(attributes: str, num_devices: int) -> tuple[int, int]:
-  """(devices, stride) of the first of the groups that an op runs in."""
-  if found := _MESH.search(attributes):
-    names = re.findall(r"'(\w+)'=", found["sizes"])
-    sizes = [int(n) for n in re.findall(r"=(\d+)", found["sizes"])]
-    ids = _iota(found["ids"] or f"[{math.prod(sizes)}]").reshape(sizes)
-    own = re.findall(r"'(\w+)'", found["axes"])
-    at = tuple(slice(None) if name in own else 0 for name in names)
-    return _of_ids(ids[at].ravel().tolist())
-  if found := _IOTA.search(attributes):
-    groups = _iota(found["ids"]).reshape(_ints(found["shape"]))
-    return _of_ids(groups[0].tolist())
-  if found := _PAIRS.search(attributes):
-    pairs = [_ints(pair) for pair in re.findall(r"\d+,\d+", found[1])]
-    steps = [abs(a - b) for a, b in pairs if a != b]
-    return (len(pairs), min(steps)) if steps else (1, 1)
-  found = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
-  return _of_ids(_ints(found[1])) if found else (num_devices, 1)
+  """(size, stride) of the first group of devices of an op."""
+  if match := _MESH.search(attributes):
+    names = re.findall(r"'(\w+)'=", match["sizes"])
+    sizes = [int(n) for n in re.findall(r"=(\d+)", match["sizes"])]
+    ids = _iota(match["ids"] or f"[{math.prod(sizes)}]").reshape(sizes)
+    group_axes = re.findall(r"'(\w+)'", match["axes"])
+    index = tuple(slice(None) if name in group_axes else 0 for name in names)
+    return _size_and_stride(ids[index].ravel().tolist())
+  if match := _IOTA.search(attributes):
+    groups = _iota(match["ids"]).reshape(_ints(match["shape"]))
+    return _size_and_stride(groups[0].tolist())
+  if match := _PAIRS.search(attributes):
+    pairs = [_ints(pair) for pair in re.findall(r"\d+,\d+", match[1])]
+    strides = [abs(a - b) for a, b in pairs if a != b]
+    return (len(pairs), min(strides)) if strides else (1, 1)
+  match = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
+  return _size_and_stride(_ints(match[1])) if match else (num_devices, 1)
 
 
 # mesh['axis_0'=1,'axis_1'=8,'axis_2'=8], device_ids=([8,8]T(1,0)) {'axis_1'}
@@ -335,7 +338,7 @@ _IOTA = re.compile(
 
 
 def _iota(text: str) -> np.ndarray:
-  """Device numbers as "[8,8]T(1,0)" has them: counted, then transposed."""
+  """Device numbers that "[8,8]T(1,0)" stands for: an iota, transposed."""
   dims, _, order = text.partition("T")
   sizes = _ints(dims.strip("[]"))
   ids = np.arange(math.prod(sizes)).reshape(sizes)
@@ -346,5 +349,5 @@ def _ints(text: str) -> list[int]:
   return [int(n) for n in text.split(",") if n]
 
 
-def _of_ids(ids: list[int]) -> tuple[int, int]:
+def _size_and_stride(ids: list[int]) -> tuple[int, int]:
   return len(ids), abs(ids[1] - ids[0]) if len(ids) > 1 else 1

@@ -1,19 +1,20 @@
-"""How long a step takes on some hardware, from what a program does and sends.
+"""Estimates the time of a step from the FLOPs and traffic of a program.
 
   compute    = executed FLOPs / (devices * peak * efficiency)
   network    = sum over collectives of hardware.seconds
-  a step     = the larger of both, if all of it overlaps, or
-               their sum, if nothing does
+  step       = the larger of both, with perfect overlap, or
+               their sum, without overlap
 
-The formulae of the `formula` entry need no compiler. With S parameters that
-are split over `fsdp`, b bytes of the compute type, m microbatches, F the size
-of `fsdp` and R that of `replica`, each device sends
+The entry `formula` needs no compiler. With S parameters that are sharded over
+`fsdp`, b bytes per element of the compute dtype, m microbatches, and a mesh of
+R replicas x F, each device sends per step
 
   all-gather       2 m b S (F-1)/F         weights, forward and backward
   reduce-scatter   m b S (F-1)/F           gradients
-  all-reduce       2 m b S/F (R-1)/R       its part of them, over replicas
+  all-reduce       2 m b S/F (R-1)/R       its shard of the gradients
 
-They leave out what is added up whole, such as gradients of embeddings.
+The formulae omit gradients that are summed unsharded, such as those of
+embeddings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,8 @@ from typing import Any
 from bigtrain.tools.plan import collectives
 from bigtrain.tools.plan import hardware as hardware_lib
 
-# Of the peak, by matrix products as large as those of models that are worth a
-# cluster; what published runs reach where the network is no limit.
+# Fraction of the peak that large matrix products reach, as in published runs
+# that the network does not limit.
 EFFICIENCY = 0.6
 
 _BYTES = {"bfloat16": 2, "float16": 2}
@@ -35,23 +36,27 @@ def row(
   hardware: hardware_lib.Hardware,
   efficiency: float = EFFICIENCY,
 ) -> dict[str, Any]:
-  """Everything about one mesh, as JSON has it.
+  """Returns all figures of one mesh, as a value of JSON.
 
   Args:
-    facts: of footprint.measure, with the program's memory, model_flops, and
-      devices, replica, fsdp, batch_size, microbatches.
-    config: the model's dtype is read from it.
-    hardware: see hardware.TABLE.
-    efficiency: share of the peak that matrix products reach.
+    facts: figures of the program: those of footprint.measure, and memory,
+      model_flops, collectives, devices, replica, fsdp, batch_size and
+      microbatches.
+    config: config of the run, with the model's dtype.
+    hardware: an entry of hardware.TABLE.
+    efficiency: fraction of the peak that matrix products reach.
 
   Returns:
-    The facts, and: peak_bytes, fits; sent_bytes {kind: of each device a step};
-    formula {kind: the same}; secs {compute, link, network, overlapped,
-    in_turn}; and of a step that overlaps: examples_per_sec, tokens_per_sec,
-    mfu.
+    The facts and
+    peak_bytes: peak memory of a device;
+    memory_fraction: peak_bytes over the memory of a device;
+    fits: whether that is at most 1;
+    sent_bytes: {kind: bytes that each device sends per step};
+    formula: the same by the formulae above;
+    secs: {"compute", "link", "network", "overlapped", "in_turn"};
+    examples_per_sec, tokens_per_sec, mfu: with perfect overlap.
   """
   devices, memory = facts["devices"], facts["memory"]
-  found = collectives.from_json(facts["collectives"])
   peak_bytes = (
     memory["argument_bytes"]
     + memory["output_bytes"]
@@ -59,16 +64,16 @@ def row(
     + memory["temporary_bytes"]
   )
   sent = dict.fromkeys(collectives.KINDS, 0.0)
-  link = network = waits = 0.0
-  for one in found:
-    sent[one.kind] += one.sent_bytes
-    costs = hardware_lib.seconds(one, hardware)
-    link += costs.link_secs
-    network += costs.network_secs
-    waits += costs.secs
+  link = network = communication = 0.0
+  for collective in collectives.from_json(facts["collectives"]):
+    sent[collective.kind] += collective.sent_bytes
+    time = hardware_lib.seconds(collective, hardware)
+    link += time.link_secs
+    network += time.network_secs
+    communication += time.secs
   peak = devices * hardware.peak_flops
   compute = facts["executed_flops"] / (peak * efficiency)
-  step = max(compute, waits)
+  step = max(compute, communication)
   examples_per_sec = facts["batch_size"] / step
   tokens = facts["tokens_per_example"]
   return {
@@ -83,7 +88,7 @@ def row(
       "link": link,
       "network": network,
       "overlapped": step,
-      "in_turn": compute + waits,
+      "in_turn": compute + communication,
     },
     "examples_per_sec": examples_per_sec,
     "tokens_per_sec": tokens and examples_per_sec * tokens,
@@ -94,38 +99,42 @@ def row(
 def formula(
   facts: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, float]:
-  """Bytes that each device sends in a step, by the formulae above."""
-  width = _BYTES.get(config.get("model", {}).get("dtype", "float32"), 4)
-  sharded, times = facts["sharded_parameters"], facts["microbatches"]
+  """Returns {kind: bytes that each device sends per step} by the formulae."""
+  itemsize = _BYTES.get(config.get("model", {}).get("dtype", "float32"), 4)
   fsdp, replica = facts["fsdp"], facts["replica"]
-  passes = times * width * sharded
+  nbytes = facts["microbatches"] * itemsize * facts["sharded_parameters"]
   return {
-    "all-gather": 2 * passes * (fsdp - 1) / fsdp,
-    "reduce-scatter": passes * (fsdp - 1) / fsdp,
-    "all-reduce": 2 * passes / fsdp * (replica - 1) / replica,
+    "all-gather": 2 * nbytes * (fsdp - 1) / fsdp,
+    "reduce-scatter": nbytes * (fsdp - 1) / fsdp,
+    "all-reduce": 2 * nbytes / fsdp * (replica - 1) / replica,
   }
 
 
-def alike(
+def basis(
   compiled: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]
 ) -> Mapping[str, Any] | None:
-  """The largest mesh that `mesh` can be extrapolated from, if there is one.
+  """Returns the facts to extrapolate to `mesh` from, or None.
 
   Args:
-    compiled: facts; smaller meshes first.
+    compiled: facts of compiled meshes, smaller ones first.
     mesh: devices, replica, fsdp, batch_size and microbatches.
   """
 
-  def shape(of: Mapping[str, int]) -> tuple[Any, ...]:
-    at_once = of["batch_size"] / (of["devices"] * of["microbatches"])
-    return at_once, of["replica"] > 1, of["fsdp"] > 1
+  def traits(of: Mapping[str, int]) -> tuple[Any, ...]:
+    per_device = of["batch_size"] / (of["devices"] * of["microbatches"])
+    return per_device, of["replica"] > 1, of["fsdp"] > 1
 
-  found = [one for one in compiled if shape(one) == shape(mesh)]
-  return found[-1] if found else None
+  similar = [facts for facts in compiled if traits(facts) == traits(mesh)]
+  return similar[-1] if similar else None
 
 
 def compare(guess: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-  """Relative errors of an extrapolated row about a mesh that was compiled."""
+  """Returns relative errors of an extrapolated row.
+
+  Args:
+    guess: the extrapolated row.
+    row: the row of the same mesh, compiled.
+  """
   sent = [sum(r["sent_bytes"].values()) for r in (guess, row)]
   return {
     "memory": guess["peak_bytes"] / row["peak_bytes"] - 1,
@@ -136,47 +145,47 @@ def compare(guess: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
 def extrapolate(
   compiled: Mapping[str, Any], mesh: Mapping[str, int]
 ) -> dict[str, Any]:
-  """Facts about a mesh that was not compiled, from those of a smaller one.
+  """Returns facts about a mesh that was not compiled, from a smaller mesh.
 
-  With the same examples on a device at a time, what a collective sends does
-  not depend on how many devices there are: its groups grow, it runs once for
-  each microbatch, and a device's part of what is split over `fsdp` is so many
-  times smaller. So is the state. Temporaries stay as they are.
+  With the same number of examples per device and microbatch, a collective moves
+  the same arrays on any number of devices: its groups grow, and it runs once
+  per microbatch. Arrays that are sharded over `fsdp`, among them the state,
+  shrink with the size of `fsdp`. Temporary memory stays the same.
 
   Args:
-    compiled: see `alike`.
+    compiled: facts of the smaller mesh; see `basis`.
     mesh: devices, replica, fsdp, batch_size and microbatches.
   """
   devices = mesh["devices"]
-  times = mesh["microbatches"] / compiled["microbatches"]
-  finer = mesh["fsdp"] / compiled["fsdp"]
-  found = []
+  microbatch_ratio = mesh["microbatches"] / compiled["microbatches"]
+  fsdp_ratio = mesh["fsdp"] / compiled["fsdp"]
+  batch_ratio = mesh["batch_size"] / compiled["batch_size"]
+  scaled = []
   for one in collectives.from_json(compiled["collectives"]):
     if one.group_size == compiled["devices"] and compiled["replica"] > 1:
-      group, stride, share = devices, 1, 1.0
+      group, stride, shrinkage = devices, 1, 1.0
     elif one.stride == compiled["fsdp"] > 1:
-      group, stride, share = mesh["replica"], mesh["fsdp"], finer
+      group, stride, shrinkage = mesh["replica"], mesh["fsdp"], fsdp_ratio
     elif compiled["fsdp"] > 1:
-      group, stride, share = mesh["fsdp"], 1, 1.0
+      group, stride, shrinkage = mesh["fsdp"], 1, 1.0
     else:
-      group, stride, share = devices, 1, 1.0
-    found.append(
+      group, stride, shrinkage = devices, 1, 1.0
+    scaled.append(
       one._replace(
         group_size=group,
         stride=stride,
-        runs=round(one.runs * times),
-        nbytes=round(one.nbytes * times / share),
+        runs=round(one.runs * microbatch_ratio),
+        nbytes=round(one.nbytes * microbatch_ratio / shrinkage),
       )
     )
-  state = {n: x / finer for n, x in compiled["state_bytes"].items()}
-  less = sum(compiled["state_bytes"].values()) - sum(state.values())
+  state = {n: x / fsdp_ratio for n, x in compiled["state_bytes"].items()}
+  saved = sum(compiled["state_bytes"].values()) - sum(state.values())
   memory = {
     **compiled["memory"],
-    "argument_bytes": compiled["memory"]["argument_bytes"] - less,
-    "output_bytes": compiled["memory"]["output_bytes"] - less,
-    "alias_bytes": compiled["memory"]["alias_bytes"] - less,
+    "argument_bytes": compiled["memory"]["argument_bytes"] - saved,
+    "output_bytes": compiled["memory"]["output_bytes"] - saved,
+    "alias_bytes": compiled["memory"]["alias_bytes"] - saved,
   }
-  more = mesh["batch_size"] / compiled["batch_size"]
   return {
     **compiled,
     **mesh,
@@ -184,8 +193,8 @@ def extrapolate(
     "state_bytes": state,
     "memory": memory,
     "batch_bytes": compiled["batch_bytes"]
-    * (more * compiled["devices"] / devices),
-    "collectives": collectives.to_json(found),
-    "model_flops": compiled["model_flops"] * more,
-    "executed_flops": compiled["executed_flops"] * more,
+    * (batch_ratio * compiled["devices"] / devices),
+    "collectives": collectives.to_json(scaled),
+    "model_flops": compiled["model_flops"] * batch_ratio,
+    "executed_flops": compiled["executed_flops"] * batch_ratio,
   }

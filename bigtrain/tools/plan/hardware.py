@@ -1,8 +1,8 @@
-"""What vendors publish of accelerators and the networks between them.
+"""Published figures of accelerators and the networks between them.
 
-Bandwidths are bytes per second in one direction: data sheets state the sum of
-both for NVLink and for the TPUs' interconnect, and bits for networks. The
-peaks of the matrix units are in flops.py.
+Bandwidths are in bytes per second and in one direction. Data sheets state the
+sum of both directions for NVLink and the TPUs' interconnect, and bits per
+second for networks. Peaks of the matrix units are in reports/flops.py.
 """
 
 from typing import NamedTuple
@@ -15,18 +15,19 @@ _GIB = 2**30
 
 
 class Hardware(NamedTuple):
-  """An accelerator and how it is connected.
+  """An accelerator and its connections.
 
   Attributes:
-    device_kind: as jax calls it, for flops.peak_flops.
-    memory_bytes: of a device.
-    link_bandwidth: of a device, to those of its domain: NVLink, ICI.
-    domain: devices that are connected like this: a server, a pod.
-    network_bandwidth: of a device, to those of other domains; None where
-      it is not published.
-    source: where the figures are published.
-    chips: the name that libtpu has for it, None for what is no TPU.
-    axes: of the mesh or torus that the links make.
+    device_kind: jax's name of the device, for flops.peak_flops.
+    memory_bytes: memory of a device.
+    link_bandwidth: bandwidth from a device to the others of its domain (NVLink
+      or ICI), in bytes per second.
+    domain: number of devices connected by such links: a server or a pod.
+    network_bandwidth: bandwidth from a device to other domains, in bytes per
+      second; None if not published.
+    source: publication of the figures.
+    chips: libtpu's name of the device; None for GPUs.
+    axes: number of dimensions of the mesh or torus of links.
   """
 
   device_kind: str
@@ -40,7 +41,7 @@ class Hardware(NamedTuple):
 
   @property
   def peak_flops(self) -> float:
-    """FLOP/s of a device in bfloat16."""
+    """Peak FLOP/s of a device in bfloat16."""
     peak = flops.peak_flops(self.device_kind)
     assert peak is not None, self.device_kind
     return peak
@@ -96,28 +97,32 @@ TABLE: dict[str, Hardware] = {
 
 
 def find(name: str) -> Hardware:
-  """The hardware of that name.
+  """Returns an entry of TABLE.
 
   Raises:
-    ConfigError: the table has none.
+    ConfigError: unknown name.
   """
   if name not in TABLE:
-    hint = did_you_mean(name, TABLE) or f" There are: {', '.join(TABLE)}."
+    hint = did_you_mean(name, TABLE)
     raise ConfigError(f"--hardware={name}: unknown.{hint}")
   return TABLE[name]
 
 
 def topology(name: str, devices: int) -> str:
-  """What libtpu calls so many chips, such as "v5p:4x4x4".
+  """Returns libtpu's name of a slice, such as "v5p:4x4x4".
+
+  Args:
+    name: a key of TABLE.
+    devices: number of chips in the slice.
 
   Raises:
-    ConfigError: no TPU, or there is no such slice.
+    ConfigError: the hardware is not a TPU, or has no slice of that size.
   """
   target = find(name)
   if target.chips is None:
     tpus = [n for n, h in TABLE.items() if h.chips]
     raise ConfigError(
-      f"--compiler=tpu: --hardware={name} is no TPU; there are "
+      f"--compiler=tpu: --hardware={name} is not a TPU; expected one of "
       f"{', '.join(tpus)}."
     )
   if devices > target.domain or devices & (devices - 1):
@@ -126,18 +131,18 @@ def topology(name: str, devices: int) -> str:
       f"{target.domain}, one slice of {name}."
     )
   sizes = [1] * target.axes
-  while devices > 1:  # As near to a cube, or a square, as powers of two are.
+  while devices > 1:  # As close as possible to a cube or a square.
     sizes[sizes.index(min(sizes))] *= 2
     devices //= 2
   return f"{target.chips}:{'x'.join(map(str, sorted(sizes)))}"
 
 
-class Sent(NamedTuple):
-  """What a collective costs.
+class Seconds(NamedTuple):
+  """Time of a collective.
 
   Attributes:
-    link_secs: within a domain, all links busy.
-    network_secs: between domains.
+    link_secs: time of the links within a domain.
+    network_secs: time of the network between domains.
   """
 
   link_secs: float
@@ -145,32 +150,38 @@ class Sent(NamedTuple):
 
   @property
   def secs(self) -> float:
-    """Both go on at a time: the slower one counts."""
+    """The slower one: both transfer at the same time."""
     return max(self.link_secs, self.network_secs)
 
 
-def seconds(found: Collective, hardware: Hardware) -> Sent:
-  """How long a collective takes if every link runs at its published rate.
+def seconds(collective: Collective, hardware: Hardware) -> Seconds:
+  """Time of a collective at the published bandwidth of every link.
 
   A ring over n devices in domains of m passes S = bytes * (n - 1) / n through
-  each device (twice that for an all-reduce). Where it leaves a domain, S passes
-  over the network adapters of the m devices together. So
+  each device (twice that for an all-reduce). At the border of a domain, S
+  passes over the network adapters of its m devices together. So
 
     within a domain     S / link_bandwidth
     between domains     S / (m * network_bandwidth)
 
   Args:
-    found: see collectives.sent_fraction.
-    hardware: whose bandwidths to take.
+    collective: bytes, group size and stride.
+    hardware: the bandwidths.
+
+  Raises:
+    ConfigError: the group leaves a domain, and the bandwidth between domains
+      is not published.
   """
-  sent = found.sent_bytes
-  members = max(1, min(found.group_size, hardware.domain // found.stride))
-  inside = sent / hardware.link_bandwidth if members > 1 else 0.0
-  if members == found.group_size:
-    return Sent(inside, 0.0)
+  sent = collective.sent_bytes
+  members = max(
+    1, min(collective.group_size, hardware.domain // collective.stride)
+  )
+  link_secs = sent / hardware.link_bandwidth if members > 1 else 0.0
+  if members == collective.group_size:
+    return Seconds(link_secs, 0.0)
   if hardware.network_bandwidth is None:
     raise ConfigError(
-      f"--hardware: what connects more than {hardware.domain} of "
-      f"{hardware.device_kind} is not published."
+      f"--hardware: the bandwidth between more than {hardware.domain} devices "
+      f"of {hardware.device_kind} is not published."
     )
-  return Sent(inside, sent / (members * hardware.network_bandwidth))
+  return Seconds(link_secs, sent / (members * hardware.network_bandwidth))

@@ -1,31 +1,16 @@
-"""What a config takes on many devices, before anybody asks for them.
+"""Estimates what a config takes on many devices, without the devices.
 
   python -m bigtrain.tools.plan --config=configs/llama_8b.py \\
       --devices=8,64,512 --hardware=h100 --microbatch=1
 
-Each mesh is compiled: bigtrain.main itself builds the update, in a process of
-its own that simulates the devices, and nothing is allocated. What the compiled
-program holds and sends is read from it; what that takes on the hardware is
-reckoned from published figures (hardware.py, estimate.py). No data is needed:
-where it is read from files, examples of the same shapes are made up.
+For each mesh, bigtrain.main compiles the update in a process with simulated
+devices; no arrays are allocated. Memory and traffic are read from the compiled
+program. Times follow from published figures of the hardware (hardware.py,
+estimate.py). No data is needed: data that is read from files is replaced by
+made-up examples of the same shapes (placeholder_data.py). `--help` lists the
+options.
 
-  --devices       how many, with commas
-  --fsdp          ways the state is split, with commas, -1 for all devices;
-                  as the config says unless given
-  --hardware      see below
-  --microbatch    examples on a device at a time, or fewer where there are no
-                  more: sets config.microbatches
-  --features      what the data has, where that cannot be known without it:
-                  "image: jpeg[375,500,3]; label: int64", see data/synthetic.py
-  --num_examples  of an epoch of such data
-  --compile_up_to beyond so many devices, figures are extrapolated
-  --compiler      cpu; or tpu, which plans memory as the TPUs that are planned
-                  for do: takes minutes and the package libtpu, but no TPU
-  --efficiency    share of the peak that matrix products reach
-  --json          prints JSON
-  --config.KEY=VALUE as for bigtrain.main
-
-Exit codes: 0; 2 for a mistake in the config or the arguments; 1 for the rest.
+Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
 
 import argparse
@@ -46,19 +31,19 @@ from bigtrain.tools.plan import (
   collectives,
   estimate,
   hardware,
-  stand_ins,
+  placeholder_data,
   table,
 )
 
-# libtpu compiles for TPUs that are elsewhere if it does not look for any here.
+# libtpu can compile for absent TPUs if it does not search for local ones.
 _NO_TPU = {
   "JAX_PLATFORMS": "cpu",
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
 }
-# What XLA calls the text that is wanted.
+# Name of XLA's dump of the partitioned program.
 _PARTITIONED = re.compile(r"\.after_(\w+-)?spmd-partitioning\..*txt$")
-# The CPU backend takes devices with larger numbers for another process's.
+# The CPU backend assigns devices with larger numbers to another process.
 _MOST_SIMULATED = 2048
 
 
@@ -76,24 +61,26 @@ def plan(
   compiler: str = "cpu",
   efficiency: float = estimate.EFFICIENCY,
 ) -> list[dict[str, Any]]:
-  """Compiles a config on simulated meshes, and reckons what it takes.
+  """Compiles a config on simulated meshes and estimates memory and time.
 
   Args:
     config: "FILE.py" or "FILE.py:arguments".
-    devices: how many; one mesh for each, and for each of `fsdp`.
-    changes: to the config, as "mesh.fsdp=8".
-    fsdp: ways the state is split: -1 for all devices, None for what the
-      config says.
+    devices: numbers of devices; there is one mesh per pair of an entry of
+      `devices` and an entry of `fsdp`.
+    changes: changes of the config, such as "mesh.fsdp=8".
+    fsdp: sizes of the mesh axis `fsdp`: -1 for all devices, None for the size
+      in the config.
     hardware_name: a key of hardware.TABLE.
-    microbatch: examples on a device at a time, at most.
-    features: of the data, as data/synthetic.py has them.
-    num_examples: of an epoch.
-    compile_up_to: beyond so many devices, figures are extrapolated.
-    compiler: "cpu", or "tpu" for that of the TPUs that are planned for.
-    efficiency: share of the peak that matrix products reach.
+    microbatch: largest number of examples per device and microbatch.
+    features: features of the data, see placeholder_data.overrides.
+    num_examples: number of examples per epoch.
+    compile_up_to: largest number of devices to compile for; figures for more
+      devices are extrapolated.
+    compiler: "cpu", or "tpu" for the compiler of the planned TPUs.
+    efficiency: fraction of the peak that matrix products reach.
 
   Returns:
-    A row for each mesh; see estimate.row.
+    A row per mesh; see estimate.row.
 
   Raises:
     ConfigError: a mistake in the config or the arguments.
@@ -103,8 +90,11 @@ def plan(
   plain = settings.load(config)
   for change in changes:
     settings.override(plain, change)
-  common = [*changes, *stand_ins.stand_ins(plain, features, num_examples)]
-  common += [f"{key}=None" for key in plain if key.startswith("expect_")]
+  common = [
+    *changes,
+    *placeholder_data.overrides(plain, features, num_examples),
+    *[f"{key}=None" for key in plain if key.startswith("expect_")],
+  ]
   meshes = [
     [
       {**_mesh(plain, n, ways), **_batch(plain, n, microbatch)}
@@ -113,7 +103,8 @@ def plan(
     for ways in fsdp
   ]
   bases = [
-    _base(plain, some, ways, compile_up_to) for some, ways in zip(meshes, fsdp)
+    _base_meshes(plain, of_size, ways, compile_up_to)
+    for of_size, ways in zip(meshes, fsdp)
   ]
 
   def compiled(mesh: Mapping[str, int]) -> dict[str, Any]:
@@ -131,58 +122,58 @@ def plan(
     return estimate.row(facts, plain, target, efficiency)
 
   rows: list[dict[str, Any]] = []
-  for some, base in zip(meshes, bases):
+  for of_size, base in zip(meshes, bases):
     known: list[dict[str, Any]] = []
-    for mesh in some:
-      near = estimate.alike(known, mesh)
+    for mesh in of_size:
+      basis = estimate.basis(known, mesh)
       if mesh["devices"] <= compile_up_to:
         known.append(compiled(mesh))
         rows.append(row(known[-1]))
-        if near:
-          guess = row(estimate.extrapolate(near, mesh))
+        if basis:
+          guess = row(estimate.extrapolate(basis, mesh))
           rows[-1]["extrapolated"] = estimate.compare(guess, rows[-1])
         continue
-      if near is None:
-        near = compiled(base[mesh["devices"]])
-        known.append(near)
-      rows.append(row(estimate.extrapolate(near, mesh)))
+      if basis is None:
+        basis = compiled(base[mesh["devices"]])
+        known.append(basis)
+      rows.append(row(estimate.extrapolate(basis, mesh)))
   return rows
 
 
-def _base(
+def _base_meshes(
   config: Mapping[str, Any],
   meshes: Sequence[dict[str, int]],
   fsdp: int | None,
   compile_up_to: int,
 ) -> dict[int, dict[str, int]]:
-  """{devices: the mesh to extrapolate from} of those that are too large."""
-  found = {}
+  """{number of devices: mesh to extrapolate from} of meshes too large."""
+  bases = {}
   for mesh in meshes:
     devices = mesh["devices"]
     if devices <= compile_up_to:
       continue
-    fitting = [m["devices"] for m in meshes if m["devices"] <= compile_up_to]
-    number = max(fitting, default=compile_up_to)
+    compiled = [m["devices"] for m in meshes if m["devices"] <= compile_up_to]
+    number = max(compiled, default=compile_up_to)
     base = _mesh(config, number, fsdp)
     for axis in ("replica", "fsdp"):
       if (base[axis] > 1) != (mesh[axis] > 1):
         raise ConfigError(
-          f"--devices={devices}: cannot be extrapolated from {number}, where "
-          f"{axis} is {base[axis]}; add a number of devices, up to "
-          f"{compile_up_to}, that has both axes."
+          f"--devices={devices}: cannot be extrapolated from {number} devices, "
+          f"where {axis}={base[axis]}; add a number up to {compile_up_to} for "
+          "which both axes are above 1."
         )
-    found[devices] = {
+    bases[devices] = {
       **base,
       "batch_size": mesh["batch_size"] // devices * number,
       "microbatches": mesh["microbatches"],
     }
-  return found
+  return bases
 
 
 def _mesh(
   config: Mapping[str, Any], devices: int, fsdp: int | None
 ) -> dict[str, int]:
-  """{"devices": ..., "replica": ..., "fsdp": ...} of so many devices."""
+  """Returns {"devices": ..., "replica": ..., "fsdp": ...}."""
   sizes = {"replica": 1, "fsdp": -1, **config.get("mesh", {})}
   if fsdp is not None:
     sizes = {"replica": 1 if fsdp == -1 else -1, "fsdp": fsdp}
@@ -193,7 +184,7 @@ def _mesh(
   if sizes["replica"] * sizes["fsdp"] != devices:
     raise ConfigError(
       f"--devices={devices}: replica={sizes['replica']} x fsdp="
-      f"{sizes['fsdp']} are not {devices}; set --fsdp (-1: all of them)."
+      f"{sizes['fsdp']} is not {devices}; set --fsdp (-1 for all devices)."
     )
   return {"devices": devices, **sizes}
 
@@ -201,29 +192,30 @@ def _mesh(
 def _batch(
   config: Mapping[str, Any], devices: int, microbatch: int | None
 ) -> dict[str, int]:
-  """Batch and microbatches on so many devices; no device stays without."""
+  """Returns {"batch_size": ..., "microbatches": ...}, which divide evenly."""
   size = config["input"]["batch_size"]
-  if size % devices:  # Each device needs as many as the others.
+  if size % devices:
     size = max(1, round(size / devices)) * devices
   if microbatch is None:
     return {
       "batch_size": size,
       "microbatches": config.get("microbatches", 1),
     }
-  own = size // devices
-  at_once = max(n for n in range(1, min(own, microbatch) + 1) if own % n == 0)
-  return {"batch_size": size, "microbatches": own // at_once}
+  share = size // devices
+  largest = min(share, microbatch)
+  at_once = max(n for n in range(1, largest + 1) if share % n == 0)
+  return {"batch_size": size, "microbatches": share // at_once}
 
 
 def _compile(
   config: str, devices: int | str, changes: Sequence[str]
 ) -> dict[str, Any]:
-  """Facts about the update on devices that are not there.
+  """Compiles the update for absent devices; returns facts about it.
 
   Args:
-    config: as the user gave it.
-    devices: how many the CPU simulates, or TPUs as libtpu calls them.
-    changes: to the config.
+    config: "FILE.py" or "FILE.py:arguments".
+    devices: number of devices to simulate, or libtpu's name of a TPU slice.
+    changes: changes of the config.
   """
   simulated = devices if isinstance(devices, int) else 1
   with tempfile.TemporaryDirectory() as folder:
@@ -238,11 +230,11 @@ def _compile(
       *(sys.executable, "-m", "bigtrain.main"),
       *(f"--config={config}", f"--workdir={folder}"),
       *(f"--config.{change}" for change in changes),
-      # What comes from the cache leaves no text.
+      # A program from the cache leaves no dump.
       "--config.compile_cache=False",
       f"--config.compile_only={devices if devices != simulated else True}",
     ]
-    done = subprocess.run(
+    finished = subprocess.run(
       command,
       env={**os.environ, **_NO_TPU, "XLA_FLAGS": " ".join(flags)},
       stdout=subprocess.DEVNULL,
@@ -250,11 +242,12 @@ def _compile(
       text=True,
       check=False,
     )
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    if done.returncode == process.EXIT_CONFIG:
-      raise ConfigError(last.removeprefix("error: "))
-    if done.returncode:
-      raise RuntimeError(f"on {devices}: {last.removeprefix('error: ')}")
+    last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
+    last = last.removeprefix("error: ")
+    if finished.returncode == process.EXIT_CONFIG:
+      raise ConfigError(last)
+    if finished.returncode:
+      raise RuntimeError(f"--devices={devices}: compiling failed: {last}")
     written = record.read_json(os.path.join(folder, "run.json")) or {}
     (text,) = [name for name in os.listdir(texts) if _PARTITIONED.search(name)]
     with open(os.path.join(texts, text)) as file:
@@ -272,80 +265,116 @@ def _compile(
 
 
 class _Parser(argparse.ArgumentParser):
-  """Tells mistakes in one line."""
+  """Reports mistakes in one line."""
 
   def error(self, message: str) -> NoReturn:
     raise ConfigError(message)
 
 
 def _numbers(text: str) -> list[int]:
-  numbers = [int(n) for n in text.split(",")]
-  if not all(n > 0 for n in numbers):
-    raise ValueError
+  numbers = [int(n) if n.isdecimal() else 0 for n in text.split(",")]
+  if not all(numbers):
+    raise argparse.ArgumentTypeError(
+      f"{text!r}: expected positive whole numbers, such as 8 or 8,64."
+    )
   return numbers
 
 
 def _number(text: str) -> int:
-  (number,) = _numbers(text)
-  return number
+  if not text.isdecimal() or not int(text):
+    raise argparse.ArgumentTypeError(
+      f"{text!r}: expected a positive whole number."
+    )
+  return int(text)
 
 
-def _ways(text: str) -> list[int]:
+def _fsdp_sizes(text: str) -> list[int]:
   return [-1 if n == "-1" else _number(n) for n in text.split(",")]
 
 
-def _features_of(text: str) -> dict[str, str]:
+def _features(text: str) -> dict[str, str]:
   pairs = [item.partition(":") for item in text.split(";") if item.strip()]
   if not all(colon for _, colon, _ in pairs):
-    raise ValueError
+    raise argparse.ArgumentTypeError(
+      f"{text!r}: expected NAME: KIND[SHAPE]; ..., such as 'image: "
+      "jpeg[375,500,3]; label: int64'."
+    )
   return {name.strip(): kind.strip() for name, _, kind in pairs}
 
 
 def _parser() -> _Parser:
   parser = _Parser(
     prog="python -m bigtrain.tools.plan",
-    description="Memory, traffic and time of a config on many devices.",
+    description="Estimates memory, traffic and time of a config on many "
+    "devices, without the devices and without data.",
+    epilog="--config.KEY=VALUE changes the config, as for bigtrain.main.",
     allow_abbrev=False,
   )
   add = parser.add_argument
-  add("--config", required=True, help="FILE.py[:arguments]")
-  add("--devices", type=_numbers, default=[8, 64], help="8,64,512")
-  add("--fsdp", type=_ways, help="ways the state is split: 8,64; -1: all")
+  add("--config", required=True, help="FILE.py or FILE.py:arguments")
+  add(
+    "--devices",
+    type=_numbers,
+    default=[8, 64],
+    help="numbers of devices, such as 8,64,512 (default: 8,64)",
+  )
+  add(
+    "--fsdp",
+    type=_fsdp_sizes,
+    help="numbers of devices to shard the state over, such as 8,64; -1 for all "
+    "devices (default: mesh of the config)",
+  )
   add(
     "--hardware",
     default="h100",
-    help=f"one of {', '.join(hardware.TABLE)} (%(default)s)",
+    help=f"one of {', '.join(hardware.TABLE)} (default: %(default)s)",
   )
-  add("--microbatch", type=_number, help="examples on a device at a time")
   add(
-    "--features", type=_features_of, help='"image: jpeg[9,9,3]; label: int64"'
+    "--microbatch",
+    type=_number,
+    help="largest number of examples per device and microbatch; sets "
+    "config.microbatches (default: microbatches of the config)",
   )
-  add("--num_examples", type=int, default=1_000_000)
+  add(
+    "--features",
+    type=_features,
+    help="features of the data, if the config does not determine them, such as "
+    '"image: jpeg[375,500,3]; label: int64"; see data/synthetic.py',
+  )
+  add(
+    "--num_examples",
+    type=int,
+    default=1_000_000,
+    help="examples per epoch of data from files (default: %(default)s)",
+  )
   add(
     "--compile_up_to",
     type=int,
     default=_MOST_SIMULATED,
-    help="more devices than that are extrapolated (%(default)s)",
+    help="largest number of devices to compile for; figures for more devices "
+    "are extrapolated (default: %(default)s)",
   )
   add(
     "--compiler",
     choices=("cpu", "tpu"),
     default="cpu",
-    help="tpu: that of --hardware=tpu_..., from the package libtpu; slower, "
-    "and its memory is the real one",
+    help="tpu: the compiler of --hardware=tpu_..., from the package libtpu, "
+    "which needs no TPU; it takes minutes and gives the real memory (default: "
+    "%(default)s)",
   )
   add(
     "--efficiency",
     type=float,
     default=estimate.EFFICIENCY,
-    help="share of the peak that matrix products reach (%(default)s)",
+    help="fraction of the peak FLOP/s that matrix products reach (default: "
+    "%(default)s)",
   )
-  add("--json", action="store_true", help="print JSON")
+  add("--json", action="store_true", help="print JSON in place of a table")
   return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the command line; returns the exit code."""
+  """Runs the command; returns the exit code."""
   words = list(sys.argv[1:] if argv is None else argv)
   prefix = "--config."
   changes = [w.removeprefix(prefix) for w in words if w.startswith(prefix)]

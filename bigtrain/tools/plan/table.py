@@ -1,4 +1,4 @@
-"""A plan as a table for people: one column a mesh."""
+"""Prints a plan as a table with one column per mesh."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,19 +12,19 @@ _Row = Mapping[str, Any]
 def text(
   config: str, hardware_name: str, rows: Sequence[_Row], efficiency: float
 ) -> str:
-  """The table.
+  """Returns the table.
 
   Args:
-    config: what was planned.
+    config: "FILE.py" or "FILE.py:arguments".
     hardware_name: a key of hardware.TABLE.
-    rows: see estimate.row.
-    efficiency: that the rows were reckoned with.
+    rows: figures of each mesh; see estimate.row.
+    efficiency: fraction of the peak that the rows assume.
   """
   hardware = hardware_lib.find(hardware_name)
   first = rows[0]
   head = [
     f"{config} on {hardware_name}: {first['parameters']:,} parameters, "
-    f"{_gb(first['parameter_bytes'])} GB (a GB is 1e9 bytes).",
+    f"{_gb(first['parameter_bytes'])} GB (1 GB is 1e9 bytes).",
     "",
   ]
   lines: list[tuple[str, list[str]]] = []
@@ -35,44 +35,46 @@ def text(
   add("devices", lambda r: f"{r['devices']:,}")
   add("mesh, replica x fsdp", lambda r: f"{r['replica']} x {r['fsdp']}")
   add("figures", lambda r: r["figures"])
-  add("examples a step", lambda r: f"{r['batch_size']:,}")
+  add("examples per step", lambda r: f"{r['batch_size']:,}")
   add("microbatches", lambda r: f"{r['microbatches']:,}")
   add("", lambda r: "")
-  add("GB on each device", lambda r: "")
+  add("GB per device", lambda r: "")
   for name in first["state_bytes"]:
     if name != "step":
       add(f"  {name}", _nested("state_bytes", name))
   add("  batch", lambda r: _gb(r["batch_bytes"]))
   add("  temporary", lambda r: _gb(r["memory"]["temporary_bytes"]))
-  add("  at most, together", lambda r: _gb(r["peak_bytes"]))
+  add("  peak", lambda r: _gb(r["peak_bytes"]))
   capacity = _gb(hardware.memory_bytes)
   add(f"  of {capacity}", lambda r: _percent(r["memory_fraction"], r["fits"]))
   add("", lambda r: "")
-  add("GB sent by each device in a step", lambda r: "")
+  add("GB sent per device and step", lambda r: "")
   for kind in collectives.KINDS:
     if any(r["sent_bytes"][kind] or r["formula"].get(kind) for r in rows):
       add(f"  {kind}", _nested("sent_bytes", kind))
       if kind in first["formula"]:
         add("    by formula", _nested("formula", kind))
   add("", lambda r: "")
-  add("PFLOP a step, model", lambda r: f"{r['model_flops'] / 1e15:,.4g}")
-  add("PFLOP a step, executed", lambda r: f"{r['executed_flops'] / 1e15:,.4g}")
-  add("seconds a step", lambda r: "")
+  add("PFLOP per step, model", lambda r: f"{r['model_flops'] / 1e15:,.4g}")
+  add(
+    "PFLOP per step, executed", lambda r: f"{r['executed_flops'] / 1e15:,.4g}"
+  )
+  add("seconds per step", lambda r: "")
   add(f"  compute, {efficiency:.0%} of peak", _secs("compute"))
   add("  links within a domain", _secs("link"))
   add("  network between domains", _secs("network"))
-  add("  all, overlapping", _secs("overlapped"))
-  add("  all, in turn", _secs("in_turn"))
+  add("  total, overlapping", _secs("overlapped"))
+  add("  total, in turn", _secs("in_turn"))
   tokens = first["tokens_per_sec"] is not None
   speed = "tokens_per_sec" if tokens else "examples_per_sec"
   add(
-    "tokens a second" if tokens else "examples a second",
+    "tokens per second" if tokens else "examples per second",
     lambda r: f"{r[speed]:,.0f}",
   )
   add("MFU", lambda r: f"{r['mfu']:.0%}")
   if any("extrapolated" in row for row in rows):
     add("", lambda r: "")
-    add("off, if extrapolated from fewer devices", lambda r: "")
+    add("error if extrapolated from fewer devices", lambda r: "")
     add("  memory", _deviation("memory"))
     add("  sent", _deviation("sent"))
   return "\n".join([*head, *_aligned(lines), "", *_notes(hardware, rows)])
@@ -83,24 +85,23 @@ def _notes(hardware: hardware_lib.Hardware, rows: Sequence[_Row]) -> list[str]:
   if hardware.network_bandwidth:
     beyond = f", {hardware.network_bandwidth / 1e9:g} GB/s to other domains"
   notes = [
-    f"A domain is {hardware.domain} devices: "
-    f"{hardware.link_bandwidth / 1e9:g} GB/s from a device to the others in "
-    f"it{beyond}. "
-    f"Peak {hardware.peak_flops / 1e12:g} TFLOP/s. Source: {hardware.source}.",
+    f"A domain is {hardware.domain} devices. Bandwidth of a device: "
+    f"{hardware.link_bandwidth / 1e9:g} GB/s within its domain{beyond}. "
+    f"Peak: {hardware.peak_flops / 1e12:g} TFLOP/s. Source: {hardware.source}.",
   ]
   if not any(row["compiler"] == "tpu" for row in rows):
     notes.append(
-      "Temporaries are those of XLA's CPU compiler, which plans memory "
-      "otherwise than that of an accelerator."
+      "Temporary memory is planned by XLA's CPU compiler; compilers for "
+      "accelerators plan it differently."
     )
   if any(row["figures"] != "compiled" for row in rows):
     notes.append(
-      "Figures 'from' a number of devices are extrapolated from a program "
-      "that was compiled for so many."
+      "Figures 'from N' are extrapolated from a program that was compiled for "
+      "N devices."
     )
   if any(row["unknown_loops"] for row in rows):
     notes.append(
-      "Some loops do not say how often they run: what they send counts once."
+      "The trip count of some loops is unknown: their traffic counts once."
     )
   return notes
 
@@ -120,7 +121,7 @@ def _gb(nbytes: float) -> str:
 
 
 def _percent(fraction: float, fits: bool) -> str:
-  return f"{fraction:.0%}" + ("" if fits else ": too much")
+  return f"{fraction:.0%}" + ("" if fits else ": too large")
 
 
 def _nested(group: str, name: str) -> Callable[[_Row], str]:
@@ -131,6 +132,10 @@ def _deviation(name: str) -> Callable[[_Row], str]:
   return lambda row: (
     f"{row['extrapolated'][name]:+.1%}" if "extrapolated" in row else "-"
   )
+
+
+def _petaflop(name: str) -> Callable[[_Row], str]:
+  return lambda row: f"{row[name] / 1e15:,.4g}"
 
 
 def _secs(name: str) -> Callable[[_Row], str]:

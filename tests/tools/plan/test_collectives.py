@@ -1,4 +1,4 @@
-"""What programs send, against sizes worked out by hand."""
+"""Traffic of programs, compared with sizes calculated by hand."""
 
 import pathlib
 import tempfile
@@ -20,8 +20,8 @@ COLUMNS = PartitionSpec(None, "fsdp")
 
 
 @pytest.fixture(autouse=True)
-def nothing_comes_from_the_cache():
-  """What does leaves no text; tests that ran before may have set one."""
+def no_compile_cache():
+  """A program from the cache leaves no dump of its text."""
   folder = jax.config.jax_compilation_cache_dir
   jax.config.update("jax_compilation_cache_dir", None)
   compilation_cache.reset_cache()
@@ -31,7 +31,7 @@ def nothing_comes_from_the_cache():
 
 
 def partitioned(lowered):
-  """What a program sends, as XLA's partitioner leaves it."""
+  """Collectives of a program after XLA's partitioner."""
   with tempfile.TemporaryDirectory() as folder:
     lowered.compile(
       compiler_options={
@@ -43,7 +43,7 @@ def partitioned(lowered):
     return collectives.read(path.read_text())
 
 
-def found(fn, *specs, replica=1, out=None, dtype=jnp.float32):
+def traffic(fn, *specs, replica=1, out=None, dtype=jnp.float32):
   """{(kind, group size, stride): (count, bytes)}."""
   mesh = sharding.make_mesh(replica, -1)
   named = lambda spec: NamedSharding(mesh, spec)
@@ -64,14 +64,14 @@ def loss(x, w):
   return jnp.sum((x @ w) ** 2)
 
 
-def test_a_weight_that_is_split_is_gathered():
-  assert found(
+def test_a_sharded_weight_is_gathered():
+  assert traffic(
     lambda x, w: x @ w, ((ROWS, D), BATCH), ((D, F), COLUMNS), out=BATCH
   ) == {("all-gather", 8, 1): (1, D * F * 4)}
 
 
-def test_it_is_gathered_in_the_groups_of_fsdp():
-  assert found(
+def test_a_weight_is_gathered_within_the_groups_of_fsdp():
+  assert traffic(
     lambda x, w: x @ w,
     ((ROWS, D), BATCH),
     ((D, F), COLUMNS),
@@ -80,34 +80,34 @@ def test_it_is_gathered_in_the_groups_of_fsdp():
   ) == {("all-gather", 4, 1): (1, D * F * 4)}
 
 
-def test_the_gradient_of_a_whole_weight_is_added_up():
-  assert found(
+def test_the_gradient_of_an_unsharded_weight_is_all_reduced():
+  assert traffic(
     jax.grad(loss, argnums=1), ((ROWS, D), BATCH), ((D, F), WHOLE), out=WHOLE
   ) == {("all-reduce", 8, 1): (1, D * F * 4)}
 
 
-def test_a_loop_counts_as_often_as_it_runs():
+def test_collectives_of_a_loop_count_once_per_iteration():
   def layers(x, w_NDD):
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w_NDD)[0]
 
   split = PartitionSpec(None, None, "fsdp")
   for depth in (3, 5):
-    assert found(
+    assert traffic(
       layers, ((ROWS, D), BATCH), ((depth, D, D), split), out=BATCH
     ) == {("all-gather", 8, 1): (depth, depth * D * D * 4)}
 
 
-def test_the_slice_of_a_sum_is_a_reduce_scatter():
-  sums = found(
+def test_the_slice_of_an_all_reduce_is_a_reduce_scatter():
+  sums = traffic(
     jax.grad(loss, argnums=1), ((ROWS, D), BATCH), ((D, F), WHOLE), out=COLUMNS
   )
   assert sums == {("reduce-scatter", 8, 1): (1, D * F * 4)}
 
 
 @pytest.mark.slow
-def test_a_vit_sends_weights_and_no_activations():
-  # Nothing says how activations lie, unless the model does; XLA would split
-  # them like the weights and add up pieces of each product.
+def test_a_vit_sends_weights_but_no_activations():
+  # Without constraints of the model on activations, XLA would shard them like
+  # the weights and sum up partial products.
   model = vit.Model(
     width=64,
     depth=2,
@@ -131,7 +131,7 @@ def test_a_vit_sends_weights_and_no_activations():
     program = partitioned(jax.jit(fn, out_shardings=out).lower(params, x))
   nbytes = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(params))
   sent = sum(c.nbytes for c in program.collectives)
-  # Gathered twice, summed once; one activation would be twice as much again.
+  # Two gathers and one sum; a single activation would add twice the weights.
   assert 2 * nbytes < sent < 3.5 * nbytes
 
 
@@ -189,13 +189,13 @@ replica_groups=[8,2]<=[16], to_apply=%add
 """
 
 
-def test_forms_that_other_backends_write():
+def test_text_of_other_backends():
   program = collectives.read(GPU)
-  told = {
+  merged = {
     (c.kind, c.group_size, c.stride, c.runs, c.nbytes)
     for c in program.collectives
   }
-  assert told == {
+  assert merged == {
     ("reduce-scatter", 8, 1, 1, 64 * 32 * 4),
     ("all-gather", 4, 4, 3 * 7, 3 * 7 * 64 * 8 * 2),
     ("collective-permute", 2, 8, 1, 8),
@@ -220,12 +220,13 @@ def test_forms_that_other_backends_write():
     ("collective-permute", 100),
   ],
 )
-def test_what_a_ring_sends(kind, sent):
+def test_bytes_sent_in_a_ring(kind, sent):
   one = collectives.Collective(kind, 4, 1, runs=1, nbytes=100)
   assert one.sent_bytes == sent
   assert one._replace(group_size=1).sent_bytes == 0
 
 
-def test_json_and_back():
-  found = collectives.read(GPU).collectives
-  assert collectives.from_json(collectives.to_json(found)) == found
+def test_json_round_trip():
+  original = collectives.read(GPU).collectives
+  copy = collectives.from_json(collectives.to_json(original))
+  assert copy == original

@@ -1,35 +1,35 @@
-"""Exports parameters in the layouts that models are published in.
+"""Exports parameters in the layouts in which models are published.
 
-A model's module says how, by a function
+The module of a model defines its layouts by a function
 
   to_published(model, shapes, layout) -> (config, [Tensor, ...])
 
-from the model, {name: shape} of its parameters and the layout's name to what
-config.json is to hold and to the arrays of the file; see `Tensor`.
+Its arguments are the model, {name: shape} of its parameters and the name of the
+layout; it returns the content of config.json and the arrays of the file.
 """
 
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from bigtrain import settings
 from bigtrain.checkpoints import folders, integrity, safetensors_files
 from bigtrain.checkpoints.manifest import CheckpointError, Manifest
 from bigtrain.settings import ConfigError
+from bigtrain.tools import saved_model
 
 
 class Tensor(Protocol):
-  """One array of the file.
+  """An array of the exported file.
 
   Attributes:
-    name: there.
-    shape: there.
-    parts: (parameter's name, index into it) of what it is made of.
-    build: makes it of these parts.
+    name: name in the file.
+    shape: shape in the file.
+    parts: (name, index) of the slices of parameters that it is built from.
+    build: function from these slices to the array.
   """
 
   name: str
@@ -43,14 +43,14 @@ def export(
 ) -> tuple[int, int]:
   """Writes model.safetensors and config.json into a folder.
 
-  One array of the file is in memory at a time.
+  Holds one array of the file in memory at a time.
 
   Args:
     path: a checkpoint or a workdir.
-    out: the folder; made if it is not there.
-    layout: such as "gpt2", as the model's module knows it.
-    prefix: which tree of the checkpoint: "params" or "ema".
-    step: of the workdir; the newest unless given.
+    out: folder to write to; created if missing.
+    layout: name of a layout of the model, such as "gpt2".
+    prefix: tree of the checkpoint: "params" or "ema".
+    step: step of the workdir's checkpoint; the newest unless given.
 
   Returns:
     (number of arrays, bytes of the file).
@@ -68,7 +68,7 @@ def export(
   problems = integrity.inspect(directory, manifest, names)
   if problems:
     raise CheckpointError(f"{directory}: damaged: {problems[0]}")
-  module, model = model_of(manifest, directory)
+  module, model = saved_model.build(manifest, directory)
   if not hasattr(module, "to_published"):
     raise ConfigError(
       f"--layout={layout}: the model of {directory} has no published layout."
@@ -83,11 +83,11 @@ def export(
 
   os.makedirs(out, exist_ok=True)
   specs = {t.name: (t.shape, dtype) for t in tensors}
-  # A folder that is cut short must not look like a model.
+  # An interrupted export must not look like a model.
   with tempfile.TemporaryDirectory(dir=out) as tmp:
     weights = os.path.join(tmp, safetensors_files.MODEL)
     values = _values(directory, manifest, tensors, prefix)
-    # transformers wants to know which library's layout it is.
+    # transformers requires the framework of the layout.
     safetensors_files.write(weights, specs, values, {"format": "pt"})
     with open(os.path.join(tmp, "config.json"), "w") as f:
       json.dump(config, f, indent=2)
@@ -102,33 +102,10 @@ def _values(
 ) -> Iterator[np.ndarray]:
   for tensor in tensors:
     parts = [(prefix + name, index) for name, index in tensor.parts]
-    found = list(integrity.read(directory, manifest, parts))
-    value = tensor.build(found)
+    slices = list(integrity.read(directory, manifest, parts))
+    value = tensor.build(slices)
     if tuple(value.shape) != tuple(tensor.shape):
-      raise ValueError(f"{tensor.name}: {value.shape} is not {tensor.shape}")
+      raise ValueError(
+        f"{tensor.name}: expected shape {tensor.shape}, got {value.shape}"
+      )
     yield value
-
-
-class Run(NamedTuple):
-  """The parts of a run that its checkpoint remembers by name."""
-
-  module: Any
-  model: Any
-
-
-def model_of(manifest: Manifest, directory: str) -> Run:
-  """(module, model) that the checkpoint's config names.
-
-  Raises:
-    ConfigError: the checkpoint does not say, or there is no such model.
-  """
-  # Imports jax, which `checkpoint show` does without.
-  from bigtrain import parts as parts_lib
-
-  config = manifest.host_state.config
-  if not config or "model_name" not in config:
-    raise ConfigError(f"{directory}: does not say of which model it is.")
-  module = parts_lib.find_module("models", config["model_name"], "model_name")
-  options = config.get("model", {})
-  settings.check_kwargs(module.Model, options, "config.model")
-  return Run(module, module.Model(**options))

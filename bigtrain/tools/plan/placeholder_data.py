@@ -1,12 +1,12 @@
-"""Made-up data in place of that which a config names, to plan without it."""
+"""Replaces the data of a config by made-up data, to plan without data."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.data.formats import windows
 
-# What the data sets have that are read from such files: pictures, their
-# labels, and captions. An op that wants something else says so.
+# Features of common image data sets. Preprocessing ops report others that they
+# need.
 _USUAL_FEATURES = {
   "image": "jpeg[375,500,3]",
   "label": "int64",
@@ -17,39 +17,41 @@ _USUAL_FEATURES = {
 _FROM_FILES = ("tfds", "image_folder")
 
 
-def stand_ins(
+def overrides(
   config: Mapping[str, Any],
   features: Mapping[str, str] | None,
   num_examples: int,
 ) -> list[str]:
-  """Changes to a config: made-up data in place of files, and no evaluations.
+  """Returns "key=value" for the keys of a config that need data.
+
+  Data that is read from files becomes made-up data of the same shapes; other
+  data stays. Evaluations, hooks and wandb are removed.
 
   Args:
-    config: plain.
-    features: of the data, as data/synthetic.py has them; those that such data
-      usually has, unless given.
-    num_examples: of an epoch.
-
-  Returns:
-    "key=value" of each change. Data that is not read from files is left.
+    config: config as a plain dict.
+    features: {name: "KIND[SHAPE]"} of the data, see data/synthetic.py; usual
+      ones unless given.
+    num_examples: number of examples per epoch.
   """
   entries = {"input.data": config["input"].get("data")}
   for name, entry in config["input"].get("mixture", {}).items():
     entries[f"input.mixture.{name}.data"] = entry.get("data")
   changes = []
   for key, data in entries.items():
-    found = features or (_features(data) if data else None)
-    if found:
+    made_up_features = features or (_features(data) if data else None)
+    if made_up_features:
       made_up = dict(
-        type="synthetic", features=dict(found), num_examples=num_examples
+        type="synthetic",
+        features=dict(made_up_features),
+        num_examples=num_examples,
       )
       changes.append(f"{key}={made_up!r}")
-  nothing: Any = {"evals": {}, "hooks": {}, "wandb": {}}
-  return changes + [f"{k}={v}" for k, v in nothing.items() if config.get(k)]
+  removed: Any = {"evals": {}, "hooks": {}, "wandb": {}}
+  return changes + [f"{k}={v}" for k, v in removed.items() if config.get(k)]
 
 
 def _features(data: Mapping[str, Any]) -> dict[str, str] | None:
-  """What a source of the config would give; None for those that are opened."""
+  """Features of a source that reads files; None for other sources."""
   kind = data.get("type")
   if kind in _FROM_FILES:
     return _USUAL_FEATURES

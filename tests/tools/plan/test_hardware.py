@@ -1,0 +1,20 @@
+"""The table of hardware."""
+
+import pytest
+
+from bigtrain.settings import ConfigError
+from bigtrain.tools.plan import hardware
+
+
+def test_names_of_tpu_slices():
+  assert hardware.topology("tpu_v5p", 8) == "v5p:2x2x2"
+  assert hardware.topology("tpu_v5p", 256) == "v5p:4x8x8"
+  assert hardware.topology("tpu_v6e", 128) == "v6e:8x16"
+  for number in (512, 12):
+    with pytest.raises(ConfigError, match="power of two up to 256"):
+      hardware.topology("tpu_v6e", number)
+
+
+def test_every_device_has_a_peak():
+  for name, one in hardware.TABLE.items():
+    assert one.peak_flops > 1e14, name
