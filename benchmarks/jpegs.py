@@ -1,4 +1,4 @@
-"""A ViT on JPEGs, and the JPEGs: as large as photographs, and as hard to read.
+"""Config of a ViT on JPEGs, and JPEGs with the size and detail of photographs.
 
 --config=benchmarks/jpegs.py:folder=/tmp/x,variant=Ti/32,size=224,batch_size=16
 """
@@ -55,20 +55,20 @@ def write(
   width: int = 500,
   num_bytes: int = 64_000,
 ) -> list[str]:
-  """Writes images into a folder for each class, and index.jsonl beside them.
+  """Writes images in one folder per class, and index.jsonl.
 
-  They are noise whose spectrum falls off like that of photographs, coded at
-  the quality that gives the first of them about `num_bytes`.
+  The images are noise with the spectrum of photographs, encoded at the quality
+  that gives the first one about `num_bytes`.
 
   Args:
-    folder: is there already.
-    number: of images.
-    height: in pixels.
-    width: in pixels.
-    num_bytes: of each, about.
+    folder: existing folder.
+    number: number of images.
+    height: height in pixels.
+    width: width in pixels.
+    num_bytes: approximate size of an image.
 
   Returns:
-    The paths of the images.
+    Paths of the images.
   """
   import tensorflow as tf
 
@@ -98,12 +98,12 @@ def write(
 def _photograph(
   rng: np.random.Generator, height: int, width: int
 ) -> np.ndarray:
-  """Noise as uint8 [height, width, 3], of amplitude 1 / frequency."""
+  """Returns noise of amplitude 1 / frequency, uint8 [height, width, 3]."""
   noise = np.fft.rfft2(rng.normal(size=(3, height, width)))
   y, x = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None]
   noise /= np.maximum(np.hypot(y, x), 1 / max(height, width))
   image = np.fft.irfft2(noise, s=(height, width))
-  # The colours of neighbouring pixels differ less than their brightness.
+  # Colours vary less between neighbouring pixels than brightness.
   image = image[:1] + 0.3 * image[1:2] * np.array([[[1]], [[0]], [[-1]]])
   image = 127 + 50 * (image - image.mean()) / image.std()
   return np.clip(image, 0, 255).astype(np.uint8).transpose(1, 2, 0)

@@ -1,7 +1,7 @@
-"""What the machine can do at best, measured in the same run as the rest.
+"""Limits of the machine, measured in the same run as the other figures.
 
-Matrix products, copies within memory and from the device, writes to the disk.
-What it can do with JPEGs is measured beside the input, in input_rate.py.
+These are the rates of matrix products, of copies within memory and from the
+device, and of writes to disk. input_rate.py measures the rate of JPEGs.
 """
 
 import os
@@ -16,7 +16,7 @@ from benchmarks import measure
 
 
 def main() -> None:
-  """Prints a rate for each."""
+  """Prints the rates."""
   args = measure.arguments(__doc__)
   mib = 8 if args.quick else 256
   with tempfile.TemporaryDirectory() as folder:
@@ -31,14 +31,14 @@ def main() -> None:
       "copy from device to host, GB/s": device_copy(mib),
       "write and sync to disk, GB/s": disk_write(mib, folder),
     }
-    found = measure.interleave(calls, args.repeats)
-  for name, rates in found.items():
+    rates_by_name = measure.interleave(calls, args.repeats)
+  for name, rates in rates_by_name.items():
     name, unit = name.rsplit(", ", 1)
     measure.report(0, f"limit: {name}", rates, unit=unit)
 
 
 def matrix_product(dtype: jnp.dtype, quick: bool) -> Callable[[], float]:
-  """A function that returns GFLOP/s of a large product on one device."""
+  """Returns a function that measures GFLOP/s of a product on one device."""
   on_cpu = jax.devices()[0].platform == "cpu"
   size = 256 if quick else 2048 if on_cpu else 8192
   repeats = 1 if on_cpu else 20
@@ -58,7 +58,7 @@ def matrix_product(dtype: jnp.dtype, quick: bool) -> Callable[[], float]:
 
 
 def memory_copy(mib: int) -> Callable[[], float]:
-  """A function that returns GB/s of a copy by one thread."""
+  """Returns a function that measures GB/s of a copy by one thread."""
   source = np.ones(mib * 2**20, np.uint8)
   target = np.zeros_like(source)
   return lambda: (
@@ -67,12 +67,12 @@ def memory_copy(mib: int) -> Callable[[], float]:
 
 
 def device_copy(mib: int) -> Callable[[], float]:
-  """A function that returns GB/s from the device into memory of the host."""
+  """Returns a function that measures GB/s from device to host memory."""
   source = jax.random.normal(jax.random.key(0), (mib, 2**18))
   add = jax.jit(lambda x: x + 1)
 
   def rate() -> float:
-    array = add(source).block_until_ready()  # One that was never fetched.
+    array = add(source).block_until_ready()  # New, so no copy is cached.
     secs = measure.timed(lambda: np.array(array, copy=True))
     return 1e-9 * array.nbytes / secs
 
@@ -80,7 +80,7 @@ def device_copy(mib: int) -> Callable[[], float]:
 
 
 def disk_write(mib: int, folder: str) -> Callable[[], float]:
-  """A function that returns GB/s of a file in `folder`, synced at the end."""
+  """Returns a function that measures GB/s of writing and syncing a file."""
   block = np.random.default_rng(0).bytes(2**20)
   path = os.path.join(folder, "written")
 

@@ -1,8 +1,8 @@
-"""Benchmark 3: what the loop costs beside its steps.
+"""Benchmark 3: overhead of the training loop.
 
-The whole loop, with input, rows, TensorBoard and all, over the same compiled
-update on a batch that stays on the device; without evaluations and
-checkpoints, which are accounts of their own.
+The time of the whole loop, with input, rows and TensorBoard, divided by the
+time of the same compiled update on a resident batch. Evaluations and
+checkpoints are off: they have their own time accounts.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from configs import digits
 
 
 def main() -> None:
-  """Prints the ratio for a tiny and for a larger model."""
+  """Prints the ratio for a tiny and a larger model."""
   args = measure.arguments(__doc__)
   for name, config in configs(args.quick).items():
     ratios = program.loop_ratios(config, config.log_steps, args.repeats)
@@ -21,11 +21,11 @@ def main() -> None:
 
 
 def configs(quick: bool, batch_size: int = 2) -> dict[str, Any]:
-  """A tiny model and a larger one, by name, without evaluations.
+  """Returns {name: config} of a tiny and a larger model, without evaluations.
 
   Args:
-    quick: only a tiny one, with a row every 5 steps.
-    batch_size: of the larger one.
+    quick: whether to return only a tiny model, with a row every 5 steps.
+    batch_size: batch size of the larger model.
   """
   if quick:
     config = synthetic.get_config("mu/16,size=16,batch_size=8")

@@ -1,11 +1,11 @@
-"""How the benchmarks measure, and what they print.
+"""Measures and reports figures of benchmarks.
 
-What is compared takes turns, A B A B, so that both see the same machine; each
-pair gives a ratio, and the median of the ratios is the figure, with the least
-and the largest beside it. Seconds alone mean nothing on a shared machine.
+Both sides of a comparison take turns, A B A B, under the same conditions. Each
+pair gives a ratio; the figure is the median of the ratios, with the smallest
+and the largest. Absolute times mean little on a shared machine.
 
-This module loads neither jax nor bigtrain: some benchmarks measure how long
-that takes, or set the environment first.
+This module imports neither jax nor bigtrain: some benchmarks time these
+imports, or set the environment before them.
 """
 
 import argparse
@@ -32,38 +32,43 @@ T = TypeVar("T")
 
 
 def arguments(about: str, **flags: str) -> argparse.Namespace:
-  """The command line of a benchmark: --quick, --repeats, and `flags`.
+  """Parses the command line of a benchmark.
 
   Args:
-    about: one line for --help.
-    **flags: names of further flags, with their help.
+    about: description for --help.
+    **flags: {name: help} of further flags.
 
   Returns:
-    quick (tiny sizes and one repeat, to see that it runs), repeats, and the
-    flags, None where not given.
+    quick: whether to use tiny sizes and one repeat, to check that it runs;
+    repeats: number of measurements;
+    and the further flags, None unless given.
   """
   parser = argparse.ArgumentParser(description=about)
   parser.add_argument(
-    "--quick", action="store_true", help="tiny sizes: only to see that it runs"
+    "--quick", action="store_true", help="tiny sizes, to check that it runs"
   )
-  parser.add_argument("--repeats", type=int, help=f"at least {REPEATS}")
+  parser.add_argument(
+    "--repeats",
+    type=int,
+    help=f"number of measurements (default: {REPEATS}, or 1 with --quick)",
+  )
   for name, text in flags.items():
     parser.add_argument(f"--{name}", help=text)
-  found = parser.parse_args()
-  found.repeats = found.repeats or (1 if found.quick else REPEATS)
-  return found
+  args = parser.parse_args()
+  args.repeats = args.repeats or (1 if args.quick else REPEATS)
+  return args
 
 
 def cores() -> int:
-  """The cores that this process may use."""
+  """Returns the number of cores that this process may use."""
   if hasattr(os, "sched_getaffinity"):
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
-  """What the figures depend on. `load` is of the minute before."""
-  found = {
+  """Returns facts about the machine; `load` is that of the last minute."""
+  facts = {
     "cpu": _cpu(),
     "cores": cores(),
     "python": platform.python_version(),
@@ -72,8 +77,8 @@ def machine() -> dict[str, Any]:
   }
   if "jax" in sys.modules:
     devices = sys.modules["jax"].devices()
-    found["devices"] = f"{len(devices)} x {devices[0].device_kind}"
-  return found
+    facts["devices"] = f"{len(devices)} x {devices[0].device_kind}"
+  return facts
 
 
 def _cpu() -> str:
@@ -85,7 +90,7 @@ def _cpu() -> str:
 
 
 def timed(call: Callable[[], Any]) -> float:
-  """Seconds that a call takes."""
+  """Returns the seconds that a call takes."""
   began = time.perf_counter()
   call()
   return time.perf_counter() - began
@@ -94,15 +99,15 @@ def timed(call: Callable[[], Any]) -> float:
 def interleave(
   calls: Mapping[str, Callable[[], T]], repeats: int, warm_ups: int = 1
 ) -> dict[str, list[T]]:
-  """Lets calls take turns.
+  """Makes calls in turns.
 
   Args:
-    calls: by name; each returns what it measured.
-    repeats: of all of them.
-    warm_ups: turns before that do not count.
+    calls: {name: function that returns a measurement}.
+    repeats: number of measurements of each.
+    warm_ups: number of earlier turns that do not count.
 
   Returns:
-    What each measured, in order.
+    {name: measurements in order}.
   """
   results: dict[str, list[T]] = {name: [] for name in calls}
   for repeat in range(warm_ups + repeats):
@@ -114,7 +119,7 @@ def interleave(
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-  """The ratio of each pair."""
+  """Returns the ratio of each pair."""
   return [a / b for a, b in zip(above, below)]
 
 
@@ -126,14 +131,14 @@ def report(
   unit: str = "ratio",
   target: str | None = None,
 ) -> None:
-  """Prints a figure as one line of JSON: the median, least and largest.
+  """Prints a figure as one line of JSON, with median and spread.
 
   Args:
     benchmark: number of its row in docs/benchmarks.md; 0 for limits.
-    name: what is compared with what.
-    values: one for each repeat.
-    unit: "ratio", or what the values are measured in.
-    target: such as "<= 1.02".
+    name: name of the figure.
+    values: measurements.
+    unit: unit of the values, or "ratio".
+    target: bound such as "<= 1.02", if any.
   """
   _print(
     {
@@ -150,7 +155,7 @@ def report(
 
 
 def skip(benchmark: int, name: str, reason: str) -> None:
-  """Prints that a figure was not measured, and why."""
+  """Prints a figure that was not measured, with the reason."""
   _print({"benchmark": benchmark, "name": name, "skipped": reason})
 
 
@@ -163,7 +168,7 @@ def _short(value: float) -> float:
 
 
 def meets(value: float, target: str) -> bool:
-  """Whether a value is what a target such as "<= 1.02" asks for.
+  """Whether a value meets a target such as "<= 1.02".
 
   >>> meets(1.01, "<= 1.02"), meets(0.8, ">= 0.85")
   (True, False)
@@ -173,21 +178,21 @@ def meets(value: float, target: str) -> bool:
 
 
 def missing(*modules: str) -> str:
-  """Why these cannot be measured: which of them are not installed, or ""."""
+  """Returns "" or "not installed: ..." with the missing modules."""
   absent = [m for m in modules if importlib.util.find_spec(m) is None]
   return f"not installed: {', '.join(absent)}" if absent else ""
 
 
 def simulate_devices(number: int) -> None:
-  """Makes jax, which must not be loaded yet, see so many CPU devices."""
+  """Simulates CPU devices in this process; call it before importing jax."""
   os.environ.update(environment(number))
 
 
 def environment(devices: int | None = None) -> dict[str, str]:
-  """Environment of a process that finds this repository's modules.
+  """Returns the environment for a process that imports this repository.
 
   Args:
-    devices: how many CPU devices jax simulates there; None for one real one.
+    devices: number of CPU devices to simulate; None for the real ones.
   """
   flags = os.environ.get("XLA_FLAGS", "").split()
   flags = [flag for flag in flags if not flag.startswith(_DEVICE_COUNT)]
@@ -204,15 +209,16 @@ def environment(devices: int | None = None) -> dict[str, str]:
 def lines(
   *command: str, env: Mapping[str, str] | None = None
 ) -> Generator[str, None, None]:
-  """The lines that a fresh Python process prints, as they come.
+  """Runs a new Python process; yields its output line by line.
+
+  Closing the generator ends the process.
 
   Args:
     *command: arguments of the interpreter.
-    env: its environment, `environment()` unless given.
+    env: environment; `environment()` unless given.
 
   Raises:
-    RuntimeError: it failed; with the end of what it said. Not if this is
-      closed before its end: the process is ended then.
+    RuntimeError: the process failed; the message has its last lines.
   """
   process = subprocess.Popen(
     [sys.executable, *command],
@@ -221,10 +227,10 @@ def lines(
     stderr=subprocess.STDOUT,
     text=True,
   )
-  said: collections.deque[str] = collections.deque(maxlen=20)
+  last_lines: collections.deque[str] = collections.deque(maxlen=20)
   try:
     for line in process.stdout:
-      said.append(line)
+      last_lines.append(line)
       yield line.rstrip("\n")
   except GeneratorExit:
     process.kill()
@@ -234,5 +240,6 @@ def lines(
     process.wait()
   if process.returncode:
     raise RuntimeError(
-      f"{' '.join(command)}: exit code {process.returncode}: {''.join(said)}"
+      f"{' '.join(command)}: exit code {process.returncode}: "
+      f"{''.join(last_lines)}"
     )

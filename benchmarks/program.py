@@ -1,8 +1,7 @@
-"""The update and the loop of main.py, with a stopwatch between its parts.
+"""Times the update and the loop of main.py.
 
-There is no second copy of the program here: main looks up what it calls in
-other modules at the moment when it calls it, and a few of these names are
-replaced while it runs. What compiles, trains and logs is the program itself.
+This is not a copy of the program: main.train itself compiles, trains and logs.
+A few functions that it calls in other modules are replaced while it runs.
 """
 
 import collections
@@ -23,31 +22,31 @@ from bigtrain.cluster import process
 from bigtrain.inputs import pipeline
 from bigtrain.runtime import host_memory
 
-# Steps of the loop that pass before one is timed: more than main queues on the
-# device, and more batches than wait in front of it.
+# Steps of the loop before a timed block: more than the steps that main queues
+# on the device, and more than the batches that wait.
 _LEAD_IN_STEPS = 10
 
-# As many as main has on the device.
+# As in main.
 _STEPS_IN_FLIGHT = 4
 
-# As main does, before anything here uses a device.
+# As in main, before the first use of a device.
 host_memory.keep_freed()
 
-_begin = start.start
+_start_run = start.start
 _make_train = pipeline.make_train
 
 
 @dataclasses.dataclass
 class Program:
-  """A config's compiled update, and arguments for it that stay on the device.
+  """The compiled update of a config, and arguments for it on the device.
 
   Attributes:
-    update: the compiled update: (state, tally, batch) -> (state, tally).
-    compile_secs: what it took to trace, lower and compile it, with nothing
-      else going on; None in `train`, where the state is made meanwhile.
-    state: the train state.
+    update: compiled (state, tally, batch) -> (state, tally).
+    compile_secs: seconds to trace, lower and compile it, with nothing in
+      parallel; None in `train`, where the state is made at the same time.
+    state: train state.
     tally: sums of metrics.
-    batch: that of the first step.
+    batch: batch of the first step.
   """
 
   update: Any = None
@@ -57,7 +56,7 @@ class Program:
   batch: Any = None
 
   def run(self, steps: int) -> float:
-    """Seconds of so many updates, one after the other, on the same batch."""
+    """Returns the seconds of `steps` updates on the same batch."""
     if self.tally is None:
       (_, specs, _), _ = self.update.args_info
       (_, shardings, _), _ = self.update.input_shardings
@@ -68,7 +67,7 @@ class Program:
     in_flight: collections.deque[Any] = collections.deque()
     for _ in range(steps):
       self.state, self.tally = self.update(self.state, self.tally, self.batch)
-      # Each step that is queued has buffers of its own.
+      # Each queued step has its own buffers.
       in_flight.append(self.tally)
       if len(in_flight) > _STEPS_IN_FLIGHT:
         jax.block_until_ready(in_flight.popleft())
@@ -77,65 +76,64 @@ class Program:
 
 
 class Between:
-  """A hook for what `train` is asked to do between steps."""
+  """A hook that calls `before_step` of `train`."""
 
   def before_step(self, step: int) -> None:
-    """Is replaced."""
+    """Replaced in `train`."""
 
 
-class _Enough(BaseException):
-  """Leaves main.train; nothing there catches it."""
+class _EndRun(BaseException):
+  """Ends main.train, which does not catch it."""
 
 
-class _Later:
-  """Like process.Background, but runs when its result is asked for."""
+class _Lazy:
+  """Like process.Background, but runs when the result is requested."""
 
   def __init__(self, fn: Callable[[], Any], name: str = ""):
     self.result = fn
 
 
 def build(config: Any, *, state: bool = True, update: bool = True) -> Program:
-  """Runs main.train until its loop would begin.
+  """Runs main.train up to the start of its loop, without a compile cache.
 
   Args:
-    config: as for main.train, but for the compilation cache, which is off.
+    config: config of the run.
     state: whether to make the state and a batch.
-    update: whether to compile the update, after all else is done.
+    update: whether to compile the update, after everything else.
   """
   program = Program()
-  started: list[_Later] = []
+  started: list[_Lazy] = []
 
-  def background(fn: Callable[[], Any], name: str = "") -> _Later:
-    started.append(_Later(fn, name))
+  def background(fn: Callable[[], Any], name: str = "") -> _Lazy:
+    started.append(_Lazy(fn, name))
     return started[-1]
 
-  def begin(*args: Any, **kwargs: Any) -> Any:
+  def start_run(*args: Any, **kwargs: Any) -> Any:
     (compiling,) = started
     if state:
-      program.state = jax.block_until_ready(_begin(*args, **kwargs).state)
+      program.state = jax.block_until_ready(_start_run(*args, **kwargs).state)
     if update:
       began = time.perf_counter()
       program.update = compiling.result()
       program.compile_secs = time.perf_counter() - began
-    raise _Enough
+    raise _EndRun
 
   with contextlib.ExitStack() as patches:
     if state:
       _replace(patches, pipeline, "make_train", _with_batch(program))
     _replace(patches, process, "Background", background)
-    _replace(patches, start, "start", begin)
+    _replace(patches, start, "start", start_run)
     _train(config)
   return program
 
 
 def train(config: Any, before_step: Callable[[Program, int], bool]) -> None:
-  """Runs main.train, and something between its steps.
+  """Runs main.train with a function between its steps.
 
   Args:
-    config: as for `build`.
-    before_step: called before each step with the program, whose state is a
-      copy of the initial one, and the number of the step, from 1. The loop
-      waits for what it does, and ends when it returns False.
+    config: config of the run.
+    before_step: (program, step) -> whether to continue; called before each
+      step, counted from 1. The program's state is a copy of the initial one.
   """
   program = Program()
 
@@ -146,38 +144,37 @@ def train(config: Any, before_step: Callable[[Program, int], bool]) -> None:
         program.update = value
       return value
 
-  def begin(*args: Any, **kwargs: Any) -> Any:
-    begun = _begin(*args, **kwargs)
-    program.state = jax.tree.map(jnp.copy, begun.state)
-    return begun
+  def start_run(*args: Any, **kwargs: Any) -> Any:
+    result = _start_run(*args, **kwargs)
+    program.state = jax.tree.map(jnp.copy, result.state)
+    return result
 
   def between(self: Any, step: int) -> None:
     if not before_step(program, step):
-      raise _Enough
+      raise _EndRun
 
-  of_config = config.get("hooks", {})
-  config["hooks"] = {**of_config, "benchmark": {"type": f"{__name__}.Between"}}
+  config["hooks"] = {
+    **config.get("hooks", {}), "benchmark": {"type": f"{__name__}.Between"}}
   with contextlib.ExitStack() as patches:
     _replace(patches, pipeline, "make_train", _with_batch(program))
     _replace(patches, process, "Background", Background)
-    _replace(patches, start, "start", begin)
+    _replace(patches, start, "start", start_run)
     _replace(patches, Between, "before_step", between)
     _train(config)
 
 
 def loop_ratios(config: Any, steps: int, repeats: int) -> list[float]:
-  """Time of the loop's steps / time of as many on a resident batch.
+  """Returns ratios: time of steps in the loop / of steps on a resident batch.
 
-  Both take turns in one process, with the same compiled update: a block of
-  resident steps, a block of the loop's, a block of resident steps, and so on.
-  The loop queues some steps ahead; each of its blocks is timed between two
-  moments at which it is in full swing.
+  Blocks of both kinds take turns in one process, with the same compiled update.
+  The loop queues a few steps ahead, so each of its blocks is timed between two
+  moments with a full queue.
 
   Args:
-    config: as for `build`.
-    steps: of a block; a multiple of the steps between two rows, so that all
-      blocks write as many rows.
-    repeats: ratios to make, each of a block and the two around it.
+    config: config of the run.
+    steps: steps per block; a multiple of the steps between two rows, so that
+      all blocks write the same number of rows.
+    repeats: number of ratios, each of a block and its two neighbours.
   """
   resident: list[float] = []
   loop: list[float] = []
@@ -186,25 +183,25 @@ def loop_ratios(config: Any, steps: int, repeats: int) -> list[float]:
 
   def before_step(program: Program, step: int) -> bool:
     nonlocal began
-    if step <= period:  # All that happens once has happened then.
+    if step <= period:  # Skips one-off work of the first steps.
       return True
-    done = (step - period - 1) % period
-    if done == _LEAD_IN_STEPS:
+    position = (step - period - 1) % period
+    if position == _LEAD_IN_STEPS:
       began = time.perf_counter()
-    elif done == 0:
+    elif position == 0:
       if resident:
         loop.append(time.perf_counter() - began)
-      program.run(_LEAD_IN_STEPS)  # Until what the loop has queued is done.
+      program.run(_LEAD_IN_STEPS)  # Drains the queue of the loop.
       resident.append(program.run(steps))
     return len(loop) < repeats
 
   train(config, before_step)
-  around = [(a + b) / 2 for a, b in zip(resident, resident[1:])]
-  return [a / b for a, b in zip(loop, around)]
+  neighbours = [(a + b) / 2 for a, b in zip(resident, resident[1:])]
+  return [a / b for a, b in zip(loop, neighbours)]
 
 
 def _with_batch(program: Program) -> Callable[..., Any]:
-  """make_train that also puts the batch of step 0 into the program."""
+  """Returns a make_train that stores the batch of step 0 in the program."""
 
   def make_train(*args: Any, **kwargs: Any) -> Any:
     train_input = _make_train(*args, **kwargs)
@@ -223,9 +220,9 @@ def _replace(
 
 
 def _train(config: Any) -> None:
-  """main.train in a workdir that goes away; ends with _Enough."""
+  """Runs main.train in a temporary workdir until _EndRun."""
   config["compile_cache"] = False
   with tempfile.TemporaryDirectory() as workdir:
-    with contextlib.suppress(_Enough):
+    with contextlib.suppress(_EndRun):
       main.train(config, workdir)
       raise RuntimeError("the run ended before it was measured.")

@@ -1,13 +1,13 @@
-"""Runs benchmarks one after the other: JSON lines, and at the end a table.
+"""Runs benchmarks one by one; prints JSON lines and, at the end, a table.
 
   python -m benchmarks.run [names...] [--quick] [--repeats=N]
 
-Names are those of the scripts; all of them unless given. Nothing is written
-into the repository: docs/benchmarks.md is where the table goes by hand.
+Names are those of the scripts (default: all). Nothing is written to the
+repository; copy the table to docs/benchmarks.md by hand.
 
-With BIG_VISION=folder a checkout of big_vision takes part; torch and Grain do
-where they are installed (make install EXTRAS=bench). For step_rate another
-interpreter may have torch: TORCH_PYTHON names it.
+BIG_VISION=folder adds a checkout of big_vision as a peer. torch and Grain are
+peers if installed (make install EXTRAS=bench). TORCH_PYTHON names another
+interpreter that has torch, for step_rate.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import measure
 
-# The limits first: they say what to make of the rest.
+# The limits come first: the other figures depend on them.
 SCRIPTS = (
   "limits",
   "step_rate",
@@ -38,17 +38,29 @@ SCRIPTS = (
 
 
 def main() -> None:
-  """Runs what the command line names; exit code 1 if a script failed."""
+  """Runs the command; ends with exit code 1 if a script failed."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("names", nargs="*", metavar="name", help=str(SCRIPTS))
   parser.add_argument(
-    "--quick", action="store_true", help="tiny sizes: only to see that it runs"
+    "names",
+    nargs="*",
+    metavar="name",
+    help=f"benchmarks to run (default: all): {', '.join(SCRIPTS)}",
   )
-  parser.add_argument("--repeats", type=int, help="instead of each one's own")
+  parser.add_argument(
+    "--quick", action="store_true", help="tiny sizes, to check that they run"
+  )
+  parser.add_argument(
+    "--repeats",
+    type=int,
+    help=f"number of measurements (default: {measure.REPEATS}, or 1 with "
+    "--quick)",
+  )
   args = parser.parse_args()
   for name in args.names:
     if name not in SCRIPTS:
-      parser.error(f"no benchmark {name!r}; there are {', '.join(SCRIPTS)}")
+      parser.error(
+        f"unknown benchmark {name!r}; expected one of {', '.join(SCRIPTS)}"
+      )
   flags = ["--quick"] if args.quick else []
   flags += [f"--repeats={args.repeats}"] if args.repeats else []
 
@@ -74,17 +86,17 @@ def main() -> None:
 
 
 def describe(machine: Mapping[str, Any]) -> str:
-  """The machine in a few words."""
+  """Returns a short description of the machine."""
   words = [f"{machine['cores']} cores of {machine['cpu']}"]
   words += [f"Python {machine['python']}", f"jax {machine['jax']}"]
   return ", ".join([*words, f"load {machine['load']}"])
 
 
 def table(figures: Sequence[Mapping[str, Any]]) -> list[str]:
-  """The lines of a Markdown table.
+  """Returns the lines of a Markdown table.
 
   Args:
-    figures: what the scripts have printed, decoded.
+    figures: decoded JSON lines of the scripts.
   """
   rows = ["| # | Figure | Median | Spread | Target | |", "|--|--|--|--|--|--|"]
   for figure in figures:

@@ -52,7 +52,7 @@ def get_config(arg: str | None = None) -> Any:
 
 
 class Source:
-  """Images of noise with labels, a few in memory and many by name.
+  """Images of noise with labels; a small pool repeats.
 
   Args:
     size: height and width in pixels.
@@ -71,14 +71,14 @@ class Source:
     return _EXAMPLES
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """`image` float32 [B, size, size, 3], `labels` int64 [B]."""
+    """Returns `image` float32 [B, size, size, 3] and `labels` int64 [B]."""
     rows = indices % _POOL
     return {"image": self._image[rows], "labels": self._labels[rows]}
 
   def where(self, index: int) -> str:
-    """A name for messages."""
+    """Returns the name of an example, for messages."""
     return f"synthetic image {index}"
 
   def fingerprint(self) -> str:
-    """Changes with the images."""
+    """Returns a hash of the images."""
     return f"{zlib.crc32(self._image.tobytes()):08x}"

@@ -1,4 +1,4 @@
-"""Captions and texts of random tokens, as configs and their source.
+"""Configs and data source of captions and texts with random tokens.
 
 --config=benchmarks/synthetic_text.py:kind=captioner,batch_size=8
 --config=benchmarks/synthetic_text.py:kind=decoder,length=256,batch_size=2
@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks import synthetic
 from configs import common
 
-_POOL = 64  # Examples that there really are.
+_POOL = 64  # Number of different examples.
 _EXAMPLES = 1_000_000
 
 
@@ -20,10 +20,10 @@ def get_config(arg: str | None = None) -> Any:
   """A training config.
 
   Args:
-    arg: kind ("captioner" or "decoder"), variant (its own unless given), depth
-      (the variant's unless given), decoder_depth of a captioner, width and
-      num_kv_heads of a decoder, vocab_size, length of the texts in tokens, size
-      of the images in pixels, batch_size, scan, dtype.
+    arg: kind ("captioner" or "decoder"), variant and depth (defaults by kind),
+      decoder_depth of a captioner, width and num_kv_heads of a decoder,
+      vocab_size, length of the texts in tokens, size of the images in pixels,
+      batch_size, scan, dtype.
   """
   options = common.parse_arg(
     arg,
@@ -69,19 +69,19 @@ def get_config(arg: str | None = None) -> Any:
     if options.width:
       config.model.width = options.width
       config.model.num_heads = options.width // 64
-    if options.num_kv_heads:  # A Llama's, whose MLPs have three matrices.
+    if options.num_kv_heads:  # A Llama: its MLPs have three matrices.
       config.model.num_kv_heads = options.num_kv_heads
       config.model.mlp_dim = 256 * round(options.width * 8 / 3 / 256)
   return config
 
 
 class Source:
-  """Random tokens, of captions or of texts, a few in memory and many by name.
+  """Captions or texts of random tokens; a small pool repeats.
 
   Args:
     vocab_size: V. No token is 0, which pads captions.
-    length: tokens of an example, L.
-    size: height and width of an image in pixels; None for texts.
+    length: L, tokens per example.
+    size: height and width of the images in pixels; None for texts.
   """
 
   def __init__(self, vocab_size: int, length: int, size: int | None = None):
@@ -101,15 +101,15 @@ class Source:
     return _EXAMPLES
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """`image` and `labels`, or `tokens` and `targets`, [B, ...]."""
+    """Returns `image` and `labels`, or `tokens` and `targets`, [B, ...]."""
     rows = indices % _POOL
     return {name: array[rows] for name, array in self._arrays.items()}
 
   def where(self, index: int) -> str:
-    """A name for messages."""
+    """Returns the name of an example, for messages."""
     return f"synthetic text {index}"
 
   def fingerprint(self) -> str:
-    """Changes with the examples."""
+    """Returns a hash of the examples."""
     parts = [array.tobytes() for array in self._arrays.values()]
     return f"{zlib.crc32(b''.join(parts)):08x}"

@@ -184,6 +184,23 @@ def test_packages_do_not_import_each_other_in_circles():
   list(graphlib.TopologicalSorter(packages).static_order())
 
 
+def test_the_picture_in_the_docs_matches_the_imports():
+  page = (ROOT / "docs" / "architecture.md").read_text()
+  picture = re.search(r"```\n( +the program.*?)```", page, re.DOTALL)[1]
+  level, levels = 0, {}
+  for line in picture.splitlines()[1:]:
+    if number := re.match(r" (\d) ", line):
+      level = int(number[1])
+    for name in re.findall(r"[a-z/]+", line):
+      levels[name.replace("/", ".")] = level
+  assert set(levels) == {*RULES}
+  for importer, names in GRAPH.items():
+    for imported in names:
+      ours, theirs = _package(importer), _package(imported)
+      if "configs" not in (ours, theirs) and ours != theirs:
+        assert levels[ours] > levels[theirs], f"{importer} -> {imported}"
+
+
 def test_every_package_says_what_lives_there():
   for path in (ROOT / "bigtrain").rglob("__init__.py"):
     text = ast.get_docstring(ast.parse(path.read_text())) or ""

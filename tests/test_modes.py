@@ -82,15 +82,15 @@ def test_the_evaluate_tool_reproduces_the_results_bit_for_bit(finished):
 def test_the_evaluate_tool_explains_mistakes(finished, tmp_path, capsys):
   _, workdir = finished
   for arguments, message in (
-    ([f"--workdir={tmp_path}"], "there is no config.json"),
+    ([f"--workdir={tmp_path}"], "with a config.json"),
     ([f"--workdir={workdir}", "--step=5"], "has 0, 3, 6"),
     ([f"--workdir={workdir}", "--config.evals.val.top_kk=1"], "top_k"),
     ([f"--workdir={workdir}", "here"], "unknown argument"),
-    ([], "--workdir is missing"),
+    ([], "required: --workdir"),
   ):
-    assert evaluate.main(["evaluate", *arguments]) == 2
+    assert evaluate.main([*arguments]) == 2
     assert message in capsys.readouterr().err
-  assert evaluate.main(["evaluate", f"--workdir={workdir}"]) == 0
+  assert evaluate.main([f"--workdir={workdir}"]) == 0
   row = json.loads(capsys.readouterr().out.splitlines()[-1])
   assert evaluation_results(row) == evaluation_results(tiny.rows(workdir)[6])
 

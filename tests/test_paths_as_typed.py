@@ -166,7 +166,7 @@ def test_commands_in_processes_of_their_own(place, tiny_config, typed):
   done = call("main", "--config=./config.py", f"--workdir={typed}")
   assert done.returncode == 0, done.stderr
   done = call("tools.checkpoint", "verify", typed)
-  assert (done.returncode, done.stdout.count("whole")) == (0, 1), done.stderr
+  assert (done.returncode, done.stdout.count("intact")) == (0, 1), done.stderr
 
 
 # Tools.
@@ -179,7 +179,7 @@ def test_checkpoint_shows_verifies_and_exports(run, capsys, typed):
     assert checkpoint.main(["show", path, "--step=2"]) == 0
     assert "step 2," in capsys.readouterr().out.splitlines()[0]
   assert checkpoint.main(["verify", f"{typed}/checkpoints/"]) == 0
-  assert capsys.readouterr().out.count("whole") == 2
+  assert capsys.readouterr().out.count("intact") == 2
   for kind in ("npz", "safetensors"):
     out = f"{typed}/params.{kind}"
     assert checkpoint.main(["export", typed, out, "--prefix=params"]) == 0
@@ -189,7 +189,7 @@ def test_checkpoint_shows_verifies_and_exports(run, capsys, typed):
 @each_path
 def test_evaluate_finds_the_run(run, capsys, typed):
   workdir = run(typed)
-  assert evaluate.main(["evaluate", f"--workdir={typed}", "--step=2"]) == 0
+  assert evaluate.main([f"--workdir={typed}", "--step=2"]) == 0
   row = json.loads(capsys.readouterr().out.splitlines()[-1])
   assert row["step"] == 2 and "val/loss" in row
   assert workdir.is_dir()
@@ -200,7 +200,9 @@ def test_report_reads_and_writes(run, monkeypatch, typed):
   # Drawing takes seconds.
   monkeypatch.setattr(report.curves, "svgs", lambda runs: {})
   monkeypatch.setattr(report.curves, "pngs", lambda runs: {"loss": b"a plot"})
-  monkeypatch.setattr(report, "page", lambda runs, _: str(runs[0].rows[-1]))
+  monkeypatch.setattr(
+    report.page, "render", lambda runs, _: str(runs[0].rows[-1])
+  )
   workdir = run(typed)
   for out, words in (("report", []), ("page", [f"--out={typed}/page"])):
     assert report.main([typed, *words]) == 0

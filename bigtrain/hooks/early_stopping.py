@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from bigtrain import settings
 from bigtrain.runtime import hooks, watched_metrics
 
@@ -10,16 +12,20 @@ from bigtrain.runtime import hooks, watched_metrics
 class Hook:
   """Stops the run, as a success, when a metric no longer improves.
 
-  A value improves on the previous one if it is better by more than
-  atol + rtol * |previous value|. The run stops as soon as none of the last
-  `patience` values has improved on the value before it.
+  The rule is the one of T5X's EarlyStoppingAction. A value improves on the
+  previous one if it is better by more than atol + rtol * |previous value|,
+  compared in float32. The run stops as soon as none of the last `patience`
+  values improves on the one before it among them, so `patience` values give
+  `patience - 1` comparisons. A comparison with NaN, or with an infinite
+  previous value, counts as an improvement; the hook stop_on_nan ends such runs.
 
   Args:
     metric: name as in metrics.jsonl, such as "val/loss".
     mode: "min" if smaller is better, "max" if larger is better.
-    patience: number of values without improvement, at least 1.
-    atol: absolute tolerance, in the metric's unit.
-    rtol: tolerance relative to the previous value.
+    patience: number of values that are compared, at least 2. (T5X accepts 1,
+      which would stop at the first value.)
+    atol: absolute tolerance, in the metric's unit, at least 0.
+    rtol: tolerance relative to the previous value, at least 0.
     context: given by the program.
   """
 
@@ -34,28 +40,34 @@ class Hook:
     context: hooks.Context,
   ):
     settings.check_number(
-      f"{context.path}.patience", patience, least=1, whole=True
+      f"{context.path}.patience", patience, least=2, whole=True
     )
+    settings.check_number(f"{context.path}.atol", atol, least=0)
+    settings.check_number(f"{context.path}.rtol", rtol, least=0)
     self._sign = watched_metrics.sign(mode, f"{context.path}.mode")
     self._metric = watched_metrics.WatchedMetric(metric)
     self._patience = patience
     self._atol = atol
     self._rtol = rtol
-    # The newest patience + 1 values; the rule needs no more.
+    # The newest `patience` values; the rule needs no more.
     self._values: list[float] = []
     self.watches = [metric]
 
   def after_step(self, step: int, row: Mapping[str, Any]) -> str | None:
     """Applies the rule to the row's value, if the row has the metric."""
-    value = self._metric.value(row)
-    if value is None:
+    newest = self._metric.value(row)
+    if newest is None:
       return None
-    self._values = [*self._values, value][-self._patience - 1 :]
-    if len(self._values) <= self._patience:
+    self._values = [*self._values, newest][-self._patience :]
+    if len(self._values) < self._patience:
       return None
     for previous, current in zip(self._values[:-1], self._values[1:]):
-      gain = self._sign * (previous - current)
-      if gain > self._atol + self._rtol * abs(previous):
+      tolerance = self._atol + self._rtol * abs(previous)
+      # Without improvement, even if the difference is exactly the tolerance.
+      with np.errstate(over="ignore"):
+        bound = np.float32(self._sign * previous - tolerance)
+        value = np.float32(self._sign * current)
+      if not value >= bound:
         return None
     return (
       f"{self._metric.name} has not improved in its last {self._patience} "

@@ -117,12 +117,11 @@ def find_invalid(
   """
   if not values.size:
     return None
-  if values.dtype.kind == "u" or negative:
-    highest = values.max()
-  else:
+  numbers = values
+  if values.dtype.kind == "i" and not negative:
     # As unsigned numbers, negative ones are large: one pass instead of two.
-    highest = values.view(values.dtype.str.replace("i", "u")).max()
-  if highest < size:
+    numbers = values.view(values.dtype.str.replace("i", "u"))
+  if numbers.max() < min(size, np.iinfo(values.dtype).max + 1):
     return None
   wrong = (values >= size) | ((values < 0) & (not negative))
   if not wrong.any():

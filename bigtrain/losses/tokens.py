@@ -94,13 +94,16 @@ def add_experts(
   """Adds the routers' losses to "loss", and metrics of the experts.
 
   An expert's load is its share of a microbatch on all devices. "load_balance"
-  is a product of two means, so it depends on the number of microbatches.
+  is the loss of Switch Transformers (arXiv 2101.03961, equation 4), and not the
+  one of Hugging Face's Mixtral, see docs/language.md. It is a product of two
+  means, so it depends on the number of microbatches.
 
   Args:
     pairs: pairs of `model_losses`.
     expert_stats: statistics of `model_losses`.
-    load_balance: weight of the loss that keeps experts evenly loaded.
-    router_z: weight of the loss that keeps the routers' logits small.
+    load_balance: weight of this loss.
+    router_z: weight of the z-loss of ST-MoE (arXiv 2202.08906, equation 5),
+      which keeps the routers' logits small.
 
   Returns:
     `pairs` without experts. Otherwise the pairs with these terms in "loss" and

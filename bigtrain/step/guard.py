@@ -242,9 +242,13 @@ def explain(
   def inspect(state: Any, batch: Any) -> Any:
     grads, pairs, _ = gradients(state, batch)
     finite = jax.tree.map(lambda g: jnp.isfinite(g).all(), grads)
-    return finite, pairs["loss"][0] / pairs["loss"][1]
+    integers = {name: batch[name] for name in train_input.unlimited}
+    ranges = {name: (x.min(), x.max()) for name, x in integers.items()}
+    finite_batch = jnp.asarray([jnp.isfinite(x).all() for x in batch.values()])
+    loss = pairs["loss"][0] / pairs["loss"][1]
+    return finite, loss, finite_batch.all(), ranges
 
-  finite, loss = jax.device_get(inspect(state, batch))
+  finite, loss, finite_batch, ranges = jax.device_get(inspect(state, batch))
   bad = [name for name, ok in trees.flatten_with_names(finite) if not ok]
   where = f"first of {len(bad)}: {bad[0]}" if bad else "none, only their norm"
   order = train_input.order(index)
@@ -252,16 +256,11 @@ def explain(
   more = ", ..." if len(order.index) > 8 else ""
   first = train_input.where(int(order.source[0]), int(order.index[0]))
   advice = "config.nonfinite='skip' would skip such steps."
-  if np.isnan(loss) and train_input.unlimited:
-    # The model declares no limit for these. An id beyond it is a mistake in
-    # the config or the data, which skipping would only hide.
-    values = jax.device_get(
-      {name: batch[name] for name in train_input.unlimited}
-    )
-    ranges = ", ".join(
-      f"{name!r} from {x.min()} to {x.max()}" for name, x in values.items()
-    )
-    advice = f"Check that the model can take the batch's integers: {ranges}."
+  if np.isnan(loss) and finite_batch and ranges:
+    # The task declares no limit for these. A number beyond the model's classes
+    # is a mistake in the config or the data, which skipping would only hide.
+    listed = ", ".join(f"{n!r} {x[0]} to {x[1]}" for n, x in ranges.items())
+    advice = f"Check that the model can take these class numbers: {listed}."
   return NotFinite(
     f"step {step} is not finite: loss {np.float32(loss)}, gradients that are "
     f"not finite: {where}; examples {ids}{more} (the first is {first}). No "

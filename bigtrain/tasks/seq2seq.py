@@ -74,7 +74,7 @@ def loss_fn(
     label_smoothing: share of a target spread over the whole vocabulary.
     z_loss: weight of the squared log of the softmax's denominator, see
       losses.cross_entropy.softmax_xent; T5 has 1e-4.
-    load_balance: weight of the loss that keeps experts evenly loaded.
+    load_balance: weight of Switch Transformers' load-balancing loss.
     router_z: weight of the loss that keeps the routers' logits small.
     chunk: positions of each example whose logits exist at a time, see
       losses.linear_xent.

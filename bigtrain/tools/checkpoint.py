@@ -1,12 +1,14 @@
-"""Looks into checkpoints: on a laptop, without devices and without jax.
+"""Shows, verifies and exports checkpoints, without devices.
 
   python -m bigtrain.tools.checkpoint show   PATH
   python -m bigtrain.tools.checkpoint verify PATH
   python -m bigtrain.tools.checkpoint export PATH OUT.npz --prefix=params
   python -m bigtrain.tools.checkpoint export PATH FOLDER --layout=llama
 
-PATH is a workdir or one checkpoint of it, such as run/checkpoints/00000100.
-The exit code is 0; 1 if a checkpoint is damaged or cannot be read; 2 for a
+PATH is a workdir or one of its checkpoints, such as run/checkpoints/00000100.
+`show` and `verify` do not import jax.
+
+Exit codes: 0; 1 for a checkpoint that is damaged or cannot be read; 2 for a
 wrong argument.
 """
 
@@ -29,16 +31,16 @@ from bigtrain.checkpoints.manifest import (
 )
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
-from bigtrain.tools import published
+from bigtrain.tools import published_export
 
 
 def show(path: str, step: int | None = None, depth: int | None = None) -> str:
-  """The tree of a checkpoint, with shapes, dtypes and sizes, as text.
+  """Returns the tree of a checkpoint as text, with shapes, dtypes and sizes.
 
   Args:
     path: a checkpoint or a workdir.
-    step: of the workdir; the newest unless given.
-    depth: levels of the tree that are shown; all unless given.
+    step: step of the workdir's checkpoint; the newest unless given.
+    depth: number of levels of the tree; all unless given.
   """
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
@@ -50,14 +52,15 @@ def show(path: str, step: int | None = None, depth: int | None = None) -> str:
     f"{writer.get('processes')} process(es) with {writer.get('devices')} "
     f"device(s), jax {writer.get('jax')}",
   ]
-  others = folders.find_all(path)
-  if len(others) > 1:
-    lines.append(f"steps of this workdir: {', '.join(map(str, others))}")
+  steps = folders.find_all(path)
+  if len(steps) > 1:
+    lines.append(f"steps in this workdir: {', '.join(map(str, steps))}")
   lines.append("")
   rows = list(_rows("", dict(manifest.arrays), 0, depth))
   width = max([len(row[0]) for row in rows], default=0)
   lines += [
-    f"{name:<{width}}  {size:>9}  {what}".rstrip() for name, size, what in rows
+    f"{name:<{width}}  {size:>9}  {content}".rstrip()
+    for name, size, content in rows
   ]
   return "\n".join(lines)
 
@@ -65,7 +68,7 @@ def show(path: str, step: int | None = None, depth: int | None = None) -> str:
 def _rows(
   prefix: str, arrays: dict[str, Array], level: int, depth: int | None
 ) -> Iterator[tuple[str, str, str]]:
-  """(indented name, size, what it is) of each node below a prefix."""
+  """Yields (indented name, size, content) of each node below a prefix."""
   heads = dict.fromkeys(
     name.removeprefix(prefix).split("/")[0] for name in arrays
   )
@@ -75,22 +78,22 @@ def _rows(
       array = arrays[prefix + head]
       yield indented, _size(array.num_bytes), f"{array}{_sharding(array)}"
       continue
-    below = {
+    children = {
       name: array
       for name, array in arrays.items()
       if name.startswith(f"{prefix}{head}/")
     }
-    count = sum(math.prod(a.shape) for a in below.values())
-    size = sum(a.num_bytes for a in below.values())
+    count = sum(math.prod(a.shape) for a in children.values())
+    size = sum(a.num_bytes for a in children.values())
     yield indented + "/", _size(size), f"{count:,} values"
     if depth is None or level + 1 < depth:
-      yield from _rows(f"{prefix}{head}/", below, level + 1, depth)
+      yield from _rows(f"{prefix}{head}/", children, level + 1, depth)
 
 
 def _sharding(array: Array) -> str:
   if not array.sharding or not any(array.sharding["spec"]):
     return ""
-  return f"  split over {array.sharding['spec']}"
+  return f"  sharded over {array.sharding['spec']}"
 
 
 def _size(num_bytes: float) -> str:
@@ -101,20 +104,20 @@ def _size(num_bytes: float) -> str:
 
 
 def verify(path: str, step: int | None = None) -> dict[str, list[Any]]:
-  """Problems of a checkpoint or of all of a workdir's, by directory.
+  """Returns {directory: problems} of one checkpoint or all of a workdir.
 
   Args:
     path: a checkpoint or a workdir.
-    step: of the workdir; all unless given.
+    step: step of the workdir's checkpoint; all checkpoints unless given.
   """
   if step is not None:
-    there = [folders.find(path, step)]
+    directories = [folders.find(path, step)]
   else:
     try:
-      there = list(folders.find_all(path).values())
+      directories = list(folders.find_all(path).values())
     except DamagedError:
-      there = [path]  # Its manifest is what is damaged.
-  return {directory: integrity.verify(directory) for directory in there}
+      directories = [path]  # A checkpoint with a damaged manifest.
+  return {directory: integrity.verify(directory) for directory in directories}
 
 
 def export(
@@ -122,19 +125,24 @@ def export(
 ) -> int:
   """Writes arrays of a checkpoint into one file.
 
-  Names stay as they are: "params/encoder/kernel", also with a prefix, so that
-  the file can be config.model_init, and as big_vision names them in its .npz
-  files. An .npz has no bfloat16 or float8: they become float32 there, which
-  holds them exactly.
+  Arrays keep their full names, such as "params/encoder/kernel", even with a
+  prefix, so the file can be config.model_init; big_vision's .npz files use the
+  same names. The .npz format has no bfloat16 or float8: these become float32,
+  without loss.
 
   Args:
     path: a checkpoint or a workdir.
-    out: ends with .npz or .safetensors.
-    prefix: only the tree of this name, such as "params"; "" for all.
-    step: of the workdir; the newest unless given.
+    out: path of the file, ending in .npz or .safetensors.
+    prefix: tree to export, such as "params"; "" for all arrays.
+    step: step of the workdir's checkpoint; the newest unless given.
 
   Returns:
     Number of arrays.
+
+  Raises:
+    ConfigError: the checkpoint has no such tree, or the file cannot hold a
+      dtype.
+    CheckpointError: the checkpoint is damaged or cannot be read.
   """
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
@@ -176,7 +184,7 @@ def _write_npz(
 ) -> None:
   with zipfile.ZipFile(tmp, "w", allowZip64=True) as archive:
     for name, array in zip(names, _arrays(directory, manifest, names)):
-      if array.dtype.kind == "V":  # What ml_dtypes look like to numpy.
+      if array.dtype.kind == "V":  # numpy's kind of ml_dtypes.
         array = array.astype(np.float32)
       with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
         np.lib.format.write_array(file, array, allow_pickle=False)
@@ -198,42 +206,56 @@ def _write_safetensors(
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.checkpoint",
-    description="Looks into checkpoints, without devices.",
+    description="Shows, verifies and exports checkpoints, without devices.",
   )
   commands = parser.add_subparsers(dest="command", required=True)
 
   def command(name: str, text: str) -> argparse.ArgumentParser:
     sub = commands.add_parser(name, help=text, description=text)
-    sub.add_argument("path", help="a workdir, or one checkpoint of it")
+    sub.add_argument(
+      "path",
+      help="a workdir, or one of its checkpoints, such as "
+      "run/checkpoints/00000100",
+    )
     sub.add_argument(
       "--step",
       type=int,
-      help="of the workdir's checkpoint (default: "
-      f"{'all' if name == 'verify' else 'the newest'})",
+      help="step of the workdir's checkpoint (default: "
+      f"{'all checkpoints' if name == 'verify' else 'the newest'})",
     )
     return sub
 
-  sub = command("show", "Prints the tree with shapes, dtypes and sizes.")
-  sub.add_argument("--depth", type=int, help="levels to show (default: all)")
-  command("verify", "Reads every byte and names whatever is damaged.")
-  sub = command("export", "Writes arrays to one .npz or .safetensors file.")
+  sub = command(
+    "show", "Prints the tree of arrays with shapes, dtypes and sizes."
+  )
+  sub.add_argument(
+    "--depth", type=int, help="number of levels to show (default: all)"
+  )
+  command("verify", "Reads every byte and lists all damaged arrays.")
+  sub = command(
+    "export",
+    "Writes arrays to one .npz or .safetensors file, or to a folder in a "
+    "published layout.",
+  )
   sub.add_argument(
     "out",
-    help="the file; ends with .npz or .safetensors; with --layout a new folder",
+    help="file to write, ending in .npz or .safetensors; a new folder with "
+    "--layout",
   )
   sub.add_argument(
     "--prefix",
     default="",
-    help="only this tree, such as params or ema (default: everything)",
+    help="tree to export, such as params or ema (default: all arrays; with "
+    "--layout: params)",
   )
   sub.add_argument(
     "--layout",
     default="",
-    help="names and shapes in which models of this kind are published, such as "
-    "gpt2 or llama: a folder that transformers opens",
+    help="published layout of the model, such as gpt2 or llama; writes "
+    "model.safetensors and config.json for transformers",
   )
   sub.add_argument(
-    "--overwrite", action="store_true", help="replace OUT if it is there"
+    "--overwrite", action="store_true", help="replace an existing OUT"
   )
   return parser
 
@@ -246,31 +268,37 @@ def _check(args: argparse.Namespace) -> None:
   if not paths.exists(args.path):
     raise ConfigError(f"{args.path}: no such file or directory.")
   if args.step is not None:
-    there = folders.find_all(args.path)
-    if args.step not in there:
+    steps = folders.find_all(args.path)
+    if args.step not in steps:
       raise ConfigError(
-        f"--step={args.step}: {args.path} has {', '.join(map(str, there))}."
+        f"--step={args.step}: no such checkpoint; {args.path} has "
+        f"{', '.join(map(str, steps))}."
       )
   if args.command == "export":
     if not args.layout and not args.out.endswith((".npz", ".safetensors")):
-      raise ConfigError(f"{args.out}: expected .npz or .safetensors.")
+      raise ConfigError(
+        f"{args.out}: expected a name ending in .npz or .safetensors."
+      )
     if os.path.lexists(args.out) and not args.overwrite:
-      raise ConfigError(f"{args.out}: is there already; --overwrite?")
+      raise ConfigError(
+        f"{args.out}: already exists; give --overwrite to replace it."
+      )
     folder = os.path.dirname(args.out)
     if not os.path.isdir(folder):
       raise ConfigError(f"{args.out}: no such folder {folder}.")
 
 
 def _report(problems: Mapping[str, Sequence[Any]]) -> int:
-  for directory, found in problems.items():
-    for problem in found:
+  for directory, of_directory in problems.items():
+    for problem in of_directory:
       print(f"DAMAGED {problem}")
-    print(f"{directory}: {f'{len(found)} problem(s)' if found else 'whole'}")
+    count = len(of_directory)
+    print(f"{directory}: {f'{count} problem(s)' if count else 'intact'}")
   return 1 if any(problems.values()) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the command line; returns the exit code."""
+  """Runs the command; returns the exit code."""
   args = _parser().parse_args(argv)
   try:
     _check(args)
@@ -280,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "verify":
       return _report(verify(args.path, args.step))
     if args.layout:
-      count, size = published.export(
+      count, size = published_export.export(
         args.path, args.out, args.layout, args.prefix or "params", args.step
       )
     else:

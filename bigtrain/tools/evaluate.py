@@ -1,17 +1,17 @@
-"""Evaluates a checkpoint of a run, as the run itself does.
+"""Evaluates a checkpoint of a run with the evaluations of the run.
 
   python -m bigtrain.tools.evaluate --workdir=runs/digits
   python -m bigtrain.tools.evaluate --workdir=runs/digits --step=600 \\
       --config.evals.val.batch_size=64 --config.mesh.fsdp=1
 
-The config is that of the workdir, config.json, with the changes of the command
-line. The last line on standard output is a row of results, JSON; nothing is
-written to the run's own files. On the same devices the numbers are those of
-the run, bit for bit. Neither the training data nor the optimizer's state is
-read. config.eval_only does the same inside of main, which can also begin with
+The config is config.json of the workdir, with the changes of the command line.
+The last line on standard output is a row of results as JSON. The tool never
+writes to the files of the run, and reads neither training data nor optimizer
+state. On the same devices the results equal those of the run, bit for bit.
+config.eval_only evaluates inside of main, which can also start from
 config.model_init.
 
-Exit codes: 0; 2 for a mistake in the config or the arguments; 1 for the rest.
+Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
 
 import os
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from absl import flags, logging
+from absl import logging
 
 from bigtrain import lengths, parts, settings, sharding, trees
 from bigtrain.checkpoints import folders, manifest, restore, start
@@ -30,6 +30,7 @@ from bigtrain.files import paths
 from bigtrain.reports import record
 from bigtrain.runtime import programs
 from bigtrain.settings import ConfigError
+from bigtrain.tools import arguments
 
 
 def evaluate(
@@ -40,9 +41,9 @@ def evaluate(
   """Runs config.evals on a checkpoint.
 
   Args:
-    workdir: of a run, or a copy of its config.json and checkpoints.
-    step: which checkpoint; the newest unless given.
-    changes: to the config, as "evals.val.batch_size=64".
+    workdir: folder of a run, or a copy of its config.json and checkpoints.
+    step: step of the checkpoint; the newest unless given.
+    changes: changes of the config, such as "evals.val.batch_size=64".
 
   Returns:
     {"step": ..., "<evaluation>/<metric>": ...}.
@@ -54,10 +55,12 @@ def evaluate(
   workdir = paths.absolute(workdir)
   plain = record.read_json(os.path.join(workdir, "config.json"))
   if plain is None:
-    raise ConfigError(f"--workdir={workdir}: there is no config.json in it.")
+    raise ConfigError(
+      f"--workdir={workdir}: expected the folder of a run, with a config.json."
+    )
   for change in changes:
     settings.override(plain, change)
-  # When they are due does not matter here, and epochs could not be converted.
+  # Schedules are ignored here: without training data, epochs have no length.
   for entry in plain.get("evals", {}).values():
     for unit in lengths.UNITS:
       entry.pop(f"log_{unit}", None)
@@ -92,10 +95,10 @@ def evaluate(
       weights=start.evaluated(state_spec),
     )
     if not evaluations:
-      raise ConfigError("config.evals: there is nothing to evaluate.")
-    wanted = dict(trees.flatten_with_names(state_spec))
+      raise ConfigError("config.evals: empty; expected evaluations.")
+    specs = dict(trees.flatten_with_names(state_spec))
     arrays = restore.load(
-      directory, saved, {name: name for name in wanted}, wanted
+      directory, saved, {name: name for name in specs}, specs
     )
     variables = start.evaluated(trees.from_flat(arrays))
     row: dict[str, Any] = {"step": saved.step}
@@ -109,15 +112,18 @@ def evaluate(
 
 
 def _find(workdir: str, step: int | None) -> str:
-  there = folders.find_all(workdir)
-  if step is not None and step not in there:
-    known = ", ".join(map(str, there))
-    raise ConfigError(f"--step={step}: {workdir} has {known}.")
+  """The folder of a checkpoint, or ConfigError with the steps of all."""
+  steps = folders.find_all(workdir)
+  if step is not None and step not in steps:
+    known = ", ".join(map(str, steps))
+    raise ConfigError(
+      f"--step={step}: no such checkpoint; {workdir} has {known}."
+    )
   return folders.find(workdir, step)
 
 
 def _weights(arrays: Mapping[str, Any]) -> dict[str, Any]:
-  """Specs of the arrays that evaluations need, as a tree."""
+  """Returns the specs of the arrays that evaluations need, as a tree."""
   return trees.from_flat(
     {
       name: jax.ShapeDtypeStruct(array.shape, manifest.dtype_of(array.dtype))
@@ -127,28 +133,27 @@ def _weights(arrays: Mapping[str, Any]) -> dict[str, Any]:
   )
 
 
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser(
+    prog="python -m bigtrain.tools.evaluate",
+    description="Evaluates a checkpoint of a run with the evaluations of its "
+    "config, and prints the results as JSON.",
+    epilog="--config.KEY=VALUE changes the config, as for bigtrain.main.",
+    allow_abbrev=False,
+  )
+  parser.add_argument("--workdir", required=True, help="folder of the run")
+  parser.add_argument(
+    "--step", type=int, help="step of the checkpoint (default: the newest)"
+  )
+  return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the command line; returns the exit code."""
-  words = list(sys.argv if argv is None else argv)
-  prefix = "--config."
-  changes = [w.removeprefix(prefix) for w in words if w.startswith(prefix)]
-  values = flags.FlagValues()
-  flags.DEFINE_string("workdir", None, "The run's folder.", flag_values=values)
-  flags.DEFINE_integer("step", None, "Which checkpoint.", flag_values=values)
+  """Runs the command; returns the exit code."""
   try:
-    try:
-      left = values([w for w in words if not w.startswith(prefix)])[1:]
-    except flags.Error as e:
-      raise ConfigError(f"{e}.") from e
-    if left:
-      raise ConfigError(
-        f"{left[0]!r}: unknown argument; expected --workdir=DIR, --step=N or "
-        "--config.KEY=VALUE."
-      )
-    if not values["workdir"].value:
-      raise ConfigError("--workdir is missing.")
+    args, changes = _parser().parse(sys.argv[1:] if argv is None else argv)
     process.join_job(settings.Config({}))
-    row = evaluate(values["workdir"].value, values["step"].value, changes)
+    row = evaluate(args.workdir, args.step, changes)
   except ConfigError as e:
     print(f"error: {e}", file=sys.stderr)
     return process.EXIT_CONFIG

@@ -1,11 +1,11 @@
-"""Continues a text with a language model of a run, as it is written.
+"""Continues a text with the language model of a run.
 
   python -m bigtrain.tools.generate --workdir=runs/pydoc_lm \\
       --prompt="The with statement" --max_new=500 --temperature=0.8
 
-The model is that of the checkpoint's own config. A text may become longer than
-the model reads at a time: then it goes on with the second half of what it has
-read in view.
+The text is printed while it is generated. The config saved in the checkpoint
+defines the model. When the text reaches the model's context length, generation
+continues with the second half of the context.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import language_modeling
-from bigtrain.tools import published
+from bigtrain.tools import saved_model
 
 
 def generate(
@@ -41,74 +41,76 @@ def generate(
   tokenizer: str | None = None,
   bos: bool = False,
 ) -> Iterator[str]:
-  """Yields what follows the prompt, in pieces as they are written.
+  """Yields the text that follows a prompt, piece by piece.
 
   Args:
     path: a workdir or a checkpoint.
-    prompt: the text to continue; may be empty if the tokenizer has a token
-      that begins a text.
-    max_new: tokens at most.
+    prompt: text to continue; may be empty if the tokenizer has a begin token.
+    max_new: largest number of new tokens.
     temperature: see decoding.sample; 0 is greedy.
-    top_k: see there.
-    top_p: see there.
-    seed: another one, another text.
-    step: of the workdir; the newest unless given.
-    prefix: which parameters: "params" or "ema".
-    tokenizer: as preprocessing has it; that of the run's data unless given.
-    bos: begin with the token that begins a text; always, if prompt is empty.
+    top_k: see decoding.sample; 0 for all tokens.
+    top_p: see decoding.sample.
+    seed: seed of the random choices.
+    step: step of the workdir's checkpoint; the newest unless given.
+    prefix: parameters to use: "params" or "ema".
+    tokenizer: "bytes" or a path; the tokenizer of the run's data unless given.
+    bos: whether the begin token comes first; always with an empty prompt.
 
   Raises:
     ConfigError: no such checkpoint, tokenizer or option.
-    CheckpointError: a checkpoint that is damaged or cannot be read.
+    CheckpointError: the checkpoint is damaged or cannot be read.
   """
   decoding.check_sampling(temperature, top_k, top_p)
   directory = folders.find_named(path, step, "--workdir")
   manifest = folders.read_manifest(directory)
-  module, model = published.model_of(manifest, directory)
+  module, model = saved_model.build(manifest, directory)
   config = manifest.host_state.config
   if config.get("task") != "language_modeling":
     raise ConfigError(
-      f"{directory}: its task is {config.get('task')!r}; only language models "
-      "continue texts."
+      f"{directory}: its task is {config.get('task')!r}; expected "
+      "'language_modeling'."
     )
-  words = tokenizers.get(tokenizer or _tokenizer_of(config))
-  if words.vocab_size > model.vocab_size:
+  tokens = tokenizers.get(tokenizer or _tokenizer_of(config))
+  if tokens.vocab_size > model.vocab_size:
     raise ConfigError(
-      f"--tokenizer: it has {words.vocab_size} tokens, the model "
+      f"--tokenizer: has {tokens.vocab_size} tokens, more than the model's "
       f"{model.vocab_size}."
     )
-  ids = words.encode(prompt).tolist()
+  ids = tokens.encode(prompt).tolist()
   if bos or not ids:
-    if words.bos_id is None:
-      raise ConfigError("--prompt: the tokenizer has nothing to begin with.")
-    ids = [words.bos_id, *ids]
+    if tokens.bos_id is None:
+      name = "--bos" if bos else "--prompt: empty"
+      raise ConfigError(f"{name}: the tokenizer has no begin token.")
+    ids = [tokens.bos_id, *ids]
   params = _params(directory, prefix, module, model)
   options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-  shown, new = 0, []
-  for token in _tokens(params, model, ids, max_new, seed, options):
-    if token == words.eos_id:
+  num_yielded, new = 0, []
+  for token in _generate_ids(params, model, ids, max_new, seed, options):
+    if token == tokens.eos_id:
       break
     new.append(token)
-    text = words.decode(new)
-    # The rest of a character may be in the next token.
+    text = tokens.decode(new)
+    # The next token may complete the last character.
     if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-      yield text[shown:]
-      shown = len(text)
-  yield words.decode(new)[shown:]
+      yield text[num_yielded:]
+      num_yielded = len(text)
+  yield tokens.decode(new)[num_yielded:]
 
 
 def _tokenizer_of(config: Mapping[str, Any]) -> str:
-  """The tokenizer of the data that a model was trained on."""
+  """The tokenizer of a run's training data."""
   data = config.get("input", {}).get("data", {})
   if data.get("tokenizer"):
     return data["tokenizer"]
   if data.get("type") == "text":
     return "bytes"
-  raise ConfigError("--tokenizer: the run's config names none; give it.")
+  raise ConfigError(
+    "--tokenizer: missing, and config.input.data of the run has none."
+  )
 
 
 def _params(directory: str, prefix: str, module: Any, model: Any) -> Any:
-  """Parameters, split over all devices."""
+  """Reads the parameters, sharded over all devices."""
   shapes = jax.eval_shape(
     model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
   )["params"]
@@ -127,7 +129,7 @@ def _params(directory: str, prefix: str, module: Any, model: Any) -> Any:
   return params
 
 
-def _tokens(
+def _generate_ids(
   params: Any,
   model: Any,
   ids: list[int],
@@ -135,7 +137,7 @@ def _tokens(
   seed: int,
   options: dict[str, Any],
 ) -> Iterator[int]:
-  """The tokens that follow, one after the other."""
+  """Yields the ids of the new tokens."""
   size = len(ids) + max_new
   if model.max_len is not None:
     size = min(size, model.max_len)
@@ -161,8 +163,8 @@ def _tokens(
   seen, cache, position = list(ids), None, 0
   for number in range(max_new):
     if cache is None or position == size:
-      # The last token is not read but handed to `write`, and so is what comes
-      # after: it takes the place of the padding.
+      # `read` leaves out the last token: `write` takes it as its input. New
+      # tokens overwrite the padding in the cache.
       view = seen[-size // 2 :] if len(seen) >= size else seen
       padded = np.zeros((1, size), np.int32)
       padded[0, : len(view) - 1] = view[:-1]
@@ -180,27 +182,55 @@ def _parser() -> argparse.ArgumentParser:
     description="Continues a text with the language model of a run.",
   )
   add: Callable[..., Any] = parser.add_argument
-  add("--workdir", required=True, help="a workdir, or a checkpoint of it")
-  add("--prompt", default="", help="the text to continue")
-  add("--max_new", type=int, default=256, help="tokens at most (%(default)s)")
+  add("--workdir", required=True, help="a workdir, or one of its checkpoints")
+  add("--prompt", default="", help="text to continue")
+  add(
+    "--max_new",
+    type=int,
+    default=256,
+    help="largest number of new tokens (default: %(default)s)",
+  )
   add(
     "--temperature",
     type=float,
     default=0.8,
-    help="0 takes the likeliest token (%(default)s)",
+    help="temperature of the distribution; 0 always takes the most likely "
+    "token (default: %(default)s)",
   )
-  add("--top_k", type=int, default=0, help="of so many likeliest; 0: of all")
-  add("--top_p", type=float, default=1.0, help="of the likeliest that add up")
-  add("--seed", type=int, default=0, help="another one, another text")
-  add("--step", type=int, help="of the workdir (default: the newest)")
-  add("--prefix", default="params", help="params or ema (%(default)s)")
-  add("--tokenizer", help="'bytes' or a path (default: that of the run's data)")
-  add("--bos", action="store_true", help="begin as texts begin in training")
+  add(
+    "--top_k",
+    type=int,
+    default=0,
+    help="sample from the K most likely tokens; 0 for all (default: 0)",
+  )
+  add(
+    "--top_p",
+    type=float,
+    default=1.0,
+    help="sample from the most likely tokens whose probabilities sum to P "
+    "(default: 1)",
+  )
+  add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+  add(
+    "--step",
+    type=int,
+    help="step of the workdir's checkpoint (default: the newest)",
+  )
+  add(
+    "--prefix",
+    default="params",
+    help="parameters to use: params or ema (default: %(default)s)",
+  )
+  add(
+    "--tokenizer",
+    help="'bytes' or a path (default: the tokenizer of the run's data)",
+  )
+  add("--bos", action="store_true", help="put the begin token first")
   return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the command line; returns the exit code."""
+  """Runs the command; returns the exit code."""
   args = vars(_parser().parse_args(argv))
   path = args.pop("workdir")
   try:

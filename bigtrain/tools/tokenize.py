@@ -1,15 +1,16 @@
-"""Turns text into token files for the source `tokens`.
+"""Converts text to token files for the data source `tokens`.
 
   python -m bigtrain.tools.tokenize --tokenizer=tokenizer.json \\
       --output=corpus/tokens corpus/*.jsonl.zst
 
-Reads .txt (a document each), .jsonl and .parquet (a field of each line or row),
-also .gz and .zst, in as many processes as there are cores. The output folder
-gets shards and, last, manifest.json: tokenizer, counts, and what was read.
-Killed at any moment, the same command goes on, and ends with the same bytes.
+Reads .txt (one document per file), .jsonl and .parquet (one field of each line
+or row), also compressed as .gz and .zst, in one process per core. Writes shards
+to the output folder and, last, manifest.json with tokenizer, counts and
+sources. After an interruption at any moment, the same command continues and
+ends with the same bytes.
 
-The exit code is 0; 2 for a wrong argument or document, told with file and line;
-1 for anything else.
+Exit codes: 0; 2 for a wrong argument, or a wrong document, whose file and line
+the message names; 1 otherwise.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _PLAN = "plan.json"
-# Of each end of a source, for its fingerprint.
+# Bytes at each end of a source that its fingerprint covers.
 _SAMPLE_BYTES = 1 << 20
 
 
@@ -53,35 +54,34 @@ def tokenize(
   shard_bytes: int = 1 << 28,
   processes: int = 1,
 ) -> dict[str, Any]:
-  """Makes a folder of token files, or goes on with one.
+  """Writes a folder of token files, or completes an interrupted one.
 
   Args:
-    inputs: files and patterns.
-    output: the folder.
+    inputs: files and glob patterns.
+    output: folder to write to.
     tokenizer: "bytes" or a path, see pp/tokenizers.py.
-    key: the field with the text.
-    format: of the inputs, see documents.parts.
-    eos: end each document with the tokenizer's end token.
-    bos: begin each with its begin token.
-    skip_errors: documents that may be unusable; they are left out and counted.
-    shard_bytes: of input, for a shard, which is what one process does at a
-      time.
-    processes: how many.
+    key: field with the text.
+    format: format of the inputs, see documents.parts.
+    eos: whether each document ends with the tokenizer's end token.
+    bos: whether each document starts with the tokenizer's begin token.
+    skip_errors: largest number of unusable documents to skip and count.
+    shard_bytes: bytes of input per shard. A process makes one shard at a time.
+    processes: number of processes.
 
   Returns:
     The manifest.
 
   Raises:
-    ConfigError: wrong arguments, or `output` was begun with others.
-    DataError: a document that cannot be used, with file and line.
+    ConfigError: wrong arguments, or `output` was started with different ones.
+    DataError: an unusable document; the message has its file and line.
   """
   output = paths_lib.absolute(output)
   plan, groups = _plan(inputs, tokenizer, key, format, eos, bos, shard_bytes)
   os.makedirs(output, exist_ok=True)
   with _locked(output):
-    done = _begin(output, plan)
-    if done is not None:
-      return done
+    finished = _start(output, plan)
+    if finished is not None:
+      return finished
     recipe = token_writer.Recipe(
       tokenizer, plan["dtype"], plan["eos_id"], plan["bos_id"], skip_errors
     )
@@ -98,18 +98,18 @@ def _plan(
   bos: bool,
   shard_bytes: int,
 ) -> tuple[dict[str, Any], list[list[documents.Part]]]:
-  """What the output depends on, and the parts of each shard."""
-  found = tokenizers.get(tokenizer)
+  """Returns (values that determine the output, parts of each shard)."""
+  tokens = tokenizers.get(tokenizer)
   for wanted, name, id in (
-    (eos, "eos", found.eos_id),
-    (bos, "bos", found.bos_id),
+    (eos, "eos", tokens.eos_id),
+    (bos, "bos", tokens.bos_id),
   ):
     if wanted and id is None:
       raise ConfigError(
         f"--{name}: the tokenizer {tokenizer!r} has no such token; give "
         f"--no-{name}."
       )
-  paths = [path for one in inputs for path in _find(one)]
+  paths = [path for pattern in inputs for path in _find(pattern)]
   if len(set(paths)) < len(paths):
     twice = next(path for path in paths if paths.count(path) > 1)
     raise ConfigError(f"{twice}: given twice.")
@@ -124,12 +124,12 @@ def _plan(
     version=token_files.FORMAT_VERSION,
     tokenizer=dict(
       name=tokenizer,
-      fingerprint=found.fingerprint(),
-      vocab_size=found.vocab_size,
+      fingerprint=tokens.fingerprint(),
+      vocab_size=tokens.vocab_size,
     ),
-    eos_id=found.eos_id if eos else None,
-    bos_id=found.bos_id if bos else None,
-    dtype="uint16" if found.vocab_size <= 1 << 16 else "uint32",
+    eos_id=tokens.eos_id if eos else None,
+    bos_id=tokens.bos_id if bos else None,
+    dtype="uint16" if tokens.vocab_size <= 1 << 16 else "uint32",
     options=dict(key=key, format=format, shard_bytes=shard_bytes),
     sources=[_fingerprint(path) for path in paths],
   )
@@ -137,19 +137,20 @@ def _plan(
 
 
 def _find(pattern: str) -> list[str]:
+  """The files of a pattern, sorted, or ConfigError."""
   path = os.path.expanduser(pattern)
   if os.path.isfile(path):
     return [path]
-  found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-  if not found:
+  files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+  if not files:
     folder, name = os.path.split(path)
-    there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    raise ConfigError(f"{pattern}: no such file.{did_you_mean(name, there)}")
-  return found
+    names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    raise ConfigError(f"{pattern}: no such file.{did_you_mean(name, names)}")
+  return files
 
 
 def _fingerprint(path: str) -> dict[str, Any]:
-  """Name, size, and a digest of both ends: cheap for files of any size."""
+  """Path, size and digest of both ends of a file of any size."""
   size = os.path.getsize(path)
   digest = hashlib.sha256(str(size).encode())
   with open(path, "rb") as f:
@@ -161,7 +162,7 @@ def _fingerprint(path: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-  """Holds the folder; the system lets go of it when this process ends."""
+  """Locks the folder; the system unlocks it when this process ends."""
   fd = os.open(folder, os.O_RDONLY)
   try:
     try:
@@ -175,11 +176,11 @@ def _locked(folder: str) -> Iterator[None]:
     os.close(fd)
 
 
-def _begin(folder: str, plan: dict[str, Any]) -> dict[str, Any] | None:
-  """Claims the folder for a plan; the manifest if that has been finished."""
+def _start(folder: str, plan: dict[str, Any]) -> dict[str, Any] | None:
+  """Writes or checks the plan; returns the manifest of a finished folder."""
   names = set(os.listdir(folder))
   for name in names:
-    if name.endswith(".tmp"):  # Of a process that was killed.
+    if name.endswith(".tmp"):  # From a killed process.
       os.remove(os.path.join(folder, name))
   names = {name for name in names if not name.endswith(".tmp")}
   for name in (token_files.MANIFEST, _PLAN):
@@ -188,12 +189,12 @@ def _begin(folder: str, plan: dict[str, Any]) -> dict[str, Any] | None:
     with open(os.path.join(folder, name), encoding="utf-8") as f:
       before = json.load(f)
     for field, value in plan.items():
-      # A tuple is a list after a while in JSON.
+      # JSON turns tuples into lists.
       if before.get(field) != json.loads(json.dumps(value)):
         raise ConfigError(
-          f"--output={folder}: was begun with another {field!r}: "
+          f"--output={folder}: was started with another {field!r}: "
           f"{_short(before.get(field))}, now {_short(value)}. Give another "
-          "folder, or remove that one."
+          "folder, or remove this one."
         )
     if name == token_files.MANIFEST:
       _clean(folder)
@@ -201,7 +202,7 @@ def _begin(folder: str, plan: dict[str, Any]) -> dict[str, Any] | None:
     return None
   if names:
     raise ConfigError(
-      f"--output={folder}: has other files in it, such as {min(names)!r}; give "
+      f"--output={folder}: contains other files, such as {min(names)!r}; give "
       "a new folder."
     )
   token_writer.write_json(os.path.join(folder, _PLAN), plan)
@@ -220,23 +221,23 @@ def _write(
   key: str,
   processes: int,
 ) -> list[dict[str, Any]]:
-  """The counts of all shards, in order; makes those that are not there."""
+  """Makes the missing shards; returns the counts of all, in order."""
   names = [f"{i:05}" for i in range(len(groups))]
   counts = {name: token_writer.finished_shard(folder, name) for name in names}
   todo = [(n, g) for n, g in zip(names, groups) if counts[n] is None]
-  begun, num_tokens = time.monotonic(), 0
+  start_secs, num_tokens = time.monotonic(), 0
   work = functools.partial(_shard, folder, recipe, key)
-  for made in _in_processes(work, todo, processes):
-    counts[made["name"]] = made
-    num_tokens += made["num_tokens"]
-    for message in made["skipped"]:
+  for shard in _in_processes(work, todo, processes):
+    counts[shard["name"]] = shard
+    num_tokens += shard["num_tokens"]
+    for message in shard["skipped"]:
       print(f"Skipped: {message}", file=sys.stderr)
     _check_skipped(counts.values(), recipe.skip_errors)
-    rate = num_tokens / (time.monotonic() - begun)
+    rate = num_tokens / (time.monotonic() - start_secs)
     finished = sum(c is not None for c in counts.values())
     print(
-      f"[{finished}/{len(names)}] {made['name']}: {made['num_documents']:,} "
-      f"documents, {made['num_tokens']:,} tokens ({rate:,.0f} tokens/s)",
+      f"[{finished}/{len(names)}] {shard['name']}: {shard['num_documents']:,} "
+      f"documents, {shard['num_tokens']:,} tokens ({rate:,.0f} tokens/s)",
       file=sys.stderr,
       flush=True,
     )
@@ -245,13 +246,13 @@ def _write(
 
 
 def _check_skipped(shards: Iterable[dict[str, Any] | None], most: int) -> None:
-  """The cap is on all shards together, whoever made them."""
-  made = [shard for shard in shards if shard and shard["num_skipped"]]
-  count = sum(shard["num_skipped"] for shard in made)
+  """Raises DataError if all shards together skip more than `most`."""
+  skipping = [shard for shard in shards if shard and shard["num_skipped"]]
+  count = sum(shard["num_skipped"] for shard in skipping)
   if count > most:
     raise DataError(
       f"{count} documents cannot be used, more than --skip_errors={most}, "
-      f"such as: {made[-1]['skipped'][-1]}"
+      f"such as: {skipping[-1]['skipped'][-1]}"
     )
 
 
@@ -261,38 +262,39 @@ def _shard(
   key: str,
   item: tuple[str, Sequence[documents.Part]],
 ) -> dict[str, Any]:
+  """Makes a shard, (name, parts); returns its counts."""
   name, parts = item
-  found = (text for part in parts for text in documents.read(part, key))
-  return token_writer.write_shard(folder, name, found, recipe)
+  texts = (text for part in parts for text in documents.read(part, key))
+  return token_writer.write_shard(folder, name, texts, recipe)
 
 
 def _in_processes(work: Any, items: Sequence[Any], count: int) -> Iterator[Any]:
-  """`work(item)` for each, as they are done."""
+  """Yields `work(item)` of each item, in the order of completion."""
   if count == 1 or len(items) < 2:
     yield from map(work, items)
     return
   pool = concurrent.futures.ProcessPoolExecutor(
     min(count, len(items)),
-    # A fork copies locks that threads of this process may hold.
+    # A fork would copy locks that other threads hold.
     mp_context=multiprocessing.get_context("spawn"),
     initializer=_follow_parent,
   )
   try:
-    waiting = [pool.submit(work, item) for item in items]
-    for future in concurrent.futures.as_completed(waiting):
+    futures = [pool.submit(work, item) for item in items]
+    for future in concurrent.futures.as_completed(futures):
       yield future.result()
   except concurrent.futures.process.BrokenProcessPool as e:
     raise RuntimeError(
-      "a process died: killed from outside, or out of memory (fewer "
-      "--processes, smaller --shard_mb); the same command goes on."
+      "a process was killed, or ran out of memory (then give fewer "
+      "--processes or a smaller --shard_mb); the same command continues."
     ) from e
   finally:
     pool.shutdown(cancel_futures=True)
 
 
 def _follow_parent() -> None:
-  """Ends this process when its parent is gone, however that came."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent tells.
+  """Ends this process when its parent ends for any reason."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
   parent = multiprocessing.parent_process()
 
   def wait() -> None:
@@ -305,7 +307,7 @@ def _follow_parent() -> None:
 def _finish(
   folder: str, plan: dict[str, Any], shards: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-  """Writes the manifest, and removes what it has taken in."""
+  """Writes the manifest, and removes the files that it replaces."""
   manifest: dict[str, Any] = dict(plan)
   for name in (
     "num_documents",
@@ -316,8 +318,8 @@ def _finish(
   ):
     manifest[name] = sum(shard[name] for shard in shards)
   if not manifest["num_tokens"]:
-    raise DataError("there is no text in the inputs.")
-  # Nothing reads empty shards, and a file of no bytes cannot be mapped.
+    raise DataError("the inputs contain no text.")
+  # An empty file cannot be memory-mapped.
   manifest["shards"] = [shard for shard in shards if shard["num_tokens"]]
   path = os.path.join(folder, token_files.MANIFEST)
   token_writer.write_json(path, manifest)
@@ -326,7 +328,7 @@ def _finish(
 
 
 def _clean(folder: str) -> None:
-  """Removes what is not part of a finished folder."""
+  """Removes the files that do not belong to a finished folder."""
   manifest = token_files.read_manifest(folder)
   keep = {token_files.MANIFEST}
   for shard in manifest["shards"]:
@@ -338,36 +340,83 @@ def _clean(folder: str) -> None:
 
 
 def _num_cores() -> int:
-  """The cores that this process may use."""
+  """Number of cores that this process may use."""
   if hasattr(os, "sched_getaffinity"):
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command; returns the exit code."""
+  """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.tokenize",
-    description="Turns text into token files.",
+    description="Converts text to token files for the data source `tokens`. "
+    "After an interruption, the same command continues.",
   )
   add = parser.add_argument
-  add("inputs", nargs="+", help="files and patterns")
-  add("--tokenizer", required=True, help="'bytes', or a file or folder")
-  add("--output", required=True, help="a folder, new or to go on with")
-  add("--key", default="text", help="field with the text")
-  formats = ("auto", *documents.FORMATS)
-  add("--format", default="auto", choices=formats, help="of the inputs")
+  add(
+    "inputs",
+    nargs="+",
+    help="files and glob patterns: .txt, .jsonl, .parquet, also .gz and .zst",
+  )
+  add(
+    "--tokenizer",
+    required=True,
+    help="'bytes', or path of a tokenizer's file or folder",
+  )
+  add(
+    "--output",
+    required=True,
+    help="folder for the token files: a new one, or one to continue",
+  )
+  add(
+    "--key",
+    default="text",
+    help="field with the text in .jsonl and .parquet (default: %(default)s)",
+  )
+  add(
+    "--format",
+    default="auto",
+    choices=("auto", *documents.FORMATS),
+    help="format of the inputs; auto goes by the name (default: %(default)s)",
+  )
   boolean = argparse.BooleanOptionalAction
-  add("--eos", default=True, action=boolean, help="end each document")
-  add("--bos", default=False, action=boolean, help="begin each document")
-  add("--skip_errors", type=int, default=0, help="documents that may be bad")
-  add("--shard_mb", type=int, default=256, help="of input, for a shard")
-  add("--processes", type=int, default=_num_cores(), help="at a time")
+  add(
+    "--eos",
+    default=True,
+    action=boolean,
+    help="end each document with the end token (default: --eos)",
+  )
+  add(
+    "--bos",
+    default=False,
+    action=boolean,
+    help="start each document with the begin token (default: --no-bos)",
+  )
+  add(
+    "--skip_errors",
+    type=int,
+    default=0,
+    help="largest number of unusable documents to skip (default: %(default)s)",
+  )
+  add(
+    "--shard_mb",
+    type=int,
+    default=256,
+    help="MiB of input per shard (default: %(default)s)",
+  )
+  add(
+    "--processes",
+    type=int,
+    default=_num_cores(),
+    help="number of processes (default: one per core, %(default)s)",
+  )
   args = vars(parser.parse_args(arguments))
   args["shard_bytes"] = args.pop("shard_mb") << 20
   for name in ("shard_bytes", "processes"):
     if args[name] < 1:
-      parser.error(f"--{name.replace('bytes', 'mb')}: expected at least 1")
+      option = name.replace("bytes", "mb")
+      parser.error(f"--{option}: expected a whole number of at least 1")
   try:
     manifest = tokenize(**args)
   except ConfigError as e:

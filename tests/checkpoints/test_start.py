@@ -154,7 +154,7 @@ def test_a_signal_saves_and_the_resumed_run_is_bit_equal(
 
 def test_hooks_resume_with_their_state(tiny_config, tmp_path):
   # Progress never decreases, so the run stops at the fourth row, of step 6.
-  early = dict(type="early_stopping", metric="progress", patience=3)
+  early = dict(type="early_stopping", metric="progress", patience=4)
   config = tiny_config({"total_steps": 12, "hooks": {"early": early}})
   for name, stops in (("straight", ()), ("cut", (1, 3, 5))):
     for stop in (*stops, None):

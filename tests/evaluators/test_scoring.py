@@ -6,7 +6,7 @@ import pytest
 from tiny import evaluating
 
 from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, DataError
 
 N = 21  # Batches of 8: the last has 5 examples.
 NAMES = ["a cat", "two dogs", "an eight", "mice", "a whale", "snow"]
@@ -53,9 +53,14 @@ def test_names_from_a_list_or_a_file(tmp_path):
   assert results == pytest.approx(expected)
 
 
-def test_a_label_beyond_the_names_gives_nan():
+def test_a_label_beyond_the_names_is_an_error():
   arrays = ARRAYS | {"label": LABELS + len(NAMES) * (LABELS == 2)}
-  assert np.isnan(score(arrays)["acc"])
+  message = (
+    r"evals\.val: arrays, row \d+: the class number 'label' is \d+, but "
+    rf"config\.evals\.val\.class_names={len(NAMES)} allows 0 to "
+  )
+  with pytest.raises(DataError, match=message):
+    score(arrays)
 
 
 def test_examples_without_a_label_do_not_count():

@@ -6,7 +6,7 @@ import pytest
 from tiny import evaluating
 
 from bigtrain import sharding
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
 VARIABLES = {"scale": jnp.float32(1.0)}
@@ -107,9 +107,11 @@ def test_mistakes(options, message):
     build(**given | options).run(VARIABLES, 1)
 
 
-def test_a_label_beyond_the_names_gives_nan():
-  results = build(
-    data=arrays(image=PICTURES, label=LABELS),
-    class_names=NAMES[:4],
-  ).run(VARIABLES, 1)
-  assert np.isnan(results["acc"])
+def test_a_label_beyond_the_names_is_an_error():
+  message = (
+    r"'label' is \d, but config\.evals\.val\.class_names=4 allows 0 to 3"
+  )
+  with pytest.raises(DataError, match=message):
+    build(data=arrays(image=PICTURES, label=LABELS), class_names=NAMES[:4]).run(
+      VARIABLES, 1
+    )

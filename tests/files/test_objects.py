@@ -282,7 +282,7 @@ def test_errors_name_the_damaged_array_and_object(
   assert tool.main(["verify", workdir]) == 1
   output = capsys.readouterr().out
   assert output.count("DAMAGED array 'params/wide'") == 1
-  assert f"{path_of(workdir, 1)}: whole" in output
+  assert f"{path_of(workdir, 1)}: intact" in output
 
 
 def test_unsafe_array_names_are_refused(workdir):
@@ -301,9 +301,9 @@ def test_unsafe_array_names_are_refused(workdir):
 def test_tools(workdir, tmp_path, capsys):
   save(workdir, 1, 2)
   assert tool.main(["show", workdir]) == 0
-  assert "steps of this workdir: 1, 2" in capsys.readouterr().out
+  assert "steps in this workdir: 1, 2" in capsys.readouterr().out
   assert tool.main(["verify", f"{workdir}/"]) == 0
-  assert capsys.readouterr().out.count("whole") == 2
+  assert capsys.readouterr().out.count("intact") == 2
   assert tool.main(["show", path_of(workdir, 1), "--depth=1"]) == 0
   out = str(tmp_path / "x.npz")
   assert tool.main(["export", workdir, out, "--prefix=params"]) == 0

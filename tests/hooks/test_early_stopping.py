@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,21 +19,61 @@ HISTORIES = st.lists(VALUES, max_size=12)
 
 
 def should_stop(values, mode, patience, atol, rtol):
-  """The rule of the docstring, on the whole history."""
-  if len(values) < patience + 1:
-    return False
-  for i in range(len(values) - patience, len(values)):
-    before, now = values[i - 1], values[i]
-    better = before - now if mode == "min" else now - before
-    if better > atol + rtol * abs(before):
-      return False
-  return True
+  """T5X's formula, on the whole history."""
+  no_better = np.greater_equal if mode == "min" else np.less_equal
+  newest = values[-patience:]
+  return len(newest) == patience and all(
+    no_better(
+      np.float32(now),
+      np.float32(
+        before - (atol + rtol * abs(before)) * (1 if mode == "min" else -1)
+      ),
+    )
+    for before, now in zip(newest[:-1], newest[1:])
+  )
+
+
+nan, inf = math.nan, math.inf
+
+
+# Number of values after which EarlyStoppingAction of T5X (t5x/trainer.py,
+# commit 01c23d8) stopped, or None.
+@pytest.mark.parametrize(
+  ("values", "mode", "patience", "atol", "rtol", "stops"),
+  [
+    ([3.0, 2.0, 2.0, 2.0, 2.0], "min", 3, 0, 0, 4),
+    ([3.0, 2.0, 2.0, 2.0, 2.0], "max", 2, 0, 0, 2),
+    ([1.0, 1.0, 1.0], "min", 2, 0, 0, 2),
+    ([0.5, 0.6, 0.6, 0.7, 0.7, 0.7], "max", 3, 0, 0, 6),
+    # Exactly the tolerance, in float32, and a little more.
+    ([1.0, 0.999, 0.998, 0.997], "min", 3, 1e-3, 0, 3),
+    ([1.0, 0.999, 0.998, 0.997], "min", 3, 0, 1e-3, None),
+    ([1.0, 0.9, 0.8, 0.7], "min", 3, 0, 0.2, 3),
+    ([1.0, 1.0 - 1e-9, 1.0 - 2e-9], "min", 3, 0, 0, 3),
+    ([-1.0, -1.0, -2.0, -3.0], "max", 3, 0.5, 0.5, 3),
+    ([1.0, nan, nan, nan, nan], "min", 2, 0, 0, None),
+    ([1.0, nan, 2.0, 3.0], "min", 3, 0, 0, None),
+    ([1.0, inf, inf, inf], "min", 2, 0, 0, 2),
+    ([inf, inf, inf, inf], "min", 3, 0, 0, None),
+    ([1.0, inf, 2.0, 3.0, 4.0], "max", 3, 0, 0, None),
+    ([1.0, -inf, -inf, 0.0, 1.0, 2.0], "min", 3, 0, 0, 6),
+  ],
+)
+def test_stops_where_t5x_does(values, mode, patience, atol, rtol, stops):
+  options = dict(mode=mode, patience=patience, atol=atol, rtol=rtol)
+  running = hooking.build(h=dict(type="early_stopping", metric="x", **options))
+  at = [
+    number
+    for number, value in enumerate(values, 1)
+    if running.after_step(number, {"step": number, "x": value})
+  ]
+  assert at[:1] == ([stops] if stops else [])
 
 
 @given(
   HISTORIES,
   st.sampled_from(["min", "max"]),
-  st.integers(1, 4),
+  st.integers(2, 5),
   st.sampled_from([0.0, 0.5, 1.0]),
   st.sampled_from([0.0, 0.5]),
   st.data(),
@@ -75,9 +116,11 @@ def test_the_rule_on_any_history(values, mode, patience, atol, rtol, data):
       r"config.hooks.h.mode: no mode 'mn'. Did you mean 'min'",
     ),
     (
-      dict(metric="x", patience=0),
-      r"hooks.h.patience: expected a whole number at least 1, got 0",
+      dict(metric="x", patience=1),
+      r"hooks.h.patience: expected a whole number at least 2, got 1",
     ),
+    (dict(metric="x", atol=-0.1), r"h.atol: expected a number at least 0, got"),
+    (dict(metric="x", rtol=-1), r"h.rtol: expected a number at least 0, got"),
   ],
 )
 def test_mistakes(options, message):

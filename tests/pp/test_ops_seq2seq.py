@@ -1,5 +1,7 @@
 """Span corruption and prefix-LM, on whole and on packed windows."""
 
+import zlib
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,44 @@ def test_lengths_match_the_published_recipe():
   spans = ops_seq2seq.Spans.of(568, 0.15, 3.0)
   assert spans == (85, 28)
   assert spans.lengths(568) == (512, 114)
+
+
+@pytest.mark.parametrize(
+  ("density", "mean_span", "noise", "spans"),
+  [
+    (0.15, 3.0, 3568451918, 4281141684),
+    (0.15, 8.0, 3568451918, 4132754825),
+    (0.35, 2.5, 1922362168, 2650549562),
+    (0.5, 3.0, 2740853208, 1525809663),
+  ],
+)
+def test_the_numbers_are_t5s_at_every_length(density, mean_span, noise, spans):
+  """Checksums of num_noise_tokens and num_noise_spans for 2 to 5,000 tokens.
+
+  They were computed by tensorflow 2.21 with the arithmetic of
+  random_spans_noise_mask (t5/data/preprocessors.py, commit 0068fa7).
+  """
+  numbers = [
+    ops_seq2seq.Spans.of(n, density, mean_span) for n in range(2, 5001)
+  ]
+  for column, expected in zip(zip(*numbers), (noise, spans)):
+    assert zlib.crc32(np.asarray(column, "<i4").tobytes()) == expected
+
+
+def test_numbers_that_float64_would_round_otherwise():
+  # Golden numbers of T5: round(190 * 0.15) is 28 in float64, 29 in float32.
+  for length, expected in (
+    (190, (29, 10)),
+    (350, (53, 18)),
+    (1310, (197, 66)),
+    (3390, (509, 170)),
+  ):
+    assert ops_seq2seq.Spans.of(length, 0.15, 3.0) == expected
+    ids = window(1, length)
+    spec = f"span_corruption({length}, sentinel=2000, num_sentinels=200)"
+    targets = run(spec, {"targets": ids})["targets"]
+    assert (targets[0] > 1800).sum() == expected[1]
+    assert (targets > 0).sum() == sum(expected) + 1
 
 
 def test_every_position_is_removed_equally_often():

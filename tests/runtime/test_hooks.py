@@ -16,13 +16,13 @@ from bigtrain.settings import ConfigError
 @pytest.mark.parametrize("order", [("good", "bad"), ("bad", "good")])
 def test_a_failure_wins_over_a_success(order):
   entries = {
-    "good": dict(type="early_stopping", metric="loss", patience=1),
+    "good": dict(type="early_stopping", metric="loss", patience=2),
     "bad": dict(type="stop_on_nan"),
   }
   running = hooking.build(**{name: entries[name] for name in order})
   assert running.after_step(1, {"step": 1, "loss": 1.0}) is None
-  stop = running.after_step(2, {"step": 2, "loss": math.nan})
-  assert stop.failure and "'bad': loss is nan at step 2" in stop.reason
+  stop = running.after_step(2, {"step": 2, "loss": math.inf})
+  assert stop.failure and "'bad': loss is inf at step 2" in stop.reason
 
 
 def test_metrics_of_an_evaluation_that_does_not_exist(caplog):
@@ -46,7 +46,7 @@ def test_metrics_of_an_evaluation_that_does_not_exist(caplog):
 
 
 def test_a_row_that_a_resumed_run_shows_again_counts_once():
-  entry = dict(type="early_stopping", metric="val/x", patience=2)
+  entry = dict(type="early_stopping", metric="val/x", patience=3)
   running = hooking.build(early=entry)
   running.after_step(1, {"step": 1, "val/x": 1.0})
   running.after_step(2, {"step": 2, "loss": 1.0, "val/x": 1.0})
@@ -60,13 +60,13 @@ def test_a_row_that_a_resumed_run_shows_again_counts_once():
 
 
 def test_a_stop_is_kept_until_the_hooks_change():
-  entry = dict(type="early_stopping", metric="x", patience=1)
+  entry = dict(type="early_stopping", metric="x", patience=2)
   running = hooking.build(early=entry)
   assert running.stopped is None
   running.after_step(1, {"step": 1, "x": 1.0})
   stop = running.after_step(2, {"step": 2, "x": 1.0})
   saved = json.loads(json.dumps(running.state()))
-  for changes, expected in (({}, stop), ({"patience": 2}, None)):
+  for changes, expected in (({}, stop), ({"patience": 3}, None)):
     again = hooking.build(early=entry | changes)
     again.restore(saved)
     assert again.stopped == expected

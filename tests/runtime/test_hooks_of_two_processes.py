@@ -30,7 +30,7 @@ def train_until_stopped(folder):
   note = dict(function="tiny.hooks.note", path=str(folder / "notes"))
   # `progress` always grows: early_stopping stops at the fourth row, at step 6.
   config["hooks"] = dict(
-    early=dict(type="early_stopping", metric="progress", patience=3),
+    early=dict(type="early_stopping", metric="progress", patience=4),
     best=dict(type="checkpoint_best", metric="val/loss"),
     nan=dict(type="stop_on_nan", metrics=["loss", "val/loss"]),
     note=dict(type="call", **note),

@@ -105,7 +105,7 @@ def test_damage_and_tools(store, program, workdir, undisturbed):
   program.run(workdir, "stop_at_steps=8", "tensorboard=True")
   assert objects.below(f"{workdir}/tensorboard")
   code, output = tool(store, "checkpoint", "verify", workdir)
-  assert code == 0 and output.count("whole") == 2
+  assert code == 0 and output.count("intact") == 2
   code, output = tool(store, "evaluate", f"--workdir={workdir}", "--step=6")
   assert code == 0, output
   row = json.loads(next(x for x in output.splitlines() if x.startswith("{")))

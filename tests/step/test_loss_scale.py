@@ -58,7 +58,8 @@ def test_small_gradients_survive_float16(microbatches):
     loss = (out * jnp.float16(1e-4)).astype(jnp.float32)[:, 0]
     return {"loss": metrics.pair(loss)}, {}
 
-  def gradient(scale):
+  @jax.jit
+  def compiled(scale):
     grads, pairs, _ = gradients.make(
       loss_fn,
       trainable={"w": True},
@@ -68,8 +69,12 @@ def test_small_gradients_survive_float16(microbatches):
       {"params": {"w": jnp.ones(1)}, "step": 0, "loss_scale": {"scale": scale}},
       {"x": jnp.asarray(x)},
     )
-    assert pairs["loss"][1] == 4
-    return float(grads["w"][0])
+    return grads["w"][0], pairs["loss"][1]
+
+  def gradient(scale):
+    grad, weight = compiled(scale)
+    assert weight == 4
+    return float(grad)
 
   true = 2e-4 * 1e-4
   assert gradient(None) == 0  # Below the smallest float16.

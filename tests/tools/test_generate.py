@@ -23,7 +23,7 @@ MODEL = dict(
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_fast():
-  """Compiling is nearly all that these tests do."""
+  """Compiling takes most of the time of these tests."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
@@ -57,7 +57,7 @@ def workdir(params, tmp_path_factory):
 
 
 def greedy(params, ids, number):
-  """What follows, by a whole pass for each token."""
+  """Greedy continuation of `ids`, by a full forward pass per token."""
   model = decoder.Model(**MODEL)
   forward = jax.jit(lambda t: model.apply({"params": params}, t)[0][0])
   seen, view = list(ids), list(ids)
@@ -71,8 +71,8 @@ def greedy(params, ids, number):
   return seen[len(ids) :]
 
 
-def test_it_writes_what_the_model_says_beyond_its_length(workdir, params):
-  """The text outgrows what the model reads at a time, twice."""
+def test_text_continues_beyond_the_context_length(workdir, params):
+  """The text outgrows the context twice."""
   new = 30
   expected = greedy(params, [ord("a") + 3, ord("b") + 3], new)
   pieces = tool.generate(workdir, "ab", max_new=new, temperature=0)
@@ -88,7 +88,7 @@ def test_seeds_and_the_command_line(workdir, capsys):
 
   one = run("--prompt=def ", "--seed=1", "--top_k=50")
   assert one.startswith("def ") and one.endswith("\n")
-  # From nothing but the begin of a text, and from another seed.
+  # From the begin token alone, and with another seed.
   assert len(run("--seed=2")) > 1
   assert run("--prompt=def ", "--seed=2", "--top_k=50") != one
 
@@ -102,14 +102,14 @@ def test_seeds_and_the_command_line(workdir, capsys):
     (["--workdir={w}", "--tokenizer=none.json"], "none.json"),
   ],
 )
-def test_mistakes_are_told_in_a_line(workdir, capsys, arguments, message):
+def test_mistakes_give_a_one_line_error(workdir, capsys, arguments, message):
   arguments = [a.format(w=workdir) for a in arguments]
   assert tool.main(arguments) == 2
   error = capsys.readouterr().err
   assert error.startswith("error: ") and message in error
 
 
-def test_only_language_models_continue_texts(params, tmp_path, capsys):
+def test_the_task_must_be_language_modeling(params, tmp_path, capsys):
   workdir = save(tmp_path, params, task="captioning")
   assert tool.main([f"--workdir={workdir}"]) == 2
   assert "its task is 'captioning'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Text to token files: formats, errors, processes that die."""
+"""Token files: formats, errors and interruptions."""
 
 import gzip
 import json
@@ -53,20 +53,20 @@ WRITERS = {
 
 
 def written(folder):
-  """The texts of the documents in a folder, in order."""
+  """Texts of the documents in a folder, in order."""
   manifest = json.loads((folder / "manifest.json").read_text())
-  found = []
+  texts = []
   for shard in manifest["shards"]:
     ids = np.fromfile(folder / f"{shard['name']}.bin", manifest["dtype"])
     ends = np.load(folder / f"{shard['name']}.ends.npy")
     for document in np.split(ids, ends[:-1]):
       assert document[-1] == BYTES.eos_id
-      found.append(BYTES.decode(document))
-  return found
+      texts.append(BYTES.decode(document))
+  return texts
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_formats(tmp_path, name):
+def test_every_format_gives_the_same_documents(tmp_path, name):
   WRITERS[name](tmp_path / name)
   out = tmp_path / "out"
   manifest = tokenize.tokenize(
@@ -82,7 +82,7 @@ def test_formats(tmp_path, name):
     name="bytes", vocab_size=259, fingerprint=BYTES.fingerprint()
   )
   assert manifest["sources"][0]["size"] == (tmp_path / name).stat().st_size
-  # Small shards, of which only files that can be cut have several.
+  # Only splittable files have several shards.
   assert (len(manifest["shards"]) > 1) == (name in ("x.jsonl", "x.parquet"))
   source = tokens.Source(8, str(out), packing=True, tokenizer="bytes")
   batch = source.read(np.arange(len(source)))
@@ -90,7 +90,7 @@ def test_formats(tmp_path, name):
   np.testing.assert_allclose(batch["num_bytes"].sum(), size, rtol=1e-6)
 
 
-def test_plain_text_is_a_document_or_lines(tmp_path):
+def test_plain_text_is_a_document_per_file_or_per_line(tmp_path):
   for i, text in enumerate(TEXTS):
     (tmp_path / f"{i}.txt").write_text(text)
   tokenize.tokenize([str(tmp_path / "*.txt")], str(tmp_path / "a"), "bytes")
@@ -102,19 +102,19 @@ def test_plain_text_is_a_document_or_lines(tmp_path):
   assert written(tmp_path / "b") == ["one", "two", "three"]
 
 
-def test_lines_are_read_once_wherever_a_file_is_cut(tmp_path):
+def test_lines_are_read_once_wherever_a_file_is_split(tmp_path):
   path = tmp_path / "x.jsonl"
   path.write_bytes(jsonl(TEXTS * 3))
   for size in range(1, 120, 7):
-    found = [
+    texts = [
       text
       for part in documents.parts(str(path), "auto", size)
       for text in documents.read(part, "text")
     ]
-    assert found == TEXTS * 3
+    assert texts == TEXTS * 3
 
 
-def test_begin_tokens_and_no_end(tmp_path):
+def test_begin_tokens_without_end_tokens(tmp_path):
   (tmp_path / "x.txt").write_text("ab")
   tokenize.tokenize(
     [str(tmp_path / "x.txt")], str(tmp_path / "a"), "bytes", bos=True, eos=False
@@ -134,7 +134,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
-def test_what_is_no_document_is_named_or_counted(tmp_path, bad, name):
+def test_a_bad_document_is_an_error_or_is_counted(tmp_path, bad, name):
   raw = jsonl(TEXTS[:2]) + bad + jsonl(TEXTS[2:])
   (tmp_path / name).write_bytes(
     gzip.compress(raw) if name.endswith("gz") else raw
@@ -150,10 +150,10 @@ def test_what_is_no_document_is_named_or_counted(tmp_path, bad, name):
   assert written(tmp_path / "out") == [t for t in TEXTS if t]
 
 
-def test_the_cap_is_on_all_shards_together(tmp_path):
+def test_skip_errors_limits_the_sum_over_all_shards(tmp_path):
   (tmp_path / "x.jsonl").write_bytes(b"bad line number one\n" * 6)
   inputs, out = [str(tmp_path / "x.jsonl")], str(tmp_path / "out")
-  for _ in range(2):  # Again, when all but the last are there.
+  for _ in range(2):  # The second time, only the last shard is missing.
     with pytest.raises(DataError, match="skip_errors=5|not valid"):
       tokenize.tokenize(inputs, out, "bytes", skip_errors=5, shard_bytes=20)
   with pytest.raises(DataError, match="no text"):
@@ -161,7 +161,7 @@ def test_the_cap_is_on_all_shards_together(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.parquet"])
-def test_files_that_are_cut_short(tmp_path, name):
+def test_truncated_files_are_errors(tmp_path, name):
   WRITERS[name](tmp_path / name)
   raw = (tmp_path / name).read_bytes()
   (tmp_path / name).write_bytes(raw[:-6])
@@ -171,7 +171,7 @@ def test_files_that_are_cut_short(tmp_path, name):
     )
 
 
-def test_a_folder_is_of_one_recipe(tmp_path):
+def test_a_folder_has_one_recipe(tmp_path):
   (tmp_path / "x.jsonl").write_bytes(jsonl(TEXTS))
   inputs, out = [str(tmp_path / "x.jsonl")], str(tmp_path / "out")
   first = tokenize.tokenize(inputs, out, "bytes")
@@ -181,7 +181,7 @@ def test_a_folder_is_of_one_recipe(tmp_path):
   (tmp_path / "x.jsonl").write_bytes(jsonl(TEXTS[::-1]))
   with pytest.raises(ConfigError, match="another 'sources'"):
     tokenize.tokenize(inputs, out, "bytes")
-  with pytest.raises(ConfigError, match="other files in it, such as .out."):
+  with pytest.raises(ConfigError, match="contains other files, such as .out."):
     tokenize.tokenize(inputs, str(tmp_path), "bytes")
   with pytest.raises(ConfigError, match="given twice"):
     tokenize.tokenize(inputs * 2, str(tmp_path / "b"), "bytes")
@@ -189,7 +189,7 @@ def test_a_folder_is_of_one_recipe(tmp_path):
     tokenize.tokenize([inputs[0][:-1]], str(tmp_path / "b"), "bytes")
 
 
-def test_two_at_once_are_refused(tmp_path):
+def test_a_second_process_is_refused(tmp_path):
   (tmp_path / "x.txt").write_text("a")
   (tmp_path / "out").mkdir()
   with tokenize._locked(str(tmp_path / "out")):
@@ -209,22 +209,22 @@ class Killed(BaseException):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-  """A few shards of documents, and what an undisturbed run makes of them."""
+  """(inputs of a few shards, files of an uninterrupted run)."""
   folder = tmp_path_factory.mktemp("corpus")
   rng = np.random.default_rng(0)
   texts = ["x" * n for n in rng.integers(1, 60, 24)]
   (folder / "x.jsonl").write_bytes(jsonl(texts))
   inputs = [str(folder / "x.jsonl")]
   tokenize.tokenize(inputs, str(folder / "out"), "bytes", shard_bytes=600)
-  want = content(folder / "out")
-  assert len(want) == 1 + 2 * 3
-  return inputs, want
+  expected = content(folder / "out")
+  assert len(expected) == 1 + 2 * 3
+  return inputs, expected
 
 
-def test_killed_before_any_of_its_writes_it_ends_with_the_same_bytes(
+def test_an_interruption_before_any_write_keeps_the_bytes(
   corpus, tmp_path, monkeypatch
 ):
-  inputs, want = corpus
+  inputs, expected = corpus
   real = os.replace
   for stop_at in range(20):
     calls = 0
@@ -245,12 +245,14 @@ def test_killed_before_any_of_its_writes_it_ends_with_the_same_bytes(
       assert not (out / "manifest.json").exists()
     monkeypatch.setattr(os, "replace", real)
     tokenize.tokenize(inputs, str(out), "bytes", shard_bytes=600)
-    assert content(out) == want
+    assert content(out) == expected
   assert stop_at == 3 * 3 + 2
 
 
-def test_killed_while_it_cleans_up(corpus, tmp_path, monkeypatch):
-  inputs, want = corpus
+def test_an_interruption_of_the_cleanup_keeps_the_bytes(
+  corpus, tmp_path, monkeypatch
+):
+  inputs, expected = corpus
 
   def dying(folder):
     raise Killed
@@ -259,13 +261,13 @@ def test_killed_while_it_cleans_up(corpus, tmp_path, monkeypatch):
   with pytest.raises(Killed):
     tokenize.tokenize(inputs, str(tmp_path), "bytes", shard_bytes=600)
   monkeypatch.undo()
-  assert len(content(tmp_path)) > len(want)
+  assert len(content(tmp_path)) > len(expected)
   tokenize.tokenize(inputs, str(tmp_path), "bytes", shard_bytes=600)
-  assert content(tmp_path) == want
+  assert content(tmp_path) == expected
 
 
-def test_a_shard_that_was_damaged_is_made_again(corpus, tmp_path, monkeypatch):
-  inputs, want = corpus
+def test_a_damaged_shard_is_rewritten(corpus, tmp_path, monkeypatch):
+  inputs, expected = corpus
   monkeypatch.setattr(tokenize, "_finish", lambda *args: None)
   tokenize.tokenize(inputs, str(tmp_path), "bytes", shard_bytes=600)
   monkeypatch.undo()
@@ -275,32 +277,32 @@ def test_a_shard_that_was_damaged_is_made_again(corpus, tmp_path, monkeypatch):
   (tmp_path / "00002.ends.npy").unlink()
   (tmp_path / "00003.bin.99.tmp").write_bytes(b"of a process that was killed")
   tokenize.tokenize(inputs, str(tmp_path), "bytes", shard_bytes=600)
-  assert content(tmp_path) == want
+  assert content(tmp_path) == expected
   assert token_writer.finished_shard(str(tmp_path), "00001") is None
 
 
-def test_in_processes_and_from_the_command_line(corpus, tmp_path):
-  inputs, want = corpus
+def test_several_processes_and_the_command_line(corpus, tmp_path):
+  inputs, expected = corpus
   command = [sys.executable, "-m", "bigtrain.tools.tokenize", *inputs]
   command += ["--tokenizer=bytes", "--processes=2"]
   command += [f"--output={tmp_path / 'out'}"]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-  assert done.returncode == 0, done.stderr
-  assert "24 documents" in done.stdout
+  finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
+  assert finished.returncode == 0, finished.stderr
+  assert "24 documents" in finished.stdout
   tokenize.tokenize(
     inputs, str(tmp_path / "two"), "bytes", shard_bytes=600, processes=2
   )
-  assert content(tmp_path / "two") == want
-  done = subprocess.run(
+  assert content(tmp_path / "two") == expected
+  finished = subprocess.run(
     [*command, "--no-eos"], capture_output=True, text=True, timeout=60
   )
-  assert done.returncode == 2
-  assert done.stderr.startswith("error: --output=")
-  assert len(done.stderr.splitlines()) == 1
+  assert finished.returncode == 2
+  assert finished.stderr.startswith("error: --output=")
+  assert len(finished.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_kill_9_at_any_moment(tmp_path):
+def test_sigkill_at_any_moment_keeps_the_bytes(tmp_path):
   rng = np.random.default_rng(0)
   texts = [bytes(rng.integers(97, 123, 4000, np.uint8)).decode()] * 1500
   (tmp_path / "x.jsonl").write_bytes(jsonl(texts))
@@ -317,7 +319,7 @@ def test_kill_9_at_any_moment(tmp_path):
   while not (out / "manifest.json").exists():
     before = names()
     job = subprocess.Popen([*command, f"--output={out}"])
-    # At the first new file, and so at another moment each time.
+    # Kill at the first new file, so at another moment each time.
     while job.poll() is None and names() <= before:
       time.sleep(0.001)
     time.sleep(0.02 * (kills % 5))

@@ -4,4 +4,5 @@ import sys
 
 from bigtrain.tools.plan import plan
 
-sys.exit(plan.main())
+if __name__ == "__main__":
+  sys.exit(plan.main())

@@ -21,12 +21,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from bigtrain import settings
 from bigtrain.cluster import process
 from bigtrain.reports import record
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError
+from bigtrain.tools import arguments
 from bigtrain.tools.plan import (
   collectives,
   estimate,
@@ -264,13 +265,6 @@ def _compile(
   }
 
 
-class _Parser(argparse.ArgumentParser):
-  """Reports mistakes in one line."""
-
-  def error(self, message: str) -> NoReturn:
-    raise ConfigError(message)
-
-
 def _numbers(text: str) -> list[int]:
   numbers = [int(n) if n.isdecimal() else 0 for n in text.split(",")]
   if not all(numbers):
@@ -302,8 +296,8 @@ def _features(text: str) -> dict[str, str]:
   return {name.strip(): kind.strip() for name, _, kind in pairs}
 
 
-def _parser() -> _Parser:
-  parser = _Parser(
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser(
     prog="python -m bigtrain.tools.plan",
     description="Estimates memory, traffic and time of a config on many "
     "devices, without the devices and without data.",
@@ -375,18 +369,8 @@ def _parser() -> _Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit code."""
-  words = list(sys.argv[1:] if argv is None else argv)
-  prefix = "--config."
-  changes = [w.removeprefix(prefix) for w in words if w.startswith(prefix)]
   try:
-    parser = _parser()
-    args, left = parser.parse_known_args(
-      [w for w in words if not w.startswith(prefix)]
-    )
-    if left:
-      known = list(parser._option_string_actions)
-      hint = did_you_mean(left[0].partition("=")[0], known)
-      raise ConfigError(f"{left[0]!r}: unknown argument.{hint}")
+    args, changes = _parser().parse(sys.argv[1:] if argv is None else argv)
     rows = plan(
       args.config,
       args.devices,

@@ -1,4 +1,4 @@
-"""Draws panels and time accounts with matplotlib, as SVG and as PNG."""
+"""Draws panels and time accounts with matplotlib, as SVG and PNG."""
 
 import io
 import math
@@ -17,7 +17,7 @@ from bigtrain.tools.report.panels import (
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-  """A centred moving average over a fiftieth of the values."""
+  """Returns a centred moving average over 2% of the values."""
   half = len(values) // 100
   windows = (
     values[max(0, i - half) : i + half + 1] for i in range(len(values))
@@ -40,7 +40,7 @@ _STYLE = {
   "axes.titlepad": 10,
   "axes.labelsize": 10,
   "axes.formatter.useoffset": False,
-  "font.family": "DejaVu Sans",  # It comes with matplotlib.
+  "font.family": "DejaVu Sans",  # Included in matplotlib.
   "font.size": 10,
   "grid.color": "#E4E4E4",
   "grid.linewidth": 0.8,
@@ -51,14 +51,14 @@ _STYLE = {
   "xtick.color": "#555555",
   "ytick.color": "#555555",
   "path.simplify_threshold": 0.5,  # Pixels; the default makes large pages.
-  # Names of the parts of an SVG; fixed, so that a page can be reproduced.
+  # Fixed ids in SVGs make pages reproducible.
   "svg.hashsalt": "bigtrain",
 }
-_SIZE = (5.2, 3.3)  # Inches of a panel.
+_SIZE = (5.2, 3.3)  # Inches per panel.
 
 
 def _matplotlib() -> Any:
-  """matplotlib without a display, or ConfigError."""
+  """Imports matplotlib, or raises ConfigError."""
   try:
     import matplotlib
   except ImportError as e:
@@ -72,7 +72,7 @@ def _matplotlib() -> Any:
 def _draw(ax: Any, panel: Panel) -> None:
   for s in panel.series:
     style: dict[str, Any] = dict(color=s.color, linestyle=s.line)
-    if len(s.values) <= 30:  # Few enough to be seen one by one.
+    if len(s.values) <= 30:  # Few enough for markers.
       style |= dict(marker="o", markersize=4)
     values = s.values
     if len(values) > 100:
@@ -105,7 +105,7 @@ def _thousands(value: float, _: int = 0) -> str:
 
 
 def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
-  """One bar a run, with a part for each account, in percent."""
+  """Draws one bar per run, with a part per time account, in percent."""
   shown = [run for run in runs if run.accounts()][::-1]
   used = [n for n in ACCOUNT_NAMES if any(n in r.accounts() for r in shown)]
   left = [0.0] * len(shown)
@@ -143,7 +143,7 @@ def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
   ax.set_xlabel("% of wall-clock time")
   ax.grid(visible=False)
   ax.spines["left"].set_visible(False)
-  ax.set_title("Where the time went")
+  ax.set_title("Wall-clock time")
   ax.legend(
     ncols=4,
     loc="upper left",
@@ -154,30 +154,30 @@ def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
 
 
 def svgs(runs: Sequence[Run]) -> dict[str, str]:
-  """Name of a panel, or "time", to its picture, for a page to hold."""
+  """Returns {name of a panel, or "time": SVG element}."""
   matplotlib = _matplotlib()
-  pictures = {}
+  images = {}
   with matplotlib.rc_context(_STYLE):
     for name, figure in _figures(runs):
       text = io.StringIO()
       figure.savefig(
         text, format="svg", metadata={"Date": None}, bbox_inches="tight"
       )
-      # A page holds the element alone, without the head of a file.
-      pictures[name] = text.getvalue()[text.getvalue().index("<svg") :]
-  return pictures
+      # Without the XML header, to be part of a page.
+      images[name] = text.getvalue()[text.getvalue().index("<svg") :]
+  return images
 
 
 def pngs(runs: Sequence[Run]) -> dict[str, bytes]:
-  """The same as pictures for documents, and "curves" with all in one."""
+  """Returns {name: PNG} of the same, and "curves" with an overview."""
   matplotlib = _matplotlib()
-  pictures = {}
+  images = {}
   with matplotlib.rc_context(_STYLE):
     for name, figure in [*_figures(runs), ("curves", _overview(runs))]:
       content = io.BytesIO()
       figure.savefig(content, format="png", dpi=110, bbox_inches="tight")
-      pictures[name] = content.getvalue()
-  return pictures
+      images[name] = content.getvalue()
+  return images
 
 
 def _figures(runs: Sequence[Run]) -> list[tuple[str, Any]]:
@@ -197,11 +197,11 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, Any]]:
 
 
 def _overview(runs: Sequence[Run]) -> Any:
-  """Six panels in two rows: what a README has room for."""
+  """Draws up to six panels in two rows, for a README."""
   from matplotlib.figure import Figure
 
   shown = panels(runs)
-  # Loss and results come first; of many results, leave room for the speed.
+  # Loss and evaluations come first; speed and learning rate always fit.
   last = [p for p in shown if p.title in ("Throughput", "Learning rate")]
   shown = [p for p in shown if p not in last][: 6 - len(last)] + last
   columns = min(3, len(shown)) or 1

@@ -1,7 +1,7 @@
-"""What there is to draw of one or many runs, as plain data.
+"""Chooses the curves of one or several runs, as plain data.
 
-Colours tell runs apart and line styles what else a panel compares, so that
-one legend reads the same in all panels.
+Colours distinguish runs, and line styles distinguish metrics within a panel, so
+a run looks the same in all panels.
 """
 
 import re
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from bigtrain.reports.chrono import ACCOUNTS
 from bigtrain.reports.console import FIGURES
 
-# Okabe and Ito's colours, which people with any colour vision tell apart
-# (https://jfly.uni-koeln.de/color/), without the yellow that white swallows.
+# Okabe and Ito's colours for all kinds of colour vision
+# (https://jfly.uni-koeln.de/color/), without yellow, which is faint on white.
 COLORS = (
   "#0072B2",
   "#D55E00",
@@ -46,7 +46,7 @@ ACCOUNT_NAMES = {
 assert set(ACCOUNT_COLORS) == set(ACCOUNT_NAMES) == set(ACCOUNTS)
 
 _GIB = 2.0**30
-# name: (title, label of the axis with its unit, factor).
+# {name: (title, axis label with unit, factor)}.
 _KNOWN = {
   "loss": ("Training loss", "loss", 1.0),
   "lr": ("Learning rate", "learning rate", 1.0),
@@ -58,7 +58,7 @@ _KNOWN = {
   "device_peak_bytes": ("Peak device memory", "GiB", 1 / _GIB),
   "host_rss_bytes": ("Host memory", "GiB", 1 / _GIB),
 }
-_NO_RESULTS = (
+_NOT_EVALUATIONS = (
   "account/",
   "lr/",
   "weight_rms/",
@@ -70,25 +70,40 @@ _NO_RESULTS = (
 
 
 class Run(NamedTuple):
-  """What a workdir tells."""
+  """A run, as read from its workdir.
+
+  Attributes:
+    name: short name for legends and tables.
+    config: content of config.json.
+    info: content of run.json.
+    rows: rows of metrics.jsonl.
+  """
 
   name: str
   config: dict[str, Any]
-  info: dict[str, Any]  # Of run.json.
+  info: dict[str, Any]
   rows: list[dict[str, Any]]
 
   def last(self, name: str) -> Any:
-    """The newest value of a metric; None if it has none."""
+    """Returns the newest value of a metric, or None."""
     return next((r[name] for r in reversed(self.rows) if name in r), None)
 
   def accounts(self) -> dict[str, float]:
-    """Seconds in each time account."""
-    found = {name: self.last(f"account/{name}_secs") for name in ACCOUNTS}
-    return {name: secs for name, secs in found.items() if secs}
+    """Returns {time account: seconds}, without empty accounts."""
+    accounts = {name: self.last(f"account/{name}_secs") for name in ACCOUNTS}
+    return {name: secs for name, secs in accounts.items() if secs}
 
 
 class Series(NamedTuple):
-  """One line of a panel."""
+  """One curve of a panel.
+
+  Attributes:
+    label: entry in the legend, or "".
+    color: "#RRGGBB".
+    line: matplotlib's line style.
+    steps: x values.
+    values: y values, in the unit of the panel.
+  """
 
   label: str
   color: str
@@ -98,42 +113,49 @@ class Series(NamedTuple):
 
 
 class Panel(NamedTuple):
-  """One pair of axes."""
+  """One pair of axes.
 
-  name: str  # For file names.
+  Attributes:
+    name: name for files.
+    title: heading.
+    unit: label of the y axis.
+    series: curves.
+  """
+
+  name: str
   title: str
   unit: str
   series: list[Series]
 
 
 def results(runs: Sequence[Run]) -> list[str]:
-  """Names of all results of evaluations, "<evaluation>/<metric>"."""
+  """Returns the names of evaluation metrics, "<evaluation>/<metric>"."""
   names = _names(runs)
   evals = {name for run in runs for name in run.config.get("evals") or {}}
   return [
     name
     for name in names
     if "/" in name
-    and not name.startswith(_NO_RESULTS)
+    and not name.startswith(_NOT_EVALUATIONS)
     and (not evals or name.split("/")[0] in evals)
   ]
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
-  """What there is to draw of the runs, the most telling first."""
+  """Returns the panels of the runs, the most important first."""
   names = _names(runs)
   plain = {n for n in names if "/" not in n} - (FIGURES - set(_KNOWN))
   if "tokens_per_sec" in plain:
     plain -= {"examples_per_sec"}
-  found = []
+  all_panels = []
   if "loss" in plain:
-    found.append(_panel(runs, "loss", ["loss"]))
+    all_panels.append(_panel(runs, "loss", ["loss"]))
   by_metric: dict[str, list[str]] = {}
   for name in results(runs):
     if not name.endswith("/secs"):
       by_metric.setdefault(name.split("/", 1)[1], []).append(name)
   for metric, members in by_metric.items():
-    found.append(
+    all_panels.append(
       _panel(
         runs,
         "eval_" + metric,
@@ -142,22 +164,22 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
         unit=metric,
       )
     )
-  # The task's own metrics, then the known ones in the order of the table.
+  # Metrics of the task, then those of _KNOWN in its order.
   for name in filter(plain.__contains__, names):
     if name not in _KNOWN:
       title = f"Training: {name}"
-      found.append(_panel(runs, name, [name], title=title, unit=name))
+      all_panels.append(_panel(runs, name, [name], title=title, unit=name))
   for name in _KNOWN:
     members = [name] if name in plain else []
-    if name == "lr":  # One for each group of parameters.
+    if name == "lr":  # One per group of parameters.
       members += [n for n in names if n.startswith("lr/")]
     if name != "loss":
-      found.append(_panel(runs, name, members))
-  return [panel for panel in found if panel.series]
+      all_panels.append(_panel(runs, name, members))
+  return [panel for panel in all_panels if panel.series]
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-  """All names of numbers, in order of appearance."""
+  """Names of all numeric values, in order of appearance."""
   return list(
     dict.fromkeys(
       name
@@ -185,7 +207,7 @@ def _panel(
         continue
       words = [run.name] if len(runs) > 1 else []
       words += [member] if len(members) > 1 else []
-      # One run: colours are free to tell what else there is.
+      # With a single run, colours distinguish its metrics.
       hue = i if len(runs) > 1 else j
       line = j if len(runs) > 1 else hue // len(COLORS)
       series.append(

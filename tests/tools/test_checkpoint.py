@@ -1,3 +1,5 @@
+"""The tool that shows, verifies and exports checkpoints."""
+
 import os
 import pathlib
 import shutil
@@ -27,7 +29,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def workdir(saved, tmp_path):
-  """A copy to damage."""
+  """A copy of the workdir, to damage."""
   return shutil.copytree(saved, tmp_path / "copy")
 
 
@@ -35,20 +37,20 @@ def test_show_prints_the_tree(saved, capsys):
   assert tool.main(["show", saved]) == 0
   lines = capsys.readouterr().out.splitlines()
   assert "00000200: step 200, 8 arrays, 3.1 kB" in lines[0]
-  assert lines[2] == "steps of this workdir: 100, 200"
+  assert lines[2] == "steps in this workdir: 100, 200"
   rows = [" ".join(line.split()) for line in lines[4:]]
   assert rows == [
     "opt/ 212 B 113 values",
-    "mask 16 B bool[16] split over ['fsdp']",
+    "mask 16 B bool[16] sharded over ['fsdp']",
     "mu/ 192 B 96 values",
-    "dense 192 B float16[3,32] split over [None, 'fsdp']",
+    "dense 192 B float16[3,32] sharded over [None, 'fsdp']",
     "none 0 B float32[0,5]",
     "seen 4 B uint32[]",
     "params/ 2.9 kB 728 values",
     "dense/ 1.6 kB 408 values",
     "bias 48 B bfloat16[24]",
-    "kernel 1.5 kB float32[16,24] split over ['fsdp']",
-    "wide 1.3 kB float32[8,40] split over [['replica', 'fsdp'], None]",
+    "kernel 1.5 kB float32[16,24] sharded over ['fsdp']",
+    "wide 1.3 kB float32[8,40] sharded over [['replica', 'fsdp'], None]",
     "step 4 B int32[]",
   ]
   assert tool.main(["show", path_of(saved, 100), "--depth=1"]) == 0
@@ -57,24 +59,24 @@ def test_show_prints_the_tree(saved, capsys):
   assert [line.split()[0] for line in lines[3:]] == ["opt/", "params/", "step"]
 
 
-def test_show_is_quick_and_needs_no_jax(saved):
+def test_show_is_fast_and_needs_no_jax(saved):
   script = (
     "import sys; from bigtrain.tools import checkpoint as t; "
     "t.main(sys.argv[1:]); "
     "print({'jax', 'tensorstore', 'tensorflow'} & set(sys.modules))"
   )
-  began = time.monotonic()
+  start = time.monotonic()
   out = subprocess.check_output(
     [sys.executable, "-c", script, "show", saved], cwd=ROOT, text=True
   )
   assert out.splitlines()[-1] == "set()"
-  # It takes 0.15 s; this is for a machine that is busy with other tests.
-  assert time.monotonic() - began < 10
+  # It takes 0.15 s on an idle machine.
+  assert time.monotonic() - start < 10
 
 
-def test_verify_names_every_damage(workdir, capsys):
+def test_verify_lists_all_damaged_files(workdir, capsys):
   assert tool.main(["verify", str(workdir)]) == 0
-  assert capsys.readouterr().out.count("whole") == 2
+  assert capsys.readouterr().out.count("intact") == 2
   damaged = [
     path_of(workdir, 100, "params/dense/kernel/c.0.0"),
     path_of(workdir, 100, "opt/seen/zarr.json"),
@@ -84,11 +86,11 @@ def test_verify_names_every_damage(workdir, capsys):
     content = bytearray(pathlib.Path(path).read_bytes())
     content[5] ^= 1
     pathlib.Path(path).write_bytes(content)
-  gone = path_of(workdir, 200, "params/wide/c.0.0")
-  os.remove(gone)
+  removed = path_of(workdir, 200, "params/wide/c.0.0")
+  os.remove(removed)
   assert tool.main(["verify", str(workdir)]) == 1
   out = capsys.readouterr().out
-  for path in [*damaged, gone]:
+  for path in [*damaged, removed]:
     assert f"{path}: " in out
   assert out.count("DAMAGED array") == 4 and out.count("2 problem(s)") == 2
   assert tool.main(["verify", str(workdir), "--step=200"]) == 1
@@ -99,18 +101,18 @@ def test_verify_names_every_damage(workdir, capsys):
 
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors"])
-def test_export_is_exact(saved, tmp_path, kind, capsys):
+def test_an_export_has_the_exact_values(saved, tmp_path, kind, capsys):
   out = str(tmp_path / f"all.{kind}")
   assert tool.main(["export", saved, out, "--step", "100"]) == 0
   assert "8 arrays" in capsys.readouterr().out
   if kind == "npz":
     with np.load(out, allow_pickle=False) as opened:
-      found = dict(opened)
+      exported = dict(opened)
   else:
-    found = safetensors.numpy.load_file(out)
+    exported = safetensors.numpy.load_file(out)
   expected = dict(trees.flatten_with_names(make_values(like(), 100)))
-  assert sorted(found) == sorted(expected)
-  for name, x in found.items():
+  assert sorted(exported) == sorted(expected)
+  for name, x in exported.items():
     y = np.asarray(expected[name])
     if kind == "npz" and y.dtype == ml_dtypes.bfloat16:
       y = y.astype(np.float32)
@@ -126,7 +128,7 @@ def test_export_of_one_tree(saved, tmp_path):
     assert sorted(opened) == ["params/dense/bias", "params/dense/kernel"]
 
 
-def test_export_refuses_what_is_damaged(workdir, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_not_exported(workdir, tmp_path, capsys):
   path = path_of(workdir, 200, "params/wide/c.0.0")
   content = bytearray(pathlib.Path(path).read_bytes())
   content[5] ^= 1
@@ -143,13 +145,19 @@ def test_export_refuses_what_is_damaged(workdir, tmp_path, capsys):
   [
     (["show", "{w}/no"], "no: no such file or directory"),
     (["verify", "{w}/no"], "no: no such file or directory"),
-    (["show", "{w}", "--step=3"], "--step=3: {w} has 100, 200."),
-    (["export", "{w}", "{w}/x.pt"], "x.pt: expected .npz or .safetensors"),
+    (
+      ["show", "{w}", "--step=3"],
+      "--step=3: no such checkpoint",
+    ),
+    (
+      ["export", "{w}", "{w}/x.pt"],
+      "x.pt: expected a name ending in",
+    ),
     (["export", "{w}", "{w}/a/x.npz"], "no such folder"),
     (["export", "{w}", "{w}/x.npz", "--prefix=parms"], "mean 'params'"),
   ],
 )
-def test_wrong_arguments_are_told_in_one_line(
+def test_wrong_arguments_give_a_one_line_error(
   workdir, capsys, arguments, message
 ):
   code = tool.main([a.format(w=workdir) for a in arguments])
@@ -168,14 +176,14 @@ def test_an_export_is_not_overwritten_by_accident(workdir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["shew"], ["show"]])
-def test_the_usage_is_told(arguments, capsys):
+def test_missing_arguments_print_the_usage(arguments, capsys):
   with pytest.raises(SystemExit) as e:
     tool.main(arguments)
   assert e.value.code == 2 and "usage:" in capsys.readouterr().err
 
 
-def test_a_pipe_that_closes_is_no_error(saved):
-  done = subprocess.run(
+def test_a_closed_pipe_is_not_an_error(saved):
+  finished = subprocess.run(
     f"{sys.executable} -m bigtrain.tools.checkpoint show {saved} | head -1",
     shell=True,
     cwd=ROOT,
@@ -183,5 +191,5 @@ def test_a_pipe_that_closes_is_no_error(saved):
     text=True,
     env={**os.environ, "PYTHONUNBUFFERED": "1"},
   )
-  assert done.stderr == "" and "step 200" in done.stdout
-  assert jax.device_count() == 8  # This process has devices, the tool none.
+  assert finished.stderr == "" and "step 200" in finished.stdout
+  assert jax.device_count() == 8  # The devices belong to this process.

@@ -1,0 +1,64 @@
+"""Workdirs with the files of a run, written without training."""
+
+import json
+import math
+import os
+
+from bigtrain.reports import writers
+
+
+def write_run(workdir, *, lr=1e-3, evals=("val",), accounts=True, name="loss"):
+  """Writes the files of a run of 40 rows; returns the workdir.
+
+  Args:
+    workdir: folder to create.
+    lr: learning rate of the config.
+    evals: names of evaluations, which run every 10 rows.
+    accounts: whether the rows have time accounts.
+    name: name of the loss.
+  """
+  os.makedirs(workdir)
+  config = {
+    "lr": lr,
+    "task": "classification",
+    "evals": {name: {} for name in evals},
+    "input": {"pp": "decode|<script>alert(1)</script>"},
+  }
+  info = {"starts": [{"devices": 8, "device_kind": "TPU v4"}]}
+  for file, content in (("config.json", config), ("run.json", info)):
+    with open(os.path.join(workdir, file), "w") as f:
+      json.dump(content, f)
+  writer = writers.Writers(str(workdir), tensorboard=False)
+  for i in range(1, 41):
+    row = {
+      "step": 10 * i,
+      name: 2 / i,
+      "accuracy": 1 - 1 / i,
+      "lr": lr / i,
+      "grad_norm": math.nan if i == 3 else 1.0,
+      "progress": i / 40,
+      "examples_per_sec": 1000.0 + i,
+      "mfu": 0.5,
+      "weight_rms/kernel": 1.0,
+      "device_hours": i / 10,
+    }
+    if i == 1:  # Facts about the compiled update, in the first row.
+      row |= {"model_flops_per_step": 5 * 10**9}
+      for part in ("argument", "output", "temporary", "alias"):
+        row[f"update_{part}_bytes"] = 2**20
+    if accounts:
+      row |= {"account/step_secs": 30.0 * i, "account/compile_secs": 60.0}
+    writer.write(row)
+    if i % 10 == 0:
+      for evaluation in evals:
+        writer.write(
+          {
+            "step": 10 * i,
+            f"{evaluation}/acc": i / 50,
+            f"{evaluation}/secs": 1.0,
+          }
+        )
+  if accounts:
+    writer.write({"step": 400, "restarts": 1, "account/lost_secs": 140.0})
+  writer.close()
+  return str(workdir)
