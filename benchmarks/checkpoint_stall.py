@@ -1,12 +1,12 @@
-"""Benchmark 6: what a checkpoint costs the training, and how fast it is made.
+"""Benchmark 6: stall, write time and slowdown of asynchronous checkpoints.
 
-The state of a ViT-S/16 with Adam, on one device and over eight simulated ones,
-saved by bigtrain.checkpoint as main.py does it, beside Orbax's asynchronous
-checkpointing and torch's. What is saved is the state of real steps: moments of
-zeros would be easier to write.
+bigtrain.checkpoints saves the state of a ViT-S/16 with Adam, on one device and
+on eight simulated ones, as main.py does; the peers are the asynchronous
+checkpoints of Orbax and torch. The state comes from real steps, because zeros
+would compress.
 
-All write to the disk of the temporary folder, and all wait until the disk has
-what they wrote. Checkpoints are removed between the turns.
+All write to the temporary folder and wait for the disk. Checkpoints are removed
+between turns.
 """
 
 import concurrent.futures
@@ -19,17 +19,18 @@ from typing import Any, NamedTuple, Protocol
 
 from benchmarks import measure
 
-# Devices, and what the model has. Without scan each layer's arrays are files of
-# their own: hundreds of small ones.
+# (devices, arguments of the model). Without scan, each layer's arrays are
+# separate files: hundreds of small ones.
 _CASES = ((1, ""), (8, ""), (1, ",scan"))
 
 
 def main() -> None:
-  """Prints the figures for each number of devices."""
+  """Prints the figures of each case."""
   args = measure.arguments(
     __doc__,
-    devices="on so many alone; else each in a process of its own",
-    model="more of the model's arguments, such as ,scan",
+    devices="number of devices to simulate (default: all cases, in new "
+    "processes)",
+    model="further arguments of the model, such as ,scan",
   )
   if args.devices or args.quick:
     number = int(args.devices or 2)
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 class _Saver(Protocol):
-  """A program that saves a state in the background."""
+  """A library that saves a state in the background."""
 
   def start(self, state: Any) -> None:
     """Returns when the state may be donated."""
@@ -54,18 +55,18 @@ class _Saver(Protocol):
     """Returns when the checkpoint is complete and on the disk."""
 
   def close(self) -> None:
-    """Gives everything back."""
+    """Releases all resources."""
 
 
 class _Turn(NamedTuple):
-  """One save, and what is measured beside it.
+  """Measurements of one save.
 
   Attributes:
-    stall: seconds that it kept its caller.
-    write: seconds from then until it was on the disk.
-    slowdown: time of a step while it was written / of one before.
-    copy: seconds to copy as many bytes to the host.
-    plain_write: seconds to write as many bytes into one file.
+    stall: seconds that the save blocked its caller.
+    write: seconds from then until the checkpoint was on disk.
+    slowdown: time of a step during the save / of a step without one.
+    copy: seconds to copy the same number of bytes to the host.
+    plain_write: seconds to write the same number of bytes to one file.
   """
 
   stall: float
@@ -84,13 +85,13 @@ def _measure(number: int, more: str, quick: bool, repeats: int) -> None:
   variant = model.split(",")[0] + more.replace(",", ", ")
   what = f"ViT-{variant}, adam, {number} device(s)"
   if jax.device_count() != number:
-    found = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    measure.skip(6, f"stall, write and steps: {what}", f"there is {found}")
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    measure.skip(6, f"stall, write and steps: {what}", f"this is {devices}")
     return
   config = synthetic.get_config(f"{model}{more},batch_size={max(2, number)}")
   config.mesh = dict(replica=1, fsdp=number)
   built = program.build(config)
-  built.run(1)  # From here on the state is what the update returns.
+  built.run(1)  # Now the state is an output of the update.
   num_bytes = sum(x.nbytes for x in jax.tree.leaves(built.state))
   on_cpu = jax.devices()[0].platform == "cpu"
   mib = max(1, round(num_bytes / 2**20))
@@ -123,7 +124,7 @@ def _measure(number: int, more: str, quick: bool, repeats: int) -> None:
 
 def _report(what: str, ours: list[_Turn], num_bytes: int, on_cpu: bool) -> None:
   measure.report(6, f"state: {what}", [num_bytes / 2**20], unit="MiB")
-  # On CPU the copy and the writing want the cores that compute the steps.
+  # On CPU, copies and writes compete with the steps for cores.
   measure.report(
     6,
     f"stall / (state bytes / copy rate): {what}",
@@ -159,19 +160,19 @@ def _compare(name: str, ours: list[_Turn], theirs: list[_Turn]) -> None:
 
 
 def _save(saver: _Saver, built: Any) -> tuple[float, float]:
-  """Seconds of (the stall, the rest) of a save with nothing beside it."""
+  """Returns the seconds of (stall, write) of a save without steps."""
   import jax
 
   jax.block_until_ready(built.state)
-  began = time.perf_counter()
+  start_secs = time.perf_counter()
   saver.start(built.state)
   stalled = time.perf_counter()
   saver.wait()
-  return stalled - began, time.perf_counter() - stalled
+  return stalled - start_secs, time.perf_counter() - stalled
 
 
 def _slowdown(saver: _Saver, built: Any) -> float:
-  """Time of steps while a checkpoint is written / of as many before it."""
+  """Returns time of steps during a save / of as many steps after it."""
   secs: list[float] = []
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     saver.start(built.state)
@@ -180,19 +181,19 @@ def _slowdown(saver: _Saver, built: Any) -> float:
       secs.append(built.run(1))
     waiting.result()
   if len(secs) > 1:
-    secs.pop()  # The write ended within it.
+    secs.pop()  # The save ended during this step.
   return sum(secs) / sum(built.run(1) for _ in secs)
 
 
 def _savers(
   folder: str, state: Any, number: int, quick: bool
 ) -> dict[str, _Saver]:
-  """Ours, and the peers that are installed; says which are not."""
+  """Returns ours and the installed peers; reports the others as skipped."""
   savers: dict[str, _Saver] = {"ours": _Ours(os.path.join(folder, "ours"))}
   peers: dict[str, tuple[str, Callable[[str], _Saver]]] = {
     "Orbax": ("orbax", _Orbax)
   }
-  if number == 1:  # A torch of one process has no shards.
+  if number == 1:  # With one process, torch has no shards.
     peers["torch"] = ("torch", lambda path: _Torch(path, state))
   for peer, (module, make) in peers.items():
     reason = "not in --quick" if quick else measure.missing(module)
@@ -204,7 +205,7 @@ def _savers(
 
 
 class _Ours:
-  """bigtrain.checkpoint."""
+  """bigtrain.checkpoints."""
 
   def __init__(self, folder: str):
     from bigtrain.checkpoints import checkpointer, commit
@@ -229,7 +230,7 @@ class _Ours:
 
 
 class _Orbax:
-  """Orbax's StandardCheckpointer with its own settings."""
+  """Orbax's StandardCheckpointer with its defaults."""
 
   def __init__(self, folder: str):
     import orbax.checkpoint as ocp
@@ -260,8 +261,7 @@ class _Torch:
 
     self._folder = folder
     on_gpu = torch.cuda.is_available()
-    # Keeps the memory of its copies from save to save, as ours does; but it
-    # wants that pinned.
+    # Reuses the memory of its copies, as ours does; needs pinned memory.
     self._writer = dcp.FileSystemWriter(folder, cache_staged_state_dict=on_gpu)
     device = "cuda" if on_gpu else "cpu"
     self._tensors = {
@@ -273,7 +273,7 @@ class _Torch:
     )
 
   def start(self, state: Any) -> None:
-    del state  # jax's; torch saves its own.
+    del state  # torch saves its own copy.
     import torch.distributed.checkpoint as dcp
 
     self._future = dcp.async_save(self._tensors, storage_writer=self._writer)

@@ -1,7 +1,7 @@
-"""Benchmark 5: what compiling the update costs, and what scan costs in steps.
+"""Benchmark 5: time to compile the update, and step time with scan.
 
-Layers under `scan` compile once, so 48 of them should take as long as 12, and
-run as fast as layers written out one after the other.
+Layers under `scan` compile once, so 48 layers should compile as fast as 12. The
+steps should be as fast as with unrolled layers.
 """
 
 import functools
@@ -14,9 +14,10 @@ _DECODER = "width=384,vocab_size=50304,length=128"
 
 
 def main() -> None:
-  """Prints the ratios; with --devices only seconds, for its parent."""
+  """Prints the ratios; with --devices only seconds, for the parent process."""
   args = measure.arguments(
-    __doc__, devices="print the seconds to compile on so many devices"
+    __doc__,
+    devices="simulate this number of devices, and print only the seconds",
   )
   if args.devices:
     measure.simulate_devices(int(args.devices))
@@ -36,7 +37,7 @@ def _depth(quick: bool, repeats: int, decoder: bool = False) -> None:
   def run(depth: int) -> float:
     return _compile_secs(quick, depth=depth, decoder=decoder)
 
-  # What takes longest is done once in --quick, and is its own peer.
+  # --quick compiles once and compares the result with itself.
   compile_secs = functools.cache(run) if quick else run
   secs = measure.interleave(
     {
@@ -83,7 +84,7 @@ def _devices(quick: bool, repeats: int) -> None:
       "one": lambda: _compile_secs(quick) if quick else child(1),
     },
     repeats,
-    warm_ups=0,  # Each is a fresh process.
+    warm_ups=0,  # Each call starts a new process.
   )
   pairs = measure.ratios(secs["several"], secs["one"])
   name = f"compile time, {number} simulated devices / 1: {_model(quick)}"
@@ -121,7 +122,7 @@ def _config(quick: bool, scan: bool, depth: int | None = None) -> Any:
   config = synthetic.get_config(
     f"{size},depth={depth},scan={scan},batch_size={_DEVICES}"
   )
-  if quick:  # Half of what there is to compile.
+  if quick:  # Halves the time to compile.
     config.update(optimizer=dict(name="sgd"), weight_stats="none")
   return config
 

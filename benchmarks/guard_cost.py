@@ -1,9 +1,8 @@
-"""Benchmark 11: what it costs to keep steps that are not finite out.
+"""Benchmark 11: overhead of the guard against non-finite steps.
 
-Three compiled updates of the same config take turns: with config.nonfinite as
-"stop", as "skip", and one in which the new state is taken whatever the loss and
-the gradients are (the guard in tally.py left out). Small batches: the guard
-works on the state, so they show it most.
+Three compiled updates of the same config take turns: config.nonfinite="stop",
+"skip", and an update without the guard, which always takes the new state.
+Batches are small, because the guard works on the state.
 """
 
 import contextlib
@@ -11,13 +10,14 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import measure, program, synthetic
+from bigtrain.step import guard
 from configs import digits
 
 _POLICIES = ("stop", "skip")
 
 
 def main() -> None:
-  """Prints ratios of time and of memory for each model and policy."""
+  """Prints ratios of time and memory for each model and policy."""
   args = measure.arguments(__doc__)
   for name, config in _configs(args.quick).items():
     programs = {"none": _build(config, "none")}
@@ -34,12 +34,12 @@ def _configs(quick: bool) -> dict[str, Any]:
   small = digits.get_config()
   small.evals = {}
   large = synthetic.get_config("S/16,size=64,batch_size=2")
-  # Else nothing has to wait for the norm of all gradients but the guard.
+  # With clipping, the update waits for the global norm anyway.
   unclipped = synthetic.get_config("S/16,size=64,batch_size=2")
   del unclipped.grad_clip_norm
   for config in (small, large, unclipped):
-    # Norms are computed before the state changes, by the same branch: without
-    # the guard they would cost a copy, and the guard look better than it is.
+    # Norms are computed before the state changes, in the same branch. Without
+    # the guard they would need a copy, which would favour the guard.
     config.weight_stats = "none"
   return {
     "digits, batch 128": small,
@@ -72,7 +72,7 @@ def _compare(
     },
     repeats,
   )
-  used = {
+  temporary = {
     policy: built.update.memory_analysis().temp_size_in_bytes
     for policy, built in programs.items()
   }
@@ -86,7 +86,7 @@ def _compare(
     measure.report(
       11,
       f"temporary memory, nonfinite={policy} / no guard: {name}",
-      [used[policy] / used["none"]],
+      [temporary[policy] / temporary["none"]],
     )
 
 

@@ -1,11 +1,11 @@
-"""Benchmark 8: how fast JPEGs become batches, beside what the cores can do.
+"""Benchmark 8: rate of the input pipeline on JPEGs.
 
-Photograph-like JPEGs of 375 x 500 pixels and about 64 KB are decoded, cropped
-at random, resized to 224 x 224, flipped, scaled and batched. The limit is what
-one thread decodes, crops and resizes, times the cores; what as many threads
-do at once is less where cores share their units, and is told as well. What
-else there is to make batches with takes turns with ours; all of them run
-endlessly and are stopped, full, while another one is measured.
+Photograph-like JPEGs of 375 x 500 pixels and about 64 KB are decoded, randomly
+cropped, resized to 224 x 224, flipped, scaled and batched. The limit is the
+rate of one thread that decodes, crops and resizes, times the number of cores.
+The rate of one thread per core is reported too; it is lower if cores share
+units. The peers take turns with our pipeline. All of them run endlessly, and
+wait with full queues while another one is measured.
 """
 
 import io
@@ -20,12 +20,12 @@ import numpy as np
 from benchmarks import jpegs, measure
 
 _BATCH = 64
-# More than any of them has waiting when its turn begins.
+# More batches than any of them has queued at the start of its turn.
 _LEAD_IN_BATCHES = 10
 
 
 def main() -> None:
-  """Prints the ratios to the limit and to the peers, and a training rate."""
+  """Prints ratios to the limit and the peers, and a training rate."""
   args = measure.arguments(__doc__)
   with tempfile.TemporaryDirectory() as folder:
     if args.quick:
@@ -60,12 +60,12 @@ def _rates(
       skipped[name] = reason
     else:
       calls[name] = taker(make(), 1 if quick else _LEAD_IN_BATCHES, secs)
-  found = measure.interleave(calls, repeats)
-  single = found["limit"]
+  rates = measure.interleave(calls, repeats)
+  single = rates["limit"]
   report = measure.report
   report(8, "limit: JPEG decode, crop, resize, 1 thread", single, unit="img/s")
   limits = [rate * measure.cores() for rate in single]
-  ours, together = found["pipeline"], found["all cores"]
+  ours, together = rates["pipeline"], rates["all cores"]
   name = "limit: the same, as many threads as cores / (cores x 1 thread)"
   report(8, name, measure.ratios(together, limits))
   for name in makers:
@@ -74,9 +74,9 @@ def _rates(
       measure.skip(8, over, skipped[name])
       continue
     target = ">= 0.85" if name == "pipeline" else None
-    report(8, over, measure.ratios(found[name], limits), target=target)
+    report(8, over, measure.ratios(rates[name], limits), target=target)
     if name != "pipeline":
-      report(8, f"pipeline / {name}", measure.ratios(ours, found[name]))
+      report(8, f"pipeline / {name}", measure.ratios(ours, rates[name]))
   report(8, "pipeline", ours, unit="img/s")
 
 
@@ -97,16 +97,16 @@ def _training(folder: str, quick: bool, repeats: int) -> None:
 def taker(
   batches: Iterator[Any], lead_in: int, secs: float
 ) -> Callable[[], float]:
-  """A function that returns images per second over `secs` or a bit more."""
+  """Returns a function that measures images per second for `secs` or more."""
 
   def rate() -> float:
     for _ in range(lead_in):
       next(batches)
-    number, began, now = 0, time.perf_counter(), 0.0
+    number, start_secs, now = 0, time.perf_counter(), 0.0
     while now < secs:
       next(batches)
       number += 1
-      now = time.perf_counter() - began
+      now = time.perf_counter() - start_secs
     return number * _BATCH / now
 
   return rate
@@ -115,9 +115,9 @@ def taker(
 def decoder(
   paths: Iterable[str], size: int, secs: float, threads: int
 ) -> Callable[[], float]:
-  """A function that returns what threads decode, crop and resize.
+  """Returns a function that measures the rate of decode, crop and resize.
 
-  In images per second; from memory, and nothing is done with the result.
+  The rate is in images per second, from memory, without using the results.
   """
   import tensorflow as tf
 
@@ -146,7 +146,7 @@ def decoder(
 
 
 def _tf_crop(encoded: Any, size: int) -> Any:
-  """A random window of an encoded image, at another size."""
+  """Returns a random window of an encoded image, resized."""
   import tensorflow as tf
 
   begin, extent, _ = tf.image.sample_distorted_bounding_box(
@@ -163,7 +163,7 @@ def _tf_crop(encoded: Any, size: int) -> Any:
 
 
 def pipeline(folder: str, size: int) -> Iterator[Any]:
-  """Ours, up to batches on the device."""
+  """Returns our batches, on the device."""
   from bigtrain import settings, sharding
   from bigtrain.inputs import pipeline as pipeline_lib
 
@@ -179,7 +179,7 @@ def pipeline(folder: str, size: int) -> Iterator[Any]:
 
 
 def tf_data(paths: Sequence[str], size: int) -> Iterator[Any]:
-  """What one would write in tf.data by hand, left to tune itself."""
+  """Returns batches of a hand-written tf.data pipeline with autotuning."""
   import tensorflow as tf
 
   def example(path: Any, label: Any) -> tuple[Any, Any]:
@@ -200,8 +200,8 @@ class Images:
   """Examples by index, made with Pillow, for loaders that run Python.
 
   Args:
-    paths: of the images.
-    size: of the examples.
+    paths: paths of the images.
+    size: height and width of the examples in pixels.
   """
 
   def __init__(self, paths: Sequence[str], size: int):
@@ -212,7 +212,7 @@ class Images:
     return len(self._paths)
 
   def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-    """float32 [size, size, 3] from -1 to 1, and a label."""
+    """Returns (float32 [size, size, 3] from -1 to 1, label)."""
     import PIL.Image
 
     with open(self._paths[index], "rb") as file:
@@ -234,7 +234,7 @@ class Images:
 
 
 def torch_loader(paths: Sequence[str], size: int) -> Iterator[Any]:
-  """torch's DataLoader with a process for each core."""
+  """Returns batches of torch's DataLoader with one process per core."""
   import torch.utils.data
 
   loader = torch.utils.data.DataLoader(
@@ -244,19 +244,19 @@ def torch_loader(paths: Sequence[str], size: int) -> Iterator[Any]:
       paths, replacement=True, num_samples=10**7
     ),
     num_workers=measure.cores(),
-    # Forked processes would inherit the locks of other threads here.
+    # A fork would copy locks that other threads hold.
     multiprocessing_context="spawn",
   )
   return iter(loader)
 
 
 def grain_loader(paths: Sequence[str], size: int) -> Iterator[Any]:
-  """Grain's DataLoader pieces with a process for each core."""
+  """Returns batches of Grain with one process per core."""
   import grain
   from absl import flags
 
   if not flags.FLAGS.is_parsed():
-    flags.FLAGS.mark_as_parsed()  # Its workers ask for flags of its own.
+    flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags.
   dataset = grain.MapDataset.source(Images(paths, size)).shuffle(seed=0)
   batches = dataset.repeat().batch(_BATCH).to_iter_dataset()
   options = grain.MultiprocessingOptions(num_workers=measure.cores())

@@ -1,11 +1,11 @@
-"""Benchmark 9: what a training step needs of memory, from the compiled update.
+"""Benchmark 9: memory of a training step, from the compiled update.
 
-With eight times the vocabulary, the parameters, their gradients and the
-optimizer's state grow; logits must not, of which all would be the largest
-array by far. And a step of ours against one of big_vision, at equal batch.
-Nothing is executed: XLA has planned the memory when it has compiled.
+With eight times the vocabulary, parameters, gradients and optimizer state grow,
+but logits must not: a full array of logits would be by far the largest. A
+second comparison is with big_vision, at equal batch. Nothing is executed: XLA
+plans the memory when it compiles.
 
-With BIG_VISION=folder a checkout of big_vision takes part.
+BIG_VISION=folder adds a checkout of big_vision.
 """
 
 import math
@@ -17,7 +17,7 @@ _MIB = 2**20
 
 
 def main() -> None:
-  """Prints the ratios for the captioner and the decoder."""
+  """Prints the ratios of the captioner and the decoder."""
   args = measure.arguments(__doc__)
   vocabularies = (256, 32) if args.quick else (262_144, 32_768)
   if args.quick:
@@ -68,7 +68,7 @@ def _vocabulary(name: str, argument: str, sizes: tuple[int, int]) -> None:
 
 
 def _bytes(config: Any) -> tuple[int, int, int]:
-  """Bytes of (temporary memory, the parameters, the whole state)."""
+  """Returns the bytes of (temporary memory, parameters, whole state)."""
   import jax
 
   update = program.build(config, state=False).update

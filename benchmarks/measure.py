@@ -67,7 +67,7 @@ def cores() -> int:
 
 
 def machine() -> dict[str, Any]:
-  """Returns facts about the machine; `load` is that of the last minute."""
+  """Returns facts about the machine; `load` is the average of a minute."""
   facts = {
     "cpu": _cpu(),
     "cores": cores(),
@@ -91,9 +91,9 @@ def _cpu() -> str:
 
 def timed(call: Callable[[], Any]) -> float:
   """Returns the seconds that a call takes."""
-  began = time.perf_counter()
+  start_secs = time.perf_counter()
   call()
-  return time.perf_counter() - began
+  return time.perf_counter() - start_secs
 
 
 def interleave(

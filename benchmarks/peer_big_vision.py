@@ -1,4 +1,4 @@
-"""The model, data and batch of jpegs.py as a config of big_vision's train.py.
+"""Config of big_vision's train.py with model, data and batch of jpegs.py.
 
   python -m big_vision.train --workdir= \\
     --config=benchmarks/peer_big_vision.py:index.jsonl,S/16,64,8
@@ -13,8 +13,8 @@ def get_config(arg: str) -> Any:
   """A training config.
 
   Args:
-    arg: index of the images, variant, size in pixels, batch size; and the
-      steps to train, with a checkpoint at the end, else for ever without one.
+    arg: index of the images, variant, size in pixels, batch size and,
+      optionally, the number of steps, with a checkpoint at the end.
   """
   index, variant, size, batch_size, *steps = arg.split(",")
   config = ml_collections.ConfigDict()

@@ -1,9 +1,9 @@
 """Steps of big_vision's ViT and CapPa, for peer_process.py.
 
-Model, loss and optimizer are those of the checkout, unmodified. Its update is
-inside of the main functions of its trainers, of which that of CapPa does not
-run with a jax of today, so the few lines that put the parts together are here:
-gradients, the optimizer's updates, and the norms that it measures in each step.
+Model, loss and optimizer come unmodified from the checkout. The update is part
+of the main functions of its trainers, and CapPa's does not run with current
+versions of jax. So this module repeats the lines that combine the parts:
+gradients, optimizer updates, and the norms that it logs in each step.
 """
 
 import json
@@ -25,7 +25,7 @@ from benchmarks import peer_process
 
 
 def main() -> None:
-  """Compiles the update that the command line describes, and serves it."""
+  """Compiles the update of the options on the command line, and serves it."""
   options = json.loads(sys.argv[1])
   model, loss_fn, batch = _parts(options)
 
@@ -61,10 +61,10 @@ def main() -> None:
   rng = jax.random.PRNGKey(1)
   lowered = jax.jit(update, donate_argnums=0).lower(shapes, rng, batch)
   program = lowered.compile()
-  used = program.memory_analysis()
+  memory = program.memory_analysis()
   ready = {
     "parameters": sum(x.size for x in jax.tree.leaves(shapes[0])),
-    "temp_bytes": used.temp_size_in_bytes,
+    "temp_bytes": memory.temp_size_in_bytes,
     "state_bytes": sum(
       x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)
     ),
@@ -78,17 +78,17 @@ def main() -> None:
   def run(steps: int) -> float:
     nonlocal state
     jax.block_until_ready(state)
-    began = time.perf_counter()
+    start_secs = time.perf_counter()
     for _ in range(steps):
       state, measured = program(state, rng, batch)
     jax.block_until_ready((state, measured))
-    return time.perf_counter() - began
+    return time.perf_counter() - start_secs
 
   peer_process.serve(ready, run)
 
 
 def _parts(options: Any) -> tuple[Any, Any, Any]:
-  """(model, loss of (params, rng, *batch), batch)."""
+  """Returns (model, loss_fn(params, rng, *batch), batch)."""
   draw = np.random.default_rng(0)
   size, batch_size = options["size"], options["batch_size"]
   image = draw.normal(size=(batch_size, size, size, 3)).astype(np.float32)

@@ -1,9 +1,9 @@
-"""A peer that trains in a process of its own, step by step, when it is asked.
+"""Runs a peer's steps in a separate process, on request.
 
-Peers may set flags of jax, or want another Python; apart, they cannot disturb
-what they are compared with. A peer says in one line of JSON that it is ready,
-with whatever there is to know about it; then it reads how many steps to do,
-and answers with the seconds that they took. It ends with its input.
+Peers may set flags of jax or need another Python, so they have their own
+process. A peer prints one line of JSON with facts about itself when it is
+ready. Then it reads numbers of steps, and answers each with the seconds that
+they took. It ends at the end of its input.
 """
 
 import collections
@@ -20,19 +20,19 @@ _MARK = "peer: "
 
 
 class Peer:
-  """The side of the benchmark.
+  """The benchmark's side of the connection.
 
   Args:
     script: module of benchmarks that calls `serve`.
-    options: what it is to train, for its command line, as JSON.
-    env: of the process.
-    python: the interpreter.
+    options: options of the script, for its command line, as JSON.
+    env: environment of the process.
+    python: path of the interpreter.
 
   Attributes:
-    ready: what the peer has told about itself.
+    ready: facts that the peer reported.
 
   Raises:
-    RuntimeError: it failed; with the end of what it said.
+    RuntimeError: the process failed; the message has its last lines.
   """
 
   def __init__(
@@ -42,7 +42,7 @@ class Peer:
     env: Mapping[str, str],
     python: str = sys.executable,
   ):
-    self._said: collections.deque[str] = collections.deque(maxlen=20)
+    self._last_lines: collections.deque[str] = collections.deque(maxlen=20)
     self._script = script
     self._process = subprocess.Popen(
       [python, "-m", f"benchmarks.{script}", json.dumps(options)],
@@ -55,7 +55,7 @@ class Peer:
     self.ready: dict[str, Any] = self._answer()
 
   def run(self, steps: int) -> float:
-    """Seconds of so many steps, one after the other."""
+    """Returns the seconds of a number of steps."""
     self._process.stdin.write(f"{steps}\n")
     self._process.stdin.flush()
     return self._answer()
@@ -69,30 +69,32 @@ class Peer:
     for line in self._process.stdout:
       if line.startswith(_MARK):
         return json.loads(line.removeprefix(_MARK))
-      self._said.append(line)
+      self._last_lines.append(line)
     self.close()
-    raise RuntimeError(f"benchmarks.{self._script}: {''.join(self._said)}")
+    raise RuntimeError(
+      f"benchmarks.{self._script}: {''.join(self._last_lines)}"
+    )
 
 
 def serve(ready: Mapping[str, Any], run: Callable[[int], float]) -> None:
-  """The side of the peer: does what it is told until its input ends.
+  """The peer's side of the connection: answers until its input ends.
 
   Args:
-    ready: what to tell about itself.
-    run: does so many steps and returns the seconds.
+    ready: facts to report.
+    run: function from a number of steps to the seconds that they take.
   """
-  _tell(ready)
+  _send(ready)
   for line in sys.stdin:
-    _tell(run(int(line)))
+    _send(run(int(line)))
 
 
-def _tell(value: Any) -> None:
+def _send(value: Any) -> None:
   print(_MARK + json.dumps(value), flush=True)
 
 
 def environment(*folders: str) -> dict[str, str]:
-  """Environment of a peer that finds modules in `folders`, and ours."""
+  """Returns the environment for a peer with modules in `folders`."""
   env = measure.environment()
   path = os.pathsep.join([*folders, env["PYTHONPATH"]])
-  # jax would else take most of a GPU's memory, and leave others none.
+  # By default jax allocates most of a GPU's memory.
   return env | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

@@ -1,7 +1,7 @@
 """Steps of a ViT, a GPT-2 and a Llama in torch, for peer_process.py.
 
-All as one would write them for speed today: scaled_dot_product_attention,
-AdamW over all tensors at once, torch.compile where it works.
+They follow current practice for speed: scaled_dot_product_attention, fused
+AdamW, and torch.compile where it works.
 """
 
 import functools
@@ -18,7 +18,7 @@ from benchmarks import peer_process
 
 
 class Block(nn.Module):
-  """Attention and MLP, each after a norm, as GPT-2 and ViTs have them."""
+  """Attention and MLP with pre-norms, as in GPT-2 and ViTs."""
 
   def __init__(self, options: Any):
     super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
     self.up, self.down = nn.Linear(width, mlp_dim), nn.Linear(mlp_dim, width)
 
   def forward(self, x: torch.Tensor) -> torch.Tensor:
-    """[B, L, D] to [B, L, D]."""
+    """Maps [B, L, D] to [B, L, D]."""
     B, L, D = x.shape
     qkv = self.qkv(self.norm1(x)).view(B, L, 3, self.heads, D // self.heads)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-  """Rotary positions, root-mean-square norms, grouped queries, SwiGLU."""
+  """Block with rotary positions, RMS norms, grouped queries and SwiGLU."""
 
   def __init__(self, options: Any):
     super().__init__()
@@ -58,23 +58,23 @@ class LlamaBlock(nn.Module):
     self.register_buffer("cos", torch.cos(angle), persistent=False)
     self.register_buffer("sin", torch.sin(angle), persistent=False)
 
-  def _turned(self, x: torch.Tensor) -> torch.Tensor:
+  def _rope(self, x: torch.Tensor) -> torch.Tensor:
     first, second = x.float().chunk(2, dim=-1)
-    turned = (
+    rotated = (
       first * self.cos - second * self.sin,
       second * self.cos + first * self.sin,
     )
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
   def forward(self, x: torch.Tensor) -> torch.Tensor:
-    """[B, L, D] to [B, L, D]."""
+    """Maps [B, L, D] to [B, L, D]."""
     B, L, D = x.shape
     qkv = self.qkv(self.norm1(x)).view(B, L, -1, self.head_dim).transpose(1, 2)
     sizes = (self.heads, self.kv_heads, self.kv_heads)
     q, k, v = qkv.split(sizes, dim=1)
     y = F.scaled_dot_product_attention(
-      self._turned(q),
-      self._turned(k),
+      self._rope(q),
+      self._rope(k),
       v,
       is_causal=True,
       enable_gqa=self.heads != self.kv_heads,
@@ -85,11 +85,12 @@ class LlamaBlock(nn.Module):
 
 
 class Model(nn.Module):
-  """Tokens, of a text or patches of an image, through a stack of blocks.
+  """A language model or image classifier: embedding, blocks and head.
 
   Args:
-    options: width, depth, num_heads, mlp_dim, length; vocab_size of a text's,
-      else patch_size and num_classes; num_kv_heads of a Llama.
+    options: width, depth, num_heads, mlp_dim and length; vocab_size of a
+      language model, or patch_size and num_classes of a ViT; num_kv_heads of a
+      Llama.
   """
 
   def __init__(self, options: Any):
@@ -117,7 +118,7 @@ class Model(nn.Module):
     self.norm = nn.RMSNorm(width, eps=1e-5) if llama else nn.LayerNorm(width)
 
   def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss of tokens [B, L], or of images [B, 3, H, W]."""
+    """Returns the loss of tokens [B, L] or images [B, 3, H, W]."""
     x = self.embedding(x)
     if not self.vocab:
       x = x.flatten(2).transpose(1, 2)
@@ -131,7 +132,7 @@ class Model(nn.Module):
 
 
 def main() -> None:
-  """Makes the model that the command line describes, and serves it."""
+  """Builds the model of the options on the command line, and serves it."""
   options = json.loads(sys.argv[1])
   device = "cuda" if torch.cuda.is_available() else "cpu"
   torch.set_float32_matmul_precision("high")
@@ -148,21 +149,21 @@ def main() -> None:
 
   def run(steps: int, loss: Any) -> float:
     _wait(device)
-    began = time.perf_counter()
+    start_secs = time.perf_counter()
     for _ in range(steps):
       adam.zero_grad()
       loss(*batch).backward()
       nn.utils.clip_grad_norm_(model.parameters(), 1.0)
       adam.step()
     _wait(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_secs
 
   number = sum(x.numel() for x in model.parameters())
   ready = {"parameters": number, "how": "compiled"}
   chosen: Any = torch.compile(loss)
   try:
     run(1, chosen)
-  except Exception as e:  # Whatever its compiler lacks on this machine.
+  except Exception as e:  # The compiler may not work on this machine.
     chosen = loss
     ready |= {"how": "eager", "why": f"{type(e).__name__}: {e}"[:200]}
   peer_process.serve(ready, lambda steps: run(steps, chosen))

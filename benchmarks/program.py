@@ -63,7 +63,7 @@ class Program:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), specs)
       self.tally = jax.device_put(zeros, shardings)
     jax.block_until_ready((self.state, self.tally, self.batch))
-    began = time.perf_counter()
+    start_secs = time.perf_counter()
     in_flight: collections.deque[Any] = collections.deque()
     for _ in range(steps):
       self.state, self.tally = self.update(self.state, self.tally, self.batch)
@@ -72,7 +72,7 @@ class Program:
       if len(in_flight) > _STEPS_IN_FLIGHT:
         jax.block_until_ready(in_flight.popleft())
     jax.block_until_ready((self.state, self.tally))
-    return time.perf_counter() - began
+    return time.perf_counter() - start_secs
 
 
 class Between:
@@ -113,9 +113,9 @@ def build(config: Any, *, state: bool = True, update: bool = True) -> Program:
     if state:
       program.state = jax.block_until_ready(_start_run(*args, **kwargs).state)
     if update:
-      began = time.perf_counter()
+      start_secs = time.perf_counter()
       program.update = compiling.result()
-      program.compile_secs = time.perf_counter() - began
+      program.compile_secs = time.perf_counter() - start_secs
     raise _EndRun
 
   with contextlib.ExitStack() as patches:
@@ -154,7 +154,9 @@ def train(config: Any, before_step: Callable[[Program, int], bool]) -> None:
       raise _EndRun
 
   config["hooks"] = {
-    **config.get("hooks", {}), "benchmark": {"type": f"{__name__}.Between"}}
+    **config.get("hooks", {}),
+    "benchmark": {"type": f"{__name__}.Between"},
+  }
   with contextlib.ExitStack() as patches:
     _replace(patches, pipeline, "make_train", _with_batch(program))
     _replace(patches, process, "Background", Background)
@@ -179,18 +181,18 @@ def loop_ratios(config: Any, steps: int, repeats: int) -> list[float]:
   resident: list[float] = []
   loop: list[float] = []
   period = _LEAD_IN_STEPS + steps
-  began = 0.0
+  start_secs = 0.0
 
   def before_step(program: Program, step: int) -> bool:
-    nonlocal began
+    nonlocal start_secs
     if step <= period:  # Skips one-off work of the first steps.
       return True
     position = (step - period - 1) % period
     if position == _LEAD_IN_STEPS:
-      began = time.perf_counter()
+      start_secs = time.perf_counter()
     elif position == 0:
       if resident:
-        loop.append(time.perf_counter() - began)
+        loop.append(time.perf_counter() - start_secs)
       program.run(_LEAD_IN_STEPS)  # Drains the queue of the loop.
       resident.append(program.run(steps))
     return len(loop) < repeats

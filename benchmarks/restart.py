@@ -1,12 +1,11 @@
-"""Benchmark 7: from the command to the end of the next step, in an old workdir.
+"""Benchmark 7: time from the command to the next step of a resumed run.
 
-Fresh processes of the real command line, with a warm compilation cache: one
-begins in an empty workdir, the others resume from a checkpoint of step 100 and
-of step 100,000. These are checkpoints of real runs whose step was changed, and
-as many rows lie beside them as such runs would have written.
+New processes run the command line with a warm compile cache. One starts in an
+empty workdir; the others resume from checkpoints of step 100 and step 100,000.
+The checkpoints come from real runs, with a changed step and with the rows that
+such runs would have written.
 
-With BIG_VISION=folder, a checkout of big_vision resumes as well, in turns with
-ours, on the same JPEGs.
+BIG_VISION=folder adds a checkout of big_vision, on the same JPEGs.
 """
 
 import os
@@ -17,7 +16,7 @@ import numpy as np
 from benchmarks import measure, startup
 
 _SOON, _LATE = 100, 100_000
-_PEER_NEWEST = "checkpoint.bv-LAST"  # Where big_vision notes it.
+_PEER_NEWEST = "checkpoint.bv-LAST"  # big_vision's name of the newest step.
 
 
 def main() -> None:
@@ -79,7 +78,7 @@ def _ours(config: str, model: str, quick: bool, repeats: int) -> None:
 
 
 def _save_step_1(config: str, workdir: str, cache: str) -> None:
-  """Runs one step, which is saved, and fills the compilation cache."""
+  """Runs and saves one step, and fills the compile cache."""
   list(
     measure.lines(
       *("-m", "bigtrain.main", f"--config={config}", f"--workdir={workdir}"),
@@ -89,7 +88,7 @@ def _save_step_1(config: str, workdir: str, cache: str) -> None:
 
 
 def _move(saved: str, workdir: str, step: int) -> None:
-  """Makes the workdir that a run like a saved one has at another step."""
+  """Writes the workdir of a run at another step."""
   from bigtrain import trees
   from bigtrain.checkpoints import checkpointer as checkpointer_lib
   from bigtrain.checkpoints import commit, folders, integrity
@@ -103,7 +102,7 @@ def _move(saved: str, workdir: str, step: int) -> None:
   }
   for name, array in arrays.items():
     if not array.shape and np.issubdtype(array.dtype, np.integer):
-      arrays[name] = np.full_like(array, step)  # It counted steps.
+      arrays[name] = np.full_like(array, step)  # A counter of steps.
   commit.check_writable(workdir)
   checkpointer = checkpointer_lib.Checkpointer(
     workdir, config_digest=manifest.config_digest
@@ -119,14 +118,14 @@ def _move(saved: str, workdir: str, step: int) -> None:
 
 
 def _read(workdir: str) -> None:
-  """Reads all files of the newest checkpoint, one after the other."""
+  """Reads all files of the newest checkpoint in turn."""
   from bigtrain.checkpoints import folders
 
   directory = folders.find(workdir)
-  room = memoryview(bytearray(2**23))
+  buffer = memoryview(bytearray(2**23))
   for path, _ in folders.files_below(directory):
     with open(os.path.join(directory, path), "rb", buffering=0) as file:
-      while file.readinto(room):
+      while file.readinto(buffer):
         pass
 
 
@@ -150,7 +149,7 @@ def _big_vision(quick: bool, repeats: int) -> None:
         )
       )
     except RuntimeError as e:
-      # After its last save it calls what newer versions of jax do not have.
+      # After its last save it calls functions that new versions of jax lack.
       if not os.path.exists(os.path.join(workdirs["peer"], _PEER_NEWEST)):
         measure.skip(7, name, str(e).splitlines()[-1])
         return

@@ -2,8 +2,8 @@
 
   python -m benchmarks.run [names...] [--quick] [--repeats=N]
 
-Names are those of the scripts (default: all). Nothing is written to the
-repository; copy the table to docs/benchmarks.md by hand.
+A name is the name of a script (default: all scripts). Nothing is written to
+the repository; copy the table to docs/benchmarks.md by hand.
 
 BIG_VISION=folder adds a checkout of big_vision as a peer. torch and Grain are
 peers if installed (make install EXTRAS=bench). TORCH_PYTHON names another
@@ -39,7 +39,9 @@ SCRIPTS = (
 
 def main() -> None:
   """Runs the command; ends with exit code 1 if a script failed."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.run", description=__doc__.splitlines()[0]
+  )
   parser.add_argument(
     "names",
     nargs="*",
@@ -66,7 +68,7 @@ def main() -> None:
 
   figures: list[dict[str, Any]] = []
   failed = []
-  began = time.monotonic()
+  start_secs = time.monotonic()
   for name in args.names or SCRIPTS:
     try:
       for line in measure.lines("-m", f"benchmarks.{name}", *flags):
@@ -76,7 +78,7 @@ def main() -> None:
     except RuntimeError as e:
       print(f"benchmarks.{name} failed: {e}", file=sys.stderr)
       failed.append(name)
-  minutes = (time.monotonic() - began) / 60
+  minutes = (time.monotonic() - start_secs) / 60
   command = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
   print(f"\n{time.strftime('%Y-%m-%d')}, `{command}`, {minutes:.1f} minutes")
   print(f"on {describe(measure.machine())}.\n")

@@ -1,11 +1,10 @@
-"""Benchmark 4: from the command to the end of the first step.
+"""Benchmark 4: time from the command to the end of the first step.
 
-Fresh processes of the real command line, with an empty and with a filled
-compilation cache, beside a fresh process that imports jax and runs a trivial
-program: less than that, no jax program can take.
+New processes run the command line with an empty and with a filled compile
+cache. The lower bound is a new process that imports jax and runs a trivial
+program.
 
-With BIG_VISION=folder, a checkout of big_vision, its train.py takes turns with
-ours, on the same JPEGs.
+BIG_VISION=folder adds train.py of a checkout of big_vision, on the same JPEGs.
 """
 
 import contextlib
@@ -25,14 +24,14 @@ _BENCHMARKS = os.path.join(measure.ROOT, "benchmarks")
 
 
 class FirstStep:
-  """A hook that says when a step has been done, and ends the process."""
+  """A hook that prints a line after the first step and ends the process."""
 
   def __init__(self) -> None:
     self._steps = 0
 
   def before_step(self, step: int) -> None:
-    """Called by the loop, which has waited for the first step it did."""
-    del step  # A resumed run's first is any.
+    """Called by the loop, which waits for its first step."""
+    del step  # A resumed run can start at any step.
     self._steps += 1
     if self._steps == 2:
       print(MARK, flush=True)
@@ -40,7 +39,7 @@ class FirstStep:
 
 
 def main() -> None:
-  """Prints the ratios for each config."""
+  """Prints the ratios of each config."""
   args = measure.arguments(__doc__)
   synthetic = os.path.join(_BENCHMARKS, "synthetic.py")
   if args.quick:
@@ -51,7 +50,7 @@ def main() -> None:
       "ViT-S/16, 12 layers": f"{synthetic}:S/16,size=64",
     }
   for i, (name, config) in enumerate(configs.items()):
-    # The first one's warm-up brings the files of all into memory.
+    # The warm-up of the first config reads the files of all into memory.
     _ours(name, config, args.repeats, warm_ups=i == 0 and not args.quick)
   _big_vision(args.quick, args.repeats)
 
@@ -112,15 +111,15 @@ def _big_vision(quick: bool, repeats: int) -> None:
 
 
 def big_vision_checkout(quick: bool) -> tuple[str, str]:
-  """(folder of the checkout, why it does not take part or "")."""
+  """Returns (folder of the checkout, "" or the reason to skip it)."""
   checkout = os.environ.get("BIG_VISION", "")
-  reason = "" if checkout else "BIG_VISION does not name a checkout of it"
+  reason = "" if checkout else "BIG_VISION is not set"
   reason = reason or measure.missing("einops", "overrides")
   return checkout, reason or ("not in --quick" if quick else "")
 
 
 def configs_with_big_vision(folder: str) -> tuple[str, str]:
-  """Writes small JPEGs; returns (our config, big_vision's) to train on them."""
+  """Writes small JPEGs; returns (our config, big_vision's config) for them."""
   from benchmarks import jpegs
 
   images = os.path.join(folder, "images")
@@ -134,13 +133,13 @@ def configs_with_big_vision(folder: str) -> tuple[str, str]:
 
 
 class Runs:
-  """Fresh processes, each in a workdir of its own.
+  """New processes, each with a new workdir.
 
-  A cold one begins with an empty compilation cache and fills it; a warm one
-  has the cache that the last cold one left.
+  A cold run starts with an empty compile cache and fills it; a warm run uses
+  the cache of the last cold run.
 
   Args:
-    folder: for workdirs and caches.
+    folder: parent of workdirs and caches.
   """
 
   def __init__(self, folder: str):
@@ -155,17 +154,17 @@ class Runs:
     return os.path.join(self._folder, f"run-{self._number}"), cache
 
   def ours(self, config: str, *, cold: bool) -> float:
-    """Seconds to the end of the first step."""
+    """Returns the seconds to the end of the first step."""
     return first_step_secs(config, *self._paths("ours", cold))
 
   def big_vision(self, config: str, checkout: str, *, cold: bool) -> float:
-    """The same of an unmodified big_vision, with jax's own settings."""
+    """Returns the same of unmodified big_vision, with jax's defaults."""
     workdir, cache = self._paths("big_vision", cold)
     return big_vision_first_step_secs(config, workdir, cache, checkout)
 
 
 def first_step_secs(config: str, workdir: str, cache: str) -> float:
-  """Seconds to the end of the first step that our program does in a workdir."""
+  """Returns the seconds to the end of our first step in a workdir."""
   return secs_to_line(
     MARK,
     *("-m", "bigtrain.main", f"--config={config}", f"--workdir={workdir}"),
@@ -177,16 +176,16 @@ def first_step_secs(config: str, workdir: str, cache: str) -> float:
 def big_vision_first_step_secs(
   config: str, workdir: str, cache: str, checkout: str
 ) -> float:
-  """The same of an unmodified big_vision, with jax's own settings."""
+  """Returns the same of unmodified big_vision, with jax's defaults."""
   return secs_to_line(
-    "training_loss",  # Logged for the first step, once it has been fetched.
+    "training_loss",  # Logged after the first step.
     *("-m", "big_vision.train", f"--config={config}", f"--workdir={workdir}"),
     env=big_vision_environment(cache, checkout),
   )
 
 
 def big_vision_environment(cache: str, checkout: str) -> dict[str, str]:
-  """Environment of a process that runs a checkout of big_vision."""
+  """Returns the environment for a checkout of big_vision."""
   env = measure.environment()
   return env | {
     "PYTHONPATH": os.pathsep.join([checkout, env["PYTHONPATH"]]),
@@ -199,12 +198,12 @@ def big_vision_environment(cache: str, checkout: str) -> dict[str, str]:
 def secs_to_line(
   mark: str, *command: str, env: dict[str, str] | None = None
 ) -> float:
-  """Seconds from the start of a Python process to a line with `mark` in it."""
-  began = time.perf_counter()
+  """Returns the seconds from a process's start to a line with `mark`."""
+  start_secs = time.perf_counter()
   with contextlib.closing(measure.lines(*command, env=env)) as lines:
     for line in lines:
       if mark in line:
-        return time.perf_counter() - began
+        return time.perf_counter() - start_secs
   raise RuntimeError(f"{' '.join(command)}: never printed {mark!r}.")
 
 

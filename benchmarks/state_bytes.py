@@ -1,9 +1,9 @@
 """Benchmark 10: bytes of train state on each of 8 devices.
 
 With fsdp=8 a device should hold an eighth of the parameters and of Adam's
-moments, plus what is too small to be worth splitting. Counted from the arrays
-of a state that main.py made on 8 simulated devices, and, which must give the
-same, from the layout alone.
+moments, plus the arrays that are too small to shard. The bytes are counted from
+the arrays of a state of main.py on 8 simulated devices, and from the shardings
+alone, which must give the same.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ _DEVICES = 8
 
 
 def main() -> None:
-  """Prints the share of the device that holds most, for each model."""
+  """Prints the largest fraction on a device, for each model."""
   args = measure.arguments(__doc__)
   devices = 2 if args.quick else _DEVICES
   measure.simulate_devices(devices)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _bytes(state: Any) -> tuple[list[int], int]:
-  """What each device holds of the state, and the size of all of it."""
+  """Returns (bytes on each device, bytes of the whole state)."""
   import jax
 
   held = dict.fromkeys(jax.devices(), 0)

@@ -1,11 +1,11 @@
 """Benchmark 1: steps per second, against peers with the same model and batch.
 
-The compiled update of main.py takes turns with that of big_vision, and with
-torch, each in a process of its own, on batches that stay on the device. All
-use Adam, weight decay and clipping by the global norm.
+The compiled update of main.py takes turns with big_vision's and with torch,
+each in its own process, on resident batches. All use Adam, weight decay and
+clipping by the global norm.
 
-With BIG_VISION=folder a checkout of big_vision takes part. TORCH_PYTHON names
-an interpreter that has torch, where this one does not.
+BIG_VISION=folder adds a checkout of big_vision. TORCH_PYTHON names an
+interpreter with torch, if this one has none.
 """
 
 import os
@@ -19,10 +19,19 @@ _CLASSES = 1000
 
 
 class Sizes(NamedTuple):
-  """How large the models and batches are, and how long a turn is."""
+  """Sizes of models, batches and turns.
+
+  Attributes:
+    steps: steps per turn.
+    dtype: dtype of the computation, where the peer supports several.
+    vit: variant, size in pixels, batch_size.
+    captioner: see big_vision_captioner.
+    decoder: width, depth, vocab_size, length, batch_size.
+    llama: the same and num_kv_heads.
+  """
 
   steps: int
-  dtype: str  # Of the computation where the peer leaves the choice.
+  dtype: str
   vit: dict[str, Any]
   captioner: dict[str, Any]
   decoder: dict[str, Any]
@@ -60,18 +69,18 @@ _GPU = Sizes(
 
 
 def main() -> None:
-  """Prints a ratio for each model and peer."""
+  """Prints a ratio per model and peer."""
   args = measure.arguments(__doc__)
-  # Ours, too, must leave the peers some of a GPU's memory.
+  # Leaves GPU memory for the peers.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   import jax
 
   from bigtrain.runtime import host_memory
 
-  host_memory.keep_freed()  # Comes before the first use of a device.
+  host_memory.keep_freed()  # Before the first use of a device.
   on_cpu = jax.devices()[0].platform == "cpu"
   sizes = _QUICK if args.quick else _CPU if on_cpu else _GPU
-  # In --quick loss_memory.py has the captioner, which takes longest.
+  # The captioner is slowest; loss_memory.py covers it in --quick.
   models = [_vit, _decoder]
   if not args.quick:
     models += [_captioner, _llama]
@@ -96,22 +105,22 @@ def _compare(
   started: dict[str, peer_process.Peer] = {}
   try:
     for peer, (start, options, _) in peers.items():
-      found, reason = start(options, args.quick)
+      process, reason = start(options, args.quick)
       if reason:
         measure.skip(1, f"step rate, ours / {peer}: {name}", reason)
       else:
-        started[peer] = found
+        started[peer] = process
     if not started and not args.quick:
       return
-    if args.quick:  # Half of what there is to compile.
+    if args.quick:  # Halves the time to compile.
       config.update(optimizer=dict(name="sgd"), weight_stats="none")
     ours = program.build(config)
     number = sum(x.size for x in jax.tree.leaves(ours.state["params"]))
     for peer, process in started.items():
       if process.ready["parameters"] != number:
         raise ValueError(
-          f"{name}: not the same model, {number} parameters and "
-          f"{process.ready['parameters']} of {peer}."
+          f"{name}: {number} parameters, but the model of {peer} has "
+          f"{process.ready['parameters']}."
         )
     runs = {"ours": ours.run} | {p: s.run for p, s in started.items()}
 
@@ -136,7 +145,7 @@ def _compare(
 
 
 def _vit(sizes: Sizes) -> tuple[str, Any, Any, Any]:
-  """(name, our config, options for big_vision, options for torch)."""
+  """Returns (name, our config, big_vision's options, torch's options)."""
   from benchmarks import synthetic
   from bigtrain.models import vit
 
@@ -162,11 +171,11 @@ def _vit(sizes: Sizes) -> tuple[str, Any, Any, Any]:
 
 
 def big_vision_vit(options: dict[str, Any], dtype: str) -> dict[str, Any]:
-  """What peer_big_vision_step.py needs to train the model of synthetic.py.
+  """Returns options of peer_big_vision_step.py for the model of synthetic.py.
 
   Args:
     options: variant, size, batch_size.
-    dtype: of its products.
+    dtype: dtype of the matrix products.
   """
   model = dict(
     num_classes=_CLASSES,
@@ -185,12 +194,12 @@ def _captioner(sizes: Sizes) -> tuple[str, Any, Any, Any]:
   config = synthetic_text.get_config(f"kind=captioner,{_argument(options)}")
   name = "CapPa-{variant}, {depth} + {decoder_depth} layers, V={vocab_size}, "
   name += "{batch_size} images of {size} x {size}, {length} tokens, float32"
-  # torch has no model of this kind that is anybody's.
+  # There is no reference implementation for torch.
   return name.format(**options), config, big_vision_captioner(options), None
 
 
 def big_vision_captioner(options: dict[str, Any]) -> dict[str, Any]:
-  """What peer_big_vision_step.py needs to train that of synthetic_text.py.
+  """Returns options of peer_big_vision_step.py for synthetic_text.py.
 
   Args:
     options: variant, depth, decoder_depth, vocab_size, length, size,
@@ -231,7 +240,7 @@ def _decoder(sizes: Sizes) -> tuple[str, Any, Any, Any]:
 
 
 def _heads_and_mlp(width: int) -> dict[str, int]:
-  """What GPT-2 makes of a width."""
+  """Returns num_heads and mlp_dim of a GPT-2."""
   return dict(num_heads=width // 64, mlp_dim=4 * width)
 
 
@@ -258,9 +267,9 @@ def _argument(options: dict[str, Any]) -> str:
 def start_big_vision(
   options: dict[str, Any], quick: bool
 ) -> tuple[peer_process.Peer | None, str]:
-  """(the process, or why there is none)."""
+  """Returns (the process or None, "" or the reason for None)."""
   checkout = os.environ.get("BIG_VISION", "")
-  reason = "" if checkout else "BIG_VISION does not name a checkout of it"
+  reason = "" if checkout else "BIG_VISION is not set"
   reason = reason or measure.missing("einops")
   reason = reason or ("not in --quick" if quick else "")
   if reason:
@@ -286,7 +295,7 @@ def _start(
 ) -> tuple[peer_process.Peer | None, str]:
   try:
     return peer_process.Peer(script, options, env, python), ""
-  except RuntimeError as e:  # A peer of another age is no failure of ours.
+  except RuntimeError as e:  # The installed peer may be incompatible.
     return None, f"failed: {str(e).strip().splitlines()[-1]}"
 
 

@@ -1,4 +1,4 @@
-"""A ViT on images that cost nothing to make, as a config and its source.
+"""Config of a ViT on images of noise, and the data source.
 
 --config=benchmarks/synthetic.py:variant=S/16,depth=12,size=64,batch_size=8
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from configs import common
 
-_POOL = 64  # Images that there really are.
+_POOL = 64  # Number of different images.
 _EXAMPLES = 1_000_000
 _CLASSES = 1000
 
@@ -19,8 +19,8 @@ def get_config(arg: str | None = None) -> Any:
   """A training config.
 
   Args:
-    arg: variant, depth (the variant's unless given), scan, size of the images
-      in pixels, batch_size.
+    arg: variant, depth (default: depth of the variant), scan, size of the
+      images in pixels, batch_size.
   """
   options = common.parse_arg(
     arg, variant="S/16", depth=None, scan=False, size=64, batch_size=8

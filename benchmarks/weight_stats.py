@@ -1,9 +1,9 @@
-"""Benchmark 3, second part: what statistics of every weight cost.
+"""Benchmark 3, second part: overhead of weight statistics.
 
-The compiled update with weight_stats="per_param" against the same one with
-"none", in blocks of as many steps as lie between two rows, so that each block
-computes the statistics once. And the loop again, as in loop_overhead.py, with
-everything on that an update can be asked for.
+Compares the compiled updates with weight_stats="per_param" and "none", in
+blocks of the steps between two rows, so that each block computes the statistics
+once. Measures the loop as in loop_overhead.py too, with all options of the
+update on.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from benchmarks import loop_overhead, measure, program
 
 
 def main() -> None:
-  """Prints the ratios for a tiny and for a larger model."""
+  """Prints the ratios of a tiny and a larger model."""
   args = measure.arguments(__doc__)
   for name, config in loop_overhead.configs(args.quick, 8).items():
     _steps(name, config, args.quick, args.repeats)
@@ -37,7 +37,7 @@ def main() -> None:
 
 def _steps(name: str, config: Any, quick: bool, repeats: int) -> None:
   details = ("per_param",) if quick else ("global", "per_param")
-  if quick:  # Half of what there is to compile.
+  if quick:  # Halves the time to compile.
     config.optimizer = dict(name="sgd")
   programs = {}
   for detail in ("none", *details):

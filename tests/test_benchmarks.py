@@ -1,4 +1,4 @@
-"""Each benchmark runs, and what it prints can be read. No time is asserted."""
+"""Every benchmark runs and prints valid figures. No time is asserted."""
 
 import io
 import json
@@ -11,15 +11,14 @@ import pytest
 from benchmarks import measure, peer_process, run
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Code that is compiled in a hurry: how fast it runs does not matter here.
+# Fast compilation: the speed of the programs does not matter here.
 _XLA_FLAGS = (
   "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
   " --xla_force_host_platform_device_count=2"
 )
 _KEYS = "benchmark name value unit spread repeats target machine".split()
 
-# In one process each: the first is quick enough for `make test`, and those of
-# the last measure processes.
+# {scripts that share a process: numbers of their benchmarks}.
 _GROUPS = {
   "limits loop_overhead compile_time input_rate state_bytes": {0, 3, 5, 8, 10},
   "weight_stats checkpoint_stall guard_cost step_rate loss_memory": {
@@ -28,7 +27,7 @@ _GROUPS = {
   "startup restart": {4, 7},
 }
 
-# What all of them load takes longer than what some of them do.
+# The imports take longer than some of the benchmarks.
 _RUN = """
 import runpy, sys
 _, names = sys.argv
@@ -39,13 +38,13 @@ for name in names.split():
 
 
 def _lines(names, cache):
-  done = subprocess.run(
+  finished = subprocess.run(
     [sys.executable, "-c", _RUN, names],
     cwd=ROOT,
     env={
       **measure.environment(),
       "XLA_FLAGS": _XLA_FLAGS,
-      # Most of the programs are those of other scripts, too.
+      # The scripts share most programs.
       "JAX_COMPILATION_CACHE_DIR": str(cache),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
       "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -54,8 +53,8 @@ def _lines(names, cache):
     text=True,
     timeout=400,
   )
-  assert done.returncode == 0, done.stderr
-  return [json.loads(line) for line in done.stdout.splitlines()]
+  assert finished.returncode == 0, finished.stderr
+  return [json.loads(line) for line in finished.stdout.splitlines()]
 
 
 @pytest.mark.slow
@@ -70,11 +69,11 @@ def test_each_script_prints_figures(names, numbers, tmp_path):
     least, largest = figure["spread"]
     assert 0 < least <= figure["value"] <= largest
     assert figure["machine"]["cores"] >= 1
-  # Everything that is printed fits into the table.
+  # The table has a line for every figure.
   assert len(run.table(figures)) == 2 + len(figures)
 
 
-def test_every_script_is_run():
+def test_every_script_is_listed_and_tested():
   assert set(run.SCRIPTS) == {
     path.stem
     for path in (ROOT / "benchmarks").glob("*.py")
@@ -83,20 +82,20 @@ def test_every_script_is_run():
   assert sorted(run.SCRIPTS) == sorted(" ".join(_GROUPS).split())
 
 
-def test_turns_are_taken_and_paired():
+def test_interleaved_calls_take_turns():
   calls = []
 
   def call(name, values):
     values = iter(values)
     return lambda: calls.append(name) or next(values)
 
-  found = measure.interleave(
+  results = measure.interleave(
     {"a": call("a", [9.0, 2.0, 4.0]), "b": call("b", [9.0, 1.0, 8.0])},
     repeats=2,
   )
   assert "".join(calls) == "ababab"
-  assert found == {"a": [2.0, 4.0], "b": [1.0, 8.0]}  # Without the warm-up.
-  assert measure.ratios(found["a"], found["b"]) == [2.0, 0.5]
+  assert results == {"a": [2.0, 4.0], "b": [1.0, 8.0]}  # No warm-up.
+  assert measure.ratios(results["a"], results["b"]) == [2.0, 0.5]
 
 
 def test_a_figure_is_the_median_with_its_spread(capsys):
@@ -108,14 +107,14 @@ def test_a_figure_is_the_median_with_its_spread(capsys):
   )
 
 
-def test_a_process_that_fails_is_told():
+def test_a_failed_process_is_an_error():
   lines = measure.lines("-c", "print('a'); raise SystemExit('why it failed')")
   assert next(lines) == "a"
   with pytest.raises(RuntimeError, match="why it failed"):
     list(lines)
 
 
-def test_a_peer_does_the_steps_that_it_is_told(monkeypatch, capsys):
+def test_a_peer_does_the_requested_steps(monkeypatch, capsys):
   monkeypatch.setattr("sys.stdin", io.StringIO("3\n5\n"))
   peer_process.serve({"parameters": 7}, lambda steps: steps / 2)
   assert capsys.readouterr().out.splitlines() == [
@@ -125,7 +124,7 @@ def test_a_peer_does_the_steps_that_it_is_told(monkeypatch, capsys):
   ]
 
 
-def test_a_peer_that_fails_says_why():
+def test_a_failed_peer_is_an_error_with_its_output():
   env = peer_process.environment()
   with pytest.raises(RuntimeError, match="No module named benchmarks.absent"):
     peer_process.Peer("absent", {}, env)

@@ -190,7 +190,9 @@ def test_an_empty_file_is_an_error(tiny_config, tmp_path, compilations):
   refuse(config, tmp_path / "run", compilations, r"input.data: .*no example")
 
 
-def test_all_unknown_keys_are_reported_at_once(tiny_config, tmp_path, compilations):
+def test_all_unknown_keys_are_reported_at_once(
+  tiny_config, tmp_path, compilations
+):
   config = tiny_config({"keep_ckpt": 1, "input.shufle": True})
   message = r"config.input.shufle: .* config.keep_ckpt: "
   refuse(config, tmp_path / "run", compilations, message)

@@ -228,7 +228,7 @@ _LENGTHS = r"total_\w+|schedule\.warmup_\w+"
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_tiny_run_has_the_keys_of_the_real_one(name):
-  """A tiny run refuses unknown keys, so it checks those of the real one."""
+  """A tiny run refuses unknown keys, so it checks the keys of the real run."""
   real, tiny = load(name), load(f"{name}:runlocal")
   if real["input"]["data"]["type"] == "tfds":  # The tiny data are made up.
     init = "init=x," if "model_init" in real else ""

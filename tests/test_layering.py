@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # it. Modules that a config names (tasks, models, evaluators, data, hooks) are
 # found by name; only tools may import one of them directly.
 _BASE = {"settings", "trees", "hashing"}
-_ARRAYS = _BASE | {"sharding", "metrics"}
+_ARRAYS = _BASE | {"sharding", "metrics", "model_flops"}
 RULES = {
   "tools": None,  # Anything.
   "main": _ARRAYS
@@ -49,6 +49,7 @@ RULES = {
   "lengths": {"settings"},
   "metrics": {"settings", "trees"},
   "sharding": {"settings", "trees"},
+  "model_flops": set(),
   "settings": set(),
   "trees": set(),
   "hashing": set(),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from bigtrain import settings, sharding
+from bigtrain import model_flops, settings, sharding
 from bigtrain.losses import cross_entropy
 
 # Most elements at a time, on a device, of the logits and of a chunk's share of
@@ -335,7 +335,8 @@ def _in_chunks(
   else:
     zeros = jax.tree.map(jnp.zeros_like, (kernel_DV, bias_V))
     zeros = zeros if gradients else None
-    sums, by_chunk = jax.lax.scan(one_chunk, zeros, jax.tree.map(split, xs))
+    with model_flops.share(L, L + -L % size):
+      sums, by_chunk = jax.lax.scan(one_chunk, zeros, jax.tree.map(split, xs))
     by_token = jax.tree.map(join, by_chunk)
   loss_BL, correct_BL, hidden_grad_BLD = by_token
   # The loss of a token of weight 0 may be NaN.

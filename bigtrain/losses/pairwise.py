@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from bigtrain import settings, sharding
+from bigtrain import model_flops, settings, sharding
 
 # Logit of padding. It is finite so that a chunk of padding alone has a gradient
 # of 0, not NaN.
@@ -102,8 +102,10 @@ def softmax(
     normaliser_B = jax.nn.logsumexp(values["normaliser"], axis=0)
     return normaliser_B - jnp.sum(values["match"], axis=0), _correct(values)
 
-  image_loss_B, correct_B = one_direction(image_BE, text_BE)
-  text_loss_B, _ = one_direction(text_BE, image_BE)
+  # Both directions have the same logits, and each computes them.
+  with model_flops.share(1, 2):
+    image_loss_B, correct_B = one_direction(image_BE, text_BE)
+    text_loss_B, _ = one_direction(text_BE, image_BE)
   return (image_loss_B + text_loss_B) / 2, correct_B
 
 
@@ -201,4 +203,5 @@ def _scan_chunks(
   # Columns of padding have numbers that match no row.
   number = jnp.arange(B + -B % chunk).reshape(-1, chunk)
   xs = (split(columns_BE), split(weight_B) > 0, number)
-  return jax.lax.scan(one_chunk, None, xs)[1]
+  with model_flops.share(B, B + -B % chunk):
+    return jax.lax.scan(one_chunk, None, xs)[1]

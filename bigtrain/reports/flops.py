@@ -4,8 +4,13 @@ Counted are the multiplications and additions of matrix products, convolutions
 and attention; a multiply-add counts as 2. Elementwise work, reductions,
 softmax, normalisation and look-ups are not counted: published model FLOPs leave
 them out, and matrix units do not run them. The body of a scan counts once per
-iteration, `remat` changes nothing in a forward pass, and causal attention
-counts as the full square, as in most papers.
+iteration, and `remat` changes nothing in a forward pass.
+
+Model FLOPs are those of the mathematics, whatever implementation runs: padding
+of a loss's last chunk and empty slots of experts do not count, see
+bigtrain/model_flops.py. Causal attention counts as the full square, as in PaLM
+(appendix B) and most papers; a window of w positions counts min(w, L) keys per
+query.
 
 MFU (model FLOPs utilisation, PaLM, https://arxiv.org/abs/2204.02311) is
 
@@ -15,6 +20,7 @@ The factor 3 is one product forward and two backward; it assumes that every
 parameter is trained.
 """
 
+import fractions
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -24,11 +30,14 @@ import jax
 from absl import logging
 from jax.extend import core as jex_core
 
+from bigtrain import model_flops
 from bigtrain.settings import Config
+
+_Share = Callable[[str], fractions.Fraction]
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-  """Counts the FLOPs of one call of `fn`; traces it without compiling.
+  """Counts the model FLOPs of one call of `fn`; traces it without compiling.
 
   Args:
     fn: a function that jax can trace; jitted or not.
@@ -38,8 +47,19 @@ def forward_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
   Returns:
     FLOPs over all devices.
   """
+  return jaxpr_flops(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr)
+
+
+def executed_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+  """Counts all FLOPs of one call of `fn`, padding and recomputation included.
+
+  Args:
+    fn: as in `forward_flops`, and so are the others.
+    *args: as above.
+    **kwargs: as above.
+  """
   closed = jax.make_jaxpr(fn)(*args, **kwargs)
-  return jaxpr_flops(closed.jaxpr)
+  return jaxpr_flops(closed.jaxpr, lambda name_stack: fractions.Fraction(1))
 
 
 def train_flops(forward: int) -> int:
@@ -61,19 +81,33 @@ def mfu(
   return flops_per_step / (step_secs * num_devices * peak)
 
 
-def jaxpr_flops(jaxpr: Any) -> int:
-  """Counts the FLOPs of an open or closed jaxpr, nested jaxprs included."""
-  jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-  return sum(_eqn_flops(eqn) for eqn in jaxpr.eqns)
+def jaxpr_flops(jaxpr: Any, share: _Share = model_flops.useful_share) -> int:
+  """Counts the FLOPs of an open or closed jaxpr, nested jaxprs included.
+
+  Args:
+    jaxpr: the jaxpr.
+    share: function from an operation's name stack to the part that counts.
+  """
+  return round(_flops(jaxpr, share))
 
 
-def _eqn_flops(eqn: Any) -> int:
+def _flops(jaxpr: Any, share: _Share) -> fractions.Fraction:
+  total = fractions.Fraction(0)
+  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    flops = _eqn_flops(eqn, share)
+    if flops:  # Most operations have none.
+      # The name stacks of nested jaxprs begin anew.
+      total += flops * share(str(eqn.source_info.name_stack))
+  return total
+
+
+def _eqn_flops(eqn: Any, share: _Share) -> fractions.Fraction | int:
   name, params = eqn.primitive.name, eqn.params
   if name in _COUNTS:
     return _COUNTS[name](eqn)
   if name == "cond":  # One branch runs; count the largest.
-    return max(jaxpr_flops(branch) for branch in params["branches"])
-  inner = sum(jaxpr_flops(j) for j in _nested(params))
+    return max(_flops(branch, share) for branch in params["branches"])
+  inner = sum(_flops(j, share) for j in _nested(params))
   if not inner:
     return 0
   if name == "scan":

@@ -34,7 +34,8 @@ def measure(
     parameter_bytes: bytes of all parameters;
     state_bytes: bytes per device, {"params": ..., "opt": ..., ...};
     batch_bytes: bytes per device;
-    executed_flops: FLOPs of a step over all devices, recomputation included;
+    executed_flops: FLOPs of a step over all devices, recomputation and padding
+      included;
     tokens_per_example: tokens per example, or None;
     total_steps: length of the run's schedule.
   """
@@ -51,7 +52,7 @@ def measure(
       name: _bytes_per_device(part) for name, part in state_spec.items()
     },
     "batch_bytes": _bytes_per_device(batch_spec),
-    "executed_flops": flops.forward_flops(
+    "executed_flops": flops.executed_flops(
       update_fn, state_spec, tally_spec, batch_spec
     ),
     "tokens_per_example": run.units.tokens_per_example,

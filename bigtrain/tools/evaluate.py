@@ -7,7 +7,7 @@
 The config is config.json of the workdir, with the changes of the command line.
 The last line on standard output is a row of results as JSON. The tool never
 writes to the files of the run, and reads neither training data nor optimizer
-state. On the same devices the results equal those of the run, bit for bit.
+state. On the same devices its results equal the run's, bit for bit.
 config.eval_only evaluates inside of main, which can also start from
 config.model_init.
 

@@ -1,5 +1,7 @@
 """FLOPs of jaxprs against counts by hand, and peaks of devices."""
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,8 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from bigtrain.models import vit
+from bigtrain.models import cappa, decoder, resnet, t5, two_towers, vit
 from bigtrain.reports import flops
+from bigtrain.tasks import (
+  captioning,
+  classification,
+  contrastive,
+  language_modeling,
+  seq2seq,
+)
 
 Shape = jax.ShapeDtypeStruct
 
@@ -252,6 +261,225 @@ def test_training_is_three_times_the_forward():
     # The image needs no gradient: the patches have one product backward.
     patches = 2 * 2 * 16 * 16**2 * 3 * 64
     assert grad == flops.train_flops(forward) - patches
+
+
+# Model FLOPs of a task's loss against counts by hand, in multiply-adds.
+#
+# Axes: B batch, L and S lengths, P patches, D width, H heads, K head width, F
+# hidden width, V vocabulary, E experts or embedding.
+
+
+def count_loss(task, model, batch, **options):
+  """Model FLOPs of a forward pass of the loss, halved: multiply-adds."""
+  arguments = task.inputs(batch)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  variables = jax.eval_shape(
+    lambda key, arguments: model.init(key, **arguments), key, arguments
+  )
+  count = flops.forward_flops(
+    lambda variables, batch, key: task.loss_fn(
+      variables, batch, key, model=model, train=True, **options
+    )[0],
+    *(variables, batch, key),
+  )
+  assert count % 2 == 0
+  return count // 2
+
+
+def int32(*shape):
+  return Shape(shape, jnp.int32)
+
+
+def text(*shape):
+  return {"tokens": int32(*shape), "targets": int32(*shape)}
+
+
+def attention(B, L, S, D, HK, cross=False):
+  """Projections of queries and outputs, keys and values, and two products."""
+  keys = S if cross else L
+  return B * (2 * L * D * HK + 2 * keys * D * HK + 2 * L * S * HK)
+
+
+def encoder_block(B, L, D, F):
+  return attention(B, L, L, D, D) + B * L * 2 * D * F
+
+
+DECODER = dict(
+  variant="llama", vocab_size=101, width=32, depth=3, num_heads=4,
+  num_kv_heads=2, head_dim=16, mlp_dim=48, tied_head=False,
+)  # fmt: skip
+
+
+def decoder_count(B, L, window=None):
+  S = min(window or L, L)
+  block = attention(B, L, S, D=32, HK=64)
+  block -= B * 2 * L * 32 * 32  # Two heads of keys and values for four.
+  return 3 * (block + B * L * 3 * 32 * 48) + B * L * 32 * 101
+
+
+@pytest.mark.parametrize(
+  ("options", "chunk"),
+  [
+    ({}, 0),
+    ({}, None),
+    ({}, 4),
+    ({}, 7),  # Two chunks for a length of 12, of which 2 positions are padding.
+    (dict(scan=True, remat_policy="nothing_saveable"), 5),
+    (dict(window=5), 0),
+    (dict(window=5, scan=True, attention_softcap=30.0), 7),
+    (dict(window=100), 0),
+  ],
+)
+def test_decoder(options, chunk):
+  model = decoder.Model(**DECODER, **options)
+  count = count_loss(language_modeling, model, text(8, 12), chunk=chunk)
+  assert count == decoder_count(8, 12, options.get("window"))
+
+
+def test_decoder_on_packed_documents():
+  # A mask takes nothing away: which documents are packed is left to chance.
+  batch = text(8, 12) | {"segments": int32(8, 12)}
+  for options in ({}, dict(window=5)):
+    model = decoder.Model(**DECODER, **options)
+    count = count_loss(language_modeling, model, batch, chunk=7)
+    assert count == decoder_count(8, 12, options.get("window"))
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_decoder_on_a_mesh(chunk):
+  mesh = jax.sharding.Mesh(
+    np.array(jax.devices()).reshape(2, 4), ("replica", "fsdp")
+  )
+  with jax.set_mesh(mesh):
+    count = count_loss(
+      language_modeling, decoder.Model(**DECODER), text(8, 12), chunk=chunk
+    )
+  assert count == decoder_count(8, 12)
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0, 1.25, 2.0, 8.0, 0.5])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_experts(capacity_factor, top_k):
+  B, L, D, E, F = 8, 12, 32, 4, 48
+  options = dict(
+    num_experts=E, top_k=top_k, every=3, capacity_factor=capacity_factor
+  )
+  model = decoder.Model(**DECODER, moe=options)
+  tokens = L * top_k
+  if capacity_factor == 0.5:  # The other half of the choices is dropped.
+    tokens = E * math.ceil(0.5 * L * top_k / E)
+  # The router, the experts, and the weighted sum of a token's experts.
+  experts = B * (L * D * E + tokens * 3 * D * F + L * top_k * D)
+  expected = decoder_count(B, L) - B * L * 3 * D * F + experts
+  assert count_loss(language_modeling, model, text(B, L)) == expected
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("moe", [None, dict(num_experts=4, every=2, top_k=1)])
+def test_t5(chunk, moe):
+  B, S, L, D, H, K, F, V = 4, 15, 6, 32, 4, 16, 48, 101
+  if moe:
+    moe["capacity_factor"] = 1.25
+  model = t5.Model(
+    variant="t5", vocab_size=V, width=D, depth=2, decoder_depth=4,
+    num_heads=H, head_dim=K, mlp_dim=F, moe=moe, scan=True,
+  )  # fmt: skip
+  batch = {"inputs": int32(B, S), "targets": int32(B, L)}
+  encoder = 2 * (attention(B, S, S, D, H * K) + B * S * 2 * D * F)
+  decoder = attention(B, L, L, D, H * K)
+  decoder += attention(B, L, S, D, H * K, cross=True) + B * L * 2 * D * F
+  routers = B * (S + 2 * L) * (4 * D + D) if moe else 0
+  expected = encoder + 4 * decoder + B * L * D * V + routers
+  assert count_loss(seq2seq, model, batch, chunk=chunk) == expected
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_captioner(chunk):
+  B, size, L, D, F, V = 8, 16, 6, 32, 64, 101
+  model = cappa.Model(
+    vocab_size=V, max_len=L, patch_size=4, width=D, depth=2, mlp_dim=F,
+    num_heads=4, decoder_depth=3, mask_token=True,
+  )  # fmt: skip
+  batch = {"image": f32(B, size, size, 3), "labels": int32(B, L)}
+  P = (size // 4) ** 2
+  block = attention(B, L, L, D, D) + attention(B, L, P, D, D, cross=True)
+  expected = (
+    B * P * (4 * 4 * 3) * D
+    + 2 * encoder_block(B, P, D, F)
+    + 3 * (block + B * L * 2 * D * F)
+    + B * L * D * V
+  )
+  count = count_loss(
+    captioning, model, batch, chunk=chunk, masked_pred_prob=0.75
+  )
+  assert count == expected
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("chunk", [3, 8, 1024])
+def test_two_towers(kind, chunk):
+  B, size, L, D, F, E = 8, 16, 6, 32, 64, 24
+  tower = dict(width=D, depth=2, mlp_dim=F, num_heads=4)
+  model = two_towers.Model(
+    image=dict(tower, patch_size=4, pool_type="gap"),
+    text=dict(tower, vocab_size=101),
+    out_dim=E,
+  )
+  batch = {"image": f32(B, size, size, 3), "labels": int32(B, L)}
+  P = (size // 4) ** 2
+  expected = (
+    B * P * (4 * 4 * 3) * D
+    + 2 * encoder_block(B, P, D, F)
+    + 2 * encoder_block(B, L, D, F)
+    + 2 * B * D * E
+    + B * B * E  # The logits of all pairs, once.
+  )
+  count = count_loss(contrastive, model, batch, kind=kind, chunk=chunk)
+  assert count == expected
+
+
+def test_resnet_50_has_its_published_flops():
+  model = resnet.Model(num_classes=1000)
+  batch = {"image": f32(2, 224, 224, 3), "labels": int32(2)}
+  count = count_loss(classification, model, batch)
+
+  def block(size, inputs, channels, stride):
+    out = size // stride
+    first = size**2 * inputs * channels
+    rest = out**2 * channels * (9 * channels + 4 * channels)
+    project = stride > 1 or inputs != 4 * channels
+    return first + rest + project * out**2 * inputs * 4 * channels
+
+  expected, size, inputs = 112**2 * 7 * 7 * 3 * 64 + 2048 * 1000, 56, 64
+  for stage, blocks in enumerate([3, 4, 6, 3]):
+    channels = 64 * 2**stage
+    for i in range(blocks):
+      stride = 2 if stage and not i else 1
+      expected += block(size, inputs, channels, stride)
+      size, inputs = size // stride, 4 * channels
+  assert count == 2 * expected
+  # Version 1.5 in NVIDIA's and torchvision's tables: 4.1 billion.
+  assert expected == pytest.approx(4.09e9, rel=0.005)
+
+
+def test_executed_flops_include_padding_and_empty_slots():
+  B, L, D, V = 8, 12, 32, 101
+  model = decoder.Model(**DECODER)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  variables = jax.eval_shape(
+    lambda key: model.init(key, jnp.zeros((B, L), jnp.int32)), key
+  )
+
+  def loss(variables, batch):
+    return language_modeling.loss_fn(
+      variables, batch, None, model=model, train=False, chunk=7
+    )[0]
+
+  counts = [
+    count(loss, variables, text(B, L)) // 2
+    for count in (flops.forward_flops, flops.executed_flops)
+  ]
+  assert counts == [decoder_count(B, L), decoder_count(B, L) + 2 * B * D * V]
 
 
 def test_mfu_by_hand():

@@ -119,7 +119,8 @@ def read(text: str) -> Program:
       runs[kind, size, stride] += times
     unknown += has_any and guessed
   merged = [
-    Collective(*key, runs[key], key_bytes) for key, key_bytes in nbytes.items()
+    Collective(kind, size, stride, runs[kind, size, stride], key_bytes)
+    for (kind, size, stride), key_bytes in nbytes.items()
   ]
   return Program(sorted(merged, key=lambda c: -c.nbytes), unknown)
 

@@ -1,0 +1,52 @@
+"""Marks code that computes more than the mathematics needs.
+
+Padding of a chunk, empty slots of experts and positions outside of a window are
+work of an implementation, which model FLOPs leave out. Losses and layers mark
+such code, and reports/flops.py reads the marks from the jaxpr. A mark is a name
+scope: it changes only names in the compiled program.
+"""
+
+import contextlib
+import fractions
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+_MARK = re.compile(r"model_flops_(\d+)_of_(\d+)")
+
+
+def share(useful: int, computed: int) -> contextlib.AbstractContextManager[Any]:
+  """Marks the operations traced inside: part of their work is useful.
+
+  >>> with share(5, 8):  # A length of 5, padded to two chunks of 4.
+  ...   pass
+
+  Args:
+    useful: rows, positions or slots that the mathematics needs.
+    computed: the number that is computed. With fewer computed than needed, all
+      of them are useful.
+  """
+  if useful >= computed:
+    return contextlib.nullcontext()
+  return jax.named_scope(f"model_flops_{useful}_of_{computed}")
+
+
+def useful_share(name_stack: str) -> fractions.Fraction:
+  """Returns the product of the marks in an operation's name stack.
+
+  >>> useful_share("jvp(decoder/model_flops_5_of_8)")
+  Fraction(5, 8)
+
+  Args:
+    name_stack: names of the scopes around the operation.
+  """
+  marks: Iterable[Any] = _MARK.findall(name_stack)
+  if "transpose(" in name_stack:  # Backward passes name their scopes twice.
+    marks = set(marks)
+  return math.prod(
+    (fractions.Fraction(int(n), int(of)) for n, of in marks),
+    start=fractions.Fraction(1),
+  )
