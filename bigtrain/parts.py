@@ -116,9 +116,13 @@ def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
 
   Token ids have the size of the vocabulary, class numbers a ClassCount.
   """
-  sizes = getattr(task, "vocab_sizes", lambda model: {})(model)
-  classes = getattr(task, "class_counts", lambda model: {})(model)
-  return {**sizes, **{name: ClassCount(n) for name, n in classes.items()}}
+  sizes: dict[str, int] = {}
+  if hasattr(task, "vocab_sizes"):
+    sizes.update(task.vocab_sizes(model))
+  if hasattr(task, "class_counts"):
+    counts = task.class_counts(model)
+    sizes.update({name: ClassCount(n) for name, n in counts.items()})
+  return sizes
 
 
 class Features(dict[str, Any]):

@@ -192,7 +192,7 @@ def test_the_picture_in_the_docs_matches_the_imports():
   for line in picture.splitlines()[1:]:
     if number := re.match(r" (\d) ", line):
       level = int(number[1])
-    for name in re.findall(r"[a-z/]+", line):
+    for name in re.findall(r"[a-z_/]+", line):
       levels[name.replace("/", ".")] = level
   assert set(levels) == {*RULES}
   for importer, names in GRAPH.items():

@@ -1,9 +1,9 @@
 """Image captioner with parallel prediction (CapPa), arxiv.org/abs/2306.07915.
 
 A ViT encodes the image, a transformer decoder with cross-attention reads the
-caption. An example is predicted either in order, each position given the
-token before it and seeing no later one (Cap), or in parallel: positions are
-given a mask token in place of their own and see each other.
+caption. Captions are predicted either in order (Cap), where the input of each
+position is the token before it and attention is causal; or in parallel, where
+the inputs are mask tokens and all positions see each other.
 
 Axes: B batch, P patches, E width of the encoder, L length of a text, D width
 of the decoder, H heads, K head width, V vocabulary.
@@ -19,19 +19,24 @@ import numpy as np
 
 from bigtrain import settings
 from bigtrain.models import vit
-from bigtrain.models.layers import common, decoder_layers
+from bigtrain.models.layers import (
+  captioner_decoder,
+  kv_cache,
+  options,
+  positions,
+)
 from bigtrain.models.published import arrays, blocks
 
 
 class States(NamedTuple):
-  """What logits are made of: hidden @ kernel + bias."""
+  """Factors of the logits, which are hidden @ kernel + bias."""
 
   hidden_BLD: jax.Array
   kernel_DV: jax.Array
   bias_V: jax.Array
 
   def logits(self) -> jax.Array:
-    """float32 [B, L, V], all of them at once."""
+    """Returns all logits at once, float32 [B, L, V]."""
     product = jnp.einsum(
       "bld,dv->blv",
       self.hidden_BLD,
@@ -42,32 +47,33 @@ class States(NamedTuple):
 
 
 class Model(nn.Module):
-  """Captioner; the fields up to `drop_path` are those of models/vit.py.
+  """Captioner. The encoder's fields are described in models/vit.py.
 
   Attributes:
     vocab_size: V.
-    max_len: longest text, in tokens.
-    variant: of the encoder, such as "B/16".
-    patch_size: of the encoder.
-    width: of the encoder, E.
-    depth: of the encoder.
-    mlp_dim: of the encoder.
-    num_heads: of the encoder.
-    posemb: "learn" or "sincos2d", of both.
+    max_len: largest number of tokens of a text.
+    variant: variant of the encoder, such as "B/16".
+    patch_size: patch size of the encoder.
+    width: width of the encoder, E.
+    depth: number of blocks of the encoder.
+    mlp_dim: hidden width of the encoder's MLPs.
+    num_heads: number of attention heads of the encoder.
+    posemb: "learn" or "sincos2d", in encoder and decoder.
     dropout: rate in the encoder.
     drop_path: rate of stochastic depth in the encoder's last block.
-    decoder_width: D; the encoder's unless given, as the next three are.
-    decoder_depth: number of blocks.
-    decoder_mlp_dim: hidden width of the MLPs.
-    decoder_num_heads: must divide D.
+    decoder_width: D; the encoder's width if None.
+    decoder_depth: number of blocks of the decoder; the encoder's if None.
+    decoder_mlp_dim: hidden width of the decoder's MLPs; the encoder's if None.
+    decoder_num_heads: must divide D; the encoder's number if None.
     decoder_dropout: rate in the decoder.
     decoder_bias: whether the decoder's MLPs and its blocks' layer norms have
       biases.
-    mask_token: whether there is an embedding for the mask token, whose number
-      is V: parallel prediction needs it.
-    scan: one compiled block that loops over stacked parameters, in both.
+    mask_token: whether there is an embedding of the mask token, whose id is V.
+      Parallel prediction needs it.
+    scan: whether encoder and decoder compile one block and loop over stacked
+      parameters.
     remat_policy: "none" or a name of jax.checkpoint_policies, for both.
-    dtype: of the computation; parameters and logits are float32.
+    dtype: dtype of the computation; parameters and logits are float32.
   """
 
   vocab_size: int
@@ -98,26 +104,29 @@ class Model(nn.Module):
       if getattr(self, f"decoder_{name}") is None:
         # Linen's own setter works only after its __post_init__.
         object.__setattr__(self, f"decoder_{name}", getattr(encoder, name))
-    sizes = ["width", "depth", "mlp_dim", "num_heads"]
-    for name in ["vocab_size", "max_len", *(f"decoder_{n}" for n in sizes)]:
-      value = getattr(self, name)
-      if not isinstance(value, int) or value < 1:
-        raise settings.ConfigError(
-          f"config.model.{name}: expected a positive whole number, got "
-          f"{value!r}."
-        )
+    options.check_sizes(
+      self,
+      (
+        "vocab_size",
+        "max_len",
+        "decoder_width",
+        "decoder_depth",
+        "decoder_mlp_dim",
+        "decoder_num_heads",
+      ),
+    )
     if self.decoder_width % self.decoder_num_heads:
       raise settings.ConfigError(
         f"config.model.decoder_num_heads: {self.decoder_num_heads} does not "
         f"divide the decoder's width {self.decoder_width}."
       )
-    common.check_rate("decoder_dropout", self.decoder_dropout)
+    options.check_rates(self, "decoder_dropout")
     super().__post_init__()
 
   def setup(self) -> None:
-    """Makes the towers."""
+    """Declares the encoder, the decoder and its position embeddings."""
     self.encoder = _encoder(self)
-    self.decoder = decoder_layers.Decoder(
+    self.decoder = captioner_decoder.Decoder(
       num_embeddings=self.vocab_size + self.mask_token,
       vocab_size=self.vocab_size,
       width=self.decoder_width,
@@ -135,7 +144,7 @@ class Model(nn.Module):
       init = nn.initializers.normal(D**-0.5)
       self.posemb_1LD = self.param("pos_embedding_decoder", init, (1, L, D))
     else:
-      self.posemb_1LD = jnp.asarray(common.sincos_2d((1, L), D))
+      self.posemb_1LD = jnp.asarray(positions.sincos_2d((1, L), D))
 
   def __call__(
     self,
@@ -146,11 +155,11 @@ class Model(nn.Module):
     masked_BL: jax.Array | None = None,
     train: bool = False,
   ) -> tuple[jax.Array, dict[str, Any]]:
-    """Predicts each token of the texts; arguments as those of `states`.
+    """Predicts each token of the texts; see `states` for the arguments.
 
     Returns:
-      float32 logits (B, L, V); and what was computed on the way: what the
-      ViT gives ("encoded" (B, P, E), "pre_logits" (B, E), ...) and "states".
+      (float32 logits (B, L, V); a dict of intermediate results: the ViT's
+      ("encoded" (B, P, E), "pre_logits" (B, E), ...) and "states").
     """
     out: dict[str, Any] = self.encode(image, train=train)
     out["states"] = self.decode(
@@ -171,14 +180,15 @@ class Model(nn.Module):
     masked_BL: jax.Array | None = None,
     train: bool = False,
   ) -> States:
-    """What the logits of each token are made of, for losses in chunks.
+    """Returns the factors of the logits, for losses that work in chunks.
 
     Args:
       image: (B, height, width, channels).
       text: int (B, L), L up to max_len.
-      parallel_B: bool: the examples that are predicted in parallel.
-      masked_BL: bool: positions that such an example is given the mask token
-        for; all unless given. At the others it is given the token itself.
+      parallel_B: bool, whether an example is predicted in parallel; none if
+        None.
+      masked_BL: bool, whether the input of a position is the mask token in such
+        an example, or the token itself; all masked if None.
       train: whether dropout acts; it draws from the rng "dropout".
     """
     encoded_BPE = self.encode(image, train=train)["encoded"]
@@ -193,7 +203,7 @@ class Model(nn.Module):
   def encode(
     self, image: jax.Array, *, train: bool = False
   ) -> dict[str, jax.Array]:
-    """Features of images: "encoded" (B, P, E), "pre_logits" (B, E), ..."""
+    """Returns the ViT's dict: "encoded" (B, P, E), "pre_logits" (B, E), ..."""
     return self.encoder(image, train=train)[1]
 
   def decode(
@@ -205,10 +215,11 @@ class Model(nn.Module):
     masked_BL: jax.Array | None = None,
     train: bool = False,
   ) -> States:
-    """The decoder's part of `states`.
+    """Runs the decoder's part of `states`.
 
-    There may be several texts for an image: M B of them, M for the first image
-    in front, so that keys and values of its patches are computed once.
+    An image may have several texts: with M texts each there are M B rows, those
+    of the first image first. Keys and values of the patches are computed once
+    per image.
     """
     L = text.shape[1]
     if L > self.max_len:
@@ -223,10 +234,10 @@ class Model(nn.Module):
         raise settings.ConfigError(
           "config.model.mask_token: parallel prediction needs it to be True."
         )
-      given_BL: Any = self.vocab_size
+      inputs_BL: Any = self.vocab_size
       if masked_BL is not None:
-        given_BL = jnp.where(masked_BL, self.vocab_size, text)
-      tokens_BL = jnp.where(parallel_B[:, None], given_BL, tokens_BL)
+        inputs_BL = jnp.where(masked_BL, self.vocab_size, text)
+      tokens_BL = jnp.where(parallel_B[:, None], inputs_BL, tokens_BL)
       mask_BLL = jnp.tri(L, dtype=bool) | parallel_B[:, None, None]
     (hidden_BLD, head), _ = self.decoder(
       tokens_BL,
@@ -237,44 +248,52 @@ class Model(nn.Module):
     )
     return States(hidden_BLD, *head)
 
-  def begin(self, encoded_BPE: jax.Array, num_tokens: int) -> tuple[Any, Any]:
-    """What `step` needs to write texts of `num_tokens`.
+  def begin(
+    self, encoded_BPE: jax.Array, num_tokens: int
+  ) -> tuple[kv_cache.Cache, kv_cache.Cache]:
+    """Returns the caches that `step` needs to write texts of `num_tokens`.
 
     Returns:
-      (keys and values of the images, which stay as they are; the cache for
-      those of the tokens, leaves with leading axis B).
+      (keys and values of the images, which never change; an empty cache for
+      the keys and values of the tokens).
     """
-    _, source = self.decoder(None, encoded_BPE)
-    B, H = len(encoded_BPE), self.decoder_num_heads
-    N = self.decoder_depth
-    shape = (num_tokens, H, self.decoder_width // H)
-    zeros = lambda *axes: jnp.zeros((*axes, *shape), self.dtype)
-    if self.scan:
-      return source, common.Memory(zeros(B, N), zeros(B, N))
-    return source, [common.Memory(zeros(B), zeros(B)) for _ in range(N)]
+    B, P, _ = encoded_BPE.shape
+    H = self.decoder_num_heads
+
+    def empty(length: int) -> kv_cache.Cache:
+      K = self.decoder_width // H
+      return kv_cache.empty(B, self.decoder_depth, length, H, K, self.dtype)
+
+    _, source = self.decoder(None, encoded_BPE, cache=empty(P))
+    return source, empty(num_tokens)
 
   def step(
-    self, source: Any, cache: Any, token_B: jax.Array, position: jax.Array
-  ) -> tuple[jax.Array, Any]:
+    self,
+    source: kv_cache.Cache,
+    cache: kv_cache.Cache,
+    token_B: jax.Array,
+    position: jax.Array,
+  ) -> tuple[jax.Array, kv_cache.Cache]:
     """Reads one more token; B may be a multiple of the number of images.
 
     Args:
       source: keys and values of the images, from `begin`.
-      cache: those of the tokens so far.
+      cache: keys and values of the tokens so far.
       token_B: the token before the one to predict; 0 at first.
-      position: int scalar: place of the one to predict.
+      position: int scalar, position of the token to predict.
 
     Returns:
-      (its float32 logits (B, V), the new cache).
+      (float32 logits of that token (B, V), the new cache).
     """
     posemb_11D = jax.lax.dynamic_slice_in_dim(self.posemb_1LD, position, 1, 1)
     (hidden_B1D, head), cache = self.decoder(
-      token_B[:, None], source, posemb_11D, past=cache, position=position
+      token_B[:, None], source, posemb_11D, cache=cache, start=position
     )
     return States(hidden_B1D, *head).logits()[:, 0], cache
 
 
 def _encoder(model: Model, **kwargs: Any) -> vit.Model:
+  """The encoder of a captioner."""
   return vit.Model(
     variant=model.variant,
     patch_size=model.patch_size,
@@ -297,16 +316,16 @@ def from_published(
 ) -> dict[str, np.ndarray]:
   """Renames and reshapes the parameters of a published CapPa to this model's.
 
-  Knows what vit.from_published knows, for the encoder, and decoder blocks
-  that are stacked or not, along the second axis in the files of big_vision.
+  vit.from_published reads the encoder. The decoder's blocks may be stacked or
+  not; big_vision's files stack them along the second axis.
 
   Args:
     flat: parameters by "/"-joined name.
     like: the model's parameters by name.
 
   Returns:
-    Parameters by name. What matches nothing in `like` keeps its name and
-    shape, so that the caller can list it.
+    Parameters by name. Parameters without a match in `like` keep their name and
+    shape, so that the caller can list them.
   """
   flat = arrays.normalise(flat)
 
@@ -324,8 +343,8 @@ def from_published(
   prefix = f"decoder/{block}/"
   norm = decoder.get(prefix + "LayerNorm1/scale")
   width = decoder.get("decoder/LayerNorm/scale", np.zeros(0)).shape
-  # A scale is a vector (D,), so the other axis of a stack of them is the
-  # blocks'. Should both be D, it is taken to be a file of our own.
+  # A scale is a vector (D,), so the other axis of stacked scales counts blocks.
+  # If both are D long, the file is taken to be our own.
   if norm is not None and norm.shape[:1] == width != norm.shape[1:]:
     decoder = {
       n: np.moveaxis(v, 1, 0) if n.startswith(prefix) else v

@@ -1,14 +1,14 @@
-"""A decoder-only language model: GPT-2, Llama, and what lies between.
+"""A decoder-only language model: GPT-2, Llama, Mixtral, and mixtures of them.
 
 GPT-2 (Radford et al. 2019) has learned positions, layer norms, GELU, biases
-and a head tied to the embedding; Llama (https://arxiv.org/abs/2302.13971)
-rotary positions, root-mean-square norms, SwiGLU, grouped queries, no biases.
-Both normalise before each layer. Each of these is a field, and so are norms of
-queries and keys, sliding windows and capped logits.
+and a head tied to the embedding. Llama (https://arxiv.org/abs/2302.13971) has
+rotary positions, root-mean-square norms, SwiGLU, grouped queries and no biases.
+Both normalise before each layer. Each of these choices is a field, and so are
+norms of queries and keys, sliding windows and capped logits.
 
-Parameters are stored in the orientation in which they multiply from the right:
-blocks/attention/query/kernel is (D, H, K). With `scan` there is one `blocks`
-whose arrays have a leading axis of layers, else blocks_0, blocks_1, ...
+Kernels multiply from the right: blocks/attention/query/kernel is (D, H, K).
+With `scan` there is one `blocks` whose arrays have a leading axis of layers,
+without it blocks_0, blocks_1, ...
 
 Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
@@ -25,12 +25,15 @@ import numpy as np
 from bigtrain import settings, sharding
 from bigtrain.models.layers import (
   attention,
-  common,
-  decoder_block,
-  mlp,
+  causal_block,
+  kernels,
+  kv_cache,
   moe,
+  options,
+  remat,
   stack,
 )
+from bigtrain.models.layers import positions as positions_lib
 from bigtrain.models.published import blocks
 from bigtrain.models.published import decoder as decoder_published
 
@@ -68,8 +71,8 @@ def _llama3_scaling(factor: float) -> dict[str, Any]:
 
 _MU = dict(width=32, depth=2, num_heads=4, max_len=128)
 
-# "gpt2" and "llama" are styles without sizes; "mu" is for tests. The Llamas are
-# 3.2 1B and 3.1 8B.
+# "gpt2" and "llama" have no sizes; "mu" is for tests. The Llamas are 3.2 1B and
+# 3.1 8B.
 VARIANTS: dict[str, dict[str, Any]] = {
   "gpt2": _GPT2,
   "gpt2_mu": _GPT2 | _MU,
@@ -119,7 +122,7 @@ POSEMBS = ("learn", "rope", "none")
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "swiglu")
 
-# Fields that a variant gives and that have to come from somewhere.
+# Fields without a default: given, or the variant's.
 _SIZES = ("vocab_size", "width", "depth", "num_heads")
 _OTHERS = ("mlp_dim", "head_dim", "moe", "rope_scaling")
 
@@ -128,36 +131,37 @@ class Model(nn.Module):
   """The decoder. After construction no field that a variant gives is None.
 
   Attributes:
-    variant: a name in VARIANTS: values for the fields below that are None. A
-      style unless given: "gpt2".
+    variant: a name in VARIANTS, the defaults of the fields that are None;
+      "gpt2" if None.
     vocab_size: V.
     width: D.
     depth: N.
     num_heads: H.
-    num_kv_heads: G, which divides H; H unless given.
-    head_dim: K; D / H unless given.
-    mlp_dim: F; 4 D unless given.
+    num_kv_heads: G, which divides H; H by default.
+    head_dim: K; D / H by default.
+    mlp_dim: F; 4 D by default.
     max_len: largest number of positions; with posemb "learn" each has an
       embedding.
     posemb: "learn", "rope" or "none".
-    rope_theta: base of the wavelengths; 10,000 unless given.
-    rope_scaling: see attention.frequencies.
+    rope_theta: base of the wavelengths; 10,000 by default.
+    rope_scaling: see positions.frequencies.
     norm: "layernorm" or "rmsnorm".
-    norm_eps: added to the variance.
+    norm_eps: added to the variance in norms.
     mlp: "gelu" (its tanh form) or "swiglu".
-    moe: options of moe.Options: experts of kind `mlp` in the place of MLPs.
+    moe: options of moe.Options: experts of kind `mlp` in place of MLPs.
     use_bias: whether projections and the MLP have biases.
     tied_head: whether the head is the embedding.
-    qk_norm: root-mean-square norms of queries and keys, with a scale.
-    window: positions that each sees, itself among them; None for all before.
+    qk_norm: whether queries and keys have root-mean-square norms.
+    window: number of positions that each position sees, itself included; all
+      earlier ones if None.
     attention_softcap: scores s become softcap * tanh(s / softcap).
     logits_softcap: the same for the logits.
     dropout: rate after the embedding and on residual branches.
-    init_std: standard deviation of the initial kernels; those that write to
-      the residual stream have it divided by sqrt(2 N), as in GPT-2.
-    scan: one compiled block that loops over stacked parameters.
+    init_std: standard deviation of the initial kernels; kernels that write to
+      the residual stream have init_std / sqrt(2 N), as in GPT-2.
+    scan: whether to compile one block and loop over stacked parameters.
     remat_policy: "none" or a name of jax.checkpoint_policies.
-    dtype: of the computation; parameters and logits are float32.
+    dtype: dtype of the computation; parameters and logits are float32.
   """
 
   variant: str | None = None
@@ -204,33 +208,35 @@ class Model(nn.Module):
     *,
     segments: jax.Array | None = None,
     positions: jax.Array | None = None,
-    cache: attention.Cache | None = None,
+    cache: kv_cache.Cache | None = None,
     start: jax.Array | int = 0,
     head: bool = True,
     train: bool = False,
   ) -> tuple[jax.Array | None, dict[str, Any]]:
-    """Predicts the token after each.
+    """Predicts the next token at each position.
 
     Args:
-      tokens: int (B, L). One that is not in the vocabulary gives NaN.
-      segments: int (B, L), the document that each is of; none sees another.
-      positions: int (B, L); unless given, they count from 0 in each document.
-      cache: of `init_cache`: the past that all tokens see as well; these are
-        added to it. Not with segments.
+      tokens: int (B, L) token ids. Ids outside the vocabulary give NaN.
+      segments: int (B, L), number of the document of each token, 0 for padding;
+        documents do not see each other. None for one document a row.
+      positions: int (B, L); by default they count from 0 in each document.
+      cache: keys and values of earlier tokens, from `init_cache`; those of
+        these tokens are added. Not with segments.
       start: number of tokens in the cache, the position of the first of these.
       head: whether to compute the logits.
       train: whether dropout acts; it draws from the rng "dropout".
 
     Returns:
-      (float32 logits (B, L, V), or None without `head`; and a dict with
-      "pre_logits" (B, L, D), what `head_kernel` multiplies, "cache", and "moe",
-      statistics of the experts, if there are any, see moe.Moe).
+      (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
+      (B, L, D), the input of the head, "cache", the new cache or None, and
+      "moe", the experts' statistics, see moe.Moe, or None).
     """
     L = tokens.shape[1]
     V, D = self.vocab_size, self.width
     if self.max_len is not None and L > self.max_len:
       raise settings.ConfigError(
-        f"config.model.max_len={self.max_len}: texts of {L} tokens came in."
+        f"config.model.max_len={self.max_len} is too short for texts of {L} "
+        "tokens."
       )
     init = nn.initializers.normal(self.init_std)
     embedding_VD = self.param("token_embedding", init, (V, D))
@@ -244,10 +250,10 @@ class Model(nn.Module):
       table_LD = self.param("pos_embedding", init, (self.max_len, D))
       x_BLD += jnp.take(table_LD, positions, axis=0).astype(self.dtype)
     elif self.posemb == "rope":
-      omega_Q = attention.frequencies(
+      omega_Q = positions_lib.frequencies(
         self.head_dim, self.rope_theta, self.rope_scaling
       )
-      rope = attention.rotation(positions, omega_Q)
+      rope = positions_lib.rotation(positions, omega_Q)
     if segments is not None:
       mask_BLL = attention.document_mask(segments, self.window)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
@@ -255,11 +261,11 @@ class Model(nn.Module):
     (x_BLD, cache), stats = self._blocks(
       (sharding.over_batch(x_BLD), cache), rope, mask_BLL, real_BL, start, train
     )
-    x_BLD = decoder_block.norm(self, "norm")(x_BLD)
+    x_BLD = causal_block.norm(self, "norm")(x_BLD)
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     kernel_DV = embedding_VD.T
     if not self.tied_head:
-      kernel_DV = mlp.Kernel((D, V), self.init_std, name="head")()
+      kernel_DV = kernels.Kernel((D, V), self.init_std, name="head")()
     if not head:
       return None, out
     logits_BLV = jnp.einsum(
@@ -279,18 +285,17 @@ class Model(nn.Module):
 
     Args:
       carry: (stream, cache).
-      *shared: the blocks' arguments that are the same for all.
+      *shared: arguments that all blocks get.
 
     Returns:
-      (the carry, mean over the layers of what the experts report).
+      (the carry, mean of the experts' statistics over the layers, or None).
     """
-    layer = decoder_block.Layer(
-      *[getattr(self, name) for name in decoder_block.Layer._fields]
-    )
+    fields = causal_block.Options._fields
+    block = causal_block.Options(*[getattr(self, name) for name in fields])
     return stack.run(
       self,
-      decoder_block.Block,
-      moe.kinds(layer),
+      causal_block.Block,
+      moe.kinds(block),
       self.depth,
       carry,
       *shared,
@@ -299,27 +304,34 @@ class Model(nn.Module):
     )
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
-    """The (D, V) matrix that makes "pre_logits" logits."""
+    """Returns the (D, V) kernel that turns "pre_logits" into logits."""
     if self.tied_head:
       return params["token_embedding"].T
     return params["head"]["kernel"]
 
-  def init_cache(self, batch_size: int, max_len: int) -> attention.Cache:
-    """An empty cache for `batch_size` texts of up to `max_len` tokens."""
+  def init_cache(self, batch_size: int, max_len: int) -> kv_cache.Cache:
+    """Returns an empty cache for `batch_size` texts of up to `max_len` tokens.
+
+    Raises:
+      ConfigError: `max_len` is above the model's.
+    """
     if self.max_len is not None and max_len > self.max_len:
       raise settings.ConfigError(
-        f"max_len={max_len}: the model has {self.max_len} positions "
+        f"max_len={max_len}: the model has only {self.max_len} positions "
         "(config.model.max_len)."
       )
-    empty = jnp.zeros(
-      (batch_size, self.depth, max_len, self.num_kv_heads, self.head_dim),
+    return kv_cache.empty(
+      batch_size,
+      self.depth,
+      max_len,
+      self.num_kv_heads,
+      self.head_dim,
       self.dtype,
     )
-    return attention.Cache(*[sharding.over_batch(empty) for _ in range(2)])
 
 
 def _document_starts(segments_BL: jax.Array) -> jax.Array:
-  """The index at which each token's document begins."""
+  """Index of the first token of each token's document, int (B, L)."""
   index_L = jnp.arange(segments_BL.shape[1])
   before_BL = jnp.pad(segments_BL[:, :-1], ((0, 0), (1, 0)))
   starts_BL = jnp.where(segments_BL != before_BL, index_L, 0)
@@ -327,7 +339,7 @@ def _document_starts(segments_BL: jax.Array) -> jax.Array:
 
 
 def _filled(model: Model) -> dict[str, Any]:
-  """The fields that are None, with the variant's and derived values."""
+  """Values of the fields that may be None: given, the variant's, or derived."""
   variant = model.variant or "gpt2"
   if variant not in VARIANTS:
     hint = settings.did_you_mean(variant, VARIANTS)
@@ -357,34 +369,29 @@ def _filled(model: Model) -> dict[str, Any]:
 
 
 def _check(model: Model) -> None:
-  """Raises ConfigError for fields that cannot be meant."""
-  numbers = (*_SIZES, "num_kv_heads", "head_dim", "mlp_dim")
+  """Raises ConfigError for values out of range and unknown options."""
+  sizes = (*_SIZES, "num_kv_heads", "head_dim", "mlp_dim")
   optional = [n for n in ("max_len", "window") if getattr(model, n) is not None]
-  for name in (*numbers, *optional):
-    value = getattr(model, name)
-    if not isinstance(value, int) or value < 1:
-      raise settings.ConfigError(
-        f"config.model.{name}: expected a positive whole number, got {value!r}."
-      )
+  options.check_sizes(model, (*sizes, *optional))
   if model.num_heads % model.num_kv_heads:
     raise settings.ConfigError(
       f"config.model.num_kv_heads: {model.num_kv_heads} does not divide "
       f"num_heads={model.num_heads}."
     )
-  common.check_option("posemb", model.posemb, POSEMBS)
-  common.check_option("norm", model.norm, NORMS)
-  common.check_option("mlp", model.mlp, MLPS)
-  common.check_option("remat_policy", model.remat_policy, common.REMAT_POLICIES)
-  common.check_option("dtype", model.dtype, common.DTYPES)
-  common.check_rate("dropout", model.dropout)
-  attention.check_scaling(model.rope_scaling, "config.model.rope_scaling")
+  options.check_option("posemb", model.posemb, POSEMBS)
+  options.check_option("norm", model.norm, NORMS)
+  options.check_option("mlp", model.mlp, MLPS)
+  options.check_option("remat_policy", model.remat_policy, remat.POLICIES)
+  options.check_option("dtype", model.dtype, options.DTYPES)
+  options.check_rates(model, "dropout")
+  positions_lib.check_scaling(model.rope_scaling, "config.model.rope_scaling")
   if model.posemb == "learn" and model.max_len is None:
     raise settings.ConfigError(
-      "config.model.max_len: missing; learned positions have a number."
+      "config.model.max_len: missing; posemb='learn' needs it."
     )
   if model.posemb == "rope" and model.head_dim % 2:
     raise settings.ConfigError(
-      f"config.model.head_dim: rotary positions need an even number, got "
+      "config.model.head_dim: rotary positions need an even number, got "
       f"{model.head_dim}."
     )
 
@@ -392,7 +399,7 @@ def _check(model: Model) -> None:
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-  """The parameters of a published model, or of one that stacks otherwise.
+  """Converts the parameters of a published model, or of another `scan`.
 
   Args:
     flat: parameters by name: of Hugging Face's GPT-2, Llama or Mixtral, or of
@@ -400,12 +407,12 @@ def from_published(
     like: this model's parameters by name.
 
   Returns:
-    Parameters by name. What matches nothing in `like` keeps its name and
-    shape, so that the caller can list it.
+    Parameters by name. Parameters without a match in `like` keep their name and
+    shape, so that the caller can list them.
   """
-  found = decoder_published.load(flat, like)
-  if found is not None:
-    return found
+  converted = decoder_published.load(flat, like)
+  if converted is not None:
+    return converted
   return blocks.restack_blocks(flat, like, block="blocks")
 
 

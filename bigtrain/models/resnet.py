@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import settings
-from bigtrain.models.layers import common
+from bigtrain.models.layers import options
 
 # Blocks in each of the four stages.
 DEPTHS = {
@@ -38,11 +38,11 @@ class Model(nn.Module):
 
   Attributes:
     num_classes: C; None for a model without a head.
-    depth: layers, one of DEPTHS.
+    depth: number of layers, one of DEPTHS.
     version: 1 (v1.5) or 2 (pre-activation).
-    width: multiplies the number of channels everywhere.
-    dtype: of the computation; parameters, statistics, the pooled features and
-      the head are float32.
+    width: factor of all numbers of channels.
+    dtype: dtype of the computation; parameters, statistics, the pooled features
+      and the head are float32.
   """
 
   num_classes: int | None = None
@@ -52,9 +52,9 @@ class Model(nn.Module):
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    common.check_option("depth", self.depth, tuple(DEPTHS))
-    common.check_option("version", self.version, VERSIONS)
-    common.check_option("dtype", self.dtype, common.DTYPES)
+    options.check_option("depth", self.depth, tuple(DEPTHS))
+    options.check_option("version", self.version, VERSIONS)
+    options.check_option("dtype", self.dtype, options.DTYPES)
     if not int(64 * self.width):
       raise settings.ConfigError(
         "config.model.width: expected a factor for 64, 128, 256 and 512 "
@@ -69,15 +69,15 @@ class Model(nn.Module):
     """Classifies images.
 
     Args:
-      image: (B, height, width, channels) of any numeric dtype, scaled as the
-        preprocessing says.
+      image: (B, height, width, channels) of any numeric dtype, scaled by the
+        preprocessing.
       train: whether to normalise by the batch's own statistics and to update
         the running ones.
 
     Returns:
-      float32 logits (B, C), or the pooled features if there is no head; and
-      what was computed on the way: "encoded" (B, H, W, D), the last stage's
-      output, "pre_logits" (B, D), its average.
+      (float32 logits (B, C), or the pooled features without a head; a dict of
+      intermediate results: "encoded" (B, H, W, D), the last stage's output, and
+      "pre_logits" (B, D), its average).
     """
     channels = int(64 * self.width)
     x_BHWD = jnp.asarray(image, self.dtype)
@@ -111,9 +111,10 @@ class BlockV1(nn.Module):
   https://arxiv.org/abs/1706.02677.
 
   Attributes:
-    channels: of the first two convolutions; the output has four times more.
-    stride: of the 3x3 convolution and of the shortcut.
-    dtype: of the computation.
+    channels: number of channels of the first two convolutions; the output has
+      four times as many.
+    stride: stride of the 3x3 convolution and of the shortcut.
+    dtype: dtype of the computation.
   """
 
   channels: int
@@ -138,10 +139,10 @@ class BlockV1(nn.Module):
 class BlockV2(nn.Module):
   """Convolutions 1x1, 3x3, 1x1, normalised before each.
 
-  The last convolution starts at zero. A zero scale would do so for good: the
-  ReLU behind it has no gradient there.
+  The last convolution starts at zero. A zero scale would stay zero: the ReLU
+  that follows has no gradient there.
 
-  Attributes: as those of `BlockV1`.
+  Attributes: see `BlockV1`.
   """
 
   channels: int
@@ -175,7 +176,7 @@ def _conv(
     channels,
     (size, size),
     (stride, stride),
-    # Symmetric, where "SAME" would pad strided convolutions on one side.
+    # Symmetric; "SAME" would pad strided convolutions on one side only.
     padding=[(size // 2, size // 2)] * 2,
     use_bias=False,
     dtype=dtype,
@@ -196,8 +197,8 @@ def _norm(
     epsilon=1e-5,
     dtype=dtype,
     scale_init=scale_init,
-    # The mean of squares less the square of the mean loses digits, and every
-    # layer of the backward pass divides by what is left.
+    # The mean of squares minus the square of the mean loses digits, and every
+    # layer of the backward pass divides by the difference.
     use_fast_variance=False,
     name=name,
   )

@@ -1,13 +1,14 @@
 """T5, an encoder-decoder for text: versions 1.0 and 1.1.
 
 https://arxiv.org/abs/1910.10683. Relative positions only, root-mean-square
-norms, no biases. Version 1.0 has ReLUs and one table for the tokens of both
-sides and, scaled, for the logits; 1.1 has gated GELUs and a head of its own.
-With experts in the MLPs of every second layer it is a Switch Transformer,
+norms, no biases. Version 1.0 has ReLUs and one embedding table for inputs,
+targets and, scaled, logits; 1.1 has gated GELUs and a separate head. With
+experts in place of every second layer's MLP it is a Switch Transformer,
 https://arxiv.org/abs/2101.03961.
 
-The published models begin targets with the id that also pads, 0. Positions
-count by distance, so tokens of packed documents need none of their own.
+As in the published models, targets begin with 0, the id of padding. Only
+distances between positions matter, so packed documents need no positions of
+their own.
 
 Axes: B batch, L length of targets, S length of inputs, D model width, H heads,
 K head width, F hidden width, N layers, V vocabulary.
@@ -22,7 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import settings, sharding
-from bigtrain.models.layers import attention, common, mlp, moe, t5_layers
+from bigtrain.models.layers import (
+  attention,
+  kernels,
+  kv_cache,
+  moe,
+  options,
+  remat,
+  t5_stack,
+)
 from bigtrain.models.published import arrays, blocks
 from bigtrain.models.published import t5 as t5_published
 
@@ -43,7 +52,7 @@ def _sizes(
   )
 
 
-# "t5" and "t5_1_1" are styles without sizes.
+# "t5" and "t5_1_1" have no sizes.
 VARIANTS: dict[str, dict[str, Any]] = {
   "t5": _V1_0,
   "t5_small": _V1_0 | _sizes(512, 6, 8, 2048),
@@ -67,30 +76,31 @@ class Model(nn.Module):
   """The model. After construction no field that a variant gives is None.
 
   Attributes:
-    variant: a name in VARIANTS: values for the fields below that are None. A
-      style unless given: "t5_1_1".
+    variant: a name in VARIANTS, the defaults of the fields that are None;
+      "t5_1_1" if None.
     vocab_size: V.
     width: D.
-    depth: N, blocks of the encoder.
-    decoder_depth: blocks of the decoder; as many unless given.
+    depth: N, number of blocks of the encoder.
+    decoder_depth: number of blocks of the decoder; N by default.
     num_heads: H.
-    head_dim: K; D / H unless given.
-    mlp_dim: F; 4 D unless given.
+    head_dim: K; D / H by default.
+    mlp_dim: F; 4 D by default.
     mlp: "relu" or "geglu".
-    moe: options of moe.Options: experts of kind `mlp` in the place of MLPs, in
-      both stacks.
-    tied_head: whether the head is the embedding, and what it multiplies is
-      divided by the root of D.
-    num_buckets: of distances between positions.
-    max_distance: from here on all are alike.
-    norm_eps: added to the variance.
-    init_scale: of the variance of initial values, but for the embedding's.
-      With experts 0.1 is more stable.
-    dropout: rate after embeddings and norms at the end of stacks, in MLPs and
+    moe: options of moe.Options: experts of kind `mlp` in place of MLPs, in both
+      stacks.
+    tied_head: whether the head is the embedding; its input is then divided by
+      the root of D.
+    num_buckets: number of buckets of distances between positions.
+    max_distance: larger distances share the last bucket.
+    norm_eps: added to the variance in norms.
+    init_scale: factor of the variance of initial values, except the
+      embedding's. 0.1 is more stable with experts.
+    dropout: rate after embeddings, after the stacks' final norms, in MLPs and
       on residual branches.
-    scan: one compiled block in each stack that loops over its parameters.
+    scan: whether each stack compiles one block and loops over stacked
+      parameters.
     remat_policy: "none" or a name of jax.checkpoint_policies.
-    dtype: of the computation; parameters and logits are float32.
+    dtype: dtype of the computation; parameters and logits are float32.
   """
 
   variant: str | None = None
@@ -128,18 +138,17 @@ class Model(nn.Module):
     super().__post_init__()
 
   def setup(self) -> None:
-    """Declares what the methods share."""
+    """Declares the embedding, the stacks and the head."""
     V, D = self.vocab_size, self.width
     self.token_embedding = self.param(
       "token_embedding", nn.initializers.normal(1.0), (V, D)
     )
-    sizes = t5_layers.Sizes(
-      *[getattr(self, name) for name in t5_layers.Sizes._fields]
-    )
-    self.encoder = t5_layers.Stack(sizes, self.depth, two_sided=True)
-    self.decoder = t5_layers.Stack(sizes, self.decoder_depth, two_sided=False)
+    fields = t5_stack.Options._fields
+    blocks = t5_stack.Options(*[getattr(self, name) for name in fields])
+    self.encoder = t5_stack.Stack(blocks, self.depth, two_sided=True)
+    self.decoder = t5_stack.Stack(blocks, self.decoder_depth, two_sided=False)
     if not self.tied_head:
-      self.head = mlp.Kernel((D, V), (self.init_scale / D) ** 0.5)
+      self.head = kernels.Kernel((D, V), blocks.std(D))
 
   def __call__(
     self,
@@ -154,31 +163,31 @@ class Model(nn.Module):
     """Predicts each target from the inputs and the targets before it.
 
     Args:
-      inputs: int (B, S), padded with 0. One that is not in the vocabulary gives
-        NaN.
-      targets: int (B, L), padded with 0.
-      inputs_segments: int (B, S), the document that each is of, 0 for padding;
-        documents do not see each other. Both or neither.
-      targets_segments: int (B, L).
+      inputs: int (B, S) token ids, padded with 0. Ids outside the vocabulary
+        give NaN.
+      targets: int (B, L) token ids, padded with 0.
+      inputs_segments: int (B, S), number of the document of each token, 0 for
+        padding; documents do not see each other. None for one document a row.
+      targets_segments: int (B, L), the same for targets; given if
+        inputs_segments is.
       head: whether to compute the logits.
       train: whether dropout acts; it draws from the rng "dropout".
 
     Returns:
-      (float32 logits (B, L, V), or None without `head`; and a dict with
-      "pre_logits" (B, L, D), what `head_kernel` multiplies, "encoded", and
-      "moe", statistics of the experts, if there are any, see moe.Moe).
+      (float32 logits (B, L, V), or None without `head`; a dict of
+      "pre_logits" (B, L, D), the input of the head, "encoded" (B, S, D), and
+      "moe", the experts' statistics, see moe.Moe, or None).
     """
     if (inputs_segments is None) != (targets_segments is None):
       raise settings.ConfigError(
-        "expected inputs_segments and targets_segments, or neither of them."
+        "Expected both inputs_segments and targets_segments, or neither."
       )
     L = targets.shape[1]
     before_BL = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
     if targets_segments is None:
       source_mask_BLS = (inputs != 0)[:, None]
       mask_BLL = attention.causal_mask(L)[None]
-      # What is after the last target is predicted as well, so that what is
-      # there to come changes nothing.
+      # Padding are the positions whose input is padding; the first is always 0.
       real_BL = (before_BL != 0).at[:, 0].set(True)
     else:
       source_mask_BLS = (
@@ -189,7 +198,7 @@ class Model(nn.Module):
       before_BL = jnp.where(first_BL == targets_segments, before_BL, 0)
       real_BL = targets_segments != 0
     encoded_BSD, inputs_stats = self._encode(inputs, inputs_segments, train)
-    source = t5_layers.Source(encoded_BSD, source_mask_BLS)
+    source = t5_stack.Source(encoded_BSD, source_mask_BLS)
     x_BLD, _, targets_stats = self.decoder(
       self._embed(before_BL),
       mask_BLL,
@@ -197,7 +206,7 @@ class Model(nn.Module):
       real_BL=real_BL,
       train=train,
     )
-    # By layer, as the stacks may be of different depths.
+    # Weighted by layers: the stacks may have different depths.
     depths = (self.depth, self.decoder_depth)
     out = {
       "pre_logits": self._scaled(x_BLD),
@@ -217,12 +226,13 @@ class Model(nn.Module):
     *,
     train: bool = False,
   ) -> jax.Array:
-    """The encoder's output (B, S, D); arguments as in `__call__`."""
+    """Returns the encoder's output (B, S, D); see `__call__` for arguments."""
     return self._encode(inputs, segments, train)[0]
 
   def _encode(
     self, inputs: jax.Array, segments: jax.Array | None, train: bool
   ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+    """Returns the encoder's output and its experts' statistics."""
     if segments is None:
       real_BS = inputs != 0
       mask_BSS = real_BS[:, None]
@@ -234,47 +244,60 @@ class Model(nn.Module):
     )
     return encoded_BSD, stats
 
-  def begin(self, inputs: jax.Array, max_len: int) -> t5_layers.Cache:
-    """What `step` starts from, for targets of up to `max_len` tokens.
+  def begin(self, inputs: jax.Array, max_len: int) -> t5_stack.DecodingState:
+    """Returns the state before the first `step`.
 
     Args:
       inputs: int (B, S), padded with 0.
-      max_len: the 0 that begins the targets included.
+      max_len: largest number of tokens of targets, including the 0 that begins
+        them.
     """
     B, S = inputs.shape
 
-    def empty(length: int) -> attention.Cache:
-      shape = (B, self.decoder_depth, length, self.num_heads, self.head_dim)
-      zeros = sharding.over_batch(jnp.zeros(shape, self.dtype))
-      return attention.Cache(zeros, zeros)
+    def empty(length: int) -> kv_cache.Cache:
+      N, H, K = self.decoder_depth, self.num_heads, self.head_dim
+      return kv_cache.empty(B, N, length, H, K, self.dtype)
 
-    cache = t5_layers.Cache(empty(max_len), empty(S), inputs != 0)
+    state = t5_stack.DecodingState(empty(max_len), empty(S), inputs != 0)
     encoded_BSD = self.encode(inputs)
-    return self._advance(cache, jnp.zeros(B, jnp.int32), 0, encoded_BSD)[1]
+    return self._advance(state, jnp.zeros(B, jnp.int32), 0, encoded_BSD)[1]
 
   def step(
-    self, cache: t5_layers.Cache, token_B: jax.Array, position: jax.Array
-  ) -> tuple[jax.Array, t5_layers.Cache]:
-    """One step of decoding, see decoding.py: the token at position 0 is 0."""
-    x_B1D, cache = self._advance(cache, token_B, position, None)
-    return self._logits(self._scaled(x_B1D))[:, 0], cache
+    self,
+    state: t5_stack.DecodingState,
+    token_B: jax.Array,
+    position: jax.Array,
+  ) -> tuple[jax.Array, t5_stack.DecodingState]:
+    """Decodes one token, see decoding.py; the token at position 0 is 0.
+
+    Args:
+      state: state before this token.
+      token_B: the token at `position`.
+      position: int scalar.
+
+    Returns:
+      (float32 logits of the next token (B, V), the new state).
+    """
+    x_B1D, state = self._advance(state, token_B, position, None)
+    return self._logits(self._scaled(x_B1D))[:, 0], state
 
   def _advance(
     self,
-    cache: t5_layers.Cache,
+    state: t5_stack.DecodingState,
     token_B: jax.Array,
     position: Any,
     encoded_BSD: jax.Array | None,
-  ) -> tuple[jax.Array, t5_layers.Cache]:
-    seen_S = jnp.arange(cache.past.k_BNSGK.shape[2]) <= position
-    x_B1D, cache, _ = self.decoder(
+  ) -> tuple[jax.Array, t5_stack.DecodingState]:
+    """Runs the decoder at one position; the encoder's output if not cached."""
+    seen_S = jnp.arange(state.past.length) <= position
+    x_B1D, state, _ = self.decoder(
       self._embed(token_B[:, None]),
       seen_S[None, None],
-      source=t5_layers.Source(encoded_BSD, cache.source_mask_BS[:, None]),
-      cache=cache,
+      source=t5_stack.Source(encoded_BSD, state.source_mask_BS[:, None]),
+      state=state,
       start=position,
     )
-    return x_B1D, cache
+    return x_B1D, state
 
   def _embed(self, tokens_BL: jax.Array) -> jax.Array:
     x_BLD = jnp.take(self.token_embedding, tokens_BL, axis=0)
@@ -293,14 +316,14 @@ class Model(nn.Module):
     )
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
-    """The (D, V) matrix that makes "pre_logits" logits."""
+    """Returns the (D, V) kernel that turns "pre_logits" into logits."""
     if self.tied_head:
       return params["token_embedding"].T
     return params["head"]["kernel"]
 
 
 def _filled(model: Model) -> dict[str, Any]:
-  """The fields that are None, with the variant's and derived values."""
+  """Values of the fields that may be None: given, the variant's, or derived."""
   variant = model.variant or "t5_1_1"
   if variant not in VARIANTS:
     hint = settings.did_you_mean(variant, VARIANTS)
@@ -330,33 +353,24 @@ def _filled(model: Model) -> dict[str, Any]:
 
 
 def _check(model: Model) -> None:
-  """Raises ConfigError for fields that cannot be meant."""
-  for name in (*_NEEDED, "decoder_depth", "head_dim", "mlp_dim"):
-    value = getattr(model, name)
-    if not isinstance(value, int) or value < 1:
-      raise settings.ConfigError(
-        f"config.model.{name}: expected a positive whole number, got {value!r}."
-      )
-  if not model.init_scale > 0:
-    raise settings.ConfigError(
-      f"config.model.init_scale: expected a positive number, got "
-      f"{model.init_scale!r}."
-    )
+  """Raises ConfigError for values out of range and unknown options."""
+  options.check_sizes(model, (*_NEEDED, "decoder_depth", "head_dim", "mlp_dim"))
+  settings.check_number("config.model.init_scale", model.init_scale, above=0)
   if model.num_buckets < 4 or model.max_distance <= model.num_buckets // 2:
     raise settings.ConfigError(
       f"config.model.num_buckets={model.num_buckets}: expected at least 4, and "
       f"less than twice max_distance={model.max_distance}."
     )
-  common.check_option("mlp", model.mlp, MLPS)
-  common.check_option("remat_policy", model.remat_policy, common.REMAT_POLICIES)
-  common.check_option("dtype", model.dtype, common.DTYPES)
-  common.check_rate("dropout", model.dropout)
+  options.check_option("mlp", model.mlp, MLPS)
+  options.check_option("remat_policy", model.remat_policy, remat.POLICIES)
+  options.check_option("dtype", model.dtype, options.DTYPES)
+  options.check_rates(model, "dropout")
 
 
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The parameters of a published model, or of one that stacks otherwise.
+  """Converts the parameters of a published model, or of another `scan`.
 
   Args:
     flat: parameters by name: of Hugging Face's T5 or Switch Transformers, or of
@@ -364,13 +378,13 @@ def from_published(
     like: this model's parameters by name.
 
   Returns:
-    Parameters by name. What matches nothing in `like` keeps its name and
-    shape, so that the caller can list it.
+    Parameters by name. Parameters without a match in `like` keep their name and
+    shape, so that the caller can list them.
   """
   flat = arrays.normalise(flat)
-  found = t5_published.load(flat, like)
-  if found is not None:
-    return found
+  converted = t5_published.load(flat, like)
+  if converted is not None:
+    return converted
   return blocks.restack_blocks(flat, like, block="blocks")
 
 

@@ -2,7 +2,7 @@
 
 Every position attends to every other, padding included, as in "Sigmoid Loss
 for Language Image Pre-Training", arXiv 2303.15343, and in "LiT", arXiv
-2111.07991: a text is always padded in the same way, so it is part of the text.
+2111.07991: a text is always padded in the same way.
 
 Axes: B batch, L length, D model width, C outputs.
 """
@@ -17,32 +17,32 @@ import numpy as np
 
 from bigtrain import settings
 from bigtrain.models import vit
-from bigtrain.models.layers import common
+from bigtrain.models.layers import encoder, options, pooling, remat
 
 POOL_TYPES = ("last", "first", "gap", "max", "map")
 _SIZES = ("width", "depth", "mlp_dim", "num_heads")
 
 
 class Model(nn.Module):
-  """Text tower. After construction the sizes hold numbers, whoever gave them.
+  """Text tower. After construction no size is None.
 
   Attributes:
     num_classes: C; None for a model without a head.
-    variant: such as "B": the sizes of the ViT of that name, which the fields
-      below take unless given themselves.
+    variant: name of a ViT's sizes, such as "B", the defaults of the next four
+      fields.
     width: D.
     depth: number of blocks.
-    mlp_dim: hidden width of the MLPs; the variant's, else 4 D.
-    num_heads: attention heads; must divide D.
-    vocab_size: number of different token ids.
+    mlp_dim: hidden width of the MLPs; 4 D if neither it nor a variant is given.
+    num_heads: number of attention heads; must divide D.
+    vocab_size: number of token ids.
     pool_type: "last" position (which must not be cut off: tokenize with
       eos="sticky"), "first" position, "gap" global average, "max", or "map",
       attention.
     dropout: rate in the MLPs and on residual branches.
-    scan: one compiled block that loops over stacked parameters.
+    scan: whether to compile one block and loop over stacked parameters.
     remat_policy: "none" or a name of jax.checkpoint_policies.
-    dtype: of the computation; parameters, the pooled features and the head
-      are float32.
+    dtype: dtype of the computation; parameters, the pooled features and the
+      head are float32.
   """
 
   num_classes: int | None = None
@@ -71,19 +71,11 @@ class Model(nn.Module):
         )
       # Linen's own setter works only after its __post_init__.
       object.__setattr__(self, name, value)
-    for name in (*_SIZES, "vocab_size"):
-      value = getattr(self, name)
-      if not isinstance(value, int) or value < 1:
-        raise settings.ConfigError(
-          f"config.model.{name}: expected a positive whole number, got "
-          f"{value!r}."
-        )
-    common.check_option("pool_type", self.pool_type, POOL_TYPES)
-    common.check_option(
-      "remat_policy", self.remat_policy, common.REMAT_POLICIES
-    )
-    common.check_option("dtype", self.dtype, common.DTYPES)
-    common.check_rate("dropout", self.dropout)
+    options.check_sizes(self, (*_SIZES, "vocab_size"))
+    options.check_option("pool_type", self.pool_type, POOL_TYPES)
+    options.check_option("remat_policy", self.remat_policy, remat.POLICIES)
+    options.check_option("dtype", self.dtype, options.DTYPES)
+    options.check_rates(self, "dropout")
     super().__post_init__()
 
   @nn.compact
@@ -97,17 +89,18 @@ class Model(nn.Module):
       train: whether dropout acts; it draws from the rng "dropout".
 
     Returns:
-      float32 (B, C), or what precedes the head if there is none; and what was
-      computed on the way: "encoded" (B, L, D) and "pre_logits" (B, D), pooled.
+      (float32 (B, C), or the pooled features without a head; a dict of
+      intermediate results: "encoded" (B, L, D), and "pre_logits" (B, D),
+      pooled).
     """
     L, D = text.shape[1], self.width
     embed = nn.Embed(self.vocab_size, D, name="Embed_0")
-    # XLA would read the last row for an id that has none.
+    # For an id without an embedding XLA would read the last row.
     valid_BL1 = ((text >= 0) & (text < self.vocab_size))[..., None]
     x_BLD = jnp.where(valid_BL1, embed(text), jnp.nan)
     init = nn.initializers.normal(D**-0.5)
     x_BLD = x_BLD + self.param("pos_embedding", init, (1, L, D))
-    x_BLD = common.Encoder(
+    x_BLD = encoder.Encoder(
       depth=self.depth,
       mlp_dim=self.mlp_dim,
       num_heads=self.num_heads,
@@ -132,7 +125,7 @@ class Model(nn.Module):
       return jnp.mean(x_BLD, axis=1, dtype=jnp.float32)
     if self.pool_type == "max":
       return jnp.max(x_BLD, axis=1)
-    return common.MAPHead(
+    return pooling.MAPHead(
       self.mlp_dim, self.num_heads, self.dtype, name="MAPHead_0"
     )(x_BLD)
 
@@ -142,28 +135,27 @@ def from_published(
 ) -> dict[str, np.ndarray]:
   """Renames and reshapes the parameters of a published text tower.
 
-  Knows the towers of the SigLIP and LiT releases, also those where the
-  position embeddings were added twice, layers have other numbers, or blocks
-  are stacked.
+  Reads the towers of the SigLIP and LiT releases, including those that add
+  two position embeddings, number layers differently, or stack blocks. Position
+  embeddings of other text lengths are not resampled.
 
   Args:
     flat: parameters by "/"-joined name.
     like: the model's parameters by name.
 
   Returns:
-    Parameters by name. What matches nothing in `like` keeps its name and
-    shape, so that the caller can list it: embeddings of other lengths of text
-    are not resampled.
+    Parameters by name. Parameters without a match in `like` keep their name and
+    shape, so that the caller can list them.
   """
   flat = dict(flat)
   posemb_1LD = flat.pop("pos_embedding", None)
-  again_1LD = flat.pop("Encoder_0/pos_embedding", None)
-  # Not with the position embeddings, which lie on no grid here.
+  second_1LD = flat.pop("Encoder_0/pos_embedding", None)
+  # vit would resample the position embeddings, but they are not on a grid.
   flat = vit.from_published(flat, like)
   if posemb_1LD is not None:
-    if again_1LD is not None:
-      posemb_1LD = posemb_1LD + again_1LD
+    if second_1LD is not None:
+      posemb_1LD = posemb_1LD + second_1LD
     flat["pos_embedding"] = posemb_1LD
-  elif again_1LD is not None:
-    flat["Encoder_0/pos_embedding"] = again_1LD
+  elif second_1LD is not None:
+    flat["Encoder_0/pos_embedding"] = second_1LD
   return flat

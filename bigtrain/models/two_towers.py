@@ -1,4 +1,4 @@
-"""Two towers that map images and texts to the same sphere.
+"""Two towers that embed images and texts on the same sphere.
 
 For SigLIP, https://arxiv.org/abs/2303.15343, LiT,
 https://arxiv.org/abs/2111.07991, and CLIP, https://arxiv.org/abs/2103.00020.
@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import parts as parts_lib
-from bigtrain import settings
+from bigtrain import parts, settings
 from bigtrain.models.published import arrays
 
-# Added to norms: an embedding of zeros stays one, with a gradient.
+# Added to norms, so that an embedding of zeros stays zero and has a gradient.
 _EPSILON = 1e-8
 
 
@@ -34,10 +33,10 @@ class Model(nn.Module):
     text: keyword arguments of the text tower's Model.
     image_model: module in bigtrain.models, or a dotted path.
     text_model: the same; its Model takes (text [B, L], train=).
-    out_dim: E, or (outputs of the image head, of the text head); None for a
+    out_dim: E, or the sizes of the image head and of the text head; None for a
       tower whose pooled features are the embedding.
-    temperature_init: the logits' scale at the start; its logarithm is learned.
-    bias_init: the logits' bias at the start; None for a model without one.
+    temperature_init: initial scale of the logits; its logarithm is learned.
+    bias_init: initial bias of the logits; None for no bias.
   """
 
   image: Mapping[str, Any] | None = None
@@ -49,12 +48,10 @@ class Model(nn.Module):
   bias_init: float | None = -10.0
 
   def __post_init__(self) -> None:
-    if not self.temperature_init > 0:
-      raise settings.ConfigError(
-        "config.model.temperature_init: expected a positive number, got "
-        f"{self.temperature_init!r}."
-      )
-    self._towers()  # So that mistakes are told at the start.
+    settings.check_number(
+      "config.model.temperature_init", self.temperature_init, above=0
+    )
+    self._towers()  # Checks their options.
     super().__post_init__()
 
   @nn.compact
@@ -70,12 +67,12 @@ class Model(nn.Module):
     Args:
       image: (B, height, width, channels), or None.
       text: int (B, L) token ids, or None.
-      train: whether dropout and the like act.
+      train: whether dropout and the like are on.
 
     Returns:
-      (image_BE, text_BE, out): embeddings of length 1, float32, None for what
-      was not given; and what was computed on the way: that of the towers as
-      "img/..." and "txt/...", "t" the scale and "b" the bias of the logits.
+      (image_BE, text_BE, out): float32 embeddings of length 1, or None without
+      that input; and a dict of intermediate results: the towers' as "img/..."
+      and "txt/...", the scale "t" and the bias "b" of the logits.
     """
     embedded: dict[str, jax.Array | None] = {"img": None, "txt": None}
     out: dict[str, jax.Array] = {}
@@ -96,17 +93,17 @@ class Model(nn.Module):
 
   @property
   def vocab_size(self) -> int | None:
-    """How many token ids the text tower has, if it says so."""
+    """Number of token ids of the text tower; None if it does not have one."""
     model, options = self._towers()["txt"]
     return getattr(model(**options, parent=None), "vocab_size", None)
 
   def _towers(self) -> dict[str, tuple[type[nn.Module], dict[str, Any]]]:
-    """{"img" and "txt": (Model, its keyword arguments)}."""
+    """Returns {"img": (Model, its keyword arguments), "txt": (...)}."""
     dims = self.out_dim
     dims = (dims, dims) if isinstance(dims, int) else tuple(dims)
     if len(dims) != 2:
       raise settings.ConfigError(
-        f"config.model.out_dim: expected one number or two, got {dims}."
+        f"config.model.out_dim: expected one number or two, got {dims!r}."
       )
     return {
       "img": _tower("image", self.image_model, self.image, dims[0]),
@@ -117,12 +114,13 @@ class Model(nn.Module):
 def _tower(
   kind: str, name: str, options: Mapping[str, Any] | None, out_dim: int | None
 ) -> tuple[type[nn.Module], dict[str, Any]]:
+  """Returns a tower's Model and its checked keyword arguments."""
   key = f"config.model.{kind}"
-  module = parts_lib.find_module("models", name, f"{key}_model")
+  module = parts.find_module("models", name, f"{key}_model")
   options = {"num_classes": out_dim, **(options or {})}
   fields = {field.name for field in dataclasses.fields(module.Model)}
   if "head_zeroinit" in fields:
-    # An embedding of zeros has no direction to start from.
+    # An embedding of zeros has no direction.
     options.setdefault("head_zeroinit", False)
   settings.check_kwargs(module.Model, options, key)
   try:
@@ -133,7 +131,7 @@ def _tower(
 
 
 def normalise(z_BE: jax.Array) -> jax.Array:
-  """Rows of length 1, in float32."""
+  """Scales rows to length 1, in float32."""
   z_BE = z_BE.astype(jnp.float32)
   square_B1 = jnp.sum(jnp.square(z_BE), axis=-1, keepdims=True)
   return z_BE / jnp.sqrt(square_B1 + _EPSILON**2)
@@ -144,35 +142,35 @@ def from_published(
 ) -> dict[str, np.ndarray]:
   """Renames and reshapes the parameters of published two-tower models.
 
-  Each tower's are left to its own module: img/ to vit, txt/ to
-  text_transformer.
+  The towers' own modules convert their parameters: vit those under img/,
+  text_transformer those under txt/.
 
   Args:
     flat: parameters by "/"-joined name.
     like: the model's parameters by name.
 
   Returns:
-    Parameters by name. What matches nothing in `like` keeps its name and
-    shape, so that the caller can list it.
+    Parameters by name. Parameters without a match in `like` keep their name and
+    shape, so that the caller can list them.
   """
   result: dict[str, np.ndarray] = {}
   modules = {"img/": "vit", "txt/": "text_transformer"}
-  parts: dict[str, dict[str, np.ndarray]] = {prefix: {} for prefix in modules}
+  towers: dict[str, dict[str, np.ndarray]] = {prefix: {} for prefix in modules}
   for name, value in arrays.normalise(flat).items():
     prefix = name[:4]
-    if prefix in parts:
-      parts[prefix][name.removeprefix(prefix)] = value
+    if prefix in towers:
+      towers[prefix][name.removeprefix(prefix)] = value
     else:
       # The temperature and bias of some releases are plain scalars.
       fits = name in like and value.size == math.prod(like[name].shape)
       result[name] = value.reshape(like[name].shape) if fits else value
-  for prefix, part in parts.items():
-    module = parts_lib.find_module("models", modules[prefix], prefix)
-    wanted = {
+  for prefix, tower in towers.items():
+    module = parts.find_module("models", modules[prefix], prefix)
+    like_tower = {
       name.removeprefix(prefix): spec
       for name, spec in like.items()
       if name.startswith(prefix)
     }
-    converted = module.from_published(part, wanted)
+    converted = module.from_published(tower, like_tower)
     result.update({prefix + name: value for name, value in converted.items()})
   return result

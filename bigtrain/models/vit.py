@@ -1,12 +1,12 @@
 """Vision Transformer, https://arxiv.org/abs/2010.11929.
 
-With the later choices: no class token but pooling by default, 2D sine-cosine
-position embeddings (https://arxiv.org/abs/2205.01580), attention pooling and
-the larger sizes (https://arxiv.org/abs/2106.04560), So400m
+With later additions: average pooling by default, 2D sine-cosine position
+embeddings (https://arxiv.org/abs/2205.01580), attention pooling and larger
+sizes (https://arxiv.org/abs/2106.04560), So400m
 (https://arxiv.org/abs/2305.13035).
 
-Axes: B batch, P patches, L length (P, and one more with a class token), D
-model width, C classes.
+Axes: B batch, P patches, L length (P, or P + 1 with a class token), D model
+width, C classes.
 """
 
 import re
@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import settings
-from bigtrain.models.layers import common
+from bigtrain.models.layers import encoder, options, pooling, positions, remat
 from bigtrain.models.published import arrays, blocks
 
 
 class Size(NamedTuple):
-  """What a variant's name stands for."""
+  """The sizes of a variant."""
 
   width: int
   depth: int
@@ -50,30 +50,30 @@ POOL_TYPES = ("gap", "map", "tok", "none")
 
 
 class Model(nn.Module):
-  """ViT. After construction the sizes hold numbers, whoever gave them.
+  """ViT. After construction no size is None.
 
   Attributes:
     num_classes: C; None for a model without a head.
-    variant: such as "B/16" or "B": sizes, and the patch size, that the fields
-      below take unless given themselves. See VARIANTS.
+    variant: name of sizes in VARIANTS, with or without a patch size, such as
+      "B/16" or "B"; the defaults of the next five fields.
     patch_size: height and width of a patch in pixels, or one number for both.
     width: D.
     depth: number of blocks.
-    mlp_dim: hidden width of the MLPs; the variant's, else 4 D.
-    num_heads: attention heads; must divide D.
-    posemb: "learn", or "sincos2d" which has no parameters.
+    mlp_dim: hidden width of the MLPs; 4 D if neither it nor a variant is given.
+    num_heads: number of attention heads; must divide D.
+    posemb: "learn", or "sincos2d", which has no parameters.
     pool_type: "gap" global average, "map" attention, "tok" class token,
       "none" for a head on each patch.
-    rep_size: a tanh layer of this size before the head; True for D.
+    rep_size: size of a tanh layer before the head; True for D.
     head_zeroinit: whether the head's kernel starts at zero.
-    head_bias_init: what the head's bias starts at: about log(1 / C) for
-      sigmoid losses, so that the first steps need not unlearn the negatives.
+    head_bias_init: initial bias of the head: about log(1 / C) for sigmoid
+      losses, so that the first steps need not unlearn the negatives.
     dropout: rate after the embedding, in the MLPs and on residual branches.
     drop_path: rate of stochastic depth in the last block, 0 in the first.
-    scan: one compiled block that loops over stacked parameters.
+    scan: whether to compile one block and loop over stacked parameters.
     remat_policy: "none" or a name of jax.checkpoint_policies.
-    dtype: of the computation; parameters, the pooled features and the head
-      are float32.
+    dtype: dtype of the computation; parameters, the pooled features and the
+      head are float32.
   """
 
   num_classes: int | None = None
@@ -98,14 +98,11 @@ class Model(nn.Module):
     for name, value in _sizes(self).items():
       # Linen's own setter works only after its __post_init__.
       object.__setattr__(self, name, value)
-    common.check_option("posemb", self.posemb, POSEMBS)
-    common.check_option("pool_type", self.pool_type, POOL_TYPES)
-    common.check_option(
-      "remat_policy", self.remat_policy, common.REMAT_POLICIES
-    )
-    common.check_option("dtype", self.dtype, common.DTYPES)
-    common.check_rate("dropout", self.dropout)
-    common.check_rate("drop_path", self.drop_path)
+    options.check_option("posemb", self.posemb, POSEMBS)
+    options.check_option("pool_type", self.pool_type, POOL_TYPES)
+    options.check_option("remat_policy", self.remat_policy, remat.POLICIES)
+    options.check_option("dtype", self.dtype, options.DTYPES)
+    options.check_rates(self, "dropout", "drop_path")
     super().__post_init__()
 
   @nn.compact
@@ -115,17 +112,17 @@ class Model(nn.Module):
     """Classifies images.
 
     Args:
-      image: (B, height, width, channels) of any numeric dtype, scaled as the
-        preprocessing says.
+      image: (B, height, width, channels) of any numeric dtype, scaled by the
+        preprocessing.
       train: whether dropout and stochastic depth act; they draw from the rng
         "dropout".
 
     Returns:
-      float32 logits (B, C), or what precedes the head if there is none; and
-      what was computed on the way: "encoded" (B, P, D), the encoder's output
-      without a class token, "head_input" (B, D), pooled, "pre_logits" (B, D)
-      or (B, rep_size), what the head sees. With pool_type "none" each patch
-      has a row of these: (B, P, ...).
+      (float32 logits (B, C), or the head's input without a head; a dict of
+      intermediate results: "encoded" (B, P, D), the encoder's output without
+      the class token, "head_input" (B, D), pooled, and "pre_logits" (B, D) or
+      (B, rep_size), the head's input). With pool_type "none" the last two and
+      the logits are per patch: (B, P, ...).
     """
     x_BPD, grid = PatchEmbedding(
       self.width, self.patch_size, self.dtype, name="embedding"
@@ -135,7 +132,7 @@ class Model(nn.Module):
       init = nn.initializers.normal(D**-0.5)
       posemb_1PD = self.param("pos_embedding", init, (1, P, D))
     else:
-      posemb_1PD = jnp.asarray(common.sincos_2d(grid, D))
+      posemb_1PD = jnp.asarray(positions.sincos_2d(grid, D))
     x_BLD = x_BPD + posemb_1PD.astype(x_BPD.dtype)
 
     if self.pool_type == "tok":
@@ -144,7 +141,7 @@ class Model(nn.Module):
       x_BLD = jnp.concatenate([cls_B1D, x_BLD], axis=1)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
 
-    x_BLD = common.Encoder(
+    x_BLD = encoder.Encoder(
       depth=self.depth,
       mlp_dim=self.mlp_dim,
       num_heads=self.num_heads,
@@ -178,7 +175,7 @@ class Model(nn.Module):
     if self.pool_type == "gap":
       return jnp.mean(x_BLD, axis=1, dtype=jnp.float32)
     if self.pool_type == "map":
-      return common.MAPHead(
+      return pooling.MAPHead(
         self.mlp_dim, self.num_heads, self.dtype, name="MAPHead_0"
       )(x_BLD)
     if self.pool_type == "tok":
@@ -189,13 +186,18 @@ class Model(nn.Module):
 class PatchEmbedding(nn.Module):
   """A linear layer over the pixels of each patch.
 
-  The parameters are those of a convolution, kernel (height, width, channels,
-  D) and bias; the product over patches is the same and faster, above all its
-  gradient.
+  The parameters are a convolution's: kernel (height, width, channels, D) and
+  bias. A product over patches gives the same result and is faster, above all
+  its gradient.
+
+  Attributes:
+    width: D.
+    patch_size: (height, width) in pixels.
+    dtype: dtype of the computation.
   """
 
   width: int
-  patch_size: Any  # (height, width)
+  patch_size: Any
   dtype: str
 
   @nn.compact
@@ -223,7 +225,7 @@ class PatchEmbedding(nn.Module):
 
 
 def _sizes(model: Model) -> dict[str, Any]:
-  """The size fields of a model, with the variant's where none were given."""
+  """The sizes of a model, with the variant's sizes as defaults."""
   sizes = {} if model.variant is None else variant_sizes(model.variant)
   for name in ("patch_size", "width", "depth", "mlp_dim", "num_heads"):
     if getattr(model, name) is not None:
@@ -234,21 +236,22 @@ def _sizes(model: Model) -> dict[str, Any]:
       raise settings.ConfigError(
         f"config.model.{name}: missing; give it, or a variant such as 'B/16'."
       )
-    value, expected = sizes[name], "a positive whole number"
+    key, value = f"config.model.{name}", sizes[name]
+    if name != "patch_size":
+      settings.check_number(key, value, least=1, whole=True)
+      continue
     numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if name == "patch_size":
-      expected += " or two"
-      numbers = sizes[name] = numbers * 2 if len(numbers) == 1 else numbers
+    numbers = sizes[name] = numbers * 2 if len(numbers) == 1 else numbers
     whole = all(isinstance(n, int) and n > 0 for n in numbers)
-    if not whole or len(numbers) != 1 + (name == "patch_size"):
+    if not whole or len(numbers) != 2:
       raise settings.ConfigError(
-        f"config.model.{name}: expected {expected}, got {value!r}."
+        f"{key}: expected a positive whole number or two, got {value!r}."
       )
   return sizes
 
 
 def variant_sizes(variant: str) -> dict[str, Any]:
-  """The sizes that a variant's name stands for: those of "B/16" or "B".
+  """Returns the sizes of a variant such as "B/16" or "B", by field.
 
   Raises:
     ConfigError: an unknown name, or no patch size after the slash.
@@ -275,23 +278,24 @@ def from_published(
 ) -> dict[str, np.ndarray]:
   """Renames and reshapes the parameters of a published ViT to this model's.
 
-  Knows the .npz files of the AugReg and big_vision releases: an optimizer's
+  Reads the .npz files of the AugReg and big_vision releases: an optimizer's
   or train state's prefix; layers numbered together instead of by kind;
-  position embeddings inside of the encoder, or with an entry for the class
-  token; blocks stacked or not; a grid of another resolution; bfloat16 stored
-  as two-byte blobs.
+  position embeddings inside the encoder, or with an entry for the class token;
+  blocks stacked or not; a grid of another resolution; bfloat16 stored as
+  two-byte blobs.
 
-  A pre-logits layer that the model lacks is left out if the head's shape has
-  changed as well, which is how these are fine-tuned; a head that fits would
-  see other features without it, so then its name stays for the caller.
+  Drops a pre-logits layer that the model lacks if the head's shape differs as
+  well, which is how such models are fine-tuned. A head of the same shape would
+  get other features without that layer, so then the layer's name stays, for the
+  caller to list.
 
   Args:
     flat: parameters by "/"-joined name.
     like: the model's parameters by name.
 
   Returns:
-    Parameters by name. What matches nothing in `like` keeps its name and
-    shape, so that the caller can list it.
+    Parameters by name. Parameters without a match in `like` keep their name and
+    shape, so that the caller can list them.
   """
   flat = arrays.normalise(flat)
   flat = _rename(flat)
@@ -310,11 +314,12 @@ def from_published(
 def _fit_posemb(
   flat: dict[str, np.ndarray], shape: tuple[int, int, int]
 ) -> None:
-  """Brings position embeddings to the shape (1, P, D), where that is clear."""
+  """Resamples position embeddings to the shape (1, P, D) if grids are known."""
   posemb_1PD = flat["pos_embedding"]
   if posemb_1PD.shape == shape or posemb_1PD.shape[::2] != shape[::2]:
     return
-  # Once the class token had a place as well; the sum is what matters.
+  # Older files have a position embedding of the class token too; the model
+  # only has their sum.
   P = posemb_1PD.shape[1]
   square = arrays.square_grid
   if "cls" in flat and not square(P) and square(P - 1):
@@ -327,7 +332,7 @@ def _fit_posemb(
 
 
 def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Gives things their present names."""
+  """Renames parameters of older files to their present names."""
   kinds = ("LayerNorm", "MultiHeadDotProductAttention", "MlpBlock")
   renamed = {}
   for name, value in flat.items():
@@ -337,7 +342,7 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
       name = "MAPHead_0/" + name
     renamed[name] = value
 
-  # Old numbers count all of a block's layers, the present ones those of a kind.
+  # Older files number all of a block's layers, the model those of each kind.
   layer = re.compile(
     rf"(.*\bencoderblock[^/]*/|MAPHead_0/)({'|'.join(kinds)})_(\d+)(/.+)"
   )

@@ -3,7 +3,6 @@
 import pathlib
 import sys
 
-import compile_cache
 import numpy as np
 import processes
 import pytest
@@ -41,7 +40,7 @@ class Program:
   """Starts the program any number of times.
 
   Args:
-    shared: folder shared by all runs, for data and logs.
+    shared: folder shared by all runs: data, logs and the compilation cache.
     env: more environment variables of the processes.
   """
 
@@ -49,7 +48,8 @@ class Program:
     self.data = shared / "data"
     self._shared = shared
     self._env = {"PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-    self._cache = compile_cache.FOLDER
+    # Killed runs may leave damaged entries, so the cache is not the tests' own.
+    self._cache = shared / "compile_cache"
     self._processes = processes.Processes(shared)
 
   def start(

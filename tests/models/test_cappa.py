@@ -1,4 +1,4 @@
-"""models/cappa.py against published counts and names, numpy, and itself."""
+"""The captioner against published counts and names, numpy, and itself."""
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,9 @@ def golden():
 
 @pytest.fixture(scope="module")
 def case(golden):
-  """(variables, image, text, masked) of a case, for a model."""
+  """Returns a function: (variables, image, text, masked) of a case."""
 
-  def find(name, model):
+  def of(name, model):
     prefix = f"{name}/params/"
     flat = {
       key.removeprefix(prefix): value
@@ -67,15 +67,15 @@ def case(golden):
     inputs = (golden[0][f"{name}/{key}"] for key in ("image", "text", "masked"))
     return {"params": trees.from_flat(flat)}, *map(jnp.asarray, inputs)
 
-  return find
+  return of
 
 
 def jit(fn):
-  # Not for speed: this halves the time to compile.
+  # Halves the time to compile.
   return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def test_golden_file_is_what_its_script_makes(golden):
+def test_the_script_makes_the_golden_file(golden):
   _, outputs, stored = golden
   assert outputs.keys() == stored.keys()
   for name, value in stored.items():
@@ -87,9 +87,9 @@ def test_golden_file_is_what_its_script_makes(golden):
   [("cap", False), ("cappa", False), ("cappa", True), ("sincos", True)],
 )
 def test_matches_numpy(golden, case, name, scan):
-  """If this fails, the model computes something else than it did.
+  """A failure means that the model's results have changed.
 
-  When that is intended, change tests/golden/make_cappa.py alike and run it.
+  After an intended change, change tests/golden/make_cappa.py alike and run it.
   """
   model = build(name, scan=scan)
   variables, image, text, masked = case(name, model)
@@ -123,22 +123,22 @@ def test_decoding_with_the_cache_gives_the_same_logits(case, scan):
   def by_steps(variables):
     source, cache = model.apply(variables, encoded, L, method="begin")
     assert {x.shape[0] for x in jax.tree.leaves(cache)} == {len(text)}
-    given = jnp.pad(text, ((0, 0), (1, 0)))[:, :L].T
+    inputs = jnp.pad(text, ((0, 0), (1, 0)))[:, :L].T
 
     def step(cache, x):
       logits, cache = model.apply(variables, source, cache, *x, method="step")
       return cache, logits
 
-    return jax.lax.scan(step, cache, (given, jnp.arange(L)))[1]
+    return jax.lax.scan(step, cache, (inputs, jnp.arange(L)))[1]
 
   expected = jit(
     lambda v: model.apply(v, encoded, text, method="decode").logits()
   )(variables)
-  found = jit(by_steps)(variables)
-  np.testing.assert_allclose(found.swapaxes(0, 1), expected, atol=2e-5)
+  logits = jit(by_steps)(variables)
+  np.testing.assert_allclose(logits.swapaxes(0, 1), expected, atol=2e-5)
 
 
-def test_several_texts_for_an_image(case):
+def test_several_texts_per_image_give_the_same_logits(case):
   model = build("cap", scan=True)
   variables, image, text, _ = case("cap", model)
   encoded = model.apply(variables, image, method="encode")["encoded"]
@@ -153,8 +153,8 @@ def test_several_texts_for_an_image(case):
 
 
 def sensitivity(model, variables, image, **options):
-  """[B, L, L]: how much output i of a text depends on its token j."""
-  # Each position gets a row of the table to itself.
+  """Returns [B, L, L]: how much output i of a text depends on its token j."""
+  # Each position has its own token, and so its own row of the table.
   row = jnp.broadcast_to(jnp.arange(L) + 1, (len(image), L))
   params = jax.tree.map(jnp.asarray, variables["params"])
   table = params["decoder"]["EmbedTargets"]["embedding"]
@@ -170,9 +170,9 @@ def sensitivity(model, variables, image, **options):
   return np.abs(jacobian).sum(-1)[:, :, 1 : L + 1]
 
 
-def test_in_order_nothing_later_is_seen_and_in_parallel_it_is(case):
+def test_only_parallel_prediction_sees_later_tokens(case):
   model = build("cappa", scan=True)
-  assert V > L  # So that each position has a token of its own.
+  assert V > L  # Each position has its own token.
   variables, image, _, _ = case("cappa", model)
   (alone,) = sensitivity(model, variables, image[:1])
   mixed, parallel = sensitivity(
@@ -182,10 +182,10 @@ def test_in_order_nothing_later_is_seen_and_in_parallel_it_is(case):
     parallel_B=jnp.array([False, True]),
     masked_BL=jnp.zeros((2, L), bool),
   )
-  # Output i predicts token i: it may depend on those before it only.
-  for found in (alone, mixed):
-    assert (found[np.triu_indices(L)] == 0).all()
-    assert (found[np.tril_indices(L, -1)] > 1e-6).all()
+  # Output i predicts token i: it may only depend on earlier tokens.
+  for in_order in (alone, mixed):
+    assert (in_order[np.triu_indices(L)] == 0).all()
+    assert (in_order[np.tril_indices(L, -1)] > 1e-6).all()
   assert (parallel > 1e-6).all()
 
 
@@ -197,11 +197,11 @@ def test_masked_positions_hide_their_token(case):
       variables, image, text, parallel_B=jnp.ones(3, bool)
     )[0]
   )
-  # All are masked unless said: the caption has no part in the prediction.
+  # By default all positions are masked, so the caption has no influence.
   np.testing.assert_array_equal(run(text), run(jnp.flip(text, 1)))
 
 
-# Names, shapes and numbers of parameters that big_vision's model has.
+# Numbers of parameters of big_vision's model.
 @pytest.mark.parametrize(
   "mask_token, published",
   [
@@ -209,7 +209,9 @@ def test_masked_positions_hide_their_token(case):
     (False, 191_668_736),
   ],
 )
-def test_published_sizes(mask_token, published):
+def test_variants_have_the_published_number_of_parameters(
+  mask_token, published
+):
   model = cappa.Model(
     32_000,
     variant="B/16",
@@ -218,8 +220,8 @@ def test_published_sizes(mask_token, published):
     mask_token=mask_token,
     scan=True,
   )
-  found = like(model, (224, 224, 3))
-  assert sum(p.size for p in found.values()) == published
+  shapes = like(model, (224, 224, 3))
+  assert sum(p.size for p in shapes.values()) == published
 
 
 def test_from_published_reads_stacked_blocks(case):
@@ -236,28 +238,28 @@ def test_from_published_reads_stacked_blocks(case):
   }
   kernel = "decoder/EncDecBlock/CrossAttn/key/kernel"
   assert theirs[f"params/{kernel}"].shape == (16, 3, 3, 4)
-  for found, expected in (
+  for converted, expected in (
     (cappa.from_published(theirs, like(model)), flat),
     (cappa.from_published(theirs, like(scanned)), ours),
     (cappa.from_published(ours, like(model)), flat),
   ):
-    assert found.keys() == expected.keys()
+    assert converted.keys() == expected.keys()
     for name, value in expected.items():
-      np.testing.assert_array_equal(found[name], value, err_msg=name)
+      np.testing.assert_array_equal(converted[name], value, err_msg=name)
 
 
-def test_from_published_hides_no_mismatch(case):
+def test_from_published_keeps_unknown_names_and_shapes(case):
   model = build("cappa")
   flat = dict(trees.flatten_with_names(case("cappa", model)[0]["params"]))
-  flat["decoder/unheard_of"] = np.zeros(3)
-  found = cappa.from_published(flat, like(build("cap")))
-  assert found["decoder/unheard_of"].shape == (3,)
-  # A table with a row for the mask token is not cut for a model without.
-  assert found["decoder/EmbedTargets/embedding"].shape == (V + 1, 12)
+  flat["decoder/unknown"] = np.zeros(3)
+  converted = cappa.from_published(flat, like(build("cap")))
+  assert converted["decoder/unknown"].shape == (3,)
+  # The row of the mask token is not cut off for a model without one.
+  assert converted["decoder/EmbedTargets/embedding"].shape == (V + 1, 12)
 
 
 @pytest.mark.slow
-def test_bfloat16(case):
+def test_bfloat16_computation_keeps_float32_logits(case):
   model = build(
     "cappa", dtype="bfloat16", scan=True, remat_policy="nothing_saveable"
   )
@@ -273,24 +275,27 @@ def test_bfloat16(case):
   ("kw", "message"),
   [
     (dict(decoder_num_heads=5), "decoder_num_heads: 5 does not divide .* 12"),
-    (dict(max_len=0), "max_len: expected a positive whole number, got 0"),
-    (dict(decoder_dropout=1.5), "decoder_dropout: expected a rate"),
+    (dict(max_len=0), "max_len: expected a whole number at least 1, got 0"),
+    (
+      dict(decoder_dropout=1.5),
+      "decoder_dropout: expected a number at least 0 and below 1",
+    ),
     (dict(patch_size=None), "patch_size: missing"),
     (dict(posemb="sincos"), "posemb: .*'sincos2d'"),
   ],
 )
-def test_mistakes_are_told_when_the_model_is_built(kw, message):
+def test_wrong_options_are_errors(kw, message):
   with pytest.raises(settings.ConfigError, match=f"config.model.{message}"):
     cappa.Model(**{**KW, **kw})
 
 
-def test_the_decoder_is_as_wide_as_the_encoder_unless_given():
+def test_sizes_of_the_decoder_default_to_the_encoders():
   model = cappa.Model(9, variant="S/8", decoder_depth=3)
   sizes = model.decoder_width, model.decoder_mlp_dim, model.decoder_num_heads
   assert sizes == (384, 1536, 6) and model.decoder_depth == 3
 
 
-def test_mistakes_that_the_data_show(case):
+def test_inputs_that_do_not_fit_the_model_are_errors(case):
   model = build("cap")
   variables, image, text, _ = case("cap", model)
   with pytest.raises(settings.ConfigError, match="max_len: 7 is less"):

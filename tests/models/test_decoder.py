@@ -1,4 +1,4 @@
-"""The decoder: what sees what, its options, its cache, published sizes."""
+"""The decoder: what positions see, options, the cache, published sizes."""
 
 import functools
 import math
@@ -10,7 +10,6 @@ import pytest
 
 from bigtrain import settings
 from bigtrain.models import decoder
-from bigtrain.models.layers import attention
 
 V, L = 40, 12
 SIZES = dict(vocab_size=V, width=16, depth=2, num_heads=4, max_len=L)
@@ -32,7 +31,7 @@ STYLES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_fast():
-  """Compiling is nearly all that these tests do."""
+  """These tests spend nearly all their time compiling."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
@@ -40,13 +39,13 @@ def compile_fast():
 
 @functools.cache
 def made(style, **changes):
-  """(model, its variables with an init that makes positions matter)."""
+  """Returns (model, variables); the large init makes positions matter."""
   model = decoder.Model(**SIZES | STYLES[style] | dict(init_std=0.3) | changes)
   return model, jax.jit(model.init)(jax.random.key(0), tokens())
 
 
 def tokens(batch=2, seed=0):
-  """Random tokens, different in a row, so that each has its embedding."""
+  """Returns random tokens, all different within a row."""
   rng = np.random.default_rng(seed)
   return jnp.asarray([rng.permutation(V)[:L] for _ in range(batch)])
 
@@ -56,8 +55,8 @@ def logits_of(model, variables, tokens, **kwargs):
   return np.asarray(run(variables, tokens, kwargs))
 
 
-# Of the released models: of GPT-2 as transformers counts them, of the Llamas
-# from their model cards' safetensors.
+# Of the released models: GPT-2 as counted by transformers, the others from the
+# safetensors of their model cards.
 @pytest.mark.parametrize(
   "variant, published",
   [
@@ -78,7 +77,7 @@ def test_variants_have_the_published_number_of_parameters(variant, published):
   assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == published
 
 
-def test_scan_and_remat_change_nothing():
+def test_scan_and_remat_do_not_change_loss_or_gradients():
   def loss_and_grads(scan, remat_policy):
     model, variables = made("llama", scan=scan, remat_policy=remat_policy)
 
@@ -105,7 +104,11 @@ def test_scan_and_remat_change_nothing():
 
 @functools.cache
 def _gradients(**changes):
-  """A compiled function of (segments, positions): gradients of embeddings."""
+  """Returns a compiled function: gradients of the tokens' embeddings.
+
+  Its arguments are the segments and a mask of the positions whose logits are
+  differentiated.
+  """
   model, variables = made("llama", **changes)
   t = tokens(1)
 
@@ -129,7 +132,7 @@ def _influence(of, documents=((1, L),), **changes):
   return np.flatnonzero(np.abs(grads).max(axis=-1)).tolist()
 
 
-def test_a_token_sees_itself_and_those_before():
+def test_a_token_sees_itself_and_earlier_tokens():
   assert _influence([5]) == [0, 1, 2, 3, 4, 5]
 
 
@@ -139,33 +142,33 @@ def test_no_token_sees_another_document():
   assert _influence([0, 1, 2, 3], documents) == [0, 1, 2, 3]
 
 
-def test_a_window_is_so_many_tokens():
+def test_a_window_limits_the_tokens_seen():
   shallow = dict(depth=1, window=3)
   assert _influence([7], **shallow) == [5, 6, 7]
   assert _influence([7], ((1, 6), (2, 6)), **shallow) == [6, 7]
 
 
 @pytest.mark.parametrize("style", ["gpt2", "options"])
-def test_packed_documents_are_as_if_alone(style):
+def test_packed_documents_give_the_logits_of_single_documents(style):
   model, variables = made(style)
   first, second = tokens(seed=1)[0], tokens(seed=2)[0]
   packed = jnp.concatenate([first[:5], second[:4], first[:3]])[None]
   segments = jnp.asarray([[1] * 5 + [2] * 4 + [0] * 3])
   together = logits_of(model, variables, packed, segments=segments)[0]
-  # What follows a token does not matter, as shown above.
+  # Later tokens have no influence, as tested above.
   alone = logits_of(model, variables, jnp.stack([first, second]))
   np.testing.assert_allclose(together[:5], alone[0, :5], atol=2e-5)
   np.testing.assert_allclose(together[5:9], alone[1, :4], atol=2e-5)
   if style == "gpt2":
-    given = jnp.asarray([[*range(5), *range(4), *range(3)]])
+    positions = jnp.asarray([[*range(5), *range(4), *range(3)]])
     same = logits_of(
-      model, variables, packed, segments=segments, positions=given
+      model, variables, packed, segments=segments, positions=positions
     )
     np.testing.assert_array_equal(together, same[0])
 
 
 @pytest.mark.parametrize("style", ["gpt2", "options"])
-def test_the_cache_changes_nothing(style):
+def test_decoding_with_the_cache_gives_the_same_logits(style):
   model, variables = made(style)
   t = tokens()
   whole = logits_of(model, variables, t)
@@ -188,35 +191,11 @@ def test_rotary_positions_are_relative():
   assert np.abs(here - stretched).max() > 0.01
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_attention_is_that_of_jax(window):
-  keys = jax.random.split(jax.random.key(0), 3)
-  shapes = [(2, L, heads, 8) for heads in (6, 2, 2)]
-  q, k, v = (jax.random.normal(key, s) for key, s in zip(keys, shapes))
-  ours = jax.jit(functools.partial(attention.attend, window=window))
-  theirs = jax.jit(
-    functools.partial(
-      jax.nn.dot_product_attention,
-      is_causal=True,
-      local_window_size=(window - 1, 0) if window else None,
-    )
-  )
-  ours, theirs = ours(q, k, v), theirs(q, k, v)
-  np.testing.assert_allclose(ours, theirs, atol=1e-5)
-
-
-def test_softcaps_bound():
+def test_a_softcap_bounds_the_logits():
   model, variables = made("options", attention_softcap=None)
   loud = jax.tree.map(lambda x: 20 * x, variables)
   capped = logits_of(model, loud, tokens())
   assert 2.9 < np.abs(capped).max() <= 3
-  q, k = jnp.full((1, L, 1, 4), 9.0), jnp.full((1, L, 1, 4), 9.0)
-  v = jnp.asarray(np.random.default_rng(0).normal(size=(1, L, 1, 4)))
-  k = k.at[:, 0].set(-9.0)
-  out = attention.attend(q, k, v, softcap=0.5)
-  low, high = math.exp(-0.5), math.exp(0.5)
-  shares = np.array([low] + [high] * (L - 1)) / (low + high * (L - 1))
-  np.testing.assert_allclose(out[0, -1, 0], shares @ v[0, :, 0], rtol=1e-3)
 
 
 def test_bfloat16_is_close_and_its_logits_are_float32():
@@ -230,7 +209,7 @@ def test_bfloat16_is_close_and_its_logits_are_float32():
   assert 0 < np.abs(logits - exact).max() < 0.1 * np.abs(exact).max()
 
 
-def test_dropout_acts_in_training_only():
+def test_dropout_acts_only_in_training():
   model, variables = made("gpt2", dropout=0.5, depth=1)
 
   @functools.partial(jax.jit, static_argnums=1)
@@ -242,7 +221,7 @@ def test_dropout_acts_in_training_only():
   assert (run(1, True) != run(2, True)).any()
 
 
-def test_a_token_that_does_not_exist_gives_nan():
+def test_token_ids_outside_the_vocabulary_give_nan():
   model, variables = made("gpt2")
   bad = tokens().at[0, 3].set(V)
   logits = logits_of(model, variables, bad)
@@ -257,8 +236,8 @@ def test_a_token_that_does_not_exist_gives_nan():
     (dict(max_len=None), "max_len: missing"),
     (dict(num_heads=3), "num_heads: 3 does not divide the width 16"),
     (dict(num_kv_heads=3), "num_kv_heads: 3 does not divide"),
-    (dict(depth=0), "depth: expected a positive"),
-    (dict(window=0), "window: expected a positive"),
+    (dict(depth=0), "depth: expected a whole"),
+    (dict(window=0), "window: expected a whole"),
     (dict(norm="rms"), "norm: unknown 'rms'"),
     (dict(posemb="rope", head_dim=3), "head_dim: rotary"),
     (dict(rope_scaling=dict(factor=2)), "rope_scaling: unknown type"),
@@ -270,14 +249,16 @@ def test_a_token_that_does_not_exist_gives_nan():
     (dict(dropout=1.0), "dropout"),
   ],
 )
-def test_what_cannot_be_is_told(changes, message):
+def test_wrong_options_are_errors(changes, message):
   with pytest.raises(settings.ConfigError, match=message):
     decoder.Model(**SIZES | changes)
 
 
-def test_texts_that_are_too_long_are_told():
+def test_texts_that_are_too_long_are_errors():
   model, variables = made("gpt2")
   with pytest.raises(settings.ConfigError, match="texts of 13 tokens"):
     model.apply(variables, jnp.zeros((1, 13), jnp.int32))
-  with pytest.raises(settings.ConfigError, match="max_len=13"):
+  with pytest.raises(
+    settings.ConfigError, match="max_len=13: the model has only 12"
+  ):
     model.init_cache(1, 13)

@@ -1,4 +1,4 @@
-"""models/resnet.py against published counts and numpy."""
+"""The ResNet against published counts and numpy."""
 
 import functools
 import importlib.util
@@ -52,7 +52,7 @@ def run(model, variables, image):
 
 @pytest.mark.parametrize(
   ("depth", "version", "published"),
-  # As counted by torchvision, and for version 2 by timm.
+  # As counted by torchvision (version 1) and timm (version 2).
   [
     (50, 1, 25_557_032),
     (101, 1, 44_549_160),
@@ -60,7 +60,9 @@ def run(model, variables, image):
     (50, 2, 25_549_352),
   ],
 )
-def test_published_sizes(depth, version, published):
+def test_variants_have_the_published_number_of_parameters(
+  depth, version, published
+):
   model = resnet.Model(1000, depth, version)
   image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
   variables = jax.eval_shape(model.init, jax.random.key(0), image)
@@ -68,7 +70,7 @@ def test_published_sizes(depth, version, published):
   assert sum(p.size for p in jax.tree.leaves(variables["params"])) == published
 
 
-def test_golden_file_is_what_its_script_makes(golden):
+def test_the_script_makes_the_golden_file(golden):
   _, outputs, stored = golden
   assert outputs.keys() == stored.keys()
   for name, value in stored.items():
@@ -77,9 +79,9 @@ def test_golden_file_is_what_its_script_makes(golden):
 
 @pytest.mark.parametrize(("version", "num_devices"), [(1, 1), (1, 4), (2, 1)])
 def test_matches_numpy(golden, version, num_devices):
-  """If this fails, the model computes something else than it did.
+  """A failure means that the model's results have changed.
 
-  When that is intended, change tests/golden/make_resnet.py alike and run it.
+  After an intended change, change tests/golden/make_resnet.py alike and run it.
   """
   inputs, _, stored = golden
   model = resnet.Model(**TINY, version=version)
@@ -109,7 +111,7 @@ def test_matches_numpy(golden, version, num_devices):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_blocks_start_as_their_shortcuts_and_learn(version):
+def test_blocks_start_as_identities_and_have_gradients(version):
   block = (resnet.BlockV1, resnet.BlockV2)[version - 1](2, 1, "float32")
   x = jax.random.uniform(jax.random.key(1), (2, 5, 5, 8))
   key = jax.random.key(0, impl="unsafe_rbg")  # Compiles fast.
@@ -160,6 +162,6 @@ def test_no_head_gives_features():
     (dict(width=0.01), "width: .*0.01"),
   ],
 )
-def test_mistakes_are_told_when_the_model_is_built(kw, message):
+def test_wrong_options_are_errors(kw, message):
   with pytest.raises(settings.ConfigError, match=f"config.model.{message}"):
     resnet.Model(**kw)

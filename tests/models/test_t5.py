@@ -1,4 +1,4 @@
-"""T5: published sizes, positions, scan and remat, decoding, options."""
+"""T5: published sizes, scan and remat, documents, decoding, options."""
 
 import functools
 import math
@@ -10,7 +10,6 @@ import pytest
 
 from bigtrain import settings, trees
 from bigtrain.models import t5
-from bigtrain.models.layers import t5_layers
 
 V, S, L = 30, 9, 6
 SIZES = dict(vocab_size=V, width=16, depth=2, decoder_depth=1, num_heads=4)
@@ -18,7 +17,7 @@ SIZES = dict(vocab_size=V, width=16, depth=2, decoder_depth=1, num_heads=4)
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_fast():
-  """Compiling is nearly all that these tests do."""
+  """These tests spend nearly all their time compiling."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
@@ -35,7 +34,7 @@ _made = {}
 
 
 def made(**options):
-  """(model, its variables)."""
+  """Returns (model, variables)."""
   key = repr(options)  # Options may be dicts.
   if key not in _made:
     model = t5.Model(**SIZES | options)
@@ -44,7 +43,7 @@ def made(**options):
   return _made[key]
 
 
-# As transformers counts those of the released models.
+# Parameters of the released models, as counted by transformers.
 @pytest.mark.parametrize(
   "variant, published",
   [
@@ -62,16 +61,6 @@ def test_variants_have_the_published_number_of_parameters(variant, published):
   assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == published
 
 
-def test_distances_share_buckets():
-  """The published 32 two-sided and one-sided buckets, of Mesh TensorFlow."""
-  one = t5_layers.distance_buckets(32, 128)
-  assert [*one[:17]] == [*range(17)] and one[-1] == 31
-  assert np.all(np.diff(one) >= 0) and len(one) == 129
-  each = t5_layers.distance_buckets(16, 128)
-  starts = [int(np.argmax(each == b)) for b in range(16)]
-  assert starts == [*range(8), 8, 12, 16, 23, 32, 46, 64, 91]
-
-
 EXPERTS = dict(
   decoder_depth=4, moe=dict(num_experts=4, top_k=1, every=2, shared_experts=1)
 )
@@ -80,7 +69,7 @@ EXPERTS = dict(
 @pytest.mark.parametrize(
   "options", [{}, pytest.param(EXPERTS, marks=pytest.mark.slow)]
 )
-def test_scan_and_remat_change_nothing(options):
+def test_scan_and_remat_do_not_change_loss_or_gradients(options):
   def run(scan, remat_policy):
     _, variables = made(scan=scan, **options)
     changes = dict(scan=scan, remat_policy=remat_policy)
@@ -104,17 +93,17 @@ def test_scan_and_remat_change_nothing(options):
     np.testing.assert_allclose(value, like[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_token_sees_its_own_document_and_its_past_only():
-  """By gradients of the hidden states with respect to the embeddings."""
+def test_a_token_sees_only_its_document_and_earlier_targets():
+  """Tested by gradients of the hidden states by the embeddings."""
   inputs_segments = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 0, 0]])
   targets_segments = jnp.asarray([[1, 1, 2, 2, 2, 0]])
   model, variables = made()
-  # Each token has a row of its own, so its gradient is the position's.
+  # Each position has another token, whose gradient is the position's.
   inputs, targets = jnp.arange(1, 10)[None], jnp.arange(10, 16)[None]
 
   @jax.jit
   @jax.jacrev
-  def sees(embedding):
+  def influence(embedding):
     params = variables["params"] | {"token_embedding": embedding}
     _, out = model.apply(
       {"params": params},
@@ -126,31 +115,31 @@ def test_a_token_sees_its_own_document_and_its_past_only():
     )
     return jnp.sum(jnp.sin(out["pre_logits"][0]), axis=-1)
 
-  jacobian = sees(variables["params"]["token_embedding"])
-  found = np.abs(jacobian).max(-1) > 0
+  jacobian = influence(variables["params"]["token_embedding"])
+  sees = np.abs(jacobian).max(-1) > 0
   for l, segment in enumerate([1, 1, 2, 2, 2]):
     expected = {*(1 + np.flatnonzero(inputs_segments[0] == segment))}
     before = [i for i in range(l) if targets_segments[0, i] == segment]
     expected |= {10 + i for i in before}
-    expected.add(0)  # What the targets of each document begin with.
-    assert {*np.flatnonzero(found[l])} == expected
+    expected.add(0)  # The token that begins the targets of a document.
+    assert {*np.flatnonzero(sees[l])} == expected
 
 
 @pytest.mark.parametrize("options", [{}, EXPERTS])
-def test_steps_with_a_cache_are_the_whole_at_once(options):
+def test_decoding_in_steps_gives_the_same_logits(options):
   model, variables = made(scan=True, **options)
   logits, _ = jax.jit(model.apply)(variables, INPUTS, TARGETS)
   begin = functools.partial(model.apply, method="begin")
-  cache = jax.jit(lambda v, x: begin(v, x, L))(variables, INPUTS)
+  state = jax.jit(lambda v, x: begin(v, x, L))(variables, INPUTS)
   step = jax.jit(functools.partial(model.apply, method="step"))
   token = jnp.zeros(2, jnp.int32)
   for i in range(L):
-    found, cache = step(variables, cache, token, i)
-    np.testing.assert_allclose(found, logits[:, i], rtol=1e-4, atol=1e-5)
+    step_logits, state = step(variables, state, token, i)
+    np.testing.assert_allclose(step_logits, logits[:, i], rtol=1e-4, atol=1e-5)
     token = TARGETS[:, i]
 
 
-def test_bfloat16_keeps_logits_and_parameters_in_float32():
+def test_bfloat16_computation_keeps_float32_logits_and_parameters():
   model = t5.Model(**SIZES, dtype="bfloat16", dropout=0.1)
   variables = jax.eval_shape(model.init, jax.random.key(0), INPUTS, TARGETS)
   logits, out = jax.eval_shape(
@@ -171,20 +160,20 @@ def test_bfloat16_keeps_logits_and_parameters_in_float32():
     (dict(variant="t5_smal"), "model.variant: unknown 't5_smal'. Did you mean"),
     (dict(width=None), "config.model.width: missing"),
     (dict(num_heads=3), "num_heads: 3 does not divide the width 16"),
-    (dict(depth=0), "config.model.depth: expected a positive whole number"),
+    (dict(depth=0), "config.model.depth: expected a whole number"),
     (dict(mlp="gelu"), "config.model.mlp: unknown 'gelu'"),
-    (dict(dropout=1), "config.model.dropout: expected a rate"),
+    (dict(dropout=1), "config.model.dropout: expected a number"),
     (dict(max_distance=16), "less than twice max_distance"),
-    (dict(init_scale=0), "init_scale: expected a positive number"),
+    (dict(init_scale=0), "init_scale: expected a number above 0"),
     (dict(moe=dict(num_experts=2, every=2)), "does not divide decoder_depth=1"),
   ],
 )
-def test_wrong_options_are_told(options, message):
+def test_wrong_options_are_errors(options, message):
   with pytest.raises(settings.ConfigError, match=message):
     t5.Model(**SIZES | options)
 
 
-def test_segments_come_in_pairs():
+def test_segments_of_one_side_only_are_an_error():
   model, variables = made()
   with pytest.raises(settings.ConfigError, match="or neither"):
     model.apply(variables, INPUTS, TARGETS, inputs_segments=INPUTS)

@@ -1,4 +1,4 @@
-"""models/two_towers.py against numpy, published counts and old files."""
+"""The two towers against numpy, published counts and released files."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from golden import make_two_towers, make_vit
 
 from bigtrain import metrics, trees
 from bigtrain.checkpoints import warm_start
-from bigtrain.models import text_transformer, two_towers
+from bigtrain.models import two_towers
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import contrastive
 
@@ -18,12 +18,12 @@ TINY = dict(width=16, depth=2, num_heads=2)
 def shapes(model, size=224, length=64, **options):
   image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
   text = jax.ShapeDtypeStruct((1, length), jnp.int32)
-  found = jax.eval_shape(model.init, jax.random.key(0), image, text)
-  return dict(trees.flatten_with_names(found["params"]))
+  variables = jax.eval_shape(model.init, jax.random.key(0), image, text)
+  return dict(trees.flatten_with_names(variables["params"]))
 
 
 def init_flat(model, **sizes):
-  """Parameters that compile nothing."""
+  """Returns random parameters, drawn without compiling."""
   rng = np.random.default_rng(0)
   return {
     name: rng.normal(name.endswith("scale"), 0.3, p.shape).astype(np.float32)
@@ -53,7 +53,7 @@ def golden_model(case, **changes):
   )
 
 
-def test_golden_file_is_what_its_script_makes(golden):
+def test_the_script_makes_the_golden_file(golden):
   _, outputs, stored = golden
   assert outputs.keys() == stored.keys()
   for name, value in stored.items():
@@ -62,9 +62,9 @@ def test_golden_file_is_what_its_script_makes(golden):
 
 @pytest.mark.parametrize(("case", "scan"), [("siglip", False), ("head", True)])
 def test_matches_numpy(golden, case, scan):
-  """If this fails, model or loss compute something else than they did.
+  """A failure means that results of the model or of the loss have changed.
 
-  When that is intended, change tests/golden/make_two_towers.py alike and run
+  After an intended change, change tests/golden/make_two_towers.py alike and run
   it.
   """
   inputs, _, stored = golden
@@ -76,10 +76,10 @@ def test_matches_numpy(golden, case, scan):
     if name.startswith(prefix)
   }
   batch = {"image": inputs[f"{case}/image"], "labels": inputs[f"{case}/text"]}
-  found = jax.eval_shape(
+  variables = jax.eval_shape(
     model.init, jax.random.key(0), **contrastive.inputs(batch)
   )
-  like = dict(trees.flatten_with_names(found["params"]))
+  like = dict(trees.flatten_with_names(variables["params"]))
   flat = two_towers.from_published(flat, like)
   assert {n: p.shape for n, p in flat.items()} == {
     n: p.shape for n, p in like.items()
@@ -105,7 +105,8 @@ def test_matches_numpy(golden, case, scan):
     )
 
 
-# As transformers counts google/siglip-base-patch16-224, -large-patch16-256.
+# google/siglip-base-patch16-224 and -large-patch16-256, as counted by
+# transformers.
 @pytest.mark.parametrize(
   ("image", "text", "dim", "size", "published"),
   [
@@ -113,7 +114,9 @@ def test_matches_numpy(golden, case, scan):
     ("L/16", "L", 1024, 256, 652_150_786),
   ],
 )
-def test_published_sizes(image, text, dim, size, published):
+def test_variants_have_the_published_number_of_parameters(
+  image, text, dim, size, published
+):
   model = two_towers.Model(
     image=dict(variant=image, pool_type="map", scan=True),
     text=dict(variant=text, scan=True),
@@ -135,7 +138,7 @@ BLOCK = [
 
 
 def test_released_files_load_by_name(tmp_path):
-  """Named as in SigLIP's files: with a prefix, stacked, in two bytes."""
+  """Names as in SigLIP's files, with a prefix and stacked blocks."""
   model = two_towers.Model(**SIGLIP)
   stacked = two_towers.Model(
     image={**SIGLIP["image"], "scan": True},
@@ -153,10 +156,10 @@ def test_released_files_load_by_name(tmp_path):
   ):
     assert name in flat, name
   assert not any(name.startswith("img/head") for name in flat)
-  # What some releases have: the embeddings of positions in two parts, and
-  # numbers of other shapes.
-  again = np.full_like(flat["txt/pos_embedding"], 0.5)
-  flat["txt/Encoder_0/pos_embedding"] = again
+  # Some releases have position embeddings in two parts, and scalars of another
+  # shape.
+  second = np.full_like(flat["txt/pos_embedding"], 0.5)
+  flat["txt/Encoder_0/pos_embedding"] = second
   flat["t"] = flat["t"][0]
   path = tmp_path / "siglip.npz"
   np.savez(path, **{f"params/{name}": value for name, value in flat.items()})
@@ -170,23 +173,23 @@ def test_released_files_load_by_name(tmp_path):
   params, lines = warm_start.load_params(
     str(path), like, convert=two_towers.from_published
   )
-  found = dict(trees.flatten_with_names(jax.device_get(params)))
+  loaded = dict(trees.flatten_with_names(jax.device_get(params)))
   assert {line.status for line in lines} == {"loaded", "converted"}
   for tower in ("img/Transformer", "txt/Encoder_0"):
     name = "LayerNorm_0/bias"
     for i in range(2):
       np.testing.assert_array_equal(
-        found[f"{tower}/encoderblock_{i}/{name}"],
+        loaded[f"{tower}/encoderblock_{i}/{name}"],
         flat[f"{tower}/encoderblock/{name}"][i],
       )
   np.testing.assert_allclose(
-    found["txt/pos_embedding"], flat["txt/pos_embedding"] + again
+    loaded["txt/pos_embedding"], flat["txt/pos_embedding"] + second
   )
-  assert found["t"] == [flat["t"]]
+  assert loaded["t"] == [flat["t"]]
 
 
-def test_an_image_tower_and_longer_texts(tmp_path):
-  """LiT: a ViT's file becomes the locked tower; what does not fit is told."""
+def test_a_vit_file_loads_into_the_image_tower(tmp_path):
+  """As for LiT, where the image tower is a locked ViT."""
   model = two_towers.Model(**SIGLIP)
   flat = init_flat(model, size=16, length=4)
   like = {
@@ -210,28 +213,13 @@ def test_an_image_tower_and_longer_texts(tmp_path):
   np.testing.assert_array_equal(
     params["img"]["embedding"]["kernel"], flat["img/embedding/kernel"]
   )
-  # Positions of texts lie in a row: no grid of them is resampled.
+  # Positions of texts are on no grid, so they are not resampled.
   flat["txt/pos_embedding"] = np.zeros((1, 9, 16), np.float32)
   converted = two_towers.from_published(flat, like)
   assert converted["txt/pos_embedding"].shape == (1, 9, 16)
 
 
-@pytest.mark.parametrize(
-  ("pool_type", "expected"),
-  [
-    ("last", [[5, 1], [7, 8]]),
-    ("first", [[1, 9], [0, 0]]),
-    ("gap", [[3, 5], [3.5, 4]]),
-    ("max", [[5, 9], [7, 8]]),
-  ],
-)
-def test_pooling_of_texts(pool_type, expected):
-  x_BLD = jnp.asarray([[[1.0, 9], [5, 1]], [[0, 0], [7, 8]]])
-  model = text_transformer.Model(variant="mu", pool_type=pool_type)
-  np.testing.assert_array_equal(model._pool(x_BLD), expected)
-
-
-def test_ids_beyond_the_vocabulary_are_no_number():
+def test_token_ids_outside_the_vocabulary_give_nan():
   model = two_towers.Model(**SIGLIP)
   params = trees.from_flat(init_flat(model, size=16, length=3))
   text = np.array([[0, 8, 1], [0, 9, 1], [-1, 0, 0]], np.int32)
@@ -239,16 +227,16 @@ def test_ids_beyond_the_vocabulary_are_no_number():
   np.testing.assert_array_equal(np.isnan(z).all(1), [False, True, True])
 
 
-def test_embeddings_are_float32_of_length_1_and_zeros_have_gradients():
+def test_embeddings_are_float32_of_length_1_with_finite_gradients():
   z = jnp.asarray([[3.0, 4.0], [0.0, 0.0]], jnp.bfloat16)
-  found = two_towers.normalise(z)
-  assert found.dtype == jnp.float32
-  np.testing.assert_allclose(found, [[0.6, 0.8], [0, 0]], rtol=1e-6)
+  normalised = two_towers.normalise(z)
+  assert normalised.dtype == jnp.float32
+  np.testing.assert_allclose(normalised, [[0.6, 0.8], [0, 0]], rtol=1e-6)
   grad = jax.grad(lambda z: two_towers.normalise(z).sum())(jnp.zeros((1, 2)))
   assert np.isfinite(grad).all()
 
 
-def test_a_head_does_not_start_with_zeros():
+def test_the_image_head_does_not_start_at_zero():
   model = two_towers.Model(
     image=dict(patch_size=8, **TINY), text=dict(vocab_size=9, **TINY), out_dim=4
   )
@@ -270,17 +258,17 @@ def test_a_head_does_not_start_with_zeros():
     (dict(text=dict(variant="Q")), "config.model.text.variant: unknown 'Q'"),
     (
       dict(text=dict(variant="B", vocab_size=0)),
-      "config.model.text.vocab_size: expected a positive",
+      "config.model.text.vocab_size: expected a whole number at least 1",
     ),
     (
       dict(text=dict(variant="B", pool_type="lsat")),
       "config.model.text.pool_type: .* mean 'last'",
     ),
     (dict(out_dim=(1, 2, 3)), "config.model.out_dim: expected one number"),
-    (dict(temperature_init=0), "config.model.temperature_init: expected a pos"),
+    (dict(temperature_init=0), "config.model.temperature_init: expected a num"),
   ],
 )
-def test_mistakes(changes, message):
+def test_wrong_options_are_errors(changes, message):
   with pytest.raises(ConfigError, match=message):
     two_towers.Model(
       **{"image": dict(variant="B/16"), "text": dict(variant="B"), **changes}

@@ -1,4 +1,4 @@
-"""models/vit.py against published counts, numpy, and old checkpoints."""
+"""The ViT against published counts, numpy, and the names of released files."""
 
 import importlib.util
 import pathlib
@@ -27,7 +27,7 @@ def num_params(model, size=224):
 
 
 def init_flat(model, size=8):
-  """Parameters that compile nothing, with biases and scales not 0 and 1."""
+  """Random parameters, drawn without compiling; no bias or scale is 0 or 1."""
   rng = np.random.default_rng(0)
   return {
     name: rng.normal(name.endswith("scale"), 0.3, p.shape).astype(np.float32)
@@ -53,7 +53,7 @@ def golden():
 
 @pytest.mark.parametrize(
   ("variant", "published"),
-  # With 1000 classes and a class token at 224 px, as counted by torchvision
+  # For 1000 classes and a class token at 224 px, as counted by torchvision
   # (B, L, H), DeiT (Ti, S) and timm (g, G).
   [
     ("Ti/16", 5_717_416),
@@ -65,31 +65,31 @@ def golden():
     ("G/14", 1_844_440_680),
   ],
 )
-def test_published_sizes(variant, published):
+def test_variants_have_the_published_number_of_parameters(variant, published):
   scan = variant != "Ti/16"  # One compiled block, and so a quick test.
   model = vit.Model(1000, variant, pool_type="tok", scan=scan)
-  # Those have a position embedding for the class token too.
+  # The published models also have a position embedding of the class token.
   assert num_params(model) + model.width == published
 
 
-def test_published_size_of_so400m():
+def test_so400m_has_the_published_number_of_parameters():
   # SigLIP's image tower, without a head, as counted by timm.
   model = vit.Model(variant="So400m/14", pool_type="map", scan=True)
   assert num_params(model) == 427_680_704
 
 
 @pytest.mark.parametrize("variant", vit.VARIANTS)
-def test_sizes_by_hand(variant):
+def test_numbers_of_parameters_match_a_count_by_hand(variant):
   D, depth, F, _ = vit.VARIANTS[variant]
   norm, attention, mlp = 2 * D, 4 * (D * D + D), D * F + F + F * D + D
-  expected = (8 * 8 * 3 * D + D) + 16 * D  # Patches of 8 and their places.
+  expected = (8 * 8 * 3 * D + D) + 16 * D  # Patches of 8, their positions.
   expected += depth * (attention + mlp + 2 * norm) + norm
   expected += D * 10 + 10
   model = vit.Model(10, f"{variant}/8", scan=variant != "B")
   assert num_params(model, size=32) == expected
 
 
-def test_golden_file_is_what_its_script_makes(golden):
+def test_the_script_makes_the_golden_file(golden):
   _, _, outputs, stored = golden
   assert outputs.keys() == stored.keys()
   for name, value in stored.items():
@@ -99,9 +99,9 @@ def test_golden_file_is_what_its_script_makes(golden):
 @pytest.mark.parametrize("case", ["tok", "gap", "map"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_matches_numpy(golden, case, scan):
-  """If this fails, the model computes something else than it did.
+  """A failure means that the model's results have changed.
 
-  When that is intended, change tests/golden/make_vit.py alike and run it.
+  After an intended change, change tests/golden/make_vit.py alike and run it.
   """
   module, inputs, _, stored = golden
   model = vit.Model(**module.SIZES, **module.CASES[case], scan=scan)
@@ -126,7 +126,7 @@ def test_matches_numpy(golden, case, scan):
     )
 
 
-def test_explicit_fields_win_over_the_variant():
+def test_explicit_fields_override_the_variant():
   model = vit.Model(variant="S/16", depth=2, patch_size=[8, 4], num_classes=3)
   assert (model.width, model.depth, model.mlp_dim) == (384, 2, 1536)
   assert model.patch_size == (8, 4)
@@ -144,7 +144,7 @@ def test_explicit_fields_win_over_the_variant():
     (dict(patch_size=4, width=16, depth=2), "num_heads: missing"),
     (dict(TINY, patch_size="16"), "patch_size: .* or two, got '16'"),
     (dict(TINY, patch_size=(4, 4, 3)), "patch_size: .* or two"),
-    (dict(TINY, depth=0), "depth: expected a positive whole number, got 0"),
+    (dict(TINY, depth=0), "depth: expected a whole number at least 1, got 0"),
     (dict(TINY, posemb="sincos"), "posemb: .*'sincos2d'"),
     (dict(TINY, pool_type="gpa"), "pool_type: .*'gap'"),
     (dict(TINY, remat_policy="nothing"), "remat_policy: unknown 'nothing'"),
@@ -153,12 +153,12 @@ def test_explicit_fields_win_over_the_variant():
     (dict(TINY, dropout=-0.1), "dropout: .*-0.1"),
   ],
 )
-def test_mistakes_are_told_when_the_model_is_built(kw, message):
+def test_wrong_options_are_errors(kw, message):
   with pytest.raises(settings.ConfigError, match=f"config.model.{message}"):
     vit.Model(**kw)
 
 
-def test_patches_must_tile_the_image():
+def test_patches_that_do_not_tile_the_image_are_an_error():
   with pytest.raises(settings.ConfigError, match="of 224x230"):
     jax.eval_shape(
       vit.Model(variant="mu/16").init,
@@ -167,10 +167,10 @@ def test_patches_must_tile_the_image():
     )
 
 
-def test_heads():
+def test_initial_values_of_heads():
   image = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), np.uint8)
 
-  # This key's random numbers compile far faster than threefry's.
+  # Random numbers of this kind compile far faster than threefry's.
   key = jax.random.key(0, impl="unsafe_rbg")
   kw = {**TINY, "depth": 1, "num_classes": 3}
   model = vit.Model(**kw, rep_size=5, head_bias_init=-7.0)
@@ -182,7 +182,7 @@ def test_heads():
   assert np.asarray(variables["params"]["head"]["kernel"]).all()
 
 
-def test_no_pooling_and_no_head():
+def test_without_pooling_and_head_each_patch_has_features():
   model = vit.Model(**TINY, pool_type="none")
   image = np.random.default_rng(0).normal(size=(2, 8, 8, 3))
   x, out = apply_flat(model, init_flat(model), image)
@@ -192,7 +192,7 @@ def test_no_pooling_and_no_head():
 
 
 @pytest.mark.parametrize("pool_type", ["gap", "map"])
-def test_bfloat16_gives_float32_logits_from_float32_parameters(pool_type):
+def test_bfloat16_computation_keeps_float32_logits_and_parameters(pool_type):
   model = vit.Model(5, **TINY, pool_type=pool_type, dtype="bfloat16")
   flat = init_flat(model)
   image = np.random.default_rng(1).uniform(-1, 1, (3, 8, 8, 3))
@@ -204,7 +204,7 @@ def test_bfloat16_gives_float32_logits_from_float32_parameters(pool_type):
   assert 1e-5 < np.abs(logits - expected).max() < 0.1
 
 
-def test_eight_devices_compute_what_one_does():
+def test_eight_devices_compute_the_same_as_one():
   model = vit.Model(5, **{**TINY, "depth": 1})
   params = trees.from_flat(init_flat(model))
   image = np.random.default_rng(2).normal(size=(16, 8, 8, 3))
@@ -232,7 +232,7 @@ def test_eight_devices_compute_what_one_does():
 
 
 def as_augreg(flat):
-  """The names and shapes of the AugReg release, for a "tok" model."""
+  """Returns a "tok" model's parameters as the AugReg release stores them."""
   rng = np.random.default_rng(5)
   place_D = rng.normal(size=(1, 1, flat["cls"].shape[-1])).astype(np.float32)
   old = {}
@@ -259,13 +259,13 @@ def test_from_published_reads_augreg_files(prefix):
   assert prefix + "Transformer/encoderblock_1/MlpBlock_3/Dense_1/bias" in old
   new = vit.from_published(old, shapes(model, size=8))
   if prefix:
-    assert new.pop("opt/state/step") == 7  # For the caller to list.
+    assert new.pop("opt/state/step") == 7  # Kept, for the caller to list.
   assert new.keys() == flat.keys()
   for name, value in flat.items():
     np.testing.assert_allclose(new[name], value, atol=1e-6, err_msg=name)
 
 
-def test_from_published_fits_scan_and_another_resolution():
+def test_from_published_stacks_blocks_and_resamples_positions():
   model = vit.Model(5, **TINY, pool_type="tok")
   flat = init_flat(model)
   like = shapes(model.clone(scan=True), size=16)
@@ -280,7 +280,7 @@ def test_from_published_fits_scan_and_another_resolution():
   )
   corner = new["pos_embedding"].reshape(4, 4, -1)[0, 0]
   np.testing.assert_allclose(corner, flat["pos_embedding"][0, 0], rtol=1e-5)
-  # And back, from a file of a model with scan.
+  # And back, from a file of a scanned model.
   back = vit.from_published(new, shapes(model, size=16))
   np.testing.assert_array_equal(
     back[f"Transformer/encoderblock_1/{kernel}"],
@@ -288,18 +288,18 @@ def test_from_published_fits_scan_and_another_resolution():
   )
 
 
-def test_from_published_hides_no_mismatch():
+def test_from_published_keeps_unknown_names():
   flat = init_flat(vit.Model(5, **TINY, rep_size=True))
-  flat["Transformer/unheard_of/kernel"] = np.zeros(3)
+  flat["Transformer/unknown/kernel"] = np.zeros(3)
   same_head = shapes(vit.Model(5, **TINY), size=8)
   new = vit.from_published(flat, same_head)
-  assert new.keys() == flat.keys()  # With pre_logits and unheard_of.
-  # Another head is trained on the encoder's output.
+  assert new.keys() == flat.keys()  # With pre_logits and unknown.
+  # A head of another shape is trained on the encoder's output.
   other_head = shapes(vit.Model(3, **{**TINY, "depth": 3}), size=8)
   new = vit.from_published(flat, other_head)
   assert flat.keys() - new.keys() == {"pre_logits/kernel", "pre_logits/bias"}
   assert new["head/kernel"].shape == (16, 5)
-  # Nobody knows which grid 15 are; and 5 that fit are not 4 and a class token.
+  # 15 positions form no square grid; 5 that fit are not 4 and a class token.
   like = {"pos_embedding": jax.ShapeDtypeStruct((1, 15, 16), jnp.float32)}
   assert vit.from_published(flat, like)["pos_embedding"].shape == (1, 4, 16)
   row = {"pos_embedding": np.ones((1, 5, 16)), "cls": np.ones((1, 1, 16))}
@@ -308,7 +308,7 @@ def test_from_published_hides_no_mismatch():
   np.testing.assert_array_equal(new["cls"], row["cls"])
 
 
-def test_from_published_finds_an_inlined_attention_pooling():
+def test_from_published_reads_attention_pooling_at_the_top_level():
   flat = init_flat(vit.Model(5, **TINY, pool_type="map"))
   old = {name.removeprefix("MAPHead_0/"): v for name, v in flat.items()}
   assert "probe" in old
@@ -316,7 +316,7 @@ def test_from_published_finds_an_inlined_attention_pooling():
   assert new.keys() == flat.keys()
 
 
-def test_from_published_knows_bfloat16():
+def test_from_published_reads_bfloat16():
   stored = jnp.arange(8, dtype=jnp.bfloat16)
   value = np.asarray(stored).view("V2")  # As numpy.load returns it.
   new = vit.from_published({"head/bias": value}, {})

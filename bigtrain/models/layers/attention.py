@@ -1,107 +1,176 @@
-"""Causal self-attention of decoders: positions, masks, memory of the past.
+"""Multi-head attention: self and cross, causal and not, with a cache.
 
 Axes: B batch, L length, S length attended to, D model width, H heads, G heads
-of keys and values, R = H / G, K head width, N layers.
+of keys and values, R = H / G, K head width.
 """
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.extend
 import jax.numpy as jnp
-import numpy as np
 
 from bigtrain import settings
-from bigtrain.models.layers import common
+from bigtrain.models.layers import kernels, kv_cache, positions
 
-# What `rope_scaling` needs, by its "type".
-_SCALINGS = {
-  "linear": ("factor",),
-  "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_len"),
-}
+# Not -inf: a row of padding that sees no position must not become NaN.
+_MASKED = -1e30
 
 
-class Cache(NamedTuple):
-  """Keys and values of the past, of all layers.
+class Options(NamedTuple):
+  """Options of an attention layer.
 
-  One array for all: a loop over layers updates it in place. The batch comes
-  first, as decoding.py wants it.
+  Attributes:
+    num_heads: H.
+    head_dim: K; D / H if None.
+    num_kv_heads: G, which divides H; H if None. Grouped queries:
+      https://arxiv.org/abs/2305.13245.
+    use_bias: whether the projections have biases.
+    qk_norm: whether queries and keys are divided by their root mean squares
+      (as https://arxiv.org/abs/2302.05442 does with layer norms).
+    norm_eps: epsilon of these norms.
+    scaled: whether scores are divided by sqrt(K).
+    window: number of positions that a causal query sees, itself included; all
+      earlier ones if None.
+    softcap: scores s become softcap * tanh(s / softcap); None for no cap.
+    query_std: standard deviation of the query kernel's initial values; None
+      for Xavier's uniform distribution.
+    kv_std: the same for the key and value kernels.
+    out_std: the same for the output kernel.
+    dtype: dtype of the computation.
   """
 
-  k_BNSGK: jax.Array
-  v_BNSGK: jax.Array
+  num_heads: int
+  head_dim: int | None = None
+  num_kv_heads: int | None = None
+  use_bias: bool = True
+  qk_norm: bool = False
+  norm_eps: float = 1e-6
+  scaled: bool = True
+  window: int | None = None
+  softcap: float | None = None
+  query_std: float | None = None
+  kv_std: float | None = None
+  out_std: float | None = None
+  dtype: str = "float32"
 
 
-class Rotation(NamedTuple):
-  """Sines and cosines of rotary embeddings, with an axis for the heads."""
+class Attention(nn.Module):
+  """Attention of the positions of x to those of y.
 
-  sin_BL1Q: jax.Array  # Q = K / 2
-  cos_BL1Q: jax.Array
+  Parameters are named as in flax's MultiHeadDotProductAttention: query
+  (D, H, K), key and value (D, G, K), out (H, K, D), each a kernel and, with
+  `use_bias`, a bias; with `qk_norm` query_norm and key_norm, each a scale (K,).
 
-
-def frequencies(
-  head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
-) -> np.ndarray:
-  """Angle by which rotary embeddings turn each pair of numbers, by position.
-
-  https://arxiv.org/abs/2104.09864. Longer texts than a model was trained on
-  are read by turning more slowly: all pairs alike ("linear",
-  https://arxiv.org/abs/2306.15595), or only those that turn less than a few
-  times in `original_len` positions ("llama3", https://arxiv.org/abs/2407.21783).
-
-  Args:
-    head_dim: K, even.
-    theta: base of the wavelengths.
-    scaling: dict(type="linear", factor=...), or dict(type="llama3", factor=...,
-      low_freq_factor=..., high_freq_factor=..., original_len=...).
-
-  Returns:
-    float32 [K / 2], in radians.
+  Attributes:
+    options: see there.
   """
-  omega_Q = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-  if not scaling:
-    return omega_Q.astype(np.float32)
-  kind = scaling["type"]
-  if kind == "llama3":
-    turns_Q = scaling["original_len"] * omega_Q / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept_Q = np.clip((turns_Q - low) / (high - low), 0, 1)
-  else:
-    kept_Q = np.zeros_like(omega_Q)
-  omega_Q = kept_Q * omega_Q + (1 - kept_Q) * omega_Q / scaling["factor"]
-  return omega_Q.astype(np.float32)
 
+  options: Options
 
-def check_scaling(scaling: Any, key: str) -> None:
-  """Raises ConfigError unless `frequencies` takes it."""
-  if scaling is None:
-    return
-  kind = scaling.get("type") if isinstance(scaling, Mapping) else None
-  if kind not in _SCALINGS:
-    hint = settings.did_you_mean(str(kind), _SCALINGS)
-    raise settings.ConfigError(f"{key}: unknown type in {scaling!r}.{hint}")
-  wanted = {"type", *_SCALINGS[kind]}
-  if set(scaling) != wanted:
-    raise settings.ConfigError(
-      f"{key}: type {kind!r} takes {sorted(wanted)}, got {sorted(scaling)}."
+  @nn.compact
+  def __call__(
+    self,
+    x_BLD: jax.Array | None,
+    y_BSD: jax.Array | None,
+    *,
+    mask_BLS: jax.Array | None = None,
+    causal: bool = False,
+    bias_1HLS: jax.Array | None = None,
+    rope: positions.Rotation | None = None,
+    cache: kv_cache.Cache | None = None,
+    layer: Any = None,
+    start: Any = 0,
+  ) -> tuple[jax.Array | None, kv_cache.Cache | None]:
+    """Attends.
+
+    Args:
+      x_BLD: stream of the queries; None to write keys and values only. It may
+        have a multiple of y's rows: successive rows of x share a row of y,
+        without a mask or an order.
+      y_BSD: stream of the keys and values; None if the cache holds them.
+      mask_BLS: bool, whether a query sees a position; the batch axis may be 1.
+        All if None.
+      causal: whether queries see no later positions; not with a mask.
+      bias_1HLS: added to the scores.
+      rope: rotary embeddings of the positions of x and y, which are the same.
+      cache: keys and values of all layers. Those of y are written to it, and x
+        attends to all positions of the layer in the cache.
+      layer: int scalar, number of this layer in the cache.
+      start: int scalar, position in the cache of the first of x and y.
+
+    Returns:
+      ((B, L, D), or None without x; the new cache, or None).
+    """
+    options = self.options
+    x_or_y = x_BLD if y_BSD is None else y_BSD
+    H, K = options.num_heads, options.head_dim
+    if K is None:
+      D = x_or_y.shape[-1]
+      if D % H:
+        raise settings.ConfigError(
+          f"config.model.num_heads: {H} does not divide the width {D}."
+        )
+      K = D // H
+    G = options.num_kv_heads or H
+
+    def dense(name: str, heads: int, std: float | None) -> nn.Module:
+      return nn.DenseGeneral(
+        (heads, K),
+        use_bias=options.use_bias,
+        dtype=options.dtype,
+        kernel_init=kernels.initializer(std),
+        name=name,
+      )
+
+    q_BLHK = k_BSGK = v_BSGK = None
+    if x_BLD is not None:
+      q_BLHK = dense("query", H, options.query_std)(x_BLD)
+    if y_BSD is not None:
+      k_BSGK = dense("key", G, options.kv_std)(y_BSD)
+      v_BSGK = dense("value", G, options.kv_std)(y_BSD)
+    if options.qk_norm:
+      norm = functools.partial(
+        nn.RMSNorm, epsilon=options.norm_eps, dtype=options.dtype
+      )
+      q_BLHK = norm(name="query_norm")(q_BLHK)
+      k_BSGK = norm(name="key_norm")(k_BSGK)
+    if rope is not None:
+      q_BLHK = positions.rotate(q_BLHK, rope)
+      k_BSGK = positions.rotate(k_BSGK, rope)
+    if cache is not None:
+      if y_BSD is not None:
+        cache = cache.write(k_BSGK, v_BSGK, layer, start)
+      k_BSGK, v_BSGK = cache.layer(layer)
+    if x_BLD is None:
+      return None, cache
+    if causal and cache is not None:
+      i = start + jnp.arange(q_BLHK.shape[1])
+      mask_BLS = _sees(i, jnp.arange(cache.length), options.window)[None]
+      causal = False
+    o_BLHK = attend(
+      q_BLHK,
+      k_BSGK,
+      v_BSGK,
+      mask_BLS=mask_BLS,
+      causal=causal,
+      window=options.window,
+      bias_1HLS=bias_1HLS,
+      scaled=options.scaled,
+      softcap=options.softcap,
     )
-
-
-def rotation(positions_BL: jax.Array, omega_Q: np.ndarray) -> Rotation:
-  """Sines and cosines for positions."""
-  angle = positions_BL.astype(jnp.float32)[:, :, None, None] * omega_Q
-  return Rotation(jnp.sin(angle), jnp.cos(angle))
-
-
-def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
-  """Turns the pairs (i, i + K / 2) of each head, in float32."""
-  x, y = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-  sin, cos = by
-  turned = jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1)
-  return turned.astype(x_BLHK.dtype)
+    out = nn.DenseGeneral(
+      x_BLD.shape[-1],
+      axis=(-2, -1),
+      use_bias=options.use_bias,
+      dtype=options.dtype,
+      kernel_init=kernels.initializer(options.out_std),
+      name="out",
+    )
+    return out(o_BLHK), cache
 
 
 def attend(
@@ -110,186 +179,111 @@ def attend(
   v_BSGK: jax.Array,
   *,
   mask_BLS: jax.Array | None = None,
+  causal: bool = False,
   window: int | None = None,
+  bias_1HLS: jax.Array | None = None,
+  scaled: bool = True,
   softcap: float | None = None,
 ) -> jax.Array:
-  """Attention of the last L of S positions to those up to each.
+  """Means of values, weighted by the softmax of the queries' scores.
+
+  Scores and their softmax are float32. XLA computes them, or cuDNN's fused
+  kernel where `implementation` allows it and the scores are plain: scaled, with
+  neither bias nor cap.
 
   Args:
-    q_BLHK: queries; heads h R, ..., h R + R - 1 share the h-th keys.
+    q_BLHK: queries; heads h R, ..., h R + R - 1 share the h-th keys. B may be
+      a multiple of the keys' rows: successive rows of queries share a row of
+      keys, without a mask, bias or order.
     k_BSGK: keys.
     v_BSGK: values.
-    mask_BLS: what each query may see. Without it, S is L and each sees itself
-      and what is before it.
-    window: a query sees so many positions, itself among them.
-    softcap: scores s become softcap * tanh(s / softcap).
+    mask_BLS: bool, whether a query sees a position; the batch axis may be 1.
+      All if None.
+    causal: whether queries see no later positions; S is L, and there is no
+      mask.
+    window: number of positions that a causal query sees, itself included; all
+      earlier ones if None.
+    bias_1HLS: added to the scaled scores.
+    scaled: whether scores are divided by sqrt(K).
+    softcap: scores s become softcap * tanh(s / softcap); None for no cap.
 
   Returns:
     [B, L, H, K] in the dtype of the queries.
   """
-  B, L, H, K = q_BLHK.shape
-  G = k_BSGK.shape[2]
-  implementation = common.attention_implementation(q_BLHK)
-  if softcap is None and implementation == "cudnn":
-    return jax.nn.dot_product_attention(
+  shape = q_BLHK.shape
+  plain = scaled and bias_1HLS is None and softcap is None
+  fused = plain and implementation(q_BLHK) == "cudnn"
+  B, S, G, K = k_BSGK.shape
+  q_BLHK = q_BLHK.reshape(B, -1, *shape[2:])
+  L, H = q_BLHK.shape[1:3]
+  if fused:
+    o_BLHK = jax.nn.dot_product_attention(
       q_BLHK,
       k_BSGK,
       v_BSGK,
       mask=None if mask_BLS is None else mask_BLS[:, None],
-      is_causal=mask_BLS is None,
-      local_window_size=(window - 1, 0)
-      if window and mask_BLS is None
-      else None,
+      is_causal=causal,
+      local_window_size=(window - 1, 0) if causal and window else None,
       implementation="cudnn",
     )
-  if mask_BLS is None:
+    return o_BLHK.reshape(shape)
+  if causal:
     mask_BLS = causal_mask(L, window)[None]
-  q = q_BLHK.reshape(B, L, G, H // G, K)
+  # Heads have one axis, "h", or two: groups "g" of "r" heads that share keys.
+  # The order of the scores' axes decides how XLA orders its sums, and so the
+  # last bits of gradients. Another order would change the results of configs.
+  if H == G and (bias_1HLS is not None or not scaled):
+    q_axes, k_axes, axes = "blhk", "bshk", "bhls"
+  else:
+    q_axes, k_axes, axes = "blgrk", "bsgk", "bglrs" if H == G else "bgrls"
+  sizes = dict(b=B, l=L, s=S, h=H, g=G, r=H // G, k=K)
+  q = q_BLHK.reshape([sizes[axis] for axis in q_axes])
   scores = jnp.einsum(
-    "blgrk,bsgk->bgrls", q, k_BSGK, preferred_element_type=jnp.float32
-  ) / math.sqrt(K)
+    f"{q_axes},{k_axes}->{axes}", q, k_BSGK, preferred_element_type=jnp.float32
+  )
+  if scaled:
+    scores /= math.sqrt(K)
+  if bias_1HLS is not None:
+    scores += bias_1HLS.reshape(1, *[sizes[axis] for axis in axes[1:]])
   if softcap is not None:
     scores = softcap * jnp.tanh(scores / softcap)
-  # Not -inf: a row of padding that sees nothing must not become NaN.
-  scores = jnp.where(mask_BLS[:, None, None], scores, -1e30)
-  shares = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-  return jnp.einsum("bgrls,bsgk->blgrk", shares, v_BSGK).reshape(q_BLHK.shape)
+  if mask_BLS is not None:
+    other_axes = [i for i, axis in enumerate(axes) if axis not in "bls"]
+    mask = jnp.expand_dims(mask_BLS, other_axes)
+    scores = jnp.where(mask, scores, _MASKED)
+  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+  o = jnp.einsum(f"{axes},{k_axes}->{q_axes}", weights, v_BSGK)
+  return o.reshape(shape)
+
+
+def implementation(q_BLHK: jax.Array) -> Literal["xla", "cudnn"]:
+  """Returns "cudnn" if its fused kernel takes these queries, else "xla"."""
+  L, K = q_BLHK.shape[1], q_BLHK.shape[3]
+  # A single query (pooling) has no L x S matrix that fusing would avoid.
+  fits = q_BLHK.dtype.itemsize == 2 and K % 8 == 0 and K <= 128 and L > 1
+  if not fits or jax.default_backend() != "gpu":
+    return "xla"
+  if "cuda" not in jax.extend.backend.get_backend().platform_version:
+    return "xla"
+  ampere_or_later = float(jax.devices()[0].compute_capability) >= 8.0
+  return "cudnn" if ampere_or_later else "xla"
 
 
 def causal_mask(length: int, window: int | None = None) -> jax.Array:
-  """bool [L, L]: what each position sees."""
-  i, j = jnp.arange(length)[:, None], jnp.arange(length)[None]
-  return _sees(i, j, window)
+  """Returns bool [L, L]: whether a position sees another, see `attend`."""
+  i = jnp.arange(length)
+  return _sees(i, i, window)
 
 
 def document_mask(
   segments_BL: jax.Array, window: int | None = None
 ) -> jax.Array:
-  """bool [B, L, L]: causal, and inside of a document only."""
+  """Returns bool [B, L, L]: the causal mask, inside each document only."""
   same = segments_BL[:, :, None] == segments_BL[:, None, :]
   return same & causal_mask(segments_BL.shape[1], window)
 
 
-def _sees(i: jax.Array, j: jax.Array, window: int | None) -> jax.Array:
+def _sees(i_L: jax.Array, j_S: jax.Array, window: int | None) -> jax.Array:
+  """Bool [L, S]: whether position i sees position j."""
+  i, j = i_L[:, None], j_S[None]
   return (j <= i) & (j > i - window) if window else j <= i
-
-
-class Attention(nn.Module):
-  """Causal self-attention with grouped queries.
-
-  Grouped: https://arxiv.org/abs/2305.13245. Norms of queries and keys:
-  https://arxiv.org/abs/2302.05442, here root mean squares.
-
-  Parameters: query (D, H, K), key and value (D, G, K), out (H, K, D), each a
-  kernel and maybe a bias; query_norm and key_norm with a scale (K,).
-
-  Attributes:
-    num_heads: H.
-    num_kv_heads: G; divides H.
-    head_dim: K.
-    use_bias: whether the projections have biases.
-    qk_norm: whether queries and keys are normalised.
-    window: positions that each sees; all before it if None.
-    softcap: of the scores, see `attend`.
-    norm_eps: of the norms.
-    init_std: of the kernels; that of `out` is out_init_std.
-    dtype: of the computation.
-  """
-
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  use_bias: bool
-  qk_norm: bool
-  window: int | None
-  softcap: float | None
-  norm_eps: float
-  init_std: float
-  out_init_std: float
-  dtype: str
-
-  @nn.compact
-  def __call__(
-    self,
-    x_BLD: jax.Array,
-    rope: Rotation | None,
-    mask_BLL: jax.Array | None,
-    cache: Cache | None = None,
-    layer: Any = None,
-    start: Any = None,
-  ) -> tuple[jax.Array, Cache | None]:
-    """Attends.
-
-    Args:
-      x_BLD: the normalised stream.
-      rope: rotary embeddings of the positions; None for none.
-      mask_BLL: what each position sees; causal if None.
-      cache: of all layers; takes the keys and values of these positions.
-      layer: which layer of the cache this is.
-      start: the position in the cache of the first of x.
-
-    Returns:
-      ([B, L, D], the new cache).
-    """
-    H, G, K = self.num_heads, self.num_kv_heads, self.head_dim
-    dense = functools.partial(
-      nn.DenseGeneral,
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=nn.initializers.normal(self.init_std),
-    )
-    q_BLHK = dense((H, K), name="query")(x_BLD)
-    k_BLGK = dense((G, K), name="key")(x_BLD)
-    v_BLGK = dense((G, K), name="value")(x_BLD)
-    if self.qk_norm:
-      norm = functools.partial(
-        nn.RMSNorm, epsilon=self.norm_eps, dtype=self.dtype
-      )
-      q_BLHK = norm(name="query_norm")(q_BLHK)
-      k_BLGK = norm(name="key_norm")(k_BLGK)
-    if rope is not None:
-      q_BLHK, k_BLGK = rotate(q_BLHK, rope), rotate(k_BLGK, rope)
-    if cache is not None:
-      cache, k_BLGK, v_BLGK, mask_BLL = self._recall(
-        cache, k_BLGK, v_BLGK, layer, start
-      )
-    o_BLHK = attend(
-      q_BLHK,
-      k_BLGK,
-      v_BLGK,
-      mask_BLS=mask_BLL,
-      window=self.window,
-      softcap=self.softcap,
-    )
-    out = nn.DenseGeneral(
-      x_BLD.shape[-1],
-      axis=(-2, -1),
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=nn.initializers.normal(self.out_init_std),
-      name="out",
-    )
-    return out(o_BLHK), cache
-
-  def _recall(
-    self,
-    cache: Cache,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    layer: Any,
-    start: Any,
-  ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
-    """(cache with these positions, all keys, all values, who sees whom)."""
-
-    def write(old: jax.Array, new: jax.Array) -> jax.Array:
-      new = new[:, None].astype(old.dtype)
-      return jax.lax.dynamic_update_slice(old, new, (0, layer, start, 0, 0))
-
-    cache = Cache(write(cache.k_BNSGK, k_BLGK), write(cache.v_BNSGK, v_BLGK))
-    of_layer = functools.partial(
-      jax.lax.dynamic_index_in_dim, index=layer, axis=1, keepdims=False
-    )
-    k_BSGK, v_BSGK = map(of_layer, cache)
-    i = start + jnp.arange(k_BLGK.shape[1])[:, None]
-    sees_LS = _sees(i, jnp.arange(k_BSGK.shape[1])[None], self.window)
-    return cache, k_BSGK, v_BSGK, sees_LS[None]

@@ -1,4 +1,4 @@
-"""The hidden layer of transformers, plain or gated.
+"""The MLP of transformers, plain or gated.
 
 Axes: B batch, L length, D model width, F hidden width.
 """
@@ -9,14 +9,17 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 
+from bigtrain.models.layers import kernels
+
 
 class Kind(NamedTuple):
   """What happens between the two products.
 
   Attributes:
-    activation: a function of each number.
-    gated: whether a third matrix, `gate`, makes what it is applied to, which
-      is then multiplied with what `up` made (https://arxiv.org/abs/2002.05202).
+    activation: an elementwise function.
+    gated: whether the activation is applied to the product with a third
+      kernel, `gate`, and multiplied with the product with `up`
+      (https://arxiv.org/abs/2002.05202).
   """
 
   activation: Callable[[jax.Array], jax.Array]
@@ -32,70 +35,75 @@ KINDS = {
 
 
 class Options(NamedTuple):
-  """What an MLP has to know.
+  """Options of an MLP.
 
   Attributes:
     dim: F.
     kind: a name in KINDS.
-    init_std: of the initial kernels that read the residual stream.
-    out_init_std: of that which writes to it.
+    init_std: standard deviation of the initial `up` and `gate` kernels; None
+      for Xavier's uniform distribution.
+    out_init_std: the same for `down`.
     use_bias: whether there are biases.
     dropout: rate in the hidden layer.
-    dtype: of the computation.
+    dtype: dtype of the computation.
+    names: names of the submodules `up` and `down`.
   """
 
   dim: int
   kind: str
-  init_std: float
-  out_init_std: float
+  init_std: float | None
+  out_init_std: float | None
   use_bias: bool = False
   dropout: float = 0.0
   dtype: str = "float32"
+  names: tuple[str, str] = ("up", "down")
+
+
+def vit_options(
+  dim: int,
+  dropout: float = 0.0,
+  dtype: str = "float32",
+  use_bias: bool = True,
+) -> Options:
+  """Returns the options of a ViT's MLP, named as in published checkpoints."""
+  return Options(
+    dim,
+    "gelu",
+    init_std=None,
+    out_init_std=None,
+    use_bias=use_bias,
+    dropout=dropout,
+    dtype=dtype,
+    names=("Dense_0", "Dense_1"),
+  )
 
 
 class Mlp(nn.Module):
-  """The layer. Parameters: up and, if gated, gate (D, F), down (F, D)."""
+  """An MLP. Parameters: up and, if gated, gate (D, F), down (F, D)."""
 
   options: Options
 
   @nn.compact
-  def __call__(self, x_BLD: jax.Array, train: bool) -> jax.Array:
-    """(B, L, D) to the same; `train` says whether dropout acts."""
+  def __call__(self, x_BLD: jax.Array, train: bool = False) -> jax.Array:
+    """Returns (B, L, D); `train` turns dropout on."""
     options = self.options
     activation, gated = KINDS[options.kind]
+    up, down = options.names
 
-    def dense(name: str, size: int, std: float) -> nn.Module:
+    def dense(name: str, size: int, std: float | None) -> nn.Module:
       return nn.Dense(
         size,
         use_bias=options.use_bias,
         dtype=options.dtype,
-        kernel_init=nn.initializers.normal(std),
+        kernel_init=kernels.initializer(std),
         name=name,
       )
 
-    h_BLF = dense("up", options.dim, options.init_std)(x_BLD)
+    h_BLF = dense(up, options.dim, options.init_std)(x_BLD)
     if gated:
       gate = dense("gate", options.dim, options.init_std)
       h_BLF *= activation(gate(x_BLD))
     else:
       h_BLF = activation(h_BLF)
     h_BLF = nn.Dropout(options.dropout)(h_BLF, deterministic=not train)
-    return dense("down", x_BLD.shape[-1], options.out_init_std)(h_BLF)
-
-
-class Kernel(nn.Module):
-  """A parameter called "kernel", multiplied elsewhere.
-
-  Attributes:
-    shape: of it.
-    init_std: of its initial values.
-  """
-
-  shape: tuple[int, ...]
-  init_std: float
-
-  @nn.compact
-  def __call__(self) -> jax.Array:
-    """Returns it."""
-    init = nn.initializers.normal(self.init_std)
-    return self.param("kernel", init, self.shape)
+    return dense(down, x_BLD.shape[-1], options.out_init_std)(h_BLF)

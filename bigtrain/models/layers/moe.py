@@ -1,15 +1,16 @@
-"""Mixture of experts: a layer in the place of an MLP.
+"""Mixture of experts: a layer in place of an MLP.
 
-Each token goes to its best `top_k` of E experts: one as in Switch
-(https://arxiv.org/abs/2101.03961), or some, whose outputs are weighted, as in
-Mixtral (https://arxiv.org/abs/2401.04088). Either no token is dropped: tokens
-are sorted by expert and multiplied in groups, on the device they are on, with
-all experts' weights gathered for the layer. Or each expert has a capacity in
-each row of the batch, and what is over is dropped: then the experts stay on
-their devices, if a sharding rule splits them over `fsdp`
-(".*/moe/(gate|up|down)/kernel", "shard_dim(-3)"), and tokens travel to them and
-back, all to all. In neither way do devices or microbatches change what a token
-gets.
+Each token goes to its best `top_k` of E experts: to one as in Switch
+(https://arxiv.org/abs/2101.03961), or to several, whose outputs are weighted,
+as in Mixtral (https://arxiv.org/abs/2401.04088).
+
+Without a capacity no token is dropped: each device sorts its own tokens by
+expert and multiplies in groups, with all experts' weights gathered for the
+layer. With a capacity each expert takes a limited number of tokens of each row
+of the batch, and the rest are dropped. The experts then stay on their devices,
+if a sharding rule splits them over `fsdp` (".*/moe/(gate|up|down)/kernel",
+"shard_dim(-3)"), and tokens travel to them and back, all to all. Either way a
+token's output depends neither on the devices nor on the microbatches.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import settings
-from bigtrain.models.layers import mlp, moe_dispatch
+from bigtrain.models.layers import kernels, mlp, moe_dispatch
 
 
 class Options(NamedTuple):
@@ -29,19 +30,19 @@ class Options(NamedTuple):
 
   Attributes:
     num_experts: E.
-    top_k: experts of a token.
-    every: which layers have experts: the last of each so many.
+    top_k: number of experts per token.
+    every: period of the layers with experts; the last of each period has them.
     capacity_factor: an expert takes up to this times L * top_k / E tokens of a
       row, rounded up; None drops nothing.
-    eval_capacity_factor: the same where it is not training, if it is another.
-    jitter: in training, what the router sees is multiplied by noise from
+    eval_capacity_factor: the same outside of training; capacity_factor if None.
+    jitter: in training, the router's input is multiplied by noise from
       [1 - jitter, 1 + jitter].
-    dropout: rate in the hidden layers of experts; that of MLPs unless given.
-    normalize: whether the weights of a token's experts add up to 1; unless
-      given, if there are several.
-    shared_experts: how many times the size of an expert an MLP is that every
-      token passes as well (https://arxiv.org/abs/2401.06066); 0 for none.
-    router_init_std: of the router's initial kernel.
+    dropout: rate in the hidden layers of experts; the MLPs' rate if None.
+    normalize: whether the weights of a token's experts add up to 1; by default
+      if there are several.
+    shared_experts: size, in experts, of an MLP that every token passes as well
+      (https://arxiv.org/abs/2401.06066); 0 for none.
+    router_init_std: standard deviation of the router's initial kernel.
   """
 
   num_experts: int
@@ -56,7 +57,7 @@ class Options(NamedTuple):
   router_init_std: float = 0.02
 
   def factor(self, train: bool) -> float | None:
-    """The capacity factor, or None where nothing is dropped."""
+    """Returns the capacity factor, or None if nothing is dropped."""
     if train or self.eval_capacity_factor is None:
       return self.capacity_factor
     return self.eval_capacity_factor
@@ -67,56 +68,55 @@ class Options(NamedTuple):
 
 
 def read(options: Any, key: str, **depths: int) -> Options | None:
-  """Options from a config.
+  """Returns the options of a config.
 
   Args:
     options: a dict, Options, or None.
-    key: what they are called.
-    **depths: numbers of layers, of which some shall have experts, by name.
+    key: their config key, for messages.
+    **depths: numbers of layers of the stacks with experts, by config key.
 
   Raises:
-    ConfigError: they cannot be meant.
+    ConfigError: an unknown or missing key, or a value out of range.
   """
   if options is None or isinstance(options, Options):
     return options
   settings.check_kwargs(Options, options, key)
   if "num_experts" not in options:
     raise settings.ConfigError(f"{key}.num_experts: missing.")
-  found = Options(**options)
-  factors = (found.capacity_factor, found.eval_capacity_factor)
-  numbers = dict(
-    num_experts=found.num_experts > 0,
-    top_k=0 < found.top_k <= found.num_experts,
-    capacity_factor=factors[0] is None or factors[0] > 0,
-    eval_capacity_factor=factors[1] is None or factors[1] > 0,
-    jitter=0 <= found.jitter < 1,
-    dropout=found.dropout is None or 0 <= found.dropout < 1,
-    shared_experts=found.shared_experts >= 0,
-    router_init_std=found.router_init_std >= 0,
-  )
-  for name, fits in numbers.items():
-    if not fits:
-      raise settings.ConfigError(
-        f"{key}.{name}: {getattr(found, name)!r} cannot be, with "
-        f"{found.num_experts} experts."
-      )
+  moe = Options(**options)
+
+  def check(name: str, **limits: Any) -> None:
+    settings.check_number(f"{key}.{name}", getattr(moe, name), **limits)
+
+  check("num_experts", least=1, whole=True)
+  check("top_k", least=1, most=moe.num_experts, whole=True)
+  check("every", least=1, whole=True)
+  check("jitter", least=0, below=1)
+  check("shared_experts", least=0, whole=True)
+  check("router_init_std", least=0)
+  if moe.capacity_factor is not None:
+    check("capacity_factor", above=0)
+  if moe.eval_capacity_factor is not None:
+    check("eval_capacity_factor", above=0)
+  if moe.dropout is not None:
+    check("dropout", least=0, below=1)
   for name, depth in depths.items():
-    if found.every < 1 or depth % found.every:
+    if depth % moe.every:
       raise settings.ConfigError(
-        f"{key}.every: {found.every!r} does not divide {name}={depth}."
+        f"{key}.every: {moe.every!r} does not divide {name}={depth}."
       )
-  return found
+  return moe
 
 
-def kinds(layer: Any) -> list[Any]:
-  """What stack.run repeats: layers without experts, and one that has them.
+def kinds(options: Any) -> list[Any]:
+  """Returns the options of a period of stack.run.
 
   Args:
-    layer: a named tuple with a field `moe`: Options or None.
+    options: a block's named tuple with a field `moe`: Options or None.
   """
-  if layer.moe is None:
-    return [layer]
-  return [layer._replace(moe=None)] * (layer.moe.every - 1) + [layer]
+  if options.moe is None:
+    return [options]
+  return [options._replace(moe=None)] * (options.moe.every - 1) + [options]
 
 
 def mlp_or_experts(
@@ -126,11 +126,11 @@ def mlp_or_experts(
   real_BL: jax.Array | None,
   train: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
-  """What follows attention in a block, in whose compact method this is.
+  """Applies a block's MLP or experts; called from its compact method.
 
   Args:
     experts: None for an MLP.
-    options: of the MLP, or of each expert.
+    options: options of the MLP, or of each expert.
     x_BLD: the normalised stream.
     real_BL: see Moe.
     train: see Moe.
@@ -149,15 +149,15 @@ def mlp_or_experts(
 
 
 class Moe(nn.Module):
-  """The layer.
+  """A router and its experts.
 
   Parameters: router/kernel (D, E); up and, if gated, gate (E, D, F), down
   (E, F, D), each a kernel.
 
   Attributes:
-    options: see there.
-    expert: of each; without biases whatever it says. The router computes in
-      float32.
+    options: options of the layer.
+    expert: options of each expert, whose `use_bias` is ignored: there are no
+      biases. The router computes in float32.
   """
 
   options: Options
@@ -171,26 +171,26 @@ class Moe(nn.Module):
 
     Args:
       x_BLD: the normalised stream.
-      real_BL: bool: which tokens are no padding; all if None. Padding takes
-        no capacity and counts nowhere.
+      real_BL: bool, False for padding; all real if None. Padding takes no
+        capacity and has no part in the statistics.
       train: whether the router's input is jittered, and experts have dropout,
         with the rng "dropout".
 
     Returns:
       ([B, L, D], float32 statistics over the real tokens: "load_balance" and
-      "router_z", the losses without their weights, "load" [E], the share of
-      all choices, "dropped", that of choices which found no place, "entropy"
+      "router_z", the unweighted losses; "load" [E], each expert's share of all
+      choices; "dropped", the share of choices beyond the capacity; "entropy"
       of the router in nats).
     """
     options, expert, D = self.options, self.expert, x_BLD.shape[-1]
     E, F = options.num_experts, expert.dim
     if real_BL is None:
       real_BL = jnp.ones(x_BLD.shape[:2], bool)
-    seen_BLD = x_BLD.astype(jnp.float32)
+    router_input_BLD = x_BLD.astype(jnp.float32)
     if train and options.jitter:
-      seen_BLD *= jax.random.uniform(
+      router_input_BLD *= jax.random.uniform(
         self.make_rng("dropout"),
-        seen_BLD.shape,
+        router_input_BLD.shape,
         minval=1 - options.jitter,
         maxval=1 + options.jitter,
       )
@@ -200,11 +200,11 @@ class Moe(nn.Module):
       kernel_init=nn.initializers.normal(options.router_init_std),
       name="router",
     )
-    logits_BLE = router(seen_BLD)
+    logits_BLE = router(router_input_BLD)
     routing, stats = route(logits_BLE, real_BL, options)
 
     def kernel(name: str, shape: tuple[int, ...], std: float) -> jax.Array:
-      values = mlp.Kernel(shape, std, name=name)()
+      values = kernels.Kernel(shape, std, name=name)()
       return values.astype(expert.dtype)
 
     weights = {"up": kernel("up", (E, D, F), expert.init_std)}
@@ -229,10 +229,15 @@ class Moe(nn.Module):
 def route(
   logits_BLE: jax.Array, real_BL: jax.Array, options: Options
 ) -> tuple[moe_dispatch.Routing, dict[str, jax.Array]]:
-  """Chooses experts, and says how evenly.
+  """Chooses the experts of each token.
+
+  Args:
+    logits_BLE: float32 logits of the router.
+    real_BL: bool, False for padding.
+    options: options of the layer.
 
   Returns:
-    (the choices, best first; the statistics of `Moe` but "dropped").
+    (the choices, best first; the statistics of `Moe` without "dropped").
   """
   E, J = options.num_experts, options.top_k
   probs_BLE = jax.nn.softmax(logits_BLE, axis=-1)

@@ -1,4 +1,4 @@
-"""Tokens to their experts and back, with places for all or for some.
+"""Sends tokens to their experts and back, without or with a capacity.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
 a token, C capacity.
@@ -18,10 +18,15 @@ from bigtrain.models.layers import mlp
 
 
 class Routing(NamedTuple):
-  """Where the tokens of a batch go."""
+  """The experts of each token.
 
-  expert_BLJ: jax.Array  # int32
-  weight_BLJ: jax.Array  # float32
+  Attributes:
+    expert_BLJ: int32 numbers of the experts, best first.
+    weight_BLJ: float32 weights of their outputs.
+  """
+
+  expert_BLJ: jax.Array
+  weight_BLJ: jax.Array
 
 
 class Experts(NamedTuple):
@@ -30,8 +35,8 @@ class Experts(NamedTuple):
   Attributes:
     kind: a name in mlp.KINDS.
     dim: F.
-    rate: of dropout.
-    key: of dropout; None without.
+    rate: rate of dropout.
+    key: key of dropout; None for none.
   """
 
   kind: str
@@ -40,7 +45,7 @@ class Experts(NamedTuple):
   key: jax.Array | None
 
   def keep(self, *shape: int) -> jax.Array | None:
-    """Bool (*shape, F): what dropout leaves; None for all."""
+    """Returns dropout's bool mask (*shape, F); None for no dropout."""
     if self.key is None:
       return None
     return jax.random.bernoulli(self.key, 1 - self.rate, (*shape, self.dim))
@@ -52,7 +57,17 @@ class Experts(NamedTuple):
     times: Callable[[jax.Array, jax.Array], jax.Array],
     keep: jax.Array | None,
   ) -> jax.Array:
-    """Tokens (..., D) through them; `times` multiplies by a token's expert."""
+    """Applies the experts to their tokens.
+
+    Args:
+      x: tokens (..., D).
+      weights: kernels by name.
+      times: multiplies tokens with the kernels of their experts.
+      keep: mask from `keep`.
+
+    Returns:
+      (..., D).
+    """
     activation, gated = mlp.KINDS[self.kind]
     h = times(x, weights["up"])
     if gated:
@@ -70,13 +85,13 @@ def dropless(
   weights: dict[str, jax.Array],
   experts: Experts,
 ) -> jax.Array:
-  """Each device sorts its own tokens by expert and multiplies in groups.
+  """Sorts each device's tokens by expert and multiplies in groups.
 
   Args:
     x_BLD: tokens.
-    routing: their experts.
+    routing: experts of the tokens.
     weights: kernels by name.
-    experts: what to do with them.
+    experts: the experts' MLPs.
 
   Returns:
     [B, L, D].
@@ -125,21 +140,21 @@ def with_capacity(
   real_BL: jax.Array,
   factor: float,
 ) -> tuple[jax.Array, jax.Array]:
-  """Experts take up to C tokens of a row, and what is over is dropped.
+  """Gives each expert at most C tokens of a row, and drops the rest.
 
-  All first choices go before all second ones, and among those the earlier
-  token goes first.
+  All first choices are served before all second choices, and among those
+  earlier tokens before later ones.
 
   Args:
     x_BLD: tokens.
-    routing: their experts.
+    routing: experts of the tokens.
     weights: kernels by name.
-    experts: what to do with them.
-    real_BL: bool: which tokens are no padding.
+    experts: the experts' MLPs.
+    real_BL: bool, False for padding.
     factor: C is this times L * J / E, rounded up.
 
   Returns:
-    ([B, L, D], share of the real tokens' choices that found no place).
+    ([B, L, D], share of the real tokens' choices that were dropped).
   """
   B, L, D = x_BLD.shape
   J = routing.expert_BLJ.shape[-1]
@@ -153,7 +168,7 @@ def with_capacity(
   before_BQE = jnp.cumsum(wants_BQE, axis=1) - wants_BQE
   rank = jnp.sum(before_BQE * wants_BQE, axis=-1)
   served = real & (rank < C)
-  # Slot E * C is for those that have none.
+  # Slot E * C stands for choices without a slot.
   slot = jnp.where(served, expert * C + rank, E * C)
   token = jnp.broadcast_to(jnp.tile(jnp.arange(L), J), slot.shape)
   put = jax.vmap(lambda s, t: jnp.full(E * C + 1, L).at[s].set(t))
@@ -166,19 +181,20 @@ def with_capacity(
     PartitionSpec(sharding.AXES),
     PartitionSpec(*sharding.AXES),
   )
-  x_BECD = _laid(_laid(x_BECD, by_batch), by_expert)  # All to all, and ...
+  # All to all, to the experts' devices and back.
+  x_BECD = _constrained(_constrained(x_BECD, by_batch), by_expert)
   times = functools.partial(jnp.einsum, "becd,edf->becf")
   y_BECD = experts.run(x_BECD, weights, times, experts.keep(B, E, C))
-  y_BECD = _laid(_laid(y_BECD, by_expert), by_batch)  # ... back.
+  y_BECD = _constrained(_constrained(y_BECD, by_expert), by_batch)
   y = take(pad(y_BECD.reshape(B, E * C, D)), slot).reshape(B, J, L, D)
   weight_BJL = jnp.swapaxes(routing.weight_BLJ, 1, 2).astype(y.dtype)
   y_BLD = jnp.einsum("bjld,bjl->bld", y, weight_BJL)
-  lost = jnp.sum(real & ~served) / jnp.maximum(jnp.sum(real), 1)
-  return y_BLD, lost
+  dropped = jnp.sum(real & ~served) / jnp.maximum(jnp.sum(real), 1)
+  return y_BLD, dropped
 
 
-def _laid(x_BECD: jax.Array, spec: PartitionSpec) -> jax.Array:
-  """Lays an array out on the mesh, if there is one that it fits."""
+def _constrained(x_BECD: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """Constrains the sharding, if there is a mesh and the array divides."""
   mesh = sharding.ambient(len(x_BECD))
   if mesh is None or x_BECD.shape[1] % mesh.shape["fsdp"]:
     return x_BECD

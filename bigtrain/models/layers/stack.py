@@ -1,11 +1,12 @@
-"""Runs the blocks that a model stacks, unrolled or as a loop.
+"""Runs a stack of blocks, unrolled or as a loop.
 
-All may be alike, or they repeat in a period, as where every second has experts
-in the place of its MLP.
+All blocks may be alike, or they repeat with a period, as where every second
+block has experts in place of its MLP.
 
 Parameters are blocks_0, blocks_1, ...; with `scan` one `blocks` whose arrays
 have a leading axis of layers; with `scan` and a period, blocks/0, blocks/1,
-..., the places in a period, each with an axis of all layers that are there.
+..., one for each place in the period, with a leading axis of the layers at that
+place. The same key initialises all of these to the same values.
 """
 
 from collections.abc import Sequence
@@ -15,15 +16,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain.models.layers import common
+from bigtrain.models.layers import remat
 
 
 class _Period(nn.Module):
-  """Blocks of different kinds, one after the other.
+  """The blocks of one period, one after the other.
 
   Attributes:
-    block: the class.
-    kinds: options of each.
+    block: class of the blocks.
+    kinds: options of each block.
   """
 
   block: Any
@@ -31,12 +32,12 @@ class _Period(nn.Module):
 
   @nn.compact
   def __call__(self, carry: Any, number: Any, *shared: Any) -> tuple[Any, Any]:
-    """See `run`; `number` is that of the period."""
+    """Runs the blocks, see `run`; `number` is the number of the period."""
     reports = []
     for place, options in enumerate(self.kinds):
-      index = number * len(self.kinds) + place
+      layer = number * len(self.kinds) + place
       block = self.block(options, name=str(place))
-      carry, report = block(carry, index, *shared)
+      carry, report = block(carry, layer, *shared)
       reports.append(report)
     return carry, _mean(reports)
 
@@ -50,44 +51,60 @@ def run(
   *shared: Any,
   scan: bool,
   remat_policy: str,
+  name: str = "blocks",
+  separator: str = "_",
 ) -> tuple[Any, Any]:
   """Passes `carry` through `depth` blocks.
 
   Args:
-    parent: the module in whose compact method this is; it gets the parameters.
-    block: the class: made of options, and called with (carry, number of the
-      layer, *shared); it returns (carry, report), whose report may be None.
-    kinds: options of the blocks of a period, whose length divides `depth`.
+    parent: module that gets the parameters; called from its compact method.
+    block: class of the blocks. It is constructed with options and called with
+      (carry, number of the layer, *shared). It returns (carry, report); the
+      report may be None.
+    kinds: options of the blocks of one period; its length divides `depth`.
     depth: number of blocks.
-    carry: what flows through them.
-    *shared: what is the same for all; the last says whether this is training.
-    scan: one compiled period, and a loop.
-    remat_policy: what the backward pass keeps, see common.Encoder.
+    carry: arrays that each block gets from the one before.
+    *shared: arguments that all blocks get; the last is `train`.
+    scan: whether to compile one period and loop over it, so that the time to
+      compile does not grow with depth.
+    remat_policy: a name in remat.POLICIES.
+    name: name of the submodule with `scan`, and its beginning without.
+    separator: separates that name from the number of a block.
 
   Returns:
-    (the carry, the mean of the reports that are not None, or None).
+    (the last carry, mean of the reports that are not None, or None).
   """
   period = len(kinds)
   if parent.is_initializing():
-    _init(parent, block, kinds, depth, scan, carry, *shared)
-  # Arguments are self, carry, number, and these.
-  kept = common.block_class(block, scan, remat_policy, train=2 + len(shared))
+    places = _init(parent, block, kinds, depth, carry, *shared)
+    if not scan:
+      for i in range(depth):
+        pick = lambda x, i=i: x[i // period]
+        params = jax.tree.map(pick, places[i % period])
+        parent.put_variable("params", f"{name}{separator}{i}", params)
+    elif period > 1:
+      params = {str(place): params for place, params in enumerate(places)}
+      parent.put_variable("params", name, params)
+    else:
+      parent.put_variable("params", name, places[0])
+  # The block's arguments are self, carry, number, and the shared ones.
+  block = remat.block_class(block, scan, remat_policy, train=2 + len(shared))
   if not scan:
     reports = []
     for i in range(depth):
-      one = kept(kinds[i % period], name=f"blocks_{i}")
-      carry, report = one(carry, i, *shared)
+      layer = block(kinds[i % period], name=f"{name}{separator}{i}")
+      carry, report = layer(carry, i, *shared)
       reports.append(report)
     return carry, _mean(reports)
   looped: Any = nn.scan(
-    kept if period == 1 else _Period,
+    block if period == 1 else _Period,
     variable_axes={"params": 0},
     split_rngs={"params": True, "dropout": True},
     in_axes=(0, *[nn.broadcast] * len(shared)),
     length=depth // period,
   )
-  made_of = kinds if period == 1 else (kept, tuple(kinds))
-  blocks = looped(*made_of, name="blocks")
+  arguments = kinds if period == 1 else (block, tuple(kinds))
+  blocks = looped(*arguments, name=name)
   carry, reports = blocks(carry, jnp.arange(depth // period), *shared)
   return carry, jax.tree.map(lambda x: jnp.mean(x, axis=0), reports)
 
@@ -97,28 +114,24 @@ def _init(
   block: type[nn.Module],
   kinds: Sequence[Any],
   depth: int,
-  scan: bool,
   carry: Any,
   *shared: Any,
-) -> None:
-  period = len(kinds)
+) -> list[Any]:
+  """Initial parameters of each place in the period, stacked over its layers."""
   places = []
   for options in kinds:
-    one = block(options, parent=None)
-    number = depth // period
-    places.append(common.stacked_params(parent, number, one, carry, 0, *shared))
-  if not scan:
-    for i in range(depth):
-      pick = lambda x, i=i: x[i // period]
-      params = jax.tree.map(pick, places[i % period])
-      parent.put_variable("params", f"blocks_{i}", params)
-    return
-  named = {str(place): params for place, params in enumerate(places)}
-  parent.put_variable("params", "blocks", named if period > 1 else places[0])
+    module = block(options, parent=None)
+    init = lambda key, module=module: module.init(key, carry, 0, *shared)
+    keys = jax.random.split(parent.make_rng("params"), depth // len(kinds))
+    # One compiled initialiser loops over the layers: compiling the random
+    # numbers of each layer takes far longer than drawing them.
+    variables = jax.lax.map(init, keys)
+    places.append(variables["params"])
+  return places
 
 
 def _mean(reports: Sequence[Any]) -> Any:
-  found = [report for report in reports if report is not None]
-  if not found:
+  reports = [report for report in reports if report is not None]
+  if not reports:
     return None
-  return jax.tree.map(lambda *x: sum(x) / len(x), *found)
+  return jax.tree.map(lambda *x: sum(x) / len(x), *reports)

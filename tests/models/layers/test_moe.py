@@ -1,4 +1,4 @@
-"""Experts against a plain loop, with and without places for all."""
+"""Experts against a plain loop over tokens, without and with a capacity."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ B, L, D, F, E = 8, 6, 4, 5, 8
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_fast():
-  """Compiling is nearly all that these tests do."""
+  """These tests spend nearly all their time compiling."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
@@ -43,7 +43,7 @@ def params():
 
 @functools.cache
 def run_of(kind, options, devices):
-  """A compiled layer, its batch and experts split over so many devices."""
+  """Returns (gradients, outputs, statistics), split over these devices."""
   mesh = sharding.make_mesh(devices=jax.devices()[:devices])
   experts = NamedSharding(mesh, PartitionSpec("fsdp"))
 
@@ -71,7 +71,7 @@ def run(kind="swiglu", devices=1, **options):
 
 
 def expert(e, x, kind):
-  """One expert's MLP of one token."""
+  """Applies one expert to one token."""
   p = jax.tree.map(
     lambda w: w[e],
     {k: params()["params"][k]["kernel"] for k in ("up", "gate", "down")},
@@ -87,7 +87,7 @@ def expert(e, x, kind):
 
 
 def choices(x, top_k, normalize):
-  """[(expert, weight), ...] of one token, best first."""
+  """Returns [(expert, weight), ...] of one token, best first."""
   logits = x @ params()["params"]["router"]["kernel"]
   probs = np.exp(logits - logits.max())
   probs /= probs.sum()
@@ -97,20 +97,20 @@ def choices(x, top_k, normalize):
 
 
 def plain(top_k, normalize, capacity=None, kind="swiglu"):
-  """(outputs, how many choices found no place), by a loop over tokens."""
+  """Returns (outputs, number of dropped choices), by a loop over tokens."""
   out, dropped = np.zeros_like(X), 0
   for b in range(B):
-    places = [capacity or L * top_k] * E
+    free = [capacity or L * top_k] * E
     chosen = [choices(X[b, i], top_k, normalize) for i in range(L)]
     for j in range(top_k):
       for i in range(L):
         e, weight = chosen[i][j]
         if not REAL[b, i]:
           continue
-        if places[e] == 0:
+        if free[e] == 0:
           dropped += 1
           continue
-        places[e] -= 1
+        free[e] -= 1
         out[b, i] += weight * expert(e, X[b, i], kind)
   return out, dropped
 
@@ -124,7 +124,7 @@ def plain(top_k, normalize, capacity=None, kind="swiglu"):
     ("relu", dict(top_k=2, normalize=False), False),
   ],
 )
-def test_dropless_is_a_loop_over_experts(kind, options, normalize):
+def test_dropless_equals_a_loop_over_tokens(kind, options, normalize):
   _, y, stats = run(kind, **options)
   expected, _ = plain(options["top_k"], normalize, kind=kind)
   np.testing.assert_allclose(y * REAL[..., None], expected, atol=1e-4)
@@ -132,7 +132,7 @@ def test_dropless_is_a_loop_over_experts(kind, options, normalize):
 
 
 @pytest.mark.parametrize("factor, top_k", [(0.7, 2), (1.5, 1)])
-def test_capacity_drops_what_the_rule_says(factor, top_k):
+def test_capacity_drops_later_choices_and_tokens(factor, top_k):
   _, y, stats = run(top_k=top_k, capacity_factor=factor)
   capacity = math.ceil(factor * L * top_k / E)
   expected, dropped = plain(top_k, top_k > 1, capacity)
@@ -141,10 +141,10 @@ def test_capacity_drops_what_the_rule_says(factor, top_k):
   assert stats["dropped"] == pytest.approx(dropped / (REAL.sum() * top_k))
 
 
-def test_enough_places_are_as_none_dropped():
-  _, _, free = run(top_k=2)
+def test_a_large_capacity_equals_dropless():
+  _, _, dropless = run(top_k=2)
   grads, y, stats = run(top_k=2, capacity_factor=float(E))
-  assert stats["dropped"] == free["dropped"] == 0
+  assert stats["dropped"] == dropless["dropped"] == 0
   same, z, _ = run(top_k=2)
   np.testing.assert_allclose(y, z * REAL[..., None], atol=1e-5)
   jax.tree.map(
@@ -153,7 +153,7 @@ def test_enough_places_are_as_none_dropped():
 
 
 @pytest.mark.parametrize("factor", [None, 0.7])
-def test_devices_change_nothing(factor):
+def test_eight_devices_compute_the_same_as_one(factor):
   options = dict(top_k=2, capacity_factor=factor)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
@@ -162,7 +162,7 @@ def test_devices_change_nothing(factor):
   )
 
 
-def test_statistics():
+def test_statistics_match_their_definitions():
   _, _, stats = run(top_k=2)
   chosen = [
     e
@@ -183,7 +183,7 @@ def test_statistics():
   assert stats["load_balance"] == pytest.approx(balance, rel=1e-4)
 
 
-def test_jitter_moves_choices_in_training_only():
+def test_jitter_acts_only_in_training():
   jittered = layer(top_k=1, jitter=0.5)
 
   @functools.partial(jax.jit, static_argnums=0)
@@ -197,7 +197,7 @@ def test_jitter_moves_choices_in_training_only():
 
 
 @pytest.mark.parametrize("factor", [None, float(E)])
-def test_dropout_of_experts_is_the_same_on_all_devices(factor):
+def test_dropout_of_experts_does_not_depend_on_the_devices(factor):
   dropping = layer(top_k=1, capacity_factor=factor, dropout=0.5)
 
   def run_on(devices, number):
@@ -221,7 +221,7 @@ def test_dropout_of_experts_is_the_same_on_all_devices(factor):
   assert off(once) > 0.3 and off(run_on(1, 500)) < 0.1
 
 
-def test_evaluation_may_have_more_places():
+def test_evaluation_may_have_a_larger_capacity():
   both = layer(top_k=1, capacity_factor=0.7, eval_capacity_factor=float(E))
   run = jax.jit(
     lambda train: both.apply(params(), X, REAL, train)[1], static_argnums=0
@@ -229,7 +229,7 @@ def test_evaluation_may_have_more_places():
   assert run(True)["dropped"] > 0 and run(False)["dropped"] == 0
 
 
-def test_a_decoder_of_experts_shared_ones_too():
+def test_a_decoder_with_routed_and_shared_experts():
   sizes = dict(vocab_size=20, width=8, depth=2, num_heads=2, mlp_dim=6)
   options = dict(num_experts=4, top_k=1, shared_experts=2)
   tokens = jnp.arange(10)[None]
@@ -267,7 +267,7 @@ def test_a_decoder_of_experts_shared_ones_too():
     ),
   ],
 )
-def test_a_rule_keeps_experts_on_their_devices(model, kernel):
+def test_a_sharding_rule_splits_experts_over_devices(model, kernel):
   tokens = [jnp.zeros((1, 2), jnp.int32)] * (2 if kernel[0] == "e" else 1)
   shapes = jax.eval_shape(model.init, jax.random.key(0), *tokens)
   state = dict(params=shapes["params"], opt=dict(mu=shapes, nu=shapes))
@@ -289,14 +289,20 @@ def test_a_rule_keeps_experts_on_their_devices(model, kernel):
   "options, message",
   [
     (dict(top_k=2), "num_experts: missing"),
-    (dict(num_experts=4, top_k=5), "top_k: 5 cannot be, with 4"),
+    (
+      dict(num_experts=4, top_k=5),
+      "top_k: expected a whole number .* at most 4, got 5",
+    ),
     (dict(num_experts=4, capacity=1.0), "capacity.*'capacity_factor'"),
-    (dict(num_experts=4, jitter=1.5), "jitter: 1.5"),
-    (dict(num_experts=4, dropout=1.0), "dropout: 1.0"),
+    (dict(num_experts=4, jitter=1.5), "jitter: expected .* below 1, got 1.5"),
+    (dict(num_experts=4, dropout=1.0), "dropout: expected .* below 1, got 1.0"),
     (dict(num_experts=4, every=4), "every: 4 does not divide decoder_depth=6"),
-    (dict(num_experts=4, every=0), "every: 0 does not divide depth=8"),
+    (
+      dict(num_experts=4, every=0),
+      "every: expected a whole number at least 1, got 0",
+    ),
   ],
 )
-def test_what_cannot_be_is_told(options, message):
+def test_wrong_options_are_errors(options, message):
   with pytest.raises(settings.ConfigError, match=message):
     moe.read(options, "config.model.moe", depth=8, decoder_depth=6)

@@ -1,24 +1,23 @@
-"""models/common.py and published.py: layers, position embeddings, names."""
+"""The encoder: scan, rematerialisation, dropout, stochastic depth, dtypes."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bigtrain import settings, trees
-from bigtrain.models.layers import common
+from bigtrain.models.layers import encoder as encoder_lib
 
 B, L, D, H, DEPTH = 4, 6, 16, 2, 2
 
 
 def key(seed):
-  # Its random numbers compile far faster than threefry's.
+  # Random numbers of this kind compile far faster than threefry's.
   return jax.random.key(seed, impl="unsafe_rbg")
 
 
 def encoder(**kw):
-  return common.Encoder(**{"depth": DEPTH, "num_heads": H, **kw})
+  return encoder_lib.Encoder(**{"depth": DEPTH, "num_heads": H, **kw})
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def x_BLD():
 
 
 def init(module, *args):
-  """Parameters that compile nothing, with biases and scales not 0 and 1."""
+  """Random parameters, drawn without compiling; no bias or scale is 0 or 1."""
   shapes = jax.eval_shape(module.init, key(0), *args)["params"]
   rng = np.random.default_rng(0)
   draw = lambda name, p: rng.normal(name.endswith("scale"), 0.3, p.shape)
@@ -52,7 +51,7 @@ def value_and_grad_fn(module, x, train=False):
 
 
 def value_and_grad(module, params, x, train=False):
-  # Not for speed: this halves the time to compile.
+  # Halves the time to compile.
   options = {"xla_backend_optimization_level": 0}
   fn = value_and_grad_fn(module, x, train)
   return jax.jit(fn, compiler_options=options)(params)
@@ -64,51 +63,7 @@ def assert_close(a, b, rtol=1e-5, atol=1e-5):
   )
 
 
-def test_attention_is_flax_attention(x_BLD):
-  y_BSD = jax.random.normal(key(8), (B, 5, D))
-  ours = common.Attention(H)
-  params = init(ours, x_BLD, y_BSD)
-  flax_attention = nn.MultiHeadDotProductAttention(H)
-  expected = flax_attention.apply({"params": params}, x_BLD, y_BSD)
-  assert_close(ours.apply({"params": params}, x_BLD, y_BSD), expected)
-
-
-def test_attention_says_which_width_its_heads_do_not_divide(x_BLD):
-  with pytest.raises(settings.ConfigError, match="divide the width 16"):
-    common.Attention(3).init(key(0), x_BLD, x_BLD)
-
-
-@pytest.mark.parametrize(
-  ("dtype", "shape", "version", "capability", "expected"),
-  [
-    ("bfloat16", (2, 197, 12, 64), "cuda 13000", "9.0", "cudnn"),
-    ("bfloat16", (2, 256, 16, 72), "cuda 13000", "12.0", "cudnn"),
-    ("float32", (2, 196, 12, 64), "cuda 13000", "9.0", "xla"),
-    ("bfloat16", (2, 196, 12, 60), "cuda 13000", "9.0", "xla"),
-    ("bfloat16", (2, 196, 12, 160), "cuda 13000", "9.0", "xla"),
-    ("bfloat16", (2, 1, 12, 64), "cuda 13000", "9.0", "xla"),
-    ("bfloat16", (2, 196, 12, 64), "cuda 13000", "7.5", "xla"),
-    ("bfloat16", (2, 196, 12, 64), "rocm 70000", "gfx942", "xla"),
-  ],
-)
-def test_attention_implementation_on_gpus(
-  monkeypatch, dtype, shape, version, capability, expected
-):
-  class Device:
-    compute_capability = capability
-
-  class Backend:
-    platform_version = version
-
-  q_BLHK = jnp.zeros(shape, dtype)
-  assert common.attention_implementation(q_BLHK) == "xla"
-  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  monkeypatch.setattr(jax, "devices", lambda: [Device()])
-  monkeypatch.setattr(jax.extend.backend, "get_backend", Backend)
-  assert common.attention_implementation(q_BLHK) == expected
-
-
-def test_scan_starts_from_the_same_parameters_as_unrolled(x_BLD):
+def test_scanned_and_unrolled_blocks_start_from_the_same_parameters(x_BLD):
   unrolled = jax.jit(encoder().init)(key(3), x_BLD)["params"]
   # Kernels of different blocks are different draws.
   kernels = [
@@ -122,7 +77,7 @@ def test_scan_starts_from_the_same_parameters_as_unrolled(x_BLD):
   jax.tree.map(np.testing.assert_array_equal, stack(unrolled), scanned)
 
 
-def test_scan_computes_what_unrolled_does(x_BLD):
+def test_scanned_and_unrolled_blocks_compute_the_same(x_BLD):
   params = init(encoder(), x_BLD)
   value, grads = value_and_grad(encoder(), params, x_BLD)
   scanned = value_and_grad(encoder(scan=True), stack(params), x_BLD)
@@ -136,7 +91,7 @@ def test_scan_computes_what_unrolled_does(x_BLD):
     (True, ("none", "dots_with_no_batch_dims_saveable")),
   ],
 )
-def test_remat_changes_no_value_or_gradient(x_BLD, scan, policies):
+def test_remat_does_not_change_values_or_gradients(x_BLD, scan, policies):
   kw = dict(scan=scan, depth=2 if scan else 1, dropout=0.2, drop_path=0.3)
   results = []
   for policy in policies:
@@ -147,11 +102,11 @@ def test_remat_changes_no_value_or_gradient(x_BLD, scan, policies):
 
 
 @pytest.mark.parametrize(
-  ("policy", "products_again"),
+  ("policy", "repeated_products"),
   [("none", 0), ("nothing_saveable", 8), ("dots_saveable", 0)],
 )
-def test_what_the_backward_pass_of_a_scan_computes_again(
-  x_BLD, policy, products_again
+def test_products_that_the_backward_pass_of_a_scan_repeats(
+  x_BLD, policy, repeated_products
 ):
   module = encoder(scan=True, remat_policy=policy)
   params = init(module, x_BLD)
@@ -169,18 +124,19 @@ def test_what_the_backward_pass_of_a_scan_computes_again(
     return total
 
   # A block has 4 projections, 2 products in attention and 2 in the MLP, and
-  # the gradient of each is two more. The last need not be done again, as
-  # nothing asks for its result.
-  assert count(grad.jaxpr) in (24 + products_again, 24 + products_again - 1)
+  # the gradient of each is two more. The last product need not be repeated,
+  # because its result is unused.
+  expected = 24 + repeated_products
+  assert count(grad.jaxpr) in (expected, expected - 1)
 
 
-def test_unknown_remat_policy(x_BLD):
+def test_an_unknown_remat_policy_is_an_error(x_BLD):
   module = encoder(remat_policy="dots_savable")
   with pytest.raises(settings.ConfigError, match="'dots_saveable'"):
     jax.eval_shape(module.init, key(0), x_BLD)
 
 
-def test_dropout_depends_on_its_key_alone(x_BLD):
+def test_dropout_depends_only_on_its_key(x_BLD):
   module = encoder(dropout=0.5)
   params = {"params": init(module, x_BLD)}
 
@@ -196,18 +152,18 @@ def test_dropout_depends_on_its_key_alone(x_BLD):
 
 def test_drop_path_keeps_the_mean():
   x = jnp.full((4000, 2, 3), 2.0)
-  y = np.asarray(common.drop_path(x, 0.2, key(0)))
+  y = np.asarray(encoder_lib.drop_path(x, 0.2, key(0)))
   kept = y[:, 0, 0] != 0
   assert 0.78 < kept.mean() < 0.82
   np.testing.assert_allclose(y[kept], 2.5, rtol=1e-6)
   np.testing.assert_array_equal(y[~kept], 0)  # The whole example.
-  y = common.drop_path(x.astype(jnp.bfloat16), 0.2, key(0))
+  y = encoder_lib.drop_path(x.astype(jnp.bfloat16), 0.2, key(0))
   assert y.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_drop_path_grows_from_none_in_the_first_block(scan):
-  """Two blocks without MLPs: only the second one's attention is dropped."""
+def test_the_drop_path_rate_grows_from_zero_in_the_first_block(scan):
+  """Two blocks without MLPs: only the second block's attention is dropped."""
   module = encoder(depth=2, scan=scan, drop_path=0.5)
   x_BLD = jax.random.normal(key(5), (64, L, D))
 
@@ -218,7 +174,7 @@ def test_drop_path_grows_from_none_in_the_first_block(scan):
 
   params = trees.map_with_names(no_mlp, init(module, x_BLD))
 
-  def scaled(scale):  # What the second attention adds, scaled.
+  def with_second_attention_scaled_by(scale):
     def scale_out(name, p):
       factor = jnp.array([1.0, scale]).reshape(2, *[1] * (p.ndim - 1))
       if "/out/" in name and scan:
@@ -228,7 +184,8 @@ def test_drop_path_grows_from_none_in_the_first_block(scan):
     changed = trees.map_with_names(scale_out, params)
     return apply({"params": changed}, x_BLD)
 
-  dropped, doubled = scaled(0.0), scaled(2.0)
+  dropped = with_second_attention_scaled_by(0.0)
+  doubled = with_second_attention_scaled_by(2.0)
   y = apply({"params": params}, x_BLD, train=True, rngs={"dropout": key(0)})
   is_dropped = np.abs(y - dropped).max((1, 2)) < 1e-4
   is_doubled = np.abs(y - doubled).max((1, 2)) < 1e-4
@@ -237,7 +194,7 @@ def test_drop_path_grows_from_none_in_the_first_block(scan):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_bfloat16_computes_in_it_with_float32_parameters(x_BLD, scan):
+def test_bfloat16_computation_keeps_float32_parameters(x_BLD, scan):
   module = encoder(scan=scan, dtype="bfloat16")
   params = init(module, x_BLD)
   assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
@@ -247,15 +204,3 @@ def test_bfloat16_computes_in_it_with_float32_parameters(x_BLD, scan):
   expected = encoder(scan=scan).apply({"params": params}, x_BLD)
   error = np.abs(y.astype(jnp.float32) - expected)
   assert 1e-4 < error.max() < 0.1
-
-
-def test_sincos_known_values():
-  posemb = common.sincos_2d((2, 3), 8)
-  assert posemb.shape == (1, 6, 8)
-  np.testing.assert_allclose(posemb[0, 0], [0, 0, 1, 1, 0, 0, 1, 1])
-  # Row 1, column 2, with frequencies 1 and 1e-4.
-  x, y = np.array([2, 2e-4]), np.array([1, 1e-4])
-  expected = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)])
-  np.testing.assert_allclose(posemb[0, 5], expected, rtol=1e-6)
-  with pytest.raises(settings.ConfigError, match="multiple of 4"):
-    common.sincos_2d((2, 3), 10)

@@ -1,0 +1,228 @@
+"""The decoder of captioners: a transformer with cross-attention.
+
+Axes: B batch (of texts, a multiple of the images), L length of a text, P
+patches, E width of the encoder, D width of the decoder, V vocabulary.
+
+Submodules are named as in the published CapPa checkpoints.
+"""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+
+from bigtrain.models.layers import attention, kv_cache, mlp, stack
+
+
+class Options(NamedTuple):
+  """Options of a block, with the attributes of `Decoder`."""
+
+  width: int
+  mlp_dim: int
+  num_heads: int
+  dropout: float
+  use_bias: bool
+  dtype: str
+
+
+class Block(nn.Module):
+  """Pre-norm self-attention, cross-attention and MLP, each with a residual."""
+
+  options: Options
+
+  @nn.compact
+  def __call__(
+    self,
+    carry: tuple[jax.Array | None, kv_cache.Cache | None],
+    layer: Any,
+    source: Any,
+    mask_BLL: jax.Array | None,
+    start: Any,
+    train: bool,
+  ) -> tuple[tuple[jax.Array | None, kv_cache.Cache | None], None]:
+    """Returns the carry, and no report to stack.run.
+
+    Args:
+      carry: the stream (B, L, D), and in decoding the cache of all layers.
+        Without a stream the cache takes the source's keys and values.
+      layer: int scalar, number of this layer.
+      source: encoded patches (b, P, E), or the cache of their keys and values.
+      mask_BLL: bool, whether a position sees another; causal if None.
+      start: int scalar, position in the cache of the first of the stream.
+      train: whether dropout acts.
+    """
+    options = self.options
+    x_BLD, cache = carry
+
+    def norm(name: str, x_BLD: jax.Array) -> jax.Array:
+      return nn.LayerNorm(
+        dtype=options.dtype, use_bias=options.use_bias, name=name
+      )(x_BLD)
+
+    def drop(x_BLD: jax.Array) -> jax.Array:
+      return nn.Dropout(options.dropout)(x_BLD, deterministic=not train)
+
+    def attend(name: str) -> attention.Attention:
+      return attention.Attention(
+        attention.Options(
+          options.num_heads,
+          head_dim=options.width // options.num_heads,
+          use_bias=False,
+          dtype=options.dtype,
+        ),
+        name=name,
+      )
+
+    cross = attend("CrossAttn")
+    if x_BLD is None:
+      return cross(None, source, cache=cache, layer=layer), None
+
+    y_BLD = norm("LayerNorm1", x_BLD)
+    y_BLD, cache = attend("SelfAttn")(
+      y_BLD,
+      y_BLD,
+      mask_BLS=mask_BLL,
+      causal=mask_BLL is None,
+      cache=cache,
+      layer=layer,
+      start=start,
+    )
+    x_BLD = x_BLD + drop(y_BLD)
+
+    y_BLD = norm("LayerNorm2", x_BLD)
+    if isinstance(source, kv_cache.Cache):
+      y_BLD, _ = cross(y_BLD, None, cache=source, layer=layer)
+    else:
+      y_BLD, _ = cross(y_BLD, source)
+    x_BLD = x_BLD + drop(y_BLD)
+
+    y_BLD = norm("LayerNorm3", x_BLD)
+    y_BLD = mlp.Mlp(
+      mlp.vit_options(
+        options.mlp_dim, options.dropout, options.dtype, options.use_bias
+      ),
+      name="MLP",
+    )(y_BLD, train)
+    return (x_BLD + drop(y_BLD), cache), None
+
+
+class OutputLayer(nn.Module):
+  """Parameters of the output layer.
+
+  The loss applies it, so that it can do so for a few positions at a time.
+
+  Attributes:
+    vocab_size: V.
+  """
+
+  vocab_size: int
+
+  @nn.compact
+  def __call__(self, width: int) -> tuple[jax.Array, jax.Array]:
+    """Returns kernel (D, V) and bias (V,)."""
+    zeros = nn.initializers.zeros
+    return (
+      self.param("kernel", zeros, (width, self.vocab_size)),
+      self.param("bias", zeros, (self.vocab_size,)),
+    )
+
+
+class Decoder(nn.Module):
+  """Token embeddings, a stack of blocks, a final layer norm, an output layer.
+
+  The blocks' parameters are those of stack.run: EncDecBlock0, EncDecBlock1,
+  ..., or one EncDecBlock with `scan`.
+
+  Attributes:
+    num_embeddings: number of rows of the embedding table.
+    vocab_size: V, number of logits.
+    width: D.
+    depth: number of blocks.
+    mlp_dim: hidden width of the MLPs.
+    num_heads: number of attention heads; must divide D.
+    dropout: rate in the MLPs and on each residual branch.
+    use_bias: whether the MLPs and the blocks' layer norms have biases. The
+      attentions never do; the final layer norm and output layer always do.
+    scan: whether to compile one block and loop over it.
+    remat_policy: a name in remat.POLICIES.
+    dtype: dtype of the computation.
+  """
+
+  num_embeddings: int
+  vocab_size: int
+  width: int
+  depth: int
+  mlp_dim: int
+  num_heads: int
+  dropout: float = 0.0
+  use_bias: bool = True
+  scan: bool = False
+  remat_policy: str = "none"
+  dtype: str = "float32"
+
+  @nn.compact
+  def __call__(
+    self,
+    tokens_BL: jax.Array | None,
+    source: Any,
+    posemb_1LD: jax.Array | None = None,
+    *,
+    mask_BLL: jax.Array | None = None,
+    cache: kv_cache.Cache | None = None,
+    start: Any = 0,
+    train: bool = False,
+  ) -> tuple[Any, kv_cache.Cache | None]:
+    """Reads texts; or, with a cache, their next positions or the source.
+
+    Args:
+      tokens_BL: input token of each position; None to write the keys and
+        values of the source to the cache.
+      source: encoded patches (b, P, E), where b divides B, or the cache that
+        their keys and values were written to.
+      posemb_1LD: embeddings of these positions.
+      mask_BLL: bool, whether a position sees another; causal if None.
+      cache: keys and values of the positions so far; takes those of these.
+      start: int scalar, position in the cache of the first token.
+      train: whether dropout acts.
+
+    Returns:
+      ((last hidden states (B, L, D), (kernel (D, V), bias (V,)) of the output
+      layer), the new cache); None for the first without tokens.
+    """
+    x_BLD = None
+    if tokens_BL is not None:
+      embed = nn.Embed(
+        self.num_embeddings,
+        self.width,
+        embedding_init=nn.initializers.normal(1.0),
+        name="EmbedTargets",
+      )
+      x_BLD = (embed(tokens_BL) + posemb_1LD).astype(self.dtype)
+    options = Options(
+      self.width,
+      self.mlp_dim,
+      self.num_heads,
+      self.dropout,
+      self.use_bias,
+      self.dtype,
+    )
+    (x_BLD, cache), _ = stack.run(
+      self,
+      Block,
+      [options],
+      self.depth,
+      (x_BLD, cache),
+      source,
+      mask_BLL,
+      start,
+      train,
+      scan=self.scan,
+      remat_policy=self.remat_policy,
+      name="EncDecBlock",
+      separator="",
+    )
+    if x_BLD is None:
+      return None, cache
+    hidden_BLD = nn.LayerNorm(dtype=self.dtype, name="LayerNorm")(x_BLD)
+    head = OutputLayer(self.vocab_size, name="LogitsDense")(self.width)
+    return (hidden_BLD, head), cache

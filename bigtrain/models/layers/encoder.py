@@ -1,0 +1,137 @@
+"""The encoder of ViTs and of text towers.
+
+Axes: B batch, L length, D model width, F hidden width, N layers.
+
+Parameters are float32. `dtype`, a name such as "bfloat16", is the dtype of the
+computation: of matrix products and of the activations between layers.
+Statistics of layer norms and softmaxes are always float32.
+
+Submodules and parameters are named as in the published ViT checkpoints, so
+that those load by name.
+"""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from bigtrain import sharding
+from bigtrain.models.layers import attention, mlp, stack
+
+
+class Options(NamedTuple):
+  """Options of a block, with the attributes of `Encoder`."""
+
+  mlp_dim: int | None
+  num_heads: int
+  dropout: float
+  dtype: str
+
+
+class Block(nn.Module):
+  """Pre-norm attention and MLP, each added to the residual stream."""
+
+  options: Options
+
+  @nn.compact
+  def __call__(
+    self,
+    x_BLD: jax.Array,
+    layer: Any,
+    drop_path_rates_N: jax.Array | None,
+    train: bool,
+  ) -> tuple[jax.Array, None]:
+    """Returns the stream (B, L, D), and no report to stack.run.
+
+    Args:
+      x_BLD: the stream.
+      layer: int scalar, number of this layer.
+      drop_path_rates_N: rate of stochastic depth in each layer; None for none.
+      train: whether dropout and stochastic depth act.
+    """
+    options = self.options
+
+    def regularize(y_BLD: jax.Array) -> jax.Array:
+      y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
+      if train and drop_path_rates_N is not None:
+        rate = drop_path_rates_N[layer]
+        y_BLD = drop_path(y_BLD, rate, self.make_rng("dropout"))
+      return y_BLD
+
+    y_BLD = nn.LayerNorm(dtype=options.dtype, name="LayerNorm_0")(x_BLD)
+    y_BLD, _ = attention.Attention(
+      attention.Options(options.num_heads, dtype=options.dtype),
+      name="MultiHeadDotProductAttention_0",
+    )(y_BLD, y_BLD)
+    x_BLD = x_BLD + regularize(y_BLD)
+
+    y_BLD = nn.LayerNorm(dtype=options.dtype, name="LayerNorm_1")(x_BLD)
+    F = options.mlp_dim or 4 * x_BLD.shape[-1]
+    y_BLD = mlp.Mlp(
+      mlp.vit_options(F, options.dropout, options.dtype), name="MlpBlock_0"
+    )(y_BLD, train)
+    return sharding.over_batch(x_BLD + regularize(y_BLD)), None
+
+
+def drop_path(
+  x_BLD: jax.Array, rate: float | jax.Array, key: jax.Array
+) -> jax.Array:
+  """Zeroes whole examples and scales the others by 1 / (1 - rate).
+
+  Stochastic depth, https://arxiv.org/abs/1603.09382, drawn per example.
+  """
+  keep = 1.0 - rate
+  kept = jax.random.bernoulli(key, keep, x_BLD.shape[:1])
+  scale_B = kept.astype(jnp.float32) / keep
+  scale = scale_B.reshape((-1,) + (1,) * (x_BLD.ndim - 1))
+  return (x_BLD * scale).astype(x_BLD.dtype)
+
+
+class Encoder(nn.Module):
+  """A stack of blocks and a final layer norm.
+
+  Parameters are those of stack.run with the name "encoderblock", and
+  encoder_norm.
+
+  Attributes:
+    depth: number of blocks.
+    mlp_dim: hidden width F; 4 D if None.
+    num_heads: number of attention heads; must divide D.
+    dropout: rate in the MLPs and on each residual branch.
+    drop_path: rate of stochastic depth in the last block; it grows linearly
+      from 0 in the first.
+    scan: whether to compile one block and loop over it, so that the time to
+      compile does not grow with depth.
+    remat_policy: a name in remat.POLICIES.
+    dtype: dtype of the computation.
+  """
+
+  depth: int
+  mlp_dim: int | None = None
+  num_heads: int = 12
+  dropout: float = 0.0
+  drop_path: float = 0.0
+  scan: bool = False
+  remat_policy: str = "none"
+  dtype: str = "float32"
+
+  @nn.compact
+  def __call__(self, x_BLD: jax.Array, *, train: bool = False) -> jax.Array:
+    """Returns the normalised stream (B, L, D)."""
+    rates_N = None
+    if self.drop_path:
+      rates_N = jnp.linspace(0.0, self.drop_path, self.depth)
+    x_BLD, _ = stack.run(
+      self,
+      Block,
+      [Options(self.mlp_dim, self.num_heads, self.dropout, self.dtype)],
+      self.depth,
+      sharding.over_batch(x_BLD.astype(self.dtype)),
+      rates_N,
+      train,
+      scan=self.scan,
+      remat_policy=self.remat_policy,
+      name="encoderblock",
+    )
+    return nn.LayerNorm(dtype=self.dtype, name="encoder_norm")(x_BLD)

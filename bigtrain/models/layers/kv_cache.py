@@ -1,0 +1,76 @@
+"""The key-value cache of decoding.
+
+Axes: B batch, L length, S length of the cache, N layers, G heads of keys and
+values, K head width.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import sharding
+
+
+class Cache(NamedTuple):
+  """Keys and values of all layers.
+
+  One array for all layers, so that a loop over layers updates it in place. The
+  batch comes first, as decoding.py requires.
+  """
+
+  k_BNSGK: jax.Array
+  v_BNSGK: jax.Array
+
+  @property
+  def length(self) -> int:
+    """S, the number of positions it has room for."""
+    return self.k_BNSGK.shape[2]
+
+  def write(
+    self, k_BLGK: jax.Array, v_BLGK: jax.Array, layer: Any, start: Any
+  ) -> "Cache":
+    """Returns the cache with a layer's positions from `start` on replaced.
+
+    Args:
+      k_BLGK: new keys.
+      v_BLGK: new values.
+      layer: int scalar.
+      start: int scalar.
+    """
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+      new = new[:, None].astype(old.dtype)
+      return jax.lax.dynamic_update_slice(old, new, (0, layer, start, 0, 0))
+
+    return Cache(put(self.k_BNSGK, k_BLGK), put(self.v_BNSGK, v_BLGK))
+
+  def layer(self, layer: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns one layer's keys and values, (B, S, G, K) each."""
+    pick = lambda x: jax.lax.dynamic_index_in_dim(
+      x, layer, axis=1, keepdims=False
+    )
+    return pick(self.k_BNSGK), pick(self.v_BNSGK)
+
+
+def empty(
+  batch_size: int,
+  depth: int,
+  length: int,
+  num_heads: int,
+  head_dim: int,
+  dtype: str,
+) -> Cache:
+  """Returns a cache of zeros, split over the batch on the mesh.
+
+  Args:
+    batch_size: B.
+    depth: N.
+    length: S.
+    num_heads: G.
+    head_dim: K.
+    dtype: dtype of keys and values.
+  """
+  shape = (batch_size, depth, length, num_heads, head_dim)
+  zeros = sharding.over_batch(jnp.zeros(shape, dtype))
+  return Cache(zeros, zeros)

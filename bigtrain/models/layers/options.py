@@ -1,0 +1,29 @@
+"""Checks of the fields of models; the messages name them as config keys."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bigtrain import settings
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_option(key: str, value: Any, options: Sequence[Any]) -> None:
+  """Raises ConfigError if the value of config.model.`key` is not an option."""
+  if value not in options:
+    hint = settings.did_you_mean(str(value), options)
+    raise settings.ConfigError(f"config.model.{key}: unknown {value!r}.{hint}")
+
+
+def check_sizes(model: Any, names: Iterable[str]) -> None:
+  """Raises ConfigError unless these fields are whole numbers from 1 on."""
+  for name in names:
+    value = getattr(model, name)
+    settings.check_number(f"config.model.{name}", value, least=1, whole=True)
+
+
+def check_rates(model: Any, *names: str) -> None:
+  """Raises ConfigError unless these fields are numbers in [0, 1)."""
+  for name in names:
+    value = getattr(model, name)
+    settings.check_number(f"config.model.{name}", value, least=0, below=1)

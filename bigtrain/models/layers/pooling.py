@@ -1,0 +1,42 @@
+"""Attention pooling of an encoder's output.
+
+Axes: B batch, L length, D model width.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from bigtrain.models.layers import attention, kernels, mlp
+
+
+class MAPHead(nn.Module):
+  """Pools by the attention of one learned probe, then an MLP with residual.
+
+  From "Set Transformer", https://arxiv.org/abs/1810.00825, as used in
+  https://arxiv.org/abs/2106.04560.
+
+  Attributes:
+    mlp_dim: hidden width of the MLP; 4 D if None.
+    num_heads: number of attention heads; must divide D.
+    dtype: dtype of the computation.
+  """
+
+  mlp_dim: int | None = None
+  num_heads: int = 12
+  dtype: str = "float32"
+
+  @nn.compact
+  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    """Returns (B, D)."""
+    B, _, D = x_BLD.shape
+    probe_11D = self.param("probe", kernels.xavier, (1, 1, D))
+    probe_B1D = jnp.broadcast_to(probe_11D, (B, 1, D))
+    x_B1D, _ = attention.Attention(
+      attention.Options(self.num_heads, dtype=self.dtype),
+      name="MultiHeadDotProductAttention_0",
+    )(probe_B1D, x_BLD)
+    y_B1D = nn.LayerNorm(dtype=self.dtype, name="LayerNorm_0")(x_B1D)
+    options = mlp.vit_options(self.mlp_dim or 4 * D, dtype=self.dtype)
+    y_B1D = mlp.Mlp(options, name="MlpBlock_0")(y_B1D)
+    return (x_B1D + y_B1D)[:, 0]

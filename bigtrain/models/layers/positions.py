@@ -1,0 +1,182 @@
+"""Positions: sine-cosine embeddings, rotary embeddings, relative biases.
+
+Axes: B batch, L length, S length attended to, P patches, D model width, H
+heads, K head width, Q = K / 2.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain import settings
+
+# The keys of `rope_scaling`, by its "type".
+_SCALINGS = {
+  "linear": ("factor",),
+  "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_len"),
+}
+
+
+def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
+  """Sine and cosine position embeddings of a grid.
+
+  As in MoCo v3, https://arxiv.org/abs/2104.02057: a quarter of the width each
+  for sin(x), cos(x), sin(y), cos(y), with wavelengths from 2 pi to 20,000 pi.
+
+  Args:
+    grid: rows and columns.
+    width: D; a multiple of 4, and at least 8.
+
+  Returns:
+    float32 (1, rows * columns, D).
+  """
+  if width % 4 or width < 8:
+    raise settings.ConfigError(
+      "config.model.width: sincos2d position embeddings need a multiple of 4 "
+      f"that is at least 8, got {width}; the nearest is "
+      f"{max(8, round(width / 4) * 4)}."
+    )
+  y_P, x_P = (axis.reshape(-1) for axis in np.mgrid[: grid[0], : grid[1]])
+  omega_Q = 10_000.0 ** -np.linspace(0, 1, width // 4)
+  x_PQ, y_PQ = np.outer(x_P, omega_Q), np.outer(y_P, omega_Q)
+  parts = [np.sin(x_PQ), np.cos(x_PQ), np.sin(y_PQ), np.cos(y_PQ)]
+  return np.concatenate(parts, axis=1)[None].astype(np.float32)
+
+
+class Rotation(NamedTuple):
+  """Sines and cosines of rotary embeddings, with an axis for the heads."""
+
+  sin_BL1Q: jax.Array
+  cos_BL1Q: jax.Array
+
+
+def frequencies(
+  head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
+) -> np.ndarray:
+  """Angles per position by which rotary embeddings rotate pairs of features.
+
+  https://arxiv.org/abs/2104.09864. Lower frequencies let a model read longer
+  texts than it was trained on: either all frequencies are divided by a factor
+  ("linear", https://arxiv.org/abs/2306.15595), or only those with less than a
+  few rotations in `original_len` positions ("llama3",
+  https://arxiv.org/abs/2407.21783).
+
+  Args:
+    head_dim: K, even.
+    theta: base of the wavelengths.
+    scaling: dict(type="linear", factor=...), or dict(type="llama3", factor=...,
+      low_freq_factor=..., high_freq_factor=..., original_len=...).
+
+  Returns:
+    float32 [K / 2], in radians.
+  """
+  omega_Q = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+  if not scaling:
+    return omega_Q.astype(np.float32)
+  kind = scaling["type"]
+  if kind == "llama3":
+    rotations_Q = scaling["original_len"] * omega_Q / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept_Q = np.clip((rotations_Q - low) / (high - low), 0, 1)
+  else:
+    kept_Q = np.zeros_like(omega_Q)
+  omega_Q = kept_Q * omega_Q + (1 - kept_Q) * omega_Q / scaling["factor"]
+  return omega_Q.astype(np.float32)
+
+
+def check_scaling(scaling: Any, key: str) -> None:
+  """Raises ConfigError unless `scaling` is valid for `frequencies`."""
+  if scaling is None:
+    return
+  kind = scaling.get("type") if isinstance(scaling, Mapping) else None
+  if kind not in _SCALINGS:
+    hint = settings.did_you_mean(str(kind), _SCALINGS)
+    raise settings.ConfigError(f"{key}: unknown type in {scaling!r}.{hint}")
+  expected_keys = {"type", *_SCALINGS[kind]}
+  if set(scaling) != expected_keys:
+    raise settings.ConfigError(
+      f"{key}: type {kind!r} takes {sorted(expected_keys)}, got "
+      f"{sorted(scaling)}."
+    )
+
+
+def rotation(positions_BL: jax.Array, omega_Q: np.ndarray) -> Rotation:
+  """Sines and cosines for positions."""
+  angle = positions_BL.astype(jnp.float32)[:, :, None, None] * omega_Q
+  return Rotation(jnp.sin(angle), jnp.cos(angle))
+
+
+def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
+  """Rotates the pairs of features (i, i + K / 2) of each head, in float32."""
+  x, y = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
+  sin, cos = by
+  rotated = jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1)
+  return rotated.astype(x_BLHK.dtype)
+
+
+def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
+  """Bucket of each distance 0, ..., max_distance; farther ones share the last.
+
+  Half of the buckets hold one distance each, the others widen
+  logarithmically. Computed in float32 like the published T5 models.
+
+  Returns:
+    int32 [max_distance + 1].
+  """
+  exact = num_buckets // 2
+  distance = np.arange(max_distance + 1)
+  relative = np.float32(np.maximum(distance, 1)) / np.float32(exact)
+  wide = exact + (
+    np.log(relative)
+    / np.float32(math.log(max_distance / exact))
+    * np.float32(num_buckets - exact)
+  ).astype(np.int32)
+  wide = np.minimum(wide, num_buckets - 1)
+  return np.where(distance < exact, distance, wide).astype(np.int32)
+
+
+class RelativeBias(nn.Module):
+  """A learned bias of the scores for each head and bucket of distances.
+
+  From T5, https://arxiv.org/abs/1910.10683.
+
+  Attributes:
+    num_heads: H.
+    num_buckets: number of buckets; half for each direction if `two_sided`.
+    max_distance: distances from here on share the last bucket.
+    two_sided: whether queries attend to later positions.
+    init_std: standard deviation of the initial biases.
+  """
+
+  num_heads: int
+  num_buckets: int
+  max_distance: int
+  two_sided: bool
+  init_std: float
+
+  @nn.compact
+  def __call__(
+    self, query_positions_L: jax.Array, key_positions_S: jax.Array
+  ) -> jax.Array:
+    """Returns float32 (1, H, L, S) for queries and keys at these positions."""
+    table = self.param(
+      "embedding",
+      nn.initializers.normal(self.init_std),
+      (self.num_buckets, self.num_heads),
+    )
+    num_buckets = self.num_buckets // (2 if self.two_sided else 1)
+    bucket_of = jnp.asarray(distance_buckets(num_buckets, self.max_distance))
+    offset_LS = key_positions_S[None, :] - query_positions_L[:, None]
+    if self.two_sided:
+      distance_LS = jnp.abs(offset_LS)
+    else:
+      distance_LS = jnp.maximum(-offset_LS, 0)
+    bucket_LS = bucket_of[jnp.minimum(distance_LS, self.max_distance)]
+    if self.two_sided:
+      bucket_LS += num_buckets * (offset_LS > 0)
+    return jnp.moveaxis(table[bucket_LS], -1, 0)[None]

@@ -1,0 +1,59 @@
+"""Rematerialisation: which results of a block the backward pass keeps."""
+
+import flax.linen as nn
+import jax
+
+from bigtrain.models.layers import options
+
+# "none", and the policies of jax.checkpoint_policies that take no arguments.
+POLICIES = (
+  "none",
+  "everything_saveable",
+  "nothing_saveable",
+  "dots_saveable",
+  "checkpoint_dots",
+  "dots_with_no_batch_dims_saveable",
+  "checkpoint_dots_with_no_batch_dims",
+)
+
+# Operations that cost more to repeat than their results cost to keep: matrix
+# products, cuDNN's attention, and dropout's random bits ("lt"), whose
+# comparison leaves one byte per element.
+_COSTLY = frozenset(
+  (
+    "dot_general",
+    "conv_general_dilated",
+    "dot_product_attention_fwd",
+    "dot_product_attention_fwd_wrapper",
+    "lt",
+  )
+)
+
+
+def block_class(
+  block: type[nn.Module], scan: bool, policy_name: str, *, train: int
+) -> type[nn.Module]:
+  """Returns the class of a block with a remat policy.
+
+  Args:
+    block: the class without one.
+    scan: whether a loop runs over the blocks.
+    policy_name: a name in POLICIES. With "none" no costly operation is
+      repeated.
+    train: index of the argument `train` in the block's call; self is 0.
+  """
+  options.check_option("remat_policy", policy_name, POLICIES)
+  policy = None
+  if policy_name != "none":
+    policy = getattr(jax.checkpoint_policies, policy_name)
+  elif scan:
+    # A loop writes everything its backward pass needs to memory, where XLA
+    # would fuse the cheap operations of unrolled layers into their users.
+    policy = lambda prim, *_, **__: prim.name in _COSTLY
+  if policy is not None:
+    block = nn.remat(
+      block, policy=policy, prevent_cse=not scan, static_argnums=(train,)
+    )
+  # Unrolled blocks are alike, so it suffices to trace one of them. XLA gets
+  # the same operations either way.
+  return block if scan else nn.jit(block, static_argnums=(train,))

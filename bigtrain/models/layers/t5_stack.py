@@ -1,0 +1,244 @@
+"""The blocks and stacks of T5.
+
+From https://arxiv.org/abs/1910.10683: relative positions, and scores that are
+not divided by the root of the head width. The gated MLP of version 1.1 is from
+https://arxiv.org/abs/2002.05202.
+
+Axes: B batch, L length, S length attended to, D model width, H heads.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from bigtrain import sharding
+from bigtrain.models.layers import (
+  attention,
+  kv_cache,
+  moe,
+  positions,
+  stack,
+)
+from bigtrain.models.layers import mlp as mlp_lib
+
+
+class Options(NamedTuple):
+  """Options of a stack and its blocks: fields of models.t5.Model."""
+
+  num_heads: int
+  head_dim: int
+  mlp_dim: int
+  mlp: str
+  moe: moe.Options | None
+  num_buckets: int
+  max_distance: int
+  norm_eps: float
+  init_scale: float
+  dropout: float
+  scan: bool
+  remat_policy: str
+  dtype: str
+
+  def std(self, fan_in: int) -> float:
+    """Returns the standard deviation of initial values."""
+    return (self.init_scale / fan_in) ** 0.5
+
+  def attention_options(self, width: int) -> attention.Options:
+    """Returns the options of attention.
+
+    The queries' initial values make up for the missing scale of the scores.
+
+    Args:
+      width: D.
+    """
+    H, K = self.num_heads, self.head_dim
+    return attention.Options(
+      num_heads=H,
+      head_dim=K,
+      use_bias=False,
+      scaled=False,
+      query_std=self.std(width * K),
+      kv_std=self.std(width),
+      out_std=self.std(H * K),
+      dtype=self.dtype,
+    )
+
+  def mlp_options(self, width: int) -> mlp_lib.Options:
+    """Returns the options of the MLP, or of each expert.
+
+    Args:
+      width: D.
+    """
+    return mlp_lib.Options(
+      dim=self.mlp_dim,
+      kind=self.mlp,
+      init_std=self.std(width),
+      out_init_std=self.std(self.mlp_dim),
+      dropout=self.dropout,
+      dtype=self.dtype,
+    )
+
+
+class DecodingState(NamedTuple):
+  """State of decoding, of all layers; the batch comes first.
+
+  Attributes:
+    past: keys and values of the targets so far.
+    source: keys and values of the encoded inputs.
+    source_mask_BS: bool, False for padding of the inputs.
+  """
+
+  past: kv_cache.Cache
+  source: kv_cache.Cache
+  source_mask_BS: jax.Array
+
+
+class Source(NamedTuple):
+  """Input of cross-attention.
+
+  Attributes:
+    encoded_BSD: the encoder's output; None if its keys and values are cached.
+    mask_BLS: bool, whether a target sees an input.
+  """
+
+  encoded_BSD: jax.Array | None
+  mask_BLS: jax.Array
+
+
+class Block(nn.Module):
+  """Self-attention, in a decoder cross-attention, MLP; each after a norm.
+
+  Experts may replace the MLP.
+  """
+
+  options: Options
+
+  @nn.compact
+  def __call__(
+    self,
+    carry: tuple[jax.Array, DecodingState | None],
+    layer: Any,
+    bias_1HLS: jax.Array,
+    mask_BLS: jax.Array,
+    source: Source | None,
+    real_BL: jax.Array | None,
+    start: Any,
+    train: bool,
+  ) -> tuple[tuple[jax.Array, DecodingState | None], Any]:
+    """Returns the carry, and the experts' statistics or None.
+
+    Args:
+      carry: the stream (B, L, D), and in decoding the state of all layers.
+      layer: int scalar, number of this layer.
+      bias_1HLS: biases of self-attention's scores.
+      mask_BLS: bool, whether a position sees another in self-attention.
+      source: input of cross-attention; None in an encoder.
+      real_BL: bool, False for padding; all real if None.
+      start: int scalar, position in the cache of the first of the stream.
+      train: whether dropout acts.
+    """
+    options = self.options
+    x_BLD, state = carry
+    D = x_BLD.shape[-1]
+    norm = functools.partial(
+      nn.RMSNorm, epsilon=options.norm_eps, dtype=options.dtype
+    )
+    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
+    attend = functools.partial(
+      attention.Attention, options.attention_options(D)
+    )
+
+    y_BLD = norm(name="attention_norm")(x_BLD)
+    y_BLD, past = attend(name="attention")(
+      y_BLD,
+      y_BLD,
+      mask_BLS=mask_BLS,
+      bias_1HLS=bias_1HLS,
+      cache=None if state is None else state.past,
+      layer=layer,
+      start=start,
+    )
+    x_BLD += drop(y_BLD)
+    if state is not None:
+      state = state._replace(past=past)
+    if source is not None:
+      y_BLD = norm(name="cross_attention_norm")(x_BLD)
+      y_BLD, cache = attend(name="cross_attention")(
+        y_BLD,
+        source.encoded_BSD,
+        mask_BLS=source.mask_BLS,
+        cache=None if state is None else state.source,
+        layer=layer,
+      )
+      x_BLD += drop(y_BLD)
+      if state is not None:
+        state = state._replace(source=cache)
+    y_BLD = norm(name="mlp_norm")(x_BLD)
+    y_BLD, stats = moe.mlp_or_experts(
+      options.moe, options.mlp_options(D), y_BLD, real_BL, train
+    )
+    return (sharding.over_batch(x_BLD + drop(y_BLD)), state), stats
+
+
+class Stack(nn.Module):
+  """An encoder's or decoder's blocks, and a norm.
+
+  Parameters are those of stack.run, relative_bias/embedding and norm/scale.
+
+  Attributes:
+    options: options of the blocks.
+    depth: number of blocks.
+    two_sided: whether positions see later ones, as in an encoder.
+  """
+
+  options: Options
+  depth: int
+  two_sided: bool
+
+  @nn.compact
+  def __call__(
+    self,
+    x_BLD: jax.Array,
+    mask_BLS: jax.Array,
+    *,
+    source: Source | None = None,
+    real_BL: jax.Array | None = None,
+    state: DecodingState | None = None,
+    start: Any = 0,
+    train: bool = False,
+  ) -> tuple[jax.Array, DecodingState | None, dict[str, jax.Array] | None]:
+    """Returns the normalised stream, the state, statistics; see Block."""
+    options = self.options
+    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
+    L = x_BLD.shape[1]
+    S = L if state is None else state.past.length
+    bias_1HLS = positions.RelativeBias(
+      options.num_heads,
+      options.num_buckets,
+      options.max_distance,
+      self.two_sided,
+      options.std(x_BLD.shape[-1]),
+      name="relative_bias",
+    )(start + jnp.arange(L), jnp.arange(S))
+    (x_BLD, state), stats = stack.run(
+      self,
+      Block,
+      moe.kinds(options),
+      self.depth,
+      (drop(x_BLD), state),
+      bias_1HLS,
+      mask_BLS,
+      source,
+      real_BL,
+      start,
+      train,
+      scan=options.scan,
+      remat_policy=options.remat_policy,
+    )
+    norm = nn.RMSNorm(
+      epsilon=options.norm_eps, dtype=options.dtype, name="norm"
+    )
+    return drop(norm(x_BLD)), state, stats

@@ -1,0 +1,96 @@
+"""Attention: against flax's and jax's, and where cuDNN computes it."""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import settings
+from bigtrain.models.layers import attention
+
+B, L, D, H = 4, 12, 16, 2
+
+
+def normal(seed, *shape):
+  return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
+
+
+def test_attention_equals_flax_attention():
+  x_BLD, y_BSD = normal(7, B, L, D), normal(8, B, 5, D)
+  ours = attention.Attention(attention.Options(H))
+  shapes = jax.eval_shape(ours.init, jax.random.key(0), x_BLD, y_BSD)["params"]
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(lambda p: rng.normal(0, 0.3, p.shape), shapes)
+  flax_attention = nn.MultiHeadDotProductAttention(H)
+  expected = flax_attention.apply({"params": params}, x_BLD, y_BSD)
+  actual, _ = ours.apply({"params": params}, x_BLD, y_BSD)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_do_not_divide_the_width_are_an_error():
+  x_BLD = normal(7, B, L, D)
+  with pytest.raises(settings.ConfigError, match="divide the width 16"):
+    attention.Attention(attention.Options(3)).init(
+      jax.random.key(0), x_BLD, x_BLD
+    )
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_equals_jax_attention(window):
+  q, k, v = (normal(i, 2, L, heads, 8) for i, heads in enumerate((6, 2, 2)))
+  ours = jax.jit(
+    functools.partial(attention.attend, causal=True, window=window)
+  )
+  theirs = jax.jit(
+    functools.partial(
+      jax.nn.dot_product_attention,
+      is_causal=True,
+      local_window_size=(window - 1, 0) if window else None,
+    )
+  )
+  ours, theirs = ours(q, k, v), theirs(q, k, v)
+  np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_softcap_bounds_the_scores():
+  q, k = jnp.full((1, L, 1, 4), 9.0), jnp.full((1, L, 1, 4), 9.0)
+  v = jnp.asarray(np.random.default_rng(0).normal(size=(1, L, 1, 4)))
+  k = k.at[:, 0].set(-9.0)
+  out = attention.attend(q, k, v, causal=True, softcap=0.5)
+  low, high = math.exp(-0.5), math.exp(0.5)
+  weights = np.array([low] + [high] * (L - 1)) / (low + high * (L - 1))
+  np.testing.assert_allclose(out[0, -1, 0], weights @ v[0, :, 0], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "shape", "version", "capability", "expected"),
+  [
+    ("bfloat16", (2, 197, 12, 64), "cuda 13000", "9.0", "cudnn"),
+    ("bfloat16", (2, 256, 16, 72), "cuda 13000", "12.0", "cudnn"),
+    ("float32", (2, 196, 12, 64), "cuda 13000", "9.0", "xla"),
+    ("bfloat16", (2, 196, 12, 60), "cuda 13000", "9.0", "xla"),
+    ("bfloat16", (2, 196, 12, 160), "cuda 13000", "9.0", "xla"),
+    ("bfloat16", (2, 1, 12, 64), "cuda 13000", "9.0", "xla"),
+    ("bfloat16", (2, 196, 12, 64), "cuda 13000", "7.5", "xla"),
+    ("bfloat16", (2, 196, 12, 64), "rocm 70000", "gfx942", "xla"),
+  ],
+)
+def test_cudnn_is_used_only_where_it_supports_the_queries(
+  monkeypatch, dtype, shape, version, capability, expected
+):
+  class Device:
+    compute_capability = capability
+
+  class Backend:
+    platform_version = version
+
+  q_BLHK = jnp.zeros(shape, dtype)
+  assert attention.implementation(q_BLHK) == "xla"
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(jax, "devices", lambda: [Device()])
+  monkeypatch.setattr(jax.extend.backend, "get_backend", Backend)
+  assert attention.implementation(q_BLHK) == expected
