@@ -13,9 +13,9 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 # What each package or top-level module may import besides itself. The order is
-# that of the picture in docs/architecture.md: nothing imports what comes before
-# it. Modules that a config names (tasks, models, evaluators, data, hooks) are
-# found by name; only tools may import one of them directly.
+# the same as in the picture in docs/architecture.md: nothing imports a package
+# above its own. Modules that a config names (tasks, models, evaluators, data,
+# hooks) are found by name; only tools may import one of them directly.
 _BASE = {"settings", "trees", "hashing"}
 _ARRAYS = _BASE | {"sharding", "metrics", "model_flops"}
 RULES = {
@@ -64,13 +64,13 @@ _OF_CONFIGS = r"configs\.(common|cappa|decoder_lm|t5_c4)"
 
 def _modules():
   """{name without "bigtrain.": path} of the package and the configs."""
-  found = {}
+  modules = {}
   for package in ("bigtrain", "configs"):
     for path in sorted((ROOT / package).rglob("*.py")):
       name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
       name = name.removesuffix(".__init__")
-      found[name.removeprefix("bigtrain.")] = path
-  return found
+      modules[name.removeprefix("bigtrain.")] = path
+  return modules
 
 
 MODULES = _modules()
@@ -244,12 +244,12 @@ _HEAVY = (
 )
 _IMPORT_ALL = """
 import importlib, json, sys
-heavy, found = json.loads(sys.argv[1]), {}
+heavy, first = json.loads(sys.argv[1]), {}
 for name in json.loads(sys.argv[2]):
   importlib.import_module(name)
   for package in [h for h in heavy if h in sys.modules]:
-    found.setdefault(package, name)
-print(json.dumps(found))
+    first.setdefault(package, name)
+print(json.dumps(first))
 """
 
 
@@ -264,5 +264,5 @@ def test_importing_any_module_loads_nothing_heavy():
     command, cwd=ROOT, capture_output=True, text=True, timeout=120
   )
   assert done.returncode == 0, done.stderr
-  found = json.loads(done.stdout.splitlines()[-1])
-  assert found == {}, f"which module loads what: {found}"
+  first = json.loads(done.stdout.splitlines()[-1])
+  assert first == {}, f"heavy packages, and the modules that load them: {first}"
