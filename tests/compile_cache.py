@@ -1,12 +1,18 @@
-"""The compilation cache that tests share, across workers and sessions.
+"""Quick compilation for tests: XLA flags, and a cache that all tests share.
 
-Most of the suite's time is compiling the same tiny programs. Tests of the cache
-itself use folders of their own. `make clean` removes the folder.
+Most of the suite's time is compiling tiny programs that run once. Without
+optimizations that takes less than half of the time. The cache serves all
+workers and sessions; tests of the cache itself use folders of their own.
+`make clean` removes the folder.
 """
 
 import pathlib
 
 FOLDER = pathlib.Path(__file__).parents[1] / "build" / "test-compile-cache"
+# The second flag selects the older of two code generators of XLA.
+QUICK_XLA_FLAGS = (
+  "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
 
 
 def enable():

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 
+import compile_cache
+
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 
@@ -46,7 +48,8 @@ def environment(devices=1, **variables):
   return {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+    + compile_cache.QUICK_XLA_FLAGS,
     "PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS))),
     **variables,
   }

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bigtrain.models import cappa, decoder, resnet, t5, two_towers, vit
+from bigtrain.models.layers import attention as attention_layer
 from bigtrain.reports import flops
 from bigtrain.tasks import (
   captioning,
@@ -177,7 +178,9 @@ def test_pallas_counts_the_grid():
   assert flops.forward_flops(fn, f32(24, 4)) == 6 * 2 * 4**3
 
 
-def test_fused_attention_counts_like_the_plain_one(monkeypatch):
+@pytest.fixture
+def traces_cudnn(monkeypatch):
+  """Lets cuDNN's attention be traced without a GPU."""
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
   # Only these checks need a GPU and its cuDNN for tracing.
@@ -186,6 +189,25 @@ def test_fused_attention_counts_like_the_plain_one(monkeypatch):
   monkeypatch.setattr(
     cudnn, "is_cuda_compute_capability_equal", lambda _: False
   )
+
+
+@pytest.mark.parametrize("window", [None, 50, 500])
+@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+def test_a_window_counts_alike_in_every_kernel(
+  traces_cudnn, monkeypatch, kernel, window
+):
+  monkeypatch.setattr(attention_layer, "implementation", lambda q: kernel)
+  q = Shape((2, 128, 4, 64), jnp.bfloat16)
+  kv = Shape((2, 128, 2, 64), jnp.bfloat16)
+
+  def fn(q, k, v):
+    return attention_layer.attend(q, k, v, causal=True, window=window)
+
+  seen = min(window or 128, 128)
+  assert flops.forward_flops(fn, q, kv, kv) == 2 * (2 * 2 * 4 * 128 * seen * 64)
+
+
+def test_fused_attention_counts_like_the_plain_one(traces_cudnn):
   q = Shape((2, 128, 4, 64), jnp.bfloat16)
   kv = Shape((2, 256, 2, 64), jnp.bfloat16)
 

@@ -13,7 +13,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from bigtrain import settings
+from bigtrain import model_flops, settings
 from bigtrain.models.layers import kernels, kv_cache, positions
 
 # Not -inf: a row of padding that sees no position must not become NaN.
@@ -202,7 +202,7 @@ def attend(
     causal: whether queries see no later positions; S is L, and there is no
       mask.
     window: number of positions that a causal query sees, itself included; all
-      earlier ones if None.
+      earlier ones if None. A mask has to contain the window.
     bias_1HLS: added to the scaled scores.
     scaled: whether scores are divided by sqrt(K).
     softcap: scores s become softcap * tanh(s / softcap); None for no cap.
@@ -216,16 +216,19 @@ def attend(
   B, S, G, K = k_BSGK.shape
   q_BLHK = q_BLHK.reshape(B, -1, *shape[2:])
   L, H = q_BLHK.shape[1:3]
+  # Positions outside of a window are not model FLOPs.
+  in_window = functools.partial(model_flops.share, window or S, S)
   if fused:
-    o_BLHK = jax.nn.dot_product_attention(
-      q_BLHK,
-      k_BSGK,
-      v_BSGK,
-      mask=None if mask_BLS is None else mask_BLS[:, None],
-      is_causal=causal,
-      local_window_size=(window - 1, 0) if causal and window else None,
-      implementation="cudnn",
-    )
+    with in_window():
+      o_BLHK = jax.nn.dot_product_attention(
+        q_BLHK,
+        k_BSGK,
+        v_BSGK,
+        mask=None if mask_BLS is None else mask_BLS[:, None],
+        is_causal=causal,
+        local_window_size=(window - 1, 0) if causal and window else None,
+        implementation="cudnn",
+      )
     return o_BLHK.reshape(shape)
   if causal:
     mask_BLS = causal_mask(L, window)[None]
@@ -238,9 +241,13 @@ def attend(
     q_axes, k_axes, axes = "blgrk", "bsgk", "bglrs" if H == G else "bgrls"
   sizes = dict(b=B, l=L, s=S, h=H, g=G, r=H // G, k=K)
   q = q_BLHK.reshape([sizes[axis] for axis in q_axes])
-  scores = jnp.einsum(
-    f"{q_axes},{k_axes}->{axes}", q, k_BSGK, preferred_element_type=jnp.float32
-  )
+  with in_window():
+    scores = jnp.einsum(
+      f"{q_axes},{k_axes}->{axes}",
+      q,
+      k_BSGK,
+      preferred_element_type=jnp.float32,
+    )
   if scaled:
     scores /= math.sqrt(K)
   if bias_1HLS is not None:
@@ -252,7 +259,8 @@ def attend(
     mask = jnp.expand_dims(mask_BLS, other_axes)
     scores = jnp.where(mask, scores, _MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-  o = jnp.einsum(f"{axes},{k_axes}->{q_axes}", weights, v_BSGK)
+  with in_window():
+    o = jnp.einsum(f"{axes},{k_axes}->{q_axes}", weights, v_BSGK)
   return o.reshape(shape)
 
 

@@ -178,9 +178,9 @@ class Moe(nn.Module):
 
     Returns:
       ([B, L, D], float32 statistics over the real tokens: "load_balance" and
-      "router_z", the unweighted losses; "load" [E], each expert's share of all
-      choices; "dropped", the share of choices beyond the capacity; "entropy"
-      of the router in nats).
+      "router_z", the unweighted losses of Switch and ST-MoE; "load" [E], each
+      expert's share of all choices; "dropped", the share of choices beyond the
+      capacity; "entropy" of the router in nats).
     """
     options, expert, D = self.options, self.expert, x_BLD.shape[-1]
     E, F = options.num_experts, expert.dim
@@ -259,9 +259,12 @@ def route(
   log_sum_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
   log_probs_BLE = logits_BLE - log_sum_BL[..., None]
   stats = {
-    # 1 if choices and probabilities are even (arXiv 2101.03961, equation 4).
+    # The loss of Switch Transformers (arXiv 2101.03961, equation 4), with a
+    # load of all top_k choices that adds up to 1: 1 if choices and
+    # probabilities are even. The auxiliary loss of Hugging Face's Mixtral adds
+    # up the choices' loads, and pools the layers before the product.
     "load_balance": E * jnp.sum(load_E * mean(probs_BLE)),
-    # arXiv 2202.08906, equation 5.
+    # The z-loss of ST-MoE (arXiv 2202.08906, equation 5).
     "router_z": mean(log_sum_BL**2),
     "load": load_E,
     "entropy": mean(-jnp.sum(probs_BLE * log_probs_BLE, axis=-1)),

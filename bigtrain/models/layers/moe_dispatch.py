@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from bigtrain import sharding
+from bigtrain import model_flops, sharding
 from bigtrain.models.layers import mlp
 
 
@@ -184,7 +184,8 @@ def with_capacity(
   # All to all, to the experts' devices and back.
   x_BECD = _constrained(_constrained(x_BECD, by_batch), by_expert)
   times = functools.partial(jnp.einsum, "becd,edf->becf")
-  y_BECD = experts.run(x_BECD, weights, times, experts.keep(B, E, C))
+  with model_flops.share(L * J, E * C):  # Empty slots are not model FLOPs.
+    y_BECD = experts.run(x_BECD, weights, times, experts.keep(B, E, C))
   y_BECD = _constrained(_constrained(y_BECD, by_expert), by_batch)
   y = take(pad(y_BECD.reshape(B, E * C, D)), slot).reshape(B, J, L, D)
   weight_BJL = jnp.swapaxes(routing.weight_BLJ, 1, 2).astype(y.dtype)
