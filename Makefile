@@ -28,7 +28,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
   bench lock clean
 
 run := $(VENV)/bin/python -m
-pytest = $(run) pytest -n $(JOBS) --dist=worksteal --durations=10
+pytest = $(run) pytest -n $(JOBS) --dist=worksteal --durations=20
 comma := ,
 installed := $(VENV)/.installed
 ifneq ($(strip $(EXTRAS)),)

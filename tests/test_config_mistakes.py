@@ -141,11 +141,14 @@ UNFIT = [
   ({"evals.val.data.path": "x.npz"}, r"val.data.path: x.npz: no such file"),
   (
     {"microbatches": 2, "microbatch_examples": 8},
-    r"config.microbatches and config.microbatch_examples: give one",
+    r"config.microbatches and config.microbatch_examples: give only one",
   ),
   ({"microbatch_examples": 12}, r"microbatch_examples=12 .* 8 devices"),
   ({"loss_scale": dict(ini=1.0)}, r"config.loss_scale.ini: .* 'init'"),
-  ({"eager": True, "debug_nans": True}, r"eager and config.debug_nans"),
+  (
+    {"eager": True, "debug_nans": True},
+    r"config.eager=True and config.debug_nans=True",
+  ),
   ({"input.batch_size": 12}, r"config.input.batch_size=12 .* nearest .* 8 and"),
   ({"input.batch_size": "x"}, r"config.input.batch_size: expected a positive"),
   ({"evals.val.batch_size": 12}, r"config.evals.val.batch_size=12 .* 8 and"),

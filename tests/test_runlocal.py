@@ -120,11 +120,8 @@ FIRST_LOSS = {
 
 @pytest.fixture(scope="module")
 def server():
-  """Runs of bigtrain.main that compile fast, with a compilation cache."""
-  result = main_forks.Server(
-    JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-    XDG_CACHE_HOME=str(compile_cache.FOLDER / "home"),
-  )
+  """Runs of bigtrain.main with a compilation cache."""
+  result = main_forks.Server(XDG_CACHE_HOME=str(compile_cache.FOLDER / "home"))
   yield result
   result.close()
 
@@ -152,9 +149,8 @@ def test_runlocal_trains(spec, num_devices, server, tmp_path):
     [f"--config={FOLDER / name}.py:{arguments}", f"--workdir=./runs/{name}"],
     tmp_path,
     {
-      # Another code generator of XLA, which compiles twice as fast.
       "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices} "
-      "--xla_cpu_use_fusion_emitters=false"
+      + compile_cache.QUICK_XLA_FLAGS
     },
   )
   assert run.code == 0, run.output
@@ -169,14 +165,6 @@ def test_runlocal_trains(spec, num_devices, server, tmp_path):
 
 
 # On prepared data, in this process.
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-  """Compiling takes most of the time of the runs below."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +287,7 @@ def test_resnet50_i1k_trains_on_prepared_data(data_dir, tmp_path):
 @pytest.mark.slow
 def test_siglip_trains_on_prepared_data(data_dir, tmp_path):
   names = tmp_path / "names.txt"
-  names.write_text("".join(f"thing {i}\n" for i in range(10)))
+  names.write_text("".join(f"thing {i}\n" for i in range(1000)))
   config = load(f"siglip:runlocal,class_names={names},data_dir={data_dir}")
   check(config, train(config, tmp_path / "run"), *FIRST_LOSS["siglip"])
 

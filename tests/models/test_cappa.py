@@ -70,11 +70,6 @@ def case(golden):
   return of
 
 
-def jit(fn):
-  # Halves the time to compile.
-  return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def test_the_script_makes_the_golden_file(golden):
   _, outputs, stored = golden
   assert outputs.keys() == stored.keys()
@@ -105,7 +100,7 @@ def test_matches_numpy(golden, case, name, scan):
     )
     return in_order, mixed[0]
 
-  logits, mixed = jit(run)(variables)
+  logits, mixed = jax.jit(run)(variables)
   assert logits.dtype == jnp.float32
   np.testing.assert_allclose(logits, expected[f"{name}/logits"], atol=2e-4)
   if model.mask_token:
@@ -131,10 +126,10 @@ def test_decoding_with_the_cache_gives_the_same_logits(case, scan):
 
     return jax.lax.scan(step, cache, (inputs, jnp.arange(L)))[1]
 
-  expected = jit(
+  expected = jax.jit(
     lambda v: model.apply(v, encoded, text, method="decode").logits()
   )(variables)
-  logits = jit(by_steps)(variables)
+  logits = jax.jit(by_steps)(variables)
   np.testing.assert_allclose(logits.swapaxes(0, 1), expected, atol=2e-5)
 
 
@@ -143,7 +138,7 @@ def test_several_texts_per_image_give_the_same_logits(case):
   variables, image, text, _ = case("cap", model)
   encoded = model.apply(variables, image, method="encode")["encoded"]
   other = jnp.flip(text, 1)
-  decode = jit(
+  decode = jax.jit(
     lambda e, t: model.apply(variables, e, t, method="decode").logits()
   )
   together = decode(encoded, jnp.stack([text, other], 1).reshape(-1, L))
@@ -166,7 +161,7 @@ def sensitivity(model, variables, image, **options):
     )
     return jnp.sum(jnp.sin(states.hidden_BLD), -1)
 
-  jacobian = jit(jax.jacrev(outputs))(table)
+  jacobian = jax.jit(jax.jacrev(outputs))(table)
   return np.abs(jacobian).sum(-1)[:, :, 1 : L + 1]
 
 
@@ -192,7 +187,7 @@ def test_only_parallel_prediction_sees_later_tokens(case):
 def test_masked_positions_hide_their_token(case):
   model = build("cappa", scan=True)
   variables, image, text, _ = case("cappa", model)
-  run = jit(
+  run = jax.jit(
     lambda text: model.apply(
       variables, image, text, parallel_B=jnp.ones(3, bool)
     )[0]
@@ -264,10 +259,10 @@ def test_bfloat16_computation_keeps_float32_logits(case):
     "cappa", dtype="bfloat16", scan=True, remat_policy="nothing_saveable"
   )
   variables, image, text, _ = case("cappa", model)
-  logits, out = jit(model.apply)(variables, image, text)
+  logits, out = jax.jit(model.apply)(variables, image, text)
   assert logits.dtype == jnp.float32
   assert out["states"].hidden_BLD.dtype == jnp.bfloat16
-  exact = jit(build("cappa", scan=True).apply)(variables, image, text)[0]
+  exact = jax.jit(build("cappa", scan=True).apply)(variables, image, text)[0]
   assert 1e-4 < np.abs(logits - exact).max() < 0.5
 
 

@@ -29,14 +29,6 @@ STYLES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-  """These tests spend nearly all their time compiling."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def made(style, **changes):
   """Returns (model, variables); the large init makes positions matter."""

@@ -15,14 +15,6 @@ V, S, L = 30, 9, 6
 SIZES = dict(vocab_size=V, width=16, depth=2, decoder_depth=1, num_heads=4)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-  """These tests spend nearly all their time compiling."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 def tokens(shape, seed):
   return jnp.asarray(np.random.default_rng(seed).integers(1, V, shape))
 

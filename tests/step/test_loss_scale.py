@@ -58,21 +58,19 @@ def test_small_gradients_survive_float16(microbatches):
     loss = (out * jnp.float16(1e-4)).astype(jnp.float32)[:, 0]
     return {"loss": metrics.pair(loss)}, {}
 
+  # The arguments are no constants, which XLA would multiply first: to 0.
   @jax.jit
-  def compiled(scale):
+  def compiled(params, batch, scale):
     grads, pairs, _ = gradients.make(
       loss_fn,
       trainable={"w": True},
       microbatches=microbatches,
       mesh=mesh,
-    )(
-      {"params": {"w": jnp.ones(1)}, "step": 0, "loss_scale": {"scale": scale}},
-      {"x": jnp.asarray(x)},
-    )
+    )({"params": params, "step": 0, "loss_scale": {"scale": scale}}, batch)
     return grads["w"][0], pairs["loss"][1]
 
   def gradient(scale):
-    grad, weight = compiled(scale)
+    grad, weight = compiled({"w": np.ones(1, np.float32)}, {"x": x}, scale)
     assert weight == 4
     return float(grad)
 

@@ -11,7 +11,7 @@ import pytest
 from golden import make_losses
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bigtrain import parts, sharding
+from bigtrain import parts, settings, sharding
 from bigtrain.models import cappa
 from bigtrain.reports import writers
 from bigtrain.settings import ConfigError
@@ -46,11 +46,6 @@ def batch(**changes):
   return {"image": IMAGE, "labels": LABELS, **changes}
 
 
-def jit(fn):
-  # Without optimizations, compiling takes half the time.
-  return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
-
-
 @pytest.fixture(scope="module")
 def model():
   return make()
@@ -59,7 +54,7 @@ def model():
 @pytest.fixture(scope="module")
 def log_probs(model):
   """Returns float64 [B, L, V] from the model's logits."""
-  logits = jit(model[0].apply)(model[1], IMAGE, LABELS)[0]
+  logits = jax.jit(model[0].apply)(model[1], IMAGE, LABELS)[0]
   logits = np.float64(logits)
   return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
@@ -72,7 +67,7 @@ def xent(log_probs, smoothing=0.0):
 def run(model, data, **options):
   model, variables = model
   fn = functools.partial(task.loss_fn, model=model, train=False, **options)
-  pairs, _ = jit(fn)(variables, data, None)
+  pairs, _ = jax.jit(fn)(variables, data, None)
   return {k: (float(s), float(w)) for k, (s, w) in pairs.items()}
 
 
@@ -86,7 +81,9 @@ def test_normalize_by_sentences_or_tokens(model, log_probs):
   assert actual["token_accuracy"] == (hits, LENGTHS.sum())
   actual = run(model, batch(), normalize="tokens")
   assert actual["loss"] == pytest.approx((loss.sum(), LENGTHS.sum()), rel=1e-5)
-  perplexity = jit(task.predict_fns(model[0])["perplexity"])(model[1], batch())
+  perplexity = jax.jit(task.predict_fns(model[0])["perplexity"])(
+    model[1], batch()
+  )
   assert actual["loss"] == pytest.approx(
     tuple(map(float, perplexity["loss"])), rel=1e-6
   )
@@ -120,7 +117,7 @@ def test_non_finite_padding_has_no_effect(model):
 
 def test_parallel_examples_depend_on_their_keys_only():
   keys = jax.random.split(jax.random.key(3), 2000)
-  draw = jit(lambda keys: task.parallel_examples(keys, 10, 0.75, 0.45))
+  draw = jax.jit(lambda keys: task.parallel_examples(keys, 10, 0.75, 0.45))
   parallel, masked = map(np.asarray, draw(keys))
   assert parallel.mean() == pytest.approx(0.75, abs=0.04)
   assert set(masked.sum(1)) == {4}
@@ -151,7 +148,7 @@ def gradients(model, devices, microbatches, **options):
     params = jax.device_put(
       variables["params"], NamedSharding(mesh, PartitionSpec())
     )
-    grads, pairs = jit(step)(params, jax.device_put(batch(), by_example))
+    grads, pairs = jax.jit(step)(params, jax.device_put(batch(), by_example))
     return jax.device_get((grads, pairs))
 
 
@@ -188,9 +185,12 @@ def test_golden_losses(tmp_path):
 
   After an intended change, run tests/golden/make_losses.py; see its docstring.
   """
+  # One loop over the blocks compiles in half of the time, to the same losses.
+  model = settings.load("configs/digits_captions.py:runlocal")["model"]
   actual = make_losses.make(
     str(tmp_path),
     "digits_captions",
+    model={**model, "scan": True},
     mesh=dict(replica=2, fsdp=4),
     compile_cache=False,
   )
@@ -216,7 +216,7 @@ def test_logits_of_all_positions_never_exist(model):
   model, variables = model
   fn = functools.partial(task.loss_fn, model=model, train=True, chunk=2)
   loss = lambda v, data: fn(v, data, jax.random.key(0))[0]["loss"][0]
-  text = jit(jax.grad(loss)).lower(variables, batch()).compile().as_text()
+  text = jax.jit(jax.grad(loss)).lower(variables, batch()).compile().as_text()
   assert f"f32[{B},2,{V}]" in text
   for shape in (f"[{B},{L},{V}]", f"[{B * L},{V}]", f"[{L},{B},{V}]"):
     assert shape not in text
@@ -232,7 +232,7 @@ CLASSES = np.where(
 def test_score_is_the_log_likelihood_of_every_class(model):
   model, variables = model
   data = {"image": IMAGE[:8], "class_tokens": CLASSES}
-  score = jit(task.predict_fns(model)["score"])(variables, data)
+  score = jax.jit(task.predict_fns(model)["score"])(variables, data)
   assert score.shape == (8, 11)
 
   def one(tokens):
@@ -242,14 +242,14 @@ def test_score_is_the_log_likelihood_of_every_class(model):
     picked = jnp.take_along_axis(log_probs, text[..., None], -1)[..., 0]
     return jnp.sum(picked * (text != 0), axis=1)
 
-  expected = jit(lambda tokens: jax.lax.map(one, tokens))(CLASSES).T
+  expected = jax.jit(lambda tokens: jax.lax.map(one, tokens))(CLASSES).T
   np.testing.assert_allclose(score, expected, rtol=1e-5, atol=1e-5)
   mesh = sharding.make_mesh()
   with jax.set_mesh(mesh):
     layout = NamedSharding(mesh, PartitionSpec(sharding.AXES))
     image = jax.device_put(IMAGE[:8], layout)
     fn = functools.partial(task.score, model=model, class_chunk=3, chunk=5)
-    score = jit(fn)(variables, {**data, "image": image})
+    score = jax.jit(fn)(variables, {**data, "image": image})
   np.testing.assert_allclose(score, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -260,7 +260,7 @@ def test_the_memory_of_score_does_not_grow_with_the_classes(model):
   def temporary_bytes(num_classes):
     tokens = jax.ShapeDtypeStruct((num_classes, L), jnp.int32)
     data = {"image": image, "class_tokens": tokens}
-    fn = jit(task.predict_fns(model)["score"]).lower(variables, data)
+    fn = jax.jit(task.predict_fns(model)["score"]).lower(variables, data)
     return fn.compile().memory_analysis().temp_size_in_bytes
 
   few, many = temporary_bytes(40), temporary_bytes(1000)
@@ -276,8 +276,8 @@ def test_greedy_captions_match_decoding_without_a_cache(model):
     task.predict_fns(model)["caption"], eos_id=2, pad_id=0
   )
   data = {"image": IMAGE, "_mask": (np.arange(B) != 4).astype(np.float32)}
-  actual = jit(caption)(variables, data)
-  apply = jit(lambda text: model.apply(variables, IMAGE, text)[0])
+  actual = jax.jit(caption)(variables, data)
+  apply = jax.jit(lambda text: model.apply(variables, IMAGE, text)[0])
   text = np.zeros((B, L), np.int32)
   ended = np.zeros(B, bool)
   for i in range(L):
@@ -290,7 +290,7 @@ def test_greedy_captions_match_decoding_without_a_cache(model):
   beam = functools.partial(caption, method="beam", num_beams=1)
   others = np.arange(B) != 4
   np.testing.assert_array_equal(
-    jit(beam)(variables, {"image": IMAGE})[others], text[others]
+    jax.jit(beam)(variables, {"image": IMAGE})[others], text[others]
   )
 
 
@@ -301,12 +301,14 @@ def test_more_beams_find_likelier_captions(model):
     task.predict_fns(model)["caption"], eos_id=2, max_len=5
   )
   data = {"image": IMAGE}
-  wide = jit(functools.partial(caption, method="beam", num_beams=4))
-  captions = [jit(caption)(variables, data), wide(variables, data)]
+  wide = jax.jit(functools.partial(caption, method="beam", num_beams=4))
+  captions = [jax.jit(caption)(variables, data), wide(variables, data)]
   likelihoods = []
   for text in captions:
     assert text.shape == (B, 5)
-    log_probs = jax.nn.log_softmax(jit(model.apply)(variables, IMAGE, text)[0])
+    log_probs = jax.nn.log_softmax(
+      jax.jit(model.apply)(variables, IMAGE, text)[0]
+    )
     picked = np.take_along_axis(
       np.asarray(log_probs), np.asarray(text)[..., None], -1
     )
@@ -321,12 +323,14 @@ def test_a_sample_depends_on_image_and_seed_only(model):
   caption = functools.partial(
     task.predict_fns(model)["caption"], eos_id=2, method="sample", top_k=8
   )
-  sample = jit(caption)
+  sample = jax.jit(caption)
   samples = np.asarray(sample(variables, {"image": IMAGE}))
   flipped = np.asarray(sample(variables, {"image": IMAGE[::-1]}))
   np.testing.assert_array_equal(flipped[::-1], samples)
   assert len(np.unique(samples, axis=0)) > B / 2
-  other = jit(functools.partial(caption, seed=1))(variables, {"image": IMAGE})
+  other = jax.jit(functools.partial(caption, seed=1))(
+    variables, {"image": IMAGE}
+  )
   assert (np.asarray(other) != samples).any(1).mean() > 0.5
 
 
@@ -337,7 +341,7 @@ def test_features_of_the_encoder(model):
     fn(variables, data),
     fn(variables, data, layer="encoded"),
   )
-  pooled, patches = jit(both)({"image": IMAGE})
+  pooled, patches = jax.jit(both)({"image": IMAGE})
   assert patches.shape == (B, 2, 8)
   np.testing.assert_allclose(pooled, patches.mean(1), rtol=1e-5, atol=1e-5)
   with pytest.raises(ConfigError, match="Did you mean 'encoded'"):
@@ -354,7 +358,7 @@ def test_dropout_is_on_in_training_only():
     )[0]["loss"][0]
     return run(0, True), run(1, True), run(0, False), run(1, False)
 
-  one, other, *without = jit(losses)(variables, batch())
+  one, other, *without = jax.jit(losses)(variables, batch())
   assert one != other
   assert without[0] == without[1]
 

@@ -17,14 +17,6 @@ V, L, B = 30, 10, 8
 RNG = np.random.default_rng(0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-  """Turns most optimizations off: these tests mostly compile."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def model():
   return decoder.Model(

@@ -18,14 +18,6 @@ V, S, L, B = 20, 8, 5, 8
 EOS = 1
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-  """Turns most optimizations off: these tests mostly compile."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def model():
   return t5.Model(

@@ -21,14 +21,6 @@ MODEL = dict(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-  """Compiling takes most of the time of these tests."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 def save(folder, params, **changes):
   config = {
     "task": "language_modeling",

@@ -151,8 +151,11 @@ class Attention(nn.Module):
       i = start + jnp.arange(q_BLHK.shape[1])
       mask_BLS = _sees(i, jnp.arange(cache.length), options.window)[None]
       causal = False
-    o_BLHK = attend(
-      q_BLHK,
+    q = q_BLHK
+    if options.num_kv_heads:
+      q = q_BLHK.reshape(*q_BLHK.shape[:2], G, H // G, K)
+    o = attend(
+      q,
       k_BSGK,
       v_BSGK,
       mask_BLS=mask_BLS,
@@ -170,11 +173,11 @@ class Attention(nn.Module):
       kernel_init=kernels.initializer(options.out_std),
       name="out",
     )
-    return out(o_BLHK), cache
+    return out(o.reshape(q_BLHK.shape)), cache
 
 
 def attend(
-  q_BLHK: jax.Array,
+  q: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
   *,
@@ -187,14 +190,15 @@ def attend(
 ) -> jax.Array:
   """Means of values, weighted by the softmax of the queries' scores.
 
-  Scores and their softmax are float32. XLA computes them, or cuDNN's fused
-  kernel where `implementation` allows it and the scores are plain: scaled, with
-  neither bias nor cap.
+  Scores and their softmax are float32. cuDNN's fused kernel computes them where
+  `implementation` allows it and the scores are plain: scaled, with neither bias
+  nor cap.
 
   Args:
-    q_BLHK: queries; heads h R, ..., h R + R - 1 share the h-th keys. B may be
-      a multiple of the keys' rows: successive rows of queries share a row of
-      keys, without a mask, bias or order.
+    q: queries [B, L, H, K], or [B, L, G, R, K]. If H is R G, heads g R, ...,
+      g R + R - 1 share the g-th keys. B may be a multiple of the keys' rows:
+      successive rows of queries share a row of keys, without a mask, bias or
+      order.
     k_BSGK: keys.
     v_BSGK: values.
     mask_BLS: bool, whether a query sees a position; the batch axis may be 1.
@@ -208,42 +212,36 @@ def attend(
     softcap: scores s become softcap * tanh(s / softcap); None for no cap.
 
   Returns:
-    [B, L, H, K] in the dtype of the queries.
+    An array of the shape and dtype of the queries.
   """
-  shape = q_BLHK.shape
-  plain = scaled and bias_1HLS is None and softcap is None
-  fused = plain and implementation(q_BLHK) == "cudnn"
+  shape, kernel = q.shape, implementation(q)
   B, S, G, K = k_BSGK.shape
-  q_BLHK = q_BLHK.reshape(B, -1, *shape[2:])
-  L, H = q_BLHK.shape[1:3]
+  L = shape[0] // B * shape[1]
+  grouped = q.ndim == 5 or shape[2] != G
   # Positions outside of a window are not model FLOPs.
   in_window = functools.partial(model_flops.share, window or S, S)
-  if fused:
+  plain = scaled and bias_1HLS is None and softcap is None
+  # jax.nn's XLA code adds up the heads of a group in another order, which would
+  # change the last bits of existing configs' results.
+  if plain and (kernel == "cudnn" or not grouped):
     with in_window():
       o_BLHK = jax.nn.dot_product_attention(
-        q_BLHK,
+        q.reshape(B, L, -1, K),
         k_BSGK,
         v_BSGK,
         mask=None if mask_BLS is None else mask_BLS[:, None],
         is_causal=causal,
         local_window_size=(window - 1, 0) if causal and window else None,
-        implementation="cudnn",
+        implementation=kernel,
       )
     return o_BLHK.reshape(shape)
   if causal:
     mask_BLS = causal_mask(L, window)[None]
-  # Heads have one axis, "h", or two: groups "g" of "r" heads that share keys.
-  # The order of the scores' axes decides how XLA orders its sums, and so the
-  # last bits of gradients. Another order would change the results of configs.
-  if H == G and (bias_1HLS is not None or not scaled):
-    q_axes, k_axes, axes = "blhk", "bshk", "bhls"
-  else:
-    q_axes, k_axes, axes = "blgrk", "bsgk", "bglrs" if H == G else "bgrls"
-  sizes = dict(b=B, l=L, s=S, h=H, g=G, r=H // G, k=K)
-  q = q_BLHK.reshape([sizes[axis] for axis in q_axes])
+  heads, kv_heads = ("gr", "g") if grouped else ("h", "h")
+  q = q.reshape(B, L, G, -1, K) if grouped else q.reshape(B, L, G, K)
   with in_window():
     scores = jnp.einsum(
-      f"{q_axes},{k_axes}->{axes}",
+      f"bl{heads}k,bs{kv_heads}k->b{heads}ls",
       q,
       k_BSGK,
       preferred_element_type=jnp.float32,
@@ -251,24 +249,27 @@ def attend(
   if scaled:
     scores /= math.sqrt(K)
   if bias_1HLS is not None:
-    scores += bias_1HLS.reshape(1, *[sizes[axis] for axis in axes[1:]])
+    scores += bias_1HLS.reshape(1, *scores.shape[1:])
   if softcap is not None:
     scores = softcap * jnp.tanh(scores / softcap)
   if mask_BLS is not None:
-    other_axes = [i for i, axis in enumerate(axes) if axis not in "bls"]
-    mask = jnp.expand_dims(mask_BLS, other_axes)
+    mask = jnp.expand_dims(mask_BLS, [*range(1, scores.ndim - 2)])
     scores = jnp.where(mask, scores, _MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
   with in_window():
-    o = jnp.einsum(f"{axes},{k_axes}->{q_axes}", weights, v_BSGK)
+    o = jnp.einsum(f"b{heads}ls,bs{kv_heads}k->bl{heads}k", weights, v_BSGK)
   return o.reshape(shape)
 
 
-def implementation(q_BLHK: jax.Array) -> Literal["xla", "cudnn"]:
-  """Returns "cudnn" if its fused kernel takes these queries, else "xla"."""
-  L, K = q_BLHK.shape[1], q_BLHK.shape[3]
+def implementation(q: jax.Array) -> Literal["xla", "cudnn"]:
+  """Returns "cudnn" if its fused kernel takes these queries, else "xla".
+
+  Args:
+    q: queries [B, L, ..., K].
+  """
+  L, K = q.shape[1], q.shape[-1]
   # A single query (pooling) has no L x S matrix that fusing would avoid.
-  fits = q_BLHK.dtype.itemsize == 2 and K % 8 == 0 and K <= 128 and L > 1
+  fits = q.dtype.itemsize == 2 and K % 8 == 0 and K <= 128 and L > 1
   if not fits or jax.default_backend() != "gpu":
     return "xla"
   if "cuda" not in jax.extend.backend.get_backend().platform_version:

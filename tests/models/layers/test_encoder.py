@@ -51,10 +51,7 @@ def value_and_grad_fn(module, x, train=False):
 
 
 def value_and_grad(module, params, x, train=False):
-  # Halves the time to compile.
-  options = {"xla_backend_optimization_level": 0}
-  fn = value_and_grad_fn(module, x, train)
-  return jax.jit(fn, compiler_options=options)(params)
+  return jax.jit(value_and_grad_fn(module, x, train))(params)
 
 
 def assert_close(a, b, rtol=1e-5, atol=1e-5):

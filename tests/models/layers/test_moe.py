@@ -16,14 +16,6 @@ from bigtrain.models.layers import mlp, moe
 B, L, D, F, E = 8, 6, 4, 5, 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-  """These tests spend nearly all their time compiling."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 def layer(kind="swiglu", **options):
   return moe.Moe(
     moe.Options(E, router_init_std=1.0, **options),

@@ -72,14 +72,6 @@ T5S = {
 MODELS = DECODERS | T5S
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-  """Turns most optimizations off: these tests mostly compile."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 def module_of(layout):
   return t5 if layout in T5S else decoder
 
