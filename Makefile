@@ -47,7 +47,7 @@ train: install ## Train a vision transformer on handwritten digits
 test: lint ## Lint, then run all tests except the slow ones
 	@$(pytest) -m "not slow and not results and not cluster" $(ARGS) $(TESTS)
 
-test-faults: install ## Run the slow tests: faults in real processes
+test-faults: install ## Run the slow tests, most of them faults in real processes
 	@$(pytest) -m slow $(ARGS) $(TESTS)
 
 test-results: install ## Train the quickstarts and check their results: half an hour

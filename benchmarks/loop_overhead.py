@@ -2,9 +2,12 @@
 
 The time of the whole loop, with input, rows and TensorBoard, divided by the
 time of the same compiled update on a resident batch. Evaluations and
-checkpoints are off: they have their own time accounts.
+checkpoints are off: they have their own time accounts. The tiny model is timed
+with ten hooks, too, which have all methods and do nothing.
 """
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import measure, program, synthetic
@@ -12,9 +15,12 @@ from configs import digits
 
 
 def main() -> None:
-  """Prints the ratio for a tiny and a larger model."""
+  """Prints the ratio for a tiny model, also with hooks, and a larger one."""
   args = measure.arguments(__doc__)
-  for name, config in configs(args.quick).items():
+  cases = configs(args.quick)
+  tiny = next(iter(cases))
+  cases[f"{tiny}, ten idle hooks"] = with_idle_hooks(cases[tiny])
+  for name, config in cases.items():
     ratios = program.loop_ratios(config, config.log_steps, args.repeats)
     name = f"loop / resident step: {name}"
     measure.report(3, name, ratios, target="<= 1.02")
@@ -38,6 +44,30 @@ def configs(quick: bool, batch_size: int = 2) -> dict[str, Any]:
   large = synthetic.get_config(f"S/16,size=64,batch_size={batch_size}")
   name = f"ViT-S/16, {batch_size} images of 64 x 64"
   return {"digits, batch 128": small, name: large}
+
+
+class Idle:
+  """A hook that does nothing."""
+
+  def __init__(self, context: Any):
+    del context
+
+  def before_step(self, step: int) -> None:
+    """Does nothing."""
+
+  def after_step(self, step: int) -> None:
+    """Does nothing."""
+
+  def after_row(self, step: int, row: Mapping[str, Any]) -> None:
+    """Does nothing."""
+
+
+def with_idle_hooks(config: Any, number: int = 10) -> Any:
+  """Returns a copy of a config with hooks that do nothing."""
+  config = copy.deepcopy(config)
+  idle = {"type": "benchmarks.loop_overhead.Idle"}
+  config.hooks = {f"idle_{i}": dict(idle) for i in range(number)}
+  return config
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def _bytes(config: Any) -> tuple[int, int, int]:
   import jax
 
   update = program.build(config, state=False).update
-  (state, _, _), _ = update.args_info
+  (state, *_), _ = update.args_info
   size = lambda tree: sum(
     math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)
   )

@@ -41,7 +41,7 @@ class Program:
   """The compiled update of a config, and arguments for it on the device.
 
   Attributes:
-    update: compiled (state, tally, batch) -> (state, tally).
+    update: compiled (state, tally, batch, {}) -> (state, tally).
     compile_secs: seconds to trace, lower and compile it, with nothing in
       parallel; None in `train`, where the state is made at the same time.
     state: train state.
@@ -58,15 +58,17 @@ class Program:
   def run(self, steps: int) -> float:
     """Returns the seconds of `steps` updates on the same batch."""
     if self.tally is None:
-      (_, specs, _), _ = self.update.args_info
-      (_, shardings, _), _ = self.update.input_shardings
+      (_, specs, *_), _ = self.update.args_info
+      (_, shardings, *_), _ = self.update.input_shardings
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), specs)
       self.tally = jax.device_put(zeros, shardings)
     jax.block_until_ready((self.state, self.tally, self.batch))
     start_secs = time.perf_counter()
     in_flight: collections.deque[Any] = collections.deque()
     for _ in range(steps):
-      self.state, self.tally = self.update(self.state, self.tally, self.batch)
+      self.state, self.tally = self.update(
+        self.state, self.tally, self.batch, {}
+      )
       # Each queued step has its own buffers.
       in_flight.append(self.tally)
       if len(in_flight) > _STEPS_IN_FLIGHT:

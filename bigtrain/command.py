@@ -6,19 +6,20 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from absl import flags, logging
 
 from bigtrain import settings
+from bigtrain.checkpoints import commit
 from bigtrain.cluster import process
-from bigtrain.files import paths
+from bigtrain.files import disk, paths
 from bigtrain.reports import record
 
 _USAGE = (
   "Usage: python -m bigtrain.main --config=FILE.py[:arguments] --workdir=DIR "
-  "[--config.KEY=VALUE ...]"
+  "[--config.KEY=VALUE ...] [--cleanup]"
 )
 
 # For processes started by hand, without a scheduler to set these variables.
@@ -29,8 +30,22 @@ _JOB_FLAGS = {
 }
 
 
-def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
-  """Returns the config with the command line's changes, and the workdir.
+class Arguments(NamedTuple):
+  """What a command line says.
+
+  Attributes:
+    config: the config with the changes of the command line.
+    workdir: folder of the run.
+    cleanup: whether a finished run removes its checkpoints.
+  """
+
+  config: dict[str, Any]
+  workdir: str
+  cleanup: bool
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+  """Reads a command line.
 
   Args:
     argv: name of the program and its arguments.
@@ -50,8 +65,11 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
     else:
       changes.append(f"{word}={next(words, '')}")
   values = flags.FlagValues()
-  flags.DEFINE_string("config", None, "FILE.py[:args]", flag_values=values)
+  flags.DEFINE_string(
+    "config", None, "FILE.py[:args] or FILE.json", flag_values=values
+  )
   flags.DEFINE_string("workdir", None, "The run's folder.", flag_values=values)
+  flags.DEFINE_boolean("cleanup", False, "See _USAGE.", flag_values=values)
   for name, (_, meaning) in _JOB_FLAGS.items():
     flags.DEFINE_string(name, None, meaning, flag_values=values)
   values.append_flag_values(flags.FLAGS)
@@ -67,10 +85,19 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
   for name in ("config", "workdir"):
     if not values[name].value:
       raise settings.ConfigError(f"--{name} is missing. {_USAGE}")
-  config = settings.load(values.config)
-  for change in changes:
-    settings.override(config, change.removeprefix("--config."))
-  return config, paths.absolute(values.workdir)
+  changes = [change.removeprefix("--config.") for change in changes]
+  config = settings.load(values.config, changes)
+  ends_early = [
+    key
+    for key, value in config.items()
+    if value and key.startswith(("stop_at_", "eval_only", "compile_only"))
+  ]
+  if values.cleanup and ends_early:
+    raise settings.ConfigError(
+      f"--cleanup: with config.{ends_early[0]} the run does not finish; leave "
+      "one of them out."
+    )
+  return Arguments(config, paths.absolute(values.workdir), values.cleanup)
 
 
 def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
@@ -79,7 +106,11 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
   If the exit code is not 0, the last line on standard error gives the reason.
   """
   if {"--help", "-h", "-help"} & set(sys.argv[1:]):
-    print(_USAGE + "\nThe keys of a config are in docs/config.md.")
+    print(
+      f"{_USAGE}\nThe keys of a config are in docs/config.md. FILE may also be "
+      "the config.json of a run. With --cleanup, a run that finishes removes "
+      "its checkpoints."
+    )
     process.exit_now(process.EXIT_OK)
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
@@ -93,17 +124,23 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
   # Only the innermost line of an operation's origin appears in profiles.
   jax.config.update("jax_traceback_in_locations_limit", 1)
   try:
-    config, workdir = parse(sys.argv)
+    config, workdir, cleanup = parse(sys.argv)
     results = train(config, workdir)
+    message = record.ending(results, workdir)
+    if cleanup and jax.process_index() == 0:
+      commit.remove_all(workdir)
+      message += "\n  --cleanup has removed the checkpoints."
   except settings.ConfigError as e:
     # No traceback: the mistake is in the config or the data.
     _end(process.EXIT_CONFIG, f"error: {e}")
   except process.Preempted as e:
     _end(process.EXIT_PREEMPTED, f"preempted: {e}")
   except Exception as e:
-    traceback.print_exc()
-    _end(process.EXIT_ERROR, f"error: {type(e).__name__}: {e}")
-  print(record.ending(results, workdir))
+    if not disk.is_full(e):  # Otherwise the last line says all of it.
+      traceback.print_exc()
+    room = disk.room(e, str(getattr(e, "filename", None) or os.getcwd()))
+    _end(process.EXIT_ERROR, f"error: {type(e).__name__}: {e}{room}")
+  print(message)
   process.exit_now(process.EXIT_OK)
 
 

@@ -1,6 +1,7 @@
 """Generation with a cache: greedy decoding, sampling and beam search.
 
-Axes: B batch, M beams, L length, V vocabulary, K top-k tokens, N candidates.
+Axes: B batch, M beams, L length, N new tokens, V vocabulary, K top-k tokens, C
+candidates.
 
 A model is a `step_fn(cache, token_B, position) -> (logits_BV, cache)`: it reads
 the tokens at `position` (an int32 scalar) and returns logits for the tokens at
@@ -176,138 +177,176 @@ class _Beams(NamedTuple):
   """State of the search.
 
   Attributes:
-    position: last position with tokens.
-    tokens_BML: unfinished hypotheses, best first.
+    position: last position that was read.
+    token_BM: tokens to read next.
+    new_BMN: generated tokens of unfinished hypotheses, best first.
     score_BM: their sums of log-probabilities.
-    ended_BL: best finished hypothesis.
+    ended_BN: generated tokens of the best finished hypothesis.
     ended_score_B: its penalised score.
     cache: the model's cache, B * M examples.
   """
 
   position: jax.Array
-  tokens_BML: jax.Array
+  token_BM: jax.Array
+  new_BMN: jax.Array
   score_BM: jax.Array
-  ended_BL: jax.Array
+  ended_BN: jax.Array
   ended_score_B: jax.Array
   cache: Any
+
+
+def check_beams(num_beams: int, temperature: float, name: str) -> None:
+  """Raises ConfigError for a beam search that also samples.
+
+  Args:
+    num_beams: number of hypotheses; 1 for no beam search.
+    temperature: temperature of samples; 0 for none.
+    name: name of the caller, for messages.
+  """
+  check_number("num_beams", num_beams, least=1, whole=True)
+  if num_beams > 1 and temperature:
+    raise ConfigError(
+      f"{name}: expected num_beams=1 or temperature=0, got {num_beams} and "
+      f"{temperature}."
+    )
 
 
 def beam_search(
   step_fn: StepFn,
   cache: Any,
-  first_B: jax.Array,
+  prompt_BL: jax.Array,
+  prompt_len_B: jax.Array,
   *,
-  max_len: int,
-  eos_id: int,
+  max_new: int,
+  eos_id: int | None,
   pad_id: int = 0,
   num_beams: int,
   length_penalty: float = 0.0,
+  start: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-  """Searches for the most likely sequence with `num_beams` hypotheses.
+  """Searches for the likeliest continuations with `num_beams` hypotheses.
 
   Hypotheses are ranked by log-likelihood / ((5 + n) / 6) ** length_penalty for
   n generated tokens, eos included (https://arxiv.org/abs/1609.08144, section
-  7). An example is done when no unfinished hypothesis can beat its best
-  finished one.
+  7). As in T5X, each step takes the 2 * num_beams best candidates: those that
+  end are finished, and the num_beams best others go on. An example is done when
+  no unfinished hypothesis can beat its best finished one. The continuation of a
+  prompt does not depend on the other prompts of the batch.
 
   Args:
     step_fn: see the module docstring; called with B * num_beams examples.
-    cache: cache of B examples; the first axis of each leaf is repeated for the
-      beams.
-    first_B: tokens at position 0.
-    max_len: length of the result, first token included.
-    eos_id: token that ends a hypothesis.
+    cache: initial cache of B examples, with the positions before `start`; the
+      first axis of each leaf is repeated for the beams.
+    prompt_BL: int tokens; each example has at least the token that starts
+      decoding.
+    prompt_len_B: length of each prompt. Examples of length 0 are padding and
+      stay empty.
+    max_new: largest number of generated tokens.
+    eos_id: token that ends a hypothesis; None if texts have no end.
     pad_id: padding after the end.
-    num_beams: M; 1 is greedy decoding.
-    length_penalty: at least 0; larger values favour longer sequences.
+    num_beams: M. With 1 this is greedy decoding, except that a text may also
+      end where the eos is the second likeliest token.
+    length_penalty: at least 0; larger values favour longer texts.
+    start: first position passed to step_fn; after a prefill, the length of the
+      shortest prompt minus 1.
 
   Returns:
-    (int32 tokens [B, max_len], which start with first_B, scores [B]): the best
-    finished hypothesis, or the best unfinished one if none ended by max_len.
+    (int32 generated tokens [B, max_new], scores [B]): the best hypothesis,
+    finished or of the largest length.
 
   Raises:
-    ConfigError: num_beams or length_penalty out of range.
+    ConfigError: an option out of range.
   """
+  check_number("max_new", max_new, least=1, whole=True)
   check_number("num_beams", num_beams, least=1, whole=True)
   check_number("length_penalty", length_penalty, least=0)
-  B, M = len(first_B), num_beams
+  (B, L), M, N = prompt_BL.shape, num_beams, max_new
+  prompt_BL = prompt_BL.astype(jnp.int32)
   fold = lambda x: x.reshape(B * M, *x.shape[2:])
   unfold = lambda x: x.reshape(B, M, *x.shape[1:])
+  prompt_at = lambda p: jax.lax.dynamic_index_in_dim(
+    prompt_BL, jnp.minimum(p, L - 1), 1
+  )
 
   def penalised(score: jax.Array, num_tokens: Any) -> jax.Array:
     return score / ((5.0 + num_tokens) / 6.0) ** length_penalty
 
-  def take(tree: Any, index_BN: jax.Array) -> Any:
+  def take(tree: Any, index_BI: jax.Array) -> Any:
     pick = jax.vmap(lambda x, i: jnp.take(x, i, axis=0))
-    return jax.tree.map(lambda x: pick(x, index_BN), tree)
+    return jax.tree.map(lambda x: pick(x, index_BI), tree)
 
   def unfinished(s: _Beams) -> jax.Array:
-    # Scores only fall, so the current best score with the longest sequence's
+    # Scores only fall, so the current best score with the longest text's
     # penalty is an upper bound.
-    bound_B = penalised(s.score_BM[:, 0], max_len - 1.0)
-    better_B = bound_B > s.ended_score_B
-    return (s.position + 1 < max_len) & jnp.any(better_B)
+    better_B = penalised(s.score_BM[:, 0], float(N)) > s.ended_score_B
+    room_B = s.position + 1 < prompt_len_B + N
+    return jnp.any((prompt_len_B > 0) & room_B & better_B)
 
   def step(s: _Beams) -> _Beams:
-    last_BM = jax.lax.dynamic_index_in_dim(
-      s.tokens_BML, s.position, 2, keepdims=False
-    )
-    logits, cache = step_fn(s.cache, fold(last_BM), s.position)
+    logits, cache = step_fn(s.cache, fold(s.token_BM), s.position)
     logp_BMV = jax.nn.log_softmax(unfold(logits.astype(jnp.float32)))
     V = logp_BMV.shape[-1]
+    # Number of tokens before the new one.
+    n_B = s.position + 1 - prompt_len_B
+    grows_B = (n_B >= 0) & (n_B < N)
     # Each beam has one candidate that ends, so at least M of 2 M continue.
-    score_BN, index_BN = jax.lax.top_k(
+    score_BC, index_BC = jax.lax.top_k(
       (s.score_BM[:, :, None] + logp_BMV).reshape(B, M * V), 2 * M
     )
-    beam_BN, token_BN = index_BN // V, index_BN % V
-    tokens_BNL = jax.lax.dynamic_update_index_in_dim(
-      take(s.tokens_BML, beam_BN),
-      token_BN.astype(jnp.int32),
-      s.position + 1,
-      2,
+    beam_BC, token_BC = index_BC // V, (index_BC % V).astype(jnp.int32)
+    new_BCN = jnp.where(
+      jnp.arange(N) == n_B[:, None, None],
+      token_BC[..., None],
+      take(s.new_BMN, beam_BC),
     )
-    ends_BN = token_BN == eos_id
-    # Only ends among the M best candidates count, so that a single beam is
-    # greedy decoding.
-    valid_BN = ends_BN & (jnp.arange(2 * M) < M)
-    ended_score_BN = jnp.where(
-      valid_BN & (score_BN > _IMPOSSIBLE / 2),
-      penalised(score_BN, s.position + 1.0),
+    ends_BC = token_BC == (-1 if eos_id is None else eos_id)
+    ended_score_BC = jnp.where(
+      ends_BC & grows_B[:, None] & (score_BC > _IMPOSSIBLE / 2),
+      penalised(score_BC, jnp.maximum(n_B, 0)[:, None] + 1.0),
       _IMPOSSIBLE,
     )
-    best_B = jnp.argmax(ended_score_BN, axis=1)
-    best_score_B = jnp.max(ended_score_BN, axis=1)
-    best_BL = take(tokens_BNL, best_B[:, None])[:, 0]
+    best_B = jnp.argmax(ended_score_BC, axis=1)
+    best_score_B = jnp.max(ended_score_BC, axis=1)
+    best_BN = take(new_BCN, best_B[:, None])[:, 0]
     better_B = best_score_B > s.ended_score_B
     score_BM, index_BM = jax.lax.top_k(
-      jnp.where(ends_BN, _IMPOSSIBLE, score_BN), M
+      jnp.where(ends_BC, _IMPOSSIBLE, score_BC), M
+    )
+    # Within its prompt, and at its largest length, an example stays as it is.
+    token_BM = jnp.where(
+      grows_B[:, None], take(token_BC, index_BM), prompt_at(s.position + 1)
+    )
+    beam_BM = jnp.where(
+      grows_B[:, None], take(beam_BC, index_BM), jnp.arange(M)
     )
     return _Beams(
       s.position + 1,
-      take(tokens_BNL, index_BM),
-      score_BM,
-      jnp.where(better_B[:, None], best_BL, s.ended_BL),
+      token_BM,
+      jnp.where(grows_B[:, None, None], take(new_BCN, index_BM), s.new_BMN),
+      jnp.where(grows_B[:, None], score_BM, s.score_BM),
+      jnp.where(better_B[:, None], best_BN, s.ended_BN),
       jnp.maximum(best_score_B, s.ended_score_B),
-      jax.tree.map(
-        fold, take(jax.tree.map(unfold, cache), take(beam_BN, index_BM))
-      ),
+      jax.tree.map(fold, take(jax.tree.map(unfold, cache), beam_BM)),
     )
 
-  tokens_BML = jnp.full((B, M, max_len), pad_id, jnp.int32)
-  tokens_BML = tokens_BML.at[:, :, 0].set(first_B[:, None])
-  # The M initial hypotheses are equal, so only the first may continue.
-  score_BM = jnp.full((B, M), _IMPOSSIBLE).at[:, 0].set(0.0)
-  cache = jax.tree.map(lambda x: jnp.repeat(x, M, axis=0), cache)
+  new_BMN = jnp.full((B, M, N), pad_id, jnp.int32)
+  start = jnp.asarray(start, jnp.int32)
   initial = _Beams(
-    jnp.zeros((), jnp.int32),
-    tokens_BML,
-    score_BM,
-    tokens_BML[:, 0],
+    start,
+    jnp.broadcast_to(prompt_at(start), (B, M)),
+    new_BMN,
+    # The M initial hypotheses are equal, so only the first may continue.
+    jnp.full((B, M), _IMPOSSIBLE).at[:, 0].set(0.0),
+    new_BMN[:, 0],
     jnp.full(B, _IMPOSSIBLE),
-    cache,
+    jax.tree.map(lambda x: jnp.repeat(x, M, axis=0), cache),
   )
   end = jax.lax.while_loop(unfinished, step, initial)
-  ended_B = end.ended_score_B > _IMPOSSIBLE / 2
-  tokens_BL = jnp.where(ended_B[:, None], end.ended_BL, end.tokens_BML[:, 0])
-  unfinished_score_B = penalised(end.score_BM[:, 0], end.position * 1.0)
-  return tokens_BL, jnp.where(ended_B, end.ended_score_B, unfinished_score_B)
+  # Where the search ended early, this is below the finished one's score.
+  score_B = penalised(end.score_BM[:, 0], float(N))
+  ended_B = end.ended_score_B >= score_B
+  best_BN = jnp.where(ended_B[:, None], end.ended_BN, end.new_BMN[:, 0])
+  return (
+    jnp.where(prompt_len_B[:, None] > 0, best_BN, pad_id),
+    jnp.maximum(end.ended_score_B, score_B),
+  )

@@ -81,7 +81,7 @@ def steps(
     ConfigError: two units at once, or a unit that cannot be converted here.
   """
   path = path or getattr(cfg, "path", "config")
-  names = [f"{prefix}_{unit}" for unit in UNITS]
+  names = _keys(prefix)
   # `get` also marks each name as known in a tracked config.
   read = (
     cfg.get if isinstance(cfg, settings.Config) else lambda k: cfg.pop(k, None)
@@ -95,6 +95,11 @@ def steps(
     return default
   (name,) = given
   return units.to_steps(values[name], name[len(prefix) + 1 :], f"{path}.{name}")
+
+
+def _keys(prefix: str) -> list[str]:
+  """Returns the names of a length, one for each unit."""
+  return [f"{prefix}_{unit}" for unit in UNITS]
 
 
 class Lengths(NamedTuple):
@@ -158,7 +163,13 @@ def read(
   """
   units = Units(batch_size, examples_per_epoch, tokens_per_example)
   total = steps(config, "total", units)
-  if not total:
+  if total == 0:
+    key = next(k for k in _keys("total") if config.get(k) is not None)
+    raise settings.ConfigError(
+      f"config.{key}: expected a length above 0, got {config.get(key)!r}; "
+      "config.eval_only=True evaluates without training."
+    )
+  if total is None:
     raise settings.ConfigError(
       f"config.total_steps: missing{config.misspelled('total_steps')}; give "
       "total_steps, total_epochs, total_examples or total_tokens."

@@ -28,13 +28,14 @@ from bigtrain import lengths as lengths_lib
 from bigtrain.checkpoints import checkpointer as checkpointer_lib
 from bigtrain.checkpoints import commit
 from bigtrain.checkpoints import start as start_lib
+from bigtrain.checkpoints import teacher as teacher_lib
 from bigtrain.checkpoints.host_state import HostState
 from bigtrain.cluster import lease
 from bigtrain.cluster import watchdog as watchdog_lib
 from bigtrain.evaluation import evaluations as evaluations_lib
 from bigtrain.files import paths
 from bigtrain.inputs import pipeline
-from bigtrain.optim import chain
+from bigtrain.optim import chain, views
 from bigtrain.optim import ema as ema_lib
 from bigtrain.reports import chrono, flops, footprint, record, row_log, writers
 from bigtrain.runtime import debugging, host_memory, phases
@@ -42,6 +43,7 @@ from bigtrain.runtime import hooks as hooks_lib
 from bigtrain.runtime import programs as programs_lib
 from bigtrain.step import gradients as gradients_lib
 from bigtrain.step import guard as guard_lib
+from bigtrain.step import initial
 from bigtrain.step import tally as tally_lib
 
 # Steps queued on the device: enough to keep it busy, few enough to stop soon.
@@ -82,7 +84,7 @@ def _train(
   rollbacks: list[guard_lib.Rollback],
 ) -> dict[str, Any]:
   """The program; `at_end` closes what it opens."""
-  config = settings.Config(config)
+  config = parts.with_published_sizes(settings.Config(config))
   plain = config.to_dict()
   host_memory.keep_freed()
   record.use_compile_cache(config.get("compile_cache", True))
@@ -95,17 +97,16 @@ def _train(
   mesh = sharding.from_config(config)
   at_end.enter_context(jax.set_mesh(mesh))
   logging.info("%s", record.topology(mesh))
-  programs = programs_lib.from_config(config)
+  programs = programs_lib.from_config(config, mesh)
   at_end.enter_context(jax.debug_nans(programs.mode == "checked"))
 
   # Input. The batch of step s is a function of the config and s alone.
   seed = settings.whole_number(config, "seed", 0, least=0)
   batch_size = config.input.batch_size
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
-  microbatches = gradients_lib.read_microbatches(config, batch_size, mesh)
   pp_modules = config.get("pp_modules", ())
   train_input = pipeline.make_train(
-    config.input, seed=seed, mesh=mesh, pp_modules=pp_modules
+    config.input, seed=seed, mesh=mesh, pp_modules=pp_modules, run=config
   )
   batch_spec = sharding.batch_spec(train_input.spec, mesh)
   lengths = lengths_lib.read(
@@ -117,22 +118,18 @@ def _train(
   model_module, model = parts.model(config)
   vocab_sizes = parts.vocab_sizes(task, model)
   train_input.limit_ids(vocab_sizes)
-  loss_fn = parts.loss_fn(config, task, model)
+  teacher = teacher_lib.from_config(config, task, batch_spec, mesh, seed)
+  loss_fn = parts.loss_fn(config, task, model, teacher.model)
   loss_fn = jax.jit(debugging.instrument(config, loss_fn))  # Traced only once.
 
-  @jax.jit
-  def init_variables() -> dict[str, Any]:
-    """Initial parameters and mutable collections."""
-    example = parts.Features(sharding.one_example(batch_spec), "config.input")
-    return dict(
-      model.init(gradients_lib.init_key(seed), **task.inputs(example))
-    )
+  init_variables = initial.variables_fn(task, model, batch_spec, seed)
 
   # Optimizer. It has no state for frozen parameters.
   params_spec = jax.eval_shape(init_variables)["params"]
-  optimizer = chain.make(config, params_spec, lengths.units)
+  param_views = views.of_model(model_module, model, params_spec)
+  optimizer = chain.make(config, params_spec, lengths.units, param_views)
   ema_update = ema_lib.from_config(config, lengths.units)
-  guard = guard_lib.from_config(config)
+  guard = guard_lib.from_config(config, mesh)
 
   def init_state() -> dict[str, Any]:
     """The train state of step 0: everything that a checkpoint holds."""
@@ -152,24 +149,19 @@ def _train(
       state["loss_scale"] = guard.loss_scale.start()
     return state
 
-  rules = config.get("sharding", sharding.DEFAULT_RULES)
+  rules = initial.sharding_rules(config, init_variables)
   state_spec = sharding.state_spec(jax.eval_shape(init_state), mesh, rules)
 
   # The update.
-  gradients = gradients_lib.make(
-    loss_fn,
-    trainable=optimizer.trainable,
-    mesh=mesh,
-    seed=seed,
-    microbatches=microbatches,
-    two_pass=gradients_lib.two_pass_loss(task, model, config.kwargs("loss")),
+  gradients = gradients_lib.from_config(
+    config, task, model, loss_fn, trainable=optimizer.trainable, mesh=mesh
   )
   row_norms = tally_lib.RowNorms.from_config(
     config, params_spec, optimizer.trainable
   )
 
   def update_fn(
-    state: dict[str, Any], tally: tally_lib.Tally, batch: Any
+    state: dict[str, Any], tally: tally_lib.Tally, batch: Any, fixed: Any
   ) -> tuple[dict[str, Any], tally_lib.Tally]:
     """One step: the next state, and the tally with this step in it."""
     step = state["step"]  # Number of updates before this one.
@@ -177,17 +169,16 @@ def _train(
 
     # Gradients of the mean loss over the global batch, and the guard's
     # judgement: only a good step may change the state.
-    grads, pairs, mutable = gradients(state, batch)
+    grads, pairs, mutable = gradients({**state, **fixed}, batch)
     grad_norm = metrics.global_norm(grads)
     verdict = guard.judge(state, tally, pairs["loss"], grad_norm)
 
-    # The optimizer.
-    @jax.jit  # Traced once for its two calls below.
+    @jax.jit  # The optimizer. Traced once for its two calls below.
     def advance() -> tuple[dict[str, Any], Any]:
       """(the next state, the updates of the trainable parameters)."""
       trained, frozen = trees.partition(state["params"], optimizer.trainable)
       updates, opt = optimizer.tx.update(
-        grads, state["opt"], trained, step=step
+        grads, state["opt"], trained, step=step, loss=pairs["loss"]
       )
       params = trees.merge(optax.apply_updates(trained, updates), frozen)
       new_state = {"params": params, "opt": opt, "step": step + 1}
@@ -215,7 +206,8 @@ def _train(
       norms=norms,
     )
 
-  loss_args = gradients_lib.loss_args(state_spec, batch_spec, mesh)
+  with_teacher = {**state_spec, **teacher.spec}
+  loss_args = gradients_lib.loss_args(with_teacher, batch_spec, mesh)
   pairs_spec, _ = jax.eval_shape(loss_fn, *loss_args)
   newest = [*optimizer.schedules, *guard.row(state_spec)]
   tally_spec = tally_lib.spec(pairs_spec, newest, row_norms.names)
@@ -223,7 +215,7 @@ def _train(
   # Where the time goes, and who shows and limits it.
   step_flops = flops.train_flops(flops.forward_flops(loss_fn, *loss_args))
   clock = chrono.Chrono(
-    **lengths.about(),
+    **lengths.about() | train_input.about(),
     flops_per_step=step_flops,
     peak_flops_per_device=flops.read_peak_flops(config, mesh.devices.flat[0]),
     num_devices=mesh.size,
@@ -232,30 +224,27 @@ def _train(
   phase = phases.Phases(watchdog, console, clock)
 
   # Evaluations: checked now, built when they are first due. And hooks.
+  predict_fns = parts.predict_fns(task, model, teacher.model)
   evaluations = evaluations_lib.from_config(
     config,
-    task.predict_fns(model),
+    predict_fns,
     lengths.units,
     evaluations_lib.Context(
-      name="",
-      workdir=workdir,
-      mesh=mesh,
-      batch_size=batch_size,
-      pp_modules=pp_modules,
-      progress=phase.evaluation_progress,
+      *("", workdir, mesh, batch_size, pp_modules, phase.evaluation_progress),
       vocab_sizes=vocab_sizes,
       compile=programs.compile,
     ),
-    weights=start_lib.evaluated(state_spec),
+    weights=start_lib.evaluated(with_teacher),
   )
-  hooks = hooks_lib.from_config(config, workdir)
+  hooks = hooks_lib.from_config(config, workdir, mesh, predict_fns, evaluations)
 
   # The rest of the config. Keys still unread at this point are errors.
-  start_options = start_lib.read(config)
+  start_options = start_lib.read(config).check(workdir, model_module, model)
   saving = checkpointer_lib.read_options(config, lengths.keep_ckpt)
   writer_options = writers.read_options(config)
   eval_only = config.get("eval_only", False)
   compile_only = config.get("compile_only", False)
+  transfer_guard = debugging.transfer_guard(config)
   config.check_all_read()
 
   # From here on the run writes files, and the workdir is this job's alone.
@@ -264,9 +253,14 @@ def _train(
   at_end.callback(console.close)
   console.status("starting")
 
+  end = start_lib.finished_step(workdir, plain, train_input.saved, lengths.last)
+  results = row_log.finished(workdir, end, lengths.total, evaluations)
+  if results and not (eval_only or compile_only):  # Nothing is left to do.
+    return results
+
   # The update compiles while the state is read or initialised.
   watchdog.enter("compile", 0)
-  specs = state_spec, tally_spec, batch_spec
+  specs = state_spec, tally_spec, batch_spec, teacher.spec
   state_sharding = jax.tree.map(lambda x: x.sharding, state_spec)
   compiling = process.Background(
     programs.lower(
@@ -283,10 +277,10 @@ def _train(
   facts: dict[str, Any] = {"model_flops_per_step": step_flops}
   if compile_only:
     record.start(*known)
+    facts["footprint"] = footprint.measure(update_fn, *specs, lengths)
+    record.update(workdir, **facts)  # Also if the program does not fit.
     update = compiling.result()
-    facts["programs"] = {"update": programs.facts("update")}
-    facts["footprint"] = footprint.measure(update, update_fn, *specs, lengths)
-    record.update(workdir, **facts)
+    record.compiled_update(workdir, update, programs.facts("update"))
     return {"step": 0}
 
   # The start: resumed, continued from elsewhere, warm, or from scratch.
@@ -294,7 +288,7 @@ def _train(
     *(start_options, workdir, plain, state_spec, init_state, model_module),
     fingerprints=train_input.fingerprints,
   )
-  state, step = start.state, start.step
+  state, step, fixed = start.state, start.step, teacher.load()
   recording = process.Background(lambda: record.start(*known))
   logging.info("Step %d of %d, %s.", step, lengths.total, start.how)
   # A rollback skips batches for good, so from then on the batch index leads
@@ -317,7 +311,7 @@ def _train(
   )
   at_end.callback(checkpointer.close)
   clock.restore(start.host.clock, writer.last_alive)
-  hooks.restore(start.host.hooks)
+  hooks.restore(start.host.hooks, step, state)
   tally = tally_lib.from_host(start.host.tally, tally_spec, mesh)
   with phase("compile", step):
     update = compiling.result()
@@ -331,7 +325,8 @@ def _train(
     """Raises if the tally has a bad step, or too many skipped ones."""
     if bad_step := guard.bad_step(values):
       index = bad_step - 1 + ahead
-      error = guard_lib.explain(bad_step, index, state, train_input, gradients)
+      now = {**state, **fixed}
+      error = guard_lib.explain(bad_step, index, now, train_input, gradients)
       raise guard.failure(error, bad_step, saved_step, len(rollbacks))
 
   log = row_log.RowLog(
@@ -341,11 +336,12 @@ def _train(
   def save() -> None:
     """Starts to save the state, with what the host has to remember."""
     nonlocal saved_step
+    log.flush_row()
     values = jax.device_get(tally)
     check_finite(values)
     with phase("save", step):
       writer.flush()  # The rows up to here must outlive the checkpoint.
-      hooks.call("before_save", step)
+      hooks.before_save(step)
       clock.ckpt_written(checkpointer.wait())
       host = HostState(
         config=record.as_json(plain),
@@ -353,32 +349,37 @@ def _train(
         clock=clock.state(),
         hooks=hooks.state(),
         batches_ahead=ahead,
-        fingerprints=train_input.fingerprints,
+        **train_input.saved,
       )
       checkpointer.save(step, state, host, keep_steps=hooks.keep_steps())
     saved_step = step
 
   def evaluate(evaluation: evaluations_lib.Evaluation) -> None:
     """Runs one evaluation on the present state and writes its results."""
+    log.flush_row()
     began = time.monotonic()
     # Also waits for the step. After a bad step the state would be older.
     check_finite(jax.device_get(tally))
     with phase("evaluation", step, evaluation.name):
       evaluator = builder.get(evaluation.name)
-      variables = start_lib.evaluated(state)[evaluation.weights]
+      variables = start_lib.evaluated({**state, **fixed})[evaluation.weights]
       results = evaluator.run(variables, step)
       results["secs"] = time.monotonic() - began
     log.write_results(evaluation.name, step, results)
     if hooks.wants_save(step) and saved_step != step and not eval_only:
       save()
 
-  if lengths.save_at_start and step == 0 and not (start.resumed or eval_only):
+  def due() -> list[evaluations_lib.Evaluation]:
+    """The evaluations of the present step, also those that hooks ask for."""
+    total, asked = lengths.total, hooks.evaluations
+    return [e for e in evaluations if e.due(step, total) or e.name in asked]
+
+  if lengths.save_at_start and not (start.resumed or eval_only):
     save()
   # Finish the evaluations during which the run was interrupted. Results already
   # on disk are only replayed to the hooks, whose restored state is older.
-  begins = start.resumed or step == 0
-  due = [e for e in evaluations if begins and e.due(step, lengths.total)]
-  for evaluation in evaluations if eval_only else due:
+  first = due() if start.resumed else [e for e in evaluations if e.at_start]
+  for evaluation in evaluations if eval_only else first:
     if eval_only or not log.replay(step, evaluation.owns):
       evaluate(evaluation)
   if eval_only:
@@ -388,18 +389,21 @@ def _train(
   # The loop: update, log, save, evaluate, decide. It waits for the device only
   # where it needs results, and otherwise stays a few steps ahead.
   clock.start(step)
-  hooks.call("before_train", step)
+  at_end.push(hooks.after_train)
+  at_end.enter_context(transfer_guard)
+  hooks.before_train()
   in_flight: collections.deque[Any] = collections.deque()
   interrupted = False
   while step < lengths.last and not hooks.stopped and not interrupted:
     phase.step(step + 1)
-    hooks.call("before_step", step + 1)
-    waiting = time.monotonic()
-    batch = next(batches)
-    clock.data_wait(time.monotonic() - waiting)
-    process.host_work_done()
-    state, tally = update(state, tally, batch)
+    hooks.before_step(step + 1)
+    with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+      with clock.waiting_for_data():
+        batch = next(batches)
+      process.host_work_done()
+      state, tally = update(state, tally, batch, fixed)
     step += 1
+    hooks.after_step(step, state, tally)
     console.step(step)
     if step == start.step + 1:
       jax.block_until_ready(tally)
@@ -415,13 +419,10 @@ def _train(
     if lengths.makes_row(step):
       log.queue_row(step, tally)
       clock.completes(step, tally["skipped"].block_until_ready)
-    due = [e for e in evaluations if e.due(step, lengths.total)]
-    if due or lengths.saves(step):
-      log.flush_row()
-    if lengths.saves(step):
+    if lengths.saves(step) or hooks.wants_save(step):
       save()
     try:
-      for evaluation in due:
+      for evaluation in due():
         evaluate(evaluation)
       interrupted = process.preempted() and step < lengths.last
     except process.Preempted:
@@ -436,7 +437,6 @@ def _train(
     save()
   with phase("save", step):
     clock.ckpt_written(checkpointer.wait())
-  hooks.call("after_train", step)
   if lengths.makes_row(step):  # Otherwise an undisturbed run has no such row.
     writer.write({"step": step, **clock.summary()})
   writer.flush()

@@ -185,15 +185,18 @@ def norm_names(params: Any, trained: Any, detail: str) -> list[str]:
   if detail == "global":
     return ["param_norm", "update_norm"]
   return list(
-    jax.eval_shape(lambda p, t: norms(p, t, t, detail), params, trained)
+    jax.eval_shape(lambda p, t: norms(p, p, t, t, detail), params, trained)
   )
 
 
-def norms(params: Any, grads: Any, updates: Any, detail: str) -> dict[str, Any]:
+def norms(
+  before: Any, params: Any, grads: Any, updates: Any, detail: str
+) -> dict[str, Any]:
   """Norms for a row.
 
   Args:
-    params: all parameters.
+    before: all parameters before the step.
+    params: all parameters after it.
     grads: gradients of the trainable parameters.
     updates: the optimizer's updates of the trainable parameters.
     detail: "none", "global" (norms over all parameters), or "per_param" (also
@@ -209,27 +212,33 @@ def norms(params: Any, grads: Any, updates: Any, detail: str) -> dict[str, Any]:
     "update_norm": global_norm(updates),
   }
   if detail == "per_param":
-    values |= weight_stats(params, grads, updates)
+    values |= weight_stats(before, params, grads, updates)
   return values
 
 
-def weight_stats(params: Any, grads: Any, updates: Any) -> dict[str, Any]:
+def weight_stats(
+  before: Any, params: Any, grads: Any, updates: Any
+) -> dict[str, Any]:
   """Statistics of every parameter, the same as in T5X.
 
   Args:
-    params: all parameters.
+    before: all parameters before the step.
+    params: all parameters after it.
     grads: gradients of the trainable parameters.
     updates: the optimizer's updates of the trainable parameters.
 
   Returns:
     {"weight_rms/<name>", "weight_max/<name>", "grad_rms/<name>",
-    "grad_norm/<name>", "update_rms/<name>"}: float32 scalars.
+    "grad_norm/<name>", "update_rms/<name>",
+    "weight_update_divided_by_weight_rms/<name>"}: float32 scalars. The last is
+    of each element's update over its value before the step, infinite where that
+    is 0.
   """
 
   def rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
 
-  stats = {}
+  stats, weights = {}, dict(trees.flatten_with_names(before))
   for name, leaf in trees.flatten_with_names(params):
     stats[f"weight_rms/{name}"] = rms(leaf)
     stats[f"weight_max/{name}"] = jnp.max(jnp.abs(leaf)).astype(jnp.float32)
@@ -238,4 +247,7 @@ def weight_stats(params: Any, grads: Any, updates: Any) -> dict[str, Any]:
     stats[f"grad_norm/{name}"] = global_norm(leaf)
   for name, leaf in trees.flatten_with_names(updates):
     stats[f"update_rms/{name}"] = rms(leaf)
+    old = weights[name].astype(jnp.float32)
+    ratio = jnp.where(leaf == 0, 0.0, leaf / old)
+    stats[f"weight_update_divided_by_weight_rms/{name}"] = rms(ratio)
   return stats

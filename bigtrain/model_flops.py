@@ -34,6 +34,21 @@ def share(useful: int, computed: int) -> contextlib.AbstractContextManager[Any]:
   return jax.named_scope(f"model_flops_{useful}_of_{computed}")
 
 
+def counts_as(
+  mathematics: int, computed: int
+) -> contextlib.AbstractContextManager[Any]:
+  """Marks the operations traced inside: their work counts as another number.
+
+  Kernels skip pairs that a mask hides and compute padding; model FLOPs count
+  the mathematics, whichever kernel runs.
+
+  Args:
+    mathematics: work that model FLOPs count, in any unit.
+    computed: work of the operations, in the same unit.
+  """
+  return jax.named_scope(f"model_flops_{mathematics}_of_{computed}")
+
+
 def useful_share(name_stack: str) -> fractions.Fraction:
   """Returns the product of the marks in an operation's name stack.
 

@@ -1,16 +1,23 @@
 """Finds the task, the model and other parts that a config names."""
 
+import contextlib
+import functools
 import importlib
+import inspect
 import pkgutil
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 
 from bigtrain import settings
 
 # Arguments of a task's loss_fn that the program passes.
-_GIVEN = ("variables", "batch", "rng", "model", "train")
+_GIVEN = ("variables", "batch", "rng", "model", "teacher", "train")
+# Key of config.model: a folder whose config.json gives the sizes.
+_PUBLISHED = "published"
 
 
 def module_names(kind: str) -> list[str]:
@@ -84,11 +91,191 @@ def task(config: settings.Config) -> Any:
 
 
 def model(config: settings.Config) -> tuple[Any, Any]:
-  """Returns (module of config.model_name, its Model with config.model)."""
-  module = find_module("models", config.model_name, "config.model_name")
+  """Returns (module of config.model_name, its Model with config.model).
+
+  With config.logical_axes, the model runs under these rules.
+  """
+  settings.forget_choices()  # Of an earlier run.
+  key = f"{config.path}.model_name"
+  module = find_module("models", config["model_name"], key)
   options = config.kwargs("model")
-  settings.check_kwargs(module.Model, options, "config.model")
+  others = [_PUBLISHED] if hasattr(module, "published_fields") else []
+  path = f"{config.path}.model"
+  settings.check_kwargs(module.Model, options, path, others=others)
+  if rules := logical_axes(config):
+    key = f"{config.path}.logical_axes"
+    return module, _with_rules(module.Model, key, rules)(**options)
   return module, module.Model(**options)
+
+
+def logical_axes(config: settings.Config) -> tuple[tuple[str, Any], ...]:
+  """Returns config.logical_axes as flax's rules: (name, axes of the mesh).
+
+  Args:
+    config: the whole config, or config.teacher; `logical_axes` is a dict, or a
+      list of pairs, of names that the model gives to dimensions. Of two names
+      of an array with the same axis of the mesh, the first in the config gets
+      it.
+
+  Raises:
+    ConfigError: a rule cannot be read, or the ambient mesh has no such axis.
+  """
+  key = f"{config.path}.logical_axes"
+  rules = config.get("logical_axes") or ()
+  if isinstance(rules, settings.Config):
+    rules = tuple(config.kwargs("logical_axes").items())
+  on_mesh = jax.sharding.get_abstract_mesh().axis_names
+  result = []
+  for rule in rules if isinstance(rules, list | tuple) else [rules]:
+    if not isinstance(rule, list | tuple) or len(rule) != 2:
+      raise settings.ConfigError(
+        f"{key}: expected a dict or a list of (name, axis of the mesh), got "
+        f"{rule!r}."
+      )
+    name, axes = rule
+    for axis in jax.tree.leaves(axes):
+      if on_mesh and axis not in on_mesh:
+        raise settings.ConfigError(
+          f"{key}.{name}: expected None or axes of the mesh, got {axes!r}."
+          f"{settings.did_you_mean(axis, on_mesh)}"
+        )
+    result.append((name, tuple(axes) if isinstance(axes, list) else axes))
+  return tuple(result)
+
+
+def no_rule(
+  key: str, axis: str, names: Iterable[str], where: str
+) -> settings.ConfigError:
+  """Returns the error of an axis without a rule.
+
+  Args:
+    key: location of the rules in the config.
+    axis: name of the axis.
+    names: names that have a rule.
+    where: place of the axis in the model.
+  """
+  return settings.ConfigError(
+    f"{key}: expected a rule for {axis!r}, an axis of {where}, such as "
+    f"{{{axis!r}: None}}.{settings.did_you_mean(axis, names)}"
+  )
+
+
+class _Unknown:
+  """First of flax's rules: raises ConfigError for a name without a rule.
+
+  By itself, flax takes such a name for None. It compares the name of each rule
+  with the names of a constraint.
+  """
+
+  def __init__(self, key: str, rules: Iterable[tuple[str, Any]]):
+    self._key = key
+    self._names = [name for name, _ in rules]
+
+  def __eq__(self, axis: object) -> bool:
+    if isinstance(axis, str) and axis not in self._names:
+      raise no_rule(self._key, axis, self._names, "an activation or parameter")
+    return self is axis
+
+  __hash__ = object.__hash__
+
+
+def no_logical_axes() -> contextlib.AbstractContextManager[None]:
+  """Makes each name in nn.with_logical_constraint an error.
+
+  A model with config.logical_axes runs under its own rules instead.
+  """
+  unknown: Any = _Unknown("config.logical_axes", ())
+  return nn.logical_axis_rules([(unknown, None)])
+
+
+@functools.cache
+def _with_rules(
+  cls: type[nn.Module], key: str, rules: tuple[tuple[str, Any], ...]
+) -> type[nn.Module]:
+  """Returns a subclass whose methods run under flax's rules.
+
+  flax keeps rules by thread, and several threads trace programs.
+
+  Args:
+    cls: flax module.
+    key: location of the rules in the config.
+    rules: see `logical_axes`.
+  """
+  unknown: Any = _Unknown(key, rules)
+  with_check = [(unknown, None), *rules]
+
+  def under_rules(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+      with nn.logical_axis_rules(with_check):
+        return method(*args, **kwargs)
+
+    return nn.nowrap(call)
+
+  members = {
+    "__module__": cls.__module__,
+    "__qualname__": cls.__qualname__,
+    "__doc__": cls.__doc__,
+    "apply": under_rules(cls.apply),
+    "init_with_output": under_rules(cls.init_with_output),
+  }
+  return types.new_class(
+    cls.__name__, (cls,), exec_body=lambda body: body.update(members)
+  )
+
+
+def with_published_sizes(config: settings.Config) -> settings.Config:
+  """Puts the sizes of a published model in place of config.model.published.
+
+  They become part of the config that the run saves, so its checkpoints can be
+  opened without the published folder.
+
+  Args:
+    config: the whole config; config.model.published and
+      config.teacher.model.published are folders with a config.json, or absent.
+
+  Raises:
+    ConfigError: there is no such file, the config contradicts it, or the model
+      does not compute its architecture.
+  """
+  plain = config.to_dict()
+  parts = {config.path: plain, f"{config.path}.teacher": plain.get("teacher")}
+  for path, part in parts.items():
+    model = part.get("model") if isinstance(part, dict) else None
+    if isinstance(model, dict) and model.get(_PUBLISHED) is not None:
+      part["model"] = _published_sizes(part, path)
+  return settings.Config(plain)
+
+
+def _published_sizes(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+  """Returns `model` of the config, or of its teacher, with all sizes.
+
+  Args:
+    part: the config, or config.teacher.
+    path: its location in the config.
+  """
+  options = dict(part["model"])
+  folder, name = options.pop(_PUBLISHED), part.get("model_name")
+  module = find_module("models", name, f"{path}.model_name")
+  key = f"{path}.model.{_PUBLISHED}"
+  if not hasattr(module, "published_fields"):
+    raise settings.ConfigError(
+      f"{key}: the model {name!r} takes no sizes from a folder."
+    )
+  if options.get("variant") is not None:
+    raise settings.ConfigError(
+      f"{path}.model.variant={options['variant']!r}: expected none beside "
+      f"{key}, which gives all sizes."
+    )
+  fields = module.published_fields(folder)
+  if fields is None:
+    raise settings.ConfigError(
+      f"{key}: expected the folder of a published model, with a config.json, "
+      f"got {folder!r}."
+    )
+  init = part.get("model_init")
+  allowed = init.get("allow_changed", ()) if isinstance(init, dict) else ()
+  return fields.merge(options, allowed, f"{path}.model")
 
 
 class ClassCount(int):
@@ -165,17 +352,56 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+def predict_fns(
+  task: Any, model: Any, teacher: Any = None
+) -> Mapping[str, Callable[..., Any]]:
+  """Returns the task's predict functions by name.
+
+  Args:
+    task: module of the task.
+    model: its flax module.
+    teacher: see `loss_fn`.
+  """
+  if "teacher" in inspect.signature(task.predict_fns).parameters:
+    return task.predict_fns(model, teacher=teacher)
+  return task.predict_fns(model)
+
+
 def loss_fn(
-  config: settings.Config, task: Any, model: Any
+  config: settings.Config, task: Any, model: Any, teacher: Any = None
 ) -> Callable[[Any, Any, Any], Any]:
-  """Binds config.loss: returns (variables, batch, rng) -> (pairs, mutable)."""
+  """Binds config.loss: returns (variables, batch, rng) -> (pairs, mutable).
+
+  Args:
+    config: the whole config.
+    task: module of the task.
+    model: its flax module.
+    teacher: flax module of config.teacher, for tasks whose loss_fn has a
+      parameter `teacher`; its variables are variables["teacher"].
+
+  Raises:
+    ConfigError: unknown options, or a teacher is missing or not used.
+  """
   options = config.kwargs("loss")
+  given = {} if teacher is None else {"teacher": teacher}
+  takes_one = "teacher" in inspect.signature(task.loss_fn).parameters
+  if takes_one and teacher is None:
+    raise settings.ConfigError(
+      f"config.teacher: missing: config.task={config.task!r} needs "
+      "dict(model_name=..., model=..., model_init=...)."
+    )
+  if given and not takes_one:
+    raise settings.ConfigError(
+      f"config.teacher: config.task={config.task!r} does not use a teacher; "
+      "'distillation' does."
+    )
   settings.check_kwargs(task.loss_fn, options, "config.loss", given=_GIVEN)
 
   def bound_loss_fn(variables: Any, batch: Any, rng: Any) -> Any:
     batch = Features(batch, "config.input")
-    return task.loss_fn(
-      variables, batch, rng, model=model, train=True, **options
-    )
+    with no_logical_axes():
+      return task.loss_fn(
+        variables, batch, rng, model=model, train=True, **given, **options
+      )
 
   return bound_loss_fn

@@ -196,20 +196,47 @@ def plain(value: Any) -> Any:
   return value
 
 
-def load(path: str) -> dict[str, Any]:
-  """Loads the config of `path.py` or `path.py:argument`.
+def load(path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
+  """Loads the config of `path.py`, `path.py:argument` or `path.json`.
+
+  Args:
+    path: a config file, or the config.json of a run.
+    changes: "a.b.c=value", see `override`. Values that refer to a changed one
+      (`ConfigDict.get_ref`) follow it.
 
   Raises:
     ConfigError: there is no such file, or the file or its argument is wrong;
-      the message names the line of the config file.
+      the message names the line of the config file. Or a change is wrong.
   """
+  config = _load(path)
+  if hasattr(config, "ignore_type"):  # A ConfigDict checks types in its way.
+    with config.ignore_type(), config.unlocked():
+      for change in changes:
+        override(config, change)
+  else:
+    config = plain(config)
+    for change in changes:
+      override(config, change)
+  return plain(config)
+
+
+def _load(path: str) -> Any:
+  """The config of a file, as its get_config returns it."""
   file, colon, argument = path.partition(".py:")
   file = os.path.expanduser(file + ".py" if colon else file)
   if not os.path.isfile(file):
     folder = os.path.dirname(file) or "."
     there = [os.path.join(folder, f) for f in _listdir(folder)]
-    hint = did_you_mean(file, [f for f in there if f.endswith(".py")])
+    hint = did_you_mean(
+      file, [f for f in there if f.endswith((".py", ".json"))]
+    )
     raise ConfigError(f"--config={file}: no such file.{hint}")
+  if file.endswith(".json"):
+    try:
+      with open(file) as content:
+        return dict(json.load(content))
+    except (ValueError, TypeError) as e:
+      raise ConfigError(f"--config={file}: expected a dict as JSON: {e}") from e
   spec = importlib.util.spec_from_file_location("bigtrain_config", file)
   module = importlib.util.module_from_spec(spec)
   try:
@@ -227,7 +254,7 @@ def load(path: str) -> dict[str, Any]:
     raise ConfigError(f"{_where(e, file)}: {message}") from e
   if not isinstance(plain(config), dict):
     raise ConfigError(f"--config={file}: get_config returned no config.")
-  return plain(config)
+  return config
 
 
 def _listdir(folder: str) -> list[str]:
@@ -244,8 +271,8 @@ def _where(error: Exception, file: str) -> str:
   return f"{file}:{own[-1].lineno}" if own else file
 
 
-def override(config: dict[str, Any], assignment: str) -> None:
-  """Applies "a.b.c=value" in place.
+def override(config: Any, assignment: str) -> None:
+  """Applies "a.b.c=value" in place, to a dict or a ConfigDict.
 
   The value takes the type of the value it replaces: `1e-3` for a float, `1e5`
   for an int, a bare word for a string; anything else must be a Python literal.
@@ -261,11 +288,13 @@ def override(config: dict[str, Any], assignment: str) -> None:
   *parents, last = path.split(".")
   node = config
   for i, parent in enumerate(parents):
-    node = node.setdefault(parent, {})
-    if not isinstance(node, dict):
+    if parent not in node:
+      node[parent] = {}
+    node = node[parent]
+    if not hasattr(node, "keys"):
       at = ".".join(parents[: i + 1])
       raise ConfigError(f"--config.{path}: config.{at} is {node!r}, no dict.")
-  node[last] = _typed(text, node.get(last), f"--config.{path}")
+  node[last] = plain(_typed(text, plain(node.get(last)), f"--config.{path}"))
 
 
 def _typed(text: str, old: Any, where: str) -> Any:
@@ -375,3 +404,35 @@ def to_json(config: Mapping[str, Any], **kwargs: Any) -> str:
 def digest(config: Mapping[str, Any]) -> str:
   """SHA-256 of the config's canonical JSON."""
   return hashlib.sha256(to_json(config).encode()).hexdigest()
+
+
+_choices: dict[str, dict[str, dict[str, str]]] = {}
+
+
+def note_choice(key: str, case: str, value: str, reason: str) -> bool:
+  """Remembers what the program chose for an "auto" in the config.
+
+  Args:
+    key: config key, such as "config.model.attention".
+    case: what the choice is for; the same key may have several cases.
+    value: the choice.
+    reason: the reason for it.
+
+  Returns:
+    Whether this is news.
+  """
+  cases = _choices.setdefault(key, {})
+  entry = {"choice": value, "reason": reason}
+  news = cases.get(case) != entry
+  cases[case] = entry
+  return news
+
+
+def choices() -> dict[str, dict[str, dict[str, str]]]:
+  """Returns {key: {case: {"choice": ..., "reason": ...}}} since the start."""
+  return {key: dict(cases) for key, cases in list(_choices.items())}
+
+
+def forget_choices() -> None:
+  """Forgets the choices of an earlier run of this process."""
+  _choices.clear()

@@ -13,6 +13,7 @@ reported before anything compiles.
 """
 
 import ast
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,8 +30,20 @@ from bigtrain.settings import Config, ConfigError, check_kwargs, did_you_mean
 AXES = ("replica", "fsdp")
 DEFAULT_RULES = ((".*", "fsdp"),)
 
-# A layout takes (shape, mesh) and returns (spec, complaint or "").
-Layout = Callable[[tuple[int, ...], Mesh], tuple[PartitionSpec, str]]
+# Chips of a TPU host: at least this number.
+_CHIPS_OF_HOST = 4
+
+# For libtpu without TPUs: it neither searches for them nor locks them, so that
+# several processes may compile at once.
+_NO_TPU = {
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+# A layout takes (shape, mesh) and returns (spec, complaint or ""). None leaves
+# the shape to the next rules.
+Layout = Callable[[tuple[int, ...], Mesh], tuple[PartitionSpec, str] | None]
 
 
 def make_mesh(
@@ -98,9 +111,16 @@ def _absent_tpus(topology: str) -> Sequence[Any]:
   """Devices of a TPU topology, to compile for on a machine without TPUs."""
   from jax.experimental import topologies
 
+  for name, value in _NO_TPU.items():
+    os.environ.setdefault(name, value)
+  # A topology names whole hosts unless it comes with the size of a host.
+  sizes = [int(n) for n in re.findall(r"\d+", topology.partition(":")[2])]
+  part = {"chips_per_host_bounds": [*sizes, 1, 1][:3]}
   try:
     return topologies.get_topology_desc(
-      platform="tpu", topology_name=topology
+      platform="tpu",
+      topology_name=topology,
+      **(part if np.prod(sizes) < _CHIPS_OF_HOST else {}),
     ).devices
   except Exception as e:  # The plugin may raise anything.
     raise ConfigError(
@@ -151,9 +171,53 @@ def ambient(batch_size: int) -> Any:
 
 def over_batch(x: jax.Array) -> jax.Array:
   """Constrains dimension 0 to be split, so that XLA does not replicate x."""
-  if ambient(len(x)) is None:
+  if ambient(x.shape[0]) is None:  # An export may leave the size open.
     return x
   return jax.lax.with_sharding_constraint(x, PartitionSpec(AXES))
+
+
+def split_batch(fn: Callable[..., Any], *args: Any) -> Any:
+  """Calls `fn` with each device's part of the batch, for kernels.
+
+  XLA cannot split a kernel over devices by itself.
+
+  Args:
+    fn: function of the arguments that returns arrays; the first dimension of
+      all arrays is the batch.
+    *args: an array, and arrays or trees of arrays. If the ambient mesh does not
+      split the first one's batch, `fn` is called with all of it.
+  """
+  if ambient(len(args[0])) is None:
+    return fn(*args)
+  spec = PartitionSpec(AXES)
+  return jax.shard_map(
+    fn, in_specs=(spec,) * len(args), out_specs=spec, check_vma=False
+  )(*args)
+
+
+def splits(batch_size: int) -> bool:
+  """Whether `split_batch` gives each device its own part of a batch.
+
+  True also for a single device, and inside a shard_map.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  alone = mesh.empty or mesh.size == 1 or bool(mesh.manual_axes)
+  return alone or ambient(batch_size) is not None
+
+
+def device() -> tuple[str, str]:
+  """Platform and kind of the devices that a program is traced for.
+
+  These are the devices of the ambient mesh, which may be absent
+  (config.compile_only); without a mesh, those of this machine.
+
+  Returns:
+    ("cpu", "gpu" or "tpu"; the `device_kind`).
+  """
+  of_mesh = jax.sharding.get_abstract_mesh().abstract_device
+  if of_mesh is not None:
+    return of_mesh.platform, of_mesh.device_kind
+  return jax.default_backend(), jax.devices()[0].device_kind
 
 
 def check_batch(batch_size: int, mesh: Mesh, key: str) -> None:
@@ -212,6 +276,38 @@ def _shard_dim(dim: int) -> Layout:
   return layout
 
 
+def along(
+  spec: PartitionSpec, shape: tuple[int, ...], names: Sequence[Any]
+) -> Layout:
+  """Returns the layout `spec` for arrays of one shape.
+
+  Args:
+    spec: axes of the mesh, or None, for each dimension.
+    shape: the shape; other shapes are left to the next rules.
+    names: names of the dimensions, for messages.
+  """
+
+  def layout(
+    given: tuple[int, ...], mesh: Mesh
+  ) -> tuple[PartitionSpec, str] | None:
+    if given != shape:
+      return None
+    if len(spec) > len(shape):
+      raise ConfigError(f"shape {shape} has fewer dimensions than {names}")
+    for dim, axes in enumerate(spec):
+      axes = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+      ways = int(np.prod([mesh.shape[axis] for axis in axes], dtype=np.int64))
+      if shape[dim] % ways:
+        raise ConfigError(
+          f"dimension {dim} ({names[dim]!r}) of shape {shape} is {shape[dim]}, "
+          f"which does not divide by {' x '.join(axes)} = {ways} "
+          "(config.logical_axes)"
+        )
+    return spec, ""
+
+  return layout
+
+
 def _check_int(name: str, value: Any) -> None:
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(f"{name} is {value!r}, expected a whole number")
@@ -255,7 +351,7 @@ def _names(fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:
 def state_shardings(
   shapes: Any,
   mesh: Mesh,
-  rules: Sequence[tuple[str, str]] = DEFAULT_RULES,
+  rules: Sequence[tuple[str, str | Layout]] = DEFAULT_RULES,
   key: str = "config.sharding",
 ) -> tuple[Any, list[str]]:
   """Computes the NamedSharding of each array of the state.
@@ -263,7 +359,8 @@ def state_shardings(
   Args:
     shapes: tree of ShapeDtypeStructs; rules match the names of its leaves.
     mesh: mesh with the axes of `make_mesh`.
-    rules: (regular expression, layout) pairs; the first full match decides.
+    rules: (regular expression, layout) pairs; the first full match decides. A
+      layout is a text of the config or a function.
       Arrays without a match are replicated.
     key: location of the rules in the config, for messages.
 
@@ -283,7 +380,10 @@ def state_shardings(
       pattern = re.compile(rule[0])
     except re.error as e:
       raise ConfigError(f"{key}[{i}]: bad regex {rule[0]!r}: {e}.") from e
-    parsed.append((pattern, _parse_layout(rule[1], f"{key}[{i}]")))
+    layout = rule[1]
+    if not callable(layout):
+      layout = _parse_layout(layout, f"{key}[{i}]")
+    parsed.append((pattern, layout))
   notes: list[str] = []
   errors: list[str] = []
 
@@ -291,10 +391,13 @@ def state_shardings(
     for pattern, layout in parsed:
       if pattern.fullmatch(name):
         try:
-          spec, note = layout(tuple(shape.shape), mesh)
+          placed = layout(tuple(shape.shape), mesh)
         except ConfigError as e:
           errors.append(f"{name}: {e}")
           return replicated(mesh)
+        if placed is None:
+          continue
+        spec, note = placed
         if note:
           notes.append(f"{name}: {note}")
         return NamedSharding(mesh, spec)
@@ -307,7 +410,9 @@ def state_shardings(
 
 
 def state_spec(
-  shapes: Any, mesh: Mesh, rules: Sequence[tuple[str, str]] = DEFAULT_RULES
+  shapes: Any,
+  mesh: Mesh,
+  rules: Sequence[tuple[str, str | Layout]] = DEFAULT_RULES,
 ) -> Any:
   """Adds shardings to a tree of ShapeDtypeStructs; see `state_shardings`."""
   shardings, notes = state_shardings(shapes, mesh, rules)

@@ -57,7 +57,12 @@ def make(arg):
   config.mesh = dict(replica=1, fsdp=-1)
 
   config.task = "captioning"
-  config.loss = dict(masked_pred_prob=arg.parallel, masking_ratio=1.0)
+  config.loss = dict(
+    masked_pred_prob=arg.parallel,
+    masking_ratio=1.0,
+    label_smoothing=0.0,
+    label_smoothing_over="others",  # As big_vision smooths.
+  )
 
   tokenize = f"tokenize(model={arg.tokenizer!r},max_len={max_len},eos='sticky')"
   image = f"decode|resize({res})|value_range(-1,1)"
@@ -92,7 +97,10 @@ def make(arg):
     scan=True,
   )
 
-  config.optimizer = dict(name="big_vision_adafactor")
+  # The arithmetic of moments in bfloat16 is big_vision's, too.
+  config.optimizer = dict(
+    name="big_vision_adafactor", moment_arithmetic="stored"
+  )
   config.lr = 1e-3
   config.wd = 1e-4
   config.grad_clip_norm = 1.0

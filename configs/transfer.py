@@ -157,6 +157,7 @@ def get_config(arg=None):
       path=arg.init or INIT,
       rename=[("head/.*", None)],
       allow_missing=["head/.*"],
+      convert=dict(posemb_align="corners"),  # As big_vision does.
     )
 
   config.optimizer = dict(

@@ -53,3 +53,29 @@ def two_processes(session_folder):
   import two_processes
 
   return functools.partial(two_processes.part, session_folder / "two")
+
+
+@pytest.fixture(scope="session")
+def picture_run(tmp_path_factory):
+  """Folder with train/, val/, and a run of picture_runs in runs/mine."""
+  import picture_runs
+
+  from bigtrain import main
+
+  folder = tmp_path_factory.mktemp("pictures")
+  picture_runs.write_pictures(folder)
+  main.train(picture_runs.config(folder), str(folder / "runs" / "mine"))
+  return folder
+
+
+@pytest.fixture
+def traces_cudnn(monkeypatch):
+  """Lets cuDNN's attention be traced without a GPU."""
+  from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+  # Only these checks need a GPU and its cuDNN for tracing.
+  monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 92000)
+  monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
+  monkeypatch.setattr(
+    cudnn, "is_cuda_compute_capability_equal", lambda _: False
+  )

@@ -20,7 +20,9 @@ _KEYS = "benchmark name value unit spread repeats target machine".split()
 
 # {scripts that share a process: numbers of their benchmarks}.
 _GROUPS = {
-  "limits loop_overhead compile_time input_rate state_bytes": {0, 3, 5, 8, 10},
+  "limits loop_overhead compile_time input_rate state_bytes compilers": {
+    *(0, 3, 5, 8, 10, 12)
+  },
   "weight_stats checkpoint_stall guard_cost step_rate loss_memory": {
     *(1, 3, 6, 9, 11)
   },

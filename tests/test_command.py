@@ -25,7 +25,7 @@ def parse(*words):
 
 
 def test_config_values_follow_an_equals_sign_or_a_space(file):
-  config, workdir = parse(
+  config, workdir, _ = parse(
     f"--config={file}:small",
     "--config.lr=1e-3",
     "--workdir=w",
@@ -48,12 +48,12 @@ def test_config_values_follow_an_equals_sign_or_a_space(file):
 
 
 def test_flag_values_follow_a_space_too(file):
-  config, workdir = parse("--config", file, "--workdir", "w")
+  config, workdir, _ = parse("--config", file, "--workdir", "w")
   assert (config["arg"], workdir) == (None, os.path.abspath("w"))
 
 
 def test_the_last_of_two_values_wins(file):
-  config, _ = parse(
+  config, *_ = parse(
     f"--config={file}", "--workdir=w", "--config.lr=1", "--config.lr=2"
   )
   assert config["lr"] == 2.0
@@ -143,3 +143,41 @@ def test_a_mistake_on_the_command_line_starts_no_training(
   )
   assert code == 2
   assert err == ["error: --config.steps=0.5: expected int, as in 5."]
+
+
+class Ended(BaseException):
+  """The process would end with this exit code."""
+
+
+@pytest.mark.parametrize(
+  ("flags", "ending", "code", "remains"),
+  [
+    (["--cleanup"], None, 0, False),
+    ([], None, 0, True),
+    (["--cleanup"], process.Preempted("saved"), 75, True),
+    (["--cleanup"], RuntimeError("broken"), 1, True),
+    (["--cleanup", "--config.stop_at_steps=3"], None, 2, True),
+  ],
+)
+def test_cleanup_removes_the_checkpoints_of_a_finished_run(
+  file, tmp_path, monkeypatch, flags, ending, code, remains
+):
+  def end(code):
+    raise Ended(code)
+
+  def train(config, workdir):
+    if ending:
+      raise ending
+    return {"step": 3, "loss": 0.5}
+
+  checkpoint = tmp_path / "run" / "checkpoints" / "00000003"
+  checkpoint.mkdir(parents=True)
+  (tmp_path / "run" / "metrics.jsonl").touch()
+  words = ["main", f"--config={file}", f"--workdir={tmp_path}/run", *flags]
+  monkeypatch.setattr("sys.argv", words)
+  monkeypatch.setattr(process, "exit_now", end)
+  with pytest.raises(Ended) as e:
+    command.run(train)
+  assert e.value.args == (code,)
+  assert checkpoint.exists() == remains
+  assert (tmp_path / "run" / "metrics.jsonl").exists()

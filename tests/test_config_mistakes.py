@@ -45,6 +45,15 @@ def test_the_fixture_sees_a_compilation(compilations):
   assert compilations
 
 
+_AXES = dict(rows=("replica", "fsdp"), pixels=None, hidden="fsdp", classes=None)
+
+
+def _axes(rules, **model):
+  """Changes to a model that names its axes, with rules for them."""
+  model = dict(num_classes=10, **model)
+  return {"model_name": "tiny.axes", "model": model, "logical_axes": rules}
+
+
 # None removes the key that a misspelled one replaces.
 MISSPELLED = [
   # At the top.
@@ -138,7 +147,7 @@ UNFIT = [
     r"config.model.num_classes: expected 12, .*, got 10",
   ),
   ({"evals.val.loss": "softmax_xnt"}, r"evals.val.loss: .* 'softmax_xent'"),
-  ({"evals.val.data.path": "x.npz"}, r"val.data.path: x.npz: no such file"),
+  ({"evals.val.data.path": "x.npz"}, r"val.data.path: /.*/x.npz: no such file"),
   (
     {"microbatches": 2, "microbatch_examples": 8},
     r"config.microbatches and config.microbatch_examples: give only one",
@@ -167,6 +176,18 @@ UNFIT = [
   (
     {"sharding": [("params/head/bias", "shard_dim(0)")]},
     r"params/head/bias.*8",
+  ),
+  (_axes(dict(_AXES, hidden="fsd")), r"logical_axes.hidden: .* mean 'fsdp'"),
+  (_axes([("rows",)]), r"config.logical_axes: expected a dict or .*'rows'"),
+  (_axes(dict(_AXES, rows=None), rows="row"), r"'row', .* mean 'rows'"),
+  (_axes({}), r"config.logical_axes: expected a rule for 'pixels'"),
+  (
+    _axes(dict(rows=None, pixels=None, hidden=None, clases=None)),
+    r"rule for 'classes', an axis of params/head/kernel, .* mean 'clases'",
+  ),
+  (
+    _axes(dict(_AXES, classes="fsdp", hidden=None)),
+    r"params/head/kernel: dimension 1 \('classes'\) .* 10, .* fsdp = 8",
   ),
   ({"input.pp": "drop('labels')"}, r"input: .*no feature 'labels'.* id, image"),
   ({"input.pp": "drop('image')"}, r"input: .*no feature 'image'.* id, labels"),

@@ -62,7 +62,7 @@ def params_of(config):
   key = json.dumps([config["model_name"], config["model"], str(example)])
   if key not in _params:
     task = parts.find_module("tasks", config["task"], "task")
-    model, inputs = model_of(config), task.inputs(example)
+    model, inputs = model_of(config), jax.eval_shape(task.inputs, example)
     variables = jax.eval_shape(model.init, jax.random.key(0), **inputs)
     _params[key] = variables["params"]
   return _params[key]
@@ -195,15 +195,19 @@ def test_every_part_accepts_its_part_of_the_config(spec):
     assert float(rate(total)) == pytest.approx(0, abs=1e-6)
 
   task = parts.find_module("tasks", config["task"], "task")
-  passed = ("variables", "batch", "rng", "model", "train")
-  loss = config.get("loss", {})
-  settings.check_kwargs(task.loss_fn, loss, "config.loss", passed)
-  mesh = sharding.make_mesh(**config["mesh"])
+  model = model_of(config)
+  teacher = model_of(config["teacher"]) if "teacher" in config else None
+  assert parts.loss_fn(tracked, task, model, teacher)
+  mesh = sharding.from_config(tracked)
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
   context = evaluators.Context("", "", mesh, batch_size, (), print)
-  predict_fns = task.predict_fns(model_of(config))
+  predict_fns = parts.predict_fns(task, model, teacher)
   evaluations = evaluators.from_config(
-    tracked, predict_fns, units, context, weights={"params": None}
+    tracked,
+    predict_fns,
+    units,
+    context,
+    weights={"params": None, "teacher": None},
   )
   assert [evaluation.name for evaluation in evaluations] == [*config["evals"]]
   for part in (config["input"], *config["evals"].values()):

@@ -195,33 +195,26 @@ def test_invalid_options_are_errors(table, options, message):
     decoding.sample(step_fn_of(table), fresh(5), prompt_BL, length_B, **kwargs)
 
 
-def beam(table, first, num_beams, **options):
+def beam(table, prompts, num_beams, start=0, **options):
+  prompt_BL, length_B = padded(prompts)
+  cache = {
+    "last": prompt_BL[:, start - 1] if start else jnp.zeros_like(length_B)
+  }
   run = jax.jit(
-    lambda first_B: decoding.beam_search(
+    lambda *args: decoding.beam_search(
       step_fn_of(table),
-      fresh(len(first)),
-      first_B,
-      max_len=LENGTH,
-      eos_id=EOS,
-      num_beams=num_beams,
-      **options,
+      *args,
+      **dict(max_new=LENGTH - 1, eos_id=EOS, num_beams=num_beams, start=start)
+      | options,
     )
   )
-  tokens_BL, score_B = run(jnp.asarray(first))
-  return np.asarray(tokens_BL).tolist(), np.asarray(score_B)
-
-
-def test_one_beam_is_greedy(table):
-  tokens, scores = beam(table, [1, 2, 3], 1)
-  assert tokens == [greedy(table, [first]) for first in (1, 2, 3)]
-  for row, score in zip(tokens, scores):
-    end = row.index(EOS) + 1 if EOS in row else LENGTH
-    assert score == pytest.approx(sum(log_probs(table, row[:end])), rel=1e-5)
+  tokens_BN, score_B = run(cache, prompt_BL, length_B)
+  return np.asarray(tokens_BN).tolist(), np.asarray(score_B)
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.5])
 def test_enough_beams_find_the_likeliest_sequence(table, length_penalty):
-  tokens, scores = beam(table, [1, 2], 700, length_penalty=length_penalty)
+  tokens, scores = beam(table, [[1], [2]], 700, length_penalty=length_penalty)
   words = [w for w in range(V) if w != EOS]
   for first, row, score in zip((1, 2), tokens, scores):
     best = -np.inf, None
@@ -231,15 +224,109 @@ def test_enough_beams_find_the_likeliest_sequence(table, length_penalty):
         penalty = ((5 + n + 1) / 6) ** length_penalty
         value = sum(log_probs(table, sequence)) / penalty
         best = max(best, (value, sequence))
-    assert row == best[1] + [PAD] * (LENGTH - len(best[1]))
+    assert [first, *row] == best[1] + [PAD] * (LENGTH - len(best[1]))
     assert score == pytest.approx(best[0], rel=1e-4)
 
 
 def test_the_best_unfinished_beam_is_returned_if_none_ended(table):
   endless = table.copy()
   endless[..., EOS] = -1e4
-  tokens, scores = beam(endless, [1], 3)
+  tokens, scores = beam(endless, [[1]], 3)
   assert EOS not in tokens[0]
   assert scores[0] == pytest.approx(
-    sum(log_probs(endless, tokens[0])), rel=1e-4
+    sum(log_probs(endless, [1, *tokens[0]])), rel=1e-4
   )
+
+
+def test_prompts_of_one_batch_do_not_change_each_other(table):
+  # Long texts after short prompts need positions that others have no room for.
+  long = np.tile(table, (1, 1, 2, 1))
+  options = dict(num_beams=2, max_new=5, length_penalty=1.0)
+  prompts = [[2, 3], [3, 1, 4]]
+  together = beam(long, prompts, start=1, **options)
+  for prompt, tokens, score in zip(prompts, *together):
+    alone, best = beam(long, [prompt], **options)
+    assert alone == [tokens] and best == pytest.approx([score], rel=1e-5)
+
+
+def test_padding_of_the_batch_stays_empty(table):
+  run = jax.jit(
+    lambda length_B: decoding.beam_search(
+      step_fn_of(table),
+      fresh(2),
+      jnp.asarray([[1], [2]]),
+      length_B,
+      max_new=4,
+      eos_id=EOS,
+      pad_id=3,
+      num_beams=2,
+    )[0]
+  )
+  both, one = run(jnp.asarray([1, 1])), run(jnp.asarray([1, 0]))
+  np.testing.assert_array_equal(one, jnp.stack([both[0], jnp.full(4, 3)]))
+
+
+def published_search(log_p, num_beams, alpha, num_new, t5x):
+  """Returns the best score of a beam search, by its published definition.
+
+  Args:
+    log_p: log-probabilities [previous token, position, token].
+    num_beams: M.
+    alpha: length penalty.
+    num_new: largest number of tokens.
+    t5x: whether a hypothesis may end if it is among the best 2 M candidates,
+      and unfinished ones count only if none has ended. Otherwise as in Hugging
+      Face: M candidates, and unfinished ones count at the largest length.
+  """
+  M, penalty = num_beams, lambda n: ((5 + n) / 6) ** alpha
+  live, finished = [(0.0, 0)], []
+  for n in range(1, num_new + 1):
+    candidates = [
+      (score + log_p[last, n - 1, token], token)
+      for score, last in live
+      for token in range(V)
+    ]
+    best = sorted(candidates, reverse=True)[: 2 * M]
+    ends = [s / penalty(n) for s, t in best[: 2 * M if t5x else M] if t == EOS]
+    finished = sorted(finished + ends, reverse=True)[:M]
+    live = [c for c in best if c[1] != EOS][:M]
+    bound = live[0][0] / penalty(num_new)
+    if len(finished) == M and finished[-1] >= bound:
+      return finished[0]
+  return finished[0] if t5x and finished else max([*finished, bound])
+
+
+@pytest.mark.parametrize("num_beams, alpha", [(2, 0.0), (3, 0.6), (1, 1.2)])
+def test_scores_are_at_least_those_of_t5x_and_hugging_face(num_beams, alpha):
+  searches = 320
+  rng = np.random.default_rng(num_beams)
+  logits = rng.normal(size=(searches, V, LENGTH, V)) * 2
+  log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+  def step_fn(cache, token_B, position):
+    table = jnp.asarray(log_p, jnp.float32)
+    return table[cache, token_B, position], cache
+
+  search = lambda: decoding.beam_search(
+    step_fn,
+    jnp.arange(searches),
+    jnp.zeros((searches, 1), jnp.int32),
+    jnp.ones(searches, jnp.int32),
+    max_new=LENGTH,
+    eos_id=EOS,
+    num_beams=num_beams,
+    length_penalty=alpha,
+  )[1]
+  ours = np.asarray(jax.jit(search)())
+  theirs = np.asarray(
+    [
+      [
+        published_search(table, num_beams, alpha, LENGTH, t5x)
+        for table in log_p
+      ]
+      for t5x in (True, False)
+    ]
+  )
+  np.testing.assert_allclose(ours, theirs.max(0), rtol=1e-5)
+  # Neither of the two is the better one.
+  assert (ours > theirs + 1e-3).any(1).all()

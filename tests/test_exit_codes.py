@@ -50,6 +50,7 @@ def get_config(arg):
   return path
 
 
+@pytest.mark.slow
 def test_the_same_command_resumes_until_the_run_is_finished(
   config_file, tiny_config, tmp_path
 ):

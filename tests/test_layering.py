@@ -19,28 +19,31 @@ ROOT = pathlib.Path(__file__).parent.parent
 _BASE = {"settings", "trees", "hashing"}
 _ARRAYS = _BASE | {"sharding", "metrics", "model_flops"}
 RULES = {
+  "__main__": {"tools"},
   "tools": None,  # Anything.
   "main": _ARRAYS
   | {"checkpoints", "cluster", "command", "evaluation", "files", "inputs"}
   | {"lengths", "optim", "parts", "reports", "runtime", "step"},
-  "command": {"cluster", "files", "reports", "settings"},
+  "command": {"checkpoints", "cluster", "files", "reports", "settings"},
   "evaluators": _ARRAYS
   | {"evaluation", "files", "inputs", "losses", "parts", "pp"},
   "evaluation": _ARRAYS | {"files", "inputs", "lengths", "parts", "pp"},
-  "hooks": {"checkpoints", "files", "parts", "runtime", "settings"},
+  "hooks": {"checkpoints", "cluster", "files", "parts", "runtime", "settings"},
   "reports": _ARRAYS | {"files", "lengths", "runtime", "step"},
-  "checkpoints": _ARRAYS | {"cluster", "files", "optim"},
-  "runtime": {"cluster", "parts", "settings"},
-  "inputs": _ARRAYS | {"cluster", "data.formats", "parts", "pp"},
+  "checkpoints": _ARRAYS
+  | {"cluster", "files", "models.published", "optim", "parts", "step"},
+  "runtime": {"cluster", "parts", "settings", "step"},
+  "inference": _ARRAYS | {"checkpoints", "files", "parts", "pp"},
+  "inputs": _ARRAYS | {"cluster", "data.formats", "lengths", "parts", "pp"},
   "data": _BASE | {"data.formats", "files", "pp"},
   "data.formats": _BASE | {"files", "pp"},
-  "tasks": _ARRAYS | {"decoding", "losses"},
-  "models": _ARRAYS | {"models.layers", "models.published", "parts"},
+  "tasks": _ARRAYS | {"decoding", "losses", "step"},
+  "models": _ARRAYS | {"models.layers", "models.published", "optim", "parts"},
   "models.published": _BASE,
   "models.layers": _ARRAYS,
-  "step": _ARRAYS,
+  "step": _ARRAYS | {"parts"},
   "losses": _ARRAYS,
-  "optim": _BASE | {"lengths"},
+  "optim": _BASE | {"lengths", "parts"},
   "pp": _BASE | {"files"},
   "cluster": {"files", "settings"},
   "files": {"settings"},
@@ -127,7 +130,8 @@ GRAPH = {
     ("tasks.captioning", "losses.tokens", True),
     ("tasks.captioning", "tasks.classification", False),
     ("tasks.captioning", "models.vit", False),
-    ("tasks.captioning", "step.gradients", False),
+    ("tasks.distillation", "step.gradients", True),
+    ("losses.distillation", "step.gradients", False),
     ("models.cappa", "models.layers.attention", True),
     ("models.cappa", "models.vit", True),
     ("models.vit", "models.resnet", False),

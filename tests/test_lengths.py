@@ -100,3 +100,14 @@ def test_every_unit_converts_whole_steps_exactly(num_steps, batch_size):
   ]:
     amount = num_steps * batch_size * amount_per_example
     assert units.to_steps(amount, unit, "key") == num_steps
+
+
+@pytest.mark.parametrize("unit", ["steps", "epochs"])
+def test_a_run_without_steps_is_refused(unit):
+  config = Config({f"total_{unit}": 0})
+  with pytest.raises(ConfigError) as e:
+    lengths.read(config, 8, 80)
+  assert str(e.value) == (
+    f"config.total_{unit}: expected a length above 0, got 0; "
+    "config.eval_only=True evaluates without training."
+  )

@@ -18,6 +18,7 @@ from golden import make_losses
 
 from bigtrain import main, sharding, trees
 from bigtrain.models import vit
+from bigtrain.tools import evaluate
 
 # Metrics of every training row except the first, which has no rates.
 NAMES = {
@@ -249,6 +250,9 @@ def test_per_parameter_statistics_match_the_checkpoints(full_run):
   assert row["weight_max/head/kernel"] == np.abs(kernel).max()
   change = kernel - before["params/head/kernel"]
   assert row["update_rms/head/kernel"] == rms(change)
+  ratio = change / before["params/head/kernel"]
+  name = "weight_update_divided_by_weight_rms/head/kernel"
+  assert row[name] == pytest.approx(np.sqrt(np.mean(ratio**2)), rel=1e-3)
   assert row["grad_rms/head/kernel"] > 0
   norm = row["grad_rms/head/kernel"] * np.sqrt(kernel.size)
   assert row["grad_norm/head/kernel"] == pytest.approx(norm, rel=1e-4)
@@ -375,3 +379,60 @@ def test_each_of_8_devices_holds_an_eighth_of_a_vit():
   assert whole > 4 * 4 * 22e6
   held = sharding.bytes_per_device(state, layout)
   assert whole / 8 <= held <= 1.05 * whole / 8
+
+
+def test_schedule_free_runs_evaluate_their_average(tiny_config, tmp_path):
+  changes = {
+    "optimizer": dict(name="schedule_free_sgd", b1=0.8),
+    "schedule": dict(decay_type="optim.own_parts.steep"),
+    "tensorboard": False,
+  }
+  main.train(tiny_config(changes), str(tmp_path))
+  row, arrays = tiny.rows(tmp_path)[6], tiny.arrays(tmp_path, 6)
+  assert row["lr"] == pytest.approx(tiny_config()["lr"] * (1 - 5 / 6) ** 4)
+  b1, points = arrays["opt/b1"], dict(arrays)
+  for name, z in arrays.items():
+    if name.startswith("opt/z/"):
+      param = name.replace("opt/z/", "params/")
+      points[param] = (arrays[param] - (1 - b1) * z) / b1
+  data = val_data(tiny_config)
+  losses = [
+    cross_entropy(forward(x, "params", data["image"]), data["labels"])
+    for x in (points, arrays)
+  ]
+  assert row["val/loss"] == pytest.approx(losses[0], rel=1e-5)
+  assert row["val/loss"] != pytest.approx(losses[1], rel=1e-5)
+  results = evaluate.evaluate(str(tmp_path))
+  assert results["val/loss"] == row["val/loss"]
+
+
+def test_rows_count_the_sources_of_a_mixture_also_after_a_resume(
+  tiny_config, tmp_path
+):
+  data = tiny_config()["input"]["data"]
+  old = dict(at_percent=[0, 50], values=[3, 1])  # Up to step 3 of 6.
+  config = tiny_config(
+    {
+      "input.data": None,
+      "input.mixture": {
+        "old": dict(data=data, weight=old),
+        "new": dict(data=data, weight=1),
+      },
+      "log_steps": 1,
+      "evals": {},
+    }
+  )
+  main.train(config, str(tmp_path / "whole"))
+  rows = tiny.rows(tmp_path / "whole")
+  # Shares of 3/4, 7/10 and 5/8 of 16 rows: 12, 23.2 and 33.2. Then one half of
+  # each block of 4,096 rows.
+  seen = [rows[step]["examples_seen/old"] for step in range(1, 7)]
+  assert seen[:3] == [12, 23, 33]
+  assert abs(seen[5] - (33 + 24)) < 10
+  for row in rows.values():
+    new = row["examples_seen"] - row["examples_seen/old"]
+    assert row["examples_seen/new"] == new
+    assert row["epoch/new"] == new / tiny.NUM_TRAIN
+  main.train(config | {"stop_at_steps": 3}, str(tmp_path / "parts"))
+  main.train(config, str(tmp_path / "parts"))
+  assert tiny.rows(tmp_path / "parts") == rows

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -96,7 +97,9 @@ def test_the_evaluate_tool_explains_mistakes(finished, tmp_path, capsys):
 
 
 def test_eval_only_does_not_train(finished, tmp_path):
-  config, workdir = finished
+  config, trained = finished
+  workdir = tmp_path / "evaluated"
+  shutil.copytree(trained, workdir)
   rows, arrays = tiny.rows(workdir), tiny.arrays(workdir)
   results = main.train(config | {"eval_only": True}, str(workdir))
   assert evaluation_results(results) == evaluation_results(rows[6])
@@ -105,10 +108,10 @@ def test_eval_only_does_not_train(finished, tmp_path):
   # With the state of another run, in a new workdir.
   init = dict(path=str(workdir), step=3)
   config = config | {"eval_only": True, "resume": init, "save_at_start": False}
-  results = main.train(config, str(tmp_path))
+  results = main.train(config, str(tmp_path / "new"))
   assert evaluation_results(results) == evaluation_results(rows[3])
-  assert tiny.checkpoint_steps(tmp_path) == []
-  assert list(tiny.rows(tmp_path)) == [3]
+  assert tiny.checkpoint_steps(tmp_path / "new") == []
+  assert list(tiny.rows(tmp_path / "new")) == [3]
 
 
 def test_compile_only_records_the_memory_of_the_update(
@@ -122,7 +125,9 @@ def test_compile_only_records_the_memory_of_the_update(
   main.train(tiny_config({"compile_only": True}), str(tmp_path))
   (entry,) = json.loads((tmp_path / "run.json").read_text())["starts"]
   assert entry["programs"]["update"]["temporary_bytes"] > 0
-  assert entry["model_flops_per_step"] > 0
+  assert entry["programs"]["update"]["compiler_options"] == {}
+  assert entry["model_flops_per_step"] > 0 < entry["footprint"]["parameters"]
+  assert "HloModule" in (tmp_path / "update.hlo.txt").read_text()
   assert not (tmp_path / "metrics.jsonl").exists()
   assert tiny.checkpoint_steps(tmp_path) == []
 
@@ -152,6 +157,7 @@ def test_cooldown_from_a_checkpoint_of_another_run(
   assert rows[4]["loss"] == tiny.rows(workdir)[4]["loss"]
 
 
+@pytest.mark.slow
 def test_eager_and_compiled_steps_agree(
   finished, tiny_config, tmp_path, caplog
 ):
@@ -191,3 +197,41 @@ def test_debug_nans_finds_the_operation_of_a_nan(tiny_config, tmp_path):
   }
   with pytest.raises(FloatingPointError, match="nan"):
     main.train(tiny_config(changes), str(tmp_path / "run"))
+
+
+def test_the_loop_runs_without_implicit_transfers(tiny_config, tmp_path):
+  changes = EVERYTHING | {"transfer_guard": "disallow", "eval_at_start": True}
+  main.train(tiny_config(changes), str(tmp_path / "clean"))
+  # A hook that passes a numpy array to a compiled function.
+  hooks = {"numpy": dict(type="tiny.hooks.Predicts")}
+  with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+    main.train(tiny_config(changes | {"hooks": hooks}), str(tmp_path / "bad"))
+  config = tiny_config({"transfer_guard": "disalow"})
+  with pytest.raises(settings.ConfigError, match="mean 'disallow'"):
+    main.train(config, str(tmp_path / "typo"))
+
+
+def test_each_evaluation_decides_whether_it_runs_at_the_start(
+  finished, tiny_config, tmp_path
+):
+  _, workdir = finished
+  val = tiny_config()["evals"]["val"] | {"log_steps": 0}
+  changes = {
+    "evals": {"val": val, "first": val | {"at_start": True}},
+    "resume": dict(path=str(workdir), step=3),
+    "save_at_start": True,
+    "keep_ckpts": 9,
+  }
+  main.train(tiny_config(EVERYTHING | changes), str(tmp_path))
+  rows = tiny.rows(tmp_path)
+  assert rows[3]["first/loss"] == tiny.rows(workdir)[3]["val/loss"]
+  assert {s for s in rows if "val/loss" in rows[s]} == {6}
+  assert tiny.checkpoint_steps(tmp_path) == [3, 6]
+
+
+def test_the_config_json_of_a_run_repeats_it(finished, tmp_path):
+  _, workdir = finished
+  config = settings.load(str(workdir / "config.json"))
+  main.train(config, str(tmp_path))
+  assert tiny.rows(tmp_path) == tiny.rows(workdir)
+  tiny.assert_same(tiny.arrays(tmp_path), tiny.arrays(workdir))

@@ -137,7 +137,7 @@ def test_the_command_line_takes_paths_as_typed(place, typed):
   typed = typed.rstrip("/")
   for suffix, arg in (("", ""), (":a//b/../c", "a//b/../c")):
     words = [f"--config={typed}.py{suffix}", f"--workdir={typed}"]
-    read, workdir = command.parse(["main", *words])
+    read, workdir, _ = command.parse(["main", *words])
     assert read["arg"] == arg
     assert os.path.isabs(workdir)
     assert f"{workdir}.py" == os.path.normpath(f"{workdir}.py")

@@ -330,6 +330,72 @@ def test_override_rejects_wrong_types_and_paths(assignment, message):
   assert config == BASE
 
 
+REFERENCES = """
+import ml_collections
+def get_config():
+  c = ml_collections.ConfigDict()
+  c.total_steps = 10
+  c.ckpt_steps = c.get_ref("total_steps")
+  c.half = c.get_ref("total_steps") // 2
+  c.model = dict(widths=(8, 16), layers=[1], name="vit", rate=0.5)
+  c.none = None
+  c.lock()
+  return c
+"""
+
+
+@pytest.mark.parametrize(
+  ("changes", "expected"),
+  [
+    ((), {}),
+    (["total_steps=6"], dict(total_steps=6, ckpt_steps=6, half=3)),
+    (["total_steps=1e2"], dict(total_steps=100, ckpt_steps=100, half=50)),
+    (["none=3", "added=(1,2)"], dict(none=3, added=(1, 2))),
+    (["total_steps=None"], dict(total_steps=None, ckpt_steps=None)),
+    (["model={'depth': 2}"], dict(model=dict(depth=2))),
+    (["hooks={'a': {'plan': {2: 1}}}"], dict(hooks=dict(a={"plan": {"2": 1}}))),
+    (["evals.val.log_steps=5"], dict(evals=dict(val=dict(log_steps=5)))),
+  ],
+)
+def test_changes_reach_references_and_new_keys(tmp_path, changes, expected):
+  path = tmp_path / "experiment.py"
+  path.write_text(REFERENCES)
+  loaded = settings.load(str(path), changes)
+  base = dict(total_steps=10, ckpt_steps=10, half=5, none=None)
+  base["model"] = dict(widths=(8, 16), layers=[1], name="vit", rate=0.5)
+  if loaded["total_steps"] is None:
+    loaded["half"] = 5
+  assert loaded == base | expected
+
+
+def test_changes_of_a_config_dict_keep_types(tmp_path):
+  path = tmp_path / "experiment.py"
+  path.write_text(REFERENCES)
+  nested = ["model.widths=[3]", "model.layers=(2,)", "model.name=3"]
+  model = settings.load(str(path), [*nested, "model.rate=1"])["model"]
+  assert model == dict(widths=(3,), layers=[2], name="3", rate=1.0)
+  assert type(model["widths"]) is tuple and type(model["rate"]) is float
+  for change, message in (
+    ("total_steps=0.5", "expected int"),
+    ("model=3", "expected dict"),
+    ("none.x=3", "config.none is None, no dict"),
+  ):
+    with pytest.raises(ConfigError, match=message):
+      settings.load(str(path), [change])
+
+
+def test_the_config_of_a_run_is_a_config(tmp_path):
+  path = tmp_path / "config.json"
+  path.write_text('{"lr": 0.1, "model": {"width": 8}}')
+  loaded = settings.load(str(path), ["model.width=16"])
+  assert loaded == {"lr": 0.1, "model": {"width": 16}}
+  path.write_text("[1]")
+  with pytest.raises(ConfigError, match=r"config\.json: expected a dict"):
+    settings.load(str(path))
+  with pytest.raises(ConfigError, match=r"no such file.*config\.json"):
+    settings.load(str(tmp_path / "confg.json"))
+
+
 # JSON and digests.
 
 

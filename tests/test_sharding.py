@@ -1,5 +1,7 @@
 """The mesh and the sharding rules, on eight devices."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,11 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
 from bigtrain import sharding, trees
-from bigtrain.settings import ConfigError
+from bigtrain.settings import Config, ConfigError
 
 
 def _shapes(**shapes):
@@ -262,3 +265,47 @@ def test_a_matrix_product_is_the_same_when_sharded(replica, fsdp):
     in_shardings=(shardings["w"], sharding.batch(mesh)),
   )
   np.testing.assert_allclose(step(w, x), np.sum((x @ w) ** 2), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "topology, part",
+  [("v5e:4x4", None), ("v5p:2x2x1", None), ("v5e:1x1", [1, 1, 1])],
+)
+def test_absent_tpus_may_be_a_part_of_a_host(topology, part, monkeypatch):
+  asked = {}
+
+  class Described:
+    devices = jax.devices()[:2]
+
+  def describe(**options):
+    asked.update(options)
+    return Described
+
+  monkeypatch.setattr(topologies, "get_topology_desc", describe)
+  # libtpu's variables stay out of the other tests.
+  monkeypatch.setattr(os, "environ", {})
+  config = Config({"compile_only": topology, "mesh": {}})
+  assert sharding.from_config(config).size == 2
+  assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+  assert asked["topology_name"] == topology
+  assert asked.get("chips_per_host_bounds") == part
+
+
+def test_a_layout_of_one_shape_leaves_others_to_the_next_rules():
+  layout = sharding.along(PartitionSpec(None, "fsdp"), (4, 8), ("a", "b"))
+  rules = [("(.*/)?w", layout), (".*", "shard_dim(0)")]
+  shapes = {"w": (4, 8), "opt": {"w": (8,)}}
+  shapes = jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+    shapes,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+  specs, _ = _specs(shapes, sharding.make_mesh(), rules)
+  assert specs == {
+    "opt/w": PartitionSpec("fsdp"),
+    "w": PartitionSpec(None, "fsdp"),
+  }
+  shapes["w"] = jax.ShapeDtypeStruct((8,), jnp.float32)
+  layout = sharding.along(PartitionSpec(None, "fsdp"), (8,), ("a", "b"))
+  with pytest.raises(ConfigError, match=r"w: shape \(8,\) has fewer"):
+    _specs(shapes, sharding.make_mesh(), [("w", layout)])

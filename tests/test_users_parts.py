@@ -46,14 +46,18 @@ def test_every_part_can_come_from_a_users_module(tiny_config, tmp_path):
   assert mine.Hook.calls == [
     ("before_train", 0, "t"),
     ("before_step", 1),
+    ("after_step", 1),
     ("before_step", 2),
-    ("after_step", 1, True),
-    ("after_step", 2, True),
-    ("after_step", 2, False),
+    ("after_step", 2),
+    ("after_row", 1, True),
+    ("after_row", 2, True),
+    ("after_row", 2, False),
     ("before_step", 3),
+    ("after_step", 3),
     ("before_step", 4),
-    ("after_step", 4, True),
-    ("after_train", 4),
+    ("after_step", 4),
+    ("after_row", 4, True),
+    ("after_train", 4, "stopped"),
   ]
   assert sorted(tiny.checkpoint_steps(tmp_path)) == [3, 4]
 

@@ -28,6 +28,7 @@ JOBS = (
       "test_two_processes.train_digits",
       "runtime.test_hooks_of_two_processes.train_until_stopped",
       "runtime.test_hooks_of_two_processes.train_until_nan",
+      "runtime.test_hooks_of_two_processes.train_acting",
     ),
   ),
 )

@@ -29,7 +29,7 @@ from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.host_state import HostState
 from bigtrain.checkpoints.manifest import Array, CheckpointError, Manifest
-from bigtrain.files import objects, paths
+from bigtrain.files import disk, objects, paths
 from bigtrain.settings import ConfigError
 
 # Limit of the encoded bytes that one host has not written yet.
@@ -350,6 +350,7 @@ class Checkpointer:
       reason = f"{type(error).__name__}: {reason}"
     if isinstance(error, OSError) and error.filename:
       reason = f"{error.filename}: {error.strerror}"
+    reason += disk.room(error, job.tmp)
     message = f"the checkpoint of step {job.step} was not saved: {reason}"
     self._error = CheckpointError(message)
     self._error.__cause__ = error

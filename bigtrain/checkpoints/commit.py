@@ -20,7 +20,7 @@ import shutil
 from bigtrain.checkpoints import folders
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import CheckpointError
-from bigtrain.files import objects, paths
+from bigtrain.files import disk, objects, paths
 from bigtrain.settings import ConfigError
 
 _SYNCS_AT_ONCE = 16
@@ -49,7 +49,8 @@ def check_writable(workdir: str) -> None:
     os.rmdir(probe + "1")
   except OSError as e:
     raise ConfigError(
-      f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})."
+      f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})"
+      f"{disk.room(e, workdir)}."
     ) from e
 
 
@@ -172,6 +173,13 @@ def _remove(path: str) -> None:
     objects.remove_below(path)
   else:
     shutil.rmtree(path)  # Does not follow symbolic links.
+
+
+def remove_all(workdir: str) -> None:
+  """Removes all checkpoints of a workdir; only one process may call it."""
+  folder = folders.folder(workdir)
+  if paths.exists(folder):
+    _remove(folder)
 
 
 def clean(workdir: str) -> list[str]:

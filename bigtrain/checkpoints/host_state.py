@@ -21,6 +21,7 @@ class HostState:
       index leads the step by this number.
     fingerprints: file -> fingerprint of its content, for the files that input
       is made with, such as tokenizers.
+    data: what the data calls things, see inputs/description.py.
   """
 
   config: dict[str, Any] | None = None
@@ -29,6 +30,7 @@ class HostState:
   hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
   batches_ahead: int = 0
   fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+  data: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> dict[str, Any]:
     """Returns the record as a dict, without the fields that are None."""

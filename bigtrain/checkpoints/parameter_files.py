@@ -6,6 +6,8 @@ by `prefix` is read, and the mutable collections that the model has. Arrays of
 objects are never loaded, because that would run code.
 """
 
+import collections as collections_lib
+import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +17,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from bigtrain.checkpoints import folders, integrity, safetensors_files
+from bigtrain.checkpoints import (
+  averages,
+  folders,
+  integrity,
+  safetensors_files,
+)
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import DamagedError, Manifest
 from bigtrain.files import paths
@@ -112,8 +119,13 @@ def _open_checkpoint(
       (name, (slice(None),) * len(manifest.arrays[name].shape))
       for name in stored
     ]
-    return dict(zip(names, integrity.read(directory, manifest, parts)))
+    # A copy of a whole state is as stored.
+    source = integrity.read if prefix == "" else averages.read
+    return dict(zip(names, source(directory, manifest, parts)))
 
+  averaged = averages.averaged(manifest.arrays).keys() & {*full_names.values()}
+  if prefix != "" and averaged:
+    return File(specs, read)
   return File(specs, read, (directory, manifest, full_names))
 
 
@@ -158,12 +170,20 @@ def _full_names(
   names = list(names)
   tree = _find_tree(names, prefix, key)
   full_names = {}
+  others: collections_lib.Counter[str] = collections_lib.Counter()
   for full_name in names:
     short_name = full_name.removeprefix(_MUTABLE)
     if short_name.split("/")[0] in collections:
       full_names[short_name] = full_name
     elif full_name.startswith(tree):
       full_names[full_name.removeprefix(tree)] = full_name
+    else:
+      others[full_name.split("/")[0]] += 1
+  if others:
+    logging.info(
+      "%s: only arrays of the tree %r are read, and not those of %s.",
+      *(key, tree, ", ".join(f"{name} ({n})" for name, n in others.items())),
+    )
   return full_names
 
 

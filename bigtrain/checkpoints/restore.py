@@ -7,6 +7,7 @@ checkpoint, and `load` loads some of its arrays.
 import collections
 import logging
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -141,10 +142,17 @@ def check_fits(
   if lines:
     kinds = collections.Counter(line.split(":")[0] for line in lines)
     total = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    hint = ""
+    if any(re.match(r"shape: opt/.*/v_(row|col)/", line) for line in lines):
+      hint = (
+        " Adafactor now sees the matrices of layers (docs/optimizers.md). To "
+        "go on as before, set config.optimizer.view='parameters' and "
+        "config.allow_changes='optimizer.view'."
+      )
     raise MismatchError(
       "\n".join(lines) + f"\n{directory}: its model or optimizer is not the "
       f"config's: {total} (listed above). Use another --workdir, or "
-      "config.model_init to load the parameters only."
+      f"config.model_init to load the parameters only.{hint}"
     )
 
 

@@ -56,7 +56,7 @@ def read(path: str) -> dict[str, np.ndarray]:
     {name: read-only memory-mapped array}.
 
   Raises:
-    ValueError: not a .safetensors file, or truncated.
+    ValueError: not a .safetensors file, or truncated; an array in two files.
     OSError: a file cannot be read.
   """
   if not os.path.isdir(path):
@@ -64,11 +64,17 @@ def read(path: str) -> dict[str, np.ndarray]:
   index = os.path.join(path, INDEX)
   if not os.path.isfile(index):
     return _read_file(os.path.join(path, MODEL))
+  if os.path.isfile(os.path.join(path, MODEL)):
+    raise ValueError(f"there are both {MODEL} and {INDEX}; keep one of them")
   with open(index) as f:
     file_of = json.load(f)["weight_map"]
   arrays: dict[str, np.ndarray] = {}
   for name in sorted(set(file_of.values())):
-    arrays |= _read_file(os.path.join(path, name))
+    of_file = _read_file(os.path.join(path, name))
+    twice = sorted(set(arrays) & set(of_file))
+    if twice:
+      raise ValueError(f"{twice[0]!r} is in several files of {INDEX}")
+    arrays |= of_file
   missing = sorted(set(file_of) - set(arrays))
   if missing:
     raise ValueError(f"{missing[0]!r} of {INDEX} is in none of its files")

@@ -7,15 +7,25 @@
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from absl import logging
 
 from bigtrain import settings
-from bigtrain.checkpoints import changes, folders, restore, warm_start
+from bigtrain.checkpoints import (
+  averages,
+  changes,
+  config_json,
+  folders,
+  integrity,
+  restore,
+  warm_start,
+)
 from bigtrain.checkpoints.host_state import HostState
-from bigtrain.checkpoints.manifest import DamagedError
+from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
 from bigtrain.cluster import process
 from bigtrain.optim import ema
 
@@ -34,6 +44,24 @@ class StartOptions(NamedTuple):
   model_init: Any
   allow_changes: Any
   fallback: bool
+
+  def check(self, workdir: str, module: Any, model: Any) -> "StartOptions":
+    """Compares published parameters with the model, before anything compiles.
+
+    Args:
+      workdir: folder of the run; a run that is resumed needs no `model_init`.
+      module: module of the model.
+      model: the model.
+
+    Returns:
+      These options.
+
+    Raises:
+      ConfigError: config.model contradicts the parameters' config.json.
+    """
+    if self.model_init and not self.resume and folders.newest(workdir) is None:
+      config_json.check(self.model_init, module, model)
+    return self
 
 
 def read(config: settings.Config) -> StartOptions:
@@ -132,31 +160,71 @@ def start(
   if not options.model_init:
     return Start(state, HostState(), 0, "from scratch", False)
 
-  mutable = state.get("mutable", {})
-  initial = {**state["params"], **mutable}
-  loaded, _ = warm_start.load_params(
+  loaded = warm_start.load_variables(
     options.model_init,
-    {**state_spec["params"], **state_spec.get("mutable", {})},
-    init=lambda: initial,
-    convert=getattr(model_module, "from_published", None),
-    collections=tuple(mutable),
+    evaluated(state_spec)["params"],
+    init=lambda: evaluated(state)["params"],
+    module=model_module,
   )
-  if mutable:
-    state["mutable"] = {name: loaded.pop(name) for name in mutable}
-  state["params"] = loaded
+  state["params"] = loaded.pop("params")
+  if loaded:
+    state["mutable"] = loaded
   if "ema" in state:
     state["ema"] = ema.init(state["params"])
   how = f"parameters from {options.model_init}"
   return Start(state, HostState(), 0, how, False)
 
 
+def finished_step(
+  workdir: str,
+  config: Mapping[str, Any],
+  saved: Mapping[str, Any],
+  last: int,
+) -> int | None:
+  """Returns the step at which the run has ended, or None if it goes on.
+
+  It goes on, too, if the config has changed in any way or if the checkpoint is
+  damaged: `start` then says what is wrong. All processes get the same result.
+
+  Args:
+    workdir: folder of the run.
+    config: plain config.
+    saved: what the input adds to a HostState.
+    last: last step of the run.
+  """
+  step, reason = None, ""
+  if jax.process_index() == 0:
+    with contextlib.suppress(CheckpointError):
+      newest = folders.newest(workdir)
+      if newest is not None:
+        directory = folders.find(workdir, newest)
+        host = folders.read_manifest(directory).host_state
+        stopped = host.hooks.get("stopped")
+        ended = newest == last or (newest < last and stopped)
+        same = host.config == json.loads(settings.to_json(config))
+        same = same and host.fingerprints == saved["fingerprints"]
+        left = host.hooks.get("evaluations") or (stopped and stopped[1])
+        if ended and same and not left and not integrity.verify(directory):
+          step, reason = newest, stopped[0] if stopped else ""
+  step, reason = process.broadcast((step, reason))
+  if reason:
+    logging.info("The run ended at step %d: %s", step, reason)
+  return step
+
+
 def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
   """Returns {name: model variables} for each set of weights in a train state.
 
-  The names are "params" and, if the state has averaged parameters, "ema".
+  The names are "params" and, if the state has averaged parameters, "ema". For
+  schedule-free optimizers "params" are their averages (averages.py). If
+  the state has a teacher beside it, the variables have the entry "teacher".
   """
+  opt = state.get("opt", {})
+  weights = {"params": averages.evaluation_form(state["params"], opt)}
+  if "ema" in state:
+    weights["ema"] = state["ema"]
+  rest = {name: state[name] for name in ("teacher",) if name in state}
   return {
-    name: {"params": state[name], **state.get("mutable", {})}
-    for name in ("params", "ema")
-    if name in state
+    name: {"params": params, **state.get("mutable", {}), **rest}
+    for name, params in weights.items()
   }

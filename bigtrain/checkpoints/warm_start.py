@@ -8,14 +8,23 @@
     rename=[(r"img/(.*)", r"\\1"),    # full names; the first match decides;
             (r"txt/.*", None)],      # None drops the array
     allow_missing=[r"head/.*"],      # keep their fresh initialisation
-    allow_reshaped=[r"pos_embed.*"], # the same
+    allow_reshaped=[r"pos_embed.*"], # the same, in place of the file's values
     allow_unused=[r"pre_logits/.*"],
+    allow_changed=["rope_theta"],    # fields that differ from config.json
+    convert=dict(posemb_align="corners"),  # of the model's from_published
   )
 
 A table with each name of the file and of the model is logged. Nothing is
-padded, cut or left out unless the config allows it by name. Mutable collections
-of the model, such as the running means of batch normalisation, are read too,
-under names like "batch_stats/bn1/mean".
+padded, cut or left out unless the config allows it by name. An array of another
+shape, such as a head for another vocabulary, is never cut or padded to fit: it
+keeps its fresh initialisation, and the table says so. A model's own rules, such
+as the resampling of position embeddings, are in its `from_published`.
+
+The config.json beside published weights must agree with config.model, see
+config_json.py.
+
+Mutable collections of the model, such as the running means of batch
+normalisation, are read too, under names like "batch_stats/bn1/mean".
 """
 
 import collections
@@ -32,12 +41,18 @@ import numpy as np
 from bigtrain import trees
 from bigtrain.checkpoints import folders, parameter_files, restore
 from bigtrain.checkpoints.manifest import Manifest
+from bigtrain.models.published.arrays import Remark, describe
 from bigtrain.optim import patterns
 from bigtrain.settings import ConfigError, check_kwargs, did_you_mean
 
 # (arrays by name, the model's jax.ShapeDtypeStructs by name) -> the arrays with
-# the model's names and shapes, as far as possible.
-Convert = Callable[[dict[str, np.ndarray], dict[str, Any]], dict[str, Any]]
+# the model's names and shapes, as far as possible, or remarks in their place.
+Convert = Callable[..., dict[str, Any]]
+
+# Options that list regexes of arrays.
+ALLOWED = ("allow_missing", "allow_reshaped", "allow_unused")
+# Statuses that are errors unless allowed.
+_REFUSED = ("missing", "reshaped", "unused", "retyped")
 
 
 class Line(NamedTuple):
@@ -45,8 +60,8 @@ class Line(NamedTuple):
 
   Attributes:
     status: "loaded"; "cast" to the model's dtype; "converted" by the model's
-      `from_published`; "missing"; "reshaped"; "retyped"; "unused"; "dropped" by
-      a rename.
+      `from_published`; "missing"; "reshaped"; "retyped"; "unused"; "merged"
+      with an equal array; "ignored", a constant; "dropped" by a rename or rule.
     name: name in the model; in the file if the model has no such name.
     what: shapes and dtypes.
   """
@@ -67,6 +82,8 @@ class Source:
   allow_missing: Sequence[str] = ()
   allow_reshaped: Sequence[str] = ()
   allow_unused: Sequence[str] = ()
+  allow_changed: Sequence[str] = ()
+  convert: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def load_params(
@@ -98,7 +115,7 @@ def load_params(
       another shape, and not allowed to be. All such arrays are listed.
     CheckpointError: a checkpoint that is damaged or cannot be read.
   """
-  source = _source(spec, key)
+  source = read_source(spec, key)
   specs = dict(trees.flatten_with_names(like))
   file = parameter_files.open_file(
     source.path,
@@ -114,14 +131,28 @@ def load_params(
   fits = set(available) == set(specs) and all(
     available[name].shape == tuple(specs[name].shape) for name in available
   )
+  if source.convert:
+    check_kwargs(
+      convert or (lambda flat, like: like),
+      source.convert,
+      f"{key}.convert",
+      given=("flat", "like"),
+    )
   if convert is not None and not fits:
     arrays = file.read(list(names.values()))
     before = {new: arrays[old] for new, old in names.items()}
-    available = values = dict(convert(dict(before), specs))
+    available = values = dict(convert(dict(before), specs, **source.convert))
     converted = {n for n in values if values[n] is not before.get(n)}
   lines += _compare(available, specs, converted)
+  lines, fresh, refused = _judge(lines, source)
   logging.info("%s: %s\n%s", key, source.path, table(lines))
-  fresh = _check_allowed(lines, source, key)
+  if refused:
+    raise _refusal(refused, source, key)
+  if fresh:
+    logging.warning(
+      "%s: %d of %d arrays keep their fresh initialisation: %s",
+      *(key, len(fresh), len(specs), ", ".join(sorted(fresh))),
+    )
 
   wanted = {name: spec for name, spec in specs.items() if name not in fresh}
   if file.checkpoint and not values:
@@ -140,6 +171,49 @@ def load_params(
   return trees.map_with_names(lambda name, _: loaded[name], like), lines
 
 
+def load_variables(
+  spec: str | Mapping[str, Any],
+  like: Mapping[str, Any],
+  *,
+  init: Callable[[], Mapping[str, Any]],
+  module: Any,
+  key: str = "config.model_init",
+) -> dict[str, Any]:
+  """Loads a model's variables: parameters and mutable collections.
+
+  Args:
+    spec: see `load_params`.
+    like: {"params": jax.ShapeDtypeStructs, and each mutable collection}.
+    init: returns freshly initialised variables on the devices.
+    module: module of the model; its `from_published`, if any, converts
+      parameters.
+    key: see `load_params`.
+
+  Returns:
+    Arrays like `like`.
+
+  Raises:
+    ConfigError: see `load_params`.
+    CheckpointError: see `load_params`.
+  """
+
+  def joined(variables: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {name: x for name, x in variables.items() if name != "params"}
+    return {**variables["params"], **rest}
+
+  mutable = [name for name in like if name != "params"]
+  params, _ = load_params(
+    spec,
+    joined(like),
+    init=lambda: joined(init()),
+    convert=getattr(module, "from_published", None),
+    collections=mutable,
+    key=key,
+  )
+  variables = {name: params.pop(name) for name in mutable}
+  return {"params": params, **variables}
+
+
 def load_state(
   spec: str | Mapping[str, Any], like: Any, *, key: str = "config.resume"
 ) -> tuple[Any, Manifest]:
@@ -154,7 +228,7 @@ def load_state(
     ConfigError: there is no such checkpoint, or it does not fit `like`.
     CheckpointError: a checkpoint that is damaged or cannot be read.
   """
-  source = _source(spec, key, ("path", "step"))
+  source = read_source(spec, key, ("path", "step"))
   directory = folders.find_named(source.path, source.step, key)
   return restore.restore(directory, like)
 
@@ -174,7 +248,7 @@ def table(lines: Sequence[Line]) -> str:
   return "\n".join([*rows, f"  {total or 'nothing'}"])
 
 
-def _source(
+def read_source(
   spec: Any, key: str, allowed: Sequence[str] | None = None
 ) -> Source:
   """Checks the options of config.model_init or, with `allowed`, of resume."""
@@ -197,7 +271,7 @@ def _source(
         f"{key}.rename: expected a list of (regex, replacement or None), got "
         f"{pair!r} in it."
       )
-  for field in ("allow_missing", "allow_reshaped", "allow_unused"):
+  for field in (*ALLOWED, "allow_changed"):
     regexes = getattr(source, field)
     if isinstance(regexes, str):
       raise ConfigError(
@@ -232,7 +306,7 @@ def _rename(
             f"{key}.rename: bad replacement {replacement!r}: {e}."
           ) from e
     if new is None:
-      lines.append(Line("dropped", old, _text(spec)))
+      lines.append(Line("dropped", old, describe(spec)))
     elif new in names:
       raise ConfigError(
         f"{key}.rename: both {names[new]!r} and {old!r} become {new!r}."
@@ -249,10 +323,14 @@ def _compare(
   lines = []
   for name, spec in specs.items():
     if name not in available:
-      lines.append(Line("missing", name, f"expected {_text(spec)}"))
+      lines.append(Line("missing", name, f"expected {describe(spec)}"))
       continue
     array = available[name]
-    what = f"expected {_text(spec)}, found {_text(array)}"
+    if isinstance(array, Remark):
+      what = f"expected {describe(spec)}, {array.text}"
+      lines.append(Line(array.status, name, what))
+      continue
+    what = f"expected {describe(spec)}, found {describe(array)}"
     same_dtype = array.dtype == spec.dtype
     both_float = all(
       jnp.issubdtype(x.dtype, jnp.floating) for x in (array, spec)
@@ -262,51 +340,57 @@ def _compare(
     elif not same_dtype and not both_float:
       lines.append(Line("retyped", name, what))
     elif name in converted:
-      lines.append(Line("converted", name, _text(spec)))
+      lines.append(Line("converted", name, describe(spec)))
     elif not same_dtype:
       lines.append(Line("cast", name, what))
     else:
-      lines.append(Line("loaded", name, _text(spec)))
+      lines.append(Line("loaded", name, describe(spec)))
   for name, array in available.items():
-    if name not in specs:
-      lines.append(Line("unused", name, f"found {_text(array)}"))
+    if name in specs:
+      continue
+    if isinstance(array, Remark):
+      lines.append(Line(array.status, name, array.text))
+    else:
+      lines.append(Line("unused", name, f"found {describe(array)}"))
   return lines
 
 
-def _text(x: Any) -> str:
-  return f"{np.dtype(x.dtype).name}[{','.join(map(str, x.shape))}]"
+def _judge(
+  lines: Sequence[Line], source: Source
+) -> tuple[list[Line], set[str], list[Line]]:
+  """Applies the allow_... lists.
 
-
-def _check_allowed(lines: Sequence[Line], source: Source, key: str) -> set[str]:
-  """Returns the names that stay fresh.
-
-  Raises:
-    ConfigError: lists all arrays that do not fit and are not allowed to.
+  Returns:
+    (the lines, which say what stays fresh; names of these arrays; lines that
+    are not allowed).
   """
-  allowed = {
-    "missing": source.allow_missing,
-    "reshaped": source.allow_reshaped,
-    "unused": source.allow_unused,
-    "retyped": (),
-  }
-  fresh, refused = set(), []
+  result, fresh, refused = [], set(), []
   for line in lines:
-    if line.status not in allowed:
-      continue
-    regexes = allowed[line.status]
-    if not any(re.fullmatch(regex, line.name) for regex in regexes):
-      refused.append(line)
-    elif line.status != "unused":
-      fresh.add(line.name)
-  if refused:
-    kinds = sorted({line.status for line in refused} - {"retyped"})
-    advice = " and ".join(f"{key}.allow_{kind}" for kind in kinds)
-    raise ConfigError(
-      f"{table(refused)}\n{key}: {source.path} does not fit the model: "
-      f"{len(refused)} array(s), listed above."
-      + (f" Rename them ({key}.rename) or allow it ({advice})." * bool(kinds))
-    )
-  return fresh
+    if line.status in _REFUSED:
+      regexes = getattr(source, f"allow_{line.status}", ())
+      if not any(re.fullmatch(regex, line.name) for regex in regexes):
+        refused.append(line)
+      elif line.status != "unused":
+        fresh.add(line.name)
+        what = f"{line.what}; keeps its fresh initialisation"
+        line = line._replace(what=what)
+    result.append(line)
+  return result, fresh, refused
+
+
+def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:
+  """Returns the error that lists all arrays that are not allowed to differ."""
+  kinds = sorted({line.status for line in refused} - {"retyped"})
+  advice = " and ".join(f"{key}.allow_{kind}" for kind in kinds)
+  text = (
+    f"{table(refused)}\n{key}: {source.path} does not fit the model: "
+    f"{len(refused)} array(s), listed above."
+  )
+  if kinds:
+    text += f" Rename them ({key}.rename) or allow it ({advice})."
+  if {"missing", "reshaped"} & set(kinds):
+    text += " Arrays that may be missing or reshaped stay freshly initialised."
+  return ConfigError(text)
 
 
 def _from_checkpoint(

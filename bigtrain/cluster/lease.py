@@ -274,6 +274,11 @@ def _link(tmp: str, path: str) -> None:
       file.write(source.read())
 
 
+def read(workdir: str) -> Holder | None:
+  """Returns the job that holds a workdir; None if there is none."""
+  return _read(os.path.join(workdir, FILE))
+
+
 def _read(path: str) -> Holder | None:
   """The holder; None if the lease does not exist or cannot be parsed."""
   try:

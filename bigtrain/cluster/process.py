@@ -28,10 +28,14 @@ EXIT_PREEMPTED = 75  # EX_TEMPFAIL: schedulers may requeue the job.
 _TIMES = {"join_secs": 300.0, "heartbeat_secs": 30.0, "straggler_secs": 60.0}
 
 _signals: list[int] = []
+_profile_requests: list[bool] = []
 _connection: Any = None  # To the job's other processes; None if alone.
 _agrees_on_end = False  # Whether `preempted` was called: processes are in step.
 _on_hang: list[Callable[[], Any]] = []
 _num_comparisons = itertools.count()
+_num_broadcasts = itertools.count()
+# Process 0 is a few steps ahead at most, with a few broadcasts each.
+_KEPT_BROADCASTS = 1000
 
 
 class Preempted(Exception):
@@ -42,10 +46,12 @@ def catch_signals() -> None:
   """Makes SIGTERM, SIGUSR1 and SIGINT save, then exit with code 75.
 
   The first signal is only recorded, for `preempted` to report; a second one
-  ends the process at once. Call this from the main thread.
+  ends the process at once. SIGUSR2 asks for a profile instead, see
+  `profile_requested`. Call this from the main thread.
   """
   for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, _on_signal)
+  signal.signal(signal.SIGUSR2, lambda *_: _profile_requests.append(True))
 
 
 def _on_signal(number: int, frame: Any) -> None:
@@ -83,6 +89,13 @@ def preempted() -> bool:
   if _connection is None:
     return bool(_signals)
   return _connection.should_end()
+
+
+def profile_requested() -> bool:
+  """Whether SIGUSR2 has come since the last call."""
+  requested = bool(_profile_requests)
+  _profile_requests.clear()
+  return requested
 
 
 def check_preempted() -> None:
@@ -286,6 +299,36 @@ def share(key: str, value: Any, timeout_secs: float) -> list[Any]:
     json.loads(client.blocking_key_value_get(f"{key}/{i}", timeout))
     for i in range(count)
   ]
+
+
+def broadcast(value: Any) -> Any:
+  """Returns process 0's value on all processes.
+
+  Unlike a collective of jax this waits for process 0 only, and for no device.
+  All processes call it equally often.
+
+  Args:
+    value: JSON.
+  """
+  import jax
+
+  if jax.process_count() == 1:
+    return value
+  # jax has no public way to its key-value store.
+  from jax._src import distributed
+
+  client = distributed.global_state.client
+  number = next(_num_broadcasts)
+  if jax.process_index() == 0:
+    client.key_value_set(f"bigtrain/broadcast/{number}", json.dumps(value))
+    if number >= _KEPT_BROADCASTS:
+      old = number - _KEPT_BROADCASTS
+      client.key_value_delete(f"bigtrain/broadcast/{old}")
+    return value
+  timeout = 24 * 3600 * 1000  # Longer than the watchdog's limits.
+  return json.loads(
+    client.blocking_key_value_get(f"bigtrain/broadcast/{number}", timeout)
+  )
 
 
 def report_phase(phase: str, step: int) -> None:

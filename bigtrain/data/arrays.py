@@ -55,6 +55,7 @@ class Source:
     slice: str = "",
     split_seed: int = 0,
   ):
+    self.class_names: dict[str, list[str]] = {}
     given = (path is not None) + (name is not None) + (arrays is not None)
     if given != 1:
       raise ConfigError(
@@ -66,6 +67,7 @@ class Source:
           f"arrays: name={name!r}: unknown data set. There are: digits."
         )
       features, part = _digits(split or "train", split_seed)
+      self.class_names = {"label": [str(digit) for digit in range(10)]}
       slice, self._name = part + slice, f"digits {split or 'train'}"
     elif split is not None:
       raise ConfigError(

@@ -88,6 +88,8 @@ class Source:
     self._digest = files.digest(
       "digit_pairs", digits.fingerprint(), length, margin, seed
     )
+    words = list(WORDS)
+    self.class_names = {"left": words, "right": words, "label": CAPTIONS}
     cell = _SIDE + 2 * margin
     self.spec: dict[str, Any] = {
       "image": (np.dtype(np.uint8), (cell, 2 * cell, 1)),

@@ -7,6 +7,7 @@ of the folder).
 """
 
 import os
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -42,16 +43,7 @@ class Source:
 
   def __init__(self, path: str, *, classes: str | None = None, slice: str = ""):
     self._path = files.local_path(path, "image_folder: path")
-    if not os.path.isdir(self._path):
-      raise files.missing(self._path, "image_folder: path", "folder")
-    folders = sorted(e.name for e in os.scandir(self._path) if e.is_dir())
-    self.classes = folders if classes is None else _read_classes(classes)
-    for name in folders:
-      if name not in self.classes:
-        raise ConfigError(
-          f"image_folder: folder {name!r} of {self._path} is not a class of "
-          f"{classes}.{did_you_mean(name, self.classes)}"
-        )
+    self.classes = _class_list(self._path, classes)
     by_class = files.in_threads(self._images, self.classes)
     empty = [name for name, images in zip(self.classes, by_class) if not images]
     if len(empty) == len(self.classes):
@@ -79,6 +71,18 @@ class Source:
       self._rows = np.sort(hashing.permute(self._rows, sum(counts), seed=0))
     self._slice = slice
 
+  @staticmethod
+  def read_class_names(
+    path: str, *, classes: str | None = None, **_: Any
+  ) -> dict[str, list[str]]:
+    """Returns `class_names` of a source with these arguments.
+
+    Raises:
+      ConfigError: as the class.
+    """
+    path = files.local_path(path, "image_folder: path")
+    return {"label": _class_list(path, classes)}
+
   def _images(self, class_name: str) -> list[str]:
     """Returns a class's images as sorted paths relative to `path`."""
     images = []
@@ -91,6 +95,11 @@ class Source:
         if name.lower().endswith(_SUFFIXES)
       ]
     return sorted(images)
+
+  @property
+  def class_names(self) -> dict[str, list[str]]:
+    """Names of the classes of `label`, by number."""
+    return {"label": self.classes}
 
   @property
   def ids(self) -> dict[str, np.ndarray]:
@@ -131,6 +140,26 @@ class Source:
 
   def _file(self, row: int) -> str:
     return os.path.join(self._path, os.fsdecode(self._names[row]))
+
+
+def _class_list(path: str, classes: str | None) -> list[str]:
+  """Returns the names of the classes, in the order of the labels.
+
+  Args:
+    path: folder with one folder for each class, absolute.
+    classes: as in `Source`.
+  """
+  if not os.path.isdir(path):
+    raise files.missing(path, "image_folder: path", "folder")
+  folders = sorted(e.name for e in os.scandir(path) if e.is_dir())
+  names = folders if classes is None else _read_classes(classes)
+  for name in folders:
+    if name not in names:
+      raise ConfigError(
+        f"image_folder: folder {name!r} of {path} is not a class of "
+        f"{classes}.{did_you_mean(name, names)}"
+      )
+  return names
 
 
 def _read_classes(path: str) -> list[str]:

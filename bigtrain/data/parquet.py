@@ -84,10 +84,21 @@ class Source:
       self._schema, columns, self._paths[0]
     )
     self.spec = {n: (f.kind, f.shape) for n, f in self._features.items()}
+    self.class_names = arrow_columns.class_names(self._schema)
     self._tables = _Tables(self._load, cache_bytes)
     if unpack_to is not None:
       unpack_to = files.local_path(unpack_to, "parquet: unpack_to")
     self._unpack_to = unpack_to
+
+  @staticmethod
+  def read_class_names(path: Any, **_: Any) -> dict[str, list[str]]:
+    """Returns `class_names` of a source with these arguments.
+
+    Raises:
+      ConfigError: as the class.
+    """
+    first = files.as_list(path, "parquet: path")[0]
+    return arrow_columns.class_names(_schema(_find(first)[0]))
 
   def __len__(self) -> int:
     return self._length

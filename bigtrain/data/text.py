@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bigtrain.data.formats import files, slices, windows
+from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _SHIFT = 3
@@ -54,6 +55,7 @@ class Source:
   """
 
   vocab_sizes = {"tokens": _SHIFT + 256, "targets": _SHIFT + 256}
+  tokenizer = "bytes", tokenizers.get("bytes").fingerprint()
 
   def __init__(
     self,

@@ -75,7 +75,23 @@ class Source:
     if not len(self):
       raise DataError(f"{self._name}: contains no examples.")
     self._paths = paths
+    self.class_names = _class_names(info.features)
     self.vocab_sizes = _class_counts(info.features)
+
+  @staticmethod
+  def read_class_names(
+    name: str | None = None,
+    *,
+    data_dir: str | None = None,
+    builder_dir: str | None = None,
+    **_: Any,
+  ) -> dict[str, list[str]]:
+    """Returns `class_names` of a source with these arguments.
+
+    Raises:
+      ConfigError: as the class.
+    """
+    return _class_names(_builder(name, data_dir, builder_dir).info.features)
 
   def __len__(self) -> int:
     return len(self._shards)
@@ -120,6 +136,16 @@ class Source:
     file, record = self._shards.locate(indices)
     record = record + self._skip[file]
     return list(zip(file.tolist(), record.tolist()))
+
+
+def _class_names(features: Any) -> dict[str, list[str]]:
+  """Returns {feature: names by number} of the classes that have names."""
+  label = _import_tfds().features.ClassLabel
+  return {
+    name: list(feature.names)
+    for name, feature in features.items()
+    if isinstance(feature, label) and feature.num_classes
+  }
 
 
 def _class_counts(features: Any) -> dict[str, int]:

@@ -89,6 +89,7 @@ class Source:
     self._vocab_size, self._eos_id = vocab_size, eos_id
     self._fresh = eos_id is not None
     self._bytes_per_token: float | None = None
+    self.tokenizer: tuple[str, str] | None = None
     if manifest is not None:
       self._read_manifest(manifest, tokenizer, str(path))
     elif tokenizer is not None:
@@ -126,6 +127,7 @@ class Source:
   ) -> None:
     """Sets options from the manifest; ConfigError where they differ."""
     made_by, bos_id = manifest["tokenizer"], manifest["bos_id"]
+    self.tokenizer = made_by["name"], made_by["fingerprint"]
     expected = {
       "vocab_size": made_by["vocab_size"],
       "eos_id": manifest["eos_id"],

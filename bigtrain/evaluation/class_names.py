@@ -1,55 +1,14 @@
-"""Names of classes as text and as tokens, for evaluators that use them."""
+"""Names of classes as tokens, for evaluators that use them."""
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
 
 from bigtrain.evaluation import evaluations
-from bigtrain.files import paths
 from bigtrain.inputs import vocabulary
 from bigtrain.pp import parse, registry
+from bigtrain.pp.class_names import fill, read
 from bigtrain.settings import ConfigError, DataError
-
-
-def read(names: Sequence[str] | str, key: str) -> list[str]:
-  """Returns the names, reading them from a file if `names` is a path.
-
-  Args:
-    names: names in the order of their class numbers, or the path of a text file
-      with one name per line.
-    key: key of the names in the config, for error messages.
-
-  Raises:
-    ConfigError: no such file, no names, or a name that is empty or no string.
-  """
-  if isinstance(names, str):
-    path = paths.absolute(names)
-    if not os.path.isfile(path):
-      raise ConfigError(f"{key}: no such file: {path}.")
-    with open(path, encoding="utf-8") as file:
-      names = file.read().removesuffix("\n").split("\n")
-  for number, name in enumerate(names):
-    if not isinstance(name, str) or not name.strip():
-      raise ConfigError(
-        f"{key}: class {number}: expected a name, got {name!r}."
-      )
-  if not names:
-    raise ConfigError(f"{key}: expected at least one name, got none.")
-  return [name.strip() for name in names]
-
-
-def fill(prompt: str, names: Sequence[str], key: str) -> list[str]:
-  """Returns the prompt once per name, with the name in place of {}.
-
-  Raises:
-    ConfigError: the prompt does not have exactly one {}.
-  """
-  if prompt.count("{}") != 1:
-    raise ConfigError(
-      f"{key}: expected a prompt with one {{}} for the name, got {prompt!r}."
-    )
-  return [prompt.replace("{}", name) for name in names]
 
 
 def check(
@@ -64,7 +23,7 @@ def check(
   """Checks names, prompts and ops on the text of the first name.
 
   Args:
-    names: see `read`; the option `class_names` at `path`.
+    names: see pp.class_names.read; the option `class_names` at `path`.
     prompts: texts with a {} for the name.
     pp: see `tokens`; the option `pp_text` at `path`.
     context: context of the evaluator.
@@ -72,7 +31,7 @@ def check(
     prompt_key: the entry's key of the prompts.
 
   Raises:
-    ConfigError: see `read`, `fill` and `tokens`.
+    ConfigError: see pp.class_names and `tokens`.
   """
   first = read(names, f"{path}.class_names")[:1]
   for prompt in prompts:
@@ -91,7 +50,7 @@ def tokens(
   """Tokenizes texts with the ops that tokenize captions.
 
   Args:
-    texts: texts, such as the result of `fill`.
+    texts: texts, such as the result of pp.class_names.fill.
     pp: ops from the feature "text" to `feature`, without random numbers, such
       as "tokenize(...)".
     context: context of the evaluator.

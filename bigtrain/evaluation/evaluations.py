@@ -15,12 +15,20 @@ from jax.sharding import Mesh
 
 from bigtrain import lengths, parts, settings, sharding
 from bigtrain.files import paths
-from bigtrain.inputs import eval_input
+from bigtrain.inputs import class_maps, eval_input
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 
 # Keys of an entry that `from_config` reads; the others are options.
-_KEYS = ("enabled", "log_steps", "pred", "pred_kw", "type", "weights")
+_KEYS = (
+  "at_start",
+  "enabled",
+  "log_steps",
+  "pred",
+  "pred_kw",
+  "type",
+  "weights",
+)
 # Arguments of an evaluator that the program passes, if it has parameters for
 # them.
 _GIVEN = ("predict_fn", "batches", "context")
@@ -39,6 +47,7 @@ class Context(NamedTuple):
       stop the evaluation.
     vocab_sizes: {feature of a batch: number of ids that the model can take},
       see `parts.vocab_sizes`.
+    class_names: {feature: names of its classes by number in training}.
     negative_ids: features whose negative values mean "no label".
     variables: jax.ShapeDtypeStructs of the argument of `run`, with shardings;
       None if they are unknown.
@@ -53,6 +62,7 @@ class Context(NamedTuple):
   pp_modules: Sequence[str]
   progress: Callable[[int, int], None]
   vocab_sizes: Mapping[str, int] = {}
+  class_names: Mapping[str, Sequence[str]] = {}
   negative_ids: frozenset[str] = frozenset()
   variables: Any = None
   compile: Callable[..., Any] | None = None
@@ -74,6 +84,8 @@ class Batches:
     batch_size: global batch size; the one of training by default.
     num_examples: number of examples, from the start; all by default.
     cache: whether to keep preprocessed batches in host memory.
+    trust_class_numbers: whether class numbers mean the same as in training even
+      if the names of the classes differ (`check_class_names`).
   """
 
   context: Context
@@ -82,6 +94,7 @@ class Batches:
   batch_size: int | None = None
   num_examples: int | None = None
   cache: bool = True
+  trust_class_numbers: bool = False
 
   def replace(self, **options: Any) -> "Batches":
     """Returns batches with other attributes, such as other data."""
@@ -186,7 +199,8 @@ class Evaluation(NamedTuple):
     weights: part of the state to evaluate: "params" or "ema".
     build: builds the evaluator: loads data and compiles. It runs in any thread
       and does nothing collective.
-    at_start: whether the evaluation is due at step 0.
+    at_start: whether the evaluation is due before the first step of a run, at
+      step 0 or at that of config.resume.
   """
 
   name: str
@@ -223,8 +237,9 @@ def from_config(
 
   Args:
     config: the whole config. `evals` maps names to dicts with `type`, `pred`, a
-      length `log_*`, optionally `pred_kw` (options of the predict function) and
-      `weights`, and the options of the evaluator and its batches.
+      length `log_*`, optionally `pred_kw` (options of the predict function),
+      `weights` and `at_start`, and the options of the evaluator and its
+      batches.
     predict_fns: the task's predict functions by name.
     units: units of the lengths.
     context: context of the run; each evaluation gets it with its own name.
@@ -235,6 +250,11 @@ def from_config(
     ConfigError: unknown module, predict function or option, or a bad length.
   """
   evaluations = []
+  if "input" in config and config.get("evals"):
+    sizes = context.vocab_sizes.items()
+    labels = [name for name, n in sizes if isinstance(n, parts.ClassCount)]
+    names = class_maps.of_training(config.input, context.pp_modules, labels)
+    context = context._replace(class_names=names)
   at_start = config.get("eval_at_start", False)
   for name in config.get("evals", {}):
     options = config.evals.kwargs(name)
@@ -250,6 +270,7 @@ def from_config(
     )
     log_steps = lengths.steps(options, "log", units, path=path)
     part = options.pop("weights", "params")
+    begins = options.pop("at_start", at_start)
     if part not in weights:
       hint = settings.did_you_mean(part, weights)
       raise ConfigError(f"{path}.weights: the state has no {part!r}.{hint}")
@@ -260,7 +281,7 @@ def from_config(
         log_steps or units.total_steps or 1,
         part,
         _bind(module, predict_fn, entry_context, options),
-        at_start,
+        begins,
       )
     )
   return evaluations
@@ -316,9 +337,9 @@ def _bind(
     settings.check_kwargs(
       Batches, batch_options, context.path, given=("context",)
     )
+  _check_batches(options, context)
   if hasattr(module, "check"):
     module.check(options, context, context.path)
-  _check_batches(options, context)
 
   def build() -> Evaluator:
     given: dict[str, Any] = {"predict_fn": predict_fn, "context": context}
@@ -353,8 +374,38 @@ def _check_exists(data: Any, key: str) -> None:
   path = data.get("path") if isinstance(data, Mapping) else None
   if not isinstance(path, str) or set(path) & set("*?[{") or ":/" in path:
     return  # A pattern, or remote: the source checks it when it is opened.
-  if not os.path.exists(paths.absolute(path)):
+  path = paths.absolute(path)
+  if not os.path.exists(path):
     raise ConfigError(f"{key}: {path}: no such file or directory.")
+
+
+def check_class_names(
+  options: Mapping[str, Any], context: Context, label_key: str = "labels"
+) -> None:
+  """Checks that class numbers mean the same as in training.
+
+  An evaluator that compares the model's classes with labels calls it in its
+  `check`. Sources that cannot name their classes pass.
+
+  Args:
+    options: options of the evaluation.
+    context: context of the evaluation.
+    label_key: feature with the class numbers.
+
+  Raises:
+    ConfigError: the names of the classes, or their order, differ.
+  """
+  names = context.class_names
+  training = names.get(label_key, names.get("labels"))
+  if training and "data" in options and not options.get("trust_class_numbers"):
+    own = class_maps.of_source(
+      options["data"],
+      options.get("pp", ""),
+      context.pp_modules,
+      [label_key],
+      context.path,
+    )
+    class_maps.check(own.get(label_key, training), training, context.path)
 
 
 def check_numbers(path: str, values: Any, **limits: Any) -> None:

@@ -23,7 +23,7 @@ _LOSSES = {
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for a wrong `loss` or `top_k`; see `Evaluator`."""
+  """Raises ConfigError for a wrong `loss`, `top_k` or other classes."""
   loss = options.get("loss", "softmax_xent")
   if loss not in _LOSSES:
     raise ConfigError(
@@ -31,6 +31,8 @@ def check(
     )
   top_k = options.get("top_k", (1, 5))
   evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
+  label_key = options.get("label_key", "labels")
+  evaluations.check_class_names(options, context, label_key)
 
 
 class Evaluator:

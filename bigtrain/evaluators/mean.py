@@ -1,10 +1,19 @@
 """Means of the (sum, weight) pairs that a predict function returns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from bigtrain import metrics
 from bigtrain.evaluation import evaluations
+
+
+def check(
+  options: Mapping[str, Any], context: evaluations.Context, path: str
+) -> None:
+  """Raises ConfigError if the classes differ from those of training."""
+  del path  # It is the one of the context.
+  for feature in context.class_names:
+    evaluations.check_class_names(options, context, feature)
 
 
 class Evaluator:

@@ -11,6 +11,7 @@ import jax
 from bigtrain import metrics, parts
 from bigtrain.evaluation import class_names as names_lib
 from bigtrain.evaluation import evaluations
+from bigtrain.pp.class_names import fill, read
 
 
 def check(
@@ -60,8 +61,8 @@ class Evaluator:
     top_k: Sequence[int] = (1, 5),
   ):
     path = context.path
-    names = names_lib.read(class_names, f"{path}.class_names")
-    texts = names_lib.fill(prompt, names, f"{path}.prompt")
+    names = read(class_names, f"{path}.class_names")
+    texts = fill(prompt, names, f"{path}.prompt")
     tokens_CL = names_lib.tokens(texts, pp_text, context, key=f"{path}.pp_text")
 
     def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:

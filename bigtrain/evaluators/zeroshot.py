@@ -17,6 +17,7 @@ import numpy as np
 from bigtrain import metrics, parts, sharding
 from bigtrain.evaluation import class_names as names_lib
 from bigtrain.evaluation import evaluations
+from bigtrain.pp.class_names import fill, read
 
 
 def check(
@@ -25,7 +26,7 @@ def check(
   """Raises ConfigError for wrong names, prompts, ops or `top_k`."""
   names_lib.check(
     options["class_names"],
-    names_lib.read(options.get("prompts", ("{}",)), f"{path}.prompts"),
+    read(options.get("prompts", ("{}",)), f"{path}.prompts"),
     options["pp_text"],
     context,
     path=path,
@@ -69,12 +70,12 @@ class Evaluator:
     top_k: Sequence[int] = (1, 5),
   ):
     path = context.path
-    names = names_lib.read(class_names, f"{path}.class_names")
+    names = read(class_names, f"{path}.class_names")
     self._num_classes = C = len(names)
     texts = [
       text
-      for prompt in names_lib.read(prompts, f"{path}.prompts")
-      for text in names_lib.fill(prompt, names, f"{path}.prompts")
+      for prompt in read(prompts, f"{path}.prompts")
+      for text in fill(prompt, names, f"{path}.prompts")
     ]
     tokens_TL = names_lib.tokens(texts, pp_text, context, key=f"{path}.pp_text")
 

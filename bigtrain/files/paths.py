@@ -81,6 +81,15 @@ def read_bytes(path: str) -> bytes:
   return content
 
 
+def remove(path: str) -> None:
+  """Removes a file, if it exists."""
+  if is_remote(path):
+    objects.write(path, None)
+  else:
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(path)
+
+
 def make_folder(path: str) -> None:
   """Creates a folder if it is missing; object stores need none."""
   if not is_remote(path):

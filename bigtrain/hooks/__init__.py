@@ -13,32 +13,41 @@ and runs the hooks. No other module imports this package.
 `type` is the name of a module in this package, which has a class `Hook`, or the
 dotted path of a class of the user's own. The other options are the keyword
 arguments of the class. If its `__init__` has a parameter `context`, it also
-receives a `bigtrain.runtime.hooks.Context` with the hook's name, the workdir
-and the path of the hook in the config.
+receives a `bigtrain.runtime.hook_context.Context`: the state, the predict
+functions and the config to read, and methods to add scalars to rows and to ask
+for a save, an evaluation or a stop. docs/hooks.md has an example.
 
-A hook sees steps and rows, never the state. It has any of these methods:
+A hook has any of these methods. Every process calls all but `after_row`, in the
+order of the config:
 
-  before_train(step)         Called once, before the first step of a process.
-  before_step(step)          Called before each step; steps count from 1.
-  after_step(step, row)      Called with each row, of training and of
-                             evaluations, with the names of metrics.jsonl. A
-                             returned string stops the run; it is the reason.
-  wants_save(step) -> bool   Asks for a checkpoint of the current state.
-  before_save(step)          Called before each checkpoint.
-  keep_steps() -> steps      Steps whose checkpoints must not be deleted.
-  after_train(step)          Called once, after the last step.
-  state() -> JSON            Saved with each checkpoint.
-  restore(state)             Called with the saved state after a restart.
+  before_train(step)      Called before the first step of a process; `step` is
+                          the number of updates so far.
+  before_step(step)       Called before each step; steps count from 1.
+  after_step(step)        Called after each step. The device may still compute
+                          the step: nothing has waited for it.
+  after_row(step, row)    Called on process 0 with each row, of training and of
+                          evaluations, with the names of metrics.jsonl. The row
+                          of a step often follows after the next step.
+  before_save(step)       Called before each checkpoint.
+  keep_steps() -> steps   Steps whose checkpoints must not be deleted.
+  after_train(step, end)  Called at the end, also after an exception, a signal
+                          or a rollback: `end` is a hook_context.End.
+  state() -> JSON         Saved with each checkpoint, by process 0.
+  restore(state)          Called with the saved state after a restart.
 
 and these attributes:
 
-  failure: bool              Whether a run that this hook stops has failed. By
-                             default it has succeeded.
-  watches: names             Metrics that the hook reads; the program warns if
-                             they belong to an evaluation that does not exist.
+  needs_values: bool      Whether `after_step` reads `context.values`. The loop
+                          then waits for each step. False by default.
+  asks: bool              Whether the hook asks for a save, an evaluation or a
+                          stop outside of `after_row`. With several processes,
+                          each step then has a message from process 0 to the
+                          others. False by default.
+  watches: names          Metrics that the hook reads; the program warns if
+                          they belong to an evaluation that does not exist.
 
-A run that a hook has stopped stays stopped when it is started again, until
-`config.hooks` changes. Each process builds the hooks and calls them at every
-step, but only process 0 calls `after_step` and `wants_save`; all processes
-follow its decisions. Every row is shown once, also across restarts.
+Process 0 decides: what its hooks ask for happens on all processes, and what the
+hooks of other processes ask for does not. A run that a hook has stopped stays
+stopped when it is started again, until `config.hooks` changes. Every row is
+shown once, also across restarts.
 """

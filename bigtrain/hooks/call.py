@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain import parts
-from bigtrain.runtime import hooks
+from bigtrain.runtime.hook_context import Context
 
 
 class Hook:
@@ -17,10 +17,12 @@ class Hook:
     **kwargs: further arguments of the function.
   """
 
-  def __init__(self, function: str, *, context: hooks.Context, **kwargs: Any):
+  def __init__(self, function: str, *, context: Context, **kwargs: Any):
     self._function = parts.find_attribute(function, f"{context.path}.function")
     self._kwargs = kwargs
+    self._context = context
 
-  def after_step(self, step: int, row: Mapping[str, Any]) -> str | None:
-    """Returns the function's result."""
-    return self._function(step, row, **self._kwargs)
+  def after_row(self, step: int, row: Mapping[str, Any]) -> None:
+    """Calls the function."""
+    if reason := self._function(step, row, **self._kwargs):
+      self._context.stop(reason)

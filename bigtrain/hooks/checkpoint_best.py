@@ -11,7 +11,8 @@ from absl import logging
 
 from bigtrain.checkpoints import folders
 from bigtrain.files import paths
-from bigtrain.runtime import hooks, watched_metrics
+from bigtrain.runtime import watched_metrics
+from bigtrain.runtime.hook_context import Context
 
 
 class Hook:
@@ -31,10 +32,10 @@ class Hook:
     context: given by the program.
   """
 
-  def __init__(self, metric: str, mode: str = "min", *, context: hooks.Context):
+  def __init__(self, metric: str, mode: str = "min", *, context: Context):
     self._sign = watched_metrics.sign(mode, f"{context.path}.mode")
     self._metric = watched_metrics.WatchedMetric(metric)
-    self._workdir = context.workdir
+    self._context = context
     self._path = os.path.join(context.workdir, f"best_{context.name}.json")
     # Steps with their values; the candidate has no checkpoint yet.
     self._best: tuple[int, float] | None = None
@@ -42,7 +43,7 @@ class Hook:
     self._saved_step: int | None = None  # Step of the newest checkpoint.
     self.watches = [metric]
 
-  def after_step(self, step: int, row: Mapping[str, Any]) -> None:
+  def after_row(self, step: int, row: Mapping[str, Any]) -> None:
     """Compares the row's value with the best, if the row has the metric."""
     value = self._metric.value(row)
     if value is None or math.isnan(value):
@@ -51,15 +52,13 @@ class Hook:
       self._candidate = step, value
       if step == self._saved_step:
         self._accept_candidate()
-
-  def wants_save(self, step: int) -> bool:
-    """Returns whether the state of `step` is the best so far."""
-    return self._candidate is not None and self._candidate[0] == step
+      elif step == self._context.step:
+        self._context.request_save()
 
   def before_save(self, step: int) -> None:
     """Notes that the state of `step` is about to be saved."""
     self._saved_step = step
-    if self.wants_save(step):
+    if self._candidate and self._candidate[0] == step:
       self._accept_candidate()
 
   def keep_steps(self) -> list[int]:
@@ -75,7 +74,8 @@ class Hook:
     self._saved_step = state["saved"]
     self._best = tuple(state["best"]) if state["best"] else None
     # The state itself comes from the checkpoint of `_saved_step`.
-    existing = {*folders.listing(self._workdir).checkpoints, self._saved_step}
+    checkpoints = folders.listing(self._context.workdir).checkpoints
+    existing = {*checkpoints, self._saved_step}
     if self._best and self._best[0] not in existing:
       logging.warning(
         "config.hooks: the best checkpoint so far, of step %d with %s %g, no "

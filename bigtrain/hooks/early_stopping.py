@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from bigtrain import settings
-from bigtrain.runtime import hooks, watched_metrics
+from bigtrain.runtime import watched_metrics
+from bigtrain.runtime.hook_context import Context
 
 
 class Hook:
@@ -37,7 +38,7 @@ class Hook:
     atol: float = 0.0,
     rtol: float = 0.0,
     *,
-    context: hooks.Context,
+    context: Context,
   ):
     settings.check_number(
       f"{context.path}.patience", patience, least=2, whole=True
@@ -51,16 +52,17 @@ class Hook:
     self._rtol = rtol
     # The newest `patience` values; the rule needs no more.
     self._values: list[float] = []
+    self._context = context
     self.watches = [metric]
 
-  def after_step(self, step: int, row: Mapping[str, Any]) -> str | None:
+  def after_row(self, step: int, row: Mapping[str, Any]) -> None:
     """Applies the rule to the row's value, if the row has the metric."""
     newest = self._metric.value(row)
     if newest is None:
-      return None
+      return
     self._values = [*self._values, newest][-self._patience :]
     if len(self._values) < self._patience:
-      return None
+      return
     for previous, current in zip(self._values[:-1], self._values[1:]):
       tolerance = self._atol + self._rtol * abs(previous)
       # Without improvement, even if the difference is exactly the tolerance.
@@ -68,8 +70,8 @@ class Hook:
         bound = np.float32(self._sign * previous - tolerance)
         value = np.float32(self._sign * current)
       if not value >= bound:
-        return None
-    return (
+        return
+    self._context.stop(
       f"{self._metric.name} has not improved in its last {self._patience} "
       f"values up to step {step}"
     )

@@ -2,51 +2,86 @@
 
 import os
 import tempfile
+import time
 
 import jax
 from absl import logging
 
+from bigtrain.cluster import process
 from bigtrain.files import paths
-from bigtrain.runtime import hooks
+from bigtrain.runtime.hook_context import Context, End
+
+REQUEST = "profile.request"
+# Seconds between two looks for the file. Remote ones take longer.
+_LOCAL_SECS, _REMOTE_SECS = 1.0, 60.0
 
 
 class Hook:
   """Writes a trace to <workdir>/profile, for xprof or TensorBoard.
 
+  A running job is asked for a trace of its next steps by the file
+  <workdir>/profile.request, which process 0 removes, or by the signal SIGUSR2,
+  which concerns the process that receives it. Every run has such a hook; a
+  config adds one to trace certain steps, too, or for another number of steps.
+
   Args:
-    start: first step of the trace, counted from 1.
-    steps: number of steps in the trace.
+    start: first step of the trace, counted from 1; None for no trace without a
+      request.
+    steps: number of steps in a trace.
     context: given by the program.
   """
 
   def __init__(
-    self, start: int = 10, steps: int = 5, *, context: hooks.Context
+    self, start: int | None = 10, steps: int = 5, *, context: Context
   ):
     self._start = start
-    self._stop = start + steps
+    self._steps = steps
+    self._stop = 0
     self._folder = os.path.join(context.workdir, "profile")
+    self._request = os.path.join(context.workdir, REQUEST)
+    self._is_remote = paths.is_remote(self._folder)
+    self._looked = time.monotonic()
     # The profiler writes to local folders only.
     self._local_folder: tempfile.TemporaryDirectory[str] | None = None
     self._tracing = False
 
   def before_step(self, step: int) -> None:
     """Starts or stops the trace if its first or last step is due."""
-    if step == self._start:
-      if paths.is_remote(self._folder):
+    if self._tracing and step >= self._stop:
+      self._stop_trace()
+    if not self._tracing and (step == self._start or self._requested()):
+      if self._is_remote:
         self._local_folder = tempfile.TemporaryDirectory(prefix="bigtrain-")
       jax.profiler.start_trace(
         self._local_folder.name if self._local_folder else self._folder
       )
       self._tracing = True
-    elif step >= self._stop:
-      self.after_train(step)
+      self._stop = step + self._steps
 
-  def after_train(self, step: int) -> None:
-    """Stops the trace if it is still running."""
+  def after_train(self, step: int, end: End) -> None:
+    """Stops the trace if it is still running, whatever ended the run."""
     if self._tracing:
-      jax.profiler.stop_trace()
-      self._tracing = False
-      if self._local_folder:
-        paths.push_folder(self._local_folder.name, self._folder)
-        self._local_folder.cleanup()
-      logging.info("The profile is in %s.", self._folder)
+      self._stop_trace()
+
+  def _requested(self) -> bool:
+    """Whether a signal or a file has asked for a trace since the last call."""
+    if process.profile_requested():
+      return True
+    now = time.monotonic()
+    wait_secs = _REMOTE_SECS if self._is_remote else _LOCAL_SECS
+    if jax.process_index() or now - self._looked < wait_secs:
+      return False
+    self._looked = now
+    if not paths.exists(self._request):
+      return False
+    paths.remove(self._request)
+    return True
+
+  def _stop_trace(self) -> None:
+    jax.profiler.stop_trace()
+    self._tracing = False
+    if self._local_folder:
+      paths.push_folder(self._local_folder.name, self._folder)
+      self._local_folder.cleanup()
+      self._local_folder = None
+    logging.info("The profile is in %s.", self._folder)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.runtime import watched_metrics
+from bigtrain.runtime.hook_context import Context
 
 
 class Hook:
@@ -15,18 +16,20 @@ class Hook:
 
   Args:
     metrics: names as in metrics.jsonl; all metrics by default.
+    context: given by the program.
   """
 
-  failure = True
-
-  def __init__(self, metrics: str | list[str] | None = None):
+  def __init__(
+    self, metrics: str | list[str] | None = None, *, context: Context
+  ):
+    self._context = context
     self.watches = [metrics] if isinstance(metrics, str) else metrics or []
     self._metrics = [
       watched_metrics.WatchedMetric(name) for name in self.watches
     ]
 
-  def after_step(self, step: int, row: Mapping[str, Any]) -> str | None:
-    """Returns a reason to stop if a metric of the row is not finite."""
+  def after_row(self, step: int, row: Mapping[str, Any]) -> None:
+    """Stops the run if a metric of the row is not finite."""
     values: list[tuple[str, float | None]]
     if self._metrics:
       values = [(metric.name, metric.value(row)) for metric in self._metrics]
@@ -34,5 +37,5 @@ class Hook:
       values = [(k, v) for k, v in row.items() if isinstance(v, float)]
     for name, value in values:
       if value is not None and not math.isfinite(value):
-        return f"{name} is {value} at step {step}"
-    return None
+        reason = f"{name} is {value} at step {step}"
+        self._context.stop(reason, failure=True)

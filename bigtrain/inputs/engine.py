@@ -8,10 +8,8 @@ that fails. If the config allows it, that example is replaced and the engine
 restarts at this step.
 """
 
-import ast
 import concurrent.futures
 import os
-import re
 import threading
 from collections.abc import (
   Callable,
@@ -30,6 +28,7 @@ from absl import logging
 from bigtrain import hashing
 from bigtrain.inputs import order, vocabulary
 from bigtrain.parts import ClassCount
+from bigtrain.pp.host_tensorflow import one_line
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError
 
@@ -62,6 +61,10 @@ class Part(NamedTuple):
   def uniforms(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
     """Returns the random numbers of examples [B]: float32 [B, draws]."""
     return hashing.uniforms(self.seed, epoch, index, self.op.draws)
+
+
+class Stopped(Exception):
+  """The batch is no longer needed."""
 
 
 class Skipped:
@@ -159,21 +162,33 @@ class Engine:
         self.id_limits[name] = size, name in negative
 
   def batches(
-    self, first_step: int, last_step: int
+    self,
+    first_step: int,
+    last_step: int,
+    stopping: threading.Event | None = None,
   ) -> Generator[Batch, None, None]:
     """Yields the batches of steps [first_step, last_step), in order.
+
+    Args:
+      first_step: first step.
+      last_step: step after the last one.
+      stopping: once another thread sets it, no more examples are read, also in
+        the middle of a batch, and the batches end.
 
     Raises:
       DataError: an example cannot be read or preprocessed; the message names
         its file and position.
     """
+    stopping = stopping or threading.Event()
     step = first_step
     while step < last_step:
       try:
-        for batch in self._stream(step, last_step):
+        for batch in self._stream(step, last_step, stopping):
           yield self._checked(batch, step)
           step += 1
       except Exception as e:
+        if stopping.is_set():
+          return
         if isinstance(e, ConfigError) and not isinstance(e, DataError):
           raise
         self._replace(step, e)  # Raises if there is no replacement.
@@ -189,7 +204,10 @@ class Engine:
         rows.index[row - start] = index
     return rows
 
-  def _stream(self, first_step: int, last_step: int) -> Iterator[Batch]:
+  def _stream(
+    self, first_step: int, last_step: int, stopping: threading.Event
+  ) -> Iterator[Batch]:
+    """Yields the batches; ends or raises soon after `stopping` is set."""
     raise NotImplementedError
 
   def _find_spec(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
@@ -220,7 +238,7 @@ class Engine:
       raise
     except Exception as e:
       raise DataError(
-        f"{part.source.where(index)}: cannot be read: {_one_line(e)}"
+        f"{part.source.where(index)}: cannot be read: {one_line(e)}"
       ) from e
     u = part.uniforms(np.asarray([index]), np.asarray([epoch]))
     try:
@@ -257,16 +275,16 @@ class Engine:
     try:
       features = self._parse(part, raw)
     except Exception as e:
-      return f"not an example of this data set: {_one_line(e)}"
+      return f"not an example of this data set: {one_line(e)}"
     used_draws = 0
     for op in part.ops:
       try:
         op_u = u[0, used_draws : used_draws + op.draws]
         features = self._run_op(op, features, op_u)
       except Exception as e:
-        return f"op {op.name!r}: {_one_line(e)}"
+        return f"op {op.name!r}: {one_line(e)}"
       used_draws += op.draws
-    return _one_line(error)
+    return one_line(error)
 
   def usable_index(self, k: int, index: int, epoch: int) -> int:
     """Returns `index` of part k if usable, else its first usable replacement.
@@ -310,7 +328,7 @@ class Engine:
     if replacements == self._replacements.get(step, {}):
       raise DataError(
         f"the batch of step {step} failed, but each of its examples alone can "
-        f"be made: {_one_line(error)}"
+        f"be made: {one_line(error)}"
       ) from error
     self._replacements = {step: replacements}
 
@@ -416,27 +434,3 @@ def common_spec(
           "features."
         )
   return specs[0]
-
-
-def _unquoted(line: str) -> str:
-  """Decodes the repr of a bytes object; other text is returned unchanged."""
-  try:
-    return ast.literal_eval(line).decode("utf-8", "backslashreplace")
-  except (ValueError, SyntaxError, AttributeError):
-    return line
-
-
-def _one_line(error: Exception) -> str:
-  """Formats an error on one line, without tensorflow's graph locations."""
-  text = getattr(error, "message", None) or str(error)
-  _, asserted, shown = text.partition("to be true. Summarized data: ")
-  if asserted:  # Outside a graph, an Assert shows the repr of strings.
-    text = " ".join(map(_unquoted, shown.splitlines()))
-  text = re.sub(r"\{\{[^}]*\}\}|\[Op:[^\]]*\].*|\[\[[^\]]*\]\]", "", text)
-  lines = [line.strip() for line in text.splitlines() if line.strip()]
-  if lines and lines[0].startswith("Graph execution error"):
-    lines = lines[-1:]  # The lines between are locations in the graph.
-  text = " ".join(lines) or type(error).__name__
-  if isinstance(error, KeyError | IndexError | TypeError | AttributeError):
-    text = f"{type(error).__name__}: {text}"
-  return text[:300].rstrip(". ") + "."

@@ -1,5 +1,6 @@
 """Batches for evaluation: a fixed set of examples in a fixed order."""
 
+import threading
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
@@ -96,24 +97,29 @@ class EvalInput:
 
   def batches(self) -> Prefetch:
     """Returns an iterator over all batches; `close` ends it early."""
+    stopping = threading.Event()
     return Prefetch(
-      lambda: self._placement.put_all(self._local_batches()),
+      lambda: self._placement.put_all(self._local_batches(stopping)),
       self._prefetch,
       "eval input",
+      stopping,
     )
 
-  def _local_batches(self) -> Generator[Batch, None, None]:
+  def _local_batches(
+    self, stopping: threading.Event
+  ) -> Generator[Batch, None, None]:
     if self._kept_batches is not None:
       yield from self._kept_batches
       return
     batches = []
-    for i, batch in enumerate(self._engine.batches(0, self.num_batches)):
+    made = self._engine.batches(0, self.num_batches, stopping)
+    for i, batch in enumerate(made):
       rows = i * self.batch_size + self._placement.rows
       batch["_mask"] = (rows < self.num_examples).astype(np.float32)
       if self._keep_batches:
         batches.append(batch)
       yield batch
-    if self._keep_batches:
+    if self._keep_batches and not stopping.is_set():
       self._kept_batches = batches
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from bigtrain.inputs.engine import (
   Batch,
   Engine,
   Part,
+  Stopped,
   check_spec,
   common_spec,
   public_features,
@@ -36,10 +38,12 @@ class NumpyEngine(Engine):
       specs.append(check_spec(features, part.key))
     return common_spec(specs, self.parts)
 
-  def _stream(self, first_step: int, last_step: int) -> Iterator[Batch]:
+  def _stream(
+    self, first_step: int, last_step: int, stopping: threading.Event
+  ) -> Iterator[Batch]:
     if self.num_threads == 1:
       for step in range(first_step, last_step):
-        yield self._batch(step)
+        yield self._batch(step, stopping)
       return
     pool = concurrent.futures.ThreadPoolExecutor(
       self.num_threads, thread_name_prefix="input"
@@ -47,7 +51,7 @@ class NumpyEngine(Engine):
     pending: collections.deque[Any] = collections.deque()
     try:
       for step in range(first_step, last_step):
-        pending.append(pool.submit(self._batch, step))
+        pending.append(pool.submit(self._batch, step, stopping))
         if len(pending) > self.num_threads:
           yield pending.popleft().result()
       while pending:
@@ -55,10 +59,10 @@ class NumpyEngine(Engine):
     finally:
       pool.shutdown(cancel_futures=True)
 
-  def _batch(self, step: int) -> Batch:
+  def _batch(self, step: int, stopping: threading.Event) -> Batch:
     rows = self.row_order(step, 0, self.num_rows)
     if len(self.parts) == 1:
-      return self._examples(self.parts[0], rows.index, rows.epoch)
+      return self._examples(self.parts[0], rows.index, rows.epoch, stopping)
     batch = {
       name: np.empty((self.num_rows, *shape), dtype)
       for name, (dtype, shape) in self.spec.items()
@@ -66,20 +70,32 @@ class NumpyEngine(Engine):
     for k, part in enumerate(self.parts):
       at = np.flatnonzero(rows.source == k)
       if at.size:
-        examples = self._examples(part, rows.index[at], rows.epoch[at])
+        examples = self._examples(
+          part, rows.index[at], rows.epoch[at], stopping
+        )
         for name in self.spec:
           batch[name][at] = examples[name]
     return batch
 
   def _examples(
-    self, part: Part, index: np.ndarray, epoch: np.ndarray
+    self,
+    part: Part,
+    index: np.ndarray,
+    epoch: np.ndarray,
+    stopping: threading.Event,
   ) -> Batch:
     """Reads and preprocesses examples [B] of one part."""
+    if stopping.is_set():
+      raise Stopped
     raw = part.source.read(index)
     u = part.uniforms(index, epoch)
     if part.op.batched:
       return public_features(part.op.fn(raw, u))
-    rows = [part.op.fn(_row(raw, i), u[i]) for i in range(len(index))]
+    rows = []
+    for i in range(len(index)):
+      if stopping.is_set():
+        raise Stopped
+      rows.append(part.op.fn(_row(raw, i), u[i]))
     return {name: np.stack([row[name] for row in rows]) for name in self.spec}
 
   def _run(self, part: Part, raw: Batch, u: np.ndarray) -> Batch:

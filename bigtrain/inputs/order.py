@@ -1,15 +1,21 @@
 """The order of examples: a closed form for any row of a run.
 
 The order has no state. Row r of step s is global row g = s * batch_size + r.
-Two pure functions map g to an example, in constant time and memory: the
+Two pure functions map g to an example, in a time that does not grow with g: the
 schedule of the mixture gives the source and the position (the number of
 earlier draws from that source), and a keyed permutation of the epoch gives
 the example at that position. So each host can compute its own rows alone.
+
+Weights of a mixture may change at given rows. The rows with the same weights
+are a stage: whole blocks with a fixed number of rows of each source, then one
+smaller block. The rows before each stage are counted once, in integers, so the
+place of a row is one search in this table and then the same closed form.
 
 All randomness comes from `bigtrain.hashing`.
 """
 
 import dataclasses
+import fractions
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,41 +27,81 @@ from bigtrain.settings import ConfigError, DataError
 
 _MIN_BLOCK = 4096
 _MAX_BLOCK = 1 << 24
+_MAX_COUNTED = 1 << 20  # Rows that are counted at once.
+_ROW = 1 << 40  # One row, in the units of `apportion`.
 
 
-def block_counts(weights: Sequence[float]) -> np.ndarray:
+def block_counts(
+  weights: Sequence[float], rows: int | None = None
+) -> np.ndarray | None:
   """Returns the rows per block of each source, proportional to the weights.
 
   Shares are rounded by largest remainder. A block is 4096 rows, doubled until
   every share is within 1% of its weight.
 
   Args:
-    weights: positive weights with any sum.
+    weights: weights with any sum above 0. A source of weight 0 has no rows.
+    rows: number of rows with these weights; None if there is no end.
 
   Returns:
-    int64 [sources]; the sum is the block size, a power of two.
+    int64 [sources]; the sum is the block size, a power of two. None if a block
+    is larger than `rows`.
 
   Raises:
     ConfigError: a weight is so small that the block would exceed 2**24 rows.
   """
   share = np.asarray(weights, np.float64)
   share = share / share.sum()
+  used = share > 0
   block = _MIN_BLOCK
-  while True:
+  while rows is None or block <= rows:
     exact = share * block
     counts = np.floor(exact).astype(np.int64)
     by_remainder = np.argsort(counts - exact, kind="stable")
     counts[by_remainder[: block - counts.sum()]] += 1
-    if np.all(abs(counts / exact - 1) <= 0.01):
+    if np.all(abs(counts[used] / exact[used] - 1) <= 0.01):
       return counts
     if block >= _MAX_BLOCK:
-      small = int(share.argmin())
+      small = int(np.where(used, share, np.inf).argmin())
       raise ConfigError(
         f"mixture: weight {weights[small]!r} of source {small} is a share of "
         f"{share[small]:.2g}, too small to be scheduled; leave the source out "
         "or raise its weight."
       )
     block *= 2
+  return None
+
+
+def apportion(
+  rows: int, weights: Sequence[float], owed: Sequence[int]
+) -> tuple[list[int], list[int]]:
+  """Splits rows by the weights, in integers.
+
+  What rounding takes from a source is owed to it in the next call, so errors
+  do not add up over many calls.
+
+  Args:
+    rows: number of rows.
+    weights: weights with any sum above 0. A source of weight 0 gets no rows.
+    owed: rows owed to each source so far, in units of 2**-40; may be negative.
+
+  Returns:
+    Number of rows of each source, and what is owed then.
+  """
+  total = sum(map(fractions.Fraction, weights))
+  shares = [round(fractions.Fraction(w) * _ROW / total) for w in weights]
+  due = [rest + rows * share for rest, share in zip(owed, shares)]
+  counts = [max(0, d // _ROW) if w else 0 for d, w in zip(due, weights)]
+  used = [k for k, weight in enumerate(weights) if weight]
+
+  def still_due(k: int) -> int:
+    return due[k] - counts[k] * _ROW
+
+  while sum(counts) < rows:
+    counts[max(used, key=still_due)] += 1
+  while sum(counts) > rows:
+    counts[min((k for k in used if counts[k]), key=still_due)] -= 1
+  return counts, [still_due(k) for k in range(len(weights))]
 
 
 class Order(NamedTuple):
@@ -72,6 +118,60 @@ class Order(NamedTuple):
   epoch: np.ndarray
 
 
+class _Segment(NamedTuple):
+  """Blocks of rows that have the same number of rows of each source.
+
+  Attributes:
+    row: first row.
+    block: number of earlier blocks.
+    counts: int64 [sources], rows of each source in a block.
+    starts: int64 [sources], first slot of each source in a block.
+    before: int64 [sources], rows of each source in earlier segments.
+  """
+
+  row: int
+  block: int
+  counts: np.ndarray
+  starts: np.ndarray
+  before: np.ndarray
+
+
+def _segments(
+  stages: Sequence[tuple[int, Sequence[float]]],
+) -> list[_Segment]:
+  """Returns the segments of a schedule.
+
+  A stage has whole blocks, and a smaller one for its remaining rows.
+
+  Args:
+    stages: (first row, weights) of rows with the same weights. The last stage
+      has no end.
+  """
+  segments: list[_Segment] = []
+  num_blocks, before = 0, np.zeros(len(stages[0][1]), np.int64)
+  owed = [0] * len(before)
+
+  def add(row: int, counts: np.ndarray) -> None:
+    starts = np.cumsum(counts) - counts
+    segments.append(_Segment(row, num_blocks, counts, starts, before))
+
+  for (row, weights), (end, _) in zip(stages, stages[1:]):
+    counts = block_counts(weights, rows=end - row)
+    if counts is not None:
+      add(row, counts)
+      repeats = (end - row) // int(counts.sum())
+      num_blocks, before = num_blocks + repeats, before + repeats * counts
+      row += repeats * int(counts.sum())
+    if row < end:
+      split, owed = apportion(end - row, weights, owed)
+      counts = np.asarray(split, np.int64)
+      add(row, counts)
+      num_blocks, before = num_blocks + 1, before + counts
+  row, weights = stages[-1]
+  add(row, block_counts(weights))
+  return segments
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
   """The endless order of a mixture of sources.
@@ -83,29 +183,39 @@ class Schedule:
     seed: seed of the permutations and of the order within blocks.
     shuffle: whether each epoch is permuted. If False, sources are read in
       order; the order of rows within a block of a mixture is still random.
+    changes: (row, weights) in the order of rows: from this row on, the mixture
+      has these weights. Weights may be 0 for a time.
   """
 
   lengths: tuple[int, ...]
   weights: tuple[float, ...] = (1.0,)
   seed: int = 0
   shuffle: bool = True
-  _counts: np.ndarray = dataclasses.field(init=False, repr=False, compare=False)
-  _starts: np.ndarray = dataclasses.field(init=False, repr=False, compare=False)
+  changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
+  _segments: list[_Segment] = dataclasses.field(
+    init=False, repr=False, compare=False
+  )
+  _rows: np.ndarray = dataclasses.field(init=False, repr=False, compare=False)
 
   def __post_init__(self) -> None:
-    if len(self.lengths) != len(self.weights):
-      raise ValueError("Schedule: expected one weight per source.")
     for k, length in enumerate(self.lengths):
       if length < 1:
         raise DataError(f"source {k} of the mixture is empty.")
-    for k, weight in enumerate(self.weights):
-      if not 0 < weight < math.inf:
+    stages = ((0, self.weights), *self.changes)
+    if sorted({row for row, _ in stages}) != [row for row, _ in stages]:
+      raise ValueError("Schedule: expected changes in the order of rows.")
+    for _, weights in stages:
+      if len(self.lengths) != len(weights):
+        raise ValueError("Schedule: expected one weight per source.")
+    for k, values in enumerate(zip(*(weights for _, weights in stages))):
+      if not any(values) or not all(0 <= w < math.inf for w in values):
         raise ConfigError(
-          f"mixture: expected a positive weight, got {weight!r} for source {k}."
+          f"mixture: expected a positive weight, got {values[0]!r} for source "
+          f"{k}."
         )
-    counts = block_counts(self.weights)
-    object.__setattr__(self, "_counts", counts)
-    object.__setattr__(self, "_starts", np.cumsum(counts) - counts)
+    segments = _segments(stages)
+    object.__setattr__(self, "_segments", segments)
+    object.__setattr__(self, "_rows", np.asarray([s.row for s in segments]))
 
   def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (source int32 [B], position int64 [B]) of rows int64 [B].
@@ -114,15 +224,36 @@ class Schedule:
     the same source.
     """
     rows = np.asarray(rows, np.int64)
+    source, position = np.zeros(rows.shape, np.int32), rows.copy()
     if len(self.lengths) == 1:
-      return np.zeros(rows.shape, np.int32), rows
-    counts, starts = self._counts, self._starts
-    block, slot = np.divmod(rows, counts.sum())
+      return source, position
     seed = int(hashing.fold(self.seed, hashing.SCHEDULE))
-    slot = hashing.permute(slot, int(counts.sum()), seed, block)
-    source = np.searchsorted(starts, slot, side="right") - 1
-    position = block * counts[source] + slot - starts[source]
-    return source.astype(np.int32), position
+    segment_of_row = np.searchsorted(self._rows, rows, side="right") - 1
+    for s in np.unique(segment_of_row):
+      segment, at = self._segments[s], segment_of_row == s
+      size = int(segment.counts.sum())
+      repeat, slot = np.divmod(rows[at] - segment.row, size)
+      slot = hashing.permute(slot, size, seed, segment.block + repeat)
+      k = np.searchsorted(segment.starts, slot, side="right") - 1
+      before = segment.before[k] + repeat * segment.counts[k]
+      source[at], position[at] = k, before + slot - segment.starts[k]
+    return source, position
+
+  def counts(self, row: int) -> np.ndarray:
+    """Returns int64 [sources], the rows of each source before a global row.
+
+    The cost does not grow with `row`: only the block of the row is counted.
+    """
+    if len(self.lengths) == 1:
+      return np.asarray([row], np.int64)
+    s = int(np.searchsorted(self._rows, row, side="right")) - 1
+    segment = self._segments[s]
+    repeats, slots = divmod(row - segment.row, int(segment.counts.sum()))
+    counts = segment.before + repeats * segment.counts
+    for begin in range(row - slots, row, _MAX_COUNTED):
+      rows = np.arange(begin, min(begin + _MAX_COUNTED, row))
+      counts = counts + np.bincount(self.locate(rows)[0], minlength=len(counts))
+    return counts
 
   def rows(self, rows: np.ndarray) -> Order:
     """Returns the order of global rows int64 [B]."""

@@ -11,16 +11,19 @@ There is no state between steps, so a checkpoint stores none. Evaluation uses
 the same engines, see `eval_input`.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import hashing, settings, sharding
+from bigtrain import lengths as lengths_lib
 from bigtrain.cluster import process
 from bigtrain.data.formats import files
-from bigtrain.inputs import order, sources, vocabulary
+from bigtrain.inputs import description, order, sources, vocabulary, weights
 from bigtrain.inputs.cache import CachedSource
 from bigtrain.inputs.engine import (
   Engine,
@@ -50,6 +53,8 @@ class TrainInput:
     vocab_sizes: {name: largest id + 1}, see `vocabulary.sizes`.
     fingerprints: {file: hash of its content} of the files that ops have read,
       such as tokenizers.
+    saved: fields of a checkpoint's HostState: `fingerprints`, and `data`, see
+      description.py.
   """
 
   def __init__(
@@ -65,6 +70,12 @@ class TrainInput:
     self._placement = placement
     self._schedule = schedule
     self._prefetch = prefetch
+    prefix = f"{path}.mixture."
+    self._names = [
+      part.key.removeprefix(prefix)
+      for part in engine.parts
+      if part.key.startswith(prefix)
+    ]
     self.num_examples = sum(schedule.lengths)
     self.batch_size = placement.batch_size
     self.spec = placement.spec(engine.spec)
@@ -77,6 +88,10 @@ class TrainInput:
       self.fingerprints |= part.op.fingerprints
       for name, size in vocabulary.sizes(part.op, part.source).items():
         self.vocab_sizes[name] = max(size, self.vocab_sizes.get(name, 0))
+    self.saved = {
+      "fingerprints": self.fingerprints,
+      "data": description.describe(engine.parts, engine.spec),
+    }
 
   @property
   def tokens_per_example(self) -> int | None:
@@ -109,6 +124,23 @@ class TrainInput:
       if dtype.kind in "iu" and not shape and name not in self._engine.id_limits
     ]
 
+  def about(self) -> dict[str, Any]:
+    """Arguments of `reports.chrono.Chrono` about the input."""
+    return {"sources_at": self.sources_at if self._names else None}
+
+  def sources_at(self, step: int) -> dict[str, float]:
+    """Returns the progress of each source of a mixture after `step` batches.
+
+    Returns:
+      {"examples_seen/<name>": number of examples, "epoch/<name>": passes over
+      the source}.
+    """
+    counts = self._schedule.counts(step * self.batch_size).tolist()
+    lengths = self._schedule.lengths
+    seen = {f"examples_seen/{k}": n for k, n in zip(self._names, counts)}
+    epochs = zip(self._names, counts, lengths)
+    return seen | {f"epoch/{name}": n / size for name, n, size in epochs}
+
   def order(self, step: int) -> order.Order:
     """Returns the examples of the global batch of a step, from 0."""
     return self._schedule.batch(step, self.batch_size)
@@ -124,17 +156,24 @@ class TrainInput:
       Iterator of {name: jax.Array}; `close` ends it early. Its `next` raises
       DataError if an example cannot be made.
     """
+    stopping = threading.Event()
     return Prefetch(
       lambda: self._placement.put_all(
-        self._engine.batches(first_step, last_step)
+        self._engine.batches(first_step, last_step, stopping)
       ),
       self._prefetch,
       "train input",
+      stopping,
     )
 
 
 def make_train(
-  cfg: settings.Config, *, seed: int, mesh: Mesh, pp_modules: Sequence[str] = ()
+  cfg: settings.Config,
+  *,
+  seed: int,
+  mesh: Mesh,
+  pp_modules: Sequence[str] = (),
+  run: settings.Config | None = None,
 ) -> TrainInput:
   """Makes the training input from the config's `input`.
 
@@ -142,7 +181,8 @@ def make_train(
     data: dict(type=..., ...), a module of bigtrain.data (or a dotted path to
       one) and the arguments of its Source.
     mixture: replaces `data`: {"name": dict(data=..., weight=..., pp=...)}.
-      Weights are relative; `pp` defaults to the one below.
+      Weights are relative, and may change over the run, see weights.py; `pp`
+      defaults to the one below.
     pp: preprocessing, such as "decode|resize(224)|keep('image', 'label')".
     batch_size: global.
     shuffle: whether each epoch is permuted; True by default.
@@ -158,6 +198,8 @@ def make_train(
     seed: seed of the order and of all random ops.
     mesh: device mesh to spread the batches over.
     pp_modules: modules that register further ops.
+    run: the whole config, for the length of the run; without it, weights do not
+      change at points in percent.
 
   Raises:
     ConfigError: a key or value is wrong, or the preprocessed examples cannot
@@ -168,7 +210,7 @@ def make_train(
   sharding.check_batch(batch_size, mesh, f"{cfg.path}.batch_size")
   placement = Placement(mesh, batch_size)
   engine, schedule = train_engine(
-    cfg, seed=seed, rows=placement.rows, pp_modules=pp_modules
+    cfg, seed=seed, rows=placement.rows, pp_modules=pp_modules, run=run
   )
   prefetch = settings.whole_number(cfg, "prefetch", 2, least=0)
   train_input = TrainInput(engine, placement, schedule, prefetch, cfg.path)
@@ -186,6 +228,7 @@ def train_engine(
   seed: int,
   rows: np.ndarray,
   pp_modules: Sequence[str] = (),
+  run: settings.Config | None = None,
 ) -> tuple[Engine, order.Schedule]:
   """Makes the engine for some rows of each global batch, and the schedule.
 
@@ -194,13 +237,14 @@ def train_engine(
     seed: as above.
     rows: int64 [local rows], indices into the global batch.
     pp_modules: as above.
+    run: as above.
   """
   path, batch_size = cfg.path, cfg.batch_size
   cache = cfg.get("cache", "none")
   if cache not in ("none", "raw"):
     hint = did_you_mean(cache, ("none", "raw"))
     raise ConfigError(f"{path}.cache={cache!r}: unknown.{hint}")
-  parts, weights = [], []
+  parts, given = [], []
   for k, (key, entry) in enumerate(sources.entries(cfg).items()):
     source = sources.make_source(entry["data"], f"{key}.data")
     if cache == "raw":
@@ -208,16 +252,7 @@ def train_engine(
     ops = sources.parse_ops(entry["pp"], pp_modules, f"{key}.pp")
     op = registry.compose(ops)
     parts.append(Part(key, source, ops, op, hashing.stream(seed, k)))
-    weights.append(float(entry["weight"]))
-  try:
-    schedule = order.Schedule(
-      tuple(len(part.source) for part in parts),
-      tuple(weights),
-      seed=seed,
-      shuffle=cfg.get("shuffle", True),
-    )
-  except ConfigError as e:
-    raise type(e)(f"{path}.{e}") from e
+    given.append((entry["weight"], f"{key}.weight"))
 
   def plan(step: int, start: int, stop: int) -> order.Order:
     return schedule.batch(step, batch_size, rows[start:stop])
@@ -231,6 +266,33 @@ def train_engine(
     skipped=skipped,
     path=path,
   )
+
+  # Only now the tokens of an example are known, a unit of lengths.
+  spec = {
+    name: jax.ShapeDtypeStruct((batch_size, *shape), dtype)
+    for name, (dtype, shape) in engine.spec.items()
+  }
+  num_examples = tuple(len(part.source) for part in parts)
+  sizes = batch_size, sum(num_examples), tokens_per_example(spec)
+  units = (
+    lengths_lib.read(run, *sizes).units
+    if run is not None
+    else lengths_lib.Units(*sizes)
+  )
+  stages = weights.stages(
+    [weights.read(weight, units, key) for weight, key in given],
+    f"{path}.mixture",
+  )
+  try:
+    schedule = order.Schedule(
+      num_examples,
+      stages[0][1],
+      seed=seed,
+      shuffle=cfg.get("shuffle", True),
+      changes=tuple((step * batch_size, w) for step, w in stages[1:]),
+    )
+  except ConfigError as e:
+    raise type(e)(f"{path}.{e}") from e
   return engine, schedule
 
 

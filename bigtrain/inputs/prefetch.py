@@ -14,8 +14,9 @@ _JOIN_SECS = 10.0
 class _Shared:
   """State shared by thread and consumer, which do not reference each other."""
 
-  def __init__(self, depth: int):
+  def __init__(self, depth: int, stopping: threading.Event):
     self.depth = depth
+    self.stopping = stopping
     self.changed = threading.Condition()
     self.items: collections.deque[Any] = collections.deque()
     self.error: BaseException | None = None
@@ -35,12 +36,18 @@ class Prefetch:
       over and closes its result.
     depth: maximum number of finished items waiting for `next`.
     name: name of the thread, for stack dumps.
+    stopping: set when the thread must end. A slow iterator can look at it while
+      it makes an item; its errors are then dropped.
   """
 
   def __init__(
-    self, make: Callable[[], Iterator[Any]], depth: int, name: str = "prefetch"
+    self,
+    make: Callable[[], Iterator[Any]],
+    depth: int,
+    name: str = "prefetch",
+    stopping: threading.Event | None = None,
   ):
-    self._shared = _Shared(max(1, depth))
+    self._shared = _Shared(max(1, depth), stopping or threading.Event())
     # A daemon thread: at exit the interpreter joins other threads before it
     # runs the finalizer that would stop them.
     self._thread = threading.Thread(
@@ -100,14 +107,12 @@ def _work(make: Callable[[], Iterator[Any]], shared: _Shared) -> None:
 def _stop(shared: _Shared, thread: threading.Thread) -> None:
   with shared.changed:
     shared.stopped = True
+    shared.stopping.set()
     shared.items.clear()
     shared.changed.notify_all()
   if thread is threading.current_thread():
     return  # Garbage collection ran in the thread itself.
   thread.join(_JOIN_SECS)
   if thread.is_alive():
-    logging.warning(
-      "Thread %s is still running %.0f s after it was asked to stop.",
-      thread.name,
-      _JOIN_SECS,
-    )
+    # It waits for a read or an op, and ends then or with the program.
+    logging.info("Thread %s still reads data that is not needed.", thread.name)

@@ -57,7 +57,7 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
     cfg: config of the input, with either `data` or `mixture`.
 
   Raises:
-    ConfigError: an unknown or missing key, or a weight that is not positive.
+    ConfigError: an unknown or missing key.
   """
   path = cfg.path
   pp = cfg.get("pp", "")
@@ -83,7 +83,6 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
     for option in ("data", "weight"):
       if option not in entry:
         raise ConfigError(f"{key}.{option}: missing.")
-    settings.check_number(f"{key}.weight", entry["weight"], above=0)
     result[key] = entry
   return result
 
@@ -105,5 +104,24 @@ def parse_ops(
     return ()
   try:
     return tuple(parse.parse(spec, modules))
+  except ConfigError as e:
+    raise type(e)(f"{key}: {e}") from e
+
+
+def class_names(options: Mapping[str, Any], key: str) -> dict[str, list[str]]:
+  """Returns {feature: names of its classes} of a source, without its examples.
+
+  Args:
+    options: as in `make_source`; so is `key`.
+    key: as above.
+
+  Raises:
+    ConfigError: as `make_source`.
+  """
+  module, arguments = find_source(options, key)
+  if not hasattr(module.Source, "read_class_names"):
+    return {}
+  try:
+    return module.Source.read_class_names(**arguments)
   except ConfigError as e:
     raise type(e)(f"{key}: {e}") from e

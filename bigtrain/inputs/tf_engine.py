@@ -1,5 +1,6 @@
 """The engine that runs ops in tf.data's threads, for images above all."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from bigtrain.inputs.engine import (
   Batch,
   Engine,
   Part,
+  Stopped,
   check_spec,
   common_spec,
   public_features,
@@ -72,10 +74,15 @@ class TfEngine(Engine):
     except ConfigError as e:
       raise ConfigError(f"{part.key}.pp: {e}") from e
 
-  def _stream(self, first_step: int, last_step: int) -> Iterator[Batch]:
-    yield from self._dataset(first_step, last_step).as_numpy_iterator()
+  def _stream(
+    self, first_step: int, last_step: int, stopping: threading.Event
+  ) -> Iterator[Batch]:
+    dataset = self._dataset(first_step, last_step, stopping)
+    yield from dataset.as_numpy_iterator()
 
-  def _dataset(self, first_step: int, last_step: int) -> Any:
+  def _dataset(
+    self, first_step: int, last_step: int, stopping: threading.Event
+  ) -> Any:
     tf = self._tf
     reads = -(-self.num_rows // _ROWS_PER_READ)
     calls = tf.data.Dataset.range(first_step * reads, last_step * reads)
@@ -85,7 +92,9 @@ class TfEngine(Engine):
       start *= _ROWS_PER_READ
       return step, start, min(start + _ROWS_PER_READ, self.num_rows)
 
-    parts = [self._part(k, calls, rows) for k in range(len(self.parts))]
+    parts = [
+      self._part(k, calls, rows, stopping) for k in range(len(self.parts))
+    ]
     if len(parts) == 1:
       (dataset,) = parts
     else:
@@ -114,13 +123,19 @@ class TfEngine(Engine):
     return dataset.with_options(options)
 
   def _part(
-    self, k: int, calls: Any, rows: Callable[[np.ndarray], tuple[int, int, int]]
+    self,
+    k: int,
+    calls: Any,
+    rows: Callable[[np.ndarray], tuple[int, int, int]],
+    stopping: threading.Event,
   ) -> Any:
     """Dataset of the preprocessed examples of part k, in order."""
     tf = self._tf
     part, codec, example = self.parts[k], self._codecs[k], self._examples[k]
 
     def read(call: np.ndarray) -> list[np.ndarray]:
+      if stopping.is_set():  # Ends the batch after the rows read before.
+        raise Stopped
       order = self.row_order(*rows(call))
       own = order.source == k
       index, epoch = order.index[own], order.epoch[own]

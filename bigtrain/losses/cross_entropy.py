@@ -11,12 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bigtrain import settings
+
+# Values of config.loss.label_smoothing_over.
+SMOOTHING_OVER = ("all", "others")
+
 
 def softmax_xent(
   logits: jax.Array,
   labels: jax.Array,
   *,
   label_smoothing: float = 0.0,
+  label_smoothing_over: str = "all",
   z_loss: float = 0.0,
 ) -> jax.Array:
   """Computes the cross-entropy of softmax(logits) against the labels.
@@ -24,8 +30,10 @@ def softmax_xent(
   Args:
     logits: [..., C].
     labels: class numbers [...] or probabilities [..., C].
-    label_smoothing: share of each label spread over all classes (Szegedy et
-      al. 2016, arxiv.org/abs/1512.00567).
+    label_smoothing: share of each label that is spread over classes.
+    label_smoothing_over: "all": evenly over all C classes, the label's own
+      among them (Szegedy et al. 2016, arxiv.org/abs/1512.00567). "others": over
+      the C - 1 other classes, as in big_vision and T5X.
     z_loss: weight of logsumexp(logits) ** 2, which keeps logits from drifting
       (Chowdhery et al. 2022, arxiv.org/abs/2204.02311, section 5).
 
@@ -34,7 +42,9 @@ def softmax_xent(
 
   Raises:
     ValueError: the shapes or the labels' dtype do not fit.
+    ConfigError: an unknown label_smoothing_over.
   """
+  check_smoothing(label_smoothing_over)
   logits = logits.astype(jnp.float32)
   # The loss depends only on differences of logits, and small numbers keep
   # their digits.
@@ -53,10 +63,23 @@ def softmax_xent(
     picked = jnp.sum(labels * logits, axis=-1)
     total = jnp.sum(labels, axis=-1)
   if label_smoothing:
-    mean = jnp.mean(logits, axis=-1)
-    picked = (1 - label_smoothing) * picked + label_smoothing * total * mean
+    share, mean = label_smoothing, jnp.mean(logits, axis=-1)
+    if label_smoothing_over == "others":
+      # The same loss as with this share of a label spread over all.
+      C = logits.shape[-1]
+      share = label_smoothing * C / (C - 1)
+    picked = (1 - share) * picked + share * total * mean
   loss = total * normaliser - picked
   return loss + z_loss * jnp.square(normaliser + top) if z_loss else loss
+
+
+def check_smoothing(over: str) -> None:
+  """Raises ConfigError for an unknown value of label_smoothing_over."""
+  if over not in SMOOTHING_OVER:
+    hint = settings.did_you_mean(str(over), SMOOTHING_OVER)
+    raise settings.ConfigError(
+      f"config.loss.label_smoothing_over: unknown {over!r}.{hint}"
+    )
 
 
 def sigmoid_xent(

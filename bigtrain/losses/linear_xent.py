@@ -45,6 +45,7 @@ def linear_softmax_xent(
   bias_V: jax.Array | None = None,
   dtype: Any = None,
   label_smoothing: float = 0.0,
+  label_smoothing_over: str = "all",
   z_loss: float = 0.0,
   softcap: float | None = None,
   mesh: Mesh | AbstractMesh | None = None,
@@ -69,12 +70,13 @@ def linear_softmax_xent(
       hidden states'. Results, and the sum of the kernel's gradient over chunks,
       are float32.
     label_smoothing: see cross_entropy.softmax_xent.
+    label_smoothing_over: see cross_entropy.softmax_xent.
     z_loss: see cross_entropy.softmax_xent.
     softcap: logits x become softcap * tanh(x / softcap).
     mesh: the replica x fsdp mesh that the batch is split over; by default the
       one of jax.set_mesh, if any. With a mesh the kernel is gathered once and
-      its gradient summed over devices once; XLA alone would do both for each
-      chunk. The number of devices must divide B.
+      its gradient summed over devices once, to the part of each device; XLA
+      alone would do both for each chunk. The number of devices must divide B.
 
   Raises:
     ConfigError: `chunk` is not a number of positions.
@@ -82,7 +84,12 @@ def linear_softmax_xent(
   if chunk is not None:
     settings.check_number("config.loss.chunk", chunk, least=0, whole=True)
   options = _Options(
-    chunk, dtype or hidden_BLD.dtype, label_smoothing, z_loss, softcap
+    chunk,
+    dtype or hidden_BLD.dtype,
+    label_smoothing,
+    label_smoothing_over,
+    z_loss,
+    softcap,
   )
   if weight_BL is None:
     weight_BL = jnp.ones(targets_BL.shape, jnp.float32)
@@ -108,25 +115,61 @@ def linear_softmax_xent(
     hidden_BLD: jax.Array,
     targets_BL: jax.Array,
     weight_BL: jax.Array,
-    *kernel_and_bias: jax.Array | None,
+    kernel: jax.Array,
+    bias_V: jax.Array | None,
   ) -> TokenLosses:
-    # Each device uses a copy of its own from here on; the transpose sums the
+    # Each device uses a copy of its own from here on; the transposes sum the
     # copies' gradients over the devices, once.
-    copies = jax.tree.map(
-      lambda x: jax.lax.pcast(x, sharding.AXES, to="varying"), kernel_and_bias
+    if dim is None:
+      kernel_DV = jax.lax.pcast(kernel, sharding.AXES, to="varying")
+    else:
+      kernel = jax.lax.pcast(kernel, "replica", to="varying")
+      kernel_DV = _gathered(dim, options.dtype, kernel)
+    if bias_V is not None:
+      bias_V = jax.lax.pcast(bias_V, sharding.AXES, to="varying")
+    local = _token_losses(
+      options, hidden_BLD, targets_BL, weight_BL, kernel_DV, bias_V
     )
-    local = _token_losses(options, hidden_BLD, targets_BL, weight_BL, *copies)
     return local._replace(total=jax.lax.psum(local.total, sharding.AXES))
 
+  ways = mesh.shape["fsdp"]
+  # The dimension of the kernel that is split, if one divides.
+  divides = [d for d in (1, 0) if ways > 1 and kernel_DV.shape[d] % ways == 0]
+  dim = divides[0] if divides else None
   by_batch: Any = PartitionSpec(sharding.AXES)
   replicated: Any = PartitionSpec()
+  by_dim: Any = replicated
+  if dim is not None:
+    by_dim = PartitionSpec(*[None] * dim, "fsdp")
   out_specs = TokenLosses(replicated, by_batch, by_batch)
   return jax.shard_map(
     on_device,
     mesh=mesh,
-    in_specs=(by_batch, by_batch, by_batch, replicated, replicated),
+    in_specs=(by_batch, by_batch, by_batch, by_dim, replicated),
     out_specs=out_specs,
   )(*args)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(dim: int, dtype: Any, part: jax.Array) -> jax.Array:
+  """The whole of an array that is split over `fsdp`, rounded to `dtype`.
+
+  The gradients are summed in float32, each part to its device.
+  """
+  part = part.astype(dtype)
+  whole = jax.lax.all_gather(part, "fsdp", axis=dim, tiled=True)
+  return whole.astype(jnp.float32)
+
+
+def _gathered_backward(
+  dim: int, dtype: Any, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+  return (
+    jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True),
+  )
+
+
+_gathered.defvjp(lambda *args: (_gathered(*args), None), _gathered_backward)
 
 
 def default_chunk(batch_size: int, length: int, vocab_size: int) -> int:
@@ -154,6 +197,7 @@ class _Options(NamedTuple):
   chunk: int | None
   dtype: Any
   label_smoothing: float
+  label_smoothing_over: str
   z_loss: float
   softcap: float | None
 
@@ -167,6 +211,7 @@ class _Options(NamedTuple):
       logits,
       targets,
       label_smoothing=self.label_smoothing,
+      label_smoothing_over=self.label_smoothing_over,
       z_loss=self.z_loss,
     )
     correct = _is_largest(jax.lax.stop_gradient(logits), targets)
@@ -176,16 +221,15 @@ class _Options(NamedTuple):
 def _is_largest(logits: jax.Array, classes: jax.Array) -> jax.Array:
   """Returns argmax(logits) == classes, or False where a logit is NaN.
 
-  On CPUs this is faster than argmax. The first of equal logits is the largest.
+  The first of equal logits is the largest. XLA computes the maximum once, here
+  and for the loss. On TPUs it computes several sums in one pass over the
+  logits, but needs another pass for an argmax or an "all".
   """
-  picked = jnp.sum(
-    jnp.where(cross_entropy.label_mask(logits, classes), logits, 0.0),
-    axis=-1,
-    keepdims=True,
-  )
-  number, label = jnp.arange(logits.shape[-1]), classes[..., None]
-  below = jnp.where(number < label, logits < picked, logits <= picked)
-  return jnp.all(below | (number == label), axis=-1)
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  earlier = jnp.arange(logits.shape[-1]) < classes[..., None]
+  tied = jnp.where(earlier & (logits == top), 1.0, 0.0)
+  mask = cross_entropy.label_mask(logits, classes)
+  return jnp.sum(jnp.where(mask, top - logits, tied), axis=-1) == 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -41,6 +41,7 @@ def model_losses(
   train: bool = False,
   chunk: int | None = None,
   label_smoothing: float = 0.0,
+  label_smoothing_over: str = "all",
   z_loss: float = 0.0,
 ) -> ModelLosses:
   """Applies a model such as models/decoder.py or models/t5.py.
@@ -57,6 +58,7 @@ def model_losses(
     chunk: positions of each example whose logits exist at a time, see
       linear_xent.linear_softmax_xent.
     label_smoothing: see cross_entropy.softmax_xent.
+    label_smoothing_over: see cross_entropy.softmax_xent.
     z_loss: see cross_entropy.softmax_xent.
   """
   _, out = model.apply(
@@ -74,6 +76,7 @@ def model_losses(
     chunk=chunk,
     dtype=model.dtype,
     label_smoothing=label_smoothing,
+    label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
     softcap=getattr(model, "logits_softcap", None),
   )
@@ -82,6 +85,30 @@ def model_losses(
     "accuracy": metrics.pair(losses.correct_BL, weight_BL),
   }
   return ModelLosses(pairs, losses.loss_BL, losses.correct_BL, out.get("moe"))
+
+
+def real_positions(
+  weight_BL: jax.Array, segments_BL: jax.Array | None = None
+) -> jax.Array:
+  """Returns bool [B, L], whether a target with a loss depends on a position.
+
+  Such targets are at the position, or later in its document, as the answer
+  after a prompt without a loss. The other positions are padding.
+
+  Args:
+    weight_BL: weights of the targets in the loss.
+    segments_BL: number of the document of each position; None for one document
+      a row.
+  """
+  L = weight_BL.shape[1]
+  own_BL = jnp.where(weight_BL != 0, jnp.arange(L), L)
+  next_BL = jax.lax.cummin(own_BL, axis=1, reverse=True)
+  real_BL = next_BL < L
+  if segments_BL is not None:
+    index_BL = jnp.minimum(next_BL, L - 1)
+    next_segments_BL = jnp.take_along_axis(segments_BL, index_BL, axis=1)
+    real_BL &= next_segments_BL == segments_BL
+  return real_BL
 
 
 def add_experts(

@@ -9,6 +9,7 @@ Axes: B batch, P patches, E width of the encoder, L length of a text, D width
 of the decoder, H heads, K head width, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,8 +25,10 @@ from bigtrain.models.layers import (
   kv_cache,
   options,
   positions,
+  visibility,
 )
 from bigtrain.models.published import arrays, blocks
+from bigtrain.optim import views
 
 
 class States(NamedTuple):
@@ -72,7 +75,8 @@ class Model(nn.Module):
       Parallel prediction needs it.
     scan: whether encoder and decoder compile one block and loop over stacked
       parameters.
-    remat_policy: "none" or a name of jax.checkpoint_policies, for both.
+    attention: implementation of attention, a name in attention_choice.NAMES.
+    remat_policy: a name in remat.POLICIES, for both.
     dtype: dtype of the computation; parameters and logits are float32.
   """
 
@@ -95,6 +99,7 @@ class Model(nn.Module):
   decoder_bias: bool = True
   mask_token: bool = False
   scan: bool = False
+  attention: str = "auto"
   remat_policy: str = "none"
   dtype: str = "float32"
 
@@ -136,6 +141,7 @@ class Model(nn.Module):
       dropout=self.decoder_dropout,
       use_bias=self.decoder_bias,
       scan=self.scan,
+      attention=self.attention,
       remat_policy=self.remat_policy,
       dtype=self.dtype,
     )
@@ -228,7 +234,7 @@ class Model(nn.Module):
         "a text."
       )
     tokens_BL = jnp.pad(text, ((0, 0), (1, 0)))[:, :-1]
-    mask_BLL = None
+    sees = visibility.Sees(causal=True)
     if parallel_B is not None:
       if not self.mask_token:
         raise settings.ConfigError(
@@ -238,12 +244,12 @@ class Model(nn.Module):
       if masked_BL is not None:
         inputs_BL = jnp.where(masked_BL, self.vocab_size, text)
       tokens_BL = jnp.where(parallel_B[:, None], inputs_BL, tokens_BL)
-      mask_BLL = jnp.tri(L, dtype=bool) | parallel_B[:, None, None]
+      sees = dataclasses.replace(sees, prefix_B=jnp.where(parallel_B, L, 0))
     (hidden_BLD, head), _ = self.decoder(
       tokens_BL,
       encoded_BPE,
       self.posemb_1LD[:, :L],
-      mask_BLL=mask_BLL,
+      sees=sees,
       train=train,
     )
     return States(hidden_BLD, *head)
@@ -305,6 +311,7 @@ def _encoder(model: Model, **kwargs: Any) -> vit.Model:
     dropout=model.dropout,
     drop_path=model.drop_path,
     scan=model.scan,
+    attention=model.attention,
     remat_policy=model.remat_policy,
     dtype=model.dtype,
     **kwargs,
@@ -312,7 +319,10 @@ def _encoder(model: Model, **kwargs: Any) -> vit.Model:
 
 
 def from_published(
-  flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
+  flat: Mapping[str, np.ndarray],
+  like: Mapping[str, jax.ShapeDtypeStruct],
+  *,
+  posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
   """Renames and reshapes the parameters of a published CapPa to this model's.
 
@@ -322,6 +332,7 @@ def from_published(
   Args:
     flat: parameters by "/"-joined name.
     like: the model's parameters by name.
+    posemb_align: see arrays.resample_posemb.
 
   Returns:
     Parameters by name. Parameters without a match in `like` keep their name and
@@ -337,7 +348,9 @@ def from_published(
       if name.startswith(prefix)
     }
 
-  encoder = vit.from_published(part(flat), part(like))
+  encoder = vit.from_published(
+    part(flat), part(like), posemb_align=posemb_align
+  )
   decoder = {n: v for n, v in flat.items() if not n.startswith("encoder/")}
   block = "EncDecBlock"
   prefix = f"decoder/{block}/"
@@ -352,3 +365,9 @@ def from_published(
     }
   decoder = blocks.restack_blocks(decoder, like, block=block, separator="")
   return {f"encoder/{n}": v for n, v in encoder.items()} | decoder
+
+
+def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
+  """Returns the view of a parameter, see optim/views.py."""
+  block = "encoderblock" if name.startswith("encoder/") else "EncDecBlock"
+  return views.of_stack(name, shape, block)

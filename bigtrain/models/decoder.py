@@ -24,7 +24,7 @@ import numpy as np
 
 from bigtrain import settings, sharding
 from bigtrain.models.layers import (
-  attention,
+  attention_choice,
   causal_block,
   kernels,
   kv_cache,
@@ -32,10 +32,12 @@ from bigtrain.models.layers import (
   options,
   remat,
   stack,
+  visibility,
 )
 from bigtrain.models.layers import positions as positions_lib
-from bigtrain.models.published import blocks
+from bigtrain.models.published import blocks, decoder_config
 from bigtrain.models.published import decoder as decoder_published
+from bigtrain.optim import views
 
 _GPT2: dict[str, Any] = dict(
   posemb="learn",
@@ -155,12 +157,13 @@ class Model(nn.Module):
     window: number of positions that each position sees, itself included; all
       earlier ones if None.
     attention_softcap: scores s become softcap * tanh(s / softcap).
+    attention: implementation of attention, a name in attention_choice.NAMES.
     logits_softcap: the same for the logits.
     dropout: rate after the embedding and on residual branches.
     init_std: standard deviation of the initial kernels; kernels that write to
       the residual stream have init_std / sqrt(2 N), as in GPT-2.
     scan: whether to compile one block and loop over stacked parameters.
-    remat_policy: "none" or a name of jax.checkpoint_policies.
+    remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation; parameters and logits are float32.
   """
 
@@ -185,6 +188,7 @@ class Model(nn.Module):
   qk_norm: bool = False
   window: int | None = None
   attention_softcap: float | None = None
+  attention: str = "auto"
   logits_softcap: float | None = None
   dropout: float = 0.0
   init_std: float = 0.02
@@ -208,6 +212,7 @@ class Model(nn.Module):
     *,
     segments: jax.Array | None = None,
     positions: jax.Array | None = None,
+    real: jax.Array | None = None,
     cache: kv_cache.Cache | None = None,
     start: jax.Array | int = 0,
     head: bool = True,
@@ -220,8 +225,11 @@ class Model(nn.Module):
       segments: int (B, L), number of the document of each token, 0 for padding;
         documents do not see each other. None for one document a row.
       positions: int (B, L); by default they count from 0 in each document.
+      real: bool (B, L), False for padding, which experts leave out: positions
+        that no target with a loss depends on. By default those with segment 0,
+        or none without segments.
       cache: keys and values of earlier tokens, from `init_cache`; those of
-        these tokens are added. Not with segments.
+        these tokens are added, and experts drop none. Not with segments.
       start: number of tokens in the cache, the position of the first of these.
       head: whether to compute the logits.
       train: whether dropout acts; it draws from the rng "dropout".
@@ -245,7 +253,7 @@ class Model(nn.Module):
       positions = start + jnp.arange(L)[None]
       if segments is not None:
         positions = positions - _document_starts(segments)
-    rope = mask_BLL = None
+    rope = None
     if self.posemb == "learn":
       table_LD = self.param("pos_embedding", init, (self.max_len, D))
       x_BLD += jnp.take(table_LD, positions, axis=0).astype(self.dtype)
@@ -254,12 +262,14 @@ class Model(nn.Module):
         self.head_dim, self.rope_theta, self.rope_scaling
       )
       rope = positions_lib.rotation(positions, omega_Q)
+    sees = visibility.Sees(causal=True)
     if segments is not None:
-      mask_BLL = attention.document_mask(segments, self.window)
+      sees = visibility.within_documents(segments, causal=True)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
-    real_BL = None if segments is None else segments != 0
+    if real is None and segments is not None:
+      real = segments != 0
     (x_BLD, cache), stats = self._blocks(
-      (sharding.over_batch(x_BLD), cache), rope, mask_BLL, real_BL, start, train
+      (sharding.over_batch(x_BLD), cache), rope, sees, real, start, train
     )
     x_BLD = causal_block.norm(self, "norm")(x_BLD)
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
@@ -292,6 +302,11 @@ class Model(nn.Module):
     """
     fields = causal_block.Options._fields
     block = causal_block.Options(*[getattr(self, name) for name in fields])
+    x_BLD, cache = carry
+    if block.moe is not None and cache is not None and x_BLD.shape[1] > 1:
+      # A capacity would depend on the longest prompt of the batch. It drops
+      # nothing where tokens come one by one.
+      block = block._replace(moe=block.moe.without_drops())
     return stack.run(
       self,
       causal_block.Block,
@@ -381,6 +396,7 @@ def _check(model: Model) -> None:
   options.check_option("posemb", model.posemb, POSEMBS)
   options.check_option("norm", model.norm, NORMS)
   options.check_option("mlp", model.mlp, MLPS)
+  options.check_option("attention", model.attention, attention_choice.NAMES)
   options.check_option("remat_policy", model.remat_policy, remat.POLICIES)
   options.check_option("dtype", model.dtype, options.DTYPES)
   options.check_rates(model, "dropout")
@@ -407,8 +423,8 @@ def from_published(
     like: this model's parameters by name.
 
   Returns:
-    Parameters by name. Parameters without a match in `like` keep their name and
-    shape, so that the caller can list them.
+    Parameters by name, or a `Remark` why there is none. Parameters without a
+    match in `like` keep their name and shape, so that the caller can list them.
   """
   converted = decoder_published.load(flat, like)
   if converted is not None:
@@ -417,3 +433,9 @@ def from_published(
 
 
 to_published = decoder_published.export
+published_fields = decoder_config.fields
+
+
+def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
+  """Returns the view of a parameter, see optim/views.py."""
+  return views.of_stack(name, shape)

@@ -24,16 +24,18 @@ import numpy as np
 
 from bigtrain import settings, sharding
 from bigtrain.models.layers import (
-  attention,
+  attention_choice,
   kernels,
   kv_cache,
   moe,
   options,
   remat,
   t5_stack,
+  visibility,
 )
-from bigtrain.models.published import arrays, blocks
+from bigtrain.models.published import arrays, blocks, t5_config
 from bigtrain.models.published import t5 as t5_published
+from bigtrain.optim import views
 
 _V1_0: dict[str, Any] = dict(mlp="relu", tied_head=True)
 _V1_1: dict[str, Any] = dict(mlp="geglu", tied_head=False)
@@ -99,7 +101,8 @@ class Model(nn.Module):
       on residual branches.
     scan: whether each stack compiles one block and loops over stacked
       parameters.
-    remat_policy: "none" or a name of jax.checkpoint_policies.
+    attention: implementation of attention, a name in attention_choice.NAMES.
+    remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation; parameters and logits are float32.
   """
 
@@ -120,6 +123,7 @@ class Model(nn.Module):
   init_scale: float = 1.0
   dropout: float = 0.0
   scan: bool = False
+  attention: str = "auto"
   remat_policy: str = "none"
   dtype: str = "float32"
 
@@ -157,6 +161,7 @@ class Model(nn.Module):
     *,
     inputs_segments: jax.Array | None = None,
     targets_segments: jax.Array | None = None,
+    real: jax.Array | None = None,
     head: bool = True,
     train: bool = False,
   ) -> tuple[jax.Array | None, dict[str, Any]]:
@@ -170,6 +175,10 @@ class Model(nn.Module):
         padding; documents do not see each other. None for one document a row.
       targets_segments: int (B, L), the same for targets; given if
         inputs_segments is.
+      real: bool (B, L), False for targets that no loss depends on. They are
+        padding, which experts leave out, and so are the inputs of a row without
+        other targets. By default those at the end of a row whose input is
+        padding, or those with segment 0.
       head: whether to compute the logits.
       train: whether dropout acts; it draws from the rng "dropout".
 
@@ -182,28 +191,31 @@ class Model(nn.Module):
       raise settings.ConfigError(
         "Expected both inputs_segments and targets_segments, or neither."
       )
-    L = targets.shape[1]
     before_BL = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
     if targets_segments is None:
-      source_mask_BLS = (inputs != 0)[:, None]
-      mask_BLL = attention.causal_mask(L)[None]
-      # Padding are the positions whose input is padding; the first is always 0.
-      real_BL = (before_BL != 0).at[:, 0].set(True)
+      source_sees = visibility.Sees(real_BS=inputs != 0)
+      sees = visibility.Sees(causal=True)
+      if real is None:
+        read_BL = (before_BL != 0).at[:, 0].set(True).astype(jnp.int32)
+        real = jax.lax.cummax(read_BL, axis=1, reverse=True) != 0
     else:
-      source_mask_BLS = (
-        targets_segments[:, :, None] == inputs_segments[:, None, :]
+      source_sees = visibility.Sees(
+        segments_BL=targets_segments, segments_BS=inputs_segments
       )
-      mask_BLL = attention.document_mask(targets_segments)
+      sees = visibility.within_documents(targets_segments, causal=True)
       first_BL = jnp.pad(targets_segments[:, :-1], ((0, 0), (1, 0)))
       before_BL = jnp.where(first_BL == targets_segments, before_BL, 0)
-      real_BL = targets_segments != 0
-    encoded_BSD, inputs_stats = self._encode(inputs, inputs_segments, train)
-    source = t5_stack.Source(encoded_BSD, source_mask_BLS)
+      if real is None:
+        real = targets_segments != 0
+    encoded_BSD, inputs_stats = self._encode(
+      inputs, inputs_segments, train, jnp.any(real, axis=1)
+    )
+    source = t5_stack.Source(encoded_BSD, source_sees)
     x_BLD, _, targets_stats = self.decoder(
       self._embed(before_BL),
-      mask_BLL,
+      sees,
       source=source,
-      real_BL=real_BL,
+      real_BL=real,
       train=train,
     )
     # Weighted by layers: the stacks may have different depths.
@@ -230,17 +242,23 @@ class Model(nn.Module):
     return self._encode(inputs, segments, train)[0]
 
   def _encode(
-    self, inputs: jax.Array, segments: jax.Array | None, train: bool
+    self,
+    inputs: jax.Array,
+    segments: jax.Array | None,
+    train: bool,
+    real_B: jax.Array | None = None,
   ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     """Returns the encoder's output and its experts' statistics."""
     if segments is None:
       real_BS = inputs != 0
-      mask_BSS = real_BS[:, None]
+      sees = visibility.Sees(real_BS=real_BS)
     else:
       real_BS = segments != 0
-      mask_BSS = segments[:, :, None] == segments[:, None, :]
+      sees = visibility.within_documents(segments, causal=False)
+    if real_B is not None:
+      real_BS &= real_B[:, None]
     encoded_BSD, _, stats = self.encoder(
-      self._embed(inputs), mask_BSS, real_BL=real_BS, train=train
+      self._embed(inputs), sees, real_BL=real_BS, train=train
     )
     return encoded_BSD, stats
 
@@ -289,11 +307,12 @@ class Model(nn.Module):
     encoded_BSD: jax.Array | None,
   ) -> tuple[jax.Array, t5_stack.DecodingState]:
     """Runs the decoder at one position; the encoder's output if not cached."""
-    seen_S = jnp.arange(state.past.length) <= position
     x_B1D, state, _ = self.decoder(
       self._embed(token_B[:, None]),
-      seen_S[None, None],
-      source=t5_stack.Source(encoded_BSD, state.source_mask_BS[:, None]),
+      visibility.Sees(causal=True),
+      source=t5_stack.Source(
+        encoded_BSD, visibility.Sees(real_BS=state.source_mask_BS)
+      ),
       state=state,
       start=position,
     )
@@ -362,6 +381,7 @@ def _check(model: Model) -> None:
       f"less than twice max_distance={model.max_distance}."
     )
   options.check_option("mlp", model.mlp, MLPS)
+  options.check_option("attention", model.attention, attention_choice.NAMES)
   options.check_option("remat_policy", model.remat_policy, remat.POLICIES)
   options.check_option("dtype", model.dtype, options.DTYPES)
   options.check_rates(model, "dropout")
@@ -378,8 +398,8 @@ def from_published(
     like: this model's parameters by name.
 
   Returns:
-    Parameters by name. Parameters without a match in `like` keep their name and
-    shape, so that the caller can list them.
+    Parameters by name, or a `Remark` why there is none. Parameters without a
+    match in `like` keep their name and shape, so that the caller can list them.
   """
   flat = arrays.normalise(flat)
   converted = t5_published.load(flat, like)
@@ -389,3 +409,9 @@ def from_published(
 
 
 to_published = t5_published.export
+published_fields = t5_config.fields
+
+
+def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
+  """Returns the view of a parameter, see optim/views.py."""
+  return views.of_stack(name, shape)

@@ -17,7 +17,14 @@ import numpy as np
 
 from bigtrain import settings
 from bigtrain.models import vit
-from bigtrain.models.layers import encoder, options, pooling, remat
+from bigtrain.models.layers import (
+  attention_choice,
+  encoder,
+  options,
+  pooling,
+  remat,
+)
+from bigtrain.optim import views
 
 POOL_TYPES = ("last", "first", "gap", "max", "map")
 _SIZES = ("width", "depth", "mlp_dim", "num_heads")
@@ -40,7 +47,8 @@ class Model(nn.Module):
       attention.
     dropout: rate in the MLPs and on residual branches.
     scan: whether to compile one block and loop over stacked parameters.
-    remat_policy: "none" or a name of jax.checkpoint_policies.
+    attention: implementation of attention, a name in attention_choice.NAMES.
+    remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation; parameters, the pooled features and the
       head are float32.
   """
@@ -55,6 +63,7 @@ class Model(nn.Module):
   pool_type: str = "last"
   dropout: float = 0.0
   scan: bool = False
+  attention: str = "auto"
   remat_policy: str = "none"
   dtype: str = "float32"
 
@@ -73,6 +82,7 @@ class Model(nn.Module):
       object.__setattr__(self, name, value)
     options.check_sizes(self, (*_SIZES, "vocab_size"))
     options.check_option("pool_type", self.pool_type, POOL_TYPES)
+    options.check_option("attention", self.attention, attention_choice.NAMES)
     options.check_option("remat_policy", self.remat_policy, remat.POLICIES)
     options.check_option("dtype", self.dtype, options.DTYPES)
     options.check_rates(self, "dropout")
@@ -106,6 +116,7 @@ class Model(nn.Module):
       num_heads=self.num_heads,
       dropout=self.dropout,
       scan=self.scan,
+      attention=self.attention,
       remat_policy=self.remat_policy,
       dtype=self.dtype,
       name="Encoder_0",
@@ -159,3 +170,8 @@ def from_published(
   elif second_1LD is not None:
     flat["Encoder_0/pos_embedding"] = second_1LD
   return flat
+
+
+def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
+  """Returns the view of a parameter, see optim/views.py."""
+  return views.of_stack(name, shape, "encoderblock")

@@ -8,9 +8,10 @@ load by config.model_init.
 Axes: B batch, E embedding.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -18,11 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import parts, settings
+from bigtrain import parts, settings, trees
 from bigtrain.models.published import arrays
+from bigtrain.optim import views
 
 # Added to norms, so that an embedding of zeros stays zero and has a gradient.
 _EPSILON = 1e-8
+
+_KEYS = {"img": "config.model.image", "txt": "config.model.text"}
 
 
 class Model(nn.Module):
@@ -80,7 +84,8 @@ class Model(nn.Module):
     for name, x in (("img", image), ("txt", text)):
       if x is not None:
         model, options = towers[name]
-        z_BE, tower_out = model(**options, name=name)(x, train=train)
+        with _named(_KEYS[name]):
+          z_BE, tower_out = model(**options, name=name)(x, train=train)
         out.update({f"{name}/{key}": value for key, value in tower_out.items()})
         embedded[name] = normalise(z_BE)
     t_1 = self.param(
@@ -123,11 +128,18 @@ def _tower(
     # An embedding of zeros has no direction.
     options.setdefault("head_zeroinit", False)
   settings.check_kwargs(module.Model, options, key)
-  try:
+  with _named(key):
     module.Model(**options, parent=None)
+  return module.Model, options
+
+
+@contextlib.contextmanager
+def _named(key: str) -> Iterator[None]:
+  """Puts the key of a tower into the messages of its errors."""
+  try:
+    yield
   except settings.ConfigError as e:
     raise settings.ConfigError(str(e).replace("config.model", key)) from e
-  return module.Model, options
 
 
 def normalise(z_BE: jax.Array) -> jax.Array:
@@ -138,7 +150,10 @@ def normalise(z_BE: jax.Array) -> jax.Array:
 
 
 def from_published(
-  flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
+  flat: Mapping[str, np.ndarray],
+  like: Mapping[str, jax.ShapeDtypeStruct],
+  *,
+  posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
   """Renames and reshapes the parameters of published two-tower models.
 
@@ -148,6 +163,7 @@ def from_published(
   Args:
     flat: parameters by "/"-joined name.
     like: the model's parameters by name.
+    posemb_align: see arrays.resample_posemb.
 
   Returns:
     Parameters by name. Parameters without a match in `like` keep their name and
@@ -171,6 +187,22 @@ def from_published(
       for name, spec in like.items()
       if name.startswith(prefix)
     }
-    converted = module.from_published(tower, like_tower)
+    align = {"posemb_align": posemb_align} if prefix == "img/" else {}
+    converted = module.from_published(tower, like_tower, **align)
     result.update({prefix + name: value for name, value in converted.items()})
   return result
+
+
+def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
+  """Returns the view of a parameter, which its tower's module gives."""
+  modules = {"img": model.image_model, "txt": model.text_model}
+  tower, _, inner = name.partition("/")
+  if tower not in modules:
+    return views.default(name, shape)
+  module = parts.find_module("models", modules[tower], f"config.model.{tower}")
+  tower_class, options = model._towers()[tower]
+  spec = jax.ShapeDtypeStruct(shape, jnp.float32)
+  tree = trees.from_flat({inner: spec})
+  return views.of_model(module, tower_class(**options, parent=None), tree)[
+    inner
+  ]

@@ -19,8 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import settings
-from bigtrain.models.layers import encoder, options, pooling, positions, remat
+from bigtrain.models.layers import (
+  attention_choice,
+  encoder,
+  options,
+  pooling,
+  positions,
+  remat,
+)
 from bigtrain.models.published import arrays, blocks
+from bigtrain.optim import views
 
 
 class Size(NamedTuple):
@@ -71,7 +79,8 @@ class Model(nn.Module):
     dropout: rate after the embedding, in the MLPs and on residual branches.
     drop_path: rate of stochastic depth in the last block, 0 in the first.
     scan: whether to compile one block and loop over stacked parameters.
-    remat_policy: "none" or a name of jax.checkpoint_policies.
+    attention: implementation of attention, a name in attention_choice.NAMES.
+    remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation; parameters, the pooled features and the
       head are float32.
   """
@@ -91,6 +100,7 @@ class Model(nn.Module):
   dropout: float = 0.0
   drop_path: float = 0.0
   scan: bool = False
+  attention: str = "auto"
   remat_policy: str = "none"
   dtype: str = "float32"
 
@@ -100,6 +110,7 @@ class Model(nn.Module):
       object.__setattr__(self, name, value)
     options.check_option("posemb", self.posemb, POSEMBS)
     options.check_option("pool_type", self.pool_type, POOL_TYPES)
+    options.check_option("attention", self.attention, attention_choice.NAMES)
     options.check_option("remat_policy", self.remat_policy, remat.POLICIES)
     options.check_option("dtype", self.dtype, options.DTYPES)
     options.check_rates(self, "dropout", "drop_path")
@@ -148,6 +159,7 @@ class Model(nn.Module):
       dropout=self.dropout,
       drop_path=self.drop_path,
       scan=self.scan,
+      attention=self.attention,
       remat_policy=self.remat_policy,
       dtype=self.dtype,
       name="Transformer",
@@ -274,8 +286,11 @@ def variant_sizes(variant: str) -> dict[str, Any]:
 
 
 def from_published(
-  flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, np.ndarray]:
+  flat: Mapping[str, np.ndarray],
+  like: Mapping[str, jax.ShapeDtypeStruct],
+  *,
+  posemb_align: str = "centers",
+) -> dict[str, Any]:
   """Renames and reshapes the parameters of a published ViT to this model's.
 
   Reads the .npz files of the AugReg and big_vision releases: an optimizer's
@@ -292,6 +307,7 @@ def from_published(
   Args:
     flat: parameters by "/"-joined name.
     like: the model's parameters by name.
+    posemb_align: see arrays.resample_posemb.
 
   Returns:
     Parameters by name. Parameters without a match in `like` keep their name and
@@ -301,18 +317,23 @@ def from_published(
   flat = _rename(flat)
 
   if "pos_embedding" in flat and "pos_embedding" in like:
-    _fit_posemb(flat, like["pos_embedding"].shape)
-  flat = blocks.restack_blocks(flat, like)
+    _fit_posemb(flat, like["pos_embedding"].shape, posemb_align)
+  result: dict[str, Any] = blocks.restack_blocks(flat, like)
 
-  shapes = [getattr(t.get("head/kernel"), "shape", None) for t in (flat, like)]
+  heads = [params.get("head/kernel") for params in (result, like)]
+  shapes = [getattr(head, "shape", None) for head in heads]
   if "pre_logits/kernel" not in like and shapes[0] != shapes[1]:
-    flat.pop("pre_logits/kernel", None)
-    flat.pop("pre_logits/bias", None)
-  return flat
+    names = {"pre_logits/kernel", "pre_logits/bias"} & set(result)
+    for name in names:
+      del result[name]
+    if names:
+      reason = "kernel and bias: the model's head reads the encoder's output"
+      result["pre_logits"] = arrays.Remark("dropped", reason)
+  return result
 
 
 def _fit_posemb(
-  flat: dict[str, np.ndarray], shape: tuple[int, int, int]
+  flat: dict[str, np.ndarray], shape: tuple[int, int, int], align: str
 ) -> None:
   """Resamples position embeddings to the shape (1, P, D) if grids are known."""
   posemb_1PD = flat["pos_embedding"]
@@ -327,7 +348,7 @@ def _fit_posemb(
     posemb_1PD = posemb_1PD[:, 1:]
   old, new = square(posemb_1PD.shape[1]), square(shape[1])
   if old and new:
-    posemb_1PD = arrays.resample_posemb(posemb_1PD, old, new)
+    posemb_1PD = arrays.resample_posemb(posemb_1PD, old, new, align)
   flat["pos_embedding"] = posemb_1PD
 
 
@@ -358,3 +379,8 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return f"{m[1]}{m[2]}_{number}{m[4]}"
 
   return {renumber(name): value for name, value in renamed.items()}
+
+
+def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
+  """Returns the view of a parameter, see optim/views.py."""
+  return views.of_stack(name, shape, "encoderblock")

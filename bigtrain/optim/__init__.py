@@ -1,8 +1,10 @@
 """The optimizer: which parameters are updated, how, and with which rate.
 
 Open chain.py first: it lists the stages from gradients to updates in order.
-optimizers.py builds the base optimizer that a config names, schedules.py the
-learning-rate schedules, and patterns.py assigns parameters to rules of the
-config by regular expression. main, checkpoints and tools import this package;
-it imports settings, lengths, trees and metrics.
+recipe.py reads the config. optimizers.py builds the base optimizer that it
+names (adafactor.py has two), by_array.py maps it over layers, and wrappers.py
+has what is around it. schedules.py has the learning-rate schedules, and
+patterns.py assigns parameters to rules of the config by regular expression.
+main, checkpoints and tools import this package; it imports settings, lengths,
+parts, trees and views.
 """

@@ -15,13 +15,31 @@ factor of config.lr, the product of
   rsqrt       1 / sqrt(1 + (s + shift) / timescale), s steps after the warm-up
               (Zhai et al. 2021, arxiv.org/abs/2106.04560, with cooldown)
   stair       1, then mults[i] from step stair[i] on
+  wsd         1, then for the last `decay` steps end + (1 - end) * f(q), where q
+              goes from 0 to 1 and f is by `shape`: "linear" 1 - q, "sqrt"
+              1 - sqrt(q), "cosine" (1 + cos(pi q)) / 2 (warm-up, stable, decay:
+              Hu et al. 2024, arxiv.org/abs/2404.06395; shapes: Haegele et al.
+              2024, arxiv.org/abs/2405.18392)
+  one_cycle   cosines from 1 / div_factor at step 0 up to 1 at step `peak`, and
+              down to 1 / (div_factor * final_div_factor) at the end; by default
+              25, 30 percent and 10,000 (Smith and Topin 2017,
+              arxiv.org/abs/1708.07120; the defaults are PyTorch's)
+  pieces      the schedules of the list `pieces`, one after the other
+  a dotted path such as "package.module.function": function(p) or, with other
+              keys of the dict, function(p, key=value); of numbers and arrays
 
-warmup, cooldown, timescale, shift and stair are lengths with a unit:
-warmup_steps, warmup_epochs, warmup_examples, warmup_tokens or warmup_percent,
-and so on. stair_epochs=[30, 60, 80] is a list of lengths.
+warmup, cooldown, timescale, shift, stair, decay and peak are lengths with a
+unit: warmup_steps, warmup_epochs, warmup_examples, warmup_tokens or
+warmup_percent, and so on. stair_epochs=[30, 60, 80] is a list of lengths.
+
+A piece is the dict of a schedule with its length, such as length_percent=10,
+and may have `scale`, a factor of its values. Its own lengths in percent are
+those of the piece. The last piece has no length: it takes the rest of the run.
 """
 
+import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +47,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bigtrain import parts, settings
 from bigtrain.lengths import UNITS, Units, steps
 from bigtrain.settings import ConfigError, check_number, did_you_mean
 
@@ -83,6 +102,43 @@ def _stair(*, stair: list[int], mults: list[float]) -> _Decay:
   )
 
 
+def _wsd(
+  total: int, *, decay: int, shape: str = "linear", end: float = 0.0
+) -> _Decay:
+  def value(at: _At) -> Any:
+    q = at.np.clip((at.step - (total - decay)) / decay, 0.0, 1.0)
+    return end + (1 - end) * _SHAPES[shape](at.np, q)
+
+  return value
+
+
+_SHAPES: dict[str, Callable[[Any, Any], Any]] = {
+  "linear": lambda np, q: 1 - q,
+  "sqrt": lambda np, q: 1 - np.sqrt(q),
+  "cosine": lambda np, q: (1 + np.cos(math.pi * q)) / 2,
+}
+
+
+def _one_cycle(
+  total: int,
+  *,
+  peak: int | None = None,
+  div_factor: float = 25.0,
+  final_div_factor: float = 1e4,
+) -> _Decay:
+  top = max(1, round(0.3 * total)) if peak is None else max(1, peak)
+  start, end = 1 / div_factor, 1 / (div_factor * final_div_factor)
+
+  def value(at: _At) -> Any:
+    rise = at.np.clip(at.step / top, 0.0, 1.0)
+    fall = at.np.clip((at.step - top) / max(1, total - top), 0.0, 1.0)
+    up = start + (1 - start) * (1 - at.np.cos(np.pi * rise)) / 2
+    down = end + (1 - end) * (1 + at.np.cos(np.pi * fall)) / 2
+    return at.np.where(at.step < top, up, down)
+
+  return value
+
+
 _DECAYS: dict[str, Callable[..., _Decay]] = {
   "constant": _constant,
   "cosine": _cosine,
@@ -90,9 +146,14 @@ _DECAYS: dict[str, Callable[..., _Decay]] = {
   "polynomial": _polynomial,
   "rsqrt": _rsqrt,
   "stair": _stair,
+  "wsd": _wsd,
+  "one_cycle": _one_cycle,
 }
-_LENGTHS = ("timescale", "shift")  # Arguments of decays with a unit.
-_NEED_TOTAL = ("cosine", "linear", "polynomial")
+_NAMES = (*_DECAYS, "pieces")
+# Arguments of decays with a unit.
+_LENGTHS = ("timescale", "shift", "decay", "peak")
+_GIVEN = {"total"}  # Argument that is not a key.
+_NEED_TOTAL = ("cosine", "linear", "polynomial", "wsd", "one_cycle")
 
 
 def make(
@@ -117,16 +178,23 @@ def make(
   spec = dict(spec)
   decay_type = spec.pop("decay_type", None)
   if decay_type is None:
-    raise ConfigError(f"{path}.decay_type: missing.{did_you_mean('', _DECAYS)}")
-  if decay_type not in _DECAYS:
-    hint = did_you_mean(decay_type, _DECAYS)
+    raise ConfigError(f"{path}.decay_type: missing.{did_you_mean('', _NAMES)}")
+  is_own = "." in str(decay_type)
+  if decay_type not in _NAMES and not is_own:
+    hint = did_you_mean(str(decay_type), _NAMES)
     raise ConfigError(f"{path}.decay_type: unknown {decay_type!r}.{hint}")
   _check_keys(spec, decay_type, path)
   warmup = steps(spec, "warmup", units, 0, path)
   cooldown = steps(spec, "cooldown", units, 0, path)
   total = units.total_steps
   _check_lengths(warmup, cooldown, total, decay_type, path)
-  decay = _DECAYS[decay_type](**_arguments(spec, decay_type, units, path))
+  if is_own:
+    decay = _own(decay_type, spec, path)
+  elif decay_type == "pieces":
+    decay = _pieces(spec.pop("pieces", None), units, path)
+  else:
+    kwargs = _arguments(spec, decay_type, units, path)
+    decay = _DECAYS[decay_type](**kwargs)
 
   def schedule(step: Any) -> Any:
     xp = jnp if isinstance(step, jax.Array) else np
@@ -144,10 +212,73 @@ def make(
   return schedule
 
 
+def _own(dotted: str, options: Mapping[str, Any], path: str) -> _Decay:
+  """The decay of a user's function of the progress."""
+  key = f"{path}.decay_type"
+  fn = parts.find_attribute(dotted, key)
+  if not callable(fn):
+    raise ConfigError(f"{key}: expected a function, got {dotted!r}: {fn!r}.")
+  first = next(iter(inspect.signature(fn).parameters), "")
+  settings.check_kwargs(fn, options, path, given=(first,))
+  value = fn(np.zeros(()), **options)
+  if np.shape(value) != () or not np.isfinite(value):
+    raise ConfigError(
+      f"{key}: expected {dotted!r} to return a number at 0, got {value!r}."
+    )
+  return lambda at: fn(at.progress, **options)
+
+
+def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
+  """The decay of schedules that follow one another."""
+  if not isinstance(pieces, list | tuple) or not pieces:
+    raise ConfigError(
+      f"{path}.pieces: expected a list of dicts, got {pieces!r}."
+    )
+  begin, made = 0, []
+  for i, piece in enumerate(pieces):
+    key = f"{path}.pieces[{i}]"
+    if not isinstance(piece, Mapping):
+      raise ConfigError(f"{key}: expected the dict of a schedule, got {piece}.")
+    spec = dict(piece)
+    scale = check_number(f"{key}.scale", spec.pop("scale", 1.0), least=0)
+    length = steps(spec, "length", units, None, key)
+    rest = units.total_steps and units.total_steps - begin
+    is_last = i == len(pieces) - 1
+    if not is_last and (not length or (rest and length >= rest)):
+      raise ConfigError(
+        f"{key}: expected a length, such as length_percent=10, that leaves "
+        f"steps to the next piece, got {length} of {rest}."
+      )
+    if is_last and length not in (None, rest):
+      raise ConfigError(
+        f"{key}: expected no length, as the last piece takes the remaining "
+        f"{rest} steps, got {length}."
+      )
+    length = rest if is_last else length
+    inner = make(spec, dataclasses.replace(units, total_steps=length), key)
+    made.append((begin, length, scale, inner))
+    begin += length or 0
+
+  def value(at: _At) -> Any:
+    result: Any = 0.0
+    for begin, length, scale, inner in made:
+      step = at.np.clip(at.step - begin, 0, length)
+      result = at.np.where(at.step >= begin, scale * inner(step), result)
+    return result
+
+  return value
+
+
 def _check_keys(spec: dict[str, Any], decay_type: str, path: str) -> None:
+  """Raises ConfigError for unknown keys; a user's function has its own."""
+  if "." in decay_type:
+    return
   keys = {"decay_type"}
   lengths = ["warmup", "cooldown"]
-  for name in inspect.signature(_DECAYS[decay_type]).parameters:
+  parameters = {"pieces"}
+  if decay_type in _DECAYS:
+    parameters = {*inspect.signature(_DECAYS[decay_type]).parameters} - _GIVEN
+  for name in sorted(parameters):
     if name in _LENGTHS or name == "stair":
       lengths.append(name)
     else:
@@ -163,7 +294,7 @@ def _check_lengths(
   warmup: int, cooldown: int, total: int | None, decay_type: str, path: str
 ) -> None:
   if total is None:
-    if cooldown or decay_type in _NEED_TOTAL:
+    if cooldown or decay_type in _NEED_TOTAL or "." in decay_type:
       part = "cooldown" if cooldown else decay_type
       raise ConfigError(f"{path}: {part} needs the length of the run.")
   # A run of one step, for evaluation or debugging, may keep longer lengths.
@@ -185,8 +316,21 @@ def _arguments(
       kwargs[name] = length
   if decay_type == "stair":
     kwargs.update(_stair_arguments(spec, units, path))
+  if decay_type in ("wsd", "one_cycle"):
+    kwargs["total"] = units.total_steps
+  if decay_type == "wsd":
+    shape = kwargs["shape"] = spec.pop("shape", "linear")
+    if shape not in _SHAPES:
+      hint = did_you_mean(str(shape), _SHAPES)
+      raise ConfigError(f"{path}.shape: unknown {shape!r}.{hint}")
+    total, decay = units.total_steps or 0, kwargs.get("decay", 0)
+    if not decay or (decay > total > 1):
+      raise ConfigError(
+        f"{path}: wsd needs the length of its decay, such as decay_percent=20, "
+        f"within the run of {units.total_steps} steps."
+      )
   for key, value in spec.items():
-    above = 0 if key == "power" else None
+    above = 0 if key in ("power", "div_factor", "final_div_factor") else None
     kwargs[key] = check_number(f"{path}.{key}", value, above=above)
   if "timescale" in kwargs:
     check_number(f"{path}.timescale", kwargs["timescale"], above=0)
@@ -218,3 +362,8 @@ def _stair_arguments(
       f"{path}.mults, got {stair}."
     )
   return dict(stair=stair, mults=[float(m) for m in mults])
+
+
+def constructors() -> dict[str, Callable[..., Any]]:
+  """Returns the functions whose arguments each `decay_type` takes."""
+  return dict(_DECAYS)

@@ -1,6 +1,8 @@
 """tensorflow as a library for the host, without access to accelerators."""
 
+import ast
 import functools
+import re
 from typing import Any
 
 from bigtrain.settings import ConfigError
@@ -31,3 +33,27 @@ def load() -> Any:
           f"input: tensorflow was used earlier and holds the {kind}s: {e}"
         ) from e
   return tf
+
+
+def _unquoted(line: str) -> str:
+  """Decodes the repr of a bytes object; other text is returned unchanged."""
+  try:
+    return ast.literal_eval(line).decode("utf-8", "backslashreplace")
+  except (ValueError, SyntaxError, AttributeError):
+    return line
+
+
+def one_line(error: Exception) -> str:
+  """Formats an error on one line, without tensorflow's graph locations."""
+  text = getattr(error, "message", None) or str(error)
+  _, asserted, shown = text.partition("to be true. Summarized data: ")
+  if asserted:  # Outside a graph, an Assert shows the repr of strings.
+    text = " ".join(map(_unquoted, shown.splitlines()))
+  text = re.sub(r"\{\{[^}]*\}\}|\[Op:[^\]]*\].*|\[\[[^\]]*\]\]", "", text)
+  lines = [line.strip() for line in text.splitlines() if line.strip()]
+  if lines and lines[0].startswith("Graph execution error"):
+    lines = lines[-1:]  # The lines between are locations in the graph.
+  text = " ".join(lines) or type(error).__name__
+  if isinstance(error, KeyError | IndexError | TypeError | AttributeError):
+    text = f"{type(error).__name__}: {text}"
+  return text[:300].rstrip(". ") + "."

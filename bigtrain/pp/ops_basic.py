@@ -132,7 +132,12 @@ def vgg_value_range(
 
 @registry.register("flip_lr")
 def flip_lr(key: str = "image", key_result: str | None = None) -> Op:
-  """Mirrors an image [..., H, W, C] left to right, with probability 1/2."""
+  """Mirrors an image [..., H, W, C] left to right, with probability 1/2.
+
+  Args:
+    key: name of the feature.
+    key_result: name of the result; `key` by default.
+  """
 
   def fn(image, u):
     arrays.require_image(image, u, "flip_lr")

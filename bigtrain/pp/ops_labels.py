@@ -109,6 +109,8 @@ def lookup(
     return np.array(ids, np.int64).reshape(names.shape)[()]
 
   op = dual(fn, key, key_result)
+  if names := _names(table):
+    op = op._replace(class_names={key_result or key: names})
   if not isinstance(mapping, str):
     return op
   content = hashlib.sha256(repr(table).encode()).hexdigest()[:16]
@@ -138,6 +140,17 @@ def _table(mapping: Any, sep: str | None) -> dict[Any, int]:
       )
   _check_unique([name for name, _ in pairs])
   return {n.encode() if isinstance(n, str) else n: v for n, v in pairs}
+
+
+def _names(table: dict[Any, int]) -> list[str]:
+  """Returns the first name of each id from 0; an id without one is a number."""
+  names: dict[int, str] = {}
+  for name, number in table.items():
+    text = name.decode() if isinstance(name, bytes) else str(name)
+    names.setdefault(number, text)
+  if max(names) > 10 * len(table):
+    return []  # These numbers do not count classes.
+  return [names.get(i, str(i)) for i in range(max(names) + 1)]
 
 
 def _read(path: str, sep: str | None) -> list[tuple[str, int]]:

@@ -37,7 +37,9 @@ class _Call(NamedTuple):
   arguments: dict[str, Any]
 
 
-def parse(spec: str, modules: Sequence[str] = ()) -> list[registry.Op]:
+def parse(
+  spec: str, modules: Sequence[str] = (), *, defer_errors: bool = False
+) -> list[registry.Op]:
   """Parses a spec into ops for `registry.compose`.
 
   Adjacent ops that have a fusion, such as `decode` and a crop, become one op.
@@ -45,6 +47,8 @@ def parse(spec: str, modules: Sequence[str] = ()) -> list[registry.Op]:
   Args:
     spec: such as "decode|resize(224)|value_range(-1, 1)". It may span lines.
     modules: dotted names of modules to import first; they register ops.
+    defer_errors: whether an op that cannot be made, for instance because its
+      file is gone, raises its error when it is called, and not here.
 
   Raises:
     ConfigError: the spec is empty or malformed, an op or an argument is
@@ -62,7 +66,12 @@ def parse(spec: str, modules: Sequence[str] = ()) -> list[registry.Op]:
     )
   nodes = _links(_tree(spec))
   calls = [
-    _call(node, f"preprocessing op {i} of {len(nodes)}", _text(node, spec))
+    _call(
+      node,
+      f"preprocessing op {i} of {len(nodes)}",
+      _text(node, spec),
+      defer_errors,
+    )
     for i, node in enumerate(nodes, 1)
   ]
   return [call.op for call in _fuse(calls)]
@@ -118,7 +127,7 @@ def _text(node: ast.expr, spec: str) -> str:
   return " ".join(ast.get_source_segment(f"(\n{spec}\n)", node).split())
 
 
-def _call(node: ast.expr, where: str, text: str) -> _Call:
+def _call(node: ast.expr, where: str, text: str, defer_errors: bool) -> _Call:
   """Builds one op from its node; `where` is its position, for messages."""
   func = node.func if isinstance(node, ast.Call) else node
   if not isinstance(func, ast.Name):
@@ -135,13 +144,28 @@ def _call(node: ast.expr, where: str, text: str) -> _Call:
       if keyword.arg is None:
         raise ConfigError(f"{where}: expected name=literal, got '**'.")
       kwargs[keyword.arg] = _literal(keyword.value, where)
+  arguments: dict[str, Any] = {}
   try:
     factory = registry.find(func.id)
     arguments = check_arguments(factory, args, kwargs)
     op = factory(*args, **kwargs)
   except ConfigError as e:
-    raise ConfigError(f"{where}: {e}") from e
+    error = ConfigError(f"{where}: {e}")
+    if not defer_errors or arguments.get("key") is None:
+      raise error from e
+    op = _failing(error, **arguments)
   return _Call(op._replace(name=text), func.id, arguments)
+
+
+def _failing(
+  error: ConfigError, key: str, key_result: str | None = None, **_: Any
+) -> registry.Op:
+  """Returns an op that raises an error when it is called."""
+
+  def fn(value: Any, u: Any) -> Any:
+    raise error
+
+  return registry.on_feature(fn, key, key_result)
 
 
 def _literal(node: ast.expr, where: str) -> Any:

@@ -64,6 +64,7 @@ class Op(NamedTuple):
       that a run does not resume with different files.
     origins: {feature that the op sets: feature from which its ids come, or None
       for new values}. The other features stay as they are. None if unknown.
+    class_names: {feature that the op sets: names of its classes, by number}.
   """
 
   fn: Callable[[Features, Any], Features]
@@ -75,6 +76,7 @@ class Op(NamedTuple):
   vocab_sizes: dict[str, int] = {}
   fingerprints: dict[str, str] = {}
   origins: dict[str, str | None] | None = None
+  class_names: dict[str, list[str]] = {}
 
 
 Factory = Callable[..., Op]

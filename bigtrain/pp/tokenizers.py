@@ -121,7 +121,8 @@ def _find(spec: str) -> str:
     raise ConfigError(f"tokenizer {spec!r}: there is no folder {folder!r}.")
   there = os.listdir(folder) + ["bytes"] * (os.sep not in spec)
   raise ConfigError(
-    f"tokenizer {spec!r}: no such file.{did_you_mean(name, there)}"
+    f"tokenizer {spec!r}: no such file.{did_you_mean(name, there)} The full "
+    f"path is {path}."
   )
 
 

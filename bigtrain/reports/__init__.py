@@ -4,7 +4,7 @@ Open row_log.py first: it takes the metrics of a step and hands the row to
 writers.py, which writes metrics.jsonl (rows.py), TensorBoard, W&B and the
 console (console.py). chrono.py accounts for time and measures throughput,
 flops.py counts model FLOPs, record.py writes config.json and run.json, and
-footprint.py measures a compiled update. main and the tools import this
-package; apart from row_log.py, which also feeds the hooks, its modules import
-only what lies below: settings, lengths, trees, sharding and files.
+footprint.py measures the update's state and FLOPs. main and the tools import
+this package; apart from row_log.py, which also feeds the hooks, its modules
+import only what lies below: settings, lengths, trees, sharding and files.
 """

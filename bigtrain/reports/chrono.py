@@ -27,7 +27,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bigtrain.reports import flops
@@ -56,7 +56,7 @@ class Chrono:
     chrono.restore(saved_state, last_alive=...)       # After a restart.
     with chrono.account("compile"): ...               # If ahead of time.
     chrono.start(s)                                   # The loop begins.
-    chrono.data_wait(secs)                            # Each step.
+    with chrono.waiting_for_data(): ...               # Each step.
     chrono.warm(s + 1)                                # First step completed.
     chrono.completes(s, array.block_until_ready)      # A row is due.
     row |= chrono.row(s)                              # Metrics are fetched.
@@ -74,6 +74,7 @@ class Chrono:
     last_step: int | None = None,
     examples_per_epoch: int | None = None,
     tokens_per_example: int | None = None,
+    sources_at: Callable[[int], Mapping[str, float]] | None = None,
     flops_per_step: float | None = None,
     peak_flops_per_device: float | None = None,
     num_devices: int = 1,
@@ -89,6 +90,8 @@ class Chrono:
       last_step: last step of this run if earlier (`stop_at_steps`).
       examples_per_epoch: for `epoch`; without it rows have no `epoch`.
       tokens_per_example: for `tokens_*`; without it rows have none of these.
+      sources_at: returns the figures of each source of a mixture by the number
+        of steps, such as "epoch/web".
       flops_per_step: model FLOPs of a step, forward and backward, over all
         devices (`flops.train_flops`).
       peak_flops_per_device: FLOP/s, of `flops.peak_flops` or the config; rows
@@ -103,6 +106,7 @@ class Chrono:
     self._last_step = total_steps if last_step is None else last_step
     self._examples_per_epoch = examples_per_epoch
     self._tokens_per_example = tokens_per_example
+    self._sources_at = sources_at
     self._flops_per_step = flops_per_step
     self._peak = peak_flops_per_device
     self._num_devices = num_devices
@@ -158,6 +162,13 @@ class Chrono:
     if not self._open:
       now = self._clock()
       self._spans.append(("data_wait", now - secs, now))
+
+  @contextlib.contextmanager
+  def waiting_for_data(self) -> Iterator[None]:
+    """Records the time inside of the context by `data_wait`."""
+    began = self._clock()
+    yield
+    self.data_wait(self._clock() - began)
 
   @contextlib.contextmanager
   def account(self, name: str) -> Iterator[None]:
@@ -250,6 +261,8 @@ class Chrono:
       row["tokens_seen"] = examples * self._tokens_per_example
     if self._examples_per_epoch:
       row["epoch"] = examples / self._examples_per_epoch
+    if self._sources_at:
+      row |= self._sources_at(step)
     busy = spent["step"] + spent["data_wait"]
     if steps > 0 and busy > 0:
       row |= self._rates(steps, busy, spent["data_wait"])

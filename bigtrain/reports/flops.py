@@ -107,6 +107,8 @@ def _eqn_flops(eqn: Any, share: _Share) -> fractions.Fraction | int:
     return _COUNTS[name](eqn)
   if name == "cond":  # One branch runs; count the largest.
     return max(_flops(branch, share) for branch in params["branches"])
+  if name == "jit" and not eqn.outvars:
+    return 0  # Recomputation of which nothing is used; XLA removes it.
   inner = sum(_flops(j, share) for j in _nested(params))
   if not inner:
     return 0

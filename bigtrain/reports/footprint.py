@@ -1,4 +1,4 @@
-"""Measures the memory and FLOPs of a compiled update."""
+"""Measures the state and the FLOPs of an update, without compiling it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,25 +10,24 @@ from bigtrain.reports import flops
 
 
 def measure(
-  compiled: Any,
   update_fn: Callable[..., Any],
   state_spec: Mapping[str, Any],
   tally_spec: Any,
   batch_spec: Any,
+  teacher_spec: Mapping[str, Any],
   run: lengths.Lengths,
 ) -> dict[str, Any]:
   """Returns facts about an update, for run.json and tools.plan.
 
   Args:
-    compiled: the program of the update.
-    update_fn: (state, tally, batch) -> (state, tally), the uncompiled update.
+    update_fn: (state, tally, batch, teacher) -> (state, tally), the update.
     state_spec: ShapeDtypeStructs of the state, with shardings.
     tally_spec: ShapeDtypeStructs of the tally, with shardings.
     batch_spec: ShapeDtypeStructs of the batch, with shardings.
+    teacher_spec: ShapeDtypeStructs of the teacher, with shardings, or {}.
     run: lengths of the run.
 
   Returns:
-    {} if the update was not compiled ahead of time; else
     parameters: number of parameters;
     sharded_parameters: number of parameters split over `fsdp`;
     parameter_bytes: bytes of all parameters;
@@ -39,8 +38,6 @@ def measure(
     tokens_per_example: tokens per example, or None;
     total_steps: length of the run's schedule.
   """
-  if not isinstance(compiled, jax.stages.Compiled):
-    return {}
   params = jax.tree.leaves(state_spec["params"])
   return {
     "parameters": sum(x.size for x in params),
@@ -49,11 +46,12 @@ def measure(
     ),
     "parameter_bytes": sum(x.size * x.dtype.itemsize for x in params),
     "state_bytes": {
-      name: _bytes_per_device(part) for name, part in state_spec.items()
+      name: _bytes_per_device(part)
+      for name, part in {**state_spec, **teacher_spec}.items()
     },
     "batch_bytes": _bytes_per_device(batch_spec),
     "executed_flops": flops.executed_flops(
-      update_fn, state_spec, tally_spec, batch_spec
+      update_fn, state_spec, tally_spec, batch_spec, teacher_spec
     ),
     "tokens_per_example": run.units.tokens_per_example,
     "total_steps": run.total,

@@ -186,6 +186,8 @@ def start(
 def update(workdir: str, **facts: Any) -> None:
   """Adds facts, such as compile seconds, to the newest entry of run.json.
 
+  Also what the program chose for each "auto" of the config so far.
+
   A dict is merged into the dict of the same name.
   """
   if jax.process_index():
@@ -193,11 +195,29 @@ def update(workdir: str, **facts: Any) -> None:
   path = os.path.join(workdir, "run.json")
   content = read_json(path)
   newest = content["starts"][-1]
-  for name, value in facts.items():
+  choices = settings.choices()
+  given = {**facts, "auto": choices} if choices else facts
+  for name, value in given.items():
     if isinstance(value, Mapping):
       value = {**newest.get(name, {}), **value}
     newest[name] = value
   write_json(path, content)
+
+
+def compiled_update(
+  workdir: str, program: Any, facts: Mapping[str, Any]
+) -> None:
+  """Writes the update to update.hlo.txt, and facts about it to run.json.
+
+  Args:
+    workdir: folder of the run.
+    program: the update; not written unless compiled ahead of time.
+    facts: facts about the program, see runtime/programs.py.
+  """
+  update(workdir, programs={"update": facts})
+  if isinstance(program, jax.stages.Compiled) and not jax.process_index():
+    with paths.replacing(os.path.join(workdir, "update.hlo.txt")) as file:
+      file.write(program.as_text())
 
 
 def ending(results: Mapping[str, Any], workdir: str) -> str:
@@ -208,7 +228,7 @@ def ending(results: Mapping[str, Any], workdir: str) -> str:
   lines = [f"Finished at step {results['step']}."]
   shown = {k: v for k, v in results.items() if "/" in k}
   for name, value in {"loss": results.get("loss"), **shown}.items():
-    hidden = name.startswith("account/") or name.endswith("/secs")
+    hidden = name.startswith(("account/", "epoch/")) or name.endswith("/secs")
     if isinstance(value, float) and not hidden:
       lines.append(f"  {name:24} {value:.4g}")
   lines += [

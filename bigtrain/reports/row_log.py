@@ -1,9 +1,10 @@
 """Collects the rows of a run and passes them to the writers and the hooks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+from absl import logging
 
 from bigtrain.reports import chrono, record, writers
 from bigtrain.runtime import hooks, programs
@@ -16,7 +17,7 @@ class RowLog:
   Args:
     workdir: folder of the run.
     writer: receives every row.
-    run_hooks: receive every row and may stop the run.
+    run_hooks: receive every row and may add scalars to those of training.
     clock: adds times and rates to training rows.
     compiled: source of the program facts for run.json and the first row.
     check: called with each fetched tally; raises if the tally is bad.
@@ -43,7 +44,7 @@ class RowLog:
     self._compiled = compiled
     self._check = check
     self._facts = dict(facts)
-    self._queued: tuple[int, tally.Tally] | None = None
+    self._queued: tuple[int, tally.Tally, dict[str, Any]] | None = None
     self._noted: set[str] = set()
     # Rows of earlier processes of this run.
     self._rows = {row["step"]: row for row in writers.read_rows(workdir)}
@@ -63,28 +64,28 @@ class RowLog:
     """
     results = {k: v for k, v in self._rows.get(step, {}).items() if owns(k)}
     if results:
-      self.show({"step": step, **results})
+      self._hooks.after_row({"step": step, **results})
     return bool(results)
 
   def queue_row(self, step: int, sums: tally.Tally) -> None:
     """Queues the row of `step`; `flush_row` writes it."""
-    self._queued = step, sums
+    self._queued = step, sums, self._hooks.take_scalars()
 
   def flush_row(self) -> None:
     """Writes the queued row, if there is one; waits for its step."""
     if self._queued:
-      step, sums = self._queued
-      self._queued, sums = None, jax.device_get(sums)
+      step, *fetched = self._queued
+      self._queued, (sums, scalars) = None, jax.device_get(fetched)
       self._check(sums)
       first = self.note("update", **self._facts)
       times = self._clock.row(step)
-      self.write({"step": step, **tally.row(sums), **times, **first})
+      self.write({"step": step, **tally.row(sums), **times, **first, **scalars})
 
   def write(self, row: dict[str, Any]) -> None:
     """Passes a row to the writers and the hooks."""
     self.newest.update(row)
     self._writer.write(row)
-    self.show(row)
+    self._hooks.after_row(row)
 
   def write_results(
     self, name: str, step: int, results: Mapping[str, float]
@@ -92,11 +93,6 @@ class RowLog:
     """Writes the results of the evaluation `name` at `step`."""
     self.note(name)
     self.write({"step": step, **{f"{name}/{k}": v for k, v in results.items()}})
-
-  def show(self, row: Mapping[str, Any]) -> None:
-    """Passes a row to the hooks, unless one of them has stopped the run."""
-    if not self._hooks.stopped:
-      self._hooks.after_step(row["step"], row)
 
   def note(self, program: str, **facts: float) -> dict[str, float]:
     """Writes the facts about a compiled program to run.json, once.
@@ -111,3 +107,37 @@ class RowLog:
     record.update(self._workdir, programs={program: known}, **facts)
     sizes = {k: v for k, v in known.items() if k.endswith("_bytes")}
     return {f"{program}_{name}": v for name, v in sizes.items()} | facts
+
+
+def finished(
+  workdir: str,
+  step: int | None,
+  total_steps: int,
+  evaluations: Iterable[Any],
+) -> dict[str, Any] | None:
+  """Returns the newest metrics of a run that has nothing left to do.
+
+  Args:
+    workdir: folder of the run.
+    step: step at which it has ended; None if it goes on.
+    total_steps: length of the run.
+    evaluations: its evaluations (evaluation/evaluations.py).
+
+  Returns:
+    The newest value of every metric; None if the run goes on, or if results of
+    an evaluation are missing.
+  """
+  if step is None:
+    return None
+  rows = writers.read_rows(workdir)
+  names = {name for row in rows if row["step"] == step for name in row}
+  due = [e for e in evaluations if e.due(step, total_steps)]
+  if not rows or not all(any(map(e.owns, names)) for e in due):
+    return None
+  logging.info(
+    "Step %d of %d, resumed from step %d of this workdir: nothing is left to "
+    "do.",
+    *(step, total_steps, step),
+  )
+  newest = {name: value for row in rows for name, value in row.items()}
+  return newest | {"step": step}

@@ -22,7 +22,7 @@ from typing import Any
 
 from absl import logging
 
-from bigtrain.files import paths
+from bigtrain.files import disk, paths
 
 FILE_NAME = "metrics.jsonl"
 
@@ -89,7 +89,8 @@ class RowFile:
       self._open()
       self._mirror.push()
     except OSError as e:
-      raise WriteError(f"cannot write {path}: {e.strerror or e}") from e
+      reason = f"{e.strerror or e}{disk.room(e, path)}"
+      raise WriteError(f"cannot write {path}: {reason}") from e
 
   def _open(self) -> None:
     # Unbuffered: the rest of a failed write must not be written later.

@@ -21,7 +21,7 @@ from typing import Any
 from absl import logging
 
 from bigtrain import settings
-from bigtrain.files import paths
+from bigtrain.files import disk, paths
 from bigtrain.reports.console import Console
 from bigtrain.reports.rows import FILE_NAME, Row, RowFile, WriteError, read_rows
 
@@ -187,7 +187,9 @@ class Writers:
       call()
     except Exception as e:
       reason = getattr(e, "strerror", None) or e
-      self._error = WriteError(f"cannot write {self._file.path}: {reason}")
+      room = disk.room(e, self._file.path)
+      message = f"cannot write {self._file.path}: {reason}{room}"
+      self._error = WriteError(message)
       self._error.__cause__ = e
 
   def _show(self, row: Row) -> None:

@@ -1,12 +1,33 @@
-"""Logs the types and shapes of everything that flows through the model."""
+"""Options that help to find mistakes: logged shapes, forbidden transfers."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from absl import logging
 
-from bigtrain.settings import Config
+from bigtrain.settings import Config, ConfigError, did_you_mean
+
+_TRANSFER_GUARDS = ("allow", "log", "disallow", "log_explicit")
+
+
+def transfer_guard(config: Config) -> contextlib.AbstractContextManager[Any]:
+  """Reads config.transfer_guard: a guard of implicit transfers.
+
+  Returns:
+    The context of jax.transfer_guard; it does nothing unless the key is set.
+
+  Raises:
+    ConfigError: an unknown value.
+  """
+  level = config.get("transfer_guard")
+  if level is None:
+    return contextlib.nullcontext()
+  if level not in _TRANSFER_GUARDS:
+    hint = did_you_mean(level, _TRANSFER_GUARDS)
+    raise ConfigError(f"config.transfer_guard: unknown {level!r}.{hint}")
+  return jax.transfer_guard(level)
 
 
 def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:

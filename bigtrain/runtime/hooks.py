@@ -1,53 +1,31 @@
 """Builds and runs the hooks of a config; bigtrain.hooks describes a hook.
 
-Every process has all hooks and calls them at the same steps. Process 0 alone
-shows them the rows and broadcasts their decisions. Their state is saved with
-each checkpoint.
+Every process has all hooks and calls them at the same steps. Process 0 decides:
+it alone shows its hooks the rows, and what its hooks ask for is broadcast. No
+method here waits for the device, except for a hook that `needs_values`.
 """
 
 import inspect
-import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 
 from bigtrain import parts, settings
+from bigtrain.cluster import process
+from bigtrain.runtime.hook_context import Context, End, Run, Stop
 from bigtrain.settings import ConfigError
+from bigtrain.step import guard, tally
 
-# Size of the broadcast decision, which all processes must know in advance.
-_MAX_BYTES = 4096
-
-
-class Context(NamedTuple):
-  """What the program passes to a hook that has a parameter `context`.
-
-  Attributes:
-    name: name of the hook in config.hooks.
-    workdir: folder of the run.
-  """
-
-  name: str
-  workdir: str
-
-  @property
-  def path(self) -> str:
-    """Location of the hook in the config, for error messages."""
-    return f"config.hooks.{self.name}"
-
-
-class Stop(NamedTuple):
-  """A decision to end the run.
-
-  Attributes:
-    reason: reason for the log.
-    failure: whether the run has failed.
-  """
-
-  reason: str
-  failure: bool
+_METHODS = (
+  "before_train",
+  "before_step",
+  "after_step",
+  "after_row",
+  "before_save",
+  "after_train",
+)
 
 
 class Hooks:
@@ -55,61 +33,102 @@ class Hooks:
 
   Args:
     hooks: hooks by name.
+    run: the run that the contexts show.
     digest: digest of config.hooks.
 
   Attributes:
     stopped: the decision that ended the run, by this process or an earlier
       one; None while the run goes on.
+    evaluations: names of the evaluations that hooks asked for and that have no
+      results yet.
   """
 
-  def __init__(self, hooks: Mapping[str, Any], digest: str = ""):
+  def __init__(self, hooks: Mapping[str, Any], run: Run, digest: str = ""):
     self._hooks = dict(hooks)
+    self._run = run
     self._digest = digest
+    self._calls = {
+      method: [
+        getattr(hook, method)
+        for hook in self._hooks.values()
+        if hasattr(hook, method)
+      ]
+      for method in _METHODS
+    }
+    declared = self._hooks.values()
+    self._asks = any(getattr(hook, "asks", False) for hook in declared)
+    self._needs_values = any(
+      getattr(hook, "needs_values", False) for hook in declared
+    )
     self._save_step: int | None = None
     # Newest step, and the names in its rows. A resumed run shows the rows of
     # its checkpoint's evaluations again, and the hooks must see them once.
     self._seen: tuple[int, list[str]] = (-1, [])
     self.stopped: Stop | None = None
+    self.evaluations: set[str] = set()
 
-  def call(self, method: str, step: int) -> None:
-    """Calls before_train, before_step, before_save or after_train."""
-    for hook in self._hooks.values():
-      if hasattr(hook, method):
-        getattr(hook, method)(step)
+  def before_train(self) -> None:
+    """Calls before_train, before the first step of this process."""
+    for call in self._calls["before_train"]:
+      call(self._run.step)
+    self._agree()
 
-  def after_step(self, step: int, row: Mapping[str, Any]) -> Stop | None:
-    """Shows a row to all hooks; returns the same decision on every process."""
+  def before_step(self, step: int) -> None:
+    """Calls before_step of every hook.
+
+    Args:
+      step: number of updates after the step.
+    """
+    for call in self._calls["before_step"]:
+      call(step)
+
+  def after_step(self, step: int, state: Any, sums: tally.Tally) -> None:
+    """Calls after_step of every hook.
+
+    Args:
+      step: number of updates after the step.
+      state: the state after the step.
+      sums: the tally after the step.
+    """
+    self._run.step, self._run.state = step, state
+    if self._calls["after_step"]:
+      if self._needs_values:
+        self._run.values = tally.step_values(jax.device_get(sums))
+      for call in self._calls["after_step"]:
+        call(step)
+      self._run.values = None
+    if self._asks:
+      self._agree()
+
+  def after_row(self, row: Mapping[str, Any]) -> None:
+    """Shows a row to the hooks, unless one of them has stopped the run."""
+    step = row["step"]
     seen_step, seen_names = self._seen
     same_step = step == seen_step
-    if not self._hooks or (same_step and set(row) <= {"step", *seen_names}):
-      return None
+    self.evaluations -= {name.partition("/")[0] for name in row}
+    repeated = same_step and set(row) <= {"step", *seen_names}
+    if not self._calls["after_row"] or self.stopped or repeated:
+      return
     names = {*seen_names, *row} if same_step else {*row}
     self._seen = step, sorted(names - {"step"})
-    stop = None
-    save = False
     if jax.process_index() == 0:
-      for name, hook in self._hooks.items():
-        if hasattr(hook, "after_step"):
-          reason = hook.after_step(step, row)
-          failure = getattr(hook, "failure", False)
-          # A failure wins over a success, whatever the order of the hooks.
-          if reason and (stop is None or failure):
-            stop = Stop(f"hook {name!r}: {reason}", failure)
-        if hasattr(hook, "wants_save") and hook.wants_save(step):
-          save = True
-    stop, save = _broadcast(stop, save)
-    self._save_step = step if save else self._save_step
+      self._run.in_row = True
+      for call in self._calls["after_row"]:
+        call(step, row)
+      self._run.in_row = False
+    self._agree()
+
+  def _agree(self) -> None:
+    """Makes what process 0's hooks have asked for the decision of all."""
+    stop, save, evaluations = process.broadcast(self._run.take_asked())
+    self._save_step = self._run.step if save else self._save_step
+    self.evaluations |= set(evaluations)
     # The first decision stands, but a failure wins over a success.
-    if self.stopped is None or (stop and stop.failure):
-      self.stopped = stop
-    return stop
+    if stop and (self.stopped is None or stop[1]):
+      self.stopped = Stop(*stop)
 
   def wants_save(self, step: int) -> bool:
-    """Returns whether a hook asks for a checkpoint of `step`.
-
-    The result is the same on every process. Call this after all rows of `step`
-    have been shown.
-    """
+    """Returns whether a hook asks for a checkpoint of `step`."""
     return self._save_step == step
 
   @property
@@ -122,6 +141,16 @@ class Hooks:
     if self.stopped and self.stopped.failure:
       raise RuntimeError(self.stopped.reason)
 
+  def take_scalars(self) -> dict[str, Any]:
+    """Returns the hooks' scalars for a row, which are then no longer kept."""
+    scalars, self._run.scalars = self._run.scalars, {}
+    return scalars
+
+  def before_save(self, step: int) -> None:
+    """Calls before_save of every hook."""
+    for call in self._calls["before_save"]:
+      call(step)
+
   def keep_steps(self) -> set[int]:
     """Returns the steps whose checkpoints must stay; valid on process 0."""
     return {
@@ -131,8 +160,39 @@ class Hooks:
       for step in hook.keep_steps()
     }
 
+  def after_train(
+    self, kind: Any, error: BaseException | None, traceback: Any
+  ) -> None:
+    """Calls after_train of every hook, also after an exception.
+
+    The arguments are those of a context manager's `__exit__`. An error of a
+    hook ends the run, unless the run ends with an error of its own.
+    """
+    end = self._end(error)
+    failures = []
+    for call in self._calls["after_train"]:
+      try:
+        call(self._run.step, end)
+      except Exception as e:
+        logging.exception("A hook's after_train failed.")
+        failures.append(e)
+    if failures and error is None:
+      raise failures[0]
+
+  def _end(self, error: BaseException | None) -> End:
+    if error is None:
+      how = "stopped" if self.stopped else "finished"
+      return End(how, self.stop_reason)
+    how = "failed"
+    if isinstance(error, process.Preempted):
+      how = "preempted"
+    elif isinstance(error, guard.Rollback):
+      how = "rolled_back"
+    return End(how, f"{type(error).__name__}: {error}", error)
+
   def state(self) -> dict[str, Any]:
     """Returns the state to save with a checkpoint, as JSON."""
+    scalars = jax.device_get(self._run.scalars)
     return {
       "hooks": {
         name: hook.state()
@@ -140,40 +200,66 @@ class Hooks:
         if hasattr(hook, "state")
       },
       "seen": self._seen,
+      "scalars": {
+        name: value.tolist() if hasattr(value, "tolist") else value
+        for name, value in scalars.items()
+      },
+      "evaluations": sorted(self.evaluations),
       "stopped": self.stopped,
       "config": self._digest,
     }
 
-  def restore(self, state: Mapping[str, Any]) -> None:
-    """Restores the result of `state`; hooks without a saved state start new."""
-    if not state:
+  def restore(self, saved: Mapping[str, Any], step: int, state: Any) -> None:
+    """Restores the result of `state`; hooks without a saved state start new.
+
+    Args:
+      saved: the result; {} for a new run. Entries of newer versions of the
+        program may be missing.
+      step: number of updates that made the train state.
+      state: train state that the run starts with.
+    """
+    self._run.step, self._run.state = step, state
+    if not saved:
       return
     for name, hook in self._hooks.items():
-      if name in state["hooks"] and hasattr(hook, "restore"):
-        hook.restore(state["hooks"][name])
-    step, names = state["seen"]
-    self._seen = step, list(names)
-    if state["stopped"] and state["config"] == self._digest:
-      self.stopped = Stop(*state["stopped"])
+      if name in saved["hooks"] and hasattr(hook, "restore"):
+        hook.restore(saved["hooks"][name])
+    seen_step, names = saved["seen"]
+    self._seen = seen_step, list(names)
+    self._run.scalars = dict(saved.get("scalars", {}))
+    if saved["config"] == self._digest:
+      self.evaluations = {*saved.get("evaluations", ())}
+      self.stopped = Stop(*saved["stopped"]) if saved["stopped"] else None
 
-  def __len__(self) -> int:
-    return len(self._hooks)
 
-
-def from_config(config: settings.Config, workdir: str) -> Hooks:
+def from_config(
+  config: settings.Config,
+  workdir: str,
+  mesh: Any = None,
+  predict_fns: Mapping[str, Any] | None = None,
+  evaluations: Iterable[Any] = (),
+) -> Hooks:
   """Builds config.hooks.
 
   Args:
     config: the whole config.
     workdir: folder of the run.
+    mesh: device mesh.
+    predict_fns: the task's predict functions by name.
+    evaluations: evaluations of the config, which have a `name`.
 
   Raises:
     ConfigError: an unknown type or option.
   """
+  run = Run(workdir, config.to_dict(), mesh, predict_fns, evaluations)
   hooks = {}
   entries = config.kwargs("hooks", {})
+  digest = settings.digest(entries)
+  # A running job can be asked for a profile.
+  if all(entry != "profile" for entry in map(_type_of, entries.values())):
+    entries["profile_on_request"] = {"type": "profile", "start": None}
   for name, entry in entries.items():
-    context = Context(name, workdir)
+    context = Context(name, run)
     if not isinstance(entry, Mapping):
       raise ConfigError(f"{context.path}: expected a dict, got {entry!r}.")
     options = dict(entry)
@@ -183,8 +269,13 @@ def from_config(config: settings.Config, workdir: str) -> Hooks:
       given["context"] = context
     settings.check_kwargs(make, options, context.path, given=given)
     hooks[name] = make(**options, **given)
-    _check_evaluations(hooks[name], config, context.path)
-  return Hooks(hooks, settings.digest(entries))
+    context.asks = getattr(hooks[name], "asks", False)
+    _check_evaluations(hooks[name], config, context.path, entries)
+  return Hooks(hooks, run, digest)
+
+
+def _type_of(entry: Any) -> Any:
+  return entry.get("type") if isinstance(entry, Mapping) else None
 
 
 def _find(kind: Any, path: str) -> Any:
@@ -194,15 +285,18 @@ def _find(kind: Any, path: str) -> Any:
   return parts.find_module("hooks", kind, path).Hook
 
 
-def _check_evaluations(hook: Any, config: settings.Config, path: str) -> None:
+def _check_evaluations(
+  hook: Any, config: settings.Config, path: str, names: Iterable[str]
+) -> None:
   """Warns if a hook watches a metric of an evaluation that does not exist.
 
-  Rows cannot reveal this mistake: none of them has the metric's prefix.
+  Rows cannot reveal this mistake: none of them has the metric's prefix. Hooks
+  `names` may add metrics of their own.
   """
   evals = list(config.get("evals", {}))
   for metric in getattr(hook, "watches", ()):
     prefix, slash, _ = str(metric).partition("/")
-    if slash and prefix not in (*evals, *_TRAINING_PREFIXES):
+    if slash and prefix not in (*evals, *names, *_TRAINING_PREFIXES):
       hint = settings.did_you_mean(prefix, evals)
       logging.warning(
         "%s: metric %r: there is no evaluation %r.%s",
@@ -216,27 +310,13 @@ def _check_evaluations(hook: Any, config: settings.Config, path: str) -> None:
 # Prefixes of names in rows of training.
 _TRAINING_PREFIXES = (
   "account",
+  "epoch",
+  "examples_seen",
   "grad_norm",
   "grad_rms",
   "lr",
   "update_rms",
   "weight_max",
   "weight_rms",
+  "weight_update_divided_by_weight_rms",
 )
-
-
-def _broadcast(stop: Stop | None, save: bool) -> tuple[Stop | None, bool]:
-  """Returns the decisions of process 0, on every process."""
-  if jax.process_count() == 1:
-    return stop, save
-  from jax.experimental import multihost_utils
-
-  if stop:
-    # JSON takes up to six bytes per character.
-    stop = stop._replace(reason=stop.reason[: _MAX_BYTES // 8])
-  text = json.dumps([stop, save]).encode()
-  buffer = np.zeros(_MAX_BYTES, np.uint8)
-  buffer[: len(text)] = np.frombuffer(text, np.uint8)
-  buffer = multihost_utils.broadcast_one_to_all(buffer)
-  stop, save = json.loads(bytes(buffer).rstrip(b"\0").decode())
-  return Stop(*stop) if stop else None, save

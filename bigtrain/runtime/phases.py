@@ -1,4 +1,4 @@
-"""Reports the phases of the loop to watchdog, console and clock together.
+"""Reports the phases of the loop to watchdog, console, clock and profiles.
 
 phase = phases.Phases(watchdog, console, clock)
 with phase("compile", step): ...
@@ -12,6 +12,8 @@ while ...:
 import contextlib
 from collections.abc import Iterator
 from typing import Protocol
+
+import jax
 
 from bigtrain.cluster import process
 
@@ -82,7 +84,9 @@ class Phases:
     self._current = name, step, f"{status} {detail}".rstrip()
     self._report(*self._current)
     try:
-      with self._clock.account(account):
+      label = f"{name} {detail}".rstrip()
+      annotation = jax.profiler.TraceAnnotation(label, step=step)
+      with self._clock.account(account), annotation:
         yield
     finally:
       self._current = outer

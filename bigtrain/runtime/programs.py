@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from bigtrain import settings
 from bigtrain.cluster import process
+from bigtrain.runtime import compiler_options as compiler_options_lib
 
 Program = Callable[..., Any]
 
@@ -47,12 +48,18 @@ class Programs:
     mode: "compiled"; "checked", compiled at the first call, without reusing
       the arguments' memory, so that jax can run again to find a NaN; or
       "eager", without compilation, one operation at a time.
+    compiler_options: options of XLA.
   """
 
-  def __init__(self, mode: str = "compiled"):
-    """See `mode`."""
+  def __init__(
+    self,
+    mode: str = "compiled",
+    compiler_options: Mapping[str, Any] | None = None,
+  ):
+    """See the attributes."""
     _count_cache_hits()
     self.mode = mode
+    self.compiler_options = dict(compiler_options or {})
     self._lock = threading.Lock()
     self._shared: dict[Any, jax.stages.Compiled] = {}
     self._programs: dict[str, jax.stages.Compiled] = {}
@@ -82,12 +89,17 @@ class Programs:
     """
     if self.mode == "eager":
       return lambda: _eager(fn, options.get("out_shardings"))
+    if self.compiler_options:
+      options["compiler_options"] = self.compiler_options
     if self.mode == "checked":
       options.pop("donate_argnums", None)
       return lambda: jax.jit(fn, **options)
     began = time.monotonic()
     lowered = jax.jit(fn, **options).lower(*specs)
-    self._facts[name] = {"trace_secs": time.monotonic() - began}
+    self._facts[name] = {
+      "trace_secs": time.monotonic() - began,
+      "compiler_options": self.compiler_options,
+    }
     return functools.partial(self._compile, name, lowered, share)
 
   def _compile(
@@ -124,6 +136,8 @@ class Programs:
   def facts(self, name: str) -> dict[str, Any]:
     """Costs of a program: trace_secs, compile_secs, cache, and bytes.
 
+    Also the compiler_options that it was compiled with.
+
     Args:
       name: name of the program.
 
@@ -144,11 +158,16 @@ def _caches() -> bool:
   return bool(folder)
 
 
-def from_config(config: settings.Config) -> Programs:
-  """Reads config.eager and config.debug_nans.
+def from_config(config: settings.Config, mesh: Mesh) -> Programs:
+  """Reads config.eager, config.debug_nans and config.compiler_options.
+
+  Args:
+    config: the whole config.
+    mesh: mesh of the programs.
 
   Raises:
-    ConfigError: both are set.
+    ConfigError: the first two are both set, or the compiler does not know an
+      option.
   """
   eager, checked = config.get("eager", False), config.get("debug_nans", False)
   if eager and checked:
@@ -156,15 +175,16 @@ def from_config(config: settings.Config) -> Programs:
       "config.eager=True and config.debug_nans=True: set one of them; the "
       "second names the operation that made a NaN, too."
     )
-  return Programs("eager" if eager else "checked" if checked else "compiled")
+  mode = "eager" if eager else "checked" if checked else "compiled"
+  return Programs(mode, compiler_options_lib.read(config, mesh))
 
 
 def memory_bytes(program: jax.stages.Compiled) -> dict[str, int]:
   """Memory of a compiled program on each device, if the backend reports it.
 
   Returns:
-    argument_bytes, output_bytes, temporary_bytes, and alias_bytes, which
-    arguments and outputs share.
+    argument_bytes, output_bytes, temporary_bytes, alias_bytes, which arguments
+    and outputs share, and peak_bytes, the most that is alive at a time.
   """
   analysis = program.memory_analysis()
   if analysis is None:
@@ -174,6 +194,7 @@ def memory_bytes(program: jax.stages.Compiled) -> dict[str, int]:
     "output_bytes": analysis.output_size_in_bytes,
     "temporary_bytes": analysis.temp_size_in_bytes,
     "alias_bytes": analysis.alias_size_in_bytes,
+    "peak_bytes": analysis.peak_memory_in_bytes,
   }
 
 

@@ -1,8 +1,10 @@
 """One step on the device, between a batch and the next state.
 
 Open gradients.py first: it computes the gradients of the mean loss over
-microbatches. guard.py judges a step and keeps bad ones out of the state,
+microbatches. initial.py makes the variables that the first step begins with,
+guard.py judges a step and keeps bad ones out of the state,
 loss_scale.py adapts the scale of float16 gradients, and tally.py sums metrics
 until the next row. main, which puts these together in update_fn, reports and
-tools import this package; it imports metrics, sharding, settings and trees.
+tools import this package, as do tasks that change the gradients; it imports
+metrics, parts, sharding, settings and trees.
 """

@@ -62,6 +62,39 @@ def two_pass_loss(
   )
 
 
+def from_config(
+  config: Config,
+  task: Any,
+  model: Any,
+  loss_fn: LossFn,
+  *,
+  trainable: Any,
+  mesh: Mesh,
+) -> GradientsFn:
+  """Builds the gradients of a run: the task's `gradients_fn`, or `make`.
+
+  Args:
+    config: the whole config.
+    task: module of the task.
+    model: its flax module.
+    loss_fn: the task's loss with config.loss, see `make`.
+    trainable: see `make`.
+    mesh: see `make`.
+
+  Raises:
+    ConfigError: a wrong number of microbatches.
+  """
+  batch_size = config.input.batch_size
+  return getattr(task, "gradients_fn", make)(
+    loss_fn,
+    trainable=trainable,
+    mesh=mesh,
+    seed=settings.whole_number(config, "seed", 0, least=0),
+    microbatches=read_microbatches(config, batch_size, mesh),
+    two_pass=two_pass_loss(task, model, config.kwargs("loss")),
+  )
+
+
 def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
   """Reads config.microbatches, or config.microbatch_examples.
 
@@ -164,13 +197,16 @@ def loss_args(
 ) -> tuple[Any, Any, Any]:
   """Specs of the arguments (variables, batch, rng) that a loss_fn gets.
 
-  They equal those of the update's call, so a jitted loss_fn is traced once.
+  `state` may have a teacher beside it; the variables then have it too. They
+  equal those of the update's call, so a jitted loss_fn is traced once.
   """
   rng = jax.eval_shape(lambda: jax.random.key(0))
   batch = sharding.batch_spec(jax.eval_shape(with_keys, batch, rng), mesh)
   layout = sharding.replicated(mesh)
   rng = jax.ShapeDtypeStruct(rng.shape, rng.dtype, sharding=layout)
-  return {"params": state["params"], **state.get("mutable", {})}, batch, rng
+  variables = {"params": state["params"], **state.get("mutable", {})}
+  variables |= {name: state[name] for name in ("teacher",) if name in state}
+  return variables, batch, rng
 
 
 def make(

@@ -20,6 +20,9 @@ from bigtrain.step.guard import Verdict
 
 Tally = dict[str, Any]
 
+# Scope of the branch that only the steps with a row run.
+ROW_SCOPE = "row_norms"
+
 
 def spec(pairs: Any, last: Iterable[str], norms: Iterable[str] = ()) -> Tally:
   """Shapes and dtypes of a tally.
@@ -161,11 +164,12 @@ class RowNorms(NamedTuple):
       new_state, updates = advance()
       new_params = verdict.if_good(new_state["params"], params)
       g, u = verdict.zero_unless_good((grads, updates))
-      return metrics.norms(new_params, g, u, self.detail)
+      return metrics.norms(params, new_params, g, u, self.detail)
 
-    values, good = metrics.only_if(
-      makes_row, self.names, norms, before=verdict.good
-    )
+    with jax.named_scope(ROW_SCOPE):  # tools.plan counts the branch apart.
+      values, good = metrics.only_if(
+        makes_row, self.names, norms, before=verdict.good
+      )
     return values, verdict._replace(good=good)
 
 
@@ -183,6 +187,12 @@ def row(tally: Tally) -> dict[str, float]:
   if int(tally["skipped"]):
     values["skipped_steps"] = int(tally["skipped"])
   return values
+
+
+def step_values(tally: Tally) -> dict[str, float]:
+  """`row` without the norms, which only steps with a row have."""
+  norms = tally["norms"].names
+  return {name: x for name, x in row(tally).items() if name not in norms}
 
 
 def to_host(tally: Tally) -> dict[str, Any]:

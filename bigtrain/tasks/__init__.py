@@ -2,10 +2,11 @@
 
 A task has three pure functions: `inputs`, a batch's arguments for the model;
 `loss_fn`, metrics as (sum, weight) pairs, among them "loss"; and `predict_fns`,
-functions for evaluators by name. Two are optional: `vocab_sizes(model)` returns
-{feature of a batch: vocabulary size} for token ids, `class_counts(model)`
-{feature: number of classes} for class numbers; the input refuses others before
-they reach a device. Open classification.py first, the shortest. Tasks are
-loaded by name (bigtrain/parts.py) and no other module imports them; they import
-losses, decoding, metrics and settings, never models.
+functions for evaluators by name. Three more are optional: `vocab_sizes(model)`
+returns {feature of a batch: vocabulary size} for token ids and `class_counts`
+{feature: number of classes} for class numbers, so that the input refuses others
+before they reach a device; `gradients_fn` replaces `step.gradients.make`, see
+docs/training.md. Open classification.py first, the shortest. Tasks are loaded
+by name (bigtrain/parts.py) and no other module imports them; they import
+losses, decoding, step, metrics and settings, never models.
 """

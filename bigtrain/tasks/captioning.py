@@ -86,6 +86,7 @@ def loss_fn(
   masking_ratio: float = 1.0,
   normalize: str = "sentence",
   label_smoothing: float = 0.0,
+  label_smoothing_over: str = "all",
   z_loss: float = 0.0,
   pad_id: int = 0,
   chunk: int | None = None,
@@ -103,7 +104,9 @@ def loss_fn(
     masking_ratio: share of masked positions in these examples.
     normalize: "sentence": the loss is the mean over captions of the mean over
       each caption's tokens; "tokens": the mean over all tokens.
-    label_smoothing: share of a token spread over the whole vocabulary.
+    label_smoothing: share of a token that is spread over the vocabulary.
+    label_smoothing_over: "all" of it or the "others", see
+      losses.cross_entropy.softmax_xent.
     z_loss: see losses.cross_entropy.softmax_xent.
     pad_id: padding of the captions, without loss.
     chunk: positions of each caption whose logits exist at a time, see
@@ -152,6 +155,7 @@ def loss_fn(
     chunk=chunk,
     bias_V=states.bias_V,
     label_smoothing=label_smoothing,
+    label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
   )
   pairs = {
@@ -291,7 +295,7 @@ def caption(
     variables: as in loss_fn.
     batch: "image", and optionally "_mask", 0 for examples to skip.
     model: as in loss_fn.
-    eos_id: token that ends a caption.
+    eos_id: token that ends a caption; None if captions have no end.
     pad_id: padding after the end. The model always reads 0 first.
     max_len: longest caption in tokens; by default the model's.
     method: "greedy", "beam" or "sample".
@@ -306,8 +310,7 @@ def caption(
     int32 [B, max_len].
 
   Raises:
-    ConfigError: unknown method, a max_len above the model's, or a beam search
-      without eos_id.
+    ConfigError: unknown method, or a max_len above the model's.
   """
   if method not in _METHODS:
     hint = did_you_mean(method, _METHODS)
@@ -327,36 +330,35 @@ def caption(
       variables, source, cache, token_B, position, method="step"
     )
 
-  first_B = jnp.zeros(len(image), jnp.int32)
+  prompt_B1 = jnp.zeros((len(image), 1), jnp.int32)
+  length_B = (metrics.example_weights(batch, image) != 0).astype(jnp.int32)
   if method == "beam":
-    if eos_id is None:
-      raise ConfigError("caption: method='beam' needs an eos_id.")
-    tokens_BL, _ = decoding.beam_search(
+    return decoding.beam_search(
       step,
       cache,
-      first_B,
-      max_len=max_len + 1,
+      prompt_B1,
+      length_B,
+      max_new=max_len,
       eos_id=eos_id,
       pad_id=pad_id,
       num_beams=num_beams,
       length_penalty=length_penalty,
-    )
-  else:
-    sampled = method == "sample"
-    tokens_BL = decoding.sample(
-      step,
-      cache,
-      first_B[:, None],
-      metrics.example_weights(batch, image).astype(jnp.int32),
-      max_len=max_len + 1,
-      eos_id=eos_id,
-      pad_id=pad_id,
-      rng=jax.random.key(seed) if sampled else None,
-      ids_B=_image_hashes(image) if sampled else None,
-      temperature=temperature if sampled else 0.0,
-      top_k=top_k,
-      top_p=top_p,
-    )
+    )[0]
+  sampled = method == "sample"
+  tokens_BL = decoding.sample(
+    step,
+    cache,
+    prompt_B1,
+    length_B,
+    max_len=max_len + 1,
+    eos_id=eos_id,
+    pad_id=pad_id,
+    rng=jax.random.key(seed) if sampled else None,
+    ids_B=_image_hashes(image) if sampled else None,
+    temperature=temperature if sampled else 0.0,
+    top_k=top_k,
+    top_p=top_p,
+  )
   return tokens_BL[:, 1:]
 
 

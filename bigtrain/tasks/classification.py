@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from bigtrain import metrics
 from bigtrain.losses import cross_entropy
+from bigtrain.losses.mixup import mixup
 from bigtrain.settings import ConfigError, did_you_mean
 
-_LOSSES = {
+_LOSSES: dict[str, Callable[..., jax.Array]] = {
   "softmax_xent": cross_entropy.softmax_xent,
   "sigmoid_xent": cross_entropy.sigmoid_xent,
 }
@@ -34,28 +35,6 @@ def class_counts(model: Any) -> dict[str, int]:
   return {"labels": size} if size else {}
 
 
-def mixup(
-  rng: jax.Array, image: jax.Array, alpha: float
-) -> tuple[jax.Array, jax.Array]:
-  """Blends each image with the previous one of the batch (arXiv 1710.09412).
-
-  A (micro)batch has one weight, at least one half, as in the AugReg recipes
-  (arXiv 2106.10270).
-
-  Args:
-    rng: a key.
-    image: [B, ...] floats.
-    alpha: parameter of the weight's beta distribution.
-
-  Returns:
-    (weight * image + (1 - weight) * previous image, weight).
-  """
-  weight = jax.random.beta(rng, alpha, alpha)
-  weight = jnp.maximum(weight, 1 - weight)
-  mixed = weight * image + (1 - weight) * jnp.roll(image, 1, axis=0)
-  return mixed.astype(image.dtype), weight
-
-
 def loss_fn(
   variables: Any,
   batch: Mapping[str, Any],
@@ -65,6 +44,7 @@ def loss_fn(
   train: bool,
   kind: str = "softmax_xent",
   label_smoothing: float = 0.0,
+  label_smoothing_over: str = "all",
   mixup_alpha: float = 0.0,
 ) -> tuple[metrics.Pairs, Any]:
   """Computes cross-entropy and accuracy of a batch.
@@ -76,7 +56,9 @@ def loss_fn(
     model: flax module that returns (logits [B, C], dict).
     train: whether dropout, mixup and updates of batch statistics are on.
     kind: "softmax_xent", or "sigmoid_xent", which is summed over classes.
-    label_smoothing: share of the label spread over all classes.
+    label_smoothing: share of the label that is spread over the classes.
+    label_smoothing_over: "all" classes or, with softmax_xent, the "others"; see
+      losses.cross_entropy.softmax_xent.
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
 
   Returns:
@@ -107,9 +89,15 @@ def loss_fn(
       f"config.model.num_classes: expected {classes}, the number of classes in "
       f"the labels, got {logits_BC.shape[-1]}."
     )
-  xent = functools.partial(
-    _LOSSES[kind], logits_BC, label_smoothing=label_smoothing
-  )
+  smoothing: dict[str, Any] = dict(label_smoothing=label_smoothing)
+  if kind == "softmax_xent":
+    smoothing["label_smoothing_over"] = label_smoothing_over
+  elif label_smoothing_over != "all":
+    raise ConfigError(
+      "config.loss.label_smoothing_over: sigmoid_xent only has 'all', got "
+      f"{label_smoothing_over!r}."
+    )
+  xent = functools.partial(_LOSSES[kind], logits_BC, **smoothing)
   loss_B = xent(labels)
   if train and mixup_alpha:
     # Cross-entropy is linear in the labels, so blending losses is the same as
@@ -140,6 +128,7 @@ def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
     *,
     kind: str = "softmax_xent",
     label_smoothing: float = 0.0,
+    label_smoothing_over: str = "all",
   ) -> metrics.Pairs:
     pairs, _ = loss_fn(
       variables,
@@ -149,6 +138,7 @@ def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
       train=False,
       kind=kind,
       label_smoothing=label_smoothing,
+      label_smoothing_over=label_smoothing_over,
     )
     return pairs
 

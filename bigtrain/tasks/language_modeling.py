@@ -7,7 +7,8 @@ A batch has
   "targets": int [B, L], the token after each.
   "segments": packed rows only: [B, L], each token's document, 0 for padding.
   "positions": optional with "segments": [B, L], places in the document.
-  "loss_mask": optional without "segments": [B, L], 0 for targets without loss.
+  "loss_mask": optional [B, L], 0 for targets without loss. Tokens before a
+    target with loss are its context, as a prompt is; others are padding.
   "num_bytes": optional [B], bytes of the targets' text.
 """
 
@@ -24,8 +25,12 @@ from bigtrain.losses import tokens as token_losses
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the model's arguments."""
-  optional = {n: batch[n] for n in ("segments", "positions") if n in batch}
-  return {"tokens": batch["tokens"], **optional}
+  arguments = {n: batch[n] for n in ("segments", "positions") if n in batch}
+  if "loss_mask" in batch or "_mask" in batch:
+    arguments["real"] = token_losses.real_positions(
+      token_weights(batch), arguments.get("segments")
+    )
+  return {"tokens": batch["tokens"], **arguments}
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
@@ -37,12 +42,11 @@ def token_weights(batch: Mapping[str, Any]) -> jax.Array:
   """Returns float32 [B, L], 0 for padding and masked targets."""
   tokens = batch["tokens"]
   weight_B = metrics.example_weights(batch, tokens)
+  weight_BL = jnp.ones(tokens.shape, jnp.float32)
   if "segments" in batch:
-    weight_BL = (batch["segments"] != 0).astype(jnp.float32)
-  elif "loss_mask" in batch:
-    weight_BL = batch["loss_mask"].astype(jnp.float32)
-  else:
-    weight_BL = jnp.ones(tokens.shape, jnp.float32)
+    weight_BL *= batch["segments"] != 0
+  if "loss_mask" in batch:
+    weight_BL *= batch["loss_mask"]
   return weight_BL * weight_B[:, None]
 
 
@@ -54,6 +58,7 @@ def loss_fn(
   model: Any,
   train: bool,
   label_smoothing: float = 0.0,
+  label_smoothing_over: str = "all",
   z_loss: float = 0.0,
   load_balance: float = 0.01,
   router_z: float = 0.001,
@@ -70,7 +75,9 @@ def loss_fn(
     rng: key for dropout; unused in evaluation.
     model: flax module such as models/decoder.py.
     train: whether dropout is on.
-    label_smoothing: share of a target spread over the whole vocabulary.
+    label_smoothing: share of a target that is spread over the vocabulary.
+    label_smoothing_over: "all" of it or the "others", see
+      losses.cross_entropy.softmax_xent.
     z_loss: weight of the squared log of the softmax's denominator, see
       losses.cross_entropy.softmax_xent; 1e-4 is usual.
     load_balance: weight of Switch Transformers' load-balancing loss.
@@ -90,6 +97,7 @@ def loss_fn(
     train=train,
     chunk=chunk,
     label_smoothing=label_smoothing,
+    label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
   )
   pairs = token_losses.add_experts(
@@ -184,6 +192,8 @@ def generate(
   max_new: int = 64,
   eos_id: int | None = None,
   pad_id: int = 0,
+  num_beams: int = 1,
+  length_penalty: float = 0.0,
   temperature: float = 0.0,
   top_k: int = 0,
   top_p: float = 1.0,
@@ -199,14 +209,21 @@ def generate(
     max_new: largest number of new tokens.
     eos_id: token that ends a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
-    temperature: see decoding.sample.
+    num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
+    length_penalty: see decoding.beam_search.
+    temperature: see decoding.sample; 0 is greedy.
     top_k: see decoding.sample.
     top_p: see decoding.sample.
     seed: seed of the samples; a sample depends on it and the prompt.
 
   Returns:
     int32 [B, max_new].
+
+  Raises:
+    ConfigError: options that exclude each other, or texts that are too long for
+      the model.
   """
+  decoding.check_beams(num_beams, temperature, "generate")
   prompt_BL = batch["tokens"]
   B, L = prompt_BL.shape
   real_BL = (prompt_BL != pad_id) & (
@@ -219,6 +236,19 @@ def generate(
     variables, prompt_BL, cache=model.init_cache(B, L + max_new), head=False
   )
   step = functools.partial(step_fn, variables, model)
+  if num_beams > 1:
+    return decoding.beam_search(
+      step,
+      out["cache"],
+      prompt_BL,
+      length_B,
+      max_new=max_new,
+      eos_id=eos_id,
+      pad_id=pad_id,
+      num_beams=num_beams,
+      length_penalty=length_penalty,
+      start=shortest - 1,
+    )[0]
   tokens_BL = decoding.sample(
     step,
     out["cache"],

@@ -28,10 +28,15 @@ from bigtrain.settings import ConfigError
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the model's arguments."""
   segments = ("inputs_segments", "targets_segments")
+  arguments = {name: batch[name] for name in segments if name in batch}
+  if "_mask" in batch or "targets_segments" not in batch:
+    arguments["real"] = token_losses.real_positions(
+      token_weights(batch), arguments.get("targets_segments")
+    )
   return {
     "inputs": batch["inputs"],
     "targets": batch["targets"],
-    **{name: batch[name] for name in segments if name in batch},
+    **arguments,
   }
 
 
@@ -55,6 +60,7 @@ def loss_fn(
   model: Any,
   train: bool,
   label_smoothing: float = 0.0,
+  label_smoothing_over: str = "all",
   z_loss: float = 0.0,
   load_balance: float = 0.01,
   router_z: float = 0.001,
@@ -71,7 +77,9 @@ def loss_fn(
     rng: key for dropout; unused in evaluation.
     model: flax module such as models/t5.py.
     train: whether dropout is on.
-    label_smoothing: share of a target spread over the whole vocabulary.
+    label_smoothing: share of a target that is spread over the vocabulary.
+    label_smoothing_over: "all" of it or the "others", see
+      losses.cross_entropy.softmax_xent.
     z_loss: weight of the squared log of the softmax's denominator, see
       losses.cross_entropy.softmax_xent; T5 has 1e-4.
     load_balance: weight of Switch Transformers' load-balancing loss.
@@ -91,6 +99,7 @@ def loss_fn(
     train=train,
     chunk=chunk,
     label_smoothing=label_smoothing,
+    label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
   )
   pairs = token_losses.add_experts(
@@ -168,7 +177,7 @@ def generate(
     model: flax module with the methods `begin` and `step` of models/t5.py.
     max_len: largest number of tokens, the end included.
     eos_id: token that ends targets.
-    num_beams: hypotheses of a beam search; 1 samples.
+    num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
     length_penalty: see decoding.beam_search.
     temperature: see decoding.sample; 0 is greedy.
     top_k: see decoding.sample.
@@ -187,44 +196,40 @@ def generate(
       "generate: expected one document a row, got packed inputs "
       "(inputs_segments)."
     )
-  if num_beams > 1 and temperature:
-    raise ConfigError(
-      f"generate: expected num_beams=1 or temperature=0, got {num_beams} and "
-      f"{temperature}."
-    )
+  decoding.check_beams(num_beams, temperature, "generate")
   # Position 0 is the 0 that starts the decoder.
   cache = model.apply(variables, inputs_BS, max_len + 1, method="begin")
 
   def step(cache: Any, token_B: jax.Array, position: jax.Array) -> Any:
     return model.apply(variables, cache, token_B, position, method="step")
 
-  first_B = jnp.zeros(len(inputs_BS), jnp.int32)
-  real_B = metrics.example_weights(batch, inputs_BS) != 0
+  prompt_B1 = jnp.zeros((len(inputs_BS), 1), jnp.int32)
+  length_B = (metrics.example_weights(batch, inputs_BS) != 0).astype(jnp.int32)
   if num_beams > 1:
-    tokens_BL, _ = decoding.beam_search(
+    return decoding.beam_search(
       step,
       cache,
-      first_B,
-      max_len=max_len + 1,
+      prompt_B1,
+      length_B,
+      max_new=max_len,
       eos_id=eos_id,
       num_beams=num_beams,
       length_penalty=length_penalty,
-    )
-  else:
-    tokens_BL = decoding.sample(
-      step,
-      cache,
-      first_B[:, None],
-      real_B.astype(jnp.int32),
-      max_len=max_len + 1,
-      eos_id=eos_id,
-      rng=jax.random.key(seed) if temperature else None,
-      ids_B=_input_hashes(inputs_BS),
-      temperature=temperature,
-      top_k=top_k,
-      top_p=top_p,
-    )
-  return jnp.where(real_B[:, None], tokens_BL[:, 1:], 0)
+    )[0]
+  tokens_BL = decoding.sample(
+    step,
+    cache,
+    prompt_B1,
+    length_B,
+    max_len=max_len + 1,
+    eos_id=eos_id,
+    rng=jax.random.key(seed) if temperature else None,
+    ids_B=_input_hashes(inputs_BS),
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+  )
+  return tokens_BL[:, 1:]
 
 
 def _input_hashes(inputs_BS: jax.Array) -> jax.Array:

@@ -1,9 +1,10 @@
 """Command-line tools: `python -m bigtrain.tools.NAME --help` explains each.
 
-checkpoint shows, verifies and exports checkpoints; evaluate, generate and
-report work on finished or running runs and never write into their files; plan
-estimates a config on many devices; tokenize makes token files. Open the tool
-that you run: each is one module or package with a `main`. saved_model and
-published_export belong to several of them. Tools may import everything except
-configs; nothing else imports tools.
+checkpoint shows, verifies and exports checkpoints; evaluate, generate, predict,
+report and runs work on finished or running runs and never write into their
+files; plan estimates a config on many devices; tokenize makes token files. Open
+the tool that you run: each is one module or package with a `main`. overview and
+reference are `python -m bigtrain`; arguments, saved_model and published_export
+belong to several tools. Tools may import everything except configs; only
+`python -m bigtrain` imports them.
 """

@@ -4,6 +4,7 @@
   python -m bigtrain.tools.checkpoint verify PATH
   python -m bigtrain.tools.checkpoint export PATH OUT.npz --prefix=params
   python -m bigtrain.tools.checkpoint export PATH FOLDER --layout=llama
+  python -m bigtrain.tools.checkpoint export PATH OUT --format=stablehlo
 
 PATH is a workdir or one of its checkpoints, such as run/checkpoints/00000100.
 `show` and `verify` do not import jax.
@@ -13,6 +14,7 @@ wrong argument.
 """
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -22,7 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain.checkpoints import folders, integrity, safetensors_files
+from bigtrain.checkpoints import (
+  averages,
+  folders,
+  integrity,
+  safetensors_files,
+)
 from bigtrain.checkpoints.manifest import (
   Array,
   CheckpointError,
@@ -32,6 +39,9 @@ from bigtrain.checkpoints.manifest import (
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
 from bigtrain.tools import published_export
+
+# Parameters that a model can be exported with.
+_WEIGHTS = ("params", "ema")
 
 
 def show(path: str, step: int | None = None, depth: int | None = None) -> str:
@@ -127,8 +137,9 @@ def export(
 
   Arrays keep their full names, such as "params/encoder/kernel", even with a
   prefix, so the file can be config.model_init; big_vision's .npz files use the
-  same names. The .npz format has no bfloat16 or float8: these become float32,
-  without loss.
+  same names. With the JSON file OUT.json beside it, bigtrain.load can use it.
+  The .npz format has no bfloat16 or float8: these become float32, without
+  loss.
 
   Args:
     path: a checkpoint or a workdir.
@@ -163,11 +174,30 @@ def export(
   tmp = f"{out}.tmp"
   try:
     write(tmp, directory, manifest, names)
+    _write_about(f"{out}.json", manifest)
     os.replace(tmp, out)
   finally:
     if os.path.lexists(tmp):
       os.remove(tmp)
   return len(names)
+
+
+def _write_about(path: str, manifest: Manifest) -> None:
+  """Writes what a user of an export must know of the run, as JSON.
+
+  This is the step, the config, and what the data calls things: names of the
+  classes, tokenizer, shapes. `bigtrain.load` reads it beside a file.
+  """
+  host = manifest.host_state
+  about = {
+    "step": manifest.step,
+    "config": host.config,
+    "data": host.data,
+    "fingerprints": host.fingerprints,
+  }
+  with paths.replacing(path) as file:
+    json.dump(about, file, indent=2, sort_keys=True)
+    file.write("\n")
 
 
 def _arrays(
@@ -176,7 +206,9 @@ def _arrays(
   parts = [
     (name, (slice(None),) * len(manifest.arrays[name].shape)) for name in names
   ]
-  return integrity.read(directory, manifest, parts)
+  if any(name.startswith("opt/") for name in names):
+    return integrity.read(directory, manifest, parts)  # A whole state.
+  return averages.read(directory, manifest, parts)
 
 
 def _write_npz(
@@ -255,6 +287,29 @@ def _parser() -> argparse.ArgumentParser:
     "model.safetensors and config.json for transformers",
   )
   sub.add_argument(
+    "--format",
+    default="",
+    choices=("", "stablehlo"),
+    help="stablehlo: a predict function with its parameters, which jax alone "
+    "can run",
+  )
+  sub.add_argument(
+    "--pred",
+    default="",
+    help="with --format: predict function to export (default: the first of "
+    "caption, generate, logits, image, pre_logits that the task has)",
+  )
+  sub.add_argument(
+    "--batch_size",
+    type=int,
+    help="with --format: number of examples of a call (default: any)",
+  )
+  sub.add_argument(
+    "--platforms",
+    default="cpu,cuda,tpu",
+    help="with --format: platforms to run on (default: %(default)s)",
+  )
+  sub.add_argument(
     "--overwrite", action="store_true", help="replace an existing OUT"
   )
   return parser
@@ -275,7 +330,13 @@ def _check(args: argparse.Namespace) -> None:
         f"{', '.join(map(str, steps))}."
       )
   if args.command == "export":
-    if not args.layout and not args.out.endswith((".npz", ".safetensors")):
+    if args.format and (args.layout or args.prefix not in ("", *_WEIGHTS)):
+      raise ConfigError(
+        f"--format={args.format}: expected no --layout, and params or ema as "
+        "--prefix."
+      )
+    one_file = not args.layout and not args.format
+    if one_file and not args.out.endswith((".npz", ".safetensors")):
       raise ConfigError(
         f"{args.out}: expected a name ending in .npz or .safetensors."
       )
@@ -307,10 +368,25 @@ def main(argv: Sequence[str] | None = None) -> int:
       return 0
     if args.command == "verify":
       return _report(verify(args.path, args.step))
-    if args.layout:
+    if args.format:
+      # Imports jax, which the other commands do without.
+      from bigtrain.inference import stablehlo
+
+      count, size = stablehlo.export(
+        args.path,
+        args.out,
+        step=args.step,
+        weights=args.prefix or "params",
+        pred=args.pred,
+        batch_size=args.batch_size,
+        platforms=args.platforms.split(","),
+      )
+    elif args.layout:
       count, size = published_export.export(
         args.path, args.out, args.layout, args.prefix or "params", args.step
       )
+      manifest = folders.read_manifest(folders.find(args.path, args.step))
+      _write_about(os.path.join(args.out, "bigtrain.json"), manifest)
     else:
       count = export(args.path, args.out, args.prefix, args.step)
       size = os.path.getsize(args.out)

@@ -5,9 +5,11 @@
       --config.evals.val.batch_size=64 --config.mesh.fsdp=1
 
 The config is config.json of the workdir, with the changes of the command line.
-The last line on standard output is a row of results as JSON. The tool never
-writes to the files of the run, and reads neither training data nor optimizer
-state. On the same devices its results equal the run's, bit for bit.
+The last line on standard output is a row of results as JSON. Files of
+evaluators, such as predictions, go to the folder `evaluate` of the workdir, or
+to --output. The tool never writes to the files of the run, and reads neither
+training data nor optimizer state. On the same devices its results equal the
+run's, bit for bit.
 config.eval_only evaluates inside of main, which can also start from
 config.model_init.
 
@@ -23,20 +25,25 @@ import jax
 from absl import logging
 
 from bigtrain import lengths, parts, settings, sharding, trees
-from bigtrain.checkpoints import folders, manifest, restore, start
+from bigtrain.checkpoints import averages, folders, manifest, restore, start
 from bigtrain.cluster import process
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.files import paths
 from bigtrain.reports import record
-from bigtrain.runtime import programs
+from bigtrain.runtime import compiler_options, programs
 from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments
+
+# Folder in the workdir for the files of evaluators: the run has its own ones of
+# the same names.
+_FOLDER = "evaluate"
 
 
 def evaluate(
   workdir: str,
   step: int | None = None,
   changes: Sequence[str] = (),
+  output: str = "",
 ) -> dict[str, Any]:
   """Runs config.evals on a checkpoint.
 
@@ -44,6 +51,8 @@ def evaluate(
     workdir: folder of a run, or a copy of its config.json and checkpoints.
     step: step of the checkpoint; the newest unless given.
     changes: changes of the config, such as "evals.val.batch_size=64".
+    output: folder for the files of evaluators that write some, such as
+      predictions; <workdir>/evaluate unless given.
 
   Returns:
     {"step": ..., "<evaluation>/<metric>": ...}.
@@ -53,6 +62,7 @@ def evaluate(
     CheckpointError: the checkpoint is damaged.
   """
   workdir = paths.absolute(workdir)
+  output = paths.absolute(output or os.path.join(workdir, _FOLDER))
   plain = record.read_json(os.path.join(workdir, "config.json"))
   if plain is None:
     raise ConfigError(
@@ -75,21 +85,22 @@ def evaluate(
       mesh,
       config.get("sharding", sharding.DEFAULT_RULES),
     )
+    xla_options = compiler_options.read(config, mesh)
     task = parts.task(config)
     _, model = parts.model(config)
     context = evaluators.Context(
       name="",
-      workdir=workdir,
+      workdir=output,
       mesh=mesh,
       batch_size=config.input.batch_size,
       pp_modules=config.get("pp_modules", ()),
       progress=lambda done, batches: None,
       vocab_sizes=parts.vocab_sizes(task, model),
-      compile=programs.Programs().compile,
+      compile=programs.Programs("compiled", xla_options).compile,
     )
     evaluations = evaluators.from_config(
       config,
-      task.predict_fns(model),
+      parts.predict_fns(task, model),
       lengths.Units(context.batch_size),
       context,
       weights=start.evaluated(state_spec),
@@ -124,11 +135,15 @@ def _find(workdir: str, step: int | None) -> str:
 
 def _weights(arrays: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the specs of the arrays that evaluations need, as a tree."""
+  if iterates := averages.averaged(arrays):
+    others = {*iterates.values(), *averages.STATE}
+  else:
+    others = set()
   return trees.from_flat(
     {
       name: jax.ShapeDtypeStruct(array.shape, manifest.dtype_of(array.dtype))
       for name, array in arrays.items()
-      if name.split("/")[0] in ("params", "ema", "mutable")
+      if name.split("/")[0] in ("params", "ema", "mutable") or name in others
     }
   )
 
@@ -145,6 +160,12 @@ def _parser() -> arguments.Parser:
   parser.add_argument(
     "--step", type=int, help="step of the checkpoint (default: the newest)"
   )
+  parser.add_argument(
+    "--output",
+    default="",
+    help="folder for the files of evaluators (default: evaluate in the "
+    "workdir)",
+  )
   return parser
 
 
@@ -153,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     args, changes = _parser().parse(sys.argv[1:] if argv is None else argv)
     process.join_job(settings.Config({}))
-    row = evaluate(args.workdir, args.step, changes)
+    row = evaluate(args.workdir, args.step, changes, args.output)
   except ConfigError as e:
     print(f"error: {e}", file=sys.stderr)
     return process.EXIT_CONFIG

@@ -11,7 +11,7 @@ continues with the second half of the context.
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from bigtrain.checkpoints import folders, warm_start
 from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
+from bigtrain.step import initial
 from bigtrain.tasks import language_modeling
 from bigtrain.tools import saved_model
 
@@ -32,7 +33,9 @@ def generate(
   prompt: str,
   *,
   max_new: int = 256,
-  temperature: float = 0.8,
+  num_beams: int = 1,
+  length_penalty: float = 0.0,
+  temperature: float | None = None,
   top_k: int = 0,
   top_p: float = 1.0,
   seed: int = 0,
@@ -43,11 +46,16 @@ def generate(
 ) -> Iterator[str]:
   """Yields the text that follows a prompt, piece by piece.
 
+  A beam search yields it at once.
+
   Args:
     path: a workdir or a checkpoint.
     prompt: text to continue; may be empty if the tokenizer has a begin token.
     max_new: largest number of new tokens.
-    temperature: see decoding.sample; 0 is greedy.
+    num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
+    length_penalty: see decoding.beam_search.
+    temperature: see decoding.sample; 0 is greedy. By default 0.8, or 0 in a
+      beam search.
     top_k: see decoding.sample; 0 for all tokens.
     top_p: see decoding.sample.
     seed: seed of the random choices.
@@ -60,7 +68,10 @@ def generate(
     ConfigError: no such checkpoint, tokenizer or option.
     CheckpointError: the checkpoint is damaged or cannot be read.
   """
+  if temperature is None:
+    temperature = 0.8 if num_beams == 1 else 0.0
   decoding.check_sampling(temperature, top_k, top_p)
+  decoding.check_beams(num_beams, temperature, "--num_beams")
   directory = folders.find_named(path, step, "--workdir")
   manifest = folders.read_manifest(directory)
   module, model = saved_model.build(manifest, directory)
@@ -83,9 +94,15 @@ def generate(
       raise ConfigError(f"{name}: the tokenizer has no begin token.")
     ids = [tokens.bos_id, *ids]
   params = _params(directory, prefix, module, model)
-  options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+  if num_beams > 1:
+    stream: Iterable[int] = _search(
+      params, model, ids, max_new, tokens.eos_id, num_beams, length_penalty
+    )
+  else:
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    stream = _generate_ids(params, model, ids, max_new, seed, options)
   num_yielded, new = 0, []
-  for token in _generate_ids(params, model, ids, max_new, seed, options):
+  for token in stream:
     if token == tokens.eos_id:
       break
     new.append(token)
@@ -111,8 +128,9 @@ def _tokenizer_of(config: Mapping[str, Any]) -> str:
 
 def _params(directory: str, prefix: str, module: Any, model: Any) -> Any:
   """Reads the parameters, sharded over all devices."""
+  init = lambda *args: initial.unboxed(model.init(*args))
   shapes = jax.eval_shape(
-    model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+    init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
   )["params"]
   places, _ = sharding.state_shardings(shapes, sharding.make_mesh())
   like = jax.tree.map(
@@ -127,6 +145,35 @@ def _params(directory: str, prefix: str, module: Any, model: Any) -> Any:
     key="--workdir",
   )
   return params
+
+
+def _search(
+  params: Any,
+  model: Any,
+  ids: list[int],
+  max_new: int,
+  eos_id: int | None,
+  num_beams: int,
+  length_penalty: float,
+) -> list[int]:
+  """Returns the ids of the new tokens of a beam search."""
+  size = len(ids) + max_new
+  if model.max_len is not None and size > model.max_len:
+    raise ConfigError(
+      f"--max_new: expected at most {model.max_len - len(ids)} in a beam "
+      f"search, the positions after the prompt, got {max_new}."
+    )
+  search = functools.partial(
+    language_modeling.generate,
+    model=model,
+    max_new=max_new,
+    eos_id=eos_id,
+    pad_id=-1,  # The prompt has no padding.
+    num_beams=num_beams,
+    length_penalty=length_penalty,
+  )
+  new_1N = jax.jit(search)({"params": params}, {"tokens": np.asarray([ids])})
+  return [token for token in new_1N[0].tolist() if token >= 0]
 
 
 def _generate_ids(
@@ -191,11 +238,23 @@ def _parser() -> argparse.ArgumentParser:
     help="largest number of new tokens (default: %(default)s)",
   )
   add(
+    "--num_beams",
+    type=int,
+    default=1,
+    help="hypotheses of a beam search, which prints the text at its end; 1 "
+    "samples (default: %(default)s)",
+  )
+  add(
+    "--length_penalty",
+    type=float,
+    default=0.0,
+    help="favours longer texts in a beam search (default: %(default)s)",
+  )
+  add(
     "--temperature",
     type=float,
-    default=0.8,
     help="temperature of the distribution; 0 always takes the most likely "
-    "token (default: %(default)s)",
+    "token (default: 0.8, or 0 in a beam search)",
   )
   add(
     "--top_k",

@@ -16,7 +16,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bigtrain.checkpoints import folders, integrity, safetensors_files
+from bigtrain.checkpoints import (
+  averages,
+  folders,
+  integrity,
+  safetensors_files,
+)
 from bigtrain.checkpoints.manifest import CheckpointError, Manifest
 from bigtrain.settings import ConfigError
 from bigtrain.tools import saved_model
@@ -102,7 +107,7 @@ def _values(
 ) -> Iterator[np.ndarray]:
   for tensor in tensors:
     parts = [(prefix + name, index) for name, index in tensor.parts]
-    slices = list(integrity.read(directory, manifest, parts))
+    slices = list(averages.read(directory, manifest, parts))
     value = tensor.build(slices)
     if tuple(value.shape) != tuple(tensor.shape):
       raise ValueError(

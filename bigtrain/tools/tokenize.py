@@ -145,7 +145,8 @@ def _find(pattern: str) -> list[str]:
   if not files:
     folder, name = os.path.split(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    raise ConfigError(f"{pattern}: no such file.{did_you_mean(name, names)}")
+    hint = did_you_mean(name, names)
+    raise ConfigError(f"{paths_lib.absolute(pattern)}: no such file.{hint}")
   return files
 
 

@@ -9,6 +9,7 @@ FULL = HostState(
   hooks={"hooks": {}},
   batches_ahead=2,
   fingerprints={"c4.model": "abc"},
+  data={"class_names": {"labels": ["cat", "dog"]}},
 )
 
 
@@ -22,6 +23,7 @@ def test_the_record_survives_json():
     "hooks",
     "batches_ahead",
     "fingerprints",
+    "data",
   ]
 
 

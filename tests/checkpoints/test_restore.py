@@ -1,6 +1,7 @@
 import logging
 import os
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from saved_states import (
 )
 
 from bigtrain import trees
-from bigtrain.checkpoints import folders, integrity, restore
+from bigtrain.checkpoints import folders, integrity, manifest, restore
 from bigtrain.checkpoints.manifest import DamagedError
 
 
@@ -104,3 +105,14 @@ def test_damage_to_the_newest_checkpoint_is_never_a_fresh_start(
   with pytest.raises(DamagedError, match="not a checkpoint: it has no manif"):
     restore.resume(workdir, like(), fallback=True)
   assert folders.steps(workdir) == [1]
+
+
+def test_other_factors_of_adafactor_are_explained():
+  def spec(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  old = {"opt/0/v_row/query/kernel": spec(3, 2, 8), "opt/0/count": spec()}
+  saved = {n: manifest.describe(x.shape, x.dtype) for n, x in old.items()}
+  new = {**old, "opt/0/v_row/query/kernel": spec(3, 8)}
+  with pytest.raises(restore.MismatchError, match="view='parameters'"):
+    restore.check_fits("run", types.SimpleNamespace(arrays=saved), new)

@@ -2,18 +2,23 @@
 
 import json
 import logging
+import shutil
 import signal
 import types
 
 import numpy as np
 import pytest
 import tiny
+from models.published import folders
 
 from bigtrain import main, settings
-from bigtrain.checkpoints import start
+from bigtrain.checkpoints import folders as checkpoint_folders
+from bigtrain.checkpoints import restore, start
 from bigtrain.cluster import process
 from bigtrain.evaluators import mean
 from bigtrain.inputs import pipeline
+from bigtrain.runtime import programs
+from bigtrain.tools import saved_model
 
 # Every kind of state in a checkpoint (moments, running statistics, averaged
 # parameters), and randomness in the step and in the input.
@@ -239,14 +244,36 @@ def test_a_signal_ends_an_evaluation_between_its_batches(
   assert runs.started[2:] == [("a", 3), ("b", 3), ("a", 6), ("b", 6)]
 
 
-def test_a_finished_run_does_not_change(straight, tiny_config, caplog):
-  before = tiny.rows(straight[2])
-  with caplog.at_level(logging.INFO, logger="absl"):
-    results = main.train(tiny_config(EVERYTHING), str(straight[2]))
-  assert "resumed from step 6" in caplog.text
-  assert tiny.rows(straight[2]) == before
+def test_a_finished_run_neither_changes_nor_compiles(
+  straight, tiny_config, caplog, monkeypatch
+):
+  def files():
+    return {
+      path: path.stat().st_mtime_ns
+      for path in straight[2].rglob("*")
+      if path.is_file() and path.name != "lease.json"
+    }
+
+  def refuse(*args, **kwargs):
+    raise AssertionError("not needed")
+
+  before, written = tiny.rows(straight[2]), files()
+  with monkeypatch.context() as patch:
+    patch.setattr(programs.Programs, "lower", refuse)
+    patch.setattr(restore, "load", refuse)
+    patch.setattr(pipeline.TrainInput, "start", refuse)
+    with caplog.at_level(logging.INFO, logger="absl"):
+      results = main.train(tiny_config(EVERYTHING), str(straight[2]))
+  assert "nothing is left to do" in caplog.text
+  assert tiny.rows(straight[2]) == before and files() == written
   assert results["val/loss"] == before[6]["val/loss"]
   assert results["step"] == 6
+
+
+def test_a_finished_run_evaluates_what_is_new(tiny_config, tmp_path):
+  main.train(tiny_config({"evals": {}}), str(tmp_path))
+  results = main.train(tiny_config(), str(tmp_path))
+  assert "val/loss" in results and results["step"] == 6
 
 
 # A changed config.
@@ -345,3 +372,36 @@ def test_the_options_are_read_from_the_config():
   assert options.allow_changes == ["lr"]
   assert options.fallback is False
   assert config.unread() == []
+
+
+@pytest.mark.slow
+def test_a_run_from_a_published_folder(tmp_path):
+  folder, workdir = tmp_path / "llama", tmp_path / "run"
+  folder.mkdir()
+  folders.copy("llama", folder)
+  features = {"tokens": "int32[16] < 61", "targets": "int32[16] < 61"}
+  config = dict(
+    total_steps=1,
+    task="language_modeling",
+    model_name="decoder",
+    model=dict(published=str(folder), scan=True),
+    model_init=str(folder),
+    optimizer=dict(name="sgd"),
+    lr=0.0,
+    input=dict(data=dict(type="synthetic", features=features), batch_size=8),
+  )
+  wrong = dict(variant="llama", vocab_size=61, width=24, depth=2, num_heads=4)
+  with pytest.raises(settings.ConfigError, match="num_heads=4, .* has 6"):
+    main.train(config | {"model": wrong}, workdir)
+  assert not workdir.exists()
+  main.train(config, workdir)
+  loaded = tiny.arrays(workdir)["params/norm/scale"]
+  expected = folders.arrays_of("llama")["model.norm.weight"]
+  np.testing.assert_array_equal(loaded, expected)
+  shutil.rmtree(folder)
+  saved = json.loads((workdir / "config.json").read_text())["model"]
+  assert "published" not in saved and saved["num_kv_heads"] == 2
+  manifest = checkpoint_folders.read_manifest(
+    checkpoint_folders.find(str(workdir), None)
+  )
+  assert saved_model.build(manifest, str(workdir)).model.head_dim == 8

@@ -200,3 +200,20 @@ def test_the_full_state_of_another_run(workdir):
     warm_start.load_state({"path": workdir, "prefix": "ema"}, like)
   with pytest.raises(ConfigError, match=r"config\.resume: no such file"):
     warm_start.load_state(workdir + "x", like)
+
+
+def test_options_of_a_models_own_conversion(tmp_path):
+  old = arrays()
+  old["pos_embedding"] = old["pos_embedding"][:, :1]
+  path = write_npz(tmp_path / "old.npz", old)
+
+  def convert(flat, like, *, times=1):
+    return {**flat, "pos_embedding": np.repeat(flat["pos_embedding"], times, 1)}
+
+  spec = dict(path=path, convert=dict(times=4))
+  params, _ = warm_start.load_params(spec, model(), convert=convert)
+  assert params["pos_embedding"].shape == (1, 4, 8)
+  spec = dict(path=path, convert=dict(time=4))
+  message = r"model_init\.convert\.time: unknown key. Did you mean 'times'"
+  with pytest.raises(ConfigError, match=message):
+    warm_start.load_params(spec, model(), convert=convert)

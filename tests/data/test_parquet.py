@@ -253,3 +253,13 @@ def test_mistakes(pattern, tmp_path, monkeypatch):
   refused("not a Parquet file", str(tmp_path / "j.parquet"))
   monkeypatch.setitem(sys.modules, "pyarrow", None)
   refused(r"pip install 'bigtrain\[parquet\]'")
+
+
+def test_the_names_of_the_classes_are_read_without_examples(tmp_path):
+  label = {"names": ["cat", "dog"], "_type": "ClassLabel"}
+  note = json.dumps({"info": {"features": {"label": label}}})
+  path = tmp_path / "0.parquet"
+  write(path, [row(0)], SCHEMA.with_metadata({"huggingface": note}))
+  names = parquet.Source.read_class_names(str(path), columns=["label"])
+  assert names == {"label": ["cat", "dog"]}
+  assert parquet.Source(str(path)).class_names == names

@@ -43,6 +43,13 @@ def cache(tmp_path, monkeypatch):
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+def test_the_names_of_the_classes_are_read_without_examples(folder):
+  options = dict(name="my_set", split="train", data_dir=folder)
+  names = tfds.Source.read_class_names(**options)
+  assert names == {"label": ["a", "b", "c"]}
+  assert tfds.Source(**options).class_names == names
+
+
 @pytest.mark.parametrize(
   "split, rows",
   [

@@ -6,6 +6,7 @@ from tiny import evaluating
 
 from bigtrain.evaluation import class_names
 from bigtrain.pp import tokenizers
+from bigtrain.pp.class_names import fill
 from bigtrain.settings import ConfigError
 
 TOKENIZE = "tokenize(max_len=12)"
@@ -19,7 +20,7 @@ def ids(text):
 
 
 def test_a_prompt_is_filled_with_each_name():
-  texts = class_names.fill("see {}!", ["a", "b"], "key")
+  texts = fill("see {}!", ["a", "b"], "key")
   tokens = class_names.tokens(texts, TOKENIZE, evaluating.context(), key="key")
   np.testing.assert_array_equal(tokens, [ids("see a!"), ids("see b!")])
   assert tokens.dtype == np.int32

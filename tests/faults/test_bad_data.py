@@ -11,6 +11,7 @@ import tiny
 from faults import program as program_lib
 
 
+@pytest.mark.slow
 def test_a_file_without_examples(program, workdir, tmp_path):
   train = {k: v[:0] for k, v in program_lib.digits()["train"].items()}
   program_lib.write_data(tmp_path / "data", train=train)

@@ -45,6 +45,7 @@ def assert_finite(workdir):
     assert all(map(np.isfinite, row.values())), (step, row)
 
 
+@pytest.mark.slow
 def test_stop(program, workdir, data):
   process = program.run(workdir, *IN_ORDER, data=data, code=1)
   ids = ", ".join(map(str, range(32, 40)))
@@ -59,6 +60,7 @@ def test_stop(program, workdir, data):
   assert list(tiny.rows(workdir)) == [1, 3, 4]
 
 
+@pytest.mark.slow
 def test_rollback(program, tmp_path, data):
   options = (*IN_ORDER, "nonfinite=rollback", "ckpt_steps=3", "keep_ckpts=9")
   workdir = tmp_path / "run"

@@ -52,6 +52,7 @@ def flip(path):
   path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_refused_or_falls_back(program, trained, undisturbed):
   chunk = chunk_of(trained, LARGE)
   flip(chunk)

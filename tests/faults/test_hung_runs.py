@@ -25,6 +25,7 @@ def check(process, phase):
     return int(match[1]), file.read()
 
 
+@pytest.mark.slow
 def test_hang_in_a_step(program, workdir, undisturbed):
   hook = dict(hang=dict(type="faults.waiting.Hang", step=6))
   process = program.start(workdir, watchdog(step_secs=5), f"hooks={hook}")

@@ -42,6 +42,7 @@ def assert_rows_up_to(workdir, other, step):
       assert expected[name] == value, (row_step, name)
 
 
+@pytest.mark.slow
 def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
   before = []
   for fault, number, least, kind in MOMENTS:

@@ -116,9 +116,8 @@ def test_signal_during_evaluation_and_before_the_first_step(
   assert exit_codes(job, 60) == [75, 75], job[1].text()
 
 
-@pytest.mark.parametrize(
-  "process", [0, pytest.param(1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
 def test_killed_process(program, workdir, process):
   job = program.start_job(workdir, acts("kill", process))
   assert job[process].wait() == -signal.SIGKILL
@@ -155,6 +154,7 @@ def test_exception_in_one_process(program, workdir, process):
     ), line
 
 
+@pytest.mark.slow
 def test_hung_process(program, workdir):
   job = program.start_job(workdir, acts("hang"), "watchdog={'step_secs': 6}")
   assert exit_codes(job) == [1, 1]

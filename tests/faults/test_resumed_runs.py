@@ -21,6 +21,7 @@ def kills(workdir, step, newest):
   return f"hooks={dict(kill=hook)}"
 
 
+@pytest.mark.slow
 def test_killed_between_checkpoints_twice(program, workdir, undisturbed):
   every_five = "ckpt_steps=5"
   for step, newest in ((9, 5), (19, 15)):
@@ -105,7 +106,8 @@ def test_resume_on_other_numbers_of_devices(program, workdir, undisturbed):
       tiny.assert_same(restored(workdir, step, mesh), plain)
 
 
-@pytest.mark.parametrize("step", [8, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [8, 24])
 def test_signal_and_kill_during_an_evaluation(
   program, workdir, undisturbed, tmp_path, step
 ):

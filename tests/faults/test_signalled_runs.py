@@ -29,6 +29,7 @@ def go(flag):
   pathlib.Path(f"{flag}.go").touch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["importing", "compiling"])
 def test_signal_before_the_first_step(program, workdir, moment):
   process = program.start(workdir, cached=False)
@@ -66,6 +67,7 @@ def test_signal_while_waiting_for_another_machines_lease(program, workdir):
   assert json.loads((workdir / "lease.json").read_text()) == holder
 
 
+@pytest.mark.slow
 def test_signal_in_a_save_and_in_a_step(
   program, workdir, undisturbed, tmp_path
 ):
@@ -96,11 +98,12 @@ def test_signal_in_a_save_and_in_a_step(
   assert_same_run(workdir, undisturbed, 24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("second", "code"),
   [
     (signal.SIGTERM, 75),
-    pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    (signal.SIGINT, 130),
   ],
 )
 def test_second_signal_exits_at_once(

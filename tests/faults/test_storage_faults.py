@@ -27,6 +27,7 @@ def disk(workdir):
     disks.unmount(workdir)
 
 
+@pytest.mark.slow
 def test_a_full_disk(program, disk, undisturbed):
   workdir, mounted = disk
   no_room = "No space left on device" if mounted else "File too large"
@@ -40,6 +41,10 @@ def test_a_full_disk(program, disk, undisturbed):
     assert failed in process.text() and no_room in process.text()
     assert process.last_line().startswith("error: ")
     assert no_room in process.last_line()
+    if mounted:  # One line says which disk it is and how full.
+      assert process.last_line().endswith("bytes free)")
+      assert str(workdir) in process.last_line()
+      assert "Traceback" not in process.text()
     assert steps(workdir) == [2]
     assert integrity.verify(str(path_of(workdir, 2))) == []
     assert os.listdir(workdir / "checkpoints") == ["00000002"]

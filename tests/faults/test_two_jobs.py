@@ -1,10 +1,12 @@
 """Fault 46: two jobs in one workdir."""
 
+import pytest
 import tiny
 
 from faults.program import assert_same_run
 
 
+@pytest.mark.slow
 def test_second_job_is_refused_and_a_dead_jobs_lease_is_taken_over(
   program, workdir, undisturbed, tmp_path
 ):

@@ -11,6 +11,7 @@ import object_stores
 import pytest
 from saved_states import host_state, like, make_state, path_of, same, save
 
+from bigtrain import settings
 from bigtrain.checkpoints import (
   checkpointer,
   commit,
@@ -117,6 +118,7 @@ def test_files(workdir, tmp_path):
     file.write(b"\x00")
   assert paths.read_bytes(path) == b"\x00"
   assert record.read_json(f"{workdir}/none.json") is None
+  settings.forget_choices()
   record.write(workdir, {"seed": 1}, {"started": "now"})
   record.update(workdir, programs={"update": {}})
   assert record.read_json(f"{workdir}/config.json") == {"seed": 1}

@@ -5,7 +5,7 @@ import sys
 import pytest
 from tiny import hooking
 
-from bigtrain.runtime import hooks
+from bigtrain.runtime import hook_context
 from bigtrain.settings import ConfigError
 
 rows_seen = []
@@ -22,9 +22,9 @@ def test_a_function_by_its_dotted_path(monkeypatch):
   rows_seen.clear()
   function = "users.functions.note"
   running = hooking.build(c=dict(type="call", function=function, at=2, tag="t"))
-  assert running.after_step(1, {"step": 1}) is None
-  stop = running.after_step(2, {"step": 2, "loss": 1.0})
-  assert stop == hooks.Stop("hook 'c': enough", False)
+  assert hooking.show(running, {"step": 1}) is None
+  stop = hooking.show(running, {"step": 2, "loss": 1.0})
+  assert stop == hook_context.Stop("hook 'c': enough", False)
   expected = [(1, {"step": 1}, "t"), (2, {"step": 2, "loss": 1.0}, "t")]
   assert rows_seen == expected
 

@@ -35,13 +35,13 @@ def test_the_rule_on_any_history(events, mode):
     def start(state):
       entry = dict(type="checkpoint_best", metric="val/x", mode=mode)
       running = hooking.build(workdir, best=entry)
-      running.restore(state)
+      running.restore(state, 0, None)
       return running
 
     running, saves = start({}), {}
 
     def save(step):
-      running.call("before_save", step)
+      running.before_save(step)
       saves[step] = json.loads(json.dumps(running.state()))
       folder = pathlib.Path(workdir, "checkpoints", f"{step:08d}")
       folder.mkdir(parents=True, exist_ok=True)
@@ -51,10 +51,11 @@ def test_the_rule_on_any_history(events, mode):
     while step < len(events):
       value, due, dies = events[step]
       step += 1
-      running.after_step(step, {"step": step, "loss": 0.0})
+      running.after_step(step, None, None)
+      hooking.show(running, {"step": step, "loss": 0.0})
       if due:
         save(step)
-      running.after_step(step, {"step": step, "val/x": value})
+      hooking.show(running, {"step": step, "val/x": value})
       evaluated[step] = value
       if running.wants_save(step) and step not in saves:
         save(step)
@@ -76,21 +77,25 @@ def test_the_rule_on_any_history(events, mode):
         deaths.add(step)
         step = max(saves, default=0)
         running = start(saves.get(step, {}))
+        running.after_step(step, None, None)
         evaluated = {s: v for s, v in evaluated.items() if s <= step}
         if step in evaluated:  # main shows a row on disk again.
           row = {"step": step, "val/x": evaluated[step]}
-          running.after_step(step, row)
+          hooking.show(running, row)
 
 
 def test_a_training_metric_counts_at_saved_steps(tmp_path):
   entry = dict(type="checkpoint_best", metric="loss")
   running = hooking.build(str(tmp_path), best=entry)
-  running.after_step(1, {"step": 1, "loss": 1.0})  # Step 2 has started.
+  running.after_step(2, None, None)
+  hooking.show(running, {"step": 1, "loss": 1.0})  # Step 2 has started.
   assert not running.wants_save(2) and running.keep_steps() == set()
-  running.after_step(4, {"step": 4, "loss": 2.0})
-  running.call("before_save", 4)
+  hooking.show(running, {"step": 4, "loss": 2.0})
+  running.after_step(4, None, None)
+  running.before_save(4)
   assert running.keep_steps() == {4}
-  running.after_step(6, {"step": 6, "loss": 0.5})
+  running.after_step(7, None, None)
+  hooking.show(running, {"step": 6, "loss": 0.5})
   assert not running.wants_save(7) and running.keep_steps() == {4}
 
 
@@ -98,14 +103,16 @@ def test_a_missing_best_checkpoint_is_reported(tmp_path, caplog):
   entry = dict(type="checkpoint_best", metric="val/x")
   running = hooking.build(str(tmp_path), best=entry)
   for step, value in ((1, 1.0), (2, 3.0)):
-    running.call("before_save", step)
-    running.after_step(step, {"step": step, "val/x": value})
-  running.call("before_save", 3)
+    running.before_save(step)
+    hooking.show(running, {"step": step, "val/x": value})
+  running.before_save(3)
   again = hooking.build(str(tmp_path), best=entry)
   with caplog.at_level(logging.WARNING, logger="absl"):
-    again.restore(running.state())  # The folder has no checkpoint of step 1.
+    again.restore(
+      running.state(), 3, None
+    )  # The folder has no checkpoint of step 1.
   assert "of step 1 with val/x 1, no longer exists" in caplog.text
-  again.after_step(3, {"step": 3, "val/x": 2.0})
+  hooking.show(again, {"step": 3, "val/x": 2.0})
   assert again.keep_steps() == {3}
 
 

@@ -65,7 +65,7 @@ def test_stops_where_t5x_does(values, mode, patience, atol, rtol, stops):
   at = [
     number
     for number, value in enumerate(values, 1)
-    if running.after_step(number, {"step": number, "x": value})
+    if hooking.show(running, {"step": number, "x": value})
   ]
   assert at[:1] == ([stops] if stops else [])
 
@@ -95,11 +95,11 @@ def test_the_rule_on_any_history(values, mode, patience, atol, rtol, data):
     if data.draw(st.booleans(), label=f"restart before {i}"):
       saved = json.loads(json.dumps(running.state()))
       running = start()
-      running.restore(saved)
+      running.restore(saved, i, None)
     # Rows of training and of other evaluations do not matter.
-    assert running.after_step(i, {"step": i, "loss": 0.0}) is None
-    assert running.after_step(i, {"step": i, "other/x": 0.0}) is None
-    stop = running.after_step(i, {"step": i, "val/x": value})
+    assert hooking.show(running, {"step": i, "loss": 0.0}) is None
+    assert hooking.show(running, {"step": i, "other/x": 0.0}) is None
+    stop = hooking.show(running, {"step": i, "val/x": value})
     expected = should_stop(values[: i + 1], mode, patience, atol, rtol)
     assert (stop is not None) == expected
     if stop:

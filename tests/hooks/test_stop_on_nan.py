@@ -27,7 +27,7 @@ def test_the_rule_on_any_history(rows, metrics):
   watched = [metrics] if isinstance(metrics, str) else metrics
   watched = watched or ["loss", "val/a", "val/b"]
   for i, row in enumerate(rows):
-    stop = running.after_step(i, {"step": i, "count": 3, **row})
+    stop = hooking.show(running, {"step": i, "count": 3, **row})
     bad = [k for k in watched if k in row and not math.isfinite(row[k])]
     assert (stop is not None) == bool(bad)
     if stop:

@@ -1,5 +1,6 @@
 """Engines: failing examples are named, replaced and counted."""
 
+import threading
 import time
 
 import numpy as np
@@ -14,7 +15,7 @@ from array_inputs import (
 )
 
 from bigtrain.data import arrays
-from bigtrain.inputs import pipeline
+from bigtrain.inputs import numpy_engine, pipeline
 from bigtrain.settings import DataError
 
 
@@ -115,10 +116,28 @@ def test_an_input_that_ends_early_is_an_error(monkeypatch):
   engine, _ = pipeline.train_engine(config().input, seed=0, rows=np.arange(16))
   stream = engine._stream
   monkeypatch.setattr(
-    engine, "_stream", lambda first, last: stream(first, last - 1)
+    engine, "_stream", lambda first, last, end: stream(first, last - 1, end)
   )
   with pytest.raises(DataError, match=r"ended at step 3 of 4"):
     list(engine.batches(0, 4))
+
+
+def test_a_stop_ends_a_batch_in_the_middle(monkeypatch):
+  cfg = config(f"{PP}|test_fail_if([], batched=False)").input
+  engine, _ = pipeline.train_engine(cfg, seed=0, rows=np.arange(16))
+  stopping, rows, row = threading.Event(), [], numpy_engine._row
+
+  def stop_at_third_row(batch, i):
+    rows.append(i)
+    if len(rows) >= 3:
+      stopping.set()
+    return row(batch, i)
+
+  monkeypatch.setattr(numpy_engine, "_row", stop_at_third_row)
+  assert list(engine.batches(0, 50, stopping)) == []
+  assert len(rows) <= 2 + engine.num_threads
+  del rows[:]
+  assert list(engine.batches(0, 50, stopping)) == [] and not rows
 
 
 def test_batched_and_unbatched_ops_give_the_same():

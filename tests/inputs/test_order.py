@@ -1,7 +1,9 @@
 """The order of examples: exact shares, whole epochs, random access."""
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from bigtrain.inputs import order
 from bigtrain.settings import ConfigError, DataError
@@ -104,3 +106,78 @@ def test_errors_of_schedules():
   for weight in (0, -1, float("inf"), float("nan")):
     with pytest.raises(ConfigError, match="positive weight"):
       order.Schedule((5, 5), (1, weight))
+
+
+# Weights that change.
+
+
+@st.composite
+def _mixtures(draw):
+  """(weights, changes): up to five stages of up to 10,000 rows each."""
+  num_sources = draw(st.integers(2, 4))
+  weight = st.sampled_from([0.0, 0.02, 0.3, 1.0, 7.0])
+  weights = st.tuples(*[weight] * num_sources).filter(any)
+  stages, row = [], 0
+  for _ in range(draw(st.integers(1, 5))):
+    stages.append((row, draw(weights)))
+    row += draw(st.sampled_from([1, 3, 16, 1000, 4096, 10_000]))
+  used = [any(values) for values in zip(*(w for _, w in stages))]
+  if not all(used):
+    stages.append((row, tuple(1.0 - u for u in used)))
+  return stages[0][1], tuple(stages[1:])
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(_mixtures(), st.data())
+def test_counts_and_places_equal_those_of_a_plain_simulation(mixture, data):
+  weights, changes = mixture
+  schedule = order.Schedule((50,) * len(weights), weights, 7, True, changes)
+  stages = [(0, weights), *changes]
+  last = stages[-1][0] + 6000
+  source, position = schedule.locate(np.arange(last))
+
+  # The simulation draws one row after the other.
+  drawn = source[:, None] == np.arange(len(weights))
+  counts = np.concatenate([0 * drawn[:1], np.cumsum(drawn, axis=0)])
+  expected = np.zeros(len(weights))
+  for (first, values), (end, _) in zip(stages, changes):
+    share = np.asarray(values) / np.sum(values)
+    expected += (end - first) * share
+    assert not drawn[first:end, share == 0].any()
+    # Rounding does not add up over stages; a block may be 1% off.
+    assert (abs(counts[end] - expected) <= 0.01 * expected + 3).all()
+    for k in range(len(values)):  # Without gaps at the end of each stage.
+      own = position[:end][source[:end] == k]
+      np.testing.assert_array_equal(np.sort(own), np.arange(len(own)))
+
+  rows = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=5))
+  for row in [*rows, *(first for first, _ in stages)]:
+    np.testing.assert_array_equal(schedule.counts(row), counts[row])
+  # Any rows, in any order, without the ones before.
+  rows = np.asarray(rows) % last
+  for got, want in zip(schedule.locate(rows), (source, position)):
+    np.testing.assert_array_equal(got, want[rows])
+
+
+def test_rounding_of_many_short_stages_does_not_add_up():
+  weights = [(1, 1, 1 + i / 300) for i in range(300)]
+  changes = tuple((7 * i, values) for i, values in enumerate(weights))
+  schedule = order.Schedule((9, 9, 9), weights[0], changes=changes[1:])
+  expected = np.zeros(3)
+  for i, values in enumerate(weights):
+    np.testing.assert_array_less(abs(schedule.counts(7 * i) - expected), 1.01)
+    expected += 7 * np.asarray(values) / np.sum(values)
+
+
+def test_late_rows_of_changed_weights_cost_no_replay():
+  late = 10**12 + 5
+  changes = ((10**6 + 1, (1.0, 0.0)), (late, (1.0, 3.0)))
+  schedule = order.Schedule((10, 20), (0.0, 1.0), changes=changes)
+  assert schedule.counts(late).tolist() == [late - 10**6 - 1, 10**6 + 1]
+  rows = np.arange(late - 3, late + 4096)
+  source, position = schedule.locate(rows)
+  assert source[:3].tolist() == [0, 0, 0]
+  assert np.bincount(source[3:]).tolist() == [1024, 3072]
+  assert position[3:][source[3:] == 1].min() == 10**6 + 1
+  end = schedule.counts(late + 4096) - schedule.counts(late)
+  assert end.tolist() == [1024, 3072]

@@ -152,11 +152,56 @@ def test_mixtures_have_exact_shares_and_their_own_ops():
   assert from_ones == 1024  # A block of 4096 rows has the exact share.
 
 
+def changing_mixture(small=20):
+  """Digits first; from step 2 to 6 a small source takes over linearly."""
+  return {
+    "digits": {
+      "data": {"type": "arrays", "name": "digits"},
+      "weight": {"at_steps": [2, 6], "values": [1, 0]},
+    },
+    "small": {
+      "data": rows_of(small, image=np.ones((small, 8, 8, 1), np.uint8)),
+      "weight": {"at_steps": [2, 6], "values": [0, 1]},
+    },
+  }
+
+
+def test_changing_weights_keep_batches_a_function_of_the_step():
+  train = make_train(mixture=changing_mixture())
+  expected = fetch(train.start(0, 9))
+  of_small = [(train.order(step).source == 1).sum() for step in range(9)]
+  assert of_small == [0, 0, 0, 4, 8, 12, 16, 16, 16]
+  for step, count in enumerate(np.cumsum(of_small), 1):
+    assert train.sources_at(step) == {
+      "examples_seen/digits": 16 * step - count,
+      "examples_seen/small": count,
+      "epoch/digits": (16 * step - count) / 1438,
+      "epoch/small": count / 20,
+    }
+  # Resumed at any step, and on two hosts.
+  resumed = make_train(mixture=changing_mixture())
+  for step in (3, 5, 8):
+    (batch,) = fetch(resumed.start(step, step + 1))
+    assert_equal(batch, expected[step])
+  cfg = config(mixture=changing_mixture()).input
+  halves = [
+    list(pipeline.train_engine(cfg, seed=0, rows=rows)[0].batches(3, 6))
+    for rows in np.split(np.arange(16), 2)
+  ]
+  for step, (left, right) in enumerate(zip(*halves), 3):
+    joined = {k: np.concatenate([left[k], right[k]]) for k in left}
+    assert_equal(joined, expected[step])
+
+
 @pytest.mark.parametrize(
   "change, message",
   [
     ({"weight": None}, "mixture.b.weight: expected a number"),
     ({"weight": -1}, "mixture.b.weight: expected a number above 0, got -1"),
+    (
+      {"weight": {"at_percent": [0, 9], "values": [1, 2]}},
+      "weight.at_percent: this unit needs the length of the run",
+    ),
     ({"wieght": 1}, "mixture.b.wieght: unknown key. Did you mean 'weight'"),
     ({"pp": "keep('image')"}, r"mixture.b.pp: feature 'label' is missing"),
     (

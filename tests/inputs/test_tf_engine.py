@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import threading
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from array_inputs import assert_equal, fetch
 
 from bigtrain import settings, sharding
-from bigtrain.data import image_folder
+from bigtrain.data import arrays, image_folder
 from bigtrain.inputs import eval_input, pipeline
 from bigtrain.inputs.numpy_engine import NumpyEngine
 from bigtrain.inputs.tf_engine import TfEngine
@@ -161,6 +162,27 @@ def test_both_engines_give_the_same():
     batches.append(list(engine.batches(0, 4)))
   for a, b in zip(*batches, strict=True):
     assert_equal(a, b)
+
+
+def test_a_stop_ends_a_batch_in_the_middle(monkeypatch):
+  cfg = config(
+    pp="value_range(-1, 1, 0, 16)|test_in_graph",
+    data={"type": "arrays", "name": "digits"},
+    batch_size=512,
+  )
+  engine, _ = pipeline.train_engine(cfg, seed=0, rows=np.arange(512))
+  monkeypatch.setattr("bigtrain.inputs.tf_engine._ROWS_PER_READ", 4)
+  stopping, reads, read = threading.Event(), [], arrays.Source.read
+
+  def stop_at_third_read(self, indices):
+    reads.append(1)
+    if len(reads) >= 3:
+      stopping.set()
+    return read(self, indices)
+
+  monkeypatch.setattr(arrays.Source, "read", stop_at_third_read)
+  assert list(engine.batches(0, 2, stopping)) == []
+  assert len(reads) < 40, "of 128 in a batch"
 
 
 def test_cached_evaluation_of_images(folder):

@@ -223,6 +223,7 @@ def test_configs_with_token_files_do_not_import_tensorflow(tmp_path):
   assert int(number) >= 7 and imported == "False"
 
 
+@pytest.mark.slow
 def test_packing_changes_neither_loss_nor_gradients(tmp_path):
   """For a decoder, over the same documents of the source `text`."""
   for i, size in enumerate((9, 4, 30, 2, 17, 5, 11)):

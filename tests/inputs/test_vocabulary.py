@@ -89,6 +89,7 @@ def test_labels_that_the_source_knows_are_checked_at_the_start(
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_other_labels_are_checked_in_their_batch(tiny_config, tmp_path):
   config = spoilt(
     tiny_config, tmp_path, changes={"input.pp": HIDDEN}, row_55=-3

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bigtrain.losses import cross_entropy
+from bigtrain.settings import ConfigError
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(3, 4, 7)).astype(np.float32) * 5
@@ -20,16 +21,23 @@ def numpy_softmax_xent(logits, probs):
   return -(probs * (logits - logz)).sum(-1), logz[..., 0]
 
 
+@pytest.mark.parametrize("over", cross_entropy.SMOOTHING_OVER)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_softmax_xent_for_class_numbers_and_one_hot_labels(smoothing, z_loss):
-  smooth = (1 - smoothing) * ONE_HOT + smoothing / 7
+def test_softmax_xent_for_class_numbers_and_one_hot_labels(
+  smoothing, z_loss, over
+):
+  if over == "all":
+    smooth = (1 - smoothing) * ONE_HOT + smoothing / 7
+  else:  # As in big_vision's weighted_softmax_xent, and in T5X.
+    smooth = np.where(ONE_HOT == 1, 1 - smoothing, smoothing / 6)
   plain, logz = numpy_softmax_xent(LOGITS, smooth)
   for labels in (CLASSES, ONE_HOT):
     got = cross_entropy.softmax_xent(
       jnp.asarray(LOGITS),
       jnp.asarray(labels),
       label_smoothing=smoothing,
+      label_smoothing_over=over,
       z_loss=z_loss,
     )
     assert got.dtype == jnp.float32
@@ -102,3 +110,11 @@ def test_labels_of_a_wrong_shape_are_errors():
     cross_entropy.softmax_xent(LOGITS, ONE_HOT[..., 0])
   with pytest.raises(ValueError, match=r"class numbers or \[3, 4, 7\] prob"):
     cross_entropy.sigmoid_xent(LOGITS, CLASSES[:2])
+
+
+def test_unknown_smoothing_is_an_error():
+  message = "config.loss.label_smoothing_over: unknown 'other'. Did you mean"
+  with pytest.raises(ConfigError, match=message):
+    cross_entropy.softmax_xent(
+      jnp.asarray(LOGITS), jnp.asarray(CLASSES), label_smoothing_over="other"
+    )

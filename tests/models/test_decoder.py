@@ -134,13 +134,77 @@ def test_no_token_sees_another_document():
   assert _influence([0, 1, 2, 3], documents) == [0, 1, 2, 3]
 
 
+EXPERTS = dict(num_experts=4, jitter=0.2, router_init_std=1.0)
+CAUSAL = {
+  "gpt2": dict(variant="gpt2", dropout=0.1, depth=1),
+  "window, caps": STYLES["options"] | dict(scan=False, depth=1),
+  "window, caps, scan": STYLES["options"],
+  "one expert": dict(moe=EXPERTS | dict(top_k=1, dropout=0.1), depth=1),
+  "two experts, one shared, scan": dict(
+    moe=EXPERTS | dict(top_k=2, shared_experts=1), scan=True
+  ),
+  "capacity, one expert": dict(
+    moe=EXPERTS | dict(top_k=1, capacity_factor=0.7, dropout=0.1), depth=1
+  ),
+  "capacity, two experts, scan": dict(
+    moe=EXPERTS | dict(top_k=2, capacity_factor=0.7), scan=True
+  ),
+}
+
+
+def _changed_logits(**options):
+  """Returns which logits change if row t - 1 has other tokens from t on.
+
+  Returns:
+    bool [L - 1, L, V] without segments and with, bool [L - 1, L]: whether a
+    position is before its row's t.
+  """
+  sizes = SIZES | STYLES["llama"] | dict(init_std=0.3)
+  model = decoder.Model(**sizes | options)
+  row, other = tokens(2)
+  variables = jax.jit(model.init)(jax.random.key(0), row[None])
+  segments = jnp.tile(jnp.asarray([1] * 5 + [2] * 4 + [3] * 3), (L - 1, 1))
+
+  @jax.jit
+  def run(text):
+    apply = lambda **kwargs: model.apply(
+      variables,
+      text,
+      train=True,
+      rngs={"dropout": jax.random.key(0)},
+      **kwargs,
+    )[0]
+    return apply(), apply(segments=segments)
+
+  text = jnp.tile(row, (L - 1, 1))
+  before = np.arange(L) < np.arange(1, L)[:, None]
+  old, new = (run(x) for x in (text, jnp.where(before, text, other)))
+  return *(np.asarray(a != b) for a, b in zip(old, new)), before
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_no_later_token_changes_a_logit(name):
+  alone, packed, before = _changed_logits(**CAUSAL[name])
+  assert alone[~before].any() and packed[~before].any()
+  assert not alone[before].any() and not packed[before].any()
+
+
+@pytest.mark.slow
+def test_first_choices_that_are_served_first_see_later_tokens():
+  moe = EXPERTS | dict(top_k=2, capacity_factor=0.7, serve="choice")
+  alone, _, before = _changed_logits(moe=moe)
+  assert alone[before].any()
+
+
 def test_a_window_limits_the_tokens_seen():
   shallow = dict(depth=1, window=3)
   assert _influence([7], **shallow) == [5, 6, 7]
   assert _influence([7], ((1, 6), (2, 6)), **shallow) == [6, 7]
 
 
-@pytest.mark.parametrize("style", ["gpt2", "options"])
+@pytest.mark.parametrize(
+  "style", [pytest.param("gpt2", marks=pytest.mark.slow), "options"]
+)
 def test_packed_documents_give_the_logits_of_single_documents(style):
   model, variables = made(style)
   first, second = tokens(seed=1)[0], tokens(seed=2)[0]
@@ -171,6 +235,20 @@ def test_decoding_with_the_cache_gives_the_same_logits(style):
     logits, out = step(t[:, i : i + 1], out["cache"], i)
     parts.append(logits)
   np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=2e-5)
+
+
+def test_reading_a_prompt_into_the_cache_drops_no_token():
+  sizes = SIZES | STYLES["llama"] | dict(depth=1)
+  plain = decoder.Model(**sizes, moe=EXPERTS)
+  limited = decoder.Model(**sizes, moe=EXPERTS | dict(capacity_factor=0.5))
+  variables = jax.jit(plain.init)(jax.random.key(0), tokens())
+  read = jax.jit(
+    lambda t: limited.apply(variables, t, cache=limited.init_cache(2, L))
+  )
+  logits, out = read(tokens())
+  whole = logits_of(plain, variables, tokens())
+  np.testing.assert_allclose(logits, whole, atol=2e-5)
+  assert out["moe"]["dropped"] == 0
 
 
 def test_rotary_positions_are_relative():

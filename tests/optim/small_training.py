@@ -10,6 +10,7 @@ from bigtrain.lengths import Units
 from bigtrain.optim import chain
 from bigtrain.settings import Config
 
+LOSS = 0.75  # In all steps, for optimizers that use the loss.
 UNITS = Units(batch_size=8, examples_per_epoch=80, total_steps=20)
 SHAPES = {
   "body/dense/kernel": (8, 16),
@@ -39,10 +40,11 @@ def tree(seed):
   )
 
 
-def make(shapes=None, units=UNITS, **config):
+def make(shapes=None, units=UNITS, param_views=None, **config):
   """Builds the optimizer; every key of the config must be read."""
   config = Config({"lr": 0.1, "optimizer": ADAM, **config})
-  optimizer = chain.make(config, tree(0) if shapes is None else shapes, units)
+  shapes = tree(0) if shapes is None else shapes
+  optimizer = chain.make(config, shapes, units, param_views)
   assert not config.unread()
   return optimizer
 
@@ -54,7 +56,8 @@ def train(optimizer, params, num_steps, grads=tree, jit=False):
   update = jax.jit(optimizer.tx.update) if jit else optimizer.tx.update
   for step in range(num_steps):
     g, _ = trees.partition(grads(step + 1), optimizer.trainable)
-    updates, state = update(g, state, trained, step=step)
+    loss = (jnp.float32(2 * LOSS), jnp.float32(2))
+    updates, state = update(g, state, trained, step=step, loss=loss)
     trained = optax.apply_updates(trained, updates)
   return trees.merge(trained, frozen), state
 

@@ -7,10 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optim.small_training import MUON, SHAPES, assert_close, make, train, tree
+from optim.small_training import (
+  LOSS,
+  MUON,
+  SHAPES,
+  assert_close,
+  make,
+  train,
+  tree,
+)
 
 from bigtrain import trees
-from bigtrain.optim import optimizers
+from bigtrain.optim import optimizers, views, wrappers
 from bigtrain.settings import ConfigError
 
 
@@ -37,16 +45,25 @@ def test_updates_equal_those_of_the_optimizer_with_its_own_learning_rate(name):
     )
     assert slope < 0
     return
+  if name == "adafactor":  # Without stacks and attention it is optax's.
+    constructor = optax.adafactor
+  elif name == "big_vision_adafactor":
+    shapes = {"a/kernel": (3, 4), "b": (4,)}
+    float32["views"] = views.seen(
+      {n: views.default(n, shape) for n, shape in shapes.items()},
+      shapes,
+      "layers",
+    )
   kwargs = dict(learning_rate=0.05, **float32)
   kwargs |= {
     k: 0.0
     for k in ("weight_decay", "adam_weight_decay")
     if k in parameters and parameters[k].default is not None
   }
-  tx = constructor(**kwargs)
+  tx = optax.with_extra_args_support(constructor(**kwargs))
   expected, state = params, tx.init(params)
   for step in range(4):
-    updates, state = tx.update(grads(step + 1), state, expected)
+    updates, state = tx.update(grads(step + 1), state, expected, value=LOSS)
     expected = optax.apply_updates(expected, updates)
   assert_close(trained, expected, rtol=1e-5, atol=1e-6)
 
@@ -151,11 +168,11 @@ def test_muon_updates_stacked_matrices_by_name():
       dict(
         optimizer=dict(name="muon"),
         schedule=[
-          ("body/stack/.*", dict(decay_type="constant")),
+          ("embedding", dict(decay_type="constant")),
           (".*", None),
         ],
       ),
-      "no trainable parameter is 2D",
+      "no trainable parameter is a hidden layer's matrix",
     ),
   ],
 )
@@ -164,3 +181,43 @@ def test_mistakes_in_config_optimizer_are_explained(config, message):
     make(**config)
   assert message in str(e.value)
   assert "\n" not in str(e.value)
+
+
+def test_optimizers_of_users_by_dotted_path():
+  expected, _ = train(
+    make(optimizer=dict(name="sgd", momentum=0.5)), tree(0), 3
+  )
+  for spec in (
+    dict(name="optim.own_parts.descent", momentum=0.5),
+    dict(name="optim.own_parts.rated", momentum=0.5),
+    dict(name="optim.own_parts.rated", momentum=0.5, lr_inside=True),
+  ):
+    trained, _ = train(make(optimizer=spec), tree(0), 3)
+    assert_close(trained, expected, rtol=1e-5, atol=1e-6)
+  signs = make(optimizer=dict(name="optim.own_parts.scale_by_signs"))
+  trained, _ = train(signs, tree(0), 1)
+  step = jax.tree.map(lambda p, g: p - 0.1 * jnp.sign(g), tree(0), tree(1))
+  assert_close(trained, step, rtol=1e-6)
+  for name, message in {
+    "optim.own_parts.decent": "has no 'decent'. Did you mean 'descent'",
+    "optim.own_part.descent": "cannot import 'optim.own_part'",
+    "optim.own_parts.NUMBER": "expected a function .* a int",
+    "optim.own_parts.no_transformation": "returned 3",
+  }.items():
+    with pytest.raises(
+      ConfigError, match=f"config.optimizer.name: .*{message}"
+    ):
+      make(optimizer=dict(name=name))
+  with pytest.raises(ConfigError, match="momentm: unknown key. Did you mean"):
+    make(optimizer=dict(name="optim.own_parts.descent", momentm=0.5))
+
+
+def test_every_optimizer_of_optax_contrib_runs_or_is_refused_with_a_reason():
+  names = {
+    name
+    for name, fn in vars(optax.contrib).items()
+    if inspect.isfunction(fn) and "eval_params" not in name
+  }
+  parts = {"hutchinson_estimator_diag_hessian", "normalize"}
+  known = {*optimizers.constructors(), *optimizers.REFUSED, *wrappers.NAMES}
+  assert names - parts <= known

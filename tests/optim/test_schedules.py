@@ -6,6 +6,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import strategies as st
 
@@ -218,3 +219,112 @@ def test_runs_of_unknown_length():
 def test_runs_of_one_step_keep_longer_warmups():
   units = Units(batch_size=1, total_steps=1)
   assert make(units, decay_type="cosine", warmup_steps=10)(0) == 0
+
+
+@pytest.mark.parametrize(
+  "spec, step, expected",
+  [
+    (dict(decay_steps=40), 59, 1.0),
+    (dict(decay_steps=40), 80, 0.5),
+    (dict(decay_percent=40, end=0.1), 100, 0.1),
+    (dict(decay_steps=40, shape="sqrt"), 70, 0.5),
+    (dict(decay_steps=40, shape="cosine"), 70, (1 + math.sqrt(0.5)) / 2),
+    (dict(decay_steps=40, warmup_steps=10), 5, 0.5),
+  ],
+)
+def test_warmup_stable_decay(spec, step, expected):
+  fn = make(decay_type="wsd", **spec)
+  assert fn(step) == pytest.approx(expected, abs=1e-6)
+  assert float(fn(jnp.int32(step))) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+  "spec, options",
+  [
+    ({}, {}),
+    (
+      dict(peak_steps=10, div_factor=5.0, final_div_factor=20.0),
+      dict(pct_start=0.1, div_factor=5.0, final_div_factor=20.0),
+    ),
+  ],
+)
+def test_one_cycle_is_that_of_optax(spec, options):
+  fn = make(decay_type="one_cycle", **spec)
+  expected = optax.cosine_onecycle_schedule(100, 1.0, **options)
+  for step in (0, 3, 10, 30, 65, 99, 100):
+    assert fn(step) == pytest.approx(float(expected(step)), abs=2e-6)
+
+
+def test_pieces_follow_one_another():
+  fn = make(
+    decay_type="pieces",
+    pieces=[
+      dict(decay_type="linear", linear_end=0.5, length_percent=40),
+      dict(decay_type="constant", scale=0.5, length_epochs=1),
+      dict(decay_type="cosine", scale=0.5, warmup_percent=50),
+    ],
+  )
+  expected = {0: 1.0, 20: 0.75, 39: 0.5125, 40: 0.5, 59: 0.5}
+  # The last 40 steps: 20 of warm-up, then half a cosine.
+  expected |= {60: 0.0, 70: 0.25, 80: 0.5, 90: 0.25, 100: 0.0}
+  for step, value in expected.items():
+    assert fn(step) == pytest.approx(value, abs=1e-6)
+    assert float(jax.jit(fn)(step)) == pytest.approx(value, abs=1e-6)
+  assert not isinstance(fn(7), jax.Array)
+
+
+def test_schedules_of_users_by_dotted_path():
+  path = "optim.own_parts."
+  fn = make(decay_type=path + "waves", number=2, warmup_steps=20)
+  # A quarter of a wave is an eighth of the 80 steps after the warm-up.
+  for step, value in {10: 0.5, 20: 1.0, 30: 1.5, 50: 0.5, 60: 1.0}.items():
+    assert float(fn(step)) == pytest.approx(value, abs=1e-5)
+    assert float(jax.jit(fn)(step)) == pytest.approx(value, abs=1e-5)
+  assert make(decay_type=path + "steep")(50) == pytest.approx(1 / 16)
+  for spec, message in (
+    (dict(decay_type=path + "wave"), "has no 'wave'. Did you mean 'waves'"),
+    (dict(decay_type=path + "waves"), "schedule.number: missing"),
+    (dict(decay_type=path + "steep", power=2), "power: unknown key"),
+    (dict(decay_type=path + "NUMBER"), "expected a function"),
+  ):
+    with pytest.raises(ConfigError, match=message):
+      make(**spec)
+
+
+@pytest.mark.parametrize(
+  "spec, message",
+  [
+    (dict(decay_type="wsd"), "wsd needs the length of its decay"),
+    (dict(decay_type="wsd", decay_steps=101), "within the run of 100 steps"),
+    (
+      dict(decay_type="wsd", decay_steps=9, shape="squrt"),
+      "schedule.shape: unknown 'squrt'. Did you mean 'sqrt'?",
+    ),
+    (dict(decay_type="pieces"), "pieces: expected a list of dicts, got None"),
+    (
+      dict(decay_type="pieces", pieces=[dict(decay_type="constant")] * 2),
+      "pieces[0]: expected a length, such as length_percent=10",
+    ),
+    (
+      dict(
+        decay_type="pieces",
+        pieces=[
+          dict(decay_type="constant", length_steps=10),
+          dict(decay_type="cosin"),
+        ],
+      ),
+      "pieces[1].decay_type: unknown 'cosin'. Did you mean 'cosine'?",
+    ),
+    (
+      dict(
+        decay_type="pieces",
+        pieces=[dict(decay_type="constant", length_steps=10)],
+      ),
+      "as the last piece takes the remaining 100 steps, got 10",
+    ),
+  ],
+)
+def test_mistakes_in_composed_schedules_are_explained(spec, message):
+  with pytest.raises(ConfigError) as e:
+    make(**spec)
+  assert message in str(e.value)

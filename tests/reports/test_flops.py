@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from bigtrain import sharding
 from bigtrain.models import cappa, decoder, resnet, t5, two_towers, vit
 from bigtrain.models.layers import attention as attention_layer
+from bigtrain.models.layers import visibility
 from bigtrain.reports import flops
 from bigtrain.tasks import (
   captioning,
@@ -178,33 +180,59 @@ def test_pallas_counts_the_grid():
   assert flops.forward_flops(fn, f32(24, 4)) == 6 * 2 * 4**3
 
 
-@pytest.fixture
-def traces_cudnn(monkeypatch):
-  """Lets cuDNN's attention be traced without a GPU."""
-  from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-  # Only these checks need a GPU and its cuDNN for tracing.
-  monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 92000)
-  monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
-  monkeypatch.setattr(
-    cudnn, "is_cuda_compute_capability_equal", lambda _: False
-  )
-
-
 @pytest.mark.parametrize("window", [None, 50, 500])
-@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+@pytest.mark.parametrize(
+  ("kernel", "platform"),
+  [("xla", "cpu"), ("blockwise", "cpu"), ("cudnn", "gpu"), ("splash", "tpu")],
+)
+@pytest.mark.parametrize("length", [128, 1027])
 def test_a_window_counts_alike_in_every_kernel(
-  traces_cudnn, monkeypatch, kernel, window
+  traces_cudnn, monkeypatch, kernel, platform, window, length
 ):
-  monkeypatch.setattr(attention_layer, "implementation", lambda q: kernel)
-  q = Shape((2, 128, 4, 64), jnp.bfloat16)
-  kv = Shape((2, 128, 2, 64), jnp.bfloat16)
+  monkeypatch.setattr(sharding, "device", lambda: (platform, platform))
+  q = Shape((2, length, 4, 64), jnp.bfloat16)
+  kv = Shape((2, length, 2, 64), jnp.bfloat16)
 
   def fn(q, k, v):
-    return attention_layer.attend(q, k, v, causal=True, window=window)
+    return attention_layer.attend(
+      *(q, k, v),
+      sees=visibility.Sees(causal=True, window=window),
+      implementation=kernel,
+    )
 
-  seen = min(window or 128, 128)
-  assert flops.forward_flops(fn, q, kv, kv) == 2 * (2 * 2 * 4 * 128 * seen * 64)
+  def loss(*qkv):
+    return fn(*qkv).astype(jnp.float32).sum()
+
+  seen = min(window or length, length)
+  hand = 2 * (2 * 2 * 4 * length * seen * 64)
+  assert flops.forward_flops(fn, q, kv, kv) == hand
+  if kernel != "splash":  # Its backward pass computes the scores twice more.
+    grad = jax.grad(loss, argnums=(0, 1, 2))
+    assert flops.forward_flops(grad, q, kv, kv) == 3 * hand
+
+
+@pytest.mark.parametrize(
+  ("sees", "kernel", "platform"),
+  [
+    (visibility.Sees(), "blockwise", "cpu"),
+    (visibility.Sees(), "splash", "tpu"),
+    (visibility.Sees(), "cudnn", "gpu"),
+    (visibility.Sees(real_BS=jnp.ones((2, 300), bool)), "blockwise", "cpu"),
+    (visibility.Sees(real_BS=jnp.ones((2, 300), bool)), "splash", "tpu"),
+  ],
+)
+def test_cross_attention_counts_alike_in_every_kernel(
+  traces_cudnn, monkeypatch, sees, kernel, platform
+):
+  monkeypatch.setattr(sharding, "device", lambda: (platform, platform))
+  q = Shape((2, 197, 4, 64), jnp.bfloat16)
+  kv = Shape((2, 300, 4, 64), jnp.bfloat16)
+
+  def fn(q, k, v):
+    return attention_layer.attend(q, k, v, sees=sees, implementation=kernel)
+
+  hand = 2 * (2 * 2 * 4 * 197 * 300 * 64)
+  assert flops.forward_flops(fn, q, kv, kv) == hand
 
 
 def test_fused_attention_counts_like_the_plain_one(traces_cudnn):
@@ -293,7 +321,7 @@ def test_training_is_three_times_the_forward():
 
 def count_loss(task, model, batch, **options):
   """Model FLOPs of a forward pass of the loss, halved: multiply-adds."""
-  arguments = task.inputs(batch)
+  arguments = jax.eval_shape(task.inputs, batch)
   key = jax.eval_shape(lambda: jax.random.key(0))
   variables = jax.eval_shape(
     lambda key, arguments: model.init(key, **arguments), key, arguments

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import sharding
+from bigtrain import settings, sharding
 from bigtrain.reports import record
 
 
@@ -36,6 +36,25 @@ def test_run_json_has_an_entry_per_start(tmp_path):
     starts[0]["packages"]
   )
   assert sorted(os.listdir(tmp_path)) == ["config.json", "run.json"]
+
+
+def test_run_json_has_the_choices_of_the_program(tmp_path):
+  record.write(str(tmp_path), {}, {})
+  settings.forget_choices()
+  assert settings.note_choice("config.model.attention", "8 queries", "a", "why")
+  record.update(str(tmp_path), compile_secs=3.5)
+  settings.note_choice("config.model.attention", "9 queries", "b", "how")
+  again = "config.model.attention", "9 queries", "b", "how"
+  assert not settings.note_choice(*again)
+  record.update(str(tmp_path))
+  (start,) = read(tmp_path, "run.json")["starts"]
+  assert start["auto"] == {
+    "config.model.attention": {
+      "8 queries": {"choice": "a", "reason": "why"},
+      "9 queries": {"choice": "b", "reason": "how"},
+    }
+  }
+  settings.forget_choices()
 
 
 def test_the_code_is_identified_by_its_commit(monkeypatch):

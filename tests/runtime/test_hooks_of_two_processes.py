@@ -6,6 +6,7 @@ import jax
 import pytest
 import tiny
 from jax.experimental import multihost_utils
+from tiny import hooks
 
 from bigtrain import main
 
@@ -73,6 +74,31 @@ def test_both_stop_and_keep_the_best_at_the_same_step(two_processes):
   assert len(list((workdir / "profile").rglob("*.xplane.pb"))) >= 1
   for text in part.texts:
     assert text.count("'early': progress has not improved") >= 2
+
+
+def train_acting(folder):
+  """A part of a shared job, see two_processes.py."""
+  config = tiny_config(folder) | dict(keep_ckpts=9, ckpt_steps=6)
+  config["evals"]["val"]["log_steps"] = 0
+  plan = {2: ["request_save"], 3: ["request_evaluation"], 5: ["stop", "enough"]}
+  config["hooks"] = dict(
+    acts=dict(type="tiny.hooks.Acts", plan=plan, only=0, scalars_at=[4]),
+    # What process 1 asks for does not happen.
+    other=dict(type="tiny.hooks.Acts", plan={1: ["request_save"]}, only=1),
+  )
+  main.train(config, str(folder / "run"))
+  wait_for_both()
+  return dict(steps=tiny.checkpoint_steps(folder / "run"), ends=hooks.Acts.ends)
+
+
+@pytest.mark.slow
+def test_what_process_0_asks_for_happens_on_both(two_processes):
+  part = two_processes("runtime.test_hooks_of_two_processes.train_acting")
+  end = [5, "stopped", "hook 'acts': enough"]
+  assert part.results == [dict(steps=[2, 5], ends=[end] * 2)] * 2
+  rows = tiny.rows(part.folder / "run")
+  assert {s for s in rows if "val/loss" in rows[s]} == {3}
+  assert rows[4]["acts/count"] == 4
 
 
 def train_until_nan(folder):

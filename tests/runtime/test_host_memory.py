@@ -47,7 +47,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-  "code, blocks, mib", [(CODE, 50, 64), (STEPS, 10, 96)], ids=["python", "xla"]
+  "code, blocks, mib",
+  [
+    pytest.param(CODE, 50, 64, id="python", marks=pytest.mark.slow),
+    pytest.param(STEPS, 10, 96, id="xla"),
+  ],
 )
 def test_pages_are_not_faulted_in_again(code, blocks, mib):
   """For blocks of Python and temporaries of XLA, of any size."""

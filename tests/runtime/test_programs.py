@@ -89,7 +89,9 @@ def test_eager_programs_run_python_at_every_call():
 
 
 def test_mode_from_the_config():
-  read = lambda **keys: programs.from_config(settings.Config(keys)).mode
+  read = lambda **keys: (
+    programs.from_config(settings.Config(keys), sharding.make_mesh()).mode
+  )
   assert read() == "compiled"
   assert read(eager=True) == "eager"
   assert read(debug_nans=True) == "checked"

@@ -2,6 +2,8 @@
 
 import logging
 
+from tiny import hooking
+
 from bigtrain import settings
 from bigtrain.runtime import hooks
 
@@ -12,7 +14,7 @@ def warnings(caplog, *rows, metric="val/los"):
   running = hooks.from_config(settings.Config(config), "w")
   with caplog.at_level(logging.WARNING, logger="absl"):
     for row in rows:
-      assert running.after_step(row["step"], row) is None
+      assert hooking.show(running, row) is None
   return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
 
 

@@ -1,14 +1,19 @@
 """Gradients: equal to the gradient of the mean loss over the whole batch."""
 
 import functools
+import pathlib
+import re
+import sys
+import types
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
-from bigtrain import metrics, settings, sharding
+from bigtrain import main, metrics, settings, sharding
 from bigtrain.models import cappa, resnet, vit
 from bigtrain.settings import ConfigError
 from bigtrain.step import gradients
@@ -272,3 +277,27 @@ def test_a_number_of_microbatches_that_does_not_divide():
     gradients.check_microbatches(64, 3, mesh)
   with pytest.raises(ConfigError, match="at least 1, got 0"):
     gradients.check_microbatches(64, 0, mesh)
+
+
+def test_a_task_may_replace_the_gradients(tiny_config, tmp_path, monkeypatch):
+  # The example of docs/training.md: sharpness-aware steps.
+  page = (pathlib.Path(__file__).parents[2] / "docs/training.md").read_text()
+  task = types.ModuleType("users.sharp")
+  vars(task).update(vars(classification))
+  (code,) = re.findall(
+    r"```python\n(import jax[^`]*gradients_fn.*?)```", page, re.S
+  )
+  exec(code, vars(task))
+  monkeypatch.setitem(sys.modules, "users.sharp", task)
+  changes = {"evals": {}, "lr": 0.1, "microbatches": 2, "weight_stats": "none"}
+  main.train(tiny_config(changes), str(tmp_path / "plain"))
+  config = tiny_config(changes | {"task": "users.sharp"})
+  main.train(config, str(tmp_path / "sharp"))
+  plain, sharp = (tiny.rows(tmp_path / name) for name in ("plain", "sharp"))
+  # The loss of step 1 is that of the climbed parameters.
+  assert plain[1]["loss"] < sharp[1]["loss"] < plain[1]["loss"] + 0.1
+  assert sharp[6]["loss"] < sharp[1]["loss"]
+  # The same result after a resume.
+  for stop in (3, None):
+    main.train(config | {"stop_at_steps": stop}, str(tmp_path / "cut"))
+  assert tiny.rows(tmp_path / "cut") == sharp

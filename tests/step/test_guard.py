@@ -40,6 +40,20 @@ def test_a_bad_step_is_never_saved(spoilt_config, tmp_path):
     assert part in message
   assert tiny.checkpoint_steps(tmp_path / "run") == []
   assert list(tiny.rows(tmp_path / "run")) == [1, 2, 3]
+  assert message.endswith("finite: nonfinite='skip' would skip such steps.")
+
+
+def test_skipping_is_not_recommended_if_the_next_step_is_bad_too(
+  spoilt_config, tmp_path
+):
+  with np.load(spoilt_config["input"]["data"]["path"]) as file:
+    data = dict(file)
+  data["image"][48:, 3, 3] = np.nan
+  np.savez(tmp_path / "spoilt.npz", **data)
+  with pytest.raises(guard.NotFinite, match="step 4 is not") as error:
+    main.train(spoilt_config, str(tmp_path / "run"))
+  assert "so skipping would not help" in str(error.value)
+  assert "'skip'" not in str(error.value)
 
 
 def test_the_checkpoint_before_a_bad_step_stays(

@@ -1,23 +1,26 @@
 """Sums between rows, and the guard's judgement of single steps."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bigtrain import sharding
 from bigtrain.settings import Config, ConfigError
 from bigtrain.step import guard, loss_scale, tally
 
 NAN = float("nan")
 
 
-def make_guard(policy, scale=None):
-  return guard.Guard(policy, max_nonfinite=3, loss_scale=scale)
+def make_guard(policy, scale=None, by_branch=True):
+  return guard.Guard(policy, 3, scale, by_branch)
 
 
-def run(losses, policy="stop", log_steps=3, norms=None):
+def run(losses, policy="stop", log_steps=3, norms=None, by_branch=True):
   """Runs steps with these losses; returns states, rows and the tally."""
-  rules = make_guard(policy)
+  rules = make_guard(policy, by_branch=by_branch)
   now = tally.zeros(tally.spec({"loss": (0.0, 0.0)}, ["lr"]))
   state = {"x": jnp.zeros(()), "step": jnp.zeros((), jnp.int32)}
 
@@ -133,8 +136,32 @@ def test_an_overflow_changes_only_the_loss_scale(policy):
     assert kept["step"] == (5 if policy == "skip" else 4)
 
 
+@pytest.mark.parametrize("policy", guard.POLICIES)
+def test_a_selection_gives_the_bits_of_a_branch(policy):
+  losses = [1.1, NAN, 0.3, float("inf"), -0.7]
+  branch, selection = (run(losses, policy, by_branch=b) for b in (True, False))
+  jax.tree.map(np.testing.assert_array_equal, branch, selection)
+
+
+def test_tpus_select_and_others_branch():
+  state = {"x": jnp.zeros(3), "step": jnp.int32(0)}
+  now = tally.zeros(tally.spec({"loss": (0.0, 0.0)}, []))
+  for platform, branches in {"cpu": 1, "tpu": 0}.items():
+    device = types.SimpleNamespace(platform=platform)
+    mesh = types.SimpleNamespace(devices=np.array([[device]], object))
+    rules = guard.from_config(Config({}), mesh)
+
+    def select(state, now, loss):
+      verdict = rules.judge(state, now, (loss, 1.0), loss)  # noqa: B023
+      return rules.select(verdict, state, lambda: state)  # noqa: B023
+
+    text = str(jax.make_jaxpr(select)(state, now, 1.0))
+    assert text.count("cond[") == branches, platform
+
+
 def test_policies_are_checked():
-  read = lambda **keys: guard.from_config(Config(keys))
+  mesh = sharding.make_mesh()
+  read = lambda **keys: guard.from_config(Config(keys), mesh)
   assert read(nonfinite="skip").max_nonfinite == 100
   assert read().policy == "stop"
   with pytest.raises(ConfigError, match="no policy 'skp'. Did you mean 'skip'"):

@@ -107,6 +107,13 @@ def test_label_smoothing():
   pairs, _ = run(variables, model, batch(), label_smoothing=0.2)
   loss = softmax_loss(logits_of(variables), smooth)
   assert pairs["loss"][0] == pytest.approx(loss.sum(), rel=1e-5)
+  options = dict(label_smoothing=0.2, label_smoothing_over="others")
+  pairs, _ = run(variables, model, batch(), **options)
+  smooth = 0.8 * ONE_HOT + 0.2 / (C - 1) * (1 - ONE_HOT)
+  loss = softmax_loss(logits_of(variables), smooth)
+  assert pairs["loss"][0] == pytest.approx(loss.sum(), rel=1e-5)
+  with pytest.raises(ConfigError, match="sigmoid_xent only has 'all'"):
+    run(variables, model, batch(), kind="sigmoid_xent", **options)
 
 
 @pytest.mark.parametrize("train", [True, False])

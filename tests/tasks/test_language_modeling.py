@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import padding
 import pytest
 
 from bigtrain import parts, sharding
@@ -77,6 +78,8 @@ def test_smoothing_and_z_loss(model, variables):
   batch = texts()
   nll, _, log_probs = nll_of(model, variables, batch)
   smooth = 0.9 * nll - 0.1 * log_probs.mean(-1)
+  V = log_probs.shape[-1]
+  others = 0.9 * nll - 0.1 / (V - 1) * (log_probs.sum(-1) + nll)
   options = dict(label_smoothing=0.1, z_loss=0.01)
   whole = run(model, variables, batch, **options)["loss"][0]
   chunked = run(model, variables, batch, chunk=3, **options)["loss"][0]
@@ -84,6 +87,9 @@ def test_smoothing_and_z_loss(model, variables):
   plain = run(model, variables, batch, label_smoothing=0.1)["loss"][0]
   assert plain == pytest.approx(smooth.sum(), rel=1e-5)
   assert whole > plain + 0.1
+  options = dict(label_smoothing=0.1, label_smoothing_over="others")
+  plain = run(model, variables, batch, **options)["loss"][0]
+  assert plain == pytest.approx(others.sum(), rel=1e-5)
 
 
 def test_only_real_targets_count(model, variables):
@@ -268,6 +274,31 @@ def test_generation_ends_at_the_eos(model, variables, greedy):
     assert row == free[:end] + [0] * (6 - end)
 
 
+def test_a_wide_beam_search_finds_the_likeliest_continuation(model, variables):
+  """Prompts of different lengths; with V beams two new tokens are exact."""
+  fn = functools.partial(task.predict_fns(model)["generate"], max_new=2)
+  batch = {"tokens": jnp.asarray(PROMPTS, jnp.int32)}
+  wide = jax.jit(functools.partial(fn, num_beams=V))(variables, batch)
+  forward = jax.jit(
+    lambda text: jax.nn.log_softmax(model.apply(variables, text)[0])
+  )
+  pairs = np.stack(np.meshgrid(range(V), range(V)), -1).reshape(-1, 2)
+  for row, prompt in zip(np.asarray(wide), PROMPTS):
+    prompt = np.trim_zeros(prompt, "b")
+    if not len(prompt):
+      assert not row.any()
+      continue
+    text = np.zeros((V * V, 6), np.int32)
+    n = len(prompt)
+    text[:, :n], text[:, n : n + 2] = prompt, pairs
+    log_p = np.asarray(forward(text))
+    each = np.arange(len(text))
+    score = log_p[each, n - 1, pairs[:, 0]] + log_p[each, n, pairs[:, 1]]
+    assert row.tolist() == pairs[score.argmax()].tolist()
+  with pytest.raises(ConfigError, match="num_beams=1 or temperature=0"):
+    fn(variables, batch, num_beams=2, temperature=1.0)
+
+
 class Uncached:
   """A model whose cache is the text so far, which it reads again each time."""
 
@@ -285,6 +316,7 @@ class Uncached:
     return logits, {"cache": cache}
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_devices_batch_order_or_cache(
   model, variables
 ):
@@ -314,6 +346,73 @@ def test_missing_features_and_invalid_chunks(model, variables):
     run(model, variables, parts.Features(data, "config.input"))
   with pytest.raises(ConfigError, match="loss.chunk"):
     run(model, variables, texts(), chunk=-1)
+
+
+# Experts without and with a capacity, one or two of a token; packed rows.
+ROUTING = [
+  (None, False),
+  *(
+    pytest.param(moe, False, marks=pytest.mark.slow)
+    for moe in (
+      dict(top_k=1),
+      dict(top_k=2, shared_experts=1),
+      dict(top_k=1, capacity_factor=0.8),
+      dict(top_k=2, capacity_factor=0.8, serve="choice"),
+    )
+  ),
+  (dict(top_k=2, capacity_factor=0.8), True),
+]
+
+
+def masked_texts(packed):
+  """Returns (a batch, its targets with a loss, its positions that matter)."""
+  rows = np.arange(B) != 1
+  weight = np.ones((B, L), np.float32)
+  weight[2:6, 7:] = 0
+  weight[6] = 0
+  data = texts() | {"_mask": jnp.asarray(rows, jnp.float32)}
+  if packed:
+    numbers = 1 + (np.arange(L) > 3)
+    data["segments"] = jnp.asarray(np.where(weight, numbers, 0))
+  else:
+    weight[:3, :4] = 0  # Prompts, which are context.
+    data["loss_mask"] = jnp.asarray(weight)
+  counted = (weight != 0) & rows[:, None]
+  real = np.stack([counted[:, i:].any(1) for i in range(L)], axis=1)
+  return data, counted, real
+
+
+@pytest.mark.parametrize("moe, packed", ROUTING)
+def test_masked_ids_change_neither_loss_nor_gradients(moe, packed):
+  if moe:
+    moe = moe | dict(num_experts=4, jitter=0.1, router_init_std=0.5)
+  model = decoder.Model(
+    variant="llama",
+    vocab_size=V,
+    width=8,
+    depth=1,
+    num_heads=2,
+    mlp_dim=8,
+    dropout=0.1,
+    moe=moe,
+  )
+  data, counted, real = masked_texts(packed)
+  other = texts(seed=1)
+  changes = {
+    "tokens": jnp.where(real, data["tokens"], other["tokens"]),
+    "targets": jnp.where(counted, data["targets"], other["targets"]),
+  }
+  variables = jax.jit(model.init)(jax.random.key(0), data["tokens"])
+  loss_fn = functools.partial(task.loss_fn, model=model)
+  padding.assert_without_effect(loss_fn, variables, data, changes)
+
+
+def test_prompts_are_context_and_what_follows_the_last_target_is_padding():
+  for packed in (False, True):
+    data, counted, expected = masked_texts(packed)
+    real = np.asarray(task.inputs(data)["real"])
+    np.testing.assert_array_equal(real, expected)
+    assert (real != counted).any() != packed
 
 
 def test_experts_add_losses_and_metrics():

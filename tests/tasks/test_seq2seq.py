@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import padding
 import pytest
 
 from bigtrain import parts, sharding, trees
@@ -154,6 +155,7 @@ def test_beam_search_is_at_least_as_likely_as_greedy(model, variables):
   assert score(beams).sum() >= score(greedy).sum() - 1e-3
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_batch_or_the_devices(model, variables):
   data = {"inputs": batch()["inputs"]}
   sample = functools.partial(
@@ -220,6 +222,7 @@ def with_experts():
   return model, made
 
 
+@pytest.mark.slow
 def test_experts_add_losses_and_metrics():
   model, variables = with_experts()
   pairs = run(model, variables, batch(), load_balance=0.5, router_z=0.25)
@@ -229,6 +232,48 @@ def test_experts_add_losses_and_metrics():
   loads = [mean[f"expert_load/{e}"] for e in range(4)]
   assert sum(loads) == pytest.approx(1) and mean["experts/dropped"] == 0
   assert 0 < mean["experts/entropy"] <= np.log(4)
+
+
+SLOW = pytest.mark.slow
+ROUTING = [
+  pytest.param(dict(top_k=1), False, marks=SLOW),
+  pytest.param(dict(top_k=2, shared_experts=1), False, marks=SLOW),
+  pytest.param(dict(top_k=1, capacity_factor=0.8), False, marks=SLOW),
+  (dict(top_k=2, capacity_factor=0.8), True),
+]
+
+
+@pytest.mark.parametrize("moe, packed", ROUTING)
+def test_masked_ids_change_neither_loss_nor_gradients(moe, packed):
+  moe = moe | dict(num_experts=4, jitter=0.1, router_init_std=0.5)
+  model = t5.Model(
+    vocab_size=V,
+    width=8,
+    depth=1,
+    num_heads=2,
+    mlp_dim=8,
+    dropout=0.1,
+    moe=moe,
+  )
+  data = batch()
+  rows = np.arange(B) != 2
+  data["_mask"] = jnp.asarray(rows, jnp.float32)
+  real = {n: (data[n] != 0) & rows[:, None] for n in ("inputs", "targets")}
+  if packed:
+    for name, value in real.items():
+      numbers = 1 + (jnp.arange(value.shape[1]) > 2)
+      data[f"{name}_segments"] = jnp.where(data[name] != 0, numbers, 0)
+  other = batch(seed=1)
+  changes = {
+    name: jnp.where(
+      real[name] if packed else real[name] | rows[:, None], data[name], value
+    )
+    for name, value in other.items()
+  }
+  example = jnp.zeros((1, 2), jnp.int32)
+  variables = jax.jit(model.init)(jax.random.key(0), example, example)
+  loss_fn = functools.partial(task.loss_fn, model=model)
+  padding.assert_without_effect(loss_fn, variables, data, changes)
 
 
 @pytest.mark.slow

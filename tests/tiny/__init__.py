@@ -41,6 +41,7 @@ _TIMES = (
   "update_alias_bytes",
   "update_argument_bytes",
   "update_output_bytes",
+  "update_peak_bytes",
   "update_temporary_bytes",
 )
 

@@ -1,4 +1,4 @@
-"""Builds hooks for tests in the same way as the program."""
+"""Builds and calls hooks for tests in the same way as the program."""
 
 from bigtrain import settings
 from bigtrain.runtime import hooks
@@ -10,3 +10,10 @@ def build(workdir="w", **entries):
   built = hooks.from_config(config, workdir)
   assert config.unread() == []
   return built
+
+
+def show(running, row):
+  """Shows a row to hooks; returns their decision to stop, None without one."""
+  running.stopped = None
+  running.after_row(row)
+  return running.stopped

@@ -66,8 +66,8 @@ class Evaluator:
 class Hook:
   calls = []
 
-  def __init__(self, tag):
-    self.tag = tag
+  def __init__(self, tag, *, context):
+    self.tag, self.context = tag, context
 
   def before_train(self, step):
     self.calls.append(("before_train", step, self.tag))
@@ -75,9 +75,13 @@ class Hook:
   def before_step(self, step):
     self.calls.append(("before_step", step))
 
-  def after_step(self, step, row):
-    self.calls.append(("after_step", step, "loss" in row))
-    return "enough" if step == 4 else None
+  def after_step(self, step):
+    self.calls.append(("after_step", step))
 
-  def after_train(self, step):
-    self.calls.append(("after_train", step))
+  def after_row(self, step, row):
+    self.calls.append(("after_row", step, "loss" in row))
+    if step == 4:
+      self.context.stop("enough")
+
+  def after_train(self, step, end):
+    self.calls.append(("after_train", step, end.how))

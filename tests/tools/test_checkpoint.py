@@ -118,7 +118,8 @@ def test_an_export_has_the_exact_values(saved, tmp_path, kind, capsys):
       y = y.astype(np.float32)
     assert x.dtype == y.dtype and x.shape == y.shape, name
     assert x.tobytes() == y.tobytes(), name
-  assert os.listdir(tmp_path) == [f"all.{kind}"]
+  files = [f"all.{kind}", f"all.{kind}.json"]
+  assert sorted(os.listdir(tmp_path)) == files
 
 
 def test_export_of_one_tree(saved, tmp_path):

@@ -8,6 +8,8 @@ import pytest
 from bigtrain.checkpoints import checkpointer
 from bigtrain.checkpoints.host_state import HostState
 from bigtrain.models import decoder
+from bigtrain.pp import tokenizers
+from bigtrain.tasks import language_modeling
 from bigtrain.tools import generate as tool
 
 MODEL = dict(
@@ -63,6 +65,7 @@ def greedy(params, ids, number):
   return seen[len(ids) :]
 
 
+@pytest.mark.slow
 def test_text_continues_beyond_the_context_length(workdir, params):
   """The text outgrows the context twice."""
   new = 30
@@ -85,9 +88,36 @@ def test_seeds_and_the_command_line(workdir, capsys):
   assert run("--prompt=def ", "--seed=2", "--top_k=50") != one
 
 
+@pytest.mark.slow
+def test_a_beam_search_prints_what_the_task_generates(workdir, params, capsys):
+  tokens = tokenizers.get("bytes")
+  options = dict(max_new=6, num_beams=3, length_penalty=0.5)
+  expected = language_modeling.generate(
+    {"params": params},
+    {"tokens": jnp.asarray([tokens.encode("def ")])},
+    model=decoder.Model(**MODEL),
+    eos_id=tokens.eos_id,
+    pad_id=-1,
+    **options,
+  )[0].tolist()
+  arguments = [f"--{name}={value}" for name, value in options.items()]
+  code = tool.main([f"--workdir={workdir}", "--prompt=def ", *arguments])
+  kept = [t for t in expected if t not in (tokens.eos_id, -1)]
+  assert code == 0
+  assert capsys.readouterr().out == f"def {tokens.decode(kept)}\n"
+
+
 @pytest.mark.parametrize(
   "arguments, message",
   [
+    (
+      ["--workdir={w}", "--num_beams=2", "--temperature=0.5"],
+      "expected num_beams=1 or temperature=0, got 2 and 0.5",
+    ),
+    (
+      ["--workdir={w}", "--num_beams=2", "--prompt=ab", "--max_new=15"],
+      "--max_new: expected at most 14 in a beam search",
+    ),
     (["--workdir={w}/none"], "no such file"),
     (["--workdir={w}", "--temperature=-1"], "temperature"),
     (["--workdir={w}", "--prefix=emma"], "prefix"),

@@ -1,5 +1,6 @@
 """Columns of Arrow tables as features of examples."""
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -142,3 +143,21 @@ def feature_array(table: Any, feature: Feature) -> Any:
     size = feature.shape[0]
     kind = pa.large_list(kind) if size is None else pa.list_(kind, size)
   return column.cast(kind, safe=False)
+
+
+def class_names(schema: Any) -> dict[str, list[str]]:
+  """Returns {column: names by number} that the library `datasets` has noted.
+
+  Its files have a JSON text beside the schema, with the names of each column
+  of class numbers.
+  """
+  text = (schema.metadata or {}).get(b"huggingface")
+  try:
+    features = json.loads(text)["info"]["features"] if text else {}
+    return {
+      column: [str(name) for name in feature["names"]]
+      for column, feature in features.items()
+      if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+  except (ValueError, KeyError, TypeError, AttributeError):
+    return {}  # A note of another version of the library.

@@ -4,17 +4,26 @@ Axes: B batch, L length, S length attended to, D model width, H heads, G heads
 of keys and values, R = H / G, K head width.
 """
 
+import dataclasses
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.extend
 import jax.numpy as jnp
 
 from bigtrain import model_flops, settings
-from bigtrain.models.layers import kernels, kv_cache, positions
+from bigtrain.models.layers import (
+  attention_blockwise,
+  attention_choice,
+  attention_cudnn,
+  attention_splash,
+  kernels,
+  kv_cache,
+  positions,
+  visibility,
+)
 
 # Not -inf: a row of padding that sees no position must not become NaN.
 _MASKED = -1e30
@@ -40,6 +49,7 @@ class Options(NamedTuple):
       for Xavier's uniform distribution.
     kv_std: the same for the key and value kernels.
     out_std: the same for the output kernel.
+    implementation: a name in attention_choice.NAMES.
     dtype: dtype of the computation.
   """
 
@@ -55,6 +65,7 @@ class Options(NamedTuple):
   query_std: float | None = None
   kv_std: float | None = None
   out_std: float | None = None
+  implementation: str = "auto"
   dtype: str = "float32"
 
 
@@ -77,9 +88,8 @@ class Attention(nn.Module):
     x_BLD: jax.Array | None,
     y_BSD: jax.Array | None,
     *,
-    mask_BLS: jax.Array | None = None,
-    causal: bool = False,
-    bias_1HLS: jax.Array | None = None,
+    sees: visibility.Sees = visibility.Sees(),
+    bias: jax.Array | positions.BiasByDistance | None = None,
     rope: positions.Rotation | None = None,
     cache: kv_cache.Cache | None = None,
     layer: Any = None,
@@ -90,12 +100,10 @@ class Attention(nn.Module):
     Args:
       x_BLD: stream of the queries; None to write keys and values only. It may
         have a multiple of y's rows: successive rows of x share a row of y,
-        without a mask or an order.
+        which they see in full.
       y_BSD: stream of the keys and values; None if the cache holds them.
-      mask_BLS: bool, whether a query sees a position; the batch axis may be 1.
-        All if None.
-      causal: whether queries see no later positions; not with a mask.
-      bias_1HLS: added to the scores.
+      sees: what a query sees; the window is the options'.
+      bias: added to the scores, see `attend`.
       rope: rotary embeddings of the positions of x and y, which are the same.
       cache: keys and values of all layers. Those of y are written to it, and x
         attends to all positions of the layer in the cache.
@@ -147,10 +155,6 @@ class Attention(nn.Module):
       k_BSGK, v_BSGK = cache.layer(layer)
     if x_BLD is None:
       return None, cache
-    if causal and cache is not None:
-      i = start + jnp.arange(q_BLHK.shape[1])
-      mask_BLS = _sees(i, jnp.arange(cache.length), options.window)[None]
-      causal = False
     q = q_BLHK
     if options.num_kv_heads:
       q = q_BLHK.reshape(*q_BLHK.shape[:2], G, H // G, K)
@@ -158,12 +162,15 @@ class Attention(nn.Module):
       q,
       k_BSGK,
       v_BSGK,
-      mask_BLS=mask_BLS,
-      causal=causal,
-      window=options.window,
-      bias_1HLS=bias_1HLS,
+      sees=dataclasses.replace(sees, window=options.window),
+      start=None if cache is None else start,
+      bias=bias,
       scaled=options.scaled,
       softcap=options.softcap,
+      # Initialisation needs no more than the shapes.
+      implementation="xla"
+      if self.is_initializing()
+      else options.implementation,
     )
     out = nn.DenseGeneral(
       x_BLD.shape[-1],
@@ -181,64 +188,125 @@ def attend(
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
   *,
-  mask_BLS: jax.Array | None = None,
-  causal: bool = False,
-  window: int | None = None,
-  bias_1HLS: jax.Array | None = None,
+  sees: visibility.Sees = visibility.Sees(),
+  start: Any = None,
+  bias: jax.Array | positions.BiasByDistance | None = None,
   scaled: bool = True,
   softcap: float | None = None,
+  implementation: str = "auto",
 ) -> jax.Array:
   """Means of values, weighted by the softmax of the queries' scores.
 
-  Scores and their softmax are float32. cuDNN's fused kernel computes them where
-  `implementation` allows it and the scores are plain: scaled, with neither bias
-  nor cap.
+  Scores and their softmax are float32.
 
   Args:
     q: queries [B, L, H, K], or [B, L, G, R, K]. If H is R G, heads g R, ...,
       g R + R - 1 share the g-th keys. B may be a multiple of the keys' rows:
-      successive rows of queries share a row of keys, without a mask, bias or
-      order.
+      successive rows of queries share a row of keys, which they see in full.
     k_BSGK: keys.
     v_BSGK: values.
-    mask_BLS: bool, whether a query sees a position; the batch axis may be 1.
-      All if None.
-    causal: whether queries see no later positions; S is L, and there is no
-      mask.
-    window: number of positions that a causal query sees, itself included; all
-      earlier ones if None. A mask has to contain the window.
-    bias_1HLS: added to the scaled scores.
+    sees: what a query sees.
+    start: int scalar, number of the first query's position, if the keys come
+      from a cache; then the implementation is "xla".
+    bias: added to the scaled scores: (1, H, L, S), or by distance.
     scaled: whether scores are divided by sqrt(K).
     softcap: scores s become softcap * tanh(s / softcap); None for no cap.
+    implementation: a name in attention_choice.NAMES.
 
   Returns:
     An array of the shape and dtype of the queries.
+
+  Raises:
+    ConfigError: the implementation cannot compute this attention.
   """
-  shape, kernel = q.shape, implementation(q)
+  shape = q.shape
   B, S, G, K = k_BSGK.shape
   L = shape[0] // B * shape[1]
-  grouped = q.ndim == 5 or shape[2] != G
+  H = math.prod(shape[2:]) // K
+  # A single query has no matrix of scores that a kernel would avoid.
+  if L == 1 or start is not None or isinstance(bias, jax.Array):
+    implementation = "xla"
+  elif implementation != "xla":
+    case = attention_choice.case_of(
+      B,
+      sees,
+      queries=L,
+      positions=S,
+      heads=H,
+      kv_heads=G,
+      width=K,
+      dtype=str(q.dtype),
+      bias=bias is not None,
+      softcap=softcap is not None,
+    )
+    implementation = attention_choice.choose(implementation, case, _KERNELS)
+  scale = 1 / math.sqrt(K) if scaled else 1.0
+  if implementation == "cudnn":
+    q_BLHK = q.reshape(B, L, H, K)
+    o = attention_cudnn.attend(q_BLHK, k_BSGK, v_BSGK, sees, scale=scale)
+  elif implementation == "xla":
+    grouped = q.ndim == 5 or H != G
+    q = q.reshape(B, L, G, -1, K) if grouped else q.reshape(B, L, G, K)
+    o = _attend_plainly(
+      *(q, k_BSGK, v_BSGK, sees, start, bias, scaled, softcap)
+    )
+  else:
+    qkv = q.reshape(B, L, G, H // G, K), k_BSGK, v_BSGK
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap)
+    if implementation == "blockwise":
+      bias_GRT = None
+      if isinstance(bias, positions.BiasByDistance):
+        bias_GRT = bias.by_group(G)
+      o = attention_blockwise.attend(*qkv, sees, bias_GRT=bias_GRT, **options)
+    else:
+      o = attention_splash.attend(*qkv, sees, **options)
+  return o.reshape(shape)
+
+
+def _attend_plainly(
+  q: jax.Array,
+  k_BSGK: jax.Array,
+  v_BSGK: jax.Array,
+  sees: visibility.Sees,
+  start: Any,
+  bias: jax.Array | positions.BiasByDistance | None,
+  scaled: bool,
+  softcap: float | None,
+) -> jax.Array:
+  """The same as `attend` with a matrix of all scores.
+
+  Args:
+    q: queries (B, L, H, K), or (B, L, G, R, K) for groups of heads.
+    k_BSGK: as there, and so are the others.
+    v_BSGK: as above.
+    sees: as above.
+    start: as above.
+    bias: as above.
+    scaled: as above.
+    softcap: as above.
+  """
+  L, S = q.shape[1], k_BSGK.shape[1]
+  grouped = q.ndim == 5
+  in_order = sees.causal and not sees.selects and start is None
+  first = 0 if start is None else start
   # Positions outside of a window are not model FLOPs.
-  in_window = functools.partial(model_flops.share, window or S, S)
-  plain = scaled and bias_1HLS is None and softcap is None
-  # jax.nn's XLA code adds up the heads of a group in another order, which would
-  # change the last bits of existing configs' results.
-  if plain and (kernel == "cudnn" or not grouped):
+  in_window = functools.partial(model_flops.share, sees.reach(S), S)
+  # jax.nn adds up the heads of a group in another order, which would change the
+  # last bits of existing configs' results.
+  if scaled and bias is None and softcap is None and not grouped:
+    mask_BLS = None if in_order else sees.mask(L, S, first)
+    window = sees.window if in_order else None
     with in_window():
-      o_BLHK = jax.nn.dot_product_attention(
-        q.reshape(B, L, -1, K),
+      return jax.nn.dot_product_attention(
+        q,
         k_BSGK,
         v_BSGK,
         mask=None if mask_BLS is None else mask_BLS[:, None],
-        is_causal=causal,
-        local_window_size=(window - 1, 0) if causal and window else None,
-        implementation=kernel,
+        is_causal=in_order,
+        local_window_size=(window - 1, 0) if window else None,
+        implementation="xla",
       )
-    return o_BLHK.reshape(shape)
-  if causal:
-    mask_BLS = causal_mask(L, window)[None]
   heads, kv_heads = ("gr", "g") if grouped else ("h", "h")
-  q = q.reshape(B, L, G, -1, K) if grouped else q.reshape(B, L, G, K)
   with in_window():
     scores = jnp.einsum(
       f"bl{heads}k,bs{kv_heads}k->b{heads}ls",
@@ -247,52 +315,65 @@ def attend(
       preferred_element_type=jnp.float32,
     )
   if scaled:
-    scores /= math.sqrt(K)
-  if bias_1HLS is not None:
-    scores += bias_1HLS.reshape(1, *scores.shape[1:])
+    scores /= math.sqrt(q.shape[-1])
+  if isinstance(bias, positions.BiasByDistance):
+    bias = bias.matrix(L, S)
+  if bias is not None:
+    scores += bias.reshape(1, *scores.shape[1:])
   if softcap is not None:
     scores = softcap * jnp.tanh(scores / softcap)
+  mask_BLS = sees.mask(L, S, first)
   if mask_BLS is not None:
     mask = jnp.expand_dims(mask_BLS, [*range(1, scores.ndim - 2)])
     scores = jnp.where(mask, scores, _MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
   with in_window():
-    o = jnp.einsum(f"b{heads}ls,bs{kv_heads}k->bl{heads}k", weights, v_BSGK)
-  return o.reshape(shape)
+    return jnp.einsum(f"b{heads}ls,bs{kv_heads}k->bl{heads}k", weights, v_BSGK)
 
 
-def implementation(q: jax.Array) -> Literal["xla", "cudnn"]:
-  """Returns "cudnn" if its fused kernel takes these queries, else "xla".
+def _reason_for_xla(case: attention_choice.Case) -> str:
+  scores = case.queries * case.positions
+  return f"the fastest for {scores:,} scores a head"
+
+
+# In the order in which "auto" considers them.
+_KERNELS = {
+  "splash": attention_choice.Kernel(
+    attention_splash.refuses, attention_splash.pays
+  ),
+  "cudnn": attention_choice.Kernel(
+    attention_cudnn.refuses, attention_cudnn.pays
+  ),
+  "blockwise": attention_choice.Kernel(
+    attention_blockwise.refuses, attention_blockwise.pays
+  ),
+  "xla": attention_choice.Kernel(lambda case: "", _reason_for_xla),
+}
+
+
+def wants_bias_by_distance(
+  options: Options, x_BLD: jax.Array, sees: visibility.Sees
+) -> bool:
+  """Whether self-attention takes a bias by distance, not as a matrix.
 
   Args:
-    q: queries [B, L, ..., K].
+    options: options of the attention, with `head_dim`.
+    x_BLD: stream of its queries and keys.
+    sees: what a query sees.
   """
-  L, K = q.shape[1], q.shape[-1]
-  # A single query (pooling) has no L x S matrix that fusing would avoid.
-  fits = q.dtype.itemsize == 2 and K % 8 == 0 and K <= 128 and L > 1
-  if not fits or jax.default_backend() != "gpu":
-    return "xla"
-  if "cuda" not in jax.extend.backend.get_backend().platform_version:
-    return "xla"
-  ampere_or_later = float(jax.devices()[0].compute_capability) >= 8.0
-  return "cudnn" if ampere_or_later else "xla"
-
-
-def causal_mask(length: int, window: int | None = None) -> jax.Array:
-  """Returns bool [L, L]: whether a position sees another, see `attend`."""
-  i = jnp.arange(length)
-  return _sees(i, i, window)
-
-
-def document_mask(
-  segments_BL: jax.Array, window: int | None = None
-) -> jax.Array:
-  """Returns bool [B, L, L]: the causal mask, inside each document only."""
-  same = segments_BL[:, :, None] == segments_BL[:, None, :]
-  return same & causal_mask(segments_BL.shape[1], window)
-
-
-def _sees(i_L: jax.Array, j_S: jax.Array, window: int | None) -> jax.Array:
-  """Bool [L, S]: whether position i sees position j."""
-  i, j = i_L[:, None], j_S[None]
-  return (j <= i) & (j > i - window) if window else j <= i
+  B, L, _ = x_BLD.shape
+  if options.implementation == "xla" or L == 1:
+    return False
+  case = attention_choice.case_of(
+    B,
+    sees,
+    queries=L,
+    positions=L,
+    heads=options.num_heads,
+    kv_heads=options.num_kv_heads or options.num_heads,
+    width=options.head_dim,
+    dtype=options.dtype,
+    bias=True,
+  )
+  name = attention_choice.choose(options.implementation, case, _KERNELS)
+  return name != "xla"

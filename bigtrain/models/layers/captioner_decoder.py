@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from bigtrain.models.layers import attention, kv_cache, mlp, stack
+from bigtrain.models.layers import (
+  attention,
+  kv_cache,
+  mlp,
+  stack,
+  visibility,
+)
 
 
 class Options(NamedTuple):
@@ -21,6 +27,7 @@ class Options(NamedTuple):
   mlp_dim: int
   num_heads: int
   dropout: float
+  attention: str
   use_bias: bool
   dtype: str
 
@@ -36,7 +43,7 @@ class Block(nn.Module):
     carry: tuple[jax.Array | None, kv_cache.Cache | None],
     layer: Any,
     source: Any,
-    mask_BLL: jax.Array | None,
+    sees: visibility.Sees,
     start: Any,
     train: bool,
   ) -> tuple[tuple[jax.Array | None, kv_cache.Cache | None], None]:
@@ -47,7 +54,7 @@ class Block(nn.Module):
         Without a stream the cache takes the source's keys and values.
       layer: int scalar, number of this layer.
       source: encoded patches (b, P, E), or the cache of their keys and values.
-      mask_BLL: bool, whether a position sees another; causal if None.
+      sees: what a position sees of the text.
       start: int scalar, position in the cache of the first of the stream.
       train: whether dropout acts.
     """
@@ -68,6 +75,7 @@ class Block(nn.Module):
           options.num_heads,
           head_dim=options.width // options.num_heads,
           use_bias=False,
+          implementation=options.attention,
           dtype=options.dtype,
         ),
         name=name,
@@ -81,8 +89,7 @@ class Block(nn.Module):
     y_BLD, cache = attend("SelfAttn")(
       y_BLD,
       y_BLD,
-      mask_BLS=mask_BLL,
-      causal=mask_BLL is None,
+      sees=sees,
       cache=cache,
       layer=layer,
       start=start,
@@ -143,6 +150,7 @@ class Decoder(nn.Module):
     dropout: rate in the MLPs and on each residual branch.
     use_bias: whether the MLPs and the blocks' layer norms have biases. The
       attentions never do; the final layer norm and output layer always do.
+    attention: implementation of attention, a name in attention_choice.NAMES.
     scan: whether to compile one block and loop over it.
     remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation.
@@ -156,6 +164,7 @@ class Decoder(nn.Module):
   num_heads: int
   dropout: float = 0.0
   use_bias: bool = True
+  attention: str = "auto"
   scan: bool = False
   remat_policy: str = "none"
   dtype: str = "float32"
@@ -167,7 +176,7 @@ class Decoder(nn.Module):
     source: Any,
     posemb_1LD: jax.Array | None = None,
     *,
-    mask_BLL: jax.Array | None = None,
+    sees: visibility.Sees = visibility.Sees(causal=True),
     cache: kv_cache.Cache | None = None,
     start: Any = 0,
     train: bool = False,
@@ -180,7 +189,7 @@ class Decoder(nn.Module):
       source: encoded patches (b, P, E), where b divides B, or the cache that
         their keys and values were written to.
       posemb_1LD: embeddings of these positions.
-      mask_BLL: bool, whether a position sees another; causal if None.
+      sees: what a position sees of the text.
       cache: keys and values of the positions so far; takes those of these.
       start: int scalar, position in the cache of the first token.
       train: whether dropout acts.
@@ -203,6 +212,7 @@ class Decoder(nn.Module):
       self.mlp_dim,
       self.num_heads,
       self.dropout,
+      self.attention,
       self.use_bias,
       self.dtype,
     )
@@ -213,7 +223,7 @@ class Decoder(nn.Module):
       self.depth,
       (x_BLD, cache),
       source,
-      mask_BLL,
+      sees,
       start,
       train,
       scan=self.scan,

@@ -9,7 +9,13 @@ import flax.linen as nn
 import jax
 
 from bigtrain import sharding
-from bigtrain.models.layers import attention, kv_cache, moe, positions
+from bigtrain.models.layers import attention as attention_lib
+from bigtrain.models.layers import (
+  kv_cache,
+  moe,
+  positions,
+  visibility,
+)
 from bigtrain.models.layers import mlp as mlp_lib
 
 
@@ -29,6 +35,7 @@ class Options(NamedTuple):
   qk_norm: bool
   window: int | None
   attention_softcap: float | None
+  attention: str
   dropout: float
   init_std: float
   dtype: str
@@ -38,9 +45,9 @@ class Options(NamedTuple):
     """Of kernels that write to the residual stream, twice in each layer."""
     return self.init_std / (2 * self.depth) ** 0.5
 
-  def attention_options(self) -> attention.Options:
+  def attention_options(self) -> attention_lib.Options:
     """Returns the options of the attention."""
-    return attention.Options(
+    return attention_lib.Options(
       num_heads=self.num_heads,
       head_dim=self.head_dim,
       num_kv_heads=self.num_kv_heads,
@@ -49,6 +56,7 @@ class Options(NamedTuple):
       norm_eps=self.norm_eps,
       window=self.window,
       softcap=self.attention_softcap,
+      implementation=self.attention,
       query_std=self.init_std,
       kv_std=self.init_std,
       out_std=self.out_init_std,
@@ -81,7 +89,7 @@ class Block(nn.Module):
     carry: tuple[jax.Array, kv_cache.Cache | None],
     layer: Any,
     rope: positions.Rotation | None,
-    mask_BLL: jax.Array | None,
+    sees: visibility.Sees,
     real_BL: jax.Array | None,
     start: Any,
     train: bool,
@@ -92,7 +100,7 @@ class Block(nn.Module):
       carry: the stream (B, L, D), and in decoding the cache of all layers.
       layer: int scalar, number of this layer.
       rope: rotary embeddings of the positions, or None.
-      mask_BLL: bool, whether a position sees another; causal if None.
+      sees: what a position sees.
       real_BL: bool, False for padding; all real if None.
       start: int scalar, position in the cache of the first of the stream.
       train: whether dropout acts.
@@ -101,13 +109,12 @@ class Block(nn.Module):
     x_BLD, cache = carry
     drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
     y_BLD = norm(options, "attention_norm")(x_BLD)
-    y_BLD, cache = attention.Attention(
+    y_BLD, cache = attention_lib.Attention(
       options.attention_options(), name="attention"
     )(
       y_BLD,
       y_BLD,
-      mask_BLS=mask_BLL,
-      causal=mask_BLL is None,
+      sees=sees,
       rope=rope,
       cache=cache,
       layer=layer,

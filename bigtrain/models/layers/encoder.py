@@ -26,6 +26,7 @@ class Options(NamedTuple):
   mlp_dim: int | None
   num_heads: int
   dropout: float
+  attention: str
   dtype: str
 
 
@@ -61,7 +62,11 @@ class Block(nn.Module):
 
     y_BLD = nn.LayerNorm(dtype=options.dtype, name="LayerNorm_0")(x_BLD)
     y_BLD, _ = attention.Attention(
-      attention.Options(options.num_heads, dtype=options.dtype),
+      attention.Options(
+        options.num_heads,
+        implementation=options.attention,
+        dtype=options.dtype,
+      ),
       name="MultiHeadDotProductAttention_0",
     )(y_BLD, y_BLD)
     x_BLD = x_BLD + regularize(y_BLD)
@@ -99,6 +104,7 @@ class Encoder(nn.Module):
     mlp_dim: hidden width F; 4 D if None.
     num_heads: number of attention heads; must divide D.
     dropout: rate in the MLPs and on each residual branch.
+    attention: implementation of attention, a name in attention_choice.NAMES.
     drop_path: rate of stochastic depth in the last block; it grows linearly
       from 0 in the first.
     scan: whether to compile one block and loop over it, so that the time to
@@ -111,6 +117,7 @@ class Encoder(nn.Module):
   mlp_dim: int | None = None
   num_heads: int = 12
   dropout: float = 0.0
+  attention: str = "auto"
   drop_path: float = 0.0
   scan: bool = False
   remat_policy: str = "none"
@@ -122,10 +129,17 @@ class Encoder(nn.Module):
     rates_N = None
     if self.drop_path:
       rates_N = jnp.linspace(0.0, self.drop_path, self.depth)
+    options = Options(
+      self.mlp_dim,
+      self.num_heads,
+      self.dropout,
+      self.attention,
+      self.dtype,
+    )
     x_BLD, _ = stack.run(
       self,
       Block,
-      [Options(self.mlp_dim, self.num_heads, self.dropout, self.dtype)],
+      [options],
       self.depth,
       sharding.over_batch(x_BLD.astype(self.dtype)),
       rates_N,

@@ -4,11 +4,11 @@ Each token goes to its best `top_k` of E experts: to one as in Switch
 (https://arxiv.org/abs/2101.03961), or to several, whose outputs are weighted,
 as in Mixtral (https://arxiv.org/abs/2401.04088).
 
-Without a capacity no token is dropped: each device sorts its own tokens by
-expert and multiplies in groups, with all experts' weights gathered for the
-layer. With a capacity each expert takes a limited number of tokens of each row
-of the batch, and the rest are dropped. The experts then stay on their devices,
-if a sharding rule splits them over `fsdp` (".*/moe/(gate|up|down)/kernel",
+Without a capacity no token is dropped: each device sorts its own tokens into
+blocks of one expert each, with all experts' weights gathered for the layer.
+With a capacity each expert takes a limited number of tokens of each row of the
+batch, and the rest are dropped. The experts then stay on their devices, if a
+sharding rule splits them over `fsdp` (".*/moe/(gate|up|down)/kernel",
 "shard_dim(-3)"), and tokens travel to them and back, all to all. Either way a
 token's output depends neither on the devices nor on the microbatches.
 
@@ -23,6 +23,8 @@ import jax.numpy as jnp
 
 from bigtrain import settings
 from bigtrain.models.layers import kernels, mlp, moe_dispatch
+
+SERVE = ("position", "choice")
 
 
 class Options(NamedTuple):
@@ -40,6 +42,12 @@ class Options(NamedTuple):
     dropout: rate in the hidden layers of experts; the MLPs' rate if None.
     normalize: whether the weights of a token's experts add up to 1; by default
       if there are several.
+    serve: order in which choices take the capacity. "position": token by token,
+      so that no token depends on a later one. "choice": the first choices of
+      all tokens, then the second ones, as in GShard
+      (https://arxiv.org/abs/2006.16668, algorithm 1). "position" by default,
+      except in a stack whose positions see later ones, such as T5's encoder.
+      Both are the same with top_k = 1.
     shared_experts: size, in experts, of an MLP that every token passes as well
       (https://arxiv.org/abs/2401.06066); 0 for none.
     router_init_std: standard deviation of the router's initial kernel.
@@ -50,11 +58,25 @@ class Options(NamedTuple):
   every: int = 1
   capacity_factor: float | None = None
   eval_capacity_factor: float | None = None
+  serve: str | None = None
   jitter: float = 0.0
   dropout: float | None = None
   normalize: bool | None = None
   shared_experts: int = 0
   router_init_std: float = 0.02
+
+  def in_stack(self, two_sided: bool) -> "Options":
+    """Returns the options with the order `serve` of a stack.
+
+    Args:
+      two_sided: whether the stack's positions see later ones.
+    """
+    default = "choice" if two_sided else "position"
+    return self._replace(serve=self.serve or default)
+
+  def without_drops(self) -> "Options":
+    """Returns the options without a capacity."""
+    return self._replace(capacity_factor=None, eval_capacity_factor=None)
 
   def factor(self, train: bool) -> float | None:
     """Returns the capacity factor, or None if nothing is dropped."""
@@ -98,6 +120,15 @@ def read(options: Any, key: str, **depths: int) -> Options | None:
     check("capacity_factor", above=0)
   if moe.eval_capacity_factor is not None:
     check("eval_capacity_factor", above=0)
+  if moe.serve is not None:
+    if moe.serve not in SERVE:
+      hint = settings.did_you_mean(str(moe.serve), SERVE)
+      raise settings.ConfigError(f"{key}.serve: unknown {moe.serve!r}.{hint}")
+    if moe.capacity_factor is moe.eval_capacity_factor is None:
+      raise settings.ConfigError(
+        f"{key}.serve={moe.serve!r}: expected a capacity_factor; without one "
+        "all choices are served."
+      )
   if moe.dropout is not None:
     check("dropout", least=0, below=1)
   for name, depth in depths.items():
@@ -171,8 +202,9 @@ class Moe(nn.Module):
 
     Args:
       x_BLD: the normalised stream.
-      real_BL: bool, False for padding; all real if None. Padding takes no
-        capacity and has no part in the statistics.
+      real_BL: bool, False for padding; all real if None. The experts do not
+        act on padding: it takes no capacity, has no part in the statistics and
+        changes nothing of the real tokens, not even their rounding.
       train: whether the router's input is jittered, and experts have dropout,
         with the rng "dropout".
 
@@ -218,10 +250,10 @@ class Moe(nn.Module):
     factor = options.factor(train)
     if factor is None:
       dropped = jnp.zeros(())
-      y_BLD = moe_dispatch.dropless(x_BLD, routing, weights, experts)
+      y_BLD = moe_dispatch.dropless(x_BLD, routing, weights, experts, real_BL)
     else:
       y_BLD, dropped = moe_dispatch.with_capacity(
-        x_BLD, routing, weights, experts, real_BL, factor
+        x_BLD, routing, weights, experts, real_BL, factor, options.serve
       )
     return y_BLD, stats | {"dropped": dropped}
 

@@ -1,13 +1,13 @@
 """Sends tokens to their experts and back, without or with a capacity.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
-a token, C capacity.
+a token, C capacity, R choices of a device, N blocks of T rows, S = N T slots.
 """
 
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,52 +84,155 @@ def dropless(
   routing: Routing,
   weights: dict[str, jax.Array],
   experts: Experts,
+  real_BL: jax.Array,
 ) -> jax.Array:
-  """Sorts each device's tokens by expert and multiplies in groups.
+  """Sorts each device's tokens into blocks of one expert each.
 
   Args:
     x_BLD: tokens.
     routing: experts of the tokens.
     weights: kernels by name.
     experts: the experts' MLPs.
+    real_BL: bool, False for padding, whose result is 0.
 
   Returns:
     [B, L, D].
   """
-  args = (x_BLD, routing, experts.keep(*routing.expert_BLJ.shape), weights)
-  run = functools.partial(_sorted, experts._replace(key=None))
+  keep_BLJF = experts.keep(*routing.expert_BLJ.shape)
+  args = (x_BLD, routing, keep_BLJF, real_BL, weights)
+  run = functools.partial(_in_blocks, experts._replace(key=None))
   mesh = sharding.ambient(len(x_BLD))
   if mesh is None:
     return run(*args)
+
+  def on_device(
+    x_BLD: jax.Array,
+    routing: Routing,
+    keep_BLJF: jax.Array | None,
+    real_BL: jax.Array,
+    weights: dict[str, jax.Array],
+  ) -> jax.Array:
+    # Each device uses a copy of its own from here on; the transpose sums the
+    # copies' gradients over the devices, once.
+    copies = jax.lax.pcast(weights, sharding.AXES, to="varying")
+    return run(x_BLD, routing, keep_BLJF, real_BL, copies)
+
   by_batch = PartitionSpec(sharding.AXES)
   return jax.shard_map(
-    run,
+    on_device,
     mesh=mesh,
-    in_specs=(by_batch, by_batch, by_batch, PartitionSpec()),
+    in_specs=(by_batch, by_batch, by_batch, by_batch, PartitionSpec()),
     out_specs=by_batch,
   )(*args)
 
 
-def _sorted(
+def block_size(choices: int, num_experts: int) -> int:
+  """Returns T, the rows of a block.
+
+  Small blocks are less efficient, and large ones have more empty rows: up to T
+  for each expert. From 32 choices per expert on, that is at most a quarter.
+
+  >>> block_size(16_384, 8), block_size(100, 8)
+  (512, 8)
+
+  Args:
+    choices: B * L * J.
+    num_experts: E.
+  """
+  most = max(choices // (4 * num_experts), 8)
+  return min(512, 2 ** (most.bit_length() - 1))
+
+
+def _in_blocks(
   experts: Experts,
   x_BLD: jax.Array,
   routing: Routing,
   keep_BLJF: jax.Array | None,
+  real_BL: jax.Array,
   weights: Mapping[str, jax.Array],
 ) -> jax.Array:
   B, L, D = x_BLD.shape
   J = routing.expert_BLJ.shape[-1]
   E = weights["up"].shape[0]
-  expert = routing.expert_BLJ.reshape(-1)
-  order = jnp.argsort(expert, stable=True)
-  sizes_E = jnp.sum(jax.nn.one_hot(expert, E, dtype=jnp.int32), axis=0)
-  x = jnp.take(x_BLD.reshape(-1, D), order // J, axis=0)
+  R = B * L * J
+  T = block_size(R, E)
+  N = R // T + E  # As many blocks as R rows need at most.
+  # Padding comes last, so that it does not move the real tokens.
+  expert_R = jnp.where(real_BL[..., None], routing.expert_BLJ, E).reshape(R)
+  order_R = jnp.argsort(expert_R, stable=True)
+  sizes_E = jnp.sum(jax.nn.one_hot(expert_R, E, dtype=jnp.int32), axis=0)
+  blocks_E = -(-sizes_E // T)
+  ends_E = jnp.cumsum(blocks_E)
+  # Of the sorted rows: the place in the blocks, or beyond them for padding.
+  first_E = (ends_E - blocks_E) * T - (jnp.cumsum(sizes_E) - sizes_E)
+  sorted_R = jnp.take(expert_R, order_R)
+  first_R = jnp.take(first_E, sorted_R, mode="fill", fill_value=N * T)
+  place_R = jnp.arange(R) + first_R
+  # The expert of each block; blocks at the end may be empty.
+  expert_N = jnp.sum(jnp.arange(N)[:, None] >= ends_E, axis=1)
+  expert_N = jnp.minimum(expert_N, E - 1)
+  choice_S = jnp.full(N * T, R).at[place_R].set(order_R, mode="drop")
+  take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
+  x_NTD = take(x_BLD.reshape(-1, D), choice_S // J).reshape(N, T, D)
+  keep = None
   if keep_BLJF is not None:
-    keep_BLJF = jnp.take(keep_BLJF.reshape(len(order), -1), order, axis=0)
-  times = functools.partial(jax.lax.ragged_dot, group_sizes=sizes_E)
-  y = experts.run(x, weights, times, keep_BLJF)
-  y = jnp.take(y, jnp.argsort(order), axis=0).reshape(B, L, J, D)
+    keep = take(keep_BLJF.reshape(R, -1), choice_S).reshape(N, T, -1)
+  times = lambda x, kernel: _times(R, x, kernel, expert_N)
+  y_NTD = experts.run(x_NTD, weights, times, keep)
+  back_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
+  y = take(y_NTD.reshape(N * T, D), back_R).reshape(B, L, J, D)
   return jnp.einsum("bljd,blj->bld", y, routing.weight_BLJ.astype(y.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _times(
+  rows: int, x_NTD: jax.Array, kernel_EDF: jax.Array, expert_N: jax.Array
+) -> jax.Array:
+  """Multiplies each block with the kernel of its expert.
+
+  jax.lax.ragged_dot needs no blocks, but on CPUs and GPUs it multiplies every
+  row with all experts, and on TPUs its gradient does so for the kernel.
+
+  Args:
+    rows: number of rows that the mathematics needs.
+    x_NTD: blocks.
+    kernel_EDF: kernels of the experts.
+    expert_N: int, expert of each block.
+
+  Returns:
+    [N, T, F].
+  """
+  one = lambda block: block[0] @ kernel_EDF[block[1]]
+  with model_flops.share(rows, x_NTD.shape[0] * x_NTD.shape[1]):
+    return jax.lax.map(one, (x_NTD, expert_N))
+
+
+def _times_forward(rows: int, *args: jax.Array) -> tuple[jax.Array, Any]:
+  return _times(rows, *args), args
+
+
+def _times_backward(rows: int, args: Any, grad_NTF: jax.Array) -> Any:
+  x_NTD, kernel_EDF, expert_N = args
+
+  # The sum of one expert is float32, and those of all have the kernel's dtype.
+  def add_block(sums: Any, block: Any) -> Any:
+    sum_DF, sums_EDF = sums
+    x_TD, grad_TF, e, first = block
+    product_DF = jnp.matmul(x_TD.T, grad_TF, preferred_element_type=jnp.float32)
+    sum_DF = jnp.where(first, 0.0, sum_DF) + product_DF
+    sums_EDF = sums_EDF.at[e].set(sum_DF.astype(sums_EDF.dtype))
+    return (sum_DF, sums_EDF), grad_TF @ kernel_EDF[e].T
+
+  first_N = jnp.diff(expert_N, prepend=-1) != 0
+  zeros = jnp.zeros_like(kernel_EDF[0], jnp.float32), jnp.zeros_like(kernel_EDF)
+  with model_flops.share(rows, x_NTD.shape[0] * x_NTD.shape[1]):
+    (_, kernel_grad_EDF), x_grad_NTD = jax.lax.scan(
+      add_block, zeros, (x_NTD, grad_NTF, expert_N, first_N)
+    )
+  return x_grad_NTD, kernel_grad_EDF, None
+
+
+_times.defvjp(_times_forward, _times_backward)
 
 
 def with_capacity(
@@ -139,11 +242,9 @@ def with_capacity(
   experts: Experts,
   real_BL: jax.Array,
   factor: float,
+  serve: str | None,
 ) -> tuple[jax.Array, jax.Array]:
   """Gives each expert at most C tokens of a row, and drops the rest.
-
-  All first choices are served before all second choices, and among those
-  earlier tokens before later ones.
 
   Args:
     x_BLD: tokens.
@@ -152,6 +253,7 @@ def with_capacity(
     experts: the experts' MLPs.
     real_BL: bool, False for padding.
     factor: C is this times L * J / E, rounded up.
+    serve: order of the choices, see moe.Options; by position if None.
 
   Returns:
     ([B, L, D], share of the real tokens' choices that were dropped).
@@ -160,12 +262,18 @@ def with_capacity(
   J = routing.expert_BLJ.shape[-1]
   E = weights["up"].shape[0]
   C = min(L, math.ceil(factor * L * J / E))
-  # Choices in the order in which they are served: [B, J * L].
-  serve = lambda x: jnp.swapaxes(x, 1, 2).reshape(B, J * L)
+  # Choices as [B, J * L]: the first ones of all tokens, the second ones, ...
+  by_choice = lambda x: jnp.swapaxes(x, 1, 2).reshape(B, J * L)
   real = jnp.tile(real_BL, (1, J))
-  expert = serve(routing.expert_BLJ)
+  expert = by_choice(routing.expert_BLJ)
   wants_BQE = jax.nn.one_hot(expert, E, dtype=jnp.int32) * real[..., None]
-  before_BQE = jnp.cumsum(wants_BQE, axis=1) - wants_BQE
+  if serve == "choice":
+    before_BQE = jnp.cumsum(wants_BQE, axis=1) - wants_BQE
+  else:
+    # The choices of one token are different experts, which do not compete.
+    wants_BLE = jnp.sum(wants_BQE.reshape(B, J, L, E), axis=1)
+    before_BLE = jnp.cumsum(wants_BLE, axis=1) - wants_BLE
+    before_BQE = jnp.tile(before_BLE, (1, J, 1))
   rank = jnp.sum(before_BQE * wants_BQE, axis=-1)
   served = real & (rank < C)
   # Slot E * C stands for choices without a slot.

@@ -140,6 +140,26 @@ def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
   return np.where(distance < exact, distance, wide).astype(np.int32)
 
 
+class BiasByDistance(NamedTuple):
+  """Biases of scores that depend on the distance between positions.
+
+  An entry for each distance of a position from a query, from -(L - 1) to S - 1:
+  memory linear in the length.
+  """
+
+  bias_HT: jax.Array
+
+  def matrix(self, queries: int, num_positions: int) -> jax.Array:
+    """Returns (1, H, L, S) for the first L queries and S positions."""
+    i_L, j_S = np.arange(queries), np.arange(num_positions)
+    return self.bias_HT[:, j_S + queries - 1 - i_L[:, None]][None]
+
+  def by_group(self, num_groups: int) -> jax.Array:
+    """Returns (G, R, L + S - 1): successive R heads share keys."""
+    H, T = self.bias_HT.shape
+    return self.bias_HT.reshape(num_groups, H // num_groups, T)
+
+
 class RelativeBias(nn.Module):
   """A learned bias of the scores for each head and bucket of distances.
 
@@ -161,22 +181,45 @@ class RelativeBias(nn.Module):
 
   @nn.compact
   def __call__(
-    self, query_positions_L: jax.Array, key_positions_S: jax.Array
-  ) -> jax.Array:
-    """Returns float32 (1, H, L, S) for queries and keys at these positions."""
+    self,
+    query_positions_L: jax.Array,
+    key_positions_S: jax.Array,
+    *,
+    by_distance: bool = False,
+  ) -> jax.Array | BiasByDistance:
+    """Returns the biases of queries and keys at these positions.
+
+    Args:
+      query_positions_L: int.
+      key_positions_S: int.
+      by_distance: whether the positions count from 0 and the result has an
+        entry for each distance.
+
+    Returns:
+      Float32, (1, H, L, S) or by distance.
+    """
     table = self.param(
       "embedding",
       nn.initializers.normal(self.init_std),
       (self.num_buckets, self.num_heads),
     )
+    if by_distance:
+      offset = jnp.arange(
+        1 - len(query_positions_L), len(key_positions_S), dtype=jnp.int32
+      )
+      return BiasByDistance(table[self._bucket(offset)].T)
+    offset_LS = key_positions_S[None, :] - query_positions_L[:, None]
+    return jnp.moveaxis(table[self._bucket(offset_LS)], -1, 0)[None]
+
+  def _bucket(self, offset: jax.Array) -> jax.Array:
+    """Rows of the table for the offsets of keys from queries."""
     num_buckets = self.num_buckets // (2 if self.two_sided else 1)
     bucket_of = jnp.asarray(distance_buckets(num_buckets, self.max_distance))
-    offset_LS = key_positions_S[None, :] - query_positions_L[:, None]
     if self.two_sided:
-      distance_LS = jnp.abs(offset_LS)
+      distance = jnp.abs(offset)
     else:
-      distance_LS = jnp.maximum(-offset_LS, 0)
-    bucket_LS = bucket_of[jnp.minimum(distance_LS, self.max_distance)]
+      distance = jnp.maximum(-offset, 0)
+    bucket = bucket_of[jnp.minimum(distance, self.max_distance)]
     if self.two_sided:
-      bucket_LS += num_buckets * (offset_LS > 0)
-    return jnp.moveaxis(table[bucket_LS], -1, 0)[None]
+      bucket += num_buckets * (offset > 0)
+    return bucket

@@ -1,11 +1,31 @@
 """Rematerialisation: which results of a block the backward pass keeps."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 
 from bigtrain.models.layers import options
 
-# "none", and the policies of jax.checkpoint_policies that take no arguments.
+# Name of an attention's output and of the statistics of its softmax, where a
+# kernel or blockwise attention computed them.
+ATTENTION = "attention"
+
+# Policies that this module adds to jax's.
+_OURS = {
+  "attention_saveable": jax.checkpoint_policies.save_only_these_names(
+    ATTENTION
+  ),
+  "projections_and_attention_saveable": (
+    jax.checkpoint_policies.save_from_both_policies(
+      jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+      jax.checkpoint_policies.save_only_these_names(ATTENTION),
+    )
+  ),
+}
+
+# "none", the policies of jax.checkpoint_policies that take no arguments, and
+# ours.
 POLICIES = (
   "none",
   "everything_saveable",
@@ -14,6 +34,7 @@ POLICIES = (
   "checkpoint_dots",
   "dots_with_no_batch_dims_saveable",
   "checkpoint_dots_with_no_batch_dims",
+  *_OURS,
 )
 
 # Operations that cost more to repeat than their results cost to keep: matrix
@@ -43,13 +64,7 @@ def block_class(
     train: index of the argument `train` in the block's call; self is 0.
   """
   options.check_option("remat_policy", policy_name, POLICIES)
-  policy = None
-  if policy_name != "none":
-    policy = getattr(jax.checkpoint_policies, policy_name)
-  elif scan:
-    # A loop writes everything its backward pass needs to memory, where XLA
-    # would fuse the cheap operations of unrolled layers into their users.
-    policy = lambda prim, *_, **__: prim.name in _COSTLY
+  policy = _policy(policy_name, scan)
   if policy is not None:
     block = nn.remat(
       block, policy=policy, prevent_cse=not scan, static_argnums=(train,)
@@ -57,3 +72,24 @@ def block_class(
   # Unrolled blocks are alike, so it suffices to trace one of them. XLA gets
   # the same operations either way.
   return block if scan else nn.jit(block, static_argnums=(train,))
+
+
+def _policy(name: str, scan: bool) -> Callable[..., bool] | None:
+  """Returns the policy of that name, or None for no rematerialisation."""
+  if name in _OURS:
+    return _OURS[name]
+  if name == "none" and not scan:
+    return None
+  if name == "none":
+    # A loop writes everything its backward pass needs to memory, where XLA
+    # would fuse the cheap operations of unrolled layers into their users.
+    policy = lambda prim, *_, **__: prim.name in _COSTLY
+  else:
+    policy = getattr(jax.checkpoint_policies, name)
+  if name in ("none", "dots_saveable", "checkpoint_dots"):
+    # A kernel's products are not visible as such. Without its results the
+    # backward pass would run it again, or keep the scores of all its blocks.
+    policy = jax.checkpoint_policies.save_from_both_policies(
+      policy, _OURS["attention_saveable"]
+    )
+  return policy

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import sharding
+from bigtrain.models.layers import attention as attention_lib
 from bigtrain.models.layers import (
-  attention,
   kv_cache,
   moe,
   positions,
   stack,
+  visibility,
 )
 from bigtrain.models.layers import mlp as mlp_lib
 
@@ -38,6 +39,7 @@ class Options(NamedTuple):
   norm_eps: float
   init_scale: float
   dropout: float
+  attention: str
   scan: bool
   remat_policy: str
   dtype: str
@@ -46,7 +48,7 @@ class Options(NamedTuple):
     """Returns the standard deviation of initial values."""
     return (self.init_scale / fan_in) ** 0.5
 
-  def attention_options(self, width: int) -> attention.Options:
+  def attention_options(self, width: int) -> attention_lib.Options:
     """Returns the options of attention.
 
     The queries' initial values make up for the missing scale of the scores.
@@ -55,11 +57,12 @@ class Options(NamedTuple):
       width: D.
     """
     H, K = self.num_heads, self.head_dim
-    return attention.Options(
+    return attention_lib.Options(
       num_heads=H,
       head_dim=K,
       use_bias=False,
       scaled=False,
+      implementation=self.attention,
       query_std=self.std(width * K),
       kv_std=self.std(width),
       out_std=self.std(H * K),
@@ -101,11 +104,11 @@ class Source(NamedTuple):
 
   Attributes:
     encoded_BSD: the encoder's output; None if its keys and values are cached.
-    mask_BLS: bool, whether a target sees an input.
+    sees: what a target sees of the inputs.
   """
 
   encoded_BSD: jax.Array | None
-  mask_BLS: jax.Array
+  sees: visibility.Sees
 
 
 class Block(nn.Module):
@@ -121,8 +124,8 @@ class Block(nn.Module):
     self,
     carry: tuple[jax.Array, DecodingState | None],
     layer: Any,
-    bias_1HLS: jax.Array,
-    mask_BLS: jax.Array,
+    bias: jax.Array | positions.BiasByDistance,
+    sees: visibility.Sees,
     source: Source | None,
     real_BL: jax.Array | None,
     start: Any,
@@ -133,8 +136,8 @@ class Block(nn.Module):
     Args:
       carry: the stream (B, L, D), and in decoding the state of all layers.
       layer: int scalar, number of this layer.
-      bias_1HLS: biases of self-attention's scores.
-      mask_BLS: bool, whether a position sees another in self-attention.
+      bias: biases of self-attention's scores, see attention.attend.
+      sees: what a position sees in self-attention.
       source: input of cross-attention; None in an encoder.
       real_BL: bool, False for padding; all real if None.
       start: int scalar, position in the cache of the first of the stream.
@@ -148,15 +151,15 @@ class Block(nn.Module):
     )
     drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
     attend = functools.partial(
-      attention.Attention, options.attention_options(D)
+      attention_lib.Attention, options.attention_options(D)
     )
 
     y_BLD = norm(name="attention_norm")(x_BLD)
     y_BLD, past = attend(name="attention")(
       y_BLD,
       y_BLD,
-      mask_BLS=mask_BLS,
-      bias_1HLS=bias_1HLS,
+      sees=sees,
+      bias=bias,
       cache=None if state is None else state.past,
       layer=layer,
       start=start,
@@ -169,7 +172,7 @@ class Block(nn.Module):
       y_BLD, cache = attend(name="cross_attention")(
         y_BLD,
         source.encoded_BSD,
-        mask_BLS=source.mask_BLS,
+        sees=source.sees,
         cache=None if state is None else state.source,
         layer=layer,
       )
@@ -202,7 +205,7 @@ class Stack(nn.Module):
   def __call__(
     self,
     x_BLD: jax.Array,
-    mask_BLS: jax.Array,
+    sees: visibility.Sees,
     *,
     source: Source | None = None,
     real_BL: jax.Array | None = None,
@@ -215,22 +218,28 @@ class Stack(nn.Module):
     drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
     L = x_BLD.shape[1]
     S = L if state is None else state.past.length
-    bias_1HLS = positions.RelativeBias(
+    whole = self.is_initializing() or state is not None
+    by_distance = not whole and attention_lib.wants_bias_by_distance(
+      options.attention_options(x_BLD.shape[-1]), x_BLD, sees
+    )
+    bias = positions.RelativeBias(
       options.num_heads,
       options.num_buckets,
       options.max_distance,
       self.two_sided,
       options.std(x_BLD.shape[-1]),
       name="relative_bias",
-    )(start + jnp.arange(L), jnp.arange(S))
+    )(start + jnp.arange(L), jnp.arange(S), by_distance=by_distance)
+    if options.moe is not None:
+      options = options._replace(moe=options.moe.in_stack(self.two_sided))
     (x_BLD, state), stats = stack.run(
       self,
       Block,
       moe.kinds(options),
       self.depth,
       (drop(x_BLD), state),
-      bias_1HLS,
-      mask_BLS,
+      bias,
+      sees,
       source,
       real_BL,
       start,

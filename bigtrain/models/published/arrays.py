@@ -5,11 +5,40 @@ Axes: P patches, D model width.
 
 import math
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+from bigtrain import settings
+
+# Values of config.model_init.convert.posemb_align.
+POSEMB_ALIGN = ("centers", "corners")
+
+
+class Remark(NamedTuple):
+  """Why an array of a file or of the model is not loaded as it is.
+
+  In place of an array, `from_published` functions return it for the table of a
+  warm start.
+
+  Attributes:
+    status: "merged" with another array; "ignored" constants; "dropped" on
+      purpose; "unused", of the file; "missing", "reshaped", "retyped", of the
+      model.
+    text: names of the arrays, and the reason.
+  """
+
+  status: str
+  text: str
+
+
+def describe(array: Any) -> str:
+  """Returns the dtype and shape of an array as text, such as "float32[3,4]"."""
+  sizes = ",".join(map(str, array.shape))
+  return f"{np.dtype(array.dtype).name}[{sizes}]"
 
 
 def normalise(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -31,28 +60,50 @@ def normalise(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def resample_posemb(
-  posemb_1PD: np.ndarray, old: tuple[int, int], new: tuple[int, int]
+  posemb_1PD: np.ndarray,
+  old: tuple[int, int],
+  new: tuple[int, int],
+  align: str = "centers",
 ) -> np.ndarray:
   """Resamples position embeddings bilinearly to another grid of patches.
-
-  Patch centres are aligned and smaller grids are antialiased, so an embedding
-  keeps its place in the image.
 
   Args:
     posemb_1PD: embeddings of a grid, row by row.
     old: rows and columns of that grid; their product is P.
     new: rows and columns of the result.
+    align: "centers": an embedding keeps its place in the image, and smaller
+      grids are antialiased. "corners": the grids' corners keep their
+      embeddings, as in big_vision (scipy.ndimage.zoom of order 1).
 
   Returns:
     (1, rows * columns, D) in the dtype of `posemb_1PD`; the same array if the
     grids are equal.
+
+  Raises:
+    ConfigError: an unknown `align`.
   """
+  if align not in POSEMB_ALIGN:
+    hint = settings.did_you_mean(str(align), POSEMB_ALIGN)
+    raise settings.ConfigError(
+      f"config.model_init.convert.posemb_align: unknown {align!r}.{hint}"
+    )
   if tuple(old) == tuple(new):
     return posemb_1PD
   D = posemb_1PD.shape[-1]
+  if align == "corners":
+    grid64 = posemb_1PD.astype(np.float64).reshape(*old, D)
+    rows, columns = (_between_corners(n, m) for n, m in zip(old, new))
+    grid64 = np.einsum("ri,ijd,cj->rcd", rows, grid64, columns)
+    return grid64.reshape(1, -1, D).astype(posemb_1PD.dtype)
   grid = jnp.asarray(posemb_1PD, jnp.float32).reshape(*old, D)
   grid = jax.image.resize(grid, (*new, D), "bilinear", antialias=True)
   return np.asarray(grid).reshape(1, -1, D).astype(posemb_1PD.dtype)
+
+
+def _between_corners(old: int, new: int) -> np.ndarray:
+  """Weights [new, old] of linear interpolation between the ends of a line."""
+  places = np.linspace(0, old - 1, new)
+  return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(old)))
 
 
 def square_grid(num_patches: int) -> tuple[int, int] | None:

@@ -78,7 +78,9 @@ def restack_blocks(
 
   Returns:
     `flat`, with each ".../{block}{separator}{i}/x" stacked to ".../{block}/x"
-    or the reverse where `like` has names of the other form.
+    or the reverse where `like` has names of the other form. Blocks that cannot
+    be stacked, since one is missing or differs in shape, are in the result one
+    by one, under names that the caller does not know.
   """
   old = periods(flat, block, separator)
   new = periods(like, block, separator)
@@ -107,5 +109,12 @@ def restack_blocks(
       place = f"/{layer % period}" if period > 1 else ""
       layers.setdefault(stack + place + rest, {})[layer] = value_i
   for name, by_layer in layers.items():
-    result[name] = np.stack([by_layer[i] for i in sorted(by_layer)])
+    parsed = parse_name(name, block, separator)
+    assert parsed is not None
+    last = new[parsed.stack] * len(by_layer)
+    complete = set(by_layer) == {*range(parsed.place, last, new[parsed.stack])}
+    if complete and len({value.shape for value in by_layer.values()}) == 1:
+      result[name] = np.stack([by_layer[i] for i in sorted(by_layer)])
+    else:  # The caller lists them.
+      result |= {f"{name} of layer {i}": x for i, x in by_layer.items()}
   return result

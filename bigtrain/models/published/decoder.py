@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigtrain import settings
-from bigtrain.models.published import layouts
+from bigtrain.models.published import decoder_config, layouts
+from bigtrain.models.published.arrays import Remark
 from bigtrain.models.published.layouts import Entry, linear
 
 
@@ -29,6 +29,7 @@ def _gpt2_norm(published: str, ours: str) -> list[Entry]:
   ]
 
 
+_HEAD = linear("lm_head", "head/kernel")
 _QKV = ("attention/query", "attention/key", "attention/value")
 _GPT2 = [
   Entry("wte.weight", ("token_embedding",), 1),
@@ -40,6 +41,7 @@ _GPT2 = [
   *_gpt2_layer("mlp.c_fc", "mlp/up"),
   *_gpt2_layer("mlp.c_proj", "mlp/down"),
   *_gpt2_norm("ln_f", "norm"),
+  _HEAD,
 ]
 
 
@@ -65,7 +67,6 @@ _LLAMA_ATTENTION = [
   _layer_norm("post_attention_layernorm", "mlp_norm"),
   Entry("model.norm.weight", ("norm/scale",)),
 ]
-_LLAMA_HEAD = linear("lm_head", "head/kernel")
 _LLAMA_MLP = [
   _layer("mlp.gate_proj", "mlp/gate"),
   _layer("mlp.up_proj", "mlp/up"),
@@ -79,20 +80,17 @@ _MIXTRAL_MOE = [
 ]
 LAYOUTS: dict[str, layouts.Table] = {
   "gpt2": _GPT2,
-  "llama": [*_LLAMA_ATTENTION, *_LLAMA_MLP, _LLAMA_HEAD],
-  "mixtral": [*_LLAMA_ATTENTION, *_MIXTRAL_MOE, _LLAMA_HEAD],
+  "llama": [*_LLAMA_ATTENTION, *_LLAMA_MLP, _HEAD],
+  "mixtral": [*_LLAMA_ATTENTION, *_MIXTRAL_MOE, _HEAD],
 }
 
 # Constants in the files that the model computes itself.
 _CONSTANTS = re.compile(
   r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids"
 )
-# An array that only this layout has.
-_SIGNATURES = {
-  "gpt2": "h.0.attn.c_attn.weight",
-  "llama": "model.layers.0.mlp.gate_proj.weight",
-  "mixtral": "model.layers.0.block_sparse_moe.gate.weight",
-}
+
+
+_GPT2_PREFIX = "transformer."
 
 
 def load(
@@ -107,14 +105,31 @@ def load(
   Returns:
     See layouts.load; None for a file in another layout.
   """
-  flat = {name.removeprefix("transformer."): x for name, x in flat.items()}
-  layout = next((k for k, name in _SIGNATURES.items() if name in flat), None)
+  # {name without the prefix: name in the file}. Of two, the one with it wins.
+  in_order = sorted(flat, key=lambda name: name.startswith(_GPT2_PREFIX))
+  names = {name.removeprefix(_GPT2_PREFIX): name for name in in_order}
+  layout = layouts.find(LAYOUTS, names)
   if layout is None:
     return None
-  flat = {n: x for n, x in flat.items() if not _CONSTANTS.fullmatch(n)}
+  remarks = {
+    name: Remark("ignored", "a constant that the model computes")
+    for name in names
+    if _CONSTANTS.fullmatch(name)
+  }
+  file = {short: flat[name] for short, name in names.items()}
   if "head/kernel" not in like:
-    flat.pop("lm_head.weight", None)  # A copy of the embedding.
-  return layouts.load(LAYOUTS[layout], flat, like)
+    table = LAYOUTS[layout]
+    embedding = layouts.published_name(table, "token_embedding")
+    remarks |= layouts.copies(
+      file, ["lm_head.weight"], embedding, layouts.UNTIE
+    )
+  arrays = {name: x for name, x in file.items() if name not in remarks}
+  result = layouts.load(LAYOUTS[layout], arrays, like) | remarks
+  # A file may have a name with and without the prefix.
+  twice = {name: flat[name] for name in set(flat) - set(names.values())}
+  ours = {name: x for name, x in result.items() if name in like}
+  theirs = {names[n]: x for n, x in result.items() if n not in like}
+  return ours | theirs | twice
 
 
 def export(
@@ -133,100 +148,5 @@ def export(
   Raises:
     ConfigError: unknown layout, or one that cannot represent the model.
   """
-  layouts.check_model(layout, LAYOUTS, model, _NEEDS)
-  config = _config(model, layout)
+  config = decoder_config.write(model, layout)
   return config, layouts.export(layout, LAYOUTS[layout], shapes)
-
-
-# Values of a model's fields that each layout requires.
-_PLAIN = dict(qk_norm=False, attention_softcap=None, logits_softcap=None)
-_NEEDS: dict[str, dict[str, Any]] = {
-  "gpt2": dict(
-    posemb="learn",
-    norm="layernorm",
-    mlp="gelu",
-    use_bias=True,
-    tied_head=True,
-    window=None,
-    **_PLAIN,
-  ),
-  "llama": dict(
-    posemb="rope",
-    norm="rmsnorm",
-    mlp="swiglu",
-    use_bias=False,
-    window=None,
-    **_PLAIN,
-  ),
-  "mixtral": dict(
-    posemb="rope", norm="rmsnorm", mlp="swiglu", use_bias=False, **_PLAIN
-  ),
-}
-
-
-def _config(model: Any, layout: str) -> dict[str, Any]:
-  """Returns the contents of config.json."""
-  if (model.moe is not None) != (layout == "mixtral"):
-    raise settings.ConfigError(
-      f"--layout={layout}: expected config.model.moe for the layout mixtral "
-      f"and None for all others, got {model.moe}."
-    )
-  if layout == "gpt2":
-    heads = (model.num_kv_heads, model.num_heads * model.head_dim)
-    if heads != (model.num_heads, model.width):
-      raise settings.ConfigError(
-        f"--layout=gpt2: expected num_kv_heads={model.num_heads} and num_heads "
-        f"x head_dim={model.width}, got {heads[0]} and {heads[1]}."
-      )
-    return {
-      "architectures": ["GPT2LMHeadModel"],
-      "model_type": "gpt2",
-      "vocab_size": model.vocab_size,
-      "n_positions": model.max_len,
-      "n_embd": model.width,
-      "n_layer": model.depth,
-      "n_head": model.num_heads,
-      "n_inner": model.mlp_dim,
-      "activation_function": "gelu_new",
-      "layer_norm_epsilon": model.norm_eps,
-      "tie_word_embeddings": True,
-      "bos_token_id": None,
-      "eos_token_id": None,
-    }
-  scaling = model.rope_scaling and dict(model.rope_scaling)
-  if scaling:
-    scaling["rope_type"] = scaling.pop("type")
-    if "original_len" in scaling:
-      old = scaling.pop("original_len")
-      scaling["original_max_position_embeddings"] = old
-  config = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": model.vocab_size,
-    "max_position_embeddings": model.max_len or 2048,
-    "hidden_size": model.width,
-    "intermediate_size": model.mlp_dim,
-    "num_hidden_layers": model.depth,
-    "num_attention_heads": model.num_heads,
-    "num_key_value_heads": model.num_kv_heads,
-    "head_dim": model.head_dim,
-    "hidden_act": "silu",
-    "rms_norm_eps": model.norm_eps,
-    "rope_theta": model.rope_theta,
-    "rope_scaling": scaling,
-    "tie_word_embeddings": model.tied_head,
-    "bos_token_id": None,
-    "eos_token_id": None,
-  }
-  if layout == "llama":
-    return config
-  experts = {
-    "num_local_experts": model.moe.num_experts,
-    "num_experts_per_tok": model.moe.top_k,
-  }
-  return config | {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "sliding_window": model.window,
-    **experts,
-  }

@@ -11,13 +11,21 @@ the model stacks them or not: see blocks.py.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import settings
-from bigtrain.models.published import blocks
+from bigtrain.models.published import arrays, blocks
+from bigtrain.models.published.arrays import Remark
+
+# The way out for a file with a head of its own.
+UNTIE = "config.model.tied_head=False loads it"
+# Rows that are compared at a time.
+_ROWS = 4096
 
 
 class Entry(NamedTuple):
@@ -42,6 +50,65 @@ Table = Sequence[Entry]
 def linear(published: str, *ours: str, inputs: int = 1) -> Entry:
   """Returns the entry of a torch.nn.Linear's weight."""
   return Entry(f"{published}.weight", ours, inputs, transposed=True)
+
+
+def find(tables: Mapping[str, Table], names: Iterable[str]) -> str | None:
+  """Returns the layout that knows most of these names; None if none does.
+
+  Args:
+    tables: the layouts' tables, by name.
+    names: names of a file's arrays.
+  """
+  names = list(names)
+  counts = {}
+  for layout, table in tables.items():
+    patterns = [re.escape(entry.published) for entry in table]
+    regex = re.sub(r"\\\{[ie]\\\}", r"\\d+", "|".join(patterns))
+    known = re.compile(regex).fullmatch
+    counts[layout] = sum(known(name) is not None for name in names)
+  best = max(counts, key=lambda layout: counts[layout])
+  return best if counts[best] else None
+
+
+def published_name(table: Table, ours: str) -> str:
+  """Returns the published name of a parameter outside of blocks."""
+  (name,) = [entry.published for entry in table if entry.ours == (ours,)]
+  return name
+
+
+def copies(
+  flat: Mapping[str, Any], names: Sequence[str], original: str, advice: str
+) -> dict[str, Remark]:
+  """Compares arrays that may be copies of another.
+
+  Args:
+    flat: arrays of the file, by name.
+    names: names of possible copies.
+    original: name of the array that is loaded in their place.
+    advice: what to know about an array that differs.
+
+  Returns:
+    {name: remark}: merged if all values are equal, else unused.
+  """
+  remarks = {}
+  for name in names:
+    if name not in flat or original not in flat:
+      continue
+    remark = Remark("merged", f"equals {original}")
+    if not _equal(flat[name], flat[original]):
+      found = arrays.describe(flat[name])
+      text = f"found {found}, which differs from {original}; {advice}"
+      remark = Remark("unused", text)
+    remarks[name] = remark
+  return remarks
+
+
+def _equal(x: Any, y: Any) -> bool:
+  # In pieces, because the arrays of large models are only mapped.
+  return x.shape == y.shape and all(
+    np.array_equal(x[i : i + _ROWS], y[i : i + _ROWS])
+    for i in range(0, len(x), _ROWS)
+  )
 
 
 class LazyStack:
@@ -101,8 +168,8 @@ def load(
     like: our parameters by name; gives shapes, and whether layers are stacked.
 
   Returns:
-    {name: array or `LazyStack`}. Arrays that the table does not use keep their
-    published names and shapes.
+    {name: array or `LazyStack`, or a `Remark` why there is none}. Arrays that
+    the table does not use keep their published names and shapes.
   """
   used: set[str] = set()
   result: dict[str, Any] = {}
@@ -118,8 +185,7 @@ def load(
       value = _stack([get({"i": i}, shape[1:]) for i in place.layers])
     else:
       value = get({"i": place.layers[0]}, shape)
-    if value is not None:
-      result[name] = value
+    result[name] = value
   return result | {n: x for n, x in flat.items() if n not in used}
 
 
@@ -131,7 +197,7 @@ def _get(
   indices: Mapping[str, int | None],
   shape: tuple[int, ...],
 ) -> Any:
-  """Returns one of our parameters, or None if the file lacks it.
+  """Returns one of our parameters, or a `Remark` why it cannot be loaded.
 
   Args:
     flat: arrays of the file, by name.
@@ -150,18 +216,27 @@ def _get(
     )
   name = entry.published.format(**indices)
   if name not in flat:
-    return None
+    return Remark("missing", f"the file has no {name}")
   used.add(name)
+  found = f"found {arrays.describe(flat[name])} in {name}"
+  if not jnp.issubdtype(flat[name].dtype, jnp.floating):
+    return Remark("retyped", found)
   value = flat[name].T if entry.transposed else flat[name]
-  if len(entry.ours) > 1:
-    parts = np.split(value, len(entry.ours), axis=-1)
-    value = parts[entry.ours.index(ours)]
-  # The caller reports an array of another size.
-  return value.reshape(shape) if value.size == math.prod(shape) else value
+  *inputs, outputs = _flat(shape, entry.inputs)
+  if value.shape != (*inputs, outputs * len(entry.ours)):
+    return Remark("reshaped", found)
+  first = entry.ours.index(ours) * outputs
+  return value[..., first : first + outputs].reshape(shape)
 
 
-def _stack(parts: Sequence[Any]) -> LazyStack | None:
-  return None if any(part is None for part in parts) else LazyStack(parts)
+def _stack(parts: Sequence[Any]) -> LazyStack | Remark:
+  """Stacks arrays, unless there is a `Remark` among them."""
+  remarks = [part for part in parts if isinstance(part, Remark)]
+  if not remarks:
+    return LazyStack(parts)
+  others = "; no other layer or expert of this array is loaded either"
+  text = remarks[0].text.removesuffix(others) + others
+  return remarks[0]._replace(text=text)
 
 
 class Tensor(NamedTuple):
@@ -181,21 +256,17 @@ class Tensor(NamedTuple):
 
 
 def check_model(
-  layout: str,
-  known: Mapping[str, Any],
-  model: Any,
-  needs: Mapping[str, Mapping[str, Any]],
+  layout: str, model: Any, needs: Mapping[str, Mapping[str, Any]]
 ) -> None:
   """Raises ConfigError unless a layout can represent a model.
 
   Args:
     layout: name of the layout.
-    known: known layouts, by name.
     model: model to export.
     needs: for each layout, the values of the model's fields that it requires.
   """
-  if layout not in known:
-    hint = settings.did_you_mean(layout, known)
+  if layout not in needs:
+    hint = settings.did_you_mean(layout, needs)
     raise settings.ConfigError(f"--layout: unknown {layout!r}.{hint}")
   for field, value in needs[layout].items():
     if getattr(model, field) != value:

@@ -5,12 +5,11 @@ numbered: attention and MLP in the encoder; attention, cross-attention and MLP
 in the decoder.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigtrain import settings
-from bigtrain.models.published import layouts
+from bigtrain.models.published import layouts, t5_config
+from bigtrain.models.published.arrays import Remark
 from bigtrain.models.published.layouts import Entry, linear
 
 
@@ -84,18 +83,11 @@ LAYOUTS: dict[str, layouts.Table] = {
   "t5_1_1": _table(gated=True),
   "switch": _table(switch=True),
 }
-# An array that only this layout has.
-_SIGNATURES = {
-  "t5": "encoder.block.0.layer.1.DenseReluDense.wi.weight",
-  "t5_1_1": "encoder.block.0.layer.1.DenseReluDense.wi_0.weight",
-  "switch": "encoder.block.1.layer.1.mlp.router.classifier.weight",
-}
-# Copies of the embedding, and a table in the released files of version 1.0 that
-# no implementation uses.
-_UNUSED = re.compile(
-  r"(encoder|decoder)\.embed_tokens\.weight"
-  r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\."
-  r"weight"
+# Copies of the embedding. Without tied embeddings, transformers reads them.
+_COPIES = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+# A table in the released files of version 1.0 that no implementation uses.
+_UNUSED = (
+  "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 )
 
 
@@ -111,21 +103,17 @@ def load(
   Returns:
     See layouts.load; None for a file in another layout.
   """
-  layout = next((k for k, name in _SIGNATURES.items() if name in flat), None)
+  layout = layouts.find(LAYOUTS, flat)
   if layout is None:
     return None
-  flat = {n: x for n, x in flat.items() if not _UNUSED.fullmatch(n)}
+  shared = "shared.weight"
+  remarks = layouts.copies(flat, _COPIES, shared, "the model has one embedding")
   if "head/kernel" not in like:
-    flat.pop("lm_head.weight", None)  # A copy of the embedding.
-  return layouts.load(LAYOUTS[layout], flat, like)
-
-
-_NEEDS: dict[str, dict[str, Any]] = {
-  "t5": dict(mlp="relu", moe=None),
-  "t5_1_1": dict(mlp="geglu", moe=None),
-  "switch": dict(mlp="relu"),
-}
-_NO_CAPACITY = 2**30
+    remarks |= layouts.copies(flat, ["lm_head.weight"], shared, layouts.UNTIE)
+  if _UNUSED in flat:
+    remarks[_UNUSED] = Remark("ignored", "no implementation uses it")
+  arrays = {name: x for name, x in flat.items() if name not in remarks}
+  return layouts.load(LAYOUTS[layout], arrays, like) | remarks
 
 
 def export(
@@ -144,54 +132,8 @@ def export(
   Raises:
     ConfigError: unknown layout, or one that cannot represent the model.
   """
-  layouts.check_model(layout, LAYOUTS, model, _NEEDS)
-  config = {
-    "architectures": ["T5ForConditionalGeneration"],
-    "model_type": "t5",
-    "vocab_size": model.vocab_size,
-    "d_model": model.width,
-    "d_kv": model.head_dim,
-    "d_ff": model.mlp_dim,
-    "num_layers": model.depth,
-    "num_decoder_layers": model.decoder_depth,
-    "num_heads": model.num_heads,
-    "relative_attention_num_buckets": model.num_buckets,
-    "relative_attention_max_distance": model.max_distance,
-    "dropout_rate": model.dropout,
-    "layer_norm_epsilon": model.norm_eps,
-    "is_encoder_decoder": True,
-    "tie_word_embeddings": model.tied_head,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 0,
-    "eos_token_id": None,
-  }
-  if layout == "switch":
-    config |= _switch(model)
-  else:
-    gated = model.mlp == "geglu"
-    config["feed_forward_proj"] = "gated-gelu" if gated else "relu"
-  return config, layouts.export(layout, LAYOUTS[layout], shapes)
-
-
-def _switch(model: Any) -> dict[str, Any]:
-  """Returns the part of config.json for experts."""
-  moe = model.moe
-  # The layout has experts in all layers or in layers 1, 3, 5, ..., and one for
-  # each token.
-  if moe is None or moe.every > 2 or moe.top_k > 1 or moe.normalizes():
-    raise settings.ConfigError(
-      "--layout=switch: expected config.model.moe with every=1 or 2, top_k=1 "
-      f"and normalize=False, got {moe}."
-    )
-  return {
-    "architectures": ["SwitchTransformersForConditionalGeneration"],
-    "model_type": "switch_transformers",
-    "num_experts": moe.num_experts,
-    "num_sparse_encoder_layers": model.depth // moe.every,
-    "num_sparse_decoder_layers": model.decoder_depth // moe.every,
-    # The layout's capacity is a number of tokens, ours a share of the length.
-    "expert_capacity": _NO_CAPACITY,
-    "router_jitter_noise": moe.jitter,
-    "router_bias": False,
-    "dense_act_fn": "relu",
-  }
+  config = t5_config.write(model, layout)
+  table = list(LAYOUTS[layout])
+  if layout == "switch" and not model.tied_head:
+    table += [Entry(name, ("token_embedding",), 1) for name in _COPIES]
+  return config, layouts.export(layout, table, shapes)

@@ -6,8 +6,8 @@ runs in a step: one in a scan over 32 layers counts 32 times.
 
 The text is the partitioner's output (`--xla_dump_hlo_pass_re=
 spmd-partitioning`). Later passes differ between backends: the CPU's send
-float32 in place of bfloat16, and the TPU's split gathers into permutes that
-overlap with matrix products.
+float32 in place of bfloat16, and the TPU's may fuse parts of a gather into
+products.
 
 The partitioner emits no reduce-scatter. It emits an all-reduce and a slice,
 which GPU and TPU compilers fuse into a reduce-scatter, so this module counts
@@ -17,10 +17,11 @@ that pair as a reduce-scatter.
 import collections
 import math
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from bigtrain.tools.plan import hlo
 
 KINDS = (
   "all-gather",
@@ -34,7 +35,6 @@ _OTHER_NAMES = {
   "collective-broadcast": "all-gather",
 }
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32}
 # Ops that keep the values of an array.
 _UNCHANGED = {"bitcast", "convert", "copy", "reshape", "transpose"}
 
@@ -98,23 +98,18 @@ def read(text: str) -> Program:
   Args:
     text: HLO, as jax.stages.Compiled.as_text returns it.
   """
-  module = _Module(text)
+  module = hlo.Module(text)
   nbytes: collections.Counter[tuple[Any, ...]] = collections.Counter()
   runs: collections.Counter[tuple[Any, ...]] = collections.Counter()
   unknown = 0
   for computation, times, guessed in module.walk():
     has_any = False
     for op in computation.values():
-      kind = _kind(op)
-      if kind is None:
-        continue
-      size, stride = _groups(op.attributes, module.num_devices)
-      op_bytes = _array_bytes(kind, op, computation, size)
-      if size < 2 or not op_bytes:
+      one = of(op, computation, module.num_devices)
+      if one is None:
         continue
       has_any = True
-      if kind == "all-reduce" and _sliced(op.name, computation, size):
-        kind = "reduce-scatter"
+      kind, size, stride, _, op_bytes = one
       nbytes[kind, size, stride] += times * op_bytes
       runs[kind, size, stride] += times
     unknown += has_any and guessed
@@ -123,6 +118,28 @@ def read(text: str) -> Program:
     for (kind, size, stride), key_bytes in nbytes.items()
   ]
   return Program(sorted(merged, key=lambda c: -c.nbytes), unknown)
+
+
+def of(
+  op: hlo.Op, computation: hlo.Computation, num_devices: int
+) -> Collective | None:
+  """Returns one run of an operation, or None if it sends nothing.
+
+  Args:
+    op: the operation; of an asynchronous pair, the start.
+    computation: the operations around it.
+    num_devices: number of devices of the program.
+  """
+  kind = _kind(op)
+  if kind is None:
+    return None
+  size, stride = _groups(op.attributes, num_devices)
+  nbytes = _array_bytes(kind, op, computation, size)
+  if size < 2 or not nbytes:
+    return None
+  if kind == "all-reduce" and _sliced(op.name, computation, size):
+    kind = "reduce-scatter"
+  return Collective(kind, size, stride, 1, nbytes)
 
 
 def to_json(collectives: list[Collective]) -> list[dict[str, Any]]:
@@ -135,148 +152,20 @@ def from_json(values: list[dict[str, Any]]) -> list[Collective]:
   return [Collective(**value) for value in values]
 
 
-class _Op(NamedTuple):
-  name: str
-  type: str
-  opcode: str
-  operands: list[str]
-  attributes: str
-
-
-_Computation = dict[str, _Op]
-
-_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$")
-_RESULT = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<= ]*)\]")
-_NAME = re.compile(r"%?([\w.\-]+)\s*$")
-
-
-class _Module:
-  """Parsed computations of a program, by name."""
-
-  def __init__(self, text: str):
-    self._computations: dict[str, _Computation] = {}
-    self._entry = ""
-    partitions = re.search(r"\bnum_partitions=(\d+)", text)
-    replicas = re.search(r"\breplica_count=(\d+)", text)
-    self.num_devices = math.prod(
-      int(match[1]) for match in (partitions, replicas) if match
-    )
-    current: _Computation = {}
-    for line in text.splitlines():
-      if line and not line[0].isspace():
-        header = _HEADER.match(line)
-        if header:
-          current = self._computations[header[2]] = {}
-          self._entry = header[2] if header[1] else self._entry
-      elif result := _RESULT.match(line):
-        current[result[1]] = _parse(result[1], result[2])
-
-  def walk(self) -> Iterator[tuple[_Computation, int, bool]]:
-    """Yields (computation, number of runs, whether that is a guess)."""
-    stack = [(self._entry, 1, False)]
-    while stack:
-      name, times, guessed = stack.pop()
-      computation = self._computations.get(name, {})
-      yield computation, times, guessed
-      for op in computation.values():
-        rounds = self._rounds(op) if op.opcode == "while" else 1
-        for callee in _callees(op):
-          stack.append(
-            (callee, times * (rounds or 1), guessed or rounds is None)
-          )
-
-  def _rounds(self, op: _Op) -> int | None:
-    """Trip count of a loop from its annotation or condition, or None."""
-    match = re.search(
-      r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', op.attributes
-    )
-    if match:
-      return int(match[1])
-    condition = self._computations.get(_called(op, "condition"), {})
-    last = next(reversed(condition.values()), None)
-    if last is None or "direction=LT" not in last.attributes:
-      return None
-    limit = condition.get(last.operands[1])
-    # Counters of scans start at 0.
-    if limit is None or limit.opcode != "constant":
-      return None
-    return int(limit.operands[0])
-
-
-def _sliced(name: str, computation: _Computation, size: int) -> bool:
+def _sliced(name: str, computation: hlo.Computation, size: int) -> bool:
   """Whether every use of a result takes only this device's part of it."""
   users = [op for op in computation.values() if name in op.operands]
   for op in users:
     if op.opcode == "dynamic-slice" and op.operands[0] == name:
-      whole = _type_bytes(computation[name].type)
-      if _type_bytes(op.type) * size > whole:
+      whole = hlo.type_bytes(computation[name].type)
+      if hlo.type_bytes(op.type) * size > whole:
         return False
     elif op.opcode not in _UNCHANGED or not _sliced(op.name, computation, size):
       return False
   return bool(users)
 
 
-def _parse(name: str, text: str) -> _Op:
-  """Parses "TYPE opcode(operands), attributes"."""
-  if text.startswith("("):
-    end = _closing(text, 0) + 1
-  else:
-    end = text.index(" ")
-  kind, rest = text[:end], text[end:].lstrip()
-  begin = rest.index("(")
-  close = _closing(rest, begin)
-  operands = []
-  for part in _split(rest[begin + 1 : close]):
-    match = _NAME.search(part)
-    if match:
-      operands.append(match[1])
-  return _Op(name, kind, rest[:begin], operands, rest[close + 1 :])
-
-
-def _closing(text: str, start: int) -> int:
-  """Index of the parenthesis that closes the one at `start`."""
-  depth = 0
-  for i in range(start, len(text)):
-    depth += (text[i] == "(") - (text[i] == ")")
-    if not depth:
-      return i
-  raise ValueError(f"no closing parenthesis in {text[:80]!r}")
-
-
-def _split(text: str) -> list[str]:
-  """Splits at commas outside of brackets."""
-  parts, depth, begin = [], 0, 0
-  for i, letter in enumerate(text):
-    depth += (letter in "([{") - (letter in ")]}")
-    if letter == "," and not depth:
-      parts.append(text[begin:i])
-      begin = i + 1
-  return [*parts, text[begin:]]
-
-
-def _called(op: _Op, attribute: str) -> str:
-  match = re.search(rf"\b{attribute}=%?([\w.\-]+)", op.attributes)
-  return match[1] if match else ""
-
-
-def _callees(op: _Op) -> list[str]:
-  """Names of the computations that an op calls."""
-  if op.opcode == "conditional":
-    match = re.search(r"branch_computations=\{([^}]*)\}", op.attributes)
-    if match:
-      return [n.strip().lstrip("%") for n in match[1].split(",")]
-    names: tuple[str, ...] = ("true_computation", "false_computation")
-  elif op.opcode == "while":
-    names = ("body", "condition")
-  elif op.opcode in ("call", "fusion") or op.opcode.startswith("async-start"):
-    names = ("to_apply", "calls")
-  else:
-    names = ()
-  return [name for name in (_called(op, n) for n in names) if name]
-
-
-def _kind(op: _Op) -> str | None:
+def _kind(op: hlo.Op) -> str | None:
   if op.opcode.endswith("-done"):  # Counted at its start.
     return None
   name = op.opcode.removesuffix("-start")
@@ -285,25 +174,15 @@ def _kind(op: _Op) -> str | None:
 
 
 def _array_bytes(
-  kind: str, op: _Op, computation: _Computation, size: int
+  kind: str, op: hlo.Op, computation: hlo.Computation, size: int
 ) -> int:
   """Bytes of the whole arrays of a collective."""
   operands = sum(
-    _type_bytes(computation[name].type)
+    hlo.type_bytes(computation[name].type)
     for name in op.operands
     if name in computation
   )
   return operands * size if kind == "all-gather" else operands
-
-
-def _type_bytes(text: str) -> int:
-  total = 0
-  for name, dims in _ARRAY.findall(text):
-    digits = re.search(r"\d+", name)
-    bits = _BITS.get(name, int(digits[0]) if digits else 0)
-    sizes = [int(d.replace("<=", "")) for d in dims.split(",") if d.strip()]
-    total += math.prod(sizes) * bits // 8
-  return total
 
 
 def _groups(attributes: str, num_devices: int) -> tuple[int, int]:

@@ -40,8 +40,8 @@ def row(
 
   Args:
     facts: figures of the program: those of footprint.measure, and memory,
-      model_flops, collectives, devices, replica, fsdp, batch_size and
-      microbatches.
+      model_flops, collectives, cycles, compiler, devices, replica, fsdp,
+      batch_size and microbatches.
     config: config of the run, with the model's dtype.
     hardware: an entry of hardware.TABLE.
     efficiency: fraction of the peak that matrix products reach.
@@ -51,18 +51,16 @@ def row(
     peak_bytes: peak memory of a device;
     memory_fraction: peak_bytes over the memory of a device;
     fits: whether that is at most 1;
+    compiler_secs: time of a step by the compiler's cycles, without kernels, see
+      cycles.py; None without cycles;
+    compiler_mfu: MFU of a step of that time, or None;
     sent_bytes: {kind: bytes that each device sends per step};
     formula: the same by the formulae above;
     secs: {"compute", "link", "network", "overlapped", "in_turn"};
     examples_per_sec, tokens_per_sec, mfu: with perfect overlap.
   """
-  devices, memory = facts["devices"], facts["memory"]
-  peak_bytes = (
-    memory["argument_bytes"]
-    + memory["output_bytes"]
-    - memory["alias_bytes"]
-    + memory["temporary_bytes"]
-  )
+  devices = facts["devices"]
+  peak_bytes = _peak_bytes(facts)
   sent = dict.fromkeys(collectives.KINDS, 0.0)
   link = network = communication = 0.0
   for collective in collectives.from_json(facts["collectives"]):
@@ -76,9 +74,14 @@ def row(
   step = max(compute, communication)
   examples_per_sec = facts["batch_size"] / step
   tokens = facts["tokens_per_example"]
+  cycles = facts["cycles"]
+  compiler_secs = cycles and cycles["compute_secs"] + cycles["exposed_secs"]
   return {
     **facts,
     "peak_bytes": peak_bytes,
+    "compiler_secs": compiler_secs,
+    "compiler_mfu": compiler_secs
+    and facts["model_flops"] / (peak * compiler_secs),
     "fits": peak_bytes <= hardware.memory_bytes,
     "memory_fraction": peak_bytes / hardware.memory_bytes,
     "sent_bytes": sent,
@@ -94,6 +97,19 @@ def row(
     "tokens_per_sec": tokens and examples_per_sec * tokens,
     "mfu": facts["model_flops"] / (peak * step),
   }
+
+
+def _peak_bytes(facts: Mapping[str, Any]) -> float:
+  """Peak memory of a device, by the compiler for the accelerator if it ran."""
+  memory = facts["memory"]
+  if facts["compiler"] != "cpu":
+    return memory["peak_bytes"]
+  return (
+    memory["argument_bytes"]
+    + memory["output_bytes"]
+    - memory["alias_bytes"]
+    + memory["temporary_bytes"]
+  )
 
 
 def formula(
@@ -185,11 +201,13 @@ def extrapolate(
     "argument_bytes": compiled["memory"]["argument_bytes"] - saved,
     "output_bytes": compiled["memory"]["output_bytes"] - saved,
     "alias_bytes": compiled["memory"]["alias_bytes"] - saved,
+    "peak_bytes": compiled["memory"]["peak_bytes"] - saved,
   }
   return {
     **compiled,
     **mesh,
     "figures": f"from {compiled['devices']:,}",
+    "cycles": None,  # Of the compiled program only.
     "state_bytes": state,
     "memory": memory,
     "batch_bytes": compiled["batch_bytes"]

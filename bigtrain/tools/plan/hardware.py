@@ -28,6 +28,7 @@ class Hardware(NamedTuple):
     source: publication of the figures.
     chips: libtpu's name of the device; None for GPUs.
     axes: number of dimensions of the mesh or torus of links.
+    flops_per_cycle: FLOPs of the matrix units in a cycle; None for GPUs.
   """
 
   device_kind: str
@@ -38,6 +39,7 @@ class Hardware(NamedTuple):
   source: str
   chips: str | None = None
   axes: int = 3
+  flops_per_cycle: int | None = None
 
   @property
   def peak_flops(self) -> float:
@@ -46,6 +48,17 @@ class Hardware(NamedTuple):
     assert peak is not None, self.device_kind
     return peak
 
+  @property
+  def clock_hertz(self) -> float:
+    """Cycles per second of a TPU, from its peak."""
+    assert self.flops_per_cycle is not None, self.device_kind
+    return self.peak_flops / self.flops_per_cycle
+
+
+# FLOPs of a matrix unit of 128 x 128 in a cycle; the documentation has the
+# number of units. Those of v6e have 256 x 256; with two of them its clock would
+# be at 3.5 GHz, so four are assumed.
+_MXU = 2 * 128**2
 
 _TPU = "Google Cloud TPU documentation, page {} (system architecture)"
 
@@ -73,25 +86,25 @@ TABLE: dict[str, Hardware] = {
     *("TPU v4", 32 * _GIB, 6 * 50e9, 4096, None),
     _TPU.format("v4") + "; six links of 50 GB/s a chip: Jouppi et al. 2023, "
     "arxiv.org/abs/2304.01433",
-    *("v4", 3),
+    *("v4", 3, 8 * _MXU),
   ),
   "tpu_v5e": Hardware(
     *("TPU v5 lite", 16e9, 400e9 / 2, 256, 25e9 / 8),
     _TPU.format("v5e") + ": ICI 400 GB/s in both directions, data centre "
     "network 6.4 Tb/s a pod of 256",
-    *("v5e", 2),
+    *("v5e", 2, 4 * _MXU),
   ),
   "tpu_v5p": Hardware(
     *("TPU v5", 95 * _GIB, 1200e9 / 2, 8960, 50e9 / 8),
     _TPU.format("v5p") + ": ICI 1,200 GB/s in both directions, data centre "
     "network 50 Gb/s a chip",
-    *("v5p", 3),
+    *("v5p", 3, 8 * _MXU),
   ),
   "tpu_v6e": Hardware(
     *("TPU v6 lite", 32e9, 800e9 / 2, 256, 100e9 / 8),
     _TPU.format("v6e") + ": ICI 800 GB/s in both directions, data centre "
     "network 25.6 Tb/s a pod of 256",
-    *("v6e", 2),
+    *("v6e", 2, 4 * 4 * _MXU),
   ),
 }
 

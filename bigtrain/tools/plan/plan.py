@@ -15,35 +15,22 @@ Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 
 import argparse
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bigtrain import settings
 from bigtrain.cluster import process
-from bigtrain.reports import record
 from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments
+from bigtrain.tools.plan import compiled as compiled_lib
 from bigtrain.tools.plan import (
-  collectives,
   estimate,
   hardware,
   placeholder_data,
   table,
 )
 
-# libtpu can compile for absent TPUs if it does not search for local ones.
-_NO_TPU = {
-  "JAX_PLATFORMS": "cpu",
-  "TPU_SKIP_MDS_QUERY": "1",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-}
-# Name of XLA's dump of the partitioned program.
-_PARTITIONED = re.compile(r"\.after_(\w+-)?spmd-partitioning\..*txt$")
 # The CPU backend assigns devices with larger numbers to another process.
 _MOST_SIMULATED = 2048
 
@@ -88,9 +75,7 @@ def plan(
     RuntimeError: a program cannot be compiled.
   """
   target = hardware.find(hardware_name)
-  plain = settings.load(config)
-  for change in changes:
-    settings.override(plain, change)
+  plain = settings.load(config, changes)
   common = [
     *changes,
     *placeholder_data.overrides(plain, features, num_examples),
@@ -114,10 +99,13 @@ def plan(
       f"input.batch_size={mesh['batch_size']}",
       f"microbatches={mesh['microbatches']}",
     ]
-    absent: int | str = mesh["devices"]
+    slice_name = None
     if compiler == "tpu":
-      absent = hardware.topology(hardware_name, mesh["devices"])
-    return {**_compile(config, absent, [*common, *sizes]), **mesh}
+      slice_name = hardware.topology(hardware_name, mesh["devices"])
+    facts = compiled_lib.compile_update(
+      config, mesh, [*common, *sizes], target, slice_name
+    )
+    return {**facts, **mesh}
 
   def row(facts: Mapping[str, Any]) -> dict[str, Any]:
     return estimate.row(facts, plain, target, efficiency)
@@ -206,63 +194,6 @@ def _batch(
   largest = min(share, microbatch)
   at_once = max(n for n in range(1, largest + 1) if share % n == 0)
   return {"batch_size": size, "microbatches": share // at_once}
-
-
-def _compile(
-  config: str, devices: int | str, changes: Sequence[str]
-) -> dict[str, Any]:
-  """Compiles the update for absent devices; returns facts about it.
-
-  Args:
-    config: "FILE.py" or "FILE.py:arguments".
-    devices: number of devices to simulate, or libtpu's name of a TPU slice.
-    changes: changes of the config.
-  """
-  simulated = devices if isinstance(devices, int) else 1
-  with tempfile.TemporaryDirectory() as folder:
-    texts = os.path.join(folder, "texts")
-    flags = [
-      f"--xla_force_host_platform_device_count={simulated}",
-      f"--xla_dump_to={texts}",
-      "--xla_dump_hlo_pass_re=spmd-partitioning",
-      "--xla_dump_hlo_module_re=.*update_fn.*",
-    ]
-    command = [
-      *(sys.executable, "-m", "bigtrain.main"),
-      *(f"--config={config}", f"--workdir={folder}"),
-      *(f"--config.{change}" for change in changes),
-      # A program from the cache leaves no dump.
-      "--config.compile_cache=False",
-      f"--config.compile_only={devices if devices != simulated else True}",
-    ]
-    finished = subprocess.run(
-      command,
-      env={**os.environ, **_NO_TPU, "XLA_FLAGS": " ".join(flags)},
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.PIPE,
-      text=True,
-      check=False,
-    )
-    last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
-    last = last.removeprefix("error: ")
-    if finished.returncode == process.EXIT_CONFIG:
-      raise ConfigError(last)
-    if finished.returncode:
-      raise RuntimeError(f"--devices={devices}: compiling failed: {last}")
-    written = record.read_json(os.path.join(folder, "run.json")) or {}
-    (text,) = [name for name in os.listdir(texts) if _PARTITIONED.search(name)]
-    with open(os.path.join(texts, text)) as file:
-      program = collectives.read(file.read())
-  started = written["starts"][-1]
-  return {
-    **started["footprint"],
-    "memory": started["programs"]["update"],
-    "model_flops": started["model_flops_per_step"],
-    "collectives": collectives.to_json(program.collectives),
-    "unknown_loops": program.unknown_loops,
-    "figures": "compiled",
-    "compiler": "cpu" if devices == simulated else "tpu",
-  }
 
 
 def _numbers(text: str) -> list[int]:

@@ -65,6 +65,12 @@ def text(
   add("  network between domains", _secs("network"))
   add("  total, overlapping", _secs("overlapped"))
   add("  total, in turn", _secs("in_turn"))
+  if any(row["cycles"] for row in rows):
+    add("  by the compiler's cycles", _cycles("compute_secs"))
+    add("    waiting for transfers", _cycles("exposed_secs"))
+    add("    in a step with a row", _cycles("row_secs"))
+    add("    total", lambda r: _short(r["compiler_secs"]))
+    add("    runs of kernels, not counted", _kernels)
   tokens = first["tokens_per_sec"] is not None
   speed = "tokens_per_sec" if tokens else "examples_per_sec"
   add(
@@ -72,6 +78,8 @@ def text(
     lambda r: f"{r[speed]:,.0f}",
   )
   add("MFU", lambda r: f"{r['mfu']:.0%}")
+  if any(row["cycles"] for row in rows):
+    add("  by the compiler's cycles", _compiler_mfu)
   if any("extrapolated" in row for row in rows):
     add("", lambda r: "")
     add("error if extrapolated from fewer devices", lambda r: "")
@@ -89,12 +97,17 @@ def _notes(hardware: hardware_lib.Hardware, rows: Sequence[_Row]) -> list[str]:
     f"{hardware.link_bandwidth / 1e9:g} GB/s within its domain{beyond}. "
     f"Peak: {hardware.peak_flops / 1e12:g} TFLOP/s. Source: {hardware.source}.",
   ]
+  if any(row["cycles"] for row in rows):
+    notes.append(
+      "The compiler's cycles leave out kernels (Pallas). Transfers take their "
+      "bytes at the bandwidth above."
+    )
   if not any(row["compiler"] == "tpu" for row in rows):
     notes.append(
       "Temporary memory is planned by XLA's CPU compiler; compilers for "
       "accelerators plan it differently."
     )
-  if any(row["figures"] != "compiled" for row in rows):
+  if any(row["figures"].startswith("from") for row in rows):
     notes.append(
       "Figures 'from N' are extrapolated from a program that was compiled for "
       "N devices."
@@ -134,9 +147,21 @@ def _deviation(name: str) -> Callable[[_Row], str]:
   )
 
 
-def _petaflop(name: str) -> Callable[[_Row], str]:
-  return lambda row: f"{row[name] / 1e15:,.4g}"
-
-
 def _secs(name: str) -> Callable[[_Row], str]:
   return lambda row: f"{row['secs'][name]:.3g}"
+
+
+def _cycles(name: str) -> Callable[[_Row], str]:
+  return lambda row: _short(row["cycles"] and row["cycles"][name])
+
+
+def _kernels(row: _Row) -> str:
+  return f"{sum(row['cycles']['kernels'].values()):,}" if row["cycles"] else "-"
+
+
+def _compiler_mfu(row: _Row) -> str:
+  return f"{row['compiler_mfu']:.0%}" if row["cycles"] else "-"
+
+
+def _short(secs: float | None) -> str:
+  return "-" if secs is None else f"{secs:.3g}"

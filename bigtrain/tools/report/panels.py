@@ -60,12 +60,15 @@ _KNOWN = {
 }
 _NOT_EVALUATIONS = (
   "account/",
+  "epoch/",
+  "examples_seen/",
   "lr/",
   "weight_rms/",
   "weight_max/",
   "grad_norm/",
   "grad_rms/",
   "update_rms/",
+  "weight_update_divided_by_weight_rms/",
 )
 
 

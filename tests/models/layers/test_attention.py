@@ -1,4 +1,4 @@
-"""Attention: against flax's and jax's, and where cuDNN computes it."""
+"""Attention with a matrix of all scores, against flax and jax."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bigtrain import settings
-from bigtrain.models.layers import attention
+from bigtrain.models.layers import attention, positions, visibility
 
 B, L, D, H = 4, 12, 16, 2
 
@@ -42,9 +42,8 @@ def test_heads_that_do_not_divide_the_width_are_an_error():
 @pytest.mark.parametrize("window", [None, 4])
 def test_attention_equals_jax_attention(window):
   q, k, v = (normal(i, 2, L, heads, 8) for i, heads in enumerate((6, 2, 2)))
-  ours = jax.jit(
-    functools.partial(attention.attend, causal=True, window=window)
-  )
+  sees = visibility.Sees(causal=True, window=window)
+  ours = jax.jit(functools.partial(attention.attend, sees=sees))
   theirs = jax.jit(
     functools.partial(
       jax.nn.dot_product_attention,
@@ -60,37 +59,21 @@ def test_a_softcap_bounds_the_scores():
   q, k = jnp.full((1, L, 1, 4), 9.0), jnp.full((1, L, 1, 4), 9.0)
   v = jnp.asarray(np.random.default_rng(0).normal(size=(1, L, 1, 4)))
   k = k.at[:, 0].set(-9.0)
-  out = attention.attend(q, k, v, causal=True, softcap=0.5)
+  sees = visibility.Sees(causal=True)
+  out = attention.attend(q, k, v, sees=sees, softcap=0.5)
   low, high = math.exp(-0.5), math.exp(0.5)
   weights = np.array([low] + [high] * (L - 1)) / (low + high * (L - 1))
   np.testing.assert_allclose(out[0, -1, 0], weights @ v[0, :, 0], rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-  ("dtype", "shape", "version", "capability", "expected"),
-  [
-    ("bfloat16", (2, 197, 12, 64), "cuda 13000", "9.0", "cudnn"),
-    ("bfloat16", (2, 256, 16, 72), "cuda 13000", "12.0", "cudnn"),
-    ("float32", (2, 196, 12, 64), "cuda 13000", "9.0", "xla"),
-    ("bfloat16", (2, 196, 12, 60), "cuda 13000", "9.0", "xla"),
-    ("bfloat16", (2, 196, 12, 160), "cuda 13000", "9.0", "xla"),
-    ("bfloat16", (2, 1, 12, 64), "cuda 13000", "9.0", "xla"),
-    ("bfloat16", (2, 196, 12, 64), "cuda 13000", "7.5", "xla"),
-    ("bfloat16", (2, 196, 12, 64), "rocm 70000", "gfx942", "xla"),
-  ],
-)
-def test_cudnn_is_used_only_where_it_supports_the_queries(
-  monkeypatch, dtype, shape, version, capability, expected
-):
-  class Device:
-    compute_capability = capability
-
-  class Backend:
-    platform_version = version
-
-  q_BLHK = jnp.zeros(shape, dtype)
-  assert attention.implementation(q_BLHK) == "xla"
-  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  monkeypatch.setattr(jax, "devices", lambda: [Device()])
-  monkeypatch.setattr(jax.extend.backend, "get_backend", Backend)
-  assert attention.implementation(q_BLHK) == expected
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_biases_by_distance_are_those_of_the_matrix(two_sided):
+  module = positions.RelativeBias(
+    num_heads=3, num_buckets=8, max_distance=6, two_sided=two_sided,
+    init_std=1.0,
+  )  # fmt: skip
+  i_L, j_S = jnp.arange(L), jnp.arange(L + 2)
+  matrix, variables = module.init_with_output(jax.random.key(0), i_L, j_S)
+  by_distance = module.apply(variables, i_L, j_S, by_distance=True)
+  assert by_distance.bias_HT.shape == (3, 2 * L + 1)
+  np.testing.assert_array_equal(by_distance.matrix(L, L + 2), matrix)

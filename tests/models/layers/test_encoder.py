@@ -85,7 +85,11 @@ def test_scanned_and_unrolled_blocks_compute_the_same(x_BLD):
   ("scan", "policies"),
   [
     (False, ("none", "nothing_saveable")),
-    (True, ("none", "dots_with_no_batch_dims_saveable")),
+    pytest.param(
+      True,
+      ("none", "dots_with_no_batch_dims_saveable"),
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 def test_remat_does_not_change_values_or_gradients(x_BLD, scan, policies):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bigtrain import settings, sharding, trees
 from bigtrain.models import decoder, t5
-from bigtrain.models.layers import mlp, moe
+from bigtrain.models.layers import mlp, moe, moe_dispatch
 
 B, L, D, F, E = 8, 6, 4, 5, 8
 
@@ -29,6 +30,7 @@ REAL = np.random.default_rng(1).random((B, L)) < 0.8
 
 @functools.cache
 def params():
+  """The layer's parameters; first called outside of functions to be traced."""
   init = jax.jit(lambda key: layer().init(key, jnp.asarray(X), None, False))
   return jax.device_get(init(jax.random.key(0)))
 
@@ -88,22 +90,24 @@ def choices(x, top_k, normalize):
   return list(zip(best.tolist(), weights))
 
 
-def plain(top_k, normalize, capacity=None, kind="swiglu"):
+def plain(top_k, normalize, capacity=None, kind="swiglu", serve="position"):
   """Returns (outputs, number of dropped choices), by a loop over tokens."""
   out, dropped = np.zeros_like(X), 0
   for b in range(B):
     free = [capacity or L * top_k] * E
     chosen = [choices(X[b, i], top_k, normalize) for i in range(L)]
-    for j in range(top_k):
-      for i in range(L):
-        e, weight = chosen[i][j]
-        if not REAL[b, i]:
-          continue
-        if free[e] == 0:
-          dropped += 1
-          continue
-        free[e] -= 1
-        out[b, i] += weight * expert(e, X[b, i], kind)
+    order = [(i, j) for i in range(L) for j in range(top_k)]
+    if serve == "choice":
+      order.sort(key=lambda choice: choice[1])
+    for i, j in order:
+      e, weight = chosen[i][j]
+      if not REAL[b, i]:
+        continue
+      if free[e] == 0:
+        dropped += 1
+        continue
+      free[e] -= 1
+      out[b, i] += weight * expert(e, X[b, i], kind)
   return out, dropped
 
 
@@ -123,12 +127,19 @@ def test_dropless_equals_a_loop_over_tokens(kind, options, normalize):
   assert stats["dropped"] == 0
 
 
-@pytest.mark.parametrize("factor, top_k", [(0.7, 2), (1.5, 1)])
-def test_capacity_drops_later_choices_and_tokens(factor, top_k):
-  _, y, stats = run(top_k=top_k, capacity_factor=factor)
+@pytest.mark.parametrize(
+  "factor, top_k, serve",
+  [(0.7, 2, None), (0.7, 2, "choice"), (1.5, 1, None), (1.5, 1, "choice")],
+)
+def test_capacity_drops_later_choices_and_tokens(factor, top_k, serve):
+  options = {} if serve is None else dict(serve=serve)
+  _, y, stats = run(top_k=top_k, capacity_factor=factor, **options)
   capacity = math.ceil(factor * L * top_k / E)
-  expected, dropped = plain(top_k, top_k > 1, capacity)
-  assert dropped > 0
+  order = serve or "position"
+  expected, dropped = plain(top_k, top_k > 1, capacity, serve=order)
+  other, _ = plain(top_k, top_k > 1, capacity, serve="position")
+  differs = serve == "choice" and top_k > 1
+  assert dropped > 0 and (other != expected).any() == differs
   np.testing.assert_allclose(y, expected, atol=1e-4)
   assert stats["dropped"] == pytest.approx(dropped / (REAL.sum() * top_k))
 
@@ -142,6 +153,32 @@ def test_a_large_capacity_equals_dropless():
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), grads, same
   )
+
+
+def test_no_row_is_multiplied_with_all_experts():
+  rows, width, hidden = 256, 16, 24
+  weights = {
+    name: np.ones((E, *shape), np.float32)
+    for name, shape in dict(
+      up=(width, hidden), gate=(width, hidden), down=(hidden, width)
+    ).items()
+  }
+  routing = moe_dispatch.Routing(
+    np.zeros((1, rows, 1), np.int32), np.ones((1, rows, 1), np.float32)
+  )
+  experts = moe_dispatch.Experts("swiglu", hidden, 0.0, None)
+
+  def total(x, weights):
+    real = np.ones((1, rows), bool)
+    y = moe_dispatch.dropless(x, routing, weights, experts, real)
+    return jnp.sum(jnp.sin(y))
+
+  x = np.ones((1, rows, width), np.float32)
+  compiled = jax.jit(jax.grad(total, (0, 1))).lower(x, weights).compile()
+  shapes = re.findall(r"f32\[([\d,]+)\]", compiled.as_text())
+  sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+  # As many rows as there are, and up to a quarter more for empty places.
+  assert max(sizes) <= 1.25 * rows * hidden
 
 
 @pytest.mark.parametrize("factor", [None, 0.7])
@@ -176,21 +213,23 @@ def test_statistics_match_their_definitions():
 
 
 def test_jitter_acts_only_in_training():
-  jittered = layer(top_k=1, jitter=0.5)
+  jittered, variables = layer(top_k=1, jitter=0.5), params()
 
   @functools.partial(jax.jit, static_argnums=0)
   def run(train):
     key = {"dropout": jax.random.key(0)}
-    return jittered.apply(params(), X, REAL, train, rngs=key)[0]
+    return jittered.apply(variables, X, REAL, train, rngs=key)[0]
 
   _, still, _ = run_of("swiglu", (("top_k", 1),), 1)
   np.testing.assert_allclose(run(False), still, atol=1e-5)
   assert np.abs(run(True) - still).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [None, float(E)])
 def test_dropout_of_experts_does_not_depend_on_the_devices(factor):
   dropping = layer(top_k=1, capacity_factor=factor, dropout=0.5)
+  variables = params()  # Made here, since the functions below are traced.
 
   def run_on(devices, number):
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
@@ -198,7 +237,7 @@ def test_dropout_of_experts_does_not_depend_on_the_devices(factor):
     @jax.jit
     def mean(x):
       one = lambda key: dropping.apply(
-        params(), x, None, True, rngs={"dropout": key}
+        variables, x, None, True, rngs={"dropout": key}
       )[0]
       keys = jax.random.split(jax.random.key(0), number)
       return jnp.mean(jax.lax.map(one, keys), axis=0)
@@ -208,19 +247,21 @@ def test_dropout_of_experts_does_not_depend_on_the_devices(factor):
 
   once = run_on(1, 1)
   np.testing.assert_allclose(run_on(8, 1), once, rtol=1e-4, atol=1e-4)
-  still = jax.jit(lambda: dropping.apply(params(), X, None, False)[0])()
+  still = jax.jit(lambda: dropping.apply(variables, X, None, False)[0])()
   off = lambda y: np.linalg.norm(y - still) / np.linalg.norm(still)
   assert off(once) > 0.3 and off(run_on(1, 500)) < 0.1
 
 
 def test_evaluation_may_have_a_larger_capacity():
   both = layer(top_k=1, capacity_factor=0.7, eval_capacity_factor=float(E))
+  variables = params()
   run = jax.jit(
-    lambda train: both.apply(params(), X, REAL, train)[1], static_argnums=0
+    lambda train: both.apply(variables, X, REAL, train)[1], static_argnums=0
   )
   assert run(True)["dropped"] > 0 and run(False)["dropped"] == 0
 
 
+@pytest.mark.slow
 def test_a_decoder_with_routed_and_shared_experts():
   sizes = dict(vocab_size=20, width=8, depth=2, num_heads=2, mlp_dim=6)
   options = dict(num_experts=4, top_k=1, shared_experts=2)
@@ -288,6 +329,14 @@ def test_a_sharding_rule_splits_experts_over_devices(model, kernel):
     (dict(num_experts=4, capacity=1.0), "capacity.*'capacity_factor'"),
     (dict(num_experts=4, jitter=1.5), "jitter: expected .* below 1, got 1.5"),
     (dict(num_experts=4, dropout=1.0), "dropout: expected .* below 1, got 1.0"),
+    (
+      dict(num_experts=4, capacity_factor=1.0, serve="choices"),
+      "serve: unknown 'choices'. Did you mean 'choice'",
+    ),
+    (
+      dict(num_experts=4, serve="choice"),
+      "serve='choice': expected a capacity",
+    ),
     (dict(num_experts=4, every=4), "every: 4 does not divide decoder_depth=6"),
     (
       dict(num_experts=4, every=0),

@@ -1,8 +1,11 @@
 """Position embeddings on other grids."""
 
 import numpy as np
+import pytest
+import scipy.ndimage
 
 from bigtrain.models.published import arrays
+from bigtrain.settings import ConfigError
 
 
 def test_position_embeddings_are_resampled_bilinearly():
@@ -20,3 +23,18 @@ def test_position_embeddings_are_resampled_bilinearly():
     np.testing.assert_allclose(
       arrays.resample_posemb(constant, (3, 4), grid), 1, rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("new", [(5, 7), (2, 3), (6, 8), (3, 1)])
+def test_aligned_corners_are_those_of_big_vision(new):
+  """big_vision calls scipy.ndimage.zoom with order 1."""
+  old = (3, 4)
+  posemb = np.random.default_rng(0).normal(size=(1, 12, 5)).astype(np.float32)
+  grid = posemb.reshape(*old, 5)
+  zoom = (new[0] / old[0], new[1] / old[1], 1)
+  expected = scipy.ndimage.zoom(grid, zoom, order=1).reshape(1, -1, 5)
+  resampled = arrays.resample_posemb(posemb, old, new, "corners")
+  np.testing.assert_allclose(resampled, expected, rtol=1e-5, atol=1e-6)
+  assert resampled.dtype == np.float32
+  with pytest.raises(ConfigError, match="posemb_align: unknown 'corner'. Did"):
+    arrays.resample_posemb(posemb, old, new, "corner")

@@ -22,3 +22,15 @@ def test_blocks_are_stacked_and_unstacked():
   # Blocks in the wanted form, and blocks without a wanted form, stay.
   assert blocks.restack_blocks(single, single) == single
   assert blocks.restack_blocks(stacked, {}) == stacked
+
+
+def test_blocks_that_cannot_be_stacked_are_listed():
+  single = {f"t/encoderblock_{i}/bias": np.zeros(2) for i in (0, 1, 3)}
+  like = {"t/encoderblock/bias": None}
+  # Block 3 must not become block 2.
+  assert not blocks.restack_blocks(single, like).keys() & like.keys()
+  single["t/encoderblock_2/bias"] = np.zeros(2)
+  assert blocks.restack_blocks(single, like).keys() == like.keys()
+  single["t/encoderblock_2/bias"] = np.zeros(3)
+  listed = blocks.restack_blocks(single, like)
+  assert len(listed) == 4 and not listed.keys() & like.keys()

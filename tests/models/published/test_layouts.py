@@ -1,106 +1,26 @@
-"""Hugging Face's layouts: golden logits, devices, import and export.
-
-golden/make_hf.py and golden/make_t5.py made the golden folders.
-"""
+"""Hugging Face's layouts: golden logits, devices, import and export."""
 
 import json
-import pathlib
 
 import jax
 import numpy as np
 import pytest
+from models.published.folders import (
+  GOLDEN,
+  MODELS,
+  like_of,
+  load,
+  model_of,
+  module_of,
+  name_of,
+)
 
-from bigtrain import sharding, trees
-from bigtrain.checkpoints import checkpointer, safetensors_files, warm_start
+from bigtrain import trees
+from bigtrain.checkpoints import checkpointer, safetensors_files
 from bigtrain.checkpoints.host_state import HostState
-from bigtrain.models import decoder, t5
+from bigtrain.models import decoder
 from bigtrain.settings import ConfigError
 from bigtrain.tools import checkpoint as tool
-
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
-SIZES = dict(vocab_size=61, width=24, depth=2)
-# The same sizes as in the scripts.
-DECODERS = {
-  "gpt2": SIZES | dict(variant="gpt2", num_heads=3, max_len=48),
-  "llama": SIZES
-  | dict(
-    variant="llama",
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=40,
-    max_len=64,
-    rope_scaling=dict(
-      type="llama3",
-      factor=4.0,
-      low_freq_factor=1.0,
-      high_freq_factor=4.0,
-      original_len=32,
-    ),
-  ),
-  "mixtral": SIZES
-  | dict(
-    variant="llama",
-    num_heads=6,
-    num_kv_heads=2,
-    mlp_dim=40,
-    max_len=64,
-    rope_theta=1e6,
-    moe=dict(num_experts=4, top_k=2),
-  ),
-}
-T5_SIZES = dict(
-  vocab_size=30,
-  width=12,
-  num_heads=3,
-  head_dim=5,
-  mlp_dim=24,
-  num_buckets=8,
-  max_distance=20,
-)
-T5S = {
-  "t5": T5_SIZES | dict(variant="t5", depth=2, decoder_depth=3),
-  "t5_1_1": T5_SIZES | dict(variant="t5_1_1", depth=2, decoder_depth=3),
-  "switch": T5_SIZES
-  | dict(
-    variant="t5",
-    depth=4,
-    decoder_depth=2,
-    moe=dict(num_experts=4, top_k=1, every=2, jitter=0.01),
-  ),
-}
-MODELS = DECODERS | T5S
-
-
-def module_of(layout):
-  return t5 if layout in T5S else decoder
-
-
-def model_of(layout, **changes):
-  return module_of(layout).Model(**MODELS[layout] | changes)
-
-
-def like_of(model, devices=1):
-  """Returns the parameters' shapes, sharded over a number of devices."""
-  mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-  example = [np.zeros((1, 2), np.int32)] * (2 if hasattr(model, "begin") else 1)
-  shapes = jax.eval_shape(model.init, jax.random.key(0), *example)["params"]
-  rules = ((".*", "fsdp(min_size=1)"),)
-  places, _ = sharding.state_shardings(shapes, mesh, rules)
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    places,
-  )
-
-
-def load(layout, model, devices=1, path=None, **source):
-  params, _ = warm_start.load_params(
-    dict(path=str(path or GOLDEN / f"hf_{layout}"), **source),
-    like_of(model, devices),
-    convert=module_of(layout).from_published,
-  )
-  return params
 
 
 @pytest.mark.parametrize("layout", MODELS)
@@ -146,8 +66,10 @@ def test_export_restores_the_imported_folder(layout, scan, tmp_path, capsys):
   model = model_of(layout, scan=scan)
   params = load(layout, model, devices=8)
   workdir, out = str(tmp_path / "run"), str(tmp_path / "out")
-  name = module_of(layout).__name__.rpartition(".")[2]
-  config = {"model_name": name, "model": MODELS[layout] | {"scan": scan}}
+  config = {
+    "model_name": name_of(layout),
+    "model": MODELS[layout] | {"scan": scan},
+  }
   saver = checkpointer.Checkpointer(workdir)
   state = {"params": params, "step": np.int32(1)}
   saver.save(1, state, HostState(config=config))
@@ -231,6 +153,12 @@ def test_loading_into_another_model_lists_the_differences(tmp_path):
     ("t5", {}, "switch", "expected config.model.moe"),
     ("switch", {}, "t5", "moe=None"),
     ("switch", dict(moe=dict(num_experts=4)), "switch", "top_k=1"),
+    (
+      "mixtral",
+      dict(moe=dict(num_experts=4, top_k=1)),
+      "mixtral",
+      "normalize=True",
+    ),
   ],
 )
 def test_exports_that_the_layout_cannot_represent_are_errors(

@@ -27,6 +27,7 @@ def facts(devices, fsdp, **changes):
         output_bytes=12_000 / fsdp,
         alias_bytes=12_000 / fsdp,
         temporary_bytes=500,
+        peak_bytes=12_064 / fsdp + 300,
       ),
       collectives=collectives.to_json(
         [
@@ -41,6 +42,7 @@ def facts(devices, fsdp, **changes):
       executed_flops=8e9 * devices,
       figures="compiled",
       compiler="cpu",
+      cycles=None,
     )
     | changes
   )
@@ -93,3 +95,16 @@ def test_extrapolation_needs_the_same_axes_and_examples_per_device():
   assert not estimate.basis([facts(8, 8)], facts(64, 8))  # No replicas.
   more = facts(64, 8, batch_size=256)
   assert not estimate.basis([facts(16, 8)], more)
+
+
+def test_seconds_and_memory_of_the_compiler():
+  row = estimate.row(facts(32, 16), {}, H100)
+  assert row["compiler_secs"] is row["compiler_mfu"] is None
+  cycles = dict(compute_secs=0.3, exposed_secs=0.1, row_secs=9.0, kernels={})
+  row = estimate.row(facts(32, 16, cycles=cycles, compiler="tpu"), {}, H100)
+  assert row["compiler_secs"] == pytest.approx(0.4)
+  assert row["compiler_mfu"] == pytest.approx(6e9 / (0.4 * 989.4e12))
+  # Not all temporary arrays are alive at the same time.
+  assert row["peak_bytes"] == 12_064 / 16 + 300
+  # The cycles of a program are those of its own mesh.
+  assert estimate.extrapolate(row, facts(64, 16))["cycles"] is None

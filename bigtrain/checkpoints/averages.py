@@ -1,0 +1,79 @@
+"""The parameters with which a schedule-free training ends.
+
+A schedule-free optimizer (optim/wrappers.py) computes gradients at a point y
+between the fast iterate z and the average x; x is the result. A train state has
+y as its parameters, and z as state of the optimizer.
+
+Tools that need no jax import this module, so it imports jax where it is used.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from bigtrain.checkpoints import integrity
+from bigtrain.checkpoints.manifest import Manifest
+
+# Scalars of a schedule-free optimizer in a train state.
+STATE = ("opt/b1", "opt/weight_sum", "opt/max_lr")
+_Z = "opt/z/"
+
+
+def averaged(names: Iterable[str]) -> dict[str, str]:
+  """Returns {parameter: its iterate z} if the state is a schedule-free one.
+
+  Args:
+    names: names in a train state, such as "params/head/kernel".
+  """
+  names = set(names)
+  if not names.issuperset(STATE):
+    return {}
+  return {
+    f"params/{name.removeprefix(_Z)}": name
+    for name in names
+    if name.startswith(_Z)
+  }
+
+
+def _average(y: Any, z: Any, b1: Any) -> Any:
+  """Returns x, of y = b1 * x + (1 - b1) * z, in the dtype of y."""
+  return ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
+
+
+def read(
+  directory: str,
+  manifest: Manifest,
+  parts: Sequence[tuple[str, tuple[slice, ...]]],
+) -> Iterator[Any]:
+  """Reads as `integrity.read`, with averages in place of parameters."""
+  iterates = averaged(manifest.arrays)
+  if not iterates.keys() & {name for name, _ in parts}:
+    yield from integrity.read(directory, manifest, parts)
+    return
+  (b1,) = integrity.read(directory, manifest, [(STATE[0], ())])
+  for name, index in parts:
+    names = [name, iterates[name]] if name in iterates else [name]
+    reads = [(stored, index) for stored in names]
+    y, *z = integrity.read(directory, manifest, reads)
+    yield _average(y, z[0], b1) if z else y
+
+
+def evaluation_form(params: Any, opt: Any) -> Any:
+  """Returns the parameters that evaluations use: averages if there are any.
+
+  Args:
+    params: nested dicts of parameters, or of their specs.
+    opt: state of the optimizer.
+  """
+  import jax
+
+  from bigtrain import trees
+
+  state = dict(trees.flatten_with_names({"params": params, "opt": opt}))
+  pairs = averaged(state)
+  if not pairs or isinstance(state[STATE[0]], jax.ShapeDtypeStruct):
+    return params
+  average, b1 = jax.jit(_average), state[STATE[0]]
+  new = {y: average(state[y], state[z], b1) for y, z in pairs.items()}
+  return trees.map_with_names(
+    lambda name, y: new.get(f"params/{name}", y), params
+  )

@@ -1,0 +1,82 @@
+"""A teacher: a second model that steps and evaluations use but never train.
+
+  config.teacher = dict(
+    model_name="vit",
+    model=dict(num_classes=10, ...),
+    model_init="runs/teacher",  # As config.model_init, see warm_start.py.
+  )
+
+Its variables are split over the devices by config.sharding, under the names
+"teacher/params/...". They are no part of the train state: every start loads
+them, and checkpoints leave them out.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from bigtrain import parts, settings, sharding
+from bigtrain.checkpoints import config_json, warm_start
+from bigtrain.step import initial
+
+
+class Teacher(NamedTuple):
+  """The teacher of a run.
+
+  Attributes:
+    model: flax module; None without a teacher.
+    spec: {"teacher": jax.ShapeDtypeStructs of its variables}; {} without one.
+    load: returns the arrays of `spec`.
+  """
+
+  model: Any
+  spec: Mapping[str, Any]
+  load: Callable[[], Mapping[str, Any]]
+
+
+def from_config(
+  config: settings.Config,
+  task: Any,
+  batch_spec: Mapping[str, Any],
+  mesh: Mesh,
+  seed: int,
+) -> Teacher:
+  """Reads config.teacher.
+
+  Args:
+    config: the whole config.
+    task: module of the task; its `inputs` are the teacher's, too.
+    batch_spec: jax.ShapeDtypeStructs of a batch.
+    mesh: device mesh.
+    seed: config.seed, for a teacher with model_init=None: such a teacher has
+      fresh parameters and is good for tests only.
+
+  Raises:
+    ConfigError: a key is missing or unknown, or the file does not fit.
+  """
+  if not config.get("teacher"):
+    return Teacher(None, {}, dict)
+  module, model = parts.model(config.teacher)
+  source = config.teacher["model_init"]
+  if isinstance(source, settings.Config):
+    source = config.teacher.kwargs("model_init")
+  if source is not None:
+    config_json.check(source, module, model, path=config.teacher.path)
+  init = initial.variables_fn(task, model, batch_spec, seed)
+  rules = initial.sharding_rules(config, init, config.teacher)
+  spec = sharding.state_spec({"teacher": jax.eval_shape(init)}, mesh, rules)
+  shardings = jax.tree.map(lambda x: x.sharding, spec["teacher"])
+
+  def load() -> dict[str, Any]:
+    fresh = jax.jit(init, out_shardings=shardings)
+    if source is None:
+      return {"teacher": fresh()}
+    key = f"{config.teacher.path}.model_init"
+    variables = warm_start.load_variables(
+      source, spec["teacher"], init=fresh, module=module, key=key
+    )
+    return {"teacher": variables}
+
+  return Teacher(model, spec, load)

@@ -1,0 +1,45 @@
+"""Explains a full disk: which one it is and how many bytes are free."""
+
+import errno
+import os
+import shutil
+
+from bigtrain.files import paths
+
+_CODES = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_full(error: BaseException | None) -> bool:
+  """Whether an error, or one of its causes, comes from a full disk.
+
+  tensorstore's errors have only a text.
+  """
+  while error is not None:
+    if isinstance(error, OSError) and error.errno in _CODES:
+      return True
+    if any(os.strerror(code) in str(error) for code in _CODES):
+      return True
+    error = error.__cause__
+  return False
+
+
+def room(error: BaseException, path: str) -> str:
+  """Returns " (/path has 4,096 of 1,048,576 bytes free)" if a disk is full.
+
+  Args:
+    error: error of a write.
+    path: file or folder that was written, or a folder above it.
+
+  Returns:
+    "" if the error has another cause or says it already, or for object stores.
+  """
+  known = "bytes free" in str(error)
+  if known or not is_full(error) or paths.is_remote(path):
+    return ""
+  while not os.path.isdir(path) and os.path.dirname(path) != path:
+    path = os.path.dirname(path)
+  try:
+    usage = shutil.disk_usage(path)
+  except OSError:
+    return ""
+  return f" ({path} has {usage.free:,} of {usage.total:,} bytes free)"

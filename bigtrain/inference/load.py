@@ -1,0 +1,54 @@
+"""`bigtrain.load`: a trained model with all that it takes to use it.
+
+model = bigtrain.load("runs/mine")
+model.predict("photo.jpg")           # {"label": "cat", "score": 0.97, ...}
+model.predict(["a.jpg", "b.jpg"])    # a list
+"""
+
+import os
+from collections.abc import Sequence
+
+from bigtrain import sharding
+from bigtrain.inference import saved
+from bigtrain.inference.ops import Overrides
+from bigtrain.inference.predictor import Predictor
+
+
+def load(
+  path: str | os.PathLike[str],
+  step: int | None = None,
+  weights: str = "params",
+  *,
+  pp: str | None = None,
+  pp_text: str | None = None,
+  evaluation: str | None = None,
+  class_names: Sequence[str] | str | None = None,
+  tokenizer: str | None = None,
+  batch_size: int = 32,
+) -> Predictor:
+  """Loads a trained model; reads the run and never writes into it.
+
+  Args:
+    path: a workdir, one of its checkpoints, or an export in one file (.npz or
+      .safetensors).
+    step: step of the workdir's checkpoint; the newest unless given.
+    weights: "params", or "ema" for the averaged parameters.
+    pp: ops that make an image of a picture, such as
+      "decode|resize(224)|value_range(-1,1)". By default those of an evaluation
+      of the run; bigtrain/inference/ops.py says of which.
+    pp_text: ops that make tokens of a text, such as "tokenize(...)".
+    evaluation: name of the evaluation whose `pp` to use.
+    class_names: names by class number, or the path of a file with one name a
+      line. By default those that the run's data had.
+    tokenizer: "bytes" or a path, if the run's tokenizer has moved.
+    batch_size: largest number of examples at a time, over all devices.
+
+  Raises:
+    ConfigError: no such checkpoint, or a wrong argument.
+    CheckpointError: the checkpoint is damaged or cannot be read.
+  """
+  mesh = sharding.make_mesh()
+  checkpoint = saved.find(os.fspath(path), step)
+  variables = saved.variables(checkpoint, weights, mesh)
+  given = Overrides(pp, pp_text, evaluation, class_names, tokenizer)
+  return Predictor(checkpoint, variables, mesh, given, batch_size)

@@ -1,0 +1,279 @@
+"""Finds the ops and the tokenizer that new pictures and texts need.
+
+The ops for pictures are the first of these that make an image without random
+numbers:
+
+1. the argument `pp`;
+2. `pp` of the evaluation that the argument `evaluation` names;
+3. `pp` of any evaluation in config.evals: those whose `pred` is the predict
+   function in question come first, then the order is by name;
+4. `pp` of config.input.
+
+The ops for texts are the argument `pp_text`, `pp_text` of an evaluation, or the
+ops that make the tokens in the `pp` of an evaluation or of config.input. In all
+cases only the ops run that the feature depends on, so labels are not needed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bigtrain.pp import dependencies, parse, tokenizers
+from bigtrain.settings import ConfigError, did_you_mean
+
+_IN_THE_CALL = "bigtrain.load"
+
+
+class Overrides(NamedTuple):
+  """Arguments of `bigtrain.load` that replace what the run has; see there."""
+
+  pp: str | None = None
+  pp_text: str | None = None
+  evaluation: str | None = None
+  class_names: Sequence[str] | str | None = None
+  tokenizer: str | None = None
+
+
+class Chain(NamedTuple):
+  """The ops that make one feature.
+
+  Attributes:
+    feature: name of the feature.
+    key: location of the ops in the config, or the name of an argument.
+    needs: the ops, and the feature of the source that they start from.
+  """
+
+  feature: str
+  key: str
+  needs: dependencies.Needed
+
+  @property
+  def spec(self) -> str:
+    """The ops as written."""
+    return "|".join(op.name for op in self.needs.ops)
+
+  @property
+  def raw(self) -> str:
+    """The feature of the source."""
+    return next(iter(self.needs.reads))
+
+
+def find(
+  config: Mapping[str, Any],
+  feature: str,
+  preds: Sequence[str],
+  *,
+  given: str | None = None,
+  evaluation: str | None = None,
+  option: str = "pp",
+) -> Chain:
+  """Returns the ops for a feature; the module says which they are.
+
+  Args:
+    config: config of the run.
+    feature: name of the feature, such as "image".
+    preds: predict functions whose evaluations come first.
+    given: the argument of the same name as `option`, if there is one.
+    evaluation: name of the evaluation whose ops to use.
+    option: "pp" or "pp_text".
+
+  Raises:
+    ConfigError: no ops make the feature, or no such evaluation.
+  """
+  reasons = []
+  specs = [(option, given)] if given is not None else []
+  specs = specs or list(_candidates(config, preds, evaluation, option))
+  for key, spec in specs:
+    ops = parse.parse(spec, _modules(config), defer_errors=True) if spec else []
+    if not _keeps(ops, feature):
+      reasons.append(f"{key} drops it")
+      continue
+    needs = dependencies.needed(ops, {feature})
+    # Of a single text, any random number chooses the same.
+    random = dependencies.draws(needs) if feature == "image" else []
+    if random:
+      reasons.append(f"{key} draws random numbers ({', '.join(random)})")
+    elif len(needs.reads) != 1:
+      reasons.append(f"{key} needs {', '.join(sorted(needs.reads))}")
+    else:
+      return Chain(feature, key, needs)
+  why = f": {'; '.join(reasons)}" if reasons else ""
+  raise ConfigError(
+    f"{_IN_THE_CALL}: the run has no ops that make {feature!r} of new data"
+    f"{why}. Give {option}=..., such as {_EXAMPLES[option]!r}."
+  )
+
+
+_EXAMPLES = {
+  "pp": "decode|resize(224)|value_range(-1,1)",
+  "pp_text": "tokenize(model='c4.model',max_len=64)",
+}
+
+
+def _modules(config: Mapping[str, Any]) -> Sequence[str]:
+  return config.get("pp_modules", ())
+
+
+def _candidates(
+  config: Mapping[str, Any],
+  preds: Sequence[str],
+  evaluation: str | None,
+  option: str,
+) -> Iterator[tuple[str, str]]:
+  """Yields (location, ops) of a config, the best first."""
+  evals = config.get("evals", {})
+  if evaluation is not None and evaluation not in evals:
+    raise ConfigError(
+      f"{_IN_THE_CALL}: evaluation={evaluation!r}: the run has none of this "
+      f"name.{did_you_mean(evaluation, evals)}"
+    )
+
+  def rank(name: str) -> tuple[int, str]:
+    pred = evals[name].get("pred")
+    return preds.index(pred) if pred in preds else len(preds), name
+
+  names = sorted(evals, key=rank) if evaluation is None else [evaluation]
+  for name in names:
+    entry = evals[name]
+    if option in entry or (option == "pp" and "data" in entry):
+      yield f"config.evals.{name}.{option}", entry.get(option, "")
+  if evaluation is not None or option != "pp":
+    return
+  cfg = config.get("input", {})
+  for name, entry in cfg.get("mixture", {}).items():
+    spec = entry.get("pp", cfg.get("pp", ""))
+    yield f"config.input.mixture.{name}.pp", spec
+  if "data" in cfg:
+    yield "config.input.pp", cfg.get("pp", "")
+
+
+def _keeps(ops: Sequence[Any], feature: str) -> bool:
+  """Whether no op drops a feature after it was made."""
+  for op in reversed(ops):
+    name = dependencies.base_name(op)
+    if (name == "keep" and feature not in op.reads) or (
+      name == "drop" and feature in op.reads
+    ):
+      return False
+    if op.origins and feature in op.origins:
+      return True
+  return True
+
+
+def find_text(
+  config: Mapping[str, Any],
+  feature: str,
+  preds: Sequence[str],
+  given: str | None = None,
+) -> Chain:
+  """Returns the ops from a text to its tokens; the module says which.
+
+  Args:
+    config: config of the run.
+    feature: name of the tokens.
+    preds: predict functions whose evaluations come first.
+    given: the argument `pp_text`, if there is one.
+
+  Raises:
+    ConfigError: no ops make the tokens.
+  """
+  has_own = given is not None or any(
+    _candidates(config, preds, None, "pp_text")
+  )
+  option = "pp_text" if has_own else "pp"
+  return find(config, feature, preds, given=given, option=option)
+
+
+def tokenizer(
+  config: Mapping[str, Any],
+  data: Mapping[str, Any],
+  fingerprints: Mapping[str, str],
+  given: str | None,
+) -> tokenizers.Tokenizer | None:
+  """Returns the tokenizer of a run, or None if it has none.
+
+  Args:
+    config: config of the run.
+    data: see saved.Saved.
+    fingerprints: {file: fingerprint} of the run's files.
+    given: "bytes" or a path to use in place of the run's.
+
+  Raises:
+    ConfigError: the file is missing, or it is not the run's tokenizer.
+  """
+  known = data.get("tokenizer") or _tokenizer_of(config)
+  name = given or (known or {}).get("name")
+  if name is None:
+    return None
+  try:
+    result = tokenizers.get(name)
+  except ConfigError as e:
+    if given:
+      raise
+    raise ConfigError(f"{e} Give tokenizer=PATH if the file has moved.") from e
+  if known:
+    expected = known.get("fingerprint") or fingerprints.get(known["name"])
+    if expected and result.fingerprint() != expected:
+      raise ConfigError(
+        f"{_IN_THE_CALL}: tokenizer={name!r}: not the one that the model was "
+        f"trained with: its fingerprint is {result.fingerprint()}, expected "
+        f"{expected}."
+      )
+  return result
+
+
+def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
+  """The tokenizer that a config names, for checkpoints that do not note it."""
+  data = config.get("input", {}).get("data", {})
+  if data.get("tokenizer"):
+    return {"name": data["tokenizer"]}
+  if data.get("type") == "text":
+    return {"name": "bytes"}
+  for _, spec in _candidates(config, (), None, "pp"):
+    ops = parse.parse(spec, _modules(config), defer_errors=True) if spec else []
+    if found := dependencies.tokenizer(ops):
+      return {"name": found[0]}
+  return None
+
+
+def with_tokenizer(
+  config: Mapping[str, Any], data: Mapping[str, Any], path: str
+) -> dict[str, Any]:
+  """Returns a config in which a tokenizer has moved to another path."""
+  known = data.get("tokenizer") or {}
+  old = known.get("name", "")
+
+  def replace(value: Any) -> Any:
+    if isinstance(value, dict):
+      return {name: replace(x) for name, x in value.items()}
+    if isinstance(value, str) and old:
+      for quote in "'\"":
+        value = value.replace(f"{quote}{old}{quote}", repr(path))
+    return value
+
+  return {name: replace(x) for name, x in config.items()}
+
+
+def pred_kw(
+  config: Mapping[str, Any], pred: str, evaluation: str | None
+) -> dict[str, Any]:
+  """Returns options of a predict function from the run's evaluations.
+
+  Args:
+    config: config of the run.
+    pred: name of the predict function.
+    evaluation: name of the only evaluation to look at; None for all, by name.
+  """
+  for name, entry in sorted(config.get("evals", {}).items()):
+    if entry.get("pred") == pred and evaluation in (None, name):
+      return dict(entry.get("pred_kw", {}))
+  return {}
+
+
+def evaluated_names(config: Mapping[str, Any]) -> Sequence[str] | str:
+  """Returns the option `class_names` of the run's evaluations."""
+  for _, entry in sorted(config.get("evals", {}).items()):
+    if "class_names" in entry:
+      return entry["class_names"]
+  raise ConfigError(
+    "class_names: missing, and no evaluation of the run has them."
+  )

@@ -1,0 +1,425 @@
+"""A trained model in use; `bigtrain.load` makes it.
+
+What a model can do depends on the names of its task's predict functions:
+
+  logits                        classify(pictures), without `generate`
+  caption                       caption(pictures)
+  image, enc_rep, pre_logits    embed_images(pictures), with the first of them
+  text                          embed_texts(texts)
+  image and text, or
+  score and caption             zero_shot(pictures, class_names)
+  generate                      generate(texts)
+
+`run` calls any predict function, also of a user's own task.
+
+Legend: B batch, C classes, E embedding, K prompts, L length.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from bigtrain import parts, settings
+from bigtrain.inference import ops, preprocessing, results, runner
+from bigtrain.inference import saved as saved_lib
+from bigtrain.pp import class_names as names_lib
+from bigtrain.pp import dependencies
+from bigtrain.settings import ConfigError
+
+_EMBED_IMAGE = ("image", "enc_rep", "pre_logits")
+# Prompts are padded to one of few lengths, so that few programs compile.
+_SHORTEST_PROMPT = 16
+
+
+class Predictor:
+  """A trained model, its parameters, and what makes its inputs and outputs.
+
+  Attributes:
+    config: config of the run, a dict.
+    step: step of the checkpoint.
+    model: flax module.
+    task: module of config.task.
+    mesh: device mesh.
+    variables: "params" and, where the model has them, mutable collections, on
+      the devices.
+    batch_size: largest number of examples at a time.
+  """
+
+  def __init__(
+    self,
+    checkpoint: saved_lib.Saved,
+    variables: Mapping[str, Any],
+    mesh: jax.sharding.Mesh,
+    given: ops.Overrides,
+    batch_size: int,
+  ):
+    """See load.py."""
+    self._saved, self._given = checkpoint, given
+    self.mesh, self.variables = mesh, variables
+    self.config, self.step = checkpoint.config, checkpoint.step
+    if given.tokenizer is not None:
+      self.config = ops.with_tokenizer(
+        self.config, checkpoint.data, given.tokenizer
+      )
+    config = settings.Config(self.config)
+    self.task = parts.task(config)
+    _, self.model = parts.model(config)
+    self._fns = self.task.predict_fns(self.model)
+    self._runner = runner.Runner(self._fns, variables, mesh, batch_size)
+    self.batch_size = self._runner.batch_size
+    self._loss_kind = self.config.get("loss", {}).get("kind", "")
+    # Whether the model reads "inputs" and writes "targets".
+    sizes = parts.vocab_sizes(self.task, self.model)
+    self._is_seq2seq = "inputs" in sizes
+
+  @property
+  def params(self) -> Any:
+    """The parameters, on the devices."""
+    return self.variables["params"]
+
+  @functools.cached_property
+  def class_names(self) -> list[str] | None:
+    """Names of the classes by number; None if the run does not know them."""
+    if self._given.class_names is not None:
+      return names_lib.read(self._given.class_names, "class_names")
+    return self._saved.data.get("class_names", {}).get("labels")
+
+  @functools.cached_property
+  def tokenizer(self) -> Any:
+    """The run's tokenizer, see pp/tokenizers.py; None if it has none."""
+    return ops.tokenizer(
+      self.config,
+      self._saved.data,
+      self._saved.fingerprints,
+      self._given.tokenizer,
+    )
+
+  @functools.cached_property
+  def pictures(self) -> preprocessing.Pictures:
+    """The preprocessing of pictures; `pictures.chain` has its ops."""
+    preds = [n for n in ("caption", "logits", *_EMBED_IMAGE) if n in self._fns]
+    chain = ops.find(
+      self.config,
+      "image",
+      preds,
+      given=self._given.pp,
+      evaluation=self._given.evaluation,
+    )
+    return preprocessing.Pictures(chain, self._saved.data)
+
+  @functools.cached_property
+  def texts(self) -> preprocessing.Texts | None:
+    """The preprocessing of texts; `texts.chain` has its ops.
+
+    None if the training data were tokens, which a tokenizer alone made.
+    """
+    feature = "inputs" if self._is_seq2seq else "labels"
+    preds = ("embed", "score", "caption")
+    chain = ops.find_text(self.config, feature, preds, self._given.pp_text)
+    if dependencies.tokenizer(chain.needs.ops) is None:
+      return None
+    return preprocessing.Texts(chain)
+
+  @property
+  def can(self) -> list[str]:
+    """Names of the methods that the model's task allows; see the module."""
+    fns = {*self._fns}
+    generates = "generate" in fns
+    possible = {
+      "caption": "caption" in fns,
+      "generate": generates,
+      "embed_texts": "text" in fns,
+      "embed_images": bool(fns & {*_EMBED_IMAGE}),
+      "classify": "logits" in fns and not generates,
+      "zero_shot": {"image", "text"} <= fns or {"score", "caption"} <= fns,
+    }
+    return [name for name, yes in possible.items() if yes]
+
+  def _require(self, method: str) -> None:
+    if method not in self.can:
+      raise ConfigError(
+        f"{method}: a model of the task {self.config.get('task')!r} cannot do "
+        f"this; it can {', '.join(self.can) or 'only run(...)'}."
+      )
+
+  @property
+  def default_method(self) -> str:
+    """Name of the method that `predict` calls: the first that is possible.
+
+    The order is caption, generate, embed_images if there is embed_texts,
+    classify, embed_images.
+    """
+    can = self.can
+    order = ["caption", "generate", "classify", "embed_images"]
+    if "embed_texts" in can:
+      order.insert(2, "embed_images")
+    for name in order:
+      if name in can:
+        return name
+    raise ConfigError(
+      f"predict: the predict functions of the task {self.config.get('task')!r} "
+      f"have no common name ({', '.join(self._fns)}); call run(name, features)."
+    )
+
+  def predict(self, inputs: Any, **options: Any) -> Any:
+    """Predicts what the model was trained for.
+
+    Args:
+      inputs: one picture or text, or a list of them. A picture is a path, the
+        bytes of a file, an array [H, W, C] or [H, W], or a PIL image.
+      **options: of the method that `default_method` names.
+
+    Returns:
+      A dict for one input, a list of dicts for a list: {"label", "index",
+      "score", "top"}, {"caption"}, {"embedding"} or {"text"}.
+    """
+    return getattr(self, self.default_method)(inputs, **options)
+
+  def _map(
+    self, inputs: Any, one: bool, call: Callable[[Sequence[Any]], list[Any]]
+  ) -> Any:
+    return results.one_or_many(
+      inputs, call, one=one, batch_size=self.batch_size
+    )
+
+  def classify(self, pictures: Any, top_k: int = 5) -> Any:
+    """Returns the classes of pictures, the most likely ones first.
+
+    Args:
+      pictures: see `predict`.
+      top_k: number of classes in "top".
+
+    Returns:
+      {"label": name, "index": class number, "score": probability, "top": list
+      of such dicts} for each picture. For a model that was trained with the
+      loss sigmoid_xent, each class has a probability of its own; otherwise they
+      add up to 1.
+    """
+    self._require("classify")
+
+    def call(items: Sequence[Any]) -> list[Any]:
+      logits_BC = self.run("logits", {"image": self.pictures(items)})
+      number = logits_BC.shape[-1]
+      names = self.class_names or [str(i) for i in range(number)]
+      if len(names) != number:
+        raise ConfigError(
+          f"class_names: expected {number} names, one for each class of the "
+          f"model, got {len(names)}."
+        )
+      scores_BC = results.probabilities(logits_BC, self._loss_kind)
+      return results.ranked(scores_BC, names, top_k)
+
+    return self._map(pictures, results.is_one(pictures), call)
+
+  def caption(self, pictures: Any, **options: Any) -> Any:
+    """Returns {"caption": text} for each picture.
+
+    Args:
+      pictures: see `predict`.
+      **options: of the task's predict function, such as method="beam"; by
+        default `pred_kw` of the run's evaluation with this function.
+    """
+    self._require("caption")
+    tokenizer = self._need_tokenizer()
+    options = {
+      "eos_id": tokenizer.eos_id,
+      **ops.pred_kw(self.config, "caption", self._given.evaluation),
+      **options,
+    }
+
+    def call(items: Sequence[Any]) -> list[Any]:
+      image = self.pictures(items)
+      rows_BL = self.run("caption", {"image": image}, **options)
+      return [{"caption": tokenizer.decode(row)} for row in rows_BL]
+
+    return self._map(pictures, results.is_one(pictures), call)
+
+  def embed_images(self, pictures: Any) -> Any:
+    """Returns {"embedding": float32 [E]} for each picture."""
+    self._require("embed_images")
+    name = next(name for name in _EMBED_IMAGE if name in self._fns)
+
+    def call(items: Sequence[Any]) -> list[Any]:
+      rows_BE = self.run(name, {"image": self.pictures(items)})
+      return [{"embedding": row} for row in np.asarray(rows_BE, np.float32)]
+
+    return self._map(pictures, results.is_one(pictures), call)
+
+  def embed_texts(self, texts: Any) -> Any:
+    """Returns {"embedding": float32 [E]} for each text."""
+    self._require("embed_texts")
+
+    def call(items: Sequence[str]) -> list[Any]:
+      rows_BE = self.run("text", {"labels": self._tokens(items)})
+      return [{"embedding": row} for row in np.asarray(rows_BE, np.float32)]
+
+    return self._map(texts, results.is_one(texts), call)
+
+  def _tokens(self, texts: Sequence[str]) -> np.ndarray:
+    """Returns the ids of texts, int32 [B, L], as captions of the run."""
+    if self.texts is None:
+      raise ConfigError(
+        "bigtrain.load: the run has no op tokenize; give pp_text=..., such as "
+        "\"tokenize(model='c4.model',max_len=64)\"."
+      )
+    return self.texts(texts)
+
+  def zero_shot(
+    self,
+    pictures: Any,
+    class_names: Sequence[str] | str | None = None,
+    prompts: Sequence[str] = ("{}",),
+    top_k: int = 5,
+  ) -> Any:
+    """Returns which of any names fit pictures best; see `classify`.
+
+    Args:
+      pictures: see `predict`.
+      class_names: names, or the path of a file with one name a line; by default
+        those of an evaluation of the run.
+      prompts: texts with a {} for the name. A captioner uses the first one.
+      top_k: see `classify`.
+    """
+    self._require("zero_shot")
+    if class_names is None:
+      class_names = ops.evaluated_names(self.config)
+    names = names_lib.read(class_names, "class_names")
+    filled = [names_lib.fill(prompt, names, "prompts") for prompt in prompts]
+    if "score" in self._fns:
+      fixed = {"class_tokens": self._tokens(filled[0])}
+      scores = lambda image: results.probabilities(
+        self.run("score", {"image": image}, fixed=fixed), "softmax"
+      )
+    else:
+      class_CE = self._class_embeddings(filled)
+      scores = lambda image: self._pair_scores(image, class_CE)
+
+    def call(items: Sequence[Any]) -> list[Any]:
+      return results.ranked(scores(self.pictures(items)), names, top_k)
+
+    return self._map(pictures, results.is_one(pictures), call)
+
+  def _class_embeddings(self, texts_KC: Sequence[Sequence[str]]) -> np.ndarray:
+    """Returns [C, E]: of each class the mean over its texts, of length 1."""
+    text_KCE = np.stack(
+      [[x["embedding"] for x in self.embed_texts(row)] for row in texts_KC]
+    )
+    class_CE = text_KCE.mean(0)
+    return class_CE / (np.linalg.norm(class_CE, axis=-1, keepdims=True) + 1e-8)
+
+  def _pair_scores(self, image: np.ndarray, class_CE: np.ndarray) -> np.ndarray:
+    """Returns [B, C], with the scale and the bias that the loss has learned."""
+    image_BE = self.run("image", {"image": image})
+    logits_BC = image_BE.astype(np.float64) @ class_CE.T.astype(np.float64)
+    if "t" in self.params:
+      logits_BC *= np.exp(float(self.params["t"][0]))
+    if "b" in self.params:
+      logits_BC += float(self.params["b"][0])
+    # "sigmoid" is the default of the task.
+    return results.probabilities(logits_BC, self._loss_kind or "sigmoid")
+
+  def generate(self, texts: Any, **options: Any) -> Any:
+    """Returns {"text": generated text} for each text.
+
+    A language model continues the text; a sequence-to-sequence model answers
+    it. The result does not repeat the input.
+
+    Args:
+      texts: one text or a list of them. A text can also be a list of token ids.
+      **options: of the task's predict function `generate`, such as max_new=100
+        (max_len=100 of a sequence-to-sequence model), temperature=0.8 and
+        seed=1; greedy by default.
+    """
+    self._require("generate")
+    tokenizer = self._need_tokenizer()
+    options = {"eos_id": tokenizer.eos_id, **options}
+    if self._is_seq2seq and tokenizer.eos_id is None:
+      del options["eos_id"]
+
+    def call(items: Sequence[Any]) -> list[Any]:
+      rows = [self._prompt(text) for text in items]
+      ids_BL = np.zeros(
+        (len(rows), self._prompt_length(rows, options)), np.int32
+      )
+      for padded, row in zip(ids_BL, rows):
+        padded[: len(row)] = row
+      feature = "inputs" if self._is_seq2seq else "tokens"
+      new_BL = self.run("generate", {feature: ids_BL}, **options)
+      return [{"text": self._until_end(row)} for row in new_BL]
+
+    return self._map(texts, results.is_one_text(texts), call)
+
+  def _prompt(self, text: Any) -> np.ndarray:
+    """Returns the ids of a text, without padding."""
+    tokenizer = self._need_tokenizer()
+    if not isinstance(text, str):
+      ids = np.asarray(text, np.int32)
+    elif self._is_seq2seq and self.texts is not None:
+      ids = np.trim_zeros(self.texts([text])[0], "b")
+    else:
+      ids = tokenizer.encode(text)
+      special = tokenizer.eos_id if self._is_seq2seq else tokenizer.bos_id
+      if special is not None and (self._is_seq2seq or not len(ids)):
+        ids = np.append(ids, np.int32(special))
+    if not len(ids):
+      raise ConfigError("generate: expected a text, got an empty one.")
+    return ids
+
+  def _prompt_length(
+    self, rows: Sequence[np.ndarray], options: Mapping[str, Any]
+  ) -> int:
+    """Returns a length for padded prompts, at least that of the longest."""
+    longest = max(map(len, rows))
+    length = max(_SHORTEST_PROMPT, 1 << (longest - 1).bit_length())
+    most = getattr(self.model, "max_len", None)
+    if most is None or self._is_seq2seq:
+      return length
+    new = options.get("max_new", 64)
+    if longest + new > most:
+      raise ConfigError(
+        f"generate: a text of {longest} tokens and max_new={new} are more than "
+        f"the model's max_len={most}; bigtrain.tools.generate continues beyond "
+        "it."
+      )
+    return min(length, most - new)
+
+  def _until_end(self, ids_L: np.ndarray) -> str:
+    ends = np.flatnonzero(ids_L == self.tokenizer.eos_id)
+    return self.tokenizer.decode(ids_L[: ends[0]] if ends.size else ids_L)
+
+  def _need_tokenizer(self) -> Any:
+    if self.tokenizer is None:
+      raise ConfigError(
+        "bigtrain.load: the run names no tokenizer: give tokenizer=PATH."
+      )
+    return self.tokenizer
+
+  def run(
+    self,
+    pred: str,
+    features: Mapping[str, Any],
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    **options: Any,
+  ) -> Any:
+    """Calls a predict function of the task on any number of examples.
+
+    The examples are split into batches over all devices; the last one is
+    padded.
+
+    Args:
+      pred: name of the predict function.
+      features: arrays [B, ...] by name, as after preprocessing.
+      fixed: further features, without an axis of examples.
+      **options: of the predict function.
+
+    Returns:
+      Tree of numpy arrays [B, ...].
+
+    Raises:
+      ConfigError: no such predict function, option or feature.
+    """
+    return self._runner(pred, features, fixed, **options)

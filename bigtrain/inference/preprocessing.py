@@ -1,0 +1,218 @@
+"""Turns new pictures and texts into features, with the ops of the run.
+
+Legend: B batch, H height, W width, C channels, L length.
+"""
+
+import concurrent.futures
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.files import paths
+from bigtrain.inference.ops import Chain
+from bigtrain.pp import dependencies, host_tensorflow
+from bigtrain.settings import ConfigError, DataError
+
+
+class Pictures:
+  """Makes images of a batch from files, bytes and arrays.
+
+  Attributes:
+    chain: the ops.
+    shape: shape of an image after the ops; None if the run did not save it.
+  """
+
+  def __init__(self, chain: Chain, data: Mapping[str, Any]):
+    """Prepares the ops.
+
+    Args:
+      chain: the ops.
+      data: see saved.Saved.
+    """
+    self.chain = chain
+    known = data.get("features", {}).get(chain.feature)
+    self.shape = None if known is None else tuple(known[1])
+    self._op = dependencies.compose(chain.needs)
+    decodes = [
+      op
+      for op in chain.needs.ops
+      if dependencies.base_name(op) == "decode" and chain.raw in op.reads
+    ]
+    # [dtype, shape, lowest, highest] of the run's own pictures.
+    self._known = data.get("raw", {}).get(chain.raw)
+    self._encoded = bool(decodes)
+    if self._known and not decodes:
+      self._encoded = self._known[0] == "bytes"
+    self._in_graph: Any = None
+
+  def __call__(self, pictures: Sequence[Any]) -> np.ndarray:
+    """Returns the images [B, ...]; see `each`.
+
+    Raises:
+      DataError: a picture cannot be read or preprocessed.
+    """
+    results = self.each(pictures)
+    for result in results:
+      if isinstance(result, DataError):
+        raise result
+    return np.stack(results)
+
+  def each(self, pictures: Sequence[Any]) -> list[Any]:
+    """Makes one image of each picture, on all cores.
+
+    Args:
+      pictures: paths, encoded bytes, PIL images, or arrays [H, W, C] or [H, W].
+
+    Returns:
+      An array or a DataError for each picture.
+    """
+    self._prepare()
+    if len(pictures) == 1:
+      return [self._one(pictures[0])]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+      return list(pool.map(self._one, pictures))
+
+  def _prepare(self) -> None:
+    """Makes the graph of ops that need tensorflow, before threads do."""
+    if self._op.tensorflow and self._in_graph is None:
+      tf = host_tensorflow.load()
+      draws = tf.zeros([max(self._op.draws, 1)])
+
+      def fn(raw: Any) -> Any:
+        return self._op.fn({self.chain.raw: raw}, draws)[self.chain.feature]
+
+      self._in_graph = tf.function(fn, autograph=False)
+
+  def _one(self, picture: Any) -> Any:
+    """Returns the image of a picture, or a DataError."""
+    where = picture if isinstance(picture, str | os.PathLike) else "a picture"
+    try:
+      raw = self._raw(picture)
+      if self._in_graph is not None:
+        image = self._in_graph(host_tensorflow.load().constant(raw)).numpy()
+      else:
+        draws = np.zeros(self._op.draws, np.float32)
+        features = self._op.fn({self.chain.raw: raw}, draws)
+        image = np.asarray(features[self.chain.feature])
+      if self.shape is not None and image.shape != self.shape:
+        raise DataError(
+          f"{_size(image.shape)} after {self.chain.key}, but the model takes "
+          f"{_size(self.shape)}; give pp=..., such as "
+          f"{_resizing(self.shape)!r}."
+        )
+      return image
+    except ConfigError as e:
+      if isinstance(e, DataError):
+        return DataError(f"{os.fspath(where)}: {e}")
+      raise
+    except Exception as e:  # tensorflow's errors have no common class.
+      return DataError(f"{os.fspath(where)}: {host_tensorflow.one_line(e)}")
+
+  def _raw(self, picture: Any) -> Any:
+    """Returns the value that the ops start from: bytes or an array."""
+    if isinstance(picture, str | os.PathLike):
+      try:
+        picture = paths.read_bytes(paths.absolute(picture))
+      except OSError as e:
+        raise DataError(f"{e.strerror}.") from e
+    if isinstance(picture, bytes | bytearray):
+      encoded = bytes(picture)
+      return encoded if self._encoded else self._checked(self._decode(encoded))
+    if hasattr(picture, "convert") and picture.mode not in ("L", "RGB"):
+      picture = picture.convert("RGB")  # Of PIL.
+    array = np.asarray(picture)
+    if array.ndim == 2:
+      array = array[:, :, None]
+    if array.ndim != 3 or array.dtype.kind not in "uif":
+      raise DataError(
+        "expected a path, the bytes of a file, or an array [height, width, "
+        f"channels], got {type(picture).__name__} {array.dtype}{array.shape}."
+      )
+    return _as_png(array) if self._encoded else self._checked(array)
+
+  def _decode(self, encoded: bytes) -> np.ndarray:
+    """Decodes a file for ops that take arrays."""
+    tf = host_tensorflow.load()
+    channels = self._known[1][-1] if self._known else 3
+    return tf.io.decode_image(
+      encoded, channels=channels, expand_animations=False
+    ).numpy()
+
+  def _checked(self, array: np.ndarray) -> np.ndarray:
+    """Checks an array against the pictures of the run."""
+    if self._known is None:
+      return array
+    dtype, shape, *limits = self._known
+    if any(n not in (None, size) for n, size in zip(shape, array.shape)):
+      raise DataError(
+        f"{_size(array.shape)}, but the run's pictures are {_size(shape)} and "
+        f"{self.chain.key} does not resize: give pp=..., such as "
+        f"{_resizing(shape)!r}."
+      )
+    if limits:
+      low, high = limits
+      room = high - low
+      if array.min() < low - room or array.max() > high + room:
+        raise DataError(
+          f"values from {array.min():g} to {array.max():g}, but the run's "
+          f"pictures have {low:g} to {high:g}: scale them, or give pp=..., "
+          f"such as {_resizing(shape)!r}."
+        )
+    if array.dtype.kind == "f" and np.dtype(dtype).kind != "f":
+      raise DataError(f"expected {dtype}, as in the run, got {array.dtype}.")
+    return array.astype(dtype)
+
+
+def _size(shape: Sequence[int]) -> str:
+  return "x".join("?" if n is None else str(n) for n in shape)
+
+
+def _resizing(shape: Sequence[int]) -> str:
+  """Returns ops that make images of a shape from files."""
+  height, width, channels = shape
+  decode = "decode" if channels == 3 else f"decode(channels={channels})"
+  return f"{decode}|resize(({height}, {width}))|value_range(-1,1)"
+
+
+def _as_png(array: np.ndarray) -> bytes:
+  """Encodes an array, without loss, for ops that start from a file's bytes."""
+  if array.dtype != np.uint8 or array.shape[-1] not in (1, 3):
+    raise DataError(
+      "expected an array of uint8 with values 0 to 255 and 1 or 3 channels, "
+      f"got {array.dtype} {_size(array.shape)}."
+    )
+  return host_tensorflow.load().io.encode_png(array).numpy()
+
+
+class Texts:
+  """Makes tokens [B, L] from texts.
+
+  Attributes:
+    chain: the ops.
+  """
+
+  def __init__(self, chain: Chain):
+    """Prepares the ops of a chain."""
+    self.chain = chain
+    self._op = dependencies.compose(chain.needs)
+    first = [op for op in chain.needs.ops if chain.raw in op.reads][:1]
+    # An image's captions are a list in the data, from which `choice` draws.
+    self._as_list = [dependencies.base_name(op) for op in first] == ["choice"]
+
+  def __call__(self, texts: Sequence[str]) -> np.ndarray:
+    """Returns int32 [B, L].
+
+    Raises:
+      DataError: a text has no tokens.
+    """
+    draws = np.zeros(self._op.draws, np.float32)
+    rows = []
+    for text in texts:
+      raw: Any = text.encode()
+      if self._as_list:
+        raw = np.asarray([raw], object)
+      features = self._op.fn({self.chain.raw: raw}, draws)
+      rows.append(np.asarray(features[self.chain.feature], np.int32))
+    return np.stack(rows)

@@ -1,0 +1,176 @@
+"""Exports a predict function as StableHLO, for serving without this program.
+
+The file holds the function and its parameters. It needs jax alone:
+
+  from jax import export
+  exported = export.deserialize(open("model.stablehlo", "rb").read())
+  outputs = exported.call({"image": images})
+
+Beside it lies a JSON file of the same name with ".json": inputs and outputs,
+names of the classes, preprocessing, tokenizer and step.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export as jax_export
+
+from bigtrain import parts, settings, sharding, trees
+from bigtrain.files import paths
+from bigtrain.inference import ops
+from bigtrain.inference import saved as saved_lib
+from bigtrain.settings import ConfigError
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# The first one that the task has is exported, unless another one is named.
+_PREDS = ("caption", "generate", "logits", "image", "pre_logits")
+
+
+def export(
+  path: str,
+  out: str,
+  *,
+  step: int | None = None,
+  weights: str = "params",
+  pred: str = "",
+  batch_size: int | None = None,
+  platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+) -> tuple[int, int]:
+  """Writes a predict function with its parameters into a file.
+
+  Args:
+    path: a checkpoint or a workdir.
+    out: path of the file.
+    step: step of the workdir's checkpoint; the newest unless given.
+    weights: "params" or "ema".
+    pred: name of the predict function; by default the first of caption,
+      generate, logits, image and pre_logits that the task has.
+    batch_size: number of examples of a call; any number unless given.
+    platforms: platforms that the file runs on.
+
+  Returns:
+    (number of arrays, bytes of the file).
+
+  Raises:
+    ConfigError: no such checkpoint or predict function, or the function cannot
+      be exported in this way.
+    CheckpointError: the checkpoint is damaged or cannot be read.
+  """
+  saved = saved_lib.find(path, step, "export")
+  config = settings.Config(saved.config)
+  task = parts.task(config)
+  _, model = parts.model(config)
+  fns = task.predict_fns(model)
+  pred = pred or next((name for name in _PREDS if name in fns), "")
+  if pred not in fns:
+    hint = settings.did_you_mean(pred, fns)
+    raise ConfigError(f"--pred={pred}: the task has none of this name.{hint}")
+  for platform in platforms:
+    if platform not in PLATFORMS:
+      hint = settings.did_you_mean(platform, PLATFORMS)
+      raise ConfigError(f"--platforms: unknown platform {platform!r}.{hint}")
+  if batch_size is not None:
+    settings.check_number("--batch_size", batch_size, least=1, whole=True)
+  options = ops.pred_kw(saved.config, pred, None)
+  mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
+  variables = jax.device_get(saved_lib.variables(saved, weights, mesh))
+  read: set[str] = set()
+
+  def fn(batch: Mapping[str, Any]) -> Any:
+    constants = jax.tree.map(jnp.asarray, variables)
+    return fns[pred](constants, _Recorded(batch, read), **options)
+
+  specs = _specs(saved, batch_size)
+  try:
+    jax.eval_shape(fn, specs)  # Finds the features that the function reads.
+    specs = {name: specs[name] for name in sorted(read)}
+    exported = jax_export.export(jax.jit(fn), platforms=platforms)(specs)
+    content = exported.serialize()
+  except Exception as e:
+    if isinstance(e, ConfigError):
+      raise
+    reason = " ".join(str(e).split())[:300]
+    size = "" if batch_size else " Give --batch_size for a fixed one."
+    raise ConfigError(
+      f"export: {pred} cannot be exported for {', '.join(platforms)}: "
+      f"{reason}.{size}"
+    ) from e
+  about = {
+    "step": saved.step,
+    "pred": pred,
+    "options": options,
+    "inputs": _described(specs),
+    "outputs": _described(
+      dict(
+        trees.flatten_with_names(
+          jax.tree.unflatten(exported.out_tree, exported.out_avals)
+        )
+      )
+    ),
+    "platforms": list(exported.platforms),
+    **about_data(saved),
+  }
+  with paths.replacing(out, "wb") as file:
+    file.write(content)
+  with paths.replacing(f"{out}.json") as file:
+    file.write(settings.to_json(about, indent=2) + "\n")
+  return len(jax.tree.leaves(variables)), os.path.getsize(out)
+
+
+def about_data(saved: saved_lib.Saved) -> dict[str, Any]:
+  """Returns what a program that serves the model must know of its data."""
+  about: dict[str, Any] = {
+    "class_names": saved.data.get("class_names", {}).get("labels"),
+    "tokenizer": saved.data.get("tokenizer"),
+  }
+  try:
+    about["pp"] = ops.find(saved.config, "image", ("logits",)).spec
+  except ConfigError:
+    pass  # No pictures, or no ops without random numbers.
+  return {name: value for name, value in about.items() if value is not None}
+
+
+class _Recorded(parts.Features):
+  """Features that note which of them are read."""
+
+  def __init__(self, batch: Mapping[str, Any], read: set[str]):
+    super().__init__(batch, "export")
+    self._read = read
+
+  def __getitem__(self, name: str) -> Any:
+    self._read.add(name)
+    return super().__getitem__(name)
+
+
+def _specs(
+  saved: saved_lib.Saved, batch_size: int | None
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the specs of a batch of the run's features."""
+  features = saved.data.get("features")
+  if not features:
+    raise ConfigError(
+      f"export: {saved.path} does not note the shapes of its data, as it "
+      "is of an earlier version; a run that continues from it does."
+    )
+  size: Any = batch_size
+  if batch_size is None:
+    (size,) = jax_export.symbolic_shape("b")
+  return {
+    name: jax.ShapeDtypeStruct((size, *shape), np.dtype(dtype))
+    for name, (dtype, shape) in features.items()
+  }
+
+
+def _described(specs: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns {name: {"dtype", "shape"}}; the size of the batch may be "b"."""
+  return {
+    name or "output": {
+      "dtype": str(spec.dtype),
+      "shape": [n if isinstance(n, int) else str(n) for n in spec.shape],
+    }
+    for name, spec in specs.items()
+  }

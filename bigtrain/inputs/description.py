@@ -1,0 +1,78 @@
+"""What a run remembers of its data, so that prediction needs none of it.
+
+It is saved in every checkpoint (`HostState.data`) and written beside exports.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain import hashing
+from bigtrain.inputs.engine import Part
+from bigtrain.pp import dependencies
+from bigtrain.settings import DataError
+
+# Number of pictures of which the range of values is measured.
+_NUM_MEASURED = 64
+
+
+def describe(
+  parts: Sequence[Part],
+  spec: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+) -> dict[str, Any]:
+  """Returns names, shapes and the tokenizer of an input, as JSON.
+
+  Args:
+    parts: the engine's sources with their ops. Of several sources, the first
+      that knows something counts.
+    spec: {feature: (dtype, shape)} of an example after all ops.
+
+  Returns:
+    "features": {feature: [dtype, shape]} of an example after all ops; "raw":
+    the same before them, where for pictures that are arrays the smallest and
+    the largest value follow; "class_names": {feature after all ops: names of
+    the classes by number}; "tokenizer": its name and fingerprint. The last two
+    are absent if unknown.
+  """
+  result: dict[str, Any] = {
+    "features": {
+      name: [str(dtype), list(shape)] for name, (dtype, shape) in spec.items()
+    },
+    "raw": _raw(parts[0].source),
+  }
+  class_names: dict[str, list[str]] = {}
+  for part in parts:
+    source_names = getattr(part.source, "class_names", {})
+    for feature in spec:
+      names = dependencies.class_names(part.ops, source_names, feature)
+      if names:
+        class_names.setdefault(feature, names)
+    tokenizer = dependencies.tokenizer(part.ops)
+    tokenizer = tokenizer or getattr(part.source, "tokenizer", None)
+    if tokenizer:
+      name, fingerprint = tokenizer
+      result.setdefault("tokenizer", dict(name=name, fingerprint=fingerprint))
+  if class_names:
+    result["class_names"] = class_names
+  return result
+
+
+def _raw(source: Any) -> dict[str, list[Any]]:
+  """Returns {feature: [dtype, shape, ...]} of an example of a source."""
+  if hasattr(source, "parse"):
+    return {}  # Its records have other features after tensorflow parsed them.
+  result: dict[str, list[Any]] = {}
+  for name, (dtype, shape) in getattr(source, "spec", {}).items():
+    kind = "bytes" if dtype is bytes else str(np.dtype(dtype))
+    result[name] = [kind, list(shape)]
+    if len(shape) == 3 and dtype is not bytes:
+      rows = np.arange(min(_NUM_MEASURED, len(source)))
+      rows = np.sort(hashing.permute(rows, len(source), seed=0))
+      # A damaged example is the business of the engine, which may skip it.
+      with contextlib.suppress(DataError, OSError, ValueError):
+        values = [np.asarray(x) for x in source.read(rows)[name]]
+        lowest = float(min(x.min() for x in values))
+        result[name] += [lowest, float(max(x.max() for x in values))]
+  return result

@@ -1,0 +1,137 @@
+"""Weights of the sources of a mixture, which may change over the run.
+
+A weight is a number, or a dict of weights at growing points of the run:
+
+  weight=dict(at_percent=[0, 80, 100], values=[1, 1, 4])
+  weight=dict(at_steps=[0, 10_000], values=[1, 0], shape="stair")
+
+The points have any unit of a length. Between two points the weight changes
+linearly, or by `shape="stair"` it keeps its value up to the next point. Before
+the first point and after the last one it is constant.
+
+The order of examples needs weights that are constant over many rows. So a
+linear change has up to 256 stages of whole steps. Each of them has the mean of
+the weights of its steps.
+"""
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bigtrain import lengths
+from bigtrain.settings import ConfigError, check_number, did_you_mean
+
+_MAX_STAGES = 256
+_SHAPES = ("linear", "stair")
+
+Stage = tuple[int, tuple[float, ...]]
+
+
+class Weight(NamedTuple):
+  """The weight of one source over the run.
+
+  Attributes:
+    steps: points of the run, growing.
+    values: weights at these points.
+    linear: whether the weight changes linearly between two points.
+  """
+
+  steps: tuple[int, ...]
+  values: tuple[float, ...]
+  linear: bool
+
+  def at(self, step: float) -> float:
+    """Returns the weight at a step; fractions are between two steps."""
+    i = bisect.bisect_right(self.steps, step) - 1
+    low = self.values[max(i, 0)]
+    if i < 0 or i == len(self.steps) - 1 or not self.linear:
+      return low
+    begin, end = self.steps[i : i + 2]
+    high = self.values[i + 1]
+    if low == high:  # Without a rounding error, so that stages are merged.
+      return low
+    ratio = (step - begin) / (end - begin)
+    return low * (1 - ratio) + high * ratio
+
+
+def read(value: Any, units: lengths.Units, key: str) -> Weight:
+  """Reads the weight of one source.
+
+  Args:
+    value: a number or a dict, see the head of the module.
+    units: the sizes to convert points with.
+    key: location of `value` in the config.
+
+  Raises:
+    ConfigError: an unknown key, a value out of range, or points that do not
+      grow.
+  """
+  if not isinstance(value, Mapping):
+    return Weight((0,), (float(check_number(key, value, above=0)),), True)
+  names = {f"at_{unit}": unit for unit in lengths.UNITS}
+  for name in value:
+    if name not in (*names, "values", "shape"):
+      hint = did_you_mean(name, (*names, "values", "shape"))
+      raise ConfigError(f"{key}.{name}: unknown key.{hint}")
+  given = [name for name in names if value.get(name) is not None]
+  if len(given) != 1:
+    raise ConfigError(
+      f"{key}: expected the points once, in one unit, such as "
+      f"at_percent=[0, 100], got {given or 'none'}."
+    )
+  (name,) = given
+  points, values = value[name], value.get("values")
+  for option, numbers in ((name, points), ("values", values)):
+    if not isinstance(numbers, list | tuple) or not numbers:
+      raise ConfigError(
+        f"{key}.{option}: expected a list of numbers, got {numbers!r}."
+      )
+  unit, where = names[name], f"{key}.{name}"
+  steps = tuple(units.to_steps(point, unit, where) for point in points)
+  if len(steps) != len(values) or sorted(set(steps)) != list(steps):
+    raise ConfigError(
+      f"{where}: expected {len(values)} growing points, one for each of "
+      f"{key}.values, got {points!r}, which are the steps {list(steps)}."
+    )
+  for i, number in enumerate(values):
+    check_number(f"{key}.values[{i}]", number, least=0)
+  if not any(values):
+    raise ConfigError(f"{key}.values: expected a value above 0, got {values}.")
+  shape = value.get("shape", "linear")
+  if shape not in _SHAPES:
+    hint = did_you_mean(str(shape), _SHAPES)
+    raise ConfigError(f"{key}.shape: unknown {shape!r}.{hint}")
+  return Weight(steps, tuple(map(float, values)), shape == "linear")
+
+
+def stages(weights: Sequence[Weight], path: str) -> list[Stage]:
+  """Returns the stages of a mixture: (first step, weights of all sources).
+
+  Args:
+    weights: of each source.
+    path: location of the mixture in the config.
+
+  Raises:
+    ConfigError: all weights of a stage are 0.
+  """
+  points = sorted({0, *(step for weight in weights for step in weight.steps)})
+  result: list[Stage] = []
+
+  def add(step: int, middle: float) -> None:
+    values = tuple(weight.at(middle) for weight in weights)
+    if not any(values):
+      raise ConfigError(
+        f"{path}: expected a weight above 0 at each step, got 0 for all "
+        f"sources at step {step}."
+      )
+    if not result or values != result[-1][1]:
+      result.append((step, values))
+
+  for begin, end in zip(points, points[1:]):
+    changes = any(w.linear and w.at(begin) != w.at(end) for w in weights)
+    number = min(_MAX_STAGES, end - begin) if changes else 1
+    edges = [begin + (end - begin) * i // number for i in range(number + 1)]
+    for first, after in zip(edges, edges[1:]):
+      add(first, (first + after - 1) / 2)
+  add(points[-1], points[-1])
+  return result

@@ -1,0 +1,108 @@
+"""Attention by cuDNN's fused kernels, for NVIDIA GPUs.
+
+Axes: B batch, L length, S length attended to, H heads, G heads of keys and
+values, K head width.
+"""
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from bigtrain import model_flops
+from bigtrain.models.layers import attention_choice, visibility
+
+# Largest matrix of a mask: 128 MiB an example, as the bias that cuDNN takes.
+_MAX_MASK = 8192 * 8192
+
+
+def refuses(case: attention_choice.Case) -> str:
+  """Returns why the kernels cannot serve a case, or ""."""
+  if case.platform != "gpu":
+    return f"it needs an NVIDIA GPU, not a {case.platform}"
+  if reason := _lacks_cudnn(case.device_kind):
+    return reason
+  if case.dtype not in ("bfloat16", "float16"):
+    return f"it computes in bfloat16 or float16, not {case.dtype}"
+  if case.width % 8 or case.width > 128:
+    return f"heads need a multiple of 8 up to 128 as width, not {case.width}"
+  if case.bias:
+    return "its bias is a matrix of all scores"
+  if case.softcap:
+    return "it caps no scores"
+  masked = case.prefix or case.documents or case.padding
+  if masked and case.queries * case.positions > _MAX_MASK:
+    return "its mask would be a matrix of more than 128 MiB an example"
+  return ""
+
+
+def _lacks_cudnn(device_kind: str) -> str:
+  """Returns why a GPU does not have these kernels, or ""."""
+  if jax.default_backend() == "gpu":
+    backend = jax.extend.backend.get_backend()
+    if "cuda" not in backend.platform_version:
+      return "it needs an NVIDIA GPU"
+    capability = jax.devices()[0].compute_capability
+    if float(capability) < 8.0:
+      return f"it needs compute capability 8.0, not {capability}"
+  elif "AMD" in device_kind or "Radeon" in device_kind:
+    return "it needs an NVIDIA GPU"
+  return ""
+
+
+def pays(case: attention_choice.Case) -> str:
+  """Returns why the kernels are best for a case that they serve, or ""."""
+  del case
+  return "the fastest on an NVIDIA GPU"
+
+
+def attend(
+  q_BLHK: jax.Array,
+  k_BSGK: jax.Array,
+  v_BSGK: jax.Array,
+  sees: visibility.Sees,
+  *,
+  scale: float,
+) -> jax.Array:
+  """Returns the output, of the shape and dtype of the queries.
+
+  Args:
+    q_BLHK: queries.
+    k_BSGK: keys.
+    v_BSGK: values.
+    sees: what a query sees. All but the causal order and a window becomes a
+      matrix of L x S booleans.
+    scale: factor of the scores.
+  """
+  B, L, *_ = q_BLHK.shape
+  S = k_BSGK.shape[1]
+  mask_BLS = sees.mask(L, S) if sees.selects else None
+  if mask_BLS is not None:
+    mask_BLS = jnp.broadcast_to(mask_BLS, (len(mask_BLS), L, S))
+  causal = sees.causal and mask_BLS is None
+  # Some versions of jax and cuDNN refuse odd lengths, such as the 197 tokens of
+  # a ViT with a class token.
+  lengths = None
+  if L % 2 or S % 2:
+    even = lambda x: jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
+    q_BLHK, k_BSGK, v_BSGK = even(q_BLHK), even(k_BSGK), even(v_BSGK)
+    if mask_BLS is None:
+      lengths = [jnp.full(B, n, jnp.int32) for n in (L, S)]
+    else:
+      mask_BLS = jnp.pad(mask_BLS, ((0, 0), (0, L % 2), (0, S % 2)))
+  computed = q_BLHK.shape[1] * k_BSGK.shape[1]
+  with model_flops.counts_as(L * sees.reach(S), computed):
+    o_BLHK = jax.nn.dot_product_attention(
+      q_BLHK,
+      k_BSGK,
+      v_BSGK,
+      mask=None if mask_BLS is None else mask_BLS[:, None],
+      scale=scale,
+      is_causal=causal,
+      local_window_size=(sees.window - 1, 0)
+      if causal and sees.window
+      else None,
+      query_seq_lengths=lengths[0] if lengths else None,
+      key_value_seq_lengths=lengths[1] if lengths else None,
+      implementation="cudnn",
+    )
+  return o_BLHK[:, :L]

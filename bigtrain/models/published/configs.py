@@ -1,0 +1,208 @@
+"""config.json of a published folder: the fields of a model that it determines.
+
+Hugging Face's transformers writes this file beside the weights. The arrays do
+not show the number of heads, the base of rotary embeddings, windows, epsilons
+or activations: these are known from this file only. decoder_config.py and
+t5_config.py map its keys to fields of the models of the same name.
+"""
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from bigtrain import settings
+
+FILE = "config.json"
+
+
+class Field(NamedTuple):
+  """The value of a model's field, as a config.json determines it.
+
+  Attributes:
+    value: value in our terms.
+    key: key in config.json, for messages.
+    in_shapes: whether another value shows in the arrays' shapes or names.
+    is_limit: whether other values change no result.
+    unless_array: name of an array; a file that has it decides by itself.
+  """
+
+  value: Any
+  key: str
+  in_shapes: bool = False
+  is_limit: bool = False
+  unless_array: str | None = None
+
+
+class ConfigJson:
+  """The values of a config.json.
+
+  Attributes:
+    path: path of the file.
+    kind: its `model_type`.
+  """
+
+  def __init__(self, path: str, values: Mapping[str, Any]):
+    self.path = path
+    self.kind = values.get("model_type")
+    self._values = dict(values)
+
+  def use_defaults(self, defaults: Mapping[str, Mapping[str, Any]]) -> None:
+    """Adds the defaults that transformers has for this kind of model.
+
+    Args:
+      defaults: {kind of model: {key: value}}.
+
+    Raises:
+      ConfigError: a kind that is not in `defaults`.
+    """
+    if self.kind not in defaults:
+      names = self._values.get("architectures") or []
+      raise self.error(
+        f"the architecture {self.kind!r} {tuple(names)} is none that this "
+        f"config.model_name computes; these are {', '.join(defaults)}."
+      )
+    self._values = {**defaults[self.kind], **self._values}
+
+  def __contains__(self, key: str) -> bool:
+    return key in self._values
+
+  def __getitem__(self, key: str) -> Any:
+    if key not in self._values:
+      raise self.error(f"{key}: missing.")
+    return self._values[key]
+
+  def get(self, key: str, default: Any = None) -> Any:
+    """Returns a value; the default if it is absent."""
+    return self._values.get(key, default)
+
+  def require(self, key: str, *expected: Any) -> None:
+    """Raises ConfigError if a key is there with another value than these."""
+    if key in self._values and self._values[key] not in expected:
+      raise self.error(
+        f"{key}={self._values[key]!r}: the model computes only "
+        f"{' or '.join(map(repr, expected))}."
+      )
+
+  def error(self, text: str) -> settings.ConfigError:
+    """Returns an error about this file."""
+    return settings.ConfigError(f"{self.path}: {text}")
+
+
+def file_beside(path: str) -> str:
+  """Path of the config.json in a folder, or beside a file of weights."""
+  path = os.path.abspath(os.path.expanduser(path))
+  folder = path if os.path.isdir(path) else os.path.dirname(path)
+  return os.path.join(folder, FILE)
+
+
+def read(path: str) -> ConfigJson | None:
+  """Reads the config.json of published weights.
+
+  Args:
+    path: folder of the weights, or a file in it.
+
+  Returns:
+    None if there is no such file, or one that is not of a published model,
+    such as the config.json of a workdir.
+
+  Raises:
+    ConfigError: the file cannot be read.
+  """
+  file = file_beside(path)
+  if not os.path.isfile(file):
+    return None
+  try:
+    with open(file) as f:
+      values = json.load(f)
+  except (OSError, ValueError) as e:
+    raise settings.ConfigError(f"{file}: cannot be read: {e}") from e
+  if not isinstance(values, dict):
+    return None
+  if not isinstance(values.get("model_type"), str):
+    return None
+  return ConfigJson(file, values)
+
+
+class Fields(dict[str, Field]):
+  """The fields of a model that a config.json determines, by name.
+
+  Attributes:
+    path: path of the file.
+  """
+
+  def __init__(self, config: ConfigJson, fields: Mapping[str, Field]):
+    super().__init__(fields)
+    self.path = config.path
+
+  def contradictions(
+    self, model: Any, arrays: Collection[str], key: str
+  ) -> dict[str, str]:
+    """Returns {name of a field: message} of the fields with another value.
+
+    Args:
+      model: the model that config.model describes.
+      arrays: names of the arrays beside the file.
+      key: location of the model's fields in the config, for messages.
+    """
+    messages = {}
+    for name, field in self.items():
+      value = getattr(model, name)
+      if name == "moe":
+        value = _experts(value)
+      elif isinstance(value, Mapping):
+        value = dict(value)
+      decides = field.unless_array is not None and field.unless_array in arrays
+      if value != field.value and not field.is_limit and not decides:
+        messages[name] = _message(f"{key}.{name}", value, field)
+    return messages
+
+  def merge(
+    self, options: Mapping[str, Any], allowed: Collection[str], key: str
+  ) -> dict[str, Any]:
+    """Returns config.model with the fields that the file determines.
+
+    Args:
+      options: config.model without `published`.
+      allowed: names of fields that may differ from the file.
+      key: location of `options` in the config, for messages.
+
+    Raises:
+      ConfigError: `options` has other values.
+    """
+    result = {n: f.value for n, f in self.items() if f.value is not None}
+    wrong = []
+    for name, value in options.items():
+      if value is None and name in self:
+        continue
+      result[name] = value
+      if name not in self:
+        continue
+      field = self[name]
+      if isinstance(field.value, dict) and isinstance(value, Mapping):
+        # Options of the training, such as a capacity, may be added.
+        if name == "moe":
+          result[name] = {**field.value, **value}
+        value = {key: result[name].get(key) for key in field.value}
+      arrays_decide = field.unless_array is not None or field.is_limit
+      if value != field.value and not arrays_decide and name not in allowed:
+        wrong.append(_message(f"{key}.{name}", value, field))
+    if wrong:
+      raise settings.ConfigError(f"{self.path}: {'; '.join(wrong)}.")
+    return result
+
+
+def _message(key: str, value: Any, field: Field) -> str:
+  return f"{key}={value!r}, but {FILE} has {field.value!r} ({field.key})"
+
+
+def _experts(options: Any) -> dict[str, Any] | None:
+  """Returns what a config.json says of experts, from options of moe.Moe."""
+  if options is None:
+    return None
+  return {
+    "num_experts": options.num_experts,
+    "top_k": options.top_k,
+    "every": options.every,
+    "normalize": options.normalizes(),
+  }

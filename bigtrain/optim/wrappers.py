@@ -1,0 +1,108 @@
+"""Optimizers around another optimizer.
+
+These act on whole updates, with learning rate and weight decay in them:
+
+  schedule_free      averages in place of a decaying schedule (Defazio et al.
+                     2024, arxiv.org/abs/2405.15682), around base_optimizer
+  schedule_free_adamw, schedule_free_sgd   the same around Adam without
+                     momentum, around gradient descent
+  mechanize          learns a factor of the learning rate (Cutkosky et al. 2023,
+                     arxiv.org/abs/2306.00144)
+  reduce_on_plateau  reduces the learning rate while the loss does not improve
+
+  config.optimizer = dict(
+    name="mechanize", base_optimizer=dict(name="adam", b2=0.95), num_betas=6)
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from bigtrain import settings
+from bigtrain.optim import optimizers
+from bigtrain.settings import ConfigError
+
+# (the optimizer, fn(step) -> learning rate) -> the optimizer around it.
+Wrap = Callable[
+  [optax.GradientTransformationExtraArgs, Callable[[Any], Any]],
+  optax.GradientTransformation,
+]
+
+
+def _schedule_free(**kwargs: Any) -> Wrap:
+  return lambda inner, learning_rate: optax.contrib.schedule_free(
+    inner, learning_rate, **kwargs
+  )
+
+
+def _mechanize(**kwargs: Any) -> Wrap:
+  return lambda inner, _: optax.contrib.mechanize(inner, **kwargs)
+
+
+def _reduce_on_plateau(**kwargs: Any) -> Wrap:
+  scale = optax.contrib.reduce_on_plateau(**kwargs)
+  return lambda inner, _: optax.chain(inner, scale)
+
+
+# (the function of optax with the arguments, from these to the wrapper).
+_WRAPPERS: dict[str, tuple[Callable[..., Any], Callable[..., Wrap]]] = {
+  "schedule_free": (optax.contrib.schedule_free, _schedule_free),
+  "schedule_free_adamw": (optax.contrib.schedule_free, _schedule_free),
+  "schedule_free_sgd": (optax.contrib.schedule_free, _schedule_free),
+  "mechanize": (optax.contrib.mechanize, _mechanize),
+  "reduce_on_plateau": (optax.contrib.reduce_on_plateau, _reduce_on_plateau),
+}
+
+
+NAMES = tuple(_WRAPPERS)
+
+
+def split(
+  spec: Mapping[str, Any], key: str
+) -> tuple[dict[str, Any], Wrap | None]:
+  """Splits config.optimizer into a base optimizer and what is around it.
+
+  Args:
+    spec: name and keyword arguments.
+    key: location of `spec` in the config, for messages.
+
+  Returns:
+    (name and arguments of the base optimizer, the wrapper or None).
+
+  Raises:
+    ConfigError: no base optimizer, or unknown arguments of the wrapper.
+  """
+  options = dict(spec)
+  name = options.get("name")
+  if name not in _WRAPPERS:
+    return options, None
+  kept = {k: options.pop(k) for k in optimizers.OWN_KEYS if k in options}
+  base: Any = options.pop("base_optimizer", None)
+  if name == "schedule_free_adamw":
+    base = dict(
+      name="scale_by_rms",
+      decay=options.pop("b2", 0.999),
+      eps=options.pop("eps", 1e-8),
+      eps_in_sqrt=False,
+      bias_correction=True,
+    )
+  elif name == "schedule_free_sgd":
+    base = dict(name="sgd")
+  elif not isinstance(base, Mapping) or base.get("name") in _WRAPPERS:
+    raise ConfigError(
+      f"{key}.base_optimizer: expected the dict of an optimizer, such as "
+      f"dict(name='adam'), got {base!r}."
+    )
+  fn, make = _WRAPPERS[name]
+  settings.check_kwargs(
+    fn, options, key, given=("base_optimizer", "learning_rate")
+  )
+  if fn is optax.contrib.schedule_free:
+    b1 = options.get("b1", 0.9)
+    settings.check_number(f"{key}.b1", b1, above=0, most=1)
+  try:
+    wrap = make(**options)
+  except (TypeError, ValueError) as e:
+    raise ConfigError(f"{key}: {name} rejects {options}: {e}.") from e
+  return {**kept, **base}, wrap

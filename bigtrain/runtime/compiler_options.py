@@ -1,0 +1,77 @@
+"""Options of XLA that the program sets on each platform.
+
+An option is in OURS only if the platform's compiler then makes better programs;
+the comment beside it has the figure. docs/benchmarks.md lists these figures and
+`make bench ARGS=compilers` measures them again. config.compiler_options
+overrides and adds options; the value None removes one of ours.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from bigtrain import settings
+
+OURS: dict[str, dict[str, Any]] = {
+  "cpu": {},
+  "gpu": {},
+  "tpu": {
+    # Under fsdp XLA replaces a gather of weights and the product that uses them
+    # by a loop of small products, between which it passes on parts of the
+    # weights. With small weights the loop costs more than it hides: SigLIP-B/16
+    # on 16 v5e takes 153 ms in place of 575, T5 1.1 base 151 in place of 395.
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
+  },
+}
+
+
+def read(config: settings.Config, mesh: Mesh) -> dict[str, Any]:
+  """Reads config.compiler_options.
+
+  Args:
+    config: the whole config; `compiler_options` maps names of options of XLA to
+      their values.
+    mesh: mesh that the programs are compiled for.
+
+  Returns:
+    The options of this run: those of OURS for the mesh's platform, changed by
+    the config's.
+
+  Raises:
+    ConfigError: the compiler does not know an option or refuses its value.
+  """
+  device = mesh.devices.flat[0]
+  ours = OURS.get(device.platform, {})
+  given = config.kwargs("compiler_options")
+  chosen = {k: v for k, v in {**ours, **given}.items() if v is not None}
+  new = {k: v for k, v in chosen.items() if k in given}
+  if new and _complaint(mesh, new):
+    for name, value in new.items():
+      complaint = _complaint(mesh, {name: value})
+      if complaint:
+        hint = settings.did_you_mean(name, ours) if name not in ours else ""
+        raise settings.ConfigError(
+          f"config.compiler_options.{name}={value!r}: the compiler for "
+          f"{device.device_kind} refuses it: {complaint}{hint}"
+        )
+  return chosen
+
+
+def _complaint(mesh: Mesh, options: Mapping[str, Any]) -> str:
+  """Returns the compiler's error about these options, or ""."""
+  # A device of this process, or any device if all of them are absent.
+  index = jax.process_index()
+  devices = list(mesh.devices.flat)
+  device = next((d for d in devices if d.process_index == index), devices[0])
+  one = jax.ShapeDtypeStruct(
+    (), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device)
+  )
+  lowered = jax.jit(lambda x: x + 1).lower(one)
+  try:
+    lowered.compile(compiler_options=dict(options))
+  except (jax.errors.JaxRuntimeError, TypeError, ValueError) as e:
+    return f"{' '.join(str(e).split())}."
+  return ""

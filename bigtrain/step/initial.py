@@ -1,0 +1,111 @@
+"""A model's variables before the first step, and the layout that it wants."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import meta
+
+from bigtrain import parts, settings, sharding, trees
+from bigtrain.step import gradients
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+class Variables:
+  """Returns initial parameters and mutable collections when called.
+
+  Attributes:
+    boxed: returns the same, with those variables whose axes the model names in
+      flax's boxes.
+  """
+
+  def __init__(self, boxed: Callable[[], dict[str, Any]]):
+    self.boxed = boxed
+
+  def __call__(self) -> dict[str, Any]:
+    """Returns the variables without boxes."""
+    return unboxed(self.boxed())
+
+
+def unboxed(variables: Any) -> Any:
+  """Takes variables out of flax's boxes, also under a mesh."""
+  # Under a mesh, a box's own unbox constrains its value to the names in it.
+  return meta.map_axis_meta(
+    lambda box: unboxed(box.value if hasattr(box, "value") else box.unbox()),
+    variables,
+  )
+
+
+def variables_fn(
+  task: Any, model: Any, batch_spec: Mapping[str, Any], seed: int
+) -> Variables:
+  """Returns () -> initial parameters and mutable collections.
+
+  Args:
+    task: module with the function `inputs`.
+    model: flax module.
+    batch_spec: jax.ShapeDtypeStructs of a batch; the model sees an example of
+      zeros.
+    seed: config.seed.
+  """
+
+  def init() -> dict[str, Any]:
+    example = parts.Features(sharding.one_example(batch_spec), "config.input")
+    return dict(model.init(gradients.init_key(seed), **task.inputs(example)))
+
+  @jax.jit
+  def init_variables() -> dict[str, Any]:
+    with parts.no_logical_axes():
+      try:
+        return init()
+      except ValueError:
+        # The names of nn.with_partitioning need not be axes of the mesh, and
+        # flax applies them to it.
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+          return init()
+
+  return Variables(init_variables)
+
+
+def sharding_rules(
+  config: settings.Config,
+  variables: Variables,
+  part: settings.Config | None = None,
+) -> list[tuple[str, Any]]:
+  """Returns the rules of sharding.state_spec.
+
+  The axes that the model names come first, then config.sharding.
+
+  Args:
+    config: the whole config.
+    variables: initial variables of the model.
+    part: the config with the model's `logical_axes`, if not the whole one.
+
+  Raises:
+    ConfigError: the model names an axis that has no rule.
+  """
+  part = part or config
+  # An axis of the mesh stands for itself.
+  axes = (*parts.logical_axes(part), *((axis, axis) for axis in sharding.AXES))
+  known = [name for name, _ in axes]
+  boxed = jax.eval_shape(variables.boxed)
+  shapes = jax.tree.leaves(boxed)  # Boxes have one leaf each.
+  rules: list[tuple[str, Any]] = []
+  named = trees.flatten_with_names(nn.get_partition_spec(boxed))
+  for (name, names), shape in zip(named, shapes, strict=True):
+    dims = tuple(names)
+    if not dims:  # The model does not name its axes.
+      continue
+    for axis in dims:
+      if isinstance(axis, str) and axis not in known:
+        raise parts.no_rule(f"{part.path}.logical_axes", axis, known, name)
+    spec = nn.logical_to_mesh_axes(dims, axes)
+    layout = sharding.along(spec, shape.shape, dims)
+    # The optimizer's state and averages of a parameter have its name at the
+    # end of theirs.
+    pattern = f"(.*/)?{re.escape(name.removeprefix('params/'))}"
+    rules.append((pattern, layout))
+  return [*rules, *config.get("sharding", sharding.DEFAULT_RULES)]

@@ -1,0 +1,117 @@
+"""The command `python -m bigtrain`: what there is, in one screen.
+
+python -m bigtrain list KIND [NAME]
+"""
+
+import ast
+import pathlib
+import pkgutil
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from bigtrain import tools
+from bigtrain.settings import ConfigError
+
+_VERSION = pkgutil.resolve_name("bigtrain:__version__")
+_USAGE = """\
+bigtrain {version}: one config-driven program that trains large models in JAX.
+
+Train, or continue a run:
+  python -m bigtrain.main --config=FILE.py[:arguments] --workdir=DIR \\
+      [--config.KEY=VALUE ...]
+
+Use what was trained:
+  python -m bigtrain.tools.predict DIR photo.jpg
+
+Tools; python -m bigtrain.tools.NAME --help explains each:
+{tools}
+
+What a config can name, and the arguments of a NAME:
+  python -m bigtrain list KIND [NAME]
+  kinds: {kinds}
+
+Other: --help, --version. The documentation is in docs/, and the keys of a
+config are in docs/config.md.
+"""
+_KINDS = (
+  "tasks",
+  "models",
+  "variants",
+  "ops",
+  "sources",
+  "evaluators",
+  "optimizers",
+  "schedules",
+  "hooks",
+  "configs",
+)
+
+
+def programs() -> dict[str, str]:
+  """Returns {tool: first line of its docstring}; imports none of them."""
+  result = {}
+  for module in pkgutil.iter_modules(tools.__path__):
+    folder = pathlib.Path(tools.__path__[0])
+    path = folder / f"{module.name}.py"
+    source = path if path.exists() else folder / module.name / "__main__.py"
+    text = source.read_text(encoding="utf-8")
+    if not re.search(r'^if __name__ == "__main__":', text, re.MULTILINE):
+      continue  # It belongs to other tools, or to `python -m bigtrain`.
+    if not path.exists():
+      source = folder / module.name / "__init__.py"
+    doc = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")))
+    result[module.name] = (doc or "").partition("\n")[0]
+  return result
+
+
+def usage() -> str:
+  """Returns the text of --help."""
+  listed = programs()
+  width = max(map(len, listed))
+  lines = "\n".join(
+    textwrap.fill(
+      f"  {name:<{width}}  {doc}", 80, subsequent_indent=(width + 4) * " "
+    )
+    for name, doc in listed.items()
+  )
+  return _USAGE.format(
+    version=_VERSION,
+    kinds=textwrap.fill(", ".join(_KINDS), 70, subsequent_indent=9 * " "),
+    tools=lines,
+  )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns the exit code."""
+  words = list(sys.argv[1:] if argv is None else argv)
+  if not words or words[0] in ("--help", "-h", "help"):
+    print(usage(), end="")
+    return 0
+  if words[0] in ("--version", "version"):
+    print(f"bigtrain {_VERSION}")
+    return 0
+  try:
+    print(_list(words))
+    return 0
+  except ConfigError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 2
+
+
+def _list(words: Sequence[str]) -> str:
+  """Returns the text of `list KIND [NAME]`."""
+  if words[0] != "list" or not 2 <= len(words) <= 3:
+    raise ConfigError(
+      f"{' '.join(words)}: expected list KIND [NAME], --help or --version; "
+      f"kinds: {', '.join(_KINDS)}."
+    )
+  # Imports jax, which --help does without.
+  from bigtrain.tools import reference
+
+  if len(words) == 3:
+    return reference.explain(words[1], words[2])
+  listed = reference.names(words[1])
+  width = max(map(len, listed), default=0)
+  return "\n".join(f"{name:<{width}}  {doc}" for name, doc in listed.items())

@@ -1,0 +1,348 @@
+"""Predicts files and folders with a trained model.
+
+  python -m bigtrain.tools.predict runs/mine photos/ --output=labels.jsonl
+  python -m bigtrain.tools.predict runs/mine a.jpg b.jpg
+
+Pictures are classified, captioned or embedded, whatever the run was trained
+for, and text files are continued or answered. A row has the file's path, the
+step of the checkpoint and the result, as JSON, or as CSV if the name of the
+output ends in .csv. The same command, run again, skips files that the output
+has already. A file that cannot be read gets a row with "error".
+
+Exit codes: 0; 1 if there are such files, or for a damaged checkpoint; 2 for a
+wrong argument.
+"""
+
+import concurrent.futures
+import contextlib
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.checkpoints import manifest
+from bigtrain.files import paths
+from bigtrain.inference import load
+from bigtrain.inference.predictor import Predictor
+from bigtrain.reports import record
+from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.tools import arguments
+
+_PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
+_TEXTS = (".txt",)
+_FORMATS = ("jsonl", "csv")
+# Methods, and the columns of their results.
+_CLASSES = ("label", "index", "score", "top")
+_FIELDS = {
+  "classify": _CLASSES,
+  "caption": ("caption",),
+  "embed_images": ("embedding",),
+  "zero_shot": _CLASSES,
+  "generate": ("text",),
+}
+# Batches that are preprocessed while the devices work on one.
+_THREADS = 2
+
+
+def find_files(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
+  """Returns the files of the command line, each once.
+
+  Args:
+    names: files, which may have any suffix, and folders.
+    suffixes: suffixes of the files to use in folders, at any depth.
+
+  Raises:
+    ConfigError: a path does not exist, or there are no files.
+  """
+  found: dict[str, None] = {}
+  for name in names:
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+      for folder, folders, files in os.walk(path):
+        folders.sort()
+        for file in sorted(files):
+          if file.lower().endswith(tuple(suffixes)):
+            found[os.path.join(folder, file)] = None
+    elif os.path.exists(path):
+      found[path] = None
+    else:
+      raise ConfigError(f"{paths.absolute(name)}: no such file or folder.")
+  if not found:
+    kinds = ", ".join(suffixes)
+    raise ConfigError(f"{' '.join(names)}: contains no files of type {kinds}.")
+  return list(found)
+
+
+class Rows:
+  """The output, which may have rows of an earlier call.
+
+  Attributes:
+    done: paths that it has a row for.
+  """
+
+  def __init__(self, output: str, step: int, method: str):
+    """Reads the rows that are there, and removes an unfinished last one.
+
+    Args:
+      output: path ending in .jsonl or .csv, or one of these two formats for
+        standard output.
+      step: step of the checkpoint.
+      method: method whose results are written.
+
+    Raises:
+      ConfigError: another format, or rows of another checkpoint or method.
+    """
+    self.done: set[str] = set()
+    self._csv = output.endswith("csv")
+    self._fields = ["path", "step", *_FIELDS[method], "error"]
+    self._file: Any = sys.stdout
+    if output in _FORMATS:
+      if self._csv:
+        print(",".join(self._fields))
+      return
+    if not output.endswith(tuple(f".{name}" for name in _FORMATS)):
+      raise ConfigError(
+        f"--output={output}: expected jsonl, csv, or a file whose name ends in "
+        ".jsonl or .csv."
+      )
+    output = paths.absolute(output)
+    if not os.path.isdir(os.path.dirname(output)):
+      raise ConfigError(f"--output={output}: no such folder.")
+    self._file = open(output, "a+", encoding="utf-8", newline="")
+    self._file.seek(0)
+    text = self._file.read()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:  # The earlier call was killed while it wrote.
+      self._file.truncate(len(whole.encode()))
+    if self._csv and not whole:
+      self._file.write(",".join(self._fields) + "\n")
+    for row in self._parse(whole, output):
+      self.done.add(row["path"])
+      if int(row["step"]) != step:
+        raise ConfigError(
+          f"--output={output}: has rows of step {row['step']}, but the "
+          f"checkpoint is of step {step}: give another file."
+        )
+
+  def _parse(self, text: str, output: str) -> Iterator[dict[str, Any]]:
+    try:
+      if not self._csv:
+        yield from map(json.loads, text.splitlines())
+        return
+      reader = csv.DictReader(io.StringIO(text))
+      if text and reader.fieldnames != self._fields:
+        raise ValueError(f"expected the columns {', '.join(self._fields)}")
+      yield from reader
+    except (ValueError, KeyError, csv.Error) as e:
+      raise ConfigError(
+        f"--output={output}: not an output of this tool: {e}."
+      ) from e
+
+  def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows, so that none is lost if the process ends."""
+    for row in rows:
+      plain = {name: _plain(value) for name, value in row.items()}
+      if self._csv:
+        self._file.write(self._csv_line(plain))
+      else:
+        self._file.write(json.dumps(plain, ensure_ascii=False) + "\n")
+    self._file.flush()
+
+  def _csv_line(self, row: dict[str, Any]) -> str:
+    for name, value in row.items():
+      if isinstance(value, list | dict):
+        row[name] = json.dumps(value, ensure_ascii=False)
+    text = io.StringIO()
+    csv.DictWriter(text, self._fields, lineterminator="\n").writerow(row)
+    return text.getvalue()
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, np.ndarray):
+    return [float(f"{x:.7g}") for x in value.tolist()]
+  return value
+
+
+def predict(
+  predictor: Predictor,
+  files: Sequence[str],
+  rows: Rows,
+  *,
+  method: str = "",
+  progress: Callable[[int, int], None] = lambda done, total: None,
+  **options: Any,
+) -> int:
+  """Writes a row for each file that has none.
+
+  Args:
+    predictor: the model.
+    files: paths of pictures, or of texts.
+    rows: the output.
+    method: method of the predictor; what it was trained for by default.
+    progress: called with (finished files, number of files).
+    **options: of the method.
+
+  Returns:
+    Number of files that cannot be read.
+  """
+  call = getattr(predictor, method or predictor.default_method)
+  left = [file for file in files if file not in rows.done]
+  size = predictor.batch_size
+  batches = [left[i : i + size] for i in range(0, len(left), size)]
+  texts = call.__name__ == "generate"
+
+  def results(names: Sequence[str]) -> list[dict[str, Any]]:
+    try:
+      items = [_read_text(name) for name in names] if texts else list(names)
+      return call(items, **options)
+    except DataError as e:
+      if len(names) == 1:
+        return [{"error": str(e).removeprefix(f"{names[0]}: ")}]
+      return [result for name in names for result in results([name])]
+
+  done, failed = len(files) - len(left), 0
+  progress(done, len(files))
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    # A few batches ahead; all of them could fill the memory.
+    waiting = [pool.submit(results, names) for names in batches[:_THREADS]]
+    for i, names in enumerate(batches):
+      found = waiting.pop(0).result()
+      waiting += [
+        pool.submit(results, more)
+        for more in batches[i + _THREADS : i + _THREADS + 1]
+      ]
+      rows.write(
+        [
+          {"path": name, "step": predictor.step, **result}
+          for name, result in zip(names, found)
+        ]
+      )
+      failed += sum("error" in result for result in found)
+      done += len(names)
+      progress(done, len(files))
+  return failed
+
+
+def _read_text(path: str) -> str:
+  try:
+    with open(path, encoding="utf-8") as file:
+      return file.read()
+  except (OSError, UnicodeDecodeError) as e:
+    raise DataError(f"{path}: {e}.") from e
+
+
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser(
+    prog="python -m bigtrain.tools.predict",
+    description="Predicts files and folders with a trained model. The same "
+    "command, run again, skips files that the output has already.",
+    allow_abbrev=False,
+  )
+  add: Callable[..., Any] = parser.add_argument
+  add("run", help="a workdir, or one of its checkpoints")
+  add("paths", nargs="+", help="pictures (or texts), and folders of them")
+  add(
+    "--output",
+    default="jsonl",
+    help="file to write, ending in .jsonl or .csv; jsonl or csv writes to the "
+    "standard output (default: jsonl)",
+  )
+  add(
+    "--method",
+    default="",
+    help=f"{', '.join(_FIELDS)} (default: what the run was trained for)",
+  )
+  add("--top_k", type=int, help="number of classes in `top` (default: 5)")
+  add(
+    "--class_names",
+    help="file with a name of a class on each line (default: the run's)",
+  )
+  add("--pp", help="ops for the pictures (default: those of an evaluation)")
+  add("--evaluation", help="evaluation of the run whose ops to use")
+  add("--tokenizer", help="path of the run's tokenizer, if it has moved")
+  add("--step", type=int, help="step of the checkpoint (default: the newest)")
+  add("--weights", default="params", help="params or ema (default: params)")
+  add(
+    "--batch_size",
+    type=int,
+    default=32,
+    help="files at a time, over all devices (default: %(default)s)",
+  )
+  return parser
+
+
+def _options(args: Any, method: str) -> dict[str, Any]:
+  """Options of the method."""
+  ranks = method in ("classify", "zero_shot")
+  if args.top_k is not None and not ranks:
+    raise ConfigError(f"--top_k: {method} has no classes.")
+  options = {} if args.top_k is None else {"top_k": args.top_k}
+  if method == "zero_shot" and args.class_names is not None:
+    options["class_names"] = args.class_names
+  return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns the exit code."""
+  try:
+    args, _ = _parser().parse(sys.argv[1:] if argv is None else argv)
+    record.use_compile_cache(True)
+    predictor = load.load(
+      args.run,
+      args.step,
+      args.weights,
+      pp=args.pp,
+      evaluation=args.evaluation,
+      class_names=None if args.method == "zero_shot" else args.class_names,
+      tokenizer=args.tokenizer,
+      batch_size=args.batch_size,
+    )
+    method = args.method or predictor.default_method
+    if method not in _FIELDS:
+      hint = did_you_mean(method, _FIELDS)
+      raise ConfigError(f"--method={method}: unknown.{hint}")
+    options = _options(args, method)
+    suffixes = _TEXTS if method == "generate" else _PICTURES
+    files = find_files(args.paths, suffixes)
+    rows = Rows(args.output, predictor.step, method)
+    with _bar() as progress:
+      failed = predict(
+        predictor, files, rows, method=method, progress=progress, **options
+      )
+  except ConfigError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 2
+  except (manifest.CheckpointError, OSError) as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 1
+  if failed:
+    print(f"error: {failed} file(s) cannot be read.", file=sys.stderr)
+  return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+  """Shows a progress bar on a terminal; yields the function that moves it."""
+  import rich.console
+  import rich.progress
+
+  console = rich.console.Console(stderr=True)
+  columns = rich.progress.Progress.get_default_columns()
+  bar = rich.progress.Progress(
+    *columns,
+    rich.progress.MofNCompleteColumn(),
+    console=console,
+    disable=not console.is_terminal,
+  )
+  with bar:
+    task = bar.add_task("files", total=None)
+    yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

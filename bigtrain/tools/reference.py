@@ -1,0 +1,262 @@
+"""Lists what a config can name, and explains one name.
+
+  python -m bigtrain list tasks
+  python -m bigtrain list ops tokenize
+
+The text comes from signatures and docstrings: an argument's name, type and
+default, and the first sentence about it.
+"""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from bigtrain import parts
+from bigtrain.optim import optimizers, schedules
+from bigtrain.pp import parse, registry
+from bigtrain.settings import ConfigError, did_you_mean
+
+# Kinds that are modules: the folder, and the attribute that takes arguments.
+_MODULES = {
+  "tasks": ("tasks", "loss_fn"),
+  "models": ("models", "Model"),
+  "sources": ("data", "Source"),
+  "evaluators": ("evaluators", "Evaluator"),
+  "hooks": ("hooks", "Hook"),
+}
+KINDS = (*_MODULES, "variants", "ops", "optimizers", "schedules", "configs")
+# Arguments that the program passes.
+_GIVEN = {
+  "tasks": ("variables", "batch", "rng", "model", "train"),
+  "models": ("parent", "name"),
+  "evaluators": ("predict_fn", "batches", "context"),
+  "hooks": ("context",),
+}
+_SECTIONS = ("Args", "Arguments", "Attributes")
+_WIDTH = 80
+
+
+def names(kind: str) -> dict[str, str]:
+  """Returns {name: first line of its docstring} of a kind.
+
+  Args:
+    kind: one of KINDS.
+
+  Raises:
+    ConfigError: no such kind.
+  """
+  if kind not in KINDS:
+    raise ConfigError(f"list {kind}: unknown.{did_you_mean(kind, KINDS)}")
+  if kind in _MODULES:
+    folder, _ = _MODULES[kind]
+    found = {
+      name: importlib.import_module(f"bigtrain.{folder}.{name}")
+      for name in parts.module_names(folder)
+    }
+    return {name: _first_line(module) for name, module in found.items()}
+  if kind == "variants":
+    return {
+      name: ", ".join(map(str, variants)) for name, variants in _variants()
+    }
+  if kind == "configs":
+    return {
+      name: (ast.get_docstring(tree) or "").partition("\n")[0]
+      for name, tree in _configs().items()
+    }
+  functions = dict(sorted(_functions(kind).items()))
+  if kind == "schedules":
+    formulas = dict(re.findall(r"^  (\w+) {2,}(.*)", schedules.__doc__, re.M))
+    return {name: formulas[name] for name in functions}
+  return {name: _first_line(fn) for name, fn in functions.items()}
+
+
+def _functions(kind: str) -> Mapping[str, Callable[..., Any]]:
+  """The functions of a kind that is not one of modules, by name."""
+  if kind == "optimizers":
+    return optimizers.constructors()
+  if kind == "schedules":
+    return schedules.constructors()
+  parse.parse("decode")  # Imports the modules that register ops.
+  return {name: registry.find(name) for name in registry.names()}
+
+
+def _variants() -> Iterator[tuple[str, Mapping[str, Any]]]:
+  """Yields (model, {variant: its fields}) of the models that have variants."""
+  for name in parts.module_names("models"):
+    module = importlib.import_module(f"bigtrain.models.{name}")
+    variants = getattr(module, "VARIANTS", None)
+    if variants:
+      yield name, variants
+
+
+def _configs() -> dict[str, ast.Module]:
+  """The configs that come with the program, by name; none is run."""
+  spec = importlib.util.find_spec("configs")
+  if spec is None or not spec.submodule_search_locations:
+    return {}
+  folder = pathlib.Path(next(iter(spec.submodule_search_locations)))
+  trees = {
+    path.stem: ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(folder.glob("*.py"))
+  }
+  return {
+    name: tree
+    for name, tree in trees.items()
+    if any(getattr(node, "name", "") == "get_config" for node in tree.body)
+  }
+
+
+def explain(kind: str, name: str) -> str:
+  """Returns the docstring and the arguments of one name.
+
+  Args:
+    kind: one of KINDS.
+    name: a key of `names(kind)`.
+
+  Raises:
+    ConfigError: no such kind or name.
+  """
+  known = names(kind)
+  if name not in known:
+    raise ConfigError(
+      f"list {kind} {name}: unknown.{did_you_mean(name, known)}"
+    )
+  if kind == "variants":
+    return _table(name, dict(_variants())[name])
+  if kind == "configs":
+    return _config(_configs()[name])
+  if kind not in _MODULES:
+    fn = _functions(kind)[name]
+    about = _without_sections(inspect.getdoc(fn) or known[name])
+    return "\n\n".join(filter(None, [about, arguments(fn)]))
+  folder, attribute = _MODULES[kind]
+  module = importlib.import_module(f"bigtrain.{folder}.{name}")
+  target = getattr(module, attribute)
+  given = _GIVEN.get(kind, ())
+  texts = [inspect.getdoc(module) or ""]
+  if kind != "tasks":
+    texts.append(_without_sections(inspect.getdoc(target) or ""))
+    texts.append(arguments(target, given))
+  else:
+    texts.append("config.loss:\n" + arguments(target, given))
+    for pred, fn in module.predict_fns(None).items():
+      options = arguments(fn, ("variables", "batch", "model"))
+      inner = getattr(fn, "func", fn)
+      line = f"pred = {pred!r}"
+      if doc := _first_line(inner):
+        line += f": {doc}"
+      texts.append("\n".join(filter(None, [line, options])))
+  return "\n\n".join(filter(None, texts))
+
+
+def arguments(fn: Callable[..., Any], given: tuple[str, ...] = ()) -> str:
+  """Returns one paragraph for each argument: type, default, first sentence.
+
+  Args:
+    fn: a function, or a class, whose fields or `__init__` count.
+    given: arguments to leave out.
+  """
+  described = _described(fn)
+  lines = []
+  for name, parameter in inspect.signature(fn).parameters.items():
+    if name in given or parameter.kind is parameter.VAR_KEYWORD:
+      continue
+    head = f"  {name}"
+    if parameter.kind is parameter.VAR_POSITIONAL:
+      head = f"  *{name}"
+    if parameter.annotation is not parameter.empty:
+      head += f": {_type(parameter.annotation)}"
+    if parameter.default is not parameter.empty:
+      head += f" = {_value(parameter.default)}"
+    lines.append(head)
+    if text := described.get(name):
+      lines += textwrap.wrap(
+        text, _WIDTH, initial_indent=6 * " ", subsequent_indent=6 * " "
+      )
+  return "\n".join(lines)
+
+
+def _described(fn: Callable[..., Any]) -> dict[str, str]:
+  """Returns {argument: first sentence about it} from docstrings."""
+  fn = getattr(fn, "func", fn)  # Of functools.partial.
+  docs = [inspect.getdoc(fn) or ""]
+  if inspect.isclass(fn):
+    docs.append(inspect.getdoc(fn.__init__) or "")
+  result: dict[str, str] = {}
+  for doc in docs:
+    name, section, indent = "", False, 0
+    for line in doc.splitlines():
+      if re.fullmatch(rf"({'|'.join(_SECTIONS)}):", line.strip()):
+        section, indent, name = True, 0, ""
+      elif section and line.strip():
+        spaces = len(line) - len(line.lstrip())
+        indent = indent or spaces
+        if spaces < indent:
+          section = False
+          continue
+        match = re.match(
+          r"\*{0,2}(\w+(?:, \*{0,2}\w+)*)[^:]*: *(.*)", line.strip()
+        )
+        if spaces == indent and match:
+          name = match[1]
+          result.setdefault(name, match[2])
+        elif name:
+          result[name] += f" {line.strip()}"
+  return {
+    each: _first_sentence(text)
+    for several, text in result.items()
+    for each in several.split(", ")
+  }
+
+
+def _first_sentence(text: str) -> str:
+  match = re.match(r"(.+?[.!?])(?:\s+[A-Z(].*)?$", text.strip(), re.DOTALL)
+  return match[1] if match else text.strip()
+
+
+def _without_sections(doc: str) -> str:
+  """Returns a docstring up to its first section, such as "Args:"."""
+  lines = []
+  for line in doc.splitlines():
+    if re.fullmatch(r"[A-Z]\w+:", line):
+      break
+    lines.append(line)
+  return "\n".join(lines).strip()
+
+
+def _type(annotation: Any) -> str:
+  text = inspect.formatannotation(annotation)
+  return re.sub(r"\b(typing|collections\.abc|jax|numpy)\.", "", text)
+
+
+def _value(default: Any) -> str:
+  if callable(default) and hasattr(default, "__name__"):
+    return default.__name__
+  return repr(default)
+
+
+def _table(model: str, variants: Mapping[str, Any]) -> str:
+  lines = [f'config.model_name = "{model}", config.model.variant:', ""]
+  for name, fields in variants.items():
+    values = fields._asdict() if hasattr(fields, "_asdict") else fields
+    shown = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    lines += textwrap.wrap(f"{name}: {shown}", _WIDTH, subsequent_indent="    ")
+  return "\n".join(lines)
+
+
+def _config(tree: ast.Module) -> str:
+  functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+  docs = [ast.get_docstring(tree)]
+  docs += [ast.get_docstring(n) for n in functions if n.name == "get_config"]
+  return "\n\n".join(filter(None, docs))
+
+
+def _first_line(thing: Any) -> str:
+  thing = getattr(thing, "func", thing)
+  return (inspect.getdoc(thing) or "").partition("\n")[0]

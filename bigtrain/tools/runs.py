@@ -1,0 +1,214 @@
+"""Lists the runs below a folder, one line each.
+
+  python -m bigtrain.tools.runs runs/
+  python -m bigtrain.tools.runs runs/ --metric=val/loss --mode=min
+
+A line has the run's state, its step, the best value of a metric, the time since
+its last sign of life, its folder and its command. States: running; finished;
+stopped, before its last step; lost: its process is gone without an end.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bigtrain.checkpoints import folders
+from bigtrain.checkpoints.manifest import CheckpointError
+from bigtrain.cluster import lease
+from bigtrain.files import paths
+from bigtrain.reports import record, rows
+from bigtrain.settings import ConfigError
+
+# Files that a run writes while it lives.
+_SIGNS = (rows.FILE_NAME, "run.json", lease.FILE)
+# Metrics of evaluations that are shown unless one is named, the best first.
+_PREFERRED = (("acc", "max"), ("exact", "max"), ("loss", "min"))
+
+
+class Line(NamedTuple):
+  """A run.
+
+  Attributes:
+    state: see the module.
+    step: newest step with a row.
+    progress: share of the run that is done, 0 to 1.
+    best: name, value and step of the best value; "" without one.
+    alive: Unix time in seconds of the last sign of life.
+    folder: the workdir.
+    command: command of the newest start.
+  """
+
+  state: str
+  step: int
+  progress: float
+  best: str
+  alive: float
+  folder: str
+  command: str
+
+
+def find(folder: str) -> Iterator[str]:
+  """Yields the workdirs at and below a folder, sorted."""
+  for path, names, files in os.walk(folder):
+    names.sort()
+    if "run.json" in files and "config.json" in files:
+      names.clear()  # A workdir has no other one inside.
+      yield path
+
+
+def describe(workdir: str, metric: str = "", mode: str = "max") -> Line:
+  """Returns the line of a run; reads only files.
+
+  Args:
+    workdir: folder of the run.
+    metric: metric to compare; by default one of an evaluation.
+    mode: whether the best value is the "max" or the "min".
+  """
+  written = rows.read_rows(workdir)
+  newest = {name: value for row in written for name, value in row.items()}
+  starts = (record.read_json(os.path.join(workdir, "run.json")) or {}).get(
+    "starts", [{}]
+  )
+  command = starts[-1].get("command", [])
+  signs = [os.path.join(workdir, name) for name in _SIGNS]
+  alive = max(os.path.getmtime(path) for path in signs if os.path.exists(path))
+  if not metric:
+    metric, mode = _metric(newest)
+  return Line(
+    _state(workdir, newest),
+    newest.get("step", 0),
+    float(newest.get("progress", 0.0)),
+    _best(written, metric, mode),
+    alive,
+    workdir,
+    shlex.join(command),
+  )
+
+
+def _state(workdir: str, newest: Mapping[str, Any]) -> str:
+  holder = lease.read(workdir)
+  if holder is not None:
+    is_alive = holder.is_alive()
+    if is_alive is None:  # On another machine.
+      is_alive = holder.expires > time.time()
+    return "running" if is_alive else "lost"
+  if newest.get("progress", 0) >= 1 or _was_stopped(workdir):
+    return "finished"
+  return "stopped"
+
+
+def _was_stopped(workdir: str) -> bool:
+  """Whether a hook ended the run with success."""
+  try:
+    newest = folders.newest(workdir)
+    if newest is None:
+      return False
+    manifest = folders.read_manifest(folders.find(workdir, newest))
+  except CheckpointError:
+    return False
+  stopped = manifest.host_state.hooks.get("stopped")
+  return bool(stopped and not stopped[1])
+
+
+def _metric(newest: Mapping[str, Any]) -> tuple[str, str]:
+  """Returns the metric of a run that says most, and its mode."""
+  for ending, mode in _PREFERRED:
+    for name in sorted(newest):
+      if "/" in name and name.rpartition("/")[2] == ending:
+        return name, mode
+  return "loss", "min"
+
+
+def _best(written: Sequence[Mapping[str, Any]], metric: str, mode: str) -> str:
+  values = [
+    (row[metric], row["step"])
+    for row in written
+    if isinstance(row.get(metric), int | float) and row[metric] == row[metric]
+  ]
+  if not values:
+    return ""
+  choose = max if mode == "max" else min
+  value, step = choose(values, key=lambda pair: pair[0])
+  return f"{metric} {value:.4g} @ {step}"
+
+
+def table(lines: Sequence[Line], now: float) -> str:
+  """Formats runs, with aligned columns.
+
+  Args:
+    lines: the runs.
+    now: Unix time in seconds.
+  """
+  cells = [
+    (
+      line.state,
+      f"{line.step} ({line.progress:.0%})",
+      line.best,
+      _ago(now - line.alive),
+      line.folder,
+      line.command,
+    )
+    for line in lines
+  ]
+  cells.insert(0, ("state", "step", "best", "last sign", "folder", "command"))
+  widths = [max(map(len, column)) for column in zip(*cells)]
+  return "\n".join(
+    "  ".join(cell.ljust(n) for cell, n in zip(row, widths)).rstrip()
+    for row in cells
+  )
+
+
+def _ago(secs: float) -> str:
+  for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+    if secs >= size:
+      return f"{secs / size:.0f} {unit} ago"
+  return f"{max(secs, 0):.0f} s ago"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns the exit code."""
+  parser = argparse.ArgumentParser(
+    prog="python -m bigtrain.tools.runs",
+    description="Lists the runs below a folder, one line each.",
+  )
+  parser.add_argument("folder", help="folder of runs, or a run")
+  parser.add_argument(
+    "--metric",
+    default="",
+    help="metric to compare, such as val/acc (default: one of an evaluation)",
+  )
+  parser.add_argument(
+    "--mode",
+    choices=("max", "min"),
+    default="max",
+    help="whether the largest or the smallest value is the best, with "
+    "--metric (default: max)",
+  )
+  args = parser.parse_args(argv)
+  try:
+    folder = paths.absolute(args.folder)
+    if not os.path.isdir(folder):
+      raise ConfigError(f"{args.folder}: no such folder.")
+    workdirs = [os.path.relpath(path) for path in find(folder)]
+    if not workdirs:
+      raise ConfigError(
+        f"{args.folder}: contains no run: no folder with run.json and "
+        "config.json."
+      )
+    lines = [describe(path, args.metric, args.mode) for path in workdirs]
+  except ConfigError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 2
+  except OSError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 1
+  print(table(lines, time.time()))
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,68 @@
+"""Splash attention, interpreted on a CPU, against the plain one."""
+
+import functools
+
+import numpy as np
+import pytest
+from models.layers import attention_cases
+
+from bigtrain import sharding
+from bigtrain.models.layers import attention_splash
+
+Case = attention_cases.Case
+
+# Blocks of 128 are the smallest.
+CASES = {
+  "causal": Case(L=256, causal=True, heads=4),
+  "window": Case(L=384, causal=True, window=100, softcap=2.0),
+  "documents": Case(L=200, causal=True, documents=True, width=16),
+  "padding": Case(L=130, S=200, padding=True, scaled=False),
+  "all": Case(L=197, heads=3, kv_heads=1),
+}
+
+
+# Compiling the interpreted kernels takes seconds.
+QUICK = ("window", "padding")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+  attend = functools.partial(attention_splash.attend, block=128, interpret=True)
+  monkeypatch.setattr(attention_splash, "attend", attend)
+  monkeypatch.setattr(sharding, "device", lambda: ("tpu", "TPU v5"))
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in CASES
+  ],
+)
+def test_equals_the_plain_one(name):
+  case = CASES[name]
+  arrays = case.arrays()
+  expected = case.results(arrays, "xla")
+  actual = case.results(arrays, "splash")
+  attention_cases.check_close(actual, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_near_to_float32_as_the_plain_one():
+  case = CASES["causal"]
+  expected = case.results(case.arrays(), "xla")
+  actual = case.results(case.arrays("bfloat16"), "splash")
+  attention_cases.check_close(actual, expected, 0.03)
+
+
+def test_what_may_not_be_seen_changes_nothing():
+  case = CASES["documents"]
+  arrays = case.arrays()
+  before = case.attend(arrays, "splash")
+  segments = np.asarray(case.sees().segments_BL)
+  other = (segments != segments[:, 100:101])[..., None, None] * 7.0
+  for name in ("k_BSGK", "v_BSGK"):
+    arrays = {**arrays, name: arrays[name] + other}
+  after = case.attend(arrays, "splash")
+  np.testing.assert_array_equal(after[:, 100], before[:, 100])
+  assert not np.array_equal(after, before)

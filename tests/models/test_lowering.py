@@ -1,0 +1,106 @@
+"""Every config can be compiled for TPUs and for NVIDIA's GPUs.
+
+Two blocks of each model are lowered, with the lengths, widths and dtypes of the
+config, forward and backward. That runs the checks of the kernels, which refuse
+some shapes, without a device.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import test_configs
+
+from bigtrain import parts, sharding
+
+DEVICES = {"tpu": "TPU v5", "cuda": "NVIDIA H100 80GB HBM3"}
+# Configs share these two; a student is a model of another config.
+CONFIGS = [
+  name
+  for name in test_configs.NAMES
+  if name not in ("decoder_lm", "t5_c4", "digits_distill")
+]
+# Lowering takes a second or two each.
+QUICK = ("gpt2_124m",)
+
+
+def _shallow(options):
+  """Options of a model with two blocks in each stack."""
+  shallow = {}
+  for name, value in options.items():
+    if isinstance(value, dict):
+      value = _shallow(value)
+    shallow[name] = value
+  if "variant" in options or "width" in options:
+    shallow["depth"] = 2
+  for name in ("depth", "decoder_depth"):
+    if name in options:
+      shallow[name] = 2
+  return shallow
+
+
+def lower(config, platform):
+  """The text of a gradient of the config's loss for a platform."""
+  task = parts.find_module("tasks", config["task"], "task")
+  module = parts.find_module("models", config["model_name"], "model_name")
+  options = config["model"]
+  if config["model_name"] != "resnet":  # Its depth is a list of sizes.
+    options = _shallow(options)
+  model = module.Model(**options)
+  example = test_configs.example_of(config)
+  batch = {
+    name: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype)
+    for name, x in example.items()
+  }
+  if config["task"] == "classification":
+    batch["labels"] = jax.ShapeDtypeStruct((2, model.num_classes), jnp.float32)
+  inputs = jax.eval_shape(task.inputs, example)
+  variables = jax.eval_shape(model.init, jax.random.key(0), **inputs)
+
+  def loss(params, variables, batch, key):
+    pairs, _ = task.loss_fn(
+      {**variables, "params": params},
+      parts.Features(batch, "config.input"),
+      key,
+      model=model,
+      train=True,
+      **config.get("loss", {}),
+    )
+    total, weight = pairs["loss"]
+    return total / weight
+
+  mesh = jax.sharding.AbstractMesh(
+    (1, 1),
+    sharding.AXES,
+    abstract_device=jax.sharding.AbstractDevice(
+      device_kind=DEVICES[platform],
+      num_cores=1,
+      platform="gpu" if platform == "cuda" else platform,
+    ),
+  )
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  with jax.sharding.use_abstract_mesh(mesh):
+    traced = jax.jit(jax.grad(loss)).trace(
+      variables["params"], variables, batch, key
+    )
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("platform", DEVICES)
+@pytest.mark.parametrize(
+  "name",
+  [
+    n if n in QUICK else pytest.param(n, marks=pytest.mark.slow)
+    for n in CONFIGS
+  ],
+)
+def test_a_config_can_be_lowered(traces_cudnn, name, platform):
+  config = test_configs.load(name)
+  assert "func.func public @main" in lower(config, platform)
+
+
+def test_a_class_token_keeps_cudnn(traces_cudnn):
+  config = test_configs.load("vit_i1k")
+  config["model"] |= dict(pool_type="tok", dtype="bfloat16")
+  text = lower(config, "cuda")
+  assert "__cudnn$fmhaSoftmaxBackward" in text
+  assert "197x197" not in text and "198x198" not in text

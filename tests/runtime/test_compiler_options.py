@@ -1,0 +1,51 @@
+"""Options of XLA: ours, the config's, and mistakes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bigtrain import settings, sharding
+from bigtrain.runtime import compiler_options, programs
+
+
+def read(**options):
+  config = settings.Config({"compiler_options": options})
+  return compiler_options.read(config, sharding.make_mesh())
+
+
+def test_the_config_overrides_and_removes_our_options(monkeypatch):
+  ours = {"xla_cpu_enable_fast_math": False, "xla_cpu_enable_fast_min_max": 0}
+  monkeypatch.setitem(compiler_options.OURS, "cpu", ours)
+  assert read() == ours
+  assert read(
+    xla_cpu_enable_fast_math=True,
+    xla_cpu_enable_fast_min_max=None,
+    xla_backend_optimization_level=1,
+  ) == {"xla_cpu_enable_fast_math": True, "xla_backend_optimization_level": 1}
+
+
+@pytest.mark.parametrize(
+  "name, value", [("xla_no_such", 1), ("xla_cpu_enable_fast_math", "often")]
+)
+def test_the_compiler_checks_options_before_training(name, value):
+  message = re.escape(f"config.compiler_options.{name}={value!r}: ")
+  with pytest.raises(settings.ConfigError, match=message):
+    read(**{"xla_backend_optimization_level": 1, name: value})
+
+
+@pytest.mark.parametrize("mode", ["compiled", "checked"])
+def test_programs_are_compiled_with_the_options(mode, tmp_path):
+  options = {"xla_dump_to": str(tmp_path)}
+  made = programs.Programs(mode, options)
+  x = jax.ShapeDtypeStruct((7,), "float32")
+  cache = jax.config.jax_compilation_cache_dir
+  jax.config.update("jax_enable_compilation_cache", False)
+  try:
+    made.compile("a", lambda x: x * 2.5, x)(jnp.ones(7))
+  finally:
+    jax.config.update("jax_enable_compilation_cache", cache is not None)
+  assert any(tmp_path.iterdir())
+  if mode == "compiled":
+    assert made.facts("a")["compiler_options"] == options

@@ -1,0 +1,115 @@
+"""Distillation from a frozen teacher, on one device and on eight."""
+
+import copy
+import json
+
+import jax
+import pytest
+import tiny
+
+from bigtrain import main, sharding
+from bigtrain.settings import ConfigError
+
+TEACHER = dict(model_name="tiny.net", model=dict(num_classes=10, width=64))
+
+
+@pytest.fixture(scope="module")
+def configure(tiny_config, tmp_path_factory):
+  """configure(changes): a config with the checkpoint of a trained teacher."""
+  workdir = tmp_path_factory.mktemp("teacher")
+  main.train(
+    tiny_config({"model": TEACHER["model"], "evals": {}, "lr": 0.1}),
+    str(workdir),
+  )
+  changes = {
+    "task": "distillation",
+    "teacher": TEACHER | {"model_init": dict(path=str(workdir), step=6)},
+    "model.dropout": 0.1,
+    "microbatches": 2,
+    "loss": dict(mixup_alpha=0.5, temperature=2.0),
+    "evals.agree": tiny_config()["evals"]["val"] | {"type": "mean"},
+    "evals.agree.pred": "loss",
+    "evals.agree.pred_kw": dict(temperature=2.0),
+    "evals.teacher": tiny_config()["evals"]["val"] | {"pred": "teacher_logits"},
+  }
+
+  def make(**more):
+    return tiny_config(copy.deepcopy(changes | more))
+
+  return make
+
+
+def on_one_device(monkeypatch):
+  monkeypatch.setattr(
+    sharding,
+    "from_config",
+    lambda config: sharding.make_mesh(devices=jax.devices()[:1]),
+  )
+
+
+@pytest.mark.slow
+def test_a_student_learns_from_a_teacher_and_resumes(
+  configure, tmp_path, monkeypatch
+):
+  whole, cut = tmp_path / "whole", tmp_path / "cut"
+  main.train(configure(), str(whole))
+  rows = tiny.rows(whole)
+  assert rows[6]["loss"] < rows[1]["loss"]
+  assert rows[6]["agree/agreement"] > 0
+  assert rows[3]["teacher/loss"] == rows[6]["teacher/loss"]
+  assert rows[6]["teacher/acc"] == rows[6]["agree/teacher_accuracy"]
+  for name in ("accuracy", "teacher_accuracy", "entropy", "teacher_entropy"):
+    assert rows[6][name] > 0
+  # Checkpoints hold the student alone.
+  arrays = tiny.arrays(whole)
+  assert not [name for name in arrays if "teacher" in name]
+  assert arrays["params/head/kernel"].shape == (32, 10)
+
+  for stop in (3, None):
+    main.train(configure() | {"stop_at_steps": stop}, str(cut))
+  tiny.assert_same(arrays, tiny.arrays(cut))
+  assert rows == tiny.rows(cut)
+
+  with monkeypatch.context() as patch:
+    on_one_device(patch)
+    main.train(configure(**{"model.dropout": 0.0}), str(tmp_path / "1"))
+  main.train(configure(**{"model.dropout": 0.0}), str(tmp_path / "8"))
+  one, eight = (tiny.rows(tmp_path / name) for name in ("1", "8"))
+  for step, row in one.items():
+    for name in ("loss", "agree/loss", "teacher_accuracy"):
+      if name in row:
+        assert row[name] == pytest.approx(eight[step][name], rel=1e-4)
+
+
+def test_model_flops_count_the_teacher_once(configure, tmp_path):
+  main.train(configure(compile_only=True), str(tmp_path))
+  (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+  student, teacher = (2 * 16 * (64 * width + width * 10) for width in (32, 64))
+  assert start["model_flops_per_step"] == pytest.approx(
+    3 * student + teacher, rel=1e-5
+  )
+  assert start["footprint"]["state_bytes"]["teacher"] > 0
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"teacher": {}}, r"config.teacher: missing: .*model_init"),
+    ({"task": "classification", "loss": {}}, "'distillation' does"),
+    ({"teacher": TEACHER}, r"config.teacher.model_init: missing"),
+    (
+      {"teacher": TEACHER | {"model_name": "vitt", "model_init": None}},
+      r"config.teacher.model_name: .* mean 'vit'",
+    ),
+    ({"teacher.model": dict(classes=1)}, r"config.teacher.model.classes"),
+    ({"teacher.extra": 1}, r"config.teacher.extra: unknown key"),
+    ({"loss": dict(distance="kll")}, r"config.loss.distance: .* mean 'kl'"),
+    (
+      {"teacher.model": dict(num_classes=10, width=8)},
+      r"(?s)config.teacher.model_init: .* does not fit",
+    ),
+  ],
+)
+def test_mistakes(configure, tmp_path, changes, message):
+  with pytest.raises(ConfigError, match=message):
+    main.train(configure(**changes), str(tmp_path))

@@ -1,0 +1,62 @@
+"""`python -m bigtrain`, and --help of every tool."""
+
+import importlib
+
+import pytest
+
+import bigtrain
+from bigtrain.tools import overview, reference
+
+TOOLS = overview.programs()
+
+
+def run(capsys, *words):
+  code = overview.main(words)
+  output = capsys.readouterr()
+  return code, output.out, output.err
+
+
+def test_help_lists_every_tool(capsys):
+  code, out, _ = run(capsys, "--help")
+  words = " ".join(out.split())
+  assert code == 0 and run(capsys)[1] == out
+  assert {"predict", "report", "plan", "runs"} <= TOOLS.keys()
+  assert (
+    not {"overview", "reference", "arguments", "saved_model"} & TOOLS.keys()
+  )
+  for name, line in TOOLS.items():
+    assert f"{name} {line}" in words and line.endswith(".")
+  assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def test_the_version(capsys):
+  assert run(capsys, "--version")[1] == f"bigtrain {bigtrain.__version__}\n"
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_tool_has_help(name, capsys):
+  module = importlib.import_module(f"bigtrain.tools.{name}")
+  if hasattr(module, "__path__"):
+    module = importlib.import_module(f"bigtrain.tools.{name}.{name}")
+  with pytest.raises(SystemExit) as e:
+    module.main(["--help"])
+  assert not e.value.code
+  assert f"python -m bigtrain.tools.{name}" in capsys.readouterr().out
+
+
+def test_the_kinds_are_those_of_the_lists():
+  assert sorted(overview._KINDS) == sorted(reference.KINDS)
+
+
+@pytest.mark.parametrize(
+  "words, message",
+  [
+    (["lst", "tasks"], "expected list KIND"),
+    (["list"], "kinds: tasks"),
+    (["list", "task"], "mean 'tasks'"),
+    (["list", "ops", "rezise"], "mean 'resize'"),
+  ],
+)
+def test_mistakes_give_a_one_line_error(capsys, words, message):
+  code, _, error = run(capsys, *words)
+  assert code == 2 and message in error and error.count("\n") == 1
