@@ -121,7 +121,6 @@ def _train(
   teacher = teacher_lib.from_config(config, task, batch_spec, mesh, seed)
   loss_fn = parts.loss_fn(config, task, model, teacher.model)
   loss_fn = jax.jit(debugging.instrument(config, loss_fn))  # Traced only once.
-
   init_variables = initial.variables_fn(task, model, batch_spec, seed)
 
   # Optimizer. It has no state for frozen parameters.
@@ -232,6 +231,7 @@ def _train(
     evaluations_lib.Context(
       *("", workdir, mesh, batch_size, pp_modules, phase.evaluation_progress),
       vocab_sizes=vocab_sizes,
+      class_names=train_input.saved["data"].get("class_names", {}),
       compile=programs.compile,
     ),
     weights=start_lib.evaluated(with_teacher),
@@ -334,7 +334,7 @@ def _train(
   )
 
   def save() -> None:
-    """Starts to save the state, with what the host has to remember."""
+    """Starts to save the state and the host's side of the run."""
     nonlocal saved_step
     log.flush_row()
     values = jax.device_get(tally)

@@ -97,7 +97,7 @@ def make(arg):
     scan=True,
   )
 
-  # The arithmetic of moments in bfloat16 is big_vision's, too.
+  # Moments in bfloat16 follow big_vision's arithmetic.
   config.optimizer = dict(
     name="big_vision_adafactor", moment_arithmetic="stored"
   )

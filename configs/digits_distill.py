@@ -11,9 +11,7 @@ Source: our own run. The recipe is that of Beyer et al. 2021
 labels, and many epochs.
 """
 
-import ml_collections
-
-from configs import common
+from configs import common, digits
 
 
 def get_config(arg=None):
@@ -22,64 +20,18 @@ def get_config(arg=None):
   With runlocal the teacher has fresh parameters.
   """
   arg = common.parse_arg(arg, teacher="runs/digits", runlocal=False)
-  config = ml_collections.ConfigDict()
-
-  config.seed = 0
-  config.total_steps = 1400 if not arg.runlocal else 4
-  config.log_steps = 50 if not arg.runlocal else 2
-  config.ckpt_steps = 300 if not arg.runlocal else 2
+  # Input, lengths, optimizer and evaluation of the quickstart.
+  config = digits.get_config("runlocal" if arg.runlocal else None)
 
   config.task = "distillation"
   config.loss = dict(distance="kl", temperature=1.0, mixup_alpha=1.0)
   config.teacher = dict(
-    model_name="vit",
-    model=dict(
-      num_classes=10,
-      patch_size=2,
-      width=64,
-      depth=4,
-      mlp_dim=256,
-      num_heads=4,
-      pool_type="gap",
-      posemb="learn",
-      # From a head of zeros there would be nothing to learn.
-      head_zeroinit=not arg.runlocal,
-    ),
+    model_name=config.model_name,
+    model=config.model.to_dict(),
     model_init=arg.teacher if not arg.runlocal else None,
   )
+  # A fresh teacher whose head is zeros would teach nothing.
+  config.teacher.model.head_zeroinit = not arg.runlocal
 
-  pp = "{}value_range(-1,1,0,16)|onehot(10,key='label',key_result='labels')"
-  pp += "|keep('image','labels')"
-  config.input = dict(
-    data=dict(type="arrays", name="digits", split="train"),
-    pp=pp.format("random_crop(8,pad=1)|"),
-    batch_size=128 if not arg.runlocal else 16,
-  )
-
-  config.model_name = "vit"
-  config.model = dict(
-    num_classes=10,
-    patch_size=2,
-    width=24,
-    depth=2,
-    mlp_dim=96,
-    num_heads=3,
-    pool_type="gap",
-    posemb="learn",
-  )
-
-  config.optimizer = dict(name="adam", b1=0.9, b2=0.99)
-  config.lr = 3e-3
-  config.wd = 1e-3
-  config.grad_clip_norm = 1.0
-  config.schedule = dict(decay_type="cosine", warmup_percent=8)
-
-  config.evals = {}
-  config.evals.val = dict(
-    type="classification",
-    pred="logits",
-    data=dict(type="arrays", name="digits", split="test"),
-    pp=pp.format(""),
-    log_steps=200 if not arg.runlocal else 2,
-  )
+  config.model.update(width=24, depth=2, mlp_dim=96, num_heads=3)
   return config

@@ -61,8 +61,9 @@ RULES = {
 # is also the image tower of captioners and of image-text models.
 _SEAMS = ("tasks", "models", "evaluators", "data", "hooks")
 _SHARED = ("models.vit", "data.arrays")
-# Configs share these, and cap.py differs from cappa.py in one key.
-_OF_CONFIGS = r"configs\.(common|cappa|decoder_lm|t5_c4)"
+# Configs share these: cap.py differs from cappa.py in one key, and
+# digits_distill.py trains on the quickstart's data with its model as teacher.
+_OF_CONFIGS = r"configs\.(common|cappa|decoder_lm|digits|t5_c4)"
 
 
 def _modules():

@@ -183,8 +183,8 @@ def finished_step(
 ) -> int | None:
   """Returns the step at which the run has ended, or None if it goes on.
 
-  It goes on, too, if the config has changed in any way or if the checkpoint is
-  damaged: `start` then says what is wrong. All processes get the same result.
+  A run also goes on after any change of the config or damage to the checkpoint,
+  which `start` then reports. All processes get the same result.
 
   Args:
     workdir: folder of the run.

@@ -47,7 +47,7 @@ def from_config(
 
   Args:
     config: the whole config.
-    task: module of the task; its `inputs` are the teacher's, too.
+    task: module of the task; its `inputs` also serve the teacher.
     batch_spec: jax.ShapeDtypeStructs of a batch.
     mesh: device mesh.
     seed: config.seed, for a teacher with model_init=None: such a teacher has

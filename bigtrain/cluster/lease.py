@@ -275,7 +275,7 @@ def _link(tmp: str, path: str) -> None:
 
 
 def read(workdir: str) -> Holder | None:
-  """Returns the job that holds a workdir; None if there is none."""
+  """Returns the job that holds a workdir, or None."""
   return _read(os.path.join(workdir, FILE))
 
 

@@ -33,7 +33,7 @@ class Source:
       bytes.
     image_is: content of the image field: "path", relative to the folder of the
       jsonl file, or "base64".
-    fields: names of the fields to use; by default those of the first line.
+    fields: names of the fields to use; by default all fields of the first line.
     slice: slice of the lines, such as "[:99%]".
 
   Raises:

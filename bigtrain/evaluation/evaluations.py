@@ -250,11 +250,13 @@ def from_config(
     ConfigError: unknown module, predict function or option, or a bad length.
   """
   evaluations = []
-  if "input" in config and config.get("evals"):
-    sizes = context.vocab_sizes.items()
-    labels = [name for name, n in sizes if isinstance(n, parts.ClassCount)]
-    names = class_maps.of_training(config.input, context.pp_modules, labels)
-    context = context._replace(class_names=names)
+  sizes = context.vocab_sizes
+  names = {
+    feature: names
+    for feature, names in context.class_names.items()
+    if isinstance(sizes.get(feature), parts.ClassCount)
+  }
+  context = context._replace(class_names=names)
   at_start = config.get("eval_at_start", False)
   for name in config.get("evals", {}):
     options = config.evals.kwargs(name)

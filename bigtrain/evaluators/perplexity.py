@@ -43,7 +43,7 @@ class Evaluator:
   def run(self, variables: Any, step: int) -> dict[str, float]:
     """Returns "loss", "perplexity", and "bits_per_byte" if bytes are known.
 
-    The means of the predict function's other pairs are returned, too.
+    The means of the predict function's other pairs are returned as well.
     """
     return summary(self._pairs(variables))
 

@@ -31,7 +31,8 @@ def room(error: BaseException, path: str) -> str:
     path: file or folder that was written, or a folder above it.
 
   Returns:
-    "" if the error has another cause or says it already, or for object stores.
+    "" if the error has another cause or already names the free bytes, and for
+    object stores.
   """
   known = "bytes free" in str(error)
   if known or not is_full(error) or paths.is_remote(path):

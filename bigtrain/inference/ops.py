@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from bigtrain.pp import dependencies, parse, tokenizers
 from bigtrain.settings import ConfigError, did_you_mean
 
-_IN_THE_CALL = "bigtrain.load"
+_CALLER = "bigtrain.load"
 
 
 class Overrides(NamedTuple):
-  """Arguments of `bigtrain.load` that replace what the run has; see there."""
+  """Arguments of `bigtrain.load` that replace the run's own values."""
 
   pp: str | None = None
   pp_text: str | None = None
@@ -66,13 +66,13 @@ def find(
   evaluation: str | None = None,
   option: str = "pp",
 ) -> Chain:
-  """Returns the ops for a feature; the module says which they are.
+  """Returns the ops for a feature, chosen as the module docstring describes.
 
   Args:
     config: config of the run.
     feature: name of the feature, such as "image".
     preds: predict functions whose evaluations come first.
-    given: the argument of the same name as `option`, if there is one.
+    given: the argument of the same name as `option`; None if not given.
     evaluation: name of the evaluation whose ops to use.
     option: "pp" or "pp_text".
 
@@ -98,7 +98,7 @@ def find(
       return Chain(feature, key, needs)
   why = f": {'; '.join(reasons)}" if reasons else ""
   raise ConfigError(
-    f"{_IN_THE_CALL}: the run has no ops that make {feature!r} of new data"
+    f"{_CALLER}: the run has no ops that make {feature!r} of new data"
     f"{why}. Give {option}=..., such as {_EXAMPLES[option]!r}."
   )
 
@@ -123,7 +123,7 @@ def _candidates(
   evals = config.get("evals", {})
   if evaluation is not None and evaluation not in evals:
     raise ConfigError(
-      f"{_IN_THE_CALL}: evaluation={evaluation!r}: the run has none of this "
+      f"{_CALLER}: evaluation={evaluation!r}: the run has none of this "
       f"name.{did_you_mean(evaluation, evals)}"
     )
 
@@ -165,13 +165,13 @@ def find_text(
   preds: Sequence[str],
   given: str | None = None,
 ) -> Chain:
-  """Returns the ops from a text to its tokens; the module says which.
+  """Returns the ops from a text to its tokens, chosen like those of `find`.
 
   Args:
     config: config of the run.
     feature: name of the tokens.
     preds: predict functions whose evaluations come first.
-    given: the argument `pp_text`, if there is one.
+    given: the argument `pp_text`; None if not given.
 
   Raises:
     ConfigError: no ops make the tokens.
@@ -189,7 +189,7 @@ def tokenizer(
   fingerprints: Mapping[str, str],
   given: str | None,
 ) -> tokenizers.Tokenizer | None:
-  """Returns the tokenizer of a run, or None if it has none.
+  """Returns the tokenizer of a run, or None for a run without tokens.
 
   Args:
     config: config of the run.
@@ -214,7 +214,7 @@ def tokenizer(
     expected = known.get("fingerprint") or fingerprints.get(known["name"])
     if expected and result.fingerprint() != expected:
       raise ConfigError(
-        f"{_IN_THE_CALL}: tokenizer={name!r}: not the one that the model was "
+        f"{_CALLER}: tokenizer={name!r}: not the one that the model was "
         f"trained with: its fingerprint is {result.fingerprint()}, expected "
         f"{expected}."
       )

@@ -89,7 +89,7 @@ class Predictor:
 
   @functools.cached_property
   def tokenizer(self) -> Any:
-    """The run's tokenizer, see pp/tokenizers.py; None if it has none."""
+    """The run's tokenizer, see pp/tokenizers.py; None without one."""
     return ops.tokenizer(
       self.config,
       self._saved.data,
@@ -279,7 +279,7 @@ class Predictor:
     Args:
       pictures: see `predict`.
       class_names: names, or the path of a file with one name a line; by default
-        those of an evaluation of the run.
+        the names of an evaluation of the run.
       prompts: texts with a {} for the name. A captioner uses the first one.
       top_k: see `classify`.
     """

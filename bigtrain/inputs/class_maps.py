@@ -6,39 +6,15 @@ would have a wrong accuracy and no error, so the names are compared before
 anything compiles.
 """
 
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from bigtrain import settings
 from bigtrain.inputs import sources
 from bigtrain.pp import dependencies
 from bigtrain.settings import ConfigError
 
 # Number of names that a message lists.
 _NUM_SHOWN = 5
-
-
-def of_training(
-  cfg: settings.Config, pp_modules: Sequence[str], features: Collection[str]
-) -> dict[str, list[str]]:
-  """Returns {feature: names of its classes by number}, as far as known.
-
-  Data that is no longer there has no names: `tools.evaluate` does not need it.
-
-  Args:
-    cfg: config.input. Of several sources, the first that knows names counts.
-    pp_modules: modules that register further ops.
-    features: features of a batch that hold class numbers.
-  """
-  result: dict[str, list[str]] = {}
-  if not features:
-    return result
-  with contextlib.suppress(ConfigError):
-    for key, entry in sources.entries(cfg).items():
-      names = of_source(entry["data"], entry["pp"], pp_modules, features, key)
-      result = names | result
-  return result
 
 
 def of_source(

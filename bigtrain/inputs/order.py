@@ -86,7 +86,7 @@ def apportion(
     owed: rows owed to each source so far, in units of 2**-40; may be negative.
 
   Returns:
-    Number of rows of each source, and what is owed then.
+    (number of rows of each source, rows owed to each source afterwards).
   """
   total = sum(map(fractions.Fraction, weights))
   shares = [round(fractions.Fraction(w) * _ROW / total) for w in weights]

@@ -226,8 +226,8 @@ class Model(nn.Module):
         documents do not see each other. None for one document a row.
       positions: int (B, L); by default they count from 0 in each document.
       real: bool (B, L), False for padding, which experts leave out: positions
-        that no target with a loss depends on. By default those with segment 0,
-        or none without segments.
+        that no target with a loss depends on. By default, positions with
+        segment 0 are padding; without segments there is no padding.
       cache: keys and values of earlier tokens, from `init_cache`; those of
         these tokens are added, and experts drop none. Not with segments.
       start: number of tokens in the cache, the position of the first of these.
@@ -423,8 +423,9 @@ def from_published(
     like: this model's parameters by name.
 
   Returns:
-    Parameters by name, or a `Remark` why there is none. Parameters without a
-    match in `like` keep their name and shape, so that the caller can list them.
+    Parameters by name; a `Remark` takes the place of one that cannot be made.
+    Parameters without a match in `like` keep their name and shape, so that the
+    caller can list them.
   """
   converted = decoder_published.load(flat, like)
   if converted is not None:

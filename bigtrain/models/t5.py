@@ -177,8 +177,8 @@ class Model(nn.Module):
         inputs_segments is.
       real: bool (B, L), False for targets that no loss depends on. They are
         padding, which experts leave out, and so are the inputs of a row without
-        other targets. By default those at the end of a row whose input is
-        padding, or those with segment 0.
+        other targets. By default, positions with segment 0 are padding, or
+        without segments the padding at the end of a row.
       head: whether to compute the logits.
       train: whether dropout acts; it draws from the rng "dropout".
 
@@ -398,8 +398,9 @@ def from_published(
     like: this model's parameters by name.
 
   Returns:
-    Parameters by name, or a `Remark` why there is none. Parameters without a
-    match in `like` keep their name and shape, so that the caller can list them.
+    Parameters by name; a `Remark` takes the place of one that cannot be made.
+    Parameters without a match in `like` keep their name and shape, so that the
+    caller can list them.
   """
   flat = arrays.normalise(flat)
   converted = t5_published.load(flat, like)

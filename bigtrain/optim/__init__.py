@@ -3,8 +3,8 @@
 Open chain.py first: it lists the stages from gradients to updates in order.
 recipe.py reads the config. optimizers.py builds the base optimizer that it
 names (adafactor.py has two), by_array.py maps it over layers, and wrappers.py
-has what is around it. schedules.py has the learning-rate schedules, and
-patterns.py assigns parameters to rules of the config by regular expression.
-main, checkpoints and tools import this package; it imports settings, lengths,
-parts, trees and views.
+adds the wrappers around it, such as schedule_free. schedules.py has the
+learning-rate schedules, and patterns.py assigns parameters to rules of the
+config by regular expression. main, checkpoints and tools import this package;
+it imports settings, lengths, parts, trees and views.
 """

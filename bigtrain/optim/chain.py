@@ -107,8 +107,8 @@ def make(
     cfg: the tracked config; its keys are listed at the head of this file.
     params_shapes: nested dicts of arrays or ShapeDtypeStructs, all parameters.
     units: sizes to convert lengths with, total_steps among them.
-    param_views: views by name, see views.py; by default, those that names and
-      shapes suggest.
+    param_views: views by name, see views.py; by default they follow from names
+      and shapes.
 
   Raises:
     ConfigError: a key is unknown, misspelled, unmatched or out of range.

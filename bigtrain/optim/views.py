@@ -145,7 +145,7 @@ def check(view: View, name: str, shape: tuple[int, ...]) -> None:
     )
 
 
-# Of `seen`, and values of config.optimizer.view.
+# Levels of `seen`, which are also the values of config.optimizer.view.
 ARRAYS = ("parameters", "layers", "matrices")
 
 

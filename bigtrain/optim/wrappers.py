@@ -61,7 +61,7 @@ NAMES = tuple(_WRAPPERS)
 def split(
   spec: Mapping[str, Any], key: str
 ) -> tuple[dict[str, Any], Wrap | None]:
-  """Splits config.optimizer into a base optimizer and what is around it.
+  """Splits config.optimizer into a base optimizer and its wrapper.
 
   Args:
     spec: name and keyword arguments.

@@ -27,8 +27,8 @@ class Needed(NamedTuple):
 def needed(ops: Sequence[Op], features: Collection[str]) -> Needed:
   """Returns the ops that make some features.
 
-  An op of which it is unknown what it makes (`Op.origins` is None) is always
-  part of the result. `keep` and `drop` make nothing and never are.
+  An op whose results are unknown (`Op.origins` is None) is always included.
+  `keep` and `drop` make nothing and are never included.
 
   Args:
     ops: all ops of a preprocessing, in order.

@@ -96,7 +96,8 @@ class Context:
   """What a hook sees of the run, and what it can ask for.
 
   A hook receives it as the argument `context` of its `__init__`. The state and
-  what is asked for belong to the run, so use them only in the other methods.
+  the requests exist once the run has started, so use them only in the other
+  methods.
 
   Attributes:
     name: name of the hook in config.hooks.

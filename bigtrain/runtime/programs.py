@@ -173,7 +173,7 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
   if eager and checked:
     raise settings.ConfigError(
       "config.eager=True and config.debug_nans=True: set one of them; the "
-      "second names the operation that made a NaN, too."
+      "second also names the operation that made a NaN."
     )
   mode = "eager" if eager else "checked" if checked else "compiled"
   return Programs(mode, compiler_options_lib.read(config, mesh))

@@ -37,7 +37,7 @@ def class_counts(model: Any) -> dict[str, int]:
 def gradients_fn(
   loss_fn: gradients_lib.LossFn, **options: Any
 ) -> gradients_lib.GradientsFn:
-  """Returns the default gradients of a loss that sees the teacher, too.
+  """Returns the default gradients of a loss that also sees the teacher.
 
   Args:
     loss_fn: see `gradients.make`; its variables have an entry "teacher".
@@ -74,7 +74,7 @@ def loss_fn(
     batch: see the module docstring; "_mask" is 0 for padding.
     rng: key for dropout and mixup; unused in evaluation.
     model: the student, a flax module that returns (logits [B, C], dict).
-    teacher: the teacher, such a module, too.
+    teacher: the teacher, a flax module with the same results.
     train: whether the student's dropout and updates of batch statistics, and
       mixup, are on.
     distance: "kl", "hard", "l2", "euclidean" or "logsoftmax_euclidean"; see

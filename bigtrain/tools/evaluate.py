@@ -96,6 +96,7 @@ def evaluate(
       pp_modules=config.get("pp_modules", ()),
       progress=lambda done, batches: None,
       vocab_sizes=parts.vocab_sizes(task, model),
+      class_names=saved.host_state.data.get("class_names", {}),
       compile=programs.Programs("compiled", xla_options).compile,
     )
     evaluations = evaluators.from_config(

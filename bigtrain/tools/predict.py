@@ -177,7 +177,7 @@ def predict(
   progress: Callable[[int, int], None] = lambda done, total: None,
   **options: Any,
 ) -> int:
-  """Writes a row for each file that has none.
+  """Writes a row for each file that has no row yet.
 
   Args:
     predictor: the model.
@@ -262,7 +262,7 @@ def _parser() -> arguments.Parser:
     "--class_names",
     help="file with a name of a class on each line (default: the run's)",
   )
-  add("--pp", help="ops for the pictures (default: those of an evaluation)")
+  add("--pp", help="ops for the pictures (default: the ops of an evaluation)")
   add("--evaluation", help="evaluation of the run whose ops to use")
   add("--tokenizer", help="path of the run's tokenizer, if it has moved")
   add("--step", type=int, help="step of the checkpoint (default: the newest)")

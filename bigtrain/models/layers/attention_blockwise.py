@@ -26,10 +26,10 @@ from bigtrain.models.layers import attention_choice, remat, visibility
 # stay in the caches; on accelerators, larger ones keep the matrix units busy.
 _BLOCK, _BLOCK_ON_CPU = 512, 256
 
-# From as many scores of a head on. On two CPU cores, forward and backward pass
-# of 8 heads of width 64 in float32 take 0.43 of the CPU time and 0.16 of the
-# memory of a matrix of all scores with 1,024 positions, and 0.34 and 0.06 with
-# 2,048.
+# Number of scores of a head from which blocks are used. On two CPU cores, the
+# forward and backward pass of 8 heads of width 64 in float32 takes 0.43 of the
+# CPU time and 0.16 of the memory of the full matrix of scores with 1,024
+# positions, and 0.34 and 0.06 with 2,048.
 _MANY_SCORES = 1024 * 1024
 
 # Not -inf: the difference of two of them must not be NaN.
@@ -111,7 +111,7 @@ def _forward(
     scores, mask = blocks.scores(_pick(q_N, n), _pick(k_M, m), n, m)
     largest = jnp.maximum(_pick(largest_N, n), jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - largest[..., None])
-    if mask is not None:  # Of a row without a visible position, too.
+    if mask is not None:  # Also for a row without a visible position.
       weights = jnp.where(mask, weights, 0.0)
     shrink = jnp.exp(_pick(largest_N, n) - largest)
     total = _pick(total_N, n) * shrink + jnp.sum(weights, axis=-1)
@@ -138,7 +138,7 @@ def _forward(
   some_N = total_N > 0
   total_N = jnp.where(some_N, total_N, 1.0)
   out = blocks.to_queries(out_N / total_N[..., None], q)
-  # Padding and rows that see nothing need a number, too.
+  # Padding and rows that see nothing also need a number.
   log_N = jnp.where(some_N, largest_N + jnp.log(total_N), 0.0)
   log_BGRL = jnp.moveaxis(log_N, 0, 3).reshape(*log_N.shape[1:4], -1)
   log_BGRL = log_BGRL[..., : q.shape[1]]
@@ -252,7 +252,7 @@ class _Blocks:
     self._segments_MBC = split(sees.segments_BS, C)
     self._real_MBC = split(sees.real_BS, C)
     self._bias = None
-    if bias is not None:  # Distances of the padding, too.
+    if bias is not None:  # The padding also needs distances.
       more = self._N * A - self._L, self._M * C - self._S
       self._bias = jnp.pad(bias, ((0, 0), (0, 0), more))
 

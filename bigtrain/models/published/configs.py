@@ -47,23 +47,6 @@ class ConfigJson:
     self.kind = values.get("model_type")
     self._values = dict(values)
 
-  def use_defaults(self, defaults: Mapping[str, Mapping[str, Any]]) -> None:
-    """Adds the defaults that transformers has for this kind of model.
-
-    Args:
-      defaults: {kind of model: {key: value}}.
-
-    Raises:
-      ConfigError: a kind that is not in `defaults`.
-    """
-    if self.kind not in defaults:
-      names = self._values.get("architectures") or []
-      raise self.error(
-        f"the architecture {self.kind!r} {tuple(names)} is none that this "
-        f"config.model_name computes; these are {', '.join(defaults)}."
-      )
-    self._values = {**defaults[self.kind], **self._values}
-
   def __contains__(self, key: str) -> bool:
     return key in self._values
 
@@ -96,18 +79,22 @@ def file_beside(path: str) -> str:
   return os.path.join(folder, FILE)
 
 
-def read(path: str) -> ConfigJson | None:
+def read(
+  path: str, defaults: Mapping[str, Mapping[str, Any]]
+) -> ConfigJson | None:
   """Reads the config.json of published weights.
 
   Args:
     path: folder of the weights, or a file in it.
+    defaults: {kind of model: {key: value of an absent key}}, for the kinds that
+      config.model_name computes.
 
   Returns:
-    None if there is no such file, or one that is not of a published model,
-    such as the config.json of a workdir.
+    None without such a file, or if it does not describe a published model, as
+    the config.json of a workdir.
 
   Raises:
-    ConfigError: the file cannot be read.
+    ConfigError: the file cannot be read, or its kind is not in `defaults`.
   """
   file = file_beside(path)
   if not os.path.isfile(file):
@@ -119,9 +106,16 @@ def read(path: str) -> ConfigJson | None:
     raise settings.ConfigError(f"{file}: cannot be read: {e}") from e
   if not isinstance(values, dict):
     return None
-  if not isinstance(values.get("model_type"), str):
+  kind = values.get("model_type")
+  if not isinstance(kind, str):
     return None
-  return ConfigJson(file, values)
+  if kind not in defaults:
+    names = values.get("architectures") or []
+    raise settings.ConfigError(
+      f"{file}: config.model_name does not compute the architecture {kind!r} "
+      f"{tuple(names)}; it computes {', '.join(defaults)}."
+    )
+  return ConfigJson(file, {**defaults[kind], **values})
 
 
 class Fields(dict[str, Field]):

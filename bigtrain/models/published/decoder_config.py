@@ -110,10 +110,9 @@ def fields(path: str) -> Fields | None:
   Raises:
     ConfigError: an architecture that the decoder does not compute.
   """
-  config = configs.read(path)
+  config = configs.read(path, _DEFAULTS)
   if config is None:
     return None
-  config.use_defaults(_DEFAULTS)
   kind = f"model_type={config.kind!r}"
   fixed = _GPT2_FIELDS if config.kind == "gpt2" else _LLAMA_FIELDS
   keys = _GPT2_KEYS if config.kind == "gpt2" else _LLAMA_KEYS

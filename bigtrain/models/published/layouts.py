@@ -168,7 +168,7 @@ def load(
     like: our parameters by name; gives shapes, and whether layers are stacked.
 
   Returns:
-    {name: array or `LazyStack`, or a `Remark` why there is none}. Arrays that
+    {name: array or `LazyStack`; a `Remark` if it cannot be made}. Arrays that
     the table does not use keep their published names and shapes.
   """
   used: set[str] = set()

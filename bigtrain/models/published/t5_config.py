@@ -77,10 +77,9 @@ def fields(path: str) -> Fields | None:
   Raises:
     ConfigError: an architecture that the model does not compute.
   """
-  config = configs.read(path)
+  config = configs.read(path, _DEFAULTS)
   if config is None:
     return None
-  config.use_defaults(_DEFAULTS)
   result = {
     name: Field(config[key], key, in_shapes=name in _IN_SHAPES)
     for name, key in _KEYS.items()

@@ -99,7 +99,11 @@ def test_fields_that_differ_are_errors_with_both_values(
     ("t5", dict(relative_attention_max_distance=64), "max_distance=20, .* 64"),
     ("t5", dict(layer_norm_epsilon=1e-5), "norm_eps=1e-06, .* 1e-05"),
     # What the model does not compute.
-    ("llama", dict(model_type="gemma"), "'gemma'.*computes; .* llama, mistral"),
+    (
+      "llama",
+      dict(model_type="gemma"),
+      "does not compute .*'gemma'.* llama, mistral",
+    ),
     ("gpt2", dict(model_type="llama"), "posemb='learn', .* 'rope'"),
     ("t5", dict(model_type="umt5"), "the architecture 'umt5'"),
     (
