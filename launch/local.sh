@@ -5,12 +5,17 @@
 #
 # With NVIDIA GPUs each process has its own, else DEVICES simulated ones (1).
 # The terminal shows process 0; the others write to LOGS (runs/logs). Ctrl-C and
-# SIGTERM reach all of them. Exits with the exit code of the job.
+# SIGTERM reach all of them. Exits with the exit code of the job. RESTARTS=5
+# starts the job again when it fails, until five starts make no progress.
 set -euo pipefail
 
 if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
   echo "Usage: ${0} N --config=FILE --workdir=DIR [--config.KEY=VALUE ...]" >&2
   exit 2
+fi
+if [[ -n "${RESTARTS:-}" ]]; then
+  exec env -u RESTARTS "${PYTHON:-python}" -m bigtrain.tools.supervise \
+    "--failures=$RESTARTS" -- bash "$0" "$@"
 fi
 number=$1
 shift

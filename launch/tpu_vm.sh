@@ -9,7 +9,8 @@
 #   launch/tpu_vm.sh stop                # save and exit with code 75
 #   launch/tpu_vm.sh delete
 #
-# `run` starts the program detached, so a lost connection does not end it.
+# `run` starts the program detached, so a lost connection does not end it, and
+# starts it again if it fails.
 set -euo pipefail
 
 usage() {
@@ -46,7 +47,8 @@ case "$action" in
   run)
     # After a preemption, run the same command on a new slice.
     printf -v flags '%q ' "$@"
-    on all "cd bigtrain && { nohup .venv/bin/python -m bigtrain.main $flags \
+    on all "cd bigtrain && { nohup .venv/bin/python -m bigtrain.tools.supervise \
+      --when_preempted=end -- .venv/bin/python -m bigtrain.main $flags \
       >>run.log 2>&1 </dev/null & echo \$! >run.pid; }"
     ;;
   follow)

@@ -77,6 +77,22 @@ def test_slurm_requeues_75_up_to_a_limit(run, code, restarts, requeued):
   assert ("not requeued: 3 restarts" in output) == (restarts == 3)
 
 
+@pytest.mark.parametrize("code, requeued", [(1, True), (137, True), (2, False)])
+def test_slurm_requeues_failures_after_progress(run, tmp_path, code, requeued):
+  saved = tmp_path / "a folder" / "checkpoints" / "00000010"
+  _, _, notes = run(
+    "slurm.sbatch",
+    *FLAGS,
+    programs={
+      "srun": f'mkdir -p "{saved}"; exit {code}',
+      "scontrol": 'echo "$@" >>"$NOTES"',
+      "sleep": ":",
+    },
+    SLURM_JOB_ID="17",
+  )
+  assert notes == (["requeue 17"] if requeued else [])
+
+
 def test_slurm_in_a_container(run):
   _, _, notes = run(
     "slurm.sbatch",
@@ -117,6 +133,14 @@ def test_local_exits_with_the_code_of_the_job(run, codes, code):
   programs = {"python": python, "nvidia-smi": "true"}
   exit_code, _, _ = run("local.sh", "2", *FLAGS, programs=programs, PORT="5")
   assert exit_code == code
+
+
+def test_local_starts_again_under_the_supervisor(run):
+  programs = {"python": 'printf "%s\\n" "$@" >>"$NOTES"; exit 75'}
+  code, _, notes = run("local.sh", "2", *FLAGS, programs=programs, RESTARTS="3")
+  assert code == 75
+  supervisor = ["-m", "bigtrain.tools.supervise", "--failures=3", "--"]
+  assert notes == [*supervisor, "bash", str(LAUNCH / "local.sh"), "2", *FLAGS]
 
 
 # Starts ranks like MPICH: mpirun -np N COMMAND.
@@ -207,7 +231,9 @@ def test_a_run_on_a_tpu_slice_is_detached_and_stopped(run, tmp_path):
   code, output, _ = tpu_vm("run", *FLAGS)
   assert code == 0, output
   until((tmp_path / "bigtrain" / "started").exists)
-  words = ["-m", "bigtrain.main", "--config=x.py", "--workdir=a folder"]
+  supervisor = ["-m", "bigtrain.tools.supervise", "--when_preempted=end"]
+  main = ["bigtrain.main", "--config=x.py", "--workdir=a folder"]
+  words = [*supervisor, "--", ".venv/bin/python", "-m", *main]
   assert log.read_text().splitlines() == words
   code, output, _ = tpu_vm("stop")
   assert code == 0, output

@@ -64,6 +64,7 @@ class Program:
     flags=(),
     config=None,
     env=None,
+    under=(),
   ):
     """Starts a process.
 
@@ -79,6 +80,7 @@ class Program:
       flags: more words of the command line.
       config: another config, with its arguments.
       env: more environment variables.
+      under: words of another program that starts the program.
     """
     beside = pathlib.Path(workdir)
     if "://" in str(workdir):
@@ -94,6 +96,7 @@ class Program:
     if fault:
       faulty = [sys.executable, "-m", "faults.run_with_fault", *fault, "--"]
       command[:3] = faulty
+    command[:0] = under
     number = len(list(beside.parent.glob(f"{beside.name}.*.log")))
     return self._processes.start(
       command,

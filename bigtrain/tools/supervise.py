@@ -1,0 +1,251 @@
+"""Runs the program and starts it again when it is preempted or fails.
+
+  python -m bigtrain.tools.supervise -- \\
+      python -m bigtrain.main --config=configs/x.py --workdir=runs/x
+
+The command is started again after code 75 (preempted), code 1 (any failure but
+a mistake in the config) and death by a signal, after a wait that doubles with
+each failure. Any other code ends the supervisor with that code. It also ends
+after a number of starts in a row without progress; progress is a checkpoint or
+a row of a step that is newer than all before.
+
+SIGTERM, SIGUSR1 and SIGINT are passed on, and the command is not started again
+after them. SIGUSR2 is passed on. If the supervisor itself is killed, the kernel
+sends SIGTERM to the command, which then saves and ends.
+
+The command may be a launch script that starts several processes. Needs Linux.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from bigtrain.checkpoints import folders
+from bigtrain.checkpoints.manifest import CheckpointError
+from bigtrain.cluster import process
+from bigtrain.files import paths
+from bigtrain.reports import rows
+from bigtrain.settings import ConfigError, check_number
+
+_ENDING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+_PASSED_ON = {*_ENDING, signal.SIGUSR2}
+_AWAITED = {*_PASSED_ON, signal.SIGCHLD}
+
+_PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
+_KILLED = 128  # A shell's code of a command that signal n killed is 128 + n.
+
+
+class Options(NamedTuple):
+  """Options of the command line.
+
+  Attributes:
+    failures: number of starts in a row without progress that end it.
+    wait_secs: wait before the first new start.
+    most_wait_secs: upper limit of the wait.
+    ends_when_preempted: whether code 75 ends it, for a scheduler to see.
+  """
+
+  failures: int = 5
+  wait_secs: float = 1.0
+  most_wait_secs: float = 300.0
+  ends_when_preempted: bool = False
+
+
+def supervise(
+  command: Sequence[str], workdir: str, options: Options = Options()
+) -> int:
+  """Runs a command until it has finished, and returns the exit code.
+
+  Call this from the main thread of a process with no other threads: it blocks
+  signals, to wait for them and for the command at once.
+
+  Args:
+    command: program and arguments.
+    workdir: folder of the run, whose checkpoints and rows show progress.
+    options: see Options.
+  """
+  unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+  newest = _newest_step(workdir)
+  failures = starts = 0
+  while True:
+    starts += 1
+    began = time.monotonic()
+    child = _start(command, unblocked)
+    told_to_end = False
+    while not _has_ended(child):
+      number = signal.sigwaitinfo(_AWAITED).si_signo
+      if number in _PASSED_ON:
+        child.send_signal(number)
+        told_to_end |= number in _ENDING
+    code = _reap(child)
+    secs = time.monotonic() - began
+    if told_to_end or not _may_start_again(code, options):
+      return code
+    before, newest = newest, max(newest, _newest_step(workdir))
+    failures = 0 if newest > before else failures + 1
+    ended = f"start {starts} ended with code {code} after {secs:.0f} s"
+    if failures >= options.failures:
+      _print(
+        f"giving up: {failures} start(s) in a row made no progress beyond step "
+        f"{newest}; {ended}. Its last lines give the reason."
+      )
+      return code
+    wait_secs = min(
+      options.wait_secs * 2 ** max(failures - 1, 0), options.most_wait_secs
+    )
+    _print(
+      f"{ended}, newest step {newest}; starting again in {wait_secs:g} s "
+      f"({failures} of {options.failures} starts without progress)."
+    )
+    if _sleep(wait_secs):
+      return code
+
+
+def _start(
+  command: Sequence[str], unblocked: Iterable[int]
+) -> "subprocess.Popen[bytes]":
+  """Starts the command; it gets SIGTERM if this process dies.
+
+  It is in a process group of its own. In the terminal's group, Ctrl-C would
+  reach it twice, and the second signal ends it without a save.
+  """
+  libc = ctypes.CDLL(None, use_errno=True)
+  own_pid = os.getpid()
+
+  def prepare() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != own_pid:  # It died before that call.
+      os._exit(process.EXIT_ERROR)
+
+  return subprocess.Popen(command, process_group=0, preexec_fn=prepare)
+
+
+def _has_ended(child: "subprocess.Popen[bytes]") -> bool:
+  # Not reaped yet, so that its process group cannot belong to others.
+  how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+  return os.waitid(os.P_PID, child.pid, how) is not None
+
+
+def _reap(child: "subprocess.Popen[bytes]") -> int:
+  """Ends what is left of the command's process group; returns its code."""
+  with contextlib.suppress(ProcessLookupError):  # It has left its group.
+    os.killpg(child.pid, signal.SIGKILL)
+  code = child.wait()
+  return _KILLED - code if code < 0 else code
+
+
+def _may_start_again(code: int, options: Options) -> bool:
+  if code == process.EXIT_PREEMPTED:
+    return not options.ends_when_preempted
+  killed = _KILLED < code <= _KILLED + max(signal.valid_signals())
+  return killed or code == process.EXIT_ERROR
+
+
+def _newest_step(workdir: str) -> int:
+  """Step of the newest checkpoint or row; 0 without one."""
+  try:
+    written = rows.read_rows(workdir)
+    newest = folders.newest(workdir) or 0
+  except (OSError, CheckpointError) as e:
+    _print(f"progress is unknown: {e}")
+    return 0
+  return max([newest, *(row["step"] for row in written[-1:])])
+
+
+def _sleep(secs: float) -> bool:
+  """Sleeps; returns early, with True, after a signal that ends the run."""
+  deadline = time.monotonic() + secs
+  while (left := deadline - time.monotonic()) > 0:
+    info = signal.sigtimedwait(_AWAITED, left)
+    if info is not None and info.si_signo in _ENDING:
+      return True
+  return False
+
+
+def _print(line: str) -> None:
+  print(f"supervise: {line}", file=sys.stderr, flush=True)
+
+
+def _workdir_of(command: Sequence[str]) -> str:
+  """The value of --workdir in a command."""
+  for i, word in enumerate(command):
+    if word == "--workdir" and i + 1 < len(command):
+      return command[i + 1]
+    if word.startswith("--workdir="):
+      return word.partition("=")[2]
+  raise ConfigError(
+    f"{shlex.join(command)}: expected a command with --workdir=DIR, whose "
+    "checkpoints and rows show progress."
+  )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns the exit code."""
+  parser = argparse.ArgumentParser(
+    prog="python -m bigtrain.tools.supervise",
+    usage="%(prog)s [options] -- COMMAND ...",
+    description="Runs the program and starts it again when it is preempted or "
+    "fails.",
+  )
+  defaults = Options()
+  parser.add_argument(
+    "--failures",
+    type=int,
+    default=defaults.failures,
+    help="starts in a row without progress, after which it gives up "
+    "(default: %(default)s)",
+  )
+  parser.add_argument(
+    "--wait_secs",
+    type=float,
+    default=defaults.wait_secs,
+    help="wait before a new start; it doubles with each start without progress "
+    "(default: %(default)g)",
+  )
+  parser.add_argument(
+    "--most_wait_secs",
+    type=float,
+    default=defaults.most_wait_secs,
+    help="upper limit of the wait (default: %(default)g)",
+  )
+  parser.add_argument(
+    "--when_preempted",
+    choices=("restart", "end"),
+    default="restart",
+    help="after code 75, start again, or end for a scheduler to requeue "
+    "(default: %(default)s)",
+  )
+  parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+  args = parser.parse_args(argv)
+  command = args.command[args.command[:1] == ["--"] :]
+  try:
+    if not command:
+      raise ConfigError("no command: expected -- python -m bigtrain.main ...")
+    if not hasattr(ctypes.CDLL(None), "prctl"):
+      raise ConfigError("this tool needs Linux.")
+    options = Options(
+      check_number("--failures", args.failures, least=1, whole=True),
+      check_number("--wait_secs", args.wait_secs, least=0),
+      check_number("--most_wait_secs", args.most_wait_secs, least=0),
+      args.when_preempted == "end",
+    )
+    return supervise(command, paths.absolute(_workdir_of(command)), options)
+  except ConfigError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return process.EXIT_CONFIG
+  except FileNotFoundError as e:
+    print(f"error: {e.filename}: no such program.", file=sys.stderr)
+    return process.EXIT_CONFIG
+
+
+if __name__ == "__main__":
+  sys.exit(main())
