@@ -108,7 +108,7 @@ class Evaluator:
       in_shardings=(replicated,) * 4,
       out_shardings=replicated,
     )
-    self._devices = context.mesh.size
+    self._ways = sharding.batch_ways(context.mesh)
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
     """Returns {"5shot": accuracy, "5shot_std", ...}."""
@@ -146,7 +146,7 @@ class Evaluator:
     self, probe: Any, x_TD: np.ndarray, y_T: np.ndarray, l2: Sequence[float]
   ) -> np.ndarray:
     """Returns the number of right answers for each penalty, int [P]."""
-    padding = -len(y_T) % self._devices
+    padding = -len(y_T) % self._ways
     x_TD = np.pad(x_TD, [(0, padding), (0, 0)])
     y_T = np.pad(y_T, [(0, padding)], constant_values=-1)
     return jax.device_get(

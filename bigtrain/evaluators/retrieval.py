@@ -66,7 +66,8 @@ class Evaluator:
 
     self._outputs = batches.map(outputs)
     self._rows = sharding.batch(context.mesh)
-    self._num_queries = context.mesh.size * max(1, 1024 // context.mesh.size)
+    ways = sharding.batch_ways(context.mesh)
+    self._num_queries = ways * max(1, 1024 // ways)
     self._replicated = sharding.replicated(context.mesh)
     self._better = jax.jit(
       self._count_better,

@@ -98,7 +98,7 @@ class Evaluator:
       batch_size=_text_batch_size(
         len(tokens_TL),
         batches.batch_size or context.batch_size,
-        context.mesh.size,
+        sharding.batch_ways(context.mesh),
       ),
       num_examples=None,
       cache=True,

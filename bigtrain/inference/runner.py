@@ -35,7 +35,8 @@ class Runner:
     """
     settings.check_number("batch_size", batch_size, least=1, whole=True)
     self.fns = fns
-    self.batch_size = -(-batch_size // mesh.size) * mesh.size
+    self._ways = sharding.batch_ways(mesh)
+    self.batch_size = -(-batch_size // self._ways) * self._ways
     self._variables, self._mesh = variables, mesh
     self._compiled: dict[str, Callable[..., Any]] = {}
 
@@ -99,8 +100,8 @@ class Runner:
 
     The size per device is a power of two, so that few programs compile.
     """
-    per_device = -(-number // self._mesh.size)
-    size = self._mesh.size * (1 << (per_device - 1).bit_length())
+    per_device = -(-number // self._ways)
+    size = self._ways * (1 << (per_device - 1).bit_length())
     size = min(size, self.batch_size)
     index = np.minimum(np.arange(size), number - 1)
     batch = {name: x[index] for name, x in rows.items()}

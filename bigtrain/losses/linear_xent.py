@@ -103,7 +103,7 @@ def linear_softmax_xent(
   if mesh is None:
     ambient = jax.sharding.get_abstract_mesh()
     # Inside a shard_map the arguments are one device's share already.
-    if set(sharding.AXES) <= set(ambient.axis_names) and not (
+    if set(sharding.BATCH_AXES) <= set(ambient.axis_names) and not (
       ambient.manual_axes
     ):
       mesh = ambient
@@ -121,22 +121,22 @@ def linear_softmax_xent(
     # Each device uses a copy of its own from here on; the transposes sum the
     # copies' gradients over the devices, once.
     if dim is None:
-      kernel_DV = jax.lax.pcast(kernel, sharding.AXES, to="varying")
+      kernel_DV = jax.lax.pcast(kernel, sharding.BATCH_AXES, to="varying")
     else:
       kernel = jax.lax.pcast(kernel, "replica", to="varying")
       kernel_DV = _gathered(dim, options.dtype, kernel)
     if bias_V is not None:
-      bias_V = jax.lax.pcast(bias_V, sharding.AXES, to="varying")
+      bias_V = jax.lax.pcast(bias_V, sharding.BATCH_AXES, to="varying")
     local = _token_losses(
       options, hidden_BLD, targets_BL, weight_BL, kernel_DV, bias_V
     )
-    return local._replace(total=jax.lax.psum(local.total, sharding.AXES))
+    return local._replace(total=jax.lax.psum(local.total, sharding.BATCH_AXES))
 
   ways = mesh.shape["fsdp"]
   # The dimension of the kernel that is split, if one divides.
   divides = [d for d in (1, 0) if ways > 1 and kernel_DV.shape[d] % ways == 0]
   dim = divides[0] if divides else None
-  by_batch: Any = PartitionSpec(sharding.AXES)
+  by_batch: Any = PartitionSpec(sharding.BATCH_AXES)
   replicated: Any = PartitionSpec()
   by_dim: Any = replicated
   if dim is not None:

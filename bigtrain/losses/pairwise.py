@@ -133,7 +133,7 @@ def _over_chunks(
     weight_B = jnp.ones(len(rows_BE), jnp.float32)
   body = functools.partial(_scan_chunks, chunk_fn, chunk)
   mesh = jax.sharding.get_abstract_mesh()
-  if not set(sharding.AXES) <= set(mesh.axis_names):
+  if not set(sharding.BATCH_AXES) <= set(mesh.axis_names):
     return body(
       rows_BE, columns_BE, weight_B, jnp.arange(len(rows_BE)), scale, bias
     )
@@ -147,22 +147,24 @@ def _over_chunks(
   ) -> dict[str, jax.Array]:
     # Each device uses copies of its own from here on. Otherwise the gradients
     # would be summed over devices for each chunk.
-    scale, bias = jax.lax.pcast((scale, bias), sharding.AXES, to="varying")
-    first = jax.lax.axis_index(sharding.AXES) * len(rows_bE)
+    scale, bias = jax.lax.pcast(
+      (scale, bias), sharding.BATCH_AXES, to="varying"
+    )
+    first = jax.lax.axis_index(sharding.BATCH_AXES) * len(rows_bE)
     number_b = first + jnp.arange(len(rows_bE))
     # B x E numbers, compared to B x B logits. The transpose, a
     # reduce-scatter, returns each device's share of their gradients.
     columns_BE, weight_B = jax.lax.all_gather(
-      (columns_bE, weight_b), sharding.AXES, tiled=True
+      (columns_bE, weight_b), sharding.BATCH_AXES, tiled=True
     )
     return body(rows_bE, columns_BE, weight_B, number_b, scale, bias)
 
-  by_batch, replicated = PartitionSpec(sharding.AXES), PartitionSpec()
+  by_batch, replicated = PartitionSpec(sharding.BATCH_AXES), PartitionSpec()
   return jax.shard_map(
     on_device,
     mesh=mesh,
     in_specs=(by_batch, by_batch, by_batch, replicated, replicated),
-    out_specs=PartitionSpec(None, sharding.AXES),
+    out_specs=PartitionSpec(None, sharding.BATCH_AXES),
   )(rows_BE, columns_BE, weight_B, scale, bias)
 
 

@@ -18,7 +18,7 @@ import jax
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import settings, trees
+from bigtrain import settings, sharding, trees
 from bigtrain.files import paths
 
 _PACKAGES = (
@@ -62,7 +62,7 @@ def topology(mesh: Mesh) -> str:
   return (
     f"{jax.process_count()} process(es) with {counts} device(s) each, "
     f"{', '.join(f'{n} of kind {kind!r}' for kind, n in kinds.items())}, mesh "
-    f"replica={mesh.shape['replica']} x fsdp={mesh.shape['fsdp']}"
+    f"{sharding.in_words(mesh)}"
   )
 
 

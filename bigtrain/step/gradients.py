@@ -130,16 +130,18 @@ def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
 def check_microbatches(batch_size: int, number: int, mesh: Mesh) -> None:
   """Raises ConfigError unless every device gets equal, whole microbatches."""
   settings.check_number("config.microbatches", number, least=1, whole=True)
-  if batch_size % (number * mesh.size):
+  ways = sharding.batch_ways(mesh)
+  if batch_size % (number * ways):
     divisors = [
       n
-      for n in range(1, batch_size // mesh.size + 1)
-      if batch_size % (n * mesh.size) == 0
+      for n in range(1, batch_size // ways + 1)
+      if batch_size % (n * ways) == 0
     ]
     nearest = min(divisors, key=lambda n: abs(n - number), default=1)
+    parts = "devices" if ways == mesh.size else "groups of devices"
     raise ConfigError(
-      f"config.microbatches={number}: a batch of {batch_size} on {mesh.size} "
-      f"devices does not divide into that many microbatches; the nearest "
+      f"config.microbatches={number}: a batch of {batch_size} on {ways} "
+      f"{parts} does not divide into that many microbatches; the nearest "
       f"number that works is {nearest}."
     )
 
@@ -150,7 +152,7 @@ def split(batch: Any, number: int, mesh: Mesh) -> Any:
   Interleaving keeps each device's examples on that device, so the split needs
   no communication; contiguous slices would.
   """
-  layout = NamedSharding(mesh, PartitionSpec(None, sharding.AXES))
+  layout = NamedSharding(mesh, PartitionSpec(None, sharding.BATCH_AXES))
 
   def split_array(x: jax.Array) -> jax.Array:
     x = x.reshape(x.shape[0] // number, number, *x.shape[1:]).swapaxes(0, 1)

@@ -70,7 +70,7 @@ def lower(config, platform):
 
   mesh = jax.sharding.AbstractMesh(
     (1, 1),
-    sharding.AXES,
+    sharding.BATCH_AXES,
     abstract_device=jax.sharding.AbstractDevice(
       device_kind=DEVICES[platform],
       num_cores=1,

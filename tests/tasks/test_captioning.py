@@ -170,7 +170,7 @@ def gradients(model, devices, microbatches, **options):
   model, variables = model
   loss_fn = functools.partial(task.loss_fn, model=model, train=True, **options)
   with jax.set_mesh(mesh):
-    by_example = NamedSharding(mesh, PartitionSpec(sharding.AXES))
+    by_example = NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES))
 
     def step(params, data):
       return gradients_lib.make(
@@ -281,7 +281,7 @@ def test_score_is_the_log_likelihood_of_every_class(model):
   np.testing.assert_allclose(score, expected, rtol=1e-5, atol=1e-5)
   mesh = sharding.make_mesh()
   with jax.set_mesh(mesh):
-    layout = NamedSharding(mesh, PartitionSpec(sharding.AXES))
+    layout = NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES))
     image = jax.device_put(IMAGE[:8], layout)
     fn = functools.partial(task.score, model=model, class_chunk=3, chunk=5)
     score = jax.jit(fn)(variables, {**data, "image": image})

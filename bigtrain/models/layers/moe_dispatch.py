@@ -114,10 +114,10 @@ def dropless(
   ) -> jax.Array:
     # Each device uses a copy of its own from here on; the transpose sums the
     # copies' gradients over the devices, once.
-    copies = jax.lax.pcast(weights, sharding.AXES, to="varying")
+    copies = jax.lax.pcast(weights, sharding.BATCH_AXES, to="varying")
     return run(x_BLD, routing, keep_BLJF, real_BL, copies)
 
-  by_batch = PartitionSpec(sharding.AXES)
+  by_batch = PartitionSpec(sharding.BATCH_AXES)
   return jax.shard_map(
     on_device,
     mesh=mesh,
@@ -286,8 +286,8 @@ def with_capacity(
   x_BECD = take(pad(x_BLD), token_of_slot).reshape(B, E, C, D)
 
   by_batch, by_expert = (
-    PartitionSpec(sharding.AXES),
-    PartitionSpec(*sharding.AXES),
+    PartitionSpec(sharding.BATCH_AXES),
+    PartitionSpec(*sharding.BATCH_AXES),
   )
   # All to all, to the experts' devices and back.
   x_BECD = _constrained(_constrained(x_BECD, by_batch), by_expert)

@@ -102,7 +102,7 @@ def test_a_named_one_that_cannot_serve_is_an_error(wanted, case, message):
 def test_the_platform_is_that_of_the_mesh():
   mesh = jax.sharding.AbstractMesh(
     (2, 4),
-    sharding.AXES,
+    sharding.BATCH_AXES,
     abstract_device=jax.sharding.AbstractDevice(
       device_kind="TPU v5", num_cores=1, platform="tpu"
     ),

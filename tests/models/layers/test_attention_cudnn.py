@@ -20,7 +20,7 @@ def lower(length, **conditions):
   qkv = [jax.ShapeDtypeStruct((_B, length, _H, _K), jnp.bfloat16)] * 3
   mesh = jax.sharding.AbstractMesh(
     (1, 1),
-    sharding.AXES,
+    sharding.BATCH_AXES,
     abstract_device=jax.sharding.AbstractDevice(
       device_kind="NVIDIA H100 80GB HBM3", num_cores=1, platform="gpu"
     ),

@@ -15,7 +15,7 @@ from bigtrain.tools.plan import collectives
 
 ROWS, D, F = 512, 64, 32
 WHOLE = PartitionSpec()
-BATCH = PartitionSpec(sharding.AXES)
+BATCH = PartitionSpec(sharding.BATCH_AXES)
 COLUMNS = PartitionSpec(None, "fsdp")
 
 

@@ -1,6 +1,4 @@
-"""The mesh and the sharding rules, on eight devices."""
-
-import os
+"""The layouts of parameters and optimizer state, on eight devices."""
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +7,10 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
 from bigtrain import sharding, trees
-from bigtrain.settings import Config, ConfigError
+from bigtrain.settings import ConfigError
 
 
 def _shapes(**shapes):
@@ -23,76 +20,6 @@ def _shapes(**shapes):
 def _specs(shapes, mesh, rules):
   shardings, notes = sharding.state_shardings(shapes, mesh, rules)
   return {n: s.spec for n, s in trees.flatten_with_names(shardings)}, notes
-
-
-# The mesh.
-
-
-@pytest.mark.parametrize(
-  "sizes, expected",
-  [
-    ({}, (1, 8)),
-    (dict(replica=-1, fsdp=1), (8, 1)),
-    (dict(replica=2), (2, 4)),
-    (dict(replica=-1, fsdp=4), (2, 4)),
-    (dict(replica=8, fsdp=1), (8, 1)),
-    (dict(replica=2, fsdp=4), (2, 4)),
-  ],
-)
-def test_mesh_has_the_sizes_of_the_config(sizes, expected):
-  mesh = sharding.make_mesh(**sizes)
-  assert mesh.axis_names == ("replica", "fsdp")
-  assert mesh.devices.shape == expected
-  assert set(mesh.devices.flat) == set(jax.devices())
-
-
-def test_mesh_of_given_devices():
-  mesh = sharding.make_mesh(devices=jax.devices()[:2])
-  assert mesh.devices.shape == (1, 2)
-
-
-@pytest.mark.parametrize(
-  "sizes, message",
-  [
-    (dict(replica=3), "replica=3 x fsdp=2 = 6, but there are 8 devices"),
-    (dict(replica=1, fsdp=4), "= 4, but there are 8 devices"),
-    (dict(replica=-1, fsdp=16), "= 16, but there are 8 devices"),
-    (dict(replica=-1, fsdp=-1), "only one of replica and fsdp can be -1"),
-    (dict(replica=0), r"config\.mesh\.replica: expected .* got 0"),
-    (dict(fsdp="all"), r"config\.mesh\.fsdp: expected .* got 'all'"),
-    (dict(fsdp=2.0), r"config\.mesh\.fsdp: expected .* got 2\.0"),
-  ],
-)
-def test_mesh_rejects_sizes_that_do_not_fit(sizes, message):
-  with pytest.raises(ConfigError, match=message):
-    sharding.make_mesh(**sizes)
-
-
-# Batches.
-
-
-def test_the_batch_is_split_over_both_axes():
-  mesh = sharding.make_mesh(replica=2, fsdp=4)
-  x = jax.device_put(np.arange(16.0).reshape(16, 1), sharding.batch(mesh))
-  rows = [int(s.data[0, 0]) for s in x.addressable_shards]
-  assert sorted(rows) == [0, 2, 4, 6, 8, 10, 12, 14]
-  assert sharding.replicated(mesh).shard_shape((16, 3)) == (16, 3)
-
-
-def test_check_batch_names_the_nearest_sizes_that_divide():
-  mesh = sharding.make_mesh(replica=2, fsdp=4)
-  sharding.check_batch(8, mesh, "config.input.batch_size")
-  with pytest.raises(
-    ConfigError,
-    match=r"config\.input\.batch_size=20 does not divide among 8 devices "
-    r"\(replica=2 x fsdp=4\); the nearest sizes that do: 16 and 24\.",
-  ):
-    sharding.check_batch(20, mesh, "config.input.batch_size")
-  with pytest.raises(ConfigError, match=r"the nearest sizes that do: 8\."):
-    sharding.check_batch(3, mesh, "config.input.batch_size")
-  for wrong in (0, -8, 8.0, "8", None):
-    with pytest.raises(ConfigError, match="expected a positive whole number"):
-      sharding.check_batch(wrong, mesh, "config.input.batch_size")
 
 
 # Rules.
@@ -265,30 +192,6 @@ def test_a_matrix_product_is_the_same_when_sharded(replica, fsdp):
     in_shardings=(shardings["w"], sharding.batch(mesh)),
   )
   np.testing.assert_allclose(step(w, x), np.sum((x @ w) ** 2), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-  "topology, part",
-  [("v5e:4x4", None), ("v5p:2x2x1", None), ("v5e:1x1", [1, 1, 1])],
-)
-def test_absent_tpus_may_be_a_part_of_a_host(topology, part, monkeypatch):
-  asked = {}
-
-  class Described:
-    devices = jax.devices()[:2]
-
-  def describe(**options):
-    asked.update(options)
-    return Described
-
-  monkeypatch.setattr(topologies, "get_topology_desc", describe)
-  # libtpu's variables stay out of the other tests.
-  monkeypatch.setattr(os, "environ", {})
-  config = Config({"compile_only": topology, "mesh": {}})
-  assert sharding.from_config(config).size == 2
-  assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
-  assert asked["topology_name"] == topology
-  assert asked.get("chips_per_host_bounds") == part
 
 
 def test_a_layout_of_one_shape_leaves_others_to_the_next_rules():

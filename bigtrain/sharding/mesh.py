@@ -1,0 +1,245 @@
+"""The device mesh: replica x fsdp x sequence x tensor.
+
+  replica    copies of the training state
+  fsdp       parts of the training state; a layer's are gathered for its use
+  sequence   parts of each example along its length
+  tensor     parts of each layer: heads, hidden widths, vocabularies
+
+The batch is split over `replica` and `fsdp`. The devices of a `tensor` group
+send the most, so they are neighbours; then come `sequence` and `fsdp`.
+"""
+
+import collections
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh
+
+from bigtrain.settings import Config, ConfigError, check_kwargs
+
+BATCH_AXES = ("replica", "fsdp")
+AXES = (*BATCH_AXES, "sequence", "tensor")
+
+# Chips of a TPU host: at least this number.
+_CHIPS_OF_HOST = 4
+
+# For libtpu without TPUs: it neither searches for them nor locks them, so that
+# several processes may compile at once.
+_NO_TPU = {
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def make_mesh(
+  replica: int = 1,
+  fsdp: int = -1,
+  sequence: int = 1,
+  tensor: int = 1,
+  *,
+  devices: Sequence[Any] | None = None,
+) -> Mesh:
+  """A mesh of all devices with the axes `AXES`.
+
+  Args:
+    replica: number of copies of the sharded state. One of the sizes may be -1,
+      for the devices that the others leave.
+    fsdp: number of parts of the state.
+    sequence: number of parts of each example.
+    tensor: number of parts of each layer.
+    devices: all devices of the job unless given.
+
+  Raises:
+    ConfigError: the sizes do not multiply to the number of devices.
+  """
+  devices = jax.devices() if devices is None else list(devices)
+  given = dict(zip(AXES, (replica, fsdp, sequence, tensor)))
+  sizes = fitted(given, len(devices))
+  shape = tuple(sizes.values())
+  if devices[0].platform == "tpu":  # Neighbours are near in the torus.
+    from jax.experimental import mesh_utils
+
+    # fsdp=8 in a 4x4x4 slice needs one axis and half of the next.
+    grid = mesh_utils.create_device_mesh(
+      shape, devices=devices, allow_split_physical_axes=True
+    )
+  else:
+    grid = np.asarray(devices).reshape(shape)
+  mesh = Mesh(grid, AXES)
+  warn_of_slow_axes(mesh)
+  return mesh
+
+
+def fitted(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
+  """Returns the sizes of the axes with -1 replaced.
+
+  Args:
+    sizes: size by axis, as in config.mesh.
+    num_devices: number of devices of the mesh.
+
+  Raises:
+    ConfigError: the sizes do not multiply to the number of devices.
+  """
+  for axis, size in sizes.items():
+    if not isinstance(size, int) or (size < 1 and size != -1):
+      raise ConfigError(
+        f"config.mesh.{axis}: expected a positive whole number or -1, got "
+        f"{size!r}."
+      )
+  open_axes = [axis for axis, size in sizes.items() if size == -1]
+  if len(open_axes) > 1:
+    raise ConfigError(
+      f"config.mesh: only one of {' and '.join(open_axes)} can be -1."
+    )
+  known = math.prod(size for size in sizes.values() if size != -1)
+  filled = {
+    axis: max(1, num_devices // known) if size == -1 else size
+    for axis, size in sizes.items()
+  }
+  total = math.prod(filled.values())
+  if total != num_devices:
+    shown = _in_words(filled)
+    raise ConfigError(
+      f"config.mesh: {shown} = {total}, but there are {num_devices} devices"
+      f"{_nearest(sizes, num_devices)}."
+    )
+  return filled
+
+
+def _in_words(sizes: dict[str, int]) -> str:
+  """The sizes in a line: replica and fsdp, and others that split something."""
+  return " x ".join(
+    f"{axis}={size}"
+    for axis, size in sizes.items()
+    if axis in BATCH_AXES or size > 1
+  )
+
+
+def in_words(mesh: Mesh) -> str:
+  """Describes the sizes of a mesh, such as "replica=2 x fsdp=4"."""
+  return _in_words(dict(mesh.shape))
+
+
+def _nearest(sizes: dict[str, int], num_devices: int) -> str:
+  """For the message: the nearest sizes of one axis that fit the devices."""
+  exact = -1 not in sizes.values()
+  fits = []
+  for axis, size in sizes.items():
+    if size == -1 or (size == 1 and axis not in BATCH_AXES):
+      continue
+    others = math.prod(
+      n for name, n in sizes.items() if name != axis and n != -1
+    )
+    if num_devices % others:
+      continue
+    room = num_devices // others
+    works = [n for n in range(1, room + 1) if room % n == 0]
+    works = [room] if exact else works
+    near = sorted((abs(n - size), n) for n in works)
+    fits += [(distance, f"{axis}={n}") for distance, n in near[:2]]
+  if not fits:
+    return ""
+  words = [word for _, word in sorted(fits)[:2]]
+  return f"; the nearest that work: {' or '.join(words)}"
+
+
+def from_config(config: Config) -> Mesh:
+  """The mesh that config.mesh describes; see `make_mesh`.
+
+  If config.compile_only names a TPU topology, such as "v5p:2x2x2", the mesh
+  consists of those devices and not of this machine's.
+
+  Raises:
+    ConfigError: the sizes do not fit the devices.
+  """
+  options = config.kwargs("mesh")
+  check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
+  absent = config.get("compile_only", False)
+  if isinstance(absent, str):
+    options["devices"] = _absent_tpus(absent)
+  mesh = make_mesh(**options)
+  if (sequence := mesh.shape["sequence"]) > 1:
+    raise ConfigError(
+      f"{config.path}.mesh.sequence={sequence}: models cannot split an example "
+      "over devices; expected 1."
+    )
+  return mesh
+
+
+def _absent_tpus(topology: str) -> Sequence[Any]:
+  """Devices of a TPU topology, to compile for on a machine without TPUs."""
+  from jax.experimental import topologies
+
+  for name, value in _NO_TPU.items():
+    os.environ.setdefault(name, value)
+  # A topology names whole hosts unless it comes with the size of a host.
+  sizes = [int(n) for n in re.findall(r"\d+", topology.partition(":")[2])]
+  part = {"chips_per_host_bounds": [*sizes, 1, 1][:3]}
+  try:
+    return topologies.get_topology_desc(
+      platform="tpu",
+      topology_name=topology,
+      **(part if np.prod(sizes) < _CHIPS_OF_HOST else {}),
+    ).devices
+  except Exception as e:  # The plugin may raise anything.
+    raise ConfigError(
+      f"config.compile_only={topology!r}: needs the package libtpu and a "
+      f"topology such as 'v5p:2x2x2' ({' '.join(str(e).split())})."
+    ) from e
+
+
+def _server(device: Any) -> Any:
+  """The devices with the same server have a fast network among them.
+
+  On TPUs that is a slice, on GPUs jax numbers the servers as slices, and
+  elsewhere it is a process.
+  """
+  number = getattr(device, "slice_index", None)
+  if number is None and device.platform == "tpu":
+    return 0  # One slice.
+  return device.process_index if number is None else number
+
+
+def slow_axes(mesh: Mesh) -> dict[str, int]:
+  """Returns the axes with groups of devices in several servers.
+
+  Args:
+    mesh: with the axes `AXES`.
+
+  Returns:
+    The largest number of servers of a group, by axis.
+  """
+  crossed = {}
+  for at, axis in enumerate(mesh.axis_names):
+    groups = np.moveaxis(mesh.devices, at, -1).reshape(-1, mesh.shape[axis])
+    number = max(len({_server(d) for d in group}) for group in groups)
+    if number > 1:
+      crossed[axis] = number
+  return crossed
+
+
+def warn_of_slow_axes(mesh: Mesh) -> None:
+  """Warns if the devices of a `tensor` group are in several servers."""
+  servers = slow_axes(mesh).get("tensor")
+  if not servers:
+    return
+  ways = mesh.shape["tensor"]
+  counts = collections.Counter(map(_server, mesh.devices.flat))
+  logging.warning(
+    "config.mesh.tensor=%d: a group of these devices is in %d servers, and "
+    "every block sends 8 x %.2f x its activations (tokens x width) over the "
+    "network between them in a step, 4 forward and 4 backward. A server has "
+    "%d devices: a tensor size that divides %d stays inside.",
+    ways,
+    servers,
+    (ways - 1) / ways,
+    min(counts.values()),
+    min(counts.values()),
+  )

@@ -1,0 +1,127 @@
+"""The mesh: sizes, the order of devices, and absent devices."""
+
+import dataclasses
+import os
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from bigtrain import sharding
+from bigtrain.settings import Config, ConfigError
+
+
+@pytest.mark.parametrize(
+  "sizes, expected",
+  [
+    ({}, (1, 8, 1, 1)),
+    (dict(replica=-1, fsdp=1), (8, 1, 1, 1)),
+    (dict(replica=2), (2, 4, 1, 1)),
+    (dict(replica=-1, fsdp=4), (2, 4, 1, 1)),
+    (dict(replica=2, fsdp=4), (2, 4, 1, 1)),
+    (dict(tensor=4), (1, 2, 1, 4)),
+    (dict(replica=-1, fsdp=1, sequence=2, tensor=2), (2, 1, 2, 2)),
+    (dict(fsdp=1, tensor=-1), (1, 1, 1, 8)),
+  ],
+)
+def test_mesh_has_the_sizes_of_the_config(sizes, expected):
+  mesh = sharding.make_mesh(**sizes)
+  assert mesh.axis_names == ("replica", "fsdp", "sequence", "tensor")
+  assert mesh.devices.shape == expected
+  assert set(mesh.devices.flat) == set(jax.devices())
+
+
+def test_mesh_of_given_devices():
+  mesh = sharding.make_mesh(devices=jax.devices()[:2])
+  assert mesh.devices.shape == (1, 2, 1, 1)
+
+
+@pytest.mark.parametrize(
+  "sizes, message",
+  [
+    (dict(replica=3), "replica=3 x fsdp=2 = 6, but there are 8 devices"),
+    (dict(replica=1, fsdp=4), "= 4, but .* 8 devices; .*: replica=2 or fsdp=8"),
+    (
+      dict(tensor=3),
+      "tensor=3 = 6, .*; the nearest .*: tensor=2 or tensor=4",
+    ),
+    (
+      dict(replica=2, fsdp=-1, sequence=2, tensor=3),
+      "replica=2 x fsdp=1 x sequence=2 x tensor=3 = 12, .*: tensor=2",
+    ),
+    (dict(tensor=0), r"config\.mesh\.tensor: expected .* got 0"),
+    (dict(replica=-1, fsdp=16), "= 16, but there are 8 devices"),
+    (dict(replica=-1, fsdp=-1), "only one of replica and fsdp can be -1"),
+    (dict(replica=0), r"config\.mesh\.replica: expected .* got 0"),
+    (dict(fsdp="all"), r"config\.mesh\.fsdp: expected .* got 'all'"),
+    (dict(fsdp=2.0), r"config\.mesh\.fsdp: expected .* got 2\.0"),
+  ],
+)
+def test_mesh_rejects_sizes_that_do_not_fit(sizes, message):
+  with pytest.raises(ConfigError, match=message):
+    sharding.make_mesh(**sizes)
+
+
+@pytest.mark.parametrize(
+  "topology, part",
+  [("v5e:4x4", None), ("v5p:2x2x1", None), ("v5e:1x1", [1, 1, 1])],
+)
+def test_absent_tpus_may_be_a_part_of_a_host(topology, part, monkeypatch):
+  asked = {}
+
+  class Described:
+    devices = jax.devices()[:2]
+
+  def describe(**options):
+    asked.update(options)
+    return Described
+
+  monkeypatch.setattr(topologies, "get_topology_desc", describe)
+  # libtpu's variables stay out of the other tests.
+  monkeypatch.setattr(os, "environ", {})
+  config = Config({"compile_only": topology, "mesh": {}})
+  assert sharding.from_config(config).size == 2
+  assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+  assert asked["topology_name"] == topology
+  assert asked.get("chips_per_host_bounds") == part
+
+
+def test_devices_of_a_tensor_group_are_neighbours():
+  mesh = sharding.make_mesh(replica=2, fsdp=1, sequence=2, tensor=2)
+  numbers = [[d.id for d in pair] for pair in mesh.devices.reshape(4, 2)]
+  assert numbers == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_an_axis_of_sequences_is_refused():
+  config = Config({"mesh": {"sequence": 2}})
+  with pytest.raises(ConfigError, match=r"config\.mesh\.sequence=2: .* 1\."):
+    sharding.from_config(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+  id: int
+  process_index: int
+  slice_index: int | None = None
+  platform: str = "gpu"
+
+
+@pytest.mark.parametrize(
+  "devices, warns",
+  [
+    # Two processes with four devices each.
+    ([_Device(i, i // 4) for i in range(8)], False),
+    # Four with two each: a group of four is in two of them.
+    ([_Device(i, i // 2) for i in range(8)], True),
+    # A process for each GPU, and four GPUs in a server.
+    ([_Device(i, i, i // 4) for i in range(8)], False),
+  ],
+  ids=["inside", "across", "by_server"],
+)
+def test_a_tensor_group_in_several_servers_is_a_warning(devices, warns, caplog):
+  with caplog.at_level("WARNING"):
+    sharding.make_mesh(tensor=4, devices=devices)
+  assert ("in 2 servers" in caplog.text) == warns
+  if warns:
+    assert "8 x 0.75 x its activations" in caplog.text
+    assert "A server has 2 devices" in caplog.text
