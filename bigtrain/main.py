@@ -64,7 +64,7 @@ def train(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     ConfigError: a mistake in the config or the data, found before compiling
       where possible.
     Preempted: a signal ended the run after a save.
-    NotFinite: a loss or gradient was NaN or infinite (config.nonfinite).
+    NotFinite, Spike: a step that config.nonfinite or config.spikes rejects.
   """
   workdir = paths.absolute(workdir)
   rollbacks: list[guard_lib.Rollback] = []
@@ -208,8 +208,8 @@ def _train(
   with_teacher = {**state_spec, **teacher.spec}
   loss_args = gradients_lib.loss_args(with_teacher, batch_spec, mesh)
   pairs_spec, _ = jax.eval_shape(loss_fn, *loss_args)
-  newest = [*optimizer.schedules, *guard.row(state_spec)]
-  tally_spec = tally_lib.spec(pairs_spec, newest, row_norms.names)
+  new = [*optimizer.schedules, *guard.row(state_spec)]
+  tally_spec = tally_lib.spec(pairs_spec, new, row_norms.names, guard.spikes)
 
   # Where the time goes, and who shows and limits it.
   step_flops = flops.train_flops(flops.forward_flops(loss_fn, *loss_args))
@@ -324,9 +324,9 @@ def _train(
   def check_finite(values: tally_lib.Tally) -> None:
     """Raises if the tally has a bad step, or too many skipped ones."""
     if bad_step := guard.bad_step(values):
-      index = bad_step - 1 + ahead
       now = {**state, **fixed}
-      error = guard_lib.explain(bad_step, index, now, train_input, gradients)
+      details = bad_step, bad_step - 1 + ahead, now, train_input, gradients
+      error = guard.spike(values) or guard_lib.explain(*details)
       raise guard.failure(error, bad_step, saved_step, len(rollbacks))
 
   log = row_log.RowLog(

@@ -44,6 +44,7 @@ _HARMLESS = (
   "resume",
   "save_at_start",
   "sharding",
+  "spikes",
   "stop_at_*",
   "teacher.logical_axes",
   "tensorboard",

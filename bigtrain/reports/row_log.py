@@ -8,7 +8,7 @@ from absl import logging
 
 from bigtrain.reports import chrono, record, writers
 from bigtrain.runtime import hooks, programs
-from bigtrain.step import tally
+from bigtrain.step import spikes, tally
 
 
 class RowLog:
@@ -79,7 +79,12 @@ class RowLog:
       self._check(sums)
       first = self.note("update", **self._facts)
       times = self._clock.row(step)
-      self.write({"step": step, **tally.row(sums), **times, **first, **scalars})
+      values = tally.row(sums)
+      num_spikes = values.get("spike_steps", 0)
+      if num_spikes > self.newest.get("spike_steps", 0):
+        what = spikes.describe(sums["spikes"])
+        logging.warning("spike %d of this run: %s.", num_spikes, what)
+      self.write({"step": step, **values, **times, **first, **scalars})
 
   def write(self, row: dict[str, Any]) -> None:
     """Passes a row to the writers and the hooks."""

@@ -14,7 +14,8 @@ decides what follows:
           config.max_nonfinite steps were skipped.
 
 A step whose gradients overflow under a loss scale that can still shrink (see
-loss_scale.py) only changes the scale, whatever the policy.
+loss_scale.py) only changes the scale, whatever the policy. Spikes, which are
+finite, have policies of their own (spikes.py).
 """
 
 import functools
@@ -28,6 +29,7 @@ from jax.sharding import Mesh
 
 from bigtrain import metrics, settings, trees
 from bigtrain.step import loss_scale as loss_scale_lib
+from bigtrain.step import spikes as spikes_lib
 
 POLICIES = ("stop", "skip", "rollback")
 
@@ -46,11 +48,11 @@ class Rollback(Exception):
   """The run returns to a checkpoint and skips some batches.
 
   Attributes:
-    step: the step that was not finite.
+    step: the step that was not finite, or a spike.
     restart: step of the checkpoint.
   """
 
-  def __init__(self, error: NotFinite, step: int, restart: int):
+  def __init__(self, error: Exception, step: int, restart: int):
     super().__init__(
       f"{error} ROLLING BACK to step {restart}, skipping the batches of steps "
       f"{restart + 1} to {step}."
@@ -62,17 +64,23 @@ class Rollback(Exception):
 class Verdict(NamedTuple):
   """The guard's judgement of a step: bool scalars, at most one of them set.
 
-  All are False once a policy other than "skip" has seen a bad step.
+  All are False once a policy other than "skip" has seen a bad step, or a spike
+  is to be rolled back.
 
   Attributes:
     good: the state takes the step.
     bad: the loss or the gradients are not finite.
     overflow: the gradients are not finite, but a smaller loss scale may help.
+    skipped_spike: the step is finite, but a spike that is skipped; None if
+      spikes are not.
+    spikes: statistics of spikes after the step; None without config.spikes.
   """
 
   good: jax.Array
   bad: jax.Array
   overflow: jax.Array
+  skipped_spike: jax.Array | None = None
+  spikes: spikes_lib.Statistics | None = None
 
   def if_good(self, new: Any, old: Any) -> Any:
     """The tree `new` after a good step, else the tree `old`."""
@@ -94,12 +102,14 @@ class Guard(NamedTuple):
       have without failing.
     loss_scale: settings of the loss scale, or None.
     by_branch: whether `select` is a branch, and not a selection.
+    spikes: settings of config.spikes, or None.
   """
 
   policy: str
   max_nonfinite: int
   loss_scale: loss_scale_lib.LossScale | None
   by_branch: bool = True
+  spikes: spikes_lib.Spikes | None = None
 
   def judge(
     self,
@@ -112,19 +122,33 @@ class Guard(NamedTuple):
 
     Args:
       state: train state before the step.
-      tally: the previous step's tally, with "bad_step".
+      tally: the previous step's tally, with "bad_step" and, if the config has
+        spikes, "spikes".
       loss: (sum, weight).
       grad_norm: norm of all gradients.
     """
     may_shrink: Any = False
     if self.loss_scale:
       may_shrink = self.loss_scale.may_shrink(state["loss_scale"])
-    finite_loss = jnp.isfinite(loss[0] / loss[1])
+    mean_loss = loss[0] / loss[1]
+    finite_loss = jnp.isfinite(mean_loss)
     finite = finite_loss & jnp.isfinite(grad_norm)
     overflow = finite_loss & ~finite & may_shrink
     active = (tally["bad_step"] == 0) | (self.policy == "skip")
-    return Verdict(
-      finite & active, ~finite & ~overflow & active, overflow & active
+    if self.spikes:
+      active &= self.spikes.is_active(tally["spikes"])
+    good = finite & active
+    verdict = Verdict(good, ~finite & ~overflow & active, overflow & active)
+    if not self.spikes:
+      return verdict
+    spike, statistics = self.spikes.judge(
+      tally["spikes"], state["step"] + 1, mean_loss, grad_norm, good
+    )
+    if self.spikes.policy == "warn":
+      return verdict._replace(spikes=statistics)
+    skipped = None if self.spikes.rolls_back else spike
+    return verdict._replace(
+      good=good & ~spike, skipped_spike=skipped, spikes=statistics
     )
 
   def select(
@@ -135,8 +159,8 @@ class Guard(NamedTuple):
   ) -> dict[str, Any]:
     """The new state after a good step, else the old one.
 
-    Under "skip", and after an overflow, the old state still takes the new step
-    number, so that the next batch follows, and the new loss scale.
+    If the step is skipped, and after an overflow, the old state still takes the
+    new step number, so that the next batch follows, and the new loss scale.
 
     With `by_branch` the device runs `advance` only for a good step. Otherwise
     it always runs, and each array is selected. The results are the same, bit by
@@ -154,6 +178,10 @@ class Guard(NamedTuple):
       chosen = verdict.if_good(advance(), kept)
     if self.policy == "skip":
       chosen["step"] = state["step"] + 1
+    if verdict.skipped_spike is not None:
+      chosen["step"] = jnp.where(
+        verdict.skipped_spike, state["step"] + 1, chosen["step"]
+      )
     if self.loss_scale:
       choose = functools.partial(jnp.where, verdict.good | verdict.overflow)
       chosen["step"] = choose(state["step"] + 1, chosen["step"])
@@ -174,7 +202,10 @@ class Guard(NamedTuple):
 
     Raises:
       NotFinite: more steps were skipped than config.max_nonfinite allows.
+      Spike: the same, of config.spikes.most.
     """
+    if self.spikes and (spike := self.spikes.bad_step(tally["spikes"])):
+      return spike
     bad_step, skipped = int(tally["bad_step"]), int(tally["skipped"])
     if self.policy != "skip":
       return bad_step
@@ -186,8 +217,23 @@ class Guard(NamedTuple):
       )
     return 0
 
+  def spike(self, tally: Mapping[str, Any]) -> spikes_lib.Spike | None:
+    """The error for the spike that must be rolled back, if there is one.
+
+    Args:
+      tally: a fetched tally.
+    """
+    if not (self.spikes and self.spikes.bad_step(tally["spikes"])):
+      return None
+    what = spikes_lib.describe(tally["spikes"])
+    return spikes_lib.Spike(f"{what}, a spike. No checkpoint contains it.")
+
   def failure(
-    self, error: NotFinite, step: int, saved_step: int | None, rollbacks: int
+    self,
+    error: NotFinite | spikes_lib.Spike,
+    step: int,
+    saved_step: int | None,
+    rollbacks: int,
   ) -> Exception:
     """The exception that ends the run, or rolls it back if it may.
 
@@ -197,14 +243,16 @@ class Guard(NamedTuple):
       saved_step: step of the newest checkpoint, or None.
       rollbacks: number of rollbacks so far.
     """
-    may_roll_back = self.policy == "rollback" and saved_step is not None
-    if may_roll_back and rollbacks < self.max_nonfinite:
+    rolls_back, most = self.policy == "rollback", self.max_nonfinite
+    if self.spikes and isinstance(error, spikes_lib.Spike):
+      rolls_back, most = self.spikes.rolls_back, self.spikes.most
+    if rolls_back and saved_step is not None and rollbacks < most:
       return Rollback(error, step, saved_step)
     return error
 
 
 def from_config(config: settings.Config, mesh: Mesh) -> Guard:
-  """Reads nonfinite, max_nonfinite and loss_scale.
+  """Reads nonfinite, max_nonfinite, loss_scale and spikes.
 
   Args:
     config: the whole config.
@@ -223,6 +271,7 @@ def from_config(config: settings.Config, mesh: Mesh) -> Guard:
     settings.whole_number(config, "max_nonfinite", default, least=0),
     loss_scale_lib.from_config(config),
     by_branch=mesh.devices.flat[0].platform not in _BY_SELECTION,
+    spikes=spikes_lib.from_config(config),
   )
 
 

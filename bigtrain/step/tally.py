@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from bigtrain import metrics, sharding, trees
 from bigtrain.settings import Config
+from bigtrain.step import spikes as spikes_lib
 from bigtrain.step.guard import Verdict
 
 Tally = dict[str, Any]
@@ -24,13 +25,19 @@ Tally = dict[str, Any]
 ROW_SCOPE = "row_norms"
 
 
-def spec(pairs: Any, last: Iterable[str], norms: Iterable[str] = ()) -> Tally:
+def spec(
+  pairs: Any,
+  last: Iterable[str],
+  norms: Iterable[str] = (),
+  spikes: spikes_lib.Spikes | None = None,
+) -> Tally:
   """Shapes and dtypes of a tally.
 
   Args:
     pairs: tree with the structure of a step's pairs.
     last: names of the scalars of which a row shows the newest value.
     norms: names of the norms, which only steps with a row compute.
+    spikes: settings of spikes, if the run has them.
   """
   norms = tuple(norms)
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
@@ -45,6 +52,7 @@ def spec(pairs: Any, last: Iterable[str], norms: Iterable[str] = ()) -> Tally:
     ),
     "bad_step": number,
     "skipped": number,
+    **({"spikes": spikes.spec()} if spikes else {}),
   }
 
 
@@ -105,6 +113,7 @@ def add_step(
     "norms": norms or tally["norms"],
     "bad_step": bad_step.astype(jnp.int32),
     "skipped": tally["skipped"] + verdict.bad.astype(jnp.int32),
+    **({"spikes": verdict.spikes} if verdict.spikes else {}),
   }
 
 
@@ -186,6 +195,8 @@ def row(tally: Tally) -> dict[str, float]:
     values |= {name: float(value) for name, value in newest.items()}
   if int(tally["skipped"]):
     values["skipped_steps"] = int(tally["skipped"])
+  if "spikes" in tally:
+    values |= spikes_lib.row(tally["spikes"])
   return values
 
 
