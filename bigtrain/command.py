@@ -1,11 +1,13 @@
 """The command line, and the exit codes of a run."""
 
+import contextlib
 import gc
 import logging as python_logging
 import os
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -16,10 +18,11 @@ from bigtrain.checkpoints import commit
 from bigtrain.cluster import process
 from bigtrain.files import disk, paths
 from bigtrain.reports import record
+from bigtrain.runtime import jax_flags
 
 _USAGE = (
-  "Usage: python -m bigtrain.main --config=FILE.py[:arguments] --workdir=DIR "
-  "[--config.KEY=VALUE ...] [--cleanup]"
+  "Usage: python -m bigtrain.main --config=FILE.py[:arguments] "
+  "[--workdir=DIR] [--config.KEY=VALUE ...] [--cleanup]"
 )
 
 # For processes started by hand, without a scheduler to set these variables.
@@ -35,12 +38,12 @@ class Arguments(NamedTuple):
 
   Attributes:
     config: the config with the changes of the command line.
-    workdir: folder of the run.
+    workdir: folder of the run; None for a run that keeps nothing.
     cleanup: whether a finished run removes its checkpoints.
   """
 
   config: dict[str, Any]
-  workdir: str
+  workdir: str | None
   cleanup: bool
 
 
@@ -56,7 +59,11 @@ def parse(argv: Sequence[str]) -> Arguments:
   # The config's keys are not known yet, so absl cannot parse these flags. A
   # value may follow an equals sign or a space.
   changes, rest = [], []
-  words = iter(argv)
+  values = flags.FlagValues()
+  try:
+    words = iter(values.read_flags_from_files(list(argv)))
+  except flags.Error as e:
+    raise settings.ConfigError(f"{e}. {_USAGE}") from e
   for word in words:
     if not word.startswith("--config."):
       rest.append(word)
@@ -64,7 +71,6 @@ def parse(argv: Sequence[str]) -> Arguments:
       changes.append(word)
     else:
       changes.append(f"{word}={next(words, '')}")
-  values = flags.FlagValues()
   flags.DEFINE_string(
     "config", None, "FILE.py[:args] or FILE.json", flag_values=values
   )
@@ -72,7 +78,7 @@ def parse(argv: Sequence[str]) -> Arguments:
   flags.DEFINE_boolean("cleanup", False, "See _USAGE.", flag_values=values)
   for name, (_, meaning) in _JOB_FLAGS.items():
     flags.DEFINE_string(name, None, meaning, flag_values=values)
-  values.append_flag_values(flags.FLAGS)
+  jax_flags.define(values)
   try:
     left = values(rest)[1:]
   except flags.Error as e:
@@ -82,9 +88,11 @@ def parse(argv: Sequence[str]) -> Arguments:
   for name, (variable, _) in _JOB_FLAGS.items():
     if values[name].value:
       os.environ[variable] = values[name].value
-  for name in ("config", "workdir"):
-    if not values[name].value:
+  for name, optional in {"config": False, "workdir": True}.items():
+    value = values[name].value
+    if not value and not (optional and value is None):
       raise settings.ConfigError(f"--{name} is missing. {_USAGE}")
+  jax_flags.apply(values)
   changes = [change.removeprefix("--config.") for change in changes]
   config = settings.load(values.config, changes)
   ends_early = [
@@ -97,7 +105,40 @@ def parse(argv: Sequence[str]) -> Arguments:
       f"--cleanup: with config.{ends_early[0]} the run does not finish; leave "
       "one of them out."
     )
-  return Arguments(config, paths.absolute(values.workdir), values.cleanup)
+  if values.workdir is not None:
+    return Arguments(config, paths.absolute(values.workdir), values.cleanup)
+  if values.cleanup:
+    raise settings.ConfigError(
+      "--cleanup: a run without --workdir keeps no checkpoints; leave it out."
+    )
+  return Arguments(_without_checkpoints(config), None, False)
+
+
+def _without_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
+  """Returns the config of a run that keeps nothing, after one warning."""
+  idle = [
+    key
+    for key, value in config.items()
+    if value and key.startswith(("ckpt_", "keep_ckpt", "save_at_start"))
+  ]
+  logging.warning(
+    "--workdir is missing: this run keeps no files and no checkpoints.%s",
+    f" Without effect: config.{', config.'.join(idle)}." if idle else "",
+  )
+  config = {key: value for key, value in config.items() if key not in idle}
+  return {**config, "keep_ckpts": 0}
+
+
+@contextlib.contextmanager
+def _folder(workdir: str | None) -> Iterator[str]:
+  """The folder of a run; a temporary one for a run that keeps nothing."""
+  if workdir is not None:
+    yield workdir
+    return
+  with tempfile.TemporaryDirectory(
+    prefix="bigtrain-", ignore_cleanup_errors=True
+  ) as folder:
+    yield folder
 
 
 def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
@@ -108,8 +149,10 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
   if {"--help", "-h", "-help"} & set(sys.argv[1:]):
     print(
       f"{_USAGE}\nThe keys of a config are in docs/config.md. FILE may also be "
-      "the config.json of a run. With --cleanup, a run that finishes removes "
-      "its checkpoints."
+      "the config.json of a run. Without --workdir, a run keeps no files. With "
+      "--cleanup, a run that finishes removes its checkpoints. The options of "
+      "jax are flags too, such as --jax_debug_nans, and so are those of absl's "
+      "logging, such as --verbosity=-1."
     )
     process.exit_now(process.EXIT_OK)
   logging.use_absl_handler()
@@ -125,10 +168,11 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
   jax.config.update("jax_traceback_in_locations_limit", 1)
   try:
     config, workdir, cleanup = parse(sys.argv)
-    results = train(config, workdir)
+    with _folder(workdir) as folder:
+      results = train(config, folder)
     message = record.ending(results, workdir)
     if cleanup and jax.process_index() == 0:
-      commit.remove_all(workdir)
+      commit.remove_all(folder)
       message += "\n  --cleanup has removed the checkpoints."
   except settings.ConfigError as e:
     # No traceback: the mistake is in the config or the data.

@@ -351,8 +351,7 @@ def _train(
         batches_ahead=ahead,
         **train_input.saved,
       )
-      checkpointer.save(step, state, host, keep_steps=hooks.keep_steps())
-    saved_step = step
+      saved_step = checkpointer.save(step, state, host, hooks.keep_steps())
 
   def evaluate(evaluation: evaluations_lib.Evaluation) -> None:
     """Runs one evaluation on the present state and writes its results."""
@@ -441,7 +440,8 @@ def _train(
     writer.write({"step": step, **clock.summary()})
   writer.flush()
   if interrupted:
-    raise process.Preempted(f"saved step {step} of {lengths.total}")
+    done = "saved" if saved_step == step else "stopped, with nothing saved, at"
+    raise process.Preempted(f"{done} step {step} of {lengths.total}")
   logging.info("%s at step %d.", hooks.stop_reason or "Done", step)
   return log.newest
 

@@ -2,10 +2,12 @@
 
 import os
 
+import jax
 import pytest
 
 from bigtrain import command, settings
 from bigtrain.cluster import process
+from bigtrain.runtime import jax_flags
 
 CONFIG = """
 def get_config(arg=None):
@@ -62,8 +64,18 @@ def test_the_last_of_two_values_wins(file):
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    (["--config={file}"], r"--workdir is missing. Usage: python -m bigtrain"),
-    (["--workdir=w"], r"--config is missing. Usage"),
+    (["--workdir=w"], r"--config is missing. Usage: python -m bigtrain"),
+    (["--config={file}", "--cleanup"], r"without --workdir keeps no checkp"),
+    (
+      ["--config={file}", "--jax_debug_nan"],
+      r"jax_debug_nan'.*mean.*jax_debug_nans",
+    ),
+    (["--config={file}", "--jax_debug_nans=2"], r"jax_debug_nans=2"),
+    (["--config={file}", "--pdb"], r"flag 'pdb'"),  # Needs absl's app.run.
+    (
+      ["--config={file}", "--jax_enable_preemption_service"],
+      r"--jax_enable_preemption_service: not available",
+    ),
     ([], r"--config is missing"),
     (["--config={file}", "--workdir="], r"--workdir is missing"),
     (["--config={file}", "--workdr=w"], r"workdr.*mean.*workdir.* Usage"),
@@ -81,6 +93,47 @@ def test_mistakes_are_explained_in_one_line(file, words, message):
   with pytest.raises(settings.ConfigError, match=message) as error:
     parse(*words)
   assert "\n" not in str(error.value)
+
+
+def test_flags_of_jax_reach_jax(file):
+  def least():
+    return jax.config.jax_persistent_cache_min_compile_time_secs
+
+  try:
+    parse(
+      f"--config={file}",
+      "--jax_log_compiles",
+      "--jax_default_matmul_precision=highest",
+      "--jax_persistent_cache_min_compile_time_secs=7",
+    )
+    assert jax.config.jax_log_compiles
+    assert jax.config.jax_default_matmul_precision == "highest"
+    jax_flags.default("jax_persistent_cache_min_compile_time_secs", 0.0)
+    assert least() == 7  # Not overridden.
+    parse(f"--config={file}")
+    jax_flags.default("jax_persistent_cache_min_compile_time_secs", 0.0)
+    assert least() == 0
+  finally:
+    jax.config.update("jax_log_compiles", False)
+    jax.config.update("jax_default_matmul_precision", None)
+
+
+def test_a_flag_file_holds_flags_and_changes_of_the_config(file, tmp_path):
+  flagfile = tmp_path / "flags"
+  flagfile.write_text("--config.lr=0.5\n--workdir=w\n")
+  config, workdir, _ = parse(f"--config={file}", f"--flagfile={flagfile}")
+  assert (config["lr"], workdir) == (0.5, os.path.abspath("w"))
+
+
+def test_without_a_workdir_there_are_no_checkpoints(file, caplog):
+  config, workdir, _ = parse(
+    f"--config={file}", "--config.ckpt_steps=5", "--config.keep_ckpt_steps=9"
+  )
+  assert workdir is None
+  assert config["keep_ckpts"] == 0 and "keep_ckpt_steps" not in config
+  (warning,) = caplog.messages
+  assert "keeps no files" in warning
+  assert "config.ckpt_steps, config.keep_ckpt_steps" in warning
 
 
 # The end of a run.

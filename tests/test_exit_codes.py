@@ -5,6 +5,7 @@ tests/faults tests faults at each single moment of a run.
 
 import re
 import signal
+import sys
 
 import processes
 import pytest
@@ -106,3 +107,43 @@ def test_a_misspelled_key_on_the_command_line(config_file, tmp_path):
   assert "Traceback" not in ended.stderr
   assert not ended.stdout
   assert not (tmp_path / "run").exists()
+
+
+def test_flags_of_jax_and_absl_in_a_run_that_keeps_nothing(
+  tiny_config, tmp_path
+):
+  (folder,) = tiny_config.args
+  config = tmp_path / "run.py"
+  config.write_text(
+    f"""
+import tiny
+
+def get_config():
+  return tiny.config({str(folder)!r})
+"""
+  )
+  temporary = tmp_path / "temporary"
+  temporary.mkdir()
+
+  def start(*flags):
+    command = [sys.executable, "-m", "bigtrain.main", f"--config={config}"]
+    return processes.run([*command, *flags], env={"TMPDIR": str(temporary)})
+
+  ended = start("--jax_log_compiles", "--verbosity=-1")
+  assert ended.returncode == 0, ended.stderr
+  assert "val/loss" in ended.stdout and "No files were kept" in ended.stdout
+  lines = ended.stderr.splitlines()
+  assert any("Finished tracing update_fn" in line for line in lines)
+  assert not any(re.match(r"I\d{4} ", line) for line in lines)
+  (warning,) = [line for line in lines if "--workdir is missing" in line]
+  assert "config.ckpt_steps" in warning
+  assert not list(temporary.iterdir())
+
+  ended = start(
+    "--config.lr=1e38", f"--log_dir={tmp_path}/logs", "--jax_debug_nans"
+  )
+  assert ended.returncode == 1
+  assert "invalid value (nan)" in ended.stderr.splitlines()[-1]
+  (log,) = (tmp_path / "logs").glob("bigtrain*.INFO")
+  assert "from scratch" in log.read_text()
+  assert not list(temporary.iterdir())

@@ -45,9 +45,25 @@ def read_options(
   Args:
     config: the whole config.
     keep_every_steps: config.keep_ckpt_* in steps.
+
+  Raises:
+    ConfigError: a value of the wrong type, or a key that needs checkpoints
+      although keep_ckpts is 0.
   """
+  keep = settings.whole_number(config, "keep_ckpts", 2, least=0)
+  needs = {
+    "keep_ckpt_*": keep_every_steps,
+    "save_at_start": config.get("save_at_start"),
+    'nonfinite="rollback"': config.get("nonfinite") == "rollback",
+  }
+  for key, value in needs.items():
+    if value and not keep:
+      raise ConfigError(
+        f"config.{key}: needs checkpoints, and this run keeps none: without "
+        "--workdir, and with config.keep_ckpts=0, nothing is saved."
+      )
   return {
-    "keep": settings.whole_number(config, "keep_ckpts", 2, least=1),
+    "keep": keep,
     "keep_every_steps": keep_every_steps,
     "config_digest": settings.digest(config.to_dict()),
   }
@@ -100,7 +116,7 @@ class Checkpointer:
 
     Args:
       workdir: folder of the run; checkpoints go to its folder "checkpoints".
-      keep: number of newest checkpoints to keep.
+      keep: number of newest checkpoints to keep; with 0, nothing is saved.
       keep_every_steps: checkpoints at multiples of it are never removed.
       config_digest: digest of the config, for the manifests.
       guard: called before a checkpoint is committed; raises if this job may no
@@ -109,7 +125,7 @@ class Checkpointer:
     """
     self._workdir = workdir
     self._keep = settings.check_number(
-      "config.keep_ckpts", keep, least=1, whole=True
+      "config.keep_ckpts", keep, least=0, whole=True
     )
     self._keep_every_steps = keep_every_steps
     self._config_digest = config_digest
@@ -132,10 +148,10 @@ class Checkpointer:
     step: int,
     state: Any,
     host_state: HostState | None = None,
-    *,
     keep_steps: Iterable[int] = (),
+    *,
     block: bool = False,
-  ) -> None:
+  ) -> int | None:
     """Starts to save; returns when the state may be donated.
 
     Waits for the previous save first, if it is still being written.
@@ -147,9 +163,14 @@ class Checkpointer:
       keep_steps: checkpoints that this save must not remove.
       block: whether to wait until the checkpoint is committed.
 
+    Returns:
+      `step`; None if this run saves nothing.
+
     Raises:
       CheckpointError: an earlier save failed, or this one cannot start.
     """
+    if not self._keep:
+      return None
     # A copy, because the program changes it while the save is being written.
     host_json = json.dumps((host_state or HostState()).to_json())
     named = trees.flatten_with_names(state)
@@ -184,6 +205,7 @@ class Checkpointer:
     self.last_stall_secs = time.monotonic() - started
     if block:
       self.wait()
+    return int(step)
 
   def check(self) -> None:
     """Raises CheckpointError if a save has failed on any process."""

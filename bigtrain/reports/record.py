@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from bigtrain import settings, sharding, trees
 from bigtrain.files import paths
+from bigtrain.runtime import jax_flags
 
 _PACKAGES = (
   "bigtrain",
@@ -220,9 +221,14 @@ def compiled_update(
       file.write(program.as_text())
 
 
-def ending(results: Mapping[str, Any], workdir: str) -> str:
-  """Returns the final message of a run: its results and its files."""
-  if results.keys() == {"step"}:  # Nothing was trained or evaluated.
+def ending(results: Mapping[str, Any], workdir: str | None) -> str:
+  """Returns the final message of a run: its results and its files.
+
+  Args:
+    results: newest values of the metrics.
+    workdir: folder of the run; None if its files were not kept.
+  """
+  if results.keys() == {"step"} and workdir:  # Nothing trained or evaluated.
     path = os.path.join(workdir, "run.json")
     return f"Compiled; {path} has its memory and FLOPs."
   lines = [f"Finished at step {results['step']}."]
@@ -231,6 +237,8 @@ def ending(results: Mapping[str, Any], workdir: str) -> str:
     hidden = name.startswith(("account/", "epoch/")) or name.endswith("/secs")
     if isinstance(value, float) and not hidden:
       lines.append(f"  {name:24} {value:.4g}")
+  if workdir is None:
+    return "\n".join([*lines, "  No files were kept."])
   lines += [
     f"  metrics       {os.path.join(workdir, 'metrics.jsonl')}",
     f"  checkpoints   {os.path.join(workdir, 'checkpoints')}",
@@ -241,6 +249,8 @@ def ending(results: Mapping[str, Any], workdir: str) -> str:
 
 def use_compile_cache(folder: str | bool) -> str:
   """Enables jax's persistent compilation cache.
+
+  Flags of the command line, such as --jax_compilation_cache_dir, come first.
 
   Args:
     folder: folder of the cache; True for the user's cache folder, False for no
@@ -255,8 +265,8 @@ def use_compile_cache(folder: str | bool) -> str:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.path.join(home, "bigtrain", "xla")
   folder = paths.absolute(folder)
-  jax.config.update("jax_compilation_cache_dir", folder)
+  jax_flags.default("jax_compilation_cache_dir", folder)
   # Cache small programs too: a start compiles dozens of them.
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  return folder
+  jax_flags.default("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax_flags.default("jax_persistent_cache_min_entry_size_bytes", -1)
+  return str(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]

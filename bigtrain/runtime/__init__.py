@@ -4,6 +4,6 @@ Open programs.py first: it compiles the update and the evaluations ahead of
 time and records what each program costs. phases.py reports the loop's phases;
 hooks.py calls the hooks of the config, hook_context.py is what they see of the
 run, and watched_metrics.py reads rows for them; host_memory.py tunes malloc;
-debugging.py logs shapes.
-main, reports, hooks and tools import this package.
+debugging.py logs shapes; jax_flags.py reads the flags of jax and absl.
+main, command, reports, hooks and tools import this package.
 """

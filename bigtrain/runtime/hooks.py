@@ -269,6 +269,11 @@ def from_config(
       given["context"] = context
     settings.check_kwargs(make, options, context.path, given=given)
     hooks[name] = make(**options, **given)
+    if hasattr(hooks[name], "keep_steps") and config.get("keep_ckpts") == 0:
+      raise settings.ConfigError(
+        f"{context.path}: keeps checkpoints, and this run has none: without "
+        "--workdir, and with config.keep_ckpts=0, nothing is saved."
+      )
     context.asks = getattr(hooks[name], "asks", False)
     _check_evaluations(hooks[name], config, context.path, entries)
   return Hooks(hooks, run, digest)

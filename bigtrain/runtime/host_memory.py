@@ -3,7 +3,7 @@
 import ctypes
 import sys
 
-import jax
+from bigtrain.runtime import jax_flags
 
 # Parameters of mallopt(3), from malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -31,7 +31,7 @@ def keep_freed() -> bool:
   Returns:
     Whether this C library supports it.
   """
-  jax.config.update("jax_cpu_enable_async_dispatch", False)
+  jax_flags.default("jax_cpu_enable_async_dispatch", False)
   if not sys.platform.startswith("linux"):
     return False
   mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -161,6 +161,8 @@ def _caches() -> bool:
 def from_config(config: settings.Config, mesh: Mesh) -> Programs:
   """Reads config.eager, config.debug_nans and config.compiler_options.
 
+  The options of jax that ask for the same, such as --jax_debug_nans, count too.
+
   Args:
     config: the whole config.
     mesh: mesh of the programs.
@@ -170,6 +172,9 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
       option.
   """
   eager, checked = config.get("eager", False), config.get("debug_nans", False)
+  debugs = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
+  checked = checked or debugs
+  eager = eager or jax.config.jax_disable_jit  # type: ignore[attr-defined]
   if eager and checked:
     raise settings.ConfigError(
       "config.eager=True and config.debug_nans=True: set one of them; the "

@@ -2,15 +2,29 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from bigtrain.runtime import jax_flags
 from bigtrain.settings import ConfigError, did_you_mean
 
 _PREFIX = "--config."
 
 
 class Parser(argparse.ArgumentParser):
-  """An argument parser with --config.KEY=VALUE and one-line errors."""
+  """An argument parser with --config.KEY=VALUE and one-line errors.
+
+  It hands the flags of jax and absl to their owners, see jax_flags.py.
+  """
+
+  def __init__(self, *, changes_config: bool = True, **options: Any):
+    """See argparse.ArgumentParser.
+
+    Args:
+      changes_config: whether the tool takes --config.KEY=VALUE.
+      **options: arguments of argparse.ArgumentParser.
+    """
+    super().__init__(**options)
+    self._changes_config = changes_config
 
   def error(self, message: str) -> NoReturn:
     """Raises ConfigError."""
@@ -29,11 +43,16 @@ class Parser(argparse.ArgumentParser):
       ConfigError: unknown, missing or wrong arguments.
     """
     changes = [w.removeprefix(_PREFIX) for w in argv if w.startswith(_PREFIX)]
+    if changes and not self._changes_config:
+      raise ConfigError(f"{_PREFIX}{changes[0]}: this tool changes no config.")
     args, unknown = self.parse_known_args(
-      [w for w in argv if not w.startswith(_PREFIX)]
+      jax_flags.take([w for w in argv if not w.startswith(_PREFIX)])
     )
     if unknown:
       name = unknown[0].partition("=")[0]
-      hint = did_you_mean(name, self._option_string_actions)
+      options = [*self._option_string_actions]
+      hint = did_you_mean(name, [*options, *jax_flags.names()])
+      if "mean" not in hint:
+        hint = did_you_mean(name, options)
       raise ConfigError(f"{unknown[0]!r}: unknown argument.{hint}")
     return args, changes

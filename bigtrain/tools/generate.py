@@ -8,7 +8,6 @@ defines the model. When the text reaches the model's context length, generation
 continues with the second half of the context.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 from bigtrain.step import initial
 from bigtrain.tasks import language_modeling
-from bigtrain.tools import saved_model
+from bigtrain.tools import arguments, saved_model
 
 
 def generate(
@@ -223,10 +222,12 @@ def _generate_ids(
     yield seen[-1]
 
 
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser(
     prog="python -m bigtrain.tools.generate",
     description="Continues a text with the language model of a run.",
+    allow_abbrev=False,
+    changes_config=False,
   )
   add: Callable[..., Any] = parser.add_argument
   add("--workdir", required=True, help="a workdir, or one of its checkpoints")
@@ -290,9 +291,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit code."""
-  args = vars(_parser().parse_args(argv))
-  path = args.pop("workdir")
   try:
+    found, _ = _parser().parse(sys.argv[1:] if argv is None else argv)
+    args = vars(found)
+    path = args.pop("workdir")
     sys.stdout.write(args["prompt"])
     for piece in generate(path, args.pop("prompt"), **args):
       sys.stdout.write(piece)

@@ -241,6 +241,7 @@ def _parser() -> arguments.Parser:
     prog="python -m bigtrain.tools.predict",
     description="Predicts files and folders with a trained model. The same "
     "command, run again, skips files that the output has already.",
+    changes_config=False,
     allow_abbrev=False,
   )
   add: Callable[..., Any] = parser.add_argument

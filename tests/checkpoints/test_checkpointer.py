@@ -83,7 +83,7 @@ def test_keeps_the_newest_and_every_nth_checkpoint(workdir):
   save(workdir, 50, 55, keep=1)
   assert folders.steps(workdir) == [55, 60, 70, 80]
   assert folders.newest(workdir) == 80
-  for keep in (0, -1, 1.5, None):
+  for keep in (-1, 1.5, None):
     with pytest.raises(ConfigError, match=r"config\.keep_ckpts"):
       checkpointer.Checkpointer(workdir, keep=keep)
 
@@ -161,3 +161,21 @@ def test_arrays_that_cannot_be_saved_are_refused(workdir):
   with pytest.raises(CheckpointError, match="two arrays"):
     saver.save(1, {"a": {"b": jnp.zeros(1)}, "a/b": jnp.zeros(1)})
   saver.close()
+
+
+def test_keep_0_saves_nothing(workdir):
+  saver = checkpointer.Checkpointer(workdir, keep=0)
+  assert saver.save(3, {"x": jnp.ones(2)}) is None
+  saver.close()
+  assert not folders.steps(workdir)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [{"keep_ckpt_steps": 5}, {"save_at_start": True}, {"nonfinite": "rollback"}],
+)
+def test_keys_that_need_checkpoints_are_refused_without_them(changes):
+  config = settings.Config({"keep_ckpts": 0, **changes})
+  (key,) = changes
+  with pytest.raises(ConfigError, match=key.split("_")[0]):
+    checkpointer.read_options(config, changes.get("keep_ckpt_steps"))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tiny import hooking
 
 from bigtrain import main
-from bigtrain.settings import ConfigError
+from bigtrain.runtime import hooks
+from bigtrain.settings import Config, ConfigError
 
 VALUES = st.one_of(
   st.integers(-4, 4).map(float), st.sampled_from([math.nan, math.inf])
@@ -141,3 +142,10 @@ def test_an_unknown_mode():
   message = r"config.hooks.h.mode: no mode 'mxa'. Did you mean 'max'"
   with pytest.raises(ConfigError, match=message):
     hooking.build(h=entry)
+
+
+def test_a_run_that_saves_nothing_has_no_best_checkpoint(tmp_path):
+  best = dict(type="checkpoint_best", metric="loss")
+  config = Config({"keep_ckpts": 0, "hooks": {"best": best}})
+  with pytest.raises(ConfigError, match=r"config.hooks.best: keeps checkpoin"):
+    hooks.from_config(config, str(tmp_path))

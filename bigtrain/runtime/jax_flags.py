@@ -1,0 +1,105 @@
+"""Flags of jax and of absl's logging on a command line.
+
+  --jax_debug_nans --jax_log_compiles --verbosity=-1 --log_dir=logs
+
+Every option of `jax.config` is a flag of the same name. The flags of absl are
+those of its logging. Values go to their owners; options that this program sets
+itself, by `default`, keep the value of the command line.
+"""
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from absl import flags, logging
+
+from bigtrain.settings import ConfigError
+
+# Module of absl whose flags are taken. Those of absl.app belong to its run().
+_LOGGING = "absl.logging"
+# Options that this program needs as they are, with the reason.
+_FIXED = {
+  "jax_enable_preemption_service": "bigtrain itself saves on a signal",
+}
+
+_given: set[str] = set()
+
+
+@functools.cache
+def _jax_names() -> frozenset[str]:
+  """Defines jax's flags in `flags.FLAGS`; returns their names."""
+  before = set(flags.FLAGS)
+  jax.config.config_with_absl()
+  jax_names = set(flags.FLAGS) - before
+  return frozenset(name for name in jax_names if name.startswith("jax_"))
+
+
+def define(values: flags.FlagValues) -> None:
+  """Adds the flags of jax and of absl's logging to `values`."""
+  names = _jax_names()
+  by_module = flags.FLAGS.flags_by_module_dict()
+  for flag in [
+    *by_module.get(_LOGGING, ()),
+    *(flags.FLAGS[name] for name in names),
+  ]:
+    flag.present = 0  # Of an earlier command line in this process.
+    values[flag.name] = flag
+
+
+def apply(values: flags.FlagValues) -> None:
+  """Hands the flags that were present to jax and absl.
+
+  Raises:
+    ConfigError: a value that jax refuses, or an option that is not free.
+  """
+  _given.clear()
+  for name in sorted(_jax_names()):
+    if not values[name].present:
+      continue
+    if name in _FIXED:
+      raise ConfigError(f"--{name}: not available, {_FIXED[name]}.")
+    try:
+      jax.config.update(name, values[name].value)
+    except (ValueError, TypeError, RuntimeError) as e:
+      raise ConfigError(f"--{name}={values[name].value}: {e}") from e
+    _given.add(name)
+  by_module = flags.FLAGS.flags_by_module_dict()
+  if any(flag.present for flag in by_module.get(_LOGGING, ())):
+    logging.use_absl_handler()
+    flags.FLAGS.mark_as_parsed()
+  if folder := values["log_dir"].value:
+    folder = os.path.abspath(os.path.expanduser(folder))
+    os.makedirs(folder, exist_ok=True)
+    logging.get_absl_handler().use_absl_log_file("bigtrain", folder)
+
+
+def take(words: Sequence[str]) -> list[str]:
+  """Applies the flags among the words; returns the other words.
+
+  Raises:
+    ConfigError: see `apply`; or a value of the wrong type.
+  """
+  values = flags.FlagValues()
+  values.set_gnu_getopt(True)
+  define(values)
+  try:
+    left = values(["tool", *words], known_only=True)[1:]
+  except flags.Error as e:
+    raise ConfigError(str(e)) from e
+  apply(values)
+  return list(left)
+
+
+def names() -> list[str]:
+  """Returns all flags, such as "--jax_debug_nans"."""
+  values = flags.FlagValues()
+  define(values)
+  return [f"--{name}" for name in values]
+
+
+def default(name: str, value: Any) -> None:
+  """Sets an option of jax.config unless the command line has set it."""
+  if name not in _given:
+    jax.config.update(name, value)
