@@ -95,8 +95,8 @@ def test_options_are_read_from_the_config():
     "keep_every_steps": 10,
     "config_digest": settings.digest({"keep_ckpts": 3}),
   }
-  with pytest.raises(ConfigError, match=r"config\.keep_ckpts.*at least 1"):
-    checkpointer.read_options(settings.Config({"keep_ckpts": 0}), None)
+  with pytest.raises(ConfigError, match=r"config\.keep_ckpts.*at least 0"):
+    checkpointer.read_options(settings.Config({"keep_ckpts": -1}), None)
 
 
 def test_a_second_save_of_a_step_replaces_the_first(workdir):
