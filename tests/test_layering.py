@@ -24,7 +24,14 @@ RULES = {
   "main": _ARRAYS
   | {"checkpoints", "cluster", "command", "evaluation", "files", "inputs"}
   | {"lengths", "optim", "parts", "reports", "runtime", "step"},
-  "command": {"checkpoints", "cluster", "files", "reports", "settings"},
+  "command": {
+    "checkpoints",
+    "cluster",
+    "files",
+    "reports",
+    "runtime",
+    "settings",
+  },
   "evaluators": _ARRAYS
   | {"evaluation", "files", "inputs", "losses", "parts", "pp"},
   "evaluation": _ARRAYS | {"files", "inputs", "lengths", "parts", "pp"},
