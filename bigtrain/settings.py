@@ -222,43 +222,55 @@ def load(path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
 
 def _load(path: str) -> Any:
   """The config of a file, as its get_config returns it."""
-  file, colon, argument = path.partition(".py:")
-  file = os.path.expanduser(file + ".py" if colon else file)
-  if not os.path.isfile(file):
-    folder = os.path.dirname(file) or "."
-    there = [os.path.join(folder, f) for f in _listdir(folder)]
-    hint = did_you_mean(
-      file, [f for f in there if f.endswith((".py", ".json"))]
-    )
-    raise ConfigError(f"--config={file}: no such file.{hint}")
-  if file.endswith(".json"):
+  file = os.path.expanduser(path)
+  if file.endswith(".json") and os.path.isfile(file):
     try:
       with open(file) as content:
         return dict(json.load(content))
     except (ValueError, TypeError) as e:
-      raise ConfigError(f"--config={file}: expected a dict as JSON: {e}") from e
+      raise ConfigError(f"--config={file}: expected a dict: {e}") from e
+  config = call(path, "get_config")
+  if not isinstance(plain(config), dict):
+    raise ConfigError(f"--config={path}: get_config returned no config.")
+  return config
+
+
+def call(path: str, name: str) -> Any:
+  """Calls a function of a config file, with the argument that follows it.
+
+  Args:
+    path: "FILE.py" or "FILE.py:argument".
+    name: name of the function, "get_config" or "get_sweep".
+
+  Raises:
+    ConfigError: there is no such file or function, or it fails.
+  """
+  file, colon, argument = path.partition(".py:")
+  file = os.path.expanduser(file + ".py" if colon else file)
+  if not os.path.isfile(file):
+    raise ConfigError(f"--config={file}: no such file.{_nearest(file)}")
   spec = importlib.util.spec_from_file_location("bigtrain_config", file)
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-      raise ConfigError(f"--config={file}: has no function get_config(arg).")
-    takes = inspect.signature(module.get_config).parameters
-    if colon and not takes:
+    if not hasattr(module, name):
+      raise ConfigError(f"--config={file}: has no function {name}(arg).")
+    takes = inspect.signature(getattr(module, name)).parameters
+    if colon and not takes and name == "get_config":
       raise ConfigError(f"--config={path}: {file} takes no argument.")
-    config = module.get_config(argument) if colon else module.get_config()
+    return getattr(module, name)(*[argument] if colon and takes else [])
   except ConfigError:
     raise
   except Exception as e:
     message = " ".join(f"{type(e).__name__}: {e}".split())
     raise ConfigError(f"{_where(e, file)}: {message}") from e
-  if not isinstance(plain(config), dict):
-    raise ConfigError(f"--config={file}: get_config returned no config.")
-  return config
 
 
-def _listdir(folder: str) -> list[str]:
-  return os.listdir(folder) if os.path.isdir(folder) else []
+def _nearest(file: str) -> str:
+  folder = os.path.dirname(file) or "."
+  names = os.listdir(folder) if os.path.isdir(folder) else []
+  configs = [name for name in names if name.endswith((".py", ".json"))]
+  return did_you_mean(file, [os.path.join(folder, name) for name in configs])
 
 
 def _where(error: Exception, file: str) -> str:

@@ -22,11 +22,10 @@ from bigtrain.cluster import lease
 from bigtrain.files import paths
 from bigtrain.reports import record, rows
 from bigtrain.settings import ConfigError
+from bigtrain.tools import ranking
 
 # Files that a run writes while it lives.
 _SIGNS = (rows.FILE_NAME, "run.json", lease.FILE)
-# Metrics of evaluations that are shown unless one is named, the best first.
-_PREFERRED = (("acc", "max"), ("exact", "max"), ("loss", "min"))
 
 
 class Line(NamedTuple):
@@ -60,13 +59,14 @@ def find(folder: str) -> Iterator[str]:
       yield path
 
 
-def describe(workdir: str, metric: str = "", mode: str = "max") -> Line:
+def describe(workdir: str, metric: str = "", mode: str = "") -> Line:
   """Returns the line of a run; reads only files.
 
   Args:
     workdir: folder of the run.
     metric: metric to compare; by default one of an evaluation.
-    mode: whether the best value is the "max" or the "min".
+    mode: whether the best value is the "max" or the "min"; by default what
+      suits the metric.
   """
   written = rows.read_rows(workdir)
   newest = {name: value for row in written for name, value in row.items()}
@@ -76,20 +76,26 @@ def describe(workdir: str, metric: str = "", mode: str = "max") -> Line:
   command = starts[-1].get("command", [])
   signs = [os.path.join(workdir, name) for name in _SIGNS]
   alive = max(os.path.getmtime(path) for path in signs if os.path.exists(path))
-  if not metric:
-    metric, mode = _metric(newest)
+  metric = metric or ranking.default_metric(newest)
+  best = ranking.best(written, metric, mode or ranking.mode_of(metric))
   return Line(
-    _state(workdir, newest),
+    state(workdir, newest),
     newest.get("step", 0),
     float(newest.get("progress", 0.0)),
-    _best(written, metric, mode),
+    f"{metric} {best.value:.4g} @ {best.step}" if best else "",
     alive,
     workdir,
     shlex.join(command),
   )
 
 
-def _state(workdir: str, newest: Mapping[str, Any]) -> str:
+def state(workdir: str, newest: Mapping[str, Any]) -> str:
+  """Returns the state of a run, see the module.
+
+  Args:
+    workdir: folder of the run.
+    newest: newest value of every metric.
+  """
   holder = lease.read(workdir)
   if holder is not None:
     is_alive = holder.is_alive()
@@ -112,28 +118,6 @@ def _was_stopped(workdir: str) -> bool:
     return False
   stopped = manifest.host_state.hooks.get("stopped")
   return bool(stopped and not stopped[1])
-
-
-def _metric(newest: Mapping[str, Any]) -> tuple[str, str]:
-  """Returns the metric of a run that says most, and its mode."""
-  for ending, mode in _PREFERRED:
-    for name in sorted(newest):
-      if "/" in name and name.rpartition("/")[2] == ending:
-        return name, mode
-  return "loss", "min"
-
-
-def _best(written: Sequence[Mapping[str, Any]], metric: str, mode: str) -> str:
-  values = [
-    (row[metric], row["step"])
-    for row in written
-    if isinstance(row.get(metric), int | float) and row[metric] == row[metric]
-  ]
-  if not values:
-    return ""
-  choose = max if mode == "max" else min
-  value, step = choose(values, key=lambda pair: pair[0])
-  return f"{metric} {value:.4g} @ {step}"
 
 
 def table(lines: Sequence[Line], now: float) -> str:
@@ -183,10 +167,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   parser.add_argument(
     "--mode",
-    choices=("max", "min"),
-    default="max",
-    help="whether the largest or the smallest value is the best, with "
-    "--metric (default: max)",
+    choices=ranking.MODES,
+    default="",
+    help="whether the largest or the smallest value is the best (default: min "
+    "for losses, errors, times and sizes, else max)",
   )
   args = parser.parse_args(argv)
   try:

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import processes
@@ -18,7 +17,6 @@ import tiny
 from processes import LIMIT_SECS, ROOT
 
 from bigtrain.checkpoints import folders
-from schedulers import slurm as slurm_lib
 
 LAUNCH = ROOT / "launch"
 
@@ -79,11 +77,6 @@ class Slowly:
         time.sleep(0.1)
     if step == self._step:
       self._file.touch()
-
-
-@pytest.fixture(scope="module")
-def env():
-  return processes.environment(PYTHON=sys.executable)
 
 
 @pytest.fixture(scope="module", params=list(QUICKSTARTS))
@@ -175,21 +168,6 @@ def test_shellcheck_of_the_scripts():
     ["shellcheck", *scripts], capture_output=True, text=True, check=False
   )
   assert len(scripts) == 5 and ended.returncode == 0, ended.stdout
-
-
-@pytest.fixture(scope="module")
-def cluster(env, tmp_path_factory):
-  if reason := slurm_lib.missing():
-    pytest.skip(reason)
-  slurm = slurm_lib.Slurm(tmp_path_factory.mktemp("slurm"), env)
-  yield slurm
-  slurm.close()
-
-
-@pytest.fixture
-def slurm(cluster):
-  yield cluster
-  cluster.end_jobs()
 
 
 def submit(slurm, folder, *flags):

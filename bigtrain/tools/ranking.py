@@ -1,0 +1,103 @@
+"""The best value of a metric, in a run and among runs."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bigtrain.settings import ConfigError, did_you_mean
+
+MODES = ("max", "min")
+# Endings of the metrics that compare runs unless one is named, best first.
+_PREFERRED = ("acc", "exact", "loss")
+# Metrics of which less is better.
+_LESS = re.compile(r"loss|perplexity|bits_|nll|error|_rate$|_norm$|secs|bytes")
+
+
+class Best(NamedTuple):
+  """The best value of a metric in a run, and its step."""
+
+  value: float
+  step: int
+
+
+def default_metric(names: Iterable[str]) -> str:
+  """Returns the metric to compare: one of an evaluation, or the loss.
+
+  Test sets come last: a choice by their results would spoil them.
+
+  >>> default_metric(["loss", "val/loss", "test/acc", "val/acc"])
+  'val/acc'
+  """
+  evaluated = sorted(name for name in names if "/" in name)
+  evaluated.sort(key=lambda name: name.startswith("test"))
+  for ending in _PREFERRED:
+    for name in evaluated:
+      if name.rpartition("/")[2] == ending:
+        return name
+  return "loss"
+
+
+def mode_of(metric: str) -> str:
+  """Returns "min" for losses, errors, times and sizes, else "max".
+
+  >>> [mode_of(name) for name in ("val/loss", "val/acc", "perplexity")]
+  ['min', 'max', 'min']
+  """
+  return "min" if _LESS.search(metric.rpartition("/")[2]) else "max"
+
+
+def choose(
+  names: Iterable[str], metric: str | None, mode: str | None
+) -> tuple[str, str]:
+  """Returns the metric and the mode to compare runs by.
+
+  Args:
+    names: metrics of the runs.
+    metric: metric that the user named, if any.
+    mode: mode that the user named, if any.
+
+  Raises:
+    ConfigError: no run has the named metric.
+  """
+  names = sorted(set(names) - {"step"})
+  if metric and names and metric not in names:
+    raise ConfigError(
+      f"--metric={metric}: no run has it.{did_you_mean(metric, names)}"
+    )
+  metric = metric or default_metric(names)
+  return metric, mode or mode_of(metric)
+
+
+def best(
+  rows: Iterable[Mapping[str, Any]], metric: str, mode: str
+) -> Best | None:
+  """Returns the best finite value of a metric; None without one.
+
+  Args:
+    rows: rows of a run.
+    metric: name of the metric.
+    mode: one of MODES.
+
+  >>> best([{"step": 1, "a": 0.5}, {"step": 2, "a": 0.7}], "a", "max")
+  Best(value=0.7, step=2)
+  """
+  values = [
+    Best(row[metric], row["step"])
+    for row in rows
+    if isinstance(row.get(metric), int | float) and math.isfinite(row[metric])
+  ]
+  if not values:
+    return None
+  return (max if mode == "max" else min)(values, key=lambda b: b.value)
+
+
+def order(bests: Sequence[Best | None], mode: str) -> list[int]:
+  """Returns indices of runs, the best first, those without a value last.
+
+  >>> order([Best(0.2, 1), None, Best(0.9, 1)], "max")
+  [2, 0, 1]
+  """
+  sign = -1 if mode == "max" else 1
+  keys = [(b is None, sign * b.value if b else 0.0) for b in bests]
+  return sorted(range(len(bests)), key=keys.__getitem__)

@@ -1,0 +1,215 @@
+"""Runs the variants of a sweep as processes of this machine."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+
+from bigtrain.cluster import process
+from bigtrain.settings import ConfigError
+from bigtrain.tools.sweep import results
+
+_POLL_SECS = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class _Child:
+  """The process of a variant.
+
+  Args:
+    entry: the variant.
+    command: its command line.
+    variables: environment variables that say which devices it may use.
+    log: file for its output.
+  """
+
+  def __init__(
+    self,
+    entry: results.Entry,
+    command: list[str],
+    variables: dict[str, str],
+    log: str,
+  ):
+    self.entry, self.variables, self._log = entry, variables, log
+    self._began = time.monotonic()
+    with open(log, "ab") as file:
+      self._log_start = file.tell()
+      self._process = subprocess.Popen(
+        command,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        # Otherwise Ctrl-C would reach it twice, and two signals end it at once.
+        start_new_session=True,
+      )
+
+  def send(self, number: int) -> None:
+    """Sends a signal, unless the process has ended."""
+    self._process.send_signal(number)
+
+  def close(self) -> None:
+    """Kills the process if it still runs."""
+    self._process.kill()
+    self._process.wait()
+
+  def ended(self, signalled: bool) -> bool:
+    """Whether the process has ended; then its entry has the outcome.
+
+    Args:
+      signalled: whether it was sent a signal.
+    """
+    code = self._process.poll()
+    if code is None:
+      return False
+    self.entry.secs = time.monotonic() - self._began
+    self.entry.reason = ""
+    if code == process.EXIT_OK:
+      self.entry.state = results.FINISHED
+    elif code == process.EXIT_PREEMPTED or signalled:
+      self.entry.state = results.INTERRUPTED
+    else:
+      self.entry.state = results.FAILED
+      self.entry.reason = f"code {code}"
+      if code < 0:
+        self.entry.reason = f"killed by {signal.Signals(-code).name}"
+      elif line := last_line(self._log, self._log_start):
+        self.entry.reason = line
+    return True
+
+
+def last_line(path: str, start: int = 0) -> str:
+  """Returns the last line of a log, after its first `start` bytes."""
+  with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    file.seek(max(start, os.path.getsize(path) - 20_000))
+    lines = file.read().decode(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+  return ""
+
+
+def run(
+  table: results.Results,
+  command: Callable[[results.Entry], list[str]],
+  jobs: int,
+  logs: str,
+  show: Callable[[str], None],
+) -> bool:
+  """Runs the variants that have not finished, `jobs` at a time.
+
+  A signal goes to all running processes, which save and end. A second one ends
+  them at once, and a third one kills them.
+
+  Args:
+    table: entries of the sweep; updated and written as they start and end.
+    command: returns the command line of an entry.
+    jobs: number of processes at a time.
+    logs: local folder for a log of each variant.
+    show: called with a line for each start and end.
+
+  Returns:
+    Whether a signal ended the sweep.
+
+  Raises:
+    ConfigError: this machine has fewer GPUs than processes.
+  """
+  free = _devices(jobs)
+  os.makedirs(logs, exist_ok=True)
+  waiting = []
+  for entry in table.entries:
+    if results.is_running(entry.workdir):
+      show(f"{entry.variant.name}: runs in another process; not started.")
+    elif entry.state != results.FINISHED:
+      entry.state, entry.reason = results.WAITING, ""
+      waiting.append(entry)
+  places = {
+    entry.variant.name: f"[{i}/{len(table.entries)}] {entry.variant.name}"
+    for i, entry in enumerate(table.entries, start=1)
+  }
+  running: list[_Child] = []
+  with _forwarding(running) as signals:
+    try:
+      while running or (waiting and not signals):
+        while waiting and free and not signals:
+          entry = waiting.pop(0)
+          place = places[entry.variant.name]
+          log = os.path.join(logs, f"{entry.variant.name}.log")
+          child = _Child(entry, command(entry), free.pop(0), log)
+          running.append(child)
+          if signals:  # A signal that came while it started.
+            child.send(signals[-1])
+          entry.state = results.RUNNING
+          show(f"{place}: started, log {os.path.relpath(log)}")
+          table.write()
+        for child in [c for c in running if c.ended(bool(signals))]:
+          running.remove(child)
+          free.append(child.variables)
+          table.write()
+          entry = child.entry
+          words = [entry.state, table.result(entry), f"{entry.secs:.0f} s"]
+          words = [w for w in (*words, entry.reason) if w]
+          show(f"{places[entry.variant.name]}: {', '.join(words)}")
+        time.sleep(_POLL_SECS)
+    finally:
+      for child in running:  # This program has failed.
+        child.close()
+  return bool(signals)
+
+
+@contextlib.contextmanager
+def _forwarding(children: list[_Child]) -> Iterator[list[int]]:
+  """Sends this process's signals to the children; yields those that came."""
+  received: list[int] = []
+
+  def forward(number: int, frame: FrameType | None) -> None:
+    received.append(number)
+    kill = len(received) > 2
+    for child in list(children):
+      # A terminal that closes sends SIGHUP, which the program does not catch.
+      child.send(signal.SIGKILL if kill else signal.SIGTERM)
+    text = "passed on; a second signal ends the runs without saving"
+    os.write(2, f"sweep: {signal.Signals(number).name}: {text}.\n".encode())
+
+  earlier = {
+    number: signal.signal(number, forward)
+    for number in _SIGNALS
+    if signal.getsignal(number) != signal.SIG_IGN  # As after nohup.
+  }
+  try:
+    yield received
+  finally:
+    for number, handler in earlier.items():
+      signal.signal(number, handler)
+
+
+def _devices(jobs: int) -> list[dict[str, str]]:
+  """Returns the environment variables of each job: an equal share of GPUs."""
+  gpus = _gpus()
+  if jobs == 1 or not gpus:
+    return [{} for _ in range(jobs)]
+  if len(gpus) < jobs:
+    raise ConfigError(
+      f"--jobs={jobs}: each needs a GPU, and there are {len(gpus)}."
+    )
+  share = len(gpus) // jobs
+  return [
+    {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])}
+    for i in range(jobs)
+  ]
+
+
+def _gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
+  """The GPUs that this process may use, by number or name."""
+  if environment.get("JAX_PLATFORMS") == "cpu":
+    return []
+  if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+    return [name for name in visible.split(",") if name]
+  if not shutil.which("nvidia-smi"):
+    return []
+  listed = subprocess.run(
+    ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False
+  )
+  return [str(i) for i, _ in enumerate(listed.stdout.splitlines())]

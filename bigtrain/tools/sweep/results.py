@@ -1,0 +1,211 @@
+"""The table of a sweep: states and results, in sweep.json and sweep.csv."""
+
+import csv
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from bigtrain.files import paths
+from bigtrain.reports import console, record, rows
+from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.tools import ranking, runs
+from bigtrain.tools.sweep.variants import Variant
+
+FILE_NAME = "sweep.json"
+
+WAITING, QUEUED, RUNNING = "waiting", "queued", "running"
+FINISHED, FAILED, INTERRUPTED = "finished", "failed", "interrupted"
+
+
+@dataclasses.dataclass
+class Entry:
+  """A variant and its state.
+
+  Attributes:
+    variant: the variant.
+    workdir: folder of its run.
+    state: one of the constants of this module.
+    reason: last line of the log of a run that failed.
+    secs: wall-clock seconds of its newest start.
+    job: number of its Slurm job.
+  """
+
+  variant: Variant
+  workdir: str
+  state: str = WAITING
+  reason: str = ""
+  secs: float | None = None
+  job: str = ""
+
+
+class Results:
+  """The entries of a sweep, as files and as a table.
+
+  Args:
+    folder: workdir of the sweep.
+    variants: its variants, in order.
+    metric: metric to compare; None for one of an evaluation.
+    mode: "max" or "min"; None for what suits the metric.
+
+  Attributes:
+    entries: an entry for each variant, with the state of an earlier call if
+      it had the same config.
+  """
+
+  def __init__(
+    self,
+    folder: str,
+    variants: Sequence[Variant],
+    metric: str | None,
+    mode: str | None,
+  ):
+    self._folder = folder
+    self._asked = metric, mode
+    earlier = record.read_json(os.path.join(folder, FILE_NAME)) or {}
+    by_digest = {row["digest"]: row for row in earlier.get("variants", [])}
+    self.entries = []
+    for variant in variants:
+      entry = Entry(variant, os.path.join(folder, variant.name))
+      row = by_digest.get(variant.digest, {})
+      if row.get("name") == variant.name:
+        entry.job, entry.secs = row["job"], row["secs"]
+        has_rows = bool(rows.read_rows(entry.workdir))
+        if row["state"] != FINISHED or has_rows:
+          entry.state, entry.reason = row["state"], row["reason"]
+      if not entry.job:
+        if is_running(entry.workdir):
+          entry.state = RUNNING
+        elif entry.state == RUNNING:  # The sweep was killed.
+          entry.state = INTERRUPTED
+      self.entries.append(entry)
+
+  def _best(self) -> tuple[str, str, list[ranking.Best | None], list[int]]:
+    """(metric, mode, best value of each entry, newest step of each)."""
+    by_entry = [rows.read_rows(entry.workdir) for entry in self.entries]
+    metric, mode = self._asked
+    metric = metric or ranking.default_metric(_names(by_entry))
+    mode = mode or ranking.mode_of(metric)
+    bests = [ranking.best(of, metric, mode) for of in by_entry]
+    return metric, mode, bests, [of[-1]["step"] if of else 0 for of in by_entry]
+
+  def check_metric(self) -> None:
+    """Raises ConfigError if the runs have values, but not of the metric."""
+    ranking.choose(
+      _names([rows.read_rows(entry.workdir) for entry in self.entries]),
+      *self._asked,
+    )
+
+  def write(self) -> None:
+    """Writes sweep.json and sweep.csv."""
+    metric, mode, bests, steps = self._best()
+    ranked = ranking.order(bests, mode)
+    content: dict[str, Any] = {
+      "metric": metric,
+      "mode": mode,
+      "best": self._name_of_best(bests, ranked),
+      "variants": [
+        {
+          "name": entry.variant.name,
+          "changes": entry.variant.changes,
+          "state": entry.state,
+          "step": step,
+          "value": best.value if best else None,
+          "value_step": best.step if best else None,
+          "secs": entry.secs,
+          "reason": entry.reason,
+          "job": entry.job,
+          "digest": entry.variant.digest,
+        }
+        for entry, best, step in zip(self.entries, bests, steps)
+      ],
+    }
+    paths.make_folder(self._folder)
+    record.write_json(os.path.join(self._folder, FILE_NAME), content)
+    keys = self._keys()
+    with paths.replacing(os.path.join(self._folder, "sweep.csv")) as file:
+      writer = csv.writer(file)
+      writer.writerow(
+        ["name", *keys, "state", "step", metric, "at_step", "secs", "reason"]
+      )
+      for i in ranked:
+        entry, best = self.entries[i], bests[i]
+        changes = entry.variant.changes
+        writer.writerow(
+          [
+            entry.variant.name,
+            *(_text(changes[k]) if k in changes else "" for k in keys),
+            *(entry.state, steps[i]),
+            *((best.value, best.step) if best else ("", "")),
+            "" if entry.secs is None else f"{entry.secs:.1f}",
+            entry.reason,
+          ]
+        )
+
+  def _name_of_best(
+    self, bests: Sequence[ranking.Best | None], ranked: Sequence[int]
+  ) -> str | None:
+    first = ranked[0]
+    return self.entries[first].variant.name if bests[first] else None
+
+  def _keys(self) -> list[str]:
+    changes = [entry.variant.changes for entry in self.entries]
+    return list(dict.fromkeys(key for change in changes for key in change))
+
+  def result(self, entry: Entry) -> str:
+    """Returns "METRIC VALUE" of an entry; "" without a value."""
+    metric, _, bests, _ = self._best()
+    best = bests[self.entries.index(entry)]
+    return f"{metric} {console.number(best.value)}" if best else ""
+
+  def table(self) -> str:
+    """Returns the table, the best variant first and marked with a star."""
+    metric, mode, bests, steps = self._best()
+    keys = self._keys()
+    lines = [["", *keys, "state", "step", f"{metric} ({mode})", "reason"]]
+    ranked = ranking.order(bests, mode)
+    best_name = self._name_of_best(bests, ranked)
+    for i in ranked:
+      entry, best = self.entries[i], bests[i]
+      changes = entry.variant.changes
+      value = f"{console.number(best.value)} @ {best.step}" if best else ""
+      lines.append(
+        [
+          "*" if entry.variant.name == best_name else "",
+          *(_text(changes[key]) if key in changes else "" for key in keys),
+          *(entry.state, str(steps[i]) if steps[i] else "", value),
+          entry.reason,
+        ]
+      )
+    if not any(line[-1] for line in lines[1:]):
+      lines = [line[:-1] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+      "  ".join(cell.ljust(n) for cell, n in zip(line, widths)).rstrip()
+      for line in lines
+    )
+
+
+def is_running(workdir: str) -> bool:
+  """Whether a process trains in this workdir."""
+  return runs.state(workdir, {}) == "running"
+
+
+def _names(by_entry: Sequence[list[rows.Row]]) -> set[str]:
+  return {name for of in by_entry for row in of for name in row}
+
+
+def check_evaluation(metric: str | None, config: dict[str, Any]) -> None:
+  """Raises ConfigError if a metric belongs to no evaluation of the config."""
+  evaluation, slash, _ = (metric or "").partition("/")
+  evals = config.get("evals") or {}
+  if slash and evaluation not in evals:
+    hint = did_you_mean(evaluation, evals)
+    raise ConfigError(
+      f"--metric={metric}: the config has no evaluation {evaluation!r}.{hint}"
+    )
+
+
+def _text(value: Any) -> str:
+  return value if isinstance(value, str) else json.dumps(value, default=repr)

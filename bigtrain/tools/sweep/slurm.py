@@ -1,0 +1,117 @@
+"""Submits the variants of a sweep as Slurm jobs, by launch/slurm.sbatch."""
+
+import glob
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from bigtrain.settings import ConfigError
+from bigtrain.tools.sweep import local, results
+
+_SCRIPT = pathlib.Path(__file__).parents[3] / "launch" / "slurm.sbatch"
+# The states of jobs that hold or will get nodes.
+_ACTIVE = {"PENDING": results.QUEUED, "CONFIGURING": results.QUEUED}
+
+
+def update(table: results.Results, logs: str) -> None:
+  """Sets the state of each submitted variant: by its job, else by its log.
+
+  Args:
+    table: entries of the sweep.
+    logs: folder of the logs.
+
+  Raises:
+    ConfigError: squeue is missing, or fails.
+  """
+  listed = _run(["squeue", "--noheader", "--me", "--format=%i %T"])
+  states = dict(line.split() for line in listed.splitlines())
+  for entry in table.entries:
+    if entry.state == results.FINISHED or not entry.job:
+      continue
+    entry.reason = ""
+    if state := states.get(entry.job):
+      entry.state = _ACTIVE.get(state, results.RUNNING)
+      continue
+    # Process 0 of the job's newest start writes the end of this log.
+    stem = glob.escape(_stem(logs, entry))
+    paths = glob.glob(f"{stem}-{entry.job}-0.log")
+    text = pathlib.Path(paths[0]).read_text(errors="replace") if paths else ""
+    line = local.last_line(paths[0]) if paths else ""
+    if line.startswith("preempted: "):
+      entry.state = results.INTERRUPTED
+    elif re.search(r"^(Finished at step|error: )", text, re.M) is None:
+      entry.state = results.FAILED
+      entry.reason = line or f"job {entry.job} has ended; see {logs}"
+    elif text.rfind("\nFinished at step") > text.rfind("\nerror: "):
+      entry.state = results.FINISHED
+    else:
+      entry.state, entry.reason = results.FAILED, line
+
+
+def submit(
+  table: results.Results,
+  command: Callable[[results.Entry], list[str]],
+  jobs: int | None,
+  options: Sequence[str],
+  logs: str,
+  show: Callable[[str], None],
+) -> None:
+  """Submits the variants that are neither finished, queued nor running.
+
+  Args:
+    table: entries of the sweep, after `update`.
+    command: returns the command line of an entry.
+    jobs: largest number of jobs at a time; None for no limit.
+    options: options of sbatch, such as "--time=60".
+    logs: folder for the logs; all nodes share it.
+    show: called with a line for each job.
+
+  Raises:
+    ConfigError: the script is missing, or sbatch refuses a job.
+  """
+  if not _SCRIPT.is_file():
+    raise ConfigError(
+      f"--launcher=slurm: no file {_SCRIPT}; install bigtrain from a checkout."
+    )
+  os.makedirs(logs, exist_ok=True)
+  busy = (results.FINISHED, results.QUEUED, results.RUNNING)
+  sweep = os.path.basename(os.path.dirname(table.entries[0].workdir))
+  for i, entry in enumerate(table.entries):
+    if entry.state in busy:
+      continue
+    name = entry.variant.name
+    limit = []
+    if jobs:  # Slurm runs one job of a name at a time.
+      name, limit = f"{sweep}-{i % jobs}", ["--dependency=singleton"]
+    stem = _stem(logs, entry)
+    # Of an option that is given twice, sbatch takes the second.
+    words = ["sbatch", "--parsable", "--nodes=1", f"--job-name={name}"]
+    words += [f"--output={stem}-%j.log", *limit, *options, str(_SCRIPT)]
+    # After the interpreter and "-m bigtrain.main" follow the program's flags.
+    flags = command(entry)[3:]
+    variables = {"PYTHON": sys.executable, "LOG": stem}
+    output = _run([*words, *flags], {**os.environ, **variables})
+    entry.job = output.strip().partition(";")[0]
+    entry.state, entry.reason, entry.secs = results.QUEUED, "", None
+    show(f"{entry.variant.name}: job {entry.job}")
+    table.write()
+
+
+def _stem(logs: str, entry: results.Entry) -> str:
+  return os.path.join(logs, entry.variant.name)
+
+
+def _run(command: Sequence[str], env: dict[str, str] | None = None) -> str:
+  if not shutil.which(command[0]):
+    raise ConfigError(f"--launcher=slurm: {command[0]} is not installed.")
+  ended = subprocess.run(
+    command, env=env, capture_output=True, text=True, check=False
+  )
+  if ended.returncode:
+    message = " ".join(ended.stderr.split())
+    raise ConfigError(f"--launcher=slurm: {command[0]}: {message}")
+  return ended.stdout

@@ -1,0 +1,143 @@
+"""Trains variants of a config and compares them.
+
+  python -m bigtrain.tools.sweep --config=configs/digits.py \\
+      --workdir=runs/sweep --grid lr=1e-3,3e-3 --grid model.depth=2,4
+
+Each variant is a run in its own folder of the workdir. Without --grid, the
+variants come from the config file's get_sweep. The same command, run again,
+skips the variants that have finished and continues the others. The table is
+also in sweep.json and sweep.csv. docs/sweeps.md has the details.
+
+Exit codes: 0; 2 for a mistake in the arguments or the config; 75 if a signal
+ended the sweep after its runs have saved; 1 if a variant failed.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from bigtrain import settings
+from bigtrain.cluster import lease, process
+from bigtrain.files import paths
+from bigtrain.settings import ConfigError
+from bigtrain.tools import arguments, ranking
+from bigtrain.tools.sweep import local, slurm, variants
+from bigtrain.tools.sweep import results as results_lib
+
+
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser(
+    prog="python -m bigtrain.tools.sweep",
+    description="Trains variants of a config, each in its own workdir, and "
+    "compares them.",
+    epilog="--config.KEY=VALUE changes the config of all variants, as for "
+    "bigtrain.main.",
+    allow_abbrev=False,
+  )
+  add = parser.add_argument
+  add("--config", required=True, help="FILE.py or FILE.py:arguments")
+  add("--workdir", required=True, help="folder of the sweep")
+  add(
+    "--grid",
+    action="append",
+    default=[],
+    metavar="KEY=VALUE,VALUE",
+    help="values of a config key; several grids are combined (default: "
+    "get_sweep of the config file)",
+  )
+  add(
+    "--jobs",
+    type=int,
+    help="number of runs at a time (default: 1 locally, no limit under Slurm)",
+  )
+  add(
+    "--launcher",
+    choices=("local", "slurm"),
+    default="local",
+    help="slurm: submit each variant as a job (default: %(default)s)",
+  )
+  add(
+    "--sbatch",
+    default="",
+    help='options of sbatch with --launcher=slurm, such as "--time=60 '
+    '--gpus-per-node=8"',
+  )
+  add("--metric", help="metric to compare (default: one of an evaluation)")
+  add(
+    "--mode",
+    choices=ranking.MODES,
+    help="whether the largest or the smallest value is the best (default: min "
+    "for losses, errors, times and sizes, else max)",
+  )
+  add(
+    "--table",
+    action="store_true",
+    help="print the table of a sweep; start nothing",
+  )
+  return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns the exit code."""
+  try:
+    args, changes = _parser().parse(sys.argv[1:] if argv is None else argv)
+    if args.jobs is not None and args.jobs < 1:
+      raise ConfigError(f"--jobs={args.jobs}: expected a positive number.")
+    if args.sbatch and args.launcher != "slurm":
+      raise ConfigError("--sbatch: needs --launcher=slurm.")
+    made = variants.make(args.config, changes, args.grid)
+    results_lib.check_evaluation(
+      args.metric, settings.load(args.config, changes)
+    )
+    workdir = paths.absolute(args.workdir)
+    table = results_lib.Results(workdir, made, args.metric, args.mode)
+    is_remote = paths.is_remote(workdir)
+    logs = paths.absolute("runs/logs" if is_remote else f"{workdir}/logs")
+
+    def command(entry: results_lib.Entry) -> list[str]:
+      return [
+        *(sys.executable, "-m", "bigtrain.main", f"--config={args.config}"),
+        f"--workdir={entry.workdir}",
+        *(f"--config.{change}" for change in changes),
+        *entry.variant.flags,
+      ]
+
+    interrupted = False
+    is_slurm = args.launcher == "slurm"
+    if is_slurm or (args.table and any(e.job for e in table.entries)):
+      slurm.update(table, logs)
+      if not args.table:
+        options = shlex.split(args.sbatch)
+        slurm.submit(table, command, args.jobs, options, logs, print)
+    elif not args.table:
+      holder = lease.acquire(workdir)
+      try:
+        interrupted = local.run(table, command, args.jobs or 1, logs, _show)
+      finally:
+        holder.release()
+    print(table.table())
+    if not (args.table and lease.read(workdir)):  # A running sweep writes it.
+      table.write()
+      print(
+        f"Also in {os.path.join(args.workdir, 'sweep.csv')} and sweep.json."
+      )
+    table.check_metric()
+  except ConfigError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return process.EXIT_CONFIG
+  except OSError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return process.EXIT_ERROR
+  states = {entry.state for entry in table.entries}
+  if interrupted:
+    return process.EXIT_PREEMPTED
+  if results_lib.FAILED in states and not args.table:
+    return process.EXIT_ERROR
+  if results_lib.INTERRUPTED in states and args.launcher == "local":
+    return process.EXIT_PREEMPTED
+  return process.EXIT_OK
+
+
+def _show(line: str) -> None:
+  print(line, flush=True)

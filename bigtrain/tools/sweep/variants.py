@@ -1,0 +1,219 @@
+"""Makes the variants of a sweep: their changes, names and configs."""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bigtrain import settings
+from bigtrain.settings import ConfigError, did_you_mean
+
+_LONGEST = 80  # Characters of a name; file systems allow 255.
+
+
+class Variant(NamedTuple):
+  """One run of a sweep.
+
+  Attributes:
+    name: name of its folder, such as "lr=0.0001,depth=6".
+    changes: {"dotted.key": value}.
+    flags: the same as the program's flags.
+    digest: digest of its config.
+  """
+
+  name: str
+  changes: dict[str, Any]
+  flags: list[str]
+  digest: str
+
+
+def make(
+  config: str, changes: Sequence[str], grid: Sequence[str]
+) -> list[Variant]:
+  """Returns the variants of a grid or, without one, of the file's get_sweep.
+
+  Args:
+    config: "FILE.py", "FILE.py:arguments" or "FILE.json".
+    changes: changes of all variants, "KEY=VALUE".
+    grid: items "KEY=VALUE,VALUE"; the variants are their combinations, and the
+      last key varies fastest.
+
+  Raises:
+    ConfigError: a key that the config lacks, a value of another type, or two
+      equal variants.
+  """
+  base = settings.load(config, changes)
+  where = "--grid" if grid else "get_sweep"
+  if grid:
+    chosen = product(parse_grid(grid))
+  elif config.endswith(".json"):
+    raise ConfigError("--grid: missing; a config.json has no get_sweep.")
+  else:
+    chosen = _listed(settings.call(config, "get_sweep"))
+  for key in dict.fromkeys(key for variant in chosen for key in variant):
+    _check_key(base, key, where)
+  flags = [_flags(base, variant, where) for variant in chosen]
+  configs = [settings.load(config, [*changes, *words]) for words in flags]
+  chosen = [
+    {key: _at(config, key) for key in variant}
+    for config, variant in zip(configs, chosen)
+  ]
+  digests = [settings.digest(config) for config in configs]
+  names = _names(chosen)
+  for i, digest in enumerate(digests):
+    if digest in digests[:i]:
+      text = " ".join(flags[i])
+      raise ConfigError(f"{where}: two variants are the same: {text}.")
+  return [
+    Variant(name, variant, [f"--config.{word}" for word in words], digest)
+    for name, variant, words, digest in zip(names, chosen, flags, digests)
+  ]
+
+
+def parse_grid(items: Iterable[str]) -> dict[str, list[str]]:
+  """Parses "KEY=VALUE,VALUE" items; commas in brackets do not separate.
+
+  >>> parse_grid(["lr=1e-4,3e-4", "betas=(0.9,0.95),(0.9,0.999)"])
+  {'lr': ['1e-4', '3e-4'], 'betas': ['(0.9,0.95)', '(0.9,0.999)']}
+  """
+  grid: dict[str, list[str]] = {}
+  for item in items:
+    key, _, text = item.partition("=")
+    key = key.removeprefix("config.")
+    values = _split(text)
+    if not key or not all(values):
+      raise ConfigError(
+        f"--grid {item}: expected KEY=VALUE,VALUE, such as lr=1e-4,3e-4."
+      )
+    if key in grid:
+      raise ConfigError(f"--grid {item}: {key} is in two grids; join them.")
+    grid[key] = values
+  return grid
+
+
+def _split(text: str) -> list[str]:
+  """Splits at commas outside of brackets and quotes."""
+  parts, depth, quote = [""], 0, ""
+  for letter in text:
+    if quote:
+      quote = "" if letter == quote else quote
+    elif letter in "'\"":
+      quote = letter
+    else:
+      depth += (letter in "([{") - (letter in ")]}")
+    if letter == "," and not depth and not quote:
+      parts.append("")
+    else:
+      parts[-1] += letter
+  return parts
+
+
+def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+  """Returns all combinations, the last key varying fastest.
+
+  >>> product({"a": [1, 2], "b": [3]})
+  [{'a': 1, 'b': 3}, {'a': 2, 'b': 3}]
+  """
+  return [
+    dict(zip(grid, values)) for values in itertools.product(*grid.values())
+  ]
+
+
+def _listed(sweep: Any) -> list[dict[str, Any]]:
+  """The variants that get_sweep returns: a grid, or a list of changes."""
+  sweep = settings.plain(sweep)
+  if isinstance(sweep, dict) and sweep:
+    wrong = [key for key, value in sweep.items() if not _is_list(value)]
+    if not wrong:
+      return product(sweep)
+    raise ConfigError(
+      f"get_sweep: {wrong[0]}: expected a list of values, got "
+      f"{sweep[wrong[0]]!r}."
+    )
+  if _is_list(sweep) and all(isinstance(v, dict) and v for v in sweep):
+    return list(sweep)
+  raise ConfigError(
+    "get_sweep: expected {KEY: [VALUE, ...]} or a list of {KEY: VALUE}, got "
+    f"{sweep!r}."
+  )
+
+
+def _is_list(value: Any) -> bool:
+  return isinstance(value, list | tuple) and bool(value)
+
+
+def _check_key(config: Mapping[str, Any], key: str, where: str) -> None:
+  """Raises ConfigError for a key that the config does not have."""
+  node: Any = config
+  *parents, _ = key.split(".")
+  for i, part in enumerate(key.split(".")):
+    if not isinstance(node, Mapping) or part not in node:
+      at = ".".join(["config", *parents[:i]])
+      hint = did_you_mean(part, node) if isinstance(node, Mapping) else ""
+      raise ConfigError(
+        f"{where} {key}: {at} has no {part!r}.{hint} To sweep over a key that "
+        f"the config lacks, add it with --config.{key}=VALUE."
+      )
+    node = node[part]
+
+
+def _flags(
+  config: Mapping[str, Any], variant: Mapping[str, Any], where: str
+) -> list[str]:
+  """Returns "KEY=VALUE" for each change; the values keep their types."""
+  flags = []
+  for key, value in variant.items():
+    # A word stays as it was typed, unless it would be read as something else.
+    text = value if isinstance(value, str) else repr(value)
+    trial = {"it": _at(config, key)}
+    try:
+      settings.override(trial, f"it={text}")
+    except ConfigError as e:
+      expected = str(e).partition(": ")[2]
+      raise ConfigError(f"{where} {key}={text}: {expected}") from e
+    flags.append(f"{key}={text}")
+  return flags
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+  for part in key.split("."):
+    config = config[part]
+  return config
+
+
+def _names(variants: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Returns a readable, distinct folder name for each variant."""
+  keys = list(dict.fromkeys(key for variant in variants for key in variant))
+  short = {key: _shortest(key, keys) for key in keys}
+  names = [
+    ",".join(f"{short[k]}={_value(v)}" for k, v in variant.items())
+    for variant in variants
+  ]
+  distinct = []
+  for name, variant in zip(names, variants):
+    if len(name) > _LONGEST or names.count(name) > 1:
+      text = json.dumps(variant, default=repr, sort_keys=True)
+      digest = hashlib.sha256(text.encode()).hexdigest()[:6]
+      name = f"{name[: _LONGEST - 7]}-{digest}"
+    distinct.append(name)
+  return distinct
+
+
+def _shortest(key: str, keys: Sequence[str]) -> str:
+  """The last parts of a key, as many as make it distinct."""
+  parts = key.split(".")
+  for n in range(1, len(parts)):
+    end = parts[-n:]
+    if sum(k.split(".")[-n:] == end for k in keys) == 1:
+      return ".".join(end)
+  return key
+
+
+def _value(value: Any) -> str:
+  """A value as part of a file name."""
+  if isinstance(value, float):
+    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+  text = value if isinstance(value, str) else repr(value)
+  return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-") or "empty"
