@@ -19,7 +19,6 @@ import jax
 from bigtrain import metrics, model_flops
 from bigtrain.losses import distillation
 from bigtrain.losses.mixup import mixup
-from bigtrain.settings import ConfigError
 from bigtrain.step import gradients as gradients_lib
 
 
@@ -138,8 +137,8 @@ def predict_fns(
 ) -> dict[str, Callable[..., Any]]:
   """Returns functions for evaluators.
 
-  They are "logits" and "pre_logits" of the student, "teacher_logits", and
-  "loss", with the metrics of both.
+  They are "logits" and "pre_logits" of the student, and with a teacher
+  "teacher_logits" and "loss", with the metrics of both.
 
   Args:
     model: the student.
@@ -157,13 +156,11 @@ def predict_fns(
     return apply(variables, batch)[1]["pre_logits"]
 
   def teacher_logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
-    _check_loaded(variables)
     return _teacher_logits(teacher, variables, batch["image"])
 
   def loss(
     variables: Any, batch: Mapping[str, Any], **options: Any
   ) -> metrics.Pairs:
-    _check_loaded(variables)
     pairs, _ = loss_fn(
       variables,
       batch,
@@ -175,17 +172,10 @@ def predict_fns(
     )
     return pairs
 
-  return {
+  fns: dict[str, Callable[..., Any]] = {
     "logits": logits,
     "pre_logits": pre_logits,
-    "teacher_logits": teacher_logits,
-    "loss": loss,
   }
-
-
-def _check_loaded(variables: Any) -> None:
-  if "teacher" not in variables:
-    raise ConfigError(
-      "config.evals: a predict function needs the teacher, which only "
-      "bigtrain.main loads; enabled=False leaves an evaluation out."
-    )
+  if teacher is not None:
+    fns |= {"teacher_logits": teacher_logits, "loss": loss}
+  return fns

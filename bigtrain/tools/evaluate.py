@@ -8,8 +8,8 @@ The config is config.json of the workdir, with the changes of the command line.
 The last line on standard output is a row of results as JSON. Files of
 evaluators, such as predictions, go to the folder `evaluate` of the workdir, or
 to --output. The tool never writes to the files of the run, and reads neither
-training data nor optimizer state. On the same devices its results equal the
-run's, bit for bit.
+training data nor optimizer state. It loads config.teacher if an evaluation
+needs it. On the same devices its results equal the run's, bit for bit.
 config.eval_only evaluates inside of main, which can also start from
 config.model_init.
 
@@ -26,6 +26,7 @@ from absl import logging
 
 from bigtrain import lengths, parts, settings, sharding, trees
 from bigtrain.checkpoints import averages, folders, manifest, restore, start
+from bigtrain.checkpoints import teacher as teacher_lib
 from bigtrain.cluster import process
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.files import paths
@@ -99,12 +100,13 @@ def evaluate(
       class_names=saved.host_state.data.get("class_names", {}),
       compile=programs.Programs("compiled", xla_options).compile,
     )
+    teacher = _teacher(config, task, model, context)
     evaluations = evaluators.from_config(
       config,
-      parts.predict_fns(task, model),
+      parts.predict_fns(task, model, teacher.model),
       lengths.Units(context.batch_size),
       context,
-      weights=start.evaluated(state_spec),
+      weights=start.evaluated({**state_spec, **teacher.spec}),
     )
     if not evaluations:
       raise ConfigError("config.evals: empty; expected evaluations.")
@@ -112,7 +114,8 @@ def evaluate(
     arrays = restore.load(
       directory, saved, {name: name for name in specs}, specs
     )
-    variables = start.evaluated(trees.from_flat(arrays))
+    state = {**trees.from_flat(arrays), **teacher.load()}
+    variables = start.evaluated(state)
     row: dict[str, Any] = {"step": saved.step}
     for evaluation in evaluations:
       logging.info("Evaluating %s.", evaluation.name)
@@ -121,6 +124,31 @@ def evaluate(
       )
       row |= {f"{evaluation.name}/{k}": v for k, v in results.items()}
   return row
+
+
+def _teacher(
+  config: settings.Config, task: Any, model: Any, context: evaluators.Context
+) -> teacher_lib.Teacher:
+  """Reads config.teacher if an evaluation needs it.
+
+  Without training data, the first evaluation that does gives the shapes of the
+  teacher's inputs.
+  """
+  without = parts.predict_fns(task, model)
+  for name, entry in config.to_dict().get("evals", {}).items():
+    if not config.get("teacher") or not entry.get("enabled", True):
+      continue
+    if entry.get("pred") in without or "data" not in entry:
+      continue
+    fields = ("data", "pp", "batch_size")
+    batches = evaluators.Batches(
+      context._replace(name=name),
+      **{field: entry[field] for field in fields if field in entry},
+    )
+    batch_spec = sharding.batch_spec(batches.input.spec, context.mesh)
+    seed = config.get("seed", 0)
+    return teacher_lib.from_config(config, task, batch_spec, context.mesh, seed)
+  return teacher_lib.Teacher(None, {}, dict)
 
 
 def _find(workdir: str, step: int | None) -> str:

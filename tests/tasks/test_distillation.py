@@ -9,6 +9,7 @@ import tiny
 
 from bigtrain import main, sharding
 from bigtrain.settings import ConfigError
+from bigtrain.tools import evaluate
 
 TEACHER = dict(model_name="tiny.net", model=dict(num_classes=10, width=64))
 
@@ -60,6 +61,23 @@ def test_a_student_learns_from_a_teacher_and_resumes(
   assert rows[6]["teacher/acc"] == rows[6]["agree/teacher_accuracy"]
   for name in ("accuracy", "teacher_accuracy", "entropy", "teacher_entropy"):
     assert rows[6][name] > 0
+  # The tool loads the teacher again; it needs no training data.
+  evaluated = {
+    name: value
+    for name, value in rows[6].items()
+    if name.startswith(("val/", "agree/", "teacher/"))
+  }
+  assert tiny.without_times(evaluate.evaluate(str(whole))) == (
+    tiny.without_times({"step": 6, **evaluated})
+  )
+  # It leaves a teacher alone that no evaluation needs.
+  moved = ["teacher.model_init=nowhere"]
+  with pytest.raises(ConfigError, match=r"config.teacher.model_init: .*nowher"):
+    evaluate.evaluate(str(whole), changes=moved)
+  alone = [*moved, "evals.agree.enabled=False", "evals.teacher.enabled=False"]
+  results = evaluate.evaluate(str(whole), changes=alone)
+  assert results["val/loss"] == rows[6]["val/loss"]
+  assert "teacher/loss" not in results
   # Checkpoints hold the student alone.
   arrays = tiny.arrays(whole)
   assert not [name for name in arrays if "teacher" in name]
