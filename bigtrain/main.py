@@ -273,10 +273,10 @@ def _train(
     if not eval_only
     else lambda: None
   )
-  known = workdir, plain, mesh, params_spec, optimizer.trainable
+  known = workdir, plain, mesh, optimizer.trainable
   facts: dict[str, Any] = {"model_flops_per_step": step_flops}
   if compile_only:
-    record.start(*known)
+    record.start(*known, state_spec)()
     facts["footprint"] = footprint.measure(update_fn, *specs, lengths)
     record.update(workdir, **facts)  # Also if the program does not fit.
     update = compiling.result()
@@ -289,7 +289,7 @@ def _train(
     fingerprints=train_input.fingerprints,
   )
   state, step, fixed = start.state, start.step, teacher.load()
-  recording = process.Background(lambda: record.start(*known))
+  recording = process.Background(record.start(*known, state, start.how))
   logging.info("Step %d of %d, %s.", step, lengths.total, start.how)
   # A rollback skips batches for good, so from then on the batch index leads
   # the step by `ahead`.

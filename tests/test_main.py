@@ -131,6 +131,11 @@ def test_a_workdir_has_the_documented_files(plain_run):
   assert start["mesh"] == dict(replica=1, fsdp=8, sequence=1, tensor=1)
   assert start["packages"]["jax"] == jax.__version__
   assert start["model_flops_per_step"] > 0
+  assert start["param_bytes"] == 4 * start["num_params"] > 0
+  assert start["num_trained_params"] == start["num_params"]
+  table = (workdir / "parameters.txt").read_text()
+  assert f"{start['num_params']:,} parameters" in table
+  assert table.endswith("mean and std at the start: from scratch\n")
   for program in ("update", "val"):
     facts = start["programs"][program]
     assert facts["argument_bytes"] > 0

@@ -1,4 +1,7 @@
-"""Records the setup of a run: config.json, run.json and parameters.txt."""
+"""Records the setup of a run: config.json, run.json and parameters.txt.
+
+parameters.py makes the table of parameters.
+"""
 
 import collections
 import hashlib
@@ -11,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +23,7 @@ from jax.sharding import Mesh
 
 from bigtrain import settings, sharding, trees
 from bigtrain.files import paths
+from bigtrain.reports import parameters
 from bigtrain.runtime import jax_flags
 
 _PACKAGES = (
@@ -65,29 +69,6 @@ def topology(mesh: Mesh) -> str:
     f"{', '.join(f'{n} of kind {kind!r}' for kind, n in kinds.items())}, mesh "
     f"{sharding.in_words(mesh)}"
   )
-
-
-def parameters(workdir: str, params: Any, trainable: Any) -> str:
-  """Writes parameters.txt, a table of all parameters; returns its totals.
-
-  Args:
-    workdir: folder of the run.
-    params: tree of arrays or ShapeDtypeStructs.
-    trainable: tree of bools with the structure of `params`.
-  """
-  from clu import parameter_overview
-
-  sizes = [leaf.size for leaf in jax.tree.leaves(params)]
-  flags = jax.tree.leaves(trainable)
-  trained = sum(size for size, flag in zip(sizes, flags) if flag)
-  total = f"{sum(sizes):,} parameters, {trained:,} of them trained"
-  if jax.process_index() == 0:
-    table = parameter_overview.get_parameter_overview(
-      params, include_stats=False
-    )
-    with paths.replacing(os.path.join(workdir, "parameters.txt")) as file:
-      file.write(f"{table}\n{total}\n")
-  return total
 
 
 def versions() -> dict[str, str]:
@@ -175,13 +156,32 @@ def start(
   workdir: str,
   config: Mapping[str, Any],
   mesh: Mesh,
-  params: Any,
   trainable: Any,
-) -> None:
-  """Writes all files of a run's start; see `write` and `parameters`."""
-  write(workdir, config, run_info(mesh))
-  total = parameters(workdir, params, trainable)
-  logging.info("%s; the table is in parameters.txt.", total)
+  state: Mapping[str, Any],
+  origin: str = "",
+) -> Callable[[], None]:
+  """Returns a function that writes all files of a run's start, in any thread.
+
+  Args:
+    workdir: folder of the run.
+    config: plain config.
+    mesh: device mesh.
+    trainable: tree of bools with the structure of the parameters.
+    state: train state that the run begins with; the means and standard
+      deviations of its parameters are computed now. Or ShapeDtypeStructs.
+    origin: where the state comes from, such as "from scratch".
+  """
+  params = state["params"]
+  moments = parameters.moments(params, mesh)
+  specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+  def write_files() -> None:
+    facts = parameters.facts(specs, trainable)
+    write(workdir, config, run_info(mesh) | facts)
+    table = parameters.write(workdir, specs, trainable, moments, origin)
+    logging.info("The table is in parameters.txt:\n%s", table)
+
+  return write_files
 
 
 def update(workdir: str, **facts: Any) -> None:

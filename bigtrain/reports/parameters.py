@@ -1,0 +1,137 @@
+"""The table of a model's parameters: parameters.txt of a run.
+
+The mean and the standard deviation of each parameter are computed where its
+shards are, so nothing but two numbers of each reaches the host.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import sharding, trees
+from bigtrain.files import paths
+
+_FILE = "parameters.txt"
+
+
+@dataclasses.dataclass
+class _Row:
+  """A line of the table; the attributes are the columns."""
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: str
+  size: int
+  trained: bool
+
+
+@dataclasses.dataclass
+class _RowWithMoments(_Row):
+  mean: float
+  std: float
+
+
+@functools.cache
+def _moments(mesh: Any) -> Any:
+  """Compiled once for each shape: array -> [mean, standard deviation]."""
+
+  def moments(array: jax.Array) -> jax.Array:
+    values = array.astype(jnp.float32)
+    mean = jnp.mean(values)
+    return jnp.stack([mean, jnp.sqrt(jnp.mean(jnp.square(values - mean)))])
+
+  return jax.jit(moments, out_shardings=sharding.replicated(mesh))
+
+
+def moments(params: Any, mesh: Any) -> dict[str, jax.Array]:
+  """Starts to compute the moments of all parameters.
+
+  With several processes, all of them call this at the same point of the
+  program. It does not wait, and `params` may be donated afterwards.
+
+  Args:
+    params: tree of global arrays.
+    mesh: their mesh.
+
+  Returns:
+    {name: float32 (2,) of mean and standard deviation, on the devices}; {} if
+    `params` are jax.ShapeDtypeStructs.
+  """
+  return {
+    name: _moments(mesh)(array)
+    for name, array in trees.flatten_with_names(params)
+    if isinstance(array, jax.Array) and array.size
+  }
+
+
+def facts(params: Any, trainable: Any) -> dict[str, int]:
+  """Returns num_params, num_trained_params and param_bytes, for run.json.
+
+  Args:
+    params: tree of arrays or ShapeDtypeStructs; param_bytes are of one copy.
+    trainable: tree of bools with the structure of `params`.
+  """
+  leaves, flags = jax.tree.leaves(params), jax.tree.leaves(trainable)
+  sizes = [math.prod(leaf.shape) for leaf in leaves]
+  return {
+    "num_params": sum(sizes),
+    "num_trained_params": sum(n for n, flag in zip(sizes, flags) if flag),
+    "param_bytes": sum(n * x.dtype.itemsize for n, x in zip(sizes, leaves)),
+  }
+
+
+def write(
+  workdir: str,
+  params: Any,
+  trainable: Any,
+  values: Mapping[str, jax.Array],
+  origin: str,
+) -> str:
+  """Writes parameters.txt, on process 0.
+
+  Args:
+    workdir: folder of the run.
+    params: tree of arrays or ShapeDtypeStructs.
+    trainable: tree of bools with the structure of `params`.
+    values: see `moments`.
+    origin: where the parameters come from, such as "from scratch".
+
+  Returns:
+    The table and its totals.
+  """
+  from clu import parameter_overview
+
+  on_host = jax.device_get(dict(values))
+  flags = dict(trees.flatten_with_names(trainable))
+  rows: list[_Row] = []
+  for name, leaf in sorted(trees.flatten_with_names(params)):
+    row = (
+      *(name, tuple(leaf.shape), str(leaf.dtype)),
+      *(math.prod(leaf.shape), flags[name]),
+    )
+    if name in on_host:
+      mean, std = map(float, on_host[name])
+      rows.append(_RowWithMoments(*row, mean, std))
+    elif values:  # An empty parameter.
+      rows.append(_RowWithMoments(*row, math.nan, math.nan))
+    else:
+      rows.append(_Row(*row))
+  numbers = facts(params, trainable)
+  text = (
+    f"{parameter_overview.make_table(rows)}\n"
+    f"{numbers['num_params']:,} parameters, "
+    f"{numbers['num_trained_params']:,} of them trained, "
+    f"{numbers['param_bytes']:,} bytes"
+  )
+  if origin:
+    text += f"; mean and std at the start: {origin}"
+  if jax.process_index() == 0:
+    with paths.replacing(os.path.join(workdir, _FILE)) as file:
+      file.write(f"{text}\n")
+  return text
