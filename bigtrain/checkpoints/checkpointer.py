@@ -24,7 +24,13 @@ from typing import Any
 import jax
 
 from bigtrain import settings, trees
-from bigtrain.checkpoints import commit, folders, integrity, snapshot
+from bigtrain.checkpoints import (
+  checksums,
+  commit,
+  folders,
+  integrity,
+  snapshot,
+)
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.host_state import HostState
@@ -80,6 +86,7 @@ class _Job:
   step: int
   arrays: dict[str, Array]
   pieces: list[snapshot.Piece]
+  sums: snapshot.PartialSums
   host_state: HostState
   token: str
   event: peers_lib.Event
@@ -181,7 +188,7 @@ class Checkpointer:
     # removing is slower than saving, more would fill the disk.
     while len(self._threads) > 1:
       self._threads.pop(0).join()
-    pieces, arrays = self._snapshots.take(named)
+    pieces, arrays, sums = self._snapshots.take(named)
     number = self._num_saves
     self._num_saves += 1
     token = f"{self._peers.token}-{number}"
@@ -189,6 +196,7 @@ class Checkpointer:
       step=int(step),
       arrays=arrays,
       pieces=pieces,
+      sums=sums,
       host_state=HostState.from_json(json.loads(host_json)),
       token=token,
       event=self._peers.event(f"save/{number}"),
@@ -244,12 +252,12 @@ class Checkpointer:
     started = time.monotonic()
     try:
       _point("begin")
+      sums = job.sums()  # Before the pieces are gone.
       self._write_arrays(job)
       job.pieces.clear()  # Frees pinned memory.
-      job.event.done()
+      job.event.done(sums)
       if self._peers.index == 0:
-        job.event.wait_for_all()
-        self._commit(job)
+        self._commit(job, job.event.wait_for_all())
         job.event.succeed()
       else:
         job.event.wait()
@@ -309,8 +317,15 @@ class Checkpointer:
       raise
     _point("data written")
 
-  def _commit(self, job: _Job) -> None:
-    """Checks the files and makes them a checkpoint, on process 0."""
+  def _commit(
+    self, job: _Job, partial_sums: list[dict[str, checksums.Sums]]
+  ) -> None:
+    """Checks the files and makes them a checkpoint, on process 0.
+
+    Args:
+      job: the save.
+      partial_sums: of the pieces of each process.
+    """
     manifest = Manifest(
       step=job.step,
       arrays=job.arrays,
@@ -332,7 +347,13 @@ class Checkpointer:
       )
     digests = integrity.metadata_digests(job.tmp, job.arrays)
     arrays = {
-      name: dataclasses.replace(array, metadata_sha256=digests[name])
+      name: dataclasses.replace(
+        array,
+        metadata_sha256=digests[name],
+        checksum=checksums.as_text(
+          checksums.add(sums[name] for sums in partial_sums if name in sums)
+        ),
+      )
       for name, array in job.arrays.items()
     }
     manifest = dataclasses.replace(manifest, arrays=arrays)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain.checkpoints import folders
+from bigtrain.checkpoints import checksums, folders
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import (
   Array,
@@ -27,6 +27,10 @@ from bigtrain.files import objects, paths
 # Name of an array and index of a part of it.
 Part = tuple[str, tuple[slice, ...]]
 
+_NOT_AS_ON_DEVICES = (
+  "its values are not those that the devices had: they changed in host memory "
+  "before they were written"
+)
 _CHANGED = "has changed: its digest does not match"
 _LINK = "is a symbolic link; it is not followed"
 
@@ -287,9 +291,42 @@ def verify(directory: str) -> list[Problem]:
       if path not in reported:
         parts.append((name, index))
         files.append(path)
+  sums: dict[str, list[checksums.Sums]] = {name: [] for name, _ in parts}
   for path, (part, result) in zip(files, _read(directory, manifest, parts)):
+    name, place = part
     if isinstance(result, ValueError):
       if _kind(result) is not DamagedError:
         raise CheckpointError(f"{directory}: {_text(result)}") from result
-      problems.append(Problem(part[0], path, _text(result)))
+      problems.append(Problem(name, path, _text(result)))
+    else:
+      shape = manifest.arrays[name].shape
+      sums[name].append(checksums.of_part(result, place, shape))
+  damaged = {problem.array for problem in problems}
+  for name in sums.keys() - damaged:
+    if not _matches(manifest.arrays[name], sums[name]):
+      path = os.path.join(directory, name)
+      problems.append(Problem(name, path, _NOT_AS_ON_DEVICES))
   return problems
+
+
+def check_sums(
+  directory: str, manifest: Manifest, name: str, sums: Iterable[checksums.Sums]
+) -> None:
+  """Compares an array that was read with the checksum of the devices.
+
+  Args:
+    directory: directory of the checkpoint.
+    manifest: its manifest.
+    name: name of the array.
+    sums: sums of the parts that make up the array.
+
+  Raises:
+    DamagedError: its values are not those that were saved.
+  """
+  if not _matches(manifest.arrays[name], sums):
+    raise DamagedError(f"{directory}: array {name!r}: {_NOT_AS_ON_DEVICES}.")
+
+
+def _matches(array: Array, sums: Iterable[checksums.Sums]) -> bool:
+  expected = array.checksum
+  return not expected or expected == checksums.as_text(checksums.add(sums))

@@ -10,7 +10,9 @@ A checkpoint is a directory with a valid manifest:
 The manifest holds the name, shape, dtype and sharding of each array, number and
 size of its files, the SHA-256 of its zarr.json; the host state; and a SHA-256
 of itself. Each chunk has a crc32c. So files that are missing, truncated,
-changed or of another run are detected before they are used.
+changed or of another run are detected before they are used. The checksum of an
+array's values is made on the devices (checksums.py), so it also reveals what
+changed in host memory before the files were written.
 
 The layout is the one of jax.experimental.array_serialization for the same
 tensorstore spec, which can read the arrays.
@@ -75,6 +77,8 @@ class Array:
     sharding: {"mesh": {axis: size}, "spec": [axes or None for each dim]} when
       it was saved, for information only; None if unknown.
     metadata_sha256: SHA-256 of its zarr.json; "" while it is being written.
+    checksum: checksum of its values on the devices (checksums.py); "" while it
+      is being written, and in checkpoints of older versions.
   """
 
   shape: tuple[int, ...]
@@ -82,6 +86,7 @@ class Array:
   chunk_shape: tuple[int, ...]
   sharding: dict[str, Any] | None = None
   metadata_sha256: str = ""
+  checksum: str = ""
 
   @property
   def num_bytes(self) -> int:
@@ -265,6 +270,7 @@ def to_json(manifest: Manifest) -> str:
         "num_chunks": math.prod(array.grid),
         "chunk_bytes": array.chunk_bytes,
         "metadata_sha256": array.metadata_sha256,
+        "checksum": array.checksum,
       }
       for name, array in manifest.arrays.items()
     },
@@ -317,6 +323,7 @@ def from_json(text: bytes | str, where: str) -> Manifest:
         chunk_shape=tuple(a["chunk_shape"]),
         sharding=a["sharding"],
         metadata_sha256=a["metadata_sha256"],
+        checksum=a.get("checksum", ""),
       )
       for name, a in content["arrays"].items()
     }

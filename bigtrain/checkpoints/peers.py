@@ -76,6 +76,7 @@ class Event:
     self._peers = peers
     self._client = peers._client
     self._prefix = prefix
+    self._own_result: Any = None
 
   def wait_for_first(self) -> None:
     """Waits until process 0 calls this; process 0 does not wait."""
@@ -93,10 +94,12 @@ class Event:
         )
       time.sleep(_POLL_SECS)
 
-  def done(self) -> None:
-    """Reports that this process has done its part."""
+  def done(self, result: Any = None) -> None:
+    """Reports that this process has done its part, with a JSON result."""
+    self._own_result = result
     if self._client is not None:
-      self._client.key_value_set(f"{self._prefix}/done/{self._peers.index}", "")
+      key = f"{self._prefix}/done/{self._peers.index}"
+      self._client.key_value_set(key, json.dumps(result))
 
   def succeed(self) -> None:
     """Reports, on process 0, that the whole work is done."""
@@ -136,16 +139,20 @@ class Event:
         raise
       return None
 
-  def wait_for_all(self) -> None:
-    """Waits, on process 0, until every process has done its part."""
+  def wait_for_all(self) -> list[Any]:
+    """Waits, on process 0, until every process has done its part.
+
+    Returns:
+      Their results, in no order.
+    """
     if self._client is None:
-      return
+      return [self._own_result]
     deadline = time.monotonic() + self._peers.timeout_secs
     while True:
       self.check()
       done = self._client.key_value_dir_get(f"{self._prefix}/done/")
       if len(done) == self._peers.count:
-        return
+        return [json.loads(result) for _, result in done]
       if time.monotonic() > deadline:
         indices = {int(key.rsplit("/", 1)[1]) for key, _ in done}
         absent = sorted(set(range(self._peers.count)) - indices)

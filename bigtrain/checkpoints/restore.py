@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from bigtrain import trees
-from bigtrain.checkpoints import commit, folders, integrity
+from bigtrain.checkpoints import checksums, commit, folders, integrity
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.manifest import (
@@ -187,11 +187,17 @@ def load(
     directory, manifest, [(sources[name], r.place) for name, r in reads]
   )
   shards: dict[str, list[jax.Array]] = {name: [] for name in sources}
+  sums: dict[str, list[checksums.Sums]] = {}
   for (name, read), value in zip(reads, values):
+    if _reads_all(like[name]):
+      one = checksums.of_part(value, read.place, like[name].shape)
+      sums.setdefault(name, []).append(one)
     shards[name] += jax.device_put(
       [value[index] for index, _ in read.cuts],
       [device for _, device in read.cuts],
     )
+  for name, parts in sums.items():
+    integrity.check_sums(directory, manifest, sources[name], parts)
   return {
     name: jax.make_array_from_single_device_arrays(
       tuple(like[name].shape),
@@ -254,6 +260,11 @@ def _reads(spec: Any) -> list[_Read]:
     _Read(tuple(slice(*b) for b in bounds), [((), d) for d in devices])
     for bounds, devices in devices_of.items()
   ]
+
+
+def _reads_all(spec: Any) -> bool:
+  """Whether this process reads every part of an array."""
+  return _sharding(spec).is_fully_addressable
 
 
 def _volume(bounds: tuple[tuple[int, int], ...]) -> int:

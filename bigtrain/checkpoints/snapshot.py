@@ -7,12 +7,13 @@ next step overwrites the state's buffers.
 import concurrent.futures
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from bigtrain.checkpoints import checksums
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import Array, CheckpointError
 
@@ -23,6 +24,10 @@ _SHARED_FILE_BYTES = 16 * 2**20
 
 _ALIGN = 64
 _SEGMENT_BYTES = 8 * 2**20
+
+
+# Waits for the sums of this process's pieces, by the name of the array.
+PartialSums = Callable[[], dict[str, checksums.Sums]]
 
 
 class Piece(NamedTuple):
@@ -73,14 +78,15 @@ class Snapshots:
 
   def take(
     self, named: Sequence[tuple[str, Any]]
-  ) -> tuple[list[Piece], dict[str, Array]]:
+  ) -> tuple[list[Piece], dict[str, Array], PartialSums]:
     """Copies the shards that this process writes; each has one writer.
 
     Args:
       named: (name, array) pairs; numpy arrays belong to process 0.
 
     Returns:
-      (shards of this process, {name: layout in files} of all arrays).
+      (shards of this process, {name: layout in files} of all arrays, function
+      that returns the checksums of the shards on their devices).
 
     Raises:
       CheckpointError: a name or a dtype that cannot be saved.
@@ -93,17 +99,23 @@ class Snapshots:
       self._plan = _make_plan(key, named)
       self._copies = []
     shards = [_shard(named[i][1], number) for i, number in self._plan.sources]
+    wait_for_sums: Callable[[], list[checksums.Sums]]
     if all(_platform(x) == "cpu" for x in shards):
-      copies = self._copy_on_cpu(shards)
+      copies, sums = self._copy_on_cpu(shards)
+      wait_for_sums = lambda: sums
     else:
+      wait_for_sums = self._sum_on_devices(named, shards)
       copies = _copy_to_pinned(shards)
     pieces = [
       Piece(piece.name, piece.place, copy)
       for piece, copy in zip(self._plan.pieces, copies)
     ]
-    return pieces, self._plan.arrays
+    return pieces, self._plan.arrays, lambda: _by_name(pieces, wait_for_sums())
 
-  def _copy_on_cpu(self, shards: list[Any]) -> list[np.ndarray]:
+  def _copy_on_cpu(
+    self, shards: list[Any]
+  ) -> tuple[list[np.ndarray], list[checksums.Sums]]:
+    """Returns copies of the shards, and the sums of the shards themselves."""
     # Views, which are local because they block donation of the buffers.
     sources = [np.asarray(x) for x in shards]
     if not self._copies:
@@ -126,13 +138,54 @@ class Snapshots:
       for target, segment in task:
         np.copyto(target, segment)
 
-    list(self._pool.map(copy_all, tasks))
-    return self._copies
+    copied = self._pool.map(copy_all, tasks)
+    sums = list(self._pool.map(self._sum, self._plan.pieces, sources))
+    list(copied)
+    return self._copies, sums
+
+  def _sum(self, piece: Piece, data: np.ndarray) -> checksums.Sums:
+    shape = self._plan.arrays[piece.name].shape
+    return checksums.of_part(data, piece.place, shape)
+
+  def _sum_on_devices(
+    self, named: Sequence[tuple[str, Any]], shards: list[Any]
+  ) -> Callable[[], list[checksums.Sums]]:
+    """Starts to sum the shards; returns a function that waits for the sums."""
+    # All arrays on every process, because some devices need the same programs.
+    started = checksums.OnDevices(named)
+    # The host's own arrays, which the program may change soon.
+    sums = [
+      None if isinstance(x, jax.Array) else self._sum(piece, np.array(x))
+      for piece, x in zip(self._plan.pieces, shards)
+    ]
+    places = [
+      (piece.name, next(iter(x.devices())) if one is None else None)
+      for piece, x, one in zip(self._plan.pieces, shards, sums)
+    ]
+
+    def wait() -> list[checksums.Sums]:
+      result = started.result()
+      return [
+        result[name][device] if one is None else one
+        for (name, device), one in zip(places, sums)
+      ]
+
+    return wait
 
   def close(self) -> None:
     """Releases the memory."""
     self._pool.shutdown()
     self._copies = []
+
+
+def _by_name(
+  pieces: Sequence[Piece], sums: Sequence[checksums.Sums]
+) -> dict[str, checksums.Sums]:
+  """Returns {name: sums of all pieces of the array}."""
+  parts: dict[str, list[checksums.Sums]] = {}
+  for piece, one in zip(pieces, sums):
+    parts.setdefault(piece.name, []).append(one)
+  return {name: checksums.add(each) for name, each in parts.items()}
 
 
 def _allocate(sources: list[np.ndarray]) -> list[np.ndarray]:

@@ -66,7 +66,7 @@ def test_all_devices_with_a_replica_share_the_work():
   everywhere = NamedSharding(mesh, PartitionSpec())
   state = [(f"{i}", jax.device_put(np.ones(64), everywhere)) for i in range(16)]
   snapshots = snapshot.Snapshots()
-  pieces, _ = snapshots.take(state)
+  pieces, _, _ = snapshots.take(state)
   assert len(pieces) == 16  # Each array once.
   # Two from each device.
   shard_numbers = [n for _, n in snapshots._plan.sources]

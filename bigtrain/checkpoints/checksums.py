@@ -1,0 +1,146 @@
+"""Checksums of arrays that do not depend on how the arrays are divided.
+
+An array's bits are words of 32 bits (smaller items are one word each), counted
+in row-major order. The checksum is two sums modulo 2**32: of the words, and of
+each word times its position from 1. Any single flipped bit changes the first
+sum. The sums of an array are those of its parts, added: so each device sums its
+own shard, and a reader sums whatever parts it reads.
+
+`of_part` sums on the host, `OnDevices` where the arrays are.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# (sum of words, sum of words times positions), each modulo 2**32.
+Sums = tuple[int, int]
+Place = tuple[slice, ...]
+
+_MODULUS = 2**32
+_ROW = 4096  # Long vectors are summed as rows of this length.
+
+
+def add(sums: Iterable[Sums]) -> Sums:
+  """Returns the sums of the whole from those of its parts."""
+  words, weighted = 0, 0
+  for one in sums:
+    words, weighted = words + one[0], weighted + one[1]
+  return words % _MODULUS, weighted % _MODULUS
+
+
+def as_text(sums: Sums) -> str:
+  """Returns 16 hexadecimal digits."""
+  return f"{sums[0]:08x}{sums[1]:08x}"
+
+
+def of_part(data: np.ndarray, place: Place, shape: Sequence[int]) -> Sums:
+  """Returns the sums of a part of an array.
+
+  Args:
+    data: values of the part.
+    place: index of the part, with explicit starts.
+    shape: shape of the whole array.
+  """
+  words = _words(data)
+  starts = [*(s.start for s in place), 0]
+  strides = _strides([*shape, words.shape[-1]])
+  # Position of the first word of the part, from 1.
+  first = 1 + sum(start * stride for start, stride in zip(starts, strides))
+  total, weighted = 0, 0
+  if words.size:
+    total, weighted = _weighted(words, strides)
+  return total, (first * total + weighted) % _MODULUS
+
+
+def _words(data: np.ndarray) -> np.ndarray:
+  """Unsigned words, [*shape, words of an item]."""
+  size = min(data.dtype.itemsize, 4)
+  items = np.ascontiguousarray(data).reshape(*data.shape, 1)
+  return items.view(f"u{size}")
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+  return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def _weighted(words: np.ndarray, strides: Sequence[int]) -> Sums:
+  """Sums of words, and of words times positions from 0 in the part.
+
+  A position is a sum over the dimensions, so the sums along each dimension are
+  enough: two passes over the data.
+  """
+  if words.ndim == 1:
+    return _of_vector(words, strides[0])
+  along = words.reshape(len(words), -1).sum(axis=1, dtype=np.uint32)
+  across = words.sum(axis=0, dtype=np.uint32)
+  total, weighted = _weighted(across, strides[1:])
+  return total, (weighted + _of_vector(along, strides[0])[1]) % _MODULUS
+
+
+def _of_vector(words: np.ndarray, stride: int) -> Sums:
+  total, weighted = 0, 0
+  if len(words) > 2 * _ROW:
+    whole = len(words) // _ROW * _ROW
+    total, weighted = _weighted(words[:whole].reshape(-1, _ROW), (_ROW, 1))
+    last, more = _of_vector(words[whole:], 1)
+    weighted += whole * last + more
+    return (total + last) % _MODULUS, weighted * stride % _MODULUS
+  positions = np.arange(len(words), dtype=np.uint64)
+  total = int(words.sum(dtype=np.uint64))
+  weighted = int((positions * words).sum(dtype=np.uint64))
+  return total % _MODULUS, weighted * stride % _MODULUS
+
+
+class OnDevices:
+  """Sums of the shards of arrays, each on the device that holds it.
+
+  On CPU devices they are computed here; on others only started, so that the
+  loop does not wait.
+
+  Args:
+    named: (name, array) pairs; numpy arrays are ignored.
+    compiled: whether a compiled program sums on CPU devices too.
+  """
+
+  def __init__(
+    self, named: Iterable[tuple[str, Any]], *, compiled: bool = False
+  ):
+    import jax
+
+    from bigtrain.checkpoints import compiled_checksums
+
+    self._sums: dict[str, Any] = {}
+    for name, x in named:
+      if not isinstance(x, jax.Array):
+        continue
+      on_cpu = next(iter(x.devices())).platform == "cpu"
+      if on_cpu and not compiled:
+        self._sums[name] = {
+          shard.device: of_part(
+            np.asarray(shard.data), explicit(shard.index, x.shape), x.shape
+          )
+          for shard in x.addressable_shards
+        }
+      else:
+        self._sums[name] = compiled_checksums.start(x)
+
+  def result(self) -> Mapping[str, Mapping[Any, Sums]]:
+    """Returns {name: {device of this process: sums of its shard}}."""
+    result = {}
+    for name, sums in self._sums.items():
+      if not isinstance(sums, dict):
+        sums = {
+          shard.device: (int(values[0]), int(values[1]))
+          for shard in sums.addressable_shards
+          for values in (np.asarray(shard.data).reshape(2),)
+        }
+      result[name] = sums
+    return result
+
+
+def explicit(index: Place, shape: Sequence[int]) -> Place:
+  """Returns an index with explicit starts and stops."""
+  return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape))
