@@ -44,6 +44,7 @@ from bigtrain.runtime import programs as programs_lib
 from bigtrain.step import gradients as gradients_lib
 from bigtrain.step import guard as guard_lib
 from bigtrain.step import initial
+from bigtrain.step import norms as norms_lib
 from bigtrain.step import tally as tally_lib
 
 # Steps queued on the device: enough to keep it busy, few enough to stop soon.
@@ -155,9 +156,7 @@ def _train(
   gradients = gradients_lib.from_config(
     config, task, model, loss_fn, trainable=optimizer.trainable, mesh=mesh
   )
-  row_norms = tally_lib.RowNorms.from_config(
-    config, params_spec, optimizer.trainable
-  )
+  row_norms = norms_lib.from_config(config, params_spec, optimizer.trainable)
 
   def update_fn(
     state: dict[str, Any], tally: tally_lib.Tally, batch: Any, fixed: Any

@@ -1,23 +1,257 @@
-"""Metrics as (sum, weight) pairs, which become means only when written.
+"""Metrics that merge exactly, and become numbers only when written.
 
-Pairs add up exactly over microbatches, devices, hosts, padded batches and
-steps; means of means do not. Norms and weight statistics are here too.
+  (sum, weight)   a mean; `pair` makes one
+  Sum, Max, Min   of all values
+  Last            the newest value
+  Histogram       counts of values in fixed bins
+
+Two metrics of the same kind merge into the metric of all their values, over
+microbatches, devices, hosts, padded batches and steps; means of means would
+not. A metric whose arrays are all zero has no values and changes nothing.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from bigtrain import trees
-from bigtrain.settings import Config, ConfigError, did_you_mean
+from bigtrain.settings import ConfigError
 
 Pair = tuple[Any, Any]
 Pairs = dict[str, Pair]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+  """Sum of values.
+
+  Attributes:
+    total: float32 scalar.
+  """
+
+  total: Any
+
+  @classmethod
+  def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
+    """Sum of values times weights; see `pair`."""
+    return cls(pair(values, weights)[0])
+
+  def merge(self, other: Self) -> Self:
+    """The metric of all values."""
+    return type(self)(self.total + other.total)
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> float:
+    """The number to write, from fetched parts."""
+    return math.fsum(float(part.total) for part in parts)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Last:
+  """The newest of several values.
+
+  Meant for values that do not depend on the examples of a microbatch, such as
+  a temperature. Otherwise the value is that of the last microbatch.
+
+  Attributes:
+    newest: float32 scalar.
+    count: number of values.
+  """
+
+  newest: Any
+  count: Any
+
+  @classmethod
+  def of(cls, value: jax.Array) -> Self:
+    """Metric of a scalar."""
+    return cls(jnp.asarray(value, jnp.float32), jnp.ones((), jnp.float32))
+
+  def merge(self, other: Self) -> Self:
+    """The metric of all values; those of `other` are newer."""
+    newest = jnp.where(other.count > 0, other.newest, self.newest)
+    return type(self)(newest, self.count + other.count)
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> float:
+    """The number to write, from fetched parts; NaN without values."""
+    values = [float(part.newest) for part in parts if part.count > 0]
+    return values[-1] if values else math.nan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Max:
+  """The largest of several values; NaN if one of them is.
+
+  Attributes:
+    largest: float32 scalar.
+    count: number of values.
+  """
+
+  largest: Any
+  count: Any
+
+  @classmethod
+  def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
+    """Metric of values.
+
+    Args:
+      values: any shape.
+      weights: broadcastable to `values`; a value with weight zero is padding
+        and does not count.
+    """
+    values = values.astype(jnp.float32)
+    if weights is None:
+      return cls(jnp.max(values), jnp.asarray(values.size, jnp.float32))
+    real = jnp.broadcast_to(weights != 0, values.shape)
+    count = jnp.sum(real, dtype=jnp.float32)
+    largest = jnp.max(jnp.where(real, values, -jnp.inf))
+    return cls(jnp.where(count > 0, largest, 0.0), count)
+
+  def merge(self, other: Self) -> Self:
+    """The metric of all values."""
+    largest = jnp.maximum(self.largest, other.largest)
+    largest = jnp.where(self.count > 0, largest, other.largest)
+    largest = jnp.where(other.count > 0, largest, self.largest)
+    return type(self)(largest, self.count + other.count)
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> float:
+    """The number to write, from fetched parts; NaN without values."""
+    values = [part.largest for part in parts if part.count > 0]
+    return float(np.max(values)) if values else math.nan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Min:
+  """The smallest of several values; NaN if one of them is.
+
+  Attributes:
+    negative: `Max` of the values times -1.
+  """
+
+  negative: Max
+
+  @classmethod
+  def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
+    """Metric of values; see `Max.of`."""
+    return cls(Max.of(-values.astype(jnp.float32), weights))
+
+  def merge(self, other: Self) -> Self:
+    """The metric of all values."""
+    return type(self)(self.negative.merge(other.negative))
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> float:
+    """The number to write, from fetched parts; NaN without values."""
+    return -Max.value(part.negative for part in parts)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+  """Counts of values in bins of equal width.
+
+  A bin includes its upper edge. Values beyond `low` and `high` are in the
+  outermost bins; NaN is in none.
+
+  Attributes:
+    counts: float32 [bins], sums of weights.
+    low: lower edge of the first bin.
+    high: upper edge of the last bin.
+  """
+
+  counts: Any
+  low: float = dataclasses.field(metadata={"static": True})
+  high: float = dataclasses.field(metadata={"static": True})
+
+  @classmethod
+  def of(
+    cls,
+    values: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    bins: int = 20,
+  ) -> Self:
+    """Histogram of values.
+
+    Args:
+      values: any shape.
+      weights: broadcastable to `values`; ones unless given. A value with weight
+        zero is padding and does not count.
+      low: lower edge of the first bin.
+      high: upper edge of the last bin, above `low`.
+      bins: number of bins.
+
+    Raises:
+      ValueError: no bins, or `high` is not above `low`.
+    """
+    if not (low < high and bins >= 1):
+      raise ValueError(f"a histogram of {bins} bins from {low} to {high}")
+    values = values.astype(jnp.float32)
+    weights = jnp.ones(()) if weights is None else weights
+    weights = jnp.broadcast_to(weights.astype(jnp.float32), values.shape)
+    weights = jnp.where(jnp.isnan(values), 0.0, weights).reshape(-1, 1)
+    inner = np.linspace(low, high, bins + 1)[1:-1].astype(np.float32)
+    bin_N1 = jnp.sum(values.reshape(-1, 1) > inner, -1, keepdims=True)
+    in_bin = bin_N1 == jnp.arange(bins)
+    counts = jnp.sum(jnp.where(in_bin, weights, 0.0), 0)
+    return cls(counts, float(low), float(high))
+
+  @property
+  def edges(self) -> np.ndarray:
+    """Edges of the bins, float64 [bins + 1]."""
+    return np.linspace(self.low, self.high, len(self.counts) + 1)
+
+  def merge(self, other: Self) -> Self:
+    """The histogram of all values."""
+    return type(self)(self.counts + other.counts, self.low, self.high)
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> Self:
+    """The histogram to write, with float64 counts, from fetched parts."""
+    parts = list(parts)
+    counts = np.sum([np.asarray(p.counts, np.float64) for p in parts], axis=0)
+    return cls(counts, parts[0].low, parts[0].high)
+
+
+_KINDS = (Sum, Last, Max, Min, Histogram)
+Metrics = dict[str, Any]  # Of pairs and of these kinds.
+
+
+def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
+  """The same metrics.
+
+  Args:
+    metrics: {name: metric}, as tasks and predict functions return them.
+    source: the function, for the error.
+
+  Raises:
+    ConfigError: a value is not a metric, or "loss" is not a pair.
+  """
+  if not isinstance(metrics, Mapping):
+    raise ConfigError(
+      f"{source}: expected a dict of metrics, got {type(metrics).__name__}."
+    )
+  for name, metric in metrics.items():
+    is_pair = isinstance(metric, tuple) and len(metric) == 2
+    if not is_pair and (name == "loss" or not isinstance(metric, _KINDS)):
+      kinds = ", ".join(kind.__name__ for kind in _KINDS)
+      others = "" if name == "loss" else f", or bigtrain.metrics.{{{kinds}}}"
+      raise ConfigError(
+        f"{source}: metric {name!r} is {type(metric).__name__}; expected a "
+        f"(sum, weight) tuple{others}."
+      )
+  return dict(metrics)
 
 
 def pair(values: jax.Array, weights: jax.Array | None = None) -> Pair:
@@ -65,9 +299,18 @@ def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
   return jnp.any(jnp.take_along_axis(labels, best_Bk, axis=-1) > 0, axis=-1)
 
 
-def add(first: Pairs, second: Pairs) -> Pairs:
-  """Adds pairs by name; both have the same names."""
-  return jax.tree.map(jnp.add, first, second)
+def merge(first: Metrics, second: Metrics) -> Metrics:
+  """Metrics of all values, by name; `second` is the newer one.
+
+  Both have the same names, and the same kind of metric under each.
+  """
+
+  def merge_one(a: Any, b: Any) -> Any:
+    if isinstance(a, _KINDS):
+      return a.merge(b)
+    return a[0] + b[0], a[1] + b[1]
+
+  return {name: merge_one(first[name], second[name]) for name in first}
 
 
 def means(pairs: Mapping[str, Pair]) -> dict[str, Any]:
@@ -75,23 +318,31 @@ def means(pairs: Mapping[str, Pair]) -> dict[str, Any]:
   return {name: total / weight for name, (total, weight) in pairs.items()}
 
 
-def host_means(batches: Iterable[Mapping[str, Pair]]) -> dict[str, float]:
-  """Means over batches of fetched pairs, summed exactly on the host.
+def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+  """Values of metrics over batches, merged exactly on the host.
 
-  The division of the examples into batches changes the result only by the
+  The division of the examples into batches changes a mean or a sum only by the
   rounding within each batch.
+
+  Args:
+    batches: fetched metrics of each batch, in order.
+
+  Returns:
+    {name: float, or `Histogram` for a histogram}. A mean of weight zero is NaN.
   """
-  sums: dict[str, list[float]] = {}
-  weights: dict[str, list[float]] = {}
-  for pairs in batches:
-    for name, (total, weight) in pairs.items():
-      sums.setdefault(name, []).append(float(total))
-      weights.setdefault(name, []).append(float(weight))
-  result = {}
-  for name, parts in sums.items():
-    weight = math.fsum(weights[name])
-    result[name] = math.fsum(parts) / weight if weight else math.nan
-  return result
+  parts: dict[str, list[Any]] = {}
+  for batch in batches:
+    for name, metric in batch.items():
+      parts.setdefault(name, []).append(metric)
+  return {name: _host_value(metrics) for name, metrics in parts.items()}
+
+
+def _host_value(parts: list[Any]) -> Any:
+  if isinstance(parts[0], _KINDS):
+    return parts[0].value(parts)
+  weight = math.fsum(float(weight) for _, weight in parts)
+  total = math.fsum(float(total) for total, _ in parts)
+  return total / weight if weight else math.nan
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -104,150 +355,3 @@ def global_norm(tree: Any) -> jax.Array:
     for leaf in jax.tree.leaves(tree)
   ]
   return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
-
-
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("values",),
-  meta_fields=("names",),
-)
-@dataclasses.dataclass(frozen=True)
-class Named:
-  """Scalars by name, in one array.
-
-  A compiled step takes microseconds for each output array, which adds up for
-  hundreds of scalars.
-
-  Attributes:
-    names: names of the scalars.
-    values: float32 [number of names].
-  """
-
-  names: tuple[str, ...]
-  values: Any
-
-  def items(self) -> Iterable[tuple[str, Any]]:
-    """(name, scalar) pairs of a fetched array."""
-    return zip(self.names, self.values)
-
-
-def only_if(
-  flag: jax.Array, names: Iterable[str], fn: Callable[[], Any], before: Any
-) -> tuple[Named, Any]:
-  """Runs `fn` on the device if the flag is set, else returns zeros.
-
-  Args:
-    flag: bool scalar.
-    names: names of the float32 scalars that `fn` returns.
-    fn: () -> {name: scalar}.
-    before: arrays that must not be used before `fn` has run.
-
-  Returns:
-    (result of `fn`, `before`). Operations on the returned `before` run after
-    `fn`.
-  """
-  names = tuple(names)
-
-  if not names:
-    return Named(names, jnp.zeros(0, jnp.float32)), before
-
-  def stacked() -> tuple[jax.Array, Any]:
-    values = fn()
-    # jax.lax and not jax.numpy, for hundreds of values: see global_norm.
-    rows = [jax.lax.reshape(values[name], (1,)) for name in names]
-    # cond forwards operands that every branch returns unchanged; the barrier
-    # keeps the dependency.
-    return jax.lax.concatenate(rows, 0), jax.lax.optimization_barrier(before)
-
-  def zeros() -> tuple[jax.Array, Any]:
-    return jnp.zeros(len(names), jnp.float32), before
-
-  values, after = jax.lax.cond(flag, stacked, zeros)
-  return Named(names, values), after
-
-
-_DETAILS = ("none", "global", "per_param")
-
-
-def read_norm_detail(config: Config) -> str:
-  """Reads config.weight_stats: the `detail` of `norms`, "global" by default."""
-  detail = config.get("weight_stats", "global")
-  if detail not in _DETAILS:
-    hint = did_you_mean(detail, _DETAILS)
-    raise ConfigError(f"config.weight_stats: unknown {detail!r}.{hint}")
-  return detail
-
-
-def norm_names(params: Any, trained: Any, detail: str) -> list[str]:
-  """Names of the scalars that `norms` returns for such trees."""
-  if detail == "none":
-    return []
-  if detail == "global":
-    return ["param_norm", "update_norm"]
-  return list(
-    jax.eval_shape(lambda p, t: norms(p, p, t, t, detail), params, trained)
-  )
-
-
-def norms(
-  before: Any, params: Any, grads: Any, updates: Any, detail: str
-) -> dict[str, Any]:
-  """Norms for a row.
-
-  Args:
-    before: all parameters before the step.
-    params: all parameters after it.
-    grads: gradients of the trainable parameters.
-    updates: the optimizer's updates of the trainable parameters.
-    detail: "none", "global" (norms over all parameters), or "per_param" (also
-      statistics of every parameter).
-
-  Returns:
-    {name: float32 scalar}.
-  """
-  if detail == "none":
-    return {}
-  values = {
-    "param_norm": global_norm(params),
-    "update_norm": global_norm(updates),
-  }
-  if detail == "per_param":
-    values |= weight_stats(before, params, grads, updates)
-  return values
-
-
-def weight_stats(
-  before: Any, params: Any, grads: Any, updates: Any
-) -> dict[str, Any]:
-  """Statistics of every parameter, the same as in T5X.
-
-  Args:
-    before: all parameters before the step.
-    params: all parameters after it.
-    grads: gradients of the trainable parameters.
-    updates: the optimizer's updates of the trainable parameters.
-
-  Returns:
-    {"weight_rms/<name>", "weight_max/<name>", "grad_rms/<name>",
-    "grad_norm/<name>", "update_rms/<name>",
-    "weight_update_divided_by_weight_rms/<name>"}: float32 scalars. The last is
-    of each element's update over its value before the step, infinite where that
-    is 0.
-  """
-
-  def rms(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
-
-  stats, weights = {}, dict(trees.flatten_with_names(before))
-  for name, leaf in trees.flatten_with_names(params):
-    stats[f"weight_rms/{name}"] = rms(leaf)
-    stats[f"weight_max/{name}"] = jnp.max(jnp.abs(leaf)).astype(jnp.float32)
-  for name, leaf in trees.flatten_with_names(grads):
-    stats[f"grad_rms/{name}"] = rms(leaf)
-    stats[f"grad_norm/{name}"] = global_norm(leaf)
-  for name, leaf in trees.flatten_with_names(updates):
-    stats[f"update_rms/{name}"] = rms(leaf)
-    old = weights[name].astype(jnp.float32)
-    ratio = jnp.where(leaf == 0, 0.0, leaf / old)
-    stats[f"weight_update_divided_by_weight_rms/{name}"] = rms(ratio)
-  return stats

@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 _PACKAGE_OF_MODULE = {
   "absl": "absl-py",
   "PIL": "pillow",
+  "mlflow": "mlflow-skinny",
   "sklearn": "scikit-learn",
 }
 

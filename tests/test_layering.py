@@ -33,7 +33,7 @@ RULES = {
     "settings",
   },
   "evaluators": _ARRAYS
-  | {"evaluation", "files", "inputs", "losses", "parts", "pp"},
+  | {"evaluation", "files", "inputs", "losses", "parts", "pp", "reports"},
   "evaluation": _ARRAYS | {"files", "inputs", "lengths", "parts", "pp"},
   "hooks": {"checkpoints", "cluster", "files", "parts", "runtime", "settings"},
   "reports": _ARRAYS | {"files", "lengths", "runtime", "step"},

@@ -4,7 +4,10 @@ import json
 import math
 import os
 
-from bigtrain.reports import writers
+import numpy as np
+
+from bigtrain import metrics
+from bigtrain.reports import media, writers
 
 
 def write_run(workdir, *, lr=1e-3, evals=("val",), accounts=True, name="loss"):
@@ -62,3 +65,34 @@ def write_run(workdir, *, lr=1e-3, evals=("val",), accounts=True, name="loss"):
     writer.write({"step": 400, "restarts": 1, "account/lost_secs": 140.0})
   writer.close()
   return str(workdir)
+
+
+def media_row(step):
+  """A row with a value of every kind."""
+  pixels = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 9
+  rows = [{"number": 0, "text": "a|b", "references": ["x", "y"]}]
+  return {
+    "step": step,
+    "loss": 0.5,
+    "examples_per_sec": 3.0,
+    "device_peak_bytes": 7,
+    "val/acc": 0.25,
+    "val/picture": media.Image(pixels, "two rows"),
+    "val/gray": media.Image(np.eye(4, dtype=np.float32)),
+    "val/note": media.Text("# Title\n<b>text</b>"),
+    "val/texts": media.Table(rows, f"texts/{step}.jsonl"),
+    "val/sizes": metrics.Histogram(np.array([1.0, 2.0, 5.0]), 0.0, 3.0),
+  }
+
+
+CONFIG = {"lr": 0.5, "model": {"depth": 3}, "evals": {"val": {"type": "mean"}}}
+
+
+def write_media(workdir, *steps, restored_step=None, **options):
+  """Writes rows of every kind of value, as a run with a config does."""
+  (workdir / "config.json").write_text(json.dumps(CONFIG))
+  (workdir / "parameters.txt").write_text("| kernel | 12 |\n")
+  writer = writers.Writers(str(workdir), restored_step=restored_step, **options)
+  for step in steps:
+    writer.write(*media.split(media_row(step)))
+  writer.close()

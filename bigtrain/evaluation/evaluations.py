@@ -186,8 +186,12 @@ class Batches:
 class Evaluator(Protocol):
   """Interface of the classes `Evaluator` in the evaluators' modules."""
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
-    """Evaluates the variables of `step`; the same on every process."""
+  def run(self, variables: Any, step: int) -> dict[str, Any]:
+    """Evaluates the variables of `step`; the same on every process.
+
+    The values are numbers, or images, texts, tables (reports/media.py) and
+    histograms (metrics.py).
+    """
 
 
 class Evaluation(NamedTuple):

@@ -8,7 +8,7 @@ named by its dotted path.
 
   class Evaluator:
     def __init__(self, predict_fn, batches, context, **options): ...
-    def run(self, variables, step) -> {name of a metric: float}
+    def run(self, variables, step) -> {name of a metric: value}
 
 `__init__` receives each of the first three arguments that it has a parameter
 for, and the options of the config's entry as keyword arguments:
@@ -25,7 +25,14 @@ for, and the options of the config's entry as keyword arguments:
                `evaluations.Context`.
 
 `__init__` loads data and compiles, in the background while the run trains.
-`run` is called on every process and returns the same result on each.
+`run` is called on every process and returns the same result on each. A value is
+a number, or one of the following, which a file in the workdir holds and the
+loggers and tools.report show:
+
+  reports.media.Image(pixels, caption)   pixels [height, width, channels]
+  reports.media.Text(text)
+  reports.media.Table(rows)              rows: a list of dicts
+  metrics.Histogram                      as `metrics.host_values` returns it
 
 A module may also have a function `check(options, context, path)`. It is called
 when the program starts and raises ConfigError for options that it can refuse

@@ -4,8 +4,6 @@ Legend: B batch, L length, R references of an image.
 """
 
 import importlib.util
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +12,7 @@ import numpy as np
 
 from bigtrain import settings
 from bigtrain.evaluation import evaluations
-from bigtrain.files import paths
+from bigtrain.reports import media
 from bigtrain.settings import ConfigError, did_you_mean
 
 
@@ -34,10 +32,10 @@ def check(
 
 
 class Evaluator:
-  """Saves <workdir>/captions/<name>-<step>.jsonl, and a picture.
+  """Returns captions as a table, <workdir>/captions/<name>-<step>.jsonl.
 
-  Row i of the file is {"number": i, "caption": ..., "references": [...]} of
-  example i of the data set. The picture, <name>-<step>.png, shows the first
+  Row i of the table is {"number": i, "caption": ..., "references": [...]} of
+  example i of the data set. A picture, <name>-<step>.png, shows the first
   images with their captions. Captions that equal none of their references are
   red.
 
@@ -91,8 +89,8 @@ class Evaluator:
       shown = batches.replace(num_examples=num_shown, cache=False)
       self._images = shown.map(images)
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
-    """Writes the files; returns the metrics."""
+  def run(self, variables: Any, step: int) -> dict[str, Any]:
+    """Returns the metrics, "captions" and "picture"."""
     results = self._outputs(variables)
     images = self._images(variables) if self._images else []
     real = np.concatenate([r["_mask"] for r in results]) > 0
@@ -103,39 +101,36 @@ class Evaluator:
       for texts, rows in zip(references, join("references")):
         decoded = map(self._tokenizer.decode, np.atleast_2d(rows))
         texts += [text for text in decoded if text]
-    if jax.process_index() == 0:
-      folder = os.path.join(self._context.workdir, "captions")
-      paths.make_folder(folder)
-      stem = os.path.join(folder, f"{self._context.name}-{step:08d}")
-      _write_rows(f"{stem}.jsonl", captions, references)
-      if images:
-        pictures = np.concatenate([x[mask > 0] for x, mask in images])
-        draw(f"{stem}.png", pictures, captions, references)
-    return {name: METRICS[name](captions, references) for name in self._metrics}
-
-
-def _write_rows(
-  path: str, captions: Sequence[str], references: Sequence[Sequence[str]]
-) -> None:
-  with paths.replacing(path) as file:
-    for number, (caption, texts) in enumerate(zip(captions, references)):
-      row = {"number": number, "caption": caption, "references": texts}
-      file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    values: dict[str, Any] = {
+      name: METRICS[name](captions, references) for name in self._metrics
+    }
+    rows = [
+      {"number": i, "caption": caption, "references": texts}
+      for i, (caption, texts) in enumerate(zip(captions, references))
+    ]
+    stem = f"captions/{self._context.name}-{step:08d}"
+    values["captions"] = media.Table(rows, f"{stem}.jsonl")
+    if images:
+      pictures = np.concatenate([x[mask > 0] for x, mask in images])
+      sheet = draw(pictures, captions, references)
+      values["picture"] = media.Image(sheet, path=f"{stem}.png")
+    return values
 
 
 def draw(
-  path: str,
   images: np.ndarray,
   captions: Sequence[str],
   references: Sequence[Sequence[str]],
-) -> None:
+) -> np.ndarray:
   """Draws a sheet of images, five in a row, with their captions above.
 
   Args:
-    path: path of the .png file.
     images: [N, height, width, channels], with any range of values.
     captions: at least N captions; wrong ones are red.
     references: references of each caption.
+
+  Returns:
+    uint8 [height, width, 3].
   """
   from matplotlib.backends import backend_agg
   from matplotlib.figure import Figure
@@ -143,7 +138,7 @@ def draw(
   columns = min(5, len(images))
   rows = -(-len(images) // columns)
   figure = Figure(figsize=(2.6 * columns, 2.0 * rows), dpi=100)
-  backend_agg.FigureCanvasAgg(figure)
+  canvas = backend_agg.FigureCanvasAgg(figure)
   low, high = float(images.min()), float(images.max())
   scaled = (images - low) / max(high - low, 1e-6)
   if scaled.shape[-1] == 1:
@@ -162,8 +157,8 @@ def draw(
         color="tab:red" if wrong else "black",
       )
   figure.tight_layout()
-  with paths.replacing(path, "wb") as file:
-    figure.savefig(file, format="png")
+  canvas.draw()
+  return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
 def _lines(text: str, width: int) -> list[str]:

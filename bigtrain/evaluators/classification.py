@@ -81,4 +81,4 @@ class Evaluator:
 
   def run(self, variables: Any, step: int) -> dict[str, float]:
     """Returns {"acc", "top5_acc", "loss"}."""
-    return metrics.host_means(self._pairs(variables))
+    return metrics.host_values(self._pairs(variables))

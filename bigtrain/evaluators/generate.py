@@ -4,8 +4,6 @@ Legend: B batch, L and T lengths, R references of an example.
 """
 
 import importlib.util
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ import jax
 import numpy as np
 
 from bigtrain.evaluation import evaluations
-from bigtrain.files import paths
+from bigtrain.reports import media
 from bigtrain.settings import ConfigError, did_you_mean
 
 
@@ -38,7 +36,7 @@ def check(
 
 
 class Evaluator:
-  """Saves <workdir>/generations/<name>-<step>.jsonl.
+  """Returns texts as a table, <workdir>/generations/<name>-<step>.jsonl.
 
   Row i is {"number": i, "prompt": ..., "sample": ..., "references": [...]} of
   example i of the data set, without fields that have no key.
@@ -86,8 +84,8 @@ class Evaluator:
 
     self._outputs = batches.map(outputs)
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
-    """Writes the file; returns the metrics and "num_examples"."""
+  def run(self, variables: Any, step: int) -> dict[str, Any]:
+    """Returns the metrics, "num_examples" and "texts"."""
     rows: list[dict[str, Any]] = []
     for result in self._outputs(variables):
       real = result.pop("_mask") > 0
@@ -103,9 +101,11 @@ class Evaluator:
           # Examples with fewer references have padding in their place.
           row["references"] = [text for text in texts if text] or [""]
         rows.append(row)
-    if jax.process_index() == 0:
-      self._write(rows, step)
-    results = {"num_examples": float(len(rows))}
+    path = f"generations/{self._context.name}-{step:08d}.jsonl"
+    results: dict[str, Any] = {
+      "num_examples": float(len(rows)),
+      "texts": media.Table(rows, path),
+    }
     if self._metrics:
       samples = [row["sample"] for row in rows]
       references = [row["references"] for row in rows]
@@ -117,14 +117,6 @@ class Evaluator:
     """Returns the text before the end token."""
     ends = np.flatnonzero(ids == self._tokenizer.eos_id)
     return self._tokenizer.decode(ids[: ends[0]] if ends.size else ids)
-
-  def _write(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-    folder = os.path.join(self._context.workdir, "generations")
-    paths.make_folder(folder)
-    path = os.path.join(folder, f"{self._context.name}-{step:08d}.jsonl")
-    with paths.replacing(path) as file:
-      for row in rows:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 Texts = Sequence[str]

@@ -1,4 +1,4 @@
-"""Means of the (sum, weight) pairs that a predict function returns."""
+"""Metrics that a predict function returns, over a data set."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,20 +17,26 @@ def check(
 
 
 class Evaluator:
-  """Mean of each metric over a data set; padding does not count.
+  """Value of each metric over a data set; padding does not count.
 
   Args:
-    predict_fn: (variables, batch) -> {name: (sum, weight)}.
+    predict_fn: (variables, batch) -> {name: metric}: (sum, weight) of a mean,
+      or another kind of bigtrain/metrics.py.
     batches: the evaluation set.
   """
 
   def __init__(
     self,
-    predict_fn: Callable[[Any, Any], metrics.Pairs],
+    predict_fn: Callable[[Any, Any], metrics.Metrics],
     batches: evaluations.Batches,
   ):
-    self._pairs = batches.map(predict_fn)
+    source = f"{batches.context.path}.pred"
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
-    """Returns {metric: mean}."""
-    return metrics.host_means(self._pairs(variables))
+    def outputs(variables: Any, batch: Mapping[str, Any]) -> metrics.Metrics:
+      return metrics.checked(predict_fn(variables, batch), source)
+
+    self._outputs = batches.map(outputs)
+
+  def run(self, variables: Any, step: int) -> dict[str, Any]:
+    """Returns {metric: number, or metrics.Histogram}."""
+    return metrics.host_values(self._outputs(variables))

@@ -55,7 +55,7 @@ def summary(batches: Iterable[Mapping[str, metrics.Pair]]) -> dict[str, float]:
   in bits over the sum of bytes; they do not depend on the tokenizer.
   """
   batches = list(batches)
-  results = metrics.host_means(batches)
+  results = metrics.host_values(batches)
   results["perplexity"] = _exp(results["loss"])
   if results.pop("bytes", None) is not None:
     nats = math.fsum(float(b["loss"][0]) for b in batches)

@@ -125,7 +125,7 @@ class Evaluator:
     )
     class_CE = class_CE.mean(0)
     class_CE /= np.linalg.norm(class_CE, axis=-1, keepdims=True) + 1e-8
-    return metrics.host_means(
+    return metrics.host_values(
       jax.device_get(self._pairs(class_CE, part))
       for part in self._images(variables)
     )

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from bigtrain.reports import chrono, record, writers
+from bigtrain.reports import chrono, media, record, writers
 from bigtrain.runtime import hooks, programs
 from bigtrain.step import spikes, tally
 
@@ -87,13 +87,17 @@ class RowLog:
       self.write({"step": step, **values, **times, **first, **scalars})
 
   def write(self, row: dict[str, Any]) -> None:
-    """Passes a row to the writers and the hooks."""
+    """Passes a row to the writers and the hooks.
+
+    `newest` and the hooks get the paths of images, texts and histograms.
+    """
+    row, shown = media.split(row)
     self.newest.update(row)
-    self._writer.write(row)
+    self._writer.write(row, shown)
     self._hooks.after_row(row)
 
   def write_results(
-    self, name: str, step: int, results: Mapping[str, float]
+    self, name: str, step: int, results: Mapping[str, Any]
   ) -> None:
     """Writes the results of the evaluation `name` at `step`."""
     self.note(name)

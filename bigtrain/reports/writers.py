@@ -1,27 +1,26 @@
-"""Writes rows of metrics to metrics.jsonl, TensorBoard, W&B and the console.
+"""Writes rows of metrics to metrics.jsonl, to loggers and to the console.
 
-Every writer receives the same rows. The files are written in order by one
-background thread. metrics.jsonl is the run's record (see rows.py): if it fails,
-the run fails. The other writers may fail.
+All receive the same rows. A background thread writes metrics.jsonl (rows.py)
+and the files that it points to (media.py). They are the run's record: if they
+fail, the run fails. Each logger (loggers.py, trackers.py) has a thread of its
+own. One that fails or hangs is reported once and turned off.
 """
 
 import functools
-import hashlib
 import math
 import operator
 import os
 import queue
-import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from absl import logging
 
 from bigtrain import settings
-from bigtrain.files import disk, paths
+from bigtrain.files import disk
+from bigtrain.reports import loggers, media, trackers
 from bigtrain.reports.console import Console
 from bigtrain.reports.rows import FILE_NAME, Row, RowFile, WriteError, read_rows
 
@@ -29,22 +28,30 @@ __all__ = ["Console", "WriteError", "Writers", "read_rows"]
 
 # Minimum time between two flushes of the files.
 _SYNC_SECS = 2.0
+# Longest time that a call of a logger may take, such as W&B's login.
+_PATIENCE_SECS = 120.0
 
 
 def read_options(config: settings.Config) -> dict[str, Any]:
-  """Reads config.tensorboard and config.wandb, options of `Writers`."""
-  return {
-    "tensorboard": config.get("tensorboard", True),
-    "wandb": config.kwargs("wandb") if config.get("wandb") else None,
-  }
+  """Reads config.tensorboard, wandb, mlflow and trackio for `Writers`.
+
+  A logger is on if its options are a dict, also an empty one, or True.
+  """
+  options: dict[str, Any] = {"tensorboard": config.get("tensorboard", True)}
+  for name in ("wandb", "mlflow", "trackio"):
+    given = config.get(name)
+    options[name] = None if given in (None, False) else {}
+    if given not in (None, False, True):
+      options[name] = config.kwargs(name)
+  return options
 
 
 class Writers:
-  """Writes rows in order, on one background thread.
+  """Writes rows in order, on background threads.
 
   Only process 0 writes; on other processes all methods return at once. The next
-  call of any method raises an error of metrics.jsonl. If TensorBoard, W&B or
-  the console fails, the error is logged once and that writer is dropped.
+  call of any method raises an error of metrics.jsonl. If a logger or the
+  console fails, the error is logged once and it is turned off.
 
   Attributes:
     last_alive: Unix time in seconds of the last write by an earlier process,
@@ -59,6 +66,8 @@ class Writers:
     process_index: int = 0,
     tensorboard: bool = True,
     wandb: Mapping[str, Any] | None = None,
+    mlflow: Mapping[str, Any] | None = None,
+    trackio: Mapping[str, Any] | None = None,
     console: Console | None = None,
   ):
     """Opens metrics.jsonl and removes rows that the run will write again.
@@ -70,10 +79,12 @@ class Writers:
       process_index: index of this process.
       tensorboard: whether to write events to workdir/tensorboard.
       wandb: keyword arguments of `wandb.init`; None for no W&B.
+      mlflow: options of `trackers.Mlflow`; None for no MLflow.
+      trackio: keyword arguments of `trackio.init`; None for no trackio.
       console: shows the rows; closed by `close`.
 
     Raises:
-      ConfigError: W&B is configured but not installed, or has unknown keys.
+      ConfigError: a logger is not installed, or has unknown options.
       WriteError: the file cannot be written.
     """
     self.last_alive: float | None = None
@@ -83,31 +94,32 @@ class Writers:
     self._shows = console is not None
     if process_index:
       return
-    if wandb is not None:
-      _check_wandb(wandb)
+    options = {"wandb": wandb, "mlflow": mlflow, "trackio": trackio}
+    for key, given in options.items():
+      if given is not None:
+        trackers.check(key, given)
+    self._workdir = workdir
     self._file = RowFile(os.path.join(workdir, FILE_NAME), restored_step)
     self.last_alive = self._file.last_alive
-    self._sinks: dict[str, _Sink] = {}
-    if tensorboard:
-      folder = os.path.join(workdir, "tensorboard")
-      purge = 0 if restored_step is None else restored_step + 1
-      self._sinks["TensorBoard"] = _Sink(lambda: _TensorBoard(folder, purge))
-    if wandb is not None:
-      self._sinks["W&B"] = _Sink(lambda: _Wandb(workdir, wandb))
-    self._queue: queue.SimpleQueue[Row | threading.Event | None] = (
-      queue.SimpleQueue()
-    )
+    self._sinks = list(_sinks(workdir, restored_step, tensorboard, options))
+    self._queue: queue.SimpleQueue[
+      tuple[Row, dict[str, Any]] | threading.Event | None
+    ] = queue.SimpleQueue()
     self._thread = threading.Thread(
       target=self._run, name="writers", daemon=True
     )
     self._thread.start()
 
-  def write(self, row: Mapping[str, Any]) -> None:
+  def write(
+    self, row: Mapping[str, Any], shown: Mapping[str, Any] | None = None
+  ) -> None:
     """Queues a row for writing.
 
     Args:
       row: "step", an int, and values by name: numbers (of Python, numpy, or
         jax scalars already on the host), strings, bools or None.
+      shown: the images, texts, tables and histograms whose paths are in the
+        row, see `media.split`.
 
     Raises:
       TypeError: a value has another type.
@@ -118,7 +130,7 @@ class Writers:
       plain = {name: _scalar(name, value) for name, value in row.items()}
       if not isinstance(plain.get("step"), int):
         raise TypeError(f"a row needs an integer 'step'; got {plain}")
-      self._queue.put(plain)
+      self._queue.put((plain, dict(shown or {})))
       self._show(plain)
 
   def check(self) -> None:
@@ -146,6 +158,8 @@ class Writers:
       self._queue.put(None)
       self._thread.join()
       self._thread = None
+      for sink in self._sinks:
+        sink.close()
     if self._console:
       self._console.close()
     self.check()
@@ -163,21 +177,24 @@ class Writers:
         item = self._queue.get(timeout=wait if wait < math.inf else None)
       except queue.Empty:
         continue
-      if isinstance(item, dict):
-        self._on_file(functools.partial(self._file.add, item))
-        self._each(operator.methodcaller("write", item))
+      if isinstance(item, tuple):
+        row, shown = item
+        # A row must not point to a file that does not exist yet.
+        save = functools.partial(media.save, self._workdir, row["step"], shown)
+        self._on_file(save, "media")
+        self._on_file(functools.partial(self._file.add, row))
+        self._each(operator.methodcaller("write", row, shown))
         sync_at = min(sync_at, time.monotonic() + _SYNC_SECS)
         continue
       self._on_file(self._file.sync)
       self._each(operator.methodcaller("flush"))
       if item is None:
-        self._each(operator.methodcaller("close"))
         self._on_file(self._file.close)
         return
       item.set()
 
-  def _on_file(self, call: Callable[[], None]) -> None:
-    """Calls a method of RowFile, unless an earlier call failed.
+  def _on_file(self, call: Callable[[], None], path: str = FILE_NAME) -> None:
+    """Calls a function that writes to `path`, unless an earlier call failed.
 
     Keeps the error for the caller.
     """
@@ -187,8 +204,8 @@ class Writers:
       call()
     except Exception as e:
       reason = getattr(e, "strerror", None) or e
-      room = disk.room(e, self._file.path)
-      message = f"cannot write {self._file.path}: {reason}{room}"
+      path = os.path.join(self._workdir, path)
+      message = f"cannot write {path}: {reason}{disk.room(e, path)}"
       self._error = WriteError(message)
       self._error.__cause__ = e
 
@@ -198,26 +215,21 @@ class Writers:
       try:
         self._console.row(row)
       except Exception as e:
-        _log_failure("console", e)
+        _log_failure("The console", "failed", f"{type(e).__name__}: {e}")
         self._shows = False
 
-  def _each(self, call: Callable[[Any], None]) -> None:
-    """Calls all secondary writers; logs and drops those that fail."""
-    for name, sink in list(self._sinks.items()):
-      try:
-        call(sink)
-      except Exception as e:
-        _log_failure(name, e)
-        del self._sinks[name]
+  def _each(self, method: Callable[[Any], None]) -> None:
+    """Calls all loggers, without waiting for them."""
+    for sink in self._sinks:
+      sink.call(method)
 
 
-def _log_failure(name: str, error: Exception) -> None:
+def _log_failure(name: str, verb: str, reason: str) -> None:
   logging.error(
-    "%s failed and is off from now on; metrics.jsonl is still written. "
-    "The error was %s: %s",
+    "%s %s and is off from now on; metrics.jsonl is still written. %s",
     name,
-    type(error).__name__,
-    error,
+    verb,
+    reason,
   )
 
 
@@ -232,150 +244,82 @@ def _scalar(name: str, value: Any) -> Any:
   )
 
 
-def _numbers(row: Row) -> dict[str, float]:
-  return {
-    name: value
-    for name, value in row.items()
-    if name != "step" and isinstance(value, (int, float))
-  }
+def _sinks(
+  workdir: str,
+  restored_step: int | None,
+  tensorboard: bool,
+  options: Mapping[str, Mapping[str, Any] | None],
+) -> Iterator["_Sink"]:
+  """Yields the loggers that are on; see `Writers.__init__`."""
+  setup = functools.partial(loggers.Setup.read, workdir)
+  if tensorboard:
+    purge = 0 if restored_step is None else restored_step + 1
+    yield _Sink("TensorBoard", lambda: loggers.TensorBoard(setup(), purge))
+  if (wandb := options["wandb"]) is not None:
+    yield _Sink("W&B", lambda: trackers.Wandb(setup(), wandb))
+  if (mlflow := options["mlflow"]) is not None:
+    yield _Sink("MLflow", lambda: trackers.Mlflow(setup(), **mlflow))
+  if (trackio := options["trackio"]) is not None:
+    yield _Sink("trackio", lambda: trackers.Trackio(setup(), trackio))
 
 
 class _Sink:
-  """A secondary writer, created in the thread at the first row.
+  """A logger in a thread of its own, which may fail or hang.
 
-  Its libraries take seconds to load, and an error of the constructor must be
-  handled like one of writing.
+  The thread makes the logger at the first row: its libraries take seconds to
+  load, and an error of the constructor must be handled like one of writing.
   """
 
-  def __init__(self, make: Callable[[], Any]):
-    self._make = make
-    self._made: Any = None
+  def __init__(self, name: str, make: Callable[[], loggers.Logger]):
+    self._name, self._make = name, make
+    self._queue: queue.SimpleQueue[Callable[[Any], None] | None] = (
+      queue.SimpleQueue()
+    )
+    self._call_began = math.inf
+    self._is_off = False
+    self._thread: threading.Thread | None = None
 
-  def write(self, row: Row) -> None:
-    if self._made is None:
-      self._made = self._make()
-    self._made.write(row)
-
-  def flush(self) -> None:
-    if self._made is not None:
-      self._made.flush()
+  def call(self, method: Callable[[Any], None]) -> None:
+    """Queues a call with the logger; drops it if the logger is off."""
+    self._check_answers()
+    if self._is_off:
+      return
+    self._queue.put(method)
+    if self._thread is None:
+      name = f"writer {self._name}"
+      self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+      self._thread.start()
 
   def close(self) -> None:
-    if self._made is not None:
-      self._made.close()
+    """Waits for the queued calls, as long as each takes a reasonable time."""
+    if self._thread is None:
+      return
+    self.call(operator.methodcaller("close"))
+    self._queue.put(None)
+    while self._thread.is_alive() and not self._is_off:
+      self._thread.join(0.05)
+      self._check_answers()
 
+  def _run(self) -> None:
+    logger = None
+    while not self._is_off:
+      method = self._queue.get()
+      if method is None:
+        return
+      self._call_began = time.monotonic()
+      try:
+        logger = logger or self._make()
+        method(logger)
+      except Exception as e:
+        self._give_up("failed", f"{type(e).__name__}: {e}")
+      self._call_began = math.inf
 
-class _TensorBoard:
-  """Writes every number of a row as a TensorBoard scalar of the same name.
+  def _check_answers(self) -> None:
+    if time.monotonic() - self._call_began > _PATIENCE_SECS:
+      reason = f"It did not answer for {_PATIENCE_SECS:g} seconds."
+      self._give_up("hangs", reason)
 
-  tensorboardX's SummaryWriter has a thread of its own, which dies silently when
-  the disk is full; its queue then blocks forever. This class uses the layer
-  below it.
-  """
-
-  def __init__(self, folder: str, purge_step: int):
-    from tensorboardX import event_file_writer
-    from tensorboardX.proto import event_pb2, summary_pb2
-
-    self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-    paths.make_folder(folder)
-    self._local_folder: tempfile.TemporaryDirectory[str] | None = None
-    local = folder
-    if paths.is_remote(folder):
-      self._local_folder = tempfile.TemporaryDirectory(prefix="bigtrain-")
-      local = self._local_folder.name
-    # A restart within the same second must not overwrite the earlier file.
-    suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
-    self._writer = event_file_writer.EventsWriter(
-      os.path.join(local, "events"), suffix
-    )
-    self._mirror: paths.Mirror | None = None
-    if self._local_folder is not None:
-      (name,) = os.listdir(local)
-      self._mirror = paths.Mirror(
-        os.path.join(folder, name), os.path.join(local, name)
-      )
-    # TensorBoard drops the events that a killed process wrote after this step.
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    self._writer.write_event(
-      self._event(wall_time=time.time(), step=purge_step, session_log=start)
-    )
-
-  def write(self, row: Row) -> None:
-    values = [
-      self._summary.Value(tag=name, simple_value=value)
-      for name, value in _numbers(row).items()
-    ]
-    self._writer.write_event(
-      self._event(
-        wall_time=time.time(),
-        step=row["step"],
-        summary=self._summary(value=values),
-      )
-    )
-
-  def flush(self) -> None:
-    self._writer.flush()
-    if self._mirror is not None:
-      self._mirror.push(soon=True)
-
-  def close(self) -> None:
-    self._writer.close()
-    if self._mirror is not None:
-      self._mirror.push()
-    if self._local_folder is not None:
-      self._local_folder.cleanup()
-
-
-class _Wandb:
-  """A W&B run; a restart in the same workdir continues it."""
-
-  def __init__(self, workdir: str, options: Mapping[str, Any]):
-    import wandb
-
-    # W&B needs a local folder; for a remote workdir it takes the current one.
-    folder = {} if paths.is_remote(workdir) else {"dir": workdir}
-    options = {**folder, "resume": "allow", **options}
-    if "id" not in options:
-      options["id"] = _wandb_id(workdir)
-    has_key = wandb.api.api_key or os.environ.get("WANDB_MODE")
-    if "mode" not in options and not has_key:
-      # Otherwise W&B would prompt for a key and block a batch job.
-      options["mode"] = "offline"
-      logging.info(
-        "W&B: not logged in; writing to %s for `wandb sync`.", workdir
-      )
-    self._run = wandb.init(**options)
-
-  def write(self, row: Row) -> None:
-    self._run.log(_numbers(row), step=row["step"])
-
-  def flush(self) -> None:
-    """Does nothing: W&B's own process decides when to write."""
-
-  def close(self) -> None:
-    self._run.finish()
-
-
-def _wandb_id(workdir: str) -> str:
-  """Returns the run's W&B id, which is stored in the workdir."""
-  path = os.path.join(workdir, "wandb", "run_id")
-  try:
-    return paths.read_bytes(path).decode()
-  except FileNotFoundError:
-    paths.make_folder(os.path.dirname(path))
-    start = f"{socket.gethostname()}:{os.path.abspath(workdir)}:{time.time()}"
-    run_id = hashlib.sha256(start.encode()).hexdigest()[:16]
-    with paths.replacing(path) as file:
-      file.write(run_id)
-    return run_id
-
-
-def _check_wandb(options: Mapping[str, Any]) -> None:
-  try:
-    import wandb
-  except ImportError as e:
-    raise settings.ConfigError(
-      "config.wandb: W&B is not installed: pip install 'bigtrain[wandb]'."
-    ) from e
-  settings.check_kwargs(wandb.init, options, "config.wandb")
+  def _give_up(self, verb: str, reason: str) -> None:
+    if not self._is_off:
+      self._is_off = True
+      _log_failure(self._name, verb, reason)

@@ -23,8 +23,8 @@ from bigtrain import metrics as metrics_lib
 from bigtrain import settings, sharding, trees
 from bigtrain.settings import Config, ConfigError
 
-# (variables, batch, rng) -> (pairs with "loss", new mutable collections).
-LossFn = Callable[..., tuple[metrics_lib.Pairs, Any]]
+# (variables, batch, rng) -> (metrics with "loss", new mutable collections).
+LossFn = Callable[..., tuple[metrics_lib.Metrics, Any]]
 
 # (state, batch) -> (gradients, pairs, new mutable collections).
 GradientsFn = Callable[[Any, Any], tuple[Any, Any, Any]]
@@ -47,7 +47,7 @@ class TwoPassLoss(NamedTuple):
   """
 
   embed_fn: Callable[..., tuple[Any, Any]]
-  loss_fn: Callable[..., metrics_lib.Pairs]
+  loss_fn: Callable[..., metrics_lib.Metrics]
 
 
 def two_pass_loss(
@@ -280,7 +280,7 @@ def _of_microbatch(
   mutable: Any,
   batch: Any,
   rng: jax.Array,
-) -> tuple[Any, metrics_lib.Pairs, Any]:
+) -> tuple[Any, metrics_lib.Metrics, Any]:
   """(gradients of the loss's sum, pairs, mutable) of one microbatch."""
 
   def summed_loss(trained: Any) -> Any:
@@ -300,7 +300,7 @@ def _accumulate(
   mutable: Any,
   xs: Any,
   rng: jax.Array,
-) -> tuple[Any, metrics_lib.Pairs, Any]:
+) -> tuple[Any, metrics_lib.Metrics, Any]:
   """(gradients of the loss's sum, pairs, mutable), summed over microbatches.
 
   Args:
@@ -319,7 +319,7 @@ def _accumulate(
       trained, frozen, mutable, part, jax.random.fold_in(rng, i)
     )
     grads = jax.tree.map(jnp.add, grads, g)
-    return (grads, metrics_lib.add(pairs, p), mutable), None
+    return (grads, metrics_lib.merge(pairs, p), mutable), None
 
   first = jax.tree.map(lambda x: x[0], xs[1])
   shapes = jax.eval_shape(of_microbatch, trained, frozen, mutable, first, rng)
@@ -338,7 +338,7 @@ def _in_two_passes(
   xs: Any,
   rng: jax.Array,
   mesh: Mesh,
-) -> tuple[Any, metrics_lib.Pairs, Any]:
+) -> tuple[Any, metrics_lib.Metrics, Any]:
   """(gradients of the loss's sum, pairs, mutable) of the whole batch."""
 
   def embed(trained: Any, mutable: Any, x: Any) -> Any:
@@ -382,7 +382,7 @@ def _loss_scale(state: Any) -> jax.Array | None:
 
 
 def _loss_factor(
-  loss_scale: jax.Array | None, pairs: metrics_lib.Pairs
+  loss_scale: jax.Array | None, pairs: metrics_lib.Metrics
 ) -> jax.Array | float:
   """Factor of the loss before backpropagation, see loss_scale.py."""
   if loss_scale is None:

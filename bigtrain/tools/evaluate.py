@@ -30,7 +30,7 @@ from bigtrain.checkpoints import teacher as teacher_lib
 from bigtrain.cluster import process
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.files import paths
-from bigtrain.reports import record
+from bigtrain.reports import media, record
 from bigtrain.runtime import compiler_options, programs
 from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments
@@ -56,7 +56,8 @@ def evaluate(
       predictions; <workdir>/evaluate unless given.
 
   Returns:
-    {"step": ..., "<evaluation>/<metric>": ...}.
+    {"step": ..., "<evaluation>/<metric>": ...}. Images, texts, tables and
+    histograms are paths of files in `output`.
 
   Raises:
     ConfigError: no such run or checkpoint, or a mistake in the config.
@@ -123,6 +124,9 @@ def evaluate(
         variables[evaluation.weights], saved.step
       )
       row |= {f"{evaluation.name}/{k}": v for k, v in results.items()}
+  row, shown = media.split(row)
+  if jax.process_index() == 0:
+    media.save(output, saved.step, shown)
   return row
 
 

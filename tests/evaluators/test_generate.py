@@ -49,8 +49,12 @@ def build(workdir="", **changes):
 
 def test_generations_are_written_and_compared(tmp_path):
   evaluator = build(tmp_path, prompt_key="prompt", metrics=["exact_match"])
-  results = evaluator.run({}, 7)
-  assert results == {"num_examples": 3.0, "exact_match": pytest.approx(1 / 3)}
+  results = evaluating.save(evaluator.run({}, 7), tmp_path, 7)
+  assert results == {
+    "num_examples": 3.0,
+    "exact_match": pytest.approx(1 / 3),
+    "texts": "generations/val-00000007.jsonl",
+  }
   (path,) = (tmp_path / "generations").iterdir()
   assert path.name == "val-00000007.jsonl"
   rows = [json.loads(line) for line in path.read_text().splitlines()]

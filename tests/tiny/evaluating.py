@@ -2,6 +2,7 @@
 
 from bigtrain import lengths, settings, sharding
 from bigtrain.evaluation import evaluations
+from bigtrain.reports import media
 
 
 def context(**changes):
@@ -36,3 +37,11 @@ def build(kind, predict_fn, of=None, **options):
     {"params": of.variables},
   )
   return evaluation.build()
+
+
+def save(results, workdir, step):
+  """Writes the files of an evaluator's results; returns them as in a row."""
+  row, shown = media.split({"step": step, **results})
+  media.save(str(workdir), step, shown)
+  del row["step"]
+  return row

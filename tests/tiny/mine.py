@@ -44,8 +44,13 @@ def inputs(batch):
 
 def loss_fn(variables, batch, rng, *, model, train, scale=1.0):
   out = model.apply(variables, **inputs(batch))
-  seen = metrics.pair(batch["x"][:, 0])
-  return {"loss": metrics.pair(scale * out**2), "seen": seen}, {}
+  x_B = batch["x"][:, 0]
+  return {
+    "loss": metrics.pair(scale * out**2),
+    "seen": metrics.pair(x_B),
+    "largest": metrics.Max.of(x_B),
+    "values": metrics.Histogram.of(x_B, high=128.0, bins=4),
+  }, {}
 
 
 def predict_fns(model):

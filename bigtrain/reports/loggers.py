@@ -1,0 +1,243 @@
+"""Loggers, which show runs: their interface, and TensorBoard.
+
+A logger receives the rows of metrics.jsonl in order, in a thread of its own
+(writers.py), and may fail. trackers.py has the others. Names get a group for
+display (`Names`). At the start, a logger receives the config, which it shows as
+hyperparameters, and the table of parameters (`Setup`).
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from bigtrain.files import paths
+from bigtrain.reports import media
+
+Row = dict[str, Any]
+
+
+class Logger(Protocol):
+  """Interface of the classes in this module."""
+
+  def write(self, row: Row, shown: Mapping[str, Any]) -> None:
+    """Writes a row.
+
+    Args:
+      row: as in metrics.jsonl.
+      shown: images, texts, tables and histograms of the row, by metric.
+    """
+
+  def flush(self) -> None:
+    """Makes the rows so far visible."""
+
+  def close(self) -> None:
+    """Writes what is left."""
+
+
+class Names(NamedTuple):
+  """Names of metrics in the groups of a dashboard.
+
+    eval/    results of evaluations: eval/val/acc
+    speed/   rates, seconds and fractions of time: speed/examples_per_sec
+    memory/  bytes
+    train/   other metrics of training: train/loss
+
+  Statistics of single parameters, such as weight_rms/<name>, keep their names.
+
+  Attributes:
+    evaluations: names of the evaluations.
+  """
+
+  evaluations: frozenset[str]
+
+  def grouped(self, name: str) -> str:
+    """The name with its group."""
+    first, slash, _ = name.partition("/")
+    if slash and first in self.evaluations:
+      return f"eval/{name}"
+    if first in _SPEED or name.endswith(("_per_sec", "_secs")):
+      return f"speed/{name}"
+    if name.endswith("_bytes"):
+      return f"memory/{name}"
+    return name if slash and first not in _OF_TRAINING else f"train/{name}"
+
+
+_SPEED = ("account", "data_wait_fraction", "device_hours", "mfu")
+# First parts of names of training that have several.
+_OF_TRAINING = ("epoch", "examples_seen", "lr")
+
+
+class Setup(NamedTuple):
+  """What a logger gets at the start of a run.
+
+  Attributes:
+    workdir: folder of the run.
+    config: {"model.depth": 12, ...}; empty lists and dicts are missing.
+    parameters: content of parameters.txt.
+    names: groups of the metrics.
+  """
+
+  workdir: str
+  config: dict[str, Any]
+  parameters: str
+  names: Names
+
+  @classmethod
+  def read(cls, workdir: str) -> "Setup":
+    """Reads config.json and parameters.txt, as far as they exist."""
+
+    def content(name: str) -> str:
+      try:
+        return paths.read_bytes(os.path.join(workdir, name)).decode()
+      except FileNotFoundError:
+        return ""
+
+    config = json.loads(content("config.json") or "{}")
+    evaluations = frozenset(config.get("evals") or {})
+    text = content("parameters.txt")
+    return cls(workdir, dict(_flat(config)), text, Names(evaluations))
+
+  def numbers(self, row: Row) -> dict[str, float]:
+    """The numbers of a row by their names with groups."""
+    return {
+      self.names.grouped(name): value
+      for name, value in row.items()
+      if name != "step" and isinstance(value, int | float)
+    }
+
+  def grouped(self, shown: Mapping[str, Any]) -> dict[str, Any]:
+    """Media values by their names with groups."""
+    return {self.names.grouped(name): value for name, value in shown.items()}
+
+
+def _flat(config: Any, prefix: str = "") -> Any:
+  """Yields ("model.depth", value) of nested dicts; lists become text."""
+  if isinstance(config, Mapping):
+    for key, value in config.items():
+      yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+  elif isinstance(config, list):
+    yield prefix, json.dumps(config)
+  elif config is not None:
+    yield prefix, config
+
+
+def preformatted(text: str) -> str:
+  """Text as a block of Markdown code."""
+  return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+class TensorBoard:
+  """Event files in workdir/tensorboard.
+
+  tensorboardX's SummaryWriter has a thread of its own, which dies silently when
+  the disk is full; its queue then blocks forever. This class uses the layer
+  below it.
+  """
+
+  def __init__(self, setup: Setup, purge_step: int):
+    """Opens a new event file.
+
+    Args:
+      setup: setup of the run.
+      purge_step: TensorBoard drops the events from this step on that an earlier
+        process has written.
+    """
+    from tensorboardX import event_file_writer, summary
+    from tensorboardX.proto import event_pb2, summary_pb2
+
+    self._event, self._summary = event_pb2.Event, summary_pb2
+    self._make, self._setup = summary, setup
+    folder = os.path.join(setup.workdir, "tensorboard")
+    paths.make_folder(folder)
+    self._local_folder: tempfile.TemporaryDirectory[str] | None = None
+    local = folder
+    if paths.is_remote(folder):
+      self._local_folder = tempfile.TemporaryDirectory(prefix="bigtrain-")
+      local = self._local_folder.name
+    # A restart within the same second must not overwrite the earlier file.
+    suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
+    self._writer = event_file_writer.EventsWriter(
+      os.path.join(local, "events"), suffix
+    )
+    self._mirror: paths.Mirror | None = None
+    if self._local_folder is not None:
+      (name,) = os.listdir(local)
+      self._mirror = paths.Mirror(
+        os.path.join(folder, name), os.path.join(local, name)
+      )
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    self._writer.write_event(
+      self._event(wall_time=time.time(), step=purge_step, session_log=start)
+    )
+    if setup.config:
+      for part in summary.hparams(setup.config, {"train/loss": 0}):
+        self._add(purge_step, part)
+    if setup.parameters:
+      text = preformatted(setup.parameters)
+      self._add(purge_step, summary.text("parameters", text))
+
+  def _add(self, step: int, summary: Any) -> None:
+    self._writer.write_event(
+      self._event(wall_time=time.time(), step=step, summary=summary)
+    )
+
+  def write(self, row: Row, shown: Mapping[str, Any]) -> None:
+    """Writes the row's numbers, and each media value."""
+    values = [
+      self._summary.Summary.Value(tag=name, simple_value=value)
+      for name, value in self._setup.numbers(row).items()
+    ]
+    self._add(row["step"], self._summary.Summary(value=values))
+    for name, value in self._setup.grouped(shown).items():
+      self._add(row["step"], self._media(name, value))
+
+  def _media(self, name: str, value: Any) -> Any:
+    if isinstance(value, media.Text):
+      return self._make.text(name, value.text)
+    if isinstance(value, media.Table):
+      return self._make.text(name, value.markdown())
+    if isinstance(value, media.Image):
+      height, width = value.pixels.shape[:2]
+      fields = dict(height=height, width=width)
+      image = self._summary.Summary.Image(
+        **fields, encoded_image_string=value.png()
+      )
+      entry = self._summary.Summary.Value(tag=name, image=image)
+    else:
+      counts, middles = bins(value)
+      histogram = self._summary.HistogramProto(
+        min=value.low,
+        max=value.high,
+        num=counts.sum(),
+        sum=counts @ middles,
+        sum_squares=counts @ middles**2,
+        bucket_limit=value.edges[1:],
+        bucket=counts,
+      )
+      entry = self._summary.Summary.Value(tag=name, histo=histogram)
+    return self._summary.Summary(value=[entry])
+
+  def flush(self) -> None:
+    """Writes the file."""
+    self._writer.flush()
+    if self._mirror is not None:
+      self._mirror.push(soon=True)
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._writer.close()
+    if self._mirror is not None:
+      self._mirror.push()
+    if self._local_folder is not None:
+      self._local_folder.cleanup()
+
+
+def bins(value: Any) -> tuple[np.ndarray, np.ndarray]:
+  """(counts, middles of the bins), float64."""
+  edges = value.edges
+  return np.asarray(value.counts, np.float64), (edges[1:] + edges[:-1]) / 2

@@ -1,0 +1,233 @@
+"""Images, texts, tables and histograms in rows.
+
+The results of an evaluator, and the metrics of a task, may have these values
+beside numbers. A file in the workdir holds each of them, metrics.jsonl the
+path of the file, and TensorBoard, W&B, MLflow and tools.report show them.
+
+The files of a metric are media/<metric>/<step>.<suffix>, unless the evaluator
+gives a path.
+"""
+
+import base64
+import dataclasses
+import json
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.files import paths
+
+# Folder in a workdir for the files that have no path of their own.
+FOLDER = "media"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Image:
+  """An image.
+
+  Attributes:
+    pixels: [height, width] or [height, width, channels] with 1, 3 or 4
+      channels; uint8, or floats from 0 to 1.
+    caption: text below the image.
+    path: path of the .png file in the workdir; see `path_of`.
+  """
+
+  pixels: np.ndarray
+  caption: str = ""
+  path: str = ""
+
+  def uint8(self) -> np.ndarray:
+    """The pixels, uint8 [height, width, channels].
+
+    Raises:
+      ValueError: another shape.
+    """
+    pixels = np.asarray(self.pixels)
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if pixels.ndim != 3 or pixels.shape[-1] not in _PNG_COLORS:
+      raise ValueError(
+        "an image must be [height, width] or [height, width, 1, 3 or 4]; got "
+        f"shape {pixels.shape}"
+      )
+    if pixels.dtype == np.uint8:
+      return pixels
+    scaled = np.nan_to_num(pixels.astype(np.float32)).clip(0, 1) * 255
+    return np.round(scaled).astype(np.uint8)
+
+  def png(self) -> bytes:
+    """The image as a PNG file."""
+    pixels = self.uint8()
+    height, width, channels = pixels.shape
+    lines = pixels.reshape(height, width * channels)
+    # Each line starts with the number of its filter; 0 is none.
+    data = np.pad(lines, ((0, 0), (1, 0))).tobytes()
+    size = struct.pack(
+      ">IIBBBBB", width, height, 8, _PNG_COLORS[channels], 0, 0, 0
+    )
+    caption = b"Description\0\0\0\0\0" + self.caption.encode()
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+      (
+        _png_chunk(b"IHDR", size),
+        _png_chunk(b"iTXt", caption) if self.caption else b"",
+        _png_chunk(b"IDAT", zlib.compress(data)),
+        _png_chunk(b"IEND", b""),
+      )
+    )
+
+
+# Channels and PNG's numbers of colour types (ISO/IEC 15948, 11.2.2).
+_PNG_COLORS = {1: 0, 3: 2, 4: 6}
+
+
+def _png_chunk(kind: bytes, data: bytes) -> bytes:
+  checksum = zlib.crc32(kind + data)
+  return (
+    struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
+  )
+
+
+def png_caption(content: bytes) -> str:
+  """The caption in a PNG file of `Image.png`, or ""."""
+  at = 8
+  while at + 8 <= len(content):
+    size, kind = struct.unpack(">I4s", content[at : at + 8])
+    if kind == b"iTXt":
+      return content[at + 8 : at + 8 + size].rpartition(b"\0")[2].decode()
+    at += 12 + size
+  return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+  """A text.
+
+  Attributes:
+    text: plain text or Markdown.
+    path: path of the .txt file in the workdir; see `path_of`.
+  """
+
+  text: str
+  path: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """Rows of texts and numbers, such as one for each generated text.
+
+  Attributes:
+    rows: dicts of JSON values. The first one names the columns.
+    path: path of the .jsonl file in the workdir; see `path_of`.
+  """
+
+  rows: Sequence[Mapping[str, Any]]
+  path: str = ""
+
+  def markdown(self, num_rows: int = 20) -> str:
+    """The first rows as a Markdown table."""
+    return "\n".join(
+      [
+        "| " + " | ".join(_cell(name) for name in self.columns) + " |",
+        "|---" * len(self.columns) + "|",
+        *(
+          "| " + " | ".join(_cell(row.get(c, "")) for c in self.columns) + " |"
+          for row in self.rows[:num_rows]
+        ),
+      ]
+    )
+
+  @property
+  def columns(self) -> list[str]:
+    """Names of the columns."""
+    return list(self.rows[0]) if self.rows else []
+
+
+def _cell(value: Any) -> str:
+  if isinstance(value, list | tuple):
+    value = "; ".join(map(str, value))
+  return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def is_histogram(value: Any) -> bool:
+  """Whether a value is a `metrics.Histogram`, without importing jax for it."""
+  return hasattr(value, "counts") and hasattr(value, "edges")
+
+
+def is_media(value: Any) -> bool:
+  """Whether a value of a row is an image, a text, a table or a histogram."""
+  return isinstance(value, Image | Text | Table) or is_histogram(value)
+
+
+def path_of(name: str, step: int, value: Any) -> str:
+  """The path of a value's file, relative to the workdir."""
+  if path := getattr(value, "path", ""):
+    return str(path)
+  suffixes = {Image: "png", Text: "txt", Table: "jsonl"}
+  suffix = suffixes.get(type(value), "json")
+  return f"{FOLDER}/{name}/{step:08d}.{suffix}"
+
+
+def split(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns (the row with the paths of files, {metric: media value})."""
+  shown = {name: value for name, value in row.items() if is_media(value)}
+  files = {k: path_of(k, row["step"], value) for k, value in shown.items()}
+  return {**row, **files}, shown
+
+
+def content(value: Any) -> bytes:
+  """The content of a value's file.
+
+  A histogram is {"edges": [bins + 1 numbers], "counts": [bins numbers]}.
+  """
+  if isinstance(value, Image):
+    return value.png()
+  if isinstance(value, Text):
+    return value.text.encode()
+  if isinstance(value, Table):
+    lines = (json.dumps(row, ensure_ascii=False) for row in value.rows)
+    return "".join(f"{line}\n" for line in lines).encode()
+  edges, counts = value.edges, np.asarray(value.counts)
+  fields = {"edges": edges.tolist(), "counts": counts.tolist()}
+  return json.dumps(fields).encode()
+
+
+def save(workdir: str, step: int, shown: Mapping[str, Any]) -> None:
+  """Writes the files of media values.
+
+  Args:
+    workdir: folder of the run.
+    step: step of the row.
+    shown: media values by metric.
+  """
+  for name, value in shown.items():
+    path = os.path.join(workdir, path_of(name, step, value))
+    paths.make_folder(os.path.dirname(path))
+    with paths.replacing(path, "wb") as file:
+      file.write(content(value))
+
+
+def read(workdir: str, path: str) -> Any:
+  """Reads a file that a row points to.
+
+  Args:
+    workdir: folder of the run.
+    path: value of the row.
+
+  Returns:
+    `Text`; `Table`; {"edges", "counts"} of a histogram; or {"src", "caption"}
+    of an image, where "src" is a data URL. None if there is no such file.
+  """
+  try:
+    data = paths.read_bytes(os.path.join(workdir, path))
+  except (OSError, ValueError):
+    return None
+  suffix = os.path.splitext(path)[1]
+  if suffix == ".png":
+    src = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"src": src, "caption": png_caption(data)}
+  if suffix == ".jsonl":
+    return Table([json.loads(line) for line in data.splitlines()], path)
+  return json.loads(data) if suffix == ".json" else Text(data.decode(), path)

@@ -1,0 +1,242 @@
+"""Loggers of experiment trackers: Weights & Biases, MLflow and trackio.
+
+They import their libraries where they are used.
+"""
+
+import hashlib
+import importlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from bigtrain import settings
+from bigtrain.files import paths
+from bigtrain.reports import loggers, media
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+  """Checks config.wandb, config.mlflow or config.trackio.
+
+  Raises:
+    ConfigError: the library is not installed, or there are unknown options.
+  """
+  try:
+    module = importlib.import_module(name)
+  except ImportError as e:
+    raise settings.ConfigError(
+      f"config.{name}: {name} is not installed: pip install 'bigtrain[{name}]'."
+    ) from e
+  target, given = (
+    (Mlflow, ("setup",)) if name == "mlflow" else (module.init, ())
+  )
+  settings.check_kwargs(target, options, f"config.{name}", given=given)
+
+
+class Wandb:
+  """A W&B run; a restart in the same workdir continues it."""
+
+  def __init__(self, setup: loggers.Setup, options: Mapping[str, Any]):
+    import wandb
+
+    self._wandb, self._setup = wandb, setup
+    workdir = setup.workdir
+    # W&B needs a local folder; for a remote workdir it takes the current one.
+    folder = {} if paths.is_remote(workdir) else {"dir": workdir}
+    options = {**folder, "resume": "allow", **options}
+    options["config"] = {**setup.config, **options.get("config", {})}
+    if "id" not in options:
+      options["id"] = _stored_id(workdir, "wandb", _new_id(workdir))
+    has_key = wandb.api.api_key or os.environ.get("WANDB_MODE")
+    if "mode" not in options and not has_key:
+      # Otherwise W&B would prompt for a key and block a batch job.
+      options["mode"] = "offline"
+      logging.info(
+        "W&B: not logged in; writing to %s for `wandb sync`.", workdir
+      )
+    self._run = wandb.init(**options)
+    if setup.parameters:
+      self._run.summary["parameters"] = setup.parameters
+
+  def write(self, row: loggers.Row, shown: Mapping[str, Any]) -> None:
+    """Logs the row's numbers and media values."""
+    values = {k: self._media(v) for k, v in self._setup.grouped(shown).items()}
+    self._run.log({**self._setup.numbers(row), **values}, step=row["step"])
+
+  def _media(self, value: Any) -> Any:
+    wandb = self._wandb
+    if isinstance(value, media.Text):
+      return wandb.Table(columns=["text"], data=[[value.text]])
+    if isinstance(value, media.Table):
+      return wandb.Table(columns=value.columns, data=_cells(value))
+    if isinstance(value, media.Image):
+      return wandb.Image(value.uint8(), caption=value.caption or None)
+    counts, _ = loggers.bins(value)
+    return wandb.Histogram(np_histogram=(counts, value.edges))
+
+  def flush(self) -> None:
+    """Does nothing: W&B's own process decides when to write."""
+
+  def close(self) -> None:
+    """Uploads what is left."""
+    self._run.finish()
+
+
+def _cells(table: media.Table) -> list[list[Any]]:
+  """A table's values; lists become text, since columns have one type."""
+
+  def cell(value: Any) -> Any:
+    return "; ".join(map(str, value)) if isinstance(value, list) else value
+
+  return [[cell(row.get(c)) for c in table.columns] for row in table.rows]
+
+
+class Mlflow:
+  """An MLflow run; a restart in the same workdir continues it.
+
+  The options are `tracking_uri`, by default MLflow's own (the environment
+  variable MLFLOW_TRACKING_URI), `experiment` and `run_name`. Images, texts,
+  tables and histograms become artifacts with the names of their files.
+  """
+
+  def __init__(
+    self,
+    setup: loggers.Setup,
+    *,
+    tracking_uri: str | None = None,
+    experiment: str = "Default",
+    run_name: str | None = None,
+  ):
+    import mlflow
+    from mlflow import entities
+
+    self._setup, self._entities = setup, entities
+    self._client = mlflow.MlflowClient(tracking_uri)
+    path = _id_path(setup.workdir, "mlflow")
+    self._run_id = _read_id(path)
+    if self._run_id:
+      self._client.update_run(self._run_id, status="RUNNING")
+    else:
+      found = self._client.get_experiment_by_name(experiment)
+      id_ = found.experiment_id if found else None
+      id_ = id_ or self._client.create_experiment(experiment)
+      name = run_name or os.path.basename(setup.workdir.rstrip("/"))
+      run = self._client.create_run(id_, run_name=name)
+      self._run_id = _write_id(path, run.info.run_id)
+      self._start()
+
+  def _start(self) -> None:
+    limits = dict(key=250, value=6000)  # Of MLflow's stores, in characters.
+    params = [
+      self._entities.Param(k[: limits["key"]], str(v)[: limits["value"]])
+      for k, v in self._setup.config.items()
+    ]
+    for at in range(0, len(params), 100):  # The largest number in a call.
+      self._client.log_batch(self._run_id, params=params[at : at + 100])
+    if self._setup.parameters:
+      text = self._setup.parameters
+      self._client.log_text(self._run_id, text, "parameters.txt")
+
+  def write(self, row: loggers.Row, shown: Mapping[str, Any]) -> None:
+    """Logs the row's numbers, and media values as artifacts."""
+    now = int(time.time() * 1000)
+    values = [
+      self._entities.Metric(name, float(value), now, row["step"])
+      for name, value in self._setup.numbers(row).items()
+    ]
+    for at in range(0, len(values), 1000):  # The largest number in a call.
+      self._client.log_batch(self._run_id, metrics=values[at : at + 1000])
+    if shown:
+      with tempfile.TemporaryDirectory(prefix="bigtrain-") as folder:
+        media.save(folder, row["step"], shown)
+        self._client.log_artifacts(self._run_id, folder)
+
+  def flush(self) -> None:
+    """Does nothing: each call has reached the server."""
+
+  def close(self) -> None:
+    """Marks the run as finished."""
+    self._client.set_terminated(self._run_id)
+
+
+class Trackio:
+  """A trackio run; a restart in the same workdir continues it.
+
+  The options are those of `trackio.init`.
+  """
+
+  def __init__(self, setup: loggers.Setup, options: Mapping[str, Any]):
+    import trackio
+
+    self._trackio, self._setup = trackio, setup
+    name = os.path.basename(setup.workdir.rstrip("/")) or "run"
+    name = _stored_id(
+      setup.workdir, "trackio", f"{name}-{_new_id(setup.workdir)[:6]}"
+    )
+    options = {"project": "bigtrain", "name": name, **options}
+    options["config"] = {**setup.config, **options.get("config", {})}
+    self._run = trackio.init(resume="allow", **options)
+    if setup.parameters:
+      text = trackio.Markdown(loggers.preformatted(setup.parameters))
+      self._run.log({"parameters": text}, step=0)
+
+  def write(self, row: loggers.Row, shown: Mapping[str, Any]) -> None:
+    """Logs the row's numbers and media values."""
+    values = {k: self._media(v) for k, v in self._setup.grouped(shown).items()}
+    self._run.log({**self._setup.numbers(row), **values}, step=row["step"])
+
+  def _media(self, value: Any) -> Any:
+    trackio = self._trackio
+    if isinstance(value, media.Image):
+      pixels = value.uint8()
+      if pixels.shape[-1] == 1:
+        pixels = np.repeat(pixels, 3, -1)
+      return trackio.Image(pixels, caption=value.caption or None)
+    if isinstance(value, media.Text):
+      return trackio.Markdown(value.text)
+    if isinstance(value, media.Table):
+      return trackio.Table(columns=value.columns, data=_cells(value))
+    counts, _ = loggers.bins(value)
+    return trackio.Histogram(np_histogram=(counts, value.edges))
+
+  def flush(self) -> None:
+    """Does nothing: trackio's own thread decides when to write."""
+
+  def close(self) -> None:
+    """Writes what is left."""
+    self._run.finish()
+
+
+def _new_id(workdir: str) -> str:
+  start = f"{socket.gethostname()}:{os.path.abspath(workdir)}:{time.time()}"
+  return hashlib.sha256(start.encode()).hexdigest()[:16]
+
+
+def _id_path(workdir: str, logger: str) -> str:
+  return os.path.join(workdir, logger, "run_id")
+
+
+def _read_id(path: str) -> str:
+  """The id in the file of a run, or ""."""
+  try:
+    return paths.read_bytes(path).decode()
+  except FileNotFoundError:
+    return ""
+
+
+def _write_id(path: str, run_id: str) -> str:
+  paths.make_folder(os.path.dirname(path))
+  with paths.replacing(path) as file:
+    file.write(run_id)
+  return run_id
+
+
+def _stored_id(workdir: str, logger: str, new_id: str) -> str:
+  """The run's id of a logger, which is stored in the workdir."""
+  path = _id_path(workdir, logger)
+  return _read_id(path) or _write_id(path, new_id)
