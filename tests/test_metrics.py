@@ -165,6 +165,24 @@ def test_evaluations_do_not_depend_on_the_batches(x, data):
   assert_equal(metrics.host_values([merged]), expected(x, weight, len(x)))
 
 
+def test_a_tally_of_an_older_checkpoint_restores(spec):
+  """Pairs keep their names; metrics that it lacks start without values."""
+  mesh = sharding.make_mesh()
+  saved = {
+    "sums/steps": 2.0,
+    "sums/grad_norm": 3.0,
+    "sums/pairs/loss/0": 6.0,
+    "sums/pairs/loss/1": 4.0,
+    "last/loss_last": 1.0,
+    "norms/values": [],
+  }
+  restored = tally.from_host(saved, spec, mesh)
+  row = tally.row(jax.device_get(restored))
+  assert row["loss"] == 1.5 and row["grad_norm"] == 1.5
+  assert np.isnan([row["max"], row["last"], row["mean"]]).all()
+  assert row["bins"].counts.sum() == 0
+
+
 def test_nan_reaches_extremes_and_no_bin():
   x = jnp.array([1.0, np.nan, -9.0, 9.0])
   values = metrics.host_values([jax.device_get(measured(x, None, x[1]))])

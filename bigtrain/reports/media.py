@@ -2,7 +2,7 @@
 
 The results of an evaluator, and the metrics of a task, may have these values
 beside numbers. A file in the workdir holds each of them, metrics.jsonl the
-path of the file, and TensorBoard, W&B, MLflow and tools.report show them.
+path of the file, and TensorBoard, W&B, MLflow and trackio show them.
 
 The files of a metric are media/<metric>/<step>.<suffix>, unless the evaluator
 gives a path.
