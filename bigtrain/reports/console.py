@@ -50,6 +50,7 @@ FIGURES = frozenset(
     "update_alias_bytes",
     "update_argument_bytes",
     "update_output_bytes",
+    "update_peak_bytes",
     "update_temporary_bytes",
     "restarts",
   }

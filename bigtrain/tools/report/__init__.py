@@ -1,6 +1,8 @@
 """Makes an HTML page with the curves and numbers of one or several runs.
 
 report.py is the command: it reads workdirs and writes the files. page.py builds
-the HTML, panels.py decides what to draw, and curves.py draws it with
-matplotlib. Nothing outside of this package imports it.
+the HTML from sections: charts.py, with panels.py, which chooses the curves, and
+page.js, which draws them; predictions.py and texts.py, for what evaluators have
+written. A section of a run is a function in page.py's list. curves.py draws the
+images with matplotlib. Nothing outside of this package imports it.
 """

@@ -1,4 +1,4 @@
-"""Draws panels and time accounts with matplotlib, as SVG and PNG."""
+"""Draws panels and time accounts with matplotlib, as PNG, for documents."""
 
 import io
 import math
@@ -50,9 +50,6 @@ _STYLE = {
   "lines.solid_capstyle": "round",
   "xtick.color": "#555555",
   "ytick.color": "#555555",
-  "path.simplify_threshold": 0.5,  # Pixels; the default makes large pages.
-  # Fixed ids in SVGs make pages reproducible.
-  "svg.hashsalt": "bigtrain",
 }
 _SIZE = (5.2, 3.3)  # Inches per panel.
 
@@ -153,23 +150,12 @@ def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
   )
 
 
-def svgs(runs: Sequence[Run]) -> dict[str, str]:
-  """Returns {name of a panel, or "time": SVG element}."""
-  matplotlib = _matplotlib()
-  images = {}
-  with matplotlib.rc_context(_STYLE):
-    for name, figure in _figures(runs):
-      text = io.StringIO()
-      figure.savefig(
-        text, format="svg", metadata={"Date": None}, bbox_inches="tight"
-      )
-      # Without the XML header, to be part of a page.
-      images[name] = text.getvalue()[text.getvalue().index("<svg") :]
-  return images
-
-
 def pngs(runs: Sequence[Run]) -> dict[str, bytes]:
-  """Returns {name: PNG} of the same, and "curves" with an overview."""
+  """Returns {name: PNG} of the panels, "time", and the overview "curves".
+
+  Raises:
+    ConfigError: matplotlib is not installed.
+  """
   matplotlib = _matplotlib()
   images = {}
   with matplotlib.rc_context(_STYLE):

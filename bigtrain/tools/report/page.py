@@ -1,13 +1,21 @@
 """Builds the HTML page of a report, which needs no other file or network."""
 
-import html
 import json
-from collections.abc import Mapping, Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bigtrain.reports import console
-from bigtrain.tools.report import panels
-from bigtrain.tools.report.panels import ACCOUNT_NAMES, COLORS, Run
+from bigtrain.tools.ranking import Best
+from bigtrain.tools.report import charts, markup, panels, predictions, texts
+from bigtrain.tools.report.panels import ACCOUNT_COLORS, ACCOUNT_NAMES, Run
+
+# What evaluators have written: heading, and function from a run to HTML.
+_OF_RUNS = (
+  ("Predictions", predictions.section),
+  ("Captions and texts", texts.section),
+)
+_LONGEST = 40  # Characters of a config value in the table of runs.
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, str]:
@@ -33,57 +41,122 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
   return {key: v for key, v in values.items() if len(set(v)) > 1}
 
 
-def render(runs: Sequence[Run], images: Mapping[str, str]) -> str:
+def render(
+  runs: Sequence[Run], metric: str, mode: str, bests: Sequence[Best | None]
+) -> str:
   """Returns the HTML page.
 
   Args:
-    runs: runs to report.
-    images: {name: SVG element}, see `curves.svgs`.
+    runs: runs to report, the best first.
+    metric: metric that compares them.
+    mode: whether its "max" or its "min" is the best.
+    bests: best value of each run.
   """
-  title = ", ".join(run.name for run in runs)
-  titles = {panel.name: panel.title for panel in panels.panels(runs)}
-  figures = "".join(
-    f'<figure aria-label="{_text(titles[name])}">{svg}</figure>'
-    for name, svg in images.items()
-    if name != "time"
-  )
+  names = [run.name for run in runs]
+  title = ", ".join(names) if len(runs) < 4 else f"{len(runs)} runs"
+  shown = panels.panels(runs)
+  content = json.dumps(charts.content(shown)).replace("<", "\\u003c")
   sections = [
-    ("Final metrics", _table(runs, _final(runs))),
-    ("Curves", f'<div class="grid">{figures}</div>'),
-    ("Time", _time(runs, images)),
+    ("Runs", _runs(runs, metric, mode, bests)),
+    (
+      "Curves",
+      _controls(runs) + f'<div class="grid">{charts.figures(shown)}</div>',
+    ),
+    *((heading, _of_runs(runs, section)) for heading, section in _OF_RUNS),
+    ("Newest metrics", markup.by_run(names, _newest(runs))),
+    ("Facts", markup.by_run(names, _facts(runs))),
+    ("Time", _time(runs)),
     ("Config", _config(runs)),
     ("Code and machines", _info(runs)),
   ]
-  body = "".join(f"<h2>{t}</h2>{content}" for t, content in sections)
+  body = "".join(f"<h2>{t}</h2>{html}" for t, html in sections if html)
+  folder = pathlib.Path(__file__).parent
   return (
     '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    f"<title>{_text(title)}</title><style>{_CSS}</style></head>"
-    f"<body><h1>{_text(title)}</h1>{_table(runs, _facts(runs))}{body}"
-    "</body></html>\n"
+    '<link rel="icon" href="data:,">'
+    f"<title>{markup.text(title)}</title>"
+    f"<style>{(folder / 'page.css').read_text()}</style></head>"
+    f"<body><h1>{markup.text(title)}</h1>{body}"
+    '<div id="tip" hidden></div>'
+    f'<script type="application/json" id="data">{content}</script>'
+    f"<script>{(folder / 'page.js').read_text()}</script></body></html>\n"
   )
 
 
-def _text(value: Any) -> str:
-  return html.escape(str(value))
-
-
-def _table(runs: Sequence[Run], lines: Mapping[str, Sequence[str]]) -> str:
-  """A table with one column of text per run."""
-  head = "".join(
-    f'<th><span class="dot" style="background:{COLORS[i % len(COLORS)]}">'
-    f"</span>{_text(run.name)}</th>"
-    for i, run in enumerate(runs)
-  )
-  body = "".join(
-    f"<tr><th>{_text(name)}</th>"
-    + "".join(f"<td>{_text(v) or '&ndash;'}</td>" for v in values)
-    + "</tr>"
-    for name, values in lines.items()
+def _runs(
+  runs: Sequence[Run], metric: str, mode: str, bests: Sequence[Best | None]
+) -> str:
+  """The table of runs: a switch, the metric and the config's differences."""
+  changed = differences(runs) if len(runs) > 1 else {}
+  head = ["Run", metric, "at step", "Steps", "Training loss", *changed]
+  rows = []
+  for i, (run, best) in enumerate(zip(runs, bests)):
+    star = (
+      ' <span class="star" title="best">★</span>' if _wins(i, bests) else ""
+    )
+    cells = [
+      f'<label><input type="checkbox" class="switch" value="{i}" checked>'
+      f"{markup.dot(i)}{markup.text(run.name)}{star}</label>",
+      markup.text(console.number(best.value)) if best else "&ndash;",
+      f"{best.step:,}" if best else "",
+      _count(run.last("step")),
+      markup.text(_number(run.last("loss"))),
+      *(_short(values[i]) for values in changed.values()),
+    ]
+    kind = ' class="best"' if _wins(i, bests) else ""
+    rows.append(f"<tr{kind}>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
+  heads = "".join(f"<th>{markup.text(name)}</th>" for name in head)
+  which = "largest" if mode == "max" else "smallest"
+  note = (
+    f"Sorted by the {which} {markup.text(metric)} of each run. "
+    "★ marks the best run; the other columns are the config keys that differ."
+    if len(runs) > 1
+    else f"{markup.text(metric)} is the {which} value of the run."
   )
   return (
-    '<div class="wide"><table><thead><tr><th></th>'
-    f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    f'<p class="note">{note}</p><div class="wide"><table class="runs"><thead>'
+    f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+  )
+
+
+def _wins(i: int, bests: Sequence[Best | None]) -> bool:
+  return len(bests) > 1 and i == 0 and bests[0] is not None
+
+
+def _short(value: str) -> str:
+  """A cell with the beginning of a value; hovering shows all of it."""
+  if len(value) <= _LONGEST:
+    return markup.text(value) or "&ndash;"
+  start = markup.text(value[: _LONGEST - 1])
+  return f'<span title="{markup.text(value)}">{start}…</span>'
+
+
+def _controls(runs: Sequence[Run]) -> str:
+  """The inputs that change all charts, see page.js."""
+  both = '<button id="all">all runs</button><button id="none">no run</button>'
+  return (
+    '<div class="controls"><label>smoothing <input id="smoothing" type="range" '
+    'min="0" max="0.99" step="0.01" value="0"><span id="smoothing-value">0'
+    "</span></label>"
+    '<label><input id="log-y" type="checkbox">logarithmic values</label>'
+    '<label><input id="log-x" type="checkbox">logarithmic steps</label>'
+    f"<span>{both if len(runs) > 1 else ''} "
+    '<button id="reset">all steps</button></span></div>'
+    '<p class="note">Drag over a chart to zoom into its steps; a double click '
+    "shows all steps.</p>"
+    "<noscript><p>The curves need JavaScript.</p></noscript>"
+  )
+
+
+def _of_runs(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
+  """What evaluators of all runs have written; "" without any."""
+  parts = [(i, run, section(run)) for i, run in enumerate(runs)]
+  return "".join(
+    f'<div class="of-run-{i}"><h3>{markup.dot(i)}{markup.text(run.name)}</h3>'
+    f"{html}</div>"
+    for i, run, html in parts
+    if html
   )
 
 
@@ -122,7 +195,7 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
   return _columns([of(run) for run in runs])
 
 
-def _final(runs: Sequence[Run]) -> dict[str, list[str]]:
+def _newest(runs: Sequence[Run]) -> dict[str, list[str]]:
   """Newest value of every metric of training and evaluations."""
   names = [*panels.results(runs), "loss"]
   names += [
@@ -140,8 +213,9 @@ def _columns(of_runs: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
   return {name: values for name, values in lines.items() if any(values)}
 
 
-def _time(runs: Sequence[Run], images: Mapping[str, str]) -> str:
-  lines = {}
+def _time(runs: Sequence[Run]) -> str:
+  """Time accounts: a bar and a column of figures for each run."""
+  lines, bars = {}, []
   for account, name in ACCOUNT_NAMES.items():
     secs = [run.accounts().get(account) for run in runs]
     if any(secs):
@@ -153,19 +227,45 @@ def _time(runs: Sequence[Run], images: Mapping[str, str]) -> str:
       ]
   if not lines:
     return "<p>No time accounts in the rows.</p>"
-  figure = f'<figure class="narrow">{images["time"]}</figure>'
-  return figure + _table(runs, lines)
+  for i, run in enumerate(runs):
+    accounts = run.accounts()
+    parts = []
+    for account, spent in accounts.items():
+      share = spent / sum(accounts.values())
+      ink = "#fff" if account in ("step", "eval", "lost", "down") else "#000"
+      parts.append(
+        f'<span style="width:{share:.2%};background:{ACCOUNT_COLORS[account]};'
+        f'color:{ink}" title="{ACCOUNT_NAMES[account]} {share:.1%}">'
+        f"{f'{share:.0%}' if share >= 0.05 else ''}</span>"
+      )
+    if parts:
+      head = markup.dot(i) + markup.text(run.name) if len(runs) > 1 else ""
+      bars.append(
+        f'<div class="of-run-{i}">{head}<div class="bar">{"".join(parts)}</div>'
+        "</div>"
+      )
+  legend = "".join(
+    f'<span><span class="dot" style="background:{ACCOUNT_COLORS[account]}">'
+    f"</span>{name}</span>"
+    for account, name in ACCOUNT_NAMES.items()
+    if name in lines
+  )
+  bars.append(f'<div class="legend">{legend}</div>')
+  return "".join(bars) + markup.by_run([run.name for run in runs], lines)
 
 
 def _config(runs: Sequence[Run]) -> str:
   parts = []
   if len(runs) > 1:
     changed = differences(runs)
+    names = [run.name for run in runs]
     parts.append(
-      _table(runs, changed) if changed else "<p>The configs are equal.</p>"
+      markup.by_run(names, changed)
+      if changed
+      else "<p>The configs are equal.</p>"
     )
   parts += [
-    _details(f"Config of {run.name}", flatten(run.config)) for run in runs
+    markup.details(f"Config of {run.name}", flatten(run.config)) for run in runs
   ]
   return "".join(parts)
 
@@ -176,18 +276,8 @@ def _info(runs: Sequence[Run]) -> str:
     starts = run.info.get("starts") or []
     for i, start in enumerate(starts):
       count = f" (start {i + 1} of {len(starts)})" if len(starts) > 1 else ""
-      parts.append(_details(run.name + count, flatten(start)))
+      parts.append(markup.details(run.name + count, flatten(start)))
   return "".join(parts) or "<p>No run.json.</p>"
-
-
-def _details(title: str, lines: Mapping[str, str]) -> str:
-  body = "".join(
-    f"<tr><th>{_text(k)}</th><td>{_text(v)}</td></tr>" for k, v in lines.items()
-  )
-  return (
-    f"<details><summary>{_text(title)}</summary>"
-    f'<div class="wide"><table class="keys">{body}</table></div></details>'
-  )
 
 
 def _number(value: float | None) -> str:
@@ -216,32 +306,3 @@ def _bytes(run: Run) -> str:
 
 def _percent(value: float | None) -> str:
   return "" if value is None else f"{value:.1%}"
-
-
-_CSS = """
-body { font: 15px/1.5 system-ui, "Segoe UI", Roboto, sans-serif;
-  color: #222; background: #fff; max-width: 1280px; margin: 0 auto;
-  padding: 1.5rem 2rem 4rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .8rem; padding-bottom: .25rem;
-  border-bottom: 1px solid #ddd; }
-.grid { display: grid; gap: 1.2rem;
-  grid-template-columns: repeat(auto-fill, minmax(min(380px, 100%), 1fr)); }
-figure { margin: 0; padding: .6rem; border: 1px solid #e6e6e6;
-  border-radius: 6px; }
-figure svg { display: block; width: 100%; height: auto; }
-.narrow { max-width: 860px; }
-figure + .wide { margin-top: 1rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem 1.6rem .3rem 0; text-align: left;
-  vertical-align: top; border-bottom: 1px solid #eee; }
-thead th { border-bottom: 1px solid #bbb; white-space: nowrap; }
-tbody th { font-weight: normal; color: #555; white-space: nowrap; }
-td { overflow-wrap: anywhere; }
-.keys { font: 13px/1.45 ui-monospace, "DejaVu Sans Mono", monospace; }
-.dot { display: inline-block; width: .7em; height: .7em; margin-right: .45em;
-  border-radius: 50%; }
-details { margin: .5rem 0; }
-summary { cursor: pointer; color: #0072B2; }
-"""

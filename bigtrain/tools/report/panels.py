@@ -80,12 +80,14 @@ class Run(NamedTuple):
     config: content of config.json.
     info: content of run.json.
     rows: rows of metrics.jsonl.
+    workdir: its folder.
   """
 
   name: str
   config: dict[str, Any]
   info: dict[str, Any]
   rows: list[dict[str, Any]]
+  workdir: str = ""
 
   def last(self, name: str) -> Any:
     """Returns the newest value of a metric, or None."""
@@ -106,6 +108,7 @@ class Series(NamedTuple):
     line: matplotlib's line style.
     steps: x values.
     values: y values, in the unit of the panel.
+    run: index of its run.
   """
 
   label: str
@@ -113,6 +116,7 @@ class Series(NamedTuple):
   line: str
   steps: list[int]
   values: list[float]
+  run: int
 
 
 class Panel(NamedTuple):
@@ -155,7 +159,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
     all_panels.append(_panel(runs, "loss", ["loss"]))
   by_metric: dict[str, list[str]] = {}
   for name in results(runs):
-    if not name.endswith("/secs"):
+    if not name.endswith(("/secs", "/num_examples")):
       by_metric.setdefault(name.split("/", 1)[1], []).append(name)
   for metric, members in by_metric.items():
     all_panels.append(
@@ -220,6 +224,7 @@ def _panel(
           line=_LINES[line % len(_LINES)],
           steps=[step for step, _ in points],
           values=[value * factor for _, value in points],
+          run=i,
         )
       )
   return Panel(

@@ -2,14 +2,15 @@
 
   python -m bigtrain.tools.report WORKDIR [WORKDIR ...] [--out DIR]
 
-writes DIR/report.html, which needs no other file and no network, and the curves
-as DIR/*.png; `curves.png` is an overview for documents. DIR defaults to the
-folder `report` inside a single workdir, or inside the current folder for
-several. Runs may still be in progress. Needs matplotlib, from the extra
-`report`.
+writes DIR/report.html, which needs no other file and no network. Several runs
+are sorted by a metric. With matplotlib, from the extra `report`, it also writes
+the curves as DIR/*.png; `curves.png` is an overview for documents. DIR defaults
+to the folder `report` inside a single workdir, or inside the current folder for
+several. Runs may still be in progress.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 from bigtrain import settings
 from bigtrain.files import paths
 from bigtrain.reports import rows
+from bigtrain.tools import ranking
 from bigtrain.tools.report import curves, page
 from bigtrain.tools.report.panels import Run
 
@@ -40,7 +42,7 @@ def read(workdirs: Sequence[str]) -> list[Run]:
     config, info = (
       _read_json(os.path.join(workdir, n)) for n in ("config.json", "run.json")
     )
-    runs.append(Run(name, config, info, metrics))
+    runs.append(Run(name, config, info, metrics, workdir))
   return runs
 
 
@@ -71,13 +73,35 @@ def _read_json(path: str) -> dict[str, Any]:
     return {}
 
 
-def write(workdirs: Sequence[str], out: str) -> list[str]:
-  """Writes the page and the images; returns their paths, the page first."""
+def write(
+  workdirs: Sequence[str],
+  out: str,
+  metric: str | None = None,
+  mode: str | None = None,
+) -> list[str]:
+  """Writes the page and the images; returns their paths, the page first.
+
+  Args:
+    workdirs: folders of the runs.
+    out: folder for the files.
+    metric: metric that sorts the runs; None for one of an evaluation.
+    mode: whether the "max" or the "min" is the best; None for what suits it.
+
+  Raises:
+    ConfigError: a workdir has no rows, or no run has the metric.
+  """
   runs = read(workdirs)
+  names = {name for run in runs for row in run.rows for name in row}
+  metric, mode = ranking.choose(names, metric, mode)
+  bests = [ranking.best(run.rows, metric, mode) for run in runs]
+  order = ranking.order(bests, mode)
+  runs, bests = [runs[i] for i in order], [bests[i] for i in order]
   paths.make_folder(out)
   files = [os.path.join(out, "report.html")]
   with paths.replacing(files[0]) as file:
-    file.write(page.render(runs, curves.svgs(runs)))
+    file.write(page.render(runs, metric, mode, bests))
+  if importlib.util.find_spec("matplotlib") is None:
+    return files
   for name, content in curves.pngs(runs).items():
     files.append(os.path.join(out, f"{name}.png"))
     with paths.replacing(files[-1], "wb") as png:
@@ -89,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.report",
-    description="Writes an HTML page and images with the curves, final "
-    "metrics, time accounts and config differences of one or several runs.",
+    description="Writes an HTML page and images with the curves, results, "
+    "predictions, time accounts and config differences of one or several runs.",
   )
   parser.add_argument(
     "workdir", nargs="+", help="folder of a run, finished or in progress"
@@ -100,17 +124,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     help="folder for the page and the images (default: `report` in the "
     "workdir, or in the current folder for several workdirs)",
   )
+  parser.add_argument(
+    "--metric",
+    help="metric that sorts the runs, such as val/acc (default: one of an "
+    "evaluation)",
+  )
+  parser.add_argument(
+    "--mode",
+    choices=ranking.MODES,
+    help="whether the largest or the smallest value is the best (default: min "
+    "for losses, errors, times and sizes, else max)",
+  )
   args = parser.parse_args(argv)
   try:
     workdirs = [paths.absolute(workdir) for workdir in args.workdir]
     only = workdirs[0] if len(workdirs) == 1 else ""
     out = paths.absolute(args.out or os.path.join(only, "report"))
-    files = write(workdirs, out)
+    files = write(workdirs, out, args.metric, args.mode)
   except settings.ConfigError as e:
     print(f"error: {e}", file=sys.stderr)
     return 2
   except OSError as e:
     print(f"error: {e}", file=sys.stderr)
     return 1
-  print(f"{files[0]} and {len(files) - 1} images in the same folder.")
+  images = f" and {len(files) - 1} images in the same folder."
+  if len(files) == 1:
+    images = ". For images: pip install 'bigtrain[report]'."
+  print(f"{files[0]}{images}")
   return 0

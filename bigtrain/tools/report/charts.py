@@ -1,0 +1,92 @@
+"""The curves of a page: their data for page.js, and their figures."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from bigtrain.tools.report import markup
+from bigtrain.tools.report.panels import Panel
+
+# More points would make large pages and no better curves.
+_MOST_POINTS = 2000
+_MOST_LABELS = 10  # The table of runs is a legend too.
+_DASHES = {"-": "", "--": "7 4", ":": "2 3", "-.": "7 3 2 3"}
+_FROM_ZERO = ("GiB", "% of time", "% of peak", "examples / s", "tokens / s")
+
+
+def content(panels: Sequence[Panel]) -> dict[str, Any]:
+  """Returns what page.js draws, as JSON."""
+  return {
+    "panels": [
+      {
+        "title": panel.title,
+        "unit": panel.unit,
+        "zero": panel.unit in _FROM_ZERO,
+        "series": [
+          {
+            "run": s.run,
+            "label": s.label or panel.unit,
+            "color": s.color,
+            "dash": _DASHES[s.line],
+            "x": steps,
+            "y": [_rounded(value) for value in values],
+          }
+          for s in panel.series
+          for steps, values in [thin(s.steps, s.values, _MOST_POINTS)]
+        ],
+      }
+      for panel in panels
+    ]
+  }
+
+
+def thin(
+  steps: Sequence[int], values: Sequence[float], most: int
+) -> tuple[list[int], list[float]]:
+  """Returns at most about `most` points, with the extremes of all parts.
+
+  >>> thin([1, 2, 3, 4, 5, 6], [0.0, 9.0, 1.0, 2.0, -5.0, 3.0], 4)
+  ([1, 2, 5, 6], [0.0, 9.0, -5.0, 3.0])
+  """
+  if len(steps) <= most:
+    return [*steps], [*values]
+  size = math.ceil(2 * len(steps) / most)
+  kept = []
+  for start in range(0, len(steps), size):
+    part = range(start, min(start + size, len(steps)))
+    finite = [i for i in part if math.isfinite(values[i])] or [start]
+    kept += sorted(
+      {
+        min(finite, key=lambda i: values[i]),
+        max(finite, key=lambda i: values[i]),
+      }
+    )
+  return [steps[i] for i in kept], [values[i] for i in kept]
+
+
+def _rounded(value: float) -> float | None:
+  """Six digits of a value; JSON has no NaN or infinity."""
+  return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def figures(panels: Sequence[Panel]) -> str:
+  """Returns the HTML of all panels, which page.js fills."""
+  return "".join(
+    f"<figure><h3>{markup.text(panel.title)}</h3>"
+    f'<svg id="chart-{i}" viewBox="0 0 460 280" role="img" '
+    f'aria-label="{markup.text(panel.title)}"></svg>{_legend(panel)}</figure>'
+    for i, panel in enumerate(panels)
+  )
+
+
+def _legend(panel: Panel) -> str:
+  labelled = [s for s in panel.series if s.label]
+  if len(labelled) > _MOST_LABELS:
+    return ""
+  items = "".join(
+    f'<span class="of-run-{s.run}"><svg class="dashes" width="22" height="6">'
+    f'<line x1="0" x2="22" y1="3" y2="3" stroke="{s.color}" stroke-width="2" '
+    f'stroke-dasharray="{_DASHES[s.line]}"/></svg>{markup.text(s.label)}</span>'
+    for s in labelled
+  )
+  return f'<div class="legend">{items}</div>' if items else ""

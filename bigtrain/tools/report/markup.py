@@ -1,0 +1,118 @@
+"""Pieces of HTML."""
+
+import base64
+import html
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.tools.report.panels import COLORS
+
+
+def text(value: Any) -> str:
+  """Escapes a value for HTML.
+
+  >>> text("a < b")
+  'a &lt; b'
+  """
+  return html.escape(str(value))
+
+
+def dot(run: int) -> str:
+  """A dot in the colour of a run."""
+  return (
+    f'<span class="dot" style="background:{COLORS[run % len(COLORS)]}"></span>'
+  )
+
+
+def by_run(names: Sequence[str], lines: Mapping[str, Sequence[str]]) -> str:
+  """A table with a column for each run.
+
+  Args:
+    names: names of the runs.
+    lines: {heading: value of each run}, as text.
+  """
+  head = "".join(
+    f'<th class="of-run-{i}">{dot(i)}{text(name)}</th>'
+    for i, name in enumerate(names)
+  )
+  body = "".join(
+    f"<tr><th>{text(name)}</th>"
+    + "".join(
+      f'<td class="of-run-{i}">{text(value) or "&ndash;"}</td>'
+      for i, value in enumerate(values)
+    )
+    + "</tr>"
+    for name, values in lines.items()
+  )
+  return (
+    '<div class="wide"><table><thead><tr><th></th>'
+    f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
+  )
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+  """A table of cells that are HTML already; scrolls if it is long."""
+  heads = "".join(f"<th>{cell}</th>" for cell in head)
+  body = "".join(
+    "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
+    for row in rows
+  )
+  return (
+    f'<div class="wide tall"><table><thead><tr>{heads}</tr></thead>'
+    f"<tbody>{body}</tbody></table></div>"
+  )
+
+
+def details(title: str, lines: Mapping[str, str]) -> str:
+  """A table of names and values that opens on a click."""
+  body = "".join(
+    f"<tr><th>{text(k)}</th><td>{text(v)}</td></tr>" for k, v in lines.items()
+  )
+  return (
+    f"<details><summary>{text(title)}</summary>"
+    f'<div class="wide"><table class="keys">{body}</table></div></details>'
+  )
+
+
+def picture(content: bytes, kind: str = "", description: str = "") -> str:
+  """A PNG picture within the page.
+
+  Args:
+    content: the file.
+    kind: its CSS class.
+    description: text for those who cannot see it.
+  """
+  encoded = base64.b64encode(content).decode()
+  return (
+    f'<img class="{kind}" alt="{text(description)}" '
+    f'src="data:image/png;base64,{encoded}">'
+  )
+
+
+def png(image: np.ndarray) -> bytes:
+  """Encodes a picture.
+
+  Args:
+    image: uint8 [height, width, 1 or 3].
+  """
+  height, width, channels = image.shape
+  rows = image.reshape(height, width * channels)
+  filtered = np.pad(rows, ((0, 0), (1, 0)))  # Filter 0 of each row: none.
+
+  def chunk(kind: bytes, data: bytes) -> bytes:
+    check = zlib.crc32(kind + data)
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", check)
+
+  header = struct.pack(
+    ">IIBBBBB", width, height, 8, {1: 0, 3: 2}[channels], 0, 0, 0
+  )
+  return (
+    b"\x89PNG\r\n\x1a\n"
+    + chunk(b"IHDR", header)
+    + chunk(b"IDAT", zlib.compress(filtered.tobytes(), 9))
+    + chunk(b"IEND", b"")
+  )

@@ -1,0 +1,253 @@
+"""What the evaluator `save` has written about a classifier, as HTML.
+
+Legend: N examples, C classes.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bigtrain.checkpoints import folders
+from bigtrain.checkpoints.manifest import CheckpointError
+from bigtrain.tools.report import markup
+from bigtrain.tools.report.panels import Run
+
+_MOST_CLASSES = 30  # Of a whole confusion matrix.
+_MOST_PAIRS = 30
+_MOST_EXAMPLES = 24
+_LABEL_KEYS = ("labels", "label")
+
+
+class Predictions(NamedTuple):
+  """Predictions of a classifier for labelled examples.
+
+  Attributes:
+    evaluation: name of the evaluation.
+    step: step of the predictions.
+    label_N: true class of each example.
+    predicted_N: predicted class.
+    probability_N: probability of the predicted class.
+    loss_N: negative logarithm of the true class's probability.
+    rows_N: place of each example in the data set.
+    images: pictures [all examples, height, width, channels], or None.
+    names: names of the C classes.
+  """
+
+  evaluation: str
+  step: int
+  label_N: np.ndarray
+  predicted_N: np.ndarray
+  probability_N: np.ndarray
+  loss_N: np.ndarray
+  rows_N: np.ndarray
+  images: np.ndarray | None
+  names: list[str]
+
+
+def section(run: Run) -> str:
+  """Returns the predictions of a run; "" without any."""
+  return "".join(map(_html, read(run)))
+
+
+def read(run: Run) -> list[Predictions]:
+  """Returns the newest predictions of each evaluation that has labels."""
+  found = []
+  for name, (step, path) in newest(run.workdir, "predictions", "npz").items():
+    with np.load(path, allow_pickle=False) as file:
+      arrays = dict(file)
+    if read_one := _read(name, step, arrays, run):
+      found.append(read_one)
+  return found
+
+
+def newest(
+  workdir: str, folder: str, suffix: str
+) -> dict[str, tuple[int, str]]:
+  """Returns {evaluation: (step, path)} of the newest files NAME-STEP.suffix."""
+  path = os.path.join(workdir, folder)
+  files = sorted(os.listdir(path)) if os.path.isdir(path) else []
+  matches = [re.fullmatch(rf"(.+)-(\d{{8,}})\.{suffix}", f) for f in files]
+  return {m[1]: (int(m[2]), os.path.join(path, m[0])) for m in matches if m}
+
+
+def _read(
+  evaluation: str, step: int, arrays: dict[str, np.ndarray], run: Run
+) -> Predictions | None:
+  """The predictions in a file; None unless they are logits with labels."""
+  options = (run.config.get("evals") or {}).get(evaluation, {})
+  logits = arrays.get("predictions", arrays.get("predictions/logits"))
+  keys = [key for key in _LABEL_KEYS if key in arrays]
+  if logits is None or logits.ndim != 2 or not keys:
+    return None
+  labels = arrays[keys[0]]
+  if labels.ndim == 2:
+    is_one_hot = (labels > 0).sum(axis=1) == 1  # Multi-hot has no true class.
+    labels = np.where(is_one_hot, labels.argmax(axis=1), -1)
+  num_classes = logits.shape[1]
+  if labels.ndim != 1 or len(labels) != len(logits):
+    return None
+  rows_N = np.flatnonzero((labels >= 0) & (labels < num_classes))
+  if not len(rows_N):
+    return None
+  logits, label_N = logits[rows_N].astype(np.float64), labels[rows_N]
+  logits -= logits.max(axis=1, keepdims=True)
+  log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+  images = next((x for x in arrays.values() if _is_picture(x)), None)
+  return Predictions(
+    evaluation,
+    step,
+    label_N.astype(np.int64),
+    log_probs.argmax(axis=1),
+    np.exp(log_probs.max(axis=1)),
+    -log_probs[np.arange(len(rows_N)), label_N.astype(np.int64)],
+    rows_N,
+    images,
+    _class_names(run.workdir, options, keys[0], num_classes),
+  )
+
+
+def _is_picture(array: np.ndarray) -> bool:
+  return array.ndim == 4 and array.shape[-1] in (1, 3)
+
+
+def _class_names(
+  workdir: str, options: dict[str, Any], key: str, num_classes: int
+) -> list[str]:
+  """Names of the classes, from the newest checkpoint; else their numbers."""
+  names = options.get("class_names")
+  try:
+    step = folders.newest(workdir)
+    if not isinstance(names, list | tuple) and step is not None:
+      manifest = folders.read_manifest(folders.find(workdir, step))
+      known = manifest.host_state.data.get("class_names", {})
+      names = known.get(key) or next(iter(known.values()), None)
+  except (CheckpointError, OSError):
+    names = None
+  if isinstance(names, list | tuple) and len(names) == num_classes:
+    return [str(name) for name in names]
+  return [str(i) for i in range(num_classes)]
+
+
+def confusion(predictions: Predictions) -> np.ndarray:
+  """Returns the number of examples by true and predicted class, [C, C]."""
+  size = len(predictions.names)
+  pairs = predictions.label_N * size + predictions.predicted_N
+  return np.bincount(pairs, minlength=size * size).reshape(size, size)
+
+
+def _html(predictions: Predictions) -> str:
+  counts = confusion(predictions)
+  accuracy = np.trace(counts) / counts.sum()
+  return (
+    f"<h4>{markup.text(predictions.evaluation)}, step {predictions.step:,}: "
+    f"{counts.sum():,} examples, accuracy {accuracy:.4g}</h4>"
+    + _matrix(counts, predictions.names)
+    + _per_class(counts, predictions.names)
+    + _worst(predictions)
+  )
+
+
+def _matrix(counts: np.ndarray, names: Sequence[str]) -> str:
+  """The confusion matrix; for many classes the pairs that are confused most."""
+  if len(names) > _MOST_CLASSES:
+    wrong = counts * (1 - np.eye(len(names), dtype=counts.dtype))
+    most = np.argsort(-wrong, axis=None, kind="stable")[:_MOST_PAIRS]
+    places = [np.unravel_index(i, wrong.shape) for i in most]
+    rows = [
+      (markup.text(names[i]), markup.text(names[j]), f"{wrong[i, j]:,}")
+      for i, j in places
+      if wrong[i, j]
+    ]
+    title = "<p>Classes that are confused most often:</p>"
+    return title + markup.table(("True class", "Predicted", "Examples"), rows)
+  head = "".join(f"<th>{markup.text(name)}</th>" for name in names)
+  body = ""
+  for i, name in enumerate(names):
+    cells = ""
+    for j, count in enumerate(counts[i]):
+      share = count / max(1, counts[i].sum())
+      # Right answers are blue, wrong ones orange; a small share is visible.
+      color = "0,114,178" if i == j else "213,94,0"
+      depth = 0.0 if not count else 0.12 + 0.68 * share
+      ink = ";color:#fff" if depth > 0.55 else ""
+      cells += (
+        f'<td style="background:rgba({color},{depth:.2f}){ink}" '
+        f'title="{markup.text(name)}, predicted as {markup.text(names[j])}: '
+        f'{count}">{count or ""}</td>'
+      )
+    body += f"<tr><th>{markup.text(name)}</th>{cells}</tr>"
+  return (
+    '<p class="note">Confusion matrix: a row for each true class, a column for '
+    "each predicted class. Blue: right; orange: wrong; darker: a larger share "
+    "of the row.</p>"
+    f'<div class="wide"><table class="matrix"><thead><tr><th></th>{head}</tr>'
+    f"</thead><tbody>{body}</tbody></table></div>"
+  )
+
+
+def _per_class(counts: np.ndarray, names: Sequence[str]) -> str:
+  """A table of all classes, those with the lowest recall first."""
+  true_C, predicted_C = counts.sum(axis=1), counts.sum(axis=0)
+  right_C = np.diag(counts)
+  recall_C = right_C / np.maximum(true_C, 1)
+  rows = []
+  for i in np.lexsort((-true_C, recall_C + 2 * (true_C == 0))):
+    wrong = counts[i].copy()
+    wrong[i] = 0
+    most = int(wrong.argmax())
+    often = f"{markup.text(names[most])} ({wrong[most]})" if wrong.any() else ""
+    precision = (
+      f"{right_C[i] / predicted_C[i]:.1%}" if predicted_C[i] else "&ndash;"
+    )
+    recall = f"{recall_C[i]:.1%}" if true_C[i] else "&ndash;"
+    rows.append(
+      (markup.text(names[i]), f"{true_C[i]:,}", recall, precision, often)
+    )
+  head = ("Class", "Examples", "Recall", "Precision", "Most often taken for")
+  return (
+    "<details open><summary>Classes, the worst first</summary>"
+    f"{markup.table(head, rows)}</details>"
+  )
+
+
+def _worst(predictions: Predictions) -> str:
+  """The examples with the largest loss."""
+  p = predictions
+  order = np.argsort(-p.loss_N, kind="stable")[:_MOST_EXAMPLES]
+  rows = p.rows_N
+  if p.images is not None:
+    low, high = float(p.images.min()), float(p.images.max())
+  items = []
+  for i in order:
+    true, predicted = p.names[p.label_N[i]], p.names[p.predicted_N[i]]
+    kind = "right" if p.label_N[i] == p.predicted_N[i] else "wrong"
+    picture = ""
+    if p.images is not None:
+      image = p.images[rows[i]].astype(np.float64)
+      scaled = 255 * (image - low) / max(high - low, 1e-9)
+      content = markup.png(scaled.round().astype(np.uint8))
+      picture = markup.picture(content, description=f"example {rows[i]}")
+    items.append(
+      f"<div>{picture}<b>{markup.text(true)}</b><br>"
+      f'<span class="{kind}">{markup.text(predicted)} '
+      f"{p.probability_N[i]:.0%}</span><br>"
+      f'<span class="note">#{rows[i]}, loss {p.loss_N[i]:.3g}</span></div>'
+    )
+  pictures = (
+    ""
+    if p.images is not None
+    else (
+      " To see the pictures, add the image to <code>keys</code> of the "
+      "evaluation."
+    )
+  )
+  return (
+    "<details open><summary>Examples with the largest loss</summary>"
+    '<p class="note"><b>True class</b>; below it the predicted class with its '
+    'probability, <span class="right">right</span> or <span class="wrong">'
+    "wrong</span>; number of the example in the data set; loss."
+    f'{pictures}</p><div class="pictures">{"".join(items)}</div></details>'
+  )

@@ -1,0 +1,85 @@
+"""Captions and generated texts that evaluators have written, as HTML."""
+
+import json
+import os
+from typing import Any
+
+from bigtrain.files import paths
+from bigtrain.tools.report import markup
+from bigtrain.tools.report.panels import Run
+from bigtrain.tools.report.predictions import newest
+
+_MOST_ROWS = 40
+
+
+def section(run: Run) -> str:
+  """Returns the captions and texts of a run; "" without any."""
+  return _captions(run) + _generations(run)
+
+
+def _captions(run: Run) -> str:
+  parts = []
+  for name, (step, path) in newest(run.workdir, "captions", "jsonl").items():
+    parts.append(f"<h4>{markup.text(name)}, step {step:,}: captions</h4>")
+    sheet = path.removesuffix(".jsonl") + ".png"
+    if os.path.exists(sheet):
+      parts.append(
+        '<p class="note">Pictures with their captions. <span class="wrong">Red'
+        "</span>: equals none of the references.</p>"
+        + markup.picture(paths.read_bytes(sheet), "sheet", f"captions, {name}")
+      )
+    parts.append(_table(path, {"caption": "Caption"}))
+  return "".join(parts)
+
+
+def _generations(run: Run) -> str:
+  parts = []
+  columns = {"prompt": "Prompt", "sample": "Sample"}
+  for name, (step, path) in newest(run.workdir, "generations", "jsonl").items():
+    parts.append(f"<h4>{markup.text(name)}, step {step:,}: samples</h4>")
+    parts.append(_table(path, columns))
+  return "".join(parts)
+
+
+def _table(path: str, columns: dict[str, str]) -> str:
+  """The first rows of a file, compared with their references."""
+  lines = paths.read_bytes(path).decode().splitlines()
+  rows = [json.loads(line) for line in lines[:_MOST_ROWS]]
+  columns = {k: v for k, v in columns.items() if any(k in row for row in rows)}
+  head = ["#", *columns.values()]
+  compared = any(row.get("references") for row in rows)
+  if compared:
+    head += ["References"]
+  answer = [*columns][-1] if columns else ""
+  body = []
+  for row in rows:
+    cells = [str(row.get("number", ""))]
+    for key in columns:
+      text = markup.text(row.get(key, ""))
+      kind = _kind(row, key) if compared and key == answer else ""
+      cells.append(f'<span class="{kind}">{text}</span>' if kind else text)
+    if compared:
+      cells.append("<br>".join(map(markup.text, row.get("references", []))))
+    body.append(cells)
+  legend = (
+    '<p class="note"><span class="right">Green</span>: equals a reference; '
+    '<span class="wrong">red</span>: equals none.</p>'
+    if compared
+    else ""
+  )
+  shown = len(rows)
+  title = (
+    f"The first {shown} of {len(lines):,}" if shown < len(lines) else "All"
+  )
+  return (
+    f"<details open><summary>{title}</summary>{legend}"
+    f"{markup.table(head, body)}</details>"
+  )
+
+
+def _kind(row: dict[str, Any], key: str) -> str:
+  """CSS class of an answer; "" without references."""
+  references = [text.strip() for text in row.get("references", [])]
+  if not references:
+    return ""
+  return "right" if str(row[key]).strip() in references else "wrong"
