@@ -128,7 +128,7 @@ def server():
 
 
 # A decoder and an encoder-decoder with tied heads in bfloat16, and layers in a
-# scan under fsdp; the slow suite runs all.
+# scan under fsdp; `make test-configs` runs all.
 FAST = (
   ("gpt2_124m:runlocal", 1),
   ("t5_small:runlocal", 1),
@@ -139,7 +139,9 @@ FAST = (
 @pytest.mark.parametrize(
   ("spec", "num_devices"),
   [
-    pytest.param(spec, n, marks=() if (spec, n) in FAST else pytest.mark.slow)
+    pytest.param(
+      spec, n, marks=() if (spec, n) in FAST else pytest.mark.configs
+    )
     for n in (1, 8)
     for spec in SPECS
   ],
@@ -247,20 +249,20 @@ def train(config, workdir):
   return read_rows(workdir)
 
 
-@pytest.mark.slow
+@pytest.mark.configs
 def test_vit_s16_i1k_trains_on_prepared_data(data_dir, tmp_path):
   config = load(f"vit_s16_i1k:runlocal,data_dir={data_dir}")
   config["evals"]["v2"]["enabled"] = True
   check(config, train(config, tmp_path), *FIRST_LOSS["vit_s16_i1k"])
 
 
-@pytest.mark.slow
+@pytest.mark.configs
 def test_vit_i21k_trains_on_prepared_data(data_dir, tmp_path):
   config = load(f"vit_i21k:S/16,runlocal,data_dir={data_dir}")
   check(config, train(config, tmp_path), *FIRST_LOSS["vit_i21k"])
 
 
-@pytest.mark.slow
+@pytest.mark.configs
 @pytest.mark.parametrize("name", ["cappa", "cap"])
 def test_captioners_train_on_prepared_data(name, data_dir, tmp_path):
   config = load(f"{name}:runlocal,data_dir={data_dir}")
@@ -277,7 +279,7 @@ def test_captioners_train_on_prepared_data(name, data_dir, tmp_path):
     assert reference in [f"{number} {c}" for c in "cats"]
 
 
-@pytest.mark.slow
+@pytest.mark.configs
 def test_resnet50_i1k_trains_on_prepared_data(data_dir, tmp_path):
   config = load(f"resnet50_i1k:runlocal,data_dir={data_dir}")
   check(config, train(config, tmp_path), *FIRST_LOSS["resnet50_i1k"])
@@ -286,7 +288,7 @@ def test_resnet50_i1k_trains_on_prepared_data(data_dir, tmp_path):
   assert np.abs(mean).max() > 1e-3  # It starts at 0: statistics are saved.
 
 
-@pytest.mark.slow
+@pytest.mark.configs
 def test_siglip_trains_on_prepared_data(data_dir, tmp_path):
   names = tmp_path / "names.txt"
   names.write_text("".join(f"thing {i}\n" for i in range(1000)))
@@ -294,7 +296,7 @@ def test_siglip_trains_on_prepared_data(data_dir, tmp_path):
   check(config, train(config, tmp_path / "run"), *FIRST_LOSS["siglip"])
 
 
-@pytest.mark.slow
+@pytest.mark.configs
 def test_lit_keeps_the_image_tower_of_init(data_dir, tmp_path):
   model = load("lit:runlocal")["model"]["image"]
   vit = parts.find_module("models", "vit", "").Model(**model, num_classes=3)
@@ -326,13 +328,13 @@ def pretrained(data_dir, tmp_path_factory):
   return config, workdir, train(config, workdir)
 
 
-@pytest.mark.slow
+@pytest.mark.configs
 def test_vit_i1k_trains_on_prepared_data(pretrained):
   config, _, rows = pretrained
   check(config, rows, *FIRST_LOSS["vit_i1k"])
 
 
-@pytest.mark.slow
+@pytest.mark.configs
 def test_transfer_starts_from_a_pretrained_model(
   pretrained, data_dir, tmp_path
 ):
