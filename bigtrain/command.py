@@ -18,7 +18,7 @@ from bigtrain.checkpoints import commit
 from bigtrain.cluster import process
 from bigtrain.files import disk, paths
 from bigtrain.reports import record
-from bigtrain.runtime import jax_flags
+from bigtrain.runtime import device_memory, jax_flags
 
 _USAGE = (
   "Usage: python -m bigtrain.main --config=FILE.py[:arguments] "
@@ -180,7 +180,8 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
   except process.Preempted as e:
     _end(process.EXIT_PREEMPTED, f"preempted: {e}")
   except Exception as e:
-    if not disk.is_full(e):  # Otherwise the last line says all of it.
+    refused = isinstance(e, device_memory.OutOfMemory) and not e.__cause__
+    if not (disk.is_full(e) or refused):  # Their last line is sufficient.
       traceback.print_exc()
     room = disk.room(e, str(getattr(e, "filename", None) or os.getcwd()))
     _end(process.EXIT_ERROR, f"error: {type(e).__name__}: {e}{room}")

@@ -38,7 +38,7 @@ from bigtrain.inputs import pipeline
 from bigtrain.optim import chain, views
 from bigtrain.optim import ema as ema_lib
 from bigtrain.reports import chrono, flops, footprint, record, row_log, writers
-from bigtrain.runtime import debugging, host_memory, phases
+from bigtrain.runtime import debugging, device_memory, host_memory, phases
 from bigtrain.runtime import hooks as hooks_lib
 from bigtrain.runtime import programs as programs_lib
 from bigtrain.step import gradients as gradients_lib
@@ -66,6 +66,7 @@ def train(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       where possible.
     Preempted: a signal ended the run after a save.
     NotFinite, Spike: a step that config.nonfinite or config.spikes rejects.
+    OutOfMemory: of a device; the message has settings that fit.
   """
   workdir = paths.absolute(workdir)
   rollbacks: list[guard_lib.Rollback] = []
@@ -76,6 +77,8 @@ def train(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     except guard_lib.Rollback as e:
       logging.error("%s", e)
       rollbacks.append(e)
+    except device_memory.OutOfMemory as e:
+      device_memory.raise_with_advice(e, config, train)
 
 
 def _train(
@@ -98,8 +101,7 @@ def _train(
   mesh = sharding.from_config(config)
   at_end.enter_context(jax.set_mesh(mesh))
   logging.info("%s", record.topology(mesh))
-  programs = programs_lib.from_config(config, mesh)
-  at_end.enter_context(jax.debug_nans(programs.mode == "checked"))
+  programs = at_end.enter_context(programs_lib.of_run(config, mesh))
 
   # Input. The batch of step s is a function of the config and s alone.
   seed = settings.whole_number(config, "seed", 0, least=0)
@@ -263,9 +265,7 @@ def _train(
   state_sharding = jax.tree.map(lambda x: x.sharding, state_spec)
   compiling = process.Background(
     programs.lower(
-      "update",
-      update_fn,
-      *specs,
+      *("update", update_fn, *specs),
       donate_argnums=0,
       out_shardings=(state_sharding, sharding.replicated(mesh)),
     )

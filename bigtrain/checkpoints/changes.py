@@ -19,6 +19,7 @@ _HARMLESS = (
   "ckpt_*",
   "debug_nans",
   "debug_shapes",
+  "device_memory_bytes",
   "eager",
   "eval_at_start",
   "eval_only",

@@ -88,6 +88,9 @@ class Phases:
       annotation = jax.profiler.TraceAnnotation(label, step=step)
       with self._clock.account(account), annotation:
         yield
+    except Exception as e:
+      e.add_note(f"while {self._current[2]}")  # For tracebacks, and messages.
+      raise
     finally:
       self._current = outer
       self._report(*(outer or ("step", step, "training")))

@@ -12,10 +12,11 @@ Identical programs, such as the steps of two evaluations that differ only in
 their data, are compiled once.
 """
 
+import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from jax.sharding import Mesh
 from bigtrain import settings
 from bigtrain.cluster import process
 from bigtrain.runtime import compiler_options as compiler_options_lib
+from bigtrain.runtime import device_memory
 
 Program = Callable[..., Any]
 
@@ -49,17 +51,20 @@ class Programs:
       the arguments' memory, so that jax can run again to find a NaN; or
       "eager", without compilation, one operation at a time.
     compiler_options: options of XLA.
+    limit_bytes: memory of a device; None if unknown.
   """
 
   def __init__(
     self,
     mode: str = "compiled",
     compiler_options: Mapping[str, Any] | None = None,
+    limit_bytes: int | None = None,
   ):
     """See the attributes."""
     _count_cache_hits()
     self.mode = mode
     self.compiler_options = dict(compiler_options or {})
+    self.limit_bytes = limit_bytes
     self._lock = threading.Lock()
     self._shared: dict[Any, jax.stages.Compiled] = {}
     self._programs: dict[str, jax.stages.Compiled] = {}
@@ -112,7 +117,10 @@ class Programs:
       if program is None:
         hits = getattr(_this_thread, "hits", 0)
         began = time.monotonic()
-        program = self._shared[key] = lowered.compile()
+        try:
+          program = self._shared[key] = lowered.compile()
+        except jax.errors.JaxRuntimeError as e:
+          raise self.explained(e, name) from e
         facts["compile_secs"] = time.monotonic() - began
         hit = getattr(_this_thread, "hits", 0) > hits
         facts["cache"] = "hit" if hit else "miss" if _caches() else "off"
@@ -125,7 +133,21 @@ class Programs:
       facts["compile_secs"],
       facts["cache"],
     )
+    device_memory.check(name, program, self.limit_bytes)
     return program
+
+  def explained(self, error: Exception, name: str = "") -> Exception:
+    """Returns OutOfMemory for an error of jax about memory, else the error.
+
+    Args:
+      error: any error of jax.
+      name: the program that was being compiled; "" at run time.
+    """
+    if not device_memory.is_exhausted(error):
+      return error
+    update = self._programs.get(device_memory.UPDATE)
+    memory = device_memory.memory_bytes(update) if update else {}
+    return device_memory.explained(error, name, memory, self.limit_bytes)
 
   def compile(
     self, name: str, fn: Callable[..., Any], *specs: Any, **options: Any
@@ -145,11 +167,11 @@ class Programs:
       {} for a program that was not compiled ahead of time. "cache" is "hit" or
       "miss" in the persistent compilation cache, "off" without one, "shared"
       if an identical program had been compiled. For the bytes, which are per
-      device, see `memory_bytes`.
+      device, see device_memory.py.
     """
     if name not in self._programs:
       return {}
-    return self._facts[name] | memory_bytes(self._programs[name])
+    return self._facts[name] | device_memory.memory_bytes(self._programs[name])
 
 
 def _caches() -> bool:
@@ -159,7 +181,7 @@ def _caches() -> bool:
 
 
 def from_config(config: settings.Config, mesh: Mesh) -> Programs:
-  """Reads config.eager, config.debug_nans and config.compiler_options.
+  """Reads eager, debug_nans, compiler_options and device_memory_bytes.
 
   The options of jax that ask for the same, such as --jax_debug_nans, count too.
 
@@ -168,8 +190,8 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
     mesh: mesh of the programs.
 
   Raises:
-    ConfigError: the first two are both set, or the compiler does not know an
-      option.
+    ConfigError: the first two are both set, the compiler does not know an
+      option, or the memory is not a positive whole number.
   """
   eager, checked = config.get("eager", False), config.get("debug_nans", False)
   debugs = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
@@ -181,26 +203,34 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
       "second also names the operation that made a NaN."
     )
   mode = "eager" if eager else "checked" if checked else "compiled"
-  return Programs(mode, compiler_options_lib.read(config, mesh))
+  return Programs(
+    mode,
+    compiler_options_lib.read(config, mesh),
+    device_memory.limit_bytes(config, mesh),
+  )
 
 
-def memory_bytes(program: jax.stages.Compiled) -> dict[str, int]:
-  """Memory of a compiled program on each device, if the backend reports it.
+@contextlib.contextmanager
+def of_run(config: settings.Config, mesh: Mesh) -> Iterator[Programs]:
+  """Programs for a `with` block, with the checks and errors of their mode.
 
-  Returns:
-    argument_bytes, output_bytes, temporary_bytes, alias_bytes, which arguments
-    and outputs share, and peak_bytes, the most that is alive at a time.
+  Args:
+    config: see `from_config`.
+    mesh: mesh of the programs.
+
+  Raises:
+    ConfigError: see `from_config`.
+    OutOfMemory: a device ran out of memory.
   """
-  analysis = program.memory_analysis()
-  if analysis is None:
-    return {}
-  return {
-    "argument_bytes": analysis.argument_size_in_bytes,
-    "output_bytes": analysis.output_size_in_bytes,
-    "temporary_bytes": analysis.temp_size_in_bytes,
-    "alias_bytes": analysis.alias_size_in_bytes,
-    "peak_bytes": analysis.peak_memory_in_bytes,
-  }
+  programs = from_config(config, mesh)
+  with jax.debug_nans(programs.mode == "checked"):
+    try:
+      yield programs
+    except jax.errors.JaxRuntimeError as e:
+      explained = programs.explained(e)
+      if explained is e:
+        raise
+      raise explained from e
 
 
 def _identity(lowered: jax.stages.Lowered) -> Any:

@@ -20,6 +20,7 @@ embeddings.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bigtrain.runtime import device_memory
 from bigtrain.tools.plan import collectives
 from bigtrain.tools.plan import hardware as hardware_lib
 
@@ -60,7 +61,9 @@ def row(
     examples_per_sec, tokens_per_sec, mfu: with perfect overlap.
   """
   devices = facts["devices"]
-  peak_bytes = _peak_bytes(facts)
+  # By the compiler of the accelerator, if that ran.
+  by_peak = facts["compiler"] != "cpu"
+  peak_bytes = device_memory.needed_bytes(facts["memory"], by_peak)
   sent = dict.fromkeys(collectives.KINDS, 0.0)
   link = network = communication = 0.0
   for collective in collectives.from_json(facts["collectives"]):
@@ -97,19 +100,6 @@ def row(
     "tokens_per_sec": tokens and examples_per_sec * tokens,
     "mfu": facts["model_flops"] / (peak * step),
   }
-
-
-def _peak_bytes(facts: Mapping[str, Any]) -> float:
-  """Peak memory of a device, by the compiler for the accelerator if it ran."""
-  memory = facts["memory"]
-  if facts["compiler"] != "cpu":
-    return memory["peak_bytes"]
-  return (
-    memory["argument_bytes"]
-    + memory["output_bytes"]
-    - memory["alias_bytes"]
-    + memory["temporary_bytes"]
-  )
 
 
 def formula(
