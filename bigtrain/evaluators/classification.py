@@ -1,19 +1,27 @@
-"""Top-k accuracy and loss of a classifier, exact for any number of hosts.
+"""Top-k accuracy, loss and calibration of a classifier.
+
+Results are exact for any number of hosts.
 
 Legend: B batch, C classes.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from bigtrain import metrics
+from bigtrain import metrics, settings
 from bigtrain.evaluation import evaluations
 from bigtrain.losses import cross_entropy
 from bigtrain.settings import ConfigError, did_you_mean
 
+_PROBABILITIES = {
+  "softmax_xent": jax.nn.softmax,
+  "sigmoid_xent": jax.nn.sigmoid,
+}
 _LOSSES = {
   "softmax_xent": cross_entropy.softmax_xent,
   "sigmoid_xent": cross_entropy.sigmoid_xent,
@@ -31,6 +39,8 @@ def check(
     )
   top_k = options.get("top_k", (1, 5))
   evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
+  bins = options.get("calibration_bins", 0)
+  settings.check_number(f"{path}.calibration_bins", bins, least=0, whole=True)
   label_key = options.get("label_key", "labels")
   evaluations.check_class_names(options, context, label_key)
 
@@ -48,6 +58,9 @@ class Evaluator:
     top_k: numbers k: an example is right if any of its labels is among the k
       classes with the largest logits. Of equal logits the lower class comes
       first. A k larger than C is ignored.
+    calibration_bins: number of bins of the expected calibration error, 15 in
+      "On Calibration of Modern Neural Networks" (Guo et al. 2017, arXiv
+      1706.04599); 0 for none. See `calibration_error`.
   """
 
   def __init__(
@@ -58,8 +71,9 @@ class Evaluator:
     loss: str = "softmax_xent",
     label_key: str = "labels",
     top_k: Sequence[int] = (1, 5),
+    calibration_bins: int = 0,
   ):
-    def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:
+    def outputs(variables: Any, batch: Mapping[str, Any]) -> metrics.Metrics:
       logits_BC = predict_fn(variables, batch).astype(jnp.float32)
       labels = batch[label_key]
       weight_B = metrics.example_weights(batch, logits_BC)
@@ -67,18 +81,59 @@ class Evaluator:
       labelled = labels >= 0 if labels.ndim == 1 else jnp.any(labels > 0, -1)
       weight_B = weight_B * labelled
       loss_B = _LOSSES[loss](logits_BC, labels)
-      result = {"loss": metrics.pair(loss_B, weight_B)}
+      result: metrics.Metrics = {"loss": metrics.pair(loss_B, weight_B)}
       for k in top_k:
         if k <= logits_BC.shape[-1]:
           name = "acc" if k == 1 else f"top{k}_acc"
           hit_B = metrics.top_k_hits(logits_BC, labels, k)
           result[name] = metrics.pair(hit_B, weight_B)
+      if calibration_bins:
+        hit_B = metrics.top_k_hits(logits_BC, labels, 1)
+        top_B = jnp.max(_PROBABILITIES[loss](logits_BC), -1)
+        for name, weight in {
+          "confidence": weight_B,
+          "_hits": weight_B * hit_B,
+          "_confidences": weight_B * top_B,
+        }.items():
+          result[name] = metrics.Histogram.of(
+            top_B, weight, bins=calibration_bins
+          )
       return result
 
     sizes = batches.context.vocab_sizes
     num_classes = sizes.get(label_key, sizes.get("labels"))
-    self._pairs = batches.labelled(label_key, num_classes).map(pairs)
+    self._outputs = batches.labelled(label_key, num_classes).map(outputs)
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
-    """Returns {"acc", "top5_acc", "loss"}."""
-    return metrics.host_values(self._pairs(variables))
+  def run(self, variables: Any, step: int) -> dict[str, Any]:
+    """Returns {"acc", "top5_acc", "loss"}.
+
+    With `calibration_bins` also the calibration error "ece" and the histogram
+    "confidence" of the best classes' probabilities.
+    """
+    values = metrics.host_values(self._outputs(variables))
+    if "confidence" in values:
+      values["ece"] = calibration_error(
+        values["confidence"].counts,
+        values.pop("_hits").counts,
+        values.pop("_confidences").counts,
+      )
+    return values
+
+
+def calibration_error(
+  counts: np.ndarray, hits: np.ndarray, confidences: np.ndarray
+) -> float:
+  """Mean difference of accuracy and confidence, over the bins of confidence.
+
+  Confidence is the probability of the best class. A bin has its upper edge.
+
+  Args:
+    counts: number of examples in each bin.
+    hits: number of them whose best class is right.
+    confidences: sum of their confidences.
+
+  Returns:
+    From 0 to 1; NaN without examples.
+  """
+  total = counts.sum()
+  return float(np.abs(hits - confidences).sum() / total) if total else math.nan

@@ -107,8 +107,37 @@ def test_logits_of_low_precision_are_compared_in_float32():
     (dict(label_key="label"), r"evals.val: .*'label'.* mean 'labels'"),
     (dict(num_examples=99), r"val.num_examples: .* at most 21, got 99"),
     (dict(batch_size=12), r"config.evals.val.batch_size=12"),
+    (dict(calibration_bins=-1), r"val.calibration_bins: expected"),
   ],
 )
 def test_mistakes(options, message):
   with pytest.raises(ConfigError, match=message):
     build("classification", predict, data=DATA, **options).run(VARIABLES, 1)
+
+
+@pytest.mark.parametrize("loss", ["softmax_xent", "sigmoid_xent"])
+def test_calibration_error_from_scikit_learns_curve(loss):
+  """Guo et al. 2017 (arXiv 1706.04599), equation 3."""
+  calibration = pytest.importorskip("sklearn.calibration")
+  n, bins = 211, 15
+  logits = RNG.normal(size=(n, C)).astype(np.float32) * 3
+  labels = np.where(RNG.random(n) < 0.6, logits.argmax(-1), 0)
+  labels[::10] = -1  # Have no label.
+  arrays = dict(x=logits, labels=labels)
+  data = dict(type="arrays", arrays=arrays)
+  if loss == "sigmoid_xent":
+    arrays["labels"] = np.float32(np.eye(C)[labels]) * (labels >= 0)[:, None]
+  options = dict(loss=loss, calibration_bins=bins)
+  results = build("classification", predict, data=data, **options).run(
+    VARIABLES, 1
+  )
+  logits, labels = logits[labels >= 0].astype(np.float64), labels[labels >= 0]
+  p = np.exp(logits)
+  p = p / p.sum(-1, keepdims=True) if loss == "softmax_xent" else p / (1 + p)
+  hit, top = logits.argmax(-1) == labels, p.max(-1)
+  true, predicted = calibration.calibration_curve(hit, top, n_bins=bins)
+  counts, _ = np.histogram(top, np.linspace(0, 1, bins + 1))
+  ece = np.sum(np.abs(true - predicted) * counts[counts > 0]) / len(top)
+  assert results["ece"] == pytest.approx(ece, abs=1e-6) and ece > 0.02
+  np.testing.assert_array_equal(results["confidence"].counts, counts)
+  assert set(results) == {"acc", "top5_acc", "loss", "ece", "confidence"}

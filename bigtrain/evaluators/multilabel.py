@@ -1,0 +1,170 @@
+"""Precision, recall, F1, mAP and AUC of examples with several labels.
+
+Legend: B batch, N examples, C classes.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain import settings
+from bigtrain.evaluation import evaluations
+from bigtrain.reports import media
+from bigtrain.settings import ConfigError
+
+
+def check(
+  options: Mapping[str, Any], context: evaluations.Context, path: str
+) -> None:
+  """Raises ConfigError for a wrong `threshold` or other classes."""
+  threshold = options.get("threshold", 0.5)
+  settings.check_number(f"{path}.threshold", threshold, least=0, most=1)
+  evaluations.check_class_names(
+    options, context, options.get("label_key", "labels")
+  )
+
+
+class Evaluator:
+  """Metrics over a data set, from 0 to 1, as scikit-learn defines them.
+
+    mAP         average precision of each class, averaged over the classes that
+                have an example
+    auc         area under the ROC curve, averaged over the classes that have an
+                example and a counterexample
+    precision, recall, f1
+                averaged over all classes; 0 for a class without predictions,
+                or without examples
+    precision_micro, recall_micro, f1_micro
+                over all pairs of an example and a class
+
+  The host keeps the scores of the whole set, 5 N C bytes.
+
+  Args:
+    predict_fn: (variables, batch) -> logits [B, C]. The probability of a label
+      is the logit's sigmoid.
+    batches: the evaluation set.
+    context: context of the run.
+    label_key: name of the labels, multi-hot [B, C].
+    threshold: a label is predicted if its probability is above it.
+    per_class: whether to return the table "classes" with the metrics of each.
+  """
+
+  def __init__(
+    self,
+    predict_fn: Callable[[Any, Any], jax.Array],
+    batches: evaluations.Batches,
+    context: evaluations.Context,
+    *,
+    label_key: str = "labels",
+    threshold: float = 0.5,
+    per_class: bool = False,
+  ):
+    # Probabilities of large logits are equal, so logits are compared.
+    with np.errstate(divide="ignore"):
+      self._least_logit = np.log(threshold) - np.log1p(-threshold)
+    self._per_class = per_class
+    names = context.class_names
+    self._names = names.get(label_key, names.get("labels"))
+
+    def outputs(variables: Any, batch: Mapping[str, Any]) -> Any:
+      logits_BC = predict_fn(variables, batch).astype(jnp.float32)
+      labels_BC = batch[label_key]
+      if labels_BC.shape != logits_BC.shape:
+        raise ConfigError(
+          f"{context.path}.label_key: {label_key!r} has the shape "
+          f"{labels_BC.shape}; expected multi-hot labels "
+          f"{logits_BC.shape}, one for each class of the model."
+        )
+      return logits_BC, labels_BC > 0, batch["_mask"] > 0
+
+    sizes = batches.context.vocab_sizes
+    num_classes = sizes.get(label_key, sizes.get("labels"))
+    self._outputs = batches.labelled(label_key, num_classes).map(outputs)
+
+  def run(self, variables: Any, step: int) -> dict[str, Any]:
+    """Returns the metrics, and with `per_class` the table "classes"."""
+    parts = zip(*self._outputs(variables))
+    scores, labels, real = (np.concatenate(part) for part in parts)
+    scores_NC, labels_NC = scores[real], labels[real]
+    ranked = [
+      average_precision_and_auc(scores_N, labels_N)
+      for scores_N, labels_N in zip(scores_NC.T, labels_NC.T)
+    ]
+    precisions, aucs = np.array(ranked).T
+    predicted_NC = scores_NC > self._least_logit
+    hits_C = (predicted_NC & labels_NC).sum(0)
+    counts = hits_C, predicted_NC.sum(0), labels_NC.sum(0)
+    by_class = {"ap": precisions, "auc": aucs, **_rates(*counts)}
+    values: dict[str, Any] = {
+      "mAP": _mean_of_known(precisions),
+      "auc": _mean_of_known(aucs),
+      **{k: float(by_class[k].mean()) for k in ("precision", "recall", "f1")},
+    }
+    if np.isnan(scores_NC).any():
+      values = dict.fromkeys(values, np.nan)
+    micro = _rates(*(count.sum() for count in counts))
+    values |= {f"{k}_micro": float(v) for k, v in micro.items()}
+    if self._per_class:
+      names = self._names or [str(i) for i in range(len(hits_C))]
+      rows = [
+        {"class": name, "examples": int(counts[2][i])}
+        | {k: _rounded(column[i]) for k, column in by_class.items()}
+        for i, name in enumerate(names)
+      ]
+      values["classes"] = media.Table(rows)
+    return values
+
+
+def average_precision_and_auc(
+  scores_N: np.ndarray, labels_N: np.ndarray
+) -> tuple[float, float]:
+  """Average precision, and area under the ROC curve, of one class.
+
+  Examples of equal scores have the same rank. Average precision is the sum of
+  the precision at each score times the increase of the recall there.
+
+  Args:
+    scores_N: larger for examples that are more likely to have the label.
+    labels_N: bool, whether they have it.
+
+  Returns:
+    NaN, NaN without an example; the second is NaN without a counterexample.
+  """
+  order = np.argsort(-scores_N, kind="stable")
+  scores_N, labels_N = scores_N[order], labels_N[order]
+  ends = np.append(np.flatnonzero(np.diff(scores_N)), len(scores_N) - 1)
+  hits = np.cumsum(labels_N)[ends].astype(np.float64)
+  misses = ends + 1 - hits
+  if not hits.size or not hits[-1]:
+    return np.nan, np.nan
+  recall = np.append(0.0, hits / hits[-1])
+  precision = np.sum(np.diff(recall) * hits / (ends + 1))
+  if not misses[-1]:
+    return float(precision), np.nan
+  rate = np.append(0.0, misses / misses[-1])
+  return float(precision), float(np.trapezoid(recall, rate))
+
+
+def _rates(hits: Any, predicted: Any, labelled: Any) -> dict[str, Any]:
+  """Precision, recall and F1 from counts; 0 for 0 / 0."""
+
+  def ratio(a: Any, b: Any) -> Any:
+    return np.where(b > 0, a / np.maximum(b, 1), 0.0)
+
+  return {
+    "precision": ratio(hits, predicted),
+    "recall": ratio(hits, labelled),
+    "f1": ratio(2 * hits, predicted + labelled),
+  }
+
+
+def _mean_of_known(values_C: np.ndarray) -> float:
+  known = values_C[~np.isnan(values_C)]
+  return float(known.mean()) if known.size else float("nan")
+
+
+def _rounded(value: float) -> float | None:
+  return None if np.isnan(value) else round(float(value), 4)
