@@ -22,6 +22,7 @@ from bigtrain.checkpoints import (
   folders,
   integrity,
   safetensors_files,
+  tensorstore_folders,
 )
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import DamagedError, Manifest
@@ -29,7 +30,7 @@ from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
 
 # Trees of the parameters in files of whole train states.
-_PREFIXES = ("params", "opt/target")
+_PREFIXES = ("params", "opt/target", "target")
 # Tree of the mutable collections in our checkpoints; in other files they lie
 # beside "params".
 _MUTABLE = "mutable/"
@@ -43,11 +44,16 @@ class File(NamedTuple):
     read: names -> arrays by name.
     checkpoint: (directory, manifest, {name: full name}) for checkpoints of this
       program.
+    step: number of finished steps, for checkpoints.
+    parts: names -> arrays that are read when they are indexed; `read` unless
+      the file has such ones.
   """
 
   specs: dict[str, jax.ShapeDtypeStruct]
   read: Callable[[Sequence[str]], dict[str, np.ndarray]]
   checkpoint: tuple[str, Manifest, dict[str, str]] | None = None
+  step: int = 0
+  parts: Callable[[Sequence[str]], dict[str, Any]] | None = None
 
 
 def open_file(
@@ -62,7 +68,8 @@ def open_file(
 
   Args:
     path: an .npz or .safetensors file, the folder of a published model with
-      .safetensors files, a checkpoint, or a workdir.
+      .safetensors files, a checkpoint, a workdir, or a checkpoint of big_vision
+      or T5X, see tensorstore_folders.py.
     step: step of the workdir's checkpoint; the newest by default.
     prefix: tree to read, such as "ema"; by default "params" if there is such a
       tree, else everything.
@@ -76,6 +83,16 @@ def open_file(
   """
   path = paths.absolute(path)
   published = safetensors_files.is_folder(path)
+  if not paths.is_remote(path):
+    try:
+      folder = tensorstore_folders.find(path, step)
+      if folder is not None:
+        opened = _open_folder(folder, prefix, collections, key)
+        if step in (None, opened.step):
+          return opened
+        raise ValueError(f"it is of step {opened.step}, not {step}")
+    except (ValueError, OSError) as e:
+      raise ConfigError(f"{key}: {path}: cannot be read: {e}") from e
   if not path.endswith((".npz", ".safetensors")) and not published:
     directory = folders.find_named(path, step, key)
     return _open_checkpoint(directory, prefix, collections, key)
@@ -125,8 +142,24 @@ def _open_checkpoint(
 
   averaged = averages.averaged(manifest.arrays).keys() & {*full_names.values()}
   if prefix != "" and averaged:
-    return File(specs, read)
-  return File(specs, read, (directory, manifest, full_names))
+    return File(specs, read, step=manifest.step)
+  return File(specs, read, (directory, manifest, full_names), manifest.step)
+
+
+def _open_folder(
+  path: str, prefix: str | None, collections: Sequence[str], key: str
+) -> File:
+  """Opens a checkpoint of another jax program."""
+  folder = tensorstore_folders.open_folder(path)
+  full_names = _full_names(folder.arrays, prefix, collections, key)
+  arrays = {name: folder.arrays[full] for name, full in full_names.items()}
+
+  def read(names: Sequence[str]) -> dict[str, np.ndarray]:
+    return {name: arrays[name][...] for name in names}
+
+  specs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
+  parts = lambda names: {name: arrays[name] for name in names}
+  return File(specs, read, step=folder.step, parts=parts)
 
 
 def _load_npz(

@@ -2,7 +2,8 @@
 
   config.model_init = "vit_b16.npz"
   config.model_init = dict(
-    path="runs/pretrained",          # .npz, .safetensors, workdir, checkpoint
+    path="runs/pretrained",          # .npz, .safetensors, workdir, checkpoint,
+                                     # also of big_vision (.bv) and T5X
     step=90_000,                     # in a workdir; the newest by default
     prefix="ema",                    # tree to read; "params" by default
     rename=[(r"img/(.*)", r"\\1"),    # full names; the first match decides;
@@ -158,7 +159,8 @@ def load_params(
   if file.checkpoint and not values:
     loaded = _from_checkpoint(file.checkpoint, names, available, wanted)
   else:
-    values = values or file.read([names[name] for name in wanted])
+    read = file.parts or file.read
+    values = values or read([names[name] for name in wanted])
     loaded = {
       name: _place(values[name if name in values else names[name]], spec)
       for name, spec in wanted.items()

@@ -1,13 +1,15 @@
-"""Shows, verifies and exports checkpoints, without devices.
+"""Shows, verifies, exports and imports checkpoints.
 
   python -m bigtrain.tools.checkpoint show   PATH
   python -m bigtrain.tools.checkpoint verify PATH
   python -m bigtrain.tools.checkpoint export PATH OUT.npz --prefix=params
   python -m bigtrain.tools.checkpoint export PATH FOLDER --layout=llama
   python -m bigtrain.tools.checkpoint export PATH OUT --format=stablehlo
+  python -m bigtrain.tools.checkpoint import PATH WORKDIR --config=FILE.py
 
 PATH is a workdir or one of its checkpoints, such as run/checkpoints/00000100.
-`show` and `verify` do not import jax.
+`show` and `verify` do not import jax. The PATH of `import` is a checkpoint of
+T5X or big_vision, or whatever else config.model_init reads.
 
 Exit codes: 0; 1 for a checkpoint that is damaged or cannot be read; 2 for a
 wrong argument.
@@ -238,7 +240,7 @@ def _write_safetensors(
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.checkpoint",
-    description="Shows, verifies and exports checkpoints, without devices.",
+    description="Shows, verifies, exports and imports checkpoints.",
   )
   commands = parser.add_subparsers(dest="command", required=True)
 
@@ -312,12 +314,27 @@ def _parser() -> argparse.ArgumentParser:
   sub.add_argument(
     "--overwrite", action="store_true", help="replace an existing OUT"
   )
+  sub = command(
+    "import",
+    "Writes a checkpoint of T5X or big_vision, or a file of parameters, as a "
+    "checkpoint of a new workdir.",
+  )
+  sub.add_argument("out", help="workdir to write")
+  sub.add_argument(
+    "--config",
+    default="",
+    help="FILE.py[:arguments]: the parameters get the names and shapes of its "
+    "model, and the workdir its config.json (default: all arrays as they are)",
+  )
   return parser
 
 
 def _check(args: argparse.Namespace) -> None:
   """Makes paths absolute; raises ConfigError for arguments out of range."""
   args.path = paths.absolute(args.path)
+  if args.command == "import":
+    args.out = paths.absolute(args.out)
+    return  # Finds PATH itself: NAME.bv need not exist.
   if args.command == "export":
     args.out = paths.absolute(args.out)
   if not paths.exists(args.path):
@@ -368,6 +385,14 @@ def main(argv: Sequence[str] | None = None) -> int:
       return 0
     if args.command == "verify":
       return _report(verify(args.path, args.step))
+    if args.command == "import":
+      from bigtrain.tools import checkpoint_import
+
+      written, count = checkpoint_import.run(
+        args.path, args.out, args.config, args.step
+      )
+      print(f"{written}: {count} arrays")
+      return 0
     if args.format:
       # Imports jax, which the other commands do without.
       from bigtrain.inference import stablehlo

@@ -1,14 +1,14 @@
 """The T5 in Hugging Face's layouts of T5, T5 1.1 and Switch Transformers.
 
-See layouts.py for the tables. In the published names a block's layers are
-numbered: attention and MLP in the encoder; attention, cross-attention and MLP
-in the decoder.
+See layouts.py for the tables, and t5x.py for T5X's names. In the published
+names a block's layers are numbered: attention and MLP in the encoder;
+attention, cross-attention and MLP in the decoder.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigtrain.models.published import layouts, t5_config
+from bigtrain.models.published import layouts, t5_config, t5x
 from bigtrain.models.published.arrays import Remark
 from bigtrain.models.published.layouts import Entry, linear
 
@@ -103,6 +103,7 @@ def load(
   Returns:
     See layouts.load; None for a file in another layout.
   """
+  flat = t5x.renamed(flat)
   layout = layouts.find(LAYOUTS, flat)
   if layout is None:
     return None

@@ -1,0 +1,95 @@
+"""Converts checkpoints of other programs: `tools.checkpoint import`."""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import parts, settings, sharding, trees
+from bigtrain.checkpoints import (
+  checkpointer,
+  folders,
+  parameter_files,
+  warm_start,
+)
+from bigtrain.checkpoints.host_state import HostState
+from bigtrain.inputs import pipeline
+from bigtrain.reports import record
+from bigtrain.settings import ConfigError
+from bigtrain.step import initial
+
+
+def run(
+  path: str, out: str, config: str = "", step: int | None = None
+) -> tuple[str, int]:
+  """Writes the arrays of a file or folder as a checkpoint of a new workdir.
+
+  Without a config, all arrays keep their names. With one, the parameters get
+  the names and shapes of its model, as config.model_init gives them, and the
+  workdir also has a config.json: evaluate, predict, generate and bigtrain.load
+  then take it for a run. That reads the shapes of a batch from config.input.
+
+  Args:
+    path: what config.model_init reads: a checkpoint of T5X or big_vision, an
+      .npz or .safetensors file, the folder of a published model.
+    out: workdir to write to; it must not have checkpoints.
+    config: FILE.py[:arguments], or "".
+    step: step of the checkpoint to read; the newest unless given.
+
+  Returns:
+    (directory of the checkpoint, number of arrays).
+
+  Raises:
+    ConfigError: `path` cannot be read or does not fit the model; `out` has
+      checkpoints.
+  """
+  if os.path.isdir(out) and folders.steps(out):
+    raise ConfigError(f"{out}: already has checkpoints; give another folder.")
+  opened = parameter_files.open_file(path, step=step, prefix="", key="import")
+  host = HostState()
+  if config:
+    plain = settings.load(config)
+    state = _model_state(plain, dict(path=path, step=step))
+    host = HostState(config=record.as_json(plain))
+  else:
+    names = list(opened.specs)
+    state = {name: value[...] for name, value in opened.read(names).items()}
+    state = trees.from_flat(state)
+  state["step"] = jnp.int32(opened.step)
+  saver = checkpointer.Checkpointer(out)
+  saver.save(opened.step, state, host, block=True)
+  saver.close()
+  if config:
+    record.write_json(os.path.join(out, "config.json"), plain)
+  count = len(trees.flatten_with_names(state))
+  return folders.find(out, opened.step), count
+
+
+def _model_state(plain: dict[str, Any], source: dict[str, Any]) -> Any:
+  """Returns {"params"} and perhaps {"mutable"} of the config's model."""
+  config = parts.with_published_sizes(settings.Config(plain))
+  mesh = sharding.from_config(config)
+  with jax.set_mesh(mesh):
+    train_input = pipeline.make_train(
+      config.input,
+      seed=config.get("seed", 0),
+      mesh=mesh,
+      pp_modules=config.get("pp_modules", ()),
+      run=config,
+    )
+    batch_spec = sharding.batch_spec(train_input.spec, mesh)
+    task = parts.task(config)
+    module, model = parts.model(config)
+    init = initial.variables_fn(task, model, batch_spec, config.get("seed", 0))
+    rules = initial.sharding_rules(config, init)
+    spec = sharding.state_spec(jax.eval_shape(init), mesh, rules)
+    shardings = jax.tree.map(lambda x: x.sharding, spec)
+    given = config.get("model_init")
+    if isinstance(given, settings.Config):  # Such as renames and convert.
+      source = {**config.kwargs("model_init"), **source}
+    variables = warm_start.load_variables(
+      source, spec, init=jax.jit(init, out_shardings=shardings), module=module
+    )
+  params = variables.pop("params")
+  return {"params": params, **({"mutable": variables} if variables else {})}

@@ -1,0 +1,139 @@
+"""Checkpoints that big_vision and T5X wrote themselves; jax reads ours."""
+
+import pathlib
+import shutil
+import tarfile
+
+import jax
+import numpy as np
+import pytest
+
+from bigtrain import sharding, trees
+from bigtrain.checkpoints import tensorstore_folders, warm_start
+from bigtrain.checkpoints.manifest import DamagedError
+from bigtrain.models import t5, vit
+from bigtrain.settings import ConfigError
+
+ARCHIVE = pathlib.Path(__file__).parents[1] / "golden/old_checkpoints.tar.gz"
+T5 = dict(
+  vocab_size=24,
+  width=8,
+  num_heads=2,
+  depth=2,
+  decoder_depth=2,
+  head_dim=3,
+  mlp_dim=12,
+  mlp="geglu",
+  tied_head=False,
+)
+VIT = dict(
+  num_classes=5, width=16, depth=2, mlp_dim=24, num_heads=2, patch_size=(4, 4)
+)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory):
+  """Folder with the unpacked checkpoints."""
+  folder = tmp_path_factory.mktemp("old")
+  with tarfile.open(ARCHIVE) as archive:
+    archive.extractall(folder, filter="data")
+  return folder
+
+
+def spec_of(model, *inputs):
+  """Parameters of the model, split over all devices."""
+  mesh = sharding.make_mesh(fsdp=-1)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), *inputs)
+  rules = [(".*", "fsdp(min_size=1)")]
+  return sharding.state_spec(shapes["params"], mesh, rules)
+
+
+def load(source, spec, module):
+  return warm_start.load_params(source, spec, convert=module.from_published)[0]
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("where", ["t5x", "t5x/checkpoint_1000"])
+def test_a_checkpoint_of_t5x_gives_its_logits(old, scan, where):
+  if scan and where != "t5x":
+    return
+  golden = np.load(old / "t5x.npz")
+  inputs = golden["source"], golden["target"]
+  model = t5.Model(**T5, scan=scan)
+  params = load(str(old / where), spec_of(model, *inputs), t5)
+  logits, _ = model.apply({"params": params}, *inputs)
+  np.testing.assert_allclose(logits, golden["logits"], atol=2e-5)
+
+
+def test_stacked_layers_of_t5x(old):
+  """scalable_t5 stacks the layers along the second axis."""
+  flat = tensorstore_folders.open_folder(
+    str(old / "t5x" / "checkpoint_1000")
+  ).arrays
+  flat = {
+    name.removeprefix("target/"): array[...]
+    for name, array in flat.items()
+    if name.startswith("target/")
+  }
+  stacked = {n: x for n, x in flat.items() if "/layers_" not in n}
+  for name, array in flat.items():
+    if "/layers_0/" in name:
+      stack = name.split("/")[0]
+      layers = [array, flat[name.replace("layers_0", "layers_1")]]
+      stacked[name.replace("layers_0", stack)] = np.stack(layers, 1)
+  model = t5.Model(**T5)
+  like = dict(
+    trees.flatten_with_names(
+      spec_of(model, np.ones((1, 3), int), np.ones((1, 2), int))
+    )
+  )
+  one, other = (t5.from_published(x, like) for x in (flat, stacked))
+  assert one.keys() == other.keys() == like.keys()
+  for name in like:
+    np.testing.assert_array_equal(one[name][...], other[name][...])
+
+
+@pytest.mark.parametrize("where", ["bv", "bv-000000012", "npz"])
+def test_a_checkpoint_of_big_vision_gives_its_logits(old, tmp_path, where):
+  golden = np.load(old / "big_vision.npz")
+  path = old / f"big_vision.{where}"
+  if where == "npz":  # The older format of a single host: all in one file.
+    folder = tensorstore_folders.open_folder(
+      str(old / "big_vision.bv-000000012")
+    )
+    path = tmp_path / "checkpoint.npz"
+    np.savez(path, **{name: x[...] for name, x in folder.arrays.items()})
+  model = vit.Model(**VIT, rep_size=True, pool_type="tok")
+  params = load(str(path), spec_of(model, golden["image"]), vit)
+  logits, _ = model.apply({"params": params}, golden["image"])
+  np.testing.assert_allclose(logits, golden["logits"], atol=2e-5)
+
+
+def test_all_arrays_of_a_state_with_their_step(old):
+  folder = tensorstore_folders.open_folder(str(old / "big_vision.bv-000000012"))
+  assert folder.step == folder.arrays["opt/1/count"][()] == 12
+  moment = folder.arrays["opt/0/mu/head/kernel"]
+  half = folder.arrays["params/head/kernel"][...] / 2
+  assert moment.dtype == "bfloat16" and moment.shape == (16, 5)
+  np.testing.assert_allclose(moment[2:4].astype(float), half[2:4], rtol=1e-2)
+  path = tensorstore_folders.find(str(old / "t5x"))
+  folder = tensorstore_folders.open_folder(path)
+  assert folder.step == 1000
+  # This array is in the msgpack file itself.
+  assert folder.arrays["target/encoder/encoder_norm/scale"].shape == (8,)
+
+
+def test_other_steps_missing_files_and_damage(old, tmp_path):
+  model = vit.Model(**VIT, rep_size=True, pool_type="tok")
+  spec = spec_of(model, np.zeros((1, 8, 8, 3), "float32"))
+  path = str(old / "big_vision.bv")
+  assert load(dict(path=path, step=12), spec, vit)
+  with pytest.raises(ConfigError, match="no checkpoint of step 13 .* are 12"):
+    load(dict(path=path, step=13), spec, vit)
+  with pytest.raises(ConfigError, match="no checkpoint of step 7"):
+    load(dict(path=str(old / "t5x"), step=7), spec, vit)
+  copy = tmp_path / "copy.bv-000000012"
+  shutil.copytree(f"{path}-000000012", copy)
+  (copy / "params~head~kernel" / "0.0").unlink()
+  with pytest.raises(DamagedError, match="params~head~kernel"):
+    load(str(copy), spec, vit)
