@@ -29,6 +29,8 @@ The keys, all at the top of the config:
                    own function, with its keyword arguments. Also
     view              "parameters", "layers" or "matrices": what the optimizer
                       takes for one array, see views.py
+    moment_dtype      "bfloat16": stores all moments in it; see moments.py
+    moment_rounding   "stochastic" (default), or "nearest": with moment_dtype
     moment_arithmetic "float32" (default), or "stored": moments are multiplied
                       in the dtype in which they are stored, as in optax
     lr_inside         whether it gets lr times the schedule as a function of
@@ -138,13 +140,15 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     extra = {} if loss is None else {"value": loss[0] / loss[1]}
     for stage in before:
       grads = stage(grads, params)
-    # Moments may be stored in bfloat16, rounded to nearest, but the arithmetic
-    # is float32: in bfloat16, b1=0.9 would become 0.898 and 0.999 become 1.
+    # Moments may be stored in bfloat16, but the arithmetic is float32: in
+    # bfloat16, b1=0.9 would become 0.898 and 0.999 become 1.
     moments = state if recipe.stored_arithmetic else _float32(state)
     updates, new_state = last.update(grads, moments, params, step=step, **extra)
-    return updates, jax.tree.map(_cast_like, new_state, state)
+    return updates, recipe.moments.stored(new_state, state, step)
 
-  return optax.GradientTransformationExtraArgs(last.init, update)
+  return optax.GradientTransformationExtraArgs(
+    lambda params: recipe.moments.initial(last.init(params)), update
+  )
 
 
 def _last_stages(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
@@ -305,7 +309,3 @@ def _float32(state: Any) -> Any:
     ),
     state,
   )
-
-
-def _cast_like(new: jax.Array, old: jax.Array) -> jax.Array:
-  return new if new.dtype == old.dtype else new.astype(old.dtype)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from bigtrain import parts, settings, trees
-from bigtrain.optim import adafactor, by_array, views
+from bigtrain.optim import adafactor, by_array, moments, views
 from bigtrain.optim.patterns import first_match
 from bigtrain.settings import ConfigError, did_you_mean
 
@@ -70,7 +70,7 @@ _CONFIG_KEYS = {
 _MUON_RULES = "muon_weight_dimension_numbers"
 
 # Keys of config.optimizer that are not arguments of the optimizer.
-OWN_KEYS = ("name", "view", "lr_inside", "moment_arithmetic")
+OWN_KEYS = ("name", "view", "lr_inside", "moment_arithmetic", *moments.KEYS)
 
 # What optimizers see of an array, see views.seen; the others treat all elements
 # alike, or all parameters together.
@@ -153,6 +153,8 @@ def base_optimizer(
   )
   kwargs = {k: _plain_dtype(k, v, key) for k, v in options.items()}
   parameters = inspect.signature(constructor).parameters
+  if spec.get("moment_dtype") is not None:
+    kwargs = moments.without_own_dtypes(kwargs, parameters, key)
   for kwarg in ("weight_decay", "adam_weight_decay"):
     # Some default to a decay. None already means no decay.
     if kwarg in parameters and parameters[kwarg].default is not None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from bigtrain import settings, trees
 from bigtrain.lengths import Units
-from bigtrain.optim import schedules, views, wrappers
+from bigtrain.optim import moments, schedules, views, wrappers
 from bigtrain.optim.patterns import first_match, read_pairs
 from bigtrain.settings import Config, ConfigError
 
@@ -49,6 +49,7 @@ class Recipe(NamedTuple):
     wrap: what config.optimizer has around it, or None; see wrappers.py.
     stored_arithmetic: whether moments are computed in the dtype in which they
       are stored.
+    moments: how moments are stored, see moments.py.
     views: views by name of the trainable parameters.
     path: location of the optimizer's keys in the config.
   """
@@ -64,6 +65,7 @@ class Recipe(NamedTuple):
   optimizer: Mapping[str, Any]
   wrap: wrappers.Wrap | None
   stored_arithmetic: bool
+  moments: moments.Moments
   views: Mapping[str, views.View]
   path: str
 
@@ -106,6 +108,7 @@ def read(
   }
   trainable = trees.map_with_names(lambda n, _: n in leaves, params_shapes)
   shapes, _ = trees.partition(params_shapes, trainable)
+  seed = settings.whole_number(cfg, "seed", 0, least=0)
   key = f"{cfg.path}.optimizer"
   options = cfg.kwargs("optimizer", required=True)
   arithmetic = options.get("moment_arithmetic", "float32")
@@ -131,6 +134,7 @@ def read(
     optimizer=base,
     wrap=wrap,
     stored_arithmetic=arithmetic == "stored",
+    moments=moments.read(base, seed, shapes, arithmetic, key),
     views=every,
     path=cfg.path,
   )

@@ -1,0 +1,190 @@
+"""Optimizer moments that are stored in bfloat16.
+
+The keys `moment_dtype` and `moment_rounding` of config.optimizer concern all
+moments of an optimizer: running averages of gradients or of their squares, one
+number for each element of a parameter. The arithmetic is float32. Other state,
+such as counts, copies of parameters, and Adafactor's rows and columns, stays in
+float32.
+
+Rounding to nearest loses small changes. With a decay of 0.999 a second moment
+changes by 0.1% a step at most while it shrinks, less than half of bfloat16's
+last bit, so it would never shrink. Stochastic rounding takes the upper or the
+lower neighbour, each with the probability that makes the expected value the
+exact one. (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision",
+arXiv 1502.02551, section 3.)
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import settings, trees
+from bigtrain.settings import ConfigError
+
+# Keys of config.optimizer that this module reads.
+KEYS = ("moment_dtype", "moment_rounding")
+
+_DTYPES = ("bfloat16", "float32")
+_ROUNDINGS = ("stochastic", "nearest")
+
+# Names of the moments in the states of optax, optax.contrib and adafactor.py.
+_FIELDS = frozenset(
+  "mu nu m m1 m2 n v trace ema e_g e_x exp_avg exp_avg_sq".split()
+)
+
+# Separates these random numbers from those of other uses of the seed.
+_STREAM = zlib.crc32(b"moments")
+
+
+class Moments(NamedTuple):
+  """How moments are stored.
+
+  Attributes:
+    dtype: their dtype, or None for the optimizer's own choice.
+    stochastic: whether they are rounded stochastically, and not to nearest.
+    seed: config.seed.
+    sizes: numbers of elements of the trainable parameters, by name.
+    key: location of the optimizer in the config, for messages.
+  """
+
+  dtype: Any
+  stochastic: bool
+  seed: int
+  sizes: Mapping[str, int]
+  key: str
+
+  def initial(self, state: Any) -> Any:
+    """Returns the optimizer's initial state as it is stored.
+
+    Raises:
+      ConfigError: the optimizer has no moments.
+    """
+    if self.dtype is None:
+      return state
+    names = [n for n, x in trees.flatten_with_names(state) if self._has(n, x)]
+    if not names:
+      raise ConfigError(
+        f"{self.key}.moment_dtype: this optimizer stores no moments of each "
+        "element of a parameter."
+      )
+    return trees.map_with_names(
+      lambda name, x: x.astype(self.dtype) if self._has(name, x) else x, state
+    )
+
+  def stored(self, new: Any, old: Any, step: Any) -> Any:
+    """Returns the new state in the dtypes of the old one.
+
+    Args:
+      new: state of the optimizer after an update, computed in float32.
+      old: stored state before it.
+      step: number of updates before this one. With the seed and the name of
+        an array, it determines the random numbers.
+    """
+    if not self.stochastic:
+      return jax.tree.map(_cast_like, new, old)
+    key = jax.random.fold_in(jax.random.key(self.seed), _STREAM)
+    key = jax.random.fold_in(key, step)
+
+    def store(name: str, x: jax.Array, before: jax.Array) -> jax.Array:
+      if before.dtype != jnp.bfloat16 or x.dtype != jnp.float32:
+        return _cast_like(x, before)
+      return round_stochastically(
+        x, jax.random.fold_in(key, zlib.crc32(name.encode()))
+      )
+
+    return trees.map_with_names(store, new, old)
+
+  def _has(self, name: str, x: Any) -> bool:
+    """Whether an array of the state is a moment."""
+    parts = name.split("/")
+    return any(
+      field in _FIELDS and self.sizes.get("/".join(parts[i + 1 :])) == x.size
+      for i, field in enumerate(parts)
+    )
+
+
+def read(
+  spec: Mapping[str, Any], seed: int, shapes: Any, arithmetic: str, key: str
+) -> Moments:
+  """Reads moment_dtype and moment_rounding.
+
+  Args:
+    spec: name and arguments of the base optimizer.
+    seed: config.seed.
+    shapes: tree of the trainable parameters' ShapeDtypeStructs.
+    arithmetic: config.optimizer.moment_arithmetic.
+    key: location of `spec` in the config, for messages.
+
+  Raises:
+    ConfigError: an unknown value, or keys that contradict each other.
+  """
+  dtype, rounding = (spec.get(name) for name in KEYS)
+  for name, value, known in zip(KEYS, (dtype, rounding), (_DTYPES, _ROUNDINGS)):
+    if value is not None and value not in known:
+      hint = settings.did_you_mean(str(value), known)
+      raise ConfigError(f"{key}.{name}: unknown {value!r}.{hint}")
+  if rounding == "stochastic" and dtype != "bfloat16":
+    raise ConfigError(
+      f"{key}.moment_rounding='stochastic': expected "
+      f"{key}.moment_dtype='bfloat16' beside it, got {dtype!r}."
+    )
+  if dtype is not None and arithmetic == "stored":
+    raise ConfigError(
+      f"{key}.moment_dtype={dtype!r}: expected moment_arithmetic='float32'. "
+      "With 'stored', an optimizer's own arguments give the dtypes."
+    )
+  return Moments(
+    dtype=None if dtype is None else jnp.dtype(dtype),
+    stochastic=dtype == "bfloat16" and rounding != "nearest",
+    seed=seed,
+    sizes={name: x.size for name, x in trees.flatten_with_names(shapes)},
+    key=key,
+  )
+
+
+def without_own_dtypes(
+  kwargs: Mapping[str, Any], parameters: Mapping[str, Any], key: str
+) -> dict[str, Any]:
+  """Returns arguments with which an optimizer computes moments in float32.
+
+  Args:
+    kwargs: the optimizer's arguments in the config.
+    parameters: parameters of its function.
+    key: location of the optimizer in the config, for messages.
+
+  Raises:
+    ConfigError: the config gives a dtype of its own for a moment.
+  """
+  names = [name for name in parameters if "dtype" in name]
+  for name in names:
+    if kwargs.get(name) is not None:
+      raise ConfigError(
+        f"{key}.{name}={str(kwargs[name])!r}: expected none beside "
+        f"{key}.moment_dtype, which concerns all moments."
+      )
+  return {**kwargs, **dict.fromkeys(names, jnp.float32)}
+
+
+@jax.jit
+def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
+  """Rounds float32 to one of the two nearest bfloat16, without bias.
+
+  Args:
+    x: float32 array. Infinities and NaN remain.
+    key: random key. Equal keys and shapes give equal roundings, however the
+      array is split over devices.
+  """
+  # A bfloat16 is the upper half of a float32. Adding a uniform number to the
+  # lower half carries into the upper half with the right probability.
+  noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+  sums = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+  upper = (sums >> 16).astype(jnp.uint16)
+  rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+  return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def _cast_like(new: jax.Array, old: jax.Array) -> jax.Array:
+  return new if new.dtype == old.dtype else new.astype(old.dtype)
