@@ -27,7 +27,7 @@ for, and the options of the config's entry as keyword arguments:
 `__init__` loads data and compiles, in the background while the run trains.
 `run` is called on every process and returns the same result on each. A value is
 a number, or one of the following, which a file in the workdir holds and the
-loggers show:
+loggers and tools.report show:
 
   reports.media.Image(pixels, caption)   pixels [height, width, channels]
   reports.media.Text(text)

@@ -2,20 +2,19 @@
 
 The results of an evaluator, and the metrics of a task, may have these values
 beside numbers. A file in the workdir holds each of them, metrics.jsonl the
-path of the file, and TensorBoard, W&B, MLflow and trackio show them.
+path of the file, and the loggers and tools.report show them.
 
 The files of a metric are media/<metric>/<step>.<suffix>, unless the evaluator
 gives a path.
 """
 
-import base64
 import dataclasses
 import json
 import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -209,6 +208,18 @@ def save(workdir: str, step: int, shown: Mapping[str, Any]) -> None:
       file.write(content(value))
 
 
+class ImageFile(NamedTuple):
+  """An image that was read from its file.
+
+  Attributes:
+    content: the PNG file.
+    caption: text below the image.
+  """
+
+  content: bytes
+  caption: str
+
+
 def read(workdir: str, path: str) -> Any:
   """Reads a file that a row points to.
 
@@ -217,17 +228,19 @@ def read(workdir: str, path: str) -> Any:
     path: value of the row.
 
   Returns:
-    `Text`; `Table`; {"edges", "counts"} of a histogram; or {"src", "caption"}
-    of an image, where "src" is a data URL. None if there is no such file.
+    `ImageFile`, `Text`, `Table`, or {"edges", "counts"} of a histogram; None if
+    there is no such file in the workdir.
   """
+  suffix = os.path.splitext(path)[1]
+  is_inside = not os.path.isabs(path) and ".." not in path.split("/")
+  if suffix not in (".png", ".txt", ".jsonl", ".json") or not is_inside:
+    return None
   try:
     data = paths.read_bytes(os.path.join(workdir, path))
   except (OSError, ValueError):
     return None
-  suffix = os.path.splitext(path)[1]
   if suffix == ".png":
-    src = "data:image/png;base64," + base64.b64encode(data).decode()
-    return {"src": src, "caption": png_caption(data)}
+    return ImageFile(data, png_caption(data))
   if suffix == ".jsonl":
     return Table([json.loads(line) for line in data.splitlines()], path)
   return json.loads(data) if suffix == ".json" else Text(data.decode(), path)

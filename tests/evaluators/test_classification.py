@@ -123,6 +123,7 @@ def test_calibration_error_from_scikit_learns_curve(loss):
   logits = RNG.normal(size=(n, C)).astype(np.float32) * 3
   labels = np.where(RNG.random(n) < 0.6, logits.argmax(-1), 0)
   labels[::10] = -1  # Have no label.
+  labels[-1] = logits[-1].argmax()  # Padding repeats the last example.
   arrays = dict(x=logits, labels=labels)
   data = dict(type="arrays", arrays=arrays)
   if loss == "sigmoid_xent":

@@ -2,12 +2,8 @@
 
 import base64
 import html
-import struct
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from bigtrain.tools.report.panels import COLORS
 
@@ -90,29 +86,4 @@ def picture(content: bytes, kind: str = "", description: str = "") -> str:
   return (
     f'<img class="{kind}" alt="{text(description)}" '
     f'src="data:image/png;base64,{encoded}">'
-  )
-
-
-def png(image: np.ndarray) -> bytes:
-  """Encodes a picture.
-
-  Args:
-    image: uint8 [height, width, 1 or 3].
-  """
-  height, width, channels = image.shape
-  rows = image.reshape(height, width * channels)
-  filtered = np.pad(rows, ((0, 0), (1, 0)))  # Filter 0 of each row: none.
-
-  def chunk(kind: bytes, data: bytes) -> bytes:
-    check = zlib.crc32(kind + data)
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", check)
-
-  header = struct.pack(
-    ">IIBBBBB", width, height, 8, {1: 0, 3: 2}[channels], 0, 0, 0
-  )
-  return (
-    b"\x89PNG\r\n\x1a\n"
-    + chunk(b"IHDR", header)
-    + chunk(b"IDAT", zlib.compress(filtered.tobytes(), 9))
-    + chunk(b"IEND", b"")
   )

@@ -7,13 +7,21 @@ from typing import Any
 
 from bigtrain.reports import console
 from bigtrain.tools.ranking import Best
-from bigtrain.tools.report import charts, markup, panels, predictions, texts
+from bigtrain.tools.report import (
+  charts,
+  markup,
+  media,
+  panels,
+  predictions,
+  texts,
+)
 from bigtrain.tools.report.panels import ACCOUNT_COLORS, ACCOUNT_NAMES, Run
 
 # What evaluators have written: heading, and function from a run to HTML.
 _OF_RUNS = (
   ("Predictions", predictions.section),
   ("Captions and texts", texts.section),
+  ("Images, tables and histograms", media.section),
 )
 _LONGEST = 40  # Characters of a config value in the table of runs.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from bigtrain.checkpoints import folders
 from bigtrain.checkpoints.manifest import CheckpointError
+from bigtrain.reports import media
 from bigtrain.tools.report import markup
 from bigtrain.tools.report.panels import Run
 
@@ -228,7 +229,7 @@ def _worst(predictions: Predictions) -> str:
     if p.images is not None:
       image = p.images[rows[i]].astype(np.float64)
       scaled = 255 * (image - low) / max(high - low, 1e-9)
-      content = markup.png(scaled.round().astype(np.uint8))
+      content = media.Image(scaled.round().astype(np.uint8)).png()
       picture = markup.picture(content, description=f"example {rows[i]}")
     items.append(
       f"<div>{picture}<b>{markup.text(true)}</b><br>"

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 
-from bigtrain.tools.report import markup, texts
+from bigtrain.reports import media
+from bigtrain.tools.report import texts
 from bigtrain.tools.report.panels import Run
 
 
@@ -19,7 +20,7 @@ def test_captions(tmp_path):
     {"number": 1, "caption": "d", "references": ["e"]},
   ]
   write(tmp_path / "captions" / "val-00000010.jsonl", rows)
-  picture = markup.png(np.zeros((2, 2, 3), np.uint8))
+  picture = media.Image(np.zeros((2, 2, 3), np.uint8)).png()
   (tmp_path / "captions" / "val-00000010.png").write_bytes(picture)
   html = texts.section(Run("a", {}, {}, [], str(tmp_path)))
   assert "<h4>val, step 10: captions</h4>" in html
