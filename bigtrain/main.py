@@ -76,7 +76,7 @@ def train(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
         return _train(config, workdir, at_end, rollbacks)
     except guard_lib.Rollback as e:
       logging.error("%s", e)
-      rollbacks.append(e)
+      e.add_to(rollbacks)
     except device_memory.OutOfMemory as e:
       device_memory.raise_with_advice(e, config, train)
 
@@ -399,7 +399,7 @@ def _train(
       with clock.waiting_for_data():
         batch = next(batches)
       process.host_work_done()
-      state, tally = update(state, tally, batch, fixed)
+      state, tally = hooks.update(step + 1, update, state, tally, batch, fixed)
     step += 1
     hooks.after_step(step, state, tally)
     console.step(step)

@@ -29,6 +29,7 @@ JOBS = (
       "runtime.test_hooks_of_two_processes.train_until_stopped",
       "runtime.test_hooks_of_two_processes.train_until_nan",
       "runtime.test_hooks_of_two_processes.train_acting",
+      "hooks.test_replicas.train_with_a_flip",
     ),
   ),
 )

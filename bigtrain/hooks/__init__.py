@@ -23,6 +23,12 @@ order of the config:
   before_train(step)      Called before the first step of a process; `step` is
                           the number of updates so far.
   before_step(step)       Called before each step; steps count from 1.
+  around_update(step, update, *args) -> result
+                          Called in place of update(*args), which computes the
+                          step: the arguments are state, tally, batch and fixed
+                          variables, the result is (state, tally). It calls
+                          `update`, which overwrites the state that it is given.
+                          The first hook of the config is the outermost.
   after_step(step)        Called after each step. The device may still compute
                           the step: nothing has waited for it.
   after_row(step, row)    Called on process 0 with each row, of training and of

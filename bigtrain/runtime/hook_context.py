@@ -14,10 +14,19 @@ hooks.py calls the hooks and carries out what they ask for.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from bigtrain import settings
 from bigtrain.settings import ConfigError
+from bigtrain.step import guard
+
+# What to do about a state that is corrupt.
+POLICIES = ("stop", "rollback")
+_MOST_ROLLBACKS = 3
+
+
+class Corrupt(RuntimeError):
+  """The hardware computed, moved or kept wrong bits."""
 
 
 class End(NamedTuple):
@@ -58,6 +67,7 @@ class Run:
     evaluations: names of the evaluations.
     step: number of updates that made `state`.
     state: train state.
+    saved_step: step of the newest checkpoint of this run, or None.
     values: see `Context.values`.
     in_row: whether hooks see a row at present.
     scalars: scalars for the next row.
@@ -78,6 +88,7 @@ class Run:
     self.evaluations = [evaluation.name for evaluation in evaluations]
     self.step = 0
     self.state: Any = None
+    self.saved_step: int | None = None
     self.values: dict[str, float] | None = None
     self.scalars: dict[str, Any] = {}
     self.stop: Stop | None = None
@@ -219,6 +230,34 @@ class Context:
     self._check_asks()
     if self._run.stop is None or (failure and not self._run.stop.failure):
       self._run.stop = Stop(f"hook {self.name!r}: {reason}", failure)
+
+  def check_policy(self, policy: str) -> str:
+    """Returns the option `policy` of a hook that calls `reject_state`.
+
+    Raises:
+      ConfigError: it is not one of POLICIES.
+    """
+    if policy not in POLICIES:
+      hint = settings.did_you_mean(policy, POLICIES)
+      raise ConfigError(f"{self.path}.policy: no policy {policy!r}.{hint}")
+    return policy
+
+  def reject_state(self, reason: str, policy: str) -> NoReturn:
+    """Ends the run now, because its state is wrong; nothing more is saved.
+
+    All processes call this at the same step.
+
+    Args:
+      reason: one line for the log.
+      policy: "rollback" to return to the newest checkpoint and compute the
+        steps again, at most three times; "stop" to fail, as without a
+        checkpoint.
+    """
+    error = Corrupt(f"hook {self.name!r}: {reason}")
+    saved = self._run.saved_step
+    if policy == "rollback" and saved is not None:
+      raise guard.Rollback(error, saved, saved, _MOST_ROLLBACKS)
+    raise error
 
   def _check_asks(self) -> None:
     if not self.asks and not self._run.in_row:

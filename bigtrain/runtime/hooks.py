@@ -5,8 +5,9 @@ it alone shows its hooks the rows, and what its hooks ask for is broadcast. No
 method here waits for the device, except for a hook that `needs_values`.
 """
 
+import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from bigtrain.step import guard, tally
 _METHODS = (
   "before_train",
   "before_step",
+  "around_update",
   "after_step",
   "after_row",
   "before_save",
@@ -81,6 +83,21 @@ class Hooks:
     """
     for call in self._calls["before_step"]:
       call(step)
+
+  def update(self, step: int, update: Callable[..., Any], *args: Any) -> Any:
+    """Computes a step, inside of the hooks that have around_update.
+
+    Args:
+      step: number of updates after the step.
+      update: the compiled update.
+      *args: its arguments: state, tally, batch, variables that stay fixed.
+
+    Returns:
+      The new state and tally.
+    """
+    for call in reversed(self._calls["around_update"]):
+      update = functools.partial(call, step, update)
+    return update(*args)
 
   def after_step(self, step: int, state: Any, sums: tally.Tally) -> None:
     """Calls after_step of every hook.
@@ -150,6 +167,7 @@ class Hooks:
     """Calls before_save of every hook."""
     for call in self._calls["before_save"]:
       call(step)
+    self._run.saved_step = step
 
   def keep_steps(self) -> set[int]:
     """Returns the steps whose checkpoints must stay; valid on process 0."""
@@ -221,6 +239,7 @@ class Hooks:
     self._run.step, self._run.state = step, state
     if not saved:
       return
+    self._run.saved_step = step
     for name, hook in self._hooks.items():
       if name in saved["hooks"] and hasattr(hook, "restore"):
         hook.restore(saved["hooks"][name])

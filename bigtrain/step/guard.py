@@ -48,17 +48,30 @@ class Rollback(Exception):
   """The run returns to a checkpoint and skips some batches.
 
   Attributes:
-    step: the step that was not finite, or a spike.
+    error: the reason.
+    step: last step whose batch is skipped; `restart` to skip none.
     restart: step of the checkpoint.
   """
 
-  def __init__(self, error: Exception, step: int, restart: int):
-    super().__init__(
-      f"{error} ROLLING BACK to step {restart}, skipping the batches of steps "
-      f"{restart + 1} to {step}."
-    )
+  def __init__(
+    self, error: Exception, step: int, restart: int, most: int | None = None
+  ):
+    """Constructed where the reason is known; `most` limits such rollbacks."""
+    skipped = ""
+    if step > restart:
+      skipped = f", skipping the batches of steps {restart + 1} to {step}"
+    super().__init__(f"{error} ROLLING BACK to step {restart}{skipped}.")
+    self.error = error
     self.step = step
     self.restart = restart
+    self._most = most
+
+  def add_to(self, rollbacks: "list[Rollback]") -> None:
+    """Appends this one, or raises its error if there are too many like it."""
+    alike = [r for r in rollbacks if type(r.error) is type(self.error)]
+    if self._most is not None and len(alike) >= self._most:
+      raise self.error
+    rollbacks.append(self)
 
 
 class Verdict(NamedTuple):

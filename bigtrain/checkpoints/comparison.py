@@ -1,0 +1,147 @@
+"""Compares arrays on devices by their checksums, without gathering them.
+
+Each device sums its shards (checksums.py); processes exchange only sums. The
+functions are called on all processes at the same point, and return the same
+text on all of them: the first array that differs with its devices and hosts, or
+"" if nothing differs.
+"""
+
+import collections
+import hashlib
+import json
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from bigtrain import trees
+from bigtrain.checkpoints import checksums
+from bigtrain.checkpoints.peers import Peers
+
+# {name: {device of this process: sums of its shard}}.
+ByDevice = Mapping[str, Mapping[Any, checksums.Sums]]
+
+
+class _Shard(NamedTuple):
+  """A shard on one device, as JSON for other processes.
+
+  Attributes:
+    position: position of its array in the tree.
+    name: name of the array.
+    place: index of the shard in the array, as text.
+    device: name of the device, with its host.
+    sums: its sums, as text.
+  """
+
+  position: int
+  name: str
+  place: str
+  device: str
+  sums: str
+
+
+def sum_up(tree: Any) -> ByDevice:
+  """Sums every shard of this process; waits for the devices."""
+  return checksums.OnDevices(trees.flatten_with_names(tree)).result()
+
+
+def results(first: ByDevice, second: ByDevice, peers: Peers) -> str:
+  """Compares two results of the same computation.
+
+  Args:
+    first: sums of one result.
+    second: sums of the other, of the same arrays.
+    peers: all processes.
+  """
+  differing = [
+    _Shard(i, name, "", _where(device), "")
+    for i, (name, sums) in enumerate(first.items())
+    for device, one in sums.items()
+    if one != second[name][device]
+  ]
+  return _describe(_exchange(peers, differing))
+
+
+def replicas(tree: Any, peers: Peers) -> str:
+  """Compares the devices that hold the same part of an array.
+
+  Args:
+    tree: arrays on devices.
+    peers: all processes.
+  """
+  named = trees.flatten_with_names(tree)
+  sums = checksums.OnDevices(named).result()
+  own = []
+  lines: dict[str, list[str]] = collections.defaultdict(list)
+  for i, (name, x) in enumerate(named):
+    places, holders = _places(x)
+    compared = set()
+    for device, one in sums[name].items():
+      place, text = places[device], checksums.as_text(one)
+      own.append(_Shard(i, name, place, _where(device), text))
+      if place not in compared and len(holders[place]) > 1:
+        compared.add(place)
+        processes = json.dumps(sorted(holders[place]))
+        lines[processes].append(f"{i} {place} {text}")
+  # Processes that hold the same parts compare one digest of all of them.
+  texts = {
+    processes: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()
+    for processes, each in lines.items()
+  }
+  answers = peers.share([bool(_minorities(own)), texts])
+  by_key: dict[str, set[str]] = collections.defaultdict(set)
+  for _, each in answers:
+    for key, text in each.items():
+      by_key[key].add(text)
+  differs = any(each for each, _ in answers)
+  if not differs and all(len(each) == 1 for each in by_key.values()):
+    return ""
+  return _describe(_minorities(_exchange(peers, own)))
+
+
+def _places(x: jax.Array) -> tuple[dict[Any, str], dict[str, set[int]]]:
+  """({device: place of its shard}, {place: processes that hold it})."""
+  places: dict[Any, str] = {
+    device: str([(s.start, s.stop) for s in checksums.explicit(index, x.shape)])
+    for device, index in x.sharding.devices_indices_map(x.shape).items()
+  }
+  holders: dict[str, set[int]] = collections.defaultdict(set)
+  for device, place in places.items():
+    holders[place].add(device.process_index)
+  return places, holders
+
+
+def _where(device: Any) -> str:
+  return f"{device} of host {socket.gethostname()}"
+
+
+def _exchange(peers: Peers, shards: Iterable[_Shard]) -> list[_Shard]:
+  """The shards of all processes."""
+  answers = peers.share(list(shards))
+  return [_Shard(*shard) for answer in answers for shard in answer]
+
+
+def _minorities(shards: Iterable[_Shard]) -> list[_Shard]:
+  """The shards whose sums most other holders of the same part do not have."""
+  by_part = collections.defaultdict(list)
+  for shard in shards:
+    by_part[shard.position, shard.place].append(shard)
+  odd = []
+  for group in by_part.values():
+    counts = collections.Counter(shard.sums for shard in group).most_common()
+    if len(counts) == 1:
+      continue
+    tied = counts[0][1] == counts[1][1]
+    odd += [s for s in group if tied or s.sums != counts[0][0]]
+  return odd
+
+
+def _describe(shards: Sequence[_Shard]) -> str:
+  if not shards:
+    return ""
+  first = min(shards)
+  devices = sorted({s.device for s in shards if s.position == first.position})
+  number = len({shard.position for shard in shards})
+  more = f" (the first of {number} arrays)" if number > 1 else ""
+  return f"{first.name!r}{more} on {', '.join(devices)}"

@@ -1,0 +1,70 @@
+"""Computes some steps twice and compares every bit of the results."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain.checkpoints import comparison, peers
+from bigtrain.runtime.hook_context import Context
+from bigtrain.settings import check_number
+
+
+class Hook:
+  """Finds devices that compute wrong numbers.
+
+  Every `every_steps` steps, the step is computed twice from the same state and
+  batch. The new states and metrics are compared by checksums of every shard,
+  which the devices compute. If they differ, the run ends before anything is
+  saved, and the error names the step, the first array and its devices. The
+  program must be deterministic; on GPUs that needs
+  XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+
+  Args:
+    every_steps: number of steps between two replays. A replay takes the time of
+      a step, and the memory of a second state.
+    policy: "stop", or "rollback" to go on from the newest checkpoint.
+    context: given by the program.
+  """
+
+  def __init__(
+    self, every_steps: int = 1000, policy: str = "stop", *, context: Context
+  ):
+    path = f"{context.path}.every_steps"
+    self._every = check_number(path, every_steps, least=1, whole=True)
+    self._policy = context.check_policy(policy)
+    self._context = context
+    self._copy: Any = None
+    self._peers: peers.Peers | None = None
+
+  def around_update(
+    self, step: int, update: Callable[..., Any], state: Any, *rest: Any
+  ) -> Any:
+    """Computes the step, twice if it is time."""
+    if step % self._every:
+      return update(state, *rest)
+    # The update overwrites the state that it is given.
+    first = _sum_up(*update(self._copied(state), *rest))
+    result = update(state, *rest)
+    self._peers = self._peers or peers.Peers()
+    what = comparison.results(first, _sum_up(*result), self._peers)
+    if what:
+      self._context.reject_state(
+        f"step {step}, computed twice from the same state, has other bits in "
+        f"{what}. A device computes wrong numbers, or the program is not "
+        "deterministic.",
+        self._policy,
+      )
+    return result
+
+  def _copied(self, state: Any) -> Any:
+    if self._copy is None:
+      shardings = jax.tree.map(lambda x: x.sharding, state)
+      copy = lambda tree: jax.tree.map(jnp.copy, tree)
+      self._copy = jax.jit(copy, out_shardings=shardings)
+    return self._copy(state)
+
+
+def _sum_up(state: Any, tally: Any) -> comparison.ByDevice:
+  return comparison.sum_up({"state": state, "tally": tally})

@@ -1,0 +1,50 @@
+"""Compares the copies of parameters and optimizer state on all devices."""
+
+from bigtrain.checkpoints import comparison, peers
+from bigtrain.runtime.hook_context import Context
+from bigtrain.settings import check_number
+
+
+class Hook:
+  """Finds replicas that have come to differ.
+
+  Every `every_steps` steps and before every checkpoint, each device computes
+  checksums of its shards, and those of the same shard are compared. If they
+  differ, the run ends before anything is saved, and the error names the step,
+  the first array, and the devices that differ from most others.
+
+  Args:
+    every_steps: number of steps between two comparisons.
+    policy: "stop", or "rollback" to go on from the newest checkpoint.
+    context: given by the program.
+  """
+
+  def __init__(
+    self, every_steps: int = 1000, policy: str = "stop", *, context: Context
+  ):
+    path = f"{context.path}.every_steps"
+    self._every = check_number(path, every_steps, least=1, whole=True)
+    self._policy = context.check_policy(policy)
+    self._context = context
+    self._compared = -1  # Newest step that was compared.
+    self._peers: peers.Peers | None = None
+
+  def after_step(self, step: int) -> None:
+    """Compares the replicas if it is time."""
+    if step % self._every == 0:
+      self._compare(step)
+
+  def before_save(self, step: int) -> None:
+    """Compares the replicas: a checkpoint has only one of them."""
+    if step != self._compared:
+      self._compare(step)
+
+  def _compare(self, step: int) -> None:
+    self._peers = self._peers or peers.Peers()
+    what = comparison.replicas(self._context.state, self._peers)
+    self._compared = step
+    if what:
+      self._context.reject_state(
+        f"after step {step}, replicas of the state differ in {what}.",
+        self._policy,
+      )
