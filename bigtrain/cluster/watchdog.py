@@ -1,18 +1,20 @@
 """Ends a process that hangs, and reports where it hangs.
 
 The program reports its phases. A thread checks that no phase takes longer than
-its limit; otherwise it writes the stacks of all threads to the workdir and
-ends the process with code 1, without waiting for the device, for other
-processes or for the interpreter's exit. If native code holds the interpreter's
-lock, so that this thread cannot run, a timer in C does the same a minute
-later.
+its limit, and no step much longer than the steps before; otherwise it writes
+the stacks of all threads to the workdir and ends the process with code 1,
+without waiting for the device, for other processes or for the interpreter's
+exit. If native code holds the interpreter's lock, so that this thread cannot
+run, a timer in C does the same a minute later.
 """
 
+import collections
 import contextlib
 import faulthandler
 import logging
 import os
 import socket
+import statistics
 import sys
 import tempfile
 import threading
@@ -26,14 +28,20 @@ from bigtrain.files import paths
 from bigtrain.settings import ConfigError
 
 # Seconds; generous, since ending a healthy run is worse than ending a hung one
-# late. `evaluation` is for each batch, `step` for each step.
+# late. `evaluation` is for each batch, `step` for each step. `step_floor` is
+# the smallest limit of a step that is learned from the steps before.
 LIMITS = {
   "start": 3600.0,
   "compile": 7200.0,
   "step": 1800.0,
+  "step_floor": 60.0,
   "evaluation": 3600.0,
   "save": 3600.0,
 }
+# A step hangs if it takes this multiple of the median of the last steps, once
+# enough of them are known.
+_TIMES_MEDIAN = 20.0
+_MOST_STEPS, _LEAST_STEPS = 100, 20
 _POLL_SECS = 0.5
 _NATIVE_EXTRA_SECS = 60.0
 _WRITE_SECS = 10.0  # For the stacks; the storage may be the cause of the hang.
@@ -81,6 +89,9 @@ class Watchdog:
     self._writing = threading.Lock()
     self._outcome = ""  # Of writing the stacks, in words.
     self._phase = ("start", 0, time.monotonic())  # Name, step, beginning.
+    self._step_secs: collections.deque[float] = collections.deque(
+      maxlen=_MOST_STEPS
+    )
     process.on_hang(self._write_stacks)
     if limits is None:
       return
@@ -91,7 +102,11 @@ class Watchdog:
 
   def enter(self, phase: str, step: int) -> None:
     """Begins a phase, or its next step, and restarts its time limit."""
-    self._phase = (phase, step, time.monotonic())
+    now = time.monotonic()
+    previous, previous_step, began = self._phase
+    if (previous, phase) == ("step", "step") and step != previous_step:
+      self._step_secs.append(now - began)
+    self._phase = (phase, step, now)
     process.report_phase(phase, step)
 
   def beat(self) -> None:
@@ -112,9 +127,9 @@ class Watchdog:
   def _watch(self) -> None:
     while not self._closed.wait(_POLL_SECS):
       phase, step, began = self._phase
-      limit = self._limits[phase]
+      limit, reason = self._limit(phase)
       if time.monotonic() - began > limit:
-        self._end(phase, step, limit)
+        self._end(phase, step, limit, reason)
       if self._file is None and os.path.isdir(self._folder):
         self._file = self._open()
       if self._file is not None:
@@ -124,6 +139,21 @@ class Watchdog:
           exit=True,
           file=self._file,
         )
+
+  def _limit(self, phase: str) -> tuple[float, str]:
+    """The limit of a phase in seconds, and its origin."""
+    assert self._limits is not None
+    limit = self._limits[phase]
+    known = tuple(self._step_secs)
+    if phase == "step" and len(known) >= _LEAST_STEPS:
+      median = statistics.median(known)
+      learned = max(_TIMES_MEDIAN * median, self._limits["step_floor"])
+      if learned < limit:
+        return learned, (
+          f"the median of the last {len(known)} steps is {median:.3g} s; see "
+          "config.watchdog.step_floor_secs"
+        )
+    return limit, f"config.watchdog.{phase}_secs"
 
   def _open(self) -> Any:
     """Opens the file for the timer in C, which cannot open one itself."""
@@ -145,10 +175,10 @@ class Watchdog:
           if not os.path.getsize(path):
             os.remove(path)
 
-  def _end(self, phase: str, step: int, limit: float) -> None:
+  def _end(self, phase: str, step: int, limit: float, reason: str) -> None:
     message = (
-      f"the phase {phase!r} at step {step} took more than {limit:g} s "
-      f"(config.watchdog.{phase}_secs)"
+      f"the phase {phase!r} at step {step} took more than {limit:.3g} s "
+      f"({reason})"
     )
     message += self._write_stacks(message)
     # In a job of several processes all end here, with the laggard's name.

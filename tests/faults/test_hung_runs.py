@@ -37,6 +37,24 @@ def test_hang_in_a_step(program, workdir, undisturbed):
 
 
 @pytest.mark.slow
+def test_the_limit_of_a_step_is_learned_from_the_steps_before(program, workdir):
+  hook = dict(hang=dict(type="faults.waiting.Hang", step=42))
+  options = (watchdog(step_floor_secs=2), f"hooks={hook}", "total_steps=60")
+  process = program.start(workdir, *options, "ckpt_steps=100", "log_steps=20")
+  assert process.wait(60) == 1
+  match = re.match(
+    r"error: hang: the phase 'step' at step 42 took more than ([\d.]+) s \(the "
+    r"median of the last (\d+) steps is ([\d.]+) s; see "
+    r"config\.watchdog\.step_floor_secs\); the stacks",
+    process.last_line(),
+  )
+  assert match, process.text()
+  limit, number, median = map(float, match.groups())
+  assert limit == pytest.approx(max(2, 20 * median), rel=0.02)
+  assert 20 <= number <= 42
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["start", "compile"])
 def test_hang_before_the_first_step(program, workdir, phase):
   fault = ("hang", phase)
