@@ -269,7 +269,7 @@ class Model(nn.Module):
     if real is None and segments is not None:
       real = segments != 0
     (x_BLD, cache), stats = self._blocks(
-      (sharding.over_batch(x_BLD), cache), rope, sees, real, start, train
+      (sharding.stream(x_BLD), cache), rope, sees, real, start, train
     )
     x_BLD = causal_block.norm(self, "norm")(x_BLD)
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}

@@ -320,7 +320,7 @@ class Model(nn.Module):
 
   def _embed(self, tokens_BL: jax.Array) -> jax.Array:
     x_BLD = jnp.take(self.token_embedding, tokens_BL, axis=0)
-    return sharding.over_batch(x_BLD.astype(self.dtype))
+    return sharding.stream(x_BLD.astype(self.dtype))
 
   def _scaled(self, x_BLD: jax.Array) -> jax.Array:
     return x_BLD * self.width**-0.5 if self.tied_head else x_BLD

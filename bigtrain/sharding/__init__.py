@@ -33,9 +33,11 @@ from bigtrain.sharding.mesh import (
 from bigtrain.sharding.traced import (
   ambient,
   device,
+  length_ways,
   over_batch,
   split_batch,
   splits,
+  stream,
 )
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
   "device",
   "from_config",
   "in_words",
+  "length_ways",
   "make_mesh",
   "one_example",
   "over_batch",
@@ -61,4 +64,5 @@ __all__ = [
   "splits",
   "state_shardings",
   "state_spec",
+  "stream",
 ]

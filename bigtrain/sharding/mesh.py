@@ -164,13 +164,7 @@ def from_config(config: Config) -> Mesh:
   absent = config.get("compile_only", False)
   if isinstance(absent, str):
     options["devices"] = _absent_tpus(absent)
-  mesh = make_mesh(**options)
-  if (sequence := mesh.shape["sequence"]) > 1:
-    raise ConfigError(
-      f"{config.path}.mesh.sequence={sequence}: models cannot split an example "
-      "over devices; expected 1."
-    )
-  return mesh
+  return make_mesh(**options)
 
 
 def _absent_tpus(topology: str) -> Sequence[Any]:

@@ -33,6 +33,32 @@ def over_batch(x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
 
 
+def stream(x_BLD: jax.Array) -> jax.Array:
+  """Constrains the layout of a residual stream.
+
+  Examples are split over `replica` and `fsdp`, and the positions of an example
+  over `sequence`. XLA pads lengths that do not divide.
+
+  Args:
+    x_BLD: [batch, length, ...].
+  """
+  if length_ways(*x_BLD.shape[:2]) == 1:
+    return over_batch(x_BLD)
+  spec = PartitionSpec(BATCH_AXES, "sequence")
+  return jax.lax.with_sharding_constraint(x_BLD, spec)
+
+
+def length_ways(batch_size: int, length: int) -> int:
+  """Number of devices among which the positions of an example are split.
+
+  1 where `ambient` is None, and for lengths below the size of `sequence`, such
+  as a single token in decoding.
+  """
+  mesh = ambient(batch_size)
+  ways = 1 if mesh is None else mesh.shape.get("sequence", 1)
+  return int(ways) if ways > 1 and length >= ways else 1
+
+
 def split_batch(fn: Callable[..., Any], *args: Any) -> Any:
   """Calls `fn` with each device's part of the batch, for kernels.
 

@@ -13,12 +13,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import model_flops, settings
+from bigtrain import model_flops, settings, sharding
 from bigtrain.models.layers import (
   attention_blockwise,
   attention_choice,
   attention_cudnn,
   attention_splash,
+  attention_split,
   kernels,
   kv_cache,
   positions,
@@ -223,10 +224,15 @@ def attend(
   B, S, G, K = k_BSGK.shape
   L = shape[0] // B * shape[1]
   H = math.prod(shape[2:]) // K
+  ways = 1
   # A single query has no matrix of scores that a kernel would avoid.
   if L == 1 or start is not None or isinstance(bias, jax.Array):
     implementation = "xla"
-  elif implementation != "xla":
+  else:
+    ways = sharding.length_ways(B, L)
+    if implementation == "ring" and ways == 1:
+      implementation = "blockwise"
+  if implementation not in ("ring", "xla"):
     case = attention_choice.case_of(
       B,
       sees,
@@ -240,27 +246,82 @@ def attend(
       softcap=softcap is not None,
     )
     implementation = attention_choice.choose(implementation, case, _KERNELS)
+  q_BLGRK = q.reshape(B, L, G, H // G, K)
   scale = 1 / math.sqrt(K) if scaled else 1.0
-  if implementation == "cudnn":
-    q_BLHK = q.reshape(B, L, H, K)
-    o = attention_cudnn.attend(q_BLHK, k_BSGK, v_BSGK, sees, scale=scale)
-  elif implementation == "xla":
-    grouped = q.ndim == 5 or H != G
-    q = q.reshape(B, L, G, -1, K) if grouped else q.reshape(B, L, G, K)
-    o = _attend_plainly(
-      *(q, k_BSGK, v_BSGK, sees, start, bias, scaled, softcap)
+  compute = functools.partial(
+    _compute,
+    implementation,
+    grouped=q.ndim == 5 or H != G,
+    scaled=scaled,
+    softcap=softcap,
+  )
+  if ways == 1:
+    o = compute(q_BLGRK, k_BSGK, v_BSGK, sees, start, bias)
+  elif implementation == "ring" or (
+    implementation == "blockwise" and sees.causal
+  ):
+    o = attention_split.attend_blockwise(
+      q_BLGRK,
+      k_BSGK,
+      v_BSGK,
+      sees,
+      bias=bias,
+      scale=scale,
+      softcap=softcap,
+      ring=implementation == "ring",
     )
   else:
-    qkv = q.reshape(B, L, G, H // G, K), k_BSGK, v_BSGK
-    options: dict[str, Any] = dict(scale=scale, softcap=softcap)
-    if implementation == "blockwise":
-      bias_GRT = None
-      if isinstance(bias, positions.BiasByDistance):
-        bias_GRT = bias.by_group(G)
-      o = attention_blockwise.attend(*qkv, sees, bias_GRT=bias_GRT, **options)
-    else:
-      o = attention_splash.attend(*qkv, sees, **options)
+    o = attention_split.attend(
+      q_BLGRK, k_BSGK, v_BSGK, sees, compute, bias=bias
+    )
   return o.reshape(shape)
+
+
+def _compute(
+  implementation: str,
+  q_BLGRK: jax.Array,
+  k_BSGK: jax.Array,
+  v_BSGK: jax.Array,
+  sees: visibility.Sees,
+  start: Any,
+  bias: jax.Array | positions.BiasByDistance | None,
+  *,
+  grouped: bool,
+  scaled: bool,
+  softcap: float | None,
+) -> jax.Array:
+  """Attends with an implementation, see `attend`.
+
+  Args:
+    implementation: "splash", "cudnn", "blockwise" or "xla".
+    q_BLGRK: queries.
+    k_BSGK: as in `attend`, and so are the others.
+    v_BSGK: as above.
+    sees: as above.
+    start: as above; only "xla" reads it.
+    bias: as above.
+    grouped: whether "xla" adds up the heads of a group together.
+    scaled: as above.
+    softcap: as above.
+  """
+  B, L, G, R, K = q_BLGRK.shape
+  scale = 1 / math.sqrt(K) if scaled else 1.0
+  if implementation == "cudnn":
+    q_BLHK = q_BLGRK.reshape(B, L, G * R, K)
+    return attention_cudnn.attend(q_BLHK, k_BSGK, v_BSGK, sees, scale=scale)
+  if implementation == "xla":
+    q = q_BLGRK if grouped else q_BLGRK.reshape(B, L, G, K)
+    return _attend_plainly(
+      *(q, k_BSGK, v_BSGK, sees, start, bias, scaled, softcap)
+    )
+  qkv = q_BLGRK, k_BSGK, v_BSGK
+  options: dict[str, Any] = dict(scale=scale, softcap=softcap)
+  if implementation == "splash":
+    return attention_splash.attend(*qkv, sees, **options)
+  bias_GRT = None
+  if isinstance(bias, positions.BiasByDistance):
+    bias_GRT = bias.by_group(G)
+  return attention_blockwise.attend(*qkv, sees, bias_GRT=bias_GRT, **options)
 
 
 def _attend_plainly(
@@ -364,6 +425,8 @@ def wants_bias_by_distance(
   B, L, _ = x_BLD.shape
   if options.implementation == "xla" or L == 1:
     return False
+  if options.implementation == "ring":
+    return True
   case = attention_choice.case_of(
     B,
     sees,

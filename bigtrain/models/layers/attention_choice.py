@@ -13,9 +13,10 @@ from bigtrain import settings, sharding
 from bigtrain.models.layers import visibility
 
 # "xla" multiplies all queries with all keys. "blockwise" does it block by
-# block, in plain JAX. The others are kernels: "splash" of jax's Pallas library
-# for TPUs, "cudnn" of NVIDIA's.
-NAMES = ("auto", "splash", "cudnn", "blockwise", "xla")
+# block, in plain JAX. "ring" does the same, and devices that share an example
+# pass its keys and values in a ring. The others are kernels: "splash" of jax's
+# Pallas library for TPUs, "cudnn" of NVIDIA's.
+NAMES = ("auto", "splash", "cudnn", "blockwise", "ring", "xla")
 
 KEY = "config.model.attention"
 
@@ -40,6 +41,7 @@ class Case(NamedTuple):
     padding: whether there are positions that no query sees.
     bias: whether there is a bias of the scores.
     softcap: whether scores are capped.
+    sequence: number of devices among which an example is split.
   """
 
   platform: str
@@ -58,6 +60,7 @@ class Case(NamedTuple):
   padding: bool = False
   bias: bool = False
   softcap: bool = False
+  sequence: int = 1
 
   def __str__(self) -> str:
     """Says it in a line, for the log and run.json."""
@@ -69,6 +72,7 @@ class Case(NamedTuple):
       "padding" if self.padding else "",
       "bias" if self.bias else "",
       "softcap" if self.softcap else "",
+      f"sequence={self.sequence}" if self.sequence > 1 else "",
     ]
     heads = f"{self.heads} heads"
     if self.kv_heads != self.heads:
@@ -131,13 +135,19 @@ def choose(wanted: str, case: Case, kernels: Mapping[str, Kernel]) -> str:
 
 
 def case_of(
-  batch_size: int, sees: visibility.Sees, *, bias: bool, **sizes: Any
+  batch_size: int,
+  sees: visibility.Sees,
+  *,
+  queries: int,
+  bias: bool,
+  **sizes: Any,
 ) -> Case:
   """Returns the case of an attention in the program that is being traced.
 
   Args:
     batch_size: B.
     sees: what a query sees.
+    queries: L.
     bias: whether there is a bias of the scores.
     **sizes: further fields of the case.
   """
@@ -146,6 +156,8 @@ def case_of(
     platform=platform,
     device_kind=kind,
     splits=sharding.splits(batch_size),
+    queries=queries,
+    sequence=sharding.length_ways(batch_size, queries),
     causal=sees.causal,
     window=sees.window if sees.causal else None,
     prefix=sees.prefix_B is not None,

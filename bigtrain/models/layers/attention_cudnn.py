@@ -29,6 +29,8 @@ def refuses(case: attention_choice.Case) -> str:
     return "its bias is a matrix of all scores"
   if case.softcap:
     return "it caps no scores"
+  if case.causal and case.sequence > 1:
+    return "its causal order begins with the first position of an example"
   masked = case.prefix or case.documents or case.padding
   if masked and case.queries * case.positions > _MAX_MASK:
     return "its mask would be a matrix of more than 128 MiB an example"

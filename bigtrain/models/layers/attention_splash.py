@@ -48,6 +48,8 @@ def refuses(case: attention_choice.Case) -> str:
     return "its order of positions is fixed, without a prefix for each text"
   if case.causal and case.queries != case.positions:
     return "causal queries need as many positions"
+  if case.causal and case.sequence > 1:
+    return "its causal order begins with the first position of an example"
   if not case.splits:
     return "the mesh does not split the batch"
   return ""

@@ -125,7 +125,7 @@ class Block(nn.Module):
     y_BLD, stats = moe.mlp_or_experts(
       options.moe, options.mlp_options(), y_BLD, real_BL, train
     )
-    return (sharding.over_batch(x_BLD + drop(y_BLD)), cache), stats
+    return (sharding.stream(x_BLD + drop(y_BLD)), cache), stats
 
 
 def norm(options: Any, name: str) -> nn.Module:

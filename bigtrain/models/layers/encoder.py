@@ -76,7 +76,7 @@ class Block(nn.Module):
     y_BLD = mlp.Mlp(
       mlp.vit_options(F, options.dropout, options.dtype), name="MlpBlock_0"
     )(y_BLD, train)
-    return sharding.over_batch(x_BLD + regularize(y_BLD)), None
+    return sharding.stream(x_BLD + regularize(y_BLD)), None
 
 
 def drop_path(
@@ -141,7 +141,7 @@ class Encoder(nn.Module):
       Block,
       [options],
       self.depth,
-      sharding.over_batch(x_BLD.astype(self.dtype)),
+      sharding.stream(x_BLD.astype(self.dtype)),
       rates_N,
       train,
       scan=self.scan,

@@ -183,7 +183,7 @@ class Block(nn.Module):
     y_BLD, stats = moe.mlp_or_experts(
       options.moe, options.mlp_options(D), y_BLD, real_BL, train
     )
-    return (sharding.over_batch(x_BLD + drop(y_BLD)), state), stats
+    return (sharding.stream(x_BLD + drop(y_BLD)), state), stats
 
 
 class Stack(nn.Module):
