@@ -1,6 +1,5 @@
 """The mesh: sizes, the order of devices, and absent devices."""
 
-import dataclasses
 import os
 
 import jax
@@ -90,38 +89,3 @@ def test_devices_of_a_tensor_group_are_neighbours():
   mesh = sharding.make_mesh(replica=2, fsdp=1, sequence=2, tensor=2)
   numbers = [[d.id for d in pair] for pair in mesh.devices.reshape(4, 2)]
   assert numbers == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_an_axis_of_sequences_is_refused():
-  config = Config({"mesh": {"sequence": 2}})
-  with pytest.raises(ConfigError, match=r"config\.mesh\.sequence=2: .* 1\."):
-    sharding.from_config(config)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Device:
-  id: int
-  process_index: int
-  slice_index: int | None = None
-  platform: str = "gpu"
-
-
-@pytest.mark.parametrize(
-  "devices, warns",
-  [
-    # Two processes with four devices each.
-    ([_Device(i, i // 4) for i in range(8)], False),
-    # Four with two each: a group of four is in two of them.
-    ([_Device(i, i // 2) for i in range(8)], True),
-    # A process for each GPU, and four GPUs in a server.
-    ([_Device(i, i, i // 4) for i in range(8)], False),
-  ],
-  ids=["inside", "across", "by_server"],
-)
-def test_a_tensor_group_in_several_servers_is_a_warning(devices, warns, caplog):
-  with caplog.at_level("WARNING"):
-    sharding.make_mesh(tensor=4, devices=devices)
-  assert ("in 2 servers" in caplog.text) == warns
-  if warns:
-    assert "8 x 0.75 x its activations" in caplog.text
-    assert "A server has 2 devices" in caplog.text
