@@ -11,23 +11,20 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
-from bigtrain import model_flops, settings, sharding
+from bigtrain import settings, sharding
 from bigtrain.models.layers import (
   attention_blockwise,
   attention_choice,
   attention_cudnn,
   attention_splash,
   attention_split,
+  attention_xla,
   kernels,
   kv_cache,
   positions,
   visibility,
 )
-
-# Not -inf: a row of padding that sees no position must not become NaN.
-_MASKED = -1e30
 
 
 class Options(NamedTuple):
@@ -246,8 +243,6 @@ def attend(
       softcap=softcap is not None,
     )
     implementation = attention_choice.choose(implementation, case, _KERNELS)
-  q_BLGRK = q.reshape(B, L, G, H // G, K)
-  scale = 1 / math.sqrt(K) if scaled else 1.0
   compute = functools.partial(
     _compute,
     implementation,
@@ -256,8 +251,10 @@ def attend(
     softcap=softcap,
   )
   if ways == 1:
-    o = compute(q_BLGRK, k_BSGK, v_BSGK, sees, start, bias)
-  elif implementation == "ring" or (
+    o = compute(q, k_BSGK, v_BSGK, sees, start, bias)
+    return o.reshape(shape)
+  q_BLGRK = q.reshape(B, L, G, H // G, K)
+  if implementation == "ring" or (
     implementation == "blockwise" and sees.causal
   ):
     o = attention_split.attend_blockwise(
@@ -266,7 +263,7 @@ def attend(
       v_BSGK,
       sees,
       bias=bias,
-      scale=scale,
+      scale=_scale(scaled, K),
       softcap=softcap,
       ring=implementation == "ring",
     )
@@ -277,9 +274,13 @@ def attend(
   return o.reshape(shape)
 
 
+def _scale(scaled: bool, K: int) -> float:
+  return 1 / math.sqrt(K) if scaled else 1.0
+
+
 def _compute(
   implementation: str,
-  q_BLGRK: jax.Array,
+  q: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
   sees: visibility.Sees,
@@ -294,7 +295,7 @@ def _compute(
 
   Args:
     implementation: "splash", "cudnn", "blockwise" or "xla".
-    q_BLGRK: queries.
+    q: queries.
     k_BSGK: as in `attend`, and so are the others.
     v_BSGK: as above.
     sees: as above.
@@ -303,18 +304,23 @@ def _compute(
     grouped: whether "xla" adds up the heads of a group together.
     scaled: as above.
     softcap: as above.
+
+  Returns:
+    An array that has the queries' shape after a reshape.
   """
-  B, L, G, R, K = q_BLGRK.shape
-  scale = 1 / math.sqrt(K) if scaled else 1.0
+  B, _, G, K = k_BSGK.shape
+  L = q.shape[0] // B * q.shape[1]
+  H = math.prod(q.shape[2:]) // K
+  scale = _scale(scaled, K)
   if implementation == "cudnn":
-    q_BLHK = q_BLGRK.reshape(B, L, G * R, K)
+    q_BLHK = q.reshape(B, L, H, K)
     return attention_cudnn.attend(q_BLHK, k_BSGK, v_BSGK, sees, scale=scale)
   if implementation == "xla":
-    q = q_BLGRK if grouped else q_BLGRK.reshape(B, L, G, K)
-    return _attend_plainly(
+    q = q.reshape(B, L, G, -1, K) if grouped else q.reshape(B, L, G, K)
+    return attention_xla.attend(
       *(q, k_BSGK, v_BSGK, sees, start, bias, scaled, softcap)
     )
-  qkv = q_BLGRK, k_BSGK, v_BSGK
+  qkv = q.reshape(B, L, G, H // G, K), k_BSGK, v_BSGK
   options: dict[str, Any] = dict(scale=scale, softcap=softcap)
   if implementation == "splash":
     return attention_splash.attend(*qkv, sees, **options)
@@ -322,79 +328,6 @@ def _compute(
   if isinstance(bias, positions.BiasByDistance):
     bias_GRT = bias.by_group(G)
   return attention_blockwise.attend(*qkv, sees, bias_GRT=bias_GRT, **options)
-
-
-def _attend_plainly(
-  q: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  sees: visibility.Sees,
-  start: Any,
-  bias: jax.Array | positions.BiasByDistance | None,
-  scaled: bool,
-  softcap: float | None,
-) -> jax.Array:
-  """The same as `attend` with a matrix of all scores.
-
-  Args:
-    q: queries (B, L, H, K), or (B, L, G, R, K) for groups of heads.
-    k_BSGK: as there, and so are the others.
-    v_BSGK: as above.
-    sees: as above.
-    start: as above.
-    bias: as above.
-    scaled: as above.
-    softcap: as above.
-  """
-  L, S = q.shape[1], k_BSGK.shape[1]
-  grouped = q.ndim == 5
-  in_order = sees.causal and not sees.selects and start is None
-  first = 0 if start is None else start
-  # Positions outside of a window are not model FLOPs.
-  in_window = functools.partial(model_flops.share, sees.reach(S), S)
-  # jax.nn adds up the heads of a group in another order, which would change the
-  # last bits of existing configs' results.
-  if scaled and bias is None and softcap is None and not grouped:
-    mask_BLS = None if in_order else sees.mask(L, S, first)
-    window = sees.window if in_order else None
-    with in_window():
-      return jax.nn.dot_product_attention(
-        q,
-        k_BSGK,
-        v_BSGK,
-        mask=None if mask_BLS is None else mask_BLS[:, None],
-        is_causal=in_order,
-        local_window_size=(window - 1, 0) if window else None,
-        implementation="xla",
-      )
-  heads, kv_heads = ("gr", "g") if grouped else ("h", "h")
-  with in_window():
-    scores = jnp.einsum(
-      f"bl{heads}k,bs{kv_heads}k->b{heads}ls",
-      q,
-      k_BSGK,
-      preferred_element_type=jnp.float32,
-    )
-  if scaled:
-    scores /= math.sqrt(q.shape[-1])
-  if isinstance(bias, positions.BiasByDistance):
-    bias = bias.matrix(L, S)
-  if bias is not None:
-    scores += bias.reshape(1, *scores.shape[1:])
-  if softcap is not None:
-    scores = softcap * jnp.tanh(scores / softcap)
-  mask_BLS = sees.mask(L, S, first)
-  if mask_BLS is not None:
-    mask = jnp.expand_dims(mask_BLS, [*range(1, scores.ndim - 2)])
-    scores = jnp.where(mask, scores, _MASKED)
-  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-  with in_window():
-    return jnp.einsum(f"b{heads}ls,bs{kv_heads}k->bl{heads}k", weights, v_BSGK)
-
-
-def _reason_for_xla(case: attention_choice.Case) -> str:
-  scores = case.queries * case.positions
-  return f"the fastest for {scores:,} scores a head"
 
 
 # In the order in which "auto" considers them.
@@ -408,7 +341,7 @@ _KERNELS = {
   "blockwise": attention_choice.Kernel(
     attention_blockwise.refuses, attention_blockwise.pays
   ),
-  "xla": attention_choice.Kernel(lambda case: "", _reason_for_xla),
+  "xla": attention_choice.Kernel(lambda case: "", attention_xla.pays),
 }
 
 

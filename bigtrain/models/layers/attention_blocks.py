@@ -147,12 +147,14 @@ class Blocks:
     """Bool (B or 1, A or 1, C) of a pair of blocks; None if all is visible."""
     static = self.static
     of_block = lambda x, i: None if x is None else pick(x, i)
-    row, column_C = n * static.block_q, m * static.block_k
-    if self._order is not None:
-      row, column_C = self._order.rows_N[n], self._order.columns_M[m]
-    column_C += jnp.arange(static.block_k)
+    if self._order is None:
+      column_C = m * static.block_k + jnp.arange(static.block_k)
+      row_A = n * static.block_q + jnp.arange(static.block_q)
+    else:
+      column_C = self._order.columns_M[m] + jnp.arange(static.block_k)
+      row_A = self._order.rows_N[n] + jnp.arange(static.block_q)
     mask = self._sees.block(
-      row + jnp.arange(static.block_q),
+      row_A,
       column_C,
       of_block(self._segments_NBA, n),
       of_block(self._segments_MBC, m),

@@ -237,9 +237,9 @@ def _backward_rule(
 ) -> Any:
   q, k, v, bias, sees, *_ = saved
   blocks = attention_blocks.Blocks(static, q, k, bias, sees)
-  k_M, v_M = blocks.of_keys(k), blocks.of_keys(v)
-  by_query = of_outputs(blocks, q, grad, *saved[-2:])
-  zeros = no_gradients(blocks, by_query[0], k_M, v_M)
+  q_N, k_M, v_M = blocks.of_queries(q), blocks.of_keys(k), blocks.of_keys(v)
+  by_query = q_N, *of_outputs(blocks, grad, *saved[-2:])
+  zeros = no_gradients(blocks, q_N, k_M, v_M)
   grads = add_gradients(blocks, zeros, by_query, k_M, v_M)
   dq = blocks.to_queries(grads.dq_N, q)
   dk, dv = blocks.to_keys(grads.dk_M, k), blocks.to_keys(grads.dv_M, v)
@@ -248,25 +248,27 @@ def _backward_rule(
 
 
 def of_outputs(
-  blocks: attention_blocks.Blocks, q: Any, grad: Any, out: Any, log_BGRL: Any
+  blocks: attention_blocks.Blocks, grad: Any, out: Any, log_BGRL: Any
 ) -> tuple[jax.Array, ...]:
-  """Returns what `add_gradients` needs of each query, in blocks.
+  """Returns what gradients need of the outputs, in blocks.
 
   Args:
     blocks: the blocks.
-    q: queries.
     grad: gradient of the output.
     out: the output.
     log_BGRL: logarithms of the denominators.
+
+  Returns:
+    (grad_N, the sum of output times gradient of each query, log_N).
   """
-  q_N, grad_N = blocks.of_queries(q), blocks.of_queries(grad)
+  grad_N = blocks.of_queries(grad)
   # Gradient of a softmax: its output times (gradient - this mean).
   mean = jnp.sum(
     out.astype(jnp.float32) * grad.astype(jnp.float32), -1, keepdims=True
   )
   mean_N = blocks.of_queries(mean)[..., 0]
   log_N = blocks.of_queries(jnp.moveaxis(log_BGRL, 3, 1)[..., None])[..., 0]
-  return q_N, grad_N, mean_N, log_N
+  return grad_N, mean_N, log_N
 
 
 def no_gradients(
@@ -298,7 +300,7 @@ def add_gradients(
   Args:
     blocks: the blocks.
     grads: gradients through other pairs.
-    by_query: results of `of_outputs`.
+    by_query: queries in blocks, and the results of `of_outputs`.
     k_M: keys in blocks.
     v_M: values in blocks.
   """

@@ -309,7 +309,8 @@ def _backward(
     blocks = _blocks_at(plan, static, q, kv[0], bias, sees, step)
     k_M, v_M = map(blocks.of_keys, kv)
     if grads is None:
-      by_query = attention_blockwise.of_outputs(blocks, q, grad, out, log_BGRL)
+      of_outputs = attention_blockwise.of_outputs(blocks, grad, out, log_BGRL)
+      by_query = blocks.of_queries(q), *of_outputs
       grads = attention_blockwise.no_gradients(blocks, by_query[0], k_M, v_M)
     grads = attention_blockwise.add_gradients(blocks, grads, by_query, k_M, v_M)
     if plan.ring:  # With their keys, and home after the last step.
