@@ -254,6 +254,7 @@ def attend(
     o = compute(q, k_BSGK, v_BSGK, sees, start, bias)
     return o.reshape(shape)
   q_BLGRK = q.reshape(B, L, G, H // G, K)
+  distances = bias if isinstance(bias, positions.BiasByDistance) else None
   if implementation == "ring" or (
     implementation == "blockwise" and sees.causal
   ):
@@ -262,14 +263,14 @@ def attend(
       k_BSGK,
       v_BSGK,
       sees,
-      bias=bias,
+      bias=distances,
       scale=_scale(scaled, K),
       softcap=softcap,
       ring=implementation == "ring",
     )
   else:
     o = attention_split.attend(
-      q_BLGRK, k_BSGK, v_BSGK, sees, compute, bias=bias
+      q_BLGRK, k_BSGK, v_BSGK, sees, compute, bias=distances
     )
   return o.reshape(shape)
 
