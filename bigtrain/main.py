@@ -40,6 +40,7 @@ from bigtrain.optim import ema as ema_lib
 from bigtrain.reports import chrono, flops, footprint, record, row_log, writers
 from bigtrain.runtime import debugging, device_memory, host_memory, phases
 from bigtrain.runtime import hooks as hooks_lib
+from bigtrain.runtime import interactive as interactive_lib
 from bigtrain.runtime import programs as programs_lib
 from bigtrain.step import gradients as gradients_lib
 from bigtrain.step import guard as guard_lib
@@ -62,9 +63,8 @@ def train(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     The newest value of every metric, and "step".
 
   Raises:
-    ConfigError: a mistake in the config or the data, found before compiling
-      where possible.
-    Preempted: a signal ended the run after a save.
+    ConfigError: a mistake in the config or the data.
+    Preempted, Interrupted: a signal or Ctrl-C ended the run after a save.
     NotFinite, Spike: a step that config.nonfinite or config.spikes rejects.
     OutOfMemory: of a device; the message has settings that fit.
   """
@@ -73,6 +73,7 @@ def train(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
   while True:
     try:
       with contextlib.ExitStack() as at_end:
+        at_end.enter_context(interactive_lib.session())
         return _train(config, workdir, at_end, rollbacks)
     except guard_lib.Rollback as e:
       logging.error("%s", e)

@@ -73,6 +73,11 @@ def _on_signal(number: int, frame: Any) -> None:
     _connection.report_signal(name)
 
 
+def received() -> list[int]:
+  """Signals that ask this process to save and end; a caller may change it."""
+  return _signals
+
+
 def _print(text: str) -> None:
   # A handler may interrupt any code, even the logger while it holds its lock.
   os.write(2, f"bigtrain: {text}\n".encode())

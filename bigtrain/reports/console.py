@@ -1,4 +1,4 @@
-"""Shows progress: a progress bar on a terminal, plain lines elsewhere.
+"""Shows progress: a bar on a terminal and in a notebook, else plain lines.
 
 The bar stays on the last line of the terminal and shows the current phase, the
 step, the loss, the speed and the time left. Log messages and prints appear
@@ -6,6 +6,9 @@ above it. A log file gets one line per row instead, through absl.
 """
 
 import atexit
+import collections
+import html
+import importlib
 import logging as python_logging
 import math
 import os
@@ -16,6 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from absl import logging
+
+from bigtrain.runtime import interactive
 
 # Names in a training row that the program adds itself. All other names are the
 # task's metrics, which are shown by name.
@@ -57,6 +62,7 @@ FIGURES = frozenset(
 )
 _MAX_METRICS = 5  # Shown of a training row.
 _MAX_RESULTS = 12  # Shown of an evaluation row.
+_MAX_ROWS = 8  # Shown in a notebook.
 _REFRESHES_PER_SEC = 4
 
 
@@ -78,15 +84,16 @@ class Console:
     Args:
       total_steps: length of the run in steps.
       process_index: index of this process; only process 0 shows anything.
-      bar: whether to show a bar; None shows one if standard error is a
-        terminal that can move its cursor.
+      bar: whether to show a bar; None shows one in a notebook, and if standard
+        error is a terminal that can move its cursor.
     """
     self._total_steps = total_steps
     self._silent = process_index != 0
     if bar is None:
-      bar = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+      terminal = os.environ.get("TERM", "dumb") != "dumb"
+      bar = (sys.stderr.isatty() and terminal) or interactive.in_notebook()
     self._wants_bar = bar
-    self._bar: _Bar | None = None
+    self._bar: _Progress | None = None
     self._lock = threading.Lock()
     self._closed = False
     self._status = ""
@@ -98,19 +105,19 @@ class Console:
     self._status = text
     bar = self._shown_bar()
     if bar:
-      bar.status, bar.part = text, None
+      bar.change(status=text, part=None)
     elif text != "training":  # The rows show that.
       logging.info("%s", text)
 
   def evaluation_progress(self, done: int, total: int) -> None:
     """Shows the number of finished batches of the current evaluation."""
     if bar := self._shown_bar():
-      bar.part = (done, total)
+      bar.change(part=(done, total))
 
   def step(self, step: int) -> None:
     """Shows the number of updates so far."""
     if bar := self._shown_bar():
-      bar.step = step
+      bar.change(step=step)
 
   def row(self, row: Mapping[str, Any]) -> None:
     """Shows a row of training metrics or evaluation results."""
@@ -136,26 +143,24 @@ class Console:
         self._bar.stop()
         self._bar = None
 
-  def _shown_bar(self) -> "_Bar | None":
+  def _shown_bar(self) -> "_Progress | None":
     if not self._wants_bar or self._silent:
       return None
     with self._lock:
       if self._bar is None and not self._closed:
         try:
-          self._bar = _Bar(self._total_steps)
+          kind = _Table if interactive.in_notebook() else _Bar
+          self._bar = kind(self._total_steps)
         except Exception as e:  # A terminal that rich does not support.
           self._wants_bar = False
           logging.error("No progress bar: %s: %s", type(e).__name__, e)
       return self._bar
 
 
-class _Bar:
-  """A line that rich redraws; its fields can be set from any thread."""
+class _Progress:
+  """The state of a run as a reader sees it; any thread may change it."""
 
   def __init__(self, total_steps: int):
-    import rich.console
-    import rich.live
-
     self.status = "starting"
     self.step = 0
     self.part: tuple[int, int] | None = None  # Batches: done, total.
@@ -163,7 +168,53 @@ class _Bar:
     self._figures: list[str] = []
     self._eta_secs: float | None = None
     self._row_time = 0.0
-    self._row_step = 0
+
+  def change(self, **fields: Any) -> None:
+    """Sets status, step or part."""
+    for name, value in fields.items():
+      setattr(self, name, value)
+
+  def take(self, row: Mapping[str, Any]) -> None:
+    """Stores the figures of a training row."""
+    figures = [f"loss {number(row['loss'])}"] if "loss" in row else []
+    self._figures = figures + _speed(row)
+    self._eta_secs = row.get("eta_secs")
+    self._row_time = time.monotonic()
+    self.step = max(self.step, row["step"])
+
+  def share(self) -> float:
+    """Share of the run that is done."""
+    return self.step / self._total if self._total else 1.0
+
+  def texts(self) -> list[str]:
+    """What to show, the most important first."""
+    status = self.status
+    if self.part:
+      status += f" {self.part[0]}/{self.part[1]}"
+    texts = [status, f"{self.step}/{self._total} {self.share():.0%}"]
+    texts += self._figures
+    if self._eta_secs is not None:
+      passed = time.monotonic() - self._row_time
+      texts.append(f"{duration(max(0.0, self._eta_secs - passed))} left")
+    return texts
+
+  def print(self, line: str) -> None:
+    """Shows a line that stays."""
+    raise NotImplementedError
+
+  def stop(self) -> None:
+    """Leaves the last state."""
+    raise NotImplementedError
+
+
+class _Bar(_Progress):
+  """A line that rich redraws."""
+
+  def __init__(self, total_steps: int):
+    import rich.console
+    import rich.live
+
+    super().__init__(total_steps)
     self._console = rich.console.Console(file=sys.stderr, force_terminal=True)
     self._live = rich.live.Live(
       console=self._console,
@@ -193,30 +244,12 @@ class _Bar:
   def print(self, line: str) -> None:
     self._console.print(line, markup=False, highlight=False)
 
-  def take(self, row: Mapping[str, Any]) -> None:
-    """Stores the figures of a training row that the bar shows."""
-    figures = [f"loss {number(row['loss'])}"] if "loss" in row else []
-    self._figures = figures + _speed(row)
-    self._eta_secs = row.get("eta_secs")
-    self._row_time = time.monotonic()
-    self._row_step = row["step"]
-    self.step = max(self.step, row["step"])
-
   def _draw(self) -> Any:
     import rich.progress_bar
     import rich.table
     import rich.text
 
-    step = max(self.step, self._row_step)
-    status = self.status
-    if self.part:
-      status += f" {self.part[0]}/{self.part[1]}"
-    share = step / self._total if self._total else 1.0
-    # The least important come last: narrow terminals drop them.
-    texts = [status, f"{step}/{self._total} {share:.0%}", *self._figures]
-    if self._eta_secs is not None:
-      passed = time.monotonic() - self._row_time
-      texts.append(f"{duration(max(0.0, self._eta_secs - passed))} left")
+    texts = self.texts()  # Narrow terminals drop the last ones.
     width = self._console.width - 1
     while len(texts) > 1 and sum(len(t) + 2 for t in texts) + 12 > width:
       texts.pop()
@@ -226,11 +259,75 @@ class _Bar:
     cells[0].stylize("bold cyan")
     if bar_width >= 10:
       bar = rich.progress_bar.ProgressBar(
-        total=max(self._total, 1), completed=step, width=min(40, bar_width)
+        total=max(self._total, 1),
+        completed=self.step,
+        width=min(40, bar_width),
       )
       cells.insert(1, bar)
     grid.add_row(*cells)
     return grid
+
+
+class _Table(_Progress):
+  """A progress bar and the newest rows, in the output of a notebook's cell."""
+
+  def __init__(self, total_steps: int):
+    super().__init__(total_steps)
+    self._rows: collections.deque[Mapping[str, Any]] = collections.deque(
+      maxlen=_MAX_ROWS
+    )
+    self._drawn = time.monotonic()
+    display = importlib.import_module("IPython.display").display
+    self._handle = display(self, display_id=True)
+
+  def change(self, **fields: Any) -> None:
+    super().change(**fields)
+    passed = time.monotonic() - self._drawn
+    if "status" in fields or passed > 1 / _REFRESHES_PER_SEC:
+      self._draw()
+
+  def take(self, row: Mapping[str, Any]) -> None:
+    super().take(row)
+    self._rows.append(row)
+    self._draw()
+
+  def print(self, line: str) -> None:
+    print(line, flush=True)
+
+  def stop(self) -> None:
+    self._eta_secs = None
+    self.status = "finished" if self.step >= self._total else "ended"
+    self._draw()
+
+  def _draw(self) -> None:
+    self._drawn = time.monotonic()
+    self._handle.update(self)
+
+  def __repr__(self) -> str:
+    lines = [training_line(row, self._total) for row in self._rows]
+    return "\n".join([*lines, "  ".join(self.texts())])
+
+  def _repr_html_(self) -> str:
+    rows = [
+      {"step": f"{row['step']:,}"}
+      | {name: number(row[name]) for name in metric_names(row)}
+      | ({"lr": number(row["lr"])} if "lr" in row else {})
+      for row in self._rows
+    ]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [
+      columns,
+      *([row.get(name, "") for name in columns] for row in rows),
+    ]
+    cells = [
+      [f"<td>{html.escape(cell)}</td>" for cell in line] for line in lines
+    ]
+    body = "".join(f"<tr>{''.join(line)}</tr>" for line in cells if line)
+    texts = html.escape(" | ".join(self.texts()))
+    return (
+      f'<progress value="{self.step}" max="{max(self._total, 1)}"></progress> '
+      f"{texts}<table>{body}</table>"
+    )
 
 
 def _terminal_handlers() -> list[Any]:
@@ -258,14 +355,8 @@ def training_line(row: Mapping[str, Any], total_steps: int) -> str:
   >>> training_line(row, 1200)
   'step 100/1200 (8.3%) loss 1.234 lr 1e-3 eta 1m20s'
   """
-  names = [
-    name
-    for name, value in row.items()
-    if name not in FIGURES and "/" not in name and _is_number(value)
-  ]
-  names.sort(key=lambda name: name != "loss")
   words = [_at(row["step"], total_steps)]
-  words += [f"{name} {number(row[name])}" for name in names[:_MAX_METRICS]]
+  words += [f"{name} {number(row[name])}" for name in metric_names(row)]
   if "lr" in row:
     words.append(f"lr {number(row['lr'])}")
   words += _speed(row)
@@ -274,6 +365,17 @@ def training_line(row: Mapping[str, Any], total_steps: int) -> str:
   if "eta_secs" in row:
     words.append(f"eta {duration(row['eta_secs'])}")
   return " ".join(words)
+
+
+def metric_names(row: Mapping[str, Any]) -> list[str]:
+  """Returns the metrics of a training row that are shown, the loss first."""
+  names = [
+    name
+    for name, value in row.items()
+    if name not in FIGURES and "/" not in name and _is_number(value)
+  ]
+  names.sort(key=lambda name: name != "loss")
+  return names[:_MAX_METRICS]
 
 
 def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import pytest
 
@@ -202,3 +203,35 @@ def test_plain_lines_if_the_bar_fails(monkeypatch, caplog):
   assert messages[0].startswith("No progress bar: ZeroDivisionError")
   assert messages[1] == "compiling"
   assert messages[2].startswith("step 50/200")
+
+
+def test_a_notebook_shows_a_table_that_changes(monkeypatch, capsys):
+  drawn = []
+
+  def display(shown, display_id):
+    assert display_id is True
+    drawn.append((repr(shown), shown._repr_html_()))
+    return types.SimpleNamespace(
+      update=lambda s: drawn.append((repr(s), s._repr_html_()))
+    )
+
+  shell = types.SimpleNamespace(kernel=object())
+  ipython = types.SimpleNamespace(get_ipython=lambda: shell)
+  monkeypatch.setitem(sys.modules, "IPython", ipython)
+  module = types.SimpleNamespace(display=display)
+  monkeypatch.setitem(sys.modules, "IPython.display", module)
+  shown = console.Console(100)
+  shown.status("compiling")
+  assert "compiling | 0/100 0%" in drawn[-1][1]
+  for step in range(10, 101, 10):
+    row = {"step": step, "loss": 1 / step, "a<b": 0.5, "lr": 0.1}
+    shown.row(row | {"examples_per_sec": 1000.0, "eta_secs": 5.0})
+  shown.row({"step": 100, "val/acc": 0.9})
+  assert capsys.readouterr().out == "step 100/100 (100.0%) val/acc 0.9\n"
+  text, html = drawn[-1]
+  assert "<td>a&lt;b</td>" in html and html.count("<tr>") == 9
+  assert "<td>0.025</td>" in html and "<td>0.05</td>" not in html
+  assert "step 100/100 (100.0%) loss 0.01 a<b 0.5 lr 0.1" in text
+  assert '<progress value="100" max="100">' in html and "5s left" in html
+  shown.close()
+  assert "finished | 100/100 100%" in drawn[-1][1]

@@ -1,0 +1,116 @@
+"""Training in a notebook or at Python's prompt: messages and Ctrl-C.
+
+The command line has its own ways (command.py). Here, handlers of signals and
+logs are as before when a run has ended.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from absl import logging as absl_logging
+
+from bigtrain.cluster import process
+
+_MOST_LINES = 10
+
+
+class Interrupted(KeyboardInterrupt):
+  """Ctrl-C ended a run, after a save if there was something to save."""
+
+  def _render_traceback_(self) -> list[str]:
+    # IPython shows this in place of a traceback.
+    return [f"Interrupted: {self}. Call train again to continue."]
+
+
+def in_notebook() -> bool:
+  """Whether this process is the kernel of a notebook, such as Colab."""
+  ipython = sys.modules.get("IPython")
+  shell = ipython.get_ipython() if ipython else None
+  return hasattr(shell, "kernel")
+
+
+@contextlib.contextmanager
+def session() -> Iterator[None]:
+  """Makes Ctrl-C save, and shows messages in a notebook, while a run lasts.
+
+  Does nothing under the command line, which catches signals itself.
+
+  Raises:
+    Interrupted: instead of Preempted, after Ctrl-C.
+  """
+  with _interrupts() as signals, contextlib.ExitStack() as at_end:
+    if in_notebook():
+      at_end.enter_context(_messages())
+      # TensorFlow prints about its build and about GPUs when it is imported.
+      os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+      yield
+    except process.Preempted as e:
+      if signals:
+        raise Interrupted(str(e)) from None
+      raise
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+  """Makes Ctrl-C ask for the end of the run; yields the signals of the run.
+
+  A second Ctrl-C raises KeyboardInterrupt at once. Only replaces Python's own
+  handler, which is set in a notebook's cell and in a script.
+  """
+  is_main = threading.current_thread() is threading.main_thread()
+  default = signal.default_int_handler
+  if not is_main or signal.getsignal(signal.SIGINT) is not default:
+    yield []
+    return
+  signals = process.received()
+
+  def record(number: int, frame: FrameType | None) -> None:
+    if signals:
+      default(number, frame)
+    signals.append(number)
+    print("Interrupted: saving; a second Ctrl-C does not save.", flush=True)
+
+  signal.signal(signal.SIGINT, record)
+  try:
+    yield signals
+  finally:
+    signal.signal(signal.SIGINT, default)
+    signals.clear()
+
+
+class _Messages(logging.Handler):
+  """Shows messages in the output of the cell, warnings in its errors."""
+
+  def emit(self, record: logging.LogRecord) -> None:
+    """Prints a message."""
+    lines = record.getMessage().splitlines()
+    if len(lines) > _MOST_LINES:  # A table; it is in a file too.
+      lines = [lines[0], "...", lines[-1]]
+    text = "\n".join(lines)
+    if record.levelno >= logging.WARNING:
+      print(f"{record.levelname.lower()}: {text}", file=sys.stderr, flush=True)
+    else:
+      print(text, flush=True)
+
+
+@contextlib.contextmanager
+def _messages() -> Iterator[None]:
+  logger, handler = absl_logging.get_absl_logger(), _Messages()
+  propagate, verbosity = logger.propagate, absl_logging.get_verbosity()
+  logger.addHandler(handler)
+  logger.propagate = False  # Else a handler of the notebook repeats them.
+  if verbosity == absl_logging.WARNING:  # absl's default.
+    absl_logging.set_verbosity(absl_logging.INFO)
+  try:
+    yield
+  finally:
+    logger.removeHandler(handler)
+    logger.propagate = propagate
+    absl_logging.set_verbosity(verbosity)
