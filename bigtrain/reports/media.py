@@ -219,6 +219,11 @@ class ImageFile(NamedTuple):
   content: bytes
   caption: str
 
+  @property
+  def width(self) -> int:
+    """Width in pixels."""
+    return int(struct.unpack(">I", self.content[16:20])[0])
+
 
 def read(workdir: str, path: str) -> Any:
   """Reads a file that a row points to.

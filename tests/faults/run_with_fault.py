@@ -11,6 +11,7 @@ hold POINT N FLAG   the N-th time, creates FLAG and waits for FLAG.go
 slow POINT SECS FLAG   sleeps there every time, and adds a line to FLAG
 hang PHASE       never returns from making the data ("start") or compiling
 limit N [BYTES]  limits the size of files from the N-th save on: a full disk
+logger PROBLEM   W&B is installed, but its first call "fails" or "hangs"
 unprivileged     as a user without root's rights
 """
 
@@ -26,12 +27,14 @@ import shutil
 import signal
 import sys
 import time
+import types
 
 import jax
 
 from bigtrain import command, main
 from bigtrain.checkpoints import checkpointer, commit
 from bigtrain.inputs import sources
+from bigtrain.reports import writers
 from faults import waiting
 
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -113,6 +116,18 @@ def hang(phase):
 
 def limit(number, num_bytes=_CUT_AT_BYTES):
   _at("begin", number, lambda: _limit_files(int(num_bytes)))
+
+
+def logger(problem):
+  def init(**options):
+    if problem == "hangs":
+      _sleep_forever()
+    raise OSError("no route to host")
+
+  fake = types.ModuleType("wandb")
+  fake.init, fake.api = init, types.SimpleNamespace(api_key="key")
+  sys.modules["wandb"] = fake
+  writers._PATIENCE_SECS = 1.0  # In place of two minutes.
 
 
 def unprivileged():

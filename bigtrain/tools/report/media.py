@@ -8,6 +8,7 @@ from bigtrain.tools.report import markup
 from bigtrain.tools.report.panels import Run
 
 _MOST_ROWS = 40
+_SMALL = 128  # Pictures that are narrower, in pixels, are enlarged.
 # texts.py shows these, compared with their references.
 _OF_TEXTS = ("captions/", "generations/")
 
@@ -35,7 +36,10 @@ def _html(name: str, value: Any) -> str:
     return _table(value)
   if isinstance(value, media.ImageFile):
     picture = markup.picture(value.content, "sheet", value.caption or name)
-    return f"{picture}<p>{markup.text(value.caption)}</p>"
+    text = markup.text(value.caption)
+    if value.width < _SMALL:
+      return f'<div class="pictures"><div>{picture}{text}</div></div>'
+    return f"{picture}<p>{text}</p>"
   return _histogram(value["edges"], value["counts"])
 
 

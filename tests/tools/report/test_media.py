@@ -18,7 +18,7 @@ def test_the_newest_of_each_metric_is_shown(tmp_path):
   ] * 4
   assert "step 5" not in html and "gray" not in html
   assert html.count("data:image/png;base64,iVBOR") == 1
-  assert "<p>two rows</p>" in html
+  assert ">two rows</div>" in html
   assert "# Title\n&lt;b&gt;text&lt;/b&gt;" in html  # Not run as HTML.
   assert "<th>references</th>" in html and "<td>a|b</td>" in html
   assert html.count("<rect") == 3 and "1 to 2: 2</title>" in html
