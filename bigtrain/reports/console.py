@@ -33,6 +33,7 @@ FIGURES = frozenset(
     "loss_last",
     "param_norm",
     "update_norm",
+    "stats_steps",
     "examples_seen",
     "tokens_seen",
     "epoch",

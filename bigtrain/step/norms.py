@@ -19,7 +19,7 @@ ROW_SCOPE = "row_norms"
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=("values",),
-  meta_fields=("names",),
+  meta_fields=("names", "of_each_step"),
 )
 @dataclasses.dataclass(frozen=True)
 class Named:
@@ -31,14 +31,30 @@ class Named:
   Attributes:
     names: names of the scalars.
     values: float32 [number of names].
+    of_each_step: whether each good step has them, and not only those with a
+      row. In a tally the values are then sums over the row's steps.
   """
 
   names: tuple[str, ...]
   values: Any
+  of_each_step: bool = False
 
-  def items(self) -> Iterable[tuple[str, Any]]:
-    """(name, scalar) pairs of a fetched array."""
-    return zip(self.names, self.values)
+  def row(self, steps: float) -> dict[str, float]:
+    """The scalars of a row from a fetched array, by name.
+
+    With statistics of single parameters also "stats_steps", the number of steps
+    whose mean the scalars are.
+
+    Args:
+      steps: number of the row's good steps.
+    """
+    if self.of_each_step and not steps:
+      return {}
+    number = steps if self.of_each_step else 1.0
+    values = {k: float(x) / number for k, x in zip(self.names, self.values)}
+    if any("/" in name for name in self.names):
+      values["stats_steps"] = number
+    return values
 
 
 def only_if(
@@ -76,7 +92,7 @@ def only_if(
   return Named(names, values), after
 
 
-_DETAILS = ("none", "global", "per_param")
+_DETAILS = ("none", "global", "per_param", "per_param_mean")
 
 
 def read_norm_detail(config: Config) -> str:
@@ -109,8 +125,8 @@ def norms(
     params: all parameters after it.
     grads: gradients of the trainable parameters.
     updates: the optimizer's updates of the trainable parameters.
-    detail: "none", "global" (norms over all parameters), or "per_param" (also
-      statistics of every parameter).
+    detail: "none", "global" (norms over all parameters), "per_param" or
+      "per_param_mean" (also statistics of every parameter).
 
   Returns:
     {name: float32 scalar}.
@@ -121,7 +137,7 @@ def norms(
     "param_norm": metrics.global_norm(params),
     "update_norm": metrics.global_norm(updates),
   }
-  if detail == "per_param":
+  if detail.startswith("per_param"):
     values |= weight_stats(before, params, grads, updates)
   return values
 
@@ -164,15 +180,26 @@ def weight_stats(
 
 
 class RowNorms(NamedTuple):
-  """Norms that only the steps with a row compute.
+  """Norms of rows.
 
   Attributes:
-    detail: config.weight_stats, see `norms`.
+    detail: config.weight_stats, see `norms`. With "per_param_mean" every good
+      step computes them, otherwise only the steps with a row.
     names: names of the norms.
   """
 
   detail: str
   names: Sequence[str]
+
+  @property
+  def of_each_step(self) -> bool:
+    """Whether every good step computes the norms."""
+    return self.detail == "per_param_mean"
+
+  def spec(self) -> Named:
+    """Shape and dtype of the norms."""
+    values = jax.ShapeDtypeStruct((len(self.names),), jnp.float32)
+    return Named(tuple(self.names), values, self.of_each_step)
 
   def compute_if(
     self,
@@ -182,11 +209,11 @@ class RowNorms(NamedTuple):
     grads: Any,
     advance: Callable[[], tuple[Any, Any]],
   ) -> tuple[Named, Verdict]:
-    """Computes the norms if the step has a row, else zeros.
+    """Computes the norms if the step needs them, else zeros.
 
     Norms need a pass over all parameters, and for them the optimizer runs
-    twice in steps with a row. In all other steps the updates then need no
-    memory of their own. The norms of a bad step are zero, not NaN.
+    twice. In steps without norms the updates then need no memory of their own.
+    The norms of a bad step are zero, not NaN.
 
     Args:
       makes_row: whether the step has a row.
@@ -206,10 +233,12 @@ class RowNorms(NamedTuple):
       g, u = verdict.zero_unless_good((grads, updates))
       return norms(params, new_params, g, u, self.detail)
 
-    with jax.named_scope(ROW_SCOPE):  # tools.plan counts the branch apart.
-      values, good = only_if(
-        makes_row, self.names, compute, before=verdict.good
-      )
+    flag = verdict.good if self.of_each_step else makes_row
+    # tools.plan counts the branch apart that only steps with a row run.
+    scope = "norms" if self.of_each_step else ROW_SCOPE
+    with jax.named_scope(scope):
+      values, good = only_if(flag, self.names, compute, before=verdict.good)
+    values = dataclasses.replace(values, of_each_step=self.of_each_step)
     return values, verdict._replace(good=good)
 
 

@@ -25,7 +25,7 @@ Tally = dict[str, Any]
 def spec(
   pairs: Any,
   last: Iterable[str],
-  norms: Iterable[str] = (),
+  norms: norms_lib.Named | None = None,
   spikes: spikes_lib.Spikes | None = None,
 ) -> Tally:
   """Shapes and dtypes of a tally.
@@ -33,13 +33,12 @@ def spec(
   Args:
     pairs: specs of a step's metrics.
     last: names of the scalars of which a row shows the newest value.
-    norms: names of the norms, which only steps with a row compute.
+    norms: spec of the norms; none by default.
     spikes: settings of spikes, if the run has them.
 
   Raises:
     ConfigError: the task's loss_fn returns something else than metrics.
   """
-  norms = tuple(norms)
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   number = jax.ShapeDtypeStruct((), jnp.int32)
   pairs = metrics.checked(pairs, "config.task: loss_fn")
@@ -50,9 +49,7 @@ def spec(
   return {
     "sums": {"steps": scalar, "grad_norm": scalar, "pairs": pairs},
     "last": dict.fromkeys(names, scalar),
-    "norms": norms_lib.Named(
-      norms, jax.ShapeDtypeStruct((len(norms),), jnp.float32)
-    ),
+    "norms": norms or norms_lib.RowNorms("none", ()).spec(),
     "bad_step": number,
     "skipped": number,
     **({"spikes": spikes.spec()} if spikes else {}),
@@ -85,7 +82,7 @@ def add_step(
     pairs: the step's metrics, "loss" among them.
     grad_norm: norm of the step's gradients.
     last: scalars of which a row shows the newest value.
-    norms: the step's norms; zeros if the step has no row.
+    norms: the step's norms; zeros if the step has none.
   """
   # Tasks may give a weight as a Python float.
   pairs = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), pairs)
@@ -102,6 +99,12 @@ def add_step(
     "grad_norm_last": grad_norm,
   }
 
+  if norms is None:
+    norms = tally["norms"]
+  elif norms.of_each_step:
+    norms = jax.tree.map(
+      lambda old, new: jnp.where(new_row, 0.0, old) + new, tally["norms"], norms
+    )
   newest = {
     name: jnp.where(verdict.good, value, tally["last"][name])
     for name, value in of_good_steps.items()
@@ -115,7 +118,7 @@ def add_step(
       "pairs": metrics.merge(old["pairs"], one["pairs"]),
     },
     "last": {**newest, **last},
-    "norms": norms or tally["norms"],
+    "norms": norms,
     "bad_step": bad_step.astype(jnp.int32),
     "skipped": tally["skipped"] + verdict.bad.astype(jnp.int32),
     **({"spikes": verdict.spikes} if verdict.spikes else {}),
@@ -132,8 +135,8 @@ def row(tally: Tally) -> dict[str, Any]:
   if steps := float(sums["steps"]):
     values = metrics.host_values([sums["pairs"]])
     values["grad_norm"] = float(sums["grad_norm"]) / steps
-  for newest in (tally["last"], tally["norms"]):
-    values |= {name: float(value) for name, value in newest.items()}
+  values |= {name: float(value) for name, value in tally["last"].items()}
+  values |= tally["norms"].row(steps)
   if int(tally["skipped"]):
     values["skipped_steps"] = int(tally["skipped"])
   if "spikes" in tally:
@@ -143,7 +146,7 @@ def row(tally: Tally) -> dict[str, Any]:
 
 def step_values(tally: Tally) -> dict[str, Any]:
   """`row` without the norms, which only steps with a row have."""
-  norms = tally["norms"].names
+  norms = tally["norms"].row(1.0)
   return {name: x for name, x in row(tally).items() if name not in norms}
 
 
