@@ -1,10 +1,11 @@
 """Kills a tiny run at random times and compares it with an undisturbed one.
 
-  make soak ARGS="--kills=100 --seed=0 --model=vit"
+  make soak ARGS="--kills=100 --seed=0 --model=vit --devices=4 --replica=2"
 
-Exits with code 0 if the killed run has the same bits as the undisturbed one in
-its last checkpoint and its rows. Prints the moment of each kill; keeps the
-folder if the runs differ.
+Steps whose loss is high are skipped as spikes, and hooks compare replicas and
+compute steps twice. Exits with code 0 if the killed run has the same bits as
+the undisturbed one in its last checkpoint and its rows. Prints the moment of
+each kill; keeps the folder if the runs differ.
 """
 
 import argparse
@@ -56,7 +57,25 @@ def _wait(process, workdir, last, rng):
   return f"{secs:.3f} s {moment}"
 
 
-def soak(program, folder, *, kills, seed, model="net", report=print):
+# A low limit, so that some steps are skipped.
+_SPIKES = dict(z=1.5, window=10, policy="skip", most=10**6)
+_CHECKS = dict(
+  replay=dict(type="replay", every_steps=7),
+  replicas=dict(type="replicas", every_steps=5),
+)
+
+
+def soak(
+  program,
+  folder,
+  *,
+  kills,
+  seed,
+  model="net",
+  devices=1,
+  replica=1,
+  report=print,
+):
   """Raises AssertionError if the kills changed the result.
 
   Args:
@@ -66,6 +85,8 @@ def soak(program, folder, *, kills, seed, model="net", report=print):
     seed: seed of their moments; the progress until then depends on the
       machine.
     model: model of the tiny config.
+    devices: number of simulated devices.
+    replica: number of replicas in the mesh.
     report: called with a line about each kill.
   """
   rng = random.Random(seed)
@@ -73,9 +94,12 @@ def soak(program, folder, *, kills, seed, model="net", report=print):
   quiet, killed = folder / "quiet", folder / "killed"
   length = f"total_steps={total}"
   pace = dict(pace=dict(type="faults.waiting.Pace", secs=_STEP_SECS))
-  program.run(quiet, length, f"ckpt_steps={total}", model=model)
+  hooks = f"hooks={pace | _CHECKS}"
+  options = dict(model=model, devices=devices)
+  same = (length, f"spikes={_SPIKES}", f"mesh={dict(replica=replica)}")
+  program.run(quiet, *same, f"ckpt_steps={total}", **options)
   for number in range(1, kills + 1):
-    process = program.start(killed, length, f"hooks={pace}", model=model)
+    process = program.start(killed, *same, hooks, **options)
     moment = _wait(process, killed, _STEPS_PER_KILL * number, rng)
     assert not process.ended(), f"it ended by itself:\n{process.text()}"
     process.kill()
@@ -89,8 +113,9 @@ def soak(program, folder, *, kills, seed, model="net", report=print):
       f"{[os.path.basename(path) for path in listing.leftovers]}",
       flush=True,
     )
-  program.run(killed, length, model=model)
+  program.run(killed, *same, **options)
   program_lib.assert_same_run(killed, quiet, total)
+  assert rows_lib.read_rows(str(killed))[-1]["spike_steps"] > 0
 
 
 def _main():
@@ -98,6 +123,8 @@ def _main():
   parser.add_argument("--kills", type=int, default=100)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--model", default="net", choices=("net", "vit"))
+  parser.add_argument("--devices", type=int, default=1)
+  parser.add_argument("--replica", type=int, default=1)
   options = parser.parse_args()
   folder = pathlib.Path(tempfile.mkdtemp(prefix="soak-"))
   program_lib.write_data(folder / "data")

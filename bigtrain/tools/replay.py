@@ -1,0 +1,155 @@
+"""Computes steps of a run again on this machine, and compares them.
+
+  python -m bigtrain.tools.replay runs/digits --step=600
+  python -m bigtrain.tools.replay runs/digits --step=600 --config.mesh.fsdp=1
+
+It starts from the newest checkpoint before the step, or from scratch without
+one, and trains up to the step in a temporary folder. Then it compares the rows
+in between with those that the run has written, and the checksums of all arrays
+with the run's checkpoint of the step, if there is one. On the same kind and
+number of devices, all bits are equal if both machines compute right. It prints
+the first metric or array that differs. The run is only read.
+
+Exit codes: 0 if nothing differs; 1 if something does, or the run cannot be
+read; 2 for a mistake in the arguments or the config.
+"""
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bigtrain import settings
+from bigtrain.checkpoints import folders
+from bigtrain.checkpoints.manifest import CheckpointError
+from bigtrain.cluster import process
+from bigtrain.files import paths
+from bigtrain.reports import record, rows
+from bigtrain.settings import ConfigError
+from bigtrain.tools import arguments
+
+# Parts of a config that do not change the steps, and cost time or write files.
+_LEFT_OUT = re.compile(
+  r"evals|hooks|tensorboard|wandb|watchdog|save_at_start|"
+  r"eval_at_start|(ckpt|keep_ckpt|stop_at)_(steps|epochs|examples|tokens|percent)"
+)
+# Metrics that depend on the machine's speed and memory.
+_OF_MACHINE = re.compile(
+  r".*_(secs|bytes|hours|per_sec|per_sec_per_device|per_step)|.*/secs|"
+  r"account/.*|data_wait_fraction|mfu|restarts"
+)
+
+
+def replay(workdir: str, step: int, changes: Sequence[str] = ()) -> str:
+  """Computes a step again; returns the first difference, "" without one.
+
+  Args:
+    workdir: folder of the run.
+    step: the step.
+    changes: changes of the config, such as "mesh.fsdp=1".
+
+  Raises:
+    ConfigError: no such run or step, nothing to compare, or a mistake in the
+      config.
+    CheckpointError: a checkpoint is damaged.
+  """
+  from bigtrain import main as program  # Takes seconds to import.
+
+  workdir = paths.absolute(workdir)
+  config = record.read_json(os.path.join(workdir, "config.json"))
+  if config is None:
+    raise ConfigError(
+      f"{workdir}: expected the folder of a run, with a config.json."
+    )
+  written = {row["step"]: row for row in rows.read_rows(workdir)}
+  saved = folders.find_all(workdir) if folders.steps(workdir) else {}
+  earlier = max((s for s in saved if s < step), default=0)
+  if not (step in saved or any(earlier < s <= step for s in written)):
+    known = ", ".join(map(str, sorted({*saved, *written})[-20:]))
+    raise ConfigError(
+      f"--step={step}: the run has neither a checkpoint nor a row to compare "
+      f"with; its newest steps with one: {known or 'none'}."
+    )
+  config = {k: v for k, v in config.items() if not _LEFT_OUT.fullmatch(k)}
+  config |= dict(tensorboard=False, stop_at_steps=step)
+  if earlier:
+    config["resume"] = dict(path=workdir, step=earlier)
+    config.pop("model_init", None)
+  for change in changes:
+    settings.override(config, change)
+  with tempfile.TemporaryDirectory(prefix="bigtrain-replay-") as folder:
+    program.train(config, folder)
+    own = {row["step"]: row for row in rows.read_rows(folder)}
+    for number in sorted(s for s in own if earlier < s <= step):
+      if what := _first_metric(number, own[number], written.get(number, {})):
+        return what
+    if step in saved:
+      return _first_array(step, workdir, folder)
+  return ""
+
+
+def _first_metric(
+  step: int, own: Mapping[str, Any], written: Mapping[str, Any]
+) -> str:
+  for name, value in own.items():
+    is_compared = name in written and not _OF_MACHINE.fullmatch(name)
+    if is_compared and value != written[name]:
+      return (
+        f"step {step}: {name}: the run wrote {written[name]!r}, this machine "
+        f"computes {value!r}"
+      )
+  return ""
+
+
+def _first_array(step: int, workdir: str, folder: str) -> str:
+  theirs, ours = (
+    folders.read_manifest(folders.find(path, step)).arrays
+    for path in (workdir, folder)
+  )
+  differing = [
+    name
+    for name, array in theirs.items()
+    if array.checksum and array.checksum != ours[name].checksum
+  ]
+  if not differing:
+    return ""
+  return (
+    f"step {step}: array {differing[0]!r} of its checkpoint (the first of "
+    f"{len(differing)} of {len(theirs)}) has other bits on this machine"
+  )
+
+
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser(
+    prog="python -m bigtrain.tools.replay",
+    description="Computes steps of a run again on this machine, and prints the "
+    "first metric or array that differs from what the run has written.",
+    epilog="--config.KEY=VALUE changes the config, as for bigtrain.main.",
+    allow_abbrev=False,
+  )
+  parser.add_argument("workdir", metavar="RUN", help="folder of the run")
+  parser.add_argument(
+    "--step", type=int, required=True, help="last step to compute again"
+  )
+  return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns the exit code."""
+  try:
+    args, changes = _parser().parse(sys.argv[1:] if argv is None else argv)
+    difference = replay(args.workdir, args.step, changes)
+  except ConfigError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return process.EXIT_CONFIG
+  except (CheckpointError, OSError) as e:
+    print(f"error: {e}", file=sys.stderr)
+    return process.EXIT_ERROR
+  print(difference or f"Up to step {args.step}, all bits are the same.")
+  return process.EXIT_ERROR if difference else process.EXIT_OK
+
+
+if __name__ == "__main__":
+  sys.exit(main())
