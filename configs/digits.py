@@ -64,3 +64,8 @@ def get_config(arg=None):
     log_steps=200 if not arg.runlocal else 2,
   )
   return config
+
+
+def get_sweep():
+  """Variants for `python -m bigtrain.tools.sweep`."""
+  return {"lr": [1e-3, 3e-3], "model.depth": [2, 4]}

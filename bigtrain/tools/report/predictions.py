@@ -3,6 +3,7 @@
 Legend: N examples, C classes.
 """
 
+import collections
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from bigtrain.tools.report.panels import Run
 
 _MOST_CLASSES = 30  # Of a whole confusion matrix.
 _MOST_PAIRS = 30
+_MOST_ROWS = 1000  # Of the table of classes.
 _MOST_EXAMPLES = 24
 _LABEL_KEYS = ("labels", "label")
 
@@ -93,7 +95,7 @@ def _read(
   rows_N = np.flatnonzero((labels >= 0) & (labels < num_classes))
   if not len(rows_N):
     return None
-  logits, label_N = logits[rows_N].astype(np.float64), labels[rows_N]
+  logits, label_N = logits[rows_N].astype(np.float32), labels[rows_N]
   logits -= logits.max(axis=1, keepdims=True)
   log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
   images = next((x for x in arrays.values() if _is_picture(x)), None)
@@ -132,54 +134,64 @@ def _class_names(
   return [str(i) for i in range(num_classes)]
 
 
-def confusion(predictions: Predictions) -> np.ndarray:
-  """Returns the number of examples by true and predicted class, [C, C]."""
+def confusion(predictions: Predictions) -> list[tuple[int, int, int]]:
+  """Returns (true class, predicted class, number), largest numbers first."""
   size = len(predictions.names)
   pairs = predictions.label_N * size + predictions.predicted_N
-  return np.bincount(pairs, minlength=size * size).reshape(size, size)
+  pairs, counts = np.unique(pairs, return_counts=True)
+  order = np.argsort(-counts, kind="stable")
+  return [
+    (int(pairs[i]) // size, int(pairs[i]) % size, int(counts[i])) for i in order
+  ]
 
 
 def _html(predictions: Predictions) -> str:
-  counts = confusion(predictions)
-  accuracy = np.trace(counts) / counts.sum()
+  p = predictions
+  counts = confusion(p)
+  accuracy = np.mean(p.label_N == p.predicted_N)
   return (
-    f"<h4>{markup.text(predictions.evaluation)}, step {predictions.step:,}: "
-    f"{counts.sum():,} examples, accuracy {accuracy:.4g}</h4>"
-    + _matrix(counts, predictions.names)
-    + _per_class(counts, predictions.names)
-    + _worst(predictions)
+    f"<h4>{markup.text(p.evaluation)}, step {p.step:,}: "
+    f"{len(p.label_N):,} examples, accuracy {accuracy:.4g}</h4>"
+    + (_matrix if len(p.names) <= _MOST_CLASSES else _pairs)(counts, p.names)
+    + _per_class(counts, p.names)
+    + _worst(p)
   )
 
 
-def _matrix(counts: np.ndarray, names: Sequence[str]) -> str:
-  """The confusion matrix; for many classes the pairs that are confused most."""
-  if len(names) > _MOST_CLASSES:
-    wrong = counts * (1 - np.eye(len(names), dtype=counts.dtype))
-    most = np.argsort(-wrong, axis=None, kind="stable")[:_MOST_PAIRS]
-    places = [np.unravel_index(i, wrong.shape) for i in most]
-    rows = [
-      (markup.text(names[i]), markup.text(names[j]), f"{wrong[i, j]:,}")
-      for i, j in places
-      if wrong[i, j]
-    ]
-    title = "<p>Classes that are confused most often:</p>"
-    return title + markup.table(("True class", "Predicted", "Examples"), rows)
+def _pairs(counts: Sequence[tuple[int, int, int]], names: Sequence[str]) -> str:
+  """A table of the classes that are confused most."""
+  rows = [
+    (markup.text(names[i]), markup.text(names[j]), f"{count:,}")
+    for i, j, count in counts
+    if i != j
+  ]
+  title = "<p>Classes that are confused most often:</p>"
+  head = ("True class", "Predicted", "Examples")
+  return title + markup.table(head, rows[:_MOST_PAIRS])
+
+
+def _matrix(
+  counts: Sequence[tuple[int, int, int]], names: Sequence[str]
+) -> str:
+  """The confusion matrix."""
+  cells = {(i, j): count for i, j, count in counts}
   head = "".join(f"<th>{markup.text(name)}</th>" for name in names)
   body = ""
   for i, name in enumerate(names):
-    cells = ""
-    for j, count in enumerate(counts[i]):
-      share = count / max(1, counts[i].sum())
+    total = sum(cells.get((i, j), 0) for j in range(len(names)))
+    line = ""
+    for j, other in enumerate(names):
+      count = cells.get((i, j), 0)
       # Right answers are blue, wrong ones orange; a small share is visible.
       color = "0,114,178" if i == j else "213,94,0"
-      depth = 0.0 if not count else 0.12 + 0.68 * share
+      depth = 0.12 + 0.68 * count / total if count else 0.0
       ink = ";color:#fff" if depth > 0.55 else ""
-      cells += (
+      line += (
         f'<td style="background:rgba({color},{depth:.2f}){ink}" '
-        f'title="{markup.text(name)}, predicted as {markup.text(names[j])}: '
+        f'title="{markup.text(name)}, predicted as {markup.text(other)}: '
         f'{count}">{count or ""}</td>'
       )
-    body += f"<tr><th>{markup.text(name)}</th>{cells}</tr>"
+    body += f"<tr><th>{markup.text(name)}</th>{line}</tr>"
   return (
     '<p class="note">Confusion matrix: a row for each true class, a column for '
     "each predicted class. Blue: right; orange: wrong; darker: a larger share "
@@ -189,28 +201,36 @@ def _matrix(counts: np.ndarray, names: Sequence[str]) -> str:
   )
 
 
-def _per_class(counts: np.ndarray, names: Sequence[str]) -> str:
-  """A table of all classes, those with the lowest recall first."""
-  true_C, predicted_C = counts.sum(axis=1), counts.sum(axis=0)
-  right_C = np.diag(counts)
-  recall_C = right_C / np.maximum(true_C, 1)
-  rows = []
-  for i in np.lexsort((-true_C, recall_C + 2 * (true_C == 0))):
-    wrong = counts[i].copy()
-    wrong[i] = 0
-    most = int(wrong.argmax())
-    often = f"{markup.text(names[most])} ({wrong[most]})" if wrong.any() else ""
-    precision = (
-      f"{right_C[i] / predicted_C[i]:.1%}" if predicted_C[i] else "&ndash;"
+def _per_class(
+  counts: Sequence[tuple[int, int, int]], names: Sequence[str]
+) -> str:
+  """A table of the classes that have examples, the lowest recall first."""
+  true, predicted, right = (collections.Counter[int]() for _ in range(3))
+  most_often: dict[int, str] = {}
+  for i, j, count in counts:
+    true[i] += count
+    predicted[j] += count
+    if i == j:
+      right[i] = count
+    else:
+      most_often.setdefault(i, f"{markup.text(names[j])} ({count})")
+  worst = sorted(true, key=lambda i: (right[i] / true[i], -true[i]))
+  rows = [
+    (
+      markup.text(names[i]),
+      f"{true[i]:,}",
+      f"{right[i] / true[i]:.1%}",
+      f"{right[i] / predicted[i]:.1%}" if predicted[i] else "&ndash;",
+      most_often.get(i, ""),
     )
-    recall = f"{recall_C[i]:.1%}" if true_C[i] else "&ndash;"
-    rows.append(
-      (markup.text(names[i]), f"{true_C[i]:,}", recall, precision, often)
-    )
+    for i in worst[:_MOST_ROWS]
+  ]
+  more = len(worst) - len(rows)
+  note = f'<p class="note">{more:,} more classes.</p>' if more else ""
   head = ("Class", "Examples", "Recall", "Precision", "Most often taken for")
   return (
     "<details open><summary>Classes, the worst first</summary>"
-    f"{markup.table(head, rows)}</details>"
+    f"{markup.table(head, rows)}{note}</details>"
   )
 
 

@@ -1,6 +1,7 @@
 """The command, with runs of the program."""
 
 import json
+import os
 import signal
 import sys
 
@@ -68,6 +69,7 @@ def test_a_sweep_is_interrupted_and_continued(folder, tmp_path, capsys):
     content = json.loads((folder / "sweep" / "sweep.json").read_text())
     return {v["name"]: v for v in content["variants"]}
 
+  log = folder / "sweep" / "logs" / "lr=0.03.log"
   with processes.Processes(tmp_path) as started:
     command = [sys.executable, "-m", "bigtrain.tools.sweep", *words]
     job = started.start(command, env={"PYTHONPATH": path}, group=True)
@@ -76,15 +78,15 @@ def test_a_sweep_is_interrupted_and_continued(folder, tmp_path, capsys):
     job.until(
       lambda: rows.exists() and rows.read_text().count("\n") > 1, "rows"
     )
-    job.send(signal.SIGINT)
+    os.killpg(job.pid, signal.SIGINT)  # As a terminal does.
     assert job.wait() == 75, job.text()
+    assert "second signal, SIG" not in log.read_text()
     first = state()
     assert first["lr=-1"]["state"] == "failed"
     assert "config.lr" in first["lr=-1"]["reason"]
     assert first["lr=0.03"]["state"] == "interrupted"
     assert 0 < first["lr=0.03"]["step"] < 20
     assert (folder / "sweep" / "lr=0.03" / "checkpoints").exists()
-    log = folder / "sweep" / "logs" / "lr=0.03.log"
     assert "preempted: saved step" in log.read_text()
     job = started.start(command, env={"PYTHONPATH": path}, group=True)
     assert job.wait() == 1, job.text()  # The failed one fails again.

@@ -1,5 +1,6 @@
 """Variants from a grid and from get_sweep."""
 
+import processes
 import pytest
 
 from bigtrain import settings
@@ -96,6 +97,12 @@ def test_get_sweep(make, sweep, expected):
     make(*[f.removeprefix("--config.") for f in v.flags])[0].digest == v.digest
     for v in made
   )
+
+
+def test_the_sweep_of_the_quickstart():
+  config = processes.ROOT / "configs" / "digits.py"
+  for argument in ("", ":runlocal"):
+    assert len(variants.make(f"{config}{argument}", [], [])) == 4
 
 
 @pytest.mark.parametrize(
