@@ -52,7 +52,7 @@ def session() -> Iterator[None]:
     try:
       yield
     except process.Preempted as e:
-      if signals:
+      if signal.SIGINT in signals:  # And not another signal.
         raise Interrupted(str(e)) from None
       raise
 
