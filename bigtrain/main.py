@@ -152,7 +152,7 @@ def _train(
       state["loss_scale"] = guard.loss_scale.start()
     return state
 
-  rules = initial.sharding_rules(config, init_variables)
+  rules = initial.sharding_rules(config, init_variables, model_module, model)
   state_spec = sharding.state_spec(jax.eval_shape(init_state), mesh, rules)
 
   # The update.

@@ -11,13 +11,16 @@ from bigtrain import sharding, trees
 from bigtrain.checkpoints import checkpointer
 from bigtrain.checkpoints.host_state import HostState
 
-MESHES = ((8, 1), (2, 4), (1, 8))
+# replica, fsdp, sequence, tensor.
+MESHES = ((8, 1), (2, 4), (1, 8), (1, 2, 1, 4))
 
 
 def spec(mesh):
   """ShapeDtypeStructs of a state with every kind of array."""
+  by_tensor = ("tensor",) if mesh.shape["tensor"] > 1 else ()
+  kernel = PartitionSpec("fsdp", *by_tensor)
   shapes = {
-    "params/dense/kernel": ((16, 24), jnp.float32, PartitionSpec("fsdp")),
+    "params/dense/kernel": ((16, 24), jnp.float32, kernel),
     "params/dense/bias": ((24,), jnp.bfloat16, PartitionSpec(None)),
     "params/wide": (
       (8, 40),
@@ -38,9 +41,9 @@ def spec(mesh):
   )
 
 
-def like(replica=2, fsdp=4):
+def like(replica=2, fsdp=4, sequence=1, tensor=1):
   """`spec` on a mesh of this size."""
-  return spec(sharding.make_mesh(replica, fsdp))
+  return spec(sharding.make_mesh(replica, fsdp, sequence, tensor))
 
 
 def one_device():

@@ -58,7 +58,7 @@ RULES = {
   "parts": {"settings"},
   "lengths": {"settings"},
   "metrics": {"settings", "trees"},
-  "sharding": {"settings", "trees"},
+  "sharding": {"model_flops", "settings", "trees"},
   "model_flops": set(),
   "settings": set(),
   "trees": set(),

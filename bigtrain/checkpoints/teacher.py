@@ -65,7 +65,7 @@ def from_config(
   if source is not None:
     config_json.check(source, module, model, path=config.teacher.path)
   init = initial.variables_fn(task, model, batch_spec, seed)
-  rules = initial.sharding_rules(config, init, config.teacher)
+  rules = initial.sharding_rules(config, init, module, model, config.teacher)
   spec = sharding.state_spec({"teacher": jax.eval_shape(init)}, mesh, rules)
   shardings = jax.tree.map(lambda x: x.sharding, spec["teacher"])
 

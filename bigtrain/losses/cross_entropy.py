@@ -24,6 +24,7 @@ def softmax_xent(
   label_smoothing: float = 0.0,
   label_smoothing_over: str = "all",
   z_loss: float = 0.0,
+  axis_name: str | None = None,
 ) -> jax.Array:
   """Computes the cross-entropy of softmax(logits) against the labels.
 
@@ -36,6 +37,9 @@ def softmax_xent(
       the C - 1 other classes, as in big_vision and T5X.
     z_loss: weight of logsumexp(logits) ** 2, which keeps logits from drifting
       (Chowdhery et al. 2022, arxiv.org/abs/2204.02311, section 5).
+    axis_name: axis of a shard_map over which the classes are split, each device
+      with an equal part of the logits and all class numbers; None for all
+      classes. The devices exchange a few numbers for each loss, not logits.
 
   Returns:
     float32 [...], in nats.
@@ -48,25 +52,27 @@ def softmax_xent(
   logits = logits.astype(jnp.float32)
   # The loss depends only on differences of logits, and small numbers keep
   # their digits.
-  top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+  top = jax.lax.stop_gradient(largest(logits, axis_name))
   logits = logits - top[..., None]
-  normaliser = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
+  normaliser = jnp.log(total_of(jnp.sum(jnp.exp(logits), axis=-1), axis_name))
   total: Any = 1.0
   if _are_classes(logits, labels):
     # A masked sum fuses, and unlike a gather has no scatter as its gradient.
-    picked = jnp.sum(
-      jnp.where(label_mask(logits, labels), logits, 0.0), axis=-1
-    )
-    picked += _nan_unless_valid(logits, labels)
+    mask = label_mask(logits, labels, axis_name)
+    picked = jnp.sum(jnp.where(mask, logits, 0.0), axis=-1)
+    picked = total_of(picked, axis_name)
+    picked += _nan_unless_valid(logits, labels, axis_name)
   else:
     labels = labels.astype(jnp.float32)
-    picked = jnp.sum(labels * logits, axis=-1)
-    total = jnp.sum(labels, axis=-1)
+    picked = total_of(jnp.sum(labels * logits, axis=-1), axis_name)
+    total = total_of(jnp.sum(labels, axis=-1), axis_name)
   if label_smoothing:
     share, mean = label_smoothing, jnp.mean(logits, axis=-1)
+    if axis_name:
+      mean = jax.lax.pmean(mean, axis_name)
     if label_smoothing_over == "others":
       # The same loss as with this share of a label spread over all.
-      C = logits.shape[-1]
+      C = logits.shape[-1] * num_parts(axis_name)
       share = label_smoothing * C / (C - 1)
     picked = (1 - share) * picked + share * total * mean
   loss = total * normaliser - picked
@@ -133,15 +139,46 @@ def _are_classes(logits: jax.Array, labels: jax.Array) -> bool:
   )
 
 
-def label_mask(logits: jax.Array, classes: jax.Array) -> jax.Array:
+def largest(logits: jax.Array, axis_name: str | None = None) -> jax.Array:
+  """Returns the largest logits, without gradient if the classes are split."""
+  top = jnp.max(logits, axis=-1)
+  if axis_name is None:
+    return top
+  return jax.lax.pmax(jax.lax.stop_gradient(top), axis_name)
+
+
+def total_of(values: jax.Array, axis_name: str | None) -> jax.Array:
+  """Adds up sums over the classes of a device; see softmax_xent."""
+  return jax.lax.psum(values, axis_name) if axis_name else values
+
+
+def num_parts(axis_name: str | None) -> int:
+  """Number of parts of the classes; see softmax_xent."""
+  return jax.lax.axis_size(axis_name) if axis_name else 1
+
+
+def class_numbers(logits: jax.Array, axis_name: str | None = None) -> jax.Array:
+  """Returns the numbers of a device's classes; see softmax_xent."""
+  C = logits.shape[-1]
+  if axis_name is None:
+    return jnp.arange(C)
+  return jax.lax.axis_index(axis_name) * C + jnp.arange(C)
+
+
+def label_mask(
+  logits: jax.Array, classes: jax.Array, axis_name: str | None = None
+) -> jax.Array:
   """Returns bool [..., C]: True at each example's class number."""
-  return classes[..., None] == jnp.arange(logits.shape[-1])
+  return classes[..., None] == class_numbers(logits, axis_name)
 
 
-def _nan_unless_valid(logits: jax.Array, classes: jax.Array) -> jax.Array:
+def _nan_unless_valid(
+  logits: jax.Array, classes: jax.Array, axis_name: str | None = None
+) -> jax.Array:
   """Returns NaN for an invalid class number, else 0, to add to the loss.
 
   Otherwise an invalid label would look like one that is hard to predict.
   """
-  valid = (classes >= 0) & (classes < logits.shape[-1])
+  C = logits.shape[-1] * num_parts(axis_name)
+  valid = (classes >= 0) & (classes < C)
   return jnp.where(valid, 0.0, jnp.nan)

@@ -94,7 +94,7 @@ def linear_softmax_xent(
   if weight_BL is None:
     weight_BL = jnp.ones(targets_BL.shape, jnp.float32)
   args = (
-    hidden_BLD.astype(jnp.float32),
+    hidden_BLD,
     targets_BL,
     jax.lax.stop_gradient(weight_BL.astype(jnp.float32)),
     kernel_DV.astype(jnp.float32),
@@ -109,7 +109,23 @@ def linear_softmax_xent(
       mesh = ambient
   # XLA would copy the kernel's gradient to sum it over a single device.
   if mesh is None or mesh.size == 1:
-    return _token_losses(options, *args)
+    return _token_losses(options, args[0].astype(jnp.float32), *args[1:])
+  tensor = mesh.shape.get("tensor", 1)
+  if tensor == 1:
+    args = (args[0].astype(jnp.float32), *args[1:])
+  by_class = tensor > 1 and kernel_DV.shape[1] % tensor == 0
+  if by_class:
+    options = options._replace(axis_name="tensor")
+  # The devices of a group share the positions, if these divide. With a part of
+  # the vocabulary on each, those of a `tensor` group have the same positions.
+  stream = sharding.stream_spec(mesh, hidden_BLD)
+  shared = sharding.axes_of_length(stream)
+  if by_class:
+    shared = tuple(axis for axis in shared if axis != "tensor")
+  by_token: Any = PartitionSpec(
+    sharding.BATCH_AXES, *([shared] if shared else [])
+  )
+  copied, summed = ("replica", *shared), (*sharding.BATCH_AXES, *shared)
 
   def on_device(
     hidden_BLD: jax.Array,
@@ -121,32 +137,44 @@ def linear_softmax_xent(
     # Each device uses a copy of its own from here on; the transposes sum the
     # copies' gradients over the devices, once.
     if dim is None:
-      kernel_DV = jax.lax.pcast(kernel, sharding.BATCH_AXES, to="varying")
+      kernel_DV = jax.lax.pcast(kernel, summed, to="varying")
     else:
-      kernel = jax.lax.pcast(kernel, "replica", to="varying")
+      kernel = jax.lax.pcast(kernel, copied, to="varying")
       kernel_DV = _gathered(dim, options.dtype, kernel)
     if bias_V is not None:
-      bias_V = jax.lax.pcast(bias_V, sharding.BATCH_AXES, to="varying")
+      bias_V = jax.lax.pcast(bias_V, summed, to="varying")
+    if by_class:
+      hidden_BLD = sharding.gathered(hidden_BLD, stream)
     local = _token_losses(
-      options, hidden_BLD, targets_BL, weight_BL, kernel_DV, bias_V
+      options,
+      hidden_BLD.astype(jnp.float32),
+      targets_BL,
+      weight_BL,
+      kernel_DV,
+      bias_V,
     )
-    return local._replace(total=jax.lax.psum(local.total, sharding.BATCH_AXES))
+    return local._replace(total=jax.lax.psum(local.total, summed))
 
   ways = mesh.shape["fsdp"]
   # The dimension of the kernel that is split, if one divides.
   divides = [d for d in (1, 0) if ways > 1 and kernel_DV.shape[d] % ways == 0]
+  if by_class:  # The other dimension is over `tensor`.
+    divides = [d for d in divides if d == 0]
   dim = divides[0] if divides else None
-  by_batch: Any = PartitionSpec(sharding.BATCH_AXES)
   replicated: Any = PartitionSpec()
-  by_dim: Any = replicated
-  if dim is not None:
-    by_dim = PartitionSpec(*[None] * dim, "fsdp")
-  out_specs = TokenLosses(replicated, by_batch, by_batch)
+  axes = [None if dim != d else "fsdp" for d in (0, 1)]
+  of_bias = replicated
+  if by_class:
+    axes[1] = "tensor"
+    of_bias = PartitionSpec("tensor")
+  while axes and axes[-1] is None:
+    axes.pop()
+  of_hidden = stream if by_class else by_token
   return jax.shard_map(
     on_device,
     mesh=mesh,
-    in_specs=(by_batch, by_batch, by_batch, by_dim, replicated),
-    out_specs=out_specs,
+    in_specs=(of_hidden, by_token, by_token, PartitionSpec(*axes), of_bias),
+    out_specs=TokenLosses(replicated, by_token, by_token),
   )(*args)
 
 
@@ -200,6 +228,7 @@ class _Options(NamedTuple):
   label_smoothing_over: str
   z_loss: float
   softcap: float | None
+  axis_name: str | None = None
 
   def losses(
     self, logits: jax.Array, targets: jax.Array
@@ -213,23 +242,28 @@ class _Options(NamedTuple):
       label_smoothing=self.label_smoothing,
       label_smoothing_over=self.label_smoothing_over,
       z_loss=self.z_loss,
+      axis_name=self.axis_name,
     )
-    correct = _is_largest(jax.lax.stop_gradient(logits), targets)
+    fixed = jax.lax.stop_gradient(logits)
+    correct = _is_largest(fixed, targets, self.axis_name)
     return loss, correct.astype(jnp.float32)
 
 
-def _is_largest(logits: jax.Array, classes: jax.Array) -> jax.Array:
+def _is_largest(
+  logits: jax.Array, classes: jax.Array, axis_name: str | None
+) -> jax.Array:
   """Returns argmax(logits) == classes, or False where a logit is NaN.
 
   The first of equal logits is the largest. XLA computes the maximum once, here
   and for the loss. On TPUs it computes several sums in one pass over the
   logits, but needs another pass for an argmax or an "all".
   """
-  top = jnp.max(logits, axis=-1, keepdims=True)
-  earlier = jnp.arange(logits.shape[-1]) < classes[..., None]
+  top = cross_entropy.largest(logits, axis_name)[..., None]
+  earlier = cross_entropy.class_numbers(logits, axis_name) < classes[..., None]
   tied = jnp.where(earlier & (logits == top), 1.0, 0.0)
-  mask = cross_entropy.label_mask(logits, classes)
-  return jnp.sum(jnp.where(mask, top - logits, tied), axis=-1) == 0
+  mask = cross_entropy.label_mask(logits, classes, axis_name)
+  above = jnp.sum(jnp.where(mask, top - logits, tied), axis=-1)
+  return cross_entropy.total_of(above, axis_name) == 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings
+from bigtrain import settings, sharding
 from bigtrain.models import vit
 from bigtrain.models.layers import (
   captioner_decoder,
@@ -27,6 +27,7 @@ from bigtrain.models.layers import (
   positions,
   visibility,
 )
+from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import arrays, blocks
 from bigtrain.optim import views
 
@@ -371,3 +372,11 @@ def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
   """Returns the view of a parameter, see optim/views.py."""
   block = "encoderblock" if name.startswith("encoder/") else "EncDecBlock"
   return views.of_stack(name, shape, block)
+
+
+def tensor_rules(model: Model) -> list[sharding.TensorRule]:
+  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
+  del model
+  table = tensor_rules_lib.table("decoder/EmbedTargets/embedding")
+  head = tensor_rules_lib.head("decoder/LogitsDense")
+  return [*tensor_rules_lib.LAYERS, table, *head]

@@ -35,6 +35,7 @@ from bigtrain.models.layers import (
   visibility,
 )
 from bigtrain.models.layers import positions as positions_lib
+from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import blocks, decoder_config
 from bigtrain.models.published import decoder as decoder_published
 from bigtrain.optim import views
@@ -248,7 +249,7 @@ class Model(nn.Module):
       )
     init = nn.initializers.normal(self.init_std)
     embedding_VD = self.param("token_embedding", init, (V, D))
-    x_BLD = jnp.take(embedding_VD, tokens, axis=0).astype(self.dtype)
+    x_BLD = sharding.lookup(embedding_VD, tokens).astype(self.dtype)
     if positions is None:
       positions = start + jnp.arange(L)[None]
       if segments is not None:
@@ -440,3 +441,10 @@ published_fields = decoder_config.fields
 def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
   """Returns the view of a parameter, see optim/views.py."""
   return views.of_stack(name, shape)
+
+
+def tensor_rules(model: Model) -> list[sharding.TensorRule]:
+  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
+  del model
+  table = tensor_rules_lib.table("token_embedding")
+  return [*tensor_rules_lib.LAYERS, table, *tensor_rules_lib.head("head")]

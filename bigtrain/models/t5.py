@@ -33,6 +33,7 @@ from bigtrain.models.layers import (
   t5_stack,
   visibility,
 )
+from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import arrays, blocks, t5_config
 from bigtrain.models.published import t5 as t5_published
 from bigtrain.optim import views
@@ -319,7 +320,7 @@ class Model(nn.Module):
     return x_B1D, state
 
   def _embed(self, tokens_BL: jax.Array) -> jax.Array:
-    x_BLD = jnp.take(self.token_embedding, tokens_BL, axis=0)
+    x_BLD = sharding.lookup(self.token_embedding, tokens_BL)
     return sharding.stream(x_BLD.astype(self.dtype))
 
   def _scaled(self, x_BLD: jax.Array) -> jax.Array:
@@ -416,3 +417,10 @@ published_fields = t5_config.fields
 def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
   """Returns the view of a parameter, see optim/views.py."""
   return views.of_stack(name, shape)
+
+
+def tensor_rules(model: Model) -> list[sharding.TensorRule]:
+  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
+  del model
+  table = tensor_rules_lib.table("token_embedding")
+  return [*tensor_rules_lib.LAYERS, table, *tensor_rules_lib.head("head")]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings
+from bigtrain import settings, sharding
 from bigtrain.models import vit
 from bigtrain.models.layers import (
   attention_choice,
@@ -24,6 +24,7 @@ from bigtrain.models.layers import (
   pooling,
   remat,
 )
+from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.optim import views
 
 POOL_TYPES = ("last", "first", "gap", "max", "map")
@@ -175,3 +176,10 @@ def from_published(
 def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
   """Returns the view of a parameter, see optim/views.py."""
   return views.of_stack(name, shape, "encoderblock")
+
+
+def tensor_rules(model: Model) -> list[sharding.TensorRule]:
+  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
+  del model
+  table = tensor_rules_lib.table("Embed_0/embedding")
+  return [*tensor_rules_lib.LAYERS, table, *tensor_rules_lib.head("head")]

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import parts, settings, trees
+from bigtrain import parts, settings, sharding, trees
+from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import arrays
 from bigtrain.optim import views
 
@@ -206,3 +207,16 @@ def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
   return views.of_model(module, tower_class(**options, parent=None), tree)[
     inner
   ]
+
+
+def tensor_rules(model: Model) -> list[sharding.TensorRule]:
+  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
+  modules = {"img": model.image_model, "txt": model.text_model}
+  rules: list[sharding.TensorRule] = []
+  for tower, (cls, options) in model._towers().items():
+    key = f"config.model.{tower}"
+    module = parts.find_module("models", modules[tower], key)
+    if hasattr(module, "tensor_rules"):
+      of_tower = module.tensor_rules(cls(**options, parent=None))
+      rules += tensor_rules_lib.under(f"{tower}/", of_tower)
+  return rules

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings
+from bigtrain import settings, sharding
 from bigtrain.models.layers import (
   attention_choice,
   encoder,
@@ -27,6 +27,7 @@ from bigtrain.models.layers import (
   positions,
   remat,
 )
+from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import arrays, blocks
 from bigtrain.optim import views
 
@@ -384,3 +385,9 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
   """Returns the view of a parameter, see optim/views.py."""
   return views.of_stack(name, shape, "encoderblock")
+
+
+def tensor_rules(model: Model) -> list[sharding.TensorRule]:
+  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
+  del model
+  return [*tensor_rules_lib.LAYERS, *tensor_rules_lib.head("head")]

@@ -2,7 +2,8 @@
 
 mesh.py makes the device mesh and names its axes; open it first. batches.py has
 the shardings of batches, layouts.py the rules for parameters and optimizer
-state, and traced.py the functions that models call while they are traced. Other
+state, and model_rules.py those of a model. Models call the functions of
+traced.py and, for the axis `tensor`, tensor.py while they are traced. Other
 packages use the names below. Any package may import this one, which imports
 only settings and trees.
 """
@@ -18,6 +19,7 @@ from bigtrain.sharding.batches import (
 from bigtrain.sharding.layouts import (
   DEFAULT_RULES,
   Layout,
+  Rules,
   along,
   bytes_per_device,
   state_shardings,
@@ -30,6 +32,20 @@ from bigtrain.sharding.mesh import (
   in_words,
   make_mesh,
 )
+from bigtrain.sharding.model_rules import TensorRule, place
+from bigtrain.sharding.tensor import (
+  axes_of_length,
+  by_heads,
+  columns,
+  gathered,
+  heads_in_parts,
+  lookup,
+  rows,
+  scattered,
+  stream,
+  stream_spec,
+  tensor_ways,
+)
 from bigtrain.sharding.traced import (
   ambient,
   device,
@@ -37,7 +53,6 @@ from bigtrain.sharding.traced import (
   over_batch,
   split_batch,
   splits,
-  stream,
 )
 
 __all__ = [
@@ -45,24 +60,37 @@ __all__ = [
   "BATCH_AXES",
   "DEFAULT_RULES",
   "Layout",
+  "Rules",
+  "TensorRule",
   "along",
   "ambient",
+  "axes_of_length",
   "batch",
   "batch_spec",
   "batch_ways",
+  "by_heads",
   "bytes_per_device",
   "check_batch",
+  "columns",
   "device",
   "from_config",
+  "gathered",
+  "heads_in_parts",
   "in_words",
   "length_ways",
+  "lookup",
   "make_mesh",
   "one_example",
   "over_batch",
+  "place",
   "replicated",
+  "rows",
+  "scattered",
   "split_batch",
   "splits",
   "state_shardings",
   "state_spec",
   "stream",
+  "stream_spec",
+  "tensor_ways",
 ]

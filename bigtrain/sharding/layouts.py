@@ -1,21 +1,24 @@
 """Rules for the layout of each array of the state on the mesh.
 
-Parameters and optimizer state are split over `fsdp` by rules, pairs of (regular
-expression over state names, layout):
+A rule is a pair of (regular expression over state names, layout):
 
   ("replicated")            every device holds all of it
   ("fsdp")                  the largest dimension that divides is split
   ("fsdp(min_size=65536)")  the same; smaller arrays are replicated
-  ("shard_dim(0)")          this dimension is split, or it is an error
+  ("fsdp(0), tensor(-1)")   these dimensions are split, or it is an error
+  ("shard_dim(0)")          the same as "fsdp(0)"
 
-The first rule that matches a name decides. Arrays that do not divide are
+The first rule that matches a name decides. The model's own rules say which
+dimension goes over `tensor`, unless the layout names this axis or is
+"replicated"; "fsdp" leaves out that dimension. Arrays that do not divide are
 reported before anything compiles.
 """
 
 import ast
+import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,47 +31,148 @@ from bigtrain.sharding.batches import replicated
 
 DEFAULT_RULES = ((".*", "fsdp"),)
 
-# A layout takes (shape, mesh) and returns (spec, complaint or ""). None leaves
-# the shape to the next rules.
-Layout = Callable[[tuple[int, ...], Mesh], tuple[PartitionSpec, str] | None]
+# Smaller arrays are replicated by default.
+_MIN_SIZE = 1024
+
+# Axes by dimension.
+Placed = Mapping[int, tuple[str, ...]]
+
+# A layout takes (shape, mesh, axes that the model's rules have placed) and
+# returns (spec, complaint or ""). None leaves the shape to the next rules.
+Layout = Callable[
+  [tuple[int, ...], Mesh, Placed], tuple[PartitionSpec, str] | None
+]
+
+
+class Rules(NamedTuple):
+  """All that decides the layout of the state.
+
+  Attributes:
+    layouts: (regular expression, layout) pairs; the first full match decides. A
+      layout is a text of the config or a function. Arrays without a match are
+      replicated.
+    of_model: the axes that the model's rules have placed, by name of a
+      parameter: (its shape, axes by dimension). Arrays of the same shape whose
+      names end with that name, such as moments of the optimizer, are split
+      alike.
+    split_opt: whether the optimizer's state is split over `replica` as well
+      (ZeRO-1, https://arxiv.org/abs/1910.02054).
+  """
+
+  layouts: Sequence[tuple[str, str | Layout]] = DEFAULT_RULES
+  of_model: Mapping[str, tuple[tuple[int, ...], Placed]] = {}
+  split_opt: bool = False
+
+  def placed(self, name: str, shape: tuple[int, ...]) -> Placed:
+    """Returns the axes that the model's rules have placed in an array."""
+    parts = name.split("/")
+    for start in range(len(parts)):
+      known = self.of_model.get("/".join(parts[start:]))
+      if known is not None and known[0] == shape:
+        return known[1]
+    return {}
+
+
+def spec_of(placed: Placed) -> PartitionSpec:
+  """Returns the spec that splits these dimensions, and no others."""
+  dims = [placed.get(d, ()) for d in range(max(placed, default=-1) + 1)]
+  return PartitionSpec(
+    *[
+      None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims
+    ]
+  )
+
+
+def nearest(size: int, dim: int) -> str:
+  """Names the nearest sizes that divide a dimension.
+
+  >>> nearest(4, 6), nearest(3, 50257)
+  ('3 and 6', '1 and 29')
+
+  Args:
+    size: the size that does not.
+    dim: size of the dimension.
+  """
+  divisors = [n for n in range(1, dim + 1) if dim % n == 0]
+  down = max(n for n in divisors if n < size)
+  up = [n for n in divisors if n > size]
+  return " and ".join(map(str, [down, *up[:1]]))
+
+
+def _check_divides(
+  shape: tuple[int, ...], placed: Placed, mesh: Mesh, changed: int
+) -> None:
+  """Raises ConfigError if a dimension does not divide by its axes."""
+  axes = placed[changed]
+  ways = math.prod(mesh.shape[axis] for axis in axes)
+  size = shape[changed]
+  if size % ways:
+    by = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+    raise ConfigError(
+      f"dimension {changed} of shape {shape} is {size}, which does not divide "
+      f"by {by}; the nearest sizes that work: {nearest(ways, size)}"
+    )
 
 
 def _replicated() -> Layout:
-  return lambda shape, mesh: (PartitionSpec(), "")
+  return lambda shape, mesh, placed: (PartitionSpec(), "")
 
 
-def _fsdp(min_size: int = 1024) -> Layout:
-  _check_int("min_size", min_size)
+def _largest(axis: str, min_size: int) -> Layout:
+  """Splits the largest free dimension that divides."""
 
-  def layout(shape: tuple[int, ...], mesh: Mesh) -> tuple[PartitionSpec, str]:
-    ways = mesh.shape["fsdp"]
+  def layout(
+    shape: tuple[int, ...], mesh: Mesh, placed: Placed
+  ) -> tuple[PartitionSpec, str]:
+    ways = mesh.shape[axis]
     if ways == 1 or np.prod(shape, dtype=np.int64) < min_size:
-      return PartitionSpec(), ""
+      return spec_of(placed), ""
     # Later dimensions win ties: the first is often a stack of layers.
-    for dim in sorted(range(len(shape)), key=lambda d: (-shape[d], -d)):
+    free = [d for d in range(len(shape)) if d not in placed]
+    for dim in sorted(free, key=lambda d: (-shape[d], -d)):
       if shape[dim] % ways == 0:
-        return PartitionSpec(*[None] * dim, "fsdp"), ""
-    return PartitionSpec(), (
-      f"no dimension of {shape} divides by fsdp={ways}; it is replicated"
+        return spec_of({**placed, dim: (axis,)}), ""
+    return spec_of(placed), (
+      f"no dimension of {shape} divides by {axis}={ways}; it is replicated"
     )
 
   return layout
 
 
+def _fsdp(dim: int | None = None, *, min_size: int = _MIN_SIZE) -> Layout:
+  _check_int("min_size", min_size)
+  return _largest("fsdp", min_size) if dim is None else _on("fsdp", dim)
+
+
 def _shard_dim(dim: int) -> Layout:
+  return _on("fsdp", dim)
+
+
+def _tensor(dim: int) -> Layout:
+  return _on("tensor", dim)
+
+
+def _sequence(dim: int) -> Layout:
+  return _on("sequence", dim)
+
+
+def _replica(dim: int) -> Layout:
+  return _on("replica", dim)
+
+
+def _on(axis: str, dim: int) -> Layout:
+  """Splits a given dimension over an axis."""
   _check_int("dim", dim)
 
-  def layout(shape: tuple[int, ...], mesh: Mesh) -> tuple[PartitionSpec, str]:
-    ways = mesh.shape["fsdp"]
+  def layout(
+    shape: tuple[int, ...], mesh: Mesh, placed: Placed
+  ) -> tuple[PartitionSpec, str]:
     at = dim + len(shape) if dim < 0 else dim
     if not 0 <= at < len(shape):
       raise ConfigError(f"shape {shape} has no dimension {dim}")
-    if shape[at] % ways:
-      raise ConfigError(
-        f"dimension {dim} of shape {shape} is {shape[at]}, which does not "
-        f"divide by fsdp={ways}"
-      )
-    return PartitionSpec(*[None] * at, "fsdp"), ""
+    result = {**placed, at: (*placed.get(at, ()), axis)}
+    _check_divides(shape, result, mesh, at)
+    return spec_of(result), ""
 
   return layout
 
@@ -85,8 +189,9 @@ def along(
   """
 
   def layout(
-    given: tuple[int, ...], mesh: Mesh
+    given: tuple[int, ...], mesh: Mesh, placed: Placed
   ) -> tuple[PartitionSpec, str] | None:
+    del placed  # Names of dimensions are also the model's.
     if given != shape:
       return None
     if len(spec) > len(shape):
@@ -114,30 +219,84 @@ _LAYOUTS: dict[str, Callable[..., Layout]] = {
   "replicated": _replicated,
   "fsdp": _fsdp,
   "shard_dim": _shard_dim,
+  "tensor": _tensor,
+  "sequence": _sequence,
+  "replica": _replica,
 }
 
 
 def _parse_layout(text: str, key: str) -> Layout:
+  """Returns the layout that a text names; see the top of this file."""
   try:
     node = ast.parse(text, mode="eval").body
-    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    name = ast.unparse(call.func)
-    args = [ast.literal_eval(a) for a in call.args]
-    kwargs = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+    terms = node.elts if isinstance(node, ast.Tuple) else [node]
+    calls = [
+      t if isinstance(t, ast.Call) else ast.Call(t, [], []) for t in terms
+    ]
+    parsed = [
+      (
+        ast.unparse(call.func),
+        [ast.literal_eval(a) for a in call.args],
+        {k.arg: ast.literal_eval(k.value) for k in call.keywords},
+      )
+      for call in calls
+    ]
   except (SyntaxError, ValueError, AttributeError, TypeError) as e:
     raise ConfigError(
       f"{key}: cannot read the layout {text!r}; expected for example 'fsdp' or "
-      "'shard_dim(0)'."
+      "'fsdp(0), tensor(-1)'."
     ) from e
-  if name not in _LAYOUTS:
-    hint = did_you_mean(name, _LAYOUTS)
-    raise ConfigError(f"{key}: unknown layout {name!r}.{hint}")
-  make = _LAYOUTS[name]
-  check_kwargs(make, kwargs, f"{key}.{name}", given=_names(make, args))
-  try:
-    return make(*args, **kwargs)
-  except TypeError as e:
-    raise ConfigError(f"{key}: {text!r}: {e}.") from e
+  layouts = []
+  for name, args, kwargs in parsed:
+    if name not in _LAYOUTS:
+      hint = did_you_mean(name, _LAYOUTS)
+      raise ConfigError(f"{key}: unknown layout {name!r}.{hint}")
+    make = _LAYOUTS[name]
+    check_kwargs(make, kwargs, f"{key}.{name}", given=_names(make, args))
+    try:
+      layouts.append(make(*args, **kwargs))
+    except TypeError as e:
+      raise ConfigError(f"{key}: {text!r}: {e}.") from e
+  names = [name for name, _, _ in parsed]
+  if len(set(names)) < len(names) or (len(names) > 1 and "replicated" in names):
+    raise ConfigError(
+      f"{key}: {text!r} names an axis twice, or 'replicated' and an axis."
+    )
+  # Those that search for a dimension come last.
+  order = sorted(
+    range(len(names)), key=lambda i: not (parsed[i][1] or "dim" in parsed[i][2])
+  )
+  return _in_turn([layouts[i] for i in order], "tensor" in names)
+
+
+def _in_turn(layouts: Sequence[Layout], names_tensor: bool) -> Layout:
+  """Returns the layout that applies several, one after the other."""
+
+  def layout(
+    shape: tuple[int, ...], mesh: Mesh, placed: Placed
+  ) -> tuple[PartitionSpec, str]:
+    notes = []
+    if names_tensor:
+      placed = {}
+    spec = PartitionSpec()
+    for one in layouts:
+      result = one(shape, mesh, placed)
+      assert result is not None
+      spec, note = result
+      placed = axes_by_dim(spec)
+      notes += [note] if note else []
+    return spec, "; ".join(notes)
+
+  return layout
+
+
+def axes_by_dim(spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
+  """Returns the axes of each dimension that a spec splits."""
+  return {
+    dim: axes if isinstance(axes, tuple) else (axes,)
+    for dim, axes in enumerate(spec)
+    if axes
+  }
 
 
 def _names(fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:
@@ -145,10 +304,37 @@ def _names(fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:
   return list(fn.__code__.co_varnames[: min(len(args), count)])
 
 
+def _over_replica(
+  shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
+) -> PartitionSpec:
+  """Splits an array of the optimizer over `replica` as well, if one divides.
+
+  The dimension that `fsdp` splits comes first: a device then holds a part of
+  the rows that it updates anyway.
+  """
+  ways = mesh.shape["replica"]
+  placed = axes_by_dim(spec)
+  taken = {axis for axes in placed.values() for axis in axes}
+  too_small = np.prod(shape, dtype=np.int64) < _MIN_SIZE
+  if ways == 1 or "replica" in taken or too_small:
+    return spec
+  local = {
+    d: size // math.prod(mesh.shape[a] for a in placed.get(d, ()))
+    for d, size in enumerate(shape)
+  }
+  order = sorted(
+    local, key=lambda d: ("fsdp" not in placed.get(d, ()), -local[d], -d)
+  )
+  for dim in order:
+    if local[dim] % ways == 0:
+      return spec_of({**placed, dim: (*placed.get(dim, ()), "replica")})
+  return spec
+
+
 def state_shardings(
   shapes: Any,
   mesh: Mesh,
-  rules: Sequence[tuple[str, str | Layout]] = DEFAULT_RULES,
+  rules: Rules | Sequence[tuple[str, str | Layout]] = DEFAULT_RULES,
   key: str = "config.sharding",
 ) -> tuple[Any, list[str]]:
   """Computes the NamedSharding of each array of the state.
@@ -156,9 +342,7 @@ def state_shardings(
   Args:
     shapes: tree of ShapeDtypeStructs; rules match the names of its leaves.
     mesh: mesh with the axes of `make_mesh`.
-    rules: (regular expression, layout) pairs; the first full match decides. A
-      layout is a text of the config or a function.
-      Arrays without a match are replicated.
+    rules: all that decides the layout, or `layouts` of Rules alone.
     key: location of the rules in the config, for messages.
 
   Returns:
@@ -169,8 +353,10 @@ def state_shardings(
     ConfigError: a rule cannot be read, or arrays cannot be split as their rule
       demands; one line lists all of them.
   """
+  if not isinstance(rules, Rules):
+    rules = Rules(rules)
   parsed = []
-  for i, rule in enumerate(rules):
+  for i, rule in enumerate(rules.layouts):
     if not isinstance(rule, list | tuple) or len(rule) != 2:
       raise ConfigError(f"{key}[{i}]: expected (regex, layout), got {rule!r}.")
     try:
@@ -184,19 +370,22 @@ def state_shardings(
   notes: list[str] = []
   errors: list[str] = []
 
-  def place(name: str, shape: Any) -> NamedSharding:
+  def place(name: str, array: Any) -> NamedSharding:
+    shape = tuple(array.shape)
     for pattern, layout in parsed:
       if pattern.fullmatch(name):
         try:
-          placed = layout(tuple(shape.shape), mesh)
+          result = layout(shape, mesh, rules.placed(name, shape))
         except ConfigError as e:
           errors.append(f"{name}: {e}")
           return replicated(mesh)
-        if placed is None:
+        if result is None:
           continue
-        spec, note = placed
+        spec, note = result
         if note:
           notes.append(f"{name}: {note}")
+        if rules.split_opt and name.startswith("opt/"):
+          spec = _over_replica(shape, spec, mesh)
         return NamedSharding(mesh, spec)
     return replicated(mesh)
 
@@ -209,7 +398,7 @@ def state_shardings(
 def state_spec(
   shapes: Any,
   mesh: Mesh,
-  rules: Sequence[tuple[str, str | Layout]] = DEFAULT_RULES,
+  rules: Rules | Sequence[tuple[str, str | Layout]] = DEFAULT_RULES,
 ) -> Any:
   """Adds shardings to a tree of ShapeDtypeStructs; see `state_shardings`."""
   shardings, notes = state_shardings(shapes, mesh, rules)

@@ -33,21 +33,6 @@ def over_batch(x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
 
 
-def stream(x_BLD: jax.Array) -> jax.Array:
-  """Constrains the layout of a residual stream.
-
-  Examples are split over `replica` and `fsdp`, and the positions of an example
-  over `sequence`. XLA pads lengths that do not divide.
-
-  Args:
-    x_BLD: [batch, length, ...].
-  """
-  if length_ways(*x_BLD.shape[:2]) == 1:
-    return over_batch(x_BLD)
-  spec = PartitionSpec(BATCH_AXES, "sequence")
-  return jax.lax.with_sharding_constraint(x_BLD, spec)
-
-
 def length_ways(batch_size: int, length: int) -> int:
   """Number of devices among which the positions of an example are split.
 
@@ -59,7 +44,7 @@ def length_ways(batch_size: int, length: int) -> int:
   return int(ways) if ways > 1 and length >= ways else 1
 
 
-def split_batch(fn: Callable[..., Any], *args: Any) -> Any:
+def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
   """Calls `fn` with each device's part of the batch, for kernels.
 
   XLA cannot split a kernel over devices by itself.
@@ -69,12 +54,21 @@ def split_batch(fn: Callable[..., Any], *args: Any) -> Any:
       all arrays is the batch.
     *args: an array, and arrays or trees of arrays. If the ambient mesh does not
       split the first one's batch, `fn` is called with all of it.
+    by_heads: number of arrays at the front with heads as dimension 2, as the
+      result then has. These are split over `tensor`, if they divide.
   """
-  if ambient(len(args[0])) is None:
+  mesh = ambient(len(args[0]))
+  if mesh is None:
     return fn(*args)
-  spec = PartitionSpec(BATCH_AXES)
+  ways = mesh.shape.get("tensor", 1)
+  front = spec = PartitionSpec(BATCH_AXES)
+  if ways > 1 and all(x.shape[2] % ways == 0 for x in args[:by_heads]):
+    front = PartitionSpec(BATCH_AXES, None, "tensor")
   return jax.shard_map(
-    fn, in_specs=(spec,) * len(args), out_specs=spec, check_vma=False
+    fn,
+    in_specs=(front,) * by_heads + (spec,) * (len(args) - by_heads),
+    out_specs=front if by_heads else spec,
+    check_vma=False,
   )(*args)
 
 

@@ -11,6 +11,9 @@ from flax.core import meta
 from bigtrain import parts, settings, sharding, trees
 from bigtrain.step import gradients
 
+# Values of config.opt_sharding.
+OPT_SHARDING = ("fsdp", "replica")
+
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
@@ -73,19 +76,25 @@ def variables_fn(
 def sharding_rules(
   config: settings.Config,
   variables: Variables,
+  module: Any,
+  model: Any,
   part: settings.Config | None = None,
-) -> list[tuple[str, Any]]:
+) -> sharding.Rules:
   """Returns the rules of sharding.state_spec.
 
-  The axes that the model names come first, then config.sharding.
+  The axes that the model names come first, then config.sharding, together with
+  the model's rules for the axis `tensor`.
 
   Args:
     config: the whole config.
     variables: initial variables of the model.
+    module: the model's module, which may have a function `tensor_rules`.
+    model: its flax module.
     part: the config with the model's `logical_axes`, if not the whole one.
 
   Raises:
-    ConfigError: the model names an axis that has no rule.
+    ConfigError: the model names an axis that has no rule, or the mesh does not
+      divide an array of the model.
   """
   part = part or config
   # An axis of the mesh stands for itself.
@@ -108,4 +117,57 @@ def sharding_rules(
     # end of theirs.
     pattern = f"(.*/)?{re.escape(name.removeprefix('params/'))}"
     rules.append((pattern, layout))
-  return [*rules, *config.get("sharding", sharding.DEFAULT_RULES)]
+  given = config.get("sharding", sharding.DEFAULT_RULES)
+  return sharding.Rules(
+    layouts=[*rules, *given],
+    of_model=tensor_axes(part, module, model, _shapes(boxed["params"])),
+    split_opt=_reads_split_opt(config),
+  )
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+  """Shapes of parameters by name, from their specs in boxes."""
+  named = trees.flatten_with_names(jax.eval_shape(unboxed, params))
+  return {name: tuple(x.shape) for name, x in named}
+
+
+def tensor_axes(
+  config: settings.Config,
+  module: Any,
+  model: Any,
+  shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, Any]:
+  """Returns `of_model` of sharding.Rules, for the ambient mesh.
+
+  Args:
+    config: the whole config, or config.teacher.
+    module: the model's module.
+    model: its flax module.
+    shapes: shapes of the parameters by name.
+
+  Raises:
+    ConfigError: the mesh does not divide an array of the model, or nothing says
+      what the axis `tensor` splits.
+  """
+  ways = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+  if ways == 1:
+    return {}
+  if not hasattr(module, "tensor_rules"):
+    of_axes = [axes for _, axes in parts.logical_axes(config)]
+    if "tensor" in f"{config.get('sharding', '')} {of_axes}":
+      return {}
+    raise settings.ConfigError(
+      f"config.mesh.tensor={ways}: {module.__name__} has no function "
+      "tensor_rules(model), and config.sharding does not name the axis tensor; "
+      "expected 1."
+    )
+  return sharding.place(module.tensor_rules(model), shapes, ways)
+
+
+def _reads_split_opt(config: settings.Config) -> bool:
+  """Whether config.opt_sharding splits the optimizer over `replica`."""
+  value = config.get("opt_sharding", "fsdp")
+  if value not in OPT_SHARDING:
+    hint = settings.did_you_mean(str(value), OPT_SHARDING)
+    raise settings.ConfigError(f"config.opt_sharding: unknown {value!r}.{hint}")
+  return bool(value == "replica")

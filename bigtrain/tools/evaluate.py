@@ -33,6 +33,7 @@ from bigtrain.files import paths
 from bigtrain.reports import media, record
 from bigtrain.runtime import compiler_options, programs
 from bigtrain.settings import ConfigError
+from bigtrain.step import initial
 from bigtrain.tools import arguments
 
 # Folder in the workdir for the files of evaluators: the run has its own ones of
@@ -82,14 +83,19 @@ def evaluate(
   with jax.set_mesh(mesh):
     directory = _find(workdir, step)
     saved = folders.read_manifest(directory)
-    state_spec = sharding.state_spec(
-      _weights(saved.arrays),
-      mesh,
-      config.get("sharding", sharding.DEFAULT_RULES),
-    )
     xla_options = compiler_options.read(config, mesh)
     task = parts.task(config)
-    _, model = parts.model(config)
+    module, model = parts.model(config)
+    shapes = {
+      name.removeprefix("params/"): tuple(array.shape)
+      for name, array in saved.arrays.items()
+      if name.startswith("params/")
+    }
+    rules = sharding.Rules(
+      config.get("sharding", sharding.DEFAULT_RULES),
+      initial.tensor_axes(config, module, model, shapes),
+    )
+    state_spec = sharding.state_spec(_weights(saved.arrays), mesh, rules)
     context = evaluators.Context(
       name="",
       workdir=output,

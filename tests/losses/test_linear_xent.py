@@ -283,3 +283,55 @@ def test_kernels_are_gathered_and_reduced_once():
     assert collectives(None) == (3, 0)
   # Without a mesh XLA gathers in the loop, which shows that the count works.
   assert collectives(None)[1] > 3
+
+
+@pytest.mark.parametrize(
+  "vocabulary, length",
+  [
+    (32, 12),
+    (31, 12),
+    pytest.param(32, 10, marks=pytest.mark.slow),
+    pytest.param(31, 10, marks=pytest.mark.slow),
+  ],
+  ids=["classes", "positions", "classes_odd", "neither"],
+)
+def test_a_vocabulary_over_tensor_gives_the_same_losses(vocabulary, length):
+  args = chunked_case(vocabulary=vocabulary, length=length)
+  kw = dict(
+    label_smoothing=0.1,
+    label_smoothing_over="others",
+    z_loss=1e-3,
+    softcap=3.0,
+    chunk=5,
+  )
+  want = value_and_grads(chunked_objective, args, **kw)
+  mesh = sharding.make_mesh(fsdp=2, tensor=4)
+  by_batch = sharding.batch(mesh)
+  of_kernel, of_bias = [sharding.replicated(mesh)] * 2
+  if vocabulary == 32:
+    of_kernel = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+    of_bias = NamedSharding(mesh, PartitionSpec("tensor"))
+  places = (by_batch, of_kernel, of_bias, by_batch, by_batch)
+  placed = [jax.device_put(*pair) for pair in zip(args, places)]
+  with jax.set_mesh(mesh):
+    got = value_and_grads(chunked_objective, placed, **kw)
+    total = lambda *a: chunked_objective(*a, **kw)[0]
+    text = jax.jit(jax.grad(total)).lower(*placed).compile().as_text()
+  jax.tree.map(
+    lambda w, g: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5),
+    want,
+    got,
+  )
+  # Hidden states are gathered, and the kernel over fsdp, but no logits.
+  if vocabulary == 32:
+    gathers = re.findall(r"f32\[([\d,]+)\]\S* all-gather\(", text)
+    assert gathers and not any(g.endswith(",32") for g in gathers)
+
+
+def test_invalid_targets_give_nan_under_any_mesh():
+  hidden, kernel, _, targets, _ = chunked_case(vocabulary=32)
+  targets[0, 0], targets[1, 1] = -1, 32
+  with jax.set_mesh(sharding.make_mesh(fsdp=1, tensor=8)):
+    losses = jax.jit(linear_xent.linear_softmax_xent)(hidden, kernel, targets)
+  bad = np.isnan(losses.loss_BL)
+  assert bad[0, 0] and bad[1, 1] and bad.sum() == 2

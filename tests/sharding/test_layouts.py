@@ -90,7 +90,8 @@ def test_one_error_lists_all_arrays_that_a_rule_cannot_split():
     )
   assert str(e.value) == (
     "config.sharding: bad: dimension 0 of shape (12, 16) is 12, which does not "
-    "divide by fsdp=8; flat: shape () has no dimension 0."
+    "divide by fsdp=8; the nearest sizes that work: 6 and 12; flat: shape () "
+    "has no dimension 0."
   )
 
 
@@ -102,7 +103,7 @@ def test_one_error_lists_all_arrays_that_a_rule_cannot_split():
     (".*", r"expected \(regex, layout\)"),
     ((".*", "fdsp"), r"unknown layout 'fdsp'\. Did you mean 'fsdp'"),
     ((".*", "fsdp(min=3)"), r"fsdp\.min: unknown key.*min_size"),
-    ((".*", "fsdp('x')"), "min_size is 'x', expected a whole number"),
+    ((".*", "fsdp('x')"), "dim is 'x', expected a whole number"),
     ((".*", "shard_dim"), r"shard_dim\.dim: missing"),
     ((".*", "shard_dim('x')"), "dim is 'x', expected a whole number"),
     ((".*", "shard_dim(0, 1)"), "takes 1 positional argument"),
@@ -212,3 +213,77 @@ def test_a_layout_of_one_shape_leaves_others_to_the_next_rules():
   layout = sharding.along(PartitionSpec(None, "fsdp"), (8,), ("a", "b"))
   with pytest.raises(ConfigError, match=r"w: shape \(8,\) has fewer"):
     _specs(shapes, sharding.make_mesh(), [("w", layout)])
+
+
+# Several axes.
+
+
+@pytest.mark.parametrize(
+  "layout, spec",
+  [
+    ("fsdp", ("fsdp", "tensor")),  # The free dimension, although it is smaller.
+    ("fsdp(0)", ("fsdp", "tensor")),
+    ("shard_dim(-1)", (None, ("tensor", "fsdp"))),
+    ("tensor(0)", ("tensor",)),
+    ("fsdp(1), tensor(0)", ("tensor", "fsdp")),
+    ("fsdp, tensor(-2)", ("tensor", "fsdp")),
+    ("tensor(-2), fsdp(min_size=64)", ("tensor", "fsdp")),
+    ("fsdp(min_size=1000000)", (None, "tensor")),
+    ("replicated", ()),
+  ],
+)
+def test_a_layout_joins_the_axes_of_the_model(layout, spec):
+  mesh = sharding.make_mesh(replica=2, fsdp=2, tensor=2)
+  of_model = {"up/kernel": ((32, 64), {1: ("tensor",)})}
+  rules = sharding.Rules([(".*", layout)], of_model)
+  shapes = {
+    "params": {"up": _shapes(kernel=(32, 64))},
+    "opt": {"mu": {"up": _shapes(kernel=(32, 64))}},
+    "ema": {"up": _shapes(kernel=(8, 8))},  # Another shape.
+  }
+  specs, notes = _specs(shapes, mesh, rules)
+  want = PartitionSpec(*spec)
+  assert specs["params/up/kernel"] == specs["opt/mu/up/kernel"] == want
+  assert "tensor" not in str(specs["ema/up/kernel"]) or "tensor" in layout
+  assert notes == []
+
+
+@pytest.mark.parametrize(
+  "layout, message",
+  [
+    (
+      "fsdp(0), tensor(1)",
+      r"is 6, which does not divide by tensor=4; .* 3",
+    ),
+    ("fsdp(0), tensor(0)", r"is 12, .* by fsdp=2 x tensor=4; .* 6 and 12"),
+    ("fsdp(0), fsdp(1)", "names an axis twice"),
+    ("replicated, fsdp", "or 'replicated' and an axis"),
+    ("fsdp(0), tenser(1)", "unknown layout 'tenser'. Did you mean 'tensor'"),
+    ("tensor", r"tensor\.dim: missing"),
+  ],
+)
+def test_axes_that_cannot_be_placed_are_errors(layout, message):
+  mesh = sharding.make_mesh(fsdp=2, tensor=4)
+  with pytest.raises(ConfigError, match=message):
+    _specs(_shapes(x=(12, 6)), mesh, [(".*", layout)])
+
+
+def test_the_optimizer_can_be_split_over_replicas():
+  mesh = sharding.make_mesh(replica=2, fsdp=2, tensor=2)
+  of_model = {"up/kernel": ((32, 64), {1: ("tensor",)})}
+  rules = sharding.Rules(of_model=of_model, split_opt=True)
+  state = {
+    "params": {"up": _shapes(kernel=(32, 64))},
+    "opt": {
+      "mu": {"up": _shapes(kernel=(32, 64), scale=(8,))},
+      "nu": _shapes(odd=(62, 33), none=(63, 33)),
+    },
+  }
+  specs, _ = _specs(state, mesh, rules)
+  assert specs == {
+    "params/up/kernel": PartitionSpec("fsdp", "tensor"),
+    "opt/mu/up/kernel": PartitionSpec(("fsdp", "replica"), "tensor"),
+    "opt/mu/up/scale": PartitionSpec(),
+    "opt/nu/odd": PartitionSpec("fsdp"),
+    "opt/nu/none": PartitionSpec(),
+  }

@@ -123,21 +123,32 @@ class Attention(nn.Module):
       K = D // H
     G = options.num_kv_heads or H
 
-    def dense(name: str, heads: int, std: float | None) -> nn.Module:
+    def dense(
+      name: str, heads: int, std: float | None, product: Any
+    ) -> nn.Module:
       return nn.DenseGeneral(
         (heads, K),
         use_bias=options.use_bias,
         dtype=options.dtype,
         kernel_init=kernels.initializer(std),
+        dot_general=product,
         name=name,
       )
 
+    # Heads over the axis `tensor` of the mesh, if there is one.
+    of_x = of_y = rows = None
+    if self._splits(x_or_y):
+      of_x = None if x_BLD is None else sharding.columns(x_BLD)
+      of_y = of_x
+      if y_BSD is not x_BLD and y_BSD is not None:
+        of_y = sharding.columns(y_BSD)
+      rows = sharding.rows(len(x_or_y))
     q_BLHK = k_BSGK = v_BSGK = None
     if x_BLD is not None:
-      q_BLHK = dense("query", H, options.query_std)(x_BLD)
+      q_BLHK = dense("query", H, options.query_std, of_x)(x_BLD)
     if y_BSD is not None:
-      k_BSGK = dense("key", G, options.kv_std)(y_BSD)
-      v_BSGK = dense("value", G, options.kv_std)(y_BSD)
+      k_BSGK = dense("key", G, options.kv_std, of_y)(y_BSD)
+      v_BSGK = dense("value", G, options.kv_std, of_y)(y_BSD)
     if options.qk_norm:
       norm = functools.partial(
         nn.RMSNorm, epsilon=options.norm_eps, dtype=options.dtype
@@ -155,6 +166,7 @@ class Attention(nn.Module):
       return None, cache
     q = q_BLHK
     if options.num_kv_heads:
+      G = k_BSGK.shape[2]
       q = q_BLHK.reshape(*q_BLHK.shape[:2], G, H // G, K)
     o = attend(
       q,
@@ -176,9 +188,24 @@ class Attention(nn.Module):
       use_bias=options.use_bias,
       dtype=options.dtype,
       kernel_init=kernels.initializer(options.out_std),
+      dot_general=rows,
       name="out",
     )
     return out(o.reshape(q_BLHK.shape)), cache
+
+  def _splits(self, x_BLD: jax.Array) -> bool:
+    """Whether the heads are split over `tensor`."""
+    options = self.options
+    ways = sharding.tensor_ways(len(x_BLD))
+    if ways == 1 or options.num_heads % ways:
+      return False
+    G = options.num_kv_heads or options.num_heads
+    if options.use_bias and G % ways:
+      raise settings.ConfigError(
+        f"config.mesh.tensor={ways}: with biases it must divide the {G} heads "
+        "of keys and values (config.model.num_kv_heads)."
+      )
+    return True
 
 
 def attend(

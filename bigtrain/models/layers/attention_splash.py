@@ -85,14 +85,13 @@ def attend(
     block: largest number of queries or positions in a block.
     interpret: whether to run the kernels on any device, slowly.
   """
-  _, L, G, R, _ = q_BLGRK.shape
+  L = q_BLGRK.shape[1]
   S = k_BSGK.shape[1]
   sizes = _block_size(L, block), _block_size(S, block)
   kernel = functools.partial(
     _kernel,
     queries=_padded(L, sizes[0]),
     positions=_padded(S, sizes[1]),
-    heads=G * R,
     sizes=sizes,
     causal=sees.causal,
     window=sees.window,
@@ -103,7 +102,7 @@ def attend(
   def attend_locally(
     q: jax.Array, k: jax.Array, v: jax.Array, sees: visibility.Sees
   ) -> jax.Array:
-    B, K = len(q), q.shape[-1]
+    B, _, G, R, K = q.shape  # Of this device.
     q = (q * scale).astype(q.dtype).reshape(B, L, G * R, K)
     ids = _segments(sees, B, L, S, sizes)
     q, k, v = (
@@ -112,7 +111,7 @@ def attend(
     )
     # Traced, the tables of the blocks are not put on devices, which may be
     # absent.
-    compute = jax.jit(kernel)()
+    compute = jax.jit(functools.partial(kernel, heads=G * R))()
     # The kernels compute blocks that the mathematics does without, and leave
     # out others that it counts.
     num_blocks = compute.fwd_mask_info.data_next
@@ -125,7 +124,9 @@ def attend(
       o_BHLK = jax.vmap(compute, in_axes=axes)(q, k, v, ids)
     return o_BHLK.swapaxes(1, 2)[:, :L].reshape(B, L, G, R, K)
 
-  return sharding.split_batch(attend_locally, q_BLGRK, k_BSGK, v_BSGK, sees)
+  return sharding.split_batch(
+    attend_locally, q_BLGRK, k_BSGK, v_BSGK, sees, by_heads=3
+  )
 
 
 def _block_size(length: int, largest: int) -> int:

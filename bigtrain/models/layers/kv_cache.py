@@ -71,6 +71,7 @@ def empty(
     head_dim: K.
     dtype: dtype of keys and values.
   """
+  num_heads = sharding.heads_in_parts(num_heads, batch_size)
   shape = (batch_size, depth, length, num_heads, head_dim)
-  zeros = sharding.over_batch(jnp.zeros(shape, dtype))
+  zeros = sharding.by_heads(jnp.zeros(shape, dtype), 3)
   return Cache(zeros, zeros)

@@ -4,11 +4,12 @@ Axes: B batch, L length, D model width, F hidden width.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 
+from bigtrain import sharding
 from bigtrain.models.layers import kernels
 
 
@@ -90,20 +91,28 @@ class Mlp(nn.Module):
     activation, gated = KINDS[options.kind]
     up, down = options.names
 
-    def dense(name: str, size: int, std: float | None) -> nn.Module:
+    def dense(
+      name: str, size: int, std: float | None, product: Any
+    ) -> nn.Module:
       return nn.Dense(
         size,
         use_bias=options.use_bias,
         dtype=options.dtype,
         kernel_init=kernels.initializer(std),
+        dot_general=product,
         name=name,
       )
 
-    h_BLF = dense(up, options.dim, options.init_std)(x_BLD)
+    # Hidden units over the axis `tensor` of the mesh, if there is one.
+    columns = rows = None
+    if options.dim % sharding.tensor_ways(len(x_BLD)) == 0:
+      columns, rows = sharding.columns(x_BLD), sharding.rows(len(x_BLD))
+    h_BLF = dense(up, options.dim, options.init_std, columns)(x_BLD)
     if gated:
-      gate = dense("gate", options.dim, options.init_std)
+      gate = dense("gate", options.dim, options.init_std, columns)
       h_BLF *= activation(gate(x_BLD))
     else:
       h_BLF = activation(h_BLF)
     h_BLF = nn.Dropout(options.dropout)(h_BLF, deterministic=not train)
-    return dense(down, x_BLD.shape[-1], options.out_init_std)(h_BLF)
+    out = dense(down, x_BLD.shape[-1], options.out_init_std, rows)
+    return out(h_BLF)

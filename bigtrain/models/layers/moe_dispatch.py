@@ -114,15 +114,38 @@ def dropless(
   ) -> jax.Array:
     # Each device uses a copy of its own from here on; the transpose sums the
     # copies' gradients over the devices, once.
-    copies = jax.lax.pcast(weights, sharding.BATCH_AXES, to="varying")
-    return run(x_BLD, routing, keep_BLJF, real_BL, copies)
+    copies = jax.lax.pcast(weights, (*sharding.BATCH_AXES, *own), to="varying")
+    if not in_parts:
+      return run(x_BLD, routing, keep_BLJF, real_BL, copies)
+    routing, real_BL = jax.lax.pcast((routing, real_BL), "tensor", to="varying")
+    x_BLD = sharding.gathered(x_BLD, stream)
+    return sharding.scattered(
+      run(x_BLD, routing, keep_BLJF, real_BL, copies), stream
+    )
 
   by_batch = PartitionSpec(sharding.BATCH_AXES)
+  # Each device of a `tensor` group has a part of every expert's hidden units.
+  in_parts = experts.dim % mesh.shape.get("tensor", 1) == 0
+  in_parts = in_parts and mesh.shape.get("tensor", 1) > 1
+  rows = masks = stream = by_batch
+  own: tuple[str, ...] = ()
+  by_name = {name: PartitionSpec() for name in weights}
+  if in_parts:
+    stream = sharding.stream_spec(mesh, x_BLD)
+    own = tuple(a for a in sharding.axes_of_length(stream) if a != "tensor")
+    rows = PartitionSpec(sharding.BATCH_AXES, own or None)
+    masks = PartitionSpec(sharding.BATCH_AXES, own or None, None, "tensor")
+    by_name = {
+      name: PartitionSpec(None, None, "tensor")
+      if name != "down"
+      else PartitionSpec(None, "tensor")
+      for name in weights
+    }
   return jax.shard_map(
     on_device,
     mesh=mesh,
-    in_specs=(by_batch, by_batch, by_batch, by_batch, PartitionSpec()),
-    out_specs=by_batch,
+    in_specs=(stream, rows, masks, rows, by_name),
+    out_specs=stream,
   )(*args)
 
 

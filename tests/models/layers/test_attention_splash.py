@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 from models.layers import attention_cases
@@ -66,3 +67,13 @@ def test_what_may_not_be_seen_changes_nothing():
   after = case.attend(arrays, "splash")
   np.testing.assert_array_equal(after[:, 100], before[:, 100])
   assert not np.array_equal(after, before)
+
+
+def test_heads_are_split_over_tensor():
+  case = Case(L=128, causal=True, documents=True, heads=4, kv_heads=2)
+  arrays = case.arrays()
+  expected = case.results(arrays, "xla")
+  mesh = sharding.make_mesh(fsdp=1, tensor=2, devices=jax.devices()[:2])
+  with jax.set_mesh(mesh):
+    actual = case.results(arrays, "splash")
+  attention_cases.check_close(actual, expected, 1e-5)

@@ -1,0 +1,91 @@
+"""A model's own rules: which dimension of a parameter goes over `tensor`.
+
+The module of a model may have a function beside its Model:
+
+  def tensor_rules(model: Model) -> list[sharding.TensorRule]: ...
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from absl import logging
+
+from bigtrain.settings import ConfigError
+from bigtrain.sharding.layouts import Placed
+
+# Arrays that a message lists by name.
+_MOST_NAMES = 4
+
+
+class TensorRule(NamedTuple):
+  """Splits a dimension of some parameters over `tensor`.
+
+  Attributes:
+    pattern: regular expression of the parameters' names; the first rule whose
+      pattern matches a whole name decides.
+    dim: the dimension; negative ones count from the end, so that a leading axis
+      of layers does not matter.
+    needed: whether a dimension that does not divide is an error. Otherwise
+      every device of a group has the whole array, which is a warning.
+  """
+
+  pattern: str
+  dim: int
+  needed: bool = True
+
+
+def place(
+  rules: Sequence[TensorRule],
+  shapes: Mapping[str, tuple[int, ...]],
+  ways: int,
+) -> dict[str, tuple[tuple[int, ...], Placed]]:
+  """Returns `of_model` of layouts.Rules.
+
+  Args:
+    rules: the model's rules.
+    shapes: shapes of the parameters, by name.
+    ways: size of the axis `tensor`.
+
+  Raises:
+    ConfigError: a dimension that must be split does not divide.
+  """
+  if ways == 1:
+    return {}
+  result: dict[str, tuple[tuple[int, ...], Placed]] = {}
+  wrong: list[str] = []
+  whole: list[str] = []
+  sizes: list[int] = []
+  for name, shape in shapes.items():
+    rule = next((r for r in rules if re.fullmatch(r.pattern, name)), None)
+    if rule is None:
+      continue
+    dim = rule.dim % len(shape)
+    if rule.needed:
+      sizes.append(shape[dim])
+    if shape[dim] % ways == 0:
+      result[name] = shape, {dim: ("tensor",)}
+    else:
+      text = f"{name} (dimension {dim} of {shape} is {shape[dim]})"
+      (wrong if rule.needed else whole).append(text)
+  key = f"config.mesh.tensor={ways}"
+  if wrong:
+    common = math.gcd(*sizes)
+    works = [n for n in range(1, common + 1) if common % n == 0]
+    near = sorted(sorted(works, key=lambda n: abs(n - ways))[:2])
+    raise ConfigError(
+      f"{key} does not divide {_listed(wrong)}; the nearest sizes that work "
+      f"for all: {' and '.join(map(str, near))}."
+    )
+  if whole:
+    logging.warning(
+      "%s does not divide %s: each device has all of it.", key, _listed(whole)
+    )
+  return result
+
+
+def _listed(names: Sequence[str]) -> str:
+  more = len(names) - _MOST_NAMES
+  rest = f", and {more} more" if more > 0 else ""
+  return ", ".join(names[:_MOST_NAMES]) + rest

@@ -1,0 +1,250 @@
+"""Products of a layer whose kernels are split over `tensor`.
+
+As in Megatron-LM (https://arxiv.org/abs/1909.08053, and 2205.05198 for the
+stream): a first product is split by its outputs, heads or hidden units, and a
+second one by its inputs. Between layers, norms, dropout and the residual stream
+are split over the length. So a layer gathers its input once, and adds up its
+output's parts once, each part to its device. The backward pass does the same in
+the other order.
+
+The gathered input has an axis T of copies, one for each device of a `tensor`
+group. Products over it send nothing, whatever their number, and neither do
+their gradients up to the input's.
+
+Axes: B batch, L length, D model width, T devices of a `tensor` group.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from bigtrain import model_flops
+from bigtrain.sharding import traced
+from bigtrain.sharding.mesh import BATCH_AXES
+
+# As flax's layers call it: (inputs, kernel, dimension numbers, ...).
+DotGeneral = Callable[..., jax.Array]
+
+_FREE = PartitionSpec.UNCONSTRAINED
+
+
+def tensor_ways(batch_size: int) -> int:
+  """Size of `tensor` in the ambient mesh; 1 if it does not split the batch."""
+  mesh = traced.ambient(batch_size)
+  return 1 if mesh is None else mesh.shape.get("tensor", 1)
+
+
+def heads_in_parts(heads: int, batch_size: int) -> int:
+  """Number of key-value heads that are computed for grouped queries.
+
+  With fewer heads than devices in a `tensor` group, or a number that does not
+  divide, several devices compute the same head, each for its own queries.
+
+  Args:
+    heads: number of key-value heads of the model.
+    batch_size: B.
+  """
+  return math.lcm(heads, tensor_ways(batch_size))
+
+
+def columns(x_BLD: jax.Array) -> DotGeneral | None:
+  """Returns the products of x with kernels that are split by their outputs.
+
+  Args:
+    x_BLD: input of one or several products. It is gathered once for all.
+
+  Returns:
+    dot_general for flax's layers that are called with x: kernel (D, outputs,
+    ...) -> [B, L, outputs, ...]. If the outputs do not divide, there are
+    `heads_in_parts` of them, repeated in order. None without such a mesh.
+  """
+  ways = tensor_ways(len(x_BLD))
+  if ways == 1:
+    return None
+  x_TBLD = _spread(x_BLD)
+
+  def product(
+    inputs: jax.Array, kernel: jax.Array, dims: Any, **options: Any
+  ) -> jax.Array:
+    del inputs, dims  # x, and its last dimension with the kernel's first.
+    D, size, *rest = kernel.shape
+    total = math.lcm(size, ways)
+    kernel = jnp.repeat(kernel, total // size, axis=1)
+    kernel = kernel.reshape(D, ways, total // ways, *rest)
+    kernel = jax.lax.with_sharding_constraint(
+      kernel, PartitionSpec(_FREE, "tensor", *[_FREE] * (kernel.ndim - 2))
+    )
+    with model_flops.share(size, total):
+      y = jnp.einsum(
+        "tbld,dt...->blt...", x_TBLD.astype(kernel.dtype), kernel, **options
+      )
+    y = y.reshape(*y.shape[:2], total, *rest)
+    return split_outputs(y)
+
+  return product
+
+
+def rows(batch_size: int) -> DotGeneral | None:
+  """Returns the product with a kernel that is split by its inputs.
+
+  Args:
+    batch_size: B.
+
+  Returns:
+    dot_general for flax's layers: inputs [B, L, inputs, ...], kernel (inputs,
+    ..., D) -> [B, L, D]. None without such a mesh.
+  """
+  ways = tensor_ways(batch_size)
+  if ways == 1:
+    return None
+
+  def product(
+    inputs: jax.Array, kernel: jax.Array, dims: Any, **options: Any
+  ) -> jax.Array:
+    del dims  # All but the first two with all but the last.
+    B, L = inputs.shape[:2]
+    D = kernel.shape[-1]
+    x = inputs.reshape(B, L, ways, -1)
+    kernel = kernel.reshape(ways, -1, D)
+    y_TBLD = jnp.einsum("bltf,tfd->tbld", x, kernel, **options)
+    return _summed(y_TBLD)
+
+  return product
+
+
+def split_outputs(x: jax.Array) -> jax.Array:
+  """Constrains dimension 2 of [B, L, heads or units, ...] to be split."""
+  mesh = traced.ambient(len(x))
+  if tensor_ways(len(x)) == 1 or x.shape[2] % mesh.shape["tensor"]:
+    return x
+  spec = PartitionSpec(BATCH_AXES, _length(mesh, x), "tensor")
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def by_heads(x: jax.Array, dim: int) -> jax.Array:
+  """Constrains the batch, and a dimension of heads if it divides."""
+  ways = tensor_ways(x.shape[0])
+  if ways == 1 or x.shape[dim] % ways:
+    return traced.over_batch(x)
+  spec = PartitionSpec(BATCH_AXES, *[None] * (dim - 1), "tensor")
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def stream(x: jax.Array) -> jax.Array:
+  """Constrains the residual stream [B, L, ...]: batch, and length if it can.
+
+  Norms, dropout and additions between layers then have one device's share of
+  the positions.
+  """
+  if tensor_ways(x.shape[0]) > 1:
+    spec = stream_spec(traced.ambient(x.shape[0]), x)
+  elif traced.length_ways(*x.shape[:2]) > 1:  # XLA pads lengths.
+    spec = PartitionSpec(BATCH_AXES, "sequence")
+  else:
+    return traced.over_batch(x)
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
+  """Returns rows of a table whose rows may be split over `tensor`.
+
+  Args:
+    table_VD: such as the embeddings of a vocabulary.
+    ids_BL: int; ids outside of [-V, V) give NaN.
+
+  Returns:
+    [B, L, D].
+  """
+  ways = tensor_ways(len(ids_BL))
+  V, D = table_VD.shape
+  if ways == 1 or V % ways:
+    return jnp.take(table_VD, ids_BL, axis=0)
+  table_TVD = table_VD.reshape(ways, -1, D)
+  ids_BL = jnp.where(ids_BL < 0, ids_BL + V, ids_BL)
+  first_T11 = (jnp.arange(ways) * (V // ways))[:, None, None]
+  own_TBL = ids_BL[None] - first_T11
+  take = lambda table, ids: jnp.take(
+    table, ids, axis=0, mode="fill", fill_value=0
+  )
+  # Negative numbers would count from the end.
+  own_TBL = jnp.where(own_TBL < 0, V, own_TBL)
+  x_BLD = _summed(jax.vmap(take)(table_TVD, own_TBL))
+  valid_BL1 = ((ids_BL >= 0) & (ids_BL < V))[..., None]
+  return jnp.where(valid_BL1, x_BLD, jnp.nan)
+
+
+def _length(mesh: Any, x: jax.Array) -> str | None:
+  """The axis that splits the length inside of a layer."""
+  ways = mesh.shape.get("sequence", 1)
+  return "sequence" if ways > 1 and x.shape[1] % ways == 0 else None
+
+
+def stream_spec(mesh: Any, x: jax.Array) -> PartitionSpec:
+  """Returns the spec of the stream [B, L, ...] between layers."""
+  axes = tuple(a for a in ("sequence", "tensor") if mesh.shape.get(a, 1) > 1)
+  ways = math.prod(mesh.shape[axis] for axis in axes)
+  if axes and x.shape[1] % ways == 0:
+    return PartitionSpec(BATCH_AXES, axes)
+  length = _length(mesh, x)
+  return PartitionSpec(BATCH_AXES, *([length] if length else []))
+
+
+def axes_of_length(spec: PartitionSpec) -> tuple[str, ...]:
+  """Returns the axes that split the length in a spec of the stream."""
+  axes = spec[1] if len(spec) > 1 else None
+  return axes if isinstance(axes, tuple) else (axes,) if axes else ()
+
+
+def gathered(x_BLD: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """Inside a shard_map: the input of a layer from its part of the stream.
+
+  The gradient is summed over the `tensor` group, each part to its device.
+
+  Args:
+    x_BLD: the stream, split as `spec` says.
+    spec: what `stream_spec` returns.
+  """
+  if "tensor" in axes_of_length(spec):
+    return jax.lax.all_gather(x_BLD, "tensor", axis=1, tiled=True)
+  return jax.lax.pcast(x_BLD, "tensor", to="varying")
+
+
+def scattered(y_BLD: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """Inside a shard_map: a layer's output for the stream, from its parts.
+
+  Args:
+    y_BLD: a part, which the sum over the `tensor` group makes whole.
+    spec: what `stream_spec` returns.
+  """
+  if "tensor" in axes_of_length(spec):
+    return jax.lax.psum_scatter(
+      y_BLD, "tensor", scatter_dimension=1, tiled=True
+    )
+  return jax.lax.psum(y_BLD, "tensor")
+
+
+def _spread(x_BLD: jax.Array) -> jax.Array:
+  """Returns [T, B, L, D], a copy for each device of a `tensor` group.
+
+  The gradient of x is the sum over the copies.
+  """
+  mesh = traced.ambient(len(x_BLD))
+  spec = stream_spec(mesh, x_BLD)
+  out = PartitionSpec("tensor", BATCH_AXES, _length(mesh, x_BLD))
+  return jax.shard_map(
+    lambda x: gathered(x, spec)[None], in_specs=spec, out_specs=out
+  )(x_BLD)
+
+
+def _summed(y_TBLD: jax.Array) -> jax.Array:
+  """Adds up the parts of [T, B, L, D]; the inverse of `_spread`."""
+  mesh = traced.ambient(y_TBLD.shape[1])
+  spec = stream_spec(mesh, y_TBLD[0])
+  parts = PartitionSpec("tensor", BATCH_AXES, _length(mesh, y_TBLD[0]))
+  return jax.shard_map(
+    lambda y: scattered(y[0], spec), in_specs=parts, out_specs=spec
+  )(y_TBLD)
