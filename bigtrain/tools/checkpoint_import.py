@@ -82,7 +82,7 @@ def _model_state(plain: dict[str, Any], source: dict[str, Any]) -> Any:
     task = parts.task(config)
     module, model = parts.model(config)
     init = initial.variables_fn(task, model, batch_spec, config.get("seed", 0))
-    rules = initial.sharding_rules(config, init)
+    rules = initial.sharding_rules(config, init, module, model)
     spec = sharding.state_spec(jax.eval_shape(init), mesh, rules)
     shardings = jax.tree.map(lambda x: x.sharding, spec)
     given = config.get("model_init")
