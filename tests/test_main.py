@@ -343,7 +343,7 @@ def test_losses_are_the_same_on_every_mesh(tiny_config, tmp_path, monkeypatch):
     workdir = tmp_path / f"fsdp{fsdp}"
     by_fsdp[fsdp] = losses(tiny_config(changes | {"mesh": mesh}), workdir)
   one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
-  monkeypatch.setattr(sharding, "make_mesh", one)
+  monkeypatch.setattr(sharding.mesh, "make_mesh", one)
   expected = losses(tiny_config(changes), tmp_path / "one")
   assert start_info(tmp_path / "one")["devices"] == 1
   assert np.ptp(expected) > 0.1
