@@ -5,7 +5,7 @@ import pytest
 from bigtrain import main
 from bigtrain.checkpoints import folders
 from bigtrain.reports import writers
-from configs import digits
+from configs import digits, pydoc_lm
 
 
 def train_digits(folder):
@@ -26,3 +26,25 @@ def test_two_processes_train_like_one(tmp_path, two_processes):
       if name in b:
         assert a[name] == pytest.approx(b[name], rel=1e-4), name
   assert folders.steps(workdir) == [2, 4]
+
+
+def train_split_examples(folder, sequence=8):
+  """The same for examples whose tokens are on devices of both processes."""
+  config = pydoc_lm.get_config("runlocal")
+  config.mesh = dict(replica=1, fsdp=-1, sequence=sequence)
+  config.compile_cache = False
+  config.model.attention = "ring" if sequence > 1 else "auto"
+  main.train(config, str(folder / "run"))
+
+
+@pytest.mark.slow
+def test_two_processes_share_examples(tmp_path, two_processes):
+  train_split_examples(tmp_path, sequence=1)
+  job = two_processes("test_two_processes.train_split_examples")
+  two = writers.read_rows(str(job.folder / "run"))
+  one = writers.read_rows(str(tmp_path / "run"))
+  assert [row["step"] for row in two] == [row["step"] for row in one]
+  for a, b in zip(two, one):
+    for name in ("loss", "grad_norm", "param_norm", "tokens_seen", "val/loss"):
+      if name in b:
+        assert a[name] == pytest.approx(b[name], rel=1e-5), name

@@ -21,7 +21,14 @@ import processes
 
 # Each job: simulated devices of each process, and parts.
 JOBS = (
-  (4, ("inputs.global_batches.make", "checkpoints.save_together.run")),
+  (
+    4,
+    (
+      "inputs.global_batches.make",
+      "checkpoints.save_together.run",
+      "test_two_processes.train_split_examples",
+    ),
+  ),
   (
     2,
     (

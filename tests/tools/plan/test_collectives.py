@@ -1,5 +1,6 @@
 """Traffic of programs, compared with sizes calculated by hand."""
 
+import functools
 import pathlib
 import tempfile
 
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bigtrain import sharding
 from bigtrain.models import vit
+from bigtrain.models.layers import attention, visibility
 from bigtrain.tools.plan import collectives
 
 ROWS, D, F = 512, 64, 32
@@ -187,6 +189,56 @@ source_target_pairs={{0,8},{8,0}}
 replica_groups=[8,2]<=[16], to_apply=%add
 }
 """
+
+
+@pytest.mark.parametrize(
+  ("implementation", "causal"),
+  [
+    ("auto", True),
+    pytest.param("blockwise", False, marks=pytest.mark.slow),
+    ("ring", True),
+    pytest.param("ring", False, marks=pytest.mark.slow),
+  ],
+)
+def test_attention_of_split_examples(implementation, causal):
+  """Sends what docs/scaling.md says."""
+  n, T, H, G, K, nbytes = 4, 2 * 64, 8, 2, 16, 2
+  mesh = sharding.make_mesh(replica=1, fsdp=2, sequence=n)
+  split = NamedSharding(
+    mesh, PartitionSpec(sharding.BATCH_AXES, "sequence", None, None)
+  )
+  arrays = [
+    jax.ShapeDtypeStruct((4, T // 2, heads, K), jnp.bfloat16, sharding=split)
+    for heads in (H, G, G, H)
+  ]
+  sees = visibility.Sees(causal=causal)
+  attend = functools.partial(
+    attention.attend, sees=sees, implementation=implementation
+  )
+
+  def forward_and_backward(q, k, v, grad):
+    out, backward = jax.vjp(attend, q, k, v)
+    return out, *backward(grad)
+
+  with jax.set_mesh(mesh):
+    jitted = jax.jit(
+      forward_and_backward, out_shardings=(split, split, split, split)
+    )
+    program = partitioned(jitted.lower(*arrays))
+  sent = dict.fromkeys(collectives.KINDS, 0.0)
+  for collective in program.collectives:
+    sent[collective.kind] += collective.sent_bytes
+  keys, queries = 2 * T * G * K, T * H * K
+  expected = dict.fromkeys(collectives.KINDS, 0.0)
+  if implementation == "ring":
+    expected["collective-permute"] += (
+      keys / n * (2 * nbytes * (n - 1) + 4 * n + 2 * nbytes * causal)
+    )
+  else:
+    share = keys * nbytes * (n - 1) / n
+    expected |= {"all-gather": share, "reduce-scatter": share}
+  expected["collective-permute"] += 4 * queries * nbytes / n * causal
+  assert sent == pytest.approx(expected, rel=0.05)
 
 
 def test_text_of_other_backends():
