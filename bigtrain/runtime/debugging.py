@@ -63,7 +63,8 @@ def log_shapes(
       place = len(lines)  # Above the lines of the modules inside of this one.
       lines.append("")
       result = next_fn(*args, **kwargs)
-      path = "/".join(context.module.path) or "model"
+      is_bound = context.module.scope is not None
+      path = ("/".join(context.module.path) if is_bound else "") or "model"
       if context.method_name != "__call__":
         path += f".{context.method_name}"
       name = type(context.module).__name__
