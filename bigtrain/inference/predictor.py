@@ -138,6 +138,11 @@ class Predictor:
     }
     return [name for name, yes in possible.items() if yes]
 
+  @property
+  def preds(self) -> list[str]:
+    """Names of the task's predict functions, for `run`."""
+    return [*self._fns]
+
   def _require(self, method: str) -> None:
     if method not in self.can:
       raise ConfigError(

@@ -1,0 +1,327 @@
+"""Evaluates a language model with the lm-evaluation-harness.
+
+  pip install lm_eval
+  python -m bigtrain.tools.lm_eval runs/mine --tasks=arc_easy,lambada_openai
+  python -m bigtrain.tools.lm_eval runs/mine --tasks=my_task \\
+      --include_path=my_tasks/ --output=scores.json
+
+In Python, `model("runs/mine")` is a model of that library, for
+lm_eval.simple_evaluate. It scores and generates in batches over all devices.
+Tasks and their data come from the library, which may download them.
+
+Exit codes: 0; 2 for a wrong argument or without the package lm_eval.
+"""
+
+import functools
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.checkpoints import manifest
+from bigtrain.cluster import process
+from bigtrain.files import paths
+from bigtrain.inference import load
+from bigtrain.inference.predictor import Predictor
+from bigtrain.settings import ConfigError
+from bigtrain.tools import arguments
+
+# The harness's own limit of tokens where a task sets none.
+_MAX_NEW = 256
+_SHORTEST = 32
+# Names of the harness's options of generation, and ours.
+_SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
+
+
+def model(
+  path: str | os.PathLike[str],
+  *,
+  max_length: int | None = None,
+  bos: bool = False,
+  max_new: int = _MAX_NEW,
+  **options: Any,
+) -> Any:
+  """Returns a trained language model as an LM of the harness.
+
+  Args:
+    path: see bigtrain.load.
+    max_length: most tokens of a text that the model sees; by default the
+      model's max_len, or the length of its training examples.
+    bos: whether a text starts with the begin token (the end token, if the
+      tokenizer has no begin token). An empty context always does.
+    max_new: most tokens to generate where a task sets no max_gen_toks.
+    **options: of bigtrain.load, such as step, weights and batch_size.
+
+  Raises:
+    ConfigError: the package lm_eval is missing, or it is no language model.
+  """
+  cls = _model_class()
+  predictor = load.load(path, **options)
+  if not {"score", "generate"} <= set(predictor.preds):
+    raise ConfigError(
+      f"{os.fspath(path)}: the harness needs a model of the task "
+      f"language_modeling, not of {predictor.config.get('task')!r}."
+    )
+  if predictor.tokenizer is None:
+    raise ConfigError(
+      "bigtrain.load: the run names no tokenizer: give tokenizer=PATH."
+    )
+  if max_length is None:
+    max_length = _default_length(predictor)
+  return cls(predictor, max_length, bos, max_new)
+
+
+def _default_length(predictor: Predictor) -> int:
+  length = getattr(predictor.model, "max_len", None)
+  data = predictor.config.get("input", {}).get("data", {})
+  length = length or data.get("length")
+  if not length:
+    raise ConfigError(
+      "max_length: the run does not tell the length of its texts; give it."
+    )
+  return int(length)
+
+
+@functools.cache
+def _model_class() -> type[Any]:
+  """The class, whose base is in the package lm_eval."""
+  try:
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+  except ImportError as e:
+    raise ConfigError(
+      f"bigtrain.tools.lm_eval needs the package lm_eval ({e}): "
+      "pip install lm_eval."
+    ) from e
+
+  class BigtrainLM(TemplateLM):
+    """A trained model of this program; see `model`."""
+
+    def __init__(
+      self, predictor: Predictor, max_length: int, bos: bool, max_new: int
+    ):
+      super().__init__()
+      self.predictor, self.max_length = predictor, max_length
+      self._codec, self._bos, self._max_new = predictor.tokenizer, bos, max_new
+
+    @property
+    def eot_token_id(self) -> int | None:
+      """Id of the end token."""
+      return self._codec.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+      """Id of the token before a text without context."""
+      for number in (self._codec.bos_id, self._codec.eos_id):
+        if number is not None:
+          return number
+      raise ConfigError("lm_eval: the tokenizer has no begin or end token.")
+
+    def tok_encode(
+      self,
+      string: str,
+      add_special_tokens: bool | None = None,
+      **kwargs: Any,
+    ) -> list[int]:
+      """Returns the ids of a text."""
+      ids = np.asarray(self._codec.encode(string)).tolist()
+      if self._bos and add_special_tokens is not False:
+        return [self.prefix_token_id, *ids]
+      return ids
+
+    def _loglikelihood_tokens(
+      self, requests: Sequence[Any], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+      pairs = [(context, rest) for _, context, rest in requests]
+      return _score(self.predictor, pairs, self.max_length)
+
+    def loglikelihood_rolling(
+      self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+      """Returns the log-likelihood of whole texts, window by window."""
+      pairs, owners = [], []
+      for i, request in enumerate(requests):
+        windows = utils.get_rolling_token_windows(
+          token_list=self.tok_encode(request.args[0]),
+          prefix_token=self.prefix_token_id,
+          max_seq_len=self.max_length,
+          context_len=1,
+        )
+        for window in map(utils.make_disjoint_window, windows):
+          pairs.append(window)
+          owners.append(i)
+      sums = np.zeros(len(requests))
+      for i, (value, _) in zip(
+        owners, _score(self.predictor, pairs, self.max_length)
+      ):
+        sums[i] += value
+      return sums.tolist()
+
+    def generate_until(
+      self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[str]:
+      """Returns the continuations, cut at their first stop text."""
+      texts = [""] * len(requests)
+      groups: dict[str, list[int]] = defaultdict(list)
+      for i, request in enumerate(requests):
+        groups[json.dumps(request.args[1], sort_keys=True)].append(i)
+      for key, members in groups.items():
+        until, options = self._generation(json.loads(key))
+        room = self.max_length - options["max_new"]
+        prompts = [
+          (self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])
+          for i in members
+        ]
+        results = self.predictor.generate(
+          [prompt[-room:] for prompt in prompts], **options
+        )
+        for i, result in zip(members, results):
+          texts[i] = _until(result["text"], until)
+      return texts
+
+    def _generation(
+      self, given: Mapping[str, Any]
+    ) -> tuple[list[str], dict[str, Any]]:
+      """(stop texts, options of the predict function `generate`)."""
+      until = given.get("until") or []
+      options: dict[str, Any] = {}
+      if given.get("do_sample", given.get("temperature", 0) > 0):
+        options = {_SAMPLING[n]: x for n, x in given.items() if n in _SAMPLING}
+        options.setdefault("temperature", 1.0)
+      new = given.get("max_gen_toks", given.get("max_new_tokens"))
+      # Half of the window is left for the prompt.
+      longest = self.max_length // 2 if new is None else self.max_length - 1
+      options["max_new"] = max(1, min(int(new or self._max_new), longest))
+      return [until] if isinstance(until, str) else list(until), options
+
+  return BigtrainLM
+
+
+def _until(text: str, stops: Sequence[str]) -> str:
+  """Returns a text up to the first of some others."""
+  for stop in filter(None, stops):
+    text = text.partition(stop)[0]
+  return text
+
+
+def _score(
+  predictor: Predictor,
+  pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+  max_length: int,
+) -> list[tuple[float, bool]]:
+  """(log-likelihood in nats, whether greedy decoding gives it) of each pair.
+
+  Args:
+    predictor: the model.
+    pairs: ids of a context, at least one, and ids of its continuation.
+    max_length: the model sees so many tokens at most, the last ones.
+  """
+  by_length: dict[int, list[int]] = defaultdict(list)
+  rows: list[tuple[list[int], int]] = []
+  for i, (context, rest) in enumerate(pairs):
+    ids = [*context, *rest][-max_length - 1 :]
+    rows.append((ids, min(len(rest), len(ids) - 1)))
+    # Few lengths, so that few programs compile.
+    length = max(_SHORTEST, 1 << (len(ids) - 2).bit_length())
+    by_length[min(length, max_length)].append(i)
+  results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+  for length, members in by_length.items():
+    shape = len(members), length
+    batch = {n: np.zeros(shape, np.int32) for n in ("tokens", "targets")}
+    batch["loss_mask"] = np.zeros(shape, np.float32)
+    for row, i in enumerate(members):
+      ids, scored = rows[i]
+      end = len(ids) - 1
+      batch["tokens"][row, :end] = ids[:-1]
+      batch["targets"][row, :end] = ids[1:]
+      batch["loss_mask"][row, end - scored : end] = 1
+    scores = predictor.run("score", batch)
+    for i, value, greedy in zip(
+      members, scores["log_likelihood"], scores["greedy"]
+    ):
+      results[i] = float(value), bool(greedy)
+  return results
+
+
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser(
+    prog="python -m bigtrain.tools.lm_eval",
+    description="Evaluates a language model with the lm-evaluation-harness "
+    "(pip install lm_eval).",
+    changes_config=False,
+    allow_abbrev=False,
+  )
+  add = parser.add_argument
+  add("run", help="workdir, checkpoint or export")
+  add("--tasks", required=True, help="names of tasks, such as arc_easy,piqa")
+  add("--include_path", help="folder with tasks of your own (YAML)")
+  add("--num_fewshot", type=int, help="examples in each prompt")
+  add("--limit", type=int, help="number of questions of each task")
+  add("--step", type=int, help="step of the checkpoint (default: newest)")
+  add("--weights", default="params", choices=("params", "ema"))
+  add("--tokenizer", help='"bytes" or a path, if the file has moved')
+  add("--batch_size", type=int, default=32, help="texts at a time, all devices")
+  add("--max_length", type=int, help="tokens that the model sees")
+  add("--bos", action="store_true", help="texts start with the begin token")
+  add("--output", help="JSON file with all results")
+  return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns the exit code."""
+  try:
+    args, _ = _parser().parse(sys.argv[1:] if argv is None else argv)
+    trained = model(
+      args.run,
+      step=args.step,
+      weights=args.weights,
+      tokenizer=args.tokenizer,
+      batch_size=args.batch_size,
+      max_length=args.max_length,
+      bos=args.bos,
+    )
+    results = _evaluate(trained, args)
+  except ConfigError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return process.EXIT_CONFIG
+  except manifest.CheckpointError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return process.EXIT_ERROR
+  from lm_eval import utils
+
+  print(utils.make_table(results))
+  if args.output:
+    with paths.replacing(paths.absolute(args.output)) as file:
+      json.dump(results, file, indent=2, default=str)
+  return process.EXIT_OK
+
+
+def _evaluate(trained: Any, args: Any) -> dict[str, Any]:
+  import lm_eval
+  from lm_eval import tasks
+
+  manager = tasks.TaskManager(include_path=args.include_path)
+  names = args.tasks.split(",")
+  unknown = sorted(set(names) - set(manager.all_tasks))
+  if unknown:
+    raise ConfigError(
+      f"--tasks: the harness has no task {', '.join(map(repr, unknown))}; "
+      "tasks of your own are found with --include_path."
+    )
+  results = lm_eval.simple_evaluate(
+    trained,
+    tasks=names,
+    num_fewshot=args.num_fewshot,
+    limit=args.limit,
+    task_manager=manager,
+    log_samples=False,
+  )
+  return {n: results[n] for n in results if n != "samples"}
+
+
+if __name__ == "__main__":
+  sys.exit(main())
