@@ -19,13 +19,13 @@ ARGS ?=
 # For `make lock`: the interpreters to resolve for, and the extras to pin.
 PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
-LOCKED := digits,tfds,parquet,text,metrics,zstd,report,safetensors,notebook,lint,test
+LOCKED := digits,tfds,parquet,text,metrics,zstd,report,safetensors,notebook,docs,lint,test
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DELETE_ON_ERROR:
 .PHONY: help install train test test-faults test-configs test-results test-cluster \
-  soak lint bench lock clean
+  soak lint bench docs lock clean
 
 run := $(VENV)/bin/python -m
 pytest = $(run) pytest -n $(JOBS) --dist=worksteal --durations=20
@@ -68,6 +68,9 @@ lint: install ## Check style, formatting and types
 	@$(run) ruff check .
 	@$(run) ruff format --check .
 	@$(run) mypy
+
+docs: $(VENV)/.installed-docs ## Build the documentation site in build/site
+	@$(run) mkdocs build --strict
 
 bench: install ## Run the benchmarks: one JSON line per figure
 	@$(run) benchmarks.run $(ARGS)

@@ -29,31 +29,33 @@ def blocks(page, language=None):
   return [Block(*f) for f in found if language in (None, f[0])]
 
 
-def type_shell(text, folder, **variables):
+def type_shell(text, folder, flags="", devices=1):
   """Types a block into a shell; returns a CompletedProcess with text.
 
   Args:
     text: the block.
     folder: working folder; gets a link to configs/.
-    variables: of the environment.
+    flags: more flags of its command, such as a smaller size.
+    devices: number of simulated devices.
   """
-  return _run(["bash", "-e", "-o", "pipefail", "-c", text], folder, variables)
+  text = f"{text.rstrip()} {flags}"
+  return _run(["bash", "-c", text], folder, devices)
 
 
-def run_python(text, folder, **variables):
+def run_python(text, folder, devices=1):
   """Runs a block as a program; returns a CompletedProcess with text."""
-  return _run([sys.executable, "-c", text], folder, variables)
+  return _run([sys.executable, "-c", text], folder, devices)
 
 
-def _run(command, folder, variables):
+def _run(command, folder, devices):
   configs = pathlib.Path(folder) / "configs"
   if not configs.exists():
     configs.symlink_to(processes.ROOT / "configs")
   python = os.path.dirname(sys.executable)
   env = processes.environment(
+    devices,
     PATH=os.pathsep.join((python, os.environ["PATH"])),
     XDG_CACHE_HOME=str(compile_cache.FOLDER),
-    **variables,
   )
   return subprocess.run(
     command,

@@ -2,12 +2,53 @@
 
 import re
 
+import numpy as np
 import pages
 import pytest
+import tiny
 
-pytestmark = pytest.mark.slow
+from bigtrain import main
 
 
+def test_the_parts_in_the_readme(tmp_path, monkeypatch):
+  names = ("my_task", "my_model", "my_evaluator", "my_source")
+  texts = [b.text for b in pages.blocks("README.md", "python")]
+  defining = ("def loss_fn", "class Model", "class Evaluator", "class Source")
+  folder = tmp_path / "readme_project"
+  folder.mkdir()
+  for name, line in zip(names, defining):
+    (text,) = [t for t in texts if line in t]
+    (folder / f"{name}.py").write_text(text)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.chdir(tmp_path)
+  np.save("x.npy", np.random.default_rng(0).random((64, 10), np.float32))
+  project = "readme_project"
+  data = dict(
+    data=dict(type=f"{project}.my_source", path="x.npy"),
+    pp="copy('image','target')|keep('image','target')",
+  )
+  config = dict(
+    total_steps=30,
+    task=f"{project}.my_task",
+    model_name=f"{project}.my_model",
+    model=dict(width=16),
+    input=dict(**data, batch_size=16),
+    optimizer=dict(name="adam"),
+    lr=0.01,
+    tensorboard=False,
+    evals=dict(
+      own=dict(
+        type=f"{project}.my_evaluator", pred="out", **data, at_start=True
+      )
+    ),
+  )
+  results = main.train(config, "run")
+  assert np.isfinite(results["own/largest"])
+  rows = tiny.rows(tmp_path / "run")
+  assert rows[30]["loss"] < 0.5 * rows[1]["loss"]
+
+
+@pytest.mark.slow
 def test_out_of_memory(tmp_path):
   plan, train = pages.blocks("docs/out_of_memory.md", "")
   table = pages.ran(pages.type_shell(plan.text, tmp_path))
@@ -21,3 +62,30 @@ def test_out_of_memory(tmp_path):
     r"=\d+ |[\d.]+ [kMG]?B", "", " ".join(text.split())
   )
   assert without_figures(line) == without_figures(printed.text)
+
+
+@pytest.mark.slow
+def test_debugging_a_nan(tmp_path):
+  ended = [
+    pages.type_shell(block.text, tmp_path)
+    for block in pages.blocks("docs/debug_nan.md", "")
+  ]
+  assert [e.returncode for e in ended] == [1, 1, 1]
+  first, second, third = (e.stderr.strip().splitlines()[-1] for e in ended)
+  (printed,) = pages.blocks("docs/debug_nan.md", "text")
+  words = " ".join(printed.text.split())
+  for part in words.split(" ... ")[1:] + words.split("; examples")[:1]:
+    assert part in first
+  assert "step 3 is not finite" in second
+  assert third.startswith("error: FloatingPointError: invalid value (nan)")
+  assert re.search(r'File ".*/bigtrain/.*\.py"', ended[2].stderr)
+  row = tiny.rows(tmp_path / "runs" / "nan")[2]
+  assert any(name.startswith("update_rms/") for name in row)
+
+
+@pytest.mark.slow
+def test_profiling(tmp_path):
+  train, touch = pages.blocks("docs/profiling.md", "")
+  pages.ran(pages.type_shell(train.text, tmp_path))
+  assert list((tmp_path / "runs/slow/profile").rglob("*.xplane.pb"))
+  pages.ran(pages.type_shell(touch.text, tmp_path))

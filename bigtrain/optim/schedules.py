@@ -78,23 +78,51 @@ def _constant() -> _Decay:
 
 
 def _cosine(*, end: float = 0.0) -> _Decay:
+  """A cosine from 1 to `end`.
+
+  Args:
+    end: factor at the end of the run.
+  """
   half = (1 - end) / 2
   return lambda at: end + half * (1 + at.np.cos(np.pi * at.progress))
 
 
 def _linear(*, linear_end: float = 0.0) -> _Decay:
+  """A line from 1 to `linear_end`.
+
+  Args:
+    linear_end: factor at the end of the run.
+  """
   return _polynomial(end=linear_end)
 
 
 def _polynomial(*, power: float = 1.0, end: float = 0.0) -> _Decay:
+  """A polynomial from 1 to `end`.
+
+  Args:
+    power: exponent of the rest of the run.
+    end: factor at the end of the run.
+  """
   return lambda at: end + (1 - end) * (1 - at.progress) ** power
 
 
 def _rsqrt(*, timescale: int = 10_000, shift: int = 0) -> _Decay:
+  """The inverse square root of the steps since the warm-up.
+
+  Args:
+    timescale: length after which the factor is 1 / sqrt(2), without `shift`.
+    shift: length that is added to the steps.
+  """
   return lambda at: 1 / at.np.sqrt(1 + (at.since + shift) / timescale)
 
 
 def _stair(*, stair: list[int], mults: list[float]) -> _Decay:
+  """A factor for each part of the run.
+
+  Args:
+    stair: lengths at which the factor changes.
+    mults: the factor from each of them on.
+  """
   ratios = np.diff([1.0, *mults])
   return lambda at: sum(
     (jump * (at.step >= step) for step, jump in zip(stair, ratios)),
@@ -105,6 +133,15 @@ def _stair(*, stair: list[int], mults: list[float]) -> _Decay:
 def _wsd(
   total: int, *, decay: int, shape: str = "linear", end: float = 0.0
 ) -> _Decay:
+  """1, and a decay in the last steps.
+
+  Args:
+    total: length of the run in steps.
+    decay: length of the decay.
+    shape: "linear", "sqrt" or "cosine".
+    end: factor at the end of the run.
+  """
+
   def value(at: _At) -> Any:
     q = at.np.clip((at.step - (total - decay)) / decay, 0.0, 1.0)
     return end + (1 - end) * _SHAPES[shape](at.np, q)
@@ -126,6 +163,14 @@ def _one_cycle(
   div_factor: float = 25.0,
   final_div_factor: float = 1e4,
 ) -> _Decay:
+  """A cosine up to 1 and another one down.
+
+  Args:
+    total: length of the run in steps.
+    peak: length after which the factor is 1; 30 percent of the run by default.
+    div_factor: 1 over the factor at step 0.
+    final_div_factor: factor at step 0 over the factor at the end.
+  """
   top = max(1, round(0.3 * total)) if peak is None else max(1, peak)
   start, end = 1 / div_factor, 1 / (div_factor * final_div_factor)
 

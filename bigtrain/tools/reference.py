@@ -37,6 +37,7 @@ _GIVEN = {
   "models": ("parent", "name"),
   "evaluators": ("predict_fn", "batches", "context"),
   "hooks": ("context",),
+  "schedules": ("total",),
 }
 _SECTIONS = ("Args", "Arguments", "Attributes")
 _WIDTH = 80
@@ -71,8 +72,9 @@ def names(kind: str) -> dict[str, str]:
     }
   functions = dict(sorted(_functions(kind).items()))
   if kind == "schedules":
-    formulas = dict(re.findall(r"^  (\w+) {2,}(.*)", schedules.__doc__, re.M))
-    return {name: formulas[name] for name in functions}
+    entry = r"^  (\w+) {2,}(.*(?:\n {14}.*)*)"
+    formulas = dict(re.findall(entry, schedules.__doc__, re.M))
+    return {name: " ".join(formulas[name].split()) for name in functions}
   return {name: _first_line(fn) for name, fn in functions.items()}
 
 
@@ -134,7 +136,10 @@ def explain(kind: str, name: str) -> str:
   if kind not in _MODULES:
     fn = _functions(kind)[name]
     about = _without_sections(inspect.getdoc(fn) or known[name])
-    return "\n\n".join(filter(None, [about, arguments(fn)]))
+    if kind == "schedules":
+      about = textwrap.fill(known[name], _WIDTH)
+    options = arguments(fn, _GIVEN.get(kind, ()))
+    return "\n\n".join(filter(None, [about, options]))
   folder, attribute = _MODULES[kind]
   module = importlib.import_module(f"bigtrain.{folder}.{name}")
   target = getattr(module, attribute)

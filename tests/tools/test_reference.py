@@ -31,7 +31,9 @@ def test_every_name_has_a_line_and_a_text(kind):
   assert not without_text
 
 
-@pytest.mark.parametrize("kind", ["ops", "models", "sources", "evaluators"])
+@pytest.mark.parametrize(
+  "kind", ["ops", "models", "sources", "evaluators", "hooks", "schedules"]
+)
 def test_every_argument_is_described(kind):
   for name in names_of(kind):
     lines = reference.explain(kind, name).splitlines()
