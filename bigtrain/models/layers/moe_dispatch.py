@@ -123,16 +123,15 @@ def dropless(
       run(x_BLD, routing, keep_BLJF, real_BL, copies), stream
     )
 
-  by_batch = PartitionSpec(sharding.BATCH_AXES)
   # Each device of a `tensor` group has a part of every expert's hidden units.
   in_parts = experts.dim % mesh.shape.get("tensor", 1) == 0
   in_parts = in_parts and mesh.shape.get("tensor", 1) > 1
-  rows = masks = stream = by_batch
-  own: tuple[str, ...] = ()
+  stream = sharding.stream_spec(mesh, x_BLD)
+  rows = masks = stream
+  own = sharding.axes_of_length(stream)
   by_name = {name: PartitionSpec() for name in weights}
   if in_parts:
-    stream = sharding.stream_spec(mesh, x_BLD)
-    own = tuple(a for a in sharding.axes_of_length(stream) if a != "tensor")
+    own = tuple(a for a in own if a != "tensor")
     rows = PartitionSpec(sharding.BATCH_AXES, own or None)
     masks = PartitionSpec(sharding.BATCH_AXES, own or None, None, "tensor")
     by_name = {
@@ -308,9 +307,12 @@ def with_capacity(
   take = jax.vmap(lambda x, i: jnp.take(x, i, axis=0))
   x_BECD = take(pad(x_BLD), token_of_slot).reshape(B, E, C, D)
 
+  # Devices that share an example share the slots of an expert.
+  split = sharding.length_ways(B, C) > 1
+  slots = (None, "sequence") if split else ()
   by_batch, by_expert = (
-    PartitionSpec(sharding.BATCH_AXES),
-    PartitionSpec(*sharding.BATCH_AXES),
+    PartitionSpec(sharding.BATCH_AXES, *slots),
+    PartitionSpec(*sharding.BATCH_AXES, *slots[1:]),
   )
   # All to all, to the experts' devices and back.
   x_BECD = _constrained(_constrained(x_BECD, by_batch), by_expert)
