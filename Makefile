@@ -24,7 +24,7 @@ LOCKED := digits,tfds,parquet,text,metrics,zstd,report,safetensors,notebook,docs
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help install train test test-faults test-configs test-results test-cluster \
+.PHONY: help install train test test-faults test-configs test-mesh test-results test-cluster \
   soak lint bench docs lock clean
 
 run := $(VENV)/bin/python -m
@@ -45,13 +45,16 @@ train: install ## Train a vision transformer on handwritten digits
 	@$(run) bigtrain.main --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: lint ## Lint, then run all tests except the slow ones
-	@$(pytest) -m "not slow and not configs and not results and not cluster" $(ARGS) $(TESTS)
+	@$(pytest) -m "not slow and not configs and not results and not mesh and not cluster" $(ARGS) $(TESTS)
 
 test-faults: install ## Run the slow tests, most of them faults in real processes
 	@$(pytest) -m slow $(ARGS) $(TESTS)
 
 test-configs: install ## Run every config for a few steps: some minutes
 	@$(pytest) -m configs $(ARGS) $(TESTS)
+
+test-mesh: install ## Compare every config on random meshes with one device: hours
+	@$(pytest) -m mesh $(ARGS) $(TESTS)
 
 test-results: install ## Train the quickstarts and check their results: half an hour
 	@$(run) pytest -m results --durations=10 $(ARGS) $(TESTS)

@@ -1,0 +1,177 @@
+"""Three updates of a config under a mesh, for test_any_mesh.py."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bigtrain import lengths as lengths_lib
+from bigtrain import metrics, parts, settings, sharding, trees
+from bigtrain.checkpoints import teacher as teacher_lib
+from bigtrain.inputs import pipeline
+from bigtrain.optim import chain, views
+from bigtrain.step import gradients as gradients_lib
+from bigtrain.step import initial
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+STEPS = 3
+
+# Adam divides by the gradient's size, also where the gradient is nothing but
+# rounding, as that of a key's bias. Plain momentum keeps small errors small.
+_SGD = dict(name="sgd", momentum=0.9)
+
+
+def load(spec, *, vocab_size=None, packed=False, dropout=0.1, small=False):
+  """Returns a config file's config for float32 and SGD.
+
+  Args:
+    spec: "name:arguments" of a config file.
+    vocab_size: in place of the model's, where it has one.
+    packed: whether several documents share a row, where the data is text.
+    dropout: in place of the model's rate.
+    small: whether the model has one layer.
+  """
+  name, _, arguments = spec.partition(":")
+  config = dict(settings.load(f"{CONFIGS / name}.py:{arguments}"))
+  config["optimizer"] = _SGD
+  config["schedule"] = {"decay_type": "constant"}
+  config["lr"], config["wd"] = 0.1, 0.0
+  config["evals"] = {}
+  config["mesh"] = {}
+  for key in ("grad_clip_norm", "ema", "lr_mults", "wd_mults", "microbatches"):
+    config.pop(key, None)
+  model = config["model"]
+  towers = [model[name] for name in ("image", "text") if name in model]
+  for part in towers or [model]:
+    if config["model_name"] != "resnet":
+      part["dropout"] = dropout
+    if "dtype" in part:
+      part["dtype"] = "float32"
+    if small and "depth" in part:
+      part["depth"] = 1
+  if config["model_name"] == "cappa":
+    model["decoder_dropout"] = dropout
+  if vocab_size and "vocab_size" in model:
+    model["vocab_size"] = vocab_size
+  if packed and config["task"] == "language_modeling":
+    config["input"]["data"]["packing"] = True
+  return config
+
+
+def tensor_sizes(config):
+  """Returns the sizes of `tensor` that divide the config's model."""
+  return [n for n in (1, 2, 4, 8) if _divides(json.dumps(config), n)]
+
+
+@functools.cache
+def _divides(text, ways):
+  config = settings.Config(json.loads(text))
+  module, model = parts.model(config)
+  if not hasattr(module, "tensor_rules"):
+    return ways == 1
+  mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    task = parts.task(config)
+    spec = pipeline.make_train(config.input, seed=0, mesh=mesh, run=config).spec
+    shapes = jax.eval_shape(initial.variables_fn(task, model, spec, 0))
+  named = trees.flatten_with_names(shapes["params"])
+  shapes = {name: tuple(x.shape) for name, x in named}
+  try:
+    sharding.place(module.tensor_rules(model), shapes, ways)
+  except settings.ConfigError:
+    return False
+  return True
+
+
+def train(config, sizes, microbatches=1):
+  """Returns (pairs of each step, gradients of the first, the last state).
+
+  Args:
+    config: from `load`.
+    sizes: sizes of the mesh's axes.
+    microbatches: number of microbatches.
+  """
+  number = int(np.prod([*sizes.values()]))
+  mesh = sharding.make_mesh(**sizes, devices=jax.devices()[:number])
+  setup = _setup(json.dumps(config, sort_keys=True))
+  config = settings.Config({**config, "microbatches": microbatches})
+  with jax.set_mesh(mesh):
+    return _train(config, mesh, setup)
+
+
+@functools.cache
+def _setup(text):
+  """The parts of a run, its first state and its batches, from one device."""
+  config = settings.Config(json.loads(text))
+  mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    train_input = pipeline.make_train(
+      config.input, seed=0, mesh=mesh, run=config
+    )
+    lengths = lengths_lib.read(
+      config,
+      config.input.batch_size,
+      train_input.num_examples,
+      train_input.tokens_per_example,
+    )
+    task = parts.task(config)
+    module, model = parts.model(config)
+    spec = sharding.batch_spec(train_input.spec, mesh)
+    teacher = teacher_lib.from_config(config, task, spec, mesh, 0)
+    variables = initial.variables_fn(task, model, spec, 0)
+    shapes = jax.eval_shape(variables)["params"]
+    param_views = views.of_model(module, model, shapes)
+    optimizer = chain.make(config, shapes, lengths.units, param_views)
+
+    def init():
+      made = variables()
+      params = made.pop("params")
+      trained, _ = trees.partition(params, optimizer.trainable)
+      opt = optimizer.tx.init(trained)
+      step = jnp.zeros((), jnp.int32)
+      return {"params": params, "opt": opt, "step": step, "mutable": made}
+
+    state = jax.device_get(jax.jit(init)())
+    fixed = jax.device_get(teacher.load())
+    started = train_input.start(0, STEPS)
+    batches = [jax.device_get(next(started)) for _ in range(STEPS)]
+    started.close()
+  parts_of_run = task, module, model, teacher.model, variables, optimizer
+  return (*parts_of_run, state, fixed, batches)
+
+
+def _train(config, mesh, setup):
+  task, module, model, teacher, variables, optimizer, *arrays = setup
+  state, fixed, batches = arrays
+  loss_fn = jax.jit(parts.loss_fn(config, task, model, teacher))
+  gradients = gradients_lib.from_config(
+    config, task, model, loss_fn, trainable=optimizer.trainable, mesh=mesh
+  )
+
+  def update(state, batch, fixed):
+    grads, pairs, mutable = gradients({**state, **fixed}, batch)
+    trained, frozen = trees.partition(state["params"], optimizer.trainable)
+    updates, opt = optimizer.tx.update(
+      grads, state["opt"], trained, step=state["step"], loss=pairs["loss"]
+    )
+    params = trees.merge(optax.apply_updates(trained, updates), frozen)
+    new = {"params": params, "opt": opt, "step": state["step"] + 1}
+    pairs = {**pairs, "grad_norm": (metrics.global_norm(grads), jnp.ones(()))}
+    return {**new, "mutable": mutable}, grads, pairs
+
+  rules = initial.sharding_rules(config, variables, module, model)
+  places, _ = sharding.state_shardings(state, mesh, rules)
+  update = jax.jit(update, out_shardings=(places, None, None))
+  state = jax.device_put(state, places)
+  fixed = jax.device_put(fixed, sharding.replicated(mesh))
+  all_pairs, first = [], None
+  for batch in batches:
+    batch = jax.device_put(batch, sharding.batch(mesh))
+    state, grads, pairs = update(state, batch, fixed)
+    all_pairs.append(jax.device_get(pairs))
+    first = jax.device_get(grads) if first is None else first
+  return all_pairs, first, jax.device_get(state)

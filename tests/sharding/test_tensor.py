@@ -1,0 +1,82 @@
+"""Layers that are split over `tensor`, on simulated devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import sharding, trees
+from bigtrain.losses import tokens as tokens_lib
+from bigtrain.models import decoder
+from bigtrain.tools.plan import collectives
+
+_B, _L, _D, _N = 4, 32, 64, 2
+
+
+def _sent(**options):
+  """{kind: bytes that a device sends} for the gradient of a language model."""
+  model = decoder.Model(
+    variant="llama_mu", vocab_size=64, width=_D, depth=_N, **options
+  )
+  ids = jax.ShapeDtypeStruct((_B, _L), jnp.int32)
+  init = lambda: model.init(jax.random.key(0), jnp.zeros((1, _L), jnp.int32))
+  params = jax.eval_shape(init)["params"]
+  named = trees.flatten_with_names(params)
+  shapes = {name: tuple(x.shape) for name, x in named}
+  mesh = sharding.make_mesh(fsdp=1, tensor=2, devices=jax.devices()[:2])
+  rules = sharding.Rules(
+    of_model=sharding.place(decoder.tensor_rules(model), shapes, 2)
+  )
+  spec = sharding.state_spec(params, mesh, rules)
+  ids = sharding.batch_spec({"ids": ids}, mesh)["ids"]
+
+  def loss(params, tokens, targets):
+    weight = jnp.ones(targets.shape)
+    losses = tokens_lib.model_losses(
+      {"params": params}, {"tokens": tokens}, targets, weight, model=model
+    )
+    return losses.pairs["loss"][0]
+
+  places = jax.tree.map(lambda x: x.sharding, spec)
+  with jax.set_mesh(mesh):
+    grad = jax.jit(jax.grad(loss), out_shardings=places)
+    text = grad.lower(spec, ids, ids).compile().as_text()
+  sent = dict.fromkeys(collectives.KINDS, 0.0)
+  for one in collectives.read(text).collectives:
+    sent[one.kind] += one.sent_bytes
+  return sent
+
+
+@pytest.mark.parametrize(
+  "options, gathers, scatters",
+  [
+    (dict(), 4 * _N + 2, 4 * _N + 2),
+    (dict(scan=True), 6 * _N + 2, 5 * _N + 2),
+    pytest.param(
+      dict(scan=True, remat_policy="nothing_saveable"),
+      6 * _N + 2,
+      5 * _N + 2,
+      marks=pytest.mark.slow,
+    ),
+  ],
+  ids=["plain", "scan", "remat"],
+)
+def test_layers_send_what_the_formulae_say(options, gathers, scatters):
+  """docs/scaling.md, "Tensor parallelism"."""
+  sent = _sent(**options)
+  part = 4 * _B * _L * _D / 2
+  assert sent["all-gather"] == pytest.approx(gathers * part, rel=0.05)
+  assert sent["reduce-scatter"] == pytest.approx(scatters * part, rel=0.05)
+  # A few numbers for each token, and the gradients of the norms.
+  assert sent["all-reduce"] < 0.05 * gathers * part
+  assert sent["all-to-all"] == sent["collective-permute"] == 0
+
+
+def test_rows_of_a_split_table_are_those_of_the_whole():
+  table = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+  ids = np.asarray([[0, 15, 16, 7], [8, -1, -17, 3]], np.int32)
+  want = jnp.take(table, ids, axis=0)
+  with jax.set_mesh(sharding.make_mesh(fsdp=2, tensor=4)):
+    got = jax.jit(sharding.lookup)(table, ids)
+  np.testing.assert_array_equal(got, want)
+  assert np.isnan(got[0, 2]).all() and np.isnan(got[1, 2]).all()

@@ -1,0 +1,107 @@
+"""Any mesh, the same loss: every config on random meshes of eight devices.
+
+A case is a config's :runlocal in float32, a factorisation of eight devices into
+the axes of the mesh, a number of microbatches, and whether rows are packed, the
+model has dropout and the vocabulary divides. One device gives the reference.
+"""
+
+import functools
+import json
+
+import any_mesh
+import jax
+import numpy as np
+import pytest
+import test_runlocal
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from bigtrain import trees
+
+# Of the largest number of an array. An array whose numbers are all rounding,
+# such as the gradient of a key's bias, counts as no smaller than this share of
+# the largest of all arrays.
+_RELATIVE = 1e-5
+_SMALLEST = 1e-2
+
+# The quick cases: models that compile fast.
+_QUICK = ("llama_8b:runlocal", "pydoc_t5:runlocal", "transfer:runlocal")
+
+
+@functools.cache
+def load(spec, vocab_size, packed, dropout, small):
+  return any_mesh.load(
+    spec, vocab_size=vocab_size, packed=packed, dropout=dropout, small=small
+  )
+
+
+@functools.lru_cache(maxsize=32)
+def reference(text, microbatches):
+  return any_mesh.train(json.loads(text), dict(fsdp=1), microbatches)
+
+
+@st.composite
+def cases(draw, specs, small=False):
+  """(config, sizes of the axes, number of microbatches)."""
+  spec = draw(st.sampled_from(specs))
+  # The quick cases share references.
+  vocab_size = 320 if small else draw(st.sampled_from([None, 320]))
+  packed = small or draw(st.booleans())
+  dropout = 0.1 if small else draw(st.sampled_from([0.0, 0.1]))
+  config = load(spec, vocab_size, packed, dropout, small)
+  tensor = draw(st.sampled_from(any_mesh.tensor_sizes(config)))
+  left = 8 // tensor
+  sequence = draw(st.sampled_from([n for n in (1, 2, 4) if left % n == 0]))
+  left //= sequence  # The batch is split over these.
+  fsdp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if left % n == 0]))
+  sizes = dict(
+    replica=left // fsdp, fsdp=fsdp, sequence=sequence, tensor=tensor
+  )
+  most = config["input"]["batch_size"] // left
+  microbatches = draw(st.sampled_from([n for n in (1, 2) if n <= most]))
+  return spec, config, sizes, microbatches
+
+
+def check_case(case):
+  spec, config, sizes, microbatches = case
+  text = json.dumps(config, sort_keys=True)
+  want_pairs, *want = reference(text, microbatches)
+  pairs, *got = any_mesh.train(config, sizes, microbatches)
+  for step, (ours, theirs) in enumerate(zip(pairs, want_pairs, strict=True)):
+    assert ours.keys() == theirs.keys()
+    for name, (total, weight) in ours.items():
+      where = f"{spec} on {sizes}, step {step}: {name}"
+      np.testing.assert_allclose(weight, theirs[name][1], 1e-6, err_msg=where)
+      np.testing.assert_allclose(
+        total, theirs[name][0], _RELATIVE, _RELATIVE, err_msg=where
+      )
+  for what, ours, theirs in zip(("gradient", "state"), got, want, strict=True):
+    named = trees.flatten_with_names(theirs)
+    top = max(np.abs(x).max(initial=0) for _, x in named)
+    for (name, want_x), x in zip(named, jax.tree.leaves(ours)):
+      size = max(np.abs(want_x).max(initial=0), _SMALLEST * top)
+      error = np.abs(np.asarray(x, float) - want_x).max(initial=0)
+      assert error <= _RELATIVE * size, f"{spec} on {sizes}: {what} of {name}"
+
+
+_FIXED = dict(
+  derandomize=True,
+  database=None,
+  deadline=None,
+  phases=[Phase.generate],
+  suppress_health_check=list(HealthCheck),
+)
+
+
+@settings(max_examples=20, **_FIXED)
+@given(cases(_QUICK, small=True))
+def test_twenty_cases(case):
+  check_case(case)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("spec", test_runlocal.SPECS)
+@settings(max_examples=9, **_FIXED)
+@given(st.data())
+def test_nine_cases_of_every_config(spec, data):
+  check_case(data.draw(cases([spec])))
