@@ -20,6 +20,7 @@ ARGS ?=
 PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
 LOCKED := digits,tfds,parquet,text,metrics,zstd,report,safetensors,notebook,docs,lint,test
+LOCKED := quantize,$(LOCKED)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 MAKEFLAGS += --no-builtin-rules --no-print-directory

@@ -93,7 +93,8 @@ def task(config: settings.Config) -> Any:
 def model(config: settings.Config) -> tuple[Any, Any]:
   """Returns (module of config.model_name, its Model with config.model).
 
-  With config.logical_axes, the model runs under these rules.
+  With config.logical_axes, the model runs under these rules. With
+  config.quantize, its dense layers multiply in int8 or fp8.
   """
   settings.forget_choices()  # Of an earlier run.
   key = f"{config.path}.model_name"
@@ -102,10 +103,16 @@ def model(config: settings.Config) -> tuple[Any, Any]:
   others = [_PUBLISHED] if hasattr(module, "published_fields") else []
   path = f"{config.path}.model"
   settings.check_kwargs(module.Model, options, path, others=others)
+  cls = module.Model
   if rules := logical_axes(config):
-    key = f"{config.path}.logical_axes"
-    return module, _with_rules(module.Model, key, rules)(**options)
-  return module, module.Model(**options)
+    cls = _with_rules(cls, f"{config.path}.logical_axes", rules)
+  if rules := config.get("quantize"):
+    cls = _quantized().model(cls, rules, f"{config.path}.quantize")
+  return module, cls(**options)
+
+
+def _quantized() -> Any:
+  return find_module("models.layers", "quantized", "config.quantize")
 
 
 def logical_axes(config: settings.Config) -> tuple[tuple[str, Any], ...]:
@@ -400,8 +407,11 @@ def loss_fn(
   def bound_loss_fn(variables: Any, batch: Any, rng: Any) -> Any:
     batch = Features(batch, "config.input")
     with no_logical_axes():
-      return task.loss_fn(
+      result = task.loss_fn(
         variables, batch, rng, model=model, train=True, **given, **options
       )
+    for each in (model, *given.values()):
+      _quantized().check(each)
+    return result
 
   return bound_loss_fn

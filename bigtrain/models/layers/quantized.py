@@ -1,0 +1,207 @@
+"""Products of dense layers in int8 or fp8 while a model trains.
+
+  config.quantize = [(".*/mlp/.*", "fp8"), (".*", "int8")]
+
+Regular expressions match whole names of modules, such as
+"blocks/attention/query"; the first match decides, and None keeps a layer's
+precision. The number of a block is no part of its name, as blocks of a stack
+are traced once. Dense layers called head, pre_logits and router match only a
+regular expression that contains their name. Embeddings, norms, convolutions,
+experts, scores of attention and the losses' own products are never quantized.
+
+Parameters, their gradients and the results of products keep their dtype. Scales
+are the largest absolute values: one for each token of activations and of their
+gradients, one for each output of a kernel. Each product x W has three steps:
+
+  forward               x and W in int8, or in fp8 with 4 bits of exponent
+  gradient of x         the same W; the gradient in int8, or in fp8 with 5 bits
+  gradient of W         the quantized x, and the gradient as it is
+
+The last keeps the results independent of the number of microbatches: its scales
+would be those of a sum over all tokens. AQT's recipe for training in int8 keeps
+it as well (Abdolrashidi et al. 2021, "Pareto-Optimal Quantized ResNet Is Mostly
+4-bit", and github.com/google/aqt, config_v4).
+
+The arithmetic is that of Qwix (github.com/google/qwix).
+"""
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from bigtrain.settings import ConfigError, did_you_mean
+
+# Dtypes of the operands of a product, and of the gradients of its result.
+_DTYPES = {
+  "int8": (jnp.int8, jnp.int8),
+  "fp8": (jnp.float8_e4m3fn, jnp.float8_e5m2),
+}
+# The largest value becomes 127. In Qwix it is 127.5, which the last bit of the
+# scale rounds to 127 or to 128, so that results would depend on the mesh.
+_CALIBRATION = {"int8": f"absmax,{127.5 / 127}", "fp8": "absmax"}
+# Names of layers that a regular expression has to contain.
+_LEFT_OUT = ("head", "pre_logits", "router")
+
+
+def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
+  """Returns a subclass whose dense layers are quantized in `apply`.
+
+  Initial parameters do not depend on the rules.
+
+  Args:
+    cls: flax module.
+    rules: (regular expression, "int8", "fp8" or None) pairs.
+    key: location of the rules in the config, for messages.
+
+  Raises:
+    ConfigError: the rules cannot be read, or Qwix is not installed.
+  """
+  layers = _Layers(rules, key)
+
+  @functools.wraps(cls.apply)
+  def apply(*args: Any, **kwargs: Any) -> Any:
+    with nn.intercept_methods(layers.intercept):
+      return cls.apply(*args, **kwargs)
+
+  members = {
+    "__module__": cls.__module__,
+    "__qualname__": cls.__qualname__,
+    "__doc__": cls.__doc__,
+    "apply": nn.nowrap(apply),
+    "quantized_layers": layers,
+  }
+  return type(cls.__name__, (cls,), members)
+
+
+def check(model: nn.Module) -> None:
+  """Checks that each rule of a model decides about a layer.
+
+  Args:
+    model: a model whose `apply` has been traced.
+
+  Raises:
+    ConfigError: a rule decides about no layer.
+  """
+  layers = getattr(model, "quantized_layers", None)
+  if layers is not None:
+    layers.check()
+
+
+class _Layers:
+  """The dense layers of a model, and their precisions."""
+
+  def __init__(self, rules: Any, key: str):
+    self._key = key
+    self._rules = _read(rules, key)
+    self._products = {name: _product(name, key) for name in _DTYPES}
+    self._lock = threading.Lock()  # Evaluations are traced in a thread.
+    self._names: dict[str, int | None] = {}  # Layer -> number of its rule.
+
+  def intercept(
+    self,
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    context: nn.module.InterceptorContext,
+  ) -> Any:
+    """Calls a method of a module; see flax.linen.intercept_methods."""
+    layer = context.module
+    if not isinstance(layer, nn.Dense | nn.DenseGeneral):
+      return call(*args, **kwargs)
+    name = _name(layer.path)
+    number = self._rule(name)
+    with self._lock:
+      self._names[name] = number
+    precision = None if number is None else self._rules[number][1]
+    if precision is None:
+      return call(*args, **kwargs)
+    # Modules are frozen, but this instance exists for the present call only.
+    given = layer.dot_general
+    object.__setattr__(layer, "dot_general", self._products[precision])
+    try:
+      return call(*args, **kwargs)
+    finally:
+      object.__setattr__(layer, "dot_general", given)
+
+  def _rule(self, name: str) -> int | None:
+    """The number of the rule that decides about a layer."""
+    last = name.rpartition("/")[2]
+    for number, (pattern, _) in enumerate(self._rules):
+      named = last not in _LEFT_OUT or last in pattern.pattern
+      if named and pattern.fullmatch(name):
+        return number
+    return None
+
+  def check(self) -> None:
+    """See the function `check`."""
+    with self._lock:
+      names = dict(self._names)
+    if not names:
+      raise ConfigError(f"{self._key}: this model has no dense layers.")
+    for number, (pattern, _) in enumerate(self._rules):
+      if number not in names.values():
+        hint = did_you_mean(pattern.pattern, names)
+        raise ConfigError(
+          f"{self._key}[{number}]: {pattern.pattern!r} decides about no dense "
+          f"layer.{hint}"
+        )
+
+
+def _read(rules: Any, key: str) -> list[tuple[re.Pattern[str], str | None]]:
+  """Reads (regular expression, precision) pairs."""
+  result = []
+  if not isinstance(rules, list | tuple):
+    raise ConfigError(f"{key}: expected a list of pairs, got {rules!r}.")
+  for i, rule in enumerate(rules):
+    if not isinstance(rule, list | tuple) or len(rule) != 2:
+      raise ConfigError(
+        f"{key}[{i}]: expected (regex, 'int8' | 'fp8' | None), got {rule!r}."
+      )
+    regex, precision = rule
+    if precision is not None and precision not in _DTYPES:
+      hint = did_you_mean(str(precision), _DTYPES)
+      raise ConfigError(f"{key}[{i}]: unknown precision {precision!r}.{hint}")
+    try:
+      result.append((re.compile(regex), precision))
+    except (re.error, TypeError) as e:
+      raise ConfigError(f"{key}[{i}]: bad regex {regex!r}: {e}.") from e
+  return result
+
+
+def _product(precision: str, key: str) -> Callable[..., Any]:
+  """Qwix's dot_general for a dense layer."""
+  try:
+    import qwix
+  except ModuleNotFoundError as e:
+    raise ConfigError(
+      f"{key}: needs the package qwix: pip install 'bigtrain[quantize]'."
+    ) from e
+  dtype, gradient = _DTYPES[precision]
+  method = _CALIBRATION[precision]
+  rule = qwix.QtRule(
+    weight_qtype=dtype,
+    act_qtype=dtype,
+    bwd_qtype=gradient,
+    weight_calibration_method=method,
+    act_calibration_method=method,
+    bwd_calibration_method=method,
+    additional_qt_config={"drhs_grad_qtype": None},
+  )
+  return qwix.QtProvider([rule]).dot_general
+
+
+def _name(path: Sequence[str]) -> str:
+  """The name of a layer, without the numbers of blocks.
+
+  >>> _name(("Transformer", "encoderblock_3", "MlpBlock_0", "Dense_1"))
+  'Transformer/encoderblock/MlpBlock/Dense_1'
+  >>> _name(("blocks", "0", "mlp", "up"))
+  'blocks/mlp/up'
+  """
+  parts = [re.sub(r"(?i)^(.*blocks?)_?\d+$", r"\1", part) for part in path]
+  return "/".join(part for part in parts if not part.isdecimal())
