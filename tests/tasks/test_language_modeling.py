@@ -435,3 +435,18 @@ def test_experts_add_losses_and_metrics():
   assert sum(loads) == pytest.approx(1) and mean["experts/dropped"] == 0
   nll, _, _ = nll_of(experts, variables, batch)
   assert mean["nll"] == pytest.approx(nll.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generation_where_devices_share_examples(model, variables, num_beams):
+  prompts = {"tokens": texts()["tokens"].at[3, 7:].set(0)}
+  fn = functools.partial(
+    task.generate, model=model, max_new=5, num_beams=num_beams
+  )
+  expected = jax.jit(fn)(variables, prompts)
+  mesh = sharding.make_mesh(fsdp=2, sequence=4)
+  with jax.set_mesh(mesh):
+    split = jax.device_put(prompts, sharding.batch(mesh))
+    whole = jax.device_put(variables, sharding.replicated(mesh))
+    actual = jax.jit(fn)(whole, split)
+  np.testing.assert_array_equal(actual, expected)
