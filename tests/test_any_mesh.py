@@ -93,10 +93,11 @@ _FIXED = dict(
 )
 
 
-@settings(max_examples=20, **_FIXED)
-@given(cases(_QUICK, small=True))
-def test_twenty_cases(case):
-  check_case(case)
+@pytest.mark.parametrize("spec", _QUICK)
+@settings(max_examples=7, **_FIXED)
+@given(st.data())
+def test_seven_cases_of_a_small_model(spec, data):
+  check_case(data.draw(cases([spec], small=True)))
 
 
 @pytest.mark.mesh
