@@ -30,7 +30,7 @@ def load(spec, *, vocab_size=None, packed=False, dropout=0.1, small=False):
 
   Args:
     spec: "name:arguments" of a config file.
-    vocab_size: in place of the model's, where it has one.
+    vocab_size: least size of the vocabulary, which becomes a multiple of 8.
     packed: whether several documents share a row, where the data is text.
     dropout: in place of the model's rate.
     small: whether the model has one layer.
@@ -56,7 +56,8 @@ def load(spec, *, vocab_size=None, packed=False, dropout=0.1, small=False):
   if config["model_name"] == "cappa":
     model["decoder_dropout"] = dropout
   if vocab_size and "vocab_size" in model:
-    model["vocab_size"] = vocab_size
+    # Ids beyond the model's vocabulary would give NaN.
+    model["vocab_size"] = max(vocab_size, model["vocab_size"] // 8 * 8 + 8)
   if packed and config["task"] == "language_modeling":
     config["input"]["data"]["packing"] = True
   return config
