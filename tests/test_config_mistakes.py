@@ -171,7 +171,7 @@ UNFIT = [
   ({"stop_at_steps": "x"}, r"config.stop_at_steps: expected a number"),
   ({"seed": "x"}, r"config.seed: expected a whole number"),
   ({"lr": "x"}, r"config.lr: expected a number"),
-  ({"keep_ckpts": 0}, r"config.keep_ckpts: expected .* at least 1"),
+  ({"keep_ckpts": -1}, r"config.keep_ckpts: expected .* at least 0"),
   ({"schedule.warmup_steps": 9}, r"config.schedule: warm-up of 9 .* run of 6"),
   (
     {"sharding": [("params/head/bias", "shard_dim(0)")]},

@@ -21,14 +21,9 @@ import processes
 
 # Each job: simulated devices of each process, and parts.
 JOBS = (
-  (
-    4,
-    (
-      "inputs.global_batches.make",
-      "checkpoints.save_together.run",
-      "test_two_processes.train_split_examples",
-    ),
-  ),
+  # Quick tests share this one; the others are for slow tests.
+  (4, ("inputs.global_batches.make", "checkpoints.save_together.run")),
+  (4, ("test_two_processes.train_split_examples",)),
   (
     2,
     (
