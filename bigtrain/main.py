@@ -210,8 +210,8 @@ def _train(
   with_teacher = {**state_spec, **teacher.spec}
   loss_args = gradients_lib.loss_args(with_teacher, batch_spec, mesh)
   pairs_spec, _ = jax.eval_shape(loss_fn, *loss_args)
-  new = [*optimizer.schedules, *guard.row(state_spec)]
-  tally_spec = tally_lib.spec(pairs_spec, new, row_norms.spec(), guard.spikes)
+  last = [*optimizer.schedules, *guard.row(state_spec)]
+  tally_spec = tally_lib.spec(pairs_spec, last, row_norms.spec(), guard.spikes)
 
   # Where the time goes, and who shows and limits it.
   step_flops = flops.train_flops(flops.forward_flops(loss_fn, *loss_args))

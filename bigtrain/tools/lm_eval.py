@@ -218,7 +218,7 @@ def _score(
   Args:
     predictor: the model.
     pairs: ids of a context, at least one, and ids of its continuation.
-    max_length: the model sees so many tokens at most, the last ones.
+    max_length: largest number of tokens that the model sees, the last ones.
   """
   by_length: dict[int, list[int]] = defaultdict(list)
   rows: list[tuple[list[int], int]] = []

@@ -10,7 +10,7 @@ from bigtrain.settings import ConfigError, did_you_mean
 MODES = ("max", "min")
 # Endings of the metrics that compare runs unless one is named, best first.
 _PREFERRED = ("acc", "exact", "loss")
-# Metrics of which less is better.
+# Metrics whose smaller values are better.
 _LESS = re.compile(r"loss|perplexity|bits_|nll|error|_rate$|_norm$|secs|bytes")
 
 
