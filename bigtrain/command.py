@@ -182,7 +182,8 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
   except Exception as e:
     refused = isinstance(e, device_memory.OutOfMemory) and not e.__cause__
     if not (disk.is_full(e) or refused):  # Their last line is sufficient.
-      traceback.print_exc()
+      with contextlib.suppress(OSError):  # As in _end.
+        traceback.print_exc()
     room = disk.room(e, str(getattr(e, "filename", None) or os.getcwd()))
     _end(process.EXIT_ERROR, f"error: {type(e).__name__}: {e}{room}")
   print(message)
@@ -191,6 +192,8 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
 
 def _end(code: int, last_line: str) -> NoReturn:
   """Ends this process and the others of its job."""
-  print(last_line, file=sys.stderr, flush=True)
+  # The log may be on the disk that is full, and the others must still end.
+  with contextlib.suppress(OSError):
+    print(last_line, file=sys.stderr, flush=True)
   process.end_job(code, last_line.partition(": ")[2])
   process.exit_now(code)

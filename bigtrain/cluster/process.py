@@ -5,6 +5,7 @@ caught before the slow imports begin. Running processes communicate through
 connection.py; a process that runs alone has no connection.
 """
 
+import contextlib
 import itertools
 import json
 import logging
@@ -432,6 +433,7 @@ def exit_now(code: int) -> NoReturn:
   if _connection is not None and not _connection.failed:
     _connection.close()
   logging.shutdown()
-  sys.stdout.flush()
-  sys.stderr.flush()
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError):  # It may be a file on a full disk.
+      stream.flush()
   os._exit(code)

@@ -53,7 +53,7 @@ def moments(params: Any, mesh: Any) -> dict[str, jax.Array]:
   """Starts to compute the moments of all parameters.
 
   With several processes, all of them call this at the same point of the
-  program. It does not wait, and `params` may be donated afterwards.
+  program. `params` may be donated afterwards.
 
   Args:
     params: tree of global arrays.
@@ -63,11 +63,16 @@ def moments(params: Any, mesh: Any) -> dict[str, jax.Array]:
     {name: float32 (2,) of mean and standard deviation, on the devices}; {} if
     `params` are jax.ShapeDtypeStructs.
   """
-  return {
-    name: _moments(mesh)(array)
-    for name, array in trees.flatten_with_names(params)
-    if isinstance(array, jax.Array) and array.size
-  }
+  on_cpu = mesh.devices.flat[0].platform == "cpu"
+  result = {}
+  for name, array in trees.flatten_with_names(params):
+    if isinstance(array, jax.Array) and array.size:
+      result[name] = _moments(mesh)(array)
+      if on_cpu:
+        # Simulated devices share a few threads. In several programs at a time,
+        # each of them may wait for threads that the others hold.
+        result[name].block_until_ready()
+  return result
 
 
 def facts(params: Any, trainable: Any) -> dict[str, int]:

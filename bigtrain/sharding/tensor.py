@@ -62,7 +62,7 @@ def columns(x_BLD: jax.Array) -> DotGeneral | None:
     ...) -> [B, L, outputs, ...]. If the outputs do not divide, there are
     `heads_in_parts` of them, repeated in order. None without such a mesh.
   """
-  ways = tensor_ways(len(x_BLD))
+  ways = tensor_ways(x_BLD.shape[0])
   if ways == 1:
     return None
   x_TBLD = _spread(x_BLD)
@@ -118,8 +118,8 @@ def rows(batch_size: int) -> DotGeneral | None:
 
 def split_outputs(x: jax.Array) -> jax.Array:
   """Constrains dimension 2 of [B, L, heads or units, ...] to be split."""
-  mesh = traced.ambient(len(x))
-  if tensor_ways(len(x)) == 1 or x.shape[2] % mesh.shape["tensor"]:
+  mesh = traced.ambient(x.shape[0])
+  if tensor_ways(x.shape[0]) == 1 or x.shape[2] % mesh.shape["tensor"]:
     return x
   spec = PartitionSpec(BATCH_AXES, _length(mesh, x), "tensor")
   return jax.lax.with_sharding_constraint(x, spec)
@@ -159,7 +159,7 @@ def lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
   Returns:
     [B, L, D].
   """
-  ways = tensor_ways(len(ids_BL))
+  ways = tensor_ways(ids_BL.shape[0])
   V, D = table_VD.shape
   if ways == 1 or V % ways:
     return jnp.take(table_VD, ids_BL, axis=0)
@@ -232,7 +232,7 @@ def _spread(x_BLD: jax.Array) -> jax.Array:
 
   The gradient of x is the sum over the copies.
   """
-  mesh = traced.ambient(len(x_BLD))
+  mesh = traced.ambient(x_BLD.shape[0])
   spec = stream_spec(mesh, x_BLD)
   out = PartitionSpec("tensor", BATCH_AXES, _length(mesh, x_BLD))
   return jax.shard_map(

@@ -57,7 +57,7 @@ def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
     by_heads: number of arrays at the front with heads as dimension 2, as the
       result then has. These are split over `tensor`, if they divide.
   """
-  mesh = ambient(len(args[0]))
+  mesh = ambient(args[0].shape[0])
   if mesh is None:
     return fn(*args)
   ways = mesh.shape.get("tensor", 1)

@@ -196,11 +196,13 @@ def test_unexpected_number_of_devices(program, workdir):
 
 
 @pytest.mark.slow
-def test_full_disk_of_one_process(program, workdir):
+@pytest.mark.parametrize("has_room_for_its_log", [True, False])
+def test_full_disk_of_one_process(program, workdir, has_room_for_its_log):
   # Fault 10.
-  job = program.start_job(workdir, each=[{}, {"fault": ("limit", "2", "5000")}])
+  fault = "limit", "2", "20000" if has_room_for_its_log else "4000"
+  job = program.start_job(workdir, each=[{}, {"fault": fault}])
   assert exit_codes(job) == [1, 1], job[0].text()
-  for line in last_lines(job):
+  for line in last_lines(job)[: 2 if has_room_for_its_log else 1]:
     assert "process 1" in line, line
 
 

@@ -142,7 +142,7 @@ class Attention(nn.Module):
       of_y = of_x
       if y_BSD is not x_BLD and y_BSD is not None:
         of_y = sharding.columns(y_BSD)
-      rows = sharding.rows(len(x_or_y))
+      rows = sharding.rows(x_or_y.shape[0])
     q_BLHK = k_BSGK = v_BSGK = None
     if x_BLD is not None:
       q_BLHK = dense("query", H, options.query_std, of_x)(x_BLD)
@@ -196,7 +196,7 @@ class Attention(nn.Module):
   def _splits(self, x_BLD: jax.Array) -> bool:
     """Whether the heads are split over `tensor`."""
     options = self.options
-    ways = sharding.tensor_ways(len(x_BLD))
+    ways = sharding.tensor_ways(x_BLD.shape[0])
     if ways == 1 or options.num_heads % ways:
       return False
     G = options.num_kv_heads or options.num_heads

@@ -111,7 +111,7 @@ def attend_blockwise(
 
 
 def _ways(k_BSGK: jax.Array) -> int:
-  return int(sharding.ambient(len(k_BSGK)).shape[AXIS])
+  return int(sharding.ambient(k_BSGK.shape[0]).shape[AXIS])
 
 
 def _split(

@@ -105,8 +105,8 @@ class Mlp(nn.Module):
 
     # Hidden units over the axis `tensor` of the mesh, if there is one.
     columns = rows = None
-    if options.dim % sharding.tensor_ways(len(x_BLD)) == 0:
-      columns, rows = sharding.columns(x_BLD), sharding.rows(len(x_BLD))
+    if options.dim % sharding.tensor_ways(x_BLD.shape[0]) == 0:
+      columns, rows = sharding.columns(x_BLD), sharding.rows(x_BLD.shape[0])
     h_BLF = dense(up, options.dim, options.init_std, columns)(x_BLD)
     if gated:
       gate = dense("gate", options.dim, options.init_std, columns)

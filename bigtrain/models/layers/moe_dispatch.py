@@ -101,7 +101,7 @@ def dropless(
   keep_BLJF = experts.keep(*routing.expert_BLJ.shape)
   args = (x_BLD, routing, keep_BLJF, real_BL, weights)
   run = functools.partial(_in_blocks, experts._replace(key=None))
-  mesh = sharding.ambient(len(x_BLD))
+  mesh = sharding.ambient(x_BLD.shape[0])
   if mesh is None:
     return run(*args)
 
@@ -329,7 +329,7 @@ def with_capacity(
 
 def _constrained(x_BECD: jax.Array, spec: PartitionSpec) -> jax.Array:
   """Constrains the sharding, if there is a mesh and the array divides."""
-  mesh = sharding.ambient(len(x_BECD))
+  mesh = sharding.ambient(x_BECD.shape[0])
   if mesh is None or x_BECD.shape[1] % mesh.shape["fsdp"]:
     return x_BECD
   return jax.lax.with_sharding_constraint(x_BECD, spec)
