@@ -93,6 +93,7 @@ _FIXED = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", _QUICK)
 @settings(max_examples=7, **_FIXED)
 @given(st.data())

@@ -12,6 +12,14 @@ from bigtrain.cluster import process
 from bigtrain.runtime import interactive
 
 
+@pytest.fixture(autouse=True)
+def pythons_own_handler():
+  """Ctrl-C as in a script, also where the tests run in the background."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
 def test_the_first_interrupt_asks_for_a_save_and_the_second_is_one(capsys):
   with interactive.session():
     signal.raise_signal(signal.SIGINT)
