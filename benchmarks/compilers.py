@@ -7,7 +7,7 @@ bandwidth. The figures leave out the time of kernels (Pallas), which the
 compiler does not know, norms of steps with a row, and the host. The same
 program has the same cycles in each compilation, so one is enough.
 
-Sharded updates are compared with those of the same batch without sharding.
+Sharded updates are compared with unsharded updates of the same batch.
 
   python -m benchmarks.compilers --only=siglip,llama_1b
 """

@@ -2,8 +2,8 @@
 
 The time of the whole loop, with input, rows and TensorBoard, divided by the
 time of the same compiled update on a resident batch. Evaluations and
-checkpoints are off: they have their own time accounts. The tiny model is timed
-with ten hooks, too, which have all methods and do nothing.
+checkpoints are off: they have their own time accounts. The tiny model is also
+timed with ten hooks that define every method and do nothing.
 """
 
 import copy

@@ -5,7 +5,7 @@ each in its own process, on resident batches. All use Adam, weight decay and
 clipping by the global norm.
 
 BIG_VISION=folder adds a checkout of big_vision. TORCH_PYTHON names an
-interpreter with torch, if this one has none.
+interpreter with torch, if this one lacks it.
 """
 
 import os

@@ -151,8 +151,8 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
       f"{_USAGE}\nThe keys of a config are in docs/config.md. FILE may also be "
       "the config.json of a run. Without --workdir, a run keeps no files. With "
       "--cleanup, a run that finishes removes its checkpoints. The options of "
-      "jax are flags too, such as --jax_debug_nans, and so are those of absl's "
-      "logging, such as --verbosity=-1."
+      "jax are flags too, such as --jax_debug_nans, and so are absl's logging "
+      "options, such as --verbosity=-1."
     )
     process.exit_now(process.EXIT_OK)
   logging.use_absl_handler()

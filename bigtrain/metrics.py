@@ -57,7 +57,7 @@ class Last:
   """The newest of several values.
 
   Meant for values that do not depend on the examples of a microbatch, such as
-  a temperature. Otherwise the value is that of the last microbatch.
+  a temperature. Other values would come from the last microbatch alone.
 
   Attributes:
     newest: float32 scalar.
@@ -73,7 +73,7 @@ class Last:
     return cls(jnp.asarray(value, jnp.float32), jnp.ones((), jnp.float32))
 
   def merge(self, other: Self) -> Self:
-    """The metric of all values; those of `other` are newer."""
+    """The metric of all values; the values of `other` are newer."""
     newest = jnp.where(other.count > 0, other.newest, self.newest)
     return type(self)(newest, self.count + other.count)
 

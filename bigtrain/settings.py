@@ -124,7 +124,7 @@ class Config:
     return value
 
   def misspelled(self, key: str) -> str:
-    """Suggests the unread key nearest to a missing one, if there is one."""
+    """Suggests the unread key nearest to a missing one; "" if none is near."""
     unused = [k for k in self._data if k not in self._asked]
     near = difflib.get_close_matches(key, unused, n=1)
     return f" (is {self._path}.{near[0]} a misspelling of it?)" if near else ""

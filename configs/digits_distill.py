@@ -6,7 +6,7 @@ Command:
 Hardware: any; two CPU cores need about a minute.
 Result: 0.961 top-1 on the held-out fifth with 15,250 parameters, one seed; the
 teacher of that run has 202,058 and 0.986.
-Source: our own run. The recipe is that of Beyer et al. 2021
+Source: our own run. The recipe follows Beyer et al. 2021
 (arxiv.org/abs/2106.05237): the same views for both models, strong mixup, no
 labels, and many epochs.
 """

@@ -3,7 +3,7 @@
 An array's bits are words of 32 bits (smaller items are one word each), counted
 in row-major order. The checksum is two sums modulo 2**32: of the words, and of
 each word times its position from 1. Any single flipped bit changes the first
-sum. The sums of an array are those of its parts, added: so each device sums its
+sum. The sums of an array are the totals over its parts: so each device sums its
 own shard, and a reader sums whatever parts it reads.
 
 `of_part` sums on the host, `OnDevices` where the arrays are.
@@ -24,7 +24,7 @@ _ROW = 4096  # Long vectors are summed as rows of this length.
 
 
 def add(sums: Iterable[Sums]) -> Sums:
-  """Returns the sums of the whole from those of its parts."""
+  """Returns the sums of the whole from the sums of its parts."""
   words, weighted = 0, 0
   for one in sums:
     words, weighted = words + one[0], weighted + one[1]

@@ -214,7 +214,7 @@ def _full_names(
       others[full_name.split("/")[0]] += 1
   if others:
     logging.info(
-      "%s: only arrays of the tree %r are read, and not those of %s.",
+      "%s: only arrays of the tree %r are read; skipped: %s.",
       *(key, tree, ", ".join(f"{name} ({n})" for name, n in others.items())),
     )
   return full_names

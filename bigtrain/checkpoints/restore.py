@@ -35,7 +35,7 @@ class MismatchError(ConfigError):
 def resume(
   workdir: str, like: Any, *, fallback: bool = False
 ) -> tuple[Any, Manifest] | None:
-  """Restores the newest checkpoint of a workdir; None if it has none.
+  """Restores the newest checkpoint of a workdir; None without a checkpoint.
 
   Called on all processes, by the only job in the workdir. Removes the remains
   of interrupted saves first.

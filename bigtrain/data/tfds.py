@@ -24,7 +24,7 @@ class Source:
   Args:
     name: "name", "name/config" or "name:version".
     split: split, such as "train", "train[:99%]" or "train+validation".
-    data_dir: folder of data sets, by default that of tensorflow-datasets
+    data_dir: folder of data sets, by default tensorflow-datasets' own
       ($TFDS_DATA_DIR or ~/tensorflow_datasets).
     builder_dir: folder with dataset_info.json, instead of a name.
 

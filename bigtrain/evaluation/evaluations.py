@@ -203,8 +203,8 @@ class Evaluation(NamedTuple):
     weights: part of the state to evaluate: "params" or "ema".
     build: builds the evaluator: loads data and compiles. It runs in any thread
       and does nothing collective.
-    at_start: whether the evaluation is due before the first step of a run, at
-      step 0 or at that of config.resume.
+    at_start: whether the evaluation is due before the first step of a run: at
+      step 0, or at the step of config.resume.
   """
 
   name: str

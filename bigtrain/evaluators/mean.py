@@ -10,7 +10,7 @@ from bigtrain.evaluation import evaluations
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError if the classes differ from those of training."""
+  """Raises ConfigError if the classes differ from the training classes."""
   del path  # It is the one of the context.
   for feature in context.class_names:
     evaluations.check_class_names(options, context, feature)

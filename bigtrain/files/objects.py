@@ -110,7 +110,7 @@ def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
       # Otherwise the client also tries credential files and metadata servers.
       spec["aws_credentials"] = {"type": "environment"}
     if endpoint:
-      # Signatures contain a region even if the server has none.
+      # Signatures contain a region even if the server ignores it.
       spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
   else:
     _use_emulator()

@@ -173,7 +173,7 @@ class Mirror:
     self._next = now + max(_PUSH_SECS, _PUSH_SHARE * (now - started))
 
   def close(self) -> None:
-    """Removes the temporary local file, if there is one."""
+    """Removes the temporary local file, if any."""
     if self._folder is not None:
       self._folder.cleanup()
 

@@ -9,7 +9,7 @@ class Hook:
   """Finds replicas that have come to differ.
 
   Every `every_steps` steps and before every checkpoint, each device computes
-  checksums of its shards, and those of the same shard are compared. If they
+  checksums of its shards, and the copies of each shard are compared. If they
   differ, the run ends before anything is saved, and the error names the step,
   the first array, and the devices that differ from most others.
 

@@ -12,7 +12,7 @@ class Hook:
   """Stops the run, as a failure, when a metric is not finite.
 
   The loss and the gradients of every step are guarded without this hook (see
-  config.nonfinite). It is for other metrics, such as those of evaluations.
+  config.nonfinite). It is for other metrics, such as an evaluation's.
 
   Args:
     metrics: names as in metrics.jsonl; all metrics by default.

@@ -123,8 +123,8 @@ def _candidates(
   evals = config.get("evals", {})
   if evaluation is not None and evaluation not in evals:
     raise ConfigError(
-      f"{_CALLER}: evaluation={evaluation!r}: the run has none of this "
-      f"name.{did_you_mean(evaluation, evals)}"
+      f"{_CALLER}: evaluation={evaluation!r}: the run has no such "
+      f"evaluation.{did_you_mean(evaluation, evals)}"
     )
 
   def rank(name: str) -> tuple[int, str]:
@@ -165,7 +165,7 @@ def find_text(
   preds: Sequence[str],
   given: str | None = None,
 ) -> Chain:
-  """Returns the ops from a text to its tokens, chosen like those of `find`.
+  """Returns the ops from a text to its tokens, chosen as in `find`.
 
   Args:
     config: config of the run.
@@ -230,8 +230,8 @@ def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
     return {"name": "bytes"}
   for _, spec in _candidates(config, (), None, "pp"):
     ops = parse.parse(spec, _modules(config), defer_errors=True) if spec else []
-    if found := dependencies.tokenizer(ops):
-      return {"name": found[0]}
+    if names := dependencies.tokenizer(ops):
+      return {"name": names[0]}
   return None
 
 

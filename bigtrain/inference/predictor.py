@@ -376,7 +376,7 @@ class Predictor:
   def _prompt_length(
     self, rows: Sequence[np.ndarray], options: Mapping[str, Any]
   ) -> int:
-    """Returns a length for padded prompts, at least that of the longest."""
+    """Returns a length for padded prompts that fits the longest."""
     longest = max(map(len, rows))
     length = max(_SHORTEST_PROMPT, 1 << (longest - 1).bit_length())
     most = getattr(self.model, "max_len", None)

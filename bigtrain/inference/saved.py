@@ -131,7 +131,7 @@ def _placed(
   tops = {name.partition("/")[0] for name in arrays}
   if weights not in WEIGHTS or weights not in tops:
     hint = did_you_mean(weights, tops & set(WEIGHTS))
-    raise ConfigError(f"weights={weights!r}: the checkpoint has none.{hint}")
+    raise ConfigError(f"weights={weights!r}: not in the checkpoint.{hint}")
   needed = {n for n in arrays if n.partition("/")[0] in (weights, "mutable")}
   iterates = averages.averaged(arrays)
   if weights == "params" and iterates:

@@ -68,7 +68,7 @@ def export(
   pred = pred or next((name for name in _PREDS if name in fns), "")
   if pred not in fns:
     hint = settings.did_you_mean(pred, fns)
-    raise ConfigError(f"--pred={pred}: the task has none of this name.{hint}")
+    raise ConfigError(f"--pred={pred}: not a predict function here.{hint}")
   for platform in platforms:
     if platform not in PLATFORMS:
       hint = settings.did_you_mean(platform, PLATFORMS)

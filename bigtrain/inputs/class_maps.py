@@ -39,7 +39,7 @@ def of_source(
   source_names = sources.class_names(data, f"{key}.data")
   ops = sources.parse_ops(pp, pp_modules, f"{key}.pp")
   names = {f: dependencies.class_names(ops, source_names, f) for f in features}
-  return {feature: found for feature, found in names.items() if found}
+  return {feature: classes for feature, classes in names.items() if classes}
 
 
 def check(names: Sequence[str], training: Sequence[str], key: str) -> None:
@@ -64,7 +64,7 @@ def check(names: Sequence[str], training: Sequence[str], key: str) -> None:
     if i is not None:
       parts = [f"class {i} is {names[i]!r} here and {training[i]!r} there"]
   raise ConfigError(
-    f"{key}.data: its classes differ from those of config.input: "
+    f"{key}.data: its classes differ from the classes of config.input: "
     f"{'; '.join(parts)}. Class numbers then mean other classes. Give both "
     "the same classes (for image_folder: data.classes, a file with their "
     f"names), or set {key}.trust_class_numbers=True if the numbers hold and "

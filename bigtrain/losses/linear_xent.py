@@ -116,8 +116,8 @@ def linear_softmax_xent(
   by_class = tensor > 1 and kernel_DV.shape[1] % tensor == 0
   if by_class:
     options = options._replace(axis_name="tensor")
-  # The devices of a group share the positions, if these divide. With a part of
-  # the vocabulary on each, those of a `tensor` group have the same positions.
+  # The devices of a group share the positions, if these divide. In a `tensor`
+  # group, each has a part of the vocabulary, and all have the same positions.
   stream = sharding.stream_spec(mesh, hidden_BLD)
   shared = sharding.axes_of_length(stream)
   if by_class:

@@ -229,8 +229,8 @@ class Model(nn.Module):
       real: bool (B, L), False for padding, which experts leave out: positions
         that no target with a loss depends on. By default, positions with
         segment 0 are padding; without segments there is no padding.
-      cache: keys and values of earlier tokens, from `init_cache`; those of
-        these tokens are added, and experts drop none. Not with segments.
+      cache: keys and values of earlier tokens, from `init_cache`; the call
+        adds its own, and experts drop no token. Not with segments.
       start: number of tokens in the cache, the position of the first of these.
       head: whether to compute the logits.
       train: whether dropout acts; it draws from the rng "dropout".

@@ -7,8 +7,8 @@ https://arxiv.org/abs/1603.05027, which normalises before each convolution.
 Axes: B batch, H rows, W columns, D channels, C classes.
 
 Running means and variances are in the collection "batch_stats": apply with
-`mutable=["batch_stats"]` when training. Under jit the statistics are those of
-the whole global batch, however it is sharded.
+`mutable=["batch_stats"]` when training. Under jit the statistics cover the
+whole global batch, however it is sharded.
 """
 
 import functools

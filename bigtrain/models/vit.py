@@ -364,7 +364,7 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
       name = "MAPHead_0/" + name
     renamed[name] = value
 
-  # Older files number all of a block's layers, the model those of each kind.
+  # Older files number all layers of a block; the model numbers each kind.
   layer = re.compile(
     rf"(.*\bencoderblock[^/]*/|MAPHead_0/)({'|'.join(kinds)})_(\d+)(/.+)"
   )

@@ -156,9 +156,9 @@ def _scale_by_factored_rms(
 ) -> optax.GradientTransformation:
   """Divides gradients by the roots of their second moments, see `adafactor`.
 
-  The state is that of optax.scale_by_factored_rms: where a matrix has factors,
-  `v_row` lacks the columns' dimensions, `v_col` the rows', and `v` is unused;
-  elsewhere the first two are unused.
+  The state is laid out as in optax.scale_by_factored_rms: where a matrix has
+  factors, `v_row` lacks the columns' dimensions, `v_col` the rows', and `v` is
+  unused; elsewhere the first two are unused.
   """
 
   def init_leaf(name: str, p: jax.Array) -> tuple[jax.Array, ...]:

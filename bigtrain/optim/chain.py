@@ -84,7 +84,7 @@ class Optimizer(NamedTuple):
       their own. `loss` is the (sum, weight) of the loss, for optimizers that
       use its value. Updates are float32 and include sign and learning rate.
     schedules: {name: fn(step) -> learning rate}, without multipliers. The name
-      is "lr" if there is one schedule, else "lr/<regex>" for each.
+      is "lr" for a single schedule, "lr/<regex>" for each of several.
     trainable: nested dicts of bools with the structure of the parameters.
   """
 

@@ -35,7 +35,7 @@ _FIELDS = frozenset(
   "mu nu m m1 m2 n v trace ema e_g e_x exp_avg exp_avg_sq".split()
 )
 
-# Separates these random numbers from those of other uses of the seed.
+# Separates these random numbers from the other uses of the seed.
 _STREAM = zlib.crc32(b"moments")
 
 

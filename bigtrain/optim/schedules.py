@@ -34,7 +34,8 @@ warmup_percent, and so on. stair_epochs=[30, 60, 80] is a list of lengths.
 
 A piece is the dict of a schedule with its length, such as length_percent=10,
 and may have `scale`, a factor of its values. Its own lengths in percent are
-those of the piece. The last piece has no length: it takes the rest of the run.
+relative to the piece. The last piece has no length: it takes the remaining
+steps.
 """
 
 import dataclasses

@@ -152,7 +152,7 @@ def require_kind(x: Any, kinds: str, op: str, expected: str) -> None:
 
 
 def _kind(dtype: Any) -> str:
-  # numpy's kind of a string tensor is object; that of bfloat16 would be void.
+  # numpy's kind of a string tensor is object, and of bfloat16 would be void.
   return "f" if dtype.is_floating else np.dtype(dtype.as_numpy_dtype).kind
 
 

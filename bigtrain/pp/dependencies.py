@@ -1,7 +1,7 @@
 """The ops that a feature depends on, traced backwards through a preprocessing.
 
 A new picture has no label, so prediction runs only the ops that make the
-model's inputs. The names of classes are found in the same way: from the labels
+model's inputs. Class names are traced in the same way: from the labels
 of a batch back to the op or the source that numbered them.
 """
 

@@ -213,8 +213,8 @@ def inception_crop(
   """Cuts out a window of random area, shape and position, and resizes it.
 
   The augmentation of Szegedy et al. 2014 (https://arxiv.org/abs/1409.4842).
-  The distribution is that of tf.image.sample_distorted_bounding_box, the
-  kernel of the published recipes: the ratio width / height is uniform; then
+  The distribution follows tf.image.sample_distorted_bounding_box, the kernel
+  of the published recipes: the ratio width / height is uniform; then
   the height is uniform among those that keep the area within its bounds and
   the window within the image; then the position is uniform. If 100 ratios give
   no such height, which happens only if the image is far from square or the

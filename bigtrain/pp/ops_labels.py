@@ -1,6 +1,6 @@
 """Label ops: from names to ids, and from ids to vectors.
 
-Like those of `ops_basic`, they run on numpy arrays, batches of them, and
+Like the ops of `ops_basic`, they run on numpy arrays, batches of them, and
 tensors.
 """
 

@@ -49,8 +49,8 @@ class Spans(NamedTuple):
   def of(cls, length: int, density: float, mean_span: float) -> "Spans":
     """Returns the numbers for a text of `length` tokens.
 
-    Both are rounded in float32, half to even, like those of
-    random_spans_noise_mask of t5/data/preprocessors.py: in float64, 39 of the
+    Both are rounded in float32, half to even, as random_spans_noise_mask of
+    t5/data/preprocessors.py does: in float64, 39 of the
     lengths up to 5,000 would have another number at T5's density.
     """
     if length < 2:

@@ -112,7 +112,7 @@ def _find(spec: str) -> str:
       if os.path.isfile(os.path.join(path, name)):
         return os.path.join(path, name)
     raise ConfigError(
-      f"tokenizer {spec!r}: the folder has none of {', '.join(_NAMES)}."
+      f"tokenizer {spec!r}: the folder needs one of {', '.join(_NAMES)}."
     )
   if os.path.isfile(path):
     return path

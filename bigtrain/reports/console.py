@@ -380,7 +380,7 @@ def metric_names(row: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:
-  """Formats the results in a row; empty if the row has none.
+  """Formats the results in a row; empty without results.
 
   >>> evaluation_line({"step": 50, "val/acc": 0.975}, 100)
   'step 50/100 (50.0%) val/acc 0.975'

@@ -6,7 +6,7 @@ softmax, normalisation and look-ups are not counted: published model FLOPs leave
 them out, and matrix units do not run them. The body of a scan counts once per
 iteration, and `remat` changes nothing in a forward pass.
 
-Model FLOPs are those of the mathematics, whatever implementation runs: padding
+Model FLOPs count the mathematics, whatever implementation runs: padding
 of a loss's last chunk and empty slots of experts do not count, see
 bigtrain/model_flops.py. Causal attention counts as the full square, as in PaLM
 (appendix B) and most papers; a window of w positions counts min(w, L) keys per

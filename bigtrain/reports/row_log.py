@@ -17,7 +17,7 @@ class RowLog:
   Args:
     workdir: folder of the run.
     writer: receives every row.
-    run_hooks: receive every row and may add scalars to those of training.
+    run_hooks: receive every row and may add scalars to training rows.
     clock: adds times and rates to training rows.
     compiled: source of the program facts for run.json and the first row.
     check: called with each fetched tally; raises if the tally is bad.
@@ -72,7 +72,7 @@ class RowLog:
     self._queued = step, sums, self._hooks.take_scalars()
 
   def flush_row(self) -> None:
-    """Writes the queued row, if there is one; waits for its step."""
+    """Writes the queued row, if any; waits for its step."""
     if self._queued:
       step, *fetched = self._queued
       self._queued, (sums, scalars) = None, jax.device_get(fetched)

@@ -239,7 +239,7 @@ def _split(content: bytes) -> tuple[list[bytes], bytes]:
 
 
 def _parse_cut(line: bytes) -> Row | None:
-  """Returns the complete values of an incomplete line; None if there are none.
+  """Returns the complete values of an incomplete line; None without any.
 
   A value is complete only if a comma follows: `0.2` may be a cut `0.25`.
   """

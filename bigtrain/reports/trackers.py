@@ -122,8 +122,8 @@ class Mlflow:
     if self._run_id:
       self._client.update_run(self._run_id, status="RUNNING")
     else:
-      found = self._client.get_experiment_by_name(experiment)
-      id_ = found.experiment_id if found else None
+      existing = self._client.get_experiment_by_name(experiment)
+      id_ = existing.experiment_id if existing else None
       id_ = id_ or self._client.create_experiment(experiment)
       name = run_name or os.path.basename(setup.workdir.rstrip("/"))
       run = self._client.create_run(id_, run_name=name)
@@ -167,7 +167,7 @@ class Mlflow:
 class Trackio:
   """A trackio run; a restart in the same workdir continues it.
 
-  The options are those of `trackio.init`.
+  Takes the options of `trackio.init`.
   """
 
   def __init__(self, setup: loggers.Setup, options: Mapping[str, Any]):

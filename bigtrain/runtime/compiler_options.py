@@ -37,8 +37,8 @@ def read(config: settings.Config, mesh: Mesh) -> dict[str, Any]:
     mesh: mesh that the programs are compiled for.
 
   Returns:
-    The options of this run: those of OURS for the mesh's platform, changed by
-    the config's.
+    The options of this run: OURS for the mesh's platform, changed by the
+    config's.
 
   Raises:
     ConfigError: the compiler does not know an option or refuses its value.

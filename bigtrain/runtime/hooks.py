@@ -183,8 +183,8 @@ class Hooks:
   ) -> None:
     """Calls after_train of every hook, also after an exception.
 
-    The arguments are those of a context manager's `__exit__`. An error of a
-    hook ends the run, unless the run ends with an error of its own.
+    The arguments are as for a context manager's `__exit__`. An error of a hook
+    ends the run, unless the run ends with an error of its own.
     """
     end = self._end(error)
     failures = []
@@ -290,8 +290,8 @@ def from_config(
     hooks[name] = make(**options, **given)
     if hasattr(hooks[name], "keep_steps") and config.get("keep_ckpts") == 0:
       raise settings.ConfigError(
-        f"{context.path}: keeps checkpoints, and this run has none: without "
-        "--workdir, and with config.keep_ckpts=0, nothing is saved."
+        f"{context.path}: keeps checkpoints, but this run saves none: without "
+        "--workdir, or with config.keep_ckpts=0, nothing is saved."
       )
     context.asks = getattr(hooks[name], "asks", False)
     _check_evaluations(hooks[name], config, context.path, entries)

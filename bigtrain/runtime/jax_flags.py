@@ -2,8 +2,8 @@
 
   --jax_debug_nans --jax_log_compiles --verbosity=-1 --log_dir=logs
 
-Every option of `jax.config` is a flag of the same name. The flags of absl are
-those of its logging. Values go to their owners; options that this program sets
+Every option of `jax.config` is a flag of the same name. absl contributes its
+logging flags. Values go to their owners; options that this program sets
 itself, by `default`, keep the value of the command line.
 """
 

@@ -2,7 +2,7 @@
 
 mesh.py makes the device mesh and names its axes; open it first. batches.py has
 the shardings of batches, layouts.py the rules for parameters and optimizer
-state, and model_rules.py those of a model. Models call the functions of
+state, and model_rules.py the rules of a model. Models call the functions of
 traced.py and, for the axis `tensor`, tensor.py while they are traced. Other
 packages use the names below. Any package may import this one, which imports
 only settings and trees.

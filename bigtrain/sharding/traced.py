@@ -86,7 +86,7 @@ def device() -> tuple[str, str]:
   """Platform and kind of the devices that a program is traced for.
 
   These are the devices of the ambient mesh, which may be absent
-  (config.compile_only); without a mesh, those of this machine.
+  (config.compile_only); without a mesh, this machine's devices.
 
   Returns:
     ("cpu", "gpu" or "tpu"; the `device_kind`).

@@ -200,7 +200,7 @@ def loss_args(
   """Specs of the arguments (variables, batch, rng) that a loss_fn gets.
 
   `state` may have a teacher beside it; the variables then have it too. They
-  equal those of the update's call, so a jitted loss_fn is traced once.
+  equal the arguments of the update's call, so a jitted loss_fn is traced once.
   """
   rng = jax.eval_shape(lambda: jax.random.key(0))
   batch = sharding.batch_spec(jax.eval_shape(with_keys, batch, rng), mesh)

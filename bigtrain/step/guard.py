@@ -204,7 +204,7 @@ class Guard(NamedTuple):
     return chosen
 
   def row(self, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state's scalars for a row: those of the loss scale, if any."""
+    """The state's scalars for a row: the loss scale, if any."""
     return loss_scale_lib.row(state)
 
   def bad_step(self, tally: Mapping[str, Any]) -> int:
@@ -231,7 +231,7 @@ class Guard(NamedTuple):
     return 0
 
   def spike(self, tally: Mapping[str, Any]) -> spikes_lib.Spike | None:
-    """The error for the spike that must be rolled back, if there is one.
+    """The error for the spike that must be rolled back, if any.
 
     Args:
       tally: a fetched tally.

@@ -2,8 +2,8 @@
 
 The tally passes through every update beside the state, so that a row covers
 all steps since the previous row without the loop waiting for any of them. It
-is a few scalars. A checkpoint between two rows stores them, so the row after a
-resume equals that of an undisturbed run.
+is a few scalars. A checkpoint between two rows stores them, so a resumed run
+writes the same row as an undisturbed one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -82,7 +82,7 @@ def add_step(
     pairs: the step's metrics, "loss" among them.
     grad_norm: norm of the step's gradients.
     last: scalars of which a row shows the newest value.
-    norms: the step's norms; zeros if the step has none.
+    norms: the step's norms; zeros at a step without norms.
   """
   # Tasks may give a weight as a Python float.
   pairs = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), pairs)
@@ -129,7 +129,7 @@ def row(tally: Tally) -> dict[str, Any]:
   """A row's metrics from a fetched tally, and the newest values.
 
   A histogram is a `metrics.Histogram`, all others are numbers. Skipped steps
-  count for neither. A row with only skipped steps has none of the metrics.
+  count for neither. A row with only skipped steps has no metrics.
   """
   sums, values = tally["sums"], {}
   if steps := float(sums["steps"]):

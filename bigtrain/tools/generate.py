@@ -121,7 +121,7 @@ def _tokenizer_of(config: Mapping[str, Any]) -> str:
   if data.get("type") == "text":
     return "bytes"
   raise ConfigError(
-    "--tokenizer: missing, and config.input.data of the run has none."
+    "--tokenizer: missing, and the run's config.input.data names no tokenizer."
   )
 
 
@@ -292,8 +292,8 @@ def _parser() -> arguments.Parser:
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit code."""
   try:
-    found, _ = _parser().parse(sys.argv[1:] if argv is None else argv)
-    args = vars(found)
+    options, _ = _parser().parse(sys.argv[1:] if argv is None else argv)
+    args = vars(options)
     path = args.pop("workdir")
     sys.stdout.write(args["prompt"])
     for piece in generate(path, args.pop("prompt"), **args):

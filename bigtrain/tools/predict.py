@@ -59,7 +59,7 @@ def find_files(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
   Raises:
     ConfigError: a path does not exist, or there are no files.
   """
-  found: dict[str, None] = {}
+  files_seen: dict[str, None] = {}
   for name in names:
     path = os.path.expanduser(name)
     if os.path.isdir(path):
@@ -67,15 +67,15 @@ def find_files(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
         folders.sort()
         for file in sorted(files):
           if file.lower().endswith(tuple(suffixes)):
-            found[os.path.join(folder, file)] = None
+            files_seen[os.path.join(folder, file)] = None
     elif os.path.exists(path):
-      found[path] = None
+      files_seen[path] = None
     else:
       raise ConfigError(f"{paths.absolute(name)}: no such file or folder.")
-  if not found:
+  if not files_seen:
     kinds = ", ".join(suffixes)
     raise ConfigError(f"{' '.join(names)}: contains no files of type {kinds}.")
-  return list(found)
+  return list(files_seen)
 
 
 class Rows:
@@ -211,7 +211,7 @@ def predict(
     # A few batches ahead; all of them could fill the memory.
     waiting = [pool.submit(results, names) for names in batches[:_THREADS]]
     for i, names in enumerate(batches):
-      found = waiting.pop(0).result()
+      batch_results = waiting.pop(0).result()
       waiting += [
         pool.submit(results, more)
         for more in batches[i + _THREADS : i + _THREADS + 1]
@@ -219,10 +219,10 @@ def predict(
       rows.write(
         [
           {"path": name, "step": predictor.step, **result}
-          for name, result in zip(names, found)
+          for name, result in zip(names, batch_results)
         ]
       )
-      failed += sum("error" in result for result in found)
+      failed += sum("error" in result for result in batch_results)
       done += len(names)
       progress(done, len(files))
   return failed

@@ -56,11 +56,11 @@ def names(kind: str) -> dict[str, str]:
     raise ConfigError(f"list {kind}: unknown.{did_you_mean(kind, KINDS)}")
   if kind in _MODULES:
     folder, _ = _MODULES[kind]
-    found = {
+    modules = {
       name: importlib.import_module(f"bigtrain.{folder}.{name}")
       for name in parts.module_names(folder)
     }
-    return {name: _first_line(module) for name, module in found.items()}
+    return {name: _first_line(module) for name, module in modules.items()}
   if kind == "variants":
     return {
       name: ", ".join(map(str, variants)) for name, variants in _variants()

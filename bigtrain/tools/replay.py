@@ -5,8 +5,8 @@
 
 It starts from the newest checkpoint before the step, or from scratch without
 one, and trains up to the step in a temporary folder. Then it compares the rows
-in between with those that the run has written, and the checksums of all arrays
-with the run's checkpoint of the step, if there is one. On the same kind and
+in between with the rows of the run, and the checksums of all arrays with the
+run's checkpoint of the step, if any. On the same kind and
 number of devices, all bits are equal if both machines compute right. It prints
 the first metric or array that differs. The run is only read.
 

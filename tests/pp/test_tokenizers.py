@@ -151,7 +151,7 @@ def test_errors_name_the_file(folder, tmp_path):
   refused("byte", "no such file. Did you mean 'bytes'")
   refused(str(folder / "y.model"), "no such file. Did you mean 'x.model'")
   refused(str(folder / "no" / "x.model"), "there is no folder '.*no'")
-  refused(str(tmp_path), "has none of tokenizer.json, tokenizer.model")
+  refused(str(tmp_path), "needs one of tokenizer.json, tokenizer.model")
   files = {
     "empty": ("", "the file is empty"),
     "lfs": ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),

@@ -68,7 +68,7 @@ class Options(NamedTuple):
 
 
 class Attention(nn.Module):
-  """Attention of the positions of x to those of y.
+  """Attention of the positions of x to the positions of y.
 
   Parameters are named as in flax's MultiHeadDotProductAttention: query
   (D, H, K), key and value (D, G, K), out (H, K, D), each a kernel and, with
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         name=name,
       )
 
-    # Heads over the axis `tensor` of the mesh, if there is one.
+    # Heads over the mesh axis `tensor`, if any.
     of_x = of_y = rows = None
     if self._splits(x_or_y):
       of_x = None if x_BLD is None else sharding.columns(x_BLD)

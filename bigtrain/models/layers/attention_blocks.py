@@ -107,7 +107,7 @@ class Blocks:
     return jnp.moveaxis(_to_blocks(x, self.static.block_q), 2, 4)
 
   def to_queries(self, x_N: jax.Array, like: jax.Array) -> jax.Array:
-    """The reverse; shape and dtype are those of `like`."""
+    """The reverse, with the shape and dtype of `like`."""
     x = jnp.moveaxis(jnp.moveaxis(x_N, 4, 2), 0, 1)
     x = x.reshape(like.shape[0], -1, *like.shape[2:])
     return x[:, : self._L].astype(like.dtype)
@@ -119,7 +119,7 @@ class Blocks:
     return jnp.moveaxis(_to_blocks(x, self.static.block_k), 2, 3)
 
   def to_keys(self, x_M: jax.Array, like: jax.Array) -> jax.Array:
-    """The reverse; shape and dtype are those of `like`."""
+    """The reverse, with the shape and dtype of `like`."""
     x = jnp.moveaxis(jnp.moveaxis(x_M, 3, 2), 0, 1)
     x = x.reshape(like.shape[0], -1, *like.shape[2:])
     return x[:, : self._S].astype(like.dtype)
@@ -188,7 +188,7 @@ class Blocks:
   def add_to_bias(
     self, dbias: jax.Array, dscores_GRAC: jax.Array, n: Any, m: Any
   ) -> jax.Array:
-    """Adds the gradients of a pair's scores to those of their distances."""
+    """Adds the gradients of a pair's scores to the gradients by distance."""
     old = self._distances(dbias, n, m)
     expand = functools.partial(_by_pair, static=self.static)
     (new,) = jax.linear_transpose(expand, old)(dscores_GRAC)
@@ -231,7 +231,7 @@ def _to_blocks(x: jax.Array, size: int) -> jax.Array:
 
 
 def _by_pair(bias_GRT: jax.Array, static: Static) -> jax.Array:
-  """Biases (G, R, A, C) from those of the A + C - 1 distances c - a.
+  """Biases (G, R, A, C) from the biases of the A + C - 1 distances c - a.
 
   Rows of a matrix whose rows are all `bias` shift by one if it is read with
   rows that are shorter by one.

@@ -27,7 +27,7 @@ class Case(NamedTuple):
   Attributes:
     platform: "cpu", "gpu" or "tpu", for which the program is compiled.
     device_kind: kind of the devices.
-    splits: whether the ambient mesh, if there is one, splits the batch.
+    splits: whether the ambient mesh, if any, splits the batch.
     queries: L.
     positions: S.
     heads: H.

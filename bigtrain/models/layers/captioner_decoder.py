@@ -137,8 +137,8 @@ class OutputLayer(nn.Module):
 class Decoder(nn.Module):
   """Token embeddings, a stack of blocks, a final layer norm, an output layer.
 
-  The blocks' parameters are those of stack.run: EncDecBlock0, EncDecBlock1,
-  ..., or one EncDecBlock with `scan`.
+  stack.run names the blocks' parameters: EncDecBlock0, EncDecBlock1, ..., or
+  one EncDecBlock with `scan`.
 
   Attributes:
     num_embeddings: number of rows of the embedding table.
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         their keys and values were written to.
       posemb_1LD: embeddings of these positions.
       sees: what a position sees of the text.
-      cache: keys and values of the positions so far; takes those of these.
+      cache: keys and values of earlier positions; the call adds its own.
       start: int scalar, position in the cache of the first token.
       train: whether dropout acts.
 

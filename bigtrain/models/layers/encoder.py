@@ -96,8 +96,7 @@ def drop_path(
 class Encoder(nn.Module):
   """A stack of blocks and a final layer norm.
 
-  Parameters are those of stack.run with the name "encoderblock", and
-  encoder_norm.
+  Parameters: the blocks of stack.run, named "encoderblock", and encoder_norm.
 
   Attributes:
     depth: number of blocks.

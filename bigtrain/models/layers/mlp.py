@@ -103,7 +103,7 @@ class Mlp(nn.Module):
         name=name,
       )
 
-    # Hidden units over the axis `tensor` of the mesh, if there is one.
+    # Hidden units over the mesh axis `tensor`, if any.
     columns = rows = None
     if options.dim % sharding.tensor_ways(x_BLD.shape[0]) == 0:
       columns, rows = sharding.columns(x_BLD), sharding.rows(x_BLD.shape[0])

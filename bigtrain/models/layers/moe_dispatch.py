@@ -236,7 +236,7 @@ def _times_forward(rows: int, *args: jax.Array) -> tuple[jax.Array, Any]:
 def _times_backward(rows: int, args: Any, grad_NTF: jax.Array) -> Any:
   x_NTD, kernel_EDF, expert_N = args
 
-  # The sum of one expert is float32, and those of all have the kernel's dtype.
+  # One expert's sum is float32; the array of all sums has the kernel's dtype.
   def add_block(sums: Any, block: Any) -> Any:
     sum_DF, sums_EDF = sums
     x_TD, grad_TF, e, first = block

@@ -18,11 +18,11 @@ gradients, one for each output of a kernel. Each product x W has three steps:
   gradient of W         the quantized x, and the gradient as it is
 
 The last keeps the results independent of the number of microbatches: its scales
-would be those of a sum over all tokens. AQT's recipe for training in int8 keeps
+would depend on a sum over all tokens. AQT's recipe for training in int8 keeps
 it as well (Abdolrashidi et al. 2021, "Pareto-Optimal Quantized ResNet Is Mostly
 4-bit", and github.com/google/aqt, config_v4).
 
-The arithmetic is that of Qwix (github.com/google/qwix).
+The arithmetic follows Qwix (github.com/google/qwix).
 """
 
 import functools

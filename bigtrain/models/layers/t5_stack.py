@@ -189,7 +189,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
   """An encoder's or decoder's blocks, and a norm.
 
-  Parameters are those of stack.run, relative_bias/embedding and norm/scale.
+  Parameters: the blocks of stack.run, relative_bias/embedding, norm/scale.
 
   Attributes:
     options: options of the blocks.

@@ -191,7 +191,7 @@ def _message(key: str, value: Any, field: Field) -> str:
 
 
 def _experts(options: Any) -> dict[str, Any] | None:
-  """Returns what a config.json says of experts, from options of moe.Moe."""
+  """Returns the experts' keys of a config.json, from options of moe.Moe."""
   if options is None:
     return None
   return {

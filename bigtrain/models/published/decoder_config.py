@@ -1,6 +1,6 @@
 """config.json of GPT-2, Llama, Mistral and Mixtral: read and written.
 
-The keys and their defaults are those of transformers' configuration classes.
+Keys and defaults follow transformers' configuration classes.
 """
 
 from collections.abc import Mapping

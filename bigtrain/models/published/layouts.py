@@ -96,8 +96,8 @@ def copies(
       continue
     remark = Remark("merged", f"equals {original}")
     if not _equal(flat[name], flat[original]):
-      found = arrays.describe(flat[name])
-      text = f"found {found}, which differs from {original}; {advice}"
+      array = arrays.describe(flat[name])
+      text = f"{array}, which differs from {original}; {advice}"
       remark = Remark("unused", text)
     remarks[name] = remark
   return remarks
@@ -218,13 +218,13 @@ def _get(
   if name not in flat:
     return Remark("missing", f"the file has no {name}")
   used.add(name)
-  found = f"found {arrays.describe(flat[name])} in {name}"
+  text = f"the file has {arrays.describe(flat[name])} in {name}"
   if not jnp.issubdtype(flat[name].dtype, jnp.floating):
-    return Remark("retyped", found)
+    return Remark("retyped", text)
   value = flat[name].T if entry.transposed else flat[name]
   *inputs, outputs = _flat(shape, entry.inputs)
   if value.shape != (*inputs, outputs * len(entry.ours)):
-    return Remark("reshaped", found)
+    return Remark("reshaped", text)
   first = entry.ours.index(ours) * outputs
   return value[..., first : first + outputs].reshape(shape)
 

@@ -1,6 +1,6 @@
 """config.json of T5, mT5 and Switch Transformers: read and written.
 
-The keys and their defaults are those of transformers' configuration classes.
+Keys and defaults follow transformers' configuration classes.
 """
 
 from typing import Any

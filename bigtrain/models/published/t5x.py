@@ -2,7 +2,7 @@
 
 T5X has the matrices as (inputs, outputs), with heads and their width in one
 axis, and the relative biases as (heads, buckets). Its scalable_t5 stacks layers
-along the second axis. The names are those of google-research/t5x,
+along the second axis. The names come from google-research/t5x,
 examples/t5/network.py and examples/scalable_t5/network.py.
 """
 
@@ -55,8 +55,8 @@ def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
       result[new] = array.T if transposed else array
     elif rest == "relpos_bias/rel_embedding":
       result[_BIAS.format(stack)] = array.T
-    elif match and (found := _in_layer(stack, match[4])):
-      inside, transposed = found
+    elif match and (place := _in_layer(stack, match[4])):
+      inside, transposed = place
       for i in range(array.shape[1]) if match[3] else [int(match[2])]:
         layer = array[:, i] if match[3] else array
         new = f"{stack}.block.{i}.layer.{inside}.weight"

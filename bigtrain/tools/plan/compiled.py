@@ -120,10 +120,10 @@ def _memory(started: Mapping[str, Any], needed: float | None) -> dict[str, Any]:
 
 def _cycles(text: str, target: hardware.Hardware) -> dict[str, Any] | None:
   """The estimate of cycles.py, as a value of JSON."""
-  found = cycles.read(
+  totals = cycles.read(
     text,
     target.clock_hertz,
     target.flops_per_cycle,
     lambda collective: hardware.seconds(collective, target).secs,
   )
-  return found._asdict() if found else None
+  return totals._asdict() if totals else None

@@ -1,8 +1,8 @@
 """Estimates the seconds of a step from a program for TPUs.
 
 The TPU's compiler writes its estimate of the cycles of each operation into the
-text of the program. This module adds them up: those of a loop's body count once
-for each iteration, and of a branch the dearer side counts.
+text of the program. This module adds them up: a loop's body counts once for
+each iteration, and a branch counts as its dearer side.
 
 Transfers have no cycles. They take the time of their bytes at the published
 bandwidth, one after the other. An asynchronous transfer runs behind the
@@ -23,8 +23,8 @@ from bigtrain.step import norms
 from bigtrain.tools.plan import collectives, hlo
 
 # The compiler writes the largest number for some products. Those get the rate
-# at which the same compiler estimates large products: of 8,192 x 8,192 matrices
-# it reaches 88% of the peak of v5e and 90% of that of v5p.
+# at which the same compiler estimates large products: with 8,192 x 8,192
+# matrices it reaches 88% of a v5e's peak and 90% of a v5p's.
 _UNKNOWN_CYCLES = 10**15
 _PRODUCT_EFFICIENCY = 0.88
 
@@ -226,9 +226,9 @@ class _Reader:
     """The transfer that an operation is, starts or continues."""
     inner = self._inner(op)
     for one in inner.values() if inner else [op]:
-      found = collectives.of(one, inner or computation, self.module.num_devices)
-      if found:
-        return found
+      body = inner or computation
+      if collective := collectives.of(one, body, self.module.num_devices):
+        return collective
     return None
 
 

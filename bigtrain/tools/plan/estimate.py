@@ -13,8 +13,7 @@ R replicas x F, each device sends per step
   reduce-scatter   m b S (F-1)/F           gradients
   all-reduce       2 m b S/F (R-1)/R       its shard of the gradients
 
-The formulae omit gradients that are summed unsharded, such as those of
-embeddings.
+The formulae omit gradients that are summed unsharded, such as an embedding's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,7 @@ def row(
   """Returns all figures of one mesh, as a value of JSON.
 
   Args:
-    facts: figures of the program: those of footprint.measure, and memory,
+    facts: figures of the program: from footprint.measure, and also memory,
       model_flops, collectives, cycles, compiler, devices, replica, fsdp,
       batch_size and microbatches.
     config: config of the run, with the model's dtype.

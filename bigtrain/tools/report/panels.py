@@ -171,7 +171,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
         unit=metric,
       )
     )
-  # Metrics of the task, then those of _KNOWN in its order.
+  # Metrics of the task, then _KNOWN in its order.
   for name in filter(plain.__contains__, names):
     if name not in _KNOWN:
       title = f"Training: {name}"

@@ -57,13 +57,13 @@ def section(run: Run) -> str:
 
 def read(run: Run) -> list[Predictions]:
   """Returns the newest predictions of each evaluation that has labels."""
-  found = []
+  predictions = []
   for name, (step, path) in newest(run.workdir, "predictions", "npz").items():
     with np.load(path, allow_pickle=False) as file:
       arrays = dict(file)
     if read_one := _read(name, step, arrays, run):
-      found.append(read_one)
-  return found
+      predictions.append(read_one)
+  return predictions
 
 
 def newest(
