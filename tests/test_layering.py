@@ -1,6 +1,7 @@
 """Which package may import which, and which imports stay light."""
 
 import ast
+import functools
 import graphlib
 import json
 import pathlib
@@ -122,10 +123,13 @@ def _allowed(importer, imported):
   return RULES[ours] is None or theirs in RULES[ours]
 
 
-GRAPH = {
-  name: sorted(set(_imports(path.read_text())))
-  for name, path in MODULES.items()
-}
+@functools.cache  # Not at import: all workers import this module.
+def _graph():
+  """{module: modules that it imports}."""
+  return {
+    name: sorted(set(_imports(path.read_text())))
+    for name, path in MODULES.items()
+  }
 
 
 @pytest.mark.parametrize(
@@ -181,7 +185,9 @@ def f():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_point_down(name):
-  wrong = [imported for imported in GRAPH[name] if not _allowed(name, imported)]
+  wrong = [
+    imported for imported in _graph()[name] if not _allowed(name, imported)
+  ]
   assert not wrong, (
     f"{MODULES[name].relative_to(ROOT)} must not import {wrong}: see RULES "
     "here and the picture in docs/architecture.md"
@@ -189,8 +195,8 @@ def test_imports_point_down(name):
 
 
 def test_packages_do_not_import_each_other_in_circles():
-  packages = {_package(name): set() for name in GRAPH}
-  for name, imported in GRAPH.items():
+  packages = {_package(name): set() for name in _graph()}
+  for name, imported in _graph().items():
     packages[_package(name)] |= {_package(i) for i in imported}
   for name, imported in packages.items():
     imported.discard(name)
@@ -207,7 +213,7 @@ def test_the_picture_in_the_docs_matches_the_imports():
     for name in re.findall(r"[a-z_/]+", line):
       levels[name.replace("/", ".")] = level
   assert set(levels) == {*RULES}
-  for importer, names in GRAPH.items():
+  for importer, names in _graph().items():
     for imported in names:
       ours, theirs = _package(importer), _package(imported)
       if "configs" not in (ours, theirs) and ours != theirs:
@@ -232,7 +238,9 @@ def test_the_size_of_modules_and_of_the_top_folder():
 
 
 def test_modules_do_not_import_each_other_in_circles():
-  list(graphlib.TopologicalSorter(GRAPH).static_order())  # Raises CycleError.
+  list(
+    graphlib.TopologicalSorter(_graph()).static_order()
+  )  # Raises CycleError.
 
 
 def test_no_drawers():

@@ -127,21 +127,19 @@ def server():
   result.close()
 
 
-# A decoder and an encoder-decoder with tied heads in bfloat16, and layers in a
-# scan under fsdp; `make test-configs` runs all.
-FAST = (
-  ("gpt2_124m:runlocal", 1),
-  ("t5_small:runlocal", 1),
-  ("llama_8b:runlocal", 8),
-)
+# Layers in a scan under fsdp in `make test`; a decoder and an encoder-decoder
+# with tied heads in bfloat16 in `make test-faults`; all in `make test-configs`.
+MARKS = {
+  ("llama_8b:runlocal", 8): (),
+  ("gpt2_124m:runlocal", 1): (pytest.mark.slow, pytest.mark.configs),
+  ("t5_small:runlocal", 1): (pytest.mark.slow, pytest.mark.configs),
+}
 
 
 @pytest.mark.parametrize(
   ("spec", "num_devices"),
   [
-    pytest.param(
-      spec, n, marks=() if (spec, n) in FAST else pytest.mark.configs
-    )
+    pytest.param(spec, n, marks=MARKS.get((spec, n), pytest.mark.configs))
     for n in (1, 8)
     for spec in SPECS
   ],

@@ -10,7 +10,11 @@ from bigtrain import parts, sharding
 from bigtrain.evaluators import multilabel
 from bigtrain.settings import ConfigError
 
-sklearn = pytest.importorskip("sklearn.metrics")
+
+@pytest.fixture(scope="module")
+def sklearn():
+  return pytest.importorskip("sklearn.metrics")
+
 
 N, C = 45, 6  # Batches of 8: the last has 5 examples.
 RNG = np.random.default_rng(0)
@@ -33,7 +37,7 @@ def predict(variables, batch):
 
 @pytest.mark.parametrize("mesh", [(1, 8), (8, 1)])
 @pytest.mark.parametrize("threshold", [0.5, 0.3])
-def test_metrics_are_scikit_learns(mesh, threshold):
+def test_metrics_are_scikit_learns(sklearn, mesh, threshold):
   of = context(mesh=sharding.make_mesh(*mesh))
   results = build(
     "multilabel", predict, of, data=data(), threshold=threshold
@@ -58,7 +62,7 @@ def test_metrics_are_scikit_learns(mesh, threshold):
   assert results == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_table_of_classes():
+def test_the_table_of_classes(sklearn):
   names = ["cat", "dog", "owl", "none", "all", "rare"]
   of = context(
     class_names={"labels": names},
@@ -76,7 +80,7 @@ def test_the_table_of_classes():
   assert rows["rare"]["precision"] == 0.0
 
 
-def test_random_scores_with_ties():
+def test_random_scores_with_ties(sklearn):
   for seed in range(20):
     rng = np.random.default_rng(seed)
     n = rng.integers(2, 60)

@@ -5,7 +5,6 @@ import io
 import hypothesis
 import numpy as np
 import pytest
-import scipy.stats
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -297,6 +296,8 @@ def published_distribution(h, w, area, ratio, count, rng):
 
 
 def test_inception_windows_follow_the_published_distribution():
+  import scipy.stats  # It takes a second.
+
   h, w = 375, 500
   rng = np.random.default_rng(0)
   samples = windows("inception_crop", h, w, rng.random((4000, 2)))
