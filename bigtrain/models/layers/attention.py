@@ -295,6 +295,12 @@ def attend(
       softcap=softcap,
       ring=implementation == "ring",
     )
+  elif implementation == "splash" and sees.causal:
+    o = attention_split.attend_splash(
+      *(q_BLGRK, k_BSGK, v_BSGK, sees),
+      scale=_scale(scaled, K),
+      softcap=softcap,
+    )
   else:
     o = attention_split.attend(
       q_BLGRK, k_BSGK, v_BSGK, sees, compute, bias=distances

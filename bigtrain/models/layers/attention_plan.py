@@ -133,6 +133,12 @@ def tables(plan: Plan) -> Tables:
   return Tables(rows, columns, pairs)
 
 
+def numbers(plan: Plan) -> np.ndarray:
+  """Int [n, L / n], number of each query of each device."""
+  rows = _firsts(plan, plan.padded_queries, plan.block_q)
+  return (rows[..., None] + np.arange(plan.block_q)).reshape(plan.ways, -1)
+
+
 def _firsts(plan: Plan, length: int, block: int) -> np.ndarray:
   """Int [n, blocks], number of the first position of a device's blocks."""
   n = plan.ways

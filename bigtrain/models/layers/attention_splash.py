@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bigtrain import model_flops, sharding
 from bigtrain.models.layers import attention_choice, remat, visibility
@@ -48,8 +49,6 @@ def refuses(case: attention_choice.Case) -> str:
     return "its order of positions is fixed, without a prefix for each text"
   if case.causal and case.queries != case.positions:
     return "causal queries need as many positions"
-  if case.causal and case.sequence > 1:
-    return "its causal order begins with the first position of an example"
   if not case.splits:
     return "the mesh does not split the batch"
   return ""
@@ -59,6 +58,8 @@ def pays(case: attention_choice.Case) -> str:
   """Returns why the kernels are best for a case that they serve, or ""."""
   if min(case.queries, case.positions) < _FEWEST:
     return ""
+  if case.causal and case.queries < 2 * case.sequence * _LANES:
+    return ""  # Padding would more than double a device's queries.
   return f"from {_FEWEST} positions on the fastest on a TPU"
 
 
@@ -90,11 +91,10 @@ def attend(
   sizes = _block_size(L, block), _block_size(S, block)
   kernel = functools.partial(
     _kernel,
-    queries=_padded(L, sizes[0]),
+    numbers=np.arange(_padded(L, sizes[0])),
     positions=_padded(S, sizes[1]),
     sizes=sizes,
-    causal=sees.causal,
-    window=sees.window,
+    sees=sees,
     softcap=softcap,
     interpret=interpret,
   )
@@ -102,31 +102,138 @@ def attend(
   def attend_locally(
     q: jax.Array, k: jax.Array, v: jax.Array, sees: visibility.Sees
   ) -> jax.Array:
-    B, _, G, R, K = q.shape  # Of this device.
-    q = (q * scale).astype(q.dtype).reshape(B, L, G * R, K)
-    ids = _segments(sees, B, L, S, sizes)
-    q, k, v = (
-      _pad(x, size).swapaxes(1, 2)
-      for x, size in ((q, sizes[0]), (k, sizes[1]), (v, sizes[1]))
-    )
     # Traced, the tables of the blocks are not put on devices, which may be
     # absent.
-    compute = jax.jit(functools.partial(kernel, heads=G * R))()
-    # The kernels compute blocks that the mathematics does without, and leave
-    # out others that it counts.
-    num_blocks = compute.fwd_mask_info.data_next
-    per_row = k.shape[2] // sizes[1]
-    if num_blocks is not None:
-      per_row = num_blocks.shape[-1]
-    computed = q.shape[2] * per_row * sizes[1]
-    with model_flops.counts_as(L * sees.reach(S), computed):
-      axes = (0, 0, 0, None if ids is None else 0)
-      o_BHLK = jax.vmap(compute, in_axes=axes)(q, k, v, ids)
-    return o_BHLK.swapaxes(1, 2)[:, :L].reshape(B, L, G, R, K)
+    compute = jax.jit(functools.partial(kernel, heads=math.prod(q.shape[2:4])))
+    counted = L * sees.reach(S)
+    return _attend(compute(), q * scale, k, v, sees, sizes, counted)
 
   return sharding.split_batch(
     attend_locally, q_BLGRK, k_BSGK, v_BSGK, sees, by_heads=3
   )
+
+
+def part_blocks(
+  queries: int, parts: int, *, block: int = _BLOCK
+) -> tuple[int, int]:
+  """Returns the size of blocks of queries, and the length of padded parts.
+
+  Args:
+    queries: L.
+    parts: number of parts of an example, of which `attend_rows` gets two.
+    block: as in `attend`.
+  """
+  part = math.ceil(queries / parts)
+  size = _block_size(part, block)
+  return size, _padded(part, size)
+
+
+def attend_rows(
+  q_BLGRK: jax.Array,
+  k_BSGK: jax.Array,
+  v_BSGK: jax.Array,
+  sees: visibility.Sees,
+  *,
+  numbers: np.ndarray,
+  device: Any,
+  block_q: int,
+  counted: int,
+  scale: float,
+  softcap: float | None,
+  block: int = _BLOCK,
+  interpret: bool = False,
+) -> jax.Array:
+  """Attends with a device's queries, which are not those of a whole example.
+
+  Args:
+    q_BLGRK: the device's queries, in whole blocks.
+    k_BSGK: all keys; there are as many as queries on all devices.
+    v_BSGK: all values.
+    sees: what these queries see.
+    numbers: int [n, L], number of each query of the n devices.
+    device: number of this device among them.
+    block_q: number of queries in a block.
+    counted: number of scores of a head that model FLOPs count, of a device.
+    scale: as in `attend`, and so are the others.
+    softcap: as above.
+    block: as above.
+    interpret: as above.
+  """
+  ways = len(numbers)
+  S = k_BSGK.shape[1]
+  sizes = block_q, _block_size(S, block)
+  make = functools.partial(
+    _kernel,
+    numbers=numbers.reshape(-1),
+    positions=_padded(S, sizes[1]),
+    sizes=sizes,
+    sees=sees,
+    softcap=softcap,
+    interpret=interpret,
+    heads=math.prod(q_BLGRK.shape[2:4]),
+    shards=ways,
+  )
+
+  def own(info: Any) -> Any:
+    """The device's part of the tables of a pass."""
+    part = lambda x, dim: (
+      None
+      if x is None
+      else jax.lax.dynamic_slice_in_dim(
+        x, device * (x.shape[dim] // ways), x.shape[dim] // ways, dim
+      )
+    )
+    return info._replace(
+      data_next=part(info.data_next, 1),
+      mask_next=part(info.mask_next, 1),
+      block_mask=part(info.block_mask, 1),
+      q_sequence=part(info.q_sequence, 0),
+    )
+
+  kernel = jax.jit(make)()
+  infos, kwargs = kernel.tree_flatten()
+  kernel = kernel.tree_unflatten(kwargs, [own(info) for info in infos])
+  return _attend(kernel, q_BLGRK * scale, k_BSGK, v_BSGK, sees, sizes, counted)
+
+
+def _attend(
+  kernel: Any,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  sees: visibility.Sees,
+  sizes: tuple[int, int],
+  counted: int,
+) -> jax.Array:
+  """Calls the kernel of one example with each example of a device.
+
+  Args:
+    kernel: from `_kernel`.
+    q: queries (B, L, G, R, K), scaled, in the dtype of the scaling.
+    k: keys.
+    v: values.
+    sees: what a query sees.
+    sizes: number of queries and of positions in a block.
+    counted: number of scores of a head that model FLOPs count.
+  """
+  B, L, G, R, K = q.shape
+  S = k.shape[1]
+  q = q.astype(k.dtype).reshape(B, L, G * R, K)
+  ids = _segments(sees, B, L, S, sizes)
+  q, k, v = (
+    _pad(x, size).swapaxes(1, 2)
+    for x, size in ((q, sizes[0]), (k, sizes[1]), (v, sizes[1]))
+  )
+  # The kernels compute blocks that the mathematics does without, and leave out
+  # others that it counts.
+  num_blocks = kernel.fwd_mask_info.data_next
+  per_row = k.shape[2] // sizes[1]
+  if num_blocks is not None:
+    per_row = num_blocks.shape[-1]
+  with model_flops.counts_as(counted, q.shape[2] * per_row * sizes[1]):
+    axes = (0, 0, 0, None if ids is None else 0)
+    o_BHLK = jax.vmap(kernel, in_axes=axes)(q, k, v, ids)
+  return o_BHLK.swapaxes(1, 2)[:, :L].reshape(B, L, G, R, K)
 
 
 def _block_size(length: int, largest: int) -> int:
@@ -175,25 +282,38 @@ def _segments(
 
 
 def _kernel(
-  queries: int,
+  numbers: np.ndarray,
   positions: int,
   heads: int,
   sizes: tuple[int, int],
-  causal: bool,
-  window: int | None,
+  sees: visibility.Sees,
   softcap: float | None,
   interpret: bool,
+  shards: int = 1,
 ) -> Any:
-  """Returns the kernel of one example: (H, L, K), (G, S, K) x 2, segments."""
+  """Returns the kernel of one example: (H, L, K), (G, S, K) x 2, segments.
+
+  Args:
+    numbers: int (L,), number of each query.
+    positions: S.
+    heads: H.
+    sizes: number of queries and of positions in a block.
+    sees: order in which a query sees positions.
+    softcap: see attention.attend.
+    interpret: as in `attend`.
+    shards: number of devices that share the queries.
+  """
   splash = _library()
-  shape = (queries, positions)
+  shape = (len(numbers), positions)
   mask: Any
-  if causal and window:
-    mask = splash.LocalMask(shape, (window - 1, 0), 0)
-  elif causal:
+  if sees.causal and sees.window:
+    mask = splash.LocalMask(shape, (sees.window - 1, 0), 0)
+  elif sees.causal:
     mask = splash.CausalMask(shape)
   else:
     mask = splash.FullMask(shape)
+  if sees.causal:
+    mask.q_sequence = numbers.astype(np.int32)
   block_q, block_kv = sizes
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * heads),
@@ -209,7 +329,7 @@ def _kernel(
     ),
     attn_logits_soft_cap=softcap,
     head_shards=1,
-    q_seq_shards=1,
+    q_seq_shards=shards,
     residual_checkpoint_name=remat.ATTENTION,
     interpret=interpret,
   )

@@ -31,6 +31,7 @@ from bigtrain.models.layers import (
   attention_blocks,
   attention_blockwise,
   attention_plan,
+  attention_splash,
   positions,
   visibility,
 )
@@ -74,6 +75,47 @@ def attend(
   # Padding is not model FLOPs.
   with model_flops.share(L * S, plan.padded_queries * plan.padded_keys):
     return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, sees, bias)
+
+
+def attend_splash(
+  q_BLGRK: jax.Array,
+  k_BSGK: jax.Array,
+  v_BSGK: jax.Array,
+  sees: visibility.Sees,
+  *,
+  scale: float,
+  softcap: float | None,
+) -> jax.Array:
+  """Balances causal work, by Splash kernels with all keys.
+
+  Args:
+    q_BLGRK: queries.
+    k_BSGK: keys.
+    v_BSGK: values.
+    sees: what a query sees, in causal order.
+    scale: factor of the scores.
+    softcap: see attention.attend.
+
+  Returns:
+    The output, of the shape and dtype of the queries.
+  """
+  ways, L = _ways(k_BSGK), q_BLGRK.shape[1]
+  block, part = attention_splash.part_blocks(L, 2 * ways)
+  # A query of the padding sees itself, so that its output is finite.
+  length = 2 * ways * part
+  plan = attention_plan.make(ways, L, L, sees, False, True)._replace(
+    block_q=block, padded_queries=length, padded_keys=length
+  )
+  local = functools.partial(
+    attention_splash.attend_rows,
+    numbers=attention_plan.numbers(plan),
+    block_q=block,
+    counted=L * sees.reach(L) // ways,
+    scale=scale,
+    softcap=softcap,
+  )
+  compute = functools.partial(_rows, plan, local)
+  return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, sees, None)
 
 
 def attend_blockwise(
@@ -203,6 +245,26 @@ def _locally(
     bias = positions.BiasByDistance(bias_GRT.reshape(-1, bias_GRT.shape[2]))
   o = local(q, k, v, sees, first if sees.causal else None, bias)
   return o.reshape(q.shape)
+
+
+def _rows(
+  plan: attention_plan.Plan,
+  local: LocalFn,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  sees: visibility.Sees,
+  bias_GRT: None,
+) -> jax.Array:
+  """A device's early and late queries, and all keys."""
+  del bias_GRT
+  k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
+  device = jax.lax.axis_index(AXIS)
+  if sees.segments_BL is not None:
+    own = jnp.asarray(attention_plan.numbers(plan))[device]
+    segments = jnp.take(sees.segments_BL, own, axis=1)
+    sees = dataclasses.replace(sees, segments_BL=segments)
+  return _exchanged_back(local(_exchanged(q), k, v, sees, device=device))
 
 
 def _blockwise(

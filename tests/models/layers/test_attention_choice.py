@@ -38,6 +38,8 @@ def choose(case, wanted="auto"):
     (case(_TPU, 8192, bias=True), "blockwise"),
     (case(_TPU, 8192, prefix=True, causal=True), "blockwise"),
     (case(_TPU, 8192, splits=False), "blockwise"),
+    (case(_TPU, 8192, causal=True, sequence=8, documents=True), "splash"),
+    (case(_TPU, 1024, causal=True, sequence=8), "blockwise"),
     (case(_TPU, 1023, dtype="float16"), "xla"),
     (case(_H100, 197), "cudnn"),
     (case(_H100, 8192, causal=True, window=100, width=72), "cudnn"),
