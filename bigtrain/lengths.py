@@ -112,6 +112,7 @@ class Lengths(NamedTuple):
     log: steps between rows.
     ckpt: steps between checkpoints.
     keep_ckpt: steps between checkpoints that are kept for good, or None.
+    local_ckpt: steps between checkpoints on the hosts' own disks, or None.
     save_at_start: whether to save a checkpoint of step 0.
   """
 
@@ -121,6 +122,7 @@ class Lengths(NamedTuple):
   log: int
   ckpt: int
   keep_ckpt: int | None
+  local_ckpt: int | None
   save_at_start: bool
 
   def makes_row(self, step: Any) -> Any:
@@ -148,7 +150,7 @@ def read(
   examples_per_epoch: int | None = None,
   tokens_per_example: int | None = None,
 ) -> Lengths:
-  """Reads total, stop_at, log, ckpt and keep_ckpt, in any unit.
+  """Reads total, stop_at, log, ckpt, keep_ckpt and local_ckpt, in any unit.
 
   A length of 0 means only at the end.
 
@@ -183,5 +185,6 @@ def read(
     log=steps(config, "log", units, 50) or total,
     ckpt=steps(config, "ckpt", units, 1000) or total,
     keep_ckpt=steps(config, "keep_ckpt", units),
+    local_ckpt=steps(config, "local_ckpt", units),
     save_at_start=config.get("save_at_start", False),
   )

@@ -242,8 +242,8 @@ def _train(
 
   # The rest of the config. Keys still unread at this point are errors.
   start_options = start_lib.read(config).check(workdir, model_module, model)
-  saving = checkpointer_lib.read_options(config, lengths.keep_ckpt)
-  writer_options = writers.read_options(config)
+  saving = checkpointer_lib.read_options(config, lengths, workdir)
+  loggers = writers.read_options(config)
   eval_only = config.get("eval_only", False)
   compile_only = config.get("compile_only", False)
   transfer_guard = debugging.transfer_guard(config)
@@ -286,7 +286,8 @@ def _train(
   # The start: resumed, continued from elsewhere, warm, or from scratch.
   start = start_lib.start(
     *(start_options, workdir, plain, state_spec, init_state, model_module),
-    fingerprints=train_input.fingerprints,
+    *(train_input.fingerprints, saving["local"]),
+    from_local=not rollbacks,
   )
   state, step, fixed = start.state, start.step, teacher.load()
   recording = process.Background(record.start(*known, state, start.how))
@@ -297,13 +298,9 @@ def _train(
   ahead += sum(e.step - step for e in rollbacks if e.restart == step)
   batches = train_input.start(step + ahead, lengths.last + ahead)
   at_end.callback(batches.close)
-  saved_step = step if start.resumed else None
+  saved_step = start.saved_step  # In the workdir.
   writer = writers.Writers(
-    workdir,
-    restored_step=saved_step,
-    process_index=jax.process_index(),
-    console=console,
-    **writer_options,
+    *(workdir, start.restored_step, jax.process_index(), console), **loggers
   )
   at_end.callback(writer.close)
   checkpointer = checkpointer_lib.Checkpointer(
@@ -333,7 +330,7 @@ def _train(
     *(workdir, writer, hooks, clock, programs, check_finite), facts
   )
 
-  def save() -> None:
+  def save(shared: bool = True) -> None:
     """Starts to save the state and the host's side of the run."""
     nonlocal saved_step
     log.flush_row()
@@ -351,7 +348,8 @@ def _train(
         batches_ahead=ahead,
         **train_input.saved,
       )
-      saved_step = checkpointer.save(step, state, host, hooks.keep_steps())
+      saved = checkpointer.save(step, state, host, hooks.keep_steps(), shared)
+      saved_step = saved if shared else saved_step
 
   def evaluate(evaluation: evaluations_lib.Evaluation) -> None:
     """Runs one evaluation on the present state and writes its results."""
@@ -418,8 +416,9 @@ def _train(
     if lengths.makes_row(step):
       log.queue_row(step, tally)
       clock.completes(step, tally["skipped"].block_until_ready)
-    if lengths.saves(step) or hooks.wants_save(step):
-      save()
+    shared = lengths.saves(step) or hooks.wants_save(step)
+    if shared or checkpointer.due_locally(step):
+      save(shared)
     try:
       for evaluation in due():
         evaluate(evaluation)
@@ -442,6 +441,7 @@ def _train(
   if interrupted:
     done = "saved" if saved_step == step else "stopped, with nothing saved, at"
     raise process.Preempted(f"{done} step {step} of {lengths.total}")
+  checkpointer.remove_local()
   logging.info("%s at step %d.", hooks.stop_reason or "Done", step)
   return log.newest
 

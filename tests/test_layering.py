@@ -39,7 +39,8 @@ RULES = {
   "hooks": {"checkpoints", "cluster", "files", "parts", "runtime", "settings"},
   "reports": _ARRAYS | {"files", "lengths", "runtime", "step"},
   "checkpoints": _ARRAYS
-  | {"cluster", "files", "models.published", "optim", "parts", "step"},
+  | {"cluster", "files", "lengths", "models.published", "optim", "parts"}
+  | {"step"},
   "runtime": {"cluster", "parts", "settings", "step"},
   "inference": _ARRAYS | {"checkpoints", "files", "parts", "pp"},
   "inputs": _ARRAYS | {"cluster", "data.formats", "lengths", "parts", "pp"},

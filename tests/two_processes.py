@@ -22,7 +22,14 @@ import processes
 # Each job: simulated devices of each process, and parts.
 JOBS = (
   # Quick tests share this one; the others are for slow tests.
-  (4, ("inputs.global_batches.make", "checkpoints.save_together.run")),
+  (
+    4,
+    (
+      "inputs.global_batches.make",
+      "checkpoints.local_together.run",
+      "checkpoints.save_together.run",
+    ),
+  ),
   (4, ("test_two_processes.train_split_examples",)),
   (
     2,

@@ -35,6 +35,7 @@ _HARMLESS = (
   "input.prefetch",
   "input.skip_errors",
   "keep_*",
+  "local_ckpt_*",
   "log_*",
   "logical_axes",
   "mesh",
@@ -94,6 +95,12 @@ def is_harmless(key: str) -> bool:
     elif key == harmless or key.startswith(harmless + "."):
       return True
   return False
+
+
+def identity(config: Mapping[str, Any]) -> str:
+  """Digest of the keys that affect what a run learns."""
+  leaves = _leaves(config).items()
+  return settings.digest({k: v for k, v in leaves if not is_harmless(k)})[:16]
 
 
 def check_config(

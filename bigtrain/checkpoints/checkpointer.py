@@ -5,6 +5,7 @@ A save, in order:
 1. `save` copies this process's shards to host memory (snapshot.py) and starts a
    thread. The training loop waits only for the copy.
 2. The thread of each process writes its shards with tensorstore.
+   With config.local_ckpt_*, it first writes to its own host (local_tier.py).
 3. When all processes are done (peers.py), process 0 checks the files
    (integrity.py), writes the manifest (manifest.py) and commits the checkpoint
    at one instant (commit.py).
@@ -18,23 +19,26 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
+from bigtrain import lengths as lengths_lib
 from bigtrain import settings, trees
 from bigtrain.checkpoints import (
   checksums,
   commit,
   folders,
   integrity,
+  local_tier,
   snapshot,
 )
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.host_state import HostState
 from bigtrain.checkpoints.manifest import Array, CheckpointError, Manifest
+from bigtrain.cluster import process
 from bigtrain.files import disk, objects, paths
 from bigtrain.settings import ConfigError
 
@@ -44,13 +48,14 @@ _POLL_SECS = 0.25
 
 
 def read_options(
-  config: settings.Config, keep_every_steps: int | None
+  config: settings.Config, lengths: lengths_lib.Lengths, workdir: str
 ) -> dict[str, Any]:
   """Returns the options of `Checkpointer` that are in the config.
 
   Args:
     config: the whole config.
-    keep_every_steps: config.keep_ckpt_* in steps.
+    lengths: lengths of the run.
+    workdir: folder of the run.
 
   Raises:
     ConfigError: a value of the wrong type, or a key that needs checkpoints
@@ -58,7 +63,8 @@ def read_options(
   """
   keep = settings.whole_number(config, "keep_ckpts", 2, least=0)
   needs = {
-    "keep_ckpt_*": keep_every_steps,
+    "keep_ckpt_*": lengths.keep_ckpt,
+    "local_ckpt_*": lengths.local_ckpt,
     "save_at_start": config.get("save_at_start"),
     'nonfinite="rollback"': config.get("nonfinite") == "rollback",
   }
@@ -70,7 +76,8 @@ def read_options(
       )
   return {
     "keep": keep,
-    "keep_every_steps": keep_every_steps,
+    "keep_every_steps": lengths.keep_ckpt,
+    "local": local_tier.from_config(config, lengths.local_ckpt, workdir),
     "config_digest": settings.digest(config.to_dict()),
   }
 
@@ -87,6 +94,7 @@ class _Job:
   arrays: dict[str, Array]
   pieces: list[snapshot.Piece]
   sums: snapshot.PartialSums
+  shared: bool
   host_state: HostState
   token: str
   event: peers_lib.Event
@@ -115,6 +123,7 @@ class Checkpointer:
     *,
     keep: int = 2,
     keep_every_steps: int | None = None,
+    local: local_tier.Tier | None = None,
     config_digest: str = "",
     guard: Callable[[], None] | None = None,
     timeout_secs: float = 1800.0,
@@ -125,6 +134,7 @@ class Checkpointer:
       workdir: folder of the run; checkpoints go to its folder "checkpoints".
       keep: number of newest checkpoints to keep; with 0, nothing is saved.
       keep_every_steps: checkpoints at multiples of it are never removed.
+      local: the hosts' own checkpoints; None for none.
       config_digest: digest of the config, for the manifests.
       guard: called before a checkpoint is committed; raises if this job may no
         longer write here (see lease.Lease.check).
@@ -135,15 +145,17 @@ class Checkpointer:
       "config.keep_ckpts", keep, least=0, whole=True
     )
     self._keep_every_steps = keep_every_steps
+    self._local = local
     self._config_digest = config_digest
     self._guard = guard
     self._peers = peers_lib.Peers(timeout_secs)
-    self._snapshots = snapshot.Snapshots()
+    self._snapshots = snapshot.Snapshots(all_shards=local is not None)
     self._num_saves = 0
     self._threads: list[threading.Thread] = []
     self._pruning = threading.Lock()
     self._settled = threading.Event()  # Every save is committed or has failed.
     self._settled.set()
+    self._is_shared = False  # Whether the newest save is.
     self._error: CheckpointError | None = None
     self._events: list[peers_lib.Event] = []
     self.last_stall_secs = 0.0
@@ -156,6 +168,7 @@ class Checkpointer:
     state: Any,
     host_state: HostState | None = None,
     keep_steps: Iterable[int] = (),
+    shared: bool = True,
     *,
     block: bool = False,
   ) -> int | None:
@@ -168,6 +181,7 @@ class Checkpointer:
       state: tree of arrays.
       host_state: state of the host's side of the run.
       keep_steps: checkpoints that this save must not remove.
+      shared: whether to save in the workdir, not only on the hosts.
       block: whether to wait until the checkpoint is committed.
 
     Returns:
@@ -197,6 +211,7 @@ class Checkpointer:
       arrays=arrays,
       pieces=pieces,
       sums=sums,
+      shared=shared,
       host_state=HostState.from_json(json.loads(host_json)),
       token=token,
       event=self._peers.event(f"save/{number}"),
@@ -204,6 +219,7 @@ class Checkpointer:
       keep_steps=frozenset(keep_steps),
     )
     self._settled.clear()
+    self._is_shared = shared
     self._threads.append(
       threading.Thread(
         target=self._run, args=(job,), name=f"save-{step}", daemon=True
@@ -214,6 +230,15 @@ class Checkpointer:
     if block:
       self.wait()
     return int(step)
+
+  def due_locally(self, step: int) -> bool:
+    """Whether the hosts keep a checkpoint of `step`; the same on all of them.
+
+    Not while process 0 writes to the workdir, for which the loop would wait.
+    """
+    if not self._keep or self._local is None or not self._local.due(step):
+      return False
+    return process.broadcast(not (self.in_flight and self._is_shared))
 
   def check(self) -> None:
     """Raises CheckpointError if a save has failed on any process."""
@@ -240,6 +265,11 @@ class Checkpointer:
     """Whether a save is not committed yet."""
     return not self._settled.is_set()
 
+  def remove_local(self) -> None:
+    """Removes the hosts' checkpoints, at the end of the run."""
+    if self._local is not None:
+      self._local.remove()
+
   def close(self) -> None:
     """Waits for the last save and releases memory; raises if it failed."""
     for thread in self._threads:
@@ -253,9 +283,13 @@ class Checkpointer:
     try:
       _point("begin")
       sums = job.sums()  # Before the pieces are gone.
+      if self._local is not None:
+        self._local.write(self._manifest(job, job.arrays), job.pieces, sums)
+      if not job.shared:
+        return
       self._write_arrays(job)
+      job.event.done(snapshot.sums_by_name(job.pieces, sums))
       job.pieces.clear()  # Frees pinned memory.
-      job.event.done(sums)
       if self._peers.index == 0:
         self._commit(job, job.event.wait_for_all())
         job.event.succeed()
@@ -263,6 +297,8 @@ class Checkpointer:
         job.event.wait()
       self.last_write_secs = time.monotonic() - started
       self.last_saved_step = job.step
+      if self._local is not None:
+        self._local.note_stored(job.step)
     except BaseException as e:
       self._fail(job, e)
       return
@@ -326,20 +362,7 @@ class Checkpointer:
       job: the save.
       partial_sums: of the pieces of each process.
     """
-    manifest = Manifest(
-      step=job.step,
-      arrays=job.arrays,
-      host_state=job.host_state,
-      config_digest=self._config_digest,
-      writer={
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "host": socket.gethostname(),
-        "processes": self._peers.count,
-        "devices": jax.device_count(),
-        "jax": jax.__version__,
-      },
-    )
-    problems = integrity.inspect(job.tmp, manifest)
+    problems = integrity.inspect(job.tmp, self._manifest(job, job.arrays))
     if problems:
       hint = " Do all hosts see the same workdir?" * (self._peers.count > 1)
       raise CheckpointError(
@@ -356,14 +379,28 @@ class Checkpointer:
       )
       for name, array in job.arrays.items()
     }
-    manifest = dataclasses.replace(manifest, arrays=arrays)
-    text = manifest_lib.to_json(manifest)
+    text = manifest_lib.to_json(self._manifest(job, arrays))
     commit.stage(job.tmp, text)
     _point("manifest written")
     if self._guard is not None:
       self._guard()
     commit.commit(job.tmp, text, self._workdir, job.step, job.token)
     _point("committed")
+
+  def _manifest(self, job: _Job, arrays: Mapping[str, Array]) -> Manifest:
+    return Manifest(
+      step=job.step,
+      arrays=arrays,
+      host_state=job.host_state,
+      config_digest=self._config_digest,
+      writer={
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "processes": self._peers.count,
+        "devices": jax.device_count(),
+        "jax": jax.__version__,
+      },
+    )
 
   def _prune(self, job: _Job) -> None:
     """Removes old checkpoints; logs a failure, which does not fail the save."""
@@ -388,12 +425,9 @@ class Checkpointer:
     """Records the failure of a save and reports it to the other processes."""
     if isinstance(error, ValueError) and paths.is_remote(job.tmp):
       error = objects.as_os_error(error, job.tmp)
-    reason = str(error) or type(error).__name__
+    reason = disk.reason(error, job.tmp)
     if not isinstance(error, CheckpointError | ConfigError | OSError):
       reason = f"{type(error).__name__}: {reason}"
-    if isinstance(error, OSError) and error.filename:
-      reason = f"{error.filename}: {error.strerror}"
-    reason += disk.room(error, job.tmp)
     message = f"the checkpoint of step {job.step} was not saved: {reason}"
     self._error = CheckpointError(message)
     self._error.__cause__ = error

@@ -51,15 +51,7 @@ def resume(
     MismatchError: see `restore`.
   """
   peers = peers_lib.Peers()
-  cleaning_error = ""
-  if peers.index == 0:
-    try:
-      commit.clean(workdir)
-    except CheckpointError as e:
-      cleaning_error = str(e)
-  for message in peers.share(cleaning_error):
-    if message:
-      raise CheckpointError(message)
+  clean(workdir, peers)
   directories = folders.listing(workdir).checkpoints
   first_damage = ""
   for step in sorted(directories, reverse=True):
@@ -92,6 +84,23 @@ def resume(
       "config.ckpt_fallback=True resumes from the newest valid one."
     )
   raise DamagedError(f"{first_damage} {advice}")
+
+
+def clean(workdir: str, peers: peers_lib.Peers) -> None:
+  """Removes the remains of interrupted saves, on process 0 of these peers.
+
+  Raises:
+    CheckpointError: on any process, something could not be read or removed.
+  """
+  error = ""
+  if peers.index == 0:
+    try:
+      commit.clean(workdir)
+    except CheckpointError as e:
+      error = str(e)
+  for message in peers.share(error):
+    if message:
+      raise CheckpointError(message)
 
 
 def restore(

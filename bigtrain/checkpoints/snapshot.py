@@ -26,8 +26,8 @@ _ALIGN = 64
 _SEGMENT_BYTES = 8 * 2**20
 
 
-# Waits for the sums of this process's pieces, by the name of the array.
-PartialSums = Callable[[], dict[str, checksums.Sums]]
+# Waits for the sums of each of this process's pieces.
+PartialSums = Callable[[], list[checksums.Sums]]
 
 
 class Piece(NamedTuple):
@@ -37,11 +37,13 @@ class Piece(NamedTuple):
     name: name of the array.
     place: index of the part in the array, with explicit starts and stops.
     data: values: a numpy array, or a jax array in pinned host memory.
+    is_copy: whether another process writes this part to the workdir.
   """
 
   name: str
   place: tuple[slice, ...]
   data: Any
+  is_copy: bool = False
 
 
 class _Plan(NamedTuple):
@@ -51,7 +53,7 @@ class _Plan(NamedTuple):
     key: names, shapes, dtypes and shardings of the tree.
     arrays: name -> layout in files.
     sources: (position in the tree, number of the addressable shard) for each
-      part that this process writes; a numpy array is one shard.
+      part that this process copies; a numpy array is one shard.
     pieces: the same parts, without data.
   """
 
@@ -67,9 +69,14 @@ class Snapshots:
   On CPU devices the copies go into memory that is reused, because allocating
   takes several times as long as copying. On accelerators they go to pinned host
   memory, which jax reuses.
+
+  Args:
+    all_shards: whether to copy also the shards of this process's devices that
+      another process writes to the workdir, each once.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, *, all_shards: bool = False) -> None:
+    self._all_shards = all_shards
     self._plan = _Plan(None, {}, [], [])
     self._copies: list[np.ndarray] = []
     self._pool = concurrent.futures.ThreadPoolExecutor(
@@ -79,14 +86,14 @@ class Snapshots:
   def take(
     self, named: Sequence[tuple[str, Any]]
   ) -> tuple[list[Piece], dict[str, Array], PartialSums]:
-    """Copies the shards that this process writes; each has one writer.
+    """Copies the shards that this process writes; see the class.
 
     Args:
       named: (name, array) pairs; numpy arrays belong to process 0.
 
     Returns:
       (shards of this process, {name: layout in files} of all arrays, function
-      that returns the checksums of the shards on their devices).
+      that returns the checksum of each of the shards on its device).
 
     Raises:
       CheckpointError: a name or a dtype that cannot be saved.
@@ -96,7 +103,7 @@ class Snapshots:
       for name, x in named
     ]
     if key != self._plan.key:
-      self._plan = _make_plan(key, named)
+      self._plan = _make_plan(key, named, self._all_shards)
       self._copies = []
     shards = [_shard(named[i][1], number) for i, number in self._plan.sources]
     wait_for_sums: Callable[[], list[checksums.Sums]]
@@ -107,10 +114,10 @@ class Snapshots:
       wait_for_sums = self._sum_on_devices(named, shards)
       copies = _copy_to_pinned(shards)
     pieces = [
-      Piece(piece.name, piece.place, copy)
+      piece._replace(data=copy)
       for piece, copy in zip(self._plan.pieces, copies)
     ]
-    return pieces, self._plan.arrays, lambda: _by_name(pieces, wait_for_sums())
+    return pieces, self._plan.arrays, wait_for_sums
 
   def _copy_on_cpu(
     self, shards: list[Any]
@@ -178,13 +185,14 @@ class Snapshots:
     self._copies = []
 
 
-def _by_name(
+def sums_by_name(
   pieces: Sequence[Piece], sums: Sequence[checksums.Sums]
 ) -> dict[str, checksums.Sums]:
-  """Returns {name: sums of all pieces of the array}."""
+  """Returns {name: sums of the pieces of the array that are no copies}."""
   parts: dict[str, list[checksums.Sums]] = {}
   for piece, one in zip(pieces, sums):
-    parts.setdefault(piece.name, []).append(one)
+    if not piece.is_copy:
+      parts.setdefault(piece.name, []).append(one)
   return {name: checksums.add(each) for name, each in parts.items()}
 
 
@@ -244,7 +252,9 @@ def _explicit(
   return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape))
 
 
-def _make_plan(key: Any, named: Sequence[tuple[str, Any]]) -> _Plan:
+def _make_plan(
+  key: Any, named: Sequence[tuple[str, Any]], all_shards: bool
+) -> _Plan:
   """Decides which process writes which shard, and the layout in files.
 
   The load is balanced over the devices, so that all links to the host and all
@@ -269,13 +279,23 @@ def _make_plan(key: Any, named: Sequence[tuple[str, Any]]) -> _Plan:
   sources, pieces = [], []
   for i, (name, x) in enumerate(named):
     if isinstance(x, jax.Array):
+      copies: dict[Any, Any] = {}
       for number, shard in enumerate(x.addressable_shards):
+        place = _explicit(shard.index, x.shape)
+        starts = tuple(s.start for s in place)
         if shard.replica_id == chosen[name]:
           sources.append((i, number))
-          pieces.append(Piece(name, _explicit(shard.index, x.shape), None))
-    elif jax.process_index() == 0:
+          pieces.append(Piece(name, place, None))
+          copies[starts] = None
+        elif all_shards:
+          copies.setdefault(starts, (number, Piece(name, place, None, True)))
+      for copy in filter(None, copies.values()):
+        sources.append((i, copy[0]))
+        pieces.append(copy[1])
+    elif jax.process_index() == 0 or all_shards:
       sources.append((i, 0))
-      pieces.append(Piece(name, tuple(slice(0, n) for n in x.shape), None))
+      place = tuple(slice(0, n) for n in x.shape)
+      pieces.append(Piece(name, place, None, jax.process_index() != 0))
   arrays = {name: arrays[name] for name, _ in named}
   return _Plan(key, arrays, sources, pieces)
 
@@ -349,9 +369,14 @@ def _sharding_json(sharding: Any) -> dict[str, Any] | None:
 def blocks(
   pieces: Sequence[Piece], arrays: Mapping[str, Array]
 ) -> Iterator[Piece]:
-  """Yields the pieces to write, with the pieces of a shared file joined."""
+  """Yields the pieces to write, with the pieces of a shared file joined.
+
+  Copies of pieces that another process writes are left out.
+  """
   groups: dict[Any, list[Piece]] = {}
   for piece in pieces:
+    if piece.is_copy:
+      continue
     chunk = arrays[piece.name].chunk_shape
     # Pieces larger than a chunk are not joined.
     corner = tuple(

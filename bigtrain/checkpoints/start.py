@@ -1,6 +1,7 @@
 """Where a run starts: the first source in this order that exists.
 
-1. The newest valid checkpoint of the workdir.
+1. The newest valid checkpoint of the run: on the hosts (local_tier.py) or in
+   the workdir.
 2. config.resume: the full state of another run.
 3. config.model_init: parameters only.
 4. The seed.
@@ -21,9 +22,11 @@ from bigtrain.checkpoints import (
   config_json,
   folders,
   integrity,
+  local_tier,
   restore,
   warm_start,
 )
+from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.host_state import HostState
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
 from bigtrain.cluster import process
@@ -87,7 +90,8 @@ class Start(NamedTuple):
     host: state of the host's side; the defaults for a new run.
     step: number of finished steps.
     how: one line for the log.
-    resumed: whether the state is from a checkpoint of this workdir.
+    resumed: whether the state is from a checkpoint of this run.
+    saved_step: step of the workdir's newest checkpoint; None if it has none.
   """
 
   state: Any
@@ -95,6 +99,12 @@ class Start(NamedTuple):
   step: int
   how: str
   resumed: bool
+  saved_step: int | None = None
+
+  @property
+  def restored_step(self) -> int | None:
+    """Step of the checkpoint that the run goes on from; None if it is new."""
+    return self.step if self.resumed else None
 
 
 def start(
@@ -105,8 +115,13 @@ def start(
   init_state: Callable[[], Any],
   model_module: Any,
   fingerprints: Mapping[str, str],
+  local: local_tier.Tier | None = None,
+  *,
+  from_local: bool = True,
 ) -> Start:
   """Loads or makes the state to start with; see the module for the order.
+
+  From then on, older checkpoints of the hosts after this step are invalid.
 
   Args:
     options: keys of the config.
@@ -116,12 +131,38 @@ def start(
     init_state: makes the state of step 0; traceable.
     model_module: module whose `from_published`, if any, converts parameters.
     fingerprints: of the files that input is made with.
+    local: the hosts' own checkpoints; None for none.
+    from_local: whether the run may start from them. A rollback may not: what it
+      skips must not depend on them.
 
   Raises:
     ConfigError: the config or one of these files changed, or a state does not
       fit the model.
     CheckpointError: the workdir's checkpoints are damaged or unreadable.
   """
+
+  start = _find(
+    *(options, workdir, config, state_spec, init_state, model_module),
+    *(fingerprints, local if from_local else None),
+  )
+  if local is not None:
+    local.begin(start.step, start.saved_step)
+  elif jax.process_index() == 0:
+    local_tier.forget(workdir)
+  return start
+
+
+def _find(
+  options: StartOptions,
+  workdir: str,
+  config: Mapping[str, Any],
+  state_spec: Any,
+  init_state: Callable[[], Any],
+  model_module: Any,
+  fingerprints: Mapping[str, str],
+  local: local_tier.Tier | None,
+) -> Start:
+  """`start`, without the hosts' record."""
 
   def check_origin(host: HostState) -> None:
     if host.config is not None:
@@ -135,11 +176,20 @@ def start(
     with contextlib.suppress(DamagedError):
       manifest = folders.read_manifest(folders.find(workdir, newest))
       check_origin(manifest.host_state)
+  checkpoint = local.restore(newest, state_spec) if local else None
+  if checkpoint:
+    state, manifest = checkpoint
+    check_origin(manifest.host_state)
+    restore.clean(workdir, peers_lib.Peers())
+    step = manifest.step
+    how = f"resumed from step {step} of this workdir, on the hosts"
+    return Start(state, manifest.host_state, step, how, True, newest)
   checkpoint = restore.resume(workdir, state_spec, fallback=options.fallback)
   if checkpoint:
     state, manifest = checkpoint
-    how = f"resumed from step {manifest.step} of this workdir"
-    return Start(state, manifest.host_state, manifest.step, how, True)
+    step = manifest.step
+    how = f"resumed from step {step} of this workdir"
+    return Start(state, manifest.host_state, step, how, True, step)
 
   if options.resume:
     state, manifest = warm_start.load_state(options.resume, state_spec)

@@ -23,6 +23,19 @@ def is_full(error: BaseException | None) -> bool:
   return False
 
 
+def reason(error: BaseException, path: str) -> str:
+  """Returns why a write failed: file and error, and the free bytes.
+
+  Args:
+    error: error of a write.
+    path: see `room`.
+  """
+  text = str(error) or type(error).__name__
+  if isinstance(error, OSError) and error.filename:
+    text = f"{error.filename}: {error.strerror}"
+  return text + room(error, path)
+
+
 def room(error: BaseException, path: str) -> str:
   """Returns " (/path has 4,096 of 1,048,576 bytes free)" if a disk is full.
 

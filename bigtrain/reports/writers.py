@@ -61,14 +61,14 @@ class Writers:
   def __init__(
     self,
     workdir: str,
-    *,
     restored_step: int | None = None,
     process_index: int = 0,
+    console: Console | None = None,
+    *,
     tensorboard: bool = True,
     wandb: Mapping[str, Any] | None = None,
     mlflow: Mapping[str, Any] | None = None,
     trackio: Mapping[str, Any] | None = None,
-    console: Console | None = None,
   ):
     """Opens metrics.jsonl and removes rows that the run will write again.
 
@@ -77,11 +77,11 @@ class Writers:
       restored_step: step of the restored state; rows up to it are kept. None
         if the run starts from scratch.
       process_index: index of this process.
+      console: shows the rows; closed by `close`.
       tensorboard: whether to write events to workdir/tensorboard.
       wandb: keyword arguments of `wandb.init`; None for no W&B.
       mlflow: options of `trackers.Mlflow`; None for no MLflow.
       trackio: keyword arguments of `trackio.init`; None for no trackio.
-      console: shows the rows; closed by `close`.
 
     Raises:
       ConfigError: a logger is not installed, or has unknown options.

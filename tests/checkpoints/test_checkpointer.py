@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from saved_states import like, make_state, path_of, same, save
 
+from bigtrain import lengths as lengths_lib
 from bigtrain import settings
 from bigtrain.checkpoints import checkpointer, folders, restore
 from bigtrain.checkpoints.host_state import HostState
@@ -88,15 +89,25 @@ def test_keeps_the_newest_and_every_nth_checkpoint(workdir):
       checkpointer.Checkpointer(workdir, keep=keep)
 
 
+def options(config, keep_ckpt=None, local_ckpt=None):
+  """The options of a run with these lengths."""
+  units = lengths_lib.Units(8)
+  lengths = lengths_lib.Lengths(
+    units, 100, 100, 10, 50, keep_ckpt, local_ckpt, False
+  )
+  return checkpointer.read_options(config, lengths, "/w")
+
+
 def test_options_are_read_from_the_config():
   config = settings.Config({"keep_ckpts": 3})
-  assert checkpointer.read_options(config, 10) == {
+  assert options(config, keep_ckpt=10) == {
     "keep": 3,
     "keep_every_steps": 10,
+    "local": None,
     "config_digest": settings.digest({"keep_ckpts": 3}),
   }
   with pytest.raises(ConfigError, match=r"config\.keep_ckpts.*at least 0"):
-    checkpointer.read_options(settings.Config({"keep_ckpts": -1}), None)
+    options(settings.Config({"keep_ckpts": -1}))
 
 
 def test_a_second_save_of_a_step_replaces_the_first(workdir):
@@ -172,10 +183,16 @@ def test_keep_0_saves_nothing(workdir):
 
 @pytest.mark.parametrize(
   "changes",
-  [{"keep_ckpt_steps": 5}, {"save_at_start": True}, {"nonfinite": "rollback"}],
+  [
+    {"keep_ckpt_steps": 5},
+    {"local_ckpt_steps": 5},
+    {"save_at_start": True},
+    {"nonfinite": "rollback"},
+  ],
 )
 def test_keys_that_need_checkpoints_are_refused_without_them(changes):
   config = settings.Config({"keep_ckpts": 0, **changes})
   (key,) = changes
+  lengths = {k: v for k, v in changes.items() if k.endswith("_steps")}
   with pytest.raises(ConfigError, match=key.split("_")[0]):
-    checkpointer.read_options(config, changes.get("keep_ckpt_steps"))
+    options(config, **{k.removesuffix("_steps"): v for k, v in lengths.items()})

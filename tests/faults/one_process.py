@@ -40,6 +40,31 @@ class Do:
       os.kill(os.getpid(), signals[self._what])
 
 
+class KillWhenSaved:
+  """A hook that kills one process when all have a certain local checkpoint.
+
+  Args:
+    process: index of the process.
+    step: step before which it waits, and is killed.
+    saved: step of the local checkpoint.
+    folder: config.local_ckpt_dir.
+  """
+
+  def __init__(self, process, step, saved, folder):
+    self._here = process == jax.process_index()
+    self._step = step
+    self._paths = pathlib.Path(folder), f"*/*/{saved:08d}-*[!.tmp]"
+
+  def before_step(self, step):
+    """Waits, and kills."""
+    if not self._here or step != self._step:
+      return
+    folder, pattern = self._paths
+    while len([*folder.glob(pattern)]) < jax.process_count():
+      time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Evaluator:
   """Takes five seconds for a hundred batches; its only metric is the step."""
 

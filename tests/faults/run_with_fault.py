@@ -11,6 +11,7 @@ hold POINT N FLAG   the N-th time, creates FLAG and waits for FLAG.go
 slow POINT SECS FLAG   sleeps there every time, and adds a line to FLAG
 hang PHASE       never returns from making the data ("start") or compiling
 limit N [BYTES]  limits the size of files from the N-th save on: a full disk
+reads FILE       adds the bytes of arrays that are read from a workdir to FILE
 logger PROBLEM   W&B is installed, but its first call "fails" or "hangs"
 unprivileged     as a user without root's rights
 """
@@ -32,7 +33,7 @@ import types
 import jax
 
 from bigtrain import command, main
-from bigtrain.checkpoints import checkpointer, commit
+from bigtrain.checkpoints import checkpointer, commit, integrity
 from bigtrain.inputs import sources
 from bigtrain.reports import writers
 from faults import waiting
@@ -116,6 +117,18 @@ def hang(phase):
 
 def limit(number, num_bytes=_CUT_AT_BYTES):
   _at("begin", number, lambda: _limit_files(int(num_bytes)))
+
+
+def reads(path):
+  read = integrity._read
+
+  def counted(*args):
+    for part, value in read(*args):
+      with open(path, "a") as file:
+        file.write(f"{value.nbytes}\n")
+      yield part, value
+
+  integrity._read = counted
 
 
 def logger(problem):

@@ -3,9 +3,12 @@
   make soak ARGS="--kills=100 --seed=0 --model=vit --devices=4 --replica=2"
 
 Steps whose loss is high are skipped as spikes, and hooks compare replicas and
-compute steps twice. Exits with code 0 if the killed run has the same bits as
-the undisturbed one in its last checkpoint and its rows. Prints the moment of
-each kill; keeps the folder if the runs differ.
+compute steps twice. With --local=N the killed run also saves on its host, every
+N steps; after some kills these files are removed or damaged.
+
+Exits with code 0 if the killed run has the same bits as the undisturbed one in
+its last checkpoint and its rows. Prints the moment of each kill; keeps the
+folder if the runs differ.
 """
 
 import argparse
@@ -24,6 +27,8 @@ from faults import program as program_lib
 # Average number of steps between two kills. Every other step saves, so a
 # large part of the kills hits a save.
 _STEPS_PER_KILL = 12
+# With local checkpoints, those of the workdir are rarer.
+_LOCAL_CKPT_STEPS = 20
 # More steps at the end, and the duration of a step, so that the run does not
 # end before its last kill.
 _MORE_STEPS = 100
@@ -57,6 +62,23 @@ def _wait(process, workdir, last, rng):
   return f"{secs:.3f} s {moment}"
 
 
+def _harm(hosts, rng):
+  """Removes or damages the local checkpoints, or not; returns what it did."""
+  data = sorted(hosts.glob("*/*/*/data"))
+  steps = [int(path.parent.name[:8]) for path in data]
+  what = rng.choice(["kept", "kept", "removed", "damaged"]) if data else "none"
+  if what == "removed":
+    shutil.rmtree(hosts)
+  elif what == "damaged":
+    with open(data[-1], "r+b") as file:
+      place = rng.randrange(data[-1].stat().st_size)
+      file.seek(place)
+      byte = file.read(1)[0]
+      file.seek(place)
+      file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+  return f"; on the host {steps}, {what}"
+
+
 # A low limit, so that some steps are skipped.
 _SPIKES = dict(z=1.5, window=10, policy="skip", most=10**6)
 _CHECKS = dict(
@@ -74,6 +96,7 @@ def soak(
   model="net",
   devices=1,
   replica=1,
+  local=0,
   report=print,
 ):
   """Raises AssertionError if the kills changed the result.
@@ -87,6 +110,7 @@ def soak(
     model: model of the tiny config.
     devices: number of simulated devices.
     replica: number of replicas in the mesh.
+    local: number of steps between local checkpoints; 0 for none.
     report: called with a line about each kill.
   """
   rng = random.Random(seed)
@@ -97,9 +121,14 @@ def soak(
   hooks = f"hooks={pace | _CHECKS}"
   options = dict(model=model, devices=devices)
   same = (length, f"spikes={_SPIKES}", f"mesh={dict(replica=replica)}")
+  hosts = folder / "hosts"
+  saves = []
+  if local:
+    saves = [f"local_ckpt_steps={local}", f"local_ckpt_dir={hosts}"]
+    saves.append(f"ckpt_steps={_LOCAL_CKPT_STEPS}")
   program.run(quiet, *same, f"ckpt_steps={total}", **options)
   for number in range(1, kills + 1):
-    process = program.start(killed, *same, hooks, **options)
+    process = program.start(killed, *same, *saves, hooks, **options)
     moment = _wait(process, killed, _STEPS_PER_KILL * number, rng)
     assert not process.ended(), f"it ended by itself:\n{process.text()}"
     process.kill()
@@ -110,10 +139,12 @@ def soak(
     report(
       f"kill {number} of {kills}: {moment}; checkpoints "
       f"{[*listing.checkpoints]}, leftovers "
-      f"{[os.path.basename(path) for path in listing.leftovers]}",
+      f"{[os.path.basename(path) for path in listing.leftovers]}"
+      f"{_harm(hosts, rng) if local else ''}",
       flush=True,
     )
-  program.run(killed, *same, **options)
+  program.run(killed, *same, *saves, **options)
+  assert not local or not [*hosts.iterdir()]
   program_lib.assert_same_run(killed, quiet, total)
   assert rows_lib.read_rows(str(killed))[-1]["spike_steps"] > 0
 
@@ -125,6 +156,7 @@ def _main():
   parser.add_argument("--model", default="net", choices=("net", "vit"))
   parser.add_argument("--devices", type=int, default=1)
   parser.add_argument("--replica", type=int, default=1)
+  parser.add_argument("--local", type=int, default=0)
   options = parser.parse_args()
   folder = pathlib.Path(tempfile.mkdtemp(prefix="soak-"))
   program_lib.write_data(folder / "data")

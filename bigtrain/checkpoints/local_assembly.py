@@ -1,0 +1,162 @@
+"""Puts a state together from the shards that are on the hosts of a job."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from bigtrain import trees
+from bigtrain.checkpoints import local_files, restore, transfers
+from bigtrain.checkpoints import manifest as manifest_lib
+from bigtrain.checkpoints import peers as peers_lib
+from bigtrain.checkpoints.local_files import Key, Part, Saved
+from bigtrain.checkpoints.manifest import DamagedError, Manifest
+
+
+class Assembly:
+  """Puts the state of a step together from the processes' shards.
+
+  All processes call `run`, also those that have no shards of this step.
+  """
+
+  def __init__(
+    self, peers: peers_lib.Peers, first: int, saved: Saved | None, like: Any
+  ):
+    """Nothing is read yet.
+
+    Args:
+      peers: all processes.
+      first: the first process that has shards of the step.
+      saved: the shards of this process, if it has some.
+      like: see local_tier.Tier.restore.
+    """
+    self._peers = peers
+    self._first = first
+    self._saved = saved
+    self._like = like
+    self._specs = dict(trees.flatten_with_names(like))
+    self._values: dict[Key, np.ndarray] = {}
+
+  def run(self) -> tuple[Any, Manifest] | None:
+    """Returns (state, manifest) on all processes, or None on all of them."""
+    is_first = self._saved is not None and self._peers.index == self._first
+    text = self._saved.manifest_text if is_first and self._saved else ""
+    text = self._peers.share(text)[self._first]
+    try:
+      manifest = manifest_lib.from_json(text, "the local checkpoint")
+      restore.check_fits("the local checkpoint", manifest, self._specs)
+    except (DamagedError, restore.MismatchError) as e:
+      logging.warning("%s", e)
+      return None
+    needed = {
+      key: devices
+      for name, spec in self._specs.items()
+      for key, devices in _needed(name, spec).items()
+    }
+    self._values = dict(self._read(manifest, needed))
+    if not self._exchange(
+      manifest, [k for k in needed if k not in self._values]
+    ):
+      return None
+    state = trees.map_with_names(
+      lambda name, spec: self._on_devices(name, spec), self._like
+    )
+    return state, manifest
+
+  def _read(
+    self, manifest: Manifest, keys: Iterable[Key]
+  ) -> Iterable[tuple[Key, np.ndarray]]:
+    """The shards that this process has, intact."""
+    if self._saved is None:
+      return ()
+    return local_files.read(self._saved, manifest, keys)
+
+  def _exchange(self, manifest: Manifest, missing: list[Key]) -> bool:
+    """Gets the missing shards from other processes; whether all have theirs."""
+    asked = self._peers.share(missing)
+    wanted = {local_files.key_of(*key) for keys in asked for key in keys}
+    if not wanted:
+      return True
+    unread = [key for key in wanted if key not in self._values]
+    intact = {key for key, _ in self._read(manifest, unread)}
+    intact |= wanted & self._values.keys()
+    server, offer = None, []
+    if self._saved is not None and intact:
+      server = transfers.Server(self._saved.data, self._peers.token)
+      offer = [[key, list(self._saved.parts[key])] for key in sorted(intact)]
+    try:
+      offers = self._peers.share(
+        {"address": server and server.address, "parts": offer}
+      )
+      sources: dict[Key, list[tuple[int, Part]]] = {}
+      for process, each in enumerate(offers):
+        for key, part in each["parts"]:
+          part = Part(*part)
+          sources.setdefault(local_files.key_of(*key), []).append(
+            (process, part)
+          )
+      if wanted - sources.keys():
+        return False
+      error = self._fetch(manifest, missing, sources, offers)
+      errors = self._peers.share(error)
+    finally:
+      if server is not None:
+        server.close()
+    for process, message in enumerate(errors):
+      if message:
+        logging.warning("Process %d: %s", process, message)
+    return not any(errors)
+
+  def _fetch(
+    self,
+    manifest: Manifest,
+    missing: Sequence[Key],
+    sources: Mapping[Key, Sequence[tuple[int, Part]]],
+    offers: Sequence[Mapping[str, Any]],
+  ) -> str:
+    """Gets the missing shards; returns an error message, or ""."""
+    by_process: dict[int, list[tuple[Key, Part]]] = {}
+    for key in missing:
+      # Different processes ask different ones first.
+      process, part = sources[key][self._peers.index % len(sources[key])]
+      by_process.setdefault(process, []).append((key, part))
+    try:
+      for process, parts in by_process.items():
+        targets = [local_files.empty(key, manifest) for key, _ in parts]
+        transfers.fetch(
+          offers[process]["address"],
+          self._peers.token,
+          [(part.offset, part.num_bytes) for _, part in parts],
+          targets,
+        )
+        for (key, part), value in zip(parts, targets):
+          if not local_files.is_intact(key, value, part.sums, manifest):
+            return f"array {key[0]!r} of process {process} is damaged."
+          self._values[key] = value
+    except OSError as e:
+      return f"shards of process {process} cannot be received: {e}"
+    if missing:
+      logging.info("Received %d shards from other processes.", len(missing))
+    return ""
+
+  def _on_devices(self, name: str, spec: Any) -> jax.Array:
+    shards = []
+    for key, devices in _needed(name, spec).items():
+      value = self._values.pop(key)
+      shards += jax.device_put([value] * len(devices), devices)
+    return jax.make_array_from_single_device_arrays(
+      tuple(spec.shape), spec.sharding, shards, dtype=spec.dtype
+    )
+
+
+def _needed(name: str, spec: Any) -> dict[Key, list[Any]]:
+  """{shard: devices of this process that hold it}."""
+  shape = tuple(spec.shape)
+  result: dict[Key, list[Any]] = {}
+  indices = spec.sharding.addressable_devices_indices_map(shape)
+  for device, index in indices.items():
+    key = name, local_files.bounds(index, shape)
+    result.setdefault(key, []).append(device)
+  return result
