@@ -70,12 +70,15 @@ def picture_run(tmp_path_factory):
 
 @pytest.fixture
 def traces_cudnn(monkeypatch):
-  """Lets cuDNN's attention be traced without a GPU."""
+  """Lets cuDNN's attention be traced without a GPU, as for an H100."""
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-  # Only these checks need a GPU and its cuDNN for tracing.
-  monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 92000)
-  monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
-  monkeypatch.setattr(
-    cudnn, "is_cuda_compute_capability_equal", lambda _: False
-  )
+  from bigtrain.sharding import absent
+
+  for name in (
+    "check_cudnn_version",
+    "check_compute_capability",
+    "is_cuda_compute_capability_equal",
+  ):  # Restored after the test.
+    monkeypatch.setattr(cudnn, name, getattr(cudnn, name))
+  absent.tell_cudnn(absent.GPUS["h100"].read_text())

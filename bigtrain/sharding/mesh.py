@@ -11,8 +11,6 @@ send the most, so they are neighbours; then come `sequence` and `fsdp`.
 
 import collections
 import math
-import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,20 +20,10 @@ from absl import logging
 from jax.sharding import Mesh
 
 from bigtrain.settings import Config, ConfigError, check_kwargs
+from bigtrain.sharding import absent
 
 BATCH_AXES = ("replica", "fsdp")
 AXES = (*BATCH_AXES, "sequence", "tensor")
-
-# Chips of a TPU host: at least this number.
-_CHIPS_OF_HOST = 4
-
-# For libtpu without TPUs: it neither searches for them nor locks them, so that
-# several processes may compile at once.
-_NO_TPU = {
-  "TPU_SKIP_MDS_QUERY": "1",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 
 def make_mesh(
@@ -153,40 +141,18 @@ def _nearest(sizes: dict[str, int], num_devices: int) -> str:
 def from_config(config: Config) -> Mesh:
   """The mesh that config.mesh describes; see `make_mesh`.
 
-  If config.compile_only names a TPU topology, such as "v5p:2x2x2", the mesh
-  consists of those devices and not of this machine's.
+  If config.compile_only names absent devices, such as "v5p:2x2x2" or
+  "h100:8x8", the mesh consists of them and not of this machine's.
 
   Raises:
     ConfigError: the sizes do not fit the devices.
   """
   options = config.kwargs("mesh")
   check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
-  absent = config.get("compile_only", False)
-  if isinstance(absent, str):
-    options["devices"] = _absent_tpus(absent)
+  topology = config.get("compile_only", False)
+  if isinstance(topology, str):
+    options["devices"] = absent.devices(topology)
   return make_mesh(**options)
-
-
-def _absent_tpus(topology: str) -> Sequence[Any]:
-  """Devices of a TPU topology, to compile for on a machine without TPUs."""
-  from jax.experimental import topologies
-
-  for name, value in _NO_TPU.items():
-    os.environ.setdefault(name, value)
-  # A topology names whole hosts unless it comes with the size of a host.
-  sizes = [int(n) for n in re.findall(r"\d+", topology.partition(":")[2])]
-  part = {"chips_per_host_bounds": [*sizes, 1, 1][:3]}
-  try:
-    return topologies.get_topology_desc(
-      platform="tpu",
-      topology_name=topology,
-      **(part if np.prod(sizes) < _CHIPS_OF_HOST else {}),
-    ).devices
-  except Exception as e:  # The plugin may raise anything.
-    raise ConfigError(
-      f"config.compile_only={topology!r}: needs the package libtpu and a "
-      f"topology such as 'v5p:2x2x2' ({' '.join(str(e).split())})."
-    ) from e
 
 
 def _server(device: Any) -> Any:

@@ -1,13 +1,10 @@
 """The mesh: sizes, the order of devices, and absent devices."""
 
-import os
-
 import jax
 import pytest
-from jax.experimental import topologies
 
 from bigtrain import sharding
-from bigtrain.settings import Config, ConfigError
+from bigtrain.settings import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -59,30 +56,6 @@ def test_mesh_of_given_devices():
 def test_mesh_rejects_sizes_that_do_not_fit(sizes, message):
   with pytest.raises(ConfigError, match=message):
     sharding.make_mesh(**sizes)
-
-
-@pytest.mark.parametrize(
-  "topology, part",
-  [("v5e:4x4", None), ("v5p:2x2x1", None), ("v5e:1x1", [1, 1, 1])],
-)
-def test_absent_tpus_may_be_a_part_of_a_host(topology, part, monkeypatch):
-  asked = {}
-
-  class Described:
-    devices = jax.devices()[:2]
-
-  def describe(**options):
-    asked.update(options)
-    return Described
-
-  monkeypatch.setattr(topologies, "get_topology_desc", describe)
-  # libtpu's variables stay out of the other tests.
-  monkeypatch.setattr(os, "environ", {})
-  config = Config({"compile_only": topology, "mesh": {}})
-  assert sharding.from_config(config).size == 2
-  assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
-  assert asked["topology_name"] == topology
-  assert asked.get("chips_per_host_bounds") == part
 
 
 def test_devices_of_a_tensor_group_are_neighbours():

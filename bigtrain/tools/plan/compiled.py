@@ -11,7 +11,7 @@ from typing import Any
 from bigtrain.cluster import process
 from bigtrain.reports import record
 from bigtrain.settings import ConfigError
-from bigtrain.tools.plan import collectives, cycles, hardware
+from bigtrain.tools.plan import collectives, cycles, hardware, products
 
 # Name of XLA's dump of the partitioned program.
 _PARTITIONED = re.compile(r"\.after_(\w+-)?spmd-partitioning\..*txt$")
@@ -33,7 +33,7 @@ def compile_update(
     mesh: numbers of devices and examples.
     changes: changes of the config.
     target: the planned devices.
-    topology: their compiler's name of the slice; None for simulated CPUs.
+    topology: their name, see hardware.topology; None for simulated CPUs.
   """
   devices = mesh["devices"]
   with tempfile.TemporaryDirectory() as folder:
@@ -74,15 +74,18 @@ def compile_update(
       with open(os.path.join(folder, "update.hlo.txt")) as file:
         text = file.read()
   started = written["starts"][-1]
+  compiler = ("tpu" if target.chips else "gpu") if topology else "cpu"
+  by_products = compiler == "gpu" and products.read(text)
   return {
     **started["footprint"],
     "memory": _memory(started, needed),
     "model_flops": started["model_flops_per_step"],
     "collectives": collectives.to_json(program.collectives),
     "unknown_loops": program.unknown_loops,
-    "cycles": _cycles(text, target) if topology else None,
+    "cycles": _cycles(text, target) if compiler == "tpu" else None,
+    "products": by_products._asdict() if by_products else None,
     "figures": "compiled" if needed is None else "too large",
-    "compiler": "tpu" if topology else "cpu",
+    "compiler": compiler,
   }
 
 

@@ -1,6 +1,7 @@
 """Estimates the time of a step from the FLOPs and traffic of a program.
 
-  compute    = executed FLOPs / (devices * peak * efficiency)
+  compute    = executed FLOPs / (devices * peak * efficiency); the FLOPs of the
+               products that a GPU's compiler made, if they are more
   network    = sum over collectives of hardware.seconds
   step       = the larger of both, with perfect overlap, or
                their sum, without overlap
@@ -40,8 +41,8 @@ def row(
 
   Args:
     facts: figures of the program: from footprint.measure, and also memory,
-      model_flops, collectives, cycles, compiler, devices, replica, fsdp,
-      batch_size and microbatches.
+      model_flops, collectives, cycles, products, compiler, devices, replica,
+      fsdp, batch_size and microbatches.
     config: config of the run, with the model's dtype.
     hardware: an entry of hardware.TABLE.
     efficiency: fraction of the peak that matrix products reach.
@@ -54,14 +55,16 @@ def row(
     compiler_secs: time of a step by the compiler's cycles, without kernels, see
       cycles.py; None without cycles;
     compiler_mfu: MFU of a step of that time, or None;
+    product_flops: FLOPs of the products in the program of a GPU, without those
+      of attention kernels, see products.py; None without them;
     sent_bytes: {kind: bytes that each device sends per step};
     formula: the same by the formulae above;
     secs: {"compute", "link", "network", "overlapped", "in_turn"};
     examples_per_sec, tokens_per_sec, mfu: with perfect overlap.
   """
   devices = facts["devices"]
-  # By the compiler of the accelerator, if that ran.
-  by_peak = facts["compiler"] != "cpu"
+  # The TPU's compiler places each buffer; others only add them up.
+  by_peak = facts["compiler"] == "tpu"
   peak_bytes = device_memory.needed_bytes(facts["memory"], by_peak)
   sent = dict.fromkeys(collectives.KINDS, 0.0)
   link = network = communication = 0.0
@@ -72,7 +75,10 @@ def row(
     network += time.network_secs
     communication += time.secs
   peak = devices * hardware.peak_flops
-  compute = facts["executed_flops"] / (peak * efficiency)
+  products = facts.get("products")
+  product_flops = products and products["flops"] * devices
+  executed_flops = max(facts["executed_flops"], product_flops or 0)
+  compute = executed_flops / (peak * efficiency)
   step = max(compute, communication)
   examples_per_sec = facts["batch_size"] / step
   tokens = facts["tokens_per_example"]
@@ -84,6 +90,7 @@ def row(
     "compiler_secs": compiler_secs,
     "compiler_mfu": compiler_secs
     and facts["model_flops"] / (peak * compiler_secs),
+    "product_flops": product_flops,
     "fits": peak_bytes <= hardware.memory_bytes,
     "memory_fraction": peak_bytes / hardware.memory_bytes,
     "sent_bytes": sent,
@@ -196,7 +203,9 @@ def extrapolate(
     **compiled,
     **mesh,
     "figures": f"from {compiled['devices']:,}",
-    "cycles": None,  # Of the compiled program only.
+    # Of the compiled program only.
+    "cycles": None,
+    "products": None,
     "state_bytes": state,
     "memory": memory,
     "batch_bytes": compiled["batch_bytes"]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from bigtrain.reports import flops
 from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.sharding import absent
 from bigtrain.tools.plan.collectives import Collective
 
 _GIB = 2**30
@@ -121,22 +122,25 @@ def find(name: str) -> Hardware:
   return TABLE[name]
 
 
-def topology(name: str, devices: int) -> str:
-  """Returns libtpu's name of a slice, such as "v5p:4x4x4".
+def topology(name: str, devices: int, compiler: str = "tpu") -> str:
+  """Returns the name of absent devices for config.compile_only.
 
   Args:
     name: a key of TABLE.
-    devices: number of chips in the slice.
+    devices: number of devices.
+    compiler: "tpu", for a slice such as "v5p:4x4x4", or "gpu", for servers of
+      GPUs such as "h100:8x8".
 
   Raises:
-    ConfigError: the hardware is not a TPU, or has no slice of that size.
+    ConfigError: the compiler has no such hardware, or not of that size.
   """
   target = find(name)
+  if compiler == "gpu":
+    return _servers(name, target, devices)
   if target.chips is None:
-    tpus = [n for n, h in TABLE.items() if h.chips]
     raise ConfigError(
       f"--compiler=tpu: --hardware={name} is not a TPU; expected one of "
-      f"{', '.join(tpus)}."
+      f"{', '.join(n for n, h in TABLE.items() if h.chips)}."
     )
   if devices > target.domain or devices & (devices - 1):
     raise ConfigError(
@@ -148,6 +152,22 @@ def topology(name: str, devices: int) -> str:
     sizes[sizes.index(min(sizes))] *= 2
     devices //= 2
   return f"{target.chips}:{'x'.join(map(str, sorted(sizes)))}"
+
+
+def _servers(name: str, target: Hardware, devices: int) -> str:
+  """The name of GPUs in servers."""
+  if name not in absent.GPUS:
+    raise ConfigError(
+      f"--compiler=gpu: --hardware={name} has no description for XLA's GPU "
+      f"compiler; expected one of {', '.join(absent.GPUS)}."
+    )
+  of_server = min(devices, target.domain)
+  if devices % of_server:
+    raise ConfigError(
+      f"--compiler=gpu: --devices={devices}: expected whole servers of "
+      f"{target.domain} {name}."
+    )
+  return f"{name}:{devices // of_server}x{of_server}"
 
 
 class Seconds(NamedTuple):

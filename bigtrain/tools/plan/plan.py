@@ -64,7 +64,7 @@ def plan(
     num_examples: number of examples per epoch.
     compile_up_to: largest number of devices to compile for; figures for more
       devices are extrapolated.
-    compiler: "cpu", or "tpu" for the compiler of the planned TPUs.
+    compiler: "cpu", or "tpu" or "gpu" for the compiler of the planned devices.
     efficiency: fraction of the peak that matrix products reach.
 
   Returns:
@@ -100,8 +100,8 @@ def plan(
       f"microbatches={mesh['microbatches']}",
     ]
     slice_name = None
-    if compiler == "tpu":
-      slice_name = hardware.topology(hardware_name, mesh["devices"])
+    if compiler != "cpu":
+      slice_name = hardware.topology(hardware_name, mesh["devices"], compiler)
     facts = compiled_lib.compile_update(
       config, mesh, [*common, *sizes], target, slice_name
     )
@@ -281,11 +281,11 @@ def _parser() -> arguments.Parser:
   )
   add(
     "--compiler",
-    choices=("cpu", "tpu"),
+    choices=("cpu", "tpu", "gpu"),
     default="cpu",
-    help="tpu: the compiler of --hardware=tpu_..., from the package libtpu, "
-    "which needs no TPU; it takes minutes and gives the real memory (default: "
-    "%(default)s)",
+    help="tpu, gpu: the compiler of --hardware, from the package libtpu or "
+    "jax's CUDA plugin, which need no devices; it takes minutes and gives the "
+    "real memory (default: %(default)s)",
   )
   add(
     "--efficiency",

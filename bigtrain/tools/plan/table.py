@@ -59,6 +59,9 @@ def text(
   add(
     "PFLOP per step, executed", lambda r: f"{r['executed_flops'] / 1e15:,.4g}"
   )
+  if any(row["products"] for row in rows):
+    add("PFLOP per step, products as compiled", _products)
+    add("  runs of attention kernels, not counted", _attention)
   add("seconds per step", lambda r: "")
   add(f"  compute, {efficiency:.0%} of peak", _secs("compute"))
   add("  links within a domain", _secs("link"))
@@ -102,7 +105,12 @@ def _notes(hardware: hardware_lib.Hardware, rows: Sequence[_Row]) -> list[str]:
       "The compiler's cycles leave out kernels (Pallas). Transfers take their "
       "bytes at the bandwidth above."
     )
-  if not any(row["compiler"] == "tpu" for row in rows):
+  if any(row["products"] for row in rows):
+    notes.append(
+      "The GPU's compiler estimates no times: the seconds are those of the "
+      "executed FLOPs, or of its products if they are more."
+    )
+  if all(row["compiler"] == "cpu" for row in rows):
     notes.append(
       "Temporary memory is planned by XLA's CPU compiler; compilers for "
       "accelerators plan it differently."
@@ -157,6 +165,16 @@ def _cycles(name: str) -> Callable[[_Row], str]:
 
 def _kernels(row: _Row) -> str:
   return f"{sum(row['cycles']['kernels'].values()):,}" if row["cycles"] else "-"
+
+
+def _products(row: _Row) -> str:
+  flops = row["product_flops"]
+  return f"{flops / 1e15:,.4g}" if flops else "-"
+
+
+def _attention(row: _Row) -> str:
+  products = row["products"]
+  return f"{sum(products['kernels'].values()):,}" if products else "-"
 
 
 def _compiler_mfu(row: _Row) -> str:

@@ -35,6 +35,7 @@ def test_a_program_that_does_not_fit_is_a_row_with_its_size():
     collectives=[],
     unknown_loops=0,
     cycles=None,
+    products=None,
     figures="too large",
     compiler="tpu",
     devices=16,

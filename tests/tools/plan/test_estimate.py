@@ -43,6 +43,7 @@ def facts(devices, fsdp, **changes):
       figures="compiled",
       compiler="cpu",
       cycles=None,
+      products=None,
     )
     | changes
   )
@@ -108,3 +109,21 @@ def test_seconds_and_memory_of_the_compiler():
   assert row["peak_bytes"] == 12_064 / 16 + 300
   # The cycles of a program are those of its own mesh.
   assert estimate.extrapolate(row, facts(64, 16))["cycles"] is None
+
+
+def test_products_that_became_dense_take_longer():
+  config = {"model": {"dtype": "bfloat16"}}
+  products = dict(flops=8e12, kernels={}, unknown_loops=0)
+  row = estimate.row(
+    facts(32, 16, products=products, compiler="gpu"), config, H100, 0.5
+  )
+  assert row["product_flops"] == 32 * 8e12
+  assert row["secs"]["compute"] == pytest.approx(8e12 / (989.4e12 * 0.5))
+  # Attention kernels are not in the products, so they may also be fewer.
+  products["flops"] = 6e9
+  row = estimate.row(
+    facts(32, 16, products=products, compiler="gpu"), config, H100, 0.5
+  )
+  assert row["secs"]["compute"] == pytest.approx(8e9 / (989.4e12 * 0.5))
+  # Temporary memory is allocated at once, whatever the peak.
+  assert row["peak_bytes"] == 12_064 / 16 + 500

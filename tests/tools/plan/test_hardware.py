@@ -15,6 +15,15 @@ def test_names_of_tpu_slices():
       hardware.topology("tpu_v6e", number)
 
 
+def test_names_of_gpu_servers():
+  assert hardware.topology("h100", 4, "gpu") == "h100:1x4"
+  assert hardware.topology("h100", 64, "gpu") == "h100:8x8"
+  with pytest.raises(ConfigError, match="whole servers of 8 h100"):
+    hardware.topology("h100", 12, "gpu")
+  with pytest.raises(ConfigError, match="=a100 has no .* expected one of h"):
+    hardware.topology("a100", 8, "gpu")
+
+
 def test_every_device_has_a_peak():
   for name, one in hardware.TABLE.items():
     assert one.peak_flops > 1e14, name

@@ -143,6 +143,7 @@ def test_the_table_and_json(rows, capsys, monkeypatch):
     ),
     (["--features=image"], "argument --features: 'image': expected NAME"),
     (["--compiler=tpu"], "--hardware=h100 is not a TPU"),
+    (["--compiler=gpu", "--hardware=tpu_v5e"], "expected one of h100"),
     (["--devices=8", "--compile_up_to=4"], "cannot be extrapolated from 4"),
   ],
 )

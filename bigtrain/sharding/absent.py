@@ -1,0 +1,139 @@
+"""Devices that are absent: the compiler's descriptions of TPUs and GPUs.
+
+config.compile_only names them. XLA's compilers for TPUs (package libtpu) and
+for NVIDIA's GPUs (jax's CUDA plugin) run on any machine and need no device.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.settings import ConfigError
+
+# GPUs with a description: name in config.compile_only -> file.
+GPUS = {
+  path.stem: path for path in pathlib.Path(__file__).parent.glob("*.txtpb")
+}
+_GPU = re.compile(r"(\w+):(\d+)x(\d+)$")
+
+# Chips of a TPU host: at least this number.
+_CHIPS_OF_HOST = 4
+
+# For libtpu without TPUs: it neither searches for them nor locks them, so that
+# several processes may compile at once.
+_NO_TPU = {
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def devices(topology: str) -> Sequence[Any]:
+  """Returns devices to compile for on a machine without them.
+
+  Args:
+    topology: name of a TPU slice, such as "v5p:2x2x2", or of GPUs as servers x
+      GPUs of a server, such as "h100:8x8".
+
+  Raises:
+    ConfigError: the compiler is not installed, or there is no such topology.
+  """
+  gpus = _GPU.match(topology)
+  if gpus and gpus[1] in GPUS:
+    return _gpus(topology, GPUS[gpus[1]].read_text(), *gpus.group(2, 3))
+  return _tpus(topology)
+
+
+def _gpus(
+  topology: str, description: str, servers: str, of_server: str
+) -> Sequence[Any]:
+  """Servers with GPUs of a description."""
+  from jax.experimental import topologies
+
+  if not _has_cuda_plugin():
+    raise ConfigError(
+      f"config.compile_only={topology!r}: needs jax's CUDA plugin, as "
+      "`make install EXTRAS=cuda` or `pip install 'bigtrain[cuda]'` install it."
+    )
+  try:
+    found = topologies.get_topology_desc(
+      platform="cuda",
+      topology_name="",
+      target_config=description,
+      # Slices x hosts x devices: jax numbers servers of real GPUs as slices.
+      topology=f"{servers}x1x{of_server}",
+    ).devices
+  except Exception as e:  # The plugin may raise anything.
+    raise ConfigError(
+      f"config.compile_only={topology!r}: the CUDA plugin refuses it "
+      f"({' '.join(str(e).split())})."
+    ) from e
+  tell_cudnn(description)
+  return found
+
+
+def _has_cuda_plugin() -> bool:
+  """Whether a CUDA plugin of jax is installed."""
+  plugins = importlib.util.find_spec("jax_plugins")
+  folders = plugins.submodule_search_locations if plugins else []
+  return any(
+    any(pathlib.Path(folder).glob("xla_cuda*")) for folder in folders or []
+  )
+
+
+def tell_cudnn(description: str) -> None:
+  """Lets jax trace cuDNN's attention for an absent GPU.
+
+  jax asks this machine's GPU and its cuDNN what they can do. From here on the
+  process gets the answers of the description.
+
+  Args:
+    description: text of a file such as h100.txtpb.
+  """
+  from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+  def numbers(field: str) -> list[int]:
+    body = re.search(field + r" \{([^}]*)\}", description)[1]
+    named = dict(re.findall(r"(\w+): (\d+)", body))
+    return [int(named.get(n, 0)) for n in ("major", "minor", "patch")]
+
+  major, minor, patch = numbers("dnn_version_info")
+  capability = numbers("cuda_compute_capability")[:2]
+
+  def asked(text: str) -> list[int]:
+    return [int(n) for n in text.split(".")]
+
+  cudnn.check_cudnn_version = lambda: major * 10_000 + minor * 100 + patch
+  cudnn.check_compute_capability = lambda text: capability >= asked(text)
+  cudnn.is_cuda_compute_capability_equal = lambda text: (
+    capability == asked(text)
+  )
+
+
+def _tpus(topology: str) -> Sequence[Any]:
+  """Devices of a TPU slice."""
+  from jax.experimental import topologies
+
+  for name, value in _NO_TPU.items():
+    os.environ.setdefault(name, value)
+  # A topology names whole hosts unless it comes with the size of a host.
+  sizes = [int(n) for n in re.findall(r"\d+", topology.partition(":")[2])]
+  part = {"chips_per_host_bounds": [*sizes, 1, 1][:3]}
+  try:
+    return topologies.get_topology_desc(
+      platform="tpu",
+      topology_name=topology,
+      **(part if np.prod(sizes) < _CHIPS_OF_HOST else {}),
+    ).devices
+  except Exception as e:  # The plugin may raise anything.
+    gpus = ", ".join(f"'{name}:8x8'" for name in sorted(GPUS))
+    raise ConfigError(
+      f"config.compile_only={topology!r}: needs the package libtpu and a "
+      f"topology such as 'v5p:2x2x2', or GPUs such as {gpus} "
+      f"({' '.join(str(e).split())})."
+    ) from e
