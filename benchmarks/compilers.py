@@ -1,24 +1,41 @@
-"""Benchmark 12: the updates of published configs, judged by the TPU's compiler.
+"""Benchmark 12: updates judged by the compilers of TPUs and GPUs.
 
-libtpu compiles the update as main builds it for chips that are absent, and
-tools.plan reads the program. A step takes the cycles that the compiler
-estimates, plus the time in which it waits for transfers at the published
-bandwidth. The figures leave out the time of kernels (Pallas), which the
-compiler does not know, norms of steps with a row, and the host. The same
-program has the same cycles in each compilation, so one is enough.
+libtpu and jax's CUDA plugin compile the update as main builds it for devices
+that are absent, and tools.plan reads the program. The same program has the same
+figures in each compilation, so one is enough.
 
-Sharded updates are compared with unsharded updates of the same batch.
+By the TPU's compiler a step takes the cycles that it estimates, plus the time
+in which it waits for transfers at the published bandwidth. That leaves out the
+time of kernels (Pallas), which the compiler does not know, norms of steps with
+a row, and the host. The GPU's compiler estimates no times; its memory and its
+products are reported.
 
-  python -m benchmarks.compilers --only=siglip,llama_1b
+Sharded updates are compared with unsharded updates of the same batch, and ViTs
+with big_vision's on the same chips, with the same batch and remat:
+
+  BIG_VISION=folder     a checkout of github.com/google-research/big_vision;
+                        needs einops
+  python -m benchmarks.compilers --only=vit_b16,llama_1b
+
+Layers are under scan, where the time to compile does not depend on their
+number.
 """
 
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks import measure
+from benchmarks import measure, peer_process
 
 _NUMBER = 12
+_BIG_VISION_MISSING = (
+  "BIG_VISION is not set: git clone "
+  "https://github.com/google-research/big_vision, then BIG_VISION=FOLDER"
+)
 
 
 class Case(NamedTuple):
@@ -27,36 +44,68 @@ class Case(NamedTuple):
   Attributes:
     config: config file, with arguments.
     hardware: entry of bigtrain/tools/plan/hardware.py.
-    devices: number of chips.
-    batch_size: examples per step.
+    devices: number of devices.
+    batch_size: examples per step; None for the config's.
     changes: changes of the config, such as "model.scan=True".
-    fsdp: number of chips that share a state; None for the config's.
+    fsdp: number of devices that share a state; None for the config's.
     replica_too: whether to compare it with an unsharded state.
+    big_vision: keyword arguments of big_vision's ViT, to compare with; None
+      without it.
   """
 
   config: str
   hardware: str
   devices: int
-  batch_size: int
+  batch_size: int | None
   changes: tuple[str, ...] = ()
   fsdp: int | None = None
   replica_too: bool = False
+  big_vision: dict[str, Any] | None = None
 
 
-# Layers are under scan, so the time to compile does not depend on their number.
 _SCAN = "model.scan=True"
-_DOTS = "model.remat_policy=dots_with_no_batch_dims_saveable"
 _V5E = ("tpu_v5e", 16)
+_V5P = ("tpu_v5p", 64)
+_H100 = ("h100", 64)
+
+
+def _vit(variant: str, policy: str) -> Case:
+  """A ViT as big_vision has it: no class token, dropout or mixup."""
+  changes = (
+    _SCAN,
+    f"model.remat_policy={policy}",
+    "model.pool_type=gap",
+    "loss.mixup_alpha=0.0",
+  )
+  peer = dict(
+    variant=variant,
+    num_classes=1000,
+    pool_type="gap",
+    posemb="learn",
+    dtype_mm="bfloat16",
+    scan=True,
+    remat_policy=policy,
+  )
+  config = f"vit_i1k.py:{variant},aug=none,reg=0.0"
+  return Case(config, *_V5E, 1024, changes, fsdp=1, big_vision=peer)
+
+
+_DOTS = "dots_with_no_batch_dims_saveable"
 CASES = {
+  "vit_b16": _vit("B/16", _DOTS),
+  "vit_l16": _vit("L/16", "nothing_saveable"),
   "siglip": Case("siglip.py", *_V5E, 1024, replica_too=True),
-  "t5_1_1_base": Case("t5_1_1_base.py", *_V5E, 256, replica_too=True),
+  "t5_1_1_base": Case("t5_1_1_base.py", *_V5E, 256, (_SCAN,), replica_too=True),
   "cappa": Case("cappa.py", *_V5E, 512, replica_too=True),
-  "vit_b16": Case(
-    "vit_i1k.py:B/16,reg=0.0", *_V5E, 1024, (_SCAN, _DOTS), fsdp=1
-  ),
   "gpt2_124m": Case("gpt2_124m.py", *_V5E, 128, (_SCAN,)),
   "llama_1b": Case("llama_1b.py", *_V5E, 16),
-  "llama_8b": Case("llama_8b.py", "tpu_v5p", 64, 64),
+  "llama_1b_v5p": Case("llama_1b.py", "tpu_v5p", 8, 8),
+  "llama_8b": Case("llama_8b.py", *_V5P, 64),
+  "mixtral_8x7b": Case("mixtral_8x7b.py", *_V5P, 64, fsdp=-1),
+  # A class token makes 197 tokens, an odd number.
+  "vit_b16_gpu": Case("vit_i1k.py:B/16,reg=0.0", *_H100, 4096, (_SCAN,)),
+  "llama_8b_gpu": Case("llama_8b.py", *_H100, 64),
+  "mixtral_8x7b_gpu": Case("mixtral_8x7b.py", *_H100, 64),
 }
 
 
@@ -67,43 +116,57 @@ def main() -> None:
   unknown = [name for name in names if name not in CASES]
   if unknown:
     sys.exit(f"--only={args.only}: expected some of {', '.join(CASES)}.")
-  missing = measure.missing("libtpu")
-  if missing:
-    missing += " (make install EXTRAS=tpu)"
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")  # No search for devices.
   if args.quick:
-    names = names[:1]
+    names = [name for name in names if name in ("siglip", "vit_b16_gpu")]
   for name in names:
     case = CASES[name]
     title = f"{name}, {case.batch_size} on {case.devices} {case.hardware}"
-    if missing:
-      measure.skip(_NUMBER, title, missing)
+    if reason := missing(compiler(case.hardware)):
+      measure.skip(_NUMBER, title, reason)
       continue
-    row = _row(case, args.quick)
+    row = compiled(case, args.quick)
     secs = _report(title, row)
-    if case.replica_too and not args.quick:
-      alone = _row(case._replace(fsdp=1))
+    if args.quick:
+      continue
+    if case.replica_too:
+      alone = compiled(case._replace(fsdp=1))
       of_alone = _report(f"{title}, unsharded", alone)
-      if secs and of_alone:
-        measure.report(
-          _NUMBER,
-          f"step, sharded / unsharded: {title}",
-          [secs / of_alone],
-          target="<= 1.1",
-        )
+      _compare("step, sharded / unsharded", title, secs, of_alone, "<= 1.1")
+    if case.big_vision:
+      _beside_big_vision(title, case, row)
 
 
-def _row(case: Case, quick: bool = False) -> dict[str, Any]:
+def compiler(hardware: str) -> str:
+  """Name of the compiler of an entry of hardware.py."""
+  return "tpu" if hardware.startswith("tpu") else "gpu"
+
+
+def missing(compiler: str) -> str:
+  """Why a compiler cannot run, with what to install, or ""."""
+  package, extra = {
+    "tpu": ("libtpu", "tpu"),
+    "gpu": ("jax_cuda13_plugin", "cuda"),
+  }[compiler]
+  reason = measure.missing(package)
+  return reason and f"{reason} (make install EXTRAS={extra})"
+
+
+def compiled(case: Case, quick: bool = False) -> dict[str, Any]:
   """Compiles a case; returns the row of tools.plan."""
   from bigtrain.tools.plan import plan
 
   config = _runlocal(case.config) if quick else case.config
+  changes = [*case.changes]
+  if case.batch_size:
+    changes.append(f"input.batch_size={case.batch_size}")
   (row,) = plan.plan(
     f"{measure.ROOT}/configs/{config}",
     [case.devices],
-    [f"input.batch_size={case.batch_size}", *case.changes],
+    changes,
     fsdp=[case.fsdp],
     hardware_name=case.hardware,
-    compiler="tpu",
+    compiler=compiler(case.hardware),
   )
   return row
 
@@ -136,9 +199,79 @@ def _figures(row: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
     yield "waiting for transfers", "s", row["cycles"]["exposed_secs"]
     yield "norms in a step with a row", "s", row["cycles"]["row_secs"]
     yield f"MFU{without}", "ratio", row["compiler_mfu"]
+  if row["products"]:
+    runs = sum(row["products"]["kernels"].values())
+    without = f" without {runs} runs of attention kernels" if runs else ""
+    share = row["product_flops"] / row["executed_flops"]
+    yield f"products{without} / FLOPs that the model asks for", "ratio", share
   yield "temporary memory", "GB", row["memory"]["temporary_bytes"] / gigabyte
   yield "peak memory", "GB", row["peak_bytes"] / gigabyte
   yield "sent", "GB", sum(row["sent_bytes"].values()) / gigabyte
+
+
+def _compare(
+  name: str, title: str, ours: float | None, other: float | None, target: str
+) -> None:
+  """Prints the ratio of two figures, if both are known."""
+  if ours and other:
+    measure.report(_NUMBER, f"{name}: {title}", [ours / other], target=target)
+
+
+def _beside_big_vision(title: str, case: Case, row: Mapping[str, Any]) -> None:
+  """Compiles big_vision's update for the same chips, and compares."""
+  checkout = os.environ.get("BIG_VISION", "")
+  reason = "" if checkout else _BIG_VISION_MISSING
+  reason = reason or measure.missing("einops")
+  name = "ours / big_vision"
+  if reason:
+    measure.skip(_NUMBER, f"step, {name}: {title}", reason)
+    return
+  secs, memory = _big_vision(case, checkout)
+  measure.report(_NUMBER, f"step of big_vision: {title}", [secs], unit="s")
+  _compare(f"step, {name}", title, row["compiler_secs"], secs, "<= 0.95")
+  for key in ("temporary_bytes", "peak_bytes"):
+    what = f"{key.removesuffix('_bytes')} memory, {name}"
+    _compare(what, title, row["memory"][key], memory[key], "<= 1.0")
+
+
+def _big_vision(case: Case, checkout: str) -> tuple[float, dict[str, int]]:
+  """(seconds of a step, memory) of big_vision's update.
+
+  Raises:
+    RuntimeError: it does not compile.
+  """
+  from bigtrain.tools.plan import cycles, hardware
+
+  target = hardware.find(case.hardware)
+  options = dict(
+    topology=hardware.topology(case.hardware, case.devices),
+    batch_size=case.batch_size,
+    model=case.big_vision,
+  )
+  with tempfile.TemporaryDirectory() as folder:
+    path = os.path.join(folder, "text")
+    finished = subprocess.run(
+      [
+        *(sys.executable, "-m", "benchmarks.peer_big_vision_compiled"),
+        *(json.dumps(options), path),
+      ],
+      env=peer_process.environment(checkout) | {"JAX_PLATFORMS": "cpu"},
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+    if finished.returncode:
+      raise RuntimeError(f"big_vision: {finished.stderr[-1000:]}")
+    with open(path) as file:
+      text = file.read()
+  found = cycles.read(
+    text,
+    target.clock_hertz,
+    target.flops_per_cycle,
+    lambda collective: hardware.seconds(collective, target).secs,
+  )
+  # In every step, as in big_vision's trainer; ours are in steps with a row.
+  return found.secs, json.loads(finished.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ SCRIPTS = (
   "state_bytes",
   "guard_cost",
   "compilers",
+  "headers",
 )
 
 

@@ -2,8 +2,8 @@
 
 Command: python -m bigtrain.main --workdir=runs/cappa \
   --config=configs/cappa.py:tokenizer=c4_en.model
-Hardware: 64 accelerators or more, for a batch of 8,192 images; on fewer, split
-the batch with --config.microbatches=8 or so.
+Hardware: 64 accelerators with 80 GB or more, for a batch of 8,192 images; on
+fewer, split the batch with --config.microbatches=8 or so.
 Result: none known. The published models are trained on WebLI, which is not
 public. This config makes 36,000 epochs of COCO, which only shows that
 everything works.

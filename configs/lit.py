@@ -2,7 +2,7 @@
 
 Command: python -m bigtrain.main --workdir=runs/lit \
   --config=configs/lit.py:init=B_16.npz,tokenizer=c4_en.model
-Hardware: 4 accelerators; 5,000 steps take less than an hour.
+Hardware: 4 accelerators with 80 GB; 5,000 steps take less than an hour.
 Result: not measured. In the recipe the text tower is a pretrained BERT; with
 it, big_vision's README_lit reports 47.2% (image to text) and 32.1% (text to
 image) recall at 1 on COCO's test images. This text tower starts from scratch,

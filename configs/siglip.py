@@ -2,9 +2,9 @@
 
 Command: python -m bigtrain.main --workdir=runs/siglip \
   --config=configs/siglip.py:tokenizer=c4_en.model
-Hardware: 32 accelerators or more, for a batch of 32,768 pairs; on fewer, split
-the batch with --config.microbatches=8 or so, which changes neither the loss nor
-its gradient.
+Hardware: 32 accelerators with 80 GB or more, for a batch of 32,768 pairs; on
+fewer, split the batch with --config.microbatches=8 or so, which changes neither
+the loss nor its gradient.
 Result: none known. The published models are trained on WebLI, which is not
 public. This config makes 100,000 epochs of COCO, which only shows that
 everything works.

@@ -5,7 +5,7 @@ Command: python -m bigtrain.main \
   --workdir=runs/switch_base_128
   DIR has the folders c4_train and c4_validation, which python -m
   bigtrain.tools.tokenize makes of C4 with T5's vocabulary.
-Hardware: written for 64 accelerators of 16 GB; not run by us at this size.
+Hardware: written for 64 accelerators with 16 GB; not run by us at this size.
 Result: losses on C4 in the paper, in nats per token, are 1.505 with 16 experts,
 1.474 with 32, 1.444 with 64, 1.432 with 128 and 1.427 with 256, and 1.636 for
 T5 base (table 7). None is published for 8.

@@ -4,7 +4,7 @@ Command: python -m bigtrain.main --config=configs/t5_1_1_base.py:data_dir=DIR \
   --workdir=runs/t5_1_1_base
   DIR has the folders c4_train and c4_validation, which python -m
   bigtrain.tools.tokenize makes of C4 with T5's vocabulary.
-Hardware: written for 64 accelerators of 16 GB; not run by us at this size.
+Hardware: written for 64 accelerators with 16 GB; not run by us at this size.
 Result: no loss is published.
 Source: the notes on version 1.1 in google-research/t5x (docs/models.md): gated
 GELUs, separate output head, C4 alone, no dropout; the rest as for the released

@@ -4,7 +4,7 @@ Command: python -m bigtrain.main --config=configs/t5_small.py:data_dir=DIR \
   --workdir=runs/t5_small
   DIR has the folders c4_train and c4_validation, which python -m
   bigtrain.tools.tokenize makes of C4 with T5's vocabulary.
-Hardware: written for 8 accelerators of 16 GB; not run by us at this size.
+Hardware: written for 8 accelerators with 16 GB; not run by us at this size.
 Result: the paper states no loss. Small T5s that were trained longer, with
 labelled tasks mixed in, have a GLUE average of 77.4 after fine-tuning.
 Source: Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 3.1: 2^19

@@ -2,7 +2,7 @@
 
 Command: python -m bigtrain.main --workdir=runs/cifar10 \
   --config=configs/transfer.py:cifar10,init=B_32.npz
-Hardware: 8 accelerators for B/32; more for larger variants.
+Hardware: 8 accelerators with 16 GB for B/32; more for larger variants.
 Result: top-1 accuracy on the test set (test/acc) with B/32 from ImageNet-21k:
 98.55% (cifar10), 91.35% (cifar100), 83.27% (imagenet2012), 93.78%
 (oxford_iiit_pet), 99.43% (oxford_flowers102).

@@ -2,8 +2,8 @@
 
 Command: python -m bigtrain.main --config=configs/vit_i1k.py:B/16 \
   --workdir=runs/vit_b16
-Hardware: 32 accelerators or more, for a batch of 4096 images; on fewer, split
-the batch with --config.microbatches=4 or so.
+Hardware: 32 accelerators with 80 GB or more, for a batch of 4096 images; on
+fewer, split the batch with --config.microbatches=4 or so.
 Result: 78.8% (S/16), 79.2% (B/16) and 74.9% (B/32) top-1 accuracy on the
 validation set, after the released models of these settings were fine-tuned on
 the same data for 20,000 steps (configs/transfer.py). The paper shows their

@@ -2,8 +2,8 @@
 
 Command: python -m bigtrain.main --config=configs/vit_i21k.py:B/16 \
   --workdir=runs/vit_b16_i21k
-Hardware: 64 accelerators or more: 300 epochs of 14 million images are a million
-steps.
+Hardware: 64 accelerators with 80 GB or more: 300 epochs of 14 million images
+are a million steps.
 Result: top-1 accuracy on ILSVRC-2012's validation set after fine-tuning there
 at 384 pixels (configs/transfer.py:imagenet2012): 78.22% (Ti/16), 79.58% (S/32),
 83.73% (S/16), 83.59% (B/32), 85.49% (B/16), 85.59% (L/16).

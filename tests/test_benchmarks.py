@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import measure, peer_process, run
+from benchmarks import headers, measure, peer_process, run
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Fast compilation: the speed of the programs does not matter here.
@@ -23,8 +23,8 @@ _GROUPS = {
   "limits loop_overhead compile_time input_rate state_bytes compilers": {
     *(0, 3, 5, 8, 10, 12)
   },
-  "weight_stats checkpoint_stall guard_cost step_rate loss_memory": {
-    *(1, 3, 6, 9, 11)
+  "weight_stats checkpoint_stall guard_cost step_rate loss_memory headers": {
+    *(1, 3, 6, 9, 11, 13)
   },
   "startup restart": {4, 7},
 }
@@ -130,3 +130,16 @@ def test_a_failed_peer_is_an_error_with_its_output():
   env = peer_process.environment()
   with pytest.raises(RuntimeError, match="No module named benchmarks.absent"):
     peer_process.Peer("absent", {}, env)
+
+
+def test_every_header_names_hardware_that_can_be_checked():
+  found = {p.stem: headers.read(p) for p in (ROOT / "configs").glob("*.py")}
+  assert found["llama_8b"] == headers.Header(
+    "llama_8b.py", 64, 80, ("mesh.fsdp=-1",)
+  )
+  assert found["vit_i1k"].config == "vit_i1k.py:B/16"
+  for name, header in found.items():
+    text = (ROOT / "configs" / f"{name}.py").read_text()
+    needs = "\nHardware: " in text and "\nHardware: any" not in text
+    assert bool(header) == needs, name
+    assert not header or header.memory_gb in headers.HARDWARE

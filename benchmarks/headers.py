@@ -1,0 +1,106 @@
+"""Benchmark 13: every config fits the hardware that its header names.
+
+A header says "N accelerators with M GB". The config as shipped, with the
+arguments of the header's command, is compiled for N absent devices of that
+size: by XLA's GPU compiler for 80 GB (H100), by the TPU's for 16 GB (v5e). The
+figure is the peak memory that the compiler plans.
+
+  python -m benchmarks.headers --only=llama_8b,siglip
+"""
+
+import os
+import pathlib
+import re
+import sys
+from typing import NamedTuple
+
+from benchmarks import compilers, measure
+
+_NUMBER = 13
+
+# Memory in a header: entry of bigtrain/tools/plan/hardware.py.
+HARDWARE = {80: "h100", 16: "tpu_v5e"}
+
+_HARDWARE = re.compile(r"^Hardware: [^.]*?(\d+) accelerators? with (\d+) GB")
+_CONFIG = re.compile(r"--config=configs/\w+\.py(?::(\S+))?")
+_CHANGE = re.compile(r"\s--config\.(\S+=\S+)")
+
+
+class Header(NamedTuple):
+  """What the header of a config says.
+
+  Attributes:
+    config: file, with arguments that are no paths.
+    devices: number of accelerators.
+    memory_gb: memory of each.
+    changes: changes of the config in the command.
+  """
+
+  config: str
+  devices: int
+  memory_gb: int
+  changes: tuple[str, ...]
+
+
+def read(path: pathlib.Path) -> Header | None:
+  """Returns the header of a config; None if it needs no certain hardware.
+
+  Args:
+    path: the config file.
+  """
+  text = path.read_text()
+  text = text[: text.index('"""', 3)]
+  words = " ".join(
+    text.partition("\nHardware:")[2].partition("\nResult:")[0].split()
+  )
+  match = _HARDWARE.match(f"Hardware: {words}")
+  if not match:
+    return None
+  command = text.partition("\nCommand:")[2].partition("\nHardware:")[0]
+  given = _CONFIG.search(command)
+  # Arguments such as data=FOLDER are paths.
+  names = [a for a in (given[1] or "").split(",") if a and "=" not in a]
+  return Header(
+    ":".join([path.name, ",".join(names)] if names else [path.name]),
+    int(match[1]),
+    int(match[2]),
+    tuple(_CHANGE.findall(command)),
+  )
+
+
+def main() -> None:
+  """Prints the peak memory of each config."""
+  args = measure.arguments(
+    __doc__, only="names of configs, separated by commas"
+  )
+  folder = pathlib.Path(measure.ROOT) / "configs"
+  found = {p.stem: read(p) for p in sorted(folder.glob("*.py"))}
+  headers = {name: header for name, header in found.items() if header}
+  names = args.only.split(",") if args.only else [*headers]
+  unknown = [name for name in names if name not in headers]
+  if unknown:
+    sys.exit(f"--only={args.only}: expected some of {', '.join(headers)}.")
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")  # No search for devices.
+  for name in names[:1] if args.quick else names:
+    header = headers[name]
+    hardware = HARDWARE[header.memory_gb]
+    title = f"peak memory: {name} as shipped, {header.devices} {hardware}"
+    compiler = compilers.compiler(hardware)
+    if reason := compilers.missing(compiler):
+      measure.skip(_NUMBER, title, reason)
+      continue
+    case = compilers.Case(
+      header.config, hardware, header.devices, None, header.changes
+    )
+    row = compilers.compiled(case, args.quick)
+    measure.report(
+      _NUMBER,
+      title,
+      [row["peak_bytes"] / 1e9],
+      unit="GB",
+      target=f"<= {header.memory_gb}",
+    )
+
+
+if __name__ == "__main__":
+  main()
