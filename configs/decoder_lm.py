@@ -31,7 +31,6 @@ class Recipe(NamedTuple):
     tiny: variant of the model with `runlocal`.
     loss: arguments of the loss, if any.
     fsdp: number of devices that share one copy of the state.
-    sharding: rules for the state, if not the default ones.
     warmup_steps: steps of linear warm-up.
     eval_steps: steps between evaluations.
     eval_examples: examples per evaluation.
@@ -47,7 +46,6 @@ class Recipe(NamedTuple):
   tiny: str
   loss: dict[str, float] | None = None
   fsdp: int = 8
-  sharding: list[tuple[str, str]] | None = None
   warmup_steps: int = 2000
   eval_steps: int = 1000
   eval_examples: int = 1024
@@ -95,13 +93,13 @@ RECIPES = {
     total_tokens=25_000_000_000,
     lr=1e-4,
     vocab_size=32_000,
-    model=dict(scan=True, remat_policy="nothing_saveable"),
+    model=dict(
+      moe=dict(num_experts=8, top_k=2, axis="fsdp"),  # An expert a device.
+      scan=True,
+      remat_policy="nothing_saveable",
+    ),
     tiny="mixtral_mu",
     loss=dict(load_balance=0.01, router_z=0.001),
-    sharding=[
-      (r".*/moe/(gate|up|down)/kernel", "shard_dim(-3)"),  # Whole experts.
-      (r".*", "fsdp"),
-    ],
   ),
 }
 
@@ -143,8 +141,6 @@ def _make(model, arg):
   config.log_steps = 50
   config.ckpt_steps = 1000
   config.mesh = dict(replica=-1, fsdp=recipe.fsdp)
-  if recipe.sharding:
-    config.sharding = recipe.sharding
 
   def data(split):
     if arg.runlocal:

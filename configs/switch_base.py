@@ -32,17 +32,12 @@ def get_config(arg=None):
   config = t5_c4.make(RECIPE, arg)
   if not arg.runlocal:
     config.mesh = dict(replica=-1, fsdp=8)
-  # Whole experts on each device. Adafactor's factors have other dimensions.
-  config.sharding = [
-    (r"opt/.*/v(_row|_col)?/.*", "fsdp"),
-    (r".*/moe/(gate|up|down)/kernel", "shard_dim(-3)"),
-    (r".*", "fsdp"),
-  ]
   config.loss.update(load_balance=0.01, router_z=0.0)
   config.model.init_scale = 0.1
   config.model.moe = dict(
     num_experts=arg.experts,
     top_k=1,
+    axis="fsdp",
     every=2,
     capacity_factor=1.25,
     eval_capacity_factor=2.0,

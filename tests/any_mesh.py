@@ -82,10 +82,27 @@ def _divides(text, ways):
   named = trees.flatten_with_names(shapes["params"])
   shapes = {name: tuple(x.shape) for name, x in named}
   try:
-    sharding.place(module.tensor_rules(model), shapes, ways)
+    sharding.place(module.tensor_rules(model), shapes, {"tensor": ways})
   except settings.ConfigError:
     return False
   return True
+
+
+def expert_axes(config, sizes):
+  """Returns the axes that can split the config's experts, and None."""
+  options = config["model"].get("moe")
+  if options is None:
+    return [None]
+  number = options["num_experts"]
+  return [None, *(a for a, n in sizes.items() if n > 1 and number % n == 0)]
+
+
+def with_expert_axis(config, axis):
+  """Returns the config with whole experts on the devices of an axis."""
+  if axis is None:
+    return config
+  experts = {**config["model"]["moe"], "axis": axis}
+  return {**config, "model": {**config["model"], "moe": experts}}
 
 
 def train(config, sizes, microbatches=1):

@@ -1,8 +1,9 @@
 """Any mesh, the same loss: every config on random meshes of eight devices.
 
 A case is a config's :runlocal in float32, a factorisation of eight devices into
-the axes of the mesh, a number of microbatches, and whether rows are packed, the
-model has dropout and the vocabulary divides. One device gives the reference.
+the axes of the mesh, a number of microbatches, the axis of experts, and whether
+rows are packed, the model has dropout and the vocabulary divides. One device
+gives the reference.
 """
 
 import functools
@@ -42,7 +43,7 @@ def reference(text, microbatches):
 
 @st.composite
 def cases(draw, specs, small=False):
-  """(config, sizes of the axes, number of microbatches)."""
+  """(spec, config, sizes of the axes, microbatches, the experts' axis)."""
   spec = draw(st.sampled_from(specs))
   # The quick cases share references.
   vocab_size = 320 if small else draw(st.sampled_from([None, 320]))
@@ -59,18 +60,21 @@ def cases(draw, specs, small=False):
   )
   most = config["input"]["batch_size"] // left
   microbatches = draw(st.sampled_from([n for n in (1, 2) if n <= most]))
-  return spec, config, sizes, microbatches
+  axis = draw(st.sampled_from(any_mesh.expert_axes(config, sizes)))
+  return spec, config, sizes, microbatches, axis
 
 
 def check_case(case):
-  spec, config, sizes, microbatches = case
+  spec, config, sizes, microbatches, axis = case
   text = json.dumps(config, sort_keys=True)
   want_pairs, *want = reference(text, microbatches)
+  config = any_mesh.with_expert_axis(config, axis)
+  mesh = f"{sizes}, experts over {axis}" if axis else f"{sizes}"
   pairs, *got = any_mesh.train(config, sizes, microbatches)
   for step, (ours, theirs) in enumerate(zip(pairs, want_pairs, strict=True)):
     assert ours.keys() == theirs.keys()
     for name, (total, weight) in ours.items():
-      where = f"{spec} on {sizes}, step {step}: {name}"
+      where = f"{spec} on {mesh}, step {step}: {name}"
       np.testing.assert_allclose(weight, theirs[name][1], 1e-6, err_msg=where)
       np.testing.assert_allclose(
         total, theirs[name][0], _RELATIVE, _RELATIVE, err_msg=where
@@ -81,7 +85,7 @@ def check_case(case):
     for (name, want_x), x in zip(named, jax.tree.leaves(ours)):
       size = max(np.abs(want_x).max(initial=0), _SMALLEST * top)
       error = np.abs(np.asarray(x, float) - want_x).max(initial=0)
-      assert error <= _RELATIVE * size, f"{spec} on {sizes}: {what} of {name}"
+      assert error <= _RELATIVE * size, f"{spec} on {mesh}: {what} of {name}"
 
 
 _FIXED = dict(

@@ -444,7 +444,7 @@ def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
 
 
 def tensor_rules(model: Model) -> list[sharding.TensorRule]:
-  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
-  del model
+  """Returns which axes split what, see sharding/model_rules.py."""
   table = tensor_rules_lib.table("token_embedding")
-  return [*tensor_rules_lib.LAYERS, table, *tensor_rules_lib.head("head")]
+  layers = [*tensor_rules_lib.experts(model.moe), *tensor_rules_lib.LAYERS]
+  return [*layers, table, *tensor_rules_lib.head("head")]

@@ -9,9 +9,10 @@ A rule is a pair of (regular expression over state names, layout):
   ("shard_dim(0)")          the same as "fsdp(0)"
 
 The first rule that matches a name decides. The model's own rules say which
-dimension goes over `tensor`, unless the layout names this axis or is
-"replicated"; "fsdp" leaves out that dimension. Arrays that do not divide are
-reported before anything compiles.
+dimension goes over `tensor`, and over the axis of
+experts, unless the layout names a dimension for this axis or is "replicated";
+"fsdp" leaves out those dimensions. Arrays that do not divide are reported
+before anything compiles.
 """
 
 import ast
@@ -118,6 +119,21 @@ def _replicated() -> Layout:
   return lambda shape, mesh, placed: (PartitionSpec(), "")
 
 
+def largest_free(
+  shape: tuple[int, ...], ways: int, placed: Placed
+) -> int | None:
+  """Returns the largest dimension that divides and is not placed, if any.
+
+  Args:
+    shape: shape of an array.
+    ways: number of parts.
+    placed: axes of other dimensions.
+  """
+  # Later dimensions win ties: the first is often a stack of layers.
+  free = [d for d, n in enumerate(shape) if d not in placed and n % ways == 0]
+  return max(free, key=lambda d: (shape[d], d), default=None)
+
+
 def _largest(axis: str, min_size: int) -> Layout:
   """Splits the largest free dimension that divides."""
 
@@ -125,13 +141,13 @@ def _largest(axis: str, min_size: int) -> Layout:
     shape: tuple[int, ...], mesh: Mesh, placed: Placed
   ) -> tuple[PartitionSpec, str]:
     ways = mesh.shape[axis]
-    if ways == 1 or np.prod(shape, dtype=np.int64) < min_size:
+    taken = any(axis in axes for axes in placed.values())
+    small = np.prod(shape, dtype=np.int64) < min_size
+    if ways == 1 or taken or small:
       return spec_of(placed), ""
-    # Later dimensions win ties: the first is often a stack of layers.
-    free = [d for d in range(len(shape)) if d not in placed]
-    for dim in sorted(free, key=lambda d: (-shape[d], -d)):
-      if shape[dim] % ways == 0:
-        return spec_of({**placed, dim: (axis,)}), ""
+    dim = largest_free(shape, ways, placed)
+    if dim is not None:
+      return spec_of({**placed, dim: (axis,)}), ""
     return spec_of(placed), (
       f"no dimension of {shape} divides by {axis}={ways}; it is replicated"
     )
@@ -266,18 +282,29 @@ def _parse_layout(text: str, key: str) -> Layout:
   order = sorted(
     range(len(names)), key=lambda i: not (parsed[i][1] or "dim" in parsed[i][2])
   )
-  return _in_turn([layouts[i] for i in order], "tensor" in names)
+  return _in_turn([layouts[i] for i in order], _replaced(parsed))
 
 
-def _in_turn(layouts: Sequence[Layout], names_tensor: bool) -> Layout:
-  """Returns the layout that applies several, one after the other."""
+def _replaced(parsed: Sequence[tuple[str, Any, Any]]) -> set[str]:
+  """Returns the axes whose dimension a layout names itself."""
+  named = [name for name, args, kwargs in parsed if args or "dim" in kwargs]
+  return {name if name != "shard_dim" else "fsdp" for name in named}
+
+
+def _in_turn(layouts: Sequence[Layout], replaced: set[str]) -> Layout:
+  """Returns the layout that applies several, one after the other.
+
+  Args:
+    layouts: the layouts.
+    replaced: axes that they place, whatever the model's rules say.
+  """
 
   def layout(
     shape: tuple[int, ...], mesh: Mesh, placed: Placed
   ) -> tuple[PartitionSpec, str]:
     notes = []
-    if names_tensor:
-      placed = {}
+    free = lambda axes: tuple(a for a in axes if a not in replaced)
+    placed = {d: free(axes) for d, axes in placed.items() if free(axes)}
     spec = PartitionSpec()
     for one in layouts:
       result = one(shape, mesh, placed)

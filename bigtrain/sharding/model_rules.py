@@ -1,4 +1,6 @@
-"""A model's own rules: which dimension of a parameter goes over `tensor`.
+"""A model's own rules: which dimension of a parameter goes over which axis.
+
+Most are for `tensor`; experts may have another axis.
 
 The module of a model may have a function beside its Model:
 
@@ -20,40 +22,56 @@ _MOST_NAMES = 4
 
 
 class TensorRule(NamedTuple):
-  """Splits a dimension of some parameters over `tensor`.
+  """Splits a dimension of some parameters over an axis.
 
   Attributes:
-    pattern: regular expression of the parameters' names; the first rule whose
-      pattern matches a whole name decides.
+    pattern: regular expression of the parameters' names; of an axis's rules,
+      the first whose pattern matches a whole name decides.
     dim: the dimension; negative ones count from the end, so that a leading axis
       of layers does not matter.
     needed: whether a dimension that does not divide is an error. Otherwise
       every device of a group has the whole array, which is a warning.
+    axis: the axis of the mesh.
   """
 
   pattern: str
   dim: int
   needed: bool = True
+  axis: str = "tensor"
 
 
 def place(
   rules: Sequence[TensorRule],
   shapes: Mapping[str, tuple[int, ...]],
-  ways: int,
+  sizes: Mapping[str, int],
 ) -> dict[str, tuple[tuple[int, ...], Placed]]:
   """Returns `of_model` of layouts.Rules.
 
   Args:
     rules: the model's rules.
     shapes: shapes of the parameters, by name.
-    ways: size of the axis `tensor`.
+    sizes: sizes of the mesh's axes.
 
   Raises:
     ConfigError: a dimension that must be split does not divide.
   """
-  if ways == 1:
-    return {}
-  result: dict[str, tuple[tuple[int, ...], Placed]] = {}
+  placed: dict[str, dict[int, tuple[str, ...]]] = {}
+  for axis, ways in sizes.items():
+    own = [rule for rule in rules if rule.axis == axis]
+    if ways > 1 and own:
+      for name, dim in _dims(own, shapes, axis, ways).items():
+        placed.setdefault(name, {})[dim] = (axis,)
+  return {name: (shapes[name], dims) for name, dims in placed.items()}
+
+
+def _dims(
+  rules: Sequence[TensorRule],
+  shapes: Mapping[str, tuple[int, ...]],
+  axis: str,
+  ways: int,
+) -> dict[str, int]:
+  """Returns the dimensions that go over one axis."""
+  result: dict[str, int] = {}
   wrong: list[str] = []
   whole: list[str] = []
   sizes: list[int] = []
@@ -65,11 +83,11 @@ def place(
     if rule.needed:
       sizes.append(shape[dim])
     if shape[dim] % ways == 0:
-      result[name] = shape, {dim: ("tensor",)}
+      result[name] = dim
     else:
       text = f"{name} (dimension {dim} of {shape} is {shape[dim]})"
       (wrong if rule.needed else whole).append(text)
-  key = f"config.mesh.tensor={ways}"
+  key = f"config.mesh.{axis}={ways}"
   if wrong:
     common = math.gcd(*sizes)
     works = [n for n in range(1, common + 1) if common % n == 0]

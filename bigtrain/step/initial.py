@@ -149,10 +149,11 @@ def tensor_axes(
     ConfigError: the mesh does not divide an array of the model, or nothing says
       what the axis `tensor` splits.
   """
-  ways = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
-  if ways == 1:
-    return {}
+  sizes = jax.sharding.get_abstract_mesh().shape
+  ways = sizes.get("tensor", 1)
   if not hasattr(module, "tensor_rules"):
+    if ways == 1:
+      return {}
     of_axes = [axes for _, axes in parts.logical_axes(config)]
     if "tensor" in f"{config.get('sharding', '')} {of_axes}":
       return {}
@@ -161,7 +162,7 @@ def tensor_axes(
       "tensor_rules(model), and config.sharding does not name the axis tensor; "
       "expected 1."
     )
-  return sharding.place(module.tensor_rules(model), shapes, ways)
+  return sharding.place(module.tensor_rules(model), shapes, sizes)
 
 
 def _reads_split_opt(config: settings.Config) -> bool:

@@ -18,17 +18,17 @@ SHAPES = {
 
 
 def test_the_first_match_names_the_dimension():
-  assert sharding.place(RULES, SHAPES, 2) == {
+  assert sharding.place(RULES, SHAPES, {"tensor": 2}) == {
     "block_0/query/kernel": ((32, 6, 8), {1: ("tensor",)}),
     "blocks/query/kernel": ((4, 32, 6, 8), {2: ("tensor",)}),
     "block_0/key/kernel": ((32, 2, 8), {1: ("tensor",)}),
   }
-  assert sharding.place(RULES, SHAPES, 1) == {}
+  assert sharding.place(RULES, SHAPES, {"tensor": 1}) == {}
 
 
 def test_an_array_that_must_divide_is_an_error_with_sizes_that_work():
   with pytest.raises(ConfigError) as e:
-    sharding.place(RULES, SHAPES, 4)
+    sharding.place(RULES, SHAPES, {"tensor": 4})
   assert str(e.value) == (
     "config.mesh.tensor=4 does not divide block_0/query/kernel (dimension 1 of "
     "(32, 6, 8) is 6), blocks/query/kernel (dimension 2 of (4, 32, 6, 8) is "
@@ -37,7 +37,7 @@ def test_an_array_that_must_divide_is_an_error_with_sizes_that_work():
 
 
 def test_an_array_that_may_be_whole_is_a_warning(caplog):
-  placed = sharding.place(RULES, SHAPES, 3)
+  placed = sharding.place(RULES, SHAPES, {"tensor": 3})
   assert list(placed) == ["block_0/query/kernel", "blocks/query/kernel"]
   assert "tensor=3 does not divide block_0/key/kernel" in caplog.text
 

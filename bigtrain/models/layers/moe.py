@@ -4,13 +4,12 @@ Each token goes to its best `top_k` of E experts: to one as in Switch
 (https://arxiv.org/abs/2101.03961), or to several, whose outputs are weighted,
 as in Mixtral (https://arxiv.org/abs/2401.04088).
 
-Without a capacity no token is dropped: each device sorts its own tokens into
-blocks of one expert each, with all experts' weights gathered for the layer.
-With a capacity each expert takes a limited number of tokens of each row of the
-batch, and the rest are dropped. The experts then stay on their devices, if a
-sharding rule splits them over `fsdp` (".*/moe/(gate|up|down)/kernel",
-"shard_dim(-3)"), and tokens travel to them and back, all to all. Either way a
-token's output depends neither on the devices nor on the microbatches.
+Without a capacity no token is dropped. With a capacity each expert takes a
+limited number of tokens of each row of the batch, and the rest are dropped.
+By default a device gathers the weights of all experts for the layer. With an
+`axis` the experts stay on their devices, and tokens travel to them and back,
+all to all. Either way a token's output depends neither on the devices nor on
+the microbatches.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
@@ -21,8 +20,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings
-from bigtrain.models.layers import kernels, mlp, moe_dispatch
+from bigtrain import settings, sharding
+from bigtrain.models.layers import kernels, mlp, moe_dispatch, moe_experts
 
 SERVE = ("position", "choice")
 
@@ -33,6 +32,8 @@ class Options(NamedTuple):
   Attributes:
     num_experts: E.
     top_k: number of experts per token.
+    axis: axis of the mesh that whole experts are split over; None for weights
+      that each device gathers.
     every: period of the layers with experts; the last of each period has them.
     capacity_factor: an expert takes up to this times L * top_k / E tokens of a
       row, rounded up; None drops nothing.
@@ -55,6 +56,7 @@ class Options(NamedTuple):
 
   num_experts: int
   top_k: int = 2
+  axis: str | None = None
   every: int = 1
   capacity_factor: float | None = None
   eval_capacity_factor: float | None = None
@@ -129,6 +131,9 @@ def read(options: Any, key: str, **depths: int) -> Options | None:
         f"{key}.serve={moe.serve!r}: expected a capacity_factor; without one "
         "all choices are served."
       )
+  if moe.axis is not None and moe.axis not in sharding.AXES:
+    hint = settings.did_you_mean(str(moe.axis), sharding.AXES)
+    raise settings.ConfigError(f"{key}.axis: unknown {moe.axis!r}.{hint}")
   if moe.dropout is not None:
     check("dropout", least=0, below=1)
   for name, depth in depths.items():
@@ -245,22 +250,25 @@ class Moe(nn.Module):
     weights["down"] = kernel("down", (E, F, D), expert.out_init_std)
     rate = expert.dropout if options.dropout is None else options.dropout
     key = self.make_rng("dropout") if train and rate else None
-    experts = moe_dispatch.Experts(expert.kind, F, rate, key)
+    experts = moe_experts.Experts(expert.kind, F, rate, key)
     x_BLD = x_BLD.astype(expert.dtype)
     factor = options.factor(train)
     if factor is None:
       dropped = jnp.zeros(())
-      y_BLD = moe_dispatch.dropless(x_BLD, routing, weights, experts, real_BL)
+      y_BLD = moe_dispatch.dropless(
+        x_BLD, routing, weights, experts, real_BL, options.axis
+      )
     else:
       y_BLD, dropped = moe_dispatch.with_capacity(
-        x_BLD, routing, weights, experts, real_BL, factor, options.serve
+        *(x_BLD, routing, weights, experts, real_BL),
+        *(factor, options.serve, options.axis),
       )
     return y_BLD, stats | {"dropped": dropped}
 
 
 def route(
   logits_BLE: jax.Array, real_BL: jax.Array, options: Options
-) -> tuple[moe_dispatch.Routing, dict[str, jax.Array]]:
+) -> tuple[moe_experts.Routing, dict[str, jax.Array]]:
   """Chooses the experts of each token.
 
   Args:
@@ -273,7 +281,8 @@ def route(
   """
   E, J = options.num_experts, options.top_k
   probs_BLE = jax.nn.softmax(logits_BLE, axis=-1)
-  weight_BLJ, expert_BLJ = jax.lax.top_k(probs_BLE, J)
+  chosen_BLJE = _best(probs_BLE, J)
+  weight_BLJ = jnp.sum(chosen_BLJE * probs_BLE[:, :, None], axis=-1)
   if options.normalizes():
     weight_BLJ /= jnp.sum(weight_BLJ, axis=-1, keepdims=True)
   weight_BLJ = jnp.where(real_BL[..., None], weight_BLJ, 0.0)
@@ -286,8 +295,7 @@ def route(
     )
     / total
   )
-  chosen_BLE = jnp.sum(jax.nn.one_hot(expert_BLJ, E), axis=2)
-  load_E = mean(chosen_BLE) / J
+  load_E = mean(jnp.sum(chosen_BLJE, axis=2)) / J
   log_sum_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
   log_probs_BLE = logits_BLE - log_sum_BL[..., None]
   stats = {
@@ -301,5 +309,27 @@ def route(
     "load": load_E,
     "entropy": mean(-jnp.sum(probs_BLE * log_probs_BLE, axis=-1)),
   }
-  expert_BLJ = expert_BLJ.astype(jnp.int32)
-  return moe_dispatch.Routing(expert_BLJ, weight_BLJ), stats
+  expert_BLJ = jnp.argmax(chosen_BLJE, axis=-1).astype(jnp.int32)
+  return moe_experts.Routing(expert_BLJ, weight_BLJ), stats
+
+
+def _best(probs_BLE: jax.Array, J: int) -> jax.Array:
+  """Marks the J experts of each token, best first; the first of equal ones.
+
+  XLA does not split jax.lax.top_k over CPUs and GPUs: each device would sort
+  the tokens of all.
+
+  Args:
+    probs_BLE: probabilities.
+    J: number of experts of a token.
+
+  Returns:
+    float32 [B, L, J, E] of ones and zeros.
+  """
+  left_BLE = jax.lax.stop_gradient(probs_BLE)
+  marks = []
+  for _ in range(J):
+    best_BL = jnp.argmax(left_BLE, axis=-1)
+    marks.append(jax.nn.one_hot(best_BL, probs_BLE.shape[-1]))
+    left_BLE = jnp.where(marks[-1] > 0, -1.0, left_BLE)
+  return jnp.stack(marks, axis=2)

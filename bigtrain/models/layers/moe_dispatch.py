@@ -1,82 +1,22 @@
 """Sends tokens to their experts and back, without or with a capacity.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
-a token, C capacity, R choices of a device, N blocks of T rows, S = N T slots.
+a token, C capacity. On a device: b examples, l positions, t tokens, K choices,
+S slots; n devices of the experts' axis, Q rows from one device to another.
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from bigtrain import model_flops, sharding
-from bigtrain.models.layers import mlp
-
-
-class Routing(NamedTuple):
-  """The experts of each token.
-
-  Attributes:
-    expert_BLJ: int32 numbers of the experts, best first.
-    weight_BLJ: float32 weights of their outputs.
-  """
-
-  expert_BLJ: jax.Array
-  weight_BLJ: jax.Array
-
-
-class Experts(NamedTuple):
-  """The experts' MLPs.
-
-  Attributes:
-    kind: a name in mlp.KINDS.
-    dim: F.
-    rate: rate of dropout.
-    key: key of dropout; None for none.
-  """
-
-  kind: str
-  dim: int
-  rate: float
-  key: jax.Array | None
-
-  def keep(self, *shape: int) -> jax.Array | None:
-    """Returns dropout's bool mask (*shape, F); None for no dropout."""
-    if self.key is None:
-      return None
-    return jax.random.bernoulli(self.key, 1 - self.rate, (*shape, self.dim))
-
-  def run(
-    self,
-    x: jax.Array,
-    weights: Mapping[str, jax.Array],
-    times: Callable[[jax.Array, jax.Array], jax.Array],
-    keep: jax.Array | None,
-  ) -> jax.Array:
-    """Applies the experts to their tokens.
-
-    Args:
-      x: tokens (..., D).
-      weights: kernels by name.
-      times: multiplies tokens with the kernels of their experts.
-      keep: mask from `keep`.
-
-    Returns:
-      (..., D).
-    """
-    activation, gated = mlp.KINDS[self.kind]
-    h = times(x, weights["up"])
-    if gated:
-      h = activation(times(x, weights["gate"])) * h
-    else:
-      h = activation(h)
-    if keep is not None:
-      h = jnp.where(keep, h / (1 - self.rate), 0)
-    return times(h, weights["down"])
+from bigtrain.models.layers import moe_blocks, moe_exchange
+from bigtrain.models.layers.moe_experts import Experts, Routing
 
 
 def dropless(
@@ -85,8 +25,9 @@ def dropless(
   weights: dict[str, jax.Array],
   experts: Experts,
   real_BL: jax.Array,
+  axis: str | None,
 ) -> jax.Array:
-  """Sorts each device's tokens into blocks of one expert each.
+  """Serves all choices, whatever their number for an expert.
 
   Args:
     x_BLD: tokens.
@@ -94,177 +35,185 @@ def dropless(
     weights: kernels by name.
     experts: the experts' MLPs.
     real_BL: bool, False for padding, whose result is 0.
+    axis: axis of the mesh that whole experts are split over, if any.
 
   Returns:
     [B, L, D].
   """
   keep_BLJF = experts.keep(*routing.expert_BLJ.shape)
-  args = (x_BLD, routing, keep_BLJF, real_BL, weights)
-  run = functools.partial(_in_blocks, experts._replace(key=None))
-  mesh = sharding.ambient(x_BLD.shape[0])
-  if mesh is None:
-    return run(*args)
+  args = (x_BLD, routing, keep_BLJF, real_BL)
+  E = weights["up"].shape[0]
+  serve = functools.partial(_serve_all, experts._replace(key=None), E)
+  split = moe_exchange.split_of(x_BLD, experts.dim, E, axis)
+  if split is None:
+    return serve(None, weights, *args)
+  how = moe_exchange.weights_of(split, weights)
 
   def on_device(
+    weights: dict[str, jax.Array],
     x_BLD: jax.Array,
     routing: Routing,
     keep_BLJF: jax.Array | None,
     real_BL: jax.Array,
-    weights: dict[str, jax.Array],
   ) -> jax.Array:
-    # Each device uses a copy of its own from here on; the transpose sums the
-    # copies' gradients over the devices, once.
-    copies = jax.lax.pcast(weights, (*sharding.BATCH_AXES, *own), to="varying")
-    if not in_parts:
-      return run(x_BLD, routing, keep_BLJF, real_BL, copies)
+    weights = moe_exchange.gather(split, how, weights)
+    if not split.hidden:
+      return serve(split, weights, x_BLD, routing, keep_BLJF, real_BL)
     routing, real_BL = jax.lax.pcast((routing, real_BL), "tensor", to="varying")
-    x_BLD = sharding.gathered(x_BLD, stream)
+    x_BLD = sharding.gathered(x_BLD, split.stream)
     return sharding.scattered(
-      run(x_BLD, routing, keep_BLJF, real_BL, copies), stream
+      serve(split, weights, x_BLD, routing, keep_BLJF, real_BL), split.stream
     )
 
-  # Each device of a `tensor` group has a part of every expert's hidden units.
-  in_parts = experts.dim % mesh.shape.get("tensor", 1) == 0
-  in_parts = in_parts and mesh.shape.get("tensor", 1) > 1
-  stream = sharding.stream_spec(mesh, x_BLD)
-  rows = masks = stream
-  own = sharding.axes_of_length(stream)
-  by_name = {name: PartitionSpec() for name in weights}
-  if in_parts:
-    own = tuple(a for a in own if a != "tensor")
-    rows = PartitionSpec(sharding.BATCH_AXES, own or None)
-    masks = PartitionSpec(sharding.BATCH_AXES, own or None, None, "tensor")
-    by_name = {
-      name: PartitionSpec(None, None, "tensor")
-      if name != "down"
-      else PartitionSpec(None, "tensor")
-      for name in weights
-    }
+  masks = PartitionSpec(*split.rows, None, split.units)
   return jax.shard_map(
     on_device,
-    mesh=mesh,
-    in_specs=(stream, rows, masks, rows, by_name),
-    out_specs=stream,
-  )(*args)
+    mesh=split.mesh,
+    in_specs=(how.specs, split.stream, split.rows, masks, split.rows),
+    out_specs=split.stream,
+  )(weights, *args)
 
 
-def block_size(choices: int, num_experts: int) -> int:
-  """Returns T, the rows of a block.
-
-  Small blocks are less efficient, and large ones have more empty rows: up to T
-  for each expert. From 32 choices per expert on, that is at most a quarter.
-
-  >>> block_size(16_384, 8), block_size(100, 8)
-  (512, 8)
-
-  Args:
-    choices: B * L * J.
-    num_experts: E.
-  """
-  most = max(choices // (4 * num_experts), 8)
-  return min(512, 2 ** (most.bit_length() - 1))
-
-
-def _in_blocks(
+def _serve_all(
   experts: Experts,
-  x_BLD: jax.Array,
-  routing: Routing,
-  keep_BLJF: jax.Array | None,
-  real_BL: jax.Array,
+  E: int,
+  split: moe_exchange.Split | None,
   weights: Mapping[str, jax.Array],
+  x_blD: jax.Array,
+  routing: Routing,
+  keep_blJF: jax.Array | None,
+  real_bl: jax.Array,
 ) -> jax.Array:
-  B, L, D = x_BLD.shape
+  """Serves a device's tokens."""
+  b, l, D = x_blD.shape
   J = routing.expert_BLJ.shape[-1]
-  E = weights["up"].shape[0]
-  R = B * L * J
-  T = block_size(R, E)
-  N = R // T + E  # As many blocks as R rows need at most.
+  x_tD = x_blD.reshape(b * l, D)
   # Padding comes last, so that it does not move the real tokens.
-  expert_R = jnp.where(real_BL[..., None], routing.expert_BLJ, E).reshape(R)
-  order_R = jnp.argsort(expert_R, stable=True)
-  sizes_E = jnp.sum(jax.nn.one_hot(expert_R, E, dtype=jnp.int32), axis=0)
-  blocks_E = -(-sizes_E // T)
-  ends_E = jnp.cumsum(blocks_E)
-  # Of the sorted rows: the place in the blocks, or beyond them for padding.
-  first_E = (ends_E - blocks_E) * T - (jnp.cumsum(sizes_E) - sizes_E)
-  sorted_R = jnp.take(expert_R, order_R)
-  first_R = jnp.take(first_E, sorted_R, mode="fill", fill_value=N * T)
-  place_R = jnp.arange(R) + first_R
-  # The expert of each block; blocks at the end may be empty.
-  expert_N = jnp.sum(jnp.arange(N)[:, None] >= ends_E, axis=1)
-  expert_N = jnp.minimum(expert_N, E - 1)
-  choice_S = jnp.full(N * T, R).at[place_R].set(order_R, mode="drop")
-  take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
-  x_NTD = take(x_BLD.reshape(-1, D), choice_S // J).reshape(N, T, D)
-  keep = None
-  if keep_BLJF is not None:
-    keep = take(keep_BLJF.reshape(R, -1), choice_S).reshape(N, T, -1)
-  times = lambda x, kernel: _times(R, x, kernel, expert_N)
-  y_NTD = experts.run(x_NTD, weights, times, keep)
-  back_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
-  y = take(y_NTD.reshape(N * T, D), back_R).reshape(B, L, J, D)
+  expert_tJ = jnp.where(real_bl[..., None], routing.expert_BLJ, E)
+  expert_tJ = expert_tJ.reshape(b * l, J)
+  keep_tJF = None
+  if keep_blJF is not None:
+    keep_tJF = keep_blJF.reshape(b * l, J, -1)
+  args = experts, x_tD, expert_tJ, keep_tJF, weights
+  if split is None or split.axis is None:
+    y_tJD = moe_blocks.run(*args)
+  else:
+    y_tJD = _through_exchange(split.axis, split.ways, E, *args)
+  y = y_tJD.reshape(b, l, J, D)
   return jnp.einsum("bljd,blj->bld", y, routing.weight_BLJ.astype(y.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _times(
-  rows: int, x_NTD: jax.Array, kernel_EDF: jax.Array, expert_N: jax.Array
+def _through_exchange(
+  axis: str,
+  n: int,
+  E: int,
+  experts: Experts,
+  x_tD: jax.Array,
+  expert_tJ: jax.Array,
+  keep_tJF: jax.Array | None,
+  weights: Mapping[str, jax.Array],
 ) -> jax.Array:
-  """Multiplies each block with the kernel of its expert.
-
-  jax.lax.ragged_dot needs no blocks, but on CPUs and GPUs it multiplies every
-  row with all experts, and on TPUs its gradient does so for the kernel.
+  """Sends the choices to the devices of their experts, and back.
 
   Args:
-    rows: number of rows that the mathematics needs.
-    x_NTD: blocks.
-    kernel_EDF: kernels of the experts.
-    expert_N: int, expert of each block.
+    axis: the experts' axis.
+    n: number of its devices.
+    E: number of all experts.
+    experts: the experts' MLPs.
+    x_tD: this device's tokens.
+    expert_tJ: int, their experts; E for none.
+    keep_tJF: mask of dropout, or None.
+    weights: kernels of this device's experts.
 
   Returns:
-    [N, T, F].
+    [t, J, D].
   """
-  one = lambda block: block[0] @ kernel_EDF[block[1]]
-  with model_flops.share(rows, x_NTD.shape[0] * x_NTD.shape[1]):
-    return jax.lax.map(one, (x_NTD, expert_N))
+  (t, J), K, own = expert_tJ.shape, expert_tJ.size, E // n
+  # A token has at most `own` experts on one device.
+  Q = t * min(J, own)
+  expert_K = expert_tJ.reshape(K)
+  order_K = jnp.argsort(expert_K, stable=True)
+  sorted_K = jnp.take(expert_K, order_K)
+  sizes_E = jnp.sum(jax.nn.one_hot(expert_K, E, dtype=jnp.int32), axis=0)
+  send_n = jnp.sum(sizes_E.reshape(n, own), axis=1)
+  # Sorted by expert, the choices for a device are a run of its part.
+  shift_n = jnp.arange(n) * Q - (jnp.cumsum(send_n) - send_n)
+  shift_K = jnp.take(shift_n, sorted_K // own, mode="fill", fill_value=n * Q)
+  place_K = jnp.arange(K) + shift_K
+  choice_R = jnp.full(n * Q, K).at[place_K].set(order_K, mode="drop")
+  back_K = jnp.zeros_like(place_K).at[order_K].set(place_K)
+
+  # The numbers of rows from all devices, for this one's experts.
+  sizes_nE = jax.lax.all_gather(sizes_E, axis)
+  first = jax.lax.axis_index(axis) * own
+  sizes_no = jax.lax.dynamic_slice_in_dim(sizes_nE, first, own, axis=1)
+  receive_n = jnp.sum(sizes_no, axis=1)
+  ends_no = jnp.cumsum(sizes_no, axis=1)
+  q = jnp.arange(Q)
+  received_nQ = jnp.sum(q[None, :, None] >= ends_no[:, None], axis=-1)
+
+  send = functools.partial(moe_exchange.exchange, axis)
+  x_RD = _rows(x_tD, choice_R // J, back_K.reshape(t, J).T)
+  x_nQD = send(x_RD.reshape(n, Q, -1), send_n, receive_n)
+  keep_R1F = None
+  if keep_tJF is not None:
+    # A bit for each hidden unit: one device alone draws them in this order.
+    bits = jnp.packbits(keep_tJF.reshape(K, -1), axis=-1)
+    bits = jnp.take(bits, choice_R, axis=0, mode="fill", fill_value=0)
+    bits = send(bits.reshape(n, Q, -1), send_n, receive_n)
+    bits = jnp.unpackbits(bits, axis=-1, count=keep_tJF.shape[-1])
+    keep_R1F = bits.reshape(n * Q, 1, -1).astype(bool)
+  y_R1D = moe_blocks.run(
+    experts,
+    x_nQD.reshape(n * Q, -1),
+    received_nQ.reshape(n * Q, 1),
+    keep_R1F,
+    weights,
+    useful=K,
+  )
+  y_nQD = send(y_R1D.reshape(n, Q, -1), receive_n, send_n)
+  return _rows(y_nQD.reshape(n * Q, -1), back_K, choice_R[None]).reshape(
+    t, J, -1
+  )
 
 
-def _times_forward(rows: int, *args: jax.Array) -> tuple[jax.Array, Any]:
-  return _times(rows, *args), args
+@jax.custom_vjp
+def _rows(x_XD: jax.Array, index_Y: jax.Array, back_ZX: jax.Array) -> jax.Array:
+  """Returns rows of x; the gradient takes rows as well.
+
+  Args:
+    x_XD: rows.
+    index_Y: int, the row for each result; X for zeros.
+    back_ZX: int, the results that have a row of x, Z at most; Y for none.
+
+  Returns:
+    [Y, D].
+  """
+  del back_ZX
+  return jnp.take(x_XD, index_Y, axis=0, mode="fill", fill_value=0)
 
 
-def _times_backward(rows: int, args: Any, grad_NTF: jax.Array) -> Any:
-  x_NTD, kernel_EDF, expert_N = args
-
-  # One expert's sum is float32; the array of all sums has the kernel's dtype.
-  def add_block(sums: Any, block: Any) -> Any:
-    sum_DF, sums_EDF = sums
-    x_TD, grad_TF, e, first = block
-    product_DF = jnp.matmul(x_TD.T, grad_TF, preferred_element_type=jnp.float32)
-    sum_DF = jnp.where(first, 0.0, sum_DF) + product_DF
-    sums_EDF = sums_EDF.at[e].set(sum_DF.astype(sums_EDF.dtype))
-    return (sum_DF, sums_EDF), grad_TF @ kernel_EDF[e].T
-
-  first_N = jnp.diff(expert_N, prepend=-1) != 0
-  zeros = jnp.zeros_like(kernel_EDF[0], jnp.float32), jnp.zeros_like(kernel_EDF)
-  with model_flops.share(rows, x_NTD.shape[0] * x_NTD.shape[1]):
-    (_, kernel_grad_EDF), x_grad_NTD = jax.lax.scan(
-      add_block, zeros, (x_NTD, grad_NTF, expert_N, first_N)
-    )
-  return x_grad_NTD, kernel_grad_EDF, None
+def _rows_forward(x: jax.Array, *index: jax.Array) -> tuple[jax.Array, Any]:
+  return _rows(x, *index), index[1]
 
 
-_times.defvjp(_times_forward, _times_backward)
+def _rows_backward(back_ZX: jax.Array, grad_YD: jax.Array) -> tuple[Any, ...]:
+  grad_ZXD = jnp.take(grad_YD, back_ZX, axis=0, mode="fill", fill_value=0)
+  return jnp.sum(grad_ZXD, axis=0), None, None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
 
 
 def with_capacity(
   x_BLD: jax.Array,
   routing: Routing,
-  weights: Mapping[str, jax.Array],
+  weights: dict[str, jax.Array],
   experts: Experts,
   real_BL: jax.Array,
   factor: float,
   serve: str | None,
+  axis: str | None,
 ) -> tuple[jax.Array, jax.Array]:
   """Gives each expert at most C tokens of a row, and drops the rest.
 
@@ -276,18 +225,69 @@ def with_capacity(
     real_BL: bool, False for padding.
     factor: C is this times L * J / E, rounded up.
     serve: order of the choices, see moe.Options; by position if None.
+    axis: axis of the mesh that whole experts are split over, if any.
 
   Returns:
     ([B, L, D], share of the real tokens' choices that were dropped).
   """
-  B, L, D = x_BLD.shape
+  B, L, _ = x_BLD.shape
   J = routing.expert_BLJ.shape[-1]
   E = weights["up"].shape[0]
   C = min(L, math.ceil(factor * L * J / E))
+  split = moe_exchange.split_of(x_BLD, experts.dim, E, axis)
+  # Devices that share an example share the slots of an expert.
+  own = () if split is None else split.own
+  parts = math.prod(split.mesh.shape[a] for a in own) if split else 1
+  padded = math.ceil(C / parts) * parts
+  slot_BJL, choice_BEC, dropped = _slots(routing, real_BL, E, C, padded, serve)
+  keep = _keep(experts, split, (B, E, C), padded)
+  fill = functools.partial(_fill, experts._replace(key=None), (L * J, E * C))
+  args = x_BLD, slot_BJL, choice_BEC, routing.weight_BLJ, keep
+  if split is None:
+    return fill(None, weights, *args), dropped
+  how = moe_exchange.weights_of(split, weights)
+  batch = PartitionSpec(sharding.BATCH_AXES)
+  slots = PartitionSpec(sharding.BATCH_AXES, None, own or None)
+  y_BLD = jax.shard_map(
+    lambda weights, *args: fill(
+      split, moe_exchange.gather(split, how, weights), *args
+    ),
+    mesh=split.mesh,
+    in_specs=(how.specs, split.stream, batch, slots, batch, _mask_spec(split)),
+    out_specs=split.stream,
+  )(weights, *args)
+  return y_BLD, dropped
+
+
+def _slots(
+  routing: Routing,
+  real_BL: jax.Array,
+  E: int,
+  C: int,
+  padded: int,
+  serve: str | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Gives the choices of each row the slots of their experts.
+
+  Args:
+    routing: experts of the tokens.
+    real_BL: bool, False for padding.
+    E: number of experts.
+    C: slots of an expert for a row.
+    padded: the same with empty ones at the end.
+    serve: order of the choices.
+
+  Returns:
+    (int [B, J, L], slot of each choice, expert x `padded` + number, and
+    E x `padded` for none; int [B, E, padded], choice of each slot, j L + l, and
+    J L for none; the share of dropped choices).
+  """
+  # Each device of a group looks at whole rows: these numbers are few.
+  routing, real_BL = jax.tree.map(sharding.over_batch, (routing, real_BL))
+  B, L, J = routing.expert_BLJ.shape
   # Choices as [B, J * L]: the first ones of all tokens, the second ones, ...
-  by_choice = lambda x: jnp.swapaxes(x, 1, 2).reshape(B, J * L)
   real = jnp.tile(real_BL, (1, J))
-  expert = by_choice(routing.expert_BLJ)
+  expert = jnp.swapaxes(routing.expert_BLJ, 1, 2).reshape(B, J * L)
   wants_BQE = jax.nn.one_hot(expert, E, dtype=jnp.int32) * real[..., None]
   if serve == "choice":
     before_BQE = jnp.cumsum(wants_BQE, axis=1) - wants_BQE
@@ -298,38 +298,142 @@ def with_capacity(
     before_BQE = jnp.tile(before_BLE, (1, J, 1))
   rank = jnp.sum(before_BQE * wants_BQE, axis=-1)
   served = real & (rank < C)
-  # Slot E * C stands for choices without a slot.
-  slot = jnp.where(served, expert * C + rank, E * C)
-  token = jnp.broadcast_to(jnp.tile(jnp.arange(L), J), slot.shape)
-  put = jax.vmap(lambda s, t: jnp.full(E * C + 1, L).at[s].set(t))
-  token_of_slot = put(slot, token)[:, : E * C]
-  pad = lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
-  take = jax.vmap(lambda x, i: jnp.take(x, i, axis=0))
-  x_BECD = take(pad(x_BLD), token_of_slot).reshape(B, E, C, D)
-
-  # Devices that share an example share the slots of an expert.
-  split = sharding.length_ways(B, C) > 1
-  slots = (None, "sequence") if split else ()
-  by_batch, by_expert = (
-    PartitionSpec(sharding.BATCH_AXES, *slots),
-    PartitionSpec(*sharding.BATCH_AXES, *slots[1:]),
+  slot = jnp.where(served, expert * padded + rank, E * padded)
+  put = jax.vmap(
+    lambda s: (
+      jnp.full(E * padded, J * L).at[s].set(jnp.arange(J * L), mode="drop")
+    )
   )
-  # All to all, to the experts' devices and back.
-  x_BECD = _constrained(_constrained(x_BECD, by_batch), by_expert)
-  times = functools.partial(jnp.einsum, "becd,edf->becf")
-  with model_flops.share(L * J, E * C):  # Empty slots are not model FLOPs.
-    y_BECD = experts.run(x_BECD, weights, times, experts.keep(B, E, C))
-  y_BECD = _constrained(_constrained(y_BECD, by_expert), by_batch)
-  y = take(pad(y_BECD.reshape(B, E * C, D)), slot).reshape(B, J, L, D)
-  weight_BJL = jnp.swapaxes(routing.weight_BLJ, 1, 2).astype(y.dtype)
-  y_BLD = jnp.einsum("bjld,bjl->bld", y, weight_BJL)
+  choice_BEC = put(slot).reshape(B, E, padded)
   dropped = jnp.sum(real & ~served) / jnp.maximum(jnp.sum(real), 1)
-  return y_BLD, dropped
+  return slot.reshape(B, J, L), choice_BEC, dropped
 
 
-def _constrained(x_BECD: jax.Array, spec: PartitionSpec) -> jax.Array:
-  """Constrains the sharding, if there is a mesh and the array divides."""
-  mesh = sharding.ambient(x_BECD.shape[0])
-  if mesh is None or x_BECD.shape[1] % mesh.shape["fsdp"]:
-    return x_BECD
-  return jax.lax.with_sharding_constraint(x_BECD, spec)
+def _fill(
+  experts: Experts,
+  counts: tuple[int, int],
+  split: moe_exchange.Split | None,
+  weights: Mapping[str, jax.Array],
+  x_blD: jax.Array,
+  slot_bJL: jax.Array,
+  choice_bEC: jax.Array,
+  weight_bLJ: jax.Array,
+  keep: jax.Array | None,
+) -> jax.Array:
+  """Fills a device's slots, has them served, and adds up the results.
+
+  Args:
+    experts: the experts' MLPs.
+    counts: a row's choices, and its slots.
+    split: how the layer is split, None for one device.
+    weights: kernels of this device's experts.
+    x_blD: this device's part of the stream.
+    slot_bJL: see `_slots`; of whole rows.
+    choice_bEC: see `_slots`; of this device's slots.
+    weight_bLJ: weights of the choices.
+    keep: mask of dropout, see `_keep`.
+
+  Returns:
+    [b, l, D].
+  """
+  axis = None if split is None else split.axis
+  if split is not None:
+    x_blD = _whole_rows(split, x_blD)
+  (b, L, D), J = x_blD.shape, slot_bJL.shape[1]
+  E, c = choice_bEC.shape[1:]
+  own = () if split is None else split.own
+  part = jax.lax.axis_index(own) if own else 0
+  parts = jax.lax.axis_size(own) if own else 1
+  # Of this device's slots: [E, b, c] in a row.
+  row_b11 = jnp.arange(b)[:, None, None]
+  expert_bJL, rank_bJL = jnp.divmod(slot_bJL, c * parts)
+  mine = (expert_bJL < E) & (rank_bJL // c == part)
+  slot_bJL = (expert_bJL * b + row_b11) * c + rank_bJL % c
+  slot_bJL = jnp.where(mine, slot_bJL, E * b * c)
+  back_Jt = jnp.swapaxes(slot_bJL, 0, 1).reshape(J, b * L)
+  j_bEC, l_bEC = jnp.divmod(choice_bEC, L)
+  flat = lambda x: jnp.swapaxes(x, 0, 1).reshape(-1)
+  token_S = flat(jnp.where(j_bEC < J, row_b11 * L + l_bEC, b * L))
+  choice_S = flat(
+    jnp.where(j_bEC < J, (j_bEC * b + row_b11) * L + l_bEC, J * b * L)
+  )
+
+  x_ESD = _rows(x_blD.reshape(b * L, D), token_S, back_Jt).reshape(E, b * c, D)
+  x_ESD = moe_exchange.to_experts(axis, x_ESD)
+  if keep is not None:
+    keep = keep.reshape(*x_ESD.shape[:2], -1)
+  with model_flops.share(*counts):  # Empty slots are not model FLOPs.
+    times = functools.partial(jnp.einsum, "esd,edf->esf")
+    y_ESD = experts.run(x_ESD, weights, times, keep)
+  y_ESD = moe_exchange.from_experts(axis, y_ESD)
+  y = _rows(y_ESD.reshape(-1, D), back_Jt.reshape(-1), choice_S[None])
+  with model_flops.share(1, parts):
+    y_bLD = jnp.einsum(
+      "jbld,blj->bld", y.reshape(J, b, L, D), weight_bLJ.astype(y.dtype)
+    )
+  return y_bLD if split is None else _summed(split, y_bLD)
+
+
+def _whole_rows(split: moe_exchange.Split, x_blD: jax.Array) -> jax.Array:
+  """Gathers the length of the stream."""
+  if split.length:
+    x_blD = jax.lax.all_gather(x_blD, split.length, axis=1, tiled=True)
+  if split.hidden and "tensor" not in split.length:
+    x_blD = jax.lax.pcast(x_blD, "tensor", to="varying")
+  return x_blD
+
+
+def _summed(split: moe_exchange.Split, y_bLD: jax.Array) -> jax.Array:
+  """Sums the parts of a result, each position on its device."""
+  if split.length:
+    y_bLD = jax.lax.psum_scatter(
+      y_bLD, split.length, scatter_dimension=1, tiled=True
+    )
+  if split.hidden and "tensor" not in split.length:
+    y_bLD = jax.lax.psum(y_bLD, "tensor")
+  return y_bLD
+
+
+def _mask_spec(split: moe_exchange.Split) -> PartitionSpec:
+  """Spec of `_keep`."""
+  axes = dict.fromkeys(sharding.AXES)
+  for name in (*sharding.BATCH_AXES, *split.own):
+    axes[name] = name if name != split.axis else None
+  return PartitionSpec(split.axis, *axes.values(), None, None, split.units)
+
+
+def _keep(
+  experts: Experts,
+  split: moe_exchange.Split | None,
+  shape: tuple[int, int, int],
+  padded: int,
+) -> jax.Array | None:
+  """Returns the mask of dropout, where the tokens of each slot are served.
+
+  Args:
+    experts: the experts' MLPs.
+    split: how the layer is split.
+    shape: (B, E, C).
+    padded: C with empty slots at the end.
+
+  Returns:
+    bool [E, replica, fsdp, sequence, tensor, b, c, F]; on a device, the
+    examples and slots of all devices that share its experts, in the order in
+    which they arrive. None for no dropout.
+  """
+  keep_BECF = experts.keep(*shape)
+  if keep_BECF is None:
+    return None
+  B, E, C = shape
+  more = padded - C
+  keep_BECF = jnp.pad(keep_BECF, ((0, 0), (0, 0), (0, more), (0, 0)))
+  ways = dict.fromkeys(sharding.AXES, 1)
+  if split is not None:
+    for name in (*sharding.BATCH_AXES, *split.own):
+      ways[name] = split.mesh.shape[name]
+  replica, fsdp, sequence, tensor = ways.values()
+  keep = keep_BECF.reshape(
+    *(replica, fsdp, B // (replica * fsdp), E),
+    *(sequence, tensor, padded // (sequence * tensor), -1),
+  )
+  return jnp.transpose(keep, (3, 0, 1, 4, 5, 2, 6, 7))

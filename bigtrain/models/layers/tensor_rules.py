@@ -1,7 +1,10 @@
 """Rules of the axis `tensor` for the layers of this package.
 
-Attention is split by heads, MLPs and experts by hidden units.
+Attention is split by heads, MLPs and experts by hidden units. Experts with an
+axis of their own are split by their number over it.
 """
+
+from typing import Any
 
 from bigtrain.sharding import TensorRule
 
@@ -14,6 +17,18 @@ LAYERS = [
   TensorRule(r"(.*/)?(up|gate|Dense_0)/(kernel|bias)", -1),
   TensorRule(r"(.*/)?(down|Dense_1)/kernel", -2),
 ]
+
+
+def experts(options: Any) -> list[TensorRule]:
+  """Returns the rules of whole experts, which come before `LAYERS`.
+
+  Args:
+    options: moe.Options, or None for no experts.
+  """
+  if options is None or options.axis is None:
+    return []
+  kernels = r"(.*/)?moe/(up|gate|down)/kernel"
+  return [TensorRule(kernels, -3, axis=options.axis)]
 
 
 def table(name: str) -> TensorRule:

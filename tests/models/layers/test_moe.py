@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bigtrain import settings, sharding, trees
 from bigtrain.models import decoder, t5
-from bigtrain.models.layers import mlp, moe, moe_dispatch
+from bigtrain.models.layers import mlp, moe, moe_dispatch, moe_experts
 
 B, L, D, F, E = 8, 6, 4, 5, 8
 
@@ -163,14 +163,14 @@ def test_no_row_is_multiplied_with_all_experts():
       up=(width, hidden), gate=(width, hidden), down=(hidden, width)
     ).items()
   }
-  routing = moe_dispatch.Routing(
+  routing = moe_experts.Routing(
     np.zeros((1, rows, 1), np.int32), np.ones((1, rows, 1), np.float32)
   )
-  experts = moe_dispatch.Experts("swiglu", hidden, 0.0, None)
+  experts = moe_experts.Experts("swiglu", hidden, 0.0, None)
 
   def total(x, weights):
     real = np.ones((1, rows), bool)
-    y = moe_dispatch.dropless(x, routing, weights, experts, real)
+    y = moe_dispatch.dropless(x, routing, weights, experts, real, None)
     return jnp.sum(jnp.sin(y))
 
   x = np.ones((1, rows, width), np.float32)
@@ -329,6 +329,10 @@ def test_a_sharding_rule_splits_experts_over_devices(model, kernel):
     (dict(num_experts=4, capacity=1.0), "capacity.*'capacity_factor'"),
     (dict(num_experts=4, jitter=1.5), "jitter: expected .* below 1, got 1.5"),
     (dict(num_experts=4, dropout=1.0), "dropout: expected .* below 1, got 1.0"),
+    (
+      dict(num_experts=4, axis="fdsp"),
+      "axis: unknown .fdsp.. Did you mean",
+    ),
     (
       dict(num_experts=4, capacity_factor=1.0, serve="choices"),
       "serve: unknown 'choices'. Did you mean 'choice'",

@@ -1,0 +1,183 @@
+"""Grouped products: rows in blocks of one expert each.
+
+Axes: D model width, F hidden width, E experts, J experts of a token, t tokens,
+R choices of all tokens, N blocks of T rows, S = N T slots.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import model_flops
+from bigtrain.models.layers import moe_experts
+
+
+def block_size(choices: int, num_experts: int) -> int:
+  """Returns T, the rows of a block.
+
+  Small blocks are less efficient, and large ones have more empty rows: up to T
+  for each expert. From 32 choices per expert on, that is at most a quarter.
+
+  >>> block_size(16_384, 8), block_size(100, 8)
+  (512, 8)
+
+  Args:
+    choices: B * L * J.
+    num_experts: E.
+  """
+  most = max(choices // (4 * num_experts), 8)
+  return min(512, 2 ** (most.bit_length() - 1))
+
+
+class _Static(NamedTuple):
+  """What is known before the run.
+
+  Attributes:
+    rows: number of rows that the mathematics needs.
+    skips: whether empty blocks are skipped.
+  """
+
+  rows: int
+  skips: bool
+
+
+def run(
+  experts: moe_experts.Experts,
+  x_tD: jax.Array,
+  expert_tJ: jax.Array,
+  keep_tJF: jax.Array | None,
+  weights: Mapping[str, jax.Array],
+  *,
+  useful: int | None = None,
+) -> jax.Array:
+  """Sorts rows into blocks, and applies the experts.
+
+  Args:
+    experts: the experts' MLPs.
+    x_tD: tokens.
+    expert_tJ: int, experts of each token; E for none.
+    keep_tJF: mask of dropout, or None.
+    weights: kernels by name.
+    useful: number of choices that are expected to have an expert, if that is
+      not all of them; then empty blocks are skipped.
+
+  Returns:
+    [t, J, D], zeros for no expert.
+  """
+  J = expert_tJ.shape[1]
+  E = weights["up"].shape[0]
+  R = expert_tJ.size
+  T = block_size(useful or R, E)
+  N = R // T + E  # As many blocks as R rows need at most.
+  expert_R = expert_tJ.reshape(R)
+  order_R = jnp.argsort(expert_R, stable=True)
+  sizes_E = jnp.sum(jax.nn.one_hot(expert_R, E, dtype=jnp.int32), axis=0)
+  blocks_E = -(-sizes_E // T)
+  ends_E = jnp.cumsum(blocks_E)
+  # Of the sorted rows: the place in the blocks, or beyond them for padding.
+  first_E = (ends_E - blocks_E) * T - (jnp.cumsum(sizes_E) - sizes_E)
+  sorted_R = jnp.take(expert_R, order_R)
+  first_R = jnp.take(first_E, sorted_R, mode="fill", fill_value=N * T)
+  place_R = jnp.arange(R) + first_R
+  # The expert of each block; blocks at the end may be empty.
+  expert_N = jnp.sum(jnp.arange(N)[:, None] >= ends_E, axis=1)
+  used_N = expert_N < E
+  expert_N = jnp.minimum(expert_N, E - 1)
+  choice_S = jnp.full(N * T, R).at[place_R].set(order_R, mode="drop")
+  take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
+  x_NTD = take(x_tD, choice_S // J).reshape(N, T, -1)
+  keep = None
+  if keep_tJF is not None:
+    keep = take(keep_tJF.reshape(R, -1), choice_S).reshape(N, T, -1)
+  static = _Static(useful or R, useful is not None)
+  times = lambda x, kernel: _times(static, x, kernel, expert_N, used_N)
+  y_NTD = experts.run(x_NTD, weights, times, keep)
+  back_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
+  return take(y_NTD.reshape(N * T, -1), back_R).reshape(*expert_tJ.shape, -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _times(
+  static: _Static,
+  x_NTD: jax.Array,
+  kernel_EDF: jax.Array,
+  expert_N: jax.Array,
+  used_N: jax.Array,
+) -> jax.Array:
+  """Multiplies each block with the kernel of its expert.
+
+  jax.lax.ragged_dot needs no blocks, but on CPUs and GPUs it multiplies every
+  row with all experts, and on TPUs its gradient does so for the kernel.
+
+  Args:
+    static: what is known before the run.
+    x_NTD: blocks.
+    kernel_EDF: kernels of the experts.
+    expert_N: int, expert of each block.
+    used_N: bool, False for empty blocks.
+
+  Returns:
+    [N, T, F].
+  """
+
+  def one(block: Any) -> jax.Array:
+    x_TD, e, used = block
+    product = lambda: x_TD @ kernel_EDF[e]
+    if not static.skips:
+      return product()
+    shape = jax.eval_shape(product)
+    return jax.lax.cond(used, product, lambda: _zeros_of(shape, x_TD))
+
+  with _counted(static, x_NTD):
+    return jax.lax.map(one, (x_NTD, expert_N, used_N))
+
+
+def _counted(static: _Static, x_NTD: jax.Array) -> Any:
+  return model_flops.share(static.rows, x_NTD.shape[0] * x_NTD.shape[1])
+
+
+def _zeros_of(shape: Any, like: jax.Array) -> jax.Array:
+  """Zeros that vary over the same axes of the mesh as `like`."""
+  return jnp.zeros(shape.shape, shape.dtype) + jnp.zeros_like(
+    like, shape=(), dtype=shape.dtype
+  )
+
+
+def _times_forward(static: _Static, *args: jax.Array) -> tuple[jax.Array, Any]:
+  return _times(static, *args), args
+
+
+def _times_backward(static: _Static, args: Any, grad_NTF: jax.Array) -> Any:
+  x_NTD, kernel_EDF, expert_N, used_N = args
+
+  # One expert's sum is float32; the array of all sums has the kernel's dtype.
+  def add_block(sums: Any, block: Any) -> Any:
+    sum_DF, sums_EDF = sums
+    x_TD, grad_TF, e, first, used = block
+
+    def add() -> Any:
+      product_DF = jnp.matmul(
+        x_TD.T, grad_TF, preferred_element_type=jnp.float32
+      )
+      added_DF = jnp.where(first, 0.0, sum_DF) + product_DF
+      added_EDF = sums_EDF.at[e].set(added_DF.astype(sums_EDF.dtype))
+      return (added_DF, added_EDF), grad_TF @ kernel_EDF[e].T
+
+    if not static.skips:
+      return add()
+    skip = lambda: (sums, jnp.zeros_like(x_TD))
+    return jax.lax.cond(used, add, skip)
+
+  first_N = jnp.diff(expert_N, prepend=-1) != 0
+  zeros = jnp.zeros_like(kernel_EDF[0], jnp.float32), jnp.zeros_like(kernel_EDF)
+  with _counted(static, x_NTD):
+    (_, kernel_grad_EDF), x_grad_NTD = jax.lax.scan(
+      add_block, zeros, (x_NTD, grad_NTF, expert_N, first_N, used_N)
+    )
+  return x_grad_NTD, kernel_grad_EDF, None, None
+
+
+_times.defvjp(_times_forward, _times_backward)
