@@ -5,8 +5,8 @@
   FOLDER/00000200-1f3a9c2e.tmp/          a checkpoint that is being written
 
 A rename makes a checkpoint. Nothing waits for the disk: a file that a crash of
-the machine cut or emptied has another size or other checksums, and is not used.
-The checksums of the shards are made on the devices (checksums.py).
+the machine cut or emptied has other checksums, and is not used. The shards'
+checksums are made on the devices (checksums.py).
 """
 
 import dataclasses
@@ -112,7 +112,6 @@ def write(
     "run": run,
     "step": manifest.step,
     "token": token,
-    "num_bytes": offset,
     "parts": parts,
     "manifest": manifest_lib.to_json(manifest),
   }
@@ -167,11 +166,6 @@ def _read_header(directory: str, run: str) -> Saved:
     raise DamagedError("damaged: its digest does not match.")
   if content["run"] != run:
     raise DamagedError("it is of another run, or of another config.")
-  size = os.path.getsize(os.path.join(directory, _DATA))
-  if size != content["num_bytes"]:
-    raise DamagedError(
-      f"{_DATA} has {size} bytes, expected {content['num_bytes']}."
-    )
   parts = {
     key_of(name, place): Part(offset, num_bytes, (sums[0], sums[1]))
     for name, place, offset, num_bytes, sums in content["parts"]

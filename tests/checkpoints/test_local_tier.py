@@ -6,6 +6,8 @@ import os
 import pathlib
 import shutil
 
+import jax
+import jax.numpy as jnp
 import pytest
 import tiny
 from saved_states import host_state, like, make_state, same
@@ -18,6 +20,7 @@ from bigtrain.checkpoints import (
   local_files,
   local_tier,
 )
+from bigtrain.checkpoints import start as start_lib
 from bigtrain.settings import ConfigError
 
 
@@ -82,9 +85,16 @@ def flip(path):
   path.write_bytes(content)
 
 
+def change_step(path):
+  text = path.read_text()
+  assert text.count('"step": 3, "token"') == 1
+  path.write_text(text.replace('"step": 3, "token"', '"step": 9, "token"'))
+
+
 DAMAGE = {
   "a flipped bit": lambda path: flip(path / "data"),
   "a flipped bit of the header": lambda path: flip(path / "header.json"),
+  "another step in the header": lambda path: change_step(path / "header.json"),
   "half of the data": lambda path: os.truncate(path / "data", 1000),
   "no data": lambda path: (path / "data").unlink(),
   "no header": lambda path: (path / "header.json").unlink(),
@@ -148,7 +158,9 @@ def test_steps_that_the_run_has_left_behind_are_left_out(saved):
 
 
 def test_a_start_without_local_checkpoints_ends_their_use(saved):
-  local_tier.forget(str(saved / "run"))
+  init = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like())
+  options = start_lib.StartOptions(None, None, (), False)
+  start_lib.start(options, str(saved / "run"), {}, like(), init, None, {})
   assert restored(saved) is None
 
 
