@@ -21,6 +21,7 @@ from bigtrain.checkpoints import start
 from bigtrain.cluster import process
 from bigtrain.inputs import pipeline
 from bigtrain.runtime import host_memory
+from bigtrain.step import hparams
 
 # Steps of the loop before a timed block: more than the steps that main queues
 # on the device, and more than the batches that wait.
@@ -32,6 +33,7 @@ _STEPS_IN_FLIGHT = 4
 # As in main, before the first use of a device.
 host_memory.keep_freed()
 
+_arrays = hparams.Hparams.arrays
 _start_run = start.start
 _make_train = pipeline.make_train
 
@@ -41,12 +43,13 @@ class Program:
   """The compiled update of a config, and arguments for it on the device.
 
   Attributes:
-    update: compiled (state, tally, batch, {}) -> (state, tally).
+    update: compiled (state, tally, batch, fixed) -> (state, tally).
     compile_secs: seconds to trace, lower and compile it, with nothing in
       parallel; None in `train`, where the state is made at the same time.
     state: train state.
     tally: sums of metrics.
     batch: batch of the first step.
+    fixed: arguments beside the state: the config's numbers.
   """
 
   update: Any = None
@@ -54,6 +57,7 @@ class Program:
   state: Any = None
   tally: Any = None
   batch: Any = None
+  fixed: Any = None
 
   def run(self, steps: int) -> float:
     """Returns the seconds of `steps` updates on the same batch."""
@@ -67,7 +71,7 @@ class Program:
     in_flight: collections.deque[Any] = collections.deque()
     for _ in range(steps):
       self.state, self.tally = self.update(
-        self.state, self.tally, self.batch, {}
+        self.state, self.tally, self.batch, self.fixed
       )
       # Each queued step has its own buffers.
       in_flight.append(self.tally)
@@ -125,6 +129,7 @@ def build(config: Any, *, state: bool = True, update: bool = True) -> Program:
       _replace(patches, pipeline, "make_train", _with_batch(program))
     _replace(patches, process, "Background", background)
     _replace(patches, start, "start", start_run)
+    _replace(patches, hparams.Hparams, "arrays", _with_fixed(program))
     _train(config)
   return program
 
@@ -163,6 +168,7 @@ def train(config: Any, before_step: Callable[[Program, int], bool]) -> None:
     _replace(patches, pipeline, "make_train", _with_batch(program))
     _replace(patches, process, "Background", Background)
     _replace(patches, start, "start", start_run)
+    _replace(patches, hparams.Hparams, "arrays", _with_fixed(program))
     _replace(patches, Between, "before_step", between)
     _train(config)
 
@@ -215,6 +221,16 @@ def _with_batch(program: Program) -> Callable[..., Any]:
     return train_input
 
   return make_train
+
+
+def _with_fixed(program: Program) -> Callable[..., Any]:
+  """Returns an Hparams.arrays that stores its result in the program."""
+
+  def arrays(self: hparams.Hparams, mesh: Any) -> Any:
+    program.fixed = _arrays(self, mesh)
+    return program.fixed
+
+  return arrays
 
 
 def _replace(

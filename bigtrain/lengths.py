@@ -125,9 +125,20 @@ class Lengths(NamedTuple):
   local_ckpt: int | None
   save_at_start: bool
 
-  def makes_row(self, step: Any) -> Any:
-    """Whether a row is written after `step`; works on the device too."""
-    return (step == 1) | (step % self.log == 0) | (step == self.total)
+  @property
+  def values(self) -> dict[str, int]:
+    """Lengths that a compiled update takes as arguments."""
+    return {"log": self.log, "total": self.total}
+
+  def makes_row(self, step: Any, values: Any = None) -> Any:
+    """Whether a row is written after `step`; works on the device too.
+
+    Args:
+      step: number of updates.
+      values: replace `values`, if given.
+    """
+    v = values or self.values
+    return (step == 1) | (step % v["log"] == 0) | (step == v["total"])
 
   def about(self) -> dict[str, Any]:
     """Arguments of `reports.chrono.Chrono` about the run."""

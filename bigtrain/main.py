@@ -44,7 +44,7 @@ from bigtrain.runtime import interactive as interactive_lib
 from bigtrain.runtime import programs as programs_lib
 from bigtrain.step import gradients as gradients_lib
 from bigtrain.step import guard as guard_lib
-from bigtrain.step import initial
+from bigtrain.step import hparams, initial
 from bigtrain.step import norms as norms_lib
 from bigtrain.step import tally as tally_lib
 
@@ -132,11 +132,13 @@ def _train(
   param_views = views.of_model(model_module, model, params_spec)
   optimizer = chain.make(config, params_spec, lengths.units, param_views)
   ema_update = ema_lib.from_config(config, lengths.units)
+  numbers = hparams.Hparams(config, task, lengths, optimizer, ema_update)
+  fixed_spec = {**teacher.spec, **numbers.spec(mesh)}
   guard = guard_lib.from_config(config, mesh)
 
-  def init_state() -> dict[str, Any]:
+  def init_state(seed: Any = seed) -> dict[str, Any]:
     """The train state of step 0: everything that a checkpoint holds."""
-    variables = init_variables()
+    variables = init_variables(seed)
     params = variables.pop("params")
     trained, _ = trees.partition(params, optimizer.trainable)
     state = {
@@ -166,7 +168,8 @@ def _train(
   ) -> tuple[dict[str, Any], tally_lib.Tally]:
     """One step: the next state, and the tally with this step in it."""
     step = state["step"]  # Number of updates before this one.
-    makes_row = lengths.makes_row(step + 1)
+    values = fixed["hparams"]
+    makes_row = lengths.makes_row(step + 1, values["lengths"])
 
     # Gradients of the mean loss over the global batch, and the guard's
     # judgement: only a good step may change the state.
@@ -178,15 +181,14 @@ def _train(
     def advance() -> tuple[dict[str, Any], Any]:
       """(the next state, the updates of the trainable parameters)."""
       trained, frozen = trees.partition(state["params"], optimizer.trainable)
-      updates, opt = optimizer.tx.update(
-        grads, state["opt"], trained, step=step, loss=pairs["loss"]
-      )
+      extra = dict(step=step, values=values["optimizer"], loss=pairs["loss"])
+      updates, opt = optimizer.tx.update(grads, state["opt"], trained, **extra)
       params = trees.merge(optax.apply_updates(trained, updates), frozen)
       new_state = {"params": params, "opt": opt, "step": step + 1}
       if "mutable" in state:
         new_state["mutable"] = mutable
       if "ema" in state:
-        new_state["ema"] = ema_update(state["ema"], params, step)
+        new_state["ema"] = ema_update(state["ema"], params, step, values["ema"])
       return new_state, updates
 
     # Norms of the row, before the state changes in place.
@@ -200,15 +202,15 @@ def _train(
       tally,
       verdict,
       step=step + 1,
-      new_row=lengths.makes_row(step),
+      new_row=lengths.makes_row(step, values["lengths"]),
       pairs=pairs,
       grad_norm=grad_norm,
-      last={**optimizer.rates(step), **guard.row(new_state)},
+      last=optimizer.rates(step, values["optimizer"]) | guard.row(new_state),
       norms=norms,
     )
 
-  with_teacher = {**state_spec, **teacher.spec}
-  loss_args = gradients_lib.loss_args(with_teacher, batch_spec, mesh)
+  with_fixed = {**state_spec, **fixed_spec}
+  loss_args = gradients_lib.loss_args(with_fixed, batch_spec, mesh)
   pairs_spec, _ = jax.eval_shape(loss_fn, *loss_args)
   last = [*optimizer.schedules, *guard.row(state_spec)]
   tally_spec = tally_lib.spec(pairs_spec, last, row_norms.spec(), guard.spikes)
@@ -236,7 +238,7 @@ def _train(
       class_names=train_input.saved["data"].get("class_names", {}),
       compile=programs.compile,
     ),
-    weights=start_lib.evaluated(with_teacher),
+    weights=start_lib.evaluated(with_fixed),
   )
   hooks = hooks_lib.from_config(config, workdir, mesh, predict_fns, evaluations)
 
@@ -262,7 +264,7 @@ def _train(
 
   # The update compiles while the state is read or initialised.
   watchdog.enter("compile", 0)
-  specs = state_spec, tally_spec, batch_spec, teacher.spec
+  specs = state_spec, tally_spec, batch_spec, fixed_spec
   state_sharding = jax.tree.map(lambda x: x.sharding, state_spec)
   compiling = process.Background(
     programs.lower(
@@ -286,10 +288,11 @@ def _train(
   # The start: resumed, continued from elsewhere, warm, or from scratch.
   start = start_lib.start(
     *(start_options, workdir, plain, state_spec, init_state, model_module),
-    *(train_input.fingerprints, saving["local"]),
+    *(seed, train_input.fingerprints, saving["local"]),
     from_local=not rollbacks,
   )
-  state, step, fixed = start.state, start.step, teacher.load()
+  state, step = start.state, start.step
+  fixed = {**teacher.load(), **numbers.arrays(mesh)}
   recording = process.Background(record.start(*known, state, start.how))
   logging.info("Step %d of %d, %s.", step, lengths.total, start.how)
   # A rollback skips batches for good, so from then on the batch index leads
@@ -303,16 +306,13 @@ def _train(
     *(workdir, start.restored_step, jax.process_index(), console), **loggers
   )
   at_end.callback(writer.close)
-  checkpointer = checkpointer_lib.Checkpointer(
-    workdir, guard=check_lease, **saving
-  )
+  checkpointer = checkpointer_lib.Checkpointer(workdir, check_lease, **saving)
   at_end.callback(checkpointer.close)
   clock.restore(start.host.clock, writer.last_alive)
   hooks.restore(start.host.hooks, step, state)
   tally = tally_lib.from_host(start.host.tally, tally_spec, mesh)
   with phase("compile", step):
-    update = compiling.result()
-    recording.result()
+    update, _ = compiling.result(), recording.result()
 
   # What the loop does at some steps: check, save, evaluate.
   builder = programs_lib.Builder({e.name: e.build for e in evaluations}, mesh)

@@ -70,6 +70,26 @@ def find_attribute(dotted: str, key: str) -> Any:
   return getattr(module, attribute)
 
 
+def runtime_options(owner: Any, options: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the options that the compiled update takes as arguments.
+
+  They are the numbers other than 0 that the attribute `runtime_options` of
+  `owner` names. A 0 is a constant, with which an option can be left out.
+
+  Args:
+    owner: the module or function that has the options.
+    options: all options.
+  """
+  return {
+    name: float(options[name])
+    for name in getattr(owner, "runtime_options", ())
+    if name in options
+    and isinstance(options[name], int | float)
+    and not isinstance(options[name], bool)
+    and options[name]
+  }
+
+
 def _import(dotted: str, key: str) -> Any:
   if "" in dotted.split("."):
     raise settings.ConfigError(
@@ -381,7 +401,8 @@ def loss_fn(
 
   Args:
     config: the whole config.
-    task: module of the task.
+    task: module of the task. The options that its `runtime_options` name are
+      variables["hparams"], if there is such an entry.
     model: its flax module.
     teacher: flax module of config.teacher, for tasks whose loss_fn has a
       parameter `teacher`; its variables are variables["teacher"].
@@ -406,9 +427,11 @@ def loss_fn(
 
   def bound_loss_fn(variables: Any, batch: Any, rng: Any) -> Any:
     batch = Features(batch, "config.input")
+    own = {**given, **options, **variables.get("hparams", {})}
+    variables = {k: x for k, x in variables.items() if k != "hparams"}
     with no_logical_axes():
       result = task.loss_fn(
-        variables, batch, rng, model=model, train=True, **given, **options
+        variables, batch, rng, model=model, train=True, **own
       )
     for each in (model, *given.values()):
       _quantized().check(each)

@@ -120,12 +120,12 @@ class Checkpointer:
   def __init__(
     self,
     workdir: str,
+    guard: Callable[[], None] | None = None,
     *,
     keep: int = 2,
     keep_every_steps: int | None = None,
     local: local_tier.Tier | None = None,
     config_digest: str = "",
-    guard: Callable[[], None] | None = None,
     timeout_secs: float = 1800.0,
   ):
     """Constructed on all processes.

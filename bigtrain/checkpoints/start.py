@@ -31,6 +31,7 @@ from bigtrain.checkpoints.host_state import HostState
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
 from bigtrain.cluster import process
 from bigtrain.optim import ema
+from bigtrain.step import hparams
 
 
 class StartOptions(NamedTuple):
@@ -112,8 +113,9 @@ def start(
   workdir: str,
   config: Mapping[str, Any],
   state_spec: Any,
-  init_state: Callable[[], Any],
+  init_state: Callable[[Any], Any],
   model_module: Any,
+  seed: int,
   fingerprints: Mapping[str, str],
   local: local_tier.Tier | None = None,
   *,
@@ -128,8 +130,9 @@ def start(
     workdir: folder of the run.
     config: plain config, to compare with the checkpoint's.
     state_spec: tree of ShapeDtypeStructs with shardings.
-    init_state: makes the state of step 0; traceable.
+    init_state: makes the state of step 0 from an int32 seed; traceable.
     model_module: module whose `from_published`, if any, converts parameters.
+    seed: config.seed.
     fingerprints: of the files that input is made with.
     local: the hosts' own checkpoints; None for none.
     from_local: whether the run may start from them. A rollback may not: what it
@@ -143,7 +146,7 @@ def start(
 
   start = _find(
     *(options, workdir, config, state_spec, init_state, model_module),
-    *(fingerprints, local if from_local else None),
+    *(seed, fingerprints, local if from_local else None),
   )
   if local is not None:
     local.begin(start.step, start.saved_step)
@@ -157,8 +160,9 @@ def _find(
   workdir: str,
   config: Mapping[str, Any],
   state_spec: Any,
-  init_state: Callable[[], Any],
+  init_state: Callable[[Any], Any],
   model_module: Any,
+  seed: int,
   fingerprints: Mapping[str, str],
   local: local_tier.Tier | None,
 ) -> Start:
@@ -205,8 +209,9 @@ def _find(
   shardings = jax.tree.map(lambda x: x.sharding, state_spec)
   # Traced here, because the ambient mesh belongs to this thread; compiled and
   # run in another.
-  lowered = jax.jit(init_state, out_shardings=shardings).lower()
-  state = process.Background(lambda: lowered.compile()(), "init").result()
+  word = hparams.as_array(seed)
+  lowered = jax.jit(init_state, out_shardings=shardings).lower(word)
+  state = process.Background(lambda: lowered.compile()(word), "init").result()
   if not options.model_init:
     return Start(state, HostState(), 0, "from scratch", False)
 

@@ -66,7 +66,7 @@ def softmax_xent(
     labels = labels.astype(jnp.float32)
     picked = total_of(jnp.sum(labels * logits, axis=-1), axis_name)
     total = total_of(jnp.sum(labels, axis=-1), axis_name)
-  if label_smoothing:
+  if _is_on(label_smoothing):
     share, mean = label_smoothing, jnp.mean(logits, axis=-1)
     if axis_name:
       mean = jax.lax.pmean(mean, axis_name)
@@ -77,6 +77,11 @@ def softmax_xent(
     picked = (1 - share) * picked + share * total * mean
   loss = total * normaliser - picked
   return loss + z_loss * jnp.square(normaliser + top) if z_loss else loss
+
+
+def _is_on(share: jax.Array | float) -> bool:
+  """Whether there is smoothing; an array is never 0 (step/hparams.py)."""
+  return isinstance(share, jax.Array) or share != 0
 
 
 def check_smoothing(over: str) -> None:
@@ -114,7 +119,7 @@ def sigmoid_xent(
     invalid = _nan_unless_valid(logits, labels)
     labels = label_mask(logits, labels)
   labels = labels.astype(jnp.float32)
-  if label_smoothing:
+  if _is_on(label_smoothing):
     num_classes = logits.shape[-1]
     labels = (1 - label_smoothing) * labels + label_smoothing / num_classes
   # A formula with abs(logits) has the wrong gradient at 0, where zero

@@ -66,35 +66,43 @@ from bigtrain.optim.recipe import Recipe, read
 from bigtrain.optim.views import View
 from bigtrain.settings import Config, ConfigError
 
+# (gradients, parameters, values) -> gradients.
+_Stage = Callable[[Any, Any, Any], Any]
+
 
 class Optimizer(NamedTuple):
   """An optimizer for the trainable parameters.
 
   Attributes:
     tx: transformation over the trainable parameters ALONE. The caller splits
-      them off and passes the step to each update:
+      them off and passes the step and `values` to each update:
 
         trained, frozen = trees.partition(params, optimizer.trainable)
         opt = tx.init(trained)
         grads = jax.grad(lambda t: loss(trees.merge(t, frozen)))(trained)
-        updates, opt = tx.update(grads, opt, trained, step=step, loss=pair)
+        updates, opt = tx.update(
+          grads, opt, trained, step=step, values=values, loss=pair)
         params = trees.merge(optax.apply_updates(trained, updates), frozen)
 
       `step` counts the updates before this one, so schedules need no state of
       their own. `loss` is the (sum, weight) of the loss, for optimizers that
       use its value. Updates are float32 and include sign and learning rate.
-    schedules: {name: fn(step) -> learning rate}, without multipliers. The name
-      is "lr" for a single schedule, "lr/<regex>" for each of several.
+    schedules: {name: schedule of the learning rate}, without multipliers. The
+      name is "lr" for a single schedule, "lr/<regex>" for each of several.
+    values: numbers of the config that a compiled update takes as arguments:
+      learning rate, weight decay, multipliers and lengths. Without them, an
+      update uses these as constants.
     trainable: nested dicts of bools with the structure of the parameters.
   """
 
   tx: optax.GradientTransformationExtraArgs
   schedules: dict[str, schedules.Schedule]
+  values: Any
   trainable: Any
 
-  def rates(self, step: Any) -> dict[str, Any]:
+  def rates(self, step: Any, values: Any = None) -> dict[str, Any]:
     """{name: learning rate} of the update after `step` updates."""
-    return {name: schedule(step) for name, schedule in self.schedules.items()}
+    return {name: fn(step, values) for name, fn in self.schedules.items()}
 
 
 def make(
@@ -116,15 +124,17 @@ def make(
     ConfigError: a key is unknown, misspelled, unmatched or out of range.
   """
   recipe = read(cfg, params_shapes, units, param_views)
-  return Optimizer(build(recipe), recipe.learning_rates, recipe.trainable)
+  return Optimizer(
+    build(recipe), recipe.learning_rates, recipe.values, recipe.trainable
+  )
 
 
 def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
   """Builds the stages at the head of this file; only stage 5 has a state."""
-  last = _last_stages(recipe)
+  last = _last_stages(recipe, recipe.values)
   before = [
     _multiply_gradients(recipe),
-    _clip_by_value(recipe),
+    _clip_by_value,
     *[_clip_by_norm(members, norm) for members, norm in recipe.clip_norms],
     _add_l2_gradients(recipe),
   ]
@@ -135,26 +145,37 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     params: Any = None,
     *,
     step: Any,
+    values: Any = None,
     loss: tuple[Any, Any] | None = None,
   ) -> tuple[Any, Any]:
     extra = {} if loss is None else {"value": loss[0] / loss[1]}
+    values = recipe.values if values is None else values
     for stage in before:
-      grads = stage(grads, params)
+      grads = stage(grads, params, values)
     # Moments may be stored in bfloat16, but the arithmetic is float32: in
     # bfloat16, b1=0.9 would become 0.898 and 0.999 become 1.
     moments = state if recipe.stored_arithmetic else _float32(state)
-    updates, new_state = last.update(grads, moments, params, step=step, **extra)
-    return updates, recipe.moments.stored(new_state, state, step)
+    updates, new_state = _last_stages(recipe, values).update(
+      grads, moments, params, step=step, **extra
+    )
+    seed = values.get("seed")
+    return updates, recipe.moments.stored(new_state, state, step, seed)
 
   return optax.GradientTransformationExtraArgs(
     lambda params: recipe.moments.initial(last.init(params)), update
   )
 
 
-def _last_stages(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
-  """Stages 5 and 6, and what config.optimizer has around them."""
-  base = _base_optimizer(recipe)
-  after = _scale_by_schedule_and_decay(recipe)
+def _last_stages(
+  recipe: Recipe, values: Any
+) -> optax.GradientTransformationExtraArgs:
+  """Stages 5 and 6, and what config.optimizer has around them.
+
+  Built anew in each trace, as optax's optimizers keep the learning rate that
+  they are given.
+  """
+  base = _base_optimizer(recipe, values)
+  after = _scale_by_schedule_and_decay(recipe, values)
 
   def update(
     grads: Any, state: Any, params: Any = None, *, step: Any, **extra: Any
@@ -166,48 +187,40 @@ def _last_stages(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
   if recipe.wrap is None:
     return tx
   _check_one_schedule(recipe)
-  learning_rate = next(iter(recipe.learning_rates.values()))
-  return optax.with_extra_args_support(recipe.wrap(tx, learning_rate))
+  return optax.with_extra_args_support(
+    recipe.wrap(tx, _only_learning_rate(recipe, values))
+  )
 
 
 # The stages. Operations that would change nothing are not traced: with several
 # for each of hundreds of parameters, tracing them takes seconds at the start.
 
 
-def _multiply_gradients(recipe: Recipe) -> Callable[[Any, Any], Any]:
+def _multiply_gradients(recipe: Recipe) -> _Stage:
   """Stage 1: g *= grad_mult."""
 
-  def stage(grads: Any, params: Any) -> Any:
-    return trees.map_with_names(
-      lambda name, g: (
-        g
-        if recipe.leaves[name].grad_mult == 1.0
-        else g * recipe.leaves[name].grad_mult
-      ),
-      grads,
-    )
+  def stage(grads: Any, params: Any, values: Any) -> Any:
+    def multiply(name: str, g: jax.Array) -> jax.Array:
+      key = recipe.leaves[name].grad_mult
+      return g if key is None else g * values[key]
+
+    return trees.map_with_names(multiply, grads)
 
   return stage
 
 
-def _clip_by_value(recipe: Recipe) -> Callable[[Any, Any], Any]:
-  """Stage 2: clips each element to [-clip_value, clip_value]."""
-  limit = recipe.clip_value
-
-  def stage(grads: Any, params: Any) -> Any:
-    if limit is None:
-      return grads
-    return jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
-
-  return stage
+def _clip_by_value(grads: Any, params: Any, values: Any) -> Any:
+  """Stage 2: clips each element to [-grad_clip_value, grad_clip_value]."""
+  if "grad_clip_value" not in values:
+    return grads
+  limit = values["grad_clip_value"]
+  return jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
 
 
-def _clip_by_norm(
-  members: set[str], max_norm: float
-) -> Callable[[Any, Any], Any]:
-  """Stage 3: scales these gradients to a joint norm of at most `max_norm`."""
+def _clip_by_norm(members: set[str], key: str) -> _Stage:
+  """Stage 3: scales these gradients to a joint norm of at most values[key]."""
 
-  def stage(grads: Any, params: Any) -> Any:
+  def stage(grads: Any, params: Any, values: Any) -> Any:
     squares = [
       jnp.sum(jnp.square(g.astype(jnp.float32)))
       for name, g in trees.flatten_with_names(grads)
@@ -216,7 +229,7 @@ def _clip_by_norm(
     if not squares:  # The whole group is frozen.
       return grads
     # A norm of 0 gives a scale of 1; NaN stays NaN, for the guard to see.
-    scale = jnp.minimum(1.0, max_norm / jnp.sqrt(sum(squares)))
+    scale = jnp.minimum(1.0, values[key] / jnp.sqrt(sum(squares)))
     return trees.map_with_names(
       lambda name, g: g * scale.astype(g.dtype) if name in members else g,
       grads,
@@ -225,27 +238,36 @@ def _clip_by_norm(
   return stage
 
 
-def _add_l2_gradients(recipe: Recipe) -> Callable[[Any, Any], Any]:
+def _add_l2_gradients(recipe: Recipe) -> _Stage:
   """Stage 4: g += wd * p, where weight decay is an L2 penalty."""
 
-  def stage(grads: Any, params: Any) -> Any:
+  def stage(grads: Any, params: Any, values: Any) -> Any:
     if recipe.coupling != "gradient":
       return grads
-    return trees.map_with_names(
-      lambda name, g, p: g + recipe.leaves[name].wd * p.astype(g.dtype),
-      grads,
-      params,
-    )
+
+    def add(name: str, g: jax.Array, p: jax.Array) -> jax.Array:
+      key = recipe.leaves[name].wd
+      return g if key is None else g + values[key] * p.astype(g.dtype)
+
+    return trees.map_with_names(add, grads, params)
 
   return stage
 
 
-def _base_optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
+def _only_learning_rate(recipe: Recipe, values: Any) -> Callable[[Any], Any]:
+  """fn(number of updates) -> learning rate, where there is one schedule."""
+  (schedule, *_) = recipe.learning_rates.values()
+  return lambda count: schedule(count, values)
+
+
+def _base_optimizer(
+  recipe: Recipe, values: Any
+) -> optax.GradientTransformationExtraArgs:
   """Stage 5: the optimizer that config.optimizer names."""
   learning_rate: Any = 1.0
   if optimizers.lr_inside(recipe.optimizer):
     _check_one_lr(recipe)
-    learning_rate = next(iter(recipe.learning_rates.values()))
+    learning_rate = _only_learning_rate(recipe, values)
   return optax.with_extra_args_support(
     optimizers.base_optimizer(
       recipe.optimizer,
@@ -258,23 +280,26 @@ def _base_optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
 
 
 def _scale_by_schedule_and_decay(
-  recipe: Recipe,
+  recipe: Recipe, values: Any
 ) -> Callable[[Any, Any, Any], Any]:
   """Stage 6: learning rate, schedule and decoupled weight decay."""
   lr_inside = optimizers.lr_inside(recipe.optimizer)
 
   def stage(updates: Any, params: Any, step: Any) -> Any:
-    factors = {name: fn(step) for name, fn in recipe.factors.items()}
+    factors = {
+      name: fn(step, values["schedules"][name])
+      for name, fn in recipe.factors.items()
+    }
 
     @functools.cache
-    def scheduled(schedule: str, value: float) -> jax.Array:
-      return factors[schedule] * value
+    def scheduled(schedule: str, key: str) -> jax.Array:
+      return factors[schedule] * values[key]
 
     def update(name: str, u: jax.Array, p: jax.Array) -> jax.Array:
       leaf = recipe.leaves[name]
       u = _as_float32(u)
       u = u if lr_inside else u * scheduled(leaf.schedule, leaf.lr)
-      if recipe.coupling == "gradient" or not leaf.wd:
+      if recipe.coupling == "gradient" or leaf.wd is None:
         return u
       return u - _as_float32(p) * scheduled(leaf.schedule, leaf.wd)
 
@@ -286,7 +311,7 @@ def _scale_by_schedule_and_decay(
 def _check_one_lr(recipe: Recipe) -> None:
   _check_one_schedule(recipe)
   name, leaves = recipe.optimizer["name"], recipe.leaves.values()
-  if len({leaf.lr for leaf in leaves}) > 1:
+  if len({recipe.values[leaf.lr] for leaf in leaves}) > 1:
     raise ConfigError(f"{recipe.path}.lr_mults: {name!r} takes none.")
 
 

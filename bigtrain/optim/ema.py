@@ -1,8 +1,6 @@
 """Exponential moving average (EMA) of the parameters."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +10,24 @@ from bigtrain.lengths import Units
 from bigtrain.settings import Config
 
 
-def from_config(
-  cfg: Config, units: Units
-) -> Callable[[Any, Any, Any], Any] | None:
-  """Builds fn(ema, params, step) -> ema; None if there is no ema_decay.
+class Ema(NamedTuple):
+  """The average of a run.
+
+  Attributes:
+    values: arguments `decay` and `start_step` of `update`.
+  """
+
+  values: dict[str, Any]
+
+  def __call__(
+    self, ema: Any, params: Any, step: Any, values: Any = None
+  ) -> Any:
+    """See `update`; `values` replace the config's."""
+    return update(ema, params, step, **(values or self.values))
+
+
+def from_config(cfg: Config, units: Units) -> Ema | None:
+  """Reads the keys of the average; None if there is no ema_decay.
 
   Reads ema_decay and ema_start_{steps,epochs,...} (default 0).
   """
@@ -24,7 +36,7 @@ def from_config(
   if decay is None:
     return None
   settings.check_number(f"{cfg.path}.ema_decay", decay, least=0, below=1)
-  return functools.partial(update, decay=decay, start_step=start)
+  return Ema({"decay": float(decay), "start_step": start})
 
 
 def init(params: Any) -> Any:

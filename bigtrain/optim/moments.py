@@ -45,14 +45,12 @@ class Moments(NamedTuple):
   Attributes:
     dtype: their dtype, or None for the optimizer's own choice.
     stochastic: whether they are rounded stochastically, and not to nearest.
-    seed: config.seed.
     sizes: numbers of elements of the trainable parameters, by name.
     key: location of the optimizer in the config, for messages.
   """
 
   dtype: Any
   stochastic: bool
-  seed: int
   sizes: Mapping[str, int]
   key: str
 
@@ -74,7 +72,7 @@ class Moments(NamedTuple):
       lambda name, x: x.astype(self.dtype) if self._has(name, x) else x, state
     )
 
-  def stored(self, new: Any, old: Any, step: Any) -> Any:
+  def stored(self, new: Any, old: Any, step: Any, seed: Any) -> Any:
     """Returns the new state in the dtypes of the old one.
 
     Args:
@@ -82,10 +80,11 @@ class Moments(NamedTuple):
       old: stored state before it.
       step: number of updates before this one. With the seed and the name of
         an array, it determines the random numbers.
+      seed: config.seed; None without stochastic rounding.
     """
     if not self.stochastic:
       return jax.tree.map(_cast_like, new, old)
-    key = jax.random.fold_in(jax.random.key(self.seed), _STREAM)
+    key = jax.random.fold_in(jax.random.key(seed), _STREAM)
     key = jax.random.fold_in(key, step)
 
     def store(name: str, x: jax.Array, before: jax.Array) -> jax.Array:
@@ -107,13 +106,12 @@ class Moments(NamedTuple):
 
 
 def read(
-  spec: Mapping[str, Any], seed: int, shapes: Any, arithmetic: str, key: str
+  spec: Mapping[str, Any], shapes: Any, arithmetic: str, key: str
 ) -> Moments:
   """Reads moment_dtype and moment_rounding.
 
   Args:
     spec: name and arguments of the base optimizer.
-    seed: config.seed.
     shapes: tree of the trainable parameters' ShapeDtypeStructs.
     arithmetic: config.optimizer.moment_arithmetic.
     key: location of `spec` in the config, for messages.
@@ -139,7 +137,6 @@ def read(
   return Moments(
     dtype=None if dtype is None else jnp.dtype(dtype),
     stochastic=dtype == "bfloat16" and rounding != "nearest",
-    seed=seed,
     sizes={name: x.size for name, x in trees.flatten_with_names(shapes)},
     key=key,
   )

@@ -20,16 +20,20 @@ _ARITHMETIC = ("float32", "stored")
 class Leaf(NamedTuple):
   """Settings of one trainable parameter.
 
+  All but the schedule are keys of `Recipe.values`: numbers are arguments of the
+  compiled update, and not a part of its structure.
+
   Attributes:
     lr: learning rate with the multiplier.
-    wd: weight decay with the multiplier and, if coupled, the learning rate.
-    grad_mult: multiplier of the gradient.
+    wd: weight decay with the multiplier and, if coupled, the learning rate;
+      None for no decay.
+    grad_mult: multiplier of the gradient; None for 1.
     schedule: name of the schedule.
   """
 
-  lr: float
-  wd: float
-  grad_mult: float
+  lr: str
+  wd: str | None
+  grad_mult: str | None
   schedule: str
 
 
@@ -40,11 +44,13 @@ class Recipe(NamedTuple):
     leaves: settings by name of the trainable parameters.
     trainable: nested dicts of bools with the structure of the parameters.
     shapes: shapes of the trainable parameters.
-    clip_value: largest absolute value of a gradient's element, or None.
-    clip_norms: (parameters, largest norm of their gradients), in order.
+    clip_norms: (parameters, key of the largest norm of their gradients), in
+      order.
     coupling: one of "schedule", "lr" and "gradient".
-    factors: {name: fn(step) -> factor of the learning rate}, the schedules.
-    lr: learning rate where the schedule is 1.
+    factors: {name: schedule}, whose values are factors of the learning rate.
+    values: the numbers: those that a Leaf and `clip_norms` name, "lr" where the
+      schedule is 1, "grad_clip_value" if there is one, "seed" if updates are
+      random, and "schedules", the schedules' own by name.
     optimizer: name and arguments of the base optimizer.
     wrap: what config.optimizer has around it, or None; see wrappers.py.
     stored_arithmetic: whether moments are computed in the dtype in which they
@@ -57,11 +63,10 @@ class Recipe(NamedTuple):
   leaves: Mapping[str, Leaf]
   trainable: Any
   shapes: Any
-  clip_value: float | None
-  clip_norms: Sequence[tuple[set[str], float]]
+  clip_norms: Sequence[tuple[set[str], str]]
   coupling: str
   factors: Mapping[str, schedules.Schedule]
-  lr: float
+  values: Mapping[str, Any]
   optimizer: Mapping[str, Any]
   wrap: wrappers.Wrap | None
   stored_arithmetic: bool
@@ -71,10 +76,17 @@ class Recipe(NamedTuple):
 
   @property
   def learning_rates(self) -> dict[str, schedules.Schedule]:
-    """{name: fn(step) -> learning rate}, without multipliers."""
-    return {
-      name: _times(schedule, self.lr) for name, schedule in self.factors.items()
-    }
+    """{name: schedule of the learning rate}, without multipliers.
+
+    Their values are `values`.
+    """
+    return {name: self._learning_rate(name) for name in self.factors}
+
+  def _learning_rate(self, name: str) -> schedules.Schedule:
+    factor = self.factors[name].fn
+    return schedules.Schedule(
+      lambda step, v: factor(step, v["schedules"][name]) * v["lr"], self.values
+    )
 
 
 def read(
@@ -85,7 +97,7 @@ def read(
 ) -> Recipe:
   """Reads the optimizer's keys; see chain.make."""
   names = trees.names(params_shapes)
-  lr = settings.check_number(f"{cfg.path}.lr", cfg["lr"], least=0)
+  lr = float(settings.check_number(f"{cfg.path}.lr", cfg["lr"], least=0))
   wd = settings.check_number(f"{cfg.path}.wd", cfg.get("wd", 0.0), least=0)
   coupling = cfg.get("wd_coupling", "schedule")
   if coupling not in _COUPLINGS:
@@ -95,17 +107,26 @@ def read(
   lr_mult = _multipliers(cfg, "lr_mults", names, 1.0)
   wd_mult = _multipliers(cfg, "wd_mults", names, 0.0, _KERNELS if wd else ())
   grad_mult = _multipliers(cfg, "grad_mults", names, 1.0)
-  clip_norms = _clip_norms(cfg, names)
-  leaves = {
-    name: Leaf(
-      lr * lr_mult[name],
-      wd * wd_mult[name] * (lr * lr_mult[name] if coupling == "lr" else 1.0),
-      grad_mult[name],
+  values: dict[str, Any] = {"lr": lr}
+  clip_norms = _clip_norms(cfg, names, values)
+  leaves = {}
+  for name in names:
+    if schedule_of[name] is None:
+      continue
+    (lr_key, by_lr), (wd_key, by_wd) = lr_mult[name], wd_mult[name]
+    decay = wd * by_wd
+    if coupling == "lr":
+      decay, wd_key = decay * lr * by_lr, f"{wd_key}, {lr_key}"
+    grad_key, by_grad = grad_mult[name]
+    values |= {lr_key: lr * by_lr}
+    values |= {wd_key: decay} if wd and by_wd else {}
+    values |= {grad_key: by_grad} if by_grad != 1.0 else {}
+    leaves[name] = Leaf(
+      lr_key,
+      wd_key if wd_key in values else None,
+      grad_key if grad_key in values else None,
       schedule_of[name],
     )
-    for name in names
-    if schedule_of[name] is not None
-  }
   trainable = trees.map_with_names(lambda n, _: n in leaves, params_shapes)
   shapes, _ = trees.partition(params_shapes, trainable)
   seed = settings.whole_number(cfg, "seed", 0, least=0)
@@ -116,6 +137,12 @@ def read(
     hint = settings.did_you_mean(str(arithmetic), _ARITHMETIC)
     raise ConfigError(f"{key}.moment_arithmetic: unknown {arithmetic!r}.{hint}")
   base, wrap = wrappers.split(options, key)
+  stored = moments.read(base, shapes, arithmetic, key)
+  if stored.stochastic:
+    values["seed"] = seed
+  if (clip := _positive(cfg, "grad_clip_value")) is not None:
+    values["grad_clip_value"] = clip
+  values["schedules"] = {name: x.values for name, x in factors.items()}
   if param_views is None:
     param_views = {}
   every = {
@@ -126,22 +153,17 @@ def read(
     leaves=leaves,
     trainable=trainable,
     shapes=shapes,
-    clip_value=_positive(cfg, "grad_clip_value"),
     clip_norms=clip_norms,
     coupling=coupling,
     factors=factors,
-    lr=lr,
+    values=values,
     optimizer=base,
     wrap=wrap,
     stored_arithmetic=arithmetic == "stored",
-    moments=moments.read(base, seed, shapes, arithmetic, key),
+    moments=stored,
     views=every,
     path=cfg.path,
   )
-
-
-def _times(schedule: schedules.Schedule, lr: float) -> schedules.Schedule:
-  return lambda step: schedule(step) * lr
 
 
 def _schedules(
@@ -181,8 +203,8 @@ def _multipliers(
   names: Sequence[str],
   otherwise: float,
   default: Sequence[tuple[str, float]] = (),
-) -> dict[str, float]:
-  """{parameter: multiplier} of a list of (regex, multiplier)."""
+) -> dict[str, tuple[str, float]]:
+  """{parameter: (name, multiplier)} of a list of (regex, multiplier)."""
   pairs = read_pairs(cfg, key, (int, float), "multiplier", default)
   for regex, value in pairs:
     if value < 0:
@@ -193,32 +215,38 @@ def _multipliers(
         f"to freeze, put ({regex!r}, None) into {cfg.path}.schedule."
       )
   which = first_match([regex for regex, _ in pairs], names, f"{cfg.path}.{key}")
+  numbers = [
+    (f"{key}[{i}]", float(value)) for i, (_, value) in enumerate(pairs)
+  ]
   return {
-    name: float(pairs[which[name]][1]) if name in which else otherwise
+    name: numbers[which[name]] if name in which else (key, otherwise)
     for name in names
   }
 
 
 def _clip_norms(
-  cfg: Config, names: Sequence[str]
-) -> list[tuple[set[str], float]]:
-  """(parameters, largest norm of their gradients), in order of application."""
+  cfg: Config, names: Sequence[str], values: dict[str, Any]
+) -> list[tuple[set[str], str]]:
+  """Reads the limits of norms into `values`; see Recipe.clip_norms."""
   key = "grad_clip_groups"
   pairs = read_pairs(cfg, key, (int, float), "largest norm")
   for regex, norm in pairs:
     if norm <= 0:
       raise ConfigError(f"{cfg.path}.{key}: ({regex!r}, {norm}): not positive.")
   which = first_match([regex for regex, _ in pairs], names, f"{cfg.path}.{key}")
-  clips = [
-    ({name for name, group in which.items() if group == i}, norm)
-    for i, (_, norm) in enumerate(pairs)
-  ]
-  norm = _positive(cfg, "grad_clip_norm")
-  return clips if norm is None else [*clips, (set(names), norm)]
+  clips = []
+  for i, (_, norm) in enumerate(pairs):
+    values[f"{key}[{i}]"] = float(norm)
+    members = {name for name, group in which.items() if group == i}
+    clips.append((members, f"{key}[{i}]"))
+  if (largest := _positive(cfg, "grad_clip_norm")) is not None:
+    values["grad_clip_norm"] = largest
+    clips.append((set(names), "grad_clip_norm"))
+  return clips
 
 
 def _positive(cfg: Config, key: str) -> float | None:
   value = cfg.get(key)
   if value is None:
     return None
-  return settings.check_number(f"{cfg.path}.{key}", value, above=0)
+  return float(settings.check_number(f"{cfg.path}.{key}", value, above=0))

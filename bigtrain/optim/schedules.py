@@ -34,13 +34,12 @@ warmup_percent, and so on. stair_epochs=[30, 60, 80] is a list of lengths.
 
 A piece is the dict of a schedule with its length, such as length_percent=10,
 and may have `scale`, a factor of its values. Its own lengths in percent are
-relative to the piece. The last piece has no length: it takes the remaining
-steps.
+relative to the piece. The last piece has no length: it takes the rest. Numbers
+but `power` are arguments of the compiled update, see step/hparams.py.
 """
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -52,7 +51,21 @@ from bigtrain import parts, settings
 from bigtrain.lengths import UNITS, Units, steps
 from bigtrain.settings import ConfigError, check_number, did_you_mean
 
-Schedule = Callable[[Any], Any]
+
+class Schedule(NamedTuple):
+  """A function of the number of updates done so far.
+
+  Attributes:
+    fn: (step, values) -> factor of the learning rate.
+    values: nested dicts and lists of the config's numbers, lengths in steps.
+  """
+
+  fn: Callable[[Any, Any], Any]
+  values: Any
+
+  def __call__(self, step: Any, values: Any = None) -> Any:
+    """The factor after `step` updates; `values` replace the config's."""
+    return self.fn(step, self.values if values is None else values)
 
 
 class _At(NamedTuple):
@@ -71,11 +84,21 @@ class _At(NamedTuple):
   np: Any
 
 
-_Decay = Callable[[_At], Any]
+class _Decay(NamedTuple):
+  """A decay: its numbers, and a function of a moment and these numbers."""
+
+  values: Any
+  fn: Callable[[_At, Any], Any]
+
+
+def _towards(end: float, fn: Callable[[_At], Any]) -> _Decay:
+  """From 1 to `end`, as `fn` goes from 1 to 0."""
+  values = {"end": end, "range": 1 - end}
+  return _Decay(values, lambda at, v: v["end"] + v["range"] * fn(at))
 
 
 def _constant() -> _Decay:
-  return lambda at: at.np.ones_like(at.since)
+  return _Decay({}, lambda at, v: at.np.ones_like(at.since))
 
 
 def _cosine(*, end: float = 0.0) -> _Decay:
@@ -84,8 +107,7 @@ def _cosine(*, end: float = 0.0) -> _Decay:
   Args:
     end: factor at the end of the run.
   """
-  half = (1 - end) / 2
-  return lambda at: end + half * (1 + at.np.cos(np.pi * at.progress))
+  return _towards(end, lambda at: _SHAPES["cosine"](at.np, at.progress))
 
 
 def _linear(*, linear_end: float = 0.0) -> _Decay:
@@ -101,10 +123,10 @@ def _polynomial(*, power: float = 1.0, end: float = 0.0) -> _Decay:
   """A polynomial from 1 to `end`.
 
   Args:
-    power: exponent of the rest of the run.
+    power: exponent of the rest of the run; the program has it as a constant.
     end: factor at the end of the run.
   """
-  return lambda at: end + (1 - end) * (1 - at.progress) ** power
+  return _towards(end, lambda at: (1 - at.progress) ** power)
 
 
 def _rsqrt(*, timescale: int = 10_000, shift: int = 0) -> _Decay:
@@ -114,7 +136,10 @@ def _rsqrt(*, timescale: int = 10_000, shift: int = 0) -> _Decay:
     timescale: length after which the factor is 1 / sqrt(2), without `shift`.
     shift: length that is added to the steps.
   """
-  return lambda at: 1 / at.np.sqrt(1 + (at.since + shift) / timescale)
+  return _Decay(
+    {"timescale": timescale, "shift": shift},
+    lambda at, v: 1 / at.np.sqrt(1 + (at.since + v["shift"]) / v["timescale"]),
+  )
 
 
 def _stair(*, stair: list[int], mults: list[float]) -> _Decay:
@@ -124,10 +149,13 @@ def _stair(*, stair: list[int], mults: list[float]) -> _Decay:
     stair: lengths at which the factor changes.
     mults: the factor from each of them on.
   """
-  ratios = np.diff([1.0, *mults])
-  return lambda at: sum(
-    (jump * (at.step >= step) for step, jump in zip(stair, ratios)),
-    start=at.np.ones_like(at.since),
+  jumps = [float(jump) for jump in np.diff([1.0, *mults])]
+  return _Decay(
+    {"stair": stair, "jumps": jumps},
+    lambda at, v: sum(
+      (jump * (at.step >= step) for step, jump in zip(v["stair"], v["jumps"])),
+      start=at.np.ones_like(at.since),
+    ),
   )
 
 
@@ -143,17 +171,18 @@ def _wsd(
     end: factor at the end of the run.
   """
 
-  def value(at: _At) -> Any:
-    q = at.np.clip((at.step - (total - decay)) / decay, 0.0, 1.0)
-    return end + (1 - end) * _SHAPES[shape](at.np, q)
+  def value(at: _At, v: Any) -> Any:
+    q = at.np.clip((at.step - v["begin"]) / v["decay"], 0.0, 1.0)
+    return v["end"] + v["range"] * _SHAPES[shape](at.np, q)
 
-  return value
+  lengths = {"begin": total - decay, "decay": decay}
+  return _Decay({**lengths, "end": end, "range": 1 - end}, value)
 
 
 _SHAPES: dict[str, Callable[[Any, Any], Any]] = {
   "linear": lambda np, q: 1 - q,
   "sqrt": lambda np, q: 1 - np.sqrt(q),
-  "cosine": lambda np, q: (1 + np.cos(math.pi * q)) / 2,
+  "cosine": lambda np, q: (1 + np.cos(np.pi * q)) / 2,
 }
 
 
@@ -175,14 +204,15 @@ def _one_cycle(
   top = max(1, round(0.3 * total)) if peak is None else max(1, peak)
   start, end = 1 / div_factor, 1 / (div_factor * final_div_factor)
 
-  def value(at: _At) -> Any:
-    rise = at.np.clip(at.step / top, 0.0, 1.0)
-    fall = at.np.clip((at.step - top) / max(1, total - top), 0.0, 1.0)
-    up = start + (1 - start) * (1 - at.np.cos(np.pi * rise)) / 2
-    down = end + (1 - end) * (1 + at.np.cos(np.pi * fall)) / 2
-    return at.np.where(at.step < top, up, down)
+  def value(at: _At, v: Any) -> Any:
+    rise = at.np.clip(at.step / v["top"], 0.0, 1.0)
+    fall = at.np.clip((at.step - v["top"]) / v["rest"], 0.0, 1.0)
+    up = v["start"] + v["up"] * (1 - at.np.cos(np.pi * rise)) / 2
+    down = v["end"] + v["down"] * (1 + at.np.cos(np.pi * fall)) / 2
+    return at.np.where(at.step < v["top"], up, down)
 
-  return value
+  values = {"start": start, "up": 1 - start, "end": end, "down": 1 - end}
+  return _Decay({**values, "top": top, "rest": max(1, total - top)}, value)
 
 
 _DECAYS: dict[str, Callable[..., _Decay]] = {
@@ -198,7 +228,6 @@ _DECAYS: dict[str, Callable[..., _Decay]] = {
 _NAMES = (*_DECAYS, "pieces")
 # Arguments of decays with a unit.
 _LENGTHS = ("timescale", "shift", "decay", "peak")
-_GIVEN = {"total"}  # Argument that is not a key.
 _NEED_TOTAL = ("cosine", "linear", "polynomial", "wsd", "one_cycle")
 
 
@@ -213,9 +242,8 @@ def make(
     path: location of `spec` in the config, for messages.
 
   Returns:
-    fn(step) -> factor of the learning rate. A traced or device step gives a
-    float32 jax scalar. A Python or numpy step gives a host value, so that
-    logging dispatches nothing to the device.
+    The schedule. A traced or device step gives a float32 jax scalar, a Python
+    or numpy step a host value, so that logging dispatches nothing.
 
   Raises:
     ConfigError: an unknown decay or key, a value out of range, or lengths that
@@ -225,8 +253,7 @@ def make(
   decay_type = spec.pop("decay_type", None)
   if decay_type is None:
     raise ConfigError(f"{path}.decay_type: missing.{did_you_mean('', _NAMES)}")
-  is_own = "." in str(decay_type)
-  if decay_type not in _NAMES and not is_own:
+  if decay_type not in _NAMES and "." not in str(decay_type):
     hint = did_you_mean(str(decay_type), _NAMES)
     raise ConfigError(f"{path}.decay_type: unknown {decay_type!r}.{hint}")
   _check_keys(spec, decay_type, path)
@@ -234,7 +261,7 @@ def make(
   cooldown = steps(spec, "cooldown", units, 0, path)
   total = units.total_steps
   _check_lengths(warmup, cooldown, total, decay_type, path)
-  if is_own:
+  if "." in decay_type:
     decay = _own(decay_type, spec, path)
   elif decay_type == "pieces":
     decay = _pieces(spec.pop("pieces", None), units, path)
@@ -242,20 +269,21 @@ def make(
     kwargs = _arguments(spec, decay_type, units, path)
     decay = _DECAYS[decay_type](**kwargs)
 
-  def schedule(step: Any) -> Any:
+  def schedule(step: Any, v: Any) -> Any:
     xp = jnp if isinstance(step, jax.Array) else np
     # Subtract ints: float32 cannot represent all steps beyond 2**24.
-    since = xp.maximum(step - warmup, 0)
-    rest = max(1, (total or 0) - warmup)
-    progress = xp.minimum(since / rest, 1.0)
-    value = decay(_At(step, since * 1.0, progress, xp))
+    since = xp.maximum(step - v["warmup"], 0)
+    progress = xp.minimum(since / v["rest"], 1.0)
+    value = decay.fn(_At(step, since * 1.0, progress, xp), v["decay"])
     if warmup:
-      value = value * xp.minimum(step / warmup, 1.0)
+      value = value * xp.minimum(step / v["warmup"], 1.0)
     if cooldown:
-      value = value * xp.clip((total - step) / cooldown, 0.0, 1.0)
+      value = value * xp.clip((v["total"] - step) / v["cooldown"], 0.0, 1.0)
     return xp.asarray(value, xp.float32)
 
-  return schedule
+  values = {"warmup": warmup, "total": total, "cooldown": cooldown}
+  rest = max(1, (total or 0) - warmup)
+  return Schedule(schedule, {**values, "rest": rest, "decay": decay.values})
 
 
 def _own(dotted: str, options: Mapping[str, Any], path: str) -> _Decay:
@@ -271,7 +299,8 @@ def _own(dotted: str, options: Mapping[str, Any], path: str) -> _Decay:
     raise ConfigError(
       f"{key}: expected {dotted!r} to return a number at 0, got {value!r}."
     )
-  return lambda at: fn(at.progress, **options)
+  values = parts.runtime_options(fn, options)
+  return _Decay(values, lambda at, v: fn(at.progress, **{**options, **v}))
 
 
 def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
@@ -280,13 +309,13 @@ def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
     raise ConfigError(
       f"{path}.pieces: expected a list of dicts, got {pieces!r}."
     )
-  begin, made = 0, []
+  begin, made, schedules = 0, [], []
   for i, piece in enumerate(pieces):
     key = f"{path}.pieces[{i}]"
     if not isinstance(piece, Mapping):
       raise ConfigError(f"{key}: expected the dict of a schedule, got {piece}.")
     spec = dict(piece)
-    scale = check_number(f"{key}.scale", spec.pop("scale", 1.0), least=0)
+    scale = float(check_number(f"{key}.scale", spec.pop("scale", 1.0), least=0))
     length = steps(spec, "length", units, None, key)
     rest = units.total_steps and units.total_steps - begin
     is_last = i == len(pieces) - 1
@@ -302,17 +331,20 @@ def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
       )
     length = rest if is_last else length
     inner = make(spec, dataclasses.replace(units, total_steps=length), key)
-    made.append((begin, length, scale, inner))
+    made.append((begin, length, scale, inner.values))
+    schedules.append(inner)
     begin += length or 0
 
-  def value(at: _At) -> Any:
+  def value(at: _At, v: Any) -> Any:
     result: Any = 0.0
-    for begin, length, scale, inner in made:
+    for (begin, length, scale, values), inner in zip(v, schedules):
       step = at.np.clip(at.step - begin, 0, length)
-      result = at.np.where(at.step >= begin, scale * inner(step), result)
+      result = at.np.where(
+        at.step >= begin, scale * inner(step, values), result
+      )
     return result
 
-  return value
+  return _Decay(made, value)
 
 
 def _check_keys(spec: dict[str, Any], decay_type: str, path: str) -> None:
@@ -323,7 +355,9 @@ def _check_keys(spec: dict[str, Any], decay_type: str, path: str) -> None:
   lengths = ["warmup", "cooldown"]
   parameters = {"pieces"}
   if decay_type in _DECAYS:
-    parameters = {*inspect.signature(_DECAYS[decay_type]).parameters} - _GIVEN
+    parameters = {*inspect.signature(_DECAYS[decay_type]).parameters} - {
+      "total"
+    }
   for name in sorted(parameters):
     if name in _LENGTHS or name == "stair":
       lengths.append(name)
@@ -377,7 +411,7 @@ def _arguments(
       )
   for key, value in spec.items():
     above = 0 if key in ("power", "div_factor", "final_div_factor") else None
-    kwargs[key] = check_number(f"{path}.{key}", value, above=above)
+    kwargs[key] = float(check_number(f"{path}.{key}", value, above=above))
   if "timescale" in kwargs:
     check_number(f"{path}.timescale", kwargs["timescale"], above=0)
   return kwargs

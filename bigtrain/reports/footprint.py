@@ -14,17 +14,18 @@ def measure(
   state_spec: Mapping[str, Any],
   tally_spec: Any,
   batch_spec: Any,
-  teacher_spec: Mapping[str, Any],
+  fixed_spec: Mapping[str, Any],
   run: lengths.Lengths,
 ) -> dict[str, Any]:
   """Returns facts about an update, for run.json and tools.plan.
 
   Args:
-    update_fn: (state, tally, batch, teacher) -> (state, tally), the update.
+    update_fn: (state, tally, batch, fixed) -> (state, tally), the update.
     state_spec: ShapeDtypeStructs of the state, with shardings.
     tally_spec: ShapeDtypeStructs of the tally, with shardings.
     batch_spec: ShapeDtypeStructs of the batch, with shardings.
-    teacher_spec: ShapeDtypeStructs of the teacher, with shardings, or {}.
+    fixed_spec: ShapeDtypeStructs of the teacher, if there is one, and of the
+      hparams, with shardings.
     run: lengths of the run.
 
   Returns:
@@ -47,11 +48,12 @@ def measure(
     "parameter_bytes": sum(x.size * x.dtype.itemsize for x in params),
     "state_bytes": {
       name: _bytes_per_device(part)
-      for name, part in {**state_spec, **teacher_spec}.items()
+      for name, part in {**state_spec, **fixed_spec}.items()
+      if name != "hparams"  # A few scalars.
     },
     "batch_bytes": _bytes_per_device(batch_spec),
     "executed_flops": flops.executed_flops(
-      update_fn, state_spec, tally_spec, batch_spec, teacher_spec
+      update_fn, state_spec, tally_spec, batch_spec, fixed_spec
     ),
     "tokens_per_example": run.units.tokens_per_example,
     "total_steps": run.total,

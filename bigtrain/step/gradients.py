@@ -84,15 +84,24 @@ def from_config(
   Raises:
     ConfigError: a wrong number of microbatches.
   """
-  batch_size = config.input.batch_size
-  return getattr(task, "gradients_fn", make)(
-    loss_fn,
+  make_gradients = functools.partial(
+    getattr(task, "gradients_fn", make),
     trainable=trainable,
     mesh=mesh,
-    seed=settings.whole_number(config, "seed", 0, least=0),
-    microbatches=read_microbatches(config, batch_size, mesh),
-    two_pass=two_pass_loss(task, model, config.kwargs("loss")),
+    microbatches=read_microbatches(config, config.input.batch_size, mesh),
   )
+  options = config.kwargs("loss")
+
+  def gradients(state: Any, batch: Any) -> Any:
+    values = state.get("hparams", {}).get("loss", {})
+
+    def loss_with_values(variables: Any, batch: Any, rng: Any) -> Any:
+      return loss_fn({**variables, "hparams": values}, batch, rng)
+
+    two_pass = two_pass_loss(task, model, {**options, **values})
+    return make_gradients(loss_with_values, two_pass=two_pass)(state, batch)
+
+  return gradients
 
 
 def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
@@ -172,13 +181,13 @@ def join(microbatches: Any, mesh: Mesh) -> Any:
   return jax.tree.map(join_array, microbatches)
 
 
-def step_key(seed: int, step: jax.Array | int) -> jax.Array:
+def step_key(seed: jax.Array | int, step: jax.Array | int) -> jax.Array:
   """Random key of the step after `step` updates; see `init_key`."""
   _, key = jax.random.split(jax.random.key(seed))
   return jax.random.fold_in(key, step)
 
 
-def init_key(seed: int) -> jax.Array:
+def init_key(seed: jax.Array | int) -> jax.Array:
   """Random key of the parameters' initialisation."""
   key, _ = jax.random.split(jax.random.key(seed))
   return key
@@ -199,8 +208,9 @@ def loss_args(
 ) -> tuple[Any, Any, Any]:
   """Specs of the arguments (variables, batch, rng) that a loss_fn gets.
 
-  `state` may have a teacher beside it; the variables then have it too. They
-  equal the arguments of the update's call, so a jitted loss_fn is traced once.
+  `state` may have a teacher and hparams beside it; the variables then have them
+  too. They equal the arguments of the update's call, so a jitted loss_fn is
+  traced once.
   """
   rng = jax.eval_shape(lambda: jax.random.key(0))
   batch = sharding.batch_spec(jax.eval_shape(with_keys, batch, rng), mesh)
@@ -208,6 +218,8 @@ def loss_args(
   rng = jax.ShapeDtypeStruct(rng.shape, rng.dtype, sharding=layout)
   variables = {"params": state["params"], **state.get("mutable", {})}
   variables |= {name: state[name] for name in ("teacher",) if name in state}
+  if "hparams" in state:
+    variables["hparams"] = state["hparams"]["loss"]
   return variables, batch, rng
 
 
@@ -216,7 +228,6 @@ def make(
   *,
   trainable: Any,
   mesh: Mesh,
-  seed: int = 0,
   microbatches: int = 1,
   two_pass: TwoPassLoss | None = None,
 ) -> GradientsFn:
@@ -228,8 +239,6 @@ def make(
     trainable: tree of bools like the parameters; frozen parameters (False)
       have no gradient.
     mesh: mesh over which the batch is split.
-    seed: config.seed. Each step has its own key, each microbatch and each
-      example a key derived from that.
     microbatches: number of parts of the batch, computed one after the other.
     two_pass: used for several microbatches if the loss needs the whole batch.
 
@@ -237,12 +246,14 @@ def make(
     gradients(state, batch) -> (gradients, pairs, mutable): float32
     gradients of the mean loss with respect to the trainable parameters, the
     pairs summed over the batch, and the mutable collections after the last
-    microbatch. `state` holds "params", "step" and, where used, "mutable" and
-    "loss_scale".
+    microbatch. `state` holds "params", "step", "hparams" (step/hparams.py) and,
+    where used, "mutable" and "loss_scale". The seed among the hparams, 0
+    without one, gives each step its own key, and each microbatch and each
+    example a key derived from that.
   """
 
   def gradients(state: Any, batch: Any) -> Any:
-    rng = step_key(seed, state["step"])
+    rng = step_key(state.get("hparams", {}).get("seed", 0), state["step"])
     trained, frozen = trees.partition(state["params"], trainable)
     mutable = state.get("mutable", {})
     batch = with_keys(batch, rng)

@@ -9,7 +9,7 @@ import jax
 from flax.core import meta
 
 from bigtrain import parts, settings, sharding, trees
-from bigtrain.step import gradients
+from bigtrain.step import gradients, hparams
 
 # Values of config.opt_sharding.
 OPT_SHARDING = ("fsdp", "replica")
@@ -20,17 +20,29 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 class Variables:
   """Returns initial parameters and mutable collections when called.
 
-  Attributes:
-    boxed: returns the same, with those variables whose axes the model names in
-      flax's boxes.
+  Args:
+    boxed: returns the same of a seed, with those variables whose axes the model
+      names in flax's boxes.
+    seed: config.seed.
   """
 
-  def __init__(self, boxed: Callable[[], dict[str, Any]]):
-    self.boxed = boxed
+  def __init__(self, boxed: Callable[[Any], dict[str, Any]], seed: int):
+    self._boxed = boxed
+    self._seed = hparams.as_array(seed)
 
-  def __call__(self) -> dict[str, Any]:
-    """Returns the variables without boxes."""
-    return unboxed(self.boxed())
+  def boxed(self) -> dict[str, Any]:
+    """Returns the variables of config.seed, in boxes."""
+    return self._boxed(self._seed)
+
+  def __call__(self, seed: jax.Array | int | None = None) -> dict[str, Any]:
+    """Returns the variables without boxes.
+
+    Args:
+      seed: a number, or an int32 scalar; config.seed by default.
+    """
+    seed = self._seed if seed is None else seed
+    seed = hparams.as_array(seed) if isinstance(seed, int) else seed
+    return unboxed(self._boxed(seed))
 
 
 def unboxed(variables: Any) -> Any:
@@ -45,7 +57,7 @@ def unboxed(variables: Any) -> Any:
 def variables_fn(
   task: Any, model: Any, batch_spec: Mapping[str, Any], seed: int
 ) -> Variables:
-  """Returns () -> initial parameters and mutable collections.
+  """Returns the function of initial parameters and mutable collections.
 
   Args:
     task: module with the function `inputs`.
@@ -55,22 +67,22 @@ def variables_fn(
     seed: config.seed.
   """
 
-  def init() -> dict[str, Any]:
+  def init(seed: jax.Array) -> dict[str, Any]:
     example = parts.Features(sharding.one_example(batch_spec), "config.input")
     return dict(model.init(gradients.init_key(seed), **task.inputs(example)))
 
   @jax.jit
-  def init_variables() -> dict[str, Any]:
+  def init_variables(seed: jax.Array) -> dict[str, Any]:
     with parts.no_logical_axes():
       try:
-        return init()
+        return init(seed)
       except ValueError:
         # The names of nn.with_partitioning need not be axes of the mesh, and
         # flax applies them to it.
         with jax.sharding.use_abstract_mesh(_NO_MESH):
-          return init()
+          return init(seed)
 
-  return Variables(init_variables)
+  return Variables(init_variables, seed)
 
 
 def sharding_rules(

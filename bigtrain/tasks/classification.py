@@ -23,6 +23,9 @@ _LOSSES: dict[str, Callable[..., jax.Array]] = {
   "sigmoid_xent": cross_entropy.sigmoid_xent,
 }
 
+# Arguments of loss_fn that are no constants of the program.
+runtime_options = ("label_smoothing",)
+
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the model's arguments."""

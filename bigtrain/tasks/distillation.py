@@ -21,6 +21,9 @@ from bigtrain.losses import distillation
 from bigtrain.losses.mixup import mixup
 from bigtrain.step import gradients as gradients_lib
 
+# Arguments of loss_fn that are no constants of the program.
+runtime_options = ("label_smoothing",)
+
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the arguments of both models."""
