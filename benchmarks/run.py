@@ -36,6 +36,7 @@ SCRIPTS = (
   "guard_cost",
   "compilers",
   "headers",
+  "sweep",
 )
 
 

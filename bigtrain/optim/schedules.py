@@ -52,7 +52,8 @@ from bigtrain.lengths import UNITS, Units, steps
 from bigtrain.settings import ConfigError, check_number, did_you_mean
 
 
-class Schedule(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
   """A function of the number of updates done so far.
 
   Attributes:
