@@ -37,7 +37,7 @@ def main() -> None:
         for side, rates in sides.items()
       },
       args.repeats,
-      warm_ups=0 if args.quick else 1,
+      warm_ups=0,
     )
   measure.report(
     16,
