@@ -3,8 +3,8 @@
 Command: python -m bigtrain.main --workdir=runs/llama_8b \
   --config=configs/decoder_lm.py:llama_8b,data=data/tokens
   configs/llama_8b.py:data=data/tokens is the same run. gpt2_124m.py,
-  llama_1b.py, llama_8b.py and mixtral_8x7b.py state hardware, result and source
-  of each model.
+  llama_1b.py, llama_8b.py, llama_70b.py and mixtral_8x7b.py state hardware,
+  result and source of each model.
 
 Needs the token files that python -m bigtrain.tools.tokenize writes, in the
 folders train and val of `data` (see docs/language.md).
@@ -30,7 +30,8 @@ class Recipe(NamedTuple):
     model: further arguments of the model.
     tiny: variant of the model with `runlocal`.
     loss: arguments of the loss, if any.
-    fsdp: number of devices that share one copy of the state.
+    mesh: sizes of the mesh's axes.
+    tiny_mesh: the same with `runlocal`, for any number of devices.
     warmup_steps: steps of linear warm-up.
     eval_steps: steps between evaluations.
     eval_examples: examples per evaluation.
@@ -45,7 +46,8 @@ class Recipe(NamedTuple):
   model: dict[str, Any]
   tiny: str
   loss: dict[str, float] | None = None
-  fsdp: int = 8
+  mesh: dict[str, int] = dict(replica=-1, fsdp=8)
+  tiny_mesh: dict[str, int] = dict(replica=1, fsdp=-1)
   warmup_steps: int = 2000
   eval_steps: int = 1000
   eval_examples: int = 1024
@@ -61,7 +63,8 @@ RECIPES = {
     vocab_size=50_304,
     model=dict(scan=False),
     tiny="gpt2_mu",
-    fsdp=1,
+    mesh=dict(replica=-1, fsdp=1),
+    tiny_mesh=dict(replica=-1, fsdp=1),
     warmup_steps=700,
     eval_steps=250,
     eval_examples=10_240,
@@ -87,6 +90,17 @@ RECIPES = {
     tiny="llama_mu",
     loss=dict(z_loss=1e-4),
   ),
+  "llama_70b": Recipe(
+    length=8192,
+    batch_size=512,
+    total_tokens=1_400_000_000_000,
+    lr=1.5e-4,
+    vocab_size=128_256,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="llama_mu",
+    loss=dict(z_loss=1e-4),
+    mesh=dict(replica=1, fsdp=-1),
+  ),
   "mixtral_8x7b": Recipe(
     length=4096,
     batch_size=512,
@@ -104,18 +118,27 @@ RECIPES = {
 }
 
 
+_ARGUMENTS = dict(data="", length=0, init="", runlocal=False)
+
+# Examples of at least this length are split over the devices of a server, and
+# the state over all devices.
+_LONG = 65_536
+_LONG_MESH = dict(replica=1, fsdp=-1, sequence=8)
+_LONG_TINY_MESH = dict(replica=1, fsdp=1, sequence=-1)
+
+
 def get_config(arg=None):
   """The config of a model.
 
   Arguments:
     model: a key of RECIPES.
     data: folder of the token files; default: see RECIPES.
+    length: tokens of an example; default: see RECIPES. A batch keeps its number
+      of tokens.
     init: folder of published weights to start from; default: from scratch.
     runlocal: a tiny run on Python's own documentation, for tests.
   """
-  arg = common.parse_arg(
-    arg, model="llama_8b", data="", init="", runlocal=False
-  )
+  arg = common.parse_arg(arg, model="llama_8b", **_ARGUMENTS)
   if arg.model not in RECIPES:
     raise ValueError(f"model={arg.model}: expected one of {[*RECIPES]}")
   return _make(arg.model, arg)
@@ -128,19 +151,30 @@ def get_config_of(model, arg):
     model: a key of RECIPES.
     arg: as for `get_config`, without `model`.
   """
-  return _make(model, common.parse_arg(arg, data="", init="", runlocal=False))
+  return _make(model, common.parse_arg(arg, **_ARGUMENTS))
 
 
 def _make(model, arg):
   recipe = RECIPES[model]
-  length = recipe.length if not arg.runlocal else 32
+  length = arg.length or recipe.length
+  if length < 1 or length > recipe.batch_size * recipe.length:
+    raise ValueError(
+      f"length={length}: expected 1 to {recipe.batch_size * recipe.length}, "
+      "the tokens of a batch"
+    )
+  batch_size = recipe.batch_size * recipe.length // length
+  mesh, tiny_mesh = recipe.mesh, recipe.tiny_mesh
+  if length >= _LONG:
+    mesh, tiny_mesh = _LONG_MESH, _LONG_TINY_MESH
+  if arg.runlocal:
+    length = 32
   config = ml_collections.ConfigDict()
 
   config.seed = 0
   config.total_tokens = recipe.total_tokens
   config.log_steps = 50
   config.ckpt_steps = 1000
-  config.mesh = dict(replica=-1, fsdp=recipe.fsdp)
+  config.mesh = dict(mesh)
 
   def data(split):
     if arg.runlocal:
@@ -151,7 +185,7 @@ def _make(model, arg):
   config.task = "language_modeling"
   if recipe.loss:
     config.loss = recipe.loss
-  config.input = dict(data=data("train"), batch_size=recipe.batch_size)
+  config.input = dict(data=data("train"), batch_size=batch_size)
 
   config.model_name = "decoder"
   config.model = dict(
@@ -184,8 +218,7 @@ def _make(model, arg):
     del config.total_tokens
     config.total_steps = 3
     config.log_steps = 1
-    if recipe.fsdp > 1:  # As many devices as there are.
-      config.mesh = dict(replica=1, fsdp=-1)
+    config.mesh = dict(tiny_mesh)
     config.schedule.warmup_steps = 1
     config.input.batch_size = 16
     config.evals.val.num_examples = 16

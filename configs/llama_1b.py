@@ -14,5 +14,5 @@ from configs import decoder_lm
 
 
 def get_config(arg=None):
-  """Arguments: data (folder of token files), init, runlocal (for tests)."""
+  """Arguments: data (folder of token files), length, init, runlocal."""
   return decoder_lm.get_config_of("llama_1b", arg)

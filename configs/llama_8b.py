@@ -3,7 +3,8 @@
 Command: python -m bigtrain.main --config=configs/llama_8b.py:data=data/tokens \
   --workdir=runs/llama_8b --config.mesh.fsdp=-1
   With init=FOLDER (the published model.safetensors) training continues from
-  those weights.
+  those weights. With length=131072 a server of eight devices shares each
+  example.
 Hardware: 64 accelerators with 80 GB; eight hold the state (12 GB each for
 parameters and moments of Adam), and take eight times as long.
 Result: not measured by us. The 8B of the paper was trained on 15 trillion
@@ -16,5 +17,5 @@ from configs import decoder_lm
 
 
 def get_config(arg=None):
-  """Arguments: data (folder of token files), init, runlocal (for tests)."""
+  """Arguments: data (folder of token files), length, init, runlocal."""
   return decoder_lm.get_config_of("llama_8b", arg)

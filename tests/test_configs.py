@@ -94,6 +94,7 @@ def count(params):
     ("gpt2_124m", 124_439_808 + 47 * 768),
     ("llama_1b", 1_235_814_400),
     ("llama_8b", 8_030_261_248),
+    ("llama_70b", 70_553_706_496),
     ("mixtral_8x7b", 46_702_792_704),
     # Counted by transformers for the released google/switch-base-*.
     ("switch_base", 619_339_008),
@@ -153,6 +154,8 @@ SPECS = [
   "pydoc_lm:moe",
   "pydoc_lm:moe,runlocal",
   "llama_8b:init=folder,data=tokens",
+  "llama_8b:length=131072",
+  "llama_8b:length=131072,runlocal",
   *[f"switch_base:experts={number}" for number in (16, 256)],
   "transfer:cifar100",
   "transfer:imagenet2012",
@@ -258,7 +261,7 @@ def test_the_tiny_run_has_the_keys_of_the_real_one(name):
   ("table", "name"),
   [
     *[("decoder_lm", n) for n in ("gpt2_124m", "llama_1b", "llama_8b")],
-    ("decoder_lm", "mixtral_8x7b"),
+    *[("decoder_lm", n) for n in ("llama_70b", "mixtral_8x7b")],
     *[("t5_c4", n) for n in ("t5_small", "t5_1_1_base")],
   ],
 )
@@ -284,6 +287,7 @@ def test_models_of_a_table_have_a_config_file_each(table, name, arguments):
     ("decoder_lm:llama_8", "model=llama_8: expected one of .'gpt2_124m'"),
     ("t5_c4:t5_large", "model=t5_large: expected one of .'t5_small'"),
     ("llama_8b:model=llama_1b", "unknown name 'model'"),
+    ("llama_8b:length=-1", "length=-1: expected 1 to 4194304"),
   ],
 )
 def test_wrong_arguments_give_a_one_line_error(spec, message):
@@ -316,3 +320,10 @@ def test_resnet_weight_decay_equals_l2_regularization():
   assert float(params["head"]["kernel"]) == pytest.approx(p, rel=1e-4)
   assert float(params["head"]["bias"]) == pytest.approx(p, rel=1e-4)
   assert p < 0.7 and float(params["bn1"]["scale"]) == 1
+
+
+def test_long_examples_keep_the_tokens_of_a_batch():
+  short, long = load("llama_8b"), load("llama_8b:length=131072")
+  tokens = lambda c: c["input"]["batch_size"] * c["input"]["data"]["length"]
+  assert tokens(short) == tokens(long) == 2**22
+  assert long["mesh"] == dict(replica=1, fsdp=-1, sequence=8)

@@ -26,7 +26,7 @@ SPECS = sorted(
   f"{path.stem}:runlocal"
   for path in FOLDER.glob("*.py")
   if path.stem not in SHARED
-) + ["pydoc_lm:moe,runlocal"]
+) + ["pydoc_lm:moe,runlocal", "llama_8b:length=131072,runlocal"]
 
 
 def load(spec):
@@ -100,6 +100,7 @@ FIRST_LOSS = {
   "gpt2_124m": (_BYTES, 0.05),
   "lit": (5, 0.9),
   "llama_1b": (_BYTES, 0.05),
+  "llama_70b": (_BYTES, 0.05),
   "llama_8b": (_BYTES, 0.05),
   "mixtral_8x7b": (_BYTES, 0.05),
   "pydoc_lm": (_BYTES, 0.05),

@@ -72,10 +72,11 @@ def _llama3_scaling(factor: float) -> dict[str, Any]:
   )
 
 
+_LLAMA31 = _LLAMA | _LLAMA3 | dict(rope_scaling=_llama3_scaling(8.0))
 _MU = dict(width=32, depth=2, num_heads=4, max_len=128)
 
-# "gpt2" and "llama" have no sizes; "mu" is for tests. The Llamas are 3.2 1B and
-# 3.1 8B.
+# "gpt2" and "llama" have no sizes; "mu" is for tests. The Llamas are 3.2 1B,
+# 3.1 8B and 3.1 70B.
 VARIANTS: dict[str, dict[str, Any]] = {
   "gpt2": _GPT2,
   "gpt2_mu": _GPT2 | _MU,
@@ -95,15 +96,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     tied_head=True,
     rope_scaling=_llama3_scaling(32.0),
   ),
-  "llama_8b": _LLAMA
-  | _LLAMA3
-  | dict(
-    width=4096,
-    depth=32,
-    num_heads=32,
-    mlp_dim=14_336,
-    rope_scaling=_llama3_scaling(8.0),
-  ),
+  "llama_8b": _LLAMA31
+  | dict(width=4096, depth=32, num_heads=32, mlp_dim=14_336),
+  "llama_70b": _LLAMA31
+  | dict(width=8192, depth=80, num_heads=64, mlp_dim=28_672),
   "mixtral_mu": _LLAMA
   | _MU
   | dict(num_kv_heads=2, mlp_dim=64, moe=dict(num_experts=8, top_k=2)),

@@ -7,20 +7,19 @@
 
 The batch is split over `replica` and `fsdp`. The devices of a `tensor` group
 send the most, so they are neighbours; then come `sequence` and `fsdp`.
+slices.py places the axes on several slices of TPUs or servers with GPUs.
 """
 
-import collections
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from absl import logging
 from jax.sharding import Mesh
 
 from bigtrain.settings import Config, ConfigError, check_kwargs
 from bigtrain.sharding import absent
+from bigtrain.sharding import slices as slices_lib
 
 BATCH_AXES = ("replica", "fsdp")
 AXES = (*BATCH_AXES, "sequence", "tensor")
@@ -32,6 +31,7 @@ def make_mesh(
   sequence: int = 1,
   tensor: int = 1,
   *,
+  slices: int | None = None,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
   """A mesh of all devices with the axes `AXES`.
@@ -42,26 +42,20 @@ def make_mesh(
     fsdp: number of parts of the state.
     sequence: number of parts of each example.
     tensor: number of parts of each layer.
+    slices: number of slices of TPUs or of servers with GPUs, which is checked;
+      by default as many as the devices report.
     devices: all devices of the job unless given.
 
   Raises:
-    ConfigError: the sizes do not multiply to the number of devices.
+    ConfigError: the sizes do not multiply to the number of devices, or there is
+      another number of slices.
   """
   devices = jax.devices() if devices is None else list(devices)
   given = dict(zip(AXES, (replica, fsdp, sequence, tensor)))
   sizes = fitted(given, len(devices))
-  shape = tuple(sizes.values())
-  if devices[0].platform == "tpu":  # Neighbours are near in the torus.
-    from jax.experimental import mesh_utils
-
-    # fsdp=8 in a 4x4x4 slice needs one axis and half of the next.
-    grid = mesh_utils.create_device_mesh(
-      shape, devices=devices, allow_split_physical_axes=True
-    )
-  else:
-    grid = np.asarray(devices).reshape(shape)
-  mesh = Mesh(grid, AXES)
-  warn_of_slow_axes(mesh)
+  groups = slices_lib.grouped(devices, slices)
+  mesh = Mesh(slices_lib.arranged(groups, tuple(sizes.values())), AXES)
+  slices_lib.warn_of_slow_axes(mesh.devices, AXES, groups)
   return mesh
 
 
@@ -153,53 +147,3 @@ def from_config(config: Config) -> Mesh:
   if isinstance(topology, str):
     options["devices"] = absent.devices(topology)
   return make_mesh(**options)
-
-
-def _server(device: Any) -> Any:
-  """The devices with the same server have a fast network among them.
-
-  On TPUs that is a slice, on GPUs jax numbers the servers as slices, and
-  elsewhere it is a process.
-  """
-  number = getattr(device, "slice_index", None)
-  if number is None and device.platform == "tpu":
-    return 0  # One slice.
-  return device.process_index if number is None else number
-
-
-def slow_axes(mesh: Mesh) -> dict[str, int]:
-  """Returns the axes with groups of devices in several servers.
-
-  Args:
-    mesh: with the axes `AXES`.
-
-  Returns:
-    The largest number of servers of a group, by axis.
-  """
-  crossed = {}
-  for at, axis in enumerate(mesh.axis_names):
-    groups = np.moveaxis(mesh.devices, at, -1).reshape(-1, mesh.shape[axis])
-    number = max(len({_server(d) for d in group}) for group in groups)
-    if number > 1:
-      crossed[axis] = number
-  return crossed
-
-
-def warn_of_slow_axes(mesh: Mesh) -> None:
-  """Warns if the devices of a `tensor` group are in several servers."""
-  servers = slow_axes(mesh).get("tensor")
-  if not servers:
-    return
-  ways = mesh.shape["tensor"]
-  counts = collections.Counter(map(_server, mesh.devices.flat))
-  logging.warning(
-    "config.mesh.tensor=%d: a group of these devices is in %d servers, and "
-    "every block sends 8 x %.2f x its activations (tokens x width) over the "
-    "network between them in a step, 4 forward and 4 backward. A server has "
-    "%d devices: a tensor size that divides %d stays inside.",
-    ways,
-    servers,
-    (ways - 1) / ways,
-    min(counts.values()),
-    min(counts.values()),
-  )

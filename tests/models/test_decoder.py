@@ -58,6 +58,7 @@ def logits_of(model, variables, tokens, **kwargs):
     ("gpt2_1558m", 1_557_611_200),
     ("llama_1b", 1_235_814_400),
     ("llama_8b", 8_030_261_248),
+    ("llama_70b", 70_553_706_496),
     ("mixtral_8x7b", 46_702_792_704),
   ],
 )
