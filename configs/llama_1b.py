@@ -1,7 +1,7 @@
 """A decoder of the size of Llama 3.2 1B, from scratch.
 
 Command: python -m bigtrain.main --config=configs/llama_1b.py:data=data/tokens \
-  --workdir=runs/llama_1b
+  --workdir=runs/llama_1b --config.microbatches=8
 Hardware: 8 accelerators with 80 GB.
 Result: none published: the released 1B was pruned from 8B and distilled.
 docs/benchmarks.md measures the speed of this model.

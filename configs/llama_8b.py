@@ -1,7 +1,7 @@
 """A decoder of the size of Llama 3.1 8B, from scratch or from its weights.
 
 Command: python -m bigtrain.main --config=configs/llama_8b.py:data=data/tokens \
-  --workdir=runs/llama_8b --config.mesh.fsdp=-1
+  --workdir=runs/llama_8b --config.mesh.fsdp=-1 --config.microbatches=8
   With init=FOLDER (the published model.safetensors) training continues from
   those weights. With length=131072 a server of eight devices shares each
   example.

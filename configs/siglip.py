@@ -1,10 +1,9 @@
 """SigLIP B/16: images and texts embedded side by side, by the sigmoid loss.
 
 Command: python -m bigtrain.main --workdir=runs/siglip \
-  --config=configs/siglip.py:tokenizer=c4_en.model
-Hardware: 32 accelerators with 80 GB or more, for a batch of 32,768 pairs; on
-fewer, split the batch with --config.microbatches=8 or so, which changes neither
-the loss nor its gradient.
+  --config=configs/siglip.py:tokenizer=c4_en.model --config.microbatches=8
+Hardware: 32 accelerators with 80 GB or more, for a batch of 32,768 pairs, split
+into microbatches, which change neither the loss nor its gradient.
 Result: none known. The published models are trained on WebLI, which is not
 public. This config makes 100,000 epochs of COCO, which only shows that
 everything works.

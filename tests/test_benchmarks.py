@@ -135,11 +135,11 @@ def test_a_failed_peer_is_an_error_with_its_output():
 def test_every_header_names_hardware_that_can_be_checked():
   found = {p.stem: headers.read(p) for p in (ROOT / "configs").glob("*.py")}
   assert found["llama_8b"] == headers.Header(
-    "llama_8b.py", 64, 80, ("mesh.fsdp=-1",)
+    "llama_8b.py", 64, "h100", ("mesh.fsdp=-1", "microbatches=8")
   )
   assert found["vit_i1k"].config == "vit_i1k.py:B/16"
   for name, header in found.items():
     text = (ROOT / "configs" / f"{name}.py").read_text()
-    needs = "\nHardware: " in text and "\nHardware: any" not in text
-    assert bool(header) == needs, name
-    assert not header or header.memory_gb in headers.HARDWARE
+    says = text.partition("\nHardware: ")[2]
+    needs = says and not says.startswith(("any", "not known"))
+    assert bool(header) == bool(needs), name
