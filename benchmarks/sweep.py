@@ -71,8 +71,9 @@ def _sweep(folder: str, rates: tuple[str, ...], quick: bool) -> float:
   if len(rates) > 1:
     last = os.path.join(workdir, f"lr={float(rates[-1])}", "run.json")
     with open(last) as file:
-      compiled = json.load(file)["programs"]["update"]["cache"]
-    assert compiled == "hit", f"the last variant has compiled: {compiled}"
+      programs = json.load(file)["starts"][-1]["programs"]
+    cache = programs["update"]["cache"]
+    assert cache == "hit", f"the last variant has compiled: {cache}"
   return secs
 
 
