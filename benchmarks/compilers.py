@@ -101,7 +101,7 @@ CASES = {
   "llama_1b": Case("llama_1b.py", *_V5E, 16),
   "llama_1b_v5p": Case("llama_1b.py", "tpu_v5p", 8, 8),
   "llama_8b": Case("llama_8b.py", *_V5P, 64),
-  "mixtral_8x7b": Case("mixtral_8x7b.py", *_V5P, 64, fsdp=-1),
+  "mixtral_8x7b": Case("mixtral_8x7b.py", *_V5P, 64),
   # A class token makes 197 tokens, an odd number.
   "vit_b16_gpu": Case("vit_i1k.py:B/16,reg=0.0", *_H100, 4096, (_SCAN,)),
   "llama_8b_gpu": Case("llama_8b.py", *_H100, 64),

@@ -32,6 +32,7 @@ class Recipe(NamedTuple):
     loss: arguments of the loss, if any.
     mesh: sizes of the mesh's axes.
     tiny_mesh: the same with `runlocal`, for any number of devices.
+    opt_sharding: "replica" to split the optimizer's state over all devices.
     warmup_steps: steps of linear warm-up.
     eval_steps: steps between evaluations.
     eval_examples: examples per evaluation.
@@ -48,6 +49,7 @@ class Recipe(NamedTuple):
   loss: dict[str, float] | None = None
   mesh: dict[str, int] = dict(replica=-1, fsdp=8)
   tiny_mesh: dict[str, int] = dict(replica=1, fsdp=-1)
+  opt_sharding: str = "fsdp"
   warmup_steps: int = 2000
   eval_steps: int = 1000
   eval_examples: int = 1024
@@ -114,6 +116,7 @@ RECIPES = {
     ),
     tiny="mixtral_mu",
     loss=dict(load_balance=0.01, router_z=0.001),
+    opt_sharding="replica",  # 6 GB of moments a device in place of 47.
   ),
 }
 
@@ -175,6 +178,8 @@ def _make(model, arg):
   config.log_steps = 50
   config.ckpt_steps = 1000
   config.mesh = dict(mesh)
+  if recipe.opt_sharding != "fsdp":
+    config.opt_sharding = recipe.opt_sharding
 
   def data(split):
     if arg.runlocal:

@@ -191,7 +191,7 @@ def exchange(
 
   Args:
     axis: the experts' axis.
-    x_nQD: rows for each device; those beyond the numbers below are zeros.
+    x_nQD: rows for each device; rows beyond `send_n` are zeros.
     send_n: number of rows for each device.
     receive_n: number of rows from each device.
 

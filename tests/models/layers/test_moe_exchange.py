@@ -104,14 +104,14 @@ FAST = [CASES[1], CASES[6]]
     for case in CASES
   ],
 )
-def test_gradients_and_drops_are_those_of_one_device(axis, sizes, factor):
+def test_gradients_and_drops_equal_one_device(axis, sizes, factor):
   check(sizes, axis=axis, capacity_factor=factor)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [None, 0.7])
 @pytest.mark.parametrize("axis", ["fsdp", "sequence"])
-def test_dropout_is_that_of_one_device(axis, factor):
+def test_dropout_equals_one_device(axis, factor):
   sizes = dict(replica=2, fsdp=2, sequence=2)
   check(sizes, axis=axis, capacity_factor=factor, dropout=0.5, train=True)
 
