@@ -15,6 +15,7 @@ that pair as a reduce-scatter.
 """
 
 import collections
+import itertools
 import math
 import re
 from typing import Any, NamedTuple
@@ -49,6 +50,9 @@ class Collective(NamedTuple):
     runs: number of executions per step.
     nbytes: bytes per step of the whole arrays: the outputs of all-gathers, the
       inputs of reduce-scatters, either for the other kinds.
+    inner: number of neighbours in a group at this stride, if the distance then
+      changes, as in a group over two axes of the mesh; 0 if it does not.
+    span: number of devices from the first to the last of such a group.
   """
 
   kind: str
@@ -56,6 +60,8 @@ class Collective(NamedTuple):
   stride: int
   runs: int
   nbytes: int
+  inner: int = 0
+  span: int = 0
 
   @property
   def sent_bytes(self) -> float:
@@ -99,8 +105,8 @@ def read(text: str) -> Program:
     text: HLO, as jax.stages.Compiled.as_text returns it.
   """
   module = hlo.Module(text)
-  nbytes: collections.Counter[tuple[Any, ...]] = collections.Counter()
-  runs: collections.Counter[tuple[Any, ...]] = collections.Counter()
+  nbytes: collections.Counter[Collective] = collections.Counter()
+  runs: collections.Counter[Collective] = collections.Counter()
   unknown = 0
   for computation, times, guessed in module.walk():
     has_any = False
@@ -109,13 +115,13 @@ def read(text: str) -> Program:
       if one is None:
         continue
       has_any = True
-      kind, size, stride, _, op_bytes = one
-      nbytes[kind, size, stride] += times * op_bytes
-      runs[kind, size, stride] += times
+      key = one._replace(runs=0, nbytes=0)
+      nbytes[key] += times * one.nbytes
+      runs[key] += times
     unknown += has_any and guessed
   merged = [
-    Collective(kind, size, stride, runs[kind, size, stride], key_bytes)
-    for (kind, size, stride), key_bytes in nbytes.items()
+    one._replace(runs=runs[one], nbytes=key_bytes)
+    for one, key_bytes in nbytes.items()
   ]
   return Program(sorted(merged, key=lambda c: -c.nbytes), unknown)
 
@@ -133,13 +139,13 @@ def of(
   kind = _kind(op)
   if kind is None:
     return None
-  size, stride = _groups(op.attributes, num_devices)
+  size, stride, *gaps = _groups(op.attributes, num_devices)
   nbytes = _array_bytes(kind, op, computation, size)
   if size < 2 or not nbytes:
     return None
   if kind == "all-reduce" and _sliced(op.name, computation, size):
     kind = "reduce-scatter"
-  return Collective(kind, size, stride, 1, nbytes)
+  return Collective(kind, size, stride, 1, nbytes, *gaps)
 
 
 def to_json(collectives: list[Collective]) -> list[dict[str, Any]]:
@@ -185,24 +191,24 @@ def _array_bytes(
   return operands * size if kind == "all-gather" else operands
 
 
-def _groups(attributes: str, num_devices: int) -> tuple[int, int]:
-  """(size, stride) of the first group of devices of an op."""
+def _groups(attributes: str, num_devices: int) -> tuple[int, ...]:
+  """(size, stride, inner, span) of the first group of devices of an op."""
   if match := _MESH.search(attributes):
     names = re.findall(r"'(\w+)'=", match["sizes"])
     sizes = [int(n) for n in re.findall(r"=(\d+)", match["sizes"])]
     ids = _iota(match["ids"] or f"[{math.prod(sizes)}]").reshape(sizes)
     group_axes = re.findall(r"'(\w+)'", match["axes"])
     index = tuple(slice(None) if name in group_axes else 0 for name in names)
-    return _size_and_stride(ids[index].ravel().tolist())
+    return distances(ids[index].ravel().tolist())
   if match := _IOTA.search(attributes):
     groups = _iota(match["ids"]).reshape(_ints(match["shape"]))
-    return _size_and_stride(groups[0].tolist())
+    return distances(groups[0].tolist())
   if match := _PAIRS.search(attributes):
     pairs = [_ints(pair) for pair in re.findall(r"\d+,\d+", match[1])]
     strides = [abs(a - b) for a, b in pairs if a != b]
     return (len(pairs), min(strides)) if strides else (1, 1)
   match = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
-  return _size_and_stride(_ints(match[1])) if match else (num_devices, 1)
+  return distances(_ints(match[1])) if match else (num_devices, 1)
 
 
 # mesh['axis_0'=1,'axis_1'=8,'axis_2'=8], device_ids=([8,8]T(1,0)) {'axis_1'}
@@ -229,5 +235,12 @@ def _ints(text: str) -> list[int]:
   return [int(n) for n in text.split(",") if n]
 
 
-def _size_and_stride(ids: list[int]) -> tuple[int, int]:
-  return len(ids), abs(ids[1] - ids[0]) if len(ids) > 1 else 1
+def distances(ids: list[int]) -> tuple[int, ...]:
+  """(group_size, stride) of devices; with inner and span if these differ."""
+  if len(ids) < 2:
+    return len(ids), 1
+  steps = [abs(b - a) for a, b in itertools.pairwise(ids)]
+  changed = [at for at, step in enumerate(steps) if step != steps[0]]
+  if not changed:
+    return len(ids), steps[0]
+  return len(ids), steps[0], changed[0] + 1, max(ids) - min(ids) + 1

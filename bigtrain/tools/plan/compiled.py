@@ -15,8 +15,11 @@ from bigtrain.tools.plan import collectives, cycles, hardware, products
 
 # Name of XLA's dump of the partitioned program.
 _PARTITIONED = re.compile(r"\.after_(\w+-)?spmd-partitioning\..*txt$")
-# The error of libtpu about a program that does not fit.
-_TOO_LARGE = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
+# Errors of libtpu about a program that does not fit.
+_TOO_LARGE = re.compile(
+  r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])"
+  r"(?: of [\d.]+[KMGT] hbm|\) exceeds)"
+)
 
 
 def compile_update(
@@ -25,6 +28,7 @@ def compile_update(
   changes: Sequence[str],
   target: hardware.Hardware,
   topology: str | None,
+  timeout_secs: float | None = None,
 ) -> dict[str, Any]:
   """Compiles the update for absent devices; returns facts about it.
 
@@ -34,6 +38,12 @@ def compile_update(
     changes: changes of the config.
     target: the planned devices.
     topology: their name, see hardware.topology; None for simulated CPUs.
+    timeout_secs: time for the compiler, unless unlimited.
+
+  Raises:
+    ConfigError: a mistake in the config.
+    RuntimeError: the program cannot be compiled.
+    subprocess.TimeoutExpired: it took longer.
   """
   devices = mesh["devices"]
   with tempfile.TemporaryDirectory() as folder:
@@ -59,6 +69,7 @@ def compile_update(
       stderr=subprocess.PIPE,
       text=True,
       check=False,
+      timeout=timeout_secs,
     )
     last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
     last = last.removeprefix("error: ")

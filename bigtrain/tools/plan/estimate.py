@@ -6,29 +6,19 @@
   step       = the larger of both, with perfect overlap, or
                their sum, without overlap
 
-The entry `formula` needs no compiler. With S parameters that are sharded over
-`fsdp`, b bytes per element of the compute dtype, m microbatches, and a mesh of
-R replicas x F, each device sends per step
-
-  all-gather       2 m b S (F-1)/F         weights, forward and backward
-  reduce-scatter   m b S (F-1)/F           gradients
-  all-reduce       2 m b S/F (R-1)/R       its shard of the gradients
-
-The formulae omit gradients that are summed unsharded, such as an embedding's.
+The entries `formula` and `formula_by_axis` need no compiler, see formulae.py.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bigtrain.runtime import device_memory
-from bigtrain.tools.plan import collectives
+from bigtrain.tools.plan import collectives, formulae, meshes
 from bigtrain.tools.plan import hardware as hardware_lib
 
 # Fraction of the peak that large matrix products reach, as in published runs
 # that the network does not limit.
 EFFICIENCY = 0.6
-
-_BYTES = {"bfloat16": 2, "float16": 2}
 
 
 def row(
@@ -41,8 +31,8 @@ def row(
 
   Args:
     facts: figures of the program: from footprint.measure, and also memory,
-      model_flops, collectives, cycles, products, compiler, devices, replica,
-      fsdp, batch_size and microbatches.
+      model_flops, collectives, cycles, products, compiler, devices, the
+      axes of the mesh, batch_size and microbatches.
     config: config of the run, with the model's dtype.
     hardware: an entry of hardware.TABLE.
     efficiency: fraction of the peak that matrix products reach.
@@ -58,7 +48,9 @@ def row(
     product_flops: FLOPs of the products in the program of a GPU, without those
       of attention kernels, see products.py; None without them;
     sent_bytes: {kind: bytes that each device sends per step};
-    formula: the same by the formulae above;
+    formula: the same by the formulae;
+    sent_by_axis, formula_by_axis: {axes of the mesh: the same};
+    remat_policy, opt_sharding: of the config;
     secs: {"compute", "link", "network", "overlapped", "in_turn"};
     examples_per_sec, tokens_per_sec, mfu: with perfect overlap.
   """
@@ -67,9 +59,15 @@ def row(
   by_peak = facts["compiler"] == "tpu"
   peak_bytes = device_memory.needed_bytes(facts["memory"], by_peak)
   sent = dict.fromkeys(collectives.KINDS, 0.0)
+  by_axis: dict[str, float] = {}
   link = network = communication = 0.0
   for collective in collectives.from_json(facts["collectives"]):
     sent[collective.kind] += collective.sent_bytes
+    axes = formulae.axis_of(collective, facts)
+    if collective.kind == "collective-permute":
+      size, stride, *_ = formulae.group(axes, facts)
+      collective = collective._replace(group_size=size, stride=stride)
+    by_axis[axes] = by_axis.get(axes, 0.0) + collective.sent_bytes
     time = hardware_lib.seconds(collective, hardware)
     link += time.link_secs
     network += time.network_secs
@@ -82,6 +80,7 @@ def row(
   step = max(compute, communication)
   examples_per_sec = facts["batch_size"] / step
   tokens = facts["tokens_per_example"]
+  traffic = formulae.traffic(facts, formulae.blocks(config), config)
   cycles = facts["cycles"]
   compiler_secs = cycles and cycles["compute_secs"] + cycles["exposed_secs"]
   return {
@@ -94,7 +93,11 @@ def row(
     "fits": peak_bytes <= hardware.memory_bytes,
     "memory_fraction": peak_bytes / hardware.memory_bytes,
     "sent_bytes": sent,
-    "formula": formula(facts, config),
+    "formula": formulae.by_kind(traffic),
+    "sent_by_axis": by_axis,
+    "formula_by_axis": formulae.by_axis(traffic),
+    "remat_policy": config.get("model", {}).get("remat_policy", "none"),
+    "opt_sharding": config.get("opt_sharding", "fsdp"),
     "secs": {
       "compute": compute,
       "link": link,
@@ -108,20 +111,6 @@ def row(
   }
 
 
-def formula(
-  facts: Mapping[str, Any], config: Mapping[str, Any]
-) -> dict[str, float]:
-  """Returns {kind: bytes that each device sends per step} by the formulae."""
-  itemsize = _BYTES.get(config.get("model", {}).get("dtype", "float32"), 4)
-  fsdp, replica = facts["fsdp"], facts["replica"]
-  nbytes = facts["microbatches"] * itemsize * facts["sharded_parameters"]
-  return {
-    "all-gather": 2 * nbytes * (fsdp - 1) / fsdp,
-    "reduce-scatter": nbytes * (fsdp - 1) / fsdp,
-    "all-reduce": 2 * nbytes / fsdp * (replica - 1) / replica,
-  }
-
-
 def basis(
   compiled: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]
 ) -> Mapping[str, Any] | None:
@@ -129,12 +118,13 @@ def basis(
 
   Args:
     compiled: facts of compiled meshes, smaller ones first.
-    mesh: devices, replica, fsdp, batch_size and microbatches.
+    mesh: devices, the axes, batch_size and microbatches.
   """
 
   def traits(of: Mapping[str, int]) -> tuple[Any, ...]:
-    per_device = of["batch_size"] / (of["devices"] * of["microbatches"])
-    return per_device, of["replica"] > 1, of["fsdp"] > 1
+    at_once = of["batch_size"] / (meshes.ways(of) * of["microbatches"])
+    split = of["replica"] > 1, of["fsdp"] > 1
+    return at_once, *split, of["sequence"], of["tensor"]
 
   similar = [facts for facts in compiled if traits(facts) == traits(mesh)]
   return similar[-1] if similar else None
@@ -159,14 +149,15 @@ def extrapolate(
 ) -> dict[str, Any]:
   """Returns facts about a mesh that was not compiled, from a smaller mesh.
 
-  With the same number of examples per device and microbatch, a collective moves
+  With the same number of examples per device and microbatch, and the same sizes
+  of `sequence` and `tensor`, a collective moves
   the same arrays on any number of devices: its groups grow, and it runs once
   per microbatch. Arrays that are sharded over `fsdp`, among them the state,
   shrink with the size of `fsdp`. Temporary memory stays the same.
 
   Args:
     compiled: facts of the smaller mesh; see `basis`.
-    mesh: devices, replica, fsdp, batch_size and microbatches.
+    mesh: devices, the axes, batch_size and microbatches.
   """
   devices = mesh["devices"]
   microbatch_ratio = mesh["microbatches"] / compiled["microbatches"]
@@ -174,20 +165,19 @@ def extrapolate(
   batch_ratio = mesh["batch_size"] / compiled["batch_size"]
   scaled = []
   for one in collectives.from_json(compiled["collectives"]):
-    if one.group_size == compiled["devices"] and compiled["replica"] > 1:
-      group, stride, shrinkage = devices, 1, 1.0
-    elif one.stride == compiled["fsdp"] > 1:
-      group, stride, shrinkage = mesh["replica"], mesh["fsdp"], fsdp_ratio
-    elif compiled["fsdp"] > 1:
-      group, stride, shrinkage = mesh["fsdp"], 1, 1.0
-    else:
-      group, stride, shrinkage = devices, 1, 1.0
+    axes = formulae.axis_of(one, compiled)
+    group, stride, inner, span = (*formulae.group(axes, mesh), 0, 0)[:4]
+    # Sums of what fsdp splits, its gradients, are over other axes.
+    over_replica = "replica" in axes and "fsdp" not in axes
+    shrinkage = fsdp_ratio if over_replica else 1.0
     scaled.append(
       one._replace(
         group_size=group,
         stride=stride,
         runs=round(one.runs * microbatch_ratio),
         nbytes=round(one.nbytes * microbatch_ratio / shrinkage),
+        inner=inner,
+        span=span,
       )
     )
   state = {n: x / fsdp_ratio for n, x in compiled["state_bytes"].items()}

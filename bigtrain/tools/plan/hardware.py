@@ -206,9 +206,10 @@ def seconds(collective: Collective, hardware: Hardware) -> Seconds:
       is not published.
   """
   sent = collective.sent_bytes
-  members = max(
-    1, min(collective.group_size, hardware.domain // collective.stride)
-  )
+  near = collective.inner or collective.group_size
+  members = max(1, min(near, hardware.domain // collective.stride))
+  if 0 < collective.span <= hardware.domain:
+    members = collective.group_size
   link_secs = sent / hardware.link_bandwidth if members > 1 else 0.0
   if members == collective.group_size:
     return Seconds(link_secs, 0.0)

@@ -14,8 +14,11 @@ Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
 
 import argparse
+import itertools
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,13 +26,16 @@ from bigtrain import settings
 from bigtrain.cluster import process
 from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments
+from bigtrain.tools.plan import choose as choose_lib
 from bigtrain.tools.plan import compiled as compiled_lib
 from bigtrain.tools.plan import (
   estimate,
   hardware,
+  meshes,
   placeholder_data,
   table,
 )
+from bigtrain.tools.plan import traced as traced_lib
 
 # The CPU backend assigns devices with larger numbers to another process.
 _MOST_SIMULATED = 2048
@@ -41,6 +47,8 @@ def plan(
   changes: Sequence[str] = (),
   *,
   fsdp: Sequence[int | None] = (None,),
+  sequence: Sequence[int | None] = (None,),
+  tensor: Sequence[int | None] = (None,),
   hardware_name: str = "h100",
   microbatch: int | None = None,
   features: Mapping[str, str] | None = None,
@@ -53,11 +61,13 @@ def plan(
 
   Args:
     config: "FILE.py" or "FILE.py:arguments".
-    devices: numbers of devices; there is one mesh per pair of an entry of
-      `devices` and an entry of `fsdp`.
+    devices: numbers of devices; there is one mesh for each combination with
+      the entries of `fsdp`, `sequence` and `tensor`.
     changes: changes of the config, such as "mesh.fsdp=8".
     fsdp: sizes of the mesh axis `fsdp`: -1 for all devices, None for the size
       in the config.
+    sequence: sizes of the axis `sequence`; None for the size in the config.
+    tensor: sizes of the axis `tensor`, likewise.
     hardware_name: a key of hardware.TABLE.
     microbatch: largest number of examples per device and microbatch.
     features: features of the data, see placeholder_data.overrides.
@@ -81,24 +91,22 @@ def plan(
     *placeholder_data.overrides(plain, features, num_examples),
     *[f"{key}=None" for key in plain if key.startswith("expect_")],
   ]
-  meshes = [
-    [
-      {**_mesh(plain, n, ways), **_batch(plain, n, microbatch)}
-      for n in sorted(devices)
-    ]
-    for ways in fsdp
+  axes = "fsdp", "sequence", "tensor"
+  givens = [
+    dict(zip(axes, sizes))
+    for sizes in itertools.product(fsdp, sequence, tensor)
+  ]
+  all_meshes = [
+    [meshes.sized(plain, n, given, microbatch) for n in sorted(devices)]
+    for given in givens
   ]
   bases = [
-    _base_meshes(plain, of_size, ways, compile_up_to)
-    for of_size, ways in zip(meshes, fsdp)
+    meshes.bases(plain, of_size, given, compile_up_to)
+    for of_size, given in zip(all_meshes, givens)
   ]
 
   def compiled(mesh: Mapping[str, int]) -> dict[str, Any]:
-    sizes = [
-      *(f"mesh.{axis}={mesh[axis]}" for axis in ("replica", "fsdp")),
-      f"input.batch_size={mesh['batch_size']}",
-      f"microbatches={mesh['microbatches']}",
-    ]
+    sizes = meshes.changes(plain, mesh)
     slice_name = None
     if compiler != "cpu":
       slice_name = hardware.topology(hardware_name, mesh["devices"], compiler)
@@ -111,7 +119,7 @@ def plan(
     return estimate.row(facts, plain, target, efficiency)
 
   rows: list[dict[str, Any]] = []
-  for of_size, base in zip(meshes, bases):
+  for of_size, base in zip(all_meshes, bases):
     known: list[dict[str, Any]] = []
     for mesh in of_size:
       basis = estimate.basis(known, mesh)
@@ -129,71 +137,71 @@ def plan(
   return rows
 
 
-def _base_meshes(
-  config: Mapping[str, Any],
-  meshes: Sequence[dict[str, int]],
-  fsdp: int | None,
-  compile_up_to: int,
-) -> dict[int, dict[str, int]]:
-  """{number of devices: mesh to extrapolate from} of meshes too large."""
-  bases = {}
-  for mesh in meshes:
-    devices = mesh["devices"]
-    if devices <= compile_up_to:
-      continue
-    compiled = [m["devices"] for m in meshes if m["devices"] <= compile_up_to]
-    number = max(compiled, default=compile_up_to)
-    base = _mesh(config, number, fsdp)
-    for axis in ("replica", "fsdp"):
-      if (base[axis] > 1) != (mesh[axis] > 1):
-        raise ConfigError(
-          f"--devices={devices}: cannot be extrapolated from {number} devices, "
-          f"where {axis}={base[axis]}; add a number up to {compile_up_to} for "
-          "which both axes are above 1."
-        )
-    bases[devices] = {
-      **base,
-      "batch_size": mesh["batch_size"] // devices * number,
-      "microbatches": mesh["microbatches"],
-    }
-  return bases
+def choose(
+  config: str,
+  devices: int,
+  changes: Sequence[str] = (),
+  *,
+  hardware_name: str = "h100",
+  features: Mapping[str, str] | None = None,
+  num_examples: int = 1_000_000,
+  compiler: str = "cpu",
+  efficiency: float = estimate.EFFICIENCY,
+  minutes: float = 10,
+) -> choose_lib.Choice:
+  """Searches mesh, microbatches and remat; the arguments are those of `plan`.
 
+  Args:
+    config: "FILE.py" or "FILE.py:arguments".
+    devices: number of devices.
+    changes: changes of the config.
+    hardware_name: a key of hardware.TABLE.
+    features: features of the data.
+    num_examples: number of examples per epoch.
+    compiler: "cpu", or "tpu" or "gpu" for the compiler of the planned devices.
+    efficiency: fraction of the peak that matrix products reach.
+    minutes: time for compiling; what is left is by formula only.
 
-def _mesh(
-  config: Mapping[str, Any], devices: int, fsdp: int | None
-) -> dict[str, int]:
-  """Returns {"devices": ..., "replica": ..., "fsdp": ...}."""
-  sizes = {"replica": 1, "fsdp": -1, **config.get("mesh", {})}
-  if fsdp is not None:
-    sizes = {"replica": 1 if fsdp == -1 else -1, "fsdp": fsdp}
-  known = [size for size in sizes.values() if size != -1]
-  if len(known) == 1:
-    rest = max(1, devices // known[0])
-    sizes = {axis: rest if n == -1 else n for axis, n in sizes.items()}
-  if sizes["replica"] * sizes["fsdp"] != devices:
-    raise ConfigError(
-      f"--devices={devices}: replica={sizes['replica']} x fsdp="
-      f"{sizes['fsdp']} is not {devices}; set --fsdp (-1 for all devices)."
-    )
-  return {"devices": devices, **sizes}
+  Raises:
+    ConfigError: a mistake in the config or the arguments.
+    RuntimeError: a program cannot be compiled.
+  """
+  end = time.monotonic() + 60 * minutes
+  target = hardware.find(hardware_name)
+  plain = settings.load(config, changes)
+  common = [
+    *changes,
+    *placeholder_data.overrides(plain, features, num_examples),
+    *[f"{key}=None" for key in plain if key.startswith("expect_")],
+  ]
+  slice_name = None
+  if compiler != "cpu":
+    slice_name = hardware.topology(hardware_name, devices, compiler)
+  sizes = traced_lib.measure(settings.load(config, common))
 
+  def compile_one(
+    candidate: choose_lib.Candidate, secs: float
+  ) -> dict[str, Any] | None:
+    mesh = candidate.sizes
+    ways = [*meshes.changes(plain, mesh), *candidate.changes()]
+    try:
+      facts = compiled_lib.compile_update(
+        config, mesh, [*common, *ways], target, slice_name, secs
+      )
+    except subprocess.TimeoutExpired:
+      return None
+    return {**facts, **mesh}
 
-def _batch(
-  config: Mapping[str, Any], devices: int, microbatch: int | None
-) -> dict[str, int]:
-  """Returns {"batch_size": ..., "microbatches": ...}, which divide evenly."""
-  size = config["input"]["batch_size"]
-  if size % devices:
-    size = max(1, round(size / devices)) * devices
-  if microbatch is None:
-    return {
-      "batch_size": size,
-      "microbatches": config.get("microbatches", 1),
-    }
-  share = size // devices
-  largest = min(share, microbatch)
-  at_once = max(n for n in range(1, largest + 1) if share % n == 0)
-  return {"batch_size": size, "microbatches": share // at_once}
+  return choose_lib.search(
+    plain,
+    choose_lib.candidates(plain, devices, sizes, target),
+    sizes,
+    target,
+    # Simulated devices beyond this number do not exist.
+    compile_one if devices <= _MOST_SIMULATED or slice_name else None,
+    end,
+    efficiency,
+  )
 
 
 def _numbers(text: str) -> list[int]:
@@ -249,6 +257,13 @@ def _parser() -> arguments.Parser:
     help="numbers of devices to shard the state over, such as 8,64; -1 for all "
     "devices (default: mesh of the config)",
   )
+  for axis, what in (("sequence", "an example"), ("tensor", "a layer")):
+    add(
+      f"--{axis}",
+      type=_numbers,
+      help=f"numbers of devices that share {what}, such as 1,4 (default: mesh "
+      "of the config)",
+    )
   add(
     "--hardware",
     default="h100",
@@ -294,19 +309,68 @@ def _parser() -> arguments.Parser:
     help="fraction of the peak FLOP/s that matrix products reach (default: "
     "%(default)s)",
   )
+  add(
+    "--choose",
+    action="store_true",
+    help="search mesh, microbatches and remat for one number of devices; print "
+    "the best five and the lines of a config",
+  )
+  add(
+    "--minutes",
+    type=float,
+    default=10,
+    help="with --choose: time for compiling (default: %(default)s)",
+  )
   add("--json", action="store_true", help="print JSON in place of a table")
   return parser
+
+
+def _choose(args: argparse.Namespace, changes: Sequence[str]) -> int:
+  """Runs the command with --choose; returns the exit code."""
+  unused = [
+    f"--{name}"
+    for name in ("fsdp", "sequence", "tensor", "microbatch")
+    if getattr(args, name) is not None
+  ]
+  if unused or len(args.devices) != 1:
+    raise ConfigError(
+      "--choose: expected one number in --devices, and none of --fsdp, "
+      "--sequence, --tensor and --microbatch, which it chooses."
+    )
+  choice = choose(
+    args.config,
+    args.devices[0],
+    changes,
+    hardware_name=args.hardware,
+    features=args.features,
+    num_examples=args.num_examples,
+    compiler=args.compiler,
+    efficiency=args.efficiency,
+    minutes=args.minutes,
+  )
+  rows = [*choice.best, *choice.too_large]
+  if args.json:
+    print(json.dumps(rows, indent=2))
+  else:
+    print(table.text(args.config, args.hardware, rows, args.efficiency))
+    print()
+    print(choose_lib.text(choice, args.minutes))
+  return process.EXIT_OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit code."""
   try:
     args, changes = _parser().parse(sys.argv[1:] if argv is None else argv)
+    if args.choose:
+      return _choose(args, changes)
     rows = plan(
       args.config,
       args.devices,
       changes,
       fsdp=args.fsdp or (None,),
+      sequence=args.sequence or (None,),
+      tensor=args.tensor or (None,),
       hardware_name=args.hardware,
       microbatch=args.microbatch,
       features=args.features,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bigtrain import sharding
 from bigtrain.tools.plan import collectives
 from bigtrain.tools.plan import hardware as hardware_lib
 
@@ -33,10 +34,19 @@ def text(
     lines.append((name, [value(row) for row in rows]))
 
   add("devices", lambda r: f"{r['devices']:,}")
-  add("mesh, replica x fsdp", lambda r: f"{r['replica']} x {r['fsdp']}")
+  axes: tuple[str, ...] = sharding.AXES
+  if all(r["sequence"] == r["tensor"] == 1 for r in rows):
+    axes = sharding.BATCH_AXES
+  add(
+    f"mesh, {' x '.join(axes)}",
+    lambda r: " x ".join(str(r[axis]) for axis in axes),
+  )
   add("figures", lambda r: r["figures"])
   add("examples per step", lambda r: f"{r['batch_size']:,}")
   add("microbatches", lambda r: f"{r['microbatches']:,}")
+  add("remat policy", lambda r: r["remat_policy"].removesuffix("_saveable"))
+  if any(r["opt_sharding"] != "fsdp" for r in rows):
+    add("optimizer's state over", lambda r: r["opt_sharding"])
   add("", lambda r: "")
   add("GB per device", lambda r: "")
   for name in first["state_bytes"]:
@@ -52,8 +62,12 @@ def text(
   for kind in collectives.KINDS:
     if any(r["sent_bytes"][kind] or r["formula"].get(kind) for r in rows):
       add(f"  {kind}", _nested("sent_bytes", kind))
-      if kind in first["formula"]:
+      if any(kind in r["formula"] for r in rows):
         add("    by formula", _nested("formula", kind))
+  for name in _axes(rows):
+    add(f"  over {name}", _nested("sent_by_axis", name))
+    if any(name in r["formula_by_axis"] for r in rows):
+      add("    by formula", _nested("formula_by_axis", name))
   add("", lambda r: "")
   add("PFLOP per step, model", lambda r: f"{r['model_flops'] / 1e15:,.4g}")
   add(
@@ -146,7 +160,24 @@ def _percent(fraction: float, fits: bool) -> str:
 
 
 def _nested(group: str, name: str) -> Callable[[_Row], str]:
-  return lambda row: _gb(row[group][name])
+  return lambda row: _gb(row[group].get(name, 0.0))
+
+
+def _axes(rows: Sequence[_Row]) -> list[str]:
+  """The axes over which something is sent, those with fewest names first."""
+  names = {n for r in rows for n in (*r["sent_by_axis"], *r["formula_by_axis"])}
+  least = 1e-3  # Of all bytes; less is not worth a line.
+  total = max(sum(r["sent_bytes"].values()) for r in rows)
+  large = [
+    n
+    for n in names
+    if any(
+      r[of].get(n, 0) > least * total
+      for r in rows
+      for of in ("sent_by_axis", "formula_by_axis")
+    )
+  ]
+  return sorted(large, key=lambda n: (n.count(","), n))
 
 
 def _deviation(name: str) -> Callable[[_Row], str]:

@@ -41,6 +41,8 @@ def test_a_program_that_does_not_fit_is_a_row_with_its_size():
     devices=16,
     replica=16,
     fsdp=1,
+    sequence=1,
+    tensor=1,
     batch_size=16,
     microbatches=1,
   )

@@ -16,6 +16,8 @@ def facts(devices, fsdp, **changes):
       devices=devices,
       replica=replica,
       fsdp=fsdp,
+      sequence=1,
+      tensor=1,
       batch_size=2 * devices,
       microbatches=2,
       parameters=1000,

@@ -7,7 +7,7 @@ import pytest
 
 from bigtrain import main, settings
 from bigtrain.checkpoints import start
-from bigtrain.tools.plan import collectives, plan
+from bigtrain.tools.plan import collectives, meshes, plan
 
 CONFIG = """
 def get_config():
@@ -169,7 +169,8 @@ def test_batch_and_microbatches_divide_evenly(
   devices, microbatch, batch, microbatches
 ):
   config = {"input": {"batch_size": 512}}
-  assert plan._batch(config, devices, microbatch) == {
+  mesh = dict(replica=1, fsdp=devices)
+  assert meshes.batch(config, mesh, microbatch) == {
     "batch_size": batch,
     "microbatches": microbatches,
   }

@@ -1,0 +1,429 @@
+"""Chooses mesh, microbatches and remat for a number of devices.
+
+Every mesh that divides the devices, the batch and the model is estimated by
+formula: the traffic by formulae.py, memory and FLOPs as below. The best ones
+are then compiled, one after the other, until the best five are compiled or the
+time is up. A compiled program also corrects the estimate of the temporary
+memory of the candidates that are not compiled.
+
+  state       (params + opt) / (fsdp x tensor), and the gradients in float32
+  kept        bytes that the backward pass needs of each layer
+  at work     all results of one layer, and its gathered weights
+  FLOPs       the model's, and a third more if each layer is repeated
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from bigtrain import sharding
+from bigtrain.settings import ConfigError
+from bigtrain.tools.plan import collectives, estimate, formulae, hardware
+from bigtrain.tools.plan.traced import Traced
+
+BEST = 5
+
+# Executed FLOPs over the model's, and bytes kept of a layer over those of its
+# products.
+POLICIES = {
+  "none": (1.0, 2.5),
+  "dots_with_no_batch_dims_saveable": (1.05, 1.0),
+  "nothing_saveable": (4 / 3, 0.0),
+}
+
+# A device needs this number of tokens of an example for `sequence` to be
+# considered, and an axis within layers has at most this size.
+_LEAST_TOKENS = 1024
+_MOST_WITHIN = 16
+
+# Logits of a chunk in float32, with their gradients: losses/linear_xent.py.
+_LOGITS_BYTES = 3 * 4 * 2**26
+
+
+class Candidate(NamedTuple):
+  """A way to run a config.
+
+  Attributes:
+    mesh: devices, the axes, batch_size and microbatches.
+    remat_policy: value of config.model.remat_policy; None if the model has no
+      such option.
+  """
+
+  mesh: tuple[tuple[str, int], ...]
+  remat_policy: str | None
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    """The mesh as a dict."""
+    return dict(self.mesh)
+
+  @property
+  def axes(self) -> tuple[int, ...]:
+    """Sizes of the axes."""
+    return tuple(self.sizes[axis] for axis in sharding.AXES)
+
+  def changes(self) -> list[str]:
+    """Changes of the config other than the mesh."""
+    policy = self.remat_policy
+    return [] if policy is None else [f"model.remat_policy={policy}"]
+
+
+class Choice(NamedTuple):
+  """What `search` returns.
+
+  Attributes:
+    best: rows of the best meshes, with "reasons"; the smallest if none fits.
+    too_large: rows of compiled candidates that do not fit.
+    out_of_time: whether some of the best are by formula for want of time.
+  """
+
+  best: list[dict[str, Any]]
+  too_large: list[dict[str, Any]]
+  out_of_time: bool
+
+
+Rows = dict[Candidate, dict[str, Any]]
+Compile = Callable[[Candidate, float], dict[str, Any] | None]
+
+
+def candidates(
+  config: Mapping[str, Any],
+  devices: int,
+  traced: Traced,
+  target: hardware.Hardware,
+) -> list[Candidate]:
+  """Returns all ways to run a config with its own batch.
+
+  Args:
+    config: config as a plain dict.
+    devices: number of devices.
+    traced: sizes of the config.
+    target: the devices. `tensor` stays within a domain.
+
+  Raises:
+    ConfigError: no mesh divides the batch.
+  """
+  size = config["input"]["batch_size"]
+  policies: Iterable[str | None] = [None]
+  if config.get("model_name") != "resnet":
+    policies = POLICIES
+  result = []
+  for axes in _meshes(devices, traced, target, formulae.blocks(config)):
+    share, rest = divmod(size, axes["replica"] * axes["fsdp"])
+    if rest:
+      continue
+    for policy, parts in itertools.product(policies, _divisors(share)):
+      mesh = {"devices": devices, **axes}
+      mesh |= {"batch_size": size, "microbatches": parts}
+      result.append(Candidate(tuple(mesh.items()), policy))
+  if not result:
+    raise ConfigError(
+      f"--devices={devices}: config.input.batch_size={size} divides among the "
+      "devices of no mesh; expected a multiple of a larger divisor of "
+      f"{devices}."
+    )
+  return result
+
+
+def _meshes(
+  devices: int,
+  traced: Traced,
+  target: hardware.Hardware,
+  of_model: formulae.Blocks | None,
+) -> Iterator[dict[str, int]]:
+  """Sizes of the axes; those within examples only where formulae know them."""
+  most = min(_MOST_WITHIN, target.domain)
+  tensors = [n for n in traced.tensor_sizes if n <= most] if of_model else [1]
+  sequences = [1]
+  if of_model and traced.tokens_per_example:
+    share = traced.tokens_per_example // _LEAST_TOKENS
+    sequences = [n for n in _divisors(devices) if n <= max(1, min(most, share))]
+  for tensor, sequence in itertools.product(tensors, sequences):
+    left, rest = divmod(devices, tensor * sequence)
+    for fsdp in _divisors(left) if not rest else ():
+      yield dict(
+        replica=left // fsdp, fsdp=fsdp, sequence=sequence, tensor=tensor
+      )
+
+
+def _divisors(number: int) -> list[int]:
+  return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def by_formula(
+  candidate: Candidate,
+  config: Mapping[str, Any],
+  traced: Traced,
+  correction: float = 1.0,
+) -> dict[str, Any]:
+  """Returns the facts of estimate.row, without a compiler.
+
+  Args:
+    candidate: what to estimate.
+    config: config as a plain dict.
+    traced: its sizes.
+    correction: factor of the temporary memory.
+  """
+  of = candidate.sizes
+  b, of_model = formulae.itemsize(config), formulae.blocks(config)
+  parts = of["fsdp"] * of["tensor"]
+  zero = config.get("opt_sharding", "fsdp") == "replica"
+  state = {
+    "params": 4 * traced.parameters / parts,
+    "opt": traced.opt_bytes / (parts * (of["replica"] if zero else 1)),
+  }
+  flops, kept = POLICIES.get(candidate.remat_policy or "none", (4 / 3, 0.0))
+  split = of["devices"] * of["microbatches"]
+  # Elements that the products of a microbatch compute on a device.
+  width = of_model.width if of_model else 1024
+  depth = of_model.depth if of_model else 12
+  if of_model and traced.tokens_per_example:
+    tokens = of["batch_size"] * traced.tokens_per_example / split
+    heads = of_model.heads + of_model.kv_heads
+    layer = 2 * heads * of_model.head_dim + of_model.hidden + 2 * width
+    of_products, stream = depth * tokens * layer, depth * tokens * width
+    # Inside of a layer, the devices of a tensor group have the same tokens.
+    of_products += depth * tokens * width * (of["tensor"] - 1)
+  else:
+    of_products = traced.model_flops / 3 / split / (2 * width)
+    stream = of_products / 8
+  gradients = state["params"] * (1 + (of["microbatches"] > 1))
+  weights = 2 * b * traced.parameters / depth / of["tensor"]
+  at_work = 2.5 * b * of_products / depth + weights + _LOGITS_BYTES
+  temporary = correction * (
+    gradients + b * (stream + kept * of_products) + at_work
+  )
+  batch = traced.batch_bytes / (of["replica"] * of["fsdp"])
+  total = sum(state.values())
+  facts = {
+    **of,
+    "parameters": traced.parameters,
+    "sharded_parameters": traced.parameters,
+    "parameter_bytes": 4 * traced.parameters,
+    "state_bytes": state,
+    "batch_bytes": batch,
+    "tokens_per_example": traced.tokens_per_example,
+    "model_flops": traced.model_flops,
+    "executed_flops": traced.model_flops * flops,
+    "memory": {
+      "argument_bytes": total + batch,
+      "output_bytes": total,
+      "alias_bytes": total,
+      "temporary_bytes": temporary,
+      "peak_bytes": total + batch + temporary,
+    },
+    "unknown_loops": 0,
+    "cycles": None,
+    "products": None,
+    "figures": "formula",
+    "compiler": "cpu",
+  }
+  sent = formulae.traffic(facts, of_model, with_policy(config, candidate))
+  ones = [one for of_axis in sent.values() for one in of_axis]
+  return {**facts, "collectives": collectives.to_json(ones)}
+
+
+def with_policy(
+  config: Mapping[str, Any], candidate: Candidate
+) -> dict[str, Any]:
+  """Returns the config with the candidate's remat policy."""
+  if candidate.remat_policy is None:
+    return dict(config)
+  model = {**config.get("model", {}), "remat_policy": candidate.remat_policy}
+  return {**config, "model": model}
+
+
+def score(row: Mapping[str, Any]) -> float:
+  """Seconds by which candidates are ranked.
+
+  A real step is between the time with perfect overlap of communication and
+  computation and the time in turn; this is the middle.
+  """
+  return float(row["secs"]["overlapped"] + row["secs"]["in_turn"]) / 2
+
+
+def search(
+  config: Mapping[str, Any],
+  ways: Iterable[Candidate],
+  traced: Traced,
+  target: hardware.Hardware,
+  compile_one: Compile | None,
+  end: float,
+  efficiency: float = estimate.EFFICIENCY,
+) -> Choice:
+  """Compiles the best candidates within a time.
+
+  Args:
+    config: config as a plain dict.
+    ways: what `candidates` returns.
+    traced: sizes of the config.
+    target: the devices.
+    compile_one: (candidate, seconds left) -> facts, or None if the time is up;
+      None to compile nothing.
+    end: time.monotonic() from which on nothing is compiled.
+    efficiency: fraction of the peak that matrix products reach.
+  """
+  compiled: Rows = {}
+  ways, out_of_time = list(ways), False
+
+  def row(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
+    changed = with_policy(config, candidate)
+    result = estimate.row(facts, changed, target, efficiency)
+    policy = candidate.remat_policy
+    return result | {
+      "remat_policy": policy or "none",
+      "has_policy": policy is not None,
+    }
+
+  def rows() -> Rows:
+    factors = _corrections(compiled, config, traced)
+    return {
+      c: compiled.get(c)
+      or row(c, by_formula(c, config, traced, _nearest(factors, c)))
+      for c in ways
+    }
+
+  while True:
+    all_rows = rows()
+    best = _best(all_rows)
+    todo = [c for c in best if c not in compiled]
+    left = end - time.monotonic()
+    if not todo or compile_one is None or left <= 0:
+      out_of_time = bool(todo) and compile_one is not None
+      break
+    facts = compile_one(todo[0], left)
+    if facts is None:
+      out_of_time = True
+      break
+    compiled[todo[0]] = row(todo[0], facts)
+  too_large = [r for r in compiled.values() if not r["fits"]]
+  chosen = [
+    all_rows[c] | {"reasons": _reasons(c, all_rows, target)} for c in best
+  ]
+  return Choice(
+    chosen, too_large if any(r["fits"] for r in chosen) else [], out_of_time
+  )
+
+
+def _best(rows: Rows) -> list[Candidate]:
+  """The best candidate of each of the best meshes."""
+  fit = {c: r for c, r in rows.items() if r["fits"]}
+  if fit:
+    # Among equals the one that needs less memory.
+    order = sorted(fit, key=lambda c: (score(fit[c]), fit[c]["peak_bytes"]))
+  else:
+    order = sorted(rows, key=lambda c: rows[c]["peak_bytes"])
+  of_mesh: dict[tuple[int, ...], Candidate] = {}
+  for candidate in order:
+    of_mesh.setdefault(candidate.axes, candidate)
+  return list(of_mesh.values())[:BEST]
+
+
+def _corrections(
+  compiled: Rows, config: Mapping[str, Any], traced: Traced
+) -> dict[Candidate, float]:
+  """Temporary memory of compiled programs over their formula."""
+  return {
+    c: r["memory"]["temporary_bytes"]
+    / by_formula(c, config, traced)["memory"]["temporary_bytes"]
+    for c, r in compiled.items()
+  }
+
+
+def _nearest(factors: Mapping[Candidate, float], to: Candidate) -> float:
+  """The correction of the most similar program; the last one among equals."""
+
+  def alike(one: Candidate) -> tuple[bool, int]:
+    same = sum(a == b for a, b in zip(one.axes, to.axes))
+    return one.remat_policy == to.remat_policy, same
+
+  if not factors:
+    return 1.0
+  return factors[max(reversed(list(factors)), key=alike)]
+
+
+def _reasons(
+  candidate: Candidate, rows: Rows, target: hardware.Hardware
+) -> list[str]:
+  """Says in sentences why a candidate is as it is."""
+  row = rows[candidate]
+  if not row["fits"]:
+    return [f"Nothing fits; this needs {_gb(row['peak_bytes'])} GB."]
+  secs = row["secs"]
+  sent = secs["in_turn"] - secs["compute"]
+  first = (
+    f"Computation takes {secs['compute']:.3g} s and hides {sent:.2g} s of "
+    "communication"
+  )
+  if secs["overlapped"] > secs["compute"]:
+    first = (
+      f"Communication takes {sent:.3g} s, more than the {secs['compute']:.3g} "
+      "s of computation"
+    )
+  by_axis = row["sent_by_axis"]
+  if by_axis:
+    largest = max(by_axis, key=lambda axes: by_axis[axes])
+    first += f"; most of it goes over {largest}: {_gb(by_axis[largest])} GB"
+  reasons = [f"{first}."]
+  alike = [
+    (c, r)
+    for c, r in rows.items()
+    if c.axes == candidate.axes and not r["fits"] and score(r) < score(row)
+  ]
+  if alike:
+    c, r = min(alike, key=lambda pair: pair[1]["peak_bytes"])
+    reasons.append(
+      f"Faster on this mesh, but too large: microbatches="
+      f"{r['microbatches']}, remat_policy={c.remat_policy!r} needs "
+      f"{_gb(r['peak_bytes'])} of {_gb(target.memory_bytes)} GB "
+      f"({r['figures']})."
+    )
+  return reasons
+
+
+def lines(row: Mapping[str, Any]) -> list[str]:
+  """Returns the lines of a config that choose a row of `search`."""
+  sizes = ", ".join(
+    f"{axis}={row[axis]}"
+    for axis in sharding.AXES
+    if axis in sharding.BATCH_AXES or row[axis] > 1
+  )
+  result = [
+    f"config.mesh = dict({sizes})",
+    f"config.microbatches = {row['microbatches']}",
+  ]
+  if row["has_policy"]:
+    result.append(f'config.model.remat_policy = "{row["remat_policy"]}"')
+  return result
+
+
+def text(choice: Choice, minutes: float) -> str:
+  """Returns what follows the table: reasons, and lines to paste.
+
+  Args:
+    choice: what `search` returns.
+    minutes: the time for compiling.
+  """
+  result = []
+  for number, row in enumerate(choice.best, 1):
+    result += [f"{number}. {' '.join(row['reasons'])}", ""]
+    result += [*(f"     {line}" for line in lines(row)), ""]
+  for row in choice.too_large:
+    size = f"{_gb(row['peak_bytes'])} GB ({row['figures']})"
+    result.append(f"Does not fit: {size}: {'; '.join(lines(row))}")
+  numbers = [
+    str(n)
+    for n, row in enumerate(choice.best, 1)
+    if row["figures"] == "formula"
+  ]
+  if numbers:
+    why = f"the {minutes:g} minutes were up"
+    if not choice.out_of_time:
+      why = "this number of devices cannot be simulated"
+    result.append(f"By formula only, because {why}: {', '.join(numbers)}.")
+  return "\n".join(result)
+
+
+def _gb(nbytes: float) -> str:
+  return f"{nbytes / 1e9:,.3g}"

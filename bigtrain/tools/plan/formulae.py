@@ -1,0 +1,232 @@
+"""The bytes that a step sends, by the formulae of docs/scaling.md.
+
+With S parameters that are sharded over `fsdp`, b bytes per element of the
+compute dtype, m microbatches, and a mesh of replica R x fsdp F x sequence Q x
+tensor T, each device sends per step
+
+  over fsdp      all-gather       2 m b S/T (F-1)/F      weights, in both passes
+                 reduce-scatter   m b S/T (F-1)/F        gradients
+  over replica   all-reduce       2 m b S/(F T) (n-1)/n  gradients; n = R Q
+
+and for each microbatch of t tokens per Q devices, each of N layers with H heads
+of queries and G of keys of width K, and width D:
+
+  over sequence  all-gather       2 b t G/T K (Q-1)/Q    keys and values
+                 reduce-scatter   the same               their gradients
+                 permute          4 b t H/T K / Q        queries, outputs and
+                                                         the gradients of both
+  over tensor    all-gather       4 b t/Q D (T-1)/T      inputs and gradients
+                 reduce-scatter   the same
+  once           both over tensor 2 b t/Q D (T-1)/T      embedding and head
+
+With attention="ring", keys and values go around in place of the gather and the
+scatter. With remat or scan the backward pass repeats the gather of keys, the
+exchange of queries and outputs, and over `tensor` two gathers and one scatter.
+With two devices per example half of the permutes is left. With ZeRO-1 gradients
+are scattered over all axes but `tensor`, and the new parameters gathered over
+`replica`, in float32. The formulae omit gradients that are summed unsharded,
+such as those of norms.
+"""
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bigtrain import parts, settings, sharding
+from bigtrain.tools.plan import collectives
+from bigtrain.tools.plan.collectives import Collective
+
+_BYTES = {"bfloat16": 2, "float16": 2}
+
+# Collectives by the axes that they go over, such as "fsdp" or "replica,
+# sequence".
+ByAxis = dict[str, list[Collective]]
+
+
+class Blocks(NamedTuple):
+  """Sizes of a model that is one stack of layers.
+
+  Attributes:
+    depth: number of layers.
+    width: width of the residual stream.
+    heads: number of heads of queries.
+    kv_heads: number of heads of keys.
+    head_dim: width of a head.
+    hidden: hidden units of a layer's MLP that a token uses, gates included.
+    ring: whether keys pass in a ring.
+    repeats: whether the backward pass repeats transfers of the forward pass.
+  """
+
+  depth: int
+  width: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  hidden: int
+  ring: bool
+  repeats: bool
+
+
+def itemsize(config: Mapping[str, Any]) -> int:
+  """Bytes of a number of the computation."""
+  return _BYTES.get(config.get("model", {}).get("dtype", "float32"), 4)
+
+
+def blocks(config: Mapping[str, Any]) -> Blocks | None:
+  """Returns the sizes of the config's model.
+
+  Args:
+    config: config as a plain dict.
+
+  Returns:
+    None for models other than decoders.
+  """
+  if config.get("model_name") != "decoder":
+    return None
+  keys = ("model_name", "model", "logical_axes")
+  return _blocks(json.dumps({k: config[k] for k in keys if k in config}))
+
+
+@functools.cache
+def _blocks(text: str) -> Blocks:
+  config = settings.Config(json.loads(text))
+  _, model = parts.model(parts.with_published_sizes(config))
+  hidden = (model.mlp_dim or 4 * model.width) * (1 + (model.mlp == "swiglu"))
+  if model.moe:
+    hidden *= model.moe.get("top_k", 1)
+  return Blocks(
+    depth=model.depth,
+    width=model.width,
+    heads=model.num_heads,
+    kv_heads=model.num_kv_heads or model.num_heads,
+    head_dim=model.head_dim or model.width // model.num_heads,
+    hidden=hidden,
+    ring=model.attention == "ring",
+    repeats=model.scan or model.remat_policy != "none",
+  )
+
+
+def traffic(
+  of: Mapping[str, Any], of_model: Blocks | None, config: Mapping[str, Any]
+) -> ByAxis:
+  """Returns the collectives of a step.
+
+  Args:
+    of: the mesh, batch_size, microbatches, sharded_parameters and
+      tokens_per_example (or None).
+    of_model: sizes of the model; without them, only what `fsdp` and `replica`
+      send.
+    config: config as a plain dict.
+  """
+  replica, fsdp, seq, ten = (of[axis] for axis in sharding.AXES)
+  micro, b = of["microbatches"], itemsize(config)
+  result: ByAxis = {}
+
+  def add(axes: str, kind: str, nbytes: float) -> None:
+    size, stride, *gaps = group(axes, of)
+    if size > 1 and nbytes:
+      one = Collective(kind, size, stride, 0, round(nbytes), *gaps)
+      result.setdefault(axes, []).append(one)
+
+  weights = micro * b * of["sharded_parameters"] / ten
+  add("fsdp", "all-gather", 2 * weights)
+  names = [a for a in ("replica", "sequence") if of[a] > 1]
+  if replica > 1 and config.get("opt_sharding", "fsdp") == "replica":
+    # ZeRO-1: the updated parameters are gathered in float32.
+    add("replica", "all-gather", 4 * of["sharded_parameters"] / (fsdp * ten))
+    over = [a for a in sharding.AXES[:3] if of[a] > 1]
+    add(", ".join(over), "reduce-scatter", weights)
+  else:
+    add("fsdp", "reduce-scatter", weights)
+    add(", ".join(names) or "replica", "all-reduce", weights / fsdp)
+  tokens = of["tokens_per_example"]
+  if of_model is None or not tokens:
+    return result
+  # Of a microbatch on the devices that share its examples.
+  t = of["batch_size"] * tokens / (micro * replica * fsdp)
+  times, repeated = micro * of_model.depth, 1 + of_model.repeats
+  kv_heads = math.lcm(of_model.kv_heads, ten)
+  keys = 2 * b * t * kv_heads / ten * of_model.head_dim * times
+  queries = 4 * b * t * of_model.heads / ten * of_model.head_dim * times
+  if of_model.ring:
+    moved = keys * (1 + repeated) * (seq - 1) / seq + keys * 4 / b
+    exchanged = queries + 2 * keys
+  else:
+    moved = 0.0
+    exchanged = queries * (1 + repeated) / 2
+    add("sequence", "all-gather", keys * repeated)
+    add("sequence", "reduce-scatter", keys)
+  # With two devices, one of the two parts of each stays where it is.
+  permuted = moved + exchanged / seq / (2 if seq == 2 else 1)
+  add("sequence", "collective-permute", permuted)
+  stream = b * t / seq * of_model.width * micro
+  layers = of_model.depth
+  again = (2 * layers, layers) if of_model.repeats else (0, 0)
+  add("tensor", "all-gather", (4 * layers + 2 + again[0]) * stream)
+  add("tensor", "reduce-scatter", (4 * layers + 2 + again[1]) * stream)
+  return result
+
+
+def group(axes: str, of: Mapping[str, int]) -> tuple[int, ...]:
+  """Returns size and stride of a group of devices over some axes.
+
+  Args:
+    axes: names of axes, such as "replica, sequence", or "others" for all.
+    of: sizes of the axes.
+
+  Returns:
+    (group_size, stride, inner, span) of a Collective; the last two only if the
+    distances in the group differ.
+  """
+  return _group(axes, tuple(of[axis] for axis in sharding.AXES))
+
+
+@functools.cache
+def _group(axes: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+  names = sharding.AXES if axes == "others" else axes.split(", ")
+  grid = np.arange(math.prod(sizes)).reshape(sizes)
+  first = [slice(None) if a in names else 0 for a in sharding.AXES]
+  return collectives.distances(grid[tuple(first)].ravel().tolist())
+
+
+def axis_of(one: Collective, of: Mapping[str, int]) -> str:
+  """Returns the axes that a collective goes over, or "others".
+
+  Args:
+    one: a collective of a compiled program.
+    of: sizes of the axes.
+  """
+  axes = [axis for axis in sharding.AXES if of[axis] > 1]
+  if one.kind == "collective-permute":  # Its size is that of all groups.
+    strides = {axis: group(axis, of)[1] for axis in axes}
+    near = [axis for axis in axes if strides[axis] <= one.stride]
+    return max(near, key=lambda axis: strides[axis]) if near else "others"
+  known = (one.group_size, one.stride, one.inner, one.span)
+  for number in range(1, len(axes) + 1):
+    for names in itertools.combinations(axes, number):
+      found = (*group(", ".join(names), of), 0, 0)[:4]
+      if found == known:
+        return ", ".join(names)
+  return "others"
+
+
+def by_axis(traffic_of: ByAxis) -> dict[str, float]:
+  """Returns {axes: bytes that a device sends in a step}."""
+  return {
+    axes: sum(one.sent_bytes for one in ones)
+    for axes, ones in traffic_of.items()
+  }
+
+
+def by_kind(traffic_of: ByAxis) -> dict[str, float]:
+  """Returns {kind of collective: bytes that a device sends in a step}."""
+  result = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0.0)
+  for ones in traffic_of.values():
+    for one in ones:
+      result[one.kind] = result.get(one.kind, 0.0) + one.sent_bytes
+  return result

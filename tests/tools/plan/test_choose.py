@@ -1,0 +1,124 @@
+"""The chooser, on made-up programs."""
+
+import time
+
+import pytest
+
+from bigtrain.settings import ConfigError, load
+from bigtrain.tools.plan import choose, hardware, plan, traced
+
+FILE = """
+def get_config():
+  return dict(
+    total_steps=3,
+    task="language_modeling",
+    model_name="decoder",
+    model=dict(variant="llama_mu", vocab_size=256, scan=True),
+    optimizer=dict(name="adam"),
+    lr=1e-3,
+    input=dict(
+      data=dict(type="tokens", path="nowhere", length=32), batch_size=16
+    ),
+  )
+"""
+
+SIZES = traced.Traced(
+  parameters=8 * 10**9,
+  opt_bytes=64 * 10**9,
+  model_flops=2 * 10**17,
+  batch_bytes=10**6,
+  tokens_per_example=8192,
+  tensor_sizes=(1, 2, 4, 8),
+)
+CONFIG = {
+  "model_name": "decoder",
+  "model": dict(variant="llama_8b", dtype="bfloat16", scan=True),
+  "input": dict(batch_size=512),
+}
+H100 = hardware.find("h100")
+
+
+def search(compile_one, ways, sizes=SIZES, seconds=60):
+  end = time.monotonic() + seconds
+  # A part of the meshes, with all numbers of microbatches.
+  few = [one for one in ways if one.sizes["replica"] in (1, 2, 8)]
+  return choose.search(CONFIG, few, sizes, H100, compile_one, end)
+
+
+@pytest.fixture(scope="module")
+def ways():
+  return choose.candidates(CONFIG, 64, SIZES, H100)
+
+
+def test_candidates_divide_devices_batch_and_model(ways):
+  for one in ways:
+    of = one.sizes
+    parts = of["replica"] * of["fsdp"]
+    assert parts * of["sequence"] * of["tensor"] == 64
+    assert 512 % (parts * of["microbatches"]) == 0
+    # Within a server, and at least 1,024 tokens on a device.
+    assert of["tensor"] in (1, 2, 4, 8) and of["sequence"] in (1, 2, 4, 8)
+  assert len({one.axes for one in ways}) > 40
+  with pytest.raises(ConfigError, match="512 divides among .* no mesh"):
+    choose.candidates(CONFIG, 7 * 11, SIZES._replace(tensor_sizes=(1,)), H100)
+
+
+def test_the_best_are_compiled_and_correct_the_others(ways):
+  """A compiler that needs twice the memory of the formula."""
+  calls = []
+
+  def compile_one(candidate, left):
+    assert 0 < left <= 60
+    calls.append(candidate)
+    facts = choose.by_formula(candidate, CONFIG, SIZES, correction=2.0)
+    return facts | {"figures": "compiled"}
+
+  result = search(compile_one, ways)
+  assert len(result.best) == choose.BEST and not result.out_of_time
+  assert all(r["figures"] == "compiled" and r["fits"] for r in result.best)
+  assert len(calls) == len(set(calls)) == choose.BEST + len(result.too_large)
+  # After the first, the others are estimated with twice the memory as well.
+  assert len(result.too_large) <= 1
+  times = [choose.score(r) for r in result.best]
+  assert times == sorted(times)
+
+
+def test_what_is_not_compiled_in_time_is_by_formula(ways):
+  answers = [None]
+
+  def compile_one(candidate, left):
+    return answers.pop()  # The time is up during the first.
+
+  result = search(compile_one, ways)
+  assert result.out_of_time
+  assert {r["figures"] for r in result.best} == {"formula"}
+  text = choose.text(result, 3)
+  assert "because the 3 minutes were up: 1, 2, 3, 4, 5." in text
+  assert search(compile_one, ways, seconds=0).out_of_time  # Compiles nothing.
+
+
+def test_what_does_not_fit_is_a_row_with_its_size(ways):
+  huge = SIZES._replace(parameters=10**13, opt_bytes=8 * 10**13)
+  result = search(None, ways, huge)
+  assert len(result.best) == choose.BEST
+  assert not any(r["fits"] for r in result.best)
+  assert "Nothing fits; this needs" in choose.text(result, 1)
+
+
+def test_the_command_prints_lines_to_paste(tmp_path, capsys):
+  path = tmp_path / "config.py"
+  path.write_text(FILE)
+  argv = [f"--config={path}", "--devices=8", "--choose", "--minutes=0"]
+  assert plan.main(argv) == 0
+  out = capsys.readouterr().out
+  lines = [s.strip() for s in out.splitlines() if s.startswith("     config.")]
+  assert len(lines) == 3 * choose.BEST
+  # The lines are changes that a config accepts.
+  scope = load(str(path))
+  key, value = lines[2].removeprefix("config.").split(" = ")
+  changed = load(str(path), [f"{key}={value}"])
+  assert changed["model"]["remat_policy"] in choose.POLICIES
+  assert changed["model"].keys() - scope["model"].keys() == {"remat_policy"}
+  assert lines[0].startswith("config.mesh = dict(replica=")
+  assert plan.main([*argv, "--fsdp=8"]) == 2
+  assert "--choose: expected one number" in capsys.readouterr().err
