@@ -4,7 +4,9 @@ Command: python -m bigtrain.main --workdir=runs/llama_70b \
   --config=configs/llama_70b.py:data=data/tokens
   With init=FOLDER (the published model.safetensors) training continues from
   those weights.
-Hardware: 256 TPU v5p or 512 H100. The state is split over all of them.
+Hardware: 512 H100 or 256 TPU v5p, with the state over all of them. That is the
+mesh that tools.plan --choose puts first for H100, by formula. On v5p it is the
+plan's compiled 2D mesh: 30 GB per chip with --config.microbatches=2.
 Result: not measured by us. The 70B of the paper was trained on 15 trillion
 tokens.
 Source: sizes of meta-llama/Llama-3.1-70B (model card and config.json);

@@ -105,7 +105,7 @@ def _allows(
   if not hasattr(module, "tensor_rules"):
     return False
   try:
-    sharding.place(module.tensor_rules(model), shapes, ways)
+    sharding.place(module.tensor_rules(model), shapes, {"tensor": ways})
   except settings.ConfigError:
     return False
   return True
