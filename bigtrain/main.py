@@ -122,13 +122,14 @@ def _train(
   model_module, model = parts.model(config)
   vocab_sizes = parts.vocab_sizes(task, model)
   train_input.limit_ids(vocab_sizes)
-  teacher = teacher_lib.from_config(config, task, batch_spec, mesh, seed)
+  kept = programs.keep(plain, mesh, batch_spec, lengths)  # Of earlier traces.
+  teacher = teacher_lib.from_config(config, task, batch_spec, mesh, seed, kept)
   loss_fn = parts.loss_fn(config, task, model, teacher.model)
   loss_fn = jax.jit(debugging.instrument(config, loss_fn))  # Traced only once.
-  init_variables = initial.variables_fn(task, model, batch_spec, seed)
+  init_variables = initial.variables_fn(task, model, batch_spec, seed, kept)
 
   # Optimizer. It has no state for frozen parameters.
-  params_spec = jax.eval_shape(init_variables)["params"]
+  params_spec = init_variables.spec()["params"]
   param_views = views.of_model(model_module, model, params_spec)
   optimizer = chain.make(config, params_spec, lengths.units, param_views)
   ema_update = ema_lib.from_config(config, lengths.units)
@@ -155,7 +156,7 @@ def _train(
     return state
 
   rules = initial.sharding_rules(config, init_variables, model_module, model)
-  state_spec = sharding.state_spec(jax.eval_shape(init_state), mesh, rules)
+  state_spec = sharding.state_spec(kept.shapes(init_state), mesh, rules)
 
   # The update.
   gradients = gradients_lib.from_config(
@@ -211,12 +212,12 @@ def _train(
 
   with_fixed = {**state_spec, **fixed_spec}
   loss_args = gradients_lib.loss_args(with_fixed, batch_spec, mesh)
-  pairs_spec, _ = jax.eval_shape(loss_fn, *loss_args)
+  pairs_spec, _ = kept("pairs", jax.eval_shape, loss_fn, *loss_args)
   last = [*optimizer.schedules, *guard.row(state_spec)]
   tally_spec = tally_lib.spec(pairs_spec, last, row_norms.spec(), guard.spikes)
 
   # Where the time goes, and who shows and limits it.
-  step_flops = flops.train_flops(flops.forward_flops(loss_fn, *loss_args))
+  step_flops = kept("flops", flops.step_flops, loss_fn, *loss_args)
   clock = chrono.Chrono(
     **lengths.about() | train_input.about(),
     flops_per_step=step_flops,
@@ -266,7 +267,7 @@ def _train(
   watchdog.enter("compile", 0)
   specs = state_spec, tally_spec, batch_spec, fixed_spec
   state_sharding = jax.tree.map(lambda x: x.sharding, state_spec)
-  compiling = process.Background(
+  compiled = process.Background(
     programs.lower(
       *("update", update_fn, *specs),
       donate_argnums=0,
@@ -281,14 +282,13 @@ def _train(
     record.start(*known, state_spec)()
     facts["footprint"] = footprint.measure(update_fn, *specs, lengths)
     record.update(workdir, **facts)  # Also if the program does not fit.
-    update = compiling.result()
-    record.compiled_update(workdir, update, programs.facts("update"))
+    record.compiled_update(workdir, compiled.result(), programs.facts("update"))
     return {"step": 0}
 
   # The start: resumed, continued from elsewhere, warm, or from scratch.
   start = start_lib.start(
     *(start_options, workdir, plain, state_spec, init_state, model_module),
-    *(seed, train_input.fingerprints, saving["local"]),
+    *(seed, train_input.fingerprints, programs.lower_ahead, saving["local"]),
     from_local=not rollbacks,
   )
   state, step = start.state, start.step
@@ -312,7 +312,7 @@ def _train(
   hooks.restore(start.host.hooks, step, state)
   tally = tally_lib.from_host(start.host.tally, tally_spec, mesh)
   with phase("compile", step):
-    update, _ = compiling.result(), recording.result()
+    update, _ = compiled.result(), recording.result()
 
   # What the loop does at some steps: check, save, evaluate.
   builder = programs_lib.Builder({e.name: e.build for e in evaluations}, mesh)

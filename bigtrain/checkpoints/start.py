@@ -117,6 +117,7 @@ def start(
   model_module: Any,
   seed: int,
   fingerprints: Mapping[str, str],
+  lower: Callable[..., Callable[[], Any]],
   local: local_tier.Tier | None = None,
   *,
   from_local: bool = True,
@@ -134,6 +135,7 @@ def start(
     model_module: module whose `from_published`, if any, converts parameters.
     seed: config.seed.
     fingerprints: of the files that input is made with.
+    lower: lower_ahead of the run's Programs.
     local: the hosts' own checkpoints; None for none.
     from_local: whether the run may start from them. A rollback may not: what it
       skips must not depend on them.
@@ -146,7 +148,7 @@ def start(
 
   start = _find(
     *(options, workdir, config, state_spec, init_state, model_module),
-    *(seed, fingerprints, local if from_local else None),
+    *(seed, fingerprints, lower, local if from_local else None),
   )
   if local is not None:
     local.begin(start.step, start.saved_step)
@@ -164,6 +166,7 @@ def _find(
   model_module: Any,
   seed: int,
   fingerprints: Mapping[str, str],
+  lower: Callable[..., Callable[[], Any]],
   local: local_tier.Tier | None,
 ) -> Start:
   """`start`, without the hosts' record."""
@@ -210,8 +213,8 @@ def _find(
   # Traced here, because the ambient mesh belongs to this thread; compiled and
   # run in another.
   word = hparams.as_array(seed)
-  lowered = jax.jit(init_state, out_shardings=shardings).lower(word)
-  state = process.Background(lambda: lowered.compile()(word), "init").result()
+  compiled = lower("init", init_state, word, out_shardings=shardings)
+  state = process.Background(lambda: compiled()(word), "init").result()
   if not options.model_init:
     return Start(state, HostState(), 0, "from scratch", False)
 

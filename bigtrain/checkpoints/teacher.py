@@ -42,6 +42,7 @@ def from_config(
   batch_spec: Mapping[str, Any],
   mesh: Mesh,
   seed: int,
+  kept: Callable[..., Any] = initial.call,
 ) -> Teacher:
   """Reads config.teacher.
 
@@ -52,6 +53,7 @@ def from_config(
     mesh: device mesh.
     seed: config.seed, for a teacher with model_init=None: such a teacher has
       fresh parameters and is good for tests only.
+    kept: see initial.variables_fn.
 
   Raises:
     ConfigError: a key is missing or unknown, or the file does not fit.
@@ -64,9 +66,9 @@ def from_config(
     source = config.teacher.kwargs("model_init")
   if source is not None:
     config_json.check(source, module, model, path=config.teacher.path)
-  init = initial.variables_fn(task, model, batch_spec, seed)
+  init = initial.variables_fn(task, model, batch_spec, seed, kept, "teacher")
   rules = initial.sharding_rules(config, init, module, model, config.teacher)
-  spec = sharding.state_spec({"teacher": jax.eval_shape(init)}, mesh, rules)
+  spec = sharding.state_spec({"teacher": init.spec()}, mesh, rules)
   shardings = jax.tree.map(lambda x: x.sharding, spec["teacher"])
 
   def load() -> dict[str, Any]:

@@ -67,6 +67,11 @@ def train_flops(forward: int) -> int:
   return 3 * forward
 
 
+def step_flops(loss_fn: Callable[..., Any], *args: Any) -> int:
+  """Counts the model FLOPs of a training step; see `forward_flops`."""
+  return train_flops(forward_flops(loss_fn, *args))
+
+
 def mfu(
   flops_per_step: float, step_secs: float, num_devices: int, peak: float
 ) -> float:

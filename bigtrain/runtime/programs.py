@@ -27,6 +27,7 @@ from bigtrain import settings
 from bigtrain.cluster import process
 from bigtrain.runtime import compiler_options as compiler_options_lib
 from bigtrain.runtime import device_memory
+from bigtrain.runtime import kept as kept_lib
 
 Program = Callable[..., Any]
 
@@ -52,6 +53,7 @@ class Programs:
       "eager", without compilation, one operation at a time.
     compiler_options: options of XLA.
     limit_bytes: memory of a device; None if unknown.
+    kept: what earlier starts of the same run kept.
   """
 
   def __init__(
@@ -65,10 +67,28 @@ class Programs:
     self.mode = mode
     self.compiler_options = dict(compiler_options or {})
     self.limit_bytes = limit_bytes
+    self.kept = kept_lib.Kept()
     self._lock = threading.Lock()
     self._shared: dict[Any, jax.stages.Compiled] = {}
     self._programs: dict[str, jax.stages.Compiled] = {}
     self._facts: dict[str, dict[str, Any]] = {}
+
+  def keep(
+    self, config: Mapping[str, Any], mesh: Mesh, *facts: Any
+  ) -> kept_lib.Kept:
+    """Sets and returns `kept`: what earlier starts of the run kept.
+
+    Args:
+      config: plain config.
+      mesh: see kept.find.
+      *facts: see kept.find.
+    """
+    # These want a trace: one logs it, the other counts its operations.
+    traces = config.get("debug_shapes") or config.get("compile_only")
+    if self.mode == "compiled" and not traces:
+      options = self.compiler_options, self.limit_bytes
+      self.kept = kept_lib.find(config, mesh, *facts, options)
+    return self.kept
 
   def lower(
     self,
@@ -79,6 +99,9 @@ class Programs:
     **options: Any,
   ) -> Callable[[], Program]:
     """Traces a function at once, for compilation later.
+
+    Unless shared, the program is kept for later starts of the same run. If an
+    earlier start kept it, nothing is traced.
 
     Args:
       name: name of the program, for `facts` and the log.
@@ -99,16 +122,52 @@ class Programs:
     if self.mode == "checked":
       options.pop("donate_argnums", None)
       return lambda: jax.jit(fn, **options)
-    began = time.monotonic()
-    lowered = jax.jit(fn, **options).lower(*specs)
-    self._facts[name] = {
-      "trace_secs": time.monotonic() - began,
-      "compiler_options": self.compiler_options,
-    }
-    return functools.partial(self._compile, name, lowered, share)
+    return self.lower_ahead(name, fn, *specs, share=share, **options)
+
+  def lower_ahead(
+    self,
+    name: str,
+    fn: Callable[..., Any],
+    *specs: Any,
+    share: bool = False,
+    **options: Any,
+  ) -> Callable[[], Program]:
+    """Like `lower`, in every mode and without the run's compiler options."""
+    key = "" if share else kept_lib.program_key(specs, options)
+    mesh = jax.sharding.get_mesh()
+
+    def trace() -> Callable[[], Program]:
+      began = time.monotonic()
+      with self.kept.tracing():
+        lowered = jax.jit(fn, **options).lower(*specs)
+      self._facts[name] = {
+        "trace_secs": time.monotonic() - began,
+        "compiler_options": options.get("compiler_options", {}),
+      }
+      return functools.partial(self._compile, name, lowered, share, key)
+
+    def load() -> Program:
+      began = time.monotonic()
+      program = self.kept.read_program(name, key, specs)
+      if program is None:
+        with jax.set_mesh(mesh):
+          return trace()()
+      secs = time.monotonic() - began
+      self._facts[name] = {
+        "trace_secs": 0.0,
+        "compiler_options": options.get("compiler_options", {}),
+        "compile_secs": secs,
+        "cache": "kept",
+      }
+      self._programs[name] = program
+      logging.info("Loaded %s in %.2f s, without a trace.", name, secs)
+      device_memory.check(name, program, self.limit_bytes)
+      return program
+
+    return load if key and self.kept.hit else trace()
 
   def _compile(
-    self, name: str, lowered: jax.stages.Lowered, share: bool
+    self, name: str, lowered: jax.stages.Lowered, share: bool, kept_key: str
   ) -> Program:
     key = _identity(lowered) if share else name
     with self._lock:  # The second of two identical ones waits for the first.
@@ -134,6 +193,13 @@ class Programs:
       facts["cache"],
     )
     device_memory.check(name, program, self.limit_bytes)
+    if kept_key:
+      if name == device_memory.UPDATE:  # The last trace of all facts.
+        self.kept.write_facts()
+      # XLA for CPUs serializes a program that it has read itself without all of
+      # its functions.
+      if facts["cache"] != "hit":
+        self.kept.write_program(name, kept_key, program)
     return program
 
   def explained(self, error: Exception, name: str = "") -> Exception:
@@ -166,7 +232,8 @@ class Programs:
     Returns:
       {} for a program that was not compiled ahead of time. "cache" is "hit" or
       "miss" in the persistent compilation cache, "off" without one, "shared"
-      if an identical program had been compiled. For the bytes, which are per
+      if an identical program had been compiled, "kept" if an earlier start kept
+      the program itself. For the bytes, which are per
       device, see device_memory.py.
     """
     if name not in self._programs:
@@ -227,6 +294,7 @@ def of_run(config: settings.Config, mesh: Mesh) -> Iterator[Programs]:
     try:
       yield programs
     except jax.errors.JaxRuntimeError as e:
+      programs.kept.forget()
       explained = programs.explained(e)
       if explained is e:
         raise

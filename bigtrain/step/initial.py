@@ -1,5 +1,6 @@
 """A model's variables before the first step, and the layout that it wants."""
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,11 +25,22 @@ class Variables:
     boxed: returns the same of a seed, with those variables whose axes the model
       names in flax's boxes.
     seed: config.seed.
+    kept: see `variables_fn`.
+    name: see `variables_fn`.
   """
 
-  def __init__(self, boxed: Callable[[Any], dict[str, Any]], seed: int):
+  def __init__(
+    self,
+    boxed: Callable[[Any], dict[str, Any]],
+    seed: int,
+    kept: Callable[..., Any],
+    name: str,
+  ):
     self._boxed = boxed
     self._seed = hparams.as_array(seed)
+    self.boxed_spec = functools.partial(
+      kept, name, jax.eval_shape, boxed, self._seed
+    )
 
   def boxed(self) -> dict[str, Any]:
     """Returns the variables of config.seed, in boxes."""
@@ -44,6 +56,10 @@ class Variables:
     seed = hparams.as_array(seed) if isinstance(seed, int) else seed
     return unboxed(self._boxed(seed))
 
+  def spec(self) -> dict[str, Any]:
+    """Returns the jax.ShapeDtypeStructs of the variables without boxes."""
+    return dict(jax.eval_shape(unboxed, self.boxed_spec()))
+
 
 def unboxed(variables: Any) -> Any:
   """Takes variables out of flax's boxes, also under a mesh."""
@@ -54,8 +70,19 @@ def unboxed(variables: Any) -> Any:
   )
 
 
+def call(name: str, fn: Callable[..., Any], *args: Any) -> Any:
+  """Returns `fn(*args)`: the `kept` of programs that keep nothing."""
+  del name
+  return fn(*args)
+
+
 def variables_fn(
-  task: Any, model: Any, batch_spec: Mapping[str, Any], seed: int
+  task: Any,
+  model: Any,
+  batch_spec: Mapping[str, Any],
+  seed: int,
+  kept: Callable[..., Any] = call,
+  name: str = "variables",
 ) -> Variables:
   """Returns the function of initial parameters and mutable collections.
 
@@ -65,6 +92,9 @@ def variables_fn(
     batch_spec: jax.ShapeDtypeStructs of a batch; the model sees an example of
       zeros.
     seed: config.seed.
+    kept: (name, fn, *args) -> fn(*args), perhaps from an earlier start, see
+      runtime/kept.py.
+    name: name of the variables there.
   """
 
   def init(seed: jax.Array) -> dict[str, Any]:
@@ -82,7 +112,7 @@ def variables_fn(
         with jax.sharding.use_abstract_mesh(_NO_MESH):
           return init(seed)
 
-  return Variables(init_variables, seed)
+  return Variables(init_variables, seed, kept, name)
 
 
 def sharding_rules(
@@ -112,7 +142,7 @@ def sharding_rules(
   # An axis of the mesh stands for itself.
   axes = (*parts.logical_axes(part), *((axis, axis) for axis in sharding.AXES))
   known = [name for name, _ in axes]
-  boxed = jax.eval_shape(variables.boxed)
+  boxed = variables.boxed_spec()
   shapes = jax.tree.leaves(boxed)  # Boxes have one leaf each.
   rules: list[tuple[str, Any]] = []
   named = trees.flatten_with_names(nn.get_partition_spec(boxed))

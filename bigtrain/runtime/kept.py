@@ -1,0 +1,349 @@
+"""Keeps what a program's traces yield, so that a restart does not trace again.
+
+jax's compilation cache saves a restart the compiler, but not the minutes of
+Python that trace and lower a large model. An entry here holds the shapes and
+counts that main.py gets from traces ("facts"), or a compiled executable.
+
+An entry is used only if everything that its trace depends on is the same:
+
+- the config, except _UNTRACED, and what the program computed from the data: the
+  specs of a batch and the lengths of the run (`key`);
+- the devices, their mesh and memory, jax's flags, and Python's flags and path;
+- the content of each module of the user's and of bigtrain that was loaded when
+  the entry was written, and of the config file; size and time of change of each
+  file of installed packages, and the versions of all of them (`Sources`);
+- the environment variables that jax, XLA and drivers read, and those whose
+  names occur in these modules.
+
+It is not written if the trace opened any other file, or if a module has changed
+since the process started. Only `python -m bigtrain...` keeps entries: in a
+notebook or a test, functions may have been replaced at run time.
+
+Reading an executable unpickles it. So the folder belongs to its user alone; a
+folder that others can write to is not used.
+"""
+
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import os
+import pickle
+import platform
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from absl import logging
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from bigtrain import settings
+from bigtrain.cluster import process
+from bigtrain.runtime import kept_files
+from bigtrain.runtime import sources as sources_lib
+from bigtrain.runtime.sources import NotKept, Sources
+
+_JOIN_SECS = 600.0
+
+# Keys of the config that no trace depends on: they are about files, logs and
+# the job. A key that is not listed here counts.
+_UNTRACED = (
+  r"allow_changes|ckpt_.*|compile_cache|eval_at_start|expect_.*|keep_.*|"
+  r"local_ckpt_.*|peak_flops_per_device|resume|save_at_start|tensorboard|"
+  r"wandb|watchdog"
+)
+
+_num_agreements = itertools.count()
+
+
+def traced_config(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The part of a plain config that traces may depend on."""
+  return {k: v for k, v in config.items() if not re.fullmatch(_UNTRACED, k)}
+
+
+def _canonical(value: Any) -> str:
+  """Text that differs for different values of a config.
+
+  Raises:
+    NotKept: a type whose repr may not have the whole value.
+  """
+  if isinstance(value, Mapping):
+    items = sorted((str(k), _canonical(v)) for k, v in value.items())
+    return f"{{{', '.join(f'{k!r}: {v}' for k, v in items)}}}"
+  if type(value) in (list, tuple):
+    inner = ", ".join(map(_canonical, value))
+    return f"{type(value).__name__}({inner})"
+  if value is None or type(value) in (bool, int, float, str):
+    return repr(value)
+  raise NotKept(f"the config has a value of {type(value)}")
+
+
+def _spec(tree: Any) -> str:
+  """Text that differs for different specs: structure, types, layouts."""
+  leaves, structure = jax.tree.flatten(tree)
+  texts = [
+    f"{x.shape} {x.dtype} {getattr(x, 'weak_type', '')} {x.sharding!r}"
+    if isinstance(x, jax.ShapeDtypeStruct)
+    else repr(x)
+    for x in leaves
+  ]
+  return f"{structure}\n{texts}"
+
+
+def _processor() -> str:
+  """Model and features of the CPU; programs for CPUs contain its code."""
+  with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+    first = file.read(8192).partition("\n\n")[0].splitlines()
+    names = ("vendor", "model", "cpu family", "stepping", "flags", "Features")
+    return "\n".join(line for line in first if line.startswith(names))
+  return platform.processor()
+
+
+def _key(config: Mapping[str, Any], mesh: Mesh, facts: tuple[Any, ...]) -> str:
+  devices = [
+    (d.id, d.process_index, d.platform, d.device_kind, getattr(d, "coords", ""))
+    for d in mesh.devices.flat
+  ]
+  client = mesh.local_devices[0].client
+  parts = {
+    "config": _canonical(traced_config(config)),
+    "facts": [_spec(fact) for fact in facts],
+    "mesh": (mesh, mesh.axis_types, devices),
+    "backend": (client.platform, client.platform_version),
+    "jobs": (jax.process_index(), jax.process_count(), jax.device_count()),
+    "flags": sorted(jax.config.values.items()),  # type: ignore[attr-defined]
+    "python": (sys.version, sys.flags, sys.path),
+    "machine": (platform.machine(), _processor()),
+    "packages": sources_lib.installed(),
+  }
+  text = "\n".join(f"{name}: {part!r}" for name, part in parts.items())
+  return hashlib.sha256(kept_files.FORMAT + text.encode()).hexdigest()
+
+
+class Kept:
+  """Facts and executables of one program, from this start or an earlier one.
+
+  Attributes:
+    hit: whether all processes of the job have the facts of an earlier start.
+  """
+
+  def __init__(self) -> None:
+    """Keeps nothing; see `find`."""
+    self.hit = False
+    self._folder = ""
+    self._key = ""
+    self._facts: dict[str, Any] = {}
+    self._mesh: Any = None
+    self._sources: Sources | None = None
+    self._opened: list[str] = []
+
+  @property
+  def enabled(self) -> bool:
+    """Whether this start may write entries."""
+    return bool(self._folder)
+
+  def __call__(self, name: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """Returns `fn(*args)`, or what it returned at an earlier start.
+
+    Args:
+      name: name of the fact.
+      fn: function that traces and has no other effect.
+      *args: its arguments.
+    """
+    if self.hit and name in self._facts:
+      return self._facts[name]
+    with self.tracing():
+      value = self._facts[name] = fn(*args)
+    return value
+
+  def shapes(self, fn: Callable[[], Any]) -> Any:
+    """Returns jax.eval_shape(fn), or what it was at an earlier start."""
+    return self(fn.__name__, jax.eval_shape, fn)
+
+  def tracing(self) -> contextlib.AbstractContextManager[None]:
+    """A context for traces, which must not depend on files."""
+    if not self.enabled:
+      return contextlib.nullcontext()
+    return sources_lib.noting_files(self._opened)
+
+  def write_facts(self) -> None:
+    """Writes the facts, and what the program chose for each "auto"."""
+    if self.enabled and not self.hit:
+      content = self._facts, settings.choices()
+      process.Background(lambda: self._write("facts", content), "keep facts")
+
+  def write_program(
+    self, name: str, key: str, program: jax.stages.Compiled
+  ) -> None:
+    """Writes an executable, in the background; does nothing if it cannot."""
+    if not self.enabled:
+      return
+
+    def write() -> None:
+      with contextlib.suppress(Exception):  # jax has many reasons to refuse.
+        unloaded = program._executable._unloaded_executable  # type: ignore[attr-defined]
+        if unloaded.host_callbacks or unloaded.keepalive:
+          return  # They refer to objects of this process.
+        content, _, out_tree = serialize_executable.serialize(program)
+        numbers = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+        self._write(f"{name} {key}", (content, numbers))
+
+    process.Background(write, f"keep {name}")
+
+  def read_program(
+    self, name: str, key: str, specs: tuple[Any, ...]
+  ) -> jax.stages.Compiled | None:
+    """Returns an executable of an earlier start if all processes have it.
+
+    Args:
+      name: name of the program.
+      key: everything that it depends on besides the facts, see `program_key`.
+      specs: jax.ShapeDtypeStructs of its arguments.
+    """
+    if not self.hit:
+      return None
+    program = None
+    content = self._read(f"{name} {key}")
+    if content is not None:
+      with contextlib.suppress(Exception):  # Another runtime refuses it.
+        serialized, numbers = content
+        program = serialize_executable.deserialize_and_load(
+          serialized,
+          jax.tree.structure((specs, {})),
+          jax.tree.structure(numbers),
+          backend=self._mesh.local_devices[0].client,
+          execution_devices=list(self._mesh.devices.flat),
+        )
+    return program if _agree(program is not None) else None
+
+  def forget(self) -> None:
+    """Removes the facts after a failure, so that the next start traces."""
+    if self.enabled:
+      with contextlib.suppress(OSError):
+        os.unlink(self._path("facts"))
+
+  def _find(self, folder: str, key: str, mesh: Mesh, sources: Sources) -> None:
+    self._folder, self._key, self._mesh = folder, key, mesh
+    self._sources = sources
+    content = self._read("facts")
+    if content is not None:
+      self._facts, choices = content
+      for config_key, cases in choices.items():
+        for case, entry in cases.items():
+          settings.note_choice(
+            config_key, case, entry["choice"], entry["reason"]
+          )
+
+  def _path(self, name: str) -> str:
+    name = hashlib.sha256(f"{self._key} {name}".encode()).hexdigest()
+    return os.path.join(self._folder, f"{name}{kept_files.SUFFIX}")
+
+  def _write(self, name: str, content: Any) -> None:
+    try:
+      sources = Sources()
+      if self._opened:
+        raise NotKept(f"its trace opened {self._opened[0]}")
+      body = io.BytesIO()
+      head = json.dumps(sources.saved()).encode()
+      body.write(len(head).to_bytes(8, "little") + head)
+      _Pickler(body, self._mesh).dump(content)
+      kept_files.store(self._path(name), body.getvalue())
+    except (OSError, NotKept, pickle.PicklingError, TypeError) as e:
+      logging.debug("%s is not kept: %s", name, e)
+    except AttributeError as e:  # pickle's error for local classes.
+      logging.debug("%s is not kept: %s", name, e)
+
+  def _read(self, name: str) -> Any:
+    """Returns the content of an entry; None if there is none that fits."""
+    path = self._path(name)
+    body = kept_files.load(path)
+    if body is None or self._sources is None:
+      return None
+    try:
+      size = int.from_bytes(body[:8], "little")
+      if not self._sources.fit(json.loads(body[8 : 8 + size])):
+        return None
+      content = _Unpickler(io.BytesIO(body[8 + size :]), self._mesh).load()
+    except (OSError, NotKept):
+      return None
+    except Exception as e:  # The checksum fits, but not this program.
+      logging.debug("%s: %s", path, e)
+      return None
+    with contextlib.suppress(OSError):
+      os.utime(path)  # The entries that were not used for longest go first.
+    return content
+
+
+def find(config: Mapping[str, Any], mesh: Mesh, *facts: Any) -> Kept:
+  """Returns what earlier starts of a run kept.
+
+  Args:
+    config: plain config of the run.
+    mesh: its devices.
+    *facts: what the program computed from its data, for the key: numbers,
+      texts, and trees of jax.ShapeDtypeStructs.
+  """
+  kept = Kept()
+  folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+  if _is_command() and folder and "://" not in folder:
+    try:
+      key = _key(config, mesh, facts)
+      kept._find(kept_files.own_folder(folder), key, mesh, Sources())
+    except (OSError, NotKept) as e:
+      logging.debug("Nothing is kept: %s", e)
+  kept.hit = _agree(bool(kept._facts))
+  if not kept.hit:
+    kept._facts = {}
+  return kept
+
+
+def _is_command() -> bool:
+  """Whether the process is `python -m bigtrain...`."""
+  spec = getattr(sys.modules["__main__"], "__spec__", None)
+  return spec is not None and spec.name.startswith("bigtrain.")
+
+
+def _agree(mine: bool) -> bool:
+  """Whether all processes of the job say yes."""
+  key = f"bigtrain/kept/{next(_num_agreements)}"
+  return all(process.share(key, mine, _JOIN_SECS))
+
+
+def program_key(specs: tuple[Any, ...], options: Mapping[str, Any]) -> str:
+  """Digest of a program's arguments and of jax.jit's options."""
+  text = f"{_spec(specs)}\n{sorted((k, _spec(v)) for k, v in options.items())}"
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Pickler(pickle.Pickler):
+  """Pickles trees whose shardings have the run's mesh."""
+
+  def __init__(self, file: Any, mesh: Mesh):
+    super().__init__(file)
+    self._mesh = mesh
+
+  def persistent_id(self, value: Any) -> Any:
+    """See pickle."""
+    if isinstance(value, Mesh):
+      if value != self._mesh:
+        raise pickle.PicklingError("another mesh")
+      return "mesh"
+    return None
+
+
+class _Unpickler(pickle.Unpickler):
+  """Reads what _Pickler wrote."""
+
+  def __init__(self, file: Any, mesh: Mesh):
+    super().__init__(file)
+    self._mesh = mesh
+
+  def persistent_load(self, pid: Any) -> Any:
+    """See pickle."""
+    if pid != "mesh":
+      raise pickle.UnpicklingError(pid)
+    return self._mesh

@@ -1,0 +1,310 @@
+"""What a start keeps for the next one, and that any change is a miss."""
+
+import json
+import logging
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import processes
+import pytest
+
+from bigtrain import sharding
+from bigtrain.runtime import kept as kept_lib
+from bigtrain.runtime import sources
+
+CONFIG = {"lr": 0.1, "model": {"width": 8, "sizes": (1, 2)}, "ckpt_steps": 5}
+BATCH = jax.ShapeDtypeStruct((4, 2), "float32")
+TASK = "import os\nBY = 2.0\nMODE = os.environ.get('USERS_MODE')\n"
+
+
+class AtOnce:
+  """process.Background without a thread."""
+
+  def __init__(self, fn, name):
+    fn()
+
+
+class Starts:
+  """Starts of one program. The attributes are what a test may change."""
+
+  def __init__(self, folder):
+    self.folder = folder
+    self.config, self.batch = CONFIG, BATCH
+    self.mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    self.file = folder / "second" / "users_task.py"
+    self.lazy = folder / "second" / "users_lazy_part.py"
+    self.installed = folder / "site-packages" / "users_library.py"
+
+  def find(self):
+    """The beginning of a start."""
+    sys.modules.pop("users_lazy_part", None)  # It is imported by a trace.
+    return kept_lib.find(self.config, self.mesh, self.batch, "text")
+
+  def hit(self):
+    """Whether a start finds its facts."""
+    return self.find().hit
+
+  def entries(self):
+    """Files of the cache."""
+    return sorted((self.folder / "cache" / "kept").glob("*.kept"))
+
+
+def double(x):
+  return {"twice": x * 2.0, "sum": (x.sum(),)}
+
+
+@pytest.fixture
+def starts(tmp_path, monkeypatch):
+  """A program that has kept its facts and an executable."""
+  result = Starts(tmp_path)
+  for name in ("first", "second", "site-packages", "cache"):
+    (tmp_path / name).mkdir()
+  result.file.write_text(TASK)
+  result.lazy.write_text("A = 1\n")
+  result.installed.write_text("VERSION = 1\n")
+  for name in ("site-packages", "second", "first"):
+    monkeypatch.syspath_prepend(tmp_path / name)
+  monkeypatch.setattr(kept_lib, "_is_command", lambda: True)
+  monkeypatch.setattr(sources, "_BEGAN", np.inf)  # These files are new.
+  monkeypatch.setattr(kept_lib.process, "Background", AtOnce)
+  before = jax.config.jax_compilation_cache_dir
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+  import users_library
+  import users_task
+
+  del users_library, users_task
+  kept = result.find()
+  assert kept.enabled and not kept.hit
+
+  def trace():
+    import users_lazy_part
+
+    return {"loss": BATCH, "sum": (users_lazy_part.A,)}
+
+  assert kept("shapes", trace)["loss"] == BATCH
+  kept.write_facts()
+  program = jax.jit(double).lower(BATCH).compile()
+  kept.write_program("update", kept_lib.program_key((BATCH,), {}), program)
+  yield result
+  jax.config.update("jax_compilation_cache_dir", before)
+  jax.config.update("jax_numpy_rank_promotion", "allow")
+  for name in ("users_library", "users_task", "users_lazy_part"):
+    sys.modules.pop(name, None)
+
+
+def test_the_next_start_traces_nothing(starts):
+  kept = starts.find()
+  assert kept.hit
+  fact = kept("shapes", lambda: pytest.fail("traced"))
+  assert fact == {"loss": BATCH, "sum": (1,)}
+  key = kept_lib.program_key((BATCH,), {})
+  program = kept.read_program("update", key, (BATCH,))
+  x = jnp.arange(8.0).reshape(4, 2)
+  np.testing.assert_array_equal(program(x)["twice"], 2 * x)
+  assert float(program(x)["sum"][0]) == 28.0
+  # Another program of the same run.
+  wide = (jax.ShapeDtypeStruct((4, 3), "float32"),)
+  for other in (
+    kept_lib.program_key(wide, {}),
+    kept_lib.program_key((BATCH,), {"donate_argnums": 0}),
+  ):
+    assert kept.read_program("update", other, wide) is None
+
+
+def _config(starts, patch):
+  starts.config = {**CONFIG, "lr": 0.2}
+
+
+def _nested_config(starts, patch):
+  starts.config = {**CONFIG, "model": {"width": 8, "sizes": [1, 2]}}
+
+
+def _new_key(starts, patch):
+  starts.config = {**CONFIG, "seed": None}
+
+
+def _batch(starts, patch):
+  starts.batch = jax.ShapeDtypeStruct((8, 2), "float32")
+
+
+def _batch_type(starts, patch):
+  starts.batch = jax.ShapeDtypeStruct((4, 2), "bfloat16")
+
+
+def _devices(starts, patch):
+  starts.mesh = sharding.make_mesh(devices=jax.devices()[:2])
+
+
+def _other_device(starts, patch):
+  starts.mesh = sharding.make_mesh(devices=jax.devices()[1:2])
+
+
+def _xla_flags(starts, patch):
+  patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_dump_to=")
+
+
+def _variable_of_the_module(starts, patch):
+  patch.setenv("USERS_MODE", "fast")
+
+
+def _jax_flag(starts, patch):
+  jax.config.update("jax_numpy_rank_promotion", "warn")
+
+
+def _version(starts, patch):
+  installed = [*sources.installed(), "jax-99.dist-info"]
+  patch.setattr(sources, "installed", lambda: installed)
+
+
+def _byte_of_a_module(starts, patch):
+  starts.file.write_text(TASK.replace("2.0", "3.0"))
+
+
+def _byte_of_a_module_of_a_trace(starts, patch):
+  starts.lazy.write_text("A = 2\n")
+
+
+def _module_elsewhere(starts, patch):
+  copy = starts.folder / "first" / starts.lazy.name
+  copy.write_text(starts.lazy.read_text())
+  sys.path_importer_cache.clear()
+
+
+def _another_module(starts, patch):
+  patch.setitem(sys.modules, "users_other", sys.modules["users_task"])
+
+
+def _installed_file(starts, patch):
+  os.utime(starts.installed, ns=(1, 1))
+
+
+def _format(starts, patch):
+  patch.setattr(kept_lib.kept_files, "FORMAT", b"bigtrain kept program 0\n")
+
+
+def _another_process_misses(starts, patch):
+  patch.setattr(kept_lib.process, "share", lambda *args: [True, False])
+
+
+CHANGES = (
+  *(_config, _nested_config, _new_key, _batch, _batch_type, _devices),
+  *(_other_device, _xla_flags, _variable_of_the_module, _jax_flag, _version),
+  *(_byte_of_a_module, _byte_of_a_module_of_a_trace, _module_elsewhere),
+  *(_another_module, _installed_file, _format, _another_process_misses),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
+def test_one_change_is_a_miss(starts, change):
+  assert starts.hit()
+  with pytest.MonkeyPatch.context() as patch:
+    change(starts, patch)
+    kept = starts.find()
+    assert not kept.hit
+    assert kept("shapes", lambda: "traced again") == "traced again"
+    key = kept_lib.program_key((BATCH,), {})
+    assert kept.read_program("update", key, (BATCH,)) is None
+
+
+def test_what_no_trace_depends_on_is_no_miss(starts, monkeypatch):
+  starts.config = {**CONFIG, "ckpt_steps": 7, "keep_ckpts": 1}
+  # Not a literal, which would count as a use of the variable.
+  monkeypatch.setenv("_".join(("NOBODY", "READS", "THIS")), "1")
+  assert starts.hit()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
+def test_damaged_entries_are_misses_with_one_warning(starts, damage, caplog):
+  for path in starts.entries():
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    parts = {"truncated": content[:-1], "flipped": content, "empty": b""}
+    path.write_bytes(parts[damage])
+  with caplog.at_level(logging.WARNING):
+    kept = starts.find()
+    assert not kept.hit and not starts.hit()
+    key = kept_lib.program_key((BATCH,), {})
+    assert kept._read(f"update {key}") is None
+  assert [r.message for r in caplog.records if "is damaged" in r.message]
+  assert len(caplog.records) == 2  # One for each file.
+  assert not starts.entries()
+
+
+def test_traces_that_open_files_are_not_kept(starts):
+  starts.config = {**CONFIG, "lr": 1.0}
+  kept = starts.find()
+  weights = starts.folder / "weights.txt"
+  weights.write_text("3")
+  assert kept("shapes", lambda: weights.read_text()) == "3"
+  kept.write_facts()
+  assert not starts.hit()
+
+
+def test_modules_that_changed_after_the_start_are_not_kept(starts, monkeypatch):
+  changed = os.stat(starts.file).st_ctime
+  monkeypatch.setattr(sources, "_BEGAN", changed)
+  kept = starts.find()
+  assert not kept.hit and not kept.enabled
+
+
+def test_values_without_an_exact_text_are_not_kept(starts):
+  starts.config = {**CONFIG, "table": np.zeros(3)}
+  assert not starts.find().enabled
+
+
+def test_only_a_private_folder_is_used(starts, caplog):
+  folder = starts.folder / "cache" / "kept"
+  assert folder.stat().st_mode & 0o777 == 0o700
+  folder.chmod(0o770)
+  assert not starts.find().enabled
+  assert "other users may write to it" in caplog.text
+
+
+def test_only_commands_keep_anything(starts, monkeypatch):
+  monkeypatch.undo()
+  assert not kept_lib._is_command()
+
+
+def test_the_entries_unused_for_longest_are_removed(starts, monkeypatch):
+  first, second = starts.entries()
+  os.utime(first, (1, 1))
+  kept_lib.kept_files._evict(str(first.parent), second.stat().st_size)
+  assert starts.entries() == [second]
+
+
+def test_programs_with_callbacks_are_not_kept(starts):
+  def fn(x):
+    return jax.pure_callback(lambda x: np.asarray(x), BATCH, x)
+
+  kept, before = starts.find(), starts.entries()
+  kept.write_program("callback", "", jax.jit(fn).lower(BATCH).compile())
+  assert starts.entries() == before
+
+
+@pytest.mark.slow
+def test_a_restart_of_the_command_loads_its_programs(tmp_path):
+  flags = [
+    f"--config.compile_cache={tmp_path / 'cache'}",
+    *("--config.evals={}", "--config.stop_at_steps=2", "--config.log_steps=1"),
+  ]
+  outputs, rows = [], []
+  for name in ("cold", "warm"):
+    workdir = tmp_path / name
+    command = processes.main_command("configs/digits.py", workdir, *flags)
+    finished = processes.run(command)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    outputs.append(finished.stderr)
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    rows.append([json.loads(line) for line in lines])
+  assert "Compiled update" in outputs[0] and "Loaded" not in outputs[0]
+  assert "Compiled update" not in outputs[1]
+  assert "Loaded update" in outputs[1] and "Loaded init" in outputs[1]
+  for cold, warm in zip(*rows, strict=True):
+    for name in ("loss", "grad_norm", "param_norm"):
+      assert cold.get(name) == warm.get(name)
+  run = json.loads((tmp_path / "warm" / "run.json").read_text())
+  assert run["starts"][-1]["programs"]["update"]["cache"] == "kept"
+  assert run["starts"][-1]["auto"]
