@@ -119,7 +119,8 @@ def _without_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
   idle = [
     key
     for key, value in config.items()
-    if value and key.startswith(("ckpt_", "keep_ckpt", "save_at_start"))
+    if value
+    and key.startswith(("ckpt_", "keep_ckpt", "local_ckpt", "save_at_start"))
   ]
   logging.warning(
     "--workdir is missing: this run keeps no files and no checkpoints.%s",

@@ -127,9 +127,11 @@ def test_a_flag_file_holds_flags_and_changes_of_the_config(file, tmp_path):
 
 def test_without_a_workdir_there_are_no_checkpoints(file, caplog):
   config, workdir, _ = parse(
-    f"--config={file}", "--config.ckpt_steps=5", "--config.keep_ckpt_steps=9"
+    f"--config={file}",
+    *("--config.ckpt_steps=5", "--config.keep_ckpt_steps=9"),
+    *("--config.local_ckpt_steps=2", "--config.local_ckpt_dir=/dev/shm"),
   )
-  assert workdir is None
+  assert workdir is None and "local_ckpt_steps" not in config
   assert config["keep_ckpts"] == 0 and "keep_ckpt_steps" not in config
   (warning,) = caplog.messages
   assert "keeps no files" in warning

@@ -32,8 +32,9 @@ from bigtrain.tools import arguments
 
 # Parts of a config that do not change the steps, and cost time or write files.
 _LEFT_OUT = re.compile(
-  r"evals|hooks|tensorboard|wandb|watchdog|save_at_start|"
-  r"eval_at_start|(ckpt|keep_ckpt|stop_at)_(steps|epochs|examples|tokens|percent)"
+  r"evals|hooks|tensorboard|wandb|watchdog|save_at_start|eval_at_start|"
+  r"(ckpt|keep_ckpt|local_ckpt|stop_at)_(steps|epochs|examples|tokens|percent)|"
+  r"local_ckpt_dir"
 )
 # Metrics that depend on the machine's speed and memory.
 _OF_MACHINE = re.compile(

@@ -12,7 +12,12 @@ from bigtrain.tools import replay as tool
 def run(tiny_config, tmp_path_factory):
   """A run with checkpoints of steps 4 and 6, and rows of 1, 2, 4 and 6."""
   workdir = tmp_path_factory.mktemp("replay") / "run"
-  main.train(tiny_config({"ckpt_steps": 2}), str(workdir))
+  local = workdir / "local"
+  saves = dict(ckpt_steps=2, local_ckpt_steps=1, local_ckpt_dir=str(local))
+  main.train(tiny_config(saves), str(workdir))
+  # A replay keeps no local checkpoints, for which this would be an error.
+  local.rmdir()
+  local.touch()
   return workdir
 
 
