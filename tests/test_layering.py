@@ -52,7 +52,7 @@ RULES = {
   "models.layers": _ARRAYS,
   "step": _ARRAYS | {"parts"},
   "losses": _ARRAYS,
-  "optim": _BASE | {"lengths", "parts"},
+  "optim": _BASE | {"lengths", "parts", "sharding"},
   "pp": _BASE | {"files"},
   "cluster": {"files", "settings"},
   "files": {"settings"},

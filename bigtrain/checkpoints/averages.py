@@ -66,14 +66,16 @@ def evaluation_form(params: Any, opt: Any) -> Any:
   """
   import jax
 
-  from bigtrain import trees
+  from bigtrain import sharding, trees
 
   state = dict(trees.flatten_with_names({"params": params, "opt": opt}))
   pairs = averaged(state)
   if not pairs or isinstance(state[STATE[0]], jax.ShapeDtypeStruct):
     return params
   average, b1 = jax.jit(_average), state[STATE[0]]
-  new = {y: average(state[y], state[z], b1) for y, z in pairs.items()}
+  # The optimizer's state may be in host memory (config.opt_memory).
+  iterates = {y: sharding.on_device(state[z]) for y, z in pairs.items()}
+  new = {y: average(state[y], z, b1) for y, z in iterates.items()}
   return trees.map_with_names(
     lambda name, y: new.get(f"params/{name}", y), params
   )

@@ -42,6 +42,8 @@ _HARMLESS = (
   "max_nonfinite",
   "model_init",
   "nonfinite",
+  "opt_memory",
+  "opt_sharding",
   "peak_flops_per_device",
   "resume",
   "save_at_start",

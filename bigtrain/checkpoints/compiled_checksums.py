@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bigtrain.checkpoints.manifest import CheckpointError
+from bigtrain.sharding import on_device
 
 
 def start(x: jax.Array) -> jax.Array:
@@ -27,7 +28,8 @@ def _program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
   if not isinstance(sharding, NamedSharding):
     if len(sharding.device_set) > 1:
       raise CheckpointError(f"cannot sum an array with sharding {sharding}.")
-    return jax.jit(lambda x: _sum(x, (0,) * x.ndim, shape)[None])
+    first = (0,) * len(shape)
+    return jax.jit(lambda x: _sum(on_device(x), first, shape)[None])
   mesh, spec = sharding.mesh, sharding.spec
   local_shape = sharding.shard_shape(shape)
 
@@ -43,15 +45,14 @@ def _program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
     return _sum(x, tuple(starts), shape)[None]
 
   # Devices with the same shard give results of their own.
-  return jax.jit(
-    jax.shard_map(
-      of_shard,
-      mesh=mesh,
-      in_specs=spec,
-      out_specs=PartitionSpec(mesh.axis_names),
-      check_vma=False,
-    )
+  of_shards = jax.shard_map(
+    of_shard,
+    mesh=mesh,
+    in_specs=spec,
+    out_specs=PartitionSpec(mesh.axis_names),
+    check_vma=False,
   )
+  return jax.jit(lambda x: of_shards(on_device(x)))
 
 
 def _sum(

@@ -145,7 +145,13 @@ class Assembly:
     shards = []
     for key, devices in _needed(name, spec).items():
       value = self._values.pop(key)
-      shards += jax.device_put([value] * len(devices), devices)
+      places = [
+        jax.sharding.SingleDeviceSharding(
+          device, memory_kind=spec.sharding.memory_kind
+        )
+        for device in devices
+      ]
+      shards += jax.device_put([value] * len(devices), places)
     return jax.make_array_from_single_device_arrays(
       tuple(spec.shape), spec.sharding, shards, dtype=spec.dtype
     )

@@ -201,9 +201,13 @@ def load(
     if _reads_all(like[name]):
       one = checksums.of_part(value, read.place, like[name].shape)
       sums.setdefault(name, []).append(one)
+    kind = _sharding(like[name]).memory_kind
     shards[name] += jax.device_put(
       [value[index] for index, _ in read.cuts],
-      [device for _, device in read.cuts],
+      [
+        jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+        for _, device in read.cuts
+      ],
     )
   for name, parts in sums.items():
     integrity.check_sums(directory, manifest, sources[name], parts)

@@ -221,7 +221,9 @@ def _copy_to_pinned(shards: list[Any]) -> list[Any]:
     jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     for device in devices
   ]
-  copies = iter(jax.block_until_ready(jax.device_put(arrays, places)))
+  # Also what is in this memory already: the next update overwrites it.
+  copied = jax.device_put(arrays, places, may_alias=False)
+  copies = iter(jax.block_until_ready(copied))
   return [
     next(copies) if isinstance(x, jax.Array) else np.array(x) for x in shards
   ]

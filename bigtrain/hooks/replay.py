@@ -61,8 +61,15 @@ class Hook:
   def _copied(self, state: Any) -> Any:
     if self._copy is None:
       shardings = jax.tree.map(lambda x: x.sharding, state)
-      copy = lambda tree: jax.tree.map(jnp.copy, tree)
-      self._copy = jax.jit(copy, out_shardings=shardings)
+
+      def copy(x: jax.Array) -> jax.Array:
+        if jax.typeof(x).memory_space == jax.memory.Space.Host:
+          x = jax.device_put(x, jax.memory.Space.Device)
+        return jnp.copy(x)
+
+      self._copy = jax.jit(
+        lambda tree: jax.tree.map(copy, tree), out_shardings=shardings
+      )
     return self._copy(state)
 
 

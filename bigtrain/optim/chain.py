@@ -59,7 +59,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bigtrain import trees
+from bigtrain import sharding, trees
 from bigtrain.lengths import Units
 from bigtrain.optim import optimizers, schedules
 from bigtrain.optim.recipe import Recipe, read
@@ -152,14 +152,15 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     values = recipe.values if values is None else values
     for stage in before:
       grads = stage(grads, params, values)
+    old = sharding.on_device(state)
     # Moments may be stored in bfloat16, but the arithmetic is float32: in
     # bfloat16, b1=0.9 would become 0.898 and 0.999 become 1.
-    moments = state if recipe.stored_arithmetic else _float32(state)
-    updates, new_state = _last_stages(recipe, values).update(
+    moments = old if recipe.stored_arithmetic else _float32(old)
+    updates, new = _last_stages(recipe, values).update(
       grads, moments, params, step=step, **extra
     )
-    seed = values.get("seed")
-    return updates, recipe.moments.stored(new_state, state, step, seed)
+    new = recipe.moments.stored(new, old, step, values.get("seed"))
+    return updates, sharding.in_memory_of(new, state)
 
   return optax.GradientTransformationExtraArgs(
     lambda params: recipe.moments.initial(last.init(params)), update

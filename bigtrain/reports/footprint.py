@@ -32,7 +32,8 @@ def measure(
     parameters: number of parameters;
     sharded_parameters: number of parameters split over `fsdp`;
     parameter_bytes: bytes of all parameters;
-    state_bytes: bytes per device, {"params": ..., "opt": ..., ...};
+    state_bytes: bytes of each device's memory, {"params": ..., "opt": ...};
+    host_state_bytes: bytes of the state in host memory, for each device;
     batch_bytes: bytes per device;
     executed_flops: FLOPs of a step over all devices, recomputation and padding
       included;
@@ -51,6 +52,7 @@ def measure(
       for name, part in {**state_spec, **fixed_spec}.items()
       if name != "hparams"  # A few scalars.
     },
+    "host_state_bytes": _bytes_per_device(dict(state_spec), in_host=True),
     "batch_bytes": _bytes_per_device(batch_spec),
     "executed_flops": flops.executed_flops(
       update_fn, state_spec, tally_spec, batch_spec, fixed_spec
@@ -60,6 +62,6 @@ def measure(
   }
 
 
-def _bytes_per_device(spec: Any) -> int:
+def _bytes_per_device(spec: Any, in_host: bool = False) -> int:
   shardings = jax.tree.map(lambda x: x.sharding, spec)
-  return sharding.bytes_per_device(spec, shardings)
+  return sharding.bytes_per_device(spec, shardings, in_host=in_host)

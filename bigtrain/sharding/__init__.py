@@ -2,10 +2,10 @@
 
 mesh.py makes the device mesh and names its axes; open it first. batches.py has
 the shardings of batches, layouts.py the rules for parameters and optimizer
-state, and model_rules.py the rules of a model. Models call the functions of
-traced.py and, for the axis `tensor`, tensor.py while they are traced. Other
-packages use the names below. Any package may import this one, which imports
-only settings and trees.
+state, model_rules.py the rules of a model, and memory.py what stays in host
+memory. Models call the functions of traced.py and, for the axis `tensor`,
+tensor.py while they are traced. Other packages use the names below. Any package
+may import this one, which imports only settings and trees.
 """
 
 from bigtrain.sharding.batches import (
@@ -21,12 +21,18 @@ from bigtrain.sharding.layouts import (
   Layout,
   Rules,
   along,
-  bytes_per_device,
   largest_free,
   spec_of,
   state_shardings,
   state_spec,
 )
+from bigtrain.sharding.memory import (
+  bytes_per_device,
+  in_host,
+  in_memory_of,
+  on_device,
+)
+from bigtrain.sharding.memory import read as read_opt_memory
 from bigtrain.sharding.mesh import (
   AXES,
   BATCH_AXES,
@@ -78,14 +84,18 @@ __all__ = [
   "from_config",
   "gathered",
   "heads_in_parts",
+  "in_host",
+  "in_memory_of",
   "in_words",
   "largest_free",
   "length_ways",
   "lookup",
   "make_mesh",
+  "on_device",
   "one_example",
   "over_batch",
   "place",
+  "read_opt_memory",
   "replicated",
   "rows",
   "scattered",

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import trees
 from bigtrain.settings import ConfigError, check_kwargs, did_you_mean
+from bigtrain.sharding import memory
 from bigtrain.sharding.batches import replicated
 
 DEFAULT_RULES = ((".*", "fsdp"),)
@@ -58,11 +59,13 @@ class Rules(NamedTuple):
       alike.
     split_opt: whether the optimizer's state is split over `replica` as well
       (ZeRO-1, https://arxiv.org/abs/1910.02054).
+    opt_memory: memory in which the optimizer's state stays; see memory.py.
   """
 
   layouts: Sequence[tuple[str, str | Layout]] = DEFAULT_RULES
   of_model: Mapping[str, tuple[tuple[int, ...], Placed]] = {}
   split_opt: bool = False
+  opt_memory: memory.OptMemory = ()
 
   def placed(self, name: str, shape: tuple[int, ...]) -> Placed:
     """Returns the axes that the model's rules have placed in an array."""
@@ -377,8 +380,8 @@ def state_shardings(
     minimum size that does not divide and is replicated.
 
   Raises:
-    ConfigError: a rule cannot be read, or arrays cannot be split as their rule
-      demands; one line lists all of them.
+    ConfigError: a rule cannot be read, arrays cannot be split as their rule
+      demands (one line lists all of them), or the devices lack a memory.
   """
   if not isinstance(rules, Rules):
     rules = Rules(rules)
@@ -419,7 +422,7 @@ def state_shardings(
   shardings = trees.map_with_names(place, shapes)
   if errors:
     raise ConfigError(f"{key}: {'; '.join(errors)}.")
-  return shardings, notes
+  return memory.placed(shapes, shardings, mesh, rules.opt_memory), notes
 
 
 def state_spec(
@@ -436,13 +439,3 @@ def state_spec(
     shapes,
     shardings,
   )
-
-
-def bytes_per_device(shapes: Any, shardings: Any) -> int:
-  """Number of bytes of the state that one device holds."""
-  total = 0
-  pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
-  for shape, sharding in pairs:
-    local = sharding.shard_shape(shape.shape)
-    total += int(np.prod(local, dtype=np.int64)) * shape.dtype.itemsize
-  return total

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import metrics, settings, trees
+from bigtrain import metrics, settings, sharding, trees
 from bigtrain.step import loss_scale as loss_scale_lib
 from bigtrain.step import spikes as spikes_lib
 
@@ -176,9 +176,9 @@ class Guard(NamedTuple):
     If the step is skipped, and after an overflow, the old state still takes the
     new step number, so that the next batch follows, and the new loss scale.
 
-    With `by_branch` the device runs `advance` only for a good step. Otherwise
-    it always runs, and each array is selected. The results are the same, bit by
-    bit; see `_BY_SELECTION` for the costs.
+    With `by_branch`, or with arrays in host memory, the device runs `advance`
+    only for a good step. Otherwise it always runs, and each array is selected.
+    The results are the same, bit by bit; see `_BY_SELECTION` for the costs.
 
     Args:
       verdict: judgement of this step.
@@ -186,7 +186,9 @@ class Guard(NamedTuple):
       advance: returns the state after the step, without the loss scale.
     """
     kept = {k: v for k, v in state.items() if k != "loss_scale"}
-    if self.by_branch:
+    # In a branch, arrays of host memory are on the device for the update only.
+    in_host = any(map(sharding.in_host, jax.tree.leaves(kept)))
+    if self.by_branch or in_host:
       chosen = dict(jax.lax.cond(verdict.good, advance, lambda: kept))
     else:
       chosen = verdict.if_good(advance(), kept)

@@ -164,6 +164,7 @@ def sharding_rules(
     layouts=[*rules, *given],
     of_model=tensor_axes(part, module, model, _shapes(boxed["params"])),
     split_opt=_reads_split_opt(config),
+    opt_memory=sharding.read_opt_memory(config),
   )
 
 

@@ -197,6 +197,7 @@ def extrapolate(
     "cycles": None,
     "products": None,
     "state_bytes": state,
+    "host_state_bytes": compiled["host_state_bytes"] / fsdp_ratio,
     "memory": memory,
     "batch_bytes": compiled["batch_bytes"]
     * (batch_ratio * compiled["devices"] / devices),

@@ -52,6 +52,8 @@ def text(
   for name in first["state_bytes"]:
     if name != "step":
       add(f"  {name}", _nested("state_bytes", name))
+  if any(row["host_state_bytes"] for row in rows):
+    add("  in host memory", lambda r: _gb(r["host_state_bytes"]))
   add("  batch", lambda r: _gb(r["batch_bytes"]))
   add("  temporary", lambda r: _gb(r["memory"]["temporary_bytes"]))
   add("  peak", lambda r: _gb(r["peak_bytes"]))

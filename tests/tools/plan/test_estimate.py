@@ -23,6 +23,7 @@ def facts(devices, fsdp, **changes):
       parameters=1000,
       sharded_parameters=1000,
       state_bytes={"params": 4000 / fsdp, "opt": 8000 / fsdp},
+      host_state_bytes=16000 / fsdp,
       batch_bytes=64,
       memory=dict(
         argument_bytes=12_064 / fsdp,
@@ -90,6 +91,7 @@ def test_extrapolation_matches_a_compiled_program(fsdp):
   ]
   assert [c.nbytes for c in scaled] == [16_000, 8000, 8000 / fsdp]
   assert guess["state_bytes"] == large["state_bytes"]
+  assert guess["host_state_bytes"] == large["host_state_bytes"]
   assert guess["memory"]["output_bytes"] == large["memory"]["output_bytes"]
   assert guess["executed_flops"] == 8e9 * 128
 

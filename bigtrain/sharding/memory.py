@@ -1,0 +1,155 @@
+"""State of the optimizer that stays in host memory between two updates.
+
+config.opt_memory is "device", "pinned_host", or a list of (regular expression,
+one of these) pairs over names in the train state, such as "opt/0/nu/.*". The
+first full match decides, and arrays without a match stay on the device. The
+optimizer (optim/chain.py) copies such a state to the device and back.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from bigtrain import trees
+from bigtrain.settings import Config, ConfigError, did_you_mean
+
+KINDS = ("device", "pinned_host")
+
+_KEY = "config.opt_memory"
+# Smaller arrays stay on the device: a transfer costs more than they save.
+_MIN_SIZE = 1024
+
+# (regular expression, kind of memory) pairs.
+OptMemory = Sequence[tuple[str, str]]
+
+
+def read(config: Config) -> OptMemory:
+  """Reads config.opt_memory.
+
+  Args:
+    config: the whole config.
+
+  Raises:
+    ConfigError: an unknown kind of memory, or a pair that cannot be read.
+  """
+  value = config.get("opt_memory", "device")
+  pairs = [(".*", value)] if isinstance(value, str) else value
+  for pair in pairs:
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+      raise ConfigError(f"{_KEY}: expected (regex, kind), got {pair!r}.")
+    pattern, kind = pair
+    if kind not in KINDS:
+      hint = did_you_mean(str(kind), KINDS)
+      raise ConfigError(f"{_KEY}: unknown kind of memory {kind!r}.{hint}")
+    try:
+      re.compile(pattern)
+    except (re.error, TypeError) as e:
+      raise ConfigError(f"{_KEY}: bad regex {pattern!r}: {e}.") from e
+  return tuple((pattern, kind) for pattern, kind in pairs)
+
+
+def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
+  """Puts shardings of the optimizer's state into the memory that is asked for.
+
+  Args:
+    shapes: tree of ShapeDtypeStructs of the train state.
+    shardings: tree of their shardings.
+    mesh: the devices.
+    pairs: see `read`.
+
+  Raises:
+    ConfigError: the devices do not have this memory, or a regular expression
+      matches nothing.
+  """
+  for kind in {kind for _, kind in pairs} - {"device"}:
+    _check_exists(kind, mesh)
+  matched = set()
+
+  def place(name: str, array: Any, sharding: Any) -> Any:
+    for pattern, kind in pairs:
+      if name.startswith("opt/") and re.fullmatch(pattern, name):
+        matched.add(pattern)
+        small = array.size < _MIN_SIZE
+        on_device = kind == "device" or small
+        return sharding if on_device else sharding.with_memory_kind(kind)
+    return sharding
+
+  result = trees.map_with_names(place, shapes, shardings)
+  for pattern, _ in pairs:
+    if pattern not in matched and pattern != ".*":
+      names = [n for n in trees.names(shapes) if n.startswith("opt/")]
+      shown = f", such as {names[-1]!r}" if names else ""
+      raise ConfigError(
+        f"{_KEY}: {pattern!r} decides nothing; expected a regular expression "
+        f"over names of the optimizer's state{shown}."
+      )
+  return result
+
+
+def _check_exists(kind: str, mesh: Mesh) -> None:
+  # Those of other processes cannot be asked, and all may be absent.
+  devices = [*mesh.local_devices, mesh.devices.flat[0]]
+  kinds = [memory.kind for memory in devices[0].addressable_memories()]
+  if kind not in kinds:
+    raise ConfigError(
+      f"{_KEY}: {devices[0].device_kind} has no memory {kind!r}; expected "
+      f"'device', as on platforms with {' and '.join(kinds)} alone."
+    )
+
+
+def in_host(x: Any) -> bool:
+  """Whether an array is in host memory; traceable."""
+  return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
+
+
+def on_device(tree: Any) -> Any:
+  """Copies arrays of host memory to the device; traceable.
+
+  XLA begins such copies as early as it can, at the latest when the arrays are
+  used. So that they do not take memory of the device during the rest of a
+  program, they belong into a branch of jax.lax.cond.
+
+  Args:
+    tree: arrays in any memory.
+  """
+  space = jax.memory.Space.Device
+  return jax.tree.map(
+    lambda x: jax.device_put(x, space) if in_host(x) else x, tree
+  )
+
+
+def in_memory_of(tree: Any, like: Any) -> Any:
+  """Copies arrays to host memory where those of `like` are; traceable.
+
+  Args:
+    tree: arrays on the device.
+    like: tree of the same structure.
+  """
+  space = jax.memory.Space.Host
+  return jax.tree.map(
+    lambda x, old: jax.device_put(x, space) if in_host(old) else x, tree, like
+  )
+
+
+def bytes_per_device(
+  shapes: Any, shardings: Any, *, in_host: bool = False
+) -> int:
+  """Number of bytes of the state that one device holds.
+
+  Args:
+    shapes: tree of ShapeDtypeStructs.
+    shardings: tree of their shardings.
+    in_host: whether to count what the device has in host memory, and not what
+      it has in its own.
+  """
+  total = 0
+  pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
+  for shape, sharding in pairs:
+    if (sharding.memory_kind == "pinned_host") == in_host:
+      local = sharding.shard_shape(shape.shape)
+      total += int(np.prod(local, dtype=np.int64)) * shape.dtype.itemsize
+  return total
