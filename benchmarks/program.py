@@ -33,7 +33,7 @@ _STEPS_IN_FLIGHT = 4
 # As in main, before the first use of a device.
 host_memory.keep_freed()
 
-_arrays = hparams.Hparams.arrays
+_spec = hparams.Hparams.spec
 _start_run = start.start
 _make_train = pipeline.make_train
 
@@ -129,7 +129,7 @@ def build(config: Any, *, state: bool = True, update: bool = True) -> Program:
       _replace(patches, pipeline, "make_train", _with_batch(program))
     _replace(patches, process, "Background", background)
     _replace(patches, start, "start", start_run)
-    _replace(patches, hparams.Hparams, "arrays", _with_fixed(program))
+    _replace(patches, hparams.Hparams, "spec", _with_fixed(program))
     _train(config)
   return program
 
@@ -168,7 +168,7 @@ def train(config: Any, before_step: Callable[[Program, int], bool]) -> None:
     _replace(patches, pipeline, "make_train", _with_batch(program))
     _replace(patches, process, "Background", Background)
     _replace(patches, start, "start", start_run)
-    _replace(patches, hparams.Hparams, "arrays", _with_fixed(program))
+    _replace(patches, hparams.Hparams, "spec", _with_fixed(program))
     _replace(patches, Between, "before_step", between)
     _train(config)
 
@@ -224,13 +224,13 @@ def _with_batch(program: Program) -> Callable[..., Any]:
 
 
 def _with_fixed(program: Program) -> Callable[..., Any]:
-  """Returns an Hparams.arrays that stores its result in the program."""
+  """Returns an Hparams.spec that stores the arrays in the program."""
 
-  def arrays(self: hparams.Hparams, mesh: Any) -> Any:
-    program.fixed = _arrays(self, mesh)
-    return program.fixed
+  def spec(self: hparams.Hparams, mesh: Any) -> Any:
+    program.fixed = self.arrays(mesh)
+    return _spec(self, mesh)
 
-  return arrays
+  return spec
 
 
 def _replace(
