@@ -2,8 +2,7 @@
 
 Command: python -m bigtrain.tools.tokenize (see docs/language.md) writes
   data/fineweb with the folders train and val; then
-  python -m bigtrain.main --config=configs/gpt2_124m.py --workdir=runs/gpt2 \
-  --config.microbatches=8
+  python -m bigtrain.main --config=configs/gpt2_124m.py --workdir=runs/gpt2
 Hardware: 8 accelerators with 80 GB; the source took 90 minutes on 8 A100.
 Result: about 3.28 nats per token on held-out FineWeb (val/loss) at the source;
 we have not run it.
