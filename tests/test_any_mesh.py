@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from bigtrain import trees
+from bigtrain.models import resnet
 
 # Of the largest number of an array. An array whose numbers are all rounding,
 # such as the gradient of a key's bias, counts as no smaller than this share of
@@ -25,15 +26,58 @@ from bigtrain import trees
 _RELATIVE = 1e-5
 _SMALLEST = 1e-2
 
-# The quick cases: models that compile fast.
-_QUICK = ("llama_8b:runlocal", "pydoc_t5:runlocal", "transfer:runlocal")
+# A depth that only the fixed cases have.
+_TWO_BLOCKS = 2
+
+# Fixed cases of one-layer models of every kind: the number of microbatches, the
+# rate of dropout, and meshes.
+_FIXED_CASES = {
+  "digits:runlocal": (
+    2, 0.0, ["fsdp=2,tensor=4", "fsdp=8", "replica=2,sequence=2,tensor=2"],
+  ),
+  "digits_siglip:runlocal": (
+    1, 0.0, ["replica=2,fsdp=4", "fsdp=2,sequence=2,tensor=2"],
+  ),
+  "digits_captions:runlocal": (
+    1, 0.0, ["replica=4,tensor=2", "fsdp=2,sequence=4"],
+  ),
+  "llama_8b:runlocal": (
+    2, 0.1,
+    ["fsdp=2,sequence=2,tensor=2", "sequence=4,fsdp=2", "replica=2,fsdp=4",
+     "fsdp=4,tensor=2"],
+  ),
+  "mixtral_8x7b:runlocal": (
+    1, 0.0, ["fsdp=4,tensor=2", "fsdp=8", "replica=2,fsdp=2,sequence=2"],
+  ),
+  "pydoc_t5:runlocal": (
+    1, 0.0,
+    ["fsdp=4,sequence=2", "replica=2,fsdp=2,tensor=2", "fsdp=2,tensor=4"],
+  ),
+  "resnet": (1, 0.0, ["replica=2,fsdp=4", "fsdp=4,sequence=2", "replica=8"]),
+}  # fmt: skip
+
+# Compiling takes nearly all of the time, so only the first mesh of these is
+# quick.
+_QUICK = ("digits:runlocal", "llama_8b:runlocal", "pydoc_t5:runlocal")
 
 
 @functools.cache
-def load(spec, vocab_size, packed, dropout, small):
+def load(spec, vocab_size, packed, dropout):
   return any_mesh.load(
-    spec, vocab_size=vocab_size, packed=packed, dropout=dropout, small=small
+    spec, vocab_size=vocab_size, packed=packed, dropout=dropout
   )
+
+
+@functools.cache
+def load_small(spec, dropout):
+  """The config of a fixed case. Rows are packed, and the vocabulary divides."""
+  if spec != "resnet":
+    return any_mesh.load(
+      spec, vocab_size=320, packed=True, dropout=dropout, small=True
+    )
+  config = any_mesh.load("digits:runlocal", small=True)
+  model = dict(num_classes=10, depth=_TWO_BLOCKS, width=0.125)
+  return {**config, "model_name": "resnet", "model": model}
 
 
 @functools.lru_cache(maxsize=32)
@@ -42,14 +86,12 @@ def reference(text, microbatches):
 
 
 @st.composite
-def cases(draw, specs, small=False):
+def cases(draw, spec):
   """(spec, config, sizes of the axes, microbatches, the experts' axis)."""
-  spec = draw(st.sampled_from(specs))
-  # The quick cases share references.
-  vocab_size = 320 if small else draw(st.sampled_from([None, 320]))
-  packed = small or draw(st.booleans())
-  dropout = 0.1 if small else draw(st.sampled_from([0.0, 0.1]))
-  config = load(spec, vocab_size, packed, dropout, small)
+  vocab_size = draw(st.sampled_from([None, 320]))
+  packed = draw(st.booleans())
+  dropout = draw(st.sampled_from([0.0, 0.1]))
+  config = load(spec, vocab_size, packed, dropout)
   tensor = draw(st.sampled_from(any_mesh.tensor_sizes(config)))
   left = 8 // tensor
   sequence = draw(st.sampled_from([n for n in (1, 2, 4) if left % n == 0]))
@@ -97,12 +139,23 @@ _FIXED = dict(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", _QUICK)
-@settings(max_examples=7, **_FIXED)
-@given(st.data())
-def test_seven_cases_of_a_small_model(spec, data):
-  check_case(data.draw(cases([spec], small=True)))
+@pytest.mark.parametrize(
+  ("spec", "mesh"),
+  [
+    pytest.param(spec, mesh, marks=[] if quick else pytest.mark.slow)
+    for spec, (_, _, meshes) in _FIXED_CASES.items()
+    for mesh in meshes
+    for quick in [spec in _QUICK and mesh == meshes[0]]
+  ],
+)
+def test_twenty_cases_of_small_models(monkeypatch, spec, mesh):
+  monkeypatch.setitem(resnet.DEPTHS, _TWO_BLOCKS, (1, 1))
+  microbatches, dropout, _ = _FIXED_CASES[spec]
+  sizes = {
+    axis: int(size)
+    for axis, size in (part.split("=") for part in mesh.split(","))
+  }
+  check_case((spec, load_small(spec, dropout), sizes, microbatches, None))
 
 
 @pytest.mark.mesh
@@ -110,4 +163,4 @@ def test_seven_cases_of_a_small_model(spec, data):
 @settings(max_examples=9, **_FIXED)
 @given(st.data())
 def test_nine_cases_of_every_config(spec, data):
-  check_case(data.draw(cases([spec])))
+  check_case(data.draw(cases(spec)))
