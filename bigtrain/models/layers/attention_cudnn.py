@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from bigtrain import model_flops
 from bigtrain.models.layers import attention_choice, visibility
 
-# Largest matrix of a mask: 128 MiB an example, as the bias that cuDNN takes. For
-# packed documents and the attention of llama_8b, forward and backward, the GPU
-# compiler counts 135 MB of temporary memory with 4,096 positions and 404 MB
+# Largest matrix of a mask: 128 MiB an example, as the bias that cuDNN takes.
+# For packed documents and the attention of llama_8b, forward and backward, the
+# GPU compiler counts 135 MB of temporary memory with 4,096 positions and 404 MB
 # with 8,192; blockwise attention takes 250 and 381 MB. cuDNN's offsets of
 # documents would need their largest number in a row, and room for the
 # statistics of all positions for each of them.
