@@ -6,5 +6,5 @@ names (adafactor.py has two), by_array.py maps it over layers, and wrappers.py
 adds the wrappers around it, such as schedule_free. schedules.py has the
 learning-rate schedules, and patterns.py assigns parameters to rules of the
 config by regular expression. main, checkpoints and tools import this package;
-it imports settings, lengths, parts, trees and views.
+it imports settings, lengths, parts, sharding and trees.
 """
