@@ -308,9 +308,8 @@ def losses(config, workdir):
   return [row["loss"] for row in tiny.rows(workdir).values()]
 
 
-@pytest.mark.parametrize(
-  ("replica", "fsdp"), [pytest.param(1, 8, marks=pytest.mark.slow), (2, 4)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("replica", "fsdp"), [(1, 8), (2, 4)])
 def test_the_quickstart_has_the_golden_losses_of_one_device(
   tiny_config, tmp_path, replica, fsdp
 ):

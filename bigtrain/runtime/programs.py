@@ -122,7 +122,8 @@ class Programs:
     if self.mode == "checked":
       options.pop("donate_argnums", None)
       return lambda: jax.jit(fn, **options)
-    return self.lower_ahead(name, fn, *specs, share=share, **options)
+    options |= dict(share=share, limit_bytes=self.limit_bytes)
+    return self.lower_ahead(name, fn, *specs, **options)
 
   def lower_ahead(
     self,
@@ -130,9 +131,10 @@ class Programs:
     fn: Callable[..., Any],
     *specs: Any,
     share: bool = False,
+    limit_bytes: int | None = None,
     **options: Any,
   ) -> Callable[[], Program]:
-    """Like `lower`, in every mode and without the run's compiler options."""
+    """Like `lower`, in every mode and without the run's options and limit."""
     key = "" if share else kept_lib.program_key(specs, options)
     mesh = jax.sharding.get_mesh()
 
@@ -144,7 +146,9 @@ class Programs:
         "trace_secs": time.monotonic() - began,
         "compiler_options": options.get("compiler_options", {}),
       }
-      return functools.partial(self._compile, name, lowered, share, key)
+      return functools.partial(
+        self._compile, name, lowered, share, key, limit_bytes
+      )
 
     def load() -> Program:
       began = time.monotonic()
@@ -161,13 +165,18 @@ class Programs:
       }
       self._programs[name] = program
       logging.info("Loaded %s in %.2f s, without a trace.", name, secs)
-      device_memory.check(name, program, self.limit_bytes)
+      device_memory.check(name, program, limit_bytes)
       return program
 
     return load if key and self.kept.hit else trace()
 
   def _compile(
-    self, name: str, lowered: jax.stages.Lowered, share: bool, kept_key: str
+    self,
+    name: str,
+    lowered: jax.stages.Lowered,
+    share: bool,
+    kept_key: str,
+    limit_bytes: int | None,
   ) -> Program:
     key = _identity(lowered) if share else name
     with self._lock:  # The second of two identical ones waits for the first.
@@ -192,7 +201,7 @@ class Programs:
       facts["compile_secs"],
       facts["cache"],
     )
-    device_memory.check(name, program, self.limit_bytes)
+    device_memory.check(name, program, limit_bytes)
     if kept_key:
       if name == device_memory.UPDATE:  # The last trace of all facts.
         self.kept.write_facts()

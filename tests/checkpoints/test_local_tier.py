@@ -21,6 +21,7 @@ from bigtrain.checkpoints import (
   local_tier,
 )
 from bigtrain.checkpoints import start as start_lib
+from bigtrain.runtime import programs
 from bigtrain.settings import ConfigError
 
 
@@ -158,9 +159,13 @@ def test_steps_that_the_run_has_left_behind_are_left_out(saved):
 
 
 def test_a_start_without_local_checkpoints_ends_their_use(saved):
-  init = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like())
+  init = lambda seed: jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), like()
+  )
   options = start_lib.StartOptions(None, None, (), False)
-  start_lib.start(options, str(saved / "run"), {}, like(), init, None, {})
+  lower = programs.Programs().lower_ahead
+  workdir = str(saved / "run")
+  start_lib.start(options, workdir, {}, like(), init, None, 0, {}, lower)
   assert restored(saved) is None
 
 

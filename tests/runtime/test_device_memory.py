@@ -42,6 +42,7 @@ def needed(config, folder):
   return device_memory.needed_bytes(start["programs"]["update"])
 
 
+@pytest.mark.slow
 def test_an_update_that_does_not_fit_is_refused(large_batch, tmp_path):
   total = needed(large_batch, tmp_path / "compiled")
   limited = large_batch | {"device_memory_bytes": total // 2}

@@ -56,9 +56,23 @@ def double(x):
   return {"twice": x * 2.0, "sum": (x.sum(),)}
 
 
+def hide_other_tests(monkeypatch):
+  """Hides the modules of other tests, whose files may be gone."""
+  for name, module in sys.modules.copy().items():
+    file = getattr(module, "__file__", None)
+    if file is None:
+      try:
+        sources._check_without_file(name, module)
+      except sources.NotKept:
+        monkeypatch.delitem(sys.modules, name)
+    elif not name.startswith("bigtrain") and not sources._is_library(name, file):
+      monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.fixture
 def starts(tmp_path, monkeypatch):
   """A program that has kept its facts and an executable."""
+  hide_other_tests(monkeypatch)
   result = Starts(tmp_path)
   for name in ("first", "second", "site-packages", "cache"):
     (tmp_path / name).mkdir()

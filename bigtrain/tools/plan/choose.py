@@ -202,6 +202,7 @@ def by_formula(
     "sharded_parameters": traced.parameters,
     "parameter_bytes": 4 * traced.parameters,
     "state_bytes": state,
+    "host_state_bytes": 0,
     "batch_bytes": batch,
     "tokens_per_example": traced.tokens_per_example,
     "model_flops": traced.model_flops,

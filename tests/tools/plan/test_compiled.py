@@ -21,6 +21,7 @@ def test_a_program_that_does_not_fit_is_a_row_with_its_size():
   assert compiled._needed_bytes("RESOURCE_EXHAUSTED: Used too much") is None
   footprint = dict(
     state_bytes={"params": 4e9, "opt": 8e9},
+    host_state_bytes=0,
     batch_bytes=1e6,
     parameters=1e9,
     parameter_bytes=4e9,
