@@ -71,7 +71,7 @@ def _ours(name: str, config: str, repeats: int, warm_ups: int) -> None:
     4,
     f"first step, warm / cold cache: {name}",
     measure.ratios(secs["warm"], secs["cold"]),
-    target="<= 0.35",
+    target="<= 0.25",
   )
   measure.report(
     4,
