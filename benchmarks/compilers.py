@@ -264,14 +264,14 @@ def _big_vision(case: Case, checkout: str) -> tuple[float, dict[str, int]]:
       raise RuntimeError(f"big_vision: {finished.stderr[-1000:]}")
     with open(path) as file:
       text = file.read()
-  found = cycles.read(
+  totals = cycles.read(
     text,
     target.clock_hertz,
     target.flops_per_cycle,
     lambda collective: hardware.seconds(collective, target).secs,
   )
   # In every step, as in big_vision's trainer; ours are in steps with a row.
-  return found.secs, json.loads(finished.stdout.splitlines()[-1])
+  return totals.secs, json.loads(finished.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def main() -> None:
     __doc__, only="names of configs, separated by commas"
   )
   folder = pathlib.Path(measure.ROOT) / "configs"
-  found = {p.stem: read(p) for p in sorted(folder.glob("*.py"))}
-  headers = {name: header for name, header in found.items() if header}
+  all_headers = {p.stem: read(p) for p in sorted(folder.glob("*.py"))}
+  headers = {name: header for name, header in all_headers.items() if header}
   names = args.only.split(",") if args.only else [*headers]
   unknown = [name for name in names if name not in headers]
   if unknown:

@@ -130,7 +130,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 def find(folder: str, run: str) -> list[Saved]:
   """Returns the complete checkpoints of a run in a folder, newest first.
 
-  Damaged ones, and those of other runs, are left out with a warning.
+  Files that are damaged or of another run are left out with a warning.
   """
   result = []
   for name in _names(folder):

@@ -206,7 +206,7 @@ class Tier:
 
     Args:
       step: step of the state that the run starts with.
-      stored: newest step of the workdir; None if it has none.
+      stored: newest step of the workdir; None without a checkpoint.
 
     Raises:
       CheckpointError: the workdir's record cannot be written.

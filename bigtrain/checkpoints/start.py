@@ -92,7 +92,7 @@ class Start(NamedTuple):
     step: number of finished steps.
     how: one line for the log.
     resumed: whether the state is from a checkpoint of this run.
-    saved_step: step of the workdir's newest checkpoint; None if it has none.
+    saved_step: step of the workdir's newest checkpoint, or None.
   """
 
   state: Any

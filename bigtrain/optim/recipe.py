@@ -48,9 +48,9 @@ class Recipe(NamedTuple):
       order.
     coupling: one of "schedule", "lr" and "gradient".
     factors: {name: schedule}, whose values are factors of the learning rate.
-    values: the numbers: those that a Leaf and `clip_norms` name, "lr" where the
-      schedule is 1, "grad_clip_value" if there is one, "seed" if updates are
-      random, and "schedules", the schedules' own by name.
+    values: the numbers: all that a Leaf and `clip_norms` name, "lr" where the
+      schedule is 1, "grad_clip_value" if set, "seed" if updates are random,
+      and "schedules", the schedules' own by name.
     optimizer: name and arguments of the base optimizer.
     wrap: what config.optimizer has around it, or None; see wrappers.py.
     stored_arithmetic: whether moments are computed in the dtype in which they

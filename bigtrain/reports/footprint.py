@@ -24,8 +24,8 @@ def measure(
     state_spec: ShapeDtypeStructs of the state, with shardings.
     tally_spec: ShapeDtypeStructs of the tally, with shardings.
     batch_spec: ShapeDtypeStructs of the batch, with shardings.
-    fixed_spec: ShapeDtypeStructs of the teacher, if there is one, and of the
-      hparams, with shardings.
+    fixed_spec: ShapeDtypeStructs of the teacher, if any, and of the hparams,
+      with shardings.
     run: lengths of the run.
 
   Returns:

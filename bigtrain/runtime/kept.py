@@ -258,7 +258,7 @@ class Kept:
       logging.debug("%s is not kept: %s", name, e)
 
   def _read(self, name: str) -> Any:
-    """Returns the content of an entry; None if there is none that fits."""
+    """Returns the content of an entry; None unless one fits."""
     path = self._path(name)
     body = kept_files.load(path)
     if body is None or self._sources is None:

@@ -59,12 +59,14 @@ class NotKept(Exception):
 
 def installed() -> list[str]:
   """Names with versions of all installed distributions."""
-  found = set()
+  distributions: set[str] = set()
   for folder in sys.path:
     with contextlib.suppress(OSError):
       names = os.listdir(folder or ".")
-      found |= {n for n in names if n.endswith((".dist-info", ".egg-info"))}
-  return sorted(found)
+      distributions.update(
+        n for n in names if n.endswith((".dist-info", ".egg-info"))
+      )
+  return sorted(distributions)
 
 
 _LIBRARIES = tuple(
@@ -99,7 +101,7 @@ class Sources:
   """
 
   def __init__(self) -> None:
-    """Reads those of the modules that are loaded now.
+    """Reads the files of the modules that are loaded now.
 
     Raises:
       NotKept: a module has no file, or it changed since the process started.

@@ -123,7 +123,7 @@ def on_device(tree: Any) -> Any:
 
 
 def in_memory_of(tree: Any, like: Any) -> Any:
-  """Copies arrays to host memory where those of `like` are; traceable.
+  """Copies arrays to host memory where `like` has them there; traceable.
 
   Args:
     tree: arrays on the device.

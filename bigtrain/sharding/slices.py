@@ -85,7 +85,7 @@ def spread(shape: Sequence[int], slices: int) -> tuple[int, ...] | None:
     slices: number of slices of the same size.
 
   Returns:
-    Factors of the sizes whose product is `slices`; None if there are none.
+    Factors of the sizes whose product is `slices`; None if none exist.
   """
   factors = []
   for size in shape:

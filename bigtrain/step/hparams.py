@@ -1,7 +1,7 @@
 """Numbers of the config that are arguments of the compiled update.
 
-Runs that differ in these numbers alone share one program, so that of a sweep
-over learning rates only the first variant compiles. The update receives the
+Runs that differ in these numbers alone share one program: in a sweep over
+learning rates only the first variant compiles. The update receives the
 numbers as `fixed["hparams"]`, float32 and int32 scalars on every device:
 
   lengths    steps between rows, length of the run      bigtrain/lengths.py

@@ -65,7 +65,9 @@ def hide_other_tests(monkeypatch):
         sources._check_without_file(name, module)
       except sources.NotKept:
         monkeypatch.delitem(sys.modules, name)
-    elif not name.startswith("bigtrain") and not sources._is_library(name, file):
+    elif not name.startswith("bigtrain") and not sources._is_library(
+      name, file
+    ):
       monkeypatch.delitem(sys.modules, name)
 
 

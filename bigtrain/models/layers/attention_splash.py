@@ -144,7 +144,7 @@ def attend_rows(
   block: int = _BLOCK,
   interpret: bool = False,
 ) -> jax.Array:
-  """Attends with a device's queries, which are not those of a whole example.
+  """Attends with a device's queries, a part of an example's.
 
   Args:
     q_BLGRK: the device's queries, in whole blocks.

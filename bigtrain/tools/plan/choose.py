@@ -24,8 +24,8 @@ from bigtrain.tools.plan.traced import Traced
 
 BEST = 5
 
-# Executed FLOPs over the model's, and bytes kept of a layer over those of its
-# products.
+# Executed FLOPs over the model's, and bytes kept of a layer over its products'
+# bytes.
 POLICIES = {
   "none": (1.0, 2.5),
   "dots_with_no_batch_dims_saveable": (1.05, 1.0),

@@ -25,7 +25,7 @@ exchange of queries and outputs, and over `tensor` two gathers and one scatter.
 With two devices per example half of the permutes is left. With ZeRO-1 gradients
 are scattered over all axes but `tensor`, and the new parameters gathered over
 `replica`, in float32. The formulae omit gradients that are summed unsharded,
-such as those of norms.
+such as the gradients of norms.
 """
 
 import functools
@@ -202,15 +202,15 @@ def axis_of(one: Collective, of: Mapping[str, int]) -> str:
     of: sizes of the axes.
   """
   axes = [axis for axis in sharding.AXES if of[axis] > 1]
-  if one.kind == "collective-permute":  # Its size is that of all groups.
+  if one.kind == "collective-permute":  # Its size counts all groups.
     strides = {axis: group(axis, of)[1] for axis in axes}
     near = [axis for axis in axes if strides[axis] <= one.stride]
     return max(near, key=lambda axis: strides[axis]) if near else "others"
   known = (one.group_size, one.stride, one.inner, one.span)
   for number in range(1, len(axes) + 1):
     for names in itertools.combinations(axes, number):
-      found = (*group(", ".join(names), of), 0, 0)[:4]
-      if found == known:
+      candidate = (*group(", ".join(names), of), 0, 0)[:4]
+      if candidate == known:
         return ", ".join(names)
   return "others"
 

@@ -23,7 +23,7 @@ def mesh(
   Args:
     config: config as a plain dict.
     devices: number of devices.
-    given: sizes in place of those of the config, by axis; None for the
+    given: sizes in place of the config's, by axis; None for the
       config's. With `fsdp`, `replica` takes the devices that are left, or is 1
       if `fsdp` is -1.
 

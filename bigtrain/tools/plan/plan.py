@@ -149,7 +149,7 @@ def choose(
   efficiency: float = estimate.EFFICIENCY,
   minutes: float = 10,
 ) -> choose_lib.Choice:
-  """Searches mesh, microbatches and remat; the arguments are those of `plan`.
+  """Searches mesh, microbatches and remat; takes the arguments of `plan`.
 
   Args:
     config: "FILE.py" or "FILE.py:arguments".

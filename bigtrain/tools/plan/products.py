@@ -2,8 +2,8 @@
 
 The GPU's compiler estimates no times, but its text has every product that a
 step runs, whatever the model asked for: a product of experts that became dense
-shows here. Those of a loop's body count once for each iteration, those of a
-branch all.
+shows here. A loop's body counts once for each iteration, and a branch counts
+with all its sides.
 
 The products of cuDNN's attention are not in the sum: its kernels hide them.
 """

@@ -123,8 +123,8 @@ def _notes(hardware: hardware_lib.Hardware, rows: Sequence[_Row]) -> list[str]:
     )
   if any(row["products"] for row in rows):
     notes.append(
-      "The GPU's compiler estimates no times: the seconds are those of the "
-      "executed FLOPs, or of its products if they are more."
+      "The GPU's compiler estimates no times: the seconds follow from the "
+      "executed FLOPs, or from its products if they are more."
     )
   if all(row["compiler"] == "cpu" for row in rows):
     notes.append(
