@@ -61,7 +61,7 @@ def _gpus(
       "`make install EXTRAS=cuda` or `pip install 'bigtrain[cuda]'` install it."
     )
   try:
-    topology = topologies.get_topology_desc(
+    devices = topologies.get_topology_desc(
       platform="cuda",
       topology_name="",
       target_config=description,
@@ -74,7 +74,7 @@ def _gpus(
       f"({' '.join(str(e).split())})."
     ) from e
   tell_cudnn(description)
-  return topology
+  return devices
 
 
 def _has_cuda_plugin() -> bool:

@@ -68,8 +68,8 @@ def grouped(devices: Sequence[Any], slices: int | None) -> list[list[Any]]:
     return [list(devices[i * size : (i + 1) * size]) for i in range(slices)]
   if len(result) != slices:
     raise ConfigError(
-      f"config.mesh.slices={slices}: the {len(devices)} devices are in "
-      f"{len(result)} slices or servers; expected {len(result)}."
+      f"config.mesh.slices={slices}: expected {len(result)}, the number of "
+      f"slices or servers that the devices ({len(devices)}) are in."
     )
   return result
 
