@@ -149,7 +149,7 @@ def _names(folder: str) -> list[str]:
   """Names of the directories of complete checkpoints, by step."""
   try:
     names = os.listdir(folder)
-  except OSError:  # Usually there is none.
+  except OSError:  # Usually the folder does not exist.
     return []
   return sorted((n for n in names if _NAME.fullmatch(n)), key=_step)
 
@@ -239,6 +239,6 @@ def remove(path: str) -> None:
   try:
     shutil.rmtree(path)
   except FileNotFoundError:
-    pass
+    pass  # Nothing to remove.
   except OSError as e:
     logging.warning("%s: cannot be removed: %s", path, e)

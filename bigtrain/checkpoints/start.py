@@ -145,7 +145,6 @@ def start(
       fit the model.
     CheckpointError: the workdir's checkpoints are damaged or unreadable.
   """
-
   start = _find(
     *(options, workdir, config, state_spec, init_state, model_module),
     *(seed, fingerprints, lower, local if from_local else None),

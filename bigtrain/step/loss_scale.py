@@ -1,6 +1,6 @@
 """Dynamic loss scale, for gradients computed in float16.
 
-float16 has no numbers below 6e-8, so many gradients would be zero. The loss is
+float16 has no numbers below 6e-8: many gradients would be zero. The loss is
 therefore multiplied by a scale before backpropagation, and the gradients are
 divided by it in float32. Too large a scale makes some of them infinite: such a
 step halves the scale, changes nothing else, and is counted. After a number of
