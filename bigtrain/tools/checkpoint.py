@@ -40,7 +40,7 @@ from bigtrain.checkpoints.manifest import (
 )
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
-from bigtrain.tools import published_export
+from bigtrain.tools import exits, published_export
 
 # Parameters that a model can be exported with.
 _WEIGHTS = ("params", "ema")
@@ -375,57 +375,48 @@ def _report(problems: Mapping[str, Sequence[Any]]) -> int:
   return 1 if any(problems.values()) else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
   args = _parser().parse_args(argv)
-  try:
-    _check(args)
-    if args.command == "show":
-      print(show(args.path, args.step, args.depth))
-      return 0
-    if args.command == "verify":
-      return _report(verify(args.path, args.step))
-    if args.command == "import":
-      from bigtrain.tools import checkpoint_import
-
-      written, count = checkpoint_import.run(
-        args.path, args.out, args.config, args.step
-      )
-      print(f"{written}: {count} arrays")
-      return 0
-    if args.format:
-      # Imports jax, which the other commands do without.
-      from bigtrain.inference import stablehlo
-
-      count, size = stablehlo.export(
-        args.path,
-        args.out,
-        step=args.step,
-        weights=args.prefix or "params",
-        pred=args.pred,
-        batch_size=args.batch_size,
-        platforms=args.platforms.split(","),
-      )
-    elif args.layout:
-      count, size = published_export.export(
-        args.path, args.out, args.layout, args.prefix or "params", args.step
-      )
-      manifest = folders.read_manifest(folders.find(args.path, args.step))
-      _write_about(os.path.join(args.out, "bigtrain.json"), manifest)
-    else:
-      count = export(args.path, args.out, args.prefix, args.step)
-      size = os.path.getsize(args.out)
-    print(f"{args.out}: {count} arrays, {_size(size)}")
+  _check(args)
+  if args.command == "show":
+    print(show(args.path, args.step, args.depth))
     return 0
-  except BrokenPipeError:  # show | head
-    sys.stderr.close()
+  if args.command == "verify":
+    return _report(verify(args.path, args.step))
+  if args.command == "import":
+    from bigtrain.tools import checkpoint_import
+
+    written, count = checkpoint_import.run(
+      args.path, args.out, args.config, args.step
+    )
+    print(f"{written}: {count} arrays")
     return 0
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 2
-  except (CheckpointError, OSError) as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 1
+  if args.format:
+    # Imports jax, which the other commands do without.
+    from bigtrain.inference import stablehlo
+
+    count, size = stablehlo.export(
+      args.path,
+      args.out,
+      step=args.step,
+      weights=args.prefix or "params",
+      pred=args.pred,
+      batch_size=args.batch_size,
+      platforms=args.platforms.split(","),
+    )
+  elif args.layout:
+    count, size = published_export.export(
+      args.path, args.out, args.layout, args.prefix or "params", args.step
+    )
+    manifest = folders.read_manifest(folders.find(args.path, args.step))
+    _write_about(os.path.join(args.out, "bigtrain.json"), manifest)
+  else:
+    count = export(args.path, args.out, args.prefix, args.step)
+    size = os.path.getsize(args.out)
+  print(f"{args.out}: {count} arrays, {_size(size)}")
+  return 0
 
 
 if __name__ == "__main__":

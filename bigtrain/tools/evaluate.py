@@ -34,7 +34,7 @@ from bigtrain.reports import media, record
 from bigtrain.runtime import compiler_options, programs
 from bigtrain.settings import ConfigError
 from bigtrain.step import initial
-from bigtrain.tools import arguments
+from bigtrain.tools import arguments, exits
 
 # Folder in the workdir for the files of evaluators: the run has its own ones of
 # the same names.
@@ -208,18 +208,12 @@ def _parser() -> arguments.Parser:
   return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
-  try:
-    args, changes = _parser().parse(sys.argv[1:] if argv is None else argv)
-    process.join_job(settings.Config({}))
-    row = evaluate(args.workdir, args.step, changes, args.output)
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_CONFIG
-  except (manifest.CheckpointError, OSError) as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_ERROR
+  args, changes = _parser().parse(argv)
+  process.join_job(settings.Config({}))
+  row = evaluate(args.workdir, args.step, changes, args.output)
   if jax.process_index() == 0:
     print(settings.to_json(row))
   return process.EXIT_OK

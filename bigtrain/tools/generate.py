@@ -19,12 +19,11 @@ import numpy as np
 
 from bigtrain import decoding, sharding
 from bigtrain.checkpoints import folders, warm_start
-from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 from bigtrain.step import initial
 from bigtrain.tasks import language_modeling
-from bigtrain.tools import arguments, saved_model
+from bigtrain.tools import arguments, exits, saved_model
 
 
 def generate(
@@ -289,27 +288,18 @@ def _parser() -> arguments.Parser:
   return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
-  try:
-    options, _ = _parser().parse(sys.argv[1:] if argv is None else argv)
-    args = vars(options)
-    path = args.pop("workdir")
-    sys.stdout.write(args["prompt"])
-    for piece in generate(path, args.pop("prompt"), **args):
-      sys.stdout.write(piece)
-      sys.stdout.flush()
-    print()
-    return 0
-  except BrokenPipeError:  # generate | head
-    sys.stderr.close()
-    return 0
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 2
-  except (CheckpointError, OSError) as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 1
+  options, _ = _parser().parse(argv)
+  args = vars(options)
+  path = args.pop("workdir")
+  sys.stdout.write(args["prompt"])
+  for piece in generate(path, args.pop("prompt"), **args):
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+  print()
+  return 0
 
 
 if __name__ == "__main__":

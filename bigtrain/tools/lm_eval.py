@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain.checkpoints import manifest
 from bigtrain.cluster import process
 from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
 from bigtrain.settings import ConfigError
-from bigtrain.tools import arguments
+from bigtrain.tools import arguments, exits
 
 # The harness's own limit of tokens where a task sets none.
 _MAX_NEW = 256
@@ -271,26 +270,20 @@ def _parser() -> arguments.Parser:
   return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
-  try:
-    args, _ = _parser().parse(sys.argv[1:] if argv is None else argv)
-    trained = model(
-      args.run,
-      step=args.step,
-      weights=args.weights,
-      tokenizer=args.tokenizer,
-      batch_size=args.batch_size,
-      max_length=args.max_length,
-      bos=args.bos,
-    )
-    results = _evaluate(trained, args)
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_CONFIG
-  except manifest.CheckpointError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_ERROR
+  args, _ = _parser().parse(argv)
+  trained = model(
+    args.run,
+    step=args.step,
+    weights=args.weights,
+    tokenizer=args.tokenizer,
+    batch_size=args.batch_size,
+    max_length=args.max_length,
+    bos=args.bos,
+  )
+  results = _evaluate(trained, args)
   from lm_eval import utils
 
   print(utils.make_table(results))

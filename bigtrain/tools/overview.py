@@ -7,12 +7,12 @@ import ast
 import pathlib
 import pkgutil
 import re
-import sys
 import textwrap
 from collections.abc import Sequence
 
 from bigtrain import tools
 from bigtrain.settings import ConfigError
+from bigtrain.tools import exits
 
 _VERSION = pkgutil.resolve_name("bigtrain:__version__")
 _USAGE = """\
@@ -83,21 +83,18 @@ def usage() -> str:
   )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
-  words = list(sys.argv[1:] if argv is None else argv)
+  words = list(argv)
   if not words or words[0] in ("--help", "-h", "help"):
     print(usage(), end="")
     return 0
   if words[0] in ("--version", "version"):
     print(f"bigtrain {_VERSION}")
     return 0
-  try:
-    print(_list(words))
-    return 0
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 2
+  print(_list(words))
+  return 0
 
 
 def _list(words: Sequence[str]) -> str:

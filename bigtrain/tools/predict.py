@@ -25,13 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain.checkpoints import manifest
 from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
 from bigtrain.reports import record
 from bigtrain.settings import ConfigError, DataError, did_you_mean
-from bigtrain.tools import arguments
+from bigtrain.tools import arguments, exits
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 _TEXTS = (".txt",)
@@ -288,39 +287,33 @@ def _options(args: Any, method: str) -> dict[str, Any]:
   return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
-  try:
-    args, _ = _parser().parse(sys.argv[1:] if argv is None else argv)
-    record.use_compile_cache(True)
-    predictor = load.load(
-      args.run,
-      args.step,
-      args.weights,
-      pp=args.pp,
-      evaluation=args.evaluation,
-      class_names=None if args.method == "zero_shot" else args.class_names,
-      tokenizer=args.tokenizer,
-      batch_size=args.batch_size,
+  args, _ = _parser().parse(argv)
+  record.use_compile_cache(True)
+  predictor = load.load(
+    args.run,
+    args.step,
+    args.weights,
+    pp=args.pp,
+    evaluation=args.evaluation,
+    class_names=None if args.method == "zero_shot" else args.class_names,
+    tokenizer=args.tokenizer,
+    batch_size=args.batch_size,
+  )
+  method = args.method or predictor.default_method
+  if method not in _FIELDS:
+    hint = did_you_mean(method, _FIELDS)
+    raise ConfigError(f"--method={method}: unknown.{hint}")
+  options = _options(args, method)
+  suffixes = _TEXTS if method == "generate" else _PICTURES
+  files = find_files(args.paths, suffixes)
+  rows = Rows(args.output, predictor.step, method)
+  with _bar() as progress:
+    failed = predict(
+      predictor, files, rows, method=method, progress=progress, **options
     )
-    method = args.method or predictor.default_method
-    if method not in _FIELDS:
-      hint = did_you_mean(method, _FIELDS)
-      raise ConfigError(f"--method={method}: unknown.{hint}")
-    options = _options(args, method)
-    suffixes = _TEXTS if method == "generate" else _PICTURES
-    files = find_files(args.paths, suffixes)
-    rows = Rows(args.output, predictor.step, method)
-    with _bar() as progress:
-      failed = predict(
-        predictor, files, rows, method=method, progress=progress, **options
-      )
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 2
-  except (manifest.CheckpointError, OSError) as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 1
   if failed:
     print(f"error: {failed} file(s) cannot be read.", file=sys.stderr)
   return 1 if failed else 0

@@ -23,12 +23,11 @@ from typing import Any
 
 from bigtrain import settings
 from bigtrain.checkpoints import folders
-from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.cluster import process
 from bigtrain.files import paths
 from bigtrain.reports import record, rows
 from bigtrain.settings import ConfigError
-from bigtrain.tools import arguments
+from bigtrain.tools import arguments, exits
 
 # Parts of a config that do not change the steps, and cost time or write files.
 _LEFT_OUT = re.compile(
@@ -137,17 +136,11 @@ def _parser() -> arguments.Parser:
   return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
-  try:
-    args, changes = _parser().parse(sys.argv[1:] if argv is None else argv)
-    difference = replay(args.workdir, args.step, changes)
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_CONFIG
-  except (CheckpointError, OSError) as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_ERROR
+  args, changes = _parser().parse(argv)
+  difference = replay(args.workdir, args.step, changes)
   print(difference or f"Up to step {args.step}, all bits are the same.")
   return process.EXIT_ERROR if difference else process.EXIT_OK
 

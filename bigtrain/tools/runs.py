@@ -22,7 +22,7 @@ from bigtrain.cluster import lease
 from bigtrain.files import paths
 from bigtrain.reports import record, rows
 from bigtrain.settings import ConfigError
-from bigtrain.tools import ranking
+from bigtrain.tools import exits, ranking
 
 # Files that a run writes while it lives.
 _SIGNS = (rows.FILE_NAME, "run.json", lease.FILE)
@@ -153,7 +153,8 @@ def _ago(secs: float) -> str:
   return f"{max(secs, 0):.0f} s ago"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.runs",
@@ -173,23 +174,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     "for losses, errors, times and sizes, else max)",
   )
   args = parser.parse_args(argv)
-  try:
-    folder = paths.absolute(args.folder)
-    if not os.path.isdir(folder):
-      raise ConfigError(f"{args.folder}: no such folder.")
-    workdirs = [os.path.relpath(path) for path in find(folder)]
-    if not workdirs:
-      raise ConfigError(
-        f"{args.folder}: contains no run: no folder with run.json and "
-        "config.json."
-      )
-    lines = [describe(path, args.metric, args.mode) for path in workdirs]
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 2
-  except OSError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 1
+  folder = paths.absolute(args.folder)
+  if not os.path.isdir(folder):
+    raise ConfigError(f"{args.folder}: no such folder.")
+  workdirs = [os.path.relpath(path) for path in find(folder)]
+  if not workdirs:
+    raise ConfigError(
+      f"{args.folder}: contains no run: no folder with run.json and "
+      "config.json."
+    )
+  lines = [describe(path, args.metric, args.mode) for path in workdirs]
   print(table(lines, time.time()))
   return 0
 

@@ -34,6 +34,7 @@ from bigtrain.cluster import process
 from bigtrain.files import paths
 from bigtrain.reports import rows
 from bigtrain.settings import ConfigError, check_number
+from bigtrain.tools import exits
 
 _ENDING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 _PASSED_ON = {*_ENDING, signal.SIGUSR2}
@@ -188,7 +189,8 @@ def _workdir_of(command: Sequence[str]) -> str:
   )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.supervise",
@@ -227,24 +229,20 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
   args = parser.parse_args(argv)
   command = args.command[args.command[:1] == ["--"] :]
+  if not command:
+    raise ConfigError("no command: expected -- python -m bigtrain.main ...")
+  if not hasattr(ctypes.CDLL(None), "prctl"):
+    raise ConfigError("this tool needs Linux.")
+  options = Options(
+    check_number("--failures", args.failures, least=1, whole=True),
+    check_number("--wait_secs", args.wait_secs, least=0),
+    check_number("--most_wait_secs", args.most_wait_secs, least=0),
+    args.when_preempted == "end",
+  )
   try:
-    if not command:
-      raise ConfigError("no command: expected -- python -m bigtrain.main ...")
-    if not hasattr(ctypes.CDLL(None), "prctl"):
-      raise ConfigError("this tool needs Linux.")
-    options = Options(
-      check_number("--failures", args.failures, least=1, whole=True),
-      check_number("--wait_secs", args.wait_secs, least=0),
-      check_number("--most_wait_secs", args.most_wait_secs, least=0),
-      args.when_preempted == "end",
-    )
     return supervise(command, paths.absolute(_workdir_of(command)), options)
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_CONFIG
   except FileNotFoundError as e:
-    print(f"error: {e.filename}: no such program.", file=sys.stderr)
-    return process.EXIT_CONFIG
+    raise ConfigError(f"{e.filename}: no such program.") from e
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from bigtrain.data.formats import documents, token_files, token_writer
 from bigtrain.files import paths as paths_lib
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.tools import exits
 
 _PLAN = "plan.json"
 # Bytes at each end of a source that its fingerprint covers.
@@ -347,7 +348,8 @@ def _num_cores() -> int:
   return os.cpu_count() or 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@exits.in_one_line(RuntimeError)
+def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.tokenize",
@@ -418,14 +420,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args[name] < 1:
       option = name.replace("bytes", "mb")
       parser.error(f"--{option}: expected a whole number of at least 1")
-  try:
-    manifest = tokenize(**args)
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 2
-  except (OSError, RuntimeError) as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 1
+  manifest = tokenize(**args)
   print(
     f"{args['output']}: {manifest['num_documents']:,} documents, "
     f"{manifest['num_tokens']:,} tokens of {manifest['num_bytes']:,} bytes, "

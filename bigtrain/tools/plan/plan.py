@@ -17,7 +17,6 @@ import argparse
 import itertools
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 from bigtrain import settings
 from bigtrain.cluster import process
 from bigtrain.settings import ConfigError
-from bigtrain.tools import arguments
+from bigtrain.tools import arguments, exits
 from bigtrain.tools.plan import choose as choose_lib
 from bigtrain.tools.plan import compiled as compiled_lib
 from bigtrain.tools.plan import (
@@ -358,33 +357,27 @@ def _choose(args: argparse.Namespace, changes: Sequence[str]) -> int:
   return process.EXIT_OK
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line(RuntimeError)
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
-  try:
-    args, changes = _parser().parse(sys.argv[1:] if argv is None else argv)
-    if args.choose:
-      return _choose(args, changes)
-    rows = plan(
-      args.config,
-      args.devices,
-      changes,
-      fsdp=args.fsdp or (None,),
-      sequence=args.sequence or (None,),
-      tensor=args.tensor or (None,),
-      hardware_name=args.hardware,
-      microbatch=args.microbatch,
-      features=args.features,
-      num_examples=args.num_examples,
-      compile_up_to=args.compile_up_to,
-      compiler=args.compiler,
-      efficiency=args.efficiency,
-    )
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_CONFIG
-  except (RuntimeError, OSError) as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_ERROR
+  args, changes = _parser().parse(argv)
+  if args.choose:
+    return _choose(args, changes)
+  rows = plan(
+    args.config,
+    args.devices,
+    changes,
+    fsdp=args.fsdp or (None,),
+    sequence=args.sequence or (None,),
+    tensor=args.tensor or (None,),
+    hardware_name=args.hardware,
+    microbatch=args.microbatch,
+    features=args.features,
+    num_examples=args.num_examples,
+    compile_up_to=args.compile_up_to,
+    compiler=args.compiler,
+    efficiency=args.efficiency,
+  )
   if args.json:
     print(json.dumps(rows, indent=2))
   else:

@@ -13,14 +13,13 @@ import argparse
 import importlib.util
 import json
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from bigtrain import settings
 from bigtrain.files import paths
 from bigtrain.reports import rows
-from bigtrain.tools import ranking
+from bigtrain.tools import exits, ranking
 from bigtrain.tools.report import curves, page
 from bigtrain.tools.report.panels import Run
 
@@ -109,7 +108,8 @@ def write(
   return files
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.report",
@@ -136,17 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     "for losses, errors, times and sizes, else max)",
   )
   args = parser.parse_args(argv)
-  try:
-    workdirs = [paths.absolute(workdir) for workdir in args.workdir]
-    only = workdirs[0] if len(workdirs) == 1 else ""
-    out = paths.absolute(args.out or os.path.join(only, "report"))
-    files = write(workdirs, out, args.metric, args.mode)
-  except settings.ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 2
-  except OSError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 1
+  workdirs = [paths.absolute(workdir) for workdir in args.workdir]
+  only = workdirs[0] if len(workdirs) == 1 else ""
+  out = paths.absolute(args.out or os.path.join(only, "report"))
+  files = write(workdirs, out, args.metric, args.mode)
   images = f" and {len(files) - 1} images in the same folder."
   if len(files) == 1:
     images = ". For images: pip install 'bigtrain[report]'."

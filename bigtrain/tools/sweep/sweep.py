@@ -21,7 +21,7 @@ from bigtrain import settings
 from bigtrain.cluster import lease, process
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError
-from bigtrain.tools import arguments, ranking
+from bigtrain.tools import arguments, exits, ranking
 from bigtrain.tools.sweep import local, slurm, variants
 from bigtrain.tools.sweep import results as results_lib
 
@@ -78,57 +78,47 @@ def _parser() -> arguments.Parser:
   return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
-  try:
-    args, changes = _parser().parse(sys.argv[1:] if argv is None else argv)
-    if args.jobs is not None and args.jobs < 1:
-      raise ConfigError(f"--jobs={args.jobs}: expected a positive number.")
-    if args.sbatch and args.launcher != "slurm":
-      raise ConfigError("--sbatch: needs --launcher=slurm.")
-    made = variants.make(args.config, changes, args.grid)
-    results_lib.check_evaluation(
-      args.metric, settings.load(args.config, changes)
-    )
-    workdir = paths.absolute(args.workdir)
-    table = results_lib.Results(workdir, made, args.metric, args.mode)
-    is_remote = paths.is_remote(workdir)
-    logs = paths.absolute("runs/logs" if is_remote else f"{workdir}/logs")
+  args, changes = _parser().parse(argv)
+  if args.jobs is not None and args.jobs < 1:
+    raise ConfigError(f"--jobs={args.jobs}: expected a positive number.")
+  if args.sbatch and args.launcher != "slurm":
+    raise ConfigError("--sbatch: needs --launcher=slurm.")
+  made = variants.make(args.config, changes, args.grid)
+  results_lib.check_evaluation(args.metric, settings.load(args.config, changes))
+  workdir = paths.absolute(args.workdir)
+  table = results_lib.Results(workdir, made, args.metric, args.mode)
+  is_remote = paths.is_remote(workdir)
+  logs = paths.absolute("runs/logs" if is_remote else f"{workdir}/logs")
 
-    def command(entry: results_lib.Entry) -> list[str]:
-      return [
-        *(sys.executable, "-m", "bigtrain.main", f"--config={args.config}"),
-        f"--workdir={entry.workdir}",
-        *(f"--config.{change}" for change in changes),
-        *entry.variant.flags,
-      ]
+  def command(entry: results_lib.Entry) -> list[str]:
+    return [
+      *(sys.executable, "-m", "bigtrain.main", f"--config={args.config}"),
+      f"--workdir={entry.workdir}",
+      *(f"--config.{change}" for change in changes),
+      *entry.variant.flags,
+    ]
 
-    interrupted = False
-    is_slurm = args.launcher == "slurm"
-    if is_slurm or (args.table and any(e.job for e in table.entries)):
-      slurm.update(table, logs)
-      if not args.table:
-        options = shlex.split(args.sbatch)
-        slurm.submit(table, command, args.jobs, options, logs, print)
-    elif not args.table:
-      holder = lease.acquire(workdir)
-      try:
-        interrupted = local.run(table, command, args.jobs or 1, logs, _show)
-      finally:
-        holder.release()
-    print(table.table())
-    if not (args.table and lease.read(workdir)):  # A running sweep writes it.
-      table.write()
-      print(
-        f"Also in {os.path.join(args.workdir, 'sweep.csv')} and sweep.json."
-      )
-    table.check_metric()
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_CONFIG
-  except OSError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return process.EXIT_ERROR
+  interrupted = False
+  is_slurm = args.launcher == "slurm"
+  if is_slurm or (args.table and any(e.job for e in table.entries)):
+    slurm.update(table, logs)
+    if not args.table:
+      options = shlex.split(args.sbatch)
+      slurm.submit(table, command, args.jobs, options, logs, print)
+  elif not args.table:
+    holder = lease.acquire(workdir)
+    try:
+      interrupted = local.run(table, command, args.jobs or 1, logs, _show)
+    finally:
+      holder.release()
+  print(table.table())
+  if not (args.table and lease.read(workdir)):  # A running sweep writes it.
+    table.write()
+    print(f"Also in {os.path.join(args.workdir, 'sweep.csv')} and sweep.json.")
+  table.check_metric()
   states = {entry.state for entry in table.entries}
   if interrupted:
     return process.EXIT_PREEMPTED

@@ -1,0 +1,58 @@
+"""How a tool ends: with one line on standard error, and an exit code."""
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bigtrain.cluster import process
+from bigtrain.settings import ConfigError
+
+_INTERRUPTED = 128 + signal.SIGINT  # As of a command that a shell runs.
+
+
+def in_one_line(*failures: type[Exception]) -> Callable[..., Any]:
+  """Returns a decorator for a tool's `main`, which returns the exit code.
+
+  A mistake of the user ends it with code 2, a failure with 1, and Ctrl-C with
+  130, each with one line in place of a traceback. A pipe whose reader has seen
+  enough, such as `head`, ends it with 0. Other exceptions pass.
+
+  Args:
+    *failures: exceptions that are failures, beside OSError and CheckpointError.
+  """
+
+  def decorate(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    @functools.wraps(main)
+    def wrapper(argv: Sequence[str] | None = None) -> int:
+      try:
+        code = main(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+      except BrokenPipeError:
+        # Python flushes once more at its end, and would report the pipe then.
+        with open(os.devnull, "w") as nothing:
+          os.dup2(nothing.fileno(), sys.stdout.fileno())
+        return process.EXIT_OK
+      except ConfigError as e:
+        return _end(f"error: {e}", process.EXIT_CONFIG)
+      except KeyboardInterrupt:
+        return _end("interrupted", _INTERRUPTED)
+      except Exception as e:
+        # Imports numpy, which --help does without.
+        from bigtrain.checkpoints.manifest import CheckpointError
+
+        if not isinstance(e, (OSError, CheckpointError, *failures)):
+          raise
+        return _end(f"error: {e}", process.EXIT_ERROR)
+
+    return wrapper
+
+  return decorate
+
+
+def _end(line: str, code: int) -> int:
+  print(line, file=sys.stderr)
+  return code
