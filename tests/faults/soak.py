@@ -1,10 +1,16 @@
 """Kills a tiny run at random times and compares it with an undisturbed one.
 
   make soak ARGS="--kills=100 --seed=0 --model=vit --devices=4 --replica=2"
+  make soak ARGS="--kills=50 --processes=4 --replica=2 --local=3"
 
 Steps whose loss is high are skipped as spikes, and hooks compare replicas and
 compute steps twice. With --local=N the killed run also saves on its host, every
 N steps; after some kills these files are removed or damaged.
+
+With --processes=N the run is a job of N processes, each with --devices devices.
+A kill after the first step hits a random one of them, which also loses its
+files on the host; the others must end by themselves. A kill before the first
+step hits all.
 
 Exits with code 0 if the killed run has the same bits as the undisturbed one in
 its last checkpoint and its rows. Prints the moment of each kill; keeps the
@@ -16,9 +22,12 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
+
+from processes import exit_codes
 
 from bigtrain.checkpoints import folders, integrity
 from bigtrain.reports import rows as rows_lib
@@ -45,8 +54,9 @@ def _newest_row(workdir):
 
 
 def _wait(process, workdir, last, rng):
-  """Waits until a random moment; returns its description."""
-  if not rng.randrange(_EARLY):
+  """Waits until a random moment; returns (its description, if it is early)."""
+  early = not rng.randrange(_EARLY)
+  if early:
     words = rng.choice(["process(es)", "starting", "of this", "compiling"])
     condition = lambda: words in process.text()
     moment = f"after it logged {words!r}"
@@ -59,13 +69,39 @@ def _wait(process, workdir, last, rng):
   process.until(lambda: condition() or process.ended(), moment)
   secs = rng.uniform(0, _MAX_DELAY_SECS)
   process.linger(secs)
-  return f"{secs:.3f} s {moment}"
+  return f"{secs:.3f} s {moment}", early
 
 
-def _harm(hosts, rng):
-  """Removes or damages the local checkpoints, or not; returns what it did."""
+def _kill(job, early, rng):
+  """Kills all processes, or one; returns the index of the one, or None."""
+  if early or len(job) == 1:  # Before they have joined, the others would wait.
+    for process in job:
+      process.kill()
+    return None
+  index = rng.randrange(len(job))
+  job[index].kill()
+  others = [p for p in job if p is not job[index]]
+  # Gloo, the transport of CPU devices, may abort a process whose peers are in
+  # another operation than it is, before that process hears of the kill.
+  codes = set(exit_codes(others))
+  assert codes <= {1, -signal.SIGABRT}, (codes, others[0].text())
+  return index
+
+
+def _harm(hosts, lost, rng):
+  """Removes or damages the local checkpoints, or not; returns what it did.
+
+  Args:
+    hosts: config.local_ckpt_dir.
+    lost: index of the process that loses its files; None for a random harm.
+    rng: random numbers.
+  """
   data = sorted(hosts.glob("*/*/*/data"))
-  steps = [int(path.parent.name[:8]) for path in data]
+  steps = sorted({int(path.parent.name[:8]) for path in data})
+  if lost is not None:
+    for folder in hosts.glob(f"*/{lost}"):
+      shutil.rmtree(folder)
+    return f"; on the hosts {steps}, those of process {lost} removed"
   what = rng.choice(["kept", "kept", "removed", "damaged"]) if data else "none"
   if what == "removed":
     shutil.rmtree(hosts)
@@ -96,6 +132,7 @@ def soak(
   model="net",
   devices=1,
   replica=1,
+  processes=1,
   local=0,
   report=print,
 ):
@@ -108,8 +145,9 @@ def soak(
     seed: seed of their moments; the progress until then depends on the
       machine.
     model: model of the tiny config.
-    devices: number of simulated devices.
+    devices: number of simulated devices of each process.
     replica: number of replicas in the mesh.
+    processes: number of processes of the job.
     local: number of steps between local checkpoints; 0 for none.
     report: called with a line about each kill.
   """
@@ -126,12 +164,23 @@ def soak(
   if local:
     saves = [f"local_ckpt_steps={local}", f"local_ckpt_dir={hosts}"]
     saves.append(f"ckpt_steps={_LOCAL_CKPT_STEPS}")
-  program.run(quiet, *same, f"ckpt_steps={total}", **options)
+
+  def start(workdir, *changes):
+    if processes == 1:
+      return [program.start(workdir, *same, *changes, **options)]
+    each = [{}] * processes
+    return program.start_job(workdir, *same, *changes, each=each, **options)
+
+  def run(workdir, *changes):
+    job = start(workdir, *changes)
+    assert exit_codes(job) == [0] * processes, job[0].text()
+
+  run(quiet, f"ckpt_steps={total}")
   for number in range(1, kills + 1):
-    process = program.start(killed, *same, *saves, hooks, **options)
-    moment = _wait(process, killed, _STEPS_PER_KILL * number, rng)
-    assert not process.ended(), f"it ended by itself:\n{process.text()}"
-    process.kill()
+    job = start(killed, *saves, hooks)
+    moment, early = _wait(job[0], killed, _STEPS_PER_KILL * number, rng)
+    assert not job[0].ended(), f"it ended by itself:\n{job[0].text()}"
+    lost = _kill(job, early, rng)
     listing = folders.listing(str(killed))
     for directory in listing.checkpoints.values():
       problems = integrity.verify(directory)
@@ -140,10 +189,10 @@ def soak(
       f"kill {number} of {kills}: {moment}; checkpoints "
       f"{[*listing.checkpoints]}, leftovers "
       f"{[os.path.basename(path) for path in listing.leftovers]}"
-      f"{_harm(hosts, rng) if local else ''}",
+      f"{_harm(hosts, lost, rng) if local else ''}",
       flush=True,
     )
-  program.run(killed, *same, *saves, **options)
+  run(killed, *saves)
   assert not local or not [*hosts.iterdir()]
   program_lib.assert_same_run(killed, quiet, total)
   assert rows_lib.read_rows(str(killed))[-1]["spike_steps"] > 0
@@ -156,6 +205,7 @@ def _main():
   parser.add_argument("--model", default="net", choices=("net", "vit"))
   parser.add_argument("--devices", type=int, default=1)
   parser.add_argument("--replica", type=int, default=1)
+  parser.add_argument("--processes", type=int, default=1)
   parser.add_argument("--local", type=int, default=0)
   options = parser.parse_args()
   folder = pathlib.Path(tempfile.mkdtemp(prefix="soak-"))
