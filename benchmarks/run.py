@@ -34,6 +34,7 @@ SCRIPTS = (
   "loss_memory",
   "state_bytes",
   "guard_cost",
+  "check_cost",
   "compilers",
   "headers",
   "sweep",

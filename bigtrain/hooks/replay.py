@@ -16,9 +16,9 @@ class Hook:
 
   Every `every_steps` steps, the step is computed twice from the same state and
   batch. The new states and metrics are compared by checksums of every shard,
-  which the devices compute. If they differ, the run ends before anything is
-  saved, and the error names the step, the first array and its devices. The
-  program must be deterministic; on GPUs that needs
+  which the devices compute; on CPUs, bit by bit. If they differ, the run ends
+  before anything is saved, and the error names the step, the first array and
+  its devices. The program must be deterministic; on GPUs that needs
   XLA_FLAGS=--xla_gpu_deterministic_ops=true.
 
   Args:
@@ -44,11 +44,13 @@ class Hook:
     """Computes the step, twice if it is time."""
     if step % self._every:
       return update(state, *rest)
-    # The update overwrites the state that it is given.
-    first = _sum_up(*update(self._copied(state), *rest))
-    result = update(state, *rest)
     self._peers = self._peers or peers.Peers()
-    what = comparison.results(first, _sum_up(*result), self._peers)
+    # The update overwrites the state that it is given.
+    first = update(self._copied(state), *rest)
+    # CPU devices would run both at once, and mix up their messages.
+    jax.block_until_ready(first)
+    result = update(state, *rest)
+    what = comparison.results(_named(*first), _named(*result), self._peers)
     if what:
       self._context.reject_state(
         f"step {step}, computed twice from the same state, has other bits in "
@@ -73,5 +75,5 @@ class Hook:
     return self._copy(state)
 
 
-def _sum_up(state: Any, tally: Any) -> comparison.ByDevice:
-  return comparison.sum_up({"state": state, "tally": tally})
+def _named(state: Any, tally: Any) -> dict[str, Any]:
+  return {"state": state, "tally": tally}
