@@ -68,7 +68,7 @@ def linear_softmax_xent(
     bias_V: optional bias of the logits.
     dtype: dtype of the products' operands, such as bfloat16; by default the
       hidden states'. Results, and the sum of the kernel's gradient over chunks,
-      are float32.
+      are float32; over devices that gradient is summed in `dtype`.
     label_smoothing: see cross_entropy.softmax_xent.
     label_smoothing_over: see cross_entropy.softmax_xent.
     z_loss: see cross_entropy.softmax_xent.
@@ -135,12 +135,14 @@ def linear_softmax_xent(
     bias_V: jax.Array | None,
   ) -> TokenLosses:
     # Each device uses a copy of its own from here on; the transposes sum the
-    # copies' gradients over the devices, once.
+    # copies' gradients over the devices, once, and in the dtype of the products
+    # as for other weights.
+    kernel = kernel.astype(options.dtype)
     if dim is None:
       kernel_DV = jax.lax.pcast(kernel, summed, to="varying")
     else:
       kernel = jax.lax.pcast(kernel, copied, to="varying")
-      kernel_DV = _gathered(dim, options.dtype, kernel)
+      kernel_DV = jax.lax.all_gather(kernel, "fsdp", axis=dim, tiled=True)
     if bias_V is not None:
       bias_V = jax.lax.pcast(bias_V, summed, to="varying")
     if by_class:
@@ -150,7 +152,7 @@ def linear_softmax_xent(
       hidden_BLD.astype(jnp.float32),
       targets_BL,
       weight_BL,
-      kernel_DV,
+      kernel_DV.astype(jnp.float32),
       bias_V,
     )
     return local._replace(total=jax.lax.psum(local.total, summed))
@@ -176,28 +178,6 @@ def linear_softmax_xent(
     in_specs=(of_hidden, by_token, by_token, PartitionSpec(*axes), of_bias),
     out_specs=TokenLosses(replicated, by_token, by_token),
   )(*args)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(dim: int, dtype: Any, part: jax.Array) -> jax.Array:
-  """The whole of an array that is split over `fsdp`, rounded to `dtype`.
-
-  The gradients are summed in float32, each part to its device.
-  """
-  part = part.astype(dtype)
-  whole = jax.lax.all_gather(part, "fsdp", axis=dim, tiled=True)
-  return whole.astype(jnp.float32)
-
-
-def _gathered_backward(
-  dim: int, dtype: Any, _: None, gradient: jax.Array
-) -> tuple[jax.Array]:
-  return (
-    jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True),
-  )
-
-
-_gathered.defvjp(lambda *args: (_gathered(*args), None), _gathered_backward)
 
 
 def default_chunk(batch_size: int, length: int, vocab_size: int) -> int:

@@ -245,7 +245,7 @@ class Model(nn.Module):
       )
     init = nn.initializers.normal(self.init_std)
     embedding_VD = self.param("token_embedding", init, (V, D))
-    x_BLD = sharding.lookup(embedding_VD, tokens).astype(self.dtype)
+    x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
     if positions is None:
       positions = start + jnp.arange(L)[None]
       if segments is not None:

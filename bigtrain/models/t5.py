@@ -320,8 +320,8 @@ class Model(nn.Module):
     return x_B1D, state
 
   def _embed(self, tokens_BL: jax.Array) -> jax.Array:
-    x_BLD = sharding.lookup(self.token_embedding, tokens_BL)
-    return sharding.stream(x_BLD.astype(self.dtype))
+    x_BLD = sharding.lookup(self.token_embedding, tokens_BL, self.dtype)
+    return sharding.stream(x_BLD)
 
   def _scaled(self, x_BLD: jax.Array) -> jax.Array:
     return x_BLD * self.width**-0.5 if self.tied_head else x_BLD

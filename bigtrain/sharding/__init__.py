@@ -3,9 +3,9 @@
 mesh.py makes the device mesh and names its axes; open it first. batches.py has
 the shardings of batches, layouts.py the rules for parameters and optimizer
 state, model_rules.py the rules of a model, and memory.py what stays in host
-memory. Models call the functions of traced.py and, for the axis `tensor`,
-tensor.py while they are traced. Other packages use the names below. Any package
-may import this one, which imports only settings and trees.
+memory. Models call the functions of traced.py, lookup.py and, for the axis
+`tensor`, tensor.py while they are traced. Other packages use the names below.
+Any package may import this one, which imports only settings and trees.
 """
 
 from bigtrain.sharding.batches import (
@@ -26,6 +26,7 @@ from bigtrain.sharding.layouts import (
   state_shardings,
   state_spec,
 )
+from bigtrain.sharding.lookup import lookup
 from bigtrain.sharding.memory import (
   bytes_per_device,
   in_host,
@@ -47,7 +48,6 @@ from bigtrain.sharding.tensor import (
   columns,
   gathered,
   heads_in_parts,
-  lookup,
   rows,
   scattered,
   stream,

@@ -121,7 +121,7 @@ def split_outputs(x: jax.Array) -> jax.Array:
   mesh = traced.ambient(x.shape[0])
   if tensor_ways(x.shape[0]) == 1 or x.shape[2] % mesh.shape["tensor"]:
     return x
-  spec = PartitionSpec(BATCH_AXES, _length(mesh, x), "tensor")
+  spec = PartitionSpec(BATCH_AXES, length_axis(mesh, x), "tensor")
   return jax.lax.with_sharding_constraint(x, spec)
 
 
@@ -149,35 +149,7 @@ def stream(x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, spec)
 
 
-def lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
-  """Returns rows of a table whose rows may be split over `tensor`.
-
-  Args:
-    table_VD: such as the embeddings of a vocabulary.
-    ids_BL: int; ids outside of [-V, V) give NaN.
-
-  Returns:
-    [B, L, D].
-  """
-  ways = tensor_ways(ids_BL.shape[0])
-  V, D = table_VD.shape
-  if ways == 1 or V % ways:
-    return jnp.take(table_VD, ids_BL, axis=0)
-  table_TVD = table_VD.reshape(ways, -1, D)
-  ids_BL = jnp.where(ids_BL < 0, ids_BL + V, ids_BL)
-  first_T11 = (jnp.arange(ways) * (V // ways))[:, None, None]
-  own_TBL = ids_BL[None] - first_T11
-  take = lambda table, ids: jnp.take(
-    table, ids, axis=0, mode="fill", fill_value=0
-  )
-  # Negative numbers would count from the end.
-  own_TBL = jnp.where(own_TBL < 0, V, own_TBL)
-  x_BLD = _summed(jax.vmap(take)(table_TVD, own_TBL))
-  valid_BL1 = ((ids_BL >= 0) & (ids_BL < V))[..., None]
-  return jnp.where(valid_BL1, x_BLD, jnp.nan)
-
-
-def _length(mesh: Any, x: jax.Array) -> str | None:
+def length_axis(mesh: Any, x: jax.Array) -> str | None:
   """The axis that splits the length inside of a layer."""
   ways = mesh.shape.get("sequence", 1)
   return "sequence" if ways > 1 and x.shape[1] % ways == 0 else None
@@ -189,7 +161,7 @@ def stream_spec(mesh: Any, x: jax.Array) -> PartitionSpec:
   ways = math.prod(mesh.shape[axis] for axis in axes)
   if axes and x.shape[1] % ways == 0:
     return PartitionSpec(BATCH_AXES, axes)
-  length = _length(mesh, x)
+  length = length_axis(mesh, x)
   return PartitionSpec(BATCH_AXES, *([length] if length else []))
 
 
@@ -234,7 +206,7 @@ def _spread(x_BLD: jax.Array) -> jax.Array:
   """
   mesh = traced.ambient(x_BLD.shape[0])
   spec = stream_spec(mesh, x_BLD)
-  out = PartitionSpec("tensor", BATCH_AXES, _length(mesh, x_BLD))
+  out = PartitionSpec("tensor", BATCH_AXES, length_axis(mesh, x_BLD))
   return jax.shard_map(
     lambda x: gathered(x, spec)[None], in_specs=spec, out_specs=out
   )(x_BLD)
@@ -244,7 +216,7 @@ def _summed(y_TBLD: jax.Array) -> jax.Array:
   """Adds up the parts of [T, B, L, D]; the inverse of `_spread`."""
   mesh = traced.ambient(y_TBLD.shape[1])
   spec = stream_spec(mesh, y_TBLD[0])
-  parts = PartitionSpec("tensor", BATCH_AXES, _length(mesh, y_TBLD[0]))
+  parts = PartitionSpec("tensor", BATCH_AXES, length_axis(mesh, y_TBLD[0]))
   return jax.shard_map(
     lambda y: scattered(y[0], spec), in_specs=parts, out_specs=spec
   )(y_TBLD)

@@ -1,8 +1,8 @@
 """The bytes that a step sends, by the formulae of docs/scaling.md.
 
-With S parameters that are sharded over `fsdp`, b bytes per element of the
-compute dtype, m microbatches, and a mesh of replica R x fsdp F x sequence Q x
-tensor T, each device sends per step
+With S parameters of layers that are sharded over `fsdp`, b bytes per element of
+the compute dtype, m microbatches, and a mesh of replica R x fsdp F x sequence Q
+x tensor T, each device sends per step
 
   over fsdp      all-gather       2 m b S/T (F-1)/F      weights, in both passes
                  reduce-scatter   m b S/T (F-1)/F        gradients
@@ -19,13 +19,24 @@ of queries and G of keys of width K, and width D:
                  reduce-scatter   the same
   once           both over tensor 2 b t/Q D (T-1)/T      embedding and head
 
+and of the V rows of an embedding and of a head, for each microbatch
+
+  over fsdp      all-gather       b V/T D (F-1)/F        the head
+                 reduce-scatter   b V/T D (F-1)/F        its gradient
+                 all-to-all       2 b t/(Q T) D (F-1)/F  rows and gradients, and
+                                  2 b V D/F (F-1)/F      columns of a table that
+                                                         is split by rows
+                 all-gather       4 t/Q (F-1)            numbers of the tokens
+  over replica   all-reduce       4 b V D/(F T) (n-1)/n  gradients of both
+
 With attention="ring", keys and values go around in place of the gather and the
 scatter. With remat or scan the backward pass repeats the gather of keys, the
 exchange of queries and outputs, and over `tensor` two gathers and one scatter.
 With two devices per example half of the permutes is left. With ZeRO-1 gradients
 are scattered over all axes but `tensor`, and the new parameters gathered over
-`replica`, in float32. The formulae omit gradients that are summed unsharded,
-such as the gradients of norms.
+`replica`, in float32. A device with at least V tokens gathers the embedding in
+place of an exchange of rows (sharding/lookup.py). The formulae omit gradients
+that are summed unsharded, such as the gradients of norms.
 """
 
 import functools
@@ -52,6 +63,8 @@ class Blocks(NamedTuple):
   """Sizes of a model that is one stack of layers.
 
   Attributes:
+    vocab_size: number of rows of the embedding.
+    tied: whether the embedding is the head as well.
     depth: number of layers.
     width: width of the residual stream.
     heads: number of heads of queries.
@@ -62,6 +75,8 @@ class Blocks(NamedTuple):
     repeats: whether the backward pass repeats transfers of the forward pass.
   """
 
+  vocab_size: int
+  tied: bool
   depth: int
   width: int
   heads: int
@@ -100,6 +115,8 @@ def _blocks(text: str) -> Blocks:
   if model.moe:
     hidden *= model.moe.get("top_k", 1)
   return Blocks(
+    vocab_size=model.vocab_size,
+    tied=model.tied_head,
     depth=model.depth,
     width=model.width,
     heads=model.num_heads,
@@ -133,27 +150,38 @@ def traffic(
       one = Collective(kind, size, stride, 0, round(nbytes), *gaps)
       result.setdefault(axes, []).append(one)
 
-  weights = micro * b * of["sharded_parameters"] / ten
+  tokens = of["tokens_per_example"]
+  known = of_model if tokens else None
+  layers_size = of["sharded_parameters"]
+  table = 0  # Size of the embedding, and of the head.
+  if known and layers_size:
+    table = known.vocab_size * known.width
+    layers_size -= table * (1 if known.tied else 2)
+  weights = micro * b * layers_size / ten
   add("fsdp", "all-gather", 2 * weights)
   names = [a for a in ("replica", "sequence") if of[a] > 1]
+  others = ", ".join(names) or "replica"
+  tables = 2 * micro * b * table / (fsdp * ten)
   if replica > 1 and config.get("opt_sharding", "fsdp") == "replica":
     # ZeRO-1: the updated parameters are gathered in float32.
     add("replica", "all-gather", 4 * of["sharded_parameters"] / (fsdp * ten))
     over = [a for a in sharding.AXES[:3] if of[a] > 1]
     add(", ".join(over), "reduce-scatter", weights)
+    add(others, "reduce-scatter", tables)
   else:
     add("fsdp", "reduce-scatter", weights)
-    add(", ".join(names) or "replica", "all-reduce", weights / fsdp)
-  tokens = of["tokens_per_example"]
-  if of_model is None or not tokens:
+    add(others, "all-reduce", weights / fsdp + tables)
+  if known is None:
     return result
   # Of a microbatch on the devices that share its examples.
   t = of["batch_size"] * tokens / (micro * replica * fsdp)
-  times, repeated = micro * of_model.depth, 1 + of_model.repeats
-  kv_heads = math.lcm(of_model.kv_heads, ten)
-  keys = 2 * b * t * kv_heads / ten * of_model.head_dim * times
-  queries = 4 * b * t * of_model.heads / ten * of_model.head_dim * times
-  if of_model.ring:
+  for kind, nbytes in _of_tables(known, of, t / seq, b).items():
+    add("fsdp", kind, micro * nbytes)
+  times, repeated = micro * known.depth, 1 + known.repeats
+  kv_heads = math.lcm(known.kv_heads, ten)
+  keys = 2 * b * t * kv_heads / ten * known.head_dim * times
+  queries = 4 * b * t * known.heads / ten * known.head_dim * times
+  if known.ring:
     moved = keys * (1 + repeated) * (seq - 1) / seq + keys * 4 / b
     exchanged = queries + 2 * keys
   else:
@@ -164,12 +192,41 @@ def traffic(
   # With two devices, one of the two parts of each stays where it is.
   permuted = moved + exchanged / seq / (2 if seq == 2 else 1)
   add("sequence", "collective-permute", permuted)
-  stream = b * t / seq * of_model.width * micro
-  layers = of_model.depth
-  again = (2 * layers, layers) if of_model.repeats else (0, 0)
+  stream = b * t / seq * known.width * micro
+  layers = known.depth
+  again = (2 * layers, layers) if known.repeats else (0, 0)
   add("tensor", "all-gather", (4 * layers + 2 + again[0]) * stream)
   add("tensor", "reduce-scatter", (4 * layers + 2 + again[1]) * stream)
   return result
+
+
+def _of_tables(
+  of_model: Blocks, of: Mapping[str, Any], tokens: float, b: int
+) -> dict[str, float]:
+  """Bytes over `fsdp` of an embedding and a head, for a microbatch.
+
+  Args:
+    of_model: sizes of the model.
+    of: the mesh.
+    tokens: number of tokens of a device, the same in a `tensor` group.
+    b: bytes of a number.
+  """
+  V, D = of_model.vocab_size, of_model.width
+  fsdp, ten = of["fsdp"], of["tensor"]
+  by_rows = ten > 1 and V % ten == 0
+  head = b * V * D / (ten if by_rows else 1)
+  dim = sharding.largest_free((V, D), fsdp, {0: ("tensor",)} if by_rows else {})
+  if dim is None:
+    return {}
+  own = tokens if by_rows else tokens / ten
+  if D % fsdp or own >= V:
+    return {"all-gather": 2 * head, "reduce-scatter": 2 * head}
+  columns = b * V * D / fsdp if dim == 0 else 0
+  return {
+    "all-gather": head + 4 * own * fsdp,
+    "reduce-scatter": head,
+    "all-to-all": 2 * (b * tokens * D / ten + columns),
+  }
 
 
 def group(axes: str, of: Mapping[str, int]) -> tuple[int, ...]:
