@@ -13,6 +13,7 @@ memory of the candidates that are not compiled.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -173,7 +174,11 @@ def by_formula(
     "params": 4 * traced.parameters / parts,
     "opt": traced.opt_bytes / (parts * (of["replica"] if zero else 1)),
   }
-  flops, kept = POLICIES.get(candidate.remat_policy or "none", (4 / 3, 0.0))
+  policy = candidate.remat_policy or "none"
+  # The copies of sharding/tensor.py are a batch dimension of all products.
+  if of["tensor"] > 1 and policy == "dots_with_no_batch_dims_saveable":
+    policy = "nothing_saveable"
+  flops, kept = POLICIES.get(policy, (4 / 3, 0.0))
   split = of["devices"] * of["microbatches"]
   # Elements that the products of a microbatch compute on a device.
   width = of_model.width if of_model else 1024
@@ -335,13 +340,16 @@ def _corrections(
 def _nearest(factors: Mapping[Candidate, float], to: Candidate) -> float:
   """The correction of the most similar program; the last one among equals."""
 
-  def alike(one: Candidate) -> tuple[bool, int]:
-    same = sum(a == b for a, b in zip(one.axes, to.axes))
-    return one.remat_policy == to.remat_policy, same
+  def unlike(one: Candidate) -> tuple[float, ...]:
+    far = {
+      name: abs(math.log2(one.sizes[name] / to.sizes[name]))
+      for name in (*sharding.AXES, "microbatches")
+    }
+    within = far["tensor"] + far["sequence"]
+    other = one.remat_policy != to.remat_policy
+    return other, within, far["microbatches"], far["fsdp"]
 
-  if not factors:
-    return 1.0
-  return factors[max(reversed(list(factors)), key=alike)]
+  return factors[min(reversed(list(factors)), key=unlike)] if factors else 1.0
 
 
 def _reasons(

@@ -83,6 +83,26 @@ def test_the_best_are_compiled_and_correct_the_others(ways):
   assert times == sorted(times)
 
 
+def test_a_program_corrects_those_that_split_their_layers_alike(ways):
+  def one(replica, fsdp, tensor, microbatches, policy="none"):
+    sizes = dict(replica=replica, fsdp=fsdp, sequence=1, tensor=tensor)
+    sizes |= dict(devices=64, batch_size=512, microbatches=microbatches)
+    (found,) = [
+      c for c in ways if c.sizes == sizes and c.remat_policy == policy
+    ]
+    return found
+
+  factors = {
+    one(1, 64, 1, 1): 3.0,
+    one(1, 64, 1, 8): 2.0,
+    one(1, 32, 2, 1): 0.3,
+    one(2, 32, 1, 1, "nothing_saveable"): 0.5,
+  }
+  assert choose._nearest(factors, one(2, 32, 1, 1)) == 3.0
+  assert choose._nearest(factors, one(2, 32, 1, 8)) == 2.0
+  assert choose._nearest(factors, one(2, 8, 4, 8)) == 0.3
+
+
 def test_what_is_not_compiled_in_time_is_by_formula(ways):
   answers = [None]
 
@@ -122,3 +142,23 @@ def test_the_command_prints_lines_to_paste(tmp_path, capsys):
   assert lines[0].startswith("config.mesh = dict(replica=")
   assert plan.main([*argv, "--fsdp=8"]) == 2
   assert "--choose: expected one number" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_best_are_compiled_and_their_lines_give_the_same_program(tmp_path):
+  path = tmp_path / "config.py"
+  path.write_text(FILE.replace("batch_size=16", "batch_size=2"))
+  choice = plan.choose(str(path), 2)
+  assert not choice.out_of_time and not choice.too_large
+  meshes = [(r["fsdp"], r["sequence"], r["tensor"]) for r in choice.best]
+  assert sorted(meshes) == [(1, 1, 1), (1, 1, 2), (2, 1, 1)]
+  for row in choice.best:
+    assert row["figures"] == "compiled" and row["fits"] and row["reasons"]
+  best = choice.best[0]
+  changes = [line.removeprefix("config.") for line in choose.lines(best)]
+  changes = [change.replace(" = ", "=") for change in changes]
+  sizes = changes.pop(0).removeprefix("mesh=dict(").removesuffix(")")
+  changes += [f"mesh.{size}" for size in sizes.split(", ")]
+  (row,) = plan.plan(str(path), [2], changes)
+  for key in ("peak_bytes", "collectives", "executed_flops"):
+    assert row[key] == best[key], key
