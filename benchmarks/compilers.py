@@ -10,11 +10,14 @@ time of kernels (Pallas), which the compiler does not know, norms of steps with
 a row, and the host. The GPU's compiler estimates no times; its memory and its
 products are reported.
 
-Sharded updates are compared with unsharded updates of the same batch, and ViTs
-with big_vision's on the same chips, with the same batch and remat:
+Sharded updates are compared with unsharded updates of the same batch. ViTs are
+compared with big_vision's and decoders with MaxText's, compiled for the same
+chips with the same batch and remat:
 
   BIG_VISION=folder     a checkout of github.com/google-research/big_vision;
                         needs einops
+  MAXTEXT=folder        a checkout of github.com/AI-Hypercomputer/maxtext
+  MAXTEXT_PYTHON=path   a Python with its requirements and our jax[tpu]
   python -m benchmarks.compilers --only=vit_b16,llama_1b
 
 Layers are under scan, where the time to compile does not depend on their
@@ -32,10 +35,33 @@ from typing import Any, NamedTuple
 from benchmarks import measure, peer_process
 
 _NUMBER = 12
-_BIG_VISION_MISSING = (
-  "BIG_VISION is not set: git clone "
-  "https://github.com/google-research/big_vision, then BIG_VISION=FOLDER"
-)
+
+
+class Peer(NamedTuple):
+  """Another program's update, for the same chips.
+
+  Attributes:
+    name: name of the program.
+    script: module of benchmarks that compiles it.
+    source: its repository on GitHub.
+    folder: where its modules are in a checkout of it.
+    modules: what it needs beside ours; None if it needs a Python of its own.
+    options: options of the script.
+    target: of the seconds of our step over the seconds of the peer's.
+  """
+
+  name: str
+  script: str
+  source: str
+  folder: str
+  modules: tuple[str, ...] | None
+  options: dict[str, Any]
+  target: str
+
+  @property
+  def variable(self) -> str:
+    """The environment variable that names the checkout."""
+    return self.name.upper()
 
 
 class Case(NamedTuple):
@@ -49,8 +75,7 @@ class Case(NamedTuple):
     changes: changes of the config, such as "model.scan=True".
     fsdp: number of devices that share a state; None for the config's.
     replica_too: whether to compare it with an unsharded state.
-    big_vision: keyword arguments of big_vision's ViT, to compare with; None
-      without it.
+    peer: the program to compare with, if any.
   """
 
   config: str
@@ -60,7 +85,7 @@ class Case(NamedTuple):
   changes: tuple[str, ...] = ()
   fsdp: int | None = None
   replica_too: bool = False
-  big_vision: dict[str, Any] | None = None
+  peer: Peer | None = None
 
 
 _SCAN = "model.scan=True"
@@ -77,7 +102,7 @@ def _vit(variant: str, policy: str) -> Case:
     "model.pool_type=gap",
     "loss.mixup_alpha=0.0",
   )
-  peer = dict(
+  model = dict(
     variant=variant,
     num_classes=1000,
     pool_type="gap",
@@ -86,8 +111,40 @@ def _vit(variant: str, policy: str) -> Case:
     scan=True,
     remat_policy=policy,
   )
+  peer = Peer(
+    "big_vision",
+    "peer_big_vision_compiled",
+    "google-research/big_vision",
+    "",
+    ("einops",),
+    dict(topology="v5e:4x4", batch_size=1024, model=model),
+    "<= 0.95",
+  )
   config = f"vit_i1k.py:{variant},aug=none,reg=0.0"
-  return Case(config, *_V5E, 1024, changes, fsdp=1, big_vision=peer)
+  return Case(config, *_V5E, 1024, changes, fsdp=1, peer=peer)
+
+
+def _maxtext(chips: str, length: int, **options: Any) -> Peer:
+  """A decoder of MaxText, one sequence a chip, 8 chips to a state."""
+  options |= dict(
+    compile_topology=chips,
+    compile_topology_num_slices=1,
+    max_target_length=length,
+    per_device_batch_size=1,
+    ici_fsdp_parallelism=8,
+    ici_data_parallelism=-1,
+    allow_split_physical_axes=True,
+    attention="flash",
+  )
+  return Peer(
+    "MaxText",
+    "peer_maxtext_compiled",
+    "AI-Hypercomputer/maxtext",
+    "src",
+    None,
+    options,
+    "<= 1.0",
+  )
 
 
 _DOTS = "dots_with_no_batch_dims_saveable"
@@ -100,7 +157,12 @@ CASES = {
   "gpt2_124m": Case("gpt2_124m.py", *_V5E, 128, (_SCAN,)),
   "llama_1b": Case("llama_1b.py", *_V5E, 16),
   "llama_1b_v5p": Case("llama_1b.py", "tpu_v5p", 8, 8),
-  "llama_8b": Case("llama_8b.py", *_V5P, 64),
+  "llama_8b": Case(
+    *("llama_8b.py", *_V5P, 64),
+    peer=_maxtext(
+      "v5p-128", 8192, model_name="llama3.1-8b", remat_policy="full"
+    ),
+  ),
   "mixtral_8x7b": Case("mixtral_8x7b.py", *_V5P, 64),
   # A class token makes 197 tokens, an odd number.
   "vit_b16_gpu": Case("vit_i1k.py:B/16,reg=0.0", *_H100, 4096, (_SCAN,)),
@@ -133,8 +195,8 @@ def main() -> None:
       alone = compiled(case._replace(fsdp=1))
       of_alone = _report(f"{title}, unsharded", alone)
       _compare("step, sharded / unsharded", title, secs, of_alone, "<= 1.1")
-    if case.big_vision:
-      _beside_big_vision(title, case, row)
+    if case.peer:
+      _beside(case.peer, title, case, row)
 
 
 def compiler(hardware: str) -> str:
@@ -217,51 +279,71 @@ def _compare(
     measure.report(_NUMBER, f"{name}: {title}", [ours / other], target=target)
 
 
-def _beside_big_vision(title: str, case: Case, row: Mapping[str, Any]) -> None:
-  """Compiles big_vision's update for the same chips, and compares."""
-  checkout = os.environ.get("BIG_VISION", "")
-  reason = "" if checkout else _BIG_VISION_MISSING
-  reason = reason or measure.missing("einops")
-  name = "ours / big_vision"
-  if reason:
+def _beside(peer: Peer, title: str, case: Case, row: Mapping[str, Any]) -> None:
+  """Compiles a peer's update for the same chips, and compares."""
+  name = f"ours / {peer.name}"
+  if reason := _missing_peer(peer):
     measure.skip(_NUMBER, f"step, {name}: {title}", reason)
     return
-  secs, memory = _big_vision(case, checkout)
-  measure.report(_NUMBER, f"step of big_vision: {title}", [secs], unit="s")
-  _compare(f"step, {name}", title, row["compiler_secs"], secs, "<= 0.95")
+  totals, memory = _compiled_peer(peer, case.hardware)
+  runs = sum(totals.kernels.values())
+  without = f", without {runs} runs of kernels" if runs else ""
+  measure.report(
+    *(_NUMBER, f"step of {peer.name}{without}: {title}", [totals.secs]),
+    unit="s",
+  )
+  ours = row["compiler_secs"]
+  _compare(f"step{without}, {name}", title, ours, totals.secs, peer.target)
   for key in ("temporary_bytes", "peak_bytes"):
     what = f"{key.removesuffix('_bytes')} memory, {name}"
     _compare(what, title, row["memory"][key], memory[key], "<= 1.0")
 
 
-def _big_vision(case: Case, checkout: str) -> tuple[float, dict[str, int]]:
-  """(seconds of a step, memory) of big_vision's update.
+def _missing_peer(peer: Peer) -> str:
+  """Why a peer cannot run, with what to install, or ""."""
+  if peer.variable not in os.environ:
+    return (
+      f"{peer.variable} is not set: git clone "
+      f"https://github.com/{peer.source}, then {peer.variable}=FOLDER"
+    )
+  if peer.modules is not None:
+    return measure.missing(*peer.modules)
+  python = f"{peer.variable}_PYTHON"
+  if python not in os.environ:
+    return f"{python} is not set: a Python with {peer.name}'s requirements"
+  return ""
+
+
+def _compiled_peer(
+  peer: Peer, hardware_name: str
+) -> tuple[Any, dict[str, int]]:
+  """(estimate, memory) of a peer's update.
 
   Raises:
     RuntimeError: it does not compile.
   """
+  from bigtrain.sharding import absent
   from bigtrain.tools.plan import cycles, hardware
 
-  target = hardware.find(case.hardware)
-  options = dict(
-    topology=hardware.topology(case.hardware, case.devices),
-    batch_size=case.batch_size,
-    model=case.big_vision,
-  )
-  with tempfile.TemporaryDirectory() as folder:
-    path = os.path.join(folder, "text")
+  target = hardware.find(hardware_name)
+  folder = os.path.join(os.environ[peer.variable], peer.folder)
+  python = os.environ.get(f"{peer.variable}_PYTHON", sys.executable)
+  # MaxText then does without the packages of Google Cloud.
+  env = {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", **absent.NO_TPU}
+  with tempfile.TemporaryDirectory() as scratch:
+    path = os.path.join(scratch, "text")
     finished = subprocess.run(
       [
-        *(sys.executable, "-m", "benchmarks.peer_big_vision_compiled"),
-        *(json.dumps(options), path),
+        *(python, "-m", f"benchmarks.{peer.script}"),
+        *(json.dumps(peer.options), path),
       ],
-      env=peer_process.environment(checkout) | {"JAX_PLATFORMS": "cpu"},
+      env=peer_process.environment(folder) | env,
       capture_output=True,
       text=True,
       check=False,
     )
     if finished.returncode:
-      raise RuntimeError(f"big_vision: {finished.stderr[-1000:]}")
+      raise RuntimeError(f"{peer.name}: {finished.stderr[-1000:]}")
     with open(path) as file:
       text = file.read()
   totals = cycles.read(
@@ -270,8 +352,7 @@ def _big_vision(case: Case, checkout: str) -> tuple[float, dict[str, int]]:
     target.flops_per_cycle,
     lambda collective: hardware.seconds(collective, target).secs,
   )
-  # In every step, as in big_vision's trainer; ours are in steps with a row.
-  return totals.secs, json.loads(finished.stdout.splitlines()[-1])
+  return totals, json.loads(finished.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

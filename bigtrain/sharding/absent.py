@@ -26,7 +26,7 @@ _CHIPS_OF_HOST = 4
 
 # For libtpu without TPUs: it neither searches for them nor locks them, so that
 # several processes may compile at once.
-_NO_TPU = {
+NO_TPU = {
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -119,7 +119,7 @@ def _tpus(topology: str) -> Sequence[Any]:
   """Devices of a TPU slice."""
   from jax.experimental import topologies
 
-  for name, value in _NO_TPU.items():
+  for name, value in NO_TPU.items():
     os.environ.setdefault(name, value)
   # A topology names whole hosts unless it comes with the size of a host.
   sizes = [int(n) for n in re.findall(r"\d+", topology.partition(":")[2])]
