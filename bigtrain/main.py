@@ -44,7 +44,7 @@ from bigtrain.runtime import interactive as interactive_lib
 from bigtrain.runtime import programs as programs_lib
 from bigtrain.step import gradients as gradients_lib
 from bigtrain.step import guard as guard_lib
-from bigtrain.step import hparams, initial
+from bigtrain.step import hparams, initial, scalars
 from bigtrain.step import norms as norms_lib
 from bigtrain.step import tally as tally_lib
 
@@ -178,7 +178,7 @@ def _train(
     grad_norm = metrics.global_norm(grads)
     verdict = guard.judge(state, tally, pairs["loss"], grad_norm)
 
-    @jax.jit  # The optimizer. Traced once for its two calls below.
+    @scalars.computed_first  # The optimizer. Traced once for two calls.
     def advance() -> tuple[dict[str, Any], Any]:
       """(the next state, the updates of the trainable parameters)."""
       trained, frozen = trees.partition(state["params"], optimizer.trainable)
