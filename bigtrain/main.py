@@ -122,7 +122,7 @@ def _train(
   model_module, model = parts.model(config)
   vocab_sizes = parts.vocab_sizes(task, model)
   train_input.limit_ids(vocab_sizes)
-  kept = programs.keep(plain, mesh, batch_spec, lengths)  # Of earlier traces.
+  kept = programs.keep(plain, mesh, batch_spec)  # From earlier traces.
   teacher = teacher_lib.from_config(config, task, batch_spec, mesh, seed, kept)
   loss_fn = parts.loss_fn(config, task, model, teacher.model)
   loss_fn = jax.jit(debugging.instrument(config, loss_fn))  # Traced only once.

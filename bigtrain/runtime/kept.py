@@ -6,8 +6,9 @@ counts that main.py gets from traces ("facts"), or a compiled executable.
 
 An entry is used only if everything that its trace depends on is the same:
 
-- the config, except _UNTRACED, and what the program computed from the data: the
-  specs of a batch and the lengths of the run (`key`);
+- the config, except what step/hparams.py leaves out: numbers that are arguments
+  of the programs, and keys about files and logs. And what the program computed
+  from the data: the specs of a batch (`key`);
 - the devices, their mesh and memory, jax's flags, and Python's flags and path;
 - the content of each module of the user's and of bigtrain that was loaded when
   the entry was written, and of the config file; size and time of change of each
@@ -31,7 +32,6 @@ import json
 import os
 import pickle
 import platform
-import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,23 +46,11 @@ from bigtrain.cluster import process
 from bigtrain.runtime import kept_files
 from bigtrain.runtime import sources as sources_lib
 from bigtrain.runtime.sources import NotKept, Sources
+from bigtrain.step import hparams
 
 _JOIN_SECS = 600.0
 
-# Keys of the config that no trace depends on: they are about files, logs and
-# the job. A key that is not listed here counts.
-_UNTRACED = (
-  r"allow_changes|ckpt_.*|compile_cache|eval_at_start|expect_.*|keep_.*|"
-  r"local_ckpt_.*|peak_flops_per_device|resume|save_at_start|tensorboard|"
-  r"wandb|watchdog"
-)
-
 _num_agreements = itertools.count()
-
-
-def traced_config(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The part of a plain config that traces may depend on."""
-  return {k: v for k, v in config.items() if not re.fullmatch(_UNTRACED, k)}
 
 
 def _canonical(value: Any) -> str:
@@ -103,6 +91,18 @@ def _processor() -> str:
   return platform.processor()
 
 
+def _traced(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The part of a plain config that programs depend on.
+
+  Raises:
+    NotKept: the config has a mistake, which the program reports later.
+  """
+  try:
+    return hparams.traced_config(config)
+  except (settings.ConfigError, AttributeError, TypeError, ValueError) as e:
+    raise NotKept(f"the config has a mistake: {e}") from e
+
+
 def _key(config: Mapping[str, Any], mesh: Mesh, facts: tuple[Any, ...]) -> str:
   devices = [
     (d.id, d.process_index, d.platform, d.device_kind, getattr(d, "coords", ""))
@@ -110,7 +110,7 @@ def _key(config: Mapping[str, Any], mesh: Mesh, facts: tuple[Any, ...]) -> str:
   ]
   client = mesh.local_devices[0].client
   parts = {
-    "config": _canonical(traced_config(config)),
+    "config": _canonical(_traced(config)),
     "facts": [_spec(fact) for fact in facts],
     "mesh": (mesh, mesh.axis_types, devices),
     "backend": (client.platform, client.platform_version),

@@ -36,6 +36,14 @@ _ANY_NUMBER = re.compile(
   r"(total|log|ema_start)_(steps|epochs|examples|tokens|percent)"
 )
 
+# Keys of the config that no program depends on: they are about files, logs and
+# the job. A key that is not listed here counts.
+_NO_PROGRAM = re.compile(
+  r"allow_changes|ckpt_.*|compile_cache|eval_at_start|expect_.*|keep_.*|"
+  r"local_ckpt_.*|peak_flops_per_device|resume|save_at_start|tensorboard|"
+  r"stop_at_(steps|epochs|examples|tokens|percent)|wandb|watchdog"
+)
+
 
 class Hparams:
   """The numbers of a run.
@@ -106,19 +114,20 @@ def as_array(value: float) -> Any:
 
 
 def traced_config(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Replaces the numbers by placeholders.
+  """Replaces the numbers by placeholders; leaves out what concerns no program.
 
-  Two configs with the same result have the same update, if all else is equal
-  that it depends on: sizes of the data, devices, versions. A placeholder keeps
-  what is structure, such as whether weight decay is 0.
+  Two configs with the same result have the same programs, if all else is equal
+  that these depend on: sizes of the data, devices, versions. A placeholder
+  keeps what is structure, such as whether weight decay is 0.
 
   Args:
     config: plain config of a run.
 
   Returns:
-    A plain config with the same keys.
+    A plain config without keys about files, logs and the job.
   """
   plain = settings.plain(config)
+  plain = {k: v for k, v in plain.items() if not _NO_PROGRAM.fullmatch(k)}
   placed = {key: _placed(key, value) for key, value in plain.items()}
   if plain.get("loss") and "task" in plain:
     task = parts.task(settings.Config(plain))

@@ -15,7 +15,17 @@ from bigtrain import sharding
 from bigtrain.runtime import kept as kept_lib
 from bigtrain.runtime import sources
 
-CONFIG = {"lr": 0.1, "model": {"width": 8, "sizes": (1, 2)}, "ckpt_steps": 5}
+CONFIG = {
+  "lr": 0.1,
+  "wd": 0.1,
+  "seed": 0,
+  "total_steps": 100,
+  "ckpt_steps": 5,
+  "model": {"width": 8, "sizes": (1, 2)},
+  "optimizer": {"name": "adam", "b1": 0.9},
+  "schedule": {"decay_type": "cosine", "warmup_steps": 5},
+  "grad_mults": [(".*", 0.5)],
+}
 BATCH = jax.ShapeDtypeStruct((4, 2), "float32")
 TASK = "import os\nBY = 2.0\nMODE = os.environ.get('USERS_MODE')\n"
 
@@ -131,7 +141,37 @@ def test_the_next_start_traces_nothing(starts):
 
 
 def _config(starts, patch):
-  starts.config = {**CONFIG, "lr": 0.2}
+  starts.config = {**CONFIG, "nonfinite": "skip"}
+
+
+def _optimizer(starts, patch):
+  starts.config = {**CONFIG, "optimizer": {"name": "adam", "b1": 0.8}}
+
+
+def _no_weight_decay(starts, patch):
+  starts.config = {**CONFIG, "wd": 0.0}
+
+
+def _no_multiplier(starts, patch):
+  starts.config = {**CONFIG, "grad_mults": [(".*", 1.0)]}
+
+
+def _other_parameters(starts, patch):
+  starts.config = {**CONFIG, "grad_mults": [(".*kernel", 0.5)]}
+
+
+def _no_warm_up(starts, patch):
+  schedule = {"decay_type": "cosine", "warmup_steps": 0}
+  starts.config = {**CONFIG, "schedule": schedule}
+
+
+def _schedule(starts, patch):
+  schedule = {"decay_type": "linear", "warmup_steps": 5}
+  starts.config = {**CONFIG, "schedule": schedule}
+
+
+def _mistake(starts, patch):
+  starts.config = {**CONFIG, "grad_mults": 3}
 
 
 def _nested_config(starts, patch):
@@ -139,7 +179,7 @@ def _nested_config(starts, patch):
 
 
 def _new_key(starts, patch):
-  starts.config = {**CONFIG, "seed": None}
+  starts.config = {**CONFIG, "ema_decay": None}
 
 
 def _batch(starts, patch):
@@ -206,7 +246,9 @@ def _another_process_misses(starts, patch):
 
 
 CHANGES = (
-  *(_config, _nested_config, _new_key, _batch, _batch_type, _devices),
+  *(_config, _optimizer, _no_weight_decay, _no_multiplier, _other_parameters),
+  *(_no_warm_up, _schedule, _mistake),
+  *(_nested_config, _new_key, _batch, _batch_type, _devices),
   *(_other_device, _xla_flags, _variable_of_the_module, _jax_flag, _version),
   *(_byte_of_a_module, _byte_of_a_module_of_a_trace, _module_elsewhere),
   *(_another_module, _installed_file, _format, _another_process_misses),
@@ -226,7 +268,10 @@ def test_one_change_is_a_miss(starts, change):
 
 
 def test_what_no_trace_depends_on_is_no_miss(starts, monkeypatch):
-  starts.config = {**CONFIG, "ckpt_steps": 7, "keep_ckpts": 1}
+  schedule = {"decay_type": "cosine", "warmup_steps": 8}
+  numbers = dict(lr=0.3, wd=0.2, seed=7, total_steps=99, schedule=schedule)
+  numbers["grad_mults"] = [(".*", 0.1)]
+  starts.config = {**CONFIG, **numbers, "ckpt_steps": 7, "stop_at_steps": 1}
   # Not a literal, which would count as a use of the variable.
   monkeypatch.setenv("_".join(("NOBODY", "READS", "THIS")), "1")
   assert starts.hit()
@@ -250,7 +295,7 @@ def test_damaged_entries_are_misses_with_one_warning(starts, damage, caplog):
 
 
 def test_traces_that_open_files_are_not_kept(starts):
-  starts.config = {**CONFIG, "lr": 1.0}
+  starts.config = {**CONFIG, "nonfinite": "skip"}
   kept = starts.find()
   weights = starts.folder / "weights.txt"
   weights.write_text("3")
@@ -306,21 +351,33 @@ def test_a_restart_of_the_command_loads_its_programs(tmp_path):
     f"--config.compile_cache={tmp_path / 'cache'}",
     *("--config.evals={}", "--config.stop_at_steps=2", "--config.log_steps=1"),
   ]
+  other = ["--config.lr=1e-4", "--config.total_steps=40"]
+  starts = {
+    "cold": flags,
+    "warm": flags,
+    "other numbers": [*flags, *other],
+    "other numbers, no cache": [*flags, *other, "--config.compile_cache=False"],
+  }
   outputs, rows = [], []
-  for name in ("cold", "warm"):
+  for name, words in starts.items():
     workdir = tmp_path / name
-    command = processes.main_command("configs/digits.py", workdir, *flags)
+    command = processes.main_command("configs/digits.py", workdir, *words)
     finished = processes.run(command)
     assert finished.returncode == 0, finished.stderr[-3000:]
     outputs.append(finished.stderr)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     rows.append([json.loads(line) for line in lines])
   assert "Compiled update" in outputs[0] and "Loaded" not in outputs[0]
-  assert "Compiled update" not in outputs[1]
-  assert "Loaded update" in outputs[1] and "Loaded init" in outputs[1]
-  for cold, warm in zip(*rows, strict=True):
-    for name in ("loss", "grad_norm", "param_norm"):
-      assert cold.get(name) == warm.get(name)
+  for output in outputs[1:3]:
+    assert "Compiled update" not in output
+    assert "Loaded update" in output and "Loaded init" in output
+  assert "Loaded" not in outputs[3]
+  for first, second in ((rows[0], rows[1]), (rows[2], rows[3])):
+    for one, two in zip(first, second, strict=True):
+      for name in ("loss", "grad_norm", "param_norm", "update_norm", "lr"):
+        assert one.get(name) == two.get(name)
+  norms = [[row.get("update_norm") for row in part] for part in rows]
+  assert norms[0] != norms[2]
   run = json.loads((tmp_path / "warm" / "run.json").read_text())
   assert run["starts"][-1]["programs"]["update"]["cache"] == "kept"
   assert run["starts"][-1]["auto"]
