@@ -14,11 +14,11 @@ import jax
 from absl import flags, logging
 
 from bigtrain import settings
-from bigtrain.checkpoints import commit
-from bigtrain.cluster import process
+from bigtrain.checkpoints import commit, finished
+from bigtrain.cluster import launchers, process
 from bigtrain.files import disk, paths
-from bigtrain.reports import record
-from bigtrain.runtime import device_memory, jax_flags
+from bigtrain.reports import ending
+from bigtrain.runtime import jax_flags
 
 _USAGE = (
   "Usage: python -m bigtrain.main --config=FILE.py[:arguments] "
@@ -142,6 +142,53 @@ def _folder(workdir: str | None) -> Iterator[str]:
     yield folder
 
 
+# Arguments that `end_if_finished` has read, for `run`.
+_parsed: list[Arguments] = []
+
+
+def _prepare() -> None:
+  """Sets up logging, garbage collection and the names in profiles."""
+  logging.use_absl_handler()
+  logging.set_verbosity(logging.INFO)
+  flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.
+  # At level INFO, jax lists the hardware that it did not find.
+  python_logging.getLogger("jax").setLevel(python_logging.WARNING)
+  # Imports and traces leave a million objects that stay alive. Collecting
+  # garbage among them would take a tenth of the time to the first step.
+  gc.freeze()
+  gc.set_threshold(50_000, 20, 20)
+  # Only the innermost line of an operation's origin appears in profiles.
+  jax.config.update("jax_traceback_in_locations_limit", 1)
+
+
+def end_if_finished() -> None:
+  """Ends the process if its run has nothing left to do.
+
+  main.py calls it before it imports models and what they need. A job of several
+  processes looks later, together.
+  """
+  if {"--help", "-h", "-help"} & set(sys.argv[1:]):
+    return
+  _prepare()
+  try:
+    arguments = parse(sys.argv)
+    config, workdir, cleanup = arguments
+    alone = launchers.detect(timeout_secs=1.0) is None
+  except Exception:
+    return  # `run` meets the same mistake, and reports it.
+  _parsed.append(arguments)
+  if workdir is None or cleanup or not alone:
+    return
+  results = finished.read(workdir, config)
+  if results is not None:
+    logging.info(
+      "Step %d of this workdir is the last: nothing is left to do.",
+      results["step"],
+    )
+    print(ending.message(results, workdir))
+    process.exit_now(process.EXIT_OK)
+
+
 def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
   """Calls `train` with the command line's arguments and ends the process.
 
@@ -156,31 +203,27 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
       "options, such as --verbosity=-1."
     )
     process.exit_now(process.EXIT_OK)
-  logging.use_absl_handler()
-  logging.set_verbosity(logging.INFO)
-  flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.
-  # At level INFO, jax lists the hardware that it did not find.
-  python_logging.getLogger("jax").setLevel(python_logging.WARNING)
-  # Imports and traces leave a million objects that stay alive. Collecting
-  # garbage among them would take a tenth of the time to the first step.
-  gc.freeze()
-  gc.set_threshold(50_000, 20, 20)
-  # Only the innermost line of an operation's origin appears in profiles.
-  jax.config.update("jax_traceback_in_locations_limit", 1)
+  _prepare()
   try:
-    config, workdir, cleanup = parse(sys.argv)
+    config, workdir, cleanup = _parsed.pop() if _parsed else parse(sys.argv)
     with _folder(workdir) as folder:
       results = train(config, folder)
-    message = record.ending(results, workdir)
-    if cleanup and jax.process_index() == 0:
-      commit.remove_all(folder)
-      message += "\n  --cleanup has removed the checkpoints."
+    message = ending.message(results, workdir)
+    if jax.process_index() == 0:
+      if workdir is not None:
+        finished.write(workdir, config, results)
+      if cleanup:
+        commit.remove_all(folder)
+        message += "\n  --cleanup has removed the checkpoints."
   except settings.ConfigError as e:
     # No traceback: the mistake is in the config or the data.
     _end(process.EXIT_CONFIG, f"error: {e}")
   except process.Preempted as e:
     _end(process.EXIT_PREEMPTED, f"preempted: {e}")
   except Exception as e:
+    # Not at the head of the file: it imports flax, which takes a while.
+    from bigtrain.runtime import device_memory
+
     refused = isinstance(e, device_memory.OutOfMemory) and not e.__cause__
     if not (disk.is_full(e) or refused):  # Their last line is sufficient.
       with contextlib.suppress(OSError):  # As in _end.

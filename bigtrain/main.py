@@ -2,15 +2,17 @@
 
   python -m bigtrain.main --config=configs/digits.py --workdir=runs/digits
 
-It reads top to bottom: devices, input, model, optimizer, update, evaluations,
-start, loop. What differs between experiments is in the config and the modules
-that it names (tasks, models, evaluators, data, hooks), which are unknown here.
+It reads top to bottom. What differs between experiments is in the config and
+the modules that it names (tasks, models, evaluators, data, hooks).
 """
 
 from bigtrain.cluster import process
 
 if __name__ == "__main__":
   process.catch_signals()  # Before the imports below, which take a second.
+  from bigtrain import command
+
+  command.end_if_finished()
 
 import collections
 import contextlib
@@ -291,7 +293,7 @@ def _train(
     *(seed, train_input.fingerprints, programs.lower_ahead, saving["local"]),
     from_local=not rollbacks,
   )
-  state, step = start.state, start.step
+  state, step, saved_step = start.state, start.step, start.saved_step
   fixed = {**teacher.load(), **numbers.arrays(mesh)}
   recording = process.Background(record.start(*known, state, start.how))
   logging.info("Step %d of %d, %s.", step, lengths.total, start.how)
@@ -301,7 +303,6 @@ def _train(
   ahead += sum(e.step - step for e in rollbacks if e.restart == step)
   batches = train_input.start(step + ahead, lengths.last + ahead)
   at_end.callback(batches.close)
-  saved_step = start.saved_step  # In the workdir.
   writer = writers.Writers(
     *(workdir, start.restored_step, jax.process_index(), console), **loggers
   )
@@ -389,8 +390,7 @@ def _train(
   at_end.push(hooks.after_train)
   at_end.enter_context(transfer_guard)
   hooks.before_train()
-  in_flight: collections.deque[Any] = collections.deque()
-  interrupted = False
+  in_flight, interrupted = collections.deque[Any](), False
   while step < lengths.last and not hooks.stopped and not interrupted:
     phase.step(step + 1)
     hooks.before_step(step + 1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bigtrain import settings, sharding
-from bigtrain.reports import record
+from bigtrain.reports import ending, record
 
 
 def read(folder, name):
@@ -124,7 +124,7 @@ def test_the_ending_lists_results_and_files():
     "val/secs": 3.0,
     "account/step_secs": 9.0,
   }
-  lines = record.ending(results, "runs/x").splitlines()
+  lines = ending.message(results, "runs/x").splitlines()
   assert lines[0] == "Finished at step 12."
   assert [line.split() for line in lines[1:3]] == [
     ["loss", "0.1235"],
