@@ -3,8 +3,8 @@
 Every mesh that divides the devices, the batch and the model is estimated by
 formula: the traffic by formulae.py, memory and FLOPs as below. The best ones
 are then compiled, one after the other, until the best five are compiled or the
-time is up. A compiled program also corrects the estimate of the temporary
-memory of the candidates that are not compiled.
+time is up. A compiled program also corrects the temporary memory and the FLOPs
+of the candidates that are not compiled.
 
   state       (params + opt) / (fsdp x tensor), and the gradients in float32
   kept        bytes that the backward pass needs of each layer
@@ -84,6 +84,18 @@ class Choice(NamedTuple):
   out_of_time: bool
 
 
+class Correction(NamedTuple):
+  """Factors from a formula to a compiled program.
+
+  Attributes:
+    temporary: of the temporary memory.
+    flops: of the executed FLOPs.
+  """
+
+  temporary: float = 1.0
+  flops: float = 1.0
+
+
 Rows = dict[Candidate, dict[str, Any]]
 Compile = Callable[[Candidate, float], dict[str, Any] | None]
 
@@ -156,7 +168,7 @@ def by_formula(
   candidate: Candidate,
   config: Mapping[str, Any],
   traced: Traced,
-  correction: float = 1.0,
+  correction: Correction = Correction(),
 ) -> dict[str, Any]:
   """Returns the facts of estimate.row, without a compiler.
 
@@ -164,7 +176,7 @@ def by_formula(
     candidate: what to estimate.
     config: config as a plain dict.
     traced: its sizes.
-    correction: factor of the temporary memory.
+    correction: what a similar program corrects.
   """
   of = candidate.sizes
   b, of_model = formulae.itemsize(config), formulae.blocks(config)
@@ -196,7 +208,7 @@ def by_formula(
   gradients = state["params"] * (1 + (of["microbatches"] > 1))
   weights = 2 * b * traced.parameters / depth / of["tensor"]
   at_work = 2.5 * b * of_products / depth + weights + _LOGITS_BYTES
-  temporary = correction * (
+  temporary = correction.temporary * (
     gradients + b * (stream + kept * of_products) + at_work
   )
   batch = traced.batch_bytes / (of["replica"] * of["fsdp"])
@@ -211,7 +223,7 @@ def by_formula(
     "batch_bytes": batch,
     "tokens_per_example": traced.tokens_per_example,
     "model_flops": traced.model_flops,
-    "executed_flops": traced.model_flops * flops,
+    "executed_flops": traced.model_flops * flops * correction.flops,
     "memory": {
       "argument_bytes": total + batch,
       "output_bytes": total,
@@ -328,16 +340,20 @@ def _best(rows: Rows) -> list[Candidate]:
 
 def _corrections(
   compiled: Rows, config: Mapping[str, Any], traced: Traced
-) -> dict[Candidate, float]:
-  """Temporary memory of compiled programs over their formula."""
-  return {
-    c: r["memory"]["temporary_bytes"]
-    / by_formula(c, config, traced)["memory"]["temporary_bytes"]
-    for c, r in compiled.items()
-  }
+) -> dict[Candidate, Correction]:
+  """What each compiled program corrects."""
+  result = {}
+  for candidate, row in compiled.items():
+    guess = by_formula(candidate, config, traced)
+    memory = [r["memory"]["temporary_bytes"] for r in (row, guess)]
+    flops = row["executed_flops"] / guess["executed_flops"]
+    result[candidate] = Correction(memory[0] / memory[1], flops)
+  return result
 
 
-def _nearest(factors: Mapping[Candidate, float], to: Candidate) -> float:
+def _nearest(
+  factors: Mapping[Candidate, Correction], to: Candidate
+) -> Correction:
   """The correction of the most similar program; the last one among equals."""
 
   def unlike(one: Candidate) -> tuple[float, ...]:
@@ -349,7 +365,12 @@ def _nearest(factors: Mapping[Candidate, float], to: Candidate) -> float:
     other = one.remat_policy != to.remat_policy
     return other, within, far["microbatches"], far["fsdp"]
 
-  return factors[min(reversed(list(factors)), key=unlike)] if factors else 1.0
+  if not factors:
+    return Correction()
+  nearest = min(reversed(list(factors)), key=unlike)
+  if nearest.remat_policy != to.remat_policy:
+    return factors[nearest]._replace(flops=1.0)
+  return factors[nearest]
 
 
 def _reasons(
@@ -389,49 +410,6 @@ def _reasons(
       f"({r['figures']})."
     )
   return reasons
-
-
-def lines(row: Mapping[str, Any]) -> list[str]:
-  """Returns the lines of a config that choose a row of `search`."""
-  sizes = ", ".join(
-    f"{axis}={row[axis]}"
-    for axis in sharding.AXES
-    if axis in sharding.BATCH_AXES or row[axis] > 1
-  )
-  result = [
-    f"config.mesh = dict({sizes})",
-    f"config.microbatches = {row['microbatches']}",
-  ]
-  if row["has_policy"]:
-    result.append(f'config.model.remat_policy = "{row["remat_policy"]}"')
-  return result
-
-
-def text(choice: Choice, minutes: float) -> str:
-  """Returns what follows the table: reasons, and lines to paste.
-
-  Args:
-    choice: what `search` returns.
-    minutes: the time for compiling.
-  """
-  result = []
-  for number, row in enumerate(choice.best, 1):
-    result += [f"{number}. {' '.join(row['reasons'])}", ""]
-    result += [*(f"     {line}" for line in lines(row)), ""]
-  for row in choice.too_large:
-    size = f"{_gb(row['peak_bytes'])} GB ({row['figures']})"
-    result.append(f"Does not fit: {size}: {'; '.join(lines(row))}")
-  numbers = [
-    str(n)
-    for n, row in enumerate(choice.best, 1)
-    if row["figures"] == "formula"
-  ]
-  if numbers:
-    why = f"the {minutes:g} minutes were up"
-    if not choice.out_of_time:
-      why = "this number of devices cannot be simulated"
-    result.append(f"By formula only, because {why}: {', '.join(numbers)}.")
-  return "\n".join(result)
 
 
 def _gb(nbytes: float) -> str:

@@ -113,7 +113,7 @@ def _blocks(text: str) -> Blocks:
   _, model = parts.model(parts.with_published_sizes(config))
   hidden = (model.mlp_dim or 4 * model.width) * (1 + (model.mlp == "swiglu"))
   if model.moe:
-    hidden *= model.moe.get("top_k", 1)
+    hidden *= model.moe.top_k
   return Blocks(
     vocab_size=model.vocab_size,
     tied=model.tied_head,

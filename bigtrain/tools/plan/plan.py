@@ -26,14 +26,15 @@ from bigtrain.cluster import process
 from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments, exits
 from bigtrain.tools.plan import choose as choose_lib
-from bigtrain.tools.plan import compiled as compiled_lib
 from bigtrain.tools.plan import (
+  chosen,
   estimate,
   hardware,
   meshes,
   placeholder_data,
   table,
 )
+from bigtrain.tools.plan import compiled as compiled_lib
 from bigtrain.tools.plan import traced as traced_lib
 
 # The CPU backend assigns devices with larger numbers to another process.
@@ -353,7 +354,7 @@ def _choose(args: argparse.Namespace, changes: Sequence[str]) -> int:
   else:
     print(table.text(args.config, args.hardware, rows, args.efficiency))
     print()
-    print(choose_lib.text(choice, args.minutes))
+    print(chosen.text(choice, args.minutes))
   return process.EXIT_OK
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from bigtrain.settings import ConfigError, load
-from bigtrain.tools.plan import choose, hardware, plan, traced
+from bigtrain.tools.plan import choose, chosen, hardware, plan, traced
 
 FILE = """
 def get_config():
@@ -70,7 +70,9 @@ def test_the_best_are_compiled_and_correct_the_others(ways):
   def compile_one(candidate, left):
     assert 0 < left <= 60
     calls.append(candidate)
-    facts = choose.by_formula(candidate, CONFIG, SIZES, correction=2.0)
+    facts = choose.by_formula(
+      candidate, CONFIG, SIZES, correction=choose.Correction(2.0)
+    )
     return facts | {"figures": "compiled"}
 
   result = search(compile_one, ways)
@@ -93,14 +95,23 @@ def test_a_program_corrects_those_that_split_their_layers_alike(ways):
     return found
 
   factors = {
-    one(1, 64, 1, 1): 3.0,
-    one(1, 64, 1, 8): 2.0,
-    one(1, 32, 2, 1): 0.3,
-    one(2, 32, 1, 1, "nothing_saveable"): 0.5,
+    one(1, 64, 1, 1): choose.Correction(3.0),
+    one(1, 64, 1, 8): choose.Correction(2.0),
+    one(1, 32, 2, 1): choose.Correction(0.3),
+    one(2, 32, 1, 1, "nothing_saveable"): choose.Correction(0.5, 0.9),
   }
-  assert choose._nearest(factors, one(2, 32, 1, 1)) == 3.0
-  assert choose._nearest(factors, one(2, 32, 1, 8)) == 2.0
-  assert choose._nearest(factors, one(2, 8, 4, 8)) == 0.3
+
+  def nearest(*args):
+    return choose._nearest(factors, one(*args))
+
+  assert nearest(2, 32, 1, 1).temporary == 3.0
+  assert nearest(2, 32, 1, 8).temporary == 2.0
+  assert nearest(2, 8, 4, 8).temporary == 0.3
+  # Recomputation depends on the policy, and memory as well.
+  assert nearest(2, 8, 4, 8, "nothing_saveable") == (0.5, 0.9)
+  dots = "dots_with_no_batch_dims_saveable"
+  del factors[one(1, 64, 1, 1)], factors[one(1, 64, 1, 8)]
+  assert nearest(2, 32, 1, 1, dots) == (0.5, 1.0)
 
 
 def test_what_is_not_compiled_in_time_is_by_formula(ways):
@@ -112,7 +123,7 @@ def test_what_is_not_compiled_in_time_is_by_formula(ways):
   result = search(compile_one, ways)
   assert result.out_of_time
   assert {r["figures"] for r in result.best} == {"formula"}
-  text = choose.text(result, 3)
+  text = chosen.text(result, 3)
   assert "because the 3 minutes were up: 1, 2, 3, 4, 5." in text
   assert search(compile_one, ways, seconds=0).out_of_time  # Compiles nothing.
 
@@ -122,7 +133,7 @@ def test_what_does_not_fit_is_a_row_with_its_size(ways):
   result = search(None, ways, huge)
   assert len(result.best) == choose.BEST
   assert not any(r["fits"] for r in result.best)
-  assert "Nothing fits; this needs" in choose.text(result, 1)
+  assert "Nothing fits; this needs" in chosen.text(result, 1)
 
 
 def test_the_command_prints_lines_to_paste(tmp_path, capsys):
@@ -155,7 +166,7 @@ def test_the_best_are_compiled_and_their_lines_give_the_same_program(tmp_path):
   for row in choice.best:
     assert row["figures"] == "compiled" and row["fits"] and row["reasons"]
   best = choice.best[0]
-  changes = [line.removeprefix("config.") for line in choose.lines(best)]
+  changes = [line.removeprefix("config.") for line in chosen.lines(best)]
   changes = [change.replace(" = ", "=") for change in changes]
   sizes = changes.pop(0).removeprefix("mesh=dict(").removesuffix(")")
   changes += [f"mesh.{size}" for size in sizes.split(", ")]

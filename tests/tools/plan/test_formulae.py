@@ -52,3 +52,12 @@ def test_axes_of_groups_are_recognised():
     size, stride, *gaps = group
     one = collectives.Collective("all-gather", size, stride, 1, 8, *gaps)
     assert formulae.axis_of(one, of) == axes
+
+
+def test_the_hidden_units_of_a_tokens_experts_are_counted():
+  of = dict(model_name="decoder", model=dict(variant="mixtral_8x7b"))
+  of["model"]["vocab_size"] = 32_000
+  blocks = formulae.blocks(of)
+  # Two of the experts, and a gate beside each hidden unit.
+  assert blocks.hidden == 14_336 * 2 * 2
+  assert (blocks.vocab_size, blocks.tied) == (32_000, False)
