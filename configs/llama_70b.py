@@ -1,12 +1,14 @@
 """A decoder of the size of Llama 3.1 70B, from scratch or from its weights.
 
 Command: python -m bigtrain.main --workdir=runs/llama_70b \
-  --config=configs/llama_70b.py:data=data/tokens
+  --config=configs/llama_70b.py:data=data/tokens --config.mesh.fsdp=256 \
+  --config.mesh.tensor=2 --config.microbatches=2 \
+  --config.model.remat_policy=none
   With init=FOLDER (the published model.safetensors) training continues from
   those weights.
-Hardware: 512 H100 or 256 TPU v5p, with the state over all of them. That is the
-mesh that tools.plan --choose puts first for H100, by formula. On v5p it is the
-plan's compiled 2D mesh: 30 GB per chip with --config.microbatches=2.
+Hardware: 512 H100. tools.plan --choose --compiler=gpu puts this mesh first,
+with 73 of 80 GB. Or 256 TPU v5p with the state over all of them, which is the
+default: 30 GB per chip with --config.microbatches=2 as the only option.
 Result: not measured by us. The 70B of the paper was trained on 15 trillion
 tokens.
 Source: sizes of meta-llama/Llama-3.1-70B (model card and config.json);

@@ -5,8 +5,8 @@ Command: python -m bigtrain.main \
   --workdir=runs/mixtral --config.microbatches=8
   This continues from the published weights in FOLDER.
 Hardware: 64 TPU v5p; each of eight neighbours has an expert of every layer. By
-the TPU's compiler, 55 of 102 GB with a batch of 64; sums of the gradients over
-microbatches take 23 GB more. Parameters and moments of Adam take 560 GB.
+the TPU's compiler, 58 of 102 GB. Parameters and moments of Adam take 560 GB in
+all.
 Result: not measured by us; the original training recipe is not published.
 Source: sizes of Jiang et al. 2024, arxiv.org/abs/2401.04088, table 1, and of
 mistralai/Mixtral-8x7B-v0.1 (config.json); losses of the router as in Zoph et
