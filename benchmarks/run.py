@@ -31,6 +31,7 @@ SCRIPTS = (
   "input_rate",
   "checkpoint_stall",
   "restart",
+  "recovery",
   "loss_memory",
   "state_bytes",
   "guard_cost",

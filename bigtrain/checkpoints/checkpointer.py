@@ -313,26 +313,27 @@ class Checkpointer:
 
     # Process 0 writes the metadata of all arrays.
     first = self._peers.index == 0
-    context = integrity.tensorstore_context()
     if first:
       commit.begin(job.tmp)
     if paths.is_remote(job.tmp):
       job.event.wait_for_first()
+    metadata = integrity.write_metadata(job.tmp, job.arrays) if first else []
     opening = {
       name: ts.open(
         manifest_lib.spec(job.tmp, name, array),
         open=True,
-        create=first,
-        assume_metadata=not first,
-        context=context,
+        assume_metadata=True,
+        context=integrity.tensorstore_context(),
       )
       for name, array in job.arrays.items()
     }
-    stores = {name: _result(f, job) for name, f in opening.items()}
-    _point("metadata written")
-    pending: collections.deque[tuple[Any, int]] = collections.deque()
+    pending = collections.deque((future, 0) for future in metadata)
     in_flight = 0
     try:
+      stores = {name: _result(f, job) for name, f in opening.items()}
+      for future, _ in pending:
+        _result(future, job)
+      _point("metadata written")
       for piece in snapshot.blocks(job.pieces, job.arrays):
         data = piece.data
         while pending and in_flight + data.nbytes > _WRITES_IN_FLIGHT_BYTES:
@@ -368,11 +369,10 @@ class Checkpointer:
       raise CheckpointError(
         f"{problems[0]} ({len(problems)} such problem(s) after writing).{hint}"
       )
-    digests = integrity.metadata_digests(job.tmp, job.arrays)
     arrays = {
       name: dataclasses.replace(
         array,
-        metadata_sha256=digests[name],
+        metadata_sha256=manifest_lib.metadata_digest(array),
         checksum=checksums.as_text(
           checksums.add(sums[name] for sums in partial_sums if name in sums)
         ),

@@ -9,7 +9,7 @@ needs jax.
 import collections
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +62,27 @@ def tensorstore_context() -> Any:
       )
     )
   return _context[0]
+
+
+def write_metadata(directory: str, arrays: Mapping[str, Array]) -> list[Any]:
+  """Starts to write the zarr.json of arrays; returns tensorstore's futures.
+
+  tensorstore itself would first read each of them.
+  """
+  import tensorstore as ts
+
+  place = (
+    objects.kvstore(directory, is_folder=True)
+    if paths.is_remote(directory)
+    else {"driver": "file", "path": f"{directory}/"}
+  )
+  store = ts.KvStore.open(place, context=tensorstore_context()).result()
+  return [
+    store.write(
+      f"{name}/{manifest_lib.METADATA_FILE}", manifest_lib.metadata(array)
+    )
+    for name, array in arrays.items()
+  ]
 
 
 def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
@@ -134,7 +155,8 @@ def _inspect_objects(
   """
   problems = []
   existing = set(objects.below(directory))
-  digests = metadata_digests(directory, names)
+  known = [name for name in names if manifest.arrays[name].metadata_sha256]
+  digests = metadata_digests(directory, known)
   for name in names:
     array = manifest.arrays[name]
     chunks = [file for file, _ in array.chunks()]
@@ -143,7 +165,7 @@ def _inspect_objects(
       for file in (manifest_lib.METADATA_FILE, *chunks)
       if f"{name}/{file}" not in existing
     ]
-    if digests[name] and array.metadata_sha256 not in ("", digests[name]):
+    if digests.get(name) and array.metadata_sha256 != digests[name]:
       path = os.path.join(directory, name, manifest_lib.METADATA_FILE)
       problems.append(Problem(name, path, _CHANGED))
   return problems
@@ -173,10 +195,9 @@ def _inspect_array(directory: str, name: str, array: Array) -> list[Problem]:
       report(file, _LINK)
   if manifest_lib.METADATA_FILE not in sizes:
     report(manifest_lib.METADATA_FILE, "missing")
-  elif sizes[manifest_lib.METADATA_FILE] is not None and (
-    array.metadata_sha256 not in ("", metadata_digests(directory, [name])[name])
-  ):
-    report(manifest_lib.METADATA_FILE, _CHANGED)
+  elif sizes[manifest_lib.METADATA_FILE] is not None and array.metadata_sha256:
+    if array.metadata_sha256 != metadata_digests(directory, [name])[name]:
+      report(manifest_lib.METADATA_FILE, _CHANGED)
   expected = array.chunk_bytes
   for file, _ in array.chunks():
     if file not in sizes:

@@ -21,6 +21,7 @@ Nothing here needs jax, so checkpoints can be inspected on a laptop without it.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -221,6 +222,28 @@ def spec(directory: str, name: str, array: Array) -> dict[str, Any]:
       ],
     },
   }
+
+
+def metadata(array: Array) -> bytes:
+  """Returns the zarr.json of one array, as tensorstore writes it."""
+  return _metadata(array.shape, array.dtype, array.chunk_shape)
+
+
+def metadata_digest(array: Array) -> str:
+  """Returns the SHA-256 of the zarr.json of one array."""
+  return hashlib.sha256(metadata(array)).hexdigest()
+
+
+@functools.lru_cache(maxsize=4096)  # Most arrays are like others.
+def _metadata(
+  shape: tuple[int, ...], dtype: str, chunk_shape: tuple[int, ...]
+) -> bytes:
+  import tensorstore as ts
+
+  array = Array(shape, dtype, chunk_shape)
+  in_memory = spec("", "", array) | {"kvstore": {"driver": "memory"}}
+  store = ts.open(in_memory, create=True, context=ts.Context()).result()
+  return store.kvstore.read(METADATA_FILE).result().value
 
 
 def check_names(names: Iterable[str]) -> None:

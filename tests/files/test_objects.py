@@ -7,6 +7,7 @@ import os
 import socket
 import time
 
+import numpy as np
 import object_stores
 import pytest
 from saved_states import host_state, like, make_state, path_of, same, save
@@ -193,6 +194,26 @@ def test_saves_and_restores_as_in_a_folder(workdir, tmp_path):
   copies = [folders.find(str(tmp_path / name)) for name in ("run", "other")]
   names = [sorted(dict(folders.files_below(path))) for path in copies]
   assert names[0] == names[1]
+
+
+def requests():
+  """Number of requests of this process to object stores so far."""
+  import tensorstore as ts
+
+  name = "/tensorstore/http/request_started"
+  (metric,) = ts.experimental_collect_matching_metrics(name)
+  return sum(value["value"] for value in metric["values"])
+
+
+def test_a_save_needs_two_requests_for_each_array(workdir):
+  state = {f"a{i}": np.full((4, 4), i, np.float32) for i in range(40)}
+  saver = checkpointer.Checkpointer(workdir)
+  before = requests()
+  saver.save(1, state, block=True)
+  # Also the manifest, and what removes and lists the objects of the attempt.
+  assert requests() - before <= 2 * len(state) + 5
+  saver.close()
+  assert integrity.verify(path_of(workdir, 1)) == []
 
 
 @pytest.mark.parametrize("point", ["metadata written", "manifest written"])
