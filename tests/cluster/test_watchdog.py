@@ -1,0 +1,54 @@
+"""Limits that the watchdog learns from the steps of a run."""
+
+import types
+
+import pytest
+
+from bigtrain.cluster import watchdog
+
+LIMITS = {**watchdog.LIMITS, "step": 3600.0, "step_floor": 5.0}
+
+
+@pytest.fixture
+def dog(tmp_path, monkeypatch):
+  """A watchdog whose thread does not run, with a clock that tests set."""
+  clock = [0.0]
+  time = types.SimpleNamespace(monotonic=lambda: clock[0])
+  monkeypatch.setattr(watchdog, "time", time)
+  monkeypatch.setattr(watchdog.process, "on_hang", lambda call: None)
+  monkeypatch.setattr(watchdog.process, "report_phase", lambda *args: None)
+  result = watchdog.Watchdog(None, str(tmp_path))
+  result._limits = LIMITS
+
+  def run(steps, secs, phase="step"):
+    for _ in range(steps):
+      result.enter(phase, result._phase[1] + 1)
+      clock[0] += secs
+
+  result.run = run
+  return result
+
+
+@pytest.mark.parametrize(
+  "secs, limit, origin",
+  [
+    (2.0, 40.0, "the median of the last 20 steps is 2 s"),
+    (0.1, 5.0, "config.watchdog.step_floor_secs"),
+    (1000.0, 3600.0, "config.watchdog.step_secs"),
+  ],
+)
+def test_a_step_may_take_twenty_times_the_median(dog, secs, limit, origin):
+  dog.run(20, secs)
+  assert dog._limit("step") == (3600.0, "config.watchdog.step_secs")
+  dog.run(1, secs)  # Only now have 20 steps ended.
+  found, reason = dog._limit("step")
+  assert found == pytest.approx(limit) and origin in reason
+  assert dog._limit("save") == (LIMITS["save"], "config.watchdog.save_secs")
+
+
+def test_the_newest_hundred_steps_count_and_nothing_else(dog):
+  dog.run(41, 1.0)
+  dog.run(40, 50.0, phase="evaluation")
+  assert dog._limit("step")[0] == pytest.approx(20.0)
+  dog.run(101, 3.0)
+  assert dog._limit("step")[0] == pytest.approx(60.0)
