@@ -1,5 +1,7 @@
 """Checksums on the host and on the devices, and a flip before a write."""
 
+import itertools
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -43,6 +45,22 @@ def test_parts_on_devices_add_up_to_the_definition(shape, dtype, spec):
   assert sums == compiled and len(sums) == 8
   by_place = {str(s.index): sums[s.device] for s in x.addressable_shards}
   assert checksums.add(by_place.values()) == by_definition(values)
+
+
+def test_a_copy_to_host_memory_that_goes_wrong_is_found(tmp_path, monkeypatch):
+  workdir = str(tmp_path / "run")
+  copyto, number = np.copyto, itertools.count()
+
+  def copy_and_flip(target, source):
+    copyto(target, source)
+    if next(number) == 0:
+      target[0] ^= 1
+
+  monkeypatch.setattr(snapshot.np, "copyto", copy_and_flip)
+  save(workdir, 1)
+  monkeypatch.undo()
+  (problem,) = integrity.verify(path_of(workdir, 1))
+  assert "not those that the devices had" in problem.what
 
 
 @pytest.mark.parametrize("devices", ["cpu", "accelerator"])

@@ -66,6 +66,14 @@ def test_a_flipped_bit_stops_the_run_before_a_save(train, tmp_path):
   assert tiny.checkpoint_steps(tmp_path)[-1] == 3
 
 
+def test_a_flipped_bit_of_a_metric_is_found(train):
+  flip = dict(step=2, name="last/loss_last", device=1, when="tally")
+  with pytest.raises(
+    Corrupt, match="step 2, .* in .tally/last/loss_last. on .*:1 of"
+  ):
+    train(hooks(**flip))
+
+
 def test_a_rollback_ends_bit_equal(train, undisturbed):
   # A wrong copy of a parameter makes wrong gradients on all devices.
   workdir = train(hooks("rollback", step=6, name=NAME))

@@ -24,13 +24,14 @@ def flip(x, device, bit=4):
 
 
 class Flips:
-  """A hook that flips a bit of the state before or after an update, once.
+  """A hook that flips a bit of the state, or of the tally, once.
 
   Args:
     step: the step.
-    name: end of the name of the array in the state.
+    name: end of the name of the array in the state or tally.
     device: see `flip`.
-    when: "before" or "after" the update.
+    when: "before" or "after" the update, for the state; "tally" for the tally
+      after it.
     only: index of the only process that does so; None for all.
   """
 
@@ -45,14 +46,15 @@ class Flips:
     """Computes the step."""
     state = self._flip(step, "before", state)
     state, tally = update(state, *rest)
+    tally = self._flip(step, "tally", tally)
     return self._flip(step, "after", state), tally
 
-  def _flip(self, step, when, state):
+  def _flip(self, step, when, tree):
     here = self._only in (None, jax.process_index())
     if (step, when) != (self._step, self._when) or Flips.flipped or not here:
-      return state
+      return tree
     Flips.flipped = True
     return trees.map_with_names(
       lambda name, x: flip(x, self._device) if name.endswith(self._name) else x,
-      state,
+      tree,
     )
