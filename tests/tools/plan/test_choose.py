@@ -171,5 +171,7 @@ def test_the_best_are_compiled_and_their_lines_give_the_same_program(tmp_path):
   sizes = changes.pop(0).removeprefix("mesh=dict(").removesuffix(")")
   changes += [f"mesh.{size}" for size in sizes.split(", ")]
   (row,) = plan.plan(str(path), [2], changes)
-  for key in ("peak_bytes", "collectives", "executed_flops"):
+  for key in ("collectives", "executed_flops", "state_bytes"):
     assert row[key] == best[key], key
+  # The CPU's compiler does not place temporaries twice alike.
+  assert row["peak_bytes"] == pytest.approx(best["peak_bytes"], rel=0.01)
