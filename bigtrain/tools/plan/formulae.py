@@ -167,7 +167,7 @@ def traffic(
     add("replica", "all-gather", 4 * of["sharded_parameters"] / (fsdp * ten))
     over = [a for a in sharding.AXES[:3] if of[a] > 1]
     add(", ".join(over), "reduce-scatter", weights)
-    add(others, "reduce-scatter", tables)
+    add(others, "all-reduce", tables)
   else:
     add("fsdp", "reduce-scatter", weights)
     add(others, "all-reduce", weights / fsdp + tables)
@@ -233,7 +233,8 @@ def group(axes: str, of: Mapping[str, int]) -> tuple[int, ...]:
   """Returns size and stride of a group of devices over some axes.
 
   Args:
-    axes: names of axes, such as "replica, sequence", or "others" for all.
+    axes: names of axes, such as "replica, sequence", the slowest first, or
+      "others" for all.
     of: sizes of the axes.
 
   Returns:
@@ -248,7 +249,10 @@ def _group(axes: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
   names = sharding.AXES if axes == "others" else axes.split(", ")
   grid = np.arange(math.prod(sizes)).reshape(sizes)
   first = [slice(None) if a in names else 0 for a in sharding.AXES]
-  return collectives.distances(grid[tuple(first)].ravel().tolist())
+  kept = [a for a in sharding.AXES if a in names]
+  order = [kept.index(a) for a in names]
+  devices = grid[tuple(first)].transpose(order)
+  return collectives.distances(devices.ravel().tolist())
 
 
 def axis_of(one: Collective, of: Mapping[str, int]) -> str:
@@ -266,9 +270,11 @@ def axis_of(one: Collective, of: Mapping[str, int]) -> str:
   known = (one.group_size, one.stride, one.inner, one.span)
   for number in range(1, len(axes) + 1):
     for names in itertools.combinations(axes, number):
-      candidate = (*group(", ".join(names), of), 0, 0)[:4]
-      if candidate == known:
-        return ", ".join(names)
+      # Where two axes split one dimension of an array, the partitioner orders
+      # the devices of a group by the dimension.
+      for order in itertools.permutations(names):
+        if (*group(", ".join(order), of), 0, 0)[:4] == known:
+          return ", ".join(names)
   return "others"
 
 

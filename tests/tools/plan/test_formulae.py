@@ -1,8 +1,10 @@
 """The formulae of traffic against a program for all axes."""
 
+import re
+
 import pytest
 
-from bigtrain.tools.plan import collectives, formulae, plan
+from bigtrain.tools.plan import collectives, formulae, plan, table
 
 CONFIG = """
 def get_config():
@@ -38,6 +40,24 @@ def test_a_program_sends_over_each_axis_what_the_formulae_say(tmp_path):
   assert others < 0.01 * sum(sent.values())
 
 
+@pytest.mark.slow
+def test_a_program_with_zero_1_sends_what_the_formulae_say(tmp_path):
+  path = tmp_path / "config.py"
+  mesh = "mesh=dict(replica=4, fsdp=2), opt_sharding='replica'"
+  path.write_text(re.sub("mesh=dict.*\\)(?=,)", mesh, CONFIG))
+  (row,) = plan.plan(str(path), [8])
+  sent, formula = row["sent_by_axis"], row["formula_by_axis"]
+  assert formula.keys() == {"fsdp", "replica", "replica, fsdp"}
+  for axes, nbytes in formula.items():
+    assert sent[axes] == pytest.approx(nbytes, rel=0.05), axes
+  others = sum(n for axes, n in sent.items() if axes not in formula)
+  assert others < 0.01 * sum(sent.values())
+  lines = table.text("x.py", "h100", [row], 0.6).splitlines()
+  at = next(i for i, x in enumerate(lines) if x.startswith("  over replica "))
+  assert float(lines[at].split()[-1]) > 0
+  assert lines[at + 1].startswith("    by formula")
+
+
 def test_axes_of_groups_are_recognised():
   of = dict(replica=4, fsdp=8, sequence=2, tensor=2)
   groups = {
@@ -52,6 +72,12 @@ def test_axes_of_groups_are_recognised():
     size, stride, *gaps = group
     one = collectives.Collective("all-gather", size, stride, 1, 8, *gaps)
     assert formulae.axis_of(one, of) == axes
+  # The same devices in another order.
+  size, *distances = formulae.group("fsdp, replica", of)
+  one = collectives.Collective(
+    "all-gather", size, distances[0], 1, 8, *distances[1:]
+  )
+  assert formulae.axis_of(one, of) == "replica, fsdp"
 
 
 def test_the_hidden_units_of_a_tokens_experts_are_counted():
