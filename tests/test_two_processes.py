@@ -1,11 +1,12 @@
-"""Two processes on loopback are one job: same losses, one set of files."""
+"""Processes on loopback are one job: same losses, one set of files."""
 
+import processes
 import pytest
 
 from bigtrain import main
 from bigtrain.checkpoints import folders
 from bigtrain.reports import writers
-from configs import digits, pydoc_lm
+from configs import digits, llama_8b, pydoc_lm
 
 
 def train_digits(folder):
@@ -48,3 +49,38 @@ def test_two_processes_share_examples(tmp_path, two_processes):
     for name in ("loss", "grad_norm", "param_norm", "tokens_seen", "val/loss"):
       if name in b:
         assert a[name] == pytest.approx(b[name], rel=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+  """Rows of a run in which no device shares its examples."""
+  workdir = tmp_path_factory.mktemp("one")
+  config = llama_8b.get_config("runlocal")
+  config.mesh = dict(replica=1, fsdp=8)
+  config.model.dtype = "float32"
+  config.compile_cache = False
+  config.evals = {}
+  main.train(config, str(workdir))
+  return writers.read_rows(str(workdir))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices"), [(2, 4), (4, 2)])
+def test_processes_split_examples_and_layers(
+  tmp_path, one_process, count, devices
+):
+  mesh = dict(replica=1, fsdp=2, sequence=2, tensor=2)
+  command = processes.main_command(
+    processes.ROOT / "configs/llama_8b.py:runlocal",
+    tmp_path / "run",
+    f"--config.mesh={mesh}",
+    "--config.model.dtype=float32",
+    "--config.compile_cache=False",
+    "--config.evals={}",
+  )
+  processes.run_job(command, tmp_path, count, devices=devices)
+  rows = writers.read_rows(str(tmp_path / "run"))
+  assert [row["step"] for row in rows] == [row["step"] for row in one_process]
+  for row, want in zip(rows, one_process):
+    for name in ("loss", "grad_norm", "param_norm", "tokens_seen"):
+      assert row[name] == pytest.approx(want[name], rel=1e-5), name
