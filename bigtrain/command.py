@@ -17,8 +17,8 @@ from bigtrain import settings
 from bigtrain.checkpoints import commit, finished
 from bigtrain.cluster import launchers, process
 from bigtrain.files import disk, paths
-from bigtrain.reports import ending
-from bigtrain.runtime import jax_flags
+from bigtrain.reports import ending, record
+from bigtrain.runtime import early, jax_flags
 
 _USAGE = (
   "Usage: python -m bigtrain.main --config=FILE.py[:arguments] "
@@ -142,7 +142,7 @@ def _folder(workdir: str | None) -> Iterator[str]:
     yield folder
 
 
-# Arguments that `end_if_finished` has read, for `run`.
+# Arguments that `begin` has read, for `run`.
 _parsed: list[Arguments] = []
 
 
@@ -161,11 +161,12 @@ def _prepare() -> None:
   jax.config.update("jax_traceback_in_locations_limit", 1)
 
 
-def end_if_finished() -> None:
-  """Ends the process if its run has nothing left to do.
+def begin() -> None:
+  """Does what needs no model, before main.py imports models and the rest.
 
-  main.py calls it before it imports models and what they need. A job of several
-  processes looks later, together.
+  Ends the process if its run has nothing left to do. Else begins to load the
+  update that the last start kept. A job of several processes does both later,
+  together.
   """
   if {"--help", "-h", "-help"} & set(sys.argv[1:]):
     return
@@ -177,9 +178,11 @@ def end_if_finished() -> None:
   except Exception:
     return  # `run` meets the same mistake, and reports it.
   _parsed.append(arguments)
-  if workdir is None or cleanup or not alone:
+  if not alone:
     return
-  results = finished.read(workdir, config)
+  results = None
+  if workdir is not None and not cleanup:
+    results = finished.read(workdir, config)
   if results is not None:
     logging.info(
       "Step %d of this workdir is the last: nothing is left to do.",
@@ -187,6 +190,10 @@ def end_if_finished() -> None:
     )
     print(ending.message(results, workdir))
     process.exit_now(process.EXIT_OK)
+  if not (config.get("compile_only") or config.get("eval_only")):
+    with contextlib.suppress(Exception):  # As above.
+      cache = record.use_compile_cache(config.get("compile_cache", True))
+      early.begin(cache, settings.digest(config))
 
 
 def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:

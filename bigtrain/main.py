@@ -12,7 +12,7 @@ if __name__ == "__main__":
   process.catch_signals()  # Before the imports below, which take a second.
   from bigtrain import command
 
-  command.end_if_finished()
+  command.begin()
 
 import collections
 import contextlib

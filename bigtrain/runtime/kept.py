@@ -43,7 +43,7 @@ from jax.sharding import Mesh
 
 from bigtrain import settings
 from bigtrain.cluster import process
-from bigtrain.runtime import kept_files
+from bigtrain.runtime import early, kept_files
 from bigtrain.runtime import sources as sources_lib
 from bigtrain.runtime.sources import NotKept, Sources
 from bigtrain.step import hparams
@@ -136,6 +136,7 @@ class Kept:
     self.hit = False
     self._folder = ""
     self._key = ""
+    self._config = ""  # Digest of the config.
     self._facts: dict[str, Any] = {}
     self._mesh: Any = None
     self._sources: Sources | None = None
@@ -190,7 +191,8 @@ class Kept:
           return  # They refer to objects of this process.
         content, _, out_tree = serialize_executable.serialize(program)
         numbers = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-        self._write(f"{name} {key}", (content, numbers))
+        self._write(f"{name} {key}", numbers, content)
+        self._note(name, key, len(jax.tree.leaves(program.args_info)))
 
     process.Background(write, f"keep {name}")
 
@@ -207,17 +209,14 @@ class Kept:
     if not self.hit:
       return None
     program = None
-    content = self._read(f"{name} {key}")
-    if content is not None:
+    numbers, serialized = self._read(f"{name} {key}")
+    if serialized:
       with contextlib.suppress(Exception):  # Another runtime refuses it.
-        serialized, numbers = content
-        program = serialize_executable.deserialize_and_load(
-          serialized,
-          jax.tree.structure((specs, {})),
-          jax.tree.structure(numbers),
-          backend=self._mesh.local_devices[0].client,
-          execution_devices=list(self._mesh.devices.flat),
+        in_tree = jax.tree.structure((specs, {}))
+        program = _loaded(
+          serialized, in_tree, jax.tree.structure(numbers), self._mesh
         )
+        self._note(name, key, len(jax.tree.leaves(specs)))
     return program if _agree(program is not None) else None
 
   def forget(self) -> None:
@@ -226,10 +225,16 @@ class Kept:
       with contextlib.suppress(OSError):
         os.unlink(self._path("facts"))
 
+  def _note(self, name: str, key: str, num_args: int) -> None:
+    """Notes the update for the next start, see early.py."""
+    if name == "update":
+      entry = self._path(f"{name} {key}")
+      early.note(self._folder, self._config, entry, self._mesh, num_args)
+
   def _find(self, folder: str, key: str, mesh: Mesh, sources: Sources) -> None:
     self._folder, self._key, self._mesh = folder, key, mesh
     self._sources = sources
-    content = self._read("facts")
+    content, _ = self._read("facts")
     if content is not None:
       self._facts, choices = content
       for config_key, cases in choices.items():
@@ -242,40 +247,59 @@ class Kept:
     name = hashlib.sha256(f"{self._key} {name}".encode()).hexdigest()
     return os.path.join(self._folder, f"{name}{kept_files.SUFFIX}")
 
-  def _write(self, name: str, content: Any) -> None:
+  def _write(self, name: str, content: Any, executable: bytes = b"") -> None:
     try:
       sources = Sources()
       if self._opened:
         raise NotKept(f"its trace opened {self._opened[0]}")
-      body = io.BytesIO()
+      pickled = io.BytesIO()
+      _Pickler(pickled, self._mesh).dump(content)
       head = json.dumps(sources.saved()).encode()
-      body.write(len(head).to_bytes(8, "little") + head)
-      _Pickler(body, self._mesh).dump(content)
-      kept_files.store(self._path(name), body.getvalue())
+      body = early.joined(head, pickled.getvalue(), executable)
+      kept_files.store(self._path(name), body)
     except (OSError, NotKept, pickle.PicklingError, TypeError) as e:
       logging.debug("%s is not kept: %s", name, e)
     except AttributeError as e:  # pickle's error for local classes.
       logging.debug("%s is not kept: %s", name, e)
 
-  def _read(self, name: str) -> Any:
-    """Returns the content of an entry; None unless one fits."""
+  def _read(self, name: str) -> tuple[Any, bytes]:
+    """Returns (content, executable) of an entry, (None, b"") if none fits."""
     path = self._path(name)
     body = kept_files.load(path)
+    nothing = None, b""
     if body is None or self._sources is None:
-      return None
+      return nothing
     try:
-      size = int.from_bytes(body[:8], "little")
-      if not self._sources.fit(json.loads(body[8 : 8 + size])):
-        return None
-      content = _Unpickler(io.BytesIO(body[8 + size :]), self._mesh).load()
+      head, pickled, executable = early.split(body)
+      if not self._sources.fit(json.loads(head)):
+        return nothing
+      content = _Unpickler(io.BytesIO(pickled), self._mesh).load()
     except (OSError, NotKept):
-      return None
+      return nothing
     except Exception as e:  # The checksum fits, but not this program.
       logging.debug("%s: %s", path, e)
-      return None
+      return nothing
     with contextlib.suppress(OSError):
       os.utime(path)  # The entries that were not used for longest go first.
-    return content
+    return content, executable
+
+
+def _loaded(
+  serialized: bytes, in_tree: Any, out_tree: Any, mesh: Mesh
+) -> jax.stages.Compiled:
+  """Loads an executable, or takes it if the process has begun to."""
+  if (begun := early.take(serialized, mesh)) is not None:
+    args = jax.tree.unflatten(in_tree, jax.tree.leaves(begun.args_info))
+    return jax.stages.Compiled(
+      begun._executable, [], args, out_tree, no_kwargs=begun._no_kwargs
+    )
+  return serialize_executable.deserialize_and_load(
+    serialized,
+    in_tree,
+    out_tree,
+    backend=mesh.local_devices[0].client,
+    execution_devices=list(mesh.devices.flat),
+  )
 
 
 def find(config: Mapping[str, Any], mesh: Mesh, *facts: Any) -> Kept:
@@ -292,12 +316,14 @@ def find(config: Mapping[str, Any], mesh: Mesh, *facts: Any) -> Kept:
   if _is_command() and folder and "://" not in folder:
     try:
       key = _key(config, mesh, facts)
+      kept._config = settings.digest(config)
       kept._find(kept_files.own_folder(folder), key, mesh, Sources())
     except (OSError, NotKept) as e:
       logging.debug("Nothing is kept: %s", e)
   kept.hit = _agree(bool(kept._facts))
   if not kept.hit:
     kept._facts = {}
+    early.forget()
   return kept
 
 

@@ -11,8 +11,9 @@ from absl import logging
 
 from bigtrain.runtime.sources import NotKept
 
-FORMAT = b"bigtrain kept program 1\n"
+FORMAT = b"bigtrain kept program 2\n"
 SUFFIX = ".kept"
+LAST = ".last"  # The entry of the last start of a config, see early.py.
 _DIGEST_BYTES = 32
 # Default size of the folder; jax_compilation_cache_max_size replaces it.
 _LIMIT_BYTES = 4 * 2**30
@@ -86,7 +87,7 @@ def _evict(folder: str, limit: int) -> None:
     with contextlib.suppress(OSError):
       status = entry.stat(follow_symlinks=False)
       age = time.time() - status.st_mtime
-      if entry.name.endswith(SUFFIX):
+      if entry.name.endswith((SUFFIX, LAST)):
         entries.append((status.st_mtime, status.st_size, entry.path))
       elif age > 3600:
         os.unlink(entry.path)

@@ -11,9 +11,9 @@ import numpy as np
 import processes
 import pytest
 
-from bigtrain import sharding
+from bigtrain import settings, sharding
+from bigtrain.runtime import early, sources
 from bigtrain.runtime import kept as kept_lib
-from bigtrain.runtime import sources
 
 CONFIG = {
   "lr": 0.1,
@@ -34,7 +34,10 @@ class AtOnce:
   """process.Background without a thread."""
 
   def __init__(self, fn, name):
-    fn()
+    self._value = fn()
+
+  def result(self):
+    return self._value
 
 
 class Starts:
@@ -138,6 +141,51 @@ def test_the_next_start_traces_nothing(starts):
     kept_lib.program_key((BATCH,), {"donate_argnums": 0}),
   ):
     assert kept.read_program("update", other, wide) is None
+
+
+def test_the_last_executable_is_loaded_before_it_is_known_to_be_right(
+  starts, monkeypatch
+):
+  monkeypatch.setattr(early.host_memory, "keep_freed", lambda: None)
+  library, loads = kept_lib.serialize_executable, []
+  load = library.deserialize_and_load
+
+  def counted(*args, **kwargs):
+    loads.append(args)
+    return load(*args, **kwargs)
+
+  monkeypatch.setattr(library, "deserialize_and_load", counted)
+  key = kept_lib.program_key((BATCH,), {})
+  x = jnp.arange(8.0).reshape(4, 2)
+
+  def begin():
+    loads.clear()
+    early.begin(str(starts.folder / "cache"), settings.digest(CONFIG))
+    assert len(loads) == 1
+
+  def num_loads():
+    kept = starts.find()
+    program = kept.read_program("update", key, (BATCH,))
+    np.testing.assert_array_equal(program(x)["twice"], 2 * x)
+    return len(loads)
+
+  begin()
+  assert num_loads() == 1  # The one that has begun.
+  assert num_loads() == 2  # It is used once.
+  begin()
+  (begun,) = early._loading
+  begun._value = begun._value._replace(serialized=b"other")
+  assert num_loads() == 2
+  begin()
+  (begun,) = early._loading
+  begun._value = begun._value._replace(device_ids=[1])
+  assert num_loads() == 2
+  begin()
+  _optimizer(starts, monkeypatch)
+  assert not starts.hit() and not early._loading  # Its memory is free again.
+  loads.clear()
+  early.begin(str(starts.folder / "cache"), settings.digest({}))
+  assert not loads  # No start of this config is known.
 
 
 def _config(starts, patch):
@@ -288,7 +336,7 @@ def test_damaged_entries_are_misses_with_one_warning(starts, damage, caplog):
     kept = starts.find()
     assert not kept.hit and not starts.hit()
     key = kept_lib.program_key((BATCH,), {})
-    assert kept._read(f"update {key}") is None
+    assert kept._read(f"update {key}") == (None, b"")
   assert [r.message for r in caplog.records if "is damaged" in r.message]
   assert len(caplog.records) == 2  # One for each file.
   assert not starts.entries()
@@ -332,7 +380,8 @@ def test_only_commands_keep_anything(starts, monkeypatch):
 def test_the_entries_unused_for_longest_are_removed(starts, monkeypatch):
   first, second = starts.entries()
   os.utime(first, (1, 1))
-  kept_lib.kept_files._evict(str(first.parent), second.stat().st_size)
+  limit = second.stat().st_size + 500  # With the note of the last start.
+  kept_lib.kept_files._evict(str(first.parent), limit)
   assert starts.entries() == [second]
 
 
