@@ -125,9 +125,17 @@ def take(serialized: bytes, mesh: Any) -> jax.stages.Compiled | None:
   return None
 
 
-def forget() -> None:
-  """Drops the executable, which takes memory, if nobody has taken it."""
-  _loading.clear()
+def forget(folder: str, config: str) -> None:
+  """Drops the executable of a stale note, and the note.
+
+  Args:
+    folder: folder of the entries.
+    config: digest of the run's config.
+  """
+  if _loading:
+    _loading.clear()  # Its memory is free once it is loaded.
+    with contextlib.suppress(OSError):
+      os.unlink(_path(folder, config))
 
 
 def _path(folder: str, config: str) -> str:

@@ -323,7 +323,7 @@ def find(config: Mapping[str, Any], mesh: Mesh, *facts: Any) -> Kept:
   kept.hit = _agree(bool(kept._facts))
   if not kept.hit:
     kept._facts = {}
-    early.forget()
+    early.forget(kept._folder, kept._config)
   return kept
 
 

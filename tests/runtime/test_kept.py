@@ -181,9 +181,11 @@ def test_the_last_executable_is_loaded_before_it_is_known_to_be_right(
   begun._value = begun._value._replace(device_ids=[1])
   assert num_loads() == 2
   begin()
-  _optimizer(starts, monkeypatch)
+  starts.file.write_text(TASK.replace("2.0", "3.0"))
   assert not starts.hit() and not early._loading  # Its memory is free again.
   loads.clear()
+  early.begin(str(starts.folder / "cache"), settings.digest(CONFIG))
+  assert not loads  # The note was stale.
   early.begin(str(starts.folder / "cache"), settings.digest({}))
   assert not loads  # No start of this config is known.
 
