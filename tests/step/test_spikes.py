@@ -61,6 +61,9 @@ def test_what_is_a_spike():
   found, every = judge(rules, quiet + high[:1], counts)
   assert not any(found)
   tiny.assert_same(every[-1], every[-2])
+  # A very high one does not hide the next.
+  found, _ = judge(rules, [*quiet, (1e6, 5.0), *high[:1]])
+  assert found[-2:] == [True, True]
   # A level that stays high becomes normal.
   found, _ = judge(rules, quiet + [(9.0, 5.0)] * 60)
   assert found[12] and not any(found[50:])

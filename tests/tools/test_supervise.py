@@ -51,6 +51,7 @@ def start(tmp_path):
     (["1", "2"], 2),
     (["75", "127"], 127),
     (["+", "1", "+", "1", "+", "1", "1"], 1),  # Two in a row are too many.
+    (["kill"] * 4, 128 + signal.SIGKILL),
   ],
 )
 def test_starts_again_until_an_end_or_a_limit(start, tmp_path, codes, code):
@@ -66,6 +67,10 @@ def test_starts_again_until_an_end_or_a_limit(start, tmp_path, codes, code):
     )
     assert "(0 of 2 starts without progress)" in lines[0]
     assert "newest step 1; starting again in 0.01 s (1 of 2" in lines[1]
+  if codes[-1] == "kill":
+    assert lines.pop().startswith("giving up: 4 start(s) in a row made no")
+    for line, secs in zip(lines, (0.01, 0.02, 0.04), strict=True):
+      assert f"starting again in {secs} s" in line
   assert len(lines) == len(codes) - 1  # One for each restart.
 
 
