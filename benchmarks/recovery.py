@@ -76,9 +76,12 @@ class Kill:
 def main() -> None:
   """Prints the ratio, and the number of steps that are computed again."""
   args = measure.arguments(__doc__)
-  config = os.path.join(measure.ROOT, "configs", "digits.py")
-  config += ":runlocal" * args.quick
-  number = 2 if args.quick else 4
+  path = ("configs", "digits.py")
+  model, number = "digits", 4
+  if args.quick:
+    path = ("benchmarks", "synthetic.py:mu/16,size=16,batch_size=8")
+    model, number = "mu/16", 2
+  config = os.path.join(measure.ROOT, *path)
   with tempfile.TemporaryDirectory() as folder:
     jobs = _Jobs(folder, config, number)
     if not args.quick:
@@ -86,7 +89,7 @@ def main() -> None:
     secs = measure.interleave(
       {"warm": jobs.start, "recovery": jobs.recover}, args.repeats, warm_ups=0
     )
-  name = f"digits, {number} processes"
+  name = f"{model}, {number} processes"
   measure.report(
     7,
     f"from the loss of a host to the next step / warm start: {name}",
@@ -134,8 +137,8 @@ class _Jobs:
     self._started += 1
     path = os.path.join(self._folder, f"run-{self._started}")
     options = {
-      "total_steps": _KILL_STEP + 2,
-      "ckpt_steps": _KILL_STEP + 2,
+      "stop_at_steps": _KILL_STEP + 2,
+      "ckpt_steps": 1000,
       "compile_cache": os.path.join(self._folder, "cache"),
       "mesh": dict(replica=2, fsdp=self._processes // 2),
       "local_ckpt_dir": os.path.join(self._folder, "hosts"),
