@@ -1,7 +1,8 @@
 """Grouped products: rows in blocks of one expert each.
 
 Axes: D model width, F hidden width, E experts, J experts of a token, t tokens,
-R choices of all tokens, N blocks of T rows, S = N T slots.
+R choices of all tokens, N blocks of T rows, S = N T slots; in `rows` X rows,
+Y results and Z results of a row.
 """
 
 import functools
@@ -65,7 +66,7 @@ def run(
       not all of them; then empty blocks are skipped.
 
   Returns:
-    [t, J, D], zeros for no expert.
+    [t, J, D]; any finite numbers for no expert, with a gradient of zero.
   """
   J = expert_tJ.shape[1]
   E = weights["up"].shape[0]
@@ -87,16 +88,87 @@ def run(
   used_N = expert_N < E
   expert_N = jnp.minimum(expert_N, E - 1)
   choice_S = jnp.full(N * T, R).at[place_R].set(order_R, mode="drop")
-  take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
-  x_NTD = take(x_tD, choice_S // J).reshape(N, T, -1)
+  back_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
+  # Empty slots have any token, whose result is not used. There are more slots
+  # than choices, and the last slot is empty: a choice without an expert has it.
+  x_SD = rows(x_tD, choice_S // J, back_R.reshape(-1, J).T, Zeros(False, False))
   keep = None
   if keep_tJF is not None:
-    keep = take(keep_tJF.reshape(R, -1), choice_S).reshape(N, T, -1)
+    keep = jnp.take(
+      keep_tJF.reshape(R, -1), choice_S, axis=0, mode="fill", fill_value=0
+    ).reshape(N, T, -1)
   static = _Static(useful or R, useful is not None)
   times = lambda x, kernel: _times(static, x, kernel, expert_N, used_N)
-  y_NTD = experts.run(x_NTD, weights, times, keep)
-  back_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
-  return take(y_NTD.reshape(N * T, -1), back_R).reshape(*expert_tJ.shape, -1)
+  y_NTD = experts.run(x_SD.reshape(N, T, -1), weights, times, keep)
+  y_SD = y_NTD.reshape(N * T, -1)
+  y_RD = rows(y_SD, back_R, choice_S[None], Zeros(results=False))
+  return y_RD.reshape(*expert_tJ.shape, -1)
+
+
+class Zeros(NamedTuple):
+  """Which indices of `rows` may be beyond the rows, for zeros.
+
+  Attributes:
+    results: those of the results.
+    gradients: those of the gradients.
+  """
+
+  results: bool = True
+  gradients: bool = True
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def rows(
+  x_XD: jax.Array,
+  index_Y: jax.Array,
+  back_ZX: jax.Array,
+  zeros: Zeros = Zeros(),
+) -> jax.Array:
+  """Returns rows of x; the gradient takes rows as well.
+
+  The gradient of jnp.take is a scatter, which adds up rows one by one.
+
+  Args:
+    x_XD: rows.
+    index_Y: int, the row for each result; X for zeros.
+    back_ZX: int, the results that have a row of x, Z at most; Y for none.
+    zeros: which of both have indices for zeros. The others may name any row
+      whose values are not used.
+
+  Returns:
+    [Y, D].
+  """
+  del back_ZX
+  return _take(x_XD, index_Y, zeros.results)
+
+
+def _take(x_XD: jax.Array, index: jax.Array, zeros: bool) -> jax.Array:
+  """Takes rows, with zeros beyond them or, faster, the last row.
+
+  A product with a mask: TPUs write the zeros of jnp.take's mode "fill" to
+  memory first, which takes longer than the rows do.
+  """
+  taken = jnp.take(x_XD, index, axis=0, mode="clip")
+  if not zeros:
+    return taken
+  inside = index < x_XD.shape[0]
+  return taken * inside[..., None].astype(taken.dtype)
+
+
+def _rows_forward(
+  x_XD: jax.Array, index_Y: jax.Array, back_ZX: jax.Array, zeros: Zeros
+) -> tuple[jax.Array, Any]:
+  return rows(x_XD, index_Y, back_ZX, zeros), back_ZX
+
+
+def _rows_backward(
+  zeros: Zeros, back_ZX: jax.Array, grad_YD: jax.Array
+) -> tuple[Any, ...]:
+  grad_ZXD = _take(grad_YD, back_ZX, zeros.gradients)
+  return jnp.sum(grad_ZXD, axis=0), None, None
+
+
+rows.defvjp(_rows_forward, _rows_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -153,30 +225,31 @@ def _times_forward(static: _Static, *args: jax.Array) -> tuple[jax.Array, Any]:
 def _times_backward(static: _Static, args: Any, grad_NTF: jax.Array) -> Any:
   x_NTD, kernel_EDF, expert_N, used_N = args
 
-  # One expert's sum is float32; the array of all sums has the kernel's dtype.
-  def add_block(sums: Any, block: Any) -> Any:
-    sum_DF, sums_EDF = sums
-    x_TD, grad_TF, e, first, used = block
+  # Sums are float32. They are slices of the loop's state, which XLA changes in
+  # place: a block reads and writes the sum of its expert alone.
+  def add_block(sums_EDF: jax.Array, block: Any) -> Any:
+    x_TD, grad_TF, e, used = block
 
     def add() -> Any:
       product_DF = jnp.matmul(
         x_TD.T, grad_TF, preferred_element_type=jnp.float32
       )
-      added_DF = jnp.where(first, 0.0, sum_DF) + product_DF
-      added_EDF = sums_EDF.at[e].set(added_DF.astype(sums_EDF.dtype))
-      return (added_DF, added_EDF), grad_TF @ kernel_EDF[e].T
+      sum_DF = jax.lax.dynamic_index_in_dim(sums_EDF, e, keepdims=False)
+      added_EDF = jax.lax.dynamic_update_index_in_dim(
+        sums_EDF, sum_DF + product_DF, e, axis=0
+      )
+      return added_EDF, grad_TF @ kernel_EDF[e].T
 
     if not static.skips:
       return add()
-    skip = lambda: (sums, jnp.zeros_like(x_TD))
-    return jax.lax.cond(used, add, skip)
+    return jax.lax.cond(used, add, lambda: (sums_EDF, jnp.zeros_like(x_TD)))
 
-  first_N = jnp.diff(expert_N, prepend=-1) != 0
-  zeros = jnp.zeros_like(kernel_EDF[0], jnp.float32), jnp.zeros_like(kernel_EDF)
+  zeros_EDF = jnp.zeros_like(kernel_EDF, jnp.float32)
   with _counted(static, x_NTD):
-    (_, kernel_grad_EDF), x_grad_NTD = jax.lax.scan(
-      add_block, zeros, (x_NTD, grad_NTF, expert_N, first_N, used_N)
+    sums_EDF, x_grad_NTD = jax.lax.scan(
+      add_block, zeros_EDF, (x_NTD, grad_NTF, expert_N, used_N)
     )
+  kernel_grad_EDF = sums_EDF.astype(kernel_EDF.dtype)
   return x_grad_NTD, kernel_grad_EDF, None, None
 
 

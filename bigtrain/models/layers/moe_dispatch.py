@@ -8,7 +8,6 @@ S slots; n devices of the experts' axis, Q rows from one device to another.
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +152,7 @@ def _through_exchange(
   received_nQ = jnp.sum(q[None, :, None] >= ends_no[:, None], axis=-1)
 
   send = functools.partial(moe_exchange.exchange, axis)
-  x_RD = _rows(x_tD, choice_R // J, back_K.reshape(t, J).T)
+  x_RD = moe_blocks.rows(x_tD, choice_R // J, back_K.reshape(t, J).T)
   x_nQD = send(x_RD.reshape(n, Q, -1), send_n, receive_n)
   keep_R1F = None
   if keep_tJF is not None:
@@ -172,37 +171,8 @@ def _through_exchange(
     useful=K,
   )
   y_nQD = send(y_R1D.reshape(n, Q, -1), receive_n, send_n)
-  return _rows(y_nQD.reshape(n * Q, -1), back_K, choice_R[None]).reshape(
-    t, J, -1
-  )
-
-
-@jax.custom_vjp
-def _rows(x_XD: jax.Array, index_Y: jax.Array, back_ZX: jax.Array) -> jax.Array:
-  """Returns rows of x; the gradient takes rows as well.
-
-  Args:
-    x_XD: rows.
-    index_Y: int, the row for each result; X for zeros.
-    back_ZX: int, the results that have a row of x, Z at most; Y for none.
-
-  Returns:
-    [Y, D].
-  """
-  del back_ZX
-  return jnp.take(x_XD, index_Y, axis=0, mode="fill", fill_value=0)
-
-
-def _rows_forward(x: jax.Array, *index: jax.Array) -> tuple[jax.Array, Any]:
-  return _rows(x, *index), index[1]
-
-
-def _rows_backward(back_ZX: jax.Array, grad_YD: jax.Array) -> tuple[Any, ...]:
-  grad_ZXD = jnp.take(grad_YD, back_ZX, axis=0, mode="fill", fill_value=0)
-  return jnp.sum(grad_ZXD, axis=0), None, None
-
-
-_rows.defvjp(_rows_forward, _rows_backward)
+  y_KD = moe_blocks.rows(y_nQD.reshape(n * Q, -1), back_K, choice_R[None])
+  return y_KD.reshape(t, J, -1)
 
 
 def with_capacity(
@@ -358,15 +328,15 @@ def _fill(
     jnp.where(j_bEC < J, (j_bEC * b + row_b11) * L + l_bEC, J * b * L)
   )
 
-  x_ESD = _rows(x_blD.reshape(b * L, D), token_S, back_Jt).reshape(E, b * c, D)
-  x_ESD = moe_exchange.to_experts(axis, x_ESD)
+  x_SD = moe_blocks.rows(x_blD.reshape(b * L, D), token_S, back_Jt)
+  x_ESD = moe_exchange.to_experts(axis, x_SD.reshape(E, b * c, D))
   if keep is not None:
     keep = keep.reshape(*x_ESD.shape[:2], -1)
   with model_flops.share(*counts):  # Empty slots are not model FLOPs.
     times = functools.partial(jnp.einsum, "esd,edf->esf")
     y_ESD = experts.run(x_ESD, weights, times, keep)
   y_ESD = moe_exchange.from_experts(axis, y_ESD)
-  y = _rows(y_ESD.reshape(-1, D), back_Jt.reshape(-1), choice_S[None])
+  y = moe_blocks.rows(y_ESD.reshape(-1, D), back_Jt.reshape(-1), choice_S[None])
   with model_flops.share(1, parts):
     y_bLD = jnp.einsum(
       "jbld,blj->bld", y.reshape(J, b, L, D), weight_bLJ.astype(y.dtype)

@@ -155,8 +155,8 @@ def test_a_large_capacity_equals_dropless():
   )
 
 
-def test_no_row_is_multiplied_with_all_experts():
-  rows, width, hidden = 256, 16, 24
+def gradients_of_rows(rows, width, hidden):
+  """The lowered gradients of a dropless layer, all of its rows for expert 0."""
   weights = {
     name: np.ones((E, *shape), np.float32)
     for name, shape in dict(
@@ -174,11 +174,24 @@ def test_no_row_is_multiplied_with_all_experts():
     return jnp.sum(jnp.sin(y))
 
   x = np.ones((1, rows, width), np.float32)
-  compiled = jax.jit(jax.grad(total, (0, 1))).lower(x, weights).compile()
+  return jax.jit(jax.grad(total, (0, 1))).lower(x, weights)
+
+
+def test_no_row_is_multiplied_with_all_experts():
+  rows, hidden = 256, 24
+  compiled = gradients_of_rows(rows, 16, hidden).compile()
   shapes = re.findall(r"f32\[([\d,]+)\]", compiled.as_text())
   sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
   # As many rows as there are, and up to a quarter more for empty places.
   assert max(sizes) <= 1.25 * rows * hidden
+
+
+def test_gradients_scatter_no_rows():
+  """TPUs scatter one row after another."""
+  text = gradients_of_rows(256, 16, 24).as_text()
+  results = re.findall(r"stablehlo\.scatter.*?-> tensor<(.*?)>", text, re.S)
+  # The numbers of rows alone.
+  assert results and all(r.endswith("xi32") for r in results), results
 
 
 @pytest.mark.parametrize("factor", [None, 0.7])
