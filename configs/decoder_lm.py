@@ -110,13 +110,14 @@ RECIPES = {
     lr=1e-4,
     vocab_size=32_000,
     model=dict(
-      moe=dict(num_experts=8, top_k=2, axis="fsdp"),  # An expert a device.
+      moe=dict(num_experts=8, top_k=2),
       scan=True,
       remat_policy="nothing_saveable",
     ),
     tiny="mixtral_mu",
     loss=dict(load_balance=0.01, router_z=0.001),
-    opt_sharding="replica",  # 6 GB of moments a device in place of 47.
+    # Experts on an axis would need room for all tokens of eight devices.
+    mesh=dict(replica=1, fsdp=-1),
   ),
 }
 
