@@ -47,8 +47,8 @@ def test_a_step_may_take_twenty_times_the_median(dog, secs, limit, origin):
 
 
 def test_the_newest_hundred_steps_count_and_nothing_else(dog):
-  dog.run(41, 1.0)
-  dog.run(40, 50.0, phase="evaluation")
+  dog.run(150, 1.0)
+  dog.run(150, 50.0, phase="evaluation")
   assert dog._limit("step")[0] == pytest.approx(20.0)
-  dog.run(101, 3.0)
+  dog.run(60, 3.0)
   assert dog._limit("step")[0] == pytest.approx(60.0)
