@@ -33,7 +33,8 @@ def load(spec, *, vocab_size=None, packed=False, dropout=0.1, small=False):
     vocab_size: least size of the vocabulary, which becomes a multiple of 8.
     packed: whether several documents share a row, where the data is text.
     dropout: in place of the model's rate.
-    small: whether the model has one layer, outside of a loop.
+    small: whether the model has one layer, outside of a loop, and neither
+      remat nor mixup, which would take a third of the time to compile.
   """
   name, _, arguments = spec.partition(":")
   config = dict(settings.load(f"{CONFIGS / name}.py:{arguments}"))
@@ -55,10 +56,13 @@ def load(spec, *, vocab_size=None, packed=False, dropout=0.1, small=False):
       part["depth"] = 1
       if "scan" in part:
         part["scan"] = False
+      part.pop("remat_policy", None)
   if config["model_name"] == "cappa":
     model["decoder_dropout"] = dropout
     if small:
       model["decoder_depth"] = 1
+  if small:
+    config["loss"].pop("mixup_alpha", None)
   if vocab_size and "vocab_size" in model:
     # Ids beyond the model's vocabulary would give NaN.
     model["vocab_size"] = max(vocab_size, model["vocab_size"] // 8 * 8 + 8)
