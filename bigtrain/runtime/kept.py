@@ -213,9 +213,9 @@ class Kept:
     if serialized:
       with contextlib.suppress(Exception):  # Another runtime refuses it.
         in_tree = jax.tree.structure((specs, {}))
-        program = _loaded(
-          serialized, in_tree, jax.tree.structure(numbers), self._mesh
-        )
+        begun = early.take(serialized, self._mesh) if name == "update" else None
+        out_tree = jax.tree.structure(numbers)
+        program = _loaded(serialized, in_tree, out_tree, self._mesh, begun)
         self._note(name, key, len(jax.tree.leaves(specs)))
     return program if _agree(program is not None) else None
 
@@ -285,10 +285,10 @@ class Kept:
 
 
 def _loaded(
-  serialized: bytes, in_tree: Any, out_tree: Any, mesh: Mesh
+  serialized: bytes, in_tree: Any, out_tree: Any, mesh: Mesh, begun: Any
 ) -> jax.stages.Compiled:
-  """Loads an executable, or takes it if the process has begun to."""
-  if (begun := early.take(serialized, mesh)) is not None:
+  """Loads an executable, unless it is in `begun`."""
+  if begun is not None:
     args = jax.tree.unflatten(in_tree, jax.tree.leaves(begun.args_info))
     return jax.stages.Compiled(
       begun._executable, [], args, out_tree, no_kwargs=begun._no_kwargs
