@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain import model_flops
+from bigtrain import model_flops, sharding
 from bigtrain.models.layers import moe_experts
 
 
@@ -30,7 +30,7 @@ def block_size(choices: int, num_experts: int) -> int:
     num_experts: E.
   """
   most = max(choices // (4 * num_experts), 8)
-  return min(512, 2 ** (most.bit_length() - 1))
+  return min(1024, 2 ** (most.bit_length() - 1))
 
 
 class _Static(NamedTuple):
@@ -225,31 +225,38 @@ def _times_forward(static: _Static, *args: jax.Array) -> tuple[jax.Array, Any]:
 def _times_backward(static: _Static, args: Any, grad_NTF: jax.Array) -> Any:
   x_NTD, kernel_EDF, expert_N, used_N = args
 
-  # Sums are float32. They are slices of the loop's state, which XLA changes in
-  # place: a block reads and writes the sum of its expert alone.
-  def add_block(sums_EDF: jax.Array, block: Any) -> Any:
-    x_TD, grad_TF, e, used = block
+  # On TPUs the larger dimension comes first, as a gather of kernels over `fsdp`
+  # leaves it: they would copy each sum to swap the two. CPUs take longer so.
+  smaller_first = kernel_EDF.shape[1] < kernel_EDF.shape[2]
+  swap = smaller_first and sharding.device()[0] == "tpu"
+  like_EFD = jnp.swapaxes(kernel_EDF, 1, 2) if swap else kernel_EDF
+
+  # One expert's sum is float32; the array of all sums has the kernel's dtype.
+  def add_block(sums: Any, block: Any) -> Any:
+    sum_FD, sums_EFD = sums
+    x_TD, grad_TF, e, first, used = block
 
     def add() -> Any:
-      product_DF = jnp.matmul(
-        x_TD.T, grad_TF, preferred_element_type=jnp.float32
+      left, right = (grad_TF, x_TD) if swap else (x_TD, grad_TF)
+      product_FD = jnp.matmul(left.T, right, preferred_element_type=jnp.float32)
+      added_FD = jnp.where(first, 0.0, sum_FD) + product_FD
+      added_EFD = jax.lax.dynamic_update_index_in_dim(
+        sums_EFD, added_FD.astype(sums_EFD.dtype), e, axis=0
       )
-      sum_DF = jax.lax.dynamic_index_in_dim(sums_EDF, e, keepdims=False)
-      added_EDF = jax.lax.dynamic_update_index_in_dim(
-        sums_EDF, sum_DF + product_DF, e, axis=0
-      )
-      return added_EDF, grad_TF @ kernel_EDF[e].T
+      return (added_FD, added_EFD), grad_TF @ kernel_EDF[e].T
 
     if not static.skips:
       return add()
-    return jax.lax.cond(used, add, lambda: (sums_EDF, jnp.zeros_like(x_TD)))
+    skip = lambda: (sums, jnp.zeros_like(x_TD))
+    return jax.lax.cond(used, add, skip)
 
-  zeros_EDF = jnp.zeros_like(kernel_EDF, jnp.float32)
+  first_N = jnp.diff(expert_N, prepend=-1) != 0
+  zeros = jnp.zeros_like(like_EFD[0], jnp.float32), jnp.zeros_like(like_EFD)
   with _counted(static, x_NTD):
-    sums_EDF, x_grad_NTD = jax.lax.scan(
-      add_block, zeros_EDF, (x_NTD, grad_NTF, expert_N, used_N)
+    (_, sums_EFD), x_grad_NTD = jax.lax.scan(
+      add_block, zeros, (x_NTD, grad_NTF, expert_N, first_N, used_N)
     )
-  kernel_grad_EDF = sums_EDF.astype(kernel_EDF.dtype)
+  kernel_grad_EDF = jnp.swapaxes(sums_EFD, 1, 2) if swap else sums_EFD
   return x_grad_NTD, kernel_grad_EDF, None, None
 
 
