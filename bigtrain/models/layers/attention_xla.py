@@ -4,15 +4,22 @@ Axes: B batch, L length, S length attended to, H heads, G heads of keys and
 values, R = H / G, K head width.
 """
 
+import contextlib
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import ad_checkpoint
 
 from bigtrain import model_flops
-from bigtrain.models.layers import attention_choice, positions, visibility
+from bigtrain.models.layers import (
+  attention_choice,
+  positions,
+  remat,
+  visibility,
+)
 
 # Not -inf: a row of padding that sees no position must not become NaN.
 _MASKED = -1e30
@@ -52,6 +59,16 @@ def attend(
   first = 0 if start is None else start
   # Positions outside of a window are not model FLOPs.
   in_window = functools.partial(model_flops.share, sees.reach(S), S)
+  # The scores of a single query are few.
+  if (
+    q.dtype in (jnp.bfloat16, jnp.float16)
+    and start is bias is softcap is None
+    and not grouped
+    and L > 1
+  ):
+    scale = 1 / math.sqrt(q.shape[-1]) if scaled else 1.0
+    static = _Static(scale, sees.reach(S), S)
+    return _attend_in_half(static, q, k_BSGK, v_BSGK, sees.mask(L, S, first))
   # jax.nn adds up the heads of a group in another order, which would change the
   # last bits of existing configs' results.
   if scaled and bias is None and softcap is None and not grouped:
@@ -90,3 +107,111 @@ def attend(
   weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
   with in_window():
     return jnp.einsum(f"b{heads}ls,bs{kv_heads}k->bl{heads}k", weights, v_BSGK)
+
+
+class _Static(NamedTuple):
+  """What is known before the run.
+
+  Attributes:
+    scale: factor of the scores.
+    reach: number of positions that a query sees at most.
+    positions: S.
+  """
+
+  scale: float
+  reach: int
+  positions: int
+
+  def in_window(self) -> contextlib.AbstractContextManager[Any]:
+    """Marks products whose other positions are not model FLOPs."""
+    return model_flops.share(self.reach, self.positions)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_in_half(
+  static: _Static,
+  q_BLHK: jax.Array,
+  k_BSHK: jax.Array,
+  v_BSHK: jax.Array,
+  mask_BLS: jax.Array | None,
+) -> jax.Array:
+  """Attends in a dtype of 16 bits, with scores and softmax in float32.
+
+  The backward pass gets the probabilities from the scores and the logarithms of
+  the softmax's sums, without another softmax, and the matrices that it stores
+  have 16 bits.
+
+  Args:
+    static: what is known before the run.
+    q_BLHK: queries.
+    k_BSHK: keys.
+    v_BSHK: values.
+    mask_BLS: bool, what a query sees; all if None.
+
+  Returns:
+    [B, L, H, K].
+  """
+  return _half_forward(static, q_BLHK, k_BSHK, v_BSHK, mask_BLS)[0]
+
+
+def _half_scores(
+  static: _Static,
+  q_BLHK: jax.Array,
+  k_BSHK: jax.Array,
+  mask_BLS: jax.Array | None,
+) -> jax.Array:
+  """Returns float32 [B, H, L, S]."""
+  with static.in_window():
+    scores_BHLS = jnp.einsum(
+      "blhk,bshk->bhls", q_BLHK, k_BSHK, preferred_element_type=jnp.float32
+    )
+  scores_BHLS *= static.scale
+  if mask_BLS is None:
+    return scores_BHLS
+  return jnp.where(mask_BLS[:, None], scores_BHLS, _MASKED)
+
+
+def _half_forward(
+  static: _Static,
+  q_BLHK: jax.Array,
+  k_BSHK: jax.Array,
+  v_BSHK: jax.Array,
+  mask_BLS: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+  scores_BHLS = _half_scores(static, q_BLHK, k_BSHK, mask_BLS)
+  largest_BHL1 = jnp.max(scores_BHLS, axis=-1, keepdims=True)
+  powers_BHLS = jnp.exp(scores_BHLS - largest_BHL1)
+  sum_BHL1 = jnp.sum(powers_BHLS, axis=-1, keepdims=True)
+  weights_BHLS = (powers_BHLS / sum_BHL1).astype(q_BLHK.dtype)
+  with static.in_window():
+    o_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, v_BSHK)
+  o_BLHK, log_sum_BHL = ad_checkpoint.checkpoint_name(
+    (o_BLHK, (largest_BHL1 + jnp.log(sum_BHL1))[..., 0]), remat.ATTENTION
+  )
+  return o_BLHK, (q_BLHK, k_BSHK, v_BSHK, mask_BLS, o_BLHK, log_sum_BHL)
+
+
+def _half_backward(
+  static: _Static, residuals: Any, grad_BLHK: jax.Array
+) -> tuple[Any, ...]:
+  q_BLHK, k_BSHK, v_BSHK, mask_BLS, o_BLHK, log_sum_BHL = residuals
+  half, wide = q_BLHK.dtype, lambda x: x.astype(jnp.float32)
+  scores_BHLS = _half_scores(static, q_BLHK, k_BSHK, mask_BLS)
+  weights_BHLS = jnp.exp(scores_BHLS - log_sum_BHL[..., None]).astype(half)
+  # As a sum over S it would be another pass over two matrices.
+  mean_BLH = jnp.sum(wide(grad_BLHK) * wide(o_BLHK), axis=-1)
+  mean_BHL1 = jnp.swapaxes(mean_BLH, 1, 2)[..., None]
+  with static.in_window():
+    gains_BHLS = jnp.einsum("blhk,bshk->bhls", grad_BLHK, v_BSHK)
+  change = wide(weights_BHLS) * (wide(gains_BHLS) - mean_BHL1)
+  change_BHLS = (change * static.scale).astype(half)
+  with static.in_window():
+    return (
+      jnp.einsum("bhls,bshk->blhk", change_BHLS, k_BSHK),
+      jnp.einsum("bhls,blhk->bshk", change_BHLS, q_BLHK),
+      jnp.einsum("bhls,blhk->bshk", weights_BHLS, grad_BLHK),
+      None,
+    )
+
+
+_attend_in_half.defvjp(_half_forward, _half_backward)
