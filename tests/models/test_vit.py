@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -202,6 +203,22 @@ def test_bfloat16_computation_keeps_float32_logits_and_parameters(pool_type):
   assert all(p.dtype == np.float32 for p in flat.values())
   expected, _ = apply_flat(model.clone(dtype="float32"), flat, image)
   assert 1e-5 < np.abs(logits - expected).max() < 0.1
+
+
+def test_a_scan_in_bfloat16_keeps_no_matrix_of_scores():
+  """Without remat; in float32 it keeps those of all layers."""
+  image = jax.ShapeDtypeStruct((5, 12, 12, 3), jnp.float32)  # 9 patches.
+
+  def program(dtype):
+    sizes = {**TINY, "depth": 3, "num_heads": 2, "patch_size": 4}
+    model = vit.Model(7, **sizes, scan=True, dtype=dtype)
+    params = jax.eval_shape(model.init, jax.random.key(0), image)["params"]
+    loss = lambda params, x: model.apply({"params": params}, x)[0].sum()
+    return str(jax.make_jaxpr(jax.grad(loss))(params, image))
+
+  scores = re.compile(r"\[3,5,2,(1,)?9,(1,)?9\]")  # Of three layers.
+  assert scores.search(program("float32"))
+  assert not scores.search(program("bfloat16"))
 
 
 def test_eight_devices_compute_the_same_as_one():
