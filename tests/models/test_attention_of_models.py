@@ -128,3 +128,8 @@ def test_remat_keeps_the_results_of_attention(monkeypatch, kernel):
   assert executed(True, "attention_saveable") == everything - again
   policy = "dots_with_no_batch_dims_saveable"
   assert executed(True, policy) == least + again
+  # The product after attention, 16 x 16 for each of 2 x 512 tokens. The one
+  # that ends the layer is needed for no gradient.
+  again = 2 * 2 * 2 * 512 * 16 * 16
+  policy = "inner_projections_and_attention_saveable"
+  assert executed(True, policy) == least + again

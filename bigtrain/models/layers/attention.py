@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import settings, sharding
 from bigtrain.models.layers import (
@@ -23,6 +24,7 @@ from bigtrain.models.layers import (
   kernels,
   kv_cache,
   positions,
+  remat,
   visibility,
 )
 
@@ -244,6 +246,7 @@ def attend(
   Raises:
     ConfigError: the implementation cannot compute this attention.
   """
+  q, k_BSGK, v_BSGK = checkpoint_name((q, k_BSGK, v_BSGK), remat.INNER)
   shape = q.shape
   B, S, G, K = k_BSGK.shape
   L = shape[0] // B * shape[1]

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import sharding
-from bigtrain.models.layers import kernels
+from bigtrain.models.layers import kernels, remat
 
 
 class Kind(NamedTuple):
@@ -108,9 +109,10 @@ class Mlp(nn.Module):
     if options.dim % sharding.tensor_ways(x_BLD.shape[0]) == 0:
       columns, rows = sharding.columns(x_BLD), sharding.rows(x_BLD.shape[0])
     h_BLF = dense(up, options.dim, options.init_std, columns)(x_BLD)
+    h_BLF = checkpoint_name(h_BLF, remat.INNER)
     if gated:
       gate = dense("gate", options.dim, options.init_std, columns)
-      h_BLF *= activation(gate(x_BLD))
+      h_BLF *= activation(checkpoint_name(gate(x_BLD), remat.INNER))
     else:
       h_BLF = activation(h_BLF)
     h_BLF = nn.Dropout(options.dropout)(h_BLF, deterministic=not train)

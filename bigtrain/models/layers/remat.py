@@ -10,11 +10,17 @@ from bigtrain.models.layers import options
 # Name of an attention's output and of the statistics of its softmax, where a
 # kernel or blockwise attention computed them.
 ATTENTION = "attention"
+# Name of queries, keys, values, and the results of an MLP's first products:
+# products with weights whose results stay inside of an attention or an MLP.
+INNER = "inner"
 
 # Policies that this module adds to jax's.
 _OURS = {
   "attention_saveable": jax.checkpoint_policies.save_only_these_names(
     ATTENTION
+  ),
+  "inner_projections_and_attention_saveable": (
+    jax.checkpoint_policies.save_only_these_names(ATTENTION, INNER)
   ),
   "projections_and_attention_saveable": (
     jax.checkpoint_policies.save_from_both_policies(
