@@ -151,10 +151,9 @@ def _maxtext(chips: str, length: int, **options: Any) -> Peer:
 # computes no softmax again; big_vision has no such policy.
 _DOTS = "dots_with_no_batch_dims_saveable"
 _INNER = "inner_projections_and_attention_saveable"
-_NOTHING = "nothing_saveable"
 CASES = {
   "vit_b16": _vit("B/16", _INNER, _DOTS),
-  "vit_l16": _vit("L/16", _NOTHING, _NOTHING),
+  "vit_l16": _vit("L/16", _INNER, _DOTS),
   "siglip": Case("siglip.py", *_V5E, 1024, replica_too=True),
   "t5_1_1_base": Case("t5_1_1_base.py", *_V5E, 256, (_SCAN,), replica_too=True),
   "cappa": Case("cappa.py", *_V5E, 512, replica_too=True),

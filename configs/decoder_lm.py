@@ -78,7 +78,9 @@ RECIPES = {
     total_tokens=25_000_000_000,
     lr=6e-4,
     vocab_size=128_256,
-    model=dict(scan=True, remat_policy="dots_with_no_batch_dims_saveable"),
+    model=dict(
+      scan=True, remat_policy="inner_projections_and_attention_saveable"
+    ),
     tiny="llama_mu",
     loss=dict(z_loss=1e-4),
   ),
