@@ -210,7 +210,8 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
       "options, such as --verbosity=-1."
     )
     process.exit_now(process.EXIT_OK)
-  _prepare()
+  if not _parsed:  # Else the flags have set up logging since.
+    _prepare()
   try:
     config, workdir, cleanup = _parsed.pop() if _parsed else parse(sys.argv)
     with _folder(workdir) as folder:

@@ -2,8 +2,8 @@
 
   python -m bigtrain.main --config=configs/digits.py --workdir=runs/digits
 
-It reads top to bottom. What differs between experiments is in the config and
-the modules that it names (tasks, models, evaluators, data, hooks).
+It reads top to bottom: devices, input, model, optimizer, update, evaluations,
+start, loop. A config names the rest: tasks, models, evaluators, data and hooks.
 """
 
 from bigtrain.cluster import process

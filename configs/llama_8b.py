@@ -4,8 +4,8 @@ Command: python -m bigtrain.main --config=configs/llama_8b.py:data=data/tokens \
   --workdir=runs/llama_8b --config.mesh.fsdp=-1 --config.microbatches=8
   With init=FOLDER (the published model.safetensors) training continues from
   those weights. With length=131072 a server of eight devices shares each
-  example (fsdp=8, sequence=8), without --config.mesh.fsdp and with
-  --config.microbatches=4: 60 GB on 64 H100, 30 GB on 64 TPU v5p.
+  example: leave out config.mesh.fsdp, and give config.microbatches the value 4.
+  That takes 60 GB on 64 H100, 30 GB on 64 TPU v5p.
 Hardware: 64 accelerators with 80 GB; eight hold the state (12 GB each for
 parameters and moments of Adam), and take eight times as long.
 Result: not measured by us. The 8B of the paper was trained on 15 trillion

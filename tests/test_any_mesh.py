@@ -56,9 +56,6 @@ _FIXED_CASES = {
   "resnet": (1, 0.0, ["replica=2,fsdp=4", "fsdp=4,sequence=2", "replica=8"]),
 }  # fmt: skip
 
-# Two towers take twice as long to compile as other models.
-_SLOW = "digits_siglip:runlocal"
-
 
 @functools.cache
 def load(spec, vocab_size, packed, dropout):
@@ -141,7 +138,7 @@ _FIXED = dict(
 @pytest.mark.parametrize(
   ("spec", "mesh"),
   [
-    pytest.param(spec, mesh, marks=[pytest.mark.slow] * (spec == _SLOW))
+    (spec, mesh)
     for spec, (_, _, meshes) in _FIXED_CASES.items()
     for mesh in meshes
   ],
