@@ -178,9 +178,20 @@ class Kept:
       process.Background(lambda: self._write("facts", content), "keep facts")
 
   def write_program(
-    self, name: str, key: str, program: jax.stages.Compiled
+    self,
+    name: str,
+    key: str,
+    program: jax.stages.Compiled,
+    read: bytes | None = None,
   ) -> None:
-    """Writes an executable, in the background; does nothing if it cannot."""
+    """Writes an executable, in the background; does nothing if it cannot.
+
+    Args:
+      name: name of the program.
+      key: everything that it depends on besides the facts, see `program_key`.
+      program: the program.
+      read: its bytes, if jax has read them from its own cache.
+    """
     if not self.enabled:
       return
 
@@ -189,7 +200,8 @@ class Kept:
         unloaded = program._executable._unloaded_executable  # type: ignore[attr-defined]
         if unloaded.host_callbacks or unloaded.keepalive:
           return  # They refer to objects of this process.
-        content, _, out_tree = serialize_executable.serialize(program)
+        content = _serialized(program, read)
+        out_tree = program.out_tree
         numbers = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
         self._write(f"{name} {key}", numbers, content)
         self._note(name, key, len(jax.tree.leaves(program.args_info)))
@@ -282,6 +294,26 @@ class Kept:
     with contextlib.suppress(OSError):
       os.utime(path)  # The entries that were not used for longest go first.
     return content, executable
+
+
+def _serialized(program: jax.stages.Compiled, read: bytes | None) -> bytes:
+  """Serializes an executable, with these bytes for XLA's part if given."""
+  if read is None:
+    return serialize_executable.serialize(program)[0]
+
+  class Pickler(serialize_executable._JaxPjrtPickler):  # type: ignore[name-defined]
+    def persistent_id(self, value: Any) -> Any:
+      found = super().persistent_id(value)
+      return ("exec", read) if found and found[0] == "exec" else found
+
+  # The same as jax's function, which has no argument for the pickler.
+  if program._params.const_args:  # type: ignore[attr-defined]
+    raise NotImplementedError("arrays in the program")
+  executable = program._executable._unloaded_executable  # type: ignore[attr-defined]
+  content = executable, jax.tree.leaves(program.args_info), program._no_kwargs
+  file = io.BytesIO()
+  Pickler(file).dump(content)
+  return file.getvalue()
 
 
 def _loaded(

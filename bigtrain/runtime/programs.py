@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 from absl import logging
+from jax._src import compilation_cache
 from jax.sharding import Mesh
 
 from bigtrain import settings
@@ -35,13 +36,24 @@ _this_thread = threading.local()
 
 
 @functools.cache
-def _count_cache_hits() -> None:
+def _watch_cache() -> None:
+  """Notes what jax reads from its cache, in the thread that compiles."""
+
   def listen(event: str, **details: Any) -> None:
     if event == "/jax/compilation_cache/cache_hits":
-      # jax calls this in the thread that compiles.
       _this_thread.hits = getattr(_this_thread, "hits", 0) + 1
 
   jax.monitoring.register_event_listener(listen)
+  extract = getattr(compilation_cache, "extract_executable_and_time", None)
+  if extract is None:  # Another version of jax.
+    return
+
+  def noting(entry: bytes) -> Any:
+    executable, secs = extract(entry)
+    _this_thread.read = executable
+    return executable, secs
+
+  compilation_cache.extract_executable_and_time = noting
 
 
 class Programs:
@@ -63,7 +75,7 @@ class Programs:
     limit_bytes: int | None = None,
   ):
     """See the attributes."""
-    _count_cache_hits()
+    _watch_cache()
     self.mode = mode
     self.compiler_options = dict(compiler_options or {})
     self.limit_bytes = limit_bytes
@@ -182,8 +194,10 @@ class Programs:
     with self._lock:  # The second of two identical ones waits for the first.
       program = self._shared.get(key)
       facts = self._facts[name]
+      read = None  # Bytes of the executable, if jax had them in its cache.
       if program is None:
         hits = getattr(_this_thread, "hits", 0)
+        _this_thread.read = None
         began = time.monotonic()
         try:
           program = self._shared[key] = lowered.compile()
@@ -192,6 +206,7 @@ class Programs:
         facts["compile_secs"] = time.monotonic() - began
         hit = getattr(_this_thread, "hits", 0) > hits
         facts["cache"] = "hit" if hit else "miss" if _caches() else "off"
+        read, _this_thread.read = _this_thread.read, None
       else:
         facts |= {"compile_secs": 0.0, "cache": "shared"}
       self._programs[name] = program
@@ -207,8 +222,8 @@ class Programs:
         self.kept.write_facts()
       # XLA for CPUs serializes a program that it has read itself without all of
       # its functions.
-      if facts["cache"] != "hit":
-        self.kept.write_program(name, kept_key, program)
+      if read or facts["cache"] != "hit":
+        self.kept.write_program(name, kept_key, program, read)
     return program
 
   def explained(self, error: Exception, name: str = "") -> Exception:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -399,6 +400,32 @@ def test_programs_with_callbacks_are_not_kept(starts):
   kept, before = starts.find(), starts.entries()
   kept.write_program("callback", "", jax.jit(fn).lower(BATCH).compile())
   assert starts.entries() == before
+
+
+@pytest.mark.slow
+def test_programs_of_the_compilation_cache_are_kept(tmp_path):
+  config = tmp_path / "my_config.py"
+  text = (processes.ROOT / "configs" / "digits.py").read_text()
+  flags = [
+    f"--config.compile_cache={tmp_path / 'cache'}",
+    *("--config.evals={}", "--config.stop_at_steps=2", "--config.log_steps=1"),
+  ]
+  rows, caches = [], []
+  # The second start traces, because the file has changed, but not the program.
+  for number, comment in enumerate(["", "\n# Changed.\n", None]):
+    if comment is not None:
+      config.write_text(text + comment)
+      time.sleep(2)  # Kernels keep the start of a process less exactly.
+    workdir = tmp_path / str(number)
+    ended = processes.run(processes.main_command(config, workdir, *flags))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    run = json.loads((workdir / "run.json").read_text())
+    caches.append(run["starts"][-1]["programs"]["update"]["cache"])
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    rows.append([json.loads(line)["loss"] for line in lines])
+  assert caches == ["miss", "hit", "kept"]
+  assert "Loaded init" in ended.stderr
+  assert rows[0] == rows[1] == rows[2]
 
 
 @pytest.mark.slow
