@@ -97,7 +97,7 @@ def test_killed_at_each_moment_of_a_save(program, workdir, undisturbed):
   names = {name.split("/")[0] for name in objects.below(workdir)}
   assert names == {
     *("checkpoints", "config.json", "metrics.jsonl", "parameters.txt"),
-    "run.json",
+    *("finished.json", "run.json"),
   }
 
 
