@@ -201,7 +201,7 @@ class Kept:
         if unloaded.host_callbacks or unloaded.keepalive:
           return  # They refer to objects of this process.
         content = _serialized(program, read)
-        out_tree = program.out_tree
+        out_tree: Any = program.out_tree
         numbers = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
         self._write(f"{name} {key}", numbers, content)
         self._note(name, key, len(jax.tree.leaves(program.args_info)))

@@ -48,12 +48,12 @@ def _watch_cache() -> None:
   if extract is None:  # Another version of jax.
     return
 
-  def noting(entry: bytes) -> Any:
+  def noting(entry: bytes) -> tuple[bytes, int]:
     executable, secs = extract(entry)
     _this_thread.read = executable
     return executable, secs
 
-  compilation_cache.extract_executable_and_time = noting
+  setattr(compilation_cache, extract.__name__, noting)
 
 
 class Programs:
