@@ -3,7 +3,7 @@
 `tools.sweep` trains short runs of digits one after the other, in processes of
 their own. Learning rates are arguments of the compiled update, so the variants
 share one program. Both sides begin with an empty compile cache. The last
-variant of a sweep must compile nothing.
+variant of a sweep must trace and compile nothing.
 
 It also compares a step of the program with a step of a program that has the
 same numbers as constants.
@@ -73,7 +73,7 @@ def _sweep(folder: str, rates: tuple[str, ...], quick: bool) -> float:
     with open(last) as file:
       programs = json.load(file)["starts"][-1]["programs"]
     cache = programs["update"]["cache"]
-    assert cache == "hit", f"the last variant has compiled: {cache}"
+    assert cache == "kept", f"the last variant has traced: {cache}"
   return secs
 
 
