@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 from absl import logging
 
-from bigtrain import command, metrics, parts, settings, sharding, trees
+from bigtrain import command, parts, settings, sharding, trees
 from bigtrain import lengths as lengths_lib
 from bigtrain.checkpoints import checkpointer as checkpointer_lib
 from bigtrain.checkpoints import commit
@@ -46,7 +46,7 @@ from bigtrain.runtime import interactive as interactive_lib
 from bigtrain.runtime import programs as programs_lib
 from bigtrain.step import gradients as gradients_lib
 from bigtrain.step import guard as guard_lib
-from bigtrain.step import hparams, initial, scalars
+from bigtrain.step import hparams, initial, small_arrays
 from bigtrain.step import norms as norms_lib
 from bigtrain.step import tally as tally_lib
 
@@ -165,6 +165,7 @@ def _train(
     config, task, model, loss_fn, trainable=optimizer.trainable, mesh=mesh
   )
   row_norms = norms_lib.from_config(config, params_spec, optimizer.trainable)
+  small = small_arrays.SmallArrays(state_spec)
 
   def update_fn(
     state: dict[str, Any], tally: tally_lib.Tally, batch: Any, fixed: Any
@@ -174,17 +175,17 @@ def _train(
     values = fixed["hparams"]
     makes_row = lengths.makes_row(step + 1, values["lengths"])
 
-    # Gradients of the mean loss over the global batch, and the guard's
-    # judgement: only a good step may change the state.
+    # Gradients of the mean loss, and whether the step may change the state.
     grads, pairs, mutable = gradients({**state, **fixed}, batch)
-    grad_norm = metrics.global_norm(grads)
+    grad_norm = small.norm(grads)
     verdict = guard.judge(state, tally, pairs["loss"], grad_norm)
 
-    @scalars.computed_first  # The optimizer. Traced once for two calls.
+    @small.joined(state)  # The optimizer. Traced once for two calls.
     def advance() -> tuple[dict[str, Any], Any]:
       """(the next state, the updates of the trainable parameters)."""
       trained, frozen = trees.partition(state["params"], optimizer.trainable)
-      extra = dict(step=step, values=values["optimizer"], loss=pairs["loss"])
+      extra = dict(step=step, values=values["optimizer"], grad_norm=grad_norm)
+      extra["loss"] = pairs["loss"]
       updates, opt = optimizer.tx.update(grads, state["opt"], trained, **extra)
       params = trees.merge(optax.apply_updates(trained, updates), frozen)
       new_state = {"params": params, "opt": opt, "step": step + 1}
@@ -202,8 +203,7 @@ def _train(
     # The new state after a good step, else the old one. The tally.
     new_state = guard.select(verdict, state, lambda: advance()[0])
     return new_state, tally_lib.add_step(
-      tally,
-      verdict,
+      *(tally, verdict),
       step=step + 1,
       new_row=lengths.makes_row(step, values["lengths"]),
       pairs=pairs,

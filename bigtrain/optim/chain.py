@@ -66,8 +66,9 @@ from bigtrain.optim.recipe import Recipe, read
 from bigtrain.optim.views import View
 from bigtrain.settings import Config, ConfigError
 
-# (gradients, parameters, values) -> gradients.
-_Stage = Callable[[Any, Any, Any], Any]
+# (gradients, parameters, values, norm of the gradients or None) -> gradients,
+# which are the same object if they do not change.
+_Stage = Callable[[Any, Any, Any, Any], Any]
 
 
 class Optimizer(NamedTuple):
@@ -86,7 +87,9 @@ class Optimizer(NamedTuple):
 
       `step` counts the updates before this one, so schedules need no state of
       their own. `loss` is the (sum, weight) of the loss, for optimizers that
-      use its value. Updates are float32 and include sign and learning rate.
+      use its value, and `grad_norm` the norm of the gradients, computed if it
+      is needed and not given. Updates are float32 and include sign and
+      learning rate.
     schedules: {name: schedule of the learning rate}, without multipliers. The
       name is "lr" for a single schedule, "lr/<regex>" for each of several.
     values: numbers of the config that a compiled update takes as arguments:
@@ -147,11 +150,14 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     step: Any,
     values: Any = None,
     loss: tuple[Any, Any] | None = None,
+    grad_norm: Any = None,
   ) -> tuple[Any, Any]:
     extra = {} if loss is None else {"value": loss[0] / loss[1]}
     values = recipe.values if values is None else values
     for stage in before:
-      grads = stage(grads, params, values)
+      before_stage = grads
+      grads = stage(grads, params, values, grad_norm)
+      grad_norm = grad_norm if grads is before_stage else None
     old = sharding.on_device(state)
     # Moments may be stored in bfloat16, but the arithmetic is float32: in
     # bfloat16, b1=0.9 would become 0.898 and 0.999 become 1.
@@ -200,7 +206,11 @@ def _last_stages(
 def _multiply_gradients(recipe: Recipe) -> _Stage:
   """Stage 1: g *= grad_mult."""
 
-  def stage(grads: Any, params: Any, values: Any) -> Any:
+  def stage(grads: Any, params: Any, values: Any, norm: Any) -> Any:
+    del params, norm
+    if all(leaf.grad_mult is None for leaf in recipe.leaves.values()):
+      return grads
+
     def multiply(name: str, g: jax.Array) -> jax.Array:
       key = recipe.leaves[name].grad_mult
       return g if key is None else g * values[key]
@@ -210,8 +220,9 @@ def _multiply_gradients(recipe: Recipe) -> _Stage:
   return stage
 
 
-def _clip_by_value(grads: Any, params: Any, values: Any) -> Any:
+def _clip_by_value(grads: Any, params: Any, values: Any, norm: Any) -> Any:
   """Stage 2: clips each element to [-grad_clip_value, grad_clip_value]."""
+  del params, norm
   if "grad_clip_value" not in values:
     return grads
   limit = values["grad_clip_value"]
@@ -221,16 +232,17 @@ def _clip_by_value(grads: Any, params: Any, values: Any) -> Any:
 def _clip_by_norm(members: set[str], key: str) -> _Stage:
   """Stage 3: scales these gradients to a joint norm of at most values[key]."""
 
-  def stage(grads: Any, params: Any, values: Any) -> Any:
-    squares = [
-      jnp.sum(jnp.square(g.astype(jnp.float32)))
-      for name, g in trees.flatten_with_names(grads)
-      if name in members
-    ]
-    if not squares:  # The whole group is frozen.
+  def stage(grads: Any, params: Any, values: Any, norm: Any) -> Any:
+    del params
+    named = trees.flatten_with_names(grads)
+    group = [g for name, g in named if name in members]
+    if not group:  # The whole group is frozen.
       return grads
+    if norm is None or len(group) < len(named):
+      squares = [jnp.sum(jnp.square(_as_float32(g))) for g in group]
+      norm = jnp.sqrt(sum(squares))
     # A norm of 0 gives a scale of 1; NaN stays NaN, for the guard to see.
-    scale = jnp.minimum(1.0, values[key] / jnp.sqrt(sum(squares)))
+    scale = jnp.minimum(1.0, values[key] / norm)
     return trees.map_with_names(
       lambda name, g: g * scale.astype(g.dtype) if name in members else g,
       grads,
@@ -242,7 +254,8 @@ def _clip_by_norm(members: set[str], key: str) -> _Stage:
 def _add_l2_gradients(recipe: Recipe) -> _Stage:
   """Stage 4: g += wd * p, where weight decay is an L2 penalty."""
 
-  def stage(grads: Any, params: Any, values: Any) -> Any:
+  def stage(grads: Any, params: Any, values: Any, norm: Any) -> Any:
+    del norm
     if recipe.coupling != "gradient":
       return grads
 

@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import metrics, settings, sharding, trees
+from bigtrain.step import joined
 from bigtrain.step import loss_scale as loss_scale_lib
 from bigtrain.step import spikes as spikes_lib
 
@@ -183,15 +184,20 @@ class Guard(NamedTuple):
     Args:
       verdict: judgement of this step.
       state: train state before the step.
-      advance: returns the state after the step, without the loss scale.
+      advance: returns the state after the step, without the loss scale; its
+        trees may be `joined.Joined`.
     """
     kept = {k: v for k, v in state.items() if k != "loss_scale"}
     # In a branch, arrays of host memory are on the device for the update only.
     in_host = any(map(sharding.in_host, jax.tree.leaves(kept)))
     if self.by_branch or in_host:
-      chosen = dict(jax.lax.cond(verdict.good, advance, lambda: kept))
+      specs = jax.eval_shape(advance)
+      old = functools.partial(joined.like, specs, kept)
+      chosen = jax.lax.cond(verdict.good, advance, old)
     else:
-      chosen = verdict.if_good(advance(), kept)
+      new = advance()
+      chosen = verdict.if_good(new, joined.like(new, kept))
+    chosen = joined.split(chosen)
     if self.policy == "skip":
       chosen["step"] = state["step"] + 1
     if verdict.skipped_spike is not None:

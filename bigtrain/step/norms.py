@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from bigtrain import metrics, trees
 from bigtrain.settings import Config, ConfigError, did_you_mean
+from bigtrain.step import joined
 from bigtrain.step.guard import Verdict
 
 # Scope of the branch that only the steps with a row run.
@@ -122,7 +123,7 @@ def norms(
 
   Args:
     before: all parameters before the step.
-    params: all parameters after it.
+    params: all parameters after it. These and the next may be `joined.Joined`.
     grads: gradients of the trainable parameters.
     updates: the optimizer's updates of the trainable parameters.
     detail: "none", "global" (norms over all parameters), "per_param" or
@@ -138,7 +139,7 @@ def norms(
     "update_norm": metrics.global_norm(updates),
   }
   if detail.startswith("per_param"):
-    values |= weight_stats(before, params, grads, updates)
+    values |= weight_stats(before, *map(joined.split, (params, grads, updates)))
   return values
 
 
@@ -220,7 +221,8 @@ class RowNorms(NamedTuple):
       verdict: the guard's judgement of the step.
       params: parameters before the step.
       grads: gradients of the trainable parameters.
-      advance: returns (state after the step, updates).
+      advance: returns (state after the step, updates); trees may be
+        `joined.Joined`.
 
     Returns:
       (norms, the same verdict). Anything that depends on this verdict runs
@@ -229,9 +231,10 @@ class RowNorms(NamedTuple):
 
     def compute() -> dict[str, jax.Array]:
       new_state, updates = advance()
-      new_params = verdict.if_good(new_state["params"], params)
-      g, u = verdict.zero_unless_good((grads, updates))
-      return norms(params, new_params, g, u, self.detail)
+      new = new_state["params"]
+      new = verdict.if_good(new, joined.like(new, params))
+      g, u = verdict.zero_unless_good((joined.like(updates, grads), updates))
+      return norms(params, new, g, u, self.detail)
 
     flag = verdict.good if self.of_each_step else makes_row
     # tools.plan counts the branch apart that only steps with a row run.
