@@ -153,10 +153,7 @@ def _prepare() -> None:
   flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.
   # At level INFO, jax lists the hardware that it did not find.
   python_logging.getLogger("jax").setLevel(python_logging.WARNING)
-  # Imports and traces leave a million objects that stay alive. Collecting
-  # garbage among them would take a tenth of the time to the first step.
-  gc.freeze()
-  gc.set_threshold(50_000, 20, 20)
+  gc.freeze()  # What is imported up to here stays; see process.begin.
   # Only the innermost line of an operation's origin appears in profiles.
   jax.config.update("jax_traceback_in_locations_limit", 1)
 

