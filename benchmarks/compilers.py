@@ -300,6 +300,10 @@ def _beside(peer: Peer, title: str, case: Case, row: Mapping[str, Any]) -> None:
   for key in ("temporary_bytes", "peak_bytes"):
     what = f"{key.removesuffix('_bytes')} memory, {name}"
     _compare(what, title, row["memory"][key], memory[key], "<= 1.0")
+  # By the same reader of both programs: tools.plan reads ours before XLA's last
+  # passes, which the peer's text does not have.
+  sent = row["cycles"]["sent_bytes"], totals.sent_bytes
+  _compare(f"sent, {name}", title, *sent, "<= 1.0")
 
 
 def _missing_peer(peer: Peer) -> str:

@@ -41,6 +41,7 @@ class Estimate(NamedTuple):
     compute_secs: time of the operations, without kernels and norms.
     exposed_secs: time in which the step only waits for transfers.
     transfer_secs: time of all transfers.
+    sent_bytes: bytes that each device sends in them.
     row_secs: time of the norms, in steps with a row.
     kernels: {name: number of runs} of kernels.
     unknown_loops: number of loops with an unknown trip count; they count once.
@@ -49,6 +50,7 @@ class Estimate(NamedTuple):
   compute_secs: float
   exposed_secs: float
   transfer_secs: float
+  sent_bytes: float
   row_secs: float
   kernels: dict[str, int]
   unknown_loops: int
@@ -81,6 +83,7 @@ def read(
     cost.compute,
     cost.exposed,
     cost.transfer,
+    cost.sent,
     cost.row,
     dict(cost.kernels),
     reader.unknown_loops,
@@ -88,11 +91,12 @@ def read(
 
 
 class _Cost(NamedTuple):
-  """Seconds, and runs of kernels."""
+  """Seconds, bytes sent, and runs of kernels."""
 
   compute: float = 0.0
   exposed: float = 0.0
   transfer: float = 0.0
+  sent: float = 0.0
   row: float = 0.0
   kernels: collections.Counter[str] = collections.Counter()
 
@@ -104,6 +108,7 @@ class _Cost(NamedTuple):
       self.compute + other.compute * times,
       self.exposed + other.exposed * times,
       self.transfer + other.transfer * times,
+      self.sent + other.sent * times,
       self.row + other.row * times,
       kernels,
     )
@@ -148,7 +153,10 @@ class _Reader:
       if collective is not None and key not in ends:
         secs = transfer_secs(collective)
         links_free = max(links_free, now()) + secs
-        total = total._replace(transfer=total.transfer + secs)
+        total = total._replace(
+          transfer=total.transfer + secs,
+          sent=total.sent + collective.sent_bytes,
+        )
         ends[key] = links_free
       total = total.plus(*self._operation(op, transfer_secs))
       if op.opcode.endswith("-done"):

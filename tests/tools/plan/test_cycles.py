@@ -117,6 +117,7 @@ def test_transfers_hide_behind_what_runs_meanwhile():
   assert cost.transfer_secs == pytest.approx(
     (5 * (gather + permute) + total) * NANOSECOND
   )
+  assert cost.sent_bytes == 5 * (gather + permute) + total
   # The gather of 6,144 ns behind 6,000, the permute of 2,048 ns behind 500.
   waits = 5 * (gather - 6000 + permute - 500) + total
   assert cost.exposed_secs == pytest.approx(waits * NANOSECOND)
