@@ -51,8 +51,8 @@ class Context(NamedTuple):
     negative_ids: features whose negative values mean "no label".
     variables: jax.ShapeDtypeStructs of the argument of `run`, with shardings;
       None if they are unknown.
-    compile: (name, fn, *specs, **options of jax.jit) -> compiled fn; None for
-      jax.jit.
+    compile: (name, fn, *specs, closure, **options of jax.jit) -> compiled fn,
+      see Programs.compile; None for jax.jit.
   """
 
   name: str
@@ -143,7 +143,9 @@ class Batches:
 
     Args:
       fn: (variables, batch) -> tree of arrays. The batch is a dict with the
-        features and "_mask" [B], which is 0 for padding.
+        features and "_mask" [B], which is 0 for padding. It is compiled once
+        for all starts if its closure has only numbers, texts, tuples, arrays of
+        numpy, and functions (runtime/closures.py).
 
     Returns:
       (variables) -> fn's result for each batch, in order, as numpy arrays.
@@ -166,6 +168,7 @@ class Batches:
         fn_of_features,
         context.variables,
         sharding.batch_spec(self.input.spec, context.mesh),
+        closure=fn,
         out_shardings=replicated,
       )
     data = self.input
@@ -312,6 +315,8 @@ def _predict_fn(
     features = parts.Features(batch, path)
     return fn(variables, features, **{**options, **more_options})
 
+  # See runtime/closures.py.
+  vars(predict_fn)["made_from_config"] = path, id(predict_fn)
   return predict_fn
 
 

@@ -68,13 +68,14 @@ class Evaluator:
   ):
     self._context, self._metrics = context, metrics
     self._tokenizer = evaluations.tokenizer(tokenizer, context)
+    eos_id, compares = self._tokenizer.eos_id, bool(metrics)
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
       result = {
-        "caption": predict_fn(variables, batch, eos_id=self._tokenizer.eos_id),
+        "caption": predict_fn(variables, batch, eos_id=eos_id),
         "_mask": batch["_mask"],
       }
-      if metrics or labels_key in batch:
+      if compares or labels_key in batch:
         result["references"] = batch[labels_key]
       return result
 

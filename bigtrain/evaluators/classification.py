@@ -73,6 +73,8 @@ class Evaluator:
     top_k: Sequence[int] = (1, 5),
     calibration_bins: int = 0,
   ):
+    top_k = tuple(top_k)  # Unlike a list it cannot change, see Batches.map.
+
     def outputs(variables: Any, batch: Mapping[str, Any]) -> metrics.Metrics:
       logits_BC = predict_fn(variables, batch).astype(jnp.float32)
       labels = batch[label_key]

@@ -72,10 +72,10 @@ class Evaluator:
     self._metrics = [_METRICS[name]() for name in metrics]
     self._context = context
     self._tokenizer = evaluations.tokenizer(tokenizer, context)
-    keys = {"prompt": prompt_key, "references": reference_key}
+    keys = ("prompt", prompt_key), ("references", reference_key)
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-      features = {k: batch[key] for k, key in keys.items() if key is not None}
+      features = {k: batch[key] for k, key in keys if key is not None}
       return {
         "sample": predict_fn(variables, batch),
         "_mask": batch["_mask"],

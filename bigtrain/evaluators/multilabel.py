@@ -66,7 +66,7 @@ class Evaluator:
     with np.errstate(divide="ignore"):
       self._least_logit = np.log(threshold) - np.log1p(-threshold)
     self._per_class = per_class
-    names = context.class_names
+    path, names = context.path, context.class_names
     self._names = names.get(label_key, names.get("labels"))
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> Any:
@@ -74,7 +74,7 @@ class Evaluator:
       labels_BC = batch[label_key]
       if labels_BC.shape != logits_BC.shape:
         raise ConfigError(
-          f"{context.path}.label_key: {label_key!r} has the shape "
+          f"{path}.label_key: {label_key!r} has the shape "
           f"{labels_BC.shape}; expected multi-hot labels "
           f"{logits_BC.shape}, one for each class of the model."
         )

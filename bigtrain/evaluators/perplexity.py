@@ -27,13 +27,15 @@ class Evaluator:
     batches: evaluations.Batches,
     context: evaluations.Context,
   ):
+    path = context.path  # Unlike the context it can be kept, see Batches.map.
+
     def pairs_with_loss(
       variables: Any, batch: Mapping[str, Any]
     ) -> metrics.Pairs:
       pairs = predict_fn(variables, batch)
       if "loss" not in pairs:
         raise ConfigError(
-          f"{context.path}.pred: expected a predict function that returns "
+          f"{path}.pred: expected a predict function that returns "
           f"'loss'.{did_you_mean('loss', pairs)}"
         )
       return pairs

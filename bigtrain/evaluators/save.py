@@ -36,7 +36,7 @@ class Evaluator:
     keys: Sequence[str] = (),
     cache: bool = False,
   ):
-    self._context = context
+    self._context, keys = context, tuple(keys)
 
     def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
       return {

@@ -65,16 +65,17 @@ class Evaluator:
     texts = fill(prompt, names, f"{path}.prompt")
     tokens_CL = names_lib.tokens(texts, pp_text, context, key=f"{path}.pp_text")
 
+    top_k = tuple(k for k in top_k if k <= len(names))
+
     def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:
       scores_BC = predict_fn(variables, {**batch, "class_tokens": tokens_CL})
       label_B = batch[label_key]
       weight_B = metrics.example_weights(batch, scores_BC) * (label_B >= 0)
       result = {}
       for k in top_k:
-        if k <= len(names):
-          name = "acc" if k == 1 else f"top{k}_acc"
-          hit_B = metrics.top_k_hits(scores_BC, label_B, k)
-          result[name] = metrics.pair(hit_B, weight_B)
+        name = "acc" if k == 1 else f"top{k}_acc"
+        hit_B = metrics.top_k_hits(scores_BC, label_B, k)
+        result[name] = metrics.pair(hit_B, weight_B)
       return result
 
     num_classes = parts.ClassCount(len(names), f"{path}.class_names")

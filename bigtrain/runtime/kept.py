@@ -43,7 +43,7 @@ from jax.sharding import Mesh
 
 from bigtrain import settings
 from bigtrain.cluster import process
-from bigtrain.runtime import early, kept_files
+from bigtrain.runtime import closures, early, kept_files
 from bigtrain.runtime import sources as sources_lib
 from bigtrain.runtime.sources import NotKept, Sources
 from bigtrain.step import hparams
@@ -137,6 +137,7 @@ class Kept:
     self._folder = ""
     self._key = ""
     self._config = ""  # Digest of the config.
+    self._all_values = ""  # Another one, "" if the config has no exact text.
     self._facts: dict[str, Any] = {}
     self._mesh: Any = None
     self._sources: Sources | None = None
@@ -203,7 +204,8 @@ class Kept:
         content = _serialized(program, read)
         out_tree: Any = program.out_tree
         numbers = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-        self._write(f"{name} {key}", numbers, content)
+        about = numbers, settings.choices()
+        self._write(f"{name} {key}", about, content)
         self._note(name, key, len(jax.tree.leaves(program.args_info)))
 
     process.Background(write, f"keep {name}")
@@ -221,15 +223,45 @@ class Kept:
     if not self.hit:
       return None
     program = None
-    numbers, serialized = self._read(f"{name} {key}")
+    about, serialized = self._read(f"{name} {key}")
     if serialized:
       with contextlib.suppress(Exception):  # Another runtime refuses it.
+        numbers, choices = about
         in_tree = jax.tree.structure((specs, {}))
         begun = early.take(serialized, self._mesh) if name == "update" else None
         out_tree = jax.tree.structure(numbers)
         program = _loaded(serialized, in_tree, out_tree, self._mesh, begun)
         self._note(name, key, len(jax.tree.leaves(specs)))
+        _note_choices(choices)
     return program if _agree(program is not None) else None
+
+  def evaluation_key(
+    self, fn: Callable[..., Any], specs: tuple[Any, ...], options: Any
+  ) -> str:
+    """Digest of all that an evaluation's program depends on besides the facts.
+
+    That is every value of the config, since what is an argument of the update
+    may be a constant of an evaluation, and what the evaluator put into `fn`.
+
+    Args:
+      fn: function of the evaluator.
+      specs: jax.ShapeDtypeStructs of the program's arguments.
+      options: options of jax.jit.
+
+    Returns:
+      "" if the program is not to be kept: `fn` holds what no text describes.
+      Or the job has several processes, which would have to agree, and build
+      their evaluations at different times.
+    """
+    if not self.enabled or not self._all_values or jax.process_count() > 1:
+      return ""
+    try:
+      text = f"{self._all_values}\n{closures.text(fn)}"
+    except NotKept as e:
+      logging.debug("The program of an evaluation is not kept: %s", e)
+      return ""
+    text += program_key(specs, options)
+    return hashlib.sha256(text.encode()).hexdigest()
 
   def forget(self) -> None:
     """Removes the facts after a failure, so that the next start traces."""
@@ -249,11 +281,7 @@ class Kept:
     content, _ = self._read("facts")
     if content is not None:
       self._facts, choices = content
-      for config_key, cases in choices.items():
-        for case, entry in cases.items():
-          settings.note_choice(
-            config_key, case, entry["choice"], entry["reason"]
-          )
+      _note_choices(choices)
 
   def _path(self, name: str) -> str:
     name = hashlib.sha256(f"{self._key} {name}".encode()).hexdigest()
@@ -294,6 +322,12 @@ class Kept:
     with contextlib.suppress(OSError):
       os.utime(path)  # The entries that were not used for longest go first.
     return content, executable
+
+
+def _note_choices(choices: Mapping[str, Any]) -> None:
+  for key, cases in choices.items():
+    for case, entry in cases.items():
+      settings.note_choice(key, case, entry["choice"], entry["reason"])
 
 
 def _serialized(program: jax.stages.Compiled, read: bytes | None) -> bytes:
@@ -349,6 +383,8 @@ def find(config: Mapping[str, Any], mesh: Mesh, *facts: Any) -> Kept:
     try:
       key = _key(config, mesh, facts)
       kept._config = settings.digest(config)
+      with contextlib.suppress(NotKept):
+        kept._all_values = _canonical(config)
       kept._find(kept_files.own_folder(folder), key, mesh, Sources())
     except (OSError, NotKept) as e:
       logging.debug("Nothing is kept: %s", e)

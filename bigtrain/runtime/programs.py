@@ -108,12 +108,14 @@ class Programs:
     fn: Callable[..., Any],
     *specs: Any,
     share: bool = False,
+    closure: Callable[..., Any] | None = None,
     **options: Any,
   ) -> Callable[[], Program]:
     """Traces a function at once, for compilation later.
 
-    Unless shared, the program is kept for later starts of the same run. If an
-    earlier start kept it, nothing is traced.
+    The program is kept for later starts of the same run. If an earlier start
+    kept it, nothing is traced. A shared program is kept only if `closure` tells
+    what it is, see Kept.evaluation_key.
 
     Args:
       name: name of the program, for `facts` and the log.
@@ -121,6 +123,7 @@ class Programs:
       *specs: jax.ShapeDtypeStructs of its arguments, with shardings.
       share: whether to return an identical program if one was compiled with
         `share` before.
+      closure: function with all that `fn` depends on besides the config.
       **options: arguments of jax.jit.
 
     Returns:
@@ -134,7 +137,8 @@ class Programs:
     if self.mode == "checked":
       options.pop("donate_argnums", None)
       return lambda: jax.jit(fn, **options)
-    options |= dict(share=share, limit_bytes=self.limit_bytes)
+    options |= dict(share=share, closure=closure)
+    options |= dict(limit_bytes=self.limit_bytes)
     return self.lower_ahead(name, fn, *specs, **options)
 
   def lower_ahead(
@@ -143,11 +147,16 @@ class Programs:
     fn: Callable[..., Any],
     *specs: Any,
     share: bool = False,
+    closure: Callable[..., Any] | None = None,
     limit_bytes: int | None = None,
     **options: Any,
   ) -> Callable[[], Program]:
     """Like `lower`, in every mode and without the run's options and limit."""
-    key = "" if share else kept_lib.program_key(specs, options)
+    key, kept_name = "", "evaluation" if share else name
+    if not share:
+      key = kept_lib.program_key(specs, options)
+    elif closure is not None:
+      key = self.kept.evaluation_key(closure, specs, options)
     mesh = jax.sharding.get_mesh()
 
     def trace() -> Callable[[], Program]:
@@ -164,7 +173,9 @@ class Programs:
 
     def load() -> Program:
       began = time.monotonic()
-      program = self.kept.read_program(name, key, specs)
+      program = self._shared.get(key) if share else None
+      cache = "shared" if program else "kept"
+      program = program or self.kept.read_program(kept_name, key, specs)
       if program is None:
         with jax.set_mesh(mesh):
           return trace()()
@@ -173,9 +184,11 @@ class Programs:
         "trace_secs": 0.0,
         "compiler_options": options.get("compiler_options", {}),
         "compile_secs": secs,
-        "cache": "kept",
+        "cache": cache,
       }
       self._programs[name] = program
+      if share:
+        self._shared[key] = program
       logging.info("Loaded %s in %.2f s, without a trace.", name, secs)
       return program  # Only programs that fit the same devices are kept.
 
@@ -217,12 +230,13 @@ class Programs:
     )
     device_memory.check(name, program, limit_bytes)
     if kept_key:
-      if name == device_memory.UPDATE:  # The last trace of all facts.
+      if name == device_memory.UPDATE and not share:  # The last of all facts.
         self.kept.write_facts()
       # XLA for CPUs serializes a program that it has read itself without all of
       # its functions.
-      if read or facts["cache"] != "hit":
-        self.kept.write_program(name, kept_key, program, read)
+      if read or facts["cache"] in ("miss", "off"):
+        kept_name = "evaluation" if share else name
+        self.kept.write_program(kept_name, kept_key, program, read)
     return program
 
   def explained(self, error: Exception, name: str = "") -> Exception:
@@ -241,7 +255,14 @@ class Programs:
   def compile(
     self, name: str, fn: Callable[..., Any], *specs: Any, **options: Any
   ) -> Program:
-    """Lowers and compiles at once, unless an identical program exists."""
+    """Lowers and compiles at once, unless an identical program exists.
+
+    Args:
+      name: see `lower`, like all others.
+      fn: function of arrays.
+      *specs: its arguments.
+      **options: `closure`, and arguments of jax.jit.
+    """
     return self.lower(name, fn, *specs, share=True, **options)()
 
   def facts(self, name: str) -> dict[str, Any]:

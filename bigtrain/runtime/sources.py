@@ -32,8 +32,12 @@ _OF_JOB = {
   "TPU_WORKER_ID",
 }
 
-# Modules whose variables say where in the job a process runs, not what it runs.
-_OF_JOB_MODULES = ("bigtrain.cluster", "bigtrain.command", "bigtrain.reports")
+# Modules whose variables say where in the job a process runs, not what it runs,
+# or how it reaches its files. The last one sets some at the first save.
+_OF_JOB_MODULES = (
+  *("bigtrain.cluster", "bigtrain.command", "bigtrain.reports"),
+  "bigtrain.files.objects",
+)
 
 _QUOTED = re.compile(rb"""["'](\w+)["']""")
 
@@ -111,6 +115,8 @@ class Sources:
     words: set[bytes] = set()
     for name, module in sorted(sys.modules.copy().items()):
       file = getattr(module, "__file__", None)
+      if name == "__mp_main__" and module is sys.modules["__main__"]:
+        continue  # The name that multiprocessing gives it, once it is imported.
       if file is None:
         _check_without_file(name, module)
       elif _is_library(name, file):

@@ -13,7 +13,7 @@ import processes
 import pytest
 
 from bigtrain import settings, sharding
-from bigtrain.runtime import early, sources
+from bigtrain.runtime import closures, early, programs, sources
 from bigtrain.runtime import kept as kept_lib
 
 CONFIG = {
@@ -323,6 +323,100 @@ def test_one_change_is_a_miss(starts, change):
     assert kept.read_program("update", key, (BATCH,)) is None
 
 
+def evaluate(starts, by=2.0, shape=(4, 2), path="evals.val", **options):
+  """A start's evaluation of ones; returns (the results, number of traces)."""
+  traces = []
+
+  def predict_fn(x):
+    return x + 1.0
+
+  vars(predict_fn)[closures.FROM_CONFIG] = path, id(predict_fn)
+
+  def outputs(x):  # What an evaluator makes.
+    return {"outputs": predict_fn(x) * by}
+
+  def traced(x):
+    traces.append(x)
+    return outputs(x)
+
+  made, spec = programs.Programs(), jax.ShapeDtypeStruct(shape, "float32")
+  made.kept = starts.find()
+  with jax.set_mesh(starts.mesh):
+    program = made.compile("val", traced, spec, closure=outputs, **options)
+  return program(jnp.ones(shape))["outputs"], len(traces)
+
+
+def test_the_next_start_traces_no_evaluation(starts):
+  for num_traces in (1, 0, 0):
+    results, traces = evaluate(starts)
+    assert traces == num_traces
+    np.testing.assert_array_equal(results, np.full((4, 2), 4.0))
+
+
+OTHER_EVALUATIONS = {
+  "closure": dict(by=3.0),
+  "type": dict(by=np.float32(2.0)),
+  "spec": dict(shape=(2, 2)),
+  "predict function": dict(path="evals.test"),
+  "options": dict(keep_unused=True),
+}
+
+
+@pytest.mark.parametrize(
+  "change", OTHER_EVALUATIONS.values(), ids=list(OTHER_EVALUATIONS)
+)
+def test_another_evaluation_is_a_miss(starts, change):
+  assert evaluate(starts)[1] == 1
+  results, traces = evaluate(starts, **change)
+  assert traces == 1
+  np.testing.assert_array_equal(
+    results, np.full(results.shape, 2.0 * change.get("by", 2.0))
+  )
+  assert evaluate(starts)[1] == 0  # The first one is still there.
+
+
+def _number_of_the_config(starts, patch):
+  starts.config = {**CONFIG, "lr": 0.2}  # An argument of the update.
+
+
+@pytest.mark.parametrize(
+  "change",
+  (*CHANGES, _number_of_the_config),
+  ids=lambda f: f.__name__.strip("_"),
+)
+def test_one_change_is_a_miss_of_an_evaluation(starts, change):
+  assert [evaluate(starts)[1] for _ in range(2)] == [1, 0]
+  with pytest.MonkeyPatch.context() as patch:
+    change(starts, patch)
+    assert evaluate(starts)[1] == 1
+
+
+def test_a_damaged_evaluation_is_a_miss(starts, caplog):
+  before = starts.entries()
+  assert evaluate(starts)[1] == 1
+  (path,) = set(starts.entries()) - set(before)
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 4
+  path.write_bytes(content)
+  with caplog.at_level(logging.WARNING):
+    assert evaluate(starts)[1] == 1
+  assert [r.message for r in caplog.records if "is damaged" in r.message]
+  assert evaluate(starts)[1] == 0
+
+
+def test_an_evaluation_with_unknown_values_is_not_kept(starts):
+  before = starts.entries()
+  assert [evaluate(starts, by=jnp.float32(2))[1] for _ in range(2)] == [1, 1]
+  assert starts.entries() == before
+
+
+def test_processes_do_not_agree_on_evaluations(starts, monkeypatch):
+  kept = starts.find()
+  assert kept.evaluation_key(double, (BATCH,), {})
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  assert kept.evaluation_key(double, (BATCH,), {}) == ""
+
+
 def test_what_no_trace_depends_on_is_no_miss(starts, monkeypatch):
   schedule = {"decay_type": "cosine", "warmup_steps": 8}
   numbers = dict(lr=0.3, wd=0.2, seed=7, total_steps=99, schedule=schedule)
@@ -464,3 +558,24 @@ def test_a_restart_of_the_command_loads_its_programs(tmp_path):
   run = json.loads((tmp_path / "warm" / "run.json").read_text())
   assert run["starts"][-1]["programs"]["update"]["cache"] == "kept"
   assert run["starts"][-1]["auto"]
+
+
+@pytest.mark.slow
+def test_a_restart_of_the_command_loads_its_evaluations(tmp_path):
+  flags = [f"--config.compile_cache={tmp_path / 'cache'}"]
+  outputs, rows = [], []
+  for number in range(2):
+    workdir = tmp_path / str(number)
+    command = processes.main_command("configs/digits.py:runlocal", workdir)
+    finished = processes.run([*command, *flags])
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    outputs.append(finished.stderr)
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    rows.append([json.loads(line) for line in lines])
+  assert "Compiled val" in outputs[0] and "Compiled" not in outputs[1]
+  assert "Loaded val" in outputs[1]
+  for first, second in zip(*rows, strict=True):
+    names = [n for n in first if n.startswith("val/") and n != "val/secs"]
+    assert [first[n] for n in names] == [second[n] for n in names]
+  run = json.loads((tmp_path / "1" / "run.json").read_text())
+  assert run["starts"][-1]["programs"]["val"]["cache"] == "kept"
