@@ -120,8 +120,8 @@ def _train(
   )
 
   # Task and model.
-  task = parts.task(config)
-  model_module, model = parts.model(config)
+  with programs.making_parts():
+    task, (model_module, model) = parts.task(config), parts.model(config)
   vocab_sizes = parts.vocab_sizes(task, model)
   train_input.limit_ids(vocab_sizes)
   kept = programs.keep(plain, mesh, batch_spec)  # From earlier traces.

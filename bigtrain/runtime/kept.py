@@ -16,8 +16,9 @@ An entry is used only if everything that its trace depends on is the same:
 - the environment variables that jax, XLA and drivers read, and those whose
   names occur in these modules.
 
-It is not written if the trace opened any other file, or if a module has changed
-since the process started. Only `python -m bigtrain...` keeps entries: in a
+It is not written if the trace opened any other file, nor used or written if the
+task or the model did when it was made, or if a module has changed since the
+process started. Only `python -m bigtrain...` keeps entries: in a
 notebook or a test, functions may have been replaced at run time.
 
 Reading an executable unpickles it. So the folder belongs to its user alone; a
@@ -33,7 +34,7 @@ import os
 import pickle
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -368,7 +369,9 @@ def _loaded(
   )
 
 
-def find(config: Mapping[str, Any], mesh: Mesh, *facts: Any) -> Kept:
+def find(
+  config: Mapping[str, Any], mesh: Mesh, *facts: Any, opened: Sequence[str] = ()
+) -> Kept:
   """Returns what earlier starts of a run kept.
 
   Args:
@@ -376,11 +379,15 @@ def find(config: Mapping[str, Any], mesh: Mesh, *facts: Any) -> Kept:
     mesh: its devices.
     *facts: what the program computed from its data, for the key: numbers,
       texts, and trees of jax.ShapeDtypeStructs.
+    opened: files from which the task or the model was made. With any of them
+      nothing is kept, because their content is not in the key.
   """
   kept = Kept()
   folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
   if _is_command() and folder and "://" not in folder:
     try:
+      if opened:
+        raise NotKept(f"the task or the model opened {opened[0]}")
       key = _key(config, mesh, facts)
       kept._config = settings.digest(config)
       with contextlib.suppress(NotKept):

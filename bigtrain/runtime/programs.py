@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from bigtrain import settings
 from bigtrain.cluster import process
 from bigtrain.runtime import compiler_options as compiler_options_lib
-from bigtrain.runtime import device_memory
+from bigtrain.runtime import device_memory, sources
 from bigtrain.runtime import kept as kept_lib
 
 Program = Callable[..., Any]
@@ -84,6 +84,15 @@ class Programs:
     self._shared: dict[Any, jax.stages.Compiled] = {}
     self._programs: dict[str, jax.stages.Compiled] = {}
     self._facts: dict[str, dict[str, Any]] = {}
+    self._opened: list[str] = []
+
+  def making_parts(self) -> contextlib.AbstractContextManager[None]:
+    """A context in which the task and the model of the programs are made.
+
+    Programs are not kept if this opens files other than Python's, because
+    nothing tells later whether these are still the same.
+    """
+    return sources.noting_files(self._opened)
 
   def keep(
     self, config: Mapping[str, Any], mesh: Mesh, *facts: Any
@@ -99,7 +108,8 @@ class Programs:
     traces = config.get("debug_shapes") or config.get("compile_only")
     if self.mode == "compiled" and not traces:
       options = self.compiler_options, self.limit_bytes
-      self.kept = kept_lib.find(config, mesh, *facts, options)
+      facts = *facts, options
+      self.kept = kept_lib.find(config, mesh, *facts, opened=self._opened)
     return self.kept
 
   def lower(

@@ -454,6 +454,25 @@ def test_traces_that_open_files_are_not_kept(starts):
   assert not starts.hit()
 
 
+def test_parts_that_open_files_are_neither_kept_nor_used(starts):
+  weights = starts.folder / "weights.txt"
+  weights.write_text("3")
+  found = programs.Programs()
+  with found.making_parts():
+    weights.read_text()
+    starts.file.read_text()
+  weights.read_text()
+  args = starts.config, starts.mesh, starts.batch, "text"
+  assert starts.hit()
+  kept = found.keep(*args)
+  assert not kept.hit and not kept.enabled
+  assert found._opened == [str(weights)]
+  found = programs.Programs()
+  with found.making_parts():
+    starts.file.read_text()
+  assert found.keep(*args).enabled
+
+
 def test_modules_that_changed_after_the_start_are_not_kept(starts, monkeypatch):
   changed = os.stat(starts.file).st_ctime
   monkeypatch.setattr(sources, "_BEGAN", changed)
