@@ -115,7 +115,7 @@ class Sources:
     words: set[bytes] = set()
     for name, module in sorted(sys.modules.copy().items()):
       file = getattr(module, "__file__", None)
-      if name == "__mp_main__" and module is sys.modules["__main__"]:
+      if name == "__mp_main__" and module is sys.modules.get("__main__"):
         continue  # The name that multiprocessing gives it, once it is imported.
       if file is None:
         _check_without_file(name, module)
