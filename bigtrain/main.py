@@ -135,7 +135,7 @@ def _train(
   param_views = views.of_model(model_module, model, params_spec)
   optimizer = chain.make(config, params_spec, lengths.units, param_views)
   ema_update = ema_lib.from_config(config, lengths.units)
-  numbers = hparams.Hparams(config, task, lengths, optimizer, ema_update)
+  numbers = hparams.Hparams(config, lengths, optimizer, ema_update)
   fixed_spec = {**teacher.spec, **numbers.spec(mesh)}
   guard = guard_lib.from_config(config, mesh)
 

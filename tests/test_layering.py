@@ -57,7 +57,7 @@ RULES = {
   "cluster": {"files", "settings"},
   "files": {"settings"},
   "decoding": {"settings"},
-  "parts": {"settings"},
+  "parts": {"settings", "trees"},
   "lengths": {"settings"},
   "metrics": {"settings", "trees"},
   "sharding": {"model_flops", "settings", "trees"},

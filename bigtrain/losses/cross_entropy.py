@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings
+from bigtrain import settings, trees
 
 # Values of config.loss.label_smoothing_over.
 SMOOTHING_OVER = ("all", "others")
@@ -21,9 +21,9 @@ def softmax_xent(
   logits: jax.Array,
   labels: jax.Array,
   *,
-  label_smoothing: float = 0.0,
+  label_smoothing: jax.Array | float = 0.0,
   label_smoothing_over: str = "all",
-  z_loss: float = 0.0,
+  z_loss: jax.Array | float = 0.0,
   axis_name: str | None = None,
 ) -> jax.Array:
   """Computes the cross-entropy of softmax(logits) against the labels.
@@ -66,7 +66,7 @@ def softmax_xent(
     labels = labels.astype(jnp.float32)
     picked = total_of(jnp.sum(labels * logits, axis=-1), axis_name)
     total = total_of(jnp.sum(labels, axis=-1), axis_name)
-  if _is_on(label_smoothing):
+  if trees.is_on(label_smoothing):
     share, mean = label_smoothing, jnp.mean(logits, axis=-1)
     if axis_name:
       mean = jax.lax.pmean(mean, axis_name)
@@ -75,13 +75,10 @@ def softmax_xent(
       C = logits.shape[-1] * num_parts(axis_name)
       share = label_smoothing * C / (C - 1)
     picked = (1 - share) * picked + share * total * mean
-  loss = total * normaliser - picked
-  return loss + z_loss * jnp.square(normaliser + top) if z_loss else loss
-
-
-def _is_on(share: jax.Array | float) -> bool:
-  """Whether there is smoothing; an array is never 0 (step/hparams.py)."""
-  return isinstance(share, jax.Array) or share != 0
+  loss: jax.Array = total * normaliser - picked
+  if trees.is_on(z_loss):
+    loss += z_loss * jnp.square(normaliser + top)
+  return loss
 
 
 def check_smoothing(over: str) -> None:
@@ -119,7 +116,7 @@ def sigmoid_xent(
     invalid = _nan_unless_valid(logits, labels)
     labels = label_mask(logits, labels)
   labels = labels.astype(jnp.float32)
-  if _is_on(label_smoothing):
+  if trees.is_on(label_smoothing):
     num_classes = logits.shape[-1]
     labels = (1 - label_smoothing) * labels + label_smoothing / num_classes
   # A formula with abs(logits) has the wrong gradient at 0, where zero

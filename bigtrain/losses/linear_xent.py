@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from bigtrain import model_flops, settings, sharding
+from bigtrain import model_flops, settings, sharding, trees
 from bigtrain.losses import cross_entropy
 
 # Most elements at a time, on a device, of the logits and of a chunk's share of
@@ -44,9 +44,9 @@ def linear_softmax_xent(
   chunk: int | None = None,
   bias_V: jax.Array | None = None,
   dtype: Any = None,
-  label_smoothing: float = 0.0,
+  label_smoothing: jax.Array | float = 0.0,
   label_smoothing_over: str = "all",
-  z_loss: float = 0.0,
+  z_loss: jax.Array | float = 0.0,
   softcap: float | None = None,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> TokenLosses:
@@ -69,9 +69,9 @@ def linear_softmax_xent(
     dtype: dtype of the products' operands, such as bfloat16; by default the
       hidden states'. Results, and the sum of the kernel's gradient over chunks,
       are float32; over devices that gradient is summed in `dtype`.
-    label_smoothing: see cross_entropy.softmax_xent.
+    label_smoothing: see cross_entropy.softmax_xent; without gradient.
     label_smoothing_over: see cross_entropy.softmax_xent.
-    z_loss: see cross_entropy.softmax_xent.
+    z_loss: see cross_entropy.softmax_xent; without gradient.
     softcap: logits x become softcap * tanh(x / softcap).
     mesh: the replica x fsdp mesh that the batch is split over; by default the
       one of jax.set_mesh, if any. With a mesh the kernel is gathered once and
@@ -86,11 +86,16 @@ def linear_softmax_xent(
   options = _Options(
     chunk,
     dtype or hidden_BLD.dtype,
-    label_smoothing,
     label_smoothing_over,
-    z_loss,
     softcap,
   )
+  numbers = {
+    name: jax.lax.stop_gradient(jnp.asarray(number, jnp.float32))
+    for name, number in dict(
+      label_smoothing=label_smoothing, z_loss=z_loss
+    ).items()
+    if trees.is_on(number)
+  }
   if weight_BL is None:
     weight_BL = jnp.ones(targets_BL.shape, jnp.float32)
   args = (
@@ -99,6 +104,7 @@ def linear_softmax_xent(
     jax.lax.stop_gradient(weight_BL.astype(jnp.float32)),
     kernel_DV.astype(jnp.float32),
     None if bias_V is None else bias_V.astype(jnp.float32),
+    numbers,
   )
   if mesh is None:
     ambient = jax.sharding.get_abstract_mesh()
@@ -133,6 +139,7 @@ def linear_softmax_xent(
     weight_BL: jax.Array,
     kernel: jax.Array,
     bias_V: jax.Array | None,
+    numbers: dict[str, jax.Array],
   ) -> TokenLosses:
     # Each device uses a copy of its own from here on; the transposes sum the
     # copies' gradients over the devices, once, and in the dtype of the products
@@ -154,6 +161,7 @@ def linear_softmax_xent(
       weight_BL,
       kernel_DV.astype(jnp.float32),
       bias_V,
+      numbers,
     )
     return local._replace(total=jax.lax.psum(local.total, summed))
 
@@ -175,7 +183,10 @@ def linear_softmax_xent(
   return jax.shard_map(
     on_device,
     mesh=mesh,
-    in_specs=(of_hidden, by_token, by_token, PartitionSpec(*axes), of_bias),
+    in_specs=(
+      *(of_hidden, by_token, by_token, PartitionSpec(*axes), of_bias),
+      replicated,
+    ),
     out_specs=TokenLosses(replicated, by_token, by_token),
   )(*args)
 
@@ -204,14 +215,15 @@ class _Options(NamedTuple):
 
   chunk: int | None
   dtype: Any
-  label_smoothing: float
   label_smoothing_over: str
-  z_loss: float
   softcap: float | None
   axis_name: str | None = None
 
   def losses(
-    self, logits: jax.Array, targets: jax.Array
+    self,
+    logits: jax.Array,
+    targets: jax.Array,
+    numbers: dict[str, jax.Array],
   ) -> tuple[jax.Array, jax.Array]:
     """Returns (losses, float32 1 where the target's logit is the largest)."""
     if self.softcap is not None:
@@ -219,10 +231,9 @@ class _Options(NamedTuple):
     loss = cross_entropy.softmax_xent(
       logits,
       targets,
-      label_smoothing=self.label_smoothing,
       label_smoothing_over=self.label_smoothing_over,
-      z_loss=self.z_loss,
       axis_name=self.axis_name,
+      **numbers,
     )
     fixed = jax.lax.stop_gradient(logits)
     correct = _is_largest(fixed, targets, self.axis_name)
@@ -258,7 +269,7 @@ def _forward(options: _Options, *args: Any) -> tuple[TokenLosses, Any]:
 
 def _backward(options: _Options, grads: Any, cotangents: TokenLosses) -> Any:
   scaled = jax.tree.map(lambda g: g * cotangents.total, grads)
-  return scaled[0], None, None, *scaled[1:]
+  return scaled[0], None, None, *scaled[1:], None
 
 
 _token_losses.defvjp(_forward, _backward)
@@ -319,6 +330,7 @@ def _in_chunks(
   weight_BL: jax.Array,
   kernel_DV: jax.Array,
   bias_V: jax.Array | None,
+  numbers: dict[str, jax.Array],
   *,
   gradients: bool,
 ) -> tuple[TokenLosses, Any]:
@@ -334,6 +346,7 @@ def _in_chunks(
     weight_BL: weights of the tokens.
     kernel_DV: output projection.
     bias_V: bias of the logits, or None.
+    numbers: label_smoothing and z_loss, float32 scalars; without those of 0.
     gradients: whether to compute them.
 
   Returns:
@@ -354,9 +367,9 @@ def _in_chunks(
     if bias_V is not None:
       logits_BKV += bias_V
     if not gradients:
-      return None, (*options.losses(logits_BKV, targets_BK), None)
+      return None, (*options.losses(logits_BKV, targets_BK, numbers), None)
     loss_BK, vjp, correct_BK = jax.vjp(
-      lambda logits: options.losses(logits, targets_BK),
+      lambda logits: options.losses(logits, targets_BK, numbers),
       logits_BKV,
       has_aux=True,
     )

@@ -26,6 +26,7 @@ from bigtrain import settings, sharding
 from bigtrain.models.layers import (
   attention_choice,
   causal_block,
+  dropout,
   kernels,
   kv_cache,
   moe,
@@ -124,6 +125,9 @@ MLPS = ("gelu", "swiglu")
 # Fields without a default: given, or the variant's.
 _SIZES = ("vocab_size", "width", "depth", "num_heads")
 _OTHERS = ("mlp_dim", "head_dim", "moe", "rope_scaling")
+
+# Fields of Model that are no constants of the update.
+runtime_options = ("dropout", "moe.dropout")
 
 
 class Model(nn.Module):
@@ -262,7 +266,7 @@ class Model(nn.Module):
     sees = visibility.Sees(causal=True)
     if segments is not None:
       sees = visibility.within_documents(segments, causal=True)
-    x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
+    x_BLD = dropout.Dropout(self.dropout)(x_BLD, train=train)
     if real is None and segments is not None:
       real = segments != 0
     (x_BLD, cache), stats = self._blocks(

@@ -30,6 +30,9 @@ from bigtrain.optim import views
 POOL_TYPES = ("last", "first", "gap", "max", "map")
 _SIZES = ("width", "depth", "mlp_dim", "num_heads")
 
+# Fields of Model that are no constants of the update.
+runtime_options = ("dropout",)
+
 
 class Model(nn.Module):
   """Text tower. After construction no size is None.

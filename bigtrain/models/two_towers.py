@@ -30,6 +30,27 @@ _EPSILON = 1e-8
 _KEYS = {"img": "config.model.image", "txt": "config.model.text"}
 
 
+def runtime_options(options: Mapping[str, Any]) -> tuple[str, ...]:
+  """Returns the towers' fields that are no constants of the update.
+
+  Args:
+    options: arguments of Model.
+  """
+  return tuple(
+    f"{tower}.{name}"
+    for tower in ("image", "text")
+    for name in getattr(
+      parts.find_module(
+        "models",
+        options.get(f"{tower}_model", getattr(Model, f"{tower}_model")),
+        f"config.model.{tower}_model",
+      ),
+      "runtime_options",
+      (),
+    )
+  )
+
+
 class Model(nn.Module):
   """Image tower, text tower, temperature and bias.
 

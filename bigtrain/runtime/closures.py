@@ -1,4 +1,4 @@
-"""Text that tells all that a function brings along besides modules.
+"""Text that tells configs, and what functions bring along, from others.
 
 Evaluators make the functions that they compile from their options and from what
 they read: class names, tokens, numbers. Such a function can be told from
@@ -10,6 +10,7 @@ import functools
 import hashlib
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,23 @@ def text(value: Any) -> str:
       instance, a list, an array on a device.
   """
   return _text(value, [])
+
+
+def config_text(value: Any) -> str:
+  """Text that differs for different values of a config.
+
+  Raises:
+    NotKept: a type whose repr may not have the whole value.
+  """
+  if isinstance(value, Mapping):
+    items = sorted((str(k), config_text(v)) for k, v in value.items())
+    return f"{{{', '.join(f'{k!r}: {v}' for k, v in items)}}}"
+  if type(value) in (list, tuple):
+    inner = ", ".join(map(config_text, value))
+    return f"{type(value).__name__}({inner})"
+  if value is None or type(value) in (bool, int, float, str):
+    return repr(value)
+  raise NotKept(f"the config has a value of {type(value)}")
 
 
 def _text(value: Any, outer: list[Any]) -> str:

@@ -54,23 +54,6 @@ _JOIN_SECS = 600.0
 _num_agreements = itertools.count()
 
 
-def _canonical(value: Any) -> str:
-  """Text that differs for different values of a config.
-
-  Raises:
-    NotKept: a type whose repr may not have the whole value.
-  """
-  if isinstance(value, Mapping):
-    items = sorted((str(k), _canonical(v)) for k, v in value.items())
-    return f"{{{', '.join(f'{k!r}: {v}' for k, v in items)}}}"
-  if type(value) in (list, tuple):
-    inner = ", ".join(map(_canonical, value))
-    return f"{type(value).__name__}({inner})"
-  if value is None or type(value) in (bool, int, float, str):
-    return repr(value)
-  raise NotKept(f"the config has a value of {type(value)}")
-
-
 def _spec(tree: Any) -> str:
   """Text that differs for different specs: structure, types, layouts."""
   leaves, structure = jax.tree.flatten(tree)
@@ -111,7 +94,7 @@ def _key(config: Mapping[str, Any], mesh: Mesh, facts: tuple[Any, ...]) -> str:
   ]
   client = mesh.local_devices[0].client
   parts = {
-    "config": _canonical(_traced(config)),
+    "config": closures.config_text(_traced(config)),
     "facts": [_spec(fact) for fact in facts],
     "mesh": (mesh, mesh.axis_types, devices),
     "backend": (client.platform, client.platform_version),
@@ -139,6 +122,7 @@ class Kept:
     self._key = ""
     self._config = ""  # Digest of the config.
     self._all_values = ""  # Another one, "" if the config has no exact text.
+    self._model = ""  # Text of config.model with its numbers.
     self._facts: dict[str, Any] = {}
     self._mesh: Any = None
     self._sources: Sources | None = None
@@ -206,7 +190,7 @@ class Kept:
         out_tree: Any = program.out_tree
         numbers = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
         about = numbers, settings.choices()
-        self._write(f"{name} {key}", about, content)
+        self._write(self._entry(name, key), about, content)
         self._note(name, key, len(jax.tree.leaves(program.args_info)))
 
     process.Background(write, f"keep {name}")
@@ -224,7 +208,7 @@ class Kept:
     if not self.hit:
       return None
     program = None
-    about, serialized = self._read(f"{name} {key}")
+    about, serialized = self._read(self._entry(name, key))
     if serialized:
       with contextlib.suppress(Exception):  # Another runtime refuses it.
         numbers, choices = about
@@ -273,7 +257,7 @@ class Kept:
   def _note(self, name: str, key: str, num_args: int) -> None:
     """Notes the update for the next start, see early.py."""
     if name == "update":
-      entry = self._path(f"{name} {key}")
+      entry = self._path(self._entry(name, key))
       early.note(self._folder, self._config, entry, self._mesh, num_args)
 
   def _find(self, folder: str, key: str, mesh: Mesh, sources: Sources) -> None:
@@ -283,6 +267,11 @@ class Kept:
     if content is not None:
       self._facts, choices = content
       _note_choices(choices)
+
+  def _entry(self, name: str, key: str) -> str:
+    """Name of a program's entry."""
+    # Numbers of the model, such as dropout, are arguments of the update alone.
+    return f"{name} {key} {'' if name == 'update' else self._model}"
 
   def _path(self, name: str) -> str:
     name = hashlib.sha256(f"{self._key} {name}".encode()).hexdigest()
@@ -390,8 +379,9 @@ def find(
         raise NotKept(f"the task or the model opened {opened[0]}")
       key = _key(config, mesh, facts)
       kept._config = settings.digest(config)
+      kept._model = closures.config_text(config.get("model"))
       with contextlib.suppress(NotKept):
-        kept._all_values = _canonical(config)
+        kept._all_values = closures.config_text(config)
       kept._find(kept_files.own_folder(folder), key, mesh, Sources())
     except (OSError, NotKept) as e:
       logging.debug("Nothing is kept: %s", e)

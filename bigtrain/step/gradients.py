@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import metrics as metrics_lib
-from bigtrain import settings, sharding, trees
+from bigtrain import parts, settings, sharding, trees
 from bigtrain.settings import Config, ConfigError
 
 # (variables, batch, rng) -> (metrics with "loss", new mutable collections).
@@ -90,15 +90,19 @@ def from_config(
     mesh=mesh,
     microbatches=read_microbatches(config, config.input.batch_size, mesh),
   )
-  options = config.kwargs("loss")
+  options, model_options = config.kwargs("loss"), config.kwargs("model")
 
   def gradients(state: Any, batch: Any) -> Any:
-    values = state.get("hparams", {}).get("loss", {})
+    values = _loss_numbers(state)
 
     def loss_with_values(variables: Any, batch: Any, rng: Any) -> Any:
       return loss_fn({**variables, "hparams": values}, batch, rng)
 
-    two_pass = two_pass_loss(task, model, {**options, **values})
+    two_pass = two_pass_loss(
+      task,
+      parts.with_numbers(model, model_options, values["model"]),
+      trees.with_entries(options, values["loss"]),
+    )
     return make_gradients(loss_with_values, two_pass=two_pass)(state, batch)
 
   return gradients
@@ -219,8 +223,14 @@ def loss_args(
   variables = {"params": state["params"], **state.get("mutable", {})}
   variables |= {name: state[name] for name in ("teacher",) if name in state}
   if "hparams" in state:
-    variables["hparams"] = state["hparams"]["loss"]
+    variables["hparams"] = _loss_numbers(state)
   return variables, batch, rng
+
+
+def _loss_numbers(state: Any) -> dict[str, Any]:
+  """The hparams that a loss_fn gets, see parts.loss_fn."""
+  values = state.get("hparams", {})
+  return {name: values.get(name, {}) for name in ("loss", "model")}
 
 
 def make(

@@ -9,14 +9,17 @@ numbers as `fixed["hparams"]`, float32 and int32 scalars on every device:
              limits of gradients, schedules             optim/recipe.py
   ema        decay and start of the average             optim/ema.py
   loss       options that the task names                `runtime_options`
+  model      options that the model names, in training  `runtime_options`
   seed       of the parameters and of each step's key   step/gradients.py
 
 What is left out of the program where a number is zero (weight decay, warm-up,
 ...) is structure, and so is everything else in the config. A task takes part
-with a list of names of its loss_fn's arguments, a schedule's function with such
-an attribute; a value other than 0 is then an array.
+with a tuple of names of its loss_fn's arguments, a model's module with one of
+its Model's fields, a schedule's function with such an attribute; a value other
+than 0 is then an array. Names in nested options have dots. Where the names
+depend on the options, the attribute is a function of these.
 
-  runtime_options = ("label_smoothing",)
+  runtime_options = ("dropout", "moe.dropout")
 """
 
 import re
@@ -27,7 +30,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import parts, settings, sharding
+from bigtrain import parts, settings, sharding, trees
 
 _NUMBER = "<number>"
 _LENGTH = re.compile(r"(warmup|cooldown|length)_")
@@ -49,14 +52,13 @@ class Hparams:
   """The numbers of a run.
 
   Attributes:
-    values: {"seed": number, "loss": ..., "lengths": ..., "optimizer": ...,
-      "ema": ...}, of nested dicts and lists of numbers.
+    values: {"seed": number, "loss": ..., "model": ..., "lengths": ...,
+      "optimizer": ..., "ema": ...}, of nested dicts and lists of numbers.
   """
 
   def __init__(
     self,
     config: settings.Config,
-    task: Any,
     lengths: Any,
     optimizer: Any,
     ema: Any,
@@ -65,14 +67,13 @@ class Hparams:
 
     Args:
       config: the whole config.
-      task: module of the task.
       lengths: `lengths.Lengths`. Like the others it has an attribute `values`.
       optimizer: `optim.chain.Optimizer`.
       ema: `optim.ema.Ema`, or None.
     """
     self.values = {
       "seed": settings.whole_number(config, "seed", 0, least=0),
-      "loss": parts.runtime_options(task, config.kwargs("loss")),
+      **_runtime_options(config),
       "lengths": lengths.values,
       "optimizer": optimizer.values,
       "ema": ema.values if ema else {},
@@ -129,11 +130,24 @@ def traced_config(config: Mapping[str, Any]) -> dict[str, Any]:
   plain = settings.plain(config)
   plain = {k: v for k, v in plain.items() if not _NO_PROGRAM.fullmatch(k)}
   placed = {key: _placed(key, value) for key, value in plain.items()}
-  if plain.get("loss") and "task" in plain:
-    task = parts.task(settings.Config(plain))
-    values = parts.runtime_options(task, plain["loss"])
-    placed["loss"] = {**plain["loss"], **dict.fromkeys(values, _NUMBER)}
+  for key, values in _runtime_options(settings.Config(plain)).items():
+    if values:
+      names = dict.fromkeys(values, _NUMBER)
+      placed[key] = trees.with_entries(plain[key], names)
   return placed
+
+
+def _runtime_options(config: settings.Config) -> dict[str, dict[str, float]]:
+  """Numbers of config.loss and config.model by path, see the module's text."""
+  result = {}
+  for key, kind, name in (
+    ("loss", "tasks", "task"),
+    ("model", "models", "model_name"),
+  ):
+    options, module = config.kwargs(key), config.get(name)
+    owner = module and parts.find_module(kind, module, f"config.{name}")
+    result[key] = parts.runtime_options(owner, options)
+  return result
 
 
 def _placed(key: str, value: Any) -> Any:

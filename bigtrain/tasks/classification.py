@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics
+from bigtrain import metrics, trees
 from bigtrain.losses import cross_entropy
 from bigtrain.losses.mixup import mixup
 from bigtrain.settings import ConfigError, did_you_mean
@@ -24,7 +24,7 @@ _LOSSES: dict[str, Callable[..., jax.Array]] = {
 }
 
 # Arguments of loss_fn that are no constants of the program.
-runtime_options = ("label_smoothing",)
+runtime_options = ("label_smoothing", "mixup_alpha")
 
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def loss_fn(
   mutable = [name for name in variables if name != "params"]
   mixup_rng, dropout_rng = jax.random.split(rng) if train else (None, None)
   share: Any = 1.0
-  if train and mixup_alpha:
+  if train and trees.is_on(mixup_alpha):
     image, share = mixup(mixup_rng, image, mixup_alpha)
   (logits_BC, _), new_mutable = model.apply(
     variables,
@@ -102,7 +102,7 @@ def loss_fn(
     )
   xent = functools.partial(_LOSSES[kind], logits_BC, **smoothing)
   loss_B = xent(labels)
-  if train and mixup_alpha:
+  if train and trees.is_on(mixup_alpha):
     # Cross-entropy is linear in the labels, so blending losses is the same as
     # blending labels, without turning class numbers into one-hot vectors.
     loss_B = share * loss_B + (1 - share) * xent(jnp.roll(labels, 1, axis=0))

@@ -16,13 +16,13 @@ from typing import Any
 
 import jax
 
-from bigtrain import metrics, model_flops
+from bigtrain import metrics, model_flops, trees
 from bigtrain.losses import distillation
 from bigtrain.losses.mixup import mixup
 from bigtrain.step import gradients as gradients_lib
 
 # Arguments of loss_fn that are no constants of the program.
-runtime_options = ("label_smoothing",)
+runtime_options = ("temperature", "label_smoothing", "mixup_alpha")
 
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def loss_fn(
   mutable = [name for name in student if name != "params"]
   mixup_rng, dropout_rng = jax.random.split(rng) if train else (None, None)
   image = batch["image"]
-  if train and mixup_alpha:
+  if train and trees.is_on(mixup_alpha):
     image, _ = mixup(mixup_rng, image, mixup_alpha)
   (logits_BC, _), new_mutable = model.apply(
     student,

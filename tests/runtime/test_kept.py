@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -438,10 +439,28 @@ def test_damaged_entries_are_misses_with_one_warning(starts, damage, caplog):
     kept = starts.find()
     assert not kept.hit and not starts.hit()
     key = kept_lib.program_key((BATCH,), {})
-    assert kept._read(f"update {key}") == (None, b"")
+    assert kept._read(kept._entry("update", key)) == (None, b"")
   assert [r.message for r in caplog.records if "is damaged" in r.message]
   assert len(caplog.records) == 2  # One for each file.
   assert not starts.entries()
+
+
+def test_dropout_is_an_argument_of_the_update_and_of_nothing_else(starts):
+  def entries(dropout):
+    model = dict(patch_size=4, dropout=dropout)
+    starts.config = {**CONFIG, "model_name": "vit", "model": model}
+    kept = starts.find()
+    return [kept._path(kept._entry(n, "")) for n in ("update", "init")]
+
+  first, second, none = entries(0.1), entries(0.2), entries(0.0)
+  assert first[0] == second[0]
+  assert len({*first, second[1], *none}) == 5
+
+
+def test_mains_second_name_is_no_miss_even_without_a_main(starts, monkeypatch):
+  monkeypatch.setitem(sys.modules, "__mp_main__", types.ModuleType("main"))
+  monkeypatch.delitem(sys.modules, "__main__", raising=False)
+  assert starts.hit()
 
 
 def test_traces_that_open_files_are_not_kept(starts):

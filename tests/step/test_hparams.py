@@ -12,7 +12,6 @@ from bigtrain import main, sharding, trees
 from bigtrain.runtime import programs
 from bigtrain.settings import Config
 from bigtrain.step import hparams
-from bigtrain.tasks import classification
 
 COSINE = dict(decay_type="cosine", warmup_steps=4, cooldown_steps=2)
 STAIR = dict(decay_type="stair", stair_steps=[4, 8], mults=[0.5, 0.1])
@@ -196,9 +195,8 @@ def test_numbers_are_on_all_devices_and_seeds_of_any_size_are_the_same_key():
     array = hparams.as_array(seed)
     assert jax.random.key(array) == jax.random.key(seed)
   optimizer, _, _ = base()
-  numbers = hparams.Hparams(
-    Config({"seed": 3}), classification, optimizer, optimizer, None
-  )
+  config = Config({"seed": 3})
+  numbers = hparams.Hparams(config, optimizer, optimizer, None)
   for name, x in trees.flatten_with_names(numbers.arrays(mesh)):
     assert x.is_fully_replicated and len(x.devices()) == 8, name
   spec = numbers.spec(mesh)

@@ -13,6 +13,7 @@ import jax
 
 from bigtrain.models.layers import (
   attention,
+  dropout,
   kv_cache,
   mlp,
   stack,
@@ -42,6 +43,7 @@ class Block(nn.Module):
     self,
     carry: tuple[jax.Array | None, kv_cache.Cache | None],
     layer: Any,
+    numbers: Any,
     source: Any,
     sees: visibility.Sees,
     start: Any,
@@ -53,12 +55,13 @@ class Block(nn.Module):
       carry: the stream (B, L, D), and in decoding the cache of all layers.
         Without a stream the cache takes the source's keys and values.
       layer: int scalar, number of this layer.
+      numbers: arrays of the options, see stack.join.
       source: encoded patches (b, P, E), or the cache of their keys and values.
       sees: what a position sees of the text.
       start: int scalar, position in the cache of the first of the stream.
       train: whether dropout acts.
     """
-    options = self.options
+    options = stack.join(self.options, numbers)
     x_BLD, cache = carry
 
     def norm(name: str, x_BLD: jax.Array) -> jax.Array:
@@ -67,7 +70,7 @@ class Block(nn.Module):
       )(x_BLD)
 
     def drop(x_BLD: jax.Array) -> jax.Array:
-      return nn.Dropout(options.dropout)(x_BLD, deterministic=not train)
+      return dropout.Dropout(options.dropout)(x_BLD, train=train)
 
     def attend(name: str) -> attention.Attention:
       return attention.Attention(

@@ -11,9 +11,11 @@ import jax
 from bigtrain import sharding
 from bigtrain.models.layers import attention as attention_lib
 from bigtrain.models.layers import (
+  dropout,
   kv_cache,
   moe,
   positions,
+  stack,
   visibility,
 )
 from bigtrain.models.layers import mlp as mlp_lib
@@ -88,6 +90,7 @@ class Block(nn.Module):
     self,
     carry: tuple[jax.Array, kv_cache.Cache | None],
     layer: Any,
+    numbers: Any,
     rope: positions.Rotation | None,
     sees: visibility.Sees,
     real_BL: jax.Array | None,
@@ -99,15 +102,16 @@ class Block(nn.Module):
     Args:
       carry: the stream (B, L, D), and in decoding the cache of all layers.
       layer: int scalar, number of this layer.
+      numbers: arrays of the options, see stack.join.
       rope: rotary embeddings of the positions, or None.
       sees: what a position sees.
       real_BL: bool, False for padding; all real if None.
       start: int scalar, position in the cache of the first of the stream.
       train: whether dropout acts.
     """
-    options = self.options
+    options = stack.join(self.options, numbers)
     x_BLD, cache = carry
-    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
+    drop = lambda y: dropout.Dropout(options.dropout)(y, train=train)
     y_BLD = norm(options, "attention_norm")(x_BLD)
     y_BLD, cache = attention_lib.Attention(
       options.attention_options(), name="attention"

@@ -20,8 +20,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings, sharding
+from bigtrain import settings, sharding, trees
 from bigtrain.models.layers import kernels, mlp, moe_dispatch, moe_experts
+from bigtrain.models.layers import options as options_lib
 
 SERVE = ("position", "choice")
 
@@ -135,7 +136,7 @@ def read(options: Any, key: str, **depths: int) -> Options | None:
     hint = settings.did_you_mean(str(moe.axis), sharding.AXES)
     raise settings.ConfigError(f"{key}.axis: unknown {moe.axis!r}.{hint}")
   if moe.dropout is not None:
-    check("dropout", least=0, below=1)
+    options_lib.check_rate(f"{key}.dropout", moe.dropout)
   for name, depth in depths.items():
     if depth % moe.every:
       raise settings.ConfigError(
@@ -249,7 +250,7 @@ class Moe(nn.Module):
       weights["gate"] = kernel("gate", (E, D, F), expert.init_std)
     weights["down"] = kernel("down", (E, F, D), expert.out_init_std)
     rate = expert.dropout if options.dropout is None else options.dropout
-    key = self.make_rng("dropout") if train and rate else None
+    key = self.make_rng("dropout") if train and trees.is_on(rate) else None
     experts = moe_experts.Experts(expert.kind, F, rate, key)
     x_BLD = x_BLD.astype(expert.dtype)
     factor = options.factor(train)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain.models.layers import mlp
+from bigtrain.models.layers import dropout, mlp
 
 
 class Routing(NamedTuple):
@@ -36,14 +36,14 @@ class Experts(NamedTuple):
 
   kind: str
   dim: int
-  rate: float
+  rate: jax.Array | float
   key: jax.Array | None
 
   def keep(self, *shape: int) -> jax.Array | None:
     """Returns dropout's bool mask (*shape, F); None for no dropout."""
     if self.key is None:
       return None
-    return jax.random.bernoulli(self.key, 1 - self.rate, (*shape, self.dim))
+    return dropout.keep(self.key, self.rate, (*shape, self.dim))
 
   def run(
     self,
@@ -70,5 +70,5 @@ class Experts(NamedTuple):
     else:
       h = activation(h)
     if keep is not None:
-      h = jnp.where(keep, h / (1 - self.rate), 0)
+      h = jnp.where(keep, dropout.scaled(h, self.rate), 0)
     return times(h, weights["down"])

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+
 from bigtrain import settings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -25,5 +27,17 @@ def check_sizes(model: Any, names: Iterable[str]) -> None:
 def check_rates(model: Any, *names: str) -> None:
   """Raises ConfigError unless these fields are numbers in [0, 1)."""
   for name in names:
-    value = getattr(model, name)
-    settings.check_number(f"config.model.{name}", value, least=0, below=1)
+    check_rate(f"config.model.{name}", getattr(model, name))
+
+
+def check_rate(key: str, value: Any) -> None:
+  """Raises ConfigError unless the value is in [0, 1).
+
+  An array, in a compiled update, was checked as a number of the config.
+
+  Args:
+    key: config key, for the message.
+    value: number or array.
+  """
+  if not isinstance(value, jax.Array):
+    settings.check_number(key, value, least=0, below=1)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from bigtrain import sharding
 from bigtrain.models.layers import attention as attention_lib
 from bigtrain.models.layers import (
+  dropout,
   kv_cache,
   moe,
   positions,
@@ -124,6 +125,7 @@ class Block(nn.Module):
     self,
     carry: tuple[jax.Array, DecodingState | None],
     layer: Any,
+    numbers: Any,
     bias: jax.Array | positions.BiasByDistance,
     sees: visibility.Sees,
     source: Source | None,
@@ -136,6 +138,7 @@ class Block(nn.Module):
     Args:
       carry: the stream (B, L, D), and in decoding the state of all layers.
       layer: int scalar, number of this layer.
+      numbers: arrays of the options, see stack.join.
       bias: biases of self-attention's scores, see attention.attend.
       sees: what a position sees in self-attention.
       source: input of cross-attention; None in an encoder.
@@ -143,13 +146,13 @@ class Block(nn.Module):
       start: int scalar, position in the cache of the first of the stream.
       train: whether dropout acts.
     """
-    options = self.options
+    options = stack.join(self.options, numbers)
     x_BLD, state = carry
     D = x_BLD.shape[-1]
     norm = functools.partial(
       nn.RMSNorm, epsilon=options.norm_eps, dtype=options.dtype
     )
-    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
+    drop = lambda y: dropout.Dropout(options.dropout)(y, train=train)
     attend = functools.partial(
       attention_lib.Attention, options.attention_options(D)
     )
@@ -215,7 +218,7 @@ class Stack(nn.Module):
   ) -> tuple[jax.Array, DecodingState | None, dict[str, jax.Array] | None]:
     """Returns the normalised stream, the state, statistics; see Block."""
     options = self.options
-    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
+    drop = lambda y: dropout.Dropout(options.dropout)(y, train=train)
     L = x_BLD.shape[1]
     S = L if state is None else state.past.length
     whole = self.is_initializing() or state is not None
