@@ -94,12 +94,16 @@ def _constants(quick: bool, repeats: int) -> None:
   def config() -> Any:
     result = digits.get_config("runlocal" if quick else None)
     result.evals = {}
+    result.model.update(dropout=0.1, drop_path=0.1)
+    result.loss.label_smoothing = 0.1
     return result
 
   lower = programs.Programs.lower
 
   def lower_constants(self: Any, name: str, fn: Any, *specs: Any, **kw: Any):
     numbers = jax.device_get(arguments.fixed)
+    # Losses and models have their numbers in the config, as Python's.
+    numbers["hparams"] |= {"loss": {}, "model": {}}
     return lower(
       self, name, lambda *args: fn(*args[:-1], numbers), *specs, **kw
     )

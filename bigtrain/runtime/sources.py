@@ -231,7 +231,7 @@ _this_thread = threading.local()
 
 @contextlib.contextmanager
 def noting_files(opened: list[str]) -> Iterator[None]:
-  """Adds to a list the files that Python code of this thread opens.
+  """Adds to a list the files that Python code of this thread opens to read.
 
   Left out are code, which `Sources` has, jax's cache, and the kernel's files
   about the machine.
@@ -259,6 +259,8 @@ def _on_event(event: str, args: tuple[Any, ...]) -> None:
   opened = getattr(_this_thread, "opened", None)
   if opened is None or not isinstance(args[0], (str, bytes, os.PathLike)):
     return
+  if args[2] & os.O_ACCMODE == os.O_WRONLY:
+    return  # Python writes the bytecode of a module at its first import.
   path = os.path.abspath(os.fsdecode(args[0]))
   cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
   left_out = (*_LIBRARIES, "/proc/", "/sys/", "/dev/", cache or "/proc/")

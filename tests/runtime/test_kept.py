@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 import types
@@ -471,6 +472,24 @@ def test_traces_that_open_files_are_not_kept(starts):
   assert kept("shapes", lambda: weights.read_text()) == "3"
   kept.write_facts()
   assert not starts.hit()
+
+
+def test_traces_that_write_bytecode_are_kept(starts, monkeypatch):
+  monkeypatch.setattr(sys, "dont_write_bytecode", False)
+  starts.config = {**CONFIG, "nonfinite": "skip"}
+  kept = starts.find()
+  cached = starts.lazy.parent / "__pycache__"
+  shutil.rmtree(cached, ignore_errors=True)
+
+  def trace():
+    import users_lazy_part
+
+    return users_lazy_part.A
+
+  assert kept("shapes", trace) == 1
+  kept.write_facts()
+  assert list(cached.iterdir())
+  assert starts.hit()
 
 
 def test_parts_that_open_files_are_neither_kept_nor_used(starts):
