@@ -287,6 +287,8 @@ def make(
           mesh,
         )
     grads, pairs, mutable = sums
+    # To divide the loss in place of the gradients makes a step of a ViT 3 %
+    # faster on a CPU, and by the compiler 1.6 % slower on 16 chips of TPU v5e.
     weight = pairs["loss"][1]
     return jax.tree.map(lambda g: g / weight, grads), pairs, mutable
 
