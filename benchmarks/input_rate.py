@@ -258,9 +258,12 @@ def grain_loader(paths: Sequence[str], size: int) -> Iterator[Any]:
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags.
   dataset = grain.MapDataset.source(Images(paths, size)).shuffle(seed=0)
-  batches = dataset.repeat().batch(_BATCH).to_iter_dataset()
+  # A worker reads ahead one batch of images; by default 500 of what it reads.
+  images = dataset.repeat().to_iter_dataset(
+    grain.ReadOptions(num_threads=16, prefetch_buffer_size=_BATCH)
+  )
   options = grain.MultiprocessingOptions(num_workers=measure.cores())
-  return iter(batches.mp_prefetch(options))
+  return iter(images.batch(_BATCH).mp_prefetch(options))
 
 
 if __name__ == "__main__":
