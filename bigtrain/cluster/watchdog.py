@@ -123,6 +123,8 @@ class Watchdog:
       if self._file not in (None, sys.__stderr__):
         self._file.close()
         os.remove(self._path)
+      with contextlib.suppress(OSError):
+        self._clear()  # A short run may not have opened a file.
 
   def _watch(self) -> None:
     while not self._closed.wait(_POLL_SECS):

@@ -1,5 +1,8 @@
-"""Limits that the watchdog learns from the steps of a run."""
+"""Limits that the watchdog learns from a run's steps, and what it clears."""
 
+import socket
+import subprocess
+import sys
 import types
 
 import pytest
@@ -52,3 +55,16 @@ def test_the_newest_hundred_steps_count_and_nothing_else(dog):
   assert dog._limit("step")[0] == pytest.approx(20.0)
   dog.run(60, 3.0)
   assert dog._limit("step")[0] == pytest.approx(60.0)
+
+
+def test_a_run_of_an_instant_clears_what_killed_processes_left(tmp_path):
+  ended = subprocess.Popen([sys.executable, "-c", ""])
+  ended.wait()
+  host = socket.gethostname()
+  empty = tmp_path / f"stacks-{host}-{ended.pid}.txt"
+  full = tmp_path / f"stacks-{host}-{ended.pid}0.txt"
+  running = tmp_path / f"stacks-{host}-1.txt"
+  for path in (empty, full, running):
+    path.write_text("main.py, line 1" if path == full else "")
+  watchdog.Watchdog(watchdog.LIMITS, str(tmp_path)).close()
+  assert set(tmp_path.iterdir()) == {full, running}
