@@ -1,8 +1,8 @@
-"""Text that tells configs, and what functions bring along, from others.
+"""Texts that identify a config, or a function with all that it depends on.
 
 Evaluators make the functions that they compile from their options and from what
-they read: class names, tokens, numbers. Such a function can be told from
-another one only if everything in its closure can.
+they read: class names, tokens, numbers. Two such functions are known to be the
+same only if everything in their closures is.
 """
 
 import dis
@@ -126,7 +126,7 @@ def _importable(value: Any) -> str | None:
   name = getattr(value, "__qualname__", None)
   if not isinstance(module, str) or not isinstance(name, str):
     return None
-  found: Any = sys.modules.get(module)
+  target: Any = sys.modules.get(module)
   for part in name.split("."):
-    found = getattr(found, part, None)
-  return f"{module}.{name}" if found is value else None
+    target = getattr(target, part, None)
+  return f"{module}.{name}" if target is value else None

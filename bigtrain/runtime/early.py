@@ -117,11 +117,11 @@ def take(serialized: bytes, mesh: Any) -> jax.stages.Compiled | None:
   if not _loading:
     return None
   background = _loading.pop()
-  with contextlib.suppress(Exception):  # Then it is loaded anew.
-    found = background.result()
-    same_devices = found.device_ids == [d.id for d in mesh.devices.flat]
-    if same_devices and found.serialized == serialized:
-      return found.program
+  with contextlib.suppress(Exception):  # The caller then loads it again.
+    loading = background.result()
+    same_devices = loading.device_ids == [d.id for d in mesh.devices.flat]
+    if same_devices and loading.serialized == serialized:
+      return loading.program
   return None
 
 

@@ -16,10 +16,10 @@ An entry is used only if everything that its trace depends on is the same:
 - the environment variables that jax, XLA and drivers read, and those whose
   names occur in these modules.
 
-It is not written if the trace opened any other file, nor used or written if the
-task or the model did when it was made, or if a module has changed since the
-process started. Only `python -m bigtrain...` keeps entries: in a
-notebook or a test, functions may have been replaced at run time.
+An entry is not written if the trace opened any other file. It is neither
+written nor used if making the task or the model opened one, or if a module has
+changed since the process started. Only `python -m bigtrain...` keeps entries:
+in a notebook or a test, functions may have been replaced at run time.
 
 Reading an executable unpickles it. So the folder belongs to its user alone; a
 folder that others can write to is not used.
@@ -327,10 +327,11 @@ def _serialized(program: jax.stages.Compiled, read: bytes | None) -> bytes:
 
   class Pickler(serialize_executable._JaxPjrtPickler):  # type: ignore[name-defined]
     def persistent_id(self, value: Any) -> Any:
-      found = super().persistent_id(value)
-      return ("exec", read) if found and found[0] == "exec" else found
+      pid = super().persistent_id(value)
+      return ("exec", read) if pid and pid[0] == "exec" else pid
 
-  # The same as jax's function, which has no argument for the pickler.
+  # From here on this does what jax's function does, which always uses its own
+  # pickler.
   if program._params.const_args:  # type: ignore[attr-defined]
     raise NotImplementedError("arrays in the program")
   executable = program._executable._unloaded_executable  # type: ignore[attr-defined]

@@ -270,9 +270,9 @@ class Values(dict[Any, Any]):
       self._vectors[id(group), first.arrays.index(v)] = result
 
   def joined(self, outputs: Sequence[Any], structure: Any) -> Joined:
-    """The tree of these variables, with those in vectors left there."""
+    """The tree of these variables, without splitting the vectors."""
     variables = [v for v in outputs if isinstance(v, core.Var)]
-    found = collections.Counter(variables)
+    counts = collections.Counter(variables)
     vectors: dict[tuple[int, int], int] = {}
     places, alone = [], []
     for v in outputs:
@@ -280,7 +280,7 @@ class Values(dict[Any, Any]):
       if owner:
         group, i, number = owner
         # All parts must be there, or `Joined.like` could not join a tree.
-        if all(found[chain.arrays[number]] == 1 for chain in group.chains):
+        if all(counts[chain.arrays[number]] == 1 for chain in group.chains):
           vector = vectors.setdefault((id(group), number), len(vectors))
           shape = group.chains[i].shape
           places.append(Place(vector, group.starts[i], shape))

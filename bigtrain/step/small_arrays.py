@@ -83,7 +83,7 @@ def _may_join(spec: jax.ShapeDtypeStruct) -> bool:
 
 
 def _decorated(joins: Mapping[int, bool], fn: Callable[[], Any]) -> Any:
-  """The decorator of SmallArrays.join; `joins` has the ids of arrays."""
+  """What SmallArrays.joined returns; the keys of `joins` are ids of arrays."""
   closed, shapes = jax.make_jaxpr(fn, return_shape=True)()
   answers = {
     v: joins.get(id(x)) for v, x in zip(closed.jaxpr.constvars, closed.consts)

@@ -106,11 +106,11 @@ def run(
 
 
 class Zeros(NamedTuple):
-  """Which indices of `rows` may be beyond the rows, for zeros.
+  """Which indices of `rows` may be out of range, and then read zeros.
 
   Attributes:
-    results: those of the results.
-    gradients: those of the gradients.
+    results: whether indices of the results may be.
+    gradients: whether indices of the gradients may be.
   """
 
   results: bool = True
