@@ -50,9 +50,6 @@ class Arguments(NamedTuple):
 def parse(argv: Sequence[str]) -> Arguments:
   """Reads a command line.
 
-  Args:
-    argv: name of the program and its arguments.
-
   Raises:
     ConfigError: a flag is missing or unknown, or the config cannot be loaded.
   """

@@ -47,15 +47,11 @@ def sample(
   examples of the batch or the number of devices.
 
   Args:
-    step_fn: see the module docstring.
-    cache: initial cache, with the positions before `start`.
     prompt_BL: int tokens, at most max_len; each example has at least the token
       that starts decoding.
     prompt_len_B: length of each prompt. Examples of length 0 are padding and
       stay empty.
-    max_len: length of the result, prompt included.
     eos_id: token that ends an example; None if examples have no end.
-    pad_id: padding after the end.
     rng: a key; only greedy decoding needs none.
     ids_B: ints that the examples' draws depend on; 0, 1, ... by default.
     temperature: divisor of the logits; 0 takes the likeliest token.
@@ -145,9 +141,7 @@ def choose(
   """Chooses the next token of each example; see `sample` for the options.
 
   Args:
-    logits_BV: unnormalised log-probabilities.
     keys_B: keys of the examples; None if greedy.
-    position: position of the new token, folded into the keys.
 
   Returns:
     int32 [B].
@@ -201,7 +195,6 @@ def check_beams(num_beams: int, temperature: float, name: str) -> None:
   Args:
     num_beams: number of hypotheses; 1 for no beam search.
     temperature: temperature of samples; 0 for none.
-    name: name of the caller, for messages.
   """
   check_number("num_beams", num_beams, least=1, whole=True)
   if num_beams > 1 and temperature:
@@ -234,16 +227,13 @@ def beam_search(
   prompt does not depend on the other prompts of the batch.
 
   Args:
-    step_fn: see the module docstring; called with B * num_beams examples.
     cache: initial cache of B examples, with the positions before `start`; the
       first axis of each leaf is repeated for the beams.
     prompt_BL: int tokens; each example has at least the token that starts
       decoding.
     prompt_len_B: length of each prompt. Examples of length 0 are padding and
       stay empty.
-    max_new: largest number of generated tokens.
     eos_id: token that ends a hypothesis; None if texts have no end.
-    pad_id: padding after the end.
     num_beams: M. With 1 this is greedy decoding, except that a text may also
       end where the eos is the second likeliest token.
     length_penalty: at least 0; larger values favour longer texts.

@@ -59,7 +59,6 @@ def permute(
   Args:
     index: int64 [B], values in [0, n).
     n: size of the set, up to 2**62.
-    seed: any integer.
     epoch: int or int64 [B]; each (seed, epoch) has its own permutation.
 
   Returns:
@@ -117,10 +116,8 @@ def uniforms(
   """Returns uniform random numbers that depend only on the arguments.
 
   Args:
-    seed: any integer.
     epoch: int or int64 [B].
     index: int64 [B], index of the example.
-    draws: count of numbers per example.
 
   Returns:
     float32 [B, draws] in [0, 1), multiples of 2**-24. Number j does not depend
@@ -138,11 +135,7 @@ def replacement(seed: int, epoch: int, index: int, attempt: int, n: int) -> int:
   """Returns the index of a substitute for an example that cannot be read.
 
   Args:
-    seed: any integer.
-    epoch: epoch of the unreadable example.
-    index: index of the unreadable example.
     attempt: number of the attempt, from 1.
-    n: number of examples in the source.
   """
   key = fold(fold(fold(seed, _REPLACE), epoch), index)
   return int(fold(key, attempt)) % n

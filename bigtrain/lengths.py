@@ -69,10 +69,8 @@ def steps(
   """Reads a length in whichever unit the config gives it, as whole steps.
 
   Args:
-    cfg: a Config, or a plain dict, from which the key is then removed.
     prefix: "total", "log", "warmup", ...: the key is f"{prefix}_{unit}" with a
       unit of steps, epochs, examples, tokens, percent.
-    units: the sizes to convert with.
     default: result if no such key is present or all are None, so that
       `total_epochs=None total_steps=100` on the command line changes the unit.
     path: location of `cfg` in the config, if it is a plain dict.
@@ -134,7 +132,6 @@ class Lengths(NamedTuple):
     """Whether a row is written after `step`; works on the device too.
 
     Args:
-      step: number of updates.
       values: replace `values`, if given.
     """
     v = values or self.values
@@ -166,8 +163,6 @@ def read(
   A length of 0 means only at the end.
 
   Args:
-    config: the whole config.
-    batch_size: examples per step, over all devices.
     examples_per_epoch: size of the training set, if it is finite.
     tokens_per_example: tokens of an example, if the input has tokens.
 

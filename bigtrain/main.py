@@ -57,10 +57,6 @@ _STEPS_IN_FLIGHT = 4
 def train(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
   """Trains, evaluates and saves; resumes a run that was interrupted.
 
-  Args:
-    config: ConfigDict or dict, as a config file's get_config returns it.
-    workdir: folder of the run; docs/training.md lists its files.
-
   Returns:
     The newest value of every metric, and "step".
 

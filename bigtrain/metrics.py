@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain.settings import ConfigError
+from bigtrain.types import Metrics
 
-Pair = tuple[Any, Any]
-Pairs = dict[str, Pair]
+Pair = tuple[Any, Any]  # (sum, weight)
 
 
 @jax.tree_util.register_dataclass
@@ -188,9 +188,6 @@ class Histogram:
       values: any shape.
       weights: broadcastable to `values`; ones unless given. A value with weight
         zero is padding and does not count.
-      low: lower edge of the first bin.
-      high: upper edge of the last bin, above `low`.
-      bins: number of bins.
 
     Raises:
       ValueError: no bins, or `high` is not above `low`.
@@ -225,7 +222,6 @@ class Histogram:
 
 
 _KINDS = (Sum, Last, Max, Min, Histogram)
-Metrics = dict[str, Any]  # Of pairs and of these kinds.
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
@@ -233,7 +229,6 @@ def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
 
   Args:
     metrics: {name: metric}, as tasks and predict functions return them.
-    source: the function, for the error.
 
   Raises:
     ConfigError: a value is not a metric, or "loss" is not a pair.
@@ -288,7 +283,6 @@ def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
   Args:
     logits_BC: [B, C] scores; among equal scores the lower class comes first.
     labels: class numbers [B], or one-hot or multi-hot [B, C].
-    k: number of largest logits, at most C.
 
   Returns:
     bool [B].
@@ -323,9 +317,6 @@ def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
   The division of the examples into batches changes a mean or a sum only by the
   rounding within each batch.
-
-  Args:
-    batches: fetched metrics of each batch, in order.
 
   Returns:
     {name: float, or `Histogram` for a histogram}. A mean of weight zero is NaN.

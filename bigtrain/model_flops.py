@@ -25,7 +25,6 @@ def share(useful: int, computed: int) -> contextlib.AbstractContextManager[Any]:
   ...   pass
 
   Args:
-    useful: rows, positions or slots that the mathematics needs.
     computed: the number that is computed. With fewer computed than needed, all
       of them are useful.
   """
@@ -41,10 +40,6 @@ def counts_as(
 
   Kernels skip pairs that a mask hides and compute padding; model FLOPs count
   the mathematics, whichever kernel runs.
-
-  Args:
-    mathematics: work that model FLOPs count, in any unit.
-    computed: work of the operations, in the same unit.
   """
   return jax.named_scope(f"model_flops_{mathematics}_of_{computed}")
 
@@ -54,9 +49,6 @@ def useful_share(name_stack: str) -> fractions.Fraction:
 
   >>> useful_share("jvp(decoder/model_flops_5_of_8)")
   Fraction(5, 8)
-
-  Args:
-    name_stack: names of the scopes around the operation.
   """
   marks: Iterable[Any] = _MARK.findall(name_stack)
   if "transpose(" in name_stack:  # Backward passes name their scopes twice.

@@ -34,7 +34,6 @@ def find_module(kind: str, name: str, key: str) -> Any:
   Args:
     kind: subpackage: "tasks", "models", "evaluators", "data" or "hooks".
     name: file name without .py, or a dotted path outside of the package.
-    key: config key of the name, for error messages.
 
   Raises:
     ConfigError: there is no such module. Errors of imports inside the module
@@ -75,10 +74,6 @@ def runtime_options(owner: Any, options: Mapping[str, Any]) -> dict[str, float]:
 
   They are the numbers other than 0 that the attribute `runtime_options` of
   `owner` names, by dotted path. A 0 is a constant: it can be left out.
-
-  Args:
-    owner: module or function; its attribute may be a function of the options.
-    options: all options.
   """
   paths = getattr(owner, "runtime_options", ())
   paths = paths(options) if callable(paths) else paths
@@ -182,14 +177,7 @@ def logical_axes(config: settings.Config) -> tuple[tuple[str, Any], ...]:
 def no_rule(
   key: str, axis: str, names: Iterable[str], where: str
 ) -> settings.ConfigError:
-  """Returns the error of an axis without a rule.
-
-  Args:
-    key: location of the rules in the config.
-    axis: name of the axis.
-    names: names that have a rule.
-    where: place of the axis in the model.
-  """
+  """Returns the error of an axis without a rule."""
   return settings.ConfigError(
     f"{key}: expected a rule for {axis!r}, an axis of {where}, such as "
     f"{{{axis!r}: None}}.{settings.did_you_mean(axis, names)}"
@@ -231,11 +219,6 @@ def _with_rules(
   """Returns a subclass whose methods run under flax's rules.
 
   flax keeps rules by thread, and several threads trace programs.
-
-  Args:
-    cls: flax module.
-    key: location of the rules in the config.
-    rules: see `logical_axes`.
   """
   unknown: Any = _Unknown(key, rules)
   with_check = [(unknown, None), *rules]
@@ -284,12 +267,7 @@ def with_published_sizes(config: settings.Config) -> settings.Config:
 
 
 def _published_sizes(part: Mapping[str, Any], path: str) -> dict[str, Any]:
-  """Returns `model` of the config, or of its teacher, with all sizes.
-
-  Args:
-    part: the config, or config.teacher.
-    path: its location in the config.
-  """
+  """Returns `model` of the config, or of its teacher, with all sizes."""
   options = dict(part["model"])
   folder, name = options.pop(_PUBLISHED), part.get("model_name")
   module = find_module("models", name, f"{path}.model_name")
@@ -356,7 +334,6 @@ class Features(dict[str, Any]):
   leading underscore ("_mask") belong to the program and are not suggested.
 
   Args:
-    batch: arrays, or their specs, by the names of features.
     path: location of the input in the config, such as "config.input".
   """
 
@@ -391,13 +368,7 @@ jax.tree_util.register_pytree_with_keys(
 def predict_fns(
   task: Any, model: Any, teacher: Any = None
 ) -> Mapping[str, Callable[..., Any]]:
-  """Returns the task's predict functions by name.
-
-  Args:
-    task: module of the task.
-    model: its flax module.
-    teacher: see `loss_fn`.
-  """
+  """Returns the task's predict functions by name."""
   if "teacher" in inspect.signature(task.predict_fns).parameters:
     return task.predict_fns(model, teacher=teacher)
   return task.predict_fns(model)
@@ -409,8 +380,6 @@ def loss_fn(
   """Binds config.loss: returns (variables, batch, rng) -> (pairs, mutable).
 
   Args:
-    config: the whole config.
-    task: module of the task.
     model: its flax module. variables["hparams"] may have the numbers "loss" and
       "model" of `runtime_options` as arrays.
     teacher: flax module of config.teacher, for tasks whose loss_fn has a

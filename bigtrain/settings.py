@@ -48,6 +48,18 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
   return f" There are: {shown}."
 
 
+def check_choice(key: str, value: Any, options: Iterable[str]) -> Any:
+  """Returns the value if it is one of the options.
+
+  Raises:
+    ConfigError: it is not; the message has the nearest option.
+  """
+  if value in (options := tuple(options)):
+    return value
+  hint = did_you_mean(str(value), options)
+  raise ConfigError(f"{key}: unknown {value!r}.{hint}")
+
+
 def check_kwargs(
   fn: Callable[..., Any],
   kwargs: Mapping[str, Any],
@@ -58,11 +70,7 @@ def check_kwargs(
   """Raises ConfigError if `fn(**given, **kwargs)` has a wrong or missing name.
 
   Args:
-    fn: a function or class; the fields of flax modules count as parameters.
-    kwargs: keyword arguments from the config.
     path: their location in the config, such as "config.model".
-    given: parameters that the program passes.
-    others: names that the program itself reads at `path`; for suggestions.
   """
   given = set(given)
   parameters = dict(inspect.signature(fn).parameters)
@@ -200,7 +208,6 @@ def load(path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
   """Loads the config of `path.py`, `path.py:argument` or `path.json`.
 
   Args:
-    path: a config file, or the config.json of a run.
     changes: "a.b.c=value", see `override`. Values that refer to a changed one
       (`ConfigDict.get_ref`) follow it.
 
@@ -363,10 +370,6 @@ def check_number(
   Args:
     path: location of the value in the config, such as "config.lr".
     value: int or float; bools are not numbers here.
-    least: smallest allowed value, included.
-    most: largest allowed value, included.
-    above: lower bound, excluded.
-    below: upper bound, excluded.
     whole: whether the value must be an int.
     error: exception type for values that do not fit.
 
@@ -426,9 +429,6 @@ def note_choice(key: str, case: str, value: str, reason: str) -> bool:
 
   Args:
     key: config key, such as "config.model.attention".
-    case: what the choice is for; the same key may have several cases.
-    value: the choice.
-    reason: the reason for it.
 
   Returns:
     Whether this is news.

@@ -108,7 +108,6 @@ def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
   """Splits nested dicts by a tree of bools of the same structure.
 
   Args:
-    tree: nested dicts.
     mask: nested dicts of the same structure with a bool for each leaf.
 
   Returns:

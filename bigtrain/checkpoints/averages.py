@@ -58,12 +58,7 @@ def read(
 
 
 def evaluation_form(params: Any, opt: Any) -> Any:
-  """Returns the parameters that evaluations use: averages if there are any.
-
-  Args:
-    params: nested dicts of parameters, or of their specs.
-    opt: state of the optimizer.
-  """
+  """Returns the parameters that evaluations use: averages if there are any."""
   import jax
 
   from bigtrain import sharding, trees

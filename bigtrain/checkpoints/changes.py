@@ -110,11 +110,6 @@ def check_config(
 ) -> None:
   """Logs all changes of the config; refuses those that alter the run.
 
-  Args:
-    old: config of the checkpoint.
-    new: present config.
-    allowed: config.allow_changes: True for all, or a dotted key, or a list.
-
   Raises:
     ConfigError: names every change that is neither harmless nor allowed.
   """
@@ -153,7 +148,6 @@ def check_files(
     old: {file: fingerprint} of the checkpoint, e.g. of tokenizers.
     new: the same of the present run. A file in only one of them is a change of
       the config, which `check_config` handles.
-    allowed: config.allow_changes, which may also list files.
 
   Raises:
     ConfigError: names a file with another content.

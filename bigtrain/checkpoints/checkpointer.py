@@ -52,11 +52,6 @@ def read_options(
 ) -> dict[str, Any]:
   """Returns the options of `Checkpointer` that are in the config.
 
-  Args:
-    config: the whole config.
-    lengths: lengths of the run.
-    workdir: folder of the run.
-
   Raises:
     ConfigError: a value of the wrong type, or a key that needs checkpoints
       although keep_ckpts is 0.
@@ -133,12 +128,9 @@ class Checkpointer:
     Args:
       workdir: folder of the run; checkpoints go to its folder "checkpoints".
       keep: number of newest checkpoints to keep; with 0, nothing is saved.
-      keep_every_steps: checkpoints at multiples of it are never removed.
       local: the hosts' own checkpoints; None for none.
-      config_digest: digest of the config, for the manifests.
       guard: called before a checkpoint is committed; raises if this job may no
         longer write here (see lease.Lease.check).
-      timeout_secs: time limit for the other processes' part of a save.
     """
     self._workdir = workdir
     self._keep = settings.check_number(
@@ -177,9 +169,6 @@ class Checkpointer:
     Waits for the previous save first, if it is still being written.
 
     Args:
-      step: number of finished training steps.
-      state: tree of arrays.
-      host_state: state of the host's side of the run.
       keep_steps: checkpoints that this save must not remove.
       shared: whether to save in the workdir, not only on the hosts.
       block: whether to wait until the checkpoint is committed.
@@ -357,12 +346,7 @@ class Checkpointer:
   def _commit(
     self, job: _Job, partial_sums: list[dict[str, checksums.Sums]]
   ) -> None:
-    """Checks the files and makes them a checkpoint, on process 0.
-
-    Args:
-      job: the save.
-      partial_sums: of the pieces of each process.
-    """
+    """Checks the files and makes them a checkpoint, on process 0."""
     problems = integrity.inspect(job.tmp, self._manifest(job, job.arrays))
     if problems:
       hint = " Do all hosts see the same workdir?" * (self._peers.count > 1)

@@ -40,8 +40,6 @@ def of_part(data: np.ndarray, place: Place, shape: Sequence[int]) -> Sums:
   """Returns the sums of a part of an array.
 
   Args:
-    data: values of the part.
-    place: index of the part, with explicit starts.
     shape: shape of the whole array.
   """
   words = _words(data)

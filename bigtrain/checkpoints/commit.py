@@ -93,13 +93,6 @@ def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
 
   Replaces an existing checkpoint of the same step, which is damaged or of a run
   that was rolled back.
-
-  Args:
-    tmp: directory of the attempt.
-    text: manifest, as given to `stage`.
-    workdir: folder of the run.
-    step: step of the checkpoint.
-    token: token of the attempt.
   """
   if paths.is_remote(tmp):
     objects.write(os.path.join(tmp, manifest_lib.FILE), text.encode())

@@ -45,9 +45,6 @@ def results(
   """Compares two results of the same computation.
 
   Args:
-    first: tree of arrays on devices.
-    second: the same arrays, computed again.
-    peers: all processes.
     compiled: whether to compare checksums on CPU devices too. Their memory is
       the host's, so there every bit is compared, in half the time.
   """
@@ -106,12 +103,7 @@ def _by_sums(pairs: _Pairs) -> dict[str, list[Any]]:
 
 
 def replicas(tree: Any, peers: Peers) -> str:
-  """Compares the devices that hold the same part of an array.
-
-  Args:
-    tree: arrays on devices.
-    peers: all processes.
-  """
+  """Compares the devices that hold the same part of an array."""
   named = trees.flatten_with_names(tree)
   sums = checksums.OnDevices(named).result()
   own = []

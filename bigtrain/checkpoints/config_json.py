@@ -32,9 +32,6 @@ def check(
 
   Args:
     spec: `model_init`, see warm_start.py.
-    module: module of the model; it may have `published_fields`.
-    model: the model.
-    path: location of `model` and `model_init` in the config, for messages.
 
   Raises:
     ConfigError: fields that differ, unless `allow_changed` names them; an

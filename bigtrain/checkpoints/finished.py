@@ -29,8 +29,6 @@ def write(
   """Notes that a run has nothing left to do.
 
   Args:
-    workdir: folder of the run.
-    config: config as the command line gives it.
     results: newest value of each metric, and "step".
   """
   if any(config.get(key) for key in _ENDS_EARLY):
@@ -54,10 +52,6 @@ def read(workdir: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
 
   A run goes on, or reports the reason why it cannot, after any change of the
   config or damage to its newest checkpoint. Data are not compared.
-
-  Args:
-    workdir: folder of the run.
-    config: config as the command line gives it.
   """
   if any(config.get(key) for key in _ENDS_EARLY):
     return None

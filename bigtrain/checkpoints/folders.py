@@ -222,7 +222,6 @@ def find(path: str, step: int | None = None) -> str:
   """Returns the directory of one checkpoint.
 
   Args:
-    path: a checkpoint, a folder of checkpoints, or a workdir.
     step: step in a folder or workdir; the newest by default.
 
   Raises:
@@ -244,11 +243,6 @@ def find(path: str, step: int | None = None) -> str:
 def find_named(path: str, step: int | None, key: str) -> str:
   """Like `find`, for a path in a config or on a command line.
 
-  Args:
-    path: see `find`.
-    step: see `find`.
-    key: config key or flag, for messages.
-
   Raises:
     ConfigError: there is no such checkpoint.
     DamagedError: it is damaged.
@@ -266,9 +260,6 @@ def find_named(path: str, step: int | None, key: str) -> str:
 
 def find_all(path: str) -> dict[int, str]:
   """Returns {step: directory} of all checkpoints at a path, ascending.
-
-  Args:
-    path: a checkpoint, a folder of checkpoints, or a workdir.
 
   Raises:
     CheckpointError: `path` has no checkpoint, or cannot be read.

@@ -126,8 +126,6 @@ def inspect(
   """Returns the problems that names, sizes and metadata show.
 
   Args:
-    directory: directory of the checkpoint.
-    manifest: its manifest.
     names: names of the arrays to check; all by default.
 
   Raises:
@@ -213,8 +211,6 @@ def read(
   """Reads parts of arrays concurrently and yields them in order.
 
   Args:
-    directory: directory of the checkpoint.
-    manifest: its manifest.
     parts: (name, index) pairs; parts of the same array follow each other.
 
   Raises:
@@ -334,12 +330,6 @@ def check_sums(
   directory: str, manifest: Manifest, name: str, sums: Iterable[checksums.Sums]
 ) -> None:
   """Compares an array that was read with the checksum of the devices.
-
-  Args:
-    directory: directory of the checkpoint.
-    manifest: its manifest.
-    name: name of the array.
-    sums: sums of the parts that make up the array.
 
   Raises:
     DamagedError: its values are not those that were saved.

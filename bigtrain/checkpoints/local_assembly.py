@@ -27,10 +27,7 @@ class Assembly:
     """Nothing is read yet.
 
     Args:
-      peers: all processes.
-      first: the first process that has shards of the step.
       saved: the shards of this process, if it has some.
-      like: see local_tier.Tier.restore.
     """
     self._peers = peers
     self._first = first

@@ -86,12 +86,7 @@ def write(
   """Writes a checkpoint; replaces one of the same step and token.
 
   Args:
-    folder: folder of this process's checkpoints.
-    token: the present start of the run.
-    run: identity of the run.
     pieces: the shards (snapshot.Piece).
-    sums: their checksums.
-    manifest: describes the arrays, and has the host state.
 
   Raises:
     OSError: it cannot be written.

@@ -55,9 +55,7 @@ def from_config(
   """Reads local_ckpt_dir; returns None for a run without local checkpoints.
 
   Args:
-    config: the whole config.
     every_steps: config.local_ckpt_* in steps; None or 0 for none.
-    workdir: folder of the run.
 
   Raises:
     ConfigError: the folder is missing, or is not a local, writable one.
@@ -105,14 +103,7 @@ class Tier:
   def __init__(
     self, folder: str, every_steps: int, workdir: str, config_identity: str
   ):
-    """Touches no files yet.
-
-    Args:
-      folder: config.local_ckpt_dir, absolute.
-      every_steps: interval between local checkpoints.
-      workdir: folder of the run.
-      config_identity: the same for configs with the same trajectory.
-    """
+    """Touches no files yet."""
     self._workdir = workdir
     self._every_steps = every_steps
     self._run = f"{workdir} {config_identity}"
@@ -205,7 +196,6 @@ class Tier:
     """Begins a new token; the run goes on from `step`.
 
     Args:
-      step: step of the state that the run starts with.
       stored: newest step of the workdir; None without a checkpoint.
 
     Raises:
@@ -248,9 +238,7 @@ class Tier:
     """Writes a checkpoint of this process's shards, in any thread.
 
     Args:
-      manifest: describes all arrays, and has the host state.
       pieces: the shards (snapshot.Piece).
-      sums: their checksums.
     """
     if self._off or self._peers is None:
       return

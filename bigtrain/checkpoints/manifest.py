@@ -155,9 +155,7 @@ def describe(
 
   Args:
     shape: shape of the array.
-    dtype: dtype of the array.
     shard_shape: shape of each shard; the whole array by default.
-    sharding: see Array.
 
   Raises:
     CheckpointError: the dtype cannot be saved.
@@ -315,10 +313,6 @@ def to_json(manifest: Manifest) -> str:
 
 def from_json(text: bytes | str, where: str) -> Manifest:
   """Reads and checks a manifest.
-
-  Args:
-    text: content of the file.
-    where: its path, for messages.
 
   Raises:
     DamagedError: it is not JSON, its digest does not match, or a name is not

@@ -73,7 +73,6 @@ def open_file(
     step: step of the workdir's checkpoint; the newest by default.
     prefix: tree to read, such as "ema"; by default "params" if there is such a
       tree, else everything.
-    key: config key, for messages.
     collections: mutable collections to read too, such as "batch_stats"; their
       names begin with it, wherever they are in the file.
 

@@ -31,11 +31,7 @@ class Peers:
   """
 
   def __init__(self, timeout_secs: float = 1800.0):
-    """Waits for the other processes.
-
-    Args:
-      timeout_secs: time limit of each wait for another process.
-    """
+    """Waits for the other processes."""
     self.index = jax.process_index()
     self.count = jax.process_count()
     self.timeout_secs = timeout_secs

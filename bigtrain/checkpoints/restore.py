@@ -41,8 +41,6 @@ def resume(
   of interrupted saves first.
 
   Args:
-    workdir: folder of the run.
-    like: see `restore`.
     fallback: whether to use the previous checkpoint if the newest is damaged.
 
   Raises:
@@ -109,7 +107,6 @@ def restore(
   """Loads a checkpoint onto devices, whatever its sharding when saved.
 
   Args:
-    path: a checkpoint, or a workdir.
     like: tree of jax.ShapeDtypeStruct with shardings: exactly the arrays that
       the checkpoint must hold. Without a sharding, an array goes to this
       process's first device.
@@ -178,9 +175,6 @@ def load(
   device, and caches up to 10 GB.)
 
   Args:
-    directory: directory of the checkpoint.
-    manifest: its manifest.
-    sources: new name -> name in the checkpoint.
     like: new name -> jax.ShapeDtypeStruct of the same shape and dtype.
 
   Raises:

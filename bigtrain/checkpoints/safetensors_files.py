@@ -49,9 +49,6 @@ def is_folder(path: str) -> bool:
 def read(path: str) -> dict[str, np.ndarray]:
   """Maps all arrays of a file, or of a published model's folder.
 
-  Args:
-    path: a .safetensors file, or a folder for which `is_folder` is true.
-
   Returns:
     {name: read-only memory-mapped array}.
 
@@ -131,8 +128,6 @@ def write(
   Args:
     path: path of the file.
     specs: {name: (shape, name of the dtype)}, in the order of `arrays`.
-    arrays: values of the arrays.
-    metadata: strings for the header.
 
   Raises:
     ValueError: the format has no such dtype.

@@ -52,11 +52,6 @@ class StartOptions(NamedTuple):
   def check(self, workdir: str, module: Any, model: Any) -> "StartOptions":
     """Compares published parameters with the model, before anything compiles.
 
-    Args:
-      workdir: folder of the run; a run that is resumed needs no `model_init`.
-      module: module of the model.
-      model: the model.
-
     Returns:
       These options.
 
@@ -127,15 +122,9 @@ def start(
   From then on, older checkpoints of the hosts after this step are invalid.
 
   Args:
-    options: keys of the config.
-    workdir: folder of the run.
-    config: plain config, to compare with the checkpoint's.
     state_spec: tree of ShapeDtypeStructs with shardings.
     init_state: makes the state of step 0 from an int32 seed; traceable.
     model_module: module whose `from_published`, if any, converts parameters.
-    seed: config.seed.
-    fingerprints: of the files that input is made with.
-    lower: lower_ahead of the run's Programs.
     local: the hosts' own checkpoints; None for none.
     from_local: whether the run may start from them. A rollback may not: what it
       skips must not depend on them.
@@ -242,12 +231,6 @@ def finished_step(
 
   A run also goes on after any change of the config or damage to the checkpoint,
   which `start` then reports. All processes get the same result.
-
-  Args:
-    workdir: folder of the run.
-    config: plain config.
-    saved: what the input adds to a HostState.
-    last: last step of the run.
   """
   step, reason = None, ""
   if jax.process_index() == 0:

@@ -47,13 +47,9 @@ def from_config(
   """Reads config.teacher.
 
   Args:
-    config: the whole config.
-    task: module of the task; its `inputs` also serve the teacher.
     batch_spec: jax.ShapeDtypeStructs of a batch.
-    mesh: device mesh.
     seed: config.seed, for a teacher with model_init=None: such a teacher has
       fresh parameters and is good for tests only.
-    kept: see initial.variables_fn.
 
   Raises:
     ConfigError: a key is missing or unknown, or the file does not fit.

@@ -42,7 +42,6 @@ class Stored:
     """Wraps an open store.
 
     Args:
-      store: a tensorstore.
       dtype: dtype of the values, which the store may keep as uint16.
     """
     self._store = store

@@ -93,10 +93,7 @@ def fetch(
   """Receives ranges of bytes of the file that another process serves.
 
   Args:
-    address: `Server.address` there.
-    secret: see `Server`.
     ranges: (offset, number of bytes) of each.
-    targets: arrays of these sizes, which are filled.
 
   Raises:
     OSError: the process cannot be reached, or does not send them.

@@ -99,14 +99,11 @@ def load_params(
   """Loads parameters from a file or a checkpoint onto the model's devices.
 
   Args:
-    spec: a path, or a dict with one: see the module.
     like: tree of jax.ShapeDtypeStruct with shardings: the model's parameters.
     init: returns freshly initialised parameters on the devices; called only
       if some of them are needed.
     convert: the model's `from_published`, applied after renaming unless all
       names and shapes fit already.
-    collections: branches of `like` that are mutable collections.
-    key: config key of `spec`, for messages.
 
   Returns:
     (tree like `like` of jax.Arrays, the table, which is also logged).
@@ -184,12 +181,9 @@ def load_variables(
   """Loads a model's variables: parameters and mutable collections.
 
   Args:
-    spec: see `load_params`.
     like: {"params": jax.ShapeDtypeStructs, and each mutable collection}.
-    init: returns freshly initialised variables on the devices.
     module: module of the model; its `from_published`, if any, converts
       parameters.
-    key: see `load_params`.
 
   Returns:
     Arrays like `like`.
@@ -223,8 +217,6 @@ def load_state(
 
   Args:
     spec: a path, or dict(path=..., step=...).
-    like: see restore.restore.
-    key: config key of `spec`, for messages.
 
   Raises:
     ConfigError: there is no such checkpoint, or it does not fit `like`.

@@ -63,10 +63,6 @@ class Connection:
     """Starts nothing yet: `listen` on process 0, then `connect` on all.
 
     Args:
-      index: index of this process.
-      count: number of processes.
-      heartbeat_secs: silence after which a process counts as lost.
-      report_secs: interval between two checks for stragglers.
       on_hang: called before the end if some process hangs.
     """
     self.index = index
@@ -108,9 +104,6 @@ class Connection:
 
     Args:
       host: host of process 0.
-      port: return value of `listen` there.
-      secret: the same on all processes of the job, unknown outside of it.
-      timeout_secs: time limit.
 
     Raises:
       OSError: process 0 cannot be reached.
@@ -270,10 +263,6 @@ class Connection:
 
     Returns at once. The n-th value of a name is compared with the n-th value
     of that name on the other processes.
-
-    Args:
-      name: description of the value, in a config's words.
-      value: JSON.
     """
     self._send_from_thread(kind="equal", name=name, value=value)
 
@@ -285,8 +274,6 @@ class Connection:
     answer.
 
     Args:
-      code: exit code for all.
-      reason: one line.
       hang: whether this process hangs: then all write their stacks, and the
         reason names the process that holds up the others.
     """

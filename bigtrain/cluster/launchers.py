@@ -80,7 +80,6 @@ def detect(
   """Returns this process's place in a job of several, or None if it is alone.
 
   Args:
-    env: environment variables.
     timeout_secs: time limit for the name of process 0's host to become known,
       where that host is being started at the same time.
 

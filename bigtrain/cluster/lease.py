@@ -189,7 +189,6 @@ def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
 
   Args:
     workdir: folder of the run; created if it does not exist.
-    term_secs: time from a renewal to the expiry.
 
   Raises:
     ConfigError: another job holds it, or the folder is not writable.

@@ -248,9 +248,6 @@ def _form_job(place: "launchers.Place", times: Mapping[str, float]) -> None:
 def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
   """Compares config, code and packages of all processes; waits for them.
 
-  Args:
-    identity: returns this process's JSON values by name.
-
   Raises:
     ConfigError: on all processes, naming every value that differs from process
       0's and its process.
@@ -278,10 +275,6 @@ def require_equal(name: str, value: Any) -> None:
   """Ends the job with code 2 if processes pass different values for `name`.
 
   Unlike `require_same_run` this returns at once, so threads may call it.
-
-  Args:
-    name: description of the value, in a config's words.
-    value: JSON.
   """
   if _connection is not None:
     _connection.require_equal(name, value)
@@ -292,11 +285,6 @@ def share(key: str, value: Any, timeout_secs: float) -> list[Any]:
 
   Uses the key-value store of jax.distributed, not the devices, so threads may
   call it while the devices train.
-
-  Args:
-    key: name of this exchange, the same on all processes, never used again.
-    value: JSON.
-    timeout_secs: time limit for each of the other processes.
 
   Raises:
     JaxRuntimeError: a process did not share its value in time.
@@ -323,9 +311,6 @@ def broadcast(value: Any) -> Any:
 
   Unlike a collective of jax this waits for process 0 only, and for no device.
   All processes call it equally often.
-
-  Args:
-    value: JSON.
   """
   import jax
 

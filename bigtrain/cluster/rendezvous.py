@@ -35,9 +35,6 @@ def meet(
 
   Args:
     address: HOST:PORT of process 0.
-    index: index of this process.
-    count: number of processes.
-    timeout_secs: time limit for the other processes.
     token: JSON; only process 0's is used.
     check: called while waiting; raises to stop.
 

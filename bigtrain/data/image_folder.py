@@ -143,12 +143,7 @@ class Source:
 
 
 def _class_list(path: str, classes: str | None) -> list[str]:
-  """Returns the names of the classes, in the order of the labels.
-
-  Args:
-    path: folder with one folder for each class, absolute.
-    classes: as in `Source`.
-  """
+  """Returns the names of the classes, in the order of the labels."""
   if not os.path.isdir(path):
     raise files.missing(path, "image_folder: path", "folder")
   folders = sorted(e.name for e in os.scandir(path) if e.is_dir())

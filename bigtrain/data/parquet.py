@@ -231,12 +231,7 @@ class Source:
 
 
 class _Tables:
-  """LRU cache of row groups. Thread-safe: each is loaded by one thread.
-
-  Args:
-    load: returns the table of a key and its size in memory.
-    max_bytes: maximum total size. The newest table is always kept.
-  """
+  """LRU cache of row groups. Thread-safe: each is loaded by one thread."""
 
   def __init__(
     self, load: Callable[[tuple[int, int]], tuple[Any, int]], max_bytes: int

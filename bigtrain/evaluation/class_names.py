@@ -23,12 +23,7 @@ def check(
   """Checks names, prompts and ops on the text of the first name.
 
   Args:
-    names: see pp.class_names.read; the option `class_names` at `path`.
     prompts: texts with a {} for the name.
-    pp: see `tokens`; the option `pp_text` at `path`.
-    context: context of the evaluator.
-    path: location of the entry in the config.
-    prompt_key: the entry's key of the prompts.
 
   Raises:
     ConfigError: see pp.class_names and `tokens`.
@@ -50,12 +45,8 @@ def tokens(
   """Tokenizes texts with the ops that tokenize captions.
 
   Args:
-    texts: texts, such as the result of pp.class_names.fill.
     pp: ops from the feature "text" to `feature`, without random numbers, such
       as "tokenize(...)".
-    context: context of the evaluator.
-    key: key of `pp` in the config, for error messages.
-    feature: name of the feature with the tokens.
 
   Returns:
     int32 [len(texts), L].

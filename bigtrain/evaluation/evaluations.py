@@ -106,7 +106,6 @@ class Batches:
     Negative class numbers mean that an example has no label.
 
     Args:
-      feature: name of the feature.
       num_classes: larger class numbers are errors (`parts.ClassCount`); None
         allows all.
     """
@@ -247,9 +246,6 @@ def from_config(
       length `log_*`, optionally `pred_kw` (options of the predict function),
       `weights` and `at_start`, and the options of the evaluator and its
       batches.
-    predict_fns: the task's predict functions by name.
-    units: units of the lengths.
-    context: context of the run; each evaluation gets it with its own name.
     weights: {part of the state that can be evaluated: specs of the model's
       variables with that part}.
 
@@ -398,11 +394,6 @@ def check_class_names(
   An evaluator that compares the model's classes with labels calls it in its
   `check`. Sources that cannot name their classes pass.
 
-  Args:
-    options: options of the evaluation.
-    context: context of the evaluation.
-    label_key: feature with the class numbers.
-
   Raises:
     ConfigError: the names of the classes, or their order, differ.
   """
@@ -421,11 +412,6 @@ def check_class_names(
 
 def check_numbers(path: str, values: Any, **limits: Any) -> None:
   """Checks that an option is a non-empty list of numbers in a range.
-
-  Args:
-    path: location of the option in the config.
-    values: list or tuple of numbers.
-    **limits: see settings.check_number.
 
   Raises:
     ConfigError: an empty list, another type, or a number out of range.

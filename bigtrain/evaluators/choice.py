@@ -157,11 +157,7 @@ class _Windows:
   """Makes windows of a context and a choice.
 
   Args:
-    tokenizer: tokenizer of the model.
-    length: L, tokens of a window.
-    delimiter: text between context and choice.
     bos: whether each context starts with a begin token.
-    path: location of the entry in the config.
 
   Raises:
     ConfigError: `bos` without a begin or end token.

@@ -23,7 +23,7 @@ class Evaluator:
 
   def __init__(
     self,
-    predict_fn: Callable[[Any, Any], metrics.Pairs],
+    predict_fn: Callable[[Any, Any], metrics.Metrics],
     batches: evaluations.Batches,
     context: evaluations.Context,
   ):
@@ -31,7 +31,7 @@ class Evaluator:
 
     def pairs_with_loss(
       variables: Any, batch: Mapping[str, Any]
-    ) -> metrics.Pairs:
+    ) -> metrics.Metrics:
       pairs = predict_fn(variables, batch)
       if "loss" not in pairs:
         raise ConfigError(

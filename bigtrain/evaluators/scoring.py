@@ -67,7 +67,7 @@ class Evaluator:
 
     top_k = tuple(k for k in top_k if k <= len(names))
 
-    def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Pairs:
+    def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Metrics:
       scores_BC = predict_fn(variables, {**batch, "class_tokens": tokens_CL})
       label_B = batch[label_key]
       weight_B = metrics.example_weights(batch, scores_BC) * (label_B >= 0)

@@ -138,7 +138,7 @@ def _text_batch_size(num_texts: int, batch_size: int, devices: int) -> int:
 
 def _pairs(
   class_CE: jax.Array, images: Mapping[str, jax.Array], top_k: Sequence[int]
-) -> metrics.Pairs:
+) -> metrics.Metrics:
   labels, weight = images["labels"], images["weight"]
   scores_BC = jnp.einsum(
     "be,ce->bc",

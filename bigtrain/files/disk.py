@@ -24,12 +24,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def reason(error: BaseException, path: str) -> str:
-  """Returns why a write failed: file and error, and the free bytes.
-
-  Args:
-    error: error of a write.
-    path: see `room`.
-  """
+  """Returns why a write failed: file and error, and the free bytes."""
   text = str(error) or type(error).__name__
   if isinstance(error, OSError) and error.filename:
     text = f"{error.filename}: {error.strerror}"
@@ -38,10 +33,6 @@ def reason(error: BaseException, path: str) -> str:
 
 def room(error: BaseException, path: str) -> str:
   """Returns " (/path has 4,096 of 1,048,576 bytes free)" if a disk is full.
-
-  Args:
-    error: error of a write.
-    path: file or folder that was written, or a folder above it.
 
   Returns:
     "" if the error has another cause or already names the free bytes, and for

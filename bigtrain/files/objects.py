@@ -219,7 +219,6 @@ def write(
   """Writes or removes an object.
 
   Args:
-    path: URL of the object.
     content: new content; None removes the object.
     instead_of: version to replace; by default any version is replaced.
     hasty: whether to fail soon if the store does not answer.

@@ -101,7 +101,6 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
   """Opens a file to replace it; readers see the old or the new content.
 
   Args:
-    path: file in an existing folder.
     mode: "w" for UTF-8 text or "wb" for bytes.
   """
   encoding = None if "b" in mode else "utf-8"
@@ -128,12 +127,7 @@ class Mirror:
   """
 
   def __init__(self, path: str, local: str = ""):
-    """Prepares the local file.
-
-    Args:
-      path: see the class.
-      local: existing file to upload, instead of a new temporary file.
-    """
+    """Prepares the local file."""
     self.path = path
     self.local = local or path
     self._folder: tempfile.TemporaryDirectory[str] | None = None

@@ -37,11 +37,9 @@ def load(
       "decode|resize(224)|value_range(-1,1)". By default the ops of one of the
       run's evaluations; bigtrain/inference/ops.py explains the choice.
     pp_text: ops that make tokens of a text, such as "tokenize(...)".
-    evaluation: name of the evaluation whose `pp` to use.
     class_names: names by class number, or the path of a file with one name a
       line. By default the class names of the run's data.
     tokenizer: "bytes" or a path, if the run's tokenizer has moved.
-    batch_size: largest number of examples at a time, over all devices.
 
   Raises:
     ConfigError: no such checkpoint, or a wrong argument.

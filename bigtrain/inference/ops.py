@@ -69,11 +69,8 @@ def find(
   """Returns the ops for a feature, chosen as the module docstring describes.
 
   Args:
-    config: config of the run.
     feature: name of the feature, such as "image".
-    preds: predict functions whose evaluations come first.
     given: the argument of the same name as `option`; None if not given.
-    evaluation: name of the evaluation whose ops to use.
     option: "pp" or "pp_text".
 
   Raises:
@@ -168,9 +165,6 @@ def find_text(
   """Returns the ops from a text to its tokens, chosen as in `find`.
 
   Args:
-    config: config of the run.
-    feature: name of the tokens.
-    preds: predict functions whose evaluations come first.
     given: the argument `pp_text`; None if not given.
 
   Raises:
@@ -192,8 +186,6 @@ def tokenizer(
   """Returns the tokenizer of a run, or None for a run without tokens.
 
   Args:
-    config: config of the run.
-    data: see saved.Saved.
     fingerprints: {file: fingerprint} of the run's files.
     given: "bytes" or a path to use in place of the run's.
 
@@ -259,8 +251,6 @@ def pred_kw(
   """Returns options of a predict function from the run's evaluations.
 
   Args:
-    config: config of the run.
-    pred: name of the predict function.
     evaluation: name of the only evaluation to look at; None for all, by name.
   """
   for name, entry in sorted(config.get("evals", {}).items()):

@@ -194,7 +194,6 @@ class Predictor:
     """Returns the classes of pictures, the most likely ones first.
 
     Args:
-      pictures: see `predict`.
       top_k: number of classes in "top".
 
     Returns:
@@ -223,7 +222,6 @@ class Predictor:
     """Returns {"caption": text} for each picture.
 
     Args:
-      pictures: see `predict`.
       **options: of the task's predict function, such as method="beam"; by
         default `pred_kw` of the run's evaluation with this function.
     """
@@ -282,11 +280,9 @@ class Predictor:
     """Returns which of any names fit pictures best; see `classify`.
 
     Args:
-      pictures: see `predict`.
       class_names: names, or the path of a file with one name a line; by default
         the names of an evaluation of the run.
       prompts: texts with a {} for the name. A captioner uses the first one.
-      top_k: see `classify`.
     """
     self._require("zero_shot")
     if class_names is None:
@@ -333,7 +329,6 @@ class Predictor:
     it. The result does not repeat the input.
 
     Args:
-      texts: one text or a list of them. A text can also be a list of token ids.
       **options: of the task's predict function `generate`, such as max_new=100
         (max_len=100 of a sequence-to-sequence model), temperature=0.8 and
         seed=1; greedy by default.
@@ -416,10 +411,8 @@ class Predictor:
     padded.
 
     Args:
-      pred: name of the predict function.
       features: arrays [B, ...] by name, as after preprocessing.
       fixed: further features, without an axis of examples.
-      **options: of the predict function.
 
     Returns:
       Tree of numpy arrays [B, ...].

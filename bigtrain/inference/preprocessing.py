@@ -25,12 +25,7 @@ class Pictures:
   """
 
   def __init__(self, chain: Chain, data: Mapping[str, Any]):
-    """Prepares the ops.
-
-    Args:
-      chain: the ops.
-      data: see saved.Saved.
-    """
+    """Prepares the ops."""
     self.chain = chain
     known = data.get("features", {}).get(chain.feature)
     self.shape = None if known is None else tuple(known[1])

@@ -22,10 +22,7 @@ def one_or_many(
   """Calls a function on inputs, a batch at a time.
 
   Args:
-    inputs: one input or an iterable of them.
-    call: from a list of inputs to a list of results.
     one: whether it is one input; then there is one result.
-    batch_size: largest number of inputs of a call.
   """
   if one:
     return call([inputs])[0]
@@ -73,7 +70,6 @@ def probabilities(logits_BC: np.ndarray, kind: str) -> np.ndarray:
   """Returns float64 [B, C], the probabilities that a loss gives to logits.
 
   Args:
-    logits_BC: the model's outputs.
     kind: kind of the loss. "sigmoid..." judges each class by itself, any other
       makes the probabilities of a row add up to 1.
   """

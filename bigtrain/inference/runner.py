@@ -25,14 +25,7 @@ class Runner:
     mesh: jax.sharding.Mesh,
     batch_size: int,
   ):
-    """Compiles nothing yet.
-
-    Args:
-      fns: see the class.
-      variables: variables of the model, on the devices.
-      mesh: device mesh.
-      batch_size: is rounded up.
-    """
+    """Compiles nothing yet."""
     settings.check_number("batch_size", batch_size, least=1, whole=True)
     self.fns = fns
     self._ways = sharding.batch_ways(mesh)
@@ -50,10 +43,8 @@ class Runner:
     """Returns the outputs of a predict function as a tree of arrays [B, ...].
 
     Args:
-      pred: name of the predict function.
       features: arrays [B, ...] by name.
       fixed: further features, without an axis of examples.
-      **options: of the predict function.
 
     Raises:
       ConfigError: no such predict function, option or feature.

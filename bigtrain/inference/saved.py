@@ -50,9 +50,7 @@ def find(path: str, step: int | None, key: str = "bigtrain.load") -> Saved:
   """Returns the checkpoint or the export of a path, without its arrays.
 
   Args:
-    path: a workdir, one of its checkpoints, or an export in one file.
     step: step of the workdir's checkpoint; the newest if None.
-    key: name of the argument, for messages.
 
   Raises:
     ConfigError: there is no such checkpoint, or no config is saved in it.
@@ -89,9 +87,7 @@ def variables(saved: Saved, weights: str, mesh: Mesh) -> dict[str, Any]:
   """Reads the variables of the model, sharded over all devices of the mesh.
 
   Args:
-    saved: the checkpoint or the export.
     weights: "params", or "ema" for the averaged parameters.
-    mesh: device mesh.
 
   Raises:
     ConfigError: the checkpoint has no such parameters.

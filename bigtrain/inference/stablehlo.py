@@ -43,14 +43,12 @@ def export(
   """Writes a predict function with its parameters into a file.
 
   Args:
-    path: a checkpoint or a workdir.
     out: path of the file.
     step: step of the workdir's checkpoint; the newest unless given.
     weights: "params" or "ema".
     pred: name of the predict function; by default the first of caption,
       generate, logits, image and pre_logits that the task has.
     batch_size: number of examples of a call; any number unless given.
-    platforms: platforms that the file runs on.
 
   Returns:
     (number of arrays, bytes of the file).

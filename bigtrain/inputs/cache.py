@@ -53,10 +53,6 @@ class CachedSource:
 
   Attributes that are not defined here come from the wrapped source.
 
-  Args:
-    source: the source to wrap.
-    key: config key that requested the cache, for messages.
-
   Raises:
     ConfigError: the estimated size, which is also logged, exceeds the
       available memory.

@@ -26,13 +26,6 @@ def of_source(
 ) -> dict[str, list[str]]:
   """Returns {feature: names of its classes by number}, as far as known.
 
-  Args:
-    data: source, as config.input.data.
-    pp: preprocessing string.
-    pp_modules: modules that register further ops.
-    features: features after all ops.
-    key: location of the input in the config.
-
   Raises:
     ConfigError: the source or its preprocessing cannot be used.
   """
@@ -43,13 +36,7 @@ def of_source(
 
 
 def check(names: Sequence[str], training: Sequence[str], key: str) -> None:
-  """Raises ConfigError if two lists of names differ.
-
-  Args:
-    names: names of the evaluation's classes by number.
-    training: names of the training's classes by number.
-    key: location of the evaluation in the config.
-  """
+  """Raises ConfigError if two lists of names differ."""
   if list(names) == list(training):
     return
   sides = (

@@ -68,11 +68,7 @@ class Stopped(Exception):
 
 
 class Skipped:
-  """Examples left out because they cannot be read or preprocessed.
-
-  Args:
-    cap: number of distinct examples that may be skipped.
-  """
+  """Examples left out because they cannot be read or preprocessed."""
 
   def __init__(self, cap: int):
     self.cap = cap
@@ -107,13 +103,6 @@ def default_num_threads() -> int:
 class Engine:
   """Makes this host's share of the batch of any step.
 
-  Args:
-    parts: sources with their preprocessing.
-    plan: function from a step to the examples of its batch.
-    num_rows: this host's rows per batch.
-    num_threads: number of threads that read and preprocess examples.
-    skipped: record of examples that were left out.
-
   Attributes:
     spec: {name: (dtype, shape)} of one example, with jax's dtypes.
     id_limits: limits of `limit_ids`, by feature.
@@ -145,9 +134,7 @@ class Engine:
     """Refuses ids that the model cannot take, from now on.
 
     Args:
-      sizes: {feature: number of ids}, see `parts.vocab_sizes`.
       negative: features whose negative values mean "no label".
-      path: location of the input in the config.
 
     Raises:
       ConfigError: it is known already that the input has such ids.
@@ -170,8 +157,6 @@ class Engine:
     """Yields the batches of steps [first_step, last_step), in order.
 
     Args:
-      first_step: first step.
-      last_step: step after the last one.
       stopping: once another thread sets it, no more examples are read, also in
         the middle of a batch, and the batches end.
 
@@ -383,7 +368,6 @@ def check_spec(
     features: {name: (dtype, shape)}. The dtype is `bytes` for strings and None
       for values that are not arrays. A shape, or a size in it, is None if
       unknown.
-    key: location of the part in the config.
 
   Raises:
     ConfigError: no feature is left, or one cannot be batched; the message

@@ -82,7 +82,6 @@ class EvalInput:
     """Refuses examples with ids that the model cannot take.
 
     Args:
-      sizes: {feature: number of ids}, see `parts.vocab_sizes`.
       negative: features whose negative values mean "no label".
 
     Raises:
@@ -139,16 +138,9 @@ def make_eval(
   """Makes the input of an evaluation.
 
   Args:
-    data: source, as `input.data` of a config.
-    pp: preprocessing string. Random ops draw the same numbers on each pass.
     batch_size: global.
-    mesh: device mesh to spread the batches over.
     num_examples: number of examples, from the start; all by default.
     cache: whether to keep finished batches in host memory, if they fit.
-    pp_modules: modules that register further ops.
-    prefetch: number of batches to place on devices in advance.
-    num_threads: number of threads that make examples.
-    path: location of this input in the config, for messages.
 
   Raises:
     ConfigError, DataError: as `pipeline.make_train`.
@@ -196,7 +188,6 @@ def check(
   """Checks arguments of `make_eval` without opening the data.
 
   Args:
-    data: as in `make_eval`; so are `pp`, `pp_modules` and `path`.
     vocab_sizes: {feature: vocabulary size} of the model.
 
   Raises:

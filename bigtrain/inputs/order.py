@@ -81,7 +81,6 @@ def apportion(
   do not add up over many calls.
 
   Args:
-    rows: number of rows.
     weights: weights with any sum above 0. A source of weight 0 gets no rows.
     owed: rows owed to each source so far, in units of 2**-40; may be negative.
 

@@ -106,9 +106,6 @@ class TrainInput:
   def limit_ids(self, sizes: Mapping[str, int]) -> None:
     """Refuses examples with ids that the model cannot take.
 
-    Args:
-      sizes: {feature: number of ids}, see `parts.vocab_sizes`.
-
     Raises:
       ConfigError: it is known already that the input has such ids. Otherwise
         the iterator of `start` raises DataError.
@@ -194,10 +191,6 @@ def make_train(
       to the number of cores. More threads help if reading files is slow.
 
   Args:
-    cfg: the subtree.
-    seed: seed of the order and of all random ops.
-    mesh: device mesh to spread the batches over.
-    pp_modules: modules that register further ops.
     run: the whole config, for the length of the run; without it, weights do not
       change at points in percent.
 
@@ -233,11 +226,7 @@ def train_engine(
   """Makes the engine for some rows of each global batch, and the schedule.
 
   Args:
-    cfg: as in `make_train`; so are `seed` and `pp_modules`.
-    seed: as above.
     rows: int64 [local rows], indices into the global batch.
-    pp_modules: as above.
-    run: as above.
   """
   path, batch_size = cfg.path, cfg.batch_size
   cache = cfg.get("cache", "none")
@@ -310,12 +299,7 @@ def make_engine(
   tensorflow is imported only for the latter.
 
   Args:
-    parts: as in `Engine`; so are `plan`, `num_rows` and `skipped`.
-    plan: as above.
-    num_rows: as above.
     num_threads: number of threads; None for a default.
-    skipped: as above.
-    path: location of the input in the config.
   """
   if num_threads is not None:
     key = f"{path}.num_threads"

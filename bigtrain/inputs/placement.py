@@ -13,7 +13,6 @@ class Placement:
   """This host's rows of the global batch.
 
   Args:
-    mesh: device mesh, possibly of several processes.
     batch_size: global.
 
   Attributes:

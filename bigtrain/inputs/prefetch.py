@@ -34,8 +34,6 @@ class Prefetch:
   Args:
     make: function that returns the iterator; the thread calls it, and iterates
       over and closes its result.
-    depth: maximum number of finished items waiting for `next`.
-    name: name of the thread, for stack dumps.
     stopping: set when the thread must end. A slow iterator can look at it while
       it makes an item; its errors are then dropped.
   """

@@ -11,10 +11,6 @@ from bigtrain.settings import ConfigError, DataError, did_you_mean
 def make_source(options: Mapping[str, Any], key: str) -> Any:
   """Builds the source that `dict(type=..., **arguments)` describes.
 
-  Args:
-    options: name of the module and the arguments of its Source.
-    key: location of `options` in the config.
-
   Raises:
     ConfigError: no such module, or an argument that its Source does not take.
     DataError: the source is empty.
@@ -52,9 +48,6 @@ def find_source(
 
 def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
   """Returns {location in the config: dict(data, pp, weight)} per source.
-
-  Args:
-    cfg: config of the input, with either `data` or `mixture`.
 
   Raises:
     ConfigError: an unknown or missing key.
@@ -94,8 +87,6 @@ def parse_ops(
 
   Args:
     spec: ops joined by "|".
-    modules: dotted names of modules that register further ops.
-    key: location of `spec` in the config.
 
   Raises:
     ConfigError: the string cannot be parsed.
@@ -110,10 +101,6 @@ def parse_ops(
 
 def class_names(options: Mapping[str, Any], key: str) -> dict[str, list[str]]:
   """Returns {feature: names of its classes} of a source, without its examples.
-
-  Args:
-    options: as in `make_source`; so is `key`.
-    key: as above.
 
   Raises:
     ConfigError: as `make_source`.

@@ -16,12 +16,7 @@ from bigtrain.settings import ConfigError, DataError
 
 
 def sizes(op: registry.Op, source: Any) -> dict[str, int]:
-  """Returns {feature: largest id + 1}, as far as ops or the source know it.
-
-  Args:
-    op: composition of the preprocessing ops.
-    source: a Source, or its class: some know their ids before they are opened.
-  """
+  """Returns {feature: largest id + 1}, as far as ops or the source know it."""
   known = {
     name: source.vocab_sizes[feature]
     for name, feature in _unchanged(op, getattr(source, "vocab_sizes", {}))
@@ -37,7 +32,6 @@ def check(
   Args:
     input_sizes: {feature: largest id + 1} of an input.
     model_sizes: {feature: number of ids that the model can take}.
-    path: location of the input in the config.
 
   Raises:
     ConfigError: an id of the input is beyond the model's vocabulary or classes.
@@ -69,11 +63,9 @@ def check_parts(
   """Checks all that is known about an input's ids before its first batch.
 
   Args:
-    parts: the engine's sources with their ops.
     spec: {feature: (dtype, shape)} of an example.
     model_sizes: {feature: number of ids that the model can take}.
     negative: features whose negative values mean "no label".
-    path: location of the input in the config.
 
   Raises:
     ConfigError: a feature of another type than integers, or ids that the model
@@ -112,7 +104,6 @@ def find_invalid(
 
   Args:
     values: integers [B, ...].
-    size: number of ids.
     negative: whether negative ids are allowed.
   """
   if not values.size:
@@ -140,11 +131,6 @@ def invalid(
   """Returns the error for an example with an id outside of [0, size).
 
   Args:
-    key: location of the source in the config.
-    where: file and position of the example.
-    name: name of the feature.
-    values: the example's ids; the message names the first wrong one.
-    size: number of ids.
     negative: whether negative ids are allowed.
   """
   flat = np.ravel(values)

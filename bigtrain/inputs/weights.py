@@ -57,11 +57,6 @@ class Weight(NamedTuple):
 def read(value: Any, units: lengths.Units, key: str) -> Weight:
   """Reads the weight of one source.
 
-  Args:
-    value: a number or a dict, see the head of the module.
-    units: the sizes to convert points with.
-    key: location of `value` in the config.
-
   Raises:
     ConfigError: an unknown key, a value out of range, or points that do not
       grow.
@@ -106,10 +101,6 @@ def read(value: Any, units: lengths.Units, key: str) -> Weight:
 
 def stages(weights: Sequence[Weight], path: str) -> list[Stage]:
   """Returns the stages of a mixture: (first step, weights of all sources).
-
-  Args:
-    weights: of each source.
-    path: location of the mixture in the config.
 
   Raises:
     ConfigError: all weights of a stage are 0.

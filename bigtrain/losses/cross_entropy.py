@@ -29,9 +29,6 @@ def softmax_xent(
   """Computes the cross-entropy of softmax(logits) against the labels.
 
   Args:
-    logits: [..., C].
-    labels: class numbers [...] or probabilities [..., C].
-    label_smoothing: share of each label that is spread over classes.
     label_smoothing_over: "all": evenly over all C classes, the label's own
       among them (Szegedy et al. 2016, arxiv.org/abs/1512.00567). "others": over
       the C - 1 other classes, as in big_vision and T5X.
@@ -99,7 +96,6 @@ def sigmoid_xent(
   use the sum; a mean would need a learning rate that grows with C.
 
   Args:
-    logits: [..., C].
     labels: class numbers [...], or a probability of each class [..., C]; the
       probabilities need not add up to 1.
     label_smoothing: labels become (1 - s) * label + s / C.

@@ -29,8 +29,6 @@ def distance(
   """Computes the distance for each example.
 
   Args:
-    student_BC: logits.
-    teacher_BC: logits.
     kind: "kl": Kullback-Leibler divergence from the teacher's distribution to
       the student's, both at the temperature, times its square; "hard":
       cross-entropy with the teacher's best class, minus the entropy of the

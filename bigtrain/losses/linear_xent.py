@@ -58,20 +58,14 @@ def linear_softmax_xent(
   no logits and computes none again.
 
   Args:
-    hidden_BLD: last hidden states.
-    kernel_DV: output projection, or the transposed embedding.
     targets_BL: token ids, valid in padding too, where the weight is 0.
     weight_BL: weights of the tokens in the total, without gradient; 1 by
       default.
     chunk: positions at a time; need not divide L. 0 is all of them, None is
       `default_chunk`.
-    bias_V: optional bias of the logits.
     dtype: dtype of the products' operands, such as bfloat16; by default the
       hidden states'. Results, and the sum of the kernel's gradient over chunks,
       are float32; over devices that gradient is summed in `dtype`.
-    label_smoothing: see cross_entropy.softmax_xent; without gradient.
-    label_smoothing_over: see cross_entropy.softmax_xent.
-    z_loss: see cross_entropy.softmax_xent; without gradient.
     softcap: logits x become softcap * tanh(x / softcap).
     mesh: the replica x fsdp mesh that the batch is split over; by default the
       one of jax.set_mesh, if any. With a mesh the kernel is gathered once and
@@ -199,11 +193,6 @@ def default_chunk(batch_size: int, length: int, vocab_size: int) -> int:
 
   >>> default_chunk(8, 64, 32_000), default_chunk(64, 64, 262_144)
   (64, 4)
-
-  Args:
-    batch_size: examples on a device.
-    length: L, positions of an example.
-    vocab_size: V, logits of a position.
   """
   most = max(1, _LOGITS_AT_A_TIME // (batch_size * vocab_size))
   chunks = -(-length // most)
@@ -286,7 +275,6 @@ def _untransposed_on_cpu(product_DV: jax.Array, dtype: Any) -> jax.Array:
 
   Args:
     product_DV: float32 product.
-    dtype: dtype of its operands.
   """
   if jax.default_backend() == "cpu" and jnp.dtype(dtype) == jnp.bfloat16:
     return jax.lax.optimization_barrier(product_DV)
@@ -340,11 +328,6 @@ def _in_chunks(
   (None without a bias). All float arrays are float32.
 
   Args:
-    options: see `linear_softmax_xent`, as the arrays.
-    hidden_BLD: hidden states.
-    targets_BL: token ids.
-    weight_BL: weights of the tokens.
-    kernel_DV: output projection.
     bias_V: bias of the logits, or None.
     numbers: label_smoothing and z_loss, float32 scalars; without those of 0.
     gradients: whether to compute them.

@@ -13,9 +13,7 @@ def mixup(
   (arXiv 2106.10270).
 
   Args:
-    rng: a key.
     image: [B, ...] floats.
-    alpha: parameter of the weight's beta distribution.
 
   Returns:
     (weight * image + (1 - weight) * previous image, weight).

@@ -42,10 +42,6 @@ def sigmoid(
   over the batch is the paper's loss.
 
   Args:
-    image_BE: normalised embeddings; image i matches text i only.
-    text_BE: normalised embeddings.
-    scale: scalar, the inverse temperature.
-    bias: scalar added to the logits.
     weight_B: weights; examples of weight 0 are padding, in rows and columns. 1
       by default.
     chunk: texts at a time; need not divide B.

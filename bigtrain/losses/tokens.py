@@ -24,7 +24,7 @@ class ModelLosses(NamedTuple):
       models/layers/moe.py; None without experts.
   """
 
-  pairs: metrics.Pairs
+  pairs: metrics.Metrics
   loss_BL: jax.Array
   correct_BL: jax.Array
   expert_stats: dict[str, jax.Array] | None
@@ -48,18 +48,11 @@ def model_losses(
 
   Args:
     variables: dict with "params".
-    inputs: arguments of the model's call.
-    targets_BL: tokens to predict.
-    weight_BL: weights of the targets.
-    rng: key for dropout; unused in evaluation.
     model: flax module that returns (logits, dict with "pre_logits" and, with
       experts, "moe") and has the method `head_kernel`.
     train: whether dropout is on.
     chunk: positions of each example whose logits exist at a time, see
       linear_xent.linear_softmax_xent.
-    label_smoothing: see cross_entropy.softmax_xent.
-    label_smoothing_over: see cross_entropy.softmax_xent.
-    z_loss: see cross_entropy.softmax_xent.
   """
   _, out = model.apply(
     variables,
@@ -96,7 +89,6 @@ def real_positions(
   after a prompt without a loss. The other positions are padding.
 
   Args:
-    weight_BL: weights of the targets in the loss.
     segments_BL: number of the document of each position; None for one document
       a row.
   """
@@ -112,12 +104,12 @@ def real_positions(
 
 
 def add_experts(
-  pairs: metrics.Pairs,
+  pairs: metrics.Metrics,
   expert_stats: Mapping[str, jax.Array] | None,
   *,
   load_balance: float,
   router_z: float,
-) -> metrics.Pairs:
+) -> metrics.Metrics:
   """Adds the routers' losses to "loss", and metrics of the experts.
 
   An expert's load is its share of a microbatch on all devices. "load_balance"
@@ -126,9 +118,6 @@ def add_experts(
   means, so it depends on the number of microbatches.
 
   Args:
-    pairs: pairs of `model_losses`.
-    expert_stats: statistics of `model_losses`.
-    load_balance: weight of this loss.
     router_z: weight of the z-loss of ST-MoE (arXiv 2202.08906, equation 5),
       which keeps the routers' logits small.
 
@@ -153,7 +142,9 @@ def add_experts(
   return result
 
 
-def add_bytes(pairs: metrics.Pairs, batch: Mapping[str, Any]) -> metrics.Pairs:
+def add_bytes(
+  pairs: metrics.Metrics, batch: Mapping[str, Any]
+) -> metrics.Metrics:
   """Adds {"bytes": (sum, 1)}, the bytes of the targets' text, if known."""
   if "num_bytes" not in batch:
     return pairs

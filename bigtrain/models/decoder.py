@@ -231,7 +231,6 @@ class Model(nn.Module):
         segment 0 are padding; without segments there is no padding.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
-      start: number of tokens in the cache, the position of the first of these.
       head: whether to compute the logits.
       train: whether dropout acts; it draws from the rng "dropout".
 
@@ -296,7 +295,6 @@ class Model(nn.Module):
 
     Args:
       carry: (stream, cache).
-      *shared: arguments that all blocks get.
 
     Returns:
       (the carry, mean of the experts' statistics over the layers, or None).

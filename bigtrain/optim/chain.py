@@ -117,9 +117,7 @@ def make(
   """Builds the optimizer that the top level of the config describes.
 
   Args:
-    cfg: the tracked config; its keys are listed at the head of this file.
     params_shapes: nested dicts of arrays or ShapeDtypeStructs, all parameters.
-    units: sizes to convert lengths with, total_steps among them.
     param_views: views by name, see views.py; by default they follow from names
       and shapes.
 

@@ -55,13 +55,6 @@ def update(
   With t = step - start_step, ema = d * ema + (1 - d) * params, where d is 0
   for t < 0 and min(decay, (1 + t) / (10 + t)) from t = 0 on, so that an early
   average forgets the initial parameters.
-
-  Args:
-    ema: tree of averages with the structure of `params`.
-    params: parameters after this update.
-    step: number of updates before this one.
-    decay: d after the warm-up.
-    start_step: step up to which the average equals the parameters.
   """
   t = jnp.asarray(step - start_step, jnp.float32)
   warm = jnp.minimum(decay, (1 + t) / (10 + jnp.maximum(t, 0)))

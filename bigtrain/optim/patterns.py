@@ -22,10 +22,7 @@ def read_pairs(
   """Reads the list of (regex, value) at cfg[key].
 
   Args:
-    cfg: the config that holds the list.
-    key: key of the list.
     kinds: allowed types of a value; int excludes bool.
-    expected: description of the values, for messages.
     default: list to use if cfg[key] is None.
 
   Raises:
@@ -53,11 +50,6 @@ def first_match(
   regexes: Sequence[str], names: Sequence[str], key: str
 ) -> dict[str, int]:
   """Returns {name: index of its first matching regex}, without other names.
-
-  Args:
-    regexes: regular expressions, each for whole names.
-    names: names of parameters.
-    key: location of the regexes in the config, for messages.
 
   Raises:
     ConfigError: an invalid regex, or one that applies to no name; the message

@@ -71,8 +71,6 @@ def default(
   Args:
     name: name of the parameter, joined by "/".
     shape: its shape.
-    stack: number of leading dimensions that are stacks.
-    hidden: see View; by default, names such as "embedding" and "head" are not.
   """
   parts = name.split("/")
   dims = tuple(range(stack, len(shape)))
@@ -101,7 +99,6 @@ def of_stack(
   does not factor its second moments either, and it belongs to no hidden layer.
 
   Args:
-    name: name of the parameter.
     shape: its shape.
     stack_name: name of the stack, such as "blocks" for blocks/norm/scale.
   """
@@ -120,8 +117,6 @@ def of_model(module: Any, model: Any, params: Any) -> dict[str, View]:
   Args:
     module: module of config.model_name; its `param_view` knows the model's
       stacks and matrices.
-    model: its Model.
-    params: nested dicts of the parameters' specs.
   """
 
   def view(name: str, shape: tuple[int, ...]) -> View:
@@ -155,7 +150,6 @@ def seen(
   """Returns the views of an optimizer that sees only some of the structure.
 
   Args:
-    views: views by name of the parameters.
     shapes: shapes by name.
     arrays: "matrices" keeps the views; "layers" keeps their stacks, and a
       layer has no rows; "parameters" has neither.

@@ -304,15 +304,7 @@ def _fuse(
   draws: int = 0,
   finish: Callable[[Any], Any] = lambda image: image,
 ) -> Op | None:
-  """Fuses `decode` and a crop, if the crop replaces the decoded feature.
-
-  Args:
-    decoding: arguments of `decode`.
-    crop: arguments of the crop.
-    window: function that chooses the window.
-    draws: draws of the crop.
-    finish: function that the crop applies to the pixels of the window.
-  """
+  """Fuses `decode` and a crop, if the crop replaces the decoded feature."""
   decoded = decoding["key_result"] or decoding["key"]
   result = crop["key_result"] or crop["key"]
   if crop["key"] != decoded or result != decoded:

@@ -154,7 +154,6 @@ def _random_lengths(total: int, runs: int, u: np.ndarray) -> np.ndarray:
   """Returns random lengths [runs] of sum `total`, all equally likely.
 
   Args:
-    total: sum of the lengths, at least `runs`.
     runs: number of runs; each has a length of at least 1.
     u: uniform numbers [total - 1], one for each place to cut.
   """
@@ -194,14 +193,7 @@ def prefix_lm(length: int, eos_id: int = 1) -> Op:
 def _objective(
   objective: Objective, name: str, length: int, sizes: tuple[int, int]
 ) -> Op:
-  """Makes an op that applies an objective to each document of a window.
-
-  Args:
-    objective: function from one document to its inputs and targets.
-    name: name of the op, for messages.
-    length: L.
-    sizes: I and T.
-  """
+  """Makes an op that applies an objective to each document of a window."""
 
   def row(
     ids: np.ndarray, segments: np.ndarray, u: np.ndarray

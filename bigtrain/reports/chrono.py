@@ -85,8 +85,6 @@ class Chrono:
     """Starts the clock.
 
     Args:
-      batch_size: examples per step, over all devices.
-      total_steps: length of the run's schedule in steps, for `progress`.
       last_step: last step of this run if earlier (`stop_at_steps`).
       examples_per_epoch: for `epoch`; without it rows have no `epoch`.
       tokens_per_example: for `tokens_*`; without it rows have none of these.
@@ -96,7 +94,6 @@ class Chrono:
         devices (`flops.train_flops`).
       peak_flops_per_device: FLOP/s, of `flops.peak_flops` or the config; rows
         have no `mfu` if this or `flops_per_step` is None.
-      num_devices: number of devices of the whole job.
       clock: returns monotonic seconds.
       wall: returns Unix time in seconds, to measure across restarts.
       memory: returns memory figures by name; `memory_bytes` if None.
@@ -147,7 +144,6 @@ class Chrono:
     Time before this counts as `compile`; throughput is measured from here.
 
     Args:
-      step: number of updates so far.
       now: time of the completion, in seconds of `clock`; now if None.
     """
     self._book(self._clock() if now is None else now)
@@ -210,7 +206,6 @@ class Chrono:
     """Notes when the device completes `step`; `row` then ends at that time.
 
     Args:
-      step: number of updates so far.
       wait: blocks until the completion. It is called in a thread, so the loop
         goes on; `row` raises its exceptions.
     """
@@ -234,7 +229,6 @@ class Chrono:
     """Returns the figures for the row of `step`, since the previous row.
 
     Args:
-      step: number of updates so far.
       now: completion time of the step, in seconds of `clock`. By default the
         time that `completes` noted, else now. Later time counts for the next
         row.

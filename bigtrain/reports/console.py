@@ -83,7 +83,6 @@ class Console:
     """Chooses between a bar and plain lines.
 
     Args:
-      total_steps: length of the run in steps.
       process_index: index of this process; only process 0 shows anything.
       bar: whether to show a bar; None shows one in a notebook, and if standard
         error is a terminal that can move its cursor.

@@ -9,7 +9,6 @@ def message(results: Mapping[str, Any], workdir: str | None) -> str:
   """Returns the final message of a run: its results and its files.
 
   Args:
-    results: newest values of the metrics.
     workdir: folder of the run; None if its files were not kept.
   """
   if results.keys() == {"step"} and workdir:  # Nothing trained or evaluated.

@@ -40,9 +40,7 @@ def forward_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
   """Counts the model FLOPs of one call of `fn`; traces it without compiling.
 
   Args:
-    fn: a function that jax can trace; jitted or not.
     *args: arrays or jax.ShapeDtypeStructs of global shapes, or trees of them.
-    **kwargs: the same by name; put other values into a closure.
 
   Returns:
     FLOPs over all devices.
@@ -51,13 +49,7 @@ def forward_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 
 
 def executed_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-  """Counts all FLOPs of one call of `fn`, padding and recomputation included.
-
-  Args:
-    fn: as in `forward_flops`, and so are the others.
-    *args: as above.
-    **kwargs: as above.
-  """
+  """Counts all FLOPs of a call, padding and recomputation included."""
   closed = jax.make_jaxpr(fn)(*args, **kwargs)
   return jaxpr_flops(closed.jaxpr, lambda name_stack: fractions.Fraction(1))
 
@@ -80,19 +72,13 @@ def mfu(
   Args:
     flops_per_step: model FLOPs of a step over all devices (`train_flops`).
     step_secs: seconds per step.
-    num_devices: number of devices.
     peak: peak FLOP/s of one device (`peak_flops`).
   """
   return flops_per_step / (step_secs * num_devices * peak)
 
 
 def jaxpr_flops(jaxpr: Any, share: _Share = model_flops.useful_share) -> int:
-  """Counts the FLOPs of an open or closed jaxpr, nested jaxprs included.
-
-  Args:
-    jaxpr: the jaxpr.
-    share: function from an operation's name stack to the part that counts.
-  """
+  """Counts the FLOPs of an open or closed jaxpr, nested jaxprs included."""
   return round(_flops(jaxpr, share))
 
 
@@ -332,9 +318,6 @@ def read_peak_flops(config: Config, device: Any) -> float | None:
 
 def peak_flops(device: Any) -> float | None:
   """Returns the peak bfloat16 FLOP/s of a device, or None if it is unknown.
-
-  Args:
-    device: a jax.Device, or its `device_kind`.
 
   Returns:
     Dense FLOP/s, without sparsity. None for CPUs, slices of a GPU (MIG) and

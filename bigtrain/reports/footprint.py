@@ -26,7 +26,6 @@ def measure(
     batch_spec: ShapeDtypeStructs of the batch, with shardings.
     fixed_spec: ShapeDtypeStructs of the teacher, if any, and of the hparams,
       with shardings.
-    run: lengths of the run.
 
   Returns:
     parameters: number of parameters;

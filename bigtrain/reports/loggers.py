@@ -25,12 +25,7 @@ class Logger(Protocol):
   """Interface of the classes in this module."""
 
   def write(self, row: Row, shown: Mapping[str, Any]) -> None:
-    """Writes a row.
-
-    Args:
-      row: as in metrics.jsonl.
-      shown: images, texts, tables and histograms of the row, by metric.
-    """
+    """Writes a row."""
 
   def flush(self) -> None:
     """Makes the rows so far visible."""
@@ -143,7 +138,6 @@ class TensorBoard:
     """Opens a new event file.
 
     Args:
-      setup: setup of the run.
       purge_step: TensorBoard drops the events from this step on that an earlier
         process has written.
     """

@@ -194,13 +194,7 @@ def content(value: Any) -> bytes:
 
 
 def save(workdir: str, step: int, shown: Mapping[str, Any]) -> None:
-  """Writes the files of media values.
-
-  Args:
-    workdir: folder of the run.
-    step: step of the row.
-    shown: media values by metric.
-  """
+  """Writes the files of media values."""
   for name, value in shown.items():
     path = os.path.join(workdir, path_of(name, step, value))
     paths.make_folder(os.path.dirname(path))
@@ -227,10 +221,6 @@ class ImageFile(NamedTuple):
 
 def read(workdir: str, path: str) -> Any:
   """Reads a file that a row points to.
-
-  Args:
-    workdir: folder of the run.
-    path: value of the row.
 
   Returns:
     `ImageFile`, `Text`, `Table`, or {"edges", "counts"} of a histogram; None if

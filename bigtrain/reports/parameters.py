@@ -61,7 +61,6 @@ def moments(params: Any, mesh: Any) -> dict[str, Any]:
 
   Args:
     params: tree of global arrays.
-    mesh: their mesh.
 
   Returns:
     {name: float32 (2,) of mean and standard deviation, as arrays of jax or
@@ -111,10 +110,8 @@ def write(
   """Writes parameters.txt, on process 0.
 
   Args:
-    workdir: folder of the run.
     params: tree of arrays or ShapeDtypeStructs.
     trainable: tree of bools with the structure of `params`.
-    values: see `moments`.
     origin: where the parameters come from, such as "from scratch".
 
   Returns:

@@ -163,9 +163,6 @@ def start(
   """Returns a function that writes all files of a run's start, in any thread.
 
   Args:
-    workdir: folder of the run.
-    config: plain config.
-    mesh: device mesh.
     trainable: tree of bools with the structure of the parameters.
     state: train state that the run begins with; the means and standard
       deviations of its parameters are computed now. Or ShapeDtypeStructs.
@@ -211,7 +208,6 @@ def compiled_update(
   """Writes the update to update.hlo.txt, and facts about it to run.json.
 
   Args:
-    workdir: folder of the run.
     program: the update; not written unless compiled ahead of time.
     facts: facts about the program, see runtime/programs.py.
   """

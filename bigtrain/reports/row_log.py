@@ -15,13 +15,7 @@ class RowLog:
   """Makes rows from the tallies of steps and the results of evaluations.
 
   Args:
-    workdir: folder of the run.
-    writer: receives every row.
-    run_hooks: receive every row and may add scalars to training rows.
-    clock: adds times and rates to training rows.
-    compiled: source of the program facts for run.json and the first row.
     check: called with each fetched tally; raises if the tally is bad.
-    facts: further facts for run.json and the first row.
 
   Attributes:
     newest: newest value of every metric.
@@ -56,7 +50,6 @@ class RowLog:
     """Shows the hooks an evaluation's results that are already on disk.
 
     Args:
-      step: step of the results.
       owns: whether a metric's name belongs to the evaluation.
 
     Returns:
@@ -127,9 +120,7 @@ def finished(
   """Returns the newest metrics of a run that has nothing left to do.
 
   Args:
-    workdir: folder of the run.
     step: step at which it has ended; None if it goes on.
-    total_steps: length of the run.
     evaluations: its evaluations (evaluation/evaluations.py).
 
   Returns:

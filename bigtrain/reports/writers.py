@@ -76,8 +76,6 @@ class Writers:
       workdir: folder of the run; created if missing.
       restored_step: step of the restored state; rows up to it are kept. None
         if the run starts from scratch.
-      process_index: index of this process.
-      console: shows the rows; closed by `close`.
       tensorboard: whether to write events to workdir/tensorboard.
       wandb: keyword arguments of `wandb.init`; None for no W&B.
       mlflow: options of `trackers.Mlflow`; None for no MLflow.

@@ -30,9 +30,6 @@ def text(value: Any) -> str:
 
   The text does not have the content of modules, which `Sources` has.
 
-  Args:
-    value: a function, or what its closure holds.
-
   Raises:
     NotKept: it holds an object that can change, or that no text describes: an
       instance, a list, an array on a device.

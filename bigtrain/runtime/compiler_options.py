@@ -34,7 +34,6 @@ def read(config: settings.Config, mesh: Mesh) -> dict[str, Any]:
   Args:
     config: the whole config; `compiler_options` maps names of options of XLA to
       their values.
-    mesh: mesh that the programs are compiled for.
 
   Returns:
     The options of this run: OURS for the mesh's platform, changed by the

@@ -66,7 +66,6 @@ def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
   Args:
     config: the whole config; `device_memory_bytes` replaces what the devices
       report.
-    mesh: the devices.
 
   Raises:
     ConfigError: device_memory_bytes is not a positive whole number.
@@ -119,7 +118,6 @@ def needed_bytes(memory: Mapping[str, int], by_peak: bool = False) -> int:
   """Memory of a program on each device.
 
   Args:
-    memory: see memory_bytes.
     by_peak: for TPUs, whose compiler places each buffer. Other backends
       allocate all temporary memory at once.
   """
@@ -172,10 +170,8 @@ def explained(
   """Returns an OutOfMemory for an error of jax while compiling or running.
 
   Args:
-    error: see `is_exhausted`.
     name: the program that was being compiled; "" at run time.
     memory: bytes of the update, {} if unknown.
-    limit: see `limit_bytes`.
   """
   if name:
     text = f"compiling {_the(name)}"
@@ -199,11 +195,6 @@ def raise_with_advice(
 
   Each of them is compiled on the present devices. Several processes cannot do
   so: one of them may have failed alone. With compile_only nothing is added.
-
-  Args:
-    error: its message is completed.
-    config: config of the run.
-    train: main.train.
   """
   plain = settings.plain(config)
   if plain.get("compile_only"):
@@ -300,12 +291,7 @@ def _candidates(
 
 
 def _microbatches(plain: Changes, share: int) -> tuple[list[int], int]:
-  """(possible larger numbers of microbatches, the present one).
-
-  Args:
-    plain: the config.
-    share: number of examples of a batch on each device.
-  """
+  """(possible larger numbers of microbatches, the present one)."""
   now = plain.get("microbatches") or 1
   if examples := plain.get("microbatch_examples"):
     now = max(1, plain["input"]["batch_size"] // examples)

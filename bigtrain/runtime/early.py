@@ -61,11 +61,7 @@ def note(
   """Notes the executable that a start used, for the next one.
 
   Args:
-    folder: folder of the entries.
-    config: digest of the run's config.
     entry: path of the executable's entry.
-    mesh: its devices.
-    num_args: number of its arguments.
   """
   ids = [d.id for d in mesh.devices.flat]
   text = json.dumps([os.path.basename(entry), ids, num_args]).encode()
@@ -78,10 +74,6 @@ def begin(cache: str, config: str) -> None:
   """Begins to load what the last start of a config used, if anything.
 
   This starts jax's devices, so the process must be alone.
-
-  Args:
-    cache: folder of the compilation cache.
-    config: digest of the run's config.
   """
   folder = os.path.join(cache, "kept")
   if "://" in cache or not os.path.exists(_path(folder, config)):
@@ -112,7 +104,6 @@ def take(serialized: bytes, mesh: Any) -> jax.stages.Compiled | None:
 
   Args:
     serialized: bytes of the executable that the start wants.
-    mesh: its devices.
   """
   if not _loading:
     return None
@@ -126,12 +117,7 @@ def take(serialized: bytes, mesh: Any) -> jax.stages.Compiled | None:
 
 
 def forget(folder: str, config: str) -> None:
-  """Drops the executable of a stale note, and the note.
-
-  Args:
-    folder: folder of the entries.
-    config: digest of the run's config.
-  """
+  """Drops the executable of a stale note, and the note."""
   if _loading:
     _loading.clear()  # Its memory is free once it is loaded.
     with contextlib.suppress(OSError):

@@ -223,7 +223,6 @@ class Context:
     """Asks to end the run, after a checkpoint unless it failed.
 
     Args:
-      reason: reason for the log.
       failure: whether the run has failed; by default it has succeeded. A
         failure wins over a success, else the first one counts.
     """
@@ -248,7 +247,6 @@ class Context:
     All processes call this at the same step.
 
     Args:
-      reason: one line for the log.
       policy: "rollback" to return to the newest checkpoint and compute the
         steps again, at most three times; "stop" to fail, as without a
         checkpoint.

@@ -33,11 +33,6 @@ _METHODS = (
 class Hooks:
   """All hooks of a config, called in the config's order.
 
-  Args:
-    hooks: hooks by name.
-    run: the run that the contexts show.
-    digest: digest of config.hooks.
-
   Attributes:
     stopped: the decision that ended the run, by this process or an earlier
       one; None while the run goes on.
@@ -76,21 +71,12 @@ class Hooks:
     self._agree()
 
   def before_step(self, step: int) -> None:
-    """Calls before_step of every hook.
-
-    Args:
-      step: number of updates after the step.
-    """
+    """Calls before_step of every hook."""
     for call in self._calls["before_step"]:
       call(step)
 
   def update(self, step: int, update: Callable[..., Any], *args: Any) -> Any:
     """Computes a step, inside of the hooks that have around_update.
-
-    Args:
-      step: number of updates after the step.
-      update: the compiled update.
-      *args: its arguments: state, tally, batch, variables that stay fixed.
 
     Returns:
       The new state and tally.
@@ -100,13 +86,7 @@ class Hooks:
     return update(*args)
 
   def after_step(self, step: int, state: Any, sums: tally.Tally) -> None:
-    """Calls after_step of every hook.
-
-    Args:
-      step: number of updates after the step.
-      state: the state after the step.
-      sums: the tally after the step.
-    """
+    """Calls after_step of every hook."""
     self._run.step, self._run.state = step, state
     if self._calls["after_step"]:
       if self._needs_values:
@@ -233,8 +213,6 @@ class Hooks:
     Args:
       saved: the result; {} for a new run. Entries of newer versions of the
         program may be missing.
-      step: number of updates that made the train state.
-      state: train state that the run starts with.
     """
     self._run.step, self._run.state = step, state
     if not saved:
@@ -259,13 +237,6 @@ def from_config(
   evaluations: Iterable[Any] = (),
 ) -> Hooks:
   """Builds config.hooks.
-
-  Args:
-    config: the whole config.
-    workdir: folder of the run.
-    mesh: device mesh.
-    predict_fns: the task's predict functions by name.
-    evaluations: evaluations of the config, which have a `name`.
 
   Raises:
     ConfigError: an unknown type or option.

@@ -134,13 +134,7 @@ class Kept:
     return bool(self._folder)
 
   def __call__(self, name: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Returns `fn(*args)`, or what it returned at an earlier start.
-
-    Args:
-      name: name of the fact.
-      fn: function that traces and has no other effect.
-      *args: its arguments.
-    """
+    """Returns `fn(*args)`, or what it returned at an earlier start."""
     if self.hit and name in self._facts:
       return self._facts[name]
     with self.tracing():
@@ -173,9 +167,6 @@ class Kept:
     """Writes an executable, in the background; does nothing if it cannot.
 
     Args:
-      name: name of the program.
-      key: everything that it depends on besides the facts, see `program_key`.
-      program: the program.
       read: its bytes, if jax has read them from its own cache.
     """
     if not self.enabled:
@@ -201,8 +192,6 @@ class Kept:
     """Returns an executable of an earlier start if all processes have it.
 
     Args:
-      name: name of the program.
-      key: everything that it depends on besides the facts, see `program_key`.
       specs: jax.ShapeDtypeStructs of its arguments.
     """
     if not self.hit:
@@ -229,9 +218,7 @@ class Kept:
     may be a constant of an evaluation, and what the evaluator put into `fn`.
 
     Args:
-      fn: function of the evaluator.
       specs: jax.ShapeDtypeStructs of the program's arguments.
-      options: options of jax.jit.
 
     Returns:
       "" if the program is not to be kept: `fn` holds what no text describes.
@@ -365,8 +352,6 @@ def find(
   """Returns what earlier starts of a run kept.
 
   Args:
-    config: plain config of the run.
-    mesh: its devices.
     *facts: what the program computed from its data, for the key: numbers,
       texts, and trees of jax.ShapeDtypeStructs.
     opened: files from which the task or the model was made. With any of them

@@ -46,7 +46,6 @@ def store(path: str, body: bytes) -> None:
 
   Args:
     path: path of the file.
-    body: its content.
   """
   folder = os.path.dirname(path)
   temporary = f"{path}.{os.getpid()}.tmp"

@@ -49,13 +49,7 @@ class Phases:
   """Enters phases of the run; between them the run is training."""
 
   def __init__(self, watchdog: _Watchdog, console: _Console, clock: _Clock):
-    """Reports nothing until the first phase begins.
-
-    Args:
-      watchdog: limits the duration of the phase.
-      console: shows the phase as its status.
-      clock: adds the duration to the phase's time account.
-    """
+    """Reports nothing until the first phase begins."""
     self._watchdog = watchdog
     self._console = console
     self._clock = clock
@@ -71,8 +65,6 @@ class Phases:
 
     Args:
       name: "compile", "evaluation" or "save".
-      step: number of updates so far.
-      detail: second word of the status, such as the evaluation's name.
 
     Raises:
       ValueError: an unknown name.
@@ -96,11 +88,7 @@ class Phases:
       self._report(*(outer or ("step", step, "training")))
 
   def step(self, step: int) -> None:
-    """Begins a training step.
-
-    Args:
-      step: number of updates after it.
-    """
+    """Begins a training step."""
     self._report("step", step, "training")
 
   def evaluation_progress(self, num_done: int, num_batches: int) -> None:

@@ -97,13 +97,7 @@ class Programs:
   def keep(
     self, config: Mapping[str, Any], mesh: Mesh, *facts: Any
   ) -> kept_lib.Kept:
-    """Sets and returns `kept`: what earlier starts of the run kept.
-
-    Args:
-      config: plain config.
-      mesh: see kept.find.
-      *facts: see kept.find.
-    """
+    """Sets and returns `kept`: what earlier starts of the run kept."""
     # These want a trace: one logs it, the other counts its operations.
     traces = config.get("debug_shapes") or config.get("compile_only")
     if self.mode == "compiled" and not traces:
@@ -128,13 +122,9 @@ class Programs:
     what it is, see Kept.evaluation_key.
 
     Args:
-      name: name of the program, for `facts` and the log.
-      fn: function of arrays.
       *specs: jax.ShapeDtypeStructs of its arguments, with shardings.
       share: whether to return an identical program if one was compiled with
         `share` before.
-      closure: function with all that `fn` depends on besides the config.
-      **options: arguments of jax.jit.
 
     Returns:
       A function that compiles, in any thread, and returns the program. That
@@ -253,7 +243,6 @@ class Programs:
     """Returns OutOfMemory for an error of jax about memory, else the error.
 
     Args:
-      error: any error of jax.
       name: the program that was being compiled; "" at run time.
     """
     if not device_memory.is_exhausted(error):
@@ -265,23 +254,13 @@ class Programs:
   def compile(
     self, name: str, fn: Callable[..., Any], *specs: Any, **options: Any
   ) -> Program:
-    """Lowers and compiles at once, unless an identical program exists.
-
-    Args:
-      name: see `lower`, like all others.
-      fn: function of arrays.
-      *specs: its arguments.
-      **options: `closure`, and arguments of jax.jit.
-    """
+    """Lowers and compiles at once, unless an identical program exists."""
     return self.lower(name, fn, *specs, share=True, **options)()
 
   def facts(self, name: str) -> dict[str, Any]:
     """Costs of a program: trace_secs, compile_secs, cache, and bytes.
 
     Also the compiler_options that it was compiled with.
-
-    Args:
-      name: name of the program.
 
     Returns:
       {} for a program that was not compiled ahead of time. "cache" is "hit" or
@@ -305,10 +284,6 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
   """Reads eager, debug_nans, compiler_options and device_memory_bytes.
 
   The options of jax that ask for the same, such as --jax_debug_nans, count too.
-
-  Args:
-    config: the whole config.
-    mesh: mesh of the programs.
 
   Raises:
     ConfigError: the first two are both set, the compiler does not know an
@@ -334,10 +309,6 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
 @contextlib.contextmanager
 def of_run(config: settings.Config, mesh: Mesh) -> Iterator[Programs]:
   """Programs for a `with` block, with the checks and errors of their mode.
-
-  Args:
-    config: see `from_config`.
-    mesh: mesh of the programs.
 
   Raises:
     ConfigError: see `from_config`.
@@ -384,7 +355,6 @@ class Builder:
     Args:
       builds: functions by name. Several processes call them at different
         times, so they must not communicate with each other.
-      mesh: ambient mesh of the calls.
     """
     self._builds = builds
     self._mesh = mesh

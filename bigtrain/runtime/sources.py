@@ -235,9 +235,6 @@ def noting_files(opened: list[str]) -> Iterator[None]:
 
   Left out are code, which `Sources` has, jax's cache, and the kernel's files
   about the machine.
-
-  Args:
-    opened: the list.
   """
   _install_hook()
   outer = getattr(_this_thread, "opened", None)

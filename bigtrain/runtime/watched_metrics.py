@@ -41,7 +41,6 @@ def sign(mode: str, path: str) -> float:
 
   Args:
     mode: "min" if smaller is better, "max" if larger is better.
-    path: location of the mode in the config.
 
   Raises:
     ConfigError: unknown mode.

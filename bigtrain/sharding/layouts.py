@@ -92,10 +92,6 @@ def nearest(size: int, dim: int) -> str:
 
   >>> nearest(4, 6), nearest(3, 50257)
   ('3 and 6', '1 and 29')
-
-  Args:
-    size: the size that does not.
-    dim: size of the dimension.
   """
   divisors = [n for n in range(1, dim + 1) if dim % n == 0]
   down = max(n for n in divisors if n < size)
@@ -129,8 +125,6 @@ def largest_free(
 
   Args:
     shape: shape of an array.
-    ways: number of parts.
-    placed: axes of other dimensions.
   """
   # Later dimensions win ties: the first is often a stack of layers.
   free = [d for d, n in enumerate(shape) if d not in placed and n % ways == 0]
@@ -204,7 +198,6 @@ def along(
   Args:
     spec: axes of the mesh, or None, for each dimension.
     shape: the shape; other shapes are left to the next rules.
-    names: names of the dimensions, for messages.
   """
 
   def layout(
@@ -295,12 +288,7 @@ def _replaced(parsed: Sequence[tuple[str, Any, Any]]) -> set[str]:
 
 
 def _in_turn(layouts: Sequence[Layout], replaced: set[str]) -> Layout:
-  """Returns the layout that applies several, one after the other.
-
-  Args:
-    layouts: the layouts.
-    replaced: axes that they place, whatever the model's rules say.
-  """
+  """Returns the layout that applies several, one after the other."""
 
   def layout(
     shape: tuple[int, ...], mesh: Mesh, placed: Placed
@@ -371,9 +359,6 @@ def state_shardings(
 
   Args:
     shapes: tree of ShapeDtypeStructs; rules match the names of its leaves.
-    mesh: mesh with the axes of `make_mesh`.
-    rules: all that decides the layout, or `layouts` of Rules alone.
-    key: location of the rules in the config, for messages.
 
   Returns:
     (tree of shardings, notes): one note for each array above the rule's

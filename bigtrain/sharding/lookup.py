@@ -25,11 +25,6 @@ from bigtrain.sharding.mesh import BATCH_AXES
 def lookup(table_VD: jax.Array, ids_BL: jax.Array, dtype: Any) -> jax.Array:
   """Returns rows of a table.
 
-  Args:
-    table_VD: such as the embeddings of a vocabulary.
-    ids_BL: int; ids outside of [-V, V) give NaN.
-    dtype: dtype of the result.
-
   Returns:
     [B, L, D], split as sharding.stream_spec says.
   """

@@ -30,9 +30,6 @@ OptMemory = Sequence[tuple[str, str]]
 def read(config: Config) -> OptMemory:
   """Reads config.opt_memory.
 
-  Args:
-    config: the whole config.
-
   Raises:
     ConfigError: an unknown kind of memory, or a pair that cannot be read.
   """
@@ -57,9 +54,6 @@ def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
 
   Args:
     shapes: tree of ShapeDtypeStructs of the train state.
-    shardings: tree of their shardings.
-    mesh: the devices.
-    pairs: see `read`.
 
   Raises:
     ConfigError: the devices do not have this memory, or a regular expression
@@ -112,9 +106,6 @@ def on_device(tree: Any) -> Any:
   XLA begins such copies as early as it can, at the latest when the arrays are
   used. So that they do not take memory of the device during the rest of a
   program, they belong into a branch of jax.lax.cond.
-
-  Args:
-    tree: arrays in any memory.
   """
   space = jax.memory.Space.Device
   return jax.tree.map(
@@ -123,12 +114,7 @@ def on_device(tree: Any) -> Any:
 
 
 def in_memory_of(tree: Any, like: Any) -> Any:
-  """Copies arrays to host memory where `like` has them there; traceable.
-
-  Args:
-    tree: arrays on the device.
-    like: tree of the same structure.
-  """
+  """Copies arrays to host memory where `like` has them there; traceable."""
   space = jax.memory.Space.Host
   return jax.tree.map(
     lambda x, old: jax.device_put(x, space) if in_host(old) else x, tree, like
@@ -142,7 +128,6 @@ def bytes_per_device(
 
   Args:
     shapes: tree of ShapeDtypeStructs.
-    shardings: tree of their shardings.
     in_host: whether to count what the device has in host memory, and not what
       it has in its own.
   """

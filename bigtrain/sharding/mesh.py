@@ -39,9 +39,6 @@ def make_mesh(
   Args:
     replica: number of copies of the sharded state. One of the sizes may be -1,
       for the devices that the others leave.
-    fsdp: number of parts of the state.
-    sequence: number of parts of each example.
-    tensor: number of parts of each layer.
     slices: number of slices of TPUs or of servers with GPUs, which is checked;
       by default as many as the devices report.
     devices: all devices of the job unless given.
@@ -61,10 +58,6 @@ def make_mesh(
 
 def fitted(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
   """Returns the sizes of the axes with -1 replaced.
-
-  Args:
-    sizes: size by axis, as in config.mesh.
-    num_devices: number of devices of the mesh.
 
   Raises:
     ConfigError: the sizes do not multiply to the number of devices.

@@ -48,9 +48,7 @@ def place(
   """Returns `of_model` of layouts.Rules.
 
   Args:
-    rules: the model's rules.
     shapes: shapes of the parameters, by name.
-    sizes: sizes of the mesh's axes.
 
   Raises:
     ConfigError: a dimension that must be split does not divide.

@@ -45,7 +45,6 @@ def grouped(devices: Sequence[Any], slices: int | None) -> list[list[Any]]:
   """Returns the devices of each slice.
 
   Args:
-    devices: all devices of the job.
     slices: expected number of slices, or None for any. Simulated devices of one
       process form this number of slices, each of neighbours.
 
@@ -80,10 +79,6 @@ def spread(shape: Sequence[int], slices: int) -> tuple[int, ...] | None:
   >>> spread((4, 8, 1, 2), 4), spread((2, 16, 1, 2), 8), spread((3, 8), 2)
   ((4, 1, 1, 1), (2, 4, 1, 1), (1, 2))
 
-  Args:
-    shape: sizes of the axes, those that send least first.
-    slices: number of slices of the same size.
-
   Returns:
     Factors of the sizes whose product is `slices`; None if none exist.
   """
@@ -95,12 +90,7 @@ def spread(shape: Sequence[int], slices: int) -> tuple[int, ...] | None:
 
 
 def arranged(groups: Sequence[Sequence[Any]], shape: Sequence[int]) -> Any:
-  """Returns an array of devices with the shape of a mesh.
-
-  Args:
-    groups: the devices of each slice, in order.
-    shape: sizes of the axes, those that send least first.
-  """
+  """Returns an array of devices with the shape of a mesh."""
   outer = spread(shape, len(groups))
   if outer is None or len({len(group) for group in groups}) > 1:
     devices = [device for group in groups for device in group]
@@ -135,11 +125,6 @@ def crossing(
 ) -> dict[str, int]:
   """Returns the axes with groups of devices in several slices.
 
-  Args:
-    grid: array of devices with one dimension for each axis.
-    axes: names of the axes.
-    groups: the devices of each slice.
-
   Returns:
     The largest number of slices of a group, by axis.
   """
@@ -157,13 +142,7 @@ def crossing(
 def warn_of_slow_axes(
   grid: Any, axes: Sequence[str], groups: Sequence[Sequence[Any]]
 ) -> None:
-  """Warns if an axis other than `replica` is in several slices or servers.
-
-  Args:
-    grid: array of devices with one dimension for each axis.
-    axes: names of the axes.
-    groups: the devices of each slice.
-  """
+  """Warns if an axis other than `replica` is in several slices or servers."""
   crossed = crossing(grid, axes, groups)
   crossed.pop("replica", None)
   if not crossed:

@@ -43,19 +43,12 @@ def heads_in_parts(heads: int, batch_size: int) -> int:
 
   With fewer heads than devices in a `tensor` group, or a number that does not
   divide, several devices compute the same head, each for its own queries.
-
-  Args:
-    heads: number of key-value heads of the model.
-    batch_size: B.
   """
   return math.lcm(heads, tensor_ways(batch_size))
 
 
 def columns(x_BLD: jax.Array) -> DotGeneral | None:
   """Returns the products of x with kernels that are split by their outputs.
-
-  Args:
-    x_BLD: input of one or several products. It is gathered once for all.
 
   Returns:
     dot_general for flax's layers that are called with x: kernel (D, outputs,
@@ -90,9 +83,6 @@ def columns(x_BLD: jax.Array) -> DotGeneral | None:
 
 def rows(batch_size: int) -> DotGeneral | None:
   """Returns the product with a kernel that is split by its inputs.
-
-  Args:
-    batch_size: B.
 
   Returns:
     dot_general for flax's layers: inputs [B, L, inputs, ...], kernel (inputs,
@@ -175,10 +165,6 @@ def gathered(x_BLD: jax.Array, spec: PartitionSpec) -> jax.Array:
   """Inside a shard_map: the input of a layer from its part of the stream.
 
   The gradient is summed over the `tensor` group, each part to its device.
-
-  Args:
-    x_BLD: the stream, split as `spec` says.
-    spec: what `stream_spec` returns.
   """
   if "tensor" in axes_of_length(spec):
     return jax.lax.all_gather(x_BLD, "tensor", axis=1, tiled=True)
@@ -186,12 +172,7 @@ def gathered(x_BLD: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def scattered(y_BLD: jax.Array, spec: PartitionSpec) -> jax.Array:
-  """Inside a shard_map: a layer's output for the stream, from its parts.
-
-  Args:
-    y_BLD: a part, which the sum over the `tensor` group makes whole.
-    spec: what `stream_spec` returns.
-  """
+  """Inside a shard_map: a layer's output for the stream, from its parts."""
   if "tensor" in axes_of_length(spec):
     return jax.lax.psum_scatter(
       y_BLD, "tensor", scatter_dimension=1, tiled=True

@@ -73,14 +73,6 @@ def from_config(
 ) -> GradientsFn:
   """Builds the gradients of a run: the task's `gradients_fn`, or `make`.
 
-  Args:
-    config: the whole config.
-    task: module of the task.
-    model: its flax module.
-    loss_fn: the task's loss with config.loss, see `make`.
-    trainable: see `make`.
-    mesh: see `make`.
-
   Raises:
     ConfigError: a wrong number of microbatches.
   """
@@ -115,7 +107,6 @@ def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
     config: the whole config; `microbatches` is the number of microbatches,
       `microbatch_examples` the global size of each.
     batch_size: global batch size.
-    mesh: mesh over which the batch is split.
 
   Raises:
     ConfigError: both keys are given, or they do not divide the batch.
@@ -248,8 +239,6 @@ def make(
       batch has "_keys" [B], see `with_keys`.
     trainable: tree of bools like the parameters; frozen parameters (False)
       have no gradient.
-    mesh: mesh over which the batch is split.
-    microbatches: number of parts of the batch, computed one after the other.
     two_pass: used for several microbatches if the loss needs the whole batch.
 
   Returns:
@@ -327,12 +316,7 @@ def _accumulate(
   """(gradients of the loss's sum, pairs, mutable), summed over microbatches.
 
   Args:
-    of_microbatch: see `_of_microbatch`.
-    trained: trainable parameters.
-    frozen: the other parameters.
-    mutable: mutable collections before the step.
     xs: (microbatch numbers, microbatches), stacked.
-    rng: key of the step.
   """
 
   def add_microbatch(carry: Any, x: Any) -> Any:

@@ -136,11 +136,9 @@ class Guard(NamedTuple):
     """Judges a step by its loss and its gradient norm.
 
     Args:
-      state: train state before the step.
       tally: the previous step's tally, with "bad_step" and, if the config has
         spikes, "spikes".
       loss: (sum, weight).
-      grad_norm: norm of all gradients.
     """
     may_shrink: Any = False
     if self.loss_scale:
@@ -182,8 +180,6 @@ class Guard(NamedTuple):
     The results are the same, bit by bit; see `_BY_SELECTION` for the costs.
 
     Args:
-      verdict: judgement of this step.
-      state: train state before the step.
       advance: returns the state after the step, without the loss scale; its
         trees may be `joined.Joined`.
     """
@@ -219,9 +215,6 @@ class Guard(NamedTuple):
   def bad_step(self, tally: Mapping[str, Any]) -> int:
     """The step at which the run must stop or roll back, from 1; 0 for none.
 
-    Args:
-      tally: a fetched tally.
-
     Raises:
       NotFinite: more steps were skipped than config.max_nonfinite allows.
       Spike: the same, of config.spikes.most.
@@ -240,11 +233,7 @@ class Guard(NamedTuple):
     return 0
 
   def spike(self, tally: Mapping[str, Any]) -> spikes_lib.Spike | None:
-    """The error for the spike that must be rolled back, if any.
-
-    Args:
-      tally: a fetched tally.
-    """
+    """The error for the spike that must be rolled back, if any."""
     if not (self.spikes and self.spikes.bad_step(tally["spikes"])):
       return None
     what = spikes_lib.describe(tally["spikes"])
@@ -260,10 +249,7 @@ class Guard(NamedTuple):
     """The exception that ends the run, or rolls it back if it may.
 
     Args:
-      error: explanation of the bad step.
-      step: the bad step.
       saved_step: step of the newest checkpoint, or None.
-      rollbacks: number of rollbacks so far.
     """
     rolls_back, most = self.policy == "rollback", self.max_nonfinite
     if self.spikes and isinstance(error, spikes_lib.Spike):
@@ -275,10 +261,6 @@ class Guard(NamedTuple):
 
 def from_config(config: settings.Config, mesh: Mesh) -> Guard:
   """Reads nonfinite, max_nonfinite, loss_scale and spikes.
-
-  Args:
-    config: the whole config.
-    mesh: mesh of the update.
 
   Raises:
     ConfigError: an unknown policy, or a value out of range.
@@ -313,8 +295,6 @@ def explain(
   Args:
     step: the step, counted from 1.
     index: index of its batch, counted from 0.
-    state: train state before the step.
-    train_input: source of the step's batch and of the names of its examples.
     gradients: (state, batch) -> (gradients, pairs, mutable).
 
   Returns:

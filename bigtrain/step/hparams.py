@@ -66,9 +66,6 @@ class Hparams:
     """Gathers the numbers.
 
     Args:
-      config: the whole config.
-      lengths: `lengths.Lengths`. Like the others it has an attribute `values`.
-      optimizer: `optim.chain.Optimizer`.
       ema: `optim.ema.Ema`, or None.
     """
     self.values = {
@@ -80,11 +77,7 @@ class Hparams:
     }
 
   def spec(self, mesh: Mesh) -> dict[str, Any]:
-    """Returns the shapes, dtypes and shardings of `arrays`.
-
-    Args:
-      mesh: mesh of the update; its devices may be absent.
-    """
+    """Returns the shapes, dtypes and shardings of `arrays`."""
     layout = sharding.replicated(mesh)
 
     def leaf(x: float) -> jax.ShapeDtypeStruct:
@@ -93,11 +86,7 @@ class Hparams:
     return {"hparams": jax.tree.map(leaf, self.values)}
 
   def arrays(self, mesh: Mesh) -> dict[str, Any]:
-    """Returns {"hparams": the numbers as scalars on all devices}.
-
-    Args:
-      mesh: mesh of the update.
-    """
+    """Returns {"hparams": the numbers as scalars on all devices}."""
     layout = sharding.replicated(mesh)
 
     def leaf(x: float) -> jax.Array:
@@ -120,9 +109,6 @@ def traced_config(config: Mapping[str, Any]) -> dict[str, Any]:
   Two configs with the same result have the same programs, if all else is equal
   that these depend on: sizes of the data, devices, versions. A placeholder
   keeps what is structure, such as whether weight decay is 0.
-
-  Args:
-    config: plain config of a run.
 
   Returns:
     A plain config without keys about files, logs and the job.

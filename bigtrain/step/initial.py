@@ -24,9 +24,6 @@ class Variables:
   Args:
     boxed: returns the same of a seed, with those variables whose axes the model
       names in flax's boxes.
-    seed: config.seed.
-    kept: see `variables_fn`.
-    name: see `variables_fn`.
   """
 
   def __init__(
@@ -87,14 +84,10 @@ def variables_fn(
   """Returns the function of initial parameters and mutable collections.
 
   Args:
-    task: module with the function `inputs`.
-    model: flax module.
     batch_spec: jax.ShapeDtypeStructs of a batch; the model sees an example of
       zeros.
-    seed: config.seed.
     kept: (name, fn, *args) -> fn(*args), perhaps from an earlier start, see
       runtime/kept.py.
-    name: name of the variables there.
   """
 
   def init(seed: jax.Array) -> dict[str, Any]:
@@ -128,10 +121,6 @@ def sharding_rules(
   the model's rules for the axis `tensor`.
 
   Args:
-    config: the whole config.
-    variables: initial variables of the model.
-    module: the model's module, which may have a function `tensor_rules`.
-    model: its flax module.
     part: the config with the model's `logical_axes`, if not the whole one.
 
   Raises:
@@ -183,9 +172,6 @@ def tensor_axes(
   """Returns `of_model` of sharding.Rules, for the ambient mesh.
 
   Args:
-    config: the whole config, or config.teacher.
-    module: the model's module.
-    model: its flax module.
     shapes: shapes of the parameters by name.
 
   Raises:

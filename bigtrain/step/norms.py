@@ -45,9 +45,6 @@ class Named:
 
     With statistics of single parameters also "stats_steps", the number of steps
     whose mean the scalars are.
-
-    Args:
-      steps: number of the row's good steps.
     """
     if self.of_each_step and not steps:
       return {}
@@ -122,10 +119,6 @@ def norms(
   """Norms for a row.
 
   Args:
-    before: all parameters before the step.
-    params: all parameters after it. These and the next may be `joined.Joined`.
-    grads: gradients of the trainable parameters.
-    updates: the optimizer's updates of the trainable parameters.
     detail: "none", "global" (norms over all parameters), "per_param" or
       "per_param_mean" (also statistics of every parameter).
 
@@ -147,12 +140,6 @@ def weight_stats(
   before: Any, params: Any, grads: Any, updates: Any
 ) -> dict[str, Any]:
   """Statistics of every parameter, the same as in T5X.
-
-  Args:
-    before: all parameters before the step.
-    params: all parameters after it.
-    grads: gradients of the trainable parameters.
-    updates: the optimizer's updates of the trainable parameters.
 
   Returns:
     {"weight_rms/<name>", "weight_max/<name>", "grad_rms/<name>",
@@ -218,9 +205,6 @@ class RowNorms(NamedTuple):
 
     Args:
       makes_row: whether the step has a row.
-      verdict: the guard's judgement of the step.
-      params: parameters before the step.
-      grads: gradients of the trainable parameters.
       advance: returns (state after the step, updates); trees may be
         `joined.Joined`.
 
@@ -249,8 +233,6 @@ def from_config(config: Config, params: Any, trainable: Any) -> RowNorms:
   """Reads config.weight_stats.
 
   Args:
-    config: the whole config.
-    params: specs of all parameters.
     trainable: tree of bools like `params`.
 
   Raises:

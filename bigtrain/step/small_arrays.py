@@ -58,9 +58,6 @@ class SmallArrays:
   def joined(self, state: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a decorator that computes on joined arrays.
 
-    Args:
-      state: train state, of arrays of an outer trace.
-
     Returns:
       A decorator of traceable functions without arguments that return (a dict
       of trees, a tree). It traces the function once, for all calls. The result

@@ -82,10 +82,7 @@ class Spikes(NamedTuple):
     """Judges a step.
 
     Args:
-      statistics: statistics of the steps before.
       step: number of this step, from 1.
-      loss: its mean loss.
-      grad_norm: norm of its gradients.
       counts: whether the step counts; if not, it is no spike.
 
     Returns:
@@ -135,9 +132,6 @@ class Spikes(NamedTuple):
 
   def bad_step(self, statistics: Mapping[str, Any]) -> int:
     """Returns the step to roll back, from 1; 0 for none.
-
-    Args:
-      statistics: fetched statistics.
 
     Raises:
       Spike: more steps were skipped than `most`.

@@ -31,8 +31,6 @@ def spec(
   """Shapes and dtypes of a tally.
 
   Args:
-    pairs: specs of a step's metrics.
-    last: names of the scalars of which a row shows the newest value.
     norms: spec of the norms; none by default.
     spikes: settings of spikes, if the run has them.
 
@@ -75,13 +73,9 @@ def add_step(
   """Adds one step to the tally.
 
   Args:
-    tally: the previous step's tally.
-    verdict: the guard's judgement of this step.
     step: number of this step, from 1.
     new_row: whether this is the first step after a row.
     pairs: the step's metrics, "loss" among them.
-    grad_norm: norm of the step's gradients.
-    last: scalars of which a row shows the newest value.
     norms: the step's norms; zeros at a step without norms.
   """
   # Tasks may give a weight as a Python float.

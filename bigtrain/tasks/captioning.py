@@ -93,7 +93,7 @@ def loss_fn(
   z_loss: float = 0.0,
   pad_id: int = 0,
   chunk: int | None = None,
-) -> tuple[metrics.Pairs, Any]:
+) -> tuple[metrics.Metrics, Any]:
   """Computes cross-entropy and accuracy of the captions' tokens.
 
   Args:
@@ -187,7 +187,7 @@ def perplexity(
   model: Any,
   pad_id: int = 0,
   chunk: int | None = None,
-) -> metrics.Pairs:
+) -> metrics.Metrics:
   """Computes pairs of the captions' tokens, each given the ones before it."""
   pairs, _ = loss_fn(
     variables,

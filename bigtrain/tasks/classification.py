@@ -49,7 +49,7 @@ def loss_fn(
   label_smoothing: float = 0.0,
   label_smoothing_over: str = "all",
   mixup_alpha: float = 0.0,
-) -> tuple[metrics.Pairs, Any]:
+) -> tuple[metrics.Metrics, Any]:
   """Computes cross-entropy and accuracy of a batch.
 
   Args:
@@ -132,7 +132,7 @@ def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
     kind: str = "softmax_xent",
     label_smoothing: float = 0.0,
     label_smoothing_over: str = "all",
-  ) -> metrics.Pairs:
+  ) -> metrics.Metrics:
     pairs, _ = loss_fn(
       variables,
       batch,

@@ -80,7 +80,7 @@ def embeddings_loss_fn(
   *,
   kind: Literal["sigmoid", "softmax"] = "sigmoid",
   chunk: int = 1024,
-) -> metrics.Pairs:
+) -> metrics.Metrics:
   """Computes the loss of the whole global batch from its embeddings.
 
   Args:
@@ -139,7 +139,7 @@ def loss_fn(
   train: bool,
   kind: Literal["sigmoid", "softmax"] = "sigmoid",
   chunk: int = 1024,
-) -> tuple[metrics.Pairs, Any]:
+) -> tuple[metrics.Metrics, Any]:
   """Computes loss and metrics over all pairs of a batch.
 
   Args, returns: see embed_fn and embeddings_loss_fn.
@@ -193,7 +193,7 @@ def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
     *,
     kind: Literal["sigmoid", "softmax"] = "sigmoid",
     chunk: int = 1024,
-  ) -> metrics.Pairs:
+  ) -> metrics.Metrics:
     return loss_fn(
       variables,
       batch,

@@ -68,7 +68,7 @@ def loss_fn(
   temperature: float = 1.0,
   label_smoothing: float = 0.0,
   mixup_alpha: float = 0.0,
-) -> tuple[metrics.Pairs, Any]:
+) -> tuple[metrics.Metrics, Any]:
   """Computes the distance between student and teacher.
 
   Args:
@@ -163,7 +163,7 @@ def predict_fns(
 
   def loss(
     variables: Any, batch: Mapping[str, Any], **options: Any
-  ) -> metrics.Pairs:
+  ) -> metrics.Metrics:
     pairs, _ = loss_fn(
       variables,
       batch,

@@ -66,7 +66,7 @@ def loss_fn(
   load_balance: float = 0.01,
   router_z: float = 0.001,
   chunk: int | None = None,
-) -> tuple[metrics.Pairs, Any]:
+) -> tuple[metrics.Metrics, Any]:
   """Computes cross-entropy and accuracy of the targets.
 
   With experts the loss has two more terms and there are metrics of the
@@ -136,7 +136,7 @@ def perplexity(
   *,
   model: Any,
   chunk: int | None = None,
-) -> metrics.Pairs:
+) -> metrics.Metrics:
   """Computes the pairs of the targets.
 
   Args:

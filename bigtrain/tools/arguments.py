@@ -21,7 +21,6 @@ class Parser(argparse.ArgumentParser):
 
     Args:
       changes_config: whether the tool takes --config.KEY=VALUE.
-      **options: arguments of argparse.ArgumentParser.
     """
     super().__init__(**options)
     self._changes_config = changes_config

@@ -50,7 +50,6 @@ def show(path: str, step: int | None = None, depth: int | None = None) -> str:
   """Returns the tree of a checkpoint as text, with shapes, dtypes and sizes.
 
   Args:
-    path: a checkpoint or a workdir.
     step: step of the workdir's checkpoint; the newest unless given.
     depth: number of levels of the tree; all unless given.
   """
@@ -119,7 +118,6 @@ def verify(path: str, step: int | None = None) -> dict[str, list[Any]]:
   """Returns {directory: problems} of one checkpoint or all of a workdir.
 
   Args:
-    path: a checkpoint or a workdir.
     step: step of the workdir's checkpoint; all checkpoints unless given.
   """
   if step is not None:
@@ -144,7 +142,6 @@ def export(
   loss.
 
   Args:
-    path: a checkpoint or a workdir.
     out: path of the file, ending in .npz or .safetensors.
     prefix: tree to export, such as "params"; "" for all arrays.
     step: step of the workdir's checkpoint; the newest unless given.

@@ -50,7 +50,6 @@ def evaluate(
   """Runs config.evals on a checkpoint.
 
   Args:
-    workdir: folder of a run, or a copy of its config.json and checkpoints.
     step: step of the checkpoint; the newest unless given.
     changes: changes of the config, such as "evals.val.batch_size=64".
     output: folder for the files of evaluators that write some, such as

@@ -19,9 +19,6 @@ def in_one_line(*failures: type[Exception]) -> Callable[..., Any]:
   A mistake of the user ends it with code 2, a failure with 1, and Ctrl-C with
   130, each with one line in place of a traceback. A pipe whose reader has seen
   enough, such as `head`, ends it with 0. Other exceptions pass.
-
-  Args:
-    *failures: exceptions that are failures, beside OSError and CheckpointError.
   """
 
   def decorate(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:

@@ -47,16 +47,10 @@ def generate(
   A beam search yields it at once.
 
   Args:
-    path: a workdir or a checkpoint.
     prompt: text to continue; may be empty if the tokenizer has a begin token.
-    max_new: largest number of new tokens.
     num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
-    length_penalty: see decoding.beam_search.
     temperature: see decoding.sample; 0 is greedy. By default 0.8, or 0 in a
       beam search.
-    top_k: see decoding.sample; 0 for all tokens.
-    top_p: see decoding.sample.
-    seed: seed of the random choices.
     step: step of the workdir's checkpoint; the newest unless given.
     prefix: parameters to use: "params" or "ema".
     tokenizer: "bytes" or a path; the tokenizer of the run's data unless given.

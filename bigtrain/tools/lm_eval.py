@@ -47,13 +47,10 @@ def model(
   """Returns a trained language model as an LM of the harness.
 
   Args:
-    path: see bigtrain.load.
     max_length: most tokens of a text that the model sees; by default the
       model's max_len, or the length of its training examples.
     bos: whether a text starts with the begin token (the end token, if the
       tokenizer has no begin token). An empty context always does.
-    max_new: most tokens to generate where a task sets no max_gen_toks.
-    **options: of bigtrain.load, such as step, weights and batch_size.
 
   Raises:
     ConfigError: the package lm_eval is missing, or it is no language model.
@@ -212,13 +209,7 @@ def _score(
   pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
   max_length: int,
 ) -> list[tuple[float, bool]]:
-  """(log-likelihood in nats, whether greedy decoding gives it) of each pair.
-
-  Args:
-    predictor: the model.
-    pairs: ids of a context, at least one, and ids of its continuation.
-    max_length: largest number of tokens that the model sees, the last ones.
-  """
+  """(log-likelihood in nats, whether greedy decoding gives it) of each pair."""
   by_length: dict[int, list[int]] = defaultdict(list)
   rows: list[tuple[list[int], int]] = []
   for i, (context, rest) in enumerate(pairs):

@@ -51,10 +51,6 @@ _THREADS = 2
 def find_files(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
   """Returns the files of the command line, each once.
 
-  Args:
-    names: files, which may have any suffix, and folders.
-    suffixes: suffixes of the files to use in folders, at any depth.
-
   Raises:
     ConfigError: a path does not exist, or there are no files.
   """
@@ -90,8 +86,6 @@ class Rows:
     Args:
       output: path ending in .jsonl or .csv, or one of these two formats for
         standard output.
-      step: step of the checkpoint.
-      method: method whose results are written.
 
     Raises:
       ConfigError: another format, or rows of another checkpoint or method.
@@ -179,12 +173,8 @@ def predict(
   """Writes a row for each file that has no row yet.
 
   Args:
-    predictor: the model.
-    files: paths of pictures, or of texts.
-    rows: the output.
     method: method of the predictor; what it was trained for by default.
     progress: called with (finished files, number of files).
-    **options: of the method.
 
   Returns:
     Number of files that cannot be read.

@@ -51,7 +51,6 @@ def export(
   Holds one array of the file in memory at a time.
 
   Args:
-    path: a checkpoint or a workdir.
     out: folder to write to; created if missing.
     layout: name of a layout of the model, such as "gpt2".
     prefix: tree of the checkpoint: "params" or "ema".

@@ -53,7 +53,6 @@ def choose(
   """Returns the metric and the mode to compare runs by.
 
   Args:
-    names: metrics of the runs.
     metric: metric that the user named, if any.
     mode: mode that the user named, if any.
 
@@ -73,11 +72,6 @@ def best(
   rows: Iterable[Mapping[str, Any]], metric: str, mode: str
 ) -> Best | None:
   """Returns the best finite value of a metric; None without one.
-
-  Args:
-    rows: rows of a run.
-    metric: name of the metric.
-    mode: one of MODES.
 
   >>> best([{"step": 1, "a": 0.5}, {"step": 2, "a": 0.7}], "a", "max")
   Best(value=0.7, step=2)

@@ -46,9 +46,6 @@ _WIDTH = 80
 def names(kind: str) -> dict[str, str]:
   """Returns {name: first line of its docstring} of a kind.
 
-  Args:
-    kind: one of KINDS.
-
   Raises:
     ConfigError: no such kind.
   """
@@ -118,7 +115,6 @@ def explain(kind: str, name: str) -> str:
   """Returns the docstring and the arguments of one name.
 
   Args:
-    kind: one of KINDS.
     name: a key of `names(kind)`.
 
   Raises:
@@ -161,12 +157,7 @@ def explain(kind: str, name: str) -> str:
 
 
 def arguments(fn: Callable[..., Any], given: tuple[str, ...] = ()) -> str:
-  """Returns one paragraph for each argument: type, default, first sentence.
-
-  Args:
-    fn: a function, or a class, whose fields or `__init__` count.
-    given: arguments to leave out.
-  """
+  """Returns one paragraph for each argument: type, default, first sentence."""
   described = _described(fn)
   lines = []
   for name, parameter in inspect.signature(fn).parameters.items():

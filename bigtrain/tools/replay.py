@@ -46,8 +46,6 @@ def replay(workdir: str, step: int, changes: Sequence[str] = ()) -> str:
   """Computes a step again; returns the first difference, "" without one.
 
   Args:
-    workdir: folder of the run.
-    step: the step.
     changes: changes of the config, such as "mesh.fsdp=1".
 
   Raises:

@@ -63,7 +63,6 @@ def describe(workdir: str, metric: str = "", mode: str = "") -> Line:
   """Returns the line of a run; reads only files.
 
   Args:
-    workdir: folder of the run.
     metric: metric to compare; by default one of an evaluation.
     mode: whether the best value is the "max" or the "min"; by default what
       suits the metric.
@@ -90,12 +89,7 @@ def describe(workdir: str, metric: str = "", mode: str = "") -> Line:
 
 
 def state(workdir: str, newest: Mapping[str, Any]) -> str:
-  """Returns the state of a run, see the module.
-
-  Args:
-    workdir: folder of the run.
-    newest: newest value of every metric.
-  """
+  """Returns the state of a run, see the module."""
   holder = lease.read(workdir)
   if holder is not None:
     is_alive = holder.is_alive()
@@ -124,7 +118,6 @@ def table(lines: Sequence[Line], now: float) -> str:
   """Formats runs, with aligned columns.
 
   Args:
-    lines: the runs.
     now: Unix time in seconds.
   """
   cells = [

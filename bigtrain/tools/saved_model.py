@@ -21,10 +21,6 @@ class SavedModel(NamedTuple):
 def build(manifest: Manifest, directory: str) -> SavedModel:
   """Returns the model that a checkpoint's config names.
 
-  Args:
-    manifest: manifest of the checkpoint.
-    directory: its folder, for error messages.
-
   Raises:
     ConfigError: the checkpoint has no config, or there is no such model.
   """

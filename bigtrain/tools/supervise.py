@@ -67,11 +67,6 @@ def supervise(
 
   Call this from the main thread of a process with no other threads: it blocks
   signals, to wait for them and for the command at once.
-
-  Args:
-    command: program and arguments.
-    workdir: folder of the run, whose checkpoints and rows show progress.
-    options: see Options.
   """
   unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
   newest = _newest_step(workdir)

@@ -58,16 +58,10 @@ def tokenize(
   """Writes a folder of token files, or completes an interrupted one.
 
   Args:
-    inputs: files and glob patterns.
-    output: folder to write to.
     tokenizer: "bytes" or a path, see pp/tokenizers.py.
-    key: field with the text.
-    format: format of the inputs, see documents.parts.
     eos: whether each document ends with the tokenizer's end token.
     bos: whether each document starts with the tokenizer's begin token.
-    skip_errors: largest number of unusable documents to skip and count.
     shard_bytes: bytes of input per shard. A process makes one shard at a time.
-    processes: number of processes.
 
   Returns:
     The manifest.

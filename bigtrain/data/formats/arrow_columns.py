@@ -50,7 +50,6 @@ def find_features(
   """Returns the features of a table's columns, by name.
 
   Args:
-    schema: Arrow schema of the file.
     columns: names of the columns to use; None for all.
     path: path of the file, for messages.
 

@@ -55,7 +55,6 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
   """Splits a file into parts of about `most_bytes` or less.
 
   Args:
-    path: the file.
     format: one of FORMATS, or "auto" to use the file name's suffix.
     most_bytes: target size. Compressed files and single documents are not
       split.
@@ -92,10 +91,6 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
 def read(part: Part, key: str) -> Iterator[str | DataError]:
   """Yields the documents of a part, in order.
 
-  Args:
-    part: part of a file.
-    key: name of the text field in JSON objects and rows.
-
   Yields:
     The text of each document, or an error with file and line or row for an
     invalid one. Texts may be empty. Blank lines are skipped.
@@ -124,7 +119,6 @@ class _Where:
   """A line's location, whose line number is computed only when printed.
 
   Args:
-    part: part that contains the line.
     position: line number from 1 in a compressed file, byte offset of the line
       in any other.
   """

@@ -31,10 +31,6 @@ class Handles:
 
   A handle must close its file when it is garbage-collected: a handle that is
   evicted while another thread reads from it stays open until the read ends.
-
-  Args:
-    open_file: opens a path and returns the handle.
-    max_open: maximum number of cached handles.
   """
 
   def __init__(
@@ -100,10 +96,6 @@ class Reader:
 def local_path(path: str | os.PathLike[str], key: str) -> str:
   """Returns a path of the config as an absolute path, with `~` expanded.
 
-  Args:
-    path: path as the user typed it.
-    key: name of the argument, for messages.
-
   Raises:
     ConfigError: `path` is empty or not a path.
   """
@@ -131,7 +123,6 @@ def find(path: str | os.PathLike[str] | Sequence[Any], key: str) -> list[str]:
   Args:
     path: a file; a pattern such as "dir/*.txt", in which `**` matches any
       number of folders; or a list of these. Matches of a pattern are sorted.
-    key: name of the argument, for messages.
 
   Raises:
     ConfigError: no file matches; the message has the nearest file name.
@@ -155,8 +146,6 @@ def missing(path: str, key: str, kind: str) -> ConfigError:
   """Returns the error for a missing path, with the nearest existing name.
 
   Args:
-    path: missing path, absolute.
-    key: name of the argument.
     kind: "file" or "folder".
   """
   folder, name = os.path.split(path)
@@ -178,7 +167,6 @@ def offsets(
   """Returns `scan(path)` for each file, from the cache where possible.
 
   Args:
-    paths: files.
     scan: returns the offsets of a file's records and then the file's size,
       int64 [N + 1].
 
@@ -226,11 +214,7 @@ def cache_folder() -> str:
 
 
 class Shards:
-  """Maps example numbers to files and records.
-
-  Args:
-    counts: number of examples of each file.
-  """
+  """Maps example numbers to files and records."""
 
   def __init__(self, counts: Sequence[int]):
     self._ends = np.cumsum(np.asarray(counts, np.int64))

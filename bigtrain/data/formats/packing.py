@@ -15,7 +15,6 @@ def first_fit(
 
   Args:
     sizes: item sizes, int64 [N], each from 1 to `capacity`.
-    capacity: size of a bin.
 
   Returns:
     (items int64 [N], first int64 [bins + 1]): bin b holds items[first[b] :

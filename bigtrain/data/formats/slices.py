@@ -17,10 +17,6 @@ _SLICE = re.compile(rf"([^\[\]]*)(?:\[{_BOUND}:{_BOUND}\])?")
 def split_name(text: str, key: str) -> tuple[str, str]:
   """Splits "train[:80%]" into ("train", "[:80%]"); either may be empty.
 
-  Args:
-    text: name, slice, or both.
-    key: name of the argument, for messages.
-
   Raises:
     ConfigError: `text` cannot be parsed.
   """
@@ -40,8 +36,6 @@ def bounds(text: str, length: int, key: str) -> tuple[int, int]:
 
   Args:
     text: slice; "" selects all examples.
-    length: number of examples.
-    key: name of the argument, for messages.
 
   Raises:
     ConfigError: not a slice, a bound out of range, or an empty slice.

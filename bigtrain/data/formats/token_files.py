@@ -330,7 +330,6 @@ def ends_by_id(shard: Shard, eos_id: int) -> np.ndarray:
   Args:
     shard: ids of documents that end in `eos_id`. Ids after the last `eos_id`
       are one more document.
-    eos_id: last id of each document.
 
   Returns:
     int64, ascending, the last equal to the number of ids.

@@ -47,11 +47,8 @@ def write_shard(
   """Tokenizes documents into one shard.
 
   Args:
-    folder: folder of the shards.
-    name: name of this shard.
     documents: texts, and errors in place of invalid documents. Empty documents
       are skipped.
-    recipe: options.
 
   Returns:
     The content of the .json file: {"name", "num_tokens", "num_documents",

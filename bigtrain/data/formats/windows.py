@@ -57,8 +57,6 @@ class Stream:
 
   Args:
     sizes: number of tokens of each shard. Windows do not cross shards.
-    length: window length in tokens.
-    stride: tokens between the starts of consecutive windows.
     fresh: whether the first token of a shard is a target, with the start token
       as context. Otherwise it is only context.
     drop_last: whether to drop incomplete windows at the ends of shards.
@@ -104,7 +102,6 @@ class Documents:
   Args:
     starts: for each shard, the starts of its documents, int64, ascending, and
       then its number of tokens.
-    length: window length in tokens.
     fresh: whether the first token of each document is a target, as in Stream.
     packed: whether several documents may share a window, see
       packing.first_fit. Otherwise each window holds one document.
@@ -185,8 +182,6 @@ class Masked:
   """Windows of a stream, split into pieces at document boundaries.
 
   Args:
-    stream: the windows.
-    starts: starts of documents, as in Documents.
     fresh: as in Stream. If false, the first token of a document is not a
       target, because its only context would be another document.
   """
@@ -234,12 +229,6 @@ def fill(
   """Reads the tokens of a batch of windows.
 
   Args:
-    pieces: pieces of the windows.
-    batch_size: number of windows, B.
-    length: window length, L.
-    tokens_of: returns the token array of a shard.
-    start_id: context of the first token of a document.
-    shift: offset that is added to the ids.
     segments: whether to return `segments` and `positions`.
 
   Returns:
@@ -283,10 +272,8 @@ class Rows:
   """The windows of a plan that a source uses: all, or a slice of them.
 
   Args:
-    plan: plan of all windows.
     part: slice of a split, such as "[:90%]", or "".
     then: slice of the remaining windows, or "".
-    key: name of the source, for messages.
   """
 
   def __init__(self, plan: Plan, part: str, then: str, key: str):
@@ -307,8 +294,6 @@ def check_options(
   """Raises ConfigError for invalid or incompatible options of a source.
 
   Args:
-    key: name of the source, for messages.
-    length: window length in tokens.
     stride: tokens between the starts of consecutive windows, or None.
     last: "pad" or "drop".
     packing: whether documents share windows.
@@ -331,7 +316,6 @@ def spec(
   """Returns the types and shapes of a window's features; see `fill`.
 
   Args:
-    length: window length, L.
     segments: whether to include `segments` and `positions`. They also mark
       padding, so `loss_mask` is left out.
     last: "drop" if there is no padding.

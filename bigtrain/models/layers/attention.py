@@ -102,13 +102,8 @@ class Attention(nn.Module):
         have a multiple of y's rows: successive rows of x share a row of y,
         which they see in full.
       y_BSD: stream of the keys and values; None if the cache holds them.
-      sees: what a query sees; the window is the options'.
-      bias: added to the scores, see `attend`.
-      rope: rotary embeddings of the positions of x and y, which are the same.
       cache: keys and values of all layers. Those of y are written to it, and x
         attends to all positions of the layer in the cache.
-      layer: int scalar, number of this layer in the cache.
-      start: int scalar, position in the cache of the first of x and y.
 
     Returns:
       ((B, L, D), or None without x; the new cache, or None).
@@ -230,15 +225,11 @@ def attend(
     q: queries [B, L, H, K], or [B, L, G, R, K]. If H is R G, heads g R, ...,
       g R + R - 1 share the g-th keys. B may be a multiple of the keys' rows:
       successive rows of queries share a row of keys, which they see in full.
-    k_BSGK: keys.
-    v_BSGK: values.
-    sees: what a query sees.
     start: int scalar, number of the first query's position, if the keys come
       from a cache; then the implementation is "xla".
     bias: added to the scaled scores: (1, H, L, S), or by distance.
     scaled: whether scores are divided by sqrt(K).
     softcap: scores s become softcap * tanh(s / softcap); None for no cap.
-    implementation: a name in attention_choice.NAMES.
 
   Returns:
     An array of the shape and dtype of the queries.
@@ -332,15 +323,7 @@ def _compute(
 
   Args:
     implementation: "splash", "cudnn", "blockwise" or "xla".
-    q: queries.
-    k_BSGK: as in `attend`, and so are the others.
-    v_BSGK: as above.
-    sees: as above.
-    start: as above; only "xla" reads it.
-    bias: as above.
     grouped: whether "xla" adds up the heads of a group together.
-    scaled: as above.
-    softcap: as above.
 
   Returns:
     An array that has the queries' shape after a reshape.
@@ -385,13 +368,7 @@ _KERNELS = {
 def wants_bias_by_distance(
   options: Options, x_BLD: jax.Array, sees: visibility.Sees
 ) -> bool:
-  """Whether self-attention takes a bias by distance, not as a matrix.
-
-  Args:
-    options: options of the attention, with `head_dim`.
-    x_BLD: stream of its queries and keys.
-    sees: what a query sees.
-  """
+  """Whether self-attention takes a bias by distance, not as a matrix."""
   B, L, _ = x_BLD.shape
   if options.implementation == "xla" or L == 1:
     return False

@@ -208,14 +208,7 @@ def visible_pairs(
   static: Static,
   sees: visibility.Sees,
 ) -> np.ndarray:
-  """Returns `pairs` of Blocks.
-
-  Args:
-    rows_N: number of the first query of each block.
-    columns_M: number of the first position of each block.
-    static: sizes of the blocks.
-    sees: what a query sees.
-  """
+  """Returns `pairs` of Blocks."""
   visible = np.ones((len(rows_N), len(columns_M)), bool)
   if sees.causal and sees.prefix_B is None:
     visible &= columns_M <= rows_N[:, None] + static.block_q - 1

@@ -92,15 +92,8 @@ def attend(
   """Returns the output, of the shape and dtype of the queries.
 
   Args:
-    q_BLGRK: queries.
-    k_BSGK: keys.
-    v_BSGK: values.
-    sees: what a query sees.
     bias_GRT: float32, added to the scaled scores, by the distance of a position
       from a query, from -(L - 1) to S - 1.
-    scale: factor of the scores.
-    softcap: see attention.attend.
-    block: largest number of queries or positions in a block.
   """
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
   block = block or largest_block()
@@ -141,12 +134,7 @@ def _forward(
 
 
 def no_sums(q_N: jax.Array, v: jax.Array) -> Sums:
-  """Returns the sums before the first position.
-
-  Args:
-    q_N: queries in blocks.
-    v: values, whose last dimension is the output's.
-  """
+  """Returns the sums before the first position."""
   rows = q_N.shape[:-1]
   return Sums(
     jnp.full(rows, attention_blocks.MASKED, jnp.float32),
@@ -158,15 +146,7 @@ def no_sums(q_N: jax.Array, v: jax.Array) -> Sums:
 def add_values(
   blocks: attention_blocks.Blocks, sums: Sums, q_N: Any, k_M: Any, v_M: Any
 ) -> Sums:
-  """Returns the sums with the values of all pairs of blocks.
-
-  Args:
-    blocks: the blocks.
-    sums: sums over other positions.
-    q_N: queries in blocks.
-    k_M: keys in blocks.
-    v_M: values in blocks.
-  """
+  """Returns the sums with the values of all pairs of blocks."""
 
   def add(carry: Any, pair: Any) -> tuple[Any, None]:
     """Adds the values of a block of positions to a block of queries."""
@@ -202,8 +182,6 @@ def results(
   """Returns the output, and the logarithms of denominators (B, G, R, L).
 
   Args:
-    blocks: the blocks.
-    sums: sums over all positions.
     q: queries, whose shape and dtype are the output's.
   """
   largest_N, total_N, out_N = sums
@@ -252,12 +230,6 @@ def of_outputs(
 ) -> tuple[jax.Array, ...]:
   """Returns what gradients need of the outputs, in blocks.
 
-  Args:
-    blocks: the blocks.
-    grad: gradient of the output.
-    out: the output.
-    log_BGRL: logarithms of the denominators.
-
   Returns:
     (grad_N, the sum of output times gradient of each query, log_N).
   """
@@ -274,14 +246,7 @@ def of_outputs(
 def no_gradients(
   blocks: attention_blocks.Blocks, q_N: Any, k_M: Any, v_M: Any
 ) -> Gradients:
-  """Returns gradients of zero.
-
-  Args:
-    blocks: the blocks.
-    q_N: queries in blocks.
-    k_M: keys in blocks.
-    v_M: values in blocks.
-  """
+  """Returns gradients of zero."""
   zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
   return Gradients(
     zeros(q_N), zeros(k_M), zeros(v_M), blocks.no_bias_gradient()
@@ -295,15 +260,7 @@ def add_gradients(
   k_M: jax.Array,
   v_M: jax.Array,
 ) -> Gradients:
-  """Returns the gradients with those through all pairs of blocks.
-
-  Args:
-    blocks: the blocks.
-    grads: gradients through other pairs.
-    by_query: queries in blocks, and the results of `of_outputs`.
-    k_M: keys in blocks.
-    v_M: values in blocks.
-  """
+  """Returns the gradients with those through all pairs of blocks."""
   static = blocks.static
   q_N, grad_N, mean_N, log_N = by_query
 

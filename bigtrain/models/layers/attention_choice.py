@@ -105,8 +105,6 @@ def choose(wanted: str, case: Case, kernels: Mapping[str, Kernel]) -> str:
   """Returns the name of an implementation, and notes the choice.
 
   Args:
-    wanted: a name in NAMES.
-    case: facts about the attention.
     kernels: implementations by name, in the order in which "auto" considers
       them. The last serves every case.
 
@@ -145,11 +143,7 @@ def case_of(
   """Returns the case of an attention in the program that is being traced.
 
   Args:
-    batch_size: B.
-    sees: what a query sees.
-    queries: L.
     bias: whether there is a bias of the scores.
-    **sizes: further fields of the case.
   """
   platform, kind = sharding.device()
   return Case(

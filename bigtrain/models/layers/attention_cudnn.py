@@ -73,12 +73,8 @@ def attend(
   """Returns the output, of the shape and dtype of the queries.
 
   Args:
-    q_BLHK: queries.
-    k_BSGK: keys.
-    v_BSGK: values.
     sees: what a query sees. All but the causal order and a window becomes a
       matrix of L x S booleans.
-    scale: factor of the scores.
   """
   B, L, *_ = q_BLHK.shape
   S = k_BSGK.shape[1]

@@ -78,13 +78,6 @@ def attend(
   """Returns the output, of the shape and dtype of the queries.
 
   Args:
-    q_BLGRK: queries.
-    k_BSGK: keys.
-    v_BSGK: values.
-    sees: what a query sees.
-    scale: factor of the scores.
-    softcap: see attention.attend.
-    block: largest number of queries or positions in a block.
     interpret: whether to run the kernels on any device, slowly.
   """
   L = q_BLGRK.shape[1]
@@ -117,13 +110,7 @@ def attend(
 def part_blocks(
   queries: int, parts: int, *, block: int = _BLOCK
 ) -> tuple[int, int]:
-  """Returns the size of blocks of queries, and the length of padded parts.
-
-  Args:
-    queries: L.
-    parts: number of parts of an example, of which `attend_rows` gets two.
-    block: as in `attend`.
-  """
+  """Returns the size of blocks of queries, and the length of padded parts."""
   part = math.ceil(queries / parts)
   size = _block_size(part, block)
   return size, _padded(part, size)
@@ -147,18 +134,7 @@ def attend_rows(
   """Attends with a device's queries, a part of an example's.
 
   Args:
-    q_BLGRK: the device's queries, in whole blocks.
-    k_BSGK: all keys; there are as many as queries on all devices.
-    v_BSGK: all values.
-    sees: what these queries see.
     numbers: int [n, L], number of each query of the n devices.
-    device: number of this device among them.
-    block_q: number of queries in a block.
-    counted: number of scores of a head that model FLOPs count, of a device.
-    scale: as in `attend`, and so are the others.
-    softcap: as above.
-    block: as above.
-    interpret: as above.
   """
   ways = len(numbers)
   S = k_BSGK.shape[1]
@@ -209,13 +185,7 @@ def _attend(
   """Calls the kernel of one example with each example of a device.
 
   Args:
-    kernel: from `_kernel`.
     q: queries (B, L, G, R, K), scaled, in the dtype of the scaling.
-    k: keys.
-    v: values.
-    sees: what a query sees.
-    sizes: number of queries and of positions in a block.
-    counted: number of scores of a head that model FLOPs count.
   """
   B, L, G, R, K = q.shape
   S = k.shape[1]
@@ -296,13 +266,6 @@ def _kernel(
 
   Args:
     numbers: int (L,), number of each query.
-    positions: S.
-    heads: H.
-    sizes: number of queries and of positions in a block.
-    sees: order in which a query sees positions.
-    softcap: see attention.attend.
-    interpret: as in `attend`.
-    shards: number of devices that share the queries.
   """
   splash = _library()
   shape = (len(numbers), positions)

@@ -54,14 +54,6 @@ def attend(
 ) -> jax.Array:
   """Gathers keys and values for any implementation.
 
-  Args:
-    q_BLGRK: queries.
-    k_BSGK: keys.
-    v_BSGK: values.
-    sees: what a query sees.
-    local: computes a device's part.
-    bias: added to the scaled scores.
-
   Returns:
     The output, of the shape and dtype of the queries.
   """
@@ -87,14 +79,6 @@ def attend_splash(
   softcap: float | None,
 ) -> jax.Array:
   """Balances causal work, by Splash kernels with all keys.
-
-  Args:
-    q_BLGRK: queries.
-    k_BSGK: keys.
-    v_BSGK: values.
-    sees: what a query sees, in causal order.
-    scale: factor of the scores.
-    softcap: see attention.attend.
 
   Returns:
     The output, of the shape and dtype of the queries.
@@ -132,13 +116,6 @@ def attend_blockwise(
   """Balances causal work, block by block.
 
   Args:
-    q_BLGRK: queries.
-    k_BSGK: keys.
-    v_BSGK: values.
-    sees: what a query sees.
-    bias: added to the scaled scores.
-    scale: factor of the scores.
-    softcap: see attention.attend.
     ring: whether keys and values pass in a ring.
 
   Returns:

@@ -45,13 +45,7 @@ def attend(
 
   Args:
     q: queries (B, L, H, K), or (B, L, G, R, K) for groups of heads.
-    k_BSGK: keys.
-    v_BSGK: values.
-    sees: what a query sees.
     start: int scalar, number of the first query's position; None for 0.
-    bias: see attention.attend, as `scaled` and `softcap`.
-    scaled: see there.
-    softcap: see there.
   """
   L, S = q.shape[1], k_BSGK.shape[1]
   grouped = q.ndim == 5
@@ -142,10 +136,6 @@ def _attend_in_half(
   have 16 bits.
 
   Args:
-    static: what is known before the run.
-    q_BLHK: queries.
-    k_BSHK: keys.
-    v_BSHK: values.
     mask_BLS: bool, what a query sees; all if None.
 
   Returns:

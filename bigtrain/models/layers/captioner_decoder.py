@@ -54,11 +54,7 @@ class Block(nn.Module):
     Args:
       carry: the stream (B, L, D), and in decoding the cache of all layers.
         Without a stream the cache takes the source's keys and values.
-      layer: int scalar, number of this layer.
-      numbers: arrays of the options, see stack.join.
       source: encoded patches (b, P, E), or the cache of their keys and values.
-      sees: what a position sees of the text.
-      start: int scalar, position in the cache of the first of the stream.
       train: whether dropout acts.
     """
     options = stack.join(self.options, numbers)
@@ -191,10 +187,6 @@ class Decoder(nn.Module):
         values of the source to the cache.
       source: encoded patches (b, P, E), where b divides B, or the cache that
         their keys and values were written to.
-      posemb_1LD: embeddings of these positions.
-      sees: what a position sees of the text.
-      cache: keys and values of earlier positions; the call adds its own.
-      start: int scalar, position in the cache of the first token.
       train: whether dropout acts.
 
     Returns:

@@ -101,12 +101,8 @@ class Block(nn.Module):
 
     Args:
       carry: the stream (B, L, D), and in decoding the cache of all layers.
-      layer: int scalar, number of this layer.
-      numbers: arrays of the options, see stack.join.
       rope: rotary embeddings of the positions, or None.
-      sees: what a position sees.
       real_BL: bool, False for padding; all real if None.
-      start: int scalar, position in the cache of the first of the stream.
       train: whether dropout acts.
     """
     options = stack.join(self.options, numbers)

@@ -47,9 +47,6 @@ class Block(nn.Module):
     """Returns the stream (B, L, D), and no report to stack.run.
 
     Args:
-      x_BLD: the stream.
-      layer: int scalar, number of this layer.
-      numbers: arrays of the options, see stack.join.
       drop_path_rates_N: rate of stochastic depth in each layer; None for none.
       train: whether dropout and stochastic depth act.
     """

@@ -30,14 +30,7 @@ class Cache(NamedTuple):
   def write(
     self, k_BLGK: jax.Array, v_BLGK: jax.Array, layer: Any, start: Any
   ) -> "Cache":
-    """Returns the cache with a layer's positions from `start` on replaced.
-
-    Args:
-      k_BLGK: new keys.
-      v_BLGK: new values.
-      layer: int scalar.
-      start: int scalar.
-    """
+    """Returns the cache with a layer's positions from `start` on replaced."""
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
       new = new[:, None].astype(old.dtype)
@@ -61,16 +54,7 @@ def empty(
   head_dim: int,
   dtype: str,
 ) -> Cache:
-  """Returns a cache of zeros, split over the batch on the mesh.
-
-  Args:
-    batch_size: B.
-    depth: N.
-    length: S.
-    num_heads: G.
-    head_dim: K.
-    dtype: dtype of keys and values.
-  """
+  """Returns a cache of zeros, split over the batch on the mesh."""
   num_heads = sharding.heads_in_parts(num_heads, batch_size)
   shape = (batch_size, depth, length, num_heads, head_dim)
   zeros = sharding.by_heads(jnp.zeros(shape, dtype), 3)

@@ -97,8 +97,6 @@ def read(options: Any, key: str, **depths: int) -> Options | None:
 
   Args:
     options: a dict, Options, or None.
-    key: their config key, for messages.
-    **depths: numbers of layers of the stacks with experts, by config key.
 
   Raises:
     ConfigError: an unknown or missing key, or a value out of range.
@@ -167,10 +165,6 @@ def mlp_or_experts(
 
   Args:
     experts: None for an MLP.
-    options: options of the MLP, or of each expert.
-    x_BLD: the normalised stream.
-    real_BL: see Moe.
-    train: see Moe.
 
   Returns:
     ([B, L, D], statistics as of Moe, or None).
@@ -207,7 +201,6 @@ class Moe(nn.Module):
     """Sends tokens through their experts.
 
     Args:
-      x_BLD: the normalised stream.
       real_BL: bool, False for padding; all real if None. The experts do not
         act on padding: it takes no capacity, has no part in the statistics and
         changes nothing of the real tokens, not even their rounding.
@@ -275,7 +268,6 @@ def route(
   Args:
     logits_BLE: float32 logits of the router.
     real_BL: bool, False for padding.
-    options: options of the layer.
 
   Returns:
     (the choices, best first; the statistics of `Moe` without "dropped").
@@ -319,10 +311,6 @@ def _best(probs_BLE: jax.Array, J: int) -> jax.Array:
 
   XLA does not split jax.lax.top_k over CPUs and GPUs: each device would sort
   the tokens of all.
-
-  Args:
-    probs_BLE: probabilities.
-    J: number of experts of a token.
 
   Returns:
     float32 [B, L, J, E] of ones and zeros.

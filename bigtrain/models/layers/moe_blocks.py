@@ -24,10 +24,6 @@ def block_size(choices: int, num_experts: int) -> int:
 
   >>> block_size(16_384, 8), block_size(100, 8)
   (512, 8)
-
-  Args:
-    choices: B * L * J.
-    num_experts: E.
   """
   most = max(choices // (4 * num_experts), 8)
   return min(1024, 2 ** (most.bit_length() - 1))
@@ -57,11 +53,8 @@ def run(
   """Sorts rows into blocks, and applies the experts.
 
   Args:
-    experts: the experts' MLPs.
-    x_tD: tokens.
     expert_tJ: int, experts of each token; E for none.
     keep_tJF: mask of dropout, or None.
-    weights: kernels by name.
     useful: number of choices that are expected to have an expert, if that is
       not all of them; then empty blocks are skipped.
 
@@ -129,8 +122,6 @@ def rows(
   The gradient of jnp.take is a scatter, which adds up rows one by one.
 
   Args:
-    x_XD: rows.
-    index_Y: int, the row for each result; X for zeros.
     back_ZX: int, the results that have a row of x, Z at most; Y for none.
     zeros: which of both have indices for zeros. The others may name any row
       whose values are not used.
@@ -185,10 +176,6 @@ def _times(
   row with all experts, and on TPUs its gradient does so for the kernel.
 
   Args:
-    static: what is known before the run.
-    x_NTD: blocks.
-    kernel_EDF: kernels of the experts.
-    expert_N: int, expert of each block.
     used_N: bool, False for empty blocks.
 
   Returns:

@@ -29,10 +29,6 @@ def dropless(
   """Serves all choices, whatever their number for an expert.
 
   Args:
-    x_BLD: tokens.
-    routing: experts of the tokens.
-    weights: kernels by name.
-    experts: the experts' MLPs.
     real_BL: bool, False for padding, whose result is 0.
     axis: axis of the mesh that whole experts are split over, if any.
 
@@ -115,14 +111,8 @@ def _through_exchange(
   """Sends the choices to the devices of their experts, and back.
 
   Args:
-    axis: the experts' axis.
-    n: number of its devices.
-    E: number of all experts.
-    experts: the experts' MLPs.
-    x_tD: this device's tokens.
     expert_tJ: int, their experts; E for none.
     keep_tJF: mask of dropout, or None.
-    weights: kernels of this device's experts.
 
   Returns:
     [t, J, D].
@@ -188,12 +178,7 @@ def with_capacity(
   """Gives each expert at most C tokens of a row, and drops the rest.
 
   Args:
-    x_BLD: tokens.
-    routing: experts of the tokens.
-    weights: kernels by name.
-    experts: the experts' MLPs.
     real_BL: bool, False for padding.
-    factor: C is this times L * J / E, rounded up.
     serve: order of the choices, see moe.Options; by position if None.
     axis: axis of the mesh that whole experts are split over, if any.
 
@@ -240,12 +225,7 @@ def _slots(
   """Gives the choices of each row the slots of their experts.
 
   Args:
-    routing: experts of the tokens.
     real_BL: bool, False for padding.
-    E: number of experts.
-    C: slots of an expert for a row.
-    padded: the same with empty ones at the end.
-    serve: order of the choices.
 
   Returns:
     (int [B, J, L], slot of each choice, expert x `padded` + number, and
@@ -293,15 +273,7 @@ def _fill(
   """Fills a device's slots, has them served, and adds up the results.
 
   Args:
-    experts: the experts' MLPs.
-    counts: a row's choices, and its slots.
     split: how the layer is split, None for one device.
-    weights: kernels of this device's experts.
-    x_blD: this device's part of the stream.
-    slot_bJL: see `_slots`; of whole rows.
-    choice_bEC: see `_slots`; of this device's slots.
-    weight_bLJ: weights of the choices.
-    keep: mask of dropout, see `_keep`.
 
   Returns:
     [b, l, D].
@@ -381,10 +353,7 @@ def _keep(
   """Returns the mask of dropout, where the tokens of each slot are served.
 
   Args:
-    experts: the experts' MLPs.
-    split: how the layer is split.
     shape: (B, E, C).
-    padded: C with empty slots at the end.
 
   Returns:
     bool [E, replica, fsdp, sequence, tensor, b, c, F]; on a device, the

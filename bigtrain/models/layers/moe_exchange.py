@@ -75,9 +75,6 @@ def split_of(
   """Returns the split of a layer in the ambient mesh, None without one.
 
   Args:
-    x_BLD: the stream.
-    hidden: F.
-    num_experts: E.
     axis: axis of the mesh for whole experts, if any.
   """
   mesh = sharding.ambient(x_BLD.shape[0])
@@ -113,10 +110,6 @@ def weights_of(split: Split, weights: Mapping[str, jax.Array]) -> Weights:
   `fsdp` splits the dimension that the layout "fsdp" chooses, and a gather that
   is written down has a gradient that is reduce-scattered; XLA's own choice for
   experts was an all-reduce of kernels padded with zeros.
-
-  Args:
-    split: the split of the layer.
-    weights: kernels by name.
   """
   specs, gathered = {}, {}
   for name, kernel in weights.items():
@@ -142,11 +135,6 @@ def gather(
   """Inside a shard_map: the kernels that a device multiplies with.
 
   Their gradients are summed over the devices, once.
-
-  Args:
-    split: the split of the layer.
-    how: from `weights_of`.
-    weights: a device's parts of the kernels, by name.
   """
   result = {}
   for name, kernel in weights.items():
@@ -164,7 +152,6 @@ def to_experts(axis: str | None, x_ESD: jax.Array) -> jax.Array:
 
   Args:
     axis: the experts' axis; None leaves all where they are.
-    x_ESD: this device's slots of all experts.
 
   Returns:
     [E / n, n S, D]: all devices' slots of this device's experts.
@@ -188,12 +175,6 @@ def exchange(
 
   TPUs and GPUs send the rows alone, by a ragged all-to-all. Elsewhere all Q
   rows travel, Q being the safe bound: every choice may be for one device.
-
-  Args:
-    axis: the experts' axis.
-    x_nQD: rows for each device; rows beyond `send_n` are zeros.
-    send_n: number of rows for each device.
-    receive_n: number of rows from each device.
 
   Returns:
     [n, Q, D], the rows from each device, then zeros.

@@ -56,9 +56,6 @@ class Experts(NamedTuple):
 
     Args:
       x: tokens (..., D).
-      weights: kernels by name.
-      times: multiplies tokens with the kernels of their experts.
-      keep: mask from `keep`.
 
     Returns:
       (..., D).

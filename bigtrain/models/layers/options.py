@@ -34,10 +34,6 @@ def check_rate(key: str, value: Any) -> None:
   """Raises ConfigError unless the value is in [0, 1).
 
   An array, in a compiled update, was checked as a number of the config.
-
-  Args:
-    key: config key, for the message.
-    value: number or array.
   """
   if not isinstance(value, jax.Array):
     settings.check_number(key, value, least=0, below=1)

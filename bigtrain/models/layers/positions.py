@@ -29,7 +29,6 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
   for sin(x), cos(x), sin(y), cos(y), with wavelengths from 2 pi to 20,000 pi.
 
   Args:
-    grid: rows and columns.
     width: D; a multiple of 4, and at least 8.
 
   Returns:
@@ -67,8 +66,6 @@ def frequencies(
   https://arxiv.org/abs/2407.21783).
 
   Args:
-    head_dim: K, even.
-    theta: base of the wavelengths.
     scaling: dict(type="linear", factor=...), or dict(type="llama3", factor=...,
       low_freq_factor=..., high_freq_factor=..., original_len=...).
 
@@ -190,8 +187,6 @@ class RelativeBias(nn.Module):
     """Returns the biases of queries and keys at these positions.
 
     Args:
-      query_positions_L: int.
-      key_positions_S: int.
       by_distance: whether the positions count from 0 and the result has an
         entry for each distance.
 

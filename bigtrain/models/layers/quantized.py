@@ -54,9 +54,7 @@ def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
   Initial parameters do not depend on the rules.
 
   Args:
-    cls: flax module.
     rules: (regular expression, "int8", "fp8" or None) pairs.
-    key: location of the rules in the config, for messages.
 
   Raises:
     ConfigError: the rules cannot be read, or Qwix is not installed.
@@ -80,9 +78,6 @@ def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
 
 def check(model: nn.Module) -> None:
   """Checks that each rule of a model decides about a layer.
-
-  Args:
-    model: a model whose `apply` has been traced.
 
   Raises:
     ConfigError: a rule decides about no layer.

@@ -30,9 +30,6 @@ def split(options: _Options) -> tuple[_Options, tuple[jax.Array, ...]]:
 
   A rate of dropout is an array in a compiled update (step/hparams.py). nn.jit
   compares a block's fields, so arrays must be arguments of its call.
-
-  Args:
-    options: nested named tuples.
   """
   leaves, structure = jax.tree.flatten(options, is_leaf=lambda x: x is None)
   are_arrays = [isinstance(x, jax.Array) for x in leaves]
@@ -94,14 +91,9 @@ def run(
       the report may be None.
     kinds: options of the blocks of one period; its length divides `depth`. A
       block has these without arrays, which `join` puts back.
-    depth: number of blocks.
-    carry: arrays that each block gets from the one before.
-    *shared: arguments that all blocks get; the last is `train`.
     scan: whether to compile one period and loop over it, so that the time to
       compile does not grow with depth.
-    remat_policy: a name in remat.POLICIES.
     name: name of the submodule with `scan`, and its beginning without.
-    separator: separates that name from the number of a block.
 
   Returns:
     (the last carry, mean of the reports that are not None, or None).

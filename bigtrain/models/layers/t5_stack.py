@@ -53,9 +53,6 @@ class Options(NamedTuple):
     """Returns the options of attention.
 
     The queries' initial values make up for the missing scale of the scores.
-
-    Args:
-      width: D.
     """
     H, K = self.num_heads, self.head_dim
     return attention_lib.Options(
@@ -71,11 +68,7 @@ class Options(NamedTuple):
     )
 
   def mlp_options(self, width: int) -> mlp_lib.Options:
-    """Returns the options of the MLP, or of each expert.
-
-    Args:
-      width: D.
-    """
+    """Returns the options of the MLP, or of each expert."""
     return mlp_lib.Options(
       dim=self.mlp_dim,
       kind=self.mlp,
@@ -137,13 +130,8 @@ class Block(nn.Module):
 
     Args:
       carry: the stream (B, L, D), and in decoding the state of all layers.
-      layer: int scalar, number of this layer.
-      numbers: arrays of the options, see stack.join.
-      bias: biases of self-attention's scores, see attention.attend.
-      sees: what a position sees in self-attention.
       source: input of cross-attention; None in an encoder.
       real_BL: bool, False for padding; all real if None.
-      start: int scalar, position in the cache of the first of the stream.
       train: whether dropout acts.
     """
     options = stack.join(self.options, numbers)

@@ -37,11 +37,7 @@ def table(name: str) -> TensorRule:
 
 
 def head(name: str) -> list[TensorRule]:
-  """Returns the rules of an output layer, split by its classes.
-
-  Args:
-    name: name of the layer, which may have a bias.
-  """
+  """Returns the rules of an output layer, split by its classes."""
   return [TensorRule(f"{name}/(kernel|bias)", -1, needed=False)]
 
 

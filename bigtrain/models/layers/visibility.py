@@ -56,13 +56,7 @@ class Sees:
   def mask(
     self, queries: int, positions: int, start: Any = 0
   ) -> jax.Array | None:
-    """Returns bool (B or 1, L or 1, S), or None if a query sees everything.
-
-    Args:
-      queries: L.
-      positions: S.
-      start: int scalar, position of the first query.
-    """
+    """Returns bool (B or 1, L or 1, S), or None if a query sees everything."""
     i_L, j_S = start + jnp.arange(queries), jnp.arange(positions)
     return self.block(
       i_L, j_S, self.segments_BL, self.segments_BS, self.real_BS
@@ -76,15 +70,7 @@ class Sees:
     segments_BS: jax.Array | None,
     real_BS: jax.Array | None,
   ) -> jax.Array | None:
-    """Returns the mask of some queries and positions, as `mask` does.
-
-    Args:
-      i_L: numbers of the queries.
-      j_S: numbers of the positions.
-      segments_BL: entries of the attribute for these queries.
-      segments_BS: entries of the attribute for these positions.
-      real_BS: the same.
-    """
+    """Returns the mask of some queries and positions, as `mask` does."""
     masks = []
     if self.causal:
       mask_LS = in_order(i_L, j_S, self.window)

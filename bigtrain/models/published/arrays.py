@@ -68,9 +68,6 @@ def resample_posemb(
   """Resamples position embeddings bilinearly to another grid of patches.
 
   Args:
-    posemb_1PD: embeddings of a grid, row by row.
-    old: rows and columns of that grid; their product is P.
-    new: rows and columns of the result.
     align: "centers": an embedding keeps its place in the image, and smaller
       grids are antialiased. "corners": the grids' corners keep their
       embeddings, as in big_vision (scipy.ndimage.zoom of order 1).

@@ -35,9 +35,7 @@ def parse_name(name: str, block: str, separator: str = "_") -> Block | None:
   Block(stack='blocks', layer=None, place=1, rest='/norm/scale')
 
   Args:
-    name: name of the parameter.
     block: name of a block, without its number.
-    separator: text between the block's name and its number.
   """
   number = rf"(?:{separator}(\d+)|/(\d+))?"
   m = re.fullmatch(rf"(.*\b{block}){number}(/.+)", name)
@@ -72,9 +70,7 @@ def restack_blocks(
 
   Args:
     flat: parameters by name, from a model with or without `scan`.
-    like: mapping with the names of the result.
     block: name of a block, without its number.
-    separator: text between the block's name and its number.
 
   Returns:
     `flat`, with each ".../{block}{separator}{i}/x" stacked to ".../{block}/x"

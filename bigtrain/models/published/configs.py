@@ -85,7 +85,6 @@ def read(
   """Reads the config.json of published weights.
 
   Args:
-    path: folder of the weights, or a file in it.
     defaults: {kind of model: {key: value of an absent key}}, for the kinds that
       config.model_name computes.
 
@@ -132,13 +131,7 @@ class Fields(dict[str, Field]):
   def contradictions(
     self, model: Any, arrays: Collection[str], key: str
   ) -> dict[str, str]:
-    """Returns {name of a field: message} of the fields with another value.
-
-    Args:
-      model: the model that config.model describes.
-      arrays: names of the arrays beside the file.
-      key: location of the model's fields in the config, for messages.
-    """
+    """Returns {name of a field: message} of the fields with another value."""
     messages = {}
     for name, field in self.items():
       value = getattr(model, name)
@@ -158,8 +151,6 @@ class Fields(dict[str, Field]):
 
     Args:
       options: config.model without `published`.
-      allowed: names of fields that may differ from the file.
-      key: location of `options` in the config, for messages.
 
     Raises:
       ConfigError: `options` has other values.

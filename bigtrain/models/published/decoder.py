@@ -138,9 +138,7 @@ def export(
   """Returns the contents of a published folder, for tools/published_export.py.
 
   Args:
-    model: the decoder.
     shapes: shapes of its parameters, by name.
-    layout: a name in LAYOUTS.
 
   Returns:
     (contents of config.json, arrays).

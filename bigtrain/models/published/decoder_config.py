@@ -101,9 +101,6 @@ _SCALINGS = {
 def fields(path: str) -> Fields | None:
   """Returns the fields of models.decoder.Model that a config.json determines.
 
-  Args:
-    path: folder of the weights, or a file in it.
-
   Returns:
     None if there is no config.json of a published model.
 
@@ -221,7 +218,6 @@ def write(model: Any, layout: str) -> dict[str, Any]:
   """Returns the contents of config.json for an export.
 
   Args:
-    model: the decoder.
     layout: "gpt2", "llama" or "mixtral".
 
   Raises:

@@ -53,12 +53,7 @@ def linear(published: str, *ours: str, inputs: int = 1) -> Entry:
 
 
 def find(tables: Mapping[str, Table], names: Iterable[str]) -> str | None:
-  """Returns the layout that knows most of these names; None if none does.
-
-  Args:
-    tables: the layouts' tables, by name.
-    names: names of a file's arrays.
-  """
+  """Returns the layout that knows most of these names; None if none does."""
   names = list(names)
   counts = {}
   for layout, table in tables.items():
@@ -80,12 +75,6 @@ def copies(
   flat: Mapping[str, Any], names: Sequence[str], original: str, advice: str
 ) -> dict[str, Remark]:
   """Compares arrays that may be copies of another.
-
-  Args:
-    flat: arrays of the file, by name.
-    names: names of possible copies.
-    original: name of the array that is loaded in their place.
-    advice: what to know about an array that differs.
 
   Returns:
     {name: remark}: merged if all values are equal, else unused.
@@ -163,8 +152,6 @@ def load(
   """Converts published arrays to our names and shapes.
 
   Args:
-    table: table of the layout.
-    flat: arrays of the file, by name.
     like: our parameters by name; gives shapes, and whether layers are stacked.
 
   Returns:
@@ -200,10 +187,6 @@ def _get(
   """Returns one of our parameters, or a `Remark` why it cannot be loaded.
 
   Args:
-    flat: arrays of the file, by name.
-    used: names of arrays read so far; the new ones are added.
-    entry: entry of the table.
-    ours: name of the parameter in the entry.
     indices: "i", the layer, and "e", the expert, if known.
     shape: shape of the parameter in a layer (and expert).
   """
@@ -258,13 +241,7 @@ class Tensor(NamedTuple):
 def check_model(
   layout: str, model: Any, needs: Mapping[str, Mapping[str, Any]]
 ) -> None:
-  """Raises ConfigError unless a layout can represent a model.
-
-  Args:
-    layout: name of the layout.
-    model: model to export.
-    needs: for each layout, the values of the model's fields that it requires.
-  """
+  """Raises ConfigError unless a layout can represent a model."""
   if layout not in needs:
     hint = settings.did_you_mean(layout, needs)
     raise settings.ConfigError(f"--layout: unknown {layout!r}.{hint}")
@@ -282,8 +259,6 @@ def export(
   """Returns the arrays of a published file, for tools/published_export.py.
 
   Args:
-    layout: name of the layout, for messages.
-    table: table of the layout.
     shapes: shapes of our parameters, by name.
 
   Raises:
@@ -319,7 +294,6 @@ def _tensors(
   """Returns the published array of an entry and layer, or one for each expert.
 
   Args:
-    entry: entry of the table.
     layer: number of the layer; None outside of blocks.
     sources: (name, index into the leading axis) of the entry's parameters.
     shapes: shapes of our parameters, by name.

@@ -97,7 +97,6 @@ def load(
   """Converts a published model's arrays to our names and shapes.
 
   Args:
-    flat: arrays of the file, by name.
     like: our parameters by name; gives shapes, and whether layers are stacked.
 
   Returns:
@@ -125,7 +124,6 @@ def export(
   Args:
     model: the T5.
     shapes: shapes of its parameters, by name.
-    layout: a name in LAYOUTS.
 
   Returns:
     (contents of config.json, arrays).

@@ -68,9 +68,6 @@ _SWITCH = "switch_transformers"
 def fields(path: str) -> Fields | None:
   """Returns the fields of models.t5.Model that a config.json determines.
 
-  Args:
-    path: folder of the weights, or a file in it.
-
   Returns:
     None if there is no config.json of a published model.
 

@@ -108,12 +108,6 @@ def candidates(
 ) -> list[Candidate]:
   """Returns all ways to run a config with its own batch.
 
-  Args:
-    config: config as a plain dict.
-    devices: number of devices.
-    traced: sizes of the config.
-    target: the devices. `tensor` stays within a domain.
-
   Raises:
     ConfigError: no mesh divides the batch.
   """
@@ -170,14 +164,7 @@ def by_formula(
   traced: Traced,
   correction: Correction = Correction(),
 ) -> dict[str, Any]:
-  """Returns the facts of estimate.row, without a compiler.
-
-  Args:
-    candidate: what to estimate.
-    config: config as a plain dict.
-    traced: its sizes.
-    correction: what a similar program corrects.
-  """
+  """Returns the facts of estimate.row, without a compiler."""
   of = candidate.sizes
   b, of_model = formulae.itemsize(config), formulae.blocks(config)
   parts = of["fsdp"] * of["tensor"]
@@ -273,10 +260,6 @@ def search(
   """Compiles the best candidates within a time.
 
   Args:
-    config: config as a plain dict.
-    ways: what `candidates` returns.
-    traced: sizes of the config.
-    target: the devices.
     compile_one: (candidate, seconds left) -> facts, or None if the time is up;
       None to compile nothing.
     end: time.monotonic() from which on nothing is compiled.

@@ -24,12 +24,7 @@ def lines(row: Mapping[str, Any]) -> list[str]:
 
 
 def text(choice: choose.Choice, minutes: float) -> str:
-  """Returns what follows the table: reasons, and lines to paste.
-
-  Args:
-    choice: what `search` returns.
-    minutes: the time for compiling.
-  """
+  """Returns what follows the table: reasons, and lines to paste."""
   result = []
   for number, row in enumerate(choice.best, 1):
     result += [f"{number}. {' '.join(row['reasons'])}", ""]

@@ -99,11 +99,7 @@ class Program(NamedTuple):
 
 
 def read(text: str) -> Program:
-  """Returns the collectives of a program.
-
-  Args:
-    text: HLO, as jax.stages.Compiled.as_text returns it.
-  """
+  """Returns the collectives of a program."""
   module = hlo.Module(text)
   nbytes: collections.Counter[Collective] = collections.Counter()
   runs: collections.Counter[Collective] = collections.Counter()
@@ -129,13 +125,7 @@ def read(text: str) -> Program:
 def of(
   op: hlo.Op, computation: hlo.Computation, num_devices: int
 ) -> Collective | None:
-  """Returns one run of an operation, or None if it sends nothing.
-
-  Args:
-    op: the operation; of an asynchronous pair, the start.
-    computation: the operations around it.
-    num_devices: number of devices of the program.
-  """
+  """Returns one run of an operation, or None if it sends nothing."""
   kind = _kind(op)
   if kind is None:
     return None

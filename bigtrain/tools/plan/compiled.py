@@ -34,9 +34,6 @@ def compile_update(
 
   Args:
     config: "FILE.py" or "FILE.py:arguments".
-    mesh: numbers of devices and examples.
-    changes: changes of the config.
-    target: the planned devices.
     topology: their name, see hardware.topology; None for simulated CPUs.
     timeout_secs: time for the compiler, unless unlimited.
 

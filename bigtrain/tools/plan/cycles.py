@@ -67,14 +67,7 @@ def read(
   flops_per_cycle: float,
   transfer_secs: Callable[[collectives.Collective], float],
 ) -> Estimate | None:
-  """Returns the estimate; None if the text has no cycles.
-
-  Args:
-    text: HLO for TPUs, as jax.stages.Compiled.as_text returns it.
-    clock_hertz: cycles per second.
-    flops_per_cycle: peak of the matrix units.
-    transfer_secs: time of a transfer.
-  """
+  """Returns the estimate; None if the text has no cycles."""
   if not _CYCLES.search(text):
     return None
   reader = _Reader(hlo.Module(text), flops_per_cycle, clock_hertz)

@@ -33,8 +33,6 @@ def row(
     facts: figures of the program: from footprint.measure, and also memory,
       model_flops, collectives, cycles, products, compiler, devices, the
       axes of the mesh, batch_size and microbatches.
-    config: config of the run, with the model's dtype.
-    hardware: an entry of hardware.TABLE.
     efficiency: fraction of the peak that matrix products reach.
 
   Returns:
@@ -114,12 +112,7 @@ def row(
 def basis(
   compiled: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]
 ) -> Mapping[str, Any] | None:
-  """Returns the facts to extrapolate to `mesh` from, or None.
-
-  Args:
-    compiled: facts of compiled meshes, smaller ones first.
-    mesh: devices, the axes, batch_size and microbatches.
-  """
+  """Returns the facts to extrapolate to `mesh` from, or None."""
 
   def traits(of: Mapping[str, int]) -> tuple[Any, ...]:
     at_once = of["batch_size"] / (meshes.ways(of) * of["microbatches"])
@@ -131,12 +124,7 @@ def basis(
 
 
 def compare(guess: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns relative errors of an extrapolated row.
-
-  Args:
-    guess: the extrapolated row.
-    row: the row of the same mesh, compiled.
-  """
+  """Returns relative errors of an extrapolated row."""
   sent = [sum(r["sent_bytes"].values()) for r in (guess, row)]
   return {
     "memory": guess["peak_bytes"] / row["peak_bytes"] - 1,
@@ -154,10 +142,6 @@ def extrapolate(
   the same arrays on any number of devices: its groups grow, and it runs once
   per microbatch. Arrays that are sharded over `fsdp`, among them the state,
   shrink with the size of `fsdp`. Temporary memory stays the same.
-
-  Args:
-    compiled: facts of the smaller mesh; see `basis`.
-    mesh: devices, the axes, batch_size and microbatches.
   """
   devices = mesh["devices"]
   microbatch_ratio = mesh["microbatches"] / compiled["microbatches"]

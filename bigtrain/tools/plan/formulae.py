@@ -95,9 +95,6 @@ def itemsize(config: Mapping[str, Any]) -> int:
 def blocks(config: Mapping[str, Any]) -> Blocks | None:
   """Returns the sizes of the config's model.
 
-  Args:
-    config: config as a plain dict.
-
   Returns:
     None for models other than decoders.
   """
@@ -138,7 +135,6 @@ def traffic(
       tokens_per_example (or None).
     of_model: sizes of the model; without them, only what `fsdp` and `replica`
       send.
-    config: config as a plain dict.
   """
   replica, fsdp, seq, ten = (of[axis] for axis in sharding.AXES)
   micro, b = of["microbatches"], itemsize(config)
@@ -206,9 +202,6 @@ def _of_tables(
   """Bytes over `fsdp` of an embedding and a head, for a microbatch.
 
   Args:
-    of_model: sizes of the model.
-    of: the mesh.
-    tokens: number of tokens of a device, the same in a `tensor` group.
     b: bytes of a number.
   """
   V, D = of_model.vocab_size, of_model.width
@@ -235,7 +228,6 @@ def group(axes: str, of: Mapping[str, int]) -> tuple[int, ...]:
   Args:
     axes: names of axes, such as "replica, sequence", the slowest first, or
       "others" for all.
-    of: sizes of the axes.
 
   Returns:
     (group_size, stride, inner, span) of a Collective; the last two only if the
@@ -256,12 +248,7 @@ def _group(axes: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def axis_of(one: Collective, of: Mapping[str, int]) -> str:
-  """Returns the axes that a collective goes over, or "others".
-
-  Args:
-    one: a collective of a compiled program.
-    of: sizes of the axes.
-  """
+  """Returns the axes that a collective goes over, or "others"."""
   axes = [axis for axis in sharding.AXES if of[axis] > 1]
   if one.kind == "collective-permute":  # Its size counts all groups.
     strides = {axis: group(axis, of)[1] for axis in axes}

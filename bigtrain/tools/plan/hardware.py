@@ -126,8 +126,6 @@ def topology(name: str, devices: int, compiler: str = "tpu") -> str:
   """Returns the name of absent devices for config.compile_only.
 
   Args:
-    name: a key of TABLE.
-    devices: number of devices.
     compiler: "tpu", for a slice such as "v5p:4x4x4", or "gpu", for servers of
       GPUs such as "h100:8x8".
 
@@ -199,7 +197,6 @@ def seconds(collective: Collective, hardware: Hardware) -> Seconds:
 
   Args:
     collective: bytes, group size and stride.
-    hardware: the bandwidths.
 
   Raises:
     ConfigError: the group leaves a domain, and the bandwidth between domains

@@ -21,8 +21,6 @@ def mesh(
   """Returns {"devices": ..., axis: size, ...}.
 
   Args:
-    config: config as a plain dict.
-    devices: number of devices.
     given: sizes in place of the config's, by axis; None for the
       config's. With `fsdp`, `replica` takes the devices that are left, or is 1
       if `fsdp` is -1.
@@ -69,8 +67,6 @@ def batch(
   """Returns {"batch_size": ..., "microbatches": ...}, which divide evenly.
 
   Args:
-    config: config as a plain dict.
-    of: what `mesh` returns.
     microbatch: largest number of examples per microbatch of the devices that
       share examples; None for config.microbatches.
   """
@@ -103,12 +99,6 @@ def bases(
   compile_up_to: int,
 ) -> dict[int, Mesh]:
   """{number of devices: mesh to extrapolate from} of meshes too large.
-
-  Args:
-    config: config as a plain dict.
-    meshes: with the same `given` and increasing numbers of devices.
-    given: as for `mesh`.
-    compile_up_to: largest number of devices to compile for.
 
   Raises:
     ConfigError: no smaller mesh splits the same axes.

@@ -28,10 +28,8 @@ def overrides(
   data stays. Evaluations, hooks and wandb are removed.
 
   Args:
-    config: config as a plain dict.
     features: {name: "KIND[SHAPE]"} of the data, see data/synthetic.py; usual
       ones unless given.
-    num_examples: number of examples per epoch.
   """
   entries = {"input.data": config["input"].get("data")}
   for name, entry in config["input"].get("mixture", {}).items():

@@ -67,11 +67,6 @@ def plan(
     fsdp: sizes of the mesh axis `fsdp`: -1 for all devices, None for the size
       in the config.
     sequence: sizes of the axis `sequence`; None for the size in the config.
-    tensor: sizes of the axis `tensor`, likewise.
-    hardware_name: a key of hardware.TABLE.
-    microbatch: largest number of examples per device and microbatch.
-    features: features of the data, see placeholder_data.overrides.
-    num_examples: number of examples per epoch.
     compile_up_to: largest number of devices to compile for; figures for more
       devices are extrapolated.
     compiler: "cpu", or "tpu" or "gpu" for the compiler of the planned devices.
@@ -153,14 +148,8 @@ def choose(
 
   Args:
     config: "FILE.py" or "FILE.py:arguments".
-    devices: number of devices.
-    changes: changes of the config.
-    hardware_name: a key of hardware.TABLE.
-    features: features of the data.
-    num_examples: number of examples per epoch.
     compiler: "cpu", or "tpu" or "gpu" for the compiler of the planned devices.
     efficiency: fraction of the peak that matrix products reach.
-    minutes: time for compiling; what is left is by formula only.
 
   Raises:
     ConfigError: a mistake in the config or the arguments.

@@ -37,11 +37,7 @@ class Products(NamedTuple):
 
 
 def read(text: str) -> Products:
-  """Returns the products of a program.
-
-  Args:
-    text: HLO for GPUs, as jax.stages.Compiled.as_text returns it.
-  """
+  """Returns the products of a program."""
   module = hlo.Module(text)
   flops = 0
   unknown = 0

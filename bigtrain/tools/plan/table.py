@@ -17,8 +17,6 @@ def text(
 
   Args:
     config: "FILE.py" or "FILE.py:arguments".
-    hardware_name: a key of hardware.TABLE.
-    rows: figures of each mesh; see estimate.row.
     efficiency: fraction of the peak that the rows assume.
   """
   hardware = hardware_lib.find(hardware_name)

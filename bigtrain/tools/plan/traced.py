@@ -40,9 +40,6 @@ class Traced(NamedTuple):
 def measure(plain: Mapping[str, Any]) -> Traced:
   """Traces the loss of a config on one device.
 
-  Args:
-    plain: config as a plain dict, with data that need no files.
-
   Raises:
     ConfigError: a mistake in the config.
   """

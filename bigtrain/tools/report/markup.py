@@ -28,7 +28,6 @@ def by_run(names: Sequence[str], lines: Mapping[str, Sequence[str]]) -> str:
   """A table with a column for each run.
 
   Args:
-    names: names of the runs.
     lines: {heading: value of each run}, as text.
   """
   head = "".join(
@@ -78,8 +77,6 @@ def picture(content: bytes, kind: str = "", description: str = "") -> str:
   """A PNG picture within the page.
 
   Args:
-    content: the file.
-    kind: its CSS class.
     description: text for those who cannot see it.
   """
   encoded = base64.b64encode(content).decode()

@@ -55,10 +55,7 @@ def render(
   """Returns the HTML page.
 
   Args:
-    runs: runs to report, the best first.
-    metric: metric that compares them.
     mode: whether its "max" or its "min" is the best.
-    bests: best value of each run.
   """
   names = [run.name for run in runs]
   title = ", ".join(names) if len(runs) < 4 else f"{len(runs)} runs"

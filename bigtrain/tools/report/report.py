@@ -81,8 +81,6 @@ def write(
   """Writes the page and the images; returns their paths, the page first.
 
   Args:
-    workdirs: folders of the runs.
-    out: folder for the files.
     metric: metric that sorts the runs; None for one of an evaluation.
     mode: whether the "max" or the "min" is the best; None for what suits it.
 

@@ -18,14 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class _Child:
-  """The process of a variant.
-
-  Args:
-    entry: the variant.
-    command: its command line.
-    variables: environment variables that say which devices it may use.
-    log: file for its output.
-  """
+  """The process of a variant."""
 
   def __init__(
     self,
@@ -104,10 +97,6 @@ def run(
   them at once, and a third one kills them.
 
   Args:
-    table: entries of the sweep; updated and written as they start and end.
-    command: returns the command line of an entry.
-    jobs: number of processes at a time.
-    logs: local folder for a log of each variant.
     show: called with a line for each start and end.
 
   Returns:

@@ -44,8 +44,6 @@ class Results:
   """The entries of a sweep, as files and as a table.
 
   Args:
-    folder: workdir of the sweep.
-    variants: its variants, in order.
     metric: metric to compare; None for one of an evaluation.
     mode: "max" or "min"; None for what suits the metric.
 

@@ -20,10 +20,6 @@ _ACTIVE = {"PENDING": results.QUEUED, "CONFIGURING": results.QUEUED}
 def update(table: results.Results, logs: str) -> None:
   """Sets the state of each submitted variant: by its job, else by its log.
 
-  Args:
-    table: entries of the sweep.
-    logs: folder of the logs.
-
   Raises:
     ConfigError: squeue is missing, or fails.
   """
@@ -63,11 +59,8 @@ def submit(
   """Submits the variants that are neither finished, queued nor running.
 
   Args:
-    table: entries of the sweep, after `update`.
-    command: returns the command line of an entry.
     jobs: largest number of jobs at a time; None for no limit.
     options: options of sbatch, such as "--time=60".
-    logs: folder for the logs; all nodes share it.
     show: called with a line for each job.
 
   Raises:

@@ -1,0 +1,23 @@
+"""Types that many modules share.
+
+Leaves of trees are jax.Arrays, traced arrays or jax.ShapeDtypeStructs, so they
+stay `Any`.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+# Nested dicts of parameters.
+Params: TypeAlias = dict[str, Any]
+# What a model is applied to: "params", and flax's mutable collections.
+Variables: TypeAlias = dict[str, Any]
+# "params", "opt", "step" and, where used, "mutable", "ema" and "loss_scale".
+TrainState: TypeAlias = dict[str, Any]
+# {feature: array [B, ...]}.
+Batch: TypeAlias = dict[str, Any]
+# {name: (sum, weight), or a metric of metrics.py}.
+Metrics: TypeAlias = dict[str, Any]
+# (variables, batch, rng) -> (metrics with "loss", new mutable collections).
+LossFn: TypeAlias = Callable[[Variables, Batch, Any], tuple[Metrics, Variables]]
+# (variables, batch, **options) -> whatever the evaluator wants.
+PredictFn: TypeAlias = Callable[..., Any]
