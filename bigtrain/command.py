@@ -1,7 +1,6 @@
 """The command line, and the exit codes of a run."""
 
 import contextlib
-import gc
 import logging as python_logging
 import os
 import sys
@@ -15,10 +14,10 @@ from absl import flags, logging
 
 from bigtrain import settings
 from bigtrain.checkpoints import commit, finished
-from bigtrain.cluster import launchers, process
+from bigtrain.cluster import process
 from bigtrain.files import disk, paths
-from bigtrain.reports import ending, record
-from bigtrain.runtime import early, jax_flags
+from bigtrain.reports import ending
+from bigtrain.runtime import jax_flags
 
 _USAGE = (
   "Usage: python -m bigtrain.main --config=FILE.py[:arguments] "
@@ -139,55 +138,15 @@ def _folder(workdir: str | None) -> Iterator[str]:
     yield folder
 
 
-# Arguments that `begin` has read, for `run`.
-_parsed: list[Arguments] = []
-
-
 def _prepare() -> None:
-  """Sets up logging, garbage collection and the names in profiles."""
+  """Sets up logging and the names in profiles."""
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
   flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.
   # At level INFO, jax lists the hardware that it did not find.
   python_logging.getLogger("jax").setLevel(python_logging.WARNING)
-  gc.freeze()  # What is imported up to here stays; see process.begin.
   # Only the innermost line of an operation's origin appears in profiles.
   jax.config.update("jax_traceback_in_locations_limit", 1)
-
-
-def begin() -> None:
-  """Does what needs no model, before main.py imports models and the rest.
-
-  Ends the process if its run has nothing left to do. Else begins to load the
-  update that the last start kept. A job of several processes does both later,
-  together.
-  """
-  if {"--help", "-h", "-help"} & set(sys.argv[1:]):
-    return
-  _prepare()
-  try:
-    arguments = parse(sys.argv)
-    config, workdir, cleanup = arguments
-    alone = launchers.detect(timeout_secs=1.0) is None
-  except Exception:
-    return  # `run` meets the same mistake, and reports it.
-  _parsed.append(arguments)
-  if not alone:
-    return
-  results = None
-  if workdir is not None and not cleanup:
-    results = finished.read(workdir, config)
-  if results is not None:
-    logging.info(
-      "Step %d of this workdir is the last: nothing is left to do.",
-      results["step"],
-    )
-    print(ending.message(results, workdir))
-    process.exit_now(process.EXIT_OK)
-  if not (config.get("compile_only") or config.get("eval_only")):
-    with contextlib.suppress(Exception):  # As above.
-      cache = record.use_compile_cache(config.get("compile_cache", True))
-      early.begin(cache, settings.digest(config))
 
 
 def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
@@ -204,10 +163,9 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
       "options, such as --verbosity=-1."
     )
     process.exit_now(process.EXIT_OK)
-  if not _parsed:  # Else the flags have set up logging since.
-    _prepare()
+  _prepare()
   try:
-    config, workdir, cleanup = _parsed.pop() if _parsed else parse(sys.argv)
+    config, workdir, cleanup = parse(sys.argv)
     with _folder(workdir) as folder:
       results = train(config, folder)
     message = ending.message(results, workdir)

@@ -10,12 +10,10 @@ from bigtrain.cluster import process
 
 if __name__ == "__main__":
   process.begin()  # Before the imports below, which take a second.
-  from bigtrain import command
-
-  command.begin()
 
 import collections
 import contextlib
+import functools
 import os
 import time
 from typing import Any
@@ -116,15 +114,13 @@ def _train(
   )
 
   # Task and model.
-  with programs.making_parts():
-    task, (model_module, model) = parts.task(config), parts.model(config)
+  task, (model_module, model) = parts.task(config), parts.model(config)
   vocab_sizes = parts.vocab_sizes(task, model)
   train_input.limit_ids(vocab_sizes)
-  kept = programs.keep(plain, mesh, batch_spec)  # From earlier traces.
-  teacher = teacher_lib.from_config(config, task, batch_spec, mesh, seed, kept)
+  teacher = teacher_lib.from_config(config, task, batch_spec, mesh, seed)
   loss_fn = parts.loss_fn(config, task, model, teacher.model)
   loss_fn = jax.jit(debugging.instrument(config, loss_fn))  # Traced only once.
-  init_variables = initial.variables_fn(task, model, batch_spec, seed, kept)
+  init_variables = initial.variables_fn(task, model, batch_spec, seed)
 
   # Optimizer. It has no state for frozen parameters.
   params_spec = init_variables.spec()["params"]
@@ -154,7 +150,7 @@ def _train(
     return state
 
   rules = initial.sharding_rules(config, init_variables, model_module, model)
-  state_spec = sharding.state_spec(kept.shapes(init_state), mesh, rules)
+  state_spec = sharding.state_spec(jax.eval_shape(init_state), mesh, rules)
 
   # The update.
   gradients = gradients_lib.from_config(
@@ -210,12 +206,12 @@ def _train(
 
   with_fixed = {**state_spec, **fixed_spec}
   loss_args = gradients_lib.loss_args(with_fixed, batch_spec, mesh)
-  pairs_spec, _ = kept("pairs", jax.eval_shape, loss_fn, *loss_args)
+  pairs_spec, _ = jax.eval_shape(loss_fn, *loss_args)
   last = [*optimizer.schedules, *guard.row(state_spec)]
   tally_spec = tally_lib.spec(pairs_spec, last, row_norms.spec(), guard.spikes)
 
   # Where the time goes, and who shows and limits it.
-  step_flops = kept("flops", flops.step_flops, loss_fn, *loss_args)
+  step_flops = flops.step_flops(loss_fn, *loss_args)
   clock = chrono.Chrono(
     **lengths.about() | train_input.about(),
     flops_per_step=step_flops,
@@ -286,7 +282,12 @@ def _train(
   # The start: resumed, continued from elsewhere, warm, or from scratch.
   start = start_lib.start(
     *(start_options, workdir, plain, state_spec, init_state, model_module),
-    *(seed, train_input.fingerprints, programs.lower_ahead, saving["local"]),
+    *(
+      seed,
+      train_input.fingerprints,
+      functools.partial(programs.lower, limited=False),
+      saving["local"],
+    ),
     from_local=not rollbacks,
   )
   state, step, saved_step = start.state, start.step, start.saved_step

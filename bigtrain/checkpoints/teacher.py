@@ -42,7 +42,6 @@ def from_config(
   batch_spec: Mapping[str, Any],
   mesh: Mesh,
   seed: int,
-  kept: Callable[..., Any] = initial.call,
 ) -> Teacher:
   """Reads config.teacher.
 
@@ -62,7 +61,7 @@ def from_config(
     source = config.teacher.kwargs("model_init")
   if source is not None:
     config_json.check(source, module, model, path=config.teacher.path)
-  init = initial.variables_fn(task, model, batch_spec, seed, kept, "teacher")
+  init = initial.variables_fn(task, model, batch_spec, seed)
   rules = initial.sharding_rules(config, init, module, model, config.teacher)
   spec = sharding.state_spec({"teacher": init.spec()}, mesh, rules)
   shardings = jax.tree.map(lambda x: x.sharding, spec["teacher"])

@@ -167,7 +167,6 @@ class Batches:
         fn_of_features,
         context.variables,
         sharding.batch_spec(self.input.spec, context.mesh),
-        closure=fn,
         out_shardings=replicated,
       )
     data = self.input
@@ -311,8 +310,6 @@ def _predict_fn(
     features = parts.Features(batch, path)
     return fn(variables, features, **{**options, **more_options})
 
-  # See runtime/closures.py.
-  vars(predict_fn)["made_from_config"] = path, id(predict_fn)
   return predict_fn
 
 

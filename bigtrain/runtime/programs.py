@@ -21,14 +21,12 @@ from typing import Any
 
 import jax
 from absl import logging
-from jax._src import compilation_cache
 from jax.sharding import Mesh
 
 from bigtrain import settings
 from bigtrain.cluster import process
 from bigtrain.runtime import compiler_options as compiler_options_lib
-from bigtrain.runtime import device_memory, sources
-from bigtrain.runtime import kept as kept_lib
+from bigtrain.runtime import device_memory
 
 Program = Callable[..., Any]
 
@@ -36,24 +34,14 @@ _this_thread = threading.local()
 
 
 @functools.cache
-def _watch_cache() -> None:
-  """Notes what jax reads from its cache, in the thread that compiles."""
+def _count_cache_hits() -> None:
+  """Counts what jax reads from its cache, by thread: one compiles at a time."""
 
   def listen(event: str, **details: Any) -> None:
     if event == "/jax/compilation_cache/cache_hits":
       _this_thread.hits = getattr(_this_thread, "hits", 0) + 1
 
   jax.monitoring.register_event_listener(listen)
-  extract = getattr(compilation_cache, "extract_executable_and_time", None)
-  if extract is None:  # Another version of jax.
-    return
-
-  def noting(entry: bytes) -> tuple[bytes, int]:
-    executable, secs = extract(entry)
-    _this_thread.read = executable
-    return executable, secs
-
-  setattr(compilation_cache, extract.__name__, noting)
 
 
 class Programs:
@@ -65,7 +53,6 @@ class Programs:
       "eager", without compilation, one operation at a time.
     compiler_options: options of XLA.
     limit_bytes: memory of a device; None if unknown.
-    kept: what earlier starts of the same run kept.
   """
 
   def __init__(
@@ -74,37 +61,14 @@ class Programs:
     compiler_options: Mapping[str, Any] | None = None,
     limit_bytes: int | None = None,
   ):
-    """See the attributes."""
-    _watch_cache()
+    _count_cache_hits()
     self.mode = mode
     self.compiler_options = dict(compiler_options or {})
     self.limit_bytes = limit_bytes
-    self.kept = kept_lib.Kept()
     self._lock = threading.Lock()
     self._shared: dict[Any, jax.stages.Compiled] = {}
     self._programs: dict[str, jax.stages.Compiled] = {}
     self._facts: dict[str, dict[str, Any]] = {}
-    self._opened: list[str] = []
-
-  def making_parts(self) -> contextlib.AbstractContextManager[None]:
-    """A context in which the task and the model of the programs are made.
-
-    Programs are not kept if this opens files other than Python's, because
-    nothing tells later whether these are still the same.
-    """
-    return sources.noting_files(self._opened)
-
-  def keep(
-    self, config: Mapping[str, Any], mesh: Mesh, *facts: Any
-  ) -> kept_lib.Kept:
-    """Sets and returns `kept`: what earlier starts of the run kept."""
-    # These want a trace: one logs it, the other counts its operations.
-    traces = config.get("debug_shapes") or config.get("compile_only")
-    if self.mode == "compiled" and not traces:
-      options = self.compiler_options, self.limit_bytes
-      facts = *facts, options
-      self.kept = kept_lib.find(config, mesh, *facts, opened=self._opened)
-    return self.kept
 
   def lower(
     self,
@@ -112,19 +76,18 @@ class Programs:
     fn: Callable[..., Any],
     *specs: Any,
     share: bool = False,
-    closure: Callable[..., Any] | None = None,
+    limited: bool = True,
     **options: Any,
   ) -> Callable[[], Program]:
     """Traces a function at once, for compilation later.
 
-    The program is kept for later starts of the same run. If an earlier start
-    kept it, nothing is traced. A shared program is kept only if `closure` tells
-    what it is, see Kept.evaluation_key.
-
     Args:
+      name: name of the program, for `facts` and the log.
       *specs: jax.ShapeDtypeStructs of its arguments, with shardings.
       share: whether to return an identical program if one was compiled with
         `share` before.
+      limited: whether to refuse a program that needs more than limit_bytes.
+      **options: arguments of jax.jit.
 
     Returns:
       A function that compiles, in any thread, and returns the program. That
@@ -137,79 +100,25 @@ class Programs:
     if self.mode == "checked":
       options.pop("donate_argnums", None)
       return lambda: jax.jit(fn, **options)
-    options |= dict(share=share, closure=closure)
-    options |= dict(limit_bytes=self.limit_bytes)
-    return self.lower_ahead(name, fn, *specs, **options)
-
-  def lower_ahead(
-    self,
-    name: str,
-    fn: Callable[..., Any],
-    *specs: Any,
-    share: bool = False,
-    closure: Callable[..., Any] | None = None,
-    limit_bytes: int | None = None,
-    **options: Any,
-  ) -> Callable[[], Program]:
-    """Like `lower`, in every mode and without the run's options and limit."""
-    key, kept_name = "", "evaluation" if share else name
-    if not share:
-      key = kept_lib.program_key(specs, options)
-    elif closure is not None:
-      key = self.kept.evaluation_key(closure, specs, options)
-    mesh = jax.sharding.get_mesh()
-
-    def trace() -> Callable[[], Program]:
-      began = time.monotonic()
-      with self.kept.tracing():
-        lowered = jax.jit(fn, **options).lower(*specs)
-      self._facts[name] = {
-        "trace_secs": time.monotonic() - began,
-        "compiler_options": options.get("compiler_options", {}),
-      }
-      return functools.partial(
-        self._compile, name, lowered, share, key, limit_bytes
-      )
-
-    def load() -> Program:
-      began = time.monotonic()
-      program = self._shared.get(key) if share else None
-      cache = "shared" if program else "kept"
-      program = program or self.kept.read_program(kept_name, key, specs)
-      if program is None:
-        with jax.set_mesh(mesh):
-          return trace()()
-      secs = time.monotonic() - began
-      self._facts[name] = {
-        "trace_secs": 0.0,
-        "compiler_options": options.get("compiler_options", {}),
-        "compile_secs": secs,
-        "cache": cache,
-      }
-      self._programs[name] = program
-      if share:
-        self._shared[key] = program
-      logging.info("Loaded %s in %.2f s, without a trace.", name, secs)
-      return program  # Only programs that fit the same devices are kept.
-
-    return load if key and self.kept.hit else trace()
+    began = time.monotonic()
+    lowered = jax.jit(fn, **options).lower(*specs)
+    self._facts[name] = {
+      "trace_secs": time.monotonic() - began,
+      "compiler_options": options.get("compiler_options", {}),
+    }
+    return lambda: self._compile(name, lowered, share, limited)
 
   def _compile(
-    self,
-    name: str,
-    lowered: jax.stages.Lowered,
-    share: bool,
-    kept_key: str,
-    limit_bytes: int | None,
+    self, name: str, lowered: jax.stages.Lowered, share: bool, limited: bool
   ) -> Program:
     key = _identity(lowered) if share else name
+    facts = self._facts[name]
     with self._lock:  # The second of two identical ones waits for the first.
       program = self._shared.get(key)
-      facts = self._facts[name]
-      read = None  # Bytes of the executable, if jax had them in its cache.
-      if program is None:
+      if program is not None:
+        facts |= {"compile_secs": 0.0, "cache": "shared"}
+      else:
         hits = getattr(_this_thread, "hits", 0)
-        _this_thread.read = None
         began = time.monotonic()
         try:
           program = self._shared[key] = lowered.compile()
@@ -218,9 +127,6 @@ class Programs:
         facts["compile_secs"] = time.monotonic() - began
         hit = getattr(_this_thread, "hits", 0) > hits
         facts["cache"] = "hit" if hit else "miss" if _caches() else "off"
-        read, _this_thread.read = _this_thread.read, None
-      else:
-        facts |= {"compile_secs": 0.0, "cache": "shared"}
       self._programs[name] = program
     logging.info(
       "Compiled %s in %.2f s (cache: %s).",
@@ -228,15 +134,8 @@ class Programs:
       facts["compile_secs"],
       facts["cache"],
     )
-    device_memory.check(name, program, limit_bytes)
-    if kept_key:
-      if name == device_memory.UPDATE and not share:  # The last of all facts.
-        self.kept.write_facts()
-      # XLA for CPUs serializes a program that it has read itself without all of
-      # its functions.
-      if read or facts["cache"] in ("miss", "off"):
-        kept_name = "evaluation" if share else name
-        self.kept.write_program(kept_name, kept_key, program, read)
+    if limited:
+      device_memory.check(name, program, self.limit_bytes)
     return program
 
   def explained(self, error: Exception, name: str = "") -> Exception:
@@ -265,8 +164,7 @@ class Programs:
     Returns:
       {} for a program that was not compiled ahead of time. "cache" is "hit" or
       "miss" in the persistent compilation cache, "off" without one, "shared"
-      if an identical program had been compiled, "kept" if an earlier start kept
-      the program itself. For the bytes, which are per
+      if an identical program had been compiled. For the bytes, which are per
       device, see device_memory.py.
     """
     if name not in self._programs:
@@ -319,7 +217,6 @@ def of_run(config: settings.Config, mesh: Mesh) -> Iterator[Programs]:
     try:
       yield programs
     except jax.errors.JaxRuntimeError as e:
-      programs.kept.forget()
       explained = programs.explained(e)
       if explained is e:
         raise

@@ -1,6 +1,5 @@
 """A model's variables before the first step, and the layout that it wants."""
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from flax.core import meta
 
 from bigtrain import parts, settings, sharding, trees
 from bigtrain.step import gradients, hparams
+from bigtrain.types import Batch, Variables
 
 # Values of config.opt_sharding.
 OPT_SHARDING = ("fsdp", "replica")
@@ -18,43 +18,32 @@ OPT_SHARDING = ("fsdp", "replica")
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-class Variables:
-  """Returns initial parameters and mutable collections when called.
+class InitialVariables:
+  """Initial parameters and mutable collections of a model.
 
-  Args:
-    boxed: returns the same of a seed, with those variables whose axes the model
-      names in flax's boxes.
+  A model may name the axes of its variables in flax's boxes.
   """
 
-  def __init__(
-    self,
-    boxed: Callable[[Any], dict[str, Any]],
-    seed: int,
-    kept: Callable[..., Any],
-    name: str,
-  ):
+  def __init__(self, boxed: Callable[[Any], Variables], seed: int):
     self._boxed = boxed
     self._seed = hparams.as_array(seed)
-    self.boxed_spec = functools.partial(
-      kept, name, jax.eval_shape, boxed, self._seed
-    )
 
-  def boxed(self) -> dict[str, Any]:
-    """Returns the variables of config.seed, in boxes."""
+  def boxed(self) -> Variables:
+    """The variables of config.seed, in boxes."""
     return self._boxed(self._seed)
 
-  def __call__(self, seed: jax.Array | int | None = None) -> dict[str, Any]:
-    """Returns the variables without boxes.
+  def boxed_spec(self) -> Variables:
+    """The jax.ShapeDtypeStructs of the variables, in boxes."""
+    return jax.eval_shape(self._boxed, self._seed)
 
-    Args:
-      seed: a number, or an int32 scalar; config.seed by default.
-    """
+  def __call__(self, seed: jax.Array | int | None = None) -> Variables:
+    """The variables without boxes; of config.seed by default."""
     seed = self._seed if seed is None else seed
     seed = hparams.as_array(seed) if isinstance(seed, int) else seed
     return unboxed(self._boxed(seed))
 
-  def spec(self) -> dict[str, Any]:
-    """Returns the jax.ShapeDtypeStructs of the variables without boxes."""
+  def spec(self) -> Variables:
+    """The jax.ShapeDtypeStructs of the variables without boxes."""
     return dict(jax.eval_shape(unboxed, self.boxed_spec()))
 
 
@@ -67,28 +56,10 @@ def unboxed(variables: Any) -> Any:
   )
 
 
-def call(name: str, fn: Callable[..., Any], *args: Any) -> Any:
-  """Returns `fn(*args)`: the `kept` of programs that keep nothing."""
-  del name
-  return fn(*args)
-
-
 def variables_fn(
-  task: Any,
-  model: Any,
-  batch_spec: Mapping[str, Any],
-  seed: int,
-  kept: Callable[..., Any] = call,
-  name: str = "variables",
-) -> Variables:
-  """Returns the function of initial parameters and mutable collections.
-
-  Args:
-    batch_spec: jax.ShapeDtypeStructs of a batch; the model sees an example of
-      zeros.
-    kept: (name, fn, *args) -> fn(*args), perhaps from an earlier start, see
-      runtime/kept.py.
-  """
+  task: Any, model: Any, batch_spec: Batch, seed: int
+) -> InitialVariables:
+  """Initial parameters and mutable collections; the model sees zeros."""
 
   def init(seed: jax.Array) -> dict[str, Any]:
     example = parts.Features(sharding.one_example(batch_spec), "config.input")
@@ -105,12 +76,12 @@ def variables_fn(
         with jax.sharding.use_abstract_mesh(_NO_MESH):
           return init(seed)
 
-  return Variables(init_variables, seed, kept, name)
+  return InitialVariables(init_variables, seed)
 
 
 def sharding_rules(
   config: settings.Config,
-  variables: Variables,
+  variables: InitialVariables,
   module: Any,
   model: Any,
   part: settings.Config | None = None,

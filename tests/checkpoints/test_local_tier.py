@@ -163,7 +163,7 @@ def test_a_start_without_local_checkpoints_ends_their_use(saved):
     lambda x: jnp.zeros(x.shape, x.dtype), like()
   )
   options = start_lib.StartOptions(None, None, (), False)
-  lower = programs.Programs().lower_ahead
+  lower = programs.Programs().lower
   workdir = str(saved / "run")
   start_lib.start(options, workdir, {}, like(), init, None, 0, {}, lower)
   assert restored(saved) is None

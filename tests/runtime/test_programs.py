@@ -1,5 +1,7 @@
 """Programs are compiled ahead of time, and identical ones only once."""
 
+import subprocess
+import sys
 import threading
 
 import jax
@@ -132,3 +134,37 @@ def test_nothing_is_built_after_close():
   builder = programs.Builder({"a": lambda: 1 / 0}, sharding.make_mesh())
   builder.close()
   assert builder.get("a") is None
+
+
+@pytest.mark.parametrize("damage", [lambda x: x[: len(x) // 2], lambda x: b"x"])
+def test_a_damaged_compilation_cache_is_a_miss(tmp_path, damage):
+  program = (
+    "import sys, jax, jax.numpy as jnp\n"
+    "from absl import logging\n"
+    "from bigtrain.reports import record\n"
+    "from bigtrain.runtime import programs\n"
+    "record.use_compile_cache(sys.argv[1])\n"
+    "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)\n"
+    "jax.config.update('jax_persistent_cache_min_entry_size_bytes', 0)\n"
+    "made = programs.Programs()\n"
+    "x = jax.ShapeDtypeStruct((8,), 'float32')\n"
+    "fn = made.compile('fn', lambda x: jnp.sin(x) + 1, x)\n"
+    "print(made.facts('fn')['cache'], fn(jnp.zeros(8))[0])\n"
+  )
+
+  def run():
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.strip(), done.stderr
+
+  assert run()[0] == "miss 1.0"
+  assert run()[0] == "hit 1.0"
+  entries = [
+    f for f in tmp_path.rglob("*") if f.is_file() and "-cache" in f.name
+  ]
+  assert entries
+  for entry in entries:
+    entry.write_bytes(damage(entry.read_bytes()))
+  result, messages = run()
+  assert result == "miss 1.0"
+  assert "cache" in messages
