@@ -37,8 +37,15 @@ from bigtrain.files import paths
 from bigtrain.inputs import pipeline
 from bigtrain.optim import chain, views
 from bigtrain.optim import ema as ema_lib
-from bigtrain.reports import chrono, flops, footprint, record, row_log, writers
-from bigtrain.runtime import debugging, device_memory, host_memory, phases
+from bigtrain.reports import chrono, flops, footprint, record, writers
+from bigtrain.runtime import (
+  debugging,
+  device_memory,
+  host_memory,
+  jax_flags,
+  metrics_log,
+  phases,
+)
 from bigtrain.runtime import hooks as hooks_lib
 from bigtrain.runtime import interactive as interactive_lib
 from bigtrain.runtime import programs as programs_lib
@@ -88,7 +95,7 @@ def _train(
   config = parts.with_published_sizes(settings.Config(config))
   plain = config.to_dict()
   host_memory.keep_freed()
-  record.use_compile_cache(config.get("compile_cache", True))
+  jax_flags.use_compile_cache(config.get("compile_cache", True))
   watchdog = watchdog_lib.Watchdog(watchdog_lib.read_limits(config), workdir)
   at_end.callback(watchdog.close)
 
@@ -253,7 +260,7 @@ def _train(
   console.status("starting")
 
   end = start_lib.finished_step(workdir, plain, train_input.saved, lengths.last)
-  results = row_log.finished(workdir, end, lengths.total, evaluations)
+  results = metrics_log.finished(workdir, end, lengths.total, evaluations)
   if results and not (eval_only or compile_only):  # Nothing is left to do.
     return results
 
@@ -324,14 +331,14 @@ def _train(
       error = guard.spike(values) or guard_lib.explain(*details)
       raise guard.failure(error, bad_step, saved_step, len(rollbacks))
 
-  log = row_log.RowLog(
+  log = metrics_log.MetricsLog(
     *(workdir, writer, hooks, clock, programs, check_finite), facts
   )
 
   def save(shared: bool = True) -> None:
     """Starts to save the state and the host's side of the run."""
     nonlocal saved_step
-    log.flush_row()
+    log.flush()
     values = jax.device_get(tally)
     check_finite(values)
     with phase("save", step):
@@ -351,7 +358,7 @@ def _train(
 
   def evaluate(evaluation: evaluations_lib.Evaluation) -> None:
     """Runs one evaluation on the present state and writes its results."""
-    log.flush_row()
+    log.flush()
     began = time.monotonic()
     # Also waits for the step. After a bad step the state would be older.
     check_finite(jax.device_get(tally))
@@ -409,9 +416,9 @@ def _train(
       in_flight.popleft().block_until_ready()
 
     # Writes the previous step's row while the device runs the next step.
-    log.flush_row()
+    log.flush()
     if lengths.makes_row(step):
-      log.queue_row(step, tally)
+      log.queue(step, tally)
       clock.completes(step, tally["skipped"].block_until_ready)
     shared = lengths.saves(step) or hooks.wants_save(step)
     if shared or checkpointer.due_locally(step):
@@ -426,7 +433,7 @@ def _train(
     builder.check()
 
   # The end: a last row, and a checkpoint of the last step.
-  log.flush_row()
+  log.flush()
   hooks.raise_failure()
   if saved_step != step:
     save()

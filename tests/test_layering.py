@@ -37,11 +37,11 @@ RULES = {
   | {"evaluation", "files", "inputs", "losses", "parts", "pp", "reports"},
   "evaluation": _ARRAYS | {"files", "inputs", "lengths", "parts", "pp"},
   "hooks": {"checkpoints", "cluster", "files", "parts", "runtime", "settings"},
-  "reports": _ARRAYS | {"files", "lengths", "runtime", "step"},
+  "reports": _ARRAYS | {"files", "lengths"},
   "checkpoints": _ARRAYS
   | {"cluster", "files", "lengths", "models.published", "optim", "parts"}
   | {"step"},
-  "runtime": {"cluster", "parts", "settings", "step"},
+  "runtime": {"cluster", "files", "parts", "reports", "settings", "step"},
   "inference": _ARRAYS | {"checkpoints", "files", "parts", "pp"},
   "inputs": _ARRAYS | {"cluster", "data.formats", "lengths", "parts", "pp"},
   "data": _BASE | {"data.formats", "files", "pp"},

@@ -19,7 +19,7 @@ from bigtrain.checkpoints.host_state import HostState
 from bigtrain.evaluation import class_names
 from bigtrain.models import decoder
 from bigtrain.pp import parse, registry
-from bigtrain.reports import record
+from bigtrain.runtime import jax_flags
 from bigtrain.tools import checkpoint, evaluate, generate, tokenize
 from bigtrain.tools.plan import plan
 from bigtrain.tools.report import report
@@ -123,7 +123,9 @@ def test_other_files_of_a_config(place, typed):
   assert class_names.read(typed, "config.evals.names") == ["cat", "dog"]
   op = registry.compose(parse.parse(f"lookup({typed!r}, key='name')"))
   assert op.fn({"name": "dog"}, None)["name"] == 1
-  assert record.use_compile_cache(typed) == jax.config.jax_compilation_cache_dir
+  assert (
+    jax_flags.use_compile_cache(typed) == jax.config.jax_compilation_cache_dir
+  )
   assert pathlib.Path(jax.config.jax_compilation_cache_dir).samefile(names)
 
 

@@ -20,8 +20,6 @@ from typing import Any
 
 from absl import logging
 
-from bigtrain.runtime import interactive
-
 # Names in a training row that the program adds itself. All other names are the
 # task's metrics, which are shown by name.
 FIGURES = frozenset(
@@ -91,7 +89,7 @@ class Console:
     self._silent = process_index != 0
     if bar is None:
       terminal = os.environ.get("TERM", "dumb") != "dumb"
-      bar = (sys.stderr.isatty() and terminal) or interactive.in_notebook()
+      bar = (sys.stderr.isatty() and terminal) or in_notebook()
     self._wants_bar = bar
     self._bar: _Progress | None = None
     self._lock = threading.Lock()
@@ -149,7 +147,7 @@ class Console:
     with self._lock:
       if self._bar is None and not self._closed:
         try:
-          kind = _Table if interactive.in_notebook() else _Bar
+          kind = _Table if in_notebook() else _Bar
           self._bar = kind(self._total_steps)
         except Exception as e:  # A terminal that rich does not support.
           self._wants_bar = False
@@ -328,6 +326,13 @@ class _Table(_Progress):
       f'<progress value="{self.step}" max="{max(self._total, 1)}"></progress> '
       f"{texts}<table>{body}</table>"
     )
+
+
+def in_notebook() -> bool:
+  """Whether this process is the kernel of a notebook, such as Colab."""
+  ipython = sys.modules.get("IPython")
+  shell = ipython.get_ipython() if ipython else None
+  return hasattr(shell, "kernel")
 
 
 def _terminal_handlers() -> list[Any]:

@@ -24,7 +24,6 @@ from jax.sharding import Mesh
 from bigtrain import settings, sharding, trees
 from bigtrain.files import paths
 from bigtrain.reports import parameters
-from bigtrain.runtime import jax_flags
 
 _PACKAGES = (
   "bigtrain",
@@ -215,28 +214,3 @@ def compiled_update(
   if isinstance(program, jax.stages.Compiled) and not jax.process_index():
     with paths.replacing(os.path.join(workdir, "update.hlo.txt")) as file:
       file.write(program.as_text())
-
-
-def use_compile_cache(folder: str | bool) -> str:
-  """Enables jax's persistent compilation cache.
-
-  Flags of the command line, such as --jax_compilation_cache_dir, come first.
-
-  Args:
-    folder: folder of the cache; True for the user's cache folder, False for no
-      cache.
-
-  Returns:
-    The folder, or "" for no cache.
-  """
-  if folder is False or folder is None:
-    return ""
-  if folder is True:
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = os.path.join(home, "bigtrain", "xla")
-  folder = paths.absolute(folder)
-  jax_flags.default("jax_compilation_cache_dir", folder)
-  # Cache small programs too: a start compiles dozens of them.
-  jax_flags.default("jax_persistent_cache_min_compile_time_secs", 0.0)
-  jax_flags.default("jax_persistent_cache_min_entry_size_bytes", -1)
-  return str(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from types import FrameType
 from absl import logging as absl_logging
 
 from bigtrain.cluster import process
+from bigtrain.reports import console
 
 _MOST_LINES = 10
 
@@ -28,13 +29,6 @@ class Interrupted(KeyboardInterrupt):
     return [f"Interrupted: {self}. Call train again to continue."]
 
 
-def in_notebook() -> bool:
-  """Whether this process is the kernel of a notebook, such as Colab."""
-  ipython = sys.modules.get("IPython")
-  shell = ipython.get_ipython() if ipython else None
-  return hasattr(shell, "kernel")
-
-
 @contextlib.contextmanager
 def session() -> Iterator[None]:
   """Makes Ctrl-C save, and shows messages in a notebook, while a run lasts.
@@ -45,7 +39,7 @@ def session() -> Iterator[None]:
     Interrupted: instead of Preempted, after Ctrl-C.
   """
   with _interrupts() as signals, contextlib.ExitStack() as at_end:
-    if in_notebook():
+    if console.in_notebook():
       at_end.enter_context(_messages())
       # TensorFlow prints about its build and about GPUs when it is imported.
       os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from absl import flags, logging
 
+from bigtrain.files import paths
 from bigtrain.settings import ConfigError
 
 # Module of absl whose flags are taken. Those of absl.app belong to its run().
@@ -103,3 +104,27 @@ def default(name: str, value: Any) -> None:
   """Sets an option of jax.config unless the command line has set it."""
   if name not in _given:
     jax.config.update(name, value)
+
+
+def use_compile_cache(folder: str | bool | None) -> str:
+  """Enables jax's persistent compilation cache.
+
+  Flags of the command line, such as --jax_compilation_cache_dir, come first.
+
+  Args:
+    folder: True for the user's cache folder, False for no cache.
+
+  Returns:
+    The folder, or "" for no cache.
+  """
+  if folder is False or folder is None:
+    return ""
+  if folder is True:
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = os.path.join(home, "bigtrain", "xla")
+  folder = paths.absolute(folder)
+  default("jax_compilation_cache_dir", folder)
+  # Cache small programs too: a start compiles dozens of them.
+  default("jax_persistent_cache_min_compile_time_secs", 0.0)
+  default("jax_persistent_cache_min_entry_size_bytes", -1)
+  return str(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]

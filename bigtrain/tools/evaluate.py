@@ -31,7 +31,7 @@ from bigtrain.cluster import process
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.files import paths
 from bigtrain.reports import media, record
-from bigtrain.runtime import compiler_options, programs
+from bigtrain.runtime import compiler_options, jax_flags, programs
 from bigtrain.settings import ConfigError
 from bigtrain.step import initial
 from bigtrain.tools import arguments, exits
@@ -77,7 +77,7 @@ def evaluate(
     for unit in lengths.UNITS:
       entry.pop(f"log_{unit}", None)
   config = settings.Config(plain)
-  record.use_compile_cache(config.get("compile_cache", True))
+  jax_flags.use_compile_cache(config.get("compile_cache", True))
   mesh = sharding.from_config(config)
   with jax.set_mesh(mesh):
     directory = _find(workdir, step)

@@ -28,7 +28,7 @@ import numpy as np
 from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
-from bigtrain.reports import record
+from bigtrain.runtime import jax_flags
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 from bigtrain.tools import arguments, exits
 
@@ -281,7 +281,7 @@ def _options(args: Any, method: str) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
   args, _ = _parser().parse(argv)
-  record.use_compile_cache(True)
+  jax_flags.use_compile_cache(True)
   predictor = load.load(
     args.run,
     args.step,

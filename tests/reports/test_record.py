@@ -11,6 +11,7 @@ import pytest
 
 from bigtrain import settings, sharding
 from bigtrain.reports import ending, record
+from bigtrain.runtime import jax_flags
 
 
 def read(folder, name):
@@ -150,11 +151,11 @@ def test_the_folder_of_the_compilation_cache(
 ):
   monkeypatch.chdir(tmp_path)
   folder = str(tmp_path / "somewhere")
-  assert record.use_compile_cache("./somewhere") == folder
+  assert jax_flags.use_compile_cache("./somewhere") == folder
   assert jax.config.jax_compilation_cache_dir == folder
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  assert record.use_compile_cache(True) == str(tmp_path / "bigtrain" / "xla")
+  assert jax_flags.use_compile_cache(True) == str(tmp_path / "bigtrain" / "xla")
   monkeypatch.delenv("XDG_CACHE_HOME")
   monkeypatch.setenv("HOME", str(tmp_path))
-  assert record.use_compile_cache(True).startswith(str(tmp_path / ".cache"))
-  assert record.use_compile_cache(False) == ""
+  assert jax_flags.use_compile_cache(True).startswith(str(tmp_path / ".cache"))
+  assert jax_flags.use_compile_cache(False) == ""

@@ -9,6 +9,7 @@ import pytest
 from absl import logging as absl_logging
 
 from bigtrain.cluster import process
+from bigtrain.reports import console
 from bigtrain.runtime import interactive
 
 
@@ -77,4 +78,4 @@ def test_messages_appear_in_a_notebook(monkeypatch, capsys):
   assert (logger.handlers, logger.propagate) == before[:2]
   shell.kernel = None
   del shell.kernel
-  assert not interactive.in_notebook()
+  assert not console.in_notebook()

@@ -141,9 +141,9 @@ def test_a_damaged_compilation_cache_is_a_miss(tmp_path, damage):
   program = (
     "import sys, jax, jax.numpy as jnp\n"
     "from absl import logging\n"
-    "from bigtrain.reports import record\n"
+    "from bigtrain.runtime import jax_flags\n"
     "from bigtrain.runtime import programs\n"
-    "record.use_compile_cache(sys.argv[1])\n"
+    "jax_flags.use_compile_cache(sys.argv[1])\n"
     "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)\n"
     "jax.config.update('jax_persistent_cache_min_entry_size_bytes', 0)\n"
     "made = programs.Programs()\n"

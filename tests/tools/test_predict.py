@@ -15,7 +15,7 @@ def run(picture_run):
 
 @pytest.fixture(autouse=True)
 def _no_cache_of_the_user(monkeypatch):
-  monkeypatch.setattr(tool.record, "use_compile_cache", lambda folder: "")
+  monkeypatch.setattr(tool.jax_flags, "use_compile_cache", lambda folder: "")
 
 
 def call(*words):

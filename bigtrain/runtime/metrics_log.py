@@ -1,4 +1,4 @@
-"""Collects the rows of a run and passes them to the writers and the hooks."""
+"""The log of a run's metrics: from the device to the writers and the hooks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -6,16 +6,13 @@ from typing import Any
 import jax
 from absl import logging
 
-from bigtrain.reports import chrono, media, record, writers
+from bigtrain.reports import chrono, media, record, rows, writers
 from bigtrain.runtime import hooks, programs
 from bigtrain.step import spikes, tally
 
 
-class RowLog:
-  """Makes rows from the tallies of steps and the results of evaluations.
-
-  Args:
-    check: called with each fetched tally; raises if the tally is bad.
+class MetricsLog:
+  """Makes rows of metrics.jsonl from log steps and from evaluations.
 
   Attributes:
     newest: newest value of every metric.
@@ -31,17 +28,22 @@ class RowLog:
     check: Callable[[tally.Tally], None],
     facts: Mapping[str, float],
   ):
+    """Reads the rows of earlier processes of this run.
+
+    Args:
+      check: called with the metrics of each log step; raises if they are bad.
+      facts: about the update, for the first row and run.json.
+    """
     self._workdir = workdir
     self._writer = writer
     self._hooks = run_hooks
     self._clock = clock
     self._compiled = compiled
     self._check = check
-    self._facts = dict(facts)
+    self._facts = facts
     self._queued: tuple[int, tally.Tally, dict[str, Any]] | None = None
     self._noted: set[str] = set()
-    # Rows of earlier processes of this run.
-    self._rows = {row["step"]: row for row in writers.read_rows(workdir)}
+    self._rows = {row["step"]: row for row in rows.read_rows(workdir)}
     self.newest: dict[str, Any] = {}
     for row in self._rows.values():
       self.newest.update(row)
@@ -60,44 +62,42 @@ class RowLog:
       self._hooks.after_row({"step": step, **results})
     return bool(results)
 
-  def queue_row(self, step: int, sums: tally.Tally) -> None:
-    """Queues the row of `step`; `flush_row` writes it."""
+  def queue(self, step: int, sums: tally.Tally) -> None:
+    """Keeps the metrics of a log step until `flush`, without waiting for it."""
     self._queued = step, sums, self._hooks.take_scalars()
 
-  def flush_row(self) -> None:
-    """Writes the queued row, if any; waits for its step."""
-    if self._queued:
-      step, *fetched = self._queued
-      self._queued, (sums, scalars) = None, jax.device_get(fetched)
-      self._check(sums)
-      first = self.note("update", **self._facts)
-      times = self._clock.row(step)
-      values = tally.row(sums)
-      num_spikes = values.get("spike_steps", 0)
-      if num_spikes > self.newest.get("spike_steps", 0):
-        what = spikes.describe(sums["spikes"])
-        logging.warning("spike %d of this run: %s.", num_spikes, what)
-      self.write({"step": step, **values, **times, **first, **scalars})
-
-  def write(self, row: dict[str, Any]) -> None:
-    """Passes a row to the writers and the hooks.
-
-    `newest` and the hooks get the paths of images, texts and histograms.
-    """
-    row, shown = media.split(row)
-    self.newest.update(row)
-    self._writer.write(row, shown)
-    self._hooks.after_row(row)
+  def flush(self) -> None:
+    """Writes the row of the queued log step, if any; waits for the step."""
+    if not self._queued:
+      return
+    step, *arrays = self._queued
+    self._queued, (sums, scalars) = None, jax.device_get(arrays)
+    self._check(sums)
+    facts = self._note("update", **self._facts)
+    times = self._clock.row(step)
+    values = tally.row(sums)
+    num_spikes = values.get("spike_steps", 0)
+    if num_spikes > self.newest.get("spike_steps", 0):
+      spike = spikes.describe(sums["spikes"])
+      logging.warning("spike %d of this run: %s.", num_spikes, spike)
+    self._write({"step": step, **values, **times, **facts, **scalars})
 
   def write_results(
     self, name: str, step: int, results: Mapping[str, Any]
   ) -> None:
     """Writes the results of the evaluation `name` at `step`."""
-    self.note(name)
-    self.write({"step": step, **{f"{name}/{k}": v for k, v in results.items()}})
+    self._note(name)
+    row = {f"{name}/{k}": v for k, v in results.items()}
+    self._write({"step": step, **row})
 
-  def note(self, program: str, **facts: float) -> dict[str, float]:
-    """Writes the facts about a compiled program to run.json, once.
+  def _write(self, row: dict[str, Any]) -> None:
+    row, shown = media.split(row)
+    self.newest.update(row)
+    self._writer.write(row, shown)
+    self._hooks.after_row(row)
+
+  def _note(self, program: str, **facts: float) -> dict[str, float]:
+    """Writes what a compiled program costs to run.json, once.
 
     Returns:
       The facts for a row; {} if the program was noted before.
@@ -105,9 +105,9 @@ class RowLog:
     if program in self._noted:
       return {}
     self._noted.add(program)
-    known = self._compiled.facts(program)
-    record.update(self._workdir, programs={program: known}, **facts)
-    sizes = {k: v for k, v in known.items() if k.endswith("_bytes")}
+    costs = self._compiled.facts(program)
+    record.update(self._workdir, programs={program: costs}, **facts)
+    sizes = {k: v for k, v in costs.items() if k.endswith("_bytes")}
     return {f"{program}_{name}": v for name, v in sizes.items()} | facts
 
 
@@ -124,20 +124,21 @@ def finished(
     evaluations: its evaluations (evaluation/evaluations.py).
 
   Returns:
-    The newest value of every metric; None if the run goes on, or if results of
-    an evaluation are missing.
+    None if the run goes on, or if results of an evaluation are missing.
   """
   if step is None:
     return None
-  rows = writers.read_rows(workdir)
-  names = {name for row in rows if row["step"] == step for name in row}
+  written = rows.read_rows(workdir)
+  names = {name for row in written if row["step"] == step for name in row}
   due = [e for e in evaluations if e.due(step, total_steps)]
-  if not rows or not all(any(map(e.owns, names)) for e in due):
+  if not written or not all(any(map(e.owns, names)) for e in due):
     return None
   logging.info(
     "Step %d of %d, resumed from step %d of this workdir: nothing is left to "
     "do.",
-    *(step, total_steps, step),
+    step,
+    total_steps,
+    step,
   )
-  newest = {name: value for row in rows for name, value in row.items()}
+  newest = {name: value for row in written for name, value in row.items()}
   return newest | {"step": step}
