@@ -4,8 +4,8 @@ import functools
 import gc
 import os
 
-import compile_cache
 import pytest
+from support import compile_cache
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 flags = os.environ.get("XLA_FLAGS", "")
@@ -50,7 +50,7 @@ def session_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def two_processes(session_folder):
   """two_processes(name): results of a part of a shared job of two processes."""
-  import two_processes
+  from support import two_processes
 
   return functools.partial(two_processes.part, session_folder / "two")
 
@@ -58,7 +58,7 @@ def two_processes(session_folder):
 @pytest.fixture(scope="session")
 def picture_run(tmp_path_factory):
   """Folder with train/, val/, and a run of picture_runs in runs/mine."""
-  import picture_runs
+  from support import picture_runs
 
   from bigtrain import main
 

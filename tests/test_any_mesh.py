@@ -9,13 +9,13 @@ gives the reference.
 import functools
 import json
 
-import any_mesh
 import jax
 import numpy as np
 import pytest
 import test_runlocal
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support import any_mesh
 
 from bigtrain import trees
 from bigtrain.models import resnet

@@ -15,11 +15,11 @@ import struct
 import tarfile
 from typing import NamedTuple
 
-import compile_cache
 import jax
 import ml_collections
 import numpy as np
 import pytest
+from support import compile_cache
 
 from bigtrain import main, trees
 from bigtrain.models import decoder as decoder_lib

@@ -14,8 +14,8 @@ import shutil
 import sys
 
 import numpy as np
-import pages
 import pytest
+from support import pages
 
 pytestmark = pytest.mark.slow
 

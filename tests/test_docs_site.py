@@ -5,8 +5,8 @@ import re
 import subprocess
 import sys
 
-import processes
 import pytest
+from support import processes
 
 from bigtrain.tools import reference
 

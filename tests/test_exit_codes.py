@@ -7,9 +7,9 @@ import re
 import signal
 import sys
 
-import processes
 import pytest
 import tiny
+from support import processes
 
 from bigtrain import main
 

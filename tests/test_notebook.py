@@ -5,10 +5,9 @@ import queue
 import shutil
 import time
 
-import compile_cache
-import processes
 import pytest
 import tiny
+from support import compile_cache, processes
 
 from bigtrain.checkpoints import folders
 

@@ -3,9 +3,9 @@
 import re
 
 import numpy as np
-import pages
 import pytest
 import tiny
+from support import pages
 
 from bigtrain import main
 

@@ -9,12 +9,11 @@ import math
 import pathlib
 import re
 
-import compile_cache
 import jax
 import jax.numpy as jnp
-import main_forks
 import numpy as np
 import pytest
+from support import compile_cache, main_forks
 
 from bigtrain import command, main, parts, settings, trees
 from bigtrain.checkpoints import folders, parameter_files

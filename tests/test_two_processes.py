@@ -1,7 +1,7 @@
 """Processes on loopback are one job: same losses, one set of files."""
 
-import processes
 import pytest
+from support import processes
 
 from bigtrain import main
 from bigtrain.checkpoints import folders
@@ -10,7 +10,7 @@ from configs import digits, llama_8b, pydoc_lm
 
 
 def train_digits(folder):
-  """A part of a shared job, see two_processes.py; also run by one process."""
+  """A part of a job of support/two_processes.py; also run by one process."""
   config = digits.get_config("runlocal")
   config.compile_cache = False
   main.train(config, str(folder / "run"))

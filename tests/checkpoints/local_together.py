@@ -1,13 +1,13 @@
 """Two processes keep local checkpoints, and one of them loses its own.
 
-A part of a shared job, see two_processes.py.
+A part of a shared job, see support/two_processes.py.
 """
 
 import os
 import shutil
 
 import jax
-import saved_states
+from support import saved_states
 
 from bigtrain.checkpoints import checkpointer, local_tier, transfers
 from bigtrain.checkpoints import peers as peers_lib

@@ -17,7 +17,7 @@ import time
 
 import jax.numpy as jnp
 import numpy as np
-import saved_states
+from support import saved_states
 
 from bigtrain.checkpoints import checkpointer, commit, folders
 

@@ -1,10 +1,10 @@
 """Two processes save, restore and fail together.
 
-A part of a shared job, see two_processes.py.
+A part of a shared job, see support/two_processes.py.
 """
 
 import jax
-import saved_states
+from support import saved_states
 
 from bigtrain.checkpoints import checkpointer, folders, manifest, restore
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from saved_states import like, make_state, path_of, same, save
+from support.saved_states import like, make_state, path_of, same, save
 
 from bigtrain import lengths as lengths_lib
 from bigtrain import settings

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from saved_states import like, path_of, save
+from support.saved_states import like, path_of, save
 
 from bigtrain import sharding
 from bigtrain.checkpoints import checksums, integrity, restore, snapshot

@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from saved_states import like, path_of, same, save
+from support.saved_states import like, path_of, same, save
 
 from bigtrain.checkpoints import restore
 

@@ -3,8 +3,8 @@
 import json
 import re
 
-import processes
 import pytest
+from support import processes
 
 from bigtrain import command
 from bigtrain.checkpoints import finished

@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 import pytest
-from saved_states import like, path_of, save
+from support.saved_states import like, path_of, save
 
 from bigtrain.checkpoints import commit, folders, integrity, restore
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError

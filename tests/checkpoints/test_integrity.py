@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from saved_states import like, path_of, save
+from support.saved_states import like, path_of, save
 
 from bigtrain.checkpoints import integrity, restore
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError

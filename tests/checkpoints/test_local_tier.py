@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
-from saved_states import host_state, like, make_state, same
+from support.saved_states import host_state, like, make_state, same
 
 from bigtrain import main, settings
 from bigtrain.checkpoints import (

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
-from saved_states import like, path_of, save
+from support.saved_states import like, path_of, save
 
 from bigtrain.checkpoints import integrity, manifest, restore
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError

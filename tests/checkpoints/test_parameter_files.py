@@ -15,7 +15,7 @@ from checkpoints.parameters import (
   write_npz,
   write_workdir,
 )
-from saved_states import path_of
+from support.saved_states import path_of
 
 from bigtrain import trees
 from bigtrain.checkpoints import checkpointer, warm_start

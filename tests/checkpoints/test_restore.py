@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.array_serialization import serialization
-from saved_states import (
+from support.saved_states import (
   MESHES,
   host_state,
   like,

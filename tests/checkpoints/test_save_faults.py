@@ -6,10 +6,10 @@ import socket
 import subprocess
 import sys
 
-import disks
 import pytest
 from checkpoints import save_and_die
-from saved_states import (
+from support import disks
+from support.saved_states import (
   MESHES,
   host_state,
   like,

@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from saved_states import MESHES, like, path_of, same, save
+from support.saved_states import MESHES, like, path_of, same, save
 
 from bigtrain import sharding
 from bigtrain.checkpoints import (

@@ -2,7 +2,7 @@
 
 import os
 
-from saved_states import save
+from support.saved_states import save
 
 from bigtrain.checkpoints import commit, folders, integrity
 

@@ -12,7 +12,7 @@ from checkpoints.parameters import (
   write_npz,
   write_workdir,
 )
-from saved_states import path_of
+from support.saved_states import path_of
 
 from bigtrain import sharding, trees
 from bigtrain.checkpoints import warm_start

@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 
-import processes
 import pytest
+from support import processes
 
 from bigtrain.cluster import lease
 from bigtrain.settings import ConfigError

@@ -4,8 +4,8 @@ import socket
 import threading
 import time
 
-import processes
 import pytest
+from support import processes
 
 from bigtrain.cluster import rendezvous
 

@@ -6,9 +6,8 @@ import pathlib
 import re
 
 import numpy as np
-import prepared_sets
 import pytest
-import token_corpora
+from support import prepared_sets, token_corpora
 
 from bigtrain.inputs import sources
 from bigtrain.settings import ConfigError

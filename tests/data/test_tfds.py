@@ -4,8 +4,8 @@ import os
 
 import jax
 import numpy as np
-import prepared_sets
 import pytest
+from support import prepared_sets
 
 from bigtrain import settings, sharding
 from bigtrain.data import tfds

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-import token_corpora
-from token_corpora import DOCUMENTS, EOS, IDS
+from support import token_corpora
+from support.token_corpora import DOCUMENTS, EOS, IDS
 
 from bigtrain.data import tokens
 from bigtrain.settings import ConfigError, DataError

@@ -4,9 +4,9 @@ import pathlib
 import sys
 
 import numpy as np
-import processes
 import pytest
 import tiny
+from support import processes
 
 from bigtrain.checkpoints import folders
 from bigtrain.data import arrays

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 
-from processes import exit_codes
+from support.processes import exit_codes
 
 from bigtrain.checkpoints import folders, integrity
 from bigtrain.reports import rows as rows_lib

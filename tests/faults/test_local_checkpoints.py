@@ -4,7 +4,7 @@ import shutil
 import signal
 
 import pytest
-from processes import exit_codes
+from support.processes import exit_codes
 
 from faults import soak
 from faults.program import assert_same_run, steps

@@ -3,10 +3,10 @@
 import re
 import signal
 
-import processes
 import pytest
 import tiny
-from processes import exit_codes
+from support import processes
+from support.processes import exit_codes
 
 from bigtrain.checkpoints import integrity
 from faults import program as program_lib

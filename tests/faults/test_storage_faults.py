@@ -5,9 +5,9 @@ import shutil
 import subprocess
 import time
 
-import disks
 import pytest
 import tiny
+from support import disks
 
 from bigtrain.checkpoints import integrity
 from bigtrain.reports import rows as rows_lib

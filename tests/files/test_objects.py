@@ -8,9 +8,16 @@ import socket
 import time
 
 import numpy as np
-import object_stores
 import pytest
-from saved_states import host_state, like, make_state, path_of, same, save
+from support import object_stores
+from support.saved_states import (
+  host_state,
+  like,
+  make_state,
+  path_of,
+  same,
+  save,
+)
 
 from bigtrain import settings
 from bigtrain.checkpoints import (

@@ -36,7 +36,7 @@ def test_a_differing_replica_is_named_and_never_saved(
 
 
 def train_with_a_flip(folder):
-  """A part of a shared job, see two_processes.py."""
+  """A part of a shared job, see support/two_processes.py."""
   if jax.process_index() == 0:
     tiny.write_data(folder)
   multihost_utils.sync_global_devices("data")

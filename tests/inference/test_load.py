@@ -9,10 +9,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import picture_runs
-import processes
 import pytest
-from saved_models import TOWER, saved
+from support import picture_runs, processes
+from support.saved_models import TOWER, saved
 
 import bigtrain
 from bigtrain.settings import ConfigError, DataError

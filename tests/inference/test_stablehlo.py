@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import numpy as np
-import processes
 import pytest
 from jax import export
-from saved_models import TOWER, saved
+from support import processes
+from support.saved_models import TOWER, saved
 
 import bigtrain
 from bigtrain.inference import stablehlo

@@ -1,4 +1,4 @@
-"""Batches of two processes: a part of a shared job, see two_processes.py."""
+"""Batches of two processes: a part of a job of support/two_processes.py."""
 
 from bigtrain import settings, sharding
 from bigtrain.inputs import eval_input, pipeline

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from array_inputs import assert_equal, fetch, make_train, rows_of
+from support.array_inputs import assert_equal, fetch, make_train, rows_of
 
 from bigtrain.data import synthetic
 from bigtrain.inputs import cache, vocabulary

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from array_inputs import (
+from support.array_inputs import (
   PP,
   assert_equal,
   config,

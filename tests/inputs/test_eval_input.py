@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from array_inputs import assert_equal, fetch, make_eval, rows_of
 from jax.sharding import PartitionSpec
+from support.array_inputs import assert_equal, fetch, make_eval, rows_of
 
 from bigtrain.inputs import eval_input
 from bigtrain.settings import ConfigError, DataError

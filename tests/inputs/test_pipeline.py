@@ -4,9 +4,10 @@ import sys
 
 import jax
 import numpy as np
-import processes
 import pytest
-from array_inputs import (
+from jax.sharding import PartitionSpec
+from support import processes
+from support.array_inputs import (
   assert_equal,
   config,
   fetch,
@@ -14,7 +15,6 @@ from array_inputs import (
   make_train,
   rows_of,
 )
-from jax.sharding import PartitionSpec
 
 from bigtrain import sharding
 from bigtrain.data import arrays

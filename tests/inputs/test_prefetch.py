@@ -6,8 +6,8 @@ import sys
 import threading
 import time
 
-import processes
 import pytest
+from support import processes
 
 from bigtrain.inputs.prefetch import Prefetch
 

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import small_tokenizers
+from support import small_tokenizers
 
 from bigtrain import main, settings, sharding
 from bigtrain.inputs import eval_input, pipeline

@@ -8,7 +8,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from array_inputs import assert_equal, fetch
+from support.array_inputs import assert_equal, fetch
 
 from bigtrain import settings, sharding
 from bigtrain.data import arrays, image_folder

@@ -1,10 +1,10 @@
 """Inputs with ids or class numbers that the model cannot take are refused."""
 
 import numpy as np
-import processes
 import pytest
 import tiny
-from array_inputs import fetch, make_eval, make_train, rows_of
+from support import processes
+from support.array_inputs import fetch, make_eval, make_train, rows_of
 
 from bigtrain import main, parts
 from bigtrain.inputs import vocabulary

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import small_tokenizers
+from support import small_tokenizers
 
 from bigtrain.pp import parse, registry, tokenizers
 from bigtrain.settings import ConfigError, DataError

@@ -3,9 +3,9 @@ import sys
 
 import hypothesis
 import numpy as np
-import processes
 import pytest
 from hypothesis import strategies as st
+from support import processes
 
 from bigtrain.pp import parse, registry
 from bigtrain.settings import ConfigError

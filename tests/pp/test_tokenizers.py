@@ -8,8 +8,8 @@ import sys
 import hypothesis
 import numpy as np
 import pytest
-import small_tokenizers
 from hypothesis import strategies as st
+from support import small_tokenizers
 
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 import pytest
-import written_runs
 from PIL import Image
+from support import written_runs
 
 from bigtrain.reports import loggers, writers
 

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-import written_runs
 from PIL import Image
+from support import written_runs
 
 from bigtrain.reports import media, writers
 

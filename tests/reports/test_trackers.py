@@ -8,7 +8,7 @@ import time
 import types
 
 import pytest
-import written_runs
+from support import written_runs
 
 from bigtrain import settings
 from bigtrain.reports import writers

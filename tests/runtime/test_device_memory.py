@@ -7,9 +7,9 @@ import subprocess
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import processes
 import pytest
 import tiny
+from support import processes
 
 from bigtrain import main, settings
 from bigtrain.runtime import device_memory

@@ -24,7 +24,7 @@ def tiny_config(folder):
 
 
 def train_until_stopped(folder):
-  """A part of a shared job, see two_processes.py."""
+  """A part of a shared job, see support/two_processes.py."""
   config = tiny_config(folder)
   config |= dict(total_steps=12, keep_ckpts=1, lr=0.1)
   config["evals"]["val"]["log_steps"] = 2
@@ -77,7 +77,7 @@ def test_both_stop_and_keep_the_best_at_the_same_step(two_processes):
 
 
 def train_acting(folder):
-  """A part of a shared job, see two_processes.py."""
+  """A part of a shared job, see support/two_processes.py."""
   config = tiny_config(folder) | dict(keep_ckpts=9, ckpt_steps=6)
   config["evals"]["val"]["log_steps"] = 0
   plan = {2: ["request_save"], 3: ["request_evaluation"], 5: ["stop", "enough"]}
@@ -102,7 +102,7 @@ def test_what_process_0_asks_for_happens_on_both(two_processes):
 
 
 def train_until_nan(folder):
-  """A part of a shared job, see two_processes.py."""
+  """A part of a shared job, see support/two_processes.py."""
   config = tiny_config(folder)
   config |= dict(task="tiny.mine", model_name="tiny.mine", model={})
   config["input"]["data"] = dict(type="tiny.mine", length=64)

@@ -3,8 +3,8 @@
 import signal
 import sys
 
-import processes
 import pytest
+from support import processes
 
 from schedulers import slurm as slurm_lib
 

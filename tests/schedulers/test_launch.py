@@ -11,10 +11,10 @@ import signal
 import subprocess
 import time
 
-import processes
 import pytest
 import tiny
-from processes import LIMIT_SECS, ROOT
+from support import processes
+from support.processes import LIMIT_SECS, ROOT
 
 from bigtrain.checkpoints import folders
 

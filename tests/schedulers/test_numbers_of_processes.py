@@ -2,11 +2,11 @@
 
 import sys
 
-import processes
 import pytest
 import tiny
 from faults import program as program_lib
 from faults import tiny_tokens
+from support import processes
 
 from bigtrain.reports import record
 

@@ -6,11 +6,10 @@ import signal
 import sys
 import time
 
-import object_stores
-import processes
 import pytest
 import tiny
 from faults import program as program_lib
+from support import object_stores, processes
 
 from bigtrain.checkpoints import folders, integrity
 from bigtrain.files import objects, paths

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import tiny
-from processes import LIMIT_SECS
+from support.processes import LIMIT_SECS
 
 from bigtrain.checkpoints import folders
 

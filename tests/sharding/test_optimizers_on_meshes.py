@@ -5,11 +5,11 @@ Each run changes its mesh half way, and ends like a run on one device.
 
 import functools
 
-import compile_cache
 import jax
 import numpy as np
 import pytest
 import tiny
+from support import compile_cache
 
 from bigtrain import main, sharding, trees
 

@@ -6,11 +6,10 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import padding
-import processes
 import pytest
 from golden import make_losses
 from jax.sharding import NamedSharding, PartitionSpec
+from support import padding, processes
 
 from bigtrain import parts, settings, sharding
 from bigtrain.models import cappa

@@ -7,9 +7,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import processes
 import pytest
 from golden import make_losses
+from support import processes
 
 from bigtrain import metrics, parts, sharding
 from bigtrain.models import two_towers

@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import padding
 import pytest
+from support import padding
 
 from bigtrain import parts, sharding, trees
 from bigtrain.models import t5

@@ -9,9 +9,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import compile_cache
 import jax
 import numpy as np
+from support import compile_cache
 
 from bigtrain import trees
 from bigtrain.checkpoints import folders, restore

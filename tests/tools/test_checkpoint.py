@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from saved_states import like, make_values, path_of, save
+from support.saved_states import like, make_values, path_of, save
 
 from bigtrain import trees
 from bigtrain.tools import checkpoint as tool

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import saved_models
+from support import saved_models
 
 from bigtrain import settings
 from bigtrain.tools import lm_eval as tool

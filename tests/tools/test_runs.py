@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-import written_runs
+from support import written_runs
 
 from bigtrain.cluster import lease
 from bigtrain.tools import runs as tool

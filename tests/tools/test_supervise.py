@@ -4,8 +4,8 @@ import signal
 import sys
 import time
 
-import processes
 import pytest
+from support import processes
 
 from bigtrain.tools import supervise
 

@@ -4,7 +4,7 @@ import json
 import pickle
 
 import pytest
-import token_corpora
+from support import token_corpora
 
 from bigtrain.data import tokens
 from bigtrain.data.formats import token_files

@@ -9,9 +9,9 @@ import subprocess
 import sys
 
 import jax
-import processes
 import pytest
 from models.layers import attention_cases
+from support import processes
 
 from bigtrain import sharding
 from bigtrain.models.layers import attention_splash

@@ -1,8 +1,8 @@
 """Programs that do not fit, and programs of one device."""
 
-import processes
 import pytest
 import tiny
+from support import processes
 
 from bigtrain.tools.plan import compiled, estimate, hardware, table
 

@@ -4,7 +4,7 @@ import json
 import math
 
 import numpy as np
-from written_runs import write_run
+from support.written_runs import write_run
 
 from bigtrain.tools.report import charts, panels, report
 

@@ -1,6 +1,6 @@
 """The files that rows point to, in the page."""
 
-import written_runs
+from support import written_runs
 
 from bigtrain.reports import writers
 from bigtrain.tools.report import media, page

@@ -1,6 +1,6 @@
 """The HTML page."""
 
-import written_runs
+from support import written_runs
 
 from bigtrain.tools import ranking
 from bigtrain.tools.report import page, panels, report

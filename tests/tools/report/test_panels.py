@@ -1,6 +1,6 @@
 """The choice of curves."""
 
-from written_runs import write_run
+from support.written_runs import write_run
 
 from bigtrain.tools.report import panels, report
 

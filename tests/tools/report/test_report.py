@@ -7,9 +7,8 @@ import re
 import subprocess
 import sys
 
-import browser
 import pytest
-import written_runs
+from support import browser, written_runs
 
 from bigtrain import main, settings
 from bigtrain.tools.report import report

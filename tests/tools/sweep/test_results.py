@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-import written_runs
+from support import written_runs
 
 from bigtrain import settings
 from bigtrain.cluster import lease

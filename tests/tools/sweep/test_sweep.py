@@ -5,9 +5,9 @@ import os
 import signal
 import sys
 
-import processes
 import pytest
 import tiny
+from support import processes
 
 from bigtrain.tools.sweep import sweep
 

@@ -1,7 +1,7 @@
 """Variants from a grid and from get_sweep."""
 
-import processes
 import pytest
+from support import processes
 
 from bigtrain import settings
 from bigtrain.tools.sweep import variants

@@ -6,7 +6,7 @@ both processes call; its module stands beside the test. The part may return
 JSON. The fixture `two_processes` of conftest.py runs the job, if no other test
 has needed it before.
 
-  python -m two_processes FOLDER PART [PART ...]
+  python -m support.two_processes FOLDER PART [PART ...]
 """
 
 import fcntl
@@ -17,7 +17,7 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
-import processes
+from support import processes
 
 # Each job: simulated devices of each process, and parts.
 JOBS = (
@@ -94,7 +94,13 @@ def part(shared: pathlib.Path, name: str) -> Part:
 
 def _run(folder, devices, parts):
   with processes.Processes(folder) as started:
-    command = [sys.executable, "-m", "two_processes", str(folder), *parts]
+    command = [
+      sys.executable,
+      "-m",
+      "support.two_processes",
+      str(folder),
+      *parts,
+    ]
     job = started.start_job(command, devices=devices)
     processes.exit_codes(job, _LIMIT_SECS)
 
@@ -108,11 +114,11 @@ def _end(name):
 
 
 def _main():
-  import compile_cache
   from absl import logging
 
   from bigtrain import settings
   from bigtrain.cluster import process
+  from support import compile_cache
 
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)

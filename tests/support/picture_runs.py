@@ -3,8 +3,9 @@
 import os
 import pathlib
 
-import compile_cache
 import numpy as np
+
+from support import compile_cache
 
 CLASSES = ("cat", "dog", "owl")
 _PP = "decode|resize(6)|value_range(-1,1)|copy('label','labels')"

@@ -11,8 +11,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-import compile_cache
-import processes
+from support import compile_cache, processes
 
 
 class Block(NamedTuple):

@@ -13,9 +13,9 @@ import subprocess
 import sys
 import time
 
-import compile_cache
+from support import compile_cache
 
-TESTS = pathlib.Path(__file__).parent
+TESTS = pathlib.Path(__file__).parents[1]
 ROOT = TESTS.parent
 
 # A busy machine needs minutes for what otherwise takes seconds.

@@ -17,7 +17,7 @@ from bigtrain.optim import chain, views
 from bigtrain.step import gradients as gradients_lib
 from bigtrain.step import initial
 
-CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 STEPS = 3
 
 # Adam divides by the gradient's size, also where the gradient is nothing but

@@ -8,7 +8,7 @@ workers and sessions; tests of the cache itself use folders of their own.
 
 import pathlib
 
-FOLDER = pathlib.Path(__file__).parents[1] / "build" / "test-compile-cache"
+FOLDER = pathlib.Path(__file__).parents[2] / "build" / "test-compile-cache"
 # The second flag selects the older of two code generators of XLA.
 QUICK_XLA_FLAGS = (
   "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"

@@ -15,13 +15,8 @@ import time
 import urllib.request
 
 BUCKET = "bucket"
-_MOTO = (
-  pathlib.Path(__file__).parent.parent
-  / "build"
-  / "moto"
-  / "bin"
-  / "moto_server"
-)
+_ROOT = pathlib.Path(__file__).parents[2]
+_MOTO = _ROOT / "build" / "moto" / "bin" / "moto_server"
 _START_SECS = 60.0
 
 

@@ -1,0 +1,1 @@
+"""What several tests share: small data sets and runs, jobs, and servers."""
