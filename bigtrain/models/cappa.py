@@ -23,9 +23,9 @@ from bigtrain.models import vit
 from bigtrain.models.layers import (
   captioner_decoder,
   kv_cache,
+  masks,
   options,
   positions,
-  visibility,
 )
 from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import arrays, blocks
@@ -80,7 +80,7 @@ class Model(nn.Module):
       Parallel prediction needs it.
     scan: whether encoder and decoder compile one block and loop over stacked
       parameters.
-    attention: implementation of attention, a name in attention_choice.NAMES.
+    attention: implementation of attention, a name in attention_backends.NAMES.
     remat_policy: a name in remat.POLICIES, for both.
     dtype: dtype of the computation; parameters and logits are float32.
   """
@@ -239,7 +239,7 @@ class Model(nn.Module):
         "a text."
       )
     tokens_BL = jnp.pad(text, ((0, 0), (1, 0)))[:, :-1]
-    sees = visibility.Sees(causal=True)
+    mask = masks.Mask(causal=True)
     if parallel_B is not None:
       if not self.mask_token:
         raise settings.ConfigError(
@@ -249,12 +249,12 @@ class Model(nn.Module):
       if masked_BL is not None:
         inputs_BL = jnp.where(masked_BL, self.vocab_size, text)
       tokens_BL = jnp.where(parallel_B[:, None], inputs_BL, tokens_BL)
-      sees = dataclasses.replace(sees, prefix_B=jnp.where(parallel_B, L, 0))
+      mask = dataclasses.replace(mask, prefix_B=jnp.where(parallel_B, L, 0))
     (hidden_BLD, head), _ = self.decoder(
       tokens_BL,
       encoded_BPE,
       self.posemb_1LD[:, :L],
-      sees=sees,
+      mask=mask,
       train=train,
     )
     return States(hidden_BLD, *head)

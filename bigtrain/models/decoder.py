@@ -24,16 +24,16 @@ import numpy as np
 
 from bigtrain import settings, sharding
 from bigtrain.models.layers import (
-  attention_choice,
+  attention_backends,
   causal_block,
   dropout,
   kernels,
   kv_cache,
+  masks,
   moe,
   options,
   remat,
   stack,
-  visibility,
 )
 from bigtrain.models.layers import positions as positions_lib
 from bigtrain.models.layers import tensor_rules as tensor_rules_lib
@@ -158,7 +158,7 @@ class Model(nn.Module):
     window: number of positions that each position sees, itself included; all
       earlier ones if None.
     attention_softcap: scores s become softcap * tanh(s / softcap).
-    attention: implementation of attention, a name in attention_choice.NAMES.
+    attention: implementation of attention, a name in attention_backends.NAMES.
     logits_softcap: the same for the logits.
     dropout: rate after the embedding and on residual branches.
     init_std: standard deviation of the initial kernels; kernels that write to
@@ -262,14 +262,14 @@ class Model(nn.Module):
         self.head_dim, self.rope_theta, self.rope_scaling
       )
       rope = positions_lib.rotation(positions, omega_Q)
-    sees = visibility.Sees(causal=True)
+    mask = masks.Mask(causal=True)
     if segments is not None:
-      sees = visibility.within_documents(segments, causal=True)
+      mask = masks.within_documents(segments, causal=True)
     x_BLD = dropout.Dropout(self.dropout)(x_BLD, train=train)
     if real is None and segments is not None:
       real = segments != 0
     (x_BLD, cache), stats = self._blocks(
-      (sharding.stream(x_BLD), cache), rope, sees, real, start, train
+      (sharding.stream(x_BLD), cache), rope, mask, real, start, train
     )
     x_BLD = causal_block.norm(self, "norm")(x_BLD)
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
@@ -395,7 +395,7 @@ def _check(model: Model) -> None:
   options.check_option("posemb", model.posemb, POSEMBS)
   options.check_option("norm", model.norm, NORMS)
   options.check_option("mlp", model.mlp, MLPS)
-  options.check_option("attention", model.attention, attention_choice.NAMES)
+  options.check_option("attention", model.attention, attention_backends.NAMES)
   options.check_option("remat_policy", model.remat_policy, remat.POLICIES)
   options.check_option("dtype", model.dtype, options.DTYPES)
   options.check_rates(model, "dropout")

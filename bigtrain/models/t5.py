@@ -24,14 +24,14 @@ import numpy as np
 
 from bigtrain import settings, sharding
 from bigtrain.models.layers import (
-  attention_choice,
+  attention_backends,
   kernels,
   kv_cache,
+  masks,
   moe,
   options,
   remat,
   t5_stack,
-  visibility,
 )
 from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import arrays, blocks, t5_config
@@ -105,7 +105,7 @@ class Model(nn.Module):
       on residual branches.
     scan: whether each stack compiles one block and loops over stacked
       parameters.
-    attention: implementation of attention, a name in attention_choice.NAMES.
+    attention: implementation of attention, a name in attention_backends.NAMES.
     remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation; parameters and logits are float32.
   """
@@ -197,16 +197,16 @@ class Model(nn.Module):
       )
     before_BL = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
     if targets_segments is None:
-      source_sees = visibility.Sees(real_BS=inputs != 0)
-      sees = visibility.Sees(causal=True)
+      source_mask = masks.Mask(real_BS=inputs != 0)
+      mask = masks.Mask(causal=True)
       if real is None:
         read_BL = (before_BL != 0).at[:, 0].set(True).astype(jnp.int32)
         real = jax.lax.cummax(read_BL, axis=1, reverse=True) != 0
     else:
-      source_sees = visibility.Sees(
+      source_mask = masks.Mask(
         segments_BL=targets_segments, segments_BS=inputs_segments
       )
-      sees = visibility.within_documents(targets_segments, causal=True)
+      mask = masks.within_documents(targets_segments, causal=True)
       first_BL = jnp.pad(targets_segments[:, :-1], ((0, 0), (1, 0)))
       before_BL = jnp.where(first_BL == targets_segments, before_BL, 0)
       if real is None:
@@ -214,10 +214,10 @@ class Model(nn.Module):
     encoded_BSD, inputs_stats = self._encode(
       inputs, inputs_segments, train, jnp.any(real, axis=1)
     )
-    source = t5_stack.Source(encoded_BSD, source_sees)
+    source = t5_stack.Source(encoded_BSD, source_mask)
     x_BLD, _, targets_stats = self.decoder(
       self._embed(before_BL),
-      sees,
+      mask,
       source=source,
       real_BL=real,
       train=train,
@@ -255,14 +255,14 @@ class Model(nn.Module):
     """Returns the encoder's output and its experts' statistics."""
     if segments is None:
       real_BS = inputs != 0
-      sees = visibility.Sees(real_BS=real_BS)
+      mask = masks.Mask(real_BS=real_BS)
     else:
       real_BS = segments != 0
-      sees = visibility.within_documents(segments, causal=False)
+      mask = masks.within_documents(segments, causal=False)
     if real_B is not None:
       real_BS &= real_B[:, None]
     encoded_BSD, _, stats = self.encoder(
-      self._embed(inputs), sees, real_BL=real_BS, train=train
+      self._embed(inputs), mask, real_BL=real_BS, train=train
     )
     return encoded_BSD, stats
 
@@ -313,9 +313,9 @@ class Model(nn.Module):
     """Runs the decoder at one position; the encoder's output if not cached."""
     x_B1D, state, _ = self.decoder(
       self._embed(token_B[:, None]),
-      visibility.Sees(causal=True),
+      masks.Mask(causal=True),
       source=t5_stack.Source(
-        encoded_BSD, visibility.Sees(real_BS=state.source_mask_BS)
+        encoded_BSD, masks.Mask(real_BS=state.source_mask_BS)
       ),
       state=state,
       start=position,
@@ -385,7 +385,7 @@ def _check(model: Model) -> None:
       f"less than twice max_distance={model.max_distance}."
     )
   options.check_option("mlp", model.mlp, MLPS)
-  options.check_option("attention", model.attention, attention_choice.NAMES)
+  options.check_option("attention", model.attention, attention_backends.NAMES)
   options.check_option("remat_policy", model.remat_policy, remat.POLICIES)
   options.check_option("dtype", model.dtype, options.DTYPES)
   options.check_rates(model, "dropout")

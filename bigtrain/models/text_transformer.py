@@ -18,7 +18,7 @@ import numpy as np
 from bigtrain import settings, sharding
 from bigtrain.models import vit
 from bigtrain.models.layers import (
-  attention_choice,
+  attention_backends,
   encoder,
   options,
   pooling,
@@ -51,7 +51,7 @@ class Model(nn.Module):
       attention.
     dropout: rate in the MLPs and on residual branches.
     scan: whether to compile one block and loop over stacked parameters.
-    attention: implementation of attention, a name in attention_choice.NAMES.
+    attention: implementation of attention, a name in attention_backends.NAMES.
     remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation; parameters, the pooled features and the
       head are float32.
@@ -86,7 +86,7 @@ class Model(nn.Module):
       object.__setattr__(self, name, value)
     options.check_sizes(self, (*_SIZES, "vocab_size"))
     options.check_option("pool_type", self.pool_type, POOL_TYPES)
-    options.check_option("attention", self.attention, attention_choice.NAMES)
+    options.check_option("attention", self.attention, attention_backends.NAMES)
     options.check_option("remat_policy", self.remat_policy, remat.POLICIES)
     options.check_option("dtype", self.dtype, options.DTYPES)
     options.check_rates(self, "dropout")

@@ -20,7 +20,7 @@ import numpy as np
 
 from bigtrain import settings, sharding
 from bigtrain.models.layers import (
-  attention_choice,
+  attention_backends,
   dropout,
   encoder,
   options,
@@ -84,7 +84,7 @@ class Model(nn.Module):
     dropout: rate after the embedding, in the MLPs and on residual branches.
     drop_path: rate of stochastic depth in the last block, 0 in the first.
     scan: whether to compile one block and loop over stacked parameters.
-    attention: implementation of attention, a name in attention_choice.NAMES.
+    attention: implementation of attention, a name in attention_backends.NAMES.
     remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation; parameters, the pooled features and the
       head are float32.
@@ -115,7 +115,7 @@ class Model(nn.Module):
       object.__setattr__(self, name, value)
     options.check_option("posemb", self.posemb, POSEMBS)
     options.check_option("pool_type", self.pool_type, POOL_TYPES)
-    options.check_option("attention", self.attention, attention_choice.NAMES)
+    options.check_option("attention", self.attention, attention_backends.NAMES)
     options.check_option("remat_policy", self.remat_policy, remat.POLICIES)
     options.check_option("dtype", self.dtype, options.DTYPES)
     options.check_rates(self, "dropout", "drop_path")

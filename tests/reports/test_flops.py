@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from bigtrain import sharding
 from bigtrain.models import cappa, decoder, resnet, t5, two_towers, vit
 from bigtrain.models.layers import attention as attention_layer
-from bigtrain.models.layers import visibility
+from bigtrain.models.layers import masks
 from bigtrain.reports import flops
 from bigtrain.tasks import (
   captioning,
@@ -196,7 +196,7 @@ def test_a_window_counts_alike_in_every_kernel(
   def fn(q, k, v):
     return attention_layer.attend(
       *(q, k, v),
-      sees=visibility.Sees(causal=True, window=window),
+      mask=masks.Mask(causal=True, window=window),
       implementation=kernel,
     )
 
@@ -212,24 +212,24 @@ def test_a_window_counts_alike_in_every_kernel(
 
 
 @pytest.mark.parametrize(
-  ("sees", "kernel", "platform"),
+  ("mask", "kernel", "platform"),
   [
-    (visibility.Sees(), "blockwise", "cpu"),
-    (visibility.Sees(), "splash", "tpu"),
-    (visibility.Sees(), "cudnn", "gpu"),
-    (visibility.Sees(real_BS=jnp.ones((2, 300), bool)), "blockwise", "cpu"),
-    (visibility.Sees(real_BS=jnp.ones((2, 300), bool)), "splash", "tpu"),
+    (masks.Mask(), "blockwise", "cpu"),
+    (masks.Mask(), "splash", "tpu"),
+    (masks.Mask(), "cudnn", "gpu"),
+    (masks.Mask(real_BS=jnp.ones((2, 300), bool)), "blockwise", "cpu"),
+    (masks.Mask(real_BS=jnp.ones((2, 300), bool)), "splash", "tpu"),
   ],
 )
 def test_cross_attention_counts_alike_in_every_kernel(
-  traces_cudnn, monkeypatch, sees, kernel, platform
+  traces_cudnn, monkeypatch, mask, kernel, platform
 ):
   monkeypatch.setattr(sharding, "device", lambda: (platform, platform))
   q = Shape((2, 197, 4, 64), jnp.bfloat16)
   kv = Shape((2, 300, 4, 64), jnp.bfloat16)
 
   def fn(q, k, v):
-    return attention_layer.attend(q, k, v, sees=sees, implementation=kernel)
+    return attention_layer.attend(q, k, v, mask=mask, implementation=kernel)
 
   hand = 2 * (2 * 2 * 4 * 197 * 300 * 64)
   assert flops.forward_flops(fn, q, kv, kv) == hand

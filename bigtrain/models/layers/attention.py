@@ -15,17 +15,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import settings, sharding
 from bigtrain.models.layers import (
+  attention_backends,
   attention_blockwise,
-  attention_choice,
   attention_cudnn,
   attention_splash,
   attention_split,
   attention_xla,
   kernels,
   kv_cache,
+  masks,
   positions,
   remat,
-  visibility,
 )
 
 
@@ -49,7 +49,7 @@ class Options(NamedTuple):
       for Xavier's uniform distribution.
     kv_std: the same for the key and value kernels.
     out_std: the same for the output kernel.
-    implementation: a name in attention_choice.NAMES.
+    implementation: a name in attention_backends.NAMES.
     dtype: dtype of the computation.
   """
 
@@ -88,7 +88,7 @@ class Attention(nn.Module):
     x_BLD: jax.Array | None,
     y_BSD: jax.Array | None,
     *,
-    sees: visibility.Sees = visibility.Sees(),
+    mask: masks.Mask = masks.Mask(),
     bias: jax.Array | positions.BiasByDistance | None = None,
     rope: positions.Rotation | None = None,
     cache: kv_cache.Cache | None = None,
@@ -169,7 +169,7 @@ class Attention(nn.Module):
       q,
       k_BSGK,
       v_BSGK,
-      sees=dataclasses.replace(sees, window=options.window),
+      mask=dataclasses.replace(mask, window=options.window),
       start=None if cache is None else start,
       bias=bias,
       scaled=options.scaled,
@@ -210,7 +210,7 @@ def attend(
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
   *,
-  sees: visibility.Sees = visibility.Sees(),
+  mask: masks.Mask = masks.Mask(),
   start: Any = None,
   bias: jax.Array | positions.BiasByDistance | None = None,
   scaled: bool = True,
@@ -251,9 +251,9 @@ def attend(
     if implementation == "ring" and ways == 1:
       implementation = "blockwise"
   if implementation not in ("ring", "xla"):
-    case = attention_choice.case_of(
+    case = attention_backends.case_of(
       B,
-      sees,
+      mask,
       queries=L,
       positions=S,
       heads=H,
@@ -263,7 +263,7 @@ def attend(
       bias=bias is not None,
       softcap=softcap is not None,
     )
-    implementation = attention_choice.choose(implementation, case, _KERNELS)
+    implementation = attention_backends.choose(implementation, case, _KERNELS)
   compute = functools.partial(
     _compute,
     implementation,
@@ -272,32 +272,32 @@ def attend(
     softcap=softcap,
   )
   if ways == 1:
-    o = compute(q, k_BSGK, v_BSGK, sees, start, bias)
+    o = compute(q, k_BSGK, v_BSGK, mask, start, bias)
     return o.reshape(shape)
   q_BLGRK = q.reshape(B, L, G, H // G, K)
   distances = bias if isinstance(bias, positions.BiasByDistance) else None
   if implementation == "ring" or (
-    implementation == "blockwise" and sees.causal
+    implementation == "blockwise" and mask.causal
   ):
     o = attention_split.attend_blockwise(
       q_BLGRK,
       k_BSGK,
       v_BSGK,
-      sees,
+      mask,
       bias=distances,
       scale=_scale(scaled, K),
       softcap=softcap,
       ring=implementation == "ring",
     )
-  elif implementation == "splash" and sees.causal:
+  elif implementation == "splash" and mask.causal:
     o = attention_split.attend_splash(
-      *(q_BLGRK, k_BSGK, v_BSGK, sees),
+      *(q_BLGRK, k_BSGK, v_BSGK, mask),
       scale=_scale(scaled, K),
       softcap=softcap,
     )
   else:
     o = attention_split.attend(
-      q_BLGRK, k_BSGK, v_BSGK, sees, compute, bias=distances
+      q_BLGRK, k_BSGK, v_BSGK, mask, compute, bias=distances
     )
   return o.reshape(shape)
 
@@ -311,7 +311,7 @@ def _compute(
   q: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   start: Any,
   bias: jax.Array | positions.BiasByDistance | None,
   *,
@@ -334,39 +334,39 @@ def _compute(
   scale = _scale(scaled, K)
   if implementation == "cudnn":
     q_BLHK = q.reshape(B, L, H, K)
-    return attention_cudnn.attend(q_BLHK, k_BSGK, v_BSGK, sees, scale=scale)
+    return attention_cudnn.attend(q_BLHK, k_BSGK, v_BSGK, mask, scale=scale)
   if implementation == "xla":
     q = q.reshape(B, L, G, -1, K) if grouped else q.reshape(B, L, G, K)
     return attention_xla.attend(
-      *(q, k_BSGK, v_BSGK, sees, start, bias, scaled, softcap)
+      *(q, k_BSGK, v_BSGK, mask, start, bias, scaled, softcap)
     )
   qkv = q.reshape(B, L, G, H // G, K), k_BSGK, v_BSGK
   options: dict[str, Any] = dict(scale=scale, softcap=softcap)
   if implementation == "splash":
-    return attention_splash.attend(*qkv, sees, **options)
+    return attention_splash.attend(*qkv, mask, **options)
   bias_GRT = None
   if isinstance(bias, positions.BiasByDistance):
     bias_GRT = bias.by_group(G)
-  return attention_blockwise.attend(*qkv, sees, bias_GRT=bias_GRT, **options)
+  return attention_blockwise.attend(*qkv, mask, bias_GRT=bias_GRT, **options)
 
 
 # In the order in which "auto" considers them.
 _KERNELS = {
-  "splash": attention_choice.Kernel(
-    attention_splash.refuses, attention_splash.pays
+  "splash": attention_backends.Kernel(
+    attention_splash.unsupported_because, attention_splash.best_because
   ),
-  "cudnn": attention_choice.Kernel(
-    attention_cudnn.refuses, attention_cudnn.pays
+  "cudnn": attention_backends.Kernel(
+    attention_cudnn.unsupported_because, attention_cudnn.best_because
   ),
-  "blockwise": attention_choice.Kernel(
-    attention_blockwise.refuses, attention_blockwise.pays
+  "blockwise": attention_backends.Kernel(
+    attention_blockwise.unsupported_because, attention_blockwise.best_because
   ),
-  "xla": attention_choice.Kernel(lambda case: "", attention_xla.pays),
+  "xla": attention_backends.Kernel(lambda case: "", attention_xla.best_because),
 }
 
 
 def wants_bias_by_distance(
-  options: Options, x_BLD: jax.Array, sees: visibility.Sees
+  options: Options, x_BLD: jax.Array, mask: masks.Mask
 ) -> bool:
   """Whether self-attention takes a bias by distance, not as a matrix."""
   B, L, _ = x_BLD.shape
@@ -374,9 +374,9 @@ def wants_bias_by_distance(
     return False
   if options.implementation == "ring":
     return True
-  case = attention_choice.case_of(
+  case = attention_backends.case_of(
     B,
-    sees,
+    mask,
     queries=L,
     positions=L,
     heads=options.num_heads,
@@ -385,5 +385,5 @@ def wants_bias_by_distance(
     dtype=options.dtype,
     bias=True,
   )
-  name = attention_choice.choose(options.implementation, case, _KERNELS)
+  name = attention_backends.choose(options.implementation, case, _KERNELS)
   return name != "xla"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain.models.layers import visibility
+from bigtrain.models.layers import masks
 
 # Not -inf: the difference of two of them must not be NaN.
 MASKED = -1e30
@@ -67,11 +67,11 @@ class Blocks:
     q: jax.Array,
     k: jax.Array,
     bias: jax.Array | None,
-    sees: visibility.Sees,
+    mask: masks.Mask,
     order: Order | None = None,
   ):
     """See `_attend`; without `order` the blocks count from 0."""
-    self.static, self._sees, self._order = static, sees, order
+    self.static, self._mask, self._order = static, mask, order
     _, self._L, self._G, self._R, _ = q.shape
     self._S = k.shape[1]
     A, C = static.block_q, static.block_k
@@ -79,9 +79,9 @@ class Blocks:
     self.pairs: Any
     if order is None:
       self.pairs = visible_pairs(
-        np.arange(self._N) * A, np.arange(self._M) * C, static, sees
+        np.arange(self._N) * A, np.arange(self._M) * C, static, mask
       )
-      self.counted = self._L * sees.reach(self._S)
+      self.counted = self._L * mask.reach(self._S)
       self.computed = len(self.pairs) * A * C
     else:
       self.pairs = order.pairs
@@ -90,9 +90,9 @@ class Blocks:
     split = lambda x, size: (
       None if x is None else _to_blocks(pad(x, size), size)
     )
-    self._segments_NBA = split(sees.segments_BL, A)
-    self._segments_MBC = split(sees.segments_BS, C)
-    self._real_MBC = split(sees.real_BS, C)
+    self._segments_NBA = split(mask.segments_BL, A)
+    self._segments_MBC = split(mask.segments_BS, C)
+    self._real_MBC = split(mask.real_BS, C)
     self._bias = None
     if bias is not None and order is not None:
       self._bias = bias
@@ -137,13 +137,13 @@ class Blocks:
       scores += _by_pair(self._distances(self._bias, n, m), static)
     if static.softcap is not None:
       scores = static.softcap * jnp.tanh(scores / static.softcap)
-    mask = self._mask(n, m)
+    mask = self._mask_of(n, m)
     if mask is not None:
       mask = mask[:, None, None]
       scores = jnp.where(mask, scores, MASKED)
     return scores, mask
 
-  def _mask(self, n: Any, m: Any) -> jax.Array | None:
+  def _mask_of(self, n: Any, m: Any) -> jax.Array | None:
     """Bool (B or 1, A or 1, C) of a pair of blocks; None if all is visible."""
     static = self.static
     of_block = lambda x, i: None if x is None else pick(x, i)
@@ -153,7 +153,7 @@ class Blocks:
     else:
       column_C = self._order.columns_M[m] + jnp.arange(static.block_k)
       row_A = self._order.rows_N[n] + jnp.arange(static.block_q)
-    mask = self._sees.block(
+    mask = self._mask.block(
       row_A,
       column_C,
       of_block(self._segments_NBA, n),
@@ -162,7 +162,7 @@ class Blocks:
     )
     # Causal queries do not see the padding after them.
     if self._S % static.block_k and not (
-      self._sees.causal and self._sees.prefix_B is None
+      self._mask.causal and self._mask.prefix_B is None
     ):
       exists = (column_C < self._S)[None, None]
       mask = exists if mask is None else mask & exists
@@ -206,15 +206,15 @@ def visible_pairs(
   rows_N: np.ndarray,
   columns_M: np.ndarray,
   static: Static,
-  sees: visibility.Sees,
+  mask: masks.Mask,
 ) -> np.ndarray:
   """Returns `pairs` of Blocks."""
   visible = np.ones((len(rows_N), len(columns_M)), bool)
-  if sees.causal and sees.prefix_B is None:
+  if mask.causal and mask.prefix_B is None:
     visible &= columns_M <= rows_N[:, None] + static.block_q - 1
-    if sees.window:
+    if mask.window:
       last = columns_M + static.block_k - 1
-      visible &= last > rows_N[:, None] - sees.window
+      visible &= last > rows_N[:, None] - mask.window
   return np.argwhere(visible).astype(np.int32)
 
 

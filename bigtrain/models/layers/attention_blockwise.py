@@ -19,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import model_flops, sharding
 from bigtrain.models.layers import (
+  attention_backends,
   attention_blocks,
-  attention_choice,
+  masks,
   remat,
-  visibility,
 )
 
 # Largest number of queries or positions in a block. On CPUs, smaller blocks
@@ -39,14 +39,14 @@ _MANY_SCORES = 1024 * 1024
 pick, put = attention_blocks.pick, attention_blocks.put
 
 
-def refuses(case: attention_choice.Case) -> str:
+def unsupported_because(case: attention_backends.Case) -> str:
   """Returns why this implementation cannot serve a case, or ""."""
   if case.causal and case.queries != case.positions:
     return "causal queries need as many positions"
   return ""
 
 
-def pays(case: attention_choice.Case) -> str:
+def best_because(case: attention_backends.Case) -> str:
   """Returns why this implementation is best for a case, or ""."""
   if case.sequence > 1 and (case.causal or case.bias):
     return "a device's queries begin anywhere in an example"
@@ -82,7 +82,7 @@ def attend(
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   *,
   bias_GRT: jax.Array | None = None,
   scale: float,
@@ -98,7 +98,7 @@ def attend(
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
   block = block or largest_block()
   static = attention_blocks.Static(scale, softcap, min(block, L), min(block, S))
-  return _attend(static, q_BLGRK, k_BSGK, v_BSGK, bias_GRT, sees)
+  return _attend(static, q_BLGRK, k_BSGK, v_BSGK, bias_GRT, mask)
 
 
 def largest_block() -> int:
@@ -113,9 +113,9 @@ def _attend(
   k: Any,
   v: Any,
   bias: Any,
-  sees: visibility.Sees,
+  mask: masks.Mask,
 ) -> jax.Array:
-  return _forward(static, q, k, v, bias, sees)[0]
+  return _forward(static, q, k, v, bias, mask)[0]
 
 
 def _forward(
@@ -124,10 +124,10 @@ def _forward(
   k: Any,
   v: Any,
   bias: Any,
-  sees: visibility.Sees,
+  mask: masks.Mask,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the output, and the logarithms of denominators (B, G, R, L)."""
-  blocks = attention_blocks.Blocks(static, q, k, bias, sees)
+  blocks = attention_blocks.Blocks(static, q, k, bias, mask)
   q_N, k_M, v_M = blocks.of_queries(q), blocks.of_keys(k), blocks.of_keys(v)
   sums = add_values(blocks, no_sums(q_N, v), q_N, k_M, v_M)
   return results(blocks, sums, q)
@@ -204,17 +204,17 @@ def _forward_rule(
   k: Any,
   v: Any,
   bias: Any,
-  sees: visibility.Sees,
+  mask: masks.Mask,
 ) -> tuple[jax.Array, Any]:
-  out, log_BGRL = _forward(static, q, k, v, bias, sees)
-  return out, (q, k, v, bias, sees, out, log_BGRL)
+  out, log_BGRL = _forward(static, q, k, v, bias, mask)
+  return out, (q, k, v, bias, mask, out, log_BGRL)
 
 
 def _backward_rule(
   static: attention_blocks.Static, saved: Any, grad: jax.Array
 ) -> Any:
-  q, k, v, bias, sees, *_ = saved
-  blocks = attention_blocks.Blocks(static, q, k, bias, sees)
+  q, k, v, bias, mask, *_ = saved
+  blocks = attention_blocks.Blocks(static, q, k, bias, mask)
   q_N, k_M, v_M = blocks.of_queries(q), blocks.of_keys(k), blocks.of_keys(v)
   by_query = q_N, *of_outputs(blocks, grad, *saved[-2:])
   zeros = no_gradients(blocks, q_N, k_M, v_M)

@@ -9,7 +9,7 @@ import jax.extend
 import jax.numpy as jnp
 
 from bigtrain import model_flops
-from bigtrain.models.layers import attention_choice, visibility
+from bigtrain.models.layers import attention_backends, masks
 
 # Largest matrix of a mask: 128 MiB an example, as the bias that cuDNN takes.
 # For packed documents and the attention of llama_8b, forward and backward, the
@@ -20,7 +20,7 @@ from bigtrain.models.layers import attention_choice, visibility
 _MAX_MASK = 8192 * 8192
 
 
-def refuses(case: attention_choice.Case) -> str:
+def unsupported_because(case: attention_backends.Case) -> str:
   """Returns why the kernels cannot serve a case, or ""."""
   if case.platform != "gpu":
     return f"it needs an NVIDIA GPU, not a {case.platform}"
@@ -56,7 +56,7 @@ def _lacks_cudnn(device_kind: str) -> str:
   return ""
 
 
-def pays(case: attention_choice.Case) -> str:
+def best_because(case: attention_backends.Case) -> str:
   """Returns why the kernels are best for a case that they serve, or ""."""
   del case
   return "the fastest on an NVIDIA GPU"
@@ -66,7 +66,7 @@ def attend(
   q_BLHK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   *,
   scale: float,
 ) -> jax.Array:
@@ -78,10 +78,10 @@ def attend(
   """
   B, L, *_ = q_BLHK.shape
   S = k_BSGK.shape[1]
-  mask_BLS = sees.mask(L, S) if sees.selects else None
+  mask_BLS = mask.matrix(L, S) if mask.selects else None
   if mask_BLS is not None:
     mask_BLS = jnp.broadcast_to(mask_BLS, (len(mask_BLS), L, S))
-  causal = sees.causal and mask_BLS is None
+  causal = mask.causal and mask_BLS is None
   # Some versions of jax and cuDNN refuse odd lengths, such as the 197 tokens of
   # a ViT with a class token.
   lengths = None
@@ -93,7 +93,7 @@ def attend(
     else:
       mask_BLS = jnp.pad(mask_BLS, ((0, 0), (0, L % 2), (0, S % 2)))
   computed = q_BLHK.shape[1] * k_BSGK.shape[1]
-  with model_flops.counts_as(L * sees.reach(S), computed):
+  with model_flops.counts_as(L * mask.reach(S), computed):
     o_BLHK = jax.nn.dot_product_attention(
       q_BLHK,
       k_BSGK,
@@ -101,8 +101,8 @@ def attend(
       mask=None if mask_BLS is None else mask_BLS[:, None],
       scale=scale,
       is_causal=causal,
-      local_window_size=(sees.window - 1, 0)
-      if causal and sees.window
+      local_window_size=(mask.window - 1, 0)
+      if causal and mask.window
       else None,
       query_seq_lengths=lengths[0] if lengths else None,
       key_value_seq_lengths=lengths[1] if lengths else None,

@@ -14,7 +14,7 @@ import numpy as np
 from bigtrain.models.layers import (
   attention_blocks,
   attention_blockwise,
-  visibility,
+  masks,
 )
 
 # On accelerators, longer blocks are whole numbers of the registers' lanes.
@@ -73,7 +73,7 @@ def make(
   ways: int,
   queries: int,
   keys: int,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   ring: bool,
   balanced: bool,
 ) -> Plan:
@@ -85,9 +85,9 @@ def make(
     ways,
     queries,
     keys,
-    sees.causal,
-    sees.window,
-    sees.prefix_B is not None,
+    mask.causal,
+    mask.window,
+    mask.prefix_B is not None,
     ring,
     balanced,
     block_q,
@@ -119,12 +119,12 @@ def tables(plan: Plan) -> Tables:
   else:
     all_keys = np.arange(0, plan.padded_keys, plan.block_k, dtype=np.int32)
     columns = [np.tile(all_keys, (n, 1))]
-  sees = visibility.Sees(plan.causal and not plan.prefix, plan.window)
+  mask = masks.Mask(plan.causal and not plan.prefix, plan.window)
   sizes = attention_blocks.Static(1.0, None, plan.block_q, plan.block_k)
   pairs = []
   for of_step in columns:
     visible = [
-      attention_blocks.visible_pairs(rows[i], of_step[i], sizes, sees)
+      attention_blocks.visible_pairs(rows[i], of_step[i], sizes, mask)
       for i in range(n)
     ]
     most = max(map(len, visible))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import model_flops, sharding
-from bigtrain.models.layers import attention_choice, remat, visibility
+from bigtrain.models.layers import attention_backends, masks, remat
 
 # Larger blocks have less overhead per score. Blocks of 512 x 512 are the
 # largest for which scores and their gradients fit into a TPU's vector memory
@@ -38,7 +38,7 @@ _HIDDEN, _PADDING = -1, -2
 _FEWEST = 512
 
 
-def refuses(case: attention_choice.Case) -> str:
+def unsupported_because(case: attention_backends.Case) -> str:
   """Returns why the kernels cannot serve a case, or ""."""
   if case.platform != "tpu":
     return f"it needs a TPU, not a {case.platform}"
@@ -55,7 +55,7 @@ def refuses(case: attention_choice.Case) -> str:
   return ""
 
 
-def pays(case: attention_choice.Case) -> str:
+def best_because(case: attention_backends.Case) -> str:
   """Returns why the kernels are best for a case that they serve, or ""."""
   if min(case.queries, case.positions) < _FEWEST:
     return ""
@@ -68,7 +68,7 @@ def attend(
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   *,
   scale: float,
   softcap: float | None,
@@ -88,22 +88,22 @@ def attend(
     numbers=np.arange(_padded(L, sizes[0])),
     positions=_padded(S, sizes[1]),
     sizes=sizes,
-    sees=sees,
+    mask=mask,
     softcap=softcap,
     interpret=interpret,
   )
 
   def attend_locally(
-    q: jax.Array, k: jax.Array, v: jax.Array, sees: visibility.Sees
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: masks.Mask
   ) -> jax.Array:
     # Traced, the tables of the blocks are not put on devices, which may be
     # absent.
     compute = jax.jit(functools.partial(kernel, heads=math.prod(q.shape[2:4])))
-    counted = L * sees.reach(S)
-    return _attend(compute(), q * scale, k, v, sees, sizes, counted)
+    counted = L * mask.reach(S)
+    return _attend(compute(), q * scale, k, v, mask, sizes, counted)
 
   return sharding.split_batch(
-    attend_locally, q_BLGRK, k_BSGK, v_BSGK, sees, by_heads=3
+    attend_locally, q_BLGRK, k_BSGK, v_BSGK, mask, by_heads=3
   )
 
 
@@ -120,7 +120,7 @@ def attend_rows(
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   *,
   numbers: np.ndarray,
   device: Any,
@@ -144,7 +144,7 @@ def attend_rows(
     numbers=numbers.reshape(-1),
     positions=_padded(S, sizes[1]),
     sizes=sizes,
-    sees=sees,
+    mask=mask,
     softcap=softcap,
     interpret=interpret,
     heads=math.prod(q_BLGRK.shape[2:4]),
@@ -170,7 +170,7 @@ def attend_rows(
   kernel = jax.jit(make)()
   infos, kwargs = kernel.tree_flatten()
   kernel = kernel.tree_unflatten(kwargs, [own(info) for info in infos])
-  return _attend(kernel, q_BLGRK * scale, k_BSGK, v_BSGK, sees, sizes, counted)
+  return _attend(kernel, q_BLGRK * scale, k_BSGK, v_BSGK, mask, sizes, counted)
 
 
 def _attend(
@@ -178,7 +178,7 @@ def _attend(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   sizes: tuple[int, int],
   counted: int,
 ) -> jax.Array:
@@ -190,7 +190,7 @@ def _attend(
   B, L, G, R, K = q.shape
   S = k.shape[1]
   q = q.astype(k.dtype).reshape(B, L, G * R, K)
-  ids = _segments(sees, B, L, S, sizes)
+  ids = _segments(mask, B, L, S, sizes)
   q, k, v = (
     _pad(x, size).swapaxes(1, 2)
     for x, size in ((q, sizes[0]), (k, sizes[1]), (v, sizes[1]))
@@ -232,20 +232,20 @@ def _pad(x: jax.Array, block: int, value: int = 0) -> jax.Array:
 
 
 def _segments(
-  sees: visibility.Sees, B: int, L: int, S: int, sizes: tuple[int, int]
+  mask: masks.Mask, B: int, L: int, S: int, sizes: tuple[int, int]
 ) -> Any:
   """SegmentIds of queries and positions; None if all are in one segment."""
   # Causal queries do not see the padding after them.
-  padded = _padded(S, sizes[1]) != S and not sees.causal
-  if sees.segments_BL is None and sees.real_BS is None and not padded:
+  padded = _padded(S, sizes[1]) != S and not mask.causal
+  if mask.segments_BL is None and mask.real_BS is None and not padded:
     return None
   q_BL = kv_BS = None
-  if sees.segments_BL is not None:
-    q_BL, kv_BS = sees.segments_BL, sees.segments_BS
+  if mask.segments_BL is not None:
+    q_BL, kv_BS = mask.segments_BL, mask.segments_BS
   q_BL = jnp.zeros((B, L), jnp.int32) if q_BL is None else q_BL
   kv_BS = jnp.zeros((B, S), jnp.int32) if kv_BS is None else kv_BS
-  if sees.real_BS is not None:
-    kv_BS = jnp.where(sees.real_BS, kv_BS, _HIDDEN)
+  if mask.real_BS is not None:
+    kv_BS = jnp.where(mask.real_BS, kv_BS, _HIDDEN)
   return _library().SegmentIds(
     _pad(q_BL.astype(jnp.int32), sizes[0], _PADDING),
     _pad(kv_BS.astype(jnp.int32), sizes[1], _PADDING),
@@ -257,7 +257,7 @@ def _kernel(
   positions: int,
   heads: int,
   sizes: tuple[int, int],
-  sees: visibility.Sees,
+  mask: masks.Mask,
   softcap: float | None,
   interpret: bool,
   shards: int = 1,
@@ -269,18 +269,18 @@ def _kernel(
   """
   splash = _library()
   shape = (len(numbers), positions)
-  mask: Any
-  if sees.causal and sees.window:
-    mask = splash.LocalMask(shape, (sees.window - 1, 0), 0)
-  elif sees.causal:
-    mask = splash.CausalMask(shape)
+  blocks: Any
+  if mask.causal and mask.window:
+    blocks = splash.LocalMask(shape, (mask.window - 1, 0), 0)
+  elif mask.causal:
+    blocks = splash.CausalMask(shape)
   else:
-    mask = splash.FullMask(shape)
-  if sees.causal:
-    mask.q_sequence = numbers.astype(np.int32)
+    blocks = splash.FullMask(shape)
+  if mask.causal:
+    blocks.q_sequence = numbers.astype(np.int32)
   block_q, block_kv = sizes
   return splash.make_splash_mha(
-    splash.MultiHeadMask([mask] * heads),
+    splash.MultiHeadMask([blocks] * heads),
     block_sizes=splash.BlockSizes(
       block_q=block_q,
       block_kv=block_kv,

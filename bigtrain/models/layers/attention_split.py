@@ -32,8 +32,8 @@ from bigtrain.models.layers import (
   attention_blockwise,
   attention_plan,
   attention_splash,
+  masks,
   positions,
-  visibility,
 )
 
 AXIS = "sequence"
@@ -47,7 +47,7 @@ def attend(
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   local: LocalFn,
   *,
   bias: positions.BiasByDistance | None,
@@ -59,21 +59,21 @@ def attend(
   """
   ways = _ways(k_BSGK)
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
-  plan = attention_plan.make(ways, L, S, sees, False, False)._replace(
+  plan = attention_plan.make(ways, L, S, mask, False, False)._replace(
     padded_queries=math.ceil(L / ways) * ways,
     padded_keys=math.ceil(S / ways) * ways,
   )
   compute = functools.partial(_locally, plan, local)
   # Padding is not model FLOPs.
   with model_flops.share(L * S, plan.padded_queries * plan.padded_keys):
-    return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, sees, bias)
+    return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, mask, bias)
 
 
 def attend_splash(
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   *,
   scale: float,
   softcap: float | None,
@@ -87,26 +87,26 @@ def attend_splash(
   block, part = attention_splash.part_blocks(L, 2 * ways)
   # A query of the padding sees itself, so that its output is finite.
   length = 2 * ways * part
-  plan = attention_plan.make(ways, L, L, sees, False, True)._replace(
+  plan = attention_plan.make(ways, L, L, mask, False, True)._replace(
     block_q=block, padded_queries=length, padded_keys=length
   )
   local = functools.partial(
     attention_splash.attend_rows,
     numbers=attention_plan.numbers(plan),
     block_q=block,
-    counted=L * sees.reach(L) // ways,
+    counted=L * mask.reach(L) // ways,
     scale=scale,
     softcap=softcap,
   )
   compute = functools.partial(_rows, plan, local)
-  return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, sees, None)
+  return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, mask, None)
 
 
 def attend_blockwise(
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   *,
   bias: positions.BiasByDistance | None,
   scale: float,
@@ -121,12 +121,12 @@ def attend_blockwise(
   Returns:
     The output, of the shape and dtype of the queries.
   """
-  balanced = sees.causal and sees.prefix_B is None
+  balanced = mask.causal and mask.prefix_B is None
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
-  plan = attention_plan.make(_ways(k_BSGK), L, S, sees, ring, balanced)
+  plan = attention_plan.make(_ways(k_BSGK), L, S, mask, ring, balanced)
   static = attention_blocks.Static(scale, softcap, plan.block_q, plan.block_k)
   compute = functools.partial(_blockwise, plan, static)
-  return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, sees, bias)
+  return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, mask, bias)
 
 
 def _ways(k_BSGK: jax.Array) -> int:
@@ -139,7 +139,7 @@ def _split(
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   bias: positions.BiasByDistance | None,
 ) -> jax.Array:
   """Calls `compute` on each device with its part of the arrays.
@@ -165,7 +165,7 @@ def _split(
     _padded(q_BLGRK, plan.padded_queries),
     _padded(k_BSGK, plan.padded_keys),
     _padded(v_BSGK, plan.padded_keys),
-    _padded_sees(plan, sees, B),
+    _padded_mask(plan, mask, B),
     bias_GRT,
   )
   return o_BLGRK[:, :L]
@@ -180,20 +180,20 @@ def _padded(x: jax.Array, length: int) -> jax.Array:
   return jnp.pad(x, widths)
 
 
-def _padded_sees(
-  plan: attention_plan.Plan, sees: visibility.Sees, B: int
-) -> visibility.Sees:
+def _padded_mask(
+  plan: attention_plan.Plan, mask: masks.Mask, B: int
+) -> masks.Mask:
   """Hides the padding of the keys."""
   pad = lambda x, length: None if x is None else _padded(x, length)
-  real_BS = sees.real_BS
+  real_BS = mask.real_BS
   # Causal queries do not see the padding after them.
   hidden = plan.causal and not plan.prefix
   if real_BS is None and plan.padded_keys > plan.keys and not hidden:
     real_BS = jnp.ones((B, plan.keys), bool)
   return dataclasses.replace(
-    sees,
-    segments_BL=pad(sees.segments_BL, plan.padded_queries),
-    segments_BS=pad(sees.segments_BS, plan.padded_keys),
+    mask,
+    segments_BL=pad(mask.segments_BL, plan.padded_queries),
+    segments_BS=pad(mask.segments_BS, plan.padded_keys),
     real_BS=pad(real_BS, plan.padded_keys),
   )
 
@@ -204,23 +204,23 @@ def _locally(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   bias_GRT: jax.Array | None,
 ) -> jax.Array:
   """A device's queries and all keys."""
   k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
   L = q.shape[1]
   first = jax.lax.axis_index(AXIS) * L
-  if sees.segments_BL is not None:
-    segments = jax.lax.dynamic_slice_in_dim(sees.segments_BL, first, L, axis=1)
-    sees = dataclasses.replace(sees, segments_BL=segments)
+  if mask.segments_BL is not None:
+    segments = jax.lax.dynamic_slice_in_dim(mask.segments_BL, first, L, axis=1)
+    mask = dataclasses.replace(mask, segments_BL=segments)
   bias = None
   if bias_GRT is not None:
     bias_GRT = jax.lax.dynamic_slice_in_dim(
       bias_GRT, plan.padded_queries - first - L, L + k.shape[1] - 1, axis=2
     )
     bias = positions.BiasByDistance(bias_GRT.reshape(-1, bias_GRT.shape[2]))
-  o = local(q, k, v, sees, first if sees.causal else None, bias)
+  o = local(q, k, v, mask, first if mask.causal else None, bias)
   return o.reshape(q.shape)
 
 
@@ -230,18 +230,18 @@ def _rows(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   bias_GRT: None,
 ) -> jax.Array:
   """A device's early and late queries, and all keys."""
   del bias_GRT
   k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
   device = jax.lax.axis_index(AXIS)
-  if sees.segments_BL is not None:
+  if mask.segments_BL is not None:
     own = jnp.asarray(attention_plan.numbers(plan))[device]
-    segments = jnp.take(sees.segments_BL, own, axis=1)
-    sees = dataclasses.replace(sees, segments_BL=segments)
-  return _exchanged_back(local(_exchanged(q), k, v, sees, device=device))
+    segments = jnp.take(mask.segments_BL, own, axis=1)
+    mask = dataclasses.replace(mask, segments_BL=segments)
+  return _exchanged_back(local(_exchanged(q), k, v, mask, device=device))
 
 
 def _blockwise(
@@ -250,7 +250,7 @@ def _blockwise(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   bias_GRT: jax.Array | None,
 ) -> jax.Array:
   """A device's blocks of queries and all keys, at once or in a ring."""
@@ -260,7 +260,7 @@ def _blockwise(
     k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
   elif plan.balanced:
     k, v = _exchanged(k), _exchanged(v)
-  o = _attend(plan, static, q, k, v, bias_GRT, sees)
+  o = _attend(plan, static, q, k, v, bias_GRT, mask)
   return _exchanged_back(o) if plan.balanced else o
 
 
@@ -304,10 +304,10 @@ def _attend(
   k: Any,
   v: Any,
   bias: Any,
-  sees: Any,
+  mask: Any,
 ) -> jax.Array:
   """Blockwise attention in one step, or in one for each device of a ring."""
-  return _forward(plan, static, q, k, v, bias, sees)[0]
+  return _forward(plan, static, q, k, v, bias, mask)[0]
 
 
 def _forward(
@@ -317,7 +317,7 @@ def _forward(
   k: Any,
   v: Any,
   bias: Any,
-  sees: Any,
+  mask: Any,
 ) -> tuple[jax.Array, Any]:
   steps = len(attention_plan.tables(plan).pairs)
   sums: Any = None
@@ -325,7 +325,7 @@ def _forward(
   for step in range(steps):
     # Sent before the step that needs them, behind the present one.
     passed = _passed_on(kv) if step + 1 < steps else kv
-    blocks = _blocks_at(plan, static, q, kv[0], bias, sees, step)
+    blocks = _blocks_at(plan, static, q, kv[0], bias, mask, step)
     q_N = blocks.of_queries(q)
     if sums is None:
       sums = attention_blockwise.no_sums(q_N, v)
@@ -333,19 +333,19 @@ def _forward(
     sums = attention_blockwise.add_values(blocks, sums, q_N, k_M, v_M)
     kv = passed
   out, log_BGRL = attention_blockwise.results(blocks, sums, q)
-  return out, (q, k, v, bias, sees, out, log_BGRL)
+  return out, (q, k, v, bias, mask, out, log_BGRL)
 
 
 def _backward(
   plan: attention_plan.Plan, static: Any, saved: Any, grad: jax.Array
 ) -> tuple[Any, ...]:
-  q, k, v, bias, sees, out, log_BGRL = saved
+  q, k, v, bias, mask, out, log_BGRL = saved
   steps = len(attention_plan.tables(plan).pairs)
   grads: Any = None
   kv = k, v
   for step in range(steps):
     passed = _passed_on(kv) if step + 1 < steps else kv
-    blocks = _blocks_at(plan, static, q, kv[0], bias, sees, step)
+    blocks = _blocks_at(plan, static, q, kv[0], bias, mask, step)
     k_M, v_M = map(blocks.of_keys, kv)
     if grads is None:
       of_outputs = attention_blockwise.of_outputs(blocks, grad, out, log_BGRL)
@@ -376,7 +376,7 @@ def _blocks_at(
   q: jax.Array,
   k: jax.Array,
   bias: jax.Array | None,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   step: int,
 ) -> attention_blocks.Blocks:
   """The blocks of this device at a step."""
@@ -390,7 +390,7 @@ def _blocks_at(
     columns_M,
     own(tables.pairs[step]),
     plan.padded_queries,
-    counted=plan.queries * sees.reach(plan.keys),
+    counted=plan.queries * mask.reach(plan.keys),
     computed=computed * plan.block_q * plan.block_k,
   )
 
@@ -398,10 +398,10 @@ def _blocks_at(
     numbers = (firsts[:, None] + jnp.arange(size)).reshape(-1)
     return None if x is None else jnp.take(x, numbers, axis=1)
 
-  sees = dataclasses.replace(
-    sees,
-    segments_BL=of_blocks(sees.segments_BL, rows_N, plan.block_q),
-    segments_BS=of_blocks(sees.segments_BS, columns_M, plan.block_k),
-    real_BS=of_blocks(sees.real_BS, columns_M, plan.block_k),
+  mask = dataclasses.replace(
+    mask,
+    segments_BL=of_blocks(mask.segments_BL, rows_N, plan.block_q),
+    segments_BS=of_blocks(mask.segments_BS, columns_M, plan.block_k),
+    real_BS=of_blocks(mask.real_BS, columns_M, plan.block_k),
   )
-  return attention_blocks.Blocks(static, q, k, bias, sees, order)
+  return attention_blocks.Blocks(static, q, k, bias, mask, order)

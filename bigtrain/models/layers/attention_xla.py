@@ -15,17 +15,17 @@ from jax import ad_checkpoint
 
 from bigtrain import model_flops
 from bigtrain.models.layers import (
-  attention_choice,
+  attention_backends,
+  masks,
   positions,
   remat,
-  visibility,
 )
 
 # Not -inf: a row of padding that sees no position must not become NaN.
 _MASKED = -1e30
 
 
-def pays(case: attention_choice.Case) -> str:
+def best_because(case: attention_backends.Case) -> str:
   """Returns why this implementation is best for a case."""
   scores = case.queries * case.positions
   return f"the fastest for {scores:,} scores a head"
@@ -35,7 +35,7 @@ def attend(
   q: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   start: Any,
   bias: jax.Array | positions.BiasByDistance | None,
   scaled: bool,
@@ -49,10 +49,10 @@ def attend(
   """
   L, S = q.shape[1], k_BSGK.shape[1]
   grouped = q.ndim == 5
-  in_order = sees.causal and not sees.selects and start is None
+  in_order = mask.causal and not mask.selects and start is None
   first = 0 if start is None else start
   # Positions outside of a window are not model FLOPs.
-  in_window = functools.partial(model_flops.share, sees.reach(S), S)
+  in_window = functools.partial(model_flops.share, mask.reach(S), S)
   # The scores of a single query are few.
   if (
     q.dtype in (jnp.bfloat16, jnp.float16)
@@ -61,13 +61,13 @@ def attend(
     and L > 1
   ):
     scale = 1 / math.sqrt(q.shape[-1]) if scaled else 1.0
-    static = _Static(scale, sees.reach(S), S)
-    return _attend_in_half(static, q, k_BSGK, v_BSGK, sees.mask(L, S, first))
+    static = _Static(scale, mask.reach(S), S)
+    return _attend_in_half(static, q, k_BSGK, v_BSGK, mask.matrix(L, S, first))
   # jax.nn adds up the heads of a group in another order, which would change the
   # last bits of existing configs' results.
   if scaled and bias is None and softcap is None and not grouped:
-    mask_BLS = None if in_order else sees.mask(L, S, first)
-    window = sees.window if in_order else None
+    mask_BLS = None if in_order else mask.matrix(L, S, first)
+    window = mask.window if in_order else None
     with in_window():
       return jax.nn.dot_product_attention(
         q,
@@ -94,7 +94,7 @@ def attend(
     scores += bias.reshape(1, *scores.shape[1:])
   if softcap is not None:
     scores = softcap * jnp.tanh(scores / softcap)
-  mask_BLS = sees.mask(L, S, first)
+  mask_BLS = mask.matrix(L, S, first)
   if mask_BLS is not None:
     mask = jnp.expand_dims(mask_BLS, [*range(1, scores.ndim - 2)])
     scores = jnp.where(mask, scores, _MASKED)

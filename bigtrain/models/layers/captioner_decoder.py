@@ -15,9 +15,9 @@ from bigtrain.models.layers import (
   attention,
   dropout,
   kv_cache,
+  masks,
   mlp,
   stack,
-  visibility,
 )
 
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
     layer: Any,
     numbers: Any,
     source: Any,
-    sees: visibility.Sees,
+    mask: masks.Mask,
     start: Any,
     train: bool,
   ) -> tuple[tuple[jax.Array | None, kv_cache.Cache | None], None]:
@@ -88,7 +88,7 @@ class Block(nn.Module):
     y_BLD, cache = attend("SelfAttn")(
       y_BLD,
       y_BLD,
-      sees=sees,
+      mask=mask,
       cache=cache,
       layer=layer,
       start=start,
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
     dropout: rate in the MLPs and on each residual branch.
     use_bias: whether the MLPs and the blocks' layer norms have biases. The
       attentions never do; the final layer norm and output layer always do.
-    attention: implementation of attention, a name in attention_choice.NAMES.
+    attention: implementation of attention, a name in attention_backends.NAMES.
     scan: whether to compile one block and loop over it.
     remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation.
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
     source: Any,
     posemb_1LD: jax.Array | None = None,
     *,
-    sees: visibility.Sees = visibility.Sees(causal=True),
+    mask: masks.Mask = masks.Mask(causal=True),
     cache: kv_cache.Cache | None = None,
     start: Any = 0,
     train: bool = False,
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
       self.depth,
       (x_BLD, cache),
       source,
-      sees,
+      mask,
       start,
       train,
       scan=self.scan,

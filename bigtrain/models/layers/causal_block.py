@@ -13,10 +13,10 @@ from bigtrain.models.layers import attention as attention_lib
 from bigtrain.models.layers import (
   dropout,
   kv_cache,
+  masks,
   moe,
   positions,
   stack,
-  visibility,
 )
 from bigtrain.models.layers import mlp as mlp_lib
 
@@ -92,7 +92,7 @@ class Block(nn.Module):
     layer: Any,
     numbers: Any,
     rope: positions.Rotation | None,
-    sees: visibility.Sees,
+    mask: masks.Mask,
     real_BL: jax.Array | None,
     start: Any,
     train: bool,
@@ -114,7 +114,7 @@ class Block(nn.Module):
     )(
       y_BLD,
       y_BLD,
-      sees=sees,
+      mask=mask,
       rope=rope,
       cache=cache,
       layer=layer,

@@ -19,10 +19,10 @@ from bigtrain.models.layers import attention as attention_lib
 from bigtrain.models.layers import (
   dropout,
   kv_cache,
+  masks,
   moe,
   positions,
   stack,
-  visibility,
 )
 from bigtrain.models.layers import mlp as mlp_lib
 
@@ -102,7 +102,7 @@ class Source(NamedTuple):
   """
 
   encoded_BSD: jax.Array | None
-  sees: visibility.Sees
+  mask: masks.Mask
 
 
 class Block(nn.Module):
@@ -120,7 +120,7 @@ class Block(nn.Module):
     layer: Any,
     numbers: Any,
     bias: jax.Array | positions.BiasByDistance,
-    sees: visibility.Sees,
+    mask: masks.Mask,
     source: Source | None,
     real_BL: jax.Array | None,
     start: Any,
@@ -149,7 +149,7 @@ class Block(nn.Module):
     y_BLD, past = attend(name="attention")(
       y_BLD,
       y_BLD,
-      sees=sees,
+      mask=mask,
       bias=bias,
       cache=None if state is None else state.past,
       layer=layer,
@@ -163,7 +163,7 @@ class Block(nn.Module):
       y_BLD, cache = attend(name="cross_attention")(
         y_BLD,
         source.encoded_BSD,
-        sees=source.sees,
+        mask=source.mask,
         cache=None if state is None else state.source,
         layer=layer,
       )
@@ -196,7 +196,7 @@ class Stack(nn.Module):
   def __call__(
     self,
     x_BLD: jax.Array,
-    sees: visibility.Sees,
+    mask: masks.Mask,
     *,
     source: Source | None = None,
     real_BL: jax.Array | None = None,
@@ -211,7 +211,7 @@ class Stack(nn.Module):
     S = L if state is None else state.past.length
     whole = self.is_initializing() or state is not None
     by_distance = not whole and attention_lib.wants_bias_by_distance(
-      options.attention_options(x_BLD.shape[-1]), x_BLD, sees
+      options.attention_options(x_BLD.shape[-1]), x_BLD, mask
     )
     bias = positions.RelativeBias(
       options.num_heads,
@@ -230,7 +230,7 @@ class Stack(nn.Module):
       self.depth,
       (drop(x_BLD), state),
       bias,
-      sees,
+      mask,
       source,
       real_BL,
       start,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain.models.layers import attention, positions, visibility
+from bigtrain.models.layers import attention, masks, positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,25 +29,25 @@ class Case:
   scaled: bool = True
   rows: int = 2
 
-  def sees(self) -> visibility.Sees:
+  def mask(self) -> masks.Mask:
     """What the queries see."""
     L, S, B = self.L, self.S or self.L, self.rows
     rng = np.random.default_rng(1)
-    sees = visibility.Sees(causal=self.causal, window=self.window)
+    mask = masks.Mask(causal=self.causal, window=self.window)
     if self.prefix:
-      sees = dataclasses.replace(sees, prefix_B=jnp.asarray([L // 3, 0])[:B])
+      mask = dataclasses.replace(mask, prefix_B=jnp.asarray([L // 3, 0])[:B])
     if self.documents:
       ends = np.sort(rng.integers(1, L, (B, 3)), axis=1)
       number = lambda n: 1 + (np.arange(n) >= ends[..., None]).sum(1)
-      sees = dataclasses.replace(
-        sees,
+      mask = dataclasses.replace(
+        mask,
         segments_BL=jnp.asarray(number(L)),
         segments_BS=jnp.asarray(number(S)),
       )
     if self.padding:
       real = np.arange(S) < np.asarray([[S - 3], [S // 2]])[:B]
-      sees = dataclasses.replace(sees, real_BS=jnp.asarray(real))
-    return sees
+      mask = dataclasses.replace(mask, real_BS=jnp.asarray(real))
+    return mask
 
   def arrays(self, dtype: str = "float32") -> dict[str, Any]:
     """Queries, keys, values and the bias."""
@@ -71,7 +71,7 @@ class Case:
     """The output of an implementation."""
     return attention.attend(
       **arrays,
-      sees=self.sees(),
+      mask=self.mask(),
       softcap=self.softcap,
       scaled=self.scaled,
       implementation=implementation,

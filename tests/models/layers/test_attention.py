@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bigtrain import settings
-from bigtrain.models.layers import attention, positions, visibility
+from bigtrain.models.layers import attention, masks, positions
 
 B, L, D, H = 4, 12, 16, 2
 
@@ -42,8 +42,8 @@ def test_heads_that_do_not_divide_the_width_are_an_error():
 @pytest.mark.parametrize("window", [None, 4])
 def test_attention_equals_jax_attention(window):
   q, k, v = (normal(i, 2, L, heads, 8) for i, heads in enumerate((6, 2, 2)))
-  sees = visibility.Sees(causal=True, window=window)
-  ours = jax.jit(functools.partial(attention.attend, sees=sees))
+  mask = masks.Mask(causal=True, window=window)
+  ours = jax.jit(functools.partial(attention.attend, mask=mask))
   theirs = jax.jit(
     functools.partial(
       jax.nn.dot_product_attention,
@@ -84,8 +84,8 @@ def half_and_whole(fn, length=64):
 @pytest.mark.parametrize("causal", [False, True])
 def test_half_precision_is_nearer_to_float32_than_flax(causal):
   """big_vision's attention is flax's, whose softmax is in bfloat16."""
-  sees = visibility.Sees(causal=causal)
-  ours = functools.partial(attention.attend, sees=sees, implementation="xla")
+  mask = masks.Mask(causal=causal)
+  ours = functools.partial(attention.attend, mask=mask, implementation="xla")
   mask = jnp.tril(jnp.ones((64, 64), bool)) if causal else None
   theirs = functools.partial(nn.dot_product_attention, mask=mask)
   errors = half_and_whole(ours), half_and_whole(theirs)
@@ -107,8 +107,8 @@ def test_a_softcap_bounds_the_scores():
   q, k = jnp.full((1, L, 1, 4), 9.0), jnp.full((1, L, 1, 4), 9.0)
   v = jnp.asarray(np.random.default_rng(0).normal(size=(1, L, 1, 4)))
   k = k.at[:, 0].set(-9.0)
-  sees = visibility.Sees(causal=True)
-  out = attention.attend(q, k, v, sees=sees, softcap=0.5)
+  mask = masks.Mask(causal=True)
+  out = attention.attend(q, k, v, mask=mask, softcap=0.5)
   low, high = math.exp(-0.5), math.exp(0.5)
   weights = np.array([low] + [high] * (L - 1)) / (low + high * (L - 1))
   np.testing.assert_allclose(out[0, -1, 0], weights @ v[0, :, 0], rtol=1e-3)

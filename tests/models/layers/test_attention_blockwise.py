@@ -53,8 +53,8 @@ def test_bfloat16_is_as_near_to_float32_as_the_plain_one(name):
 @pytest.mark.parametrize("name", ["window", "documents", "prefix", "cross"])
 def test_what_may_not_be_seen_changes_nothing(name):
   case = CASES[name]
-  arrays, sees = case.arrays(), case.sees()
-  hidden = ~np.asarray(sees.mask(case.L, case.S or case.L))
+  arrays, mask = case.arrays(), case.mask()
+  hidden = ~np.asarray(mask.matrix(case.L, case.S or case.L))
   hidden = np.broadcast_to(hidden, (case.rows, case.L, case.S or case.L))
   before = case.results(arrays, "blockwise")["out"]
   query = case.L // 2

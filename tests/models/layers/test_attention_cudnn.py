@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from bigtrain import sharding
-from bigtrain.models.layers import attention, visibility
+from bigtrain.models.layers import attention, masks
 
 _B, _H, _K = 2, 4, 64
 
@@ -14,8 +14,8 @@ def lower(length, **conditions):
   """The text of the gradient of an attention for an H100."""
 
   def total(q_BLHK, k_BSHK, v_BSHK):
-    sees = visibility.Sees(**{"causal": True, **conditions})
-    return jnp.sum(attention.attend(q_BLHK, k_BSHK, v_BSHK, sees=sees))
+    mask = masks.Mask(**{"causal": True, **conditions})
+    return jnp.sum(attention.attend(q_BLHK, k_BSHK, v_BSHK, mask=mask))
 
   qkv = [jax.ShapeDtypeStruct((_B, length, _H, _K), jnp.bfloat16)] * 3
   mesh = jax.sharding.AbstractMesh(

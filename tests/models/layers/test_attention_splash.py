@@ -60,7 +60,7 @@ def test_what_may_not_be_seen_changes_nothing():
   case = CASES["documents"]
   arrays = case.arrays()
   before = case.attend(arrays, "splash")
-  segments = np.asarray(case.sees().segments_BL)
+  segments = np.asarray(case.mask().segments_BL)
   other = (segments != segments[:, 100:101])[..., None, None] * 7.0
   for name in ("k_BSGK", "v_BSGK"):
     arrays = {**arrays, name: arrays[name] + other}

@@ -12,7 +12,7 @@ from bigtrain import sharding
 from bigtrain.models.layers import (
   attention_blockwise,
   attention_plan,
-  visibility,
+  masks,
 )
 
 Case = attention_cases.Case
@@ -76,9 +76,9 @@ def test_every_implementation_can_be_split(implementation):
 @pytest.mark.parametrize("ways", [2, 5, 8])
 def test_causal_work_is_balanced(ring, ways):
   """All devices have as many visible pairs of blocks, at each step."""
-  sees = visibility.Sees(causal=True)
+  mask = masks.Mask(causal=True)
   length = 2 * ways * 3 * 4
-  plan = attention_plan.make(ways, length, length, sees, ring, True)
+  plan = attention_plan.make(ways, length, length, mask, ring, True)
   tables = attention_plan.tables(plan)
   assert len(tables.pairs) == (ways if ring else 1)
   for columns, pairs in zip(tables.columns, tables.pairs):

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bigtrain import sharding
 from bigtrain.models import vit
-from bigtrain.models.layers import attention, visibility
+from bigtrain.models.layers import attention, masks
 from bigtrain.tools.plan import collectives
 
 ROWS, D, F = 512, 64, 32
@@ -211,9 +211,9 @@ def test_attention_of_split_examples(implementation, causal):
     jax.ShapeDtypeStruct((4, T // 2, heads, K), jnp.bfloat16, sharding=split)
     for heads in (H, G, G, H)
   ]
-  sees = visibility.Sees(causal=causal)
+  mask = masks.Mask(causal=causal)
   attend = functools.partial(
-    attention.attend, sees=sees, implementation=implementation
+    attention.attend, mask=mask, implementation=implementation
   )
 
   def forward_and_backward(q, k, v, grad):

@@ -11,7 +11,7 @@ from flax import struct
 
 
 @struct.dataclass
-class Sees:
+class Mask:
   """Conditions under which a query sees a position; all of them must hold.
 
   Masks of L x S booleans are never arguments of attention: kernels work on
@@ -53,7 +53,7 @@ class Sees:
     """
     return min(self.window or length, length) if self.causal else length
 
-  def mask(
+  def matrix(
     self, queries: int, positions: int, start: Any = 0
   ) -> jax.Array | None:
     """Returns bool (B or 1, L or 1, S), or None if a query sees everything."""
@@ -70,7 +70,7 @@ class Sees:
     segments_BS: jax.Array | None,
     real_BS: jax.Array | None,
   ) -> jax.Array | None:
-    """Returns the mask of some queries and positions, as `mask` does."""
+    """Returns the mask of some queries and positions, as `matrix` does."""
     masks = []
     if self.causal:
       mask_LS = in_order(i_L, j_S, self.window)
@@ -95,6 +95,6 @@ def in_order(i_L: jax.Array, j_S: jax.Array, window: int | None) -> jax.Array:
   return (j <= i) & (j > i - window) if window else j <= i
 
 
-def within_documents(segments_BL: jax.Array, *, causal: bool) -> Sees:
+def within_documents(segments_BL: jax.Array, *, causal: bool) -> Mask:
   """Returns what positions see that stay within their document."""
-  return Sees(causal=causal, segments_BL=segments_BL, segments_BS=segments_BL)
+  return Mask(causal=causal, segments_BL=segments_BL, segments_BS=segments_BL)

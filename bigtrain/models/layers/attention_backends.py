@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from absl import logging
 
 from bigtrain import settings, sharding
-from bigtrain.models.layers import visibility
+from bigtrain.models.layers import masks
 
 # "xla" multiplies all queries with all keys. "blockwise" does it block by
 # block, in plain JAX. "ring" does the same, and devices that share an example
@@ -97,8 +97,8 @@ class Kernel(NamedTuple):
       the best; "" if a later one in the order is better.
   """
 
-  refuses: Callable[[Case], str]
-  pays: Callable[[Case], str]
+  unsupported_because: Callable[[Case], str]
+  best_because: Callable[[Case], str]
 
 
 def choose(wanted: str, case: Case, kernels: Mapping[str, Kernel]) -> str:
@@ -111,7 +111,9 @@ def choose(wanted: str, case: Case, kernels: Mapping[str, Kernel]) -> str:
   Raises:
     ConfigError: the implementation that `wanted` names cannot serve the case.
   """
-  refusals = {name: kernel.refuses(case) for name, kernel in kernels.items()}
+  refusals = {
+    name: kernel.unsupported_because(case) for name, kernel in kernels.items()
+  }
   if wanted != "auto":
     if refusals[wanted]:
       able = [name for name in kernels if not refusals[name]]
@@ -123,7 +125,7 @@ def choose(wanted: str, case: Case, kernels: Mapping[str, Kernel]) -> str:
   against = []
   for name, kernel in kernels.items():
     reason = refusals[name]
-    if not reason and (reason := kernel.pays(case)):
+    if not reason and (reason := kernel.best_because(case)):
       break
     against.append(f"{name}: {reason or 'does not pay'}")
   reason = "; ".join([reason, *against])
@@ -134,7 +136,7 @@ def choose(wanted: str, case: Case, kernels: Mapping[str, Kernel]) -> str:
 
 def case_of(
   batch_size: int,
-  sees: visibility.Sees,
+  mask: masks.Mask,
   *,
   queries: int,
   bias: bool,
@@ -152,11 +154,11 @@ def case_of(
     splits=sharding.splits(batch_size),
     queries=queries,
     sequence=sharding.length_ways(batch_size, queries),
-    causal=sees.causal,
-    window=sees.window if sees.causal else None,
-    prefix=sees.prefix_B is not None,
-    documents=sees.segments_BL is not None,
-    padding=sees.real_BS is not None,
+    causal=mask.causal,
+    window=mask.window if mask.causal else None,
+    prefix=mask.prefix_B is not None,
+    documents=mask.segments_BL is not None,
+    padding=mask.real_BS is not None,
     bias=bias,
     **sizes,
   )

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from bigtrain import settings, sharding
-from bigtrain.models.layers import attention, attention_choice, visibility
+from bigtrain.models.layers import attention, attention_backends, masks
 
-Case = attention_choice.Case
+Case = attention_backends.Case
 
 _TPU, _H100 = ("tpu", "TPU v5"), ("gpu", "NVIDIA H100 80GB HBM3")
 
@@ -23,7 +23,7 @@ def case(device, length, **changes):
 
 
 def choose(case, wanted="auto"):
-  return attention_choice.choose(wanted, case, attention._KERNELS)
+  return attention_backends.choose(wanted, case, attention._KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,11 @@ def test_the_platform_is_that_of_the_mesh():
     ),
   )
   q = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.bfloat16)
-  attend = functools.partial(
-    attention.attend, sees=visibility.Sees(causal=True)
-  )
+  attend = functools.partial(attention.attend, mask=masks.Mask(causal=True))
   settings.forget_choices()
   with jax.sharding.use_abstract_mesh(mesh):
     traced = jax.jit(attend).trace(q, q, q)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
-  (choice,) = settings.choices()[attention_choice.KEY].values()
+  (choice,) = settings.choices()[attention_backends.KEY].values()
   assert choice["choice"] == "splash"
   assert "tpu_custom_call" in text and "512x512x" not in text
