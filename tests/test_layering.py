@@ -42,7 +42,7 @@ RULES = {
   | {"cluster", "files", "lengths", "models.published", "optim", "parts"}
   | {"step"},
   "runtime": {"cluster", "files", "parts", "reports", "settings", "step"},
-  "inference": _ARRAYS | {"checkpoints", "files", "parts", "pp"},
+  "inference": _ARRAYS | {"checkpoints", "files", "inputs", "parts", "pp"},
   "inputs": _ARRAYS | {"cluster", "data.formats", "lengths", "parts", "pp"},
   "data": _BASE | {"data.formats", "files", "pp"},
   "data.formats": _BASE | {"files", "pp"},

@@ -16,7 +16,7 @@ import tiny
 from bigtrain import command, main, settings
 from bigtrain.checkpoints import checkpointer
 from bigtrain.checkpoints.host_state import HostState
-from bigtrain.evaluation import class_names
+from bigtrain.inputs import labels
 from bigtrain.models import decoder
 from bigtrain.pp import parse, registry
 from bigtrain.runtime import jax_flags
@@ -120,7 +120,7 @@ def test_configs_name_files_as_typed(run, tiny_config, tmp_path, typed):
 def test_other_files_of_a_config(place, typed):
   names = place(typed)
   names.write_text("cat\ndog\n")
-  assert class_names.read(typed, "config.evals.names") == ["cat", "dog"]
+  assert labels.read(typed, "config.evals.names") == ["cat", "dog"]
   op = registry.compose(parse.parse(f"lookup({typed!r}, key='name')"))
   assert op.fn({"name": "dog"}, None)["name"] == 1
   assert (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain import hashing
-from bigtrain.data.formats import files, slices
+from bigtrain.data.formats import files, splits
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -84,7 +84,7 @@ class Source:
       _check_keys(keys, features, self._name)
       features = {key: features[key] for key in keys}
     length = _length(features, self._name)
-    self._start, stop = slices.bounds(slice, length, "arrays: slice")
+    self._start, stop = splits.bounds(slice, length, "arrays: slice")
     self._arrays = {
       key: array[self._start : stop] for key, array in features.items()
     }
@@ -229,7 +229,6 @@ def _member(
 
 def _digits(split: str, seed: int) -> tuple[dict[str, np.ndarray], str]:
   """Returns the arrays of a split of the digits, and the slice to apply."""
-  name, part = slices.split_name(split, "arrays: split")
   spec = importlib.util.find_spec("sklearn")
   if spec is None or not spec.submodule_search_locations:
     raise ConfigError(
@@ -244,16 +243,12 @@ def _digits(split: str, seed: int) -> tuple[dict[str, np.ndarray], str]:
   table = np.loadtxt(path, delimiter=",", dtype=np.uint8)
   shuffled = hashing.permute(np.arange(len(table)), len(table), seed)
   num_train = round(_DIGITS_TRAIN_FRACTION * len(table))
-  splits = {
+  rows = {
     "train": shuffled[:num_train],
     "test": shuffled[num_train:],
     "all": np.arange(len(table)),
   }
-  if name not in splits:
-    raise ConfigError(
-      f"arrays: split={split!r}: unknown split {name!r}."
-      f"{did_you_mean(name, splits)}"
-    )
-  table = table[splits[name]]
+  chosen, part = splits.choose(split, rows, "arrays: split")
+  table = table[chosen]
   images = table[:, :64].reshape(-1, 8, 8, 1)
   return {"image": images, "label": table[:, 64].astype(np.int64)}, part

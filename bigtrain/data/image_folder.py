@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 
 from bigtrain import hashing
-from bigtrain.data.formats import files, slices
+from bigtrain.data.formats import files, splits
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
@@ -65,7 +65,7 @@ class Source:
     )
     counts = [len(images) for images in by_class]
     self._labels = np.repeat(np.arange(len(counts)), counts)
-    start, stop = slices.bounds(slice, sum(counts), "image_folder: slice")
+    start, stop = splits.bounds(slice, sum(counts), "image_folder: slice")
     self._rows = np.arange(start, stop)
     if slice:
       self._rows = np.sort(hashing.permute(self._rows, sum(counts), seed=0))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bigtrain.data.formats import files, slices
+from bigtrain.data.formats import files, splits
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 # Number of lines that determine types and shapes; all others must match.
@@ -62,7 +62,7 @@ class Source:
     self._shards = files.Shards([len(o) - 1 for o in self._offsets])
     if not len(self._shards):
       raise DataError(f"jsonl: {path}: contains no lines.")
-    self._start, stop = slices.bounds(slice, len(self._shards), "jsonl: slice")
+    self._start, stop = splits.bounds(slice, len(self._shards), "jsonl: slice")
     self._length = stop - self._start
     self._image_key = image_key
     self._image_is = image_is

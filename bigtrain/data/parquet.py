@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from bigtrain.data.formats import arrow_columns, files, slices
+from bigtrain.data.formats import arrow_columns, files, splits
 from bigtrain.settings import ConfigError, DataError, check_number
 
 
@@ -75,7 +75,7 @@ class Source:
     self._shards = files.Shards([len(groups) for groups in self._groups])
     if not len(self._shards):
       raise DataError(f"parquet: {path}: contains no rows.")
-    self._start, stop = slices.bounds(
+    self._start, stop = splits.bounds(
       slice, len(self._shards), "parquet: slice"
     )
     self._length = stop - self._start

@@ -18,13 +18,13 @@ are read by index from memory-mapped files. Features:
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from bigtrain.data.formats import files, slices, windows
+from bigtrain.data.formats import files, splits, windows
 from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.settings import ConfigError, DataError
 
 _SHIFT = 3
 _BEGIN = 1
@@ -172,7 +172,6 @@ def _named(name: str, split: str) -> tuple[np.ndarray, str]:
   """Returns the bytes of a named text and the slice of its windows."""
   if name != "pydoc":
     raise ConfigError(f"text: name={name!r}: unknown text. There are: pydoc.")
-  split, part = slices.split_name(split, "text: split")
   try:
     from pydoc_data.topics import topics
   except ModuleNotFoundError as e:
@@ -181,14 +180,10 @@ def _named(name: str, split: str) -> tuple[np.ndarray, str]:
     ) from e
   names = sorted(topics)
   num_train = len(names) - len(names) // _TEST_FRACTION
-  splits: dict[str, Any] = {
-    "train": names[:num_train],
-    "test": names[num_train:],
-    "all": names,
-  }
-  if split not in splits:
-    raise ConfigError(
-      f"text: split={split!r}: unknown split.{did_you_mean(split, splits)}"
-    )
-  text = "\n\n".join(topics[topic] for topic in splits[split])
+  chosen, part = splits.choose(
+    split,
+    {"train": names[:num_train], "test": names[num_train:], "all": names},
+    "text: split",
+  )
+  text = "\n\n".join(topics[topic] for topic in chosen)
   return np.frombuffer(text.encode("utf-8"), np.uint8), part

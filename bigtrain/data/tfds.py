@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain.data.formats import files, slices, tfrecord
+from bigtrain.data.formats import files, tfrecord
 from bigtrain.pp import host_tensorflow
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
@@ -226,7 +226,7 @@ def _versions(folder: str) -> str:
 
 def _file_instructions(splits: Any, split: str) -> list[Any]:
   names = [
-    slices.split_name(part, "tfds: split")[0] for part in split.split("+")
+    splits.split_name(part, "tfds: split")[0] for part in split.split("+")
   ]
   for name in names:
     if name not in splits and name != "all":

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import lengths, parts, settings, sharding
 from bigtrain.files import paths
-from bigtrain.inputs import class_maps, eval_input
+from bigtrain.inputs import eval_input, labels
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 
@@ -397,14 +398,22 @@ def check_class_names(
   names = context.class_names
   training = names.get(label_key, names.get("labels"))
   if training and "data" in options and not options.get("trust_class_numbers"):
-    own = class_maps.of_source(
-      options["data"],
-      options.get("pp", ""),
-      context.pp_modules,
-      [label_key],
-      context.path,
-    )
-    class_maps.check(own.get(label_key, training), training, context.path)
+    pp, modules, path = options.get("pp", ""), context.pp_modules, context.path
+    own = labels.of_source(options["data"], pp, modules, label_key, path)
+    labels.check_same(own or training, training, path)
+
+
+def class_tokens(
+  texts: Sequence[str], pp_text: str, context: Context
+) -> np.ndarray:
+  """Returns the tokens of texts with class names; see labels.tokens."""
+  return labels.tokens(
+    texts,
+    pp_text,
+    context.pp_modules,
+    context.vocab_sizes,
+    key=f"{context.path}.pp_text",
+  )
 
 
 def check_numbers(path: str, values: Any, **limits: Any) -> None:

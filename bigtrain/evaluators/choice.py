@@ -12,7 +12,7 @@ import numpy as np
 
 from bigtrain import parts
 from bigtrain.evaluation import evaluations
-from bigtrain.inputs import sources, vocabulary
+from bigtrain.inputs import checks, sources
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError
 
@@ -22,7 +22,7 @@ def check(
 ) -> None:
   """Raises ConfigError for a tokenizer that is unknown or not the model's."""
   tokenizer = evaluations.tokenizer(options.get("tokenizer", "bytes"), context)
-  vocabulary.check(
+  checks.check_sizes(
     {"tokens": tokenizer.vocab_size}, context.vocab_sizes, f"{path}.tokenizer"
   )
 

@@ -9,23 +9,17 @@ from typing import Any
 import jax
 
 from bigtrain import metrics, parts
-from bigtrain.evaluation import class_names as names_lib
 from bigtrain.evaluation import evaluations
-from bigtrain.pp.class_names import fill, read
+from bigtrain.inputs import labels
 
 
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
   """Raises ConfigError for wrong names, prompts, ops or `top_k`."""
-  names_lib.check(
-    options["class_names"],
-    (options.get("prompt", "{}"),),
-    options["pp_text"],
-    context,
-    path=path,
-    prompt_key="prompt",
-  )
+  first = labels.read(options["class_names"], f"{path}.class_names")[:1]
+  texts = labels.fill(options.get("prompt", "{}"), first, f"{path}.prompt")
+  evaluations.class_tokens(texts, options["pp_text"], context)
   top_k = options.get("top_k", (1, 5))
   evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
 
@@ -61,9 +55,9 @@ class Evaluator:
     top_k: Sequence[int] = (1, 5),
   ):
     path = context.path
-    names = read(class_names, f"{path}.class_names")
-    texts = fill(prompt, names, f"{path}.prompt")
-    tokens_CL = names_lib.tokens(texts, pp_text, context, key=f"{path}.pp_text")
+    names = labels.read(class_names, f"{path}.class_names")
+    texts = labels.fill(prompt, names, f"{path}.prompt")
+    tokens_CL = evaluations.class_tokens(texts, pp_text, context)
 
     top_k = tuple(k for k in top_k if k <= len(names))
 

@@ -15,23 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import metrics, parts, sharding
-from bigtrain.evaluation import class_names as names_lib
 from bigtrain.evaluation import evaluations
-from bigtrain.pp.class_names import fill, read
+from bigtrain.inputs import labels
 
 
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
   """Raises ConfigError for wrong names, prompts, ops or `top_k`."""
-  names_lib.check(
-    options["class_names"],
-    read(options.get("prompts", ("{}",)), f"{path}.prompts"),
-    options["pp_text"],
-    context,
-    path=path,
-    prompt_key="prompts",
-  )
+  first = labels.read(options["class_names"], f"{path}.class_names")[:1]
+  prompts = labels.read(options.get("prompts", ("{}",)), f"{path}.prompts")
+  for prompt in prompts:
+    texts = labels.fill(prompt, first, f"{path}.prompts")
+  evaluations.class_tokens(texts, options["pp_text"], context)
   top_k = options.get("top_k", (1, 5))
   evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
 
@@ -70,14 +66,14 @@ class Evaluator:
     top_k: Sequence[int] = (1, 5),
   ):
     path = context.path
-    names = read(class_names, f"{path}.class_names")
+    names = labels.read(class_names, f"{path}.class_names")
     self._num_classes = C = len(names)
     texts = [
       text
-      for prompt in read(prompts, f"{path}.prompts")
-      for text in fill(prompt, names, f"{path}.prompts")
+      for prompt in labels.read(prompts, f"{path}.prompts")
+      for text in labels.fill(prompt, names, f"{path}.prompts")
     ]
-    tokens_TL = names_lib.tokens(texts, pp_text, context, key=f"{path}.pp_text")
+    tokens_TL = evaluations.class_tokens(texts, pp_text, context)
 
     def text_embeddings(variables: Any, batch: Any) -> dict[str, Any]:
       return {

@@ -86,7 +86,7 @@ def find(
       continue
     needs = dependencies.needed(ops, {feature})
     # Of a single text, any random number chooses the same.
-    random = dependencies.draws(needs) if feature == "image" else []
+    random = [op.name for op in needs.ops if op.draws and feature == "image"]
     if random:
       reasons.append(f"{key} draws random numbers ({', '.join(random)})")
     elif len(needs.reads) != 1:

@@ -25,7 +25,7 @@ import numpy as np
 from bigtrain import parts, settings
 from bigtrain.inference import ops, preprocessing, results, runner
 from bigtrain.inference import saved as saved_lib
-from bigtrain.pp import class_names as names_lib
+from bigtrain.inputs import labels
 from bigtrain.pp import dependencies
 from bigtrain.settings import ConfigError
 
@@ -84,7 +84,7 @@ class Predictor:
   def class_names(self) -> list[str] | None:
     """Names of the classes by number; None if the run does not know them."""
     if self._given.class_names is not None:
-      return names_lib.read(self._given.class_names, "class_names")
+      return labels.read(self._given.class_names, "class_names")
     return self._saved.data.get("class_names", {}).get("labels")
 
   @functools.cached_property
@@ -287,8 +287,8 @@ class Predictor:
     self._require("zero_shot")
     if class_names is None:
       class_names = ops.evaluated_names(self.config)
-    names = names_lib.read(class_names, "class_names")
-    filled = [names_lib.fill(prompt, names, "prompts") for prompt in prompts]
+    names = labels.read(class_names, "class_names")
+    filled = [labels.fill(prompt, names, "prompts") for prompt in prompts]
     if "score" in self._fns:
       fixed = {"class_tokens": self._tokens(filled[0])}
       scores = lambda image: results.probabilities(

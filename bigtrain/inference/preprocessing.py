@@ -12,7 +12,7 @@ import numpy as np
 
 from bigtrain.files import paths
 from bigtrain.inference.ops import Chain
-from bigtrain.pp import dependencies, host_tensorflow
+from bigtrain.pp import dependencies, host_tensorflow, registry
 from bigtrain.settings import ConfigError, DataError
 
 
@@ -29,7 +29,7 @@ class Pictures:
     self.chain = chain
     known = data.get("features", {}).get(chain.feature)
     self.shape = None if known is None else tuple(known[1])
-    self._op = dependencies.compose(chain.needs)
+    self._op = registry.compose(chain.needs.ops)
     decodes = [
       op
       for op in chain.needs.ops
@@ -191,7 +191,7 @@ class Texts:
   def __init__(self, chain: Chain):
     """Prepares the ops of a chain."""
     self.chain = chain
-    self._op = dependencies.compose(chain.needs)
+    self._op = registry.compose(chain.needs.ops)
     first = [op for op in chain.needs.ops if chain.raw in op.reads][:1]
     # An image's captions are a list in the data, from which `choice` draws.
     self._as_list = [dependencies.base_name(op) for op in first] == ["choice"]

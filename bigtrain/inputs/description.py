@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain import hashing
+from bigtrain.inputs import labels
 from bigtrain.inputs.engine import Part
 from bigtrain.pp import dependencies
 from bigtrain.settings import DataError
@@ -19,8 +20,7 @@ _NUM_MEASURED = 64
 
 
 def describe(
-  parts: Sequence[Part],
-  spec: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+  parts: Sequence[Part], spec: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> dict[str, Any]:
   """Returns names, shapes and the tokenizer of an input, as JSON.
 
@@ -46,7 +46,7 @@ def describe(
   for part in parts:
     source_names = getattr(part.source, "class_names", {})
     for feature in spec:
-      names = dependencies.class_names(part.ops, source_names, feature)
+      names = labels.of_feature(part.ops, source_names, feature)
       if names:
         class_names.setdefault(feature, names)
     tokenizer = dependencies.tokenizer(part.ops)

@@ -26,7 +26,7 @@ import numpy as np
 from absl import logging
 
 from bigtrain import hashing
-from bigtrain.inputs import order, vocabulary
+from bigtrain.inputs import checks, order
 from bigtrain.parts import ClassCount
 from bigtrain.pp.host_tensorflow import one_line
 from bigtrain.pp.registry import Op
@@ -139,7 +139,7 @@ class Engine:
     Raises:
       ConfigError: it is known already that the input has such ids.
     """
-    vocabulary.check_parts(self.parts, self.spec, sizes, negative, path)
+    checks.check_parts(self.parts, self.spec, sizes, negative, path)
     for name, size in sizes.items():
       if name not in self.spec:
         continue
@@ -248,9 +248,9 @@ class Engine:
         )
     for name, (size, negative) in getattr(self, "id_limits", {}).items():
       ids = np.asarray(features[name])[None]
-      if vocabulary.find_invalid(ids, size, negative) is not None:
-        where = part.source.where(index)
-        raise vocabulary.invalid(part.key, where, name, ids, size, negative)
+      if checks.find_invalid(ids, size, negative) is not None:
+        where = f"{part.key}: {part.source.where(index)}"
+        raise checks.invalid(where, name, ids, size, negative)
     return features
 
   def _diagnose(
@@ -331,7 +331,7 @@ class Engine:
       if array.dtype != dtype:
         array = _narrowed(array, dtype, name, step)
       limit = self.id_limits.get(name)
-      if limit and vocabulary.find_invalid(array, *limit) is not None:
+      if limit and checks.find_invalid(array, *limit) is not None:
         raise DataError(
           f"step {step}: feature {name!r} has ids that the model cannot take."
         )

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from bigtrain import settings, sharding
 from bigtrain.cluster import process
 from bigtrain.data.formats import files
-from bigtrain.inputs import order, pipeline, sources, vocabulary
+from bigtrain.inputs import checks, order, pipeline, sources
 from bigtrain.inputs.cache import available_bytes, readable
 from bigtrain.inputs.engine import Batch, Engine, Part, Skipped
 from bigtrain.inputs.placement import Placement
@@ -31,7 +31,7 @@ class EvalInput:
     num_batches: number of batches, the same on every process.
     batch_size: global.
     spec: {name: ShapeDtypeStruct of the global array}, "_mask" included.
-    vocab_sizes: {name: largest id + 1}, see `vocabulary.sizes`.
+    vocab_sizes: {name: largest id + 1}, see `checks.sizes`.
   """
 
   def __init__(
@@ -52,7 +52,7 @@ class EvalInput:
     mask = jax.ShapeDtypeStruct((self.batch_size,), np.dtype(np.float32))
     self.spec = {**placement.spec(engine.spec), "_mask": mask}
     (part,) = engine.parts
-    self.vocab_sizes = vocabulary.sizes(part.op, part.source)
+    self.vocab_sizes = checks.sizes(part.op, part.source)
     self._path = path
     self._kept_batches: list[Batch] | None = None
     self._keep_batches = keep_batches and self._fits(path)
@@ -197,4 +197,4 @@ def check(
   module, _ = sources.find_source(data, f"{path}.data")
   op = registry.compose(sources.parse_ops(pp, pp_modules, f"{path}.pp"))
   # The class, because some sources know their ids before they are opened.
-  vocabulary.check(vocabulary.sizes(op, module.Source), vocab_sizes or {}, path)
+  checks.check_sizes(checks.sizes(op, module.Source), vocab_sizes or {}, path)

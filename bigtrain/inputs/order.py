@@ -135,9 +135,7 @@ class _Segment(NamedTuple):
   before: np.ndarray
 
 
-def _segments(
-  stages: Sequence[tuple[int, Sequence[float]]],
-) -> list[_Segment]:
+def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
   """Returns the segments of a schedule.
 
   A stage has whole blocks, and a smaller one for its remaining rows.

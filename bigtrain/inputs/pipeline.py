@@ -23,7 +23,7 @@ from bigtrain import hashing, settings, sharding
 from bigtrain import lengths as lengths_lib
 from bigtrain.cluster import process
 from bigtrain.data.formats import files
-from bigtrain.inputs import description, order, sources, vocabulary, weights
+from bigtrain.inputs import checks, description, order, sources, weights
 from bigtrain.inputs.cache import CachedSource
 from bigtrain.inputs.engine import (
   Engine,
@@ -50,7 +50,7 @@ class TrainInput:
     batch_size: global.
     spec: {name: ShapeDtypeStruct of the global array}.
     fingerprint: hash of the data, independent of preprocessing.
-    vocab_sizes: {name: largest id + 1}, see `vocabulary.sizes`.
+    vocab_sizes: {name: largest id + 1}, see `checks.sizes`.
     fingerprints: {file: hash of its content} of the files that ops have read,
       such as tokenizers.
     saved: fields of a checkpoint's HostState: `fingerprints`, and `data`, see
@@ -86,7 +86,7 @@ class TrainInput:
     self.fingerprints: dict[str, str] = {}
     for part in engine.parts:
       self.fingerprints |= part.op.fingerprints
-      for name, size in vocabulary.sizes(part.op, part.source).items():
+      for name, size in checks.sizes(part.op, part.source).items():
         self.vocab_sizes[name] = max(size, self.vocab_sizes.get(name, 0))
     self.saved = {
       "fingerprints": self.fingerprints,
@@ -317,9 +317,7 @@ def make_engine(
   )
 
 
-def tokens_per_example(
-  spec: Mapping[str, jax.ShapeDtypeStruct],
-) -> int | None:
+def tokens_per_example(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int | None:
   """Returns the number of tokens per example, padding included.
 
   This is the length L of the feature `tokens` [B, L], or else the sum of the

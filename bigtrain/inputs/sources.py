@@ -1,11 +1,21 @@
 """Reads the sources, ops and weights of an input from the config."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bigtrain import parts, settings
 from bigtrain.pp import parse, registry
 from bigtrain.settings import ConfigError, DataError, did_you_mean
+
+
+@contextlib.contextmanager
+def at(key: str) -> Iterator[None]:
+  """Puts a location in the config before the message of a ConfigError."""
+  try:
+    yield
+  except ConfigError as e:
+    raise type(e)(f"{key}: {e}") from e
 
 
 def make_source(options: Mapping[str, Any], key: str) -> Any:
@@ -16,10 +26,8 @@ def make_source(options: Mapping[str, Any], key: str) -> Any:
     DataError: the source is empty.
   """
   module, arguments = find_source(options, key)
-  try:
+  with at(key):
     source = module.Source(**arguments)
-  except ConfigError as e:
-    raise type(e)(f"{key}: {e}") from e
   if not len(source):
     raise DataError(f"{key}: the source {options['type']!r} has no examples.")
   return source
@@ -28,11 +36,7 @@ def make_source(options: Mapping[str, Any], key: str) -> Any:
 def find_source(
   options: Mapping[str, Any], key: str
 ) -> tuple[Any, dict[str, Any]]:
-  """Returns the module of `dict(type=..., **arguments)`, and the arguments.
-
-  Raises:
-    ConfigError: as `make_source`.
-  """
+  """Returns the module of `dict(type=..., **arguments)`, and the arguments."""
   if not isinstance(options, Mapping):
     raise ConfigError(f"{key}: expected dict(type=..., ...), got {options!r}.")
   if "type" not in options:
@@ -47,11 +51,7 @@ def find_source(
 
 
 def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
-  """Returns {location in the config: dict(data, pp, weight)} per source.
-
-  Raises:
-    ConfigError: an unknown or missing key.
-  """
+  """Returns {location in the config: dict(data, pp, weight)} per source."""
   path = cfg.path
   pp = cfg.get("pp", "")
   if ("data" in cfg) == ("mixture" in cfg):
@@ -83,32 +83,6 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
 def parse_ops(
   spec: str, modules: Sequence[str], key: str
 ) -> tuple[registry.Op, ...]:
-  """Parses a preprocessing string; an empty one gives no ops.
-
-  Args:
-    spec: ops joined by "|".
-
-  Raises:
-    ConfigError: the string cannot be parsed.
-  """
-  if spec == "":
-    return ()
-  try:
-    return tuple(parse.parse(spec, modules))
-  except ConfigError as e:
-    raise type(e)(f"{key}: {e}") from e
-
-
-def class_names(options: Mapping[str, Any], key: str) -> dict[str, list[str]]:
-  """Returns {feature: names of its classes} of a source, without its examples.
-
-  Raises:
-    ConfigError: as `make_source`.
-  """
-  module, arguments = find_source(options, key)
-  if not hasattr(module.Source, "read_class_names"):
-    return {}
-  try:
-    return module.Source.read_class_names(**arguments)
-  except ConfigError as e:
-    raise type(e)(f"{key}: {e}") from e
+  """Parses a preprocessing string; an empty one gives no ops."""
+  with at(key):
+    return tuple(parse.parse(spec, modules)) if spec != "" else ()

@@ -1,7 +1,7 @@
 """Basic ops, which run on numpy arrays, batches of them, and tensors.
 
 None of them imports tensorflow for numpy arrays, so digits and token files
-train without it. `registry` defines an op; the functions of `arrays` let an op
+train without it. `registry` defines an op; the functions of `xp` let an op
 be written once for arrays and tensors.
 
 Legend: B batch, H height, W width, C channels; `...` stands for B or nothing.
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bigtrain.pp import arrays, registry
+from bigtrain.pp import registry, xp
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, check_number, did_you_mean
 
@@ -84,11 +84,11 @@ def value_range(
   origin = np.float32(in_min)
 
   def fn(x, u):
-    arrays.require_kind(x, "biuf", "value_range", "numbers (after 'decode')")
-    x = arrays.cast(x, "float32")
+    xp.require_kind(x, "biuf", "value_range", "numbers (after 'decode')")
+    x = xp.cast(x, "float32")
     x = (x - origin if in_min else x) / unit
     x = x + low if vmin else x
-    return arrays.clip(x, low, high) if clip else x
+    return xp.clip(x, low, high) if clip else x
 
   return dual(fn, key, key_result)
 
@@ -119,13 +119,13 @@ def vgg_value_range(
   mean_C, std_C = np.array(mean, np.float32), np.array(std, np.float32)
 
   def fn(x, u):
-    arrays.require_image(x, u, "vgg_value_range")
+    xp.require_image(x, u, "vgg_value_range")
     if x.shape[-1] not in (len(mean_C), None):
       raise ConfigError(
         f"preprocessing op 'vgg_value_range' has {len(mean_C)} means, but "
         f"{key!r} has {x.shape[-1]} channels."
       )
-    return (arrays.cast(x, "float32") - mean_C) / std_C
+    return (xp.cast(x, "float32") - mean_C) / std_C
 
   return dual(fn, key, key_result)
 
@@ -140,8 +140,8 @@ def flip_lr(key: str = "image", key_result: str | None = None) -> Op:
   """
 
   def fn(image, u):
-    arrays.require_image(image, u, "flip_lr")
-    return arrays.flip_width(image, u[..., 0] < 0.5)
+    xp.require_image(image, u, "flip_lr")
+    return xp.flip_width(image, u[..., 0] < 0.5)
 
   return dual(fn, key, key_result, draws=1)
 
@@ -159,7 +159,7 @@ def central_window(
     size: (height, width) of the window; None for the largest square.
   """
   if size is None:
-    side = arrays.minimum(height, width)
+    side = xp.minimum(height, width)
     size = (side, side)
   else:
     height = _with_room(height, width, size, "central_crop")
@@ -181,8 +181,8 @@ def central_crop(
   window = None if size is None else pair(size)
 
   def fn(image, u):
-    arrays.require_image(image, u, "central_crop")
-    return arrays.cut(image, *central_window(*arrays.image_size(image), window))
+    xp.require_image(image, u, "central_crop")
+    return xp.cut(image, *central_window(*xp.image_size(image), window))
 
   return dual(fn, key, key_result)
 
@@ -232,13 +232,13 @@ def random_crop(
   check_number("argument 'pad'", pad, least=0, whole=True)
 
   def fn(image, u):
-    arrays.require_image(image, u, "random_crop")
-    height, width = arrays.image_size(image)
+    xp.require_image(image, u, "random_crop")
+    height, width = xp.image_size(image)
     top, left, h, w = random_window(
       height + 2 * pad, width + 2 * pad, window, u
     )
     if not pad:
-      return arrays.cut(image, top, left, h, w)
+      return xp.cut(image, top, left, h, w)
     # Gathers with indices beyond the edges instead of building the padded
     # image, most of which the crop would drop.
     steps_h, steps_w = (
@@ -248,7 +248,7 @@ def random_crop(
     rows = top[..., None] + (steps_h - np.int32(pad))
     columns = left[..., None] + (steps_w - np.int32(pad))
     if pad_mode == "reflect":
-      height = arrays.checked(
+      height = xp.checked(
         height,
         (height > pad) & (width > pad),
         f"preprocessing op random_crop cannot reflect {pad} pixels of an "
@@ -257,16 +257,16 @@ def random_crop(
         width,
       )
       rows, columns = _reflect(rows, height - 1), _reflect(columns, width - 1)
-      return arrays.gather(image, rows, columns)
-    inner_rows = arrays.clip(rows, 0, height - 1)
-    inner_columns = arrays.clip(columns, 0, width - 1)
-    crop = arrays.gather(image, inner_rows, inner_columns)
+      return xp.gather(image, rows, columns)
+    inner_rows = xp.clip(rows, 0, height - 1)
+    inner_columns = xp.clip(columns, 0, width - 1)
+    crop = xp.gather(image, inner_rows, inner_columns)
     if pad_mode == "edge":
       return crop
     inside = (rows == inner_rows)[..., :, None, None] & (
       columns == inner_columns
     )[..., None, :, None]
-    return arrays.where(inside, crop, arrays.cast(0, crop.dtype.name))
+    return xp.where(inside, crop, xp.cast(0, crop.dtype.name))
 
   return dual(fn, key, key_result, draws=2)
 
@@ -277,7 +277,7 @@ def _integer(u: Any, stop: Any) -> Any:
   The result is never `stop`: the largest float32 below 1, times an integer
   below 2^24, rounds to less than that integer.
   """
-  return arrays.cast(u * arrays.cast(stop, "float32"), "int32")
+  return xp.cast(u * xp.cast(stop, "float32"), "int32")
 
 
 def _reflect(index: Any, last: Any) -> Any:
@@ -287,7 +287,7 @@ def _reflect(index: Any, last: Any) -> Any:
 
 def _with_room(height: Any, width: Any, size: tuple[int, int], op: str) -> Any:
   """Returns `height` after a check that the window fits into the image."""
-  return arrays.checked(
+  return xp.checked(
     height,
     (height >= size[0]) & (width >= size[1]),
     f"preprocessing op {op} cannot cut {size[0]}x{size[1]} pixels out of an "
@@ -316,7 +316,7 @@ def reshape(
   def fn(x, u):
     lead = tuple(u.shape[:-1])
     try:
-      return arrays.reshape(x, lead + tuple(shape))
+      return xp.reshape(x, lead + tuple(shape))
     except ValueError as e:
       raise ConfigError(
         f"preprocessing op 'reshape' cannot turn {key!r} of shape "
@@ -341,8 +341,8 @@ def cast(dtype: str, key: str = "image", key_result: str | None = None) -> Op:
     )
 
   def fn(x, u):
-    arrays.require_kind(x, "biuf", "cast", "numbers")
-    return arrays.cast(x, dtype)
+    xp.require_kind(x, "biuf", "cast", "numbers")
+    return xp.cast(x, dtype)
 
   return dual(fn, key, key_result)._replace(origins={key_result or key: key})
 

@@ -13,7 +13,7 @@ in the published recipes.
 from collections.abc import Callable
 from typing import Any, Literal
 
-from bigtrain.pp import arrays, registry
+from bigtrain.pp import registry, xp
 from bigtrain.pp.ops_basic import Size, central_window, pair, random_window
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, check_number
@@ -66,8 +66,8 @@ def decode(
 
 
 def _require_encoded(encoded: Any) -> None:
-  arrays.require_kind(encoded, "OSU", "decode", "encoded bytes")
-  if arrays.rank(encoded):
+  xp.require_kind(encoded, "OSU", "decode", "encoded bytes")
+  if xp.rank(encoded):
     raise ConfigError(
       "preprocessing op 'decode' expects the bytes of one image, got shape "
       f"{tuple(encoded.shape)}."
@@ -112,12 +112,12 @@ def _decode_window(
       channels=channels,
       dct_method=_ACCURATE if precise else "",
     )
-    return arrays.cut(image, 0, left - start, h, w)
+    return xp.cut(image, 0, left - start, h, w)
 
   def whole():
     image = _decode(encoded, channels, precise)
-    height, width = arrays.image_size(image)
-    return arrays.cut(image, *window(height, width, u))
+    height, width = xp.image_size(image)
+    return xp.cut(image, *window(height, width, u))
 
   # Real data sets have other formats under the names of JPEGs.
   return tf.cond(tf.io.is_jpeg(encoded), part, whole)
@@ -146,7 +146,7 @@ def resize(
   target = pair(size)
 
   def fn(image, u):
-    arrays.require_image(image, u, "resize")
+    xp.require_image(image, u, "resize")
     return _resize(image, target, method, antialias)
 
   return registry.on_feature(fn, key, key_result, tensorflow=True)
@@ -189,7 +189,7 @@ def resize_small(
   def fn(image, u):
     import tensorflow as tf
 
-    arrays.require_image(image, u, "resize_small")
+    xp.require_image(image, u, "resize_small")
     sides = tf.shape(image)[:2]
     factor = size / tf.cast(tf.reduce_min(sides), tf.float64)
     target = tf.cast(tf.round(tf.cast(sides, tf.float64) * factor), tf.int32)
@@ -237,10 +237,10 @@ def inception_crop(
   )
 
   def fn(image, u):
-    arrays.require_image(image, u, "inception_crop")
+    xp.require_image(image, u, "inception_crop")
     image = _tensor(image)
-    height, width = arrays.image_size(image)
-    return finish(arrays.cut(image, *window(height, width, u)))
+    height, width = xp.image_size(image)
+    return finish(xp.cut(image, *window(height, width, u)))
 
   return registry.on_feature(fn, key, key_result, draws=2, tensorflow=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain.files import paths
-from bigtrain.pp import arrays, registry
+from bigtrain.pp import registry, xp
 from bigtrain.pp.ops_basic import dual
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError, check_number
@@ -47,21 +47,21 @@ def onehot(
   on32, off32 = np.float32(on), np.float32(off)
 
   def fn(labels, u):
-    arrays.require_kind(
+    xp.require_kind(
       labels, "iu", f"onehot({depth})", "integer labels ('lookup' maps names)"
     )
-    labels = arrays.cast(labels, "int64")
-    labels = arrays.checked(
+    labels = xp.cast(labels, "int64")
+    labels = xp.checked(
       labels,
-      arrays.reduce_all(labels < depth),
+      xp.reduce_all(labels < depth),
       f"preprocessing op onehot({depth}) got a label that is not below "
       f"{depth} in {key}",
       labels,
     )
     is_class = labels[..., None] == classes
-    if multi and arrays.rank(labels) == arrays.rank(u):
-      is_class = arrays.reduce_any(is_class, axis=-2)
-    return arrays.where(is_class, on32, off32)
+    if multi and xp.rank(labels) == xp.rank(u):
+      is_class = xp.reduce_any(is_class, axis=-2)
+    return xp.where(is_class, on32, off32)
 
   return dual(fn, key, key_result)
 
@@ -99,7 +99,7 @@ def lookup(
       raise DataError(f"{message}: {name!r}.") from None
 
   def fn(x, u):
-    if not arrays.on_host(x):
+    if not xp.on_host(x):
       return on_tensors(x)
     if isinstance(x, bytes | str | int):
       return np.int64(look_up(x))
@@ -208,7 +208,7 @@ def _on_tensors(table: dict[Any, int], message: str) -> Any:
         tables.append(tf.lookup.StaticHashTable(initializer, _absent(table)))
     ids = tables[0].lookup(tf.cast(x, dtype) if dtype == tf.int64 else x)
     all_known = tf.reduce_all(ids != _absent(table))
-    return arrays.checked(ids, all_known, message, x)
+    return xp.checked(ids, all_known, message, x)
 
   return look_up
 
@@ -235,15 +235,15 @@ def first_rows(
   check_number("argument 'number'", number, least=1, whole=True)
 
   def fn(x, u):
-    arrays.require_kind(x, "biuf", "first_rows", "a list of numbers")
-    if arrays.rank(x) == 0:
+    xp.require_kind(x, "biuf", "first_rows", "a list of numbers")
+    if xp.rank(x) == 0:
       raise ConfigError(
         f"preprocessing op 'first_rows' expects a list in {key!r}, got a "
         "single value."
       )
     x = x[:number]
-    edges = [[0, 0]] * (arrays.rank(x) - 1)
-    if arrays.on_host(x):
+    edges = [[0, 0]] * (xp.rank(x) - 1)
+    if xp.on_host(x):
       return np.pad(x, [[0, number - len(x)], *edges])
     import tensorflow as tf
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain.pp import arrays, registry
+from bigtrain.pp import registry, xp
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError, check_number
 
@@ -245,7 +245,7 @@ def _objective(
     ids = features["targets"]
     packed = "segments" in features
     arguments = [ids, _segments(features), u]
-    if arrays.on_host(ids):
+    if xp.on_host(ids):
       results = all_rows(*arguments)
     else:
       import tensorflow as tf
@@ -272,5 +272,5 @@ def _segments(features: dict[str, Any]) -> Any:
   if "segments" in features:
     return features["segments"]
   if "loss_mask" in features:
-    return arrays.cast(features["loss_mask"], "int32")
-  return arrays.cast(features["targets"] == features["targets"], "int32")
+    return xp.cast(features["loss_mask"], "int32")
+  return xp.cast(features["targets"] == features["targets"], "int32")

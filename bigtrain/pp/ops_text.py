@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bigtrain.pp import arrays, registry
+from bigtrain.pp import registry, xp
 from bigtrain.pp.ops_basic import dual
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError, check_number
@@ -102,18 +102,18 @@ def on_texts(
       return empty, str(e).encode()
 
   def apply(x: Any, u: Any) -> Any:
-    if arrays.on_host(x):
+    if xp.on_host(x):
       try:
         return all_of(x)
       except BadText as e:
         raise DataError(f"{message}: {e}.") from e
     import tensorflow as tf
 
-    arrays.require_kind(x, "O", name, "text")
+    xp.require_kind(x, "O", name, "text")
     kinds = [tf.string if dtype == "bytes" else tf.as_dtype(dtype), tf.string]
     result, problem = tf.numpy_function(call, [x], kinds)
     result = tf.ensure_shape(result, x.shape.concatenate(shape))
-    return arrays.checked(result, tf.equal(problem, b""), message, problem)
+    return xp.checked(result, tf.equal(problem, b""), message, problem)
 
   return dual(apply, key, key_result)
 
@@ -168,10 +168,10 @@ def strfmt(template: str, key_result: str = "text") -> Op:
     values = [features[name] for name in names]
     if not names:
       text = np.full(np.shape(u)[:-1], fill(), object)[()]
-    elif all(map(arrays.on_host, values)):
+    elif all(map(xp.on_host, values)):
       values = [_as_bytes(x, name) for x, name in zip(values, names)]
       rank = max(value.ndim for value in values)
-      if arrays.rank(u) > 1:  # Broadcasts texts [B] against lists [B, n].
+      if xp.rank(u) > 1:  # Broadcasts texts [B] against lists [B, n].
         values = [v.reshape(v.shape + (rank - v.ndim) * (1,)) for v in values]
       text = np.frompyfunc(fill, len(names), 1)(*values)
     else:
@@ -255,18 +255,18 @@ def choice(
   def which(n: Any, u: Any) -> Any:
     """Returns the chosen index below n; both may be tensors."""
     if index is not None:
-      return arrays.checked(index, n > index, message, n)
-    n = arrays.checked(n, n > 0, message, n)
+      return xp.checked(index, n > index, message, n)
+    n = xp.checked(n, n > 0, message, n)
     # The largest float32 below 1, times n, rounds to less than n.
-    return arrays.cast(u[..., 0] * arrays.cast(n, "float32"), "int32")
+    return xp.cast(u[..., 0] * xp.cast(n, "float32"), "int32")
 
   def fn(values: Any, u: Any) -> Any:
-    if not arrays.on_host(values):
+    if not xp.on_host(values):
       import tensorflow as tf
 
       _require_list(values.shape.rank != 0, key)
       return tf.gather(values, which(tf.shape(values)[0], u))
-    if arrays.rank(u) == 1:
+    if xp.rank(u) == 1:
       _require_list(np.ndim(values) > 0, key)
       return values[which(len(values), u)]
     rows = [fn(row, u_row) for row, u_row in zip(values, u)]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from bigtrain.pp import arrays, registry
+from bigtrain.pp import registry, xp
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, check_number
 
@@ -45,7 +45,7 @@ def randaug(
   def fn(image, u):
     import tensorflow as tf
 
-    arrays.require_image(image, u, "randaug")
+    xp.require_image(image, u, "randaug")
     if image.shape[-1] != 3 or image.dtype != "uint8":
       raise ConfigError(
         "preprocessing op 'randaug' expects a uint8 RGB image, got "
@@ -59,11 +59,7 @@ def randaug(
     return tf.ensure_shape(result, image.shape)
 
   return registry.on_feature(
-    fn,
-    key,
-    key_result,
-    draws=num_layers * _DRAWS_PER_LAYER,
-    tensorflow=True,
+    fn, key, key_result, draws=num_layers * _DRAWS_PER_LAYER, tensorflow=True
   )
 
 
@@ -291,7 +287,7 @@ def sharpness(image: Any, factor: float) -> Any:
   """
   import tensorflow as tf
 
-  height, width = arrays.image_size(image)
+  height, width = xp.image_size(image)
   x = tf.cast(image, tf.float32)
   columns = x[:-2] + x[1:-1] + x[2:]
   sums = columns[:, :-2] + columns[:, 1:-1] + columns[:, 2:]

@@ -5,7 +5,7 @@ import pytest
 from support.array_inputs import assert_equal, fetch, make_train, rows_of
 
 from bigtrain.data import synthetic
-from bigtrain.inputs import cache, vocabulary
+from bigtrain.inputs import cache, checks
 from bigtrain.settings import ConfigError
 
 
@@ -45,7 +45,7 @@ def test_ids_beyond_the_vocabulary_are_refused_with_and_without_cache(kind):
   train = make_train("", data=data, cache=kind)
   assert train.vocab_sizes == {"tokens": 300}
   with pytest.raises(ConfigError, match="'tokens' go up to 299, but .* 259"):
-    vocabulary.check(train.vocab_sizes, {"tokens": 259}, "config.input")
+    checks.check_sizes(train.vocab_sizes, {"tokens": 259}, "config.input")
 
 
 def test_unknown_attributes_come_from_the_source():

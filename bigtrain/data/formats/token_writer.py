@@ -39,10 +39,7 @@ class Recipe(NamedTuple):
 
 
 def write_shard(
-  folder: str,
-  name: str,
-  documents: Iterable[str | DataError],
-  recipe: Recipe,
+  folder: str, name: str, documents: Iterable[str | DataError], recipe: Recipe
 ) -> dict[str, Any]:
   """Tokenizes documents into one shard.
 

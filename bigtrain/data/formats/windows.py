@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 
 from bigtrain import hashing
-from bigtrain.data.formats import files, packing, slices
+from bigtrain.data.formats import files, packing, splits
 from bigtrain.settings import ConfigError, check_number, did_you_mean
 
 
@@ -277,8 +277,8 @@ class Rows:
   """
 
   def __init__(self, plan: Plan, part: str, then: str, key: str):
-    start, stop = slices.bounds(part, len(plan), f"{key}: split")
-    more = slices.bounds(then, stop - start, f"{key}: slice")
+    start, stop = splits.bounds(part, len(plan), f"{key}: split")
+    more = splits.bounds(then, stop - start, f"{key}: slice")
     self._start, self._length = start + more[0], more[1] - more[0]
 
   def __len__(self) -> int:

@@ -1,12 +1,14 @@
 """Names of the classes of training and evaluations, compared at the start."""
 
 import jax
+import numpy as np
 import pytest
 from tiny import evaluating
 
 from bigtrain import lengths, parts, settings
 from bigtrain.evaluation import evaluations
-from bigtrain.inputs import class_maps
+from bigtrain.inputs import labels
+from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 
 PP = "decode|resize(6)|copy('label','labels')|keep('image','labels')"
@@ -26,7 +28,7 @@ def check(train, val, kind="classification", **options):
   entry = dict(type=kind, pred="predict", data=val, pp=PP, **options)
   names = {}
   if train:
-    names = class_maps.of_source(train, PP, (), ["labels"], "config.input")
+    names["labels"] = labels.of_source(train, PP, (), "labels", "config.input")
   evaluations.from_config(
     settings.Config({"evals": {"val": entry}}),
     {"predict": lambda variables, batch: batch},
@@ -80,6 +82,29 @@ def test_data_without_names_is_not_compared(tmp_path):
 def test_a_message_lists_a_few_names():
   names = [f"n{i}" for i in range(9)]
   with pytest.raises(ConfigError, match="has 'n2', .* 'n6' and 2 more;"):
-    class_maps.check([*"ab"], names[2:], "config.evals.val")
+    labels.check_same([*"ab"], names[2:], "config.evals.val")
   with pytest.raises(ConfigError, match="has 3 names, config.input 2"):
-    class_maps.check(["a", "b", "b"], ["a", "b"], "config.evals.val")
+    labels.check_same(["a", "b", "b"], ["a", "b"], "config.evals.val")
+
+
+TOKENIZE = "tokenize(max_len=12)"
+
+
+def ids(text):
+  row = np.zeros(12, np.int32)
+  encoded = [*tokenizers.get("bytes").encode(text), 2]
+  row[: len(encoded)] = encoded
+  return row
+
+
+def test_a_prompt_is_filled_with_each_name():
+  texts = labels.fill("see {}!", ["a", "b"], "key")
+  tokens = labels.tokens(texts, TOKENIZE, (), {}, key="key")
+  np.testing.assert_array_equal(tokens, [ids("see a!"), ids("see b!")])
+  assert tokens.dtype == np.int32
+
+
+def test_ids_beyond_the_models_vocabulary_are_refused():
+  small = evaluating.context(vocab_sizes={"labels": 100}, name="val")
+  with pytest.raises(ConfigError, match=r"pp_text.*vocabulary has 100"):
+    evaluations.class_tokens(["a"], TOKENIZE, small)

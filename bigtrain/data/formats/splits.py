@@ -1,4 +1,4 @@
-"""Slices of a data set, in the syntax of tensorflow-datasets.
+"""Splits and slices of a data set, in the syntax of tensorflow-datasets.
 
   "train"  "train[:80%]"  "test[1000:]"  "[-10%:]"
 
@@ -7,19 +7,17 @@ end.
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, did_you_mean
 
 _BOUND = r"\s*(-?\d+(?:\.\d+)?%|-?\d+)?\s*"
 _SLICE = re.compile(rf"([^\[\]]*)(?:\[{_BOUND}:{_BOUND}\])?")
 
 
 def split_name(text: str, key: str) -> tuple[str, str]:
-  """Splits "train[:80%]" into ("train", "[:80%]"); either may be empty.
-
-  Raises:
-    ConfigError: `text` cannot be parsed.
-  """
+  """Splits "train[:80%]" into ("train", "[:80%]"); either may be empty."""
   match = _SLICE.fullmatch(text.strip()) if isinstance(text, str) else None
   if not match:
     raise ConfigError(
@@ -29,16 +27,19 @@ def split_name(text: str, key: str) -> tuple[str, str]:
   return name, text.strip()[len(match.group(1)) :]
 
 
+def choose(text: str, splits: Mapping[str, Any], key: str) -> tuple[Any, str]:
+  """Returns (the split's value, its slice) of "train[:80%]"."""
+  name, part = split_name(text, key)
+  if name not in splits:
+    hint = did_you_mean(name, splits)
+    raise ConfigError(f"{key}={text!r}: unknown split {name!r}.{hint}")
+  return splits[name], part
+
+
 def bounds(text: str, length: int, key: str) -> tuple[int, int]:
   """Returns (start, stop) of a slice "[a:b]" of `length` examples.
 
-  Percentages are rounded to the nearest example.
-
-  Args:
-    text: slice; "" selects all examples.
-
-  Raises:
-    ConfigError: not a slice, a bound out of range, or an empty slice.
+  Percentages are rounded to the nearest example; "" selects all examples.
   """
   name, text = split_name(text, key)
   if name:

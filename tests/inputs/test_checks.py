@@ -7,7 +7,7 @@ from support import processes
 from support.array_inputs import fetch, make_eval, make_train, rows_of
 
 from bigtrain import main, parts
-from bigtrain.inputs import vocabulary
+from bigtrain.inputs import checks
 from bigtrain.pp import parse, registry
 from bigtrain.settings import ConfigError, DataError
 from configs import digits_captions
@@ -24,12 +24,12 @@ def test_sizes_come_from_source_and_ops():
     vocab_sizes = {"tokens": 300, "labels": 7}
 
   op = registry.compose(parse.parse("tokenize(max_len=8)"))
-  sizes = vocabulary.sizes(op, Source)
+  sizes = checks.sizes(op, Source)
   assert sizes == {"tokens": 300, "labels": 259}
-  assert vocabulary.sizes(registry.compose([]), object()) == {}
-  vocabulary.check(sizes, {"labels": 259, "other": 1}, "config.input")
+  assert checks.sizes(registry.compose([]), object()) == {}
+  checks.check_sizes(sizes, {"labels": 259, "other": 1}, "config.input")
   with pytest.raises(ConfigError, match=r"\.input: .*'tokens' go up to 299"):
-    vocabulary.check(sizes, {"tokens": 299}, "config.input")
+    checks.check_sizes(sizes, {"tokens": 299}, "config.input")
 
 
 def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused(tmp_path):
@@ -162,7 +162,7 @@ def test_ids_of_a_source_are_followed_through_ops():
     vocab_sizes = {"label": 7, "tokens": 300}
 
   def sizes(spec):
-    return vocabulary.sizes(registry.compose(parse.parse(spec)), Source)
+    return checks.sizes(registry.compose(parse.parse(spec)), Source)
 
   both = {"label": 7, "tokens": 300}
   assert sizes("copy('label','labels')|keep('labels')") == {"labels": 7, **both}
@@ -178,7 +178,7 @@ def test_ids_of_a_source_are_followed_through_ops():
 @pytest.mark.parametrize("shape", [(6,), (6, 2), (6, 2, 3)])
 def test_the_first_wrong_row(dtype, shape):
   ids = np.arange(np.prod(shape)).reshape(shape).astype(dtype) % 7
-  find = vocabulary.find_invalid
+  find = checks.find_invalid
   assert find(ids, 7) is None and find(ids, 300) is None
   wrong = np.argwhere(ids.reshape(6, -1) >= 6)
   assert find(ids, 6) == (wrong[0, 0] if len(wrong) else None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigtrain.data.formats import slices
+from bigtrain.data.formats import splits
 from bigtrain.settings import ConfigError
 
 
@@ -25,7 +25,7 @@ from bigtrain.settings import ConfigError
   ],
 )
 def test_bounds(text, length, expected):
-  assert slices.bounds(text, length, "key") == expected
+  assert splits.bounds(text, length, "key") == expected
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_bounds(text, length, expected):
 )
 def test_invalid_slices(text, message):
   with pytest.raises(ConfigError, match=r"^key") as error:
-    slices.bounds(text, 10, "key")
+    splits.bounds(text, 10, "key")
   assert message in str(error.value)
 
 
 def test_split_name():
-  assert slices.split_name("train[:80%]", "key") == ("train", "[:80%]")
-  assert slices.split_name("train", "key") == ("train", "")
-  assert slices.split_name("[1:]", "key") == ("", "[1:]")
+  assert splits.split_name("train[:80%]", "key") == ("train", "[:80%]")
+  assert splits.split_name("train", "key") == ("train", "")
+  assert splits.split_name("[1:]", "key") == ("", "[1:]")

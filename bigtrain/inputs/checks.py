@@ -1,21 +1,23 @@
-"""Checks ids of an input: token ids and class numbers that a model can take.
+"""Checks of ids: token ids and class numbers that a model can take.
 
 A device does not refuse an id beyond a table: the result is NaN, or the
 embedding of another token. Ids are therefore checked on the host: at the start
 as far as the ops or the source know them, and in each batch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from bigtrain.parts import ClassCount
-from bigtrain.pp import registry
+from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError
 
+Spec = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
-def sizes(op: registry.Op, source: Any) -> dict[str, int]:
+
+def sizes(op: Op, source: Any) -> dict[str, int]:
   """Returns {feature: largest id + 1}, as far as ops or the source know it."""
   known = {
     name: source.vocab_sizes[feature]
@@ -24,17 +26,14 @@ def sizes(op: registry.Op, source: Any) -> dict[str, int]:
   return {**known, **op.vocab_sizes}
 
 
-def check(
+def check_sizes(
   input_sizes: Mapping[str, int], model_sizes: Mapping[str, int], path: str
 ) -> None:
-  """Checks before anything compiles that the model can take the largest ids.
+  """Raises ConfigError if an input has larger ids than the model can take.
 
   Args:
     input_sizes: {feature: largest id + 1} of an input.
     model_sizes: {feature: number of ids that the model can take}.
-
-  Raises:
-    ConfigError: an id of the input is beyond the model's vocabulary or classes.
   """
   for name, size in input_sizes.items():
     limit = model_sizes.get(name, size)
@@ -55,15 +54,14 @@ def check(
 
 def check_parts(
   parts: Sequence[Any],
-  spec: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+  spec: Spec,
   model_sizes: Mapping[str, int],
-  negative: Iterable[str],
+  negative: Collection[str],
   path: str,
 ) -> None:
   """Checks all that is known about an input's ids before its first batch.
 
   Args:
-    spec: {feature: (dtype, shape)} of an example.
     model_sizes: {feature: number of ids that the model can take}.
     negative: features whose negative values mean "no label".
 
@@ -86,24 +84,21 @@ def check_parts(
     ids = getattr(part.source, "ids", {})
     for name, feature in _unchanged(part.op, ids):
       if name in spec and name in model_sizes and not spec[name][1]:
-        size, may_be_negative = model_sizes[name], name in negative
-        row = find_invalid(ids[feature], size, may_be_negative)
+        limit = model_sizes[name], name in negative
+        row = find_invalid(ids[feature], *limit)
         if row is not None:
-          where = part.source.where(row)
-          raise invalid(
-            part.key, where, name, ids[feature][row], size, may_be_negative
-          )
+          where = f"{part.key}: {part.source.where(row)}"
+          raise invalid(where, name, ids[feature][row], *limit)
     known = sizes(part.op, part.source)
-    check({n: known[n] for n in known if n in spec}, model_sizes, path)
+    check_sizes({n: known[n] for n in known if n in spec}, model_sizes, path)
 
 
 def find_invalid(
   values: np.ndarray, size: int, negative: bool = False
 ) -> int | None:
-  """Returns the first row with an id outside of [0, size), or None.
+  """Returns the first row of integers [B, ...] with an id not in [0, size).
 
   Args:
-    values: integers [B, ...].
     negative: whether negative ids are allowed.
   """
   if not values.size:
@@ -121,34 +116,23 @@ def find_invalid(
 
 
 def invalid(
-  key: str,
-  where: str,
-  name: str,
-  values: Any,
-  size: int,
-  negative: bool = False,
+  where: str, name: str, values: Any, size: int, negative: bool = False
 ) -> DataError:
-  """Returns the error for an example with an id outside of [0, size).
-
-  Args:
-    negative: whether negative ids are allowed.
-  """
+  """Returns the error for an example with an id outside of [0, size)."""
   flat = np.ravel(values)
   value = flat[(flat >= size) | ((flat < 0) & (not negative))][0]
   if isinstance(size, ClassCount):
     return DataError(
-      f"{key}: {where}: the class number {name!r} is {value}, but "
+      f"{where}: the class number {name!r} is {value}, but "
       f"{size.key}={size} allows 0 to {size - 1}."
     )
   return DataError(
-    f"{key}: {where}: {name!r} contains the id {value}, but the model's "
+    f"{where}: {name!r} contains the id {value}, but the model's "
     f"vocabulary has {size} entries, 0 to {size - 1}."
   )
 
 
-def _unchanged(
-  op: registry.Op, features: Mapping[str, Any]
-) -> list[tuple[str, str]]:
+def _unchanged(op: Op, features: Mapping[str, Any]) -> list[tuple[str, str]]:
   """Returns (feature after the ops, the source's feature with its ids)."""
   if op.origins is None:
     return []

@@ -1,0 +1,158 @@
+"""Names of classes: of sources, in prompts, and as tokens.
+
+A source that numbers its classes itself, such as a folder with one folder for
+each class, gives other numbers to other classes. An evaluation on such numbers
+would have a wrong accuracy and no error, so its names are compared with those
+of training before anything compiles.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.data.formats import files
+from bigtrain.inputs import checks, sources
+from bigtrain.pp import parse, registry
+from bigtrain.pp.registry import Op
+from bigtrain.settings import ConfigError, DataError
+
+# Number of names that a message lists.
+_NUM_SHOWN = 5
+
+
+def read(names: Sequence[str] | str, key: str) -> list[str]:
+  """Returns names, from the lines of a file if `names` is its path."""
+  if isinstance(names, str):
+    path = files.local_path(names, key)
+    if not os.path.isfile(path):
+      raise ConfigError(f"{key}: no such file: {path}.")
+    with open(path, encoding="utf-8") as file:
+      names = file.read().removesuffix("\n").split("\n")
+  for number, name in enumerate(names):
+    if not isinstance(name, str) or not name.strip():
+      raise ConfigError(
+        f"{key}: class {number}: expected a name, got {name!r}."
+      )
+  if not names:
+    raise ConfigError(f"{key}: expected at least one name, got none.")
+  return [name.strip() for name in names]
+
+
+def fill(prompt: str, names: Sequence[str], key: str) -> list[str]:
+  """Returns the prompt once per name, with the name in place of {}."""
+  if prompt.count("{}") != 1:
+    raise ConfigError(
+      f"{key}: expected a prompt with one {{}} for the name, got {prompt!r}."
+    )
+  return [prompt.replace("{}", name) for name in names]
+
+
+def tokens(
+  texts: Sequence[str],
+  pp: str,
+  pp_modules: Sequence[str],
+  vocab_sizes: Mapping[str, int],
+  *,
+  key: str,
+  feature: str = "labels",
+) -> np.ndarray:
+  """Tokenizes texts with the ops that tokenize captions.
+
+  Args:
+    pp: ops from the feature "text" to `feature`, without random numbers.
+    vocab_sizes: {feature: vocabulary size} of the model.
+
+  Returns:
+    int32 [len(texts), L].
+
+  Raises:
+    ConfigError: the ops make no tokens, draw random numbers, need tensorflow,
+      or cannot process a text.
+  """
+  op = registry.compose(parse.parse(pp, pp_modules))
+  checks.check_sizes(op.vocab_sizes, vocab_sizes, key)
+  if op.draws or op.tensorflow:
+    raise ConfigError(
+      f"{key}: expected text ops without random numbers, got {pp!r}."
+    )
+  rows = []
+  for text in texts:
+    try:
+      features = op.fn({"text": text}, np.zeros(0, np.float32))
+    except DataError as e:
+      raise ConfigError(f"{key}: {text!r}: {e}") from e
+    if feature not in features:
+      raise ConfigError(f"{key}: the ops make no {feature!r}: {pp!r}.")
+    rows.append(np.asarray(features[feature], np.int32))
+  return np.stack(rows)
+
+
+def of_feature(
+  ops: Sequence[Op], source_names: Mapping[str, Sequence[str]], feature: str
+) -> list[str] | None:
+  """Returns the names of the classes that a feature numbers, if known.
+
+  Args:
+    source_names: {feature of the source: names by class number}.
+    feature: feature after all ops: class numbers, or vectors over classes.
+  """
+  for op in reversed(ops):
+    if op.origins is None:
+      return None
+    if feature not in op.origins:
+      continue
+    if feature in op.class_names:
+      return list(op.class_names[feature])
+    if len(op.reads) != 1:
+      return None
+    (feature,) = op.reads
+  names = source_names.get(feature)
+  return None if names is None else list(names)
+
+
+def of_source(
+  data: Mapping[str, Any],
+  pp: str,
+  pp_modules: Sequence[str],
+  feature: str,
+  key: str,
+) -> list[str] | None:
+  """Returns the names of a feature's classes, if the source knows them."""
+  module, arguments = sources.find_source(data, f"{key}.data")
+  read_names = getattr(module.Source, "read_class_names", lambda **_: {})
+  with sources.at(f"{key}.data"):
+    source_names = read_names(**arguments)
+  ops = sources.parse_ops(pp, pp_modules, f"{key}.pp")
+  return of_feature(ops, source_names, feature)
+
+
+def check_same(names: Sequence[str], training: Sequence[str], key: str) -> None:
+  """Raises ConfigError if the classes of two lists, or their order, differ."""
+  if list(names) == list(training):
+    return
+  sides = (
+    ("only config.input has", sorted({*training} - {*names})),
+    (f"only {key} has", sorted({*names} - {*training})),
+  )
+  parts = [f"{side} {_listed(only)}" for side, only in sides if only]
+  if not parts:
+    pairs = zip(names, training)
+    i = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    parts = [f"{key} has {len(names)} names, config.input {len(training)}"]
+    if i is not None:
+      parts = [f"class {i} is {names[i]!r} here and {training[i]!r} there"]
+  raise ConfigError(
+    f"{key}.data: its classes differ from the classes of config.input: "
+    f"{'; '.join(parts)}. Class numbers then mean other classes. Give both "
+    "the same classes (for image_folder: data.classes, a file with their "
+    f"names), or set {key}.trust_class_numbers=True if the numbers hold and "
+    "only the names differ."
+  )
+
+
+def _listed(names: Sequence[str]) -> str:
+  shown = ", ".join(map(repr, names[:_NUM_SHOWN]))
+  more = len(names) - _NUM_SHOWN
+  return f"{shown} and {more} more" if more > 0 else shown
