@@ -18,18 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings, sharding
+from bigtrain import dims, settings
 from bigtrain.models import vit
 from bigtrain.models.layers import (
   captioner_decoder,
   kv_cache,
+  layer_dims,
   masks,
   options,
   positions,
 )
-from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import arrays, blocks
-from bigtrain.optim import views
 
 
 class States(NamedTuple):
@@ -372,15 +371,12 @@ def from_published(
   return {f"encoder/{n}": v for n, v in encoder.items()} | decoder
 
 
-def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
-  """Returns the view of a parameter, see optim/views.py."""
-  block = "encoderblock" if name.startswith("encoder/") else "EncDecBlock"
-  return views.of_stack(name, shape, block)
-
-
-def tensor_rules(model: Model) -> list[sharding.TensorRule]:
-  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
-  del model
-  table = tensor_rules_lib.table("decoder/EmbedTargets/embedding")
-  head = tensor_rules_lib.head("decoder/LogitsDense")
-  return [*tensor_rules_lib.LAYERS, table, *head]
+def param_dims(model: Model) -> dims.Table:
+  """Returns the dimensions of the parameters, see dims.py."""
+  return {
+    **dims.under("encoder/", vit.param_dims(_encoder(model, parent=None))),
+    "pos_embedding_decoder": "1 positions -> D",
+    "decoder/EmbedTargets/embedding": "V -> D",
+    **layer_dims.head("decoder/LogitsDense"),
+    **layer_dims.LAYERS,
+  }

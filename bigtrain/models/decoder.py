@@ -22,13 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings, sharding
+from bigtrain import dims, settings, sharding
 from bigtrain.models.layers import (
   attention_backends,
   causal_block,
   dropout,
   kernels,
   kv_cache,
+  layer_dims,
   masks,
   moe,
   options,
@@ -36,10 +37,8 @@ from bigtrain.models.layers import (
   stack,
 )
 from bigtrain.models.layers import positions as positions_lib
-from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import blocks, decoder_config
 from bigtrain.models.published import decoder as decoder_published
-from bigtrain.optim import views
 
 _GPT2: dict[str, Any] = dict(
   posemb="learn",
@@ -436,13 +435,14 @@ to_published = decoder_published.export
 published_fields = decoder_config.fields
 
 
-def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
-  """Returns the view of a parameter, see optim/views.py."""
-  return views.of_stack(name, shape)
+_DIMS = {
+  "token_embedding": "V -> D",
+  "pos_embedding": "positions -> D",
+  **layer_dims.head("head"),
+  **layer_dims.LAYERS,
+}
 
 
-def tensor_rules(model: Model) -> list[sharding.TensorRule]:
-  """Returns which axes split what, see sharding/model_rules.py."""
-  table = tensor_rules_lib.table("token_embedding")
-  layers = [*tensor_rules_lib.experts(model.moe), *tensor_rules_lib.LAYERS]
-  return [*layers, table, *tensor_rules_lib.head("head")]
+def param_dims(model: Model) -> dims.Table:
+  """Returns the dimensions of the parameters, see dims.py."""
+  return layer_dims.with_experts(_DIMS, model.moe)

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from bigtrain import settings
 from bigtrain.models.layers import options
-from bigtrain.optim import views
 
 # Blocks in each of the four stages.
 DEPTHS = {
@@ -203,9 +202,3 @@ def _norm(
     use_fast_variance=False,
     name=name,
   )
-
-
-def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
-  """Returns the view of a parameter, see optim/views.py."""
-  outer = name.startswith(("conv_root/", "head/"))
-  return views.default(name, shape, hidden=not outer)

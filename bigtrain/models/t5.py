@@ -22,21 +22,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings, sharding
+from bigtrain import dims, settings, sharding
 from bigtrain.models.layers import (
   attention_backends,
   kernels,
   kv_cache,
+  layer_dims,
   masks,
   moe,
   options,
   remat,
   t5_stack,
 )
-from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import arrays, blocks, t5_config
 from bigtrain.models.published import t5 as t5_published
-from bigtrain.optim import views
 
 _V1_0: dict[str, Any] = dict(mlp="relu", tied_head=True)
 _V1_1: dict[str, Any] = dict(mlp="geglu", tied_head=False)
@@ -417,13 +416,14 @@ to_published = t5_published.export
 published_fields = t5_config.fields
 
 
-def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
-  """Returns the view of a parameter, see optim/views.py."""
-  return views.of_stack(name, shape)
+_DIMS = {
+  "token_embedding": "V -> D",
+  "(encoder|decoder)/relative_bias/embedding": "buckets -> heads",
+  **layer_dims.head("head"),
+  **layer_dims.LAYERS,
+}
 
 
-def tensor_rules(model: Model) -> list[sharding.TensorRule]:
-  """Returns which axes split what, see sharding/model_rules.py."""
-  table = tensor_rules_lib.table("token_embedding")
-  layers = [*tensor_rules_lib.experts(model.moe), *tensor_rules_lib.LAYERS]
-  return [*layers, table, *tensor_rules_lib.head("head")]
+def param_dims(model: Model) -> dims.Table:
+  """Returns the dimensions of the parameters, see dims.py."""
+  return layer_dims.with_experts(_DIMS, model.moe)

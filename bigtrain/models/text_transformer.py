@@ -15,17 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings, sharding
+from bigtrain import dims, settings
 from bigtrain.models import vit
 from bigtrain.models.layers import (
   attention_backends,
   encoder,
+  layer_dims,
   options,
   pooling,
   remat,
 )
-from bigtrain.models.layers import tensor_rules as tensor_rules_lib
-from bigtrain.optim import views
 
 POOL_TYPES = ("last", "first", "gap", "max", "map")
 _SIZES = ("width", "depth", "mlp_dim", "num_heads")
@@ -176,13 +175,13 @@ def from_published(
   return flat
 
 
-def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
-  """Returns the view of a parameter, see optim/views.py."""
-  return views.of_stack(name, shape, "encoderblock")
-
-
-def tensor_rules(model: Model) -> list[sharding.TensorRule]:
-  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
+def param_dims(model: Model) -> dims.Table:
+  """Returns the dimensions of the parameters, see dims.py."""
   del model
-  table = tensor_rules_lib.table("Embed_0/embedding")
-  return [*tensor_rules_lib.LAYERS, table, *tensor_rules_lib.head("head")]
+  return {
+    "Embed_0/embedding": "V -> D",
+    "pos_embedding": "1 positions -> D",
+    "MAPHead_0/probe": "1 1 D",
+    **layer_dims.head("head"),
+    **layer_dims.LAYERS,
+  }

@@ -19,10 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import parts, settings, sharding, trees
-from bigtrain.models.layers import tensor_rules as tensor_rules_lib
+from bigtrain import dims, parts, settings
 from bigtrain.models.published import arrays
-from bigtrain.optim import views
 
 # Added to norms, so that an embedding of zeros stays zero and has a gradient.
 _EPSILON = 1e-8
@@ -215,29 +213,13 @@ def from_published(
   return result
 
 
-def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
-  """Returns the view of a parameter, which its tower's module gives."""
+def param_dims(model: Model) -> dims.Table:
+  """Returns the dimensions of the parameters, as the towers' modules do."""
   modules = {"img": model.image_model, "txt": model.text_model}
-  tower, _, inner = name.partition("/")
-  if tower not in modules:
-    return views.default(name, shape)
-  module = parts.find_module("models", modules[tower], f"config.model.{tower}")
-  tower_class, options = model._towers()[tower]
-  spec = jax.ShapeDtypeStruct(shape, jnp.float32)
-  tree = trees.from_flat({inner: spec})
-  return views.of_model(module, tower_class(**options, parent=None), tree)[
-    inner
-  ]
-
-
-def tensor_rules(model: Model) -> list[sharding.TensorRule]:
-  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
-  modules = {"img": model.image_model, "txt": model.text_model}
-  rules: list[sharding.TensorRule] = []
+  table: dict[str, str] = {}
   for tower, (cls, options) in model._towers().items():
-    key = f"config.model.{tower}"
-    module = parts.find_module("models", modules[tower], key)
-    if hasattr(module, "tensor_rules"):
-      of_tower = module.tensor_rules(cls(**options, parent=None))
-      rules += tensor_rules_lib.under(f"{tower}/", of_tower)
-  return rules
+    module = parts.find_module("models", modules[tower], _KEYS[tower])
+    if hasattr(module, "param_dims"):
+      of_tower = module.param_dims(cls(**options, parent=None))
+      table |= dims.under(f"{tower}/", of_tower)
+  return table

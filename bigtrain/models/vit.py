@@ -18,19 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings, sharding
+from bigtrain import dims, settings
 from bigtrain.models.layers import (
   attention_backends,
   dropout,
   encoder,
+  layer_dims,
   options,
   pooling,
   positions,
   remat,
 )
-from bigtrain.models.layers import tensor_rules as tensor_rules_lib
 from bigtrain.models.published import arrays, blocks
-from bigtrain.optim import views
 
 
 class Size(NamedTuple):
@@ -386,12 +385,14 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   return {renumber(name): value for name, value in renamed.items()}
 
 
-def param_view(model: Model, name: str, shape: tuple[int, ...]) -> views.View:
-  """Returns the view of a parameter, see optim/views.py."""
-  return views.of_stack(name, shape, "encoderblock")
-
-
-def tensor_rules(model: Model) -> list[sharding.TensorRule]:
-  """Returns what the axis `tensor` splits, see sharding/model_rules.py."""
+def param_dims(model: Model) -> dims.Table:
+  """Returns the dimensions of the parameters, see dims.py."""
   del model
-  return [*tensor_rules_lib.LAYERS, *tensor_rules_lib.head("head")]
+  return {
+    "embedding/kernel": "height width channels -> D",
+    "pos_embedding": "1 patches -> D",
+    "cls|MAPHead_0/probe": "1 1 D",
+    "pre_logits/kernel": "D -> D",
+    **layer_dims.head("head"),
+    **layer_dims.LAYERS,
+  }

@@ -4,13 +4,8 @@ An array of parameters may hold the layers of a whole stack, and a matrix may
 have more than two dimensions: an attention's query kernel is (D, H, K), or
 (N, D, H, K) for N layers. Optimizers that act by array or by matrix (Adafactor,
 LAMB, Muon, ...) have to see each layer, and the matrix (D, H * K). A view says
-which dimensions are which.
-
-A model gives the views of its parameters as a function beside its Model:
-
-  def param_view(model, name, shape) -> views.View
-
-Without it, `default` tells by the names and shapes; it knows of no stacks.
+which dimensions are which. It follows from the model's description of its
+parameters (dims.py), or, without one, from names and shapes.
 """
 
 import math
@@ -18,13 +13,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bigtrain import trees
+from bigtrain import dims, trees
 
 _ATTENTION_INPUT = re.compile(r"(.*/)?(query|key|value)/kernel")
 # Parts of names of first and last layers.
 _OUTER = re.compile(
-  r"\w*embed\w*|(lm_)?head|logits\w*|cls|probe|wte|wpe", re.IGNORECASE
+  r"\w*embed\w*|(lm_)?head|logits\w*|cls|probe|wte|wpe|conv_root", re.IGNORECASE
 )
+# Dimensions that hidden layers have on both sides.
+_INNER = {"D", "H", "G", "K", "F"}
 
 
 class View(NamedTuple):
@@ -49,13 +46,7 @@ class View(NamedTuple):
     return tuple(sorted((self.rows or ()) + self.columns))
 
 
-def default(
-  name: str,
-  shape: tuple[int, ...],
-  *,
-  stack: int = 0,
-  hidden: bool | None = None,
-) -> View:
+def default(name: str, shape: tuple[int, ...], *, stack: int = 0) -> View:
   """Returns the view that flax's names and shapes suggest.
 
   >>> default("blocks/attention/query/kernel", (12, 768, 12, 64), stack=1)
@@ -69,75 +60,64 @@ def default(
   "value" have two, of heads and of their width.
 
   Args:
-    name: name of the parameter, joined by "/".
-    shape: its shape.
+    stack: number of leading dimensions that number separate arrays.
   """
   parts = name.split("/")
-  dims = tuple(range(stack, len(shape)))
-  if hidden is None:
-    hidden = not any(_OUTER.fullmatch(part) for part in parts)
-  num_rows = len(dims) - 1
-  if len(dims) == 3 and _ATTENTION_INPUT.fullmatch(name):
+  rank = len(shape) - stack
+  num_rows = 0 if parts[-1] == "bias" else max(rank - 1, 0)
+  if rank == 3 and _ATTENTION_INPUT.fullmatch(name):
     num_rows = 1
-  rows, columns = dims[: max(num_rows, 0)], dims[max(num_rows, 0) :]
-  is_vector = parts[-1] == "bias" or 1 in (
-    math.prod(shape[d] for d in rows),
-    math.prod(shape[d] for d in columns),
-  )
-  if is_vector:
-    rows, columns = (), dims
-  return View(tuple(range(stack)), rows, columns, hidden)
+  hidden = not any(_OUTER.fullmatch(part) for part in parts)
+  return _view(shape, stack, num_rows, hidden)
 
 
-def of_stack(
-  name: str, shape: tuple[int, ...], stack_name: str = "blocks"
+def _view(
+  shape: tuple[int, ...], stack: int, num_rows: int, hidden: bool
 ) -> View:
-  """Returns the view of a parameter of a model with a stack of blocks.
+  """Returns a view; a matrix with a single row or column is a vector."""
+  every = tuple(range(len(shape)))
+  rows, columns = every[stack : stack + num_rows], every[stack + num_rows :]
+  if 1 in (math.prod(shape[d] for d in dims) for dims in (rows, columns)):
+    rows, columns = (), rows + columns
+  return View(every[:stack], rows, columns, hidden)
 
-  With `scan`, arrays have a leading axis of layers (models/layers/stack.py).
-  Those of experts have an axis of experts, and a router counts as a vector: T5X
-  does not factor its second moments either, and it belongs to no hidden layer.
 
-  Args:
-    shape: its shape.
-    stack_name: name of the stack, such as "blocks" for blocks/norm/scale.
+def described(name: str, shape: tuple[int, ...], found: dims.Dims) -> View:
+  """Returns the view of a parameter whose dimensions are known.
+
+  A router counts as a vector: T5X does not factor its second moments either,
+  and it belongs to no hidden layer.
+
+  Raises:
+    ValueError: the shape has fewer dimensions.
   """
-  stack = int(re.search(rf"(^|/){stack_name}/", name) is not None)
-  if re.search(r"(^|/)moe/(up|gate|down)/kernel$", name):
-    stack += 1
-  if name.endswith("/router/kernel"):
-    dims = tuple(range(len(shape)))
-    return View(dims[:stack], (), dims[stack:], hidden=False)
-  return default(name, shape, stack=stack)
+  num_rows, num_columns = len(found.inputs), len(found.outputs)
+  stack = len(shape) - num_rows - num_columns
+  if stack < len(found.stack):
+    raise ValueError(
+      f"dims: {name!r} is described as {found}, but has the shape {shape}."
+    )
+  if "E" in found.outputs:
+    num_rows = 0
+  sides = (found.inputs or found.outputs, found.outputs)
+  hidden = all(_INNER.intersection(side) for side in sides)
+  return _view(shape, stack, num_rows, hidden)
 
 
 def of_model(module: Any, model: Any, params: Any) -> dict[str, View]:
   """Returns the views of a model's parameters by name.
 
   Args:
-    module: module of config.model_name; its `param_view` knows the model's
-      stacks and matrices.
+    module: module of config.model_name; its function `param_dims` describes the
+      parameters.
   """
-
-  def view(name: str, shape: tuple[int, ...]) -> View:
-    if not hasattr(module, "param_view"):
-      return default(name, shape)
-    result = module.param_view(model, name, shape)
-    check(result, name, shape)
-    return result
-
-  named = trees.flatten_with_names(params)
-  return {name: view(name, tuple(x.shape)) for name, x in named}
-
-
-def check(view: View, name: str, shape: tuple[int, ...]) -> None:
-  """Raises ValueError unless the view has each dimension of the shape once."""
-  dims = [*view.stack, *view.array_dims()]
-  if sorted(dims) != list(range(len(shape))):
-    raise ValueError(
-      f"param_view: the view of {name!r} must have each dimension of "
-      f"{tuple(shape)} once, got {view}."
-    )
+  table = module.param_dims(model) if hasattr(module, "param_dims") else {}
+  result = {}
+  for name, leaf in trees.flatten_with_names(params):
+    shape, found = tuple(leaf.shape), dims.find(table, name)
+    view = described(name, shape, found) if found else default(name, shape)
+    result[name] = view
+  return result
 
 
 # Levels of `seen`, which are also the values of config.optimizer.view.

@@ -5,7 +5,8 @@ the shardings of batches, layouts.py the rules for parameters and optimizer
 state, model_rules.py the rules of a model, and memory.py what stays in host
 memory. Models call the functions of traced.py, lookup.py and, for the axis
 `tensor`, tensor.py while they are traced. Other packages use the names below.
-Any package may import this one, which imports only settings and trees.
+Any package may import this one, which imports only settings, trees and
+dims.
 """
 
 from bigtrain.sharding.batches import (
@@ -41,7 +42,7 @@ from bigtrain.sharding.mesh import (
   in_words,
   make_mesh,
 )
-from bigtrain.sharding.model_rules import TensorRule, place
+from bigtrain.sharding.model_rules import place
 from bigtrain.sharding.tensor import (
   axes_of_length,
   by_heads,
@@ -69,7 +70,6 @@ __all__ = [
   "DEFAULT_RULES",
   "Layout",
   "Rules",
-  "TensorRule",
   "along",
   "ambient",
   "axes_of_length",

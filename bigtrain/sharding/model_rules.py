@@ -1,69 +1,69 @@
-"""A model's own rules: which dimension of a parameter goes over which axis.
+"""Which dimension of a model's parameters goes over which axis.
 
-Most are for `tensor`; experts may have another axis.
-
-The module of a model may have a function beside its Model:
-
-  def tensor_rules(model: Model) -> list[sharding.TensorRule]: ...
+It follows from the model's description of its parameters (dims.py). `tensor`
+splits attention by heads, MLPs and experts by hidden units, embeddings and
+output layers by tokens or classes. Experts may have another axis.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from absl import logging
 
+from bigtrain import dims
 from bigtrain.settings import ConfigError
 from bigtrain.sharding.layouts import Placed
 
 # Arrays that a message lists by name.
 _MOST_NAMES = 4
 
-
-class TensorRule(NamedTuple):
-  """Splits a dimension of some parameters over an axis.
-
-  Attributes:
-    pattern: regular expression of the parameters' names; of an axis's rules,
-      the first whose pattern matches a whole name decides.
-    dim: the dimension; negative ones count from the end, so that a leading axis
-      of layers does not matter.
-    needed: whether a dimension that does not divide is an error. Otherwise
-      every device of a group has the whole array, which is a warning.
-    axis: the axis of the mesh.
-  """
-
-  pattern: str
-  dim: int
-  needed: bool = True
-  axis: str = "tensor"
+# {dimension that `tensor` splits: whether a size that does not divide is an
+# error}. Otherwise every device of a group has the whole array, which is a
+# warning: for heads of keys and values see sharding.columns.
+_OVER_TENSOR = {"H": True, "F": True, "G": False, "V": False}
 
 
 def place(
-  rules: Sequence[TensorRule],
+  table: dims.Table,
   shapes: Mapping[str, tuple[int, ...]],
   sizes: Mapping[str, int],
 ) -> dict[str, tuple[tuple[int, ...], Placed]]:
   """Returns `of_model` of layouts.Rules.
 
   Args:
+    table: the model's description of its parameters.
     shapes: shapes of the parameters, by name.
 
   Raises:
     ConfigError: a dimension that must be split does not divide.
   """
+  splits = {name: _splits(table, name) for name in shapes}
   placed: dict[str, dict[int, tuple[str, ...]]] = {}
   for axis, ways in sizes.items():
-    own = [rule for rule in rules if rule.axis == axis]
-    if ways > 1 and own:
+    own = {name: split[axis] for name, split in splits.items() if axis in split}
+    if ways > 1:
       for name, dim in _dims(own, shapes, axis, ways).items():
         placed.setdefault(name, {})[dim] = (axis,)
   return {name: (shapes[name], dims) for name, dims in placed.items()}
 
 
+def _splits(table: dims.Table, name: str) -> dict[str, tuple[int, bool]]:
+  """Returns {axis: (negative dimension, whether it must divide)}."""
+  found = dims.find(table, name)
+  if found is None:
+    return {}
+  letters = [*found.stack, *found.inputs, *found.outputs]
+  result: dict[str, tuple[int, bool]] = {}
+  for dim, letter in enumerate(letters, -len(letters)):
+    if dim in found.axes:
+      result.setdefault(found.axes[dim], (dim, True))
+    elif letter in _OVER_TENSOR:
+      result.setdefault("tensor", (dim, _OVER_TENSOR[letter]))
+  return result
+
+
 def _dims(
-  rules: Sequence[TensorRule],
+  splits: Mapping[str, tuple[int, bool]],
   shapes: Mapping[str, tuple[int, ...]],
   axis: str,
   ways: int,
@@ -73,18 +73,16 @@ def _dims(
   wrong: list[str] = []
   whole: list[str] = []
   sizes: list[int] = []
-  for name, shape in shapes.items():
-    rule = next((r for r in rules if re.fullmatch(r.pattern, name)), None)
-    if rule is None:
-      continue
-    dim = rule.dim % len(shape)
-    if rule.needed:
+  for name, (negative, needed) in splits.items():
+    shape = shapes[name]
+    dim = negative % len(shape)
+    if needed:
       sizes.append(shape[dim])
     if shape[dim] % ways == 0:
       result[name] = dim
     else:
       text = f"{name} (dimension {dim} of {shape} is {shape[dim]})"
-      (wrong if rule.needed else whole).append(text)
+      (wrong if needed else whole).append(text)
   key = f"config.mesh.{axis}={ways}"
   if wrong:
     common = math.gcd(*sizes)

@@ -151,7 +151,7 @@ def tensor_axes(
   """
   sizes = jax.sharding.get_abstract_mesh().shape
   ways = sizes.get("tensor", 1)
-  if not hasattr(module, "tensor_rules"):
+  if not hasattr(module, "param_dims"):
     if ways == 1:
       return {}
     of_axes = [axes for _, axes in parts.logical_axes(config)]
@@ -159,10 +159,10 @@ def tensor_axes(
       return {}
     raise settings.ConfigError(
       f"config.mesh.tensor={ways}: {module.__name__} has no function "
-      "tensor_rules(model), and config.sharding does not name the axis tensor; "
+      "param_dims(model), and config.sharding does not name the axis tensor; "
       "expected 1."
     )
-  return sharding.place(module.tensor_rules(model), shapes, sizes)
+  return sharding.place(module.param_dims(model), shapes, sizes)
 
 
 def _reads_split_opt(config: settings.Config) -> bool:

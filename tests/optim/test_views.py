@@ -113,16 +113,18 @@ def test_first_and_last_layers_are_not_hidden():
     assert sum(v.hidden for v in matrices) > len(matrices) / 2
 
 
-def test_a_view_must_have_every_dimension_once():
+def test_a_description_must_fit_the_shape():
   class Module:
     @staticmethod
-    def param_view(model, name, shape):
-      return views.View((0,), (1,), (1,))
+    def param_dims(model):
+      return {"kernel": "E; D -> H K"}
 
   params = {"kernel": jax.ShapeDtypeStruct((2, 3, 4), jnp.float32)}
-  with pytest.raises(ValueError, match="'kernel' must have each dimension"):
+  with pytest.raises(
+    ValueError, match=r"'kernel' .* has the shape \(2, 3, 4\)"
+  ):
     views.of_model(Module, None, params)
-  del Module.param_view
+  del Module.param_dims
   assert views.of_model(Module, None, params) == {
     "kernel": views.View((), (0, 1), (2,))
   }

@@ -24,7 +24,7 @@ def _sent(**options):
   shapes = {name: tuple(x.shape) for name, x in named}
   mesh = sharding.make_mesh(fsdp=1, tensor=2, devices=jax.devices()[:2])
   rules = sharding.Rules(
-    of_model=sharding.place(decoder.tensor_rules(model), shapes, mesh.shape)
+    of_model=sharding.place(decoder.param_dims(model), shapes, mesh.shape)
   )
   spec = sharding.state_spec(params, mesh, rules)
   ids = sharding.batch_spec({"ids": ids}, mesh)["ids"]

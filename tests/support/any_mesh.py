@@ -80,7 +80,7 @@ def tensor_sizes(config):
 def _divides(text, ways):
   config = settings.Config(json.loads(text))
   module, model = parts.model(config)
-  if not hasattr(module, "tensor_rules"):
+  if not hasattr(module, "param_dims"):
     return ways == 1
   mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
   with jax.set_mesh(mesh):
@@ -90,7 +90,7 @@ def _divides(text, ways):
   named = trees.flatten_with_names(shapes["params"])
   shapes = {name: tuple(x.shape) for name, x in named}
   try:
-    sharding.place(module.tensor_rules(model), shapes, {"tensor": ways})
+    sharding.place(module.param_dims(model), shapes, {"tensor": ways})
   except settings.ConfigError:
     return False
   return True

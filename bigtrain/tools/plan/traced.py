@@ -99,10 +99,10 @@ def _allows(
   module: Any, model: Any, shapes: Mapping[str, tuple[int, ...]], ways: int
 ) -> bool:
   """Whether a model's rules allow a size of `tensor`."""
-  if not hasattr(module, "tensor_rules"):
+  if not hasattr(module, "param_dims"):
     return False
   try:
-    sharding.place(module.tensor_rules(model), shapes, {"tensor": ways})
+    sharding.place(module.param_dims(model), shapes, {"tensor": ways})
   except settings.ConfigError:
     return False
   return True

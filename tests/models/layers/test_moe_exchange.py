@@ -10,7 +10,7 @@ import pytest
 
 from bigtrain import settings, sharding, trees
 from bigtrain.models import decoder
-from bigtrain.models.layers import mlp, moe, tensor_rules
+from bigtrain.models.layers import layer_dims, mlp, moe
 from bigtrain.tools.plan import collectives
 
 B, L, D, F, E = 8, 8, 16, 24, 8
@@ -37,10 +37,10 @@ def program(mesh, train=False, **options):
   experts = layer(**options)
   named = trees.flatten_with_names(params()["params"])
   shapes = {f"moe/{name}": x.shape for name, x in named}
-  rules = [*tensor_rules.experts(experts.options), *tensor_rules.LAYERS]
+  table = layer_dims.with_experts(layer_dims.LAYERS, experts.options)
   rules = sharding.Rules(
     [(".*", "fsdp(min_size=1)")],
-    sharding.place(rules, shapes, mesh.shape),
+    sharding.place(table, shapes, mesh.shape),
   )
   state = {"moe": params()["params"]}
   places, _ = sharding.state_shardings(state, mesh, rules)
@@ -147,9 +147,9 @@ def test_tokens_travel_once_each_way_and_weights_stay(factor):
 def test_experts_that_do_not_divide_are_an_error():
   options = moe.Options(6, axis="fsdp")
   shapes = {"blocks/moe/up/kernel": (2, 6, D, F)}
-  rules = tensor_rules.experts(options)
+  table = layer_dims.with_experts(layer_dims.LAYERS, options)
   with pytest.raises(settings.ConfigError) as e:
-    sharding.place(rules, shapes, {"replica": 2, "fsdp": 4})
+    sharding.place(table, shapes, {"replica": 2, "fsdp": 4})
   assert str(e.value) == (
     "config.mesh.fsdp=4 does not divide blocks/moe/up/kernel (dimension 1 of "
     f"(2, 6, {D}, {F}) is 6); the nearest sizes that work for all: 2 and 3."
@@ -170,7 +170,7 @@ def test_state_and_moments_follow_the_experts(axis):
   mesh = sharding.make_mesh(fsdp=4, tensor=2)
   rules = sharding.Rules(
     of_model=sharding.place(
-      decoder.tensor_rules(model),
+      decoder.param_dims(model),
       {name: tuple(x.shape) for name, x in named},
       mesh.shape,
     )
