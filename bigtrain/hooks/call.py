@@ -23,6 +23,5 @@ class Hook:
     self._context = context
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    """Calls the function."""
     if reason := self._function(step, row, **self._kwargs):
       self._context.stop(reason)

@@ -11,8 +11,7 @@ from absl import logging
 
 from bigtrain.checkpoints import folders
 from bigtrain.files import paths
-from bigtrain.runtime import watched_metrics
-from bigtrain.runtime.hook_context import Context
+from bigtrain.runtime.hook_context import Context, WatchedMetric, sign
 
 
 class Hook:
@@ -33,8 +32,8 @@ class Hook:
   """
 
   def __init__(self, metric: str, mode: str = "min", *, context: Context):
-    self._sign = watched_metrics.sign(mode, f"{context.path}.mode")
-    self._metric = watched_metrics.WatchedMetric(metric)
+    self._sign = sign(mode, f"{context.path}.mode")
+    self._metric = WatchedMetric(metric)
     self._context = context
     self._path = os.path.join(context.workdir, f"best_{context.name}.json")
     # Steps with their values; the candidate has no checkpoint yet.
@@ -44,7 +43,6 @@ class Hook:
     self.watches = [metric]
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    """Compares the row's value with the best, if the row has the metric."""
     value = self._metric.value(row)
     if value is None or math.isnan(value):
       return
@@ -56,21 +54,17 @@ class Hook:
         self._context.request_save()
 
   def before_save(self, step: int) -> None:
-    """Notes that the state of `step` is about to be saved."""
     self._saved_step = step
     if self._candidate and self._candidate[0] == step:
       self._accept_candidate()
 
   def keep_steps(self) -> list[int]:
-    """Returns the step of the best checkpoint."""
     return [self._best[0]] if self._best else []
 
   def state(self) -> dict[str, Any]:
-    """Returns the best step with its value, and the newest saved step."""
     return {"best": self._best, "saved": self._saved_step}
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Restores the result of `state`, if the best checkpoint still exists."""
     self._saved_step = state["saved"]
     self._best = tuple(state["best"]) if state["best"] else None
     # The state itself comes from the checkpoint of `_saved_step`.

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain import settings
-from bigtrain.runtime import watched_metrics
-from bigtrain.runtime.hook_context import Context
+from bigtrain.runtime.hook_context import Context, WatchedMetric, sign
 
 
 class Hook:
@@ -45,8 +44,8 @@ class Hook:
     )
     settings.check_number(f"{context.path}.atol", atol, least=0)
     settings.check_number(f"{context.path}.rtol", rtol, least=0)
-    self._sign = watched_metrics.sign(mode, f"{context.path}.mode")
-    self._metric = watched_metrics.WatchedMetric(metric)
+    self._sign = sign(mode, f"{context.path}.mode")
+    self._metric = WatchedMetric(metric)
     self._patience = patience
     self._atol = atol
     self._rtol = rtol
@@ -56,7 +55,6 @@ class Hook:
     self.watches = [metric]
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    """Applies the rule to the row's value, if the row has the metric."""
     newest = self._metric.value(row)
     if newest is None:
       return
@@ -77,9 +75,7 @@ class Hook:
     )
 
   def state(self) -> dict[str, Any]:
-    """Returns the values that the rule still needs."""
     return {"values": self._values}
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Restores the result of `state`."""
     self._values = list(state["values"])

@@ -46,7 +46,6 @@ class Hook:
     self._tracing = False
 
   def before_step(self, step: int) -> None:
-    """Starts or stops the trace if its first or last step is due."""
     if self._tracing and step >= self._stop:
       self._stop_trace()
     if not self._tracing and (step == self._start or self._requested()):

@@ -40,17 +40,20 @@ class Hook:
 
   def around_update(
     self, step: int, update: Callable[..., Any], state: Any, *rest: Any
-  ) -> Any:
-    """Computes the step, twice if it is time."""
+  ) -> tuple[Any, Any]:
     if step % self._every:
       return update(state, *rest)
     self._peers = self._peers or peers.Peers()
     # The update overwrites the state that it is given.
-    first = update(self._copied(state), *rest)
+    first_state, first_metrics = update(self._copied(state), *rest)
     # CPU devices would run both at once, and mix up their messages.
-    jax.block_until_ready(first)
-    result = update(state, *rest)
-    what = comparison.results(_named(*first), _named(*result), self._peers)
+    jax.block_until_ready(first_state)
+    new_state, metrics = update(state, *rest)
+    what = comparison.results(
+      {"state": first_state, "step_metrics": first_metrics},
+      {"state": new_state, "step_metrics": metrics},
+      self._peers,
+    )
     if what:
       self._context.reject_state(
         f"step {step}, computed twice from the same state, has other bits in "
@@ -58,7 +61,7 @@ class Hook:
         "deterministic.",
         self._policy,
       )
-    return result
+    return new_state, metrics
 
   def _copied(self, state: Any) -> Any:
     if self._copy is None:
@@ -73,7 +76,3 @@ class Hook:
         lambda tree: jax.tree.map(copy, tree), out_shardings=shardings
       )
     return self._copy(state)
-
-
-def _named(state: Any, tally: Any) -> dict[str, Any]:
-  return {"state": state, "tally": tally}

@@ -30,13 +30,11 @@ class Hook:
     self._peers: peers.Peers | None = None
 
   def after_step(self, step: int) -> None:
-    """Compares the replicas if it is time."""
     if step % self._every == 0:
       self._compare(step)
 
   def before_save(self, step: int) -> None:
-    """Compares the replicas: a checkpoint has only one of them."""
-    if step != self._compared:
+    if step != self._compared:  # A checkpoint has only one of the replicas.
       self._compare(step)
 
   def _compare(self, step: int) -> None:

@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.runtime import watched_metrics
-from bigtrain.runtime.hook_context import Context
+from bigtrain.runtime.hook_context import Context, WatchedMetric
 
 
 class Hook:
@@ -24,12 +23,9 @@ class Hook:
   ):
     self._context = context
     self.watches = [metrics] if isinstance(metrics, str) else metrics or []
-    self._metrics = [
-      watched_metrics.WatchedMetric(name) for name in self.watches
-    ]
+    self._metrics = [WatchedMetric(name) for name in self.watches]
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    """Stops the run if a metric of the row is not finite."""
     values: list[tuple[str, float | None]]
     if self._metrics:
       values = [(metric.name, metric.value(row)) for metric in self._metrics]

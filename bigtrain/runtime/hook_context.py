@@ -13,20 +13,23 @@ A hook receives a `Context` as the argument `context` of its `__init__`:
 hooks.py calls the hooks and carries out what they ask for.
 """
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
+
+from absl import logging
+from jax.sharding import Mesh
 
 from bigtrain import settings
 from bigtrain.settings import ConfigError
 from bigtrain.step import guard
+from bigtrain.types import PredictFn, TrainState, Variables
 
-# What to do about a state that is corrupt.
-POLICIES = ("stop", "rollback")
 _MOST_ROLLBACKS = 3
 
 
 class Corrupt(RuntimeError):
-  """The hardware computed, moved or kept wrong bits."""
+  """The hardware computed, moved or stored wrong bits."""
 
 
 class End(NamedTuple):
@@ -36,7 +39,7 @@ class End(NamedTuple):
     how: "finished"; "stopped" by a hook, as a success; "preempted" by a signal;
       "rolled_back" to a checkpoint, from which training starts again; "failed".
     reason: one line; "" if the run finished.
-    error: the exception that ended training, or None.
+    error: the exception that ended training, if any.
   """
 
   how: str
@@ -45,59 +48,41 @@ class End(NamedTuple):
 
 
 class Stop(NamedTuple):
-  """A decision to end the run.
-
-  Attributes:
-    reason: reason for the log.
-    failure: whether the run has failed.
-  """
+  """A decision to end the run."""
 
   reason: str
   failure: bool
 
 
+@dataclasses.dataclass
 class Run:
-  """The run that hooks see, the same object for all of them.
+  """The run that all hooks share, and what they have asked for.
 
   Attributes:
-    workdir: folder of the run.
-    config: the whole config, as a plain dict.
-    mesh: device mesh.
-    predict_fns: the task's predict functions by name.
     evaluations: names of the evaluations.
     step: number of updates that made `state`.
-    state: train state.
-    saved_step: step of the newest checkpoint of this run, or None.
-    values: see `Context.values`.
-    in_row: whether hooks see a row at present.
+    saved_step: step of the newest checkpoint of this run.
     scalars: scalars for the next row.
+    in_row: whether hooks see a row at present.
   """
 
-  def __init__(
-    self,
-    workdir: str,
-    config: Mapping[str, Any],
-    mesh: Any = None,
-    predict_fns: Mapping[str, Any] | None = None,
-    evaluations: Iterable[Any] = (),
-  ):
-    self.workdir = workdir
-    self.config = config
-    self.mesh = mesh
-    self.predict_fns = predict_fns or {}
-    self.evaluations = [evaluation.name for evaluation in evaluations]
-    self.step = 0
-    self.state: Any = None
-    self.saved_step: int | None = None
-    self.values: dict[str, float] | None = None
-    self.scalars: dict[str, Any] = {}
-    self.stop: Stop | None = None
-    self.save = False
-    self.asked_evaluations: set[str] = set()
-    self.in_row = False
+  workdir: str
+  config: Mapping[str, Any]
+  mesh: Mesh | None = None
+  predict_fns: Mapping[str, PredictFn] = dataclasses.field(default_factory=dict)
+  evaluations: Sequence[str] = ()
+  step: int = 0
+  state: TrainState = dataclasses.field(default_factory=dict)
+  saved_step: int | None = None
+  values: dict[str, float] | None = None
+  scalars: dict[str, Any] = dataclasses.field(default_factory=dict)
+  in_row: bool = False
+  stop: Stop | None = None
+  save: bool = False
+  asked_evaluations: set[str] = dataclasses.field(default_factory=set)
 
   def take_asked(self) -> list[Any]:
-    """Returns what hooks ask for, as JSON, and forgets it."""
+    """Returns and forgets what hooks ask for, as JSON."""
     asked = [self.stop, self.save, sorted(self.asked_evaluations)]
     self.stop, self.save, self.asked_evaluations = None, False, set()
     return asked
@@ -106,41 +91,28 @@ class Run:
 class Context:
   """What a hook sees of the run, and what it can ask for.
 
-  A hook receives it as the argument `context` of its `__init__`. The state and
-  the requests exist once the run has started, so use them only in the other
-  methods.
+  The state and the requests exist once the run has started, so a hook uses them
+  in its other methods, not in `__init__`.
 
   Attributes:
     name: name of the hook in config.hooks.
     path: location of the hook in the config, for error messages.
+    workdir: folder of the run.
+    config: the whole config, as a plain dict.
+    mesh: device mesh of the run.
+    predict_fns: the task's functions of (variables, batch, **options), by name.
     asks: whether the hook may ask for something outside of `after_row`.
   """
 
   def __init__(self, name: str, run: Run):
     self.name = name
     self.path = f"config.hooks.{name}"
+    self.workdir = run.workdir
+    self.config = run.config
+    self.mesh = run.mesh
+    self.predict_fns = run.predict_fns
     self.asks = False
     self._run = run
-
-  @property
-  def workdir(self) -> str:
-    """Folder of the run."""
-    return self._run.workdir
-
-  @property
-  def config(self) -> Mapping[str, Any]:
-    """The whole config, as a plain dict."""
-    return self._run.config
-
-  @property
-  def mesh(self) -> Any:
-    """Device mesh of the run."""
-    return self._run.mesh
-
-  @property
-  def predict_fns(self) -> Mapping[str, Any]:
-    """The task's functions of (variables, batch, **options), by name."""
-    return self._run.predict_fns
 
   @property
   def step(self) -> int:
@@ -148,19 +120,15 @@ class Context:
     return self._run.step
 
   @property
-  def state(self) -> Any:
+  def state(self) -> TrainState:
     """Train state, arrays on the devices that may not be computed yet.
 
     The next update overwrites them: copy what must outlive the call.
     """
     return self._run.state
 
-  def variables(self, weights: str = "params") -> dict[str, Any]:
-    """The first argument of predict functions.
-
-    Args:
-      weights: "params", or "ema" if the run averages its parameters.
-    """
+  def variables(self, weights: str = "params") -> Variables:
+    """The first argument of predict functions, from "params" or "ema"."""
     state = self._run.state
     return {"params": state[weights], **state.get("mutable", {})}
 
@@ -202,14 +170,7 @@ class Context:
     self._run.save = True
 
   def request_evaluation(self, *names: str) -> None:
-    """Asks for evaluations of the present state.
-
-    Args:
-      *names: names in config.evals; all evaluations by default.
-
-    Raises:
-      ConfigError: there is no such evaluation.
-    """
+    """Asks for evaluations of the present state; all of them by default."""
     self._check_asks()
     for name in names:
       if name not in self._run.evaluations:
@@ -220,26 +181,18 @@ class Context:
     self._run.asked_evaluations |= set(names or self._run.evaluations)
 
   def stop(self, reason: str, *, failure: bool = False) -> None:
-    """Asks to end the run, after a checkpoint unless it failed.
+    """Asks to end the run, after a checkpoint unless it has failed.
 
-    Args:
-      failure: whether the run has failed; by default it has succeeded. A
-        failure wins over a success, else the first one counts.
+    A failure wins over a success, else the first call counts.
     """
     self._check_asks()
     if self._run.stop is None or (failure and not self._run.stop.failure):
       self._run.stop = Stop(f"hook {self.name!r}: {reason}", failure)
 
   def check_policy(self, policy: str) -> str:
-    """Returns the option `policy` of a hook that calls `reject_state`.
-
-    Raises:
-      ConfigError: it is not one of POLICIES.
-    """
-    if policy not in POLICIES:
-      hint = settings.did_you_mean(policy, POLICIES)
-      raise ConfigError(f"{self.path}.policy: no policy {policy!r}.{hint}")
-    return policy
+    """Checks the option `policy` of a hook that calls `reject_state`."""
+    key = f"{self.path}.policy"
+    return settings.check_choice(key, policy, ("stop", "rollback"))
 
   def reject_state(self, reason: str, policy: str) -> NoReturn:
     """Ends the run now, because its state is wrong; nothing more is saved.
@@ -263,3 +216,34 @@ class Context:
         f"{self.path}: to ask for something outside of after_row, the class of "
         "the hook must declare asks = True."
       )
+
+
+class WatchedMetric:
+  """Reads a metric from rows; warns once if it is missing or not a number."""
+
+  def __init__(self, name: str):
+    self.name = name
+    self._warned = False
+    self._seen: set[str] = set()
+
+  def value(self, row: Mapping[str, Any]) -> float | None:
+    self._seen |= set(row)
+    value = row.get(self.name)
+    if isinstance(value, int | float):
+      return float(value)
+    # Rows of training and of each evaluation have different metrics, so only
+    # rows with the same prefix should have this one.
+    prefix = self.name.rpartition("/")[0]
+    related = [k for k in row if k != "step" and k.rpartition("/")[0] == prefix]
+    if (value is not None or related) and not self._warned:
+      self._warned = True
+      problem = "is not a number" if value is not None else "is not in the rows"
+      hint = settings.did_you_mean(self.name, self._seen - {"step"})
+      logging.warning("config.hooks: metric %r %s.%s", self.name, problem, hint)
+    return None
+
+
+def sign(mode: str, path: str) -> float:
+  """Factor that makes a decrease the gain: 1 for mode "min", -1 for "max"."""
+  mode = settings.check_choice(path, mode, ("min", "max"))
+  return 1.0 if mode == "min" else -1.0

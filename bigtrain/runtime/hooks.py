@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 from absl import logging
+from jax.sharding import Mesh
 
 from bigtrain import parts, settings
 from bigtrain.cluster import process
 from bigtrain.runtime.hook_context import Context, End, Run, Stop
 from bigtrain.settings import ConfigError
 from bigtrain.step import guard, tally
+from bigtrain.types import PredictFn, TrainState
 
 _METHODS = (
   "before_train",
@@ -26,6 +28,7 @@ _METHODS = (
   "after_step",
   "after_row",
   "before_save",
+  "keep_steps",
   "after_train",
 )
 
@@ -44,18 +47,14 @@ class Hooks:
     self._hooks = dict(hooks)
     self._run = run
     self._digest = digest
+    every = self._hooks.values()
     self._calls = {
-      method: [
-        getattr(hook, method)
-        for hook in self._hooks.values()
-        if hasattr(hook, method)
-      ]
+      method: [getattr(hook, method) for hook in every if hasattr(hook, method)]
       for method in _METHODS
     }
-    declared = self._hooks.values()
-    self._asks = any(getattr(hook, "asks", False) for hook in declared)
+    self._asks = any(getattr(hook, "asks", False) for hook in every)
     self._needs_values = any(
-      getattr(hook, "needs_values", False) for hook in declared
+      getattr(hook, "needs_values", False) for hook in every
     )
     self._save_step: int | None = None
     # Newest step, and the names in its rows. A resumed run shows the rows of
@@ -65,35 +64,25 @@ class Hooks:
     self.evaluations: set[str] = set()
 
   def before_train(self) -> None:
-    """Calls before_train, before the first step of this process."""
-    for call in self._calls["before_train"]:
-      call(self._run.step)
+    self._call("before_train", self._run.step)
     self._agree()
 
   def before_step(self, step: int) -> None:
-    """Calls before_step of every hook."""
-    for call in self._calls["before_step"]:
-      call(step)
+    self._call("before_step", step)
 
   def update(self, step: int, update: Callable[..., Any], *args: Any) -> Any:
-    """Computes a step, inside of the hooks that have around_update.
-
-    Returns:
-      The new state and tally.
-    """
+    """Returns update(*args), inside of the hooks that have around_update."""
     for call in reversed(self._calls["around_update"]):
       update = functools.partial(call, step, update)
     return update(*args)
 
-  def after_step(self, step: int, state: Any, sums: tally.Tally) -> None:
-    """Calls after_step of every hook."""
+  def after_step(self, step: int, state: TrainState, sums: tally.Tally) -> None:
+    """Calls after_step of every hook; does not wait without `needs_values`."""
     self._run.step, self._run.state = step, state
-    if self._calls["after_step"]:
-      if self._needs_values:
-        self._run.values = tally.step_values(jax.device_get(sums))
-      for call in self._calls["after_step"]:
-        call(step)
-      self._run.values = None
+    if self._needs_values:
+      self._run.values = tally.step_values(jax.device_get(sums))
+    self._call("after_step", step)
+    self._run.values = None
     if self._asks:
       self._agree()
 
@@ -110,10 +99,17 @@ class Hooks:
     self._seen = step, sorted(names - {"step"})
     if jax.process_index() == 0:
       self._run.in_row = True
-      for call in self._calls["after_row"]:
-        call(step, row)
+      self._call("after_row", step, row)
       self._run.in_row = False
     self._agree()
+
+  def before_save(self, step: int) -> None:
+    self._call("before_save", step)
+    self._run.saved_step = step
+
+  def _call(self, method: str, *args: Any) -> None:
+    for call in self._calls[method]:
+      call(*args)
 
   def _agree(self) -> None:
     """Makes what process 0's hooks have asked for the decision of all."""
@@ -125,7 +121,7 @@ class Hooks:
       self.stopped = Stop(*stop)
 
   def wants_save(self, step: int) -> bool:
-    """Returns whether a hook asks for a checkpoint of `step`."""
+    """Whether a hook asks for a checkpoint of `step`."""
     return self._save_step == step
 
   @property
@@ -139,34 +135,30 @@ class Hooks:
       raise RuntimeError(self.stopped.reason)
 
   def take_scalars(self) -> dict[str, Any]:
-    """Returns the hooks' scalars for a row, which are then no longer kept."""
+    """Returns and forgets the hooks' scalars for the next row."""
     scalars, self._run.scalars = self._run.scalars, {}
     return scalars
 
-  def before_save(self, step: int) -> None:
-    """Calls before_save of every hook."""
-    for call in self._calls["before_save"]:
-      call(step)
-    self._run.saved_step = step
-
   def keep_steps(self) -> set[int]:
     """Returns the steps whose checkpoints must stay; valid on process 0."""
-    return {
-      step
-      for hook in self._hooks.values()
-      if hasattr(hook, "keep_steps")
-      for step in hook.keep_steps()
-    }
+    return {step for call in self._calls["keep_steps"] for step in call()}
 
   def after_train(
     self, kind: Any, error: BaseException | None, traceback: Any
   ) -> None:
-    """Calls after_train of every hook, also after an exception.
+    """Calls after_train of every hook, as `__exit__` of a context manager.
 
-    The arguments are as for a context manager's `__exit__`. An error of a hook
-    ends the run, unless the run ends with an error of its own.
+    An error of a hook ends the run, unless it ends with an error of its own.
     """
-    end = self._end(error)
+    if error is None:
+      end = End("stopped" if self.stopped else "finished", self.stop_reason)
+    else:
+      how = "failed"
+      if isinstance(error, process.Preempted):
+        how = "preempted"
+      elif isinstance(error, guard.Rollback):
+        how = "rolled_back"
+      end = End(how, f"{type(error).__name__}: {error}", error)
     failures = []
     for call in self._calls["after_train"]:
       try:
@@ -176,17 +168,6 @@ class Hooks:
         failures.append(e)
     if failures and error is None:
       raise failures[0]
-
-  def _end(self, error: BaseException | None) -> End:
-    if error is None:
-      how = "stopped" if self.stopped else "finished"
-      return End(how, self.stop_reason)
-    how = "failed"
-    if isinstance(error, process.Preempted):
-      how = "preempted"
-    elif isinstance(error, guard.Rollback):
-      how = "rolled_back"
-    return End(how, f"{type(error).__name__}: {error}", error)
 
   def state(self) -> dict[str, Any]:
     """Returns the state to save with a checkpoint, as JSON."""
@@ -207,12 +188,13 @@ class Hooks:
       "config": self._digest,
     }
 
-  def restore(self, saved: Mapping[str, Any], step: int, state: Any) -> None:
+  def restore(
+    self, saved: Mapping[str, Any], step: int, state: TrainState
+  ) -> None:
     """Restores the result of `state`; hooks without a saved state start new.
 
     Args:
-      saved: the result; {} for a new run. Entries of newer versions of the
-        program may be missing.
+      saved: {} for a new run. Checkpoints of older versions lack some entries.
     """
     self._run.step, self._run.state = step, state
     if not saved:
@@ -232,21 +214,28 @@ class Hooks:
 def from_config(
   config: settings.Config,
   workdir: str,
-  mesh: Any = None,
-  predict_fns: Mapping[str, Any] | None = None,
+  mesh: Mesh | None = None,
+  predict_fns: Mapping[str, PredictFn] | None = None,
   evaluations: Iterable[Any] = (),
 ) -> Hooks:
   """Builds config.hooks.
 
+  Args:
+    evaluations: the run's evaluations (evaluation/evaluations.py).
+
   Raises:
     ConfigError: an unknown type or option.
   """
-  run = Run(workdir, config.to_dict(), mesh, predict_fns, evaluations)
+  names = [evaluation.name for evaluation in evaluations]
+  run = Run(workdir, config.to_dict(), mesh, predict_fns or {}, names)
   hooks = {}
   entries = config.kwargs("hooks", {})
   digest = settings.digest(entries)
   # A running job can be asked for a profile.
-  if all(entry != "profile" for entry in map(_type_of, entries.values())):
+  if not any(
+    isinstance(entry, Mapping) and entry.get("type") == "profile"
+    for entry in entries.values()
+  ):
     entries["profile_on_request"] = {"type": "profile", "start": None}
   for name, entry in entries.items():
     context = Context(name, run)
@@ -260,7 +249,7 @@ def from_config(
     settings.check_kwargs(make, options, context.path, given=given)
     hooks[name] = make(**options, **given)
     if hasattr(hooks[name], "keep_steps") and config.get("keep_ckpts") == 0:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"{context.path}: keeps checkpoints, but this run saves none: without "
         "--workdir, or with config.keep_ckpts=0, nothing is saved."
       )
@@ -269,37 +258,11 @@ def from_config(
   return Hooks(hooks, run, digest)
 
 
-def _type_of(entry: Any) -> Any:
-  return entry.get("type") if isinstance(entry, Mapping) else None
-
-
 def _find(kind: Any, path: str) -> Any:
-  """Returns the class of a hook type: a module's name or a dotted path."""
+  """The class of a hook's type: a module's name or a dotted path."""
   if isinstance(kind, str) and "." in kind:
     return parts.find_attribute(kind, path)
   return parts.find_module("hooks", kind, path).Hook
-
-
-def _check_evaluations(
-  hook: Any, config: settings.Config, path: str, names: Iterable[str]
-) -> None:
-  """Warns if a hook watches a metric of an evaluation that does not exist.
-
-  Rows cannot reveal this mistake: none of them has the metric's prefix. Hooks
-  `names` may add metrics of their own.
-  """
-  evals = list(config.get("evals", {}))
-  for metric in getattr(hook, "watches", ()):
-    prefix, slash, _ = str(metric).partition("/")
-    if slash and prefix not in (*evals, *names, *_TRAINING_PREFIXES):
-      hint = settings.did_you_mean(prefix, evals)
-      logging.warning(
-        "%s: metric %r: there is no evaluation %r.%s",
-        path,
-        metric,
-        prefix,
-        hint,
-      )
 
 
 # Prefixes of names in rows of training.
@@ -315,3 +278,23 @@ _TRAINING_PREFIXES = (
   "weight_rms",
   "weight_update_divided_by_weight_rms",
 )
+
+
+def _check_evaluations(
+  hook: Any, config: settings.Config, path: str, hook_names: Iterable[str]
+) -> None:
+  """Warns if a hook watches a metric of an evaluation that does not exist.
+
+  Rows cannot reveal this mistake: none of them has the metric's prefix.
+  """
+  evals = list(config.get("evals", {}))
+  for metric in getattr(hook, "watches", ()):
+    prefix, slash, _ = str(metric).partition("/")
+    if slash and prefix not in (*evals, *hook_names, *_TRAINING_PREFIXES):
+      logging.warning(
+        "%s: metric %r: there is no evaluation %r.%s",
+        path,
+        metric,
+        prefix,
+        settings.did_you_mean(prefix, evals),
+      )

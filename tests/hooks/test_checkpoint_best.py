@@ -139,7 +139,7 @@ def test_the_best_checkpoint_outlives_newer_ones_and_a_resume(
 
 def test_an_unknown_mode():
   entry = dict(type="checkpoint_best", metric="x", mode="mxa")
-  message = r"config.hooks.h.mode: no mode 'mxa'. Did you mean 'max'"
+  message = r"config.hooks.h.mode: unknown 'mxa'. Did you mean 'max'"
   with pytest.raises(ConfigError, match=message):
     hooking.build(h=entry)
 

@@ -113,7 +113,7 @@ def test_the_rule_on_any_history(values, mode, patience, atol, rtol, data):
     (dict(), r"config.hooks.h.metric: missing"),
     (
       dict(metric="x", mode="mn"),
-      r"config.hooks.h.mode: no mode 'mn'. Did you mean 'min'",
+      r"config.hooks.h.mode: unknown 'mn'. Did you mean 'min'",
     ),
     (
       dict(metric="x", patience=1),

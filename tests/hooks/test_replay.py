@@ -69,7 +69,7 @@ def test_a_flipped_bit_stops_the_run_before_a_save(train, tmp_path):
 def test_a_flipped_bit_of_a_metric_is_found(train):
   flip = dict(step=2, name="last/loss_last", device=1, when="tally")
   with pytest.raises(
-    Corrupt, match="step 2, .* in .tally/last/loss_last. on .*:1 of"
+    Corrupt, match="step 2, .* in .step_metrics/last/loss_last. on .*:1 of"
   ):
     train(hooks(**flip))
 
@@ -122,7 +122,7 @@ def test_wrong_gradients_of_one_device(train, monkeypatch, tmp_path):
 def test_mistakes(train):
   for options, message in (
     (dict(every_steps=0), "config.hooks.r.every_steps: expected a whole"),
-    (dict(policy="skip"), "config.hooks.r.policy: no policy 'skip'"),
+    (dict(policy="skip"), "config.hooks.r.policy: unknown 'skip'"),
   ):
     with pytest.raises(ConfigError, match=message):
       train(dict(r=dict(type="replay", **options)))

@@ -7,7 +7,6 @@ import pathlib
 import re
 import signal
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -325,8 +324,7 @@ def test_values_must_be_declared_and_names_must_differ():
   context = hook_context.Context("val", hook_context.Run("w", {}))
   with pytest.raises(RuntimeError, match="hooks.val.*needs_values = True"):
     context.values  # noqa: B018
-  evaluation = types.SimpleNamespace(name="val")
-  run = hook_context.Run("w", {}, evaluations=[evaluation])
+  run = hook_context.Run("w", {}, evaluations=["val"])
   context = hook_context.Context("val", run)
   with pytest.raises(ConfigError, match=r"hooks.val: .* rename the hook"):
     context.add_scalars({"x": 1})
