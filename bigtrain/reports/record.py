@@ -66,7 +66,7 @@ def topology(mesh: Mesh) -> str:
   return (
     f"{jax.process_count()} process(es) with {counts} device(s) each, "
     f"{', '.join(f'{n} of kind {kind!r}' for kind, n in kinds.items())}, mesh "
-    f"{sharding.in_words(mesh)}"
+    f"{sharding.in_words(mesh.shape)}"
   )
 
 

@@ -1,23 +1,46 @@
 """How arrays are split over devices.
 
 mesh.py makes the device mesh and names its axes; open it first. batches.py has
-the shardings of batches, layouts.py the rules for parameters and optimizer
-state, model_rules.py the rules of a model, and memory.py what stays in host
-memory. Models call the functions of traced.py, lookup.py and, for the axis
-`tensor`, tensor.py while they are traced. Other packages use the names below.
-Any package may import this one, which imports only settings, trees and
-dims.
+the shardings of batches, and what models ask of the mesh while they are traced;
+rules.py the layout of parameters and optimizer state, with model_rules.py for
+the rules of a model; memory.py what stays in host memory, tensor.py and
+lookup.py layers that are split, absent.py devices that are not there. Other
+packages use the names below. Any package may import this one, which imports
+only dims, model_flops, settings and trees.
 """
 
+from bigtrain.sharding.absent import absent_devices
 from bigtrain.sharding.batches import (
+  ambient,
   batch,
   batch_spec,
   batch_ways,
   check_batch,
+  device,
+  length_ways,
   one_example,
+  over_batch,
   replicated,
+  split_batch,
+  splits,
 )
-from bigtrain.sharding.layouts import (
+from bigtrain.sharding.lookup import lookup
+from bigtrain.sharding.memory import (
+  bytes_per_device,
+  in_host,
+  in_memory_of,
+  on_device,
+  read_opt_memory,
+)
+from bigtrain.sharding.mesh import (
+  AXES,
+  BATCH_AXES,
+  from_config,
+  in_words,
+  make_mesh,
+)
+from bigtrain.sharding.model_rules import place
+from bigtrain.sharding.rules import (
   DEFAULT_RULES,
   Layout,
   Rules,
@@ -27,22 +50,6 @@ from bigtrain.sharding.layouts import (
   state_shardings,
   state_spec,
 )
-from bigtrain.sharding.lookup import lookup
-from bigtrain.sharding.memory import (
-  bytes_per_device,
-  in_host,
-  in_memory_of,
-  on_device,
-)
-from bigtrain.sharding.memory import read as read_opt_memory
-from bigtrain.sharding.mesh import (
-  AXES,
-  BATCH_AXES,
-  from_config,
-  in_words,
-  make_mesh,
-)
-from bigtrain.sharding.model_rules import place
 from bigtrain.sharding.tensor import (
   axes_of_length,
   by_heads,
@@ -55,56 +62,3 @@ from bigtrain.sharding.tensor import (
   stream_spec,
   tensor_ways,
 )
-from bigtrain.sharding.traced import (
-  ambient,
-  device,
-  length_ways,
-  over_batch,
-  split_batch,
-  splits,
-)
-
-__all__ = [
-  "AXES",
-  "BATCH_AXES",
-  "DEFAULT_RULES",
-  "Layout",
-  "Rules",
-  "along",
-  "ambient",
-  "axes_of_length",
-  "batch",
-  "batch_spec",
-  "batch_ways",
-  "by_heads",
-  "bytes_per_device",
-  "check_batch",
-  "columns",
-  "device",
-  "from_config",
-  "gathered",
-  "heads_in_parts",
-  "in_host",
-  "in_memory_of",
-  "in_words",
-  "largest_free",
-  "length_ways",
-  "lookup",
-  "make_mesh",
-  "on_device",
-  "one_example",
-  "over_batch",
-  "place",
-  "read_opt_memory",
-  "replicated",
-  "rows",
-  "scattered",
-  "spec_of",
-  "split_batch",
-  "splits",
-  "state_shardings",
-  "state_spec",
-  "stream",
-  "stream_spec",
-  "tensor_ways",
-]

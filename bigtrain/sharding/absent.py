@@ -1,21 +1,23 @@
 """Devices that are absent: the compiler's descriptions of TPUs and GPUs.
 
-config.compile_only names them. XLA's compilers for TPUs (package libtpu) and
-for NVIDIA's GPUs (jax's CUDA plugin) run on any machine and need no device.
+XLA's compilers for TPUs (package libtpu) and for NVIDIA's GPUs (jax's CUDA
+plugin) run on any machine and need no device. Only tools.plan asks for them.
 """
 
+import contextlib
+import contextvars
 import importlib.util
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from bigtrain.settings import ConfigError
 
-# GPUs with a description: name in config.compile_only -> file.
+# GPUs with a description: name -> file.
 GPUS = {
   path.stem: path for path in pathlib.Path(__file__).parent.glob("*.txtpb")
 }
@@ -32,32 +34,51 @@ NO_TPU = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+_topology: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+  "topology of absent devices", default=None
+)
 
-def devices(topology: str) -> Sequence[Any]:
-  """Returns devices to compile for on a machine without them.
+
+@contextlib.contextmanager
+def absent_devices(topology: str | None) -> Iterator[None]:
+  """Inside of it, `sharding.from_config` makes meshes of absent devices.
 
   Args:
     topology: name of a TPU slice, such as "v5p:2x2x2", or of GPUs as servers x
-      GPUs of a server, such as "h100:8x8".
+      GPUs of a server, such as "h100:8x8"; None for this machine's devices.
+  """
+  token = _topology.set(topology)
+  try:
+    yield
+  finally:
+    _topology.reset(token)
+
+
+def topology() -> str | None:
+  """The topology of the `absent_devices` around the caller, if any."""
+  return _topology.get()
+
+
+def devices(topology: str) -> Sequence[Any]:
+  """Returns devices to compile for on a machine without them.
 
   Raises:
     ConfigError: the compiler is not installed, or there is no such topology.
   """
   gpus = _GPU.match(topology)
   if gpus and gpus[1] in GPUS:
-    return _gpus(topology, GPUS[gpus[1]].read_text(), *gpus.group(2, 3))
+    return _gpus(topology, GPUS[gpus[1]].read_text(), gpus[2], gpus[3])
   return _tpus(topology)
 
 
 def _gpus(
   topology: str, description: str, servers: str, of_server: str
 ) -> Sequence[Any]:
-  """Servers with GPUs of a description."""
   from jax.experimental import topologies
 
   if not _has_cuda_plugin():
     raise ConfigError(
-      f"config.compile_only={topology!r}: needs jax's CUDA plugin, as "
+      f"absent devices {topology!r}: needs jax's CUDA plugin, as "
       "`make install EXTRAS=cuda` or `pip install 'bigtrain[cuda]'` install it."
     )
   try:
@@ -70,7 +91,7 @@ def _gpus(
     ).devices
   except Exception as e:  # The plugin may raise anything.
     raise ConfigError(
-      f"config.compile_only={topology!r}: the CUDA plugin refuses it "
+      f"absent devices {topology!r}: the CUDA plugin refuses them "
       f"({' '.join(str(e).split())})."
     ) from e
   tell_cudnn(description)
@@ -78,9 +99,8 @@ def _gpus(
 
 
 def _has_cuda_plugin() -> bool:
-  """Whether a CUDA plugin of jax is installed."""
   plugins = importlib.util.find_spec("jax_plugins")
-  folders = plugins.submodule_search_locations if plugins else []
+  folders = plugins and plugins.submodule_search_locations
   return any(
     any(pathlib.Path(folder).glob("xla_cuda*")) for folder in folders or []
   )
@@ -90,16 +110,15 @@ def tell_cudnn(description: str) -> None:
   """Lets jax trace cuDNN's attention for an absent GPU.
 
   jax asks this machine's GPU and its cuDNN what they can do. From here on the
-  process gets the answers of the description.
-
-  Args:
-    description: text of a file such as h100.txtpb.
+  process gets the answers of the description, the text of a file such as
+  h100.txtpb.
   """
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
   def numbers(field: str) -> list[int]:
-    body = re.search(field + r" \{([^}]*)\}", description)[1]
-    named = dict(re.findall(r"(\w+): (\d+)", body))
+    match = re.search(field + r" \{([^}]*)\}", description)
+    assert match, field
+    named = dict(re.findall(r"(\w+): (\d+)", match[1]))
     return [int(named.get(n, 0)) for n in ("major", "minor", "patch")]
 
   major, minor, patch = numbers("dnn_version_info")
@@ -116,7 +135,6 @@ def tell_cudnn(description: str) -> None:
 
 
 def _tpus(topology: str) -> Sequence[Any]:
-  """Devices of a TPU slice."""
   from jax.experimental import topologies
 
   for name, value in NO_TPU.items():
@@ -133,7 +151,7 @@ def _tpus(topology: str) -> Sequence[Any]:
   except Exception as e:  # The plugin may raise anything.
     gpus = ", ".join(f"'{name}:8x8'" for name in sorted(GPUS))
     raise ConfigError(
-      f"config.compile_only={topology!r}: needs the package libtpu and a "
-      f"topology such as 'v5p:2x2x2', or GPUs such as {gpus} "
+      f"absent devices {topology!r}: needs the package libtpu and a topology "
+      f"such as 'v5p:2x2x2', or GPUs such as {gpus} "
       f"({' '.join(str(e).split())})."
     ) from e

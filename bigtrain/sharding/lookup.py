@@ -18,24 +18,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from bigtrain.sharding import layouts, tensor, traced
+from bigtrain.sharding import batches, rules, tensor
 from bigtrain.sharding.mesh import BATCH_AXES
 
 
 def lookup(table_VD: jax.Array, ids_BL: jax.Array, dtype: Any) -> jax.Array:
-  """Returns rows of a table.
-
-  Returns:
-    [B, L, D], split as sharding.stream_spec says.
-  """
-  mesh = traced.ambient(ids_BL.shape[0])
+  """Returns rows of a table [B, L, D], split as `stream_spec` says."""
+  mesh = batches.ambient(ids_BL.shape[0])
   if mesh is None or mesh.size == 1:
     return jnp.take(table_VD, ids_BL, axis=0).astype(dtype)
   (V, D), ways = table_VD.shape, mesh.shape.get("tensor", 1)
   by_rows = ways > 1 and V % ways == 0
   parts = {0: ("tensor",)} if by_rows else {}
   # The dimension that is over `fsdp` by the default rules.
-  dim = layouts.largest_free((V, D), mesh.shape["fsdp"], parts)
+  dim = rules.largest_free((V, D), mesh.shape["fsdp"], parts)
   if dim is not None:
     parts |= {dim: ("fsdp",)}
   out = tensor.stream_spec(mesh, ids_BL)
@@ -65,7 +61,7 @@ def lookup(table_VD: jax.Array, ids_BL: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.all_to_all(x, "fsdp", 0, 2, tiled=True) if exchanged else x
 
   x_BLD = jax.shard_map(
-    on_device, in_specs=(layouts.spec_of(parts), of_ids), out_specs=out
+    on_device, in_specs=(rules.spec_of(parts), of_ids), out_specs=out
   )(table_VD, ids_BL)
   if by_rows:
     valid_BL1 = ((ids_BL >= -V) & (ids_BL < V))[..., None]

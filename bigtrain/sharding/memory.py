@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import trees
-from bigtrain.settings import Config, ConfigError, did_you_mean
+from bigtrain.settings import Config, ConfigError, check_choice
 
 KINDS = ("device", "pinned_host")
 
@@ -27,7 +27,7 @@ _MIN_SIZE = 1024
 OptMemory = Sequence[tuple[str, str]]
 
 
-def read(config: Config) -> OptMemory:
+def read_opt_memory(config: Config) -> OptMemory:
   """Reads config.opt_memory.
 
   Raises:
@@ -39,9 +39,7 @@ def read(config: Config) -> OptMemory:
     if not isinstance(pair, list | tuple) or len(pair) != 2:
       raise ConfigError(f"{_KEY}: expected (regex, kind), got {pair!r}.")
     pattern, kind = pair
-    if kind not in KINDS:
-      hint = did_you_mean(str(kind), KINDS)
-      raise ConfigError(f"{_KEY}: unknown kind of memory {kind!r}.{hint}")
+    check_choice(_KEY, kind, KINDS)
     try:
       re.compile(pattern)
     except (re.error, TypeError) as e:
@@ -60,7 +58,14 @@ def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
       matches nothing.
   """
   for kind in {kind for _, kind in pairs} - {"device"}:
-    _check_exists(kind, mesh)
+    # Those of other processes cannot be asked, and all may be absent.
+    device = [*mesh.local_devices, mesh.devices.flat[0]][0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if kind not in kinds:
+      raise ConfigError(
+        f"{_KEY}: {device.device_kind} has no memory {kind!r}; expected "
+        f"'device', as on platforms with {' and '.join(kinds)} alone."
+      )
   matched = set()
 
   def place(name: str, array: Any, sharding: Any) -> Any:
@@ -82,17 +87,6 @@ def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
         f"over names of the optimizer's state{shown}."
       )
   return result
-
-
-def _check_exists(kind: str, mesh: Mesh) -> None:
-  # Those of other processes cannot be asked, and all may be absent.
-  devices = [*mesh.local_devices, mesh.devices.flat[0]]
-  kinds = [memory.kind for memory in devices[0].addressable_memories()]
-  if kind not in kinds:
-    raise ConfigError(
-      f"{_KEY}: {devices[0].device_kind} has no memory {kind!r}; expected "
-      f"'device', as on platforms with {' and '.join(kinds)} alone."
-    )
 
 
 def in_host(x: Any) -> bool:
@@ -124,13 +118,7 @@ def in_memory_of(tree: Any, like: Any) -> Any:
 def bytes_per_device(
   shapes: Any, shardings: Any, *, in_host: bool = False
 ) -> int:
-  """Number of bytes of the state that one device holds.
-
-  Args:
-    shapes: tree of ShapeDtypeStructs.
-    in_host: whether to count what the device has in host memory, and not what
-      it has in its own.
-  """
+  """Bytes of a tree of shapes in a device's memory, or in its host's."""
   total = 0
   pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
   for shape, sharding in pairs:

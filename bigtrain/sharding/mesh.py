@@ -7,22 +7,52 @@
 
 The batch is split over `replica` and `fsdp`. The devices of a `tensor` group
 send the most, so they are neighbours; then come `sequence` and `fsdp`.
-slices.py places the axes on several slices of TPUs or servers with GPUs.
+
+A slice is a set of devices with a fast network among them: a slice of TPUs, or
+a server with GPUs. The network between slices is slower. So an axis of the mesh
+that sends little is spread over the slices, `replica` first, and one that sends
+much stays inside of a slice, `tensor` above all.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from absl import logging
 from jax.sharding import Mesh
 
 from bigtrain.settings import Config, ConfigError, check_kwargs
 from bigtrain.sharding import absent
-from bigtrain.sharding import slices as slices_lib
 
 BATCH_AXES = ("replica", "fsdp")
 AXES = (*BATCH_AXES, "sequence", "tensor")
+
+# What an axis sends over the network between slices in each step, for the
+# warning; "part" is (n - 1) / n.
+_TRAFFIC = {
+  "fsdp": "in each microbatch, a device sends 3 x {part:.2f} x the bytes of "
+  "the parameters of its tensor group",
+  "sequence": "every attention sends 2 x {part:.2f} x its keys and values, and "
+  "every step 2 x {part:.2f} x the gradients of a device",
+  "tensor": "every block sends 8 x {part:.2f} x its activations (tokens x "
+  "width), 4 forward and 4 backward",
+}
+
+
+def from_config(config: Config) -> Mesh:
+  """The mesh of config.mesh, of absent devices inside of `absent_devices`.
+
+  Raises:
+    ConfigError: the sizes do not fit the devices.
+  """
+  options = config.kwargs("mesh")
+  check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
+  topology = absent.topology() or config.get("compile_only", False)
+  if isinstance(topology, str):
+    options["devices"] = absent.devices(topology)
+  return make_mesh(**options)
 
 
 def make_mesh(
@@ -48,20 +78,15 @@ def make_mesh(
       another number of slices.
   """
   devices = jax.devices() if devices is None else list(devices)
-  given = dict(zip(AXES, (replica, fsdp, sequence, tensor)))
-  sizes = fitted(given, len(devices))
-  groups = slices_lib.grouped(devices, slices)
-  mesh = Mesh(slices_lib.arranged(groups, tuple(sizes.values())), AXES)
-  slices_lib.warn_of_slow_axes(mesh.devices, AXES, groups)
+  sizes = _filled(dict(zip(AXES, (replica, fsdp, sequence, tensor))), devices)
+  groups = grouped(devices, slices)
+  mesh = Mesh(arranged(groups, tuple(sizes.values())), AXES)
+  _warn_of_slow_axes(mesh.devices, groups)
   return mesh
 
 
-def fitted(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
-  """Returns the sizes of the axes with -1 replaced.
-
-  Raises:
-    ConfigError: the sizes do not multiply to the number of devices.
-  """
+def _filled(sizes: dict[str, int], devices: Sequence[Any]) -> dict[str, int]:
+  """Returns the sizes of the axes with -1 replaced."""
   for axis, size in sizes.items():
     if not isinstance(size, int) or (size < 1 and size != -1):
       raise ConfigError(
@@ -74,35 +99,27 @@ def fitted(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
       f"config.mesh: only one of {' and '.join(open_axes)} can be -1."
     )
   known = math.prod(size for size in sizes.values() if size != -1)
-  filled = {
-    axis: max(1, num_devices // known) if size == -1 else size
-    for axis, size in sizes.items()
-  }
+  rest = max(1, len(devices) // known)
+  filled = {axis: rest if n == -1 else n for axis, n in sizes.items()}
   total = math.prod(filled.values())
-  if total != num_devices:
-    shown = _in_words(filled)
+  if total != len(devices):
     raise ConfigError(
-      f"config.mesh: {shown} = {total}, but there are {num_devices} devices"
-      f"{_nearest(sizes, num_devices)}."
+      f"config.mesh: {in_words(filled)} = {total}, but there are "
+      f"{len(devices)} devices{_nearest(sizes, len(devices))}."
     )
   return filled
 
 
-def _in_words(sizes: dict[str, int]) -> str:
-  """The sizes in a line: replica and fsdp, and others that split something."""
+def in_words(sizes: Mapping[str, int]) -> str:
+  """Describes the sizes of a mesh, such as "replica=2 x fsdp=4"."""
   return " x ".join(
-    f"{axis}={size}"
-    for axis, size in sizes.items()
-    if axis in BATCH_AXES or size > 1
+    f"{axis}={sizes[axis]}"
+    for axis in AXES
+    if axis in BATCH_AXES or sizes[axis] > 1
   )
 
 
-def in_words(mesh: Mesh) -> str:
-  """Describes the sizes of a mesh, such as "replica=2 x fsdp=4"."""
-  return _in_words(dict(mesh.shape))
-
-
-def _nearest(sizes: dict[str, int], num_devices: int) -> str:
+def _nearest(sizes: Mapping[str, int], num_devices: int) -> str:
   """For the message: the nearest sizes of one axis that fit the devices."""
   exact = -1 not in sizes.values()
   fits = []
@@ -125,18 +142,119 @@ def _nearest(sizes: dict[str, int], num_devices: int) -> str:
   return f"; the nearest that work: {' or '.join(words)}"
 
 
-def from_config(config: Config) -> Mesh:
-  """The mesh that config.mesh describes; see `make_mesh`.
+def _slice_of(device: Any) -> int:
+  """The number of a device's slice or server."""
+  # jax numbers servers with GPUs as slices. Elsewhere a server is a process.
+  number = getattr(device, "slice_index", None)
+  if number is None and device.platform == "tpu":
+    return 0  # One slice.
+  return int(device.process_index if number is None else number)
 
-  If config.compile_only names absent devices, such as "v5p:2x2x2" or
-  "h100:8x8", the mesh consists of them and not of this machine's.
+
+def grouped(devices: Sequence[Any], slices: int | None) -> list[list[Any]]:
+  """Returns the devices of each slice.
+
+  Args:
+    slices: expected number of slices, or None for any. Simulated devices of one
+      process form this number of slices, each of neighbours.
 
   Raises:
-    ConfigError: the sizes do not fit the devices.
+    ConfigError: there is another number of slices.
   """
-  options = config.kwargs("mesh")
-  check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
-  topology = config.get("compile_only", False)
-  if isinstance(topology, str):
-    options["devices"] = absent.devices(topology)
-  return make_mesh(**options)
+  groups: dict[int, list[Any]] = {}
+  for device in devices:
+    groups.setdefault(_slice_of(device), []).append(device)
+  result = [groups[number] for number in sorted(groups)]
+  if slices is None:
+    return result
+  if not isinstance(slices, int) or isinstance(slices, bool) or slices < 1:
+    raise ConfigError(
+      f"config.mesh.slices: expected a positive whole number, got {slices!r}."
+    )
+  simulated = len(result) == 1 and devices[0].platform == "cpu"
+  if simulated and len(devices) % slices == 0:
+    size = len(devices) // slices
+    return [list(devices[i * size : (i + 1) * size]) for i in range(slices)]
+  if len(result) != slices:
+    raise ConfigError(
+      f"config.mesh.slices={slices}: expected {len(result)}, the number of "
+      f"slices or servers that the devices ({len(devices)}) are in."
+    )
+  return result
+
+
+def arranged(groups: Sequence[Sequence[Any]], shape: Sequence[int]) -> Any:
+  """Returns an array of devices with the shape of a mesh.
+
+  The outer axes go over the slices, as far as their sizes have a factor in
+  common with the number of slices.
+  """
+  outer, left = [], len(groups)
+  for size in shape:
+    outer.append(math.gcd(size, left))
+    left //= outer[-1]
+  if left > 1 or len({len(group) for group in groups}) > 1:
+    devices = [device for group in groups for device in group]
+    return _inside(devices, shape)
+  inner = [size // factor for size, factor in zip(shape, outer)]
+  grids = [_inside(group, inner) for group in groups]
+  # One array [factors of all axes, sizes within a slice].
+  grid = np.stack(grids).reshape(*outer, *inner)
+  number = len(shape)
+  order = [at for axis in range(number) for at in (axis, number + axis)]
+  return grid.transpose(order).reshape(tuple(shape))
+
+
+def _inside(devices: Sequence[Any], shape: Sequence[int]) -> Any:
+  """Returns an array of the devices of a slice; on TPUs near in the torus."""
+  # Devices of several slices are not in one torus.
+  one_torus = len({_slice_of(device) for device in devices}) == 1
+  if devices[0].platform == "tpu" and one_torus:
+    from jax.experimental import mesh_utils
+
+    # fsdp=8 in a 4x4x4 slice needs one axis and half of the next.
+    return mesh_utils.create_device_mesh(
+      tuple(shape), devices=list(devices), allow_split_physical_axes=True
+    )
+  grid = np.empty(len(devices), object)
+  grid[:] = devices
+  return grid.reshape(tuple(shape))
+
+
+def crossing(grid: Any, groups: Sequence[Sequence[Any]]) -> dict[str, int]:
+  """Returns the axes with groups of devices in several slices.
+
+  Returns:
+    The largest number of slices of a group, by axis.
+  """
+  number_of = {d: i for i, group in enumerate(groups) for d in group}
+  numbers = np.vectorize(number_of.get, otypes=[int])(grid)
+  crossed = {}
+  for at, axis in enumerate(AXES):
+    rows = np.moveaxis(numbers, at, -1).reshape(-1, grid.shape[at])
+    most = max(len(set(row)) for row in rows.tolist())
+    if most > 1:
+      crossed[axis] = most
+  return crossed
+
+
+def _warn_of_slow_axes(grid: Any, groups: Sequence[Sequence[Any]]) -> None:
+  """Warns if an axis other than `replica` is in several slices or servers."""
+  crossed = crossing(grid, groups)
+  crossed.pop("replica", None)
+  if not crossed:
+    return
+  sizes = dict(zip(AXES, grid.shape))
+  size = min(len(group) for group in groups)
+  parts = [
+    f"config.mesh.{axis}={sizes[axis]} is in {number} slices or servers: "
+    + _TRAFFIC[axis].format(part=(sizes[axis] - 1) / sizes[axis])
+    for axis, number in crossed.items()
+  ]
+  logging.warning(
+    "%s; all of it over the network between them. A slice or server has %d "
+    "devices: axes whose product (without replica) divides %d stay inside.",
+    "; ".join(parts),
+    size,
+    size,
+  )

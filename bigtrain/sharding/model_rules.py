@@ -12,7 +12,7 @@ from absl import logging
 
 from bigtrain import dims
 from bigtrain.settings import ConfigError
-from bigtrain.sharding.layouts import Placed
+from bigtrain.sharding.rules import Placed
 
 # Arrays that a message lists by name.
 _MOST_NAMES = 4
@@ -28,7 +28,7 @@ def place(
   shapes: Mapping[str, tuple[int, ...]],
   sizes: Mapping[str, int],
 ) -> dict[str, tuple[tuple[int, ...], Placed]]:
-  """Returns `of_model` of layouts.Rules.
+  """Returns `of_model` of rules.Rules.
 
   Args:
     table: the model's description of its parameters.

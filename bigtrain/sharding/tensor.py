@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from bigtrain import model_flops
-from bigtrain.sharding import traced
+from bigtrain.sharding import batches
 from bigtrain.sharding.mesh import BATCH_AXES
 
 # As flax's layers call it: (inputs, kernel, dimension numbers, ...).
@@ -34,7 +34,7 @@ _FREE = PartitionSpec.UNCONSTRAINED
 
 def tensor_ways(batch_size: int) -> int:
   """Size of `tensor` in the ambient mesh; 1 if it does not split the batch."""
-  mesh = traced.ambient(batch_size)
+  mesh = batches.ambient(batch_size)
   return 1 if mesh is None else mesh.shape.get("tensor", 1)
 
 
@@ -55,7 +55,7 @@ def columns(x_BLD: jax.Array) -> DotGeneral | None:
     ...) -> [B, L, outputs, ...]. If the outputs do not divide, there are
     `heads_in_parts` of them, repeated in order. None without such a mesh.
   """
-  ways = tensor_ways(x_BLD.shape[0])
+  mesh, ways = batches.ambient(x_BLD.shape[0]), tensor_ways(x_BLD.shape[0])
   if ways == 1:
     return None
   x_TBLD = _spread(x_BLD)
@@ -76,7 +76,8 @@ def columns(x_BLD: jax.Array) -> DotGeneral | None:
         "tbld,dt...->blt...", x_TBLD.astype(kernel.dtype), kernel, **options
       )
     y = y.reshape(*y.shape[:2], total, *rest)
-    return split_outputs(y)
+    spec = PartitionSpec(BATCH_AXES, length_axis(mesh, y), "tensor")
+    return jax.lax.with_sharding_constraint(y, spec)
 
   return product
 
@@ -106,20 +107,11 @@ def rows(batch_size: int) -> DotGeneral | None:
   return product
 
 
-def split_outputs(x: jax.Array) -> jax.Array:
-  """Constrains dimension 2 of [B, L, heads or units, ...] to be split."""
-  mesh = traced.ambient(x.shape[0])
-  if tensor_ways(x.shape[0]) == 1 or x.shape[2] % mesh.shape["tensor"]:
-    return x
-  spec = PartitionSpec(BATCH_AXES, length_axis(mesh, x), "tensor")
-  return jax.lax.with_sharding_constraint(x, spec)
-
-
 def by_heads(x: jax.Array, dim: int) -> jax.Array:
   """Constrains the batch, and a dimension of heads if it divides."""
   ways = tensor_ways(x.shape[0])
   if ways == 1 or x.shape[dim] % ways:
-    return traced.over_batch(x)
+    return batches.over_batch(x)
   spec = PartitionSpec(BATCH_AXES, *[None] * (dim - 1), "tensor")
   return jax.lax.with_sharding_constraint(x, spec)
 
@@ -131,11 +123,11 @@ def stream(x: jax.Array) -> jax.Array:
   the positions.
   """
   if tensor_ways(x.shape[0]) > 1:
-    spec = stream_spec(traced.ambient(x.shape[0]), x)
-  elif traced.length_ways(*x.shape[:2]) > 1:  # XLA pads lengths.
+    spec = stream_spec(batches.ambient(x.shape[0]), x)
+  elif batches.length_ways(*x.shape[:2]) > 1:  # XLA pads lengths.
     spec = PartitionSpec(BATCH_AXES, "sequence")
   else:
-    return traced.over_batch(x)
+    return batches.over_batch(x)
   return jax.lax.with_sharding_constraint(x, spec)
 
 
@@ -156,7 +148,7 @@ def stream_spec(mesh: Any, x: jax.Array) -> PartitionSpec:
 
 
 def axes_of_length(spec: PartitionSpec) -> tuple[str, ...]:
-  """Returns the axes that split the length in a spec of the stream."""
+  """The axes that split the length in a spec of the stream."""
   axes = spec[1] if len(spec) > 1 else None
   return axes if isinstance(axes, tuple) else (axes,) if axes else ()
 
@@ -185,7 +177,7 @@ def _spread(x_BLD: jax.Array) -> jax.Array:
 
   The gradient of x is the sum over the copies.
   """
-  mesh = traced.ambient(x_BLD.shape[0])
+  mesh = batches.ambient(x_BLD.shape[0])
   spec = stream_spec(mesh, x_BLD)
   out = PartitionSpec("tensor", BATCH_AXES, length_axis(mesh, x_BLD))
   return jax.shard_map(
@@ -195,7 +187,7 @@ def _spread(x_BLD: jax.Array) -> jax.Array:
 
 def _summed(y_TBLD: jax.Array) -> jax.Array:
   """Adds up the parts of [T, B, L, D]; the inverse of `_spread`."""
-  mesh = traced.ambient(y_TBLD.shape[1])
+  mesh = batches.ambient(y_TBLD.shape[1])
   spec = stream_spec(mesh, y_TBLD[0])
   parts = PartitionSpec("tensor", BATCH_AXES, length_axis(mesh, y_TBLD[0]))
   return jax.shard_map(

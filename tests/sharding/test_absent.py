@@ -36,8 +36,8 @@ def test_absent_tpus_may_be_a_part_of_a_host(
 ):
   # libtpu's variables stay out of the other tests.
   monkeypatch.setattr(os, "environ", {})
-  config = Config({"compile_only": topology, "mesh": {}})
-  assert sharding.from_config(config).size == 2
+  with sharding.absent_devices(topology):
+    assert sharding.from_config(Config({"mesh": {}})).size == 2
   assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
   assert asked["topology_name"] == topology
   assert asked.get("chips_per_host_bounds") == part
@@ -45,8 +45,8 @@ def test_absent_tpus_may_be_a_part_of_a_host(
 
 def test_absent_gpus_are_in_servers(asked, monkeypatch, traces_cudnn):
   monkeypatch.setattr(absent, "_has_cuda_plugin", lambda: True)
-  config = Config({"compile_only": "h100:4x8", "mesh": {}})
-  assert sharding.from_config(config).size == 2
+  with sharding.absent_devices("h100:4x8"):
+    assert sharding.from_config(Config({"mesh": {}})).size == 2
   # jax's order: slices x hosts x devices.
   assert (asked["platform"], asked["topology"]) == ("cuda", "4x1x8")
   assert 'name: "NVIDIA H100 80GB HBM3"' in asked["target_config"]

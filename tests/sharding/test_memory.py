@@ -96,8 +96,8 @@ def test_large_arrays_of_the_optimizer_are_in_host_memory():
 @pytest.mark.parametrize(
   ("value", "message"),
   [
-    ("pinned", "unknown kind of memory 'pinned'. Did you mean 'pinned_host'"),
-    ([("opt/mu", 3)], "unknown kind of memory 3"),
+    ("pinned", "unknown 'pinned'. Did you mean 'pinned_host'"),
+    ([("opt/mu", 3)], "unknown 3"),
     (["opt/mu"], "expected (regex, kind), got 'opt/mu'"),
     ([("opt/(mu", "device")], "bad regex 'opt/(mu'"),
     ([("params/x", "pinned_host")], "'params/x' decides nothing; expected"),

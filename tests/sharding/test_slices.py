@@ -9,7 +9,7 @@ import pytest
 
 from bigtrain import sharding
 from bigtrain.settings import ConfigError
-from bigtrain.sharding import slices
+from bigtrain.sharding.mesh import arranged, crossing, grouped
 
 
 class Device(NamedTuple):
@@ -44,10 +44,10 @@ def tpus(number, bounds):
 
 
 def place(devices, shape, number=None):
-  groups = slices.grouped(devices, number)
-  grid = slices.arranged(groups, shape)
+  groups = grouped(devices, number)
+  grid = arranged(groups, shape)
   assert grid.shape == shape and set(grid.flat) == set(devices)
-  return grid, slices.crossing(grid, sharding.AXES, groups)
+  return grid, crossing(grid, groups)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_number_of_slices_is_checked():
   with pytest.raises(
     ConfigError, match="slices=2: expected 4, the number of slices"
   ):
-    slices.grouped(gpus(4, 2), 2)
+    grouped(gpus(4, 2), 2)
   with pytest.raises(ConfigError, match=r"slices: expected .* got 0"):
     sharding.make_mesh(slices=0)
   with pytest.raises(ConfigError, match=r"slices=3: expected 1, .*\(8\)"):
@@ -97,8 +97,8 @@ def test_the_number_of_slices_is_checked():
 def test_simulated_devices_form_slices_of_neighbours():
   mesh = sharding.make_mesh(replica=2, fsdp=2, tensor=2, slices=2)
   assert [d.id for d in mesh.devices.flat] == [*range(8)]
-  groups = slices.grouped(jax.devices(), 2)
-  crossed = slices.crossing(mesh.devices, sharding.AXES, groups)
+  groups = grouped(jax.devices(), 2)
+  crossed = crossing(mesh.devices, groups)
   assert crossed == {"replica": 2}
 
 
