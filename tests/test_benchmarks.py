@@ -53,7 +53,7 @@ def _lines(names, cache):
     },
     capture_output=True,
     text=True,
-    timeout=400,
+    timeout=1200,
   )
   assert finished.returncode == 0, finished.stderr
   return [json.loads(line) for line in finished.stdout.splitlines()]

@@ -162,7 +162,7 @@ def test_commands_in_processes_of_their_own(place, tiny_config, typed):
       env=env,
       capture_output=True,
       text=True,
-      timeout=120,
+      timeout=300,
     )
 
   done = call("main", "--config=./config.py", f"--workdir={typed}")

@@ -83,7 +83,7 @@ def as_another_user(expression, workdir):
     cwd=ROOT,
     capture_output=True,
     text=True,
-    timeout=60,
+    timeout=300,
   )
   assert done.returncode == 0, done.stderr
   return done.stdout

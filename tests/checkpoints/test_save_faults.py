@@ -50,7 +50,7 @@ def killed(tmp_path_factory):
     capture_output=True,
     text=True,
     env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-    timeout=120,
+    timeout=300,
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout.split("\n")[:-1] == [f"{m} 9" for m in moments]
@@ -167,7 +167,7 @@ def test_a_full_disk(tmp_path):
       cwd=ROOT,
       capture_output=True,
       text=True,
-      timeout=60,
+      timeout=300,
     )
     assert done.returncode == 1, done.stderr
     assert done.stdout.split() == ["saved", "noticed"]

@@ -85,7 +85,7 @@ def test_a_second_live_job_is_refused(workdir, other_job):
   assert f"process {other_job.pid} on host {read(workdir).host}" in str(e.value)
   other_job.stdin.write("\n")
   other_job.stdin.flush()
-  other_job.wait(10)
+  other_job.wait(60)
   lease.acquire(workdir).release()
 
 
@@ -97,12 +97,12 @@ def test_a_stopped_job_keeps_its_lease(workdir, other_job):
 
 def test_a_killed_jobs_lease_is_taken_over_at_once(workdir, other_job, caplog):
   other_job.kill()
-  other_job.wait(10)
+  other_job.wait(60)
   began = time.monotonic()
   with lease.acquire(workdir) as held:
     held.check()
     assert read(workdir).pid == os.getpid()
-  assert time.monotonic() - began < 5
+  assert time.monotonic() - began < 30
   assert f"taken over from process {other_job.pid}" in caplog.text
   assert "that process is gone" in caplog.text
 
@@ -131,13 +131,13 @@ def test_a_dead_job_on_another_machine_is_taken_over(workdir, caplog):
   put(workdir, host="far", machine="another boot", pid=4321)
   began = time.monotonic()
   lease.acquire(workdir, term_secs=0.5).release()
-  assert 0.4 < time.monotonic() - began < 5
+  assert 0.4 < time.monotonic() - began < 30
   assert "taken over from process 4321 on host far" in caplog.text
   # A lease that expired long ago is taken over at once.
   put(workdir, host="far", machine="another boot", expires=time.time() - 1000)
   began = time.monotonic()
   lease.acquire(workdir, term_secs=60).release()
-  assert time.monotonic() - began < 5
+  assert time.monotonic() - began < 30
 
 
 _ODD = {"host": "h", "pid": 1, "machine": "m", "process_start": 1, "since": ""}
@@ -165,7 +165,7 @@ def test_a_lease_that_cannot_be_read_is_watched_first(workdir, content):
 def test_a_lease_is_renewed_and_its_loss_is_noticed(workdir):
   held = lease.acquire(workdir, term_secs=0.4)
   first = read(workdir).expires
-  deadline = time.monotonic() + 20
+  deadline = time.monotonic() + 60
   while read(workdir).expires == first:
     assert time.monotonic() < deadline
     time.sleep(0.01)
@@ -212,7 +212,7 @@ def test_only_one_of_many_jobs_gets_the_lease(workdir, stale):
   for job in jobs:
     job.start()
   gate.set()
-  results = sorted(outcomes.get(timeout=60) for _ in jobs)
+  results = sorted(outcomes.get(timeout=300) for _ in jobs)
   done.set()
   for job in jobs:
     job.join(30)

@@ -46,7 +46,7 @@ def test_a_signal_ends_the_wait_but_keeps_a_finished_result(monkeypatch):
   began = time.monotonic()
   with pytest.raises(process.Preempted, match="SIGTERM received"):
     slow.result()
-  assert time.monotonic() - began < 5
+  assert time.monotonic() - began < 30
   assert done.result() == 1
   go.set()
 
@@ -68,7 +68,7 @@ def run(code):
     [sys.executable, "-c", head + code],
     capture_output=True,
     text=True,
-    timeout=60,
+    timeout=300,
     check=False,
   )
   return done.returncode, done.stdout, done.stderr

@@ -28,7 +28,7 @@ def check(process, phase):
 @pytest.mark.slow
 def test_hang_in_a_step(program, workdir, undisturbed):
   hook = dict(hang=dict(type="faults.waiting.Hang", step=6))
-  process = program.start(workdir, watchdog(step_secs=5), f"hooks={hook}")
+  process = program.start(workdir, watchdog(step_secs=15), f"hooks={hook}")
   step, stacks = check(process, "step")
   assert step == 6
   assert re.search(r"waiting\.py\", line \d+ in before_step", stacks), stacks
@@ -39,9 +39,9 @@ def test_hang_in_a_step(program, workdir, undisturbed):
 @pytest.mark.slow
 def test_the_limit_of_a_step_is_learned_from_the_steps_before(program, workdir):
   hook = dict(hang=dict(type="faults.waiting.Hang", step=42))
-  options = (watchdog(step_floor_secs=2), f"hooks={hook}", "total_steps=60")
+  options = (watchdog(step_floor_secs=5), f"hooks={hook}", "total_steps=60")
   process = program.start(workdir, *options, "ckpt_steps=100", "log_steps=20")
-  assert process.wait(60) == 1
+  assert process.wait() == 1
   match = re.match(
     r"error: hang: the phase 'step' at step 42 took more than ([\d.]+) s \(the "
     r"median of the last (\d+) steps is ([\d.]+) s; see "
@@ -50,7 +50,7 @@ def test_the_limit_of_a_step_is_learned_from_the_steps_before(program, workdir):
   )
   assert match, process.text()
   limit, number, median = map(float, match.groups())
-  assert limit == pytest.approx(max(2, 20 * median), rel=0.02)
+  assert limit == pytest.approx(max(5, 20 * median), rel=0.02)
   assert 20 <= number <= 42
 
 
@@ -58,7 +58,7 @@ def test_the_limit_of_a_step_is_learned_from_the_steps_before(program, workdir):
 @pytest.mark.parametrize("phase", ["start", "compile"])
 def test_hang_before_the_first_step(program, workdir, phase):
   fault = ("hang", phase)
-  limit = watchdog(**{f"{phase}_secs": 5})
+  limit = watchdog(**{f"{phase}_secs": 15})
   step, stacks = check(program.start(workdir, limit, fault=fault), phase)
   assert step == 0 and "in _sleep_forever" in stacks
 
@@ -72,7 +72,7 @@ def test_hang_in_an_evaluation(program, workdir, tmp_path):
     flag=str(tmp_path / "evaluates"),
     hang=True,
   )
-  limit = watchdog(evaluation_secs=10)
+  limit = watchdog(evaluation_secs=20)
   process = program.start(workdir, limit, f"evals.slow={slow}")
   step, stacks = check(process, "evaluation")
   assert step == 8 and "in wait_here" in stacks
@@ -81,7 +81,7 @@ def test_hang_in_an_evaluation(program, workdir, tmp_path):
 @pytest.mark.slow
 def test_hang_in_a_save(program, workdir, tmp_path):
   fault = ("hold", "data written", "2", str(tmp_path / "saves"))
-  process = program.start(workdir, watchdog(save_secs=5), fault=fault)
+  process = program.start(workdir, watchdog(save_secs=15), fault=fault)
   step, stacks = check(process, "save")
   # The save of step 4 hangs, and the save of step 6 waits for it.
   assert step == 6 and "in wait_here" in stacks

@@ -9,7 +9,7 @@ import pathlib
 import signal
 import time
 
-_LIMIT_SECS = 120.0
+_LIMIT_SECS = 900.0
 _POLL_SECS = 0.02
 
 

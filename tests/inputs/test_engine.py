@@ -94,7 +94,7 @@ def test_a_source_without_usable_examples_is_an_error():
     make_train(
       f"keep('label')|test_fail_if({bad})", data=rows_of(5), skip_errors=1000
     )
-  assert time.monotonic() - start < 20
+  assert time.monotonic() - start < 100
 
 
 def test_an_error_that_does_not_repeat_is_reported(monkeypatch):

@@ -78,7 +78,7 @@ def test_close_ends_thread_and_generator():
   next(iterator)
   start = time.monotonic()
   iterator.close()
-  assert time.monotonic() - start < 2
+  assert time.monotonic() - start < 20
   assert closed.is_set()
   assert not running("midway")
   iterator.close()

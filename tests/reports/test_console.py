@@ -98,7 +98,7 @@ def run_in_terminal(code, *, then=None, width=100):
       process.send_signal(then)
       then = None
   os.close(main)
-  return shown.decode(), process.wait(timeout=10)
+  return shown.decode(), process.wait(timeout=60)
 
 
 SCRIPT = """

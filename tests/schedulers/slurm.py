@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 
-LIMIT_SECS = 120.0
+LIMIT_SECS = 600.0
 NODES = ("bigtrain-n1", "bigtrain-n2")
 
 _HOSTS = pathlib.Path("/etc/hosts")

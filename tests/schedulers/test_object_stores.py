@@ -193,8 +193,8 @@ def test_a_store_that_goes_away_in_a_save_ends_the_run(
       server.kill()
       began = time.monotonic()
       (tmp_path / f"{scheme}.go").touch()
-      assert process.wait(150) == 1, process.text()
-      assert time.monotonic() - began < 120
+      assert process.wait() == 1, process.text()
+      assert time.monotonic() - began < 300
       last = process.last_line()
       # Checkpoint and rows are written there; the first failure ends the run.
       assert re.search(
@@ -211,4 +211,4 @@ def test_a_missing_bucket_is_reported_before_compiling(program, store):
   process = program.run(f"{store.root}-of-nobody/run", code=2)
   assert "does the bucket exist" in process.last_line()
   assert "Compiled" not in process.text()
-  assert time.monotonic() - began < 120
+  assert time.monotonic() - began < 300

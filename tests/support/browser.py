@@ -49,7 +49,7 @@ def chromium(page, *flags):
     check=True,
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=300,
   )
   console = [x for x in done.stderr.splitlines() if "CONSOLE" in x]
   return done.stdout, console

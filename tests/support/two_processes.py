@@ -42,7 +42,7 @@ JOBS = (
     ),
   ),
 )
-_LIMIT_SECS = 600.0
+_LIMIT_SECS = 1800.0
 
 
 class Part(NamedTuple):

@@ -71,7 +71,7 @@ def test_show_is_fast_and_needs_no_jax(saved):
   )
   assert out.splitlines()[-1] == "set()"
   # It takes 0.15 s on an idle machine.
-  assert time.monotonic() - start < 10
+  assert time.monotonic() - start < 30
 
 
 def test_verify_lists_all_damaged_files(workdir, capsys):

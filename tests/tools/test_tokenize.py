@@ -286,7 +286,9 @@ def test_several_processes_and_the_command_line(corpus, tmp_path):
   command = [sys.executable, "-m", "bigtrain.tools.tokenize", *inputs]
   command += ["--tokenizer=bytes", "--processes=2"]
   command += [f"--output={tmp_path / 'out'}"]
-  finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
+  finished = subprocess.run(
+    command, capture_output=True, text=True, timeout=300
+  )
   assert finished.returncode == 0, finished.stderr
   assert "24 documents" in finished.stdout
   tokenize.tokenize(
@@ -294,7 +296,7 @@ def test_several_processes_and_the_command_line(corpus, tmp_path):
   )
   assert content(tmp_path / "two") == expected
   finished = subprocess.run(
-    [*command, "--no-eos"], capture_output=True, text=True, timeout=60
+    [*command, "--no-eos"], capture_output=True, text=True, timeout=300
   )
   assert finished.returncode == 2
   assert finished.stderr.startswith("error: --output=")
@@ -309,7 +311,7 @@ def test_sigkill_at_any_moment_keeps_the_bytes(tmp_path):
   command = [sys.executable, "-m", "bigtrain.tools.tokenize", "--processes=2"]
   command += ["--tokenizer=bytes", "--shard_mb=1", str(tmp_path / "x.jsonl")]
   subprocess.run(
-    [*command, f"--output={tmp_path / 'quiet'}"], check=True, timeout=60
+    [*command, f"--output={tmp_path / 'quiet'}"], check=True, timeout=300
   )
   out, kills = tmp_path / "out", 0
 
@@ -330,6 +332,6 @@ def test_sigkill_at_any_moment_keeps_the_bytes(tmp_path):
     assert kills < 100
   assert kills > 1
   subprocess.run(
-    [*command, f"--output={tmp_path / 'out'}"], check=True, timeout=60
+    [*command, f"--output={tmp_path / 'out'}"], check=True, timeout=300
   )
   assert content(tmp_path / "out") == content(tmp_path / "quiet")

@@ -15,7 +15,7 @@ import os, sys, time
 name, together, code = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 open(name + ".started", "w").close()
 print("starting", flush=True)
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 300
 while len([f for f in os.listdir() if f.endswith(".started")]) < together:
   assert time.monotonic() < deadline
   time.sleep(0.01)
