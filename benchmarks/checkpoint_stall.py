@@ -208,10 +208,10 @@ class _Ours:
   """bigtrain.checkpoints."""
 
   def __init__(self, folder: str):
-    from bigtrain.checkpoints import checkpointer, commit
+    from bigtrain.checkpoints import checkpointer, folders
 
     self._workdir = folder
-    commit.check_writable(folder)
+    folders.check_writable(folder)
     self._checkpointer = checkpointer.Checkpointer(folder)
     self._step = 0
 
@@ -220,10 +220,10 @@ class _Ours:
     self._checkpointer.save(self._step, state)
 
   def wait(self) -> None:
-    from bigtrain.checkpoints import commit, folders
+    from bigtrain.checkpoints import folders
 
     self._checkpointer.wait()
-    commit.discard(folders.find(self._workdir))
+    folders.discard(folders.find(self._workdir))
 
   def close(self) -> None:
     self._checkpointer.close()

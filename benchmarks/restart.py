@@ -91,7 +91,7 @@ def _move(saved: str, workdir: str, step: int) -> None:
   """Writes the workdir of a run at another step."""
   from bigtrain import trees
   from bigtrain.checkpoints import checkpointer as checkpointer_lib
-  from bigtrain.checkpoints import commit, folders, integrity
+  from bigtrain.checkpoints import folders, integrity
   from bigtrain.reports import writers
 
   directory = folders.find(saved)
@@ -103,7 +103,7 @@ def _move(saved: str, workdir: str, step: int) -> None:
   for name, array in arrays.items():
     if not array.shape and np.issubdtype(array.dtype, np.integer):
       arrays[name] = np.full_like(array, step)  # A counter of steps.
-  commit.check_writable(workdir)
+  folders.check_writable(workdir)
   checkpointer = checkpointer_lib.Checkpointer(
     workdir, config_digest=manifest.config_digest
   )

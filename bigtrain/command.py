@@ -13,7 +13,7 @@ import jax
 from absl import flags, logging
 
 from bigtrain import settings
-from bigtrain.checkpoints import commit, finished
+from bigtrain.checkpoints import folders
 from bigtrain.cluster import process
 from bigtrain.files import disk, paths
 from bigtrain.reports import ending
@@ -170,10 +170,8 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
       results = train(config, folder)
     message = ending.message(results, workdir)
     if jax.process_index() == 0:
-      if workdir is not None:
-        finished.write(workdir, config, results)
       if cleanup:
-        commit.remove_all(folder)
+        folders.remove_all(folder)
         message += "\n  --cleanup has removed the checkpoints."
   except settings.ConfigError as e:
     # No traceback: the mistake is in the config or the data.

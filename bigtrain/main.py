@@ -25,11 +25,11 @@ from absl import logging
 
 from bigtrain import command, parts, settings, sharding, trees
 from bigtrain import lengths as lengths_lib
+from bigtrain import teacher as teacher_lib
 from bigtrain.checkpoints import checkpointer as checkpointer_lib
-from bigtrain.checkpoints import commit
+from bigtrain.checkpoints import finished, folders
 from bigtrain.checkpoints import start as start_lib
-from bigtrain.checkpoints import teacher as teacher_lib
-from bigtrain.checkpoints.host_state import HostState
+from bigtrain.checkpoints.manifest import HostState
 from bigtrain.cluster import lease
 from bigtrain.cluster import watchdog as watchdog_lib
 from bigtrain.evaluation import evaluations as evaluations_lib
@@ -254,13 +254,13 @@ def _train(
   config.check_all_read()
 
   # From here on the run writes files, and the workdir is this job's alone.
-  commit.check_writable(workdir)
+  folders.check_writable(workdir)
   check_lease = at_end.enter_context(lease.hold(workdir))
   at_end.callback(console.close)
   console.status("starting")
 
-  end = start_lib.finished_step(workdir, plain, train_input.saved, lengths.last)
-  results = metrics_log.finished(workdir, end, lengths.total, evaluations)
+  inputs = train_input.fingerprints
+  results = finished.read(workdir, plain, inputs)
   if results and not (eval_only or compile_only):  # Nothing is left to do.
     return results
 
@@ -447,6 +447,9 @@ def _train(
     raise process.Preempted(f"{done} step {step} of {lengths.total}")
   checkpointer.remove_local()
   logging.info("%s at step %d.", hooks.stop_reason or "Done", step)
+  if jax.process_index() == 0:
+    results = log.newest | {"step": step}
+    finished.write(workdir, plain, inputs, results, hooks.stop_reason)
   return log.newest
 
 

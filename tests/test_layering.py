@@ -24,7 +24,7 @@ RULES = {
   "tools": None,  # Anything.
   "main": _ARRAYS
   | {"checkpoints", "cluster", "command", "evaluation", "files", "inputs"}
-  | {"lengths", "optim", "parts", "reports", "runtime", "step"},
+  | {"lengths", "optim", "parts", "reports", "runtime", "step", "teacher"},
   "command": {
     "checkpoints",
     "cluster",
@@ -41,6 +41,7 @@ RULES = {
   "checkpoints": _ARRAYS
   | {"cluster", "files", "lengths", "models.published", "optim", "parts"}
   | {"step"},
+  "teacher": {"checkpoints", "parts", "settings", "sharding", "step"},
   "runtime": {"cluster", "files", "parts", "reports", "settings", "step"},
   "inference": _ARRAYS | {"checkpoints", "files", "inputs", "parts", "pp"},
   "inputs": _ARRAYS | {"cluster", "data.formats", "lengths", "parts", "pp"},

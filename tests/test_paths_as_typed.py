@@ -15,7 +15,7 @@ import tiny
 
 from bigtrain import command, main, settings
 from bigtrain.checkpoints import checkpointer
-from bigtrain.checkpoints.host_state import HostState
+from bigtrain.checkpoints.manifest import HostState
 from bigtrain.inputs import labels
 from bigtrain.models import decoder
 from bigtrain.pp import parse, registry

@@ -16,7 +16,8 @@ import pytest
 from support import compile_cache, main_forks
 
 from bigtrain import command, main, parts, settings, trees
-from bigtrain.checkpoints import folders, parameter_files
+from bigtrain.checkpoints import folders
+from bigtrain.checkpoints.foreign import parameter_files
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 # These hold what other configs share, and have no arguments of their own.

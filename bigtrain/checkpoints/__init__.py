@@ -3,11 +3,9 @@
 Open three modules to learn where an array comes from: start.py decides between
 the workdir's newest checkpoint, config.resume, config.model_init and the seed;
 restore.py loads the arrays of a checkpoint under any mesh; warm_start.py maps
-the names of another model's file to the parameters. parameter_files.py opens
-its files, and tensorstore_folders.py the checkpoints of T5X and big_vision.
-teacher.py loads a model that is not trained; config_json.py compares published
-weights with the model; finished.py notes the end of a run. To learn how an
-array is saved, begin with checkpointer.py, and with manifest.py for the files.
+the names of another model's file to the parameters, and foreign/ opens its
+files. finished.py notes the end of a run. To learn how an array is saved, begin
+with checkpointer.py, and with manifest.py for the files.
 The main program, evaluations, hooks and tools may import this package; models,
 tasks, data and losses may not.
 """

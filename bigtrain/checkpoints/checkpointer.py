@@ -8,7 +8,7 @@ A save, in order:
    With config.local_ckpt_*, it first writes to its own host (local_tier.py).
 3. When all processes are done (peers.py), process 0 checks the files
    (integrity.py), writes the manifest (manifest.py) and commits the checkpoint
-   at one instant (commit.py).
+   at one instant (folders.py).
 4. Process 0 removes old checkpoints.
 """
 
@@ -28,7 +28,6 @@ from bigtrain import lengths as lengths_lib
 from bigtrain import settings, trees
 from bigtrain.checkpoints import (
   checksums,
-  commit,
   folders,
   integrity,
   local_tier,
@@ -36,8 +35,12 @@ from bigtrain.checkpoints import (
 )
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints import peers as peers_lib
-from bigtrain.checkpoints.host_state import HostState
-from bigtrain.checkpoints.manifest import Array, CheckpointError, Manifest
+from bigtrain.checkpoints.manifest import (
+  Array,
+  CheckpointError,
+  HostState,
+  Manifest,
+)
 from bigtrain.cluster import process
 from bigtrain.files import disk, objects, paths
 from bigtrain.settings import ConfigError
@@ -204,7 +207,7 @@ class Checkpointer:
       host_state=HostState.from_json(json.loads(host_json)),
       token=token,
       event=self._peers.event(f"save/{number}"),
-      tmp=commit.attempt(self._workdir, int(step), token),
+      tmp=folders.attempt(self._workdir, int(step), token),
       keep_steps=frozenset(keep_steps),
     )
     self._settled.clear()
@@ -263,7 +266,6 @@ class Checkpointer:
     """Waits for the last save and releases memory; raises if it failed."""
     for thread in self._threads:
       thread.join()
-    self._snapshots.close()
     self.check()
 
   def _run(self, job: _Job) -> None:
@@ -303,7 +305,7 @@ class Checkpointer:
     # Process 0 writes the metadata of all arrays.
     first = self._peers.index == 0
     if first:
-      commit.begin(job.tmp)
+      folders.begin(job.tmp)
     if paths.is_remote(job.tmp):
       job.event.wait_for_first()
     metadata = integrity.write_metadata(job.tmp, job.arrays) if first else []
@@ -364,11 +366,11 @@ class Checkpointer:
       for name, array in job.arrays.items()
     }
     text = manifest_lib.to_json(self._manifest(job, arrays))
-    commit.stage(job.tmp, text)
+    folders.stage(job.tmp, text)
     _point("manifest written")
     if self._guard is not None:
       self._guard()
-    commit.commit(job.tmp, text, self._workdir, job.step, job.token)
+    folders.commit(job.tmp, text, self._workdir, job.step, job.token)
     _point("committed")
 
   def _manifest(self, job: _Job, arrays: Mapping[str, Array]) -> Manifest:
@@ -399,9 +401,9 @@ class Checkpointer:
           continue
         if self._keep_every_steps and step % self._keep_every_steps == 0:
           continue
-        retired = commit.retire(self._workdir, step, job.token)
+        retired = folders.retire(self._workdir, step, job.token)
         _point("renamed for removal")
-        commit.discard(retired)
+        folders.discard(retired)
     except (OSError, CheckpointError, jax.errors.JaxRuntimeError) as e:
       logging.warning("old checkpoints could not be removed: %s", e)
 
@@ -422,7 +424,7 @@ class Checkpointer:
       logging.error("the failure could not be sent to other processes: %s", e)
     if self._peers.count == 1:
       # The disk may be full, and other files need the room.
-      commit.abandon(job.tmp)
+      folders.abandon(job.tmp)
 
 
 def _result(future: Any, job: _Job) -> Any:

@@ -4,14 +4,12 @@ An array's bits are words of 32 bits (smaller items are one word each), counted
 in row-major order. The checksum is two sums modulo 2**32: of the words, and of
 each word times its position from 1. Any single flipped bit changes the first
 sum. The sums of an array are the totals over its parts: so each device sums its
-own shard, and a reader sums whatever parts it reads.
-
-`of_part` sums on the host, `OnDevices` where the arrays are.
+own shard (device_checksums.py), and a reader sums whatever parts it reads.
+Nothing here needs jax.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,7 +22,6 @@ _ROW = 4096  # Long vectors are summed as rows of this length.
 
 
 def add(sums: Iterable[Sums]) -> Sums:
-  """Returns the sums of the whole from the sums of its parts."""
   words, weighted = 0, 0
   for one in sums:
     words, weighted = words + one[0], weighted + one[1]
@@ -37,11 +34,7 @@ def as_text(sums: Sums) -> str:
 
 
 def of_part(data: np.ndarray, place: Place, shape: Sequence[int]) -> Sums:
-  """Returns the sums of a part of an array.
-
-  Args:
-    shape: shape of the whole array.
-  """
+  """Returns the sums of a part of an array of `shape`."""
   words = _words(data)
   starts = [*(s.start for s in place), 0]
   strides = _strides([*shape, words.shape[-1]])
@@ -92,53 +85,6 @@ def _of_vector(words: np.ndarray, stride: int) -> Sums:
   return total % _MODULUS, weighted * stride % _MODULUS
 
 
-class OnDevices:
-  """Sums of the shards of arrays, each on the device that holds it.
-
-  On CPU devices they are computed here; on others only started, so that the
-  loop does not wait.
-
-  Args:
-    named: (name, array) pairs; numpy arrays are ignored.
-    compiled: whether a compiled program sums on CPU devices too.
-  """
-
-  def __init__(
-    self, named: Iterable[tuple[str, Any]], *, compiled: bool = False
-  ):
-    import jax
-
-    from bigtrain.checkpoints import compiled_checksums
-
-    self._sums: dict[str, Any] = {}
-    for name, x in named:
-      if not isinstance(x, jax.Array):
-        continue
-      on_cpu = next(iter(x.devices())).platform == "cpu"
-      if on_cpu and not compiled:
-        self._sums[name] = {
-          shard.device: of_part(
-            np.asarray(shard.data), explicit(shard.index, x.shape), x.shape
-          )
-          for shard in x.addressable_shards
-        }
-      else:
-        self._sums[name] = compiled_checksums.start(x)
-
-  def result(self) -> Mapping[str, Mapping[Any, Sums]]:
-    """Returns {name: {device of this process: sums of its shard}}."""
-    result = {}
-    for name, sums in self._sums.items():
-      if not isinstance(sums, dict):
-        sums = {
-          shard.device: (int(values[0]), int(values[1]))
-          for shard in sums.addressable_shards
-          for values in (np.asarray(shard.data).reshape(2),)
-        }
-      result[name] = sums
-    return result
-
-
 def explicit(index: Place, shape: Sequence[int]) -> Place:
-  """Returns an index with explicit starts and stops."""
+  """An index in an array of `shape`, with starts and stops for None."""
   return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape))

@@ -1,9 +1,9 @@
 """Compares arrays on devices, without gathering them.
 
-Each device sums its shards (checksums.py), and processes exchange only sums and
-what differs. The functions are called on all processes at the same point, and
-return the same text on all of them: the first array that differs with its
-devices and hosts, or "" if nothing differs.
+Each device sums its shards (device_checksums.py), and processes exchange only
+sums and what differs. The functions are called on all processes at the same
+point, and return the same text on all of them: the first array that differs
+with its devices and hosts, or "" if nothing differs.
 """
 
 import collections
@@ -14,98 +14,41 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from bigtrain import trees
-from bigtrain.checkpoints import checksums
+from bigtrain.checkpoints import checksums, device_checksums
 from bigtrain.checkpoints.peers import Peers
 
 
 class _Shard(NamedTuple):
-  """A shard on one device, as JSON for other processes.
+  """A shard on one device, as JSON for other processes."""
 
-  Attributes:
-    position: position of its array in the tree.
-    name: name of the array.
-    place: index of the shard in the array, as text.
-    device: name of the device, with its host.
-    sums: its sums, as text.
-  """
-
-  position: int
+  position: int  # Of its array in the tree.
   name: str
   place: str
-  device: str
+  device: str  # With its host.
   sums: str
 
 
-def results(
-  first: Any, second: Any, peers: Peers, *, compiled: bool = False
-) -> str:
-  """Compares two results of the same computation.
-
-  Args:
-    compiled: whether to compare checksums on CPU devices too. Their memory is
-      the host's, so there every bit is compared, in half the time.
-  """
-  pairs = [
-    (name, x, y)
-    for (name, x), (_, y) in zip(
-      trees.flatten_with_names(first), trees.flatten_with_names(second)
-    )
-  ]
-  in_host = not compiled and jax.default_backend() == "cpu"
+def results(first: Any, second: Any, peers: Peers) -> str:
+  """Compares two results of the same computation."""
+  trees_named = [trees.flatten_with_names(tree) for tree in (first, second)]
+  # Both are started before either is waited for.
+  waits = [device_checksums.start(named) for named in trees_named]
+  sums, others = (wait() for wait in waits)
   differing = [
     _Shard(i, name, "", _where(device), "")
-    for i, (name, devices) in enumerate(
-      (_by_bits if in_host else _by_sums)(pairs).items()
-    )
-    for device in devices
+    for i, (name, each) in enumerate(sums.items())
+    for device, one in each.items()
+    if one != others[name][device]
   ]
   return _describe(_exchange(peers, differing))
-
-
-# (name, array, the same array computed again).
-_Pairs = Iterable[tuple[str, jax.Array, jax.Array]]
-
-
-def _by_bits(pairs: _Pairs) -> dict[str, list[Any]]:
-  """{name: devices of this process whose shards differ}."""
-  return {
-    name: [
-      shard.device
-      for shard, other in zip(x.addressable_shards, y.addressable_shards)
-      if not np.array_equal(_words(shard.data), _words(other.data))
-    ]
-    for name, x, y in pairs
-  }
-
-
-def _words(x: jax.Array) -> np.ndarray:
-  """The bits of a shard in the host's memory, as long words if possible."""
-  data = np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)
-  return data if data.size % 8 else data.view(np.uint64)
-
-
-def _by_sums(pairs: _Pairs) -> dict[str, list[Any]]:
-  """The same by checksums, which the devices compute."""
-  pairs = list(pairs)
-  # Both are started before either is waited for.
-  first = checksums.OnDevices(((n, x) for n, x, _ in pairs), compiled=True)
-  second = checksums.OnDevices(((n, y) for n, _, y in pairs), compiled=True)
-  sums, others = first.result(), second.result()
-  return {
-    name: [
-      device for device, one in each.items() if one != others[name][device]
-    ]
-    for name, each in sums.items()
-  }
 
 
 def replicas(tree: Any, peers: Peers) -> str:
   """Compares the devices that hold the same part of an array."""
   named = trees.flatten_with_names(tree)
-  sums = checksums.OnDevices(named).result()
+  sums = device_checksums.start(named)()
   own = []
   lines: dict[str, list[str]] = collections.defaultdict(list)
   for i, (name, x) in enumerate(named):
@@ -134,9 +77,9 @@ def replicas(tree: Any, peers: Peers) -> str:
   return _describe(_minorities(_exchange(peers, own)))
 
 
-def _places(x: jax.Array) -> tuple[dict[Any, str], dict[str, set[int]]]:
+def _places(x: jax.Array) -> tuple[dict[jax.Device, str], dict[str, set[int]]]:
   """({device: place of its shard}, {place: processes that hold it})."""
-  places: dict[Any, str] = {
+  places: dict[jax.Device, str] = {
     device: str([(s.start, s.stop) for s in checksums.explicit(index, x.shape)])
     for device, index in x.sharding.devices_indices_map(x.shape).items()
   }
@@ -146,7 +89,7 @@ def _places(x: jax.Array) -> tuple[dict[Any, str], dict[str, set[int]]]:
   return places, holders
 
 
-def _where(device: Any) -> str:
+def _where(device: jax.Device) -> str:
   return f"{device} of host {socket.gethostname()}"
 
 

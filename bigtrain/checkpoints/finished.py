@@ -1,9 +1,4 @@
-"""The end of a run, for the same command to find when it is started again.
-
-`write` notes in the workdir which config has finished, with its results. `read`
-needs neither jax's devices nor the model or the data, so the command can look
-before it imports what they need.
-"""
+"""finished.json: the end of a run, for a start that has nothing left to do."""
 
 import contextlib
 import hashlib
@@ -13,60 +8,84 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+from absl import logging
+
 from bigtrain import settings
 from bigtrain.checkpoints import folders, integrity
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import CheckpointError
+from bigtrain.cluster import process
 from bigtrain.files import paths
 
 _FILE = "finished.json"
-_ENDS_EARLY = ("eval_only", "compile_only")
 
 
 def write(
-  workdir: str, config: Mapping[str, Any], results: Mapping[str, Any]
+  workdir: str,
+  config: Mapping[str, Any],
+  fingerprints: Mapping[str, str],
+  results: Mapping[str, Any],
+  reason: str = "",
 ) -> None:
-  """Notes that a run has nothing left to do.
+  """Notes, on process 0, that a run has nothing left to do.
 
   Args:
+    fingerprints: file -> fingerprint of what the input is made with.
     results: newest value of each metric, and "step".
+    reason: why the run ended before its last step, if it did.
   """
-  if any(config.get(key) for key in _ENDS_EARLY):
-    return
   path = os.path.join(workdir, _FILE)
   with contextlib.suppress(OSError, CheckpointError):
-    note = json.dumps(
-      {
-        "config": settings.digest(config),
-        "manifest": _manifest_digest(workdir, results["step"]),
-        "results": {k: v for k, v in results.items() if _is_number(v)},
-      }
-    )
-    if not paths.exists(path) or paths.read_bytes(path) != note.encode():
-      with paths.replacing(path) as file:
-        file.write(note)
+    note = {
+      "config": _identity(config, fingerprints),
+      "manifest": _manifest_digest(workdir, results["step"]),
+      "results": {k: v for k, v in results.items() if _is_number(v)},
+      "reason": reason,
+    }
+    with paths.replacing(path) as file:
+      json.dump(note, file)
 
 
-def read(workdir: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def read(
+  workdir: str, config: Mapping[str, Any], fingerprints: Mapping[str, str]
+) -> dict[str, Any] | None:
   """Returns the results of a run that has nothing left to do, else None.
 
   A run goes on, or reports the reason why it cannot, after any change of the
-  config or damage to its newest checkpoint. Data are not compared.
+  config or damage to its newest checkpoint. All processes get the same result.
   """
-  if any(config.get(key) for key in _ENDS_EARLY):
-    return None
+  results, reason = process.broadcast(
+    _read(workdir, _identity(config, fingerprints))
+    if jax.process_index() == 0
+    else (None, "")
+  )
+  if results is not None:
+    logging.info(
+      "Step %d of this workdir is the last%s: nothing is left to do.",
+      *(results["step"], f" ({reason})" if reason else ""),
+    )
+  return results
+
+
+def _read(workdir: str, identity: str) -> tuple[dict[str, Any] | None, str]:
   try:
     note = json.loads(paths.read_bytes(os.path.join(workdir, _FILE)))
     results = dict(note["results"])
     step = results["step"]
-    same = note["config"] == settings.digest(config)
-    same = same and folders.newest(workdir) == step
+    same = note["config"] == identity and folders.newest(workdir) == step
     same = same and note["manifest"] == _manifest_digest(workdir, step)
-    if not same or integrity.verify(folders.find(workdir, step)):
-      return None
+    if same and not integrity.verify(folders.find(workdir, step)):
+      return results, note["reason"]
   except (CheckpointError, OSError, ValueError, KeyError, TypeError):
-    return None
-  return results
+    pass  # Without a valid note, the start looks at the whole run.
+  return None, ""
+
+
+def _identity(
+  config: Mapping[str, Any], fingerprints: Mapping[str, str]
+) -> str:
+  return settings.digest({"config": config, "fingerprints": fingerprints})
 
 
 def _manifest_digest(workdir: str, step: int) -> str:

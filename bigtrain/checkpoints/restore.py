@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from bigtrain import trees
-from bigtrain.checkpoints import checksums, commit, folders, integrity
+from bigtrain.checkpoints import checksums, folders, integrity
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.manifest import (
@@ -93,7 +93,7 @@ def clean(workdir: str, peers: peers_lib.Peers) -> None:
   error = ""
   if peers.index == 0:
     try:
-      commit.clean(workdir)
+      folders.clean(workdir)
     except CheckpointError as e:
       error = str(e)
   for message in peers.share(error):
@@ -245,7 +245,8 @@ def _reads(spec: Any) -> list[_Read]:
   devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
   index_of = _sharding(spec).addressable_devices_indices_map(shape)
   for device, index in index_of.items():
-    bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
+    place = checksums.explicit(index, shape)
+    bounds = tuple((s.start, s.stop) for s in place)
     devices_of.setdefault(bounds, []).append(device)
   box = tuple(
     (min(lo for lo, _ in each), max(hi for _, hi in each))

@@ -1,4 +1,4 @@
-"""Copies device arrays to host memory as fast as possible.
+"""Copies device arrays to host memory, and plans who writes which part.
 
 A save stalls the training loop only for this copy, which is needed because the
 next step overwrites the state's buffers.
@@ -6,14 +6,13 @@ next step overwrites the state's buffers.
 
 import concurrent.futures
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from bigtrain.checkpoints import checksums
+from bigtrain.checkpoints import checksums, device_checksums
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import Array, CheckpointError
 
@@ -21,10 +20,6 @@ from bigtrain.checkpoints.manifest import Array, CheckpointError
 # same process writes them: a file costs as much as one or two megabytes.
 _SMALL_SHARD_BYTES = 2 * 2**20
 _SHARED_FILE_BYTES = 16 * 2**20
-
-_ALIGN = 64
-_SEGMENT_BYTES = 8 * 2**20
-
 
 # Waits for the sums of each of this process's pieces.
 PartialSums = Callable[[], list[checksums.Sums]]
@@ -64,11 +59,7 @@ class _Plan(NamedTuple):
 
 
 class Snapshots:
-  """Copies the arrays of a tree; each call overwrites the copies before.
-
-  On CPU devices the copies go into memory that is reused, because allocating
-  takes several times as long as copying. On accelerators they go to pinned host
-  memory, which jax reuses.
+  """Copies the arrays of a tree, again and again.
 
   Args:
     all_shards: whether to copy also the shards of this process's devices that
@@ -78,15 +69,11 @@ class Snapshots:
   def __init__(self, *, all_shards: bool = False) -> None:
     self._all_shards = all_shards
     self._plan = _Plan(None, {}, [], [])
-    self._copies: list[np.ndarray] = []
-    self._pool = concurrent.futures.ThreadPoolExecutor(
-      max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="snapshot"
-    )
 
   def take(
     self, named: Sequence[tuple[str, Any]]
   ) -> tuple[list[Piece], dict[str, Array], PartialSums]:
-    """Copies the shards that this process writes; see the class.
+    """Copies the shards that this process writes.
 
     Args:
       named: (name, array) pairs; numpy arrays belong to process 0.
@@ -104,85 +91,43 @@ class Snapshots:
     ]
     if key != self._plan.key:
       self._plan = _make_plan(key, named, self._all_shards)
-      self._copies = []
     shards = [_shard(named[i][1], number) for i, number in self._plan.sources]
-    wait_for_sums: Callable[[], list[checksums.Sums]]
-    if all(_platform(x) == "cpu" for x in shards):
-      copies, sums = self._copy_on_cpu(shards)
-      wait_for_sums = lambda: sums
-    else:
-      wait_for_sums = self._sum_on_devices(named, shards)
-      copies = _copy_to_pinned(shards)
+    wait_for_sums = self._start_sums(named, shards)
     pieces = [
       piece._replace(data=copy)
-      for piece, copy in zip(self._plan.pieces, copies)
+      for piece, copy in zip(self._plan.pieces, _copy_to_host(shards))
     ]
     return pieces, self._plan.arrays, wait_for_sums
 
-  def _copy_on_cpu(
-    self, shards: list[Any]
-  ) -> tuple[list[np.ndarray], list[checksums.Sums]]:
-    """Returns copies of the shards, and the sums of the shards themselves."""
-    # Views, which are local because they block donation of the buffers.
-    sources = [np.asarray(x) for x in shards]
-    if not self._copies:
-      self._copies = _allocate(sources)
-    tasks: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]
-    size = 0
-    for source, copy in zip(sources, self._copies):
-      # As bytes, which numpy copies without holding the interpreter's lock.
-      source_bytes = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-      copy_bytes = copy.reshape(-1).view(np.uint8)
-      for start in range(0, source_bytes.size, _SEGMENT_BYTES):
-        part = slice(start, start + _SEGMENT_BYTES)
-        tasks[-1].append((copy_bytes[part], source_bytes[part]))
-        size += min(_SEGMENT_BYTES, source_bytes.size - start)
-        if size >= _SEGMENT_BYTES:
-          tasks.append([])
-          size = 0
+  def _start_sums(
+    self, named: Sequence[tuple[str, Any]], shards: Sequence[Any]
+  ) -> PartialSums:
+    """Sums shards in the host's memory, and starts to sum those on devices."""
 
-    def copy_all(task: list[tuple[np.ndarray, np.ndarray]]) -> None:
-      for target, segment in task:
-        np.copyto(target, segment)
+    def sum_on_host(piece: Piece, shard: Any) -> checksums.Sums | None:
+      if not _is_on_host(shard):
+        return None
+      shape = self._plan.arrays[piece.name].shape
+      return checksums.of_part(np.asarray(shard), piece.place, shape)
 
-    copied = self._pool.map(copy_all, tasks)
-    sums = list(self._pool.map(self._sum, self._plan.pieces, sources))
-    list(copied)
-    return self._copies, sums
-
-  def _sum(self, piece: Piece, data: np.ndarray) -> checksums.Sums:
-    shape = self._plan.arrays[piece.name].shape
-    return checksums.of_part(data, piece.place, shape)
-
-  def _sum_on_devices(
-    self, named: Sequence[tuple[str, Any]], shards: list[Any]
-  ) -> Callable[[], list[checksums.Sums]]:
-    """Starts to sum the shards; returns a function that waits for the sums."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      sums = list(pool.map(sum_on_host, self._plan.pieces, shards))
     # All arrays on every process, because some devices need the same programs.
-    started = checksums.OnDevices(named)
-    # The host's own arrays, which the program may change soon.
-    sums = [
-      None if isinstance(x, jax.Array) else self._sum(piece, np.array(x))
-      for piece, x in zip(self._plan.pieces, shards)
-    ]
-    places = [
+    on_devices = [(name, x) for name, x in named if not _is_on_host(x)]
+    wait_for_devices = device_checksums.start(on_devices)
+    devices = [
       (piece.name, next(iter(x.devices())) if one is None else None)
       for piece, x, one in zip(self._plan.pieces, shards, sums)
     ]
 
     def wait() -> list[checksums.Sums]:
-      result = started.result()
+      result = wait_for_devices()
       return [
         result[name][device] if one is None else one
-        for (name, device), one in zip(places, sums)
+        for (name, device), one in zip(devices, sums)
       ]
 
     return wait
-
-  def close(self) -> None:
-    """Releases the memory."""
-    self._pool.shutdown()
-    self._copies = []
 
 
 def sums_by_name(
@@ -196,20 +141,8 @@ def sums_by_name(
   return {name: checksums.add(each) for name, each in parts.items()}
 
 
-def _allocate(sources: list[np.ndarray]) -> list[np.ndarray]:
-  """Returns empty arrays like these, in one block of memory."""
-  starts = [0]
-  for x in sources:
-    starts.append(starts[-1] + -(-x.nbytes // _ALIGN) * _ALIGN)
-  memory = np.empty(starts[-1], np.uint8)
-  return [
-    memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-    for x, start in zip(sources, starts)
-  ]
-
-
-def _copy_to_pinned(shards: list[Any]) -> list[Any]:
-  """Copies with the devices' DMA engines, into pinned host memory."""
+def _copy_to_host(shards: Sequence[Any]) -> list[Any]:
+  """Copies with the devices' DMA engines, to pinned memory if there is any."""
   arrays = [x for x in shards if isinstance(x, jax.Array)]
   devices = [next(iter(x.devices())) for x in arrays]
   kinds = {m.kind for d in devices for m in d.addressable_memories()}
@@ -238,20 +171,15 @@ def _shard(x: Any, number: int) -> Any:
   return x.addressable_data(number)
 
 
-def _platform(shard: Any) -> str:
-  if not isinstance(shard, jax.Array):
-    return "cpu"
-  return next(iter(shard.devices())).platform
+def _is_on_host(x: Any) -> bool:
+  """Whether the host computes with an array: a numpy array, or of a CPU."""
+  return (
+    not isinstance(x, jax.Array) or next(iter(x.devices())).platform == "cpu"
+  )
 
 
 def _sharding(x: Any) -> Any:
   return x.sharding if isinstance(x, jax.Array) else None
-
-
-def _explicit(
-  index: tuple[slice, ...], shape: Sequence[int]
-) -> tuple[slice, ...]:
-  return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape))
 
 
 def _make_plan(
@@ -283,7 +211,7 @@ def _make_plan(
     if isinstance(x, jax.Array):
       copies: dict[Any, Any] = {}
       for number, shard in enumerate(x.addressable_shards):
-        place = _explicit(shard.index, x.shape)
+        place = checksums.explicit(shard.index, x.shape)
         starts = tuple(s.start for s in place)
         if shard.replica_id == chosen[name]:
           sources.append((i, number))
@@ -324,7 +252,7 @@ def _replicas(x: jax.Array) -> list[list[tuple[tuple[slice, ...], Any]]]:
   last_replica: dict[Any, int] = {}
   replicas: list[list[tuple[tuple[slice, ...], Any]]] = []
   for device, index in x.sharding.devices_indices_map(x.shape).items():
-    index = _explicit(index, x.shape)
+    index = checksums.explicit(index, x.shape)
     place = tuple(s.start for s in index)
     replica = last_replica[place] = last_replica.get(place, -1) + 1
     if replica == len(replicas):

@@ -8,27 +8,25 @@
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from absl import logging
 
 from bigtrain import settings
 from bigtrain.checkpoints import (
   averages,
   changes,
-  config_json,
   folders,
-  integrity,
   local_tier,
   restore,
   warm_start,
 )
 from bigtrain.checkpoints import peers as peers_lib
-from bigtrain.checkpoints.host_state import HostState
-from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
+from bigtrain.checkpoints.manifest import (
+  DamagedError,
+  HostState,
+)
 from bigtrain.cluster import process
 from bigtrain.optim import ema
 from bigtrain.step import hparams
@@ -59,7 +57,7 @@ class StartOptions(NamedTuple):
       ConfigError: config.model contradicts the parameters' config.json.
     """
     if self.model_init and not self.resume and folders.newest(workdir) is None:
-      config_json.check(self.model_init, module, model)
+      warm_start.check_published(self.model_init, module, model)
     return self
 
 
@@ -219,37 +217,6 @@ def _find(
     state["ema"] = ema.init(state["params"])
   how = f"parameters from {options.model_init}"
   return Start(state, HostState(), 0, how, False)
-
-
-def finished_step(
-  workdir: str,
-  config: Mapping[str, Any],
-  saved: Mapping[str, Any],
-  last: int,
-) -> int | None:
-  """Returns the step at which the run has ended, or None if it goes on.
-
-  A run also goes on after any change of the config or damage to the checkpoint,
-  which `start` then reports. All processes get the same result.
-  """
-  step, reason = None, ""
-  if jax.process_index() == 0:
-    with contextlib.suppress(CheckpointError):
-      newest = folders.newest(workdir)
-      if newest is not None:
-        directory = folders.find(workdir, newest)
-        host = folders.read_manifest(directory).host_state
-        stopped = host.hooks.get("stopped")
-        ended = newest == last or (newest < last and stopped)
-        same = host.config == json.loads(settings.to_json(config))
-        same = same and host.fingerprints == saved["fingerprints"]
-        left = host.hooks.get("evaluations") or (stopped and stopped[1])
-        if ended and same and not left and not integrity.verify(directory):
-          step, reason = newest, stopped[0] if stopped else ""
-  step, reason = process.broadcast((step, reason))
-  if reason:
-    logging.info("The run ended at step %d: %s", step, reason)
-  return step
 
 
 def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ shape, such as a head for another vocabulary, is never cut or padded to fit: it
 keeps its fresh initialisation, and the table says so. A model's own rules, such
 as the resampling of position embeddings, are in its `from_published`.
 
-The config.json beside published weights must agree with config.model, see
-config_json.py.
+The config.json beside published weights must agree with config.model
+(`check_published`).
 
 Mutable collections of the model, such as the running means of batch
 normalisation, are read too, under names like "batch_stats/bn1/mean".
@@ -40,8 +40,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import trees
-from bigtrain.checkpoints import folders, parameter_files, restore
+from bigtrain.checkpoints import folders, restore
+from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
+from bigtrain.files import paths
 from bigtrain.models.published.arrays import Remark, describe
 from bigtrain.optim import patterns
 from bigtrain.settings import ConfigError, check_kwargs, did_you_mean
@@ -277,6 +279,65 @@ def read_source(
       except (re.error, TypeError) as e:
         raise ConfigError(f"{key}.{field}: bad regex {regex!r}: {e}.") from e
   return source
+
+
+def check_published(
+  spec: str | Mapping[str, Any],
+  module: Any,
+  model: Any,
+  *,
+  path: str = "config",
+) -> None:
+  """Raises ConfigError if a model contradicts the file beside its parameters.
+
+  Fields that the arrays' shapes show are left to the table of the warm start if
+  the config has any of the `allow_...` lists for arrays.
+
+  Args:
+    spec: `model_init`, see py.
+
+  Raises:
+    ConfigError: fields that differ, unless `allow_changed` names them; an
+      architecture that the module does not compute.
+  """
+  key = f"{path}.model_init"
+  source = read_source(spec, key)
+  file = paths.absolute(source.path)
+  published = safetensors_files.is_folder(file) or file.endswith(".safetensors")
+  if not published or not hasattr(module, "published_fields"):
+    return
+  arrays = parameter_files.open_file(
+    source.path, step=source.step, prefix=source.prefix, key=key
+  ).specs
+  fields = module.published_fields(file)
+  if fields is None:
+    if not any("/" in name for name in arrays):  # Not names of ours.
+      logging.warning(
+        "%s: there is no config.json beside %s, so its number of heads, its "
+        "rotary embeddings and the like cannot be compared with %s.model.",
+        *(key, file, path),
+      )
+    return
+  for name in source.allow_changed:
+    if name not in fields:
+      raise ConfigError(
+        f"{key}.allow_changed: {fields.path} does not determine {name!r}."
+        f"{did_you_mean(name, fields)}"
+      )
+  messages = fields.contradictions(model, arrays, f"{path}.model")
+  may_differ = any(getattr(source, field) for field in ALLOWED)
+  wrong = [
+    message
+    for name, message in messages.items()
+    if name not in source.allow_changed
+    and not (fields[name].in_shapes and may_differ)
+  ]
+  if wrong:
+    raise ConfigError(
+      f"{key}: {fields.path} contradicts {path}.model: {'; '.join(wrong)}. "
+      f"{path}.model = dict(published=PATH) takes the file's values; "
+      f"{key}.allow_changed lists fields that may differ."
+    )
 
 
 def _rename(

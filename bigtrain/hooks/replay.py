@@ -16,7 +16,7 @@ class Hook:
 
   Every `every_steps` steps, the step is computed twice from the same state and
   batch. The new states and metrics are compared by checksums of every shard,
-  which the devices compute; on CPUs, bit by bit. If they differ, the run ends
+  which the devices compute. If they differ, the run ends
   before anything is saved, and the error names the step, the first array and
   its devices. The program must be deterministic; on GPUs that needs
   XLA_FLAGS=--xla_gpu_deterministic_ops=true.

@@ -10,13 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import sharding, trees
-from bigtrain.checkpoints import (
-  averages,
-  folders,
-  manifest,
-  restore,
-  safetensors_files,
-)
+from bigtrain.checkpoints import averages, folders, manifest, restore
+from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean

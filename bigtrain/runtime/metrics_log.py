@@ -1,6 +1,6 @@
 """The log of a run's metrics: from the device to the writers and the hooks."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -109,36 +109,3 @@ class MetricsLog:
     record.update(self._workdir, programs={program: costs}, **facts)
     sizes = {k: v for k, v in costs.items() if k.endswith("_bytes")}
     return {f"{program}_{name}": v for name, v in sizes.items()} | facts
-
-
-def finished(
-  workdir: str,
-  step: int | None,
-  total_steps: int,
-  evaluations: Iterable[Any],
-) -> dict[str, Any] | None:
-  """Returns the newest metrics of a run that has nothing left to do.
-
-  Args:
-    step: step at which it has ended; None if it goes on.
-    evaluations: its evaluations (evaluation/evaluations.py).
-
-  Returns:
-    None if the run goes on, or if results of an evaluation are missing.
-  """
-  if step is None:
-    return None
-  written = rows.read_rows(workdir)
-  names = {name for row in written if row["step"] == step for name in row}
-  due = [e for e in evaluations if e.due(step, total_steps)]
-  if not written or not all(any(map(e.owns, names)) for e in due):
-    return None
-  logging.info(
-    "Step %d of %d, resumed from step %d of this workdir: nothing is left to "
-    "do.",
-    step,
-    total_steps,
-    step,
-  )
-  newest = {name: value for row in written for name, value in row.items()}
-  return newest | {"step": step}

@@ -26,12 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain.checkpoints import (
-  averages,
-  folders,
-  integrity,
-  safetensors_files,
-)
+from bigtrain.checkpoints import averages, folders, integrity
+from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import (
   Array,
   CheckpointError,

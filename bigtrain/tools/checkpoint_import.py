@@ -7,13 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import parts, settings, sharding, trees
-from bigtrain.checkpoints import (
-  checkpointer,
-  folders,
-  parameter_files,
-  warm_start,
-)
-from bigtrain.checkpoints.host_state import HostState
+from bigtrain.checkpoints import checkpointer, folders, warm_start
+from bigtrain.checkpoints.foreign import parameter_files
+from bigtrain.checkpoints.manifest import HostState
 from bigtrain.inputs import pipeline
 from bigtrain.reports import record
 from bigtrain.settings import ConfigError

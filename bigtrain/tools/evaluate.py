@@ -25,8 +25,8 @@ import jax
 from absl import logging
 
 from bigtrain import lengths, parts, settings, sharding, trees
+from bigtrain import teacher as teacher_lib
 from bigtrain.checkpoints import averages, folders, manifest, restore, start
-from bigtrain.checkpoints import teacher as teacher_lib
 from bigtrain.cluster import process
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.files import paths

@@ -16,12 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bigtrain.checkpoints import (
-  averages,
-  folders,
-  integrity,
-  safetensors_files,
-)
+from bigtrain.checkpoints import averages, folders, integrity
+from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import CheckpointError, Manifest
 from bigtrain.settings import ConfigError
 from bigtrain.tools import saved_model

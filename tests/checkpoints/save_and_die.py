@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from support import saved_states
 
-from bigtrain.checkpoints import checkpointer, commit, folders
+from bigtrain.checkpoints import checkpointer, folders
 
 # Named moments of a save, in order.
 POINTS = (
@@ -78,7 +78,7 @@ def _run(workdir, moment):
       rmtree(os.path.join(path, "params"))
       _die()
 
-    commit.shutil.rmtree = remove_half
+    folders.shutil.rmtree = remove_half
   elif moment == IN_A_CHUNK:
     last = large_state(30)
     folder = pathlib.Path(folders.folder(workdir))

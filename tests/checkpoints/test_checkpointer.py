@@ -11,8 +11,7 @@ from support.saved_states import like, make_state, path_of, same, save
 from bigtrain import lengths as lengths_lib
 from bigtrain import settings
 from bigtrain.checkpoints import checkpointer, folders, restore
-from bigtrain.checkpoints.host_state import HostState
-from bigtrain.checkpoints.manifest import CheckpointError
+from bigtrain.checkpoints.manifest import CheckpointError, HostState
 from bigtrain.settings import ConfigError
 
 

@@ -1,7 +1,5 @@
 """Checksums on the host and on the devices, and a flip before a write."""
 
-import itertools
-
 import jax
 import ml_dtypes
 import numpy as np
@@ -10,7 +8,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.saved_states import like, path_of, save
 
 from bigtrain import sharding
-from bigtrain.checkpoints import checksums, integrity, restore, snapshot
+from bigtrain.checkpoints import (
+  checksums,
+  device_checksums,
+  integrity,
+  restore,
+  snapshot,
+)
 from bigtrain.checkpoints.manifest import DamagedError
 
 CASES = (
@@ -40,8 +44,8 @@ def test_parts_on_devices_add_up_to_the_definition(shape, dtype, spec):
   values = (3 * np.random.default_rng(0).normal(size=shape)).astype(dtype)
   place = NamedSharding(sharding.make_mesh(2, 4), PartitionSpec(*spec))
   x = jax.device_put(values, place)
-  sums = checksums.OnDevices([("x", x)]).result()["x"]
-  compiled = checksums.OnDevices([("x", x)], compiled=True).result()["x"]
+  sums = device_checksums.start([("x", x)])()["x"]
+  compiled = device_checksums.start([("x", x)], compiled=True)()["x"]
   assert sums == compiled and len(sums) == 8
   by_place = {str(s.index): sums[s.device] for s in x.addressable_shards}
   assert checksums.add(by_place.values()) == by_definition(values)
@@ -49,14 +53,15 @@ def test_parts_on_devices_add_up_to_the_definition(shape, dtype, spec):
 
 def test_a_copy_to_host_memory_that_goes_wrong_is_found(tmp_path, monkeypatch):
   workdir = str(tmp_path / "run")
-  copyto, number = np.copyto, itertools.count()
+  copy_to_host = snapshot._copy_to_host
 
-  def copy_and_flip(target, source):
-    copyto(target, source)
-    if next(number) == 0:
-      target[0] ^= 1
+  def copy_and_flip(shards):
+    first, *rest = copy_to_host(shards)
+    first = np.array(first)
+    first.reshape(-1).view(np.uint8)[0] ^= 1
+    return [first, *rest]
 
-  monkeypatch.setattr(snapshot.np, "copyto", copy_and_flip)
+  monkeypatch.setattr(snapshot, "_copy_to_host", copy_and_flip)
   save(workdir, 1)
   monkeypatch.undo()
   (problem,) = integrity.verify(path_of(workdir, 1))
@@ -68,7 +73,8 @@ def test_a_bit_that_flips_in_host_memory_before_the_write_is_found(
   tmp_path, monkeypatch, devices
 ):
   if devices == "accelerator":  # CPU devices have pinned memory, too.
-    monkeypatch.setattr(snapshot, "_platform", lambda shard: "accelerator")
+    on_host = lambda x: not isinstance(x, jax.Array)
+    monkeypatch.setattr(snapshot, "_is_on_host", on_host)
   workdir = str(tmp_path / "run")
   take = snapshot.Snapshots.take
   save(workdir, 1)

@@ -11,7 +11,7 @@ import tempfile
 import pytest
 from support.saved_states import like, path_of, save
 
-from bigtrain.checkpoints import commit, folders, integrity, restore
+from bigtrain.checkpoints import folders, integrity, restore
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
 from bigtrain.settings import ConfigError
 
@@ -55,7 +55,7 @@ def test_strays_are_ignored_with_a_warning(workdir, caplog):
 
 _AS_ANOTHER_USER = """
 import os, sys
-from bigtrain.checkpoints import commit, folders
+from bigtrain.checkpoints import folders
 from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.settings import ConfigError
 if not os.getuid():
@@ -112,17 +112,17 @@ def test_unreadable_checkpoints_are_no_fresh_start(open_workdir, part):
 
 def test_a_read_only_workdir_is_refused(open_workdir):
   if not os.getuid():
-    output = as_another_user("commit.check_writable(w)", open_workdir)
+    output = as_another_user("folders.check_writable(w)", open_workdir)
   else:
     os.chmod(open_workdir, 0o555)
-    output = as_another_user("commit.check_writable(w)", open_workdir)
+    output = as_another_user("folders.check_writable(w)", open_workdir)
     os.chmod(open_workdir, 0o755)
   message = f"ConfigError: --workdir={open_workdir}: cannot write"
   assert output.startswith(message)
-  commit.check_writable(open_workdir)
+  folders.check_writable(open_workdir)
   assert os.listdir(folders.folder(open_workdir)) == []
   with pytest.raises(ConfigError, match="'g3'; expected a folder, gs://"):
-    commit.check_writable("g3://bucket/run")
+    folders.check_writable("g3://bucket/run")
 
 
 def test_links_are_not_followed(workdir, tmp_path):
@@ -134,12 +134,12 @@ def test_links_are_not_followed(workdir, tmp_path):
   link = os.path.join(folder, "00000001.tmp-ab12-0")
   os.symlink(outside, link)
   with pytest.raises(CheckpointError, match="symbolic link"):
-    commit.clean(workdir)
+    folders.clean(workdir)
   os.remove(link)
   # Removing a directory removes the links in it, not their targets.
   os.mkdir(link)
   os.symlink(outside, os.path.join(link, "params"))
-  commit.clean(workdir)
+  folders.clean(workdir)
   assert os.listdir(folder) == ["00000001"]
 
   for inside in ("params/dense", "params/dense/kernel", "opt/seen/c"):

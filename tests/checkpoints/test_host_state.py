@@ -1,6 +1,6 @@
 import json
 
-from bigtrain.checkpoints.host_state import HostState
+from bigtrain.checkpoints.manifest import HostState
 
 FULL = HostState(
   config={"lr": 0.1},

@@ -4,7 +4,7 @@ import os
 
 from support.saved_states import save
 
-from bigtrain.checkpoints import commit, folders, integrity
+from bigtrain.checkpoints import folders, integrity
 
 
 def test_all_is_on_disk_before_the_rename_and_the_rename_after(
@@ -24,8 +24,8 @@ def test_all_is_on_disk_before_the_rename_and_the_rename_after(
     events.append((old, new))
     rename(old, new)
 
-  monkeypatch.setattr(commit.os, "fsync", noted_fsync)
-  monkeypatch.setattr(commit.os, "rename", noted_rename)
+  monkeypatch.setattr(folders.os, "fsync", noted_fsync)
+  monkeypatch.setattr(folders.os, "rename", noted_rename)
   save(workdir, 1)
   monkeypatch.undo()
   final = folders.find(workdir)

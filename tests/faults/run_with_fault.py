@@ -33,7 +33,7 @@ import types
 import jax
 
 from bigtrain import command, main
-from bigtrain.checkpoints import checkpointer, commit, integrity
+from bigtrain.checkpoints import checkpointer, folders, integrity
 from bigtrain.inputs import sources
 from bigtrain.reports import writers
 from faults import waiting
@@ -91,7 +91,7 @@ def removal(number):
       _die()
     rmtree(path)
 
-  commit.shutil.rmtree = remove
+  folders.shutil.rmtree = remove
 
 
 def hold(point, number, flag):

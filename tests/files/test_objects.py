@@ -22,7 +22,6 @@ from support.saved_states import (
 from bigtrain import settings
 from bigtrain.checkpoints import (
   checkpointer,
-  commit,
   folders,
   integrity,
   restore,
@@ -70,7 +69,7 @@ def test_urls_that_are_not_valid_are_refused(path, message):
   with pytest.raises(ConfigError, match=message):
     paths.absolute(path)
   with pytest.raises(ConfigError):
-    commit.check_writable(path)
+    folders.check_writable(path)
 
 
 def test_parse():
@@ -147,7 +146,7 @@ def test_a_silent_store_is_an_error_within_seconds(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     started = time.monotonic()
     with pytest.raises(ConfigError, match="cannot write there: no answer"):
-      commit.check_writable("s3://silent/run")
+      folders.check_writable("s3://silent/run")
     with pytest.raises(CheckpointError, match="unknown, so nothing is started"):
       folders.listing("s3://silent/run")
     assert time.monotonic() - started < 30
@@ -156,7 +155,7 @@ def test_a_silent_store_is_an_error_within_seconds(monkeypatch):
 def test_a_missing_bucket_is_an_error(bucket):
   del bucket
   with pytest.raises(ConfigError, match="does the bucket exist"):
-    commit.check_writable("gs://another-bucket/run")
+    folders.check_writable("gs://another-bucket/run")
 
 
 def test_failures_do_not_prove_absence():
@@ -178,7 +177,7 @@ def test_failures_do_not_prove_absence():
 
 
 def test_saves_and_restores_as_in_a_folder(workdir, tmp_path):
-  commit.check_writable(workdir)
+  folders.check_writable(workdir)
   assert restore.resume(workdir, like()) is None
   save(workdir, 1, 2, 3, keep=1, keep_every_steps=2)
   assert folders.steps(workdir) == [2, 3]

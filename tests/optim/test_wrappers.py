@@ -8,9 +8,10 @@ import pytest
 from optim.small_training import LOSS, UNITS, assert_close, make, train, tree
 
 from bigtrain import sharding, trees
-from bigtrain.checkpoints import averages, folders, parameter_files, start
+from bigtrain.checkpoints import averages, folders, start
 from bigtrain.checkpoints.checkpointer import Checkpointer
-from bigtrain.checkpoints.host_state import HostState
+from bigtrain.checkpoints.foreign import parameter_files
+from bigtrain.checkpoints.manifest import HostState
 from bigtrain.inference import saved
 from bigtrain.optim import schedules
 from bigtrain.settings import ConfigError

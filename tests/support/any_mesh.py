@@ -11,7 +11,7 @@ import optax
 
 from bigtrain import lengths as lengths_lib
 from bigtrain import metrics, parts, settings, sharding, trees
-from bigtrain.checkpoints import teacher as teacher_lib
+from bigtrain import teacher as teacher_lib
 from bigtrain.inputs import pipeline
 from bigtrain.optim import chain, views
 from bigtrain.step import gradients as gradients_lib

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from bigtrain import parts, settings
 from bigtrain.checkpoints import checkpointer
-from bigtrain.checkpoints.host_state import HostState
+from bigtrain.checkpoints.manifest import HostState
 
 # Sizes of a transformer.
 TOWER = dict(width=8, mlp_dim=8, num_heads=2, depth=1)

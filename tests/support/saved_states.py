@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bigtrain import sharding, trees
 from bigtrain.checkpoints import checkpointer
-from bigtrain.checkpoints.host_state import HostState
+from bigtrain.checkpoints.manifest import HostState
 
 # replica, fsdp, sequence, tensor.
 MESHES = ((8, 1), (2, 4), (1, 8), (1, 2, 1, 4))

@@ -10,7 +10,8 @@ from jax.experimental.array_serialization import serialization
 
 import bigtrain
 from bigtrain import sharding
-from bigtrain.checkpoints import folders, tensorstore_folders
+from bigtrain.checkpoints import folders
+from bigtrain.checkpoints.foreign import jax_folders
 from bigtrain.tools import checkpoint as tool
 from bigtrain.tools import evaluate
 
@@ -48,7 +49,7 @@ def test_all_arrays_of_t5x_and_jax_reads_them(old, tmp_path, capsys):
   assert tool.main(["import", str(old / "t5x"), out]) == 0
   assert "checkpoints/00001000: " in capsys.readouterr().out
   assert tool.main(["verify", out]) == 0
-  given = tensorstore_folders.open_folder(str(old / "t5x/checkpoint_1000"))
+  given = jax_folders.open_folder(str(old / "t5x/checkpoint_1000"))
   directory = folders.find(out)
   assert folders.read_manifest(directory).arrays.keys() == {
     *given.arrays,

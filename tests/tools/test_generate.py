@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bigtrain.checkpoints import checkpointer
-from bigtrain.checkpoints.host_state import HostState
+from bigtrain.checkpoints.manifest import HostState
 from bigtrain.models import decoder
 from bigtrain.pp import tokenizers
 from bigtrain.tasks import language_modeling

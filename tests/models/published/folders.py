@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from bigtrain import sharding
-from bigtrain.checkpoints import safetensors_files, warm_start
+from bigtrain.checkpoints import warm_start
+from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.models import decoder, t5
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"

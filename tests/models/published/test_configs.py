@@ -7,7 +7,7 @@ from models.published import folders
 from models.published.folders import GOLDEN, MODELS, model_of, module_of
 
 from bigtrain import parts, settings
-from bigtrain.checkpoints import config_json
+from bigtrain.checkpoints import warm_start
 from bigtrain.settings import ConfigError
 
 V4_SCALING = dict(type="linear", factor=2.0)
@@ -18,7 +18,7 @@ def check(layout, path=None, **changes):
   path = path or GOLDEN / f"hf_{layout}"
   spec = dict(path=str(path), **changes.pop("options", {}))
   model = model_of(layout, **changes)
-  config_json.check(spec, module_of(layout), model)
+  warm_start.check_published(spec, module_of(layout), model)
 
 
 def resolved(layout, path=None, model_init=None, **options):

@@ -16,8 +16,9 @@ from models.published.folders import (
 )
 
 from bigtrain import trees
-from bigtrain.checkpoints import checkpointer, safetensors_files
-from bigtrain.checkpoints.host_state import HostState
+from bigtrain.checkpoints import checkpointer
+from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.checkpoints.manifest import HostState
 from bigtrain.models import decoder
 from bigtrain.settings import ConfigError
 from bigtrain.tools import checkpoint as tool

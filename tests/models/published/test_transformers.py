@@ -18,8 +18,8 @@ from models.published.folders import (
 )
 
 from bigtrain import parts, settings
-from bigtrain.checkpoints import checkpointer, config_json, warm_start
-from bigtrain.checkpoints.host_state import HostState
+from bigtrain.checkpoints import checkpointer, warm_start
+from bigtrain.checkpoints.manifest import HostState
 from bigtrain.tools import checkpoint as tool
 
 REASON = "the extra `transformers` is not installed"
@@ -120,7 +120,7 @@ def test_exports_open_with_equal_logits(case, tmp_path, caplog):
     dict(model_name=name_of(layout), model=dict(published=out))
   )
   module, again = parts.model(parts.with_published_sizes(config))
-  config_json.check(out, module, again)
+  warm_start.check_published(out, module, again)
   loaded, _ = warm_start.load_params(
     out, like_of(again), convert=module.from_published
   )

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bigtrain import sharding, trees
-from bigtrain.checkpoints import tensorstore_folders, warm_start
+from bigtrain.checkpoints import warm_start
+from bigtrain.checkpoints.foreign import jax_folders
 from bigtrain.checkpoints.manifest import DamagedError
 from bigtrain.models import t5, vit
 from bigtrain.settings import ConfigError
@@ -67,9 +68,7 @@ def test_a_checkpoint_of_t5x_gives_its_logits(old, scan, where):
 
 def test_stacked_layers_of_t5x(old):
   """scalable_t5 stacks the layers along the second axis."""
-  flat = tensorstore_folders.open_folder(
-    str(old / "t5x" / "checkpoint_1000")
-  ).arrays
+  flat = jax_folders.open_folder(str(old / "t5x" / "checkpoint_1000")).arrays
   flat = {
     name.removeprefix("target/"): array[...]
     for name, array in flat.items()
@@ -98,9 +97,7 @@ def test_a_checkpoint_of_big_vision_gives_its_logits(old, tmp_path, where):
   golden = np.load(old / "big_vision.npz")
   path = old / f"big_vision.{where}"
   if where == "npz":  # The older format of a single host: all in one file.
-    folder = tensorstore_folders.open_folder(
-      str(old / "big_vision.bv-000000012")
-    )
+    folder = jax_folders.open_folder(str(old / "big_vision.bv-000000012"))
     path = tmp_path / "checkpoint.npz"
     np.savez(path, **{name: x[...] for name, x in folder.arrays.items()})
   model = vit.Model(**VIT, rep_size=True, pool_type="tok")
@@ -110,14 +107,14 @@ def test_a_checkpoint_of_big_vision_gives_its_logits(old, tmp_path, where):
 
 
 def test_all_arrays_of_a_state_with_their_step(old):
-  folder = tensorstore_folders.open_folder(str(old / "big_vision.bv-000000012"))
+  folder = jax_folders.open_folder(str(old / "big_vision.bv-000000012"))
   assert folder.step == folder.arrays["opt/1/count"][()] == 12
   moment = folder.arrays["opt/0/mu/head/kernel"]
   half = folder.arrays["params/head/kernel"][...] / 2
   assert moment.dtype == "bfloat16" and moment.shape == (16, 5)
   np.testing.assert_allclose(moment[2:4].astype(float), half[2:4], rtol=1e-2)
-  path = tensorstore_folders.find(str(old / "t5x"))
-  folder = tensorstore_folders.open_folder(path)
+  path = jax_folders.find(str(old / "t5x"))
+  folder = jax_folders.open_folder(path)
   assert folder.step == 1000
   # This array is in the msgpack file itself.
   assert folder.arrays["target/encoder/encoder_norm/scale"].shape == (8,)

@@ -1,29 +1,75 @@
-"""The sums of checksums.py, compiled for the devices that hold an array."""
+"""Checksums of arrays (checksums.py), made by the devices that hold them.
+
+CPU devices are the host, so their shards are summed there, which needs no
+compilation.
+"""
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bigtrain.checkpoints import checksums
 from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.sharding import on_device
 
+# {name: {device of this process: sums of its shard}}
+DeviceSums = dict[str, dict[jax.Device, checksums.Sums]]
 
-def start(x: jax.Array) -> jax.Array:
-  """Starts to sum an array.
+
+def start(
+  named: Iterable[tuple[str, Any]], *, compiled: bool = False
+) -> Callable[[], DeviceSums]:
+  """Starts to sum the shards of arrays; they may be donated afterwards.
+
+  Args:
+    named: (name, array) pairs; numpy arrays are ignored.
+    compiled: whether a compiled program sums on CPU devices too.
 
   Returns:
-    uint32 [number of devices, 2], one row on each device: the sums of its
-    shard. The array may be donated after the call.
+    Function that waits for the sums.
   """
-  return _program(x.shape, x.dtype, x.sharding)(x)
+  started: dict[str, Any] = {}
+  for name, x in named:
+    if not isinstance(x, jax.Array):
+      continue
+    if compiled or next(iter(x.devices())).platform != "cpu":
+      # uint32 [devices, 2], one row on each device.
+      started[name] = _program(x.shape, x.dtype, x.sharding)(x)
+      continue
+    started[name] = {
+      shard.device: checksums.of_part(
+        np.asarray(shard.data),
+        checksums.explicit(shard.index, x.shape),
+        x.shape,
+      )
+      for shard in x.addressable_shards
+    }
+
+  def wait() -> DeviceSums:
+    result = {}
+    for name, sums in started.items():
+      if not isinstance(sums, dict):
+        sums = {
+          shard.device: (int(values[0]), int(values[1]))
+          for shard in sums.addressable_shards
+          for values in (np.asarray(shard.data).reshape(2),)
+        }
+      result[name] = sums
+    return result
+
+  return wait
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+def _program(
+  shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+) -> Callable[[jax.Array], jax.Array]:
   """The compiled function for arrays of one kind."""
   if not isinstance(sharding, NamedSharding):
     if len(sharding.device_set) > 1:

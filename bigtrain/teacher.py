@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from bigtrain import parts, settings, sharding
-from bigtrain.checkpoints import config_json, warm_start
+from bigtrain.checkpoints import warm_start
 from bigtrain.step import initial
 
 
@@ -60,7 +60,7 @@ def from_config(
   if isinstance(source, settings.Config):
     source = config.teacher.kwargs("model_init")
   if source is not None:
-    config_json.check(source, module, model, path=config.teacher.path)
+    warm_start.check_published(source, module, model, path=config.teacher.path)
   init = initial.variables_fn(task, model, batch_spec, seed)
   rules = initial.sharding_rules(config, init, module, model, config.teacher)
   spec = sharding.state_spec({"teacher": init.spec()}, mesh, rules)

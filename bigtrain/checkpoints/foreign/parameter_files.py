@@ -17,14 +17,9 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from bigtrain.checkpoints import (
-  averages,
-  folders,
-  integrity,
-  safetensors_files,
-  tensorstore_folders,
-)
+from bigtrain.checkpoints import averages, folders, integrity
 from bigtrain.checkpoints import manifest as manifest_lib
+from bigtrain.checkpoints.foreign import jax_folders, safetensors_files
 from bigtrain.checkpoints.manifest import DamagedError, Manifest
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
@@ -69,7 +64,7 @@ def open_file(
   Args:
     path: an .npz or .safetensors file, the folder of a published model with
       .safetensors files, a checkpoint, a workdir, or a checkpoint of big_vision
-      or T5X, see tensorstore_folders.py.
+      or T5X, see jax_folders.py.
     step: step of the workdir's checkpoint; the newest by default.
     prefix: tree to read, such as "ema"; by default "params" if there is such a
       tree, else everything.
@@ -84,7 +79,7 @@ def open_file(
   published = safetensors_files.is_folder(path)
   if not paths.is_remote(path):
     try:
-      folder = tensorstore_folders.find(path, step)
+      folder = jax_folders.find(path, step)
       if folder is not None:
         opened = _open_folder(folder, prefix, collections, key)
         if step in (None, opened.step):
@@ -149,7 +144,7 @@ def _open_folder(
   path: str, prefix: str | None, collections: Sequence[str], key: str
 ) -> File:
   """Opens a checkpoint of another jax program."""
-  folder = tensorstore_folders.open_folder(path)
+  folder = jax_folders.open_folder(path)
   full_names = _full_names(folder.arrays, prefix, collections, key)
   arrays = {name: folder.arrays[full] for name, full in full_names.items()}
 
