@@ -49,7 +49,7 @@ def fold(key: np.ndarray | int, data: np.ndarray | int) -> np.ndarray:
 def permute(
   index: np.ndarray, n: int, seed: int, epoch: np.ndarray | int = 0
 ) -> np.ndarray:
-  """Applies a pseudo-random permutation of [0, n) to `index`.
+  """Applies a pseudo-random permutation of [0, n) to `index`, int64 [B].
 
   Method: a Feistel network over mixed-radix pairs (l, r), with index
   l * b + r and a * b just above n. The rare results that are n or more are
@@ -57,15 +57,8 @@ def permute(
   arbitrary finite domains", 2002).
 
   Args:
-    index: int64 [B], values in [0, n).
     n: size of the set, up to 2**62.
     epoch: int or int64 [B]; each (seed, epoch) has its own permutation.
-
-  Returns:
-    int64 [B], values in [0, n).
-
-  Raises:
-    ValueError: a value of `index` is outside [0, n).
   """
   index = np.asarray(index, np.int64)
   if index.size and (index.min() < 0 or index.max() >= n):
@@ -113,15 +106,9 @@ def _feistel(x: np.ndarray, a: int, b: int, key: np.ndarray) -> np.ndarray:
 def uniforms(
   seed: int, epoch: np.ndarray | int, index: np.ndarray, draws: int
 ) -> np.ndarray:
-  """Returns uniform random numbers that depend only on the arguments.
+  """Returns uniform numbers in [0, 1), float32 [B, draws], multiples of 2**-24.
 
-  Args:
-    epoch: int or int64 [B].
-    index: int64 [B], index of the example.
-
-  Returns:
-    float32 [B, draws] in [0, 1), multiples of 2**-24. Number j does not depend
-    on `draws`.
+  Number j of example `index`, int64 [B], does not depend on `draws`.
   """
   index = np.asarray(index, np.int64)
   key = fold(fold(fold(seed, _UNIFORM), epoch), index)
@@ -132,11 +119,7 @@ def uniforms(
 
 
 def replacement(seed: int, epoch: int, index: int, attempt: int, n: int) -> int:
-  """Returns the index of a substitute for an example that cannot be read.
-
-  Args:
-    attempt: number of the attempt, from 1.
-  """
+  """Returns the index of a substitute for an example that cannot be read."""
   key = fold(fold(fold(seed, _REPLACE), epoch), index)
   return int(fold(key, attempt)) % n
 

@@ -38,10 +38,6 @@ class Source:
       `split_seed`) or "all", optionally with a slice.
     slice: slice of the rows, such as "[:90%]" or "[1000:]".
     split_seed: seed of the digits' splits.
-
-  Raises:
-    ConfigError: no such file, array or split, or arrays of unequal lengths.
-    DataError: a damaged file, an array of Python objects, or no examples.
   """
 
   def __init__(
@@ -117,11 +113,9 @@ class Source:
     return batch
 
   def where(self, index: int) -> str:
-    """Returns the file (or name) and row of an example."""
     return f"{self._name}, row {self._start + int(index)}"
 
   def fingerprint(self) -> str:
-    """Digest of names, shapes, dtypes and a sample of the values."""
     sample = hashing.permute(np.arange(self._length)[:64], self._length, seed=0)
     parts: list[Any] = []
     for key, array in sorted(self._arrays.items()):

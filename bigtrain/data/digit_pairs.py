@@ -54,10 +54,6 @@ class Source:
       larger by m on each side.
     seed: seed of the pairs.
     split_seed: seed of the digits' splits.
-
-  Raises:
-    ConfigError: no such split, a split without one of the digits, or an
-      invalid length or margin.
   """
 
   def __init__(
@@ -103,7 +99,6 @@ class Source:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the features of examples [B], with a leading axis B."""
     indices = np.asarray(indices, np.int64)
     label = indices % 100
     sides = label // 10, label % 10
@@ -125,15 +120,12 @@ class Source:
     return dict(image=image, text=text, left=left, right=right, label=label)
 
   def _draw(self, indices: np.ndarray, number: int, stop: Any) -> np.ndarray:
-    """Returns uniform integers below `stop`, one per example."""
     words = hashing.fold(hashing.fold(self._seed, indices), number)
     # The modulo bias is below stop / 2**64.
     return (words % np.asarray(stop, np.uint64)).astype(np.int64)
 
   def where(self, index: int) -> str:
-    """Returns the name of the set and the number of an example."""
     return f"{self._name}, number {int(index)}"
 
   def fingerprint(self) -> str:
-    """Digest of the digits and all options."""
     return self._digest

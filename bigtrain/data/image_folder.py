@@ -29,10 +29,6 @@ class Source:
       the folders.
     slice: slice of the images, such as "[:99%]", in a fixed random order. A
       slice of the sorted images would leave out classes.
-
-  Raises:
-    ConfigError: no such folder or file, or a folder that is not a class.
-    DataError: no images.
   """
 
   spec = {
@@ -75,16 +71,10 @@ class Source:
   def read_class_names(
     path: str, *, classes: str | None = None, **_: Any
   ) -> dict[str, list[str]]:
-    """Returns `class_names` of a source with these arguments.
-
-    Raises:
-      ConfigError: as the class.
-    """
     path = files.local_path(path, "image_folder: path")
     return {"label": _class_list(path, classes)}
 
   def _images(self, class_name: str) -> list[str]:
-    """Returns a class's images as sorted paths relative to `path`."""
     images = []
     top = os.path.join(self._path, class_name)
     for folder, _, names in os.walk(top, followlinks=True):
@@ -98,19 +88,16 @@ class Source:
 
   @property
   def class_names(self) -> dict[str, list[str]]:
-    """Names of the classes of `label`, by number."""
     return {"label": self.classes}
 
   @property
   def ids(self) -> dict[str, np.ndarray]:
-    """The labels of all examples, int64 [N]."""
     return {"label": self._labels[self._rows]}
 
   def __len__(self) -> int:
     return len(self._rows)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns `image` and `label_name`, bytes [B], and `label`, int64 [B]."""
     rows = self._rows[indices]
     images = np.empty(len(rows), object)
     names = np.empty(len(rows), object)
@@ -125,11 +112,9 @@ class Source:
     return {"image": images, "label": self._labels[rows], "label_name": names}
 
   def where(self, index: int) -> str:
-    """Returns the file of an image."""
     return self._file(self._rows[index])
 
   def fingerprint(self) -> str:
-    """Digest of the names of classes and images, and of the slice."""
     return files.digest(
       "image_folder",
       self._slice,
@@ -143,7 +128,6 @@ class Source:
 
 
 def _class_list(path: str, classes: str | None) -> list[str]:
-  """Returns the names of the classes, in the order of the labels."""
   if not os.path.isdir(path):
     raise files.missing(path, "image_folder: path", "folder")
   folders = sorted(e.name for e in os.scandir(path) if e.is_dir())

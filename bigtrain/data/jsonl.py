@@ -35,10 +35,6 @@ class Source:
       jsonl file, or "base64".
     fields: names of the fields to use; by default all fields of the first line.
     slice: slice of the lines, such as "[:99%]".
-
-  Raises:
-    ConfigError: no such file or field, or a field of an unsupported type.
-    DataError: no lines, or an invalid line; the message has file and line.
   """
 
   def __init__(
@@ -76,7 +72,6 @@ class Source:
   def _find_fields(
     self, fields: Sequence[str] | None
   ) -> dict[str, tuple[Any, tuple[int | None, ...]]]:
-    """Returns the type and shape of each field, except the image."""
     sample = [self._load(i) for i in range(min(_NUM_SAMPLED, self._length))]
     first = sample[0]
     for name in [*(fields or ()), *filter(None, [self._image_key])]:
@@ -148,7 +143,6 @@ class Source:
     return batch
 
   def where(self, index: int) -> str:
-    """Returns the file and line number, from 1, of an example."""
     path, start, _ = self._position(index)
     with open(path, "rb") as f:
       before, line = start, 1
@@ -158,7 +152,6 @@ class Source:
     return f"{path}, line {line}"
 
   def fingerprint(self) -> str:
-    """Digest of the files' names and sizes, and of the options."""
     names = [os.path.basename(path) for path in self._paths]
     sizes = [int(o[-1]) for o in self._offsets]
     return files.digest(

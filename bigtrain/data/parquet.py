@@ -42,12 +42,6 @@ class Source:
     cache_bytes: maximum memory for decoded row groups.
     unpack_to: folder for row groups as Arrow files. They take as much space as
       the decoded columns.
-
-  Raises:
-    ConfigError: no such file or column, a column of an unsupported type, or
-      pyarrow is not installed.
-    DataError: no rows, a damaged file, or columns whose types differ between
-      files.
   """
 
   def __init__(
@@ -92,11 +86,6 @@ class Source:
 
   @staticmethod
   def read_class_names(path: Any, **_: Any) -> dict[str, list[str]]:
-    """Returns `class_names` of a source with these arguments.
-
-    Raises:
-      ConfigError: as the class.
-    """
     first = files.as_list(path, "parquet: path")[0]
     return arrow_columns.class_names(_schema(_find(first)[0]))
 
@@ -122,12 +111,10 @@ class Source:
     return batch
 
   def where(self, index: int) -> str:
-    """Returns the file, row group and row of an example, from 0."""
     file, group, row = self._position(index)
     return f"{self._paths[file]}, row group {group}, row {row}"
 
   def fingerprint(self) -> str:
-    """Digest of the files' names and sizes, and of the options."""
     names = [os.path.basename(path) for path in self._paths]
     return files.digest(
       "parquet",
@@ -139,7 +126,6 @@ class Source:
     )
 
   def _position(self, index: int) -> tuple[int, int, int]:
-    """Returns (file, row group, row in it) of an example."""
     (file,), rows = self._shards.locate(np.asarray([index + self._start]))
     (group,), (row,) = self._groups[file].locate(rows)
     return int(file), int(group), int(row)
@@ -215,7 +201,6 @@ class Source:
     return texts
 
   def _image(self, value: dict[str, Any], index: int) -> bytes | None:
-    """Returns the encoded bytes of an image, if necessary from its file."""
     if value["bytes"] is not None or value["path"] is None:
       return value["bytes"]
     folder = os.path.dirname(self._paths[self._position(index)[0]])
@@ -247,7 +232,6 @@ class _Tables:
     self._warned = False
 
   def get(self, key: tuple[int, int]) -> Any:
-    """Returns the table of a row group, loading it if necessary."""
     with self._lock:
       future = self._kept.get(key)
       ours = future is None
@@ -287,13 +271,7 @@ class _Tables:
 
 
 def scan_row_groups(path: str) -> np.ndarray:
-  """Returns the rows where N row groups start and end, and the file size.
-
-  int64 [N + 2]: the first row of each group, the number of rows, and the size.
-
-  Raises:
-    DataError: the file is not a Parquet file.
-  """
+  """Returns the first row of N row groups, the number of rows, and the size."""
   pa = arrow_columns.import_pyarrow()
   try:
     size = os.path.getsize(path)
@@ -325,7 +303,6 @@ def _schema(path: str) -> Any:
 
 
 def _write_arrow(table: Any, path: str) -> None:
-  """Writes a table to an Arrow file atomically."""
   pa = arrow_columns.import_pyarrow()
   try:
     os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -61,15 +61,6 @@ class Feature(NamedTuple):
 
 
 def parse(text: str, key: str) -> Feature:
-  """Parses "KIND[SHAPE] < BOUND".
-
-  Args:
-    text: declaration of a feature.
-    key: location of the declaration, for messages.
-
-  Raises:
-    ConfigError: `text` cannot be parsed.
-  """
   match = _FEATURE.fullmatch(text) if isinstance(text, str) else None
   if match is None:
     raise ConfigError(
@@ -98,9 +89,6 @@ class Source:
     features: {name: "KIND[SHAPE] < BOUND"}.
     num_examples: number of examples.
     seed: seed of the examples.
-
-  Raises:
-    ConfigError: a feature that cannot be parsed, or an invalid number.
   """
 
   def __init__(
@@ -131,18 +119,15 @@ class Source:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the features of examples [B]."""
     return {
       name: _values(feature, hashing.stream(self._seed, k), indices)
       for k, (name, feature) in enumerate(self._features.items())
     }
 
   def where(self, index: int) -> str:
-    """Returns the number of an example."""
     return f"synthetic example {int(index)}"
 
   def fingerprint(self) -> str:
-    """Digest of the options."""
     parts = [(name, *feature) for name, feature in self._features.items()]
     return files.digest("synthetic", self._length, self._seed, *parts)
 

@@ -48,10 +48,6 @@ class Source:
       padding) and `positions`, int32 [L], and leaves out `loss_mask`.
     last: "pad" or "drop", for the last window of a file if it is incomplete.
     slice: slice of the windows, such as "[:99%]".
-
-  Raises:
-    ConfigError: no such file or split, or an invalid length or stride.
-    DataError: no bytes, or no complete window with last="drop".
   """
 
   vocab_sizes = {"tokens": _SHIFT + 256, "targets": _SHIFT + 256}
@@ -119,7 +115,6 @@ class Source:
     return len(self._rows)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the features of windows [B], with a leading axis B."""
     pieces = self._plan.pieces(self._rows[indices])
     batch = windows.fill(
       pieces,
@@ -146,18 +141,15 @@ class Source:
     return mapped
 
   def where(self, index: int) -> str:
-    """Returns the file (or name) and first byte of a window."""
     pieces = self._plan.pieces(self._rows[np.asarray([index])])
     return f"{self._names[pieces.shard[0]]}, byte {pieces.begin[0]}"
 
   def fingerprint(self) -> str:
-    """Digest of the files' names and sizes, and of the options."""
     names = [os.path.basename(name) for name in self._names]
     return files.digest("text", *names, *self._sizes, self._options)
 
 
 def _map(path: str) -> np.ndarray:
-  """Returns the memory-mapped bytes of a file, uint8."""
   try:
     with open(path, "rb") as f:
       if not os.fstat(f.fileno()).st_size:

@@ -27,10 +27,6 @@ class Source:
     data_dir: folder of data sets, by default tensorflow-datasets' own
       ($TFDS_DATA_DIR or ~/tensorflow_datasets).
     builder_dir: folder with dataset_info.json, instead of a name.
-
-  Raises:
-    ConfigError: no such data set or split.
-    DataError: a missing, truncated or damaged file, or an empty split.
   """
 
   spec = {"record": (bytes, ())}
@@ -86,11 +82,6 @@ class Source:
     builder_dir: str | None = None,
     **_: Any,
   ) -> dict[str, list[str]]:
-    """Returns `class_names` of a source with these arguments.
-
-    Raises:
-      ConfigError: as the class.
-    """
     return _class_names(_builder(name, data_dir, builder_dir).info.features)
 
   def __len__(self) -> int:
@@ -104,12 +95,10 @@ class Source:
     return {"record": records}
 
   def where(self, index: int) -> str:
-    """Returns the file and byte (ArrayRecord: number) of an example."""
     ((file, record),) = self._locate(np.asarray([index]))
     return self._files.where(file, record)
 
   def fingerprint(self) -> str:
-    """Digest of the names and sizes of the split's files."""
     sizes = [os.path.getsize(path) for path in self._paths]
     names = [os.path.basename(path) for path in self._paths]
     return files.digest(self._name, len(self), *names, *sizes)
@@ -117,8 +106,7 @@ class Source:
   def parse(self, features: dict[str, Any]) -> dict[str, Any]:
     """Returns the tensors of an example {"record": serialized}, for tf.data.
 
-    Images are not decoded. Nested features are named "outer/inner", such as
-    COCO's "captions/text".
+    Images stay encoded. Nested features have names such as "captions/text".
     """
     parser, schema, decoders = self._parser
     example = parser.parse_example(features["record"])
@@ -139,7 +127,6 @@ class Source:
 
 
 def _class_names(features: Any) -> dict[str, list[str]]:
-  """Returns {feature: names by number} of the classes that have names."""
   label = _import_tfds().features.ClassLabel
   return {
     name: list(feature.names)
@@ -149,7 +136,6 @@ def _class_names(features: Any) -> dict[str, list[str]]:
 
 
 def _class_counts(features: Any) -> dict[str, int]:
-  """Returns {feature: number of classes} of the features with class numbers."""
   label = _import_tfds().features.ClassLabel
   return {
     name: feature.num_classes

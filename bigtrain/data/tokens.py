@@ -49,11 +49,6 @@ class Source:
     tokenizer: "bytes" or a path, as in preprocessing. It must be the tokenizer
       in the manifest.
     slice: slice of the windows, such as "[:99%]".
-
-  Raises:
-    ConfigError: no such file, incompatible options, or another tokenizer or
-      vocabulary than the manifest's.
-    DataError: a damaged file, or no window.
   """
 
   def __init__(
@@ -125,7 +120,6 @@ class Source:
   def _read_manifest(
     self, manifest: dict[str, Any], tokenizer: str | None, folder: str
   ) -> None:
-    """Sets options from the manifest; ConfigError where they differ."""
     made_by, bos_id = manifest["tokenizer"], manifest["bos_id"]
     self.tokenizer = made_by["name"], made_by["fingerprint"]
     expected = {
@@ -185,7 +179,6 @@ class Source:
     return len(self._rows)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the features of windows [B], with a leading axis B."""
     pieces = self._plan.pieces(self._rows[indices])
     batch = windows.fill(
       pieces,
@@ -205,7 +198,6 @@ class Source:
   def _check_ids(
     self, batch: dict[str, np.ndarray], indices: np.ndarray
   ) -> None:
-    """Raises DataError for ids that are not in the vocabulary."""
     for name in ("tokens", "targets"):
       ids = batch[name]
       if ids.min() < 0 or ids.max() >= self._vocab_size:
@@ -217,12 +209,10 @@ class Source:
         )
 
   def where(self, index: int) -> str:
-    """Returns the file and first target of a window."""
     pieces = self._plan.pieces(self._rows[np.asarray([index])])
     return f"{self._shards[pieces.shard[0]].path}, token {pieces.begin[0]}"
 
   def fingerprint(self) -> str:
-    """Digest of the files' names, sizes and dtypes, and of the options."""
     parts = [
       (os.path.basename(shard.path), shard.size, shard.dtype)
       for shard in self._shards

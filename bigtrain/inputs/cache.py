@@ -40,7 +40,6 @@ def available_bytes() -> int | None:
 
 
 def readable(size: float) -> str:
-  """Formats a number of bytes: 1234567 as "1.23 MB"."""
   for unit in ("B", "kB", "MB", "GB"):
     if size < 1000:
       return f"{size:.3g} {unit}"
@@ -51,11 +50,7 @@ def readable(size: float) -> str:
 class CachedSource:
   """Wraps a source and keeps each record in memory after its first read.
 
-  Attributes that are not defined here come from the wrapped source.
-
-  Raises:
-    ConfigError: the estimated size, which is also logged, exceeds the
-      available memory.
+  A ConfigError tells that the estimated size exceeds the available memory.
   """
 
   def __init__(self, source: Any, key: str):
@@ -87,7 +82,6 @@ class CachedSource:
     return getattr(self._source, name)
 
   def _estimate(self) -> int:
-    """Estimates the bytes of all records from a sample."""
     sample = hashing.permute(
       np.arange(min(_NUM_SAMPLED, len(self._source))), len(self._source), 0
     )
@@ -107,7 +101,6 @@ class CachedSource:
     return len(self._source)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Reads records; only the ones not yet cached come from the source."""
     new = np.unique(indices[~self._is_cached[indices]])
     if new.size:
       rows = self._source.read(new)

@@ -29,12 +29,7 @@ def sizes(op: Op, source: Any) -> dict[str, int]:
 def check_sizes(
   input_sizes: Mapping[str, int], model_sizes: Mapping[str, int], path: str
 ) -> None:
-  """Raises ConfigError if an input has larger ids than the model can take.
-
-  Args:
-    input_sizes: {feature: largest id + 1} of an input.
-    model_sizes: {feature: number of ids that the model can take}.
-  """
+  """Raises ConfigError if an input has larger ids than the model can take."""
   for name, size in input_sizes.items():
     limit = model_sizes.get(name, size)
     if size <= limit:
@@ -64,11 +59,6 @@ def check_parts(
   Args:
     model_sizes: {feature: number of ids that the model can take}.
     negative: features whose negative values mean "no label".
-
-  Raises:
-    ConfigError: a feature of another type than integers, or ids that the model
-      cannot take.
-    DataError: the source knows an example whose id the model cannot take.
   """
   for name, size in model_sizes.items():
     if name not in spec:
@@ -96,11 +86,7 @@ def check_parts(
 def find_invalid(
   values: np.ndarray, size: int, negative: bool = False
 ) -> int | None:
-  """Returns the first row of integers [B, ...] with an id not in [0, size).
-
-  Args:
-    negative: whether negative ids are allowed.
-  """
+  """Returns the first row of integers [B, ...] with an id not in [0, size)."""
   if not values.size:
     return None
   numbers = values

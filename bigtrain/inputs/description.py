@@ -1,6 +1,6 @@
-"""What a run remembers of its data, so that prediction needs none of it.
+"""Features, class names and tokenizer saved with the run, for inference.
 
-It is saved in every checkpoint (`HostState.data`) and written beside exports.
+They are in every checkpoint (`HostState.data`) and beside exports.
 """
 
 import contextlib
@@ -24,10 +24,7 @@ def describe(
 ) -> dict[str, Any]:
   """Returns names, shapes and the tokenizer of an input, as JSON.
 
-  Args:
-    parts: the engine's sources with their ops. Of several sources, the first
-      that knows something counts.
-    spec: {feature: (dtype, shape)} of an example after all ops.
+  Of several sources, the first that knows something counts.
 
   Returns:
     "features": {feature: [dtype, shape]} of an example after all ops; "raw":

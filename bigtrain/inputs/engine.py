@@ -46,8 +46,6 @@ class Part(NamedTuple):
 
   Attributes:
     key: location in the config, such as "config.input.mixture.web".
-    source: a data source.
-    ops: preprocessing ops, in order.
     op: composition of `ops`.
     seed: seed of the random numbers for the ops.
   """
@@ -79,7 +77,6 @@ class Skipped:
     return len(self._seen)
 
   def add(self, key: str, index: int, error: DataError) -> None:
-    """Counts and logs an example, or raises `error` if the cap is reached."""
     with self._lock:
       new = (key, index) not in self._seen
       if new and len(self._seen) >= self.cap:
@@ -94,7 +91,6 @@ class Skipped:
 
 
 def default_num_threads() -> int:
-  """Returns the number of cores this process may use."""
   if hasattr(os, "sched_getaffinity"):
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
@@ -133,11 +129,7 @@ class Engine:
   ) -> None:
     """Refuses ids that the model cannot take, from now on.
 
-    Args:
-      negative: features whose negative values mean "no label".
-
-    Raises:
-      ConfigError: it is known already that the input has such ids.
+    Negative values of the features `negative` mean "no label".
     """
     checks.check_parts(self.parts, self.spec, sizes, negative, path)
     for name, size in sizes.items():
@@ -156,13 +148,8 @@ class Engine:
   ) -> Generator[Batch, None, None]:
     """Yields the batches of steps [first_step, last_step), in order.
 
-    Args:
-      stopping: once another thread sets it, no more examples are read, also in
-        the middle of a batch, and the batches end.
-
-    Raises:
-      DataError: an example cannot be read or preprocessed; the message names
-        its file and position.
+    Once another thread sets `stopping`, no more examples are read, also in the
+    middle of a batch, and the batches end.
     """
     stopping = stopping or threading.Event()
     step = first_step
@@ -203,7 +190,6 @@ class Engine:
     raise NotImplementedError
 
   def _run_op(self, op: Op, features: Any, u: np.ndarray) -> Any:
-    """Runs a single op on one example."""
     return op.fn(features, u)
 
   def _parse(self, part: Part, raw: Batch) -> Any:
@@ -211,11 +197,9 @@ class Engine:
     raise NotImplementedError
 
   def example(self, part: Part, index: int, epoch: int) -> Batch:
-    """Returns one preprocessed example of a part.
+    """Returns one preprocessed example of a part, or raises a DataError.
 
-    Raises:
-      DataError: the example cannot be read or preprocessed; the message names
-        its position and the failing op, if any.
+    The message names its position and the failing op, if any.
     """
     try:
       raw = part.source.read(np.asarray([index]))
@@ -272,11 +256,7 @@ class Engine:
     return one_line(error)
 
   def usable_index(self, k: int, index: int, epoch: int) -> int:
-    """Returns `index` of part k if usable, else its first usable replacement.
-
-    Raises:
-      DataError: too many examples are unusable.
-    """
+    """Returns `index` of part k if usable, else its first usable substitute."""
     part = self.parts[k]
     candidate = index
     for attempt in range(1, _MAX_ATTEMPTS + 1):
@@ -296,9 +276,7 @@ class Engine:
   def _replace(self, step: int, error: Exception) -> None:
     """Finds the failing examples of a batch and replaces them.
 
-    Raises:
-      DataError: an example can be neither made nor replaced, or every example
-        alone can be made and the cause is `error`.
+    Raises `error` if every example alone can be made.
     """
     planned = self._plan(step, 0, self.num_rows)
     rows = list(zip(*(field.tolist() for field in planned)))
@@ -368,10 +346,6 @@ def check_spec(
     features: {name: (dtype, shape)}. The dtype is `bytes` for strings and None
       for values that are not arrays. A shape, or a size in it, is None if
       unknown.
-
-  Raises:
-    ConfigError: no feature is left, or one cannot be batched; the message
-      names an op that helps.
   """
   if not features:
     raise ConfigError(f"{key}.pp: no feature is left for the batch.")
@@ -400,11 +374,7 @@ def check_spec(
 def common_spec(
   specs: Sequence[dict[str, Any]], parts: Sequence[Part]
 ) -> dict[str, Any]:
-  """Returns the spec that all parts share.
-
-  Raises:
-    ConfigError: two parts differ in a feature.
-  """
+  """Returns the spec that all parts share."""
   for spec, part in zip(specs, parts):
     for name in sorted({*spec, *specs[0]}):
       if spec.get(name) != specs[0].get(name):

@@ -79,19 +79,10 @@ class EvalInput:
   def limit_ids(
     self, sizes: Mapping[str, int], negative: Collection[str] = ()
   ) -> None:
-    """Refuses examples with ids that the model cannot take.
-
-    Args:
-      negative: features whose negative values mean "no label".
-
-    Raises:
-      ConfigError: it is known already that the input has such ids. Otherwise
-        the iterator of `batches` raises DataError.
-    """
+    """Refuses examples with ids that the model cannot take, see Engine."""
     self._engine.limit_ids(sizes, negative, self._path)
 
   def where(self, index: int) -> str:
-    """Returns file and position of an example, for messages."""
     return self._engine.parts[0].source.where(index)
 
   def batches(self) -> Prefetch:
@@ -141,9 +132,6 @@ def make_eval(
     batch_size: global.
     num_examples: number of examples, from the start; all by default.
     cache: whether to keep finished batches in host memory, if they fit.
-
-  Raises:
-    ConfigError, DataError: as `pipeline.make_train`.
   """
   sharding.check_batch(batch_size, mesh, f"{path}.batch_size")
   source = sources.make_source(data, f"{path}.data")
@@ -185,15 +173,7 @@ def check(
   vocab_sizes: Mapping[str, int] | None = None,
   path: str,
 ) -> None:
-  """Checks arguments of `make_eval` without opening the data.
-
-  Args:
-    vocab_sizes: {feature: vocabulary size} of the model.
-
-  Raises:
-    ConfigError: an unknown source, op or argument, or ids beyond the model's
-      vocabulary.
-  """
+  """Checks arguments of `make_eval` without opening the data."""
   module, _ = sources.find_source(data, f"{path}.data")
   op = registry.compose(sources.parse_ops(pp, pp_modules, f"{path}.pp"))
   # The class, because some sources know their ids before they are opened.

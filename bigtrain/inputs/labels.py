@@ -58,18 +58,12 @@ def tokens(
   key: str,
   feature: str = "labels",
 ) -> np.ndarray:
-  """Tokenizes texts with the ops that tokenize captions.
+  """Returns the tokens of texts, int32 [len(texts), L].
 
   Args:
-    pp: ops from the feature "text" to `feature`, without random numbers.
+    pp: ops that tokenize captions, from the feature "text" to `feature`,
+      without random numbers.
     vocab_sizes: {feature: vocabulary size} of the model.
-
-  Returns:
-    int32 [len(texts), L].
-
-  Raises:
-    ConfigError: the ops make no tokens, draw random numbers, need tensorflow,
-      or cannot process a text.
   """
   op = registry.compose(parse.parse(pp, pp_modules))
   checks.check_sizes(op.vocab_sizes, vocab_sizes, key)
@@ -94,9 +88,8 @@ def of_feature(
 ) -> list[str] | None:
   """Returns the names of the classes that a feature numbers, if known.
 
-  Args:
-    source_names: {feature of the source: names by class number}.
-    feature: feature after all ops: class numbers, or vectors over classes.
+  `source_names` are {feature of the source: names by class number}; `feature`
+  has class numbers, or vectors over classes, after all ops.
   """
   for op in reversed(ops):
     if op.origins is None:

@@ -46,9 +46,6 @@ def block_counts(
   Returns:
     int64 [sources]; the sum is the block size, a power of two. None if a block
     is larger than `rows`.
-
-  Raises:
-    ConfigError: a weight is so small that the block would exceed 2**24 rows.
   """
   share = np.asarray(weights, np.float64)
   share = share / share.sum()
@@ -77,12 +74,8 @@ def apportion(
 ) -> tuple[list[int], list[int]]:
   """Splits rows by the weights, in integers.
 
-  What rounding takes from a source is owed to it in the next call, so errors
-  do not add up over many calls.
-
-  Args:
-    weights: weights with any sum above 0. A source of weight 0 gets no rows.
-    owed: rows owed to each source so far, in units of 2**-40; may be negative.
+  What rounding takes from a source is owed to it in the next call, in units of
+  2**-40 rows, so errors do not add up. A source of weight 0 gets no rows.
 
   Returns:
     (number of rows of each source, rows owed to each source afterwards).
@@ -136,13 +129,9 @@ class _Segment(NamedTuple):
 
 
 def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
-  """Returns the segments of a schedule.
+  """Returns the segments of stages (first row, weights); the last has no end.
 
   A stage has whole blocks, and a smaller one for its remaining rows.
-
-  Args:
-    stages: (first row, weights) of rows with the same weights. The last stage
-      has no end.
   """
   segments: list[_Segment] = []
   num_blocks, before = 0, np.zeros(len(stages[0][1]), np.int64)
@@ -215,10 +204,9 @@ class Schedule:
     object.__setattr__(self, "_rows", np.asarray([s.row for s in segments]))
 
   def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (source int32 [B], position int64 [B]) of rows int64 [B].
+    """Returns (source int32 [B], position int64 [B]) of global rows int64 [B].
 
-    `rows` are global. The position is the number of earlier rows drawn from
-    the same source.
+    The position is the number of earlier rows drawn from the same source.
     """
     rows = np.asarray(rows, np.int64)
     source, position = np.zeros(rows.shape, np.int32), rows.copy()
@@ -237,10 +225,7 @@ class Schedule:
     return source, position
 
   def counts(self, row: int) -> np.ndarray:
-    """Returns int64 [sources], the rows of each source before a global row.
-
-    The cost does not grow with `row`: only the block of the row is counted.
-    """
+    """Returns int64 [sources], the rows of each source before a global row."""
     if len(self.lengths) == 1:
       return np.asarray([row], np.int64)
     s = int(np.searchsorted(self._rows, row, side="right")) - 1
@@ -253,7 +238,6 @@ class Schedule:
     return counts
 
   def rows(self, rows: np.ndarray) -> Order:
-    """Returns the order of global rows int64 [B]."""
     source, position = self.locate(rows)
     length = np.asarray(self.lengths, np.int64)[source]
     epoch, index = np.divmod(position, length)
@@ -271,12 +255,5 @@ class Schedule:
   def batch(
     self, step: int, batch_size: int, rows: np.ndarray | None = None
   ) -> Order:
-    """Returns the order of the batch of a step, or of some of its rows.
-
-    Args:
-      step: number of the step, from 0.
-      batch_size: global.
-      rows: int64 [local rows] of [0, batch_size); all by default.
-    """
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     return self.rows(np.int64(step) * batch_size + rows)

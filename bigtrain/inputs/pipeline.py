@@ -95,7 +95,6 @@ class TrainInput:
 
   @property
   def tokens_per_example(self) -> int | None:
-    """Number of tokens per example; see the function of this name."""
     return tokens_per_example(self.spec)
 
   @property
@@ -104,12 +103,7 @@ class TrainInput:
     return len(self._engine.skipped)
 
   def limit_ids(self, sizes: Mapping[str, int]) -> None:
-    """Refuses examples with ids that the model cannot take.
-
-    Raises:
-      ConfigError: it is known already that the input has such ids. Otherwise
-        the iterator of `start` raises DataError.
-    """
+    """Refuses examples with ids that the model cannot take, see Engine."""
     self._engine.limit_ids(sizes, (), self._path)
 
   @property
@@ -128,9 +122,7 @@ class TrainInput:
   def sources_at(self, step: int) -> dict[str, float]:
     """Returns the progress of each source of a mixture after `step` batches.
 
-    Returns:
-      {"examples_seen/<name>": number of examples, "epoch/<name>": passes over
-      the source}.
+    The names are "examples_seen/<name>" and "epoch/<name>".
     """
     counts = self._schedule.counts(step * self.batch_size).tolist()
     lengths = self._schedule.lengths
@@ -143,15 +135,12 @@ class TrainInput:
     return self._schedule.batch(step, self.batch_size)
 
   def where(self, source: int, index: int) -> str:
-    """Returns file and position of an example, for messages."""
     return self._engine.parts[source].source.where(index)
 
   def start(self, first_step: int, last_step: int) -> Prefetch:
     """Makes the batches of steps [first_step, last_step) in the background.
 
-    Returns:
-      Iterator of {name: jax.Array}; `close` ends it early. Its `next` raises
-      DataError if an example cannot be made.
+    Returns an iterator of {name: jax.Array}; `close` ends it early.
     """
     stopping = threading.Event()
     return Prefetch(
@@ -193,11 +182,6 @@ def make_train(
   Args:
     run: the whole config, for the length of the run; without it, weights do not
       change at points in percent.
-
-  Raises:
-    ConfigError: a key or value is wrong, or the preprocessed examples cannot
-      be batched.
-    DataError: the data is empty or damaged.
   """
   batch_size = cfg.batch_size
   sharding.check_batch(batch_size, mesh, f"{cfg.path}.batch_size")
@@ -223,11 +207,7 @@ def train_engine(
   pp_modules: Sequence[str] = (),
   run: settings.Config | None = None,
 ) -> tuple[Engine, order.Schedule]:
-  """Makes the engine for some rows of each global batch, and the schedule.
-
-  Args:
-    rows: int64 [local rows], indices into the global batch.
-  """
+  """Makes the engine for some rows of each global batch, and the schedule."""
   path, batch_size = cfg.path, cfg.batch_size
   cache = cfg.get("cache", "none")
   if cache not in ("none", "raw"):
@@ -297,9 +277,6 @@ def make_engine(
   """Makes a numpy engine if all ops support it, else a tf.data engine.
 
   tensorflow is imported only for the latter.
-
-  Args:
-    num_threads: number of threads; None for a default.
   """
   if num_threads is not None:
     key = f"{path}.num_threads"
@@ -318,14 +295,10 @@ def make_engine(
 
 
 def tokens_per_example(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int | None:
-  """Returns the number of tokens per example, padding included.
+  """Returns the number of tokens per example, padding included, if it has any.
 
   This is the length L of the feature `tokens` [B, L], or else the sum of the
-  lengths of `inputs` and `targets`, if both are ids. Every step has the same
-  number, so lengths given in tokens are exact.
-
-  Returns:
-    None if the batch has no such features. Captions do not count.
+  lengths of `inputs` and `targets`, if both are ids. Captions do not count.
   """
   names = ("tokens",) if "tokens" in spec else ("inputs", "targets")
   features = [spec[name] for name in names if name in spec]

@@ -64,7 +64,6 @@ class Placement:
   def spec(
     self, example: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
   ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the spec of the global batch, from the spec of one example."""
     return {
       name: jax.ShapeDtypeStruct((self.batch_size, *shape), dtype)
       for name, (dtype, shape) in example.items()

@@ -19,12 +19,7 @@ def at(key: str) -> Iterator[None]:
 
 
 def make_source(options: Mapping[str, Any], key: str) -> Any:
-  """Builds the source that `dict(type=..., **arguments)` describes.
-
-  Raises:
-    ConfigError: no such module, or an argument that its Source does not take.
-    DataError: the source is empty.
-  """
+  """Builds the source that `dict(type=..., **arguments)` describes."""
   module, arguments = find_source(options, key)
   with at(key):
     source = module.Source(**arguments)

@@ -253,7 +253,6 @@ class _Codec:
     return arrays
 
   def unpack(self, tensors: Sequence[Any]) -> dict[str, Any]:
-    """Features of one example, from its tensors without `u`."""
     tf = self._tf
     rest = iter(tensors)
     features = {}

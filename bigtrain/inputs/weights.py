@@ -41,7 +41,6 @@ class Weight(NamedTuple):
   linear: bool
 
   def at(self, step: float) -> float:
-    """Returns the weight at a step; fractions are between two steps."""
     i = bisect.bisect_right(self.steps, step) - 1
     low = self.values[max(i, 0)]
     if i < 0 or i == len(self.steps) - 1 or not self.linear:
@@ -55,12 +54,6 @@ class Weight(NamedTuple):
 
 
 def read(value: Any, units: lengths.Units, key: str) -> Weight:
-  """Reads the weight of one source.
-
-  Raises:
-    ConfigError: an unknown key, a value out of range, or points that do not
-      grow.
-  """
   if not isinstance(value, Mapping):
     return Weight((0,), (float(check_number(key, value, above=0)),), True)
   names = {f"at_{unit}": unit for unit in lengths.UNITS}
@@ -100,11 +93,7 @@ def read(value: Any, units: lengths.Units, key: str) -> Weight:
 
 
 def stages(weights: Sequence[Weight], path: str) -> list[Stage]:
-  """Returns the stages of a mixture: (first step, weights of all sources).
-
-  Raises:
-    ConfigError: all weights of a stage are 0.
-  """
+  """Returns the stages of a mixture: (first step, weights of all sources)."""
   points = sorted({0, *(step for weight in weights for step in weight.steps)})
   result: list[Stage] = []
 

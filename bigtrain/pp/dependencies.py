@@ -11,19 +11,14 @@ from bigtrain.pp.registry import Op
 
 
 class Needed(NamedTuple):
-  """Part of a preprocessing.
-
-  Attributes:
-    ops: the ops, in order.
-    reads: features of the source that they read, or that they leave unchanged.
-  """
+  """Ops in order, and the features of the source that they read or leave."""
 
   ops: tuple[Op, ...]
   reads: frozenset[str]
 
 
 def needed(ops: Sequence[Op], features: Collection[str]) -> Needed:
-  """Returns the ops that make some features.
+  """Returns the ops that make some features, of all ops in order.
 
   An op whose results are unknown (`Op.origins` is None) is always included.
   `keep` and `drop` make nothing and are never included.

@@ -10,13 +10,7 @@ from bigtrain.settings import ConfigError
 
 @functools.cache
 def load() -> Any:
-  """Imports tensorflow and hides all accelerators from it.
-
-  Call this before any other use of tensorflow.
-
-  Raises:
-    ConfigError: tensorflow is not installed, or already uses an accelerator.
-  """
+  """Imports tensorflow and hides all accelerators from it."""
   try:
     import tensorflow as tf
   except ModuleNotFoundError as e:
@@ -33,6 +27,16 @@ def load() -> Any:
           f"input: tensorflow was used earlier and holds the {kind}s: {e}"
         ) from e
   return tf
+
+
+class _Lazy:
+  """The module tensorflow, imported when an attribute is first used."""
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(load(), name)
+
+
+tf: Any = _Lazy()
 
 
 def _unquoted(line: str) -> str:

@@ -26,15 +26,7 @@ Size = int | tuple[int, int]
 
 
 def pair(size: Size, name: str = "size") -> tuple[int, int]:
-  """Returns (height, width) from one positive number, or from two.
-
-  Args:
-    size: argument of an op.
-    name: name of the argument, for the message.
-
-  Raises:
-    ConfigError: a size is not positive.
-  """
+  """Returns (height, width) from one positive number, or from two."""
   height, width = (size, size) if isinstance(size, int) else size
   if height < 1 or width < 1:
     raise ConfigError(f"argument {name!r} is {size!r}, expected at least 1.")
@@ -64,13 +56,10 @@ def value_range(
   """Maps [in_min, in_max] linearly to [vmin, vmax], as float32.
 
   Args:
-    vmin: low end of the output.
-    vmax: high end of the output.
-    in_min: low end of the input.
-    in_max: high end of the input.
+    vmin, vmax: low and high end of the output.
+    in_min, in_max: low and high end of the input.
     clip: whether to clip results to [vmin, vmax].
-    key: name of the feature.
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   if vmin >= vmax or in_min >= in_max:
     raise ConfigError(
@@ -135,8 +124,7 @@ def flip_lr(key: str = "image", key_result: str | None = None) -> Op:
   """Mirrors an image [..., H, W, C] left to right, with probability 1/2.
 
   Args:
-    key: name of the feature.
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
 
   def fn(image, u):
@@ -151,12 +139,8 @@ def central_window(
 ) -> tuple[Any, Any, Any, Any]:
   """Returns (top, left, height, width) of the central window of an image.
 
-  If the margins are odd, the window is half a pixel further up or left.
-
-  Args:
-    height: height of the image, an integer or a scalar tensor.
-    width: width of the image, likewise.
-    size: (height, width) of the window; None for the largest square.
+  If the margins are odd, the window is half a pixel further up or left. Without
+  a size it is the largest square.
   """
   if size is None:
     side = xp.minimum(height, width)
@@ -175,8 +159,7 @@ def central_crop(
   Args:
     size: size of the window, one number or (height, width); None for the
       largest square.
-    key: name of the feature.
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   window = None if size is None else pair(size)
 
@@ -192,13 +175,8 @@ def random_window(
 ) -> tuple[Any, Any, int, int]:
   """Returns (top, left, height, width) of a random window of fixed size.
 
-  Every position within the image is equally likely.
-
-  Args:
-    height: height of the image, an integer or a scalar tensor.
-    width: width of the image, likewise.
-    size: (height, width) of the window.
-    u: [..., 2] uniform numbers; top and left are [...].
+  Every position within the image is equally likely. `u` has two uniform numbers
+  [..., 2]; top and left are [...].
   """
   height = _with_room(height, width, size, "random_crop")
   return (
@@ -225,8 +203,7 @@ def random_crop(
     pad: number of pixels to add on each side first.
     pad_mode: value of the added pixels, as in numpy.pad: zeros, the nearest
       pixel of the image, or the mirrored image.
-    key: name of the feature.
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   window = pair(size)
   check_number("argument 'pad'", pad, least=0, whole=True)
@@ -305,8 +282,7 @@ def reshape(
 
   Args:
     shape: shape of one example; one dimension may be -1.
-    key: name of the feature.
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   if any(n < -1 for n in shape) or shape.count(-1) > 1:
     raise ConfigError(
@@ -332,8 +308,7 @@ def cast(dtype: str, key: str = "image", key_result: str | None = None) -> Op:
 
   Args:
     dtype: numpy name, such as "float32" or "int32".
-    key: name of the feature.
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   if dtype not in _DTYPES:
     raise ConfigError(

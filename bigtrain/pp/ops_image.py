@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from bigtrain.pp import registry, xp
+from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.ops_basic import Size, central_window, pair, random_window
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, check_number
@@ -75,8 +76,6 @@ def _require_encoded(encoded: Any) -> None:
 
 
 def _decode(encoded: Any, channels: int, precise: bool) -> Any:
-  import tensorflow as tf
-
   def any_format():
     return tf.io.decode_image(
       encoded, channels=channels, expand_animations=False
@@ -95,9 +94,6 @@ def _decode(encoded: Any, channels: int, precise: bool) -> Any:
 def _decode_window(
   encoded: Any, channels: int, precise: bool, window: Window, u: Any
 ) -> Any:
-  """Decodes the part of an image that `window` chooses."""
-  import tensorflow as tf
-
   def part():
     height, width = tf.unstack(tf.io.extract_jpeg_shape(encoded)[:2])
     top, left, h, w = window(height, width, u)
@@ -140,8 +136,7 @@ def resize(
     method: interpolation method.
     antialias: whether to widen the kernel when the image shrinks; `area` and
       `nearest` ignore it.
-    key: name of the feature.
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   target = pair(size)
 
@@ -153,8 +148,6 @@ def resize(
 
 
 def _resize(image: Any, size: Any, method: str, antialias: bool) -> Any:
-  import tensorflow as tf
-
   dtype = tf.as_dtype(image.dtype)
   image = tf.image.resize(image, size, method=method, antialias=antialias)
   if dtype.is_floating or image.dtype == dtype:
@@ -179,16 +172,12 @@ def resize_small(
 
   Args:
     size: pixels of the shorter side.
-    method: see `resize`.
-    antialias: see `resize`.
-    key: name of the feature.
-    key_result: name of the result; `key` by default.
+    method, antialias: see `resize`.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   check_number("argument 'size'", size, least=1, whole=True)
 
   def fn(image, u):
-    import tensorflow as tf
-
     xp.require_image(image, u, "resize_small")
     sides = tf.shape(image)[:2]
     factor = size / tf.cast(tf.reduce_min(sides), tf.float64)
@@ -212,25 +201,20 @@ def inception_crop(
 ) -> Op:
   """Cuts out a window of random area, shape and position, and resizes it.
 
-  The augmentation of Szegedy et al. 2014 (https://arxiv.org/abs/1409.4842).
-  The distribution follows tf.image.sample_distorted_bounding_box, the kernel
-  of the published recipes: the ratio width / height is uniform; then
-  the height is uniform among those that keep the area within its bounds and
-  the window within the image; then the position is uniform. If 100 ratios give
-  no such height, which happens only if the image is far from square or the
-  bounds are narrow, the window is the whole image.
+  The augmentation of Szegedy et al. 2014 (https://arxiv.org/abs/1409.4842), as
+  tf.image.sample_distorted_bounding_box draws it: the ratio width / height is
+  uniform; then the height is uniform among those that keep the area within its
+  bounds and the window within the image; then the position is uniform. If 100
+  ratios give no such height, the window is the whole image.
 
   Args:
     size: size of the result, one number or (height, width); None keeps the
       size of the window.
-    area_min: minimum area of the window, in percent of the image.
-    area_max: maximum area of the window, in percent of the image.
-    ratio_min: minimum ratio of width to height.
-    ratio_max: maximum ratio of width to height.
-    method: see `resize`.
-    antialias: see `resize`.
-    key: name of the feature.
-    key_result: name of the result; `key` by default.
+    area_min, area_max: least and largest area of the window, in percent of the
+      image.
+    ratio_min, ratio_max: least and largest ratio of width to height.
+    method, antialias: see `resize`.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   window, finish = _inception(
     size, area_min, area_max, ratio_min, ratio_max, method, antialias
@@ -268,8 +252,6 @@ def _inception(
   target = None if size is None else pair(size)
 
   def window(height, width, u):
-    import tensorflow as tf
-
     begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
       tf.stack([height, width, 1]),
       tf.zeros([0, 0, 4], tf.float32),
@@ -292,8 +274,6 @@ def _inception(
 
 
 def _tensor(image: Any) -> Any:
-  import tensorflow as tf
-
   return tf.convert_to_tensor(image)
 
 
@@ -304,7 +284,6 @@ def _fuse(
   draws: int = 0,
   finish: Callable[[Any], Any] = lambda image: image,
 ) -> Op | None:
-  """Fuses `decode` and a crop, if the crop replaces the decoded feature."""
   decoded = decoding["key_result"] or decoding["key"]
   result = crop["key_result"] or crop["key"]
   if crop["key"] != decoded or result != decoded:

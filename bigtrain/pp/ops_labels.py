@@ -14,6 +14,7 @@ import numpy as np
 
 from bigtrain.files import paths
 from bigtrain.pp import registry, xp
+from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.ops_basic import dual
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError, check_number
@@ -118,7 +119,6 @@ def lookup(
 
 
 def _table(mapping: Any, sep: str | None) -> dict[Any, int]:
-  """Converts `mapping` to a dict from bytes or int to id."""
   if isinstance(mapping, str):
     pairs = _read(mapping, sep)
   elif sep is not None:
@@ -190,8 +190,6 @@ def _on_tensors(table: dict[Any, int], message: str) -> Any:
   tables: list[Any] = []
 
   def look_up(x):
-    import tensorflow as tf
-
     dtype = tf.string if isinstance(next(iter(table)), bytes) else tf.int64
     if (x.dtype == tf.string) != (dtype == tf.string):
       raise ConfigError(
@@ -245,8 +243,6 @@ def first_rows(
     edges = [[0, 0]] * (xp.rank(x) - 1)
     if xp.on_host(x):
       return np.pad(x, [[0, number - len(x)], *edges])
-    import tensorflow as tf
-
     padded = tf.pad(x, [[0, number - tf.shape(x)[0]], *edges])
     return tf.ensure_shape(padded, [number, *x.shape[1:]])
 

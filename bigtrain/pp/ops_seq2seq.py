@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bigtrain.pp import registry, xp
+from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError, check_number
 
@@ -151,11 +152,9 @@ def span_corruption(
 
 
 def _random_lengths(total: int, runs: int, u: np.ndarray) -> np.ndarray:
-  """Returns random lengths [runs] of sum `total`, all equally likely.
+  """Returns lengths [runs] from 1 of sum `total`, all equally likely.
 
-  Args:
-    runs: number of runs; each has a length of at least 1.
-    u: uniform numbers [total - 1], one for each place to cut.
+  `u` has a uniform number for each place to cut, [total - 1].
   """
   ends = np.empty(runs + 1, np.int64)
   ends[0], ends[-1] = 0, total
@@ -248,8 +247,6 @@ def _objective(
     if xp.on_host(ids):
       results = all_rows(*arguments)
     else:
-      import tensorflow as tf
-
       results = tf.numpy_function(all_rows, arguments, [tf.int32] * len(names))
       results = [
         tf.ensure_shape(x, (sizes[i // 3],)) for i, x in enumerate(results)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bigtrain.pp import registry, xp
+from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.ops_basic import dual
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError, check_number
@@ -75,12 +76,9 @@ def on_texts(
   """Makes an op that maps each text of a feature by `fn`, in Python.
 
   Args:
-    fn: function text -> bytes or array; raises BadText.
+    fn: text -> bytes or array of `dtype` and `shape`; raises BadText.
     name: name of the op, for messages.
     key: name of the feature, a text or an array of texts of any shape.
-    key_result: name of the result.
-    dtype: dtype of the result of `fn`.
-    shape: shape of the result of `fn`.
   """
   message = f"preprocessing op {name} cannot use {key}"
   kind = object if dtype == "bytes" else dtype
@@ -107,8 +105,6 @@ def on_texts(
         return all_of(x)
       except BadText as e:
         raise DataError(f"{message}: {e}.") from e
-    import tensorflow as tf
-
     xp.require_kind(x, "O", name, "text")
     kinds = [tf.string if dtype == "bytes" else tf.as_dtype(dtype), tf.string]
     result, problem = tf.numpy_function(call, [x], kinds)
@@ -119,12 +115,6 @@ def on_texts(
 
 
 def _text(raw: Any, name: str, key: str) -> str:
-  """Decodes one text.
-
-  Raises:
-    ConfigError: the value is not text.
-    BadText: the text is not UTF-8.
-  """
   if not isinstance(raw, bytes | str):
     is_list = isinstance(raw, list | tuple | np.ndarray)
     shown = "lists of texts ('choice' takes one text)" if is_list else repr(raw)
@@ -175,8 +165,6 @@ def strfmt(template: str, key_result: str = "text") -> Op:
         values = [v.reshape(v.shape + (rank - v.ndim) * (1,)) for v in values]
       text = np.frompyfunc(fill, len(names), 1)(*values)
     else:
-      import tensorflow as tf
-
       by_name = {n: _as_strings(x, n) for n, x in zip(names, values)}
       pairs = [[tf.constant(a), by_name.get(n, "")] for a, n in parts]
       text = tf.strings.join([piece for pair in pairs for piece in pair])
@@ -201,7 +189,6 @@ def _parts(template: str) -> list[tuple[bytes, str | None]]:
 
 
 def _as_bytes(x: Any, name: str) -> np.ndarray:
-  """Converts strings and integers to an object array of bytes."""
   array = np.asarray(x, object)
   result = np.empty(array.shape, object)
   for at in np.ndindex(array.shape):
@@ -217,9 +204,6 @@ def _as_bytes(x: Any, name: str) -> np.ndarray:
 
 
 def _as_strings(x: Any, name: str) -> Any:
-  """Converts tensors of strings and integers to strings."""
-  import tensorflow as tf
-
   x = tf.convert_to_tensor(x)
   if x.dtype == tf.string:
     return x
@@ -253,7 +237,6 @@ def choice(
   message = f"preprocessing op choice has too few to choose from in {key}"
 
   def which(n: Any, u: Any) -> Any:
-    """Returns the chosen index below n; both may be tensors."""
     if index is not None:
       return xp.checked(index, n > index, message, n)
     n = xp.checked(n, n > 0, message, n)
@@ -262,8 +245,6 @@ def choice(
 
   def fn(values: Any, u: Any) -> Any:
     if not xp.on_host(values):
-      import tensorflow as tf
-
       _require_list(values.shape.rank != 0, key)
       return tf.gather(values, which(tf.shape(values)[0], u))
     if xp.rank(u) == 1:

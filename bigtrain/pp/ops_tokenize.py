@@ -95,11 +95,6 @@ def tokenize(
 def _special(
   tokenizer: tokenizers.Tokenizer, kind: str, token_id: int | None
 ) -> int:
-  """Returns the id of a special token.
-
-  Raises:
-    ConfigError: the tokenizer lacks the token.
-  """
   if token_id is None:
     instead = {
       "pad": "give pad=, an id that texts never contain",
@@ -122,7 +117,6 @@ class _Cuts:
     self._next = 1
 
   def log(self, message: str) -> None:
-    """Counts a cut, and logs the message if it is due."""
     with self._lock:
       self._count += 1
       due = self._count == self._next

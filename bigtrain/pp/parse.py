@@ -49,11 +49,6 @@ def parse(
     modules: dotted names of modules to import first; they register ops.
     defer_errors: whether an op that cannot be made, for instance because its
       file is gone, raises its error when it is called, and not here.
-
-  Raises:
-    ConfigError: the spec is empty or malformed, an op or an argument is
-      unknown, or an argument has the wrong type or value. The message names
-      the op and its position.
   """
   for module in (*_OWN_MODULES, *modules):
     _import(module)
@@ -123,7 +118,6 @@ def _links(node: ast.expr) -> list[ast.expr]:
 
 
 def _text(node: ast.expr, spec: str) -> str:
-  """Source text of a node, on one line."""
   return " ".join(ast.get_source_segment(f"(\n{spec}\n)", node).split())
 
 
@@ -160,8 +154,6 @@ def _call(node: ast.expr, where: str, text: str, defer_errors: bool) -> _Call:
 def _failing(
   error: ConfigError, key: str, key_result: str | None = None, **_: Any
 ) -> registry.Op:
-  """Returns an op that raises an error when it is called."""
-
   def fn(value: Any, u: Any) -> Any:
     raise error
 
@@ -197,14 +189,7 @@ def _fuse(calls: Iterable[_Call]) -> list[_Call]:
 def check_arguments(
   factory: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-  """Checks arguments against a factory's signature and annotations.
-
-  Returns:
-    The arguments by name, defaults included.
-
-  Raises:
-    ConfigError: an unknown or missing argument, or one of the wrong type.
-  """
+  """Returns all arguments by name, checked against the signature."""
   signature = inspect.signature(factory)
   parameters = signature.parameters
   for name in kwargs:
@@ -259,7 +244,6 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _readable(hint: Any) -> str:
-  """Formats an annotation for messages."""
   if isinstance(hint, type) and typing.get_origin(hint) is None:
     return hint.__name__
   return str(hint).replace("typing.", "").replace("collections.abc.", "")

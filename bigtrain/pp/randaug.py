@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bigtrain.pp import registry, xp
+from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, check_number
 
@@ -43,8 +44,6 @@ def randaug(
   choices = list(operations(magnitude).values())
 
   def fn(image, u):
-    import tensorflow as tf
-
     xp.require_image(image, u, "randaug")
     if image.shape[-1] != 3 or image.dtype != "uint8":
       raise ConfigError(
@@ -64,8 +63,6 @@ def randaug(
 
 
 def _layer(image: Any, u: Any, choices: list[Operation]) -> Any:
-  import tensorflow as tf
-
   sign = tf.where(u[1] < 0.5, -1.0, 1.0)
   return tf.switch_case(
     tf.cast(u[0] * len(choices), tf.int32),
@@ -116,8 +113,6 @@ def operations(magnitude: float) -> dict[str, Operation]:
 
 def _blend(plain: Any, image: Any, factor: float) -> Any:
   """plain + factor * (image - plain), clipped and truncated to bytes."""
-  import tensorflow as tf
-
   plain = tf.cast(plain, tf.float32)
   mixed = plain + factor * (tf.cast(image, tf.float32) - plain)
   return tf.cast(tf.clip_by_value(mixed, 0, 255), tf.uint8)
@@ -129,37 +124,27 @@ def _flat(image: Any) -> Any:
   Broadcasting or reducing over a last axis of three channels is several times
   slower than over rows.
   """
-  import tensorflow as tf
-
   return tf.reshape(image, [tf.shape(image)[0], -1])
 
 
 def _row(values_3: Any, image: Any) -> Any:
   """Repeats one number per channel to a row [3 W], to match `_flat`."""
-  import tensorflow as tf
-
   return tf.tile(values_3, [tf.shape(image)[1]])
 
 
 def _per_channel(reduce: Callable[..., Any], image: Any) -> Any:
   """Minimum or maximum of each channel, [3]."""
-  import tensorflow as tf
-
   return reduce(tf.reshape(reduce(_flat(image), axis=0), [-1, 3]), axis=0)
 
 
 def _select(condition: Any, image: Any, other: Any) -> Any:
   """Selects bytes like tf.where, ten times as fast."""
-  import tensorflow as tf
-
   mask = tf.constant(0, tf.uint8) - tf.cast(condition, tf.uint8)  # 0 or 255.
   return other ^ ((image ^ other) & mask)
 
 
 def autocontrast(image: Any) -> Any:
   """Stretches each channel to the range from 0 to 255."""
-  import tensorflow as tf
-
   low = tf.cast(_per_channel(tf.reduce_min, image), tf.float32)
   high = tf.cast(_per_channel(tf.reduce_max, image), tf.float32)
   varies = high > low
@@ -172,8 +157,6 @@ def autocontrast(image: Any) -> Any:
 
 def equalize(image: Any) -> Any:
   """Flattens the histogram of each channel."""
-  import tensorflow as tf
-
   # One histogram of 3 x 256 bins; the bins of channel c start at 256 c.
   bins = tf.cast(_flat(image), tf.int32) + _row([0, 256, 512], image)
   counts = tf.math.bincount(
@@ -193,8 +176,6 @@ def equalize(image: Any) -> Any:
 
 def rotate(image: Any, degrees: Any) -> Any:
   """Rotates the image about its centre; positive is counterclockwise."""
-  import tensorflow as tf
-
   angle = degrees * (math.pi / 180)
   cos, sin = tf.cos(angle), tf.sin(angle)
   size = tf.cast(tf.shape(image)[:2], tf.float32) - 1
@@ -211,8 +192,6 @@ def _warp(image: Any, matrix: list[Any]) -> Any:
     image: [H, W, 3].
     matrix: [a, b, c, d, e, f]; positions are rounded to the nearest pixel.
   """
-  import tensorflow as tf
-
   rows = tf.stack([tf.cast(m, tf.float32) for m in (*matrix, 0, 0)])
   return tf.raw_ops.ImageProjectiveTransformV3(
     images=image[None],
@@ -226,8 +205,6 @@ def _warp(image: Any, matrix: list[Any]) -> Any:
 
 def translate(image: Any, sign: Any, pixels: float, axis: int) -> Any:
   """Shifts the image along an axis; a positive sign means to lower indices."""
-  import tensorflow as tf
-
   shift = int(pixels + 0.5)
   borders = [[0, 0], [0, 0], [0, 0]]
   borders[axis] = [shift, shift]
@@ -250,8 +227,6 @@ def solarize(image: Any, threshold: int) -> Any:
 
 def solarize_add(image: Any, addition: int) -> Any:
   """Adds to the values below 128."""
-  import tensorflow as tf
-
   addition = min(addition, 255)
   raised = tf.minimum(image, 255 - addition) + addition
   return _select(image < 128, raised, image)
@@ -259,16 +234,12 @@ def solarize_add(image: Any, addition: int) -> Any:
 
 def color(image: Any, factor: float) -> Any:
   """Blends from grey (0) to the image (1) and beyond."""
-  import tensorflow as tf
-
   grey = tf.image.rgb_to_grayscale(image)
   return _blend(tf.tile(grey, [1, 1, 3]), image, factor)
 
 
 def contrast(image: Any, factor: float) -> Any:
   """Blends from a uniform grey (0) to the image (1) and beyond."""
-  import tensorflow as tf
-
   # Oddity: the grey is the mean of the histogram's counts, which depends only
   # on the size of the image, and not the mean of its pixels.
   grey = tf.minimum(tf.size(image) // (3 * 256), 255)
@@ -285,8 +256,6 @@ def sharpness(image: Any, factor: float) -> Any:
 
   Border pixels have too few neighbours and are not changed.
   """
-  import tensorflow as tf
-
   height, width = xp.image_size(image)
   x = tf.cast(image, tf.float32)
   columns = x[:-2] + x[1:-1] + x[2:]
@@ -302,8 +271,6 @@ def sharpness(image: Any, factor: float) -> Any:
 
 def cutout(image: Any, pad: int, u: Any) -> Any:
   """Greys a square of side 2 pad around a random pixel (arXiv 1708.04552)."""
-  import tensorflow as tf
-
   shape = tf.shape(image)
   sides = tf.cast(shape[:2], tf.float32)
   centre = tf.cast(u * sides, tf.int32)

@@ -89,11 +89,7 @@ _fusions: dict[tuple[str, str], Fusion] = {}
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
-  """Decorator that registers a factory under a name.
-
-  Raises:
-    ConfigError: another factory has the name.
-  """
+  """Decorator that registers a factory under a name."""
 
   def decorate(factory: Factory) -> Factory:
     registered = _factories.get(name)
@@ -120,23 +116,16 @@ def register_fusion(first: str, second: str) -> Callable[[Fusion], Fusion]:
 
 
 def find(name: str) -> Factory:
-  """Returns the factory registered as `name`.
-
-  Raises:
-    ConfigError: no such op; the message names the nearest one.
-  """
   if name not in _factories:
     raise ConfigError(f"unknown op {name!r}.{did_you_mean(name, _factories)}")
   return _factories[name]
 
 
 def find_fusion(first: str, second: str) -> Fusion | None:
-  """Returns the fusion of two adjacent ops, or None."""
   return _fusions.get((first, second))
 
 
 def names() -> list[str]:
-  """Returns the names of all registered ops, sorted."""
   return sorted(_factories)
 
 
@@ -146,13 +135,9 @@ def on_feature(
   key_result: str | None = None,
   **properties: Any,
 ) -> Op:
-  """Makes an op that maps one feature and keeps the others.
+  """Makes an op that maps one feature by fn(value, u) and keeps the others.
 
-  Args:
-    fn: function (value of the feature, u) -> new value.
-    key: name of the feature.
-    key_result: name of the result; `key` by default.
-    **properties: further fields of the Op, such as `draws` and `batched`.
+  `properties` are further fields of the Op, such as `draws` and `batched`.
   """
   result = key if key_result is None else key_result
 
@@ -163,10 +148,9 @@ def on_feature(
 
 
 def compose(ops: Sequence[Op]) -> Op:
-  """Makes one op that runs `ops` in order.
+  """Makes one op that runs `ops` in order; none give the identity.
 
-  It takes the draws of all ops, concatenated in order. It runs on numpy arrays,
-  or on batches, if all ops do. Composing no ops gives the identity.
+  It takes the draws of all ops, concatenated in order.
   """
   ops = tuple(ops)
   ends = [0]
@@ -215,7 +199,6 @@ def _origins(ops: Sequence[Op]) -> dict[str, str | None] | None:
 def missing_feature(
   name: str, key: str, features: Iterable[str]
 ) -> ConfigError:
-  """Returns the error of op `name` if feature `key` is missing."""
   # Names of features are short, and the full list shows the mistake.
   available = ", ".join(sorted(features)) or "none"
   return ConfigError(

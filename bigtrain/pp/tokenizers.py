@@ -40,9 +40,6 @@ class Tokenizer:
   Attributes:
     name: argument of `get`.
     vocab_size: largest id + 1.
-    pad_id: id of the padding; None if the tokenizer has no such token.
-    bos_id: id of the beginning of sequence, or None.
-    eos_id: id of the end of sequence, or None.
     special_ids: ids that are not text.
   """
 
@@ -63,10 +60,10 @@ class Tokenizer:
     return np.asarray(self._encode(text), np.int32)
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Returns the text of ids.
+    """Returns the text of ids, without special ids.
 
-    Special ids are left out, and so are ids beyond the vocabulary, which a
-    model with a larger vocabulary may produce.
+    A model with a larger vocabulary may produce ids beyond this one; they are
+    left out too.
     """
     # The libraries take only Python integers.
     ids = [int(i) for i in np.asarray(ids).ravel()]
@@ -88,10 +85,6 @@ def get(spec: str) -> Tokenizer:
     spec: "bytes", or the path of a SentencePiece model, of a Hugging Face
       tokenizer.json, or of a folder with one of these. The format is detected
       from the content.
-
-  Raises:
-    ConfigError: no such file, not a tokenizer, or the package that reads it is
-      not installed.
   """
   if not isinstance(spec, str) or not spec:
     raise ConfigError(
@@ -105,7 +98,6 @@ def get(spec: str) -> Tokenizer:
 
 
 def _find(spec: str) -> str:
-  """Returns the absolute path of a tokenizer's file."""
   path = paths.absolute(spec)
   if os.path.isdir(path):
     for name in _NAMES:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.pp.host_tensorflow import tf
 from bigtrain.settings import ConfigError, DataError
 
 _HOST_TYPES = (np.ndarray, np.generic, bytes, str, bool, int, float)
@@ -32,63 +33,33 @@ def cast(x: Any, dtype: str) -> Any:
   """Casts `x` to a dtype given by its numpy name; truncates floats."""
   if on_host(x):
     return np.asarray(x).astype(dtype, copy=False)
-  import tensorflow as tf
-
   return tf.cast(x, dtype)
 
 
 def clip(x: Any, low: Any, high: Any) -> Any:
-  """Clips `x` to [low, high]."""
   if on_host(x):
     return np.minimum(np.maximum(x, low), high)
-  import tensorflow as tf
-
   return tf.clip_by_value(x, low, high)
 
 
 def minimum(x: Any, y: Any) -> Any:
-  """Smaller one of two numbers or scalar tensors."""
-  if on_host(x) and on_host(y):
-    return min(x, y)
-  import tensorflow as tf
-
-  return tf.minimum(x, y)
+  return min(x, y) if on_host(x) and on_host(y) else tf.minimum(x, y)
 
 
 def reduce_all(x: Any) -> Any:
-  """Whether all elements of `x` are true."""
-  if on_host(x):
-    return np.all(x)
-  import tensorflow as tf
-
-  return tf.reduce_all(x)
+  return np.all(x) if on_host(x) else tf.reduce_all(x)
 
 
 def reduce_any(x: Any, axis: int) -> Any:
-  """Whether any element of `x` along an axis is true."""
-  if on_host(x):
-    return np.any(x, axis=axis)
-  import tensorflow as tf
-
-  return tf.reduce_any(x, axis=axis)
+  return (np.any if on_host(x) else tf.reduce_any)(x, axis=axis)
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-  """Selects `x` where the condition holds, else `y`; the three broadcast."""
-  if on_host(condition):
-    return np.where(condition, x, y)
-  import tensorflow as tf
-
-  return tf.where(condition, x, y)
+  return (np if on_host(condition) else tf).where(condition, x, y)
 
 
 def reshape(x: Any, shape: tuple[int, ...]) -> Any:
-  """Reshapes `x`; one dimension may be -1."""
-  if on_host(x):
-    return np.reshape(x, shape)
-  import tensorflow as tf
-
-  return tf.reshape(x, shape)
+  return (np if on_host(x) else tf).reshape(x, shape)
 
 
 def image_size(image: Any) -> tuple[Any, Any]:
@@ -98,8 +69,6 @@ def image_size(image: Any) -> tuple[Any, Any]:
   """
   height, width = image.shape[-3], image.shape[-2]
   if height is None or width is None:
-    import tensorflow as tf
-
     shape = tf.shape(image)
     # Counted from the left, because a tensor is never a batch here.
     height = shape[0] if height is None else height
@@ -108,24 +77,16 @@ def image_size(image: Any) -> tuple[Any, Any]:
 
 
 def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
-  """Returns `value`, or raises an error if the condition does not hold.
+  """Returns `value`, or raises an error that ends in the values `shown`.
 
   On the host the error is DataError. A graph raises
-  tf.errors.InvalidArgumentError when it runs, before it uses the value.
-
-  Args:
-    value: any value or tensor.
-    condition: bool or scalar tensor.
-    message: message of the error. Without quotes, because tensorflow escapes
-      them with backslashes.
-    *shown: values to append to the message.
+  tf.errors.InvalidArgumentError when it runs, before it uses the value. The
+  message is without quotes, because tensorflow escapes them with backslashes.
   """
   if on_host(condition):
     if not condition:
       raise DataError(f"{message}: {', '.join(map(str, shown))}.")
     return value
-  import tensorflow as tf
-
   with tf.control_dependencies(
     [tf.debugging.Assert(condition, [f"{message}:", *shown])]
   ):
@@ -133,17 +94,7 @@ def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
 
 
 def require_kind(x: Any, kinds: str, op: str, expected: str) -> None:
-  """Checks the kind of the dtype of `x`.
-
-  Args:
-    x: a value or tensor.
-    kinds: allowed kinds, as the letters of `numpy.dtype.kind`.
-    op: name of the op, for the message.
-    expected: description of the allowed values, for the message.
-
-  Raises:
-    ConfigError: the kind is not allowed.
-  """
+  """Checks that the dtype of `x` has one of some kinds, `numpy.dtype.kind`."""
   kind = np.asarray(x).dtype.kind if on_host(x) else _kind(x.dtype)
   if kind not in kinds:
     raise ConfigError(
@@ -164,11 +115,7 @@ def _describe(x: Any) -> str:
 
 
 def require_image(image: Any, u: Any, op: str) -> None:
-  """Checks that `image` is [H, W, C], or [B, H, W, C] if `u` is [B, draws].
-
-  Raises:
-    ConfigError: the shape or dtype is not an image's, or the rank is unknown.
-  """
+  """Checks that `image` is [H, W, C], or [B, H, W, C] if `u` is [B, draws]."""
   require_kind(image, "biuf", op, "an image of numbers (after 'decode')")
   lead = rank(u) - 1
   known = on_host(image) or image.shape.rank is not None
@@ -187,24 +134,15 @@ def flip_width(image: Any, flip: Any) -> Any:
     if np.ndim(flip):
       return np.where(flip[:, None, None, None], image[:, :, ::-1], image)
     return image[:, ::-1] if flip else image
-  import tensorflow as tf
-
   return tf.cond(flip, lambda: tf.reverse(image, [1]), lambda: image)
 
 
 def cut(image: Any, top: Any, left: Any, height: Any, width: Any) -> Any:
-  """Cuts a window out of an image [..., H, W, C].
+  """Cuts a window out of an image [..., H, W, C]; top and left are [...].
 
-  Args:
-    image: image, which contains the window.
-    top: [...] first row; so is `left`.
-    left: [...] first column.
-    height: of the window; so is `width`. Tensors keep static sizes.
-    width: of the window.
+  Tensors keep static sizes.
   """
   if not on_host(image):
-    import tensorflow as tf
-
     window = tf.slice(image, [top, left, 0], [height, width, -1])
     static = [s if isinstance(s, int) else None for s in (height, width)]
     window.set_shape([*static, image.shape[-1]])
@@ -221,8 +159,6 @@ def cut(image: Any, top: Any, left: Any, height: Any, width: Any) -> Any:
 def gather(image: Any, rows: Any, columns: Any) -> Any:
   """Gathers image[row, column] for rows [..., h] and columns [..., w]."""
   if not on_host(image):
-    import tensorflow as tf
-
     return tf.gather(tf.gather(image, rows, axis=0), columns, axis=1)
   if rows.ndim == 2:
     b = np.arange(len(image))[:, None, None]

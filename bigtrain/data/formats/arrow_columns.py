@@ -26,11 +26,7 @@ class Feature(NamedTuple):
 
 
 def import_pyarrow() -> Any:
-  """Returns pyarrow, with its submodules imported.
-
-  Raises:
-    ConfigError: pyarrow is not installed.
-  """
+  """Returns pyarrow, with its submodules imported."""
   try:
     import pyarrow
     import pyarrow.compute
@@ -47,15 +43,7 @@ def import_pyarrow() -> Any:
 def find_features(
   schema: Any, columns: Sequence[str] | None, path: str
 ) -> dict[str, Feature]:
-  """Returns the features of a table's columns, by name.
-
-  Args:
-    columns: names of the columns to use; None for all.
-    path: path of the file, for messages.
-
-  Raises:
-    ConfigError: unknown column, or a column of an unsupported type.
-  """
+  """Returns the features of a table's columns, by name."""
   names = list(schema.names if columns is None else columns)
   features: dict[str, Feature] = {}
   for name in names:
@@ -73,7 +61,6 @@ def find_features(
 
 
 def _features(kind: Any, path: tuple[str, ...]) -> dict[str, Feature]:
-  """Returns the features of a column or struct field of type `kind`."""
   pa = import_pyarrow()
   name = "/".join(path)
   if pa.types.is_struct(kind):
@@ -147,8 +134,7 @@ def feature_array(table: Any, feature: Feature) -> Any:
 def class_names(schema: Any) -> dict[str, list[str]]:
   """Returns {column: names by number} that the library `datasets` has noted.
 
-  Its files have a JSON text beside the schema, with the names of each column
-  of class numbers.
+  They are in a JSON text beside the schema.
   """
   text = (schema.metadata or {}).get(b"huggingface")
   try:

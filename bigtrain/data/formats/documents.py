@@ -54,14 +54,8 @@ class Part(NamedTuple):
 def parts(path: str, format: str, most_bytes: int) -> list[Part]:
   """Splits a file into parts of about `most_bytes` or less.
 
-  Args:
-    format: one of FORMATS, or "auto" to use the file name's suffix.
-    most_bytes: target size. Compressed files and single documents are not
-      split.
-
-  Raises:
-    ConfigError: unknown format, or unknown suffix with "auto".
-    DataError: a Parquet file that cannot be opened.
+  Compressed files and single documents are not split. The format is one of
+  FORMATS, or "auto" to use the file name's suffix.
   """
   stem, suffix = os.path.splitext(path)
   compression = _COMPRESSIONS.get(suffix, "")
@@ -91,14 +85,11 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
 def read(part: Part, key: str) -> Iterator[str | DataError]:
   """Yields the documents of a part, in order.
 
-  Yields:
-    The text of each document, or an error with file and line or row for an
-    invalid one. Texts may be empty. Blank lines are skipped.
+  Invalid ones are errors with file and line or row. Texts may be empty; blank
+  lines are skipped. `key` is the field or column with the text.
 
   Raises:
     DataError: the rest of the file cannot be read.
-    ConfigError: a required package is not installed, or a Parquet file has no
-      column `key`.
   """
   if part.format == "parquet":
     yield from _read_rows(part, key)
@@ -192,7 +183,6 @@ def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
 
 
 def _chunks(part: Part) -> Iterator[bytes]:
-  """Yields the decompressed content of a whole file in chunks."""
   open_file = gzip.open if part.compression == "gzip" else open
   try:
     with open_file(part.path, "rb") as f:
@@ -227,7 +217,6 @@ def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
 
 
 def _row_groups(path: str, most_bytes: int) -> list[Part]:
-  """Returns parts of consecutive row groups."""
   pa, pq = _pyarrow(path)
   try:
     metadata = pq.read_metadata(path)
@@ -278,10 +267,7 @@ def _pyarrow(path: str) -> tuple[Any, Any]:
 
 
 def grouped(file_parts: Sequence[Part], most_bytes: int) -> list[list[Part]]:
-  """Groups consecutive parts into groups of at most `most_bytes`.
-
-  A part that is larger is a group of its own.
-  """
+  """Groups consecutive parts up to `most_bytes`; a larger part stays alone."""
   groups: list[list[Part]] = []
   size = most_bytes
   for part in file_parts:

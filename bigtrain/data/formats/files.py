@@ -42,7 +42,6 @@ class Handles:
     self._open: collections.OrderedDict[str, Any] = collections.OrderedDict()
 
   def get(self, path: str) -> Any:
-    """Returns the handle of a file; opens the file if necessary."""
     with self._lock:
       if path in self._open:
         self._open.move_to_end(path)
@@ -74,11 +73,7 @@ class Reader:
     self._handles = Handles(_Descriptor)
 
   def read(self, path: str, offset: int, size: int) -> bytes:
-    """Returns `size` bytes at `offset`, or fewer at the end of the file.
-
-    Raises:
-      DataError: the file cannot be opened or read.
-    """
+    """Returns `size` bytes at `offset`, or fewer at the end of the file."""
     try:
       handle = self._handles.get(path)
       data = os.pread(handle.fd, size, offset)
@@ -94,22 +89,14 @@ class Reader:
 
 
 def local_path(path: str | os.PathLike[str], key: str) -> str:
-  """Returns a path of the config as an absolute path, with `~` expanded.
-
-  Raises:
-    ConfigError: `path` is empty or not a path.
-  """
+  """Returns a path of the config as an absolute path, with `~` expanded."""
   if not isinstance(path, str | os.PathLike) or not os.fspath(path):
     raise ConfigError(f"{key}: expected a path, got {path!r}.")
   return paths_lib.absolute(os.fspath(path))
 
 
 def as_list(path: Any, key: str) -> list[Any]:
-  """Returns the entries of a list of paths, or a single path as a list.
-
-  Raises:
-    ConfigError: `path` is neither, or an empty list.
-  """
+  """Returns a list of paths as it is, and a single path as a list."""
   if isinstance(path, str | os.PathLike):
     return [path]
   if not isinstance(path, Sequence) or not path:
@@ -120,12 +107,8 @@ def as_list(path: Any, key: str) -> list[Any]:
 def find(path: str | os.PathLike[str] | Sequence[Any], key: str) -> list[str]:
   """Returns the absolute paths of the files that `path` stands for.
 
-  Args:
-    path: a file; a pattern such as "dir/*.txt", in which `**` matches any
-      number of folders; or a list of these. Matches of a pattern are sorted.
-
-  Raises:
-    ConfigError: no file matches; the message has the nearest file name.
+  It is a file; a pattern such as "dir/*.txt", in which `**` matches any number
+  of folders and whose matches are sorted; or a list of these.
   """
   return [file for one in as_list(path, key) for file in _find(one, key)]
 
@@ -143,11 +126,7 @@ def _find(path: str | os.PathLike[str], key: str) -> list[str]:
 
 
 def missing(path: str, key: str, kind: str) -> ConfigError:
-  """Returns the error for a missing path, with the nearest existing name.
-
-  Args:
-    kind: "file" or "folder".
-  """
+  """Returns the error for a missing file or folder, with the nearest name."""
   folder, name = os.path.split(path)
   if not os.path.isdir(folder):
     return ConfigError(f"{key}={path!r}: no such folder: {folder!r}.")
@@ -156,7 +135,6 @@ def missing(path: str, key: str, kind: str) -> ConfigError:
 
 
 def in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-  """Returns `[fn(item) for item in items]`, for an I/O-bound `fn`."""
   with concurrent.futures.ThreadPoolExecutor(_MAX_THREADS) as pool:
     return list(pool.map(fn, items))
 
@@ -169,9 +147,6 @@ def offsets(
   Args:
     scan: returns the offsets of a file's records and then the file's size,
       int64 [N + 1].
-
-  Raises:
-    DataError: a file cannot be read.
   """
   return in_threads(lambda path: _offsets(path, scan), paths)
 

@@ -18,10 +18,7 @@ def first_fit(
 
   Returns:
     (items int64 [N], first int64 [bins + 1]): bin b holds items[first[b] :
-    first[b + 1]], in ascending order. The result is deterministic.
-
-  Raises:
-    ValueError: a size out of range.
+    first[b + 1]], in ascending order.
   """
   sizes = np.asarray(sizes, np.int64)
   if not sizes.size:
@@ -94,7 +91,6 @@ class _OpenBins:
     return _ranges(starts[:2], counts[:2], np.asarray([each, rest]))
 
   def _append(self, size: int, number: int) -> np.ndarray:
-    """Places items into new bins."""
     each = self._capacity // size
     full, rest = divmod(number, each)
     counts = np.asarray([full, int(rest > 0)])

@@ -40,11 +40,7 @@ def _masked(crc: int) -> int:
 
 
 def scan(path: str) -> np.ndarray:
-  """Returns the offsets of N records and the file size, int64 [N + 1].
-
-  Raises:
-    DataError: a damaged length, or a file that ends within a record.
-  """
+  """Returns the offsets of N records and the file size, int64 [N + 1]."""
   crc32c = _crc32c()
   starts = []
   at, window_at, window = 0, 0, b""
@@ -90,11 +86,6 @@ class TFRecordFiles:
     self.counts = [len(o) - 1 for o in self._offsets]
 
   def read(self, file: int, record: int) -> bytes:
-    """Returns the data of one record.
-
-    Raises:
-      DataError: the record is damaged; the message has the file and the byte.
-    """
     start, stop = self._offsets[file][record : record + 2].tolist()
     path = self._paths[file]
     # Two reads, because slicing the data out of one would copy it again. The
@@ -112,7 +103,6 @@ class TFRecordFiles:
     return data
 
   def where(self, file: int, record: int) -> str:
-    """Returns the file and byte of a record, for messages."""
     return f"{self._paths[file]}, byte {self._offsets[file][record]}"
 
 
@@ -153,11 +143,6 @@ class ArrayRecordFiles:
     )
 
   def read(self, file: int, record: int) -> bytes:
-    """Returns the data of one record.
-
-    Raises:
-      DataError: the record is damaged; the message has the file and number.
-    """
     try:
       return self._handles.get(self._paths[file]).read([record])[0]
     except _ERRORS as e:
@@ -166,7 +151,6 @@ class ArrayRecordFiles:
       ) from e
 
   def where(self, file: int, record: int) -> str:
-    """Returns the file and number of a record, for messages."""
     return f"{self._paths[file]}, record {record}"
 
 

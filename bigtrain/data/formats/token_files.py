@@ -50,11 +50,9 @@ class Shard:
   """The token ids of a file.
 
   Attributes:
-    path: the file.
     offset: position of the first id in bytes.
-    dtype: dtype of the ids.
     size: number of ids.
-    ends: loads the document ends, int64, ascending, the last equal to `size`.
+    ends: loads the document ends, int64, ascending, the last equal to `size`;
       None if they are unknown.
   """
 
@@ -65,11 +63,7 @@ class Shard:
   ends: Callable[[], np.ndarray] | None = None
 
   def map(self) -> np.ndarray:
-    """Returns the memory-mapped ids [size].
-
-    Raises:
-      DataError: the file is missing or too short.
-    """
+    """Returns the memory-mapped ids [size]."""
     if not self.size:
       return np.zeros(0, self.dtype)
     try:
@@ -92,10 +86,6 @@ def open_shards(
     path: a folder with a manifest, a file, a Megatron file without its suffix,
       a pattern, or a list of files and patterns.
     dtype: dtype of the ids in files that do not store it; uint16 by default.
-
-  Raises:
-    ConfigError: no such file, or a dtype other than the file's.
-    DataError: a damaged file, or one whose content does not match its suffix.
   """
   if dtype is not None and dtype not in _DTYPES:
     raise ConfigError(
@@ -260,11 +250,7 @@ def _check_size(shard: Shard) -> None:
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-  """Returns the manifest of a complete folder of bigtrain.tools.tokenize.
-
-  Raises:
-    DataError: no manifest, or one of another format or version.
-  """
+  """Returns the manifest of a complete folder of bigtrain.tools.tokenize."""
   path = os.path.join(folder, MANIFEST)
   try:
     with open(path, encoding="utf-8") as f:
@@ -323,16 +309,10 @@ def _load_ends(path: str, size: int) -> Callable[[], np.ndarray]:
 
 
 def ends_by_id(shard: Shard, eos_id: int) -> np.ndarray:
-  """Returns the document ends of a shard by scanning it for `eos_id`.
+  """Returns the document ends of a shard by scanning it once for `eos_id`.
 
-  The result is cached, so a file is scanned only once.
-
-  Args:
-    shard: ids of documents that end in `eos_id`. Ids after the last `eos_id`
-      are one more document.
-
-  Returns:
-    int64, ascending, the last equal to the number of ids.
+  They are int64 and ascending. Ids after the last `eos_id` are one more
+  document, so the last end is the number of ids.
   """
 
   def scan(path: str) -> np.ndarray:

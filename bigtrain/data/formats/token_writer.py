@@ -25,7 +25,6 @@ class Recipe(NamedTuple):
 
   Attributes:
     tokenizer: argument of tokenizers.get.
-    dtype: dtype of the ids.
     eos_id: id appended to each document, unless None.
     bos_id: id prepended to each document, unless None.
     skip_errors: maximum number of invalid documents in a shard.
@@ -41,19 +40,14 @@ class Recipe(NamedTuple):
 def write_shard(
   folder: str, name: str, documents: Iterable[str | DataError], recipe: Recipe
 ) -> dict[str, Any]:
-  """Tokenizes documents into one shard.
+  """Tokenizes documents, or errors in place of invalid ones, into one shard.
 
-  Args:
-    documents: texts, and errors in place of invalid documents. Empty documents
-      are skipped.
+  Empty documents are skipped.
 
   Returns:
     The content of the .json file: {"name", "num_tokens", "num_documents",
     "num_bytes" (of text), "num_empty", "num_skipped", "skipped" (messages),
     "crc32c"}.
-
-  Raises:
-    DataError: more than `recipe.skip_errors` documents are invalid.
   """
   tokenizer = tokenizers.get(recipe.tokenizer)
   counts: dict[str, Any] = dict(
@@ -126,7 +120,6 @@ def finished_shard(folder: str, name: str) -> dict[str, Any] | None:
 
 
 def write_json(path: str, content: Any) -> None:
-  """Writes JSON atomically."""
   raw = json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"
   replace(path, lambda f: f.write(raw))
 

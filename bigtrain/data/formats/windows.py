@@ -43,17 +43,13 @@ class Pieces(NamedTuple):
 class Plan(Protocol):
   """Maps window numbers to pieces."""
 
-  def __len__(self) -> int:
-    """Number of windows."""
-
+  def __len__(self) -> int: ...
   def pieces(self, index: np.ndarray) -> Pieces:
     """Returns the pieces of windows `index`, int64 [B]."""
 
 
 class Stream:
   """Consecutive windows that ignore document boundaries.
-
-  Memory use does not depend on the number of windows.
 
   Args:
     sizes: number of tokens of each shard. Windows do not cross shards.
@@ -87,7 +83,6 @@ class Stream:
     return len(self._windows)
 
   def pieces(self, index: np.ndarray) -> Pieces:
-    """Returns one piece for each window."""
     shard, number = self._windows.locate(index)
     begin = self._first + number * self._stride
     size = np.minimum(self._length, self._sizes[shard] - begin)
@@ -147,7 +142,6 @@ class Documents:
     return len(self._first) - 1
 
   def pieces(self, index: np.ndarray) -> Pieces:
-    """Returns the pieces of each window in document order."""
     first, stop = self._first[index], self._first[np.asarray(index) + 1]
     counts = stop - first
     row = np.repeat(np.arange(len(counts)), counts)
@@ -195,7 +189,6 @@ class Masked:
     return len(self._stream)
 
   def pieces(self, index: np.ndarray) -> Pieces:
-    """Returns each window's piece, split where documents begin."""
     rows = []
     skipped = 0 if self._fresh else 1
     whole = self._stream.pieces(index)
@@ -228,13 +221,10 @@ def fill(
 ) -> dict[str, np.ndarray]:
   """Reads the tokens of a batch of windows.
 
-  Args:
-    segments: whether to return `segments` and `positions`.
-
   Returns:
     `tokens` and `targets`, int32 [B, L], 0 for padding; `loss_mask`, float32
-    [B, L], 1 for targets; `segments`, int32 [B, L], number of the piece from 1,
-    0 for padding; `positions`, int32 [B, L], position in the piece from 0.
+    [B, L], 1 for targets; if wanted `segments`, int32 [B, L], number of the
+    piece from 1, 0 for padding, and `positions`, int32 [B, L], from 0.
   """
   shape = batch_size, length
   tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -269,12 +259,7 @@ def fill(
 
 
 class Rows:
-  """The windows of a plan that a source uses: all, or a slice of them.
-
-  Args:
-    part: slice of a split, such as "[:90%]", or "".
-    then: slice of the remaining windows, or "".
-  """
+  """The windows of a plan that a source uses: slice `then` of slice `part`."""
 
   def __init__(self, plan: Plan, part: str, then: str, key: str):
     start, stop = splits.bounds(part, len(plan), f"{key}: split")
@@ -291,13 +276,7 @@ class Rows:
 def check_options(
   key: str, length: int, stride: int | None, last: str, packing: bool
 ) -> None:
-  """Raises ConfigError for invalid or incompatible options of a source.
-
-  Args:
-    stride: tokens between the starts of consecutive windows, or None.
-    last: "pad" or "drop".
-    packing: whether documents share windows.
-  """
+  """Raises ConfigError for invalid or incompatible options of a source."""
   check_number(f"{key}: length", length, least=1, whole=True)
   if stride is not None:
     check_number(f"{key}: stride", stride, least=1, whole=True)
@@ -315,11 +294,7 @@ def spec(
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
   """Returns the types and shapes of a window's features; see `fill`.
 
-  Args:
-    segments: whether to include `segments` and `positions`. They also mark
-      padding, so `loss_mask` is left out.
-    last: "drop" if there is no padding.
-    num_bytes: whether to include `num_bytes`.
+  `segments` also mark padding, so `loss_mask` is left out beside them.
   """
   ids, floats = np.dtype(np.int32), np.dtype(np.float32)
   features: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
