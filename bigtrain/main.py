@@ -399,7 +399,7 @@ def _train(
     phase.step(step + 1)
     hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
-      with clock.waiting_for_data():
+      with clock.account("data_wait"):
         batch = next(batches)
       process.host_work_done()
       state, tally = hooks.update(step + 1, update, state, tally, batch, fixed)

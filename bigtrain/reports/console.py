@@ -6,9 +6,7 @@ above it. A log file gets one line per row instead, through absl.
 """
 
 import atexit
-import collections
 import html
-import importlib
 import logging as python_logging
 import math
 import os
@@ -23,41 +21,13 @@ from absl import logging
 # Names in a training row that the program adds itself. All other names are the
 # task's metrics, which are shown by name.
 FIGURES = frozenset(
-  {
-    "step",
-    "lr",
-    "grad_norm",
-    "grad_norm_last",
-    "loss_last",
-    "param_norm",
-    "update_norm",
-    "stats_steps",
-    "examples_seen",
-    "tokens_seen",
-    "epoch",
-    "progress",
-    "examples_per_sec",
-    "tokens_per_sec",
-    "examples_per_sec_per_device",
-    "tokens_per_sec_per_device",
-    "step_secs",
-    "data_wait_fraction",
-    "mfu",
-    "device_hours",
-    "eta_secs",
-    "host_rss_bytes",
-    "device_peak_bytes",
-    "compile_secs",
-    "ckpt_stall_secs",
-    "ckpt_write_secs",
-    "model_flops_per_step",
-    "update_alias_bytes",
-    "update_argument_bytes",
-    "update_output_bytes",
-    "update_peak_bytes",
-    "update_temporary_bytes",
-    "restarts",
-  }
+  """step lr grad_norm grad_norm_last loss_last param_norm update_norm
+  stats_steps examples_seen tokens_seen epoch progress examples_per_sec
+  tokens_per_sec examples_per_sec_per_device tokens_per_sec_per_device step_secs
+  data_wait_fraction mfu device_hours eta_secs host_rss_bytes device_peak_bytes
+  compile_secs ckpt_stall_secs ckpt_write_secs model_flops_per_step
+  update_alias_bytes update_argument_bytes update_output_bytes update_peak_bytes
+  update_temporary_bytes restarts""".split()
 )
 _MAX_METRICS = 5  # Shown of a training row.
 _MAX_RESULTS = 12  # Shown of an evaluation row.
@@ -66,32 +36,24 @@ _REFRESHES_PER_SEC = 4
 
 
 class Console:
-  """Shows progress on standard error, from the first call of a method on.
+  """Shows progress on standard error; methods are thread-safe and never wait.
 
-  All methods are thread-safe and return at once.
+  Args:
+    process_index: only process 0 shows anything.
+    bar: whether to show a bar; None shows one in a notebook, and if standard
+      error is a terminal that can move its cursor.
   """
 
   def __init__(
-    self,
-    total_steps: int,
-    *,
-    process_index: int = 0,
-    bar: bool | None = None,
+    self, total_steps: int, *, process_index: int = 0, bar: bool | None = None
   ):
-    """Chooses between a bar and plain lines.
-
-    Args:
-      process_index: index of this process; only process 0 shows anything.
-      bar: whether to show a bar; None shows one in a notebook, and if standard
-        error is a terminal that can move its cursor.
-    """
     self._total_steps = total_steps
     self._silent = process_index != 0
     if bar is None:
       terminal = os.environ.get("TERM", "dumb") != "dumb"
       bar = (sys.stderr.isatty() and terminal) or in_notebook()
     self._wants_bar = bar
-    self._bar: _Progress | None = None
+    self._bar: _Bar | _Table | None = None
     self._lock = threading.Lock()
     self._closed = False
     self._status = ""
@@ -101,8 +63,7 @@ class Console:
     if self._silent or text == self._status:
       return
     self._status = text
-    bar = self._shown_bar()
-    if bar:
+    if bar := self._shown_bar():
       bar.change(status=text, part=None)
     elif text != "training":  # The rows show that.
       logging.info("%s", text)
@@ -113,12 +74,10 @@ class Console:
       bar.change(part=(done, total))
 
   def step(self, step: int) -> None:
-    """Shows the number of updates so far."""
     if bar := self._shown_bar():
       bar.change(step=step)
 
   def row(self, row: Mapping[str, Any]) -> None:
-    """Shows a row of training metrics or evaluation results."""
     if self._silent:
       return
     bar = self._shown_bar()
@@ -141,7 +100,7 @@ class Console:
         self._bar.stop()
         self._bar = None
 
-  def _shown_bar(self) -> "_Progress | None":
+  def _shown_bar(self) -> "_Bar | _Table | None":
     if not self._wants_bar or self._silent:
       return None
     with self._lock:
@@ -168,41 +127,27 @@ class _Progress:
     self._row_time = 0.0
 
   def change(self, **fields: Any) -> None:
-    """Sets status, step or part."""
     for name, value in fields.items():
       setattr(self, name, value)
 
   def take(self, row: Mapping[str, Any]) -> None:
-    """Stores the figures of a training row."""
     figures = [f"loss {number(row['loss'])}"] if "loss" in row else []
     self._figures = figures + _speed(row)
     self._eta_secs = row.get("eta_secs")
     self._row_time = time.monotonic()
     self.step = max(self.step, row["step"])
 
-  def share(self) -> float:
-    """Share of the run that is done."""
-    return self.step / self._total if self._total else 1.0
-
   def texts(self) -> list[str]:
     """What to show, the most important first."""
     status = self.status
     if self.part:
       status += f" {self.part[0]}/{self.part[1]}"
-    texts = [status, f"{self.step}/{self._total} {self.share():.0%}"]
-    texts += self._figures
+    done = self.step / self._total if self._total else 1.0
+    texts = [status, f"{self.step}/{self._total} {done:.0%}", *self._figures]
     if self._eta_secs is not None:
       passed = time.monotonic() - self._row_time
       texts.append(f"{duration(max(0.0, self._eta_secs - passed))} left")
     return texts
-
-  def print(self, line: str) -> None:
-    """Shows a line that stays."""
-    raise NotImplementedError
-
-  def stop(self) -> None:
-    """Leaves the last state."""
-    raise NotImplementedError
 
 
 class _Bar(_Progress):
@@ -271,11 +216,10 @@ class _Table(_Progress):
 
   def __init__(self, total_steps: int):
     super().__init__(total_steps)
-    self._rows: collections.deque[Mapping[str, Any]] = collections.deque(
-      maxlen=_MAX_ROWS
-    )
+    self._rows: list[Mapping[str, Any]] = []
     self._drawn = time.monotonic()
-    display = importlib.import_module("IPython.display").display
+    from IPython.display import display
+
     self._handle = display(self, display_id=True)
 
   def change(self, **fields: Any) -> None:
@@ -286,7 +230,7 @@ class _Table(_Progress):
 
   def take(self, row: Mapping[str, Any]) -> None:
     super().take(row)
-    self._rows.append(row)
+    self._rows = [*self._rows, row][-_MAX_ROWS:]
     self._draw()
 
   def print(self, line: str) -> None:
@@ -312,15 +256,13 @@ class _Table(_Progress):
       | ({"lr": number(row["lr"])} if "lr" in row else {})
       for row in self._rows
     ]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [
-      columns,
-      *([row.get(name, "") for name in columns] for row in rows),
-    ]
-    cells = [
-      [f"<td>{html.escape(cell)}</td>" for cell in line] for line in lines
-    ]
-    body = "".join(f"<tr>{''.join(line)}</tr>" for line in cells if line)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([row.get(name, "") for name in names] for row in rows)]
+    body = "".join(
+      f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
+      for line in lines
+      if line
+    )
     texts = html.escape(" | ".join(self.texts()))
     return (
       f'<progress value="{self.step}" max="{max(self._total, 1)}"></progress> '
@@ -336,20 +278,18 @@ def in_notebook() -> bool:
 
 
 def _terminal_handlers() -> list[Any]:
-  """Returns the log handlers that write to standard output or error."""
-  absl_handler = logging.get_absl_handler()
+  """The log handlers that write to standard output or error."""
   handlers = {
     *python_logging.root.handlers,
     *logging.get_absl_logger().handlers,
-  }
-  # absl's own handler delegates to another one, which holds the stream.
-  handlers = {*(handlers - {absl_handler}), absl_handler.python_handler}
+    # absl's own handler delegates to this one, which holds the stream.
+    logging.get_absl_handler().python_handler,
+  } - {logging.get_absl_handler()}
   streams = (sys.__stderr__, sys.__stdout__)
   return [h for h in handlers if getattr(h, "stream", None) in streams]
 
 
 def is_training_row(row: Mapping[str, Any]) -> bool:
-  """Returns whether a row has training metrics."""
   return "loss" in row or "examples_seen" in row
 
 
@@ -373,7 +313,7 @@ def training_line(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def metric_names(row: Mapping[str, Any]) -> list[str]:
-  """Returns the metrics of a training row that are shown, the loss first."""
+  """The metrics of a training row that are shown, the loss first."""
   names = [
     name
     for name, value in row.items()

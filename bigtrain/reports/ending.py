@@ -6,11 +6,7 @@ from typing import Any
 
 
 def message(results: Mapping[str, Any], workdir: str | None) -> str:
-  """Returns the final message of a run: its results and its files.
-
-  Args:
-    workdir: folder of the run; None if its files were not kept.
-  """
+  """The last lines of a run; `workdir` is None if no files were kept."""
   if results.keys() == {"step"} and workdir:  # Nothing trained or evaluated.
     path = os.path.join(workdir, "run.json")
     return f"Compiled; {path} has its memory and FLOPs."

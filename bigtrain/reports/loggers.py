@@ -22,10 +22,10 @@ Row = dict[str, Any]
 
 
 class Logger(Protocol):
-  """Interface of the classes in this module."""
+  """Interface of TensorBoard and of the classes in trackers.py."""
 
   def write(self, row: Row, shown: Mapping[str, Any]) -> None:
-    """Writes a row."""
+    """Writes a row; `shown` has the values whose paths are in it."""
 
   def flush(self) -> None:
     """Makes the rows so far visible."""
@@ -51,7 +51,6 @@ class Names(NamedTuple):
   evaluations: frozenset[str]
 
   def grouped(self, name: str) -> str:
-    """The name with its group."""
     first, slash, _ = name.partition("/")
     if slash and first in self.evaluations:
       return f"eval/{name}"
@@ -84,7 +83,6 @@ class Setup(NamedTuple):
 
   @classmethod
   def read(cls, workdir: str) -> "Setup":
-    """Reads config.json and parameters.txt, as far as they exist."""
 
     def content(name: str) -> str:
       try:
@@ -98,7 +96,6 @@ class Setup(NamedTuple):
     return cls(workdir, dict(_flat(config)), text, Names(evaluations))
 
   def numbers(self, row: Row) -> dict[str, float]:
-    """The numbers of a row by their names with groups."""
     return {
       self.names.grouped(name): value
       for name, value in row.items()
@@ -106,7 +103,6 @@ class Setup(NamedTuple):
     }
 
   def grouped(self, shown: Mapping[str, Any]) -> dict[str, Any]:
-    """Media values by their names with groups."""
     return {self.names.grouped(name): value for name, value in shown.items()}
 
 
@@ -132,15 +128,13 @@ class TensorBoard:
   tensorboardX's SummaryWriter has a thread of its own, which dies silently when
   the disk is full; its queue then blocks forever. This class uses the layer
   below it.
+
+  Args:
+    purge_step: TensorBoard drops the events from this step on that an earlier
+      process has written.
   """
 
   def __init__(self, setup: Setup, purge_step: int):
-    """Opens a new event file.
-
-    Args:
-      purge_step: TensorBoard drops the events from this step on that an earlier
-        process has written.
-    """
     from tensorboardX import event_file_writer, summary
     from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -149,6 +143,7 @@ class TensorBoard:
     folder = os.path.join(setup.workdir, "tensorboard")
     paths.make_folder(folder)
     self._local_folder: tempfile.TemporaryDirectory[str] | None = None
+    self._mirror: paths.Mirror | None = None
     local = folder
     if paths.is_remote(folder):
       self._local_folder = tempfile.TemporaryDirectory(prefix="bigtrain-")
@@ -158,8 +153,7 @@ class TensorBoard:
     self._writer = event_file_writer.EventsWriter(
       os.path.join(local, "events"), suffix
     )
-    self._mirror: paths.Mirror | None = None
-    if self._local_folder is not None:
+    if self._local_folder:
       (name,) = os.listdir(local)
       self._mirror = paths.Mirror(
         os.path.join(folder, name), os.path.join(local, name)
@@ -181,7 +175,6 @@ class TensorBoard:
     )
 
   def write(self, row: Row, shown: Mapping[str, Any]) -> None:
-    """Writes the row's numbers, and each media value."""
     values = [
       self._summary.Summary.Value(tag=name, simple_value=value)
       for name, value in self._setup.numbers(row).items()
@@ -197,9 +190,8 @@ class TensorBoard:
       return self._make.text(name, value.markdown())
     if isinstance(value, media.Image):
       height, width = value.pixels.shape[:2]
-      fields = dict(height=height, width=width)
       image = self._summary.Summary.Image(
-        **fields, encoded_image_string=value.png()
+        height=height, width=width, encoded_image_string=value.png()
       )
       entry = self._summary.Summary.Value(tag=name, image=image)
     else:
@@ -217,13 +209,11 @@ class TensorBoard:
     return self._summary.Summary(value=[entry])
 
   def flush(self) -> None:
-    """Writes the file."""
     self._writer.flush()
     if self._mirror is not None:
       self._mirror.push(soon=True)
 
   def close(self) -> None:
-    """Closes the file."""
     self._writer.close()
     if self._mirror is not None:
       self._mirror.push()

@@ -40,11 +40,7 @@ class Image:
   path: str = ""
 
   def uint8(self) -> np.ndarray:
-    """The pixels, uint8 [height, width, channels].
-
-    Raises:
-      ValueError: another shape.
-    """
+    """The pixels, uint8 [height, width, channels], or ValueError."""
     pixels = np.asarray(self.pixels)
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.ndim != 3 or pixels.shape[-1] not in _PNG_COLORS:
@@ -68,13 +64,12 @@ class Image:
       ">IIBBBBB", width, height, 8, _PNG_COLORS[channels], 0, 0, 0
     )
     caption = b"Description\0\0\0\0\0" + self.caption.encode()
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-      (
-        _png_chunk(b"IHDR", size),
-        _png_chunk(b"iTXt", caption) if self.caption else b"",
-        _png_chunk(b"IDAT", zlib.compress(data)),
-        _png_chunk(b"IEND", b""),
-      )
+    return (
+      b"\x89PNG\r\n\x1a\n"
+      + _png_chunk(b"IHDR", size)
+      + (_png_chunk(b"iTXt", caption) if self.caption else b"")
+      + _png_chunk(b"IDAT", zlib.compress(data))
+      + _png_chunk(b"IEND", b"")
     )
 
 
@@ -127,20 +122,16 @@ class Table:
 
   def markdown(self, num_rows: int = 20) -> str:
     """The first rows as a Markdown table."""
-    return "\n".join(
-      [
-        "| " + " | ".join(_cell(name) for name in self.columns) + " |",
-        "|---" * len(self.columns) + "|",
-        *(
-          "| " + " | ".join(_cell(row.get(c, "")) for c in self.columns) + " |"
-          for row in self.rows[:num_rows]
-        ),
-      ]
-    )
+    header, rule = dict(zip(self.columns, self.columns)), "|---"
+    lines = [
+      "| " + " | ".join(_cell(row.get(c, "")) for c in self.columns) + " |"
+      for row in (header, *self.rows[:num_rows])
+    ]
+    lines.insert(1, rule * len(self.columns) + "|")
+    return "\n".join(lines)
 
   @property
   def columns(self) -> list[str]:
-    """Names of the columns."""
     return list(self.rows[0]) if self.rows else []
 
 
@@ -156,7 +147,6 @@ def is_histogram(value: Any) -> bool:
 
 
 def is_media(value: Any) -> bool:
-  """Whether a value of a row is an image, a text, a table or a histogram."""
   return isinstance(value, Image | Text | Table) or is_histogram(value)
 
 
@@ -203,19 +193,13 @@ def save(workdir: str, step: int, shown: Mapping[str, Any]) -> None:
 
 
 class ImageFile(NamedTuple):
-  """An image that was read from its file.
-
-  Attributes:
-    content: the PNG file.
-    caption: text below the image.
-  """
+  """A PNG file and its caption."""
 
   content: bytes
   caption: str
 
   @property
   def width(self) -> int:
-    """Width in pixels."""
     return int(struct.unpack(">I", self.content[16:20])[0])
 
 

@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from bigtrain import sharding, trees
 from bigtrain.files import paths
+from bigtrain.types import Params
 
 _FILE = "parameters.txt"
 
@@ -30,16 +32,12 @@ class _Row:
   dtype: str
   size: int
   trained: bool
-
-
-@dataclasses.dataclass
-class _RowWithMoments(_Row):
-  mean: float
-  std: float
+  mean: float = math.nan
+  std: float = math.nan
 
 
 @functools.cache
-def _moments(mesh: Any) -> Any:
+def _moments(mesh: Mesh) -> Any:
   """Compiled once for each shape: array -> [mean, standard deviation]."""
   fn = functools.partial(_mean_and_std, jnp)
   return jax.jit(fn, out_shardings=sharding.replicated(mesh))
@@ -53,18 +51,13 @@ def _mean_and_std(module: Any, array: Any) -> Any:
   return module.stack([mean, std])
 
 
-def moments(params: Any, mesh: Any) -> dict[str, Any]:
-  """Starts to compute the moments of all parameters.
+def moments(params: Params, mesh: Mesh) -> dict[str, Any]:
+  """Starts to compute mean and standard deviation of all parameters.
 
-  With several processes, all of them call this at the same point of the
-  program. `params` may be donated afterwards.
-
-  Args:
-    params: tree of global arrays.
+  All processes call this at the same point. `params` may be donated afterwards.
 
   Returns:
-    {name: float32 (2,) of mean and standard deviation, as arrays of jax or
-    numpy}; {} if `params` are jax.ShapeDtypeStructs.
+    {name: float32 [2], arrays of jax or numpy}; {} for jax.ShapeDtypeStructs.
   """
   on_cpu = mesh.devices.flat[0].platform == "cpu"
   result = {}
@@ -84,13 +77,8 @@ def moments(params: Any, mesh: Any) -> dict[str, Any]:
   return result
 
 
-def facts(params: Any, trainable: Any) -> dict[str, int]:
-  """Returns num_params, num_trained_params and param_bytes, for run.json.
-
-  Args:
-    params: tree of arrays or ShapeDtypeStructs; param_bytes are of one copy.
-    trainable: tree of bools with the structure of `params`.
-  """
+def facts(params: Params, trainable: Any) -> dict[str, int]:
+  """Numbers for run.json; param_bytes are of one copy."""
   leaves, flags = jax.tree.leaves(params), jax.tree.leaves(trainable)
   sizes = [math.prod(leaf.shape) for leaf in leaves]
   return {
@@ -102,42 +90,37 @@ def facts(params: Any, trainable: Any) -> dict[str, int]:
 
 def write(
   workdir: str,
-  params: Any,
+  params: Params,
   trainable: Any,
   values: Mapping[str, Any],
   origin: str,
 ) -> str:
-  """Writes parameters.txt, on process 0.
+  """Writes parameters.txt, on process 0; returns the table and its totals.
 
   Args:
     params: tree of arrays or ShapeDtypeStructs.
     trainable: tree of bools with the structure of `params`.
+    values: result of `moments`.
     origin: where the parameters come from, such as "from scratch".
-
-  Returns:
-    The table and its totals.
   """
   from clu import parameter_overview
 
   on_host = jax.device_get(dict(values))
   flags = dict(trees.flatten_with_names(trainable))
-  rows: list[_Row] = []
+  rows = []
   for name, leaf in sorted(trees.flatten_with_names(params)):
-    row = (
-      *(name, tuple(leaf.shape), str(leaf.dtype)),
-      *(math.prod(leaf.shape), flags[name]),
-    )
+    shape, size = tuple(leaf.shape), math.prod(leaf.shape)
+    row = _Row(name, shape, str(leaf.dtype), size, flags[name])
     if name in on_host:
-      mean, std = map(float, on_host[name])
-      rows.append(_RowWithMoments(*row, mean, std))
-    elif values:  # An empty parameter.
-      rows.append(_RowWithMoments(*row, math.nan, math.nan))
-    else:
-      rows.append(_Row(*row))
+      row.mean, row.std = map(float, on_host[name])
+    rows.append(row)
+  columns = [field.name for field in dataclasses.fields(_Row)]
+  table = parameter_overview.make_table(
+    rows, column_names=columns if values else columns[:-2]
+  )
   numbers = facts(params, trainable)
   text = (
-    f"{parameter_overview.make_table(rows)}\n"
-    f"{numbers['num_params']:,} parameters, "
+    f"{table}\n{numbers['num_params']:,} parameters, "
     f"{numbers['num_trained_params']:,} of them trained, "
     f"{numbers['param_bytes']:,} bytes"
   )

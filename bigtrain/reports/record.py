@@ -4,6 +4,7 @@ parameters.py makes the table of parameters.
 """
 
 import collections
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -26,20 +27,11 @@ from bigtrain.files import paths
 from bigtrain.reports import parameters
 
 _PACKAGES = (
-  "bigtrain",
-  "jax",
-  "jaxlib",
-  "flax",
-  "optax",
-  "numpy",
-  "tensorstore",
-  "tensorflow-cpu",
-  "tensorflow",
-)
+  "bigtrain jax jaxlib flax optax numpy tensorstore tensorflow-cpu tensorflow"
+).split()
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
-  """Writes JSON atomically: readers see the old file or the new one."""
   with paths.replacing(path) as file:
     file.write(settings.to_json(content, indent=2) + "\n")
 
@@ -50,7 +42,7 @@ def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: str) -> dict[str, Any] | None:
-  """Reads a JSON file; returns None if there is no such file."""
+  """Reads a JSON file; None if there is no such file."""
   try:
     return json.loads(paths.read_bytes(path))
   except FileNotFoundError:
@@ -74,10 +66,8 @@ def versions() -> dict[str, str]:
   """Returns the versions of the installed packages that affect results."""
   installed = {}
   for name in _PACKAGES:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       installed[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      continue
   return installed
 
 
@@ -119,10 +109,9 @@ def run_info(mesh: Mesh) -> dict[str, Any]:
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns {name: value} that must be equal on all processes of a job.
+  """What must be equal on all processes of a job, by name.
 
-  These are all values of the config, the package versions and a digest of this
-  package's code, since a checkout can have uncommitted changes.
+  The code counts by its digest, since a checkout can have uncommitted changes.
   """
   digest = hashlib.sha256()
   folder = pathlib.Path(__file__).parents[1]  # The package bigtrain.
@@ -139,10 +128,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(workdir: str, config: Mapping[str, Any], info: Any) -> None:
-  """Writes config.json and adds an entry for this start to run.json.
-
-  Only process 0 writes.
-  """
+  """Writes config.json, and an entry for this start in run.json."""
   if jax.process_index():
     return
   write_json(os.path.join(workdir, "config.json"), config)
@@ -163,8 +149,8 @@ def start(
 
   Args:
     trainable: tree of bools with the structure of the parameters.
-    state: train state that the run begins with; the means and standard
-      deviations of its parameters are computed now. Or ShapeDtypeStructs.
+    state: the state, or its ShapeDtypeStructs; moments of the parameters are
+      computed now.
     origin: where the state comes from, such as "from scratch".
   """
   params = state["params"]
@@ -183,14 +169,13 @@ def start(
 def update(workdir: str, **facts: Any) -> None:
   """Adds facts, such as compile seconds, to the newest entry of run.json.
 
-  Also what the program chose for each "auto" of the config so far.
-
-  A dict is merged into the dict of the same name.
+  Dicts of the same name are merged. Also writes what the program chose for each
+  "auto" of the config so far.
   """
   if jax.process_index():
     return
   path = os.path.join(workdir, "run.json")
-  content = read_json(path)
+  content = json.loads(paths.read_bytes(path))
   newest = content["starts"][-1]
   choices = settings.choices()
   given = {**facts, "auto": choices} if choices else facts
@@ -204,12 +189,7 @@ def update(workdir: str, **facts: Any) -> None:
 def compiled_update(
   workdir: str, program: Any, facts: Mapping[str, Any]
 ) -> None:
-  """Writes the update to update.hlo.txt, and facts about it to run.json.
-
-  Args:
-    program: the update; not written unless compiled ahead of time.
-    facts: facts about the program, see runtime/programs.py.
-  """
+  """Writes update.hlo.txt if the program is compiled, and facts about it."""
   update(workdir, programs={"update": facts})
   if isinstance(program, jax.stages.Compiled) and not jax.process_index():
     with paths.replacing(os.path.join(workdir, "update.hlo.txt")) as file:

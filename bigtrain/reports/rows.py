@@ -69,11 +69,7 @@ class RowFile:
     """Opens the file and removes rows that the run will write again.
 
     Args:
-      path: path of the file; its folder is created if missing.
       restored_step: last step whose row is kept; None keeps no rows.
-
-    Raises:
-      WriteError: the file cannot be written.
     """
     self.path = path
     self.last_alive: float | None = None
@@ -113,15 +109,15 @@ class RowFile:
       )
       if row:
         lines.append(_line(row)[:-1])
-    keep_to, removed = -1 if restored_step is None else restored_step, 0
+    keep_to = -1 if restored_step is None else restored_step
+    num_lines = len(lines)
     while lines:
       self._last = _parse(lines[-1])
       if self._last and self._last["step"] <= keep_to:
         break
       lines.pop()
-      removed += 1
       self._last = None
-    if removed:
+    if removed := num_lines - len(lines):
       logging.info(
         "%s: removed %d rows %s; the run will write them again.",
         self.path,
@@ -173,23 +169,19 @@ class RowFile:
     self._mirror.push()
 
   def publish(self) -> None:
-    """Schedules an upload of the rows so far, for readers."""
+    """Schedules an upload of the rows so far, for readers of the run."""
     self._mirror.push(soon=True)
 
   def close(self) -> None:
-    """Closes the file."""
     self._file.close()
     self._mirror.close()
 
 
 def _replace(path: str, content: bytes) -> None:
-  """Replaces a file's content atomically."""
-  new_path = path + ".new"
-  with open(new_path, "wb") as file:
+  with paths.replacing(path, "wb") as file:
     file.write(content)
     file.flush()
     os.fsync(file.fileno())
-  os.replace(new_path, path)
   _sync_folder(path)
 
 
@@ -203,8 +195,9 @@ def _sync_folder(path: str) -> None:
 
 
 def _line(row: Row) -> bytes:
+  # json writes these values as the names NaN, Infinity and -Infinity.
   plain = {
-    name: _name_of(value)
+    name: json.dumps(value)
     if isinstance(value, float) and not math.isfinite(value)
     else value
     for name, value in row.items()
@@ -212,14 +205,8 @@ def _line(row: Row) -> bytes:
   return json.dumps(plain, allow_nan=False).encode() + b"\n"
 
 
-def _name_of(value: float) -> str:
-  if math.isnan(value):
-    return "NaN"
-  return "Infinity" if value > 0 else "-Infinity"
-
-
 def _parse(line: bytes) -> Row | None:
-  """Returns the row of a line; None if the line is damaged."""
+  """The row of a line; None if the line is damaged."""
   try:
     row = json.loads(line)
   except ValueError:

@@ -21,11 +21,7 @@ from bigtrain.reports import loggers, media
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-  """Checks config.wandb, config.mlflow or config.trackio.
-
-  Raises:
-    ConfigError: the library is not installed, or there are unknown options.
-  """
+  """Checks that a library is installed and knows the options of the config."""
   try:
     module = importlib.import_module(name)
   except ImportError as e:
@@ -38,20 +34,43 @@ def check(name: str, options: Mapping[str, Any]) -> None:
   settings.check_kwargs(target, options, f"config.{name}", given=given)
 
 
-class Wandb:
-  """A W&B run; a restart in the same workdir continues it."""
+class _Tracker:
+  """What the runs of W&B and trackio have in common.
+
+  A restart in the same workdir continues the run.
+  """
+
+  def __init__(self, setup: loggers.Setup, run: Any):
+    self._setup, self._run = setup, run
+
+  def write(self, row: loggers.Row, shown: Mapping[str, Any]) -> None:
+    values = {k: self._media(v) for k, v in self._setup.grouped(shown).items()}
+    self._run.log({**self._setup.numbers(row), **values}, step=row["step"])
+
+  def _media(self, value: Any) -> Any:
+    raise NotImplementedError
+
+  def flush(self) -> None:
+    """Does nothing: the library decides when to write."""
+
+  def close(self) -> None:
+    self._run.finish()
+
+
+class Wandb(_Tracker):
+  """A W&B run; takes the options of `wandb.init`."""
 
   def __init__(self, setup: loggers.Setup, options: Mapping[str, Any]):
     import wandb
 
-    self._wandb, self._setup = wandb, setup
+    self._wandb = wandb
     workdir = setup.workdir
     # W&B needs a local folder; for a remote workdir it takes the current one.
     folder = {} if paths.is_remote(workdir) else {"dir": workdir}
     options = {**folder, "resume": "allow", **options}
     options["config"] = {**setup.config, **options.get("config", {})}
     if "id" not in options:
-      options["id"] = _stored_id(workdir, "wandb", _new_id(workdir))
+      options["id"] = _run_id(workdir, "wandb", _new_id(workdir))
     has_key = wandb.api.api_key or os.environ.get("WANDB_MODE")
     if "mode" not in options and not has_key:
       # Otherwise W&B would prompt for a key and block a batch job.
@@ -59,32 +78,49 @@ class Wandb:
       logging.info(
         "W&B: not logged in; writing to %s for `wandb sync`.", workdir
       )
-    self._run = wandb.init(**options)
+    super().__init__(setup, wandb.init(**options))
     if setup.parameters:
       self._run.summary["parameters"] = setup.parameters
 
-  def write(self, row: loggers.Row, shown: Mapping[str, Any]) -> None:
-    """Logs the row's numbers and media values."""
-    values = {k: self._media(v) for k, v in self._setup.grouped(shown).items()}
-    self._run.log({**self._setup.numbers(row), **values}, step=row["step"])
+  def _media(self, value: Any) -> Any:
+    if isinstance(value, media.Text):
+      return self._wandb.Table(columns=["text"], data=[[value.text]])
+    if isinstance(value, media.Table):
+      return self._wandb.Table(columns=value.columns, data=_cells(value))
+    if isinstance(value, media.Image):
+      return self._wandb.Image(value.uint8(), caption=value.caption or None)
+    counts, _ = loggers.bins(value)
+    return self._wandb.Histogram(np_histogram=(counts, value.edges))
+
+
+class Trackio(_Tracker):
+  """A trackio run; takes the options of `trackio.init`."""
+
+  def __init__(self, setup: loggers.Setup, options: Mapping[str, Any]):
+    import trackio
+
+    self._trackio, workdir = trackio, setup.workdir
+    name = os.path.basename(workdir.rstrip("/")) or "run"
+    name = _run_id(workdir, "trackio", f"{name}-{_new_id(workdir)[:6]}")
+    options = {"project": "bigtrain", "name": name, **options}
+    options["config"] = {**setup.config, **options.get("config", {})}
+    super().__init__(setup, trackio.init(resume="allow", **options))
+    if setup.parameters:
+      text = trackio.Markdown(loggers.preformatted(setup.parameters))
+      self._run.log({"parameters": text}, step=0)
 
   def _media(self, value: Any) -> Any:
-    wandb = self._wandb
-    if isinstance(value, media.Text):
-      return wandb.Table(columns=["text"], data=[[value.text]])
-    if isinstance(value, media.Table):
-      return wandb.Table(columns=value.columns, data=_cells(value))
     if isinstance(value, media.Image):
-      return wandb.Image(value.uint8(), caption=value.caption or None)
+      pixels = value.uint8()
+      if pixels.shape[-1] == 1:
+        pixels = np.repeat(pixels, 3, -1)
+      return self._trackio.Image(pixels, caption=value.caption or None)
+    if isinstance(value, media.Text):
+      return self._trackio.Markdown(value.text)
+    if isinstance(value, media.Table):
+      return self._trackio.Table(columns=value.columns, data=_cells(value))
     counts, _ = loggers.bins(value)
-    return wandb.Histogram(np_histogram=(counts, value.edges))
-
-  def flush(self) -> None:
-    """Does nothing: W&B's own process decides when to write."""
-
-  def close(self) -> None:
-    """Uploads what is left."""
-    self._run.finish()
+    return self._trackio.Histogram(np_histogram=(counts, value.edges))
 
 
 def _cells(table: media.Table) -> list[list[Any]]:
@@ -117,8 +153,7 @@ class Mlflow:
 
     self._setup, self._entities = setup, entities
     self._client = mlflow.MlflowClient(tracking_uri)
-    path = _id_path(setup.workdir, "mlflow")
-    self._run_id = _read_id(path)
+    self._run_id = _run_id(setup.workdir, "mlflow")
     if self._run_id:
       self._client.update_run(self._run_id, status="RUNNING")
     else:
@@ -127,7 +162,7 @@ class Mlflow:
       id_ = id_ or self._client.create_experiment(experiment)
       name = run_name or os.path.basename(setup.workdir.rstrip("/"))
       run = self._client.create_run(id_, run_name=name)
-      self._run_id = _write_id(path, run.info.run_id)
+      self._run_id = _run_id(setup.workdir, "mlflow", run.info.run_id)
       self._start()
 
   def _start(self) -> None:
@@ -143,7 +178,6 @@ class Mlflow:
       self._client.log_text(self._run_id, text, "parameters.txt")
 
   def write(self, row: loggers.Row, shown: Mapping[str, Any]) -> None:
-    """Logs the row's numbers, and media values as artifacts."""
     now = int(time.time() * 1000)
     values = [
       self._entities.Metric(name, float(value), now, row["step"])
@@ -160,56 +194,7 @@ class Mlflow:
     """Does nothing: each call has reached the server."""
 
   def close(self) -> None:
-    """Marks the run as finished."""
     self._client.set_terminated(self._run_id)
-
-
-class Trackio:
-  """A trackio run; a restart in the same workdir continues it.
-
-  Takes the options of `trackio.init`.
-  """
-
-  def __init__(self, setup: loggers.Setup, options: Mapping[str, Any]):
-    import trackio
-
-    self._trackio, self._setup = trackio, setup
-    name = os.path.basename(setup.workdir.rstrip("/")) or "run"
-    name = _stored_id(
-      setup.workdir, "trackio", f"{name}-{_new_id(setup.workdir)[:6]}"
-    )
-    options = {"project": "bigtrain", "name": name, **options}
-    options["config"] = {**setup.config, **options.get("config", {})}
-    self._run = trackio.init(resume="allow", **options)
-    if setup.parameters:
-      text = trackio.Markdown(loggers.preformatted(setup.parameters))
-      self._run.log({"parameters": text}, step=0)
-
-  def write(self, row: loggers.Row, shown: Mapping[str, Any]) -> None:
-    """Logs the row's numbers and media values."""
-    values = {k: self._media(v) for k, v in self._setup.grouped(shown).items()}
-    self._run.log({**self._setup.numbers(row), **values}, step=row["step"])
-
-  def _media(self, value: Any) -> Any:
-    trackio = self._trackio
-    if isinstance(value, media.Image):
-      pixels = value.uint8()
-      if pixels.shape[-1] == 1:
-        pixels = np.repeat(pixels, 3, -1)
-      return trackio.Image(pixels, caption=value.caption or None)
-    if isinstance(value, media.Text):
-      return trackio.Markdown(value.text)
-    if isinstance(value, media.Table):
-      return trackio.Table(columns=value.columns, data=_cells(value))
-    counts, _ = loggers.bins(value)
-    return trackio.Histogram(np_histogram=(counts, value.edges))
-
-  def flush(self) -> None:
-    """Does nothing: trackio's own thread decides when to write."""
-
-  def close(self) -> None:
-    """Writes what is left."""
-    self._run.finish()
 
 
 def _new_id(workdir: str) -> str:
@@ -217,26 +202,14 @@ def _new_id(workdir: str) -> str:
   return hashlib.sha256(start.encode()).hexdigest()[:16]
 
 
-def _id_path(workdir: str, logger: str) -> str:
-  return os.path.join(workdir, logger, "run_id")
-
-
-def _read_id(path: str) -> str:
-  """The id in the file of a run, or ""."""
+def _run_id(workdir: str, logger: str, new_id: str = "") -> str:
+  """The id that a logger's run has in the workdir, which is `new_id` if new."""
+  path = os.path.join(workdir, logger, "run_id")
   try:
     return paths.read_bytes(path).decode()
   except FileNotFoundError:
-    return ""
-
-
-def _write_id(path: str, run_id: str) -> str:
-  paths.make_folder(os.path.dirname(path))
-  with paths.replacing(path) as file:
-    file.write(run_id)
-  return run_id
-
-
-def _stored_id(workdir: str, logger: str, new_id: str) -> str:
-  """The run's id of a logger, which is stored in the workdir."""
-  path = _id_path(workdir, logger)
-  return _read_id(path) or _write_id(path, new_id)
+    if new_id:
+      paths.make_folder(os.path.dirname(path))
+      with paths.replacing(path) as file:
+        file.write(new_id)
+    return new_id

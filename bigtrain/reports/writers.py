@@ -53,9 +53,19 @@ class Writers:
   call of any method raises an error of metrics.jsonl. If a logger or the
   console fails, the error is logged once and it is turned off.
 
+  Args:
+    restored_step: step of the restored state; rows up to it are kept, later
+      ones are removed since the run will write them again. None if the run
+      starts from scratch.
+    tensorboard, wandb, mlflow, trackio: see `read_options`.
+
   Attributes:
     last_alive: Unix time in seconds of the last write by an earlier process,
-      or None (see `Chrono.restore`).
+      if known.
+
+  Raises:
+    ConfigError: a logger is not installed, or has unknown options.
+    WriteError: the file cannot be written.
   """
 
   def __init__(
@@ -70,32 +80,17 @@ class Writers:
     mlflow: Mapping[str, Any] | None = None,
     trackio: Mapping[str, Any] | None = None,
   ):
-    """Opens metrics.jsonl and removes rows that the run will write again.
-
-    Args:
-      workdir: folder of the run; created if missing.
-      restored_step: step of the restored state; rows up to it are kept. None
-        if the run starts from scratch.
-      tensorboard: whether to write events to workdir/tensorboard.
-      wandb: keyword arguments of `wandb.init`; None for no W&B.
-      mlflow: options of `trackers.Mlflow`; None for no MLflow.
-      trackio: keyword arguments of `trackio.init`; None for no trackio.
-
-    Raises:
-      ConfigError: a logger is not installed, or has unknown options.
-      WriteError: the file cannot be written.
-    """
     self.last_alive: float | None = None
     self._thread: threading.Thread | None = None
     self._error: WriteError | None = None
     self._console = console
-    self._shows = console is not None
+    self._shown_console = console  # None once it has failed.
     if process_index:
       return
-    options = {"wandb": wandb, "mlflow": mlflow, "trackio": trackio}
-    for key, given in options.items():
-      if given is not None:
-        trackers.check(key, given)
+    given = {"wandb": wandb, "mlflow": mlflow, "trackio": trackio}
+    options = {key: value for key, value in given.items() if value is not None}
+    for key, value in options.items():
+      trackers.check(key, value)
     self._workdir = workdir
     self._file = RowFile(os.path.join(workdir, FILE_NAME), restored_step)
     self.last_alive = self._file.last_alive
@@ -115,13 +110,10 @@ class Writers:
 
     Args:
       row: "step", an int, and values by name: numbers (of Python, numpy, or
-        jax scalars already on the host), strings, bools or None.
+        jax scalars already on the host), strings, bools or None. Other types
+        are a TypeError.
       shown: the images, texts, tables and histograms whose paths are in the
-        row, see `media.split`.
-
-    Raises:
-      TypeError: a value has another type.
-      WriteError: metrics.jsonl could not be written.
+        row (`media.split`).
     """
     if self._thread:
       self.check()
@@ -192,10 +184,7 @@ class Writers:
       item.set()
 
   def _on_file(self, call: Callable[[], None], path: str = FILE_NAME) -> None:
-    """Calls a function that writes to `path`, unless an earlier call failed.
-
-    Keeps the error for the caller.
-    """
+    """Calls a function that writes to `path`; keeps an error for the caller."""
     if self._error:
       return
     try:
@@ -209,15 +198,14 @@ class Writers:
 
   def _show(self, row: Row) -> None:
     """Shows a row in the caller's thread, in order with log messages."""
-    if self._shows:
-      try:
-        self._console.row(row)
-      except Exception as e:
-        _log_failure("The console", "failed", f"{type(e).__name__}: {e}")
-        self._shows = False
+    try:
+      if self._shown_console:
+        self._shown_console.row(row)
+    except Exception as e:
+      _log_failure("The console", "failed", f"{type(e).__name__}: {e}")
+      self._shown_console = None
 
   def _each(self, method: Callable[[Any], None]) -> None:
-    """Calls all loggers, without waiting for them."""
     for sink in self._sinks:
       sink.call(method)
 
@@ -246,19 +234,20 @@ def _sinks(
   workdir: str,
   restored_step: int | None,
   tensorboard: bool,
-  options: Mapping[str, Mapping[str, Any] | None],
+  options: Mapping[str, Mapping[str, Any]],
 ) -> Iterator["_Sink"]:
-  """Yields the loggers that are on; see `Writers.__init__`."""
   setup = functools.partial(loggers.Setup.read, workdir)
   if tensorboard:
     purge = 0 if restored_step is None else restored_step + 1
     yield _Sink("TensorBoard", lambda: loggers.TensorBoard(setup(), purge))
-  if (wandb := options["wandb"]) is not None:
-    yield _Sink("W&B", lambda: trackers.Wandb(setup(), wandb))
-  if (mlflow := options["mlflow"]) is not None:
-    yield _Sink("MLflow", lambda: trackers.Mlflow(setup(), **mlflow))
-  if (trackio := options["trackio"]) is not None:
-    yield _Sink("trackio", lambda: trackers.Trackio(setup(), trackio))
+  if "wandb" in options:
+    yield _Sink("W&B", lambda: trackers.Wandb(setup(), options["wandb"]))
+  if "mlflow" in options:
+    yield _Sink("MLflow", lambda: trackers.Mlflow(setup(), **options["mlflow"]))
+  if "trackio" in options:
+    yield _Sink(
+      "trackio", lambda: trackers.Trackio(setup(), options["trackio"])
+    )
 
 
 class _Sink:
@@ -289,7 +278,7 @@ class _Sink:
       self._thread.start()
 
   def close(self) -> None:
-    """Waits for the queued calls, as long as each takes a reasonable time."""
+    """Waits for the queued calls, unless one takes too long."""
     if self._thread is None:
       return
     self.call(operator.methodcaller("close"))

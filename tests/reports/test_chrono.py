@@ -46,8 +46,8 @@ def test_throughput_excludes_warm_up_and_pauses():
   clock.sleep(5)  # The first step.
   c.warm(1)
   for _ in range(4):
-    clock.sleep(0.5)
-    c.data_wait(0.5)
+    with c.account("data_wait"):
+      clock.sleep(0.5)
     clock.sleep(1.5)
   assert c.row(5) == pytest.approx(
     {
@@ -124,7 +124,6 @@ def test_time_after_an_earlier_row_counts_for_the_next_row():
   clock.sleep(10)
   with c.account("eval"):
     clock.sleep(6)
-  c.data_wait(0)
   clock.sleep(1)
   row = c.row(5, now=8.0)  # The step completed before the evaluation.
   assert row["step_secs"] == 8 / 5
@@ -166,7 +165,6 @@ def test_of_nested_accounts_the_inner_one_counts():
     clock.sleep(1)
     with c.account("compile"):
       clock.sleep(10)
-    c.data_wait(1)  # Counts as part of the evaluation.
     clock.sleep(2)
     assert c.accounts()["eval"] == 3.0
   accounts = c.accounts()
@@ -277,7 +275,7 @@ def test_every_second_is_in_one_account(events):
   expected = dict.fromkeys(chrono.ACCOUNTS, 0.0)
   step, productive, rows = 0, 0.0, []
   for name, secs in events:
-    if name in ("eval", "save"):
+    if name in ("eval", "save", "data_wait"):
       with c.account(name):
         clock.sleep(secs)
     elif name == "row":
@@ -286,12 +284,11 @@ def test_every_second_is_in_one_account(events):
       c.state()
     else:
       clock.sleep(secs)
-      step += name == "step"
-      productive += secs
-      if name == "data_wait":
-        c.data_wait(secs)
+      step += 1
     if name in expected:
       expected[name] += secs
+    if name in ("step", "data_wait"):
+      productive += secs
   assert c.accounts() == expected
   last_step, last_secs = 0, 0.0
   for row, step, secs in rows:
