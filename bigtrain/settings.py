@@ -60,6 +60,17 @@ def check_choice(key: str, value: Any, options: Iterable[str]) -> Any:
   raise ConfigError(f"{key}: unknown {value!r}.{hint}")
 
 
+def import_package(name: str, needed_by: str, install: str) -> Any:
+  """Imports an optional package; ConfigError if it is not installed."""
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError as e:
+    raise ConfigError(
+      f"{needed_by} needs {name.partition('.')[0]} ({e}); pip install "
+      f"{install}."
+    ) from e
+
+
 def check_kwargs(
   fn: Callable[..., Any],
   kwargs: Mapping[str, Any],

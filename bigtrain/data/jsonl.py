@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bigtrain.data.formats import files, splits
-from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.settings import ConfigError, DataError, check_choice, did_you_mean
 
 # Number of lines that determine types and shapes; all others must match.
 _NUM_SAMPLED = 64
@@ -46,11 +46,7 @@ class Source:
     fields: Sequence[str] | None = None,
     slice: str = "",
   ):
-    if image_is not in ("path", "base64"):
-      hint = did_you_mean(image_is, ("path", "base64"))
-      raise ConfigError(
-        f"jsonl: image_is={image_is!r}: expected 'path' or 'base64'.{hint}"
-      )
+    check_choice("jsonl: image_is", image_is, ("path", "base64"))
     self._path = path
     self._paths = files.find(path, "jsonl: path")
     self._offsets = files.offsets(self._paths, scan_lines)
@@ -63,9 +59,7 @@ class Source:
     self._image_key = image_key
     self._image_is = image_is
     self._fields = self._find_fields(fields)
-    self.spec = {
-      name: (kind, shape) for name, (kind, shape) in self._fields.items()
-    }
+    self.spec = dict(self._fields)
     if image_key is not None:
       self.spec["image"] = (bytes, ())
 
@@ -144,12 +138,7 @@ class Source:
 
   def where(self, index: int) -> str:
     path, start, _ = self._position(index)
-    with open(path, "rb") as f:
-      before, line = start, 1
-      while before > 0 and (chunk := f.read(min(1 << 20, before))):
-        line += chunk.count(b"\n")
-        before -= len(chunk)
-    return f"{path}, line {line}"
+    return f"{path}, line {files.line_number(path, start)}"
 
   def fingerprint(self) -> str:
     names = [os.path.basename(path) for path in self._paths]

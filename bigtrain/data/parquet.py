@@ -15,18 +15,16 @@ reading it in random order decodes a row group for almost every example.
 direct access to rows.
 """
 
-import collections
-import concurrent.futures
 import os
-import tempfile
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
 
 from bigtrain.data.formats import arrow_columns, files, splits
+from bigtrain.data.formats.files import one_line
+from bigtrain.files import paths
 from bigtrain.settings import ConfigError, DataError, check_number
 
 
@@ -79,10 +77,11 @@ class Source:
     )
     self.spec = {n: (f.kind, f.shape) for n, f in self._features.items()}
     self.class_names = arrow_columns.class_names(self._schema)
-    self._tables = _Tables(self._load, cache_bytes)
+    self._tables = files.Cache(self._load, cache_bytes, self._warn_of_reloads)
     if unpack_to is not None:
       unpack_to = files.local_path(unpack_to, "parquet: unpack_to")
     self._unpack_to = unpack_to
+    self._cache_bytes, self._warned = cache_bytes, False
 
   @staticmethod
   def read_class_names(path: Any, **_: Any) -> dict[str, list[str]]:
@@ -147,9 +146,18 @@ class Source:
       return pa.ipc.open_file(pa.memory_map(unpacked)).read_all(), 0
     except (pa.ArrowException, OSError) as e:
       raise DataError(
-        f"{unpacked}: cannot read it: {_one_line(e)}. It is a copy of {path} "
+        f"{unpacked}: cannot read it: {one_line(e)}. It is a copy of {path} "
         "and can be deleted."
       ) from e
+
+  def _warn_of_reloads(self) -> None:
+    if not self._warned:
+      logging.warning(
+        "parquet: row groups are decoded repeatedly because they do not all "
+        "fit into cache_bytes=%d. Raise it, or set unpack_to to a folder.",
+        self._cache_bytes,
+      )
+    self._warned = True
 
   def _decode(self, path: str, group: int) -> Any:
     pa = arrow_columns.import_pyarrow()
@@ -166,7 +174,7 @@ class Source:
       }
     except (pa.ArrowException, OSError) as e:
       raise DataError(
-        f"{path}, row group {group}: cannot read it: {_one_line(e)}."
+        f"{path}, row group {group}: cannot read it: {one_line(e)}."
       ) from e
     return pa.table(arrays)
 
@@ -215,61 +223,6 @@ class Source:
       ) from e
 
 
-class _Tables:
-  """LRU cache of row groups. Thread-safe: each is loaded by one thread."""
-
-  def __init__(
-    self, load: Callable[[tuple[int, int]], tuple[Any, int]], max_bytes: int
-  ):
-    self._load = load
-    self._max_bytes = max_bytes
-    self._lock = threading.Lock()
-    self._kept: collections.OrderedDict[
-      tuple[int, int], concurrent.futures.Future[Any]
-    ] = collections.OrderedDict()
-    self._bytes: dict[tuple[int, int], int] = {}
-    self._dropped: set[tuple[int, int]] = set()
-    self._warned = False
-
-  def get(self, key: tuple[int, int]) -> Any:
-    with self._lock:
-      future = self._kept.get(key)
-      ours = future is None
-      if future is None:
-        future = self._kept[key] = concurrent.futures.Future()
-      self._kept.move_to_end(key)
-    if not ours:
-      return future.result()
-    try:
-      table, size = self._load(key)
-    except BaseException as e:
-      with self._lock:
-        del self._kept[key]
-      future.set_exception(e)
-      raise
-    future.set_result(table)
-    self._keep(key, size)
-    return table
-
-  def _keep(self, key: tuple[int, int], size: int) -> None:
-    """Accounts for a new table and evicts the least recently used ones."""
-    with self._lock:
-      self._bytes[key] = size
-      for old in [k for k in self._kept if k in self._bytes and k != key]:
-        if sum(self._bytes.values()) <= self._max_bytes:
-          break
-        del self._kept[old], self._bytes[old]
-        self._dropped.add(old)
-      warn = key in self._dropped and not self._warned
-      self._warned |= warn
-    if warn:
-      logging.warning(
-        "parquet: row groups are decoded repeatedly because they do not all "
-        "fit into cache_bytes=%d. Raise it, or set unpack_to to a folder.",
-        self._max_bytes,
-      )
-
-
 def scan_row_groups(path: str) -> np.ndarray:
   """Returns the first row of N row groups, the number of rows, and the size."""
   pa = arrow_columns.import_pyarrow()
@@ -280,7 +233,7 @@ def scan_row_groups(path: str) -> np.ndarray:
       metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)
     ]
   except (pa.ArrowException, OSError) as e:
-    raise DataError(f"{path}: not a Parquet file: {_one_line(e)}.") from e
+    raise DataError(f"{path}: not a Parquet file: {one_line(e)}.") from e
   return np.asarray([0, *np.cumsum(counts, dtype=np.int64), size], np.int64)
 
 
@@ -299,27 +252,15 @@ def _schema(path: str) -> Any:
   try:
     return pa.parquet.read_schema(path)
   except (pa.ArrowException, OSError) as e:
-    raise DataError(f"{path}: not a Parquet file: {_one_line(e)}.") from e
+    raise DataError(f"{path}: not a Parquet file: {one_line(e)}.") from e
 
 
 def _write_arrow(table: Any, path: str) -> None:
   pa = arrow_columns.import_pyarrow()
   try:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    # Several processes may unpack the same row group at once.
-    with tempfile.NamedTemporaryFile(
-      dir=os.path.dirname(path), suffix=".tmp", delete=False
-    ) as f:
-      try:
-        with pa.ipc.new_file(f, table.schema) as writer:
-          writer.write_table(table)
-      except BaseException:
-        os.unlink(f.name)
-        raise
-    os.replace(f.name, path)
+    with paths.replacing(path, "wb") as f:
+      with pa.ipc.new_file(f, table.schema) as writer:
+        writer.write_table(table)
   except (pa.ArrowException, OSError) as e:
-    raise ConfigError(f"parquet: unpack_to: {path}: {_one_line(e)}.") from e
-
-
-def _one_line(error: Exception) -> str:
-  return " ".join(str(error).split()).rstrip(".")[:200]
+    raise ConfigError(f"parquet: unpack_to: {path}: {one_line(e)}.") from e

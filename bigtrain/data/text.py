@@ -106,7 +106,7 @@ class Source:
       )
     self._rows = windows.Rows(self._plan, part, slice, "text")
     self._options = (length, stride, packing, last, part, slice)
-    self._maps = files.Handles(_map)
+    self._maps = files.handles(_map)
     self.spec = windows.spec(
       length, segments=packing, last=last, num_bytes=True
     )

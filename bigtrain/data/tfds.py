@@ -13,9 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain.data.formats import files, tfrecord
+from bigtrain.data.formats import files, splits, tfrecord
 from bigtrain.pp import host_tensorflow
-from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.settings import (
+  ConfigError,
+  DataError,
+  did_you_mean,
+  import_package,
+)
 
 
 class Source:
@@ -72,7 +77,9 @@ class Source:
       raise DataError(f"{self._name}: contains no examples.")
     self._paths = paths
     self.class_names = _class_names(info.features)
-    self.vocab_sizes = _class_counts(info.features)
+    self.vocab_sizes = {
+      name: c.num_classes for name, c in _classes(info.features).items()
+    }
 
   @staticmethod
   def read_class_names(
@@ -126,44 +133,36 @@ class Source:
     return list(zip(file.tolist(), record.tolist()))
 
 
+def _classes(features: Any) -> dict[str, Any]:
+  """Returns {feature: its ClassLabel} of the features with class numbers."""
+  label = _import_tfds().features.ClassLabel
+  return {
+    name: feature
+    for name, feature in features.items()
+    if isinstance(feature, label) and feature.num_classes
+  }
+
+
 def _class_names(features: Any) -> dict[str, list[str]]:
-  label = _import_tfds().features.ClassLabel
-  return {
-    name: list(feature.names)
-    for name, feature in features.items()
-    if isinstance(feature, label) and feature.num_classes
-  }
-
-
-def _class_counts(features: Any) -> dict[str, int]:
-  label = _import_tfds().features.ClassLabel
-  return {
-    name: feature.num_classes
-    for name, feature in features.items()
-    if isinstance(feature, label) and feature.num_classes
-  }
+  return {name: list(c.names) for name, c in _classes(features).items()}
 
 
 def _flat(features: dict[str, Any], prefix: str = "") -> dict[str, Any]:
   flat: dict[str, Any] = {}
   for name, value in features.items():
     nested = isinstance(value, dict)
-    flat |= (
-      _flat(value, f"{prefix}{name}/") if nested else {prefix + name: value}
-    )
+    name = prefix + name
+    flat |= _flat(value, f"{name}/") if nested else {name: value}
   return flat
 
 
 def _import_tfds() -> Any:
   host_tensorflow.load()  # Keeps TensorFlow off the accelerators.
-  try:
-    import tensorflow_datasets as tfds
-  except ModuleNotFoundError as e:
-    raise ConfigError(
-      f"tfds: no module named {e.name!r}; pip install tensorflow-datasets "
-      "importlib_resources."
-    ) from e
-  return tfds
+  return import_package(
+    "tensorflow_datasets",
+    "tfds: reading it",
+    "tensorflow-datasets importlib_resources",
+  )
 
 
 def _builder(
@@ -210,18 +209,11 @@ def _versions(folder: str) -> str:
   return f" There are: {', '.join(versions)}." if versions else ""
 
 
-def _file_instructions(splits: Any, split: str) -> list[Any]:
-  names = [
-    splits.split_name(part, "tfds: split")[0] for part in split.split("+")
-  ]
-  for name in names:
-    if name not in splits and name != "all":
-      raise ConfigError(
-        f"tfds: split={split!r}: unknown split {name!r}."
-        f"{did_you_mean(name, splits)}"
-      )
+def _file_instructions(known: Any, split: str) -> list[Any]:
+  for part in split.split("+"):
+    splits.choose(part, {**dict(known), "all": None}, "tfds: split")
   try:
-    return splits[split].file_instructions
+    return known[split].file_instructions
   except (ValueError, AssertionError) as e:
     raise ConfigError(
       f"tfds: split={split!r}: {' '.join(str(e).split())}"

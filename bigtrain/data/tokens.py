@@ -108,7 +108,7 @@ class Source:
     if not len(self._plan):
       raise DataError(f"tokens: {path}: contains no window of {length} tokens.")
     self._rows = windows.Rows(self._plan, "", slice, "tokens")
-    self._maps = files.Handles(lambda name: self._by_name[name].map())
+    self._maps = files.handles(lambda name: self._by_name[name].map())
     self._by_name = {shard.path: shard for shard in self._shards}
     self.spec = windows.spec(
       length,

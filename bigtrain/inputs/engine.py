@@ -33,6 +33,9 @@ from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError
 
 Batch = dict[str, np.ndarray]
+# {name: (dtype, shape)} of one example. The dtype is `bytes` for strings and
+# None for values that are not arrays; sizes are None if unknown.
+Features = dict[str, tuple[Any, Sequence[int | None] | None]]
 # (step, start, stop) -> the order of rows [start, stop) of this host's share of
 # the step's batch.
 Plan = Callable[[int, int, int], order.Order]
@@ -90,7 +93,7 @@ class Skipped:
       logging.warning("Skipped %d: %s", len(self), error)
 
 
-def default_num_threads() -> int:
+def num_cores() -> int:
   if hasattr(os, "sched_getaffinity"):
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
@@ -122,7 +125,10 @@ class Engine:
     self._replacements: dict[int, dict[int, int]] = {}
     # {feature: (number of ids, whether negative ones are allowed)}.
     self.id_limits: dict[str, tuple[int, bool]] = {}
-    self.spec = self._find_spec()
+    self.spec: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    specs = [_spec(self._features(k), part.key) for k, part in enumerate(parts)]
+    _check_equal(specs, parts)
+    self.spec = specs[0]
 
   def limit_ids(
     self, sizes: Mapping[str, int], negative: Collection[str], path: str
@@ -182,55 +188,56 @@ class Engine:
     """Yields the batches; ends or raises soon after `stopping` is set."""
     raise NotImplementedError
 
-  def _find_spec(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+  def _features(self, k: int) -> Features:
+    """Returns the features of an example of part k, after its ops."""
     raise NotImplementedError
 
-  def _run(self, part: Part, raw: Batch, u: np.ndarray) -> Batch:
+  def _run(self, k: int, raw: Batch, u: np.ndarray) -> Batch:
     """Runs all ops on one example; `raw` and `u` are batches of size one."""
     raise NotImplementedError
 
   def _run_op(self, op: Op, features: Any, u: np.ndarray) -> Any:
     return op.fn(features, u)
 
-  def _parse(self, part: Part, raw: Batch) -> Any:
+  def _parse(self, k: int, raw: Batch) -> Any:
     """Returns the first op's input for one example, from a batch of one."""
     raise NotImplementedError
 
-  def example(self, part: Part, index: int, epoch: int) -> Batch:
-    """Returns one preprocessed example of a part, or raises a DataError.
+  def example(self, k: int, index: int, epoch: int) -> Batch:
+    """Returns one preprocessed example of part k, or raises a DataError.
 
     The message names its position and the failing op, if any.
     """
+    part = self.parts[k]
+
+    def error(message: str) -> DataError:
+      return DataError(f"{part.source.where(index)}: {message}")
+
     try:
       raw = part.source.read(np.asarray([index]))
     except ConfigError:
       raise
     except Exception as e:
-      raise DataError(
-        f"{part.source.where(index)}: cannot be read: {one_line(e)}"
-      ) from e
+      raise error(f"cannot be read: {one_line(e)}") from e
     u = part.uniforms(np.asarray([index]), np.asarray([epoch]))
     try:
-      features = public_features(self._run(part, raw, u))
+      features = public_features(self._run(k, raw, u))
     except Exception as e:
       if isinstance(e, ConfigError) and not isinstance(e, DataError):
         raise ConfigError(f"{part.key}.pp: {e}") from e
-      raise DataError(
-        f"{part.source.where(index)}: {self._diagnose(part, raw, u, e)}"
-      ) from e
-    for name, (_, shape) in getattr(self, "spec", {}).items():
+      raise error(self._diagnose(k, raw, u, e)) from e
+    for name, (_, shape) in self.spec.items():
       if name not in features:
-        raise DataError(
-          f"{part.source.where(index)}: feature {name!r} is missing after "
-          f"preprocessing; in the first example it has shape {shape}."
+        raise error(
+          f"feature {name!r} is missing after preprocessing; in the first "
+          f"example it has shape {shape}."
         )
       if np.shape(features[name]) != shape:
-        raise DataError(
-          f"{part.source.where(index)}: feature {name!r} has shape "
-          f"{np.shape(features[name])} after preprocessing, but in the first "
-          f"example {shape}."
+        raise error(
+          f"feature {name!r} has shape {np.shape(features[name])} after "
+          f"preprocessing, but in the first example {shape}."
         )
-    for name, (size, negative) in getattr(self, "id_limits", {}).items():
+    for name, (size, negative) in self.id_limits.items():
       ids = np.asarray(features[name])[None]
       if checks.find_invalid(ids, size, negative) is not None:
         where = f"{part.key}: {part.source.where(index)}"
@@ -238,15 +245,15 @@ class Engine:
     return features
 
   def _diagnose(
-    self, part: Part, raw: Batch, u: np.ndarray, error: Exception
+    self, k: int, raw: Batch, u: np.ndarray, error: Exception
   ) -> str:
     """Names the op that fails on an example, with its error, for messages."""
     try:
-      features = self._parse(part, raw)
+      features = self._parse(k, raw)
     except Exception as e:
       return f"not an example of this data set: {one_line(e)}"
     used_draws = 0
-    for op in part.ops:
+    for op in self.parts[k].ops:
       try:
         op_u = u[0, used_draws : used_draws + op.draws]
         features = self._run_op(op, features, op_u)
@@ -261,7 +268,7 @@ class Engine:
     candidate = index
     for attempt in range(1, _MAX_ATTEMPTS + 1):
       try:
-        self.example(part, candidate, epoch)
+        self.example(k, candidate, epoch)
         return candidate
       except DataError as e:
         self.skipped.add(part.key, candidate, e)
@@ -337,16 +344,10 @@ def public_features(features: Mapping[str, Any]) -> dict[str, Any]:
   return {k: v for k, v in features.items() if not k.startswith("_")}
 
 
-def check_spec(
-  features: Mapping[str, tuple[Any, Sequence[int | None] | None]], key: str
+def _spec(
+  features: Features, key: str
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-  """Returns the spec of an example with jax's dtypes.
-
-  Args:
-    features: {name: (dtype, shape)}. The dtype is `bytes` for strings and None
-      for values that are not arrays. A shape, or a size in it, is None if
-      unknown.
-  """
+  """Returns {name: (dtype, shape)} of an example with jax's dtypes."""
   if not features:
     raise ConfigError(f"{key}.pp: no feature is left for the batch.")
   result = {}
@@ -371,10 +372,10 @@ def check_spec(
   return result
 
 
-def common_spec(
-  specs: Sequence[dict[str, Any]], parts: Sequence[Part]
-) -> dict[str, Any]:
-  """Returns the spec that all parts share."""
+def _check_equal(
+  specs: Sequence[Mapping[str, Any]], parts: Sequence[Part]
+) -> None:
+  """Raises ConfigError if two sources of a mixture differ in a feature."""
   for spec, part in zip(specs, parts):
     for name in sorted({*spec, *specs[0]}):
       if spec.get(name) != specs[0].get(name):
@@ -387,4 +388,3 @@ def common_spec(
           f"{parts[0].key}; the sources of a mixture must have the same "
           "features."
         )
-  return specs[0]

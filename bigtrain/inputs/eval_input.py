@@ -1,7 +1,7 @@
 """Batches for evaluation: a fixed set of examples in a fixed order."""
 
 import threading
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,6 @@ from absl import logging
 from jax.sharding import Mesh
 
 from bigtrain import settings, sharding
-from bigtrain.cluster import process
-from bigtrain.data.formats import files
 from bigtrain.inputs import checks, order, pipeline, sources
 from bigtrain.inputs.cache import available_bytes, readable
 from bigtrain.inputs.engine import Batch, Engine, Part, Skipped
@@ -20,18 +18,14 @@ from bigtrain.inputs.prefetch import Prefetch
 from bigtrain.pp import registry
 
 
-class EvalInput:
+class EvalInput(pipeline.Input):
   """A fixed set of examples in a fixed order. Made by `make_eval`.
 
   The last batch is padded with copies of the last example. The feature
   `_mask`, float32 [B], is 1 for examples and 0 for padding.
 
   Attributes:
-    num_examples: number of examples without padding.
     num_batches: number of batches, the same on every process.
-    batch_size: global.
-    spec: {name: ShapeDtypeStruct of the global array}, "_mask" included.
-    vocab_sizes: {name: largest id + 1}, see `checks.sizes`.
   """
 
   def __init__(
@@ -40,22 +34,15 @@ class EvalInput:
     placement: Placement,
     num_examples: int,
     prefetch: int,
-    keep_batches: bool,
+    cache: bool,
     path: str,
   ):
-    self._engine = engine
-    self._placement = placement
-    self._prefetch = prefetch
-    self.num_examples = num_examples
-    self.batch_size = placement.batch_size
+    super().__init__(engine, placement, num_examples, prefetch, path)
     self.num_batches = -(-num_examples // self.batch_size)
     mask = jax.ShapeDtypeStruct((self.batch_size,), np.dtype(np.float32))
-    self.spec = {**placement.spec(engine.spec), "_mask": mask}
-    (part,) = engine.parts
-    self.vocab_sizes = checks.sizes(part.op, part.source)
-    self._path = path
-    self._kept_batches: list[Batch] | None = None
-    self._keep_batches = keep_batches and self._fits(path)
+    self.spec["_mask"] = mask
+    self._cached: list[Batch] | None = None
+    self._cache = cache and self._fits(path)
 
   def _fits(self, path: str) -> bool:
     """Logs the size of all local batches; True if it fits into memory."""
@@ -76,41 +63,26 @@ class EvalInput:
     )
     return fits
 
-  def limit_ids(
-    self, sizes: Mapping[str, int], negative: Collection[str] = ()
-  ) -> None:
-    """Refuses examples with ids that the model cannot take, see Engine."""
-    self._engine.limit_ids(sizes, negative, self._path)
-
-  def where(self, index: int) -> str:
-    return self._engine.parts[0].source.where(index)
-
   def batches(self) -> Prefetch:
     """Returns an iterator over all batches; `close` ends it early."""
-    stopping = threading.Event()
-    return Prefetch(
-      lambda: self._placement.put_all(self._local_batches(stopping)),
-      self._prefetch,
-      "eval input",
-      stopping,
-    )
+    return self._ahead(self._local_batches)
 
   def _local_batches(
     self, stopping: threading.Event
   ) -> Generator[Batch, None, None]:
-    if self._kept_batches is not None:
-      yield from self._kept_batches
+    if self._cached is not None:
+      yield from self._cached
       return
     batches = []
     made = self._engine.batches(0, self.num_batches, stopping)
     for i, batch in enumerate(made):
       rows = i * self.batch_size + self._placement.rows
       batch["_mask"] = (rows < self.num_examples).astype(np.float32)
-      if self._keep_batches:
+      if self._cache:
         batches.append(batch)
       yield batch
-    if self._keep_batches and not stopping.is_set():
-      self._kept_batches = batches
+    if self._cache and not stopping.is_set():
+      self._cached = batches
 
 
 def make_eval(
@@ -156,11 +128,6 @@ def make_eval(
     num_threads=num_threads,
     skipped=Skipped(0),
     path=path,
-  )
-  # If hosts disagreed on the number of batches, they would wait forever.
-  digest = files.digest(source.fingerprint())
-  process.require_equal(
-    f"the data of {path}", f"{num_examples} examples, {digest}"
   )
   return EvalInput(engine, placement, num_examples, prefetch, cache, path)
 

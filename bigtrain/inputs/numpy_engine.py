@@ -11,10 +11,9 @@ import numpy as np
 from bigtrain.inputs.engine import (
   Batch,
   Engine,
+  Features,
   Part,
   Stopped,
-  check_spec,
-  common_spec,
   public_features,
 )
 
@@ -22,21 +21,14 @@ from bigtrain.inputs.engine import (
 class NumpyEngine(Engine):
   """Runs ops on numpy arrays: on whole batches if every op supports it."""
 
-  def _find_spec(self) -> dict[str, Any]:
-    specs = []
-    for k, part in enumerate(self.parts):
-      example = self.example(part, self.usable_index(k, 0, 0), 0)
-      features = {}
-      for name, value in example.items():
-        array = np.asarray(value)
-        kind = {"O": None, "S": bytes, "U": bytes}.get(
-          array.dtype.kind, array.dtype
-        )
-        if isinstance(value, bytes | str):
-          kind = bytes
-        features[name] = (kind, array.shape)
-      specs.append(check_spec(features, part.key))
-    return common_spec(specs, self.parts)
+  def _features(self, k: int) -> Features:
+    features: Features = {}
+    for name, value in self.example(k, self.usable_index(k, 0, 0), 0).items():
+      array = np.asarray(value)
+      strings = isinstance(value, bytes | str) or array.dtype.kind in "SU"
+      dtype = None if array.dtype.kind == "O" else array.dtype
+      features[name] = (bytes if strings else dtype, array.shape)
+    return features
 
   def _stream(
     self, first_step: int, last_step: int, stopping: threading.Event
@@ -98,10 +90,10 @@ class NumpyEngine(Engine):
       rows.append(part.op.fn(_row(raw, i), u[i]))
     return {name: np.stack([row[name] for row in rows]) for name in self.spec}
 
-  def _run(self, part: Part, raw: Batch, u: np.ndarray) -> Batch:
-    return part.op.fn(_row(raw, 0), u[0])
+  def _run(self, k: int, raw: Batch, u: np.ndarray) -> Batch:
+    return self.parts[k].op.fn(_row(raw, 0), u[0])
 
-  def _parse(self, part: Part, raw: Batch) -> Any:
+  def _parse(self, k: int, raw: Batch) -> Any:
     return _row(raw, 0)
 
 

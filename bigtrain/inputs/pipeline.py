@@ -12,45 +12,92 @@ the same engines, see `eval_input`.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import hashing, settings, sharding
-from bigtrain import lengths as lengths_lib
+from bigtrain import hashing, lengths, settings, sharding
 from bigtrain.cluster import process
 from bigtrain.data.formats import files
 from bigtrain.inputs import checks, description, order, sources, weights
 from bigtrain.inputs.cache import CachedSource
-from bigtrain.inputs.engine import (
-  Engine,
-  Part,
-  Plan,
-  Skipped,
-  default_num_threads,
-)
+from bigtrain.inputs.engine import Batch, Engine, Part, Plan, Skipped, num_cores
 from bigtrain.inputs.numpy_engine import NumpyEngine
 from bigtrain.inputs.placement import Placement
 from bigtrain.inputs.prefetch import Prefetch
 from bigtrain.pp import registry
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError
 
 # Beyond this, numpy threads only contend for the interpreter's lock.
 _MAX_NUMPY_THREADS = 2
 
 
-class TrainInput:
-  """Endless batches, addressed by step. Made by `make_train`.
+class Input:
+  """What the inputs of training and of evaluations have in common.
 
   Attributes:
-    num_examples: number of examples per epoch, summed over all sources.
+    num_examples: number of examples of the set, or of an epoch.
     batch_size: global.
     spec: {name: ShapeDtypeStruct of the global array}.
     fingerprint: hash of the data, independent of preprocessing.
     vocab_sizes: {name: largest id + 1}, see `checks.sizes`.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    placement: Placement,
+    num_examples: int,
+    prefetch: int,
+    path: str,
+  ):
+    self._engine, self._placement = engine, placement
+    self._prefetch, self._path = prefetch, path
+    self.num_examples, self.batch_size = num_examples, placement.batch_size
+    self.spec = placement.spec(engine.spec)
+    self.fingerprint = files.digest(
+      *[part.source.fingerprint() for part in engine.parts]
+    )
+    self.vocab_sizes: dict[str, int] = {}
+    for part in engine.parts:
+      for name, size in checks.sizes(part.op, part.source).items():
+        self.vocab_sizes[name] = max(size, self.vocab_sizes.get(name, 0))
+    # Hosts may read separate copies, which must hold the same data. If they
+    # disagreed on the number of batches, they would wait forever.
+    process.require_equal(
+      f"the data of {path}", f"{num_examples} examples, {self.fingerprint}"
+    )
+
+  def limit_ids(
+    self, sizes: Mapping[str, int], negative: Collection[str] = ()
+  ) -> None:
+    """Refuses examples with ids that the model cannot take, see Engine."""
+    self._engine.limit_ids(sizes, negative, self._path)
+
+  def where(self, source: int, index: int) -> str:
+    """Returns file and position of an example, for messages."""
+    return self._engine.parts[source].source.where(index)
+
+  def _ahead(
+    self, batches: Callable[[threading.Event], Generator[Batch, None, None]]
+  ) -> Prefetch:
+    """Puts batches onto the devices in the background."""
+    stopping = threading.Event()
+    return Prefetch(
+      lambda: self._placement.put_all(batches(stopping)),
+      self._prefetch,
+      self._path,
+      stopping,
+    )
+
+
+class TrainInput(Input):
+  """Endless batches, addressed by step. Made by `make_train`.
+
+  Attributes:
     fingerprints: {file: hash of its content} of the files that ops have read,
       such as tokenizers.
     saved: fields of a checkpoint's HostState: `fingerprints`, and `data`, see
@@ -65,29 +112,14 @@ class TrainInput:
     prefetch: int,
     path: str,
   ):
-    self._engine = engine
-    self._path = path
-    self._placement = placement
+    super().__init__(engine, placement, sum(schedule.lengths), prefetch, path)
     self._schedule = schedule
-    self._prefetch = prefetch
     prefix = f"{path}.mixture."
-    self._names = [
-      part.key.removeprefix(prefix)
-      for part in engine.parts
-      if part.key.startswith(prefix)
-    ]
-    self.num_examples = sum(schedule.lengths)
-    self.batch_size = placement.batch_size
-    self.spec = placement.spec(engine.spec)
-    self.fingerprint = files.digest(
-      *[part.source.fingerprint() for part in engine.parts]
-    )
-    self.vocab_sizes: dict[str, int] = {}
+    keys = [part.key for part in engine.parts]
+    self._names = [k.removeprefix(prefix) for k in keys if k.startswith(prefix)]
     self.fingerprints: dict[str, str] = {}
     for part in engine.parts:
       self.fingerprints |= part.op.fingerprints
-      for name, size in checks.sizes(part.op, part.source).items():
-        self.vocab_sizes[name] = max(size, self.vocab_sizes.get(name, 0))
     self.saved = {
       "fingerprints": self.fingerprints,
       "data": description.describe(engine.parts, engine.spec),
@@ -101,10 +133,6 @@ class TrainInput:
   def skipped(self) -> int:
     """Number of examples that this host has left out because of errors."""
     return len(self._engine.skipped)
-
-  def limit_ids(self, sizes: Mapping[str, int]) -> None:
-    """Refuses examples with ids that the model cannot take, see Engine."""
-    self._engine.limit_ids(sizes, (), self._path)
 
   @property
   def unlimited(self) -> list[str]:
@@ -125,31 +153,21 @@ class TrainInput:
     The names are "examples_seen/<name>" and "epoch/<name>".
     """
     counts = self._schedule.counts(step * self.batch_size).tolist()
-    lengths = self._schedule.lengths
     seen = {f"examples_seen/{k}": n for k, n in zip(self._names, counts)}
-    epochs = zip(self._names, counts, lengths)
+    epochs = zip(self._names, counts, self._schedule.lengths)
     return seen | {f"epoch/{name}": n / size for name, n, size in epochs}
 
   def order(self, step: int) -> order.Order:
     """Returns the examples of the global batch of a step, from 0."""
     return self._schedule.batch(step, self.batch_size)
 
-  def where(self, source: int, index: int) -> str:
-    return self._engine.parts[source].source.where(index)
-
   def start(self, first_step: int, last_step: int) -> Prefetch:
     """Makes the batches of steps [first_step, last_step) in the background.
 
     Returns an iterator of {name: jax.Array}; `close` ends it early.
     """
-    stopping = threading.Event()
-    return Prefetch(
-      lambda: self._placement.put_all(
-        self._engine.batches(first_step, last_step, stopping)
-      ),
-      self._prefetch,
-      "train input",
-      stopping,
+    return self._ahead(
+      lambda stopping: self._engine.batches(first_step, last_step, stopping)
     )
 
 
@@ -190,13 +208,7 @@ def make_train(
     cfg, seed=seed, rows=placement.rows, pp_modules=pp_modules, run=run
   )
   prefetch = settings.whole_number(cfg, "prefetch", 2, least=0)
-  train_input = TrainInput(engine, placement, schedule, prefetch, cfg.path)
-  # Hosts may read separate copies, which must hold the same data.
-  process.require_equal(
-    f"the data of {cfg.path}",
-    f"{train_input.num_examples} examples, {train_input.fingerprint}",
-  )
-  return train_input
+  return TrainInput(engine, placement, schedule, prefetch, cfg.path)
 
 
 def train_engine(
@@ -210,9 +222,7 @@ def train_engine(
   """Makes the engine for some rows of each global batch, and the schedule."""
   path, batch_size = cfg.path, cfg.batch_size
   cache = cfg.get("cache", "none")
-  if cache not in ("none", "raw"):
-    hint = did_you_mean(cache, ("none", "raw"))
-    raise ConfigError(f"{path}.cache={cache!r}: unknown.{hint}")
+  settings.check_choice(f"{path}.cache", cache, ("none", "raw"))
   parts, given = [], []
   for k, (key, entry) in enumerate(sources.entries(cfg).items()):
     source = sources.make_source(entry["data"], f"{key}.data")
@@ -226,13 +236,12 @@ def train_engine(
   def plan(step: int, start: int, stop: int) -> order.Order:
     return schedule.batch(step, batch_size, rows[start:stop])
 
-  skipped = Skipped(settings.whole_number(cfg, "skip_errors", 0, least=0))
   engine = make_engine(
     parts,
     plan,
     num_rows=len(rows),
     num_threads=cfg.get("num_threads"),
-    skipped=skipped,
+    skipped=Skipped(settings.whole_number(cfg, "skip_errors", 0, least=0)),
     path=path,
   )
 
@@ -243,11 +252,9 @@ def train_engine(
   }
   num_examples = tuple(len(part.source) for part in parts)
   sizes = batch_size, sum(num_examples), tokens_per_example(spec)
-  units = (
-    lengths_lib.read(run, *sizes).units
-    if run is not None
-    else lengths_lib.Units(*sizes)
-  )
+  units = lengths.Units(*sizes)
+  if run is not None:
+    units = lengths.read(run, *sizes).units
   stages = weights.stages(
     [weights.read(weight, units, key) for weight, key in given],
     f"{path}.mixture",
@@ -281,7 +288,7 @@ def make_engine(
   if num_threads is not None:
     key = f"{path}.num_threads"
     settings.check_number(key, num_threads, least=1, whole=True)
-  threads = num_threads or default_num_threads()
+  threads = num_threads or num_cores()
   if any(p.op.tensorflow or hasattr(p.source, "parse") for p in parts):
     from bigtrain.inputs.tf_engine import TfEngine
 

@@ -9,13 +9,12 @@ import numpy as np
 from bigtrain.inputs.engine import (
   Batch,
   Engine,
+  Features,
   Part,
   Stopped,
-  check_spec,
-  common_spec,
   public_features,
 )
-from bigtrain.pp import host_tensorflow
+from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError
 
@@ -29,36 +28,27 @@ _CALLS_PER_THREAD = 4
 class TfEngine(Engine):
   """Reads records in Python, many per call; the rest is a tf.data graph."""
 
-  def __init__(self, *args: Any, **kwargs: Any):
-    self._tf = host_tensorflow.load()
-    super().__init__(*args, **kwargs)
-
-  def _find_spec(self) -> dict[str, Any]:
-    tf = self._tf
+  def __init__(self, parts: Sequence[Part], *args: Any, **kwargs: Any):
     self._codecs = [
-      _Codec(tf, part.source.spec, part.op.draws, part.key)
-      for part in self.parts
+      _Codec(part.source.spec, part.op.draws, part.key) for part in parts
     ]
-    self._examples = []
-    specs = []
-    for part, codec in zip(self.parts, self._codecs):
-      example = self._graph(part, codec)
-      self._examples.append(example)
-      features: dict[str, Any] = {}
-      for name, value in example.structured_outputs.items():
-        dtype: Any = None
-        if isinstance(value, tf.TensorSpec | tf.Tensor):
-          strings = value.dtype == tf.string
-          dtype = bytes if strings else value.dtype.as_numpy_dtype
-        shape = getattr(value, "shape", None)
-        rank = None if shape is None else shape.rank
-        features[name] = (dtype, None if rank is None else shape.as_list())
-      specs.append(check_spec(features, part.key))
-    return common_spec(specs, self.parts)
+    self._examples = [self._graph(*each) for each in zip(parts, self._codecs)]
+    super().__init__(parts, *args, **kwargs)
+
+  def _features(self, k: int) -> Features:
+    features: Features = {}
+    for name, value in self._examples[k].structured_outputs.items():
+      dtype: Any = None
+      if isinstance(value, tf.TensorSpec | tf.Tensor):
+        strings = value.dtype == tf.string
+        dtype = bytes if strings else value.dtype.as_numpy_dtype
+      shape = getattr(value, "shape", None)
+      rank = None if shape is None else shape.rank
+      features[name] = (dtype, None if rank is None else shape.as_list())
+    return features
 
   def _graph(self, part: Part, codec: "_Codec") -> Any:
     """Concrete function (u, *tensors) -> features of one example."""
-    tf = self._tf
 
     def example(u: Any, *tensors: Any) -> dict[str, Any]:
       features = codec.unpack(tensors)
@@ -83,7 +73,6 @@ class TfEngine(Engine):
   def _dataset(
     self, first_step: int, last_step: int, stopping: threading.Event
   ) -> Any:
-    tf = self._tf
     reads = -(-self.num_rows // _ROWS_PER_READ)
     calls = tf.data.Dataset.range(first_step * reads, last_step * reads)
 
@@ -130,7 +119,6 @@ class TfEngine(Engine):
     stopping: threading.Event,
   ) -> Any:
     """Dataset of the preprocessed examples of part k, in order."""
-    tf = self._tf
     part, codec, example = self.parts[k], self._codecs[k], self._examples[k]
 
     def read(call: np.ndarray) -> list[np.ndarray]:
@@ -165,31 +153,26 @@ class TfEngine(Engine):
       )
     )
 
-  def _run(self, part: Part, raw: Batch, u: np.ndarray) -> Batch:
-    k = self._part_index(part)
+  def _run(self, k: int, raw: Batch, u: np.ndarray) -> Batch:
     features = self._examples[k](*self._tensors(k, raw, u))
     return {name: value.numpy() for name, value in features.items()}
 
   def _run_op(self, op: Op, features: Any, u: np.ndarray) -> Any:
-    return op.fn(features, self._tf.constant(u))
+    return op.fn(features, tf.constant(u))
 
-  def _parse(self, part: Part, raw: Batch) -> Any:
-    k = self._part_index(part)
+  def _parse(self, k: int, raw: Batch) -> Any:
+    part, codec = self.parts[k], self._codecs[k]
     u = np.zeros((1, part.op.draws), np.float32)
     _, *tensors = self._tensors(k, raw, u)
-    features = self._codecs[k].unpack(tensors)
-    if hasattr(part.source, "parse"):
-      return part.source.parse(features)
-    return features
-
-  def _part_index(self, part: Part) -> int:
-    return next(k for k, other in enumerate(self.parts) if other is part)
+    features = codec.unpack(tensors)
+    has_parse = hasattr(part.source, "parse")
+    return part.source.parse(features) if has_parse else features
 
   def _tensors(self, k: int, raw: Batch, u: np.ndarray) -> list[Any]:
     """Tensors of one example; `raw` and `u` are batches of size one."""
     codec = self._codecs[k]
     return [
-      self._tf.constant(array[0], spec.dtype)
+      tf.constant(array[0], spec.dtype)
       for array, spec in zip(codec.pack(raw, u), codec.signature)
     ]
 
@@ -207,10 +190,7 @@ class _Codec:
     signature: TensorSpecs of one example: u, then the features.
   """
 
-  def __init__(
-    self, tf: Any, spec: dict[str, tuple[Any, Any]], draws: int, key: str
-  ):
-    self._tf = tf
+  def __init__(self, spec: dict[str, tuple[Any, Any]], draws: int, key: str):
     self._spec = spec
     self._as_bytes = {
       name for name, (_, shape) in spec.items() if {None, 0} & {*shape}
@@ -253,7 +233,6 @@ class _Codec:
     return arrays
 
   def unpack(self, tensors: Sequence[Any]) -> dict[str, Any]:
-    tf = self._tf
     rest = iter(tensors)
     features = {}
     for name, (dtype, shape) in self._spec.items():

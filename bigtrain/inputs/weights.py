@@ -19,10 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain import lengths
-from bigtrain.settings import ConfigError, check_number, did_you_mean
+from bigtrain.settings import ConfigError, check_choice, check_number
 
 _MAX_STAGES = 256
-_SHAPES = ("linear", "stair")
 
 Stage = tuple[int, tuple[float, ...]]
 
@@ -58,9 +57,7 @@ def read(value: Any, units: lengths.Units, key: str) -> Weight:
     return Weight((0,), (float(check_number(key, value, above=0)),), True)
   names = {f"at_{unit}": unit for unit in lengths.UNITS}
   for name in value:
-    if name not in (*names, "values", "shape"):
-      hint = did_you_mean(name, (*names, "values", "shape"))
-      raise ConfigError(f"{key}.{name}: unknown key.{hint}")
+    check_choice(f"{key}.{name}", name, (*names, "values", "shape"))
   given = [name for name in names if value.get(name) is not None]
   if len(given) != 1:
     raise ConfigError(
@@ -68,7 +65,7 @@ def read(value: Any, units: lengths.Units, key: str) -> Weight:
       f"at_percent=[0, 100], got {given or 'none'}."
     )
   (name,) = given
-  points, values = value[name], value.get("values")
+  points, values = value[name], value.get("values", ())
   for option, numbers in ((name, points), ("values", values)):
     if not isinstance(numbers, list | tuple) or not numbers:
       raise ConfigError(
@@ -86,9 +83,7 @@ def read(value: Any, units: lengths.Units, key: str) -> Weight:
   if not any(values):
     raise ConfigError(f"{key}.values: expected a value above 0, got {values}.")
   shape = value.get("shape", "linear")
-  if shape not in _SHAPES:
-    hint = did_you_mean(str(shape), _SHAPES)
-    raise ConfigError(f"{key}.shape: unknown {shape!r}.{hint}")
+  check_choice(f"{key}.shape", shape, ("linear", "stair"))
   return Weight(steps, tuple(map(float, values)), shape == "linear")
 
 

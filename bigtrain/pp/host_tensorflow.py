@@ -5,19 +5,13 @@ import functools
 import re
 from typing import Any
 
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, import_package
 
 
 @functools.cache
 def load() -> Any:
   """Imports tensorflow and hides all accelerators from it."""
-  try:
-    import tensorflow as tf
-  except ModuleNotFoundError as e:
-    raise ConfigError(
-      f"input: preprocessing needs tensorflow ({e}); pip install "
-      "tensorflow-cpu."
-    ) from e
+  tf = import_package("tensorflow", "input: preprocessing", "tensorflow-cpu")
   for kind in ("GPU", "TPU"):
     try:
       tf.config.set_visible_devices([], kind)

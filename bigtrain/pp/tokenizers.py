@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, did_you_mean, import_package
 
 _BYTES_PAD, _BYTES_BOS, _BYTES_EOS, _FIRST_BYTE = 0, 1, 2, 3
 
@@ -164,13 +164,15 @@ def _load(spec: str, path: str, size: int, mtime_ns: int) -> Tokenizer:
   return read(spec, path, content, digest)
 
 
+def _import(package: str, path: str) -> Any:
+  by = f"tokenizer {path!r}: reading it"
+  return import_package(package, by, "'bigtrain[text]'")
+
+
 def _sentencepiece(
   spec: str, path: str, content: bytes, digest: str
 ) -> Tokenizer:
-  try:
-    import sentencepiece
-  except ModuleNotFoundError as e:
-    raise _not_installed(path, "sentencepiece", e) from e
+  sentencepiece = _import("sentencepiece", path)
   try:
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
   except (RuntimeError, OSError) as e:
@@ -201,10 +203,7 @@ def _sentencepiece(
 def _hugging_face(
   spec: str, path: str, content: bytes, digest: str
 ) -> Tokenizer:
-  try:
-    import tokenizers
-  except ModuleNotFoundError as e:
-    raise _not_installed(path, "tokenizers", e) from e
+  tokenizers = _import("tokenizers", path)
   try:
     parsed = json.loads(content)
   except (ValueError, RecursionError) as e:
@@ -278,10 +277,3 @@ def _declared_special_tokens(folder: str) -> dict[str, str | None]:
           token = token.get("content")
         declared[kind] = token
   return declared
-
-
-def _not_installed(path: str, package: str, error: Exception) -> ConfigError:
-  return ConfigError(
-    f"tokenizer {path!r}: reading it needs {package} ({error}); "
-    "pip install 'bigtrain[text]'."
-  )

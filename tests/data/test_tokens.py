@@ -161,7 +161,7 @@ def test_the_error_for_ids_beyond_the_vocabulary_names_the_position(
 @pytest.mark.parametrize(
   "options, message",
   [
-    (dict(dtype="float32"), "expected one of uint8"),
+    (dict(dtype="float32"), "dtype: unknown 'float32'.*uint8"),
     (dict(packing=True), "eos_id"),
     (dict(cross_documents=False, packing=True), "one document each"),
     (dict(cross_documents=False, last="drop", eos_id=EOS), "whole documents"),

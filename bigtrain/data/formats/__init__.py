@@ -3,6 +3,6 @@
 files.py finds files and reads them by position; open it first. tfrecord,
 token_files, documents and arrow_columns know one format each. windows plans
 fixed-length windows over token ids, packing puts documents into windows, and
-slices parses "[:99%]". Sources, the input pipeline and tools may import these
-modules; no config can name them.
+splits parses "train[:99%]". Sources, the input pipeline and tools may import
+these modules; no config can name them.
 """

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, did_you_mean, import_package
 
 
 class Feature(NamedTuple):
@@ -25,19 +25,11 @@ class Feature(NamedTuple):
   image: bool = False
 
 
-def import_pyarrow() -> Any:
+def import_pyarrow(needed_by: str = "parquet: reading it") -> Any:
   """Returns pyarrow, with its submodules imported."""
-  try:
-    import pyarrow
-    import pyarrow.compute
-    import pyarrow.ipc
-    import pyarrow.parquet
-  except ModuleNotFoundError as e:
-    raise ConfigError(
-      f"parquet: reading it needs pyarrow ({e}); "
-      "pip install 'bigtrain[parquet]'."
-    ) from e
-  return pyarrow
+  for name in (".compute", ".ipc", ".parquet", ""):
+    pa = import_package(f"pyarrow{name}", needed_by, "'bigtrain[parquet]'")
+  return pa
 
 
 def find_features(
@@ -48,10 +40,8 @@ def find_features(
   features: dict[str, Feature] = {}
   for name in names:
     if name not in schema.names:
-      raise ConfigError(
-        f"parquet: {path} has no column {name!r}."
-        f"{did_you_mean(name, schema.names)}"
-      )
+      hint = did_you_mean(name, schema.names)
+      raise ConfigError(f"parquet: {path} has no column {name!r}.{hint}")
     features |= _features(schema.field(name).type, (name,))
   if not features:
     raise ConfigError(
@@ -100,17 +90,12 @@ def _dtype(kind: Any) -> Any:
 
 
 def _is_text(kind: Any) -> bool:
-  pa = import_pyarrow()
-  checks = (
-    pa.types.is_string,
-    pa.types.is_large_string,
-    pa.types.is_string_view,
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-    pa.types.is_binary_view,
-    pa.types.is_fixed_size_binary,
+  types = import_pyarrow().types
+  names = ("string", "large_string", "string_view", "binary", "large_binary")
+  return any(
+    getattr(types, f"is_{name}")(kind)
+    for name in (*names, "binary_view", "fixed_size_binary")
   )
-  return any(is_kind(kind) for is_kind in checks)
 
 
 def feature_array(table: Any, feature: Feature) -> Any:

@@ -13,19 +13,22 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.data.formats import arrow_columns, files
+from bigtrain.settings import (
+  ConfigError,
+  DataError,
+  check_choice,
+  did_you_mean,
+  import_package,
+)
 
 FORMATS = ("text", "lines", "jsonl", "parquet")
 
 _CHUNK_BYTES = 1 << 20
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _FORMAT_OF = {
-  ".txt": "text",
-  ".md": "text",
-  ".rst": "text",
-  ".py": "text",
-  ".jsonl": "jsonl",
-  ".ndjson": "jsonl",
+  **dict.fromkeys((".txt", ".md", ".rst", ".py"), "text"),
+  **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
   ".parquet": "parquet",
 }
 
@@ -67,9 +70,7 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
         f"{', '.join(FORMATS)}."
       )
     format = _FORMAT_OF[inner]
-  if format not in FORMATS:
-    hint = did_you_mean(format, FORMATS)
-    raise ConfigError(f"format={format!r}: unknown document format.{hint}")
+  check_choice("format", format, FORMATS)
   size = os.path.getsize(path)
   if format == "parquet":
     return _row_groups(path, most_bytes)
@@ -118,14 +119,10 @@ class _Where:
     self._part, self._position = part, position
 
   def __str__(self) -> str:
-    number = self._position
+    path, number = self._part.path, self._position
     if not self._part.compression:
-      left, number = self._position, 1
-      with open(self._part.path, "rb") as f:
-        while left and (chunk := f.read(min(_CHUNK_BYTES, left))):
-          number += chunk.count(b"\n")
-          left -= len(chunk)
-    return f"{self._part.path}, line {number}"
+      number = files.line_number(path, number)
+    return f"{path}, line {number}"
 
 
 def _field(line: bytes, key: str, where: _Where) -> str | DataError:
@@ -195,12 +192,9 @@ def _chunks(part: Part) -> Iterator[bytes]:
 
 
 def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
-  try:
-    import zstandard
-  except ModuleNotFoundError as e:
-    raise ConfigError(
-      f"{path}: reading it needs zstandard ({e}); pip install 'bigtrain[zstd]'."
-    ) from e
+  zstandard = import_package(
+    "zstandard", f"{path}: reading it", "'bigtrain[zstd]'"
+  )
   frame = None
   try:
     for block in blocks:
@@ -217,27 +211,28 @@ def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
 
 
 def _row_groups(path: str, most_bytes: int) -> list[Part]:
-  pa, pq = _pyarrow(path)
+  pa = arrow_columns.import_pyarrow(f"{path}: reading it")
   try:
-    metadata = pq.read_metadata(path)
+    metadata = pa.parquet.read_metadata(path)
   except (pa.ArrowException, OSError) as e:
     raise DataError(f"{path}: cannot open it: {e}.") from e
-  file_parts: list[Part] = []
-  for i in range(metadata.num_row_groups):
-    size = metadata.row_group(i).total_byte_size
-    if file_parts and file_parts[-1].num_bytes + size <= most_bytes:
-      last = file_parts.pop()
-      size, start = size + last.num_bytes, last.start
-    else:
-      start = i
-    file_parts.append(Part(path, "parquet", "", start, i + 1, size))
-  return file_parts
+  sizes = [
+    metadata.row_group(i).total_byte_size
+    for i in range(metadata.num_row_groups)
+  ]
+  rows = [Part(path, "parquet", "", i, i + 1, n) for i, n in enumerate(sizes)]
+  return [
+    group[0]._replace(
+      stop=group[-1].stop, num_bytes=sum(part.num_bytes for part in group)
+    )
+    for group in grouped(rows, most_bytes)
+  ]
 
 
 def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
-  pa, pq = _pyarrow(part.path)
+  pa = arrow_columns.import_pyarrow(f"{part.path}: reading it")
   try:
-    with pq.ParquetFile(part.path) as file:
+    with pa.parquet.ParquetFile(part.path) as file:
       names = file.schema_arrow.names
       if key not in names:
         raise ConfigError(
@@ -252,18 +247,6 @@ def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
             row += 1
   except (pa.ArrowException, OSError) as e:
     raise DataError(f"{part.path}: cannot read it: {e}.") from e
-
-
-def _pyarrow(path: str) -> tuple[Any, Any]:
-  try:
-    import pyarrow
-    import pyarrow.parquet
-  except ModuleNotFoundError as e:
-    raise ConfigError(
-      f"{path}: reading it needs pyarrow ({e}); pip install "
-      "'bigtrain[parquet]'."
-    ) from e
-  return pyarrow, pyarrow.parquet
 
 
 def grouped(file_parts: Sequence[Part], most_bytes: int) -> list[list[Part]]:

@@ -11,7 +11,6 @@ import contextlib
 import glob
 import hashlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,39 +18,74 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from bigtrain.files import paths as paths_lib
+from bigtrain.files import paths
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _MAX_OPEN = 256
 _MAX_THREADS = 16
 
 
-class Handles:
-  """An LRU cache of open files. Thread-safe.
+class Cache:
+  """An LRU cache of values such as open files. Thread-safe.
 
-  A handle must close its file when it is garbage-collected: a handle that is
-  evicted while another thread reads from it stays open until the read ends.
+  One thread loads a value while others that need it wait. Values are released
+  by their last reference: a file that is evicted while another thread reads
+  from it must stay open until the read ends.
+
+  Args:
+    load: (key) -> (value, its size).
+    capacity: sum of sizes above which the least recently used values go; the
+      latest one always stays.
+    on_reload: called when an evicted value is loaded again.
   """
 
   def __init__(
-    self, open_file: Callable[[str], Any], max_open: int = _MAX_OPEN
+    self,
+    load: Callable[[Any], tuple[Any, int]],
+    capacity: int,
+    on_reload: Callable[[], None] = lambda: None,
   ):
-    self._open_file = open_file
-    self._max_open = max_open
+    self._load, self._capacity, self._on_reload = load, capacity, on_reload
     self._lock = threading.Lock()
-    self._open: collections.OrderedDict[str, Any] = collections.OrderedDict()
+    self._values: collections.OrderedDict[
+      Any, concurrent.futures.Future[Any]
+    ] = collections.OrderedDict()
+    self._sizes: dict[Any, int] = {}
+    self._evicted: set[Any] = set()
 
-  def get(self, path: str) -> Any:
+  def get(self, key: Any) -> Any:
     with self._lock:
-      if path in self._open:
-        self._open.move_to_end(path)
-        return self._open[path]
-    handle = self._open_file(path)
+      future = self._values.get(key)
+      ours = future is None
+      if future is None:
+        future = self._values[key] = concurrent.futures.Future()
+      self._values.move_to_end(key)
+    if not ours:
+      return future.result()
+    try:
+      value, size = self._load(key)
+    except BaseException as e:
+      with self._lock:
+        del self._values[key]
+      future.set_exception(e)
+      raise
+    future.set_result(value)
     with self._lock:
-      self._open[path] = handle
-      while len(self._open) > self._max_open:
-        self._open.popitem(last=False)
-    return handle
+      self._sizes[key] = size
+      for old in [k for k in self._values if k in self._sizes and k != key]:
+        if sum(self._sizes.values()) <= self._capacity:
+          break
+        del self._values[old], self._sizes[old]
+        self._evicted.add(old)
+      reloaded = key in self._evicted
+    if reloaded:
+      self._on_reload()
+    return value
+
+
+def handles(open_file: Callable[[str], Any]) -> Cache:
+  """Returns a cache of open files by path."""
+  return Cache(lambda path: (open_file(path), 1), _MAX_OPEN)
 
 
 class _Descriptor:
@@ -70,7 +104,7 @@ class Reader:
   """Reads any byte range of any number of files. Thread-safe."""
 
   def __init__(self) -> None:
-    self._handles = Handles(_Descriptor)
+    self._handles = handles(_Descriptor)
 
   def read(self, path: str, offset: int, size: int) -> bytes:
     """Returns `size` bytes at `offset`, or fewer at the end of the file."""
@@ -92,7 +126,7 @@ def local_path(path: str | os.PathLike[str], key: str) -> str:
   """Returns a path of the config as an absolute path, with `~` expanded."""
   if not isinstance(path, str | os.PathLike) or not os.fspath(path):
     raise ConfigError(f"{key}: expected a path, got {path!r}.")
-  return paths_lib.absolute(os.fspath(path))
+  return paths.absolute(os.fspath(path))
 
 
 def as_list(path: Any, key: str) -> list[Any]:
@@ -122,7 +156,7 @@ def _find(path: str | os.PathLike[str], key: str) -> list[str]:
   matching_files = sorted(filter(os.path.isfile, matches))
   if not matching_files:
     raise missing(file, key, "file")
-  return [paths_lib.absolute(match) for match in matching_files]
+  return [paths.absolute(match) for match in matching_files]
 
 
 def missing(path: str, key: str, kind: str) -> ConfigError:
@@ -134,13 +168,23 @@ def missing(path: str, key: str, kind: str) -> ConfigError:
   return ConfigError(f"{key}={path!r}: no such {kind}.{hint}")
 
 
+def line_number(path: str, offset: int) -> int:
+  """Returns the number, from 1, of the line at a byte offset."""
+  number = 1
+  with open(path, "rb") as f:
+    while offset > 0 and (chunk := f.read(min(1 << 20, offset))):
+      number += chunk.count(b"\n")
+      offset -= len(chunk)
+  return number
+
+
 def in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
   with concurrent.futures.ThreadPoolExecutor(_MAX_THREADS) as pool:
     return list(pool.map(fn, items))
 
 
 def offsets(
-  paths: Sequence[str], scan: Callable[[str], np.ndarray]
+  names: Sequence[str], scan: Callable[[str], np.ndarray]
 ) -> list[np.ndarray]:
   """Returns `scan(path)` for each file, from the cache where possible.
 
@@ -148,7 +192,7 @@ def offsets(
     scan: returns the offsets of a file's records and then the file's size,
       int64 [N + 1].
   """
-  return in_threads(lambda path: _offsets(path, scan), paths)
+  return in_threads(lambda path: _offsets(path, scan), names)
 
 
 def _offsets(path: str, scan: Callable[[str], np.ndarray]) -> np.ndarray:
@@ -169,12 +213,8 @@ def _offsets(path: str, scan: Callable[[str], np.ndarray]) -> np.ndarray:
   result = scan(path)
   try:
     os.makedirs(cache_folder(), exist_ok=True)
-    # Several processes of a machine may write the same entry at once.
-    with tempfile.NamedTemporaryFile(
-      dir=cache_folder(), suffix=".tmp", delete=False
-    ) as f:
+    with paths.replacing(cached, "wb") as f:
       np.save(f, result, allow_pickle=False)
-    os.replace(f.name, cached)
   except OSError as e:
     logging.warning(
       "Cannot cache the index of %s; the next run scans it again: %s", path, e
@@ -207,7 +247,9 @@ class Shards:
 
 def digest(*parts: object) -> str:
   """Returns a stable digest of `parts`: 16 hexadecimal digits."""
-  text = "\0".join(map(str, parts))
-  return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[
-    :16
-  ]
+  text = "\0".join(map(str, parts)).encode("utf-8", "surrogateescape")
+  return hashlib.sha256(text).hexdigest()[:16]
+
+
+def one_line(error: Exception) -> str:
+  return " ".join(str(error).split()).rstrip(".")[:200]

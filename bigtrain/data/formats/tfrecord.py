@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain.data.formats import files
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.settings import DataError, import_package
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
@@ -26,13 +26,8 @@ _ERRORS = (IndexError, OSError, ValueError, RuntimeError)
 
 
 def _crc32c() -> Any:
-  try:
-    import google_crc32c
-  except ModuleNotFoundError as e:
-    raise ConfigError(
-      "TFRecord files need google-crc32c: pip install google-crc32c."
-    ) from e
-  return google_crc32c.value
+  package = import_package("google_crc32c", "TFRecord", "google-crc32c")
+  return package.value
 
 
 def _masked(crc: int) -> int:
@@ -114,12 +109,9 @@ class ArrayRecordFiles:
   """
 
   def __init__(self, paths: list[str]):
-    try:
-      from array_record.python import array_record_module
-    except ModuleNotFoundError as e:
-      raise ConfigError(
-        "ArrayRecord files need array_record: pip install array_record."
-      ) from e
+    array_record_module = import_package(
+      "array_record.python.array_record_module", "ArrayRecord", "array_record"
+    )
 
     def open_file(path: str) -> Any:
       try:
@@ -130,14 +122,14 @@ class ArrayRecordFiles:
           file_reader_buffer_size=1 << 15,
         )
       except _ERRORS as e:
-        raise DataError(f"{path}: cannot open it: {_one_line(e)}.") from e
+        raise DataError(f"{path}: cannot open it: {files.one_line(e)}.") from e
       # The reader reports no records for a file whose index is missing.
       if not reader.ok():
         raise DataError(f"{path}: truncated or damaged: cannot read its index.")
       return reader
 
     self._paths = paths
-    self._handles = files.Handles(open_file)
+    self._handles = files.handles(open_file)
     self.counts = files.in_threads(
       lambda path: self._handles.get(path).num_records(), paths
     )
@@ -147,12 +139,8 @@ class ArrayRecordFiles:
       return self._handles.get(self._paths[file]).read([record])[0]
     except _ERRORS as e:
       raise DataError(
-        f"{self.where(file, record)}: damaged record: {_one_line(e)}."
+        f"{self.where(file, record)}: damaged record: {files.one_line(e)}."
       ) from e
 
   def where(self, file: int, record: int) -> str:
     return f"{self._paths[file]}, record {record}"
-
-
-def _one_line(error: Exception) -> str:
-  return " ".join(str(error).split()).rstrip(".")

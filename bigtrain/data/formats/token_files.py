@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain.data.formats import files
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.settings import ConfigError, DataError, check_choice
 
 MANIFEST = "manifest.json"
 FORMAT = "bigtrain tokens"
@@ -87,10 +87,8 @@ def open_shards(
       a pattern, or a list of files and patterns.
     dtype: dtype of the ids in files that do not store it; uint16 by default.
   """
-  if dtype is not None and dtype not in _DTYPES:
-    raise ConfigError(
-      f"tokens: dtype={dtype!r}: expected one of {', '.join(_DTYPES)}."
-    )
+  if dtype is not None:
+    check_choice("tokens: dtype", dtype, _DTYPES)
   if isinstance(path, str | os.PathLike):
     folder = files.local_path(path, "tokens: path")
     if os.path.isdir(folder):

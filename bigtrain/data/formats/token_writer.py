@@ -7,12 +7,13 @@ written last, so a shard with counts is complete.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
 
+from bigtrain.files import paths
 from bigtrain.pp import tokenizers
 from bigtrain.settings import DataError
 
@@ -50,15 +51,9 @@ def write_shard(
     "crc32c"}.
   """
   tokenizer = tokenizers.get(recipe.tokenizer)
-  counts: dict[str, Any] = dict(
-    name=name,
-    num_tokens=0,
-    num_documents=0,
-    num_bytes=0,
-    num_empty=0,
-    num_skipped=0,
-    skipped=[],
-  )
+  zeros = ("num_tokens", "num_documents", "num_bytes", "num_empty")
+  counts: dict[str, Any] = {"name": name, **dict.fromkeys(zeros, 0)}
+  counts |= {"num_skipped": 0, "skipped": []}
   ends: list[int] = []
   checksum = google_crc32c.Checksum()
 
@@ -81,9 +76,10 @@ def write_shard(
       yield raw
 
   path = os.path.join(folder, name)
-  replace(f"{path}.bin", lambda f: f.writelines(rows()))
-  array = np.asarray(ends, np.int64)
-  replace(f"{path}.ends.npy", lambda f: np.save(f, array, allow_pickle=False))
+  with paths.replacing(f"{path}.bin", "wb") as f:
+    f.writelines(rows())
+  with paths.replacing(f"{path}.ends.npy", "wb") as f:
+    np.save(f, np.asarray(ends, np.int64), allow_pickle=False)
   counts["crc32c"] = checksum.hexdigest().decode()
   write_json(f"{path}.json", counts)
   return counts
@@ -120,16 +116,5 @@ def finished_shard(folder: str, name: str) -> dict[str, Any] | None:
 
 
 def write_json(path: str, content: Any) -> None:
-  raw = json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"
-  replace(path, lambda f: f.write(raw))
-
-
-def replace(path: str, write: Callable[[Any], Any]) -> None:
-  """Writes a file under a temporary name, then renames it to `path`."""
-  # A process that is being killed and its successor may overlap briefly.
-  temporary = f"{path}.{os.getpid()}.tmp"
-  with open(temporary, "wb") as f:
-    write(f)
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(temporary, path)
+  with paths.replacing(path) as f:
+    f.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -16,7 +16,7 @@ from absl import logging
 
 from bigtrain import hashing
 from bigtrain.data.formats import files, packing, splits
-from bigtrain.settings import ConfigError, check_number, did_you_mean
+from bigtrain.settings import ConfigError, check_choice, check_number
 
 
 class Pieces(NamedTuple):
@@ -280,9 +280,7 @@ def check_options(
   check_number(f"{key}: length", length, least=1, whole=True)
   if stride is not None:
     check_number(f"{key}: stride", stride, least=1, whole=True)
-  if last not in ("pad", "drop"):
-    hint = did_you_mean(last, ("pad", "drop"))
-    raise ConfigError(f"{key}: last={last!r}: expected 'pad' or 'drop'.{hint}")
+  check_choice(f"{key}: last", last, ("pad", "drop"))
   if packing and (stride is not None or last == "drop"):
     raise ConfigError(
       f"{key}: packing=True cannot be combined with stride or last='drop'."

@@ -53,7 +53,7 @@ def test_handles_close_the_least_recently_used_file(tmp_path):
     opened.append(path)
     return path
 
-  handles = files.Handles(open_file, max_open=2)
+  handles = files.Cache(lambda path: (open_file(path), 1), 2)
   for path in "aabacab":
     assert handles.get(path) == path
   # Opening c evicts b, so b is opened again.
