@@ -37,7 +37,6 @@ class Chain(NamedTuple):
   """The ops that make one feature.
 
   Attributes:
-    feature: name of the feature.
     key: location of the ops in the config, or the name of an argument.
     needs: the ops, and the feature of the source that they start from.
   """
@@ -69,9 +68,7 @@ def find(
   """Returns the ops for a feature, chosen as the module docstring describes.
 
   Args:
-    feature: name of the feature, such as "image".
-    given: the argument of the same name as `option`; None if not given.
-    option: "pp" or "pp_text".
+    given: the argument of the same name as `option`, "pp" or "pp_text".
 
   Raises:
     ConfigError: no ops make the feature, or no such evaluation.
@@ -162,14 +159,7 @@ def find_text(
   preds: Sequence[str],
   given: str | None = None,
 ) -> Chain:
-  """Returns the ops from a text to its tokens, chosen as in `find`.
-
-  Args:
-    given: the argument `pp_text`; None if not given.
-
-  Raises:
-    ConfigError: no ops make the tokens.
-  """
+  """Returns the ops from a text to its tokens; ConfigError without any."""
   has_own = given is not None or any(
     _candidates(config, preds, None, "pp_text")
   )
@@ -186,7 +176,7 @@ def tokenizer(
   """Returns the tokenizer of a run, or None for a run without tokens.
 
   Args:
-    fingerprints: {file: fingerprint} of the run's files.
+    fingerprints: fingerprints of the run's files, by path.
     given: "bytes" or a path to use in place of the run's.
 
   Raises:
@@ -214,7 +204,7 @@ def tokenizer(
 
 
 def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
-  """The tokenizer that a config names, for checkpoints that do not note it."""
+  """The tokenizer that a config names, for older checkpoints."""
   data = config.get("input", {}).get("data", {})
   if data.get("tokenizer"):
     return {"name": data["tokenizer"]}
@@ -248,11 +238,7 @@ def with_tokenizer(
 def pred_kw(
   config: Mapping[str, Any], pred: str, evaluation: str | None
 ) -> dict[str, Any]:
-  """Returns options of a predict function from the run's evaluations.
-
-  Args:
-    evaluation: name of the only evaluation to look at; None for all, by name.
-  """
+  """Options of a predict function, from the run's first evaluation with it."""
   for name, entry in sorted(config.get("evals", {}).items()):
     if entry.get("pred") == pred and evaluation in (None, name):
       return dict(entry.get("pred_kw", {}))
@@ -260,7 +246,7 @@ def pred_kw(
 
 
 def evaluated_names(config: Mapping[str, Any]) -> Sequence[str] | str:
-  """Returns the option `class_names` of the run's evaluations."""
+  """The option `class_names` of the run's evaluations."""
   for _, entry in sorted(config.get("evals", {}).items()):
     if "class_names" in entry:
       return entry["class_names"]

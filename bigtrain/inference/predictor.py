@@ -16,6 +16,7 @@ Legend: B batch, C classes, E embedding, K prompts, L length.
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,9 @@ import jax
 import numpy as np
 
 from bigtrain import parts, settings
-from bigtrain.inference import ops, preprocessing, results, runner
-from bigtrain.inference import saved as saved_lib
+from bigtrain.inference import ops, preprocessing, runner, saved
 from bigtrain.inputs import labels
-from bigtrain.pp import dependencies
+from bigtrain.pp import dependencies, tokenizers
 from bigtrain.settings import ConfigError
 
 _EMBED_IMAGE = ("image", "enc_rep", "pre_logits")
@@ -50,13 +50,12 @@ class Predictor:
 
   def __init__(
     self,
-    checkpoint: saved_lib.Saved,
+    checkpoint: saved.Saved,
     variables: Mapping[str, Any],
     mesh: jax.sharding.Mesh,
     given: ops.Overrides,
     batch_size: int,
   ):
-    """See load.py."""
     self._saved, self._given = checkpoint, given
     self.mesh, self.variables = mesh, variables
     self.config, self.step = checkpoint.config, checkpoint.step
@@ -88,8 +87,8 @@ class Predictor:
     return self._saved.data.get("class_names", {}).get("labels")
 
   @functools.cached_property
-  def tokenizer(self) -> Any:
-    """The run's tokenizer, see pp/tokenizers.py; None without one."""
+  def tokenizer(self) -> tokenizers.Tokenizer | None:
+    """The run's tokenizer; None without one."""
     return ops.tokenizer(
       self.config,
       self._saved.data,
@@ -186,21 +185,21 @@ class Predictor:
   def _map(
     self, inputs: Any, one: bool, call: Callable[[Sequence[Any]], list[Any]]
   ) -> Any:
-    return results.one_or_many(
-      inputs, call, one=one, batch_size=self.batch_size
-    )
+    """Returns the result of one input, or a list of results for several."""
+    if one:
+      return call([inputs])[0]
+    items, size = list(inputs), self.batch_size
+    batches = (items[i : i + size] for i in range(0, len(items), size))
+    return [result for batch in batches for result in call(batch)]
 
   def classify(self, pictures: Any, top_k: int = 5) -> Any:
-    """Returns the classes of pictures, the most likely ones first.
-
-    Args:
-      top_k: number of classes in "top".
+    """Returns the most likely class of each picture.
 
     Returns:
-      {"label": name, "index": class number, "score": probability, "top": list
-      of such dicts} for each picture. For a model that was trained with the
-      loss sigmoid_xent, each class has a probability of its own; otherwise they
-      add up to 1.
+      {"label": name, "index": class number, "score": probability, "top": the
+      `top_k` best, as such dicts} for each picture. For a model trained with
+      the loss sigmoid_xent, each class has a probability of its own; otherwise
+      they add up to 1.
     """
     self._require("classify")
 
@@ -213,17 +212,16 @@ class Predictor:
           f"class_names: expected {number} names, one for each class of the "
           f"model, got {len(names)}."
         )
-      scores_BC = results.probabilities(logits_BC, self._loss_kind)
-      return results.ranked(scores_BC, names, top_k)
+      scores_BC = _probabilities(logits_BC, self._loss_kind)
+      return _ranked(scores_BC, names, top_k)
 
-    return self._map(pictures, results.is_one(pictures), call)
+    return self._map(pictures, _is_one(pictures), call)
 
   def caption(self, pictures: Any, **options: Any) -> Any:
     """Returns {"caption": text} for each picture.
 
-    Args:
-      **options: of the task's predict function, such as method="beam"; by
-        default `pred_kw` of the run's evaluation with this function.
+    The options of the task's predict function, such as method="beam", are by
+    default `pred_kw` of the run's evaluation with this function.
     """
     self._require("caption")
     tokenizer = self._need_tokenizer()
@@ -238,7 +236,7 @@ class Predictor:
       rows_BL = self.run("caption", {"image": image}, **options)
       return [{"caption": tokenizer.decode(row)} for row in rows_BL]
 
-    return self._map(pictures, results.is_one(pictures), call)
+    return self._map(pictures, _is_one(pictures), call)
 
   def embed_images(self, pictures: Any) -> Any:
     """Returns {"embedding": float32 [E]} for each picture."""
@@ -249,7 +247,7 @@ class Predictor:
       rows_BE = self.run(name, {"image": self.pictures(items)})
       return [{"embedding": row} for row in np.asarray(rows_BE, np.float32)]
 
-    return self._map(pictures, results.is_one(pictures), call)
+    return self._map(pictures, _is_one(pictures), call)
 
   def embed_texts(self, texts: Any) -> Any:
     """Returns {"embedding": float32 [E]} for each text."""
@@ -259,7 +257,7 @@ class Predictor:
       rows_BE = self.run("text", {"labels": self._tokens(items)})
       return [{"embedding": row} for row in np.asarray(rows_BE, np.float32)]
 
-    return self._map(texts, results.is_one(texts), call)
+    return self._map(texts, _is_one(texts), call)
 
   def _tokens(self, texts: Sequence[str]) -> np.ndarray:
     """Returns the ids of texts, int32 [B, L], as captions of the run."""
@@ -291,7 +289,7 @@ class Predictor:
     filled = [labels.fill(prompt, names, "prompts") for prompt in prompts]
     if "score" in self._fns:
       fixed = {"class_tokens": self._tokens(filled[0])}
-      scores = lambda image: results.probabilities(
+      scores = lambda image: _probabilities(
         self.run("score", {"image": image}, fixed=fixed), "softmax"
       )
     else:
@@ -299,9 +297,9 @@ class Predictor:
       scores = lambda image: self._pair_scores(image, class_CE)
 
     def call(items: Sequence[Any]) -> list[Any]:
-      return results.ranked(scores(self.pictures(items)), names, top_k)
+      return _ranked(scores(self.pictures(items)), names, top_k)
 
-    return self._map(pictures, results.is_one(pictures), call)
+    return self._map(pictures, _is_one(pictures), call)
 
   def _class_embeddings(self, texts_KC: Sequence[Sequence[str]]) -> np.ndarray:
     """Returns [C, E]: of each class the mean over its texts, of length 1."""
@@ -320,18 +318,15 @@ class Predictor:
     if "b" in self.params:
       logits_BC += float(self.params["b"][0])
     # "sigmoid" is the default of the task.
-    return results.probabilities(logits_BC, self._loss_kind or "sigmoid")
+    return _probabilities(logits_BC, self._loss_kind or "sigmoid")
 
   def generate(self, texts: Any, **options: Any) -> Any:
     """Returns {"text": generated text} for each text.
 
     A language model continues the text; a sequence-to-sequence model answers
-    it. The result does not repeat the input.
-
-    Args:
-      **options: of the task's predict function `generate`, such as max_new=100
-        (max_len=100 of a sequence-to-sequence model), temperature=0.8 and
-        seed=1; greedy by default.
+    it. The options are those of the task's predict function `generate`, such as
+    max_new=100 (max_len=100 of a sequence-to-sequence model), temperature=0.8
+    and seed=1; greedy by default.
     """
     self._require("generate")
     tokenizer = self._need_tokenizer()
@@ -348,9 +343,9 @@ class Predictor:
         padded[: len(row)] = row
       feature = "inputs" if self._is_seq2seq else "tokens"
       new_BL = self.run("generate", {feature: ids_BL}, **options)
-      return [{"text": self._until_end(row)} for row in new_BL]
+      return [{"text": _until_end(row, tokenizer)} for row in new_BL]
 
-    return self._map(texts, results.is_one_text(texts), call)
+    return self._map(texts, _is_one_text(texts), call)
 
   def _prompt(self, text: Any) -> np.ndarray:
     """Returns the ids of a text, without padding."""
@@ -386,11 +381,7 @@ class Predictor:
       )
     return min(length, most - new)
 
-  def _until_end(self, ids_L: np.ndarray) -> str:
-    ends = np.flatnonzero(ids_L == self.tokenizer.eos_id)
-    return self.tokenizer.decode(ids_L[: ends[0]] if ends.size else ids_L)
-
-  def _need_tokenizer(self) -> Any:
+  def _need_tokenizer(self) -> tokenizers.Tokenizer:
     if self.tokenizer is None:
       raise ConfigError(
         "bigtrain.load: the run names no tokenizer: give tokenizer=PATH."
@@ -407,9 +398,6 @@ class Predictor:
   ) -> Any:
     """Calls a predict function of the task on any number of examples.
 
-    The examples are split into batches over all devices; the last one is
-    padded.
-
     Args:
       features: arrays [B, ...] by name, as after preprocessing.
       fixed: further features, without an axis of examples.
@@ -421,3 +409,55 @@ class Predictor:
       ConfigError: no such predict function, option or feature.
     """
     return self._runner(pred, features, fixed, **options)
+
+
+def _is_one(inputs: Any) -> bool:
+  """Whether this is one picture or text, not several."""
+  if isinstance(inputs, np.ndarray):
+    return inputs.ndim < 4
+  return not isinstance(inputs, list | tuple) and (
+    isinstance(inputs, str | bytes | bytearray | os.PathLike)
+    or hasattr(inputs, "__array__")
+    or not hasattr(inputs, "__iter__")
+  )
+
+
+def _is_one_text(inputs: Any) -> bool:
+  """Whether this is one text or the ids of one, not several."""
+  if isinstance(inputs, str):
+    return True
+  items = list(inputs)
+  return bool(items) and isinstance(items[0], int | np.integer)
+
+
+def _until_end(ids_L: np.ndarray, tokenizer: tokenizers.Tokenizer) -> str:
+  ends = np.flatnonzero(ids_L == tokenizer.eos_id)
+  return tokenizer.decode(ids_L[: ends[0]] if ends.size else ids_L)
+
+
+def _ranked(
+  scores_BC: np.ndarray, names: Sequence[str], top_k: int
+) -> list[dict[str, Any]]:
+  """Returns the best class, and a list of the best ones, for each row."""
+  settings.check_number("top_k", top_k, least=1, whole=True)
+  results = []
+  for row in scores_BC:
+    best = np.argsort(-row, kind="stable")[:top_k]
+    top = [
+      {"label": names[i], "index": int(i), "score": float(row[i])} for i in best
+    ]
+    results.append({**top[0], "top": top})
+  return results
+
+
+def _probabilities(logits_BC: np.ndarray, kind: str) -> np.ndarray:
+  """Returns float64 [B, C], the probabilities that a loss gives to logits.
+
+  A loss of the kind "sigmoid..." judges each class by itself; with any other,
+  the probabilities of a row add up to 1.
+  """
+  logits_BC = logits_BC.astype(np.float64)
+  if kind.startswith("sigmoid"):
+    return 1 / (1 + np.exp(-logits_BC))
+  shifted = np.exp(logits_BC - logits_BC.max(axis=-1, keepdims=True))
+  return shifted / shifted.sum(axis=-1, keepdims=True)

@@ -25,7 +25,6 @@ class Pictures:
   """
 
   def __init__(self, chain: Chain, data: Mapping[str, Any]):
-    """Prepares the ops."""
     self.chain = chain
     known = data.get("features", {}).get(chain.feature)
     self.shape = None if known is None else tuple(known[1])
@@ -43,31 +42,19 @@ class Pictures:
     self._in_graph: Any = None
 
   def __call__(self, pictures: Sequence[Any]) -> np.ndarray:
-    """Returns the images [B, ...]; see `each`.
-
-    Raises:
-      DataError: a picture cannot be read or preprocessed.
-    """
-    results = self.each(pictures)
-    for result in results:
-      if isinstance(result, DataError):
-        raise result
-    return np.stack(results)
-
-  def each(self, pictures: Sequence[Any]) -> list[Any]:
-    """Makes one image of each picture, on all cores.
+    """Makes images [B, ...] of pictures, on all cores.
 
     Args:
       pictures: paths, encoded bytes, PIL images, or arrays [H, W, C] or [H, W].
 
-    Returns:
-      An array or a DataError for each picture.
+    Raises:
+      DataError: a picture cannot be read or preprocessed.
     """
     self._prepare()
     if len(pictures) == 1:
-      return [self._one(pictures[0])]
+      return self._one(pictures[0])[None]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-      return list(pool.map(self._one, pictures))
+      return np.stack(list(pool.map(self._one, pictures)))
 
   def _prepare(self) -> None:
     """Makes the graph of ops that need tensorflow, before threads do."""
@@ -80,8 +67,7 @@ class Pictures:
 
       self._in_graph = tf.function(fn, autograph=False)
 
-  def _one(self, picture: Any) -> Any:
-    """Returns the image of a picture, or a DataError."""
+  def _one(self, picture: Any) -> np.ndarray:
     where = picture if isinstance(picture, str | os.PathLike) else "a picture"
     try:
       raw = self._raw(picture)
@@ -98,15 +84,16 @@ class Pictures:
           f"{_resizing(self.shape)!r}."
         )
       return image
-    except ConfigError as e:
-      if isinstance(e, DataError):
-        return DataError(f"{os.fspath(where)}: {e}")
+    except DataError as e:
+      raise DataError(f"{os.fspath(where)}: {e}") from e
+    except ConfigError:
       raise
     except Exception as e:  # tensorflow's errors have no common class.
-      return DataError(f"{os.fspath(where)}: {host_tensorflow.one_line(e)}")
+      message = host_tensorflow.one_line(e)
+      raise DataError(f"{os.fspath(where)}: {message}") from e
 
-  def _raw(self, picture: Any) -> Any:
-    """Returns the value that the ops start from: bytes or an array."""
+  def _raw(self, picture: Any) -> bytes | np.ndarray:
+    """The value that the ops start from."""
     if isinstance(picture, str | os.PathLike):
       try:
         picture = paths.read_bytes(paths.absolute(picture))
@@ -165,7 +152,7 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _resizing(shape: Sequence[int]) -> str:
-  """Returns ops that make images of a shape from files."""
+  """Ops that make images of a shape from files."""
   height, width, channels = shape
   decode = "decode" if channels == 3 else f"decode(channels={channels})"
   return f"{decode}|resize(({height}, {width}))|value_range(-1,1)"
@@ -182,14 +169,9 @@ def _as_png(array: np.ndarray) -> bytes:
 
 
 class Texts:
-  """Makes tokens [B, L] from texts.
-
-  Attributes:
-    chain: the ops.
-  """
+  """Makes tokens [B, L] from texts."""
 
   def __init__(self, chain: Chain):
-    """Prepares the ops of a chain."""
     self.chain = chain
     self._op = registry.compose(chain.needs.ops)
     first = [op for op in chain.needs.ops if chain.raw in op.reads][:1]
@@ -197,11 +179,7 @@ class Texts:
     self._as_list = [dependencies.base_name(op) for op in first] == ["choice"]
 
   def __call__(self, texts: Sequence[str]) -> np.ndarray:
-    """Returns int32 [B, L].
-
-    Raises:
-      DataError: a text has no tokens.
-    """
+    """Returns int32 [B, L]; DataError if a text has no tokens."""
     draws = np.zeros(self._op.draws, np.float32)
     rows = []
     for text in texts:

@@ -13,7 +13,6 @@ class Runner:
   """Compiles predict functions and calls them, batch by batch.
 
   Attributes:
-    fns: the task's predict functions by name.
     batch_size: largest number of examples at a time, a multiple of the number
       of devices.
   """
@@ -25,9 +24,8 @@ class Runner:
     mesh: jax.sharding.Mesh,
     batch_size: int,
   ):
-    """Compiles nothing yet."""
     settings.check_number("batch_size", batch_size, least=1, whole=True)
-    self.fns = fns
+    self._fns = fns
     self._ways = sharding.batch_ways(mesh)
     self.batch_size = -(-batch_size // self._ways) * self._ways
     self._variables, self._mesh = variables, mesh
@@ -40,15 +38,7 @@ class Runner:
     fixed: Mapping[str, Any] | None = None,
     **options: Any,
   ) -> Any:
-    """Returns the outputs of a predict function as a tree of arrays [B, ...].
-
-    Args:
-      features: arrays [B, ...] by name.
-      fixed: further features, without an axis of examples.
-
-    Raises:
-      ConfigError: no such predict function, option or feature.
-    """
+    """See Predictor.run."""
     fn = self._compile(pred, options)
     arrays = {name: np.asarray(x) for name, x in features.items()}
     total = len(next(iter(arrays.values())))
@@ -65,13 +55,12 @@ class Runner:
   def _compile(
     self, pred: str, options: Mapping[str, Any]
   ) -> Callable[..., Any]:
-    """Returns a predict function with its options; jit compiles each shape."""
-    if pred not in self.fns:
-      hint = settings.did_you_mean(pred, self.fns)
+    if pred not in self._fns:
+      hint = settings.did_you_mean(pred, self._fns)
       raise settings.ConfigError(
         f"run: the task has no predict function {pred!r}.{hint}"
       )
-    fn = self.fns[pred]
+    fn = self._fns[pred]
     settings.check_kwargs(fn, options, pred, ("variables", "batch"))
     key = f"{pred} {sorted(options.items())!r}"
     if key not in self._compiled:

@@ -1,4 +1,4 @@
-"""Reads a trained model: its config, what it knows of its data, its arrays."""
+"""Reads a trained model: config, description of its data, arrays."""
 
 import json
 import os
@@ -25,12 +25,10 @@ class Saved(NamedTuple):
 
   Attributes:
     path: folder of the checkpoint, or file of the export.
-    step: number of finished steps.
-    config: config of the run.
-    data: what the run remembers of its data, see inputs/description.py; {} for
-      a checkpoint of an earlier version of the program.
-    fingerprints: {file: fingerprint} of the files of the run's preprocessing.
-    manifest: manifest of the checkpoint; None of an export.
+    data: description of the run's data, see inputs/description.py; {} for a
+      checkpoint of an earlier version of the program.
+    fingerprints: fingerprints of the files of the run's preprocessing, by path.
+    manifest: None of an export.
   """
 
   path: str
@@ -42,10 +40,7 @@ class Saved(NamedTuple):
 
 
 def find(path: str, step: int | None, key: str = "bigtrain.load") -> Saved:
-  """Returns the checkpoint or the export of a path, without its arrays.
-
-  Args:
-    step: step of the workdir's checkpoint; the newest if None.
+  """Finds the checkpoint or the export of a path; reads none of its arrays.
 
   Raises:
     ConfigError: there is no such checkpoint, or no config is saved in it.
@@ -81,9 +76,6 @@ def _find_export(path: str, key: str) -> Saved:
 def variables(saved: Saved, weights: str, mesh: Mesh) -> dict[str, Any]:
   """Reads the variables of the model, sharded over all devices of the mesh.
 
-  Args:
-    weights: "params", or "ema" for the averaged parameters.
-
   Raises:
     ConfigError: the checkpoint has no such parameters.
     DamagedError: a file is missing, truncated or changed.
@@ -118,7 +110,7 @@ def _read_export(path: str) -> dict[str, np.ndarray]:
 def _placed(
   arrays: Mapping[str, Any], weights: str, mesh: Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the specs of the arrays that a model needs, with shardings."""
+  """Specs of the arrays that a model needs, with shardings."""
   tops = {name.partition("/")[0] for name in arrays}
   if weights not in WEIGHTS or weights not in tops:
     hint = did_you_mean(weights, tops & set(WEIGHTS))

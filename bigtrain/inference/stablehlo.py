@@ -21,8 +21,7 @@ from jax import export as jax_export
 
 from bigtrain import parts, settings, sharding, trees
 from bigtrain.files import paths
-from bigtrain.inference import ops
-from bigtrain.inference import saved as saved_lib
+from bigtrain.inference import ops, saved
 from bigtrain.settings import ConfigError
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -43,11 +42,8 @@ def export(
   """Writes a predict function with its parameters into a file.
 
   Args:
-    out: path of the file.
-    step: step of the workdir's checkpoint; the newest unless given.
-    weights: "params" or "ema".
-    pred: name of the predict function; by default the first of caption,
-      generate, logits, image and pre_logits that the task has.
+    pred: name of the predict function; by default the first of _PREDS that the
+      task has.
     batch_size: number of examples of a call; any number unless given.
 
   Returns:
@@ -58,8 +54,8 @@ def export(
       be exported in this way.
     CheckpointError: the checkpoint is damaged or cannot be read.
   """
-  saved = saved_lib.find(path, step, "export")
-  config = settings.Config(saved.config)
+  checkpoint = saved.find(path, step, "export")
+  config = settings.Config(checkpoint.config)
   task = parts.task(config)
   _, model = parts.model(config)
   fns = task.predict_fns(model)
@@ -73,44 +69,39 @@ def export(
       raise ConfigError(f"--platforms: unknown platform {platform!r}.{hint}")
   if batch_size is not None:
     settings.check_number("--batch_size", batch_size, least=1, whole=True)
-  options = ops.pred_kw(saved.config, pred, None)
+  options = ops.pred_kw(checkpoint.config, pred, None)
   mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
-  variables = jax.device_get(saved_lib.variables(saved, weights, mesh))
+  variables = jax.device_get(saved.variables(checkpoint, weights, mesh))
   read: set[str] = set()
 
   def fn(batch: Mapping[str, Any]) -> Any:
     constants = jax.tree.map(jnp.asarray, variables)
     return fns[pred](constants, _Recorded(batch, read), **options)
 
-  specs = _specs(saved, batch_size)
+  specs = _specs(checkpoint, batch_size)
   try:
     jax.eval_shape(fn, specs)  # Finds the features that the function reads.
     specs = {name: specs[name] for name in sorted(read)}
     exported = jax_export.export(jax.jit(fn), platforms=platforms)(specs)
     content = exported.serialize()
+  except ConfigError:
+    raise
   except Exception as e:
-    if isinstance(e, ConfigError):
-      raise
     reason = " ".join(str(e).split())[:300]
     size = "" if batch_size else " Give --batch_size for a fixed one."
     raise ConfigError(
       f"export: {pred} cannot be exported for {', '.join(platforms)}: "
       f"{reason}.{size}"
     ) from e
+  outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
   about = {
-    "step": saved.step,
+    "step": checkpoint.step,
     "pred": pred,
     "options": options,
     "inputs": _described(specs),
-    "outputs": _described(
-      dict(
-        trees.flatten_with_names(
-          jax.tree.unflatten(exported.out_tree, exported.out_avals)
-        )
-      )
-    ),
+    "outputs": _described(dict(trees.flatten_with_names(outputs))),
     "platforms": list(exported.platforms),
-    **about_data(saved),
+    **_about_data(checkpoint),
   }
   with paths.replacing(out, "wb") as file:
     file.write(content)
@@ -119,14 +110,14 @@ def export(
   return len(jax.tree.leaves(variables)), os.path.getsize(out)
 
 
-def about_data(saved: saved_lib.Saved) -> dict[str, Any]:
-  """Returns what a program that serves the model must know of its data."""
+def _about_data(checkpoint: saved.Saved) -> dict[str, Any]:
+  """Class names, tokenizer and preprocessing, for a program that serves it."""
   about: dict[str, Any] = {
-    "class_names": saved.data.get("class_names", {}).get("labels"),
-    "tokenizer": saved.data.get("tokenizer"),
+    "class_names": checkpoint.data.get("class_names", {}).get("labels"),
+    "tokenizer": checkpoint.data.get("tokenizer"),
   }
   try:
-    about["pp"] = ops.find(saved.config, "image", ("logits",)).spec
+    about["pp"] = ops.find(checkpoint.config, "image", ("logits",)).spec
   except ConfigError:
     pass  # No pictures, or no ops without random numbers.
   return {name: value for name, value in about.items() if value is not None}
@@ -145,13 +136,13 @@ class _Recorded(parts.Features):
 
 
 def _specs(
-  saved: saved_lib.Saved, batch_size: int | None
+  checkpoint: saved.Saved, batch_size: int | None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the specs of a batch of the run's features."""
-  features = saved.data.get("features")
+  """Specs of a batch of the run's features."""
+  features = checkpoint.data.get("features")
   if not features:
     raise ConfigError(
-      f"export: {saved.path} does not note the shapes of its data, as it "
+      f"export: {checkpoint.path} does not note the shapes of its data, as it "
       "is of an earlier version; a run that continues from it does."
     )
   size: Any = batch_size
@@ -164,7 +155,7 @@ def _specs(
 
 
 def _described(specs: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns {name: {"dtype", "shape"}}; the size of the batch may be "b"."""
+  """{name: {"dtype", "shape"}}; the size of the batch may be "b"."""
   return {
     name or "output": {
       "dtype": str(spec.dtype),

@@ -1,13 +1,36 @@
-"""Command lines of tools that change a config, like bigtrain.main."""
+"""Command lines of tools; some change a config, like bigtrain.main."""
 
 import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from bigtrain.runtime import jax_flags
 from bigtrain.settings import ConfigError, did_you_mean
 
 _PREFIX = "--config."
+
+
+def add(
+  parser: argparse.ArgumentParser,
+  name: str,
+  help: str,
+  default: Any = None,
+  **options: Any,
+) -> None:
+  """Adds an argument to a parser.
+
+  Args:
+    help: gets the default value, unless it speaks of it.
+    default: gives the type, too.
+    options: of argparse's add_argument.
+  """
+  if "action" not in options:
+    if default is not None:
+      options.setdefault("type", type(default))
+    if default not in (None, "") and "(default: " not in help:
+      help += " (default: %(default)s)"
+  if default is not None:
+    options["default"] = default
+  parser.add_argument(name, help=help, **options)
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,25 +45,25 @@ class Parser(argparse.ArgumentParser):
     Args:
       changes_config: whether the tool takes --config.KEY=VALUE.
     """
+    options.setdefault("allow_abbrev", False)
+    if changes_config:
+      epilog = "--config.KEY=VALUE changes the config, as for bigtrain.main."
+      options.setdefault("epilog", epilog)
     super().__init__(**options)
     self._changes_config = changes_config
 
   def error(self, message: str) -> NoReturn:
-    """Raises ConfigError."""
     raise ConfigError(message)
 
   def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses a command line.
-
-    Args:
-      argv: arguments without the program's name.
-
-    Returns:
-      (arguments, changes of the config as "KEY=VALUE").
+    """Returns arguments, and changes of the config as "KEY=VALUE".
 
     Raises:
       ConfigError: unknown, missing or wrong arguments.
     """
+    # Imports jax, which other tools do without.
+    from bigtrain.runtime import jax_flags
+
     changes = [w.removeprefix(_PREFIX) for w in argv if w.startswith(_PREFIX)]
     if changes and not self._changes_config:
       raise ConfigError(f"{_PREFIX}{changes[0]}: this tool changes no config.")

@@ -16,39 +16,24 @@ wrong argument.
 """
 
 import argparse
-import json
+import functools
 import math
 import os
 import sys
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
-
-from bigtrain.checkpoints import averages, folders, integrity
-from bigtrain.checkpoints.foreign import safetensors_files
-from bigtrain.checkpoints.manifest import (
-  Array,
-  CheckpointError,
-  DamagedError,
-  Manifest,
-)
+from bigtrain.checkpoints import folders, integrity
+from bigtrain.checkpoints.manifest import Array, DamagedError
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, did_you_mean
-from bigtrain.tools import exits, published_export
+from bigtrain.settings import ConfigError
+from bigtrain.tools import arguments, exits
 
 # Parameters that a model can be exported with.
 _WEIGHTS = ("params", "ema")
 
 
 def show(path: str, step: int | None = None, depth: int | None = None) -> str:
-  """Returns the tree of a checkpoint as text, with shapes, dtypes and sizes.
-
-  Args:
-    step: step of the workdir's checkpoint; the newest unless given.
-    depth: number of levels of the tree; all unless given.
-  """
+  """Returns the tree of a checkpoint as text, with shapes, dtypes and sizes."""
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
   writer = manifest.writer
@@ -110,12 +95,10 @@ def _size(num_bytes: float) -> str:
   return f"{num_bytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
-def verify(path: str, step: int | None = None) -> dict[str, list[Any]]:
-  """Returns {directory: problems} of one checkpoint or all of a workdir.
-
-  Args:
-    step: step of the workdir's checkpoint; all checkpoints unless given.
-  """
+def verify(
+  path: str, step: int | None = None
+) -> dict[str, list[integrity.Problem]]:
+  """Returns {directory: problems}, of all checkpoints without a step."""
   if step is not None:
     directories = [folders.find(path, step)]
   else:
@@ -126,110 +109,6 @@ def verify(path: str, step: int | None = None) -> dict[str, list[Any]]:
   return {directory: integrity.verify(directory) for directory in directories}
 
 
-def export(
-  path: str, out: str, prefix: str = "", step: int | None = None
-) -> int:
-  """Writes arrays of a checkpoint into one file.
-
-  Arrays keep their full names, such as "params/encoder/kernel", even with a
-  prefix, so the file can be config.model_init; big_vision's .npz files use the
-  same names. With the JSON file OUT.json beside it, bigtrain.load can use it.
-  The .npz format has no bfloat16 or float8: these become float32, without
-  loss.
-
-  Args:
-    out: path of the file, ending in .npz or .safetensors.
-    prefix: tree to export, such as "params"; "" for all arrays.
-    step: step of the workdir's checkpoint; the newest unless given.
-
-  Returns:
-    Number of arrays.
-
-  Raises:
-    ConfigError: the checkpoint has no such tree, or the file cannot hold a
-      dtype.
-    CheckpointError: the checkpoint is damaged or cannot be read.
-  """
-  directory = folders.find(path, step)
-  manifest = folders.read_manifest(directory)
-  prefix = prefix.strip("/")
-  names = [
-    name
-    for name in manifest.arrays
-    if not prefix or name == prefix or name.startswith(prefix + "/")
-  ]
-  if not names:
-    tops = {name.split("/")[0] for name in manifest.arrays}
-    hint = did_you_mean(prefix, tops)
-    raise ConfigError(f"--prefix={prefix}: no such tree in {directory}.{hint}")
-  problems = integrity.inspect(directory, manifest, names)
-  if problems:
-    raise CheckpointError(f"{directory}: damaged: {problems[0]}")
-  write = _write_npz if out.endswith(".npz") else _write_safetensors
-  tmp = f"{out}.tmp"
-  try:
-    write(tmp, directory, manifest, names)
-    _write_about(f"{out}.json", manifest)
-    os.replace(tmp, out)
-  finally:
-    if os.path.lexists(tmp):
-      os.remove(tmp)
-  return len(names)
-
-
-def _write_about(path: str, manifest: Manifest) -> None:
-  """Writes what a user of an export must know of the run, as JSON.
-
-  This is the step, the config, and what the data calls things: names of the
-  classes, tokenizer, shapes. `bigtrain.load` reads it beside a file.
-  """
-  host = manifest.host_state
-  about = {
-    "step": manifest.step,
-    "config": host.config,
-    "data": host.data,
-    "fingerprints": host.fingerprints,
-  }
-  with paths.replacing(path) as file:
-    json.dump(about, file, indent=2, sort_keys=True)
-    file.write("\n")
-
-
-def _arrays(
-  directory: str, manifest: Manifest, names: Sequence[str]
-) -> Iterator[np.ndarray]:
-  parts = [
-    (name, (slice(None),) * len(manifest.arrays[name].shape)) for name in names
-  ]
-  if any(name.startswith("opt/") for name in names):
-    return integrity.read(directory, manifest, parts)  # A whole state.
-  return averages.read(directory, manifest, parts)
-
-
-def _write_npz(
-  tmp: str, directory: str, manifest: Manifest, names: Sequence[str]
-) -> None:
-  with zipfile.ZipFile(tmp, "w", allowZip64=True) as archive:
-    for name, array in zip(names, _arrays(directory, manifest, names)):
-      if array.dtype.kind == "V":  # numpy's kind of ml_dtypes.
-        array = array.astype(np.float32)
-      with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-        np.lib.format.write_array(file, array, allow_pickle=False)
-
-
-def _write_safetensors(
-  tmp: str, directory: str, manifest: Manifest, names: Sequence[str]
-) -> None:
-  specs = {
-    n: (manifest.arrays[n].shape, manifest.arrays[n].dtype) for n in names
-  }
-  arrays = _arrays(directory, manifest, names)
-  try:
-    safetensors_files.write(tmp, specs, arrays, {"step": str(manifest.step)})
-  except ValueError as e:
-    raise ConfigError(f"{e}.") from e
-
-
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.checkpoint",
@@ -237,87 +116,72 @@ def _parser() -> argparse.ArgumentParser:
   )
   commands = parser.add_subparsers(dest="command", required=True)
 
-  def command(name: str, text: str) -> argparse.ArgumentParser:
+  def command(name: str, text: str) -> Callable[..., None]:
     sub = commands.add_parser(name, help=text, description=text)
     sub.add_argument(
       "path",
       help="a workdir, or one of its checkpoints, such as "
       "run/checkpoints/00000100",
     )
-    sub.add_argument(
-      "--step",
-      type=int,
-      help="step of the workdir's checkpoint (default: "
-      f"{'all checkpoints' if name == 'verify' else 'the newest'})",
-    )
-    return sub
+    default = "all checkpoints" if name == "verify" else "the newest"
+    step = f"step of the workdir's checkpoint (default: {default})"
+    sub.add_argument("--step", type=int, help=step)
+    return functools.partial(arguments.add, sub)
 
-  sub = command(
+  add = command(
     "show", "Prints the tree of arrays with shapes, dtypes and sizes."
   )
-  sub.add_argument(
-    "--depth", type=int, help="number of levels to show (default: all)"
-  )
+  add("--depth", "number of levels to show (default: all)", type=int)
   command("verify", "Reads every byte and lists all damaged arrays.")
-  sub = command(
+  add = command(
     "export",
     "Writes arrays to one .npz or .safetensors file, or to a folder in a "
     "published layout.",
   )
-  sub.add_argument(
+  add(
     "out",
-    help="file to write, ending in .npz or .safetensors; a new folder with "
-    "--layout",
+    "file to write, ending in .npz or .safetensors; a new folder with --layout",
   )
-  sub.add_argument(
+  add(
     "--prefix",
-    default="",
-    help="tree to export, such as params or ema (default: all arrays; with "
+    "tree to export, such as params or ema (default: all arrays; with "
     "--layout: params)",
+    "",
   )
-  sub.add_argument(
+  add(
     "--layout",
-    default="",
-    help="published layout of the model, such as gpt2 or llama; writes "
+    "published layout of the model, such as gpt2 or llama; writes "
     "model.safetensors and config.json for transformers",
+    "",
   )
-  sub.add_argument(
+  add(
     "--format",
-    default="",
+    "stablehlo: a predict function with its parameters, which jax alone can "
+    "run",
+    "",
     choices=("", "stablehlo"),
-    help="stablehlo: a predict function with its parameters, which jax alone "
-    "can run",
   )
-  sub.add_argument(
+  add(
     "--pred",
-    default="",
-    help="with --format: predict function to export (default: the first of "
+    "with --format: predict function to export (default: the first of "
     "caption, generate, logits, image, pre_logits that the task has)",
+    "",
   )
-  sub.add_argument(
-    "--batch_size",
-    type=int,
-    help="with --format: number of examples of a call (default: any)",
-  )
-  sub.add_argument(
-    "--platforms",
-    default="cpu,cuda,tpu",
-    help="with --format: platforms to run on (default: %(default)s)",
-  )
-  sub.add_argument(
-    "--overwrite", action="store_true", help="replace an existing OUT"
-  )
-  sub = command(
+  size = "with --format: number of examples of a call (default: any)"
+  add("--batch_size", size, type=int)
+  add("--platforms", "with --format: platforms to run on", "cpu,cuda,tpu")
+  add("--overwrite", "replace an existing OUT", action="store_true")
+  add = command(
     "import",
     "Writes a checkpoint of T5X or big_vision, or a file of parameters, as a "
     "checkpoint of a new workdir.",
   )
-  sub.add_argument("out", help="workdir to write")
-  sub.add_argument(
+  add("out", "workdir to write")
+  add(
     "--config",
-    default="",
-    help="FILE.py[:arguments]: the parameters get the names and shapes of its "
+    "FILE.py[:arguments]: the parameters get the names and shapes of its "
     "model, and the workdir its config.json (default: all arrays as they are)",
+    "",
   )
   return parser
 
@@ -359,7 +223,7 @@ def _check(args: argparse.Namespace) -> None:
       raise ConfigError(f"{args.out}: no such folder {folder}.")
 
 
-def _report(problems: Mapping[str, Sequence[Any]]) -> int:
+def _report(problems: Mapping[str, Sequence[integrity.Problem]]) -> int:
   for directory, of_directory in problems.items():
     for problem in of_directory:
       print(f"DAMAGED {problem}")
@@ -386,10 +250,11 @@ def main(argv: Sequence[str]) -> int:
     )
     print(f"{written}: {count} arrays")
     return 0
-  if args.format:
-    # Imports jax, which the other commands do without.
-    from bigtrain.inference import stablehlo
+  # These import jax, which `show` and `verify` do without.
+  from bigtrain.inference import stablehlo
+  from bigtrain.tools import checkpoint_export
 
+  if args.format:
     count, size = stablehlo.export(
       args.path,
       args.out,
@@ -400,13 +265,13 @@ def main(argv: Sequence[str]) -> int:
       platforms=args.platforms.split(","),
     )
   elif args.layout:
-    count, size = published_export.export(
+    count, size = checkpoint_export.to_layout(
       args.path, args.out, args.layout, args.prefix or "params", args.step
     )
-    manifest = folders.read_manifest(folders.find(args.path, args.step))
-    _write_about(os.path.join(args.out, "bigtrain.json"), manifest)
   else:
-    count = export(args.path, args.out, args.prefix, args.step)
+    count = checkpoint_export.to_file(
+      args.path, args.out, args.prefix, args.step
+    )
     size = os.path.getsize(args.out)
   print(f"{args.out}: {count} arrays, {_size(size)}")
   return 0

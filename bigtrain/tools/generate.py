@@ -10,20 +10,20 @@ continues with the second half of the context.
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import decoding, sharding
-from bigtrain.checkpoints import folders, warm_start
+from bigtrain import decoding, parts, settings, sharding
+from bigtrain.inference import ops, saved
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
-from bigtrain.step import initial
 from bigtrain.tasks import language_modeling
-from bigtrain.tools import arguments, exits, saved_model
+from bigtrain.tools import arguments, exits
+from bigtrain.types import Params
 
 
 def generate(
@@ -44,17 +44,7 @@ def generate(
 ) -> Iterator[str]:
   """Yields the text that follows a prompt, piece by piece.
 
-  A beam search yields it at once.
-
-  Args:
-    prompt: text to continue; may be empty if the tokenizer has a begin token.
-    num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
-    temperature: see decoding.sample; 0 is greedy. By default 0.8, or 0 in a
-      beam search.
-    step: step of the workdir's checkpoint; the newest unless given.
-    prefix: parameters to use: "params" or "ema".
-    tokenizer: "bytes" or a path; the tokenizer of the run's data unless given.
-    bos: whether the begin token comes first; always with an empty prompt.
+  A beam search yields it at once. `_parser` describes the arguments.
 
   Raises:
     ConfigError: no such checkpoint, tokenizer or option.
@@ -64,83 +54,67 @@ def generate(
     temperature = 0.8 if num_beams == 1 else 0.0
   decoding.check_sampling(temperature, top_k, top_p)
   decoding.check_beams(num_beams, temperature, "--num_beams")
-  directory = folders.find_named(path, step, "--workdir")
-  manifest = folders.read_manifest(directory)
-  module, model = saved_model.build(manifest, directory)
-  config = manifest.host_state.config
+  settings.check_choice("--prefix", prefix, saved.WEIGHTS)
+  checkpoint = saved.find(path, step, "--workdir")
+  config = checkpoint.config
   if config.get("task") != "language_modeling":
     raise ConfigError(
-      f"{directory}: its task is {config.get('task')!r}; expected "
+      f"{checkpoint.path}: its task is {config.get('task')!r}; expected "
       "'language_modeling'."
     )
-  tokens = tokenizers.get(tokenizer or _tokenizer_of(config))
-  if tokens.vocab_size > model.vocab_size:
-    raise ConfigError(
-      f"--tokenizer: has {tokens.vocab_size} tokens, more than the model's "
-      f"{model.vocab_size}."
-    )
-  ids = tokens.encode(prompt).tolist()
-  if bos or not ids:
-    if tokens.bos_id is None:
-      name = "--bos" if bos else "--prompt: empty"
-      raise ConfigError(f"{name}: the tokenizer has no begin token.")
-    ids = [tokens.bos_id, *ids]
-  params = _params(directory, prefix, module, model)
+  _, model = parts.model(settings.Config(config))
+  codec = ops.tokenizer(
+    config, checkpoint.data, checkpoint.fingerprints, tokenizer
+  )
+  ids = _prompt_ids(codec, model, prompt, bos)
+  variables = saved.variables(checkpoint, prefix, sharding.make_mesh())
   if num_beams > 1:
     stream: Iterable[int] = _search(
-      params, model, ids, max_new, tokens.eos_id, num_beams, length_penalty
+      variables["params"],
+      model,
+      ids,
+      max_new,
+      codec.eos_id,
+      num_beams,
+      length_penalty,
     )
   else:
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    stream = _generate_ids(params, model, ids, max_new, seed, options)
+    stream = _generate_ids(
+      variables["params"], model, ids, max_new, seed, options
+    )
   num_yielded, new = 0, []
   for token in stream:
-    if token == tokens.eos_id:
+    if token == codec.eos_id:
       break
     new.append(token)
-    text = tokens.decode(new)
+    text = codec.decode(new)
     # The next token may complete the last character.
     if not text.endswith("\N{REPLACEMENT CHARACTER}"):
       yield text[num_yielded:]
       num_yielded = len(text)
-  yield tokens.decode(new)[num_yielded:]
+  yield codec.decode(new)[num_yielded:]
 
 
-def _tokenizer_of(config: Mapping[str, Any]) -> str:
-  """The tokenizer of a run's training data."""
-  data = config.get("input", {}).get("data", {})
-  if data.get("tokenizer"):
-    return data["tokenizer"]
-  if data.get("type") == "text":
-    return "bytes"
-  raise ConfigError(
-    "--tokenizer: missing, and the run's config.input.data names no tokenizer."
-  )
-
-
-def _params(directory: str, prefix: str, module: Any, model: Any) -> Any:
-  """Reads the parameters, sharded over all devices."""
-  init = lambda *args: initial.unboxed(model.init(*args))
-  shapes = jax.eval_shape(
-    init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
-  places, _ = sharding.state_shardings(shapes, sharding.make_mesh())
-  like = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    places,
-  )
-  params, _ = warm_start.load_params(
-    dict(path=directory, prefix=prefix),
-    like,
-    convert=getattr(module, "from_published", None),
-    key="--workdir",
-  )
-  return params
+def _prompt_ids(
+  codec: tokenizers.Tokenizer, model: Any, prompt: str, bos: bool
+) -> list[int]:
+  if codec.vocab_size > model.vocab_size:
+    raise ConfigError(
+      f"--tokenizer: has {codec.vocab_size} tokens, more than the model's "
+      f"{model.vocab_size}."
+    )
+  ids = codec.encode(prompt).tolist()
+  if not bos and ids:
+    return ids
+  if codec.bos_id is None:
+    name = "--bos" if bos else "--prompt: empty"
+    raise ConfigError(f"{name}: the tokenizer has no begin token.")
+  return [codec.bos_id, *ids]
 
 
 def _search(
-  params: Any,
+  params: Params,
   model: Any,
   ids: list[int],
   max_new: int,
@@ -169,7 +143,7 @@ def _search(
 
 
 def _generate_ids(
-  params: Any,
+  params: Params,
   model: Any,
   ids: list[int],
   max_new: int,
@@ -219,77 +193,47 @@ def _parser() -> arguments.Parser:
   parser = arguments.Parser(
     prog="python -m bigtrain.tools.generate",
     description="Continues a text with the language model of a run.",
-    allow_abbrev=False,
     changes_config=False,
   )
-  add: Callable[..., Any] = parser.add_argument
-  add("--workdir", required=True, help="a workdir, or one of its checkpoints")
-  add("--prompt", default="", help="text to continue")
-  add(
-    "--max_new",
-    type=int,
-    default=256,
-    help="largest number of new tokens (default: %(default)s)",
-  )
+  add = functools.partial(arguments.add, parser)
+  workdir = "a workdir, or one of its checkpoints"
+  add("--workdir", workdir, dest="path", metavar="DIR", required=True)
+  add("--prompt", "text to continue", "")
+  add("--max_new", "largest number of new tokens", 256)
   add(
     "--num_beams",
-    type=int,
-    default=1,
-    help="hypotheses of a beam search, which prints the text at its end; 1 "
-    "samples (default: %(default)s)",
+    "hypotheses of a beam search, which prints the text at its end; 1 samples",
+    1,
   )
-  add(
-    "--length_penalty",
-    type=float,
-    default=0.0,
-    help="favours longer texts in a beam search (default: %(default)s)",
-  )
+  add("--length_penalty", "favours longer texts in a beam search", 0.0)
   add(
     "--temperature",
+    "temperature of the distribution; 0 always takes the most likely token "
+    "(default: 0.8, or 0 in a beam search)",
     type=float,
-    help="temperature of the distribution; 0 always takes the most likely "
-    "token (default: 0.8, or 0 in a beam search)",
   )
-  add(
-    "--top_k",
-    type=int,
-    default=0,
-    help="sample from the K most likely tokens; 0 for all (default: 0)",
-  )
+  add("--top_k", "sample from the K most likely tokens; 0 for all", 0)
   add(
     "--top_p",
-    type=float,
-    default=1.0,
-    help="sample from the most likely tokens whose probabilities sum to P "
-    "(default: 1)",
+    "sample from the most likely tokens whose probabilities sum to P",
+    1.0,
   )
-  add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
-  add(
-    "--step",
-    type=int,
-    help="step of the workdir's checkpoint (default: the newest)",
-  )
-  add(
-    "--prefix",
-    default="params",
-    help="parameters to use: params or ema (default: %(default)s)",
-  )
-  add(
-    "--tokenizer",
-    help="'bytes' or a path (default: the tokenizer of the run's data)",
-  )
-  add("--bos", action="store_true", help="put the begin token first")
+  add("--seed", "random seed", 0)
+  step = "step of the workdir's checkpoint (default: the newest)"
+  add("--step", step, type=int)
+  add("--prefix", "parameters to use: params or ema", "params")
+  tokenizer = "'bytes' or a path (default: the tokenizer of the run's data)"
+  add("--tokenizer", tokenizer)
+  add("--bos", "put the begin token first", False, action="store_true")
   return parser
 
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
-  options, _ = _parser().parse(argv)
-  args = vars(options)
-  path = args.pop("workdir")
-  sys.stdout.write(args["prompt"])
-  for piece in generate(path, args.pop("prompt"), **args):
+  args, _ = _parser().parse(argv)
+  sys.stdout.write(args.prompt)
+  for piece in generate(**vars(args)):
     sys.stdout.write(piece)
     sys.stdout.flush()
   print()

@@ -21,7 +21,7 @@ from bigtrain import trees
 from bigtrain.checkpoints import checkpointer, warm_start
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
 from bigtrain.settings import ConfigError
-from bigtrain.tools import checkpoint as tool
+from bigtrain.tools import checkpoint_export
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_damage_outside_of_the_tree_does_not_matter(workdir):
 @pytest.mark.parametrize("prefix", ["", "ema"])
 def test_exports_of_the_tool_are_read(workdir, tmp_path, kind, prefix):
   out = str(tmp_path / f"exported.{kind}")
-  tool.export(workdir, out, prefix=prefix)
+  checkpoint_export.to_file(workdir, out, prefix=prefix)
   spec = {"path": out, "prefix": prefix} if prefix else out
   params, _ = warm_start.load_params(spec, model())
   expected, _ = warm_start.load_params(

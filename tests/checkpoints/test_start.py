@@ -11,14 +11,13 @@ import pytest
 import tiny
 from models.published import folders
 
-from bigtrain import main, settings
+from bigtrain import main, parts, settings
 from bigtrain.checkpoints import folders as checkpoint_folders
 from bigtrain.checkpoints import restore, start
 from bigtrain.cluster import process
 from bigtrain.evaluators import mean
 from bigtrain.inputs import pipeline
 from bigtrain.runtime import programs
-from bigtrain.tools import saved_model
 
 # Every kind of state in a checkpoint (moments, running statistics, averaged
 # parameters), and randomness in the step and in the input.
@@ -404,4 +403,5 @@ def test_a_run_from_a_published_folder(tmp_path):
   manifest = checkpoint_folders.read_manifest(
     checkpoint_folders.find(str(workdir), None)
   )
-  assert saved_model.build(manifest, str(workdir)).model.head_dim == 8
+  _, model = parts.model(settings.Config(manifest.host_state.config))
+  assert model.head_dim == 8

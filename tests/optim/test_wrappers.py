@@ -15,7 +15,7 @@ from bigtrain.checkpoints.manifest import HostState
 from bigtrain.inference import saved
 from bigtrain.optim import schedules
 from bigtrain.settings import ConfigError
-from bigtrain.tools import checkpoint
+from bigtrain.tools import checkpoint_export
 
 NUM_STEPS = 4
 SCHEDULE = dict(decay_type="constant", warmup_steps=2)
@@ -124,7 +124,7 @@ def test_other_programs_get_the_average_of_a_checkpoint(tmp_path):
     loaded["head"]["kernel"], params["head"]["kernel"]
   )
   out = str(tmp_path / "params.npz")
-  checkpoint.export(str(tmp_path), out, "params")
+  checkpoint_export.to_file(str(tmp_path), out, "params")
   with np.load(out) as exported:
     np.testing.assert_allclose(
       exported["params/embedding"], expected["embedding"], rtol=1e-6, atol=1e-6

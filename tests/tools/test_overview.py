@@ -21,9 +21,7 @@ def test_help_lists_every_tool(capsys):
   words = " ".join(out.split())
   assert code == 0 and run(capsys)[1] == out
   assert {"predict", "report", "plan", "runs"} <= TOOLS.keys()
-  assert (
-    not {"overview", "reference", "arguments", "saved_model"} & TOOLS.keys()
-  )
+  assert not {"overview", "reference", "arguments", "exits"} & TOOLS.keys()
   for name, line in TOOLS.items():
     assert f"{name} {line}" in words and line.endswith(".")
   assert all(len(line) <= 80 for line in out.splitlines())

@@ -135,7 +135,7 @@ def load(
 def export(
   model: Any, shapes: Mapping[str, Sequence[int]], layout: str
 ) -> tuple[dict[str, Any], list[layouts.Tensor]]:
-  """Returns the contents of a published folder, for tools/published_export.py.
+  """Returns the contents of a published folder, for checkpoint_export.
 
   Args:
     shapes: shapes of its parameters, by name.

@@ -223,7 +223,7 @@ def _stack(parts: Sequence[Any]) -> LazyStack | Remark:
 
 
 class Tensor(NamedTuple):
-  """One array of an exported file, written by tools/published_export.py.
+  """One array of an exported file, written by checkpoint_export.
 
   Attributes:
     name: published name.
@@ -256,7 +256,7 @@ def check_model(
 def export(
   layout: str, table: Table, shapes: Mapping[str, Sequence[int]]
 ) -> list[Tensor]:
-  """Returns the arrays of a published file, for tools/published_export.py.
+  """Returns the arrays of a published file, for checkpoint_export.
 
   Args:
     shapes: shapes of our parameters, by name.
