@@ -9,7 +9,7 @@ start, loop. A config names the rest: tasks, models, evaluators, data and hooks.
 from bigtrain.cluster import process
 
 if __name__ == "__main__":
-  process.begin()  # Before the imports below, which take a second.
+  process.catch_signals()  # Before the imports below, which take a second.
 
 import collections
 import contextlib

@@ -6,7 +6,7 @@ A save, in order:
    thread. The training loop waits only for the copy.
 2. The thread of each process writes its shards with tensorstore.
    With config.local_ckpt_*, it first writes to its own host (local_tier.py).
-3. When all processes are done (peers.py), process 0 checks the files
+3. When all processes are done, process 0 checks the files
    (integrity.py), writes the manifest (manifest.py) and commits the checkpoint
    at one instant (folders.py).
 4. Process 0 removes old checkpoints.
@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import json
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -34,7 +35,6 @@ from bigtrain.checkpoints import (
   snapshot,
 )
 from bigtrain.checkpoints import manifest as manifest_lib
-from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.manifest import (
   Array,
   CheckpointError,
@@ -95,7 +95,7 @@ class _Job:
   shared: bool
   host_state: HostState
   token: str
-  event: peers_lib.Event
+  event: process.Event
   tmp: str
   keep_steps: frozenset[int]
 
@@ -143,7 +143,9 @@ class Checkpointer:
     self._local = local
     self._config_digest = config_digest
     self._guard = guard
-    self._peers = peers_lib.Peers(timeout_secs)
+    self._index = jax.process_index()
+    self._token = process.broadcast(secrets.token_hex(4))
+    self._timeout_secs = timeout_secs
     self._snapshots = snapshot.Snapshots(all_shards=local is not None)
     self._num_saves = 0
     self._threads: list[threading.Thread] = []
@@ -152,7 +154,6 @@ class Checkpointer:
     self._settled.set()
     self._is_shared = False  # Whether the newest save is.
     self._error: CheckpointError | None = None
-    self._events: list[peers_lib.Event] = []
     self.last_stall_secs = 0.0
     self.last_write_secs = 0.0
     self.last_saved_step: int | None = None
@@ -197,7 +198,7 @@ class Checkpointer:
     pieces, arrays, sums = self._snapshots.take(named)
     number = self._num_saves
     self._num_saves += 1
-    token = f"{self._peers.token}-{number}"
+    token = f"{self._token}-{number}"
     job = _Job(
       step=int(step),
       arrays=arrays,
@@ -206,7 +207,7 @@ class Checkpointer:
       shared=shared,
       host_state=HostState.from_json(json.loads(host_json)),
       token=token,
-      event=self._peers.event(f"save/{number}"),
+      event=process.event("save", self._timeout_secs),
       tmp=folders.attempt(self._workdir, int(step), token),
       keep_steps=frozenset(keep_steps),
     )
@@ -277,11 +278,12 @@ class Checkpointer:
       if self._local is not None:
         self._local.write(self._manifest(job, job.arrays), job.pieces, sums)
       if not job.shared:
+        job.event.forget()
         return
       self._write_arrays(job)
       job.event.done(snapshot.sums_by_name(job.pieces, sums))
       job.pieces.clear()  # Frees pinned memory.
-      if self._peers.index == 0:
+      if self._index == 0:
         self._commit(job, job.event.wait_for_all())
         job.event.succeed()
       else:
@@ -295,7 +297,7 @@ class Checkpointer:
       return
     finally:
       self._settled.set()
-    if self._peers.index == 0:
+    if self._index == 0:
       with self._pruning:
         self._prune(job)
 
@@ -303,7 +305,7 @@ class Checkpointer:
     import tensorstore as ts
 
     # Process 0 writes the metadata of all arrays.
-    first = self._peers.index == 0
+    first = self._index == 0
     if first:
       folders.begin(job.tmp)
     if paths.is_remote(job.tmp):
@@ -351,7 +353,7 @@ class Checkpointer:
     """Checks the files and makes them a checkpoint, on process 0."""
     problems = integrity.inspect(job.tmp, self._manifest(job, job.arrays))
     if problems:
-      hint = " Do all hosts see the same workdir?" * (self._peers.count > 1)
+      hint = " Do all hosts see the same workdir?" * (jax.process_count() > 1)
       raise CheckpointError(
         f"{problems[0]} ({len(problems)} such problem(s) after writing).{hint}"
       )
@@ -382,7 +384,7 @@ class Checkpointer:
       writer={
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
-        "processes": self._peers.count,
+        "processes": jax.process_count(),
         "devices": jax.device_count(),
         "jax": jax.__version__,
       },
@@ -391,9 +393,6 @@ class Checkpointer:
   def _prune(self, job: _Job) -> None:
     """Removes old checkpoints; logs a failure, which does not fail the save."""
     try:
-      for event in self._events:
-        event.forget()
-      self._events = [job.event]
       # Newer steps belong to a run that was rolled back, not to this one.
       saved = [s for s in folders.steps(self._workdir) if s <= job.step]
       for step in sorted(saved)[: -self._keep]:
@@ -404,7 +403,7 @@ class Checkpointer:
         retired = folders.retire(self._workdir, step, job.token)
         _point("renamed for removal")
         folders.discard(retired)
-    except (OSError, CheckpointError, jax.errors.JaxRuntimeError) as e:
+    except (OSError, CheckpointError) as e:
       logging.warning("old checkpoints could not be removed: %s", e)
 
   def _fail(self, job: _Job, error: BaseException) -> None:
@@ -412,17 +411,16 @@ class Checkpointer:
     if isinstance(error, ValueError) and paths.is_remote(job.tmp):
       error = objects.as_os_error(error, job.tmp)
     reason = disk.reason(error, job.tmp)
-    if not isinstance(error, CheckpointError | ConfigError | OSError):
+    if not isinstance(
+      error, CheckpointError | ConfigError | OSError | process.JobError
+    ):
       reason = f"{type(error).__name__}: {reason}"
     message = f"the checkpoint of step {job.step} was not saved: {reason}"
     self._error = CheckpointError(message)
     self._error.__cause__ = error
     logging.error("%s", message)
-    try:
-      job.event.fail(reason)
-    except jax.errors.JaxRuntimeError as e:
-      logging.error("the failure could not be sent to other processes: %s", e)
-    if self._peers.count == 1:
+    job.event.fail(reason)
+    if jax.process_count() == 1:
       # The disk may be full, and other files need the room.
       folders.abandon(job.tmp)
 

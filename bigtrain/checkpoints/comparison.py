@@ -17,7 +17,7 @@ import jax
 
 from bigtrain import trees
 from bigtrain.checkpoints import checksums, device_checksums
-from bigtrain.checkpoints.peers import Peers
+from bigtrain.cluster import process
 
 
 class _Shard(NamedTuple):
@@ -30,7 +30,7 @@ class _Shard(NamedTuple):
   sums: str
 
 
-def results(first: Any, second: Any, peers: Peers) -> str:
+def results(first: Any, second: Any) -> str:
   """Compares two results of the same computation."""
   trees_named = [trees.flatten_with_names(tree) for tree in (first, second)]
   # Both are started before either is waited for.
@@ -42,10 +42,10 @@ def results(first: Any, second: Any, peers: Peers) -> str:
     for device, one in each.items()
     if one != others[name][device]
   ]
-  return _describe(_exchange(peers, differing))
+  return _describe(_exchange(differing))
 
 
-def replicas(tree: Any, peers: Peers) -> str:
+def replicas(tree: Any) -> str:
   """Compares the devices that hold the same part of an array."""
   named = trees.flatten_with_names(tree)
   sums = device_checksums.start(named)()
@@ -66,7 +66,7 @@ def replicas(tree: Any, peers: Peers) -> str:
     processes: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()
     for processes, each in lines.items()
   }
-  answers = peers.share([bool(_minorities(own)), texts])
+  answers = process.gather([bool(_minorities(own)), texts])
   by_key: dict[str, set[str]] = collections.defaultdict(set)
   for _, each in answers:
     for key, text in each.items():
@@ -74,7 +74,7 @@ def replicas(tree: Any, peers: Peers) -> str:
   differs = any(each for each, _ in answers)
   if not differs and all(len(each) == 1 for each in by_key.values()):
     return ""
-  return _describe(_minorities(_exchange(peers, own)))
+  return _describe(_minorities(_exchange(own)))
 
 
 def _places(x: jax.Array) -> tuple[dict[jax.Device, str], dict[str, set[int]]]:
@@ -93,9 +93,9 @@ def _where(device: jax.Device) -> str:
   return f"{device} of host {socket.gethostname()}"
 
 
-def _exchange(peers: Peers, shards: Iterable[_Shard]) -> list[_Shard]:
+def _exchange(shards: Iterable[_Shard]) -> list[_Shard]:
   """The shards of all processes."""
-  answers = peers.share(list(shards))
+  answers = process.gather(list(shards))
   return [_Shard(*shard) for answer in answers for shard in answer]
 
 

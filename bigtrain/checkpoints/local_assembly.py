@@ -8,11 +8,11 @@ import numpy as np
 from absl import logging
 
 from bigtrain import trees
-from bigtrain.checkpoints import local_files, restore, transfers
+from bigtrain.checkpoints import local_files, restore
 from bigtrain.checkpoints import manifest as manifest_lib
-from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.local_files import Key, Part, Saved
 from bigtrain.checkpoints.manifest import DamagedError, Manifest
+from bigtrain.cluster import process, transfers
 
 
 class Assembly:
@@ -21,15 +21,13 @@ class Assembly:
   All processes call `run`, also those that have no shards of this step.
   """
 
-  def __init__(
-    self, peers: peers_lib.Peers, first: int, saved: Saved | None, like: Any
-  ):
+  def __init__(self, first: int, saved: Saved | None, like: Any):
     """Nothing is read yet.
 
     Args:
       saved: the shards of this process, if it has some.
     """
-    self._peers = peers
+    self._index = jax.process_index()
     self._first = first
     self._saved = saved
     self._like = like
@@ -38,9 +36,9 @@ class Assembly:
 
   def run(self) -> tuple[Any, Manifest] | None:
     """Returns (state, manifest) on all processes, or None on all of them."""
-    is_first = self._saved is not None and self._peers.index == self._first
+    is_first = self._saved is not None and self._index == self._first
     text = self._saved.manifest_text if is_first and self._saved else ""
-    text = self._peers.share(text)[self._first]
+    text = process.gather(text)[self._first]
     try:
       manifest = manifest_lib.from_json(text, "the local checkpoint")
       restore.check_fits("the local checkpoint", manifest, self._specs)
@@ -72,7 +70,7 @@ class Assembly:
 
   def _exchange(self, manifest: Manifest, missing: list[Key]) -> bool:
     """Gets the missing shards from other processes; whether all have theirs."""
-    asked = self._peers.share(missing)
+    asked = process.gather(missing)
     wanted = {local_files.key_of(*key) for keys in asked for key in keys}
     if not wanted:
       return True
@@ -81,29 +79,27 @@ class Assembly:
     intact |= wanted & self._values.keys()
     server, offer = None, []
     if self._saved is not None and intact:
-      server = transfers.Server(self._saved.data, self._peers.token)
+      server = transfers.Server(self._saved.data)
       offer = [[key, list(self._saved.parts[key])] for key in sorted(intact)]
     try:
-      offers = self._peers.share(
+      offers = process.gather(
         {"address": server and server.address, "parts": offer}
       )
       sources: dict[Key, list[tuple[int, Part]]] = {}
-      for process, each in enumerate(offers):
+      for index, each in enumerate(offers):
         for key, part in each["parts"]:
           part = Part(*part)
-          sources.setdefault(local_files.key_of(*key), []).append(
-            (process, part)
-          )
+          sources.setdefault(local_files.key_of(*key), []).append((index, part))
       if wanted - sources.keys():
         return False
       error = self._fetch(manifest, missing, sources, offers)
-      errors = self._peers.share(error)
+      errors = process.gather(error)
     finally:
       if server is not None:
         server.close()
-    for process, message in enumerate(errors):
+    for index, message in enumerate(errors):
       if message:
-        logging.warning("Process %d: %s", process, message)
+        logging.warning("Process %d: %s", index, message)
     return not any(errors)
 
   def _fetch(
@@ -117,23 +113,22 @@ class Assembly:
     by_process: dict[int, list[tuple[Key, Part]]] = {}
     for key in missing:
       # Different processes ask different ones first.
-      process, part = sources[key][self._peers.index % len(sources[key])]
-      by_process.setdefault(process, []).append((key, part))
+      index, part = sources[key][self._index % len(sources[key])]
+      by_process.setdefault(index, []).append((key, part))
     try:
-      for process, parts in by_process.items():
+      for index, parts in by_process.items():
         targets = [local_files.empty(key, manifest) for key, _ in parts]
         transfers.fetch(
-          offers[process]["address"],
-          self._peers.token,
+          offers[index]["address"],
           [(part.offset, part.num_bytes) for _, part in parts],
           targets,
         )
         for (key, part), value in zip(parts, targets):
           if not local_files.is_intact(key, value, part.sums, manifest):
-            return f"array {key[0]!r} of process {process} is damaged."
+            return f"array {key[0]!r} of process {index} is damaged."
           self._values[key] = value
     except OSError as e:
-      return f"shards of process {process} cannot be received: {e}"
+      return f"shards of process {index} cannot be received: {e}"
     if missing:
       logging.info("Received %d shards from other processes.", len(missing))
     return ""

@@ -26,17 +26,19 @@ import hashlib
 import json
 import os
 import pathlib
+import secrets
 import socket
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from absl import logging
 
 from bigtrain import settings
 from bigtrain.checkpoints import changes, local_assembly, local_files
-from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.local_files import Saved
 from bigtrain.checkpoints.manifest import CheckpointError, Manifest
+from bigtrain.cluster import process
 from bigtrain.files import disk, paths
 from bigtrain.settings import ConfigError
 
@@ -113,7 +115,7 @@ class Tier:
     self._own = ""  # Folder of this process, once its index is known.
     # Folders of processes that no longer run on this host.
     self._left: list[str] = []
-    self._peers: peers_lib.Peers | None = None
+    self._token = ""  # Of this start; the same on all processes.
     self._tokens: dict[str, int | None] = {}
     self._saved: dict[tuple[int, str], Saved] = {}
     self._off = False
@@ -136,9 +138,9 @@ class Tier:
     Returns:
       (tree of jax.Arrays, the manifest) on all processes; or None on all.
     """
-    peers = self._join()
+    self._join()
     seen = [_read_stored(folder) for folder in (self._own, *self._left)]
-    offers = peers.share(
+    offers = process.gather(
       {"seen": max(seen), "saved": [list(key) for key in self._saved]}
     )
     least = -1 if stored is None else stored
@@ -157,19 +159,20 @@ class Tier:
       holders = [[step, token] in offer["saved"] for offer in offers]
       saved = self._saved.get((step, token))
       first = holders.index(True)
-      result = local_assembly.Assembly(peers, first, saved, like).run()
+      result = local_assembly.Assembly(first, saved, like).run()
       if result:
         return result
       logging.warning("The local checkpoint of step %d is not complete.", step)
     return None
 
-  def _join(self) -> peers_lib.Peers:
+  def _join(self) -> None:
     """Finds the checkpoints of this process; all processes call it."""
-    peers = self._peers = peers_lib.Peers()
-    self._own = os.path.join(self._root, str(peers.index))
-    hosts = peers.share(_host())
-    here = [i for i, host in enumerate(hosts) if host == hosts[peers.index]]
-    if peers.index == here[0]:
+    index = jax.process_index()
+    self._token = process.broadcast(secrets.token_hex(4))
+    self._own = os.path.join(self._root, str(index))
+    hosts = process.gather(_host())
+    here = [i for i, host in enumerate(hosts) if host == hosts[index]]
+    if index == here[0]:
       known = {str(i) for i in here}
       with contextlib.suppress(OSError):  # Usually there is no such folder.
         self._left = [
@@ -177,13 +180,12 @@ class Tier:
           for name in sorted(os.listdir(self._root))
           if name.isdigit() and name not in known
         ]
-    record = _read_record(self._workdir) if peers.index == 0 else None
-    self._tokens = peers.share(record)[0]
+    record = _read_record(self._workdir) if index == 0 else None
+    self._tokens = process.gather(record)[0]
     for folder in (*self._left, self._own):
       for saved in local_files.find(folder, self._run):
         if self._is_past(saved):
           self._saved[saved.step, saved.token] = saved
-    return peers
 
   def _is_past(self, saved: Saved) -> bool:
     """Whether a checkpoint is of the run's past."""
@@ -201,22 +203,23 @@ class Tier:
     Raises:
       CheckpointError: the workdir's record cannot be written.
     """
-    peers = self._peers or self._join()
+    if not self._token:
+      self._join()
     tokens = {
       token: step if last is None else min(last, step)
       for token, last in self._tokens.items()
     }
     if stored is not None:  # Older ones are never used again.
       tokens = {t: last for t, last in tokens.items() if last >= stored}
-    self._tokens = dict([*tokens.items(), (peers.token, None)][-_MOST_TOKENS:])
+    self._tokens = dict([*tokens.items(), (self._token, None)][-_MOST_TOKENS:])
     error = ""
-    if peers.index == 0:
+    if jax.process_index() == 0:
       try:
         with paths.replacing(os.path.join(self._workdir, RECORD)) as file:
           json.dump(self._tokens, file)
       except OSError as e:
         error = disk.reason(e, self._workdir)
-    for message in peers.share(error):
+    for message in process.gather(error):
       if message:
         raise CheckpointError(message)
     past = [s.directory for s in self._saved.values() if self._is_past(s)]
@@ -240,11 +243,12 @@ class Tier:
     Args:
       pieces: the shards (snapshot.Piece).
     """
-    if self._off or self._peers is None:
+    if self._off or not self._token:
       return
-    token = self._peers.token
     try:
-      local_files.write(self._own, token, self._run, pieces, sums, manifest)
+      local_files.write(
+        self._own, self._token, self._run, pieces, sums, manifest
+      )
       local_files.keep_newest(self._own, _KEEP)
     except OSError as e:
       self._turn_off(e)
@@ -280,7 +284,7 @@ class Tier:
         local_files.remove(folder)
     with contextlib.suppress(OSError):  # Others of this host still use it.
       os.rmdir(self._root)
-    if self._peers is not None and self._peers.index == 0:
+    if self._token and jax.process_index() == 0:
       forget(self._workdir)
 
 

@@ -16,12 +16,12 @@ import jax
 from bigtrain import trees
 from bigtrain.checkpoints import checksums, folders, integrity
 from bigtrain.checkpoints import manifest as manifest_lib
-from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.manifest import (
   CheckpointError,
   DamagedError,
   Manifest,
 )
+from bigtrain.cluster import process
 from bigtrain.settings import ConfigError
 
 # An array up to this size is read at once and then cut up for the devices.
@@ -48,8 +48,7 @@ def resume(
       unreadable; with `fallback`, all are damaged.
     MismatchError: see `restore`.
   """
-  peers = peers_lib.Peers()
-  clean(workdir, peers)
+  clean(workdir)
   directories = folders.listing(workdir).checkpoints
   first_damage = ""
   for step in sorted(directories, reverse=True):
@@ -58,7 +57,7 @@ def resume(
       restored = restore(directories[step], like)
     except (CheckpointError, MismatchError) as e:
       failure = (type(e).__name__, str(e))
-    failures = [f for f in peers.share(failure) if f[0]]
+    failures = [f for f in process.gather(failure) if f[0]]
     if not failures:
       return restored
     kind, message = failures[0]
@@ -84,19 +83,19 @@ def resume(
   raise DamagedError(f"{first_damage} {advice}")
 
 
-def clean(workdir: str, peers: peers_lib.Peers) -> None:
-  """Removes the remains of interrupted saves, on process 0 of these peers.
+def clean(workdir: str) -> None:
+  """Removes the remains of interrupted saves, on process 0.
 
   Raises:
     CheckpointError: on any process, something could not be read or removed.
   """
   error = ""
-  if peers.index == 0:
+  if jax.process_index() == 0:
     try:
       folders.clean(workdir)
     except CheckpointError as e:
       error = str(e)
-  for message in peers.share(error):
+  for message in process.gather(error):
     if message:
       raise CheckpointError(message)
 

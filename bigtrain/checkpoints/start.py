@@ -22,7 +22,6 @@ from bigtrain.checkpoints import (
   restore,
   warm_start,
 )
-from bigtrain.checkpoints import peers as peers_lib
 from bigtrain.checkpoints.manifest import (
   DamagedError,
   HostState,
@@ -173,7 +172,7 @@ def _find(
   if checkpoint:
     state, manifest = checkpoint
     check_origin(manifest.host_state)
-    restore.clean(workdir, peers_lib.Peers())
+    restore.clean(workdir)
     step = manifest.step
     how = f"resumed from step {step} of this workdir, on the hosts"
     return Start(state, manifest.host_state, step, how, True, newest)

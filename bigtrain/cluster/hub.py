@@ -1,14 +1,15 @@
-"""Process 0's end of the connections between the processes of a job.
+"""Process 0's end of the channel.
 
-The hub receives messages from every process (connection.py), detects lost
-ones and sends its decisions to all: that the job ends and why, the call at
-which all end together after a signal. It logs stragglers.
+The hub listens on the job's port until all processes have connected, which
+channel.py then keeps open, and leaves the port to jax. While the job runs it
+passes messages on, detects lost processes, and sends its decisions to all:
+that the job ends and why, and the call at which all end together after a
+signal. It logs stragglers.
 """
 
 import asyncio
 import collections
 import contextlib
-import hmac
 import json
 import logging
 import socket
@@ -20,18 +21,30 @@ EXIT_LOST = 1
 EXIT_DIFFER = 2
 
 HEARTBEAT_SECS = 1.0
-LINE_BYTES = 1 << 20
+LINE_BYTES = 1 << 30
+_HELLO_SECS = 30.0
 # A process is a straggler if its host work per step is more than this multiple
 # of the median and more than this fraction of the step.
 _STRAGGLER_RATIO = 2.0
 _STRAGGLER_FRACTION = 0.2
-_MAX_REPORTED = 16  # Processes in a report.
+_MAX_LISTED = 20  # Processes in a message.
+
+
+def listen(port: int = 0) -> socket.socket:
+  """Opens a port of this host, by default any free one."""
+  if socket.has_dualstack_ipv6():
+    return socket.create_server(
+      ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
+    )
+  return socket.create_server(("", port), backlog=4096)
 
 
 class Member:
   """A process of the job, as seen by process 0."""
 
-  def __init__(self, index: int, host: str, pid: int, writer: Any):
+  def __init__(
+    self, index: int, host: str, pid: int, writer: asyncio.StreamWriter
+  ):
     self.index = index
     self.host = host
     self.pid = pid
@@ -51,46 +64,100 @@ class Member:
 
 
 class Hub:
-  """Receives messages from all processes and sends decisions to all."""
+  """Receives the messages of all processes; runs in process 0's event loop."""
 
   def __init__(
-    self, count: int, secret: str, heartbeat_secs: float, report_secs: float
+    self,
+    count: int,
+    secret: str,
+    *,
+    join_secs: float,
+    heartbeat_secs: float,
+    straggler_secs: float,
   ):
-    """See `connection.Connection`."""
     self._count = count
     self._secret = secret
+    self._join_secs = join_secs
     self._heartbeat_secs = heartbeat_secs
-    self._report_secs = report_secs
+    self._straggler_secs = straggler_secs
     self._members: dict[int, Member] = {}
+    self._settled = asyncio.Event()  # All have joined, or cannot.
+    self._problem = ""  # Why they cannot.
+    self._started = False
     self._ended = False
     self._signal: str | None = None
     # {name: {process: values in order}} that have to be equal.
     self._values: dict[str, dict[int, list[Any]]] = {}
 
-  async def serve(self, sock: socket.socket) -> None:
-    """Accepts the processes and watches them until cancelled."""
+  async def serve(self, listening: socket.socket) -> None:
+    """Waits for all processes, then watches them while they run."""
     server = await asyncio.start_server(
-      self._connected, sock=sock, limit=LINE_BYTES
+      self._visit, sock=listening, limit=LINE_BYTES
     )
-    async with server:
-      await self._watch()
+    try:
+      await asyncio.wait_for(self._settled.wait(), self._join_secs)
+    except TimeoutError:
+      missing = sorted(set(range(self._count)) - self._members.keys())
+      shown = ", ".join(map(str, missing[:_MAX_LISTED]))
+      self._refuse(
+        f"{len(missing)} of {self._count} processes did not join within "
+        f"{self._join_secs:g} s (config.cluster.join_secs): {shown}"
+        + (", ..." if len(missing) > _MAX_LISTED else "")
+      )
+    except asyncio.CancelledError:
+      server.close()
+      raise
+    if self._problem:
+      await asyncio.Event().wait()  # Late visitors hear of it too.
+    server.close()  # jax uses the port next.
+    self._send_all({"kind": "welcome", "secret": self._secret})
+    await self._watch()
 
-  async def _connected(self, reader: Any, writer: Any) -> None:
-    with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-      hello = json.loads(await asyncio.wait_for(reader.readline(), 30))
-      if not hmac.compare_digest(hello["secret"], self._secret):
-        raise ValueError("wrong secret")
+  async def _visit(
+    self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+  ) -> None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+      hello = json.loads(await asyncio.wait_for(reader.readline(), _HELLO_SECS))
       member = Member(hello["index"], hello["host"], hello["pid"], writer)
-      self._members[member.index] = member
-      await self._listen(member, reader)
+      if self._admit(member, hello["count"]):
+        await self._listen(member, reader)
     writer.close()
 
-  async def _listen(self, member: Member, reader: Any) -> None:
+  def _admit(self, member: Member, count: int) -> bool:
+    """Adds a process to the job, or says why none can begin."""
+    other = self._members.get(member.index)
+    if count != self._count:
+      self._refuse(
+        f"{member} was started with num_processes={count}, process 0 with "
+        f"{self._count}"
+      )
+    elif other is not None:
+      self._refuse(
+        f"two processes have index {member.index}: {member} and {other}"
+      )
+    if self._problem:
+      _send(member, {"kind": "problem", "reason": self._problem})
+      return False
+    self._members[member.index] = member
+    if self._members.keys() == set(range(self._count)):
+      self._started = True
+      self._settled.set()
+    return True
+
+  def _refuse(self, problem: str) -> None:
+    if not self._problem:
+      self._problem = problem
+      self._send_all({"kind": "problem", "reason": problem})
+      self._settled.set()
+
+  async def _listen(self, member: Member, reader: asyncio.StreamReader) -> None:
     with contextlib.suppress(OSError, ValueError):
       while line := await reader.readline():
         member.silent_secs = 0.0
         self._receive(member, json.loads(line))
-    if not member.done:
+    if not self._started:
+      del self._members[member.index]  # It may be started again.
+    elif not member.done:
       self._end(
         EXIT_LOST,
         f"{member} disconnected without an error, perhaps killed; it was in "
@@ -99,10 +166,17 @@ class Hub:
 
   def _receive(self, member: Member, message: dict[str, Any]) -> None:
     kind = message["kind"]
+    members = self._members.values()
     if kind == "heartbeat":
       member.phase, member.step = message["phase"], message["step"]
       member.on_device = message["on_device"]
       member.host_secs = message["host_secs"]
+    elif kind == "post":
+      message["index"] = member.index
+      if message["to"] is None:
+        self._send_all(message)
+      else:
+        _send(self._members[message["to"]], message)
     elif kind == "fail":
       member.done = True
       reason = f"{member}: {message['reason']}"
@@ -116,16 +190,14 @@ class Hub:
       self._send_all({"kind": "signal", "reason": self._signal})
     elif kind == "calls":
       member.num_calls = message["calls"]
-      calls = [m.num_calls for m in self._members.values()]
-      if len(calls) == self._count and None not in calls:
+      calls = [m.num_calls for m in members if m.num_calls is not None]
+      if len(calls) == self._count:
         # Each process blocks in its current or next call of should_end, so
         # none has begun this one.
-        call = 1 + max(n for n in calls if n is not None)
-        self._send_all({"kind": "end_at_call", "call": call})
+        self._send_all({"kind": "end_at_call", "call": 1 + max(calls)})
     elif kind == "done":
       member.done = True
-      members = self._members.values()
-      if len(members) == self._count and all(m.done for m in members):
+      if all(m.done for m in members):
         self._send_all({"kind": "all_done"})
 
   def _compare(self, member: Member, name: str, value: Any) -> None:
@@ -162,20 +234,20 @@ class Hub:
       )
 
   def _send_all(self, message: dict[str, Any]) -> None:
-    line = json.dumps(message).encode() + b"\n"
+    line = _line(message)
     for member in self._members.values():
       with contextlib.suppress(OSError):
         member.writer.write(line)
 
   async def _watch(self) -> None:
-    reported = last = time.monotonic()
+    checked = last = time.monotonic()
     while True:
       await asyncio.sleep(HEARTBEAT_SECS)
       now = time.monotonic()
       # If this process itself was stopped for long, the others were not silent.
       passed, last = min(now - last, 2 * HEARTBEAT_SECS), now
       self._send_all({"kind": "heartbeat"})
-      for member in list(self._members.values()):
+      for member in self._members.values():
         member.silent_secs += passed
         if not member.done and member.silent_secs > self._heartbeat_secs:
           self._end(
@@ -184,8 +256,8 @@ class Hub:
             "(config.cluster.heartbeat_secs): it was stopped, or its network "
             f"is down; it was in phase {member.phase!r} at step {member.step}",
           )
-      if now - reported > self._report_secs:
-        reported = now
+      if now - checked > self._straggler_secs:
+        checked = now
         for line in self._stragglers(now):
           logging.warning("%s", line)
 
@@ -217,9 +289,18 @@ class Hub:
     ]
     if lines:
       slowest = sorted(host_secs_per_step.items(), key=lambda item: -item[1])
-      shown = [f"{i}: {secs:.3g}" for i, secs in slowest[:_MAX_REPORTED]]
+      shown = [f"{i}: {secs:.3g}" for i, secs in slowest[:_MAX_LISTED]]
       lines.append(
         f"host seconds per step, by process: {', '.join(shown)}; a step takes "
         f"{statistics.median(step_secs):.3g}."
       )
     return lines
+
+
+def _line(message: dict[str, Any]) -> bytes:
+  return json.dumps(message).encode() + b"\n"
+
+
+def _send(member: Member, message: dict[str, Any]) -> None:
+  with contextlib.suppress(OSError):
+    member.writer.write(_line(message))

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from bigtrain.cluster import channel
 from bigtrain.settings import ConfigError
 
 # Same as jax's: above the ports that operating systems assign by themselves.
@@ -217,14 +218,8 @@ def _devices(env: Mapping[str, str], ranks: _Ranks | None) -> list[int] | None:
 
 
 def _from_tpu_slice(timeout_secs: float) -> Place | None:
-  """From the environment on GKE, else from the metadata server.
-
-  jax detects both, also for several slices, but has no public function for
-  that alone.
-  """
-  from jax._src import clusters
-
-  for cluster in (clusters.GkeTpuCluster, clusters.GceTpuCluster):
+  """From the environment on GKE, else from the metadata server."""
+  for cluster in channel.tpu_clusters():
     try:
       if not cluster.is_env_present():
         continue

@@ -1,25 +1,28 @@
 """The process and its job: signals, exit codes, joining other processes.
 
 Importing this module is quick and does not load jax, so that signals can be
-caught before the slow imports begin. Running processes communicate through
-connection.py; a process that runs alone has no connection.
+caught before the slow imports begin.
 """
 
 import contextlib
-import gc
-import itertools
 import json
 import logging
 import os
-import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from bigtrain.cluster import channel, hub
+from bigtrain.cluster.channel import Event, JobError
+
 if TYPE_CHECKING:
   from bigtrain.cluster import launchers
+  from bigtrain.settings import Config
+
+__all__ = ["Event", "JobError"]
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -31,27 +34,22 @@ _TIMES = {"join_secs": 300.0, "heartbeat_secs": 30.0, "straggler_secs": 60.0}
 
 _signals: list[int] = []
 _profile_requests: list[bool] = []
-_connection: Any = None  # To the job's other processes; None if alone.
 _agrees_on_end = False  # Whether `preempted` was called: processes are in step.
-_on_hang: list[Callable[[], Any]] = []
-_num_comparisons = itertools.count()
-_num_broadcasts = itertools.count()
-# Process 0 is a few steps ahead at most, with a few broadcasts each.
-_KEPT_BROADCASTS = 1000
+
+# The channel to the job's other processes, and what others use of it.
+job = channel.Channel()
+gather = job.gather
+broadcast = job.broadcast
+event = job.event
+require_equal = job.require_equal
+report_phase = job.report_phase
+host_work_done = job.host_work_done
+on_hang = job.on_hang
+on_abrupt_end = job.on_abrupt_end
 
 
 class Preempted(Exception):
   """A signal ended the run; the state, if any, is saved."""
-
-
-def begin() -> None:
-  """Does what comes before the slow imports: see `catch_signals`.
-
-  Imports and traces leave a million objects that stay alive. Collecting garbage
-  among them, as often as Python does, takes a tenth of the time of an import.
-  """
-  gc.set_threshold(50_000, 20, 20)
-  catch_signals()
 
 
 def catch_signals() -> None:
@@ -73,16 +71,15 @@ def _on_signal(number: int, frame: Any) -> None:
       f"second signal, {name}: exiting now; the last checkpoint is intact."
     )
     code = EXIT_PREEMPTED if number != signal.SIGINT else 128 + number
-    if _connection is not None:
-      _connection.fail_now(code, f"second signal, {name}")
+    if job.joined:
+      job.fail_now(code, f"second signal, {name}")
     os._exit(code)
   _signals.append(number)
   _print(
     f"{name}: will finish the step, save and exit with {EXIT_PREEMPTED}; "
     "a second signal exits at once."
   )
-  if _connection is not None:
-    _connection.report_signal(name)
+  job.report_signal(name)
 
 
 def received() -> list[int]:
@@ -103,9 +100,11 @@ def preempted() -> bool:
   """
   global _agrees_on_end
   _agrees_on_end = True
-  if _connection is None:
+  if not job.joined:
     return bool(_signals)
-  return _connection.should_end()
+  if _signals:  # Perhaps it came before this process had joined.
+    job.report_signal(signal.Signals(_signals[0]).name)
+  return job.should_end()
 
 
 def profile_requested() -> bool:
@@ -121,15 +120,16 @@ def check_preempted() -> None:
   Does nothing once the processes of a job agree on their end (`preempted`):
   then none of them may end by itself.
   """
-  if _signals and not (_agrees_on_end and _connection is not None):
+  if _signals and not (_agrees_on_end and job.joined):
     raise Preempted(f"{signal.Signals(_signals[0]).name} received")
 
 
-def join_job(config: Any) -> None:
+def join_job(config: "Config") -> None:
   """Joins the job's other processes, if the launcher started several.
 
   See launchers.py for how a job is detected. Call this before jax is asked
-  for its devices.
+  for its devices. If jax.distributed is initialized already, its processes
+  are the job.
 
   Reads config.cluster: `join_secs` (300), time limit for all processes to
   join; `heartbeat_secs` (30), silence after which a process counts as lost;
@@ -139,7 +139,7 @@ def join_job(config: Any) -> None:
   Raises:
     ConfigError: one of these is wrong, or the job has another number of
       processes or devices than expected.
-    RuntimeError: other processes did not join, or cannot be reached.
+    JobError: other processes did not join, or cannot be reached.
   """
   import jax
 
@@ -147,15 +147,13 @@ def join_job(config: Any) -> None:
   from bigtrain.cluster import launchers
 
   options = config.kwargs("cluster")
-  times = {
-    name: settings.check_number(
-      f"config.cluster.{name}", options.pop(name, default), above=0
-    )
-    for name, default in _TIMES.items()
-  }
-  for name in options:
+  for name in options.keys() - _TIMES.keys():
     hint = settings.did_you_mean(name, _TIMES)
     raise settings.ConfigError(f"config.cluster.{name}: unknown key.{hint}")
+  times = {
+    name: settings.check_number(f"config.cluster.{name}", value, above=0)
+    for name, value in {**_TIMES, **options}.items()
+  }
   expected = {
     name: config.get(f"expect_{name}") for name in ("processes", "devices")
   }
@@ -170,52 +168,32 @@ def join_job(config: Any) -> None:
     place = launchers.detect(timeout_secs=times["join_secs"])
     if place is not None:
       check("processes", place.count)  # Before they wait for each other.
-      _form_job(place, times)
+      _start_jax(place, times)
     elif jax.process_count() > 1:
-      raise RuntimeError(
+      raise JobError(
         f"jax detected {jax.process_count()} processes, but the address of "
         "process 0 is unknown: pass --coordinator=HOST:PORT."
       )
+  elif jax.process_count() > 1 and not job.joined:
+    _join_running(times)
   check("processes", jax.process_count())
   check("devices", jax.device_count())
 
 
-def _form_job(place: "launchers.Place", times: Mapping[str, float]) -> None:
+def _start_jax(place: "launchers.Place", times: Mapping[str, float]) -> None:
   """Waits for the other processes and starts jax's runtime on all of them."""
-  global _connection
   import jax
   from absl import logging as absl_logging
 
-  from bigtrain.cluster import connection, rendezvous
-
   address, count, index = place.address, place.count, place.index
-  joined = connection.Connection(
+  host, _, port = address.rpartition(":")
+  job.join(
+    [(host.strip("[]"), int(port))],
     index,
     count,
-    heartbeat_secs=times["heartbeat_secs"],
-    report_secs=times["straggler_secs"],
-    on_hang=_call_on_hang,
-  )
-  port = joined.listen() if index == 0 else 0
-  token = rendezvous.meet(
-    address,
-    index,
-    count,
-    timeout_secs=times["join_secs"],
-    token={"port": port, "secret": secrets.token_hex(16)},
     check=check_preempted,
+    **times,
   )
-  host = address.rpartition(":")[0].strip("[]") if index else "localhost"
-  try:
-    joined.connect(
-      host, token["port"], secret=token["secret"], timeout_secs=60.0
-    )
-  except OSError as e:
-    raise RuntimeError(
-      f"process {index} cannot reach process 0 at {host} port "
-      f"{token['port']}: {e}; is the port open between the hosts?"
-    ) from e
-  _connection = joined
   absl_logging.info(
     "Process %d of %d (launcher: %s); process 0 is at %s.",
     index,
@@ -223,8 +201,6 @@ def _form_job(place: "launchers.Place", times: Mapping[str, float]) -> None:
     place.launcher,
     address,
   )
-  if _signals:
-    joined.report_signal(signal.Signals(_signals[0]).name)
 
   def initialize() -> None:
     # jax's handler of SIGTERM would replace ours.
@@ -245,6 +221,41 @@ def _form_job(place: "launchers.Place", times: Mapping[str, float]) -> None:
   Background(initialize, "join").result()
 
 
+def _join_running(times: Mapping[str, float]) -> None:
+  """Joins the processes of a job that jax has formed, as in a notebook.
+
+  They learn the addresses of process 0 through the devices.
+  """
+  import jax
+  import numpy as np
+  from jax.experimental import multihost_utils
+
+  index, listening = jax.process_index(), None
+  text = np.zeros(1024, np.uint8)
+  if index == 0:
+    listening = hub.listen()
+    hosts = [socket.gethostname(), "127.0.0.1"]
+    with (
+      contextlib.suppress(OSError),
+      socket.socket(type=socket.SOCK_DGRAM) as s,
+    ):
+      s.connect(("192.0.2.1", 9))  # Any other host; this sends nothing.
+      hosts.insert(0, s.getsockname()[0])
+    port = listening.getsockname()[1]
+    content = json.dumps([(host, port) for host in hosts]).encode()
+    text[: len(content)] = list(content)
+  text = np.asarray(multihost_utils.broadcast_one_to_all(text))
+  addresses = [(h, p) for h, p in json.loads(bytes(text).rstrip(b"\0"))]
+  job.join(
+    addresses,
+    index,
+    jax.process_count(),
+    listening=listening,
+    check=check_preempted,
+    **times,
+  )
+
+
 def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
   """Compares config, code and packages of all processes; waits for them.
 
@@ -252,13 +263,12 @@ def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
     ConfigError: on all processes, naming every value that differs from process
       0's and its process.
   """
-  if _connection is None:
+  if not job.joined:
     return
   from bigtrain import settings
 
   own = [f"{name}={value!r}" for name, value in sorted(identity().items())]
-  key = f"bigtrain/require_same_run/{next(_num_comparisons)}"
-  by_process = share(key, own, _TIMES["join_secs"])
+  by_process = gather(own, "identity")
   problems = []
   for index, values in enumerate(by_process):
     if others := sorted(set(values) - set(by_process[0])):
@@ -271,111 +281,15 @@ def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
     )
 
 
-def require_equal(name: str, value: Any) -> None:
-  """Ends the job with code 2 if processes pass different values for `name`.
-
-  Unlike `require_same_run` this returns at once, so threads may call it.
-  """
-  if _connection is not None:
-    _connection.require_equal(name, value)
-
-
-def share(key: str, value: Any, timeout_secs: float) -> list[Any]:
-  """Returns the values of all processes, by process; acts as a barrier.
-
-  Uses the key-value store of jax.distributed, not the devices, so threads may
-  call it while the devices train.
-
-  Raises:
-    JaxRuntimeError: a process did not share its value in time.
-  """
-  import jax
-
-  count = jax.process_count()
-  if count == 1:
-    return [value]
-  # jax has no public way to its key-value store.
-  from jax._src import distributed
-
-  client = distributed.global_state.client
-  client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
-  timeout = int(timeout_secs * 1000)
-  return [
-    json.loads(client.blocking_key_value_get(f"{key}/{i}", timeout))
-    for i in range(count)
-  ]
-
-
-def broadcast(value: Any) -> Any:
-  """Returns process 0's value on all processes.
-
-  Unlike a collective of jax this waits for process 0 only, and for no device.
-  All processes call it equally often.
-  """
-  import jax
-
-  if jax.process_count() == 1:
-    return value
-  # jax has no public way to its key-value store.
-  from jax._src import distributed
-
-  client = distributed.global_state.client
-  number = next(_num_broadcasts)
-  if jax.process_index() == 0:
-    client.key_value_set(f"bigtrain/broadcast/{number}", json.dumps(value))
-    if number >= _KEPT_BROADCASTS:
-      old = number - _KEPT_BROADCASTS
-      client.key_value_delete(f"bigtrain/broadcast/{old}")
-    return value
-  timeout = 24 * 3600 * 1000  # Longer than the watchdog's limits.
-  return json.loads(
-    client.blocking_key_value_get(f"bigtrain/broadcast/{number}", timeout)
-  )
-
-
-def report_phase(phase: str, step: int) -> None:
-  """Reports the current phase to process 0, for its messages."""
-  if _connection is not None:
-    _connection.report_phase(phase, step)
-
-
-def host_work_done() -> None:
-  """Reports that the host's part of the step is done; the device's begins.
-
-  The device's part needs all hosts. The time up to here is host work, and a
-  host that takes longer than the others is a straggler.
-  """
-  if _connection is not None:
-    _connection.host_work_done()
-
-
-def on_abrupt_end(release: Callable[[], None]) -> None:
-  """Calls `release` if another process makes this one end."""
-  if _connection is not None:
-    _connection.on_abrupt_end(release)
-
-
-def on_hang(report: Callable[[], Any]) -> None:
-  """Calls `report` before the end if any process of the job hangs."""
-  _on_hang[:] = [report]
-
-
-def _call_on_hang() -> None:
-  for report in _on_hang:
-    report()
-
-
 def end_job(code: int, reason: str, *, hang: bool = False) -> None:
   """Ends all processes of the job with `code`; does nothing in a single one.
 
   This process ends too, with a message that names the process that failed
   first and its reason.
   """
-  if _connection is None:
-    return
-  if code == EXIT_PREEMPTED and _connection.ending:
-    return  # All processes have agreed on it already.
-  _connection.fail(code, reason, hang=hang)
+  agreed = code == EXIT_PREEMPTED and job.ending
+  if job.joined and not agreed:
+    job.fail(code, reason, hang=hang)
 
 
 class Background:
@@ -426,8 +340,8 @@ def exit_now(code: int) -> NoReturn:
   Interpreter shutdown would wait for a thread that compiles and, with several
   processes, for a barrier that a failed one never reaches.
   """
-  if _connection is not None and not _connection.failed:
-    _connection.close()
+  if job.joined and not job.failed:
+    job.close()
   logging.shutdown()
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError):  # It may be a file on a full disk.

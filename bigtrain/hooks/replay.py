@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain.checkpoints import comparison, peers
+from bigtrain.checkpoints import comparison
 from bigtrain.runtime.hook_context import Context
 from bigtrain.settings import check_number
 
@@ -36,14 +36,12 @@ class Hook:
     self._policy = context.check_policy(policy)
     self._context = context
     self._copy: Any = None
-    self._peers: peers.Peers | None = None
 
   def around_update(
     self, step: int, update: Callable[..., Any], state: Any, *rest: Any
   ) -> tuple[Any, Any]:
     if step % self._every:
       return update(state, *rest)
-    self._peers = self._peers or peers.Peers()
     # The update overwrites the state that it is given.
     first_state, first_metrics = update(self._copied(state), *rest)
     # CPU devices would run both at once, and mix up their messages.
@@ -52,7 +50,6 @@ class Hook:
     what = comparison.results(
       {"state": first_state, "step_metrics": first_metrics},
       {"state": new_state, "step_metrics": metrics},
-      self._peers,
     )
     if what:
       self._context.reject_state(

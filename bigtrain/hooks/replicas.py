@@ -1,6 +1,6 @@
 """Compares the copies of parameters and optimizer state on all devices."""
 
-from bigtrain.checkpoints import comparison, peers
+from bigtrain.checkpoints import comparison
 from bigtrain.runtime.hook_context import Context
 from bigtrain.settings import check_number
 
@@ -27,7 +27,6 @@ class Hook:
     self._policy = context.check_policy(policy)
     self._context = context
     self._compared = -1  # Newest step that was compared.
-    self._peers: peers.Peers | None = None
 
   def after_step(self, step: int) -> None:
     if step % self._every == 0:
@@ -38,8 +37,7 @@ class Hook:
       self._compare(step)
 
   def _compare(self, step: int) -> None:
-    self._peers = self._peers or peers.Peers()
-    what = comparison.replicas(self._context.state, self._peers)
+    what = comparison.replicas(self._context.state)
     self._compared = step
     if what:
       self._context.reject_state(

@@ -9,8 +9,8 @@ import shutil
 import jax
 from support import saved_states
 
-from bigtrain.checkpoints import checkpointer, local_tier, transfers
-from bigtrain.checkpoints import peers as peers_lib
+from bigtrain.checkpoints import checkpointer, local_tier
+from bigtrain.cluster import process, transfers
 
 
 def run(folder):
@@ -40,7 +40,7 @@ def run(folder):
     saver.close()
 
   def lose(tier, *steps):
-    peers_lib.Peers()  # All processes have written.
+    process.gather(None)  # All processes have written.
     own = os.path.join(tier._root, "1")
     for name in os.listdir(own) if is_second else ():
       step = name.partition("-")[0]
@@ -48,7 +48,7 @@ def run(folder):
         shutil.rmtree(os.path.join(own, name))
 
   def restored(like):
-    peers_lib.Peers()
+    process.gather(None)
     result = new_tier().restore(None, like)
     if result is None:
       return "none"
@@ -67,18 +67,15 @@ def run(folder):
   save(tier, alike, 3, 4)
   lose(tier)
   sent = []
-  sendall = transfers.fetch
-  transfers.fetch = lambda *args: (sent.append(len(args[2])), sendall(*args))
+  fetch = transfers.fetch
+  transfers.fetch = lambda *args: (sent.append(len(args[1])), fetch(*args))
   events.append(restored(alike))
-  transfers.fetch = sendall
+  transfers.fetch = fetch
   events.append(sum(sent))
 
   # Nobody serves to strangers, and a failure to receive is no end.
   if is_second:
-    transfers.fetch = lambda address, secret, *rest: sendall(
-      address, "guessed", *rest
-    )
+    process.job.secret = "guessed"
   events.append(restored(alike))
-  transfers.fetch = sendall
-  peers_lib.Peers()
+  process.gather(None)
   return events
