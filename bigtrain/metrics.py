@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain.settings import ConfigError
-from bigtrain.types import Metrics
+from bigtrain.types import Batch, Metrics
 
 Pair = tuple[Any, Any]  # (sum, weight)
 
@@ -28,40 +28,30 @@ Pair = tuple[Any, Any]  # (sum, weight)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:
-  """Sum of values.
-
-  Attributes:
-    total: float32 scalar.
-  """
+  """Sum of values; `total` is a float32 scalar."""
 
   total: Any
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
-    """Sum of values times weights; see `pair`."""
+    """Sum of values times weights, as in `pair`."""
     return cls(pair(values, weights)[0])
 
   def merge(self, other: Self) -> Self:
-    """The metric of all values."""
     return type(self)(self.total + other.total)
 
   @classmethod
   def value(cls, parts: Iterable[Self]) -> float:
-    """The number to write, from fetched parts."""
     return math.fsum(float(part.total) for part in parts)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Last:
-  """The newest of several values.
+  """The newest of several values; `newest` and `count` are float32 scalars.
 
   Meant for values that do not depend on the examples of a microbatch, such as
   a temperature. Other values would come from the last microbatch alone.
-
-  Attributes:
-    newest: float32 scalar.
-    count: number of values.
   """
 
   newest: Any
@@ -69,17 +59,15 @@ class Last:
 
   @classmethod
   def of(cls, value: jax.Array) -> Self:
-    """Metric of a scalar."""
     return cls(jnp.asarray(value, jnp.float32), jnp.ones((), jnp.float32))
 
   def merge(self, other: Self) -> Self:
-    """The metric of all values; the values of `other` are newer."""
+    """The values of `other` are newer."""
     newest = jnp.where(other.count > 0, other.newest, self.newest)
     return type(self)(newest, self.count + other.count)
 
   @classmethod
   def value(cls, parts: Iterable[Self]) -> float:
-    """The number to write, from fetched parts; NaN without values."""
     values = [float(part.newest) for part in parts if part.count > 0]
     return values[-1] if values else math.nan
 
@@ -89,9 +77,7 @@ class Last:
 class Max:
   """The largest of several values; NaN if one of them is.
 
-  Attributes:
-    largest: float32 scalar.
-    count: number of values.
+  `largest` and `count` are float32 scalars.
   """
 
   largest: Any
@@ -99,13 +85,7 @@ class Max:
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
-    """Metric of values.
-
-    Args:
-      values: any shape.
-      weights: broadcastable to `values`; a value with weight zero is padding
-        and does not count.
-    """
+    """Metric of values of any shape; those of weight zero do not count."""
     values = values.astype(jnp.float32)
     if weights is None:
       return cls(jnp.max(values), jnp.asarray(values.size, jnp.float32))
@@ -115,7 +95,6 @@ class Max:
     return cls(jnp.where(count > 0, largest, 0.0), count)
 
   def merge(self, other: Self) -> Self:
-    """The metric of all values."""
     largest = jnp.maximum(self.largest, other.largest)
     largest = jnp.where(self.count > 0, largest, other.largest)
     largest = jnp.where(other.count > 0, largest, self.largest)
@@ -123,7 +102,6 @@ class Max:
 
   @classmethod
   def value(cls, parts: Iterable[Self]) -> float:
-    """The number to write, from fetched parts; NaN without values."""
     values = [part.largest for part in parts if part.count > 0]
     return float(np.max(values)) if values else math.nan
 
@@ -131,26 +109,19 @@ class Max:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Min:
-  """The smallest of several values; NaN if one of them is.
-
-  Attributes:
-    negative: `Max` of the values times -1.
-  """
+  """The smallest of several values; NaN if one of them is."""
 
   negative: Max
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
-    """Metric of values; see `Max.of`."""
     return cls(Max.of(-values.astype(jnp.float32), weights))
 
   def merge(self, other: Self) -> Self:
-    """The metric of all values."""
     return type(self)(self.negative.merge(other.negative))
 
   @classmethod
   def value(cls, parts: Iterable[Self]) -> float:
-    """The number to write, from fetched parts; NaN without values."""
     return -Max.value(part.negative for part in parts)
 
 
@@ -182,16 +153,7 @@ class Histogram:
     high: float = 1.0,
     bins: int = 20,
   ) -> Self:
-    """Histogram of values.
-
-    Args:
-      values: any shape.
-      weights: broadcastable to `values`; ones unless given. A value with weight
-        zero is padding and does not count.
-
-    Raises:
-      ValueError: no bins, or `high` is not above `low`.
-    """
+    """Histogram of values of any shape; those of weight zero do not count."""
     if not (low < high and bins >= 1):
       raise ValueError(f"a histogram of {bins} bins from {low} to {high}")
     values = values.astype(jnp.float32)
@@ -210,7 +172,6 @@ class Histogram:
     return np.linspace(self.low, self.high, len(self.counts) + 1)
 
   def merge(self, other: Self) -> Self:
-    """The histogram of all values."""
     return type(self)(self.counts + other.counts, self.low, self.high)
 
   @classmethod
@@ -225,13 +186,10 @@ _KINDS = (Sum, Last, Max, Min, Histogram)
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
-  """The same metrics.
-
-  Args:
-    metrics: {name: metric}, as tasks and predict functions return them.
+  """Returns what a task or predict function returned, if it is metrics.
 
   Raises:
-    ConfigError: a value is not a metric, or "loss" is not a pair.
+    ConfigError: a value is not a metric, or "loss" is not (sum, weight).
   """
   if not isinstance(metrics, Mapping):
     raise ConfigError(
@@ -253,12 +211,9 @@ def pair(values: jax.Array, weights: jax.Array | None = None) -> Pair:
   """(sum, weight) of per-example values.
 
   Args:
-    values: [B, ...] values; they are summed in float32.
+    values: [B, ...], summed in float32.
     weights: broadcastable to `values`; ones unless given. A value with weight
       zero is padding and does not count, even if it is not finite.
-
-  Returns:
-    Two float32 scalars.
   """
   values = values.astype(jnp.float32)
   if weights is None:
@@ -270,11 +225,21 @@ def pair(values: jax.Array, weights: jax.Array | None = None) -> Pair:
   )
 
 
-def example_weights(batch: Mapping[str, Any], like: jax.Array) -> jax.Array:
+def example_weights(batch: Batch, like: jax.Array) -> jax.Array:
   """[B] float32 weights: the batch's "_mask" of padding, or ones."""
   if "_mask" in batch:
     return batch["_mask"].astype(jnp.float32)
   return jnp.ones(like.shape[:1], jnp.float32)
+
+
+def labelled_weights(batch: Batch, labels: jax.Array) -> jax.Array:
+  """[B] float32 weights, which are 0 also for examples without a label.
+
+  Args:
+    labels: class numbers [B], negative without a label, or multi-hot [B, C].
+  """
+  labelled = labels >= 0 if labels.ndim == 1 else jnp.any(labels > 0, -1)
+  return example_weights(batch, labels) * labelled
 
 
 def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
@@ -293,11 +258,24 @@ def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
   return jnp.any(jnp.take_along_axis(labels, best_Bk, axis=-1) > 0, axis=-1)
 
 
-def merge(first: Metrics, second: Metrics) -> Metrics:
-  """Metrics of all values, by name; `second` is the newer one.
+def top_k_accuracies(
+  scores_BC: jax.Array,
+  labels: jax.Array,
+  weight_B: jax.Array,
+  top_k: Iterable[int],
+) -> Metrics:
+  """Accuracy "acc" for k = 1, "top5_acc" for k = 5, ...; without any k > C."""
+  return {
+    "acc" if k == 1 else f"top{k}_acc": pair(
+      top_k_hits(scores_BC, labels, k), weight_B
+    )
+    for k in top_k
+    if k <= scores_BC.shape[-1]
+  }
 
-  Both have the same names, and the same kind of metric under each.
-  """
+
+def merge(first: Metrics, second: Metrics) -> Metrics:
+  """Metrics of all values, by name; the ones of `second` are newer."""
 
   def merge_one(a: Any, b: Any) -> Any:
     if isinstance(a, _KINDS):
@@ -315,9 +293,6 @@ def means(pairs: Mapping[str, Pair]) -> dict[str, Any]:
 def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
   """Values of metrics over batches, merged exactly on the host.
 
-  The division of the examples into batches changes a mean or a sum only by the
-  rounding within each batch.
-
   Returns:
     {name: float, or `Histogram` for a histogram}. A mean of weight zero is NaN.
   """
@@ -331,8 +306,7 @@ def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _host_value(parts: list[Any]) -> Any:
   if isinstance(parts[0], _KINDS):
     return parts[0].value(parts)
-  weight = math.fsum(float(weight) for _, weight in parts)
-  total = math.fsum(float(total) for total, _ in parts)
+  total, weight = (math.fsum(map(float, column)) for column in zip(*parts))
   return total / weight if weight else math.nan
 
 

@@ -19,17 +19,10 @@ from bigtrain.files import paths
 from bigtrain.inputs import eval_input, labels
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
+from bigtrain.types import Batch, PredictFn, Variables
 
 # Keys of an entry that `from_config` reads; the others are options.
-_KEYS = (
-  "at_start",
-  "enabled",
-  "log_steps",
-  "pred",
-  "pred_kw",
-  "type",
-  "weights",
-)
+_KEYS = "at_start enabled log_steps pred pred_kw type weights".split()
 # Arguments of an evaluator that the program passes, if it has parameters for
 # them.
 _GIVEN = ("predict_fn", "batches", "context")
@@ -41,19 +34,15 @@ class Context(NamedTuple):
   Attributes:
     name: name of the evaluation in the config; prefix of its metrics.
     workdir: folder of the run; "" without a run.
-    mesh: device mesh.
     batch_size: global batch size of training, the default for evaluations.
     pp_modules: dotted names of the user's preprocessing modules.
     progress: called with (finished batches, number of batches); can raise to
       stop the evaluation.
-    vocab_sizes: {feature of a batch: number of ids that the model can take},
-      see `parts.vocab_sizes`.
+    vocab_sizes: {feature of a batch: number of ids that the model can take}.
     class_names: {feature: names of its classes by number in training}.
     negative_ids: features whose negative values mean "no label".
-    variables: jax.ShapeDtypeStructs of the argument of `run`, with shardings;
-      None if they are unknown.
-    compile: (name, fn, *specs, closure, **options of jax.jit) -> compiled fn,
-      see Programs.compile; None for jax.jit.
+    variables: ShapeDtypeStructs of the argument of `run`, if known.
+    compile: `Programs.compile`; None for jax.jit.
   """
 
   name: str
@@ -98,7 +87,6 @@ class Batches:
   trust_class_numbers: bool = False
 
   def replace(self, **options: Any) -> "Batches":
-    """Returns batches with other attributes, such as other data."""
     return dataclasses.replace(self, **options)
 
   def labelled(self, feature: str, num_classes: int | None) -> "Batches":
@@ -107,8 +95,7 @@ class Batches:
     Negative class numbers mean that an example has no label.
 
     Args:
-      num_classes: larger class numbers are errors (`parts.ClassCount`); None
-        allows all.
+      num_classes: larger numbers are errors; None allows all.
     """
     sizes = {k: n for k, n in self.context.vocab_sizes.items() if k != feature}
     if num_classes is not None:
@@ -120,11 +107,7 @@ class Batches:
 
   @functools.cached_property
   def input(self) -> eval_input.EvalInput:
-    """The input that makes the batches; opens the data when first used.
-
-    Raises:
-      ConfigError: the data or its preprocessing cannot be used.
-    """
+    """The input that makes the batches; opens the data when first used."""
     made = eval_input.make_eval(
       data=dict(self.data),
       pp=self.pp,
@@ -138,25 +121,19 @@ class Batches:
     made.limit_ids(self.context.vocab_sizes, self.context.negative_ids)
     return made
 
-  def map(self, fn: Callable[[Any, Any], Any]) -> Callable[[Any], list[Any]]:
+  def map(self, fn: PredictFn) -> Callable[[Variables], list[Any]]:
     """Compiles a function for the batches.
 
     Args:
       fn: (variables, batch) -> tree of arrays. The batch is a dict with the
-        features and "_mask" [B], which is 0 for padding. It is compiled once
-        for all starts if its closure has only numbers, texts, tuples, arrays of
-        numpy, and functions (runtime/closures.py).
+        features and "_mask" [B], which is 0 for padding.
 
     Returns:
       (variables) -> fn's result for each batch, in order, as numpy arrays.
-
-    Raises:
-      ConfigError: the data cannot be used, or lacks a feature that fn reads.
     """
     context = self.context
 
-    @functools.wraps(fn)
-    def fn_of_features(variables: Any, batch: Any) -> Any:
+    def fn_of_features(variables: Variables, batch: Batch) -> Any:
       return fn(variables, parts.Features(batch, context.path))
 
     replicated = sharding.replicated(context.mesh)
@@ -172,7 +149,7 @@ class Batches:
       )
     data = self.input
 
-    def run(variables: Any) -> list[Any]:
+    def run(variables: Variables) -> list[Any]:
       results = []
       for i, batch in enumerate(data.batches()):
         results.append(compiled(variables, batch))
@@ -184,11 +161,30 @@ class Batches:
 
     return run
 
+  def collect(self, fn: PredictFn) -> Callable[[Variables], Any]:
+    """Compiles a function whose results have one row for each example.
+
+    Args:
+      fn: (variables, batch) -> tree of [B, ...] arrays.
+
+    Returns:
+      (variables) -> the tree of [N, ...] numpy arrays of all examples, in
+      order, without the rows of padding.
+    """
+    run = self.map(lambda params, batch: (fn(params, batch), batch["_mask"]))
+
+    def collected(variables: Variables) -> Any:
+      results, masks = zip(*run(variables))
+      real = np.concatenate(masks) > 0
+      return jax.tree.map(lambda *xs: np.concatenate(xs)[real], *results)
+
+    return collected
+
 
 class Evaluator(Protocol):
   """Interface of the classes `Evaluator` in the evaluators' modules."""
 
-  def run(self, variables: Any, step: int) -> dict[str, Any]:
+  def run(self, variables: Variables, step: int) -> dict[str, Any]:
     """Evaluates the variables of `step`; the same on every process.
 
     The values are numbers, or images, texts, tables (reports/media.py) and
@@ -216,17 +212,17 @@ class Evaluation(NamedTuple):
   at_start: bool = False
 
   def owns(self, metric: str) -> bool:
-    """Returns whether a name in a row is one of this evaluation's results."""
+    """Whether a name in a row is one of this evaluation's results."""
     return metric.startswith(f"{self.name}/")
 
   def due(self, step: int, total_steps: int) -> bool:
-    """Returns whether the evaluation runs after `step` steps of training."""
+    """Whether the evaluation runs after `step` steps of training."""
     if step == 0:
       return self.at_start
     return step == total_steps or step % self.log_steps == 0
 
   def due_later(self, step: int, last_step: int, total_steps: int) -> bool:
-    """Returns whether it is due at a step in [step, last_step]."""
+    """Whether it is due at a step in [step, last_step]."""
     runs_before = max(step - 1, 0) // self.log_steps
     runs_in_all = last_step // self.log_steps
     return last_step == total_steps or runs_in_all > runs_before
@@ -234,7 +230,7 @@ class Evaluation(NamedTuple):
 
 def from_config(
   config: settings.Config,
-  predict_fns: Mapping[str, Callable[..., Any]],
+  predict_fns: Mapping[str, PredictFn],
   units: lengths.Units,
   context: Context,
   weights: Mapping[str, Any],
@@ -293,12 +289,12 @@ def from_config(
 
 
 def _predict_fn(
-  predict_fns: Mapping[str, Callable[..., Any]],
+  predict_fns: Mapping[str, PredictFn],
   name: str,
   options: Mapping[str, Any],
   path: str,
-) -> Callable[..., Any]:
-  """Returns a predict function with its options bound."""
+) -> PredictFn:
+  """A predict function with its options bound."""
   if name not in predict_fns:
     hint = settings.did_you_mean(name, predict_fns)
     raise ConfigError(
@@ -307,16 +303,16 @@ def _predict_fn(
   fn = predict_fns[name]
   settings.check_kwargs(fn, options, f"{path}.pred_kw", ("variables", "batch"))
 
-  def predict_fn(variables: Any, batch: Any, **more_options: Any) -> Any:
+  def predict_fn(variables: Variables, batch: Batch, **more: Any) -> Any:
     features = parts.Features(batch, path)
-    return fn(variables, features, **{**options, **more_options})
+    return fn(variables, features, **{**options, **more})
 
   return predict_fn
 
 
 def _bind(
   module: Any,
-  predict_fn: Callable[..., Any],
+  predict_fn: PredictFn,
   context: Context,
   options: Mapping[str, Any],
 ) -> Callable[[], Evaluator]:
@@ -375,7 +371,6 @@ def _check_batches(options: Mapping[str, Any], context: Context) -> None:
 
 
 def _check_exists(data: Any, key: str) -> None:
-  """Raises ConfigError if the data has a local path that does not exist."""
   path = data.get("path") if isinstance(data, Mapping) else None
   if not isinstance(path, str) or set(path) & set("*?[{") or ":/" in path:
     return  # A pattern, or remote: the source checks it when it is opened.
@@ -391,9 +386,6 @@ def check_class_names(
 
   An evaluator that compares the model's classes with labels calls it in its
   `check`. Sources that cannot name their classes pass.
-
-  Raises:
-    ConfigError: the names of the classes, or their order, differ.
   """
   names = context.class_names
   training = names.get(label_key, names.get("labels"))
@@ -417,11 +409,7 @@ def class_tokens(
 
 
 def check_numbers(path: str, values: Any, **limits: Any) -> None:
-  """Checks that an option is a non-empty list of numbers in a range.
-
-  Raises:
-    ConfigError: an empty list, another type, or a number out of range.
-  """
+  """Checks that an option is a non-empty list of numbers in a range."""
   if not isinstance(values, list | tuple) or not values:
     raise ConfigError(f"{path}: expected a list of numbers, got {values!r}.")
   for value in values:
@@ -429,11 +417,7 @@ def check_numbers(path: str, values: Any, **limits: Any) -> None:
 
 
 def tokenizer(spec: str, context: Context) -> tokenizers.Tokenizer:
-  """Returns the tokenizer of an entry's option `tokenizer`.
-
-  Raises:
-    ConfigError: there is no such file, or it is not a tokenizer.
-  """
+  """Returns the tokenizer of an entry's option `tokenizer`."""
   try:
     return tokenizers.get(spec)
   except ConfigError as e:

@@ -21,6 +21,7 @@ for, and the options of the config's entry as keyword arguments:
                `batches.map(fn)` compiles fn(variables, batch) and returns a
                function of the variables, whose result is the list of fn's
                results. Examples have weight 1 in batch["_mask"], padding has 0.
+               `batches.collect(fn)` returns the rows of all examples instead.
   context      Name, workdir, mesh and more of the run, an
                `evaluations.Context`.
 

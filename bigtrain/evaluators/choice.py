@@ -4,7 +4,7 @@ Legend: B batch, L tokens of a window.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from bigtrain.evaluation import evaluations
 from bigtrain.inputs import checks, sources
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError
+from bigtrain.types import Batch, PredictFn, Variables
 
 
 def check(
@@ -40,7 +41,6 @@ class Evaluator:
   Args:
     predict_fn: (variables, batch) -> {"log_likelihood": float [B], ...}, the
       sum over the `targets` [B, L] where `loss_mask` [B, L] is 1.
-    context: context of the run.
     data: source with a text, a list of texts and a number for each question,
       such as dict(type="jsonl", path="arc.jsonl").
     length: tokens of a window. Only the end of a longer context is used. All
@@ -60,7 +60,7 @@ class Evaluator:
 
   def __init__(
     self,
-    predict_fn: Callable[[Any, Any], Mapping[str, jax.Array]],
+    predict_fn: PredictFn,
     context: evaluations.Context,
     *,
     data: Mapping[str, Any],
@@ -97,7 +97,7 @@ class Evaluator:
       self._answers.append(answer)
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def log_likelihood(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+    def log_likelihood(variables: Variables, batch: Batch) -> jax.Array:
       result = predict_fn(variables, batch)
       if not isinstance(result, Mapping) or "log_likelihood" not in result:
         raise ConfigError(
@@ -109,11 +109,11 @@ class Evaluator:
     batches = evaluations.Batches(
       context, dict(type="arrays", arrays=arrays), batch_size=batch_size
     )
-    self._scores = batches.map(log_likelihood)
+    self._scores = batches.collect(log_likelihood)
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
+  def run(self, variables: Variables, step: int) -> dict[str, float]:
     """Returns {"acc", "acc_norm", "acc_bytes"}."""
-    scores = np.concatenate(self._scores(variables)).astype(np.float64)
+    scores = self._scores(variables).astype(np.float64)
     right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
     start = 0
     for choices, answer in zip(self._choices, self._answers):
@@ -154,14 +154,7 @@ def _text(raw: Any) -> str:
 
 
 class _Windows:
-  """Makes windows of a context and a choice.
-
-  Args:
-    bos: whether each context starts with a begin token.
-
-  Raises:
-    ConfigError: `bos` without a begin or end token.
-  """
+  """Makes windows of a context and a choice."""
 
   def __init__(
     self,
@@ -199,13 +192,10 @@ class _Windows:
         f"a choice of {size} tokens does not fit into length={self._length}"
       )
     ids = ids[-(self._length + 1) :]
-    used = len(ids) - 1
-    row = {
-      "tokens": np.zeros(self._length, np.int32),
-      "targets": np.zeros(self._length, np.int32),
-      "loss_mask": np.zeros(self._length, np.float32),
+    padding = (0, self._length - len(ids) + 1)
+    is_choice = np.arange(1, len(ids)) >= len(ids) - size
+    return {
+      "tokens": np.pad(ids[:-1], padding).astype(np.int32),
+      "targets": np.pad(ids[1:], padding).astype(np.int32),
+      "loss_mask": np.pad(is_choice, padding).astype(np.float32),
     }
-    row["tokens"][:used] = ids[:-1]
-    row["targets"][:used] = ids[1:]
-    row["loss_mask"][used - size : used] = 1
-    return row

@@ -1,12 +1,10 @@
 """Top-k accuracy, loss and calibration of a classifier.
 
-Results are exact for any number of hosts.
-
 Legend: B batch, C classes.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +14,12 @@ import numpy as np
 from bigtrain import metrics, settings
 from bigtrain.evaluation import evaluations
 from bigtrain.losses import cross_entropy
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
-_PROBABILITIES = {
-  "softmax_xent": jax.nn.softmax,
-  "sigmoid_xent": jax.nn.sigmoid,
-}
+# {name: (loss of logits and labels, probabilities of logits)}.
 _LOSSES = {
-  "softmax_xent": cross_entropy.softmax_xent,
-  "sigmoid_xent": cross_entropy.sigmoid_xent,
+  "softmax_xent": (cross_entropy.softmax_xent, jax.nn.softmax),
+  "sigmoid_xent": (cross_entropy.sigmoid_xent, jax.nn.sigmoid),
 }
 
 
@@ -33,10 +28,7 @@ def check(
 ) -> None:
   """Raises ConfigError for a wrong `loss`, `top_k` or other classes."""
   loss = options.get("loss", "softmax_xent")
-  if loss not in _LOSSES:
-    raise ConfigError(
-      f"{path}.loss: no loss {loss!r}.{did_you_mean(loss, _LOSSES)}"
-    )
+  settings.check_choice(f"{path}.loss", loss, _LOSSES)
   top_k = options.get("top_k", (1, 5))
   evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
   bins = options.get("calibration_bins", 0)
@@ -65,7 +57,7 @@ class Evaluator:
 
   def __init__(
     self,
-    predict_fn: Callable[[Any, Any], jax.Array],
+    predict_fn: PredictFn,
     batches: evaluations.Batches,
     *,
     loss: str = "softmax_xent",
@@ -73,25 +65,20 @@ class Evaluator:
     top_k: Sequence[int] = (1, 5),
     calibration_bins: int = 0,
   ):
-    top_k = tuple(top_k)  # Unlike a list it cannot change, see Batches.map.
+    loss_of, probabilities_of = _LOSSES[loss]
 
-    def outputs(variables: Any, batch: Mapping[str, Any]) -> metrics.Metrics:
+    def outputs(variables: Variables, batch: Batch) -> Metrics:
       logits_BC = predict_fn(variables, batch).astype(jnp.float32)
       labels = batch[label_key]
-      weight_B = metrics.example_weights(batch, logits_BC)
       # Some sets have images without a label (ImageNet ReaL).
-      labelled = labels >= 0 if labels.ndim == 1 else jnp.any(labels > 0, -1)
-      weight_B = weight_B * labelled
-      loss_B = _LOSSES[loss](logits_BC, labels)
-      result: metrics.Metrics = {"loss": metrics.pair(loss_B, weight_B)}
-      for k in top_k:
-        if k <= logits_BC.shape[-1]:
-          name = "acc" if k == 1 else f"top{k}_acc"
-          hit_B = metrics.top_k_hits(logits_BC, labels, k)
-          result[name] = metrics.pair(hit_B, weight_B)
+      weight_B = metrics.labelled_weights(batch, labels)
+      result = {
+        "loss": metrics.pair(loss_of(logits_BC, labels), weight_B),
+        **metrics.top_k_accuracies(logits_BC, labels, weight_B, top_k),
+      }
       if calibration_bins:
         hit_B = metrics.top_k_hits(logits_BC, labels, 1)
-        top_B = jnp.max(_PROBABILITIES[loss](logits_BC), -1)
+        top_B = jnp.max(probabilities_of(logits_BC), -1)
         for name, weight in {
           "confidence": weight_B,
           "_hits": weight_B * hit_B,
@@ -106,7 +93,7 @@ class Evaluator:
     num_classes = sizes.get(label_key, sizes.get("labels"))
     self._outputs = batches.labelled(label_key, num_classes).map(outputs)
 
-  def run(self, variables: Any, step: int) -> dict[str, Any]:
+  def run(self, variables: Variables, step: int) -> dict[str, Any]:
     """Returns {"acc", "top5_acc", "loss"}.
 
     With `calibration_bins` also the calibration error "ece" and the histogram
@@ -125,17 +112,14 @@ class Evaluator:
 def calibration_error(
   counts: np.ndarray, hits: np.ndarray, confidences: np.ndarray
 ) -> float:
-  """Mean difference of accuracy and confidence, over the bins of confidence.
+  """Mean difference of accuracy and confidence, from 0 to 1; NaN if empty.
 
-  Confidence is the probability of the best class. A bin has its upper edge.
+  Confidence is the probability of the best class.
 
   Args:
-    counts: number of examples in each bin.
+    counts: number of examples in each bin of confidence.
     hits: number of them whose best class is right.
     confidences: sum of their confidences.
-
-  Returns:
-    From 0 to 1; NaN without examples.
   """
   total = counts.sum()
   return float(np.abs(hits - confidences).sum() / total) if total else math.nan

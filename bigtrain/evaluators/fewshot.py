@@ -12,7 +12,7 @@ P penalties.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import numpy as np
 from bigtrain import settings, sharding
 from bigtrain.evaluation import evaluations
 from bigtrain.settings import ConfigError, DataError
+from bigtrain.types import Batch, PredictFn, Variables
 
 # Maximum number of examples on which a penalty is chosen.
 _MAX_TUNING = 4096
@@ -52,7 +53,6 @@ class Evaluator:
     predict_fn: (variables, batch) -> features [B, ...].
     batches: the examples from which shots are drawn, with the features
       `label_key` and the model's inputs.
-    context: context of the run.
     test_data: source of the test examples, as in config.input.data; they are
       preprocessed like the others.
     shots: numbers of examples per class; a smaller class gives all its
@@ -67,7 +67,7 @@ class Evaluator:
 
   def __init__(
     self,
-    predict_fn: Callable[[Any, Any], jax.Array],
+    predict_fn: PredictFn,
     batches: evaluations.Batches,
     context: evaluations.Context,
     *,
@@ -81,20 +81,17 @@ class Evaluator:
     self._path = context.path
     self._shots, self._l2, self._seeds = shots, l2, seeds
 
-    def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def outputs(variables: Variables, batch: Batch) -> Any:
       features = predict_fn(variables, batch).astype(jnp.float32)
-      return {
-        "x": features.reshape(features.shape[0], -1),
-        "y": jnp.where(batch["_mask"] > 0, batch[label_key], -1),
-      }
+      return features.reshape(features.shape[0], -1), batch[label_key]
 
     # Any classes: the probe has a head of its own.
     batches = batches.labelled(label_key, None)
     test_batches = batches.replace(
       data=test_data, num_examples=num_test_examples
     )
-    self._train = batches.map(outputs)
-    self._test = test_batches.map(outputs)
+    self._train = batches.collect(outputs)
+    self._test = test_batches.collect(outputs)
     replicated = sharding.replicated(context.mesh)
     self._fit = jax.jit(
       _fit,
@@ -110,10 +107,10 @@ class Evaluator:
     )
     self._ways = sharding.batch_ways(context.mesh)
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
+  def run(self, variables: Variables, step: int) -> dict[str, float]:
     """Returns {"5shot": accuracy, "5shot_std", ...}."""
-    x_ND, y_N = _features(self._train(variables))
-    test = _features(self._test(variables))
+    x_ND, y_N = _labelled(*self._train(variables))
+    test = _labelled(*self._test(variables))
     if not len(y_N) or not len(test[1]):
       raise DataError(f"{self._path}: no example has a label.")
     num_classes = int(max(y_N.max(), test[1].max())) + 1
@@ -154,13 +151,11 @@ class Evaluator:
     )
 
 
-def _features(
-  results: Sequence[Mapping[str, np.ndarray]],
+def _labelled(
+  x_ND: np.ndarray, y_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (features [N, D], labels [N]) of the examples with a label."""
-  x_ND = np.concatenate([part["x"] for part in results])
-  y_N = np.concatenate([part["y"] for part in results]).astype(np.int32)
-  return x_ND[y_N >= 0], y_N[y_N >= 0]
+  """The examples that have a label."""
+  return x_ND[y_N >= 0], y_N[y_N >= 0].astype(np.int32)
 
 
 def _draw(

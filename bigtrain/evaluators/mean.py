@@ -1,10 +1,11 @@
 """Metrics that a predict function returns, over a data set."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from bigtrain import metrics
 from bigtrain.evaluation import evaluations
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def check(
@@ -25,18 +26,14 @@ class Evaluator:
     batches: the evaluation set.
   """
 
-  def __init__(
-    self,
-    predict_fn: Callable[[Any, Any], metrics.Metrics],
-    batches: evaluations.Batches,
-  ):
+  def __init__(self, predict_fn: PredictFn, batches: evaluations.Batches):
     source = f"{batches.context.path}.pred"
 
-    def outputs(variables: Any, batch: Mapping[str, Any]) -> metrics.Metrics:
+    def outputs(variables: Variables, batch: Batch) -> Metrics:
       return metrics.checked(predict_fn(variables, batch), source)
 
     self._outputs = batches.map(outputs)
 
-  def run(self, variables: Any, step: int) -> dict[str, Any]:
+  def run(self, variables: Variables, step: int) -> dict[str, Any]:
     """Returns {metric: number, or metrics.Histogram}."""
     return metrics.host_values(self._outputs(variables))

@@ -3,10 +3,9 @@
 Legend: B batch, N examples, C classes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +13,7 @@ from bigtrain import settings
 from bigtrain.evaluation import evaluations
 from bigtrain.reports import media
 from bigtrain.settings import ConfigError
+from bigtrain.types import Batch, PredictFn, Variables
 
 
 def check(
@@ -46,7 +46,6 @@ class Evaluator:
     predict_fn: (variables, batch) -> logits [B, C]. The probability of a label
       is the logit's sigmoid.
     batches: the evaluation set.
-    context: context of the run.
     label_key: name of the labels, multi-hot [B, C].
     threshold: a label is predicted if its probability is above it.
     per_class: whether to return the table "classes" with the metrics of each.
@@ -54,7 +53,7 @@ class Evaluator:
 
   def __init__(
     self,
-    predict_fn: Callable[[Any, Any], jax.Array],
+    predict_fn: PredictFn,
     batches: evaluations.Batches,
     context: evaluations.Context,
     *,
@@ -69,7 +68,7 @@ class Evaluator:
     path, names = context.path, context.class_names
     self._names = names.get(label_key, names.get("labels"))
 
-    def outputs(variables: Any, batch: Mapping[str, Any]) -> Any:
+    def outputs(variables: Variables, batch: Batch) -> Any:
       logits_BC = predict_fn(variables, batch).astype(jnp.float32)
       labels_BC = batch[label_key]
       if labels_BC.shape != logits_BC.shape:
@@ -78,17 +77,15 @@ class Evaluator:
           f"{labels_BC.shape}; expected multi-hot labels "
           f"{logits_BC.shape}, one for each class of the model."
         )
-      return logits_BC, labels_BC > 0, batch["_mask"] > 0
+      return logits_BC, labels_BC > 0
 
     sizes = batches.context.vocab_sizes
     num_classes = sizes.get(label_key, sizes.get("labels"))
-    self._outputs = batches.labelled(label_key, num_classes).map(outputs)
+    self._outputs = batches.labelled(label_key, num_classes).collect(outputs)
 
-  def run(self, variables: Any, step: int) -> dict[str, Any]:
+  def run(self, variables: Variables, step: int) -> dict[str, Any]:
     """Returns the metrics, and with `per_class` the table "classes"."""
-    parts = zip(*self._outputs(variables))
-    scores, labels, real = (np.concatenate(part) for part in parts)
-    scores_NC, labels_NC = scores[real], labels[real]
+    scores_NC, labels_NC = self._outputs(variables)
     ranked = [
       average_precision_and_auc(scores_N, labels_N)
       for scores_N, labels_N in zip(scores_NC.T, labels_NC.T)
@@ -124,14 +121,8 @@ def average_precision_and_auc(
   """Average precision, and area under the ROC curve, of one class.
 
   Examples of equal scores have the same rank. Average precision is the sum of
-  the precision at each score times the increase of the recall there.
-
-  Args:
-    scores_N: larger for examples that are more likely to have the label.
-    labels_N: bool, whether they have it.
-
-  Returns:
-    NaN, NaN without an example; the second is NaN without a counterexample.
+  the precision at each score times the increase of the recall there. Both are
+  NaN without an example, and the second is NaN without a counterexample.
   """
   order = np.argsort(-scores_N, kind="stable")
   scores_N, labels_N = scores_N[order], labels_N[order]

@@ -1,12 +1,12 @@
 """Perplexity of a language model, exact for any batches, devices and hosts."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from bigtrain import metrics
 from bigtrain.evaluation import evaluations
 from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 class Evaluator:
@@ -14,44 +14,36 @@ class Evaluator:
 
   Args:
     predict_fn: (variables, batch) -> {name: (sum, weight)}. "loss" is in nats,
-      its weight is the number of predicted tokens. If there is a pair "bytes",
+      its weight is the number of predicted tokens. If there is "bytes",
       its sum is the number of bytes of text behind these tokens. The weight of
       padding must be 0.
     batches: the evaluation set.
-    context: context of the run.
   """
 
-  def __init__(
-    self,
-    predict_fn: Callable[[Any, Any], metrics.Metrics],
-    batches: evaluations.Batches,
-    context: evaluations.Context,
-  ):
-    path = context.path  # Unlike the context it can be kept, see Batches.map.
+  def __init__(self, predict_fn: PredictFn, batches: evaluations.Batches):
+    path = batches.context.path
 
-    def pairs_with_loss(
-      variables: Any, batch: Mapping[str, Any]
-    ) -> metrics.Metrics:
-      pairs = predict_fn(variables, batch)
-      if "loss" not in pairs:
+    def outputs(variables: Variables, batch: Batch) -> Metrics:
+      result = predict_fn(variables, batch)
+      if "loss" not in result:
         raise ConfigError(
           f"{path}.pred: expected a predict function that returns "
-          f"'loss'.{did_you_mean('loss', pairs)}"
+          f"'loss'.{did_you_mean('loss', result)}"
         )
-      return pairs
+      return result
 
-    self._pairs = batches.map(pairs_with_loss)
+    self._outputs = batches.map(outputs)
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
+  def run(self, variables: Variables, step: int) -> dict[str, float]:
     """Returns "loss", "perplexity", and "bits_per_byte" if bytes are known.
 
-    The means of the predict function's other pairs are returned as well.
+    The means of the predict function's other metrics are returned as well.
     """
-    return summary(self._pairs(variables))
+    return summary(self._outputs(variables))
 
 
 def summary(batches: Iterable[Mapping[str, metrics.Pair]]) -> dict[str, float]:
-  """Combines the fetched pairs of a set's batches.
+  """Combines the fetched metrics of a set's batches.
 
   Perplexity is exp(sum of losses / tokens). Bits per byte are the sum of losses
   in bits over the sum of bytes; they do not depend on the tokenizer.

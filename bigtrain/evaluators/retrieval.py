@@ -3,7 +3,7 @@
 Legend: B batch, n texts of an image, Q queries, A answers, E embedding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +12,13 @@ import numpy as np
 
 from bigtrain import sharding
 from bigtrain.evaluation import evaluations
+from bigtrain.types import Batch, PredictFn, Variables
 
 
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for a wrong `at`; see `Evaluator`."""
+  """Raises ConfigError for a wrong `at`."""
   at = options.get("at", (1, 5, 10))
   evaluations.check_numbers(f"{path}.at", at, least=1, whole=True)
 
@@ -36,7 +37,6 @@ class Evaluator:
     batches: the evaluation set, with the features "image" and "labels" [B, L]
       or [B, n, L]. Texts of zeros only do not count, so images can have
       different numbers of texts.
-    context: context of the run.
     at: the numbers k.
     id_key: name of a feature int [B], the image's number. It is needed if rows
       repeat an image, once with each of its texts. By default each row is
@@ -45,7 +45,7 @@ class Evaluator:
 
   def __init__(
     self,
-    predict_fn: Callable[[Any, Any], Mapping[str, jax.Array]],
+    predict_fn: PredictFn,
     batches: evaluations.Batches,
     context: evaluations.Context,
     *,
@@ -54,17 +54,14 @@ class Evaluator:
   ):
     self._at = at
 
-    def outputs(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-      result = {
-        **predict_fn(variables, batch),
-        "real": batch["_mask"] > 0,
-        "written": jnp.any(batch["labels"] != 0, axis=-1),
-      }
+    def outputs(variables: Variables, batch: Batch) -> dict[str, Any]:
+      written = jnp.any(batch["labels"] != 0, axis=-1)
+      result = {**predict_fn(variables, batch), "written": written}
       if id_key:
         result["id"] = batch[id_key]
       return result
 
-    self._outputs = batches.map(outputs)
+    self._outputs = batches.collect(outputs)
     self._rows = sharding.batch(context.mesh)
     ways = sharding.batch_ways(context.mesh)
     self._num_queries = ways * max(1, 1024 // ways)
@@ -75,15 +72,10 @@ class Evaluator:
       out_shardings=self._replicated,
     )
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
+  def run(self, variables: Variables, step: int) -> dict[str, float]:
     """Returns {"img2txt_recall@1", ..., "txt2img_recall@1", ...}."""
-    results = self._outputs(variables)
-    real = np.concatenate([part["real"] for part in results])
-    rows = {
-      name: np.concatenate([part[name] for part in results])[real]
-      for name in results[0]
-    }
-    row_id = rows.get("id", np.arange(real.sum(), dtype=np.int32))
+    rows = self._outputs(variables)
+    row_id = rows.get("id", np.arange(len(rows["image"]), dtype=np.int32))
     image_id, first = np.unique(row_id, return_index=True)
     images = rows["image"][first], image_id
     # bool [N] or [N, n]: whether there is a text.
@@ -105,14 +97,11 @@ class Evaluator:
     queries: tuple[np.ndarray, np.ndarray],
     answers: tuple[np.ndarray, np.ndarray],
   ) -> np.ndarray:
-    """Counts for each query the wrong answers before the first right one.
+    """Number of wrong answers before the first right one, int [Q].
 
     Args:
       queries: (embeddings [Q, E], image ids [Q]).
       answers: (embeddings [A, E], image ids [A]).
-
-    Returns:
-      int [Q].
     """
     query_QE, query_id = queries
     answers = jax.device_put(answers, self._replicated)

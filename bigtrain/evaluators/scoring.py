@@ -3,14 +3,13 @@
 Legend: B batch, C classes, L length.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax
 
 from bigtrain import metrics, parts
 from bigtrain.evaluation import evaluations
 from bigtrain.inputs import labels
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def check(
@@ -31,7 +30,6 @@ class Evaluator:
     predict_fn: (variables, batch) -> log-likelihoods [B, C]; the batch has the
       names as "class_tokens" int [C, L].
     batches: the evaluation set, with the features `label_key` and the image.
-    context: context of the run.
     class_names: names in the order of their class numbers, or the path of a
       text file with one name per line.
     pp_text: ops that tokenize captions, from "text" to "labels".
@@ -44,7 +42,7 @@ class Evaluator:
 
   def __init__(
     self,
-    predict_fn: Callable[[Any, Any], jax.Array],
+    predict_fn: PredictFn,
     batches: evaluations.Batches,
     context: evaluations.Context,
     *,
@@ -59,22 +57,15 @@ class Evaluator:
     texts = labels.fill(prompt, names, f"{path}.prompt")
     tokens_CL = evaluations.class_tokens(texts, pp_text, context)
 
-    top_k = tuple(k for k in top_k if k <= len(names))
-
-    def pairs(variables: Any, batch: Mapping[str, Any]) -> metrics.Metrics:
+    def accuracies(variables: Variables, batch: Batch) -> Metrics:
       scores_BC = predict_fn(variables, {**batch, "class_tokens": tokens_CL})
       label_B = batch[label_key]
-      weight_B = metrics.example_weights(batch, scores_BC) * (label_B >= 0)
-      result = {}
-      for k in top_k:
-        name = "acc" if k == 1 else f"top{k}_acc"
-        hit_B = metrics.top_k_hits(scores_BC, label_B, k)
-        result[name] = metrics.pair(hit_B, weight_B)
-      return result
+      weight_B = metrics.labelled_weights(batch, label_B)
+      return metrics.top_k_accuracies(scores_BC, label_B, weight_B, top_k)
 
     num_classes = parts.ClassCount(len(names), f"{path}.class_names")
-    self._pairs = batches.labelled(label_key, num_classes).map(pairs)
+    self._accuracies = batches.labelled(label_key, num_classes).map(accuracies)
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
+  def run(self, variables: Variables, step: int) -> dict[str, float]:
     """Returns {"acc", "top5_acc"}."""
-    return metrics.host_values(self._pairs(variables))
+    return metrics.host_values(self._accuracies(variables))

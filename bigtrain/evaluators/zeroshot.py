@@ -6,8 +6,7 @@ the embeddings of several prompts with its name.
 Legend: B batch, T texts, C classes, E embedding.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 from bigtrain import metrics, parts, sharding
 from bigtrain.evaluation import evaluations
 from bigtrain.inputs import labels
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def check(
@@ -40,7 +40,6 @@ class Evaluator:
       of a batch with images, {"text": [B, E]} of a batch with tokens "labels".
     batches: the evaluation set of images, with the features "image" and
       `label_key`. Texts are embedded in batches of the same size or smaller.
-    context: context of the run.
     class_names: names in the order of their class numbers, or the path of a
       text file with one name per line.
     pp_text: ops that tokenize captions, from "text" to "labels".
@@ -55,7 +54,7 @@ class Evaluator:
 
   def __init__(
     self,
-    predict_fn: Callable[[Any, Any], Mapping[str, jax.Array]],
+    predict_fn: PredictFn,
     batches: evaluations.Batches,
     context: evaluations.Context,
     *,
@@ -75,80 +74,55 @@ class Evaluator:
     ]
     tokens_TL = evaluations.class_tokens(texts, pp_text, context)
 
-    def text_embeddings(variables: Any, batch: Any) -> dict[str, Any]:
-      return {
-        "text": predict_fn(variables, {"labels": batch["labels"]})["text"],
-        "weight": batch["_mask"],
-      }
+    def text_embeddings(variables: Variables, batch: Batch) -> jax.Array:
+      return predict_fn(variables, {"labels": batch["labels"]})["text"]
 
-    def image_embeddings(variables: Any, batch: Any) -> dict[str, Any]:
+    def image_embeddings(variables: Variables, batch: Batch) -> dict[str, Any]:
       return {
         "image": predict_fn(variables, {"image": batch["image"]})["image"],
         "labels": batch[label_key],
-        "weight": batch["_mask"],
+        "weight": metrics.labelled_weights(batch, batch[label_key]),
       }
 
+    def accuracies(class_CE: jax.Array, images: Mapping[str, Any]) -> Metrics:
+      scores_BC = jnp.einsum(
+        "be,ce->bc",
+        images["image"].astype(jnp.float32),
+        class_CE,
+        precision=jax.lax.Precision.HIGHEST,
+      )
+      return metrics.top_k_accuracies(
+        scores_BC, images["labels"], images["weight"], top_k
+      )
+
+    # Smaller batches if padding would fill most of one.
+    ways = sharding.batch_ways(context.mesh)
     text_batches = batches.replace(
       data=dict(type="arrays", arrays={"labels": tokens_TL}),
       pp="",
-      batch_size=_text_batch_size(
-        len(tokens_TL),
+      batch_size=min(
         batches.batch_size or context.batch_size,
-        sharding.batch_ways(context.mesh),
+        -(-len(tokens_TL) // ways) * ways,
       ),
       num_examples=None,
       cache=True,
     )
-    self._texts = text_batches.map(text_embeddings)
+    self._texts = text_batches.collect(text_embeddings)
     num_classes = parts.ClassCount(C, f"{path}.class_names")
     image_batches = batches.labelled(label_key, num_classes)
     self._images = image_batches.map(image_embeddings)
     replicated = sharding.replicated(context.mesh)
-    self._pairs = jax.jit(
-      functools.partial(_pairs, top_k=[k for k in top_k if k <= C]),
-      in_shardings=replicated,
-      out_shardings=replicated,
+    self._accuracies = jax.jit(
+      accuracies, in_shardings=replicated, out_shardings=replicated
     )
 
-  def run(self, variables: Any, step: int) -> dict[str, float]:
+  def run(self, variables: Variables, step: int) -> dict[str, float]:
     """Returns {"acc", "top5_acc"}."""
-    results = self._texts(variables)
-    real = np.concatenate([part["weight"] for part in results]) > 0
-    text_TE = np.concatenate([part["text"] for part in results])[real]
+    text_TE = self._texts(variables).astype(np.float32)
     # Texts are ordered by prompt, then by class.
-    class_CE = np.float32(text_TE).reshape(
-      -1, self._num_classes, text_TE.shape[-1]
-    )
-    class_CE = class_CE.mean(0)
+    class_CE = text_TE.reshape(-1, self._num_classes, text_TE.shape[-1]).mean(0)
     class_CE /= np.linalg.norm(class_CE, axis=-1, keepdims=True) + 1e-8
     return metrics.host_values(
-      jax.device_get(self._pairs(class_CE, part))
-      for part in self._images(variables)
+      jax.device_get(self._accuracies(class_CE, images))
+      for images in self._images(variables)
     )
-
-
-def _text_batch_size(num_texts: int, batch_size: int, devices: int) -> int:
-  """Returns a smaller batch size if padding would fill most of a batch."""
-  return min(batch_size, -(-num_texts // devices) * devices)
-
-
-def _pairs(
-  class_CE: jax.Array, images: Mapping[str, jax.Array], top_k: Sequence[int]
-) -> metrics.Metrics:
-  labels, weight = images["labels"], images["weight"]
-  scores_BC = jnp.einsum(
-    "be,ce->bc",
-    images["image"].astype(jnp.float32),
-    class_CE,
-    precision=jax.lax.Precision.HIGHEST,
-  )
-  if labels.ndim == 1:
-    weight = weight * (labels >= 0)
-  else:
-    weight = weight * jnp.any(labels > 0, axis=-1)
-  return {
-    "acc" if k == 1 else f"top{k}_acc": metrics.pair(
-      metrics.top_k_hits(scores_BC, labels, k), weight
-    )
-    for k in top_k
-  }

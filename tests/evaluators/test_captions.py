@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from tiny import evaluating
 
+from bigtrain.evaluation import text_metrics
 from bigtrain.evaluators import captions
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
@@ -96,10 +97,10 @@ def test_bleu_of_several_references(tmp_path):
   assert results["exact"] == pytest.approx(14 / 21)
   # The wrong captions share no 4-gram, and little else, with any reference.
   assert 50 < results["bleu"] < 90
-  perfect = captions.METRICS["bleu"](
-    ["a b c d e f", "x y z w"], [sentences, ["x y z w"]]
+  perfect = text_metrics.compute(
+    ["bleu"], ["a b c d e f", "x y z w"], [sentences, ["x y z w"]]
   )
-  assert perfect == pytest.approx(100)
+  assert perfect == {"bleu": pytest.approx(100)}
 
 
 def test_cider_calls_its_package(monkeypatch):
@@ -115,8 +116,9 @@ def test_cider_calls_its_package(monkeypatch):
   for name in ("pycocoevalcap", "pycocoevalcap.cider"):
     monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
   monkeypatch.setitem(sys.modules, module.__name__, module)
-  score = captions.METRICS["cider"](["A cat."], [["a cat, asleep", "Cats!"]])
-  assert score == 1.5
+  references = [["a cat, asleep", "Cats!"]]
+  values = text_metrics.compute(["cider"], ["A cat."], references)
+  assert values == {"cider": 1.5}
   assert calls == [({0: ["a cat asleep", "cats"]}, {0: ["a cat"]})]
 
 
