@@ -52,8 +52,7 @@ class Source:
     split_seed: int = 0,
   ):
     self.class_names: dict[str, list[str]] = {}
-    given = (path is not None) + (name is not None) + (arrays is not None)
-    if given != 1:
+    if sum(given is not None for given in (path, name, arrays)) != 1:
       raise ConfigError(
         "arrays: expected exactly one of path, name and arrays."
       )

@@ -16,18 +16,7 @@ from bigtrain.data import arrays
 from bigtrain.data.formats import files
 from bigtrain.settings import ConfigError, check_number
 
-WORDS = (
-  "zero",
-  "one",
-  "two",
-  "three",
-  "four",
-  "five",
-  "six",
-  "seven",
-  "eight",
-  "nine",
-)
+WORDS = tuple("zero one two three four five six seven eight nine".split())
 CAPTIONS = [
   f"{'an' if left == 'eight' else 'a'} {left} left of "
   f"{'an' if right == 'eight' else 'a'} {right}"
@@ -87,12 +76,13 @@ class Source:
     words = list(WORDS)
     self.class_names = {"left": words, "right": words, "label": CAPTIONS}
     cell = _SIDE + 2 * margin
+    number = (np.dtype(np.int64), ())
     self.spec: dict[str, Any] = {
       "image": (np.dtype(np.uint8), (cell, 2 * cell, 1)),
       "text": (bytes, ()),
-      "left": (np.dtype(np.int64), ()),
-      "right": (np.dtype(np.int64), ()),
-      "label": (np.dtype(np.int64), ()),
+      "left": number,
+      "right": number,
+      "label": number,
     }
 
   def __len__(self) -> int:

@@ -115,12 +115,9 @@ class Source:
     return self._file(self._rows[index])
 
   def fingerprint(self) -> str:
+    images = files.digest(self._names.tobytes())
     return files.digest(
-      "image_folder",
-      self._slice,
-      *self.classes,
-      len(self),
-      files.digest(self._names.tobytes()),
+      "image_folder", self._slice, *self.classes, len(self), images
     )
 
   def _file(self, row: int) -> str:

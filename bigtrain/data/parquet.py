@@ -115,14 +115,8 @@ class Source:
 
   def fingerprint(self) -> str:
     names = [os.path.basename(path) for path in self._paths]
-    return files.digest(
-      "parquet",
-      *names,
-      *self._sizes,
-      self._start,
-      self._length,
-      sorted(self.spec),
-    )
+    options = self._start, self._length, sorted(self.spec)
+    return files.digest("parquet", *names, *self._sizes, *options)
 
   def _position(self, index: int) -> tuple[int, int, int]:
     (file,), rows = self._shards.locate(np.asarray([index + self._start]))

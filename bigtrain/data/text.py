@@ -15,7 +15,6 @@ are read by index from memory-mapped files. Features:
 - `num_bytes` float32: number of targets.
 """
 
-import mmap
 import os
 from collections.abc import Sequence
 from typing import Literal
@@ -87,24 +86,20 @@ class Source:
       raise DataError(f"text: {path}: contains no bytes.")
     self._length = length
     self._packing = packing
-    self._plan: windows.Plan
+    plan: windows.Plan
     if packing:
       starts = [np.asarray([0, size]) for size in self._sizes]
-      self._plan = windows.Documents(starts, length, fresh=True, packed=True)
+      plan = windows.Documents(starts, length, fresh=True, packed=True)
     else:
-      self._plan = windows.Stream(
-        self._sizes,
-        length,
-        stride=stride or length,
-        fresh=True,
-        drop_last=last == "drop",
+      plan = windows.Stream(
+        self._sizes, length, stride or length, True, drop_last=last == "drop"
       )
-    if not len(self._plan):
+    if not len(plan):
       raise DataError(
         f"text: {path or name}: no complete window of {length} tokens; "
         "last='pad' also uses incomplete ones."
       )
-    self._rows = windows.Rows(self._plan, part, slice, "text")
+    self._windows = windows.Selected(plan, part, slice, "text")
     self._options = (length, stride, packing, last, part, slice)
     self._maps = files.handles(_map)
     self.spec = windows.spec(
@@ -112,18 +107,13 @@ class Source:
     )
 
   def __len__(self) -> int:
-    return len(self._rows)
+    return len(self._windows)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    pieces = self._plan.pieces(self._rows[indices])
+    pieces = self._windows.pieces(indices)
+    shape = len(indices), self._length
     batch = windows.fill(
-      pieces,
-      len(indices),
-      self._length,
-      self._text,
-      start_id=_BEGIN,
-      shift=_SHIFT,
-      segments=self._packing,
+      pieces, shape, self._text, _BEGIN, self._packing, shift=_SHIFT
     )
     batch["num_bytes"] = batch["loss_mask"].sum(axis=1)
     return {name: batch[name] for name in self.spec}
@@ -141,7 +131,7 @@ class Source:
     return mapped
 
   def where(self, index: int) -> str:
-    pieces = self._plan.pieces(self._rows[np.asarray([index])])
+    pieces = self._windows.pieces(np.asarray([index]))
     return f"{self._names[pieces.shard[0]]}, byte {pieces.begin[0]}"
 
   def fingerprint(self) -> str:
@@ -151,13 +141,11 @@ class Source:
 
 def _map(path: str) -> np.ndarray:
   try:
-    with open(path, "rb") as f:
-      if not os.fstat(f.fileno()).st_size:
-        return np.zeros(0, np.uint8)
-      mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+    if not os.path.getsize(path):
+      return np.zeros(0, np.uint8)
+    return np.asarray(np.memmap(path, np.uint8, "r"))
   except OSError as e:
     raise DataError(f"{path}: {e.strerror}.") from e
-  return np.frombuffer(mapped, np.uint8)
 
 
 def _named(name: str, split: str) -> tuple[np.ndarray, str]:

@@ -104,10 +104,10 @@ class Source:
       (cross_documents, segments, packing),
       (stride, last, slice),
     )
-    self._plan = self._make_plan(stride or length, last, whole, packing)
-    if not len(self._plan):
+    plan = self._make_plan(stride or length, last, whole, packing)
+    if not len(plan):
       raise DataError(f"tokens: {path}: contains no window of {length} tokens.")
-    self._rows = windows.Rows(self._plan, "", slice, "tokens")
+    self._windows = windows.Selected(plan, "", slice, "tokens")
     self._maps = files.handles(lambda name: self._by_name[name].map())
     self._by_name = {shard.path: shard for shard in self._shards}
     self.spec = windows.spec(
@@ -122,15 +122,13 @@ class Source:
   ) -> None:
     made_by, bos_id = manifest["tokenizer"], manifest["bos_id"]
     self.tokenizer = made_by["name"], made_by["fingerprint"]
-    expected = {
-      "vocab_size": made_by["vocab_size"],
-      "eos_id": manifest["eos_id"],
-    }
-    given = {"vocab_size": self._vocab_size, "eos_id": self._eos_id}
-    for name, value in given.items():
-      if value not in (None, expected[name]):
+    for name, value, expected in (
+      ("vocab_size", self._vocab_size, made_by["vocab_size"]),
+      ("eos_id", self._eos_id, manifest["eos_id"]),
+    ):
+      if value not in (None, expected):
         raise ConfigError(
-          f"tokens: {name}={value!r}: expected {expected[name]!r}, as in the "
+          f"tokens: {name}={value!r}: expected {expected!r}, as in the "
           f"manifest of {folder}."
         )
     if tokenizer is not None:
@@ -140,7 +138,7 @@ class Source:
           f"tokens: tokenizer={tokenizer!r}: {folder} was made with another "
           f"tokenizer, {made_by['name']!r}."
         )
-    self._vocab_size, self._eos_id = expected["vocab_size"], expected["eos_id"]
+    self._vocab_size, self._eos_id = made_by["vocab_size"], manifest["eos_id"]
     # A begin token in the data is the context of a document's first token.
     self._fresh = self._eos_id is not None and bos_id is None
     if manifest["num_tokens"]:
@@ -149,12 +147,9 @@ class Source:
   def _make_plan(
     self, stride: int, last: str, whole: bool, packing: bool
   ) -> windows.Plan:
+    sizes = [shard.size for shard in self._shards]
     stream = windows.Stream(
-      [shard.size for shard in self._shards],
-      self._length,
-      stride=stride,
-      fresh=self._fresh,
-      drop_last=last == "drop",
+      sizes, self._length, stride, self._fresh, drop_last=last == "drop"
     )
     if not whole and not self._segments:
       return stream
@@ -176,18 +171,13 @@ class Source:
     return token_files.ends_by_id(shard, self._eos_id)
 
   def __len__(self) -> int:
-    return len(self._rows)
+    return len(self._windows)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    pieces = self._plan.pieces(self._rows[indices])
-    batch = windows.fill(
-      pieces,
-      len(indices),
-      self._length,
-      lambda shard: self._maps.get(self._shards[shard].path),
-      start_id=self._eos_id,
-      segments=self._segments,
-    )
+    pieces = self._windows.pieces(indices)
+    shape = len(indices), self._length
+    tokens_of = lambda shard: self._maps.get(self._shards[shard].path)
+    batch = windows.fill(pieces, shape, tokens_of, self._eos_id, self._segments)
     if self._vocab_size is not None:
       self._check_ids(batch, indices)
     if self._bytes_per_token is not None:
@@ -209,7 +199,7 @@ class Source:
         )
 
   def where(self, index: int) -> str:
-    pieces = self._plan.pieces(self._rows[np.asarray([index])])
+    pieces = self._windows.pieces(np.asarray([index]))
     return f"{self._shards[pieces.shard[0]].path}, token {pieces.begin[0]}"
 
   def fingerprint(self) -> str:

@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,9 +106,18 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
   """
   encoding = None if "b" in mode else "utf-8"
   if not is_remote(path):
-    with open(path + ".tmp", mode, encoding=encoding) as file:
-      yield file
-    os.replace(path + ".tmp", path)
+    # Several processes may write the same file at once.
+    temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+      with open(temporary, mode, encoding=encoding) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+      os.replace(temporary, path)
+    except BaseException:
+      with contextlib.suppress(OSError):
+        os.unlink(temporary)
+      raise
     return
   with tempfile.TemporaryFile(mode + "+", encoding=encoding) as file:
     yield file

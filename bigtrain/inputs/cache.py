@@ -47,6 +47,15 @@ def readable(size: float) -> str:
   return f"{size:.3g} TB"
 
 
+def fits(size: int, what: str, share: float) -> bool:
+  """Logs a size in bytes; whether it fits into a share of the free memory."""
+  free = available_bytes()
+  free_text = "unknown" if free is None else readable(free)
+  message = "%s take about %s of memory, of which %s are available."
+  logging.info(message, what, readable(size), free_text)
+  return free is None or size <= free * share
+
+
 class CachedSource:
   """Wraps a source and keeps each record in memory after its first read.
 
@@ -55,20 +64,12 @@ class CachedSource:
 
   def __init__(self, source: Any, key: str):
     self._source = source
+    what = f"{key}: {len(source)} records"
     size = self._estimate()
-    free = available_bytes()
-    free_text = "unknown" if free is None else readable(free)
-    logging.info(
-      "%s: %d records take about %s of memory, of which %s are available.",
-      key,
-      len(source),
-      readable(size),
-      free_text,
-    )
-    if free is not None and size > free:
+    if not fits(size, what, 1.0):
       raise ConfigError(
         f"{key}='raw': the records take about {readable(size)} of memory, but "
-        f"{free_text} are available; use cache='none'."
+        f"{readable(available_bytes() or 0)} are available; use cache='none'."
       )
     self._lock = threading.Lock()
     self._is_cached = np.zeros(len(source), bool)

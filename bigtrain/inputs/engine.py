@@ -1,11 +1,10 @@
 """The base class of the engines, which make the batches of one host.
 
 There are two engines: numpy alone (`numpy_engine`) and tf.data (`tf_engine`).
-Both run the same ops on the same examples with the same random numbers, and
-neither keeps state: a batch depends only on the number of its step. When a
-batch fails, the engine makes its examples again, one by one, to find the one
-that fails. If the config allows it, that example is replaced and the engine
-restarts at this step.
+Both run the same ops on the same examples with the same random numbers. A batch
+depends only on the number of its step. When a batch fails, the engine makes its
+examples again, one by one, to find the one that fails. If the config allows it,
+that example is replaced and the engine restarts at this step.
 """
 
 import concurrent.futures

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from bigtrain import settings, sharding
 from bigtrain.inputs import checks, order, pipeline, sources
-from bigtrain.inputs.cache import available_bytes, readable
+from bigtrain.inputs.cache import fits
 from bigtrain.inputs.engine import Batch, Engine, Part, Skipped
 from bigtrain.inputs.placement import Placement
 from bigtrain.inputs.prefetch import Prefetch
@@ -42,26 +42,21 @@ class EvalInput(pipeline.Input):
     mask = jax.ShapeDtypeStruct((self.batch_size,), np.dtype(np.float32))
     self.spec["_mask"] = mask
     self._cached: list[Batch] | None = None
-    self._cache = cache and self._fits(path)
+    self._cache = cache and self._fits()
 
-  def _fits(self, path: str) -> bool:
-    """Logs the size of all local batches; True if it fits into memory."""
+  def _fits(self) -> bool:
+    """Whether all local batches fit into half of the free memory."""
     row_bytes = sum(
       dtype.itemsize * int(np.prod(shape, dtype=np.int64))
       for dtype, shape in self._engine.spec.values()
     )
     size = row_bytes * self._engine.num_rows * self.num_batches
-    free = available_bytes()
-    fits = free is None or size <= free / 2
-    logging.log(
-      logging.INFO if fits else logging.WARNING,
-      "%s: its %d batches take %s of this host's memory%s.",
-      path,
-      self.num_batches,
-      readable(size),
-      "" if fits else ", too much for cache=True: each pass makes them again",
-    )
-    return fits
+    ok = fits(size, f"{self._path}: its {self.num_batches} batches", 0.5)
+    if not ok:
+      logging.warning(
+        "%s: too much for cache=True: each pass makes them again.", self._path
+      )
+    return ok
 
   def batches(self) -> Prefetch:
     """Returns an iterator over all batches; `close` ends it early."""

@@ -1,17 +1,15 @@
 """The order of examples: a closed form for any row of a run.
 
-The order has no state. Row r of step s is global row g = s * batch_size + r.
-Two pure functions map g to an example, in a time that does not grow with g: the
-schedule of the mixture gives the source and the position (the number of
-earlier draws from that source), and a keyed permutation of the epoch gives
-the example at that position. So each host can compute its own rows alone.
+Row r of step s is global row g = s * batch_size + r. Two pure functions map g
+to an example, in a time that does not grow with g: the schedule of the mixture
+gives the source and the position (the number of earlier draws from that
+source), and a keyed permutation of the epoch gives the example at that
+position. So each host can compute its own rows alone.
 
 Weights of a mixture may change at given rows. The rows with the same weights
 are a stage: whole blocks with a fixed number of rows of each source, then one
 smaller block. The rows before each stage are counted once, in integers, so the
 place of a row is one search in this table and then the same closed form.
-
-All randomness comes from `bigtrain.hashing`.
 """
 
 import dataclasses

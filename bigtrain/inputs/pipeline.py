@@ -1,14 +1,12 @@
 """Batches for training, as global arrays on the mesh.
 
-The batch of step s is a pure function of the config and s. The order gives the
-examples of the batch, an engine makes this host's rows, and a thread puts them
-onto the devices a few steps ahead:
+The order gives the examples of a batch, an engine makes this host's rows, and a
+thread puts them onto the devices a few steps ahead:
 
   rows of this host -> source, index, epoch -> records -> ops -> device
                        (order.Schedule)        (source) (engine) (Placement)
 
-There is no state between steps, so a checkpoint stores none. Evaluation uses
-the same engines, see `eval_input`.
+There is no state between steps, so a checkpoint stores none.
 """
 
 import threading

@@ -12,9 +12,6 @@ from bigtrain import sharding
 class Placement:
   """This host's rows of the global batch.
 
-  Args:
-    batch_size: global.
-
   Attributes:
     rows: int64 [local rows], indices into the global batch, ascending.
   """

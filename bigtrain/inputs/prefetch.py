@@ -32,8 +32,7 @@ class Prefetch:
   the program, whichever comes first.
 
   Args:
-    make: function that returns the iterator; the thread calls it, and iterates
-      over and closes its result.
+    make: function that returns the iterator; called in the thread.
     stopping: set when the thread must end. A slow iterator can look at it while
       it makes an item; its errors are then dropped.
   """

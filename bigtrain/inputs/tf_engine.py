@@ -180,11 +180,10 @@ class TfEngine(Engine):
 class _Codec:
   """Passes random numbers and raw features into the graph as flat tensors.
 
-  Arrays of varying shape cannot be batched, so they are sent as the bytes of
-  their values and the bytes of their shape. Lists of strings of varying length
-  are sent as one string and its lengths. tf.data's unbatch (2.21) crashes on
-  tensors without elements, so empty arrays are sent as bytes too, and there is
-  always at least one random number.
+  Arrays of varying shape are sent as the bytes of their values and of their
+  shape, lists of strings of varying length as one string and its lengths.
+  tf.data's unbatch (2.21) crashes on tensors without elements, so empty arrays
+  are sent as bytes too, and there is always at least one random number.
 
   Attributes:
     signature: TensorSpecs of one example: u, then the features.

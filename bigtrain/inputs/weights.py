@@ -1,17 +1,17 @@
 """Weights of the sources of a mixture, which may change over the run.
 
-A weight is a number, or a dict of weights at growing points of the run:
+A weight is a number, or a dict of weights at growing points of the run, in any
+unit of a length:
 
   weight=dict(at_percent=[0, 80, 100], values=[1, 1, 4])
   weight=dict(at_steps=[0, 10_000], values=[1, 0], shape="stair")
 
-The points have any unit of a length. Between two points the weight changes
-linearly, or by `shape="stair"` it keeps its value up to the next point. Before
-the first point and after the last one it is constant.
+Between two points the weight changes linearly, or by `shape="stair"` it keeps
+its value. Before the first point and after the last one it is constant.
 
 The order of examples needs weights that are constant over many rows. So a
-linear change has up to 256 stages of whole steps. Each of them has the mean of
-the weights of its steps.
+linear change has up to 256 stages of whole steps, with the mean of the weights
+of its steps.
 """
 
 import bisect

@@ -1,7 +1,6 @@
 """The ops that a feature depends on, traced backwards through a preprocessing.
 
-A new picture has no label, so prediction runs only the ops that make the
-model's inputs.
+New data have no labels: prediction runs only the ops of the model's inputs.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,9 +1,5 @@
 """Basic ops, which run on numpy arrays, batches of them, and tensors.
 
-None of them imports tensorflow for numpy arrays, so digits and token files
-train without it. `registry` defines an op; the functions of `xp` let an op
-be written once for arrays and tensors.
-
 Legend: B batch, H height, W width, C channels; `...` stands for B or nothing.
 """
 
@@ -14,7 +10,7 @@ import numpy as np
 
 from bigtrain.pp import registry, xp
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, check_number, did_you_mean
+from bigtrain.settings import ConfigError, check_choice, check_number
 
 _DTYPES = (
   "bool",
@@ -91,13 +87,12 @@ def vgg_value_range(
 ) -> Op:
   """Normalizes each channel to (image - mean) / std, as float32.
 
-  The defaults are the RGB statistics of ImageNet, with which most published
-  convolutional networks were trained: 255 times (0.485, 0.456, 0.406) and
-  (0.229, 0.224, 0.225).
+  The defaults are the RGB statistics of ImageNet: 255 times (0.485, 0.456,
+  0.406) and (0.229, 0.224, 0.225).
 
   Args:
-    mean: mean of each channel on the scale of the input: 0 to 255 for bytes.
-    std: standard deviation of each channel, on the same scale.
+    mean, std: mean and standard deviation of each channel on the scale of the
+      input: 0 to 255 for bytes.
     key: name of the feature, [..., C].
     key_result: name of the result; `key` by default.
   """
@@ -196,8 +191,6 @@ def random_crop(
 ) -> Op:
   """Cuts out a window of fixed size at a random position of an image.
 
-  The image is [..., H, W, C].
-
   Args:
     size: size of the window, one number or (height, width).
     pad: number of pixels to add on each side first.
@@ -218,12 +211,8 @@ def random_crop(
       return xp.cut(image, top, left, h, w)
     # Gathers with indices beyond the edges instead of building the padded
     # image, most of which the crop would drop.
-    steps_h, steps_w = (
-      np.arange(h, dtype=np.int32),
-      np.arange(w, dtype=np.int32),
-    )
-    rows = top[..., None] + (steps_h - np.int32(pad))
-    columns = left[..., None] + (steps_w - np.int32(pad))
+    rows = top[..., None] + np.arange(-pad, h - pad, dtype=np.int32)
+    columns = left[..., None] + np.arange(-pad, w - pad, dtype=np.int32)
     if pad_mode == "reflect":
       height = xp.checked(
         height,
@@ -233,7 +222,8 @@ def random_crop(
         height,
         width,
       )
-      rows, columns = _reflect(rows, height - 1), _reflect(columns, width - 1)
+      rows = height - 1 - abs(height - 1 - abs(rows))
+      columns = width - 1 - abs(width - 1 - abs(columns))
       return xp.gather(image, rows, columns)
     inner_rows = xp.clip(rows, 0, height - 1)
     inner_columns = xp.clip(columns, 0, width - 1)
@@ -251,15 +241,9 @@ def random_crop(
 def _integer(u: Any, stop: Any) -> Any:
   """Maps uniform numbers in [0, 1) to integers in [0, stop).
 
-  The result is never `stop`: the largest float32 below 1, times an integer
-  below 2^24, rounds to less than that integer.
+  The largest float32 below 1, times an integer below 2^24, rounds to less.
   """
   return xp.cast(u * xp.cast(stop, "float32"), "int32")
-
-
-def _reflect(index: Any, last: Any) -> Any:
-  """Mirrors indices into [0, last]; they are at most `last` beyond it."""
-  return last - abs(last - abs(index))
 
 
 def _with_room(height: Any, width: Any, size: tuple[int, int], op: str) -> Any:
@@ -310,10 +294,7 @@ def cast(dtype: str, key: str = "image", key_result: str | None = None) -> Op:
     dtype: numpy name, such as "float32" or "int32".
     key, key_result: names of the feature and of the result, by default `key`.
   """
-  if dtype not in _DTYPES:
-    raise ConfigError(
-      f"argument 'dtype' is {dtype!r}.{did_you_mean(dtype, _DTYPES)}"
-    )
+  check_choice("argument 'dtype'", dtype, _DTYPES)
 
   def fn(x, u):
     xp.require_kind(x, "biuf", "cast", "numbers")
@@ -325,28 +306,21 @@ def cast(dtype: str, key: str = "image", key_result: str | None = None) -> Op:
 @registry.register("keep")
 def keep(*keys: str) -> Op:
   """Drops all features except these, which must exist."""
-  _require_keys(keys)
-
-  def fn(features, u):
-    return {key: features[key] for key in keys}
-
-  return Op(fn, batched=True, reads=keys, origins={})
+  return _select(keys, lambda features: {key: features[key] for key in keys})
 
 
 @registry.register("drop")
 def drop(*keys: str) -> Op:
   """Drops these features, which must exist."""
-  _require_keys(keys)
-
-  def fn(features, u):
-    return {k: v for k, v in features.items() if k not in keys}
-
-  return Op(fn, batched=True, reads=keys, origins={})
+  return _select(
+    keys, lambda fs: {k: value for k, value in fs.items() if k not in keys}
+  )
 
 
-def _require_keys(keys: tuple[str, ...]) -> None:
+def _select(keys: tuple[str, ...], fn: Callable[[Any], Any]) -> Op:
   if not keys:
     raise ConfigError("expected the names of features, got none.")
+  return Op(lambda fs, u: fn(fs), batched=True, reads=keys, origins={})
 
 
 @registry.register("copy")

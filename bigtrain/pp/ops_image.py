@@ -1,13 +1,9 @@
 """Image ops that need tensorflow: decoding and resizing.
 
-They run on tensors, in tf.data's threads. tensorflow is imported when an op
-first runs, so parsing a spec does not load it.
-
 `decode` followed by a crop becomes one op, which decodes only the part of a
-JPEG that the crop needs and gives the same pixels.
-
-Images are HWC with RGB channels, top row first. EXIF orientation is ignored, as
-in the published recipes.
+JPEG that the crop needs and gives the same pixels. Images are HWC with RGB
+channels, top row first. EXIF orientation is ignored, as in the published
+recipes.
 """
 
 from collections.abc import Callable
@@ -34,6 +30,7 @@ _OVERSHOOTING = ("bicubic", "lanczos3", "lanczos5", "mitchellcubic")
 
 _ACCURATE = "INTEGER_ACCURATE"
 
+Arguments = dict[str, Any]
 # (height, width, u) -> (top, left, height, width), all integers or scalars.
 Window = Callable[[Any, Any, Any], tuple[Any, Any, Any, Any]]
 
@@ -222,7 +219,7 @@ def inception_crop(
 
   def fn(image, u):
     xp.require_image(image, u, "inception_crop")
-    image = _tensor(image)
+    image = tf.convert_to_tensor(image)
     height, width = xp.image_size(image)
     return finish(xp.cut(image, *window(height, width, u)))
 
@@ -238,7 +235,6 @@ def _inception(
   method: str,
   antialias: bool,
 ) -> tuple[Window, Callable[[Any], Any]]:
-  """Returns two functions: one chooses the window, one resizes its pixels."""
   if not 0 < area_min <= area_max <= 100:
     raise ConfigError(
       "expected 0 < area_min <= area_max <= 100 (percent), got "
@@ -273,13 +269,9 @@ def _inception(
   return window, finish
 
 
-def _tensor(image: Any) -> Any:
-  return tf.convert_to_tensor(image)
-
-
 def _fuse(
-  decoding: dict[str, Any],
-  crop: dict[str, Any],
+  decoding: Arguments,
+  crop: Arguments,
   window: Window,
   draws: int = 0,
   finish: Callable[[Any], Any] = lambda image: image,
@@ -300,18 +292,14 @@ def _fuse(
 
 
 @registry.register_fusion("decode", "inception_crop")
-def _decode_inception_crop(
-  decoding: dict[str, Any], crop: dict[str, Any]
-) -> Op | None:
+def _decode_inception_crop(decoding: Arguments, crop: Arguments) -> Op | None:
   options = {k: v for k, v in crop.items() if k not in ("key", "key_result")}
   window, finish = _inception(**options)
   return _fuse(decoding, crop, window, draws=2, finish=finish)
 
 
 @registry.register_fusion("decode", "random_crop")
-def _decode_random_crop(
-  decoding: dict[str, Any], crop: dict[str, Any]
-) -> Op | None:
+def _decode_random_crop(decoding: Arguments, crop: Arguments) -> Op | None:
   if crop["pad"]:
     return None  # The window may be partly outside the image.
   size = pair(crop["size"])
@@ -321,8 +309,6 @@ def _decode_random_crop(
 
 
 @registry.register_fusion("decode", "central_crop")
-def _decode_central_crop(
-  decoding: dict[str, Any], crop: dict[str, Any]
-) -> Op | None:
+def _decode_central_crop(decoding: Arguments, crop: Arguments) -> Op | None:
   size = None if crop["size"] is None else pair(crop["size"])
   return _fuse(decoding, crop, lambda h, w, u: central_window(h, w, size))

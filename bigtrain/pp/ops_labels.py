@@ -1,13 +1,8 @@
-"""Label ops: from names to ids, and from ids to vectors.
-
-Like the ops of `ops_basic`, they run on numpy arrays, batches of them, and
-tensors.
-"""
+"""Label ops: from names to ids, and from ids to vectors."""
 
 import collections
 import hashlib
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -82,10 +77,6 @@ def lookup(
     sep: separator of name and id, for files with "name<sep>id" on each line.
     key: name of the feature: bytes, a string or an integer, or an array.
     key_result: name of the result; `key` by default.
-
-  Raises:
-    ConfigError: no such file, or a malformed mapping.
-    DataError: raised by the op, for a value that is not in the mapping.
   """
   table = _table(mapping, sep)
   source = mapping if isinstance(mapping, str) else "the mapping"
@@ -138,7 +129,9 @@ def _table(mapping: Any, sep: str | None) -> dict[Any, int]:
       raise ConfigError(
         f"the id of {name!r} is {value!r}, expected an integer."
       )
-  _check_unique([name for name, _ in pairs])
+  name, count = collections.Counter(n for n, _ in pairs).most_common(1)[0]
+  if count > 1:
+    raise ConfigError(f"argument 'mapping' has {name!r} {count} times.")
   return {n.encode() if isinstance(n, str) else n: v for n, v in pairs}
 
 
@@ -154,7 +147,6 @@ def _names(table: dict[Any, int]) -> list[str]:
 
 
 def _read(path: str, sep: str | None) -> list[tuple[str, int]]:
-  """Reads (name, id) from the lines of a text file."""
   path = paths.absolute(path)
   if not os.path.isfile(path):
     raise ConfigError(f"argument 'mapping': no such file: {path!r}.")
@@ -179,15 +171,10 @@ def _read(path: str, sep: str | None) -> list[tuple[str, int]]:
   return pairs
 
 
-def _check_unique(names: Sequence[Any]) -> None:
-  name, count = collections.Counter(names).most_common(1)[0]
-  if count > 1:
-    raise ConfigError(f"argument 'mapping' has {name!r} {count} times.")
-
-
 def _on_tensors(table: dict[Any, int], message: str) -> Any:
   """Returns the lookup as a function of tensors, with a table built once."""
   tables: list[Any] = []
+  absent = min(table.values()) - 1  # Marks unknown names.
 
   def look_up(x):
     dtype = tf.string if isinstance(next(iter(table)), bytes) else tf.int64
@@ -203,27 +190,19 @@ def _on_tensors(table: dict[Any, int], message: str) -> Any:
         names = tf.constant(list(table), dtype)
         ids = tf.constant(list(table.values()), tf.int64)
         initializer = tf.lookup.KeyValueTensorInitializer(names, ids)
-        tables.append(tf.lookup.StaticHashTable(initializer, _absent(table)))
+        tables.append(tf.lookup.StaticHashTable(initializer, absent))
     ids = tables[0].lookup(tf.cast(x, dtype) if dtype == tf.int64 else x)
-    all_known = tf.reduce_all(ids != _absent(table))
+    all_known = tf.reduce_all(ids != absent)
     return xp.checked(ids, all_known, message, x)
 
   return look_up
-
-
-def _absent(table: dict[Any, int]) -> int:
-  """Returns a number that is not an id; it marks unknown names."""
-  return min(table.values()) - 1
 
 
 @registry.register("first_rows")
 def first_rows(
   number: int, key: str = "labels", key_result: str | None = None
 ) -> Op:
-  """Cuts or zero-pads a list to a fixed number of rows.
-
-  This gives lists of varying length, such as the tokenized captions of an
-  image, the same shape.
+  """Cuts or zero-pads a list, such as an image's captions, to a number of rows.
 
   Args:
     number: number of rows.

@@ -1,10 +1,9 @@
 """Objectives of encoder-decoder models, made from windows of tokens.
 
-Token sources give windows: `targets` [L], plus `segments` [L] if documents are
-packed, or `loss_mask` [L] if the last window is not full. An op here turns a
-window into the encoder's `inputs` and the decoder's `targets`, both padded with
-0. Packed windows are processed document by document, so that nothing is learned
-across documents. They also give `inputs_segments` (from 1; 0 is padding),
+An op turns a window, `targets` [L] and `segments` [L] or `loss_mask` [L], into
+the encoder's `inputs` and the decoder's `targets`, both padded with 0. Packed
+windows are processed document by document, so that nothing is learned across
+documents; they also give `inputs_segments` (from 1; 0 is padding),
 `inputs_positions` (from 0), `targets_segments` and `targets_positions`.
 
 Legend: B batch, L length of the window, I and T lengths of the results.
@@ -36,23 +35,18 @@ Objective = Callable[
 
 
 class Spans(NamedTuple):
-  """Numbers of tokens and spans that span corruption removes from a text.
-
-  Attributes:
-    noise: number of removed tokens; 0 if the text has fewer than 2 tokens.
-    spans: number of removed spans.
-  """
+  """Numbers of tokens and spans that span corruption removes from a text."""
 
   noise: int
   spans: int
 
   @classmethod
   def of(cls, length: int, density: float, mean_span: float) -> "Spans":
-    """Returns the numbers for a text of `length` tokens.
+    """Returns the numbers for a text of `length` tokens; 0 below 2 tokens.
 
     Both are rounded in float32, half to even, as random_spans_noise_mask of
-    t5/data/preprocessors.py does: in float64, 39 of the
-    lengths up to 5,000 would have another number at T5's density.
+    t5/data/preprocessors.py does: in float64, 39 of the lengths up to 5,000
+    would have another number at T5's density.
     """
     if length < 2:
       return cls(0, 0)

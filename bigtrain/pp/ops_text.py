@@ -1,11 +1,9 @@
 """Text ops: choice, templates and cleaning of captions.
 
-They run on numpy arrays, batches of them, and tensors; see `registry`. Text is
-UTF-8, as bytes or Python strings; results are bytes. In a tf.data graph, ops
-that need Python's Unicode rules or a tokenizer's library call back into Python,
-one caption at a time.
-
-Legend: B batch, L length of a sequence of ids; `...` stands for B or nothing.
+They run on numpy arrays, batches of them, and tensors. Text is UTF-8, as bytes
+or Python strings; results are bytes. In a tf.data graph, ops that need Python's
+Unicode rules or a tokenizer's library call back into Python, one caption at a
+time.
 """
 
 import re
@@ -36,7 +34,8 @@ def lower(key: str = "text", key_result: str | None = None) -> Op:
     key: name of the feature: a text, or a list of texts.
     key_result: name of the result; `key` by default.
   """
-  return _text_to_text(str.lower, "lower", key, key_result)
+  fn = lambda text: text.lower().encode()
+  return on_texts(fn, "lower", key, key_result, "bytes", ())
 
 
 @registry.register("canonicalize")
@@ -51,25 +50,18 @@ def canonicalize(key: str = "text", key_result: str | None = None) -> Op:
     key_result: name of the result; `key` by default.
   """
 
-  def fn(text: str) -> str:
+  def fn(text: str) -> bytes:
     text = _PUNCTUATION.sub("", text.replace("_", " "))
-    return " ".join(text.lower().split())
+    return " ".join(text.lower().split()).encode()
 
-  return _text_to_text(fn, "canonicalize", key, key_result)
-
-
-def _text_to_text(
-  fn: Callable[[str], str], name: str, key: str, key_result: str | None
-) -> Op:
-  result = key if key_result is None else key_result
-  return on_texts(lambda t: fn(t).encode(), name, key, result, "bytes", ())
+  return on_texts(fn, "canonicalize", key, key_result, "bytes", ())
 
 
 def on_texts(
   fn: Callable[[str], Any],
   name: str,
   key: str,
-  key_result: str,
+  key_result: str | None,
   dtype: Literal["int32", "bytes"],
   shape: tuple[int, ...],
 ) -> Op:
@@ -131,7 +123,6 @@ def _text(raw: Any, name: str, key: str) -> str:
 
 
 def excerpt(text: str) -> str:
-  """Returns the beginning of a text, quoted, for messages."""
   return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
@@ -205,11 +196,9 @@ def _as_bytes(x: Any, name: str) -> np.ndarray:
 
 def _as_strings(x: Any, name: str) -> Any:
   x = tf.convert_to_tensor(x)
-  if x.dtype == tf.string:
-    return x
-  if not x.dtype.is_integer:
+  if x.dtype != tf.string and not x.dtype.is_integer:
     raise _not_for_templates(name, x.dtype.name)
-  return tf.strings.as_string(x)
+  return x if x.dtype == tf.string else tf.strings.as_string(x)
 
 
 def _not_for_templates(name: str, dtype: str) -> ConfigError:
@@ -236,6 +225,13 @@ def choice(
     check_number("argument 'index'", index, least=0, whole=True)
   message = f"preprocessing op choice has too few to choose from in {key}"
 
+  def require_list(is_list: bool) -> None:
+    if not is_list:
+      raise ConfigError(
+        f"preprocessing op 'choice' expects a list in {key!r}, got a single "
+        "value; leave choice out."
+      )
+
   def which(n: Any, u: Any) -> Any:
     if index is not None:
       return xp.checked(index, n > index, message, n)
@@ -245,10 +241,10 @@ def choice(
 
   def fn(values: Any, u: Any) -> Any:
     if not xp.on_host(values):
-      _require_list(values.shape.rank != 0, key)
+      require_list(values.shape.rank != 0)
       return tf.gather(values, which(tf.shape(values)[0], u))
     if xp.rank(u) == 1:
-      _require_list(np.ndim(values) > 0, key)
+      require_list(np.ndim(values) > 0)
       return values[which(len(values), u)]
     rows = [fn(row, u_row) for row, u_row in zip(values, u)]
     # np.asarray would convert bytes to strings of fixed length.
@@ -257,11 +253,3 @@ def choice(
     return result if isinstance(rows[0], bytes | str) else np.stack(rows)
 
   return dual(fn, key, key_result, draws=0 if index is not None else 1)
-
-
-def _require_list(is_list: bool, key: str) -> None:
-  if not is_list:
-    raise ConfigError(
-      f"preprocessing op 'choice' expects a list in {key!r}, got a single "
-      "value; leave choice out."
-    )

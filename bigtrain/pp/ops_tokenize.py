@@ -1,6 +1,6 @@
 """The op that tokenizes text, built on `tokenizers` and `ops_text`."""
 
-import threading
+import itertools
 from typing import Literal
 
 import numpy as np
@@ -41,15 +41,11 @@ def tokenize(
     key: name of the feature: a text, or a list of n texts, which gives
       [n, max_len].
     key_result: name of the result; None for `key`.
-
-  Raises:
-    ConfigError: no such tokenizer, or it lacks a special token.
   """
   tokenizer = tokenizers.get(model)
   begin = [_special(tokenizer, "bos", tokenizer.bos_id)] if bos else []
-  end = []
-  if eos != "none":
-    end = [_special(tokenizer, "eos", tokenizer.eos_id)]
+  no_end = eos == "none"
+  end = [] if no_end else [_special(tokenizer, "eos", tokenizer.eos_id)]
   if pad is None:
     pad = _special(tokenizer, "pad", tokenizer.pad_id)
   check_number("argument 'pad'", pad, least=0, whole=True)
@@ -59,7 +55,7 @@ def tokenize(
       f"expected at least {len(begin) + len(end) + 1}."
     )
   room = max_len - len(begin) - len(end)
-  cuts = _Cuts(f"tokenize(max_len={max_len})")
+  cuts = itertools.count(1)  # Thread-safe.
 
   def ids_L(text: str) -> np.ndarray:
     ids = tokenizer.encode(text) if text.strip() else np.empty(0, np.int32)
@@ -76,7 +72,14 @@ def tokenize(
       message = f"{excerpt(text)} of {len(ids)} tokens has room for {room}"
       if too_long == "error":
         raise BadText(message)
-      cuts.log(message)
+      number = next(cuts)
+      if str(number).rstrip("0") == "1":  # The 1st, the 10th, the 100th, ...
+        logging.warning(
+          "tokenize(max_len=%d) cuts a text that is too long: %s (%d so far).",
+          max_len,
+          message,
+          number,
+        )
       if eos == "sticky":
         ids = ids[:room]
     result = np.full(max_len, pad, np.int32)
@@ -105,26 +108,3 @@ def _special(
       f"the tokenizer {tokenizer.name!r} has no {kind} token; {instead[kind]}."
     )
   return token_id
-
-
-class _Cuts:
-  """Counts texts that were cut, and logs the 1st, the 10th, the 100th, ..."""
-
-  def __init__(self, name: str):
-    self._name = name
-    self._lock = threading.Lock()
-    self._count = 0
-    self._next = 1
-
-  def log(self, message: str) -> None:
-    with self._lock:
-      self._count += 1
-      due = self._count == self._next
-      self._next *= 10 if due else 1
-    if due:
-      logging.warning(
-        "%s cuts a text that is too long: %s (%d so far).",
-        self._name,
-        message,
-        self._count,
-      )

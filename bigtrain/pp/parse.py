@@ -1,8 +1,7 @@
 """Preprocessing written as a string: "decode|inception_crop(224)|flip_lr".
 
-A spec is a chain of ops joined by `|`. Each op is a registered name, with or
-without arguments; arguments are Python literals. The text is parsed and never
-evaluated: anything but names, literals and such calls is refused.
+A spec is a chain of ops joined by `|`, with Python literals as arguments. The
+text is parsed and never evaluated as code.
 """
 
 import ast
@@ -108,7 +107,6 @@ def _tree(spec: str) -> ast.expr:
 
 
 def _links(node: ast.expr) -> list[ast.expr]:
-  """Operands of a chain a | b | c, in order."""
   links = []
   while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
     links.append(node.right)

@@ -1,9 +1,9 @@
 """RandAugment (Cubuk et al. 2019, https://arxiv.org/abs/1909.13719).
 
-The sixteen operations, their strengths and their order match the TensorFlow
-implementation of the published ViT and EfficientNet recipes, including its
-oddities (marked below), because the recipes' magnitudes were tuned on it. All
-operations take and return uint8 RGB images [H, W, 3].
+The sixteen operations, their strengths, order and oddities (marked below) match
+the TensorFlow implementation of the published ViT and EfficientNet recipes,
+whose magnitudes were tuned on it. All take and return uint8 RGB images
+[H, W, 3].
 """
 
 import math
@@ -74,8 +74,7 @@ def _layer(image: Any, u: Any, choices: list[Operation]) -> Any:
 def operations(magnitude: float) -> dict[str, Operation]:
   """Returns the operations by name, at a magnitude, in the order of the draw.
 
-  Each takes (image, sign, u [2]) with sign -1.0 or 1.0. Only operations that
-  move the image use the sign, and only cutout uses u.
+  Each takes (image, sign, u [2]) with sign -1.0 or 1.0.
   """
   level = magnitude / 10
   factor = level * 1.8 + 0.1
@@ -119,11 +118,7 @@ def _blend(plain: Any, image: Any, factor: float) -> Any:
 
 
 def _flat(image: Any) -> Any:
-  """Reshapes [H, W, 3] to [H, 3 W].
-
-  Broadcasting or reducing over a last axis of three channels is several times
-  slower than over rows.
-  """
+  """Reshapes [H, W, 3] to [H, 3 W], over which operations are much faster."""
   return tf.reshape(image, [tf.shape(image)[0], -1])
 
 
@@ -144,7 +139,6 @@ def _select(condition: Any, image: Any, other: Any) -> Any:
 
 
 def autocontrast(image: Any) -> Any:
-  """Stretches each channel to the range from 0 to 255."""
   low = tf.cast(_per_channel(tf.reduce_min, image), tf.float32)
   high = tf.cast(_per_channel(tf.reduce_max, image), tf.float32)
   varies = high > low
@@ -156,7 +150,6 @@ def autocontrast(image: Any) -> Any:
 
 
 def equalize(image: Any) -> Any:
-  """Flattens the histogram of each channel."""
   # One histogram of 3 x 256 bins; the bins of channel c start at 256 c.
   bins = tf.cast(_flat(image), tf.int32) + _row([0, 256, 512], image)
   counts = tf.math.bincount(
@@ -188,9 +181,7 @@ def rotate(image: Any, degrees: Any) -> Any:
 def _warp(image: Any, matrix: list[Any]) -> Any:
   """Computes result[y, x] = image[d x + e y + f, a x + b y + c]; grey outside.
 
-  Args:
-    image: [H, W, 3].
-    matrix: [a, b, c, d, e, f]; positions are rounded to the nearest pixel.
+  `matrix` is [a, b, c, d, e, f]; positions are rounded to the nearest pixel.
   """
   rows = tf.stack([tf.cast(m, tf.float32) for m in (*matrix, 0, 0)])
   return tf.raw_ops.ImageProjectiveTransformV3(
@@ -216,7 +207,6 @@ def translate(image: Any, sign: Any, pixels: float, axis: int) -> Any:
 
 
 def posterize(image: Any, bits: int) -> Any:
-  """Keeps the highest bits of each byte."""
   return image & (256 - 2 ** (8 - bits))
 
 
@@ -226,7 +216,6 @@ def solarize(image: Any, threshold: int) -> Any:
 
 
 def solarize_add(image: Any, addition: int) -> Any:
-  """Adds to the values below 128."""
   addition = min(addition, 255)
   raised = tf.minimum(image, 255 - addition) + addition
   return _select(image < 128, raised, image)
@@ -252,10 +241,7 @@ def brightness(image: Any, factor: float) -> Any:
 
 
 def sharpness(image: Any, factor: float) -> Any:
-  """Blends from a smoothed image (0) to the image (1) and beyond.
-
-  Border pixels have too few neighbours and are not changed.
-  """
+  """Blends from a smoothed image (0) to the image (1), except at the border."""
   height, width = xp.image_size(image)
   x = tf.cast(image, tf.float32)
   columns = x[:-2] + x[1:-1] + x[2:]
@@ -278,9 +264,6 @@ def cutout(image: Any, pad: int, u: Any) -> Any:
   after = tf.maximum(shape[:2] - centre - pad, 0)
   hole = tf.zeros(tf.concat([shape[:2] - before - after, [3]], 0), tf.uint8)
   borders = tf.stack([before, after], axis=1)
-  keep = tf.pad(
-    hole,
-    tf.concat([borders, [[0, 0]]], 0),
-    constant_values=tf.constant(255, tf.uint8),
-  )
+  white = tf.constant(255, tf.uint8)
+  keep = tf.pad(hole, tf.concat([borders, [[0, 0]]], 0), constant_values=white)
   return (image & keep) | (_GREY & ~keep)

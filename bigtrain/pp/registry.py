@@ -7,28 +7,14 @@ An op is a pure function of an example and of uniform random numbers:
 `features` is a dict with the features of one example: numpy arrays and
 scalars, or tensors inside a tf.data graph. An op never changes it in place.
 Images are HWC. `u` is a float32 array or tensor [draws] of numbers in [0, 1)
-and the op's only source of randomness. So the result depends only on the
-example and on `u`: it is the same on any number of hosts, in any order, and
-after any restart.
-
-An engine runs `compose(parse.parse(spec))` and reads from it:
-
-- `draws`: count of numbers that the op takes. If 0, `u` is [0].
-- `tensorflow`: if True, the op runs on tensors only and needs the tf.data
-  engine. If False, it also runs on numpy arrays, with the same results and
-  without importing tensorflow.
-- `batched`: if True, the op also runs on a whole batch of numpy arrays: `u` is
-  [B, draws] and every feature has a leading axis B. (Features with a bytes, str
-  or ragged value per example have dtype object.) The rank of `u` distinguishes
-  a batch from an example, so ops without draws get a `u` too. Never True if
-  `tensorflow` is.
+and the op's only source of randomness. So the result is the same on any number
+of hosts, in any order, and after any restart.
 
 If a feature is missing, or has a type or rank that the op does not support, the
-call raises ConfigError. On tensors this happens while the graph is traced,
-before any data flows. (Trace with `tf.autograph.experimental.do_not_convert`,
-otherwise autograph wraps the error.) If a value is unusable, such as an unknown
-label or an image smaller than the crop, the op raises DataError on numpy arrays
-and tf.errors.InvalidArgumentError on tensors; both messages show the value.
+call raises ConfigError. On tensors this happens while the graph is traced. If a
+value is unusable, such as an unknown label or an image smaller than the crop,
+the op raises DataError on numpy arrays and tf.errors.InvalidArgumentError on
+tensors; both messages show the value.
 
 A new op is a factory, registered under its name in specs. It checks as much as
 possible when it is called, before there is data:
@@ -53,13 +39,15 @@ class Op(NamedTuple):
 
   Attributes:
     fn: (features, u [draws]) -> features.
-    draws: count of uniform numbers that `fn` takes.
-    tensorflow: whether `fn` needs tensors rather than numpy arrays.
-    batched: whether `fn` also takes a batch of numpy arrays, with u [B, draws].
+    draws: count of uniform numbers that `fn` takes. If 0, `u` is [0].
+    tensorflow: whether `fn` runs on tensors only. Otherwise it also runs on
+      numpy arrays, with the same results and without importing tensorflow.
+    batched: whether `fn` also takes a batch of numpy arrays: `u` is [B, draws]
+      and every feature has a leading axis B (dtype object for bytes, str and
+      ragged values). The rank of `u` distinguishes a batch from an example.
     reads: features that `fn` requires.
     name: the op as written in the spec.
-    vocab_sizes: {feature: largest id + 1} of the ids that the op makes, so that
-      a model with a smaller vocabulary is refused before there is data.
+    vocab_sizes: {feature: largest id + 1} of the ids that the op makes.
     fingerprints: {file: hash of its content} of the files that the op reads, so
       that a run does not resume with different files.
     origins: {feature that the op sets: feature from which its ids come, or None

@@ -79,13 +79,7 @@ class Tokenizer:
 
 
 def get(spec: str) -> Tokenizer:
-  """Returns a tokenizer, cached until its file changes.
-
-  Args:
-    spec: "bytes", or the path of a SentencePiece model, of a Hugging Face
-      tokenizer.json, or of a folder with one of these. The format is detected
-      from the content.
-  """
+  """Returns the tokenizer "bytes", or of a file or folder, until it changes."""
   if not isinstance(spec, str) or not spec:
     raise ConfigError(
       f"tokenizer: expected 'bytes' or the path of a file, got {spec!r}."

@@ -1,8 +1,8 @@
 """Functions that work on both numpy arrays and tensors.
 
-Python's operators and these functions let an op be written once for both. Each
-function looks at the type of its argument: anything that is not a numpy or
-Python value is a tensor, and only then is tensorflow imported.
+Python's operators and these functions let an op be written once for both. A
+value that is not a numpy or Python value is a tensor, and only then is
+tensorflow imported.
 
 Legend: B batch, H height, W width, C channels; `...` stands for B or nothing.
 """
@@ -63,10 +63,7 @@ def reshape(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def image_size(image: Any) -> tuple[Any, Any]:
-  """(height, width) of an image [..., H, W, C].
-
-  Known sizes are integers, unknown ones scalar tensors.
-  """
+  """(height, width) of an image [..., H, W, C]; unknown ones are tensors."""
   height, width = image.shape[-3], image.shape[-2]
   if height is None or width is None:
     shape = tf.shape(image)

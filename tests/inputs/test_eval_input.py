@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from support.array_inputs import assert_equal, fetch, make_eval, rows_of
 
-from bigtrain.inputs import eval_input
+from bigtrain.inputs import cache
 from bigtrain.settings import ConfigError, DataError
 
 
@@ -44,7 +44,7 @@ def test_sets_smaller_than_a_batch_and_num_examples():
 def test_cached_batches_are_made_once(reads, caplog):
   caplog.set_level("INFO")
   data = make_eval(cache=True, path="config.evals.val")
-  assert "config.evals.val: its 3 batches take 192 B" in caplog.text
+  assert "config.evals.val: its 3 batches take about 192 B" in caplog.text
   partial = data.batches()
   next(partial)
   partial.close()  # An incomplete pass must not be cached.
@@ -56,7 +56,7 @@ def test_cached_batches_are_made_once(reads, caplog):
 
 
 def test_batches_too_large_to_cache_are_made_again(reads, monkeypatch, caplog):
-  monkeypatch.setattr(eval_input, "available_bytes", lambda: 300)
+  monkeypatch.setattr(cache, "available_bytes", lambda: 300)
   data = make_eval(cache=True)
   assert "each pass makes them again" in caplog.text
   fetch(data.batches())

@@ -1,9 +1,8 @@
 """Documents in plain text, JSON lines or Parquet files, also compressed.
 
 A corpus is split into parts: whole files, byte ranges of large files of lines,
-and row groups of Parquet files. The split does not depend on the number of
-readers. An invalid document is returned as an error with its file and line,
-which the caller can raise or count.
+and row groups of Parquet files. An invalid document is returned as an error
+with its file and line, which the caller can raise or count.
 """
 
 import gzip
@@ -37,7 +36,6 @@ class Part(NamedTuple):
   """A part of a file.
 
   Attributes:
-    path: the file.
     format: one of FORMATS. A document is the whole file ("text"), a line
       ("lines"), a field of the JSON object in a line, or a field of a row.
     compression: "", "gzip" or "zstd".

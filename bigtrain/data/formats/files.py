@@ -28,9 +28,8 @@ _MAX_THREADS = 16
 class Cache:
   """An LRU cache of values such as open files. Thread-safe.
 
-  One thread loads a value while others that need it wait. Values are released
-  by their last reference: a file that is evicted while another thread reads
-  from it must stay open until the read ends.
+  One thread loads a value while others that need it wait. A file that is
+  evicted while another thread reads from it closes with its last reference.
 
   Args:
     load: (key) -> (value, its size).

@@ -9,9 +9,9 @@ def first_fit(
   """Packs items into bins: longest first, each into the first bin with room.
 
   First-fit decreasing (Johnson, 1973), which uses at most 11/9 of the optimal
-  number of bins plus a constant. All items of one size are placed at once, and
-  one entry stands for neighbouring bins with equal room. The cost grows with
-  the number of distinct sizes, so ten million documents take seconds.
+  number of bins plus a constant. All items of one size are placed at once and
+  neighbouring bins with equal room share an entry, so ten million documents
+  take seconds.
 
   Args:
     sizes: item sizes, int64 [N], each from 1 to `capacity`.
@@ -32,29 +32,27 @@ def first_fit(
   ordered = sizes[by_size]
   cuts = np.flatnonzero(np.diff(ordered, prepend=0, append=0))
   bins = np.empty(len(sizes), np.int64)
-  open_bins = _OpenBins(capacity, smallest=int(ordered[-1]))
+  open_bins = _OpenBins(len(sizes), capacity, smallest=int(ordered[-1]))
   for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist()):
     size = int(ordered[start])
     bins[by_size[start:stop]] = open_bins.place(size, stop - start)
   items = np.argsort(bins, kind="stable")
-  first = np.searchsorted(bins[items], np.arange(open_bins.num_bins + 1))
+  first = np.searchsorted(bins[items], np.arange(bins.max() + 2))
   return items, first
 
 
 class _OpenBins:
-  """Bins with room left, ordered by bin number.
+  """Bins with room left, ordered by bin number, unused ones last.
 
   Entry i of the arrays stands for bins start[i] to start[i] + count[i] - 1,
   each with room[i] left.
   """
 
-  def __init__(self, capacity: int, smallest: int):
-    self._capacity = capacity
+  def __init__(self, number: int, capacity: int, smallest: int):
     self._smallest = smallest
-    self.num_bins = 0
-    self._start = np.zeros(0, np.int64)
-    self._count = np.zeros(0, np.int64)
-    self._room = np.zeros(0, np.int64)
+    self._start = np.zeros(1, np.int64)
+    self._count = np.full(1, number, np.int64)
+    self._room = np.full(1, capacity, np.int64)
 
   def place(self, size: int, number: int) -> np.ndarray:
     """Places `number` items of one size; returns their bins, ascending."""
@@ -66,10 +64,8 @@ class _OpenBins:
     bins = [_ranges(self._start[filled], self._count[filled], each[:whole])]
     self._room[filled] -= each[:whole] * size
     left = number - (int(placed[whole - 1]) if whole else 0)
-    if left and whole < len(fits):
+    if left:
       bins.append(self._split(int(fits[whole]), size, left))
-    elif left:
-      bins.append(self._append(size, left))
     keep = self._room >= self._smallest
     self._start, self._count = self._start[keep], self._count[keep]
     self._room = self._room[keep]
@@ -89,19 +85,6 @@ class _OpenBins:
     self._count = replace(self._count, counts[some])
     self._room = replace(self._room, rooms[some])
     return _ranges(starts[:2], counts[:2], np.asarray([each, rest]))
-
-  def _append(self, size: int, number: int) -> np.ndarray:
-    each = self._capacity // size
-    full, rest = divmod(number, each)
-    counts = np.asarray([full, int(rest > 0)])
-    starts = self.num_bins + np.asarray([0, full])
-    rooms = self._capacity - np.asarray([each, rest]) * size
-    some = counts > 0
-    self._start = np.append(self._start, starts[some])
-    self._count = np.append(self._count, counts[some])
-    self._room = np.append(self._room, rooms[some])
-    self.num_bins += int(counts.sum())
-    return _ranges(starts, counts, np.asarray([each, rest]))
 
 
 def _ranges(

@@ -8,7 +8,7 @@
 - Modalities: a header, ids and an index of documents in one file (.pbin).
 
 All numbers are little-endian. No code in a file is ever executed: pickled
-indices go through an unpickler that accepts only lists, tuples and integers.
+indices may contain only lists, tuples and integers.
 """
 
 import dataclasses

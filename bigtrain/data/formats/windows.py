@@ -26,8 +26,7 @@ class Pieces(NamedTuple):
     row: index of the window in the batch, ascending.
     at: position of the piece in the window.
     shard: index of the array of tokens.
-    begin: index of the first target in that array.
-    size: number of targets.
+    begin, size: index of the first target in that array, number of targets.
     fresh: whether the piece starts a document whose first context is the start
       token instead of the token before it.
   """
@@ -62,9 +61,9 @@ class Stream:
     self,
     sizes: Sequence[int],
     length: int,
-    *,
     stride: int,
     fresh: bool,
+    *,
     drop_last: bool,
   ):
     self._length, self._stride, self._fresh = length, stride, fresh
@@ -98,8 +97,7 @@ class Documents:
     starts: for each shard, the starts of its documents, int64, ascending, and
       then its number of tokens.
     fresh: whether the first token of each document is a target, as in Stream.
-    packed: whether several documents may share a window, see
-      packing.first_fit. Otherwise each window holds one document.
+    packed: whether several documents may share a window, see packing.first_fit.
   """
 
   def __init__(
@@ -161,8 +159,7 @@ def _shuffled(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns the same bins in a fixed random order.
 
-  First-fit puts the longest documents into the first bins, so without this a
-  slice of the windows would not be a random sample of the documents.
+  First-fit puts the longest documents first; a slice must be a random sample.
   """
   number = len(first) - 1
   bins = hashing.permute(np.arange(number), number, seed=0)
@@ -175,9 +172,8 @@ def _shuffled(
 class Masked:
   """Windows of a stream, split into pieces at document boundaries.
 
-  Args:
-    fresh: as in Stream. If false, the first token of a document is not a
-      target, because its only context would be another document.
+  If not `fresh`, the first token of a document is not a target, because its
+  only context would be another document.
   """
 
   def __init__(
@@ -211,13 +207,12 @@ class Masked:
 
 def fill(
   pieces: Pieces,
-  batch_size: int,
-  length: int,
+  shape: tuple[int, int],
   tokens_of: Callable[[int], np.ndarray],
-  *,
   start_id: int | None,
+  segments: bool,
+  *,
   shift: int = 0,
-  segments: bool = False,
 ) -> dict[str, np.ndarray]:
   """Reads the tokens of a batch of windows.
 
@@ -226,14 +221,13 @@ def fill(
     [B, L], 1 for targets; if wanted `segments`, int32 [B, L], number of the
     piece from 1, 0 for padding, and `positions`, int32 [B, L], from 0.
   """
-  shape = batch_size, length
   tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
   mask = np.zeros(shape, np.float32)
   batch = {"tokens": tokens, "targets": targets, "loss_mask": mask}
   if segments:
     number, position = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     batch |= {"segments": number, "positions": position}
-    count = np.arange(length, dtype=np.int32)
+    count = np.arange(shape[1], dtype=np.int32)
   last_row, own = -1, 0
   rows = zip(*(field.tolist() for field in pieces))
   for row, at, shard, begin, size, fresh in rows:
@@ -258,10 +252,11 @@ def fill(
   return batch
 
 
-class Rows:
+class Selected:
   """The windows of a plan that a source uses: slice `then` of slice `part`."""
 
   def __init__(self, plan: Plan, part: str, then: str, key: str):
+    self._plan = plan
     start, stop = splits.bounds(part, len(plan), f"{key}: split")
     more = splits.bounds(then, stop - start, f"{key}: slice")
     self._start, self._length = start + more[0], more[1] - more[0]
@@ -269,8 +264,8 @@ class Rows:
   def __len__(self) -> int:
     return self._length
 
-  def __getitem__(self, index: np.ndarray) -> np.ndarray:
-    return self._start + np.asarray(index, np.int64)
+  def pieces(self, index: np.ndarray) -> Pieces:
+    return self._plan.pieces(self._start + np.asarray(index, np.int64))
 
 
 def check_options(
