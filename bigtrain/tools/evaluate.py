@@ -16,19 +16,20 @@ config.model_init.
 Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 from absl import logging
 
-from bigtrain import lengths, parts, settings, sharding, trees
-from bigtrain import teacher as teacher_lib
+from bigtrain import lengths, parts, settings, sharding, teacher, trees
 from bigtrain.checkpoints import averages, folders, manifest, restore, start
 from bigtrain.cluster import process
-from bigtrain.evaluation import evaluations as evaluators
+from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
 from bigtrain.reports import media, record
 from bigtrain.runtime import compiler_options, jax_flags, programs
@@ -50,7 +51,6 @@ def evaluate(
   """Runs config.evals on a checkpoint.
 
   Args:
-    step: step of the checkpoint; the newest unless given.
     changes: changes of the config, such as "evals.val.batch_size=64".
     output: folder for the files of evaluators that write some, such as
       predictions; <workdir>/evaluate unless given.
@@ -65,18 +65,7 @@ def evaluate(
   """
   workdir = paths.absolute(workdir)
   output = paths.absolute(output or os.path.join(workdir, _FOLDER))
-  plain = record.read_json(os.path.join(workdir, "config.json"))
-  if plain is None:
-    raise ConfigError(
-      f"--workdir={workdir}: expected the folder of a run, with a config.json."
-    )
-  for change in changes:
-    settings.override(plain, change)
-  # Schedules are ignored here: without training data, epochs have no length.
-  for entry in plain.get("evals", {}).values():
-    for unit in lengths.UNITS:
-      entry.pop(f"log_{unit}", None)
-  config = settings.Config(plain)
+  config = _read_config(workdir, changes)
   jax_flags.use_compile_cache(config.get("compile_cache", True))
   mesh = sharding.from_config(config)
   with jax.set_mesh(mesh):
@@ -85,17 +74,8 @@ def evaluate(
     xla_options = compiler_options.read(config, mesh)
     task = parts.task(config)
     module, model = parts.model(config)
-    shapes = {
-      name.removeprefix("params/"): tuple(array.shape)
-      for name, array in saved.arrays.items()
-      if name.startswith("params/")
-    }
-    rules = sharding.Rules(
-      config.get("sharding", sharding.DEFAULT_RULES),
-      initial.tensor_axes(config, module, model, shapes),
-    )
-    state_spec = sharding.state_spec(_weights(saved.arrays), mesh, rules)
-    context = evaluators.Context(
+    state_spec = _state_spec(config, module, model, saved.arrays, mesh)
+    context = evaluations.Context(
       name="",
       workdir=output,
       mesh=mesh,
@@ -106,24 +86,24 @@ def evaluate(
       class_names=saved.host_state.data.get("class_names", {}),
       compile=programs.Programs("compiled", xla_options).compile,
     )
-    teacher = _teacher(config, task, model, context)
-    evaluations = evaluators.from_config(
+    teaching = _teacher(config, task, model, context)
+    enabled = evaluations.from_config(
       config,
-      parts.predict_fns(task, model, teacher.model),
+      parts.predict_fns(task, model, teaching.model),
       lengths.Units(context.batch_size),
       context,
-      weights=start.evaluated({**state_spec, **teacher.spec}),
+      weights=start.evaluated({**state_spec, **teaching.spec}),
     )
-    if not evaluations:
+    if not enabled:
       raise ConfigError("config.evals: empty; expected evaluations.")
     specs = dict(trees.flatten_with_names(state_spec))
     arrays = restore.load(
       directory, saved, {name: name for name in specs}, specs
     )
-    state = {**trees.from_flat(arrays), **teacher.load()}
+    state = {**trees.from_flat(arrays), **teaching.load()}
     variables = start.evaluated(state)
     row: dict[str, Any] = {"step": saved.step}
-    for evaluation in evaluations:
+    for evaluation in enabled:
       logging.info("Evaluating %s.", evaluation.name)
       results = evaluation.build().run(
         variables[evaluation.weights], saved.step
@@ -135,9 +115,56 @@ def evaluate(
   return row
 
 
+def _read_config(workdir: str, changes: Sequence[str]) -> settings.Config:
+  plain = record.read_json(os.path.join(workdir, "config.json"))
+  if plain is None:
+    raise ConfigError(
+      f"--workdir={workdir}: expected the folder of a run, with a config.json."
+    )
+  for change in changes:
+    settings.override(plain, change)
+  # Schedules are ignored here: without training data, epochs have no length.
+  for entry in plain.get("evals", {}).values():
+    for unit in lengths.UNITS:
+      entry.pop(f"log_{unit}", None)
+  return settings.Config(plain)
+
+
+def _state_spec(
+  config: settings.Config,
+  module: ModuleType,
+  model: Any,
+  arrays: Mapping[str, manifest.Array],
+  mesh: jax.sharding.Mesh,
+) -> dict[str, Any]:
+  """Specs of the arrays that evaluations need, sharded by the run's rules."""
+  shapes = {
+    name.removeprefix("params/"): tuple(array.shape)
+    for name, array in arrays.items()
+    if name.startswith("params/")
+  }
+  rules = sharding.Rules(
+    config.get("sharding", sharding.DEFAULT_RULES),
+    initial.tensor_axes(config, module, model, shapes),
+  )
+  iterates = averages.averaged(arrays)
+  others = {*iterates.values(), *averages.STATE} if iterates else set()
+  weights = trees.from_flat(
+    {
+      name: jax.ShapeDtypeStruct(array.shape, manifest.dtype_of(array.dtype))
+      for name, array in arrays.items()
+      if name.split("/")[0] in ("params", "ema", "mutable") or name in others
+    }
+  )
+  return sharding.state_spec(weights, mesh, rules)
+
+
 def _teacher(
-  config: settings.Config, task: Any, model: Any, context: evaluators.Context
-) -> teacher_lib.Teacher:
+  config: settings.Config,
+  task: ModuleType,
+  model: Any,
+  context: evaluations.Context,
+) -> teacher.Teacher:
   """Reads config.teacher if an evaluation needs it.
 
   Without training data, the first evaluation that does gives the shapes of the
@@ -150,14 +177,14 @@ def _teacher(
     if entry.get("pred") in without or "data" not in entry:
       continue
     fields = ("data", "pp", "batch_size")
-    batches = evaluators.Batches(
+    batches = evaluations.Batches(
       context._replace(name=name),
       **{field: entry[field] for field in fields if field in entry},
     )
     batch_spec = sharding.batch_spec(batches.input.spec, context.mesh)
     seed = config.get("seed", 0)
-    return teacher_lib.from_config(config, task, batch_spec, context.mesh, seed)
-  return teacher_lib.Teacher(None, {}, dict)
+    return teacher.from_config(config, task, batch_spec, context.mesh, seed)
+  return teacher.Teacher(None, {}, dict)
 
 
 def _find(workdir: str, step: int | None) -> str:
@@ -171,39 +198,19 @@ def _find(workdir: str, step: int | None) -> str:
   return folders.find(workdir, step)
 
 
-def _weights(arrays: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the specs of the arrays that evaluations need, as a tree."""
-  if iterates := averages.averaged(arrays):
-    others = {*iterates.values(), *averages.STATE}
-  else:
-    others = set()
-  return trees.from_flat(
-    {
-      name: jax.ShapeDtypeStruct(array.shape, manifest.dtype_of(array.dtype))
-      for name, array in arrays.items()
-      if name.split("/")[0] in ("params", "ema", "mutable") or name in others
-    }
-  )
-
-
 def _parser() -> arguments.Parser:
   parser = arguments.Parser(
     prog="python -m bigtrain.tools.evaluate",
     description="Evaluates a checkpoint of a run with the evaluations of its "
     "config, and prints the results as JSON.",
-    epilog="--config.KEY=VALUE changes the config, as for bigtrain.main.",
-    allow_abbrev=False,
   )
-  parser.add_argument("--workdir", required=True, help="folder of the run")
-  parser.add_argument(
-    "--step", type=int, help="step of the checkpoint (default: the newest)"
+  add = functools.partial(arguments.add, parser)
+  add("--workdir", "folder of the run", required=True)
+  add("--step", "step of the checkpoint (default: the newest)", type=int)
+  folder = (
+    "folder for the files of evaluators (default: evaluate in the workdir)"
   )
-  parser.add_argument(
-    "--output",
-    default="",
-    help="folder for the files of evaluators (default: evaluate in the "
-    "workdir)",
-  )
+  add("--output", folder, "")
   return parser
 
 

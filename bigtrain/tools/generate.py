@@ -66,6 +66,11 @@ def generate(
   codec = ops.tokenizer(
     config, checkpoint.data, checkpoint.fingerprints, tokenizer
   )
+  if codec is None:
+    raise ConfigError(
+      "--tokenizer: missing, and the run's config.input.data names no "
+      "tokenizer."
+    )
   ids = _prompt_ids(codec, model, prompt, bos)
   variables = saved.variables(checkpoint, prefix, sharding.make_mesh())
   if num_beams > 1:

@@ -26,14 +26,15 @@ from bigtrain.cluster import process
 from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
-from bigtrain.settings import ConfigError
+from bigtrain.pp import tokenizers
+from bigtrain.settings import ConfigError, import_package
 from bigtrain.tools import arguments, exits
 
 # The harness's own limit of tokens where a task sets none.
 _MAX_NEW = 256
 _SHORTEST = 32
-# Names of the harness's options of generation, and ours.
-_SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
+# Options of generation with the same name in the harness.
+_SAMPLING = ("temperature", "top_k", "top_p")
 
 
 def model(
@@ -55,7 +56,9 @@ def model(
   Raises:
     ConfigError: the package lm_eval is missing, or it is no language model.
   """
-  cls = _model_class()
+  package = import_package(
+    "lm_eval.api.model", "bigtrain.tools.lm_eval", "lm_eval"
+  )
   predictor = load.load(path, **options)
   if not {"score", "generate"} <= set(predictor.preds):
     raise ConfigError(
@@ -68,7 +71,8 @@ def model(
     )
   if max_length is None:
     max_length = _default_length(predictor)
-  return cls(predictor, max_length, bos, max_new)
+  cls = type("BigtrainLM", (_Methods, package.TemplateLM), {})
+  return cls(predictor, predictor.tokenizer, max_length, bos, max_new)
 
 
 def _default_length(predictor: Predictor) -> int:
@@ -82,126 +86,110 @@ def _default_length(predictor: Predictor) -> int:
   return int(length)
 
 
-@functools.cache
-def _model_class() -> type[Any]:
-  """The class, whose base is in the package lm_eval."""
-  try:
+class _Methods:
+  """The methods of an LM of the harness, see `model`."""
+
+  def __init__(
+    self,
+    predictor: Predictor,
+    codec: tokenizers.Tokenizer,
+    max_length: int,
+    bos: bool,
+    max_new: int,
+  ):
+    super().__init__()
+    self.predictor, self.max_length = predictor, max_length
+    self._codec, self._bos, self._max_new = codec, bos, max_new
+
+  @property
+  def eot_token_id(self) -> int | None:
+    return self._codec.eos_id
+
+  @property
+  def prefix_token_id(self) -> int:
+    """Id of the token before a text without context."""
+    for number in (self._codec.bos_id, self._codec.eos_id):
+      if number is not None:
+        return number
+    raise ConfigError("lm_eval: the tokenizer has no begin or end token.")
+
+  def tok_encode(
+    self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+  ) -> list[int]:
+    """Returns the ids of a text."""
+    ids = np.asarray(self._codec.encode(string)).tolist()
+    if self._bos and add_special_tokens is not False:
+      return [self.prefix_token_id, *ids]
+    return ids
+
+  def _loglikelihood_tokens(
+    self, requests: Sequence[Any], **kwargs: Any
+  ) -> list[tuple[float, bool]]:
+    pairs = [(context, rest) for _, context, rest in requests]
+    return _score(self.predictor, pairs, self.max_length)
+
+  def loglikelihood_rolling(
+    self, requests: Sequence[Any], disable_tqdm: bool = False
+  ) -> list[float]:
+    """Returns the log-likelihood of whole texts, window by window."""
     from lm_eval import utils
-    from lm_eval.api.model import TemplateLM
-  except ImportError as e:
-    raise ConfigError(
-      f"bigtrain.tools.lm_eval needs the package lm_eval ({e}): "
-      "pip install lm_eval."
-    ) from e
 
-  class BigtrainLM(TemplateLM):
-    """A trained model of this program; see `model`."""
+    pairs, owners = [], []
+    for i, request in enumerate(requests):
+      windows = utils.get_rolling_token_windows(
+        token_list=self.tok_encode(request.args[0]),
+        prefix_token=self.prefix_token_id,
+        max_seq_len=self.max_length,
+        context_len=1,
+      )
+      for window in map(utils.make_disjoint_window, windows):
+        pairs.append(window)
+        owners.append(i)
+    sums = np.zeros(len(requests))
+    scores = _score(self.predictor, pairs, self.max_length)
+    for i, (value, _) in zip(owners, scores):
+      sums[i] += value
+    return sums.tolist()
 
-    def __init__(
-      self, predictor: Predictor, max_length: int, bos: bool, max_new: int
-    ):
-      super().__init__()
-      self.predictor, self.max_length = predictor, max_length
-      self._codec, self._bos, self._max_new = predictor.tokenizer, bos, max_new
+  def generate_until(
+    self, requests: Sequence[Any], disable_tqdm: bool = False
+  ) -> list[str]:
+    """Returns the continuations, cut at their first stop text."""
+    texts = [""] * len(requests)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, request in enumerate(requests):
+      groups[json.dumps(request.args[1], sort_keys=True)].append(i)
+    for key, members in groups.items():
+      stops, options = self._generation(json.loads(key))
+      room = self.max_length - options["max_new"]
+      prompts = [
+        (self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])
+        for i in members
+      ]
+      results = self.predictor.generate(
+        [prompt[-room:] for prompt in prompts], **options
+      )
+      for i, result in zip(members, results):
+        text = result["text"]
+        for stop in filter(None, stops):
+          text = text.partition(stop)[0]
+        texts[i] = text
+    return texts
 
-    @property
-    def eot_token_id(self) -> int | None:
-      """Id of the end token."""
-      return self._codec.eos_id
-
-    @property
-    def prefix_token_id(self) -> int:
-      """Id of the token before a text without context."""
-      for number in (self._codec.bos_id, self._codec.eos_id):
-        if number is not None:
-          return number
-      raise ConfigError("lm_eval: the tokenizer has no begin or end token.")
-
-    def tok_encode(
-      self,
-      string: str,
-      add_special_tokens: bool | None = None,
-      **kwargs: Any,
-    ) -> list[int]:
-      """Returns the ids of a text."""
-      ids = np.asarray(self._codec.encode(string)).tolist()
-      if self._bos and add_special_tokens is not False:
-        return [self.prefix_token_id, *ids]
-      return ids
-
-    def _loglikelihood_tokens(
-      self, requests: Sequence[Any], **kwargs: Any
-    ) -> list[tuple[float, bool]]:
-      pairs = [(context, rest) for _, context, rest in requests]
-      return _score(self.predictor, pairs, self.max_length)
-
-    def loglikelihood_rolling(
-      self, requests: Sequence[Any], disable_tqdm: bool = False
-    ) -> list[float]:
-      """Returns the log-likelihood of whole texts, window by window."""
-      pairs, owners = [], []
-      for i, request in enumerate(requests):
-        windows = utils.get_rolling_token_windows(
-          token_list=self.tok_encode(request.args[0]),
-          prefix_token=self.prefix_token_id,
-          max_seq_len=self.max_length,
-          context_len=1,
-        )
-        for window in map(utils.make_disjoint_window, windows):
-          pairs.append(window)
-          owners.append(i)
-      sums = np.zeros(len(requests))
-      for i, (value, _) in zip(
-        owners, _score(self.predictor, pairs, self.max_length)
-      ):
-        sums[i] += value
-      return sums.tolist()
-
-    def generate_until(
-      self, requests: Sequence[Any], disable_tqdm: bool = False
-    ) -> list[str]:
-      """Returns the continuations, cut at their first stop text."""
-      texts = [""] * len(requests)
-      groups: dict[str, list[int]] = defaultdict(list)
-      for i, request in enumerate(requests):
-        groups[json.dumps(request.args[1], sort_keys=True)].append(i)
-      for key, members in groups.items():
-        until, options = self._generation(json.loads(key))
-        room = self.max_length - options["max_new"]
-        prompts = [
-          (self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])
-          for i in members
-        ]
-        results = self.predictor.generate(
-          [prompt[-room:] for prompt in prompts], **options
-        )
-        for i, result in zip(members, results):
-          texts[i] = _until(result["text"], until)
-      return texts
-
-    def _generation(
-      self, given: Mapping[str, Any]
-    ) -> tuple[list[str], dict[str, Any]]:
-      """(stop texts, options of the predict function `generate`)."""
-      until = given.get("until") or []
-      options: dict[str, Any] = {}
-      if given.get("do_sample", given.get("temperature", 0) > 0):
-        options = {_SAMPLING[n]: x for n, x in given.items() if n in _SAMPLING}
-        options.setdefault("temperature", 1.0)
-      new = given.get("max_gen_toks", given.get("max_new_tokens"))
-      # Half of the window is left for the prompt.
-      longest = self.max_length // 2 if new is None else self.max_length - 1
-      options["max_new"] = max(1, min(int(new or self._max_new), longest))
-      return [until] if isinstance(until, str) else list(until), options
-
-  return BigtrainLM
-
-
-def _until(text: str, stops: Sequence[str]) -> str:
-  """Returns a text up to the first of some others."""
-  for stop in filter(None, stops):
-    text = text.partition(stop)[0]
-  return text
+  def _generation(
+    self, given: Mapping[str, Any]
+  ) -> tuple[list[str], dict[str, Any]]:
+    """(stop texts, options of the predict function `generate`)."""
+    until = given.get("until") or []
+    options: dict[str, Any] = {}
+    if given.get("do_sample", given.get("temperature", 0) > 0):
+      options = {name: x for name, x in given.items() if name in _SAMPLING}
+      options.setdefault("temperature", 1.0)
+    new = given.get("max_gen_toks", given.get("max_new_tokens"))
+    # Half of the window is left for the prompt.
+    longest = self.max_length // 2 if new is None else self.max_length - 1
+    options["max_new"] = max(1, min(int(new or self._max_new), longest))
+    return [until] if isinstance(until, str) else list(until), options
 
 
 def _score(
@@ -243,21 +231,20 @@ def _parser() -> arguments.Parser:
     description="Evaluates a language model with the lm-evaluation-harness "
     "(pip install lm_eval).",
     changes_config=False,
-    allow_abbrev=False,
   )
-  add = parser.add_argument
-  add("run", help="workdir, checkpoint or export")
-  add("--tasks", required=True, help="names of tasks, such as arc_easy,piqa")
-  add("--include_path", help="folder with tasks of your own (YAML)")
-  add("--num_fewshot", type=int, help="examples in each prompt")
-  add("--limit", type=int, help="number of questions of each task")
-  add("--step", type=int, help="step of the checkpoint (default: newest)")
-  add("--weights", default="params", choices=("params", "ema"))
-  add("--tokenizer", help='"bytes" or a path, if the file has moved')
-  add("--batch_size", type=int, default=32, help="texts at a time, all devices")
-  add("--max_length", type=int, help="tokens that the model sees")
-  add("--bos", action="store_true", help="texts start with the begin token")
-  add("--output", help="JSON file with all results")
+  add = functools.partial(arguments.add, parser)
+  add("run", "workdir, checkpoint or export")
+  add("--tasks", "names of tasks, such as arc_easy,piqa", required=True)
+  add("--include_path", "folder with tasks of your own (YAML)")
+  add("--num_fewshot", "examples in each prompt", type=int)
+  add("--limit", "number of questions of each task", type=int)
+  add("--step", "step of the checkpoint (default: newest)", type=int)
+  add("--weights", "parameters to use", "params", choices=("params", "ema"))
+  add("--tokenizer", '"bytes" or a path, if the file has moved')
+  add("--batch_size", "texts at a time, all devices", 32)
+  add("--max_length", "tokens that the model sees", type=int)
+  add("--bos", "texts start with the begin token", action="store_true")
+  add("--output", "JSON file with all results")
   return parser
 
 

@@ -13,9 +13,11 @@ Exit codes: 0; 1 if there are such files, or for a damaged checkpoint; 2 for a
 wrong argument.
 """
 
+import argparse
 import concurrent.futures
 import contextlib
 import csv
+import functools
 import io
 import json
 import os
@@ -29,7 +31,7 @@ from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
 from bigtrain.runtime import jax_flags
-from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.settings import ConfigError, DataError, check_choice
 from bigtrain.tools import arguments, exits
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
@@ -74,22 +76,18 @@ def find_files(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
 
 
 class Rows:
-  """The output, which may have rows of an earlier call.
+  """The output: a file, or standard output for "jsonl" and "csv".
+
+  An unfinished last line of an earlier call is removed.
 
   Attributes:
     done: paths that it has a row for.
+
+  Raises:
+    ConfigError: another format, or rows of another checkpoint or method.
   """
 
   def __init__(self, output: str, step: int, method: str):
-    """Reads the rows that are there, and removes an unfinished last one.
-
-    Args:
-      output: path ending in .jsonl or .csv, or one of these two formats for
-        standard output.
-
-    Raises:
-      ConfigError: another format, or rows of another checkpoint or method.
-    """
     self.done: set[str] = set()
     self._csv = output.endswith("csv")
     self._fields = ["path", "step", *_FIELDS[method], "error"]
@@ -231,43 +229,33 @@ def _parser() -> arguments.Parser:
     description="Predicts files and folders with a trained model. The same "
     "command, run again, skips files that the output has already.",
     changes_config=False,
-    allow_abbrev=False,
   )
-  add: Callable[..., Any] = parser.add_argument
-  add("run", help="a workdir, or one of its checkpoints")
-  add("paths", nargs="+", help="pictures (or texts), and folders of them")
+  add = functools.partial(arguments.add, parser)
+  add("run", "a workdir, or one of its checkpoints")
+  add("paths", "pictures (or texts), and folders of them", nargs="+")
   add(
     "--output",
-    default="jsonl",
-    help="file to write, ending in .jsonl or .csv; jsonl or csv writes to the "
-    "standard output (default: jsonl)",
+    "file to write, ending in .jsonl or .csv; jsonl or csv writes to the "
+    "standard output",
+    "jsonl",
   )
-  add(
-    "--method",
-    default="",
-    help=f"{', '.join(_FIELDS)} (default: what the run was trained for)",
-  )
-  add("--top_k", type=int, help="number of classes in `top` (default: 5)")
+  methods = ", ".join(_FIELDS)
+  add("--method", f"{methods} (default: what the run was trained for)", "")
+  add("--top_k", "number of classes in `top` (default: 5)", type=int)
   add(
     "--class_names",
-    help="file with a name of a class on each line (default: the run's)",
+    "file with a name of a class on each line (default: the run's)",
   )
-  add("--pp", help="ops for the pictures (default: the ops of an evaluation)")
-  add("--evaluation", help="evaluation of the run whose ops to use")
-  add("--tokenizer", help="path of the run's tokenizer, if it has moved")
-  add("--step", type=int, help="step of the checkpoint (default: the newest)")
-  add("--weights", default="params", help="params or ema (default: params)")
-  add(
-    "--batch_size",
-    type=int,
-    default=32,
-    help="files at a time, over all devices (default: %(default)s)",
-  )
+  add("--pp", "ops for the pictures (default: the ops of an evaluation)")
+  add("--evaluation", "evaluation of the run whose ops to use")
+  add("--tokenizer", "path of the run's tokenizer, if it has moved")
+  add("--step", "step of the checkpoint (default: the newest)", type=int)
+  add("--weights", "params or ema", "params")
+  add("--batch_size", "files at a time, over all devices", 32)
   return parser
 
 
-def _options(args: Any, method: str) -> dict[str, Any]:
-  """Options of the method."""
+def _options(args: argparse.Namespace, method: str) -> dict[str, Any]:
   ranks = method in ("classify", "zero_shot")
   if args.top_k is not None and not ranks:
     raise ConfigError(f"--top_k: {method} has no classes.")
@@ -293,9 +281,7 @@ def main(argv: Sequence[str]) -> int:
     batch_size=args.batch_size,
   )
   method = args.method or predictor.default_method
-  if method not in _FIELDS:
-    hint = did_you_mean(method, _FIELDS)
-    raise ConfigError(f"--method={method}: unknown.{hint}")
+  check_choice("--method", method, _FIELDS)
   options = _options(args, method)
   suffixes = _TEXTS if method == "generate" else _PICTURES
   files = find_files(args.paths, suffixes)

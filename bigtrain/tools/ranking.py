@@ -1,17 +1,31 @@
 """The best value of a metric, in a run and among runs."""
 
+import argparse
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.tools import arguments
 
-MODES = ("max", "min")
 # Endings of the metrics that compare runs unless one is named, best first.
 _PREFERRED = ("acc", "exact", "loss")
 # Metrics whose smaller values are better.
 _LESS = re.compile(r"loss|perplexity|bits_|nll|error|_rate$|_norm$|secs|bytes")
+
+
+def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
+  """Adds --metric, with this help, and --mode."""
+  add = functools.partial(arguments.add, parser)
+  add("--metric", f"{metric} (default: one of an evaluation)")
+  add(
+    "--mode",
+    "whether the largest or the smallest value is the best (default: min for "
+    "losses, errors, times and sizes, else max)",
+    choices=("max", "min"),
+  )
 
 
 class Best(NamedTuple):
@@ -50,14 +64,10 @@ def mode_of(metric: str) -> str:
 def choose(
   names: Iterable[str], metric: str | None, mode: str | None
 ) -> tuple[str, str]:
-  """Returns the metric and the mode to compare runs by.
-
-  Args:
-    metric: metric that the user named, if any.
-    mode: mode that the user named, if any.
+  """Returns the metric and the mode to compare runs by, those given if any.
 
   Raises:
-    ConfigError: no run has the named metric.
+    ConfigError: no run has the given metric.
   """
   names = sorted(set(names) - {"step"})
   if metric and names and metric not in names:

@@ -124,8 +124,6 @@ def _parser() -> arguments.Parser:
     prog="python -m bigtrain.tools.replay",
     description="Computes steps of a run again on this machine, and prints the "
     "first metric or array that differs from what the run has written.",
-    epilog="--config.KEY=VALUE changes the config, as for bigtrain.main.",
-    allow_abbrev=False,
   )
   parser.add_argument("workdir", metavar="RUN", help="folder of the run")
   parser.add_argument(

@@ -32,12 +32,10 @@ class Line(NamedTuple):
   """A run.
 
   Attributes:
-    state: see the module.
-    step: newest step with a row.
+    step: newest step in its metrics.
     progress: share of the run that is done, 0 to 1.
     best: name, value and step of the best value; "" without one.
     alive: Unix time in seconds of the last sign of life.
-    folder: the workdir.
     command: command of the newest start.
   """
 
@@ -59,14 +57,10 @@ def find(folder: str) -> Iterator[str]:
       yield path
 
 
-def describe(workdir: str, metric: str = "", mode: str = "") -> Line:
-  """Returns the line of a run; reads only files.
-
-  Args:
-    metric: metric to compare; by default one of an evaluation.
-    mode: whether the best value is the "max" or the "min"; by default what
-      suits the metric.
-  """
+def describe(
+  workdir: str, metric: str | None = None, mode: str | None = None
+) -> Line:
+  """Returns the line of a run; reads only files."""
   written = rows.read_rows(workdir)
   newest = {name: value for row in written for name, value in row.items()}
   starts = (record.read_json(os.path.join(workdir, "run.json")) or {}).get(
@@ -154,18 +148,7 @@ def main(argv: Sequence[str]) -> int:
     description="Lists the runs below a folder, one line each.",
   )
   parser.add_argument("folder", help="folder of runs, or a run")
-  parser.add_argument(
-    "--metric",
-    default="",
-    help="metric to compare, such as val/acc (default: one of an evaluation)",
-  )
-  parser.add_argument(
-    "--mode",
-    choices=ranking.MODES,
-    default="",
-    help="whether the largest or the smallest value is the best (default: min "
-    "for losses, errors, times and sizes, else max)",
-  )
+  ranking.add_arguments(parser, "metric to compare, such as val/acc")
   args = parser.parse_args(argv)
   folder = paths.absolute(args.folder)
   if not os.path.isdir(folder):

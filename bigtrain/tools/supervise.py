@@ -19,6 +19,7 @@ The command may be a launch script that starts several processes. Needs Linux.
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import shlex
 import signal
@@ -34,7 +35,7 @@ from bigtrain.cluster import process
 from bigtrain.files import paths
 from bigtrain.reports import rows
 from bigtrain.settings import ConfigError, check_number
-from bigtrain.tools import exits
+from bigtrain.tools import arguments, exits
 
 _ENDING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 _PASSED_ON = {*_ENDING, signal.SIGUSR2}
@@ -45,14 +46,7 @@ _KILLED = 128  # A shell's code of a command that signal n killed is 128 + n.
 
 
 class Options(NamedTuple):
-  """Options of the command line.
-
-  Attributes:
-    failures: number of starts in a row without progress that end it.
-    wait_secs: wait before the first new start.
-    most_wait_secs: upper limit of the wait.
-    ends_when_preempted: whether code 75 ends it, for a scheduler to see.
-  """
+  """Options of the command line, described in `main`."""
 
   failures: int = 5
   wait_secs: float = 1.0
@@ -193,33 +187,24 @@ def main(argv: Sequence[str]) -> int:
     description="Runs the program and starts it again when it is preempted or "
     "fails.",
   )
+  add = functools.partial(arguments.add, parser)
   defaults = Options()
-  parser.add_argument(
+  add(
     "--failures",
-    type=int,
-    default=defaults.failures,
-    help="starts in a row without progress, after which it gives up "
-    "(default: %(default)s)",
+    "starts in a row without progress, after which it gives up",
+    defaults.failures,
   )
-  parser.add_argument(
+  add(
     "--wait_secs",
-    type=float,
-    default=defaults.wait_secs,
-    help="wait before a new start; it doubles with each start without progress "
-    "(default: %(default)g)",
+    "wait before a new start; it doubles with each start without progress",
+    defaults.wait_secs,
   )
-  parser.add_argument(
-    "--most_wait_secs",
-    type=float,
-    default=defaults.most_wait_secs,
-    help="upper limit of the wait (default: %(default)g)",
-  )
-  parser.add_argument(
+  add("--most_wait_secs", "upper limit of the wait", defaults.most_wait_secs)
+  add(
     "--when_preempted",
+    "after code 75, start again, or end for a scheduler to requeue",
+    "restart",
     choices=("restart", "end"),
-    default="restart",
-    help="after code 75, start again, or end for a scheduler to requeue "
-    "(default: %(default)s)",
   )
   parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
   args = parser.parse_args(argv)

@@ -32,10 +32,10 @@ from multiprocessing import connection
 from typing import Any
 
 from bigtrain.data.formats import documents, token_files, token_writer
-from bigtrain.files import paths as paths_lib
+from bigtrain.files import paths
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError, did_you_mean
-from bigtrain.tools import exits
+from bigtrain.tools import arguments, exits
 
 _PLAN = "plan.json"
 # Bytes at each end of a source that its fingerprint covers.
@@ -59,8 +59,6 @@ def tokenize(
 
   Args:
     tokenizer: "bytes" or a path, see pp/tokenizers.py.
-    eos: whether each document ends with the tokenizer's end token.
-    bos: whether each document starts with the tokenizer's begin token.
     shard_bytes: bytes of input per shard. A process makes one shard at a time.
 
   Returns:
@@ -70,7 +68,7 @@ def tokenize(
     ConfigError: wrong arguments, or `output` was started with different ones.
     DataError: an unusable document; the message has its file and line.
   """
-  output = paths_lib.absolute(output)
+  output = paths.absolute(output)
   plan, groups = _plan(inputs, tokenizer, key, format, eos, bos, shard_bytes)
   os.makedirs(output, exist_ok=True)
   with _locked(output):
@@ -93,7 +91,7 @@ def _plan(
   bos: bool,
   shard_bytes: int,
 ) -> tuple[dict[str, Any], list[list[documents.Part]]]:
-  """Returns (values that determine the output, parts of each shard)."""
+  """(values that determine the output, parts of each shard)."""
   tokens = tokenizers.get(tokenizer)
   for wanted, name, id in (
     (eos, "eos", tokens.eos_id),
@@ -104,14 +102,14 @@ def _plan(
         f"--{name}: the tokenizer {tokenizer!r} has no such token; give "
         f"--no-{name}."
       )
-  paths = [path for pattern in inputs for path in _find(pattern)]
-  if len(set(paths)) < len(paths):
-    twice = next(path for path in paths if paths.count(path) > 1)
+  files = [file for pattern in inputs for file in _find(pattern)]
+  if len(set(files)) < len(files):
+    twice = next(file for file in files if files.count(file) > 1)
     raise ConfigError(f"{twice}: given twice.")
   parts = [
     part
-    for path in paths
-    for part in documents.parts(path, format, shard_bytes)
+    for file in files
+    for part in documents.parts(file, format, shard_bytes)
   ]
   groups = documents.grouped(parts, shard_bytes)
   plan = dict(
@@ -126,7 +124,7 @@ def _plan(
     bos_id=tokens.bos_id if bos else None,
     dtype="uint16" if tokens.vocab_size <= 1 << 16 else "uint32",
     options=dict(key=key, format=format, shard_bytes=shard_bytes),
-    sources=[_fingerprint(path) for path in paths],
+    sources=[_fingerprint(file) for file in files],
   )
   return plan, groups
 
@@ -141,12 +139,12 @@ def _find(pattern: str) -> list[str]:
     folder, name = os.path.split(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
     hint = did_you_mean(name, names)
-    raise ConfigError(f"{paths_lib.absolute(pattern)}: no such file.{hint}")
+    raise ConfigError(f"{paths.absolute(pattern)}: no such file.{hint}")
   return files
 
 
 def _fingerprint(path: str) -> dict[str, Any]:
-  """Path, size and digest of both ends of a file of any size."""
+  """Describes a file of any size by its ends."""
   size = os.path.getsize(path)
   digest = hashlib.sha256(str(size).encode())
   with open(path, "rb") as f:
@@ -219,8 +217,11 @@ def _write(
 ) -> list[dict[str, Any]]:
   """Makes the missing shards; returns the counts of all, in order."""
   names = [f"{i:05}" for i in range(len(groups))]
-  counts = {name: token_writer.finished_shard(folder, name) for name in names}
-  todo = [(n, g) for n, g in zip(names, groups) if counts[n] is None]
+  counts: dict[str, dict[str, Any]] = {}
+  for name in names:
+    if shard := token_writer.finished_shard(folder, name):
+      counts[name] = shard
+  todo = [(n, g) for n, g in zip(names, groups) if n not in counts]
   start_secs, num_tokens = time.monotonic(), 0
   work = functools.partial(_shard, folder, recipe, key)
   for shard in _in_processes(work, todo, processes):
@@ -230,10 +231,10 @@ def _write(
       print(f"Skipped: {message}", file=sys.stderr)
     _check_skipped(counts.values(), recipe.skip_errors)
     rate = num_tokens / (time.monotonic() - start_secs)
-    finished = sum(c is not None for c in counts.values())
     print(
-      f"[{finished}/{len(names)}] {shard['name']}: {shard['num_documents']:,} "
-      f"documents, {shard['num_tokens']:,} tokens ({rate:,.0f} tokens/s)",
+      f"[{len(counts)}/{len(names)}] {shard['name']}: "
+      f"{shard['num_documents']:,} documents, {shard['num_tokens']:,} tokens "
+      f"({rate:,.0f} tokens/s)",
       file=sys.stderr,
       flush=True,
     )
@@ -241,9 +242,9 @@ def _write(
   return [counts[name] for name in names]
 
 
-def _check_skipped(shards: Iterable[dict[str, Any] | None], most: int) -> None:
+def _check_skipped(shards: Iterable[dict[str, Any]], most: int) -> None:
   """Raises DataError if all shards together skip more than `most`."""
-  skipping = [shard for shard in shards if shard and shard["num_skipped"]]
+  skipping = [shard for shard in shards if shard["num_skipped"]]
   count = sum(shard["num_skipped"] for shard in skipping)
   if count > most:
     raise DataError(
@@ -292,9 +293,10 @@ def _follow_parent() -> None:
   """Ends this process when its parent ends for any reason."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
   parent = multiprocessing.parent_process()
+  assert parent is not None
 
-  def wait() -> None:
-    connection.wait([parent.sentinel])
+  def wait(sentinel: int = parent.sentinel) -> None:
+    connection.wait([sentinel])
     os._exit(1)
 
   threading.Thread(target=wait, daemon=True).start()
@@ -305,14 +307,8 @@ def _finish(
 ) -> dict[str, Any]:
   """Writes the manifest, and removes the files that it replaces."""
   manifest: dict[str, Any] = dict(plan)
-  for name in (
-    "num_documents",
-    "num_tokens",
-    "num_bytes",
-    "num_empty",
-    "num_skipped",
-  ):
-    manifest[name] = sum(shard[name] for shard in shards)
+  for what in ("documents", "tokens", "bytes", "empty", "skipped"):
+    manifest[f"num_{what}"] = sum(shard[f"num_{what}"] for shard in shards)
   if not manifest["num_tokens"]:
     raise DataError("the inputs contain no text.")
   # An empty file cannot be memory-mapped.
@@ -336,79 +332,53 @@ def _clean(folder: str) -> None:
 
 
 def _num_cores() -> int:
-  """Number of cores that this process may use."""
   if hasattr(os, "sched_getaffinity"):
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
 
 
 @exits.in_one_line(RuntimeError)
-def main(arguments: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.tokenize",
     description="Converts text to token files for the data source `tokens`. "
     "After an interruption, the same command continues.",
   )
-  add = parser.add_argument
+  add = functools.partial(arguments.add, parser)
   add(
     "inputs",
+    "files and glob patterns: .txt, .jsonl, .parquet, also .gz and .zst",
     nargs="+",
-    help="files and glob patterns: .txt, .jsonl, .parquet, also .gz and .zst",
   )
   add(
     "--tokenizer",
+    "'bytes', or path of a tokenizer's file or folder",
     required=True,
-    help="'bytes', or path of a tokenizer's file or folder",
   )
   add(
     "--output",
+    "folder for the token files: a new one, or one to continue",
     required=True,
-    help="folder for the token files: a new one, or one to continue",
   )
-  add(
-    "--key",
-    default="text",
-    help="field with the text in .jsonl and .parquet (default: %(default)s)",
-  )
+  add("--key", "field with the text in .jsonl and .parquet", "text")
   add(
     "--format",
-    default="auto",
+    "format of the inputs; auto goes by the name",
+    "auto",
     choices=("auto", *documents.FORMATS),
-    help="format of the inputs; auto goes by the name (default: %(default)s)",
   )
-  boolean = argparse.BooleanOptionalAction
-  add(
-    "--eos",
-    default=True,
-    action=boolean,
-    help="end each document with the end token (default: --eos)",
-  )
-  add(
-    "--bos",
-    default=False,
-    action=boolean,
-    help="start each document with the begin token (default: --no-bos)",
-  )
-  add(
-    "--skip_errors",
-    type=int,
-    default=0,
-    help="largest number of unusable documents to skip (default: %(default)s)",
-  )
-  add(
-    "--shard_mb",
-    type=int,
-    default=256,
-    help="MiB of input per shard (default: %(default)s)",
-  )
-  add(
-    "--processes",
-    type=int,
-    default=_num_cores(),
-    help="number of processes (default: one per core, %(default)s)",
-  )
-  args = vars(parser.parse_args(arguments))
+  flag = argparse.BooleanOptionalAction
+  end = "end each document with the end token (default: --eos)"
+  add("--eos", end, True, action=flag)
+  begin = "start each document with the begin token (default: --no-bos)"
+  add("--bos", begin, False, action=flag)
+  add("--skip_errors", "largest number of unusable documents to skip", 0)
+  add("--shard_mb", "MiB of input per shard", 256)
+  cores = _num_cores()
+  number = f"number of processes (default: one per core, {cores})"
+  add("--processes", number, cores)
+  args = vars(parser.parse_args(argv))
   args["shard_bytes"] = args.pop("shard_mb") << 20
   for name in ("shard_bytes", "processes"):
     if args[name] < 1:

@@ -42,10 +42,8 @@ metric_list: [{{metric: acc}}]
 
 def test_without_the_package(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "lm_eval", None)
-  tool._model_class.cache_clear()
   with pytest.raises(settings.ConfigError, match="pip install lm_eval"):
     tool.model(tmp_path)
-  tool._model_class.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -54,18 +54,6 @@ _STYLE = {
 _SIZE = (5.2, 3.3)  # Inches per panel.
 
 
-def _matplotlib() -> Any:
-  """Imports matplotlib, or raises ConfigError."""
-  try:
-    import matplotlib
-  except ImportError as e:
-    raise settings.ConfigError(
-      "tools.report: matplotlib is not installed; "
-      "pip install 'bigtrain[report]'."
-    ) from e
-  return matplotlib
-
-
 def _draw(ax: Any, panel: Panel) -> None:
   for s in panel.series:
     style: dict[str, Any] = dict(color=s.color, linestyle=s.line)
@@ -156,7 +144,9 @@ def pngs(runs: Sequence[Run]) -> dict[str, bytes]:
   Raises:
     ConfigError: matplotlib is not installed.
   """
-  matplotlib = _matplotlib()
+  matplotlib = settings.import_package(
+    "matplotlib", "tools.report", "'bigtrain[report]'"
+  )
   images = {}
   with matplotlib.rc_context(_STYLE):
     for name, figure in [*_figures(runs), ("curves", _overview(runs))]:

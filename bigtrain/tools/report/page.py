@@ -9,8 +9,8 @@ from bigtrain.reports import console
 from bigtrain.tools.ranking import Best
 from bigtrain.tools.report import (
   charts,
+  logged_media,
   markup,
-  media,
   panels,
   predictions,
   texts,
@@ -21,7 +21,7 @@ from bigtrain.tools.report.panels import ACCOUNT_COLORS, ACCOUNT_NAMES, Run
 _OF_RUNS = (
   ("Predictions", predictions.section),
   ("Captions and texts", texts.section),
-  ("Images, tables and histograms", media.section),
+  ("Images, tables and histograms", logged_media.section),
 )
 _LONGEST = 40  # Characters of a config value in the table of runs.
 

@@ -80,10 +80,6 @@ def write(
 ) -> list[str]:
   """Writes the page and the images; returns their paths, the page first.
 
-  Args:
-    metric: metric that sorts the runs; None for one of an evaluation.
-    mode: whether the "max" or the "min" is the best; None for what suits it.
-
   Raises:
     ConfigError: a workdir has no rows, or no run has the metric.
   """
@@ -122,17 +118,7 @@ def main(argv: Sequence[str]) -> int:
     help="folder for the page and the images (default: `report` in the "
     "workdir, or in the current folder for several workdirs)",
   )
-  parser.add_argument(
-    "--metric",
-    help="metric that sorts the runs, such as val/acc (default: one of an "
-    "evaluation)",
-  )
-  parser.add_argument(
-    "--mode",
-    choices=ranking.MODES,
-    help="whether the largest or the smallest value is the best (default: min "
-    "for losses, errors, times and sizes, else max)",
-  )
+  ranking.add_arguments(parser, "metric that sorts the runs, such as val/acc")
   args = parser.parse_args(argv)
   workdirs = [paths.absolute(workdir) for workdir in args.workdir]
   only = workdirs[0] if len(workdirs) == 1 else ""

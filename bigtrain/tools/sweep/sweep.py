@@ -12,6 +12,7 @@ Exit codes: 0; 2 for a mistake in the arguments or the config; 75 if a signal
 ended the sweep after its runs have saved; 1 if a variant failed.
 """
 
+import functools
 import os
 import shlex
 import sys
@@ -22,8 +23,7 @@ from bigtrain.cluster import lease, process
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments, exits, ranking
-from bigtrain.tools.sweep import local, slurm, variants
-from bigtrain.tools.sweep import results as results_lib
+from bigtrain.tools.sweep import local, results, slurm, variants
 
 
 def _parser() -> arguments.Parser:
@@ -31,49 +31,40 @@ def _parser() -> arguments.Parser:
     prog="python -m bigtrain.tools.sweep",
     description="Trains variants of a config, each in its own workdir, and "
     "compares them.",
-    epilog="--config.KEY=VALUE changes the config of all variants, as for "
-    "bigtrain.main.",
-    allow_abbrev=False,
   )
-  add = parser.add_argument
-  add("--config", required=True, help="FILE.py or FILE.py:arguments")
-  add("--workdir", required=True, help="folder of the sweep")
+  add = functools.partial(arguments.add, parser)
+  add("--config", "FILE.py or FILE.py:arguments", required=True)
+  add("--workdir", "folder of the sweep", required=True)
   add(
     "--grid",
+    "values of a config key; several grids are combined (default: get_sweep "
+    "of the config file)",
+    [],
     action="append",
-    default=[],
     metavar="KEY=VALUE,VALUE",
-    help="values of a config key; several grids are combined (default: "
-    "get_sweep of the config file)",
   )
   add(
     "--jobs",
+    "number of runs at a time (default: 1 locally, no limit under Slurm)",
     type=int,
-    help="number of runs at a time (default: 1 locally, no limit under Slurm)",
   )
   add(
     "--launcher",
+    "slurm: submit each variant as a job",
+    "local",
     choices=("local", "slurm"),
-    default="local",
-    help="slurm: submit each variant as a job (default: %(default)s)",
   )
   add(
     "--sbatch",
-    default="",
-    help='options of sbatch with --launcher=slurm, such as "--time=60 '
+    'options of sbatch with --launcher=slurm, such as "--time=60 '
     '--gpus-per-node=8"',
+    "",
   )
-  add("--metric", help="metric to compare (default: one of an evaluation)")
-  add(
-    "--mode",
-    choices=ranking.MODES,
-    help="whether the largest or the smallest value is the best (default: min "
-    "for losses, errors, times and sizes, else max)",
-  )
+  ranking.add_arguments(parser, "metric to compare")
   add(
     "--table",
+    "print the table of a sweep; start nothing",
     action="store_true",
-    help="print the table of a sweep; start nothing",
   )
   return parser
 
@@ -87,13 +78,13 @@ def main(argv: Sequence[str]) -> int:
   if args.sbatch and args.launcher != "slurm":
     raise ConfigError("--sbatch: needs --launcher=slurm.")
   made = variants.make(args.config, changes, args.grid)
-  results_lib.check_evaluation(args.metric, settings.load(args.config, changes))
+  results.check_evaluation(args.metric, settings.load(args.config, changes))
   workdir = paths.absolute(args.workdir)
-  table = results_lib.Results(workdir, made, args.metric, args.mode)
+  table = results.Results(workdir, made, args.metric, args.mode)
   is_remote = paths.is_remote(workdir)
   logs = paths.absolute("runs/logs" if is_remote else f"{workdir}/logs")
 
-  def command(entry: results_lib.Entry) -> list[str]:
+  def command(entry: results.Entry) -> list[str]:
     return [
       *(sys.executable, "-m", "bigtrain.main", f"--config={args.config}"),
       f"--workdir={entry.workdir}",
@@ -122,9 +113,9 @@ def main(argv: Sequence[str]) -> int:
   states = {entry.state for entry in table.entries}
   if interrupted:
     return process.EXIT_PREEMPTED
-  if results_lib.FAILED in states and not args.table:
+  if results.FAILED in states and not args.table:
     return process.EXIT_ERROR
-  if results_lib.INTERRUPTED in states and args.launcher == "local":
+  if results.INTERRUPTED in states and args.launcher == "local":
     return process.EXIT_PREEMPTED
   return process.EXIT_OK
 

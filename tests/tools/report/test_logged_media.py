@@ -3,7 +3,7 @@
 from support import written_runs
 
 from bigtrain.reports import writers
-from bigtrain.tools.report import media, page
+from bigtrain.tools.report import logged_media, page
 from bigtrain.tools.report.panels import Run
 
 
@@ -11,7 +11,7 @@ def test_the_newest_of_each_metric_is_shown(tmp_path):
   written_runs.write_media(tmp_path, 5, 6, tensorboard=False)
   (tmp_path / "media/val/gray/00000006.png").unlink()
   run = Run("a", {}, {}, writers.read_rows(str(tmp_path)), str(tmp_path))
-  html = media.section(run)
+  html = logged_media.section(run)
   titles = ["note", "picture", "sizes", "texts"]
   assert [f"<h4>val/{name}, step 6</h4>" in html for name in titles] == [
     True
@@ -41,4 +41,4 @@ def test_strings_that_are_no_files_of_the_run_are_left_out(tmp_path):
     "shown_elsewhere": "captions/val.jsonl",
     "loss": 1.0,
   }
-  assert media.section(Run("a", {}, {}, [row], str(workdir))) == ""
+  assert logged_media.section(Run("a", {}, {}, [row], str(workdir))) == ""
