@@ -107,7 +107,7 @@ class Lengths(NamedTuple):
     units: sizes that convert other lengths.
     total: length of the schedules.
     last: last step of the run: `total`, or `stop_at` if that is earlier.
-    log: steps between rows.
+    log: steps between log steps.
     ckpt: steps between checkpoints.
     keep_ckpt: steps between checkpoints that are kept for good, or None.
     local_ckpt: steps between checkpoints on the hosts' own disks, or None.
@@ -123,19 +123,9 @@ class Lengths(NamedTuple):
   local_ckpt: int | None
   save_at_start: bool
 
-  @property
-  def values(self) -> dict[str, int]:
-    """Lengths that a compiled update takes as arguments."""
-    return {"log": self.log, "total": self.total}
-
-  def makes_row(self, step: Any, values: Any = None) -> Any:
-    """Whether a row is written after `step`; works on the device too.
-
-    Args:
-      values: replace `values`, if given.
-    """
-    v = values or self.values
-    return (step == 1) | (step % v["log"] == 0) | (step == v["total"])
+  def is_log_step(self, step: int) -> bool:
+    """Whether the run logs after `step` updates."""
+    return step == 1 or step % self.log == 0 or step == self.total
 
   def about(self) -> dict[str, Any]:
     """Arguments of `reports.chrono.Chrono` about the run."""

@@ -16,54 +16,72 @@ import contextlib
 import functools
 import os
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from absl import logging
 
-from bigtrain import command, parts, settings, sharding, trees
-from bigtrain import lengths as lengths_lib
-from bigtrain import teacher as teacher_lib
-from bigtrain.checkpoints import checkpointer as checkpointer_lib
-from bigtrain.checkpoints import finished, folders
-from bigtrain.checkpoints import start as start_lib
+from bigtrain import (
+  command,
+  lengths,
+  metrics,
+  parts,
+  settings,
+  sharding,
+  teacher,
+  trees,
+)
+from bigtrain.checkpoints import checkpointer, finished, folders, start
 from bigtrain.checkpoints.manifest import HostState
-from bigtrain.cluster import lease
-from bigtrain.cluster import watchdog as watchdog_lib
-from bigtrain.evaluation import evaluations as evaluations_lib
+from bigtrain.cluster import lease, watchdog
+from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
 from bigtrain.inputs import pipeline
-from bigtrain.optim import chain, views
-from bigtrain.optim import ema as ema_lib
+from bigtrain.optim import chain, ema, views
 from bigtrain.reports import chrono, flops, footprint, record, writers
 from bigtrain.runtime import (
   debugging,
   device_memory,
+  hooks,
   host_memory,
+  interactive,
   jax_flags,
   metrics_log,
   phases,
+  programs,
 )
-from bigtrain.runtime import hooks as hooks_lib
-from bigtrain.runtime import interactive as interactive_lib
-from bigtrain.runtime import programs as programs_lib
-from bigtrain.step import gradients as gradients_lib
-from bigtrain.step import guard as guard_lib
-from bigtrain.step import hparams, initial, small_arrays
-from bigtrain.step import norms as norms_lib
-from bigtrain.step import tally as tally_lib
+from bigtrain.runtime.run import Run
+from bigtrain.step import gradients, guard, initial, norms, running_metrics
+from bigtrain.step.norms import NamedScalars
+from bigtrain.step.running_metrics import RunningMetrics
+from bigtrain.types import Batch, TrainState, Variables
 
 # Steps queued on the device: enough to keep it busy, few enough to stop soon.
 _STEPS_IN_FLIGHT = 4
 
+# (run, update_fn, specs of its arguments, a function that compiles it) -> any.
+OnUpdate = Callable[[Run, Callable[..., Any], Any, Callable[[], Any]], Any]
 
-def train(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+
+def train(
+  config: Any,
+  workdir: str | os.PathLike[str],
+  *,
+  on_update: OnUpdate | None = None,
+) -> Any:
   """Trains, evaluates and saves; resumes a run that was interrupted.
 
+  Args:
+    config: what a config file's get_config returns.
+    on_update: called in place of the training, once the update is known; then
+      nothing is written. tools.plan and benchmarks look at the update so.
+
   Returns:
-    The newest value of every metric, and "step".
+    The newest value of every metric, and "step"; or the result of `on_update`.
 
   Raises:
     ConfigError: a mistake in the config or the data.
@@ -72,13 +90,13 @@ def train(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     OutOfMemory: of a device; the message has settings that fit.
   """
   workdir = paths.absolute(workdir)
-  rollbacks: list[guard_lib.Rollback] = []
+  rollbacks: list[guard.Rollback] = []
   while True:
     try:
       with contextlib.ExitStack() as at_end:
-        at_end.enter_context(interactive_lib.session())
-        return _train(config, workdir, at_end, rollbacks)
-    except guard_lib.Rollback as e:
+        at_end.enter_context(interactive.session())
+        return _train(config, workdir, at_end, rollbacks, on_update)
+    except guard.Rollback as e:
       logging.error("%s", e)
       e.add_to(rollbacks)
     except device_memory.OutOfMemory as e:
@@ -89,25 +107,30 @@ def _train(
   config: Any,
   workdir: str,
   at_end: contextlib.ExitStack,
-  rollbacks: list[guard_lib.Rollback],
-) -> dict[str, Any]:
+  rollbacks: list[guard.Rollback],
+  on_update: OnUpdate | None,
+) -> Any:
   """The program; `at_end` closes what it opens."""
   config = parts.with_published_sizes(settings.Config(config))
   plain = config.to_dict()
   host_memory.keep_freed()
   jax_flags.use_compile_cache(config.get("compile_cache", True))
-  watchdog = watchdog_lib.Watchdog(watchdog_lib.read_limits(config), workdir)
-  at_end.callback(watchdog.close)
+  limits = watchdog.Watchdog(watchdog.read_limits(config), workdir)
+  at_end.callback(limits.close)
 
-  # Processes and devices.
+  # ======================= Processes and devices ==============================
+
   process.join_job(config)
   process.require_same_run(lambda: record.identity(plain))
   mesh = sharding.from_config(config)
   at_end.enter_context(jax.set_mesh(mesh))
+  replicated = sharding.replicated(mesh)
   logging.info("%s", record.topology(mesh))
-  programs = at_end.enter_context(programs_lib.of_run(config, mesh))
+  compiler = at_end.enter_context(programs.of_run(config, mesh))
 
-  # Input. The batch of step s is a function of the config and s alone.
+  # ================================ Input =====================================
+  # The batch of step s is a function of the config and s alone.
+
   seed = settings.whole_number(config, "seed", 0, least=0)
   batch_size = config.input.batch_size
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
@@ -116,29 +139,43 @@ def _train(
     config.input, seed=seed, mesh=mesh, pp_modules=pp_modules, run=config
   )
   batch_spec = sharding.batch_spec(train_input.spec, mesh)
-  lengths = lengths_lib.read(
-    config, batch_size, train_input.num_examples, train_input.tokens_per_example
+  run = Run(
+    config=config,
+    plain=plain,
+    workdir=workdir,
+    mesh=mesh,
+    programs=compiler,
+    seed=seed,
+    batch_size=batch_size,
+    lengths=lengths.read(
+      config,
+      batch_size,
+      train_input.num_examples,
+      train_input.tokens_per_example,
+    ),
   )
+  last_step, total_steps = run.lengths.last, run.lengths.total
 
-  # Task and model.
+  # ============================ Task and model ================================
+
   task, (model_module, model) = parts.task(config), parts.model(config)
   vocab_sizes = parts.vocab_sizes(task, model)
   train_input.limit_ids(vocab_sizes)
-  teacher = teacher_lib.from_config(config, task, batch_spec, mesh, seed)
-  loss_fn = parts.loss_fn(config, task, model, teacher.model)
+  frozen_teacher = teacher.from_config(config, task, batch_spec, mesh, seed)
+  loss_fn = parts.loss_fn(config, task, model, frozen_teacher.model)
   loss_fn = jax.jit(debugging.instrument(config, loss_fn))  # Traced only once.
   init_variables = initial.variables_fn(task, model, batch_spec, seed)
 
-  # Optimizer. It has no state for frozen parameters.
+  # ============================== Optimizer ===================================
+  # It has no state for frozen parameters.
+
   params_spec = init_variables.spec()["params"]
   param_views = views.of_model(model_module, model, params_spec)
-  optimizer = chain.make(config, params_spec, lengths.units, param_views)
-  ema_update = ema_lib.from_config(config, lengths.units)
-  numbers = hparams.Hparams(config, lengths, optimizer, ema_update)
-  fixed_spec = {**teacher.spec, **numbers.spec(mesh)}
-  guard = guard_lib.from_config(config, mesh)
+  optimizer = chain.make(config, params_spec, run.lengths.units, param_views)
+  ema_update = ema.from_config(config, run.lengths.units)
+  step_guard = guard.from_config(config, mesh)
 
-  def init_state(seed: Any = seed) -> dict[str, Any]:
+  def init_state(seed: Any = seed) -> TrainState:
     """The train state of step 0: everything that a checkpoint holds."""
     variables = init_variables(seed)
     params = variables.pop("params")
@@ -151,305 +188,398 @@ def _train(
     if variables:
       state["mutable"] = variables
     if ema_update:
-      state["ema"] = ema_lib.init(params)
-    if guard.loss_scale:
-      state["loss_scale"] = guard.loss_scale.start()
+      state["ema"] = ema.init(params)
+    if step_guard.loss_scale:
+      state["loss_scale"] = step_guard.loss_scale.start()
     return state
 
   rules = initial.sharding_rules(config, init_variables, model_module, model)
   state_spec = sharding.state_spec(jax.eval_shape(init_state), mesh, rules)
 
-  # The update.
-  gradients = gradients_lib.from_config(
+  def hparams_of(step: int) -> dict[str, Any]:
+    """Scalars of the update after `step` updates: learning rates and so on."""
+    return {
+      "seed": gradients.seed_word(seed),
+      "log_step": np.bool_(run.lengths.is_log_step(step + 1)),
+      "after_log_step": np.bool_(run.lengths.is_log_step(step)),
+      **optimizer.hparams(step),
+    }
+
+  # =============================== Update =====================================
+
+  compute_gradients = gradients.from_config(
     config, task, model, loss_fn, trainable=optimizer.trainable, mesh=mesh
   )
-  row_norms = norms_lib.from_config(config, params_spec, optimizer.trainable)
-  small = small_arrays.SmallArrays(state_spec)
+  log_norms = norms.from_config(config, params_spec, optimizer.trainable)
 
   def update_fn(
-    state: dict[str, Any], tally: tally_lib.Tally, batch: Any, fixed: Any
-  ) -> tuple[dict[str, Any], tally_lib.Tally]:
-    """One step: the next state, and the tally with this step in it."""
+    state: TrainState,
+    running: RunningMetrics,
+    batch: Batch,
+    hparams: dict[str, Any],
+    teacher_state: Mapping[str, Variables],
+  ) -> tuple[TrainState, RunningMetrics]:
+    """One step: the next state, and the metrics since the last log step."""
     step = state["step"]  # Number of updates before this one.
-    values = fixed["hparams"]
-    makes_row = lengths.makes_row(step + 1, values["lengths"])
+    with_norms = log_norms.due(hparams["log_step"])
 
-    # Gradients of the mean loss, and whether the step may change the state.
-    grads, pairs, mutable = gradients({**state, **fixed}, batch)
-    grad_norm = small.norm(grads)
-    verdict = guard.judge(state, tally, pairs["loss"], grad_norm)
+    # Gradients of the mean loss over the global batch.
+    grads, step_metrics, mutable = compute_gradients(
+      {**state, **teacher_state, "seed": hparams["seed"]}, batch
+    )
+    grad_norm = metrics.global_norm(grads)
 
-    @small.joined(state)  # The optimizer. Traced once for two calls.
-    def advance() -> tuple[dict[str, Any], Any]:
-      """(the next state, the updates of the trainable parameters)."""
+    # The verdict: whether this step may change the state.
+    loss = step_metrics["loss"]
+    verdict = step_guard.judge(state, running, loss, grad_norm)
+
+    # The optimizer.
+    def advance(with_norms: bool) -> tuple[TrainState, NamedScalars]:
       trained, frozen = trees.partition(state["params"], optimizer.trainable)
-      extra = dict(step=step, values=values["optimizer"], grad_norm=grad_norm)
-      extra["loss"] = pairs["loss"]
-      updates, opt = optimizer.tx.update(grads, state["opt"], trained, **extra)
+      updates, opt = optimizer.tx.update(
+        grads,
+        state["opt"],
+        trained,
+        step=step,
+        hparams=hparams,
+        loss=loss,
+        grad_norm=grad_norm,
+      )
       params = trees.merge(optax.apply_updates(trained, updates), frozen)
       new_state = {"params": params, "opt": opt, "step": step + 1}
       if "mutable" in state:
         new_state["mutable"] = mutable
-      if "ema" in state:
-        new_state["ema"] = ema_update(state["ema"], params, step, values["ema"])
-      return new_state, updates
+      if ema_update:
+        new_state["ema"] = ema_update(state["ema"], params, step)
+      if not with_norms:
+        return new_state, log_norms.zeros()
+      return new_state, log_norms(state["params"], params, grads, updates)
 
-    # Norms of the row, before the state changes in place.
-    norms, verdict = row_norms.compute_if(
-      makes_row, verdict, state["params"], grads, advance
+    # The new state after a good step, else the old one.
+    new_state, step_norms = step_guard.run(
+      verdict, state, advance, log_norms=with_norms
     )
 
-    # The new state after a good step, else the old one. The tally.
-    new_state = guard.select(verdict, state, lambda: advance()[0])
-    return new_state, tally_lib.add_step(
-      *(tally, verdict),
+    # The metrics since the last log step.
+    return new_state, running_metrics.add_step(
+      running,
+      verdict,
       step=step + 1,
-      new_row=lengths.makes_row(step, values["lengths"]),
-      pairs=pairs,
+      after_log=hparams["after_log_step"],
+      step_metrics=step_metrics,
       grad_norm=grad_norm,
-      last=optimizer.rates(step, values["optimizer"]) | guard.row(new_state),
-      norms=norms,
+      last=hparams["lr"] | step_guard.row(new_state),
+      log_norms=with_norms,
+      step_norms=step_norms,
     )
 
-  with_fixed = {**state_spec, **fixed_spec}
-  loss_args = gradients_lib.loss_args(with_fixed, batch_spec, mesh)
-  pairs_spec, _ = jax.eval_shape(loss_fn, *loss_args)
-  last = [*optimizer.schedules, *guard.row(state_spec)]
-  tally_spec = tally_lib.spec(pairs_spec, last, row_norms.spec(), guard.spikes)
+  evaluated_spec = {**state_spec, **frozen_teacher.spec}
+  loss_args = gradients.loss_args(
+    state_spec, batch_spec, mesh, **frozen_teacher.spec
+  )
+  metrics_spec, _ = jax.eval_shape(loss_fn, *loss_args)
+  hparams_spec = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+    hparams_of(0),
+  )
+  running_spec = running_metrics.spec(
+    metrics_spec,
+    [*hparams_spec["lr"], *step_guard.row(state_spec)],
+    log_norms,
+    step_guard.spikes,
+  )
+  update_specs = (
+    state_spec,
+    running_spec,
+    batch_spec,
+    hparams_spec,
+    frozen_teacher.spec,
+  )
 
-  # Where the time goes, and who shows and limits it.
+  def lower_update() -> Callable[[], Any]:
+    """Traces the update; returns a function that compiles it."""
+    state_shardings = jax.tree.map(lambda x: x.sharding, state_spec)
+    return run.programs.lower(
+      "update",
+      update_fn,
+      *update_specs,
+      donate_argnums=0,
+      out_shardings=(state_shardings, replicated),
+    )
+
+  # ======================= Evaluations and hooks ==============================
+  # Checked now; evaluators are built when they are first due.
+
   step_flops = flops.step_flops(loss_fn, *loss_args)
   clock = chrono.Chrono(
-    **lengths.about() | train_input.about(),
+    **run.lengths.about() | train_input.about(),
     flops_per_step=step_flops,
     peak_flops_per_device=flops.read_peak_flops(config, mesh.devices.flat[0]),
     num_devices=mesh.size,
   )
-  console = writers.Console(lengths.total, process_index=jax.process_index())
-  phase = phases.Phases(watchdog, console, clock)
-
-  # Evaluations: checked now, built when they are first due. And hooks.
-  predict_fns = parts.predict_fns(task, model, teacher.model)
-  evaluations = evaluations_lib.from_config(
+  console = writers.Console(total_steps, process_index=jax.process_index())
+  phase = phases.Phases(limits, console, clock)
+  predict_fns = parts.predict_fns(task, model, frozen_teacher.model)
+  run_evaluations = evaluations.from_config(
     config,
     predict_fns,
-    lengths.units,
-    evaluations_lib.Context(
-      *("", workdir, mesh, batch_size, pp_modules, phase.evaluation_progress),
+    run.lengths.units,
+    evaluations.Context(
+      name="",
+      workdir=workdir,
+      mesh=mesh,
+      batch_size=batch_size,
+      pp_modules=pp_modules,
+      progress=phase.evaluation_progress,
       vocab_sizes=vocab_sizes,
       class_names=train_input.saved["data"].get("class_names", {}),
-      compile=programs.compile,
+      compile=run.programs.compile,
     ),
-    weights=start_lib.evaluated(with_fixed),
+    weights=start.evaluated(evaluated_spec),
   )
-  hooks = hooks_lib.from_config(config, workdir, mesh, predict_fns, evaluations)
+  run_hooks = hooks.from_config(
+    config, workdir, mesh, predict_fns, run_evaluations
+  )
 
   # The rest of the config. Keys still unread at this point are errors.
-  start_options = start_lib.read(config).check(workdir, model_module, model)
-  saving = checkpointer_lib.read_options(config, lengths, workdir)
+  start_options = start.read(config).check(workdir, model_module, model)
+  saving = checkpointer.read_options(config, run.lengths, workdir)
   loggers = writers.read_options(config)
   eval_only = config.get("eval_only", False)
   compile_only = config.get("compile_only", False)
   transfer_guard = debugging.transfer_guard(config)
+  place_hparams = debugging.hparams_placement(config, replicated)
   config.check_all_read()
+  if on_update:
+    return on_update(run, update_fn, update_specs, lower_update())
 
+  # ================================ Start =====================================
   # From here on the run writes files, and the workdir is this job's alone.
+
   folders.check_writable(workdir)
   check_lease = at_end.enter_context(lease.hold(workdir))
   at_end.callback(console.close)
   console.status("starting")
 
-  inputs = train_input.fingerprints
-  results = finished.read(workdir, plain, inputs)
+  results = finished.read(workdir, plain, train_input.fingerprints)
   if results and not (eval_only or compile_only):  # Nothing is left to do.
     return results
 
   # The update compiles while the state is read or initialised.
-  watchdog.enter("compile", 0)
-  specs = state_spec, tally_spec, batch_spec, fixed_spec
-  state_sharding = jax.tree.map(lambda x: x.sharding, state_spec)
+  limits.enter("compile", 0)
   compiled = process.Background(
-    programs.lower(
-      *("update", update_fn, *specs),
-      donate_argnums=0,
-      out_shardings=(state_sharding, sharding.replicated(mesh)),
-    )
-    if not eval_only
-    else lambda: None
+    (lambda: None) if eval_only else lower_update(), "compile"
   )
-  known = workdir, plain, mesh, optimizer.trainable
   facts: dict[str, Any] = {"model_flops_per_step": step_flops}
   if compile_only:
-    record.start(*known, state_spec)()
-    facts["footprint"] = footprint.measure(update_fn, *specs, lengths)
+    record.start(workdir, plain, mesh, optimizer.trainable, state_spec)()
+    facts["footprint"] = footprint.measure(
+      update_fn, *update_specs, run.lengths
+    )
     record.update(workdir, **facts)  # Also if the program does not fit.
-    record.compiled_update(workdir, compiled.result(), programs.facts("update"))
+    record.compiled_update(
+      workdir, compiled.result(), run.programs.facts("update")
+    )
     return {"step": 0}
 
-  # The start: resumed, continued from elsewhere, warm, or from scratch.
-  start = start_lib.start(
-    *(start_options, workdir, plain, state_spec, init_state, model_module),
-    *(
-      seed,
-      train_input.fingerprints,
-      functools.partial(programs.lower, limited=False),
-      saving["local"],
-    ),
+  # Resumed, continued from elsewhere, warm, or from scratch.
+  started = start.start(
+    start_options,
+    workdir,
+    plain,
+    state_spec,
+    init_state,
+    model_module,
+    seed,
+    train_input.fingerprints,
+    functools.partial(run.programs.lower, limited=False),
+    saving["local"],
     from_local=not rollbacks,
   )
-  state, step, saved_step = start.state, start.step, start.saved_step
-  fixed = {**teacher.load(), **numbers.arrays(mesh)}
-  recording = process.Background(record.start(*known, state, start.how))
-  logging.info("Step %d of %d, %s.", step, lengths.total, start.how)
+  state, step, saved_step = started.state, started.step, started.saved_step
+  teacher_state = frozen_teacher.load()
+  recording = process.Background(
+    record.start(workdir, plain, mesh, optimizer.trainable, state, started.how),
+    "record",
+  )
+  logging.info("Step %d of %d, %s.", step, total_steps, started.how)
   # A rollback skips batches for good, so from then on the batch index leads
   # the step by `ahead`.
-  ahead = start.host.batches_ahead
+  ahead = started.host.batches_ahead
   ahead += sum(e.step - step for e in rollbacks if e.restart == step)
-  batches = train_input.start(step + ahead, lengths.last + ahead)
+  batches = train_input.start(step + ahead, last_step + ahead)
   at_end.callback(batches.close)
   writer = writers.Writers(
-    *(workdir, start.restored_step, jax.process_index(), console), **loggers
+    workdir,
+    started.restored_step,
+    jax.process_index(),
+    console,
+    **loggers,
   )
   at_end.callback(writer.close)
-  checkpointer = checkpointer_lib.Checkpointer(workdir, check_lease, **saving)
-  at_end.callback(checkpointer.close)
-  clock.restore(start.host.clock, writer.last_alive)
-  hooks.restore(start.host.hooks, step, state)
-  tally = tally_lib.from_host(start.host.tally, tally_spec, mesh)
+  saver = checkpointer.Checkpointer(workdir, check_lease, **saving)
+  at_end.callback(saver.close)
+  clock.restore(started.host.clock, writer.last_alive)
+  run_hooks.restore(started.host.hooks, step, state)
+  running = running_metrics.from_host(started.host.tally, running_spec, mesh)
   with phase("compile", step):
-    update, _ = compiled.result(), recording.result()
+    update = compiled.result()
+    recording.result()
 
   # What the loop does at some steps: check, save, evaluate.
-  builder = programs_lib.Builder({e.name: e.build for e in evaluations}, mesh)
+  builder = programs.Builder({e.name: e.build for e in run_evaluations}, mesh)
   at_end.callback(builder.close)
 
-  def check_finite(values: tally_lib.Tally) -> None:
-    """Raises if the tally has a bad step, or too many skipped ones."""
-    if bad_step := guard.bad_step(values):
-      now = {**state, **fixed}
-      details = bad_step, bad_step - 1 + ahead, now, train_input, gradients
-      error = guard.spike(values) or guard_lib.explain(*details)
-      raise guard.failure(error, bad_step, saved_step, len(rollbacks))
+  def check_finite(fetched: RunningMetrics) -> None:
+    """Raises after a bad step, or after too many skipped ones."""
+    if not (bad_step := step_guard.bad_step(fetched)):
+      return
+    error = step_guard.spike(fetched) or guard.explain(
+      bad_step,
+      bad_step - 1 + ahead,
+      {**state, **teacher_state, "seed": gradients.seed_word(seed)},
+      train_input,
+      compute_gradients,
+    )
+    raise step_guard.failure(error, bad_step, saved_step, len(rollbacks))
 
   log = metrics_log.MetricsLog(
-    *(workdir, writer, hooks, clock, programs, check_finite), facts
+    workdir, writer, run_hooks, clock, run.programs, check_finite, facts
   )
 
   def save(shared: bool = True) -> None:
     """Starts to save the state and the host's side of the run."""
     nonlocal saved_step
     log.flush()
-    values = jax.device_get(tally)
-    check_finite(values)
+    fetched = jax.device_get(running)
+    check_finite(fetched)
     with phase("save", step):
       writer.flush()  # The rows up to here must outlive the checkpoint.
-      hooks.before_save(step)
-      clock.ckpt_written(checkpointer.wait())
+      run_hooks.before_save(step)
+      clock.ckpt_written(saver.wait())
       host = HostState(
         config=record.as_json(plain),
-        tally=tally_lib.to_host(values),
+        tally=running_metrics.to_host(fetched),
         clock=clock.state(),
-        hooks=hooks.state(),
+        hooks=run_hooks.state(),
         batches_ahead=ahead,
         **train_input.saved,
       )
-      saved = checkpointer.save(step, state, host, hooks.keep_steps(), shared)
+      saved = saver.save(step, state, host, run_hooks.keep_steps(), shared)
       saved_step = saved if shared else saved_step
 
-  def evaluate(evaluation: evaluations_lib.Evaluation) -> None:
+  def evaluate(evaluation: evaluations.Evaluation) -> None:
     """Runs one evaluation on the present state and writes its results."""
     log.flush()
     began = time.monotonic()
     # Also waits for the step. After a bad step the state would be older.
-    check_finite(jax.device_get(tally))
+    check_finite(jax.device_get(running))
     with phase("evaluation", step, evaluation.name):
       evaluator = builder.get(evaluation.name)
-      variables = start_lib.evaluated({**state, **fixed})[evaluation.weights]
-      results = evaluator.run(variables, step)
+      variables = start.evaluated({**state, **teacher_state})
+      results = evaluator.run(variables[evaluation.weights], step)
       results["secs"] = time.monotonic() - began
     log.write_results(evaluation.name, step, results)
-    if hooks.wants_save(step) and saved_step != step and not eval_only:
+    if run_hooks.wants_save(step) and saved_step != step and not eval_only:
       save()
 
-  def due() -> list[evaluations_lib.Evaluation]:
+  def due() -> list[evaluations.Evaluation]:
     """The evaluations of the present step, also those that hooks ask for."""
-    total, asked = lengths.total, hooks.evaluations
-    return [e for e in evaluations if e.due(step, total) or e.name in asked]
+    asked = run_hooks.evaluations
+    return [
+      e for e in run_evaluations if e.due(step, total_steps) or e.name in asked
+    ]
 
-  if lengths.save_at_start and not (start.resumed or eval_only):
+  if run.lengths.save_at_start and not (started.resumed or eval_only):
     save()
   # Finish the evaluations during which the run was interrupted. Results already
   # on disk are only replayed to the hooks, whose restored state is older.
-  first = due() if start.resumed else [e for e in evaluations if e.at_start]
-  for evaluation in evaluations if eval_only else first:
+  first = (
+    due() if started.resumed else [e for e in run_evaluations if e.at_start]
+  )
+  for evaluation in run_evaluations if eval_only else first:
     if eval_only or not log.replay(step, evaluation.owns):
       evaluate(evaluation)
   if eval_only:
     writer.flush()
     return log.newest
 
-  # The loop: update, log, save, evaluate, decide. It waits for the device only
-  # where it needs results, and otherwise stays a few steps ahead.
+  # ================================= Loop =====================================
+  # Update, log, save, evaluate, decide. It waits for the device only where it
+  # needs results, and otherwise stays a few steps ahead.
+
   clock.start(step)
-  at_end.push(hooks.after_train)
+  at_end.push(run_hooks.after_train)
   at_end.enter_context(transfer_guard)
-  hooks.before_train()
+  run_hooks.before_train()
   in_flight, interrupted = collections.deque[Any](), False
-  while step < lengths.last and not hooks.stopped and not interrupted:
+  while step < last_step and not run_hooks.stopped and not interrupted:
     phase.step(step + 1)
-    hooks.before_step(step + 1)
+    run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
       with clock.account("data_wait"):
         batch = next(batches)
       process.host_work_done()
-      state, tally = hooks.update(step + 1, update, state, tally, batch, fixed)
+      state, running = run_hooks.update(
+        step + 1,
+        update,
+        state,
+        running,
+        batch,
+        place_hparams(hparams_of(step)),
+        teacher_state,
+      )
     step += 1
-    hooks.after_step(step, state, tally)
+    run_hooks.after_step(step, state, running)
     console.step(step)
-    if step == start.step + 1:
-      jax.block_until_ready(tally)
+    if step == started.step + 1:
+      jax.block_until_ready(running)
       clock.warm(step)
-      ends = lengths.last, lengths.total
-      builder.start(e.name for e in evaluations if e.due_later(step, *ends))
-    in_flight.append(tally["skipped"])
+      builder.start(
+        e.name
+        for e in run_evaluations
+        if e.due_later(step, last_step, total_steps)
+      )
+    in_flight.append(running["skipped"])
     if len(in_flight) > _STEPS_IN_FLIGHT:
       in_flight.popleft().block_until_ready()
 
-    # Writes the previous step's row while the device runs the next step.
+    # Writes the previous log step's row while the device runs the next step.
     log.flush()
-    if lengths.makes_row(step):
-      log.queue(step, tally)
-      clock.completes(step, tally["skipped"].block_until_ready)
-    shared = lengths.saves(step) or hooks.wants_save(step)
-    if shared or checkpointer.due_locally(step):
+    if run.lengths.is_log_step(step):
+      log.queue(step, running)
+      clock.completes(step, running["skipped"].block_until_ready)
+    shared = run.lengths.saves(step) or run_hooks.wants_save(step)
+    if shared or saver.due_locally(step):
       save(shared)
     try:
       for evaluation in due():
         evaluate(evaluation)
-      interrupted = process.preempted() and step < lengths.last
+      interrupted = process.preempted() and step < last_step
     except process.Preempted:
       interrupted = True  # The next start runs the missing evaluations.
-    checkpointer.check()
+    saver.check()
     builder.check()
 
   # The end: a last row, and a checkpoint of the last step.
   log.flush()
-  hooks.raise_failure()
+  run_hooks.raise_failure()
   if saved_step != step:
     save()
   with phase("save", step):
-    clock.ckpt_written(checkpointer.wait())
-  if lengths.makes_row(step):  # Otherwise an undisturbed run has no such row.
+    clock.ckpt_written(saver.wait())
+  if run.lengths.is_log_step(step):  # An undisturbed run has no other rows.
     writer.write({"step": step, **clock.summary()})
   writer.flush()
   if interrupted:
     done = "saved" if saved_step == step else "stopped, with nothing saved, at"
-    raise process.Preempted(f"{done} step {step} of {lengths.total}")
-  checkpointer.remove_local()
-  logging.info("%s at step %d.", hooks.stop_reason or "Done", step)
+    raise process.Preempted(f"{done} step {step} of {total_steps}")
+  saver.remove_local()
+  reason = run_hooks.stop_reason
+  logging.info("%s at step %d.", reason or "Done", step)
   if jax.process_index() == 0:
     results = log.newest | {"step": step}
-    finished.write(workdir, plain, inputs, results, hooks.stop_reason)
+    finished.write(workdir, plain, train_input.fingerprints, results, reason)
   return log.newest
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from bigtrain import settings, trees
+from bigtrain import settings
 
 # Arguments of a task's loss_fn that the program passes.
 _GIVEN = ("variables", "batch", "rng", "model", "teacher", "train")
@@ -67,31 +67,6 @@ def find_attribute(dotted: str, key: str) -> Any:
       f"{key}: {module_name} has no {attribute!r}.{hint}"
     )
   return getattr(module, attribute)
-
-
-def runtime_options(owner: Any, options: Mapping[str, Any]) -> dict[str, float]:
-  """Returns the options that the compiled update takes as arguments.
-
-  They are the numbers other than 0 that the attribute `runtime_options` of
-  `owner` names, by dotted path. A 0 is a constant: it can be left out.
-  """
-  paths = getattr(owner, "runtime_options", ())
-  paths = paths(options) if callable(paths) else paths
-  values = {path: trees.entry(options, path) for path in paths}
-  return {
-    path: float(x)
-    for path, x in values.items()
-    if isinstance(x, int | float) and not isinstance(x, bool) and x
-  }
-
-
-def with_numbers(
-  model: Any, options: Mapping[str, Any], values: Mapping[str, Any]
-) -> Any:
-  """Returns the model of config.model, with arrays for `runtime_options`."""
-  options = trees.with_entries(options, values)
-  fields = {path.partition(".")[0] for path in values}
-  return model.clone(**{f: options[f] for f in fields}) if values else model
 
 
 def _import(dotted: str, key: str) -> Any:
@@ -377,18 +352,17 @@ def predict_fns(
 def loss_fn(
   config: settings.Config, task: Any, model: Any, teacher: Any = None
 ) -> Callable[[Any, Any, Any], Any]:
-  """Binds config.loss: returns (variables, batch, rng) -> (pairs, mutable).
+  """Binds config.loss: returns (variables, batch, rng) -> (metrics,
+  mutable).
 
   Args:
-    model: its flax module. variables["hparams"] may have the numbers "loss" and
-      "model" of `runtime_options` as arrays.
     teacher: flax module of config.teacher, for tasks whose loss_fn has a
       parameter `teacher`; its variables are variables["teacher"].
 
   Raises:
     ConfigError: unknown options, or a teacher is missing or not used.
   """
-  options, model_options = config.kwargs("loss"), config.kwargs("model")
+  options = config.kwargs("loss")
   given = {} if teacher is None else {"teacher": teacher}
   takes_one = "teacher" in inspect.signature(task.loss_fn).parameters
   if takes_one and teacher is None:
@@ -405,11 +379,7 @@ def loss_fn(
 
   def bound_loss_fn(variables: Any, batch: Any, rng: Any) -> Any:
     batch = Features(batch, "config.input")
-    numbers = variables.get("hparams", {"loss": {}, "model": {}})
-    variables = {k: x for k, x in variables.items() if k != "hparams"}
-    own = given | trees.with_entries(options, numbers["loss"])
-    trained = with_numbers(model, model_options, numbers["model"])
-    own |= {"model": trained, "train": True}
+    own = {**options, **given, "model": model, "train": True}
     with no_logical_axes():
       result = task.loss_fn(variables, batch, rng, **own)
     for each in (model, *given.values()):

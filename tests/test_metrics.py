@@ -14,7 +14,7 @@ from tiny import evaluating
 
 from bigtrain import main, metrics, sharding
 from bigtrain.settings import ConfigError
-from bigtrain.step import gradients, tally
+from bigtrain.step import gradients, running_metrics
 from bigtrain.step.guard import Verdict
 
 B, STEPS, LOW, HIGH, BINS = 16, 5, -4.0, 4.0, 8
@@ -67,22 +67,22 @@ def loss_fn(variables, batch, rng):
 
 @functools.cache
 def step_fn(microbatches, mesh):
-  """(tally, scale, batch, step, whether it is good, starts a row) -> tally."""
+  """(running, scale, batch, step, is good, follows a log step) -> running."""
   gradients_fn = gradients.make(
     loss_fn, trainable={"scale": True}, mesh=mesh, microbatches=microbatches
   )
 
   @jax.jit
-  def step(now, scale, batch, number, good, new_row):
+  def step(now, scale, batch, number, good, after_log):
     state = {"params": {"scale": scale}, "step": number - 1}
-    _, pairs, _ = gradients_fn(state, batch)
+    _, sums, _ = gradients_fn(state, batch)
     verdict = Verdict(good, ~good, False)
-    return tally.add_step(
+    return running_metrics.add_step(
       now,
       verdict,
       step=number,
-      new_row=new_row,
-      pairs=pairs,
+      after_log=after_log,
+      step_metrics=sums,
       grad_norm=jnp.float32(1.0),
       last={},
     )
@@ -94,7 +94,9 @@ def step_fn(microbatches, mesh):
 def spec():
   batch = {"x": jnp.zeros(B), "weight": jnp.zeros(B)}
   variables = {"params": {"scale": jnp.float32(0)}}
-  return tally.spec(jax.eval_shape(loss_fn, variables, batch, None)[0], [])
+  return running_metrics.spec(
+    jax.eval_shape(loss_fn, variables, batch, None)[0], []
+  )
 
 
 MULTIPLES = strategies.integers(-20, 20).map(lambda x: x / 4)
@@ -117,7 +119,7 @@ def test_rows_do_not_depend_on_the_split(spec, data):
   devices = jax.devices()[: sizes[0] * sizes[1]]
   mesh = sharding.make_mesh(*sizes, devices=devices)
   replicated = sharding.replicated(mesh)
-  now = jax.device_put(tally.zeros(spec), replicated)
+  now = jax.device_put(running_metrics.zeros(spec), replicated)
   # The values of an earlier row must not count.
   for number in (0, *range(1, STEPS + 1)):
     i = max(number - 1, 0)
@@ -134,9 +136,11 @@ def test_rows_do_not_depend_on_the_split(spec, data):
     first = jax.device_put(np.bool_(number <= 1), replicated)
     now = step_fn(microbatches, mesh)(now, scale, batch, *flags, first)
     if number in resumes:
-      saved = json.loads(json.dumps(tally.to_host(jax.device_get(now))))
-      now = tally.from_host(saved, spec, mesh)
-  row = tally.row(jax.device_get(now))
+      saved = json.loads(
+        json.dumps(running_metrics.to_host(jax.device_get(now)))
+      )
+      now = running_metrics.from_host(saved, spec, mesh)
+  row = running_metrics.row(jax.device_get(now))
   if any(good):
     last = max(i for i in range(STEPS) if good[i]) + 1
     assert_equal(row, expected(x[good], weight[good], last))
@@ -176,8 +180,8 @@ def test_a_tally_of_an_older_checkpoint_restores(spec):
     "last/loss_last": 1.0,
     "norms/values": [],
   }
-  restored = tally.from_host(saved, spec, mesh)
-  row = tally.row(jax.device_get(restored))
+  restored = running_metrics.from_host(saved, spec, mesh)
+  row = running_metrics.row(jax.device_get(restored))
   assert row["loss"] == 1.5 and row["grad_norm"] == 1.5
   assert np.isnan([row["max"], row["last"], row["mean"]]).all()
   assert row["bins"].counts.sum() == 0
@@ -197,9 +201,9 @@ def test_nan_reaches_extremes_and_no_bin():
 def test_what_is_no_metric_is_an_error():
   for value, kind in ((jnp.zeros(()), "ArrayImpl"), ([1.0, 2.0], "list")):
     with pytest.raises(ConfigError, match=f"metric 'acc' is {kind}; expected"):
-      tally.spec({"loss": (0.0, 1.0), "acc": value}, [])
+      running_metrics.spec({"loss": (0.0, 1.0), "acc": value}, [])
   with pytest.raises(ConfigError, match="metric 'loss' is Sum; expected a"):
-    tally.spec({"loss": metrics.Sum.of(jnp.ones(1))}, [])
+    running_metrics.spec({"loss": metrics.Sum.of(jnp.ones(1))}, [])
   evaluator = lambda: evaluating.build(
     "mean",
     lambda variables, batch: {"mean_id": batch["id"].mean()},

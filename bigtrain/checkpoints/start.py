@@ -28,7 +28,7 @@ from bigtrain.checkpoints.manifest import (
 )
 from bigtrain.cluster import process
 from bigtrain.optim import ema
-from bigtrain.step import hparams
+from bigtrain.step import gradients
 
 
 class StartOptions(NamedTuple):
@@ -197,7 +197,7 @@ def _find(
   shardings = jax.tree.map(lambda x: x.sharding, state_spec)
   # Traced here, because the ambient mesh belongs to this thread; compiled and
   # run in another.
-  word = hparams.as_array(seed)
+  word = gradients.seed_word(seed)
   compiled = lower("init", init_state, word, out_shardings=shardings)
   state = process.Background(lambda: compiled()(word), "init").result()
   if not options.model_init:

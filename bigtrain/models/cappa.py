@@ -49,10 +49,6 @@ class States(NamedTuple):
     return product + self.bias_V
 
 
-# Fields of Model that are no constants of the update.
-runtime_options = ("dropout", "drop_path", "decoder_dropout")
-
-
 class Model(nn.Module):
   """Captioner. The encoder's fields are described in models/vit.py.
 

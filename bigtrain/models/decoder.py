@@ -125,9 +125,6 @@ MLPS = ("gelu", "swiglu")
 _SIZES = ("vocab_size", "width", "depth", "num_heads")
 _OTHERS = ("mlp_dim", "head_dim", "moe", "rope_scaling")
 
-# Fields of Model that are no constants of the update.
-runtime_options = ("dropout", "moe.dropout")
-
 
 class Model(nn.Module):
   """The decoder. After construction no field that a variant gives is None.

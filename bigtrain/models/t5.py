@@ -73,9 +73,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 MLPS = ("relu", "geglu")
 _NEEDED = ("vocab_size", "width", "depth", "num_heads")
 
-# Fields of Model that are no constants of the update.
-runtime_options = ("dropout", "moe.dropout")
-
 
 class Model(nn.Module):
   """The model. After construction no field that a variant gives is None.

@@ -29,9 +29,6 @@ from bigtrain.models.layers import (
 POOL_TYPES = ("last", "first", "gap", "max", "map")
 _SIZES = ("width", "depth", "mlp_dim", "num_heads")
 
-# Fields of Model that are no constants of the update.
-runtime_options = ("dropout",)
-
 
 class Model(nn.Module):
   """Text tower. After construction no size is None.

@@ -57,9 +57,6 @@ VARIANTS = {
 POSEMBS = ("learn", "sincos2d")
 POOL_TYPES = ("gap", "map", "tok", "none")
 
-# Fields of Model that are no constants of the update.
-runtime_options = ("dropout", "drop_path")
-
 
 class Model(nn.Module):
   """ViT. After construction no size is None.

@@ -61,14 +61,15 @@ import optax
 
 from bigtrain import sharding, trees
 from bigtrain.lengths import Units
-from bigtrain.optim import optimizers, schedules
+from bigtrain.optim import optimizers
 from bigtrain.optim.recipe import Recipe, read
 from bigtrain.optim.views import View
 from bigtrain.settings import Config, ConfigError
+from bigtrain.types import Params
 
-# (gradients, parameters, values, norm of the gradients or None) -> gradients,
-# which are the same object if they do not change.
-_Stage = Callable[[Any, Any, Any, Any], Any]
+# (gradients, parameters, weight decay by schedule, norm of the gradients or
+# None) -> gradients, which are the same object if they do not change.
+_Stage = Callable[[Params, Params, Any, Any], Params]
 
 
 class Optimizer(NamedTuple):
@@ -76,36 +77,28 @@ class Optimizer(NamedTuple):
 
   Attributes:
     tx: transformation over the trainable parameters ALONE. The caller splits
-      them off and passes the step and `values` to each update:
+      them off and passes the step and the scalars of `hparams`:
 
         trained, frozen = trees.partition(params, optimizer.trainable)
         opt = tx.init(trained)
         grads = jax.grad(lambda t: loss(trees.merge(t, frozen)))(trained)
         updates, opt = tx.update(
-          grads, opt, trained, step=step, values=values, loss=pair)
+          grads, opt, trained, step=step, hparams=hparams, loss=pair)
         params = trees.merge(optax.apply_updates(trained, updates), frozen)
 
-      `step` counts the updates before this one, so schedules need no state of
-      their own. `loss` is the (sum, weight) of the loss, for optimizers that
-      use its value, and `grad_norm` the norm of the gradients, computed if it
-      is needed and not given. Updates are float32 and include sign and
-      learning rate.
-    schedules: {name: schedule of the learning rate}, without multipliers. The
-      name is "lr" for a single schedule, "lr/<regex>" for each of several.
-    values: numbers of the config that a compiled update takes as arguments:
-      learning rate, weight decay, multipliers and lengths. Without them, an
-      update uses these as constants.
+      `step` counts the updates before this one; without hparams it is a whole
+      number of the host. hparams["seed"] is needed for stochastic rounding
+      only. `loss` is the (sum, weight) of the loss, for optimizers that use its
+      value, and `grad_norm` the norm of the gradients, computed if it is needed
+      and not given. Updates are float32 and include sign and learning rate.
+    hparams: step -> {"lr": {name: learning rate}, "wd": {name: weight decay}},
+      see Recipe.hparams.
     trainable: nested dicts of bools with the structure of the parameters.
   """
 
   tx: optax.GradientTransformationExtraArgs
-  schedules: dict[str, schedules.Schedule]
-  values: Any
+  hparams: Callable[[int], dict[str, Any]]
   trainable: Any
-
-  def rates(self, step: Any, values: Any = None) -> dict[str, Any]:
-    """{name: learning rate} of the update after `step` updates."""
-    return {name: fn(step, values) for name, fn in self.schedules.items()}
 
 
 def make(
@@ -125,75 +118,73 @@ def make(
     ConfigError: a key is unknown, misspelled, unmatched or out of range.
   """
   recipe = read(cfg, params_shapes, units, param_views)
-  return Optimizer(
-    build(recipe), recipe.learning_rates, recipe.values, recipe.trainable
-  )
+  return Optimizer(build(recipe), recipe.hparams, recipe.trainable)
 
 
 def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
   """Builds the stages at the head of this file; only stage 5 has a state."""
-  last = _last_stages(recipe, recipe.values)
+  initial = _last_stages(recipe, recipe.hparams(0))
   before = [
     _multiply_gradients(recipe),
-    _clip_by_value,
+    _clip_by_value(recipe.clip_value),
     *[_clip_by_norm(members, norm) for members, norm in recipe.clip_norms],
     _add_l2_gradients(recipe),
   ]
 
   def update(
-    grads: Any,
+    grads: Params,
     state: Any,
-    params: Any = None,
+    params: Params,
     *,
     step: Any,
-    values: Any = None,
+    hparams: Mapping[str, Any] | None = None,
     loss: tuple[Any, Any] | None = None,
-    grad_norm: Any = None,
-  ) -> tuple[Any, Any]:
+    grad_norm: jax.Array | None = None,
+  ) -> tuple[Params, Any]:
     extra = {} if loss is None else {"value": loss[0] / loss[1]}
-    values = recipe.values if values is None else values
+    hparams = recipe.hparams(step) if hparams is None else hparams
     for stage in before:
       before_stage = grads
-      grads = stage(grads, params, values, grad_norm)
+      grads = stage(grads, params, hparams["wd"], grad_norm)
       grad_norm = grad_norm if grads is before_stage else None
     old = sharding.on_device(state)
     # Moments may be stored in bfloat16, but the arithmetic is float32: in
     # bfloat16, b1=0.9 would become 0.898 and 0.999 become 1.
     moments = old if recipe.stored_arithmetic else _float32(old)
-    updates, new = _last_stages(recipe, values).update(
-      grads, moments, params, step=step, **extra
+    updates, new = _last_stages(recipe, hparams).update(
+      grads, moments, params, **extra
     )
-    new = recipe.moments.stored(new, old, step, values.get("seed"))
+    new = recipe.moments.stored(new, old, step, hparams.get("seed", 0))
     return updates, sharding.in_memory_of(new, state)
 
   return optax.GradientTransformationExtraArgs(
-    lambda params: recipe.moments.initial(last.init(params)), update
+    lambda params: recipe.moments.initial(initial.init(params)), update
   )
 
 
 def _last_stages(
-  recipe: Recipe, values: Any
+  recipe: Recipe, hparams: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
   """Stages 5 and 6, and what config.optimizer has around them.
 
   Built anew in each trace, as optax's optimizers keep the learning rate that
   they are given.
   """
-  base = _base_optimizer(recipe, values)
-  after = _scale_by_schedule_and_decay(recipe, values)
+  base = _base_optimizer(recipe, hparams)
+  after = _scale_by_schedule_and_decay(recipe, hparams)
 
   def update(
-    grads: Any, state: Any, params: Any = None, *, step: Any, **extra: Any
-  ) -> tuple[Any, Any]:
+    grads: Params, state: Any, params: Params, **extra: Any
+  ) -> tuple[Params, Any]:
     updates, state = base.update(grads, state, params, **extra)
-    return after(updates, params, step), state
+    return after(updates, params), state
 
   tx = optax.GradientTransformationExtraArgs(base.init, update)
   if recipe.wrap is None:
     return tx
   _check_one_schedule(recipe)
   return optax.with_extra_args_support(
-    recipe.wrap(tx, _only_learning_rate(recipe, values))
+    recipe.wrap(tx, _only_one(hparams["next_lr"]))
   )
 
 
@@ -204,34 +195,33 @@ def _last_stages(
 def _multiply_gradients(recipe: Recipe) -> _Stage:
   """Stage 1: g *= grad_mult."""
 
-  def stage(grads: Any, params: Any, values: Any, norm: Any) -> Any:
-    del params, norm
+  def multiply(name: str, g: jax.Array) -> jax.Array:
+    mult = recipe.leaves[name].grad_mult
+    return g if mult is None else g * mult
+
+  def stage(grads: Params, params: Params, wd: Any, norm: Any) -> Params:
     if all(leaf.grad_mult is None for leaf in recipe.leaves.values()):
       return grads
-
-    def multiply(name: str, g: jax.Array) -> jax.Array:
-      key = recipe.leaves[name].grad_mult
-      return g if key is None else g * values[key]
-
     return trees.map_with_names(multiply, grads)
 
   return stage
 
 
-def _clip_by_value(grads: Any, params: Any, values: Any, norm: Any) -> Any:
-  """Stage 2: clips each element to [-grad_clip_value, grad_clip_value]."""
-  del params, norm
-  if "grad_clip_value" not in values:
-    return grads
-  limit = values["grad_clip_value"]
-  return jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
+def _clip_by_value(limit: float | None) -> _Stage:
+  """Stage 2: clips each element to [-limit, limit]."""
+
+  def stage(grads: Params, params: Params, wd: Any, norm: Any) -> Params:
+    if limit is None:
+      return grads
+    return jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
+
+  return stage
 
 
-def _clip_by_norm(members: set[str], key: str) -> _Stage:
-  """Stage 3: scales these gradients to a joint norm of at most values[key]."""
+def _clip_by_norm(members: set[str], limit: float) -> _Stage:
+  """Stage 3: scales these gradients to a joint norm of at most `limit`."""
 
-  def stage(grads: Any, params: Any, values: Any, norm: Any) -> Any:
-    del params
+  def stage(grads: Params, params: Params, wd: Any, norm: Any) -> Params:
     named = trees.flatten_with_names(grads)
     group = [g for name, g in named if name in members]
     if not group:  # The whole group is frozen.
@@ -240,7 +230,7 @@ def _clip_by_norm(members: set[str], key: str) -> _Stage:
       squares = [jnp.sum(jnp.square(_as_float32(g))) for g in group]
       norm = jnp.sqrt(sum(squares))
     # A norm of 0 gives a scale of 1; NaN stays NaN, for the guard to see.
-    scale = jnp.minimum(1.0, values[key] / norm)
+    scale = jnp.minimum(1.0, limit / norm)
     return trees.map_with_names(
       lambda name, g: g * scale.astype(g.dtype) if name in members else g,
       grads,
@@ -250,36 +240,37 @@ def _clip_by_norm(members: set[str], key: str) -> _Stage:
 
 
 def _add_l2_gradients(recipe: Recipe) -> _Stage:
-  """Stage 4: g += wd * p, where weight decay is an L2 penalty."""
+  """Stage 4: g += wd * wd_mult * p, where weight decay is an L2 penalty."""
 
-  def stage(grads: Any, params: Any, values: Any, norm: Any) -> Any:
-    del norm
+  def stage(grads: Params, params: Params, wd: Any, norm: Any) -> Params:
     if recipe.coupling != "gradient":
       return grads
 
     def add(name: str, g: jax.Array, p: jax.Array) -> jax.Array:
-      key = recipe.leaves[name].wd
-      return g if key is None else g + values[key] * p.astype(g.dtype)
+      leaf = recipe.leaves[name]
+      if leaf.wd_mult is None:
+        return g
+      return g + (wd[leaf.schedule] * leaf.wd_mult) * p.astype(g.dtype)
 
     return trees.map_with_names(add, grads, params)
 
   return stage
 
 
-def _only_learning_rate(recipe: Recipe, values: Any) -> Callable[[Any], Any]:
-  """fn(number of updates) -> learning rate, where there is one schedule."""
-  (schedule, *_) = recipe.learning_rates.values()
-  return lambda count: schedule(count, values)
+def _only_one(rates: Mapping[str, Any]) -> Callable[[Any], Any]:
+  """The learning rate as optax wants it, where there is one schedule."""
+  (rate,) = rates.values()
+  return lambda count: rate
 
 
 def _base_optimizer(
-  recipe: Recipe, values: Any
+  recipe: Recipe, hparams: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
   """Stage 5: the optimizer that config.optimizer names."""
   learning_rate: Any = 1.0
   if optimizers.lr_inside(recipe.optimizer):
     _check_one_lr(recipe)
-    learning_rate = _only_learning_rate(recipe, values)
+    learning_rate = _only_one(hparams["lr"])
   return optax.with_extra_args_support(
     optimizers.base_optimizer(
       recipe.optimizer,
@@ -292,38 +283,30 @@ def _base_optimizer(
 
 
 def _scale_by_schedule_and_decay(
-  recipe: Recipe, values: Any
-) -> Callable[[Any, Any, Any], Any]:
+  recipe: Recipe, hparams: Mapping[str, Any]
+) -> Callable[[Params, Params], Params]:
   """Stage 6: learning rate, schedule and decoupled weight decay."""
   lr_inside = optimizers.lr_inside(recipe.optimizer)
 
-  def stage(updates: Any, params: Any, step: Any) -> Any:
-    factors = {
-      name: fn(step, values["schedules"][name])
-      for name, fn in recipe.factors.items()
-    }
+  @functools.cache  # Of scalars: many parameters share a product.
+  def scaled(name: str, schedule: str, mult: float) -> jax.Array:
+    return hparams[name][schedule] * jnp.float32(mult)
 
-    @functools.cache
-    def scheduled(schedule: str, key: str) -> jax.Array:
-      return factors[schedule] * values[key]
+  def update(name: str, u: jax.Array, p: jax.Array) -> jax.Array:
+    leaf = recipe.leaves[name]
+    u = _as_float32(u)
+    u = u if lr_inside else u * scaled("lr", leaf.schedule, leaf.lr_mult)
+    if recipe.coupling == "gradient" or leaf.wd_mult is None:
+      return u
+    return u - _as_float32(p) * scaled("wd", leaf.schedule, leaf.wd_mult)
 
-    def update(name: str, u: jax.Array, p: jax.Array) -> jax.Array:
-      leaf = recipe.leaves[name]
-      u = _as_float32(u)
-      u = u if lr_inside else u * scheduled(leaf.schedule, leaf.lr)
-      if recipe.coupling == "gradient" or leaf.wd is None:
-        return u
-      return u - _as_float32(p) * scheduled(leaf.schedule, leaf.wd)
-
-    return trees.map_with_names(update, updates, params)
-
-  return stage
+  return lambda updates, params: trees.map_with_names(update, updates, params)
 
 
 def _check_one_lr(recipe: Recipe) -> None:
   _check_one_schedule(recipe)
   name, leaves = recipe.optimizer["name"], recipe.leaves.values()
-  if len({recipe.values[leaf.lr] for leaf in leaves}) > 1:
+  if any(leaf.lr_mult != 1.0 for leaf in leaves):
     raise ConfigError(f"{recipe.path}.lr_mults: {name!r} takes none.")
 
 

@@ -1,6 +1,8 @@
 """Exponential moving average (EMA) of the parameters."""
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,35 +10,20 @@ import jax.numpy as jnp
 from bigtrain import lengths, settings
 from bigtrain.lengths import Units
 from bigtrain.settings import Config
+from bigtrain.types import Params
 
-
-class Ema(NamedTuple):
-  """The average of a run.
-
-  Attributes:
-    values: arguments `decay` and `start_step` of `update`.
-  """
-
-  values: dict[str, Any]
-
-  def __call__(
-    self, ema: Any, params: Any, step: Any, values: Any = None
-  ) -> Any:
-    """See `update`; `values` replace the config's."""
-    return update(ema, params, step, **(values or self.values))
+# (average, parameters after an update, updates before it) -> average.
+Ema = Callable[[Params, Params, Any], Params]
 
 
 def from_config(cfg: Config, units: Units) -> Ema | None:
-  """Reads the keys of the average; None if there is no ema_decay.
-
-  Reads ema_decay and ema_start_{steps,epochs,...} (default 0).
-  """
+  """Reads ema_decay and ema_start_{steps,epochs,...}; None without a decay."""
   decay = cfg.get("ema_decay")
   start = lengths.steps(cfg, "ema_start", units, 0)
   if decay is None:
     return None
   settings.check_number(f"{cfg.path}.ema_decay", decay, least=0, below=1)
-  return Ema({"decay": float(decay), "start_step": start})
+  return functools.partial(update, decay=float(decay), start_step=start)
 
 
 def init(params: Any) -> Any:

@@ -6,6 +6,8 @@ chain.py lists the keys and builds the stages from gradients to updates.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from bigtrain import settings, trees
 from bigtrain.lengths import Units
 from bigtrain.optim import moments, schedules, views, wrappers
@@ -20,20 +22,16 @@ _ARITHMETIC = ("float32", "stored")
 class Leaf(NamedTuple):
   """Settings of one trainable parameter.
 
-  All but the schedule are keys of `Recipe.values`: numbers are arguments of the
-  compiled update, and not a part of its structure.
-
   Attributes:
-    lr: learning rate with the multiplier.
-    wd: weight decay with the multiplier and, if coupled, the learning rate;
-      None for no decay.
-    grad_mult: multiplier of the gradient; None for 1.
+    lr_mult: factor of the learning rate.
+    wd_mult: factor of the weight decay; None for no decay.
+    grad_mult: factor of the gradient; None for 1.
     schedule: name of the schedule.
   """
 
-  lr: str
-  wd: str | None
-  grad_mult: str | None
+  lr_mult: float
+  wd_mult: float | None
+  grad_mult: float | None
   schedule: str
 
 
@@ -44,13 +42,12 @@ class Recipe(NamedTuple):
     leaves: settings by name of the trainable parameters.
     trainable: nested dicts of bools with the structure of the parameters.
     shapes: shapes of the trainable parameters.
-    clip_norms: (parameters, key of the largest norm of their gradients), in
-      order.
+    lr: learning rate where the schedule is 1.
+    wd: weight decay where the schedule is 1.
     coupling: one of "schedule", "lr" and "gradient".
-    factors: {name: schedule}, whose values are factors of the learning rate.
-    values: the numbers: all that a Leaf and `clip_norms` name, "lr" where the
-      schedule is 1, "grad_clip_value" if set, "seed" if updates are random,
-      and "schedules", the schedules' own by name.
+    schedules: {name: schedule}, whose values are factors of the learning rate.
+    clip_value: largest absolute value of a gradient's element, or None.
+    clip_norms: (parameters, largest norm of their gradients), in order.
     optimizer: name and arguments of the base optimizer.
     wrap: what config.optimizer has around it, or None; see wrappers.py.
     stored_arithmetic: whether moments are computed in the dtype in which they
@@ -63,10 +60,12 @@ class Recipe(NamedTuple):
   leaves: Mapping[str, Leaf]
   trainable: Any
   shapes: Any
-  clip_norms: Sequence[tuple[set[str], str]]
+  lr: float
+  wd: float
   coupling: str
-  factors: Mapping[str, schedules.Schedule]
-  values: Mapping[str, Any]
+  schedules: Mapping[str, schedules.Schedule]
+  clip_value: float | None
+  clip_norms: Sequence[tuple[set[str], float]]
   optimizer: Mapping[str, Any]
   wrap: wrappers.Wrap | None
   stored_arithmetic: bool
@@ -74,19 +73,35 @@ class Recipe(NamedTuple):
   views: Mapping[str, views.View]
   path: str
 
-  @property
-  def learning_rates(self) -> dict[str, schedules.Schedule]:
-    """{name: schedule of the learning rate}, without multipliers.
+  def hparams(self, step: int) -> dict[str, dict[str, np.float32]]:
+    """Learning rate and weight decay of the update after `step` updates.
 
-    Their values are `values`.
+    Returns:
+      {"lr": {schedule: learning rate}, "wd": {schedule: weight decay}}, without
+      multipliers. The name of a single schedule is "lr", of each of several
+      "lr/<regex>". For an optimizer in a wrapper, which counts updates from 1,
+      also {"next_lr": {schedule: learning rate of the update after it}}.
     """
-    return {name: self._learning_rate(name) for name in self.factors}
-
-  def _learning_rate(self, name: str) -> schedules.Schedule:
-    factor = self.factors[name].fn
-    return schedules.Schedule(
-      lambda step, v: factor(step, v["schedules"][name]) * v["lr"], self.values
-    )
+    rates, decays = {}, {}
+    for name, schedule in self.schedules.items():
+      factor = schedule(step)
+      rates[name] = np.float32(self.lr * factor)
+      decay = (
+        self.wd
+        * {
+          "schedule": factor,
+          "lr": factor * self.lr,
+          "gradient": 1.0,
+        }[self.coupling]
+      )
+      decays[name] = np.float32(decay)
+    if self.wrap is None:
+      return {"lr": rates, "wd": decays}
+    following = {
+      name: np.float32(self.lr * schedule(step + 1))
+      for name, schedule in self.schedules.items()
+    }
+    return {"lr": rates, "wd": decays, "next_lr": following}
 
 
 def read(
@@ -100,68 +115,47 @@ def read(
   lr = float(settings.check_number(f"{cfg.path}.lr", cfg["lr"], least=0))
   wd = settings.check_number(f"{cfg.path}.wd", cfg.get("wd", 0.0), least=0)
   coupling = cfg.get("wd_coupling", "schedule")
-  if coupling not in _COUPLINGS:
-    hint = settings.did_you_mean(str(coupling), _COUPLINGS)
-    raise ConfigError(f"{cfg.path}.wd_coupling: unknown {coupling!r}.{hint}")
-  factors, schedule_of = _schedules(cfg, names, units)
-  lr_mult = _multipliers(cfg, "lr_mults", names, 1.0)
-  wd_mult = _multipliers(cfg, "wd_mults", names, 0.0, _KERNELS if wd else ())
-  grad_mult = _multipliers(cfg, "grad_mults", names, 1.0)
-  values: dict[str, Any] = {"lr": lr}
-  clip_norms = _clip_norms(cfg, names, values)
+  settings.check_choice(f"{cfg.path}.wd_coupling", coupling, _COUPLINGS)
+  by_name, schedule_of = _schedules(cfg, names, units)
+  lr_mults = _multipliers(cfg, "lr_mults", names, 1.0)
+  wd_mults = _multipliers(cfg, "wd_mults", names, 0.0, _KERNELS if wd else ())
+  grad_mults = _multipliers(cfg, "grad_mults", names, 1.0)
   leaves = {}
   for name in names:
-    if schedule_of[name] is None:
-      continue
-    (lr_key, by_lr), (wd_key, by_wd) = lr_mult[name], wd_mult[name]
-    decay = wd * by_wd
-    if coupling == "lr":
-      decay, wd_key = decay * lr * by_lr, f"{wd_key}, {lr_key}"
-    grad_key, by_grad = grad_mult[name]
-    values |= {lr_key: lr * by_lr}
-    values |= {wd_key: decay} if wd and by_wd else {}
-    values |= {grad_key: by_grad} if by_grad != 1.0 else {}
-    leaves[name] = Leaf(
-      lr_key,
-      wd_key if wd_key in values else None,
-      grad_key if grad_key in values else None,
-      schedule_of[name],
-    )
+    if (schedule_name := schedule_of[name]) is not None:
+      wd_mult = wd_mults[name] * (lr_mults[name] if coupling == "lr" else 1.0)
+      leaves[name] = Leaf(
+        lr_mult=lr_mults[name],
+        wd_mult=wd_mult if wd and wd_mult else None,
+        grad_mult=grad_mults[name] if grad_mults[name] != 1.0 else None,
+        schedule=schedule_name,
+      )
   trainable = trees.map_with_names(lambda n, _: n in leaves, params_shapes)
   shapes, _ = trees.partition(params_shapes, trainable)
-  seed = settings.whole_number(cfg, "seed", 0, least=0)
   key = f"{cfg.path}.optimizer"
   options = cfg.kwargs("optimizer", required=True)
   arithmetic = options.get("moment_arithmetic", "float32")
-  if arithmetic not in _ARITHMETIC:
-    hint = settings.did_you_mean(str(arithmetic), _ARITHMETIC)
-    raise ConfigError(f"{key}.moment_arithmetic: unknown {arithmetic!r}.{hint}")
+  settings.check_choice(f"{key}.moment_arithmetic", arithmetic, _ARITHMETIC)
   base, wrap = wrappers.split(options, key)
-  stored = moments.read(base, shapes, arithmetic, key)
-  if stored.stochastic:
-    values["seed"] = seed
-  if (clip := _positive(cfg, "grad_clip_value")) is not None:
-    values["grad_clip_value"] = clip
-  values["schedules"] = {name: x.values for name, x in factors.items()}
-  if param_views is None:
-    param_views = {}
-  every = {
-    name: param_views.get(name) or views.default(name, tuple(x.shape))
-    for name, x in trees.flatten_with_names(shapes)
-  }
+  param_views = param_views or {}
   return Recipe(
     leaves=leaves,
     trainable=trainable,
     shapes=shapes,
-    clip_norms=clip_norms,
+    lr=lr,
+    wd=float(wd),
     coupling=coupling,
-    factors=factors,
-    values=values,
+    schedules=by_name,
+    clip_value=_positive(cfg, "grad_clip_value"),
+    clip_norms=_clip_norms(cfg, names),
     optimizer=base,
     wrap=wrap,
     stored_arithmetic=arithmetic == "stored",
-    moments=stored,
-    views=every,
+    moments=moments.read(base, shapes, arithmetic, key),
+    views={
+      name: param_views.get(name) or views.default(name, tuple(x.shape))
+      for name, x in trees.flatten_with_names(shapes)
+    },
     path=cfg.path,
   )
 
@@ -203,8 +197,8 @@ def _multipliers(
   names: Sequence[str],
   otherwise: float,
   default: Sequence[tuple[str, float]] = (),
-) -> dict[str, tuple[str, float]]:
-  """{parameter: (name, multiplier)} of a list of (regex, multiplier)."""
+) -> dict[str, float]:
+  """{parameter: multiplier} of a list of (regex, multiplier)."""
   pairs = read_pairs(cfg, key, (int, float), "multiplier", default)
   for regex, value in pairs:
     if value < 0:
@@ -215,33 +209,28 @@ def _multipliers(
         f"to freeze, put ({regex!r}, None) into {cfg.path}.schedule."
       )
   which = first_match([regex for regex, _ in pairs], names, f"{cfg.path}.{key}")
-  numbers = [
-    (f"{key}[{i}]", float(value)) for i, (_, value) in enumerate(pairs)
-  ]
   return {
-    name: numbers[which[name]] if name in which else (key, otherwise)
+    name: float(pairs[which[name]][1]) if name in which else otherwise
     for name in names
   }
 
 
 def _clip_norms(
-  cfg: Config, names: Sequence[str], values: dict[str, Any]
-) -> list[tuple[set[str], str]]:
-  """Reads the limits of norms into `values`; see Recipe.clip_norms."""
+  cfg: Config, names: Sequence[str]
+) -> list[tuple[set[str], float]]:
+  """(parameters, largest norm of their gradients together), in order."""
   key = "grad_clip_groups"
   pairs = read_pairs(cfg, key, (int, float), "largest norm")
   for regex, norm in pairs:
     if norm <= 0:
       raise ConfigError(f"{cfg.path}.{key}: ({regex!r}, {norm}): not positive.")
   which = first_match([regex for regex, _ in pairs], names, f"{cfg.path}.{key}")
-  clips = []
-  for i, (_, norm) in enumerate(pairs):
-    values[f"{key}[{i}]"] = float(norm)
-    members = {name for name, group in which.items() if group == i}
-    clips.append((members, f"{key}[{i}]"))
+  clips = [
+    ({name for name, group in which.items() if group == i}, float(norm))
+    for i, (_, norm) in enumerate(pairs)
+  ]
   if (largest := _positive(cfg, "grad_clip_norm")) is not None:
-    values["grad_clip_norm"] = largest
-    clips.append((set(names), "grad_clip_norm"))
+    clips.append((set(names), largest))
   return clips
 
 

@@ -21,12 +21,12 @@ factor of config.lr, the product of
               Hu et al. 2024, arxiv.org/abs/2404.06395; shapes: Haegele et al.
               2024, arxiv.org/abs/2405.18392)
   one_cycle   cosines from 1 / div_factor at step 0 up to 1 at step `peak`, and
-              down to 1 / (div_factor * final_div_factor) at the end; by default
-              25, 30 percent and 10,000 (Smith and Topin 2017,
-              arxiv.org/abs/1708.07120; the defaults are PyTorch's)
+              down to 1 / (div_factor * final_div_factor) in the last step; by
+              default 25, 30 percent less a step and 10,000, as PyTorch's
+              OneCycleLR (Smith and Topin 2017, arxiv.org/abs/1708.07120)
   pieces      the schedules of the list `pieces`, one after the other
   a dotted path such as "package.module.function": function(p) or, with other
-              keys of the dict, function(p, key=value); of numbers and arrays
+              keys of the dict, function(p, key=value); p is a float
 
 warmup, cooldown, timescale, shift, stair, decay and peak are lengths with a
 unit: warmup_steps, warmup_epochs, warmup_examples, warmup_tokens or
@@ -34,39 +34,24 @@ warmup_percent, and so on. stair_epochs=[30, 60, 80] is a list of lengths.
 
 A piece is the dict of a schedule with its length, such as length_percent=10,
 and may have `scale`, a factor of its values. Its own lengths in percent are
-relative to the piece. The last piece has no length: it takes the rest. Numbers
-but `power` are arguments of the compiled update, see step/hparams.py.
+relative to the piece. The last piece has no length: it takes the rest.
+
+Schedules run on the host, before each step: their values are arguments of the
+compiled update, so runs that differ in schedule or length share a program.
 """
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from bigtrain import parts, settings
 from bigtrain.lengths import UNITS, Units, steps
 from bigtrain.settings import ConfigError, check_number, did_you_mean
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Schedule:
-  """A function of the number of updates done so far.
-
-  Attributes:
-    fn: (step, values) -> factor of the learning rate.
-    values: nested dicts and lists of the config's numbers, lengths in steps.
-  """
-
-  fn: Callable[[Any, Any], Any]
-  values: Any
-
-  def __call__(self, step: Any, values: Any = None) -> Any:
-    """The factor after `step` updates; `values` replace the config's."""
-    return self.fn(step, self.values if values is None else values)
+# Number of updates done so far -> factor of the learning rate.
+Schedule = Callable[[int], float]
 
 
 class _At(NamedTuple):
@@ -76,30 +61,22 @@ class _At(NamedTuple):
     step: number of updates done so far.
     since: steps since the end of the warm-up; 0 before.
     progress: `since` as a fraction of the run after the warm-up.
-    np: numpy for host steps, jax.numpy for device steps.
   """
 
-  step: Any
-  since: Any
-  progress: Any
-  np: Any
+  step: int
+  since: int
+  progress: float
 
 
-class _Decay(NamedTuple):
-  """A decay: its numbers, and a function of a moment and these numbers."""
-
-  values: Any
-  fn: Callable[[_At, Any], Any]
+_Decay = Callable[[_At], float]
 
 
-def _towards(end: float, fn: Callable[[_At], Any]) -> _Decay:
-  """From 1 to `end`, as `fn` goes from 1 to 0."""
-  values = {"end": end, "range": 1 - end}
-  return _Decay(values, lambda at, v: v["end"] + v["range"] * fn(at))
+def _clip(value: float) -> float:
+  return min(max(value, 0.0), 1.0)
 
 
 def _constant() -> _Decay:
-  return _Decay({}, lambda at, v: at.np.ones_like(at.since))
+  return lambda at: 1.0
 
 
 def _cosine(*, end: float = 0.0) -> _Decay:
@@ -108,7 +85,7 @@ def _cosine(*, end: float = 0.0) -> _Decay:
   Args:
     end: factor at the end of the run.
   """
-  return _towards(end, lambda at: _SHAPES["cosine"](at.np, at.progress))
+  return lambda at: end + (1 - end) * _SHAPES["cosine"](at.progress)
 
 
 def _linear(*, linear_end: float = 0.0) -> _Decay:
@@ -124,10 +101,10 @@ def _polynomial(*, power: float = 1.0, end: float = 0.0) -> _Decay:
   """A polynomial from 1 to `end`.
 
   Args:
-    power: exponent of the rest of the run; the program has it as a constant.
+    power: exponent of the rest of the run.
     end: factor at the end of the run.
   """
-  return _towards(end, lambda at: (1 - at.progress) ** power)
+  return lambda at: end + (1 - end) * (1 - at.progress) ** power
 
 
 def _rsqrt(*, timescale: int = 10_000, shift: int = 0) -> _Decay:
@@ -137,10 +114,7 @@ def _rsqrt(*, timescale: int = 10_000, shift: int = 0) -> _Decay:
     timescale: length after which the factor is 1 / sqrt(2), without `shift`.
     shift: length that is added to the steps.
   """
-  return _Decay(
-    {"timescale": timescale, "shift": shift},
-    lambda at, v: 1 / at.np.sqrt(1 + (at.since + v["shift"]) / v["timescale"]),
-  )
+  return lambda at: 1 / math.sqrt(1 + (at.since + shift) / timescale)
 
 
 def _stair(*, stair: list[int], mults: list[float]) -> _Decay:
@@ -150,14 +124,8 @@ def _stair(*, stair: list[int], mults: list[float]) -> _Decay:
     stair: lengths at which the factor changes.
     mults: the factor from each of them on.
   """
-  jumps = [float(jump) for jump in np.diff([1.0, *mults])]
-  return _Decay(
-    {"stair": stair, "jumps": jumps},
-    lambda at, v: sum(
-      (jump * (at.step >= step) for step, jump in zip(v["stair"], v["jumps"])),
-      start=at.np.ones_like(at.since),
-    ),
-  )
+  factors = [1.0, *mults]
+  return lambda at: factors[sum(at.step >= step for step in stair)]
 
 
 def _wsd(
@@ -172,18 +140,17 @@ def _wsd(
     end: factor at the end of the run.
   """
 
-  def value(at: _At, v: Any) -> Any:
-    q = at.np.clip((at.step - v["begin"]) / v["decay"], 0.0, 1.0)
-    return v["end"] + v["range"] * _SHAPES[shape](at.np, q)
+  def value(at: _At) -> float:
+    q = _clip((at.step - (total - decay)) / decay)
+    return end + (1 - end) * _SHAPES[shape](q)
 
-  lengths = {"begin": total - decay, "decay": decay}
-  return _Decay({**lengths, "end": end, "range": 1 - end}, value)
+  return value
 
 
-_SHAPES: dict[str, Callable[[Any, Any], Any]] = {
-  "linear": lambda np, q: 1 - q,
-  "sqrt": lambda np, q: 1 - np.sqrt(q),
-  "cosine": lambda np, q: (1 + np.cos(np.pi * q)) / 2,
+_SHAPES: dict[str, Callable[[float], float]] = {
+  "linear": lambda q: 1 - q,
+  "sqrt": lambda q: 1 - math.sqrt(q),
+  "cosine": lambda q: (1 + math.cos(math.pi * q)) / 2,
 }
 
 
@@ -198,22 +165,21 @@ def _one_cycle(
 
   Args:
     total: length of the run in steps.
-    peak: length after which the factor is 1; 30 percent of the run by default.
+    peak: length after which the factor is 1; by default 30 percent of the run
+      less a step.
     div_factor: 1 over the factor at step 0.
-    final_div_factor: factor at step 0 over the factor at the end.
+    final_div_factor: factor at step 0 over the factor in the last step.
   """
-  top = max(1, round(0.3 * total)) if peak is None else max(1, peak)
+  top = 0.3 * total - 1 if peak is None else float(peak)
   start, end = 1 / div_factor, 1 / (div_factor * final_div_factor)
 
-  def value(at: _At, v: Any) -> Any:
-    rise = at.np.clip(at.step / v["top"], 0.0, 1.0)
-    fall = at.np.clip((at.step - v["top"]) / v["rest"], 0.0, 1.0)
-    up = v["start"] + v["up"] * (1 - at.np.cos(np.pi * rise)) / 2
-    down = v["end"] + v["down"] * (1 + at.np.cos(np.pi * fall)) / 2
-    return at.np.where(at.step < v["top"], up, down)
+  def value(at: _At) -> float:
+    if at.step <= top:
+      return 1 - (1 - start) * _SHAPES["cosine"](at.step / top if top else 1.0)
+    fall = _clip((at.step - top) / max(total - 1 - top, 1e-9))
+    return end + (1 - end) * _SHAPES["cosine"](fall)
 
-  values = {"start": start, "up": 1 - start, "end": end, "down": 1 - end}
-  return _Decay({**values, "top": top, "rest": max(1, total - top)}, value)
+  return value
 
 
 _DECAYS: dict[str, Callable[..., _Decay]] = {
@@ -240,11 +206,7 @@ def make(
   Args:
     spec: decay_type, and the keys in the module docstring.
     units: sizes for converting lengths; decays end at total_steps.
-    path: location of `spec` in the config, for messages.
-
-  Returns:
-    The schedule. A traced or device step gives a float32 jax scalar, a Python
-    or numpy step a host value, so that logging dispatches nothing.
+    path: location of `spec` in the config.
 
   Raises:
     ConfigError: an unknown decay or key, a value out of range, or lengths that
@@ -254,12 +216,11 @@ def make(
   decay_type = spec.pop("decay_type", None)
   if decay_type is None:
     raise ConfigError(f"{path}.decay_type: missing.{did_you_mean('', _NAMES)}")
-  if decay_type not in _NAMES and "." not in str(decay_type):
-    hint = did_you_mean(str(decay_type), _NAMES)
-    raise ConfigError(f"{path}.decay_type: unknown {decay_type!r}.{hint}")
+  if "." not in str(decay_type):
+    settings.check_choice(f"{path}.decay_type", decay_type, _NAMES)
   _check_keys(spec, decay_type, path)
-  warmup = steps(spec, "warmup", units, 0, path)
-  cooldown = steps(spec, "cooldown", units, 0, path)
+  warmup = steps(spec, "warmup", units, path=path) or 0
+  cooldown = steps(spec, "cooldown", units, path=path) or 0
   total = units.total_steps
   _check_lengths(warmup, cooldown, total, decay_type, path)
   if "." in decay_type:
@@ -269,22 +230,18 @@ def make(
   else:
     kwargs = _arguments(spec, decay_type, units, path)
     decay = _DECAYS[decay_type](**kwargs)
-
-  def schedule(step: Any, v: Any) -> Any:
-    xp = jnp if isinstance(step, jax.Array) else np
-    # Subtract ints: float32 cannot represent all steps beyond 2**24.
-    since = xp.maximum(step - v["warmup"], 0)
-    progress = xp.minimum(since / v["rest"], 1.0)
-    value = decay.fn(_At(step, since * 1.0, progress, xp), v["decay"])
-    if warmup:
-      value = value * xp.minimum(step / v["warmup"], 1.0)
-    if cooldown:
-      value = value * xp.clip((v["total"] - step) / v["cooldown"], 0.0, 1.0)
-    return xp.asarray(value, xp.float32)
-
-  values = {"warmup": warmup, "total": total, "cooldown": cooldown}
   rest = max(1, (total or 0) - warmup)
-  return Schedule(schedule, {**values, "rest": rest, "decay": decay.values})
+
+  def schedule(step: int) -> float:
+    since = max(step - warmup, 0)
+    value = decay(_At(step, since, min(since / rest, 1.0)))
+    if warmup:
+      value *= min(step / warmup, 1.0)
+    if cooldown and total:
+      value *= _clip((total - step) / cooldown)
+    return value
+
+  return schedule
 
 
 def _own(dotted: str, options: Mapping[str, Any], path: str) -> _Decay:
@@ -295,13 +252,16 @@ def _own(dotted: str, options: Mapping[str, Any], path: str) -> _Decay:
     raise ConfigError(f"{key}: expected a function, got {dotted!r}: {fn!r}.")
   first = next(iter(inspect.signature(fn).parameters), "")
   settings.check_kwargs(fn, options, path, given=(first,))
-  value = fn(np.zeros(()), **options)
-  if np.shape(value) != () or not np.isfinite(value):
+  value = fn(0.0, **options)
+  try:
+    finite = math.isfinite(value)
+  except TypeError:
+    finite = False
+  if not finite:
     raise ConfigError(
       f"{key}: expected {dotted!r} to return a number at 0, got {value!r}."
     )
-  values = parts.runtime_options(fn, options)
-  return _Decay(values, lambda at, v: fn(at.progress, **{**options, **v}))
+  return lambda at: float(fn(at.progress, **options))
 
 
 def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
@@ -310,7 +270,8 @@ def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
     raise ConfigError(
       f"{path}.pieces: expected a list of dicts, got {pieces!r}."
     )
-  begin, made, schedules = 0, [], []
+  begin = 0
+  made: list[tuple[int, int | None, float, Schedule]] = []
   for i, piece in enumerate(pieces):
     key = f"{path}.pieces[{i}]"
     if not isinstance(piece, Mapping):
@@ -332,20 +293,15 @@ def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
       )
     length = rest if is_last else length
     inner = make(spec, dataclasses.replace(units, total_steps=length), key)
-    made.append((begin, length, scale, inner.values))
-    schedules.append(inner)
+    made.append((begin, length, scale, inner))
     begin += length or 0
 
-  def value(at: _At, v: Any) -> Any:
-    result: Any = 0.0
-    for (begin, length, scale, values), inner in zip(v, schedules):
-      step = at.np.clip(at.step - begin, 0, length)
-      result = at.np.where(
-        at.step >= begin, scale * inner(step, values), result
-      )
-    return result
+  def value(at: _At) -> float:
+    begin, length, scale, inner = [x for x in made if at.step >= x[0]][-1]
+    since = at.step - begin
+    return scale * inner(since if length is None else min(since, length))
 
-  return _Decay(made, value)
+  return value
 
 
 def _check_keys(spec: dict[str, Any], decay_type: str, path: str) -> None:
@@ -400,10 +356,8 @@ def _arguments(
   if decay_type in ("wsd", "one_cycle"):
     kwargs["total"] = units.total_steps
   if decay_type == "wsd":
-    shape = kwargs["shape"] = spec.pop("shape", "linear")
-    if shape not in _SHAPES:
-      hint = did_you_mean(str(shape), _SHAPES)
-      raise ConfigError(f"{path}.shape: unknown {shape!r}.{hint}")
+    shape = spec.pop("shape", "linear")
+    kwargs["shape"] = settings.check_choice(f"{path}.shape", shape, _SHAPES)
     total, decay = units.total_steps or 0, kwargs.get("decay", 0)
     if not decay or (decay > total > 1):
       raise ConfigError(

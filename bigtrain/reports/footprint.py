@@ -12,9 +12,10 @@ from bigtrain.reports import flops
 def measure(
   update_fn: Callable[..., Any],
   state_spec: Mapping[str, Any],
-  tally_spec: Any,
+  running_spec: Any,
   batch_spec: Any,
-  fixed_spec: Mapping[str, Any],
+  hparams_spec: Any,
+  teacher_spec: Mapping[str, Any],
   run: lengths.Lengths,
 ) -> dict[str, Any]:
   """Returns facts about an update, for run.json and tools.plan.
@@ -48,13 +49,17 @@ def measure(
     "parameter_bytes": sum(x.size * x.dtype.itemsize for x in params),
     "state_bytes": {
       name: _bytes_per_device(part)
-      for name, part in {**state_spec, **fixed_spec}.items()
-      if name != "hparams"  # A few scalars.
+      for name, part in {**state_spec, **teacher_spec}.items()
     },
     "host_state_bytes": _bytes_per_device(dict(state_spec), in_host=True),
     "batch_bytes": _bytes_per_device(batch_spec),
     "executed_flops": flops.executed_flops(
-      update_fn, state_spec, tally_spec, batch_spec, fixed_spec
+      update_fn,
+      state_spec,
+      running_spec,
+      batch_spec,
+      hparams_spec,
+      teacher_spec,
     ),
     "tokens_per_example": run.units.tokens_per_example,
     "total_steps": run.total,

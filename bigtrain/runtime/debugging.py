@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from bigtrain.settings import Config, ConfigError, did_you_mean
+from bigtrain.settings import Config, check_choice
 
 _TRANSFER_GUARDS = ("allow", "log", "disallow", "log_explicit")
 
@@ -24,10 +24,21 @@ def transfer_guard(config: Config) -> contextlib.AbstractContextManager[Any]:
   level = config.get("transfer_guard")
   if level is None:
     return contextlib.nullcontext()
-  if level not in _TRANSFER_GUARDS:
-    hint = did_you_mean(level, _TRANSFER_GUARDS)
-    raise ConfigError(f"config.transfer_guard: unknown {level!r}.{hint}")
+  check_choice("config.transfer_guard", level, _TRANSFER_GUARDS)
   return jax.transfer_guard(level)
+
+
+def hparams_placement(
+  config: Config, layout: jax.sharding.Sharding
+) -> Callable[[Any], Any]:
+  """A function that readies a step's scalars for the update.
+
+  The update copies numpy's scalars itself, which is faster, but implicit: a
+  transfer guard would find it.
+  """
+  if config.get("transfer_guard") is None:
+    return lambda hparams: hparams
+  return lambda hparams: jax.device_put(hparams, layout)
 
 
 def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
@@ -46,7 +57,7 @@ def log_shapes(
   order of their calls, and the metrics.
 
   Args:
-    loss_fn: (variables, batch, rng) -> (pairs, mutable).
+    loss_fn: (variables, batch, rng) -> (metrics, mutable).
   """
   is_logged = False
 

@@ -18,7 +18,8 @@ from bigtrain import parts, settings
 from bigtrain.cluster import process
 from bigtrain.runtime.hook_context import Context, End, Run, Stop
 from bigtrain.settings import ConfigError
-from bigtrain.step import guard, tally
+from bigtrain.step import guard, running_metrics
+from bigtrain.step.running_metrics import RunningMetrics
 from bigtrain.types import PredictFn, TrainState
 
 _METHODS = (
@@ -76,11 +77,13 @@ class Hooks:
       update = functools.partial(call, step, update)
     return update(*args)
 
-  def after_step(self, step: int, state: TrainState, sums: tally.Tally) -> None:
+  def after_step(
+    self, step: int, state: TrainState, running: RunningMetrics
+  ) -> None:
     """Calls after_step of every hook; does not wait without `needs_values`."""
     self._run.step, self._run.state = step, state
     if self._needs_values:
-      self._run.values = tally.step_values(jax.device_get(sums))
+      self._run.values = running_metrics.step_values(jax.device_get(running))
     self._call("after_step", step)
     self._run.values = None
     if self._asks:

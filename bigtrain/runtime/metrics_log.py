@@ -8,7 +8,8 @@ from absl import logging
 
 from bigtrain.reports import chrono, media, record, rows, writers
 from bigtrain.runtime import hooks, programs
-from bigtrain.step import spikes, tally
+from bigtrain.step import running_metrics, spikes
+from bigtrain.step.running_metrics import RunningMetrics
 
 
 class MetricsLog:
@@ -25,7 +26,7 @@ class MetricsLog:
     run_hooks: hooks.Hooks,
     clock: chrono.Chrono,
     compiled: programs.Programs,
-    check: Callable[[tally.Tally], None],
+    check: Callable[[RunningMetrics], None],
     facts: Mapping[str, float],
   ):
     """Reads the rows of earlier processes of this run.
@@ -41,7 +42,7 @@ class MetricsLog:
     self._compiled = compiled
     self._check = check
     self._facts = facts
-    self._queued: tuple[int, tally.Tally, dict[str, Any]] | None = None
+    self._queued: tuple[int, RunningMetrics, dict[str, Any]] | None = None
     self._noted: set[str] = set()
     self._rows = {row["step"]: row for row in rows.read_rows(workdir)}
     self.newest: dict[str, Any] = {}
@@ -62,7 +63,7 @@ class MetricsLog:
       self._hooks.after_row({"step": step, **results})
     return bool(results)
 
-  def queue(self, step: int, sums: tally.Tally) -> None:
+  def queue(self, step: int, sums: RunningMetrics) -> None:
     """Keeps the metrics of a log step until `flush`, without waiting for it."""
     self._queued = step, sums, self._hooks.take_scalars()
 
@@ -75,7 +76,7 @@ class MetricsLog:
     self._check(sums)
     facts = self._note("update", **self._facts)
     times = self._clock.row(step)
-    values = tally.row(sums)
+    values = running_metrics.row(sums)
     num_spikes = values.get("spike_steps", 0)
     if num_spikes > self.newest.get("spike_steps", 0):
       spike = spikes.describe(sums["spikes"])

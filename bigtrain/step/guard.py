@@ -5,7 +5,7 @@ one of them is not finite, the state stays as it was, and config.nonfinite
 decides what follows:
 
   "stop"  No later step changes the state either. The run ends with an error
-          as soon as the host sees the tally, at the next row or save.
+          as soon as the host sees the metrics, at the next log step or save.
   "rollback"  The same, and then the run returns to the last checkpoint and
           skips the batches from there to the bad step, at most
           config.max_nonfinite times (Chowdhery et al. 2022, arXiv 2204.02311,
@@ -28,9 +28,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import metrics, settings, sharding, trees
-from bigtrain.step import joined
-from bigtrain.step import loss_scale as loss_scale_lib
-from bigtrain.step import spikes as spikes_lib
+from bigtrain.step import loss_scale, spikes
+from bigtrain.step.loss_scale import LossScale
+from bigtrain.step.norms import NamedScalars
+from bigtrain.step.spikes import Spike, Spikes, Statistics
+from bigtrain.types import TrainState
 
 POLICIES = ("stop", "skip", "rollback")
 
@@ -95,17 +97,16 @@ class Verdict(NamedTuple):
   bad: jax.Array
   overflow: jax.Array
   skipped_spike: jax.Array | None = None
-  spikes: spikes_lib.Statistics | None = None
+  spikes: Statistics | None = None
 
   def if_good(self, new: Any, old: Any) -> Any:
     """The tree `new` after a good step, else the tree `old`."""
     choose = functools.partial(jax.lax.select, self.good)
     return jax.tree.map(choose, new, old)
 
-  def zero_unless_good(self, tree: Any) -> Any:
-    """The tree after a good step, else zeros of its shapes."""
-    zeros = jax.tree.map(lambda x: jax.lax.full_like(x, 0), tree)
-    return self.if_good(tree, zeros)
+
+# with_norms -> (the state after the step without its loss scale, the norms).
+Advance = Callable[[bool], tuple[TrainState, NamedScalars]]
 
 
 class Guard(NamedTuple):
@@ -122,22 +123,22 @@ class Guard(NamedTuple):
 
   policy: str
   max_nonfinite: int
-  loss_scale: loss_scale_lib.LossScale | None
+  loss_scale: LossScale | None
   by_branch: bool = True
-  spikes: spikes_lib.Spikes | None = None
+  spikes: Spikes | None = None
 
   def judge(
     self,
     state: Mapping[str, Any],
-    tally: Mapping[str, Any],
+    running: Mapping[str, Any],
     loss: metrics.Pair,
     grad_norm: jax.Array,
   ) -> Verdict:
     """Judges a step by its loss and its gradient norm.
 
     Args:
-      tally: the previous step's tally, with "bad_step" and, if the config has
-        spikes, "spikes".
+      running: running metrics before this step, with "bad_step" and, if the
+        config has spikes, "spikes".
       loss: (sum, weight).
     """
     may_shrink: Any = False
@@ -147,15 +148,15 @@ class Guard(NamedTuple):
     finite_loss = jnp.isfinite(mean_loss)
     finite = finite_loss & jnp.isfinite(grad_norm)
     overflow = finite_loss & ~finite & may_shrink
-    active = (tally["bad_step"] == 0) | (self.policy == "skip")
+    active = (running["bad_step"] == 0) | (self.policy == "skip")
     if self.spikes:
-      active &= self.spikes.is_active(tally["spikes"])
+      active &= self.spikes.is_active(running["spikes"])
     good = finite & active
     verdict = Verdict(good, ~finite & ~overflow & active, overflow & active)
     if not self.spikes:
       return verdict
     spike, statistics = self.spikes.judge(
-      tally["spikes"], state["step"] + 1, mean_loss, grad_norm, good
+      running["spikes"], state["step"] + 1, mean_loss, grad_norm, good
     )
     if self.spikes.policy == "warn":
       return verdict._replace(spikes=statistics)
@@ -164,36 +165,53 @@ class Guard(NamedTuple):
       good=good & ~spike, skipped_spike=skipped, spikes=statistics
     )
 
-  def select(
+  def run(
     self,
     verdict: Verdict,
-    state: Mapping[str, Any],
-    advance: Callable[[], dict[str, Any]],
-  ) -> dict[str, Any]:
-    """The new state after a good step, else the old one.
+    state: TrainState,
+    advance: Advance,
+    *,
+    log_norms: jax.Array | bool = False,
+  ) -> tuple[TrainState, NamedScalars]:
+    """The new state and norms after a good step, else the old state.
 
     If the step is skipped, and after an overflow, the old state still takes the
     new step number, so that the next batch follows, and the new loss scale.
 
     With `by_branch`, or with arrays in host memory, the device runs `advance`
     only for a good step. Otherwise it always runs, and each array is selected.
-    The results are the same, bit by bit; see `_BY_SELECTION` for the costs.
+    The states are the same, bit by bit; see `_BY_SELECTION` for the costs.
 
     Args:
-      advance: returns the state after the step, without the loss scale; its
-        trees may be `joined.Joined`.
+      verdict: judgement of this step.
+      state: train state before the step.
+      advance: computes the step; traced for each kind of step, and run once.
+      log_norms: whether the norms are needed.
+
+    Returns:
+      (state, norms). The norms may be zeros if they are not needed or if the
+      step is not good.
     """
-    kept = {k: v for k, v in state.items() if k != "loss_scale"}
+    old = {k: v for k, v in state.items() if k != "loss_scale"}
     # In a branch, arrays of host memory are on the device for the update only.
-    in_host = any(map(sharding.in_host, jax.tree.leaves(kept)))
+    in_host = any(map(sharding.in_host, jax.tree.leaves(old)))
     if self.by_branch or in_host:
-      specs = jax.eval_shape(advance)
-      old = functools.partial(joined.like, specs, kept)
-      chosen = jax.lax.cond(verdict.good, advance, old)
+      no_norms = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        jax.eval_shape(lambda: advance(False)[1]),
+      )
+      kinds = [functools.partial(advance, False)]
+      if log_norms is not False:
+        kinds = [*kinds, functools.partial(advance, True)]
+      kinds = kinds[-1:] if log_norms is True else kinds
+      index = 1 if len(kinds) == 1 else 1 + jnp.asarray(log_norms, jnp.int32)
+      chosen, norms = jax.lax.switch(
+        jnp.where(verdict.good, index, 0), [lambda: (old, no_norms), *kinds]
+      )
     else:
-      new = advance()
-      chosen = verdict.if_good(new, joined.like(new, kept))
-    chosen = joined.split(chosen)
+      new, norms = advance(log_norms is not False)
+      chosen = verdict.if_good(new, old)
+    chosen = dict(chosen)
     if self.policy == "skip":
       chosen["step"] = state["step"] + 1
     if verdict.skipped_spike is not None:
@@ -206,22 +224,22 @@ class Guard(NamedTuple):
       old_scale = state["loss_scale"]
       new_scale = self.loss_scale.update(old_scale, verdict.overflow)
       chosen["loss_scale"] = jax.tree.map(choose, new_scale, old_scale)
-    return chosen
+    return chosen, norms
 
   def row(self, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state's scalars for a row: the loss scale, if any."""
-    return loss_scale_lib.row(state)
+    """The state's scalars that log steps report: the loss scale, if any."""
+    return loss_scale.row(state)
 
-  def bad_step(self, tally: Mapping[str, Any]) -> int:
+  def bad_step(self, running: Mapping[str, Any]) -> int:
     """The step at which the run must stop or roll back, from 1; 0 for none.
 
     Raises:
       NotFinite: more steps were skipped than config.max_nonfinite allows.
       Spike: the same, of config.spikes.most.
     """
-    if self.spikes and (spike := self.spikes.bad_step(tally["spikes"])):
+    if self.spikes and (spike := self.spikes.bad_step(running["spikes"])):
       return spike
-    bad_step, skipped = int(tally["bad_step"]), int(tally["skipped"])
+    bad_step, skipped = int(running["bad_step"]), int(running["skipped"])
     if self.policy != "skip":
       return bad_step
     if skipped > self.max_nonfinite:
@@ -232,16 +250,16 @@ class Guard(NamedTuple):
       )
     return 0
 
-  def spike(self, tally: Mapping[str, Any]) -> spikes_lib.Spike | None:
+  def spike(self, running: Mapping[str, Any]) -> Spike | None:
     """The error for the spike that must be rolled back, if any."""
-    if not (self.spikes and self.spikes.bad_step(tally["spikes"])):
+    if not (self.spikes and self.spikes.bad_step(running["spikes"])):
       return None
-    what = spikes_lib.describe(tally["spikes"])
-    return spikes_lib.Spike(f"{what}, a spike. No checkpoint contains it.")
+    what = spikes.describe(running["spikes"])
+    return Spike(f"{what}, a spike. No checkpoint contains it.")
 
   def failure(
     self,
-    error: NotFinite | spikes_lib.Spike,
+    error: NotFinite | Spike,
     step: int,
     saved_step: int | None,
     rollbacks: int,
@@ -252,7 +270,7 @@ class Guard(NamedTuple):
       saved_step: step of the newest checkpoint, or None.
     """
     rolls_back, most = self.policy == "rollback", self.max_nonfinite
-    if self.spikes and isinstance(error, spikes_lib.Spike):
+    if self.spikes and isinstance(error, Spike):
       rolls_back, most = self.spikes.rolls_back, self.spikes.most
     if rolls_back and saved_step is not None and rollbacks < most:
       return Rollback(error, step, saved_step)
@@ -266,16 +284,14 @@ def from_config(config: settings.Config, mesh: Mesh) -> Guard:
     ConfigError: an unknown policy, or a value out of range.
   """
   policy = config.get("nonfinite", "stop")
-  if policy not in POLICIES:
-    hint = settings.did_you_mean(policy, POLICIES)
-    raise settings.ConfigError(f"config.nonfinite: no policy {policy!r}.{hint}")
+  settings.check_choice("config.nonfinite", policy, POLICIES)
   default = 100 if policy == "skip" else 3
   return Guard(
     policy,
     settings.whole_number(config, "max_nonfinite", default, least=0),
-    loss_scale_lib.from_config(config),
+    loss_scale.from_config(config),
     by_branch=mesh.devices.flat[0].platform not in _BY_SELECTION,
-    spikes=spikes_lib.from_config(config),
+    spikes=spikes.from_config(config),
   )
 
 
@@ -295,7 +311,7 @@ def explain(
   Args:
     step: the step, counted from 1.
     index: index of its batch, counted from 0.
-    gradients: (state, batch) -> (gradients, pairs, mutable).
+    gradients: (state, batch) -> (gradients, metrics, mutable).
 
   Returns:
     An error that names the step, the loss, the first parameter whose gradient
@@ -304,12 +320,12 @@ def explain(
 
   @jax.jit
   def inspect(state: Any, batch: Any) -> Any:
-    grads, pairs, _ = gradients(state, batch)
+    grads, step_metrics, _ = gradients(state, batch)
     finite = jax.tree.map(lambda g: jnp.isfinite(g).all(), grads)
     integers = {name: batch[name] for name in train_input.unlimited}
     ranges = {name: (x.min(), x.max()) for name, x in integers.items()}
     finite_batch = jnp.asarray([jnp.isfinite(x).all() for x in batch.values()])
-    loss = pairs["loss"][0] / pairs["loss"][1]
+    loss = step_metrics["loss"][0] / step_metrics["loss"][1]
     good = jnp.isfinite(loss) & jnp.isfinite(metrics.global_norm(grads))
     return finite, loss, finite_batch.all(), ranges, good
 

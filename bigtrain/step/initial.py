@@ -9,8 +9,8 @@ import jax
 from flax.core import meta
 
 from bigtrain import parts, settings, sharding, trees
-from bigtrain.step import gradients, hparams
-from bigtrain.types import Batch, Variables
+from bigtrain.step import gradients
+from bigtrain.types import Variables
 
 # Values of config.opt_sharding.
 OPT_SHARDING = ("fsdp", "replica")
@@ -26,7 +26,7 @@ class InitialVariables:
 
   def __init__(self, boxed: Callable[[Any], Variables], seed: int):
     self._boxed = boxed
-    self._seed = hparams.as_array(seed)
+    self._seed = gradients.seed_word(seed)
 
   def boxed(self) -> Variables:
     """The variables of config.seed, in boxes."""
@@ -38,9 +38,8 @@ class InitialVariables:
 
   def __call__(self, seed: jax.Array | int | None = None) -> Variables:
     """The variables without boxes; of config.seed by default."""
-    seed = self._seed if seed is None else seed
-    seed = hparams.as_array(seed) if isinstance(seed, int) else seed
-    return unboxed(self._boxed(seed))
+    word = gradients.seed_word(seed) if isinstance(seed, int) else seed
+    return unboxed(self._boxed(self._seed if word is None else word))
 
   def spec(self) -> Variables:
     """The jax.ShapeDtypeStructs of the variables without boxes."""
@@ -57,7 +56,7 @@ def unboxed(variables: Any) -> Any:
 
 
 def variables_fn(
-  task: Any, model: Any, batch_spec: Batch, seed: int
+  task: Any, model: Any, batch_spec: Mapping[str, Any], seed: int
 ) -> InitialVariables:
   """Initial parameters and mutable collections; the model sees zeros."""
 
@@ -168,7 +167,5 @@ def tensor_axes(
 def _reads_split_opt(config: settings.Config) -> bool:
   """Whether config.opt_sharding splits the optimizer over `replica`."""
   value = config.get("opt_sharding", "fsdp")
-  if value not in OPT_SHARDING:
-    hint = settings.did_you_mean(str(value), OPT_SHARDING)
-    raise settings.ConfigError(f"config.opt_sharding: unknown {value!r}.{hint}")
+  settings.check_choice("config.opt_sharding", value, OPT_SHARDING)
   return bool(value == "replica")

@@ -69,7 +69,7 @@ class LossScale(NamedTuple):
 
 
 def row(state: Mapping[str, Any]) -> dict[str, Any]:
-  """Scalars for a row; {} for a train state without a loss scale."""
+  """Scalars that log steps report; {} for a state without a loss scale."""
   if "loss_scale" not in state:
     return {}
   scale = state["loss_scale"]

@@ -1,20 +1,16 @@
-"""Norms and statistics of parameters, gradients and updates, for rows."""
+"""Norms and statistics of parameters, gradients and updates, for log steps."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, trees
-from bigtrain.settings import Config, ConfigError, did_you_mean
-from bigtrain.step import joined
-from bigtrain.step.guard import Verdict
+from bigtrain import metrics, settings, trees
+from bigtrain.types import Params
 
-# Scope of the branch that only the steps with a row run.
-ROW_SCOPE = "row_norms"
+DETAILS = ("none", "global", "per_param", "per_param_mean")
 
 
 @functools.partial(
@@ -23,7 +19,7 @@ ROW_SCOPE = "row_norms"
   meta_fields=("names", "of_each_step"),
 )
 @dataclasses.dataclass(frozen=True)
-class Named:
+class NamedScalars:
   """Scalars by name, in one array.
 
   A compiled step takes microseconds for each output array, which adds up for
@@ -32,8 +28,8 @@ class Named:
   Attributes:
     names: names of the scalars.
     values: float32 [number of names].
-    of_each_step: whether each good step has them, and not only those with a
-      row. In a tally the values are then sums over the row's steps.
+    of_each_step: whether each good step has them, and not only log steps. In
+      running metrics the values are then sums over the good steps.
   """
 
   names: tuple[str, ...]
@@ -41,10 +37,13 @@ class Named:
   of_each_step: bool = False
 
   def row(self, steps: float) -> dict[str, float]:
-    """The scalars of a row from a fetched array, by name.
+    """The fetched scalars by name, as a log step reports them.
 
     With statistics of single parameters also "stats_steps", the number of steps
     whose mean the scalars are.
+
+    Args:
+      steps: number of good steps since the last log step.
     """
     if self.of_each_step and not steps:
       return {}
@@ -55,76 +54,74 @@ class Named:
     return values
 
 
-def only_if(
-  flag: jax.Array, names: Iterable[str], fn: Callable[[], Any], before: Any
-) -> tuple[Named, Any]:
-  """Runs `fn` on the device if the flag is set, else returns zeros.
+class LogNorms(NamedTuple):
+  """The norms that log steps report.
 
-  Args:
-    flag: bool scalar.
-    names: names of the float32 scalars that `fn` returns.
-    fn: () -> {name: scalar}.
-    before: arrays that must not be used before `fn` has run.
-
-  Returns:
-    (result of `fn`, `before`). Operations on the returned `before` run after
-    `fn`.
+  Attributes:
+    detail: config.weight_stats: "none", "global" (norms over all parameters),
+      "per_param" or "per_param_mean" (also statistics of every parameter). With
+      "per_param_mean" every good step computes them.
+    names: names of the norms.
   """
-  names = tuple(names)
 
-  if not names:
-    return Named(names, jnp.zeros(0, jnp.float32)), before
+  detail: str
+  names: tuple[str, ...]
 
-  def stacked() -> tuple[jax.Array, Any]:
-    values = fn()
+  @property
+  def of_each_step(self) -> bool:
+    """Whether every good step computes the norms."""
+    return self.detail == "per_param_mean"
+
+  def due(self, log_step: jax.Array) -> jax.Array | bool:
+    """Whether a step computes the norms, if it is good."""
+    if self.of_each_step:
+      return True
+    return log_step if self.names else False
+
+  def zeros(self) -> NamedScalars:
+    """The norms of a step that does not compute them."""
+    values = jnp.zeros(len(self.names), jnp.float32)
+    return NamedScalars(self.names, values, self.of_each_step)
+
+  def __call__(
+    self, before: Params, params: Params, grads: Params, updates: Params
+  ) -> NamedScalars:
+    """Computes the norms of a step.
+
+    Args:
+      before: all parameters before the step.
+      params: all parameters after it.
+      grads: gradients of the trainable parameters.
+      updates: the optimizer's updates of the trainable parameters.
+    """
+    named = _norms(before, params, grads, updates, self.detail)
     # jax.lax and not jax.numpy, as in metrics.global_norm.
-    rows = [jax.lax.reshape(values[name], (1,)) for name in names]
-    # cond forwards operands that every branch returns unchanged; the barrier
-    # keeps the dependency.
-    return jax.lax.concatenate(rows, 0), jax.lax.optimization_barrier(before)
-
-  def zeros() -> tuple[jax.Array, Any]:
-    return jnp.zeros(len(names), jnp.float32), before
-
-  values, after = jax.lax.cond(flag, stacked, zeros)
-  return Named(names, values), after
+    rows = [jax.lax.reshape(named[name], (1,)) for name in self.names]
+    values = jax.lax.concatenate(rows, 0) if rows else self.zeros().values
+    return NamedScalars(self.names, values, self.of_each_step)
 
 
-_DETAILS = ("none", "global", "per_param", "per_param_mean")
-
-
-def read_norm_detail(config: Config) -> str:
-  """Reads config.weight_stats: the `detail` of `norms`, "global" by default."""
-  detail = config.get("weight_stats", "global")
-  if detail not in _DETAILS:
-    hint = did_you_mean(detail, _DETAILS)
-    raise ConfigError(f"config.weight_stats: unknown {detail!r}.{hint}")
-  return detail
-
-
-def norm_names(params: Any, trained: Any, detail: str) -> list[str]:
-  """Names of the scalars that `norms` returns for such trees."""
-  if detail == "none":
-    return []
-  if detail == "global":
-    return ["param_norm", "update_norm"]
-  return list(
-    jax.eval_shape(lambda p, t: norms(p, p, t, t, detail), params, trained)
-  )
-
-
-def norms(
-  before: Any, params: Any, grads: Any, updates: Any, detail: str
-) -> dict[str, Any]:
-  """Norms for a row.
+def from_config(
+  config: settings.Config, params: Params, trainable: Any
+) -> LogNorms:
+  """Reads config.weight_stats, "global" by default.
 
   Args:
-    detail: "none", "global" (norms over all parameters), "per_param" or
-      "per_param_mean" (also statistics of every parameter).
-
-  Returns:
-    {name: float32 scalar}.
+    params: specs of all parameters.
+    trainable: tree of bools like `params`.
   """
+  detail = config.get("weight_stats", "global")
+  settings.check_choice("config.weight_stats", detail, DETAILS)
+  trained, _ = trees.partition(params, trainable)
+  named = jax.eval_shape(
+    lambda p, t: _norms(p, p, t, t, detail), params, trained
+  )
+  return LogNorms(detail, tuple(named))
+
+
+def _norms(
+  before: Params, params: Params, grads: Params, updates: Params, detail: str
+) -> dict[str, jax.Array]:
   if detail == "none":
     return {}
   values = {
@@ -132,13 +129,13 @@ def norms(
     "update_norm": metrics.global_norm(updates),
   }
   if detail.startswith("per_param"):
-    values |= weight_stats(before, *map(joined.split, (params, grads, updates)))
+    values |= weight_stats(before, params, grads, updates)
   return values
 
 
 def weight_stats(
-  before: Any, params: Any, grads: Any, updates: Any
-) -> dict[str, Any]:
+  before: Params, params: Params, grads: Params, updates: Params
+) -> dict[str, jax.Array]:
   """Statistics of every parameter, the same as in T5X.
 
   Returns:
@@ -165,79 +162,3 @@ def weight_stats(
     ratio = jnp.where(leaf == 0, 0.0, leaf / old)
     stats[f"weight_update_divided_by_weight_rms/{name}"] = rms(ratio)
   return stats
-
-
-class RowNorms(NamedTuple):
-  """Norms of rows.
-
-  Attributes:
-    detail: config.weight_stats, see `norms`. With "per_param_mean" every good
-      step computes them, otherwise only the steps with a row.
-    names: names of the norms.
-  """
-
-  detail: str
-  names: Sequence[str]
-
-  @property
-  def of_each_step(self) -> bool:
-    """Whether every good step computes the norms."""
-    return self.detail == "per_param_mean"
-
-  def spec(self) -> Named:
-    """Shape and dtype of the norms."""
-    values = jax.ShapeDtypeStruct((len(self.names),), jnp.float32)
-    return Named(tuple(self.names), values, self.of_each_step)
-
-  def compute_if(
-    self,
-    makes_row: jax.Array,
-    verdict: Verdict,
-    params: Any,
-    grads: Any,
-    advance: Callable[[], tuple[Any, Any]],
-  ) -> tuple[Named, Verdict]:
-    """Computes the norms if the step needs them, else zeros.
-
-    Norms need a pass over all parameters, and for them the optimizer runs
-    twice. In steps without norms the updates then need no memory of their own.
-    The norms of a bad step are zero, not NaN.
-
-    Args:
-      makes_row: whether the step has a row.
-      advance: returns (state after the step, updates); trees may be
-        `joined.Joined`.
-
-    Returns:
-      (norms, the same verdict). Anything that depends on this verdict runs
-      after the norms, so that the state may change in place.
-    """
-
-    def compute() -> dict[str, jax.Array]:
-      new_state, updates = advance()
-      new = new_state["params"]
-      new = verdict.if_good(new, joined.like(new, params))
-      g, u = verdict.zero_unless_good((joined.like(updates, grads), updates))
-      return norms(params, new, g, u, self.detail)
-
-    flag = verdict.good if self.of_each_step else makes_row
-    # tools.plan counts the branch apart that only steps with a row run.
-    scope = "norms" if self.of_each_step else ROW_SCOPE
-    with jax.named_scope(scope):
-      values, good = only_if(flag, self.names, compute, before=verdict.good)
-    values = dataclasses.replace(values, of_each_step=self.of_each_step)
-    return values, verdict._replace(good=good)
-
-
-def from_config(config: Config, params: Any, trainable: Any) -> RowNorms:
-  """Reads config.weight_stats.
-
-  Args:
-    trainable: tree of bools like `params`.
-
-  Raises:
-    ConfigError: an unknown detail.
-  """
-  trained, _ = trees.partition(params, trainable)
-  detail = read_norm_detail(config)
-  return RowNorms(detail, norm_names(params, trained, detail))

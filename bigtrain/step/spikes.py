@@ -16,7 +16,7 @@ The guard (guard.py) decides on the device what a spike does:
           there to the spike (Chowdhery et al. 2022, arXiv 2204.02311, section
           5.1).
 
-The statistics are a part of the tally, so a checkpoint has them.
+The statistics are a part of the running metrics, so a checkpoint has them.
 """
 
 from collections.abc import Mapping
@@ -146,7 +146,7 @@ class Spikes(NamedTuple):
 
 
 def row(statistics: Mapping[str, Any]) -> dict[str, int]:
-  """A row's metrics from fetched statistics; {} without a spike."""
+  """What a log step reports, from fetched statistics; {} without a spike."""
   _, num_spikes, newest, _ = map(int, statistics["counts"])
   if not num_spikes:
     return {}
@@ -184,9 +184,7 @@ def _make(
   most: int | None = None,
 ) -> Spikes:
   path = "config.spikes"
-  if policy not in POLICIES:
-    hint = settings.did_you_mean(policy, POLICIES)
-    raise settings.ConfigError(f"{path}.policy: no policy {policy!r}.{hint}")
+  settings.check_choice(f"{path}.policy", policy, POLICIES)
   if most is None:
     most = 3 if policy == "rollback" else 100
   return Spikes(

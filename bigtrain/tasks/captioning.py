@@ -23,9 +23,6 @@ from bigtrain.settings import ConfigError, check_number, did_you_mean
 _NORMALIZE = ("sentence", "tokens")
 _METHODS = ("greedy", "beam", "sample")
 
-# Arguments of loss_fn that are no constants of the program.
-runtime_options = ("label_smoothing", "z_loss")
-
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the model's arguments."""

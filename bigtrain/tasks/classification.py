@@ -23,9 +23,6 @@ _LOSSES: dict[str, Callable[..., jax.Array]] = {
   "sigmoid_xent": cross_entropy.sigmoid_xent,
 }
 
-# Arguments of loss_fn that are no constants of the program.
-runtime_options = ("label_smoothing", "mixup_alpha")
-
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the model's arguments."""

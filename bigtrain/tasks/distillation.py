@@ -19,10 +19,6 @@ import jax
 from bigtrain import metrics, model_flops, trees
 from bigtrain.losses import distillation
 from bigtrain.losses.mixup import mixup
-from bigtrain.step import gradients as gradients_lib
-
-# Arguments of loss_fn that are no constants of the program.
-runtime_options = ("temperature", "label_smoothing", "mixup_alpha")
 
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,26 +30,6 @@ def class_counts(model: Any) -> dict[str, int]:
   """Returns the student's number of classes by feature, if it has a head."""
   size = getattr(model, "num_classes", None)
   return {"labels": size} if size else {}
-
-
-def gradients_fn(
-  loss_fn: gradients_lib.LossFn, **options: Any
-) -> gradients_lib.GradientsFn:
-  """Returns the default gradients of a loss that also sees the teacher.
-
-  Args:
-    loss_fn: see `gradients.make`; its variables have an entry "teacher".
-    **options: the other arguments of `gradients.make`.
-  """
-
-  def gradients(state: Any, batch: Any) -> Any:
-    def with_teacher(variables: Any, batch: Any, rng: Any) -> Any:
-      variables = {**variables, "teacher": state["teacher"]}
-      return loss_fn(variables, batch, rng)
-
-    return gradients_lib.make(with_teacher, **options)(state, batch)
-
-  return gradients
 
 
 def loss_fn(

@@ -22,9 +22,6 @@ import jax.numpy as jnp
 from bigtrain import decoding, metrics
 from bigtrain.losses import tokens as token_losses
 
-# Arguments of loss_fn that are no constants of the program.
-runtime_options = ("label_smoothing", "z_loss", "load_balance", "router_z")
-
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the model's arguments."""

@@ -24,9 +24,6 @@ from bigtrain import decoding, metrics
 from bigtrain.losses import tokens as token_losses
 from bigtrain.settings import ConfigError
 
-# Arguments of loss_fn that are no constants of the program.
-runtime_options = ("label_smoothing", "z_loss", "load_balance", "router_z")
-
 
 def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the model's arguments."""

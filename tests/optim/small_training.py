@@ -57,7 +57,10 @@ def train(optimizer, params, num_steps, grads=tree, jit=False):
   for step in range(num_steps):
     g, _ = trees.partition(grads(step + 1), optimizer.trainable)
     loss = (jnp.float32(2 * LOSS), jnp.float32(2))
-    updates, state = update(g, state, trained, step=step, loss=loss)
+    hparams = optimizer.hparams(step)
+    updates, state = update(
+      g, state, trained, step=step, hparams=hparams, loss=loss
+    )
     trained = optax.apply_updates(trained, updates)
   return trees.merge(trained, frozen), state
 

@@ -364,23 +364,56 @@ def test_frozen_parameters_need_no_memory_for_gradients():
   assert nothing_frozen - head_only > 0.95 * 2 * 4 * width**2
 
 
-def test_schedules_of_an_optimizer_are_learning_rates():
-  optimizer = make(schedule=dict(decay_type="linear"))
-  assert list(optimizer.schedules) == ["lr"]
-  assert optimizer.schedules["lr"](5) == pytest.approx(0.1 * 0.75)
+def test_hparams_of_an_optimizer_are_learning_rates_and_decays():
+  rates = lambda optimizer, step: optimizer.hparams(step)["lr"]
   linear = dict(decay_type="linear")
   constant = dict(decay_type="constant")
+  optimizer = make(schedule=linear)
+  assert rates(optimizer, 5) == {"lr": pytest.approx(0.1 * 0.75)}
+  assert optimizer.hparams(5)["lr"]["lr"].dtype == np.float32
   optimizer = make(schedule=[("body/.*", None), (".*", linear)])
-  assert list(optimizer.schedules) == ["lr"]
+  assert list(rates(optimizer, 0)) == ["lr"]
   optimizer = make(
     schedule=[("embedding", None), ("head/.*", constant), (".*", linear)]
   )
-  assert {k: float(f(10)) for k, f in optimizer.schedules.items()} == {
+  assert rates(optimizer, 10) == {
     "lr/head/.*": pytest.approx(0.1),
     "lr/.*": pytest.approx(0.05),
   }
-  assert list(make().schedules) == ["lr"]
-  assert make().schedules["lr"](19) == pytest.approx(0.1)
+  assert rates(make(), 19) == {"lr": pytest.approx(0.1)}
+  for coupling, expected in dict(schedule=0.25, lr=0.025, gradient=0.5).items():
+    optimizer = make(schedule=linear, wd=0.5, wd_coupling=coupling)
+    assert optimizer.hparams(10)["wd"] == {"lr": pytest.approx(expected)}
+
+
+def test_runs_that_differ_in_rates_and_schedules_share_one_program():
+  """Also what a learning rate of 0 and twice the rate do."""
+  programs, results = set(), {}
+  params, grads = tree(0), tree(1)
+  for changes in (
+    dict(lr=0.1),
+    dict(lr=0.2),
+    dict(lr=0.0),
+    dict(wd=0.3),
+    dict(schedule=dict(decay_type="cosine", warmup_steps=3)),
+    dict(schedule=dict(decay_type="rsqrt", cooldown_percent=50)),
+  ):
+    optimizer = make(**{"wd": 0.1, **changes})
+    hparams = optimizer.hparams(2)
+    opt = optimizer.tx.init(params)
+
+    def update(opt, hparams, optimizer=optimizer):
+      return optimizer.tx.update(grads, opt, params, step=2, hparams=hparams)[0]
+
+    programs.add(jax.jit(update).lower(opt, hparams).as_text())
+    results[str(changes)] = jax.jit(update)(opt, hparams)
+  assert len(programs) == 1
+  for one, two in zip(
+    jax.tree.leaves(results["{'lr': 0.1}"]["embedding"]),
+    jax.tree.leaves(results["{'lr': 0.2}"]["embedding"]),
+  ):
+    np.testing.assert_allclose(2 * one, two, rtol=1e-6)
+  assert not np.any(results["{'lr': 0.0}"]["embedding"])
 
 
 def test_bfloat16_parameters_keep_their_dtype():

@@ -11,6 +11,7 @@ from optim.small_training import SHAPES, make, train, tree
 from bigtrain import main, sharding, trees
 from bigtrain.optim import moments
 from bigtrain.settings import ConfigError
+from bigtrain.step import gradients
 
 BFLOAT16 = dict(moment_dtype="bfloat16")
 
@@ -108,13 +109,16 @@ def test_updates_differ_from_float32_only_by_the_rounding_of_moments():
 def test_roundings_follow_from_seed_step_and_name_on_every_mesh():
   params = {"w": tree(0)["embedding"].repeat(8, axis=0)}
 
-  def state_after(mesh, **config):
-    optimizer = make(params, optimizer=dict(name="adam", **BFLOAT16), **config)
+  def state_after(mesh, seed=0):
+    optimizer = make(params, optimizer=dict(name="adam", **BFLOAT16))
+    seed = {"seed": gradients.seed_word(seed)}
     place = lambda x: jax.device_put(
       x, sharding.state_shardings(x, mesh, [(".*", "fsdp(min_size=1)")])[0]
     )
     placed, state = place((params, optimizer.tx.init(params)))
-    _, state = jax.jit(optimizer.tx.update)(placed, state, placed, step=7)
+    _, state = jax.jit(optimizer.tx.update)(
+      placed, state, placed, step=7, hparams=optimizer.hparams(7) | seed
+    )
     return jax.device_get(state[0].nu["w"])
 
   one = sharding.make_mesh(devices=jax.devices()[:1])

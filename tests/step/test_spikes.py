@@ -138,7 +138,7 @@ def test_decisions_are_the_same_after_a_resume(runs):
 @pytest.mark.parametrize(
   "options, message",
   [
-    (dict(policy="skp"), "no policy 'skp'. Did you mean 'skip'"),
+    (dict(policy="skp"), "unknown 'skp'. Did you mean 'skip'"),
     (dict(z=0), "config.spikes.z: expected a number above 0"),
     (dict(windw=3), "config.spikes.windw.*window"),
     (dict(window=1), "config.spikes.window: expected a whole number"),

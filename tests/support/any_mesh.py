@@ -178,11 +178,16 @@ def _train(config, mesh, setup):
     config, task, model, loss_fn, trainable=optimizer.trainable, mesh=mesh
   )
 
-  def update(state, batch, fixed):
+  def update(state, batch, fixed, hparams):
     grads, pairs, mutable = gradients({**state, **fixed}, batch)
     trained, frozen = trees.partition(state["params"], optimizer.trainable)
     updates, opt = optimizer.tx.update(
-      grads, state["opt"], trained, step=state["step"], loss=pairs["loss"]
+      grads,
+      state["opt"],
+      trained,
+      step=state["step"],
+      hparams=hparams,
+      loss=pairs["loss"],
     )
     params = trees.merge(optax.apply_updates(trained, updates), frozen)
     new = {"params": params, "opt": opt, "step": state["step"] + 1}
@@ -195,9 +200,10 @@ def _train(config, mesh, setup):
   state = jax.device_put(state, places)
   fixed = jax.device_put(fixed, sharding.replicated(mesh))
   all_pairs, first = [], None
-  for batch in batches:
+  for step, batch in enumerate(batches):
     batch = jax.device_put(batch, sharding.batch(mesh))
-    state, grads, pairs = update(state, batch, fixed)
+    hparams = optimizer.hparams(step)
+    state, grads, pairs = update(state, batch, fixed, hparams)
     all_pairs.append(jax.device_get(pairs))
     first = jax.device_get(grads) if first is None else first
   return all_pairs, first, jax.device_get(state)

@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bigtrain.step import norms
 from bigtrain.tools.plan import collectives, hlo
 
 # The compiler writes the largest number for some products. Those get the rate
@@ -181,7 +180,7 @@ class _Reader:
       costs = [self.computation(n, transfer_secs) for n in op.branches]
       cost = max(costs, key=lambda c: c.compute + c.exposed)
       scope = _SCOPE.search(op.attributes)
-      if scope and norms.ROW_SCOPE in scope[1].split("/"):
+      if scope and "row_norms" in scope[1].split("/"):
         cost = _Cost(row=cost.compute + cost.exposed)
       return cost, 1
     if op.opcode == "custom-call" and _KERNEL.search(op.attributes):

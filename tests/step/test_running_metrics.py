@@ -1,4 +1,4 @@
-"""Sums between rows, and the guard's judgement of single steps."""
+"""Metrics between log steps, and the guard's judgement of single steps."""
 
 import types
 
@@ -9,7 +9,8 @@ import pytest
 
 from bigtrain import sharding
 from bigtrain.settings import Config, ConfigError
-from bigtrain.step import guard, loss_scale, tally
+from bigtrain.step import guard, loss_scale, running_metrics
+from bigtrain.step import norms as norms_of_step
 
 NAN = float("nan")
 
@@ -18,10 +19,17 @@ def make_guard(policy, scale=None, by_branch=True):
   return guard.Guard(policy, 3, scale, by_branch)
 
 
+def run_guard(rules, verdict, state, new):
+  advance = lambda with_norms: (new, norms_of_step.LogNorms("none", ()).zeros())
+  return rules.run(verdict, state, advance)[0]
+
+
 def run(losses, policy="stop", log_steps=3, norms=None, by_branch=True):
-  """Runs steps with these losses; returns states, rows and the tally."""
+  """Runs steps with these losses; returns states, rows and running metrics."""
   rules = make_guard(policy, by_branch=by_branch)
-  now = tally.zeros(tally.spec({"loss": (0.0, 0.0)}, ["lr"]))
+  now = running_metrics.zeros(
+    running_metrics.spec({"loss": (0.0, 0.0)}, ["lr"])
+  )
   state = {"x": jnp.zeros(()), "step": jnp.zeros((), jnp.int32)}
 
   @jax.jit
@@ -29,17 +37,17 @@ def run(losses, policy="stop", log_steps=3, norms=None, by_branch=True):
     step = state["step"] + 1
     pair = (loss * weight, weight)
     verdict = rules.judge(state, now, pair, norm)
-    now = tally.add_step(
+    now = running_metrics.add_step(
       now,
       verdict,
       step=i,
-      new_row=(i - 1) % log_steps == 0,
-      pairs={"loss": pair},
+      after_log=(i - 1) % log_steps == 0,
+      step_metrics={"loss": pair},
       grad_norm=norm,
       last={"lr": i * 0.5},
     )
     new = {"x": state["x"] + loss, "step": step}
-    return rules.select(verdict, state, lambda: new), now
+    return run_guard(rules, verdict, state, new), now
 
   states, rows = [], {}
   norms = norms or [1.0] * len(losses)
@@ -47,7 +55,7 @@ def run(losses, policy="stop", log_steps=3, norms=None, by_branch=True):
     state, now = step_fn(state, now, loss, float(i), norm, i)
     states.append(jax.device_get(state))
     if i % log_steps == 0:
-      rows[i] = tally.row(jax.device_get(now))
+      rows[i] = running_metrics.row(jax.device_get(now))
   return states, rows, jax.device_get(now)
 
 
@@ -98,7 +106,7 @@ def test_a_row_with_only_skipped_steps_has_no_mean():
 
 @pytest.mark.parametrize("policy", guard.POLICIES)
 def test_an_overflow_changes_only_the_loss_scale(policy):
-  now = tally.zeros(tally.spec({"loss": (0.0, 0.0)}, []))
+  now = running_metrics.zeros(running_metrics.spec({"loss": (0.0, 0.0)}, []))
   pair, inf = (jnp.float32(2.0), jnp.float32(1.0)), jnp.float32("inf")
   new = {"x": jnp.float32(2.0), "step": jnp.int32(5)}
 
@@ -114,24 +122,24 @@ def test_an_overflow_changes_only_the_loss_scale(policy):
   rules = make_guard(policy, loss_scale.LossScale(init=8.0, least=4.0))
   verdict = rules.judge(state(8.0), now, pair, inf)
   assert jax.tree.leaves(verdict) == [False, False, True]
-  now = tally.add_step(
+  now = running_metrics.add_step(
     now,
     verdict,
     step=jnp.int32(5),
-    new_row=False,
-    pairs={"loss": pair},
+    after_log=False,
+    step_metrics={"loss": pair},
     grad_norm=inf,
     last={},
   )
   assert now["bad_step"] == now["skipped"] == now["sums"]["steps"] == 0
-  kept = rules.select(verdict, state(8.0), lambda: new)
+  kept = run_guard(rules, verdict, state(8.0), new)
   assert kept["x"] == 1.0 and kept["step"] == 5
   assert kept["loss_scale"]["scale"] == 4.0
   # Nothing helps if the scale cannot shrink or the loss itself is not finite.
   for loss, scale in ((pair, 4.0), ((inf, pair[1]), 8.0)):
     verdict = rules.judge(state(scale), now, loss, inf)
     assert jax.tree.leaves(verdict) == [False, True, False]
-    kept = rules.select(verdict, state(scale), lambda: new)
+    kept = run_guard(rules, verdict, state(scale), new)
     assert kept["loss_scale"]["scale"] == scale and kept["x"] == 1.0
     assert kept["step"] == (5 if policy == "skip" else 4)
 
@@ -145,7 +153,7 @@ def test_a_selection_gives_the_bits_of_a_branch(policy):
 
 def test_tpus_select_and_others_branch():
   state = {"x": jnp.zeros(3), "step": jnp.int32(0)}
-  now = tally.zeros(tally.spec({"loss": (0.0, 0.0)}, []))
+  now = running_metrics.zeros(running_metrics.spec({"loss": (0.0, 0.0)}, []))
   for platform, branches in {"cpu": 1, "tpu": 0}.items():
     device = types.SimpleNamespace(platform=platform)
     mesh = types.SimpleNamespace(devices=np.array([[device]], object))
@@ -153,7 +161,7 @@ def test_tpus_select_and_others_branch():
 
     def select(state, now, loss):
       verdict = rules.judge(state, now, (loss, 1.0), loss)  # noqa: B023
-      return rules.select(verdict, state, lambda: state)  # noqa: B023
+      return run_guard(rules, verdict, state, state)  # noqa: B023
 
     text = str(jax.make_jaxpr(select)(state, now, 1.0))
     assert text.count("cond[") == branches, platform
@@ -164,7 +172,7 @@ def test_policies_are_checked():
   read = lambda **keys: guard.from_config(Config(keys), mesh)
   assert read(nonfinite="skip").max_nonfinite == 100
   assert read().policy == "stop"
-  with pytest.raises(ConfigError, match="no policy 'skp'. Did you mean 'skip'"):
+  with pytest.raises(ConfigError, match="unknown 'skp'. Did you mean 'skip'"):
     read(nonfinite="skp")
   with pytest.raises(ConfigError, match="config.max_nonfinite: expected"):
     read(max_nonfinite=-1)
