@@ -42,7 +42,15 @@ RULES = {
   | {"cluster", "files", "lengths", "models.published", "optim", "parts"}
   | {"step"},
   "teacher": {"checkpoints", "parts", "settings", "sharding", "step"},
-  "runtime": {"cluster", "files", "parts", "reports", "settings", "step"},
+  "runtime": {
+    "lengths",
+    "cluster",
+    "files",
+    "parts",
+    "reports",
+    "settings",
+    "step",
+  },
   "inference": _ARRAYS | {"checkpoints", "files", "inputs", "parts", "pp"},
   "inputs": _ARRAYS | {"cluster", "data.formats", "lengths", "parts", "pp"},
   "data": _BASE | {"data.formats", "files", "pp"},

@@ -147,6 +147,7 @@ def test_a_workdir_has_the_documented_files(plain_run):
   assert sorted(os.listdir(workdir)) == [
     "checkpoints",
     "config.json",
+    "finished.json",
     "metrics.jsonl",
     "parameters.txt",
     "run.json",
