@@ -32,7 +32,7 @@ class Context(NamedTuple):
   """What an evaluator can know about the run.
 
   Attributes:
-    name: name of the evaluation in the config; prefix of its metrics.
+    name: of the evaluation in the config; prefix of its metrics.
     workdir: folder of the run; "" without a run.
     batch_size: global batch size of training, the default for evaluations.
     pp_modules: dotted names of the user's preprocessing modules.
@@ -185,18 +185,13 @@ class Evaluator(Protocol):
   """Interface of the classes `Evaluator` in the evaluators' modules."""
 
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
-    """Evaluates the variables of `step`; the same on every process.
-
-    The values are numbers, or images, texts, tables (reports/media.py) and
-    histograms (metrics.py).
-    """
+    """Returns numbers, media or histograms; the same on every process."""
 
 
 class Evaluation(NamedTuple):
   """One entry of config.evals.
 
   Attributes:
-    name: key of the entry.
     log_steps: the evaluation is due at multiples of this, and at the last step.
     weights: part of the state to evaluate: "params" or "ema".
     build: builds the evaluator: loads data and compiles. It runs in any thread
@@ -237,16 +232,13 @@ def from_config(
 ) -> list[Evaluation]:
   """Checks all entries of config.evals; builds no evaluator.
 
+  An entry has `type`, `pred`, a length `log_*`, optionally `pred_kw` (options
+  of the predict function), `weights`, `at_start` and `enabled`, and the options
+  of the evaluator and its batches.
+
   Args:
-    config: the whole config. `evals` maps names to dicts with `type`, `pred`, a
-      length `log_*`, optionally `pred_kw` (options of the predict function),
-      `weights` and `at_start`, and the options of the evaluator and its
-      batches.
     weights: {part of the state that can be evaluated: specs of the model's
       variables with that part}.
-
-  Raises:
-    ConfigError: unknown module, predict function or option, or a bad length.
   """
   evaluations = []
   sizes = context.vocab_sizes
@@ -318,13 +310,8 @@ def _bind(
 ) -> Callable[[], Evaluator]:
   """Checks the options of an evaluator; returns a function that builds it."""
   parameters = inspect.signature(module.Evaluator).parameters
-  batch_names: list[str] = []
-  if "batches" in parameters:
-    batch_names = [
-      field.name
-      for field in dataclasses.fields(Batches)
-      if field.name != "context" and field.name not in parameters
-    ]
+  fields = {field.name for field in dataclasses.fields(Batches)} - {"context"}
+  batch_names = fields - {*parameters} if "batches" in parameters else set()
   batch_options = {k: v for k, v in options.items() if k in batch_names}
   own_options = {k: v for k, v in options.items() if k not in batch_names}
   settings.check_kwargs(

@@ -26,7 +26,6 @@ class Hook:
       which would stop at the first value.)
     atol: absolute tolerance, in the metric's unit, at least 0.
     rtol: tolerance relative to the previous value, at least 0.
-    context: given by the program.
   """
 
   def __init__(

@@ -28,7 +28,6 @@ class Hook:
     start: first step of the trace, counted from 1; None for no trace without a
       request.
     steps: number of steps in a trace.
-    context: given by the program.
   """
 
   def __init__(

@@ -25,7 +25,6 @@ class Hook:
     every_steps: number of steps between two replays. A replay takes the time of
       a step, and the memory of a second state.
     policy: "stop", or "rollback" to go on from the newest checkpoint.
-    context: given by the program.
   """
 
   def __init__(

@@ -16,7 +16,6 @@ class Hook:
   Args:
     every_steps: number of steps between two comparisons.
     policy: "stop", or "rollback" to go on from the newest checkpoint.
-    context: given by the program.
   """
 
   def __init__(

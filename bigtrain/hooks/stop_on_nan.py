@@ -15,7 +15,6 @@ class Hook:
 
   Args:
     metrics: names as in metrics.jsonl; all metrics by default.
-    context: given by the program.
   """
 
   def __init__(

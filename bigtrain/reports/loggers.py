@@ -1,9 +1,7 @@
 """Loggers, which show runs: their interface, and TensorBoard.
 
 A logger receives the rows of metrics.jsonl in order, in a thread of its own
-(writers.py), and may fail. trackers.py has the others. Names get a group for
-display (`Names`). At the start, a logger receives the config, which it shows as
-hyperparameters, and the table of parameters (`Setup`).
+(writers.py), and may fail. trackers.py has the others.
 """
 
 import json
@@ -43,9 +41,6 @@ class Names(NamedTuple):
     train/   other metrics of training: train/loss
 
   Statistics of single parameters, such as weight_rms/<name>, keep their names.
-
-  Attributes:
-    evaluations: names of the evaluations.
   """
 
   evaluations: frozenset[str]
@@ -70,10 +65,8 @@ class Setup(NamedTuple):
   """What a logger gets at the start of a run.
 
   Attributes:
-    workdir: folder of the run.
     config: {"model.depth": 12, ...}; empty lists and dicts are missing.
     parameters: content of parameters.txt.
-    names: groups of the metrics.
   """
 
   workdir: str
@@ -118,7 +111,7 @@ def _flat(config: Any, prefix: str = "") -> Any:
 
 
 def preformatted(text: str) -> str:
-  """Text as a block of Markdown code."""
+  """A block of Markdown code."""
   return "".join(f"    {line}\n" for line in text.splitlines())
 
 

@@ -98,7 +98,6 @@ def write(
   """Writes parameters.txt, on process 0; returns the table and its totals.
 
   Args:
-    params: tree of arrays or ShapeDtypeStructs.
     trainable: tree of bools with the structure of `params`.
     values: result of `moments`.
     origin: where the parameters come from, such as "from scratch".

@@ -1,7 +1,4 @@
-"""Records the setup of a run: config.json, run.json and parameters.txt.
-
-parameters.py makes the table of parameters.
-"""
+"""Records the setup of a run: config.json, run.json and parameters.txt."""
 
 import collections
 import contextlib
@@ -37,7 +34,7 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
 
 
 def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a config as read from JSON; other values become their repr."""
+  """The config as read from JSON; other values become their repr."""
   return json.loads(settings.to_json(config))
 
 
@@ -63,7 +60,6 @@ def topology(mesh: Mesh) -> str:
 
 
 def versions() -> dict[str, str]:
-  """Returns the versions of the installed packages that affect results."""
   installed = {}
   for name in _PACKAGES:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):

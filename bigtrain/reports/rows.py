@@ -11,8 +11,8 @@ last line incomplete. Results are added to the last line by overwriting its
 closing brace: a kill can only cut what was being added, and a restart recovers
 the rest of the line.
 
-Object stores cannot append. The file is then kept on the local disk and
-uploaded as a whole at every `sync`, and from time to time for readers.
+Object stores cannot append: the file is then uploaded as a whole at every
+`sync`, and from time to time for readers.
 """
 
 import json
@@ -30,15 +30,14 @@ Row = dict[str, Any]
 
 
 class WriteError(Exception):
-  """A write to metrics.jsonl failed."""
+  """A write of rows or their files failed."""
 
 
 def read_rows(workdir: str) -> list[Row]:
-  """Reads the rows of a workdir's metrics.jsonl; a run may be writing it.
+  """Reads the rows of a workdir's metrics.jsonl, in the order of steps.
 
-  Returns:
-    One dict per step, in order; empty if there is no file. An incomplete last
-    line is dropped; other damaged lines are dropped with a warning.
+  A run may be writing the file. An incomplete last line is dropped, other
+  damaged lines with a warning. Without a file there are no rows.
   """
   path = os.path.join(workdir, FILE_NAME)
   try:
@@ -66,11 +65,7 @@ class RowFile:
   """
 
   def __init__(self, path: str, restored_step: int | None):
-    """Opens the file and removes rows that the run will write again.
-
-    Args:
-      restored_step: last step whose row is kept; None keeps no rows.
-    """
+    """Removes rows after `restored_step`, which the run will write again."""
     self.path = path
     self.last_alive: float | None = None
     self._last: Row | None = None  # Of the last line.
@@ -164,7 +159,6 @@ class RowFile:
     self._last = by_step[steps[-1]]
 
   def sync(self) -> None:
-    """Waits until all rows are on disk."""
     os.fsync(self._file.fileno())
     self._mirror.push()
 

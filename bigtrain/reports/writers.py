@@ -54,18 +54,12 @@ class Writers:
   console fails, the error is logged once and it is turned off.
 
   Args:
-    restored_step: step of the restored state; rows up to it are kept, later
-      ones are removed since the run will write them again. None if the run
-      starts from scratch.
-    tensorboard, wandb, mlflow, trackio: see `read_options`.
+    restored_step: rows up to this step are kept; later ones are removed, since
+      the run will write them again. None if it starts from scratch.
 
   Attributes:
     last_alive: Unix time in seconds of the last write by an earlier process,
       if known.
-
-  Raises:
-    ConfigError: a logger is not installed, or has unknown options.
-    WriteError: the file cannot be written.
   """
 
   def __init__(
@@ -109,11 +103,9 @@ class Writers:
     """Queues a row for writing.
 
     Args:
-      row: "step", an int, and values by name: numbers (of Python, numpy, or
-        jax scalars already on the host), strings, bools or None. Other types
-        are a TypeError.
-      shown: the images, texts, tables and histograms whose paths are in the
-        row (`media.split`).
+      row: "step", an int, and numbers, strings, bools or None by name. Other
+        types are a TypeError.
+      shown: values whose paths are in the row (`media.split`).
     """
     if self._thread:
       self.check()
@@ -124,16 +116,11 @@ class Writers:
       self._show(plain)
 
   def check(self) -> None:
-    """Raises WriteError if metrics.jsonl could not be written."""
     if self._error:
       raise self._error
 
   def flush(self) -> None:
-    """Waits until all rows so far are on disk.
-
-    Call this before saving a checkpoint: a restart keeps the rows up to the
-    checkpoint's step and cannot compute them again.
-    """
+    """Waits until all rows so far are on disk, as before each checkpoint."""
     if self._thread:
       flushed = threading.Event()
       self._queue.put(flushed)
@@ -155,7 +142,7 @@ class Writers:
     self.check()
 
   def _run(self) -> None:
-    """Writes queued rows until None arrives; runs in the thread."""
+    """The thread: writes queued rows until None arrives."""
     sync_at = math.inf
     while True:
       if time.monotonic() >= sync_at:
@@ -197,7 +184,7 @@ class Writers:
       self._error.__cause__ = e
 
   def _show(self, row: Row) -> None:
-    """Shows a row in the caller's thread, in order with log messages."""
+    # In the caller's thread, in order with log messages.
     try:
       if self._shown_console:
         self._shown_console.row(row)
@@ -267,7 +254,6 @@ class _Sink:
     self._thread: threading.Thread | None = None
 
   def call(self, method: Callable[[Any], None]) -> None:
-    """Queues a call with the logger; drops it if the logger is off."""
     self._check_answers()
     if self._is_off:
       return

@@ -1,16 +1,7 @@
 """What a hook sees of the run, and what it can ask for.
 
-A hook receives a `Context` as the argument `context` of its `__init__`:
-
-  class Hook:
-    def __init__(self, every, *, context):
-      self._every, self._context = every, context
-
-    def after_step(self, step):
-      if step % self._every == 0:
-        self._context.request_evaluation("val")
-
-hooks.py calls the hooks and carries out what they ask for.
+hooks.py calls the hooks and carries out what they ask for; docs/hooks.md has
+examples.
 """
 
 import dataclasses
@@ -59,8 +50,6 @@ class Run:
   """The run that all hooks share, and what they have asked for.
 
   Attributes:
-    evaluations: names of the evaluations.
-    step: number of updates that made `state`.
     saved_step: step of the newest checkpoint of this run.
     scalars: scalars for the next row.
     in_row: whether hooks see a row at present.
@@ -95,12 +84,7 @@ class Context:
   in its other methods, not in `__init__`.
 
   Attributes:
-    name: name of the hook in config.hooks.
     path: location of the hook in the config, for error messages.
-    workdir: folder of the run.
-    config: the whole config, as a plain dict.
-    mesh: device mesh of the run.
-    predict_fns: the task's functions of (variables, batch, **options), by name.
     asks: whether the hook may ask for something outside of `after_row`.
   """
 
@@ -121,10 +105,7 @@ class Context:
 
   @property
   def state(self) -> TrainState:
-    """Train state, arrays on the devices that may not be computed yet.
-
-    The next update overwrites them: copy what must outlive the call.
-    """
+    """Arrays on the devices, which the next update overwrites."""
     return self._run.state
 
   def variables(self, weights: str = "params") -> Variables:
@@ -134,10 +115,9 @@ class Context:
 
   @property
   def values(self) -> dict[str, float]:
-    """The step's metrics, for `after_step` of hooks that `needs_values`.
+    """The step's metrics as in a row, for hooks that `needs_values`.
 
-    They have the names of a row: "loss_last" is the loss of this step, "loss"
-    the mean over the steps since the last row.
+    "loss_last" is the loss of this step, "loss" the mean since the last row.
     """
     if self._run.values is None:
       raise RuntimeError(
@@ -151,11 +131,8 @@ class Context:
 
     Args:
       scalars: numbers, strings, or arrays of one number by name. Arrays on the
-        device are fetched when the row is written, without a wait here; they
-        must not be part of the state. The newest value of a name counts.
-
-    Raises:
-      ConfigError: an evaluation has the name of the hook.
+        device are fetched when the row is written; they must not be part of the
+        state.
     """
     if self.name in self._run.evaluations:
       raise ConfigError(
@@ -165,7 +142,6 @@ class Context:
     self._run.scalars |= {f"{self.name}/{k}": v for k, v in scalars.items()}
 
   def request_save(self) -> None:
-    """Asks for a checkpoint of the present state."""
     self._check_asks()
     self._run.save = True
 
@@ -197,12 +173,8 @@ class Context:
   def reject_state(self, reason: str, policy: str) -> NoReturn:
     """Ends the run now, because its state is wrong; nothing more is saved.
 
-    All processes call this at the same step.
-
-    Args:
-      policy: "rollback" to return to the newest checkpoint and compute the
-        steps again, at most three times; "stop" to fail, as without a
-        checkpoint.
+    All processes call this at the same step. With the policy "rollback" the run
+    returns to the newest checkpoint, if there is one, at most three times.
     """
     error = Corrupt(f"hook {self.name!r}: {reason}")
     saved = self._run.saved_step

@@ -38,10 +38,8 @@ class Hooks:
   """All hooks of a config, called in the config's order.
 
   Attributes:
-    stopped: the decision that ended the run, by this process or an earlier
-      one; None while the run goes on.
-    evaluations: names of the evaluations that hooks asked for and that have no
-      results yet.
+    stopped: the decision that ended the run, in this process or an earlier one.
+    evaluations: names of those that hooks asked for and that have no results.
   """
 
   def __init__(self, hooks: Mapping[str, Any], run: Run, digest: str = ""):
@@ -194,10 +192,9 @@ class Hooks:
   def restore(
     self, saved: Mapping[str, Any], step: int, state: TrainState
   ) -> None:
-    """Restores the result of `state`; hooks without a saved state start new.
+    """Restores the result of `state`, {} for a new run.
 
-    Args:
-      saved: {} for a new run. Checkpoints of older versions lack some entries.
+    Checkpoints of older versions lack some entries.
     """
     self._run.step, self._run.state = step, state
     if not saved:
@@ -221,14 +218,7 @@ def from_config(
   predict_fns: Mapping[str, PredictFn] | None = None,
   evaluations: Iterable[Any] = (),
 ) -> Hooks:
-  """Builds config.hooks.
-
-  Args:
-    evaluations: the run's evaluations (evaluation/evaluations.py).
-
-  Raises:
-    ConfigError: an unknown type or option.
-  """
+  """Builds config.hooks; `evaluations` have names."""
   names = [evaluation.name for evaluation in evaluations]
   run = Run(workdir, config.to_dict(), mesh, predict_fns or {}, names)
   hooks = {}

@@ -33,10 +33,8 @@ class Interrupted(KeyboardInterrupt):
 def session() -> Iterator[None]:
   """Makes Ctrl-C save, and shows messages in a notebook, while a run lasts.
 
-  Does nothing under the command line, which catches signals itself.
-
-  Raises:
-    Interrupted: instead of Preempted, after Ctrl-C.
+  Does nothing under the command line, which catches signals itself. After
+  Ctrl-C, Interrupted is raised in place of Preempted.
   """
   with _interrupts() as signals, contextlib.ExitStack() as at_end:
     if console.in_notebook():
@@ -83,7 +81,6 @@ class _Messages(logging.Handler):
   """Shows messages in the output of the cell, warnings in its errors."""
 
   def emit(self, record: logging.LogRecord) -> None:
-    """Prints a message."""
     lines = record.getMessage().splitlines()
     if len(lines) > _MOST_LINES:  # A table; it is in a file too.
       lines = [lines[0], "...", lines[-1]]

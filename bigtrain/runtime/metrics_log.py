@@ -31,9 +31,8 @@ class MetricsLog:
   ):
     """Reads the rows of earlier processes of this run.
 
-    Args:
-      check: called with the metrics of each log step; raises if they are bad.
-      facts: about the update, for the first row and run.json.
+    `check` raises if the metrics of a log step are bad. `facts` about the
+    update are for the first row and run.json.
     """
     self._workdir = workdir
     self._writer = writer
@@ -52,11 +51,7 @@ class MetricsLog:
   def replay(self, step: int, owns: Callable[[str], bool]) -> bool:
     """Shows the hooks an evaluation's results that are already on disk.
 
-    Args:
-      owns: whether a metric's name belongs to the evaluation.
-
-    Returns:
-      Whether there were such results.
+    Returns whether there were any: metrics whose names the evaluation `owns`.
     """
     results = {k: v for k, v in self._rows.get(step, {}).items() if owns(k)}
     if results:
@@ -86,7 +81,6 @@ class MetricsLog:
   def write_results(
     self, name: str, step: int, results: Mapping[str, Any]
   ) -> None:
-    """Writes the results of the evaluation `name` at `step`."""
     self._note(name)
     row = {f"{name}/{k}": v for k, v in results.items()}
     self._write({"step": step, **row})
@@ -98,11 +92,7 @@ class MetricsLog:
     self._hooks.after_row(row)
 
   def _note(self, program: str, **facts: float) -> dict[str, float]:
-    """Writes what a compiled program costs to run.json, once.
-
-    Returns:
-      The facts for a row; {} if the program was noted before.
-    """
+    """Writes what a program costs to run.json; returns it for a row, once."""
     if program in self._noted:
       return {}
     self._noted.add(program)
