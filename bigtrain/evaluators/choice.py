@@ -31,20 +31,16 @@ def check(
 class Evaluator:
   """Accuracy by likelihood, scored as in the lm-evaluation-harness.
 
-  For each question, every choice is appended to the context, and the
-  log-likelihoods of the choices, summed over their tokens, are compared:
-  unnormalized ("acc"), per character of the choice ("acc_norm", as in the
-  harness) and per byte ("acc_bytes"). Of equal choices the first one wins.
-
-  The evaluator tokenizes the questions itself and makes its own batches.
+  The log-likelihoods of the choices after the context, summed over tokens, are
+  compared: unnormalized ("acc"), per character of the choice ("acc_norm", as in
+  the harness) and per byte ("acc_bytes"). Of equal choices the first one wins.
 
   Args:
     predict_fn: (variables, batch) -> {"log_likelihood": float [B], ...}, the
       sum over the `targets` [B, L] where `loss_mask` [B, L] is 1.
     data: source with a text, a list of texts and a number for each question,
       such as dict(type="jsonl", path="arc.jsonl").
-    length: tokens of a window. Only the end of a longer context is used. All
-      windows have one length, so there is one compilation.
+    length: tokens of a window. Only the end of a longer context is used.
     tokenizer: tokenizer of the model, see pp/tokenizers.py.
     context_key: name of the text before the choices.
     choices_key: name of the choices.
@@ -53,8 +49,7 @@ class Evaluator:
       belong to the choice's tokens, as in the harness.
     bos: whether each context starts with the begin token (the end token, if the
       tokenizer has no begin token). An empty context always does.
-    batch_size: number of choices per batch; the batch size of training by
-      default.
+    batch_size: number of choices per batch; as in training by default.
     num_examples: number of questions, from the start; all by default.
   """
 

@@ -21,8 +21,7 @@ class Hook:
 
   A running job is asked for a trace of its next steps by the file
   <workdir>/profile.request, which process 0 removes, or by the signal SIGUSR2,
-  which concerns the process that receives it. Every run has such a hook; a
-  config adds one to trace fixed steps as well, or another number of steps.
+  which concerns the process that receives it. Every run has such a hook.
 
   Args:
     start: first step of the trace, counted from 1; None for no trace without a
