@@ -74,7 +74,7 @@ def fetch(address: Sequence[Any], names: Sequence[str], folder: str) -> None:
   Raises:
     OSError: the process cannot be reached, or does not send them.
   """
-  host, port = address
+  host, port = address[0] or process.job.first_host, address[1]
   with (
     socket.create_connection((host, port), _LIMIT_SECS) as connection,
     connection.makefile("rb") as received,
