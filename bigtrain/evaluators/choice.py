@@ -70,9 +70,11 @@ class Evaluator:
     num_examples: int | None = None,
   ):
     path = context.path
-    windows = _Windows(
-      evaluations.tokenizer(tokenizer, context), length, delimiter, bos, path
-    )
+    coder = evaluations.tokenizer(tokenizer, context)
+    if bos and _begin_id(coder) is None:
+      raise ConfigError(
+        f"{path}.bos: the tokenizer {coder.name!r} has no begin token."
+      )
     keys = (context_key, choices_key, answer_key)
     source = sources.make_source(data, f"{path}.data")
     spec = parts.Features(source.spec, path)
@@ -85,7 +87,9 @@ class Evaluator:
       example = source.read(np.asarray([i]))
       try:
         text, choices, answer = _question(*(example[key][0] for key in keys))
-        rows += [windows.row(text, choice) for choice in choices]
+        rows += [
+          window(coder, length, delimiter, bos, text, c) for c in choices
+        ]
       except ValueError as e:
         raise DataError(f"{source.where(i)}: {e}.") from e
       self._choices.append(choices)
@@ -148,49 +152,40 @@ def _text(raw: Any) -> str:
   return raw.decode() if isinstance(raw, bytes) else str(raw)
 
 
-class _Windows:
-  """Makes windows of a context and a choice."""
+def _begin_id(tokenizer: tokenizers.Tokenizer) -> int | None:
+  return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 
-  def __init__(
-    self,
-    tokenizer: tokenizers.Tokenizer,
-    length: int,
-    delimiter: str,
-    bos: bool,
-    path: str,
-  ):
-    self._tokenizer, self._delimiter = tokenizer, delimiter
-    self._length, self._bos = length, bos
-    begin_id = tokenizer.bos_id
-    self._begin_id = tokenizer.eos_id if begin_id is None else begin_id
-    if self._begin_id is None and bos:
-      raise ConfigError(
-        f"{path}.bos: the tokenizer {tokenizer.name!r} has no begin token."
-      )
 
-  def row(self, text: str, choice: str) -> dict[str, np.ndarray]:
-    """Returns `tokens`, `targets` int32 [L] and `loss_mask` float32 [L]."""
-    stripped = text.rstrip()
-    tail = text[len(stripped) :] + self._delimiter + choice
-    # Encoded together, since tokens can depend on their neighbours.
-    ids = self._tokenizer.encode(stripped + tail)
-    context_ids = self._tokenizer.encode(stripped) if stripped else ids[:0]
-    size = len(ids) - len(context_ids)
-    if self._bos or not len(context_ids):
-      if self._begin_id is None:
-        raise ValueError(
-          "the context is empty and the tokenizer has no begin token"
-        )
-      ids = np.concatenate([[self._begin_id], ids])
-    if not 0 < size <= self._length:
+def window(
+  tokenizer: tokenizers.Tokenizer,
+  length: int,
+  delimiter: str,
+  bos: bool,
+  text: str,
+  choice: str,
+) -> dict[str, np.ndarray]:
+  """`tokens`, `targets` int32 [L] and `loss_mask` float32 [L] of a choice."""
+  stripped = text.rstrip()
+  tail = text[len(stripped) :] + delimiter + choice
+  # Encoded together, since tokens can depend on their neighbours.
+  ids = tokenizer.encode(stripped + tail)
+  size = len(ids) - (len(tokenizer.encode(stripped)) if stripped else 0)
+  if bos or not stripped:
+    begin_id = _begin_id(tokenizer)
+    if begin_id is None:
       raise ValueError(
-        f"a choice of {size} tokens does not fit into length={self._length}"
+        "the context is empty and the tokenizer has no begin token"
       )
-    ids = ids[-(self._length + 1) :]
-    padding = (0, self._length - len(ids) + 1)
-    is_choice = np.arange(1, len(ids)) >= len(ids) - size
-    return {
-      "tokens": np.pad(ids[:-1], padding).astype(np.int32),
-      "targets": np.pad(ids[1:], padding).astype(np.int32),
-      "loss_mask": np.pad(is_choice, padding).astype(np.float32),
-    }
+    ids = np.concatenate([[begin_id], ids])
+  if not 0 < size <= length:
+    raise ValueError(
+      f"a choice of {size} tokens does not fit into length={length}"
+    )
+  ids = ids[-(length + 1) :]
+  padding = (0, length - len(ids) + 1)
+  is_choice = np.arange(1, len(ids)) >= len(ids) - size
+  return {
+    "tokens": np.pad(ids[:-1], padding).astype(np.int32),
+    "targets": np.pad(ids[1:], padding).astype(np.int32),
+    "loss_mask": np.pad(is_choice, padding).astype(np.float32),
+  }

@@ -98,7 +98,6 @@ class Chrono:
     self._restarts = 0
 
   def start(self, step: int) -> None:
-    """Marks the beginning of the loop after `step` updates."""
     self._book(self.clock())
     self._base, self._step = "compile", step
 
@@ -156,11 +155,10 @@ class Chrono:
     threading.Thread(target=note, name=name, daemon=True).start()
 
   def row(self, step: int, now: float | None = None) -> dict[str, float]:
-    """Returns the figures since the previous row, with names of docs/config.md.
+    """Figures since the previous row, with the names of docs/config.md.
 
-    Args:
-      now: completion of the step by `clock`; by default as `completes` noted,
-        else now. Later time counts for the next row.
+    `now`, the completion of the step by `clock`, is by default as `completes`
+    noted, else the present. Later time counts for the next row.
     """
     if now is None:
       completion = self._completions.pop(step, None)
@@ -217,9 +215,7 @@ class Chrono:
   ) -> None:
     """Continues the accounts of the process that saved `state`, if any.
 
-    Args:
-      last_alive: Unix time in seconds of the last sign of life of earlier
-        processes. Time from saving to then counts as `lost`.
+    Time from saving to `last_alive`, in Unix seconds, counts as `lost`.
     """
     if state is None:
       return

@@ -103,12 +103,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """Rows of texts and numbers, such as one for each generated text.
-
-  Attributes:
-    rows: dicts of JSON values. The first one names the columns.
-    path: of the .jsonl file in the workdir.
-  """
+  """Rows of JSON values; the first one names the columns."""
 
   rows: Sequence[Mapping[str, Any]]
   path: str = ""
@@ -135,7 +130,6 @@ def _cell(value: Any) -> str:
 
 
 def is_histogram(value: Any) -> bool:
-  """Whether a value is a `metrics.Histogram`, without importing jax for it."""
   return hasattr(value, "counts") and hasattr(value, "edges")
 
 
@@ -144,7 +138,6 @@ def is_media(value: Any) -> bool:
 
 
 def path_of(name: str, step: int, value: Any) -> str:
-  """The path of a value's file in the workdir."""
   if path := getattr(value, "path", ""):
     return str(path)
   suffixes = {Image: "png", Text: "txt", Table: "jsonl"}
@@ -160,7 +153,6 @@ def split(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def content(value: Any) -> bytes:
-  """The content of a value's file."""
   if isinstance(value, Image):
     return value.png()
   if isinstance(value, Text):
@@ -174,7 +166,6 @@ def content(value: Any) -> bytes:
 
 
 def save(workdir: str, step: int, shown: Mapping[str, Any]) -> None:
-  """Writes the files of media values."""
   for name, value in shown.items():
     path = os.path.join(workdir, path_of(name, step, value))
     paths.make_folder(os.path.dirname(path))

@@ -39,7 +39,6 @@ def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: str) -> dict[str, Any] | None:
-  """Reads a JSON file; None if there is no such file."""
   try:
     return json.loads(paths.read_bytes(path))
   except FileNotFoundError:
@@ -124,7 +123,6 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(workdir: str, config: Mapping[str, Any], info: Any) -> None:
-  """Writes config.json, and an entry for this start in run.json."""
   if jax.process_index():
     return
   write_json(os.path.join(workdir, "config.json"), config)
@@ -143,11 +141,8 @@ def start(
 ) -> Callable[[], None]:
   """Returns a function that writes all files of a run's start, in any thread.
 
-  Args:
-    trainable: tree of bools with the structure of the parameters.
-    state: the state, or its ShapeDtypeStructs; moments of the parameters are
-      computed now.
-    origin: where the state comes from, such as "from scratch".
+  Moments of the parameters are computed now, if the state has arrays. `origin`
+  is where the state comes from, such as "from scratch".
   """
   params = state["params"]
   moments = parameters.moments(params, mesh)

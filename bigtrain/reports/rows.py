@@ -60,8 +60,8 @@ class RowFile:
   """metrics.jsonl, open for writing.
 
   Attributes:
-    last_alive: Unix time in seconds of the last write by an earlier process;
-      None if the file is new or the storage has no modification times.
+    last_alive: Unix time in seconds of the last write by an earlier process,
+      if known.
   """
 
   def __init__(self, path: str, restored_step: int | None):
@@ -163,7 +163,6 @@ class RowFile:
     self._mirror.push()
 
   def publish(self) -> None:
-    """Schedules an upload of the rows so far, for readers of the run."""
     self._mirror.push(soon=True)
 
   def close(self) -> None:
@@ -174,13 +173,10 @@ class RowFile:
 def _replace(path: str, content: bytes) -> None:
   with paths.replacing(path, "wb") as file:
     file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
   _sync_folder(path)
 
 
 def _sync_folder(path: str) -> None:
-  """Syncs the file's directory entry to disk."""
   folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
   try:
     os.fsync(folder)
@@ -200,7 +196,6 @@ def _line(row: Row) -> bytes:
 
 
 def _parse(line: bytes) -> Row | None:
-  """The row of a line; None if the line is damaged."""
   try:
     row = json.loads(line)
   except ValueError:
@@ -211,7 +206,7 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _split(content: bytes) -> tuple[list[bytes], bytes]:
-  """Returns (complete lines, incomplete last line or b"")."""
+  """(complete lines, incomplete last line or b"")."""
   *lines, cut_line = content.split(b"\n")
   # A cut line keeps its old newline if the kill came during an addition.
   if not cut_line and lines and _parse(lines[-1]) is None:
@@ -220,7 +215,7 @@ def _split(content: bytes) -> tuple[list[bytes], bytes]:
 
 
 def _parse_cut(line: bytes) -> Row | None:
-  """Returns the complete values of an incomplete line; None without any.
+  """The complete values of an incomplete line; None without any.
 
   A value is complete only if a comma follows: `0.2` may be a cut `0.25`.
   """

@@ -33,10 +33,7 @@ _PATIENCE_SECS = 120.0
 
 
 def read_options(config: settings.Config) -> dict[str, Any]:
-  """Reads config.tensorboard, wandb, mlflow and trackio for `Writers`.
-
-  A logger is on if its options are a dict, also an empty one, or True.
-  """
+  """Reads config.tensorboard, wandb, mlflow and trackio for `Writers`."""
   options: dict[str, Any] = {"tensorboard": config.get("tensorboard", True)}
   for name in ("wandb", "mlflow", "trackio"):
     given = config.get(name)
@@ -50,12 +47,11 @@ class Writers:
   """Writes rows in order, on background threads.
 
   Only process 0 writes; on other processes all methods return at once. The next
-  call of any method raises an error of metrics.jsonl. If a logger or the
-  console fails, the error is logged once and it is turned off.
+  call of any method raises an error of metrics.jsonl.
 
   Args:
-    restored_step: rows up to this step are kept; later ones are removed, since
-      the run will write them again. None if it starts from scratch.
+    restored_step: later rows are removed, since the run will write them again;
+      all rows if it is None.
 
   Attributes:
     last_alive: Unix time in seconds of the last write by an earlier process,
@@ -100,12 +96,9 @@ class Writers:
   def write(
     self, row: Mapping[str, Any], shown: Mapping[str, Any] | None = None
   ) -> None:
-    """Queues a row for writing.
+    """Queues a row: "step", and numbers, strings, bools or None by name.
 
-    Args:
-      row: "step", an int, and numbers, strings, bools or None by name. Other
-        types are a TypeError.
-      shown: values whose paths are in the row (`media.split`).
+    `shown` are the values whose paths are in the row (`media.split`).
     """
     if self._thread:
       self.check()
@@ -130,7 +123,7 @@ class Writers:
     self.check()
 
   def close(self) -> None:
-    """Writes all queued rows and closes the files; can be called again."""
+    """Writes all queued rows; can be called again."""
     if self._thread:
       self._queue.put(None)
       self._thread.join()
@@ -241,7 +234,7 @@ class _Sink:
   """A logger in a thread of its own, which may fail or hang.
 
   The thread makes the logger at the first row: its libraries take seconds to
-  load, and an error of the constructor must be handled like one of writing.
+  load, and an error of the constructor is handled like one of writing.
   """
 
   def __init__(self, name: str, make: Callable[[], loggers.Logger]):

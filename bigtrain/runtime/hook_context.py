@@ -1,8 +1,4 @@
-"""What a hook sees of the run, and what it can ask for.
-
-hooks.py calls the hooks and carries out what they ask for; docs/hooks.md has
-examples.
-"""
+"""A hook's view of the run, and its requests; hooks.py carries them out."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -30,7 +26,6 @@ class End(NamedTuple):
     how: "finished"; "stopped" by a hook, as a success; "preempted" by a signal;
       "rolled_back" to a checkpoint, from which training starts again; "failed".
     reason: one line; "" if the run finished.
-    error: the exception that ended training, if any.
   """
 
   how: str
@@ -47,7 +42,7 @@ class Stop(NamedTuple):
 
 @dataclasses.dataclass
 class Run:
-  """The run that all hooks share, and what they have asked for.
+  """The run that all hooks share, and their requests.
 
   Attributes:
     saved_step: step of the newest checkpoint of this run.
@@ -78,10 +73,9 @@ class Run:
 
 
 class Context:
-  """What a hook sees of the run, and what it can ask for.
+  """A hook's view of the run, and its requests; docs/hooks.md has examples.
 
-  The state and the requests exist once the run has started, so a hook uses them
-  in its other methods, not in `__init__`.
+  The state and the requests exist once the run has started, not in `__init__`.
 
   Attributes:
     path: location of the hook in the config, for error messages.
@@ -100,7 +94,6 @@ class Context:
 
   @property
   def step(self) -> int:
-    """Number of updates that made `state`."""
     return self._run.step
 
   @property
@@ -109,7 +102,7 @@ class Context:
     return self._run.state
 
   def variables(self, weights: str = "params") -> Variables:
-    """The first argument of predict functions, from "params" or "ema"."""
+    """The first argument of predict functions."""
     state = self._run.state
     return {"params": state[weights], **state.get("mutable", {})}
 
@@ -146,7 +139,7 @@ class Context:
     self._run.save = True
 
   def request_evaluation(self, *names: str) -> None:
-    """Asks for evaluations of the present state; all of them by default."""
+    """Asks for evaluations of the present state, by default for all."""
     self._check_asks()
     for name in names:
       if name not in self._run.evaluations:
@@ -157,10 +150,7 @@ class Context:
     self._run.asked_evaluations |= set(names or self._run.evaluations)
 
   def stop(self, reason: str, *, failure: bool = False) -> None:
-    """Asks to end the run, after a checkpoint unless it has failed.
-
-    A failure wins over a success, else the first call counts.
-    """
+    """Asks to end the run; a failure wins, else the first call."""
     self._check_asks()
     if self._run.stop is None or (failure and not self._run.stop.failure):
       self._run.stop = Stop(f"hook {self.name!r}: {reason}", failure)

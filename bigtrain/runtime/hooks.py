@@ -78,7 +78,6 @@ class Hooks:
   def after_step(
     self, step: int, state: TrainState, running: RunningMetrics
   ) -> None:
-    """Calls after_step of every hook; does not wait without `needs_values`."""
     self._run.step, self._run.state = step, state
     if self._needs_values:
       self._run.values = running_metrics.step_values(jax.device_get(running))
@@ -122,7 +121,6 @@ class Hooks:
       self.stopped = Stop(*stop)
 
   def wants_save(self, step: int) -> bool:
-    """Whether a hook asks for a checkpoint of `step`."""
     return self._save_step == step
 
   @property
@@ -171,7 +169,7 @@ class Hooks:
       raise failures[0]
 
   def state(self) -> dict[str, Any]:
-    """Returns the state to save with a checkpoint, as JSON."""
+    """The state to save with a checkpoint, as JSON."""
     scalars = jax.device_get(self._run.scalars)
     return {
       "hooks": {
@@ -192,10 +190,7 @@ class Hooks:
   def restore(
     self, saved: Mapping[str, Any], step: int, state: TrainState
   ) -> None:
-    """Restores the result of `state`, {} for a new run.
-
-    Checkpoints of older versions lack some entries.
-    """
+    """Restores the result of `state`; older versions saved fewer keys."""
     self._run.step, self._run.state = step, state
     if not saved:
       return
@@ -252,7 +247,6 @@ def from_config(
 
 
 def _find(kind: Any, path: str) -> Any:
-  """The class of a hook's type: a module's name or a dotted path."""
   if isinstance(kind, str) and "." in kind:
     return parts.find_attribute(kind, path)
   return parts.find_module("hooks", kind, path).Hook

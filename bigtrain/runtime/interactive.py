@@ -1,7 +1,6 @@
 """Training in a notebook or at Python's prompt: messages and Ctrl-C.
 
-The command line has its own ways (command.py). Here, handlers of signals and
-logs are as before when a run has ended.
+Handlers of signals and logs are as before when a run has ended.
 """
 
 import contextlib
@@ -78,7 +77,7 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 class _Messages(logging.Handler):
-  """Shows messages in the output of the cell, warnings in its errors."""
+  """Shows messages in the output of a notebook's cell."""
 
   def emit(self, record: logging.LogRecord) -> None:
     lines = record.getMessage().splitlines()

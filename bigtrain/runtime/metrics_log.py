@@ -15,6 +15,10 @@ from bigtrain.step.running_metrics import RunningMetrics
 class MetricsLog:
   """Makes rows of metrics.jsonl from log steps and from evaluations.
 
+  Args:
+    check: raises if the metrics of a log step are bad.
+    facts: about the update, for the first row and run.json.
+
   Attributes:
     newest: newest value of every metric.
   """
@@ -29,11 +33,6 @@ class MetricsLog:
     check: Callable[[RunningMetrics], None],
     facts: Mapping[str, float],
   ):
-    """Reads the rows of earlier processes of this run.
-
-    `check` raises if the metrics of a log step are bad. `facts` about the
-    update are for the first row and run.json.
-    """
     self._workdir = workdir
     self._writer = writer
     self._hooks = run_hooks
@@ -49,10 +48,7 @@ class MetricsLog:
       self.newest.update(row)
 
   def replay(self, step: int, owns: Callable[[str], bool]) -> bool:
-    """Shows the hooks an evaluation's results that are already on disk.
-
-    Returns whether there were any: metrics whose names the evaluation `owns`.
-    """
+    """Shows the hooks an evaluation's results on disk, if there are any."""
     results = {k: v for k, v in self._rows.get(step, {}).items() if owns(k)}
     if results:
       self._hooks.after_row({"step": step, **results})
