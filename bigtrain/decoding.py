@@ -8,8 +8,12 @@ the tokens at `position` (an int32 scalar) and returns logits for the tokens at
 `position + 1`. The cache is a tree of arrays whose first axis is the batch. All
 functions can be jitted under any mesh. Their loop stops when every example has
 ended.
+
+Examples of length 0 are padding and stay empty. `start` is the first position
+passed to step_fn; after a prefill, the length of the shortest prompt minus 1.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +26,74 @@ StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 # Lower than any log-likelihood, but finite, so that sums with it are not NaN.
 _IMPOSSIBLE = -1e9
+
+
+def generate(
+  step_fn: StepFn,
+  cache: Any,
+  prompt_BL: jax.Array,
+  prompt_len_B: jax.Array,
+  *,
+  max_new: int,
+  eos_id: int | None,
+  pad_id: int = 0,
+  num_beams: int | None = None,
+  length_penalty: float = 0.0,
+  temperature: float = 0.0,
+  seed: int = 0,
+  ids_B: jax.Array | None = None,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  start: jax.Array | int = 0,
+) -> jax.Array:
+  """Returns the new tokens of `sample` or `beam_search`, int32 [B, max_new].
+
+  Args:
+    num_beams: hypotheses of a beam search; None samples.
+    seed: seed of the samples.
+  """
+  if num_beams is not None:
+    return beam_search(
+      step_fn,
+      cache,
+      prompt_BL,
+      prompt_len_B,
+      max_new=max_new,
+      eos_id=eos_id,
+      pad_id=pad_id,
+      num_beams=num_beams,
+      length_penalty=length_penalty,
+      start=start,
+    )[0]
+  tokens_BL = sample(
+    step_fn,
+    cache,
+    prompt_BL,
+    prompt_len_B,
+    max_len=prompt_BL.shape[1] + max_new,
+    eos_id=eos_id,
+    pad_id=pad_id,
+    rng=jax.random.key(seed) if temperature else None,
+    ids_B=ids_B,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    start=start,
+  )
+  # The max_new tokens after each example's own prompt.
+  take = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, max_new)
+  return jax.vmap(take)(tokens_BL, prompt_len_B)
+
+
+def row_hashes(values_BN: jax.Array, factor: int = 1) -> jax.Array:
+  """Returns uint32 [B]: ids that make samples independent of batch order.
+
+  Args:
+    values_BN: uint32; zeros at the end change nothing.
+  """
+  place_N = jnp.arange(values_BN.shape[1], dtype=jnp.uint32) * 2 + 1
+  mixed_BN = (values_BN ^ (values_BN >> 15)) * jnp.uint32(factor) * place_N
+  return jnp.sum(mixed_BN ^ (mixed_BN >> 13), axis=1, dtype=jnp.uint32)
 
 
 def sample(
@@ -49,24 +121,16 @@ def sample(
   Args:
     prompt_BL: int tokens, at most max_len; each example has at least the token
       that starts decoding.
-    prompt_len_B: length of each prompt. Examples of length 0 are padding and
-      stay empty.
     eos_id: token that ends an example; None if examples have no end.
-    rng: a key; only greedy decoding needs none.
     ids_B: ints that the examples' draws depend on; 0, 1, ... by default.
     temperature: divisor of the logits; 0 takes the likeliest token.
     top_k: number of likeliest tokens to draw from; 0 for all.
     top_p: draw from the smallest set of likeliest tokens whose probabilities
       add up to this (https://arxiv.org/abs/1904.09751).
-    start: first position passed to step_fn; after a prefill, the length of the
-      shortest prompt minus 1.
 
   Returns:
     int32 tokens [B, max_len]: the prompt, generated tokens up to and including
     the eos, padding.
-
-  Raises:
-    ConfigError: an option out of range, or prompts longer than max_len.
   """
   check_sampling(temperature, top_k, top_p)
   if temperature and rng is None:
@@ -77,17 +141,16 @@ def sample(
       f"max_len: expected at least {L}, the length of the longest prompt, got "
       f"{max_len}."
     )
-  if ids_B is None:
-    ids_B = jnp.arange(B)
   keys_B = None
   if temperature:
+    ids_B = jnp.arange(B) if ids_B is None else ids_B
     keys_B = jax.vmap(lambda i: jax.random.fold_in(rng, i))(ids_B)
-  prompt_BL = jnp.where(
-    jnp.arange(L) < prompt_len_B[:, None], prompt_BL, pad_id
-  ).astype(jnp.int32)
+  in_prompt_BL = jnp.arange(L) < prompt_len_B[:, None]
+  prompt_BL = jnp.where(in_prompt_BL, prompt_BL, pad_id).astype(jnp.int32)
   tokens_BL = jnp.pad(
     prompt_BL, ((0, 0), (0, max_len - L)), constant_values=pad_id
   )
+  at = lambda tokens_BL, p: jax.lax.dynamic_index_in_dim(tokens_BL, p, 1, False)
 
   def unfinished(carry: tuple[Any, ...]) -> jax.Array:
     position, _, ended_B, _ = carry
@@ -95,22 +158,13 @@ def sample(
 
   def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
     position, tokens_BL, ended_B, cache = carry
-    token_at = lambda p: jax.lax.dynamic_index_in_dim(
-      tokens_BL, p, 1, keepdims=False
-    )
-    logits_BV, cache = step_fn(cache, token_at(position), position)
+    logits_BV, cache = step_fn(cache, at(tokens_BL, position), position)
     position = position + 1
-    token_B = choose(
-      logits_BV,
-      keys_B,
-      position,
-      temperature=temperature,
-      top_k=top_k,
-      top_p=top_p,
-    )
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    token_B = choose(logits_BV, keys_B, position, **options)
     token_B = jnp.where(ended_B, pad_id, token_B)
     generated_B = position >= prompt_len_B
-    token_B = jnp.where(generated_B, token_B, token_at(position))
+    token_B = jnp.where(generated_B, token_B, at(tokens_BL, position))
     if eos_id is not None:
       ended_B |= generated_B & (token_B == eos_id)
     tokens_BL = jax.lax.dynamic_update_index_in_dim(
@@ -138,13 +192,10 @@ def choose(
   top_k: int = 0,
   top_p: float = 1.0,
 ) -> jax.Array:
-  """Chooses the next token of each example; see `sample` for the options.
+  """Returns the next token of each example, int32 [B]; see `sample`.
 
   Args:
     keys_B: keys of the examples; None if greedy.
-
-  Returns:
-    int32 [B].
   """
   logits_BV = logits_BV.astype(jnp.float32)
   if not temperature:
@@ -165,28 +216,6 @@ def choose(
     jax.random.fold_in(key, position), logits_V
   )
   return jax.vmap(draw)(keys_B, logits_BV).astype(jnp.int32)
-
-
-class _Beams(NamedTuple):
-  """State of the search.
-
-  Attributes:
-    position: last position that was read.
-    token_BM: tokens to read next.
-    new_BMN: generated tokens of unfinished hypotheses, best first.
-    score_BM: their sums of log-probabilities.
-    ended_BN: generated tokens of the best finished hypothesis.
-    ended_score_B: its penalised score.
-    cache: the model's cache, B * M examples.
-  """
-
-  position: jax.Array
-  token_BM: jax.Array
-  new_BMN: jax.Array
-  score_BM: jax.Array
-  ended_BN: jax.Array
-  ended_score_B: jax.Array
-  cache: Any
 
 
 def check_beams(num_beams: int, temperature: float, name: str) -> None:
@@ -227,57 +256,110 @@ def beam_search(
   prompt does not depend on the other prompts of the batch.
 
   Args:
-    cache: initial cache of B examples, with the positions before `start`; the
-      first axis of each leaf is repeated for the beams.
+    cache: cache of B examples; the first axis of each leaf is repeated for the
+      beams.
     prompt_BL: int tokens; each example has at least the token that starts
       decoding.
-    prompt_len_B: length of each prompt. Examples of length 0 are padding and
-      stay empty.
     eos_id: token that ends a hypothesis; None if texts have no end.
     num_beams: M. With 1 this is greedy decoding, except that a text may also
       end where the eos is the second likeliest token.
     length_penalty: at least 0; larger values favour longer texts.
-    start: first position passed to step_fn; after a prefill, the length of the
-      shortest prompt minus 1.
 
   Returns:
     (int32 generated tokens [B, max_new], scores [B]): the best hypothesis,
     finished or of the largest length.
-
-  Raises:
-    ConfigError: an option out of range.
   """
   check_number("max_new", max_new, least=1, whole=True)
   check_number("num_beams", num_beams, least=1, whole=True)
   check_number("length_penalty", length_penalty, least=0)
-  (B, L), M, N = prompt_BL.shape, num_beams, max_new
+  B, M, N = len(prompt_BL), num_beams, max_new
   prompt_BL = prompt_BL.astype(jnp.int32)
-  fold = lambda x: x.reshape(B * M, *x.shape[2:])
-  unfold = lambda x: x.reshape(B, M, *x.shape[1:])
-  prompt_at = lambda p: jax.lax.dynamic_index_in_dim(
-    prompt_BL, jnp.minimum(p, L - 1), 1
+  eos_id = -1 if eos_id is None else eos_id
+  search = _Search(
+    step_fn, prompt_BL, prompt_len_B, M, N, eos_id, length_penalty
+  )
+  new_BMN = jnp.full((B, M, N), pad_id, jnp.int32)
+  start = jnp.asarray(start, jnp.int32)
+  initial = _Beams(
+    start,
+    jnp.broadcast_to(search.prompt_at(start), (B, M)),
+    new_BMN,
+    # The M initial hypotheses are equal, so only the first may continue.
+    jnp.full((B, M), _IMPOSSIBLE).at[:, 0].set(0.0),
+    new_BMN[:, 0],
+    jnp.full(B, _IMPOSSIBLE),
+    jax.tree.map(lambda x: jnp.repeat(x, M, axis=0), cache),
+  )
+  end = jax.lax.while_loop(search.is_unfinished, search.step, initial)
+  # Where the search ended early, this is below the finished one's score.
+  score_B = search.penalised(end.score_BM[:, 0], float(N))
+  ended_B = end.ended_score_B >= score_B
+  best_BN = jnp.where(ended_B[:, None], end.ended_BN, end.new_BMN[:, 0])
+  return (
+    jnp.where(prompt_len_B[:, None] > 0, best_BN, pad_id),
+    jnp.maximum(end.ended_score_B, score_B),
   )
 
-  def penalised(score: jax.Array, num_tokens: Any) -> jax.Array:
-    return score / ((5.0 + num_tokens) / 6.0) ** length_penalty
 
-  def take(tree: Any, index_BI: jax.Array) -> Any:
-    pick = jax.vmap(lambda x, i: jnp.take(x, i, axis=0))
-    return jax.tree.map(lambda x: pick(x, index_BI), tree)
+class _Beams(NamedTuple):
+  """State of the search.
 
-  def unfinished(s: _Beams) -> jax.Array:
+  Attributes:
+    position: last position that was read.
+    token_BM: tokens to read next.
+    new_BMN: generated tokens of unfinished hypotheses, best first.
+    score_BM: their sums of log-probabilities.
+    ended_BN: generated tokens of the best finished hypothesis.
+    ended_score_B: its penalised score.
+    cache: the model's cache, B * M examples.
+  """
+
+  position: jax.Array
+  token_BM: jax.Array
+  new_BMN: jax.Array
+  score_BM: jax.Array
+  ended_BN: jax.Array
+  ended_score_B: jax.Array
+  cache: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+  """Constants of a beam search, and its step; eos_id is -1 for none."""
+
+  step_fn: StepFn
+  prompt_BL: jax.Array
+  prompt_len_B: jax.Array
+  num_beams: int
+  max_new: int
+  eos_id: int
+  length_penalty: float
+
+  def prompt_at(self, position: jax.Array) -> jax.Array:
+    last = self.prompt_BL.shape[1] - 1
+    position = jnp.minimum(position, last)
+    return jax.lax.dynamic_index_in_dim(self.prompt_BL, position, 1)
+
+  def penalised(self, score: jax.Array, num_tokens: Any) -> jax.Array:
+    return score / ((5.0 + num_tokens) / 6.0) ** self.length_penalty
+
+  def is_unfinished(self, s: _Beams) -> jax.Array:
     # Scores only fall, so the current best score with the longest text's
     # penalty is an upper bound.
-    better_B = penalised(s.score_BM[:, 0], float(N)) > s.ended_score_B
-    room_B = s.position + 1 < prompt_len_B + N
-    return jnp.any((prompt_len_B > 0) & room_B & better_B)
+    bound_B = self.penalised(s.score_BM[:, 0], float(self.max_new))
+    room_B = s.position + 1 < self.prompt_len_B + self.max_new
+    better_B = bound_B > s.ended_score_B
+    return jnp.any((self.prompt_len_B > 0) & room_B & better_B)
 
-  def step(s: _Beams) -> _Beams:
-    logits, cache = step_fn(s.cache, fold(s.token_BM), s.position)
+  def step(self, s: _Beams) -> _Beams:
+    B, M, N = s.new_BMN.shape
+    fold = lambda x: x.reshape(B * M, *x.shape[2:])
+    unfold = lambda x: x.reshape(B, M, *x.shape[1:])
+    logits, cache = self.step_fn(s.cache, fold(s.token_BM), s.position)
     logp_BMV = jax.nn.log_softmax(unfold(logits.astype(jnp.float32)))
     V = logp_BMV.shape[-1]
     # Number of tokens before the new one.
-    n_B = s.position + 1 - prompt_len_B
+    n_B = s.position + 1 - self.prompt_len_B
     grows_B = (n_B >= 0) & (n_B < N)
     # Each beam has one candidate that ends, so at least M of 2 M continue.
     score_BC, index_BC = jax.lax.top_k(
@@ -287,56 +369,38 @@ def beam_search(
     new_BCN = jnp.where(
       jnp.arange(N) == n_B[:, None, None],
       token_BC[..., None],
-      take(s.new_BMN, beam_BC),
+      _take(s.new_BMN, beam_BC),
     )
-    ends_BC = token_BC == (-1 if eos_id is None else eos_id)
+    ends_BC = token_BC == self.eos_id
     ended_score_BC = jnp.where(
       ends_BC & grows_B[:, None] & (score_BC > _IMPOSSIBLE / 2),
-      penalised(score_BC, jnp.maximum(n_B, 0)[:, None] + 1.0),
+      self.penalised(score_BC, jnp.maximum(n_B, 0)[:, None] + 1.0),
       _IMPOSSIBLE,
     )
     best_B = jnp.argmax(ended_score_BC, axis=1)
     best_score_B = jnp.max(ended_score_BC, axis=1)
-    best_BN = take(new_BCN, best_B[:, None])[:, 0]
+    best_BN = _take(new_BCN, best_B[:, None])[:, 0]
     better_B = best_score_B > s.ended_score_B
     score_BM, index_BM = jax.lax.top_k(
       jnp.where(ends_BC, _IMPOSSIBLE, score_BC), M
     )
     # Within its prompt, and at its largest length, an example stays as it is.
-    token_BM = jnp.where(
-      grows_B[:, None], take(token_BC, index_BM), prompt_at(s.position + 1)
-    )
+    prompt_B1 = self.prompt_at(s.position + 1)
+    token_BM = jnp.where(grows_B[:, None], _take(token_BC, index_BM), prompt_B1)
     beam_BM = jnp.where(
-      grows_B[:, None], take(beam_BC, index_BM), jnp.arange(M)
+      grows_B[:, None], _take(beam_BC, index_BM), jnp.arange(M)
     )
     return _Beams(
       s.position + 1,
       token_BM,
-      jnp.where(grows_B[:, None, None], take(new_BCN, index_BM), s.new_BMN),
+      jnp.where(grows_B[:, None, None], _take(new_BCN, index_BM), s.new_BMN),
       jnp.where(grows_B[:, None], score_BM, s.score_BM),
       jnp.where(better_B[:, None], best_BN, s.ended_BN),
       jnp.maximum(best_score_B, s.ended_score_B),
-      jax.tree.map(fold, take(jax.tree.map(unfold, cache), beam_BM)),
+      jax.tree.map(fold, _take(jax.tree.map(unfold, cache), beam_BM)),
     )
 
-  new_BMN = jnp.full((B, M, N), pad_id, jnp.int32)
-  start = jnp.asarray(start, jnp.int32)
-  initial = _Beams(
-    start,
-    jnp.broadcast_to(prompt_at(start), (B, M)),
-    new_BMN,
-    # The M initial hypotheses are equal, so only the first may continue.
-    jnp.full((B, M), _IMPOSSIBLE).at[:, 0].set(0.0),
-    new_BMN[:, 0],
-    jnp.full(B, _IMPOSSIBLE),
-    jax.tree.map(lambda x: jnp.repeat(x, M, axis=0), cache),
-  )
-  end = jax.lax.while_loop(unfinished, step, initial)
-  # Where the search ended early, this is below the finished one's score.
-  score_B = penalised(end.score_BM[:, 0], float(N))
-  ended_B = end.ended_score_B >= score_B
-  best_BN = jnp.where(ended_B[:, None], end.ended_BN, end.new_BMN[:, 0])
-  return (
-    jnp.where(prompt_len_B[:, None] > 0, best_BN, pad_id),
-    jnp.maximum(end.ended_score_B, score_B),
-  )
+
+def _take(tree: Any, index_BI: jax.Array) -> Any:
+  pick = jax.vmap(lambda x, i: jnp.take(x, i, axis=0))
+  return jax.tree.map(lambda x: pick(x, index_BI), tree)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings, trees
+from bigtrain import settings
 
 # Values of config.loss.label_smoothing_over.
 SMOOTHING_OVER = ("all", "others")
@@ -21,9 +21,9 @@ def softmax_xent(
   logits: jax.Array,
   labels: jax.Array,
   *,
-  label_smoothing: jax.Array | float = 0.0,
+  label_smoothing: float = 0.0,
   label_smoothing_over: str = "all",
-  z_loss: jax.Array | float = 0.0,
+  z_loss: float = 0.0,
   axis_name: str | None = None,
 ) -> jax.Array:
   """Computes the cross-entropy of softmax(logits) against the labels.
@@ -40,12 +40,10 @@ def softmax_xent(
 
   Returns:
     float32 [...], in nats.
-
-  Raises:
-    ValueError: the shapes or the labels' dtype do not fit.
-    ConfigError: an unknown label_smoothing_over.
   """
-  check_smoothing(label_smoothing_over)
+  settings.check_choice(
+    "config.loss.label_smoothing_over", label_smoothing_over, SMOOTHING_OVER
+  )
   logits = logits.astype(jnp.float32)
   # The loss depends only on differences of logits, and small numbers keep
   # their digits.
@@ -63,7 +61,7 @@ def softmax_xent(
     labels = labels.astype(jnp.float32)
     picked = total_of(jnp.sum(labels * logits, axis=-1), axis_name)
     total = total_of(jnp.sum(labels, axis=-1), axis_name)
-  if trees.is_on(label_smoothing):
+  if label_smoothing:
     share, mean = label_smoothing, jnp.mean(logits, axis=-1)
     if axis_name:
       mean = jax.lax.pmean(mean, axis_name)
@@ -73,18 +71,9 @@ def softmax_xent(
       share = label_smoothing * C / (C - 1)
     picked = (1 - share) * picked + share * total * mean
   loss: jax.Array = total * normaliser - picked
-  if trees.is_on(z_loss):
+  if z_loss:
     loss += z_loss * jnp.square(normaliser + top)
   return loss
-
-
-def check_smoothing(over: str) -> None:
-  """Raises ConfigError for an unknown value of label_smoothing_over."""
-  if over not in SMOOTHING_OVER:
-    hint = settings.did_you_mean(str(over), SMOOTHING_OVER)
-    raise settings.ConfigError(
-      f"config.loss.label_smoothing_over: unknown {over!r}.{hint}"
-    )
 
 
 def sigmoid_xent(
@@ -102,9 +91,6 @@ def sigmoid_xent(
 
   Returns:
     float32 [...], in nats.
-
-  Raises:
-    ValueError: the shapes or the labels' dtype do not fit.
   """
   logits = logits.astype(jnp.float32)
   invalid: Any = 0.0
@@ -112,7 +98,7 @@ def sigmoid_xent(
     invalid = _nan_unless_valid(logits, labels)
     labels = label_mask(logits, labels)
   labels = labels.astype(jnp.float32)
-  if trees.is_on(label_smoothing):
+  if label_smoothing:
     num_classes = logits.shape[-1]
     labels = (1 - label_smoothing) * labels + label_smoothing / num_classes
   # A formula with abs(logits) has the wrong gradient at 0, where zero

@@ -40,13 +40,8 @@ def distance(
 
   Returns:
     float32 [B].
-
-  Raises:
-    ConfigError: unknown kind, or different numbers of classes.
   """
-  if kind not in _DISTANCES:
-    hint = settings.did_you_mean(kind, _DISTANCES)
-    raise settings.ConfigError(f"config.loss.distance: unknown {kind!r}.{hint}")
+  settings.check_choice("config.loss.distance", kind, _DISTANCES)
   if student_BC.shape != teacher_BC.shape:
     raise settings.ConfigError(
       f"config.teacher.model: expected {student_BC.shape[-1]} classes, as the "

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from bigtrain import model_flops, settings, sharding, trees
+from bigtrain import model_flops, settings, sharding
 from bigtrain.losses import cross_entropy
 
 # Most elements at a time, on a device, of the logits and of a chunk's share of
@@ -44,9 +44,9 @@ def linear_softmax_xent(
   chunk: int | None = None,
   bias_V: jax.Array | None = None,
   dtype: Any = None,
-  label_smoothing: jax.Array | float = 0.0,
+  label_smoothing: float = 0.0,
   label_smoothing_over: str = "all",
-  z_loss: jax.Array | float = 0.0,
+  z_loss: float = 0.0,
   softcap: float | None = None,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> TokenLosses:
@@ -71,34 +71,25 @@ def linear_softmax_xent(
       one of jax.set_mesh, if any. With a mesh the kernel is gathered once and
       its gradient summed over devices once, to the part of each device; XLA
       alone would do both for each chunk. The number of devices must divide B.
-
-  Raises:
-    ConfigError: `chunk` is not a number of positions.
   """
   if chunk is not None:
     settings.check_number("config.loss.chunk", chunk, least=0, whole=True)
   options = _Options(
     chunk,
     dtype or hidden_BLD.dtype,
+    label_smoothing,
     label_smoothing_over,
+    z_loss,
     softcap,
   )
-  numbers = {
-    name: jax.lax.stop_gradient(jnp.asarray(number, jnp.float32))
-    for name, number in dict(
-      label_smoothing=label_smoothing, z_loss=z_loss
-    ).items()
-    if trees.is_on(number)
-  }
   if weight_BL is None:
     weight_BL = jnp.ones(targets_BL.shape, jnp.float32)
-  args = (
+  args = _Args(
     hidden_BLD,
     targets_BL,
     jax.lax.stop_gradient(weight_BL.astype(jnp.float32)),
     kernel_DV.astype(jnp.float32),
     None if bias_V is None else bias_V.astype(jnp.float32),
-    numbers,
   )
   if mesh is None:
     ambient = jax.sharding.get_abstract_mesh()
@@ -109,16 +100,36 @@ def linear_softmax_xent(
       mesh = ambient
   # XLA would copy the kernel's gradient to sum it over a single device.
   if mesh is None or mesh.size == 1:
-    return _token_losses(options, args[0].astype(jnp.float32), *args[1:])
-  tensor = mesh.shape.get("tensor", 1)
+    hidden_BLD = hidden_BLD.astype(jnp.float32)
+    return _token_losses(options, args._replace(hidden_BLD=hidden_BLD))
+  return _over_mesh(options, args, mesh)
+
+
+class _Args(NamedTuple):
+  """Arrays of `linear_softmax_xent`."""
+
+  hidden_BLD: jax.Array
+  targets_BL: jax.Array
+  weight_BL: jax.Array
+  kernel_DV: jax.Array
+  bias_V: jax.Array | None
+
+
+def _over_mesh(
+  options: "_Options", args: _Args, mesh: Mesh | AbstractMesh
+) -> TokenLosses:
+  """Computes the losses of the devices' shares."""
+  D, V = args.kernel_DV.shape
+  tensor, fsdp = mesh.shape.get("tensor", 1), mesh.shape["fsdp"]
   if tensor == 1:
-    args = (args[0].astype(jnp.float32), *args[1:])
-  by_class = tensor > 1 and kernel_DV.shape[1] % tensor == 0
+    hidden_BLD = args.hidden_BLD.astype(jnp.float32)
+    args = args._replace(hidden_BLD=hidden_BLD)
+  by_class = tensor > 1 and V % tensor == 0
   if by_class:
     options = options._replace(axis_name="tensor")
   # The devices of a group share the positions, if these divide. In a `tensor`
   # group, each has a part of the vocabulary, and all have the same positions.
-  stream = sharding.stream_spec(mesh, hidden_BLD)
+  stream = sharding.stream_spec(mesh, args.hidden_BLD)
   shared = sharding.axes_of_length(stream)
   if by_class:
     shared = tuple(axis for axis in shared if axis != "tensor")
@@ -126,63 +137,45 @@ def linear_softmax_xent(
     sharding.BATCH_AXES, *([shared] if shared else [])
   )
   copied, summed = ("replica", *shared), (*sharding.BATCH_AXES, *shared)
+  # The dimension of the kernel that fsdp splits, if one divides.
+  dim = 1 if V % fsdp == 0 else 0 if D % fsdp == 0 else None
+  if by_class:  # The other dimension is over `tensor`.
+    dim = 0 if D % fsdp == 0 else None
+  if fsdp == 1:
+    dim = None
 
-  def on_device(
-    hidden_BLD: jax.Array,
-    targets_BL: jax.Array,
-    weight_BL: jax.Array,
-    kernel: jax.Array,
-    bias_V: jax.Array | None,
-    numbers: dict[str, jax.Array],
-  ) -> TokenLosses:
+  def on_device(args: _Args) -> TokenLosses:
     # Each device uses a copy of its own from here on; the transposes sum the
     # copies' gradients over the devices, once, and in the dtype of the products
     # as for other weights.
-    kernel = kernel.astype(options.dtype)
+    kernel_DV = args.kernel_DV.astype(options.dtype)
     if dim is None:
-      kernel_DV = jax.lax.pcast(kernel, summed, to="varying")
+      kernel_DV = jax.lax.pcast(kernel_DV, summed, to="varying")
     else:
-      kernel = jax.lax.pcast(kernel, copied, to="varying")
-      kernel_DV = jax.lax.all_gather(kernel, "fsdp", axis=dim, tiled=True)
+      kernel_DV = jax.lax.pcast(kernel_DV, copied, to="varying")
+      kernel_DV = jax.lax.all_gather(kernel_DV, "fsdp", axis=dim, tiled=True)
+    bias_V, hidden_BLD = args.bias_V, args.hidden_BLD
     if bias_V is not None:
       bias_V = jax.lax.pcast(bias_V, summed, to="varying")
     if by_class:
       hidden_BLD = sharding.gathered(hidden_BLD, stream)
-    local = _token_losses(
-      options,
-      hidden_BLD.astype(jnp.float32),
-      targets_BL,
-      weight_BL,
-      kernel_DV.astype(jnp.float32),
-      bias_V,
-      numbers,
+    args = args._replace(
+      hidden_BLD=hidden_BLD.astype(jnp.float32),
+      kernel_DV=kernel_DV.astype(jnp.float32),
+      bias_V=bias_V,
     )
+    local = _token_losses(options, args)
     return local._replace(total=jax.lax.psum(local.total, summed))
 
-  ways = mesh.shape["fsdp"]
-  # The dimension of the kernel that is split, if one divides.
-  divides = [d for d in (1, 0) if ways > 1 and kernel_DV.shape[d] % ways == 0]
-  if by_class:  # The other dimension is over `tensor`.
-    divides = [d for d in divides if d == 0]
-  dim = divides[0] if divides else None
-  replicated: Any = PartitionSpec()
-  axes = [None if dim != d else "fsdp" for d in (0, 1)]
-  of_bias = replicated
-  if by_class:
-    axes[1] = "tensor"
-    of_bias = PartitionSpec("tensor")
-  while axes and axes[-1] is None:
-    axes.pop()
-  of_hidden = stream if by_class else by_token
+  classes = "tensor" if by_class else "fsdp" if dim == 1 else None
+  kernel = PartitionSpec("fsdp" if dim == 0 else None, classes)
+  bias = PartitionSpec("tensor") if by_class else PartitionSpec()
+  hidden = stream if by_class else by_token
+  in_specs: Any = _Args(hidden, by_token, by_token, kernel, bias)
+  out_specs: Any = TokenLosses(PartitionSpec(), by_token, by_token)
   return jax.shard_map(
-    on_device,
-    mesh=mesh,
-    in_specs=(
-      *(of_hidden, by_token, by_token, PartitionSpec(*axes), of_bias),
-      replicated,
-    ),
-    out_specs=TokenLosses(replicated, by_token, by_token),
-  )(*args)
+    on_device, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs
+  )(args)
 
 
 def default_chunk(batch_size: int, length: int, vocab_size: int) -> int:
@@ -204,15 +197,14 @@ class _Options(NamedTuple):
 
   chunk: int | None
   dtype: Any
+  label_smoothing: float
   label_smoothing_over: str
+  z_loss: float
   softcap: float | None
   axis_name: str | None = None
 
   def losses(
-    self,
-    logits: jax.Array,
-    targets: jax.Array,
-    numbers: dict[str, jax.Array],
+    self, logits: jax.Array, targets: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """Returns (losses, float32 1 where the target's logit is the largest)."""
     if self.softcap is not None:
@@ -220,12 +212,13 @@ class _Options(NamedTuple):
     loss = cross_entropy.softmax_xent(
       logits,
       targets,
+      label_smoothing=self.label_smoothing,
       label_smoothing_over=self.label_smoothing_over,
+      z_loss=self.z_loss,
       axis_name=self.axis_name,
-      **numbers,
     )
-    fixed = jax.lax.stop_gradient(logits)
-    correct = _is_largest(fixed, targets, self.axis_name)
+    logits = jax.lax.stop_gradient(logits)
+    correct = _is_largest(logits, targets, self.axis_name)
     return loss, correct.astype(jnp.float32)
 
 
@@ -247,18 +240,19 @@ def _is_largest(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_losses(options: _Options, *args: Any) -> TokenLosses:
-  """`linear_softmax_xent` on one device; see `_in_chunks` for `args`."""
-  return _in_chunks(options, *args, gradients=False)[0]
+def _token_losses(options: _Options, args: _Args) -> TokenLosses:
+  """`linear_softmax_xent` on one device; all float arrays are float32."""
+  return _in_chunks(options, args, gradients=False)[0]
 
 
-def _forward(options: _Options, *args: Any) -> tuple[TokenLosses, Any]:
-  return _in_chunks(options, *args, gradients=True)
+def _forward(options: _Options, args: _Args) -> tuple[TokenLosses, Any]:
+  return _in_chunks(options, args, gradients=True)
 
 
 def _backward(options: _Options, grads: Any, cotangents: TokenLosses) -> Any:
-  scaled = jax.tree.map(lambda g: g * cotangents.total, grads)
-  return scaled[0], None, None, *scaled[1:], None
+  hidden, kernel, bias = jax.tree.map(lambda g: g * cotangents.total, grads)
+  grad: Any = _Args(hidden, None, None, kernel, bias)  # type: ignore[arg-type]
+  return (grad,)
 
 
 _token_losses.defvjp(_forward, _backward)
@@ -312,67 +306,17 @@ def _add_by_columns(
 
 
 def _in_chunks(
-  options: _Options,
-  hidden_BLD: jax.Array,
-  targets_BL: jax.Array,
-  weight_BL: jax.Array,
-  kernel_DV: jax.Array,
-  bias_V: jax.Array | None,
-  numbers: dict[str, jax.Array],
-  *,
-  gradients: bool,
+  options: _Options, args: _Args, *, gradients: bool
 ) -> tuple[TokenLosses, Any]:
-  """Computes the losses and the gradients of their total.
-
-  The gradients are with respect to the hidden states, the kernel and the bias
-  (None without a bias). All float arrays are float32.
-
-  Args:
-    bias_V: bias of the logits, or None.
-    numbers: label_smoothing and z_loss, float32 scalars; without those of 0.
-    gradients: whether to compute them.
+  """Computes the losses and, if asked for, the gradients of their total.
 
   Returns:
-    (losses, gradients or None).
+    (losses, gradients of the hidden states, the kernel and the bias, which is
+    None without a bias).
   """
-  (B, L), V = targets_BL.shape, kernel_DV.shape[1]
+  (B, L), V = args.targets_BL.shape, args.kernel_DV.shape[1]
   size = L if options.chunk == 0 else options.chunk or default_chunk(B, L, V)
   size = min(size, L)
-  operand_DV = kernel_DV.astype(options.dtype)
-  # Without the factor, small gradients would underflow in float16.
-  factor = 2.0**10 if jnp.dtype(options.dtype) == jnp.float16 else 1.0
-  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-  def one_chunk(sums: Any, xs: Any) -> tuple[Any, Any]:
-    hidden_BKD, targets_BK, weight_BK = xs
-    hidden_BKD = hidden_BKD.astype(options.dtype)
-    logits_BKV = product("bkd,dv->bkv", hidden_BKD, operand_DV)
-    if bias_V is not None:
-      logits_BKV += bias_V
-    if not gradients:
-      return None, (*options.losses(logits_BKV, targets_BK, numbers), None)
-    loss_BK, vjp, correct_BK = jax.vjp(
-      lambda logits: options.losses(logits, targets_BK, numbers),
-      logits_BKV,
-      has_aux=True,
-    )
-    (grad_BKV,) = vjp(weight_BK)
-    operand_BKV = (factor * grad_BKV).astype(options.dtype)
-    hidden_grad_BKD = product("bkv,dv->bkd", operand_BKV, operand_DV) / factor
-    bias_grad_V = None if bias_V is None else jnp.sum(grad_BKV, axis=(0, 1))
-
-    def kernel_grad(columns_BKV: jax.Array) -> jax.Array:
-      return product("bkd,bkv->dv", hidden_BKD, columns_BKV) / factor
-
-    if sums is None:
-      kernel_grad_DV = kernel_grad(operand_BKV)
-      sums = _untransposed_on_cpu(kernel_grad_DV, options.dtype), bias_grad_V
-    else:
-      kernel_sum_DV, bias_sum_V = sums
-      bias_sum_V = None if bias_grad_V is None else bias_sum_V + bias_grad_V
-      kernel_sum_DV = _add_by_columns(kernel_sum_DV, kernel_grad, operand_BKV)
-      sums = kernel_sum_DV, bias_sum_V
-    return sums, (loss_BK, correct_BK, hidden_grad_BKD)
 
   def split(x: jax.Array) -> jax.Array:
     x = jnp.pad(x, [(0, 0), (0, -L % size)] + [(0, 0)] * (x.ndim - 2))
@@ -383,17 +327,70 @@ def _in_chunks(
     x = jnp.swapaxes(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :L]
 
-  xs = (hidden_BLD, targets_BL, weight_BL)
+  kernel_DV = args.kernel_DV.astype(options.dtype)
+  one_chunk = functools.partial(
+    _one_chunk, options, kernel_DV, args.bias_V, gradients
+  )
+  xs = (args.hidden_BLD, args.targets_BL, args.weight_BL)
   if size == L:
     sums, by_token = one_chunk(None, xs)
   else:
-    zeros = jax.tree.map(jnp.zeros_like, (kernel_DV, bias_V))
+    zeros = jax.tree.map(jnp.zeros_like, (args.kernel_DV, args.bias_V))
     zeros = zeros if gradients else None
     with model_flops.share(L, L + -L % size):
       sums, by_chunk = jax.lax.scan(one_chunk, zeros, jax.tree.map(split, xs))
     by_token = jax.tree.map(join, by_chunk)
   loss_BL, correct_BL, hidden_grad_BLD = by_token
   # The loss of a token of weight 0 may be NaN.
-  counted_BL = jnp.where(weight_BL == 0, 0.0, loss_BL * weight_BL)
+  counted_BL = jnp.where(args.weight_BL == 0, 0.0, loss_BL * args.weight_BL)
   result = TokenLosses(jnp.sum(counted_BL), loss_BL, correct_BL)
   return result, (hidden_grad_BLD, *sums) if gradients else None
+
+
+def _one_chunk(
+  options: _Options,
+  kernel_DV: jax.Array,
+  bias_V: jax.Array | None,
+  gradients: bool,
+  sums: Any,
+  xs: tuple[jax.Array, jax.Array, jax.Array],
+) -> tuple[Any, Any]:
+  """Computes a chunk's losses, and adds its gradients to the sums.
+
+  Args:
+    sums: gradients of kernel and bias; None for the first chunk, and without
+      gradients.
+
+  Returns:
+    (sums, (losses, correct, gradient of the hidden states or None)).
+  """
+  hidden_BKD, targets_BK, weight_BK = xs
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  # Without the factor, small gradients would underflow in float16.
+  factor = 2.0**10 if jnp.dtype(options.dtype) == jnp.float16 else 1.0
+  hidden_BKD = hidden_BKD.astype(options.dtype)
+  logits_BKV = product("bkd,dv->bkv", hidden_BKD, kernel_DV)
+  if bias_V is not None:
+    logits_BKV += bias_V
+  if not gradients:
+    return None, (*options.losses(logits_BKV, targets_BK), None)
+  loss_BK, vjp, correct_BK = jax.vjp(
+    lambda logits: options.losses(logits, targets_BK), logits_BKV, has_aux=True
+  )
+  (grad_BKV,) = vjp(weight_BK)
+  operand_BKV = (factor * grad_BKV).astype(options.dtype)
+  hidden_grad_BKD = product("bkv,dv->bkd", operand_BKV, kernel_DV) / factor
+  bias_grad_V = None if bias_V is None else jnp.sum(grad_BKV, axis=(0, 1))
+
+  def kernel_grad(columns_BKV: jax.Array) -> jax.Array:
+    return product("bkd,bkv->dv", hidden_BKD, columns_BKV) / factor
+
+  if sums is None:
+    kernel_grad_DV = kernel_grad(operand_BKV)
+    sums = _untransposed_on_cpu(kernel_grad_DV, options.dtype), bias_grad_V
+  else:
+    kernel_sum_DV, bias_sum_V = sums
+    bias_sum_V = None if bias_grad_V is None else bias_sum_V + bias_grad_V
+    kernel_sum_DV = _add_by_columns(kernel_sum_DV, kernel_grad, operand_BKV)
+    sums = kernel_sum_DV, bias_sum_V
+  return sums, (loss_BK, correct_BK, hidden_grad_BKD)

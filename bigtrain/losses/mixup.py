@@ -1,11 +1,49 @@
-"""Mixup: blends of two examples of a batch."""
+"""Mixup: a model is applied to blends of two examples of a batch."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from bigtrain.types import Variables
+
+
+def apply(
+  model: Any,
+  variables: Variables,
+  image: jax.Array,
+  rng: jax.Array | None,
+  alpha: float,
+  train: bool,
+) -> tuple[Any, jax.Array, jax.Array | None, Variables]:
+  """Applies a model to images that are blended in training.
+
+  Args:
+    rng: key for dropout and mixup; unused in evaluation.
+    alpha: parameter of mixup's beta distribution; 0 turns mixup off.
+
+  Returns:
+    (the model's output, the images that it saw, the weight of each image in its
+    blend or None without mixup, new mutable collections).
+  """
+  mutable = [name for name in variables if name != "params"]
+  if not train:
+    out = model.apply(variables, image, train=False, mutable=[])[0]
+    return out, image, None, {name: variables[name] for name in mutable}
+  assert rng is not None
+  mixup_rng, dropout_rng = jax.random.split(rng)
+  share = None
+  if alpha:
+    image, share = mixup(mixup_rng, image, alpha)
+  rngs = {"dropout": dropout_rng}
+  out, new = model.apply(
+    variables, image, train=True, rngs=rngs, mutable=mutable
+  )
+  return out, image, share, new
+
 
 def mixup(
-  rng: jax.Array, image: jax.Array, alpha: jax.Array | float
+  rng: jax.Array, image: jax.Array, alpha: float
 ) -> tuple[jax.Array, jax.Array]:
   """Blends each image with the previous one of the batch (arXiv 1710.09412).
 
@@ -18,16 +56,11 @@ def mixup(
   Returns:
     (weight * image + (1 - weight) * previous image, weight).
   """
-  weight = jnp.max(_beta(rng, alpha))
+  # Beta(alpha, alpha), as shares of two draws from Gamma(alpha).
+  # jax.random.beta draws the same, with a program of its own for each of the
+  # two: 1,300 instructions more.
+  draw = lambda key: jax.random.loggamma(key, alpha)
+  both = jax.nn.softmax(jax.vmap(draw)(jax.random.split(rng)))
+  weight = jnp.max(both)
   mixed = weight * image + (1 - weight) * jnp.roll(image, 1, axis=0)
   return mixed.astype(image.dtype), weight
-
-
-def _beta(rng: jax.Array, alpha: jax.Array | float) -> jax.Array:
-  """Draws x from Beta(alpha, alpha); returns x and 1 - x.
-
-  They are the shares of two draws from Gamma(alpha). jax.random.beta draws the
-  same, with a program of its own for each of the two: 1,300 instructions more.
-  """
-  draw = lambda key: jax.random.loggamma(key, alpha)
-  return jax.nn.softmax(jax.vmap(draw)(jax.random.split(rng)))

@@ -3,7 +3,6 @@
 Axes: B batch, L length.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,28 +10,61 @@ import jax.numpy as jnp
 
 from bigtrain import metrics
 from bigtrain.losses import linear_xent
+from bigtrain.types import Batch, Metrics, Variables
 
 
 class ModelLosses(NamedTuple):
   """Result of `model_losses`.
 
   Attributes:
-    pairs: {"loss": pair in nats, "accuracy": pair}, means over tokens.
+    metrics: "loss" in nats and "accuracy", means over tokens.
     loss_BL: float32 losses in nats, unweighted, without gradient.
     correct_BL: float32, 1 where the target is the likeliest token.
     expert_stats: means over the layers with experts, see
       models/layers/moe.py; None without experts.
   """
 
-  pairs: metrics.Metrics
+  metrics: Metrics
   loss_BL: jax.Array
   correct_BL: jax.Array
   expert_stats: dict[str, jax.Array] | None
 
+  def with_experts(self, load_balance: float, router_z: float) -> Metrics:
+    """Returns the metrics, with losses and statistics of experts if any.
+
+    An expert's load is its share of a microbatch on all devices. "load_balance"
+    is the loss of Switch Transformers (arXiv 2101.03961, equation 4), and not
+    the one of Hugging Face's Mixtral, see docs/language.md. It is a product of
+    two means, so it depends on the number of microbatches.
+
+    Args:
+      router_z: weight of the z-loss of ST-MoE (arXiv 2202.08906, equation 5),
+        which keeps the routers' logits small.
+
+    Returns:
+      The metrics; with experts these terms are in "loss", and there are also
+      "nll", the loss without them, "expert_load/<i>" and
+      "experts/<statistic>".
+    """
+    if self.expert_stats is None:
+      return self.metrics
+    nll, weight = self.metrics["loss"]
+    extra = load_balance * self.expert_stats["load_balance"]
+    extra += router_z * self.expert_stats["router_z"]
+    loss = (nll + extra * weight, weight)
+    result = self.metrics | {"nll": (nll, weight), "loss": loss}
+    for name, value in self.expert_stats.items():
+      if name == "load":
+        for e, load in enumerate(value):
+          result[f"expert_load/{e}"] = (load * weight, weight)
+      else:
+        result[f"experts/{name}"] = (value * weight, weight)
+    return result
+
 
 def model_losses(
-  variables: Any,
-  inputs: Mapping[str, Any],
+  variables: Variables,
+  inputs: Batch,
   targets_BL: jax.Array,
   weight_BL: jax.Array,
   rng: jax.Array | None = None,
@@ -47,10 +79,8 @@ def model_losses(
   """Applies a model such as models/decoder.py or models/t5.py.
 
   Args:
-    variables: dict with "params".
     model: flax module that returns (logits, dict with "pre_logits" and, with
       experts, "moe") and has the method `head_kernel`.
-    train: whether dropout is on.
     chunk: positions of each example whose logits exist at a time, see
       linear_xent.linear_softmax_xent.
   """
@@ -73,11 +103,13 @@ def model_losses(
     z_loss=z_loss,
     softcap=getattr(model, "logits_softcap", None),
   )
-  pairs = {
+  by_token = {
     "loss": (losses.total, jnp.sum(weight_BL)),
     "accuracy": metrics.pair(losses.correct_BL, weight_BL),
   }
-  return ModelLosses(pairs, losses.loss_BL, losses.correct_BL, out.get("moe"))
+  return ModelLosses(
+    by_token, losses.loss_BL, losses.correct_BL, out.get("moe")
+  )
 
 
 def real_positions(
@@ -103,52 +135,11 @@ def real_positions(
   return real_BL
 
 
-def add_experts(
-  pairs: metrics.Metrics,
-  expert_stats: Mapping[str, jax.Array] | None,
-  *,
-  load_balance: float,
-  router_z: float,
-) -> metrics.Metrics:
-  """Adds the routers' losses to "loss", and metrics of the experts.
-
-  An expert's load is its share of a microbatch on all devices. "load_balance"
-  is the loss of Switch Transformers (arXiv 2101.03961, equation 4), and not the
-  one of Hugging Face's Mixtral, see docs/language.md. It is a product of two
-  means, so it depends on the number of microbatches.
-
-  Args:
-    router_z: weight of the z-loss of ST-MoE (arXiv 2202.08906, equation 5),
-      which keeps the routers' logits small.
-
-  Returns:
-    `pairs` without experts. Otherwise the pairs with these terms in "loss" and
-    with "nll", the loss without them, "expert_load/<i>" and
-    "experts/<statistic>".
-  """
-  if expert_stats is None:
-    return pairs
-  nll, weight = pairs["loss"]
-  extra = load_balance * expert_stats["load_balance"]
-  extra += router_z * expert_stats["router_z"]
-  loss = (nll + extra * weight, weight)
-  result = pairs | {"nll": (nll, weight), "loss": loss}
-  for name, value in expert_stats.items():
-    if name == "load":
-      for e, load in enumerate(value):
-        result[f"expert_load/{e}"] = (load * weight, weight)
-    else:
-      result[f"experts/{name}"] = (value * weight, weight)
-  return result
-
-
-def add_bytes(
-  pairs: metrics.Metrics, batch: Mapping[str, Any]
-) -> metrics.Metrics:
-  """Adds {"bytes": (sum, 1)}, the bytes of the targets' text, if known."""
+def add_bytes(by_token: Metrics, batch: Batch) -> Metrics:
+  """Adds "bytes", (sum, 1), the bytes of the targets' text, if known."""
   if "num_bytes" not in batch:
-    return pairs
+    return by_token
   num_bytes = batch["num_bytes"]
   real_B = metrics.example_weights(batch, num_bytes)
   total, _ = metrics.pair(num_bytes, real_B)
-  return pairs | {"bytes": (total, jnp.ones(()))}
+  return by_token | {"bytes": (total, jnp.ones(()))}

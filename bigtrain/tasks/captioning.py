@@ -10,7 +10,6 @@ the tokens. The model is models/cappa.py, or has its methods `states`, `encode`,
 """
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,13 +17,19 @@ import jax.numpy as jnp
 
 from bigtrain import decoding, metrics
 from bigtrain.losses import linear_xent
-from bigtrain.settings import ConfigError, check_number, did_you_mean
+from bigtrain.settings import (
+  ConfigError,
+  check_choice,
+  check_number,
+  did_you_mean,
+)
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 _NORMALIZE = ("sentence", "tokens")
 _METHODS = ("greedy", "beam", "sample")
 
 
-def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+def inputs(batch: Batch) -> Batch:
   """Returns the model's arguments."""
   return {"image": batch["image"], "text": batch["labels"]}
 
@@ -65,9 +70,7 @@ def parallel_examples(
   return parallel_B, None if num_masked == length else masked_BL
 
 
-def token_weights(
-  batch: Mapping[str, Any], labels: jax.Array, pad_id: int
-) -> jax.Array:
+def token_weights(batch: Batch, labels: jax.Array, pad_id: int) -> jax.Array:
   """Returns float32 [B, L]: 0 for padding, else "label_masks" or 1."""
   weight_BL = (labels != pad_id).astype(jnp.float32)
   if "label_masks" in batch:
@@ -76,8 +79,8 @@ def token_weights(
 
 
 def loss_fn(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   rng: jax.Array | None,
   *,
   model: Any,
@@ -90,42 +93,34 @@ def loss_fn(
   z_loss: float = 0.0,
   pad_id: int = 0,
   chunk: int | None = None,
-) -> tuple[metrics.Metrics, Any]:
+) -> tuple[Metrics, Variables]:
   """Computes cross-entropy and accuracy of the captions' tokens.
 
   Args:
-    variables: "params" and, where the model has them, mutable collections.
     batch: see the module docstring; "_mask" is 0 for padding, "_keys" are the
       examples' keys, by default drawn from `rng`.
     rng: key for dropout; unused in evaluation.
-    model: flax module, see the module docstring.
     train: whether dropout and parallel prediction are on.
     masked_pred_prob: share of the examples to predict in parallel.
     masking_ratio: share of masked positions in these examples.
     normalize: "sentence": the loss is the mean over captions of the mean over
       each caption's tokens; "tokens": the mean over all tokens.
     label_smoothing: share of a token that is spread over the vocabulary.
-    label_smoothing_over: "all" of it or the "others", see
-      losses.cross_entropy.softmax_xent.
+    label_smoothing_over: "all" of it or the "others".
     z_loss: see losses.cross_entropy.softmax_xent.
     pad_id: padding of the captions, without loss.
     chunk: positions of each caption whose logits exist at a time, see
       losses.linear_xent.
 
   Returns:
-    ({"loss": pair in nats, "token_accuracy": pair}, new mutable collections).
-
-  Raises:
-    ConfigError: an unknown or ill-ranged option.
+    (metrics "loss" in nats and "token_accuracy", new mutable collections).
   """
-  if normalize not in _NORMALIZE:
-    hint = did_you_mean(normalize, _NORMALIZE)
-    raise ConfigError(f"config.loss.normalize: unknown {normalize!r}.{hint}")
+  check_choice("config.loss.normalize", normalize, _NORMALIZE)
   image, labels = inputs(batch).values()
   mutable = [name for name in variables if name != "params"]
   parallel: dict[str, Any] = {}
   if train and masked_pred_prob:
-    keys_B = batch.get("_keys", None)
+    keys_B = batch.get("_keys")
     if keys_B is None:
       keys_B = jax.random.split(rng, len(labels))
     parallel["parallel_B"], parallel["masked_BL"] = parallel_examples(
@@ -158,11 +153,10 @@ def loss_fn(
     label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
   )
-  pairs = {
+  return {
     "loss": (losses.total, total_weight),
     "token_accuracy": metrics.pair(losses.correct_BL, weight_BL),
-  }
-  return pairs, new_mutable if train else {k: variables[k] for k in mutable}
+  }, new_mutable if train else {k: variables[k] for k in mutable}
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
@@ -171,22 +165,22 @@ def vocab_sizes(model: Any) -> dict[str, int]:
   return {} if size is None else {"labels": size}
 
 
-def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
+def predict_fns(model: Any) -> dict[str, PredictFn]:
   """Returns functions for evaluators: perplexity, score, enc_rep, caption."""
   fns = (perplexity, score, enc_rep, caption)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
 
 
 def perplexity(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   *,
   model: Any,
   pad_id: int = 0,
   chunk: int | None = None,
-) -> metrics.Metrics:
-  """Computes pairs of the captions' tokens, each given the ones before it."""
-  pairs, _ = loss_fn(
+) -> Metrics:
+  """Computes metrics of the captions' tokens, given the ones before them."""
+  return loss_fn(
     variables,
     batch,
     None,
@@ -195,13 +189,12 @@ def perplexity(
     normalize="tokens",
     pad_id=pad_id,
     chunk=chunk,
-  )
-  return pairs
+  )[0]
 
 
 def enc_rep(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   *,
   model: Any,
   layer: str = "pre_logits",
@@ -209,14 +202,8 @@ def enc_rep(
   """Returns the encoder's features of the images.
 
   Args:
-    variables: as in loss_fn.
-    batch: dict with "image".
-    model: as in loss_fn.
     layer: "pre_logits", pooled features [B, E], or "encoded", features of the
       patches [B, P, E].
-
-  Raises:
-    ConfigError: unknown layer.
   """
   out = model.apply(variables, batch["image"], method="encode")
   if layer not in out:
@@ -226,8 +213,8 @@ def enc_rep(
 
 
 def score(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   *,
   model: Any,
   pad_id: int = 0,
@@ -240,9 +227,7 @@ def score(
   computes logits for a few positions at a time, so memory does not grow with C.
 
   Args:
-    variables: as in loss_fn.
     batch: "image", and "class_tokens" int [C, L], the tokenized names.
-    model: as in loss_fn.
     pad_id: padding of the names, without likelihood.
     class_chunk: K, classes at a time.
     chunk: positions at a time, see losses.linear_xent.
@@ -274,8 +259,8 @@ def score(
 
 
 def caption(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   *,
   model: Any,
   eos_id: int | None = None,
@@ -292,9 +277,7 @@ def caption(
   """Generates a caption for each image, with a cache of keys and values.
 
   Args:
-    variables: as in loss_fn.
     batch: "image", and optionally "_mask", 0 for examples to skip.
-    model: as in loss_fn.
     eos_id: token that ends a caption; None if captions have no end.
     pad_id: padding after the end. The model always reads 0 first.
     max_len: longest caption in tokens; by default the model's.
@@ -308,9 +291,6 @@ def caption(
 
   Returns:
     int32 [B, max_len].
-
-  Raises:
-    ConfigError: unknown method, or a max_len above the model's.
   """
   if method not in _METHODS:
     hint = did_you_mean(method, _METHODS)
@@ -332,40 +312,21 @@ def caption(
 
   prompt_B1 = jnp.zeros((len(image), 1), jnp.int32)
   length_B = (metrics.example_weights(batch, image) != 0).astype(jnp.int32)
-  if method == "beam":
-    return decoding.beam_search(
-      step,
-      cache,
-      prompt_B1,
-      length_B,
-      max_new=max_len,
-      eos_id=eos_id,
-      pad_id=pad_id,
-      num_beams=num_beams,
-      length_penalty=length_penalty,
-    )[0]
-  sampled = method == "sample"
-  tokens_BL = decoding.sample(
+  # Samples depend on the images, not on their order.
+  bits = jax.lax.bitcast_convert_type(image.astype(jnp.float32), jnp.uint32)
+  return decoding.generate(
     step,
     cache,
     prompt_B1,
     length_B,
-    max_len=max_len + 1,
+    max_new=max_len,
     eos_id=eos_id,
     pad_id=pad_id,
-    rng=jax.random.key(seed) if sampled else None,
-    ids_B=_image_hashes(image) if sampled else None,
-    temperature=temperature if sampled else 0.0,
+    num_beams=num_beams if method == "beam" else None,
+    length_penalty=length_penalty,
+    temperature=temperature if method == "sample" else 0.0,
+    seed=seed,
+    ids_B=decoding.row_hashes(bits.reshape(len(image), -1), 0x85EBCA6B),
     top_k=top_k,
     top_p=top_p,
   )
-  return tokens_BL[:, 1:]
-
-
-def _image_hashes(image: jax.Array) -> jax.Array:
-  """Returns uint32 [B], hashes that make samples independent of batch order."""
-  bits = jax.lax.bitcast_convert_type(image.astype(jnp.float32), jnp.uint32)
-  bits = bits.reshape(len(image), -1)
-  place = jnp.arange(bits.shape[1], dtype=jnp.uint32) * 2 + 1
-  mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA6B) * place
-  return jnp.sum(mixed ^ (mixed >> 13), axis=1, dtype=jnp.uint32)

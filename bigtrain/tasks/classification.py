@@ -7,16 +7,16 @@ multi-hot [B, C].
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, trees
-from bigtrain.losses import cross_entropy
-from bigtrain.losses.mixup import mixup
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain import metrics
+from bigtrain.losses import cross_entropy, mixup
+from bigtrain.settings import ConfigError, check_choice
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 _LOSSES: dict[str, Callable[..., jax.Array]] = {
   "softmax_xent": cross_entropy.softmax_xent,
@@ -24,7 +24,7 @@ _LOSSES: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+def inputs(batch: Batch) -> Batch:
   """Returns the model's arguments."""
   return {"image": batch["image"]}
 
@@ -36,8 +36,8 @@ def class_counts(model: Any) -> dict[str, int]:
 
 
 def loss_fn(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   rng: jax.Array | None,
   *,
   model: Any,
@@ -46,7 +46,7 @@ def loss_fn(
   label_smoothing: float = 0.0,
   label_smoothing_over: str = "all",
   mixup_alpha: float = 0.0,
-) -> tuple[metrics.Metrics, Any]:
+) -> tuple[Metrics, Variables]:
   """Computes cross-entropy and accuracy of a batch.
 
   Args:
@@ -62,27 +62,13 @@ def loss_fn(
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
 
   Returns:
-    ({"loss": pair, "accuracy": pair}, new mutable collections).
-
-  Raises:
-    ConfigError: unknown kind, or labels of another number of classes.
+    (metrics "loss" and "accuracy", new mutable collections).
   """
-  if kind not in _LOSSES:
-    hint = did_you_mean(kind, _LOSSES)
-    raise ConfigError(f"config.loss.kind: unknown {kind!r}.{hint}")
-  image, labels = batch["image"], batch["labels"]
-  mutable = [name for name in variables if name != "params"]
-  mixup_rng, dropout_rng = jax.random.split(rng) if train else (None, None)
-  share: Any = 1.0
-  if train and trees.is_on(mixup_alpha):
-    image, share = mixup(mixup_rng, image, mixup_alpha)
-  (logits_BC, _), new_mutable = model.apply(
-    variables,
-    image,
-    train=train,
-    rngs={"dropout": dropout_rng} if train else None,
-    mutable=mutable if train else [],
+  check_choice("config.loss.kind", kind, _LOSSES)
+  (logits_BC, _), _, share, mutable = mixup.apply(
+    model, variables, batch["image"], rng, mixup_alpha, train
   )
+  labels = batch["labels"]
   classes = labels.shape[-1] if labels.ndim > 1 else logits_BC.shape[-1]
   if classes != logits_BC.shape[-1]:
     raise ConfigError(
@@ -99,38 +85,36 @@ def loss_fn(
     )
   xent = functools.partial(_LOSSES[kind], logits_BC, **smoothing)
   loss_B = xent(labels)
-  if train and trees.is_on(mixup_alpha):
+  if share is not None:
     # Cross-entropy is linear in the labels, so blending losses is the same as
     # blending labels, without turning class numbers into one-hot vectors.
     loss_B = share * loss_B + (1 - share) * xent(jnp.roll(labels, 1, axis=0))
   weight_B = metrics.example_weights(batch, logits_BC)
-  pairs = {
+  hits_B = metrics.top_k_hits(logits_BC, labels, 1)
+  return {
     "loss": metrics.pair(loss_B, weight_B),
-    "accuracy": metrics.pair(
-      metrics.top_k_hits(logits_BC, labels, 1), weight_B
-    ),
-  }
-  return pairs, new_mutable if train else {k: variables[k] for k in mutable}
+    "accuracy": metrics.pair(hits_B, weight_B),
+  }, mutable
 
 
-def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
+def predict_fns(model: Any) -> dict[str, PredictFn]:
   """Returns functions for evaluators: "logits", "pre_logits" and "loss"."""
 
-  def logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+  def logits(variables: Variables, batch: Batch) -> jax.Array:
     return model.apply(variables, **inputs(batch), train=False)[0]
 
-  def pre_logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+  def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
     return model.apply(variables, **inputs(batch), train=False)[1]["pre_logits"]
 
   def loss(
-    variables: Any,
-    batch: Mapping[str, Any],
+    variables: Variables,
+    batch: Batch,
     *,
     kind: str = "softmax_xent",
     label_smoothing: float = 0.0,
     label_smoothing_over: str = "all",
-  ) -> metrics.Metrics:
-    pairs, _ = loss_fn(
+  ) -> Metrics:
+    return loss_fn(
       variables,
       batch,
       None,
@@ -139,7 +123,6 @@ def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
       kind=kind,
       label_smoothing=label_smoothing,
       label_smoothing_over=label_smoothing_over,
-    )
-    return pairs
+    )[0]
 
   return {"logits": logits, "pre_logits": pre_logits, "loss": loss}

@@ -15,7 +15,6 @@ The model returns (image embeddings, text embeddings, dict). Its parameter "t"
 bias.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -23,12 +22,13 @@ import jax.numpy as jnp
 
 from bigtrain import metrics
 from bigtrain.losses import pairwise
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, check_choice
+from bigtrain.types import Batch, Metrics, Params, PredictFn, Variables
 
 KINDS = ("sigmoid", "softmax")
 
 
-def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+def inputs(batch: Batch) -> Batch:
   """Returns the model's arguments."""
   return {"image": batch["image"], "text": batch["labels"]}
 
@@ -40,21 +40,14 @@ def vocab_sizes(model: Any) -> dict[str, int]:
 
 
 def embed_fn(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   rng: jax.Array | None,
   *,
   model: Any,
   train: bool,
 ) -> tuple[dict[str, jax.Array], Any]:
   """Embeds a batch or a microbatch, each example independently.
-
-  Args:
-    variables: "params" and, where the model has them, mutable collections.
-    batch: see the module docstring.
-    rng: key for dropout; unused in evaluation.
-    model: flax module, see the module docstring.
-    train: whether dropout and updates of batch statistics are on.
 
   Returns:
     ({"image": [B, E], "text": [B, E]}, new mutable collections).
@@ -74,18 +67,18 @@ def embed_fn(
 
 
 def embeddings_loss_fn(
-  params: Mapping[str, Any],
-  embeddings: Mapping[str, jax.Array],
-  batch: Mapping[str, Any],
+  params: Params,
+  embeddings: dict[str, jax.Array],
+  batch: Batch,
   *,
   kind: Literal["sigmoid", "softmax"] = "sigmoid",
   chunk: int = 1024,
-) -> metrics.Metrics:
+) -> Metrics:
   """Computes the loss of the whole global batch from its embeddings.
 
   Args:
     params: the model's parameters, of which "t" and "b" are used.
-    embeddings: embeddings that embed_fn returns.
+    embeddings: the first result of embed_fn.
     batch: the global batch; "_mask" is 0 for padding.
     kind: "sigmoid" (SigLIP): for each image, the binary cross-entropy summed
       over all texts. "softmax" (CLIP): the mean of the cross-entropies of an
@@ -93,16 +86,11 @@ def embeddings_loss_fn(
     chunk: pairs of each image at a time, see losses/pairwise.py.
 
   Returns:
-    Pairs "loss"; "accuracy", the share of images that no other text of the
+    Metrics "loss"; "accuracy", the share of images that no other text of the
     batch scores higher with; "temperature" and, for the sigmoid loss, "bias",
     the logits' scale and bias.
-
-  Raises:
-    ConfigError: unknown kind, or a sigmoid loss without a bias.
   """
-  if kind not in KINDS:
-    hint = did_you_mean(kind, KINDS)
-    raise ConfigError(f"config.loss.kind: unknown {kind!r}.{hint}")
+  check_choice("config.loss.kind", kind, KINDS)
   image_BE, text_BE = embeddings["image"], embeddings["text"]
   weight_B = metrics.example_weights(batch, image_BE)
   scale = jnp.exp(params["t"][0])
@@ -120,26 +108,26 @@ def embeddings_loss_fn(
     loss_B, correct_B = pairwise.softmax(
       image_BE, text_BE, scale, weight_B=weight_B, chunk=chunk
     )
-  pairs = {
+  result = {
     "loss": metrics.pair(loss_B, weight_B),
     "accuracy": metrics.pair(correct_B, weight_B),
   }
   for name, value in scalars.items():
     value_B = jnp.broadcast_to(jax.lax.stop_gradient(value), loss_B.shape)
-    pairs[name] = metrics.pair(value_B, weight_B)
-  return pairs
+    result[name] = metrics.pair(value_B, weight_B)
+  return result
 
 
 def loss_fn(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   rng: jax.Array | None,
   *,
   model: Any,
   train: bool,
   kind: Literal["sigmoid", "softmax"] = "sigmoid",
   chunk: int = 1024,
-) -> tuple[metrics.Metrics, Any]:
+) -> tuple[Metrics, Variables]:
   """Computes loss and metrics over all pairs of a batch.
 
   Args, returns: see embed_fn and embeddings_loss_fn.
@@ -147,34 +135,34 @@ def loss_fn(
   embeddings, mutable = embed_fn(
     variables, batch, rng, model=model, train=train
   )
-  pairs = embeddings_loss_fn(
-    variables["params"], embeddings, batch, kind=kind, chunk=chunk
-  )
-  return pairs, mutable
+  params = variables["params"]
+  return embeddings_loss_fn(
+    params, embeddings, batch, kind=kind, chunk=chunk
+  ), mutable
 
 
-def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
+def predict_fns(model: Any) -> dict[str, PredictFn]:
   """Returns functions for evaluators, by name.
 
   "embed" returns {"image": [B, E], "text": [B, E]} for the features "image" and
   "labels", or for the one that the batch has. For "labels" [B, n, L], several
   texts an image, "text" is [B, n, E]. "image" and "text" return one embedding
   alone, "pre_logits" the image tower's features before its head, and "loss" the
-  pairs of loss_fn.
+  metrics of loss_fn.
   """
 
-  def apply(variables: Any, **features: Any) -> Any:
+  def apply(variables: Variables, **features: Any) -> Any:
     return model.apply(variables, **features, train=False)
 
-  def image(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+  def image(variables: Variables, batch: Batch) -> jax.Array:
     return apply(variables, image=batch["image"])[0]
 
-  def text(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+  def text(variables: Variables, batch: Batch) -> jax.Array:
     labels = batch["labels"]
     z = apply(variables, text=labels.reshape(-1, labels.shape[-1]))[1]
     return z.reshape(*labels.shape[:-1], z.shape[-1])
 
-  def embed(variables: Any, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+  def embed(variables: Variables, batch: Batch) -> dict[str, jax.Array]:
     fns = {"image": image, "text": text}
     names = {"image": "image", "text": "labels"}
     return {
@@ -183,26 +171,19 @@ def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
       if names[kind] in batch
     }
 
-  def pre_logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+  def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
     out = apply(variables, image=batch["image"])[2]
     return out["img/pre_logits"]
 
   def loss(
-    variables: Any,
-    batch: Mapping[str, Any],
+    variables: Variables,
+    batch: Batch,
     *,
     kind: Literal["sigmoid", "softmax"] = "sigmoid",
     chunk: int = 1024,
-  ) -> metrics.Metrics:
-    return loss_fn(
-      variables,
-      batch,
-      None,
-      model=model,
-      train=False,
-      kind=kind,
-      chunk=chunk,
-    )[0]
+  ) -> Metrics:
+    given: Any = dict(model=model, train=False)
+    return loss_fn(variables, batch, None, **given, kind=kind, chunk=chunk)[0]
 
   return {
     "embed": embed,

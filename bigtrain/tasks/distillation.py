@@ -11,17 +11,16 @@ A batch has "image" [B, H, W, 3] floats and perhaps "labels", int [B] or one-hot
 [B, C], which only metrics use.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from bigtrain import metrics, model_flops, trees
-from bigtrain.losses import distillation
-from bigtrain.losses.mixup import mixup
+from bigtrain import metrics, model_flops
+from bigtrain.losses import distillation, mixup
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
-def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+def inputs(batch: Batch) -> Batch:
   """Returns the arguments of both models."""
   return {"image": batch["image"]}
 
@@ -33,8 +32,8 @@ def class_counts(model: Any) -> dict[str, int]:
 
 
 def loss_fn(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   rng: jax.Array | None,
   *,
   model: Any,
@@ -44,7 +43,7 @@ def loss_fn(
   temperature: float = 1.0,
   label_smoothing: float = 0.0,
   mixup_alpha: float = 0.0,
-) -> tuple[metrics.Metrics, Any]:
+) -> tuple[Metrics, Variables]:
   """Computes the distance between student and teacher.
 
   Args:
@@ -62,22 +61,13 @@ def loss_fn(
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
 
   Returns:
-    ({"loss", "agreement": same best class, "entropy", "teacher_entropy", and
-    with labels "accuracy" and "teacher_accuracy": pairs}, the student's new
-    mutable collections).
+    (metrics "loss", "agreement": same best class, "entropy", "teacher_entropy",
+    and with labels "accuracy" and "teacher_accuracy"; the student's new mutable
+    collections).
   """
   student = {k: v for k, v in variables.items() if k != "teacher"}
-  mutable = [name for name in student if name != "params"]
-  mixup_rng, dropout_rng = jax.random.split(rng) if train else (None, None)
-  image = batch["image"]
-  if train and trees.is_on(mixup_alpha):
-    image, _ = mixup(mixup_rng, image, mixup_alpha)
-  (logits_BC, _), new_mutable = model.apply(
-    student,
-    image,
-    train=train,
-    rngs={"dropout": dropout_rng} if train else None,
-    mutable=mutable if train else [],
+  (logits_BC, _), image, _, mutable = mixup.apply(
+    model, student, batch["image"], rng, mixup_alpha, train
   )
   # Three passes of the loss count as the model FLOPs of a step, forward and
   # backward. The teacher has no backward pass.
@@ -102,59 +92,46 @@ def loss_fn(
       "teacher_accuracy": metrics.top_k_hits(teacher_BC, labels, 1),
     }
   weight_B = metrics.example_weights(batch, logits_BC)
-  pairs = {k: metrics.pair(x_B, weight_B) for k, x_B in per_example.items()}
-  return pairs, new_mutable if train else {k: variables[k] for k in mutable}
+  return {
+    name: metrics.pair(x_B, weight_B) for name, x_B in per_example.items()
+  }, mutable
 
 
-def _teacher_logits(teacher: Any, variables: Any, image: jax.Array) -> Any:
+def _teacher_logits(
+  teacher: Any, variables: Variables, image: jax.Array
+) -> jax.Array:
   logits_BC, _ = teacher.apply(variables["teacher"], image, train=False)
   return jax.lax.stop_gradient(logits_BC)
 
 
-def predict_fns(
-  model: Any, teacher: Any = None
-) -> dict[str, Callable[..., Any]]:
+def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
   """Returns functions for evaluators.
 
   They are "logits" and "pre_logits" of the student, and with a teacher
   "teacher_logits" and "loss", with the metrics of both.
 
   Args:
-    model: the student.
-    teacher: the teacher; None where only the student is loaded.
+    teacher: None where only the student is loaded.
   """
 
-  def apply(variables: Any, batch: Mapping[str, Any]) -> Any:
+  def apply(variables: Variables, batch: Batch) -> Any:
     student = {k: v for k, v in variables.items() if k != "teacher"}
     return model.apply(student, **inputs(batch), train=False)
 
-  def logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+  def logits(variables: Variables, batch: Batch) -> jax.Array:
     return apply(variables, batch)[0]
 
-  def pre_logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+  def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
     return apply(variables, batch)[1]["pre_logits"]
 
-  def teacher_logits(variables: Any, batch: Mapping[str, Any]) -> jax.Array:
+  def teacher_logits(variables: Variables, batch: Batch) -> jax.Array:
     return _teacher_logits(teacher, variables, batch["image"])
 
-  def loss(
-    variables: Any, batch: Mapping[str, Any], **options: Any
-  ) -> metrics.Metrics:
-    pairs, _ = loss_fn(
-      variables,
-      batch,
-      None,
-      model=model,
-      teacher=teacher,
-      train=False,
-      **options,
-    )
-    return pairs
+  def loss(variables: Variables, batch: Batch, **options: Any) -> Metrics:
+    given = dict(model=model, teacher=teacher, train=False)
+    return loss_fn(variables, batch, None, **given, **options)[0]
 
-  fns: dict[str, Callable[..., Any]] = {
-    "logits": logits,
-    "pre_logits": pre_logits,
-  }
+  fns: dict[str, PredictFn] = {"logits": logits, "pre_logits": pre_logits}
   if teacher is not None:
     fns |= {"teacher_logits": teacher_logits, "loss": loss}
   return fns

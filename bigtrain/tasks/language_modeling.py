@@ -13,7 +13,6 @@ A batch has
 """
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,9 +20,10 @@ import jax.numpy as jnp
 
 from bigtrain import decoding, metrics
 from bigtrain.losses import tokens as token_losses
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
-def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+def inputs(batch: Batch) -> Batch:
   """Returns the model's arguments."""
   arguments = {n: batch[n] for n in ("segments", "positions") if n in batch}
   if "loss_mask" in batch or "_mask" in batch:
@@ -38,7 +38,7 @@ def vocab_sizes(model: Any) -> dict[str, int]:
   return {"tokens": model.vocab_size, "targets": model.vocab_size}
 
 
-def token_weights(batch: Mapping[str, Any]) -> jax.Array:
+def token_weights(batch: Batch) -> jax.Array:
   """Returns float32 [B, L], 0 for padding and masked targets."""
   tokens = batch["tokens"]
   weight_B = metrics.example_weights(batch, tokens)
@@ -51,8 +51,8 @@ def token_weights(batch: Mapping[str, Any]) -> jax.Array:
 
 
 def loss_fn(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   rng: jax.Array | None,
   *,
   model: Any,
@@ -63,21 +63,18 @@ def loss_fn(
   load_balance: float = 0.01,
   router_z: float = 0.001,
   chunk: int | None = None,
-) -> tuple[metrics.Metrics, Any]:
+) -> tuple[Metrics, Variables]:
   """Computes cross-entropy and accuracy of the targets.
 
   With experts the loss has two more terms and there are metrics of the
   experts, see losses.tokens.add_experts.
 
   Args:
-    variables: dict with "params".
     batch: see the module docstring; "_mask" is 0 for padding.
     rng: key for dropout; unused in evaluation.
     model: flax module such as models/decoder.py.
-    train: whether dropout is on.
     label_smoothing: share of a target that is spread over the vocabulary.
-    label_smoothing_over: "all" of it or the "others", see
-      losses.cross_entropy.softmax_xent.
+    label_smoothing_over: "all" of it or the "others".
     z_loss: weight of the squared log of the softmax's denominator, see
       losses.cross_entropy.softmax_xent; 1e-4 is usual.
     load_balance: weight of Switch Transformers' load-balancing loss.
@@ -86,12 +83,14 @@ def loss_fn(
       losses.linear_xent.
 
   Returns:
-    ({"loss": pair in nats, "accuracy": pair}, {}); with experts also "nll", the
+    (metrics "loss" in nats and "accuracy", {}); with experts also "nll", the
     loss without their terms, and their statistics.
   """
   losses = token_losses.model_losses(
     variables,
-    *_examples(batch),
+    inputs(batch),
+    batch["targets"],
+    token_weights(batch),
     rng,
     model=model,
     train=train,
@@ -100,81 +99,64 @@ def loss_fn(
     label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
   )
-  pairs = token_losses.add_experts(
-    losses.pairs,
-    losses.expert_stats,
-    load_balance=load_balance,
-    router_z=router_z,
-  )
-  return pairs, {}
+  return losses.with_experts(load_balance, router_z), {}
 
 
-def _examples(batch: Mapping[str, Any]) -> tuple[Any, jax.Array, jax.Array]:
-  """Returns (the model's arguments, targets, weights of the targets)."""
-  return inputs(batch), batch["targets"], token_weights(batch)
-
-
-def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
+def predict_fns(model: Any) -> dict[str, PredictFn]:
   """Returns functions for evaluators: perplexity, logits, score, generate."""
   fns = (perplexity, logits, score, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
 
 
-def logits(
-  variables: Any, batch: Mapping[str, Any], *, model: Any
-) -> jax.Array:
+def logits(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
   """Returns float32 [B, L, V], the logits of each position's target."""
   return model.apply(variables, **inputs(batch), train=False)[0]
 
 
 def perplexity(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   *,
   model: Any,
   chunk: int | None = None,
-) -> metrics.Metrics:
-  """Computes the pairs of the targets.
-
-  Args:
-    variables: as in loss_fn.
-    batch: as in loss_fn.
-    model: as in loss_fn.
-    chunk: as in loss_fn.
+) -> Metrics:
+  """Computes metrics of the targets.
 
   Returns:
-    {"loss": (nats, tokens), "accuracy": pair}, and for a batch with "num_bytes"
-    also {"bytes": (sum, 1)}.
+    "loss" in nats, "accuracy", and for a batch with "num_bytes" also "bytes".
   """
-  losses = token_losses.model_losses(
-    variables, *_examples(batch), model=model, chunk=chunk
+  losses = _losses(variables, batch, model, chunk)
+  return token_losses.add_bytes(losses.metrics, batch)
+
+
+def _losses(
+  variables: Variables, batch: Batch, model: Any, chunk: int | None
+) -> token_losses.ModelLosses:
+  return token_losses.model_losses(
+    variables,
+    inputs(batch),
+    batch["targets"],
+    token_weights(batch),
+    model=model,
+    chunk=chunk,
   )
-  return token_losses.add_bytes(losses.pairs, batch)
 
 
 def score(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   *,
   model: Any,
   chunk: int | None = None,
 ) -> dict[str, jax.Array]:
   """Scores the targets that "loss_mask" selects, such as an answer.
 
-  Args:
-    variables: as in loss_fn.
-    batch: as in loss_fn.
-    model: as in loss_fn.
-    chunk: as in loss_fn.
-
   Returns:
     {"log_likelihood": float32 [B] in nats, summed over the selected targets,
     "tokens": float32 [B], their number, "greedy": bool [B], whether greedy
     decoding predicts all of them}.
   """
-  losses = token_losses.model_losses(
-    variables, *_examples(batch), model=model, chunk=chunk
-  )
+  losses = _losses(variables, batch, model, chunk)
   selected_BL = token_weights(batch) != 0
   loss_BL = jnp.where(selected_BL, losses.loss_BL, 0.0)
   return {
@@ -185,8 +167,8 @@ def score(
 
 
 def generate(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   *,
   model: Any,
   max_new: int = 64,
@@ -202,10 +184,8 @@ def generate(
   """Continues prompts, with a cache of keys and values.
 
   Args:
-    variables: as in loss_fn.
     batch: "tokens" [B, L], prompts padded at the end with `pad_id`, and
       optionally "_mask", 0 for examples to skip.
-    model: as in loss_fn.
     max_new: largest number of new tokens.
     eos_id: token that ends a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
@@ -218,10 +198,6 @@ def generate(
 
   Returns:
     int32 [B, max_new].
-
-  Raises:
-    ConfigError: options that exclude each other, or texts that are too long for
-      the model.
   """
   decoding.check_beams(num_beams, temperature, "generate")
   prompt_BL = batch["tokens"]
@@ -236,43 +212,30 @@ def generate(
     variables, prompt_BL, cache=model.init_cache(B, L + max_new), head=False
   )
   step = functools.partial(step_fn, variables, model)
-  if num_beams > 1:
-    return decoding.beam_search(
-      step,
-      out["cache"],
-      prompt_BL,
-      length_B,
-      max_new=max_new,
-      eos_id=eos_id,
-      pad_id=pad_id,
-      num_beams=num_beams,
-      length_penalty=length_penalty,
-      start=shortest - 1,
-    )[0]
-  tokens_BL = decoding.sample(
+  # Samples depend on the prompts, not on their order or padding.
+  words_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
+  hashed_BL = jnp.where(real_BL & (prompt_BL != 0), words_BL, 0)
+  return decoding.generate(
     step,
     out["cache"],
     prompt_BL,
     length_B,
-    max_len=L + max_new,
+    max_new=max_new,
     eos_id=eos_id,
     pad_id=pad_id,
-    rng=jax.random.key(seed) if temperature else None,
-    ids_B=_prompt_hashes(jnp.where(real_BL, prompt_BL, 0)),
+    num_beams=num_beams if num_beams > 1 else None,
+    length_penalty=length_penalty,
     temperature=temperature,
+    seed=seed,
+    ids_B=decoding.row_hashes(hashed_BL),
     top_k=top_k,
     top_p=top_p,
     start=shortest - 1,
   )
-  # The max_new tokens after each example's own prompt.
-  take = jax.vmap(
-    lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, max_new)
-  )
-  return take(tokens_BL, length_B)
 
 
 def step_fn(
-  variables: Any,
+  variables: Variables,
   model: Any,
   cache: Any,
   token_B: jax.Array,
@@ -283,14 +246,3 @@ def step_fn(
     variables, token_B[:, None], cache=cache, start=position
   )
   return logits_B1V[:, 0], out["cache"]
-
-
-def _prompt_hashes(prompt_BL: jax.Array) -> jax.Array:
-  """Returns uint32 [B], hashes that make samples independent of batch order."""
-  place_L = jnp.arange(prompt_BL.shape[1], dtype=jnp.uint32) * 2 + 1
-  mixed_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
-  mixed_BL = (mixed_BL ^ (mixed_BL >> 15)) * place_L
-  real_BL = prompt_BL != 0
-  return jnp.sum(
-    jnp.where(real_BL, mixed_BL ^ (mixed_BL >> 13), 0), axis=1, dtype=jnp.uint32
-  )

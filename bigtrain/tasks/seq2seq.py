@@ -14,7 +14,6 @@ models/t5.py depend on distances, which packing does not change.
 """
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,9 +22,10 @@ import jax.numpy as jnp
 from bigtrain import decoding, metrics
 from bigtrain.losses import tokens as token_losses
 from bigtrain.settings import ConfigError
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
-def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+def inputs(batch: Batch) -> Batch:
   """Returns the model's arguments."""
   segments = ("inputs_segments", "targets_segments")
   arguments = {name: batch[name] for name in segments if name in batch}
@@ -45,7 +45,7 @@ def vocab_sizes(model: Any) -> dict[str, int]:
   return {"inputs": model.vocab_size, "targets": model.vocab_size}
 
 
-def token_weights(batch: Mapping[str, Any]) -> jax.Array:
+def token_weights(batch: Batch) -> jax.Array:
   """Returns float32 [B, L], 0 for padding and 1 for targets."""
   real_BL = batch.get("targets_segments", batch["targets"]) != 0
   weight_B = metrics.example_weights(batch, real_BL)
@@ -53,8 +53,8 @@ def token_weights(batch: Mapping[str, Any]) -> jax.Array:
 
 
 def loss_fn(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   rng: jax.Array | None,
   *,
   model: Any,
@@ -65,21 +65,18 @@ def loss_fn(
   load_balance: float = 0.01,
   router_z: float = 0.001,
   chunk: int | None = None,
-) -> tuple[metrics.Metrics, Any]:
+) -> tuple[Metrics, Variables]:
   """Computes cross-entropy and accuracy of the targets, by token.
 
   With experts the loss has two more terms and there are metrics of the
   experts, see losses.tokens.add_experts.
 
   Args:
-    variables: dict with "params".
     batch: see the module docstring; "_mask" is 0 for padding.
     rng: key for dropout; unused in evaluation.
     model: flax module such as models/t5.py.
-    train: whether dropout is on.
     label_smoothing: share of a target that is spread over the vocabulary.
-    label_smoothing_over: "all" of it or the "others", see
-      losses.cross_entropy.softmax_xent.
+    label_smoothing_over: "all" of it or the "others".
     z_loss: weight of the squared log of the softmax's denominator, see
       losses.cross_entropy.softmax_xent; T5 has 1e-4.
     load_balance: weight of Switch Transformers' load-balancing loss.
@@ -88,12 +85,14 @@ def loss_fn(
       losses.linear_xent.
 
   Returns:
-    ({"loss": pair in nats, "accuracy": pair}, {}); with experts also "nll", the
+    (metrics "loss" in nats and "accuracy", {}); with experts also "nll", the
     loss without their terms, and their statistics.
   """
   losses = token_losses.model_losses(
     variables,
-    *_examples(batch),
+    inputs(batch),
+    batch["targets"],
+    token_weights(batch),
     rng,
     model=model,
     train=train,
@@ -102,61 +101,52 @@ def loss_fn(
     label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
   )
-  pairs = token_losses.add_experts(
-    losses.pairs,
-    losses.expert_stats,
-    load_balance=load_balance,
-    router_z=router_z,
-  )
-  return pairs, {}
+  return losses.with_experts(load_balance, router_z), {}
 
 
-def _examples(batch: Mapping[str, Any]) -> tuple[Any, jax.Array, jax.Array]:
-  """Returns (the model's arguments, targets, weights of the targets)."""
-  return inputs(batch), batch["targets"], token_weights(batch)
-
-
-def predict_fns(model: Any) -> dict[str, Callable[..., Any]]:
+def predict_fns(model: Any) -> dict[str, PredictFn]:
   """Returns functions for evaluators: perplexity, logits and generate."""
   fns = (perplexity, logits, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
 
 
-def logits(
-  variables: Any, batch: Mapping[str, Any], *, model: Any
-) -> jax.Array:
+def logits(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
   """Returns float32 [B, L, V], logits of each target given those before it."""
   return model.apply(variables, **inputs(batch), train=False)[0]
 
 
 def perplexity(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   *,
   model: Any,
   chunk: int | None = None,
-) -> metrics.Metrics:
-  """Computes the pairs of the targets, each given the ones before it.
-
-  Args:
-    variables: as in loss_fn.
-    batch: as in loss_fn.
-    model: as in loss_fn.
-    chunk: as in loss_fn.
+) -> Metrics:
+  """Computes metrics of the targets, each given the ones before it.
 
   Returns:
-    {"loss": (nats, tokens), "accuracy": pair}, and for a batch with "num_bytes"
-    also {"bytes": (sum, 1)}.
+    "loss" in nats, "accuracy", and for a batch with "num_bytes" also "bytes".
   """
-  losses = token_losses.model_losses(
-    variables, *_examples(batch), model=model, chunk=chunk
+  losses = _losses(variables, batch, model, chunk)
+  return token_losses.add_bytes(losses.metrics, batch)
+
+
+def _losses(
+  variables: Variables, batch: Batch, model: Any, chunk: int | None
+) -> token_losses.ModelLosses:
+  return token_losses.model_losses(
+    variables,
+    inputs(batch),
+    batch["targets"],
+    token_weights(batch),
+    model=model,
+    chunk=chunk,
   )
-  return token_losses.add_bytes(losses.pairs, batch)
 
 
 def generate(
-  variables: Any,
-  batch: Mapping[str, Any],
+  variables: Variables,
+  batch: Batch,
   *,
   model: Any,
   max_len: int = 64,
@@ -171,7 +161,6 @@ def generate(
   """Generates targets for the inputs, with a cache of keys and values.
 
   Args:
-    variables: as in loss_fn.
     batch: "inputs" [B, S], not packed, and optionally "_mask", 0 for examples
       to skip.
     model: flax module with the methods `begin` and `step` of models/t5.py.
@@ -186,9 +175,6 @@ def generate(
 
   Returns:
     int32 [B, max_len], padded with 0.
-
-  Raises:
-    ConfigError: packed inputs, or options that exclude each other.
   """
   inputs_BS = batch["inputs"]
   if "inputs_segments" in batch:
@@ -205,36 +191,21 @@ def generate(
 
   prompt_B1 = jnp.zeros((len(inputs_BS), 1), jnp.int32)
   length_B = (metrics.example_weights(batch, inputs_BS) != 0).astype(jnp.int32)
-  if num_beams > 1:
-    return decoding.beam_search(
-      step,
-      cache,
-      prompt_B1,
-      length_B,
-      max_new=max_len,
-      eos_id=eos_id,
-      num_beams=num_beams,
-      length_penalty=length_penalty,
-    )[0]
-  tokens_BL = decoding.sample(
+  return decoding.generate(
     step,
     cache,
     prompt_B1,
     length_B,
-    max_len=max_len + 1,
+    max_new=max_len,
     eos_id=eos_id,
-    rng=jax.random.key(seed) if temperature else None,
-    ids_B=_input_hashes(inputs_BS),
+    num_beams=num_beams if num_beams > 1 else None,
+    length_penalty=length_penalty,
     temperature=temperature,
+    seed=seed,
+    # Samples depend on the inputs, not on their order or padding.
+    ids_B=decoding.row_hashes(
+      inputs_BS.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
+    ),
     top_k=top_k,
     top_p=top_p,
   )
-  return tokens_BL[:, 1:]
-
-
-def _input_hashes(inputs_BS: jax.Array) -> jax.Array:
-  """Returns uint32 [B], hashes that batch order and padding do not change."""
-  place_S = jnp.arange(inputs_BS.shape[1], dtype=jnp.uint32) * 2 + 1
-  mixed_BS = inputs_BS.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
-  mixed_BS = (mixed_BS ^ (mixed_BS >> 15)) * place_S
-  return jnp.sum(mixed_BS ^ (mixed_BS >> 13), axis=1, dtype=jnp.uint32)

@@ -34,7 +34,7 @@ def _sent(**options):
     losses = tokens_lib.model_losses(
       {"params": params}, {"tokens": tokens}, targets, weight, model=model
     )
-    return losses.pairs["loss"][0]
+    return losses.metrics["loss"][0]
 
   places = jax.tree.map(lambda x: x.sharding, spec)
   with jax.set_mesh(mesh):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bigtrain import metrics, parts
+from bigtrain.losses import mixup
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import classification as task
 
@@ -155,7 +156,7 @@ def test_dropout_depends_on_the_key_in_training_only():
 
 
 def test_mixup_blends_with_the_previous_image():
-  mixed, weight = task.mixup(jax.random.key(0), jnp.asarray(IMAGE), 0.2)
+  mixed, weight = mixup.mixup(jax.random.key(0), jnp.asarray(IMAGE), 0.2)
   weight = float(weight)
   assert 0.5 <= weight < 1
   neighbours = IMAGE[[-1, 0, 1, 2, 3, 4]]
@@ -163,13 +164,13 @@ def test_mixup_blends_with_the_previous_image():
     mixed, weight * IMAGE + (1 - weight) * neighbours, rtol=1e-5, atol=1e-6
   )
   assert mixed.dtype == jnp.float32
-  half, _ = task.mixup(jax.random.key(0), jnp.asarray(IMAGE, "bfloat16"), 0.2)
+  half, _ = mixup.mixup(jax.random.key(0), jnp.asarray(IMAGE, "bfloat16"), 0.2)
   assert half.dtype == jnp.bfloat16
 
 
 def test_mixup_weight_distribution():
   keys = jax.random.split(jax.random.key(0), 2000)
-  draw = jax.jit(jax.vmap(lambda k: task.mixup(k, jnp.ones((1, 1)), 0.4)[1]))
+  draw = jax.jit(jax.vmap(lambda k: mixup.mixup(k, jnp.ones((1, 1)), 0.4)[1]))
   weights = np.asarray(draw(keys))
   # max(w, 1 - w) of w ~ Beta(0.4, 0.4), by quadrature in w = sin(t)^2.
   t = np.linspace(1e-4, np.pi / 2 - 1e-4, 20001)
@@ -183,7 +184,7 @@ def test_mixup_loss_equals_the_loss_of_blended_labels():
   model, variables = make()
   # loss_fn draws the blend from the first of the two keys.
   mixup_rng, _ = jax.random.split(jax.random.key(3))
-  mixed, weight = task.mixup(mixup_rng, jnp.asarray(IMAGE), 0.5)
+  mixed, weight = mixup.mixup(mixup_rng, jnp.asarray(IMAGE), 0.5)
   weight = float(weight)
   blended = weight * ONE_HOT + (1 - weight) * np.roll(ONE_HOT, 1, axis=0)
   loss = softmax_loss(logits_of(variables, np.asarray(mixed)), blended).sum()
