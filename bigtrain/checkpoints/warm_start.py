@@ -44,7 +44,7 @@ from bigtrain.checkpoints import folders, restore
 from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
 from bigtrain.files import paths
-from bigtrain.models.published.arrays import Remark, describe
+from bigtrain.models.published.conversions import Remark, describe
 from bigtrain.optim import patterns
 from bigtrain.settings import ConfigError, check_kwargs, did_you_mean
 

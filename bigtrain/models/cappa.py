@@ -28,7 +28,7 @@ from bigtrain.models.layers import (
   options,
   positions,
 )
-from bigtrain.models.published import arrays, blocks
+from bigtrain.models.published import blocks, conversions
 
 
 class States(NamedTuple):
@@ -332,13 +332,13 @@ def from_published(
   Args:
     flat: parameters by "/"-joined name.
     like: the model's parameters by name.
-    posemb_align: see arrays.resample_posemb.
+    posemb_align: see conversions.resample_posemb.
 
   Returns:
     Parameters by name. Parameters without a match in `like` keep their name and
     shape, so that the caller can list them.
   """
-  flat = arrays.normalise(flat)
+  flat = conversions.normalise(flat)
 
   def part(names: Mapping[str, Any]) -> dict[str, Any]:
     prefix = "encoder/"

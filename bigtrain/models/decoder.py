@@ -37,8 +37,8 @@ from bigtrain.models.layers import (
   stack,
 )
 from bigtrain.models.layers import positions as positions_lib
-from bigtrain.models.published import blocks, decoder_config
-from bigtrain.models.published import decoder as decoder_published
+from bigtrain.models.published import blocks, decoder_families, families
+from bigtrain.models.published.tables import Shapes, Tensor
 
 _GPT2: dict[str, Any] = dict(
   posemb="learn",
@@ -407,6 +407,19 @@ def _check(model: Model) -> None:
     )
 
 
+_DIMS = {
+  "token_embedding": "V -> D",
+  "pos_embedding": "positions -> D",
+  **layer_dims.head("head"),
+  **layer_dims.LAYERS,
+}
+
+
+def param_dims(model: Model) -> dims.Table:
+  """Returns the dimensions of the parameters, see dims.py."""
+  return layer_dims.with_experts(_DIMS, model.moe)
+
+
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
@@ -422,24 +435,19 @@ def from_published(
     Parameters without a match in `like` keep their name and shape, so that the
     caller can list them.
   """
-  converted = decoder_published.load(flat, like)
+  converted = decoder_families.load(flat, like, _DIMS)
   if converted is not None:
     return converted
   return blocks.restack_blocks(flat, like, block="blocks")
 
 
-to_published = decoder_published.export
-published_fields = decoder_config.fields
+def to_published(
+  model: Model, shapes: Shapes, layout: str
+) -> tuple[dict[str, Any], list[Tensor]]:
+  """Returns (contents of config.json, arrays) of a published layout."""
+  return decoder_families.export(model, shapes, layout, _DIMS)
 
 
-_DIMS = {
-  "token_embedding": "V -> D",
-  "pos_embedding": "positions -> D",
-  **layer_dims.head("head"),
-  **layer_dims.LAYERS,
-}
-
-
-def param_dims(model: Model) -> dims.Table:
-  """Returns the dimensions of the parameters, see dims.py."""
-  return layer_dims.with_experts(_DIMS, model.moe)
+def published_fields(path: str) -> families.Fields | None:
+  """Returns the fields that a published folder determines."""
+  return families.fields(path, decoder_families.FAMILIES)

@@ -34,8 +34,8 @@ from bigtrain.models.layers import (
   remat,
   t5_stack,
 )
-from bigtrain.models.published import arrays, blocks, t5_config
-from bigtrain.models.published import t5 as t5_published
+from bigtrain.models.published import blocks, conversions, families, t5_families
+from bigtrain.models.published.tables import Shapes, Tensor
 
 _V1_0: dict[str, Any] = dict(mlp="relu", tied_head=True)
 _V1_1: dict[str, Any] = dict(mlp="geglu", tied_head=False)
@@ -387,8 +387,21 @@ def _check(model: Model) -> None:
   options.check_rates(model, "dropout")
 
 
+_DIMS = {
+  "token_embedding": "V -> D",
+  "(encoder|decoder)/relative_bias/embedding": "buckets -> heads",
+  **layer_dims.head("head"),
+  **layer_dims.LAYERS,
+}
+
+
+def param_dims(model: Model) -> dims.Table:
+  """Returns the dimensions of the parameters, see dims.py."""
+  return layer_dims.with_experts(_DIMS, model.moe)
+
+
 def from_published(
-  flat: Mapping[str, np.ndarray], like: Mapping[str, Any]
+  flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
   """Converts the parameters of a published model, or of another `scan`.
 
@@ -402,25 +415,20 @@ def from_published(
     Parameters without a match in `like` keep their name and shape, so that the
     caller can list them.
   """
-  flat = arrays.normalise(flat)
-  converted = t5_published.load(flat, like)
+  flat = conversions.normalise(flat)
+  converted = t5_families.load(flat, like, _DIMS)
   if converted is not None:
     return converted
   return blocks.restack_blocks(flat, like, block="blocks")
 
 
-to_published = t5_published.export
-published_fields = t5_config.fields
+def to_published(
+  model: Model, shapes: Shapes, layout: str
+) -> tuple[dict[str, Any], list[Tensor]]:
+  """Returns (contents of config.json, arrays) of a published layout."""
+  return t5_families.export(model, shapes, layout, _DIMS)
 
 
-_DIMS = {
-  "token_embedding": "V -> D",
-  "(encoder|decoder)/relative_bias/embedding": "buckets -> heads",
-  **layer_dims.head("head"),
-  **layer_dims.LAYERS,
-}
-
-
-def param_dims(model: Model) -> dims.Table:
-  """Returns the dimensions of the parameters, see dims.py."""
-  return layer_dims.with_experts(_DIMS, model.moe)
+def published_fields(path: str) -> families.Fields | None:
+  """Returns the fields that a published folder determines."""
+  return families.fields(path, t5_families.FAMILIES)

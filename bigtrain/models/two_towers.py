@@ -20,33 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import dims, parts, settings
-from bigtrain.models.published import arrays
+from bigtrain.models.published import conversions
 
 # Added to norms, so that an embedding of zeros stays zero and has a gradient.
 _EPSILON = 1e-8
 
 _KEYS = {"img": "config.model.image", "txt": "config.model.text"}
-
-
-def runtime_options(options: Mapping[str, Any]) -> tuple[str, ...]:
-  """Returns the towers' fields that are no constants of the update.
-
-  Args:
-    options: arguments of Model.
-  """
-  return tuple(
-    f"{tower}.{name}"
-    for tower in ("image", "text")
-    for name in getattr(
-      parts.find_module(
-        "models",
-        options.get(f"{tower}_model", getattr(Model, f"{tower}_model")),
-        f"config.model.{tower}_model",
-      ),
-      "runtime_options",
-      (),
-    )
-  )
 
 
 class Model(nn.Module):
@@ -183,7 +162,7 @@ def from_published(
   Args:
     flat: parameters by "/"-joined name.
     like: the model's parameters by name.
-    posemb_align: see arrays.resample_posemb.
+    posemb_align: see conversions.resample_posemb.
 
   Returns:
     Parameters by name. Parameters without a match in `like` keep their name and
@@ -192,7 +171,7 @@ def from_published(
   result: dict[str, np.ndarray] = {}
   modules = {"img/": "vit", "txt/": "text_transformer"}
   towers: dict[str, dict[str, np.ndarray]] = {prefix: {} for prefix in modules}
-  for name, value in arrays.normalise(flat).items():
+  for name, value in conversions.normalise(flat).items():
     prefix = name[:4]
     if prefix in towers:
       towers[prefix][name.removeprefix(prefix)] = value

@@ -29,7 +29,7 @@ from bigtrain.models.layers import (
   positions,
   remat,
 )
-from bigtrain.models.published import arrays, blocks
+from bigtrain.models.published import blocks, conversions
 
 
 class Size(NamedTuple):
@@ -308,13 +308,13 @@ def from_published(
   Args:
     flat: parameters by "/"-joined name.
     like: the model's parameters by name.
-    posemb_align: see arrays.resample_posemb.
+    posemb_align: see conversions.resample_posemb.
 
   Returns:
     Parameters by name. Parameters without a match in `like` keep their name and
     shape, so that the caller can list them.
   """
-  flat = arrays.normalise(flat)
+  flat = conversions.normalise(flat)
   flat = _rename(flat)
 
   if "pos_embedding" in flat and "pos_embedding" in like:
@@ -329,7 +329,7 @@ def from_published(
       del result[name]
     if names:
       reason = "kernel and bias: the model's head reads the encoder's output"
-      result["pre_logits"] = arrays.Remark("dropped", reason)
+      result["pre_logits"] = conversions.Remark("dropped", reason)
   return result
 
 
@@ -343,13 +343,13 @@ def _fit_posemb(
   # Older files have a position embedding of the class token too; the model
   # only has their sum.
   P = posemb_1PD.shape[1]
-  square = arrays.square_grid
+  square = conversions.square_grid
   if "cls" in flat and not square(P) and square(P - 1):
     flat["cls"] = flat["cls"] + posemb_1PD[:, :1]
     posemb_1PD = posemb_1PD[:, 1:]
   old, new = square(posemb_1PD.shape[1]), square(shape[1])
   if old and new:
-    posemb_1PD = arrays.resample_posemb(posemb_1PD, old, new, align)
+    posemb_1PD = conversions.resample_posemb(posemb_1PD, old, new, align)
   flat["pos_embedding"] = posemb_1PD
 
 

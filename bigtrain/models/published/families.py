@@ -1,19 +1,41 @@
-"""config.json of a published folder: the fields of a model that it determines.
+"""Published architectures: the fields of a model that a config.json determines.
 
 Hugging Face's transformers writes this file beside the weights. The arrays do
 not show the number of heads, the base of rotary embeddings, windows, epsilons
-or activations: these are known from this file only. decoder_config.py and
-t5_config.py map its keys to fields of the models of the same name.
+or activations: these are known from this file only. A `Family` is a table of an
+architecture; decoder_families.py and t5_families.py have those of the models of
+the same name.
 """
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from bigtrain import settings
 
 FILE = "config.json"
+
+
+class Family(NamedTuple):
+  """A kind of published model, a `model_type` of config.json.
+
+  Attributes:
+    defaults: {key: value of an absent key}, as in transformers' configuration
+      classes.
+    keys: {our field: key}; None in the file means that the field is derived.
+    constants: {our field: value of all these models}.
+    requires: {key: values that the model computes, if the key is there}.
+    in_shapes: fields whose values show in the arrays' shapes or names.
+    others: the fields that take more than a key.
+  """
+
+  defaults: Mapping[str, Any]
+  keys: Mapping[str, str]
+  constants: Mapping[str, Any]
+  requires: Mapping[str, tuple[Any, ...]]
+  in_shapes: Collection[str]
+  others: "Callable[[ConfigJson, dict[str, Field]], dict[str, Field]]"
 
 
 class Field(NamedTuple):
@@ -79,21 +101,19 @@ def file_beside(path: str) -> str:
   return os.path.join(folder, FILE)
 
 
-def read(
-  path: str, defaults: Mapping[str, Mapping[str, Any]]
-) -> ConfigJson | None:
-  """Reads the config.json of published weights.
+def fields(path: str, families: Mapping[str, Family]) -> "Fields | None":
+  """Returns the fields of a model that a config.json determines.
 
   Args:
-    defaults: {kind of model: {key: value of an absent key}}, for the kinds that
-      config.model_name computes.
+    families: those that config.model_name computes, by `model_type`.
 
   Returns:
     None without such a file, or if it does not describe a published model, as
     the config.json of a workdir.
 
   Raises:
-    ConfigError: the file cannot be read, or its kind is not in `defaults`.
+    ConfigError: the file cannot be read, or the model does not compute its
+      architecture.
   """
   file = file_beside(path)
   if not os.path.isfile(file):
@@ -103,18 +123,42 @@ def read(
       values = json.load(f)
   except (OSError, ValueError) as e:
     raise settings.ConfigError(f"{file}: cannot be read: {e}") from e
-  if not isinstance(values, dict):
-    return None
-  kind = values.get("model_type")
+  kind = values.get("model_type") if isinstance(values, dict) else None
   if not isinstance(kind, str):
     return None
-  if kind not in defaults:
+  if kind not in families:
     names = values.get("architectures") or []
     raise settings.ConfigError(
       f"{file}: config.model_name does not compute the architecture {kind!r} "
-      f"{tuple(names)}; it computes {', '.join(defaults)}."
+      f"{tuple(names)}; it computes {', '.join(families)}."
     )
-  return ConfigJson(file, {**defaults[kind], **values})
+  family = families[kind]
+  config = ConfigJson(file, {**family.defaults, **values})
+  for key, expected in family.requires.items():
+    config.require(key, *expected)
+  source = f"model_type={kind!r}"
+  result = {name: Field(x, source) for name, x in family.constants.items()}
+  for name, key in family.keys.items():
+    result[name] = Field(config[key], key, name in family.in_shapes)
+  return Fields(config, result | family.others(config, result))
+
+
+def check_layout(
+  layout: str, model: Any, needs: Mapping[str, Mapping[str, Any]]
+) -> None:
+  """Raises ConfigError unless a layout can represent a model.
+
+  Args:
+    needs: {layout: {field of the model: value}}.
+  """
+  for field, value in needs[
+    settings.check_choice("--layout", layout, needs)
+  ].items():
+    if getattr(model, field) != value:
+      raise settings.ConfigError(
+        f"--layout={layout}: expected a model with {field}={value!r}, got "
+        f"{getattr(model, field)!r}."
+      )
 
 
 class Fields(dict[str, Field]):

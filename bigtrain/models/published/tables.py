@@ -6,7 +6,8 @@ Loading copies nothing: the results are views of the file, or stacks of views
 that are joined when a device reads its share.
 
 A table has the parameters of all blocks once, as ".../blocks/<name>", whether
-the model stacks them or not: see blocks.py.
+the model stacks them or not: see blocks.py. The model's `param_dims` tells how
+many dimensions of a parameter are inputs.
 """
 
 import functools
@@ -18,14 +19,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings
-from bigtrain.models.published import arrays, blocks
-from bigtrain.models.published.arrays import Remark
+from bigtrain import dims, settings
+from bigtrain.models.published import blocks, conversions
+from bigtrain.models.published.conversions import Remark
 
-# The way out for a file with a head of its own.
-UNTIE = "config.model.tied_head=False loads it"
 # Rows that are compared at a time.
 _ROWS = 4096
+# A published head. Without tied embeddings, transformers reads it.
+_HEAD = "lm_head.weight"
 
 
 class Entry(NamedTuple):
@@ -34,25 +35,68 @@ class Entry(NamedTuple):
   Attributes:
     published: name of the array; {i} is the layer, {e} the expert.
     ours: names of our parameters, joined along their output axes.
-    inputs: number of leading input axes of our parameters; 0 for vectors.
     transposed: whether the published matrix is (outputs, inputs).
   """
 
   published: str
   ours: tuple[str, ...]
-  inputs: int = 0
   transposed: bool = False
 
 
 Table = Sequence[Entry]
+Shapes = Mapping[str, Sequence[int]]
 
 
-def linear(published: str, *ours: str, inputs: int = 1) -> Entry:
+def plain(published: str, *ours: str) -> Entry:
+  """Returns the entry of a vector, or of a matrix (inputs, outputs)."""
+  return Entry(published, ours)
+
+
+def linear(published: str, *ours: str) -> Entry:
   """Returns the entry of a torch.nn.Linear's weight."""
-  return Entry(f"{published}.weight", ours, inputs, transposed=True)
+  return Entry(f"{published}.weight", ours, transposed=True)
 
 
-def find(tables: Mapping[str, Table], names: Iterable[str]) -> str | None:
+def load_layout(
+  layouts: Mapping[str, Table],
+  flat: Mapping[str, Any],
+  like: Mapping[str, Any],
+  param_dims: dims.Table,
+  *,
+  ignored: Mapping[str, str],
+  copies: Sequence[str] = (),
+) -> dict[str, Any] | None:
+  """Converts the arrays of a file to our names and shapes.
+
+  Args:
+    layouts: tables by layout; the one that knows most names is taken.
+    ignored: {regular expression of names: reason}.
+    copies: names of arrays that may be copies of the embedding.
+
+  Returns:
+    See `load`; None for a file in another layout.
+  """
+  layout = _find(layouts, flat)
+  if layout is None:
+    return None
+  table = layouts[layout]
+  remarks = {
+    name: Remark("ignored", reason)
+    for pattern, reason in ignored.items()
+    for name in flat
+    if re.fullmatch(pattern, name)
+  }
+  (embedding,) = [e.published for e in table if e.ours == ("token_embedding",)]
+  reason = "the model has one embedding"
+  remarks |= _compare(flat, copies, embedding, reason)
+  if "head/kernel" not in like:
+    advice = "config.model.tied_head=False loads it"
+    remarks |= _compare(flat, [_HEAD], embedding, advice)
+  arrays = {name: x for name, x in flat.items() if name not in remarks}
+  return load(table, arrays, like, param_dims) | remarks
+
+
+def _find(tables: Mapping[str, Table], names: Iterable[str]) -> str | None:
   """Returns the layout that knows most of these names; None if none does."""
   names = list(names)
   counts = {}
@@ -65,27 +109,17 @@ def find(tables: Mapping[str, Table], names: Iterable[str]) -> str | None:
   return best if counts[best] else None
 
 
-def published_name(table: Table, ours: str) -> str:
-  """Returns the published name of a parameter outside of blocks."""
-  (name,) = [entry.published for entry in table if entry.ours == (ours,)]
-  return name
-
-
-def copies(
+def _compare(
   flat: Mapping[str, Any], names: Sequence[str], original: str, advice: str
 ) -> dict[str, Remark]:
-  """Compares arrays that may be copies of another.
-
-  Returns:
-    {name: remark}: merged if all values are equal, else unused.
-  """
+  """Returns {name: remark}: merged if an array equals another, else unused."""
   remarks = {}
   for name in names:
     if name not in flat or original not in flat:
       continue
     remark = Remark("merged", f"equals {original}")
     if not _equal(flat[name], flat[original]):
-      array = arrays.describe(flat[name])
+      array = conversions.describe(flat[name])
       text = f"{array}, which differs from {original}; {advice}"
       remark = Remark("unused", text)
     remarks[name] = remark
@@ -127,7 +161,7 @@ class _Place(NamedTuple):
   stacked: bool
 
 
-def _places(shapes: Mapping[str, Sequence[int]]) -> dict[str, _Place]:
+def _places(shapes: Shapes) -> dict[str, _Place]:
   """Returns the places of our parameters, by name."""
   periods = blocks.periods(shapes, "blocks")
   places = {}
@@ -147,7 +181,10 @@ def _places(shapes: Mapping[str, Sequence[int]]) -> dict[str, _Place]:
 
 
 def load(
-  table: Table, flat: Mapping[str, Any], like: Mapping[str, Any]
+  table: Table,
+  flat: Mapping[str, Any],
+  like: Mapping[str, Any],
+  param_dims: dims.Table,
 ) -> dict[str, Any]:
   """Converts published arrays to our names and shapes.
 
@@ -166,7 +203,8 @@ def load(
     entry = entries.get(place.name)
     if entry is None:
       continue
-    get = functools.partial(_get, flat, used, entry, place.name)
+    inputs = _num_inputs(param_dims, place.name)
+    get = functools.partial(_get, flat, used, entry, place.name, inputs)
     shape = tuple(like[name].shape)
     if place.stacked:
       value = _stack([get({"i": i}, shape[1:]) for i in place.layers])
@@ -176,11 +214,18 @@ def load(
   return result | {n: x for n, x in flat.items() if n not in used}
 
 
+def _num_inputs(param_dims: dims.Table, name: str) -> int:
+  found = dims.find(param_dims, name)
+  assert found is not None, name
+  return len(found.inputs)
+
+
 def _get(
   flat: Mapping[str, Any],
   used: set[str],
   entry: Entry,
   ours: str,
+  num_inputs: int,
   indices: Mapping[str, int | None],
   shape: tuple[int, ...],
 ) -> Any:
@@ -190,22 +235,19 @@ def _get(
     indices: "i", the layer, and "e", the expert, if known.
     shape: shape of the parameter in a layer (and expert).
   """
+  get = functools.partial(_get, flat, used, entry, ours, num_inputs)
   if "{e}" in entry.published and "e" not in indices:
-    return _stack(
-      [
-        _get(flat, used, entry, ours, {**indices, "e": e}, shape[1:])
-        for e in range(shape[0])
-      ]
-    )
+    experts = range(shape[0])
+    return _stack([get({**indices, "e": e}, shape[1:]) for e in experts])
   name = entry.published.format(**indices)
   if name not in flat:
     return Remark("missing", f"the file has no {name}")
   used.add(name)
-  text = f"the file has {arrays.describe(flat[name])} in {name}"
+  text = f"the file has {conversions.describe(flat[name])} in {name}"
   if not jnp.issubdtype(flat[name].dtype, jnp.floating):
     return Remark("retyped", text)
   value = flat[name].T if entry.transposed else flat[name]
-  *inputs, outputs = _flat(shape, entry.inputs)
+  *inputs, outputs = _flat(shape, num_inputs)
   if value.shape != (*inputs, outputs * len(entry.ours)):
     return Remark("reshaped", text)
   first = entry.ours.index(ours) * outputs
@@ -223,7 +265,7 @@ def _stack(parts: Sequence[Any]) -> LazyStack | Remark:
 
 
 class Tensor(NamedTuple):
-  """One array of an exported file, written by checkpoint_export.
+  """One array of an exported file.
 
   Attributes:
     name: published name.
@@ -238,25 +280,10 @@ class Tensor(NamedTuple):
   build: Callable[[list[np.ndarray]], np.ndarray]
 
 
-def check_model(
-  layout: str, model: Any, needs: Mapping[str, Mapping[str, Any]]
-) -> None:
-  """Raises ConfigError unless a layout can represent a model."""
-  if layout not in needs:
-    hint = settings.did_you_mean(layout, needs)
-    raise settings.ConfigError(f"--layout: unknown {layout!r}.{hint}")
-  for field, value in needs[layout].items():
-    if getattr(model, field) != value:
-      raise settings.ConfigError(
-        f"--layout={layout}: expected a model with {field}={value!r}, got "
-        f"{getattr(model, field)!r}."
-      )
-
-
 def export(
-  layout: str, table: Table, shapes: Mapping[str, Sequence[int]]
+  layout: str, table: Table, shapes: Shapes, param_dims: dims.Table
 ) -> list[Tensor]:
-  """Returns the arrays of a published file, for checkpoint_export.
+  """Returns the arrays of a published file.
 
   Args:
     shapes: shapes of our parameters, by name.
@@ -275,7 +302,8 @@ def export(
     # A model may lack an entry, such as the head if it is tied.
     for layer in sources.get(entry.ours[0], ()):
       parts = [sources[ours][layer] for ours in entry.ours]
-      tensors += _tensors(entry, layer, parts, shapes)
+      num_inputs = _num_inputs(param_dims, entry.ours[0])
+      tensors += _tensors(entry, num_inputs, layer, parts, shapes)
   used = {name for tensor in tensors for name, _ in tensor.parts}
   unused = sorted(set(shapes) - used)
   if unused:
@@ -287,23 +315,23 @@ def export(
 
 def _tensors(
   entry: Entry,
+  num_inputs: int,
   layer: int | None,
   sources: Sequence[tuple[str, tuple[slice, ...]]],
-  shapes: Mapping[str, Sequence[int]],
+  shapes: Shapes,
 ) -> list[Tensor]:
   """Returns the published array of an entry and layer, or one for each expert.
 
   Args:
     layer: number of the layer; None outside of blocks.
     sources: (name, index into the leading axis) of the entry's parameters.
-    shapes: shapes of our parameters, by name.
   """
   inner = [tuple(shapes[name])[len(index) :] for name, index in sources]
   experts: Sequence[int | None] = [None]
   if "{e}" in entry.published:
     experts = range(inner[0][0])
     inner = [shape[1:] for shape in inner]
-  flat = [_flat(shape, entry.inputs) for shape in inner]
+  flat = [_flat(shape, num_inputs) for shape in inner]
   joined = (*flat[0][:-1], sum(shape[-1] for shape in flat))
 
   def build(parts: list[np.ndarray]) -> np.ndarray:
@@ -324,7 +352,8 @@ def _tensors(
   return tensors
 
 
-def _flat(shape: Sequence[int], inputs: int) -> tuple[int, ...]:
+def _flat(shape: Sequence[int], num_inputs: int) -> tuple[int, ...]:
   """Returns the shape as a matrix (inputs, outputs), or as a vector."""
-  outputs = math.prod(shape[inputs:])
-  return (math.prod(shape[:inputs]), outputs) if inputs else (outputs,)
+  outputs = math.prod(shape[num_inputs:])
+  inputs = (math.prod(shape[:num_inputs]),) if num_inputs else ()
+  return (*inputs, outputs)
