@@ -14,6 +14,7 @@ passed to step_fn; after a prefill, the length of the shortest prompt minus 1.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -133,8 +134,6 @@ def sample(
     the eos, padding.
   """
   check_sampling(temperature, top_k, top_p)
-  if temperature and rng is None:
-    raise ValueError("rng: sampling needs a key")
   B, L = prompt_BL.shape
   if not 1 <= L <= max_len:
     raise ConfigError(
@@ -143,14 +142,20 @@ def sample(
     )
   keys_B = None
   if temperature:
+    if rng is None:
+      raise ValueError("rng: sampling needs a key")
     ids_B = jnp.arange(B) if ids_B is None else ids_B
-    keys_B = jax.vmap(lambda i: jax.random.fold_in(rng, i))(ids_B)
+    keys_B = jax.vmap(functools.partial(jax.random.fold_in, rng))(ids_B)
   in_prompt_BL = jnp.arange(L) < prompt_len_B[:, None]
   prompt_BL = jnp.where(in_prompt_BL, prompt_BL, pad_id).astype(jnp.int32)
   tokens_BL = jnp.pad(
     prompt_BL, ((0, 0), (0, max_len - L)), constant_values=pad_id
   )
   at = lambda tokens_BL, p: jax.lax.dynamic_index_in_dim(tokens_BL, p, 1, False)
+
+  pick = functools.partial(
+    choose, temperature=temperature, top_k=top_k, top_p=top_p
+  )
 
   def unfinished(carry: tuple[Any, ...]) -> jax.Array:
     position, _, ended_B, _ = carry
@@ -160,8 +165,7 @@ def sample(
     position, tokens_BL, ended_B, cache = carry
     logits_BV, cache = step_fn(cache, at(tokens_BL, position), position)
     position = position + 1
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    token_B = choose(logits_BV, keys_B, position, **options)
+    token_B = pick(logits_BV, keys_B, position)
     token_B = jnp.where(ended_B, pad_id, token_B)
     generated_B = position >= prompt_len_B
     token_B = jnp.where(generated_B, token_B, at(tokens_BL, position))

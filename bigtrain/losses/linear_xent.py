@@ -171,10 +171,13 @@ def _over_mesh(
   kernel = PartitionSpec("fsdp" if dim == 0 else None, classes)
   bias = PartitionSpec("tensor") if by_class else PartitionSpec()
   hidden = stream if by_class else by_token
-  in_specs: Any = _Args(hidden, by_token, by_token, kernel, bias)
-  out_specs: Any = TokenLosses(PartitionSpec(), by_token, by_token)
+  args_specs: tuple[Any, ...] = (hidden, by_token, by_token, kernel, bias)
+  losses_specs: tuple[Any, ...] = (PartitionSpec(), by_token, by_token)
   return jax.shard_map(
-    on_device, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs
+    on_device,
+    mesh=mesh,
+    in_specs=(_Args(*args_specs),),
+    out_specs=TokenLosses(*losses_specs),
   )(args)
 
 

@@ -91,10 +91,10 @@ class Model(nn.Module):
   posemb: str = "learn"
   dropout: float = 0.0
   drop_path: float = 0.0
-  decoder_width: int | None = None
-  decoder_depth: int | None = None
-  decoder_mlp_dim: int | None = None
-  decoder_num_heads: int | None = None
+  decoder_width: int = options.DERIVED
+  decoder_depth: int = options.DERIVED
+  decoder_mlp_dim: int = options.DERIVED
+  decoder_num_heads: int = options.DERIVED
   decoder_dropout: float = 0.0
   decoder_bias: bool = True
   mask_token: bool = False
@@ -271,6 +271,7 @@ class Model(nn.Module):
       return kv_cache.empty(B, self.decoder_depth, length, H, K, self.dtype)
 
     _, source = self.decoder(None, encoded_BPE, cache=empty(P))
+    assert source is not None
     return source, empty(num_tokens)
 
   def step(
@@ -292,30 +293,19 @@ class Model(nn.Module):
       (float32 logits of that token (B, V), the new cache).
     """
     posemb_11D = jax.lax.dynamic_slice_in_dim(self.posemb_1LD, position, 1, 1)
-    (hidden_B1D, head), cache = self.decoder(
+    (hidden_B1D, head), new_cache = self.decoder(
       token_B[:, None], source, posemb_11D, cache=cache, start=position
     )
-    return States(hidden_B1D, *head).logits()[:, 0], cache
+    assert new_cache is not None
+    return States(hidden_B1D, *head).logits()[:, 0], new_cache
 
 
 def _encoder(model: Model, **kwargs: Any) -> vit.Model:
   """The encoder of a captioner."""
-  return vit.Model(
-    variant=model.variant,
-    patch_size=model.patch_size,
-    width=model.width,
-    depth=model.depth,
-    mlp_dim=model.mlp_dim,
-    num_heads=model.num_heads,
-    posemb=model.posemb,
-    dropout=model.dropout,
-    drop_path=model.drop_path,
-    scan=model.scan,
-    attention=model.attention,
-    remat_policy=model.remat_policy,
-    dtype=model.dtype,
-    **kwargs,
-  )
+  sizes = ("variant", "patch_size", "width", "depth", "mlp_dim", "num_heads")
+  others = ("posemb", "dropout", "drop_path", "scan", "attention")
+  fields = (*sizes, *others, "remat_policy", "dtype")
+  return vit.Model(**{name: getattr(model, name) for name in fields}, **kwargs)
 
 
 def from_published(

@@ -36,7 +36,11 @@ from bigtrain.models.layers import (
   remat,
   stack,
 )
-from bigtrain.models.layers import positions as positions_lib
+from bigtrain.models.layers.positions import (
+  check_scaling,
+  frequencies,
+  rotation,
+)
 from bigtrain.models.published import blocks, decoder_families, families
 from bigtrain.models.published.tables import Shapes, Tensor
 
@@ -165,23 +169,23 @@ class Model(nn.Module):
   """
 
   variant: str | None = None
-  vocab_size: int | None = None
-  width: int | None = None
-  depth: int | None = None
-  num_heads: int | None = None
-  num_kv_heads: int | None = None
-  head_dim: int | None = None
-  mlp_dim: int | None = None
+  vocab_size: int = options.DERIVED
+  width: int = options.DERIVED
+  depth: int = options.DERIVED
+  num_heads: int = options.DERIVED
+  num_kv_heads: int = options.DERIVED
+  head_dim: int = options.DERIVED
+  mlp_dim: int = options.DERIVED
   max_len: int | None = None
-  posemb: str | None = None
-  rope_theta: float | None = None
+  posemb: str = options.DERIVED
+  rope_theta: float = options.DERIVED
   rope_scaling: Mapping[str, Any] | None = None
-  norm: str | None = None
-  norm_eps: float | None = None
-  mlp: str | None = None
-  moe: Mapping[str, Any] | None = None
-  use_bias: bool | None = None
-  tied_head: bool | None = None
+  norm: str = options.DERIVED
+  norm_eps: float = options.DERIVED
+  mlp: str = options.DERIVED
+  moe: Any = None
+  use_bias: bool = options.DERIVED
+  tied_head: bool = options.DERIVED
   qk_norm: bool = False
   window: int | None = None
   attention_softcap: float | None = None
@@ -235,35 +239,21 @@ class Model(nn.Module):
       (B, L, D), the input of the head, "cache", the new cache or None, and
       "moe", the experts' statistics, see moe.Moe, or None).
     """
-    L = tokens.shape[1]
-    V, D = self.vocab_size, self.width
-    if self.max_len is not None and L > self.max_len:
-      raise settings.ConfigError(
-        f"config.model.max_len={self.max_len} is too short for texts of {L} "
-        "tokens."
-      )
     init = nn.initializers.normal(self.init_std)
-    embedding_VD = self.param("token_embedding", init, (V, D))
+    embedding_VD = self.param(
+      "token_embedding", init, (self.vocab_size, self.width)
+    )
     x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
-    if positions is None:
-      positions = start + jnp.arange(L)[None]
-      if segments is not None:
-        positions = positions - _document_starts(segments)
-    rope = None
-    if self.posemb == "learn":
-      table_LD = self.param("pos_embedding", init, (self.max_len, D))
-      x_BLD += jnp.take(table_LD, positions, axis=0).astype(self.dtype)
-    elif self.posemb == "rope":
-      omega_Q = positions_lib.frequencies(
-        self.head_dim, self.rope_theta, self.rope_scaling
-      )
-      rope = positions_lib.rotation(positions, omega_Q)
     mask = masks.Mask(causal=True)
     if segments is not None:
       mask = masks.within_documents(segments, causal=True)
+      real = segments != 0 if real is None else real
+    if positions is None:
+      positions = start + jnp.arange(tokens.shape[1])[None]
+      if segments is not None:
+        positions = positions - _document_starts(segments)
+    x_BLD, rope = self._positions(x_BLD, positions, init)
     x_BLD = dropout.Dropout(self.dropout)(x_BLD, train=train)
-    if real is None and segments is not None:
-      real = segments != 0
     (x_BLD, cache), stats = self._blocks(
       (sharding.stream(x_BLD), cache), rope, mask, real, start, train
     )
@@ -271,20 +261,38 @@ class Model(nn.Module):
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     kernel_DV = embedding_VD.T
     if not self.tied_head:
-      kernel_DV = kernels.Kernel((D, V), self.init_std, name="head")()
-    if not head:
-      return None, out
+      shape = (self.width, self.vocab_size)
+      kernel_DV = kernels.Kernel(shape, self.init_std, name="head")()
+    return self._logits(x_BLD, kernel_DV) if head else None, out
+
+  def _positions(
+    self, x_BLD: jax.Array, positions: jax.Array, init: Any
+  ) -> tuple[jax.Array, Any]:
+    """Adds learned positions; returns (stream, rotary positions or None)."""
+    L = x_BLD.shape[1]
+    if self.max_len is not None and L > self.max_len:
+      raise settings.ConfigError(
+        f"config.model.max_len={self.max_len} is too short for texts of {L} "
+        "tokens."
+      )
+    if self.posemb == "learn":
+      table_LD = self.param("pos_embedding", init, (self.max_len, self.width))
+      x_BLD += jnp.take(table_LD, positions, axis=0).astype(self.dtype)
+    if self.posemb != "rope":
+      return x_BLD, None
+    omega_Q = frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+    return x_BLD, rotation(positions, omega_Q)
+
+  def _logits(self, x_BLD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
     logits_BLV = jnp.einsum(
       "bld,dv->blv",
       x_BLD,
       kernel_DV.astype(self.dtype),
       preferred_element_type=jnp.float32,
     )
-    if self.logits_softcap is not None:
-      logits_BLV = self.logits_softcap * jnp.tanh(
-        logits_BLV / self.logits_softcap
-      )
-    return logits_BLV, out
+    if self.logits_softcap is None:
+      return logits_BLV
+    return self.logits_softcap * jnp.tanh(logits_BLV / self.logits_softcap)
 
   def _blocks(self, carry: Any, *shared: Any) -> tuple[Any, Any]:
     """Runs the stack of blocks.
@@ -395,7 +403,7 @@ def _check(model: Model) -> None:
   options.check_option("remat_policy", model.remat_policy, remat.POLICIES)
   options.check_option("dtype", model.dtype, options.DTYPES)
   options.check_rates(model, "dropout")
-  positions_lib.check_scaling(model.rope_scaling, "config.model.rope_scaling")
+  check_scaling(model.rope_scaling, "config.model.rope_scaling")
   if model.posemb == "learn" and model.max_len is None:
     raise settings.ConfigError(
       "config.model.max_len: missing; posemb='learn' needs it."

@@ -107,16 +107,16 @@ class Model(nn.Module):
   """
 
   variant: str | None = None
-  vocab_size: int | None = None
-  width: int | None = None
-  depth: int | None = None
-  decoder_depth: int | None = None
-  num_heads: int | None = None
-  head_dim: int | None = None
-  mlp_dim: int | None = None
-  mlp: str | None = None
-  moe: Mapping[str, Any] | None = None
-  tied_head: bool | None = None
+  vocab_size: int = options.DERIVED
+  width: int = options.DERIVED
+  depth: int = options.DERIVED
+  decoder_depth: int = options.DERIVED
+  num_heads: int = options.DERIVED
+  head_dim: int = options.DERIVED
+  mlp_dim: int = options.DERIVED
+  mlp: str = options.DERIVED
+  moe: Any = None
+  tied_head: bool = options.DERIVED
   num_buckets: int = 32
   max_distance: int = 128
   norm_eps: float = 1e-6
@@ -307,7 +307,7 @@ class Model(nn.Module):
     encoded_BSD: jax.Array | None,
   ) -> tuple[jax.Array, t5_stack.DecodingState]:
     """Runs the decoder at one position; the encoder's output if not cached."""
-    x_B1D, state, _ = self.decoder(
+    x_B1D, new_state, _ = self.decoder(
       self._embed(token_B[:, None]),
       masks.Mask(causal=True),
       source=t5_stack.Source(
@@ -316,7 +316,8 @@ class Model(nn.Module):
       state=state,
       start=position,
     )
-    return x_B1D, state
+    assert new_state is not None
+    return x_B1D, new_state
 
   def _embed(self, tokens_BL: jax.Array) -> jax.Array:
     x_BLD = sharding.lookup(self.token_embedding, tokens_BL, self.dtype)

@@ -55,10 +55,10 @@ class Model(nn.Module):
 
   num_classes: int | None = None
   variant: str | None = None
-  width: int | None = None
-  depth: int | None = None
-  mlp_dim: int | None = None
-  num_heads: int | None = None
+  width: int = options.DERIVED
+  depth: int = options.DERIVED
+  mlp_dim: int = options.DERIVED
+  num_heads: int = options.DERIVED
   vocab_size: int = 32_000
   pool_type: str = "last"
   dropout: float = 0.0

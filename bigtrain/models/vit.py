@@ -89,10 +89,10 @@ class Model(nn.Module):
   num_classes: int | None = None
   variant: str | None = None
   patch_size: int | Sequence[int] | None = None
-  width: int | None = None
-  depth: int | None = None
-  mlp_dim: int | None = None
-  num_heads: int | None = None
+  width: int = options.DERIVED
+  depth: int = options.DERIVED
+  mlp_dim: int = options.DERIVED
+  num_heads: int = options.DERIVED
   posemb: str = "learn"
   pool_type: str = "gap"
   rep_size: bool | int = False

@@ -122,6 +122,7 @@ def loss_fn(
   if train and masked_pred_prob:
     keys_B = batch.get("_keys")
     if keys_B is None:
+      assert rng is not None
       keys_B = jax.random.split(rng, len(labels))
     parallel["parallel_B"], parallel["masked_BL"] = parallel_examples(
       keys_B, labels.shape[1], masked_pred_prob, masking_ratio

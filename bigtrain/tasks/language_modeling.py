@@ -25,7 +25,8 @@ from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 def inputs(batch: Batch) -> Batch:
   """Returns the model's arguments."""
-  arguments = {n: batch[n] for n in ("segments", "positions") if n in batch}
+  optional = ["segments", "positions"]
+  arguments = {name: batch[name] for name in optional if name in batch}
   if "loss_mask" in batch or "_mask" in batch:
     arguments["real"] = token_losses.real_positions(
       token_weights(batch), arguments.get("segments")

@@ -7,6 +7,10 @@ import jax
 
 from bigtrain import settings
 
+# Default of a field that the variant or other fields determine: None until the
+# construction, which gives the field a value of its type.
+DERIVED: Any = None
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -91,8 +91,9 @@ def restack_blocks(
     if new.get(stack, old[stack]) == old[stack]:
       result[name] = value
       continue
-    numbered = [(parsed.layer, value)]
-    if parsed.layer is None:
+    if parsed.layer is not None:
+      numbered = [(parsed.layer, value)]
+    else:
       numbered = [
         (parsed.place + old[stack] * i, value_i)
         for i, value_i in enumerate(value)

@@ -117,7 +117,7 @@ def _tied(config: ConfigJson) -> dict[str, Field]:
 def _derived(fields: dict[str, Field]) -> dict[str, Field]:
   """Returns the sizes that follow from others."""
   width, heads = fields["width"].value, fields["num_heads"].value
-  absent = Field(None, fields["num_heads"].key)
+  absent = fields["num_heads"]._replace(value=None, in_shapes=False)
   return {
     name: fields.get(name, absent)._replace(value=value)
     for name, value in (
@@ -148,7 +148,7 @@ def _rope(config: ConfigJson) -> dict[str, Field]:
   kind = values.get("rope_type", values.get("type", "default"))
   if kind == "default":
     return {"rope_theta": theta, "rope_scaling": Field(None, key)}
-  names = _SCALINGS.get(kind, {})
+  names = _SCALINGS.get(str(kind), {})
   if not names or not set(names.values()) <= set(values):
     raise wrong
   scaling = {ours: values[theirs] for ours, theirs in names.items()}
