@@ -74,7 +74,7 @@ class Block(nn.Module):
           options.num_heads,
           head_dim=options.width // options.num_heads,
           use_bias=False,
-          implementation=options.attention,
+          backend=options.attention,
           dtype=options.dtype,
         ),
         name=name,
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
     dropout: rate in the MLPs and on each residual branch.
     use_bias: whether the MLPs and the blocks' layer norms have biases. The
       attentions never do; the final layer norm and output layer always do.
-    attention: implementation of attention, a name in attention_backends.NAMES.
+    attention: backend of attention, a name in attention_backends.NAMES.
     scan: whether to compile one block and loop over it.
     remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation.

@@ -58,7 +58,7 @@ class Options(NamedTuple):
       norm_eps=self.norm_eps,
       window=self.window,
       softcap=self.attention_softcap,
-      implementation=self.attention,
+      backend=self.attention,
       query_std=self.init_std,
       kv_std=self.init_std,
       out_std=self.out_init_std,

@@ -63,7 +63,7 @@ class Block(nn.Module):
     y_BLD, _ = attention.Attention(
       attention.Options(
         options.num_heads,
-        implementation=options.attention,
+        backend=options.attention,
         dtype=options.dtype,
       ),
       name="MultiHeadDotProductAttention_0",
@@ -102,7 +102,7 @@ class Encoder(nn.Module):
     mlp_dim: hidden width F; 4 D if None.
     num_heads: number of attention heads; must divide D.
     dropout: rate in the MLPs and on each residual branch.
-    attention: implementation of attention, a name in attention_backends.NAMES.
+    attention: backend of attention, a name in attention_backends.NAMES.
     drop_path: rate of stochastic depth in the last block; it grows linearly
       from 0 in the first.
     scan: whether to compile one block and loop over it, so that the time to
