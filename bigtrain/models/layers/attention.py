@@ -90,7 +90,7 @@ class Attention(nn.Module):
     cache: kv_cache.Cache | None = None,
     layer: jax.Array | int = 0,
     start: jax.Array | int = 0,
-  ) -> tuple[jax.Array | None, kv_cache.Cache | None]:
+  ) -> tuple[Any, Any]:
     """Attends.
 
     Args:
@@ -102,7 +102,7 @@ class Attention(nn.Module):
         attends to all positions of the layer in the cache.
 
     Returns:
-      ((B, L, D), or None without x; the new cache, or None).
+      ((B, L, D), or None without x; the new cache, or None without one).
     """
     options = self.options
     q_BLHK, k_BSGK, v_BSGK = self._projections(x_BLD, y_BSD)

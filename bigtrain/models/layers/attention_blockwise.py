@@ -299,7 +299,7 @@ def add_values(
 ) -> Sums:
   """Returns the sums with the values of all pairs of blocks."""
 
-  def add(sums: Sums, pair: jax.Array) -> tuple[Sums, None]:
+  def add(sums: Sums, pair: Any) -> tuple[Sums, None]:
     """Adds the values of a block of positions to a block of queries."""
     n, m = pair
     scores, visible = blocks.scores(_pick(q_N, n), _pick(k_M, m), n, m)
@@ -409,7 +409,7 @@ def add_gradients(
   static = blocks.static
   q_N, grad_N, mean_N, log_N = queries
 
-  def add(grads: Gradients, pair: jax.Array) -> tuple[Gradients, None]:
+  def add(grads: Gradients, pair: Any) -> tuple[Gradients, None]:
     """Adds the gradients through a pair of blocks."""
     dq_N, dk_M, dv_M, dbias_GRT = grads
     n, m = pair

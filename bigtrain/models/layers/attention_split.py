@@ -199,7 +199,8 @@ def attend(
       the queries before another.
   """
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
-  ways = int(sharding.ambient(k_BSGK.shape[0]).shape[AXIS])
+  mesh: Any = sharding.ambient(k_BSGK.shape[0])
+  ways = int(mesh.shape[AXIS])
   make = functools.partial(plan_of, ways, L, S, mask)
   compute: Callable[..., jax.Array]
   counted: Any = contextlib.nullcontext()
@@ -244,7 +245,8 @@ def _split(
   """
   B, L, G = q_BLGRK.shape[:3]
   S = k_BSGK.shape[1]
-  tensor = sharding.ambient(B).shape.get("tensor", 1)
+  mesh: Any = sharding.ambient(B)
+  tensor = mesh.shape.get("tensor", 1)
   heads = "tensor" if tensor > 1 and G % tensor == 0 else None
   split = PartitionSpec(sharding.BATCH_AXES, AXIS, heads)
   by_example = PartitionSpec(sharding.BATCH_AXES)
