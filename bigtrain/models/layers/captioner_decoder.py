@@ -13,7 +13,6 @@ import jax
 
 from bigtrain.models.layers import (
   attention,
-  dropout,
   kv_cache,
   masks,
   mlp,
@@ -43,7 +42,6 @@ class Block(nn.Module):
     self,
     carry: tuple[jax.Array | None, kv_cache.Cache | None],
     layer: Any,
-    numbers: Any,
     source: Any,
     mask: masks.Mask,
     start: Any,
@@ -57,7 +55,7 @@ class Block(nn.Module):
       source: encoded patches (b, P, E), or the cache of their keys and values.
       train: whether dropout acts.
     """
-    options = stack.join(self.options, numbers)
+    options = self.options
     x_BLD, cache = carry
 
     def norm(name: str, x_BLD: jax.Array) -> jax.Array:
@@ -66,7 +64,7 @@ class Block(nn.Module):
       )(x_BLD)
 
     def drop(x_BLD: jax.Array) -> jax.Array:
-      return dropout.Dropout(options.dropout)(x_BLD, train=train)
+      return nn.Dropout(options.dropout)(x_BLD, deterministic=not train)
 
     def attend(name: str) -> attention.Attention:
       return attention.Attention(

@@ -16,8 +16,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import sharding, trees
-from bigtrain.models.layers import attention, dropout, mlp, stack
+from bigtrain import sharding
+from bigtrain.models.layers import attention, mlp, stack
 
 
 class Options(NamedTuple):
@@ -40,7 +40,6 @@ class Block(nn.Module):
     self,
     x_BLD: jax.Array,
     layer: Any,
-    numbers: Any,
     drop_path_rates_N: jax.Array | None,
     train: bool,
   ) -> tuple[jax.Array, None]:
@@ -50,10 +49,10 @@ class Block(nn.Module):
       drop_path_rates_N: rate of stochastic depth in each layer; None for none.
       train: whether dropout and stochastic depth act.
     """
-    options = stack.join(self.options, numbers)
+    options = self.options
 
     def regularize(y_BLD: jax.Array) -> jax.Array:
-      y_BLD = dropout.Dropout(options.dropout)(y_BLD, train=train)
+      y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
       if train and drop_path_rates_N is not None:
         rate = drop_path_rates_N[layer]
         y_BLD = drop_path(y_BLD, rate, self.make_rng("dropout"))
@@ -125,7 +124,7 @@ class Encoder(nn.Module):
   def __call__(self, x_BLD: jax.Array, *, train: bool = False) -> jax.Array:
     """Returns the normalised stream (B, L, D)."""
     rates_N = None
-    if trees.is_on(self.drop_path):
+    if self.drop_path:
       rates_N = jnp.linspace(0.0, self.drop_path, self.depth)
     options = Options(
       self.mlp_dim,
