@@ -6,9 +6,8 @@ figures in each compilation, so one is enough.
 
 By the TPU's compiler a step takes the cycles that it estimates, plus the time
 in which it waits for transfers at the published bandwidth. That leaves out the
-time of kernels (Pallas), which the compiler does not know, norms of steps with
-a row, and the host. The GPU's compiler estimates no times; its memory and its
-products are reported.
+time of kernels (Pallas), which the compiler does not know, and the host. The
+GPU's compiler estimates no times; its memory and its products are reported.
 
 Sharded updates are compared with unsharded updates of the same batch. ViTs are
 compared with big_vision's and decoders with MaxText's, compiled for the same
@@ -262,7 +261,6 @@ def _figures(row: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
     without = f", without {runs} runs of kernels" if runs else ""
     yield f"step{without}", "s", row["compiler_secs"]
     yield "waiting for transfers", "s", row["cycles"]["exposed_secs"]
-    yield "norms in a step with a row", "s", row["cycles"]["row_secs"]
     yield f"MFU{without}", "ratio", row["compiler_mfu"]
   if row["products"]:
     runs = sum(row["products"]["kernels"].values())
@@ -330,7 +328,7 @@ def _compiled_peer(
     RuntimeError: it does not compile.
   """
   from bigtrain.sharding import absent
-  from bigtrain.tools.plan import cycles, hardware
+  from bigtrain.tools.plan import hardware, hlo
 
   target = hardware.find(hardware_name)
   folder = os.path.join(os.environ[peer.variable], peer.folder)
@@ -353,8 +351,8 @@ def _compiled_peer(
       raise RuntimeError(f"{peer.name}: {finished.stderr[-1000:]}")
     with open(path) as file:
       text = file.read()
-  totals = cycles.read(
-    text,
+  totals = hlo.cycles(
+    hlo.Module(text),
     target.clock_hertz,
     target.flops_per_cycle,
     lambda collective: hardware.seconds(collective, target).secs,

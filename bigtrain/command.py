@@ -94,7 +94,7 @@ def parse(argv: Sequence[str]) -> Arguments:
   ends_early = [
     key
     for key, value in config.items()
-    if value and key.startswith(("stop_at_", "eval_only", "compile_only"))
+    if value and key.startswith(("stop_at_", "eval_only"))
   ]
   if values.cleanup and ends_early:
     raise settings.ConfigError(

@@ -42,10 +42,9 @@ from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
 from bigtrain.inputs import pipeline
 from bigtrain.optim import chain, ema, views
-from bigtrain.reports import chrono, flops, footprint, record, writers
+from bigtrain.reports import chrono, flops, record, writers
 from bigtrain.runtime import (
   debugging,
-  device_memory,
   hooks,
   host_memory,
   interactive,
@@ -87,7 +86,7 @@ def train(
     ConfigError: a mistake in the config or the data.
     Preempted, Interrupted: a signal or Ctrl-C ended the run after a save.
     NotFinite, Spike: a step that config.nonfinite or config.spikes rejects.
-    OutOfMemory: of a device; the message has settings that fit.
+    OutOfMemory: of a device; the message has the command that finds what fits.
   """
   workdir = paths.absolute(workdir)
   rollbacks: list[guard.Rollback] = []
@@ -99,8 +98,6 @@ def train(
     except guard.Rollback as e:
       logging.error("%s", e)
       e.add_to(rollbacks)
-    except device_memory.OutOfMemory as e:
-      device_memory.raise_with_advice(e, config, train)
 
 
 def _train(
@@ -346,7 +343,6 @@ def _train(
   saving = checkpointer.read_options(config, run.lengths, workdir)
   loggers = writers.read_options(config)
   eval_only = config.get("eval_only", False)
-  compile_only = config.get("compile_only", False)
   transfer_guard = debugging.transfer_guard(config)
   place_hparams = debugging.hparams_placement(config, replicated)
   config.check_all_read()
@@ -362,7 +358,7 @@ def _train(
   console.status("starting")
 
   results = finished.read(workdir, plain, train_input.fingerprints)
-  if results and not (eval_only or compile_only):  # Nothing is left to do.
+  if results and not eval_only:  # Nothing is left to do.
     return results
 
   # The update compiles while the state is read or initialised.
@@ -371,16 +367,6 @@ def _train(
     (lambda: None) if eval_only else lower_update(), "compile"
   )
   facts: dict[str, Any] = {"model_flops_per_step": step_flops}
-  if compile_only:
-    record.start(workdir, plain, mesh, optimizer.trainable, state_spec)()
-    facts["footprint"] = footprint.measure(
-      update_fn, *update_specs, run.lengths
-    )
-    record.update(workdir, **facts)  # Also if the program does not fit.
-    record.compiled_update(
-      workdir, compiled.result(), run.programs.facts("update")
-    )
-    return {"step": 0}
 
   # Resumed, continued from elsewhere, warm, or from scratch.
   started = start.start(

@@ -114,22 +114,21 @@ def test_eval_only_does_not_train(finished, tmp_path):
   assert list(tiny.rows(tmp_path / "new")) == [3]
 
 
-def test_compile_only_records_the_memory_of_the_update(
+def test_an_update_can_be_compiled_without_a_run(
   tiny_config, tmp_path, monkeypatch
 ):
   def never(*args):
-    raise AssertionError("compile_only made a state or read data")
+    raise AssertionError("on_update made a state or read data")
+
+  def on_update(run, update_fn, specs, compile):
+    return run.lengths.last, compile().as_text()
 
   monkeypatch.setattr(start, "start", never)
   monkeypatch.setattr(pipeline.TrainInput, "start", never)
-  main.train(tiny_config({"compile_only": True}), str(tmp_path))
-  (entry,) = json.loads((tmp_path / "run.json").read_text())["starts"]
-  assert entry["programs"]["update"]["temporary_bytes"] > 0
-  assert entry["programs"]["update"]["compiler_options"] == {}
-  assert entry["model_flops_per_step"] > 0 < entry["footprint"]["parameters"]
-  assert "HloModule" in (tmp_path / "update.hlo.txt").read_text()
-  assert not (tmp_path / "metrics.jsonl").exists()
-  assert tiny.checkpoint_steps(tmp_path) == []
+  folder = tmp_path / "none"
+  last, text = main.train(tiny_config(), str(folder), on_update=on_update)
+  assert last == 6 and "HloModule" in text
+  assert not folder.exists()
 
 
 def test_cooldown_from_a_checkpoint_of_another_run(

@@ -25,7 +25,6 @@ _HARMLESS = (
   "eval_only",
   "cluster",
   "compile_cache",
-  "compile_only",
   "compiler_options",
   "evals",
   "expect_*",

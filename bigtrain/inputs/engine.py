@@ -87,6 +87,7 @@ class Engine:
     self,
     parts: Sequence[Part],
     plan: Plan,
+    *,
     num_rows: int,
     num_threads: int,
     skip_errors: int = 0,

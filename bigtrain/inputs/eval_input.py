@@ -115,8 +115,13 @@ def make_eval(
     index = np.minimum(rows, num_examples - 1)
     return order.Order(np.zeros(len(index), np.int32), index, 0 * index)
 
-  num_rows = len(placement.rows)
-  engine = pipeline.make_engine([part], plan, num_rows, num_threads, path)
+  engine = pipeline.make_engine(
+    [part],
+    plan,
+    num_rows=len(placement.rows),
+    num_threads=num_threads,
+    path=path,
+  )
   return EvalInput(engine, placement, num_examples, prefetch, cache, path)
 
 

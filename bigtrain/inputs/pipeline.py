@@ -224,9 +224,14 @@ def train_engine(
   def plan(step: int, start: int, stop: int) -> order.Order:
     return schedule.batch(step, batch_size, rows[start:stop])
 
-  skip_errors = settings.whole_number(cfg, "skip_errors", 0, least=0)
-  num_threads = cfg.get("num_threads")
-  engine = make_engine(parts, plan, len(rows), num_threads, path, skip_errors)
+  engine = make_engine(
+    parts,
+    plan,
+    num_rows=len(rows),
+    num_threads=cfg.get("num_threads"),
+    skip_errors=settings.whole_number(cfg, "skip_errors", 0, least=0),
+    path=path,
+  )
 
   # Only now the tokens of an example are known, a unit of lengths.
   spec = {
@@ -258,6 +263,7 @@ def train_engine(
 def make_engine(
   parts: Sequence[Part],
   plan: Plan,
+  *,
   num_rows: int,
   num_threads: int | None,
   path: str,
@@ -275,7 +281,13 @@ def make_engine(
   else:
     kind = NumpyEngine
     threads = num_threads or min(threads, _MAX_NUMPY_THREADS)
-  return kind(parts, plan, num_rows, threads, skip_errors)
+  return kind(
+    parts,
+    plan,
+    num_rows=num_rows,
+    num_threads=threads,
+    skip_errors=skip_errors,
+  )
 
 
 def tokens_per_example(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int | None:

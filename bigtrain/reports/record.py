@@ -175,13 +175,3 @@ def update(workdir: str, **facts: Any) -> None:
       value = {**newest.get(name, {}), **value}
     newest[name] = value
   write_json(path, content)
-
-
-def compiled_update(
-  workdir: str, program: Any, facts: Mapping[str, Any]
-) -> None:
-  """Writes update.hlo.txt if the program is compiled, and facts about it."""
-  update(workdir, programs={"update": facts})
-  if isinstance(program, jax.stages.Compiled) and not jax.process_index():
-    with paths.replacing(os.path.join(workdir, "update.hlo.txt")) as file:
-      file.write(program.as_text())

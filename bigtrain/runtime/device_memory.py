@@ -1,63 +1,34 @@
-"""Memory of the devices: what a program needs, and settings that make it fit.
+"""Memory of the devices: what a program needs, and what to do if it is less.
 
 A compiled program knows how much memory it needs. If a device has less, the run
 ends before its first step. If a device runs out of memory later, the error
-names the phase of the run. In both cases the update is compiled again under
-other settings, and the error lists those that fit:
+names the phase of the run. Both errors have the sizes, and the command with
+which tools.plan finds settings that fit:
 
-  OutOfMemory: the update needs 31.2 GB on each device, which has 25.0 GB. It
-  fits with --config.microbatches=4 (9.1 GB), or ...
+  OutOfMemory: the update needs 31.2 GB on each device, which has 25 GB (...).
+  This finds settings that fit: python -m bigtrain.tools.plan --config=...
 """
 
-import inspect
-import json
 import math
-import os
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 import jax
-from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import parts, settings
-from bigtrain.cluster import process
+from bigtrain import settings
 
 UPDATE = "update"
 
-# A search for settings compiles nothing more after this time.
-_SEARCH_SECS = 900.0
 # After an error at run time: fraction of the failed program's memory, so that
 # what else is on the device gets room.
 _MARGIN = 0.9
-_NUM_SETTINGS = 3
-_FIRST = "first_argument_bytes"
-_REMAT = "nothing_saveable"
-
-Changes = dict[str, Any]
-# Bytes of the update under some changes of the config, with the parts that
-# `memory_bytes` lists; None if it cannot be compiled.
-Measure = Callable[[Changes], Mapping[str, int] | None]
 
 
 class OutOfMemory(RuntimeError):
-  """A program needs more memory than a device has.
-
-  Attributes:
-    program: name of the program; "" if unknown.
-    memory: bytes of the program, or of the update; see memory_bytes.
-    limit: bytes that the program may use.
-  """
-
-  def __init__(
-    self, text: str, program: str, memory: Mapping[str, int], limit: int | None
-  ):
-    """See the attributes; `text` ends with a full stop."""
-    super().__init__(text)
-    self.program, self.memory, self.limit = program, dict(memory), limit
+  """A program needs more memory than a device has."""
 
 
 def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
@@ -74,11 +45,10 @@ def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
   if given is not None:
     path = "config.device_memory_bytes"
     settings.check_number(path, given, least=1, whole=True)
-  if config.get("compile_only", False):
-    return None  # It reports what a program needs. The devices may be absent.
-  if given is not None:
-    return given
-  stats = [d.memory_stats() or {} for d in mesh.local_devices]
+    return int(given)
+  present = set(jax.local_devices())  # Absent devices cannot be asked.
+  devices = [device for device in mesh.devices.flat if device in present]
+  stats = [device.memory_stats() or {} for device in devices]
   limits = [s["bytes_limit"] for s in stats if s.get("bytes_limit")]
   return min(limits, default=None)
 
@@ -129,29 +99,14 @@ def needed_bytes(memory: Mapping[str, int], by_peak: bool = False) -> int:
 
 def check(name: str, program: jax.stages.Compiled, limit: int | None) -> None:
   """Raises OutOfMemory if a program needs more than `limit` bytes."""
-  if limit is None:
-    return
   memory = memory_bytes(program)
-  if not memory:
+  if limit is None or not memory or _needed(memory) <= limit:
     return
-  needed = needed_bytes(memory, jax.default_backend() == "tpu")
-  if needed <= limit:
-    return
+  if name == UPDATE:
+    raise OutOfMemory(f"the update {_sizes(program, limit)}. {_advice(limit)}")
   raise OutOfMemory(
-    f"{_the(name)} needs {size(needed)} on each device, which has "
-    f"{size(limit)} ({size(memory['argument_bytes'])} for the state and the "
-    f"batch, {size(memory['temporary_bytes'])} for temporary values).",
-    *(name, {**memory, _FIRST: _first_argument_bytes(program)}, limit),
-  )
-
-
-def _first_argument_bytes(program: jax.stages.Compiled) -> int:
-  """Bytes on each device of the variables, for any size of the batch."""
-  infos = jax.tree.leaves(program.args_info[0][0])
-  shardings = jax.tree.leaves(program.input_shardings[0][0])
-  return sum(
-    math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
-    for info, sharding in zip(infos, shardings)
+    f"the program {name!r} needs {size(_needed(memory))} on each device, which "
+    f"has {size(limit)}.{_smaller_batch(name, program, limit)}"
   )
 
 
@@ -164,201 +119,107 @@ def is_exhausted(error: BaseException | None) -> bool:
 def explained(
   error: BaseException,
   name: str,
-  memory: Mapping[str, int],
+  update: jax.stages.Compiled | None,
   limit: int | None,
 ) -> OutOfMemory:
   """Returns an OutOfMemory for an error of jax while compiling or running.
 
   Args:
     name: the program that was being compiled; "" at run time.
-    memory: bytes of the update, {} if unknown.
+    update: the compiled update, if any.
   """
+  where = ", ".join(getattr(error, "__notes__", [])) or "while training"
   if name:
-    text = f"compiling {_the(name)}"
-  else:
-    text = ", ".join(getattr(error, "__notes__", [])) or "while training"
+    what = "update" if name == UPDATE else f"program {name!r}"
+    where = f"compiling the {what}"
   cause = str(error).partition("RESOURCE_EXHAUSTED: ")[2].partition("\n")[0]
-  text = f"out of memory {text}: {cause.rstrip('.')}."
-  if memory:
-    needed = needed_bytes(memory, jax.default_backend() == "tpu")
-    text += f" The update needs {size(needed)} on each device"
-    text += f", which has {size(limit)}." if limit else "."
-  return OutOfMemory(text, name, memory, limit)
+  text = f"out of memory {where}: {cause.rstrip('.')}."
+  memory = memory_bytes(update) if update else {}
+  if update and memory:
+    text += f" The update {_sizes(update, limit)}."
+    # It failed although this much was allowed.
+    needed = _needed(memory)
+    limit = int(_MARGIN * min(needed, limit or needed))
+  advice = f" {_advice(limit)}" if name in ("", UPDATE) else ""
+  return OutOfMemory(text + advice)
 
 
-def raise_with_advice(
-  error: OutOfMemory,
-  config: Mapping[str, Any],
-  train: Callable[[Any, str], Any],
-) -> NoReturn:
-  """Adds settings that fit to the message of an error, and raises it.
-
-  Each of them is compiled on the present devices. Several processes cannot do
-  so: one of them may have failed alone. With compile_only nothing is added.
-  """
-  plain = settings.plain(config)
-  if plain.get("compile_only"):
-    raise error
-  if error.program not in ("", UPDATE):
-    hint = _of_evaluation(error, plain)
-  elif jax.process_count() > 1:
-    hint = (
-      " python -m bigtrain.tools.plan computes what other settings need "
-      "(docs/out_of_memory.md)."
-    )
-  else:
-    _free(error)
-    hint = _of_update(error, plain, _compiling(plain, train))
-  error.args = (f"{error}{hint}",)
-  raise error
+def _needed(memory: Mapping[str, int]) -> int:
+  return needed_bytes(memory, by_peak=jax.default_backend() == "tpu")
 
 
-def _of_update(error: OutOfMemory, plain: Changes, measure: Measure) -> str:
-  memory = error.memory or measure({})
-  if not memory:
-    return ""
-  by_peak = jax.default_backend() == "tpu"
-  target = error.limit or 0
-  if error.__cause__ is not None:  # Failed although this much was allowed.
-    needed = needed_bytes(memory, by_peak)
-    target = int(_MARGIN * min(needed, error.limit or needed))
-  logging.info("Compiles the update with other settings, to find some that fit")
-  until = time.monotonic() + _SEARCH_SECS
-  fitting: list[str] = []
-  smallest: tuple[int, str] | None = None
-  try:
-    for group in _candidates(plain, memory, target):
-      for changes in group:
-        if time.monotonic() > until or len(fitting) == _NUM_SETTINGS:
-          break
-        compiled = measure(changes)
-        if compiled is None:
-          continue
-        needed = needed_bytes(compiled, by_peak)
-        flags = [f"--config.{k}={v}" for k, v in changes.items()]
-        text = f"{' '.join(flags)} needs {size(needed)}"
-        smallest = min(smallest or (needed, text), (needed, text))
-        if needed <= target:
-          fitting.append(text)
-          break
-  except process.Preempted:
-    pass  # The error is more important than the rest of the search.
-  if fitting:
-    return f" These settings fit: {'; '.join(fitting)}."
-  if smallest is None:
-    return ""
-  return (
-    f" None of the settings tried fits; {smallest[1]}. It takes more devices "
-    "or a smaller model (docs/out_of_memory.md)."
+def _sizes(update: jax.stages.Compiled, limit: int | None) -> str:
+  """Says what the update needs, in parts, and what a device has."""
+  memory = memory_bytes(update)
+  arguments = zip(update.args_info[0], update.input_shardings[0])
+  (state, of_state), _, (batch, of_batch), *_ = arguments
+  parts = {name: _on_device(state[name], of_state[name]) for name in state}
+  parts["batch"] = _on_device(batch, of_batch)
+  parts["temporary values"] = memory["temporary_bytes"]
+  listed = ", ".join(
+    f"{name} {size(nbytes)}" for name, nbytes in parts.items() if name != "step"
+  )
+  has = f", which has {size(limit)}" if limit else ""
+  return f"needs {size(_needed(memory))} on each device{has} ({listed})"
+
+
+def _on_device(infos: Any, shardings: Any) -> int:
+  """Bytes of arguments in the memory of each device."""
+  # An argument that the program does not use has no sharding.
+  pairs = zip(
+    jax.tree.leaves(infos),
+    jax.tree.leaves(shardings, is_leaf=lambda sharding: sharding is None),
+  )
+  return sum(
+    math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+    for info, sharding in pairs
+    if sharding is not None and sharding.memory_kind != "pinned_host"
   )
 
 
-def _candidates(
-  plain: Changes, memory: Mapping[str, int], target: int
-) -> Iterator[list[Changes]]:
-  """Yields lists of changes of the config; in a list, the mildest comes first.
+def _advice(limit: int | None) -> str:
+  """The command that finds settings that fit, from this process's own.
 
-  Only the last list changes what the run learns.
+  Args:
+    limit: bytes of a device that the settings may use, if known.
   """
-  devices = jax.device_count()
-  batch_size = plain["input"]["batch_size"]
-  numbers, now = _microbatches(plain, batch_size // devices)
-
-  def split(number: int) -> Changes:
-    if plain.get("microbatch_examples"):
-      return {"microbatch_examples": batch_size // number}
-    return {"microbatches": number}
-
-  # Enough microbatches if all temporary values belonged to the examples.
-  temporary = memory["temporary_bytes"]
-  room = target - (needed_bytes(memory) - temporary)
-  likely = [n for n in numbers if temporary * now <= room * n]
-  yield [split(n) for n in [*likely[:2], *likely[2:][-1:]]]
-  remat = _remat(plain)
-  yield [remat] if remat else []
-  fsdp = plain.get("mesh", {}).get("fsdp", -1)
-  shards: Changes = {}
-  if fsdp not in (-1, devices):
-    shards = {"mesh.replica": 1, "mesh.fsdp": devices}
-  yield [shards] if shards else []
-  splits = split(numbers[-1]) if numbers else {}
-  kinds = [change for change in (shards, remat, splits) if change]
-  if len(kinds) > 1 or not likely:
-    yield [{k: v for change in kinds for k, v in change.items()}]
-  smaller = batch_size // 2
-  if batch_size % 2 == 0 and smaller % (devices * now) == 0:
-    yield [{"input.batch_size": smaller}]
+  words = iter(sys.argv[1:])
+  config = [
+    word if "=" in word else f"{word}={next(words, '')}"
+    for word in words
+    if word.startswith("--config")
+  ]
+  if not any(word.startswith("--config=") for word in config):
+    config = ["--config=FILE"]  # A notebook, or a program of one's own.
+  if limit:
+    key = "--config.device_memory_bytes="
+    config = [word for word in config if not word.startswith(key)]
+    config.append(f"{key}{limit}")
+  flags = [f"--devices={jax.device_count()}", "--choose"]
+  device = jax.devices()[0]
+  if device.platform != "cpu":
+    flags.append(f"--hardware={device.device_kind}")
+  if device.platform == "tpu" or "H100" in device.device_kind:
+    flags.append(f"--compiler={device.platform}")
+  command = shlex.join([*config, *flags])
+  return (
+    f"This finds settings that fit: python -m bigtrain.tools.plan {command}"
+  )
 
 
-def _microbatches(plain: Changes, share: int) -> tuple[list[int], int]:
-  """(possible larger numbers of microbatches, the present one)."""
-  now = plain.get("microbatches") or 1
-  if examples := plain.get("microbatch_examples"):
-    now = max(1, plain["input"]["batch_size"] // examples)
-  return [n for n in range(now + 1, share + 1) if share % n == 0], now
-
-
-def _remat(plain: Changes) -> Changes:
-  """{"model.remat_policy": ...} for a model with that field, else {}."""
-  try:
-    _, model = parts.model(settings.Config(plain))
-  except settings.ConfigError:
-    return {}
-  policy = getattr(model, "remat_policy", None)
-  known = "remat_policy" in inspect.signature(type(model)).parameters
-  if not known or policy == _REMAT:
-    return {}
-  return {"model.remat_policy": _REMAT}
-
-
-def _compiling(plain: Changes, train: Callable[[Any, str], Any]) -> Measure:
-  """Returns a function that compiles the update in a folder of its own."""
-
-  def measure(changes: Changes) -> Mapping[str, int] | None:
-    config = settings.plain(plain)
-    for key, value in {**changes, "compile_only": True}.items():
-      node = config
-      *parents, last = key.split(".")
-      for parent in parents:
-        node = node.setdefault(parent, {})
-      node[last] = value
-    with tempfile.TemporaryDirectory() as folder:
-      try:
-        train(config, folder)
-        with open(os.path.join(folder, "run.json")) as file:
-          return json.load(file)["starts"][-1]["programs"][UPDATE]
-      except (settings.ConfigError, OutOfMemory, KeyError) as e:
-        logging.info("%s: not possible: %s", changes, e)
-        return None
-
-  return measure
-
-
-def _of_evaluation(error: OutOfMemory, plain: Changes) -> str:
-  options = plain.get("evals", {}).get(error.program)
-  if not isinstance(options, Mapping):
-    return ""
-  now = options.get("batch_size") or plain["input"]["batch_size"]
-  fixed = error.memory[_FIRST]
-  per_example = (needed_bytes(error.memory) - fixed) / now
+def _smaller_batch(name: str, program: jax.stages.Compiled, limit: int) -> str:
+  """Advice for an evaluation: the largest batch that fits, if there is one."""
+  variables, batch = program.args_info[0]
+  fixed = _on_device(variables, program.input_shardings[0][0])
+  now = jax.tree.leaves(batch)[0].shape[0]
+  per_example = (_needed(memory_bytes(program)) - fixed) / now
   for number in range(now - 1, 0, -1):
     divides = now % number == 0 == number % jax.device_count()
     needed = fixed + per_example * number
-    if divides and needed <= (error.limit or 0):
-      flag = f"--config.evals.{error.program}.batch_size={number}"
+    if divides and needed <= limit:
+      flag = f"--config.evals.{name}.batch_size={number}"
       return f" With {flag} it needs about {size(needed)}."
   return ""
-
-
-def _free(error: BaseException | None) -> None:
-  """Drops the arrays that the frames of a traceback keep alive."""
-  while error is not None:
-    traceback.clear_frames(error.__traceback__)
-    error = error.__cause__ or error.__context__
-
-
-def _the(name: str) -> str:
-  return "the update" if name == UPDATE else f"the program {name!r}"
 
 
 def size(nbytes: float) -> str:

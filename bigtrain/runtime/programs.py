@@ -147,8 +147,7 @@ class Programs:
     if not device_memory.is_exhausted(error):
       return error
     update = self._programs.get(device_memory.UPDATE)
-    memory = device_memory.memory_bytes(update) if update else {}
-    return device_memory.explained(error, name, memory, self.limit_bytes)
+    return device_memory.explained(error, name, update, self.limit_bytes)
 
   def compile(
     self, name: str, fn: Callable[..., Any], *specs: Any, **options: Any

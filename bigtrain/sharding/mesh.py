@@ -49,8 +49,7 @@ def from_config(config: Config) -> Mesh:
   """
   options = config.kwargs("mesh")
   check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
-  topology = absent.topology() or config.get("compile_only", False)
-  if isinstance(topology, str):
+  if topology := absent.topology():
     options["devices"] = absent.devices(topology)
   return make_mesh(**options)
 

@@ -52,7 +52,8 @@ CASES = {
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-  monkeypatch.setattr(attention_blockwise, "_BLOCK_ON_CPU", 4)
+  attend = functools.partial(attention_blockwise.attend, block=4)
+  monkeypatch.setattr(attention_blockwise, "attend", attend)
 
 
 @pytest.mark.parametrize(

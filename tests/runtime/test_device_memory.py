@@ -1,8 +1,10 @@
-"""Runs that do not fit into memory end with settings that do fit."""
+"""Runs that do not fit into memory name the command that finds what fits."""
 
 import json
 import re
+import shlex
 import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -13,6 +15,7 @@ from support import processes
 
 from bigtrain import main, settings
 from bigtrain.runtime import device_memory
+from bigtrain.tools.plan import plan
 
 FEATURES = {"image": "float32[8,8,1]", "labels": "int32[]"}
 
@@ -36,16 +39,22 @@ def large_batch(tiny_config):
 
 
 def needed(config, folder):
-  """Memory of the update, as compile_only reports it."""
-  main.train(config | {"compile_only": True}, str(folder))
-  (start,) = json.loads((folder / "run.json").read_text())["starts"]
-  return device_memory.needed_bytes(start["programs"]["update"])
+  """Memory of the update."""
+
+  def on_update(run, update_fn, specs, compile):
+    return device_memory.needed_bytes(device_memory.memory_bytes(compile()))
+
+  return main.train(config, str(folder), on_update=on_update)
 
 
 @pytest.mark.slow
-def test_an_update_that_does_not_fit_is_refused(large_batch, tmp_path):
+def test_an_update_that_does_not_fit_is_refused(
+  large_batch, tmp_path, monkeypatch
+):
   total = needed(large_batch, tmp_path / "compiled")
   limited = large_batch | {"device_memory_bytes": total // 2}
+  argv = ["--config", "x.py:a b", "--config.lr=1", "--workdir=y"]
+  monkeypatch.setattr(sys, "argv", ["main", *argv])
   with pytest.raises(device_memory.OutOfMemory) as error:
     main.train(limited, str(tmp_path / "refused"))
   message = str(error.value)
@@ -53,36 +62,17 @@ def test_an_update_that_does_not_fit_is_refused(large_batch, tmp_path):
     f"the update needs {device_memory.size(total)} on each device, which has "
     f"{device_memory.size(total // 2)} ("
   )
+  for part in ("params", "opt", "batch", "temporary values"):
+    assert re.search(rf"\b{part} [\d.]+ \w+[,)]", message), part
+  assert message.endswith(
+    ". This finds settings that fit: python -m bigtrain.tools.plan "
+    "'--config=x.py:a b' --config.lr=1 "
+    f"--config.device_memory_bytes={total // 2} "
+    f"--devices={jax.device_count()} --choose"
+  )
   assert "\n" not in message and error.value.__cause__ is None
   assert not tiny.checkpoint_steps(tmp_path / "refused")
   assert not (tmp_path / "refused" / "metrics.jsonl").read_text().strip()
-  # What the message promises is true, and such a run trains.
-  number, size = re.search(
-    r"--config\.microbatches=(\d+) needs ([\d.]+ \w+)", message
-  ).groups()
-  changed = limited | {"microbatches": int(number)}
-  assert device_memory.size(needed(changed, tmp_path / "split")) == size
-  assert main.train(changed, str(tmp_path / "run"))["step"] == 1
-
-
-def test_nothing_fits(large_batch, tmp_path, monkeypatch):
-  monkeypatch.setattr(
-    device_memory, "_compiling", lambda *_: lambda changes: LARGE
-  )
-  limited = large_batch | {"device_memory_bytes": 1000}
-  with pytest.raises(device_memory.OutOfMemory) as error:
-    main.train(limited, str(tmp_path))
-  assert "None of the settings tried fits; --config." in str(error.value)
-  assert "needs 5 GB." in str(error.value)
-
-
-LARGE = dict(
-  argument_bytes=3 * 10**9,
-  output_bytes=2 * 10**9,
-  alias_bytes=2 * 10**9,
-  temporary_bytes=2 * 10**9,
-  peak_bytes=10**9,
-)
 
 
 class Hungry(nn.Module):
@@ -110,8 +100,9 @@ def test_a_device_runs_out_of_memory_in_a_step(
     r"out of memory while training: .*\. The update needs [\d.e+]+ GB on each",
     message,
   ), message
-  if jax.device_count() == 8:  # Two examples on each.
-    assert "These settings fit: --config.microbatches=2 needs" in message
+  (limit,) = re.findall(r"device_memory_bytes=(\d+) --devices", message)
+  (size,) = re.findall(r"The update needs ([\d.e+]+) GB", message)
+  assert int(limit) == pytest.approx(0.9e9 * float(size), rel=0.01)
 
 
 def test_an_evaluation_does_not_fit(tiny_config, tmp_path):
@@ -144,7 +135,9 @@ def test_the_limit_must_be_a_positive_number(tiny_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_code_1_and_one_line(large_batch, tmp_path):
+def test_the_command_ends_with_code_1_and_one_line(
+  large_batch, tmp_path, capsys
+):
   vit = dict(
     num_classes=10, patch_size=1, width=16, depth=1, num_heads=1, mlp_dim=16
   )
@@ -160,6 +153,17 @@ def test_the_command_ends_with_code_1_and_one_line(large_batch, tmp_path):
   last = ended.stderr.strip().splitlines()[-1]
   assert ended.returncode == 1, ended.stderr
   assert last.startswith("error: OutOfMemory: the update needs ")
-  assert " --config.microbatches=" in last
-  assert "--config.model.remat_policy=nothing_saveable" in last
   assert "Traceback" not in ended.stderr
+  # The command that the line names finds what fits, and such a run trains.
+  command = shlex.split(last.partition(" fit: python -m ")[2])
+  assert command.pop(0) == "bigtrain.tools.plan"
+  assert plan.main([*command, "--json"]) == 0
+  best = json.loads(capsys.readouterr().out)[0]
+  assert best["fits"] and best["microbatches"] > 1
+  flags = [
+    "--config.device_memory_bytes=1000000",
+    f"--config.microbatches={best['microbatches']}",
+    f"--config.model.remat_policy={best['remat_policy']}",
+  ]
+  ended = processes.run(processes.main_command(file, tmp_path / "fits", *flags))
+  assert ended.returncode == 0, ended.stderr

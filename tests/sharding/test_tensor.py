@@ -7,7 +7,7 @@ import pytest
 from bigtrain import sharding, trees
 from bigtrain.losses import tokens as tokens_lib
 from bigtrain.models import decoder
-from bigtrain.tools.plan import collectives
+from bigtrain.tools.plan import hlo
 
 _B, _L, _D, _N = 4, 32, 64, 2
 
@@ -40,8 +40,8 @@ def _sent(**options):
   with jax.set_mesh(mesh):
     grad = jax.jit(jax.grad(loss), out_shardings=places)
     text = grad.lower(spec, ids, ids).compile().as_text()
-  sent = dict.fromkeys(collectives.KINDS, 0.0)
-  for one in collectives.read(text).collectives:
+  sent = dict.fromkeys(hlo.KINDS, 0.0)
+  for one in hlo.sent(hlo.Module(text))[0]:
     sent[one.kind] += one.sent_bytes
   return sent
 

@@ -13,6 +13,7 @@ import jax
 
 from bigtrain.models.layers import (
   attention,
+  dropout,
   kv_cache,
   masks,
   mlp,
@@ -42,6 +43,7 @@ class Block(nn.Module):
     self,
     carry: tuple[jax.Array | None, kv_cache.Cache | None],
     layer: Any,
+    numbers: Any,
     source: Any,
     mask: masks.Mask,
     start: Any,
@@ -55,7 +57,7 @@ class Block(nn.Module):
       source: encoded patches (b, P, E), or the cache of their keys and values.
       train: whether dropout acts.
     """
-    options = self.options
+    options = stack.join(self.options, numbers)
     x_BLD, cache = carry
 
     def norm(name: str, x_BLD: jax.Array) -> jax.Array:
@@ -64,7 +66,7 @@ class Block(nn.Module):
       )(x_BLD)
 
     def drop(x_BLD: jax.Array) -> jax.Array:
-      return nn.Dropout(options.dropout)(x_BLD, deterministic=not train)
+      return dropout.Dropout(options.dropout)(x_BLD, train=train)
 
     def attend(name: str) -> attention.Attention:
       return attention.Attention(
@@ -72,7 +74,7 @@ class Block(nn.Module):
           options.num_heads,
           head_dim=options.width // options.num_heads,
           use_bias=False,
-          backend=options.attention,
+          implementation=options.attention,
           dtype=options.dtype,
         ),
         name=name,
@@ -147,7 +149,7 @@ class Decoder(nn.Module):
     dropout: rate in the MLPs and on each residual branch.
     use_bias: whether the MLPs and the blocks' layer norms have biases. The
       attentions never do; the final layer norm and output layer always do.
-    attention: backend of attention, a name in attention_backends.NAMES.
+    attention: implementation of attention, a name in attention_backends.NAMES.
     scan: whether to compile one block and loop over it.
     remat_policy: a name in remat.POLICIES.
     dtype: dtype of the computation.

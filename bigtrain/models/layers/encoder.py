@@ -16,8 +16,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import sharding
-from bigtrain.models.layers import attention, mlp, stack
+from bigtrain import sharding, trees
+from bigtrain.models.layers import attention, dropout, mlp, stack
 
 
 class Options(NamedTuple):
@@ -40,6 +40,7 @@ class Block(nn.Module):
     self,
     x_BLD: jax.Array,
     layer: Any,
+    numbers: Any,
     drop_path_rates_N: jax.Array | None,
     train: bool,
   ) -> tuple[jax.Array, None]:
@@ -49,10 +50,10 @@ class Block(nn.Module):
       drop_path_rates_N: rate of stochastic depth in each layer; None for none.
       train: whether dropout and stochastic depth act.
     """
-    options = self.options
+    options = stack.join(self.options, numbers)
 
     def regularize(y_BLD: jax.Array) -> jax.Array:
-      y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
+      y_BLD = dropout.Dropout(options.dropout)(y_BLD, train=train)
       if train and drop_path_rates_N is not None:
         rate = drop_path_rates_N[layer]
         y_BLD = drop_path(y_BLD, rate, self.make_rng("dropout"))
@@ -62,7 +63,7 @@ class Block(nn.Module):
     y_BLD, _ = attention.Attention(
       attention.Options(
         options.num_heads,
-        backend=options.attention,
+        implementation=options.attention,
         dtype=options.dtype,
       ),
       name="MultiHeadDotProductAttention_0",
@@ -101,7 +102,7 @@ class Encoder(nn.Module):
     mlp_dim: hidden width F; 4 D if None.
     num_heads: number of attention heads; must divide D.
     dropout: rate in the MLPs and on each residual branch.
-    attention: backend of attention, a name in attention_backends.NAMES.
+    attention: implementation of attention, a name in attention_backends.NAMES.
     drop_path: rate of stochastic depth in the last block; it grows linearly
       from 0 in the first.
     scan: whether to compile one block and loop over it, so that the time to
@@ -124,7 +125,7 @@ class Encoder(nn.Module):
   def __call__(self, x_BLD: jax.Array, *, train: bool = False) -> jax.Array:
     """Returns the normalised stream (B, L, D)."""
     rates_N = None
-    if self.drop_path:
+    if trees.is_on(self.drop_path):
       rates_N = jnp.linspace(0.0, self.drop_path, self.depth)
     options = Options(
       self.mlp_dim,

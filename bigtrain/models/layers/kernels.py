@@ -14,11 +14,17 @@ def initializer(std: float | None) -> Any:
 
 
 class Kernel(nn.Module):
-  """A parameter called "kernel", which the caller multiplies with."""
+  """A parameter called "kernel", which the caller multiplies with.
+
+  Attributes:
+    shape: shape of the parameter.
+    init_std: standard deviation of its initial values.
+  """
 
   shape: tuple[int, ...]
-  init_std: float | None
+  init_std: float
 
   @nn.compact
   def __call__(self) -> jax.Array:
+    """Returns the parameter, float32."""
     return self.param("kernel", initializer(self.init_std), self.shape)

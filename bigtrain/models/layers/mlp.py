@@ -11,7 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import sharding
-from bigtrain.models.layers import kernels, remat
+from bigtrain.models.layers import dropout, kernels, remat
 
 
 class Kind(NamedTuple):
@@ -115,6 +115,6 @@ class Mlp(nn.Module):
       h_BLF *= activation(checkpoint_name(gate(x_BLD), remat.INNER))
     else:
       h_BLF = activation(h_BLF)
-    h_BLF = nn.Dropout(options.dropout)(h_BLF, deterministic=not train)
+    h_BLF = dropout.Dropout(options.dropout)(h_BLF, train=train)
     out = dense(down, x_BLD.shape[-1], options.out_init_std, rows)
     return out(h_BLF)

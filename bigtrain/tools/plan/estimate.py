@@ -6,32 +6,85 @@
   step       = the larger of both, with perfect overlap, or
                their sum, without overlap
 
-The entries `formula` and `formula_by_axis` need no compiler, see formulae.py.
+The entries `formula` and `formula_by_axis` need no compiler: they are the bytes
+that a step sends by the formulae of docs/scaling.md. With S parameters of
+layers that are sharded over `fsdp`, b bytes per element of the compute dtype, m
+microbatches, and a mesh of replica R x fsdp F x sequence Q x tensor T, each
+device sends per step
+
+  over fsdp      all-gather       2 m b S/T (F-1)/F      weights, in both passes
+                 reduce-scatter   m b S/T (F-1)/F        gradients
+  over replica   all-reduce       2 m b S/(F T) (n-1)/n  gradients; n = R Q
+
+and for each microbatch of t tokens per Q devices, each of N layers with H heads
+of queries and G of keys of width K, and width D:
+
+  over sequence  all-gather       2 b t G/T K (Q-1)/Q    keys and values
+                 reduce-scatter   the same               their gradients
+                 permute          4 b t H/T K / Q        queries, outputs and
+                                                         the gradients of both
+  over tensor    all-gather       4 b t/Q D (T-1)/T      inputs and gradients
+                 reduce-scatter   the same
+  once           both over tensor 2 b t/Q D (T-1)/T      embedding and head
+
+and of the V rows of an embedding and of a head, for each microbatch
+
+  over fsdp      all-gather       b V/T D (F-1)/F        the head
+                 reduce-scatter   b V/T D (F-1)/F        its gradient
+                 all-to-all       2 b t/(Q T) D (F-1)/F  rows and gradients, and
+                                  2 b V D/F (F-1)/F      columns of a table that
+                                                         is split by rows
+                 all-gather       4 t/Q (F-1)            numbers of the tokens
+  over replica   all-reduce       4 b V D/(F T) (n-1)/n  gradients of both
+
+With attention="ring", keys and values go around in place of the gather and the
+scatter. With remat or scan the backward pass repeats the gather of keys, the
+exchange of queries and outputs, and over `tensor` two gathers and one scatter.
+With two devices per example half of the permutes is left. With ZeRO-1 gradients
+are scattered over all axes but `tensor`, and the new parameters gathered over
+`replica`, in float32. A device with at least V tokens gathers the embedding in
+place of an exchange of rows (sharding/lookup.py). The formulae omit gradients
+that are summed unsharded, such as the gradients of norms.
 """
 
+import functools
+import itertools
+import json
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from bigtrain import parts, settings, sharding
 from bigtrain.runtime import device_memory
-from bigtrain.tools.plan import collectives, formulae, meshes
-from bigtrain.tools.plan import hardware as hardware_lib
+from bigtrain.tools.plan import hlo
+from bigtrain.tools.plan.hardware import Hardware, seconds
+from bigtrain.tools.plan.hlo import Collective
 
 # Fraction of the peak that large matrix products reach, as in published runs
 # that the network does not limit.
 EFFICIENCY = 0.6
 
+_BYTES = {"bfloat16": 2, "float16": 2}
+
+# Figures of a program or of a mesh, as values of JSON.
+Facts = Mapping[str, Any]
+# Collectives by the axes that they go over, such as "fsdp" or "replica,
+# sequence".
+ByAxis = dict[str, list[Collective]]
+
 
 def row(
-  facts: Mapping[str, Any],
+  facts: Facts,
   config: Mapping[str, Any],
-  hardware: hardware_lib.Hardware,
+  target: Hardware,
   efficiency: float = EFFICIENCY,
 ) -> dict[str, Any]:
-  """Returns all figures of one mesh, as a value of JSON.
+  """Returns all figures of one mesh.
 
   Args:
-    facts: figures of the program: from footprint.measure, and also memory,
-      model_flops, collectives, cycles, products, compiler, devices, the
+    facts: figures of the program: those of program.compile_update, devices, the
       axes of the mesh, batch_size and microbatches.
     efficiency: fraction of the peak that matrix products reach.
 
@@ -40,47 +93,34 @@ def row(
     peak_bytes: peak memory of a device;
     memory_fraction: peak_bytes over the memory of a device;
     fits: whether that is at most 1;
-    compiler_secs: time of a step by the compiler's cycles, without kernels, see
-      cycles.py; None without cycles;
-    compiler_mfu: MFU of a step of that time, or None;
+    compiler_secs, compiler_mfu: time and MFU of a step by the compiler's
+      cycles, without kernels; None without cycles;
     product_flops: FLOPs of the products in the program of a GPU, without those
-      of attention kernels, see products.py; None without them;
-    sent_bytes: {kind: bytes that each device sends per step};
-    formula: the same by the formulae;
+      of attention kernels; None without them;
+    sent_bytes, formula: {kind: bytes that each device sends per step}, of the
+      program and by the formulae;
     sent_by_axis, formula_by_axis: {axes of the mesh: the same};
     remat_policy, opt_sharding: of the config;
     secs: {"compute", "link", "network", "overlapped", "in_turn"};
     examples_per_sec, tokens_per_sec, mfu: with perfect overlap.
   """
-  devices = facts["devices"]
   # The TPU's compiler places each buffer; others only add them up.
-  by_peak = facts["compiler"] == "tpu"
-  peak_bytes = device_memory.needed_bytes(facts["memory"], by_peak)
-  sent = dict.fromkeys(collectives.KINDS, 0.0)
-  by_axis: dict[str, float] = {}
-  link = network = communication = 0.0
-  for collective in collectives.from_json(facts["collectives"]):
-    sent[collective.kind] += collective.sent_bytes
-    axes = formulae.axis_of(collective, facts)
-    if collective.kind == "collective-permute":
-      size, stride, *_ = formulae.group(axes, facts)
-      collective = collective._replace(group_size=size, stride=stride)
-    by_axis[axes] = by_axis.get(axes, 0.0) + collective.sent_bytes
-    time = hardware_lib.seconds(collective, hardware)
-    link += time.link_secs
-    network += time.network_secs
-    communication += time.secs
-  peak = devices * hardware.peak_flops
-  products = facts.get("products")
-  product_flops = products and products["flops"] * devices
+  peak_bytes = device_memory.needed_bytes(
+    facts["memory"], by_peak=facts["compiler"] == "tpu"
+  )
+  traffic = _traffic(facts, target)
+  peak = facts["devices"] * target.peak_flops
+  products, cycles = facts["products"], facts["cycles"]
+  product_flops = products and products["flops"] * facts["devices"]
   executed_flops = max(facts["executed_flops"], product_flops or 0)
   compute = executed_flops / (peak * efficiency)
-  step = max(compute, communication)
-  examples_per_sec = facts["batch_size"] / step
-  tokens = facts["tokens_per_example"]
-  traffic = formulae.traffic(facts, formulae.blocks(config), config)
-  cycles = facts["cycles"]
+  step = max(compute, traffic.secs)
   compiler_secs = cycles and cycles["compute_secs"] + cycles["exposed_secs"]
+  tokens = facts["tokens_per_example"]
+  formula = by_formula(facts, blocks(config), config)
+  formula_sent = dict.fromkeys(hlo.KINDS[:3], 0.0)
+  for one in itertools.chain(*formula.values()):
+    formula_sent[one.kind] = formula_sent.get(one.kind, 0.0) + one.sent_bytes
   return {
     **facts,
     "peak_bytes": peak_bytes,
@@ -88,34 +128,64 @@ def row(
     "compiler_mfu": compiler_secs
     and facts["model_flops"] / (peak * compiler_secs),
     "product_flops": product_flops,
-    "fits": peak_bytes <= hardware.memory_bytes,
-    "memory_fraction": peak_bytes / hardware.memory_bytes,
-    "sent_bytes": sent,
-    "formula": formulae.by_kind(traffic),
-    "sent_by_axis": by_axis,
-    "formula_by_axis": formulae.by_axis(traffic),
+    "fits": peak_bytes <= target.memory_bytes,
+    "memory_fraction": peak_bytes / target.memory_bytes,
+    "sent_bytes": traffic.by_kind,
+    "formula": formula_sent,
+    "sent_by_axis": traffic.by_axis,
+    "formula_by_axis": {
+      axes: sum(one.sent_bytes for one in ones)
+      for axes, ones in formula.items()
+    },
     "remat_policy": config.get("model", {}).get("remat_policy", "none"),
     "opt_sharding": config.get("opt_sharding", "fsdp"),
     "secs": {
       "compute": compute,
-      "link": link,
-      "network": network,
+      "link": traffic.link_secs,
+      "network": traffic.network_secs,
       "overlapped": step,
-      "in_turn": compute + communication,
+      "in_turn": compute + traffic.secs,
     },
-    "examples_per_sec": examples_per_sec,
-    "tokens_per_sec": tokens and examples_per_sec * tokens,
+    "examples_per_sec": facts["batch_size"] / step,
+    "tokens_per_sec": tokens and facts["batch_size"] / step * tokens,
     "mfu": facts["model_flops"] / (peak * step),
   }
 
 
-def basis(
-  compiled: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]
-) -> Mapping[str, Any] | None:
+class _Traffic(NamedTuple):
+  """What a program sends: bytes of each device, and seconds."""
+
+  by_kind: dict[str, float]
+  by_axis: dict[str, float]
+  link_secs: float
+  network_secs: float
+  secs: float
+
+
+def _traffic(facts: Facts, target: Hardware) -> _Traffic:
+  by_kind = dict.fromkeys(hlo.KINDS, 0.0)
+  by_axis: dict[str, float] = {}
+  link = network = secs = 0.0
+  for one in (Collective(**one) for one in facts["collectives"]):
+    by_kind[one.kind] += one.sent_bytes
+    axes = axis_of(one, facts)
+    if one.kind == "collective-permute":
+      size, stride, *_ = group(axes, facts)
+      one = one._replace(group_size=size, stride=stride)
+    by_axis[axes] = by_axis.get(axes, 0.0) + one.sent_bytes
+    time = seconds(one, target)
+    link += time.link_secs
+    network += time.network_secs
+    secs += time.secs
+  return _Traffic(by_kind, by_axis, link, network, secs)
+
+
+def basis(compiled: Sequence[Facts], mesh: Mapping[str, int]) -> Facts | None:
   """Returns the facts to extrapolate to `mesh` from, or None."""
 
   def traits(of: Mapping[str, int]) -> tuple[Any, ...]:
-    at_once = of["batch_size"] / (meshes.ways(of) * of["microbatches"])
+    ways = of["replica"] * of["fsdp"]
+    at_once = of["batch_size"] / (ways * of["microbatches"])
     split = of["replica"] > 1, of["fsdp"] > 1
     return at_once, *split, of["sequence"], of["tensor"]
 
@@ -123,7 +193,7 @@ def basis(
   return similar[-1] if similar else None
 
 
-def compare(guess: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def compare(guess: Facts, row: Facts) -> dict[str, float]:
   """Returns relative errors of an extrapolated row."""
   sent = [sum(r["sent_bytes"].values()) for r in (guess, row)]
   return {
@@ -132,47 +202,40 @@ def compare(guess: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def extrapolate(
-  compiled: Mapping[str, Any], mesh: Mapping[str, int]
-) -> dict[str, Any]:
+def extrapolate(compiled: Facts, mesh: Mapping[str, int]) -> dict[str, Any]:
   """Returns facts about a mesh that was not compiled, from a smaller mesh.
 
   With the same number of examples per device and microbatch, and the same sizes
-  of `sequence` and `tensor`, a collective moves
-  the same arrays on any number of devices: its groups grow, and it runs once
-  per microbatch. Arrays that are sharded over `fsdp`, among them the state,
-  shrink with the size of `fsdp`. Temporary memory stays the same.
+  of `sequence` and `tensor`, a collective moves the same arrays on any number
+  of devices: its groups grow, and it runs once per microbatch. Arrays that are
+  sharded over `fsdp`, among them the state, shrink with the size of `fsdp`.
+  Temporary memory stays the same.
   """
-  devices = mesh["devices"]
   microbatch_ratio = mesh["microbatches"] / compiled["microbatches"]
   fsdp_ratio = mesh["fsdp"] / compiled["fsdp"]
   batch_ratio = mesh["batch_size"] / compiled["batch_size"]
   scaled = []
-  for one in collectives.from_json(compiled["collectives"]):
-    axes = formulae.axis_of(one, compiled)
-    group, stride, inner, span = (*formulae.group(axes, mesh), 0, 0)[:4]
+  for one in (Collective(**one) for one in compiled["collectives"]):
+    axes = axis_of(one, compiled)
+    size, stride, inner, span = (*group(axes, mesh), 0, 0)[:4]
     # Sums of what fsdp splits, its gradients, are over other axes.
     over_replica = "replica" in axes and "fsdp" not in axes
     shrinkage = fsdp_ratio if over_replica else 1.0
     scaled.append(
       one._replace(
-        group_size=group,
+        group_size=size,
         stride=stride,
         runs=round(one.runs * microbatch_ratio),
         nbytes=round(one.nbytes * microbatch_ratio / shrinkage),
         inner=inner,
         span=span,
-      )
+      )._asdict()
     )
   state = {n: x / fsdp_ratio for n, x in compiled["state_bytes"].items()}
   saved = sum(compiled["state_bytes"].values()) - sum(state.values())
-  memory = {
-    **compiled["memory"],
-    "argument_bytes": compiled["memory"]["argument_bytes"] - saved,
-    "output_bytes": compiled["memory"]["output_bytes"] - saved,
-    "alias_bytes": compiled["memory"]["alias_bytes"] - saved,
-    "peak_bytes": compiled["memory"]["peak_bytes"] - saved,
-  }
+  memory = dict(compiled["memory"])
+  for name in ("argument_bytes", "output_bytes", "alias_bytes", "peak_bytes"):
+    memory[name] -= saved
   return {
     **compiled,
     **mesh,
@@ -184,8 +247,204 @@ def extrapolate(
     "host_state_bytes": compiled["host_state_bytes"] / fsdp_ratio,
     "memory": memory,
     "batch_bytes": compiled["batch_bytes"]
-    * (batch_ratio * compiled["devices"] / devices),
-    "collectives": collectives.to_json(scaled),
+    * (batch_ratio * compiled["devices"] / mesh["devices"]),
+    "collectives": scaled,
     "model_flops": compiled["model_flops"] * batch_ratio,
     "executed_flops": compiled["executed_flops"] * batch_ratio,
   }
+
+
+# Formulae.
+
+
+class Blocks(NamedTuple):
+  """Sizes of a model that is one stack of layers.
+
+  Attributes:
+    tied: whether the embedding is the head as well.
+    width: width of the residual stream.
+    hidden: hidden units of a layer's MLP that a token uses, gates included.
+    ring: whether keys pass in a ring.
+    repeats: whether the backward pass repeats transfers of the forward pass.
+  """
+
+  vocab_size: int
+  tied: bool
+  depth: int
+  width: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  hidden: int
+  ring: bool
+  repeats: bool
+
+
+def itemsize(config: Mapping[str, Any]) -> int:
+  """Bytes of a number of the computation."""
+  return _BYTES.get(config.get("model", {}).get("dtype", "float32"), 4)
+
+
+def blocks(config: Mapping[str, Any]) -> Blocks | None:
+  """Returns the sizes of a decoder; None for other models."""
+  if config.get("model_name") != "decoder":
+    return None
+  keys = ("model_name", "model", "logical_axes")
+  return _blocks(json.dumps({k: config[k] for k in keys if k in config}))
+
+
+@functools.cache
+def _blocks(text: str) -> Blocks:
+  config = settings.Config(json.loads(text))
+  _, model = parts.model(parts.with_published_sizes(config))
+  hidden = (model.mlp_dim or 4 * model.width) * (1 + (model.mlp == "swiglu"))
+  if model.moe:
+    hidden *= model.moe.top_k
+  return Blocks(
+    vocab_size=model.vocab_size,
+    tied=model.tied_head,
+    depth=model.depth,
+    width=model.width,
+    heads=model.num_heads,
+    kv_heads=model.num_kv_heads or model.num_heads,
+    head_dim=model.head_dim or model.width // model.num_heads,
+    hidden=hidden,
+    ring=model.attention == "ring",
+    repeats=model.scan or model.remat_policy != "none",
+  )
+
+
+def by_formula(
+  of: Mapping[str, Any], of_model: Blocks | None, config: Mapping[str, Any]
+) -> ByAxis:
+  """Returns the collectives of a step.
+
+  Args:
+    of: the mesh, batch_size, microbatches, sharded_parameters and
+      tokens_per_example (or None).
+    of_model: sizes of the model; without them, only what `fsdp` and `replica`
+      send.
+  """
+  replica, fsdp, seq, ten = (of[axis] for axis in sharding.AXES)
+  micro, b = of["microbatches"], itemsize(config)
+  result: ByAxis = {}
+
+  def add(axes: str, kind: str, nbytes: float) -> None:
+    size, stride, *gaps = group(axes, of)
+    if size > 1 and nbytes:
+      one = Collective(kind, size, stride, 0, round(nbytes), *gaps)
+      result.setdefault(axes, []).append(one)
+
+  tokens = of["tokens_per_example"]
+  known = of_model if tokens else None
+  layers_size = of["sharded_parameters"]
+  table = 0  # Size of the embedding, and of the head.
+  if known and layers_size:
+    table = known.vocab_size * known.width
+    layers_size -= table * (1 if known.tied else 2)
+  weights = micro * b * layers_size / ten
+  add("fsdp", "all-gather", 2 * weights)
+  names = [a for a in ("replica", "sequence") if of[a] > 1]
+  others = ", ".join(names) or "replica"
+  tables = 2 * micro * b * table / (fsdp * ten)
+  if replica > 1 and config.get("opt_sharding", "fsdp") == "replica":
+    # ZeRO-1: the updated parameters are gathered in float32.
+    add("replica", "all-gather", 4 * of["sharded_parameters"] / (fsdp * ten))
+    over = [a for a in sharding.AXES[:3] if of[a] > 1]
+    add(", ".join(over), "reduce-scatter", weights)
+    add(others, "all-reduce", tables)
+  else:
+    add("fsdp", "reduce-scatter", weights)
+    add(others, "all-reduce", weights / fsdp + tables)
+  if known is None:
+    return result
+  # Of a microbatch on the devices that share its examples.
+  t = of["batch_size"] * tokens / (micro * replica * fsdp)
+  for kind, nbytes in _of_tables(known, of, t / seq, b).items():
+    add("fsdp", kind, micro * nbytes)
+  times, repeated = micro * known.depth, 1 + known.repeats
+  kv_heads = math.lcm(known.kv_heads, ten)
+  keys = 2 * b * t * kv_heads / ten * known.head_dim * times
+  queries = 4 * b * t * known.heads / ten * known.head_dim * times
+  if known.ring:
+    moved = keys * (1 + repeated) * (seq - 1) / seq + keys * 4 / b
+    exchanged = queries + 2 * keys
+  else:
+    moved = 0.0
+    exchanged = queries * (1 + repeated) / 2
+    add("sequence", "all-gather", keys * repeated)
+    add("sequence", "reduce-scatter", keys)
+  # With two devices, one of the two parts of each stays where it is.
+  permuted = moved + exchanged / seq / (2 if seq == 2 else 1)
+  add("sequence", "collective-permute", permuted)
+  stream = b * t / seq * known.width * micro
+  layers = known.depth
+  again = (2 * layers, layers) if known.repeats else (0, 0)
+  add("tensor", "all-gather", (4 * layers + 2 + again[0]) * stream)
+  add("tensor", "reduce-scatter", (4 * layers + 2 + again[1]) * stream)
+  return result
+
+
+def _of_tables(
+  of_model: Blocks, of: Mapping[str, Any], tokens: float, b: int
+) -> dict[str, float]:
+  """Bytes over `fsdp` of an embedding and a head, for a microbatch."""
+  V, D = of_model.vocab_size, of_model.width
+  fsdp, ten = of["fsdp"], of["tensor"]
+  by_rows = ten > 1 and V % ten == 0
+  head = b * V * D / (ten if by_rows else 1)
+  dim = sharding.largest_free((V, D), fsdp, {0: ("tensor",)} if by_rows else {})
+  if dim is None:
+    return {}
+  own = tokens if by_rows else tokens / ten
+  if D % fsdp or own >= V:
+    return {"all-gather": 2 * head, "reduce-scatter": 2 * head}
+  columns = b * V * D / fsdp if dim == 0 else 0
+  return {
+    "all-gather": head + 4 * own * fsdp,
+    "reduce-scatter": head,
+    "all-to-all": 2 * (b * tokens * D / ten + columns),
+  }
+
+
+def group(axes: str, of: Mapping[str, int]) -> tuple[int, ...]:
+  """Returns size and stride of a group of devices over some axes.
+
+  Args:
+    axes: names of axes, such as "replica, sequence", the slowest first, or
+      "others" for all.
+
+  Returns:
+    (group_size, stride, inner, span) of a Collective; the last two only if the
+    distances in the group differ.
+  """
+  return _group(axes, tuple(of[axis] for axis in sharding.AXES))
+
+
+@functools.cache
+def _group(axes: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+  names = sharding.AXES if axes == "others" else axes.split(", ")
+  grid = np.arange(math.prod(sizes)).reshape(sizes)
+  first = [slice(None) if a in names else 0 for a in sharding.AXES]
+  kept = [a for a in sharding.AXES if a in names]
+  order = [kept.index(a) for a in names]
+  devices = grid[tuple(first)].transpose(order)
+  return hlo.distances(devices.ravel().tolist())
+
+
+def axis_of(one: Collective, of: Mapping[str, int]) -> str:
+  """Returns the axes that a collective goes over, or "others"."""
+  axes = [axis for axis in sharding.AXES if of[axis] > 1]
+  if one.kind == "collective-permute":  # Its size counts all groups.
+    strides = {axis: group(axis, of)[1] for axis in axes}
+    near = [axis for axis in axes if strides[axis] <= one.stride]
+    return max(near, key=lambda axis: strides[axis]) if near else "others"
+  known = (one.group_size, one.stride, one.inner, one.span)
+  for number in range(1, len(axes) + 1):
+    for names in itertools.combinations(axes, number):
+      # Where two axes split one dimension of an array, the partitioner orders
+      # the devices of a group by the dimension.
+      for order in itertools.permutations(names):
+        if (*group(", ".join(order), of), 0, 0)[:4] == known:
+          return ", ".join(names)
+  return "others"

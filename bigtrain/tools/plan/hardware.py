@@ -8,9 +8,9 @@ second for networks. Peaks of the matrix units are in reports/flops.py.
 from typing import NamedTuple
 
 from bigtrain.reports import flops
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, check_choice
 from bigtrain.sharding import absent
-from bigtrain.tools.plan.collectives import Collective
+from bigtrain.tools.plan.hlo import Collective
 
 _GIB = 2**30
 
@@ -26,10 +26,9 @@ class Hardware(NamedTuple):
     domain: number of devices connected by such links: a server or a pod.
     network_bandwidth: bandwidth from a device to other domains, in bytes per
       second; None if not published.
-    source: publication of the figures.
     chips: libtpu's name of the device; None for GPUs.
     axes: number of dimensions of the mesh or torus of links.
-    flops_per_cycle: FLOPs of the matrix units in a cycle; None for GPUs.
+    matrix_units: number of units of 128 x 128; 0 for GPUs.
   """
 
   device_kind: str
@@ -37,10 +36,9 @@ class Hardware(NamedTuple):
   link_bandwidth: float
   domain: int
   network_bandwidth: float | None
-  source: str
   chips: str | None = None
   axes: int = 3
-  flops_per_cycle: int | None = None
+  matrix_units: int = 0
 
   @property
   def peak_flops(self) -> float:
@@ -50,80 +48,67 @@ class Hardware(NamedTuple):
     return peak
 
   @property
+  def flops_per_cycle(self) -> int:
+    """FLOPs of a TPU's matrix units in a cycle."""
+    return self.matrix_units * 2 * 128**2
+
+  @property
   def clock_hertz(self) -> float:
     """Cycles per second of a TPU, from its peak."""
-    assert self.flops_per_cycle is not None, self.device_kind
     return self.peak_flops / self.flops_per_cycle
 
 
-# FLOPs of a matrix unit of 128 x 128 in a cycle; the documentation has the
-# number of units. Those of v6e have 256 x 256; with two of them its clock would
-# be at 3.5 GHz, so four are assumed.
-_MXU = 2 * 128**2
-
-_TPU = "Google Cloud TPU documentation, page {} (system architecture)"
-
+# The documentation has the number of matrix units. Those of v6e have 256 x 256;
+# with two of them its clock would be at 3.5 GHz, so four are assumed.
 TABLE: dict[str, Hardware] = {
-  "a100": Hardware(
-    *("NVIDIA A100-SXM4-80GB", 80e9, 300e9, 8, 25e9),
-    "NVIDIA A100 80GB SXM and DGX A100 data sheets: NVLink 600 GB/s in both "
-    "directions, eight HDR InfiniBand adapters of 200 Gb/s for eight GPUs",
-  ),
-  "h100": Hardware(
-    *("NVIDIA H100 80GB HBM3", 80e9, 450e9, 8, 50e9),
-    "NVIDIA H100 SXM and DGX H100 data sheets: NVLink 900 GB/s in both "
-    "directions, eight ConnectX-7 adapters of 400 Gb/s for eight GPUs",
-  ),
-  "h200": Hardware(
-    *("NVIDIA H200", 141e9, 450e9, 8, 50e9),
-    "NVIDIA H200 SXM and DGX H200 data sheets: as H100, with 141 GB",
-  ),
-  "b200": Hardware(
-    *("NVIDIA B200", 180e9, 900e9, 8, 50e9),
-    "NVIDIA DGX B200 data sheet: 1,440 GB and NVLink 14.4 TB/s in both "
-    "directions for eight GPUs, eight ConnectX-7 adapters of 400 Gb/s",
-  ),
-  "tpu_v4": Hardware(
-    *("TPU v4", 32 * _GIB, 6 * 50e9, 4096, None),
-    _TPU.format("v4") + "; six links of 50 GB/s a chip: Jouppi et al. 2023, "
-    "arxiv.org/abs/2304.01433",
-    *("v4", 3, 8 * _MXU),
-  ),
-  "tpu_v5e": Hardware(
-    *("TPU v5 lite", 16e9, 400e9 / 2, 256, 25e9 / 8),
-    _TPU.format("v5e") + ": ICI 400 GB/s in both directions, data centre "
-    "network 6.4 Tb/s a pod of 256",
-    *("v5e", 2, 4 * _MXU),
-  ),
-  "tpu_v5p": Hardware(
-    *("TPU v5", 95 * _GIB, 1200e9 / 2, 8960, 50e9 / 8),
-    _TPU.format("v5p") + ": ICI 1,200 GB/s in both directions, data centre "
-    "network 50 Gb/s a chip",
-    *("v5p", 3, 8 * _MXU),
-  ),
-  "tpu_v6e": Hardware(
-    *("TPU v6 lite", 32e9, 800e9 / 2, 256, 100e9 / 8),
-    _TPU.format("v6e") + ": ICI 800 GB/s in both directions, data centre "
-    "network 25.6 Tb/s a pod of 256",
-    *("v6e", 2, 4 * 4 * _MXU),
-  ),
+  "a100": Hardware("NVIDIA A100-SXM4-80GB", 80e9, 300e9, 8, 25e9),
+  "h100": Hardware("NVIDIA H100 80GB HBM3", 80e9, 450e9, 8, 50e9),
+  "h200": Hardware("NVIDIA H200", 141e9, 450e9, 8, 50e9),
+  "b200": Hardware("NVIDIA B200", 180e9, 900e9, 8, 50e9),
+  "tpu_v4": Hardware("TPU v4", 32 * _GIB, 300e9, 4096, None, "v4", 3, 8),
+  "tpu_v5e": Hardware("TPU v5 lite", 16e9, 200e9, 256, 3.125e9, "v5e", 2, 4),
+  "tpu_v5p": Hardware("TPU v5", 95 * _GIB, 600e9, 8960, 6.25e9, "v5p", 3, 8),
+  "tpu_v6e": Hardware("TPU v6 lite", 32e9, 400e9, 256, 12.5e9, "v6e", 2, 16),
+}
+
+# Publications of the figures.
+_TPU = "Google Cloud TPU documentation, page {} (system architecture)"
+SOURCES = {
+  "a100": "NVIDIA A100 80GB SXM and DGX A100 data sheets: NVLink 600 GB/s in "
+  "both directions, eight HDR InfiniBand adapters of 200 Gb/s for eight GPUs",
+  "h100": "NVIDIA H100 SXM and DGX H100 data sheets: NVLink 900 GB/s in both "
+  "directions, eight ConnectX-7 adapters of 400 Gb/s for eight GPUs",
+  "h200": "NVIDIA H200 SXM and DGX H200 data sheets: as H100, with 141 GB",
+  "b200": "NVIDIA DGX B200 data sheet: 1,440 GB and NVLink 14.4 TB/s in both "
+  "directions for eight GPUs, eight ConnectX-7 adapters of 400 Gb/s",
+  "tpu_v4": _TPU.format("v4") + "; six links of 50 GB/s a chip: Jouppi et al. "
+  "2023, arxiv.org/abs/2304.01433",
+  "tpu_v5e": _TPU.format("v5e") + ": ICI 400 GB/s in both directions, data "
+  "centre network 6.4 Tb/s a pod of 256",
+  "tpu_v5p": _TPU.format("v5p") + ": ICI 1,200 GB/s in both directions, data "
+  "centre network 50 Gb/s a chip",
+  "tpu_v6e": _TPU.format("v6e") + ": ICI 800 GB/s in both directions, data "
+  "centre network 25.6 Tb/s a pod of 256",
 }
 
 
-def find(name: str) -> Hardware:
-  """Returns an entry of TABLE.
+def known_name(name: str) -> str:
+  """Returns the key in TABLE of a key, or of jax's name of a device.
 
   Raises:
     ConfigError: unknown name.
   """
-  if name not in TABLE:
-    hint = did_you_mean(name, TABLE)
-    raise ConfigError(f"--hardware={name}: unknown.{hint}")
-  return TABLE[name]
+  kinds = {entry.device_kind: key for key, entry in TABLE.items()}
+  return str(check_choice("--hardware", kinds.get(name, name), TABLE))
 
 
-def topology(name: str, devices: int, compiler: str = "tpu") -> str:
-  """Returns the name of absent devices for config.compile_only.
+def find(name: str) -> Hardware:
+  """Returns the entry of TABLE; see `known_name`."""
+  return TABLE[known_name(name)]
+
+
+def topology(name: str, devices: int, compiler: str) -> str:
+  """Returns the name of absent devices, see sharding.absent_devices.
 
   Args:
     compiler: "tpu", for a slice such as "v5p:4x4x4", or "gpu", for servers of
@@ -132,9 +117,9 @@ def topology(name: str, devices: int, compiler: str = "tpu") -> str:
   Raises:
     ConfigError: the compiler has no such hardware, or not of that size.
   """
-  target = find(name)
+  target = TABLE[name]
   if compiler == "gpu":
-    return _servers(name, target, devices)
+    return _servers(name, devices)
   if target.chips is None:
     raise ConfigError(
       f"--compiler=tpu: --hardware={name} is not a TPU; expected one of "
@@ -152,29 +137,24 @@ def topology(name: str, devices: int, compiler: str = "tpu") -> str:
   return f"{target.chips}:{'x'.join(map(str, sorted(sizes)))}"
 
 
-def _servers(name: str, target: Hardware, devices: int) -> str:
-  """The name of GPUs in servers."""
+def _servers(name: str, devices: int) -> str:
   if name not in absent.GPUS:
     raise ConfigError(
       f"--compiler=gpu: --hardware={name} has no description for XLA's GPU "
       f"compiler; expected one of {', '.join(absent.GPUS)}."
     )
-  of_server = min(devices, target.domain)
+  domain = TABLE[name].domain
+  of_server = min(devices, domain)
   if devices % of_server:
     raise ConfigError(
       f"--compiler=gpu: --devices={devices}: expected whole servers of "
-      f"{target.domain} {name}."
+      f"{domain} {name}."
     )
   return f"{name}:{devices // of_server}x{of_server}"
 
 
 class Seconds(NamedTuple):
-  """Time of a collective.
-
-  Attributes:
-    link_secs: time of the links within a domain.
-    network_secs: time of the network between domains.
-  """
+  """Time of a collective in the links of a domain, and between domains."""
 
   link_secs: float
   network_secs: float
@@ -194,9 +174,6 @@ def seconds(collective: Collective, hardware: Hardware) -> Seconds:
 
     within a domain     S / link_bandwidth
     between domains     S / (m * network_bandwidth)
-
-  Args:
-    collective: bytes, group size and stride.
 
   Raises:
     ConfigError: the group leaves a domain, and the bandwidth between domains

@@ -1,13 +1,29 @@
-"""Meshes and batches of a plan."""
+"""Changes of a config for a plan: its mesh, batch and data.
+
+Data that is read from files becomes made-up data of the same shapes, so that a
+plan needs none.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bigtrain import sharding
+from bigtrain.data.formats import windows
 from bigtrain.settings import ConfigError
 
 AXES = sharding.AXES
+
+# Features of common image data sets. Preprocessing ops report others that they
+# need.
+_USUAL_FEATURES = {
+  "image": "jpeg[375,500,3]",
+  "label": "int64",
+  "labels": "int64[?]",
+  "text": "text",
+  "captions/text": "text[?]",
+}
+_FROM_FILES = ("tfds", "image_folder")
 
 # {"devices", the axes, "batch_size", "microbatches"}.
 Mesh = dict[str, int]
@@ -41,24 +57,10 @@ def mesh(
   filled = {axis: rest if n == -1 else n for axis, n in sizes.items()}
   if math.prod(filled.values()) != devices:
     raise ConfigError(
-      f"--devices={devices}: {in_words(filled)} is not {devices}; set --fsdp "
-      "(-1 for all devices), --sequence or --tensor."
+      f"--devices={devices}: {sharding.in_words(filled)} is not {devices}; set "
+      "--fsdp (-1 for all devices), --sequence or --tensor."
     )
   return {"devices": devices, **filled}
-
-
-def in_words(sizes: Mapping[str, int]) -> str:
-  """Describes the sizes, such as "replica=2 x fsdp=4"."""
-  return " x ".join(
-    f"{axis}={sizes[axis]}"
-    for axis in AXES
-    if axis in sharding.BATCH_AXES or sizes[axis] > 1
-  )
-
-
-def ways(of: Mapping[str, int]) -> int:
-  """Number of parts into which a mesh splits the batch."""
-  return of["replica"] * of["fsdp"]
 
 
 def batch(
@@ -70,7 +72,7 @@ def batch(
     microbatch: largest number of examples per microbatch of the devices that
       share examples; None for config.microbatches.
   """
-  size, parts = config["input"]["batch_size"], ways(of)
+  size, parts = config["input"]["batch_size"], of["replica"] * of["fsdp"]
   if size % parts:
     size = max(1, round(size / parts)) * parts
   if microbatch is None:
@@ -79,17 +81,6 @@ def batch(
   largest = min(share, microbatch)
   at_once = max(n for n in range(1, largest + 1) if share % n == 0)
   return {"batch_size": size, "microbatches": share // at_once}
-
-
-def sized(
-  config: Mapping[str, Any],
-  devices: int,
-  given: Mapping[str, int | None],
-  microbatch: int | None,
-) -> Mesh:
-  """Returns a mesh with its batch; see `mesh` and `batch`."""
-  of = mesh(config, devices, given)
-  return {**of, **batch(config, of, microbatch)}
 
 
 def bases(
@@ -121,7 +112,9 @@ def bases(
         )
     result[devices] = {
       **base,
-      "batch_size": large["batch_size"] // ways(large) * ways(base),
+      "batch_size": large["batch_size"]
+      // (large["replica"] * large["fsdp"])
+      * (base["replica"] * base["fsdp"]),
       "microbatches": large["microbatches"],
     }
   return result
@@ -133,6 +126,57 @@ def changes(config: Mapping[str, Any], of: Mapping[str, int]) -> list[str]:
     *(f"mesh.{axis}={of[axis]}" for axis in AXES),
     # The planned devices are one slice, or do not say.
     *(["mesh.slices=None"] if "slices" in config.get("mesh", {}) else []),
+    *(["microbatch_examples=None"] if "microbatch_examples" in config else []),
     f"input.batch_size={of['batch_size']}",
     f"microbatches={of['microbatches']}",
   ]
+
+
+def without_data(
+  config: Mapping[str, Any],
+  features: Mapping[str, str] | None,
+  num_examples: int,
+) -> list[str]:
+  """Returns "key=value" for the keys of a config that need data.
+
+  Data that is read from files becomes made-up data of the same shapes; other
+  data stays. Evaluations, hooks and wandb are removed.
+
+  Args:
+    features: {name: "KIND[SHAPE]"} of the data, see data/synthetic.py; usual
+      ones unless given.
+  """
+  entries = {"input.data": config["input"].get("data")}
+  for name, entry in config["input"].get("mixture", {}).items():
+    entries[f"input.mixture.{name}.data"] = entry.get("data")
+  changes = []
+  for key, data in entries.items():
+    made_up_features = features or (_features(data) if data else None)
+    if made_up_features:
+      made_up = dict(
+        type="synthetic",
+        features=dict(made_up_features),
+        num_examples=num_examples,
+      )
+      changes.append(f"{key}={made_up!r}")
+  removed: Any = {"evals": {}, "hooks": {}, "wandb": {}}
+  return changes + [f"{k}={v}" for k, v in removed.items() if config.get(k)]
+
+
+def _features(data: Mapping[str, Any]) -> dict[str, str] | None:
+  """Features of a source that reads files; None for other sources."""
+  kind = data.get("type")
+  if kind in _FROM_FILES:
+    return _USUAL_FEATURES
+  if kind not in ("tokens", "text") or not isinstance(data.get("length"), int):
+    return None
+  spec = windows.spec(
+    data["length"],
+    segments=bool(data.get("segments") or data.get("packing")),
+    last=data.get("last", "pad"),
+    num_bytes=kind == "text",
+  )
+  return {
+    name: f"{dtype.name}[{','.join(map(str, shape))}]"
+    for name, (dtype, shape) in spec.items()
+  }

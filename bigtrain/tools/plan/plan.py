@@ -7,8 +7,7 @@ For each mesh, bigtrain.main compiles the update in a process with simulated
 devices; no arrays are allocated. Memory and traffic are read from the compiled
 program. Times follow from published figures of the hardware (hardware.py,
 estimate.py). No data is needed: data that is read from files is replaced by
-made-up examples of the same shapes (placeholder_data.py). `--help` lists the
-options.
+made-up examples of the same shapes. `--help` lists the options.
 
 Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
@@ -19,26 +18,58 @@ import json
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigtrain import settings
 from bigtrain.cluster import process
 from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments, exits
-from bigtrain.tools.plan import choose as choose_lib
 from bigtrain.tools.plan import (
-  chosen,
   estimate,
   hardware,
   meshes,
-  placeholder_data,
+  program,
+  search,
   table,
 )
-from bigtrain.tools.plan import compiled as compiled_lib
-from bigtrain.tools.plan import traced as traced_lib
 
 # The CPU backend assigns devices with larger numbers to another process.
 _MOST_SIMULATED = 2048
+
+
+class _Task(NamedTuple):
+  """A config without data, and the device that it is planned for.
+
+  Attributes:
+    plain: the config with the user's changes.
+    changes: these, and those that replace its data.
+  """
+
+  plain: dict[str, Any]
+  changes: list[str]
+  target: hardware.Hardware
+
+
+def _task(
+  config: str,
+  changes: Sequence[str],
+  hardware_name: str,
+  features: Mapping[str, str] | None,
+  num_examples: int,
+) -> _Task:
+  target = hardware.find(hardware_name)
+  plain = settings.load(config, changes)
+  if limit := plain.get("device_memory_bytes"):
+    target = target._replace(memory_bytes=limit)
+  return _Task(
+    plain,
+    [
+      *changes,
+      *meshes.without_data(plain, features, num_examples),
+      *[f"{key}=None" for key in plain if key.startswith("expect_")],
+    ],
+    target,
+  )
 
 
 def plan(
@@ -65,56 +96,43 @@ def plan(
       the entries of `fsdp`, `sequence` and `tensor`.
     changes: changes of the config, such as "mesh.fsdp=8".
     fsdp: sizes of the mesh axis `fsdp`: -1 for all devices, None for the size
-      in the config.
-    sequence: sizes of the axis `sequence`; None for the size in the config.
-    compile_up_to: largest number of devices to compile for; figures for more
-      devices are extrapolated.
-    compiler: "cpu", or "tpu" or "gpu" for the compiler of the planned devices.
-    efficiency: fraction of the peak that matrix products reach.
+      in the config, as in `sequence` and `tensor`.
 
   Returns:
-    A row per mesh; see estimate.row.
+    A row per mesh; see estimate.row. The options are those of the command.
 
   Raises:
     ConfigError: a mistake in the config or the arguments.
     RuntimeError: a program cannot be compiled.
   """
-  target = hardware.find(hardware_name)
-  plain = settings.load(config, changes)
-  common = [
-    *changes,
-    *placeholder_data.overrides(plain, features, num_examples),
-    *[f"{key}=None" for key in plain if key.startswith("expect_")],
-  ]
-  axes = "fsdp", "sequence", "tensor"
-  givens = [
-    dict(zip(axes, sizes))
+  task = _task(config, changes, hardware_name, features, num_examples)
+  given = [
+    {"fsdp": sizes[0], "sequence": sizes[1], "tensor": sizes[2]}
     for sizes in itertools.product(fsdp, sequence, tensor)
   ]
-  all_meshes = [
-    [meshes.sized(plain, n, given, microbatch) for n in sorted(devices)]
-    for given in givens
-  ]
-  bases = [
-    meshes.bases(plain, of_size, given, compile_up_to)
-    for of_size, given in zip(all_meshes, givens)
-  ]
+  all_meshes = []
+  for axes in given:
+    of_size = [meshes.mesh(task.plain, n, axes) for n in sorted(devices)]
+    for mesh in of_size:
+      mesh |= meshes.batch(task.plain, mesh, microbatch)
+    bases = meshes.bases(task.plain, of_size, axes, compile_up_to)
+    all_meshes.append((of_size, bases))
 
-  def compiled(mesh: Mapping[str, int]) -> dict[str, Any]:
-    sizes = meshes.changes(plain, mesh)
-    slice_name = None
-    if compiler != "cpu":
-      slice_name = hardware.topology(hardware_name, mesh["devices"], compiler)
-    facts = compiled_lib.compile_update(
-      config, mesh, [*common, *sizes], target, slice_name
+  def compiled(mesh: meshes.Mesh) -> dict[str, Any]:
+    facts = program.compile_update(
+      config,
+      mesh["devices"],
+      [*task.changes, *meshes.changes(task.plain, mesh)],
+      hardware_name,
+      compiler,
     )
     return {**facts, **mesh}
 
-  def row(facts: Mapping[str, Any]) -> dict[str, Any]:
-    return estimate.row(facts, plain, target, efficiency)
+  def row(facts: estimate.Facts) -> dict[str, Any]:
+    return estimate.row(facts, task.plain, task.target, efficiency)
 
   rows: list[dict[str, Any]] = []
-  for of_size, base in zip(all_meshes, bases):
+  for of_size, bases in all_meshes:
     known: list[dict[str, Any]] = []
     for mesh in of_size:
       basis = estimate.basis(known, mesh)
@@ -126,7 +144,7 @@ def plan(
           rows[-1]["extrapolated"] = estimate.compare(guess, rows[-1])
         continue
       if basis is None:
-        basis = compiled(base[mesh["devices"]])
+        basis = compiled(bases[mesh["devices"]])
         known.append(basis)
       rows.append(row(estimate.extrapolate(basis, mesh)))
   return rows
@@ -143,51 +161,45 @@ def choose(
   compiler: str = "cpu",
   efficiency: float = estimate.EFFICIENCY,
   minutes: float = 10,
-) -> choose_lib.Choice:
-  """Searches mesh, microbatches and remat; takes the arguments of `plan`.
+) -> search.Choice:
+  """Searches mesh, microbatches and remat; see `plan` for the rest.
 
   Args:
-    config: "FILE.py" or "FILE.py:arguments".
-    compiler: "cpu", or "tpu" or "gpu" for the compiler of the planned devices.
-    efficiency: fraction of the peak that matrix products reach.
-
-  Raises:
-    ConfigError: a mistake in the config or the arguments.
-    RuntimeError: a program cannot be compiled.
+    minutes: time for compiling.
   """
   end = time.monotonic() + 60 * minutes
-  target = hardware.find(hardware_name)
-  plain = settings.load(config, changes)
-  common = [
-    *changes,
-    *placeholder_data.overrides(plain, features, num_examples),
-    *[f"{key}=None" for key in plain if key.startswith("expect_")],
-  ]
-  slice_name = None
+  task = _task(config, changes, hardware_name, features, num_examples)
   if compiler != "cpu":
-    slice_name = hardware.topology(hardware_name, devices, compiler)
-  sizes = traced_lib.measure(settings.load(config, common))
+    hardware.topology(hardware_name, devices, compiler)  # An error now.
+  one = meshes.mesh(task.plain, 1, {})
+  one |= meshes.batch(task.plain, one, None)
+  one_device = meshes.changes(task.plain, one)
+  sizes = program.sizes(config, [*task.changes, *one_device])
 
   def compile_one(
-    candidate: choose_lib.Candidate, secs: float
+    candidate: search.Candidate, secs: float
   ) -> dict[str, Any] | None:
-    mesh = candidate.sizes
-    ways = [*meshes.changes(plain, mesh), *candidate.changes()]
     try:
-      facts = compiled_lib.compile_update(
-        config, mesh, [*common, *ways], target, slice_name, secs
+      facts = program.compile_update(
+        config,
+        devices,
+        [*task.changes, *candidate.changes(task.plain)],
+        hardware_name,
+        compiler,
+        secs,
       )
     except subprocess.TimeoutExpired:
       return None
-    return {**facts, **mesh}
+    return {**facts, **candidate.sizes}
 
-  return choose_lib.search(
-    plain,
-    choose_lib.candidates(plain, devices, sizes, target),
+  # Simulated devices beyond this number do not exist.
+  can_compile = devices <= _MOST_SIMULATED or compiler != "cpu"
+  return search.choose(
+    task.plain,
+    search.candidates(task.plain, devices, sizes, task.target),
     sizes,
-    target,
-    # Simulated devices beyond this number do not exist.
-    compile_one if devices <= _MOST_SIMULATED or slice_name else None,
+    task.target,
+    compile_one if can_compile else None,
     end,
     efficiency,
   )
@@ -270,6 +282,13 @@ def _parser() -> arguments.Parser:
     help="features of the data, if the config does not determine them, such as "
     '"image: jpeg[375,500,3]; label: int64"; see data/synthetic.py',
   )
+  _add_options(parser)
+  return parser
+
+
+def _add_options(parser: arguments.Parser) -> None:
+  """Adds how to compile, search and print."""
+  add = parser.add_argument
   add(
     "--num_examples",
     type=int,
@@ -311,65 +330,48 @@ def _parser() -> arguments.Parser:
     help="with --choose: time for compiling (default: %(default)s)",
   )
   add("--json", action="store_true", help="print JSON in place of a table")
-  return parser
-
-
-def _choose(args: argparse.Namespace, changes: Sequence[str]) -> int:
-  """Runs the command with --choose; returns the exit code."""
-  unused = [
-    f"--{name}"
-    for name in ("fsdp", "sequence", "tensor", "microbatch")
-    if getattr(args, name) is not None
-  ]
-  if unused or len(args.devices) != 1:
-    raise ConfigError(
-      "--choose: expected one number in --devices, and none of --fsdp, "
-      "--sequence, --tensor and --microbatch, which it chooses."
-    )
-  choice = choose(
-    args.config,
-    args.devices[0],
-    changes,
-    hardware_name=args.hardware,
-    features=args.features,
-    num_examples=args.num_examples,
-    compiler=args.compiler,
-    efficiency=args.efficiency,
-    minutes=args.minutes,
-  )
-  rows = [*choice.best, *choice.too_large]
-  if args.json:
-    print(json.dumps(rows, indent=2))
-  else:
-    print(table.text(args.config, args.hardware, rows, args.efficiency))
-    print()
-    print(chosen.text(choice, args.minutes))
-  return process.EXIT_OK
 
 
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit code."""
   args, changes = _parser().parse(argv)
-  if args.choose:
-    return _choose(args, changes)
-  rows = plan(
-    args.config,
-    args.devices,
-    changes,
-    fsdp=args.fsdp or (None,),
-    sequence=args.sequence or (None,),
-    tensor=args.tensor or (None,),
+  args.hardware = hardware.known_name(args.hardware)
+  common = dict(
     hardware_name=args.hardware,
-    microbatch=args.microbatch,
     features=args.features,
     num_examples=args.num_examples,
-    compile_up_to=args.compile_up_to,
     compiler=args.compiler,
     efficiency=args.efficiency,
   )
+  after = ""
+  if args.choose:
+    chosen = ("fsdp", "sequence", "tensor", "microbatch")
+    if len(args.devices) != 1 or any(getattr(args, name) for name in chosen):
+      raise ConfigError(
+        "--choose: expected one number in --devices, and none of --fsdp, "
+        "--sequence, --tensor and --microbatch, which it chooses."
+      )
+    choice = choose(
+      args.config, args.devices[0], changes, minutes=args.minutes, **common
+    )
+    rows = [*choice.best, *choice.too_large]
+    after = f"\n\n{table.choice_text(choice, args.minutes)}"
+  else:
+    rows = plan(
+      args.config,
+      args.devices,
+      changes,
+      fsdp=args.fsdp or (None,),
+      sequence=args.sequence or (None,),
+      tensor=args.tensor or (None,),
+      microbatch=args.microbatch,
+      compile_up_to=args.compile_up_to,
+      **common,
+    )
   if args.json:
     print(json.dumps(rows, indent=2))
   else:
-    print(table.text(args.config, args.hardware, rows, args.efficiency))
+    text = table.text(args.config, args.hardware, rows, args.efficiency)
+    print(text + after)
   return process.EXIT_OK

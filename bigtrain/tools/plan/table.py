@@ -1,13 +1,19 @@
-"""Prints a plan as a table with one column per mesh."""
+"""What the command prints: a table with one column per mesh, and a choice."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bigtrain import sharding
-from bigtrain.tools.plan import collectives
-from bigtrain.tools.plan import hardware as hardware_lib
+from bigtrain.tools.plan import hardware, hlo
+from bigtrain.tools.plan.search import Choice
 
 _Row = Mapping[str, Any]
+# A line of the table: its name, and the text of a row. None for a heading.
+_Line = tuple[str, Callable[[_Row], str] | None]
+
+_EMPTY: _Line = ("", None)
+# Of all bytes that are sent; less is not worth a line.
+_LEAST_SENT = 1e-3
 
 
 def text(
@@ -19,100 +25,137 @@ def text(
     config: "FILE.py" or "FILE.py:arguments".
     efficiency: fraction of the peak that the rows assume.
   """
-  hardware = hardware_lib.find(hardware_name)
   first = rows[0]
-  head = [
-    f"{config} on {hardware_name}: {first['parameters']:,} parameters, "
-    f"{_gb(first['parameter_bytes'])} GB (1 GB is 1e9 bytes).",
-    "",
+  lines = [
+    *_mesh_lines(rows),
+    _EMPTY,
+    *_memory_lines(rows),
+    _EMPTY,
+    *_traffic_lines(rows),
+    _EMPTY,
+    *_time_lines(rows, efficiency),
   ]
-  lines: list[tuple[str, list[str]]] = []
+  names = max(len(name) for name, _ in lines)
+  cells = [[of(row) if of else "" for row in rows] for _, of in lines]
+  width = max(len(cell) for line in cells for cell in line) + 2
+  return "\n".join(
+    [
+      f"{config} on {hardware_name}: {first['parameters']:,} parameters, "
+      f"{_gb(first['parameter_bytes'])} GB (1 GB is 1e9 bytes).",
+      "",
+      *(
+        (name.ljust(names) + "".join(c.rjust(width) for c in line)).rstrip()
+        for (name, _), line in zip(lines, cells)
+      ),
+      "",
+      *_notes(hardware_name, rows),
+    ]
+  )
 
-  def add(name: str, value: Callable[[_Row], str]) -> None:
-    lines.append((name, [value(row) for row in rows]))
 
-  add("devices", lambda r: f"{r['devices']:,}")
+def _mesh_lines(rows: Sequence[_Row]) -> Iterator[_Line]:
   axes: tuple[str, ...] = sharding.AXES
   if all(r["sequence"] == r["tensor"] == 1 for r in rows):
     axes = sharding.BATCH_AXES
-  add(
+  yield "devices", lambda r: f"{r['devices']:,}"
+  yield (
     f"mesh, {' x '.join(axes)}",
     lambda r: " x ".join(str(r[axis]) for axis in axes),
   )
-  add("figures", lambda r: r["figures"])
-  add("examples per step", lambda r: f"{r['batch_size']:,}")
-  add("microbatches", lambda r: f"{r['microbatches']:,}")
-  add("remat policy", lambda r: r["remat_policy"].removesuffix("_saveable"))
+  yield "figures", lambda r: r["figures"]
+  yield "examples per step", lambda r: f"{r['batch_size']:,}"
+  yield "microbatches", lambda r: f"{r['microbatches']:,}"
+  yield "remat policy", lambda r: r["remat_policy"].removesuffix("_saveable")
   if any(r["opt_sharding"] != "fsdp" for r in rows):
-    add("optimizer's state over", lambda r: r["opt_sharding"])
-  add("", lambda r: "")
-  add("GB per device", lambda r: "")
+    yield "optimizer's state over", lambda r: r["opt_sharding"]
+
+
+def _memory_lines(rows: Sequence[_Row]) -> Iterator[_Line]:
+  first = rows[0]
+  yield "GB per device", None
   for name in first["state_bytes"]:
     if name != "step":
-      add(f"  {name}", _nested("state_bytes", name))
+      yield f"  {name}", _gb_of("state_bytes", name)
   if any(row["host_state_bytes"] for row in rows):
-    add("  in host memory", lambda r: _gb(r["host_state_bytes"]))
-  add("  batch", lambda r: _gb(r["batch_bytes"]))
-  add("  temporary", lambda r: _gb(r["memory"]["temporary_bytes"]))
-  add("  peak", lambda r: _gb(r["peak_bytes"]))
-  capacity = _gb(hardware.memory_bytes)
-  add(f"  of {capacity}", lambda r: _percent(r["memory_fraction"], r["fits"]))
-  add("", lambda r: "")
-  add("GB sent per device and step", lambda r: "")
-  for kind in collectives.KINDS:
+    yield "  in host memory", lambda r: _gb(r["host_state_bytes"])
+  yield "  batch", lambda r: _gb(r["batch_bytes"])
+  yield "  temporary", lambda r: _gb(r["memory"]["temporary_bytes"])
+  yield "  peak", lambda r: _gb(r["peak_bytes"])
+  capacity = first["peak_bytes"] / first["memory_fraction"]
+  yield (
+    f"  of {_gb(capacity)}",
+    lambda r: f"{r['memory_fraction']:.0%}{'' if r['fits'] else ': too large'}",
+  )
+
+
+def _traffic_lines(rows: Sequence[_Row]) -> Iterator[_Line]:
+  yield "GB sent per device and step", None
+  for kind in hlo.KINDS:
     if any(r["sent_bytes"][kind] or r["formula"].get(kind) for r in rows):
-      add(f"  {kind}", _nested("sent_bytes", kind))
+      yield f"  {kind}", _gb_of("sent_bytes", kind)
       if any(kind in r["formula"] for r in rows):
-        add("    by formula", _nested("formula", kind))
-  for name in _axes(rows):
-    add(f"  over {name}", _nested("sent_by_axis", name))
+        yield "    by formula", _gb_of("formula", kind)
+  groups = ("sent_by_axis", "formula_by_axis")
+  least = _LEAST_SENT * max(sum(r["sent_bytes"].values()) for r in rows)
+  names = {
+    name
+    for row in rows
+    for group in groups
+    for name, nbytes in row[group].items()
+    if nbytes > least
+  }
+  for name in sorted(names, key=lambda n: (n.count(","), n)):
+    yield f"  over {name}", _gb_of("sent_by_axis", name)
     if any(name in r["formula_by_axis"] for r in rows):
-      add("    by formula", _nested("formula_by_axis", name))
-  add("", lambda r: "")
-  add("PFLOP per step, model", lambda r: f"{r['model_flops'] / 1e15:,.4g}")
-  add(
-    "PFLOP per step, executed", lambda r: f"{r['executed_flops'] / 1e15:,.4g}"
-  )
+      yield "    by formula", _gb_of("formula_by_axis", name)
+
+
+def _time_lines(rows: Sequence[_Row], efficiency: float) -> Iterator[_Line]:
+  yield "PFLOP per step, model", lambda r: _pflop(r["model_flops"])
+  yield "PFLOP per step, executed", lambda r: _pflop(r["executed_flops"])
   if any(row["products"] for row in rows):
-    add("PFLOP per step, products as compiled", _products)
-    add("  runs of attention kernels, not counted", _attention)
-  add("seconds per step", lambda r: "")
-  add(f"  compute, {efficiency:.0%} of peak", _secs("compute"))
-  add("  links within a domain", _secs("link"))
-  add("  network between domains", _secs("network"))
-  add("  total, overlapping", _secs("overlapped"))
-  add("  total, in turn", _secs("in_turn"))
-  if any(row["cycles"] for row in rows):
-    add("  by the compiler's cycles", _cycles("compute_secs"))
-    add("    waiting for transfers", _cycles("exposed_secs"))
-    add("    in a step with a row", _cycles("row_secs"))
-    add("    total", lambda r: _short(r["compiler_secs"]))
-    add("    runs of kernels, not counted", _kernels)
-  tokens = first["tokens_per_sec"] is not None
-  speed = "tokens_per_sec" if tokens else "examples_per_sec"
-  add(
-    "tokens per second" if tokens else "examples per second",
-    lambda r: f"{r[speed]:,.0f}",
-  )
-  add("MFU", lambda r: f"{r['mfu']:.0%}")
-  if any(row["cycles"] for row in rows):
-    add("  by the compiler's cycles", _compiler_mfu)
+    yield (
+      "PFLOP per step, products as compiled",
+      lambda r: _pflop(r["product_flops"]),
+    )
+    yield "  runs of attention kernels, not counted", _kernels("products")
+  yield "seconds per step", None
+  yield f"  compute, {efficiency:.0%} of peak", _secs("secs", "compute")
+  yield "  links within a domain", _secs("secs", "link")
+  yield "  network between domains", _secs("secs", "network")
+  yield "  total, overlapping", _secs("secs", "overlapped")
+  yield "  total, in turn", _secs("secs", "in_turn")
+  has_cycles = any(row["cycles"] for row in rows)
+  if has_cycles:
+    yield "  by the compiler's cycles", _secs("cycles", "compute_secs")
+    yield "    waiting for transfers", _secs("cycles", "exposed_secs")
+    yield "    total", lambda r: _number(r["compiler_secs"], ".3g")
+    yield "    runs of kernels, not counted", _kernels("cycles")
+  what = "examples" if rows[0]["tokens_per_sec"] is None else "tokens"
+  yield f"{what} per second", lambda r: f"{r[f'{what}_per_sec']:,.0f}"
+  yield "MFU", lambda r: f"{r['mfu']:.0%}"
+  if has_cycles:
+    yield (
+      "  by the compiler's cycles",
+      lambda r: _number(r["compiler_mfu"], ".0%"),
+    )
   if any("extrapolated" in row for row in rows):
-    add("", lambda r: "")
-    add("error if extrapolated from fewer devices", lambda r: "")
-    add("  memory", _deviation("memory"))
-    add("  sent", _deviation("sent"))
-  return "\n".join([*head, *_aligned(lines), "", *_notes(hardware, rows)])
+    yield _EMPTY
+    yield "error if extrapolated from fewer devices", None
+    for name in ("memory", "sent"):
+      yield f"  {name}", _deviation(name)
 
 
-def _notes(hardware: hardware_lib.Hardware, rows: Sequence[_Row]) -> list[str]:
+def _notes(hardware_name: str, rows: Sequence[_Row]) -> list[str]:
+  target = hardware.find(hardware_name)
   beyond = ""
-  if hardware.network_bandwidth:
-    beyond = f", {hardware.network_bandwidth / 1e9:g} GB/s to other domains"
+  if target.network_bandwidth:
+    beyond = f", {target.network_bandwidth / 1e9:g} GB/s to other domains"
   notes = [
-    f"A domain is {hardware.domain} devices. Bandwidth of a device: "
-    f"{hardware.link_bandwidth / 1e9:g} GB/s within its domain{beyond}. "
-    f"Peak: {hardware.peak_flops / 1e12:g} TFLOP/s. Source: {hardware.source}.",
+    f"A domain is {target.domain} devices. Bandwidth of a device: "
+    f"{target.link_bandwidth / 1e9:g} GB/s within its domain{beyond}. "
+    f"Peak: {target.peak_flops / 1e12:g} TFLOP/s. Source: "
+    f"{hardware.SOURCES[hardware_name]}.",
   ]
   if any(row["cycles"] for row in rows):
     notes.append(
@@ -141,43 +184,31 @@ def _notes(hardware: hardware_lib.Hardware, rows: Sequence[_Row]) -> list[str]:
   return notes
 
 
-def _aligned(lines: Sequence[tuple[str, list[str]]]) -> list[str]:
-  first = max(len(name) for name, _ in lines)
-  width = max(len(cell) for _, cells in lines for cell in cells) + 2
-  return [
-    (name.ljust(first) + "".join(c.rjust(width) for c in cells)).rstrip()
-    for name, cells in lines
-  ]
-
-
 def _gb(nbytes: float) -> str:
   value = nbytes / 1e9
   return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _percent(fraction: float, fits: bool) -> str:
-  return f"{fraction:.0%}" + ("" if fits else ": too large")
-
-
-def _nested(group: str, name: str) -> Callable[[_Row], str]:
+def _gb_of(group: str, name: str) -> Callable[[_Row], str]:
   return lambda row: _gb(row[group].get(name, 0.0))
 
 
-def _axes(rows: Sequence[_Row]) -> list[str]:
-  """The axes over which something is sent, those with fewest names first."""
-  names = {n for r in rows for n in (*r["sent_by_axis"], *r["formula_by_axis"])}
-  least = 1e-3  # Of all bytes; less is not worth a line.
-  total = max(sum(r["sent_bytes"].values()) for r in rows)
-  large = [
-    n
-    for n in names
-    if any(
-      r[of].get(n, 0) > least * total
-      for r in rows
-      for of in ("sent_by_axis", "formula_by_axis")
-    )
-  ]
-  return sorted(large, key=lambda n: (n.count(","), n))
+def _pflop(flops: float | None) -> str:
+  return f"{flops / 1e15:,.4g}" if flops else "-"
+
+
+def _number(value: float | None, spec: str) -> str:
+  return "-" if value is None else format(value, spec)
+
+
+def _secs(group: str, name: str) -> Callable[[_Row], str]:
+  return lambda row: _number(row[group] and row[group][name], ".3g")
+
+
+def _kernels(group: str) -> Callable[[_Row], str]:
+  return lambda row: (
+    f"{sum(row[group]['kernels'].values()):,}" if row[group] else "-"
+  )
 
 
 def _deviation(name: str) -> Callable[[_Row], str]:
@@ -186,31 +217,35 @@ def _deviation(name: str) -> Callable[[_Row], str]:
   )
 
 
-def _secs(name: str) -> Callable[[_Row], str]:
-  return lambda row: f"{row['secs'][name]:.3g}"
+def choice_text(choice: Choice, minutes: float) -> str:
+  """Returns what follows the table of --choose: reasons, and lines to paste."""
+  result = []
+  for number, row in enumerate(choice.best, 1):
+    result += [f"{number}. {' '.join(row['reasons'])}", ""]
+    result += [*(f"     {line}" for line in config_lines(row)), ""]
+  for row in choice.too_large:
+    size = f"{row['peak_bytes'] / 1e9:,.3g} GB ({row['figures']})"
+    result.append(f"Does not fit: {size}: {'; '.join(config_lines(row))}")
+  numbers = [
+    str(n)
+    for n, row in enumerate(choice.best, 1)
+    if row["figures"] == "formula"
+  ]
+  if numbers:
+    why = f"the {minutes:g} minutes were up"
+    if not choice.out_of_time:
+      why = "this number of devices cannot be simulated"
+    result.append(f"By formula only, because {why}: {', '.join(numbers)}.")
+  return "\n".join(result)
 
 
-def _cycles(name: str) -> Callable[[_Row], str]:
-  return lambda row: _short(row["cycles"] and row["cycles"][name])
-
-
-def _kernels(row: _Row) -> str:
-  return f"{sum(row['cycles']['kernels'].values()):,}" if row["cycles"] else "-"
-
-
-def _products(row: _Row) -> str:
-  flops = row["product_flops"]
-  return f"{flops / 1e15:,.4g}" if flops else "-"
-
-
-def _attention(row: _Row) -> str:
-  products = row["products"]
-  return f"{sum(products['kernels'].values()):,}" if products else "-"
-
-
-def _compiler_mfu(row: _Row) -> str:
-  return f"{row['compiler_mfu']:.0%}" if row["cycles"] else "-"
-
-
-def _short(secs: float | None) -> str:
-  return "-" if secs is None else f"{secs:.3g}"
+def config_lines(row: _Row) -> list[str]:
+  """Returns the lines of a config that choose a row of `search.choose`."""
+  sizes = sharding.in_words(row).replace(" x ", ", ")
+  result = [
+    f"config.mesh = dict({sizes})",
+    f"config.microbatches = {row['microbatches']}",
+  ]
+  if row["has_policy"]:
+    result.append(f'config.model.remat_policy = "{row["remat_policy"]}"')
+  return result

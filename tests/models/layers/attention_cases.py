@@ -73,8 +73,8 @@ class Case:
       **arrays,
       mask=self.mask(),
       softcap=self.softcap,
-      scale=None if self.scaled else 1.0,
-      backend=implementation,
+      scaled=self.scaled,
+      implementation=implementation,
     )
 
   def results(self, arrays: dict[str, Any], implementation: str) -> Any:

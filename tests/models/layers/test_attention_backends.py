@@ -9,7 +9,7 @@ import pytest
 from bigtrain import settings, sharding
 from bigtrain.models.layers import attention, attention_backends, masks
 
-Case = attention_backends.Call
+Case = attention_backends.Case
 
 _TPU, _H100 = ("tpu", "TPU v5"), ("gpu", "NVIDIA H100 80GB HBM3")
 
@@ -23,7 +23,7 @@ def case(device, length, **changes):
 
 
 def choose(case, wanted="auto"):
-  return attention_backends.choose(wanted, case)
+  return attention_backends.choose(wanted, case, attention._KERNELS)
 
 
 @pytest.mark.parametrize(

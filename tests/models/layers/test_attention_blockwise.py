@@ -1,5 +1,6 @@
 """Attention block by block: against the plain one, and its memory."""
 
+import functools
 import re
 
 import jax
@@ -28,7 +29,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-  monkeypatch.setattr(attention_blockwise, "_BLOCK_ON_CPU", 4)
+  attend = functools.partial(attention_blockwise.attend, block=4)
+  monkeypatch.setattr(attention_blockwise, "attend", attend)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bigtrain import sharding
 from bigtrain.models import vit
 from bigtrain.models.layers import attention, masks
-from bigtrain.tools.plan import collectives
+from bigtrain.tools.plan import hlo
 
 ROWS, D, F = 512, 64, 32
 WHOLE = PartitionSpec()
@@ -42,7 +42,7 @@ def partitioned(lowered):
       }
     )
     (path,) = pathlib.Path(folder).glob("*.after_spmd-partitioning.*.txt")
-    return collectives.read(path.read_text())
+    return hlo.sent(hlo.Module(path.read_text()))
 
 
 def traffic(fn, *specs, replica=1, out=None, dtype=jnp.float32):
@@ -54,12 +54,11 @@ def traffic(fn, *specs, replica=1, out=None, dtype=jnp.float32):
     for shape, spec in specs
   ]
   out = out if out is None else named(out)
-  program = partitioned(jax.jit(fn, out_shardings=out).lower(*args))
-  assert not program.unknown_loops
-  return {
-    (c.kind, c.group_size, c.stride): (c.runs, c.nbytes)
-    for c in program.collectives
-  }
+  found, unknown_loops = partitioned(
+    jax.jit(fn, out_shardings=out).lower(*args)
+  )
+  assert not unknown_loops
+  return {(c.kind, c.group_size, c.stride): (c.runs, c.nbytes) for c in found}
 
 
 def loss(x, w):
@@ -130,9 +129,9 @@ def test_a_vit_sends_weights_but_no_activations():
     out = jax.tree.map(lambda p: p.sharding, params)
     fn = jax.grad(lambda p, x: jnp.mean(model.apply(p, x, train=True)[0] ** 2))
     x = sharding.batch_spec({"x": x}, mesh)["x"]
-    program = partitioned(jax.jit(fn, out_shardings=out).lower(params, x))
+    found, _ = partitioned(jax.jit(fn, out_shardings=out).lower(params, x))
   nbytes = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(params))
-  sent = sum(c.nbytes for c in program.collectives)
+  sent = sum(c.nbytes for c in found)
   # Two gathers and one sum; a single activation would add twice the weights.
   assert 2 * nbytes < sent < 3.5 * nbytes
 
@@ -213,7 +212,7 @@ def test_attention_of_split_examples(implementation, causal):
   ]
   mask = masks.Mask(causal=causal)
   attend = functools.partial(
-    attention.attend, mask=mask, backend=implementation
+    attention.attend, mask=mask, implementation=implementation
   )
 
   def forward_and_backward(q, k, v, grad):
@@ -224,12 +223,12 @@ def test_attention_of_split_examples(implementation, causal):
     jitted = jax.jit(
       forward_and_backward, out_shardings=(split, split, split, split)
     )
-    program = partitioned(jitted.lower(*arrays))
-  sent = dict.fromkeys(collectives.KINDS, 0.0)
-  for collective in program.collectives:
+    found, _ = partitioned(jitted.lower(*arrays))
+  sent = dict.fromkeys(hlo.KINDS, 0.0)
+  for collective in found:
     sent[collective.kind] += collective.sent_bytes
   keys, queries = 2 * T * G * K, T * H * K
-  expected = dict.fromkeys(collectives.KINDS, 0.0)
+  expected = dict.fromkeys(hlo.KINDS, 0.0)
   if implementation == "ring":
     expected["collective-permute"] += (
       keys / n * (2 * nbytes * (n - 1) + 4 * n + 2 * nbytes * causal)
@@ -242,11 +241,9 @@ def test_attention_of_split_examples(implementation, causal):
 
 
 def test_text_of_other_backends():
-  program = collectives.read(GPU)
-  merged = {
-    (c.kind, c.group_size, c.stride, c.runs, c.nbytes)
-    for c in program.collectives
-  }
+  found, unknown_loops = hlo.sent(hlo.Module(GPU))
+  merged = {(c.kind, c.group_size, c.stride, c.runs, c.nbytes) for c in found}
+
   assert merged == {
     ("reduce-scatter", 8, 1, 1, 64 * 32 * 4),
     ("all-gather", 4, 4, 3 * 7, 3 * 7 * 64 * 8 * 2),
@@ -254,11 +251,11 @@ def test_text_of_other_backends():
     ("all-to-all", 16, 1, 1, 8),
     ("all-reduce", 2, 1, 1, 8),
   }
-  assert not program.unknown_loops
+  assert not unknown_loops
   text = GPU.replace('"known_trip_count":{"n":"7"},', "")
-  program = collectives.read(text)
-  assert program.unknown_loops == 1
-  gathers = [c for c in program.collectives if c.kind == "all-gather"]
+  found, unknown_loops = hlo.sent(hlo.Module(text))
+  assert unknown_loops == 1
+  gathers = [c for c in found if c.kind == "all-gather"]
   assert gathers[0].runs == 3
 
 
@@ -273,12 +270,6 @@ def test_text_of_other_backends():
   ],
 )
 def test_bytes_sent_in_a_ring(kind, sent):
-  one = collectives.Collective(kind, 4, 1, runs=1, nbytes=100)
+  one = hlo.Collective(kind, 4, 1, runs=1, nbytes=100)
   assert one.sent_bytes == sent
   assert one._replace(group_size=1).sent_bytes == 0
-
-
-def test_json_round_trip():
-  original = collectives.read(GPU).collectives
-  copy = collectives.from_json(collectives.to_json(original))
-  assert copy == original

@@ -2,12 +2,12 @@
 
 import pytest
 
-from bigtrain.tools.plan import collectives, estimate, hardware
+from bigtrain.tools.plan import estimate, hardware, hlo
 
 
 def facts(devices, fsdp, **changes):
   """Facts of a made-up program: a gather, a scatter and a sum over replicas."""
-  made = lambda kind, group, stride, nbytes: collectives.Collective(
+  made = lambda kind, group, stride, nbytes: hlo.Collective(
     kind, group, stride, runs=2, nbytes=nbytes
   )
   replica = devices // fsdp
@@ -32,13 +32,11 @@ def facts(devices, fsdp, **changes):
         temporary_bytes=500,
         peak_bytes=12_064 / fsdp + 300,
       ),
-      collectives=collectives.to_json(
-        [
-          made("all-gather", fsdp, 1, 8000),
-          made("reduce-scatter", fsdp, 1, 4000),
-          made("all-reduce", replica, fsdp, 4000 // fsdp),
-        ]
-      ),
+      collectives=[
+        made("all-gather", fsdp, 1, 8000)._asdict(),
+        made("reduce-scatter", fsdp, 1, 4000)._asdict(),
+        made("all-reduce", replica, fsdp, 4000 // fsdp)._asdict(),
+      ],
       unknown_loops=0,
       tokens_per_example=None,
       model_flops=6e9 * devices,
@@ -83,13 +81,13 @@ def test_extrapolation_matches_a_compiled_program(fsdp):
   assert estimate.basis([small], large) is small
   guess = estimate.extrapolate(small, large)
   assert guess["figures"] == "from 16"
-  scaled = collectives.from_json(guess["collectives"])
-  assert [(c.group_size, c.stride) for c in scaled] == [
+  scaled = guess["collectives"]
+  assert [(c["group_size"], c["stride"]) for c in scaled] == [
     (fsdp, 1),
     (fsdp, 1),
     (64 // fsdp, fsdp),
   ]
-  assert [c.nbytes for c in scaled] == [16_000, 8000, 8000 / fsdp]
+  assert [c["nbytes"] for c in scaled] == [16_000, 8000, 8000 / fsdp]
   assert guess["state_bytes"] == large["state_bytes"]
   assert guess["host_state_bytes"] == large["host_state_bytes"]
   assert guess["memory"]["output_bytes"] == large["memory"]["output_bytes"]
@@ -105,7 +103,7 @@ def test_extrapolation_needs_the_same_axes_and_examples_per_device():
 def test_seconds_and_memory_of_the_compiler():
   row = estimate.row(facts(32, 16), {}, H100)
   assert row["compiler_secs"] is row["compiler_mfu"] is None
-  cycles = dict(compute_secs=0.3, exposed_secs=0.1, row_secs=9.0, kernels={})
+  cycles = dict(compute_secs=0.3, exposed_secs=0.1, kernels={})
   row = estimate.row(facts(32, 16, cycles=cycles, compiler="tpu"), {}, H100)
   assert row["compiler_secs"] == pytest.approx(0.4)
   assert row["compiler_mfu"] == pytest.approx(6e9 / (0.4 * 989.4e12))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from bigtrain.tools.plan import collectives, formulae, plan, table
+from bigtrain.tools.plan import estimate, hlo, plan, table
 
 CONFIG = """
 def get_config():
@@ -68,22 +68,20 @@ def test_axes_of_groups_are_recognised():
     "replica, sequence": (8, 2, 2, 99),
   }
   for axes, group in groups.items():
-    assert formulae.group(axes, of) == group
+    assert estimate.group(axes, of) == group
     size, stride, *gaps = group
-    one = collectives.Collective("all-gather", size, stride, 1, 8, *gaps)
-    assert formulae.axis_of(one, of) == axes
+    one = hlo.Collective("all-gather", size, stride, 1, 8, *gaps)
+    assert estimate.axis_of(one, of) == axes
   # The same devices in another order.
-  size, *distances = formulae.group("fsdp, replica", of)
-  one = collectives.Collective(
-    "all-gather", size, distances[0], 1, 8, *distances[1:]
-  )
-  assert formulae.axis_of(one, of) == "replica, fsdp"
+  size, *distances = estimate.group("fsdp, replica", of)
+  one = hlo.Collective("all-gather", size, distances[0], 1, 8, *distances[1:])
+  assert estimate.axis_of(one, of) == "replica, fsdp"
 
 
 def test_the_hidden_units_of_a_tokens_experts_are_counted():
   of = dict(model_name="decoder", model=dict(variant="mixtral_8x7b"))
   of["model"]["vocab_size"] = 32_000
-  blocks = formulae.blocks(of)
+  blocks = estimate.blocks(of)
   # Two of the experts, and a gate beside each hidden unit.
   assert blocks.hidden == 14_336 * 2 * 2
   assert (blocks.vocab_size, blocks.tied) == (32_000, False)

@@ -7,12 +7,12 @@ from bigtrain.tools.plan import hardware
 
 
 def test_names_of_tpu_slices():
-  assert hardware.topology("tpu_v5p", 8) == "v5p:2x2x2"
-  assert hardware.topology("tpu_v5p", 256) == "v5p:4x8x8"
-  assert hardware.topology("tpu_v6e", 128) == "v6e:8x16"
+  assert hardware.topology("tpu_v5p", 8, "tpu") == "v5p:2x2x2"
+  assert hardware.topology("tpu_v5p", 256, "tpu") == "v5p:4x8x8"
+  assert hardware.topology("tpu_v6e", 128, "tpu") == "v6e:8x16"
   for number in (512, 12):
     with pytest.raises(ConfigError, match="power of two up to 256"):
-      hardware.topology("tpu_v6e", number)
+      hardware.topology("tpu_v6e", number, "tpu")
 
 
 def test_names_of_gpu_servers():
@@ -27,3 +27,4 @@ def test_names_of_gpu_servers():
 def test_every_device_has_a_peak():
   for name, one in hardware.TABLE.items():
     assert one.peak_flops > 1e14, name
+    assert hardware.find(one.device_kind) is one and name in hardware.SOURCES

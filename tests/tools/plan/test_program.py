@@ -4,7 +4,7 @@ import pytest
 import tiny
 from support import processes
 
-from bigtrain.tools.plan import compiled, estimate, hardware, table
+from bigtrain.tools.plan import estimate, hardware, program, table
 
 # What libtpu wrote about gpt2_124m on 16 v5e, shortened.
 TOO_LARGE = """
@@ -16,9 +16,9 @@ error: exit
 
 
 def test_a_program_that_does_not_fit_is_a_row_with_its_size():
-  needed = compiled._needed_bytes(TOO_LARGE)
+  needed = program._needed_bytes(TOO_LARGE)
   assert needed == pytest.approx(22.4 * 2**30)
-  assert compiled._needed_bytes("RESOURCE_EXHAUSTED: Used too much") is None
+  assert program._needed_bytes("RESOURCE_EXHAUSTED: Used too much") is None
   footprint = dict(
     state_bytes={"params": 4e9, "opt": 8e9},
     host_state_bytes=0,
@@ -31,7 +31,7 @@ def test_a_program_that_does_not_fit_is_a_row_with_its_size():
   )
   facts = dict(
     footprint,
-    memory=compiled._memory({"footprint": footprint}, needed),
+    memory=program._memory(footprint, needed),
     model_flops=1e12,
     collectives=[],
     unknown_loops=0,
@@ -61,7 +61,5 @@ def test_one_device_sends_nothing(tmp_path, monkeypatch):
   tiny.write_data(tmp_path)
   config = tiny.config(tmp_path, {"mesh": {"replica": 1, "fsdp": 1}})
   path.write_text(f"def get_config():\n  return {config!r}\n")
-  facts = compiled.compile_update(
-    str(path), {"devices": 1}, ["hooks={}"], hardware.find("h100"), None
-  )
+  facts = program.compile_update(str(path), 1, ["hooks={}"], "h100", "cpu")
   assert facts["collectives"] == [] and facts["memory"]["temporary_bytes"] > 0

@@ -4,7 +4,7 @@ import pytest
 
 from bigtrain import settings, sharding
 from bigtrain.inputs import pipeline
-from bigtrain.tools.plan import placeholder_data
+from bigtrain.tools.plan import meshes
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ from bigtrain.tools.plan import placeholder_data
 )
 def test_real_configs_yield_batches_of_the_right_shapes(path, shapes):
   loaded = settings.load(f"configs/{path}")
-  for change in placeholder_data.overrides(loaded, None, 1000):
+  for change in meshes.without_data(loaded, None, 1000):
     settings.override(loaded, change)
   loaded["input"]["batch_size"] = 8
   train_input = pipeline.make_train(

@@ -1,7 +1,7 @@
 """Chooses mesh, microbatches and remat for a number of devices.
 
 Every mesh that divides the devices, the batch and the model is estimated by
-formula: the traffic by formulae.py, memory and FLOPs as below. The best ones
+formula: the traffic as in estimate.py, memory and FLOPs as below. The best ones
 are then compiled, one after the other, until the best five are compiled or the
 time is up. A compiled program also corrects the temporary memory and the FLOPs
 of the candidates that are not compiled.
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 from bigtrain import sharding
 from bigtrain.settings import ConfigError
-from bigtrain.tools.plan import collectives, estimate, formulae, hardware
-from bigtrain.tools.plan.traced import Traced
+from bigtrain.tools.plan import estimate, meshes
+from bigtrain.tools.plan.hardware import Hardware
+from bigtrain.tools.plan.program import Sizes
 
 BEST = 5
 
@@ -56,22 +57,29 @@ class Candidate(NamedTuple):
 
   @property
   def sizes(self) -> dict[str, int]:
-    """The mesh as a dict."""
     return dict(self.mesh)
 
   @property
   def axes(self) -> tuple[int, ...]:
-    """Sizes of the axes."""
     return tuple(self.sizes[axis] for axis in sharding.AXES)
 
-  def changes(self) -> list[str]:
-    """Changes of the config other than the mesh."""
-    policy = self.remat_policy
-    return [] if policy is None else [f"model.remat_policy={policy}"]
+  def changes(self, config: Mapping[str, Any]) -> list[str]:
+    """Changes of the config."""
+    changes = meshes.changes(config, self.sizes)
+    if self.remat_policy is not None:
+      changes.append(f"model.remat_policy={self.remat_policy}")
+    return changes
+
+  def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config with the remat policy."""
+    if self.remat_policy is None:
+      return dict(config)
+    model = {**config.get("model", {}), "remat_policy": self.remat_policy}
+    return {**config, "model": model}
 
 
 class Choice(NamedTuple):
-  """What `search` returns.
+  """What `choose` returns.
 
   Attributes:
     best: rows of the best meshes, with "reasons"; the smallest if none fits.
@@ -85,12 +93,7 @@ class Choice(NamedTuple):
 
 
 class Correction(NamedTuple):
-  """Factors from a formula to a compiled program.
-
-  Attributes:
-    temporary: of the temporary memory.
-    flops: of the executed FLOPs.
-  """
+  """Factors from a formula to a compiled program: memory, executed FLOPs."""
 
   temporary: float = 1.0
   flops: float = 1.0
@@ -101,10 +104,7 @@ Compile = Callable[[Candidate, float], dict[str, Any] | None]
 
 
 def candidates(
-  config: Mapping[str, Any],
-  devices: int,
-  traced: Traced,
-  target: hardware.Hardware,
+  config: Mapping[str, Any], devices: int, traced: Sizes, target: Hardware
 ) -> list[Candidate]:
   """Returns all ways to run a config with its own batch.
 
@@ -116,7 +116,7 @@ def candidates(
   if config.get("model_name") != "resnet":
     policies = POLICIES
   result = []
-  for axes in _meshes(devices, traced, target, formulae.blocks(config)):
+  for axes in _meshes(devices, traced, target, estimate.blocks(config)):
     share, rest = divmod(size, axes["replica"] * axes["fsdp"])
     if rest:
       continue
@@ -135,9 +135,9 @@ def candidates(
 
 def _meshes(
   devices: int,
-  traced: Traced,
-  target: hardware.Hardware,
-  of_model: formulae.Blocks | None,
+  traced: Sizes,
+  target: Hardware,
+  of_model: estimate.Blocks | None,
 ) -> Iterator[dict[str, int]]:
   """Sizes of the axes; those within examples only where formulae know them."""
   most = min(_MOST_WITHIN, target.domain)
@@ -161,12 +161,12 @@ def _divisors(number: int) -> list[int]:
 def by_formula(
   candidate: Candidate,
   config: Mapping[str, Any],
-  traced: Traced,
+  traced: Sizes,
   correction: Correction = Correction(),
 ) -> dict[str, Any]:
   """Returns the facts of estimate.row, without a compiler."""
   of = candidate.sizes
-  b, of_model = formulae.itemsize(config), formulae.blocks(config)
+  b, of_model = estimate.itemsize(config), estimate.blocks(config)
   parts = of["fsdp"] * of["tensor"]
   zero = config.get("opt_sharding", "fsdp") == "replica"
   state = {
@@ -194,7 +194,8 @@ def by_formula(
     stream = of_products / 8
   gradients = state["params"] * (1 + (of["microbatches"] > 1))
   weights = 2 * b * traced.parameters / depth / of["tensor"]
-  at_work = 2.5 * b * of_products / depth + weights + _LOGITS_BYTES
+  logits = min(_LOGITS_BYTES, b * of_products)  # Of a small model: less.
+  at_work = 2.5 * b * of_products / depth + weights + logits
   temporary = correction.temporary * (
     gradients + b * (stream + kept * of_products) + at_work
   )
@@ -224,19 +225,9 @@ def by_formula(
     "figures": "formula",
     "compiler": "cpu",
   }
-  sent = formulae.traffic(facts, of_model, with_policy(config, candidate))
-  ones = [one for of_axis in sent.values() for one in of_axis]
-  return {**facts, "collectives": collectives.to_json(ones)}
-
-
-def with_policy(
-  config: Mapping[str, Any], candidate: Candidate
-) -> dict[str, Any]:
-  """Returns the config with the candidate's remat policy."""
-  if candidate.remat_policy is None:
-    return dict(config)
-  model = {**config.get("model", {}), "remat_policy": candidate.remat_policy}
-  return {**config, "model": model}
+  sent = estimate.by_formula(facts, of_model, candidate.apply(config))
+  ones = [one._asdict() for of_axis in sent.values() for one in of_axis]
+  return {**facts, "collectives": ones}
 
 
 def score(row: Mapping[str, Any]) -> float:
@@ -248,11 +239,11 @@ def score(row: Mapping[str, Any]) -> float:
   return float(row["secs"]["overlapped"] + row["secs"]["in_turn"]) / 2
 
 
-def search(
+def choose(
   config: Mapping[str, Any],
   ways: Iterable[Candidate],
-  traced: Traced,
-  target: hardware.Hardware,
+  traced: Sizes,
+  target: Hardware,
   compile_one: Compile | None,
   end: float,
   efficiency: float = estimate.EFFICIENCY,
@@ -263,19 +254,15 @@ def search(
     compile_one: (candidate, seconds left) -> facts, or None if the time is up;
       None to compile nothing.
     end: time.monotonic() from which on nothing is compiled.
-    efficiency: fraction of the peak that matrix products reach.
   """
   compiled: Rows = {}
   ways, out_of_time = list(ways), False
 
   def row(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
-    changed = with_policy(config, candidate)
+    changed, policy = candidate.apply(config), candidate.remat_policy
     result = estimate.row(facts, changed, target, efficiency)
-    policy = candidate.remat_policy
-    return result | {
-      "remat_policy": policy or "none",
-      "has_policy": policy is not None,
-    }
+    result["remat_policy"] = policy or "none"
+    return {**result, "has_policy": policy is not None}
 
   def rows() -> Rows:
     factors = _corrections(compiled, config, traced)
@@ -311,8 +298,8 @@ def _best(rows: Rows) -> list[Candidate]:
   """The best candidate of each of the best meshes."""
   fit = {c: r for c, r in rows.items() if r["fits"]}
   if fit:
-    # Among equals the one that needs less memory.
-    order = sorted(fit, key=lambda c: (score(fit[c]), fit[c]["peak_bytes"]))
+    # Among equals the one with larger microbatches, which are more efficient.
+    order = sorted(fit, key=lambda c: (score(fit[c]), c.sizes["microbatches"]))
   else:
     order = sorted(rows, key=lambda c: rows[c]["peak_bytes"])
   of_mesh: dict[tuple[int, ...], Candidate] = {}
@@ -322,7 +309,7 @@ def _best(rows: Rows) -> list[Candidate]:
 
 
 def _corrections(
-  compiled: Rows, config: Mapping[str, Any], traced: Traced
+  compiled: Rows, config: Mapping[str, Any], traced: Sizes
 ) -> dict[Candidate, Correction]:
   """What each compiled program corrects."""
   result = {}
@@ -356,9 +343,7 @@ def _nearest(
   return factors[nearest]
 
 
-def _reasons(
-  candidate: Candidate, rows: Rows, target: hardware.Hardware
-) -> list[str]:
+def _reasons(candidate: Candidate, rows: Rows, target: Hardware) -> list[str]:
   """Says in sentences why a candidate is as it is."""
   row = rows[candidate]
   if not row["fits"]:

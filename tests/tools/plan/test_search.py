@@ -5,7 +5,7 @@ import time
 import pytest
 
 from bigtrain.settings import ConfigError, load
-from bigtrain.tools.plan import choose, chosen, hardware, plan, traced
+from bigtrain.tools.plan import hardware, plan, program, search, table
 
 FILE = """
 def get_config():
@@ -22,7 +22,7 @@ def get_config():
   )
 """
 
-SIZES = traced.Traced(
+SIZES = program.Sizes(
   parameters=8 * 10**9,
   opt_bytes=64 * 10**9,
   model_flops=2 * 10**17,
@@ -38,16 +38,16 @@ CONFIG = {
 H100 = hardware.find("h100")
 
 
-def search(compile_one, ways, sizes=SIZES, seconds=60):
+def choose(compile_one, ways, sizes=SIZES, seconds=60):
   end = time.monotonic() + seconds
   # A part of the meshes, with all numbers of microbatches.
   few = [one for one in ways if one.sizes["replica"] in (1, 2, 8)]
-  return choose.search(CONFIG, few, sizes, H100, compile_one, end)
+  return search.choose(CONFIG, few, sizes, H100, compile_one, end)
 
 
 @pytest.fixture(scope="module")
 def ways():
-  return choose.candidates(CONFIG, 64, SIZES, H100)
+  return search.candidates(CONFIG, 64, SIZES, H100)
 
 
 def test_candidates_divide_devices_batch_and_model(ways):
@@ -60,7 +60,7 @@ def test_candidates_divide_devices_batch_and_model(ways):
     assert of["tensor"] in (1, 2, 4, 8) and of["sequence"] in (1, 2, 4, 8)
   assert len({one.axes for one in ways}) > 40
   with pytest.raises(ConfigError, match="512 divides among .* no mesh"):
-    choose.candidates(CONFIG, 7 * 11, SIZES._replace(tensor_sizes=(1,)), H100)
+    search.candidates(CONFIG, 7 * 11, SIZES._replace(tensor_sizes=(1,)), H100)
 
 
 def test_the_best_are_compiled_and_correct_the_others(ways):
@@ -70,18 +70,18 @@ def test_the_best_are_compiled_and_correct_the_others(ways):
   def compile_one(candidate, left):
     assert 0 < left <= 60
     calls.append(candidate)
-    facts = choose.by_formula(
-      candidate, CONFIG, SIZES, correction=choose.Correction(2.0)
+    facts = search.by_formula(
+      candidate, CONFIG, SIZES, correction=search.Correction(2.0)
     )
     return facts | {"figures": "compiled"}
 
-  result = search(compile_one, ways)
-  assert len(result.best) == choose.BEST and not result.out_of_time
+  result = choose(compile_one, ways)
+  assert len(result.best) == search.BEST and not result.out_of_time
   assert all(r["figures"] == "compiled" and r["fits"] for r in result.best)
-  assert len(calls) == len(set(calls)) == choose.BEST + len(result.too_large)
+  assert len(calls) == len(set(calls)) == search.BEST + len(result.too_large)
   # After the first, the others are estimated with twice the memory as well.
   assert len(result.too_large) <= 1
-  times = [choose.score(r) for r in result.best]
+  times = [search.score(r) for r in result.best]
   assert times == sorted(times)
 
 
@@ -95,14 +95,14 @@ def test_a_program_corrects_those_that_split_their_layers_alike(ways):
     return found
 
   factors = {
-    one(1, 64, 1, 1): choose.Correction(3.0),
-    one(1, 64, 1, 8): choose.Correction(2.0),
-    one(1, 32, 2, 1): choose.Correction(0.3),
-    one(2, 32, 1, 1, "nothing_saveable"): choose.Correction(0.5, 0.9),
+    one(1, 64, 1, 1): search.Correction(3.0),
+    one(1, 64, 1, 8): search.Correction(2.0),
+    one(1, 32, 2, 1): search.Correction(0.3),
+    one(2, 32, 1, 1, "nothing_saveable"): search.Correction(0.5, 0.9),
   }
 
   def nearest(*args):
-    return choose._nearest(factors, one(*args))
+    return search._nearest(factors, one(*args))
 
   assert nearest(2, 32, 1, 1).temporary == 3.0
   assert nearest(2, 32, 1, 8).temporary == 2.0
@@ -120,20 +120,20 @@ def test_what_is_not_compiled_in_time_is_by_formula(ways):
   def compile_one(candidate, left):
     return answers.pop()  # The time is up during the first.
 
-  result = search(compile_one, ways)
+  result = choose(compile_one, ways)
   assert result.out_of_time
   assert {r["figures"] for r in result.best} == {"formula"}
-  text = chosen.text(result, 3)
+  text = table.choice_text(result, 3)
   assert "because the 3 minutes were up: 1, 2, 3, 4, 5." in text
-  assert search(compile_one, ways, seconds=0).out_of_time  # Compiles nothing.
+  assert choose(compile_one, ways, seconds=0).out_of_time  # Compiles nothing.
 
 
 def test_what_does_not_fit_is_a_row_with_its_size(ways):
   huge = SIZES._replace(parameters=10**13, opt_bytes=8 * 10**13)
-  result = search(None, ways, huge)
-  assert len(result.best) == choose.BEST
+  result = choose(None, ways, huge)
+  assert len(result.best) == search.BEST
   assert not any(r["fits"] for r in result.best)
-  assert "Nothing fits; this needs" in chosen.text(result, 1)
+  assert "Nothing fits; this needs" in table.choice_text(result, 1)
 
 
 def test_the_command_prints_lines_to_paste(tmp_path, capsys):
@@ -143,12 +143,12 @@ def test_the_command_prints_lines_to_paste(tmp_path, capsys):
   assert plan.main(argv) == 0
   out = capsys.readouterr().out
   lines = [s.strip() for s in out.splitlines() if s.startswith("     config.")]
-  assert len(lines) == 3 * choose.BEST
+  assert len(lines) == 3 * search.BEST
   # The lines are changes that a config accepts.
   scope = load(str(path))
   key, value = lines[2].removeprefix("config.").split(" = ")
   changed = load(str(path), [f"{key}={value}"])
-  assert changed["model"]["remat_policy"] in choose.POLICIES
+  assert changed["model"]["remat_policy"] in search.POLICIES
   assert changed["model"].keys() - scope["model"].keys() == {"remat_policy"}
   assert lines[0].startswith("config.mesh = dict(replica=")
   assert plan.main([*argv, "--fsdp=8"]) == 2
@@ -166,7 +166,7 @@ def test_the_best_are_compiled_and_their_lines_give_the_same_program(tmp_path):
   for row in choice.best:
     assert row["figures"] == "compiled" and row["fits"] and row["reasons"]
   best = choice.best[0]
-  changes = [line.removeprefix("config.") for line in chosen.lines(best)]
+  changes = [line.removeprefix("config.") for line in table.config_lines(best)]
   changes = [change.replace(" = ", "=") for change in changes]
   sizes = changes.pop(0).removeprefix("mesh=dict(").removesuffix(")")
   changes += [f"mesh.{size}" for size in sizes.split(", ")]

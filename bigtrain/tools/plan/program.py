@@ -1,0 +1,324 @@
+"""Builds the update of a config for other devices, and measures it.
+
+A process of its own runs bigtrain.main as far as the lowered update, on
+simulated or absent devices. It allocates no arrays and reads no data.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from bigtrain import parts, settings, sharding, teacher, trees
+from bigtrain.cluster import process
+from bigtrain.main import train
+from bigtrain.reports import flops
+from bigtrain.runtime import device_memory
+from bigtrain.runtime.run import Run
+from bigtrain.settings import ConfigError
+from bigtrain.step import gradients
+from bigtrain.tools import exits
+from bigtrain.tools.plan import hardware, hlo
+
+# Name of XLA's dump of the partitioned program.
+_PARTITIONED = re.compile(r"\.after_(\w+-)?spmd-partitioning\..*txt$")
+# Errors of libtpu about a program that does not fit.
+_TOO_LARGE = re.compile(
+  r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])"
+  r"(?: of [\d.]+[KMGT] hbm|\) exceeds)"
+)
+
+# Largest size of `tensor` that is considered.
+_MOST_TENSOR = 8
+
+
+class Sizes(NamedTuple):
+  """Sizes of a config that do not depend on the mesh.
+
+  Attributes:
+    parameters: number of parameters.
+    opt_bytes: bytes of the optimizer's state, over all devices.
+    model_flops: FLOPs of a step over all devices, without recomputation.
+    batch_bytes: bytes of a batch, over all devices.
+    tokens_per_example: tokens per example, or None.
+    tensor_sizes: sizes of the axis `tensor` that the model's rules allow.
+  """
+
+  parameters: int
+  opt_bytes: int
+  model_flops: int
+  batch_bytes: int
+  tokens_per_example: int | None
+  tensor_sizes: Sequence[int]
+
+
+def sizes(config: str, changes: Sequence[str]) -> Sizes:
+  """Measures a config on one simulated device, without compiling.
+
+  Args:
+    config: "FILE.py" or "FILE.py:arguments".
+
+  Raises:
+    ConfigError: a mistake in the config.
+    RuntimeError: the update cannot be traced.
+  """
+  facts = _run({"config": config, "changes": [*changes]}, devices=1)
+  return Sizes(
+    parameters=facts["parameters"],
+    opt_bytes=facts["state_bytes"]["opt"] + facts["host_state_bytes"],
+    model_flops=facts["model_flops"],
+    batch_bytes=facts["batch_bytes"],
+    tokens_per_example=facts["tokens_per_example"],
+    tensor_sizes=facts["tensor_sizes"],
+  )
+
+
+def compile_update(
+  config: str,
+  devices: int,
+  changes: Sequence[str],
+  hardware_name: str,
+  compiler: str,
+  timeout_secs: float | None = None,
+) -> dict[str, Any]:
+  """Compiles the update for absent devices; returns facts about it.
+
+  Args:
+    config: "FILE.py" or "FILE.py:arguments".
+    compiler: "cpu" for simulated devices; else "tpu" or "gpu".
+    timeout_secs: time for the compiler, unless unlimited.
+
+  Returns:
+    The figures of `measure`, model_flops, collectives, unknown_loops, memory,
+    cycles and products (or None), figures ("compiled" or "too large") and
+    compiler.
+
+  Raises:
+    ConfigError: a mistake in the config.
+    RuntimeError: the program cannot be compiled.
+    subprocess.TimeoutExpired: it took longer.
+  """
+  request = {"config": config, "changes": [*changes], "compiler": compiler}
+  request["hardware"] = hardware_name
+  if compiler != "cpu":
+    topology = hardware.topology(hardware_name, devices, compiler)
+    request["topology"] = topology
+  return _run(request, devices, timeout_secs)
+
+
+def _run(
+  request: Mapping[str, Any], devices: int, timeout_secs: float | None = None
+) -> dict[str, Any]:
+  """Runs this module with a request; returns the facts that it writes."""
+  simulated = 1 if "topology" in request else devices
+  with tempfile.TemporaryDirectory() as folder:
+    flags = [
+      f"--xla_force_host_platform_device_count={simulated}",
+      f"--xla_dump_to={_texts(folder)}",
+      "--xla_dump_hlo_pass_re=spmd-partitioning",
+      "--xla_dump_hlo_module_re=.*update_fn.*",
+    ]
+    finished = subprocess.run(
+      [sys.executable, "-m", __name__, json.dumps(request), folder],
+      env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)},
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+      text=True,
+      check=False,
+      timeout=timeout_secs,
+    )
+    if finished.returncode:
+      last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
+      last = last.removeprefix("error: ")
+      if finished.returncode == process.EXIT_CONFIG:
+        raise ConfigError(last)
+      raise RuntimeError(f"--devices={devices}: compiling failed: {last}")
+    with open(os.path.join(folder, "facts.json")) as file:
+      return json.load(file)
+
+
+def _texts(folder: str) -> str:
+  """Folder for the programs that XLA writes."""
+  return os.path.join(folder, "texts")
+
+
+@exits.in_one_line(RuntimeError)
+def main(argv: Sequence[str]) -> int:
+  """The process: argv has a request of `_run`, and its folder."""
+  request, folder = json.loads(argv[0]), argv[1]
+  changes = [
+    *request["changes"],
+    # A program from the cache leaves no dump, and no real device limits it.
+    "compile_cache=False",
+    "device_memory_bytes=None",
+  ]
+  with sharding.absent_devices(request.get("topology")):
+    facts = train(
+      settings.load(request["config"], changes),
+      folder,
+      on_update=functools.partial(_facts, request, folder),
+    )
+  with open(os.path.join(folder, "facts.json"), "w") as file:
+    json.dump(facts, file)
+  return process.EXIT_OK
+
+
+def _facts(
+  request: Mapping[str, Any],
+  folder: str,
+  run: Run,
+  update_fn: Callable[..., Any],
+  specs: tuple[Any, ...],
+  compile: Callable[[], Any],
+) -> dict[str, Any]:
+  facts = measure(run, update_fn, specs)
+  if "compiler" not in request:
+    return {**facts, "tensor_sizes": _tensor_sizes(run.config, specs[0])}
+  text, needed = "", None
+  try:
+    compiled = compile()
+  except RuntimeError as e:
+    needed = _needed_bytes(f"{e} {e.__cause__}")
+    if needed is None:
+      raise
+    facts["memory"] = _memory(facts, needed)
+  else:
+    facts["memory"] = device_memory.memory_bytes(compiled)
+    text = compiled.as_text()
+  collectives, unknown_loops = hlo.sent(hlo.Module(_partitioned(folder)))
+  cycles = products = None
+  if request["compiler"] == "tpu":
+    cycles = _cycles(text, hardware.find(request["hardware"]))
+  elif request["compiler"] == "gpu":
+    products = hlo.products(hlo.Module(text))._asdict()
+  return {
+    **facts,
+    "collectives": [one._asdict() for one in collectives],
+    "unknown_loops": unknown_loops,
+    "cycles": cycles,
+    "products": products,
+    "figures": "compiled" if needed is None else "too large",
+    "compiler": request["compiler"],
+  }
+
+
+def measure(
+  run: Run, update_fn: Callable[..., Any], specs: tuple[Any, ...]
+) -> dict[str, Any]:
+  """Returns facts about an update that is not compiled.
+
+  Returns:
+    parameters: number of parameters;
+    sharded_parameters: number of parameters split over `fsdp`;
+    parameter_bytes: bytes of all parameters;
+    state_bytes: bytes of each device's memory, {"params": ..., "opt": ...};
+    host_state_bytes: bytes of the state in host memory, for each device;
+    batch_bytes: bytes per device;
+    model_flops, executed_flops: FLOPs of a step over all devices, without and
+      with recomputation and padding;
+    tokens_per_example: tokens per example, or None.
+  """
+  state_spec, _, batch_spec, _, teacher_spec = specs
+  params = jax.tree.leaves(state_spec["params"])
+  return {
+    "parameters": sum(x.size for x in params),
+    "sharded_parameters": sum(
+      x.size for x in params if not x.sharding.is_fully_replicated
+    ),
+    "parameter_bytes": sum(x.size * x.dtype.itemsize for x in params),
+    "state_bytes": {
+      name: _bytes_per_device(part)
+      for name, part in {**state_spec, **teacher_spec}.items()
+    },
+    "host_state_bytes": _bytes_per_device(state_spec, in_host=True),
+    "batch_bytes": _bytes_per_device(batch_spec),
+    "model_flops": _model_flops(run, state_spec, batch_spec, teacher_spec),
+    "executed_flops": flops.executed_flops(update_fn, *specs),
+    "tokens_per_example": run.lengths.units.tokens_per_example,
+  }
+
+
+def _model_flops(
+  run: Run, state_spec: Any, batch_spec: Any, teacher_spec: Any
+) -> int:
+  task, (_, model) = parts.task(run.config), parts.model(run.config)
+  of_teacher = teacher.from_config(
+    run.config, task, batch_spec, run.mesh, run.seed
+  )
+  loss_fn = parts.loss_fn(run.config, task, model, of_teacher.model)
+  args = gradients.loss_args(state_spec, batch_spec, run.mesh, **teacher_spec)
+  return flops.step_flops(loss_fn, *args)
+
+
+def _bytes_per_device(spec: Any, in_host: bool = False) -> int:
+  shardings = jax.tree.map(lambda x: x.sharding, spec)
+  return sharding.bytes_per_device(spec, shardings, in_host=in_host)
+
+
+def _tensor_sizes(config: settings.Config, state_spec: Any) -> list[int]:
+  """Sizes of the axis `tensor` that the model's rules allow."""
+  module, model = parts.model(config)
+  if not hasattr(module, "param_dims"):
+    return [1]
+  named = trees.flatten_with_names(state_spec["params"])
+  shapes = {name: tuple(x.shape) for name, x in named}
+
+  def allowed(ways: int) -> bool:
+    try:
+      sharding.place(module.param_dims(model), shapes, {"tensor": ways})
+    except ConfigError:
+      return False
+    return True
+
+  return [n for n in range(1, _MOST_TENSOR + 1) if allowed(n)]
+
+
+def _partitioned(folder: str) -> str:
+  """The program after XLA's partitioner; "" for a single device."""
+  texts = _texts(folder)
+  names = os.listdir(texts) if os.path.isdir(texts) else []
+  for name in filter(_PARTITIONED.search, names):
+    with open(os.path.join(texts, name)) as file:
+      return file.read()
+  return ""
+
+
+def _needed_bytes(message: str) -> float | None:
+  """The memory that a program needs, from the error that it does not fit."""
+  match = _TOO_LARGE.search(message)
+  return (
+    float(match[1]) * 2 ** (10 * " KMGT".index(match[2])) if match else None
+  )
+
+
+def _memory(facts: Mapping[str, Any], needed: float) -> dict[str, Any]:
+  """Memory of a program that is too large, as far as it is known."""
+  state = sum(facts["state_bytes"].values())
+  return {
+    "argument_bytes": state + facts["batch_bytes"],
+    "output_bytes": state,
+    "alias_bytes": state,
+    "temporary_bytes": needed - state - facts["batch_bytes"],
+    "peak_bytes": needed,
+  }
+
+
+def _cycles(text: str, target: hardware.Hardware) -> dict[str, Any] | None:
+  totals = hlo.cycles(
+    hlo.Module(text),
+    target.clock_hertz,
+    target.flops_per_cycle,
+    lambda collective: hardware.seconds(collective, target).secs,
+  )
+  return totals._asdict() if totals else None
+
+
+if __name__ == "__main__":
+  sys.exit(main())
