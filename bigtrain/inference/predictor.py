@@ -23,11 +23,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import parts, settings
-from bigtrain.inference import ops, preprocessing, runner, saved
+from bigtrain import parts, settings, sharding
+from bigtrain.inference import ops, preprocessing, saved
 from bigtrain.inputs import labels
 from bigtrain.pp import dependencies, tokenizers
 from bigtrain.settings import ConfigError
+from bigtrain.types import Batch, Params, Variables
 
 _EMBED_IMAGE = ("image", "enc_rep", "pre_logits")
 # Prompts are padded to one of few lengths, so that few programs compile.
@@ -45,13 +46,14 @@ class Predictor:
     mesh: device mesh.
     variables: "params" and, where the model has them, mutable collections, on
       the devices.
-    batch_size: largest number of examples at a time.
+    batch_size: largest number of examples at a time, a multiple of the number
+      of devices.
   """
 
   def __init__(
     self,
     checkpoint: saved.Saved,
-    variables: Mapping[str, Any],
+    variables: Variables,
     mesh: jax.sharding.Mesh,
     given: ops.Overrides,
     batch_size: int,
@@ -67,16 +69,17 @@ class Predictor:
     self.task = parts.task(config)
     _, self.model = parts.model(config)
     self._fns = self.task.predict_fns(self.model)
-    self._runner = runner.Runner(self._fns, variables, mesh, batch_size)
-    self.batch_size = self._runner.batch_size
+    self._compiled: dict[str, Callable[..., Any]] = {}
+    settings.check_number("batch_size", batch_size, least=1, whole=True)
+    self._ways = sharding.batch_ways(mesh)
+    self.batch_size = -(-batch_size // self._ways) * self._ways
     self._loss_kind = self.config.get("loss", {}).get("kind", "")
     # Whether the model reads "inputs" and writes "targets".
     sizes = parts.vocab_sizes(self.task, self.model)
     self._is_seq2seq = "inputs" in sizes
 
   @property
-  def params(self) -> Any:
-    """The parameters, on the devices."""
+  def params(self) -> Params:
     return self.variables["params"]
 
   @functools.cached_property
@@ -408,7 +411,54 @@ class Predictor:
     Raises:
       ConfigError: no such predict function, option or feature.
     """
-    return self._runner(pred, features, fixed, **options)
+    fn = self._compile(pred, options)
+    arrays = {name: np.asarray(x) for name, x in features.items()}
+    total = len(next(iter(arrays.values())))
+    results = []
+    for start in range(0, total, self.batch_size):
+      rows = {n: x[start : start + self.batch_size] for n, x in arrays.items()}
+      number = min(self.batch_size, total - start)
+      batch = self._on_devices(rows, number) | dict(fixed or {})
+      with jax.set_mesh(self.mesh):
+        outputs = jax.device_get(fn(self.variables, batch))
+      results.append(jax.tree.map(lambda x, n=number: x[:n], outputs))
+    return jax.tree.map(lambda *x: np.concatenate(x), *results)
+
+  def _compile(
+    self, pred: str, options: Mapping[str, Any]
+  ) -> Callable[..., Any]:
+    if pred not in self._fns:
+      hint = settings.did_you_mean(pred, self._fns)
+      raise ConfigError(
+        f"run: the task has no predict function {pred!r}.{hint}"
+      )
+    fn = self._fns[pred]
+    settings.check_kwargs(fn, options, pred, ("variables", "batch"))
+    key = f"{pred} {sorted(options.items())!r}"
+    if key not in self._compiled:
+
+      def of_features(variables: Variables, batch: Batch) -> Any:
+        return fn(variables, parts.Features(batch, "run"), **options)
+
+      self._compiled[key] = jax.jit(
+        of_features, out_shardings=sharding.replicated(self.mesh)
+      )
+    return self._compiled[key]
+
+  def _on_devices(
+    self, rows: Mapping[str, np.ndarray], number: int
+  ) -> dict[str, Any]:
+    """Splits a batch over the devices, padded with copies of its last row.
+
+    The size per device is a power of two, so that few programs compile.
+    """
+    per_device = -(-number // self._ways)
+    size = self._ways * (1 << (per_device - 1).bit_length())
+    size = min(size, self.batch_size)
+    index = np.minimum(np.arange(size), number - 1)
+    batch = {name: x[index] for name, x in rows.items()}
+    batch["_mask"] = (np.arange(size) < number).astype(np.float32)
+    return jax.device_put(batch, sharding.batch(self.mesh))
 
 
 def _is_one(inputs: Any) -> bool:

@@ -123,7 +123,6 @@ class Pictures:
     ).numpy()
 
   def _checked(self, array: np.ndarray) -> np.ndarray:
-    """Checks an array against the pictures of the run."""
     if self._known is None:
       return array
     dtype, shape, *limits = self._known

@@ -110,7 +110,6 @@ def _read_export(path: str) -> dict[str, np.ndarray]:
 def _placed(
   arrays: Mapping[str, Any], weights: str, mesh: Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """Specs of the arrays that a model needs, with shardings."""
   tops = {name.partition("/")[0] for name in arrays}
   if weights not in WEIGHTS or weights not in tops:
     hint = did_you_mean(weights, tops & set(WEIGHTS))

@@ -138,7 +138,6 @@ class _Recorded(parts.Features):
 def _specs(
   checkpoint: saved.Saved, batch_size: int | None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """Specs of a batch of the run's features."""
   features = checkpoint.data.get("features")
   if not features:
     raise ConfigError(

@@ -234,7 +234,6 @@ def _report(problems: Mapping[str, Sequence[integrity.Problem]]) -> int:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   args = _parser().parse_args(argv)
   _check(args)
   if args.command == "show":

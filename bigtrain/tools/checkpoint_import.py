@@ -29,9 +29,7 @@ def run(
   Args:
     path: what config.model_init reads: a checkpoint of T5X or big_vision, an
       .npz or .safetensors file, the folder of a published model.
-    out: workdir to write to; it must not have checkpoints.
     config: FILE.py[:arguments], or "".
-    step: step of the checkpoint to read; the newest unless given.
 
   Returns:
     (directory of the checkpoint, number of arrays).

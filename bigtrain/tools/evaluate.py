@@ -216,7 +216,6 @@ def _parser() -> arguments.Parser:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   args, changes = _parser().parse(argv)
   process.join_job(settings.Config({}))
   row = evaluate(args.workdir, args.step, changes, args.output)

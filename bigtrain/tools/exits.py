@@ -14,7 +14,7 @@ _INTERRUPTED = 128 + signal.SIGINT  # As of a command that a shell runs.
 
 
 def in_one_line(*failures: type[Exception]) -> Callable[..., Any]:
-  """Returns a decorator for a tool's `main`, which returns the exit code.
+  """Decorates a tool's `main`, which returns the exit code.
 
   A mistake of the user ends it with code 2, a failure with 1, and Ctrl-C with
   130, each with one line in place of a traceback. A pipe whose reader has seen

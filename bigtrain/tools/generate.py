@@ -127,7 +127,6 @@ def _search(
   num_beams: int,
   length_penalty: float,
 ) -> list[int]:
-  """Returns the ids of the new tokens of a beam search."""
   size = len(ids) + max_new
   if model.max_len is not None and size > model.max_len:
     raise ConfigError(
@@ -155,7 +154,6 @@ def _generate_ids(
   seed: int,
   options: dict[str, Any],
 ) -> Iterator[int]:
-  """Yields the ids of the new tokens."""
   size = len(ids) + max_new
   if model.max_len is not None:
     size = min(size, model.max_len)
@@ -235,7 +233,6 @@ def _parser() -> arguments.Parser:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   args, _ = _parser().parse(argv)
   sys.stdout.write(args.prompt)
   for piece in generate(**vars(args)):

@@ -116,7 +116,6 @@ class _Methods:
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
   ) -> list[int]:
-    """Returns the ids of a text."""
     ids = np.asarray(self._codec.encode(string)).tolist()
     if self._bos and add_special_tokens is not False:
       return [self.prefix_token_id, *ids]
@@ -250,7 +249,6 @@ def _parser() -> arguments.Parser:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   args, _ = _parser().parse(argv)
   trained = model(
     args.run,

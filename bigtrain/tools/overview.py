@@ -67,7 +67,6 @@ def programs() -> dict[str, str]:
 
 
 def usage() -> str:
-  """Returns the text of --help."""
   listed = programs()
   width = max(map(len, listed))
   lines = "\n".join(
@@ -85,7 +84,6 @@ def usage() -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   words = list(argv)
   if not words or words[0] in ("--help", "-h", "help"):
     print(usage(), end="")

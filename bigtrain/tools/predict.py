@@ -51,11 +51,7 @@ _THREADS = 2
 
 
 def find_files(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
-  """Returns the files of the command line, each once.
-
-  Raises:
-    ConfigError: a path does not exist, or there are no files.
-  """
+  """Returns the files of the command line, each once; ConfigError if none."""
   files_seen: dict[str, None] = {}
   for name in names:
     path = os.path.expanduser(name)
@@ -168,14 +164,11 @@ def predict(
   progress: Callable[[int, int], None] = lambda done, total: None,
   **options: Any,
 ) -> int:
-  """Writes a row for each file that has no row yet.
+  """Writes a row for each file without one; returns how many are unreadable.
 
   Args:
     method: method of the predictor; what it was trained for by default.
     progress: called with (finished files, number of files).
-
-  Returns:
-    Number of files that cannot be read.
   """
   call = getattr(predictor, method or predictor.default_method)
   left = [file for file in files if file not in rows.done]
@@ -267,7 +260,6 @@ def _options(args: argparse.Namespace, method: str) -> dict[str, Any]:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   args, _ = _parser().parse(argv)
   jax_flags.use_compile_cache(True)
   predictor = load.load(

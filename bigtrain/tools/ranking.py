@@ -17,7 +17,6 @@ _LESS = re.compile(r"loss|perplexity|bits_|nll|error|_rate$|_norm$|secs|bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
-  """Adds --metric, with this help, and --mode."""
   add = functools.partial(arguments.add, parser)
   add("--metric", f"{metric} (default: one of an evaluation)")
   add(

@@ -45,9 +45,6 @@ _OF_MACHINE = re.compile(
 def replay(workdir: str, step: int, changes: Sequence[str] = ()) -> str:
   """Computes a step again; returns the first difference, "" without one.
 
-  Args:
-    changes: changes of the config, such as "mesh.fsdp=1".
-
   Raises:
     ConfigError: no such run or step, nothing to compare, or a mistake in the
       config.
@@ -134,7 +131,6 @@ def _parser() -> arguments.Parser:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   args, changes = _parser().parse(argv)
   difference = replay(args.workdir, args.step, changes)
   print(difference or f"Up to step {args.step}, all bits are the same.")

@@ -49,7 +49,6 @@ class Line(NamedTuple):
 
 
 def find(folder: str) -> Iterator[str]:
-  """Yields the workdirs at and below a folder, sorted."""
   for path, names, files in os.walk(folder):
     names.sort()
     if "run.json" in files and "config.json" in files:
@@ -109,11 +108,7 @@ def _was_stopped(workdir: str) -> bool:
 
 
 def table(lines: Sequence[Line], now: float) -> str:
-  """Formats runs, with aligned columns.
-
-  Args:
-    now: Unix time in seconds.
-  """
+  """Formats runs at a Unix time in seconds, with aligned columns."""
   cells = [
     (
       line.state,
@@ -142,7 +137,6 @@ def _ago(secs: float) -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.runs",
     description="Lists the runs below a folder, one line each.",

@@ -166,7 +166,6 @@ def _print(line: str) -> None:
 
 
 def _workdir_of(command: Sequence[str]) -> str:
-  """The value of --workdir in a command."""
   for i, word in enumerate(command):
     if word == "--workdir" and i + 1 < len(command):
       return command[i + 1]
@@ -180,7 +179,6 @@ def _workdir_of(command: Sequence[str]) -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.supervise",
     usage="%(prog)s [options] -- COMMAND ...",

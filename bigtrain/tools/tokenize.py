@@ -130,7 +130,6 @@ def _plan(
 
 
 def _find(pattern: str) -> list[str]:
-  """The files of a pattern, sorted, or ConfigError."""
   path = os.path.expanduser(pattern)
   if os.path.isfile(path):
     return [path]
@@ -171,7 +170,6 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _start(folder: str, plan: dict[str, Any]) -> dict[str, Any] | None:
-  """Writes or checks the plan; returns the manifest of a finished folder."""
   names = set(os.listdir(folder))
   for name in names:
     if name.endswith(".tmp"):  # From a killed process.
@@ -259,7 +257,6 @@ def _shard(
   key: str,
   item: tuple[str, Sequence[documents.Part]],
 ) -> dict[str, Any]:
-  """Makes a shard, (name, parts); returns its counts."""
   name, parts = item
   texts = (text for part in parts for text in documents.read(part, key))
   return token_writer.write_shard(folder, name, texts, recipe)
@@ -305,7 +302,6 @@ def _follow_parent() -> None:
 def _finish(
   folder: str, plan: dict[str, Any], shards: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-  """Writes the manifest, and removes the files that it replaces."""
   manifest: dict[str, Any] = dict(plan)
   for what in ("documents", "tokens", "bytes", "empty", "skipped"):
     manifest[f"num_{what}"] = sum(shard[f"num_{what}"] for shard in shards)
@@ -339,7 +335,6 @@ def _num_cores() -> int:
 
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.tokenize",
     description="Converts text to token files for the data source `tokens`. "

@@ -70,7 +70,6 @@ def _rounded(value: float) -> float | None:
 
 
 def figures(panels: Sequence[Panel]) -> str:
-  """Returns the HTML of all panels, which page.js fills."""
   return "".join(
     f"<figure><h3>{markup.text(panel.title)}</h3>"
     f'<svg id="chart-{i}" viewBox="0 0 460 280" role="img" '

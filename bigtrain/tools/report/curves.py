@@ -17,7 +17,6 @@ from bigtrain.tools.report.panels import (
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-  """Returns a centred moving average over 2% of the values."""
   half = len(values) // 100
   windows = (
     values[max(0, i - half) : i + half + 1] for i in range(len(values))

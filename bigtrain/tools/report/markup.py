@@ -25,11 +25,7 @@ def dot(run: int) -> str:
 
 
 def by_run(names: Sequence[str], lines: Mapping[str, Sequence[str]]) -> str:
-  """A table with a column for each run.
-
-  Args:
-    lines: {heading: value of each run}, as text.
-  """
+  """A table of {heading: value of each run}, with a column for each run."""
   head = "".join(
     f'<th class="of-run-{i}">{dot(i)}{text(name)}</th>'
     for i, name in enumerate(names)
@@ -74,11 +70,7 @@ def details(title: str, lines: Mapping[str, str]) -> str:
 
 
 def picture(content: bytes, kind: str = "", description: str = "") -> str:
-  """A PNG picture within the page.
-
-  Args:
-    description: text for those who cannot see it.
-  """
+  """A PNG picture within the page, with a text for those who cannot see it."""
   encoded = base64.b64encode(content).decode()
   return (
     f'<img class="{kind}" alt="{text(description)}" '

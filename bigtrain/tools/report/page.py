@@ -52,11 +52,6 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
 def render(
   runs: Sequence[Run], metric: str, mode: str, bests: Sequence[Best | None]
 ) -> str:
-  """Returns the HTML page.
-
-  Args:
-    mode: whether its "max" or its "min" is the best.
-  """
   names = [run.name for run in runs]
   title = ", ".join(names) if len(runs) < 4 else f"{len(runs)} runs"
   shown = panels.panels(runs)
@@ -188,7 +183,7 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
       else "",
       "Device hours": _number(run.last("device_hours")),
       "Restarts": _count(run.last("restarts") or 0),
-      "Model GFLOPs per step": _number(_scaled(flops, 1e-9)),
+      "Model GFLOPs per step": _number(flops and flops * 1e-9),
       "Memory of the step": _bytes(run),
     }
     if name:
@@ -201,7 +196,6 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _newest(runs: Sequence[Run]) -> dict[str, list[str]]:
-  """Newest value of every metric of training and evaluations."""
   names = [*panels.results(runs), "loss"]
   names += [
     panel.name
@@ -219,7 +213,6 @@ def _columns(of_runs: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _time(runs: Sequence[Run]) -> str:
-  """Time accounts: a bar and a column of figures for each run."""
   lines, bars = {}, []
   for account, name in ACCOUNT_NAMES.items():
     secs = [run.accounts().get(account) for run in runs]
@@ -291,10 +284,6 @@ def _number(value: float | None) -> str:
 
 def _count(value: float | None) -> str:
   return "" if value is None else f"{value:,.0f}"
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-  return None if value is None else value * factor
 
 
 def _bytes(run: Run) -> str:

@@ -77,10 +77,8 @@ class Run(NamedTuple):
 
   Attributes:
     name: short name for legends and tables.
-    config: content of config.json.
     info: content of run.json.
     rows: rows of metrics.jsonl.
-    workdir: its folder.
   """
 
   name: str
@@ -106,8 +104,7 @@ class Series(NamedTuple):
     label: entry in the legend, or "".
     color: "#RRGGBB".
     line: matplotlib's line style.
-    steps: x values.
-    values: y values, in the unit of the panel.
+    values: in the unit of the panel.
     run: index of its run.
   """
 
@@ -123,10 +120,8 @@ class Panel(NamedTuple):
   """One pair of axes.
 
   Attributes:
-    name: name for files.
-    title: heading.
+    name: for files.
     unit: label of the y axis.
-    series: curves.
   """
 
   name: str
@@ -186,7 +181,6 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-  """Names of all numeric values, in order of appearance."""
   return list(
     dict.fromkeys(
       name

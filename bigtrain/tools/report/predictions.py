@@ -28,15 +28,13 @@ class Predictions(NamedTuple):
   """Predictions of a classifier for labelled examples.
 
   Attributes:
-    evaluation: name of the evaluation.
-    step: step of the predictions.
     label_N: true class of each example.
     predicted_N: predicted class.
     probability_N: probability of the predicted class.
     loss_N: negative logarithm of the true class's probability.
     rows_N: place of each example in the data set.
     images: pictures [all examples, height, width, channels], or None.
-    names: names of the C classes.
+    names: of the C classes.
   """
 
   evaluation: str
@@ -173,7 +171,6 @@ def _pairs(counts: Sequence[tuple[int, int, int]], names: Sequence[str]) -> str:
 def _matrix(
   counts: Sequence[tuple[int, int, int]], names: Sequence[str]
 ) -> str:
-  """The confusion matrix."""
   cells = {(i, j): count for i, j, count in counts}
   head = "".join(f"<th>{markup.text(name)}</th>" for name in names)
   body = ""
@@ -235,7 +232,6 @@ def _per_class(
 
 
 def _worst(predictions: Predictions) -> str:
-  """The examples with the largest loss."""
   p = predictions
   order = np.argsort(-p.loss_N, kind="stable")[:_MOST_EXAMPLES]
   rows = p.rows_N

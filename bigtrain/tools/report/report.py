@@ -65,7 +65,6 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def _read_json(path: str) -> dict[str, Any]:
-  """Returns the content of a JSON file; {} if it does not exist."""
   try:
     return json.loads(paths.read_bytes(path))
   except FileNotFoundError:
@@ -104,7 +103,6 @@ def write(
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m bigtrain.tools.report",
     description="Writes an HTML page and images with the curves, results, "

@@ -18,8 +18,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class _Child:
-  """The process of a variant."""
-
   def __init__(
     self,
     entry: results.Entry,
@@ -42,20 +40,14 @@ class _Child:
       )
 
   def send(self, number: int) -> None:
-    """Sends a signal, unless the process has ended."""
     self._process.send_signal(number)
 
   def close(self) -> None:
-    """Kills the process if it still runs."""
     self._process.kill()
     self._process.wait()
 
   def ended(self, signalled: bool) -> bool:
-    """Whether the process has ended; then its entry has the outcome.
-
-    Args:
-      signalled: whether it was sent a signal.
-    """
+    """Whether the process has ended; then its entry has the outcome."""
     code = self._process.poll()
     if code is None:
       return False
@@ -191,7 +183,6 @@ def _devices(jobs: int) -> list[dict[str, str]]:
 
 
 def _gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
-  """The GPUs that this process may use, by number or name."""
   if environment.get("JAX_PLATFORMS") == "cpu":
     return []
   if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:

@@ -24,8 +24,6 @@ class Entry:
   """A variant and its state.
 
   Attributes:
-    variant: the variant.
-    workdir: folder of its run.
     state: one of the constants of this module.
     reason: last line of the log of a run that failed.
     secs: wall-clock seconds of its newest start.
@@ -96,7 +94,6 @@ class Results:
     )
 
   def write(self) -> None:
-    """Writes sweep.json and sweep.csv."""
     metric, mode, bests, steps = self._best()
     ranked = ranking.order(bests, mode)
     content: dict[str, Any] = {
@@ -186,7 +183,6 @@ class Results:
 
 
 def is_running(workdir: str) -> bool:
-  """Whether a process trains in this workdir."""
   return runs.state(workdir, {}) == "running"
 
 

@@ -61,7 +61,6 @@ def submit(
   Args:
     jobs: largest number of jobs at a time; None for no limit.
     options: options of sbatch, such as "--time=60".
-    show: called with a line for each job.
 
   Raises:
     ConfigError: the script is missing, or sbatch refuses a job.

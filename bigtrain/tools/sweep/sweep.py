@@ -62,16 +62,13 @@ def _parser() -> arguments.Parser:
   )
   ranking.add_arguments(parser, "metric to compare")
   add(
-    "--table",
-    "print the table of a sweep; start nothing",
-    action="store_true",
+    "--table", "print the table of a sweep; start nothing", action="store_true"
   )
   return parser
 
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   args, changes = _parser().parse(argv)
   if args.jobs is not None and args.jobs < 1:
     raise ConfigError(f"--jobs={args.jobs}: expected a positive number.")

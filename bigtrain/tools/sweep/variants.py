@@ -20,7 +20,7 @@ class Variant(NamedTuple):
     name: name of its folder, such as "lr=0.0001,depth=6".
     changes: {"dotted.key": value}.
     flags: the same as the program's flags.
-    digest: digest of its config.
+    digest: of its config.
   """
 
   name: str
@@ -37,8 +37,7 @@ def make(
   Args:
     config: "FILE.py", "FILE.py:arguments" or "FILE.json".
     changes: changes of all variants, "KEY=VALUE".
-    grid: items "KEY=VALUE,VALUE"; the variants are their combinations, and the
-      last key varies fastest.
+    grid: items "KEY=VALUE,VALUE"; the last key varies fastest.
 
   Raises:
     ConfigError: a key that the config lacks, a value of another type, or two
@@ -145,7 +144,6 @@ def _is_list(value: Any) -> bool:
 
 
 def _check_key(config: Mapping[str, Any], key: str, where: str) -> None:
-  """Raises ConfigError for a key that the config does not have."""
   node: Any = config
   *parents, _ = key.split(".")
   for i, part in enumerate(key.split(".")):
@@ -212,7 +210,6 @@ def _shortest(key: str, keys: Sequence[str]) -> str:
 
 
 def _value(value: Any) -> str:
-  """A value as part of a file name."""
   if isinstance(value, float):
     return f"{value:g}" if float(f"{value:g}") == value else repr(value)
   text = value if isinstance(value, str) else repr(value)
