@@ -3,17 +3,7 @@
 Every process keeps one TCP connection to process 0 (hub.py), served by a thread
 of its own. It uses neither jax's runtime nor the devices, so it works while
 devices train, in any thread, and while the main thread waits in a collective
-for a process that is gone:
-
-- processes exchange values (`gather`, `broadcast`, `event`);
-- if a process disconnects without an error message, or sends no heartbeat for
-  `heartbeat_secs`, all processes end and name it;
-- if a process fails, all end with its exit code and its error message;
-- if processes have different data, all end (`require_equal`);
-- after a signal to one process, all end at the same point (`should_end`);
-- the log names a process that does more work on the host than the others.
-
-Messages are lines of JSON.
+for a process that is gone. Messages are lines of JSON.
 """
 
 import asyncio
@@ -21,14 +11,13 @@ import collections
 import contextlib
 import itertools
 import json
-import logging
 import os
 import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from bigtrain.cluster import hub
@@ -39,12 +28,12 @@ _CONNECT_SECS = 10.0
 # killed, the collectives of all others fail within milliseconds, and the loss
 # of the killed one should be known first.
 _CULPRIT_SECS = 1.5
-# How long process 0 stays after its last message, so that all can read it, and
-# how long a signal handler waits after a message.
+# How long process 0 stays after its last message, so that all can read it.
 _FAREWELL_SECS = 0.5
 _ANSWER_SECS = 5.0
 
 _Topic = tuple[str, int]  # Name and number of an exchange.
+_Posts = dict[tuple[str, int], Any]
 
 
 class JobError(RuntimeError):
@@ -59,8 +48,6 @@ class Channel:
   JSON.
 
   Attributes:
-    index: index of this process.
-    count: number of processes.
     secret: known to the job's processes only.
     host: address of this host for the other processes; "" on process 0.
     first_host: address of process 0's host for this process.
@@ -79,16 +66,15 @@ class Channel:
     self._heartbeat_secs = 0.0
     self._settled = threading.Event()  # It has joined, or cannot.
     self._failure: BaseException | None = None
-    self._all_done = threading.Event()
+    self._closed = False
     self._on_hang: Callable[[], Any] = lambda: None
     self._on_abrupt_end: list[Callable[[], None]] = []
-    self._condition = threading.Condition()  # Guards the five below.
+    self._condition = threading.Condition()  # Guards the three below.
     self._num_exchanges: dict[str, int] = collections.defaultdict(int)
     # For each exchange that is not over: {(kind, process): value}.
-    self._posts: dict[_Topic, dict[tuple[str, int], Any]] = {}
+    self._posts: dict[_Topic, _Posts] = {}
     self._num_calls = 0  # Of should_end.
-    self._signal: str | None = None
-    self._end_at_call: int | None = None
+    self._signalled = False  # Whether some process got a signal.
     self._phase, self._step, self._on_device = "start", 0, False
     self._host_secs = 0.0
     self._phase_began = time.monotonic()
@@ -105,10 +91,8 @@ class Channel:
     addresses: Sequence[tuple[str, int]],
     index: int,
     count: int,
+    times: hub.Times,
     *,
-    join_secs: float = 300.0,
-    heartbeat_secs: float = 30.0,
-    straggler_secs: float = 60.0,
     listening: socket.socket | None = None,
     check: Callable[[], None] = lambda: None,
   ) -> None:
@@ -116,8 +100,6 @@ class Channel:
 
     Args:
       addresses: host and port of process 0; tried in turn if there are several.
-      heartbeat_secs: silence after which a process counts as lost.
-      straggler_secs: interval between two checks for stragglers.
       listening: port of process 0, on process 0, if it is open already.
       check: called while waiting; raises to stop.
 
@@ -125,9 +107,9 @@ class Channel:
       JobError: some processes did not join, two have the same index, or
         process 0 cannot listen on its port.
     """
-    port = addresses[0][1]
     job_hub = None
     if index == 0:
+      port = addresses[0][1]
       try:
         listening = listening or hub.listen(port)
       except OSError as e:
@@ -136,28 +118,18 @@ class Channel:
           "another job using it?"
         ) from e
       addresses = [("localhost", port)]
-      job_hub = hub.Hub(
-        count,
-        self.secret,
-        join_secs=join_secs,
-        heartbeat_secs=heartbeat_secs,
-        straggler_secs=straggler_secs,
-      )
+      job_hub = hub.Hub(count, self.secret, times)
     self.index, self.count = index, count
-    self._heartbeat_secs = heartbeat_secs
+    self._heartbeat_secs = times.heartbeat_secs
     self._settled.clear()
     self._failure = None
 
-    stop: list[Callable[[], Any]] = []
-
     async def communicate() -> None:
       self._loop = asyncio.get_running_loop()
-      meeting = asyncio.ensure_future(self._meet(addresses, join_secs))
-      stop.append(meeting.cancel)
       serving = None  # Named, since the loop does not keep it alive.
       if job_hub is not None and listening is not None:
         serving = asyncio.ensure_future(job_hub.serve(listening))
-      reader = await meeting
+      reader = await self._meet(addresses, times.join_secs)
       self._settled.set()
       await self._receive_all(reader)
       del serving
@@ -165,7 +137,9 @@ class Channel:
     def run() -> None:
       try:
         asyncio.run(communicate())
-      except (JobError, asyncio.CancelledError) as e:
+      except RuntimeError as e:  # JobError, or the loop was stopped.
+        if self.joined:
+          raise
         self._failure = e
         self._settled.set()
 
@@ -175,7 +149,7 @@ class Channel:
         check()
     except BaseException:
       if self._loop is not None:
-        self._loop.call_soon_threadsafe(stop[0])
+        self._loop.call_soon_threadsafe(self._loop.stop)
       raise
     if self._failure is not None:
       self.index, self.count = 0, 1
@@ -185,43 +159,34 @@ class Channel:
     self, addresses: Sequence[tuple[str, int]], join_secs: float
   ) -> asyncio.StreamReader:
     """Connects to process 0 and waits until all others have, too."""
-    hello = dict(
-      index=self.index,
-      count=self.count,
-      host=socket.gethostname(),
-      pid=os.getpid(),
-    )
     deadline = time.monotonic() + join_secs
     problem = ""
     for host, port in itertools.cycle(addresses):
       if time.monotonic() > deadline:
         break
       try:
-        reader, self._writer = await asyncio.wait_for(
-          asyncio.open_connection(host, port, limit=hub.LINE_BYTES),
-          _CONNECT_SECS,
-        )
-      except OSError as e:
-        problem = str(e) or "no answer"
-      else:
-        self._send(**hello)
+        connecting = asyncio.open_connection(host, port, limit=hub.LINE_BYTES)
+        reader, writer = await asyncio.wait_for(connecting, _CONNECT_SECS)
+        self._writer = writer
+        problem = "it closed the connection"  # Perhaps it is being restarted.
+        name, pid = socket.gethostname(), os.getpid()
+        self._send(index=self.index, count=self.count, host=name, pid=pid)
         # Process 0 may have begun to wait a little later.
         limit = max(0.0, deadline - time.monotonic()) + 10
-        try:
-          line = await asyncio.wait_for(reader.readline(), limit)
-          answer = json.loads(line)
-        except (OSError, ValueError):
-          # Perhaps process 0 is just being restarted.
-          problem = "it closed the connection"
-          self._writer.close()
-        else:
-          if answer["kind"] != "welcome":
-            raise JobError(answer["reason"])
-          self.secret = answer["secret"]
-          self.first_host = host
-          if self.index:
-            self.host = self._writer.get_extra_info("sockname")[0]
-          return reader
+        line = await asyncio.wait_for(reader.readline(), limit)
+        answer = json.loads(line)
+      except OSError as e:
+        problem = str(e) or "no answer"
+      except ValueError:
+        writer.close()
+      else:
+        if answer["kind"] != "welcome":
+          raise JobError(answer["reason"])
+        self.secret = answer["secret"]
+        self.first_host = host
+        if self.index:
+          self.host = writer.get_extra_info("sockname")[0]
+        return reader
       await asyncio.sleep(_POLL_SECS)
     host, port = addresses[0]
     raise JobError(
@@ -240,7 +205,7 @@ class Channel:
         self._silent_secs = 0.0
         self._receive(json.loads(line))
     heartbeats.cancel()
-    if not self._all_done.is_set():
+    if not self._closed:
       self._end(
         hub.EXIT_LOST, "process 0 disconnected without an error, perhaps killed"
       )
@@ -282,43 +247,53 @@ class Channel:
   def _receive(self, message: dict[str, Any]) -> None:
     kind = message["kind"]
     if kind == "post":
-      topic = message["name"], message["number"]
-      self._store(topic, message["what"], message["index"], message["value"])
+      name, number = message["topic"]
+      what, index, value = message["what"], message["index"], message["value"]
+      self._store((name, number), what, index, value)
     elif kind == "end":
       # The others must have read it before process 0 and its hub are gone.
       delay = _FAREWELL_SECS if self.index == 0 else 0.0
       asyncio.get_running_loop().call_later(delay, self._obey, message)
-    elif kind == "all_done":
-      self._all_done.set()
     elif kind == "signal":
       with self._condition:
-        self._signal = message["reason"]
-        self._send(kind="calls", calls=self._num_calls)
-    elif kind == "end_at_call":
-      with self._condition:
-        self._end_at_call = message["call"]
-        self._condition.notify_all()
+        self._signalled = True
+        self._gather(("calls", 0), self._num_calls)
 
   # Exchanges.
 
   def gather(self, value: Any, name: str = "gather") -> list[Any]:
     """Returns the values of all processes, by process; a barrier."""
     topic = self._begin(name)
-    self._post(topic, "value", value)
-    posts = self._wait(topic, lambda posts: len(posts) == self.count)
+    if self.count == 1:
+      self._forget(topic)
+      return [value]
+    self._gather(topic, value)
+    posts = self._wait(topic, bool)
     self._forget(topic)
-    return [posts["value", index] for index in range(self.count)]
+    return posts["values", 0]
+
+  def _gather(self, topic: _Topic, value: Any, equal: bool = False) -> None:
+    self._send(kind="gather", topic=topic, value=value, equal=equal)
 
   def broadcast(self, value: Any, name: str = "broadcast") -> Any:
     """Returns process 0's value; waits for process 0 only, for no device."""
     topic = self._begin(name)
     if self.index == 0:
-      self._forget(topic)
       self._post(topic, "value", value)
-      return value
-    posts = self._wait(topic, bool)
+    else:
+      value = self._wait(topic, bool)["value", 0]
     self._forget(topic)
-    return posts["value", 0]
+    return value
+
+  def require_equal(self, name: str, value: Any) -> None:
+    """Ends all processes with code 2 if they pass different values.
+
+    Returns at once, before the others have called it.
+    """
+    if self.joined:
+      topic = self._begin(name)
+      self._gather(topic, value, equal=True)
+      self._forget(topic)
 
   def event(self, name: str, timeout_secs: float = 1800.0) -> "Event":
     """Returns the next event of this name."""
@@ -341,13 +316,10 @@ class Channel:
     self, topic: _Topic, what: str, value: Any, to: int | None = None
   ) -> None:
     """Sends a part of an exchange to one process or all, this one included."""
-    name, number = topic
     if self.count == 1:
       self._store(topic, what, 0, value)
-      return
-    self._send(
-      kind="post", name=name, number=number, what=what, value=value, to=to
-    )
+    else:
+      self._send(kind="post", topic=topic, what=what, value=value, to=to)
 
   def _store(self, topic: _Topic, what: str, index: int, value: Any) -> None:
     name, number = topic
@@ -359,26 +331,18 @@ class Channel:
   def _wait(
     self,
     topic: _Topic,
-    ready: Callable[[dict[tuple[str, int], Any]], bool],
+    ready: Callable[[_Posts], bool],
     timeout_secs: float | None = None,
-  ) -> dict[tuple[str, int], Any]:
+  ) -> _Posts:
     """Returns what was posted once it is `ready`, or when the time is up."""
     with self._condition:
-      posts = self._posts.get(topic, {})
+      posts = self._posts.setdefault(topic, {})
       self._condition.wait_for(lambda: ready(posts), timeout_secs)
       return dict(posts)
 
   def _forget(self, topic: _Topic) -> None:
     with self._condition:
       self._posts.pop(topic, None)
-
-  def require_equal(self, name: str, value: Any) -> None:
-    """Ends all processes with code 2 if they pass different values.
-
-    Returns at once. The n-th value of a name is compared with the n-th value
-    of that name on the other processes.
-    """
-    self._send(kind="equal", name=name, value=value)
 
   # Progress.
 
@@ -421,9 +385,8 @@ class Channel:
     # Straight to the descriptor: a hung thread may hold the stream's lock. When
     # process 0 is gone, jax's own threads report errors too: silence them, so
     # that this is the last line.
-    stderr = sys.__stderr__.fileno()
-    log = os.dup(stderr)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stderr)
+    log = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.write(log, f"{prefix}: {reason}\n".encode())
     os._exit(code)
 
@@ -436,21 +399,26 @@ class Channel:
 
     Every process calls this equally often, at points where all of them could
     end; the answer to the n-th call is the same on all. After a signal a call
-    blocks until process 0 knows how many calls each process has made and has
-    chosen the one at which all end. No process has begun that call yet, so
-    none waits on the device for one that has ended.
+    blocks until it is known how many calls each process has made. All end at
+    the next one, which none has begun, so none waits on the device for one
+    that has ended.
     """
+    calls = "calls", 0
     with self._condition:
       self._num_calls += 1
-      self._condition.wait_for(
-        lambda: self._signal is None or self._end_at_call is not None
-      )
-      self.ending = (
-        self._end_at_call is not None and self._num_calls >= self._end_at_call
-      )
+      if self._signalled:
+        nums = self._wait(calls, bool)["values", 0]
+        self.ending = self._num_calls > max(nums)
       return self.ending
 
-  def fail(self, code: int, reason: str, *, hang: bool = False) -> None:
+  def fail(
+    self,
+    code: int,
+    reason: str,
+    *,
+    hang: bool = False,
+    answer_secs: float = _ANSWER_SECS,
+  ) -> None:
     """Reports that this process fails, which ends all processes.
 
     Process 0 then ends all of them, this one included: with the code and the
@@ -465,19 +433,12 @@ class Channel:
     if code == hub.EXIT_LOST and not hang:
       time.sleep(_CULPRIT_SECS)
     self._send(kind="fail", code=code, reason=reason, hang=hang)
-    time.sleep(_ANSWER_SECS)
-
-  def fail_now(self, code: int, reason: str) -> None:
-    """Like `fail`, but does not wait for the answer; for signal handlers."""
-    self._send(kind="fail", code=code, reason=reason, hang=False)
-    time.sleep(_FAREWELL_SECS)
+    time.sleep(answer_secs)
 
   def close(self) -> None:
     """Waits until all processes are done, so that none leaves too early."""
-    self._send(kind="done")
-    if not self._all_done.wait(60.0):
-      logging.warning("Waiting for other processes of the job to end.")
-      self._all_done.wait()
+    self.gather(None, hub.CLOSING)
+    self._closed = True
     if self.index == 0:
       time.sleep(_FAREWELL_SECS)
 
@@ -487,7 +448,7 @@ class Event:
 
   Each process does its part and calls `done`. Process 0 waits for all,
   finishes the work and calls `succeed`; the others `wait`. Any process may
-  `fail`, which the others notice at once.
+  `fail`, which the others notice at once: then all that waits raises JobError.
   """
 
   def __init__(self, channel: Channel, topic: _Topic, timeout_secs: float):
@@ -501,10 +462,8 @@ class Event:
     """Waits until process 0 calls this; process 0 does not wait."""
     if self._channel.index == 0:
       self._channel._post(self._topic, "begun", True)
-    elif ("begun", 0) not in self._wait(lambda posts: ("begun", 0) in posts):
-      raise JobError(
-        f"process 0 did not begin within {self._timeout_secs:g} s."
-      )
+    else:
+      self._wait("begun", [0])
 
   def done(self, result: Any = None) -> None:
     """Reports that this process has done its part, with a JSON result."""
@@ -512,65 +471,57 @@ class Event:
 
   def wait_for_all(self) -> list[Any]:
     """Returns, on process 0, the results of all processes' parts."""
-    everyone = {("done", index) for index in range(self._channel.count)}
-    posts = self._wait(lambda posts: everyone <= posts.keys())
-    if absent := sorted(everyone - posts.keys()):
-      raise JobError(
-        f"process(es) {[index for _, index in absent]} not done after "
-        f"{self._timeout_secs:g} s."
-      )
-    return [posts[key] for key in sorted(everyone)]
+    return self._wait("done", range(self._channel.count))
 
   def succeed(self) -> None:
     """Reports, on process 0, that the whole work is done."""
-    self._channel._post(self._topic, "end", "")
+    self._channel._post(self._topic, "success", True)
     self._succeeded = True
     self.forget()
 
   def fail(self, reason: str) -> None:
-    """Reports that this process failed, unless the event has ended already."""
+    """Reports that this process failed, unless the event has succeeded."""
     if not self._succeeded:
       index, host = self._channel.index, socket.gethostname()
       reason = f"process {index} on host {host}: {reason}"
-      self._channel._post(self._topic, "end", reason)
+      self._channel._post(self._topic, "failure", reason)
 
   def wait(self) -> None:
-    """Waits, on any process but 0, until the event has ended."""
-    self._wait(lambda posts: False)
-    if not self._succeeded:
-      raise JobError(f"process 0 not done after {self._timeout_secs:g} s.")
+    """Waits, on any process but 0, until the event has succeeded."""
+    self._wait("success", [0])
 
   def check(self) -> bool:
-    """Whether the event has succeeded.
-
-    Raises:
-      JobError: some process has failed.
-    """
-    self._wait(lambda posts: True)
+    """Whether the event has succeeded; raises JobError if it has failed."""
+    self._wait("success", [])
     return self._succeeded
-
-  def _wait(
-    self, ready: Callable[[dict[tuple[str, int], Any]], bool]
-  ) -> dict[tuple[str, int], Any]:
-    """Waits until the posts are ready or the event has ended."""
-    if self._succeeded:
-      return {}
-    ends = lambda posts: [v for (what, _), v in posts.items() if what == "end"]
-    posts = self._channel._wait(
-      self._topic,
-      lambda posts: bool(ends(posts)) or ready(posts),
-      self._timeout_secs,
-    )
-    for reason in ends(posts)[:1]:
-      if reason:
-        raise JobError(reason)
-      self._succeeded = True
-      self.forget()
-    return posts
 
   def forget(self) -> None:
     """Frees the memory of an event that no process uses."""
     self._channel._forget(self._topic)
+
+  def _wait(self, what: str, indices: Iterable[int]) -> list[Any]:
+    """Returns what these processes posted, unless the event ends first."""
+    if self._succeeded:
+      return []
+    keys = [(what, index) for index in indices]
+    failed = lambda posts: [posts[key] for key in posts if key[0] == "failure"]
+    posts = self._channel._wait(
+      self._topic,
+      lambda posts: bool(failed(posts)) or posts.keys() >= set(keys),
+      self._timeout_secs,
+    )
+    if ("success", 0) in posts:
+      self._succeeded = True
+      self.forget()
+    elif failed(posts):
+      raise JobError(failed(posts)[0])
+    elif absent := [
+      index for what, index in keys if (what, index) not in posts
+    ]:
+      raise JobError(
+        f"process(es) {absent} not done after {self._timeout_secs:g} s."
+      )
+    return [posts[key] for key in keys if key in posts]
 
 
 def tpu_clusters() -> Sequence[Any]:

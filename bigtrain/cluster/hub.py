@@ -8,17 +8,18 @@ signal. It logs stragglers.
 """
 
 import asyncio
-import collections
 import contextlib
+import dataclasses
 import json
 import logging
 import socket
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 EXIT_LOST = 1
 EXIT_DIFFER = 2
+CLOSING = "closing"  # The exchange in which all processes leave.
 
 HEARTBEAT_SECS = 1.0
 LINE_BYTES = 1 << 30
@@ -30,6 +31,14 @@ _STRAGGLER_FRACTION = 0.2
 _MAX_LISTED = 20  # Processes in a message.
 
 
+class Times(NamedTuple):
+  """Values of config.cluster, in seconds."""
+
+  join_secs: float = 300.0  # Limit for all processes to join.
+  heartbeat_secs: float = 30.0  # Silence after which a process counts as lost.
+  straggler_secs: float = 60.0  # Between two checks for stragglers.
+
+
 def listen(port: int = 0) -> socket.socket:
   """Opens a port of this host, by default any free one."""
   if socket.has_dualstack_ipv6():
@@ -39,25 +48,22 @@ def listen(port: int = 0) -> socket.socket:
   return socket.create_server(("", port), backlog=4096)
 
 
+@dataclasses.dataclass(eq=False)
 class Member:
   """A process of the job, as seen by process 0."""
 
-  def __init__(
-    self, index: int, host: str, pid: int, writer: asyncio.StreamWriter
-  ):
-    self.index = index
-    self.host = host
-    self.pid = pid
-    self.writer = writer
-    self.silent_secs = 0.0
-    self.done = False
-    self.phase = "start"
-    self.step = 0
-    self.on_device = False
-    self.host_secs = 0.0
-    self.num_calls: int | None = None  # Of should_end, once a signal came.
-    # (time, step, host_secs) at the last check for stragglers.
-    self.last_check = (time.monotonic(), 0, 0.0)
+  index: int
+  host: str
+  pid: int
+  writer: asyncio.StreamWriter
+  silent_secs: float = 0.0
+  done: bool = False
+  phase: str = "start"
+  step: int = 0
+  on_device: bool = False
+  host_secs: float = 0.0
+  # (time, step, host_secs) at the last check for stragglers.
+  last_check: tuple[float, int, float] = (0.0, 0, 0.0)
 
   def __str__(self) -> str:
     return f"process {self.index} (host {self.host}, pid {self.pid})"
@@ -66,28 +72,18 @@ class Member:
 class Hub:
   """Receives the messages of all processes; runs in process 0's event loop."""
 
-  def __init__(
-    self,
-    count: int,
-    secret: str,
-    *,
-    join_secs: float,
-    heartbeat_secs: float,
-    straggler_secs: float,
-  ):
+  def __init__(self, count: int, secret: str, times: Times):
     self._count = count
     self._secret = secret
-    self._join_secs = join_secs
-    self._heartbeat_secs = heartbeat_secs
-    self._straggler_secs = straggler_secs
+    self._times = times
     self._members: dict[int, Member] = {}
     self._settled = asyncio.Event()  # All have joined, or cannot.
     self._problem = ""  # Why they cannot.
     self._started = False
     self._ended = False
-    self._signal: str | None = None
-    # {name: {process: values in order}} that have to be equal.
-    self._values: dict[str, dict[int, list[Any]]] = {}
+    self._signalled = False
+    # {(name, number): {process: value}} of exchanges that not all have joined.
+    self._gathered: dict[tuple[str, int], dict[int, Any]] = {}
 
   async def serve(self, listening: socket.socket) -> None:
     """Waits for all processes, then watches them while they run."""
@@ -95,13 +91,13 @@ class Hub:
       self._visit, sock=listening, limit=LINE_BYTES
     )
     try:
-      await asyncio.wait_for(self._settled.wait(), self._join_secs)
+      await asyncio.wait_for(self._settled.wait(), self._times.join_secs)
     except TimeoutError:
       missing = sorted(set(range(self._count)) - self._members.keys())
       shown = ", ".join(map(str, missing[:_MAX_LISTED]))
       self._refuse(
         f"{len(missing)} of {self._count} processes did not join within "
-        f"{self._join_secs:g} s (config.cluster.join_secs): {shown}"
+        f"{self._times.join_secs:g} s (config.cluster.join_secs): {shown}"
         + (", ..." if len(missing) > _MAX_LISTED else "")
       )
     except asyncio.CancelledError:
@@ -166,7 +162,6 @@ class Hub:
 
   def _receive(self, member: Member, message: dict[str, Any]) -> None:
     kind = message["kind"]
-    members = self._members.values()
     if kind == "heartbeat":
       member.phase, member.step = message["phase"], message["step"]
       member.on_device = message["on_device"]
@@ -183,35 +178,32 @@ class Hub:
       if message["hang"]:
         reason += f"; {self._laggards()}"
       self._end(message["code"], reason, hang=message["hang"])
-    elif kind == "equal":
-      self._compare(member, message["name"], message["value"])
-    elif kind == "signal" and self._signal is None:
-      self._signal = f"{member}: {message['name']}"
-      self._send_all({"kind": "signal", "reason": self._signal})
-    elif kind == "calls":
-      member.num_calls = message["calls"]
-      calls = [m.num_calls for m in members if m.num_calls is not None]
-      if len(calls) == self._count:
-        # Each process blocks in its current or next call of should_end, so
-        # none has begun this one.
-        self._send_all({"kind": "end_at_call", "call": 1 + max(calls)})
-    elif kind == "done":
-      member.done = True
-      if all(m.done for m in members):
-        self._send_all({"kind": "all_done"})
+    elif kind == "gather":
+      self._gather(member, message)
+    elif kind == "signal" and not self._signalled:
+      self._signalled = True
+      self._send_all({"kind": "signal"})
 
-  def _compare(self, member: Member, name: str, value: Any) -> None:
-    """Ends the job if another process has a different value of this name."""
-    by_process = self._values.setdefault(name, collections.defaultdict(list))
-    position = len(by_process[member.index])
-    by_process[member.index].append(value)
-    for index, values in by_process.items():
-      if len(values) > position and values[position] != value:
+  def _gather(self, member: Member, message: dict[str, Any]) -> None:
+    """Answers all processes once each has sent its value."""
+    topic = name, _ = tuple(message["topic"])
+    if name == CLOSING:
+      member.done = True
+    by_process = self._gathered.setdefault(topic, {})
+    value = by_process[member.index] = message["value"]
+    for index, other in by_process.items() if message["equal"] else ():
+      if other != value:
         self._end(
           EXIT_DIFFER,
           f"the processes of this job differ in {name}: {member} has {value}, "
-          f"{self._members[index]} has {values[position]}",
+          f"{self._members[index]} has {other}",
         )
+    if len(by_process) == self._count:
+      del self._gathered[topic]
+      if not message["equal"]:
+        values = [by_process[index] for index in range(self._count)]
+        answer = {"kind": "post", "what": "values", "index": 0}
+        self._send_all({**message, **answer, "value": values})
 
   def _laggards(self) -> str:
     """Describes which processes hold up the others."""
@@ -249,14 +241,14 @@ class Hub:
       self._send_all({"kind": "heartbeat"})
       for member in self._members.values():
         member.silent_secs += passed
-        if not member.done and member.silent_secs > self._heartbeat_secs:
+        if not member.done and member.silent_secs > self._times.heartbeat_secs:
           self._end(
             EXIT_LOST,
-            f"{member} sent no heartbeat for {self._heartbeat_secs:g} s "
+            f"{member} sent no heartbeat for {self._times.heartbeat_secs:g} s "
             "(config.cluster.heartbeat_secs): it was stopped, or its network "
             f"is down; it was in phase {member.phase!r} at step {member.step}",
           )
-      if now - checked > self._straggler_secs:
+      if now - checked > self._times.straggler_secs:
         checked = now
         for line in self._stragglers(now):
           logging.warning("%s", line)
@@ -281,11 +273,11 @@ class Hub:
       _STRAGGLER_RATIO * median,
       _STRAGGLER_FRACTION * statistics.median(step_secs),
     )
+    slow = {i: secs for i, secs in host_secs_per_step.items() if secs > limit}
     lines = [
       f"straggler: {self._members[index]} spends {secs:.3g} s per step on the "
       f"host (input, hooks); the median is {median:.3g} s. All others wait."
-      for index, secs in host_secs_per_step.items()
-      if secs > limit
+      for index, secs in slow.items()
     ]
     if lines:
       slowest = sorted(host_secs_per_step.items(), key=lambda item: -item[1])

@@ -18,11 +18,7 @@ from bigtrain.settings import ConfigError
 _FIRST_PORT = 61440
 _NUM_PORTS = 4096
 
-_VISIBLE = (
-  "CUDA_VISIBLE_DEVICES",
-  "HIP_VISIBLE_DEVICES",
-  "ROCR_VISIBLE_DEVICES",
-)
+_VISIBLE = [f"{name}_VISIBLE_DEVICES" for name in ("CUDA", "HIP", "ROCR")]
 
 _FLAGS = {
   "JAX_COORDINATOR_ADDRESS": "--coordinator",
@@ -46,21 +42,13 @@ _MPI = (
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """One process's place in its job.
+  """One process's place in its job."""
 
-  Attributes:
-    launcher: source of this information, for the log.
-    address: HOST:PORT of process 0.
-    count: number of processes, at least two.
-    index: index of this process.
-    devices: local numbers of the GPUs for this process, among the visible
-      ones; None for all.
-  """
-
-  launcher: str
-  address: str
-  count: int
+  launcher: str  # Source of this information, for the log.
+  address: str  # HOST:PORT of process 0.
+  count: int  # Of processes, at least two.
   index: int
+  # GPUs for this process, as positions among the visible ones; None for all.
   devices: list[int] | None = None
 
 
@@ -99,18 +87,14 @@ def detect(
 
 def _from_user(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
   """From JAX_COORDINATOR_ADDRESS etc.; a launcher may supply the rest."""
-  values = {name: env.get(name, "") for name in _FLAGS}
+  # Kubernetes numbers the pods of an indexed job.
+  values = {"JAX_PROCESS_ID": env.get("JOB_COMPLETION_INDEX", "")}
   launcher = "manual"
   if ranks is not None:
     launcher = ranks.launcher
-    values["JAX_NUM_PROCESSES"] = values["JAX_NUM_PROCESSES"] or str(
-      ranks.count
-    )
-    values["JAX_PROCESS_ID"] = values["JAX_PROCESS_ID"] or str(ranks.index)
-  # Kubernetes numbers the pods of an indexed job.
-  values["JAX_PROCESS_ID"] = values["JAX_PROCESS_ID"] or env.get(
-    "JOB_COMPLETION_INDEX", ""
-  )
+    values["JAX_NUM_PROCESSES"] = str(ranks.count)
+    values["JAX_PROCESS_ID"] = str(ranks.index)
+  values = {name: env.get(name) or values.get(name, "") for name in _FLAGS}
   if values["JAX_NUM_PROCESSES"] == "1":
     return None
   address = values["JAX_COORDINATOR_ADDRESS"]
@@ -145,24 +129,23 @@ def _slurm_ranks(env: Mapping[str, str]) -> _Ranks | None:
     number, _, times = part.rstrip(")").partition("(x")
     tasks += [int(number or 1)] * int(times or 1)
   node = int(env.get("SLURM_NODEID", 0))
+  local_count = tasks[node] if node < len(tasks) else 1
+  local_index = int(env.get("SLURM_LOCALID", 0))
   return _Ranks(
-    "Slurm",
-    count,
-    int(env["SLURM_PROCID"]),
-    tasks[node] if node < len(tasks) else 1,
-    int(env.get("SLURM_LOCALID", 0)),
+    "Slurm", count, int(env["SLURM_PROCID"]), local_count, local_index
   )
 
 
 def _mpi_ranks(env: Mapping[str, str]) -> _Ranks | None:
   for launcher, size, rank, local_size, local_rank in _MPI:
     if int(env.get(size, 1)) > 1 and rank in env:
+      local_count, local_index = env.get(local_size, 1), env.get(local_rank, 0)
       return _Ranks(
         launcher,
         int(env[size]),
         int(env[rank]),
-        int(env.get(local_size, 1)),
-        int(env.get(local_rank, 0)),
+        int(local_count),
+        int(local_index),
       )
   return None
 
@@ -186,13 +169,8 @@ def _from_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
       "--coordinator=HOST:PORT."
     )
   port = env.get("JAX_COORDINATOR_PORT") or _FIRST_PORT + number % _NUM_PORTS
-  return Place(
-    ranks.launcher,
-    f"{host}:{port}",
-    ranks.count,
-    ranks.index,
-    _devices(env, ranks),
-  )
+  address, devices = f"{host}:{port}", _devices(env, ranks)
+  return Place(ranks.launcher, address, ranks.count, ranks.index, devices)
 
 
 def first_host(nodes: str) -> str:
@@ -226,15 +204,11 @@ def _from_tpu_slice(timeout_secs: float) -> Place | None:
       count = cluster.get_process_count()
       if count == 1:
         return None
-      return Place(
-        "TPU slice",
-        cluster.get_coordinator_address(
-          timeout_secs=int(timeout_secs),
-          override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT"),
-        ),
-        count,
-        cluster.get_process_id(),
+      address = cluster.get_coordinator_address(
+        timeout_secs=int(timeout_secs),
+        override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT"),
       )
+      return Place("TPU slice", address, count, cluster.get_process_id())
     except OSError as e:  # No metadata server: a TPU outside of Google Cloud.
       logging.warning("%s does not answer: %s", cluster.__name__, e)
   return None

@@ -1,17 +1,13 @@
 """One job at a time in a workdir: workdir/lease.json.
 
 Two jobs that write to the same workdir would mix their checkpoints and rows.
-The lease names the job that holds the workdir: host, process, start and
-expiry. A thread renews it. A job that meets another job's lease checks whether
-that job is alive:
-
-  on the same machine, whether the process exists: boot, process number and
-      start time together are never used twice;
-  on another machine, whether the lease is renewed.
-
-It takes over the lease of a dead job and logs that. Two jobs never share a
-lease: if one takes it over by mistake, `check` raises in the job that lost it,
-and a checkpoint is committed only after a `check`.
+The lease names the job that holds the workdir, and a thread renews it. A job
+that meets another job's lease checks whether that job is alive: on the same
+machine, whether its process exists (boot, process number and start time
+together are never used twice); on another machine, whether the lease is
+renewed. It takes over the lease of a dead job and logs that. Two jobs never
+share a lease: if one takes it over by mistake, `check` raises in the job that
+lost it, and a checkpoint is committed only after a `check`.
 
 In a file system the lease is created by a hard link, which succeeds for only
 one of several jobs; in an object store, by a write that depends on the version
@@ -30,7 +26,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from bigtrain.cluster import process
 from bigtrain.files import objects, paths
@@ -51,25 +47,15 @@ class LeaseLostError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-  """The job that holds a workdir; the content of lease.json.
+  """The job that holds a workdir; the content of lease.json."""
 
-  Attributes:
-    token: random string that identifies this lease.
-    host: host name.
-    pid: process number.
-    machine: boot id and process namespace that `pid` belongs to.
-    process_start: start time of the process, in clock ticks since boot.
-    since: time when the lease was taken, for people to read.
-    expires: Unix time in seconds when the lease expires, unless renewed.
-  """
-
-  token: str
+  token: str  # Random; identifies this lease.
   host: str
   pid: int
-  machine: str
-  process_start: int
-  since: str
-  expires: float
+  machine: str  # Boot id and process namespace that `pid` belongs to.
+  process_start: int  # Of its process, in clock ticks since boot.
+  since: str  # When the lease was taken, for people to read.
+  expires: float  # Unix time in seconds, unless renewed.
 
   def is_alive(self) -> bool | None:
     """Whether its process is alive; None if it is on another machine."""
@@ -103,10 +89,9 @@ def _process_start(pid: int) -> int:
 
 
 class Lease:
-  """A workdir held by this process, until `release`."""
+  """A workdir held by this process, until `release`; see `acquire`."""
 
   def __init__(self, path: str, holder: Holder, term_secs: float):
-    """Use `acquire`."""
     self._path = path
     self._holder = holder
     self._term_secs = term_secs
@@ -121,17 +106,13 @@ class Lease:
     while not self._stop.wait(self._term_secs / 4):
       try:
         self.check()
-        _write(self._path, self._renewed(), replace=True)
+        expires = time.time() + self._term_secs
+        _replace(self._path, dataclasses.replace(self._holder, expires=expires))
       except LeaseLostError as e:
         logging.error("%s", e)
         return
       except OSError as e:  # Such as a full disk: the next try may succeed.
         logging.warning("%s: cannot be renewed: %s", self._path, e)
-
-  def _renewed(self) -> Holder:
-    return dataclasses.replace(
-      self._holder, expires=time.time() + self._term_secs
-    )
 
   def check(self) -> None:
     """Raises LeaseLostError if another job holds the workdir now."""
@@ -143,14 +124,13 @@ class Lease:
     raise LeaseLostError(self._lost)
 
   def release(self) -> None:
-    """Gives the workdir back."""
     if self._stop.is_set():
       return
     self._stop.set()
     self._thread.join()
     try:
       self.check()
-      _remove(self._path)
+      paths.remove(self._path)
     except LeaseLostError:
       pass  # The file belongs to another job now.
     except OSError as e:  # The lease will expire.
@@ -187,9 +167,6 @@ def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
 def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
   """Takes the lease of a workdir; only one process of a job calls this.
 
-  Args:
-    workdir: folder of the run; created if it does not exist.
-
   Raises:
     ConfigError: another job holds it, or the folder is not writable.
   """
@@ -207,7 +184,7 @@ def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
         expires=time.time() + term_secs,
       )
       try:
-        _write(path, own, replace=False)
+        _create(path, own)
       except FileExistsError:
         if not _take_over(path, own, term_secs):
           continue  # The lease has changed meanwhile.
@@ -222,47 +199,39 @@ def _text(holder: Holder) -> str:
   return json.dumps(dataclasses.asdict(holder), indent=1) + "\n"
 
 
-def _write(path: str, holder: Holder, *, replace: bool) -> None:
-  """Writes the lease atomically; FileExistsError without `replace`."""
-  if paths.is_remote(path):
-    _write_object(path, holder, replace)
-    return
-  tmp = f"{path}.{holder.token}"
-  try:
-    with open(tmp, "w") as file:
-      file.write(_text(holder))
-    if replace:
-      os.replace(tmp, path)
-    else:
+def _create(path: str, holder: Holder) -> None:
+  """Writes a lease; raises FileExistsError if there is one."""
+  if not paths.is_remote(path):
+    tmp = f"{path}.{holder.token}"
+    try:
+      with open(tmp, "w") as file:
+        file.write(_text(holder))
       _link(tmp, path)
-  finally:
-    with contextlib.suppress(FileNotFoundError):
-      os.remove(tmp)
-
-
-def _write_object(path: str, holder: Holder, replace: bool) -> None:
-  """Like `_write`; does not replace a lease that another job took over."""
-  version = objects.read(path)
-  current = _parse(version.content)
-  if replace and current is not None and current.token != holder.token:
-    return  # The next `check` raises.
-  free = replace or version.content is None
-  if free and objects.write(path, _text(holder).encode(), instead_of=version):
+    finally:
+      paths.remove(tmp)
     return
-  if not replace:
+  version = objects.read(path)
+  if version.content is not None or not objects.write(
+    path, _text(holder).encode(), instead_of=version
+  ):
     raise FileExistsError(errno.EEXIST, "File exists", path)
 
 
-def _remove(path: str) -> None:
-  if paths.is_remote(path):
-    objects.write(path, None)
+def _replace(path: str, holder: Holder) -> None:
+  """Writes a lease over the one that this job holds or has claimed."""
+  if not paths.is_remote(path):
+    with paths.replacing(path) as file:
+      file.write(_text(holder))
     return
-  with contextlib.suppress(FileNotFoundError):
-    os.remove(path)
+  version = objects.read(path)
+  current = _parse(version.content)
+  # If another job has taken it over, the next `check` raises.
+  if current is None or current.token == holder.token:
+    objects.write(path, _text(holder).encode(), instead_of=version)
 
 
 def _link(tmp: str, path: str) -> None:
-  """Gives a file its name; only one of several can, also on NFS."""
+  """Gives a file another name; only one of several jobs can, also on NFS."""
   try:
     os.link(tmp, path)
   except OSError as e:
@@ -279,7 +248,6 @@ def read(workdir: str) -> Holder | None:
 
 
 def _read(path: str) -> Holder | None:
-  """The holder; None if the lease does not exist or cannot be parsed."""
   try:
     return _parse(paths.read_bytes(path))
   except FileNotFoundError:
@@ -287,7 +255,7 @@ def _read(path: str) -> Holder | None:
 
 
 def _parse(content: bytes | None) -> Holder | None:
-  """The holder in the content of a lease; None if it cannot be parsed."""
+  """The holder, or None if the content is not a lease."""
   try:
     holder = Holder(**json.loads(content or b""))
   except (ValueError, TypeError):
@@ -299,10 +267,7 @@ def _parse(content: bytes | None) -> Holder | None:
 
 
 def _take_over(path: str, own: Holder, term_secs: float) -> bool:
-  """Replaces the lease of a dead job by `own`.
-
-  Returns:
-    False if the lease has changed meanwhile, so that the caller tries again.
+  """Replaces the lease of a dead job by `own`; False if it has changed.
 
   Raises:
     ConfigError: the job that holds the lease is alive.
@@ -312,7 +277,7 @@ def _take_over(path: str, own: Holder, term_secs: float) -> bool:
   if other and other.token == own.token:
     return True  # Our write had succeeded, but its answer was lost.
   alive = other.is_alive() if other else None
-  if alive:
+  if other and alive:
     _refuse(path, other)
   why = "that process is gone"
   if alive is None:
@@ -350,7 +315,7 @@ def _replace_file(
   try:
     if _read(claim) != dead:
       return False
-    _write(path, own, replace=True)
+    _replace(path, own)
   finally:
     os.remove(claim)
   return True
@@ -372,17 +337,14 @@ def _watch(path: str, holder: Holder | None, term_secs: float) -> bool:
     if max(overdue, time.monotonic() - began) > term_secs:
       return True
     current = _read(path)
-    if current != holder:
-      if current is None and not paths.exists(path):
-        return False
-      if current is not None:
-        _refuse(path, current)
-    elif holder is None and not paths.exists(path):
+    if current is None and not paths.exists(path):
       return False
+    if current is not None and current != holder:
+      _refuse(path, current)
     time.sleep(min(_POLL_SECS, term_secs / 20))
 
 
-def _refuse(path: str, holder: Holder) -> None:
+def _refuse(path: str, holder: Holder) -> NoReturn:
   raise ConfigError(
     f"{path}: another job runs in this workdir: {holder}. Use another "
     "--workdir, or end that job first."

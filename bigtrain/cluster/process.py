@@ -29,9 +29,6 @@ EXIT_ERROR = 1
 EXIT_CONFIG = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: schedulers may requeue the job.
 
-# Seconds, the defaults of config.cluster.
-_TIMES = {"join_secs": 300.0, "heartbeat_secs": 30.0, "straggler_secs": 60.0}
-
 _signals: list[int] = []
 _profile_requests: list[bool] = []
 _agrees_on_end = False  # Whether `preempted` was called: processes are in step.
@@ -72,7 +69,7 @@ def _on_signal(number: int, frame: Any) -> None:
     )
     code = EXIT_PREEMPTED if number != signal.SIGINT else 128 + number
     if job.joined:
-      job.fail_now(code, f"second signal, {name}")
+      job.fail(code, f"second signal, {name}", answer_secs=0.5)
     os._exit(code)
   _signals.append(number)
   _print(
@@ -95,8 +92,7 @@ def _print(text: str) -> None:
 def preempted() -> bool:
   """Whether the job ends here because one of its processes got a signal.
 
-  All processes call this equally often, at points where the state can be
-  saved; the answer is the same on all of them.
+  The answer is the same on all processes: see `Channel.should_end`.
   """
   global _agrees_on_end
   _agrees_on_end = True
@@ -131,10 +127,8 @@ def join_job(config: "Config") -> None:
   for its devices. If jax.distributed is initialized already, its processes
   are the job.
 
-  Reads config.cluster: `join_secs` (300), time limit for all processes to
-  join; `heartbeat_secs` (30), silence after which a process counts as lost;
-  `straggler_secs` (60), interval between two checks for stragglers. Also reads
-  config.expect_processes and config.expect_devices.
+  Reads config.cluster (see hub.Times), config.expect_processes and
+  config.expect_devices.
 
   Raises:
     ConfigError: one of these is wrong, or the job has another number of
@@ -147,13 +141,12 @@ def join_job(config: "Config") -> None:
   from bigtrain.cluster import launchers
 
   options = config.kwargs("cluster")
-  for name in options.keys() - _TIMES.keys():
-    hint = settings.did_you_mean(name, _TIMES)
+  for name in options.keys() - set(hub.Times._fields):
+    hint = settings.did_you_mean(name, hub.Times._fields)
     raise settings.ConfigError(f"config.cluster.{name}: unknown key.{hint}")
-  times = {
-    name: settings.check_number(f"config.cluster.{name}", value, above=0)
-    for name, value in {**_TIMES, **options}.items()
-  }
+  for name, value in options.items():
+    settings.check_number(f"config.cluster.{name}", value, above=0)
+  times = hub.Times(**options)
   expected = {
     name: config.get(f"expect_{name}") for name in ("processes", "devices")
   }
@@ -165,7 +158,7 @@ def join_job(config: "Config") -> None:
       )
 
   if not jax.distributed.is_initialized():
-    place = launchers.detect(timeout_secs=times["join_secs"])
+    place = launchers.detect(timeout_secs=times.join_secs)
     if place is not None:
       check("processes", place.count)  # Before they wait for each other.
       _start_jax(place, times)
@@ -180,20 +173,15 @@ def join_job(config: "Config") -> None:
   check("devices", jax.device_count())
 
 
-def _start_jax(place: "launchers.Place", times: Mapping[str, float]) -> None:
+def _start_jax(place: "launchers.Place", times: hub.Times) -> None:
   """Waits for the other processes and starts jax's runtime on all of them."""
   import jax
   from absl import logging as absl_logging
 
   address, count, index = place.address, place.count, place.index
   host, _, port = address.rpartition(":")
-  job.join(
-    [(host.strip("[]"), int(port))],
-    index,
-    count,
-    check=check_preempted,
-    **times,
-  )
+  address_0 = host.strip("[]"), int(port)
+  job.join([address_0], index, count, times, check=check_preempted)
   absl_logging.info(
     "Process %d of %d (launcher: %s); process 0 is at %s.",
     index,
@@ -214,14 +202,14 @@ def _start_jax(place: "launchers.Place", times: Mapping[str, float]) -> None:
       local_device_ids=place.devices,
       # With detection on, jax would give a process only one of several GPUs.
       cluster_detection_method="deactivate",
-      heartbeat_timeout_seconds=int(max(100, 4 * times["heartbeat_secs"])),
+      heartbeat_timeout_seconds=int(max(100, 4 * times.heartbeat_secs)),
     )
 
   # This blocks in C++, where the main thread could not handle signals.
   Background(initialize, "join").result()
 
 
-def _join_running(times: Mapping[str, float]) -> None:
+def _join_running(times: hub.Times) -> None:
   """Joins the processes of a job that jax has formed, as in a notebook.
 
   They learn the addresses of process 0 through the devices.
@@ -246,13 +234,9 @@ def _join_running(times: Mapping[str, float]) -> None:
     text[: len(content)] = list(content)
   text = np.asarray(multihost_utils.broadcast_one_to_all(text))
   addresses = [(h, p) for h, p in json.loads(bytes(text).rstrip(b"\0"))]
+  count = jax.process_count()
   job.join(
-    addresses,
-    index,
-    jax.process_count(),
-    listening=listening,
-    check=check_preempted,
-    **times,
+    addresses, index, count, times, listening=listening, check=check_preempted
   )
 
 

@@ -27,9 +27,9 @@ from bigtrain.cluster import process
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError
 
-# Seconds; generous, since ending a healthy run is worse than ending a hung one
-# late. `evaluation` is for each batch, `step` for each step. `step_floor` is
-# the smallest limit of a step that is learned from the steps before.
+# Seconds, generous: ending a healthy run is worse than ending a hung one late.
+# `evaluation` is for each batch. `step_floor` is the smallest limit of a step
+# that is learned from the steps before.
 LIMITS = {
   "start": 3600.0,
   "compile": 7200.0,
@@ -55,16 +55,15 @@ def read_limits(config: settings.Config) -> dict[str, float] | None:
   """
   if config.get("watchdog", {}) is False:
     return None
-  limits = dict(LIMITS)
+  limits = {f"{phase}_secs": secs for phase, secs in LIMITS.items()}
   for key, value in config.kwargs("watchdog").items():
-    phase = key.removesuffix("_secs")
-    if phase not in LIMITS or phase == key:
-      known = [f"{p}_secs" for p in LIMITS]
-      hint = settings.did_you_mean(key, known)
+    if key not in limits:
+      hint = settings.did_you_mean(key, limits)
       raise ConfigError(f"config.watchdog.{key}: unknown key.{hint}")
-    secs = settings.check_number(f"config.watchdog.{key}", value, above=0)
-    limits[phase] = float(secs)
-  return limits
+    limits[key] = settings.check_number(
+      f"config.watchdog.{key}", value, above=0
+    )
+  return {phase: limits[f"{phase}_secs"] for phase in LIMITS}
 
 
 class Watchdog:
@@ -75,12 +74,12 @@ class Watchdog:
 
     Args:
       limits: seconds for each phase of LIMITS; None for no limits.
-      workdir: folder for the stacks. If it is in an object store, they are
-        written to a temporary file first.
+      workdir: folder for the stacks.
     """
-    self._limits = limits
+    self._limits = dict(limits or {})
     name = f"stacks-{socket.gethostname()}-{os.getpid()}.txt"
     self._final_path = os.path.join(workdir, name)
+    # Stacks for an object store are written to a temporary file first.
     is_remote = paths.is_remote(workdir)
     self._folder = tempfile.gettempdir() if is_remote else workdir
     self._path = os.path.join(self._folder, name)
@@ -93,12 +92,11 @@ class Watchdog:
       maxlen=_MOST_STEPS
     )
     process.on_hang(self._write_stacks)
-    if limits is None:
-      return
     self._thread = threading.Thread(
       target=self._watch, name="watchdog", daemon=True
     )
-    self._thread.start()
+    if self._limits:
+      self._thread.start()
 
   def enter(self, phase: str, step: int) -> None:
     """Begins a phase, or its next step, and restarts its time limit."""
@@ -115,8 +113,7 @@ class Watchdog:
     self._phase = (phase, step, time.monotonic())
 
   def close(self) -> None:
-    """Stops watching."""
-    if self._limits is not None and not self._closed.is_set():
+    if self._limits and not self._closed.is_set():
       self._closed.set()
       self._thread.join()
       faulthandler.cancel_dump_traceback_later()
@@ -144,7 +141,6 @@ class Watchdog:
 
   def _limit(self, phase: str) -> tuple[float, str]:
     """The limit of a phase in seconds, and its origin."""
-    assert self._limits is not None
     limit = self._limits[phase]
     known = tuple(self._step_secs)
     if phase == "step" and len(known) >= _LEAST_STEPS:
@@ -186,16 +182,14 @@ class Watchdog:
     # In a job of several processes all end here, with the laggard's name.
     process.end_job(process.EXIT_ERROR, f"hang: {message}", hang=True)
     # Straight to the descriptor: a hung thread may hold the stream's lock.
-    os.write(sys.__stderr__.fileno(), f"error: hang: {message}\n".encode())
+    os.write(2, f"error: hang: {message}\n".encode())
     os._exit(process.EXIT_ERROR)
 
   def _write_stacks(self, why: str = "a process of the job hangs") -> str:
-    """Writes the stacks of all threads once; returns the outcome in words.
-
-    Two threads may call this at the same time: one because this process hangs,
-    one because another process does. The second must wait for the file, since
-    the process ends after this.
-    """
+    """Writes the stacks of all threads once; returns the outcome in words."""
+    # Two threads may call this at the same time: one because this process
+    # hangs, one because another process does. The second must wait for the
+    # file, since the process ends after this.
     if not self._writing.acquire(timeout=_WRITE_SECS):
       return f"; their stacks were not written within {_WRITE_SECS:g} s"
     try:

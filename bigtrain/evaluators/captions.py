@@ -31,11 +31,15 @@ def check(
 class Evaluator:
   """Returns captions as a table, <workdir>/captions/<name>-<step>.jsonl.
 
-  A picture, <name>-<step>.png, shows the first images with their captions; red
-  ones equal none of their references.
+  Row i of the table is {"number": i, "caption": ..., "references": [...]} of
+  example i of the data set. A picture, <name>-<step>.png, shows the first
+  images with their captions. Captions that equal none of their references are
+  red.
 
   Args:
     predict_fn: (variables, batch, eos_id=...) -> tokens int [B, L].
+    batches: the evaluation set, with the feature `image_key` and, for metrics,
+      `labels_key`.
     tokenizer: tokenizer of the captions, see pp/tokenizers.py.
     labels_key: name of the references' tokens, int [B, L], or [B, R, L] if an
       image has several references.
@@ -104,10 +108,12 @@ def draw(
   captions: Sequence[str],
   references: Sequence[Sequence[str]],
 ) -> np.ndarray:
-  """Draws images, five in a row, with their captions above, wrong ones in red.
+  """Draws a sheet of images, five in a row, with their captions above.
 
   Args:
     images: [N, height, width, channels], with any range of values.
+    captions: at least N captions; wrong ones are red.
+    references: references of each caption.
 
   Returns:
     uint8 [height, width, 3].

@@ -21,7 +21,9 @@ class Evaluator:
   """Value of each metric over a data set; padding does not count.
 
   Args:
-    predict_fn: (variables, batch) -> {name: metric}, see bigtrain/metrics.py.
+    predict_fn: (variables, batch) -> {name: metric}: (sum, weight) of a mean,
+      or another kind of bigtrain/metrics.py.
+    batches: the evaluation set.
   """
 
   def __init__(self, predict_fn: PredictFn, batches: evaluations.Batches):

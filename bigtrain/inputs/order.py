@@ -152,9 +152,7 @@ def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
       add(row, counts)
       num_blocks, before = num_blocks + 1, before + counts
   row, weights = stages[-1]
-  counts = block_counts(weights)
-  assert counts is not None  # There is no end.
-  add(row, counts)
+  add(row, block_counts(weights))
   return segments
 
 

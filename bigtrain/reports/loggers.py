@@ -1,14 +1,16 @@
 """Loggers, which show runs: their interface, and TensorBoard.
 
 A logger receives the rows of metrics.jsonl in order, in a thread of its own
-(writers.py), and may fail. trackers.py has the others.
+(writers.py), and may fail. trackers.py has the others. Names get a group for
+display (`Names`). At the start, a logger receives the config, which it shows as
+hyperparameters, and the table of parameters (`Setup`).
 """
 
 import json
 import os
 import tempfile
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -32,13 +34,8 @@ class Logger(Protocol):
     """Writes what is left."""
 
 
-_SPEED = ("account", "data_wait_fraction", "device_hours", "mfu")
-# First parts of names of training that have several.
-_OF_TRAINING = ("epoch", "examples_seen", "lr")
-
-
-def grouped(name: str, evaluations: Container[str]) -> str:
-  """The name of a metric in the groups of a dashboard.
+class Names(NamedTuple):
+  """Names of metrics in the groups of a dashboard.
 
     eval/    results of evaluations: eval/val/acc
     speed/   rates, seconds and fractions of time: speed/examples_per_sec
@@ -46,29 +43,43 @@ def grouped(name: str, evaluations: Container[str]) -> str:
     train/   other metrics of training: train/loss
 
   Statistics of single parameters, such as weight_rms/<name>, keep their names.
+
+  Attributes:
+    evaluations: names of the evaluations.
   """
-  first, slash, _ = name.partition("/")
-  if slash and first in evaluations:
-    return f"eval/{name}"
-  if first in _SPEED or name.endswith(("_per_sec", "_secs")):
-    return f"speed/{name}"
-  if name.endswith("_bytes"):
-    return f"memory/{name}"
-  return name if slash and first not in _OF_TRAINING else f"train/{name}"
+
+  evaluations: frozenset[str]
+
+  def grouped(self, name: str) -> str:
+    first, slash, _ = name.partition("/")
+    if slash and first in self.evaluations:
+      return f"eval/{name}"
+    if first in _SPEED or name.endswith(("_per_sec", "_secs")):
+      return f"speed/{name}"
+    if name.endswith("_bytes"):
+      return f"memory/{name}"
+    return name if slash and first not in _OF_TRAINING else f"train/{name}"
+
+
+_SPEED = ("account", "data_wait_fraction", "device_hours", "mfu")
+# First parts of names of training that have several.
+_OF_TRAINING = ("epoch", "examples_seen", "lr")
 
 
 class Setup(NamedTuple):
   """What a logger gets at the start of a run.
 
   Attributes:
+    workdir: folder of the run.
     config: {"model.depth": 12, ...}; empty lists and dicts are missing.
     parameters: content of parameters.txt.
+    names: groups of the metrics.
   """
 
   workdir: str
   config: dict[str, Any]
   parameters: str
-  evaluations: Container[str]
+  names: Names
 
   @classmethod
   def read(cls, workdir: str) -> "Setup":
@@ -80,18 +91,19 @@ class Setup(NamedTuple):
         return ""
 
     config = json.loads(content("config.json") or "{}")
+    evaluations = frozenset(config.get("evals") or {})
     text = content("parameters.txt")
-    return cls(workdir, dict(_flat(config)), text, config.get("evals") or {})
+    return cls(workdir, dict(_flat(config)), text, Names(evaluations))
 
   def numbers(self, row: Row) -> dict[str, float]:
     return {
-      grouped(name, self.evaluations): value
+      self.names.grouped(name): value
       for name, value in row.items()
       if name != "step" and isinstance(value, int | float)
     }
 
   def grouped(self, shown: Mapping[str, Any]) -> dict[str, Any]:
-    return {grouped(name, self.evaluations): v for name, v in shown.items()}
+    return {self.names.grouped(name): value for name, value in shown.items()}
 
 
 def _flat(config: Any, prefix: str = "") -> Any:
@@ -106,7 +118,7 @@ def _flat(config: Any, prefix: str = "") -> Any:
 
 
 def preformatted(text: str) -> str:
-  """A block of Markdown code."""
+  """Text as a block of Markdown code."""
   return "".join(f"    {line}\n" for line in text.splitlines())
 
 

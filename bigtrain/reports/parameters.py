@@ -1,6 +1,7 @@
 """The table of a model's parameters: parameters.txt of a run.
 
-Means and standard deviations are computed where the shards are.
+The mean and the standard deviation of each parameter are computed where its
+shards are, so nothing but two numbers of each reaches the host.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ class _Row:
 
 @functools.cache
 def _moments(mesh: Mesh) -> Any:
+  """Compiled once for each shape: array -> [mean, standard deviation]."""
   fn = functools.partial(_mean_and_std, jnp)
   return jax.jit(fn, out_shardings=sharding.replicated(mesh))
 
@@ -96,6 +98,8 @@ def write(
   """Writes parameters.txt, on process 0; returns the table and its totals.
 
   Args:
+    params: tree of arrays or ShapeDtypeStructs.
+    trainable: tree of bools with the structure of `params`.
     values: result of `moments`.
     origin: where the parameters come from, such as "from scratch".
   """

@@ -1,4 +1,7 @@
-"""Loggers of experiment trackers: Weights & Biases, MLflow and trackio."""
+"""Loggers of experiment trackers: Weights & Biases, MLflow and trackio.
+
+They import their libraries where they are used.
+"""
 
 import hashlib
 import importlib
@@ -32,7 +35,10 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 class _Tracker:
-  """A run of W&B or trackio, which a restart in the same workdir continues."""
+  """What the runs of W&B and trackio have in common.
+
+  A restart in the same workdir continues the run.
+  """
 
   def __init__(self, setup: loggers.Setup, run: Any):
     self._setup, self._run = setup, run
@@ -127,9 +133,11 @@ def _cells(table: media.Table) -> list[list[Any]]:
 
 
 class Mlflow:
-  """An MLflow run, which a restart in the same workdir continues.
+  """An MLflow run; a restart in the same workdir continues it.
 
-  Images, texts, tables and histograms become artifacts.
+  The options are `tracking_uri`, by default MLflow's own (the environment
+  variable MLFLOW_TRACKING_URI), `experiment` and `run_name`. Images, texts,
+  tables and histograms become artifacts with the names of their files.
   """
 
   def __init__(

@@ -119,17 +119,16 @@ def limit(number, num_bytes=_CUT_AT_BYTES):
   _at("begin", number, lambda: _limit_files(int(num_bytes)))
 
 
-def reads(path, workdir):
-  read_each = integrity.read_each
+def reads(path):
+  read = integrity._read
 
-  def counted(directory, *args):
-    for part, value in read_each(directory, *args):
-      if directory.startswith(workdir):
-        with open(path, "a") as file:
-          file.write(f"{value.nbytes}\n")
+  def counted(*args):
+    for part, value in read(*args):
+      with open(path, "a") as file:
+        file.write(f"{value.nbytes}\n")
       yield part, value
 
-  integrity.read_each = counted
+  integrity._read = counted
 
 
 def logger(problem):

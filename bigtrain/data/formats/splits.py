@@ -16,19 +16,15 @@ _BOUND = r"\s*(-?\d+(?:\.\d+)?%|-?\d+)?\s*"
 _SLICE = re.compile(rf"([^\[\]]*)(?:\[{_BOUND}:{_BOUND}\])?")
 
 
-def _match(text: str, key: str) -> re.Match[str]:
+def split_name(text: str, key: str) -> tuple[str, str]:
+  """Splits "train[:80%]" into ("train", "[:80%]"); either may be empty."""
   match = _SLICE.fullmatch(text.strip()) if isinstance(text, str) else None
   if not match:
     raise ConfigError(
       f"{key}={text!r}: expected a slice such as '[:80%]' or '[1000:]'."
     )
-  return match
-
-
-def split_name(text: str, key: str) -> tuple[str, str]:
-  """Splits "train[:80%]" into ("train", "[:80%]"); either may be empty."""
-  name = _match(text, key)[1]
-  return name.strip(), text.strip()[len(name) :]
+  name = match.group(1).strip()
+  return name, text.strip()[len(match.group(1)) :]
 
 
 def choose(text: str, splits: Mapping[str, Any], key: str) -> tuple[Any, str]:
@@ -45,15 +41,16 @@ def bounds(text: str, length: int, key: str) -> tuple[int, int]:
 
   Percentages are rounded to the nearest example; "" selects all examples.
   """
-  match = _match(text, key)
-  if name := match[1].strip():
+  name, text = split_name(text, key)
+  if name:
     raise ConfigError(
       f"{key}: expected a slice such as '[:80%]', got {name!r}."
     )
-  if not match[0]:
+  if not text:
     return 0, length
-  start = _position(match[2], 0, length, key)
-  stop = _position(match[3], length, length, key)
+  match = _SLICE.fullmatch(text)
+  start = _position(match.group(2), 0, length, key)
+  stop = _position(match.group(3), length, length, key)
   if start >= stop:
     raise ConfigError(
       f"{key}={text!r} selects no examples: [{start}:{stop}] of {length}."
