@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     raise settings.ConfigError(f"{left[0]!r} is not a flag. {_USAGE}")
   for name, (variable, _) in _JOB_FLAGS.items():
     if values[name].value:
-      os.environ[variable] = values[name].value
+      os.environ[variable] = str(values[name].value)
   for name, optional in {"config": False, "workdir": True}.items():
     value = values[name].value
     if not value and not (optional and value is None):

@@ -69,14 +69,10 @@ def steps(
   """Reads a length in whichever unit the config gives it, as whole steps.
 
   Args:
-    prefix: "total", "log", "warmup", ...: the key is f"{prefix}_{unit}" with a
-      unit of steps, epochs, examples, tokens, percent.
+    cfg: a Config, or a plain dict at `path`, from which the key is removed.
+    prefix: "total", "log", "warmup", ...: the key is f"{prefix}_{unit}".
     default: result if no such key is present or all are None, so that
       `total_epochs=None total_steps=100` on the command line changes the unit.
-    path: location of `cfg` in the config, if it is a plain dict.
-
-  Raises:
-    ConfigError: two units at once, or a unit that cannot be converted here.
   """
   path = path or getattr(cfg, "path", "config")
   names = _keys(prefix)

@@ -222,21 +222,16 @@ def with_published_sizes(config: settings.Config) -> settings.Config:
   """Puts the sizes of a published model in place of config.model.published.
 
   They become part of the config that the run saves, so its checkpoints can be
-  opened without the published folder.
-
-  Args:
-    config: the whole config; config.model.published and
-      config.teacher.model.published are folders with a config.json, or absent.
-
-  Raises:
-    ConfigError: there is no such file, the config contradicts it, or the model
-      does not compute its architecture.
+  opened without the published folder. The same for config.teacher.
   """
   plain = config.to_dict()
-  parts = {config.path: plain, f"{config.path}.teacher": plain.get("teacher")}
+  parts: dict[str, dict[str, Any] | None] = {
+    config.path: plain,
+    f"{config.path}.teacher": plain.get("teacher"),
+  }
   for path, part in parts.items():
     model = part.get("model") if isinstance(part, dict) else None
-    if isinstance(model, dict) and model.get(_PUBLISHED) is not None:
+    if part and isinstance(model, dict) and model.get(_PUBLISHED) is not None:
       part["model"] = _published_sizes(part, path)
   return settings.Config(plain)
 
@@ -244,7 +239,7 @@ def with_published_sizes(config: settings.Config) -> settings.Config:
 def _published_sizes(part: Mapping[str, Any], path: str) -> dict[str, Any]:
   """Returns `model` of the config, or of its teacher, with all sizes."""
   options = dict(part["model"])
-  folder, name = options.pop(_PUBLISHED), part.get("model_name")
+  folder, name = options.pop(_PUBLISHED), str(part.get("model_name"))
   module = find_module("models", name, f"{path}.model_name")
   key = f"{path}.model.{_PUBLISHED}"
   if not hasattr(module, "published_fields"):
@@ -352,15 +347,9 @@ def predict_fns(
 def loss_fn(
   config: settings.Config, task: Any, model: Any, teacher: Any = None
 ) -> Callable[[Any, Any, Any], Any]:
-  """Binds config.loss: returns (variables, batch, rng) -> (metrics,
-  mutable).
+  """Binds config.loss: (variables, batch, rng) -> (metrics, mutable).
 
-  Args:
-    teacher: flax module of config.teacher, for tasks whose loss_fn has a
-      parameter `teacher`; its variables are variables["teacher"].
-
-  Raises:
-    ConfigError: unknown options, or a teacher is missing or not used.
+  The variables of a teacher, which some tasks want, are variables["teacher"].
   """
   options = config.kwargs("loss")
   given = {} if teacher is None else {"teacher": teacher}

@@ -49,11 +49,7 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 
 
 def check_choice(key: str, value: Any, options: Iterable[str]) -> Any:
-  """Returns the value if it is one of the options.
-
-  Raises:
-    ConfigError: it is not; the message has the nearest option.
-  """
+  """Returns the value if it is an option, else raises ConfigError."""
   if value in (options := tuple(options)):
     return value
   hint = did_you_mean(str(value), options)
@@ -78,11 +74,7 @@ def check_kwargs(
   given: Iterable[str] = (),
   others: Iterable[str] = (),
 ) -> None:
-  """Raises ConfigError if `fn(**given, **kwargs)` has a wrong or missing name.
-
-  Args:
-    path: their location in the config, such as "config.model".
-  """
+  """Raises ConfigError if `fn(**given, **kwargs)` has a wrong name."""
   given = set(given)
   parameters = dict(inspect.signature(fn).parameters)
   takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
@@ -254,11 +246,7 @@ def _load(path: str) -> Any:
 
 
 def call(path: str, name: str) -> Any:
-  """Calls a function of a config file, with the argument that follows it.
-
-  Args:
-    path: "FILE.py" or "FILE.py:argument".
-    name: name of the function, "get_config" or "get_sweep".
+  """Calls `get_config` or `get_sweep` of "FILE.py" or "FILE.py:argument".
 
   Raises:
     ConfigError: there is no such file or function, or it fails.
@@ -268,6 +256,8 @@ def call(path: str, name: str) -> Any:
   if not os.path.isfile(file):
     raise ConfigError(f"--config={file}: no such file.{_nearest(file)}")
   spec = importlib.util.spec_from_file_location("bigtrain_config", file)
+  if spec is None or spec.loader is None:
+    raise ConfigError(f"--config={file}: cannot be imported.")
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
@@ -436,14 +426,7 @@ _choices: dict[str, dict[str, dict[str, str]]] = {}
 
 
 def note_choice(key: str, case: str, value: str, reason: str) -> bool:
-  """Remembers what the program chose for an "auto" in the config.
-
-  Args:
-    key: config key, such as "config.model.attention".
-
-  Returns:
-    Whether this is news.
-  """
+  """Notes what the program chose for an "auto" in the config; True if new."""
   cases = _choices.setdefault(key, {})
   entry = {"choice": value, "reason": reason}
   news = cases.get(case) != entry

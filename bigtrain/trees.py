@@ -22,33 +22,6 @@ def is_on(number: Any) -> bool:
   return isinstance(number, jax.Array) or bool(number)
 
 
-def entry(options: Mapping[str, Any], path: str) -> Any:
-  """The value at a dotted path in nested dicts; None if there is none.
-
-  >>> entry({"moe": {"dropout": 0.1}}, "moe.dropout")
-  0.1
-  """
-  value: Any = options
-  for key in path.split("."):
-    value = value.get(key) if isinstance(value, Mapping) else None
-  return value
-
-
-def with_entries(
-  options: Mapping[str, Any], values: Mapping[str, Any]
-) -> dict[str, Any]:
-  """A copy of nested dicts with other values at these dotted paths.
-
-  >>> with_entries({"a": 1, "moe": {"top_k": 2}}, {"moe.dropout": 0.1})
-  {'a': 1, 'moe': {'top_k': 2, 'dropout': 0.1}}
-  """
-  result = dict(options)
-  for path, value in values.items():
-    key, _, rest = path.partition(".")
-    result[key] = with_entries(result[key], {rest: value}) if rest else value
-  return result
-
-
 def key_name(key: Any) -> str:
   """The part of a name that belongs to one jax tree key."""
   for attribute in ("key", "name", "idx"):
@@ -106,9 +79,6 @@ def from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
   """Splits nested dicts by a tree of bools of the same structure.
-
-  Args:
-    mask: nested dicts of the same structure with a bool for each leaf.
 
   Returns:
     (leaves where mask is True, other leaves), both as nested dicts that lack

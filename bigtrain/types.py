@@ -4,7 +4,7 @@ Leaves of trees are jax.Arrays, traced arrays or jax.ShapeDtypeStructs, so they
 stay `Any`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 # Nested dicts of parameters.
@@ -14,7 +14,7 @@ Variables: TypeAlias = dict[str, Any]
 # "params", "opt", "step" and, where used, "mutable", "ema" and "loss_scale".
 TrainState: TypeAlias = dict[str, Any]
 # {feature: array [B, ...]}.
-Batch: TypeAlias = dict[str, Any]
+Batch: TypeAlias = Mapping[str, Any]
 # {name: (sum, weight), or a metric of metrics.py}.
 Metrics: TypeAlias = dict[str, Any]
 # (variables, batch, rng) -> (metrics with "loss", new mutable collections).

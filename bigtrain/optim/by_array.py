@@ -24,7 +24,7 @@ def by_array(
   shapes: Any,
   key: str,
 ) -> optax.GradientTransformationExtraArgs:
-  """Builds the optimizer that treats each array of the views by itself.
+  """An optimizer that treats each array of the views by itself.
 
   Its state has the names of the optimizer's own state; the arrays of stacked
   parameters have the stack's dimensions in front. Arrays of more dimensions
@@ -32,9 +32,7 @@ def by_array(
 
   Args:
     tx: an optimizer that treats arrays independently of each other.
-    views: views by name of the parameters.
-    shapes: tree of the parameters' ShapeDtypeStructs.
-    key: location of the optimizer in the config, for messages.
+    key: location of the optimizer in the config.
 
   Raises:
     ConfigError: the optimizer's state has numbers of all arrays together.

@@ -107,15 +107,11 @@ def make(
   units: Units,
   param_views: Mapping[str, View] | None = None,
 ) -> Optimizer:
-  """Builds the optimizer that the top level of the config describes.
+  """The optimizer that the top level of the config describes.
 
   Args:
-    params_shapes: nested dicts of arrays or ShapeDtypeStructs, all parameters.
-    param_views: views by name, see views.py; by default they follow from names
-      and shapes.
-
-  Raises:
-    ConfigError: a key is unknown, misspelled, unmatched or out of range.
+    params_shapes: nested dicts of arrays or specs, all parameters.
+    param_views: views by name; by default they follow from names and shapes.
   """
   recipe = read(cfg, params_shapes, units, param_views)
   return Optimizer(build(recipe), recipe.hparams, recipe.trainable)

@@ -19,7 +19,7 @@ Ema = Callable[[Params, Params, Any], Params]
 def from_config(cfg: Config, units: Units) -> Ema | None:
   """Reads ema_decay and ema_start_{steps,epochs,...}; None without a decay."""
   decay = cfg.get("ema_decay")
-  start = lengths.steps(cfg, "ema_start", units, 0)
+  start = lengths.steps(cfg, "ema_start", units) or 0
   if decay is None:
     return None
   settings.check_number(f"{cfg.path}.ema_decay", decay, least=0, below=1)

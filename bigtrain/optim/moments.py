@@ -55,11 +55,7 @@ class Moments(NamedTuple):
   key: str
 
   def initial(self, state: Any) -> Any:
-    """Returns the optimizer's initial state as it is stored.
-
-    Raises:
-      ConfigError: the optimizer has no moments.
-    """
+    """The optimizer's initial state as it is stored."""
     if self.dtype is None:
       return state
     names = [n for n, x in trees.flatten_with_names(state) if self._has(n, x)]
@@ -73,14 +69,9 @@ class Moments(NamedTuple):
     )
 
   def stored(self, new: Any, old: Any, step: Any, seed: Any) -> Any:
-    """Returns the new state in the dtypes of the old one.
+    """The new state, computed in float32, in the dtypes of the old one.
 
-    Args:
-      new: state of the optimizer after an update, computed in float32.
-      old: stored state before it.
-      step: number of updates before this one. With the seed and the name of
-        an array, it determines the random numbers.
-      seed: config.seed; None without stochastic rounding.
+    Seed, step and the name of an array determine the random numbers.
     """
     if not self.stochastic:
       return jax.tree.map(_cast_like, new, old)
@@ -108,17 +99,7 @@ class Moments(NamedTuple):
 def read(
   spec: Mapping[str, Any], shapes: Any, arithmetic: str, key: str
 ) -> Moments:
-  """Reads moment_dtype and moment_rounding.
-
-  Args:
-    spec: name and arguments of the base optimizer.
-    shapes: tree of the trainable parameters' ShapeDtypeStructs.
-    arithmetic: config.optimizer.moment_arithmetic.
-    key: location of `spec` in the config, for messages.
-
-  Raises:
-    ConfigError: an unknown value, or keys that contradict each other.
-  """
+  """Reads moment_dtype and moment_rounding of config.optimizer, at `key`."""
   dtype, rounding = (spec.get(name) for name in KEYS)
   for name, value, known in zip(KEYS, (dtype, rounding), (_DTYPES, _ROUNDINGS)):
     if value is not None and value not in known:
@@ -145,16 +126,7 @@ def read(
 def without_own_dtypes(
   kwargs: Mapping[str, Any], parameters: Mapping[str, Any], key: str
 ) -> dict[str, Any]:
-  """Returns arguments with which an optimizer computes moments in float32.
-
-  Args:
-    kwargs: the optimizer's arguments in the config.
-    parameters: parameters of its function.
-    key: location of the optimizer in the config, for messages.
-
-  Raises:
-    ConfigError: the config gives a dtype of its own for a moment.
-  """
+  """Arguments with which an optimizer computes moments in float32."""
   names = [name for name in parameters if "dtype" in name]
   for name in names:
     if kwargs.get(name) is not None:

@@ -129,18 +129,13 @@ def base_optimizer(
   """Builds the named optimizer without weight decay.
 
   Args:
-    spec: name and keyword arguments.
+    spec: name and keyword arguments, at `key` of the config.
     learning_rate: 1, or, if it is `lr_inside`, a function of the number of
       updates.
-    shapes: tree of the trainable parameters' ShapeDtypeStructs.
-    key: location of `spec` in the config, for messages.
     param_views: views by name of the parameters.
 
   Returns:
     A transformation whose updates are added to the parameters.
-
-  Raises:
-    ConfigError: unknown or unsupported name, unknown or ill-typed argument.
   """
   name = str(spec.get("name", ""))
   constructor = _constructor(name, key)
@@ -242,9 +237,6 @@ def _set_muon_dimensions(
   By default these are the hidden matrices of the views. A config can give a
   list of (regex, input dimensions, output dimensions) instead. The remaining
   dimensions of a parameter stack matrices.
-
-  Raises:
-    ConfigError: no such matrix, or an ill-formed list.
   """
   numbers = optax.contrib.MuonDimensionNumbers
   rules = kwargs.get(_MUON_RULES)

@@ -19,15 +19,7 @@ def read_pairs(
   expected: str,
   default: Sequence[tuple[str, Any]] = (),
 ) -> list[tuple[str, Any]]:
-  """Reads the list of (regex, value) at cfg[key].
-
-  Args:
-    kinds: allowed types of a value; int excludes bool.
-    default: list to use if cfg[key] is None.
-
-  Raises:
-    ConfigError: cfg[key] is not such a list.
-  """
+  """Reads the list of (regex, value) at cfg[key]; values of these `kinds`."""
   pairs = cfg.get(key)
   if pairs is None:
     return list(default)
@@ -49,7 +41,7 @@ def read_pairs(
 def first_match(
   regexes: Sequence[str], names: Sequence[str], key: str
 ) -> dict[str, int]:
-  """Returns {name: index of its first matching regex}, without other names.
+  """{name: index of its first matching regex}, without other names.
 
   Raises:
     ConfigError: an invalid regex, or one that applies to no name; the message

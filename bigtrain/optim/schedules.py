@@ -201,17 +201,7 @@ _NEED_TOTAL = ("cosine", "linear", "polynomial", "wsd", "one_cycle")
 def make(
   spec: Mapping[str, Any], units: Units, path: str = "config.schedule"
 ) -> Schedule:
-  """Builds the schedule that a dict of the config describes.
-
-  Args:
-    spec: decay_type, and the keys in the module docstring.
-    units: sizes for converting lengths; decays end at total_steps.
-    path: location of `spec` in the config.
-
-  Raises:
-    ConfigError: an unknown decay or key, a value out of range, or lengths that
-      do not fit into the run.
-  """
+  """The schedule that a dict of the config, at `path`, describes."""
   spec = dict(spec)
   decay_type = spec.pop("decay_type", None)
   if decay_type is None:

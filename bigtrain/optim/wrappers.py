@@ -61,18 +61,7 @@ NAMES = tuple(_WRAPPERS)
 def split(
   spec: Mapping[str, Any], key: str
 ) -> tuple[dict[str, Any], Wrap | None]:
-  """Splits config.optimizer into a base optimizer and its wrapper.
-
-  Args:
-    spec: name and keyword arguments.
-    key: location of `spec` in the config, for messages.
-
-  Returns:
-    (name and arguments of the base optimizer, the wrapper or None).
-
-  Raises:
-    ConfigError: no base optimizer, or unknown arguments of the wrapper.
-  """
+  """Splits config.optimizer, at `key`, into base optimizer and wrapper."""
   options = dict(spec)
   name = options.get("name")
   if name not in _WRAPPERS:

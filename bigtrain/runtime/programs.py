@@ -25,8 +25,7 @@ from jax.sharding import Mesh
 
 from bigtrain import settings
 from bigtrain.cluster import process
-from bigtrain.runtime import compiler_options as compiler_options_lib
-from bigtrain.runtime import device_memory
+from bigtrain.runtime import compiler_options, device_memory
 
 Program = Callable[..., Any]
 
@@ -198,7 +197,7 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
   mode = "eager" if eager else "checked" if checked else "compiled"
   return Programs(
     mode,
-    compiler_options_lib.read(config, mesh),
+    compiler_options.read(config, mesh),
     device_memory.limit_bytes(config, mesh),
   )
 

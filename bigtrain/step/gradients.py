@@ -69,11 +69,7 @@ def from_config(
   trainable: Any,
   mesh: Mesh,
 ) -> GradientsFn:
-  """Builds the gradients of a run: the task's `gradients_fn`, or `make`.
-
-  Raises:
-    ConfigError: a wrong number of microbatches.
-  """
+  """The gradients of a run: the task's `gradients_fn`, or `make`."""
   return getattr(task, "gradients_fn", make)(
     loss_fn,
     trainable=trainable,
@@ -84,16 +80,7 @@ def from_config(
 
 
 def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
-  """Reads config.microbatches, or config.microbatch_examples.
-
-  Args:
-    config: the whole config; `microbatches` is the number of microbatches,
-      `microbatch_examples` the global size of each.
-    batch_size: global batch size.
-
-  Raises:
-    ConfigError: both keys are given, or they do not divide the batch.
-  """
+  """Reads config.microbatches, or their global size microbatch_examples."""
   number = config.get("microbatches")
   examples = config.get("microbatch_examples")
   if examples is None:
@@ -176,7 +163,7 @@ def init_key(seed: jax.Array | int) -> jax.Array:
   return key
 
 
-def with_keys(batch: dict[str, Any], rng: jax.Array) -> dict[str, Any]:
+def with_keys(batch: Batch, rng: jax.Array) -> dict[str, Any]:
   """Adds "_keys" [B] to the batch: one random key per example.
 
   What a task draws for an example must not depend on its microbatch.
@@ -189,10 +176,9 @@ def with_keys(batch: dict[str, Any], rng: jax.Array) -> dict[str, Any]:
 def loss_args(
   state: TrainState, batch: Batch, mesh: Mesh, teacher: Variables | None = None
 ) -> tuple[Any, Any, Any]:
-  """Specs of the arguments (variables, batch, rng) that a loss_fn gets.
+  """Specs of the arguments (variables, batch, rng) of a loss_fn.
 
-  They equal the arguments of the update's call, so a jitted loss_fn is traced
-  once.
+  They equal those of the update's call, so a jitted loss_fn is traced once.
   """
   rng = jax.eval_shape(lambda: jax.random.key(0))
   batch = sharding.batch_spec(jax.eval_shape(with_keys, batch, rng), mesh)
@@ -283,11 +269,10 @@ def _accumulate(
   xs: Any,
   rng: jax.Array,
 ) -> tuple[Params, Metrics, Variables]:
-  """(gradients of the loss's sum, metrics, mutable), summed over microbatches.
+  """What `of_microbatch` returns, summed over the microbatches.
 
   Args:
     xs: (microbatch numbers, microbatches), stacked.
-    rng: key of the step.
   """
 
   def add_microbatch(carry: Any, x: Any) -> Any:

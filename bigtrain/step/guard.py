@@ -49,13 +49,7 @@ class NotFinite(RuntimeError):
 
 
 class Rollback(Exception):
-  """The run returns to a checkpoint and skips some batches.
-
-  Attributes:
-    error: the reason.
-    step: last step whose batch is skipped; `restart` to skip none.
-    restart: step of the checkpoint.
-  """
+  """The run returns to the step `restart` and skips batches up to `step`."""
 
   def __init__(
     self, error: Exception, step: int, restart: int, most: int | None = None
@@ -134,13 +128,7 @@ class Guard(NamedTuple):
     loss: metrics.Pair,
     grad_norm: jax.Array,
   ) -> Verdict:
-    """Judges a step by its loss and its gradient norm.
-
-    Args:
-      running: running metrics before this step, with "bad_step" and, if the
-        config has spikes, "spikes".
-      loss: (sum, weight).
-    """
+    """Judges a step by its loss (sum, weight) and its gradient norm."""
     may_shrink: Any = False
     if self.loss_scale:
       may_shrink = self.loss_scale.may_shrink(state["loss_scale"])
@@ -183,14 +171,9 @@ class Guard(NamedTuple):
     The states are the same, bit by bit; see `_BY_SELECTION` for the costs.
 
     Args:
-      verdict: judgement of this step.
-      state: train state before the step.
-      advance: computes the step; traced for each kind of step, and run once.
-      log_norms: whether the norms are needed.
-
-    Returns:
-      (state, norms). The norms may be zeros if they are not needed or if the
-      step is not good.
+      advance: traced for each kind of step, and run once.
+      log_norms: whether the norms are needed, if the step is good; otherwise
+        they may be zeros.
     """
     old = {k: v for k, v in state.items() if k != "loss_scale"}
     # In a branch, arrays of host memory are on the device for the update only.
@@ -234,8 +217,7 @@ class Guard(NamedTuple):
     """The step at which the run must stop or roll back, from 1; 0 for none.
 
     Raises:
-      NotFinite: more steps were skipped than config.max_nonfinite allows.
-      Spike: the same, of config.spikes.most.
+      NotFinite, Spike: more steps were skipped than the config allows.
     """
     if self.spikes and (spike := self.spikes.bad_step(running["spikes"])):
       return spike
@@ -264,11 +246,7 @@ class Guard(NamedTuple):
     saved_step: int | None,
     rollbacks: int,
   ) -> Exception:
-    """The exception that ends the run, or rolls it back if it may.
-
-    Args:
-      saved_step: step of the newest checkpoint, or None.
-    """
+    """The exception that ends the run, or rolls it back if it may."""
     rolls_back, most = self.policy == "rollback", self.max_nonfinite
     if self.spikes and isinstance(error, Spike):
       rolls_back, most = self.spikes.rolls_back, self.spikes.most
@@ -278,11 +256,7 @@ class Guard(NamedTuple):
 
 
 def from_config(config: settings.Config, mesh: Mesh) -> Guard:
-  """Reads nonfinite, max_nonfinite, loss_scale and spikes.
-
-  Raises:
-    ConfigError: an unknown policy, or a value out of range.
-  """
+  """Reads nonfinite, max_nonfinite, loss_scale and spikes."""
   policy = config.get("nonfinite", "stop")
   settings.check_choice("config.nonfinite", policy, POLICIES)
   default = 100 if policy == "skip" else 3
@@ -302,7 +276,7 @@ def explain(
   train_input: Any,
   gradients: Callable[[Any, Any], Any],
 ) -> NotFinite:
-  """Builds the error for a step that was not finite, by computing it again.
+  """The error for a step that was not finite, by computing it again.
 
   The state is still the one before that step, and the batch is a function of
   the step. The next batch on the same state shows whether the cause is in this
@@ -311,11 +285,6 @@ def explain(
   Args:
     step: the step, counted from 1.
     index: index of its batch, counted from 0.
-    gradients: (state, batch) -> (gradients, metrics, mutable).
-
-  Returns:
-    An error that names the step, the loss, the first parameter whose gradient
-    is not finite, examples of the batch, and what may help.
   """
 
   @jax.jit

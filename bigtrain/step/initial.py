@@ -85,17 +85,10 @@ def sharding_rules(
   model: Any,
   part: settings.Config | None = None,
 ) -> sharding.Rules:
-  """Returns the rules of sharding.state_spec.
+  """The rules of sharding.state_spec.
 
   The axes that the model names come first, then config.sharding, together with
-  the model's rules for the axis `tensor`.
-
-  Args:
-    part: the config with the model's `logical_axes`, if not the whole one.
-
-  Raises:
-    ConfigError: the model names an axis that has no rule, or the mesh does not
-      divide an array of the model.
+  the model's rules for the axis `tensor`. A teacher's axes are in `part`.
   """
   part = part or config
   # An axis of the mesh stands for itself.
@@ -113,6 +106,7 @@ def sharding_rules(
       if isinstance(axis, str) and axis not in known:
         raise parts.no_rule(f"{part.path}.logical_axes", axis, known, name)
     spec = nn.logical_to_mesh_axes(dims, axes)
+    assert spec is not None  # Only for names without axes.
     layout = sharding.along(spec, shape.shape, dims)
     # The optimizer's state and averages of a parameter have its name at the
     # end of theirs.
@@ -139,15 +133,7 @@ def tensor_axes(
   model: Any,
   shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Any]:
-  """Returns `of_model` of sharding.Rules, for the ambient mesh.
-
-  Args:
-    shapes: shapes of the parameters by name.
-
-  Raises:
-    ConfigError: the mesh does not divide an array of the model, or nothing says
-      what the axis `tensor` splits.
-  """
+  """`of_model` of sharding.Rules, for the ambient mesh."""
   sizes = jax.sharding.get_abstract_mesh().shape
   ways = sizes.get("tensor", 1)
   if not hasattr(module, "param_dims"):

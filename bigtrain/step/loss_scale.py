@@ -50,12 +50,7 @@ class LossScale(NamedTuple):
   def update(
     self, state: Mapping[str, jax.Array], overflow: jax.Array
   ) -> dict[str, jax.Array]:
-    """Returns the state's "loss_scale" after a step.
-
-    Args:
-      state: "loss_scale" before the step.
-      overflow: whether the step's gradients were not finite.
-    """
+    """The state's "loss_scale" after a step."""
     good_steps = jnp.where(overflow, 0, state["good_steps"] + 1)
     grows = good_steps >= self.growth_steps
     scale = state["scale"]
@@ -80,9 +75,6 @@ def from_config(config: settings.Config) -> LossScale | None:
   """Reads config.loss_scale: a dict of options, or False for no loss scale.
 
   By default there is a loss scale if config.model.dtype is "float16".
-
-  Raises:
-    ConfigError: an unknown option, or an option out of range.
   """
   dtype = config.get("model", {}).get("dtype")
   default: Any = {} if dtype == "float16" else False

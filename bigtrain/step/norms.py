@@ -37,13 +37,10 @@ class NamedScalars:
   of_each_step: bool = False
 
   def row(self, steps: float) -> dict[str, float]:
-    """The fetched scalars by name, as a log step reports them.
+    """The fetched scalars by name, of a log step after `steps` good steps.
 
     With statistics of single parameters also "stats_steps", the number of steps
     whose mean the scalars are.
-
-    Args:
-      steps: number of good steps since the last log step.
     """
     if self.of_each_step and not steps:
       return {}
@@ -86,14 +83,7 @@ class LogNorms(NamedTuple):
   def __call__(
     self, before: Params, params: Params, grads: Params, updates: Params
   ) -> NamedScalars:
-    """Computes the norms of a step.
-
-    Args:
-      before: all parameters before the step.
-      params: all parameters after it.
-      grads: gradients of the trainable parameters.
-      updates: the optimizer's updates of the trainable parameters.
-    """
+    """The norms of a step; `grads` and `updates` are of trained parameters."""
     named = _norms(before, params, grads, updates, self.detail)
     # jax.lax and not jax.numpy, as in metrics.global_norm.
     rows = [jax.lax.reshape(named[name], (1,)) for name in self.names]
@@ -104,12 +94,7 @@ class LogNorms(NamedTuple):
 def from_config(
   config: settings.Config, params: Params, trainable: Any
 ) -> LogNorms:
-  """Reads config.weight_stats, "global" by default.
-
-  Args:
-    params: specs of all parameters.
-    trainable: tree of bools like `params`.
-  """
+  """Reads config.weight_stats, "global" by default."""
   detail = config.get("weight_stats", "global")
   settings.check_choice("config.weight_stats", detail, DETAILS)
   trained, _ = trees.partition(params, trainable)

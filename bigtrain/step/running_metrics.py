@@ -28,11 +28,7 @@ def spec(
   log_norms: norms.LogNorms | None = None,
   run_spikes: spikes.Spikes | None = None,
 ) -> RunningMetrics:
-  """Shapes and dtypes of running metrics.
-
-  Args:
-    step_metrics: specs of a step's metrics.
-    last: names of the scalars of which a log step reports the newest value.
+  """Shapes and dtypes, from specs of a step's metrics and names in `last`.
 
   Raises:
     ConfigError: the task's loss_fn returns something else than metrics.
@@ -76,14 +72,10 @@ def add_step(
   """Adds one step.
 
   Args:
-    verdict: the guard's judgement of this step.
     step: number of this step, from 1.
     after_log: whether this is the first step after a log step.
-    step_metrics: the step's metrics, "loss" among them.
-    grad_norm: norm of the step's gradients.
     last: scalars of which a log step reports the newest value.
     log_norms: whether `step_norms` were computed, if the step is good.
-    step_norms: the step's norms.
   """
   # Tasks may give a weight as a Python float.
   step_metrics = jax.tree.map(

@@ -79,14 +79,11 @@ class Spikes(NamedTuple):
     grad_norm: jax.Array,
     counts: jax.Array,
   ) -> tuple[jax.Array, Statistics]:
-    """Judges a step.
+    """(whether the step is a spike, the new statistics).
 
     Args:
       step: number of this step, from 1.
       counts: whether the step counts; if not, it is no spike.
-
-    Returns:
-      (whether the step is a spike, the new statistics).
     """
     num_steps, num_spikes, newest, rolled_back = statistics["counts"]
     mean, variance, *last = statistics["values"]
@@ -131,7 +128,7 @@ class Spikes(NamedTuple):
     return statistics["counts"][3] == 0
 
   def bad_step(self, statistics: Mapping[str, Any]) -> int:
-    """Returns the step to roll back, from 1; 0 for none.
+    """The step to roll back, from 1; 0 for none.
 
     Raises:
       Spike: more steps were skipped than `most`.
@@ -165,11 +162,7 @@ def describe(statistics: Mapping[str, Any]) -> str:
 
 
 def from_config(config: settings.Config) -> Spikes | None:
-  """Reads config.spikes; None without it.
-
-  Raises:
-    ConfigError: an unknown key or policy, or a number out of range.
-  """
+  """Reads config.spikes; None without it."""
   if not config.get("spikes"):
     return None
   options = config.kwargs("spikes")
