@@ -255,36 +255,31 @@ class Hub:
 
   def _stragglers(self, now: float) -> list[str]:
     """Log lines about processes with more host work than the others."""
-    host_secs_per_step: dict[int, float] = {}
-    step_secs = []
+    rates: dict[int, tuple[float, float]] = {}  # (host work, all) in a step.
     for member in self._members.values():
       then, step, host_secs = member.last_check
       member.last_check = (now, member.step, member.host_secs)
-      if step and member.step > step:
+      if 0 < step < member.step:
         steps = member.step - step
-        host_secs_per_step[member.index] = (
-          member.host_secs - host_secs
-        ) / steps
-        step_secs.append((now - then) / steps)
-    if len(host_secs_per_step) < self._count:
+        host_secs = (member.host_secs - host_secs) / steps
+        rates[member.index] = host_secs, (now - then) / steps
+    if len(rates) < self._count:
       return []
-    median = statistics.median_low(host_secs_per_step.values())
-    limit = max(
-      _STRAGGLER_RATIO * median,
-      _STRAGGLER_FRACTION * statistics.median(step_secs),
-    )
-    slow = {i: secs for i, secs in host_secs_per_step.items() if secs > limit}
+    median = statistics.median_low(host_secs for host_secs, _ in rates.values())
+    step_secs = statistics.median(secs for _, secs in rates.values())
+    limit = max(_STRAGGLER_RATIO * median, _STRAGGLER_FRACTION * step_secs)
+    slowest = sorted(rates.items(), key=lambda item: -item[1][0])
     lines = [
       f"straggler: {self._members[index]} spends {secs:.3g} s per step on the "
       f"host (input, hooks); the median is {median:.3g} s. All others wait."
-      for index, secs in slow.items()
+      for index, (secs, _) in slowest
+      if secs > limit
     ]
     if lines:
-      slowest = sorted(host_secs_per_step.items(), key=lambda item: -item[1])
-      shown = [f"{i}: {secs:.3g}" for i, secs in slowest[:_MAX_LISTED]]
+      shown = [f"{i}: {secs:.3g}" for i, (secs, _) in slowest[:_MAX_LISTED]]
       lines.append(
         f"host seconds per step, by process: {', '.join(shown)}; a step takes "
-        f"{statistics.median(step_secs):.3g}."
+        f"{step_secs:.3g}."
       )
     return lines
 

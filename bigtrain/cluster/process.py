@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bigtrain.cluster import channel, hub
@@ -183,11 +184,8 @@ def _start_jax(place: "launchers.Place", times: hub.Times) -> None:
   address_0 = host.strip("[]"), int(port)
   job.join([address_0], index, count, times, check=check_preempted)
   absl_logging.info(
-    "Process %d of %d (launcher: %s); process 0 is at %s.",
-    index,
-    count,
-    place.launcher,
-    address,
+    f"Process {index} of {count} (launcher: {place.launcher}); process 0 is at "
+    f"{address}."
   )
 
   def initialize() -> None:
@@ -253,11 +251,11 @@ def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
 
   own = [f"{name}={value!r}" for name, value in sorted(identity().items())]
   by_process = gather(own, "identity")
-  problems = []
+  first, problems = set(by_process[0]), []
   for index, values in enumerate(by_process):
-    if others := sorted(set(values) - set(by_process[0])):
+    if others := sorted(set(values) - first):
       problems.append(f"process {index} has {', '.join(others)}")
-    if missing := sorted(set(by_process[0]) - set(values)):
+    if missing := sorted(first - set(values)):
       problems.append(f"process 0 has {', '.join(missing)}")
   if problems:
     raise settings.ConfigError(
@@ -266,10 +264,9 @@ def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def end_job(code: int, reason: str, *, hang: bool = False) -> None:
-  """Ends all processes of the job with `code`; does nothing in a single one.
+  """Ends all processes of a job with `code`, this one included.
 
-  This process ends too, with a message that names the process that failed
-  first and its reason.
+  The last line of each names the process that failed first, and its reason.
   """
   agreed = code == EXIT_PREEMPTED and job.ending
   if job.joined and not agreed:
@@ -284,7 +281,7 @@ class Background:
   """
 
   def __init__(self, fn: Callable[[], Any], name: str = "background"):
-    self._outcome: list[tuple[bool, Any]] = []
+    self._future: futures.Future[Any] = futures.Future()
     self._thread = threading.Thread(
       target=self._run, args=(fn,), daemon=True, name=name
     )
@@ -292,14 +289,14 @@ class Background:
 
   def _run(self, fn: Callable[[], Any]) -> None:
     try:
-      self._outcome.append((True, fn()))
+      self._future.set_result(fn())
     except BaseException as e:  # Raised again by `result`.
-      self._outcome.append((False, e))
+      self._future.set_exception(e)
 
   @property
   def failed(self) -> bool:
     """Whether `fn` has raised an exception, which `result` will raise."""
-    return bool(self._outcome) and not self._outcome[0][0]
+    return self._future.done() and self._future.exception() is not None
 
   def result(self) -> Any:
     """Waits for `fn`; returns its result or raises its exception.
@@ -308,14 +305,9 @@ class Background:
       Preempted: a signal came first. The thread goes on; the process should
         end with `exit_now`.
     """
-    while self._thread.is_alive():
-      self._thread.join(timeout=0.2)
-      if self._thread.is_alive():
-        check_preempted()
-    succeeded, value = self._outcome[0]
-    if not succeeded:
-      raise value
-    return value
+    while not futures.wait([self._future], timeout=0.2).done:
+      check_preempted()
+    return self._future.result()
 
 
 def exit_now(code: int) -> NoReturn:
