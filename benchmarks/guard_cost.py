@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import measure, program, synthetic
-from bigtrain.step import guard, joined
+from bigtrain.step import guard
 from configs import digits
 
 _POLICIES = ("stop", "skip")
@@ -51,15 +51,18 @@ def _configs(quick: bool) -> dict[str, Any]:
 def _build(config: Any, policy: str) -> program.Program:
   with contextlib.ExitStack() as patches:
     if policy == "none":
-      patches.enter_context(mock.patch.object(guard.Guard, "select", _take_new))
+      patches.enter_context(mock.patch.object(guard.Guard, "run", _take_new))
     else:
       config.nonfinite = policy
     return program.build(config)
 
 
-def _take_new(self: Any, verdict: Any, state: Any, advance: Any) -> Any:
-  """Replaces Guard.select: takes every step."""
-  return joined.split(advance())
+def _take_new(
+  self: Any, verdict: Any, state: Any, advance: Any, log_norms: Any
+) -> Any:
+  """Replaces Guard.run: takes every step."""
+  del self, verdict, state
+  return advance(log_norms is not False)
 
 
 def _compare(

@@ -22,8 +22,8 @@ _LOCAL_STEPS = 5  # Between two checkpoints on the hosts.
 _KILL_STEP = 14  # The step before which a process is killed.
 _LOST = 1  # The process that is killed.
 _NEXT, _RESUMED = "benchmark: next step", "benchmark: resumed at step"
-# Names a file with the time of the kill. Not in the config, because programs
-# are kept for starts with the same config.
+# Names a file with the time of the kill. Not in the config, so that starts
+# share the config.
 _VARIABLE = "BENCHMARK_KILLED_AT"
 
 

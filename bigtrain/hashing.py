@@ -1,8 +1,7 @@
 """Stateless pseudo-randomness: permutations and uniform numbers by hashing.
 
-Each result depends only on its arguments, so any element can be computed
-without the ones before it. All randomness comes from hashing 64-bit words.
-numpy's generators are not used: their output depends on earlier draws.
+Each result depends only on its arguments. numpy's generators are not used:
+their output depends on earlier draws.
 """
 
 import math
@@ -68,7 +67,6 @@ def permute(
 
 
 def _walk(x: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-  """Cycle walking: applies the network until every result is below n."""
   a = math.isqrt(n - 1) + 1 if n else 1
   b = max(1, -(-n // a))
   x = _feistel(x, a, b, key)

@@ -347,7 +347,7 @@ def _train(
   place_hparams = debugging.hparams_placement(config, replicated)
   config.check_all_read()
   if on_update:
-    return on_update(run, update_fn, update_specs, lower_update())
+    return on_update(run, update_fn, update_specs, lambda: lower_update()())
 
   # ================================ Start =====================================
   # From here on the run writes files, and the workdir is this job's alone.

@@ -50,8 +50,8 @@ class Sum:
 class Last:
   """The newest of several values; `newest` and `count` are float32 scalars.
 
-  Meant for values that do not depend on the examples of a microbatch, such as
-  a temperature. Other values would come from the last microbatch alone.
+  Of a value that depends on the examples of a microbatch, it would be the one
+  of the last microbatch alone.
   """
 
   newest: Any
@@ -128,15 +128,10 @@ class Min:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-  """Counts of values in bins of equal width.
+  """Counts of values in bins of equal width; float32 [bins], sums of weights.
 
   A bin includes its upper edge. Values beyond `low` and `high` are in the
   outermost bins; NaN is in none.
-
-  Attributes:
-    counts: float32 [bins], sums of weights.
-    low: lower edge of the first bin.
-    high: upper edge of the last bin.
   """
 
   counts: Any
@@ -186,11 +181,7 @@ _KINDS = (Sum, Last, Max, Min, Histogram)
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
-  """Returns what a task or predict function returned, if it is metrics.
-
-  Raises:
-    ConfigError: a value is not a metric, or "loss" is not (sum, weight).
-  """
+  """Returns the metrics; ConfigError if they are none, or "loss" is no mean."""
   if not isinstance(metrics, Mapping):
     raise ConfigError(
       f"{source}: expected a dict of metrics, got {type(metrics).__name__}."
@@ -235,22 +226,17 @@ def example_weights(batch: Batch, like: jax.Array) -> jax.Array:
 def labelled_weights(batch: Batch, labels: jax.Array) -> jax.Array:
   """[B] float32 weights, which are 0 also for examples without a label.
 
-  Args:
-    labels: class numbers [B], negative without a label, or multi-hot [B, C].
+  Labels are class numbers [B], negative without a label, or multi-hot [B, C].
   """
   labelled = labels >= 0 if labels.ndim == 1 else jnp.any(labels > 0, -1)
   return example_weights(batch, labels) * labelled
 
 
 def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
-  """Whether any of an example's labels is among its k largest logits.
+  """Whether any of an example's labels is among its k largest logits, bool [B].
 
-  Args:
-    logits_BC: [B, C] scores; among equal scores the lower class comes first.
-    labels: class numbers [B], or one-hot or multi-hot [B, C].
-
-  Returns:
-    bool [B].
+  Labels are class numbers [B], or one-hot or multi-hot [B, C]. Among equal
+  scores the lower class comes first.
   """
   _, best_Bk = jax.lax.top_k(logits_BC, k)
   if labels.ndim == 1:
@@ -293,8 +279,7 @@ def means(pairs: Mapping[str, Pair]) -> dict[str, Any]:
 def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
   """Values of metrics over batches, merged exactly on the host.
 
-  Returns:
-    {name: float, or `Histogram` for a histogram}. A mean of weight zero is NaN.
+  They are floats, or a `Histogram`; a mean of weight zero is NaN.
   """
   parts: dict[str, list[Any]] = {}
   for batch in batches:

@@ -5,14 +5,14 @@ A save, in order:
 1. `save` copies this process's shards to host memory (snapshot.py) and starts a
    thread. The training loop waits only for the copy.
 2. The thread of each process writes its shards with tensorstore.
-   With config.local_ckpt_*, it first writes to its own host (local_tier.py).
+   With config.local_ckpt_*, it first writes to its own host
+   (local_checkpoints.py).
 3. When all processes are done, process 0 checks the files
    (integrity.py), writes the manifest (manifest.py) and commits the checkpoint
    at one instant (folders.py).
 4. Process 0 removes old checkpoints.
 """
 
-import collections
 import dataclasses
 import json
 import logging
@@ -31,7 +31,7 @@ from bigtrain.checkpoints import (
   checksums,
   folders,
   integrity,
-  local_tier,
+  local_checkpoints,
   snapshot,
 )
 from bigtrain.checkpoints import manifest as manifest_lib
@@ -44,10 +44,6 @@ from bigtrain.checkpoints.manifest import (
 from bigtrain.cluster import process
 from bigtrain.files import disk, objects, paths
 from bigtrain.settings import ConfigError
-
-# Limit of the encoded bytes that one host has not written yet.
-_WRITES_IN_FLIGHT_BYTES = 512 * 2**20
-_POLL_SECS = 0.25
 
 
 def read_options(
@@ -75,7 +71,7 @@ def read_options(
   return {
     "keep": keep,
     "keep_every_steps": lengths.keep_ckpt,
-    "local": local_tier.from_config(config, lengths.local_ckpt, workdir),
+    "local": local_checkpoints.from_config(config, lengths.local_ckpt, workdir),
     "config_digest": settings.digest(config.to_dict()),
   }
 
@@ -122,7 +118,7 @@ class Checkpointer:
     *,
     keep: int = 2,
     keep_every_steps: int | None = None,
-    local: local_tier.Tier | None = None,
+    local: local_checkpoints.LocalCheckpoints | None = None,
     config_digest: str = "",
     timeout_secs: float = 1800.0,
   ):
@@ -302,49 +298,18 @@ class Checkpointer:
         self._prune(job)
 
   def _write_arrays(self, job: _Job) -> None:
-    import tensorstore as ts
-
     # Process 0 writes the metadata of all arrays.
     first = self._index == 0
     if first:
       folders.begin(job.tmp)
     if paths.is_remote(job.tmp):
       job.event.wait_for_first()
-    metadata = integrity.write_metadata(job.tmp, job.arrays) if first else []
-    opening = {
-      name: ts.open(
-        manifest_lib.spec(job.tmp, name, array),
-        open=True,
-        assume_metadata=True,
-        context=integrity.tensorstore_context(),
-      )
-      for name, array in job.arrays.items()
-    }
-    pending = collections.deque((future, 0) for future in metadata)
-    in_flight = 0
-    try:
-      stores = {name: _result(f, job) for name, f in opening.items()}
-      for future, _ in pending:
-        _result(future, job)
-      _point("metadata written")
-      for piece in snapshot.blocks(job.pieces, job.arrays):
-        data = piece.data
-        while pending and in_flight + data.nbytes > _WRITES_IN_FLIGHT_BYTES:
-          future, num_bytes = pending.popleft()
-          _result(future, job)
-          in_flight -= num_bytes
-        write = stores[piece.name][piece.place].write(
-          data, can_reference_source_data_indefinitely=True
-        )
-        pending.append((write.commit, data.nbytes))
-        in_flight += data.nbytes
-      for future, _ in pending:
-        _result(future, job)
-    except BaseException:
-      # All writes must end before the directory is removed.
-      for future, _ in pending:
-        future.exception()
-      raise
+    if first:
+      integrity.write_metadata(job.tmp, job.arrays, job.event.check)
+    _point("metadata written")
+    own = [piece for piece in job.pieces if not piece.is_copy]
+    parts = snapshot.blocks(own, job.arrays)
+    integrity.write(job.tmp, job.arrays, parts, job.event.check)
     _point("data written")
 
   def _commit(
@@ -423,12 +388,3 @@ class Checkpointer:
     if jax.process_count() == 1:
       # The disk may be full, and other files need the room.
       folders.abandon(job.tmp)
-
-
-def _result(future: Any, job: _Job) -> Any:
-  """Waits for a future; raises early if another process fails."""
-  while True:
-    try:
-      return future.result(timeout=_POLL_SECS)
-    except TimeoutError:
-      job.event.check()

@@ -1,4 +1,4 @@
-"""Reads arrays of a checkpoint, and checks that every bit is as written.
+"""Writes and reads arrays of a checkpoint, and checks every bit.
 
 `read` and `read_array` read arrays and check the chunks' checksums. `inspect`
 checks names, sizes and metadata, which is quick; `verify` also reads every
@@ -7,9 +7,10 @@ needs jax.
 """
 
 import collections
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,40 +35,61 @@ _NOT_AS_ON_DEVICES = (
 _CHANGED = "has changed: its digest does not match"
 _LINK = "is a symbolic link; it is not followed"
 
-# Limit of what one host has read or is reading and has not used yet.
-_BYTES_IN_FLIGHT = 2**30
+# Limits of what one host has read or is reading and has not used yet, and of
+# the encoded bytes that it has not written yet.
+_READS_IN_FLIGHT_BYTES = 2**30
+_WRITES_IN_FLIGHT_BYTES = 512 * 2**20
+_POLL_SECS = 0.25
 
-_context: list[Any] = []
+_contexts: dict[bool, Any] = {}
 
 
-def tensorstore_context() -> Any:
+def tensorstore_context(*, sync: bool = True) -> Any:
   """Returns the tensorstore context of all reads and writes.
 
   It has no cache, which would need as much memory as the checkpoint. It does
   not lock files: some network file systems cannot, and every file has one
-  writer. It syncs files and their directories before a write counts as done.
+  writer. With `sync`, it syncs files and their directories before a write
+  counts as done.
   """
   import tensorstore as ts
 
-  if not _context:
-    _context.append(
-      ts.Context(
-        {
-          "cache_pool": {"total_bytes_limit": 0},
-          "file_io_concurrency": {"limit": 32},
-          "file_io_locking": {"mode": "none"},
-          "file_io_sync": True,
-          **objects.context(),
-        }
-      )
+  if sync not in _contexts:
+    _contexts[sync] = ts.Context(
+      {
+        "cache_pool": {"total_bytes_limit": 0},
+        "file_io_concurrency": {"limit": 32},
+        "file_io_locking": {"mode": "none"},
+        "file_io_sync": sync,
+        **objects.context(),
+      }
     )
-  return _context[0]
+  return _contexts[sync]
 
 
-def write_metadata(directory: str, arrays: Mapping[str, Array]) -> list[Any]:
-  """Starts to write the zarr.json of arrays; returns tensorstore's futures.
+def _finish(futures: Iterable[Any], check: Callable[[], Any]) -> None:
+  """Waits for writes; if one fails or `check` raises, all end before that."""
+  futures = list(futures)
+  try:
+    for future in futures:
+      while not future.done():
+        with contextlib.suppress(TimeoutError):
+          future.result(timeout=_POLL_SECS)
+        check()
+      future.result()
+  except BaseException:
+    for future in futures:
+      future.exception()
+    raise
 
-  tensorstore itself would first read each of them.
+
+def write_metadata(
+  directory: str, arrays: Mapping[str, Array], check: Callable[[], Any]
+) -> None:
+  """Writes the zarr.json of arrays; tensorstore would first read each of them.
+
+  Args:
+    check: called several times a second; raises to give up.
   """
   import tensorstore as ts
 
@@ -77,12 +99,59 @@ def write_metadata(directory: str, arrays: Mapping[str, Array]) -> list[Any]:
     else {"driver": "file", "path": f"{directory}/"}
   )
   store = ts.KvStore.open(place, context=tensorstore_context()).result()
-  return [
+  writes = [
     store.write(
       f"{name}/{manifest_lib.METADATA_FILE}", manifest_lib.metadata(array)
     )
     for name, array in arrays.items()
   ]
+  _finish(writes, check)
+
+
+def write(
+  directory: str,
+  arrays: Mapping[str, Array],
+  parts: Iterable[tuple[Part, np.ndarray]],
+  check: Callable[[], Any] = lambda: None,
+  *,
+  sync: bool = True,
+) -> None:
+  """Writes parts of arrays, each made of whole chunks.
+
+  Args:
+    check: called several times a second; raises to give up.
+    sync: whether to wait for the disk.
+
+  Raises:
+    ValueError: a file cannot be written (tensorstore's kind of error).
+  """
+  import tensorstore as ts
+
+  opening = {
+    name: ts.open(
+      manifest_lib.spec(directory, name, array),
+      open=True,
+      assume_metadata=True,
+      context=tensorstore_context(sync=sync),
+    )
+    for name, array in arrays.items()
+  }
+  _finish(opening.values(), check)
+  stores = {name: future.result() for name, future in opening.items()}
+  pending: collections.deque[tuple[Any, int]] = collections.deque()
+  in_flight = 0
+  try:
+    for (name, place), values in parts:
+      while pending and in_flight + values.nbytes > _WRITES_IN_FLIGHT_BYTES:
+        _finish([pending[0][0]], check)
+        in_flight -= pending.popleft()[1]
+      future = stores[name][place].write(
+        values, can_reference_source_data_indefinitely=True
+      )
+      pending.append((future.commit, values.nbytes))
+      in_flight += values.nbytes
+  finally:
+    _finish((future for future, _ in pending), check)
 
 
 def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
@@ -217,7 +286,7 @@ def read(
     DamagedError: a chunk is missing or has changed.
     CheckpointError: a file cannot be read.
   """
-  for (name, _), result in _read(directory, manifest, parts):
+  for (name, _), result in read_each(directory, manifest, parts):
     if isinstance(result, ValueError):
       raise _kind(result)(
         f"{directory}: array {name!r}: {_text(result)}"
@@ -225,9 +294,10 @@ def read(
     yield result
 
 
-def _read(
+def read_each(
   directory: str, manifest: Manifest, parts: Iterable[Part]
 ) -> Iterator[tuple[Part, np.ndarray | ValueError]]:
+  """Like `read`, but yields the error in place of a part that has one."""
   import tensorstore as ts
 
   name, store = None, None
@@ -259,7 +329,7 @@ def _read(
       view = view[ts.d[:].translate_to[0]]
     # numpy's memory has large pages; tensorstore's own takes twice the time.
     out = np.empty(view.shape, view.dtype.numpy_dtype)
-    while pending and in_flight + out.nbytes > _BYTES_IN_FLIGHT:
+    while pending and in_flight + out.nbytes > _READS_IN_FLIGHT_BYTES:
       yield finish()
     pending.append((part, ts.array(out).write(view), out))
     in_flight += out.nbytes
@@ -309,7 +379,7 @@ def verify(directory: str) -> list[Problem]:
         parts.append((name, index))
         files.append(path)
   sums: dict[str, list[checksums.Sums]] = {name: [] for name, _ in parts}
-  for path, (part, result) in zip(files, _read(directory, manifest, parts)):
+  for path, (part, result) in zip(files, read_each(directory, manifest, parts)):
     name, place = part
     if isinstance(result, ValueError):
       if _kind(result) is not DamagedError:

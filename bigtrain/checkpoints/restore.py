@@ -127,6 +127,17 @@ def restore(
   return trees.map_with_names(lambda name, _: arrays[name], like), manifest
 
 
+def read_tree(directory: str, manifest: Manifest, like: Any) -> Any:
+  """Loads a tree from files of which those that are read are known to exist.
+
+  Raises:
+    DamagedError: a file is truncated or changed.
+  """
+  specs = dict(trees.flatten_with_names(like))
+  arrays = _load(directory, manifest, {name: name for name in specs}, specs)
+  return trees.map_with_names(lambda name, _: arrays[name], like)
+
+
 def check_fits(
   directory: str, manifest: Manifest, specs: Mapping[str, Any]
 ) -> None:
@@ -169,10 +180,6 @@ def load(
 ) -> dict[str, jax.Array]:
   """Loads arrays of a checkpoint under new names.
 
-  This process reads each part once, even if several of its devices need it, and
-  reads nothing else. (jax's run_deserialization reads a part once for each
-  device, and caches up to 10 GB.)
-
   Args:
     like: new name -> jax.ShapeDtypeStruct of the same shape and dtype.
 
@@ -184,6 +191,20 @@ def load(
   if problems:
     more = f" (and {len(problems) - 1} more)" * (len(problems) > 1)
     raise DamagedError(f"{directory}: damaged: {problems[0]}{more}.")
+  return _load(directory, manifest, sources, like)
+
+
+def _load(
+  directory: str,
+  manifest: Manifest,
+  sources: Mapping[str, str],
+  like: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+  """Reads each part once, even if several devices of this process need it.
+
+  It reads nothing else. (jax's run_deserialization reads a part once for each
+  device, and caches up to 10 GB.)
+  """
   reads = [(name, read) for name in sources for read in _reads(like[name])]
   values = integrity.read(
     directory, manifest, [(sources[name], r.place) for name, r in reads]

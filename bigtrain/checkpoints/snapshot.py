@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bigtrain.checkpoints import checksums, device_checksums
+from bigtrain.checkpoints import checksums, device_checksums, integrity
 from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import Array, CheckpointError
 
@@ -204,7 +204,10 @@ def _make_plan(
     for _, device in holders:
       load[device] = load.get(device, 0) + x.nbytes // len(holders)
     arrays[name] = manifest_lib.describe(
-      x.shape, x.dtype, _block_shape(x, holders), _sharding_json(x.sharding)
+      x.shape,
+      x.dtype,
+      _block_shape(x, choices, chosen[name]),
+      _sharding_json(x.sharding),
     )
   sources, pieces = [], []
   for i, (name, x) in enumerate(named):
@@ -262,12 +265,14 @@ def _replicas(x: jax.Array) -> list[list[tuple[tuple[slice, ...], Any]]]:
 
 
 def _block_shape(
-  x: jax.Array, chosen: list[tuple[tuple[slice, ...], Any]]
+  x: jax.Array,
+  replicas: list[list[tuple[tuple[slice, ...], Any]]],
+  chosen: int,
 ) -> list[int]:
   """Returns the shape of the blocks to chunk: a shard, or several small ones.
 
-  Adjacent small shards along the only split dimension form one block, if in
-  every block a single process writes them.
+  Adjacent small shards along the only split dimension form one block if in
+  every block a single process writes them, and no process holds only some.
   """
   shard_shape = list(x.sharding.shard_shape(x.shape))
   split = [d for d, n in enumerate(shard_shape) if n != x.shape[d]]
@@ -275,14 +280,20 @@ def _block_shape(
   if len(split) != 1 or not 0 < shard_bytes < _SMALL_SHARD_BYTES:
     return shard_shape
   (dim,) = split
-  by_start = sorted(chosen, key=lambda pair: pair[0][dim].start)
-  owners = [device.process_index for _, device in by_start]
+  writers: dict[int, int] = {}  # Start of a shard -> process.
+  holders: dict[int, set[int]] = {}
+  for number, replica in enumerate(replicas):
+    for index, device in replica:
+      holders.setdefault(index[dim].start, set()).add(device.process_index)
+      if number == chosen:
+        writers[index[dim].start] = device.process_index
+  owners = [(writers[start], holders[start]) for start in sorted(writers)]
   for size in range(len(owners), 1, -1):
     if (
       len(owners) % size == 0
       and size * shard_bytes <= _SHARED_FILE_BYTES
       and all(
-        len(set(owners[i : i + size])) == 1 for i in range(0, len(owners), size)
+        owner == owners[i // size * size] for i, owner in enumerate(owners)
       )
     ):
       shard_shape[dim] *= size
@@ -298,15 +309,10 @@ def _sharding_json(sharding: Any) -> dict[str, Any] | None:
 
 def blocks(
   pieces: Sequence[Piece], arrays: Mapping[str, Array]
-) -> Iterator[Piece]:
-  """Yields the pieces to write, with the pieces of a shared file joined.
-
-  Copies of pieces that another process writes are left out.
-  """
+) -> Iterator[tuple[integrity.Part, np.ndarray]]:
+  """Yields the parts to write, with the pieces of a shared file joined."""
   groups: dict[Any, list[Piece]] = {}
   for piece in pieces:
-    if piece.is_copy:
-      continue
     chunk = arrays[piece.name].chunk_shape
     # Pieces larger than a chunk are not joined.
     corner = tuple(
@@ -314,19 +320,13 @@ def blocks(
       for s, c in zip(piece.place, chunk)
     )
     groups.setdefault((piece.name, corner), []).append(piece)
-  for group in groups.values():
-    yield _join(group)
-
-
-def _join(group: list[Piece]) -> Piece:
-  first = group[0]
-  # For pinned memory, np.asarray is a view.
-  if len(group) == 1:
-    return first._replace(data=np.asarray(first.data))
-  group = sorted(group, key=lambda piece: [s.start for s in piece.place])
-  lo, hi = group[0].place, group[-1].place
-  (dim,) = [d for d in range(len(lo)) if lo[d] != hi[d]]
-  data = np.concatenate([np.asarray(p.data) for p in group], axis=dim)
-  index = list(lo)
-  index[dim] = slice(lo[dim].start, hi[dim].stop)
-  return Piece(first.name, tuple(index), data)
+  for (name, _), group in groups.items():
+    group.sort(key=lambda piece: [s.start for s in piece.place])
+    lo, hi = group[0].place, group[-1].place
+    place = tuple(slice(a.start, b.stop) for a, b in zip(lo, hi))
+    # For pinned memory, np.asarray is a view.
+    data = [np.asarray(piece.data) for piece in group]
+    if len(group) > 1:
+      (dim,) = [d for d in range(len(lo)) if lo[d] != hi[d]]
+      data = [np.concatenate(data, axis=dim)]
+    yield (name, place), data[0]

@@ -1,7 +1,7 @@
 """Where a run starts: the first source in this order that exists.
 
-1. The newest valid checkpoint of the run: on the hosts (local_tier.py) or in
-   the workdir.
+1. The newest valid checkpoint of the run: on the hosts (local_checkpoints.py)
+   or in the workdir.
 2. config.resume: the full state of another run.
 3. config.model_init: parameters only.
 4. The seed.
@@ -18,7 +18,7 @@ from bigtrain.checkpoints import (
   averages,
   changes,
   folders,
-  local_tier,
+  local_checkpoints,
   restore,
   warm_start,
 )
@@ -110,7 +110,7 @@ def start(
   seed: int,
   fingerprints: Mapping[str, str],
   lower: Callable[..., Callable[[], Any]],
-  local: local_tier.Tier | None = None,
+  local: local_checkpoints.LocalCheckpoints | None = None,
   *,
   from_local: bool = True,
 ) -> Start:
@@ -138,7 +138,7 @@ def start(
   if local is not None:
     local.begin(start.step, start.saved_step)
   elif jax.process_index() == 0:
-    local_tier.forget(workdir)
+    local_checkpoints.forget(workdir)
   return start
 
 
@@ -152,7 +152,7 @@ def _find(
   seed: int,
   fingerprints: Mapping[str, str],
   lower: Callable[..., Callable[[], Any]],
-  local: local_tier.Tier | None,
+  local: local_checkpoints.LocalCheckpoints | None,
 ) -> Start:
   """`start`, without the hosts' record."""
 

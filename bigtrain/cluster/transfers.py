@@ -1,35 +1,36 @@
-"""Sends parts of files between the processes of a job, over TCP.
+"""Sends files between the processes of a job, over TCP.
 
-A process that has a file serves it for a while, at an address that it passes
+A process serves the files of a folder for a while, at an address that it passes
 on through the channel. The others connect, send a secret that only the job's
-processes know and the ranges of bytes that they need, and receive these bytes.
+processes know and the names of the files that they need, and receive the size
+and the content of each.
 """
 
 import contextlib
 import hmac
 import json
+import os
 import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from bigtrain.cluster import hub, process
 
 _LIMIT_SECS = 60.0  # Of one step of a conversation.
+_BLOCK_BYTES = 2**20
 
 
 class Server:
-  """Serves a file to the job's processes until it is closed.
+  """Serves the files below a folder to the job's processes until it is closed.
 
   Attributes:
     address: for `fetch` on other processes, as JSON.
   """
 
-  def __init__(self, path: str):
-    """Starts to serve the file `path`."""
-    self._path = path
+  def __init__(self, folder: str):
+    """Starts to serve."""
+    self._folder = os.path.realpath(folder)
     self._socket = hub.listen()
     self.address = [process.job.host, self._socket.getsockname()[1]]
     threading.Thread(target=self._accept, name="serve", daemon=True).start()
@@ -49,10 +50,15 @@ class Server:
         request = json.loads(lines.readline())
       if not hmac.compare_digest(request["secret"], process.job.secret):
         return
-      with open(self._path, "rb") as file:
-        for offset, num_bytes in request["ranges"]:
+      for name in request["files"]:
+        path = os.path.realpath(os.path.join(self._folder, name))
+        if not path.startswith(self._folder + os.sep):
+          return
+        with open(path, "rb") as file:
+          num_bytes = os.fstat(file.fileno()).st_size
+          visitor.sendall(b"%d\n" % num_bytes)
           if num_bytes:  # sendfile would send all for 0.
-            visitor.sendfile(file, offset, num_bytes)
+            visitor.sendfile(file, 0, num_bytes)
 
   def close(self) -> None:
     """Accepts no further connections."""
@@ -62,27 +68,25 @@ class Server:
     self._socket.close()
 
 
-def fetch(
-  address: Sequence[Any],
-  ranges: Sequence[tuple[int, int]],
-  targets: Sequence[np.ndarray],
-) -> None:
-  """Receives ranges of bytes of the file that another process serves.
-
-  Args:
-    ranges: (offset, number of bytes) of each.
+def fetch(address: Sequence[Any], names: Sequence[str], folder: str) -> None:
+  """Receives files that another process serves, into a folder of one's own.
 
   Raises:
     OSError: the process cannot be reached, or does not send them.
   """
   host, port = address[0] or process.job.first_host, address[1]
-  with socket.create_connection((host, port), _LIMIT_SECS) as connection:
-    request = {"secret": process.job.secret, "ranges": ranges}
+  with (
+    socket.create_connection((host, port), _LIMIT_SECS) as connection,
+    connection.makefile("rb") as received,
+  ):
+    request = {"secret": process.job.secret, "files": names}
     connection.sendall(json.dumps(request).encode() + b"\n")
-    for target in targets:
-      buffer = target.reshape(-1).view(np.uint8).data
-      while len(buffer):
-        count = connection.recv_into(buffer)
-        if not count:
-          raise ConnectionError(f"{host} port {port} sent too little")
-        buffer = buffer[count:]
+    for name in names:
+      path = os.path.join(folder, name)
+      os.makedirs(os.path.dirname(path), exist_ok=True)
+      left = int(received.readline() or -1)
+      with open(path, "wb") as file:
+        while left > 0 and (block := received.read(min(left, _BLOCK_BYTES))):
+          left -= file.write(block)
+      if left:
+        raise ConnectionError(f"{host} port {port} did not send {name}")

@@ -73,7 +73,7 @@ class Source:
       self._name = files.local_path(path, "arrays: path")
       features = _load(self._name, keys)
     else:
-      features = {k: np.asarray(v) for k, v in arrays.items()}
+      features = {k: np.asarray(v) for k, v in (arrays or {}).items()}
       self._name = "arrays"
     if keys is not None:
       _check_keys(keys, features, self._name)

@@ -9,9 +9,10 @@ any length. An index of the lines is cached, so any line is read directly.
 
 import base64
 import binascii
+import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -81,11 +82,10 @@ class Source:
         f"jsonl: image_key={self._image_key!r} defines the feature 'image', "
         "but the lines have a field 'image' too; leave it out of fields=."
       )
+    rows = list(enumerate(sample))
     return {
-      name: self._type(
-        name, [self._array(line, name, i) for i, line in enumerate(sample)]
-      )
-      for name in names
+      n: self._type(n, [self._at(i, _array, line, n) for i, line in rows])
+      for n in names
     }
 
   def _type(
@@ -120,19 +120,22 @@ class Source:
     batch = {}
     for name, (kind, shape) in self._fields.items():
       rows = [
-        self._value(line, name, int(i)) for i, line in zip(indices, lines)
+        self._at(int(i), self._value, line, name)
+        for i, line in zip(indices, lines)
       ]
       if kind is not bytes and None not in shape:
         batch[name] = np.stack(rows).astype(kind)
         continue
-      stacked = np.empty((len(rows), *(() if None in shape else shape)), object)
+      sizes: Any = () if None in shape else shape
+      stacked = np.empty((len(rows), *sizes), object)
       for i, row in enumerate(rows):
         stacked[i] = row if row.shape else row.item()
       batch[name] = stacked
     if self._image_key is not None:
       images = np.empty(len(lines), object)
       for i, line in enumerate(lines):
-        images[i] = self._image(line, int(indices[i]))
+        index = int(indices[i])
+        images[i] = self._at(index, self._image, line, index)
       batch["image"] = images
     return batch
 
@@ -147,6 +150,13 @@ class Source:
       "jsonl", *names, *sizes, self._start, self._length, sorted(self.spec)
     )
 
+  def _at(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function; its errors get the position of an example."""
+    try:
+      return fn(*args)
+    except DataError as e:
+      raise DataError(f"{self.where(index)}: {e}") from e
+
   def _position(self, index: int) -> tuple[str, int, int]:
     file, line = self._shards.locate(np.asarray([index + self._start]))
     start, stop = self._offsets[file[0]][line[0] : line[0] + 2]
@@ -155,80 +165,83 @@ class Source:
   def _load(self, index: int) -> dict[str, Any]:
     path, start, stop = self._position(index)
     raw = self._reader.read(path, start, stop - start)
-    try:
-      line = json.loads(raw)
-    except (ValueError, RecursionError) as e:
-      raise DataError(f"{self.where(index)}: not valid JSON: {e}.") from e
-    if not isinstance(line, dict):
-      raise DataError(
-        f"{self.where(index)}: expected an object, got {type(line).__name__}."
-      )
-    return line
+    return self._at(index, _object, raw)
 
-  def _array(self, line: dict[str, Any], name: str, index: int) -> np.ndarray:
-    """Returns a field as an array of numbers, or an object array of bytes."""
-    if name not in line:
-      hint = did_you_mean(name, line)
-      raise DataError(f"{self.where(index)}: no field {name!r}.{hint}")
-    value = line[name]
-    try:
-      array = np.asarray(value)
-    except ValueError:
-      array = np.empty(0, object)  # Lists of different lengths.
-    if array.dtype.kind == "U":
-      texts = np.empty(array.shape, object)
-      for at in np.ndindex(array.shape):
-        texts[at] = _text(value, at).encode("utf-8", "surrogatepass")
-      return texts
-    if array.dtype.kind not in "bif":
-      raise DataError(
-        f"{self.where(index)}: field {name!r}: expected a string, a number or "
-        f"a list of them, got {_short(value)} (fields= selects fields)."
-      )
-    return array
-
-  def _value(self, line: dict[str, Any], name: str, index: int) -> np.ndarray:
+  def _value(self, line: dict[str, Any], name: str) -> np.ndarray:
     kind, shape = self._fields[name]
-    array = self._array(line, name, index)
-    array_kind = bytes if array.dtype == object else array.dtype
+    array = _array(line, name)
+    strings = array.dtype == object
     if array.size == 0 and array.ndim:
       array = array.astype(object if kind is bytes else kind)
-    elif (kind is bytes) != (array_kind is bytes) or not (
-      kind is bytes or np.can_cast(array_kind, kind, "same_kind")
+    elif (kind is bytes) != strings or not (
+      strings or np.can_cast(array.dtype, kind, "same_kind")
     ):
+      expected = "a string" if kind is bytes else np.dtype(kind).name
       raise DataError(
-        f"{self.where(index)}: field {name!r}: expected {_name(kind)} as in "
-        f"earlier lines, got {_short(line[name])}."
+        f"field {name!r}: expected {expected} as in earlier lines, got "
+        f"{_short(line[name])}."
       )
     if len(array.shape) != len(shape) or any(
       expected not in (None, size) for expected, size in zip(shape, array.shape)
     ):
       raise DataError(
-        f"{self.where(index)}: field {name!r}: expected shape {shape} as in "
-        f"earlier lines, got {array.shape}."
+        f"field {name!r}: expected shape {shape} as in earlier lines, got "
+        f"{array.shape}."
       )
     return array if kind is bytes else array.astype(kind)
 
   def _image(self, line: dict[str, Any], index: int) -> bytes:
-    value = line.get(self._image_key)
+    key, value = self._image_key, line.get(self._image_key or "")
     if not isinstance(value, str):
       raise DataError(
-        f"{self.where(index)}: field {self._image_key!r}: expected a string "
-        f"({self._image_is}), got {_short(value)}."
+        f"field {key!r}: expected a string ({self._image_is}), got "
+        f"{_short(value)}."
       )
     if self._image_is == "base64":
       try:
         return base64.b64decode(value, validate=True)
       except binascii.Error as e:
-        raise DataError(
-          f"{self.where(index)}: field {self._image_key!r} is not base64: {e}."
-        ) from e
+        raise DataError(f"field {key!r} is not base64: {e}.") from e
     folder = os.path.dirname(self._position(index)[0])
     try:
       with open(os.path.join(folder, value), "rb", buffering=0) as f:
         return f.read()
     except (OSError, ValueError) as e:
-      raise DataError(f"{self.where(index)}: image {value!r}: {e}.") from e
+      raise DataError(f"image {value!r}: {e}.") from e
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+  try:
+    line = json.loads(raw)
+  except (ValueError, RecursionError) as e:
+    raise DataError(f"not valid JSON: {e}.") from e
+  if not isinstance(line, dict):
+    raise DataError(f"expected an object, got {type(line).__name__}.")
+  return line
+
+
+def _array(line: dict[str, Any], name: str) -> np.ndarray:
+  """Returns a field as an array of numbers, or an object array of bytes."""
+  if name not in line:
+    raise DataError(f"no field {name!r}.{did_you_mean(name, line)}")
+  value = line[name]
+  try:
+    array = np.asarray(value)
+  except ValueError:
+    array = np.empty(0, object)  # Lists of different lengths.
+  if array.dtype.kind == "U":
+    # numpy cuts null characters off the ends of strings.
+    texts = np.empty(array.shape, object)
+    for at in np.ndindex(array.shape):
+      text = functools.reduce(lambda part, i: part[i], at, value)
+      texts[at] = str(text).encode("utf-8", "surrogatepass")
+    return texts
+  if array.dtype.kind not in "bif":
+    raise DataError(
+      f"field {name!r}: expected a string, a number or a list of them, got "
+      f"{_short(value)} (fields= selects fields)."
+    )
+  return array
 
 
 def scan_lines(path: str) -> np.ndarray:
@@ -250,16 +263,6 @@ def scan_lines(path: str) -> np.ndarray:
   return np.append(offsets[:-1][keep], at).astype(np.int64)
 
 
-def _text(value: Any, at: tuple[int, ...]) -> str:
-  for i in at:
-    value = value[i]
-  return str(value)
-
-
 def _short(value: Any) -> str:
   text = json.dumps(value)
   return text if len(text) <= 40 else text[:40] + "..."
-
-
-def _name(kind: Any) -> str:
-  return "a string" if kind is bytes else np.dtype(kind).name

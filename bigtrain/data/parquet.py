@@ -96,9 +96,9 @@ class Source:
     num_rows = len(indices)
     batch = {}
     for name, (kind, shape) in self.spec.items():
-      varies = None in shape
-      dtype = object if varies or kind is bytes else kind
-      batch[name] = np.empty((num_rows, *(() if varies else shape)), dtype)
+      sizes: Any = () if None in shape else shape
+      dtype: Any = object if None in shape or kind is bytes else kind
+      batch[name] = np.empty((num_rows, *sizes), dtype)
     # Rows of a row group are read together, so that a batch in random order
     # holds only one table at a time.
     for i in np.argsort(indices):
@@ -124,7 +124,6 @@ class Source:
     return int(file), int(group), int(row)
 
   def _load(self, key: tuple[int, int]) -> tuple[Any, int]:
-    """Returns the table of a row group and its size in memory, in bytes."""
     path, group = self._paths[key[0]], key[1]
     if self._unpack_to is None:
       table = self._decode(path, group)
@@ -183,7 +182,6 @@ class Source:
         )
 
   def _value(self, name: str, table: Any, row: int, index: int) -> Any:
-    """Returns a feature of a row: a scalar, bytes or an array."""
     feature = self._features[name]
     value = table.column(name)[row].as_py()
     if feature.image and value is not None:

@@ -54,7 +54,6 @@ class Feature(NamedTuple):
 
   @property
   def spec(self) -> tuple[Any, tuple[int | None, ...]]:
-    """(dtype, shape) of the feature in a source's spec."""
     if self.kind == "jpeg":
       return bytes, ()
     return bytes if self.kind == "text" else np.dtype(self.kind), self.shape

@@ -149,7 +149,6 @@ def _map(path: str) -> np.ndarray:
 
 
 def _named(name: str, split: str) -> tuple[np.ndarray, str]:
-  """Returns the bytes of a named text and the slice of its windows."""
   if name != "pydoc":
     raise ConfigError(f"text: name={name!r}: unknown text. There are: pydoc.")
   try:

@@ -190,7 +190,7 @@ def _builder(
       data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     )
     prepared = os.listdir(folder) if os.path.isdir(folder) else []
-    hint = did_you_mean(name, prepared)
+    hint = did_you_mean(str(name), prepared)
     if name in prepared:  # Another version or config than the library expects.
       hint = f" Set builder_dir to the folder of a version in {name!r}."
     raise ConfigError(
@@ -221,7 +221,6 @@ def _file_instructions(known: Any, split: str) -> list[Any]:
 
 
 def _keep_encoded(features: Any) -> dict[str, Any]:
-  """Returns decoders that keep the images of a FeaturesDict encoded."""
   tfds = _import_tfds()
   decoders = {}
   for name, feature in features.items():

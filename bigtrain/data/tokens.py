@@ -177,7 +177,9 @@ class Source:
     pieces = self._windows.pieces(indices)
     shape = len(indices), self._length
     tokens_of = lambda shard: self._maps.get(self._shards[shard].path)
-    batch = windows.fill(pieces, shape, tokens_of, self._eos_id, self._segments)
+    batch = windows.fill(
+      pieces, shape, tokens_of, self._eos_id or 0, self._segments
+    )
     if self._vocab_size is not None:
       self._check_ids(batch, indices)
     if self._bytes_per_token is not None:

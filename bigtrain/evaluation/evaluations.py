@@ -32,7 +32,6 @@ class Context(NamedTuple):
   """What an evaluator can know about the run.
 
   Attributes:
-    name: name of the evaluation in the config; prefix of its metrics.
     workdir: folder of the run; "" without a run.
     batch_size: global batch size of training, the default for evaluations.
     pp_modules: dotted names of the user's preprocessing modules.
@@ -68,14 +67,13 @@ class Batches:
   """A fixed evaluation set, cut into batches on the devices.
 
   Attributes:
-    context: context of the evaluator.
     data: source, as in config.input.data.
     pp: preprocessing string.
     batch_size: global batch size; the one of training by default.
     num_examples: number of examples, from the start; all by default.
     cache: whether to keep preprocessed batches in host memory.
     trust_class_numbers: whether class numbers mean the same as in training even
-      if the names of the classes differ (`check_class_names`).
+      if the names of the classes differ.
   """
 
   context: Context
@@ -92,10 +90,8 @@ class Batches:
   def labelled(self, feature: str, num_classes: int | None) -> "Batches":
     """Returns batches in which a feature holds class numbers.
 
-    Negative class numbers mean that an example has no label.
-
-    Args:
-      num_classes: larger numbers are errors; None allows all.
+    Negative ones mean "no label", larger ones than `num_classes`, if given, are
+    errors.
     """
     sizes = {k: n for k, n in self.context.vocab_sizes.items() if k != feature}
     if num_classes is not None:
@@ -122,11 +118,9 @@ class Batches:
     return made
 
   def map(self, fn: PredictFn) -> Callable[[Variables], list[Any]]:
-    """Compiles a function for the batches.
+    """Compiles fn(variables, batch), which returns a tree of arrays.
 
-    Args:
-      fn: (variables, batch) -> tree of arrays. The batch is a dict with the
-        features and "_mask" [B], which is 0 for padding.
+    The batch has the features, and "_mask" [B], which is 0 for padding.
 
     Returns:
       (variables) -> fn's result for each batch, in order, as numpy arrays.
@@ -162,10 +156,7 @@ class Batches:
     return run
 
   def collect(self, fn: PredictFn) -> Callable[[Variables], Any]:
-    """Compiles a function whose results have one row for each example.
-
-    Args:
-      fn: (variables, batch) -> tree of [B, ...] arrays.
+    """Compiles fn(variables, batch), which returns a tree of [B, ...] arrays.
 
     Returns:
       (variables) -> the tree of [N, ...] numpy arrays of all examples, in
@@ -185,24 +176,17 @@ class Evaluator(Protocol):
   """Interface of the classes `Evaluator` in the evaluators' modules."""
 
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
-    """Evaluates the variables of `step`; the same on every process.
-
-    The values are numbers, or images, texts, tables (reports/media.py) and
-    histograms (metrics.py).
-    """
+    """Returns numbers, media or histograms; the same on every process."""
 
 
 class Evaluation(NamedTuple):
   """One entry of config.evals.
 
   Attributes:
-    name: key of the entry.
     log_steps: the evaluation is due at multiples of this, and at the last step.
     weights: part of the state to evaluate: "params" or "ema".
-    build: builds the evaluator: loads data and compiles. It runs in any thread
-      and does nothing collective.
-    at_start: whether the evaluation is due before the first step of a run: at
-      step 0, or at the step of config.resume.
+    build: loads data and compiles; runs in any thread, nothing is collective.
+    at_start: whether the evaluation is due before the first step of a run.
   """
 
   name: str
@@ -216,7 +200,6 @@ class Evaluation(NamedTuple):
     return metric.startswith(f"{self.name}/")
 
   def due(self, step: int, total_steps: int) -> bool:
-    """Whether the evaluation runs after `step` steps of training."""
     if step == 0:
       return self.at_start
     return step == total_steps or step % self.log_steps == 0
@@ -238,15 +221,8 @@ def from_config(
   """Checks all entries of config.evals; builds no evaluator.
 
   Args:
-    config: the whole config. `evals` maps names to dicts with `type`, `pred`, a
-      length `log_*`, optionally `pred_kw` (options of the predict function),
-      `weights` and `at_start`, and the options of the evaluator and its
-      batches.
     weights: {part of the state that can be evaluated: specs of the model's
       variables with that part}.
-
-  Raises:
-    ConfigError: unknown module, predict function or option, or a bad length.
   """
   evaluations = []
   sizes = context.vocab_sizes
@@ -294,7 +270,6 @@ def _predict_fn(
   options: Mapping[str, Any],
   path: str,
 ) -> PredictFn:
-  """A predict function with its options bound."""
   if name not in predict_fns:
     hint = settings.did_you_mean(name, predict_fns)
     raise ConfigError(
@@ -318,13 +293,8 @@ def _bind(
 ) -> Callable[[], Evaluator]:
   """Checks the options of an evaluator; returns a function that builds it."""
   parameters = inspect.signature(module.Evaluator).parameters
-  batch_names: list[str] = []
-  if "batches" in parameters:
-    batch_names = [
-      field.name
-      for field in dataclasses.fields(Batches)
-      if field.name != "context" and field.name not in parameters
-    ]
+  fields = {field.name for field in dataclasses.fields(Batches)} - {"context"}
+  batch_names = fields - {*parameters} if "batches" in parameters else set()
   batch_options = {k: v for k, v in options.items() if k in batch_names}
   own_options = {k: v for k, v in options.items() if k not in batch_names}
   settings.check_kwargs(
@@ -353,7 +323,6 @@ def _bind(
 
 
 def _check_batches(options: Mapping[str, Any], context: Context) -> None:
-  """Checks options of `Batches` without opening the data."""
   path = context.path
   if "data" in options:
     _check_exists(options["data"], f"{path}.data.path")
@@ -398,7 +367,6 @@ def check_class_names(
 def class_tokens(
   texts: Sequence[str], pp_text: str, context: Context
 ) -> np.ndarray:
-  """Returns the tokens of texts with class names; see labels.tokens."""
   return labels.tokens(
     texts,
     pp_text,
@@ -409,7 +377,6 @@ def class_tokens(
 
 
 def check_numbers(path: str, values: Any, **limits: Any) -> None:
-  """Checks that an option is a non-empty list of numbers in a range."""
   if not isinstance(values, list | tuple) or not values:
     raise ConfigError(f"{path}: expected a list of numbers, got {values!r}.")
   for value in values:
@@ -417,7 +384,6 @@ def check_numbers(path: str, values: Any, **limits: Any) -> None:
 
 
 def tokenizer(spec: str, context: Context) -> tokenizers.Tokenizer:
-  """Returns the tokenizer of an entry's option `tokenizer`."""
   try:
     return tokenizers.get(spec)
   except ConfigError as e:

@@ -20,7 +20,6 @@ _PACKAGES = {
 
 
 def check(key: str, metrics: Iterable[str], options: Iterable[str]) -> None:
-  """Raises ConfigError for an unknown metric or a missing package."""
   for name in metrics:
     settings.check_choice(key, name, options)
     if name in _PACKAGES:
@@ -28,7 +27,6 @@ def check(key: str, metrics: Iterable[str], options: Iterable[str]) -> None:
 
 
 def check_package(key: str, package: str, extra: str) -> None:
-  """Raises ConfigError if a package is missing."""
   if importlib.util.find_spec(package) is None:
     raise ConfigError(
       f"{key}: needs {package}: pip install 'bigtrain[{extra}]'."
@@ -38,11 +36,7 @@ def check_package(key: str, package: str, extra: str) -> None:
 def compute(
   names: Iterable[str], samples: Texts, references: Sequence[Texts]
 ) -> dict[str, float]:
-  """Values of metrics: "exact", "exact_match", "bleu", "cider" or "rouge".
-
-  Args:
-    references: of each sample.
-  """
+  """Values of metrics by name; each sample has several references."""
   results: dict[str, float] = {}
   for name in names:
     results |= _METRICS[name](samples, references)

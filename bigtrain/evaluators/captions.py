@@ -31,15 +31,11 @@ def check(
 class Evaluator:
   """Returns captions as a table, <workdir>/captions/<name>-<step>.jsonl.
 
-  Row i of the table is {"number": i, "caption": ..., "references": [...]} of
-  example i of the data set. A picture, <name>-<step>.png, shows the first
-  images with their captions. Captions that equal none of their references are
-  red.
+  A picture, <name>-<step>.png, shows the first images with their captions; red
+  ones equal none of their references.
 
   Args:
     predict_fn: (variables, batch, eos_id=...) -> tokens int [B, L].
-    batches: the evaluation set, with the feature `image_key` and, for metrics,
-      `labels_key`.
     tokenizer: tokenizer of the captions, see pp/tokenizers.py.
     labels_key: name of the references' tokens, int [B, L], or [B, R, L] if an
       image has several references.
@@ -108,12 +104,10 @@ def draw(
   captions: Sequence[str],
   references: Sequence[Sequence[str]],
 ) -> np.ndarray:
-  """Draws a sheet of images, five in a row, with their captions above.
+  """Draws images, five in a row, with their captions above, wrong ones in red.
 
   Args:
     images: [N, height, width, channels], with any range of values.
-    captions: at least N captions; wrong ones are red.
-    references: references of each caption.
 
   Returns:
     uint8 [height, width, 3].

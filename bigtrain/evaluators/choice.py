@@ -31,20 +31,16 @@ def check(
 class Evaluator:
   """Accuracy by likelihood, scored as in the lm-evaluation-harness.
 
-  For each question, every choice is appended to the context, and the
-  log-likelihoods of the choices, summed over their tokens, are compared:
-  unnormalized ("acc"), per character of the choice ("acc_norm", as in the
-  harness) and per byte ("acc_bytes"). Of equal choices the first one wins.
-
-  The evaluator tokenizes the questions itself and makes its own batches.
+  The log-likelihoods of the choices after the context, summed over tokens, are
+  compared: unnormalized ("acc"), per character of the choice ("acc_norm", as in
+  the harness) and per byte ("acc_bytes"). Of equal choices the first one wins.
 
   Args:
     predict_fn: (variables, batch) -> {"log_likelihood": float [B], ...}, the
       sum over the `targets` [B, L] where `loss_mask` [B, L] is 1.
     data: source with a text, a list of texts and a number for each question,
       such as dict(type="jsonl", path="arc.jsonl").
-    length: tokens of a window. Only the end of a longer context is used. All
-      windows have one length, so there is one compilation.
+    length: tokens of a window. Only the end of a longer context is used.
     tokenizer: tokenizer of the model, see pp/tokenizers.py.
     context_key: name of the text before the choices.
     choices_key: name of the choices.
@@ -53,8 +49,7 @@ class Evaluator:
       belong to the choice's tokens, as in the harness.
     bos: whether each context starts with the begin token (the end token, if the
       tokenizer has no begin token). An empty context always does.
-    batch_size: number of choices per batch; the batch size of training by
-      default.
+    batch_size: number of choices per batch; as in training by default.
     num_examples: number of questions, from the start; all by default.
   """
 
@@ -75,9 +70,11 @@ class Evaluator:
     num_examples: int | None = None,
   ):
     path = context.path
-    windows = _Windows(
-      evaluations.tokenizer(tokenizer, context), length, delimiter, bos, path
-    )
+    coder = evaluations.tokenizer(tokenizer, context)
+    if bos and _begin_id(coder) is None:
+      raise ConfigError(
+        f"{path}.bos: the tokenizer {coder.name!r} has no begin token."
+      )
     keys = (context_key, choices_key, answer_key)
     source = sources.make_source(data, f"{path}.data")
     spec = parts.Features(source.spec, path)
@@ -90,7 +87,9 @@ class Evaluator:
       example = source.read(np.asarray([i]))
       try:
         text, choices, answer = _question(*(example[key][0] for key in keys))
-        rows += [windows.row(text, choice) for choice in choices]
+        rows += [
+          window(coder, length, delimiter, bos, text, c) for c in choices
+        ]
       except ValueError as e:
         raise DataError(f"{source.where(i)}: {e}.") from e
       self._choices.append(choices)
@@ -153,49 +152,40 @@ def _text(raw: Any) -> str:
   return raw.decode() if isinstance(raw, bytes) else str(raw)
 
 
-class _Windows:
-  """Makes windows of a context and a choice."""
+def _begin_id(tokenizer: tokenizers.Tokenizer) -> int | None:
+  return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 
-  def __init__(
-    self,
-    tokenizer: tokenizers.Tokenizer,
-    length: int,
-    delimiter: str,
-    bos: bool,
-    path: str,
-  ):
-    self._tokenizer, self._delimiter = tokenizer, delimiter
-    self._length, self._bos = length, bos
-    begin_id = tokenizer.bos_id
-    self._begin_id = tokenizer.eos_id if begin_id is None else begin_id
-    if self._begin_id is None and bos:
-      raise ConfigError(
-        f"{path}.bos: the tokenizer {tokenizer.name!r} has no begin token."
-      )
 
-  def row(self, text: str, choice: str) -> dict[str, np.ndarray]:
-    """Returns `tokens`, `targets` int32 [L] and `loss_mask` float32 [L]."""
-    stripped = text.rstrip()
-    tail = text[len(stripped) :] + self._delimiter + choice
-    # Encoded together, since tokens can depend on their neighbours.
-    ids = self._tokenizer.encode(stripped + tail)
-    context_ids = self._tokenizer.encode(stripped) if stripped else ids[:0]
-    size = len(ids) - len(context_ids)
-    if self._bos or not len(context_ids):
-      if self._begin_id is None:
-        raise ValueError(
-          "the context is empty and the tokenizer has no begin token"
-        )
-      ids = np.concatenate([[self._begin_id], ids])
-    if not 0 < size <= self._length:
+def window(
+  tokenizer: tokenizers.Tokenizer,
+  length: int,
+  delimiter: str,
+  bos: bool,
+  text: str,
+  choice: str,
+) -> dict[str, np.ndarray]:
+  """`tokens`, `targets` int32 [L] and `loss_mask` float32 [L] of a choice."""
+  stripped = text.rstrip()
+  tail = text[len(stripped) :] + delimiter + choice
+  # Encoded together, since tokens can depend on their neighbours.
+  ids = tokenizer.encode(stripped + tail)
+  size = len(ids) - (len(tokenizer.encode(stripped)) if stripped else 0)
+  if bos or not stripped:
+    begin_id = _begin_id(tokenizer)
+    if begin_id is None:
       raise ValueError(
-        f"a choice of {size} tokens does not fit into length={self._length}"
+        "the context is empty and the tokenizer has no begin token"
       )
-    ids = ids[-(self._length + 1) :]
-    padding = (0, self._length - len(ids) + 1)
-    is_choice = np.arange(1, len(ids)) >= len(ids) - size
-    return {
-      "tokens": np.pad(ids[:-1], padding).astype(np.int32),
-      "targets": np.pad(ids[1:], padding).astype(np.int32),
-      "loss_mask": np.pad(is_choice, padding).astype(np.float32),
-    }
+    ids = np.concatenate([[begin_id], ids])
+  if not 0 < size <= length:
+    raise ValueError(
+      f"a choice of {size} tokens does not fit into length={length}"
+    )
+  ids = ids[-(length + 1) :]
+  padding = (0, length - len(ids) + 1)
+  is_choice = np.arange(1, len(ids)) >= len(ids) - size
+  return {
+    "tokens": np.pad(ids[:-1], padding).astype(np.int32),
+    "targets": np.pad(ids[1:], padding).astype(np.int32),
+    "loss_mask": np.pad(is_choice, padding).astype(np.float32),
+  }

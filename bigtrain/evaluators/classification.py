@@ -42,17 +42,13 @@ class Evaluator:
 
   Args:
     predict_fn: (variables, batch) -> logits [B, C].
-    batches: the evaluation set, with the features `label_key` and the model's
-      inputs.
     loss: "softmax_xent" or "sigmoid_xent".
     label_key: name of the labels: int [B], or one-hot or multi-hot [B, C].
       Examples with a negative label, or without a label, do not count.
     top_k: numbers k: an example is right if any of its labels is among the k
-      classes with the largest logits. Of equal logits the lower class comes
-      first. A k larger than C is ignored.
-    calibration_bins: number of bins of the expected calibration error, 15 in
-      "On Calibration of Modern Neural Networks" (Guo et al. 2017, arXiv
-      1706.04599); 0 for none. See `calibration_error`.
+      classes with the largest logits. A k larger than C is ignored.
+    calibration_bins: number of bins of the expected calibration error "ece", 15
+      in arXiv 1706.04599; 0 for none.
   """
 
   def __init__(
@@ -94,11 +90,7 @@ class Evaluator:
     self._outputs = batches.labelled(label_key, num_classes).map(outputs)
 
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
-    """Returns {"acc", "top5_acc", "loss"}.
-
-    With `calibration_bins` also the calibration error "ece" and the histogram
-    "confidence" of the best classes' probabilities.
-    """
+    """Returns "acc", "top5_acc", "loss", and with bins "ece", "confidence"."""
     values = metrics.host_values(self._outputs(variables))
     if "confidence" in values:
       values["ece"] = calibration_error(
@@ -114,12 +106,8 @@ def calibration_error(
 ) -> float:
   """Mean difference of accuracy and confidence, from 0 to 1; NaN if empty.
 
-  Confidence is the probability of the best class.
-
-  Args:
-    counts: number of examples in each bin of confidence.
-    hits: number of them whose best class is right.
-    confidences: sum of their confidences.
+  The arguments are numbers of examples, numbers of right answers and sums of
+  confidences (probabilities of the best class) in each bin of confidence.
   """
   total = counts.sum()
   return float(np.abs(hits - confidences).sum() / total) if total else math.nan

@@ -3,9 +3,8 @@
 For each number of shots and each seed, that number of examples of every class
 is drawn, the features are scaled to mean 0 and variance 1, and ridge regression
 maps them to 1 for the right class and -1 for the others. The eigenvectors of a
-Gram matrix give the solutions for all penalties at once. This is the probe of
-the transfer experiments in "Big Transfer", arXiv 1912.11370, and "Scaling
-Vision Transformers", arXiv 2106.04560.
+Gram matrix give the solutions for all penalties at once. "Big Transfer", arXiv
+1912.11370, and "Scaling Vision Transformers", arXiv 2106.04560, use this probe.
 
 Legend: B batch, N examples, T tested examples, D features, C classes, R rank,
 P penalties.
@@ -44,19 +43,15 @@ def check(
 class Evaluator:
   """Accuracy "{k}shot" of probes on k examples of each class.
 
-  The accuracy is the mean over seeds; with several seeds "{k}shot_std" is its
-  standard deviation. With several penalties the probe uses the one with the
-  best accuracy on training examples that are not among the shots, and
-  "{k}shot_l2" is the median of these penalties.
+  It is the mean over seeds; with several, "{k}shot_std" is the standard
+  deviation. With several penalties the probe uses the best one on training
+  examples that are not among the shots; "{k}shot_l2" is their median.
 
   Args:
     predict_fn: (variables, batch) -> features [B, ...].
-    batches: the examples from which shots are drawn, with the features
-      `label_key` and the model's inputs.
     test_data: source of the test examples, as in config.input.data; they are
       preprocessed like the others.
-    shots: numbers of examples per class; a smaller class gives all its
-      examples.
+    shots: numbers of examples per class; a smaller class gives all it has.
     l2: penalties on the squared weights, summed over the shots; the bias has
       none. Published results mostly use 1024.
     seeds: number of times the shots are drawn.

@@ -30,14 +30,9 @@ def check(
 class Evaluator:
   """Returns texts as a table, <workdir>/generations/<name>-<step>.jsonl.
 
-  Row i is {"number": i, "prompt": ..., "sample": ..., "references": [...]} of
-  example i of the data set, without fields that have no key.
-
   Args:
     predict_fn: (variables, batch) -> generated tokens, int [B, T]. The
       tokenizer's end token and all tokens after it do not count.
-    batches: the evaluation set, with the predict function's inputs,
-      `prompt_key` and `reference_key`.
     tokenizer: tokenizer of samples, prompts and references, see
       pp/tokenizers.py.
     prompt_key: name of the prompts' tokens, int [B, L].

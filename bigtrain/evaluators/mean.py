@@ -21,9 +21,7 @@ class Evaluator:
   """Value of each metric over a data set; padding does not count.
 
   Args:
-    predict_fn: (variables, batch) -> {name: metric}: (sum, weight) of a mean,
-      or another kind of bigtrain/metrics.py.
-    batches: the evaluation set.
+    predict_fn: (variables, batch) -> {name: metric}, see bigtrain/metrics.py.
   """
 
   def __init__(self, predict_fn: PredictFn, batches: evaluations.Batches):

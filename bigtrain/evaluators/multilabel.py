@@ -40,12 +40,9 @@ class Evaluator:
     precision_micro, recall_micro, f1_micro
                 over all pairs of an example and a class
 
-  The host keeps the scores of the whole set, 5 N C bytes.
-
   Args:
     predict_fn: (variables, batch) -> logits [B, C]. The probability of a label
       is the logit's sigmoid.
-    batches: the evaluation set.
     label_key: name of the labels, multi-hot [B, C].
     threshold: a label is predicted if its probability is above it.
     per_class: whether to return the table "classes" with the metrics of each.

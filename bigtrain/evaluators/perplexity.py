@@ -14,10 +14,8 @@ class Evaluator:
 
   Args:
     predict_fn: (variables, batch) -> {name: (sum, weight)}. "loss" is in nats,
-      its weight is the number of predicted tokens. If there is "bytes",
-      its sum is the number of bytes of text behind these tokens. The weight of
-      padding must be 0.
-    batches: the evaluation set.
+      its weight is the number of predicted tokens. The sum of "bytes", if there
+      is one, is the number of bytes of text behind these tokens.
   """
 
   def __init__(self, predict_fn: PredictFn, batches: evaluations.Batches):
@@ -35,18 +33,15 @@ class Evaluator:
     self._outputs = batches.map(outputs)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    """Returns "loss", "perplexity", and "bits_per_byte" if bytes are known.
-
-    The means of the predict function's other metrics are returned as well.
-    """
+    """Returns "loss", "perplexity", "bits_per_byte" if known, other means."""
     return summary(self._outputs(variables))
 
 
 def summary(batches: Iterable[Mapping[str, metrics.Pair]]) -> dict[str, float]:
   """Combines the fetched metrics of a set's batches.
 
-  Perplexity is exp(sum of losses / tokens). Bits per byte are the sum of losses
-  in bits over the sum of bytes; they do not depend on the tokenizer.
+  Perplexity is exp(sum of losses / tokens), bits per byte are the sum of losses
+  in bits over the sum of bytes.
   """
   batches = list(batches)
   results = metrics.host_values(batches)

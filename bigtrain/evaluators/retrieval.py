@@ -28,15 +28,13 @@ class Evaluator:
 
   The fraction of images with one of their texts among the k texts that fit
   best, and the fraction of texts with their image among the k images that fit
-  best. A wrong answer with the score of a right one ranks before it, so a model
-  that gives all examples the same embedding has recall 0.
+  best. A wrong answer with the score of a right one ranks before it.
 
   Args:
     predict_fn: (variables, batch) -> {"image": [B, E], "text": [B, E]}; "text"
       is [B, n, E] if the batch has several texts per image.
-    batches: the evaluation set, with the features "image" and "labels" [B, L]
-      or [B, n, L]. Texts of zeros only do not count, so images can have
-      different numbers of texts.
+    batches: with the features "image" and "labels" [B, L] or [B, n, L]. Texts
+      of zeros only do not count.
     at: the numbers k.
     id_key: name of a feature int [B], the image's number. It is needed if rows
       repeat an image, once with each of its texts. By default each row is
@@ -99,9 +97,7 @@ class Evaluator:
   ) -> np.ndarray:
     """Number of wrong answers before the first right one, int [Q].
 
-    Args:
-      queries: (embeddings [Q, E], image ids [Q]).
-      answers: (embeddings [A, E], image ids [A]).
+    Queries and answers are (embeddings [Q or A, E], image ids [Q or A]).
     """
     query_QE, query_id = queries
     answers = jax.device_put(answers, self._replicated)

@@ -17,12 +17,10 @@ class Evaluator:
   """Saves predictions to <workdir>/predictions/<name>-<step>.npz.
 
   The arrays are "predictions" ("predictions/<name>" if the function returns
-  several) and the features in `keys`. Row i belongs to example i of the data
-  set; padding is removed.
+  several) and the features in `keys`, with one row for each example.
 
   Args:
     predict_fn: (variables, batch) -> tree of [B, ...] arrays.
-    batches: the evaluation set.
     keys: features to save with the predictions.
     cache: whether to keep preprocessed batches in host memory.
   """

@@ -38,8 +38,6 @@ class Evaluator:
   Args:
     predict_fn: (variables, batch) -> embeddings of length 1: {"image": [B, E]}
       of a batch with images, {"text": [B, E]} of a batch with tokens "labels".
-    batches: the evaluation set of images, with the features "image" and
-      `label_key`. Texts are embedded in batches of the same size or smaller.
     class_names: names in the order of their class numbers, or the path of a
       text file with one name per line.
     pp_text: ops that tokenize captions, from "text" to "labels".

@@ -13,7 +13,6 @@ class Hook:
   Args:
     function: dotted path of fn(step, row, **kwargs) -> None, or a reason to
       stop the run.
-    context: given by the program.
     **kwargs: further arguments of the function.
   """
 

@@ -17,18 +17,15 @@ from bigtrain.runtime.hook_context import Context, WatchedMetric, sign
 class Hook:
   """Keeps the checkpoint of the step with the best value of a metric.
 
-  The rules of config.keep_ckpts do not delete it before there is a better one.
   If the metric belongs to an evaluation, the evaluated state is saved even if
-  no checkpoint was due at that step. A row of training is written after its
-  state has changed, so for a training metric only steps with a checkpoint
-  count. Of equal values the earlier one is kept; NaN is never best.
-
-  <workdir>/best_<name of the hook>.json names the best step.
+  no checkpoint was due. A row of training is written after its state has
+  changed, so for a training metric only steps with a checkpoint count. Of equal
+  values the earlier one is kept. <workdir>/best_<name of the hook>.json names
+  the step.
 
   Args:
     metric: name as in metrics.jsonl, such as "val/acc".
     mode: "min" if smaller is better, "max" if larger is better.
-    context: given by the program.
   """
 
   def __init__(self, metric: str, mode: str = "min", *, context: Context):

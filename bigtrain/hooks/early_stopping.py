@@ -15,18 +15,15 @@ class Hook:
   The rule is the one of T5X's EarlyStoppingAction. A value improves on the
   previous one if it is better by more than atol + rtol * |previous value|,
   compared in float32. The run stops as soon as none of the last `patience`
-  values improves on the one before it among them, so `patience` values give
-  `patience - 1` comparisons. A comparison with NaN, or with an infinite
-  previous value, counts as an improvement; the hook stop_on_nan ends such runs.
+  values improves on the one before it among them. A comparison with NaN, or
+  with an infinite previous value, counts as an improvement.
 
   Args:
     metric: name as in metrics.jsonl, such as "val/loss".
     mode: "min" if smaller is better, "max" if larger is better.
-    patience: number of values that are compared, at least 2. (T5X accepts 1,
-      which would stop at the first value.)
+    patience: number of values that are compared, at least 2.
     atol: absolute tolerance, in the metric's unit, at least 0.
     rtol: tolerance relative to the previous value, at least 0.
-    context: given by the program.
   """
 
   def __init__(

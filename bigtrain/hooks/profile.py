@@ -21,14 +21,12 @@ class Hook:
 
   A running job is asked for a trace of its next steps by the file
   <workdir>/profile.request, which process 0 removes, or by the signal SIGUSR2,
-  which concerns the process that receives it. Every run has such a hook; a
-  config adds one to trace fixed steps as well, or another number of steps.
+  which concerns the process that receives it. Every run has such a hook.
 
   Args:
     start: first step of the trace, counted from 1; None for no trace without a
       request.
     steps: number of steps in a trace.
-    context: given by the program.
   """
 
   def __init__(

@@ -15,17 +15,15 @@ class Hook:
   """Finds devices that compute wrong numbers.
 
   Every `every_steps` steps, the step is computed twice from the same state and
-  batch. The new states and metrics are compared by checksums of every shard,
-  which the devices compute. If they differ, the run ends
-  before anything is saved, and the error names the step, the first array and
-  its devices. The program must be deterministic; on GPUs that needs
-  XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+  batch, and checksums of each shard of the new states and metrics are compared.
+  If they differ, the run ends before anything is saved, and the error names the
+  step, the first array and its devices. The program must be deterministic; on
+  GPUs that needs XLA_FLAGS=--xla_gpu_deterministic_ops=true.
 
   Args:
     every_steps: number of steps between two replays. A replay takes the time of
       a step, and the memory of a second state.
     policy: "stop", or "rollback" to go on from the newest checkpoint.
-    context: given by the program.
   """
 
   def __init__(

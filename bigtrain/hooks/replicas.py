@@ -8,15 +8,13 @@ from bigtrain.settings import check_number
 class Hook:
   """Finds replicas that have come to differ.
 
-  Every `every_steps` steps and before every checkpoint, each device computes
-  checksums of its shards, and the copies of each shard are compared. If they
-  differ, the run ends before anything is saved, and the error names the step,
-  the first array, and the devices that differ from most others.
+  Every `every_steps` steps and before every checkpoint, checksums of the copies
+  of each shard are compared. If they differ, the run ends before anything is
+  saved, and the error names the step, the first array and the odd devices.
 
   Args:
     every_steps: number of steps between two comparisons.
     policy: "stop", or "rollback" to go on from the newest checkpoint.
-    context: given by the program.
   """
 
   def __init__(

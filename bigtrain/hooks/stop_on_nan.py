@@ -10,12 +10,11 @@ from bigtrain.runtime.hook_context import Context, WatchedMetric
 class Hook:
   """Stops the run, as a failure, when a metric is not finite.
 
-  The loss and the gradients of every step are guarded without this hook (see
-  config.nonfinite). It is for other metrics, such as an evaluation's.
+  config.nonfinite guards the loss and the gradients without this hook, which is
+  for other metrics, such as an evaluation's.
 
   Args:
     metrics: names as in metrics.jsonl; all metrics by default.
-    context: given by the program.
   """
 
   def __init__(

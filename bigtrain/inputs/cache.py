@@ -117,7 +117,6 @@ class CachedSource:
 
 
 def _row_bytes(value: Any, dtype: np.dtype) -> int:
-  """Size of one feature of one record, objects included."""
   if dtype.kind != "O":
     return value.nbytes
   if isinstance(value, np.ndarray) and value.dtype.kind == "O":

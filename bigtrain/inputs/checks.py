@@ -1,8 +1,7 @@
 """Checks of ids: token ids and class numbers that a model can take.
 
 A device does not refuse an id beyond a table: the result is NaN, or the
-embedding of another token. Ids are therefore checked on the host: at the start
-as far as the ops or the source know them, and in each batch.
+embedding of another token.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -104,7 +103,6 @@ def find_invalid(
 def invalid(
   where: str, name: str, values: Any, size: int, negative: bool = False
 ) -> DataError:
-  """Returns the error for an example with an id outside of [0, size)."""
   flat = np.ravel(values)
   value = flat[(flat >= size) | ((flat < 0) & (not negative))][0]
   if isinstance(size, ClassCount):
@@ -123,4 +121,8 @@ def _unchanged(op: Op, features: Mapping[str, Any]) -> list[tuple[str, str]]:
   if op.origins is None:
     return []
   origins = {name: name for name in features} | op.origins
-  return [(n, origin) for n, origin in origins.items() if origin in features]
+  return [
+    (n, origin)
+    for n, origin in origins.items()
+    if origin is not None and origin in features
+  ]

@@ -67,31 +67,6 @@ class Stopped(Exception):
   """The batch is no longer needed."""
 
 
-class Skipped:
-  """Examples left out because they cannot be read or preprocessed."""
-
-  def __init__(self, cap: int):
-    self.cap = cap
-    self._seen: set[tuple[str, int]] = set()
-    self._lock = threading.Lock()
-
-  def __len__(self) -> int:
-    return len(self._seen)
-
-  def add(self, key: str, index: int, error: DataError) -> None:
-    with self._lock:
-      new = (key, index) not in self._seen
-      if new and len(self._seen) >= self.cap:
-        if not self.cap:
-          raise error
-        raise DataError(
-          f"{error} (More than skip_errors={self.cap} examples are unusable.)"
-        ) from error
-      self._seen.add((key, index))
-    if new:
-      logging.warning("Skipped %d: %s", len(self), error)
-
-
 def num_cores() -> int:
   if hasattr(os, "sched_getaffinity"):
     return len(os.sched_getaffinity(0))
@@ -104,6 +79,8 @@ class Engine:
   Attributes:
     spec: {name: (dtype, shape)} of one example, with jax's dtypes.
     id_limits: limits of `limit_ids`, by feature.
+    skipped: (key, index) of examples left out because they cannot be read or
+      preprocessed; at most `skip_errors`.
   """
 
   def __init__(
@@ -113,13 +90,12 @@ class Engine:
     *,
     num_rows: int,
     num_threads: int,
-    skipped: Skipped,
+    skip_errors: int = 0,
   ):
-    self.parts = parts
-    self._plan = plan
-    self.num_rows = num_rows
-    self.num_threads = num_threads
-    self.skipped = skipped
+    self.parts, self._plan = parts, plan
+    self.num_rows, self.num_threads = num_rows, num_threads
+    self._skip_errors, self._lock = skip_errors, threading.Lock()
+    self.skipped: set[tuple[str, int]] = set()
     # {step: {row: index}}: replacements of examples that fail.
     self._replacements: dict[int, dict[int, int]] = {}
     # {feature: (number of ids, whether negative ones are allowed)}.
@@ -132,10 +108,7 @@ class Engine:
   def limit_ids(
     self, sizes: Mapping[str, int], negative: Collection[str], path: str
   ) -> None:
-    """Refuses ids that the model cannot take, from now on.
-
-    Negative values of the features `negative` mean "no label".
-    """
+    """Refuses ids that the model cannot take; < 0 is allowed in `negative`."""
     checks.check_parts(self.parts, self.spec, sizes, negative, path)
     for name, size in sizes.items():
       if name not in self.spec:
@@ -203,10 +176,7 @@ class Engine:
     raise NotImplementedError
 
   def example(self, k: int, index: int, epoch: int) -> Batch:
-    """Returns one preprocessed example of part k, or raises a DataError.
-
-    The message names its position and the failing op, if any.
-    """
+    """Returns an example of part k; a DataError names its position and op."""
     part = self.parts[k]
 
     def error(message: str) -> DataError:
@@ -270,7 +240,7 @@ class Engine:
         self.example(k, candidate, epoch)
         return candidate
       except DataError as e:
-        self.skipped.add(part.key, candidate, e)
+        self._skip(part.key, candidate, e)
       candidate = hashing.replacement(
         part.seed, epoch, index, attempt, len(part.source)
       )
@@ -279,11 +249,22 @@ class Engine:
       f"{_MAX_ATTEMPTS - 1} replacements."
     )
 
-  def _replace(self, step: int, error: Exception) -> None:
-    """Finds the failing examples of a batch and replaces them.
+  def _skip(self, key: str, index: int, error: DataError) -> None:
+    with self._lock:
+      new = (key, index) not in self.skipped
+      if new and len(self.skipped) >= self._skip_errors:
+        if not self._skip_errors:
+          raise error
+        raise DataError(
+          f"{error} (More than skip_errors={self._skip_errors} examples are "
+          "unusable.)"
+        ) from error
+      self.skipped.add((key, index))
+    if new:
+      logging.warning("Skipped %d: %s", len(self.skipped), error)
 
-    Raises `error` if every example alone can be made.
-    """
+  def _replace(self, step: int, error: Exception) -> None:
+    """Replaces failing examples; an error if each one alone can be made."""
     planned = self._plan(step, 0, self.num_rows)
     rows = list(zip(*(field.tolist() for field in planned)))
     pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
@@ -326,7 +307,6 @@ class Engine:
 def _narrowed(
   array: np.ndarray, dtype: np.dtype, name: str, step: int
 ) -> np.ndarray:
-  """Casts to jax's dtype; integers out of its range are an error."""
   if array.dtype.kind in "iu" and dtype.kind in "iu" and array.size:
     limits = np.iinfo(dtype)
     for value in (array.min(), array.max()):
@@ -346,7 +326,6 @@ def public_features(features: Mapping[str, Any]) -> dict[str, Any]:
 def _spec(
   features: Features, key: str
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-  """Returns {name: (dtype, shape)} of an example with jax's dtypes."""
   if not features:
     raise ConfigError(f"{key}.pp: no feature is left for the batch.")
   result = {}
@@ -366,7 +345,7 @@ def _spec(
       )
     result[name] = (
       np.dtype(jax.dtypes.canonicalize_dtype(dtype)),
-      tuple(int(size) for size in shape),
+      tuple(int(size) for size in shape if size is not None),
     )
   return result
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from bigtrain import settings, sharding
 from bigtrain.inputs import checks, order, pipeline, sources
 from bigtrain.inputs.cache import fits
-from bigtrain.inputs.engine import Batch, Engine, Part, Skipped
+from bigtrain.inputs.engine import Batch, Engine, Part
 from bigtrain.inputs.placement import Placement
 from bigtrain.inputs.prefetch import Prefetch
 from bigtrain.pp import registry
@@ -59,7 +59,6 @@ class EvalInput(pipeline.Input):
     return ok
 
   def batches(self) -> Prefetch:
-    """Returns an iterator over all batches; `close` ends it early."""
     return self._ahead(self._local_batches)
 
   def _local_batches(
@@ -121,7 +120,6 @@ def make_eval(
     plan,
     num_rows=len(placement.rows),
     num_threads=num_threads,
-    skipped=Skipped(0),
     path=path,
   )
   return EvalInput(engine, placement, num_examples, prefetch, cache, path)
@@ -135,7 +133,6 @@ def check(
   vocab_sizes: Mapping[str, int] | None = None,
   path: str,
 ) -> None:
-  """Checks arguments of `make_eval` without opening the data."""
   module, _ = sources.find_source(data, f"{path}.data")
   op = registry.compose(sources.parse_ops(pp, pp_modules, f"{path}.pp"))
   # The class, because some sources know their ids before they are opened.

@@ -1,9 +1,8 @@
 """Names of classes: of sources, in prompts, and as tokens.
 
-A source that numbers its classes itself, such as a folder with one folder for
-each class, gives other numbers to other classes. An evaluation on such numbers
-would have a wrong accuracy and no error, so its names are compared with those
-of training before anything compiles.
+A source that numbers its classes itself gives other numbers to other classes.
+An evaluation on such numbers would have a wrong accuracy and no error, so its
+names are compared with those of training before anything compiles.
 """
 
 import os
@@ -41,7 +40,6 @@ def read(names: Sequence[str] | str, key: str) -> list[str]:
 
 
 def fill(prompt: str, names: Sequence[str], key: str) -> list[str]:
-  """Returns the prompt once per name, with the name in place of {}."""
   if prompt.count("{}") != 1:
     raise ConfigError(
       f"{key}: expected a prompt with one {{}} for the name, got {prompt!r}."
@@ -112,9 +110,8 @@ def of_source(
   feature: str,
   key: str,
 ) -> list[str] | None:
-  """Returns the names of a feature's classes, if the source knows them."""
   module, arguments = sources.find_source(data, f"{key}.data")
-  read_names = getattr(module.Source, "read_class_names", lambda **_: {})
+  read_names: Any = getattr(module.Source, "read_class_names", lambda **_: {})
   with sources.at(f"{key}.data"):
     source_names = read_names(**arguments)
   ops = sources.parse_ops(pp, pp_modules, f"{key}.pp")

@@ -76,7 +76,6 @@ class NumpyEngine(Engine):
     epoch: np.ndarray,
     stopping: threading.Event,
   ) -> Batch:
-    """Reads and preprocesses examples [B] of one part."""
     if stopping.is_set():
       raise Stopped
     raw = part.source.read(index)

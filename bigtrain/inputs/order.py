@@ -152,7 +152,9 @@ def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
       add(row, counts)
       num_blocks, before = num_blocks + 1, before + counts
   row, weights = stages[-1]
-  add(row, block_counts(weights))
+  counts = block_counts(weights)
+  assert counts is not None  # There is no end.
+  add(row, counts)
   return segments
 
 

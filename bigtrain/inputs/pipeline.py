@@ -22,7 +22,7 @@ from bigtrain.cluster import process
 from bigtrain.data.formats import files
 from bigtrain.inputs import checks, description, order, sources, weights
 from bigtrain.inputs.cache import CachedSource
-from bigtrain.inputs.engine import Batch, Engine, Part, Plan, Skipped, num_cores
+from bigtrain.inputs.engine import Batch, Engine, Part, Plan, num_cores
 from bigtrain.inputs.numpy_engine import NumpyEngine
 from bigtrain.inputs.placement import Placement
 from bigtrain.inputs.prefetch import Prefetch
@@ -72,11 +72,9 @@ class Input:
   def limit_ids(
     self, sizes: Mapping[str, int], negative: Collection[str] = ()
   ) -> None:
-    """Refuses examples with ids that the model cannot take, see Engine."""
     self._engine.limit_ids(sizes, negative, self._path)
 
   def where(self, source: int, index: int) -> str:
-    """Returns file and position of an example, for messages."""
     return self._engine.parts[source].source.where(index)
 
   def _ahead(
@@ -146,24 +144,17 @@ class TrainInput(Input):
     return {"sources_at": self.sources_at if self._names else None}
 
   def sources_at(self, step: int) -> dict[str, float]:
-    """Returns the progress of each source of a mixture after `step` batches.
-
-    The names are "examples_seen/<name>" and "epoch/<name>".
-    """
+    """Returns "examples_seen/<name>" and "epoch/<name>" after some batches."""
     counts = self._schedule.counts(step * self.batch_size).tolist()
     seen = {f"examples_seen/{k}": n for k, n in zip(self._names, counts)}
     epochs = zip(self._names, counts, self._schedule.lengths)
     return seen | {f"epoch/{name}": n / size for name, n, size in epochs}
 
   def order(self, step: int) -> order.Order:
-    """Returns the examples of the global batch of a step, from 0."""
     return self._schedule.batch(step, self.batch_size)
 
   def start(self, first_step: int, last_step: int) -> Prefetch:
-    """Makes the batches of steps [first_step, last_step) in the background.
-
-    Returns an iterator of {name: jax.Array}; `close` ends it early.
-    """
+    """Makes batches of steps [first_step, last_step); `close` ends it early."""
     return self._ahead(
       lambda stopping: self._engine.batches(first_step, last_step, stopping)
     )
@@ -217,7 +208,6 @@ def train_engine(
   pp_modules: Sequence[str] = (),
   run: settings.Config | None = None,
 ) -> tuple[Engine, order.Schedule]:
-  """Makes the engine for some rows of each global batch, and the schedule."""
   path, batch_size = cfg.path, cfg.batch_size
   cache = cfg.get("cache", "none")
   settings.check_choice(f"{path}.cache", cache, ("none", "raw"))
@@ -239,7 +229,7 @@ def train_engine(
     plan,
     num_rows=len(rows),
     num_threads=cfg.get("num_threads"),
-    skipped=Skipped(settings.whole_number(cfg, "skip_errors", 0, least=0)),
+    skip_errors=settings.whole_number(cfg, "skip_errors", 0, least=0),
     path=path,
   )
 
@@ -249,10 +239,10 @@ def train_engine(
     for name, (dtype, shape) in engine.spec.items()
   }
   num_examples = tuple(len(part.source) for part in parts)
-  sizes = batch_size, sum(num_examples), tokens_per_example(spec)
-  units = lengths.Units(*sizes)
+  total, tokens = sum(num_examples), tokens_per_example(spec)
+  units = lengths.Units(batch_size, total, tokens)
   if run is not None:
-    units = lengths.read(run, *sizes).units
+    units = lengths.read(run, batch_size, total, tokens).units
   stages = weights.stages(
     [weights.read(weight, units, key) for weight, key in given],
     f"{path}.mixture",
@@ -276,13 +266,10 @@ def make_engine(
   *,
   num_rows: int,
   num_threads: int | None,
-  skipped: Skipped,
   path: str,
+  skip_errors: int = 0,
 ) -> Engine:
-  """Makes a numpy engine if all ops support it, else a tf.data engine.
-
-  tensorflow is imported only for the latter.
-  """
+  """Makes a numpy engine if all ops support it, else one of tensorflow."""
   if num_threads is not None:
     key = f"{path}.num_threads"
     settings.check_number(key, num_threads, least=1, whole=True)
@@ -295,7 +282,11 @@ def make_engine(
     kind = NumpyEngine
     threads = num_threads or min(threads, _MAX_NUMPY_THREADS)
   return kind(
-    parts, plan, num_rows=num_rows, num_threads=threads, skipped=skipped
+    parts,
+    plan,
+    num_rows=num_rows,
+    num_threads=threads,
+    skip_errors=skip_errors,
   )
 
 

@@ -24,6 +24,7 @@ class Placement:
       for device, slices in self.sharding.addressable_devices_indices_map(
         (batch_size,)
       ).items()
+      if slices is not None
     }
     spans = sorted(set(owned.values()))
     self.rows = np.concatenate([np.arange(*span) for span in spans])
@@ -51,7 +52,6 @@ class Placement:
   def put_all(
     self, batches: Generator[Mapping[str, np.ndarray], None, None]
   ) -> Iterator[dict[str, jax.Array]]:
-    """Applies `put` to each batch; closing this generator closes `batches`."""
     try:
       for batch in batches:
         yield self.put(batch)

@@ -19,7 +19,6 @@ def at(key: str) -> Iterator[None]:
 
 
 def make_source(options: Mapping[str, Any], key: str) -> Any:
-  """Builds the source that `dict(type=..., **arguments)` describes."""
   module, arguments = find_source(options, key)
   with at(key):
     source = module.Source(**arguments)
@@ -78,6 +77,5 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
 def parse_ops(
   spec: str, modules: Sequence[str], key: str
 ) -> tuple[registry.Op, ...]:
-  """Parses a preprocessing string; an empty one gives no ops."""
   with at(key):
     return tuple(parse.parse(spec, modules)) if spec != "" else ()

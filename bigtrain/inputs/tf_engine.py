@@ -42,14 +42,12 @@ class TfEngine(Engine):
       if isinstance(value, tf.TensorSpec | tf.Tensor):
         strings = value.dtype == tf.string
         dtype = bytes if strings else value.dtype.as_numpy_dtype
-      shape = getattr(value, "shape", None)
+      shape: Any = getattr(value, "shape", None)
       rank = None if shape is None else shape.rank
       features[name] = (dtype, None if rank is None else shape.as_list())
     return features
 
   def _graph(self, part: Part, codec: "_Codec") -> Any:
-    """Concrete function (u, *tensors) -> features of one example."""
-
     def example(u: Any, *tensors: Any) -> dict[str, Any]:
       features = codec.unpack(tensors)
       u = u[: part.op.draws]

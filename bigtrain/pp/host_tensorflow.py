@@ -34,7 +34,6 @@ tf: Any = _Lazy()
 
 
 def _unquoted(line: str) -> str:
-  """Decodes the repr of a bytes object; other text is returned unchanged."""
   try:
     return ast.literal_eval(line).decode("utf-8", "backslashreplace")
   except (ValueError, SyntaxError, AttributeError):

@@ -22,7 +22,6 @@ Size = int | tuple[int, int]
 
 
 def pair(size: Size, name: str = "size") -> tuple[int, int]:
-  """Returns (height, width) from one positive number, or from two."""
   height, width = (size, size) if isinstance(size, int) else size
   if height < 1 or width < 1:
     raise ConfigError(f"argument {name!r} is {size!r}, expected at least 1.")
@@ -247,7 +246,6 @@ def _integer(u: Any, stop: Any) -> Any:
 
 
 def _with_room(height: Any, width: Any, size: tuple[int, int], op: str) -> Any:
-  """Returns `height` after a check that the window fits into the image."""
   return xp.checked(
     height,
     (height >= size[0]) & (width >= size[1]),

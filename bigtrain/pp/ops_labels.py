@@ -35,8 +35,7 @@ def onehot(
     key_result: name of the result; `key` by default.
     multi: whether to merge several labels into one vector [depth]; if False,
       the result is [n, depth].
-    on: value of the labelled classes.
-    off: value of all other classes.
+    on, off: value of the labelled classes, and of all others.
   """
   check_number("argument 'depth'", depth, least=1, whole=True)
   classes = np.arange(depth, dtype=np.int64)
@@ -172,7 +171,6 @@ def _read(path: str, sep: str | None) -> list[tuple[str, int]]:
 
 
 def _on_tensors(table: dict[Any, int], message: str) -> Any:
-  """Returns the lookup as a function of tensors, with a table built once."""
   tables: list[Any] = []
   absent = min(table.values()) - 1  # Marks unknown names.
 

@@ -57,7 +57,6 @@ class Spans(NamedTuple):
     return cls(noise, min(spans, noise, length - noise))
 
   def lengths(self, length: int) -> tuple[int, int]:
-    """Lengths of inputs and targets, with sentinels and end of sequence."""
     if not self.noise:
       return 0, 0
     return length - self.noise + self.spans + 1, self.noise + self.spans + 1

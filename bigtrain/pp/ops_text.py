@@ -67,10 +67,7 @@ def on_texts(
 ) -> Op:
   """Makes an op that maps each text of a feature by `fn`, in Python.
 
-  Args:
-    fn: text -> bytes or array of `dtype` and `shape`; raises BadText.
-    name: name of the op, for messages.
-    key: name of the feature, a text or an array of texts of any shape.
+  `fn` returns bytes or an array of `dtype` and `shape`; it raises BadText.
   """
   message = f"preprocessing op {name} cannot use {key}"
   kind = object if dtype == "bytes" else dtype
@@ -157,7 +154,7 @@ def strfmt(template: str, key_result: str = "text") -> Op:
       text = np.frompyfunc(fill, len(names), 1)(*values)
     else:
       by_name = {n: _as_strings(x, n) for n, x in zip(names, values)}
-      pairs = [[tf.constant(a), by_name.get(n, "")] for a, n in parts]
+      pairs = [[tf.constant(a), by_name.get(n or "", "")] for a, n in parts]
       text = tf.strings.join([piece for pair in pairs for piece in pair])
     return {**features, key_result: text}
 
@@ -213,8 +210,6 @@ def choice(
   key: str = "text", key_result: str | None = None, index: int | None = None
 ) -> Op:
   """Chooses one of a list of captions at random, all equally likely.
-
-  An empty list is an error.
 
   Args:
     key: name of the feature: a list [n], of texts or of any values.

@@ -39,12 +39,11 @@ class _Call(NamedTuple):
 def parse(
   spec: str, modules: Sequence[str] = (), *, defer_errors: bool = False
 ) -> list[registry.Op]:
-  """Parses a spec into ops for `registry.compose`.
+  """Parses a spec, such as "decode|resize(224)|value_range(-1, 1)", into ops.
 
   Adjacent ops that have a fusion, such as `decode` and a crop, become one op.
 
   Args:
-    spec: such as "decode|resize(224)|value_range(-1, 1)". It may span lines.
     modules: dotted names of modules to import first; they register ops.
     defer_errors: whether an op that cannot be made, for instance because its
       file is gone, raises its error when it is called, and not here.
@@ -116,11 +115,10 @@ def _links(node: ast.expr) -> list[ast.expr]:
 
 
 def _text(node: ast.expr, spec: str) -> str:
-  return " ".join(ast.get_source_segment(f"(\n{spec}\n)", node).split())
+  return " ".join((ast.get_source_segment(f"(\n{spec}\n)", node) or "").split())
 
 
 def _call(node: ast.expr, where: str, text: str, defer_errors: bool) -> _Call:
-  """Builds one op from its node; `where` is its position, for messages."""
   func = node.func if isinstance(node, ast.Call) else node
   if not isinstance(func, ast.Name):
     raise ConfigError(
@@ -187,7 +185,6 @@ def _fuse(calls: Iterable[_Call]) -> list[_Call]:
 def check_arguments(
   factory: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-  """Returns all arguments by name, checked against the signature."""
   signature = inspect.signature(factory)
   parameters = signature.parameters
   for name in kwargs:

@@ -123,7 +123,6 @@ def _flat(image: Any) -> Any:
 
 
 def _row(values_3: Any, image: Any) -> Any:
-  """Repeats one number per channel to a row [3 W], to match `_flat`."""
   return tf.tile(values_3, [tf.shape(image)[1]])
 
 
@@ -211,7 +210,6 @@ def posterize(image: Any, bits: int) -> Any:
 
 
 def solarize(image: Any, threshold: int) -> Any:
-  """Inverts the values of at least `threshold`."""
   return _select(image < threshold, image, 255 - image)
 
 

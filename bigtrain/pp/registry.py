@@ -77,8 +77,6 @@ _fusions: dict[tuple[str, str], Fusion] = {}
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
-  """Decorator that registers a factory under a name."""
-
   def decorate(factory: Factory) -> Factory:
     registered = _factories.get(name)
     # The same function again means a reloaded module, as in a notebook.
@@ -94,8 +92,6 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 
 def register_fusion(first: str, second: str) -> Callable[[Fusion], Fusion]:
-  """Decorator that registers a fusion of "first|second" with equal results."""
-
   def decorate(fusion: Fusion) -> Fusion:
     _fusions[first, second] = fusion
     return fusion

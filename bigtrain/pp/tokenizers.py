@@ -133,7 +133,6 @@ def _bytes() -> Tokenizer:
 
 
 def byte_ids(raw: bytes) -> np.ndarray:
-  """Returns the ids of bytes in the tokenizer "bytes", int32 [n]."""
   return np.frombuffer(raw, np.uint8).astype(np.int32) + _FIRST_BYTE
 
 
@@ -163,6 +162,10 @@ def _import(package: str, path: str) -> Any:
   return import_package(package, by, "'bigtrain[text]'")
 
 
+def _known(*ids: int | None) -> set[int]:
+  return {i for i in ids if i is not None}
+
+
 def _sentencepiece(
   spec: str, path: str, content: bytes, digest: str
 ) -> Tokenizer:
@@ -187,7 +190,7 @@ def _sentencepiece(
     pad_id=pad,
     bos_id=bos,
     eos_id=eos,
-    special_ids=frozenset(control | ({pad, bos, eos} - {None})),
+    special_ids=frozenset({*control, *_known(pad, bos, eos)}),
     _encode=model.encode_as_ids,
     _decode=model.decode_ids,
     _digest=digest,
@@ -244,7 +247,7 @@ def _hugging_face(
     pad_id=ids["pad_token"],
     bos_id=ids["bos_token"],
     eos_id=ids["eos_token"],
-    special_ids=frozenset(special | (set(ids.values()) - {None})),
+    special_ids=frozenset({*special, *_known(*ids.values())}),
     _encode=lambda text: model.encode(text, add_special_tokens=False).ids,
     _decode=model.decode,
     _digest=digest,

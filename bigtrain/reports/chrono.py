@@ -1,4 +1,4 @@
-"""Accounts for a run's time: accounts, throughput, MFU, time left.
+"""Where a run's time goes: accounts, throughput, MFU, time left.
 
 Every second of a process belongs to one account:
 
@@ -32,27 +32,14 @@ import jax
 
 from bigtrain.reports import flops
 
-ACCOUNTS = (
-  "start",
-  "compile",
-  "step",
-  "data_wait",
-  "eval",
-  "save",
-  "lost",
-  "down",
-)
+ACCOUNTS = tuple("start compile step data_wait eval save lost down".split())
 # The rate of the last few rows predicts the time left; the mean of the whole
 # run would include a slow beginning for hours.
 _ROWS_FOR_ETA = 20
 
 
 def memory_bytes() -> dict[str, int]:
-  """Resident memory of this process, and the largest peak of its devices.
-
-  Returns:
-    `host_rss_bytes` and, if the backend has it, `device_peak_bytes`.
-  """
+  """Resident memory of this process; peak of its devices if it is known."""
   try:
     with open("/proc/self/statm") as f:
       rss = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -69,30 +56,12 @@ def memory_bytes() -> dict[str, int]:
 class Chrono:
   """Time accounts of a run; `state` and `restore` carry them over restarts.
 
-  The loop calls, in this order (s is the number of updates so far):
-
-    chrono = Chrono(batch_size=..., total_steps=...)
-    chrono.restore(saved_state, last_alive=...)       # After a restart.
-    with chrono.account("compile"): ...               # If ahead of time.
-    chrono.start(s)                                   # The loop begins.
-    with chrono.account("data_wait"): ...             # Each step.
-    chrono.warm(s + 1)                                # First step completed.
-    chrono.completes(s, array.block_until_ready)      # A log step.
-    row |= chrono.row(s)                              # Metrics are fetched.
-    with chrono.account("eval"): ...                  # Wait for the step
-    with chrono.account("save"): ...                  # before these two.
-    chrono.ckpt_written(secs)                         # A write has ended.
-    row |= chrono.summary()                           # The end.
-
   Attributes:
     last_step: last step of this run if earlier (`stop_at_steps`).
     sources_at: figures of each source of a mixture by the number of steps.
-    flops_per_step: model FLOPs of a step, forward and backward, over all
-      devices. Rows have no `mfu` without this and the next.
-    peak_flops_per_device: in FLOP/s.
-    clock: returns monotonic seconds.
+    flops_per_step: model FLOPs of a step over all devices. Rows have no `mfu`
+      without this and the peak, in FLOP/s.
     wall: returns Unix time in seconds, to measure across restarts.
-    memory: returns memory figures by name.
   """
 
   batch_size: int
@@ -129,15 +98,11 @@ class Chrono:
     self._restarts = 0
 
   def start(self, step: int) -> None:
-    """Marks the beginning of the loop, after `step` updates."""
     self._book(self.clock())
     self._base, self._step = "compile", step
 
   def warm(self, step: int) -> None:
-    """Marks the completion of this process's first step on the device.
-
-    Time before this counts as `compile`; throughput is measured from here.
-    """
+    """Marks the completion of the first step; time before it is `compile`."""
     self._book(self.clock())
     self._base, self._step = "step", step
 
@@ -167,15 +132,14 @@ class Chrono:
     self._open_since = now
 
   def ckpt_written(self, secs: float | None) -> None:
-    """Records the seconds that a checkpoint's write took; None for no write."""
+    """Adds the seconds of a checkpoint's write, if there was one."""
     self._write_secs += secs or 0.0
 
   def completes(self, step: int, wait: Callable[[], Any]) -> None:
     """Notes when the device completes `step`; `row` then ends at that time.
 
-    Args:
-      wait: blocks until the completion. It is called in a thread, so the loop
-        goes on; `row` raises its exceptions.
+    `wait`, which blocks until then, is called in a thread, so the loop goes on.
+    `row` raises its exceptions.
     """
     completion: concurrent.futures.Future[float] = concurrent.futures.Future()
     self._completions[step] = completion
@@ -191,16 +155,10 @@ class Chrono:
     threading.Thread(target=note, name=name, daemon=True).start()
 
   def row(self, step: int, now: float | None = None) -> dict[str, float]:
-    """Returns the figures for the row of `step`, since the previous row.
+    """Figures since the previous row, with the names of docs/config.md.
 
-    Args:
-      now: completion time of the step, in seconds of `clock`. By default the
-        time that `completes` noted, else now. Later time counts for the next
-        row.
-
-    Returns:
-      {name: value}, with the names of docs/config.md. Unknown figures are left
-      out, and so are the rates before a step was measured.
+    `now`, the completion of the step by `clock`, is by default as `completes`
+    noted, else the present. Later time counts for the next row.
     """
     if now is None:
       completion = self._completions.pop(step, None)
@@ -234,17 +192,16 @@ class Chrono:
     return row | self.memory() | self._totals(now)
 
   def summary(self) -> dict[str, float]:
-    """Returns the totals up to now, for the last row of the run."""
+    """Totals up to now, for the last row of the run."""
     self._book(self.clock())
     return self._totals(self._mark)
 
   def accounts(self) -> dict[str, float]:
-    """Returns the seconds in each account, earlier processes included."""
+    """Seconds in each account, earlier processes included."""
     spent = self._split(self.clock())[0]
     return {name: self._accounts[name] + spent[name] for name in ACCOUNTS}
 
   def state(self) -> dict[str, Any]:
-    """Returns the state that `restore` takes after a restart, as JSON."""
     return {
       "accounts": self.accounts(),
       "device_secs": self._device_secs(self.clock()),
@@ -256,13 +213,9 @@ class Chrono:
   def restore(
     self, state: Mapping[str, Any] | None, last_alive: float | None = None
   ) -> None:
-    """Continues the accounts of the process that saved `state`.
+    """Continues the accounts of the process that saved `state`, if any.
 
-    Args:
-      state: None for a new run.
-      last_alive: Unix time in seconds of the last sign of life of earlier
-        processes, such as `Writers.last_alive`. Time from saving to then
-        counts as `lost`.
+    Time from saving to `last_alive`, in Unix seconds, counts as `lost`.
     """
     if state is None:
       return
@@ -298,7 +251,7 @@ class Chrono:
     return rates
 
   def _eta(self, step: int) -> float:
-    """Returns the seconds left, pauses included at their rate so far."""
+    """Seconds left, pauses included at their rate so far."""
     steps = sum(n for n, _ in self._recent)
     step_secs = sum(secs for _, secs in self._recent) / steps
     busy = self._accounts["step"] + self._accounts["data_wait"]
@@ -335,7 +288,7 @@ class Chrono:
   def _split(
     self, now: float
   ) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
-    """Returns seconds by account from the mark to `now`, and later spans."""
+    """Seconds by account from the mark to `now`, and later spans."""
     spent = dict.fromkeys(ACCOUNTS, 0.0)
     later = []
     spans = list(self._spans)

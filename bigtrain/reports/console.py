@@ -1,8 +1,7 @@
 """Shows progress: a bar on a terminal and in a notebook, else plain lines.
 
-The bar stays on the last line of the terminal and shows the current phase, the
-step, the loss, the speed and the time left. Log messages and prints appear
-above it. A log file gets one line per row instead, through absl.
+The bar stays on the last line, messages and prints appear above it. A log file
+gets one line per row instead, through absl.
 """
 
 import atexit
@@ -59,7 +58,7 @@ class Console:
     self._status = ""
 
   def status(self, text: str) -> None:
-    """Shows the current phase, such as "compiling" or "evaluating val"."""
+    """Shows the current phase, such as "evaluating val"."""
     if self._silent or text == self._status:
       return
     self._status = text
@@ -69,7 +68,6 @@ class Console:
       logging.info("%s", text)
 
   def evaluation_progress(self, done: int, total: int) -> None:
-    """Shows the number of finished batches of the current evaluation."""
     if bar := self._shown_bar():
       bar.change(part=(done, total))
 
@@ -93,7 +91,7 @@ class Console:
         logging.info("%s", line)
 
   def close(self) -> None:
-    """Stops the bar, leaves its last state, and restores the terminal."""
+    """Leaves the bar's last state, and restores the terminal."""
     with self._lock:
       self._closed = True
       if self._bar:

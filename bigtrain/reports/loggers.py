@@ -1,16 +1,14 @@
 """Loggers, which show runs: their interface, and TensorBoard.
 
 A logger receives the rows of metrics.jsonl in order, in a thread of its own
-(writers.py), and may fail. trackers.py has the others. Names get a group for
-display (`Names`). At the start, a logger receives the config, which it shows as
-hyperparameters, and the table of parameters (`Setup`).
+(writers.py), and may fail. trackers.py has the others.
 """
 
 import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,8 +32,13 @@ class Logger(Protocol):
     """Writes what is left."""
 
 
-class Names(NamedTuple):
-  """Names of metrics in the groups of a dashboard.
+_SPEED = ("account", "data_wait_fraction", "device_hours", "mfu")
+# First parts of names of training that have several.
+_OF_TRAINING = ("epoch", "examples_seen", "lr")
+
+
+def grouped(name: str, evaluations: Container[str]) -> str:
+  """The name of a metric in the groups of a dashboard.
 
     eval/    results of evaluations: eval/val/acc
     speed/   rates, seconds and fractions of time: speed/examples_per_sec
@@ -43,43 +46,29 @@ class Names(NamedTuple):
     train/   other metrics of training: train/loss
 
   Statistics of single parameters, such as weight_rms/<name>, keep their names.
-
-  Attributes:
-    evaluations: names of the evaluations.
   """
-
-  evaluations: frozenset[str]
-
-  def grouped(self, name: str) -> str:
-    first, slash, _ = name.partition("/")
-    if slash and first in self.evaluations:
-      return f"eval/{name}"
-    if first in _SPEED or name.endswith(("_per_sec", "_secs")):
-      return f"speed/{name}"
-    if name.endswith("_bytes"):
-      return f"memory/{name}"
-    return name if slash and first not in _OF_TRAINING else f"train/{name}"
-
-
-_SPEED = ("account", "data_wait_fraction", "device_hours", "mfu")
-# First parts of names of training that have several.
-_OF_TRAINING = ("epoch", "examples_seen", "lr")
+  first, slash, _ = name.partition("/")
+  if slash and first in evaluations:
+    return f"eval/{name}"
+  if first in _SPEED or name.endswith(("_per_sec", "_secs")):
+    return f"speed/{name}"
+  if name.endswith("_bytes"):
+    return f"memory/{name}"
+  return name if slash and first not in _OF_TRAINING else f"train/{name}"
 
 
 class Setup(NamedTuple):
   """What a logger gets at the start of a run.
 
   Attributes:
-    workdir: folder of the run.
     config: {"model.depth": 12, ...}; empty lists and dicts are missing.
     parameters: content of parameters.txt.
-    names: groups of the metrics.
   """
 
   workdir: str
   config: dict[str, Any]
   parameters: str
-  names: Names
+  evaluations: Container[str]
 
   @classmethod
   def read(cls, workdir: str) -> "Setup":
@@ -91,19 +80,18 @@ class Setup(NamedTuple):
         return ""
 
     config = json.loads(content("config.json") or "{}")
-    evaluations = frozenset(config.get("evals") or {})
     text = content("parameters.txt")
-    return cls(workdir, dict(_flat(config)), text, Names(evaluations))
+    return cls(workdir, dict(_flat(config)), text, config.get("evals") or {})
 
   def numbers(self, row: Row) -> dict[str, float]:
     return {
-      self.names.grouped(name): value
+      grouped(name, self.evaluations): value
       for name, value in row.items()
       if name != "step" and isinstance(value, int | float)
     }
 
   def grouped(self, shown: Mapping[str, Any]) -> dict[str, Any]:
-    return {self.names.grouped(name): value for name, value in shown.items()}
+    return {grouped(name, self.evaluations): v for name, v in shown.items()}
 
 
 def _flat(config: Any, prefix: str = "") -> Any:
@@ -118,7 +106,7 @@ def _flat(config: Any, prefix: str = "") -> Any:
 
 
 def preformatted(text: str) -> str:
-  """Text as a block of Markdown code."""
+  """A block of Markdown code."""
   return "".join(f"    {line}\n" for line in text.splitlines())
 
 

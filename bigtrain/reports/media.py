@@ -26,13 +26,11 @@ FOLDER = "media"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Image:
-  """An image.
+  """An image, and the path of its .png file in the workdir.
 
   Attributes:
     pixels: [height, width] or [height, width, channels] with 1, 3 or 4
       channels; uint8, or floats from 0 to 1.
-    caption: text below the image.
-    path: path of the .png file in the workdir; see `path_of`.
   """
 
   pixels: np.ndarray
@@ -97,12 +95,7 @@ def png_caption(content: bytes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-  """A text.
-
-  Attributes:
-    text: plain text or Markdown.
-    path: path of the .txt file in the workdir; see `path_of`.
-  """
+  """Plain text or Markdown, and the path of its .txt file in the workdir."""
 
   text: str
   path: str = ""
@@ -110,12 +103,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """Rows of texts and numbers, such as one for each generated text.
-
-  Attributes:
-    rows: dicts of JSON values. The first one names the columns.
-    path: path of the .jsonl file in the workdir; see `path_of`.
-  """
+  """Rows of JSON values; the first one names the columns."""
 
   rows: Sequence[Mapping[str, Any]]
   path: str = ""
@@ -142,7 +130,6 @@ def _cell(value: Any) -> str:
 
 
 def is_histogram(value: Any) -> bool:
-  """Whether a value is a `metrics.Histogram`, without importing jax for it."""
   return hasattr(value, "counts") and hasattr(value, "edges")
 
 
@@ -151,7 +138,6 @@ def is_media(value: Any) -> bool:
 
 
 def path_of(name: str, step: int, value: Any) -> str:
-  """The path of a value's file, relative to the workdir."""
   if path := getattr(value, "path", ""):
     return str(path)
   suffixes = {Image: "png", Text: "txt", Table: "jsonl"}
@@ -167,10 +153,6 @@ def split(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def content(value: Any) -> bytes:
-  """The content of a value's file.
-
-  A histogram is {"edges": [bins + 1 numbers], "counts": [bins numbers]}.
-  """
   if isinstance(value, Image):
     return value.png()
   if isinstance(value, Text):
@@ -184,7 +166,6 @@ def content(value: Any) -> bytes:
 
 
 def save(workdir: str, step: int, shown: Mapping[str, Any]) -> None:
-  """Writes the files of media values."""
   for name, value in shown.items():
     path = os.path.join(workdir, path_of(name, step, value))
     paths.make_folder(os.path.dirname(path))
@@ -204,11 +185,10 @@ class ImageFile(NamedTuple):
 
 
 def read(workdir: str, path: str) -> Any:
-  """Reads a file that a row points to.
+  """Reads a file that a row points to; None if it is not in the workdir.
 
   Returns:
-    `ImageFile`, `Text`, `Table`, or {"edges", "counts"} of a histogram; None if
-    there is no such file in the workdir.
+    `ImageFile`, `Text`, `Table`, or {"edges", "counts"} of a histogram.
   """
   suffix = os.path.splitext(path)[1]
   is_inside = not os.path.isabs(path) and ".." not in path.split("/")

@@ -1,7 +1,6 @@
 """The table of a model's parameters: parameters.txt of a run.
 
-The mean and the standard deviation of each parameter are computed where its
-shards are, so nothing but two numbers of each reaches the host.
+Means and standard deviations are computed where the shards are.
 """
 
 import dataclasses
@@ -38,7 +37,6 @@ class _Row:
 
 @functools.cache
 def _moments(mesh: Mesh) -> Any:
-  """Compiled once for each shape: array -> [mean, standard deviation]."""
   fn = functools.partial(_mean_and_std, jnp)
   return jax.jit(fn, out_shardings=sharding.replicated(mesh))
 
@@ -98,8 +96,6 @@ def write(
   """Writes parameters.txt, on process 0; returns the table and its totals.
 
   Args:
-    params: tree of arrays or ShapeDtypeStructs.
-    trainable: tree of bools with the structure of `params`.
     values: result of `moments`.
     origin: where the parameters come from, such as "from scratch".
   """

@@ -1,7 +1,4 @@
-"""Records the setup of a run: config.json, run.json and parameters.txt.
-
-parameters.py makes the table of parameters.
-"""
+"""Records the setup of a run: config.json, run.json and parameters.txt."""
 
 import collections
 import contextlib
@@ -37,12 +34,11 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
 
 
 def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a config as read from JSON; other values become their repr."""
+  """The config as read from JSON; other values become their repr."""
   return json.loads(settings.to_json(config))
 
 
 def read_json(path: str) -> dict[str, Any] | None:
-  """Reads a JSON file; None if there is no such file."""
   try:
     return json.loads(paths.read_bytes(path))
   except FileNotFoundError:
@@ -63,7 +59,6 @@ def topology(mesh: Mesh) -> str:
 
 
 def versions() -> dict[str, str]:
-  """Returns the versions of the installed packages that affect results."""
   installed = {}
   for name in _PACKAGES:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -128,7 +123,6 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(workdir: str, config: Mapping[str, Any], info: Any) -> None:
-  """Writes config.json, and an entry for this start in run.json."""
   if jax.process_index():
     return
   write_json(os.path.join(workdir, "config.json"), config)
@@ -147,11 +141,8 @@ def start(
 ) -> Callable[[], None]:
   """Returns a function that writes all files of a run's start, in any thread.
 
-  Args:
-    trainable: tree of bools with the structure of the parameters.
-    state: the state, or its ShapeDtypeStructs; moments of the parameters are
-      computed now.
-    origin: where the state comes from, such as "from scratch".
+  Moments of the parameters are computed now, if the state has arrays. `origin`
+  is where the state comes from, such as "from scratch".
   """
   params = state["params"]
   moments = parameters.moments(params, mesh)

@@ -11,8 +11,8 @@ last line incomplete. Results are added to the last line by overwriting its
 closing brace: a kill can only cut what was being added, and a restart recovers
 the rest of the line.
 
-Object stores cannot append. The file is then kept on the local disk and
-uploaded as a whole at every `sync`, and from time to time for readers.
+Object stores cannot append: the file is then uploaded as a whole at every
+`sync`, and from time to time for readers.
 """
 
 import json
@@ -30,15 +30,14 @@ Row = dict[str, Any]
 
 
 class WriteError(Exception):
-  """A write to metrics.jsonl failed."""
+  """A write of rows or their files failed."""
 
 
 def read_rows(workdir: str) -> list[Row]:
-  """Reads the rows of a workdir's metrics.jsonl; a run may be writing it.
+  """Reads the rows of a workdir's metrics.jsonl, in the order of steps.
 
-  Returns:
-    One dict per step, in order; empty if there is no file. An incomplete last
-    line is dropped; other damaged lines are dropped with a warning.
+  A run may be writing the file. An incomplete last line is dropped, other
+  damaged lines with a warning. Without a file there are no rows.
   """
   path = os.path.join(workdir, FILE_NAME)
   try:
@@ -61,16 +60,12 @@ class RowFile:
   """metrics.jsonl, open for writing.
 
   Attributes:
-    last_alive: Unix time in seconds of the last write by an earlier process;
-      None if the file is new or the storage has no modification times.
+    last_alive: Unix time in seconds of the last write by an earlier process,
+      if known.
   """
 
   def __init__(self, path: str, restored_step: int | None):
-    """Opens the file and removes rows that the run will write again.
-
-    Args:
-      restored_step: last step whose row is kept; None keeps no rows.
-    """
+    """Removes rows after `restored_step`, which the run will write again."""
     self.path = path
     self.last_alive: float | None = None
     self._last: Row | None = None  # Of the last line.
@@ -164,12 +159,10 @@ class RowFile:
     self._last = by_step[steps[-1]]
 
   def sync(self) -> None:
-    """Waits until all rows are on disk."""
     os.fsync(self._file.fileno())
     self._mirror.push()
 
   def publish(self) -> None:
-    """Schedules an upload of the rows so far, for readers of the run."""
     self._mirror.push(soon=True)
 
   def close(self) -> None:
@@ -180,13 +173,10 @@ class RowFile:
 def _replace(path: str, content: bytes) -> None:
   with paths.replacing(path, "wb") as file:
     file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
   _sync_folder(path)
 
 
 def _sync_folder(path: str) -> None:
-  """Syncs the file's directory entry to disk."""
   folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
   try:
     os.fsync(folder)
@@ -206,7 +196,6 @@ def _line(row: Row) -> bytes:
 
 
 def _parse(line: bytes) -> Row | None:
-  """The row of a line; None if the line is damaged."""
   try:
     row = json.loads(line)
   except ValueError:
@@ -217,7 +206,7 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _split(content: bytes) -> tuple[list[bytes], bytes]:
-  """Returns (complete lines, incomplete last line or b"")."""
+  """(complete lines, incomplete last line or b"")."""
   *lines, cut_line = content.split(b"\n")
   # A cut line keeps its old newline if the kill came during an addition.
   if not cut_line and lines and _parse(lines[-1]) is None:
@@ -226,7 +215,7 @@ def _split(content: bytes) -> tuple[list[bytes], bytes]:
 
 
 def _parse_cut(line: bytes) -> Row | None:
-  """Returns the complete values of an incomplete line; None without any.
+  """The complete values of an incomplete line; None without any.
 
   A value is complete only if a comma follows: `0.2` may be a cut `0.25`.
   """

@@ -1,7 +1,4 @@
-"""Loggers of experiment trackers: Weights & Biases, MLflow and trackio.
-
-They import their libraries where they are used.
-"""
+"""Loggers of experiment trackers: Weights & Biases, MLflow and trackio."""
 
 import hashlib
 import importlib
@@ -35,10 +32,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 class _Tracker:
-  """What the runs of W&B and trackio have in common.
-
-  A restart in the same workdir continues the run.
-  """
+  """A run of W&B or trackio, which a restart in the same workdir continues."""
 
   def __init__(self, setup: loggers.Setup, run: Any):
     self._setup, self._run = setup, run
@@ -133,11 +127,9 @@ def _cells(table: media.Table) -> list[list[Any]]:
 
 
 class Mlflow:
-  """An MLflow run; a restart in the same workdir continues it.
+  """An MLflow run, which a restart in the same workdir continues.
 
-  The options are `tracking_uri`, by default MLflow's own (the environment
-  variable MLFLOW_TRACKING_URI), `experiment` and `run_name`. Images, texts,
-  tables and histograms become artifacts with the names of their files.
+  Images, texts, tables and histograms become artifacts.
   """
 
   def __init__(

@@ -33,10 +33,7 @@ _PATIENCE_SECS = 120.0
 
 
 def read_options(config: settings.Config) -> dict[str, Any]:
-  """Reads config.tensorboard, wandb, mlflow and trackio for `Writers`.
-
-  A logger is on if its options are a dict, also an empty one, or True.
-  """
+  """Reads config.tensorboard, wandb, mlflow and trackio for `Writers`."""
   options: dict[str, Any] = {"tensorboard": config.get("tensorboard", True)}
   for name in ("wandb", "mlflow", "trackio"):
     given = config.get(name)
@@ -50,22 +47,15 @@ class Writers:
   """Writes rows in order, on background threads.
 
   Only process 0 writes; on other processes all methods return at once. The next
-  call of any method raises an error of metrics.jsonl. If a logger or the
-  console fails, the error is logged once and it is turned off.
+  call of any method raises an error of metrics.jsonl.
 
   Args:
-    restored_step: step of the restored state; rows up to it are kept, later
-      ones are removed since the run will write them again. None if the run
-      starts from scratch.
-    tensorboard, wandb, mlflow, trackio: see `read_options`.
+    restored_step: later rows are removed, since the run will write them again;
+      all rows if it is None.
 
   Attributes:
     last_alive: Unix time in seconds of the last write by an earlier process,
       if known.
-
-  Raises:
-    ConfigError: a logger is not installed, or has unknown options.
-    WriteError: the file cannot be written.
   """
 
   def __init__(
@@ -106,14 +96,9 @@ class Writers:
   def write(
     self, row: Mapping[str, Any], shown: Mapping[str, Any] | None = None
   ) -> None:
-    """Queues a row for writing.
+    """Queues a row: "step", and numbers, strings, bools or None by name.
 
-    Args:
-      row: "step", an int, and values by name: numbers (of Python, numpy, or
-        jax scalars already on the host), strings, bools or None. Other types
-        are a TypeError.
-      shown: the images, texts, tables and histograms whose paths are in the
-        row (`media.split`).
+    `shown` are the values whose paths are in the row (`media.split`).
     """
     if self._thread:
       self.check()
@@ -124,16 +109,11 @@ class Writers:
       self._show(plain)
 
   def check(self) -> None:
-    """Raises WriteError if metrics.jsonl could not be written."""
     if self._error:
       raise self._error
 
   def flush(self) -> None:
-    """Waits until all rows so far are on disk.
-
-    Call this before saving a checkpoint: a restart keeps the rows up to the
-    checkpoint's step and cannot compute them again.
-    """
+    """Waits until all rows so far are on disk, as before each checkpoint."""
     if self._thread:
       flushed = threading.Event()
       self._queue.put(flushed)
@@ -143,7 +123,7 @@ class Writers:
     self.check()
 
   def close(self) -> None:
-    """Writes all queued rows and closes the files; can be called again."""
+    """Writes all queued rows; can be called again."""
     if self._thread:
       self._queue.put(None)
       self._thread.join()
@@ -155,7 +135,7 @@ class Writers:
     self.check()
 
   def _run(self) -> None:
-    """Writes queued rows until None arrives; runs in the thread."""
+    """The thread: writes queued rows until None arrives."""
     sync_at = math.inf
     while True:
       if time.monotonic() >= sync_at:
@@ -197,7 +177,7 @@ class Writers:
       self._error.__cause__ = e
 
   def _show(self, row: Row) -> None:
-    """Shows a row in the caller's thread, in order with log messages."""
+    # In the caller's thread, in order with log messages.
     try:
       if self._shown_console:
         self._shown_console.row(row)
@@ -254,7 +234,7 @@ class _Sink:
   """A logger in a thread of its own, which may fail or hang.
 
   The thread makes the logger at the first row: its libraries take seconds to
-  load, and an error of the constructor must be handled like one of writing.
+  load, and an error of the constructor is handled like one of writing.
   """
 
   def __init__(self, name: str, make: Callable[[], loggers.Logger]):
@@ -267,7 +247,6 @@ class _Sink:
     self._thread: threading.Thread | None = None
 
   def call(self, method: Callable[[Any], None]) -> None:
-    """Queues a call with the logger; drops it if the logger is off."""
     self._check_answers()
     if self._is_off:
       return

@@ -1,17 +1,4 @@
-"""What a hook sees of the run, and what it can ask for.
-
-A hook receives a `Context` as the argument `context` of its `__init__`:
-
-  class Hook:
-    def __init__(self, every, *, context):
-      self._every, self._context = every, context
-
-    def after_step(self, step):
-      if step % self._every == 0:
-        self._context.request_evaluation("val")
-
-hooks.py calls the hooks and carries out what they ask for.
-"""
+"""A hook's view of the run, and its requests; hooks.py carries them out."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -39,7 +26,6 @@ class End(NamedTuple):
     how: "finished"; "stopped" by a hook, as a success; "preempted" by a signal;
       "rolled_back" to a checkpoint, from which training starts again; "failed".
     reason: one line; "" if the run finished.
-    error: the exception that ended training, if any.
   """
 
   how: str
@@ -56,11 +42,9 @@ class Stop(NamedTuple):
 
 @dataclasses.dataclass
 class Run:
-  """The run that all hooks share, and what they have asked for.
+  """The run that all hooks share, and their requests.
 
   Attributes:
-    evaluations: names of the evaluations.
-    step: number of updates that made `state`.
     saved_step: step of the newest checkpoint of this run.
     scalars: scalars for the next row.
     in_row: whether hooks see a row at present.
@@ -89,18 +73,12 @@ class Run:
 
 
 class Context:
-  """What a hook sees of the run, and what it can ask for.
+  """A hook's view of the run, and its requests; docs/hooks.md has examples.
 
-  The state and the requests exist once the run has started, so a hook uses them
-  in its other methods, not in `__init__`.
+  The state and the requests exist once the run has started, not in `__init__`.
 
   Attributes:
-    name: name of the hook in config.hooks.
     path: location of the hook in the config, for error messages.
-    workdir: folder of the run.
-    config: the whole config, as a plain dict.
-    mesh: device mesh of the run.
-    predict_fns: the task's functions of (variables, batch, **options), by name.
     asks: whether the hook may ask for something outside of `after_row`.
   """
 
@@ -116,28 +94,23 @@ class Context:
 
   @property
   def step(self) -> int:
-    """Number of updates that made `state`."""
     return self._run.step
 
   @property
   def state(self) -> TrainState:
-    """Train state, arrays on the devices that may not be computed yet.
-
-    The next update overwrites them: copy what must outlive the call.
-    """
+    """Arrays on the devices, which the next update overwrites."""
     return self._run.state
 
   def variables(self, weights: str = "params") -> Variables:
-    """The first argument of predict functions, from "params" or "ema"."""
+    """The first argument of predict functions."""
     state = self._run.state
     return {"params": state[weights], **state.get("mutable", {})}
 
   @property
   def values(self) -> dict[str, float]:
-    """The step's metrics, for `after_step` of hooks that `needs_values`.
+    """The step's metrics as in a row, for hooks that `needs_values`.
 
-    They have the names of a row: "loss_last" is the loss of this step, "loss"
-    the mean over the steps since the last row.
+    "loss_last" is the loss of this step, "loss" the mean since the last row.
     """
     if self._run.values is None:
       raise RuntimeError(
@@ -151,11 +124,8 @@ class Context:
 
     Args:
       scalars: numbers, strings, or arrays of one number by name. Arrays on the
-        device are fetched when the row is written, without a wait here; they
-        must not be part of the state. The newest value of a name counts.
-
-    Raises:
-      ConfigError: an evaluation has the name of the hook.
+        device are fetched when the row is written; they must not be part of the
+        state.
     """
     if self.name in self._run.evaluations:
       raise ConfigError(
@@ -165,12 +135,11 @@ class Context:
     self._run.scalars |= {f"{self.name}/{k}": v for k, v in scalars.items()}
 
   def request_save(self) -> None:
-    """Asks for a checkpoint of the present state."""
     self._check_asks()
     self._run.save = True
 
   def request_evaluation(self, *names: str) -> None:
-    """Asks for evaluations of the present state; all of them by default."""
+    """Asks for evaluations of the present state, by default for all."""
     self._check_asks()
     for name in names:
       if name not in self._run.evaluations:
@@ -181,10 +150,7 @@ class Context:
     self._run.asked_evaluations |= set(names or self._run.evaluations)
 
   def stop(self, reason: str, *, failure: bool = False) -> None:
-    """Asks to end the run, after a checkpoint unless it has failed.
-
-    A failure wins over a success, else the first call counts.
-    """
+    """Asks to end the run; a failure wins, else the first call."""
     self._check_asks()
     if self._run.stop is None or (failure and not self._run.stop.failure):
       self._run.stop = Stop(f"hook {self.name!r}: {reason}", failure)
@@ -197,12 +163,8 @@ class Context:
   def reject_state(self, reason: str, policy: str) -> NoReturn:
     """Ends the run now, because its state is wrong; nothing more is saved.
 
-    All processes call this at the same step.
-
-    Args:
-      policy: "rollback" to return to the newest checkpoint and compute the
-        steps again, at most three times; "stop" to fail, as without a
-        checkpoint.
+    All processes call this at the same step. With the policy "rollback" the run
+    returns to the newest checkpoint, if there is one, at most three times.
     """
     error = Corrupt(f"hook {self.name!r}: {reason}")
     saved = self._run.saved_step

@@ -38,10 +38,8 @@ class Hooks:
   """All hooks of a config, called in the config's order.
 
   Attributes:
-    stopped: the decision that ended the run, by this process or an earlier
-      one; None while the run goes on.
-    evaluations: names of the evaluations that hooks asked for and that have no
-      results yet.
+    stopped: the decision that ended the run, in this process or an earlier one.
+    evaluations: names of those that hooks asked for and that have no results.
   """
 
   def __init__(self, hooks: Mapping[str, Any], run: Run, digest: str = ""):
@@ -80,7 +78,6 @@ class Hooks:
   def after_step(
     self, step: int, state: TrainState, running: RunningMetrics
   ) -> None:
-    """Calls after_step of every hook; does not wait without `needs_values`."""
     self._run.step, self._run.state = step, state
     if self._needs_values:
       self._run.values = running_metrics.step_values(jax.device_get(running))
@@ -124,7 +121,6 @@ class Hooks:
       self.stopped = Stop(*stop)
 
   def wants_save(self, step: int) -> bool:
-    """Whether a hook asks for a checkpoint of `step`."""
     return self._save_step == step
 
   @property
@@ -173,7 +169,7 @@ class Hooks:
       raise failures[0]
 
   def state(self) -> dict[str, Any]:
-    """Returns the state to save with a checkpoint, as JSON."""
+    """The state to save with a checkpoint, as JSON."""
     scalars = jax.device_get(self._run.scalars)
     return {
       "hooks": {
@@ -194,11 +190,7 @@ class Hooks:
   def restore(
     self, saved: Mapping[str, Any], step: int, state: TrainState
   ) -> None:
-    """Restores the result of `state`; hooks without a saved state start new.
-
-    Args:
-      saved: {} for a new run. Checkpoints of older versions lack some entries.
-    """
+    """Restores the result of `state`; older versions saved fewer keys."""
     self._run.step, self._run.state = step, state
     if not saved:
       return
@@ -221,14 +213,7 @@ def from_config(
   predict_fns: Mapping[str, PredictFn] | None = None,
   evaluations: Iterable[Any] = (),
 ) -> Hooks:
-  """Builds config.hooks.
-
-  Args:
-    evaluations: the run's evaluations (evaluation/evaluations.py).
-
-  Raises:
-    ConfigError: an unknown type or option.
-  """
+  """Builds config.hooks; `evaluations` have names."""
   names = [evaluation.name for evaluation in evaluations]
   run = Run(workdir, config.to_dict(), mesh, predict_fns or {}, names)
   hooks = {}
@@ -262,7 +247,6 @@ def from_config(
 
 
 def _find(kind: Any, path: str) -> Any:
-  """The class of a hook's type: a module's name or a dotted path."""
   if isinstance(kind, str) and "." in kind:
     return parts.find_attribute(kind, path)
   return parts.find_module("hooks", kind, path).Hook

@@ -1,7 +1,6 @@
 """Training in a notebook or at Python's prompt: messages and Ctrl-C.
 
-The command line has its own ways (command.py). Here, handlers of signals and
-logs are as before when a run has ended.
+Handlers of signals and logs are as before when a run has ended.
 """
 
 import contextlib
@@ -33,10 +32,8 @@ class Interrupted(KeyboardInterrupt):
 def session() -> Iterator[None]:
   """Makes Ctrl-C save, and shows messages in a notebook, while a run lasts.
 
-  Does nothing under the command line, which catches signals itself.
-
-  Raises:
-    Interrupted: instead of Preempted, after Ctrl-C.
+  Does nothing under the command line, which catches signals itself. After
+  Ctrl-C, Interrupted is raised in place of Preempted.
   """
   with _interrupts() as signals, contextlib.ExitStack() as at_end:
     if console.in_notebook():
@@ -80,10 +77,9 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 class _Messages(logging.Handler):
-  """Shows messages in the output of the cell, warnings in its errors."""
+  """Shows messages in the output of a notebook's cell."""
 
   def emit(self, record: logging.LogRecord) -> None:
-    """Prints a message."""
     lines = record.getMessage().splitlines()
     if len(lines) > _MOST_LINES:  # A table; it is in a file too.
       lines = [lines[0], "...", lines[-1]]

@@ -15,6 +15,10 @@ from bigtrain.step.running_metrics import RunningMetrics
 class MetricsLog:
   """Makes rows of metrics.jsonl from log steps and from evaluations.
 
+  Args:
+    check: raises if the metrics of a log step are bad.
+    facts: about the update, for the first row and run.json.
+
   Attributes:
     newest: newest value of every metric.
   """
@@ -29,12 +33,6 @@ class MetricsLog:
     check: Callable[[RunningMetrics], None],
     facts: Mapping[str, float],
   ):
-    """Reads the rows of earlier processes of this run.
-
-    Args:
-      check: called with the metrics of each log step; raises if they are bad.
-      facts: about the update, for the first row and run.json.
-    """
     self._workdir = workdir
     self._writer = writer
     self._hooks = run_hooks
@@ -50,14 +48,7 @@ class MetricsLog:
       self.newest.update(row)
 
   def replay(self, step: int, owns: Callable[[str], bool]) -> bool:
-    """Shows the hooks an evaluation's results that are already on disk.
-
-    Args:
-      owns: whether a metric's name belongs to the evaluation.
-
-    Returns:
-      Whether there were such results.
-    """
+    """Shows the hooks an evaluation's results on disk, if there are any."""
     results = {k: v for k, v in self._rows.get(step, {}).items() if owns(k)}
     if results:
       self._hooks.after_row({"step": step, **results})
@@ -86,7 +77,6 @@ class MetricsLog:
   def write_results(
     self, name: str, step: int, results: Mapping[str, Any]
   ) -> None:
-    """Writes the results of the evaluation `name` at `step`."""
     self._note(name)
     row = {f"{name}/{k}": v for k, v in results.items()}
     self._write({"step": step, **row})
@@ -98,11 +88,7 @@ class MetricsLog:
     self._hooks.after_row(row)
 
   def _note(self, program: str, **facts: float) -> dict[str, float]:
-    """Writes what a compiled program costs to run.json, once.
-
-    Returns:
-      The facts for a row; {} if the program was noted before.
-    """
+    """Writes what a program costs to run.json; returns it for a row, once."""
     if program in self._noted:
       return {}
     self._noted.add(program)

@@ -9,7 +9,7 @@ import shutil
 import jax
 from support import saved_states
 
-from bigtrain.checkpoints import checkpointer, local_tier
+from bigtrain.checkpoints import checkpointer, local_checkpoints
 from bigtrain.cluster import process, transfers
 
 
@@ -18,7 +18,9 @@ def run(folder):
   is_second = jax.process_index() == 1
   workdir = str(folder / "run")
   os.makedirs(workdir, exist_ok=True)
-  new_tier = lambda: local_tier.Tier(str(folder / "local"), 1, workdir, "c")
+  new_tier = lambda: local_checkpoints.LocalCheckpoints(
+    str(folder / "local"), 1, workdir, "c"
+  )
   everything = saved_states.like(2, 4)
   # All arrays but one have all their shards on each of the two processes.
   alike = {**everything, "params": {**everything["params"]}}
@@ -41,10 +43,9 @@ def run(folder):
 
   def lose(tier, *steps):
     process.gather(None)  # All processes have written.
-    own = os.path.join(tier._root, "1")
+    own = os.path.join(tier._root, "1/checkpoints")
     for name in os.listdir(own) if is_second else ():
-      step = name.partition("-")[0]
-      if step.isdigit() and (not steps or int(step) in steps):
+      if not steps or int(name) in steps:
         shutil.rmtree(os.path.join(own, name))
 
   def restored(like):
@@ -73,7 +74,13 @@ def run(folder):
   transfers.fetch = fetch
   events.append(sum(sent))
 
+  # Now process 1 has its shards again.
+  transfers.fetch = None
+  events.append(restored(alike))
+  transfers.fetch = fetch
+
   # Nobody serves to strangers, and a failure to receive is no end.
+  lose(tier)
   if is_second:
     process.job.secret = "guessed"
   events.append(restored(alike))

@@ -61,18 +61,17 @@ def test_choices_are_scored_as_in_the_harness(tmp_path):
 
 
 def test_the_window_of_a_choice():
-  windows = choice._Windows(BYTES, 12, " ", False, "")
-  row = windows.row("ab ", "cd")
+  row = choice.window(BYTES, 12, " ", False, "ab ", "cd")
   assert BYTES.decode(row["tokens"]) == "ab  c"
   assert BYTES.decode(row["targets"][row["loss_mask"] > 0]) == "  cd"
   # A long context loses its beginning; an empty one gets a begin token.
-  row = windows.row("0123456789abcdef", "cd")
+  row = choice.window(BYTES, 12, " ", False, "0123456789abcdef", "cd")
   assert BYTES.decode(row["tokens"]) == "6789abcdef c"
   assert BYTES.decode(row["targets"]) == "789abcdef cd"
-  row = windows.row("", "cd")
+  row = choice.window(BYTES, 12, " ", False, "", "cd")
   assert row["tokens"][0] == BYTES.bos_id
   assert BYTES.decode(row["targets"][row["loss_mask"] > 0]) == " cd"
-  row = choice._Windows(BYTES, 12, "", True, "").row("ab", "cd")
+  row = choice.window(BYTES, 12, "", True, "ab", "cd")
   assert row["tokens"][:4].tolist() == [1, *BYTES.encode("abc")]
 
 

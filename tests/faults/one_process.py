@@ -53,7 +53,7 @@ class KillWhenSaved:
   def __init__(self, process, step, saved, folder):
     self._here = process == jax.process_index()
     self._step = step
-    self._paths = pathlib.Path(folder), f"*/*/{saved:08d}-*[!.tmp]"
+    self._paths = pathlib.Path(folder), f"*/*/checkpoints/{saved:08d}"
 
   def before_step(self, step):
     """Waits, and kills."""

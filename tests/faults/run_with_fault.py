@@ -119,16 +119,17 @@ def limit(number, num_bytes=_CUT_AT_BYTES):
   _at("begin", number, lambda: _limit_files(int(num_bytes)))
 
 
-def reads(path):
-  read = integrity._read
+def reads(path, workdir):
+  read_each = integrity.read_each
 
-  def counted(*args):
-    for part, value in read(*args):
-      with open(path, "a") as file:
-        file.write(f"{value.nbytes}\n")
+  def counted(directory, *args):
+    for part, value in read_each(directory, *args):
+      if directory.startswith(workdir):
+        with open(path, "a") as file:
+          file.write(f"{value.nbytes}\n")
       yield part, value
 
-  integrity._read = counted
+  integrity.read_each = counted
 
 
 def logger(problem):

@@ -96,8 +96,9 @@ def _harm(hosts, lost, rng):
     lost: index of the process that loses its files; None for a random harm.
     rng: random numbers.
   """
-  data = sorted(hosts.glob("*/*/*/data"))
-  steps = sorted({int(path.parent.name[:8]) for path in data})
+  data = sorted(hosts.glob("*/*/checkpoints/*[0-9]/**/c*"))
+  saved = hosts.glob("*/*/checkpoints/*[0-9]/manifest.json")
+  steps = sorted({int(path.parent.name) for path in saved})
   if lost is not None:
     for folder in hosts.glob(f"*/{lost}"):
       shutil.rmtree(folder)

@@ -37,7 +37,7 @@ class _Hosts:
       workdir = self.workdir
       local = (f"local_ckpt_dir={self.folder}", "local_ckpt_steps=3")
       changes = (*changes, *local)
-      options["fault"] = ("reads", str(self._reads))
+      options["fault"] = ("reads", str(self._reads), str(self.workdir))
     return self._program.start_job(
       workdir,
       _EACH[self._count],

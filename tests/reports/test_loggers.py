@@ -137,7 +137,7 @@ def test_tensorboard_has_the_config_as_hyperparameters(tmp_path):
   ],
 )
 def test_groups(name, grouped):
-  assert loggers.Names(frozenset({"val"})).grouped(name) == grouped
+  assert loggers.grouped(name, {"val"}) == grouped
 
 
 def test_tensorboard_is_flushed_while_the_run_waits(tmp_path, monkeypatch):

@@ -26,7 +26,6 @@ class Feature(NamedTuple):
 
 
 def import_pyarrow(needed_by: str = "parquet: reading it") -> Any:
-  """Returns pyarrow, with its submodules imported."""
   for name in (".compute", ".ipc", ".parquet", ""):
     pa = import_package(f"pyarrow{name}", needed_by, "'bigtrain[parquet]'")
   return pa
@@ -35,7 +34,6 @@ def import_pyarrow(needed_by: str = "parquet: reading it") -> Any:
 def find_features(
   schema: Any, columns: Sequence[str] | None, path: str
 ) -> dict[str, Feature]:
-  """Returns the features of a table's columns, by name."""
   names = list(schema.names if columns is None else columns)
   features: dict[str, Feature] = {}
   for name in names:
@@ -77,7 +75,6 @@ def _features(kind: Any, path: tuple[str, ...]) -> dict[str, Feature]:
 
 
 def _dtype(kind: Any) -> Any:
-  """Returns bytes or a numpy dtype for an Arrow type; None if unsupported."""
   pa = import_pyarrow()
   if pa.types.is_dictionary(kind):
     kind = kind.value_type

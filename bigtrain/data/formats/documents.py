@@ -53,10 +53,9 @@ class Part(NamedTuple):
 
 
 def parts(path: str, format: str, most_bytes: int) -> list[Part]:
-  """Splits a file into parts of about `most_bytes` or less.
+  """Splits a file into parts of about `most_bytes` or less, where it can be.
 
-  Compressed files and single documents are not split. The format is one of
-  FORMATS, or "auto" to use the file name's suffix.
+  The format is one of FORMATS, or "auto" to use the file name's suffix.
   """
   stem, suffix = os.path.splitext(path)
   compression = _COMPRESSIONS.get(suffix, "")

@@ -1,8 +1,8 @@
 """Random access to many files: paths, open handles and cached offsets.
 
-Records and lines are read by their byte offsets. One pass over a file makes
-its offsets, which are cached in the user's cache folder under a hash of the
-file's path, size and modification time.
+One pass over a file of records or lines makes their byte offsets, which are
+cached in the user's cache folder under a hash of the file's path, size and
+modification time.
 """
 
 import collections
@@ -83,7 +83,6 @@ class Cache:
 
 
 def handles(open_file: Callable[[str], Any]) -> Cache:
-  """Returns a cache of open files by path."""
   return Cache(lambda path: (open_file(path), 1), _MAX_OPEN)
 
 
@@ -137,7 +136,7 @@ def as_list(path: Any, key: str) -> list[Any]:
   return list(path)
 
 
-def find(path: str | os.PathLike[str] | Sequence[Any], key: str) -> list[str]:
+def find(path: Any, key: str) -> list[str]:
   """Returns the absolute paths of the files that `path` stands for.
 
   It is a file; a pattern such as "dir/*.txt", in which `**` matches any number
@@ -222,7 +221,6 @@ def _offsets(path: str, scan: Callable[[str], np.ndarray]) -> np.ndarray:
 
 
 def cache_folder() -> str:
-  """Returns the folder of cached offsets, $XDG_CACHE_HOME/bigtrain/offsets."""
   home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
   return os.path.join(home, "bigtrain", "offsets")
 

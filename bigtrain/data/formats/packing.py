@@ -72,7 +72,6 @@ class _OpenBins:
     return np.concatenate(bins)
 
   def _split(self, i: int, size: int, number: int) -> np.ndarray:
-    """Places items into entry i, which has room for more than `number`."""
     start, count, room = self._start[i], self._count[i], self._room[i]
     each = room // size
     full, rest = divmod(number, each)

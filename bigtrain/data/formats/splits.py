@@ -16,15 +16,19 @@ _BOUND = r"\s*(-?\d+(?:\.\d+)?%|-?\d+)?\s*"
 _SLICE = re.compile(rf"([^\[\]]*)(?:\[{_BOUND}:{_BOUND}\])?")
 
 
-def split_name(text: str, key: str) -> tuple[str, str]:
-  """Splits "train[:80%]" into ("train", "[:80%]"); either may be empty."""
+def _match(text: str, key: str) -> re.Match[str]:
   match = _SLICE.fullmatch(text.strip()) if isinstance(text, str) else None
   if not match:
     raise ConfigError(
       f"{key}={text!r}: expected a slice such as '[:80%]' or '[1000:]'."
     )
-  name = match.group(1).strip()
-  return name, text.strip()[len(match.group(1)) :]
+  return match
+
+
+def split_name(text: str, key: str) -> tuple[str, str]:
+  """Splits "train[:80%]" into ("train", "[:80%]"); either may be empty."""
+  name = _match(text, key)[1]
+  return name.strip(), text.strip()[len(name) :]
 
 
 def choose(text: str, splits: Mapping[str, Any], key: str) -> tuple[Any, str]:
@@ -41,16 +45,15 @@ def bounds(text: str, length: int, key: str) -> tuple[int, int]:
 
   Percentages are rounded to the nearest example; "" selects all examples.
   """
-  name, text = split_name(text, key)
-  if name:
+  match = _match(text, key)
+  if name := match[1].strip():
     raise ConfigError(
       f"{key}: expected a slice such as '[:80%]', got {name!r}."
     )
-  if not text:
+  if not match[0]:
     return 0, length
-  match = _SLICE.fullmatch(text)
-  start = _position(match.group(2), 0, length, key)
-  stop = _position(match.group(3), length, length, key)
+  start = _position(match[2], 0, length, key)
+  stop = _position(match[3], length, length, key)
   if start >= stop:
     raise ConfigError(
       f"{key}={text!r} selects no examples: [{start}:{stop}] of {length}."

@@ -63,7 +63,6 @@ class Shard:
   ends: Callable[[], np.ndarray] | None = None
 
   def map(self) -> np.ndarray:
-    """Returns the memory-mapped ids [size]."""
     if not self.size:
       return np.zeros(0, self.dtype)
     try:
@@ -309,8 +308,7 @@ def _load_ends(path: str, size: int) -> Callable[[], np.ndarray]:
 def ends_by_id(shard: Shard, eos_id: int) -> np.ndarray:
   """Returns the document ends of a shard by scanning it once for `eos_id`.
 
-  They are int64 and ascending. Ids after the last `eos_id` are one more
-  document, so the last end is the number of ids.
+  Ids after the last `eos_id` are one more document.
   """
 
   def scan(path: str) -> np.ndarray:

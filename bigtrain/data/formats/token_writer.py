@@ -1,8 +1,7 @@
 """Writes the folders of token files that `token_files` reads.
 
 A shard is three files: ids (.bin), document ends (.ends.npy) and counts
-(.json). Each file is renamed into place when it is complete. The counts are
-written last, so a shard with counts is complete.
+(.json). The counts are written last, so a shard with counts is complete.
 """
 
 import json
@@ -58,7 +57,14 @@ def write_shard(
   checksum = google_crc32c.Checksum()
 
   def rows() -> Iterator[bytes]:
-    for text in _usable(documents, recipe.skip_errors, counts):
+    for text in documents:
+      if isinstance(text, DataError):
+        counts["num_skipped"] += 1
+        if counts["num_skipped"] > recipe.skip_errors:
+          raise text
+        if len(counts["skipped"]) < _MAX_MESSAGES:
+          counts["skipped"].append(str(text))
+        continue
       ids = tokenizer.encode(text)
       if not len(ids):
         counts["num_empty"] += 1
@@ -83,20 +89,6 @@ def write_shard(
   counts["crc32c"] = checksum.hexdigest().decode()
   write_json(f"{path}.json", counts)
   return counts
-
-
-def _usable(
-  documents: Iterable[str | DataError], most: int, counts: dict[str, Any]
-) -> Iterator[str]:
-  for text in documents:
-    if not isinstance(text, DataError):
-      yield text
-      continue
-    counts["num_skipped"] += 1
-    if counts["num_skipped"] > most:
-      raise text
-    if len(counts["skipped"]) < _MAX_MESSAGES:
-      counts["skipped"].append(str(text))
 
 
 def finished_shard(folder: str, name: str) -> dict[str, Any] | None:

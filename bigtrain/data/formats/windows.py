@@ -9,7 +9,7 @@ Legend: B windows of a batch, L tokens of a window, N pieces.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from absl import logging
@@ -37,14 +37,6 @@ class Pieces(NamedTuple):
   begin: np.ndarray
   size: np.ndarray
   fresh: np.ndarray
-
-
-class Plan(Protocol):
-  """Maps window numbers to pieces."""
-
-  def __len__(self) -> int: ...
-  def pieces(self, index: np.ndarray) -> Pieces:
-    """Returns the pieces of windows `index`, int64 [B]."""
 
 
 class Stream:
@@ -205,11 +197,15 @@ class Masked:
     return Pieces(row_, at, shard_, begin_, size_, fresh_.astype(bool))
 
 
+# Maps window numbers, int64 [B], to pieces.
+Plan = Stream | Documents | Masked
+
+
 def fill(
   pieces: Pieces,
   shape: tuple[int, int],
   tokens_of: Callable[[int], np.ndarray],
-  start_id: int | None,
+  start_id: int,
   segments: bool,
   *,
   shift: int = 0,
@@ -271,7 +267,6 @@ class Selected:
 def check_options(
   key: str, length: int, stride: int | None, last: str, packing: bool
 ) -> None:
-  """Raises ConfigError for invalid or incompatible options of a source."""
   check_number(f"{key}: length", length, least=1, whole=True)
   if stride is not None:
     check_number(f"{key}: stride", stride, least=1, whole=True)
@@ -285,10 +280,7 @@ def check_options(
 def spec(
   length: int, *, segments: bool, last: str, num_bytes: bool
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-  """Returns the types and shapes of a window's features; see `fill`.
-
-  `segments` also mark padding, so `loss_mask` is left out beside them.
-  """
+  """Returns the types and shapes of a window's features; see `fill`."""
   ids, floats = np.dtype(np.int32), np.dtype(np.float32)
   features: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
     "tokens": (ids, (length,)),

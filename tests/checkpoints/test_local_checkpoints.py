@@ -17,8 +17,7 @@ from bigtrain.checkpoints import (
   checkpointer,
   folders,
   integrity,
-  local_files,
-  local_tier,
+  local_checkpoints,
 )
 from bigtrain.checkpoints import start as start_lib
 from bigtrain.runtime import programs
@@ -28,7 +27,7 @@ from bigtrain.settings import ConfigError
 def tier_of(folder, workdir="run", config="config"):
   """The local checkpoints of a run in a folder."""
   (folder / workdir).mkdir(exist_ok=True)
-  return local_tier.Tier(
+  return local_checkpoints.LocalCheckpoints(
     str(folder / "local"), 1, str(folder / workdir), config
   )
 
@@ -76,7 +75,7 @@ def saved(saved_once):
 
 def directories(folder):
   """{step: directory} of the local checkpoints."""
-  found = sorted((folder / "local").glob("run-*/0/0*"))
+  found = sorted((folder / "local").glob("run-*/0/checkpoints/0*"))
   return {int(path.name[:8]): path for path in found}
 
 
@@ -88,18 +87,21 @@ def flip(path):
 
 def change_step(path):
   text = path.read_text()
-  assert text.count('"step": 3, "token"') == 1
-  path.write_text(text.replace('"step": 3, "token"', '"step": 9, "token"'))
+  assert text.count('"step": 3,') == 1
+  path.write_text(text.replace('"step": 3,', '"step": 9,'))
+
+
+CHUNK = "params/wide/c.0.0"
 
 
 DAMAGE = {
-  "a flipped bit": lambda path: flip(path / "data"),
-  "a flipped bit of the header": lambda path: flip(path / "header.json"),
-  "another step in the header": lambda path: change_step(path / "header.json"),
-  "half of the data": lambda path: os.truncate(path / "data", 1000),
-  "no data": lambda path: (path / "data").unlink(),
-  "no header": lambda path: (path / "header.json").unlink(),
-  "killed while writing": lambda path: path.rename(f"{path}.tmp"),
+  "a flipped bit": lambda path: flip(path / CHUNK),
+  "a flipped bit of the manifest": lambda path: flip(path / "manifest.json"),
+  "another step": lambda path: change_step(path / "manifest.json"),
+  "half of the data": lambda path: os.truncate(path / CHUNK, 100),
+  "no data": lambda path: (path / CHUNK).unlink(),
+  "no manifest": lambda path: (path / "manifest.json").unlink(),
+  "killed while writing": lambda path: path.rename(f"{path}.tmp-1f-0"),
 }
 
 
@@ -116,7 +118,7 @@ def test_a_damaged_step_is_left_out(saved, damage):
   assert restored(saved, stored=3) is None
   # The next start removes what it cannot use.
   save(saved, start=2)
-  assert len([*(saved / "local").glob("run-*/0/0*.tmp")]) == 0
+  assert len([*(saved / "local").glob("run-*/0/checkpoints/0*.tmp*")]) == 0
 
 
 def test_an_older_step_than_the_workdirs_is_left_out(saved):
@@ -129,10 +131,10 @@ def test_steps_of_other_runs_are_left_out(saved):
   # A copy of the workdir is another run, even with the files of this one.
   shutil.copytree(saved / "run", saved / "copy")
   tier = tier_of(saved, workdir="copy")
-  shutil.copytree(directories(saved)[3].parents[1], tier._root)
+  shutil.copytree(directories(saved)[3].parents[2], tier._root)
   assert tier.restore(None, like()) is None
   # As is a new run in the same place.
-  record = saved / "run" / local_tier.RECORD
+  record = saved / "run" / local_checkpoints.RECORD
   content = record.read_text()
   for other in ("{", "[]", '{"0": "1"}', "{}"):
     record.write_text(other)
@@ -183,7 +185,7 @@ def test_a_checkpoint_that_was_removed_from_the_workdir_does_not_return(
 
 
 def test_files_of_a_process_that_no_longer_runs_here_are_used(saved):
-  own = directories(saved)[3].parent
+  own = directories(saved)[3].parents[1]
   own.rename(own.with_name("7"))
   assert restored(saved) == 3
   save(saved, 4, start=3)
@@ -193,15 +195,16 @@ def test_files_of_a_process_that_no_longer_runs_here_are_used(saved):
 def test_a_full_disk_turns_them_off_with_one_warning(
   tmp_path, monkeypatch, caplog
 ):
-  write, calls = local_files.write, []
+  write, calls = integrity.write, []
 
-  def fail(*args):
-    calls.append(args)
-    if len(calls) == 2:
-      raise OSError(errno.ENOSPC, "No space left on device", "/a/data")
-    write(*args)
+  def fail(directory, *args, **options):
+    if "/local/" in directory:
+      calls.append(directory)
+      if len(calls) == 2:
+        raise OSError(errno.ENOSPC, "No space left on device", "/a/data")
+    write(directory, *args, **options)
 
-  monkeypatch.setattr(local_files, "write", fail)
+  monkeypatch.setattr(integrity, "write", fail)
   save(tmp_path, 1, 2, 3, shared=[3])
   (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
   assert "/a/data: No space left on device" in record.getMessage()
@@ -243,9 +246,9 @@ def test_mistakes_in_the_config(tmp_path, monkeypatch, folder, every, message):
   pathlib.Path("file").touch()
   config = settings.Config({"local_ckpt_dir": folder})
   with pytest.raises(ConfigError, match=message):
-    local_tier.from_config(config, every, "/w")
+    local_checkpoints.from_config(config, every, "/w")
   config = settings.Config({"local_ckpt_dir": "~"})
-  assert local_tier.from_config(config, 0, "/w") is None
+  assert local_checkpoints.from_config(config, 0, "/w") is None
 
 
 def test_a_run_that_failed_ends_bit_equal(tiny_config, tmp_path, monkeypatch):
@@ -266,23 +269,28 @@ def test_a_run_that_failed_ends_bit_equal(tiny_config, tmp_path, monkeypatch):
   with pytest.raises(RuntimeError, match="fails before step 6"):
     main.train(config | local | {"hooks": fails}, str(run))
   assert tiny.checkpoint_steps(run) == [] and [*directories(tmp_path)] == [4, 5]
-  read = []
+  read, read_each = [], integrity.read_each
   with monkeypatch.context() as patch:
-    patch.setattr(integrity, "_read", lambda *args: read.append(args))
+    patch.setattr(
+      integrity,
+      "read_each",
+      lambda path, *args: read.append(path) or read_each(path, *args),
+    )
     main.train(config | local, str(run))
-  assert not read
+  assert read and all(path.startswith(str(tmp_path / "local")) for path in read)
   tiny.assert_same(tiny.arrays(run), tiny.arrays(quiet))
   assert tiny.rows(run) == tiny.rows(quiet)
   # A finished run leaves nothing behind.
   assert os.listdir(tmp_path / "local") == []
-  assert not (run / local_tier.RECORD).exists()
+  assert not (run / local_checkpoints.RECORD).exists()
 
 
 def test_two_processes_agree_on_a_step(two_processes):
   part = two_processes("checkpoints.local_together.run")
   first, second = part.results
   # Both have all; process 1 has lost step 2; process 1 has lost all of its own,
-  # of which process 0 has copies; a stranger gets nothing.
+  # of which process 0 has copies, in a file for each array; a stranger gets
+  # nothing.
   assert first[:3] == second[:3] == ["step 2", "step 1", "step 4"]
-  assert (first[3], second[3]) == (0, 16)
-  assert first[4] == second[4] == "none"
+  assert (first[3], second[3]) == (0, 6)
+  assert first[4:] == second[4:] == ["step 4", "none"]

@@ -1,0 +1,553 @@
+"""Checkpoints on the hosts' own disks or memory, in front of the workdir's.
+
+  FOLDER/RUN/0/checkpoints/00000150/   a checkpoint of process 0
+  FOLDER/RUN/0/stored                  newest step in the workdir
+
+They are written more often than the workdir's, because each process writes only
+to its own host: all shards that its devices hold, without zarr's metadata and
+without waiting for the disk. So where the mesh has replicas on several hosts, a
+lost host's shards are on another one. "shards" in a manifest's `writer` lists
+the shards with their checksums, which the devices made.
+
+At a start, all processes agree on the newest step whose shards can be put
+together. They receive the files that they lack from those that have them, and
+then restore it as any other checkpoint. Without such a step, or if the workdir
+has a newer one, the workdir's is used.
+
+A local checkpoint may be left over from a past that is no longer the run's: the
+run went on elsewhere from an earlier step, or the workdir was replaced. So each
+start of a run has a token, and the workdir's local_ckpts.json lists the tokens,
+each with the last step up to which its checkpoints are of the run's past:
+
+  {"5e1f9c2e": 150, "9ab3d7c1": null}
+
+If the workdir lacks the step in the file "stored", somebody removed it to go
+back, and the local checkpoints are not used either.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import secrets
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from absl import logging
+
+from bigtrain import settings, trees
+from bigtrain.checkpoints import (
+  changes,
+  checksums,
+  folders,
+  integrity,
+  restore,
+  snapshot,
+)
+from bigtrain.checkpoints import manifest as manifest_lib
+from bigtrain.checkpoints.manifest import (
+  Array,
+  CheckpointError,
+  DamagedError,
+  Manifest,
+)
+from bigtrain.cluster import process, transfers
+from bigtrain.files import disk, paths
+from bigtrain.settings import ConfigError
+
+RECORD = "local_ckpts.json"
+_STORED = "stored"
+# A step is on all hosts only when the slowest has written it: until then the
+# step before is needed.
+_KEEP = 2
+# Starts without progress that are remembered.
+_MOST_TOKENS = 100
+
+# A shard: name of the array; start and stop of the shard in each dimension.
+Key = tuple[str, tuple[tuple[int, int], ...]]
+Shards = Mapping[Key, checksums.Sums]
+
+
+class Saved(NamedTuple):
+  """A checkpoint on this host, with the shards that it should have."""
+
+  directory: str
+  manifest: Manifest
+  shards: Shards
+
+
+def from_config(
+  config: settings.Config, every_steps: int | None, workdir: str
+) -> "LocalCheckpoints | None":
+  """Reads local_ckpt_dir; returns None for a run without local checkpoints.
+
+  Args:
+    every_steps: interval, config.local_ckpt_*; None or 0 for none.
+
+  Raises:
+    ConfigError: the folder is missing, or is not a local, writable one.
+  """
+  folder = config.get("local_ckpt_dir")
+  if not every_steps:
+    if folder is not None and every_steps is None:
+      raise ConfigError(
+        f"config.local_ckpt_dir={folder!r}: needs config.local_ckpt_steps, the "
+        "interval between local checkpoints."
+      )
+    return None
+  if not isinstance(folder, str) or not folder:
+    raise ConfigError(
+      f"config.local_ckpt_dir={folder!r}: expected a folder on each host, such "
+      'as "/dev/shm/run", because config.local_ckpt_* is set.'
+    )
+  if paths.is_remote(folder):
+    raise ConfigError(
+      f"config.local_ckpt_dir={folder!r}: expected a folder on each host, not "
+      "an object store."
+    )
+  folder = existing = paths.absolute(folder)
+  while not os.path.lexists(existing):
+    existing = os.path.dirname(existing)
+  if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+    raise ConfigError(
+      f"config.local_ckpt_dir={folder!r}: cannot write to {existing}."
+    )
+  identity = changes.identity(config.to_dict())
+  return LocalCheckpoints(folder, every_steps, workdir, identity)
+
+
+def forget(workdir: str) -> None:
+  """Makes all local checkpoints of a workdir invalid; for process 0."""
+  paths.remove(os.path.join(workdir, RECORD))
+
+
+class LocalCheckpoints:
+  """The local checkpoints of a run.
+
+  All processes call `restore` and `begin` in the same order. A failure to write
+  is logged once, and then this process writes none any more.
+  """
+
+  def __init__(
+    self, folder: str, every_steps: int, workdir: str, config_identity: str
+  ):
+    """Touches no files yet."""
+    self._workdir = workdir
+    self._every_steps = every_steps
+    self._run = f"{workdir} {config_identity}"
+    name = os.path.basename(workdir)
+    digest = hashlib.sha256(workdir.encode()).hexdigest()[:8]
+    self._root = os.path.join(folder, f"{name}-{digest}")
+    self._own = ""  # Folder of this process, once its index is known.
+    # Folders of processes that no longer run on this host.
+    self._left: list[str] = []
+    self._token = ""  # Of this start; the same on all processes.
+    self._tokens: dict[str, int | None] = {}
+    self._saved: dict[tuple[int, str], Saved] = {}
+    self._off = False
+
+  def due(self, step: int) -> bool:
+    """Whether `step` gets a local checkpoint."""
+    return step % self._every_steps == 0
+
+  # The start.
+
+  def restore(
+    self, stored: int | None, like: Any
+  ) -> tuple[Any, Manifest] | None:
+    """Restores the newest step that the processes together have.
+
+    Args:
+      stored: newest step of the workdir; older local ones are not used.
+      like: tree of jax.ShapeDtypeStruct with shardings, the whole state.
+
+    Returns:
+      (tree of jax.Arrays, the manifest) on all processes; or None on all.
+    """
+    self._join()
+    seen = [_read_stored(folder) for folder in (self._own, *self._left)]
+    offers = process.gather(
+      {"seen": max(seen), "saved": [list(key) for key in self._saved]}
+    )
+    least = -1 if stored is None else stored
+    removed = max(offer["seen"] for offer in offers)
+    if removed > least:
+      logging.warning(
+        "Local checkpoints are not used: the checkpoint of step %d was removed "
+        "from the workdir.",
+        removed,
+      )
+      return None
+    candidates = {(s, t) for offer in offers for s, t in offer["saved"]}
+    for step, token in sorted(candidates, reverse=True):
+      if step < least:
+        break
+      first = [[step, token] in offer["saved"] for offer in offers].index(True)
+      manifest = self._shared_manifest(step, token, first, like)
+      if manifest is not None and self._complete(manifest, token, like):
+        directory = self._saved[step, token].directory
+        state, error = None, ""
+        try:
+          state = restore.read_tree(directory, manifest, like)
+        except CheckpointError as e:  # Damaged since `_complete` read it.
+          error = str(e)
+        if not _any_error(process.gather(error)):
+          return state, manifest
+      logging.warning("The local checkpoint of step %d is not complete.", step)
+    return None
+
+  def _path(self, step: int) -> str:
+    """Directory of a step on this process."""
+    return os.path.join(folders.folder(self._own), folders.step_name(step))
+
+  def _join(self) -> None:
+    """Finds the checkpoints of this process; all processes call it."""
+    index = jax.process_index()
+    self._token = process.broadcast(secrets.token_hex(4))
+    self._own = os.path.join(self._root, str(index))
+    hosts = process.gather(_host())
+    here = [i for i, host in enumerate(hosts) if host == hosts[index]]
+    if index == here[0]:
+      known = {str(i) for i in here}
+      with contextlib.suppress(OSError):  # Usually there is no such folder.
+        self._left = [
+          os.path.join(self._root, name)
+          for name in sorted(os.listdir(self._root))
+          if name.isdigit() and name not in known
+        ]
+    record = _read_record(self._workdir) if index == 0 else None
+    self._tokens = process.broadcast(record)
+    for folder in (*self._left, self._own):
+      for token, saved in _find(folder, self._run):
+        if self._is_past(saved.manifest.step, token):
+          self._saved[saved.manifest.step, token] = saved
+
+  def _is_past(self, step: int, token: str) -> bool:
+    """Whether a checkpoint is of the run's past."""
+    if token not in self._tokens:
+      return False
+    last = self._tokens[token]
+    return last is None or step <= last
+
+  def _shared_manifest(
+    self, step: int, token: str, first: int, like: Any
+  ) -> Manifest | None:
+    """The manifest of a step that process `first` has, on all processes.
+
+    None if the arrays are not those of `like`.
+    """
+    text = ""
+    if jax.process_index() == first:
+      text = manifest_lib.to_json(self._saved[step, token].manifest)
+    text = process.gather(text)[first]
+    try:
+      manifest = manifest_lib.from_json(text, "the local checkpoint")
+      specs = dict(trees.flatten_with_names(like))
+      restore.check_fits("the local checkpoint", manifest, specs)
+    except (DamagedError, restore.MismatchError) as e:
+      logging.warning("%s", e)
+      return None
+    return manifest
+
+  def _complete(self, manifest: Manifest, token: str, like: Any) -> bool:
+    """Gets the shards that this process lacks; whether all processes succeed.
+
+    Each reads its shards, says which ones it needs, offers the intact ones of
+    those that others need, and receives the files of its own.
+    """
+    saved = self._saved.get((manifest.step, token))
+    intact = _intact(saved) if saved else {}
+    missing = [key for key in _needed(like) if key not in intact]
+    wanted = {_key(*key) for keys in process.gather(missing) for key in keys}
+    if not wanted:
+      return True
+    offer = [[key, sums] for key, sums in intact.items() if key in wanted]
+    server = None
+    if saved is not None and offer:
+      server = transfers.Server(saved.directory)
+    try:
+      offers = process.gather([server and server.address, offer])
+      holders: dict[Key, list[int]] = {}
+      offered: dict[Key, checksums.Sums] = {}
+      for index, (_, shards) in enumerate(offers):
+        for (name, place), sums in shards:
+          holders.setdefault(_key(name, place), []).append(index)
+          offered[_key(name, place)] = tuple(sums)
+      if wanted - holders.keys():
+        return False
+      sources: dict[int, list[Key]] = {}
+      for key in missing:
+        # Different processes ask different ones first.
+        index = holders[key][jax.process_index() % len(holders[key])]
+        sources.setdefault(index, []).append(key)
+      error = ""
+      if missing:
+        try:
+          directory = self._prepare(manifest, saved)
+          for index, keys in sources.items():
+            files = {f for key in keys for f in _files(key, manifest.arrays)}
+            transfers.fetch(offers[index][0], sorted(files), directory)
+          shards = {**intact, **{key: offered[key] for key in missing}}
+          _write_manifest(directory, manifest, shards)
+          saved = Saved(directory, manifest, shards)
+          self._saved[manifest.step, token] = saved
+          if _intact(saved).keys() != shards.keys():
+            error = "shards of another process are damaged."
+        except OSError as e:
+          error = f"shards of another process cannot be received: {e}"
+        logging.info("Received %d shards from other processes.", len(missing))
+      return not _any_error(process.gather(error))
+    finally:
+      if server is not None:
+        server.close()
+
+  def _prepare(self, manifest: Manifest, saved: Saved | None) -> str:
+    """Makes the directory that receives files from other processes."""
+    if saved is not None:
+      return saved.directory
+    directory = self._path(manifest.step)
+    _remove(directory)  # It is of no use.
+    os.makedirs(directory)
+    return directory
+
+  def begin(self, step: int, stored: int | None) -> None:
+    """Begins a new token; the run goes on from `step`.
+
+    Args:
+      stored: newest step of the workdir, if it has one.
+
+    Raises:
+      CheckpointError: the workdir's record cannot be written.
+    """
+    if not self._token:
+      self._join()
+    tokens = {
+      token: step if last is None else min(last, step)
+      for token, last in self._tokens.items()
+    }
+    if stored is not None:  # Older ones are never used again.
+      tokens = {t: last for t, last in tokens.items() if last >= stored}
+    self._tokens = dict([*tokens.items(), (self._token, None)][-_MOST_TOKENS:])
+    error = ""
+    if jax.process_index() == 0:
+      try:
+        with paths.replacing(os.path.join(self._workdir, RECORD)) as file:
+          json.dump(self._tokens, file)
+      except OSError as e:
+        error = disk.reason(e, self._workdir)
+    for message in process.gather(error):
+      if message:
+        raise CheckpointError(message)
+    past = {
+      s.directory for key, s in self._saved.items() if self._is_past(*key)
+    }
+    try:
+      os.makedirs(self._own, exist_ok=True)
+      _keep_only(self._own, past)
+      self.note_stored(-1 if stored is None else stored)
+    except OSError as e:
+      self._turn_off(e)
+
+  # While the run goes on.
+
+  def write(
+    self,
+    manifest: Manifest,
+    pieces: Sequence[snapshot.Piece],
+    sums: Sequence[checksums.Sums],
+  ) -> None:
+    """Writes a checkpoint of this process's shards, in any thread."""
+    if self._off or not self._token:
+      return
+    token = self._token
+    about = {**manifest.writer, "run": self._run, "token": token}
+    manifest = dataclasses.replace(manifest, writer=about)
+    shards = {
+      (piece.name, _bounds(piece.place)): one
+      for piece, one in zip(pieces, sums, strict=True)
+    }
+    final = self._path(manifest.step)
+    attempt = folders.attempt(self._own, manifest.step, f"{token}-0")
+    try:
+      os.makedirs(attempt)
+      parts = snapshot.blocks(pieces, manifest.arrays)
+      integrity.write(attempt, manifest.arrays, parts, sync=False)
+      _write_manifest(attempt, manifest, shards)
+      _remove(final)
+      os.rename(attempt, final)
+      newest = [*folders.listing(self._own).checkpoints.values()][-_KEEP:]
+      _keep_only(self._own, newest)
+    except (OSError, ValueError, CheckpointError) as e:
+      self._turn_off(e)
+      return
+    while self._left:
+      _remove(self._left.pop())
+
+  def note_stored(self, step: int) -> None:
+    """Notes the newest step of the workdir."""
+    if self._off or not self._own:
+      return
+    try:
+      with paths.replacing(os.path.join(self._own, _STORED)) as file:
+        file.write(str(step))
+    except OSError as e:
+      self._turn_off(e)
+
+  def _turn_off(self, error: Exception) -> None:
+    self._off = True
+    logging.warning(
+      "This process keeps no more local checkpoints, and its earlier ones are "
+      "removed: %s. The workdir's are not affected.",
+      disk.reason(error, self._root),
+    )
+    _remove(self._own)
+
+  def remove(self) -> None:
+    """Removes the local checkpoints: the run has ended and needs none."""
+    for folder in (*self._left, self._own):
+      if folder:
+        _remove(folder)
+    with contextlib.suppress(OSError):  # Others of this host still use it.
+      os.rmdir(self._root)
+    if self._token and jax.process_index() == 0:
+      forget(self._workdir)
+
+
+def _find(folder: str, run: str) -> Iterable[tuple[str, Saved]]:
+  """Yields (token, checkpoint) for the complete checkpoints of a run.
+
+  Those that are damaged or of another run are left out with a warning.
+  """
+  try:
+    found = folders.listing(folder).checkpoints
+  except CheckpointError as e:
+    logging.warning("%s", e)
+    return
+  for directory in found.values():
+    try:
+      manifest = folders.read_manifest(directory)
+      about = manifest.writer
+      if about["run"] != run:
+        raise DamagedError("it is of another run, or of another config.")
+      shards = {_key(n, place): tuple(s) for n, place, s in about["shards"]}
+    except (CheckpointError, KeyError, TypeError, ValueError) as e:
+      logging.warning("%s: not used: %s", directory, e)
+    else:
+      yield about["token"], Saved(directory, manifest, shards)
+
+
+def _write_manifest(directory: str, manifest: Manifest, shards: Shards) -> None:
+  """Writes the manifest of a checkpoint that has only some shards."""
+  listed = [[*key, sums] for key, sums in shards.items()]
+  about = {**manifest.writer, "shards": listed}
+  manifest = dataclasses.replace(manifest, writer=about)
+  with paths.replacing(os.path.join(directory, manifest_lib.FILE)) as file:
+    file.write(manifest_lib.to_json(manifest))
+
+
+def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
+  """The shards of a checkpoint that have the devices' checksums."""
+  arrays = saved.manifest.arrays
+  parts = [
+    (name, tuple(slice(*bounds) for bounds in place))
+    for name, place in saved.shards
+  ]
+  intact = {}
+  for (name, index), values in integrity.read_each(
+    saved.directory, saved.manifest, parts
+  ):
+    key = name, _bounds(index)
+    if not isinstance(values, ValueError):
+      sums = checksums.of_part(values, index, arrays[name].shape)
+      if sums == saved.shards[key]:
+        intact[key] = sums
+        continue
+    logging.warning("%s: array %r is damaged.", saved.directory, name)
+  return intact
+
+
+def _needed(like: Any) -> Iterable[Key]:
+  """The shards that the devices of this process need, each once."""
+  keys = {}
+  for name, spec in trees.flatten_with_names(like):
+    shape = tuple(spec.shape)
+    indices = spec.sharding.addressable_devices_indices_map(shape)
+    for index in indices.values():
+      keys[name, _bounds(checksums.explicit(index, shape))] = None
+  return keys
+
+
+def _files(key: Key, arrays: Mapping[str, Array]) -> Iterable[str]:
+  """The files that have a part of a shard."""
+  name, place = key
+  for file, index in arrays[name].chunks():
+    if all(s.start < hi and lo < s.stop for s, (lo, hi) in zip(index, place)):
+      yield f"{name}/{file}"
+
+
+def _bounds(place: Iterable[slice]) -> tuple[tuple[int, int], ...]:
+  return tuple((s.start, s.stop) for s in place)
+
+
+def _key(name: str, place: Iterable[Iterable[int]]) -> Key:
+  """A key from JSON."""
+  return name, tuple((lo, hi) for lo, hi in place)
+
+
+def _any_error(errors: Iterable[str]) -> bool:
+  """Logs the errors of processes; whether there are any."""
+  messages = [
+    f"Process {i}: {error}" for i, error in enumerate(errors) if error
+  ]
+  for message in messages:
+    logging.warning("%s", message)
+  return bool(messages)
+
+
+def _keep_only(folder: str, directories: Iterable[str]) -> None:
+  """Removes the other checkpoints of a folder, and unfinished ones."""
+  found = folders.listing(folder)
+  others = (*found.checkpoints.values(), *found.leftovers, *found.strays)
+  for path in {*others} - {*directories}:
+    _remove(path)
+
+
+def _remove(path: str) -> None:
+  """Removes a directory, if it exists; logs a failure."""
+  if os.path.lexists(path):
+    folders.discard(path)
+
+
+def _host() -> str:
+  """Identity of this host, or of this container."""
+  boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
+  return socket.gethostname() + (boot.read_text() if boot.exists() else "")
+
+
+def _read_stored(folder: str) -> int:
+  """The step in the file "stored" of a folder; -1 without one."""
+  try:
+    with open(os.path.join(folder, _STORED)) as file:
+      return int(file.read())
+  except (OSError, ValueError):
+    return -1
+
+
+def _read_record(workdir: str) -> dict[str, int | None]:
+  """The tokens of the starts so far; {} if the file is missing or damaged."""
+  path = os.path.join(workdir, RECORD)
+  try:
+    record = json.loads(paths.read_bytes(path))
+    if all(isinstance(last, int | None) for last in record.values()):
+      return record
+    reason = "unexpected content"
+  except FileNotFoundError:
+    return {}
+  except (OSError, ValueError, AttributeError) as e:
+    reason = str(e)
+  logging.warning("%s: local checkpoints are not used: %s", path, reason)
+  return {}
