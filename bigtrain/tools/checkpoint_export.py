@@ -10,10 +10,9 @@ layout; it returns the content of config.json and the arrays of the file.
 
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -68,21 +67,19 @@ def to_file(
   is_state = any(name.startswith("opt/") for name in names)
   read = integrity.read if is_state else averages.read
   arrays = read(directory, manifest, slices)
-  with tempfile.TemporaryDirectory(dir=os.path.dirname(out)) as folder:
-    tmp = os.path.join(folder, "arrays")
+  with paths.replacing(out, "wb") as file:
     if out.endswith(".npz"):
-      _write_npz(tmp, names, arrays)
+      _write_npz(file, names, arrays)
     else:
       specs = {
         n: (manifest.arrays[n].shape, manifest.arrays[n].dtype) for n in names
       }
       about = {"step": str(manifest.step)}
       try:
-        safetensors_files.write(tmp, specs, arrays, about)
+        safetensors_files.write(file.name, specs, arrays, about)
       except ValueError as e:
         raise ConfigError(f"{e}.") from e
     _write_about(f"{out}.json", manifest)
-    os.replace(tmp, out)
   return len(names)
 
 
@@ -106,14 +103,14 @@ def _find(
 
 
 def _write_npz(
-  path: str, names: Sequence[str], arrays: Iterator[np.ndarray]
+  file: IO[bytes], names: Sequence[str], arrays: Iterator[np.ndarray]
 ) -> None:
-  with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
+  with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
     for name, array in zip(names, arrays):
       if array.dtype.kind == "V":  # numpy's kind of ml_dtypes.
         array = array.astype(np.float32)
-      with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-        np.lib.format.write_array(file, array, allow_pickle=False)
+      with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+        np.lib.format.write_array(entry, array, allow_pickle=False)
 
 
 def _write_about(path: str, manifest: Manifest) -> None:
@@ -170,19 +167,15 @@ def to_layout(
 
   os.makedirs(out, exist_ok=True)
   specs = {t.name: (t.shape, dtype) for t in tensors}
-  # An interrupted export must not look like a model.
-  with tempfile.TemporaryDirectory(dir=out) as tmp:
-    weights = os.path.join(tmp, safetensors_files.MODEL)
+  weights = os.path.join(out, safetensors_files.MODEL)
+  with paths.replacing(weights, "wb") as file:
     values = _built(directory, manifest, tensors, prefix)
     # transformers requires the framework of the layout.
-    safetensors_files.write(weights, specs, values, {"format": "pt"})
-    with open(os.path.join(tmp, "config.json"), "w") as f:
-      json.dump({**published, "dtype": dtype}, f, indent=2)
-    for name in (safetensors_files.MODEL, "config.json"):
-      os.replace(os.path.join(tmp, name), os.path.join(out, name))
+    safetensors_files.write(file.name, specs, values, {"format": "pt"})
+  with paths.replacing(os.path.join(out, "config.json")) as file:
+    json.dump({**published, "dtype": dtype}, file, indent=2)
   _write_about(os.path.join(out, "bigtrain.json"), manifest)
-  size = os.path.getsize(os.path.join(out, safetensors_files.MODEL))
-  return len(tensors), size
+  return len(tensors), os.path.getsize(weights)
 
 
 def _built(
