@@ -19,10 +19,9 @@ _Z = "opt/z/"
 
 
 def averaged(names: Iterable[str]) -> dict[str, str]:
-  """Returns {parameter: its iterate z} if the state is a schedule-free one.
+  """Returns {parameter: its iterate z}, both by their names in a train state.
 
-  Args:
-    names: names in a train state, such as "params/head/kernel".
+  Empty unless the state is of a schedule-free optimizer.
   """
   names = set(names)
   if not names.issuperset(STATE):

@@ -61,11 +61,9 @@ _HARMLESS = (
 def differences(
   old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-  """Compares two configs.
+  """Returns {dotted key: (old value, new value)} of all leaves that differ.
 
-  Returns:
-    {dotted key: (old value, new value)} of all leaves that differ, as JSON;
-    None for a key that is absent.
+  Values are JSON; None for a key that is absent.
   """
   old, new = _leaves(old), _leaves(new)
   keys = sorted(set(old) | set(new))
@@ -107,10 +105,8 @@ def identity(config: Mapping[str, Any]) -> str:
 def check_config(
   old: Mapping[str, Any], new: Mapping[str, Any], allowed: Any
 ) -> None:
-  """Logs all changes of the config; refuses those that alter the run.
-
-  Raises:
-    ConfigError: names every change that is neither harmless nor allowed.
+  """Logs all changes of the config; raises ConfigError for those that alter the
+  run, are not harmless and not allowed.
   """
   allowed = _as_list(allowed)
   refused = []
@@ -132,7 +128,6 @@ def check_config(
 
 
 def _as_list(allowed: Any) -> Any:
-  """config.allow_changes as True or a list."""
   if isinstance(allowed, str):
     return [allowed]
   return allowed if allowed is True else list(allowed or ())
@@ -141,15 +136,10 @@ def _as_list(allowed: Any) -> Any:
 def check_files(
   old: Mapping[str, str], new: Mapping[str, str], allowed: Any
 ) -> None:
-  """Refuses input files whose content has changed since the checkpoint.
+  """Raises ConfigError for input files that have changed since the checkpoint.
 
-  Args:
-    old: {file: fingerprint} of the checkpoint, e.g. of tokenizers.
-    new: the same of the present run. A file in only one of them is a change of
-      the config, which `check_config` handles.
-
-  Raises:
-    ConfigError: names a file with another content.
+  The arguments are {file: fingerprint}. A file in only one of them is a change
+  of the config, which `check_config` handles.
   """
   allowed = _as_list(allowed)
   for name in sorted(old.keys() & new.keys()):

@@ -49,12 +49,7 @@ from bigtrain.settings import ConfigError
 def read_options(
   config: settings.Config, lengths: lengths_lib.Lengths, workdir: str
 ) -> dict[str, Any]:
-  """Returns the options of `Checkpointer` that are in the config.
-
-  Raises:
-    ConfigError: a value of the wrong type, or a key that needs checkpoints
-      although keep_ckpts is 0.
-  """
+  """Returns the options of `Checkpointer` that are in the config."""
   keep = settings.whole_number(config, "keep_ckpts", 2, least=0)
   needs = {
     "keep_ckpt_*": lengths.keep_ckpt,
@@ -105,8 +100,7 @@ class Checkpointer:
 
   Attributes:
     last_stall_secs: seconds for which the newest `save` blocked its caller
-      after the state was computed: the wait for the previous save, and the
-      copy to the host.
+      after the state was computed.
     last_write_secs: seconds to write the newest committed save.
     last_saved_step: step of the newest committed save; None before the first.
   """
@@ -125,11 +119,9 @@ class Checkpointer:
     """Constructed on all processes.
 
     Args:
-      workdir: folder of the run; checkpoints go to its folder "checkpoints".
       keep: number of newest checkpoints to keep; with 0, nothing is saved.
-      local: the hosts' own checkpoints; None for none.
       guard: called before a checkpoint is committed; raises if this job may no
-        longer write here (see lease.Lease.check).
+        longer write here (lease.Lease.check).
     """
     self._workdir = workdir
     self._keep = settings.check_number(
@@ -175,9 +167,6 @@ class Checkpointer:
 
     Returns:
       `step`; None if this run saves nothing.
-
-    Raises:
-      CheckpointError: an earlier save failed, or this one cannot start.
     """
     if not self._keep:
       return None
@@ -235,15 +224,10 @@ class Checkpointer:
       raise self._error
 
   def wait(self) -> float | None:
-    """Waits until no save is uncommitted.
-
-    Old checkpoints may still be in removal afterwards.
+    """Waits until every save is committed; old ones may still be in removal.
 
     Returns:
       Seconds that the last write took; None before the first save.
-
-    Raises:
-      CheckpointError: the save failed.
     """
     self._settled.wait()
     self.check()
@@ -251,7 +235,6 @@ class Checkpointer:
 
   @property
   def in_flight(self) -> bool:
-    """Whether a save is not committed yet."""
     return not self._settled.is_set()
 
   def remove_local(self) -> None:

@@ -25,10 +25,9 @@ DeviceSums = dict[str, dict[jax.Device, checksums.Sums]]
 def start(
   named: Iterable[tuple[str, Any]], *, compiled: bool = False
 ) -> Callable[[], DeviceSums]:
-  """Starts to sum the shards of arrays; they may be donated afterwards.
+  """Starts to sum the shards of jax's arrays, which may be donated afterwards.
 
   Args:
-    named: (name, array) pairs; numpy arrays are ignored.
     compiled: whether a compiled program sums on CPU devices too.
 
   Returns:

@@ -63,42 +63,29 @@ class Listing:
 
 
 def folder(workdir: str) -> str:
-  """Returns the folder of a workdir's checkpoints."""
   return os.path.join(workdir, FOLDER)
 
 
 def step_name(step: int) -> str:
-  """Returns the directory name of a step's checkpoint."""
   return f"{step:08d}"
 
 
 def is_step_name(name: str) -> bool:
-  """Whether a checkpoint may have this directory name."""
   return bool(STEP.fullmatch(name)) and step_name(int(name)) == name
 
 
 def steps(workdir: str) -> list[int]:
-  """Returns the steps of a workdir's checkpoints, ascending.
-
-  Raises:
-    CheckpointError: something could not be read.
-  """
+  """The steps of a workdir's checkpoints, ascending."""
   return list(listing(workdir).checkpoints)
 
 
 def newest(workdir: str) -> int | None:
-  """Returns the newest step; None only if the workdir has no checkpoint.
-
-  Raises:
-    CheckpointError: something could not be read.
-  """
+  """The newest step; None only if the workdir has no checkpoint."""
   return max(steps(workdir), default=None)
 
 
 def listing(workdir: str) -> Listing:
-  """Lists a workdir's checkpoints.
-
-  The list is empty only if the folder certainly does not exist or is empty.
+  """Lists a workdir's checkpoints; empty only if there are certainly none.
 
   Raises:
     CheckpointError: something could not be read, or is a symbolic link.
@@ -127,7 +114,6 @@ def listing(workdir: str) -> Listing:
 
 
 def _classify(path: str, result: Listing) -> None:
-  """Adds one entry of the folder to the listing."""
   name = os.path.basename(path)
   mode = os.lstat(path).st_mode
   if not is_step_name(name) and not TEMPORARY.fullmatch(name):
@@ -195,8 +181,8 @@ def read_manifest(directory: str) -> Manifest:
   """Reads the manifest of one checkpoint.
 
   Raises:
-    DamagedError: it is missing or damaged, or its step is not the one in the
-      directory's name.
+    DamagedError: it is missing or damaged, or of another step than the
+      directory's name says.
     CheckpointError: it cannot be read, or the directory is the remains of an
       unfinished write.
   """
@@ -230,10 +216,7 @@ def read_manifest(directory: str) -> Manifest:
 
 
 def find(path: str, step: int | None = None) -> str:
-  """Returns the directory of one checkpoint.
-
-  Args:
-    step: step in a folder or workdir; the newest by default.
+  """Returns the directory of one checkpoint, by default the newest.
 
   Raises:
     CheckpointError: it does not exist, or `path` cannot be read.
@@ -252,12 +235,7 @@ def find(path: str, step: int | None = None) -> str:
 
 
 def find_named(path: str, step: int | None, key: str) -> str:
-  """Like `find`, for a path in a config or on a command line.
-
-  Raises:
-    ConfigError: there is no such checkpoint.
-    DamagedError: it is damaged.
-  """
+  """Like `find`, for a path that a user typed: ConfigError if there is none."""
   path = paths.absolute(path)
   try:
     if not paths.exists(path):
@@ -320,11 +298,7 @@ def files_below(directory: str) -> Iterator[tuple[str, int | None]]:
 
 
 def check_writable(workdir: str) -> None:
-  """Creates the folders and rehearses a save, to fail before compiling.
-
-  Raises:
-    ConfigError: the workdir is not writable.
-  """
+  """Creates the folders and rehearses a save, to fail before compiling."""
   paths.absolute(workdir)  # Raises for URLs that are not valid.
   token = f"{secrets.token_hex(4)}-0"
   try:
@@ -413,7 +387,6 @@ def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
 
 
 def _sync_directory(path: str) -> None:
-  """Puts the entries of a directory on disk."""
   fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
   try:
     os.fsync(fd)
@@ -442,12 +415,11 @@ def retire(workdir: str, step: int, token: str) -> str:
 
 
 def _uncommit(directory: str) -> None:
-  """Removes the manifest of a checkpoint in an object store."""
   objects.write(os.path.join(directory, manifest_lib.FILE), None)
 
 
 def discard(path: str) -> None:
-  """Removes a directory that is no longer needed; logs a failure."""
+  """Removes a directory; logs a failure."""
   try:
     _remove(path)
   except OSError as e:
@@ -476,9 +448,6 @@ def clean(workdir: str) -> list[str]:
 
   Returns:
     One line for each directory that was removed, renamed or ignored.
-
-  Raises:
-    CheckpointError: something could not be read or removed.
   """
   notes = []
   found = listing(workdir)

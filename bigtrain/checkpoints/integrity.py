@@ -86,11 +86,7 @@ def _finish(futures: Iterable[Any], check: Callable[[], Any]) -> None:
 def write_metadata(
   directory: str, arrays: Mapping[str, Array], check: Callable[[], Any]
 ) -> None:
-  """Writes the zarr.json of arrays; tensorstore would first read each of them.
-
-  Args:
-    check: called several times a second; raises to give up.
-  """
+  """Writes the zarr.json of arrays, which tensorstore would first read."""
   import tensorstore as ts
 
   place = (
@@ -171,13 +167,7 @@ def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
 
 
 class Problem(NamedTuple):
-  """A defect of a checkpoint.
-
-  Attributes:
-    array: name of the array; "" for the manifest.
-    path: path of the file.
-    what: the defect, such as "missing".
-  """
+  """A defect of a checkpoint; `array` is "" for the manifest."""
 
   array: str
   path: str
@@ -193,9 +183,6 @@ def inspect(
   directory: str, manifest: Manifest, names: Iterable[str] | None = None
 ) -> list[Problem]:
   """Returns the problems that names, sizes and metadata show.
-
-  Args:
-    names: names of the arrays to check; all by default.
 
   Raises:
     CheckpointError: something cannot be read.
@@ -350,7 +337,6 @@ def _text(error: ValueError) -> str:
 
 
 def read_array(directory: str, manifest: Manifest, name: str) -> np.ndarray:
-  """Reads one whole array."""
   index = (slice(None),) * len(manifest.arrays[name].shape)
   return next(read(directory, manifest, [(name, index)]))
 
@@ -399,11 +385,7 @@ def verify(directory: str) -> list[Problem]:
 def check_sums(
   directory: str, manifest: Manifest, name: str, sums: Iterable[checksums.Sums]
 ) -> None:
-  """Compares an array that was read with the checksum of the devices.
-
-  Raises:
-    DamagedError: its values are not those that were saved.
-  """
+  """Raises DamagedError if an array does not have the devices' checksum."""
   if not _matches(manifest.arrays[name], sums):
     raise DamagedError(f"{directory}: array {name!r}: {_NOT_AS_ON_DEVICES}.")
 

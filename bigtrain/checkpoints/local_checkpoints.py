@@ -83,13 +83,10 @@ class Saved(NamedTuple):
 def from_config(
   config: settings.Config, every_steps: int | None, workdir: str
 ) -> "LocalCheckpoints | None":
-  """Reads local_ckpt_dir; returns None for a run without local checkpoints.
+  """Reads local_ckpt_dir; None for a run without local checkpoints.
 
   Args:
     every_steps: interval, config.local_ckpt_*; None or 0 for none.
-
-  Raises:
-    ConfigError: the folder is missing, or is not a local, writable one.
   """
   folder = config.get("local_ckpt_dir")
   if not every_steps:
@@ -151,7 +148,6 @@ class LocalCheckpoints:
     self._off = False
 
   def due(self, step: int) -> bool:
-    """Whether `step` gets a local checkpoint."""
     return step % self._every_steps == 0
 
   # The start.
@@ -201,7 +197,6 @@ class LocalCheckpoints:
     return None
 
   def _path(self, step: int) -> str:
-    """Directory of a step on this process."""
     return os.path.join(folders.folder(self._own), folders.step_name(step))
 
   def _join(self) -> None:
@@ -319,9 +314,6 @@ class LocalCheckpoints:
 
     Args:
       stored: newest step of the workdir, if it has one.
-
-    Raises:
-      CheckpointError: the workdir's record cannot be written.
     """
     if not self._token:
       self._join()

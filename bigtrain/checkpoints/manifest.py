@@ -71,8 +71,6 @@ class Array:
   """One array of a checkpoint.
 
   Attributes:
-    shape: shape of the whole array.
-    dtype: name of the dtype, such as "bfloat16".
     chunk_shape: shape of each file's part; the grid starts at the origin.
     sharding: {"mesh": {axis: size}, "spec": [axes or None for each dim]} when
       it was saved, for information only; None if unknown.
@@ -90,7 +88,6 @@ class Array:
 
   @property
   def num_bytes(self) -> int:
-    """Size of the values in bytes."""
     return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
   @property
@@ -142,16 +139,12 @@ class HostState:
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> dict[str, Any]:
-    """Returns the record as a dict, without the fields that are None."""
     values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     return {name: x for name, x in values.items() if x is not None}
 
   @classmethod
   def from_json(cls, content: Mapping[str, Any]) -> "HostState":
-    """Reads a record of any version of the program.
-
-    Fields that `content` lacks get their defaults; unknown keys are ignored.
-    """
+    """Reads a record of any version of the program."""
     names = {field.name for field in dataclasses.fields(cls)}
     return cls(**{name: x for name, x in content.items() if name in names})
 
@@ -162,10 +155,9 @@ class Manifest:
 
   Attributes:
     step: number of finished training steps.
-    arrays: name -> Array.
-    host_state: state of the host's side of the run.
     config_digest: digest of the run's config.
-    writer: time, host and versions of the save, for information only.
+    writer: time, host and versions of the save, for information only; see also
+      local_checkpoints.py.
   """
 
   step: int
@@ -176,7 +168,6 @@ class Manifest:
 
   @property
   def num_bytes(self) -> int:
-    """Size of all arrays in bytes."""
     return sum(a.num_bytes for a in self.arrays.values())
 
 
@@ -190,13 +181,6 @@ def describe(
 
   A chunk never crosses the border of a shard, so no two processes write the
   same file. A shard larger than CHUNK_BYTES becomes several chunks.
-
-  Args:
-    shape: shape of the array.
-    shard_shape: shape of each shard; the whole array by default.
-
-  Raises:
-    CheckpointError: the dtype cannot be saved.
   """
   name = np.dtype(dtype).name
   if name not in _DTYPES:
@@ -261,12 +245,11 @@ def spec(directory: str, name: str, array: Array) -> dict[str, Any]:
 
 
 def metadata(array: Array) -> bytes:
-  """Returns the zarr.json of one array, as tensorstore writes it."""
+  """The zarr.json of one array, as tensorstore writes it."""
   return _metadata(array.shape, array.dtype, array.chunk_shape)
 
 
 def metadata_digest(array: Array) -> str:
-  """Returns the SHA-256 of the zarr.json of one array."""
   return hashlib.sha256(metadata(array)).hexdigest()
 
 
@@ -353,7 +336,7 @@ def from_json(text: bytes | str, where: str) -> Manifest:
   """Reads and checks a manifest.
 
   Raises:
-    DamagedError: it is not JSON, its digest does not match, or a name is not
+    DamagedError: it is not valid, its digest does not match, or a name is not
       safe as a path.
     CheckpointError: it has another version of the format.
   """
@@ -397,7 +380,6 @@ def from_json(text: bytes | str, where: str) -> Manifest:
 
 
 def _check_array(name: str, array: Array) -> None:
-  """Raises CheckpointError for shapes or dtypes that are not valid."""
   sizes = [*array.shape, *array.chunk_shape]
   if (
     array.dtype not in _DTYPES

@@ -42,11 +42,6 @@ def resume(
 
   Args:
     fallback: whether to use the previous checkpoint if the newest is damaged.
-
-  Raises:
-    CheckpointError: on any process, the newest checkpoint is damaged or
-      unreadable; with `fallback`, all are damaged.
-    MismatchError: see `restore`.
   """
   clean(workdir)
   directories = folders.listing(workdir).checkpoints
@@ -84,11 +79,7 @@ def resume(
 
 
 def clean(workdir: str) -> None:
-  """Removes the remains of interrupted saves, on process 0.
-
-  Raises:
-    CheckpointError: on any process, something could not be read or removed.
-  """
+  """Removes the remains of interrupted saves, on process 0."""
   error = ""
   if jax.process_index() == 0:
     try:
@@ -111,9 +102,6 @@ def restore(
       process's first device.
     step: step in the workdir; the newest by default.
 
-  Returns:
-    (tree of jax.Arrays, the manifest).
-
   Raises:
     MismatchError: names, shapes or dtypes differ; all differences are listed.
     DamagedError: a file is missing, truncated or changed.
@@ -128,11 +116,7 @@ def restore(
 
 
 def read_tree(directory: str, manifest: Manifest, like: Any) -> Any:
-  """Loads a tree from files of which those that are read are known to exist.
-
-  Raises:
-    DamagedError: a file is truncated or changed.
-  """
+  """Loads a tree whose files exist; DamagedError if one has changed."""
   specs = dict(trees.flatten_with_names(like))
   arrays = _load(directory, manifest, {name: name for name in specs}, specs)
   return trees.map_with_names(lambda name, _: arrays[name], like)
@@ -181,11 +165,11 @@ def load(
   """Loads arrays of a checkpoint under new names.
 
   Args:
+    sources: new name -> name in the checkpoint.
     like: new name -> jax.ShapeDtypeStruct of the same shape and dtype.
 
   Raises:
     DamagedError: a file is missing, truncated or changed.
-    CheckpointError: a file cannot be read.
   """
   problems = integrity.inspect(directory, manifest, sources.values())
   if problems:
@@ -291,7 +275,6 @@ def _reads(spec: Any) -> list[_Read]:
 
 
 def _reads_all(spec: Any) -> bool:
-  """Whether this process reads every part of an array."""
   return _sharding(spec).is_fully_addressable
 
 

@@ -29,7 +29,6 @@ class Piece(NamedTuple):
   """A part of an array in host memory.
 
   Attributes:
-    name: name of the array.
     place: index of the part in the array, with explicit starts and stops.
     data: values: a numpy array, or a jax array in pinned host memory.
     is_copy: whether another process writes this part to the workdir.
@@ -81,9 +80,6 @@ class Snapshots:
     Returns:
       (shards of this process, {name: layout in files} of all arrays, function
       that returns the checksum of each of the shards on its device).
-
-    Raises:
-      CheckpointError: a name or a dtype that cannot be saved.
     """
     key = [
       (name, getattr(x, "shape", x), getattr(x, "dtype", None), _sharding(x))
@@ -133,7 +129,7 @@ class Snapshots:
 def sums_by_name(
   pieces: Sequence[Piece], sums: Sequence[checksums.Sums]
 ) -> dict[str, checksums.Sums]:
-  """Returns {name: sums of the pieces of the array that are no copies}."""
+  """{name: sums of the pieces of the array that are no copies}"""
   parts: dict[str, list[checksums.Sums]] = {}
   for piece, one in zip(pieces, sums):
     if not piece.is_copy:
@@ -234,7 +230,6 @@ def _make_plan(
 
 
 def _check(named: Sequence[tuple[str, Any]]) -> None:
-  """Raises CheckpointError for a name or a value that cannot be saved."""
   manifest_lib.check_names(name for name, _ in named)
   for name, x in named:
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
@@ -247,11 +242,7 @@ def _check(named: Sequence[tuple[str, Any]]) -> None:
 
 
 def _replicas(x: jax.Array) -> list[list[tuple[tuple[slice, ...], Any]]]:
-  """Returns the (index, device) pairs of each replica, in jax's numbering.
-
-  jax numbers the devices that hold the same part by their order in the
-  sharding.
-  """
+  """Returns the (index, device) pairs of each replica, in jax's numbering."""
   last_replica: dict[Any, int] = {}
   replicas: list[list[tuple[tuple[slice, ...], Any]]] = []
   for device, index in x.sharding.devices_indices_map(x.shape).items():

@@ -32,14 +32,7 @@ from bigtrain.step import gradients
 
 
 class StartOptions(NamedTuple):
-  """Keys of the config that concern the start.
-
-  Attributes:
-    resume: source of the full state: a path, or a dict with `path` and `step`.
-    model_init: source of the parameters; see warm_start.py.
-    allow_changes: True, or keys that may differ from the checkpoint's config.
-    fallback: whether an older checkpoint may replace a damaged one.
-  """
+  """Keys of the config that concern the start."""
 
   resume: Any
   model_init: Any
@@ -47,14 +40,7 @@ class StartOptions(NamedTuple):
   fallback: bool
 
   def check(self, workdir: str, module: Any, model: Any) -> "StartOptions":
-    """Compares published parameters with the model, before anything compiles.
-
-    Returns:
-      These options.
-
-    Raises:
-      ConfigError: config.model contradicts the parameters' config.json.
-    """
+    """Compares published weights with the model, before anything compiles."""
     if self.model_init and not self.resume and folders.newest(workdir) is None:
       warm_start.check_published(self.model_init, module, model)
     return self
@@ -79,7 +65,6 @@ class Start(NamedTuple):
   """The state that a run starts with.
 
   Attributes:
-    state: train state on the devices.
     host: state of the host's side; the defaults for a new run.
     step: number of finished steps.
     how: one line for the log.
@@ -116,95 +101,104 @@ def start(
 ) -> Start:
   """Loads or makes the state to start with; see the module for the order.
 
-  From then on, older checkpoints of the hosts after this step are invalid.
-
   Args:
     state_spec: tree of ShapeDtypeStructs with shardings.
     init_state: makes the state of step 0 from an int32 seed; traceable.
     model_module: module whose `from_published`, if any, converts parameters.
-    local: the hosts' own checkpoints; None for none.
-    from_local: whether the run may start from them. A rollback may not: what it
-      skips must not depend on them.
+    from_local: whether the run may start from the hosts' checkpoints. A
+      rollback may not: what it skips must not depend on them.
 
   Raises:
-    ConfigError: the config or one of these files changed, or a state does not
+    ConfigError: the config or one of its files changed, or a state does not
       fit the model.
     CheckpointError: the workdir's checkpoints are damaged or unreadable.
   """
-  start = _find(
-    *(options, workdir, config, state_spec, init_state, model_module),
-    *(seed, fingerprints, lower, local if from_local else None),
-  )
-  if local is not None:
-    local.begin(start.step, start.saved_step)
-  elif jax.process_index() == 0:
-    local_checkpoints.forget(workdir)
-  return start
-
-
-def _find(
-  options: StartOptions,
-  workdir: str,
-  config: Mapping[str, Any],
-  state_spec: Any,
-  init_state: Callable[[Any], Any],
-  model_module: Any,
-  seed: int,
-  fingerprints: Mapping[str, str],
-  lower: Callable[..., Callable[[], Any]],
-  local: local_checkpoints.LocalCheckpoints | None,
-) -> Start:
-  """`start`, without the hosts' record."""
 
   def check_origin(host: HostState) -> None:
     if host.config is not None:
       changes.check_config(host.config, config, options.allow_changes)
     changes.check_files(host.fingerprints, fingerprints, options.allow_changes)
 
+  found = _resume(
+    workdir,
+    state_spec,
+    local if from_local else None,
+    check_origin,
+    fallback=options.fallback,
+  )
+  if found is None and options.resume:
+    found = _continue(options.resume, state_spec, check_origin)
+  if found is None:
+    shardings = jax.tree.map(lambda x: x.sharding, state_spec)
+    # Traced here, because the ambient mesh belongs to this thread; compiled and
+    # run in another.
+    word = gradients.seed_word(seed)
+    compiled = lower("init", init_state, word, out_shardings=shardings)
+    state = process.Background(lambda: compiled()(word), "init").result()
+    found = Start(state, HostState(), 0, "from scratch", False)
+    if options.model_init:
+      how = f"parameters from {options.model_init}"
+      found = found._replace(how=how)
+      _load_model(state, options.model_init, state_spec, model_module)
+  if local is not None:
+    local.begin(found.step, found.saved_step)
+  elif jax.process_index() == 0:
+    local_checkpoints.forget(workdir)
+  return found
+
+
+def _resume(
+  workdir: str,
+  state_spec: Any,
+  local: local_checkpoints.LocalCheckpoints | None,
+  check_origin: Callable[[HostState], None],
+  *,
+  fallback: bool,
+) -> Start | None:
+  """Goes on from the newest checkpoint of the run, if it has one."""
   newest = folders.newest(workdir)
   if newest is not None:
     # Before the arrays are read: a changed config explains more than arrays
-    # that do not fit. `resume` reports damage.
+    # that do not fit. `restore.resume` reports damage.
     with contextlib.suppress(DamagedError):
       manifest = folders.read_manifest(folders.find(workdir, newest))
       check_origin(manifest.host_state)
-  checkpoint = local.restore(newest, state_spec) if local else None
-  if checkpoint:
+  if local and (checkpoint := local.restore(newest, state_spec)):
     state, manifest = checkpoint
     check_origin(manifest.host_state)
     restore.clean(workdir)
-    step = manifest.step
-    how = f"resumed from step {step} of this workdir, on the hosts"
-    return Start(state, manifest.host_state, step, how, True, newest)
-  checkpoint = restore.resume(workdir, state_spec, fallback=options.fallback)
-  if checkpoint:
+    how = f"resumed from step {manifest.step} of this workdir, on the hosts"
+    host = manifest.host_state
+    return Start(state, host, manifest.step, how, True, newest)
+  if checkpoint := restore.resume(workdir, state_spec, fallback=fallback):
     state, manifest = checkpoint
     step = manifest.step
     how = f"resumed from step {step} of this workdir"
     return Start(state, manifest.host_state, step, how, True, step)
+  return None
 
-  if options.resume:
-    state, manifest = warm_start.load_state(options.resume, state_spec)
-    check_origin(manifest.host_state)
-    # Time accounts and hooks start anew: they belong to the other run.
-    host = HostState(
-      tally=manifest.host_state.tally,
-      batches_ahead=manifest.host_state.batches_ahead,
-    )
-    how = f"continued from step {manifest.step} of {options.resume}"
-    return Start(state, host, manifest.step, how, False)
 
-  shardings = jax.tree.map(lambda x: x.sharding, state_spec)
-  # Traced here, because the ambient mesh belongs to this thread; compiled and
-  # run in another.
-  word = gradients.seed_word(seed)
-  compiled = lower("init", init_state, word, out_shardings=shardings)
-  state = process.Background(lambda: compiled()(word), "init").result()
-  if not options.model_init:
-    return Start(state, HostState(), 0, "from scratch", False)
+def _continue(
+  source: Any, state_spec: Any, check_origin: Callable[[HostState], None]
+) -> Start:
+  """Goes on from the full state of another run."""
+  state, manifest = warm_start.load_state(source, state_spec)
+  check_origin(manifest.host_state)
+  # Time accounts and hooks start anew: they belong to the other run.
+  host = HostState(
+    tally=manifest.host_state.tally,
+    batches_ahead=manifest.host_state.batches_ahead,
+  )
+  how = f"continued from step {manifest.step} of {source}"
+  return Start(state, host, manifest.step, how, False)
 
+
+def _load_model(
+  state: dict[str, Any], source: Any, state_spec: Any, model_module: Any
+) -> None:
+  """Replaces the parameters in a new state by those of config.model_init."""
   loaded = warm_start.load_variables(
-    options.model_init,
+    source,
     evaluated(state_spec)["params"],
     init=lambda: evaluated(state)["params"],
     module=model_module,
@@ -214,8 +208,6 @@ def _find(
     state["mutable"] = loaded
   if "ema" in state:
     state["ema"] = ema.init(state["params"])
-  how = f"parameters from {options.model_init}"
-  return Start(state, HostState(), 0, how, False)
 
 
 def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,9 +111,8 @@ def load_params(
     (tree like `like` of jax.Arrays, the table, which is also logged).
 
   Raises:
-    ConfigError: the file does not exist; an array is missing, unused or of
-      another shape, and not allowed to be. All such arrays are listed.
-    CheckpointError: a checkpoint that is damaged or cannot be read.
+    ConfigError: lists all arrays that are missing, unused or of another shape,
+      and not allowed to be.
   """
   source = read_source(spec, key)
   specs = dict(trees.flatten_with_names(like))
@@ -186,13 +185,6 @@ def load_variables(
     like: {"params": jax.ShapeDtypeStructs, and each mutable collection}.
     module: module of the model; its `from_published`, if any, converts
       parameters.
-
-  Returns:
-    Arrays like `like`.
-
-  Raises:
-    ConfigError: see `load_params`.
-    CheckpointError: see `load_params`.
   """
 
   def joined(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,10 +211,6 @@ def load_state(
 
   Args:
     spec: a path, or dict(path=..., step=...).
-
-  Raises:
-    ConfigError: there is no such checkpoint, or it does not fit `like`.
-    CheckpointError: a checkpoint that is damaged or cannot be read.
   """
   source = read_source(spec, key, ("path", "step"))
   directory = folders.find_named(source.path, source.step, key)
@@ -288,13 +276,15 @@ def check_published(
   *,
   path: str = "config",
 ) -> None:
-  """Raises ConfigError if a model contradicts the file beside its parameters.
+  """Compares the config.json beside published weights with the model.
 
-  Fields that the arrays' shapes show are left to the table of the warm start if
-  the config has any of the `allow_...` lists for arrays.
+  The arrays do not show the number of heads, the base of rotary embeddings or
+  the activation: with other values a model would compute other logits. Fields
+  that the arrays' shapes show are left to the table of the warm start if the
+  config has any `allow_...` list for arrays.
 
   Args:
-    spec: `model_init`, see py.
+    path: key of the config that describes the model.
 
   Raises:
     ConfigError: fields that differ, unless `allow_changed` names them; an
@@ -416,8 +406,7 @@ def _judge(
   """Applies the allow_... lists.
 
   Returns:
-    (the lines, which say what stays fresh; names of these arrays; lines that
-    are not allowed).
+    (the lines, names of arrays that stay fresh, lines that are not allowed).
   """
   result, fresh, refused = [], set(), []
   for line in lines:
@@ -434,7 +423,6 @@ def _judge(
 
 
 def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:
-  """Returns the error that lists all arrays that are not allowed to differ."""
   kinds = sorted({line.status for line in refused} - {"retyped"})
   advice = " and ".join(f"{key}.allow_{kind}" for kind in kinds)
   text = (

@@ -24,7 +24,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def reason(error: BaseException, path: str) -> str:
-  """Returns why a write failed: file and error, and the free bytes."""
+  """Why a write failed: file and error, and the free bytes."""
   text = str(error) or type(error).__name__
   if isinstance(error, OSError) and error.filename:
     text = f"{error.filename}: {error.strerror}"
@@ -34,9 +34,8 @@ def reason(error: BaseException, path: str) -> str:
 def room(error: BaseException, path: str) -> str:
   """Returns " (/path has 4,096 of 1,048,576 bytes free)" if a disk is full.
 
-  Returns:
-    "" if the error has another cause or already names the free bytes, and for
-    object stores.
+  "" if the error has another cause or already names the free bytes, and for
+  object stores.
   """
   known = "bytes free" in str(error)
   if known or not is_full(error) or paths.is_remote(path):

@@ -42,13 +42,7 @@ _silent_since: dict[str, float] = {}
 
 
 class Place(NamedTuple):
-  """A parsed URL.
-
-  Attributes:
-    scheme: a key of SCHEMES.
-    bucket: name of the bucket.
-    key: name of the object, without slashes at its ends; "" for the bucket.
-  """
+  """A parsed URL; `key` has no slashes at its ends; "" for the bucket."""
 
   scheme: str
   bucket: str
@@ -56,23 +50,14 @@ class Place(NamedTuple):
 
 
 class Version(NamedTuple):
-  """The content of an object at some moment.
-
-  Attributes:
-    content: None if the object does not exist.
-    generation: identifies this version, for conditional writes.
-  """
+  """The content of an object, None if it does not exist, at some moment."""
 
   content: bytes | None
   generation: bytes
 
 
 def parse(path: str) -> Place:
-  """Parses a URL.
-
-  Raises:
-    ConfigError: an unknown scheme, or not a valid bucket and name.
-  """
+  """Parses a URL; ConfigError if it is not valid."""
   scheme, _, rest = path.partition("://")
   if scheme not in SCHEMES:
     known = " or ".join(f"{name}://bucket/..." for name in SCHEMES)
@@ -216,10 +201,9 @@ def write(
   instead_of: Version | None = None,
   hasty: bool = False,
 ) -> bool:
-  """Writes or removes an object.
+  """Writes an object, or removes it if `content` is None.
 
   Args:
-    content: new content; None removes the object.
     instead_of: version to replace; by default any version is replaced.
     hasty: whether to fail soon if the store does not answer.
 
@@ -235,7 +219,7 @@ def write(
 
 
 def below(folder: str) -> list[str]:
-  """Lists the names of all objects below a folder, relative to it, sorted."""
+  """The names of all objects below a folder, relative to it, sorted."""
   prefix, names = _range(folder)
   store = _open(parse(folder), False)
   keys = _result(store.list(names, strip_prefix_length=len(prefix)), folder)
@@ -243,7 +227,6 @@ def below(folder: str) -> list[str]:
 
 
 def remove_below(folder: str) -> None:
-  """Removes all objects below a folder."""
   _, names = _range(folder)
   _result(_open(parse(folder), False).delete_range(names), folder)
 

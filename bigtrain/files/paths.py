@@ -67,12 +67,7 @@ def exists(path: str) -> bool:
 
 
 def read_bytes(path: str) -> bytes:
-  """Returns the content of a file.
-
-  Raises:
-    FileNotFoundError: the file certainly does not exist.
-    OSError: the file cannot be read.
-  """
+  """Returns the content; FileNotFoundError if there certainly is no file."""
   if not is_remote(path):
     with open(path, "rb") as file:
       return file.read()
@@ -83,7 +78,6 @@ def read_bytes(path: str) -> bytes:
 
 
 def remove(path: str) -> None:
-  """Removes a file, if it exists."""
   if is_remote(path):
     objects.write(path, None)
   else:
@@ -92,7 +86,6 @@ def remove(path: str) -> None:
 
 
 def make_folder(path: str) -> None:
-  """Creates a folder if it is missing; object stores need none."""
   if not is_remote(path):
     os.makedirs(path, exist_ok=True)
 
@@ -101,8 +94,7 @@ def make_folder(path: str) -> None:
 def replacing(path: str, mode: str = "w") -> Iterator[Any]:
   """Opens a file to replace it; readers see the old or the new content.
 
-  Args:
-    mode: "w" for UTF-8 text or "wb" for bytes.
+  `mode` is "w" for UTF-8 text or "wb" for bytes.
   """
   encoding = None if "b" in mode else "utf-8"
   if not is_remote(path):
@@ -127,13 +119,10 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
 
 
 class Mirror:
-  """A local file that grows, and the object that it is uploaded to.
+  """A local file that grows, and the object `path` that it is uploaded to.
 
-  For a local path, both are the same file and nothing is uploaded.
-
-  Attributes:
-    path: final destination.
-    local: file to write to; it starts with the content of `path`.
+  For a local path, both are the same file and nothing is uploaded. The local
+  file starts with the content of `path`.
   """
 
   def __init__(self, path: str, local: str = ""):
@@ -160,9 +149,7 @@ class Mirror:
   def push(self, *, soon: bool = False) -> None:
     """Uploads the file if it has changed; returns when that is done.
 
-    Args:
-      soon: whether the upload may be left to a later call if the last one was
-        recent.
+    With `soon`, that may be left to a later call if the last one was recent.
     """
     if self.local == self.path or self._state() == self._pushed:
       return

@@ -31,29 +31,16 @@ _METADATA = ".zarray"
 
 
 class Stored:
-  """An array in a tensorstore, read by indexing it.
-
-  Attributes:
-    shape: its shape.
-    dtype: its numpy dtype.
-  """
+  """An array in a tensorstore, read by indexing it."""
 
   def __init__(self, store: Any, dtype: Any):
-    """Wraps an open store.
-
-    Args:
-      dtype: dtype of the values, which the store may keep as uint16.
-    """
+    """`dtype` is of the values, which the store may keep as uint16."""
     self._store = store
     self.dtype = np.dtype(dtype)
     self.shape = tuple(store.shape)
 
   def __getitem__(self, index: Any) -> np.ndarray:
-    """Reads a part.
-
-    Raises:
-      DamagedError: a file is missing or damaged.
-    """
+    """Reads a part; DamagedError if a file is missing or damaged."""
     try:
       values = np.asarray(self._store[index].read().result())
     except ValueError as e:
@@ -67,7 +54,6 @@ class Folder(NamedTuple):
   Attributes:
     arrays: by "/"-joined name; `Stored`, or numpy arrays.
     step: number of finished steps; 0 if the folder does not tell.
-    path: the folder.
   """
 
   arrays: dict[str, Any]
@@ -138,7 +124,6 @@ def open_folder(path: str) -> Folder:
 
   Raises:
     ValueError: the folder is not complete, or has another layout.
-    OSError: a file cannot be read.
   """
   if not os.path.exists(path):
     raise ValueError(f"no such file or directory: {path}")
@@ -190,7 +175,6 @@ def _open_t5x(file: str) -> Folder:
 
 
 def _collect(node: Any, name: str, folder: str, arrays: dict[str, Any]) -> None:
-  """Adds the arrays below a node of T5X's tree."""
   if isinstance(node, Mapping) and {"driver", "kvstore"} <= node.keys():
     inside = node["kvstore"].get("path") or node.get("path", "")
     path = os.path.normpath(os.path.join(folder, inside))

@@ -64,8 +64,7 @@ def open_file(
   Args:
     path: an .npz or .safetensors file, the folder of a published model with
       .safetensors files, a checkpoint, a workdir, or a checkpoint of big_vision
-      or T5X, see jax_folders.py.
-    step: step of the workdir's checkpoint; the newest by default.
+      or T5X.
     prefix: tree to read, such as "ema"; by default "params" if there is such a
       tree, else everything.
     collections: mutable collections to read too, such as "batch_stats"; their
@@ -143,7 +142,6 @@ def _open_checkpoint(
 def _open_folder(
   path: str, prefix: str | None, collections: Sequence[str], key: str
 ) -> File:
-  """Opens a checkpoint of another jax program."""
   folder = jax_folders.open_folder(path)
   full_names = _full_names(folder.arrays, prefix, collections, key)
   arrays = {name: folder.arrays[full] for name, full in full_names.items()}

@@ -37,14 +37,10 @@ def is_folder(path: str) -> bool:
 
 
 def read(path: str) -> dict[str, np.ndarray]:
-  """Maps all arrays of a file, or of a published model's folder.
-
-  Returns:
-    {name: read-only memory-mapped array}.
+  """Maps all arrays of a file, or of a published model's folder, read-only.
 
   Raises:
     ValueError: not a .safetensors file, or truncated; an array in two files.
-    OSError: a file cannot be read.
   """
   if not os.path.isdir(path):
     return _read_file(path)
