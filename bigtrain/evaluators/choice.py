@@ -86,7 +86,7 @@ class Evaluator:
     for i in range(min(num_examples or len(source), len(source))):
       example = source.read(np.asarray([i]))
       try:
-        text, choices, answer = _question(*(example[key][0] for key in keys))
+        text, choices, answer = _question(*[example[key][0] for key in keys])
         rows += [
           window(coder, length, delimiter, bos, text, c) for c in choices
         ]

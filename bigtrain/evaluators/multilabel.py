@@ -99,7 +99,7 @@ class Evaluator:
     }
     if np.isnan(scores_NC).any():
       values = dict.fromkeys(values, np.nan)
-    micro = _rates(*(count.sum() for count in counts))
+    micro = _rates(*[count.sum() for count in counts])
     values |= {f"{k}_micro": float(v) for k, v in micro.items()}
     if self._per_class:
       names = self._names or [str(i) for i in range(len(hits_C))]

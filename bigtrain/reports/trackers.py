@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,16 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     (Mlflow, ("setup",)) if name == "mlflow" else (module.init, ())
   )
   settings.check_kwargs(target, options, f"config.{name}", given=given)
+
+
+def make(
+  name: str, setup: Callable[[], loggers.Setup], options: Mapping[str, Any]
+) -> loggers.Logger:
+  if name == "wandb":
+    return Wandb(setup(), options)
+  if name == "mlflow":
+    return Mlflow(setup(), **options)
+  return Trackio(setup(), options)
 
 
 class _Tracker:

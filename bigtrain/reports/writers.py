@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import logging
@@ -84,7 +84,16 @@ class Writers:
     self._workdir = workdir
     self._file = RowFile(os.path.join(workdir, FILE_NAME), restored_step)
     self.last_alive = self._file.last_alive
-    self._sinks = list(_sinks(workdir, restored_step, tensorboard, options))
+    setup = functools.partial(loggers.Setup.read, workdir)
+    purge_step = 0 if restored_step is None else restored_step + 1
+    self._sinks: list[_Sink] = []
+    if tensorboard:
+      make = lambda: loggers.TensorBoard(setup(), purge_step)
+      self._sinks.append(_Sink("TensorBoard", make))
+    for key, value in options.items():
+      name = {"wandb": "W&B", "mlflow": "MLflow"}.get(key, key)
+      make = functools.partial(trackers.make, key, setup, value)
+      self._sinks.append(_Sink(name, make))
     self._queue: queue.SimpleQueue[
       tuple[Row, dict[str, Any]] | threading.Event | None
     ] = queue.SimpleQueue()
@@ -208,26 +217,6 @@ def _scalar(name: str, value: Any) -> Any:
     f"metric {name!r}: expected a number, a string, a bool or None, got "
     f"{type(value).__name__} of shape {getattr(value, 'shape', None)}"
   )
-
-
-def _sinks(
-  workdir: str,
-  restored_step: int | None,
-  tensorboard: bool,
-  options: Mapping[str, Mapping[str, Any]],
-) -> Iterator["_Sink"]:
-  setup = functools.partial(loggers.Setup.read, workdir)
-  if tensorboard:
-    purge = 0 if restored_step is None else restored_step + 1
-    yield _Sink("TensorBoard", lambda: loggers.TensorBoard(setup(), purge))
-  if "wandb" in options:
-    yield _Sink("W&B", lambda: trackers.Wandb(setup(), options["wandb"]))
-  if "mlflow" in options:
-    yield _Sink("MLflow", lambda: trackers.Mlflow(setup(), **options["mlflow"]))
-  if "trackio" in options:
-    yield _Sink(
-      "trackio", lambda: trackers.Trackio(setup(), options["trackio"])
-    )
 
 
 class _Sink:

@@ -23,15 +23,9 @@ from bigtrain.step.running_metrics import RunningMetrics
 from bigtrain.types import PredictFn, TrainState
 
 _METHODS = (
-  "before_train",
-  "before_step",
-  "around_update",
-  "after_step",
-  "after_row",
-  "before_save",
-  "keep_steps",
-  "after_train",
-)
+  "before_train before_step around_update after_step after_row before_save "
+  "keep_steps after_train"
+).split()
 
 
 class Hooks:
@@ -254,17 +248,9 @@ def _find(kind: Any, path: str) -> Any:
 
 # Prefixes of names in rows of training.
 _TRAINING_PREFIXES = (
-  "account",
-  "epoch",
-  "examples_seen",
-  "grad_norm",
-  "grad_rms",
-  "lr",
-  "update_rms",
-  "weight_max",
-  "weight_rms",
-  "weight_update_divided_by_weight_rms",
-)
+  "account epoch examples_seen grad_norm grad_rms lr update_rms weight_max "
+  "weight_rms weight_update_divided_by_weight_rms"
+).split()
 
 
 def _check_evaluations(
