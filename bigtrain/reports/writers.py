@@ -88,8 +88,9 @@ class Writers:
     purge_step = 0 if restored_step is None else restored_step + 1
     self._sinks: list[_Sink] = []
     if tensorboard:
-      make = lambda: loggers.TensorBoard(setup(), purge_step)
-      self._sinks.append(_Sink("TensorBoard", make))
+      self._sinks.append(
+        _Sink("TensorBoard", lambda: loggers.TensorBoard(setup(), purge_step))
+      )
     for key, value in options.items():
       name = {"wandb": "W&B", "mlflow": "MLflow"}.get(key, key)
       make = functools.partial(trackers.make, key, setup, value)

@@ -11,11 +11,13 @@ while ...:
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
 
 import jax
 
 from bigtrain.cluster import process
+from bigtrain.cluster.watchdog import Watchdog
+from bigtrain.reports.chrono import Chrono
+from bigtrain.reports.console import Console
 
 # Watchdog phase: (console status, time account).
 _PHASES = {
@@ -25,31 +27,10 @@ _PHASES = {
 }
 
 
-class _Watchdog(Protocol):
-  """The part of cluster.watchdog.Watchdog that is used here."""
-
-  def enter(self, phase: str, step: int) -> None: ...
-  def beat(self) -> None: ...
-
-
-class _Console(Protocol):
-  """The part of reports.console.Console that is used here."""
-
-  def status(self, text: str) -> None: ...
-  def evaluation_progress(self, done: int, batches: int) -> None: ...
-
-
-class _Clock(Protocol):
-  """The part of reports.chrono.Chrono that is used here."""
-
-  def account(self, name: str) -> contextlib.AbstractContextManager[None]: ...
-
-
 class Phases:
   """Enters phases of the run; between them the run is training."""
 
-  def __init__(self, watchdog: _Watchdog, console: _Console, clock: _Clock):
-    """Reports nothing until the first phase begins."""
+  def __init__(self, watchdog: Watchdog, console: Console, clock: Chrono):
     self._watchdog = watchdog
     self._console = console
     self._clock = clock
