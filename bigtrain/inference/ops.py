@@ -17,7 +17,7 @@ cases only the ops run that the feature depends on, so labels are not needed.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain.pp import dependencies, parse, tokenizers
+from bigtrain.pp import parse, registry, tokenizers
 from bigtrain.settings import ConfigError, did_you_mean
 
 _CALLER = "bigtrain.load"
@@ -43,7 +43,7 @@ class Chain(NamedTuple):
 
   feature: str
   key: str
-  needs: dependencies.Needed
+  needs: registry.Needed
 
   @property
   def spec(self) -> str:
@@ -81,7 +81,7 @@ def find(
     if not _keeps(ops, feature):
       reasons.append(f"{key} drops it")
       continue
-    needs = dependencies.needed(ops, {feature})
+    needs = registry.needed(ops, {feature})
     # Of a single text, any random number chooses the same.
     random = [op.name for op in needs.ops if op.draws and feature == "image"]
     if random:
@@ -143,7 +143,7 @@ def _candidates(
 def _keeps(ops: Sequence[Any], feature: str) -> bool:
   """Whether no op drops a feature after it was made."""
   for op in reversed(ops):
-    name = dependencies.base_name(op)
+    name = registry.base_name(op)
     if (name == "keep" and feature not in op.reads) or (
       name == "drop" and feature in op.reads
     ):
@@ -212,7 +212,7 @@ def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
     return {"name": "bytes"}
   for _, spec in _candidates(config, (), None, "pp"):
     ops = parse.parse(spec, _modules(config), defer_errors=True) if spec else []
-    if names := dependencies.tokenizer(ops):
+    if names := registry.tokenizer(ops):
       return {"name": names[0]}
   return None
 

@@ -26,7 +26,7 @@ import numpy as np
 from bigtrain import parts, settings, sharding
 from bigtrain.inference import ops, preprocessing, saved
 from bigtrain.inputs import labels
-from bigtrain.pp import dependencies, tokenizers
+from bigtrain.pp import registry, tokenizers
 from bigtrain.settings import ConfigError
 from bigtrain.types import Batch, Params, Variables
 
@@ -121,7 +121,7 @@ class Predictor:
     feature = "inputs" if self._is_seq2seq else "labels"
     preds = ("embed", "score", "caption")
     chain = ops.find_text(self.config, feature, preds, self._given.pp_text)
-    if dependencies.tokenizer(chain.needs.ops) is None:
+    if registry.tokenizer(chain.needs.ops) is None:
       return None
     return preprocessing.Texts(chain)
 

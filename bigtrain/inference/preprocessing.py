@@ -12,7 +12,7 @@ import numpy as np
 
 from bigtrain.files import paths
 from bigtrain.inference.ops import Chain
-from bigtrain.pp import dependencies, host_tensorflow, registry
+from bigtrain.pp import host_tensorflow, registry
 from bigtrain.settings import ConfigError, DataError
 
 
@@ -32,7 +32,7 @@ class Pictures:
     decodes = [
       op
       for op in chain.needs.ops
-      if dependencies.base_name(op) == "decode" and chain.raw in op.reads
+      if registry.base_name(op) == "decode" and chain.raw in op.reads
     ]
     # [dtype, shape, lowest, highest] of the run's own pictures.
     self._known = data.get("raw", {}).get(chain.raw)
@@ -175,7 +175,7 @@ class Texts:
     self._op = registry.compose(chain.needs.ops)
     first = [op for op in chain.needs.ops if chain.raw in op.reads][:1]
     # An image's captions are a list in the data, from which `choice` draws.
-    self._as_list = [dependencies.base_name(op) for op in first] == ["choice"]
+    self._as_list = [registry.base_name(op) for op in first] == ["choice"]
 
   def __call__(self, texts: Sequence[str]) -> np.ndarray:
     """Returns int32 [B, L]; DataError if a text has no tokens."""

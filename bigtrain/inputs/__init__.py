@@ -4,5 +4,6 @@ Open `pipeline` first: it makes the training input and shows the path of a
 batch through the other modules. `eval_input` is its counterpart for
 evaluation. main, evaluators and tools import this package. It imports
 preprocessing (`bigtrain.pp`), finds sources (`bigtrain.data`) by name, and
-never imports a task, a model or an evaluator.
+never imports a task, a model or an evaluator. Of this package, `labels` is all
+that inference needs.
 """

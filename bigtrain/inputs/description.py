@@ -12,7 +12,7 @@ import numpy as np
 from bigtrain import hashing
 from bigtrain.inputs import labels
 from bigtrain.inputs.engine import Part
-from bigtrain.pp import dependencies
+from bigtrain.pp import registry
 from bigtrain.settings import DataError
 
 # Number of pictures of which the range of values is measured.
@@ -46,7 +46,7 @@ def describe(
       names = labels.of_feature(part.ops, source_names, feature)
       if names:
         class_names.setdefault(feature, names)
-    tokenizer = dependencies.tokenizer(part.ops)
+    tokenizer = registry.tokenizer(part.ops)
     tokenizer = tokenizer or getattr(part.source, "tokenizer", None)
     if tokenizer:
       name, fingerprint = tokenizer

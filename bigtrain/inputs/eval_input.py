@@ -13,8 +13,7 @@ from bigtrain import settings, sharding
 from bigtrain.inputs import checks, order, pipeline, sources
 from bigtrain.inputs.cache import fits
 from bigtrain.inputs.engine import Batch, Engine, Part
-from bigtrain.inputs.placement import Placement
-from bigtrain.inputs.prefetch import Prefetch
+from bigtrain.inputs.transfer import Placement, Prefetch
 from bigtrain.pp import registry
 
 
@@ -115,13 +114,8 @@ def make_eval(
     index = np.minimum(rows, num_examples - 1)
     return order.Order(np.zeros(len(index), np.int32), index, 0 * index)
 
-  engine = pipeline.make_engine(
-    [part],
-    plan,
-    num_rows=len(placement.rows),
-    num_threads=num_threads,
-    path=path,
-  )
+  num_rows = len(placement.rows)
+  engine = pipeline.make_engine([part], plan, num_rows, num_threads, path)
   return EvalInput(engine, placement, num_examples, prefetch, cache, path)
 
 

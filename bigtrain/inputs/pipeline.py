@@ -22,10 +22,15 @@ from bigtrain.cluster import process
 from bigtrain.data.formats import files
 from bigtrain.inputs import checks, description, order, sources, weights
 from bigtrain.inputs.cache import CachedSource
-from bigtrain.inputs.engine import Batch, Engine, Part, Plan, num_cores
-from bigtrain.inputs.numpy_engine import NumpyEngine
-from bigtrain.inputs.placement import Placement
-from bigtrain.inputs.prefetch import Prefetch
+from bigtrain.inputs.engine import (
+  Batch,
+  Engine,
+  NumpyEngine,
+  Part,
+  Plan,
+  num_cores,
+)
+from bigtrain.inputs.transfer import Placement, Prefetch
 from bigtrain.pp import registry
 from bigtrain.settings import ConfigError
 
@@ -224,14 +229,9 @@ def train_engine(
   def plan(step: int, start: int, stop: int) -> order.Order:
     return schedule.batch(step, batch_size, rows[start:stop])
 
-  engine = make_engine(
-    parts,
-    plan,
-    num_rows=len(rows),
-    num_threads=cfg.get("num_threads"),
-    skip_errors=settings.whole_number(cfg, "skip_errors", 0, least=0),
-    path=path,
-  )
+  skip_errors = settings.whole_number(cfg, "skip_errors", 0, least=0)
+  num_threads = cfg.get("num_threads")
+  engine = make_engine(parts, plan, len(rows), num_threads, path, skip_errors)
 
   # Only now the tokens of an example are known, a unit of lengths.
   spec = {
@@ -263,7 +263,6 @@ def train_engine(
 def make_engine(
   parts: Sequence[Part],
   plan: Plan,
-  *,
   num_rows: int,
   num_threads: int | None,
   path: str,
@@ -281,13 +280,7 @@ def make_engine(
   else:
     kind = NumpyEngine
     threads = num_threads or min(threads, _MAX_NUMPY_THREADS)
-  return kind(
-    parts,
-    plan,
-    num_rows=num_rows,
-    num_threads=threads,
-    skip_errors=skip_errors,
-  )
+  return kind(parts, plan, num_rows, threads, skip_errors)
 
 
 def tokens_per_example(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int | None:

@@ -87,26 +87,22 @@ def operations(magnitude: float) -> dict[str, Operation]:
   pad = int(level * 40)
   degrees, shear, pixels = level * 30, level * 0.3, level * 100
   return {
-    "AutoContrast": lambda image, sign, u: autocontrast(image),
-    "Equalize": lambda image, sign, u: equalize(image),
-    "Invert": lambda image, sign, u: 255 - image,
-    "Rotate": lambda image, sign, u: rotate(image, sign * degrees),
-    "Posterize": lambda image, sign, u: posterize(image, bits),
-    "Solarize": lambda image, sign, u: solarize(image, threshold),
-    "Color": lambda image, sign, u: color(image, factor),
-    "Contrast": lambda image, sign, u: contrast(image, factor),
-    "Brightness": lambda image, sign, u: brightness(image, factor),
-    "Sharpness": lambda image, sign, u: sharpness(image, factor),
-    "ShearX": lambda image, sign, u: _warp(
-      image, [1, sign * shear, 0, 0, 1, 0]
-    ),
-    "ShearY": lambda image, sign, u: _warp(
-      image, [1, 0, 0, sign * shear, 1, 0]
-    ),
-    "TranslateX": lambda image, sign, u: translate(image, sign, pixels, axis=1),
-    "TranslateY": lambda image, sign, u: translate(image, sign, pixels, axis=0),
-    "Cutout": lambda image, sign, u: cutout(image, pad, u),
-    "SolarizeAdd": lambda image, sign, u: solarize_add(image, addition),
+    "AutoContrast": lambda x, sign, u: autocontrast(x),
+    "Equalize": lambda x, sign, u: equalize(x),
+    "Invert": lambda x, sign, u: 255 - x,
+    "Rotate": lambda x, sign, u: rotate(x, sign * degrees),
+    "Posterize": lambda x, sign, u: x & (256 - 2 ** (8 - bits)),
+    "Solarize": lambda x, sign, u: _select(x < threshold, x, 255 - x),
+    "Color": lambda x, sign, u: color(x, factor),
+    "Contrast": lambda x, sign, u: contrast(x, factor),
+    "Brightness": lambda x, sign, u: _blend(0, x, factor),
+    "Sharpness": lambda x, sign, u: sharpness(x, factor),
+    "ShearX": lambda x, sign, u: _warp(x, [1, sign * shear, 0, 0, 1, 0]),
+    "ShearY": lambda x, sign, u: _warp(x, [1, 0, 0, sign * shear, 1, 0]),
+    "TranslateX": lambda x, sign, u: translate(x, sign, pixels, axis=1),
+    "TranslateY": lambda x, sign, u: translate(x, sign, pixels, axis=0),
+    "Cutout": lambda x, sign, u: cutout(x, pad, u),
+    "SolarizeAdd": lambda x, sign, u: solarize_add(x, addition),
   }
 
 
@@ -205,14 +201,6 @@ def translate(image: Any, sign: Any, pixels: float, axis: int) -> Any:
   return tf.slice(wide, begin, tf.shape(image))
 
 
-def posterize(image: Any, bits: int) -> Any:
-  return image & (256 - 2 ** (8 - bits))
-
-
-def solarize(image: Any, threshold: int) -> Any:
-  return _select(image < threshold, image, 255 - image)
-
-
 def solarize_add(image: Any, addition: int) -> Any:
   addition = min(addition, 255)
   raised = tf.minimum(image, 255 - addition) + addition
@@ -231,11 +219,6 @@ def contrast(image: Any, factor: float) -> Any:
   # on the size of the image, and not the mean of its pixels.
   grey = tf.minimum(tf.size(image) // (3 * 256), 255)
   return _blend(grey, image, factor)
-
-
-def brightness(image: Any, factor: float) -> Any:
-  """Blends from black (0) to the image (1) and beyond."""
-  return _blend(0, image, factor)
 
 
 def sharpness(image: Any, factor: float) -> Any:

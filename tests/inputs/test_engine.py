@@ -15,7 +15,8 @@ from support.array_inputs import (
 )
 
 from bigtrain.data import arrays
-from bigtrain.inputs import numpy_engine, pipeline
+from bigtrain.inputs import pipeline
+from bigtrain.inputs.engine import _row
 from bigtrain.settings import DataError
 
 
@@ -125,7 +126,7 @@ def test_an_input_that_ends_early_is_an_error(monkeypatch):
 def test_a_stop_ends_a_batch_in_the_middle(monkeypatch):
   cfg = config(f"{PP}|test_fail_if([], batched=False)").input
   engine, _ = pipeline.train_engine(cfg, seed=0, rows=np.arange(16))
-  stopping, rows, row = threading.Event(), [], numpy_engine._row
+  stopping, rows, row = threading.Event(), [], _row
 
   def stop_at_third_row(batch, i):
     rows.append(i)
@@ -133,7 +134,7 @@ def test_a_stop_ends_a_batch_in_the_middle(monkeypatch):
       stopping.set()
     return row(batch, i)
 
-  monkeypatch.setattr(numpy_engine, "_row", stop_at_third_row)
+  monkeypatch.setattr("bigtrain.inputs.engine._row", stop_at_third_row)
   assert list(engine.batches(0, 50, stopping)) == []
   assert len(rows) <= 2 + engine.num_threads
   del rows[:]

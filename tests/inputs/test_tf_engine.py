@@ -13,7 +13,7 @@ from support.array_inputs import assert_equal, fetch
 from bigtrain import settings, sharding
 from bigtrain.data import arrays, image_folder
 from bigtrain.inputs import eval_input, pipeline
-from bigtrain.inputs.numpy_engine import NumpyEngine
+from bigtrain.inputs.engine import NumpyEngine
 from bigtrain.inputs.tf_engine import TfEngine
 from bigtrain.pp import registry
 from bigtrain.settings import ConfigError, DataError

@@ -9,7 +9,7 @@ import time
 import pytest
 from support import processes
 
-from bigtrain.inputs.prefetch import Prefetch
+from bigtrain.inputs.transfer import Prefetch
 
 
 def running(name):
@@ -95,7 +95,7 @@ def test_the_thread_ends_with_the_last_reference():
 def test_a_program_can_exit_with_an_open_iterator():
   code = """
 import itertools, sys
-from bigtrain.inputs.prefetch import Prefetch
+from bigtrain.inputs.transfer import Prefetch
 def make():
   try:
     yield from itertools.count()
