@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from support import processes
 
 from bigtrain.cluster import process
 
@@ -60,12 +61,16 @@ def test_without_a_signal_nothing_is_preempted(monkeypatch):
 # Real processes; they do not load jax.
 
 
+HEAD = """
+import os, signal, sys, threading, time
+from bigtrain.cluster import process
+"""
+
+
 def run(code):
   """(exit code, standard output, standard error)."""
-  head = "import os, signal, sys, threading, time\n"
-  head += "from bigtrain.cluster import process\n"
   done = subprocess.run(
-    [sys.executable, "-c", head + code],
+    [sys.executable, "-c", HEAD + code],
     capture_output=True,
     text=True,
     timeout=300,
@@ -120,3 +125,37 @@ def test_importing_is_quick():
     "print([m for m in ('jax', 'numpy', 'absl') if m in sys.modules])"
   )
   assert (code, out) == (0, "[]\n")
+
+
+_AFTER_JAX = """
+import jax
+index = int(sys.argv[1])
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, index)
+from bigtrain import settings
+for _ in range(2):
+  process.join_job(settings.Config({}))
+print(process.gather(index), process.broadcast(index + 5))
+process.exit_now(process.EXIT_OK)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_jax_has_joined_join_through_the_devices():
+  port = str(processes.free_port())
+  job = [
+    subprocess.Popen(
+      [sys.executable, "-c", HEAD + _AFTER_JAX, index, port],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for index in ("0", "1")
+  ]
+  try:
+    for member in job:
+      out, err = member.communicate(timeout=120)
+      assert member.returncode == 0, err
+      assert out.splitlines()[-1] == "[0, 1] 5"
+  finally:
+    for member in job:
+      member.kill()
