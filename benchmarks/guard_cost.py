@@ -11,7 +11,6 @@ from unittest import mock
 
 from benchmarks import measure, program, synthetic
 from bigtrain.step import guard
-from configs import digits
 
 _POLICIES = ("stop", "skip")
 
@@ -31,18 +30,15 @@ def _configs(quick: bool) -> dict[str, Any]:
     config = synthetic.get_config("mu/16,size=16,batch_size=8")
     config.update(optimizer=dict(name="sgd"), weight_stats="none")
     return {"mu/16": config}
-  small = digits.get_config()
-  small.evals = {}
   large = synthetic.get_config("S/16,size=64,batch_size=2")
   # With clipping, the update waits for the global norm anyway.
   unclipped = synthetic.get_config("S/16,size=64,batch_size=2")
   del unclipped.grad_clip_norm
-  for config in (small, large, unclipped):
+  for config in (large, unclipped):
     # Norms are computed before the state changes, in the same branch. Without
     # the guard they would need a copy, which would favour the guard.
     config.weight_stats = "none"
   return {
-    "digits, batch 128": small,
     "ViT-S/16, 2 images of 64 x 64": large,
     "the same without clipping": unclipped,
   }

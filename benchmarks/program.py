@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bigtrain import main
 from bigtrain.inputs import pipeline
@@ -49,13 +50,15 @@ class Program:
   others: tuple[Any, ...] = ()
 
   def run(self, steps: int) -> float:
-    """Returns the seconds of `steps` updates on the same batch."""
+    """Returns the seconds of `steps` updates, the last one a log step."""
+    batch, hparams, *rest = self.others
     jax.block_until_ready((self.state, self.running, self.others))
     start_secs = time.perf_counter()
     in_flight: collections.deque[Any] = collections.deque()
-    for _ in range(steps):
+    for i in range(steps):
+      scalars = {**hparams, "log_step": np.bool_(i == steps - 1)}
       self.state, self.running = self.update(
-        self.state, self.running, *self.others
+        self.state, self.running, batch, scalars, *rest
       )
       # Each queued step has its own buffers.
       in_flight.append(self.running)
