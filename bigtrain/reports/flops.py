@@ -37,13 +37,10 @@ _Share = Callable[[str], fractions.Fraction]
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-  """Counts the model FLOPs of one call of `fn`; traces it without compiling.
+  """Counts the model FLOPs of one call of `fn` over all devices.
 
   Args:
     *args: arrays or jax.ShapeDtypeStructs of global shapes, or trees of them.
-
-  Returns:
-    FLOPs over all devices.
   """
   return jaxpr_flops(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr)
 
@@ -54,14 +51,9 @@ def executed_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
   return jaxpr_flops(closed.jaxpr, lambda name_stack: fractions.Fraction(1))
 
 
-def train_flops(forward: int) -> int:
-  """Returns the FLOPs of forward and backward pass: three times `forward`."""
-  return 3 * forward
-
-
 def step_flops(loss_fn: Callable[..., Any], *args: Any) -> int:
-  """Counts the model FLOPs of a training step; see `forward_flops`."""
-  return train_flops(forward_flops(loss_fn, *args))
+  """Counts the model FLOPs of a training step: forward and backward pass."""
+  return 3 * forward_flops(loss_fn, *args)
 
 
 def mfu(
@@ -70,9 +62,8 @@ def mfu(
   """Returns the model FLOPs utilisation, a fraction of the devices' peak.
 
   Args:
-    flops_per_step: model FLOPs of a step over all devices (`train_flops`).
-    step_secs: seconds per step.
-    peak: peak FLOP/s of one device (`peak_flops`).
+    flops_per_step: model FLOPs over all devices.
+    peak: peak FLOP/s of one device.
   """
   return flops_per_step / (step_secs * num_devices * peak)
 
@@ -317,11 +308,10 @@ def read_peak_flops(config: Config, device: Any) -> float | None:
 
 
 def peak_flops(device: Any) -> float | None:
-  """Returns the peak bfloat16 FLOP/s of a device, or None if it is unknown.
+  """Returns the dense peak bfloat16 FLOP/s of a device.
 
-  Returns:
-    Dense FLOP/s, without sparsity. None for CPUs, slices of a GPU (MIG) and
-    device kinds that the table lacks; rows then have no `mfu`.
+  None for CPUs, slices of a GPU (MIG) and device kinds that the table lacks;
+  log steps then have no `mfu`.
   """
   kind = device if isinstance(device, str) else device.device_kind
   for pattern, peak in _PEAKS:

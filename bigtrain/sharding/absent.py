@@ -44,8 +44,8 @@ def absent_devices(topology: str | None) -> Iterator[None]:
   """Inside of it, `sharding.from_config` makes meshes of absent devices.
 
   Args:
-    topology: name of a TPU slice, such as "v5p:2x2x2", or of GPUs as servers x
-      GPUs of a server, such as "h100:8x8"; None for this machine's devices.
+    topology: a TPU slice, such as "v5p:2x2x2", or servers x GPUs of a server,
+      such as "h100:8x8"; None for this machine's devices.
   """
   token = _topology.set(topology)
   try:
@@ -60,7 +60,7 @@ def topology() -> str | None:
 
 
 def devices(topology: str) -> Sequence[Any]:
-  """Returns devices to compile for on a machine without them.
+  """Returns the devices of a topology.
 
   Raises:
     ConfigError: the compiler is not installed, or there is no such topology.

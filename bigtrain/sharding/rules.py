@@ -83,7 +83,7 @@ def state_spec(
   mesh: Mesh,
   rules: Rules | Sequence[tuple[str, str | Layout]] = DEFAULT_RULES,
 ) -> Any:
-  """Adds shardings to a tree of ShapeDtypeStructs; see `state_shardings`."""
+  """Adds shardings to a tree of ShapeDtypeStructs, and logs the notes."""
   shardings, notes = state_shardings(shapes, mesh, rules)
   for note in notes:
     logging.warning("config.sharding: %s", note)

@@ -1,8 +1,9 @@
 """Estimates memory, traffic and time of a config on many devices.
 
-plan.py is the command: it compiles the update for simulated devices.
-collectives.py reads from the compiled program what it sends, hardware.py has
-published figures of accelerators, estimate.py combines both, table.py prints
-the result, and placeholder_data.py replaces data that is not on this machine.
-Nothing outside of this package imports it.
+plan.py is the command; open it first. meshes.py changes the config for a mesh,
+program.py compiles its update for simulated or absent devices, hlo.py reads
+what the program sends and computes, hardware.py has published figures of
+accelerators, estimate.py combines both, search.py looks for what fits and is
+fast, and table.py prints the result. Nothing outside of this package imports
+it.
 """

@@ -7,44 +7,8 @@
                their sum, without overlap
 
 The entries `formula` and `formula_by_axis` need no compiler: they are the bytes
-that a step sends by the formulae of docs/scaling.md. With S parameters of
-layers that are sharded over `fsdp`, b bytes per element of the compute dtype, m
-microbatches, and a mesh of replica R x fsdp F x sequence Q x tensor T, each
-device sends per step
-
-  over fsdp      all-gather       2 m b S/T (F-1)/F      weights, in both passes
-                 reduce-scatter   m b S/T (F-1)/F        gradients
-  over replica   all-reduce       2 m b S/(F T) (n-1)/n  gradients; n = R Q
-
-and for each microbatch of t tokens per Q devices, each of N layers with H heads
-of queries and G of keys of width K, and width D:
-
-  over sequence  all-gather       2 b t G/T K (Q-1)/Q    keys and values
-                 reduce-scatter   the same               their gradients
-                 permute          4 b t H/T K / Q        queries, outputs and
-                                                         the gradients of both
-  over tensor    all-gather       4 b t/Q D (T-1)/T      inputs and gradients
-                 reduce-scatter   the same
-  once           both over tensor 2 b t/Q D (T-1)/T      embedding and head
-
-and of the V rows of an embedding and of a head, for each microbatch
-
-  over fsdp      all-gather       b V/T D (F-1)/F        the head
-                 reduce-scatter   b V/T D (F-1)/F        its gradient
-                 all-to-all       2 b t/(Q T) D (F-1)/F  rows and gradients, and
-                                  2 b V D/F (F-1)/F      columns of a table that
-                                                         is split by rows
-                 all-gather       4 t/Q (F-1)            numbers of the tokens
-  over replica   all-reduce       4 b V D/(F T) (n-1)/n  gradients of both
-
-With attention="ring", keys and values go around in place of the gather and the
-scatter. With remat or scan the backward pass repeats the gather of keys, the
-exchange of queries and outputs, and over `tensor` two gathers and one scatter.
-With two devices per example half of the permutes is left. With ZeRO-1 gradients
-are scattered over all axes but `tensor`, and the new parameters gathered over
-`replica`, in float32. A device with at least V tokens gathers the embedding in
-place of an exchange of rows (sharding/lookup.py). The formulae omit gradients
-that are summed unsharded, such as the gradients of norms.
+that a step sends by the formulae of docs/scaling.md, whose letters the code
+has. They omit gradients that are summed unsharded, such as those of norms.
 """
 
 import functools

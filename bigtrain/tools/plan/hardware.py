@@ -108,11 +108,10 @@ def find(name: str) -> Hardware:
 
 
 def topology(name: str, devices: int, compiler: str) -> str:
-  """Returns the name of absent devices, see sharding.absent_devices.
+  """Returns the topology for sharding.absent_devices.
 
   Args:
-    compiler: "tpu", for a slice such as "v5p:4x4x4", or "gpu", for servers of
-      GPUs such as "h100:8x8".
+    compiler: "tpu" or "gpu".
 
   Raises:
     ConfigError: the compiler has no such hardware, or not of that size.

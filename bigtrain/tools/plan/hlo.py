@@ -27,7 +27,6 @@ class Op(NamedTuple):
   """An operation.
 
   Attributes:
-    name: name of its result.
     type: type of its result, such as "f32[8,128]{1,0}".
     opcode: "add", "while", "all-gather-start", ...
     operands: names of its operands; the value of a constant.
@@ -79,13 +78,7 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32}
 
 
 class Module:
-  """A program.
-
-  Attributes:
-    computations: by name.
-    entry: name of the first computation.
-    num_devices: number of devices that run it.
-  """
+  """A program: its computations by name, and the name of the first one."""
 
   def __init__(self, text: str):
     """Parses what jax.stages.Compiled.as_text returns."""

@@ -49,6 +49,7 @@ class Sizes(NamedTuple):
     batch_bytes: bytes of a batch, over all devices.
     tokens_per_example: tokens per example, or None.
     tensor_sizes: sizes of the axis `tensor` that the model's rules allow.
+    has_remat_policy: whether the model has this option.
   """
 
   parameters: int
@@ -57,13 +58,11 @@ class Sizes(NamedTuple):
   batch_bytes: int
   tokens_per_example: int | None
   tensor_sizes: Sequence[int]
+  has_remat_policy: bool
 
 
 def sizes(config: str, changes: Sequence[str]) -> Sizes:
   """Measures a config on one simulated device, without compiling.
-
-  Args:
-    config: "FILE.py" or "FILE.py:arguments".
 
   Raises:
     ConfigError: a mistake in the config.
@@ -77,6 +76,7 @@ def sizes(config: str, changes: Sequence[str]) -> Sizes:
     batch_bytes=facts["batch_bytes"],
     tokens_per_example=facts["tokens_per_example"],
     tensor_sizes=facts["tensor_sizes"],
+    has_remat_policy=facts["has_remat_policy"],
   )
 
 
@@ -91,7 +91,6 @@ def compile_update(
   """Compiles the update for absent devices; returns facts about it.
 
   Args:
-    config: "FILE.py" or "FILE.py:arguments".
     compiler: "cpu" for simulated devices; else "tpu" or "gpu".
     timeout_secs: time for the compiler, unless unlimited.
 
@@ -180,7 +179,7 @@ def _facts(
 ) -> dict[str, Any]:
   facts = measure(run, update_fn, specs)
   if "compiler" not in request:
-    return {**facts, "tensor_sizes": _tensor_sizes(run.config, specs[0])}
+    return {**facts, **_of_model(run.config, specs[0])}
   text, needed = "", None
   try:
     compiled = compile()
@@ -262,22 +261,25 @@ def _bytes_per_device(spec: Any, in_host: bool = False) -> int:
   return sharding.bytes_per_device(spec, shardings, in_host=in_host)
 
 
-def _tensor_sizes(config: settings.Config, state_spec: Any) -> list[int]:
-  """Sizes of the axis `tensor` that the model's rules allow."""
+def _of_model(config: settings.Config, state_spec: Any) -> dict[str, Any]:
+  """What the model allows: see Sizes."""
   module, model = parts.model(config)
-  if not hasattr(module, "param_dims"):
-    return [1]
   named = trees.flatten_with_names(state_spec["params"])
   shapes = {name: tuple(x.shape) for name, x in named}
 
   def allowed(ways: int) -> bool:
+    if not hasattr(module, "param_dims"):
+      return ways == 1
     try:
       sharding.place(module.param_dims(model), shapes, {"tensor": ways})
     except ConfigError:
       return False
     return True
 
-  return [n for n in range(1, _MOST_TENSOR + 1) if allowed(n)]
+  return {
+    "tensor_sizes": [n for n in range(1, _MOST_TENSOR + 1) if allowed(n)],
+    "has_remat_policy": hasattr(model, "remat_policy"),
+  }
 
 
 def _partitioned(folder: str) -> str:

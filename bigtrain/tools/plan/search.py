@@ -48,8 +48,7 @@ class Candidate(NamedTuple):
 
   Attributes:
     mesh: devices, the axes, batch_size and microbatches.
-    remat_policy: value of config.model.remat_policy; None if the model has no
-      such option.
+    remat_policy: None if the model has no such option.
   """
 
   mesh: tuple[tuple[str, int], ...]
@@ -112,9 +111,7 @@ def candidates(
     ConfigError: no mesh divides the batch.
   """
   size = config["input"]["batch_size"]
-  policies: Iterable[str | None] = [None]
-  if config.get("model_name") != "resnet":
-    policies = POLICIES
+  policies = POLICIES if traced.has_remat_policy else [None]
   result = []
   for axes in _meshes(devices, traced, target, estimate.blocks(config)):
     share, rest = divmod(size, axes["replica"] * axes["fsdp"])

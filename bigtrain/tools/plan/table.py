@@ -19,12 +19,7 @@ _LEAST_SENT = 1e-3
 def text(
   config: str, hardware_name: str, rows: Sequence[_Row], efficiency: float
 ) -> str:
-  """Returns the table.
-
-  Args:
-    config: "FILE.py" or "FILE.py:arguments".
-    efficiency: fraction of the peak that the rows assume.
-  """
+  """Returns the table; `efficiency` is what the rows assume."""
   first = rows[0]
   lines = [
     *_mesh_lines(rows),

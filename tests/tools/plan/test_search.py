@@ -29,6 +29,7 @@ SIZES = program.Sizes(
   batch_bytes=10**6,
   tokens_per_example=8192,
   tensor_sizes=(1, 2, 4, 8),
+  has_remat_policy=True,
 )
 CONFIG = {
   "model_name": "decoder",
