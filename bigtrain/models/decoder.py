@@ -26,7 +26,6 @@ from bigtrain import dims, settings, sharding
 from bigtrain.models.layers import (
   attention_backends,
   causal_block,
-  dropout,
   kernels,
   kv_cache,
   layer_dims,
@@ -253,7 +252,7 @@ class Model(nn.Module):
       if segments is not None:
         positions = positions - _document_starts(segments)
     x_BLD, rope = self._positions(x_BLD, positions, init)
-    x_BLD = dropout.Dropout(self.dropout)(x_BLD, train=train)
+    x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
     (x_BLD, cache), stats = self._blocks(
       (sharding.stream(x_BLD), cache), rope, mask, real, start, train
     )

@@ -21,7 +21,6 @@ import numpy as np
 from bigtrain import dims, settings
 from bigtrain.models.layers import (
   attention_backends,
-  dropout,
   encoder,
   layer_dims,
   options,
@@ -151,7 +150,7 @@ class Model(nn.Module):
       cls_11D = self.param("cls", nn.initializers.zeros, (1, 1, D))
       cls_B1D = jnp.broadcast_to(cls_11D.astype(x_BLD.dtype), (B, 1, D))
       x_BLD = jnp.concatenate([cls_B1D, x_BLD], axis=1)
-    x_BLD = dropout.Dropout(self.dropout)(x_BLD, train=train)
+    x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
 
     x_BLD = encoder.Encoder(
       depth=self.depth,

@@ -52,8 +52,7 @@ CASES = {
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-  attend = functools.partial(attention_blockwise.attend, block=4)
-  monkeypatch.setattr(attention_blockwise, "attend", attend)
+  monkeypatch.setattr(attention_blockwise, "_BLOCK_ON_CPU", 4)
 
 
 @pytest.mark.parametrize(

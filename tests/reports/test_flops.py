@@ -197,7 +197,7 @@ def test_a_window_counts_alike_in_every_kernel(
     return attention_layer.attend(
       *(q, k, v),
       mask=masks.Mask(causal=True, window=window),
-      implementation=kernel,
+      backend=kernel,
     )
 
   def loss(*qkv):
@@ -229,7 +229,7 @@ def test_cross_attention_counts_alike_in_every_kernel(
   kv = Shape((2, 300, 4, 64), jnp.bfloat16)
 
   def fn(q, k, v):
-    return attention_layer.attend(q, k, v, mask=mask, implementation=kernel)
+    return attention_layer.attend(q, k, v, mask=mask, backend=kernel)
 
   hand = 2 * (2 * 2 * 4 * 197 * 300 * 64)
   assert flops.forward_flops(fn, q, kv, kv) == hand

@@ -1,46 +1,56 @@
-"""Chooses the implementation of an attention.
+"""The backends of attention: what each can compute, and which one is used.
 
-Axes: B batch, L length, S length attended to, H heads, G heads of keys and
-values, K head width.
+"xla" multiplies all queries with all keys. "blockwise" does it block by block,
+in plain JAX. "ring" does the same, and devices that share an example pass its
+keys and values in a ring. The others are kernels: "splash" of jax's Pallas
+library for TPUs, "cudnn" of NVIDIA's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.extend
 from absl import logging
 
 from bigtrain import settings, sharding
 from bigtrain.models.layers import masks
 
-# "xla" multiplies all queries with all keys. "blockwise" does it block by
-# block, in plain JAX. "ring" does the same, and devices that share an example
-# pass its keys and values in a ring. The others are kernels: "splash" of jax's
-# Pallas library for TPUs, "cudnn" of NVIDIA's.
 NAMES = ("auto", "splash", "cudnn", "blockwise", "ring", "xla")
 
 KEY = "config.model.attention"
 
+# "blockwise" is used from this number of scores of a head on. On two CPU cores,
+# the forward and backward pass of 8 heads of width 64 in float32 takes 0.43 of
+# the CPU time and 0.16 of the memory of the full matrix of scores with 1,024
+# positions, and 0.34 and 0.06 with 2,048.
+_BLOCKWISE_MIN_SCORES = 1024 * 1024
 
-class Case(NamedTuple):
-  """Facts about an attention, on which the choice depends.
+# Padding makes 256 tokens of the 196 of a ViT, and XLA's own attention needs
+# little memory there. In ViT-B/16, 64 images a chip, a layer takes 4.6 ms with
+# it, forward and backward, as the TPU's compiler estimates; around the kernels
+# of Splash it takes 3.5 ms, which leaves 1.1 ms for 70% more scores.
+_SPLASH_MIN_LENGTH = 512
+# Fewest queries in a block of Splash.
+_SPLASH_MIN_BLOCK = 128
+
+# Largest matrix of a mask: 128 MiB an example, as the bias that cuDNN takes.
+# For packed documents and the attention of llama_8b, forward and backward, the
+# GPU compiler counts 135 MB of temporary memory with 4,096 positions and 404 MB
+# with 8,192; blockwise attention takes 250 and 381 MB. cuDNN's offsets of
+# documents would need their largest number in a row, and room for the
+# statistics of all positions for each of them.
+_CUDNN_MAX_MASK = 8192 * 8192
+
+
+class Call(NamedTuple):
+  """What the choice of a backend depends on.
 
   Attributes:
     platform: "cpu", "gpu" or "tpu", for which the program is compiled.
-    device_kind: kind of the devices.
     splits: whether the ambient mesh, if any, splits the batch.
-    queries: L.
-    positions: S.
-    heads: H.
-    kv_heads: G.
-    width: K.
-    dtype: dtype of queries, keys and values.
-    causal: as in visibility.Sees, and so is the window.
-    window: see there.
-    prefix: whether a prefix is visible.
-    documents: whether queries see their own document only.
-    padding: whether there are positions that no query sees.
-    bias: whether there is a bias of the scores.
-    softcap: whether scores are capped.
+    width: width of a head.
+    causal: as in masks.Mask, like the window, prefix, documents and padding.
     sequence: number of devices among which an example is split.
   """
 
@@ -63,8 +73,14 @@ class Case(NamedTuple):
   sequence: int = 1
 
   def __str__(self) -> str:
-    """Says it in a line, for the log and run.json."""
+    """A line for the log and run.json."""
+    heads = f"{self.heads} heads"
+    if self.kv_heads != self.heads:
+      heads += f" in {self.kv_heads} groups"
     words = [
+      f"{self.queries} queries of {self.positions} positions",
+      f"{heads} of width {self.width}",
+      self.dtype,
       "causal" if self.causal else "",
       f"window={self.window}" if self.causal and self.window else "",
       "prefix" if self.prefix else "",
@@ -74,83 +90,17 @@ class Case(NamedTuple):
       "softcap" if self.softcap else "",
       f"sequence={self.sequence}" if self.sequence > 1 else "",
     ]
-    heads = f"{self.heads} heads"
-    if self.kv_heads != self.heads:
-      heads = f"{self.heads} heads in {self.kv_heads} groups"
-    return ", ".join(
-      [
-        f"{self.queries} queries of {self.positions} positions",
-        f"{heads} of width {self.width}",
-        self.dtype,
-        *filter(None, words),
-      ]
-    )
+    return ", ".join(filter(None, words))
 
 
-class Kernel(NamedTuple):
-  """An implementation, as seen by the choice.
-
-  Attributes:
-    refuses: function from a case to the reason for which the implementation
-      cannot serve it; "" if it can.
-    pays: function from a case that it can serve to the reason for which it is
-      the best; "" if a later one in the order is better.
-  """
-
-  unsupported_because: Callable[[Case], str]
-  best_because: Callable[[Case], str]
-
-
-def choose(wanted: str, case: Case, kernels: Mapping[str, Kernel]) -> str:
-  """Returns the name of an implementation, and notes the choice.
-
-  Args:
-    kernels: implementations by name, in the order in which "auto" considers
-      them. The last serves every case.
-
-  Raises:
-    ConfigError: the implementation that `wanted` names cannot serve the case.
-  """
-  refusals = {
-    name: kernel.unsupported_because(case) for name, kernel in kernels.items()
-  }
-  if wanted != "auto":
-    if refusals[wanted]:
-      able = [name for name in kernels if not refusals[name]]
-      raise settings.ConfigError(
-        f"{KEY}={wanted!r} cannot compute {case}: {refusals[wanted]}. Expected "
-        f"{', '.join(map(repr, able))} or 'auto'."
-      )
-    return wanted
-  against = []
-  for name, kernel in kernels.items():
-    reason = refusals[name]
-    if not reason and (reason := kernel.best_because(case)):
-      break
-    against.append(f"{name}: {reason or 'does not pay'}")
-  reason = "; ".join([reason, *against])
-  if settings.note_choice(KEY, str(case), name, reason):
-    logging.info("%s: %s for %s (%s).", KEY, name, case, reason)
-  return name
-
-
-def case_of(
-  batch_size: int,
-  mask: masks.Mask,
-  *,
-  queries: int,
-  bias: bool,
-  **sizes: Any,
-) -> Case:
-  """Returns the case of an attention in the program that is being traced.
-
-  Args:
-    bias: whether there is a bias of the scores.
-  """
-  platform, kind = sharding.device()
-  return Case(
+def call_of(
+  batch_size: int, mask: masks.Mask, *, queries: int, **others: Any
+) -> Call:
+  """Returns the call of an attention in the program that is being traced."""
+  platform, device_kind = sharding.device()
+  return Call(
     platform=platform,
-    device_kind=kind,
+    device_kind=device_kind,
     splits=sharding.splits(batch_size),
     queries=queries,
     sequence=sharding.length_ways(batch_size, queries),
@@ -159,6 +109,134 @@ def case_of(
     prefix=mask.prefix_B is not None,
     documents=mask.segments_BL is not None,
     padding=mask.real_BS is not None,
-    bias=bias,
-    **sizes,
+    **others,
   )
+
+
+class Backend(NamedTuple):
+  """Reasons against and for a backend; None if there are none."""
+
+  unsupported_because: Callable[[Call], str | None]
+  # For a call that it supports: better than all later ones.
+  best_because: Callable[[Call], str | None]
+
+
+def choose(name: str, call: Call) -> str:
+  """Returns the backend of that name or, for "auto", the best; notes it.
+
+  Raises:
+    ConfigError: the named backend does not support the call.
+  """
+  unsupported = {
+    name: backend.unsupported_because(call)
+    for name, backend in _BACKENDS.items()
+  }
+  if name != "auto":
+    if reason := unsupported[name]:
+      able = [repr(other) for other in _BACKENDS if not unsupported[other]]
+      raise settings.ConfigError(
+        f"{KEY}={name!r} cannot compute {call}: {reason}. Expected "
+        f"{', '.join(able)} or 'auto'."
+      )
+    return name
+  against = []
+  for name, backend in _BACKENDS.items():
+    best = None if unsupported[name] else backend.best_because(call)
+    if best:
+      break
+    against.append(f"{name}: {unsupported[name] or 'does not pay'}")
+  reason = "; ".join([str(best), *against])
+  if settings.note_choice(KEY, str(call), name, reason):
+    logging.info("%s: %s for %s (%s).", KEY, name, call, reason)
+  return name
+
+
+def _splash_unsupported_because(call: Call) -> str | None:
+  if call.platform != "tpu":
+    return f"it needs a TPU, not a {call.platform}"
+  if call.dtype not in ("bfloat16", "float32"):
+    return f"it computes in bfloat16 or float32, not {call.dtype}"
+  if call.bias:
+    return "it adds no bias to the scores"
+  if call.prefix:
+    return "its order of positions is fixed, without a prefix for each text"
+  if call.causal and call.queries != call.positions:
+    return "causal queries need as many positions"
+  if not call.splits:
+    return "the mesh does not split the batch"
+  return None
+
+
+def _splash_best_because(call: Call) -> str | None:
+  if min(call.queries, call.positions) < _SPLASH_MIN_LENGTH:
+    return None
+  if call.causal and call.queries < 2 * call.sequence * _SPLASH_MIN_BLOCK:
+    return None  # Padding would more than double a device's queries.
+  return f"from {_SPLASH_MIN_LENGTH} positions on the fastest on a TPU"
+
+
+def _cudnn_unsupported_because(call: Call) -> str | None:
+  if call.platform != "gpu":
+    return f"it needs an NVIDIA GPU, not a {call.platform}"
+  if reason := _device_unsupported_because(call.device_kind):
+    return reason
+  if call.dtype not in ("bfloat16", "float16"):
+    return f"it computes in bfloat16 or float16, not {call.dtype}"
+  if call.width % 8 or call.width > 128:
+    return f"heads need a multiple of 8 up to 128 as width, not {call.width}"
+  if call.bias:
+    return "its bias is a matrix of all scores"
+  if call.softcap:
+    return "it caps no scores"
+  if call.causal and call.sequence > 1:
+    return "its causal order begins with the first position of an example"
+  masked = call.prefix or call.documents or call.padding
+  if masked and call.queries * call.positions > _CUDNN_MAX_MASK:
+    return "its mask would be a matrix of more than 128 MiB an example"
+  return None
+
+
+def _device_unsupported_because(device_kind: str) -> str | None:
+  """Why a GPU does not have cuDNN's kernels."""
+  if jax.default_backend() == "gpu":
+    backend = jax.extend.backend.get_backend()
+    if "cuda" not in backend.platform_version:
+      return "it needs an NVIDIA GPU"
+    capability = jax.devices()[0].compute_capability
+    if float(capability) < 8.0:
+      return f"it needs compute capability 8.0, not {capability}"
+  elif "AMD" in device_kind or "Radeon" in device_kind:
+    return "it needs an NVIDIA GPU"
+  return None
+
+
+def _blockwise_unsupported_because(call: Call) -> str | None:
+  if call.causal and call.queries != call.positions:
+    return "causal queries need as many positions"
+  return None
+
+
+def _blockwise_best_because(call: Call) -> str | None:
+  if call.sequence > 1 and (call.causal or call.bias):
+    return "a device's queries begin anywhere in an example"
+  if call.queries * call.positions < _BLOCKWISE_MIN_SCORES:
+    return None
+  return (
+    f"memory linear in the length, from {_BLOCKWISE_MIN_SCORES:,} scores a "
+    "head on"
+  )
+
+
+def _xla_best_because(call: Call) -> str:
+  return f"the fastest for {call.queries * call.positions:,} scores a head"
+
+
+# In the order in which "auto" considers them; the last supports every call.
+_BACKENDS = {
+  "splash": Backend(_splash_unsupported_because, _splash_best_because),
+  "cudnn": Backend(
+    _cudnn_unsupported_because, lambda call: "the fastest on an NVIDIA GPU"
+  ),
+  "blockwise": Backend(_blockwise_unsupported_because, _blockwise_best_because),
+  "xla": Backend(lambda call: None, _xla_best_because),
+}

@@ -3,79 +3,35 @@
 Scores of a block of queries and a block of keys exist at a time, as in
 FlashAttention, https://arxiv.org/abs/2205.14135. The backward pass computes
 them again from the output and the logarithm of the softmax's denominator.
-Pairs of blocks of which the causal order hides every score are left out.
+Pairs of blocks of which the causal order masks every score are left out.
 
 Axes: B batch, L length, S length attended to, G heads of keys and values, R
 query heads of each, K head width; N blocks of A queries, M blocks of C
 positions; T distances.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import model_flops, sharding
-from bigtrain.models.layers import (
-  attention_backends,
-  attention_blocks,
-  masks,
-  remat,
-)
+from bigtrain.models.layers import masks, positions, remat
 
 # Largest number of queries or positions in a block. On CPUs, smaller blocks
 # stay in the caches; on accelerators, larger ones keep the matrix units busy.
 _BLOCK, _BLOCK_ON_CPU = 512, 256
 
-# Number of scores of a head from which blocks are used. On two CPU cores, the
-# forward and backward pass of 8 heads of width 64 in float32 takes 0.43 of the
-# CPU time and 0.16 of the memory of the full matrix of scores with 1,024
-# positions, and 0.34 and 0.06 with 2,048.
-_MANY_SCORES = 1024 * 1024
+# Not -inf: the difference of two of them must not be NaN.
+_MASKED = -1e30
 
-
-pick, put = attention_blocks.pick, attention_blocks.put
-
-
-def unsupported_because(case: attention_backends.Case) -> str:
-  """Returns why this implementation cannot serve a case, or ""."""
-  if case.causal and case.queries != case.positions:
-    return "causal queries need as many positions"
-  return ""
-
-
-def best_because(case: attention_backends.Case) -> str:
-  """Returns why this implementation is best for a case, or ""."""
-  if case.sequence > 1 and (case.causal or case.bias):
-    return "a device's queries begin anywhere in an example"
-  if case.queries * case.positions < _MANY_SCORES:
-    return ""
-  return f"memory linear in the length, from {_MANY_SCORES:,} scores a head on"
-
-
-class Sums(NamedTuple):
-  """Sums over the positions that were attended to so far, float32.
-
-  Attributes:
-    largest_N: largest score of each query.
-    total_N: sum of its weights, relative to the largest.
-    out_N: weighted sum of values.
-  """
-
-  largest_N: jax.Array
-  total_N: jax.Array
-  out_N: jax.Array
-
-
-class Gradients(NamedTuple):
-  """Gradients so far, float32, in blocks; of the bias, or None."""
-
-  dq_N: jax.Array
-  dk_M: jax.Array
-  dv_M: jax.Array
-  dbias: jax.Array | None
+# Number of a block: of numpy before the run, an array in a loop.
+Index = jax.Array | int
 
 
 def attend(
@@ -84,106 +40,308 @@ def attend(
   v_BSGK: jax.Array,
   mask: masks.Mask,
   *,
-  bias_GRT: jax.Array | None = None,
+  bias: positions.BiasByDistance | None = None,
   scale: float,
   softcap: float | None,
-  block: int | None = None,
 ) -> jax.Array:
-  """Returns the output, of the shape and dtype of the queries.
-
-  Args:
-    bias_GRT: float32, added to the scaled scores, by the distance of a position
-      from a query, from -(L - 1) to S - 1.
-  """
-  L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
-  block = block or largest_block()
-  static = attention_blocks.Static(scale, softcap, min(block, L), min(block, S))
-  return _attend(static, q_BLGRK, k_BSGK, v_BSGK, bias_GRT, mask)
+  """Returns the output, of the shape and dtype of the queries."""
+  L, S, G = q_BLGRK.shape[1], *k_BSGK.shape[1:3]
+  block = largest_block()
+  static = Static(scale, softcap, min(block, L), min(block, S))
+  bias_GRT = None if bias is None else bias.by_group(G)
+  schedule = Schedule(static)
+  return attend_by_blocks(schedule, q_BLGRK, k_BSGK, v_BSGK, bias_GRT, mask)
 
 
 def largest_block() -> int:
-  """Returns the largest number of queries or positions in a block."""
   return _BLOCK_ON_CPU if sharding.device()[0] == "cpu" else _BLOCK
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-  static: attention_blocks.Static,
-  q: Any,
-  k: Any,
-  v: Any,
-  bias: Any,
-  mask: masks.Mask,
-) -> jax.Array:
-  return _forward(static, q, k, v, bias, mask)[0]
+class Static(NamedTuple):
+  scale: float
+  softcap: float | None
+  block_q: int
+  block_k: int
 
 
-def _forward(
-  static: attention_blocks.Static,
-  q: Any,
-  k: Any,
-  v: Any,
-  bias: Any,
-  mask: masks.Mask,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the output, and the logarithms of denominators (B, G, R, L)."""
-  blocks = attention_blocks.Blocks(static, q, k, bias, mask)
-  q_N, k_M, v_M = blocks.of_queries(q), blocks.of_keys(k), blocks.of_keys(v)
-  sums = add_values(blocks, no_sums(q_N, v), q_N, k_M, v_M)
-  return results(blocks, sums, q)
+class Order(NamedTuple):
+  """Whole blocks that begin anywhere in an example, see attention_split.py.
+
+  Attributes:
+    rows_N: int, number of the first query of each block.
+    columns_M: int, number of the first position of each block.
+    pairs: as in Blocks; `counted` and `computed` are of all devices and pairs.
+    length: length of the example, from which a bias counts distances.
+  """
+
+  rows_N: jax.Array
+  columns_M: jax.Array
+  pairs: jax.Array
+  length: int
+  counted: int
+  computed: int
 
 
-def no_sums(q_N: jax.Array, v: jax.Array) -> Sums:
-  """Returns the sums before the first position."""
+class Blocks:
+  """Blocks of queries and positions, and the scores of a pair of them.
+
+  Attributes:
+    pairs: int (pairs, 2), numbers of the blocks of queries and of positions
+      whose scores are not all masked by the causal order.
+    computed: number of scores of a head that these blocks have.
+    counted: number of scores of a head that model FLOPs count.
+  """
+
+  def __init__(
+    self,
+    static: Static,
+    q: jax.Array,
+    k: jax.Array,
+    bias_GRT: jax.Array | None,
+    mask: masks.Mask,
+    order: Order | None = None,
+  ):
+    self.static, self._mask, self._order = static, mask, order
+    self._L, self._S = q.shape[1], k.shape[1]
+    A, C = static.block_q, static.block_k
+    self._N, self._M = math.ceil(self._L / A), math.ceil(self._S / C)
+    self._bias_GRT = bias_GRT
+    self.pairs: jax.Array | np.ndarray
+    if order is None:
+      self.pairs = visible_pairs(
+        np.arange(self._N) * A, np.arange(self._M) * C, static, mask
+      )
+      self.counted = self._L * mask.reach(self._S)
+      self.computed = len(self.pairs) * A * C
+      if bias_GRT is not None:  # The padding also needs distances.
+        more = self._N * A - self._L, self._M * C - self._S
+        self._bias_GRT = jnp.pad(bias_GRT, ((0, 0), (0, 0), more))
+    else:
+      self.pairs = order.pairs
+      self.counted, self.computed = order.counted, order.computed
+    split = lambda x, size: None if x is None else _to_blocks(x, size)
+    self._segments_NBA = split(mask.segments_BL, A)
+    self._segments_MBC = split(mask.segments_BS, C)
+    self._real_MBC = split(mask.real_BS, C)
+
+  def of_queries(self, x: jax.Array) -> jax.Array:
+    """(B, L, G, R, K) as blocks (N, B, G, R, A, K)."""
+    return jnp.moveaxis(_to_blocks(x, self.static.block_q), 2, 4)
+
+  def to_queries(self, x_N: jax.Array, like: jax.Array) -> jax.Array:
+    """The reverse, with the shape and dtype of `like`."""
+    return _from_blocks(jnp.moveaxis(x_N, 4, 2), like)
+
+  def of_keys(self, x: jax.Array) -> jax.Array:
+    """(B, S, G, K) as blocks (M, B, G, C, K)."""
+    return jnp.moveaxis(_to_blocks(x, self.static.block_k), 2, 3)
+
+  def to_keys(self, x_M: jax.Array, like: jax.Array) -> jax.Array:
+    """The reverse, with the shape and dtype of `like`."""
+    return _from_blocks(jnp.moveaxis(x_M, 3, 2), like)
+
+  def scores(
+    self, q: jax.Array, k: jax.Array, n: Index, m: Index
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Float32 scores (B, G, R, A, C) of a pair of blocks, and their mask."""
+    static = self.static
+    scores = jnp.einsum(
+      "bgrak,bgck->bgrac", q, k, preferred_element_type=jnp.float32
+    )
+    scores *= static.scale
+    if self._bias_GRT is not None:
+      scores += _by_pair(self._distances(self._bias_GRT, n, m), static)
+    if static.softcap is not None:
+      scores = static.softcap * jnp.tanh(scores / static.softcap)
+    visible = self._visible(n, m)
+    if visible is not None:
+      visible = visible[:, None, None]
+      scores = jnp.where(visible, scores, _MASKED)
+    return scores, visible
+
+  def _visible(self, n: Index, m: Index) -> jax.Array | None:
+    """Bool (B or 1, A or 1, C) of a pair of blocks; None if all is visible."""
+    static, order = self.static, self._order
+    of_block = lambda x, i: None if x is None else _pick(x, i)
+    column = m * static.block_k if order is None else order.columns_M[m]
+    row = n * static.block_q if order is None else order.rows_N[n]
+    column_C = column + jnp.arange(static.block_k)
+    visible = self._mask.block(
+      row + jnp.arange(static.block_q),
+      column_C,
+      of_block(self._segments_NBA, n),
+      of_block(self._segments_MBC, m),
+      of_block(self._real_MBC, m),
+    )
+    # Causal queries do not see the padding after them.
+    if self._S % static.block_k and not self._mask.in_order:
+      exists = (column_C < self._S)[None, None]
+      visible = exists if visible is None else visible & exists
+    return visible
+
+  def _start(self, n: Index, m: Index) -> Index:
+    """Index in the bias of a pair of blocks' least distance."""
+    static = self.static
+    if self._order is not None:
+      first = self._order.length - static.block_q
+      return self._order.columns_M[m] - self._order.rows_N[n] + first
+    return m * static.block_k + (self._N - 1 - n) * static.block_q
+
+  def _distances(self, bias_GRT: jax.Array, n: Index, m: Index) -> jax.Array:
+    """Entries of the bias for the A + C - 1 distances in a pair of blocks."""
+    num = self.static.block_q + self.static.block_k - 1
+    return jax.lax.dynamic_slice_in_dim(
+      bias_GRT, self._start(n, m), num, axis=2
+    )
+
+  def zero_bias_gradient(self) -> jax.Array | None:
+    return None if self._bias_GRT is None else jnp.zeros_like(self._bias_GRT)
+
+  def add_to_bias(
+    self, dbias_GRT: jax.Array, dscores_GRAC: jax.Array, n: Index, m: Index
+  ) -> jax.Array:
+    """Adds the gradients of a pair's scores to the gradients by distance."""
+    old = self._distances(dbias_GRT, n, m)
+    expand = functools.partial(_by_pair, static=self.static)
+    (new,) = jax.linear_transpose(expand, old)(dscores_GRAC)
+    return jax.lax.dynamic_update_slice_in_dim(
+      dbias_GRT, old + new, self._start(n, m), axis=2
+    )
+
+  def without_padding(self, dbias_GRT: jax.Array) -> jax.Array:
+    """Entries of the distances of real queries and positions."""
+    if self._order is not None:
+      return dbias_GRT
+    first = self._N * self.static.block_q - self._L
+    return dbias_GRT[:, :, first : first + self._L + self._S - 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """Steps in which a device computes its blocks; here all of them in one."""
+
+  static: Static
+
+  @property
+  def num_steps(self) -> int:
+    return 1
+
+  def blocks(
+    self,
+    step: int,
+    q: jax.Array,
+    k: jax.Array,
+    bias_GRT: jax.Array | None,
+    mask: masks.Mask,
+  ) -> Blocks:
+    """Returns the blocks of a step, whose keys are `k`."""
+    del step
+    return Blocks(self.static, q, k, bias_GRT, mask)
+
+  def pass_on(self, arrays: Any) -> Any:
+    """Exchanges the keys' arrays of a step for those of the next."""
+    return arrays
+
+
+def visible_pairs(
+  rows_N: np.ndarray, columns_M: np.ndarray, static: Static, mask: masks.Mask
+) -> np.ndarray:
+  visible = np.ones((len(rows_N), len(columns_M)), bool)
+  if mask.in_order:
+    visible &= columns_M <= rows_N[:, None] + static.block_q - 1
+    if mask.window:
+      last = columns_M + static.block_k - 1
+      visible &= last > rows_N[:, None] - mask.window
+  return np.argwhere(visible).astype(np.int32)
+
+
+def _to_blocks(x: jax.Array, size: int) -> jax.Array:
+  """(B, L, ...) as (N, B, size, ...), padded with zeros."""
+  widths = [(0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)]
+  x = jnp.pad(x, widths)
+  return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
+
+
+def _from_blocks(x_N: jax.Array, like: jax.Array) -> jax.Array:
+  x = jnp.moveaxis(x_N, 0, 1).reshape(len(like), -1, *like.shape[2:])
+  return x[:, : like.shape[1]].astype(like.dtype)
+
+
+def _by_pair(bias_GRT: jax.Array, static: Static) -> jax.Array:
+  """Biases (G, R, A, C) from the biases of the A + C - 1 distances c - a.
+
+  Rows of a matrix whose rows are all `bias` shift by one if it is read with
+  rows that are shorter by one.
+  """
+  A, C = static.block_q, static.block_k
+  G, R, T = bias_GRT.shape
+  if A == 1:
+    return bias_GRT[:, :, None]
+  rows = jnp.broadcast_to(bias_GRT[:, :, None], (G, R, A, T))
+  flat = rows.reshape(G, R, A * T)[:, :, A - 1 : A - 1 + A * (T - 1)]
+  return flat.reshape(G, R, A, T - 1)[..., :C]
+
+
+def _pick(x_N: jax.Array, n: Index) -> jax.Array:
+  return jax.lax.dynamic_index_in_dim(x_N, n, 0, keepdims=False)
+
+
+def _put(x_N: jax.Array, n: Index, x: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_update_index_in_dim(x_N, x, n, 0)
+
+
+class Sums(NamedTuple):
+  """Sums over the positions that were attended to so far, float32."""
+
+  largest_N: jax.Array  # Largest score of each query.
+  total_N: jax.Array  # Sum of its weights, relative to the largest.
+  out_N: jax.Array  # Weighted sum of values.
+
+
+def _zero_sums(q_N: jax.Array, v: jax.Array) -> Sums:
   rows = q_N.shape[:-1]
   return Sums(
-    jnp.full(rows, attention_blocks.MASKED, jnp.float32),
+    jnp.full(rows, _MASKED, jnp.float32),
     jnp.zeros(rows, jnp.float32),
     jnp.zeros((*rows, v.shape[-1]), jnp.float32),
   )
 
 
-def add_values(
-  blocks: attention_blocks.Blocks, sums: Sums, q_N: Any, k_M: Any, v_M: Any
+def _add_values(
+  blocks: Blocks, sums: Sums, q_N: jax.Array, k_M: jax.Array, v_M: jax.Array
 ) -> Sums:
-  """Returns the sums with the values of all pairs of blocks."""
 
-  def add(carry: Any, pair: Any) -> tuple[Any, None]:
+  def add(sums: Sums, pair: Any) -> tuple[Sums, None]:
     """Adds the values of a block of positions to a block of queries."""
-    largest_N, total_N, out_N = carry
     n, m = pair
-    scores, mask = blocks.scores(pick(q_N, n), pick(k_M, m), n, m)
-    largest = jnp.maximum(pick(largest_N, n), jnp.max(scores, axis=-1))
+    scores, visible = blocks.scores(_pick(q_N, n), _pick(k_M, m), n, m)
+    old = _pick(sums.largest_N, n)
+    largest = jnp.maximum(old, jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - largest[..., None])
-    if mask is not None:  # Also for a row without a visible position.
-      weights = jnp.where(mask, weights, 0.0)
-    shrink = jnp.exp(pick(largest_N, n) - largest)
-    total = pick(total_N, n) * shrink + jnp.sum(weights, axis=-1)
-    out = pick(out_N, n) * shrink[..., None] + jnp.einsum(
+    if visible is not None:  # Also for a row without a visible position.
+      weights = jnp.where(visible, weights, 0.0)
+    shrink = jnp.exp(old - largest)
+    total = _pick(sums.total_N, n) * shrink + jnp.sum(weights, axis=-1)
+    out = _pick(sums.out_N, n) * shrink[..., None] + jnp.einsum(
       "bgrac,bgck->bgrak",
       weights.astype(v_M.dtype),
-      pick(v_M, m),
+      _pick(v_M, m),
       preferred_element_type=jnp.float32,
     )
-    return (
-      put(largest_N, n, largest),
-      put(total_N, n, total),
-      put(out_N, n, out),
+    return Sums(
+      _put(sums.largest_N, n, largest),
+      _put(sums.total_N, n, total),
+      _put(sums.out_N, n, out),
     ), None
 
   with model_flops.counts_as(blocks.counted, blocks.computed):
-    carry, _ = jax.lax.scan(add, tuple(sums), blocks.pairs)
-  return Sums(*carry)
+    return jax.lax.scan(add, sums, blocks.pairs)[0]
 
 
-def results(
-  blocks: attention_blocks.Blocks, sums: Sums, q: jax.Array
+def _results(
+  blocks: Blocks, sums: Sums, q: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the output, and the logarithms of denominators (B, G, R, L).
-
-  Args:
-    q: queries, whose shape and dtype are the output's.
-  """
+  """Returns the output, and the logarithms of denominators (B, G, R, L)."""
   largest_N, total_N, out_N = sums
   some_N = total_N > 0
   total_N = jnp.where(some_N, total_N, 1.0)
@@ -198,106 +356,160 @@ def results(
   )
 
 
-def _forward_rule(
-  static: attention_blocks.Static,
-  q: Any,
-  k: Any,
-  v: Any,
-  bias: Any,
-  mask: masks.Mask,
-) -> tuple[jax.Array, Any]:
-  out, log_BGRL = _forward(static, q, k, v, bias, mask)
-  return out, (q, k, v, bias, mask, out, log_BGRL)
+class Gradients(NamedTuple):
+  """Gradients so far, float32, in blocks; of the bias, or None."""
+
+  dq_N: jax.Array
+  dk_M: jax.Array
+  dv_M: jax.Array
+  dbias_GRT: jax.Array | None
 
 
-def _backward_rule(
-  static: attention_blocks.Static, saved: Any, grad: jax.Array
-) -> Any:
-  q, k, v, bias, mask, *_ = saved
-  blocks = attention_blocks.Blocks(static, q, k, bias, mask)
-  q_N, k_M, v_M = blocks.of_queries(q), blocks.of_keys(k), blocks.of_keys(v)
-  by_query = q_N, *of_outputs(blocks, grad, *saved[-2:])
-  zeros = no_gradients(blocks, q_N, k_M, v_M)
-  grads = add_gradients(blocks, zeros, by_query, k_M, v_M)
-  dq = blocks.to_queries(grads.dq_N, q)
-  dk, dv = blocks.to_keys(grads.dk_M, k), blocks.to_keys(grads.dv_M, v)
-  dbias = None if bias is None else blocks.without_padding(grads.dbias)
-  return dq, dk, dv, dbias, None
+class ByQuery(NamedTuple):
+  """What gradients need of the queries, in blocks."""
+
+  q_N: jax.Array
+  grad_N: jax.Array
+  mean_N: jax.Array  # Sum of output times gradient of each query.
+  log_N: jax.Array  # Logarithms of the softmax's denominators.
 
 
-def of_outputs(
-  blocks: attention_blocks.Blocks, grad: Any, out: Any, log_BGRL: Any
-) -> tuple[jax.Array, ...]:
-  """Returns what gradients need of the outputs, in blocks.
-
-  Returns:
-    (grad_N, the sum of output times gradient of each query, log_N).
-  """
-  grad_N = blocks.of_queries(grad)
+def _by_query(
+  blocks: Blocks,
+  q: jax.Array,
+  grad: jax.Array,
+  out: jax.Array,
+  log_BGRL: jax.Array,
+) -> ByQuery:
   # Gradient of a softmax: its output times (gradient - this mean).
   mean = jnp.sum(
     out.astype(jnp.float32) * grad.astype(jnp.float32), -1, keepdims=True
   )
-  mean_N = blocks.of_queries(mean)[..., 0]
-  log_N = blocks.of_queries(jnp.moveaxis(log_BGRL, 3, 1)[..., None])[..., 0]
-  return grad_N, mean_N, log_N
-
-
-def no_gradients(
-  blocks: attention_blocks.Blocks, q_N: Any, k_M: Any, v_M: Any
-) -> Gradients:
-  """Returns gradients of zero."""
-  zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
-  return Gradients(
-    zeros(q_N), zeros(k_M), zeros(v_M), blocks.no_bias_gradient()
+  log = jnp.moveaxis(log_BGRL, 3, 1)[..., None]
+  return ByQuery(
+    blocks.of_queries(q),
+    blocks.of_queries(grad),
+    blocks.of_queries(mean)[..., 0],
+    blocks.of_queries(log)[..., 0],
   )
 
 
-def add_gradients(
-  blocks: attention_blocks.Blocks,
+def _zero_gradients(
+  blocks: Blocks, q_N: jax.Array, k_M: jax.Array, v_M: jax.Array
+) -> Gradients:
+  zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
+  return Gradients(
+    zeros(q_N), zeros(k_M), zeros(v_M), blocks.zero_bias_gradient()
+  )
+
+
+def _add_gradients(
+  blocks: Blocks,
   grads: Gradients,
-  by_query: tuple[jax.Array, ...],
+  queries: ByQuery,
   k_M: jax.Array,
   v_M: jax.Array,
 ) -> Gradients:
-  """Returns the gradients with those through all pairs of blocks."""
   static = blocks.static
-  q_N, grad_N, mean_N, log_N = by_query
+  q_N, grad_N, mean_N, log_N = queries
 
-  def add(carry: Any, pair: Any) -> tuple[Any, None]:
-    """Adds the gradients through a pair of blocks."""
-    dq_N, dk_M, dv_M, dbias = carry
+  def add(grads: Gradients, pair: Any) -> tuple[Gradients, None]:
+    dq_N, dk_M, dv_M, dbias_GRT = grads
     n, m = pair
-    scores, mask = blocks.scores(pick(q_N, n), pick(k_M, m), n, m)
-    weights = jnp.exp(scores - pick(log_N, n)[..., None])
-    if mask is not None:
-      weights = jnp.where(mask, weights, 0.0)
+    scores, visible = blocks.scores(_pick(q_N, n), _pick(k_M, m), n, m)
+    weights = jnp.exp(scores - _pick(log_N, n)[..., None])
+    if visible is not None:
+      weights = jnp.where(visible, weights, 0.0)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     dv = product(
-      "bgrac,bgrak->bgck", weights.astype(v_M.dtype), pick(grad_N, n)
+      "bgrac,bgrak->bgck", weights.astype(v_M.dtype), _pick(grad_N, n)
     )
-    dweights = product("bgrak,bgck->bgrac", pick(grad_N, n), pick(v_M, m))
-    dscores = weights * (dweights - pick(mean_N, n)[..., None])
+    dweights = product("bgrak,bgck->bgrac", _pick(grad_N, n), _pick(v_M, m))
+    dscores = weights * (dweights - _pick(mean_N, n)[..., None])
     if static.softcap is not None:
       # A masked score is far below -softcap.
       ratio = jnp.clip(scores / static.softcap, -1.0, 1.0)
       dscores *= 1.0 - jnp.square(ratio)
-    if dbias is not None:
-      dbias = blocks.add_to_bias(dbias, jnp.sum(dscores, axis=0), n, m)
+    if dbias_GRT is not None:
+      dbias_GRT = blocks.add_to_bias(dbias_GRT, jnp.sum(dscores, axis=0), n, m)
     dscores = (dscores * static.scale).astype(q_N.dtype)
-    dq = product("bgrac,bgck->bgrak", dscores, pick(k_M, m))
-    dk = product("bgrac,bgrak->bgck", dscores, pick(q_N, n))
-    return (
-      put(dq_N, n, pick(dq_N, n) + dq),
-      put(dk_M, m, pick(dk_M, m) + dk),
-      put(dv_M, m, pick(dv_M, m) + dv),
-      dbias,
+    dq = product("bgrac,bgck->bgrak", dscores, _pick(k_M, m))
+    dk = product("bgrac,bgrak->bgck", dscores, _pick(q_N, n))
+    return Gradients(
+      _put(dq_N, n, _pick(dq_N, n) + dq),
+      _put(dk_M, m, _pick(dk_M, m) + dk),
+      _put(dv_M, m, _pick(dv_M, m) + dv),
+      dbias_GRT,
     ), None
 
   # Four products; the fifth computes the scores again.
   with model_flops.counts_as(4 * blocks.counted, 5 * blocks.computed):
-    carry, _ = jax.lax.scan(add, tuple(grads), blocks.pairs)
-  return Gradients(*carry)
+    return jax.lax.scan(add, grads, blocks.pairs)[0]
 
 
-_attend.defvjp(_forward_rule, _backward_rule)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_by_blocks(
+  schedule: Schedule,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias_GRT: jax.Array | None,
+  mask: masks.Mask,
+) -> jax.Array:
+  """Returns the output of the queries, in the steps of a schedule."""
+  return _forward(schedule, q, k, v, bias_GRT, mask)[0]
+
+
+def _forward(
+  schedule: Schedule,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias_GRT: jax.Array | None,
+  mask: masks.Mask,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+  steps = schedule.num_steps
+  sums: Any = None
+  kv = k, v
+  for step in range(steps):
+    # Sent before the step that needs them, behind the present one.
+    passed = schedule.pass_on(kv) if step + 1 < steps else kv
+    blocks = schedule.blocks(step, q, kv[0], bias_GRT, mask)
+    q_N = blocks.of_queries(q)
+    if sums is None:
+      sums = _zero_sums(q_N, v)
+    k_M, v_M = map(blocks.of_keys, kv)
+    sums = _add_values(blocks, sums, q_N, k_M, v_M)
+    kv = passed
+  out, log_BGRL = _results(blocks, sums, q)
+  return out, (q, k, v, bias_GRT, mask, out, log_BGRL)
+
+
+def _backward(
+  schedule: Schedule, residuals: tuple[Any, ...], grad: jax.Array
+) -> tuple[jax.Array | None, ...]:
+  q, k, v, bias_GRT, mask, out, log_BGRL = residuals
+  steps = schedule.num_steps
+  grads: Any = None
+  kv = k, v
+  for step in range(steps):
+    passed = schedule.pass_on(kv) if step + 1 < steps else kv
+    blocks = schedule.blocks(step, q, kv[0], bias_GRT, mask)
+    k_M, v_M = map(blocks.of_keys, kv)
+    if grads is None:
+      queries = _by_query(blocks, q, grad, out, log_BGRL)
+      grads = _zero_gradients(blocks, queries.q_N, k_M, v_M)
+    grads = _add_gradients(blocks, grads, queries, k_M, v_M)
+    # With their keys, and home after the last step.
+    dk_M, dv_M = schedule.pass_on((grads.dk_M, grads.dv_M))
+    grads = grads._replace(dk_M=dk_M, dv_M=dv_M)
+    kv = passed
+  dq = blocks.to_queries(grads.dq_N, q)
+  dk, dv = blocks.to_keys(grads.dk_M, k), blocks.to_keys(grads.dv_M, v)
+  dbias_GRT = grads.dbias_GRT
+  if dbias_GRT is not None:
+    dbias_GRT = blocks.without_padding(dbias_GRT)
+  return dq, dk, dv, dbias_GRT, None
+
+
+attend_by_blocks.defvjp(_forward, _backward)

@@ -16,34 +16,163 @@ query heads of each, K head width; N blocks of A queries, M blocks of C
 positions; T distances; n devices.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from bigtrain import model_flops, sharding
 from bigtrain.models.layers import (
-  attention_blocks,
   attention_blockwise,
-  attention_plan,
-  attention_splash,
+  attention_kernels,
   masks,
   positions,
 )
 
 AXIS = "sequence"
 
-# Computes a device's part of an attention: (q, k, v, what its queries see,
-# number of its first query or None, bias) -> output.
+# On accelerators, longer blocks are whole numbers of the registers' lanes.
+_LANES = 128
+
+# Computes a device's part of an attention: (q, k, v, mask, number of the first
+# query or None, bias) -> output.
 LocalFn = Callable[..., jax.Array]
 
 
+class Plan(NamedTuple):
+  """Which blocks of an attention the devices compute, and in what order.
+
+  Attributes:
+    order: what the order of the positions masks; not causal with a prefix.
+    ring: whether keys and values pass in a ring; otherwise they are gathered.
+    balanced: whether devices have an early and a late part of the queries, and
+      in a ring of the keys.
+    padded_queries: L in whole blocks on all devices, and S in `padded_keys`.
+  """
+
+  ways: int
+  queries: int
+  keys: int
+  order: masks.Mask
+  ring: bool
+  balanced: bool
+  block_q: int
+  block_k: int
+  padded_queries: int
+  padded_keys: int
+
+
+class Tables(NamedTuple):
+  """Blocks of each device.
+
+  Attributes:
+    rows: int [n, N], number of the first query of each block.
+    columns: for each step, int [n, M], number of the first position.
+    pairs: for each step, int [n, pairs, 2], as in attention_blockwise.Blocks.
+      In devices with fewer pairs than others, the last are masked.
+  """
+
+  rows: np.ndarray
+  columns: list[np.ndarray]
+  pairs: list[np.ndarray]
+
+
+def plan_of(
+  ways: int,
+  queries: int,
+  keys: int,
+  mask: masks.Mask,
+  *,
+  ring: bool,
+  balanced: bool,
+) -> Plan:
+  parts = 2 * ways if balanced else ways
+  block_q, padded_queries = _blocks(queries, parts)
+  block_k, padded_keys = _blocks(keys, parts)
+  return Plan(
+    ways,
+    queries,
+    keys,
+    masks.Mask(mask.in_order, mask.window),
+    ring,
+    balanced,
+    block_q,
+    block_k,
+    padded_queries,
+    padded_keys,
+  )
+
+
+def _blocks(length: int, parts: int) -> tuple[int, int]:
+  largest = attention_blockwise.largest_block()
+  part = math.ceil(length / parts)
+  number = math.ceil(part / largest)
+  size = math.ceil(part / number)
+  if largest % _LANES == 0 and size > _LANES:
+    size = math.ceil(size / _LANES) * _LANES
+  return size, size * number * parts
+
+
+@functools.lru_cache
+def tables_of(plan: Plan) -> Tables:
+  n = plan.ways
+  rows = _firsts(plan, plan.padded_queries, plan.block_q)
+  if plan.ring:
+    keys = _firsts(plan, plan.padded_keys, plan.block_k)
+    columns = [np.roll(keys, step, axis=0) for step in range(n)]
+  else:
+    all_keys = np.arange(0, plan.padded_keys, plan.block_k, dtype=np.int32)
+    columns = [np.tile(all_keys, (n, 1))]
+  sizes = attention_blockwise.Static(1.0, None, plan.block_q, plan.block_k)
+  pairs = []
+  for of_step in columns:
+    visible = [
+      attention_blockwise.visible_pairs(rows[i], of_step[i], sizes, plan.order)
+      for i in range(n)
+    ]
+    most = max(map(len, visible))
+    shape = rows.shape[1], of_step.shape[1]
+    pairs.append(np.stack([_filled(x, most, shape) for x in visible]))
+  return Tables(rows, columns, pairs)
+
+
+def _numbers(plan: Plan) -> np.ndarray:
+  """Int [n, L / n], number of each query of each device."""
+  rows = _firsts(plan, plan.padded_queries, plan.block_q)
+  return (rows[..., None] + np.arange(plan.block_q)).reshape(plan.ways, -1)
+
+
+def _firsts(plan: Plan, length: int, block: int) -> np.ndarray:
+  """Int [n, blocks], number of the first position of a device's blocks."""
+  n = plan.ways
+  parts = [[i, 2 * n - 1 - i] if plan.balanced else [i] for i in range(n)]
+  size = length // (n * len(parts[0]))
+  inside = np.arange(0, size, block)
+  firsts = np.asarray(parts)[..., None] * size + inside
+  return firsts.reshape(n, -1).astype(np.int32)
+
+
+def _filled(
+  pairs: np.ndarray, number: int, shape: tuple[int, int]
+) -> np.ndarray:
+  """Adds masked pairs of blocks, which change nothing, up to a number."""
+  if len(pairs) == number:
+    return pairs
+  masked = np.ones(shape, bool)
+  masked[tuple(pairs.T)] = False
+  one = np.argwhere(masked)[:1].astype(np.int32)
+  return np.concatenate([pairs, np.repeat(one, number - len(pairs), axis=0)])
+
+
 def attend(
+  backend: str,
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
@@ -51,90 +180,49 @@ def attend(
   local: LocalFn,
   *,
   bias: positions.BiasByDistance | None,
+  scale: float,
+  softcap: float | None,
 ) -> jax.Array:
-  """Gathers keys and values for any implementation.
+  """Returns the output, of the shape and dtype of the queries.
 
-  Returns:
-    The output, of the shape and dtype of the queries.
+  Args:
+    local: calls the backend, for those that gather all keys and need no part of
+      the queries before another.
   """
-  ways = _ways(k_BSGK)
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
-  plan = attention_plan.make(ways, L, S, mask, False, False)._replace(
-    padded_queries=math.ceil(L / ways) * ways,
-    padded_keys=math.ceil(S / ways) * ways,
-  )
-  compute = functools.partial(_locally, plan, local)
-  # Padding is not model FLOPs.
-  with model_flops.share(L * S, plan.padded_queries * plan.padded_keys):
+  mesh: Any = sharding.ambient(k_BSGK.shape[0])
+  ways = int(mesh.shape[AXIS])
+  make = functools.partial(plan_of, ways, L, S, mask)
+  compute: Callable[..., jax.Array]
+  counted: Any = contextlib.nullcontext()
+  if backend == "ring" or (backend == "blockwise" and mask.causal):
+    plan = make(ring=backend == "ring", balanced=mask.in_order)
+    static = attention_blockwise.Static(
+      scale, softcap, plan.block_q, plan.block_k
+    )
+    compute = functools.partial(_blockwise, plan, static)
+  elif backend == "splash" and mask.causal:
+    block, part = attention_kernels.splash_parts(L, 2 * ways)
+    # A query of the padding sees itself, so that its output is finite.
+    length = 2 * ways * part
+    plan = make(ring=False, balanced=True)._replace(
+      block_q=block, padded_queries=length, padded_keys=length
+    )
+    compute = functools.partial(_by_splash, plan, scale, softcap)
+  else:
+    plan = make(ring=False, balanced=False)._replace(
+      padded_queries=math.ceil(L / ways) * ways,
+      padded_keys=math.ceil(S / ways) * ways,
+    )
+    compute = functools.partial(_locally, plan, local)
+    # Padding is not model FLOPs.
+    counted = model_flops.share(L * S, plan.padded_queries * plan.padded_keys)
+  with counted:
     return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, mask, bias)
 
 
-def attend_splash(
-  q_BLGRK: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  mask: masks.Mask,
-  *,
-  scale: float,
-  softcap: float | None,
-) -> jax.Array:
-  """Balances causal work, by Splash kernels with all keys.
-
-  Returns:
-    The output, of the shape and dtype of the queries.
-  """
-  ways, L = _ways(k_BSGK), q_BLGRK.shape[1]
-  block, part = attention_splash.part_blocks(L, 2 * ways)
-  # A query of the padding sees itself, so that its output is finite.
-  length = 2 * ways * part
-  plan = attention_plan.make(ways, L, L, mask, False, True)._replace(
-    block_q=block, padded_queries=length, padded_keys=length
-  )
-  local = functools.partial(
-    attention_splash.attend_rows,
-    numbers=attention_plan.numbers(plan),
-    block_q=block,
-    counted=L * mask.reach(L) // ways,
-    scale=scale,
-    softcap=softcap,
-  )
-  compute = functools.partial(_rows, plan, local)
-  return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, mask, None)
-
-
-def attend_blockwise(
-  q_BLGRK: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  mask: masks.Mask,
-  *,
-  bias: positions.BiasByDistance | None,
-  scale: float,
-  softcap: float | None,
-  ring: bool,
-) -> jax.Array:
-  """Balances causal work, block by block.
-
-  Args:
-    ring: whether keys and values pass in a ring.
-
-  Returns:
-    The output, of the shape and dtype of the queries.
-  """
-  balanced = mask.causal and mask.prefix_B is None
-  L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
-  plan = attention_plan.make(_ways(k_BSGK), L, S, mask, ring, balanced)
-  static = attention_blocks.Static(scale, softcap, plan.block_q, plan.block_k)
-  compute = functools.partial(_blockwise, plan, static)
-  return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, mask, bias)
-
-
-def _ways(k_BSGK: jax.Array) -> int:
-  return int(sharding.ambient(k_BSGK.shape[0]).shape[AXIS])
-
-
 def _split(
-  plan: attention_plan.Plan,
+  plan: Plan,
   compute: Callable[..., jax.Array],
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
@@ -144,11 +232,12 @@ def _split(
 ) -> jax.Array:
   """Calls `compute` on each device with its part of the arrays.
 
-  What a query sees comes as a whole: these arrays are small.
+  The mask comes as a whole: its arrays are small.
   """
   B, L, G = q_BLGRK.shape[:3]
   S = k_BSGK.shape[1]
-  tensor = sharding.ambient(B).shape.get("tensor", 1)
+  mesh: Any = sharding.ambient(B)
+  tensor = mesh.shape.get("tensor", 1)
   heads = "tensor" if tensor > 1 and G % tensor == 0 else None
   split = PartitionSpec(sharding.BATCH_AXES, AXIS, heads)
   by_example = PartitionSpec(sharding.BATCH_AXES)
@@ -172,7 +261,6 @@ def _split(
 
 
 def _padded(x: jax.Array, length: int) -> jax.Array:
-  """Pads dimension 1 with zeros."""
   if x.shape[1] == length:
     return x
   widths = [(0, 0)] * x.ndim
@@ -180,15 +268,12 @@ def _padded(x: jax.Array, length: int) -> jax.Array:
   return jnp.pad(x, widths)
 
 
-def _padded_mask(
-  plan: attention_plan.Plan, mask: masks.Mask, B: int
-) -> masks.Mask:
-  """Hides the padding of the keys."""
+def _padded_mask(plan: Plan, mask: masks.Mask, B: int) -> masks.Mask:
   pad = lambda x, length: None if x is None else _padded(x, length)
   real_BS = mask.real_BS
   # Causal queries do not see the padding after them.
-  hidden = plan.causal and not plan.prefix
-  if real_BS is None and plan.padded_keys > plan.keys and not hidden:
+  padded = plan.padded_keys > plan.keys and not plan.order.causal
+  if real_BS is None and padded:
     real_BS = jnp.ones((B, plan.keys), bool)
   return dataclasses.replace(
     mask,
@@ -199,7 +284,7 @@ def _padded_mask(
 
 
 def _locally(
-  plan: attention_plan.Plan,
+  plan: Plan,
   local: LocalFn,
   q: jax.Array,
   k: jax.Array,
@@ -224,9 +309,10 @@ def _locally(
   return o.reshape(q.shape)
 
 
-def _rows(
-  plan: attention_plan.Plan,
-  local: LocalFn,
+def _by_splash(
+  plan: Plan,
+  scale: float,
+  softcap: float | None,
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
@@ -237,16 +323,29 @@ def _rows(
   del bias_GRT
   k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
   device = jax.lax.axis_index(AXIS)
+  numbers = _numbers(plan)
   if mask.segments_BL is not None:
-    own = jnp.asarray(attention_plan.numbers(plan))[device]
+    own = jnp.asarray(numbers)[device]
     segments = jnp.take(mask.segments_BL, own, axis=1)
     mask = dataclasses.replace(mask, segments_BL=segments)
-  return _exchanged_back(local(_exchanged(q), k, v, mask, device=device))
+  o = attention_kernels.attend_rows_by_splash(
+    _exchanged(q),
+    k,
+    v,
+    mask,
+    numbers=numbers,
+    device=device,
+    block_q=plan.block_q,
+    counted=plan.queries * mask.reach(plan.queries) // plan.ways,
+    scale=scale,
+    softcap=softcap,
+  )
+  return _exchanged_back(o)
 
 
 def _blockwise(
-  plan: attention_plan.Plan,
-  static: attention_blocks.Static,
+  plan: Plan,
+  static: attention_blockwise.Static,
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
@@ -260,7 +359,8 @@ def _blockwise(
     k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
   elif plan.balanced:
     k, v = _exchanged(k), _exchanged(v)
-  o = _attend(plan, static, q, k, v, bias_GRT, mask)
+  schedule = _Schedule(static, plan)
+  o = attention_blockwise.attend_by_blocks(schedule, q, k, v, bias_GRT, mask)
   return _exchanged_back(o) if plan.balanced else o
 
 
@@ -287,7 +387,6 @@ def _exchanged(x: jax.Array) -> jax.Array:
 
 
 def _exchanged_back(x: jax.Array) -> jax.Array:
-  """The inverse of `_exchanged`."""
   to_first, to_second = _owners(jax.lax.axis_size(AXIS))
   back = lambda pairs: [(receiver, sender) for sender, receiver in pairs]
   even, odd = _swapped(*jnp.split(x, 2, axis=1))
@@ -296,112 +395,53 @@ def _exchanged_back(x: jax.Array) -> jax.Array:
   return jnp.concatenate([first, second], axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-  plan: attention_plan.Plan,
-  static: Any,
-  q: Any,
-  k: Any,
-  v: Any,
-  bias: Any,
-  mask: Any,
-) -> jax.Array:
-  """Blockwise attention in one step, or in one for each device of a ring."""
-  return _forward(plan, static, q, k, v, bias, mask)[0]
+@dataclasses.dataclass(frozen=True)
+class _Schedule(attention_blockwise.Schedule):
+  """All keys in one step, or a step for each device of a ring."""
 
+  plan: Plan
 
-def _forward(
-  plan: attention_plan.Plan,
-  static: Any,
-  q: Any,
-  k: Any,
-  v: Any,
-  bias: Any,
-  mask: Any,
-) -> tuple[jax.Array, Any]:
-  steps = len(attention_plan.tables(plan).pairs)
-  sums: Any = None
-  kv = k, v
-  for step in range(steps):
-    # Sent before the step that needs them, behind the present one.
-    passed = _passed_on(kv) if step + 1 < steps else kv
-    blocks = _blocks_at(plan, static, q, kv[0], bias, mask, step)
-    q_N = blocks.of_queries(q)
-    if sums is None:
-      sums = attention_blockwise.no_sums(q_N, v)
-    k_M, v_M = map(blocks.of_keys, kv)
-    sums = attention_blockwise.add_values(blocks, sums, q_N, k_M, v_M)
-    kv = passed
-  out, log_BGRL = attention_blockwise.results(blocks, sums, q)
-  return out, (q, k, v, bias, mask, out, log_BGRL)
+  @property
+  def num_steps(self) -> int:
+    return len(tables_of(self.plan).pairs)
 
+  def pass_on(self, arrays: Any) -> Any:
+    """Sends arrays to the next device of the ring."""
+    if not self.plan.ring:
+      return arrays
+    n = jax.lax.axis_size(AXIS)
+    return jax.lax.ppermute(arrays, AXIS, [(i, (i + 1) % n) for i in range(n)])
 
-def _backward(
-  plan: attention_plan.Plan, static: Any, saved: Any, grad: jax.Array
-) -> tuple[Any, ...]:
-  q, k, v, bias, mask, out, log_BGRL = saved
-  steps = len(attention_plan.tables(plan).pairs)
-  grads: Any = None
-  kv = k, v
-  for step in range(steps):
-    passed = _passed_on(kv) if step + 1 < steps else kv
-    blocks = _blocks_at(plan, static, q, kv[0], bias, mask, step)
-    k_M, v_M = map(blocks.of_keys, kv)
-    if grads is None:
-      of_outputs = attention_blockwise.of_outputs(blocks, grad, out, log_BGRL)
-      by_query = blocks.of_queries(q), *of_outputs
-      grads = attention_blockwise.no_gradients(blocks, by_query[0], k_M, v_M)
-    grads = attention_blockwise.add_gradients(blocks, grads, by_query, k_M, v_M)
-    if plan.ring:  # With their keys, and home after the last step.
-      dk_M, dv_M = _passed_on((grads.dk_M, grads.dv_M))
-      grads = grads._replace(dk_M=dk_M, dv_M=dv_M)
-    kv = passed
-  dq = blocks.to_queries(grads.dq_N, q)
-  dk, dv = blocks.to_keys(grads.dk_M, k), blocks.to_keys(grads.dv_M, v)
-  return dq, dk, dv, grads.dbias, None
+  def blocks(
+    self,
+    step: int,
+    q: jax.Array,
+    k: jax.Array,
+    bias_GRT: jax.Array | None,
+    mask: masks.Mask,
+  ) -> attention_blockwise.Blocks:
+    plan, tables = self.plan, tables_of(self.plan)
+    device = jax.lax.axis_index(AXIS)
+    own = lambda table: jnp.asarray(table)[device]
+    rows_N, columns_M = own(tables.rows), own(tables.columns[step])
+    computed = sum(pairs.size // 2 for pairs in tables.pairs)
+    order = attention_blockwise.Order(
+      rows_N,
+      columns_M,
+      own(tables.pairs[step]),
+      plan.padded_queries,
+      counted=plan.queries * mask.reach(plan.keys),
+      computed=computed * plan.block_q * plan.block_k,
+    )
 
+    def of_blocks(x: Any, firsts: jax.Array, size: int) -> Any:
+      numbers = (firsts[:, None] + jnp.arange(size)).reshape(-1)
+      return None if x is None else jnp.take(x, numbers, axis=1)
 
-_attend.defvjp(_forward, _backward)
-
-
-def _passed_on(arrays: Any) -> Any:
-  """Sends arrays to the next device of the ring."""
-  n = jax.lax.axis_size(AXIS)
-  return jax.lax.ppermute(arrays, AXIS, [(i, (i + 1) % n) for i in range(n)])
-
-
-def _blocks_at(
-  plan: attention_plan.Plan,
-  static: attention_blocks.Static,
-  q: jax.Array,
-  k: jax.Array,
-  bias: jax.Array | None,
-  mask: masks.Mask,
-  step: int,
-) -> attention_blocks.Blocks:
-  """The blocks of this device at a step."""
-  tables = attention_plan.tables(plan)
-  device = jax.lax.axis_index(AXIS)
-  own = lambda table: jnp.asarray(table)[device]
-  rows_N, columns_M = own(tables.rows), own(tables.columns[step])
-  computed = sum(pairs.size // 2 for pairs in tables.pairs)
-  order = attention_blocks.Order(
-    rows_N,
-    columns_M,
-    own(tables.pairs[step]),
-    plan.padded_queries,
-    counted=plan.queries * mask.reach(plan.keys),
-    computed=computed * plan.block_q * plan.block_k,
-  )
-
-  def of_blocks(x: Any, firsts: jax.Array, size: int) -> Any:
-    numbers = (firsts[:, None] + jnp.arange(size)).reshape(-1)
-    return None if x is None else jnp.take(x, numbers, axis=1)
-
-  mask = dataclasses.replace(
-    mask,
-    segments_BL=of_blocks(mask.segments_BL, rows_N, plan.block_q),
-    segments_BS=of_blocks(mask.segments_BS, columns_M, plan.block_k),
-    real_BS=of_blocks(mask.real_BS, columns_M, plan.block_k),
-  )
-  return attention_blocks.Blocks(static, q, k, bias, mask, order)
+    mask = dataclasses.replace(
+      mask,
+      segments_BL=of_blocks(mask.segments_BL, rows_N, plan.block_q),
+      segments_BS=of_blocks(mask.segments_BS, columns_M, plan.block_k),
+      real_BS=of_blocks(mask.real_BS, columns_M, plan.block_k),
+    )
+    return attention_blockwise.Blocks(self.static, q, k, bias_GRT, mask, order)

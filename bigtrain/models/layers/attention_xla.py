@@ -6,29 +6,17 @@ values, R = H / G, K head width.
 
 import contextlib
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import ad_checkpoint
+from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import model_flops
-from bigtrain.models.layers import (
-  attention_backends,
-  masks,
-  positions,
-  remat,
-)
+from bigtrain.models.layers import masks, positions, remat
 
 # Not -inf: a row of padding that sees no position must not become NaN.
 _MASKED = -1e30
-
-
-def best_because(case: attention_backends.Case) -> str:
-  """Returns why this implementation is best for a case."""
-  scores = case.queries * case.positions
-  return f"the fastest for {scores:,} scores a head"
 
 
 def attend(
@@ -38,7 +26,8 @@ def attend(
   mask: masks.Mask,
   start: Any,
   bias: jax.Array | positions.BiasByDistance | None,
-  scaled: bool,
+  *,
+  scale: float,
   softcap: float | None,
 ) -> jax.Array:
   """Returns the output, in the shape and dtype of the queries.
@@ -49,10 +38,8 @@ def attend(
   """
   L, S = q.shape[1], k_BSGK.shape[1]
   grouped = q.ndim == 5
-  in_order = mask.causal and not mask.selects and start is None
-  first = 0 if start is None else start
-  # Positions outside of a window are not model FLOPs.
-  in_window = functools.partial(model_flops.share, mask.reach(S), S)
+  mask_BLS = mask.matrix(L, S, 0 if start is None else start)
+  static = _Static(scale, mask.reach(S), S)
   # The scores of a single query are few.
   if (
     q.dtype in (jnp.bfloat16, jnp.float16)
@@ -60,64 +47,39 @@ def attend(
     and not grouped
     and L > 1
   ):
-    scale = 1 / math.sqrt(q.shape[-1]) if scaled else 1.0
-    static = _Static(scale, mask.reach(S), S)
-    return _attend_in_half(static, q, k_BSGK, v_BSGK, mask.matrix(L, S, first))
-  # jax.nn adds up the heads of a group in another order, which would change the
-  # last bits of existing configs' results.
-  if scaled and bias is None and softcap is None and not grouped:
-    mask_BLS = None if in_order else mask.matrix(L, S, first)
-    window = mask.window if in_order else None
-    with in_window():
-      return jax.nn.dot_product_attention(
-        q,
-        k_BSGK,
-        v_BSGK,
-        mask=None if mask_BLS is None else mask_BLS[:, None],
-        is_causal=in_order,
-        local_window_size=(window - 1, 0) if window else None,
-        implementation="xla",
-      )
+    return _attend_in_half(static, q, k_BSGK, v_BSGK, mask_BLS)
   heads, kv_heads = ("gr", "g") if grouped else ("h", "h")
-  with in_window():
+  with static.in_window():
     scores = jnp.einsum(
       f"bl{heads}k,bs{kv_heads}k->b{heads}ls",
       q,
       k_BSGK,
       preferred_element_type=jnp.float32,
     )
-  if scaled:
-    scores /= math.sqrt(q.shape[-1])
+  scores *= scale
   if isinstance(bias, positions.BiasByDistance):
     bias = bias.matrix(L, S)
   if bias is not None:
     scores += bias.reshape(1, *scores.shape[1:])
   if softcap is not None:
     scores = softcap * jnp.tanh(scores / softcap)
-  mask_BLS = mask.matrix(L, S, first)
   if mask_BLS is not None:
-    mask = jnp.expand_dims(mask_BLS, [*range(1, scores.ndim - 2)])
-    scores = jnp.where(mask, scores, _MASKED)
+    visible = jnp.expand_dims(mask_BLS, [*range(1, scores.ndim - 2)])
+    scores = jnp.where(visible, scores, _MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-  with in_window():
+  with static.in_window():
     return jnp.einsum(f"b{heads}ls,bs{kv_heads}k->bl{heads}k", weights, v_BSGK)
 
 
 class _Static(NamedTuple):
-  """What is known before the run.
-
-  Attributes:
-    scale: factor of the scores.
-    reach: number of positions that a query sees at most.
-    positions: S.
-  """
+  """What is known before the run; `reach` of the positions are attended to."""
 
   scale: float
   reach: int
   positions: int
 
   def in_window(self) -> contextlib.AbstractContextManager[Any]:
-    """Marks products whose other positions are not model FLOPs."""
+    """Marks products: positions outside of a window are not model FLOPs."""
     return model_flops.share(self.reach, self.positions)
 
 
@@ -134,12 +96,6 @@ def _attend_in_half(
   The backward pass gets the probabilities from the scores and the logarithms of
   the softmax's sums, without another softmax, and the matrices that it stores
   have 16 bits.
-
-  Args:
-    mask_BLS: bool, what a query sees; all if None.
-
-  Returns:
-    [B, L, H, K].
   """
   return _half_forward(static, q_BLHK, k_BSHK, v_BSHK, mask_BLS)[0]
 
@@ -167,7 +123,7 @@ def _half_forward(
   k_BSHK: jax.Array,
   v_BSHK: jax.Array,
   mask_BLS: jax.Array | None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, tuple[Any, ...]]:
   scores_BHLS = _half_scores(static, q_BLHK, k_BSHK, mask_BLS)
   largest_BHL1 = jnp.max(scores_BHLS, axis=-1, keepdims=True)
   powers_BHLS = jnp.exp(scores_BHLS - largest_BHL1)
@@ -175,15 +131,15 @@ def _half_forward(
   weights_BHLS = (powers_BHLS / sum_BHL1).astype(q_BLHK.dtype)
   with static.in_window():
     o_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, v_BSHK)
-  o_BLHK, log_sum_BHL = ad_checkpoint.checkpoint_name(
+  o_BLHK, log_sum_BHL = checkpoint_name(
     (o_BLHK, (largest_BHL1 + jnp.log(sum_BHL1))[..., 0]), remat.ATTENTION
   )
   return o_BLHK, (q_BLHK, k_BSHK, v_BSHK, mask_BLS, o_BLHK, log_sum_BHL)
 
 
 def _half_backward(
-  static: _Static, residuals: Any, grad_BLHK: jax.Array
-) -> tuple[Any, ...]:
+  static: _Static, residuals: tuple[Any, ...], grad_BLHK: jax.Array
+) -> tuple[jax.Array | None, ...]:
   q_BLHK, k_BSHK, v_BSHK, mask_BLS, o_BLHK, log_sum_BHL = residuals
   half, wide = q_BLHK.dtype, lambda x: x.astype(jnp.float32)
   scores_BHLS = _half_scores(static, q_BLHK, k_BSHK, mask_BLS)

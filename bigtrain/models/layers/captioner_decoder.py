@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from bigtrain.models.layers import (
-  attention,
-  dropout,
-  kv_cache,
-  masks,
-  mlp,
-  stack,
-)
+from bigtrain.models.layers import attention, kv_cache, masks, mlp, stack
 
 
 class Options(NamedTuple):
@@ -43,7 +36,6 @@ class Block(nn.Module):
     self,
     carry: tuple[jax.Array | None, kv_cache.Cache | None],
     layer: Any,
-    numbers: Any,
     source: Any,
     mask: masks.Mask,
     start: Any,
@@ -55,9 +47,8 @@ class Block(nn.Module):
       carry: the stream (B, L, D), and in decoding the cache of all layers.
         Without a stream the cache takes the source's keys and values.
       source: encoded patches (b, P, E), or the cache of their keys and values.
-      train: whether dropout acts.
     """
-    options = stack.join(self.options, numbers)
+    options = self.options
     x_BLD, cache = carry
 
     def norm(name: str, x_BLD: jax.Array) -> jax.Array:
@@ -66,7 +57,7 @@ class Block(nn.Module):
       )(x_BLD)
 
     def drop(x_BLD: jax.Array) -> jax.Array:
-      return dropout.Dropout(options.dropout)(x_BLD, train=train)
+      return nn.Dropout(options.dropout)(x_BLD, deterministic=not train)
 
     def attend(name: str) -> attention.Attention:
       return attention.Attention(
@@ -74,7 +65,7 @@ class Block(nn.Module):
           options.num_heads,
           head_dim=options.width // options.num_heads,
           use_bias=False,
-          implementation=options.attention,
+          backend=options.attention,
           dtype=options.dtype,
         ),
         name=name,
@@ -86,12 +77,7 @@ class Block(nn.Module):
 
     y_BLD = norm("LayerNorm1", x_BLD)
     y_BLD, cache = attend("SelfAttn")(
-      y_BLD,
-      y_BLD,
-      mask=mask,
-      cache=cache,
-      layer=layer,
-      start=start,
+      y_BLD, y_BLD, mask=mask, cache=cache, layer=layer, start=start
     )
     x_BLD = x_BLD + drop(y_BLD)
 
@@ -116,9 +102,6 @@ class OutputLayer(nn.Module):
   """Parameters of the output layer.
 
   The loss applies it, so that it can do so for a few positions at a time.
-
-  Attributes:
-    vocab_size: V.
   """
 
   vocab_size: int
@@ -142,17 +125,9 @@ class Decoder(nn.Module):
   Attributes:
     num_embeddings: number of rows of the embedding table.
     vocab_size: V, number of logits.
-    width: D.
-    depth: number of blocks.
-    mlp_dim: hidden width of the MLPs.
-    num_heads: number of attention heads; must divide D.
     dropout: rate in the MLPs and on each residual branch.
     use_bias: whether the MLPs and the blocks' layer norms have biases. The
       attentions never do; the final layer norm and output layer always do.
-    attention: implementation of attention, a name in attention_backends.NAMES.
-    scan: whether to compile one block and loop over it.
-    remat_policy: a name in remat.POLICIES.
-    dtype: dtype of the computation.
   """
 
   num_embeddings: int
@@ -173,7 +148,7 @@ class Decoder(nn.Module):
     self,
     tokens_BL: jax.Array | None,
     source: Any,
-    posemb_1LD: jax.Array | None = None,
+    posemb_1LD: jax.Array | float = 0.0,
     *,
     mask: masks.Mask = masks.Mask(causal=True),
     cache: kv_cache.Cache | None = None,
@@ -187,7 +162,6 @@ class Decoder(nn.Module):
         values of the source to the cache.
       source: encoded patches (b, P, E), where b divides B, or the cache that
         their keys and values were written to.
-      train: whether dropout acts.
 
     Returns:
       ((last hidden states (B, L, D), (kernel (D, V), bias (V,)) of the output
@@ -202,15 +176,7 @@ class Decoder(nn.Module):
         name="EmbedTargets",
       )
       x_BLD = (embed(tokens_BL) + posemb_1LD).astype(self.dtype)
-    options = Options(
-      self.width,
-      self.mlp_dim,
-      self.num_heads,
-      self.dropout,
-      self.attention,
-      self.use_bias,
-      self.dtype,
-    )
+    options = Options(*[getattr(self, name) for name in Options._fields])
     (x_BLD, cache), _ = stack.run(
       self,
       Block,

@@ -9,16 +9,14 @@ import flax.linen as nn
 import jax
 
 from bigtrain import sharding
-from bigtrain.models.layers import attention as attention_lib
 from bigtrain.models.layers import (
-  dropout,
+  attention,
   kv_cache,
   masks,
+  mlp,
   moe,
   positions,
-  stack,
 )
-from bigtrain.models.layers import mlp as mlp_lib
 
 
 class Options(NamedTuple):
@@ -42,46 +40,9 @@ class Options(NamedTuple):
   init_std: float
   dtype: str
 
-  @property
-  def out_init_std(self) -> float:
-    """Of kernels that write to the residual stream, twice in each layer."""
-    return self.init_std / (2 * self.depth) ** 0.5
-
-  def attention_options(self) -> attention_lib.Options:
-    """Returns the options of the attention."""
-    return attention_lib.Options(
-      num_heads=self.num_heads,
-      head_dim=self.head_dim,
-      num_kv_heads=self.num_kv_heads,
-      use_bias=self.use_bias,
-      qk_norm=self.qk_norm,
-      norm_eps=self.norm_eps,
-      window=self.window,
-      softcap=self.attention_softcap,
-      implementation=self.attention,
-      query_std=self.init_std,
-      kv_std=self.init_std,
-      out_std=self.out_init_std,
-      dtype=self.dtype,
-    )
-
-  def mlp_options(self) -> mlp_lib.Options:
-    """Returns the options of the MLP, or of each expert."""
-    return mlp_lib.Options(
-      dim=self.mlp_dim,
-      kind=self.mlp,
-      init_std=self.init_std,
-      out_init_std=self.out_init_std,
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-    )
-
 
 class Block(nn.Module):
-  """Attention and MLP, each after a norm and added to the residual stream.
-
-  Experts may replace the MLP.
-  """
+  """Attention and MLP or experts, each after a norm, added to the stream."""
 
   options: Options
 
@@ -90,7 +51,6 @@ class Block(nn.Module):
     self,
     carry: tuple[jax.Array, kv_cache.Cache | None],
     layer: Any,
-    numbers: Any,
     rope: positions.Rotation | None,
     mask: masks.Mask,
     real_BL: jax.Array | None,
@@ -101,29 +61,19 @@ class Block(nn.Module):
 
     Args:
       carry: the stream (B, L, D), and in decoding the cache of all layers.
-      rope: rotary embeddings of the positions, or None.
       real_BL: bool, False for padding; all real if None.
-      train: whether dropout acts.
     """
-    options = stack.join(self.options, numbers)
+    options = self.options
     x_BLD, cache = carry
-    drop = lambda y: dropout.Dropout(options.dropout)(y, train=train)
+    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
     y_BLD = norm(options, "attention_norm")(x_BLD)
-    y_BLD, cache = attention_lib.Attention(
-      options.attention_options(), name="attention"
-    )(
-      y_BLD,
-      y_BLD,
-      mask=mask,
-      rope=rope,
-      cache=cache,
-      layer=layer,
-      start=start,
+    y_BLD, cache = attention.Attention(_attention(options), name="attention")(
+      y_BLD, y_BLD, mask=mask, rope=rope, cache=cache, layer=layer, start=start
     )
     x_BLD += drop(y_BLD)
     y_BLD = norm(options, "mlp_norm")(x_BLD)
     y_BLD, stats = moe.mlp_or_experts(
-      options.moe, options.mlp_options(), y_BLD, real_BL, train
+      options.moe, _mlp(options), y_BLD, real_BL, train
     )
     return (sharding.stream(x_BLD + drop(y_BLD)), cache), stats
 
@@ -138,3 +88,38 @@ def norm(options: Any, name: str) -> nn.Module:
     dtype=options.dtype,
     name=name,
   )
+
+
+def _attention(options: Options) -> attention.Options:
+  return attention.Options(
+    num_heads=options.num_heads,
+    head_dim=options.head_dim,
+    num_kv_heads=options.num_kv_heads,
+    use_bias=options.use_bias,
+    qk_norm=options.qk_norm,
+    norm_eps=options.norm_eps,
+    window=options.window,
+    softcap=options.attention_softcap,
+    backend=options.attention,
+    query_std=options.init_std,
+    kv_std=options.init_std,
+    out_std=_out_init_std(options),
+    dtype=options.dtype,
+  )
+
+
+def _mlp(options: Options) -> mlp.Options:
+  """Options of the MLP, or of each expert."""
+  return mlp.Options(
+    dim=options.mlp_dim,
+    kind=options.mlp,
+    init_std=options.init_std,
+    out_init_std=_out_init_std(options),
+    use_bias=options.use_bias,
+    dtype=options.dtype,
+  )
+
+
+def _out_init_std(options: Options) -> float:
+  """Of kernels that write to the residual stream, twice in each layer."""
+  return options.init_std / (2 * options.depth) ** 0.5

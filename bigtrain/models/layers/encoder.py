@@ -16,8 +16,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import sharding, trees
-from bigtrain.models.layers import attention, dropout, mlp, stack
+from bigtrain import sharding
+from bigtrain.models.layers import attention, mlp, stack
 
 
 class Options(NamedTuple):
@@ -40,20 +40,14 @@ class Block(nn.Module):
     self,
     x_BLD: jax.Array,
     layer: Any,
-    numbers: Any,
     drop_path_rates_N: jax.Array | None,
     train: bool,
   ) -> tuple[jax.Array, None]:
-    """Returns the stream (B, L, D), and no report to stack.run.
-
-    Args:
-      drop_path_rates_N: rate of stochastic depth in each layer; None for none.
-      train: whether dropout and stochastic depth act.
-    """
-    options = stack.join(self.options, numbers)
+    """Returns the stream (B, L, D), and no report to stack.run."""
+    options = self.options
 
     def regularize(y_BLD: jax.Array) -> jax.Array:
-      y_BLD = dropout.Dropout(options.dropout)(y_BLD, train=train)
+      y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
       if train and drop_path_rates_N is not None:
         rate = drop_path_rates_N[layer]
         y_BLD = drop_path(y_BLD, rate, self.make_rng("dropout"))
@@ -62,9 +56,7 @@ class Block(nn.Module):
     y_BLD = nn.LayerNorm(dtype=options.dtype, name="LayerNorm_0")(x_BLD)
     y_BLD, _ = attention.Attention(
       attention.Options(
-        options.num_heads,
-        implementation=options.attention,
-        dtype=options.dtype,
+        options.num_heads, backend=options.attention, dtype=options.dtype
       ),
       name="MultiHeadDotProductAttention_0",
     )(y_BLD, y_BLD)
@@ -98,17 +90,10 @@ class Encoder(nn.Module):
   Parameters: the blocks of stack.run, named "encoderblock", and encoder_norm.
 
   Attributes:
-    depth: number of blocks.
     mlp_dim: hidden width F; 4 D if None.
-    num_heads: number of attention heads; must divide D.
     dropout: rate in the MLPs and on each residual branch.
-    attention: implementation of attention, a name in attention_backends.NAMES.
     drop_path: rate of stochastic depth in the last block; it grows linearly
       from 0 in the first.
-    scan: whether to compile one block and loop over it, so that the time to
-      compile does not grow with depth.
-    remat_policy: a name in remat.POLICIES.
-    dtype: dtype of the computation.
   """
 
   depth: int
@@ -125,15 +110,9 @@ class Encoder(nn.Module):
   def __call__(self, x_BLD: jax.Array, *, train: bool = False) -> jax.Array:
     """Returns the normalised stream (B, L, D)."""
     rates_N = None
-    if trees.is_on(self.drop_path):
+    if self.drop_path:
       rates_N = jnp.linspace(0.0, self.drop_path, self.depth)
-    options = Options(
-      self.mlp_dim,
-      self.num_heads,
-      self.dropout,
-      self.attention,
-      self.dtype,
-    )
+    options = Options(*[getattr(self, name) for name in Options._fields])
     x_BLD, _ = stack.run(
       self,
       Block,

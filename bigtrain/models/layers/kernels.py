@@ -14,17 +14,11 @@ def initializer(std: float | None) -> Any:
 
 
 class Kernel(nn.Module):
-  """A parameter called "kernel", which the caller multiplies with.
-
-  Attributes:
-    shape: shape of the parameter.
-    init_std: standard deviation of its initial values.
-  """
+  """A parameter called "kernel", which the caller multiplies with."""
 
   shape: tuple[int, ...]
-  init_std: float
+  init_std: float | None
 
   @nn.compact
   def __call__(self) -> jax.Array:
-    """Returns the parameter, float32."""
     return self.param("kernel", initializer(self.init_std), self.shape)

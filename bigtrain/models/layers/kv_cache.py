@@ -24,7 +24,6 @@ class Cache(NamedTuple):
 
   @property
   def length(self) -> int:
-    """S, the number of positions it has room for."""
     return self.k_BNSGK.shape[2]
 
   def write(
@@ -39,7 +38,6 @@ class Cache(NamedTuple):
     return Cache(put(self.k_BNSGK, k_BLGK), put(self.v_BNSGK, v_BLGK))
 
   def layer(self, layer: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns one layer's keys and values, (B, S, G, K) each."""
     pick = lambda x: jax.lax.dynamic_index_in_dim(
       x, layer, axis=1, keepdims=False
     )
@@ -54,7 +52,6 @@ def empty(
   head_dim: int,
   dtype: str,
 ) -> Cache:
-  """Returns a cache of zeros, split over the batch on the mesh."""
   num_heads = sharding.heads_in_parts(num_heads, batch_size)
   shape = (batch_size, depth, length, num_heads, head_dim)
   zeros = sharding.by_heads(jnp.zeros(shape, dtype), 3)

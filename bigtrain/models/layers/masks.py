@@ -1,4 +1,4 @@
-"""Which positions a query of an attention sees.
+"""Attention masks: which positions each query attends to.
 
 Axes: B batch, L length, S length attended to.
 """
@@ -12,24 +12,24 @@ from flax import struct
 
 @struct.dataclass
 class Mask:
-  """Conditions under which a query sees a position; all of them must hold.
+  """Conditions for a query to attend to a position; all of them must hold.
 
-  Masks of L x S booleans are never arguments of attention: kernels work on
-  blocks and compute the part of a mask that a block needs.
+  A matrix of L x S booleans is never an argument of attention: kernels work on
+  blocks, and compute the part of the matrix that a block needs.
 
-  A query that sees nothing, such as padding, has a finite output without a
-  meaning.
+  A query that attends to nothing, such as padding, has a finite output without
+  a meaning.
 
   Attributes:
-    causal: whether a query sees no later positions.
-    window: number of positions that a causal query sees, itself included; all
-      earlier ones if None.
-    prefix_B: int, number of the first positions that each query sees, later
-      ones included; only with `causal`.
+    causal: whether later positions are masked.
+    window: number of positions that a causal query attends to, itself included;
+      all earlier ones if None.
+    prefix_B: int, number of the first positions that each query attends to,
+      later ones included; only with `causal`.
     segments_BL: int, number of the document of each query.
-    segments_BS: int, number of the document of each position; a query sees its
-      own document.
-    real_BS: bool, False for positions that no query sees.
+    segments_BS: int, number of the document of each position; a query attends
+      to its own document.
+    real_BS: bool, False for positions that no query attends to.
   """
 
   causal: bool = struct.field(pytree_node=False, default=False)
@@ -40,23 +40,27 @@ class Mask:
   real_BS: jax.Array | None = None
 
   @property
-  def selects(self) -> bool:
-    """Whether what a query sees depends on arrays."""
-    return any(
-      x is not None for x in (self.prefix_B, self.segments_BL, self.real_BS)
-    )
+  def has_arrays(self) -> bool:
+    """Whether the mask depends on arrays, not only on the order."""
+    arrays = (self.prefix_B, self.segments_BL, self.real_BS)
+    return any(x is not None for x in arrays)
+
+  @property
+  def in_order(self) -> bool:
+    """Whether no query attends to any later position."""
+    return self.causal and self.prefix_B is None
 
   def reach(self, length: int) -> int:
-    """Largest number of positions, of `length`, that a query sees.
+    """Largest number of positions, of `length`, that a query attends to.
 
     Model FLOPs count as many. Causal attention counts as the full square.
     """
     return min(self.window or length, length) if self.causal else length
 
   def matrix(
-    self, queries: int, positions: int, start: Any = 0
+    self, queries: int, positions: int, start: jax.Array | int = 0
   ) -> jax.Array | None:
-    """Returns bool (B or 1, L or 1, S), or None if a query sees everything."""
+    """Returns bool (B or 1, L or 1, S), or None if nothing is masked."""
     i_L, j_S = start + jnp.arange(queries), jnp.arange(positions)
     return self.block(
       i_L, j_S, self.segments_BL, self.segments_BS, self.real_BS
@@ -70,31 +74,27 @@ class Mask:
     segments_BS: jax.Array | None,
     real_BS: jax.Array | None,
   ) -> jax.Array | None:
-    """Returns the mask of some queries and positions, as `matrix` does."""
-    masks = []
+    """Returns the part of `matrix` for these queries and positions."""
+    parts: list[Any] = []
     if self.causal:
-      mask_LS = in_order(i_L, j_S, self.window)
+      i_L1, j_1S = i_L[:, None], j_S[None]
+      part_LS = j_1S <= i_L1
+      if self.window:
+        part_LS = part_LS & (j_1S > i_L1 - self.window)
       if self.prefix_B is not None:
-        mask_LS = mask_LS | (j_S < self.prefix_B[:, None, None])
-      masks.append(mask_LS)
-    if segments_BL is not None:
-      masks.append(segments_BL[:, :, None] == segments_BS[:, None])
+        part_LS = part_LS | (j_S < self.prefix_B[:, None, None])
+      parts.append(part_LS)
+    if segments_BL is not None and segments_BS is not None:
+      parts.append(segments_BL[:, :, None] == segments_BS[:, None])
     if real_BS is not None:
-      masks.append(real_BS[:, None])
-    if not masks:
+      parts.append(real_BS[:, None])
+    if not parts:
       return None
-    mask = masks[0]
-    for other in masks[1:]:
-      mask = mask & other
-    return mask if mask.ndim == 3 else mask[None]
-
-
-def in_order(i_L: jax.Array, j_S: jax.Array, window: int | None) -> jax.Array:
-  """Bool (L, S): whether query i sees position j by their order alone."""
-  i, j = i_L[:, None], j_S[None]
-  return (j <= i) & (j > i - window) if window else j <= i
+    matrix, *others = parts
+    for other in others:
+      matrix = matrix & other
+    return matrix if matrix.ndim == 3 else matrix[None]
 
 
 def within_documents(segments_BL: jax.Array, *, causal: bool) -> Mask:
-  """Returns what positions see that stay within their document."""
   return Mask(causal=causal, segments_BL=segments_BL, segments_BS=segments_BL)

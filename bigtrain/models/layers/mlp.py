@@ -11,7 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import sharding
-from bigtrain.models.layers import dropout, kernels, remat
+from bigtrain.models.layers import kernels, remat
 
 
 class Kind(NamedTuple):
@@ -45,9 +45,7 @@ class Options(NamedTuple):
     init_std: standard deviation of the initial `up` and `gate` kernels; None
       for Xavier's uniform distribution.
     out_init_std: the same for `down`.
-    use_bias: whether there are biases.
     dropout: rate in the hidden layer.
-    dtype: dtype of the computation.
     names: names of the submodules `up` and `down`.
   """
 
@@ -62,10 +60,7 @@ class Options(NamedTuple):
 
 
 def vit_options(
-  dim: int,
-  dropout: float = 0.0,
-  dtype: str = "float32",
-  use_bias: bool = True,
+  dim: int, dropout: float = 0.0, dtype: str = "float32", use_bias: bool = True
 ) -> Options:
   """Returns the options of a ViT's MLP, named as in published checkpoints."""
   return Options(
@@ -87,7 +82,6 @@ class Mlp(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array, train: bool = False) -> jax.Array:
-    """Returns (B, L, D); `train` turns dropout on."""
     options = self.options
     activation, gated = KINDS[options.kind]
     up, down = options.names
@@ -115,6 +109,6 @@ class Mlp(nn.Module):
       h_BLF *= activation(checkpoint_name(gate(x_BLD), remat.INNER))
     else:
       h_BLF = activation(h_BLF)
-    h_BLF = dropout.Dropout(options.dropout)(h_BLF, train=train)
+    h_BLF = nn.Dropout(options.dropout)(h_BLF, deterministic=not train)
     out = dense(down, x_BLD.shape[-1], options.out_init_std, rows)
     return out(h_BLF)

@@ -14,15 +14,21 @@ the microbatches.
 Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings, sharding, trees
-from bigtrain.models.layers import kernels, mlp, moe_dispatch, moe_experts
-from bigtrain.models.layers import options as options_lib
+from bigtrain import settings, sharding
+from bigtrain.models.layers import (
+  kernels,
+  mlp,
+  moe_dispatch,
+  moe_experts,
+  options,
+)
 
 SERVE = ("position", "choice")
 
@@ -69,44 +75,37 @@ class Options(NamedTuple):
   router_init_std: float = 0.02
 
   def in_stack(self, two_sided: bool) -> "Options":
-    """Returns the options with the order `serve` of a stack.
-
-    Args:
-      two_sided: whether the stack's positions see later ones.
-    """
+    """The options in a stack, whose positions see later ones if `two_sided`."""
     default = "choice" if two_sided else "position"
     return self._replace(serve=self.serve or default)
 
   def without_drops(self) -> "Options":
-    """Returns the options without a capacity."""
     return self._replace(capacity_factor=None, eval_capacity_factor=None)
 
   def factor(self, train: bool) -> float | None:
-    """Returns the capacity factor, or None if nothing is dropped."""
+    """The capacity factor, or None if nothing is dropped."""
     if train or self.eval_capacity_factor is None:
       return self.capacity_factor
     return self.eval_capacity_factor
 
   def normalizes(self) -> bool:
-    """Whether the weights of a token's experts add up to 1."""
     return self.top_k > 1 if self.normalize is None else self.normalize
 
 
-def read(options: Any, key: str, **depths: int) -> Options | None:
-  """Returns the options of a config.
-
-  Args:
-    options: a dict, Options, or None.
+def read(
+  given: Options | Mapping[str, Any] | None, key: str, **depths: int
+) -> Options | None:
+  """Returns the options that a config gives.
 
   Raises:
     ConfigError: an unknown or missing key, or a value out of range.
   """
-  if options is None or isinstance(options, Options):
-    return options
-  settings.check_kwargs(Options, options, key)
-  if "num_experts" not in options:
+  if given is None or isinstance(given, Options):
+    return given
+  settings.check_kwargs(Options, given, key)
+  if "num_experts" not in given:
     raise settings.ConfigError(f"{key}.num_experts: missing.")
-  moe = Options(**options)
+  moe = Options(**given)
 
   def check(name: str, **limits: Any) -> None:
     settings.check_number(f"{key}.{name}", getattr(moe, name), **limits)
@@ -122,19 +121,16 @@ def read(options: Any, key: str, **depths: int) -> Options | None:
   if moe.eval_capacity_factor is not None:
     check("eval_capacity_factor", above=0)
   if moe.serve is not None:
-    if moe.serve not in SERVE:
-      hint = settings.did_you_mean(str(moe.serve), SERVE)
-      raise settings.ConfigError(f"{key}.serve: unknown {moe.serve!r}.{hint}")
+    settings.check_choice(f"{key}.serve", moe.serve, SERVE)
     if moe.capacity_factor is moe.eval_capacity_factor is None:
       raise settings.ConfigError(
         f"{key}.serve={moe.serve!r}: expected a capacity_factor; without one "
         "all choices are served."
       )
-  if moe.axis is not None and moe.axis not in sharding.AXES:
-    hint = settings.did_you_mean(str(moe.axis), sharding.AXES)
-    raise settings.ConfigError(f"{key}.axis: unknown {moe.axis!r}.{hint}")
+  if moe.axis is not None:
+    settings.check_choice(f"{key}.axis", moe.axis, sharding.AXES)
   if moe.dropout is not None:
-    options_lib.check_rate(f"{key}.dropout", moe.dropout)
+    options.check_rate(f"{key}.dropout", moe.dropout)
   for name, depth in depths.items():
     if depth % moe.every:
       raise settings.ConfigError(
@@ -143,38 +139,27 @@ def read(options: Any, key: str, **depths: int) -> Options | None:
   return moe
 
 
-def kinds(options: Any) -> list[Any]:
-  """Returns the options of a period of stack.run.
-
-  Args:
-    options: a block's named tuple with a field `moe`: Options or None.
-  """
-  if options.moe is None:
-    return [options]
-  return [options._replace(moe=None)] * (options.moe.every - 1) + [options]
+def kinds(block: Any) -> list[Any]:
+  """Options of a period of stack.run, from a block's with a field `moe`."""
+  if block.moe is None:
+    return [block]
+  return [block._replace(moe=None)] * (block.moe.every - 1) + [block]
 
 
 def mlp_or_experts(
   experts: Options | None,
-  options: mlp.Options,
+  expert: mlp.Options,
   x_BLD: jax.Array,
   real_BL: jax.Array | None,
   train: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
-  """Applies a block's MLP or experts; called from its compact method.
-
-  Args:
-    experts: None for an MLP.
-
-  Returns:
-    ([B, L, D], statistics as of Moe, or None).
-  """
+  """Applies a block's MLP, or its experts with statistics as of Moe."""
   if experts is None:
-    return mlp.Mlp(options, name="mlp")(x_BLD, train), None
-  y_BLD, stats = Moe(experts, options, name="moe")(x_BLD, real_BL, train)
+    return mlp.Mlp(expert, name="mlp")(x_BLD, train), None
+  y_BLD, stats = Moe(experts, expert, name="moe")(x_BLD, real_BL, train)
   if experts.shared_experts:
-    size = experts.shared_experts * options.dim
-    shared = mlp.Mlp(options._replace(dim=size), name="shared_experts")
+    size = experts.shared_experts * expert.dim
+    shared = mlp.Mlp(expert._replace(dim=size), name="shared_experts")
     y_BLD += shared(x_BLD, train)
   return y_BLD, stats
 
@@ -186,7 +171,6 @@ class Moe(nn.Module):
   (E, F, D), each a kernel.
 
   Attributes:
-    options: options of the layer.
     expert: options of each expert, whose `use_bias` is ignored: there are no
       biases. The router computes in float32.
   """
@@ -204,8 +188,7 @@ class Moe(nn.Module):
       real_BL: bool, False for padding; all real if None. The experts do not
         act on padding: it takes no capacity, has no part in the statistics and
         changes nothing of the real tokens, not even their rounding.
-      train: whether the router's input is jittered, and experts have dropout,
-        with the rng "dropout".
+      train: whether there are jitter and dropout, with the rng "dropout".
 
     Returns:
       ([B, L, D], float32 statistics over the real tokens: "load_balance" and
@@ -234,7 +217,9 @@ class Moe(nn.Module):
     logits_BLE = router(router_input_BLD)
     routing, stats = route(logits_BLE, real_BL, options)
 
-    def kernel(name: str, shape: tuple[int, ...], std: float) -> jax.Array:
+    def kernel(
+      name: str, shape: tuple[int, ...], std: float | None
+    ) -> jax.Array:
       values = kernels.Kernel(shape, std, name=name)()
       return values.astype(expert.dtype)
 
@@ -243,7 +228,7 @@ class Moe(nn.Module):
       weights["gate"] = kernel("gate", (E, D, F), expert.init_std)
     weights["down"] = kernel("down", (E, F, D), expert.out_init_std)
     rate = expert.dropout if options.dropout is None else options.dropout
-    key = self.make_rng("dropout") if train and trees.is_on(rate) else None
+    key = self.make_rng("dropout") if train and rate else None
     experts = moe_experts.Experts(expert.kind, F, rate, key)
     x_BLD = x_BLD.astype(expert.dtype)
     factor = options.factor(train)
@@ -254,8 +239,14 @@ class Moe(nn.Module):
       )
     else:
       y_BLD, dropped = moe_dispatch.with_capacity(
-        *(x_BLD, routing, weights, experts, real_BL),
-        *(factor, options.serve, options.axis),
+        x_BLD,
+        routing,
+        weights,
+        experts,
+        real_BL,
+        factor=factor,
+        serve=options.serve,
+        axis=options.axis,
       )
     return y_BLD, stats | {"dropped": dropped}
 
@@ -263,15 +254,7 @@ class Moe(nn.Module):
 def route(
   logits_BLE: jax.Array, real_BL: jax.Array, options: Options
 ) -> tuple[moe_experts.Routing, dict[str, jax.Array]]:
-  """Chooses the experts of each token.
-
-  Args:
-    logits_BLE: float32 logits of the router.
-    real_BL: bool, False for padding.
-
-  Returns:
-    (the choices, best first; the statistics of `Moe` without "dropped").
-  """
+  """Returns each token's experts, and the statistics of Moe but "dropped"."""
   E, J = options.num_experts, options.top_k
   probs_BLE = jax.nn.softmax(logits_BLE, axis=-1)
   chosen_BLJE = _best(probs_BLE, J)

@@ -1,5 +1,9 @@
 """Sends tokens to their experts and back, without or with a capacity.
 
+On a mesh a layer is split: with an axis for the experts, each of its n devices
+has E / n of them. Tokens go to the devices of their experts in one all-to-all,
+and their results return in another. The gradients take the same ways back.
+
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
 a token, C capacity. On a device: b examples, l positions, t tokens, K choices,
 S slots; n devices of the experts' axis, Q rows from one device to another.
@@ -8,14 +12,127 @@ S slots; n devices of the experts' axis, Q rows from one device to another.
 import functools
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from bigtrain import model_flops, sharding
-from bigtrain.models.layers import moe_blocks, moe_exchange
+from bigtrain.models.layers import moe_experts
 from bigtrain.models.layers.moe_experts import Experts, Routing
+
+# XLA's CPU compiler has no ragged all-to-all.
+_RAGGED = ("tpu", "gpu")
+
+
+class Split(NamedTuple):
+  """The split of a layer.
+
+  Attributes:
+    axis: axis that the experts are split over; None if each device needs all.
+    stream: spec of the stream [B, L, D] between layers.
+    hidden: whether the hidden units of the experts are split over `tensor`.
+  """
+
+  mesh: jax.sharding.AbstractMesh
+  axis: str | None
+  stream: PartitionSpec
+  hidden: bool
+
+  @property
+  def ways(self) -> int:
+    return 1 if self.axis is None else int(self.mesh.shape[self.axis])
+
+  @property
+  def length(self) -> tuple[str, ...]:
+    return sharding.axes_of_length(self.stream)
+
+  @property
+  def own(self) -> tuple[str, ...]:
+    """Axes that split the length where the experts' hidden units are split."""
+    return tuple(a for a in self.length if not (self.hidden and a == "tensor"))
+
+  @property
+  def rows(self) -> PartitionSpec:
+    """Spec of [B, L, ...] split over `own`."""
+    return PartitionSpec(sharding.BATCH_AXES, self.own or None)
+
+  @property
+  def units(self) -> str | None:
+    return "tensor" if self.hidden else None
+
+  @property
+  def varying(self) -> tuple[str, ...]:
+    """Axes over which the work of the devices differs."""
+    hidden = ("tensor",) if self.hidden else ()
+    return (*sharding.BATCH_AXES, *self.own, *hidden)
+
+
+def _split_of(
+  x_BLD: jax.Array, hidden: int, num_experts: int, axis: str | None
+) -> Split | None:
+  """Returns the split of a layer in the ambient mesh, None without one."""
+  mesh = sharding.ambient(x_BLD.shape[0])
+  if mesh is None:
+    return None
+  stream = sharding.stream_spec(mesh, x_BLD)
+  tensor = mesh.shape.get("tensor", 1)
+  in_parts = axis != "tensor" and tensor > 1 and hidden % tensor == 0
+  # Where all devices of the axis have the same tokens, such as a single one in
+  # decoding, nothing is exchanged: each device gathers the experts.
+  splits = (*sharding.BATCH_AXES, *sharding.axes_of_length(stream))
+  ways = 1 if axis is None else mesh.shape.get(axis, 1)
+  if axis not in splits or ways == 1 or num_experts % ways:
+    axis = None
+  return Split(mesh, axis, stream, in_parts)
+
+
+class Weights(NamedTuple):
+  """How the kernels of the experts come to a device, by name."""
+
+  specs: dict[str, PartitionSpec]
+  gathered: dict[str, int]  # Dimensions that are gathered over `fsdp`.
+
+
+def _weights_of(split: Split, weights: Mapping[str, jax.Array]) -> Weights:
+  """Returns how the kernels (E, D, F) or, for "down", (E, F, D) come.
+
+  `fsdp` splits the dimension that the layout "fsdp" chooses, and a gather that
+  is written down has a gradient that is reduce-scattered; XLA's own choice for
+  experts was an all-reduce of kernels padded with zeros.
+  """
+  specs, gathered = {}, {}
+  for name, kernel in weights.items():
+    placed: dict[int, tuple[str, ...]] = {}
+    if split.axis is not None:
+      placed[0] = (split.axis,)
+    if split.hidden:
+      placed[1 if name == "down" else 2] = ("tensor",)
+    ways = split.mesh.shape["fsdp"]
+    dim = None
+    if split.axis != "fsdp" and ways > 1:
+      dim = sharding.largest_free(kernel.shape, ways, placed)
+    if dim is not None:
+      placed[dim] = ("fsdp",)
+      gathered[name] = dim
+    specs[name] = sharding.spec_of(placed)
+  return Weights(specs, gathered)
+
+
+def _gather(
+  split: Split, how: Weights, weights: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+  """Inside a shard_map: kernels, with gradients summed over devices once."""
+  result = {}
+  for name, kernel in weights.items():
+    if name in how.gathered:
+      kernel = jax.lax.all_gather(
+        kernel, "fsdp", axis=how.gathered[name], tiled=True
+      )
+    missing = tuple(a for a in split.varying if a not in how.specs[name])
+    result[name] = jax.lax.pcast(kernel, missing, to="varying")
+  return result
 
 
 def dropless(
@@ -26,23 +143,18 @@ def dropless(
   real_BL: jax.Array,
   axis: str | None,
 ) -> jax.Array:
-  """Serves all choices, whatever their number for an expert.
+  """Serves all choices; the result of padding, not `real_BL`, is 0.
 
-  Args:
-    real_BL: bool, False for padding, whose result is 0.
-    axis: axis of the mesh that whole experts are split over, if any.
-
-  Returns:
-    [B, L, D].
+  Whole experts are split over `axis` of the mesh, if any.
   """
   keep_BLJF = experts.keep(*routing.expert_BLJ.shape)
   args = (x_BLD, routing, keep_BLJF, real_BL)
   E = weights["up"].shape[0]
   serve = functools.partial(_serve_all, experts._replace(key=None), E)
-  split = moe_exchange.split_of(x_BLD, experts.dim, E, axis)
+  split = _split_of(x_BLD, experts.dim, E, axis)
   if split is None:
     return serve(None, weights, *args)
-  how = moe_exchange.weights_of(split, weights)
+  how = _weights_of(split, weights)
 
   def on_device(
     weights: dict[str, jax.Array],
@@ -51,7 +163,7 @@ def dropless(
     keep_BLJF: jax.Array | None,
     real_BL: jax.Array,
   ) -> jax.Array:
-    weights = moe_exchange.gather(split, how, weights)
+    weights = _gather(split, how, weights)
     if not split.hidden:
       return serve(split, weights, x_BLD, routing, keep_BLJF, real_BL)
     routing, real_BL = jax.lax.pcast((routing, real_BL), "tensor", to="varying")
@@ -72,14 +184,13 @@ def dropless(
 def _serve_all(
   experts: Experts,
   E: int,
-  split: moe_exchange.Split | None,
+  split: Split | None,
   weights: Mapping[str, jax.Array],
   x_blD: jax.Array,
   routing: Routing,
   keep_blJF: jax.Array | None,
   real_bl: jax.Array,
 ) -> jax.Array:
-  """Serves a device's tokens."""
   b, l, D = x_blD.shape
   J = routing.expert_BLJ.shape[-1]
   x_tD = x_blD.reshape(b * l, D)
@@ -91,7 +202,7 @@ def _serve_all(
     keep_tJF = keep_blJF.reshape(b * l, J, -1)
   args = experts, x_tD, expert_tJ, keep_tJF, weights
   if split is None or split.axis is None:
-    y_tJD = moe_blocks.run(*args)
+    y_tJD = moe_experts.run_in_blocks(*args)
   else:
     y_tJD = _through_exchange(split.axis, split.ways, E, *args)
   y = y_tJD.reshape(b, l, J, D)
@@ -110,12 +221,7 @@ def _through_exchange(
 ) -> jax.Array:
   """Sends the choices to the devices of their experts, and back.
 
-  Args:
-    expert_tJ: int, their experts; E for none.
-    keep_tJF: mask of dropout, or None.
-
-  Returns:
-    [t, J, D].
+  Tokens without an expert have the number E.
   """
   (t, J), K, own = expert_tJ.shape, expert_tJ.size, E // n
   # A token has at most `own` experts on one device.
@@ -141,8 +247,8 @@ def _through_exchange(
   q = jnp.arange(Q)
   received_nQ = jnp.sum(q[None, :, None] >= ends_no[:, None], axis=-1)
 
-  send = functools.partial(moe_exchange.exchange, axis)
-  x_RD = moe_blocks.rows(x_tD, choice_R // J, back_K.reshape(t, J).T)
+  send = functools.partial(_exchange, axis)
+  x_RD = moe_experts.rows(x_tD, choice_R // J, back_K.reshape(t, J).T)
   x_nQD = send(x_RD.reshape(n, Q, -1), send_n, receive_n)
   keep_R1F = None
   if keep_tJF is not None:
@@ -152,7 +258,7 @@ def _through_exchange(
     bits = send(bits.reshape(n, Q, -1), send_n, receive_n)
     bits = jnp.unpackbits(bits, axis=-1, count=keep_tJF.shape[-1])
     keep_R1F = bits.reshape(n * Q, 1, -1).astype(bool)
-  y_R1D = moe_blocks.run(
+  y_R1D = moe_experts.run_in_blocks(
     experts,
     x_nQD.reshape(n * Q, -1),
     received_nQ.reshape(n * Q, 1),
@@ -161,7 +267,7 @@ def _through_exchange(
     useful=K,
   )
   y_nQD = send(y_R1D.reshape(n, Q, -1), receive_n, send_n)
-  y_KD = moe_blocks.rows(y_nQD.reshape(n * Q, -1), back_K, choice_R[None])
+  y_KD = moe_experts.rows(y_nQD.reshape(n * Q, -1), back_K, choice_R[None])
   return y_KD.reshape(t, J, -1)
 
 
@@ -177,11 +283,6 @@ def with_capacity(
 ) -> tuple[jax.Array, jax.Array]:
   """Gives each expert at most C tokens of a row, and drops the rest.
 
-  Args:
-    real_BL: bool, False for padding.
-    serve: order of the choices, see moe.Options; by position if None.
-    axis: axis of the mesh that whole experts are split over, if any.
-
   Returns:
     ([B, L, D], share of the real tokens' choices that were dropped).
   """
@@ -189,7 +290,7 @@ def with_capacity(
   J = routing.expert_BLJ.shape[-1]
   E = weights["up"].shape[0]
   C = min(L, math.ceil(factor * L * J / E))
-  split = moe_exchange.split_of(x_BLD, experts.dim, E, axis)
+  split = _split_of(x_BLD, experts.dim, E, axis)
   # Devices that share an example share the slots of an expert.
   own = () if split is None else split.own
   parts = math.prod(split.mesh.shape[a] for a in own) if split else 1
@@ -200,13 +301,11 @@ def with_capacity(
   args = x_BLD, slot_BJL, choice_BEC, routing.weight_BLJ, keep
   if split is None:
     return fill(None, weights, *args), dropped
-  how = moe_exchange.weights_of(split, weights)
+  how = _weights_of(split, weights)
   batch = PartitionSpec(sharding.BATCH_AXES)
   slots = PartitionSpec(sharding.BATCH_AXES, None, own or None)
   y_BLD = jax.shard_map(
-    lambda weights, *args: fill(
-      split, moe_exchange.gather(split, how, weights), *args
-    ),
+    lambda weights, *args: fill(split, _gather(split, how, weights), *args),
     mesh=split.mesh,
     in_specs=(how.specs, split.stream, batch, slots, batch, _mask_spec(split)),
     out_specs=split.stream,
@@ -223,9 +322,6 @@ def _slots(
   serve: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Gives the choices of each row the slots of their experts.
-
-  Args:
-    real_BL: bool, False for padding.
 
   Returns:
     (int [B, J, L], slot of each choice, expert x `padded` + number, and
@@ -262,7 +358,7 @@ def _slots(
 def _fill(
   experts: Experts,
   counts: tuple[int, int],
-  split: moe_exchange.Split | None,
+  split: Split | None,
   weights: Mapping[str, jax.Array],
   x_blD: jax.Array,
   slot_bJL: jax.Array,
@@ -270,14 +366,7 @@ def _fill(
   weight_bLJ: jax.Array,
   keep: jax.Array | None,
 ) -> jax.Array:
-  """Fills a device's slots, has them served, and adds up the results.
-
-  Args:
-    split: how the layer is split, None for one device.
-
-  Returns:
-    [b, l, D].
-  """
+  """Fills a device's slots, has them served, and adds up the results."""
   axis = None if split is None else split.axis
   if split is not None:
     x_blD = _whole_rows(split, x_blD)
@@ -300,15 +389,17 @@ def _fill(
     jnp.where(j_bEC < J, (j_bEC * b + row_b11) * L + l_bEC, J * b * L)
   )
 
-  x_SD = moe_blocks.rows(x_blD.reshape(b * L, D), token_S, back_Jt)
-  x_ESD = moe_exchange.to_experts(axis, x_SD.reshape(E, b * c, D))
+  x_SD = moe_experts.rows(x_blD.reshape(b * L, D), token_S, back_Jt)
+  x_ESD = _to_experts(axis, x_SD.reshape(E, b * c, D))
   if keep is not None:
     keep = keep.reshape(*x_ESD.shape[:2], -1)
   with model_flops.share(*counts):  # Empty slots are not model FLOPs.
     times = functools.partial(jnp.einsum, "esd,edf->esf")
     y_ESD = experts.run(x_ESD, weights, times, keep)
-  y_ESD = moe_exchange.from_experts(axis, y_ESD)
-  y = moe_blocks.rows(y_ESD.reshape(-1, D), back_Jt.reshape(-1), choice_S[None])
+  y_ESD = _from_experts(axis, y_ESD)
+  y = moe_experts.rows(
+    y_ESD.reshape(-1, D), back_Jt.reshape(-1), choice_S[None]
+  )
   with model_flops.share(1, parts):
     y_bLD = jnp.einsum(
       "jbld,blj->bld", y.reshape(J, b, L, D), weight_bLJ.astype(y.dtype)
@@ -316,8 +407,7 @@ def _fill(
   return y_bLD if split is None else _summed(split, y_bLD)
 
 
-def _whole_rows(split: moe_exchange.Split, x_blD: jax.Array) -> jax.Array:
-  """Gathers the length of the stream."""
+def _whole_rows(split: Split, x_blD: jax.Array) -> jax.Array:
   if split.length:
     x_blD = jax.lax.all_gather(x_blD, split.length, axis=1, tiled=True)
   if split.hidden and "tensor" not in split.length:
@@ -325,7 +415,7 @@ def _whole_rows(split: moe_exchange.Split, x_blD: jax.Array) -> jax.Array:
   return x_blD
 
 
-def _summed(split: moe_exchange.Split, y_bLD: jax.Array) -> jax.Array:
+def _summed(split: Split, y_bLD: jax.Array) -> jax.Array:
   """Sums the parts of a result, each position on its device."""
   if split.length:
     y_bLD = jax.lax.psum_scatter(
@@ -336,8 +426,7 @@ def _summed(split: moe_exchange.Split, y_bLD: jax.Array) -> jax.Array:
   return y_bLD
 
 
-def _mask_spec(split: moe_exchange.Split) -> PartitionSpec:
-  """Spec of `_keep`."""
+def _mask_spec(split: Split) -> PartitionSpec:
   axes = dict.fromkeys(sharding.AXES)
   for name in (*sharding.BATCH_AXES, *split.own):
     axes[name] = name if name != split.axis else None
@@ -346,14 +435,11 @@ def _mask_spec(split: moe_exchange.Split) -> PartitionSpec:
 
 def _keep(
   experts: Experts,
-  split: moe_exchange.Split | None,
+  split: Split | None,
   shape: tuple[int, int, int],
   padded: int,
 ) -> jax.Array | None:
   """Returns the mask of dropout, where the tokens of each slot are served.
-
-  Args:
-    shape: (B, E, C).
 
   Returns:
     bool [E, replica, fsdp, sequence, tensor, b, c, F]; on a device, the
@@ -376,3 +462,66 @@ def _keep(
     *(sequence, tensor, padded // (sequence * tensor), -1),
   )
   return jnp.transpose(keep, (3, 0, 1, 4, 5, 2, 6, 7))
+
+
+def _to_experts(axis: str | None, x_ESD: jax.Array) -> jax.Array:
+  """Inside a shard_map: sends buffers of one size to their experts.
+
+  Returns:
+    [E / n, n S, D]: all devices' slots of this device's experts.
+  """
+  if axis is None:
+    return x_ESD
+  return jax.lax.all_to_all(x_ESD, axis, 0, 1, tiled=True)
+
+
+def _from_experts(axis: str | None, y_ESD: jax.Array) -> jax.Array:
+  if axis is None:
+    return y_ESD
+  return jax.lax.all_to_all(y_ESD, axis, 1, 0, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exchange(
+  axis: str, x_nQD: jax.Array, send_n: jax.Array, receive_n: jax.Array
+) -> jax.Array:
+  """Inside a shard_map: sends some rows to each device of the axis.
+
+  TPUs and GPUs send the rows alone, by a ragged all-to-all. Elsewhere all Q
+  rows travel, Q being the safe bound: every choice may be for one device.
+
+  Returns:
+    [n, Q, D], the rows from each device, then zeros.
+  """
+  if sharding.device()[0] not in _RAGGED:
+    return jax.lax.all_to_all(x_nQD, axis, 0, 0, tiled=True)
+  n, Q = x_nQD.shape[:2]
+  rows = x_nQD.reshape(n * Q, *x_nQD.shape[2:])
+  # Device i writes into the i-th part of its receivers.
+  at_n = jnp.full(n, jax.lax.axis_index(axis) * Q, jnp.int32)
+  received = jax.lax.ragged_all_to_all(
+    rows,
+    jnp.zeros_like(rows),
+    jnp.arange(n, dtype=jnp.int32) * Q,
+    send_n,
+    at_n,
+    receive_n,
+    axis_name=axis,
+  )
+  return received.reshape(x_nQD.shape)
+
+
+def _exchange_forward(
+  axis: str, x_nQD: jax.Array, send_n: jax.Array, receive_n: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _exchange(axis, x_nQD, send_n, receive_n), (send_n, receive_n)
+
+
+def _exchange_backward(
+  axis: str, sizes: tuple[jax.Array, jax.Array], grad_nQD: jax.Array
+) -> tuple[jax.Array | None, ...]:
+  send_n, receive_n = sizes
+  return _exchange(axis, grad_nQD, receive_n, send_n), None, None
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)

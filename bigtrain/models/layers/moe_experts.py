@@ -1,49 +1,44 @@
-"""The experts of a layer, and the experts of its tokens.
+"""The experts of a layer, on the tokens of a device.
 
-Axes: B batch, L length, D model width, F hidden width, J experts of a token.
+Grouped products: the tokens are sorted into blocks of one expert each.
+
+Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
+a token, t tokens, R choices of all tokens, N blocks of T rows, S = N T slots;
+in `rows` X rows, Y results and Z results of a row.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from bigtrain.models.layers import dropout, mlp
+from bigtrain import model_flops, sharding
+from bigtrain.models.layers import mlp
 
 
 class Routing(NamedTuple):
-  """The experts of each token.
-
-  Attributes:
-    expert_BLJ: int32 numbers of the experts, best first.
-    weight_BLJ: float32 weights of their outputs.
-  """
+  """The experts of each token, best first, and weights of their outputs."""
 
   expert_BLJ: jax.Array
   weight_BLJ: jax.Array
 
 
 class Experts(NamedTuple):
-  """The experts' MLPs.
-
-  Attributes:
-    kind: a name in mlp.KINDS.
-    dim: F.
-    rate: rate of dropout.
-    key: key of dropout; None for none.
-  """
+  """The experts' MLPs of a kind in mlp.KINDS, and their dropout, if any."""
 
   kind: str
   dim: int
-  rate: jax.Array | float
+  rate: float
   key: jax.Array | None
 
   def keep(self, *shape: int) -> jax.Array | None:
-    """Returns dropout's bool mask (*shape, F); None for no dropout."""
+    """Dropout's bool mask (*shape, F); None for no dropout."""
     if self.key is None:
       return None
-    return dropout.keep(self.key, self.rate, (*shape, self.dim))
+    return jax.random.bernoulli(self.key, 1 - self.rate, (*shape, self.dim))
 
   def run(
     self,
@@ -52,14 +47,7 @@ class Experts(NamedTuple):
     times: Callable[[jax.Array, jax.Array], jax.Array],
     keep: jax.Array | None,
   ) -> jax.Array:
-    """Applies the experts to their tokens.
-
-    Args:
-      x: tokens (..., D).
-
-    Returns:
-      (..., D).
-    """
+    """Applies the experts to their tokens (..., D)."""
     activation, gated = mlp.KINDS[self.kind]
     h = times(x, weights["up"])
     if gated:
@@ -67,5 +55,225 @@ class Experts(NamedTuple):
     else:
       h = activation(h)
     if keep is not None:
-      h = jnp.where(keep, dropout.scaled(h, self.rate), 0)
+      h = jnp.where(keep, h / (1 - self.rate), 0)
     return times(h, weights["down"])
+
+
+def block_size(choices: int, num_experts: int) -> int:
+  """Returns T, the rows of a block.
+
+  Small blocks are less efficient, and large ones have more empty rows: up to T
+  for each expert. From 32 choices per expert on, that is at most a quarter.
+
+  >>> block_size(16_384, 8), block_size(100, 8)
+  (512, 8)
+  """
+  most = max(choices // (4 * num_experts), 8)
+  return min(1024, 2 ** (most.bit_length() - 1))
+
+
+class _Static(NamedTuple):
+  rows: int  # Number of rows that the mathematics needs.
+  skips: bool  # Whether empty blocks are skipped.
+
+
+def run_in_blocks(
+  experts: Experts,
+  x_tD: jax.Array,
+  expert_tJ: jax.Array,
+  keep_tJF: jax.Array | None,
+  weights: Mapping[str, jax.Array],
+  *,
+  useful: int | None = None,
+) -> jax.Array:
+  """Sorts rows into blocks, and applies the experts.
+
+  Args:
+    expert_tJ: int, experts of each token; E for none.
+    keep_tJF: bool mask of dropout, or None.
+    useful: number of choices that are expected to have an expert, if that is
+      not all of them; then empty blocks are skipped.
+
+  Returns:
+    [t, J, D]; any finite numbers for no expert, with a gradient of zero.
+  """
+  J = expert_tJ.shape[1]
+  E = weights["up"].shape[0]
+  R = expert_tJ.size
+  T = block_size(useful or R, E)
+  N = R // T + E  # As many blocks as R rows need at most.
+  expert_R = expert_tJ.reshape(R)
+  order_R = jnp.argsort(expert_R, stable=True)
+  sizes_E = jnp.sum(jax.nn.one_hot(expert_R, E, dtype=jnp.int32), axis=0)
+  blocks_E = -(-sizes_E // T)
+  ends_E = jnp.cumsum(blocks_E)
+  # Of the sorted rows: the place in the blocks, or beyond them for padding.
+  first_E = (ends_E - blocks_E) * T - (jnp.cumsum(sizes_E) - sizes_E)
+  sorted_R = jnp.take(expert_R, order_R)
+  first_R = jnp.take(first_E, sorted_R, mode="fill", fill_value=N * T)
+  place_R = jnp.arange(R) + first_R
+  # The expert of each block; blocks at the end may be empty.
+  expert_N = jnp.sum(jnp.arange(N)[:, None] >= ends_E, axis=1)
+  used_N = expert_N < E
+  expert_N = jnp.minimum(expert_N, E - 1)
+  choice_S = jnp.full(N * T, R).at[place_R].set(order_R, mode="drop")
+  back_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
+  # Empty slots have any token, whose result is not used. There are more slots
+  # than choices, and the last slot is empty: a choice without an expert has it.
+  x_SD = rows(x_tD, choice_S // J, back_R.reshape(-1, J).T, Zeros(False, False))
+  keep = None
+  if keep_tJF is not None:
+    keep = jnp.take(
+      keep_tJF.reshape(R, -1), choice_S, axis=0, mode="fill", fill_value=0
+    ).reshape(N, T, -1)
+  static = _Static(useful or R, useful is not None)
+  times = lambda x, kernel: _times(static, x, kernel, expert_N, used_N)
+  y_NTD = experts.run(x_SD.reshape(N, T, -1), weights, times, keep)
+  y_SD = y_NTD.reshape(N * T, -1)
+  y_RD = rows(y_SD, back_R, choice_S[None], Zeros(results=False))
+  return y_RD.reshape(*expert_tJ.shape, -1)
+
+
+class Zeros(NamedTuple):
+  """Which indices of `rows` may be out of range, and then read zeros."""
+
+  results: bool = True
+  gradients: bool = True
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def rows(
+  x_XD: jax.Array,
+  index_Y: jax.Array,
+  back_ZX: jax.Array,
+  zeros: Zeros = Zeros(),
+) -> jax.Array:
+  """Returns rows of x; the gradient takes rows as well.
+
+  The gradient of jnp.take is a scatter, which adds up rows one by one.
+
+  Args:
+    back_ZX: int, the results that have a row of x, Z at most; Y for none.
+    zeros: which of both have indices for zeros. The others may name any row
+      whose values are not used.
+  """
+  del back_ZX
+  return _take(x_XD, index_Y, zeros.results)
+
+
+def _take(x_XD: jax.Array, index: jax.Array, zeros: bool) -> jax.Array:
+  """Takes rows, with zeros beyond them or, faster, the last row.
+
+  A product with a mask: TPUs write the zeros of jnp.take's mode "fill" to
+  memory first, which takes longer than the rows do.
+  """
+  taken = jnp.take(x_XD, index, axis=0, mode="clip")
+  if not zeros:
+    return taken
+  inside = index < x_XD.shape[0]
+  return taken * inside[..., None].astype(taken.dtype)
+
+
+def _rows_forward(
+  x_XD: jax.Array, index_Y: jax.Array, back_ZX: jax.Array, zeros: Zeros
+) -> tuple[jax.Array, jax.Array]:
+  return rows(x_XD, index_Y, back_ZX, zeros), back_ZX
+
+
+def _rows_backward(
+  zeros: Zeros, back_ZX: jax.Array, grad_YD: jax.Array
+) -> tuple[jax.Array | None, ...]:
+  grad_ZXD = _take(grad_YD, back_ZX, zeros.gradients)
+  return jnp.sum(grad_ZXD, axis=0), None, None
+
+
+rows.defvjp(_rows_forward, _rows_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _times(
+  static: _Static,
+  x_NTD: jax.Array,
+  kernel_EDF: jax.Array,
+  expert_N: jax.Array,
+  used_N: jax.Array,
+) -> jax.Array:
+  """Multiplies each block with the kernel of its expert.
+
+  jax.lax.ragged_dot needs no blocks, but on CPUs and GPUs it multiplies every
+  row with all experts, and on TPUs its gradient does so for the kernel.
+  Blocks are empty where `used_N` is False.
+  """
+
+  def one(block: tuple[jax.Array, ...]) -> jax.Array:
+    x_TD, e, used = block
+    product = lambda: x_TD @ kernel_EDF[e]
+    if not static.skips:
+      return product()
+    shape = jax.eval_shape(product)
+    return jax.lax.cond(used, product, lambda: _zeros_of(shape, x_TD))
+
+  with _counted(static, x_NTD):
+    return jax.lax.map(one, (x_NTD, expert_N, used_N))
+
+
+def _counted(
+  static: _Static, x_NTD: jax.Array
+) -> contextlib.AbstractContextManager[Any]:
+  return model_flops.share(static.rows, x_NTD.shape[0] * x_NTD.shape[1])
+
+
+def _zeros_of(shape: Any, like: jax.Array) -> jax.Array:
+  """Zeros that vary over the same axes of the mesh as `like`."""
+  return jnp.zeros(shape.shape, shape.dtype) + jnp.zeros_like(
+    like, shape=(), dtype=shape.dtype
+  )
+
+
+def _times_forward(
+  static: _Static, *args: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  return _times(static, *args), args
+
+
+def _times_backward(
+  static: _Static, args: tuple[jax.Array, ...], grad_NTF: jax.Array
+) -> tuple[jax.Array | None, ...]:
+  x_NTD, kernel_EDF, expert_N, used_N = args
+
+  # On TPUs the larger dimension comes first, as a gather of kernels over `fsdp`
+  # leaves it: they would copy each sum to swap the two. CPUs take longer so.
+  smaller_first = kernel_EDF.shape[1] < kernel_EDF.shape[2]
+  swap = smaller_first and sharding.device()[0] == "tpu"
+  like_EFD = jnp.swapaxes(kernel_EDF, 1, 2) if swap else kernel_EDF
+
+  # One expert's sum is float32; the array of all sums has the kernel's dtype.
+  def add_block(sums: Any, block: Any) -> Any:
+    sum_FD, sums_EFD = sums
+    x_TD, grad_TF, e, first, used = block
+
+    def add() -> Any:
+      left, right = (grad_TF, x_TD) if swap else (x_TD, grad_TF)
+      product_FD = jnp.matmul(left.T, right, preferred_element_type=jnp.float32)
+      added_FD = jnp.where(first, 0.0, sum_FD) + product_FD
+      added_EFD = jax.lax.dynamic_update_index_in_dim(
+        sums_EFD, added_FD.astype(sums_EFD.dtype), e, axis=0
+      )
+      return (added_FD, added_EFD), grad_TF @ kernel_EDF[e].T
+
+    if not static.skips:
+      return add()
+    skip = lambda: (sums, jnp.zeros_like(x_TD))
+    return jax.lax.cond(used, add, skip)
+
+  first_N = jnp.diff(expert_N, prepend=-1) != 0
+  zeros = jnp.zeros_like(like_EFD[0], jnp.float32), jnp.zeros_like(like_EFD)
+  with _counted(static, x_NTD):
+    (_, sums_EFD), x_grad_NTD = jax.lax.scan(
+      add_block, zeros, (x_NTD, grad_NTF, expert_N, first_N, used_N)
+    )
+  kernel_grad_EDF = jnp.swapaxes(sums_EFD, 1, 2) if swap else sums_EFD
+  return x_grad_NTD, kernel_grad_EDF, None, None
+
+
+_times.defvjp(_times_forward, _times_backward)

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-
 from bigtrain import settings
 
 # Default of a field that the variant or other fields determine: None until the
@@ -16,9 +14,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def check_option(key: str, value: Any, options: Sequence[Any]) -> None:
   """Raises ConfigError if the value of config.model.`key` is not an option."""
-  if value not in options:
-    hint = settings.did_you_mean(str(value), options)
-    raise settings.ConfigError(f"config.model.{key}: unknown {value!r}.{hint}")
+  settings.check_choice(f"config.model.{key}", value, options)
 
 
 def check_sizes(model: Any, names: Iterable[str]) -> None:
@@ -35,9 +31,5 @@ def check_rates(model: Any, *names: str) -> None:
 
 
 def check_rate(key: str, value: Any) -> None:
-  """Raises ConfigError unless the value is in [0, 1).
-
-  An array, in a compiled update, was checked as a number of the config.
-  """
-  if not isinstance(value, jax.Array):
-    settings.check_number(key, value, least=0, below=1)
+  """Raises ConfigError unless the value is in [0, 1)."""
+  settings.check_number(key, value, least=0, below=1)

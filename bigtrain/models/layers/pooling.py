@@ -18,8 +18,6 @@ class MAPHead(nn.Module):
 
   Attributes:
     mlp_dim: hidden width of the MLP; 4 D if None.
-    num_heads: number of attention heads; must divide D.
-    dtype: dtype of the computation.
   """
 
   mlp_dim: int | None = None
@@ -28,7 +26,6 @@ class MAPHead(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    """Returns (B, D)."""
     B, _, D = x_BLD.shape
     probe_11D = self.param("probe", kernels.xavier, (1, 1, D))
     probe_B1D = jnp.broadcast_to(probe_11D, (B, 1, D))

@@ -103,7 +103,6 @@ def check_scaling(scaling: Any, key: str) -> None:
 
 
 def rotation(positions_BL: jax.Array, omega_Q: np.ndarray) -> Rotation:
-  """Sines and cosines for positions."""
   angle = positions_BL.astype(jnp.float32)[:, :, None, None] * omega_Q
   return Rotation(jnp.sin(angle), jnp.cos(angle))
 
@@ -152,7 +151,6 @@ class BiasByDistance(NamedTuple):
     return self.bias_HT[:, j_S + queries - 1 - i_L[:, None]][None]
 
   def by_group(self, num_groups: int) -> jax.Array:
-    """Returns (G, R, L + S - 1): successive R heads share keys."""
     H, T = self.bias_HT.shape
     return self.bias_HT.reshape(num_groups, H // num_groups, T)
 
@@ -163,11 +161,9 @@ class RelativeBias(nn.Module):
   From T5, https://arxiv.org/abs/1910.10683.
 
   Attributes:
-    num_heads: H.
     num_buckets: number of buckets; half for each direction if `two_sided`.
     max_distance: distances from here on share the last bucket.
     two_sided: whether queries attend to later positions.
-    init_std: standard deviation of the initial biases.
   """
 
   num_heads: int
@@ -184,14 +180,10 @@ class RelativeBias(nn.Module):
     *,
     by_distance: bool = False,
   ) -> jax.Array | BiasByDistance:
-    """Returns the biases of queries and keys at these positions.
+    """Returns float32 biases (1, H, L, S) of queries and keys.
 
-    Args:
-      by_distance: whether the positions count from 0 and the result has an
-        entry for each distance.
-
-    Returns:
-      Float32, (1, H, L, S) or by distance.
+    With `by_distance` the positions count from 0, and there is an entry for
+    each distance.
     """
     table = self.param(
       "embedding",
@@ -207,7 +199,6 @@ class RelativeBias(nn.Module):
     return jnp.moveaxis(table[self._bucket(offset_LS)], -1, 0)[None]
 
   def _bucket(self, offset: jax.Array) -> jax.Array:
-    """Rows of the table for the offsets of keys from queries."""
     num_buckets = self.num_buckets // (2 if self.two_sided else 1)
     bucket_of = jnp.asarray(distance_buckets(num_buckets, self.max_distance))
     if self.two_sided:

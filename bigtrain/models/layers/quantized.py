@@ -51,13 +51,8 @@ _LEFT_OUT = ("head", "pre_logits", "router")
 def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
   """Returns a subclass whose dense layers are quantized in `apply`.
 
-  Initial parameters do not depend on the rules.
-
-  Args:
-    rules: (regular expression, "int8", "fp8" or None) pairs.
-
-  Raises:
-    ConfigError: the rules cannot be read, or Qwix is not installed.
+  Initial parameters do not depend on the rules, pairs of a regular expression
+  and "int8", "fp8" or None.
   """
   layers = _Layers(rules, key)
 
@@ -77,11 +72,7 @@ def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
 
 
 def check(model: nn.Module) -> None:
-  """Checks that each rule of a model decides about a layer.
-
-  Raises:
-    ConfigError: a rule decides about no layer.
-  """
+  """Raises ConfigError if a rule of a model decides about no layer."""
   layers = getattr(model, "quantized_layers", None)
   if layers is not None:
     layers.check()
@@ -124,7 +115,6 @@ class _Layers:
       object.__setattr__(layer, "dot_general", given)
 
   def _rule(self, name: str) -> int | None:
-    """The number of the rule that decides about a layer."""
     last = name.rpartition("/")[2]
     for number, (pattern, _) in enumerate(self._rules):
       named = last not in _LEFT_OUT or last in pattern.pattern
@@ -133,7 +123,6 @@ class _Layers:
     return None
 
   def check(self) -> None:
-    """See the function `check`."""
     with self._lock:
       names = dict(self._names)
     if not names:
@@ -148,7 +137,6 @@ class _Layers:
 
 
 def _read(rules: Any, key: str) -> list[tuple[re.Pattern[str], str | None]]:
-  """Reads (regular expression, precision) pairs."""
   result = []
   if not isinstance(rules, list | tuple):
     raise ConfigError(f"{key}: expected a list of pairs, got {rules!r}.")

@@ -63,10 +63,7 @@ def block_class(
   """Returns the class of a block with a remat policy.
 
   Args:
-    block: the class without one.
-    scan: whether a loop runs over the blocks.
-    policy_name: a name in POLICIES. With "none" no costly operation is
-      repeated.
+    policy_name: a name in POLICIES. "none" repeats no costly operation.
     train: index of the argument `train` in the block's call; self is 0.
   """
   options.check_option("remat_policy", policy_name, POLICIES)
@@ -81,7 +78,6 @@ def block_class(
 
 
 def _policy(name: str, scan: bool) -> Callable[..., bool] | None:
-  """Returns the policy of that name, or None for no rematerialisation."""
   if name in _OURS:
     return _OURS[name]
   if name == "none" and not scan:

@@ -15,16 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import sharding
-from bigtrain.models.layers import attention as attention_lib
 from bigtrain.models.layers import (
-  dropout,
+  attention,
   kv_cache,
   masks,
+  mlp,
   moe,
   positions,
   stack,
 )
-from bigtrain.models.layers import mlp as mlp_lib
 
 
 class Options(NamedTuple):
@@ -46,59 +45,49 @@ class Options(NamedTuple):
   dtype: str
 
   def std(self, fan_in: int) -> float:
-    """Returns the standard deviation of initial values."""
     return (self.init_scale / fan_in) ** 0.5
 
-  def attention_options(self, width: int) -> attention_lib.Options:
-    """Returns the options of attention.
 
-    The queries' initial values make up for the missing scale of the scores.
-    """
-    H, K = self.num_heads, self.head_dim
-    return attention_lib.Options(
-      num_heads=H,
-      head_dim=K,
-      use_bias=False,
-      scaled=False,
-      implementation=self.attention,
-      query_std=self.std(width * K),
-      kv_std=self.std(width),
-      out_std=self.std(H * K),
-      dtype=self.dtype,
-    )
+def _attention(options: Options, width: int) -> attention.Options:
+  """The queries' initial values make up for the missing scale of the scores."""
+  H, K = options.num_heads, options.head_dim
+  return attention.Options(
+    num_heads=H,
+    head_dim=K,
+    use_bias=False,
+    scale=1.0,
+    backend=options.attention,
+    query_std=options.std(width * K),
+    kv_std=options.std(width),
+    out_std=options.std(H * K),
+    dtype=options.dtype,
+  )
 
-  def mlp_options(self, width: int) -> mlp_lib.Options:
-    """Returns the options of the MLP, or of each expert."""
-    return mlp_lib.Options(
-      dim=self.mlp_dim,
-      kind=self.mlp,
-      init_std=self.std(width),
-      out_init_std=self.std(self.mlp_dim),
-      dropout=self.dropout,
-      dtype=self.dtype,
-    )
+
+def _mlp(options: Options, width: int) -> mlp.Options:
+  """Options of the MLP, or of each expert."""
+  return mlp.Options(
+    dim=options.mlp_dim,
+    kind=options.mlp,
+    init_std=options.std(width),
+    out_init_std=options.std(options.mlp_dim),
+    dropout=options.dropout,
+    dtype=options.dtype,
+  )
 
 
 class DecodingState(NamedTuple):
-  """State of decoding, of all layers; the batch comes first.
+  """State of decoding, of all layers; the batch comes first."""
 
-  Attributes:
-    past: keys and values of the targets so far.
-    source: keys and values of the encoded inputs.
-    source_mask_BS: bool, False for padding of the inputs.
-  """
-
-  past: kv_cache.Cache
-  source: kv_cache.Cache
-  source_mask_BS: jax.Array
+  past: kv_cache.Cache  # Keys and values of the targets so far.
+  source: kv_cache.Cache  # Keys and values of the encoded inputs.
+  source_mask_BS: jax.Array  # False for padding of the inputs.
 
 
 class Source(NamedTuple):
-  """Input of cross-attention.
+  """Input of cross-attention, and its mask.
 
-  Attributes:
-    encoded_BSD: the encoder's output; None if its keys and values are cached.
-    sees: what a target sees of the inputs.
+  Without the encoder's output its keys and values are cached.
   """
 
   encoded_BSD: jax.Array | None
@@ -106,10 +95,7 @@ class Source(NamedTuple):
 
 
 class Block(nn.Module):
-  """Self-attention, in a decoder cross-attention, MLP; each after a norm.
-
-  Experts may replace the MLP.
-  """
+  """Self-attention, in a decoder cross-attention, MLP; each after a norm."""
 
   options: Options
 
@@ -118,7 +104,6 @@ class Block(nn.Module):
     self,
     carry: tuple[jax.Array, DecodingState | None],
     layer: Any,
-    numbers: Any,
     bias: jax.Array | positions.BiasByDistance,
     mask: masks.Mask,
     source: Source | None,
@@ -130,20 +115,16 @@ class Block(nn.Module):
 
     Args:
       carry: the stream (B, L, D), and in decoding the state of all layers.
-      source: input of cross-attention; None in an encoder.
       real_BL: bool, False for padding; all real if None.
-      train: whether dropout acts.
     """
-    options = stack.join(self.options, numbers)
+    options = self.options
     x_BLD, state = carry
     D = x_BLD.shape[-1]
     norm = functools.partial(
       nn.RMSNorm, epsilon=options.norm_eps, dtype=options.dtype
     )
-    drop = lambda y: dropout.Dropout(options.dropout)(y, train=train)
-    attend = functools.partial(
-      attention_lib.Attention, options.attention_options(D)
-    )
+    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
+    attend = functools.partial(attention.Attention, _attention(options, D))
 
     y_BLD = norm(name="attention_norm")(x_BLD)
     y_BLD, past = attend(name="attention")(
@@ -172,7 +153,7 @@ class Block(nn.Module):
         state = state._replace(source=cache)
     y_BLD = norm(name="mlp_norm")(x_BLD)
     y_BLD, stats = moe.mlp_or_experts(
-      options.moe, options.mlp_options(D), y_BLD, real_BL, train
+      options.moe, _mlp(options, D), y_BLD, real_BL, train
     )
     return (sharding.stream(x_BLD + drop(y_BLD)), state), stats
 
@@ -183,8 +164,6 @@ class Stack(nn.Module):
   Parameters: the blocks of stack.run, relative_bias/embedding, norm/scale.
 
   Attributes:
-    options: options of the blocks.
-    depth: number of blocks.
     two_sided: whether positions see later ones, as in an encoder.
   """
 
@@ -206,12 +185,12 @@ class Stack(nn.Module):
   ) -> tuple[jax.Array, DecodingState | None, dict[str, jax.Array] | None]:
     """Returns the normalised stream, the state, statistics; see Block."""
     options = self.options
-    drop = lambda y: dropout.Dropout(options.dropout)(y, train=train)
+    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
     L = x_BLD.shape[1]
     S = L if state is None else state.past.length
     whole = self.is_initializing() or state is not None
-    by_distance = not whole and attention_lib.wants_bias_by_distance(
-      options.attention_options(x_BLD.shape[-1]), x_BLD, mask
+    by_distance = not whole and attention.wants_bias_by_distance(
+      _attention(options, x_BLD.shape[-1]), x_BLD, mask
     )
     bias = positions.RelativeBias(
       options.num_heads,

@@ -73,8 +73,8 @@ class Case:
       **arrays,
       mask=self.mask(),
       softcap=self.softcap,
-      scaled=self.scaled,
-      implementation=implementation,
+      scale=None if self.scaled else 1.0,
+      backend=implementation,
     )
 
   def results(self, arrays: dict[str, Any], implementation: str) -> Any:

@@ -85,7 +85,7 @@ def half_and_whole(fn, length=64):
 def test_half_precision_is_nearer_to_float32_than_flax(causal):
   """big_vision's attention is flax's, whose softmax is in bfloat16."""
   mask = masks.Mask(causal=causal)
-  ours = functools.partial(attention.attend, mask=mask, implementation="xla")
+  ours = functools.partial(attention.attend, mask=mask, backend="xla")
   mask = jnp.tril(jnp.ones((64, 64), bool)) if causal else None
   theirs = functools.partial(nn.dot_product_attention, mask=mask)
   errors = half_and_whole(ours), half_and_whole(theirs)
@@ -96,7 +96,7 @@ def test_half_precision_is_nearer_to_float32_than_flax(causal):
 
 def test_half_precision_keeps_no_matrix_of_scores():
   q, k, v = (normal(i, 2, L, 3, 8).astype(jnp.bfloat16) for i in range(3))
-  attend = functools.partial(attention.attend, implementation="xla")
+  attend = functools.partial(attention.attend, backend="xla")
   _, backward = jax.vjp(attend, q, k, v)
   shapes = [x.shape for x in jax.tree.leaves(backward)]
   assert (2, L, 3, 8) in shapes

@@ -9,7 +9,7 @@ import pytest
 from bigtrain import settings, sharding
 from bigtrain.models.layers import attention, attention_backends, masks
 
-Case = attention_backends.Case
+Case = attention_backends.Call
 
 _TPU, _H100 = ("tpu", "TPU v5"), ("gpu", "NVIDIA H100 80GB HBM3")
 
@@ -23,7 +23,7 @@ def case(device, length, **changes):
 
 
 def choose(case, wanted="auto"):
-  return attention_backends.choose(wanted, case, attention._KERNELS)
+  return attention_backends.choose(wanted, case)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Attention block by block: against the plain one, and its memory."""
 
-import functools
 import re
 
 import jax
@@ -29,8 +28,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-  attend = functools.partial(attention_blockwise.attend, block=4)
-  monkeypatch.setattr(attention_blockwise, "attend", attend)
+  monkeypatch.setattr(attention_blockwise, "_BLOCK_ON_CPU", 4)
 
 
 @pytest.mark.parametrize("name", CASES)

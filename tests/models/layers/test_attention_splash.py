@@ -1,14 +1,12 @@
 """Splash attention, interpreted on a CPU, against the plain one."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 from models.layers import attention_cases
 
 from bigtrain import sharding
-from bigtrain.models.layers import attention_splash
+from bigtrain.models.layers import attention_kernels
 
 Case = attention_cases.Case
 
@@ -28,8 +26,8 @@ QUICK = ("window", "padding")
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-  attend = functools.partial(attention_splash.attend, block=128, interpret=True)
-  monkeypatch.setattr(attention_splash, "attend", attend)
+  monkeypatch.setattr(attention_kernels, "_BLOCK", 128)
+  monkeypatch.setattr(attention_kernels, "_INTERPRET", True)
   monkeypatch.setattr(sharding, "device", lambda: ("tpu", "TPU v5"))
 
 

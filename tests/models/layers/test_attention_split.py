@@ -9,11 +9,7 @@ import pytest
 from models.layers import attention_cases
 
 from bigtrain import sharding
-from bigtrain.models.layers import (
-  attention_blockwise,
-  attention_plan,
-  masks,
-)
+from bigtrain.models.layers import attention_blockwise, attention_split, masks
 
 Case = attention_cases.Case
 
@@ -78,8 +74,10 @@ def test_causal_work_is_balanced(ring, ways):
   """All devices have as many visible pairs of blocks, at each step."""
   mask = masks.Mask(causal=True)
   length = 2 * ways * 3 * 4
-  plan = attention_plan.make(ways, length, length, mask, ring, True)
-  tables = attention_plan.tables(plan)
+  plan = attention_split.plan_of(
+    ways, length, length, mask, ring=ring, balanced=True
+  )
+  tables = attention_split.tables_of(plan)
   assert len(tables.pairs) == (ways if ring else 1)
   for columns, pairs in zip(tables.columns, tables.pairs):
     for i in range(ways):

@@ -14,7 +14,7 @@ from models.layers import attention_cases
 from support import processes
 
 from bigtrain import sharding
-from bigtrain.models.layers import attention_splash
+from bigtrain.models.layers import attention_kernels
 
 Case = attention_cases.Case
 
@@ -30,13 +30,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-  for name in ("attend", "attend_rows"):
-    attend = functools.partial(
-      getattr(attention_splash, name), block=128, interpret=True
-    )
-    monkeypatch.setattr(attention_splash, name, attend)
-  blocks = functools.partial(attention_splash.part_blocks, block=128)
-  monkeypatch.setattr(attention_splash, "part_blocks", blocks)
+  monkeypatch.setattr(attention_kernels, "_BLOCK", 128)
+  monkeypatch.setattr(attention_kernels, "_INTERPRET", True)
   monkeypatch.setattr(sharding, "device", lambda: ("tpu", "TPU v5"))
 
 

@@ -86,9 +86,7 @@ def test_scanned_and_unrolled_blocks_compute_the_same(x_BLD):
   [
     (False, ("none", "nothing_saveable")),
     pytest.param(
-      True,
-      ("none", "dots_with_no_batch_dims_saveable"),
-      marks=pytest.mark.slow,
+      True, ("none", "dots_with_no_batch_dims_saveable"), marks=pytest.mark.slow
     ),
   ],
 )

@@ -328,10 +328,7 @@ def test_a_sharding_rule_splits_experts_over_devices(model, kernel):
   tokens = [jnp.zeros((1, 2), jnp.int32)] * (2 if kernel[0] == "e" else 1)
   shapes = jax.eval_shape(model.init, jax.random.key(0), *tokens)
   state = dict(params=shapes["params"], opt=dict(mu=shapes, nu=shapes))
-  rules = (
-    (r".*/moe/(gate|up|down)/kernel", "shard_dim(-3)"),
-    (".*", "fsdp"),
-  )
+  rules = ((r".*/moe/(gate|up|down)/kernel", "shard_dim(-3)"), (".*", "fsdp"))
   places, _ = sharding.state_shardings(state, sharding.make_mesh(), rules)
   by_name = dict(trees.flatten_with_names(places))
   names = [name for name in by_name if name.endswith(kernel)]
@@ -353,10 +350,7 @@ def test_a_sharding_rule_splits_experts_over_devices(model, kernel):
     (dict(num_experts=4, capacity=1.0), "capacity.*'capacity_factor'"),
     (dict(num_experts=4, jitter=1.5), "jitter: expected .* below 1, got 1.5"),
     (dict(num_experts=4, dropout=1.0), "dropout: expected .* below 1, got 1.0"),
-    (
-      dict(num_experts=4, axis="fdsp"),
-      "axis: unknown .fdsp.. Did you mean",
-    ),
+    (dict(num_experts=4, axis="fdsp"), "axis: unknown .fdsp.. Did you mean"),
     (
       dict(num_experts=4, capacity_factor=1.0, serve="choices"),
       "serve: unknown 'choices'. Did you mean 'choice'",

@@ -11,7 +11,7 @@ import pytest
 from bigtrain import settings, sharding, trees
 from bigtrain.models import decoder
 from bigtrain.models.layers import layer_dims, mlp, moe
-from bigtrain.tools.plan import hlo
+from bigtrain.tools.plan import collectives
 
 B, L, D, F, E = 8, 8, 16, 24, 8
 X = np.random.default_rng(0).normal(size=(B, L, D)).astype(np.float32)
@@ -39,8 +39,7 @@ def program(mesh, train=False, **options):
   shapes = {f"moe/{name}": x.shape for name, x in named}
   table = layer_dims.with_experts(layer_dims.LAYERS, experts.options)
   rules = sharding.Rules(
-    [(".*", "fsdp(min_size=1)")],
-    sharding.place(table, shapes, mesh.shape),
+    [(".*", "fsdp(min_size=1)")], sharding.place(table, shapes, mesh.shape)
   )
   state = {"moe": params()["params"]}
   places, _ = sharding.state_shardings(state, mesh, rules)
@@ -126,7 +125,7 @@ def test_tokens_travel_once_each_way_and_weights_stay(factor):
     text = fn.lower(*args).compile().as_text()
   sent = collections.Counter()
   runs = collections.Counter()
-  for one in hlo.sent(hlo.Module(text))[0]:
+  for one in collectives.read(text).collectives:
     sent[one.kind] += one.sent_bytes
     runs[one.kind] += one.runs
   # Forward there and back, and the same for the gradients.

@@ -212,7 +212,7 @@ def test_attention_of_split_examples(implementation, causal):
   ]
   mask = masks.Mask(causal=causal)
   attend = functools.partial(
-    attention.attend, mask=mask, implementation=implementation
+    attention.attend, mask=mask, backend=implementation
   )
 
   def forward_and_backward(q, k, v, grad):

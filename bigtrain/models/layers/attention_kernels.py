@@ -1,12 +1,12 @@
-"""Attention by the Splash kernels of jax's Pallas library, for TPUs.
+"""Attention by kernels: Splash for TPUs, and cuDNN's for NVIDIA GPUs.
 
-The kernels read blocks of keys that a mask leaves out neither in the forward
-nor in the backward pass, and keep the scores of a block on the chip. Lengths
-are padded to whole blocks. Documents and padding are segments: a query sees the
-positions with its own number.
+The kernels of Splash, of jax's Pallas library, read blocks of keys that a mask
+leaves out neither in the forward nor in the backward pass, and keep the scores
+of a block on the chip. Lengths are padded to whole blocks. Documents and
+padding are segments: a query attends to the positions with its own number.
 
 Axes: B batch, L length, S length attended to, G heads of keys and values, R
-query heads of each, H = G R heads, K head width.
+query heads of each, K head width.
 """
 
 import functools
@@ -18,12 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import model_flops, sharding
-from bigtrain.models.layers import attention_backends, masks, remat
+from bigtrain.models.layers import masks, remat
 
 # Larger blocks have less overhead per score. Blocks of 512 x 512 are the
 # largest for which scores and their gradients fit into a TPU's vector memory
 # with heads of width 256.
 _BLOCK = 512
+
+# Whether the kernels of Splash run on any device, slowly: for tests.
+_INTERPRET = False
 
 # A block is a whole number of the lanes of a vector register.
 _LANES = 128
@@ -31,40 +34,8 @@ _LANES = 128
 # Numbers of segments: positions that nobody sees, and padding of the length.
 _HIDDEN, _PADDING = -1, -2
 
-# Padding makes 256 tokens of the 196 of a ViT, and XLA's own attention needs
-# little memory there. In ViT-B/16, 64 images a chip, a layer takes 4.6 ms with
-# it, forward and backward, as the TPU's compiler estimates; around the kernels
-# of Splash it takes 3.5 ms, which leaves 1.1 ms for 70% more scores.
-_FEWEST = 512
 
-
-def unsupported_because(case: attention_backends.Case) -> str:
-  """Returns why the kernels cannot serve a case, or ""."""
-  if case.platform != "tpu":
-    return f"it needs a TPU, not a {case.platform}"
-  if case.dtype not in ("bfloat16", "float32"):
-    return f"it computes in bfloat16 or float32, not {case.dtype}"
-  if case.bias:
-    return "it adds no bias to the scores"
-  if case.prefix:
-    return "its order of positions is fixed, without a prefix for each text"
-  if case.causal and case.queries != case.positions:
-    return "causal queries need as many positions"
-  if not case.splits:
-    return "the mesh does not split the batch"
-  return ""
-
-
-def best_because(case: attention_backends.Case) -> str:
-  """Returns why the kernels are best for a case that they serve, or ""."""
-  if min(case.queries, case.positions) < _FEWEST:
-    return ""
-  if case.causal and case.queries < 2 * case.sequence * _LANES:
-    return ""  # Padding would more than double a device's queries.
-  return f"from {_FEWEST} positions on the fastest on a TPU"
-
-
-def attend(
+def attend_by_splash(
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
@@ -72,25 +43,17 @@ def attend(
   *,
   scale: float,
   softcap: float | None,
-  block: int = _BLOCK,
-  interpret: bool = False,
 ) -> jax.Array:
-  """Returns the output, of the shape and dtype of the queries.
-
-  Args:
-    interpret: whether to run the kernels on any device, slowly.
-  """
-  L = q_BLGRK.shape[1]
-  S = k_BSGK.shape[1]
-  sizes = _block_size(L, block), _block_size(S, block)
+  """Returns the output, of the shape and dtype of the queries."""
+  L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
+  sizes = _block_size(L), _block_size(S)
   kernel = functools.partial(
-    _kernel,
-    numbers=np.arange(_padded(L, sizes[0])),
-    positions=_padded(S, sizes[1]),
-    sizes=sizes,
-    mask=mask,
-    softcap=softcap,
-    interpret=interpret,
+    _splash_kernel,
+    np.arange(_padded(L, sizes[0])),
+    _padded(S, sizes[1]),
+    sizes,
+    mask,
+    softcap,
   )
 
   def attend_locally(
@@ -100,36 +63,32 @@ def attend(
     # absent.
     compute = jax.jit(functools.partial(kernel, heads=math.prod(q.shape[2:4])))
     counted = L * mask.reach(S)
-    return _attend(compute(), q * scale, k, v, mask, sizes, counted)
+    return _call_splash(compute(), q * scale, k, v, mask, sizes, counted)
 
   return sharding.split_batch(
     attend_locally, q_BLGRK, k_BSGK, v_BSGK, mask, by_heads=3
   )
 
 
-def part_blocks(
-  queries: int, parts: int, *, block: int = _BLOCK
-) -> tuple[int, int]:
+def splash_parts(queries: int, parts: int) -> tuple[int, int]:
   """Returns the size of blocks of queries, and the length of padded parts."""
   part = math.ceil(queries / parts)
-  size = _block_size(part, block)
+  size = _block_size(part)
   return size, _padded(part, size)
 
 
-def attend_rows(
+def attend_rows_by_splash(
   q_BLGRK: jax.Array,
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
   mask: masks.Mask,
   *,
   numbers: np.ndarray,
-  device: Any,
+  device: jax.Array,
   block_q: int,
   counted: int,
   scale: float,
   softcap: float | None,
-  block: int = _BLOCK,
-  interpret: bool = False,
 ) -> jax.Array:
   """Attends with a device's queries, a part of an example's.
 
@@ -138,21 +97,19 @@ def attend_rows(
   """
   ways = len(numbers)
   S = k_BSGK.shape[1]
-  sizes = block_q, _block_size(S, block)
+  sizes = block_q, _block_size(S)
   make = functools.partial(
-    _kernel,
-    numbers=numbers.reshape(-1),
-    positions=_padded(S, sizes[1]),
-    sizes=sizes,
-    mask=mask,
-    softcap=softcap,
-    interpret=interpret,
+    _splash_kernel,
+    numbers.reshape(-1),
+    _padded(S, sizes[1]),
+    sizes,
+    mask,
+    softcap,
     heads=math.prod(q_BLGRK.shape[2:4]),
     shards=ways,
   )
 
   def own(info: Any) -> Any:
-    """The device's part of the tables of a pass."""
     part = lambda x, dim: (
       None
       if x is None
@@ -170,10 +127,12 @@ def attend_rows(
   kernel = jax.jit(make)()
   infos, kwargs = kernel.tree_flatten()
   kernel = kernel.tree_unflatten(kwargs, [own(info) for info in infos])
-  return _attend(kernel, q_BLGRK * scale, k_BSGK, v_BSGK, mask, sizes, counted)
+  return _call_splash(
+    kernel, q_BLGRK * scale, k_BSGK, v_BSGK, mask, sizes, counted
+  )
 
 
-def _attend(
+def _call_splash(
   kernel: Any,
   q: jax.Array,
   k: jax.Array,
@@ -182,11 +141,7 @@ def _attend(
   sizes: tuple[int, int],
   counted: int,
 ) -> jax.Array:
-  """Calls the kernel of one example with each example of a device.
-
-  Args:
-    q: queries (B, L, G, R, K), scaled, in the dtype of the scaling.
-  """
+  """Calls the kernel of one example with each example; `q` is scaled."""
   B, L, G, R, K = q.shape
   S = k.shape[1]
   q = q.astype(k.dtype).reshape(B, L, G * R, K)
@@ -207,9 +162,9 @@ def _attend(
   return o_BHLK.swapaxes(1, 2)[:, :L].reshape(B, L, G, R, K)
 
 
-def _block_size(length: int, largest: int) -> int:
+def _block_size(length: int) -> int:
   """Size of blocks that pads a length by at most an eighth, or of one block."""
-  size = largest
+  size = _BLOCK
   while size > _LANES and _padded(length, size) > max(
     length * 9 // 8, _padded(length, _LANES)
   ):
@@ -222,7 +177,6 @@ def _padded(length: int, block: int) -> int:
 
 
 def _pad(x: jax.Array, block: int, value: int = 0) -> jax.Array:
-  """Pads dimension 1 to whole blocks."""
   rows = _padded(x.shape[1], block) - x.shape[1]
   if not rows:
     return x
@@ -239,11 +193,9 @@ def _segments(
   padded = _padded(S, sizes[1]) != S and not mask.causal
   if mask.segments_BL is None and mask.real_BS is None and not padded:
     return None
-  q_BL = kv_BS = None
-  if mask.segments_BL is not None:
-    q_BL, kv_BS = mask.segments_BL, mask.segments_BS
-  q_BL = jnp.zeros((B, L), jnp.int32) if q_BL is None else q_BL
-  kv_BS = jnp.zeros((B, S), jnp.int32) if kv_BS is None else kv_BS
+  q_BL, kv_BS = mask.segments_BL, mask.segments_BS
+  if q_BL is None or kv_BS is None:
+    q_BL, kv_BS = jnp.zeros((B, L), jnp.int32), jnp.zeros((B, S), jnp.int32)
   if mask.real_BS is not None:
     kv_BS = jnp.where(mask.real_BS, kv_BS, _HIDDEN)
   return _library().SegmentIds(
@@ -252,21 +204,17 @@ def _segments(
   )
 
 
-def _kernel(
+def _splash_kernel(
   numbers: np.ndarray,
   positions: int,
-  heads: int,
   sizes: tuple[int, int],
   mask: masks.Mask,
   softcap: float | None,
-  interpret: bool,
+  *,
+  heads: int,
   shards: int = 1,
 ) -> Any:
-  """Returns the kernel of one example: (H, L, K), (G, S, K) x 2, segments.
-
-  Args:
-    numbers: int (L,), number of each query.
-  """
+  """Returns the kernel of one example: (H, L, K), (G, S, K) x 2, segments."""
   splash = _library()
   shape = (len(numbers), positions)
   blocks: Any
@@ -295,7 +243,7 @@ def _kernel(
     head_shards=1,
     q_seq_shards=shards,
     residual_checkpoint_name=remat.ATTENTION,
-    interpret=interpret,
+    interpret=_INTERPRET,
   )
 
 
@@ -304,3 +252,50 @@ def _library() -> Any:
   from jax.experimental.pallas.ops.tpu import splash_attention
 
   return splash_attention
+
+
+def attend_by_cudnn(
+  q_BLGRK: jax.Array,
+  k_BSGK: jax.Array,
+  v_BSGK: jax.Array,
+  mask: masks.Mask,
+  *,
+  scale: float,
+) -> jax.Array:
+  """Returns the output, of the shape and dtype of the queries.
+
+  Of the mask all but the causal order and a window becomes a matrix of L x S
+  booleans.
+  """
+  B, L, G, R, K = q_BLGRK.shape
+  S = k_BSGK.shape[1]
+  q_BLHK = q_BLGRK.reshape(B, L, G * R, K)
+  mask_BLS = mask.matrix(L, S) if mask.has_arrays else None
+  if mask_BLS is not None:
+    mask_BLS = jnp.broadcast_to(mask_BLS, (len(mask_BLS), L, S))
+  causal = mask.causal and mask_BLS is None
+  window = mask.window if causal else None
+  # Some versions of jax and cuDNN refuse odd lengths, such as the 197 tokens of
+  # a ViT with a class token.
+  lengths: Any = None, None
+  if L % 2 or S % 2:
+    q_BLHK, k_BSGK, v_BSGK = (_pad(x, 2) for x in (q_BLHK, k_BSGK, v_BSGK))
+    if mask_BLS is None:
+      lengths = [jnp.full(B, n, jnp.int32) for n in (L, S)]
+    else:
+      mask_BLS = jnp.pad(mask_BLS, ((0, 0), (0, L % 2), (0, S % 2)))
+  computed = q_BLHK.shape[1] * k_BSGK.shape[1]
+  with model_flops.counts_as(L * mask.reach(S), computed):
+    o_BLHK = jax.nn.dot_product_attention(
+      q_BLHK,
+      k_BSGK,
+      v_BSGK,
+      mask=None if mask_BLS is None else mask_BLS[:, None],
+      scale=scale,
+      is_causal=causal,
+      local_window_size=(window - 1, 0) if window else None,
+      query_seq_lengths=lengths[0],
+      key_value_seq_lengths=lengths[1],
+      implementation="cudnn",
+    )
+  return o_BLHK[:, :L].reshape(B, L, G, R, K)
