@@ -39,7 +39,7 @@ _MAX_NUMPY_THREADS = 2
 
 
 class Input:
-  """What the inputs of training and of evaluations have in common.
+  """Base class of the inputs of training and of evaluations.
 
   Attributes:
     num_examples: number of examples of the set, or of an epoch.

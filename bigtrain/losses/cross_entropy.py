@@ -3,7 +3,7 @@
 Axes: C classes; `...` any leading axes. Labels are class numbers [...] or class
 probabilities [..., C], such as one-hot vectors or mixtures of them. The input
 refuses class numbers outside of [0, C) if the task declares C (inputs/
-vocabulary.py); here such a number gives NaN, also in padding.
+checks.py); here such a number gives NaN, also in padding.
 """
 
 from typing import Any
