@@ -18,7 +18,6 @@ from bigtrain.types import Batch, PredictFn, Variables
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for an unknown tokenizer or metric."""
   evaluations.tokenizer(options["tokenizer"], context)
   metrics = options.get("metrics", ("exact",))
   text_metrics.check(f"{path}.metrics", metrics, ("exact", "bleu", "cider"))

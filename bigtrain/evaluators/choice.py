@@ -21,7 +21,6 @@ from bigtrain.types import Batch, PredictFn, Variables
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for a tokenizer that is unknown or not the model's."""
   tokenizer = evaluations.tokenizer(options.get("tokenizer", "bytes"), context)
   checks.check_sizes(
     {"tokens": tokenizer.vocab_size}, context.vocab_sizes, f"{path}.tokenizer"

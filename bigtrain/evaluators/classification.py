@@ -26,7 +26,6 @@ _LOSSES = {
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for a wrong `loss`, `top_k` or other classes."""
   loss = options.get("loss", "softmax_xent")
   settings.check_choice(f"{path}.loss", loss, _LOSSES)
   top_k = options.get("top_k", (1, 5))

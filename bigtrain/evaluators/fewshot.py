@@ -32,7 +32,6 @@ _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for wrong `shots`, `l2` or `seeds`."""
   shots, l2 = options.get("shots", (1, 5, 10)), options.get("l2", (1024.0,))
   evaluations.check_numbers(f"{path}.shots", shots, least=1, whole=True)
   evaluations.check_numbers(f"{path}.l2", l2, above=0)

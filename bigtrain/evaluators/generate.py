@@ -19,7 +19,6 @@ _METRICS = ("exact_match", "bleu", "rouge")
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for an unknown tokenizer or metric."""
   evaluations.tokenizer(options.get("tokenizer", "bytes"), context)
   metrics = options.get("metrics", ())
   text_metrics.check(f"{path}.metrics", metrics, _METRICS)

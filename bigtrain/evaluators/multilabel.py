@@ -19,7 +19,6 @@ from bigtrain.types import Batch, PredictFn, Variables
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for a wrong `threshold` or other classes."""
   threshold = options.get("threshold", 0.5)
   settings.check_number(f"{path}.threshold", threshold, least=0, most=1)
   evaluations.check_class_names(

@@ -18,7 +18,6 @@ from bigtrain.types import Batch, PredictFn, Variables
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for a wrong `at`."""
   at = options.get("at", (1, 5, 10))
   evaluations.check_numbers(f"{path}.at", at, least=1, whole=True)
 

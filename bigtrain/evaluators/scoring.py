@@ -15,7 +15,6 @@ from bigtrain.types import Batch, Metrics, PredictFn, Variables
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for wrong names, prompts, ops or `top_k`."""
   first = labels.read(options["class_names"], f"{path}.class_names")[:1]
   texts = labels.fill(options.get("prompt", "{}"), first, f"{path}.prompt")
   evaluations.class_tokens(texts, options["pp_text"], context)

@@ -22,7 +22,6 @@ from bigtrain.types import Batch, Metrics, PredictFn, Variables
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  """Raises ConfigError for wrong names, prompts, ops or `top_k`."""
   first = labels.read(options["class_names"], f"{path}.class_names")[:1]
   prompts = labels.read(options.get("prompts", ("{}",)), f"{path}.prompts")
   for prompt in prompts:

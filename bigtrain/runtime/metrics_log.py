@@ -1,5 +1,6 @@
 """The log of a run's metrics: from the device to the writers and the hooks."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,42 +8,34 @@ import jax
 from absl import logging
 
 from bigtrain.reports import chrono, media, record, rows, writers
-from bigtrain.runtime import hooks, programs
+from bigtrain.runtime.hooks import Hooks
+from bigtrain.runtime.programs import Programs
 from bigtrain.step import running_metrics, spikes
 from bigtrain.step.running_metrics import RunningMetrics
 
 
+@dataclasses.dataclass
 class MetricsLog:
   """Makes rows of metrics.jsonl from log steps and from evaluations.
 
-  Args:
+  Attributes:
     check: raises if the metrics of a log step are bad.
     facts: about the update, for the first row and run.json.
-
-  Attributes:
     newest: newest value of every metric.
   """
 
-  def __init__(
-    self,
-    workdir: str,
-    writer: writers.Writers,
-    run_hooks: hooks.Hooks,
-    clock: chrono.Chrono,
-    compiled: programs.Programs,
-    check: Callable[[RunningMetrics], None],
-    facts: Mapping[str, float],
-  ):
-    self._workdir = workdir
-    self._writer = writer
-    self._hooks = run_hooks
-    self._clock = clock
-    self._compiled = compiled
-    self._check = check
-    self._facts = facts
+  workdir: str
+  writer: writers.Writers
+  hooks: Hooks
+  clock: chrono.Chrono
+  programs: Programs
+  check: Callable[[RunningMetrics], None]
+  facts: Mapping[str, float]
+
+  def __post_init__(self) -> None:
     self._queued: tuple[int, RunningMetrics, dict[str, Any]] | None = None
     self._noted: set[str] = set()
-    self._rows = {row["step"]: row for row in rows.read_rows(workdir)}
+    self._rows = {row["step"]: row for row in rows.read_rows(self.workdir)}
     self.newest: dict[str, Any] = {}
     for row in self._rows.values():
       self.newest.update(row)
@@ -51,12 +44,12 @@ class MetricsLog:
     """Shows the hooks an evaluation's results on disk, if there are any."""
     results = {k: v for k, v in self._rows.get(step, {}).items() if owns(k)}
     if results:
-      self._hooks.after_row({"step": step, **results})
+      self.hooks.after_row({"step": step, **results})
     return bool(results)
 
   def queue(self, step: int, sums: RunningMetrics) -> None:
     """Keeps the metrics of a log step until `flush`, without waiting for it."""
-    self._queued = step, sums, self._hooks.take_scalars()
+    self._queued = step, sums, self.hooks.take_scalars()
 
   def flush(self) -> None:
     """Writes the row of the queued log step, if any; waits for the step."""
@@ -64,9 +57,9 @@ class MetricsLog:
       return
     step, *arrays = self._queued
     self._queued, (sums, scalars) = None, jax.device_get(arrays)
-    self._check(sums)
-    facts = self._note("update", **self._facts)
-    times = self._clock.row(step)
+    self.check(sums)
+    facts = self._note("update", **self.facts)
+    times = self.clock.row(step)
     values = running_metrics.row(sums)
     num_spikes = values.get("spike_steps", 0)
     if num_spikes > self.newest.get("spike_steps", 0):
@@ -84,15 +77,15 @@ class MetricsLog:
   def _write(self, row: dict[str, Any]) -> None:
     row, shown = media.split(row)
     self.newest.update(row)
-    self._writer.write(row, shown)
-    self._hooks.after_row(row)
+    self.writer.write(row, shown)
+    self.hooks.after_row(row)
 
   def _note(self, program: str, **facts: float) -> dict[str, float]:
     """Writes what a program costs to run.json; returns it for a row, once."""
     if program in self._noted:
       return {}
     self._noted.add(program)
-    costs = self._compiled.facts(program)
-    record.update(self._workdir, programs={program: costs}, **facts)
+    costs = self.programs.facts(program)
+    record.update(self.workdir, programs={program: costs}, **facts)
     sizes = {k: v for k, v in costs.items() if k.endswith("_bytes")}
     return {f"{program}_{name}": v for name, v in sizes.items()} | facts
