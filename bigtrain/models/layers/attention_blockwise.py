@@ -58,6 +58,8 @@ def largest_block() -> int:
 
 
 class Static(NamedTuple):
+  """Constants of the compiled program."""
+
   scale: float
   softcap: float | None
   block_q: int
