@@ -25,7 +25,6 @@ from typing import Any
 
 import jax
 
-from bigtrain import lengths as lengths_lib
 from bigtrain import settings, trees
 from bigtrain.checkpoints import (
   checksums,
@@ -34,7 +33,6 @@ from bigtrain.checkpoints import (
   local_checkpoints,
   snapshot,
 )
-from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import (
   Array,
   CheckpointError,
@@ -43,11 +41,12 @@ from bigtrain.checkpoints.manifest import (
 )
 from bigtrain.cluster import process
 from bigtrain.files import disk, objects, paths
+from bigtrain.lengths import Lengths
 from bigtrain.settings import ConfigError
 
 
 def read_options(
-  config: settings.Config, lengths: lengths_lib.Lengths, workdir: str
+  config: settings.Config, lengths: Lengths, workdir: str
 ) -> dict[str, Any]:
   """Returns the options of `Checkpointer` that are in the config."""
   keep = settings.whole_number(config, "keep_ckpts", 2, least=0)
@@ -308,14 +307,14 @@ class Checkpointer:
     arrays = {
       name: dataclasses.replace(
         array,
-        metadata_sha256=manifest_lib.metadata_digest(array),
+        metadata_sha256=array.metadata_digest,
         checksum=checksums.as_text(
           checksums.add(sums[name] for sums in partial_sums if name in sums)
         ),
       )
       for name, array in job.arrays.items()
     }
-    text = manifest_lib.to_json(self._manifest(job, arrays))
+    text = self._manifest(job, arrays).to_json()
     folders.stage(job.tmp, text)
     _point("manifest written")
     if self._guard is not None:

@@ -13,8 +13,7 @@ from absl import logging
 
 from bigtrain import settings
 from bigtrain.checkpoints import folders, integrity
-from bigtrain.checkpoints import manifest as manifest_lib
-from bigtrain.checkpoints.manifest import CheckpointError
+from bigtrain.checkpoints.manifest import MANIFEST_FILE, CheckpointError
 from bigtrain.cluster import process
 from bigtrain.files import paths
 
@@ -89,7 +88,7 @@ def _identity(
 
 
 def _manifest_digest(workdir: str, step: int) -> str:
-  path = os.path.join(folders.find(workdir, step), manifest_lib.FILE)
+  path = os.path.join(folders.find(workdir, step), MANIFEST_FILE)
   return hashlib.sha256(paths.read_bytes(path)).hexdigest()
 
 

@@ -29,8 +29,9 @@ import shutil
 import stat
 from collections.abc import Iterator
 
-from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import (
+  MANIFEST_FILE,
+  METADATA_FILE,
   CheckpointError,
   DamagedError,
   Manifest,
@@ -145,11 +146,9 @@ def _list_objects(root: str, result: Listing) -> Listing:
     files = [rest.rpartition("/")[2] for rest in rests]
     if not is_step_name(head):
       result.strays.append(path)
-    elif manifest_lib.FILE in rests:
+    elif MANIFEST_FILE in rests:
       result.checkpoints[int(head)] = path
-    elif all(
-      f == manifest_lib.METADATA_FILE or _CHUNK.fullmatch(f) for f in files
-    ):
+    elif all(f == METADATA_FILE or _CHUNK.fullmatch(f) for f in files):
       result.leftovers.append(path)
     else:
       result.strays.append(path)
@@ -159,7 +158,7 @@ def _list_objects(root: str, result: Listing) -> Listing:
 def _has_arrays(path: str) -> bool:
   """Whether a directory is or was a checkpoint, not a user's own directory."""
   for _, _, files in os.walk(path, onerror=raise_error):
-    if manifest_lib.FILE in files or manifest_lib.METADATA_FILE in files:
+    if MANIFEST_FILE in files or METADATA_FILE in files:
       return True
   return False
 
@@ -187,7 +186,7 @@ def read_manifest(directory: str) -> Manifest:
       unfinished write.
   """
   name = os.path.basename(os.path.normpath(directory))
-  path = os.path.join(directory, manifest_lib.FILE)
+  path = os.path.join(directory, MANIFEST_FILE)
   if TEMPORARY.fullmatch(name):
     raise CheckpointError(
       f"{directory}: the remains of an unfinished save or removal; it is not "
@@ -202,11 +201,11 @@ def read_manifest(directory: str) -> Manifest:
     text = paths.read_bytes(path)
   except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
     raise DamagedError(
-      f"{directory}: not a checkpoint: it has no {manifest_lib.FILE}."
+      f"{directory}: not a checkpoint: it has no {MANIFEST_FILE}."
     ) from e
   except OSError as e:
     raise unreadable(e) from e
-  manifest = manifest_lib.from_json(text, path)
+  manifest = Manifest.from_json(text, path)
   if STEP.fullmatch(name) and int(name) != manifest.step:
     raise DamagedError(
       f"{path}: damaged: it is of step {manifest.step}, in the directory of "
@@ -264,7 +263,7 @@ def find_all(path: str) -> dict[int, str]:
     raise CheckpointError(f"{path}: {e.strerror}.") from e
   if os.path.basename(path) == FOLDER:
     path, inside = os.path.dirname(path), {FOLDER}
-  if FOLDER not in inside or manifest_lib.FILE in inside:
+  if FOLDER not in inside or MANIFEST_FILE in inside:
     return {read_manifest(path).step: path}
   directories = listing(path).checkpoints
   if not directories:
@@ -276,8 +275,8 @@ def _names_at(path: str) -> set[str]:
   """The names that `find_all` looks for, in a folder of an object store."""
   if os.path.basename(path) == FOLDER:
     return set()
-  if objects.read(os.path.join(path, manifest_lib.FILE)).content is not None:
-    return {manifest_lib.FILE}
+  if objects.read(os.path.join(path, MANIFEST_FILE)).content is not None:
+    return {MANIFEST_FILE}
   return set() if STEP.fullmatch(os.path.basename(path)) else {FOLDER}
 
 
@@ -349,7 +348,7 @@ def stage(tmp: str, text: str) -> None:
   """Writes the manifest of an attempt, unless that would commit it."""
   if paths.is_remote(tmp):
     return
-  with open(os.path.join(tmp, manifest_lib.FILE), "x") as file:
+  with open(os.path.join(tmp, MANIFEST_FILE), "x") as file:
     file.write(text)
     file.flush()
     os.fsync(file.fileno())
@@ -362,7 +361,7 @@ def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
   that was rolled back.
   """
   if paths.is_remote(tmp):
-    objects.write(os.path.join(tmp, manifest_lib.FILE), text.encode())
+    objects.write(os.path.join(tmp, MANIFEST_FILE), text.encode())
     return
   # Directories that hold only files were synced with their files
   # (integrity.py). The others are synced together, to share commits of the
@@ -415,7 +414,7 @@ def retire(workdir: str, step: int, token: str) -> str:
 
 
 def _uncommit(directory: str) -> None:
-  objects.write(os.path.join(directory, manifest_lib.FILE), None)
+  objects.write(os.path.join(directory, MANIFEST_FILE), None)
 
 
 def discard(path: str) -> None:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bigtrain.checkpoints import checksums, folders
-from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import (
+  MANIFEST_FILE,
+  METADATA_FILE,
   Array,
   CheckpointError,
   DamagedError,
@@ -96,9 +97,7 @@ def write_metadata(
   )
   store = ts.KvStore.open(place, context=tensorstore_context()).result()
   writes = [
-    store.write(
-      f"{name}/{manifest_lib.METADATA_FILE}", manifest_lib.metadata(array)
-    )
+    store.write(f"{name}/{METADATA_FILE}", array.metadata())
     for name, array in arrays.items()
   ]
   _finish(writes, check)
@@ -125,7 +124,7 @@ def write(
 
   opening = {
     name: ts.open(
-      manifest_lib.spec(directory, name, array),
+      array.spec(directory, name),
       open=True,
       assume_metadata=True,
       context=tensorstore_context(sync=sync),
@@ -152,10 +151,7 @@ def write(
 
 def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
   """Returns {name: SHA-256 of its zarr.json}; "" for a missing object."""
-  files = {
-    name: os.path.join(directory, name, manifest_lib.METADATA_FILE)
-    for name in names
-  }
+  files = {name: os.path.join(directory, name, METADATA_FILE) for name in names}
   if paths.is_remote(directory):
     contents = [version.content for version in objects.read_all(files.values())]
   else:
@@ -216,11 +212,11 @@ def _inspect_objects(
     chunks = [file for file, _ in array.chunks()]
     problems += [
       Problem(name, os.path.join(directory, name, file), "missing")
-      for file in (manifest_lib.METADATA_FILE, *chunks)
+      for file in (METADATA_FILE, *chunks)
       if f"{name}/{file}" not in existing
     ]
     if digests.get(name) and array.metadata_sha256 != digests[name]:
-      path = os.path.join(directory, name, manifest_lib.METADATA_FILE)
+      path = os.path.join(directory, name, METADATA_FILE)
       problems.append(Problem(name, path, _CHANGED))
   return problems
 
@@ -247,11 +243,11 @@ def _inspect_array(directory: str, name: str, array: Array) -> list[Problem]:
   for file, size in sizes.items():
     if size is None:
       report(file, _LINK)
-  if manifest_lib.METADATA_FILE not in sizes:
-    report(manifest_lib.METADATA_FILE, "missing")
-  elif sizes[manifest_lib.METADATA_FILE] is not None and array.metadata_sha256:
+  if METADATA_FILE not in sizes:
+    report(METADATA_FILE, "missing")
+  elif sizes[METADATA_FILE] is not None and array.metadata_sha256:
     if array.metadata_sha256 != metadata_digests(directory, [name])[name]:
-      report(manifest_lib.METADATA_FILE, _CHANGED)
+      report(METADATA_FILE, _CHANGED)
   expected = array.chunk_bytes
   for file, _ in array.chunks():
     if file not in sizes:
@@ -287,7 +283,8 @@ def read_each(
   """Like `read`, but yields the error in place of a part that has one."""
   import tensorstore as ts
 
-  name, store = None, None
+  name: str = ""
+  store: Any = None
   pending: collections.deque[tuple[Part, Any, np.ndarray]] = collections.deque()
   in_flight = 0
 
@@ -306,7 +303,7 @@ def read_each(
       name = part[0]
       # The metadata is known from the manifest and not read again.
       store = ts.open(
-        manifest_lib.spec(directory, name, manifest.arrays[name]),
+        manifest.arrays[name].spec(directory, name),
         open=True,
         assume_metadata=True,
         context=tensorstore_context(),
@@ -350,7 +347,7 @@ def verify(directory: str) -> list[Problem]:
   try:
     manifest = folders.read_manifest(directory)
   except DamagedError as e:
-    path = os.path.join(directory, manifest_lib.FILE)
+    path = os.path.join(directory, MANIFEST_FILE)
     return [Problem("", path, str(e).removeprefix(f"{path}: "))]
   problems = inspect(directory, manifest)
   reported = {problem.path for problem in problems}

@@ -48,8 +48,8 @@ from bigtrain.checkpoints import (
   restore,
   snapshot,
 )
-from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import (
+  MANIFEST_FILE,
   Array,
   CheckpointError,
   DamagedError,
@@ -237,10 +237,10 @@ class LocalCheckpoints:
     """
     text = ""
     if jax.process_index() == first:
-      text = manifest_lib.to_json(self._saved[step, token].manifest)
+      text = self._saved[step, token].manifest.to_json()
     text = process.gather(text)[first]
     try:
-      manifest = manifest_lib.from_json(text, "the local checkpoint")
+      manifest = Manifest.from_json(text, "the local checkpoint")
       specs = dict(trees.flatten_with_names(like))
       restore.check_fits("the local checkpoint", manifest, specs)
     except (DamagedError, restore.MismatchError) as e:
@@ -437,8 +437,8 @@ def _write_manifest(directory: str, manifest: Manifest, shards: Shards) -> None:
   listed = [[*key, sums] for key, sums in shards.items()]
   about = {**manifest.writer, "shards": listed}
   manifest = dataclasses.replace(manifest, writer=about)
-  with paths.replacing(os.path.join(directory, manifest_lib.FILE)) as file:
-    file.write(manifest_lib.to_json(manifest))
+  with paths.replacing(os.path.join(directory, MANIFEST_FILE)) as file:
+    file.write(manifest.to_json())
 
 
 def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
@@ -464,7 +464,7 @@ def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
 
 def _needed(like: Any) -> Iterable[Key]:
   """The shards that the devices of this process need, each once."""
-  keys = {}
+  keys: dict[Key, None] = {}
   for name, spec in trees.flatten_with_names(like):
     shape = tuple(spec.shape)
     indices = spec.sharding.addressable_devices_indices_map(shape)

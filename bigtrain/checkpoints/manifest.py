@@ -34,7 +34,7 @@ import numpy as np
 
 from bigtrain.files import objects, paths
 
-FILE = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 METADATA_FILE = "zarr.json"
 FORMAT = "bigtrain-checkpoint"
 VERSION = 1
@@ -110,6 +110,80 @@ class Array:
       )
       yield ".".join(["c", *map(str, position)]), index
 
+  def spec(self, directory: str, name: str) -> dict[str, Any]:
+    """The tensorstore spec of the array, for reads and writes."""
+    return {
+      "driver": "zarr3",
+      "kvstore": (
+        objects.kvstore(f"{directory}/{name}", is_folder=True)
+        if paths.is_remote(directory)
+        else {"driver": "file", "path": f"{directory}/{name}/"}
+      ),
+      # Chunks of zeros are written, and missing chunks are errors. By default
+      # both would read as zeros.
+      "store_data_equal_to_fill_value": True,
+      "fill_missing_data_reads": False,
+      "metadata": {
+        "shape": self.shape,
+        "data_type": self.dtype,
+        "chunk_grid": {
+          "name": "regular",
+          "configuration": {"chunk_shape": self.chunk_shape},
+        },
+        # Chunks lie in the array's own directory, so fewer directories are
+        # synced.
+        "chunk_key_encoding": {
+          "name": "default",
+          "configuration": {"separator": "."},
+        },
+        "codecs": [
+          {"name": "bytes", "configuration": {"endian": "little"}}
+          if dtype_of(self.dtype).itemsize > 1
+          else {"name": "bytes"},
+          {"name": "crc32c"},
+        ],
+      },
+    }
+
+  def metadata(self) -> bytes:
+    """The zarr.json of the array, as tensorstore writes it."""
+    return _metadata(self.shape, self.dtype, self.chunk_shape)
+
+  @property
+  def metadata_digest(self) -> str:
+    """SHA-256 of what the zarr.json of the array should be."""
+    return hashlib.sha256(self.metadata()).hexdigest()
+
+  @classmethod
+  def describe(
+    cls,
+    shape: Sequence[int],
+    dtype: Any,
+    shard_shape: Sequence[int] | None = None,
+    sharding: dict[str, Any] | None = None,
+  ) -> "Array":
+    """Plans the chunks of an array.
+
+    A chunk never crosses the border of a shard, so no two processes write the
+    same file. A shard larger than CHUNK_BYTES becomes several chunks.
+    """
+    name = np.dtype(dtype).name
+    if name not in _DTYPES:
+      raise CheckpointError(f"dtype {name} cannot be saved.")
+    shape = tuple(map(int, shape))
+    shard_shape = shape if shard_shape is None else tuple(map(int, shard_shape))
+    chunk = [max(1, n) for n in shard_shape]
+    for dim, (n, shard_n) in enumerate(zip(shape, shard_shape)):
+      num_bytes = math.prod(chunk) * np.dtype(dtype).itemsize
+      if num_bytes <= CHUNK_BYTES or 0 in shape:
+        break
+      most = max(1, chunk[dim] * CHUNK_BYTES // num_bytes)
+      if n == shard_n:  # Not sharded: the last chunk may exceed the array.
+        chunk[dim] = -(-n // -(-n // most))
+      else:
+        chunk[dim] = _near_divisor(shard_n, most)
+    return cls(shape, name, tuple(chunk), sharding)
+
   def __str__(self) -> str:
     return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
@@ -170,34 +244,89 @@ class Manifest:
   def num_bytes(self) -> int:
     return sum(a.num_bytes for a in self.arrays.values())
 
+  def to_json(self) -> str:
+    """Returns the text of the file, which includes its digest."""
+    content: dict[str, Any] = {
+      "format": FORMAT,
+      "version": VERSION,
+      "step": self.step,
+      "config_digest": self.config_digest,
+      "writer": self.writer,
+      "num_bytes": self.num_bytes,
+      "arrays": {
+        name: {
+          "shape": list(array.shape),
+          "dtype": array.dtype,
+          "sharding": array.sharding,
+          "chunk_shape": list(array.chunk_shape),
+          "num_chunks": math.prod(array.grid),
+          "chunk_bytes": array.chunk_bytes,
+          "metadata_sha256": array.metadata_sha256,
+          "checksum": array.checksum,
+        }
+        for name, array in self.arrays.items()
+      },
+      "host_state": self.host_state.to_json(),
+    }
+    content["sha256"] = _digest(content)
+    # One line for each array, for people who read the file.
+    arrays = ",\n".join(
+      f"  {json.dumps(name)}: {json.dumps(array)}"
+      for name, array in content["arrays"].items()
+    )
+    lines = [
+      f" {json.dumps(key)}: "
+      + (f"{{\n{arrays}\n }}" if key == "arrays" else json.dumps(value))
+      for key, value in content.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
-def describe(
-  shape: Sequence[int],
-  dtype: Any,
-  shard_shape: Sequence[int] | None = None,
-  sharding: dict[str, Any] | None = None,
-) -> Array:
-  """Plans the chunks of an array.
+  @classmethod
+  def from_json(cls, text: bytes | str, where: str) -> "Manifest":
+    """Reads and checks a manifest.
 
-  A chunk never crosses the border of a shard, so no two processes write the
-  same file. A shard larger than CHUNK_BYTES becomes several chunks.
-  """
-  name = np.dtype(dtype).name
-  if name not in _DTYPES:
-    raise CheckpointError(f"dtype {name} cannot be saved.")
-  shape = tuple(map(int, shape))
-  shard_shape = shape if shard_shape is None else tuple(map(int, shard_shape))
-  chunk = [max(1, n) for n in shard_shape]
-  for dim, (n, shard_n) in enumerate(zip(shape, shard_shape)):
-    num_bytes = math.prod(chunk) * np.dtype(dtype).itemsize
-    if num_bytes <= CHUNK_BYTES or 0 in shape:
-      break
-    most = max(1, chunk[dim] * CHUNK_BYTES // num_bytes)
-    if n == shard_n:  # Not sharded: the last chunk may exceed the array.
-      chunk[dim] = -(-n // -(-n // most))
-    else:
-      chunk[dim] = _near_divisor(shard_n, most)
-  return Array(shape, name, tuple(chunk), sharding)
+    Raises:
+      DamagedError: it is not valid, its digest does not match, or a name is not
+        safe as a path.
+      CheckpointError: it has another version of the format.
+    """
+    try:
+      content = json.loads(text)
+      digest = content.pop("sha256")
+      is_ours = content["format"] == FORMAT
+      version = content["version"]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      raise DamagedError(f"{where}: damaged: {type(e).__name__}: {e}") from e
+    if not is_ours or digest != _digest(content):
+      raise DamagedError(f"{where}: damaged: its digest does not match.")
+    if version != VERSION:
+      raise CheckpointError(
+        f"{where}: format version {version}; this program reads {VERSION}."
+      )
+    try:
+      arrays = {
+        name: Array(
+          shape=tuple(a["shape"]),
+          dtype=a["dtype"],
+          chunk_shape=tuple(a["chunk_shape"]),
+          sharding=a["sharding"],
+          metadata_sha256=a["metadata_sha256"],
+          checksum=a.get("checksum", ""),
+        )
+        for name, a in content["arrays"].items()
+      }
+      check_names(arrays)
+      for name, array in arrays.items():
+        _check_array(name, array)
+      return cls(
+        step=content["step"],
+        arrays=arrays,
+        host_state=HostState.from_json(content["host_state"]),
+        config_digest=content["config_digest"],
+        writer=content["writer"],
+      )
+    except (KeyError, TypeError, CheckpointError) as e:
+      raise DamagedError(f"{where}: damaged: {type(e).__name__}: {e}") from e
 
 
 def _near_divisor(n: int, most: int) -> int:
@@ -208,51 +337,6 @@ def _near_divisor(n: int, most: int) -> int:
   return next(d for d in range(most, n + 1) if n % d == 0)
 
 
-def spec(directory: str, name: str, array: Array) -> dict[str, Any]:
-  """Returns the tensorstore spec of one array, for reads and writes."""
-  return {
-    "driver": "zarr3",
-    "kvstore": (
-      objects.kvstore(f"{directory}/{name}", is_folder=True)
-      if paths.is_remote(directory)
-      else {"driver": "file", "path": f"{directory}/{name}/"}
-    ),
-    # Chunks of zeros are written, and missing chunks are errors. By default
-    # both would read as zeros.
-    "store_data_equal_to_fill_value": True,
-    "fill_missing_data_reads": False,
-    "metadata": {
-      "shape": array.shape,
-      "data_type": array.dtype,
-      "chunk_grid": {
-        "name": "regular",
-        "configuration": {"chunk_shape": array.chunk_shape},
-      },
-      # Chunks lie in the array's own directory, so fewer directories are
-      # synced.
-      "chunk_key_encoding": {
-        "name": "default",
-        "configuration": {"separator": "."},
-      },
-      "codecs": [
-        {"name": "bytes", "configuration": {"endian": "little"}}
-        if dtype_of(array.dtype).itemsize > 1
-        else {"name": "bytes"},
-        {"name": "crc32c"},
-      ],
-    },
-  }
-
-
-def metadata(array: Array) -> bytes:
-  """The zarr.json of one array, as tensorstore writes it."""
-  return _metadata(array.shape, array.dtype, array.chunk_shape)
-
-
-def metadata_digest(array: Array) -> str:
-  return hashlib.sha256(metadata(array)).hexdigest()
-
-
 @functools.lru_cache(maxsize=4096)  # Most arrays are like others.
 def _metadata(
   shape: tuple[int, ...], dtype: str, chunk_shape: tuple[int, ...]
@@ -260,9 +344,10 @@ def _metadata(
   import tensorstore as ts
 
   array = Array(shape, dtype, chunk_shape)
-  in_memory = spec("", "", array) | {"kvstore": {"driver": "memory"}}
+  in_memory = array.spec("", "") | {"kvstore": {"driver": "memory"}}
   store = ts.open(in_memory, create=True, context=ts.Context()).result()
-  return store.kvstore.read(METADATA_FILE).result().value
+  files: Any = store.kvstore
+  return files.read(METADATA_FILE).result().value
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -278,7 +363,7 @@ def check_names(names: Iterable[str]) -> None:
       not set(parts).isdisjoint({"", ".", "..", METADATA_FILE})
       or "\\" in name
       or "\0" in name
-      or parts[0] == FILE
+      or parts[0] == MANIFEST_FILE
     ):
       raise CheckpointError(f"array name {name!r}: not allowed as a path.")
     if name in seen:
@@ -292,91 +377,6 @@ def check_names(names: Iterable[str]) -> None:
         raise CheckpointError(
           f"array name {name!r}: {parent!r} is an array already."
         )
-
-
-def to_json(manifest: Manifest) -> str:
-  """Returns the text of the manifest's file, which includes its digest."""
-  content: dict[str, Any] = {
-    "format": FORMAT,
-    "version": VERSION,
-    "step": manifest.step,
-    "config_digest": manifest.config_digest,
-    "writer": manifest.writer,
-    "num_bytes": manifest.num_bytes,
-    "arrays": {
-      name: {
-        "shape": list(array.shape),
-        "dtype": array.dtype,
-        "sharding": array.sharding,
-        "chunk_shape": list(array.chunk_shape),
-        "num_chunks": math.prod(array.grid),
-        "chunk_bytes": array.chunk_bytes,
-        "metadata_sha256": array.metadata_sha256,
-        "checksum": array.checksum,
-      }
-      for name, array in manifest.arrays.items()
-    },
-    "host_state": manifest.host_state.to_json(),
-  }
-  content["sha256"] = _digest(content)
-  # One line for each array, for people who read the file.
-  arrays = ",\n".join(
-    f"  {json.dumps(name)}: {json.dumps(array)}"
-    for name, array in content["arrays"].items()
-  )
-  lines = [
-    f" {json.dumps(key)}: "
-    + (f"{{\n{arrays}\n }}" if key == "arrays" else json.dumps(value))
-    for key, value in content.items()
-  ]
-  return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def from_json(text: bytes | str, where: str) -> Manifest:
-  """Reads and checks a manifest.
-
-  Raises:
-    DamagedError: it is not valid, its digest does not match, or a name is not
-      safe as a path.
-    CheckpointError: it has another version of the format.
-  """
-  try:
-    content = json.loads(text)
-    digest = content.pop("sha256")
-    is_ours = content["format"] == FORMAT
-    version = content["version"]
-  except (ValueError, KeyError, TypeError, AttributeError) as e:
-    raise DamagedError(f"{where}: damaged: {type(e).__name__}: {e}") from e
-  if not is_ours or digest != _digest(content):
-    raise DamagedError(f"{where}: damaged: its digest does not match.")
-  if version != VERSION:
-    raise CheckpointError(
-      f"{where}: format version {version}; this program reads {VERSION}."
-    )
-  try:
-    arrays = {
-      name: Array(
-        shape=tuple(a["shape"]),
-        dtype=a["dtype"],
-        chunk_shape=tuple(a["chunk_shape"]),
-        sharding=a["sharding"],
-        metadata_sha256=a["metadata_sha256"],
-        checksum=a.get("checksum", ""),
-      )
-      for name, a in content["arrays"].items()
-    }
-    check_names(arrays)
-    for name, array in arrays.items():
-      _check_array(name, array)
-    return Manifest(
-      step=content["step"],
-      arrays=arrays,
-      host_state=HostState.from_json(content["host_state"]),
-      config_digest=content["config_digest"],
-      writer=content["writer"],
-    )
-  except (KeyError, TypeError, CheckpointError) as e:
-    raise DamagedError(f"{where}: damaged: {type(e).__name__}: {e}") from e
 
 
 def _check_array(name: str, array: Array) -> None:

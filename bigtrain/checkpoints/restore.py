@@ -15,8 +15,8 @@ import jax
 
 from bigtrain import trees
 from bigtrain.checkpoints import checksums, folders, integrity
-from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.manifest import (
+  Array,
   CheckpointError,
   DamagedError,
   Manifest,
@@ -129,7 +129,7 @@ def check_fits(
   saved = manifest.arrays
   lines = []
   for name, spec in specs.items():
-    expected = manifest_lib.describe(spec.shape, spec.dtype)
+    expected = Array.describe(spec.shape, spec.dtype)
     if name not in saved:
       lines.append(f"missing: {name}: expected {expected}, found nothing")
     elif saved[name].shape != expected.shape:

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from bigtrain.checkpoints import checksums, device_checksums, integrity
-from bigtrain.checkpoints import manifest as manifest_lib
-from bigtrain.checkpoints.manifest import Array, CheckpointError
+from bigtrain.checkpoints.manifest import Array, CheckpointError, check_names
 
 # Shards smaller than the first size share a file of up to the second if the
 # same process writes them: a file costs as much as one or two megabytes.
@@ -191,7 +190,7 @@ def _make_plan(
   chosen, arrays = {}, {}  # Name -> replica to save; name -> layout.
   for name, x in sorted(named, key=lambda pair: -pair[1].nbytes):
     if not isinstance(x, jax.Array):
-      arrays[name] = manifest_lib.describe(x.shape, x.dtype)
+      arrays[name] = Array.describe(x.shape, x.dtype)
       continue
     choices = _replicas(x)
     busiest = [max(load.get(d, 0) for _, d in choice) for choice in choices]
@@ -199,7 +198,7 @@ def _make_plan(
     holders = choices[chosen[name]]
     for _, device in holders:
       load[device] = load.get(device, 0) + x.nbytes // len(holders)
-    arrays[name] = manifest_lib.describe(
+    arrays[name] = Array.describe(
       x.shape,
       x.dtype,
       _block_shape(x, choices, chosen[name]),
@@ -230,7 +229,7 @@ def _make_plan(
 
 
 def _check(named: Sequence[tuple[str, Any]]) -> None:
-  manifest_lib.check_names(name for name, _ in named)
+  check_names(name for name, _ in named)
   for name, x in named:
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
       raise CheckpointError(f"array name {name!r}: {type(x)} is not an array.")

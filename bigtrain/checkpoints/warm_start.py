@@ -345,7 +345,8 @@ def _rename(
       new = None
       if replacement is not None:
         try:
-          new = re.fullmatch(regex, old).expand(replacement)
+          match = re.fullmatch(regex, old)
+          new = match and match.expand(replacement)
         except (re.error, IndexError) as e:
           raise ConfigError(
             f"{key}.rename: bad replacement {replacement!r}: {e}."

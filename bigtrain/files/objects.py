@@ -1,8 +1,8 @@
 """Client for object stores: gs://bucket/run and s3://bucket/run.
 
-tensorstore's own clients read and write arrays (see manifest.spec) as well as
-every other object, so one set of credentials and one endpoint serve a whole
-run. Callers rely on these properties:
+tensorstore's own clients read and write arrays as well as every other object,
+so one set of credentials and one endpoint serve a whole run. Callers rely on
+these properties:
 
 - An object exists as a whole or not at all, even if its writer dies.
 - A read or a listing after a write sees that write.

@@ -39,7 +39,7 @@ def edit(path, change):
 def test_chunks_tile_the_shards(dims, dtype):
   shape = [split * size for split, size in dims]
   shard = [size for _, size in dims]
-  array = manifest.describe(shape, dtype, shard)
+  array = manifest.Array.describe(shape, dtype, shard)
   itemsize = jnp.dtype(dtype).itemsize
   for (split, size), chunk in zip(dims, array.chunk_shape):
     assert chunk >= 1

@@ -112,7 +112,7 @@ def test_other_factors_of_adafactor_are_explained():
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
   old = {"opt/0/v_row/query/kernel": spec(3, 2, 8), "opt/0/count": spec()}
-  saved = {n: manifest.describe(x.shape, x.dtype) for n, x in old.items()}
+  saved = {n: manifest.Array.describe(x.shape, x.dtype) for n, x in old.items()}
   new = {**old, "opt/0/v_row/query/kernel": spec(3, 8)}
   with pytest.raises(restore.MismatchError, match="view='parameters'"):
     restore.check_fits("run", types.SimpleNamespace(arrays=saved), new)

@@ -6,10 +6,10 @@ by `prefix` is read, and the mutable collections that the model has. Arrays of
 objects are never loaded, because that would run code.
 """
 
-import collections as collections_lib
 import logging
 import os
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from bigtrain.checkpoints import averages, folders, integrity
-from bigtrain.checkpoints import manifest as manifest_lib
 from bigtrain.checkpoints.foreign import jax_folders, safetensors_files
-from bigtrain.checkpoints.manifest import DamagedError, Manifest
+from bigtrain.checkpoints.manifest import DamagedError, Manifest, dtype_of
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean
 
@@ -117,7 +116,7 @@ def _open_checkpoint(
   specs = {}
   for name, full_name in full_names.items():
     array = manifest.arrays[full_name]
-    dtype = manifest_lib.dtype_of(array.dtype)
+    dtype = dtype_of(array.dtype)
     specs[name] = jax.ShapeDtypeStruct(array.shape, dtype)
 
   def read(names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -195,7 +194,7 @@ def _full_names(
   names = list(names)
   tree = _find_tree(names, prefix, key)
   full_names = {}
-  others: collections_lib.Counter[str] = collections_lib.Counter()
+  others: Counter[str] = Counter()
   for full_name in names:
     short_name = full_name.removeprefix(_MUTABLE)
     if short_name.split("/")[0] in collections:
