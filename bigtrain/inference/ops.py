@@ -47,7 +47,6 @@ class Chain(NamedTuple):
 
   @property
   def spec(self) -> str:
-    """The ops as written."""
     return "|".join(op.name for op in self.needs.ops)
 
   @property
@@ -77,7 +76,7 @@ def find(
   specs = [(option, given)] if given is not None else []
   specs = specs or list(_candidates(config, preds, evaluation, option))
   for key, spec in specs:
-    ops = parse.parse(spec, _modules(config), defer_errors=True) if spec else []
+    ops = _parse(config, spec)
     if not _keeps(ops, feature):
       reasons.append(f"{key} drops it")
       continue
@@ -103,8 +102,10 @@ _EXAMPLES = {
 }
 
 
-def _modules(config: Mapping[str, Any]) -> Sequence[str]:
-  return config.get("pp_modules", ())
+def _parse(config: Mapping[str, Any], spec: str) -> list[registry.Op]:
+  if not spec:
+    return []
+  return parse.parse(spec, config.get("pp_modules", ()), defer_errors=True)
 
 
 def _candidates(
@@ -140,7 +141,7 @@ def _candidates(
     yield "config.input.pp", cfg.get("pp", "")
 
 
-def _keeps(ops: Sequence[Any], feature: str) -> bool:
+def _keeps(ops: Sequence[registry.Op], feature: str) -> bool:
   """Whether no op drops a feature after it was made."""
   for op in reversed(ops):
     name = registry.base_name(op)
@@ -176,7 +177,7 @@ def tokenizer(
   """Returns the tokenizer of a run, or None for a run without tokens.
 
   Args:
-    fingerprints: fingerprints of the run's files, by path.
+    fingerprints: of the run's files, by path.
     given: "bytes" or a path to use in place of the run's.
 
   Raises:
@@ -211,7 +212,7 @@ def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
   if data.get("type") == "text":
     return {"name": "bytes"}
   for _, spec in _candidates(config, (), None, "pp"):
-    ops = parse.parse(spec, _modules(config), defer_errors=True) if spec else []
+    ops = _parse(config, spec)
     if names := registry.tokenizer(ops):
       return {"name": names[0]}
   return None

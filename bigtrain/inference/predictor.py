@@ -39,13 +39,12 @@ class Predictor:
   """A trained model, its parameters, and what makes its inputs and outputs.
 
   Attributes:
-    config: config of the run, a dict.
-    step: step of the checkpoint.
+    config: of the run.
+    step: of the checkpoint.
     model: flax module.
     task: module of config.task.
     mesh: device mesh.
-    variables: "params" and, where the model has them, mutable collections, on
-      the devices.
+    variables: "params" and, where the model has them, mutable collections.
     batch_size: largest number of examples at a time, a multiple of the number
       of devices.
   """
@@ -154,11 +153,7 @@ class Predictor:
 
   @property
   def default_method(self) -> str:
-    """Name of the method that `predict` calls: the first that is possible.
-
-    The order is caption, generate, embed_images if there is embed_texts,
-    classify, embed_images.
-    """
+    """Name of the method that `predict` calls: the first that is possible."""
     can = self.can
     order = ["caption", "generate", "classify", "embed_images"]
     if "embed_texts" in can:

@@ -13,37 +13,22 @@ from bigtrain.reports.console import FIGURES
 
 # Okabe and Ito's colours for all kinds of colour vision
 # (https://jfly.uni-koeln.de/color/), without yellow, which is faint on white.
-COLORS = (
-  "#0072B2",
-  "#D55E00",
-  "#009E73",
-  "#CC79A7",
-  "#E69F00",
-  "#56B4E9",
-  "#000000",
-)
+COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 _LINES = ("-", "--", ":", "-.")
-ACCOUNT_COLORS = {
-  "step": "#0072B2",
-  "data_wait": "#E69F00",
-  "eval": "#009E73",
-  "save": "#CC79A7",
-  "compile": "#56B4E9",
-  "start": "#BBBBBB",
-  "lost": "#D55E00",
-  "down": "#777777",
+# {time account: (label, colour)}.
+_ACCOUNTS = {
+  "step": ("steps", "#0072B2"),
+  "data_wait": ("waiting for data", "#E69F00"),
+  "eval": ("evaluation", "#009E73"),
+  "save": ("saving", "#CC79A7"),
+  "compile": ("compiling", "#56B4E9"),
+  "start": ("start-up", "#BBBBBB"),
+  "lost": ("lost to restarts", "#D55E00"),
+  "down": ("between restarts", "#777777"),
 }
-ACCOUNT_NAMES = {
-  "step": "steps",
-  "data_wait": "waiting for data",
-  "eval": "evaluation",
-  "save": "saving",
-  "compile": "compiling",
-  "start": "start-up",
-  "lost": "lost to restarts",
-  "down": "between restarts",
-}
-assert set(ACCOUNT_COLORS) == set(ACCOUNT_NAMES) == set(ACCOUNTS)
+assert set(_ACCOUNTS) == set(ACCOUNTS)
+ACCOUNT_NAMES = {name: label for name, (label, _) in _ACCOUNTS.items()}
+ACCOUNT_COLORS = {name: color for name, (_, color) in _ACCOUNTS.items()}
 
 _GIB = 2.0**30
 # {name: (title, axis label with unit, factor)}.
@@ -59,15 +44,8 @@ _KNOWN = {
   "host_rss_bytes": ("Host memory", "GiB", 1 / _GIB),
 }
 _NOT_EVALUATIONS = (
-  "account/",
-  "epoch/",
-  "examples_seen/",
-  "lr/",
-  "weight_rms/",
-  "weight_max/",
-  "grad_norm/",
-  "grad_rms/",
-  "update_rms/",
+  *("account/", "epoch/", "examples_seen/", "lr/", "weight_rms/"),
+  *("weight_max/", "grad_norm/", "grad_rms/", "update_rms/"),
   "weight_update_divided_by_weight_rms/",
 )
 
