@@ -147,15 +147,13 @@ def sample(
     ids_B = jnp.arange(B) if ids_B is None else ids_B
     keys_B = jax.vmap(functools.partial(jax.random.fold_in, rng))(ids_B)
   in_prompt_BL = jnp.arange(L) < prompt_len_B[:, None]
-  prompt_BL = jnp.where(in_prompt_BL, prompt_BL, pad_id).astype(jnp.int32)
-  tokens_BL = jnp.pad(
-    prompt_BL, ((0, 0), (0, max_len - L)), constant_values=pad_id
+  tokens_BL = jnp.full((B, max_len), pad_id, jnp.int32)
+  tokens_BL = tokens_BL.at[:, :L].set(
+    jnp.where(in_prompt_BL, prompt_BL, pad_id).astype(jnp.int32)
   )
   at = lambda tokens_BL, p: jax.lax.dynamic_index_in_dim(tokens_BL, p, 1, False)
 
-  pick = functools.partial(
-    choose, temperature=temperature, top_k=top_k, top_p=top_p
-  )
+  options = (temperature, top_k, top_p)
 
   def unfinished(carry: tuple[Any, ...]) -> jax.Array:
     position, _, ended_B, _ = carry
@@ -165,7 +163,7 @@ def sample(
     position, tokens_BL, ended_B, cache = carry
     logits_BV, cache = step_fn(cache, at(tokens_BL, position), position)
     position = position + 1
-    token_B = pick(logits_BV, keys_B, position)
+    token_B = choose(logits_BV, keys_B, position, *options)
     token_B = jnp.where(ended_B, pad_id, token_B)
     generated_B = position >= prompt_len_B
     token_B = jnp.where(generated_B, token_B, at(tokens_BL, position))
@@ -191,7 +189,6 @@ def choose(
   logits_BV: jax.Array,
   keys_B: jax.Array | None,
   position: jax.Array | int,
-  *,
   temperature: float = 0.0,
   top_k: int = 0,
   top_p: float = 1.0,

@@ -125,7 +125,7 @@ class Model(nn.Module):
         f"config.model.decoder_num_heads: {self.decoder_num_heads} does not "
         f"divide the decoder's width {self.decoder_width}."
       )
-    options.check_rates(self, "decoder_dropout")
+    options.check_fields(self, "decoder_dropout")
     super().__post_init__()
 
   def setup(self) -> None:
@@ -318,15 +318,6 @@ def from_published(
 
   vit.from_published reads the encoder. The decoder's blocks may be stacked or
   not; big_vision's files stack them along the second axis.
-
-  Args:
-    flat: parameters by "/"-joined name.
-    like: the model's parameters by name.
-    posemb_align: see conversions.resample_posemb.
-
-  Returns:
-    Parameters by name. Parameters without a match in `like` keep their name and
-    shape, so that the caller can list them.
   """
   flat = conversions.normalise(flat)
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from bigtrain import dims, settings, sharding
 from bigtrain.models.layers import (
-  attention_backends,
   causal_block,
   kernels,
   kv_cache,
@@ -32,7 +31,6 @@ from bigtrain.models.layers import (
   masks,
   moe,
   options,
-  remat,
   stack,
 )
 from bigtrain.models.layers.positions import (
@@ -197,7 +195,15 @@ class Model(nn.Module):
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    for name, value in _filled(self).items():
+    values = options.filled(
+      self,
+      VARIANTS,
+      (*_SIZES, *_LLAMA, *_LLAMA3, *_OTHERS),
+      default="gpt2",
+      example="gpt2_124m",
+    )
+    derived = dict(rope_theta=1e4, num_kv_heads=values["num_heads"])
+    for name, value in (derived | values).items():
       # Linen's own setter works only after its __post_init__.
       object.__setattr__(self, name, value)
     _check(self)
@@ -355,36 +361,6 @@ def _document_starts(segments_BL: jax.Array) -> jax.Array:
   return jax.lax.cummax(starts_BL, axis=1)
 
 
-def _filled(model: Model) -> dict[str, Any]:
-  """Values of the fields that may be None: given, the variant's, or derived."""
-  variant = model.variant or "gpt2"
-  if variant not in VARIANTS:
-    hint = settings.did_you_mean(variant, VARIANTS)
-    raise settings.ConfigError(
-      f"config.model.variant: unknown {variant!r}.{hint}"
-    )
-  values = {"rope_theta": 1e4} | VARIANTS[variant]
-  for name in (*_SIZES, *_LLAMA, *_LLAMA3, *_OTHERS):
-    if getattr(model, name) is not None:
-      values[name] = getattr(model, name)
-  for name in _SIZES:
-    if name not in values:
-      raise settings.ConfigError(
-        f"config.model.{name}: missing; give it, or a variant such as "
-        "'gpt2_124m'."
-      )
-  width, heads = values["width"], values["num_heads"]
-  if "head_dim" not in values:
-    if width % heads:
-      raise settings.ConfigError(
-        f"config.model.num_heads: {heads} does not divide the width {width}."
-      )
-    values["head_dim"] = width // heads
-  values.setdefault("num_kv_heads", heads)
-  values.setdefault("mlp_dim", 4 * width)
-  return values
-
-
 def _check(model: Model) -> None:
   """Raises ConfigError for values out of range and unknown options."""
   sizes = (*_SIZES, "num_kv_heads", "head_dim", "mlp_dim")
@@ -395,13 +371,7 @@ def _check(model: Model) -> None:
       f"config.model.num_kv_heads: {model.num_kv_heads} does not divide "
       f"num_heads={model.num_heads}."
     )
-  options.check_option("posemb", model.posemb, POSEMBS)
-  options.check_option("norm", model.norm, NORMS)
-  options.check_option("mlp", model.mlp, MLPS)
-  options.check_option("attention", model.attention, attention_backends.NAMES)
-  options.check_option("remat_policy", model.remat_policy, remat.POLICIES)
-  options.check_option("dtype", model.dtype, options.DTYPES)
-  options.check_rates(model, "dropout")
+  options.check_fields(model, "dropout", posemb=POSEMBS, norm=NORMS, mlp=MLPS)
   check_scaling(model.rope_scaling, "config.model.rope_scaling")
   if model.posemb == "learn" and model.max_len is None:
     raise settings.ConfigError(
@@ -430,18 +400,7 @@ def param_dims(model: Model) -> dims.Table:
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-  """Converts the parameters of a published model, or of another `scan`.
-
-  Args:
-    flat: parameters by name: of Hugging Face's GPT-2, Llama or Mixtral, or of
-      this model with another `scan`.
-    like: this model's parameters by name.
-
-  Returns:
-    Parameters by name; a `Remark` takes the place of one that cannot be made.
-    Parameters without a match in `like` keep their name and shape, so that the
-    caller can list them.
-  """
+  """Reads Hugging Face's GPT-2, Llama and Mixtral, or another `scan`."""
   converted = decoder_families.load(flat, like, _DIMS)
   if converted is not None:
     return converted

@@ -52,9 +52,7 @@ class Model(nn.Module):
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    options.check_option("depth", self.depth, tuple(DEPTHS))
-    options.check_option("version", self.version, VERSIONS)
-    options.check_option("dtype", self.dtype, options.DTYPES)
+    options.check_fields(self, depth=DEPTHS, version=VERSIONS)
     if not int(64 * self.width):
       raise settings.ConfigError(
         "config.model.width: expected a factor for 64, 128, 256 and 512 "

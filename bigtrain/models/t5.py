@@ -24,14 +24,12 @@ import numpy as np
 
 from bigtrain import dims, settings, sharding
 from bigtrain.models.layers import (
-  attention_backends,
   kernels,
   kv_cache,
   layer_dims,
   masks,
   moe,
   options,
-  remat,
   t5_stack,
 )
 from bigtrain.models.published import blocks, conversions, families, t5_families
@@ -128,7 +126,15 @@ class Model(nn.Module):
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    for name, value in _filled(self).items():
+    values = options.filled(
+      self,
+      VARIANTS,
+      (*_NEEDED, *_V1_0, "decoder_depth", "head_dim", "mlp_dim"),
+      default="t5_1_1",
+      example="t5_1_1_base",
+    )
+    derived = dict(decoder_depth=values["depth"])
+    for name, value in (derived | values).items():
       # Linen's own setter works only after its __post_init__.
       object.__setattr__(self, name, value)
     _check(self)
@@ -342,36 +348,6 @@ class Model(nn.Module):
     return params["head"]["kernel"]
 
 
-def _filled(model: Model) -> dict[str, Any]:
-  """Values of the fields that may be None: given, the variant's, or derived."""
-  variant = model.variant or "t5_1_1"
-  if variant not in VARIANTS:
-    hint = settings.did_you_mean(variant, VARIANTS)
-    raise settings.ConfigError(
-      f"config.model.variant: unknown {variant!r}.{hint}"
-    )
-  values = dict(VARIANTS[variant])
-  for name in (*_NEEDED, *_V1_0, "decoder_depth", "head_dim", "mlp_dim"):
-    if getattr(model, name) is not None:
-      values[name] = getattr(model, name)
-  for name in _NEEDED:
-    if name not in values:
-      raise settings.ConfigError(
-        f"config.model.{name}: missing; give it, or a variant such as "
-        "'t5_1_1_base'."
-      )
-  width, heads = values["width"], values["num_heads"]
-  if "head_dim" not in values:
-    if width % heads:
-      raise settings.ConfigError(
-        f"config.model.num_heads: {heads} does not divide the width {width}."
-      )
-    values["head_dim"] = width // heads
-  values.setdefault("decoder_depth", values["depth"])
-  values.setdefault("mlp_dim", 4 * width)
-  return values
-
-
 def _check(model: Model) -> None:
   """Raises ConfigError for values out of range and unknown options."""
   options.check_sizes(model, (*_NEEDED, "decoder_depth", "head_dim", "mlp_dim"))
@@ -381,11 +357,7 @@ def _check(model: Model) -> None:
       f"config.model.num_buckets={model.num_buckets}: expected at least 4, and "
       f"less than twice max_distance={model.max_distance}."
     )
-  options.check_option("mlp", model.mlp, MLPS)
-  options.check_option("attention", model.attention, attention_backends.NAMES)
-  options.check_option("remat_policy", model.remat_policy, remat.POLICIES)
-  options.check_option("dtype", model.dtype, options.DTYPES)
-  options.check_rates(model, "dropout")
+  options.check_fields(model, "dropout", mlp=MLPS)
 
 
 _DIMS = {
@@ -404,18 +376,7 @@ def param_dims(model: Model) -> dims.Table:
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-  """Converts the parameters of a published model, or of another `scan`.
-
-  Args:
-    flat: parameters by name: of Hugging Face's T5 or Switch Transformers, or of
-      this model with another `scan`.
-    like: this model's parameters by name.
-
-  Returns:
-    Parameters by name; a `Remark` takes the place of one that cannot be made.
-    Parameters without a match in `like` keep their name and shape, so that the
-    caller can list them.
-  """
+  """Reads Hugging Face's T5 and Switch Transformers, or another `scan`."""
   flat = conversions.normalise(flat)
   converted = t5_families.load(flat, like, _DIMS)
   if converted is not None:

@@ -18,12 +18,10 @@ import numpy as np
 from bigtrain import dims, settings
 from bigtrain.models import vit
 from bigtrain.models.layers import (
-  attention_backends,
   encoder,
   layer_dims,
   options,
   pooling,
-  remat,
 )
 
 POOL_TYPES = ("last", "first", "gap", "max", "map")
@@ -81,11 +79,7 @@ class Model(nn.Module):
       # Linen's own setter works only after its __post_init__.
       object.__setattr__(self, name, value)
     options.check_sizes(self, (*_SIZES, "vocab_size"))
-    options.check_option("pool_type", self.pool_type, POOL_TYPES)
-    options.check_option("attention", self.attention, attention_backends.NAMES)
-    options.check_option("remat_policy", self.remat_policy, remat.POLICIES)
-    options.check_option("dtype", self.dtype, options.DTYPES)
-    options.check_rates(self, "dropout")
+    options.check_fields(self, "dropout", pool_type=POOL_TYPES)
     super().__post_init__()
 
   @nn.compact
@@ -149,14 +143,6 @@ def from_published(
   Reads the towers of the SigLIP and LiT releases, including those that add
   two position embeddings, number layers differently, or stack blocks. Position
   embeddings of other text lengths are not resampled.
-
-  Args:
-    flat: parameters by "/"-joined name.
-    like: the model's parameters by name.
-
-  Returns:
-    Parameters by name. Parameters without a match in `like` keep their name and
-    shape, so that the caller can list them.
   """
   flat = dict(flat)
   posemb_1LD = flat.pop("pos_embedding", None)

@@ -158,15 +158,6 @@ def from_published(
 
   The towers' own modules convert their parameters: vit those under img/,
   text_transformer those under txt/.
-
-  Args:
-    flat: parameters by "/"-joined name.
-    like: the model's parameters by name.
-    posemb_align: see conversions.resample_posemb.
-
-  Returns:
-    Parameters by name. Parameters without a match in `like` keep their name and
-    shape, so that the caller can list them.
   """
   result: dict[str, np.ndarray] = {}
   modules = {"img/": "vit", "txt/": "text_transformer"}

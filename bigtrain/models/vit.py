@@ -20,13 +20,11 @@ import numpy as np
 
 from bigtrain import dims, settings
 from bigtrain.models.layers import (
-  attention_backends,
   encoder,
   layer_dims,
   options,
   pooling,
   positions,
-  remat,
 )
 from bigtrain.models.published import blocks, conversions
 
@@ -108,12 +106,9 @@ class Model(nn.Module):
     for name, value in _sizes(self).items():
       # Linen's own setter works only after its __post_init__.
       object.__setattr__(self, name, value)
-    options.check_option("posemb", self.posemb, POSEMBS)
-    options.check_option("pool_type", self.pool_type, POOL_TYPES)
-    options.check_option("attention", self.attention, attention_backends.NAMES)
-    options.check_option("remat_policy", self.remat_policy, remat.POLICIES)
-    options.check_option("dtype", self.dtype, options.DTYPES)
-    options.check_rates(self, "dropout", "drop_path")
+    options.check_fields(
+      self, "dropout", "drop_path", posemb=POSEMBS, pool_type=POOL_TYPES
+    )
     super().__post_init__()
 
   @nn.compact
@@ -303,15 +298,6 @@ def from_published(
   well, which is how such models are fine-tuned. A head of the same shape would
   get other features without that layer, so then the layer's name stays, for the
   caller to list.
-
-  Args:
-    flat: parameters by "/"-joined name.
-    like: the model's parameters by name.
-    posemb_align: see conversions.resample_posemb.
-
-  Returns:
-    Parameters by name. Parameters without a match in `like` keep their name and
-    shape, so that the caller can list them.
   """
   flat = conversions.normalise(flat)
   flat = _rename(flat)

@@ -99,8 +99,6 @@ def loss_fn(
   Args:
     batch: see the module docstring; "_mask" is 0 for padding, "_keys" are the
       examples' keys, by default drawn from `rng`.
-    rng: key for dropout; unused in evaluation.
-    train: whether dropout and parallel prediction are on.
     masked_pred_prob: share of the examples to predict in parallel.
     masking_ratio: share of masked positions in these examples.
     normalize: "sentence": the loss is the mean over captions of the mean over

@@ -50,11 +50,6 @@ def loss_fn(
   """Computes cross-entropy and accuracy of a batch.
 
   Args:
-    variables: "params" and, where the model has them, mutable collections.
-    batch: see the module docstring; "_mask" is 0 for padding.
-    rng: key for dropout and mixup; unused in evaluation.
-    model: flax module that returns (logits [B, C], dict).
-    train: whether dropout, mixup and updates of batch statistics are on.
     kind: "softmax_xent", or "sigmoid_xent", which is summed over classes.
     label_smoothing: share of the label that is spread over the classes.
     label_smoothing_over: "all" classes or, with softmax_xent, the "others"; see

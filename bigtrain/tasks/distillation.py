@@ -48,8 +48,6 @@ def loss_fn(
 
   Args:
     variables: the student's, and the teacher's as the entry "teacher".
-    batch: see the module docstring; "_mask" is 0 for padding.
-    rng: key for dropout and mixup; unused in evaluation.
     model: the student, a flax module that returns (logits [B, C], dict).
     teacher: the teacher, a flax module with the same results.
     train: whether the student's dropout and updates of batch statistics, and

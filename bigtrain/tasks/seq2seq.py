@@ -70,11 +70,9 @@ def loss_fn(
   """Computes cross-entropy and accuracy of the targets, by token.
 
   With experts the loss has two more terms and there are metrics of the
-  experts, see losses.tokens.add_experts.
+  experts, see losses.tokens.ModelLosses.
 
   Args:
-    batch: see the module docstring; "_mask" is 0 for padding.
-    rng: key for dropout; unused in evaluation.
     model: flax module such as models/t5.py.
     label_smoothing: share of a target that is spread over the vocabulary.
     label_smoothing_over: "all" of it or the "others".

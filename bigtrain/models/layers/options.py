@@ -1,20 +1,16 @@
 """Checks of the fields of models; the messages name them as config keys."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bigtrain import settings
+from bigtrain.models.layers import attention_backends, remat
 
 # Default of a field that the variant or other fields determine: None until the
 # construction, which gives the field a value of its type.
 DERIVED: Any = None
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def check_option(key: str, value: Any, options: Sequence[Any]) -> None:
-  """Raises ConfigError if the value of config.model.`key` is not an option."""
-  settings.check_choice(f"config.model.{key}", value, options)
 
 
 def check_sizes(model: Any, names: Iterable[str]) -> None:
@@ -24,10 +20,61 @@ def check_sizes(model: Any, names: Iterable[str]) -> None:
     settings.check_number(f"config.model.{name}", value, least=1, whole=True)
 
 
-def check_rates(model: Any, *names: str) -> None:
-  """Raises ConfigError unless these fields are numbers in [0, 1)."""
-  for name in names:
+def check_fields(model: Any, *rates: str, **choices: Iterable[Any]) -> None:
+  """Raises ConfigError for an unknown option, or a rate outside of [0, 1).
+
+  Args:
+    rates: names of fields with rates.
+    choices: options of the model's own fields; those that most models have are
+      always checked.
+  """
+  choices |= {
+    "attention": attention_backends.NAMES,
+    "remat_policy": remat.POLICIES,
+    "dtype": DTYPES,
+  }
+  for name, values in choices.items():
+    if hasattr(model, name):
+      key = f"config.model.{name}"
+      settings.check_choice(key, getattr(model, name), values)
+  for name in rates:
     check_rate(f"config.model.{name}", getattr(model, name))
+
+
+def filled(
+  model: Any,
+  variants: Mapping[str, Mapping[str, Any]],
+  names: Iterable[str],
+  *,
+  default: str,
+  example: str,
+) -> dict[str, Any]:
+  """Values of a language model's fields: given, the variant's, or derived.
+
+  Args:
+    names: fields that may be given.
+    default: the variant if the field is None.
+    example: a variant with sizes, for messages.
+  """
+  variant = model.variant or default
+  settings.check_choice("config.model.variant", variant, variants)
+  given = {name: getattr(model, name) for name in names}
+  given = {name: value for name, value in given.items() if value is not None}
+  values = {**variants[variant], **given}
+  for name in ("vocab_size", "width", "depth", "num_heads"):
+    if name not in values:
+      raise settings.ConfigError(
+        f"config.model.{name}: missing; give it, or a variant such as "
+        f"{example!r}."
+      )
+  width, heads = values["width"], values["num_heads"]
+  if "head_dim" not in values:
+    if width % heads:
+      raise settings.ConfigError(
+        f"config.model.num_heads: {heads} does not divide the width {width}."
+      )
+    values["head_dim"] = width // heads
+  return {"mlp_dim": 4 * width, **values}
 
 
 def check_rate(key: str, value: Any) -> None:

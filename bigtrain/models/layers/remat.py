@@ -5,7 +5,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 
-from bigtrain.models.layers import options
+from bigtrain import settings
 
 # Name of an attention's output and of the statistics of its softmax, where a
 # kernel or blockwise attention computed them.
@@ -66,7 +66,7 @@ def block_class(
     policy_name: a name in POLICIES. "none" repeats no costly operation.
     train: index of the argument `train` in the block's call; self is 0.
   """
-  options.check_option("remat_policy", policy_name, POLICIES)
+  settings.check_choice("config.model.remat_policy", policy_name, POLICIES)
   policy = _policy(policy_name, scan)
   if policy is not None:
     block = nn.remat(
