@@ -120,8 +120,7 @@ def sample(
   examples of the batch or the number of devices.
 
   Args:
-    prompt_BL: int tokens, at most max_len; each example has at least the token
-      that starts decoding.
+    prompt_BL: int tokens; at least the one that starts decoding.
     eos_id: token that ends an example; None if examples have no end.
     ids_B: ints that the examples' draws depend on; 0, 1, ... by default.
     temperature: divisor of the logits; 0 takes the likeliest token.
@@ -153,7 +152,9 @@ def sample(
   )
   at = lambda tokens_BL, p: jax.lax.dynamic_index_in_dim(tokens_BL, p, 1, False)
 
-  options = (temperature, top_k, top_p)
+  pick = functools.partial(
+    choose, temperature=temperature, top_k=top_k, top_p=top_p
+  )
 
   def unfinished(carry: tuple[Any, ...]) -> jax.Array:
     position, _, ended_B, _ = carry
@@ -163,7 +164,7 @@ def sample(
     position, tokens_BL, ended_B, cache = carry
     logits_BV, cache = step_fn(cache, at(tokens_BL, position), position)
     position = position + 1
-    token_B = choose(logits_BV, keys_B, position, *options)
+    token_B = pick(logits_BV, keys_B, position)
     token_B = jnp.where(ended_B, pad_id, token_B)
     generated_B = position >= prompt_len_B
     token_B = jnp.where(generated_B, token_B, at(tokens_BL, position))
@@ -189,6 +190,7 @@ def choose(
   logits_BV: jax.Array,
   keys_B: jax.Array | None,
   position: jax.Array | int,
+  *,
   temperature: float = 0.0,
   top_k: int = 0,
   top_p: float = 1.0,

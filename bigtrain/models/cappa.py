@@ -164,8 +164,7 @@ class Model(nn.Module):
     """Predicts each token of the texts; see `states` for the arguments.
 
     Returns:
-      (float32 logits (B, L, V); a dict of intermediate results: the ViT's
-      ("encoded" (B, P, E), "pre_logits" (B, E), ...) and "states").
+      (float32 logits (B, L, V); the dict of `encode` with "states").
     """
     out: dict[str, Any] = self.encode(image, train=train)
     out["states"] = self.decode(
@@ -257,12 +256,7 @@ class Model(nn.Module):
   def begin(
     self, encoded_BPE: jax.Array, num_tokens: int
   ) -> tuple[kv_cache.Cache, kv_cache.Cache]:
-    """Returns the caches that `step` needs to write texts of `num_tokens`.
-
-    Returns:
-      (keys and values of the images, which never change; an empty cache for
-      the keys and values of the tokens).
-    """
+    """Returns the caches `source`, of the images, and `cache` of `step`."""
     B, P, _ = encoded_BPE.shape
     H = self.decoder_num_heads
 
@@ -281,16 +275,13 @@ class Model(nn.Module):
     token_B: jax.Array,
     position: jax.Array,
   ) -> tuple[jax.Array, kv_cache.Cache]:
-    """Reads one more token; B may be a multiple of the number of images.
+    """Returns (float32 logits of one token (B, V), the new cache).
+
+    B may be a multiple of the number of images.
 
     Args:
-      source: keys and values of the images, from `begin`.
-      cache: keys and values of the tokens so far.
       token_B: the token before the one to predict; 0 at first.
       position: int scalar, position of the token to predict.
-
-    Returns:
-      (float32 logits of that token (B, V), the new cache).
     """
     posemb_11D = jax.lax.dynamic_slice_in_dim(self.posemb_1LD, position, 1, 1)
     (hidden_B1D, head), new_cache = self.decoder(

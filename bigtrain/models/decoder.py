@@ -302,11 +302,8 @@ class Model(nn.Module):
   def _blocks(self, carry: Any, *shared: Any) -> tuple[Any, Any]:
     """Runs the stack of blocks.
 
-    Args:
-      carry: (stream, cache).
-
     Returns:
-      (the carry, mean of the experts' statistics over the layers, or None).
+      ((stream, cache), the layers' mean of experts' statistics, or None).
     """
     fields = causal_block.Options._fields
     block = causal_block.Options(*[getattr(self, name) for name in fields])
@@ -333,11 +330,7 @@ class Model(nn.Module):
     return params["head"]["kernel"]
 
   def init_cache(self, batch_size: int, max_len: int) -> kv_cache.Cache:
-    """Returns an empty cache for `batch_size` texts of up to `max_len` tokens.
-
-    Raises:
-      ConfigError: `max_len` is above the model's.
-    """
+    """Returns an empty cache for texts of up to `max_len` tokens."""
     if self.max_len is not None and max_len > self.max_len:
       raise settings.ConfigError(
         f"max_len={max_len}: the model has only {self.max_len} positions "

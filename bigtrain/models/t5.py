@@ -244,7 +244,7 @@ class Model(nn.Module):
     *,
     train: bool = False,
   ) -> jax.Array:
-    """Returns the encoder's output (B, S, D); see `__call__` for arguments."""
+    """Returns the encoder's output (B, S, D)."""
     return self._encode(inputs, segments, train)[0]
 
   def _encode(
@@ -292,12 +292,7 @@ class Model(nn.Module):
     token_B: jax.Array,
     position: jax.Array,
   ) -> tuple[jax.Array, t5_stack.DecodingState]:
-    """Decodes one token, see decoding.py; the token at position 0 is 0.
-
-    Args:
-      state: state before this token.
-      token_B: the token at `position`.
-      position: int scalar.
+    """Decodes the token at a position, see decoding.py; the first one is 0.
 
     Returns:
       (float32 logits of the next token (B, V), the new state).

@@ -258,11 +258,7 @@ def _sizes(model: Model) -> dict[str, Any]:
 
 
 def variant_sizes(variant: str) -> dict[str, Any]:
-  """Returns the sizes of a variant such as "B/16" or "B", by field.
-
-  Raises:
-    ConfigError: an unknown name, or no patch size after the slash.
-  """
+  """Returns the sizes of a variant such as "B/16" or "B", by field."""
   name, slash, patch = str(variant).partition("/")
   if name not in VARIANTS:
     hint = settings.did_you_mean(variant, [v + slash + patch for v in VARIANTS])

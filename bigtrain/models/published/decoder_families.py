@@ -283,19 +283,14 @@ _PREFIX = "transformer."
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts a published model's arrays to our names and shapes.
+  """Converts a published model's arrays, see tables.load.
 
-  Args:
-    flat: arrays of the file, by name; GPT-2's may start with "transformer.".
-    like: our parameters by name; gives shapes, and whether layers are stacked.
-
-  Returns:
-    See tables.load; None for a file in another layout.
+  GPT-2's may start with "transformer.".
   """
   # {name without the prefix: name in the file}. Of two, the one with it wins.
   in_order = sorted(flat, key=lambda name: name.startswith(_PREFIX))
   names = {name.removeprefix(_PREFIX): name for name in in_order}
-  result = tables.load_layout(
+  result = tables.load(
     LAYOUTS,
     {short: flat[name] for short, name in names.items()},
     like,
@@ -324,12 +319,8 @@ def export(
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
   """Returns a published folder: (contents of config.json, arrays).
 
-  Args:
-    shapes: shapes of the model's parameters, by name.
-    layout: "gpt2", "llama" or "mixtral".
-
   Raises:
-    ConfigError: unknown layout, or one that cannot represent the model.
+    ConfigError: the layout is unknown or cannot represent the model.
   """
   families.check_layout(layout, model, _NEEDS)
   if (model.moe is not None) != (layout == "mixtral"):

@@ -212,15 +212,8 @@ _UNUSED = (
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts a published model's arrays to our names and shapes.
-
-  Args:
-    like: our parameters by name; gives shapes, and whether layers are stacked.
-
-  Returns:
-    See tables.load; None for a file in another layout.
-  """
-  return tables.load_layout(
+  """Converts a published model's arrays, see tables.load."""
+  return tables.load(
     LAYOUTS,
     t5x.renamed(flat),
     like,
@@ -244,12 +237,8 @@ def export(
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
   """Returns a published folder: (contents of config.json, arrays).
 
-  Args:
-    shapes: shapes of the model's parameters, by name.
-    layout: "t5", "t5_1_1" or "switch".
-
   Raises:
-    ConfigError: unknown layout, or one that cannot represent the model.
+    ConfigError: the layout is unknown or cannot represent the model.
   """
   families.check_layout(layout, model, _NEEDS)
   table = list(LAYOUTS[layout])

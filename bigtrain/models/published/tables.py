@@ -57,7 +57,7 @@ def linear(published: str, *ours: str) -> Entry:
   return Entry(f"{published}.weight", ours, transposed=True)
 
 
-def load_layout(
+def load(
   layouts: Mapping[str, Table],
   flat: Mapping[str, Any],
   like: Mapping[str, Any],
@@ -70,11 +70,14 @@ def load_layout(
 
   Args:
     layouts: tables by layout; the one that knows most names is taken.
+    like: our parameters by name; gives shapes, and whether layers are stacked.
     ignored: {regular expression of names: reason}.
     copies: names of arrays that may be copies of the embedding.
 
   Returns:
-    See `load`; None for a file in another layout.
+    {name: array or `LazyStack`; a `Remark` if it cannot be made}. Arrays that
+    the table does not use keep their published names and shapes. None for a
+    file in another layout.
   """
   layout = _find(layouts, flat)
   if layout is None:
@@ -93,7 +96,24 @@ def load_layout(
     advice = "config.model.tied_head=False loads it"
     remarks |= _compare(flat, [_HEAD], embedding, advice)
   arrays = {name: x for name, x in flat.items() if name not in remarks}
-  return load(table, arrays, like, param_dims) | remarks
+  used: set[str] = set()
+  result: dict[str, Any] = {}
+  places = _places({name: leaf.shape for name, leaf in like.items()})
+  entries = {ours: entry for entry in table for ours in entry.ours}
+  for name, place in places.items():
+    entry = entries.get(place.name)
+    if entry is None:
+      continue
+    inputs = _num_inputs(param_dims, place.name)
+    get = functools.partial(_get, arrays, used, entry, place.name, inputs)
+    shape = tuple(like[name].shape)
+    if place.stacked:
+      value = _stack([get({"i": i}, shape[1:]) for i in place.layers])
+    else:
+      value = get({"i": place.layers[0]}, shape)
+    result[name] = value
+  result |= {name: x for name, x in arrays.items() if name not in used}
+  return result | remarks
 
 
 def _find(tables: Mapping[str, Table], names: Iterable[str]) -> str | None:
@@ -178,40 +198,6 @@ def _places(shapes: Shapes) -> dict[str, _Place]:
       layers = range(block.place, block.place + period * shape[0], period)
       places[name] = _Place(table_name, tuple(layers), True)
   return places
-
-
-def load(
-  table: Table,
-  flat: Mapping[str, Any],
-  like: Mapping[str, Any],
-  param_dims: dims.Table,
-) -> dict[str, Any]:
-  """Converts published arrays to our names and shapes.
-
-  Args:
-    like: our parameters by name; gives shapes, and whether layers are stacked.
-
-  Returns:
-    {name: array or `LazyStack`; a `Remark` if it cannot be made}. Arrays that
-    the table does not use keep their published names and shapes.
-  """
-  used: set[str] = set()
-  result: dict[str, Any] = {}
-  places = _places({name: leaf.shape for name, leaf in like.items()})
-  entries = {ours: entry for entry in table for ours in entry.ours}
-  for name, place in places.items():
-    entry = entries.get(place.name)
-    if entry is None:
-      continue
-    inputs = _num_inputs(param_dims, place.name)
-    get = functools.partial(_get, flat, used, entry, place.name, inputs)
-    shape = tuple(like[name].shape)
-    if place.stacked:
-      value = _stack([get({"i": i}, shape[1:]) for i in place.layers])
-    else:
-      value = get({"i": place.layers[0]}, shape)
-    result[name] = value
-  return result | {n: x for n, x in flat.items() if n not in used}
 
 
 def _num_inputs(param_dims: dims.Table, name: str) -> int:
