@@ -249,6 +249,8 @@ class Channel:
     if kind == "post":
       name, number = message["topic"]
       what, index, value = message["what"], message["index"], message["value"]
+      # Here and not in `close`: process 0 may leave before that goes on.
+      self._closed |= name == hub.CLOSING
       self._store((name, number), what, index, value)
     elif kind == "end":
       # The others must have read it before process 0 and its hub are gone.
@@ -403,12 +405,11 @@ class Channel:
     the next one, which none has begun, so none waits on the device for one
     that has ended.
     """
-    calls = "calls", 0
     with self._condition:
       self._num_calls += 1
       if self._signalled:
-        nums = self._wait(calls, bool)["values", 0]
-        self.ending = self._num_calls > max(nums)
+        num_calls = self._wait(("calls", 0), bool)["values", 0]
+        self.ending = self._num_calls > max(num_calls)
       return self.ending
 
   def fail(
@@ -438,7 +439,6 @@ class Channel:
   def close(self) -> None:
     """Waits until all processes are done, so that none leaves too early."""
     self.gather(None, hub.CLOSING)
-    self._closed = True
     if self.index == 0:
       time.sleep(_FAREWELL_SECS)
 

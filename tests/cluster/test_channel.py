@@ -299,3 +299,16 @@ def test_processes_end_together(address, action, codes, message):
   finally:
     for process in job:
       process.kill()
+
+
+def test_a_process_that_ends_later_than_process_0_is_not_lost(address):
+  close = "member.close(); os._exit(0)"
+  slow = "member._forget = lambda topic: time.sleep(2); " + close
+  code = _MEMBER[: _MEMBER.index("member.report_phase")] + "exec(action)"
+  job = [
+    subprocess.Popen(
+      [sys.executable, "-c", code, str(index), str(address[1]), action]
+    )
+    for index, action in enumerate((close, slow))
+  ]
+  assert [member.wait(60) for member in job] == [0, 0]
