@@ -160,7 +160,9 @@ CASES = {
   "llama_1b": Case("llama_1b.py", *_V5E, 16),
   "llama_1b_v5p": Case("llama_1b.py", "tpu_v5p", 8, 8),
   "llama_8b": Case(
-    *("llama_8b.py", *_V5P, 64),
+    "llama_8b.py",
+    *_V5P,
+    64,
     peer=_maxtext(
       "v5p-128", 8192, model_name="llama3.1-8b", remat_policy="full"
     ),
@@ -290,7 +292,9 @@ def _beside(peer: Peer, title: str, case: Case, row: Mapping[str, Any]) -> None:
   runs = sum(totals.kernels.values())
   without = f", without {runs} runs of kernels" if runs else ""
   measure.report(
-    *(_NUMBER, f"step of {peer.name}{without}: {title}", [totals.secs]),
+    _NUMBER,
+    f"step of {peer.name}{without}: {title}",
+    [totals.secs],
     unit="s",
   )
   ours = row["compiler_secs"]

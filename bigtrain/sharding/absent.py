@@ -110,8 +110,7 @@ def tell_cudnn(description: str) -> None:
   """Lets jax trace cuDNN's attention for an absent GPU.
 
   jax asks this machine's GPU and its cuDNN what they can do. From here on the
-  process gets the answers of the description, the text of a file such as
-  h100.txtpb.
+  process gets the answers of the description.
   """
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

@@ -102,9 +102,6 @@ def state_shardings(
 ) -> tuple[Any, list[str]]:
   """Computes the NamedSharding of each array of the state.
 
-  Args:
-    shapes: tree of ShapeDtypeStructs; rules match the names of its leaves.
-
   Returns:
     (tree of shardings, notes): one note for each array above the rule's
     minimum size that does not divide and is replicated.
@@ -266,11 +263,9 @@ def _nearest(size: int, dim: int) -> str:
 def along(
   spec: PartitionSpec, shape: tuple[int, ...], names: Sequence[Any]
 ) -> Layout:
-  """Returns the layout `spec` for arrays of one shape.
+  """Returns the layout `spec` for arrays of one shape, with named dimensions.
 
-  Args:
-    shape: the shape; other shapes are left to the next rules.
-    names: names of the dimensions, for messages.
+  Other shapes are left to the next rules.
   """
 
   def layout(

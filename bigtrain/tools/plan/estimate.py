@@ -53,20 +53,11 @@ def row(
     efficiency: fraction of the peak that matrix products reach.
 
   Returns:
-    The facts and
-    peak_bytes: peak memory of a device;
-    memory_fraction: peak_bytes over the memory of a device;
-    fits: whether that is at most 1;
-    compiler_secs, compiler_mfu: time and MFU of a step by the compiler's
-      cycles, without kernels; None without cycles;
-    product_flops: FLOPs of the products in the program of a GPU, without those
-      of attention kernels; None without them;
-    sent_bytes, formula: {kind: bytes that each device sends per step}, of the
-      program and by the formulae;
-    sent_by_axis, formula_by_axis: {axes of the mesh: the same};
-    remat_policy, opt_sharding: of the config;
-    secs: {"compute", "link", "network", "overlapped", "in_turn"};
-    examples_per_sec, tokens_per_sec, mfu: with perfect overlap.
+    The facts and, of each device, peak_bytes, memory_fraction, fits, and per
+    step sent_bytes {kind: bytes} and sent_by_axis {axes: bytes}, also by the
+    formulae; compiler_secs and compiler_mfu by the compiler's cycles, and the
+    product_flops of a GPU's program, all without kernels, or None; secs by
+    source; examples_per_sec, tokens_per_sec and mfu with perfect overlap.
   """
   # The TPU's compiler places each buffer; others only add them up.
   peak_bytes = device_memory.needed_bytes(

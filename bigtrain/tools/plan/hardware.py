@@ -93,11 +93,7 @@ SOURCES = {
 
 
 def known_name(name: str) -> str:
-  """Returns the key in TABLE of a key, or of jax's name of a device.
-
-  Raises:
-    ConfigError: unknown name.
-  """
+  """Returns the key in TABLE of a key, or of jax's name of a device."""
   kinds = {entry.device_kind: key for key, entry in TABLE.items()}
   return str(check_choice("--hardware", kinds.get(name, name), TABLE))
 

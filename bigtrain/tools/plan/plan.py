@@ -38,12 +38,7 @@ _MOST_SIMULATED = 2048
 
 
 class _Task(NamedTuple):
-  """A config without data, and the device that it is planned for.
-
-  Attributes:
-    plain: the config with the user's changes.
-    changes: these, and those that replace its data.
-  """
+  """A config, changes that also replace its data, and the planned device."""
 
   plain: dict[str, Any]
   changes: list[str]

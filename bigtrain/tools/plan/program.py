@@ -40,16 +40,11 @@ _MOST_TENSOR = 8
 
 
 class Sizes(NamedTuple):
-  """Sizes of a config that do not depend on the mesh.
+  """Sizes of a config over all devices, which do not depend on the mesh.
 
   Attributes:
-    parameters: number of parameters.
-    opt_bytes: bytes of the optimizer's state, over all devices.
-    model_flops: FLOPs of a step over all devices, without recomputation.
-    batch_bytes: bytes of a batch, over all devices.
-    tokens_per_example: tokens per example, or None.
+    model_flops: FLOPs of a step, without recomputation.
     tensor_sizes: sizes of the axis `tensor` that the model's rules allow.
-    has_remat_policy: whether the model has this option.
   """
 
   parameters: int
@@ -95,9 +90,8 @@ def compile_update(
     timeout_secs: time for the compiler, unless unlimited.
 
   Returns:
-    The figures of `measure`, model_flops, collectives, unknown_loops, memory,
-    cycles and products (or None), figures ("compiled" or "too large") and
-    compiler.
+    The figures of `measure`, collectives, unknown_loops, memory, cycles and
+    products (or None), figures ("compiled" or "too large") and compiler.
 
   Raises:
     ConfigError: a mistake in the config.
@@ -213,16 +207,9 @@ def measure(
 ) -> dict[str, Any]:
   """Returns facts about an update that is not compiled.
 
-  Returns:
-    parameters: number of parameters;
-    sharded_parameters: number of parameters split over `fsdp`;
-    parameter_bytes: bytes of all parameters;
-    state_bytes: bytes of each device's memory, {"params": ..., "opt": ...};
-    host_state_bytes: bytes of the state in host memory, for each device;
-    batch_bytes: bytes per device;
-    model_flops, executed_flops: FLOPs of a step over all devices, without and
-      with recomputation and padding;
-    tokens_per_example: tokens per example, or None.
+  state_bytes {"params": ..., "opt": ...}, host_state_bytes and batch_bytes are
+  of each device; model_flops and executed_flops of a step over all devices,
+  without and with recomputation and padding.
   """
   state_spec, _, batch_spec, _, teacher_spec = specs
   params = jax.tree.leaves(state_spec["params"])
