@@ -57,7 +57,6 @@ def read(
 
 
 def evaluation_form(params: Any, opt: Any) -> Any:
-  """Returns the parameters that evaluations use: averages if there are any."""
   import jax
 
   from bigtrain import sharding, trees

@@ -48,7 +48,6 @@ from bigtrain.settings import ConfigError
 def read_options(
   config: settings.Config, lengths: Lengths, workdir: str
 ) -> dict[str, Any]:
-  """Returns the options of `Checkpointer` that are in the config."""
   keep = settings.whole_number(config, "keep_ckpts", 2, least=0)
   needs = {
     "keep_ckpt_*": lengths.keep_ckpt,
@@ -218,7 +217,6 @@ class Checkpointer:
     return process.broadcast(not (self.in_flight and self._is_shared))
 
   def check(self) -> None:
-    """Raises CheckpointError if a save has failed on any process."""
     if self._error is not None:
       raise self._error
 
@@ -237,18 +235,15 @@ class Checkpointer:
     return not self._settled.is_set()
 
   def remove_local(self) -> None:
-    """Removes the hosts' checkpoints, at the end of the run."""
     if self._local is not None:
       self._local.remove()
 
   def close(self) -> None:
-    """Waits for the last save and releases memory; raises if it failed."""
     for thread in self._threads:
       thread.join()
     self.check()
 
   def _run(self, job: _Job) -> None:
-    """Writes and commits, in the thread of the save."""
     started = time.monotonic()
     try:
       _point("begin")
@@ -297,7 +292,6 @@ class Checkpointer:
   def _commit(
     self, job: _Job, partial_sums: list[dict[str, checksums.Sums]]
   ) -> None:
-    """Checks the files and makes them a checkpoint, on process 0."""
     problems = integrity.inspect(job.tmp, self._manifest(job, job.arrays))
     if problems:
       hint = " Do all hosts see the same workdir?" * (jax.process_count() > 1)
@@ -338,7 +332,6 @@ class Checkpointer:
     )
 
   def _prune(self, job: _Job) -> None:
-    """Removes old checkpoints; logs a failure, which does not fail the save."""
     try:
       # Newer steps belong to a run that was rolled back, not to this one.
       saved = [s for s in folders.steps(self._workdir) if s <= job.step]
@@ -354,7 +347,6 @@ class Checkpointer:
       logging.warning("old checkpoints could not be removed: %s", e)
 
   def _fail(self, job: _Job, error: BaseException) -> None:
-    """Records the failure of a save and reports it to the other processes."""
     if isinstance(error, ValueError) and paths.is_remote(job.tmp):
       error = objects.as_os_error(error, job.tmp)
     reason = disk.reason(error, job.tmp)

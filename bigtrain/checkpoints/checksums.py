@@ -29,7 +29,6 @@ def add(sums: Iterable[Sums]) -> Sums:
 
 
 def as_text(sums: Sums) -> str:
-  """Returns 16 hexadecimal digits."""
   return f"{sums[0]:08x}{sums[1]:08x}"
 
 

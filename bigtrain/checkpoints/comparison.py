@@ -78,7 +78,6 @@ def replicas(tree: Any) -> str:
 
 
 def _places(x: jax.Array) -> tuple[dict[jax.Device, str], dict[str, set[int]]]:
-  """({device: place of its shard}, {place: processes that hold it})."""
   places: dict[jax.Device, str] = {
     device: str([(s.start, s.stop) for s in checksums.explicit(index, x.shape)])
     for device, index in x.sharding.devices_indices_map(x.shape).items()
@@ -94,13 +93,11 @@ def _where(device: jax.Device) -> str:
 
 
 def _exchange(shards: Iterable[_Shard]) -> list[_Shard]:
-  """The shards of all processes."""
   answers = process.gather(list(shards))
   return [_Shard(*shard) for answer in answers for shard in answer]
 
 
 def _minorities(shards: Iterable[_Shard]) -> list[_Shard]:
-  """The shards whose sums most other holders of the same part do not have."""
   by_part = collections.defaultdict(list)
   for shard in shards:
     by_part[shard.position, shard.place].append(shard)

@@ -69,7 +69,6 @@ def start(
 def _program(
   shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
 ) -> Callable[[jax.Array], jax.Array]:
-  """The compiled function for arrays of one kind."""
   if not isinstance(sharding, NamedSharding):
     if len(sharding.device_set) > 1:
       raise CheckpointError(f"cannot sum an array with sharding {sharding}.")

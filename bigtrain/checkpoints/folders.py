@@ -76,7 +76,6 @@ def is_step_name(name: str) -> bool:
 
 
 def steps(workdir: str) -> list[int]:
-  """The steps of a workdir's checkpoints, ascending."""
   return list(listing(workdir).checkpoints)
 
 
@@ -132,7 +131,6 @@ def _classify(path: str, result: Listing) -> None:
 
 
 def _list_objects(root: str, result: Listing) -> Listing:
-  """`listing` for object stores, where the manifest makes a checkpoint."""
   try:
     names = objects.below(root)
   except OSError as e:
@@ -164,7 +162,6 @@ def _has_arrays(path: str) -> bool:
 
 
 def raise_error(error: OSError) -> None:
-  """Raises; os.walk skips unreadable directories unless it gets this."""
   raise error
 
 
@@ -272,7 +269,6 @@ def find_all(path: str) -> dict[int, str]:
 
 
 def _names_at(path: str) -> set[str]:
-  """The names that `find_all` looks for, in a folder of an object store."""
   if os.path.basename(path) == FOLDER:
     return set()
   if objects.read(os.path.join(path, MANIFEST_FILE)).content is not None:
@@ -345,7 +341,6 @@ def begin(tmp: str) -> None:
 
 
 def stage(tmp: str, text: str) -> None:
-  """Writes the manifest of an attempt, unless that would commit it."""
   if paths.is_remote(tmp):
     return
   with open(os.path.join(tmp, MANIFEST_FILE), "x") as file:
@@ -418,7 +413,6 @@ def _uncommit(directory: str) -> None:
 
 
 def discard(path: str) -> None:
-  """Removes a directory; logs a failure."""
   try:
     _remove(path)
   except OSError as e:
@@ -433,7 +427,6 @@ def _remove(path: str) -> None:
 
 
 def remove_all(workdir: str) -> None:
-  """Removes all checkpoints of a workdir; only one process may call it."""
   if paths.exists(folder(workdir)):
     _remove(folder(workdir))
 

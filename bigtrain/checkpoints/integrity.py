@@ -322,7 +322,6 @@ def read_each(
 
 
 def _kind(error: ValueError) -> type[CheckpointError]:
-  """DamagedError if the file is certainly bad, not just unreadable."""
   damaged = str(error).startswith(
     ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE")
   )

@@ -132,7 +132,6 @@ class LocalCheckpoints:
   def __init__(
     self, folder: str, every_steps: int, workdir: str, config_identity: str
   ):
-    """Touches no files yet."""
     self._workdir = workdir
     self._every_steps = every_steps
     self._run = f"{workdir} {config_identity}"
@@ -222,7 +221,6 @@ class LocalCheckpoints:
           self._saved[saved.manifest.step, token] = saved
 
   def _is_past(self, step: int, token: str) -> bool:
-    """Whether a checkpoint is of the run's past."""
     if token not in self._tokens:
       return False
     last = self._tokens[token]
@@ -380,7 +378,6 @@ class LocalCheckpoints:
       _remove(self._left.pop())
 
   def note_stored(self, step: int) -> None:
-    """Notes the newest step of the workdir."""
     if self._off or not self._own:
       return
     try:
@@ -399,7 +396,6 @@ class LocalCheckpoints:
     _remove(self._own)
 
   def remove(self) -> None:
-    """Removes the local checkpoints: the run has ended and needs none."""
     for folder in (*self._left, self._own):
       if folder:
         _remove(folder)
@@ -433,7 +429,6 @@ def _find(folder: str, run: str) -> Iterable[tuple[str, Saved]]:
 
 
 def _write_manifest(directory: str, manifest: Manifest, shards: Shards) -> None:
-  """Writes the manifest of a checkpoint that has only some shards."""
   listed = [[*key, sums] for key, sums in shards.items()]
   about = {**manifest.writer, "shards": listed}
   manifest = dataclasses.replace(manifest, writer=about)
@@ -474,7 +469,6 @@ def _needed(like: Any) -> Iterable[Key]:
 
 
 def _files(key: Key, arrays: Mapping[str, Array]) -> Iterable[str]:
-  """The files that have a part of a shard."""
   name, place = key
   for file, index in arrays[name].chunks():
     if all(s.start < hi and lo < s.stop for s, (lo, hi) in zip(index, place)):
@@ -486,12 +480,10 @@ def _bounds(place: Iterable[slice]) -> tuple[tuple[int, int], ...]:
 
 
 def _key(name: str, place: Iterable[Iterable[int]]) -> Key:
-  """A key from JSON."""
   return name, tuple((lo, hi) for lo, hi in place)
 
 
 def _any_error(errors: Iterable[str]) -> bool:
-  """Logs the errors of processes; whether there are any."""
   messages = [
     f"Process {i}: {error}" for i, error in enumerate(errors) if error
   ]
@@ -501,7 +493,6 @@ def _any_error(errors: Iterable[str]) -> bool:
 
 
 def _keep_only(folder: str, directories: Iterable[str]) -> None:
-  """Removes the other checkpoints of a folder, and unfinished ones."""
   found = folders.listing(folder)
   others = (*found.checkpoints.values(), *found.leftovers, *found.strays)
   for path in {*others} - {*directories}:
@@ -509,19 +500,16 @@ def _keep_only(folder: str, directories: Iterable[str]) -> None:
 
 
 def _remove(path: str) -> None:
-  """Removes a directory, if it exists; logs a failure."""
   if os.path.lexists(path):
     folders.discard(path)
 
 
 def _host() -> str:
-  """Identity of this host, or of this container."""
   boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
   return socket.gethostname() + (boot.read_text() if boot.exists() else "")
 
 
 def _read_stored(folder: str) -> int:
-  """The step in the file "stored" of a folder; -1 without one."""
   try:
     with open(os.path.join(folder, _STORED)) as file:
       return int(file.read())

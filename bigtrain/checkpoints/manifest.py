@@ -62,7 +62,6 @@ class DamagedError(CheckpointError):
 
 
 def dtype_of(name: str) -> np.dtype:
-  """Returns the numpy or ml_dtypes dtype with a manifest's name for it."""
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -92,7 +91,6 @@ class Array:
 
   @property
   def grid(self) -> tuple[int, ...]:
-    """Number of chunks along each dimension."""
     return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape))
 
   @property
@@ -151,7 +149,6 @@ class Array:
 
   @property
   def metadata_digest(self) -> str:
-    """SHA-256 of what the zarr.json of the array should be."""
     return hashlib.sha256(self.metadata()).hexdigest()
 
   @classmethod

@@ -79,7 +79,6 @@ def resume(
 
 
 def clean(workdir: str) -> None:
-  """Removes the remains of interrupted saves, on process 0."""
   error = ""
   if jax.process_index() == 0:
     try:

@@ -241,7 +241,6 @@ def _check(named: Sequence[tuple[str, Any]]) -> None:
 
 
 def _replicas(x: jax.Array) -> list[list[tuple[tuple[slice, ...], Any]]]:
-  """Returns the (index, device) pairs of each replica, in jax's numbering."""
   last_replica: dict[Any, int] = {}
   replicas: list[list[tuple[tuple[slice, ...], Any]]] = []
   for device, index in x.sharding.devices_indices_map(x.shape).items():

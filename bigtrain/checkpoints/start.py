@@ -47,8 +47,6 @@ class StartOptions(NamedTuple):
 
 
 def read(config: settings.Config) -> StartOptions:
-  """Reads resume, model_init, allow_changes and ckpt_fallback."""
-
   def path_or_dict(key: str) -> Any:
     value = config.get(key)
     return config.kwargs(key) if isinstance(value, settings.Config) else value
@@ -81,7 +79,6 @@ class Start(NamedTuple):
 
   @property
   def restored_step(self) -> int | None:
-    """Step of the checkpoint that the run goes on from; None if it is new."""
     return self.step if self.resumed else None
 
 
@@ -155,7 +152,6 @@ def _resume(
   *,
   fallback: bool,
 ) -> Start | None:
-  """Goes on from the newest checkpoint of the run, if it has one."""
   newest = folders.newest(workdir)
   if newest is not None:
     # Before the arrays are read: a changed config explains more than arrays
@@ -181,7 +177,6 @@ def _resume(
 def _continue(
   source: Any, state_spec: Any, check_origin: Callable[[HostState], None]
 ) -> Start:
-  """Goes on from the full state of another run."""
   state, manifest = warm_start.load_state(source, state_spec)
   check_origin(manifest.host_state)
   # Time accounts and hooks start anew: they belong to the other run.

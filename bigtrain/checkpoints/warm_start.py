@@ -218,7 +218,6 @@ def load_state(
 
 
 def table(lines: Sequence[Line]) -> str:
-  """Formats the table: one line for each array, and the totals."""
   order = list(dict.fromkeys(line.status for line in lines))
   width = max([len(line.name) for line in lines], default=0)
   rows = [
@@ -333,7 +332,6 @@ def check_published(
 def _rename(
   file: parameter_files.File, source: Source, key: str
 ) -> tuple[dict[str, str], list[Line]]:
-  """({new name: name in the file}, lines for dropped arrays)."""
   names: dict[str, str] = {}
   lines = []
   regexes = [regex for regex, _ in source.rename]
@@ -365,7 +363,6 @@ def _rename(
 def _compare(
   available: Mapping[str, Any], specs: Mapping[str, Any], converted: set[str]
 ) -> list[Line]:
-  """Lines for all names of the model, and for unused names of the file."""
   lines = []
   for name, spec in specs.items():
     if name not in available:

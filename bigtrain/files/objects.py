@@ -123,7 +123,6 @@ def context(*, hasty: bool = False) -> dict[str, Any]:
 
 
 def _open(place: Place, hasty: bool) -> Any:
-  """Returns the bucket as a tensorstore KvStore."""
   import tensorstore as ts
 
   silent_secs = time.monotonic() - _silent_since.get(place.bucket, -_HASTE_SECS)
@@ -181,7 +180,6 @@ def read(path: str) -> Version:
 
 
 def read_all(paths: Iterable[str]) -> list[Version]:
-  """Reads several objects concurrently."""
   reading = []
   for path in paths:
     place = parse(path)

@@ -24,7 +24,6 @@ _PUSH_SHARE = 20.0
 
 
 def is_remote(path: str) -> bool:
-  """Whether a path is a URL of an object store."""
   return "://" in path
 
 
@@ -126,7 +125,6 @@ class Mirror:
   """
 
   def __init__(self, path: str, local: str = ""):
-    """Prepares the local file."""
     self.path = path
     self.local = local or path
     self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -142,7 +140,6 @@ class Mirror:
         self._pushed = self._state()
 
   def _state(self) -> tuple[int, int]:
-    """(size, modification time) of the local file."""
     stat = os.stat(self.local)
     return stat.st_size, stat.st_mtime_ns
 
@@ -164,7 +161,6 @@ class Mirror:
     self._next = now + max(_PUSH_SECS, _PUSH_SHARE * (now - started))
 
   def close(self) -> None:
-    """Removes the temporary local file, if any."""
     if self._folder is not None:
       self._folder.cleanup()
 
@@ -183,7 +179,6 @@ def push_within(local: str, path: str, secs: float) -> bool:
 
 
 def push_folder(local: str, path: str) -> None:
-  """Uploads all files below a local folder."""
   for folder, _, files in os.walk(local):
     for name in files:
       file = os.path.join(folder, name)

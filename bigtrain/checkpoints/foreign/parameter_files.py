@@ -190,7 +190,6 @@ def _full_names(
   collections: Sequence[str],
   key: str,
 ) -> dict[str, str]:
-  """{name: name in the file} of the parameters and mutable collections."""
   names = list(names)
   tree = _find_tree(names, prefix, key)
   full_names = {}

@@ -32,7 +32,6 @@ INDEX = "model.safetensors.index.json"
 
 
 def is_folder(path: str) -> bool:
-  """Whether `path` is the folder of a published model."""
   return any(os.path.isfile(os.path.join(path, n)) for n in (MODEL, INDEX))
 
 
