@@ -165,14 +165,14 @@ def _tf_crop(encoded: Any, size: int) -> Any:
 def pipeline(folder: str, size: int) -> Iterator[Any]:
   """Returns our batches, on the device."""
   from bigtrain import settings, sharding
-  from bigtrain.inputs import pipeline as pipeline_lib
+  from bigtrain.inputs import pipeline
 
   config = {
     "data": {"type": "image_folder", "path": folder},
     "pp": jpegs.TRAIN_PP.format(size=size),
     "batch_size": _BATCH,
   }
-  train_input = pipeline_lib.make_train(
+  train_input = pipeline.make_train(
     settings.Config(config, "config.input"), seed=0, mesh=sharding.make_mesh()
   )
   return train_input.start(0, 10**9)

@@ -81,8 +81,12 @@ def _save_step_1(config: str, workdir: str, cache: str) -> None:
   """Runs and saves one step, and fills the compile cache."""
   list(
     measure.lines(
-      *("-m", "bigtrain.main", f"--config={config}", f"--workdir={workdir}"),
-      *(f"--config.compile_cache={cache}", "--config.stop_at_steps=1"),
+      "-m",
+      "bigtrain.main",
+      f"--config={config}",
+      f"--workdir={workdir}",
+      f"--config.compile_cache={cache}",
+      "--config.stop_at_steps=1",
     )
   )
 
@@ -90,8 +94,7 @@ def _save_step_1(config: str, workdir: str, cache: str) -> None:
 def _move(saved: str, workdir: str, step: int) -> None:
   """Writes the workdir of a run at another step."""
   from bigtrain import trees
-  from bigtrain.checkpoints import checkpointer as checkpointer_lib
-  from bigtrain.checkpoints import folders, integrity
+  from bigtrain.checkpoints import checkpointer, folders, integrity
   from bigtrain.reports import writers
 
   directory = folders.find(saved)
@@ -104,11 +107,11 @@ def _move(saved: str, workdir: str, step: int) -> None:
     if not array.shape and np.issubdtype(array.dtype, np.integer):
       arrays[name] = np.full_like(array, step)  # A counter of steps.
   folders.check_writable(workdir)
-  checkpointer = checkpointer_lib.Checkpointer(
+  saver = checkpointer.Checkpointer(
     workdir, config_digest=manifest.config_digest
   )
-  checkpointer.save(step, trees.from_flat(arrays), manifest.host_state)
-  checkpointer.close()
+  saver.save(step, trees.from_flat(arrays), manifest.host_state)
+  saver.close()
   every = manifest.host_state.config["log_steps"]
   (row,) = writers.read_rows(saved)
   writer = writers.Writers(workdir)
@@ -143,7 +146,9 @@ def _big_vision(quick: bool, repeats: int) -> None:
     try:
       list(
         measure.lines(
-          *("-m", "big_vision.train", f"--config={peer},1"),
+          "-m",
+          "big_vision.train",
+          f"--config={peer},1",
           f"--workdir={workdirs['peer']}",
           env=startup.big_vision_environment(caches["peer"], checkout),
         )

@@ -167,7 +167,10 @@ def first_step_secs(config: str, workdir: str, cache: str) -> float:
   """Returns the seconds to the end of our first step in a workdir."""
   return secs_to_line(
     MARK,
-    *("-m", "bigtrain.main", f"--config={config}", f"--workdir={workdir}"),
+    "-m",
+    "bigtrain.main",
+    f"--config={config}",
+    f"--workdir={workdir}",
     f"--config.compile_cache={cache}",
     "--config.hooks.first_step.type=benchmarks.startup.FirstStep",
   )
@@ -179,7 +182,10 @@ def big_vision_first_step_secs(
   """Returns the same of unmodified big_vision, with jax's defaults."""
   return secs_to_line(
     "training_loss",  # Logged after the first step.
-    *("-m", "big_vision.train", f"--config={config}", f"--workdir={workdir}"),
+    "-m",
+    "big_vision.train",
+    f"--config={config}",
+    f"--workdir={workdir}",
     env=big_vision_environment(cache, checkout),
   )
 

@@ -50,7 +50,7 @@ def replay(workdir: str, step: int, changes: Sequence[str] = ()) -> str:
       config.
     CheckpointError: a checkpoint is damaged.
   """
-  from bigtrain import main as program  # Takes seconds to import.
+  import bigtrain.main  # Takes seconds.
 
   workdir = paths.absolute(workdir)
   config = record.read_json(os.path.join(workdir, "config.json"))
@@ -75,7 +75,7 @@ def replay(workdir: str, step: int, changes: Sequence[str] = ()) -> str:
   for change in changes:
     settings.override(config, change)
   with tempfile.TemporaryDirectory(prefix="bigtrain-replay-") as folder:
-    program.train(config, folder)
+    bigtrain.main.train(config, folder)
     own = {row["step"]: row for row in rows.read_rows(folder)}
     for number in sorted(s for s in own if earlier < s <= step):
       if what := _first_metric(number, own[number], written.get(number, {})):
