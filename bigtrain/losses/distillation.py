@@ -26,7 +26,7 @@ def distance(
   temperature: float = 1.0,
   label_smoothing: float = 0.0,
 ) -> jax.Array:
-  """Computes the distance for each example.
+  """Returns the distance of each example, float32 [B].
 
   Args:
     kind: "kl": Kullback-Leibler divergence from the teacher's distribution to
@@ -37,9 +37,6 @@ def distance(
     temperature: divisor of the logits, of "kl".
     label_smoothing: share of the label spread over the other classes, of
       "hard".
-
-  Returns:
-    float32 [B].
   """
   settings.check_choice("config.loss.distance", kind, _DISTANCES)
   if student_BC.shape != teacher_BC.shape:

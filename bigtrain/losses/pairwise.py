@@ -49,9 +49,6 @@ def sigmoid(
   Returns:
     (loss_B float32 in nats, SUMMED over the texts; correct_B: 1.0 where no
     other text scores higher than the image's own, without gradient).
-
-  Raises:
-    ConfigError: chunk is not a whole number of at least 1.
   """
 
   def chunk_fn(
@@ -76,10 +73,8 @@ def softmax(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes the cross-entropy of images among texts and texts among images.
 
-  CLIP's loss, arXiv 2103.00020: the mean of both directions.
-
-  Args, returns, raises: as `sigmoid`, except that an example's loss is not a
-    sum over pairs.
+  CLIP's loss, arXiv 2103.00020: the mean of both directions. Arguments and
+  results are those of `sigmoid`, but an example's loss is no sum over pairs.
   """
 
   def chunk_fn(

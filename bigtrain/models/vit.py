@@ -260,11 +260,8 @@ def _sizes(model: Model) -> dict[str, Any]:
 def variant_sizes(variant: str) -> dict[str, Any]:
   """Returns the sizes of a variant such as "B/16" or "B", by field."""
   name, slash, patch = str(variant).partition("/")
-  if name not in VARIANTS:
-    hint = settings.did_you_mean(variant, [v + slash + patch for v in VARIANTS])
-    raise settings.ConfigError(
-      f"config.model.variant: unknown {variant!r}.{hint}"
-    )
+  choices = [known + slash + patch for known in VARIANTS]
+  settings.check_choice("config.model.variant", variant, choices)
   sizes: dict[str, Any] = VARIANTS[name]._asdict()
   if slash:
     if not patch.isdigit():

@@ -73,17 +73,11 @@ def resample_posemb(
       embeddings, as in big_vision (scipy.ndimage.zoom of order 1).
 
   Returns:
-    (1, rows * columns, D) in the dtype of `posemb_1PD`; the same array if the
-    grids are equal.
-
-  Raises:
-    ConfigError: an unknown `align`.
+    (1, rows * columns, D) in the dtype of `posemb_1PD`.
   """
-  if align not in POSEMB_ALIGN:
-    hint = settings.did_you_mean(str(align), POSEMB_ALIGN)
-    raise settings.ConfigError(
-      f"config.model_init.convert.posemb_align: unknown {align!r}.{hint}"
-    )
+  settings.check_choice(
+    "config.model_init.convert.posemb_align", align, POSEMB_ALIGN
+  )
   if tuple(old) == tuple(new):
     return posemb_1PD
   D = posemb_1PD.shape[-1]

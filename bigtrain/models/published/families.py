@@ -102,10 +102,7 @@ def file_beside(path: str) -> str:
 
 
 def fields(path: str, families: Mapping[str, Family]) -> "Fields | None":
-  """Returns the fields of a model that a config.json determines.
-
-  Args:
-    families: those that config.model_name computes, by `model_type`.
+  """Returns the fields that a config.json determines, of a known family.
 
   Returns:
     None without such a file, or if it does not describe a published model, as
