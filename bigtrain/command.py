@@ -128,7 +128,6 @@ def _without_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _folder(workdir: str | None) -> Iterator[str]:
-  """The folder of a run; a temporary one for a run that keeps nothing."""
   if workdir is not None:
     yield workdir
     return
@@ -193,7 +192,6 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
 
 
 def _end(code: int, last_line: str) -> NoReturn:
-  """Ends this process and the others of its job."""
   # The log may be on the disk that is full, and the others must still end.
   with contextlib.suppress(OSError):
     print(last_line, file=sys.stderr, flush=True)

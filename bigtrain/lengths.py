@@ -92,7 +92,6 @@ def steps(
 
 
 def _keys(prefix: str) -> list[str]:
-  """Returns the names of a length, one for each unit."""
   return [f"{prefix}_{unit}" for unit in UNITS]
 
 
@@ -124,7 +123,6 @@ class Lengths(NamedTuple):
     return step == 1 or step % self.log == 0 or step == self.total
 
   def about(self) -> dict[str, Any]:
-    """Arguments of `reports.chrono.Chrono` about the run."""
     return {
       "batch_size": self.units.batch_size,
       "total_steps": self.total,

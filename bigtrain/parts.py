@@ -85,7 +85,6 @@ def _import(dotted: str, key: str) -> Any:
 
 
 def task(config: settings.Config) -> Any:
-  """Returns the module that config.task names."""
   return find_module("tasks", config.task, "config.task")
 
 
@@ -152,7 +151,6 @@ def logical_axes(config: settings.Config) -> tuple[tuple[str, Any], ...]:
 def no_rule(
   key: str, axis: str, names: Iterable[str], where: str
 ) -> settings.ConfigError:
-  """Returns the error of an axis without a rule."""
   return settings.ConfigError(
     f"{key}: expected a rule for {axis!r}, an axis of {where}, such as "
     f"{{{axis!r}: None}}.{settings.did_you_mean(axis, names)}"
@@ -276,7 +274,6 @@ class ClassCount(int):
   def __new__(
     cls, value: int, key: str = "config.model.num_classes"
   ) -> "ClassCount":
-    """Returns `value` with its key."""
     result = super().__new__(cls, value)
     result.key = key
     return result
@@ -338,7 +335,6 @@ jax.tree_util.register_pytree_with_keys(
 def predict_fns(
   task: Any, model: Any, teacher: Any = None
 ) -> Mapping[str, Callable[..., Any]]:
-  """Returns the task's predict functions by name."""
   if "teacher" in inspect.signature(task.predict_fns).parameters:
     return task.predict_fns(model, teacher=teacher)
   return task.predict_fns(model)

@@ -179,7 +179,6 @@ class Config:
     return plain(self._data)
 
   def check_all_read(self) -> None:
-    """Raises ConfigError if `unread` has any keys."""
     if lines := self.unread():
       raise ConfigError(" ".join(lines))
 
@@ -231,7 +230,6 @@ def load(path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _load(path: str) -> Any:
-  """The config of a file, as its get_config returns it."""
   file = os.path.expanduser(path)
   if file.endswith(".json") and os.path.isfile(file):
     try:
@@ -440,5 +438,4 @@ def choices() -> dict[str, dict[str, dict[str, str]]]:
 
 
 def forget_choices() -> None:
-  """Forgets the choices of an earlier run of this process."""
   _choices.clear()

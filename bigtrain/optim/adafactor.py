@@ -231,7 +231,6 @@ def _unzip(leaves: list[tuple[Any, ...]], like: Any, number: int) -> list[Any]:
 
 
 def _rms(x: jax.Array, view: View) -> jax.Array:
-  """The root mean square of each array, with all dimensions."""
   dims = view.array_dims()
   return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
 

@@ -45,13 +45,7 @@ def by_array(
     stack = tuple(spec.shape[d] for d in views[name].stack)
     groups.setdefault(stack, []).append(name)
 
-  def one(spec: Any, view: View) -> jax.ShapeDtypeStruct:
-    """The spec of an array of the stack."""
-    folded = jax.eval_shape(functools.partial(_fold, view=view), spec)
-    shape = folded.shape[len(view.stack) :]
-    return jax.ShapeDtypeStruct(shape, spec.dtype)
-
-  arrays = {name: one(spec, views[name]) for name, spec in specs.items()}
+  arrays = {name: _one(spec, views[name]) for name, spec in specs.items()}
   whole = jax.eval_shape(tx.init, trees.from_flat(arrays))
   states = {
     stack: jax.eval_shape(
@@ -106,6 +100,12 @@ def by_array(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _one(spec: Any, view: View) -> jax.ShapeDtypeStruct:
+  folded = jax.eval_shape(functools.partial(_fold, view=view), spec)
+  shape = folded.shape[len(view.stack) :]
+  return jax.ShapeDtypeStruct(shape, spec.dtype)
+
+
 def _update(
   tx: optax.GradientTransformationExtraArgs,
   extra: dict[str, Any],
@@ -129,7 +129,6 @@ def _shared(tx: optax.GradientTransformation, state: Any, key: str) -> set[str]:
 
 
 def _order(view: View) -> tuple[int, ...]:
-  """Dimensions in the order: stack, rows, columns."""
   if view.rows is None:
     return (*view.stack, *view.array_dims())
   return (*view.stack, *view.rows, *view.columns)
@@ -149,7 +148,6 @@ def _fold(x: jax.Array, view: View) -> jax.Array:
 
 
 def _unfold(x: jax.Array, view: View, shape: tuple[int, ...]) -> jax.Array:
-  """The inverse of `_fold`."""
   order = _order(view)
   x = x.reshape([shape[d] for d in order])
   return x.transpose([order.index(d) for d in range(len(order))])

@@ -55,7 +55,6 @@ class Moments(NamedTuple):
   key: str
 
   def initial(self, state: Any) -> Any:
-    """The optimizer's initial state as it is stored."""
     if self.dtype is None:
       return state
     names = [n for n, x in trees.flatten_with_names(state) if self._has(n, x)]
@@ -88,7 +87,6 @@ class Moments(NamedTuple):
     return trees.map_with_names(store, new, old)
 
   def _has(self, name: str, x: Any) -> bool:
-    """Whether an array of the state is a moment."""
     parts = name.split("/")
     return any(
       field in _FIELDS and self.sizes.get("/".join(parts[i + 1 :])) == x.size

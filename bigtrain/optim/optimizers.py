@@ -115,7 +115,6 @@ def constructors() -> dict[str, Callable[..., optax.GradientTransformation]]:
 
 
 def lr_inside(spec: Mapping[str, Any]) -> bool:
-  """Whether the optimizer applies the learning rate itself."""
   return spec.get("lr_inside", spec.get("name") in _LR_INSIDE)
 
 
@@ -186,7 +185,6 @@ def base_optimizer(
 def _constructor(
   name: str, key: str
 ) -> Callable[..., optax.GradientTransformation]:
-  """The function that builds the optimizer of this name."""
   if "." in name:
     constructor = parts.find_attribute(name, f"{key}.name")
     if not callable(constructor):

@@ -110,7 +110,6 @@ def read(
   units: Units,
   param_views: Mapping[str, views.View] | None = None,
 ) -> Recipe:
-  """Reads the optimizer's keys; see chain.make."""
   names = trees.names(params_shapes)
   lr = float(settings.check_number(f"{cfg.path}.lr", cfg["lr"], least=0))
   wd = settings.check_number(f"{cfg.path}.wd", cfg.get("wd", 0.0), least=0)

@@ -201,7 +201,6 @@ _NEED_TOTAL = ("cosine", "linear", "polynomial", "wsd", "one_cycle")
 def make(
   spec: Mapping[str, Any], units: Units, path: str = "config.schedule"
 ) -> Schedule:
-  """The schedule that a dict of the config, at `path`, describes."""
   spec = dict(spec)
   decay_type = spec.pop("decay_type", None)
   if decay_type is None:
@@ -235,7 +234,6 @@ def make(
 
 
 def _own(dotted: str, options: Mapping[str, Any], path: str) -> _Decay:
-  """The decay of a user's function of the progress."""
   key = f"{path}.decay_type"
   fn = parts.find_attribute(dotted, key)
   if not callable(fn):
@@ -255,7 +253,6 @@ def _own(dotted: str, options: Mapping[str, Any], path: str) -> _Decay:
 
 
 def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
-  """The decay of schedules that follow one another."""
   if not isinstance(pieces, list | tuple) or not pieces:
     raise ConfigError(
       f"{path}.pieces: expected a list of dicts, got {pieces!r}."

@@ -42,7 +42,6 @@ def hparams_placement(
 
 
 def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
-  """`log_shapes(loss_fn)` if config.debug_shapes is set, else `loss_fn`."""
   if config.get("debug_shapes", False):
     return log_shapes(loss_fn)
   return loss_fn

@@ -69,7 +69,6 @@ class Phases:
       self._report(*(outer or ("step", step, "training")))
 
   def step(self, step: int) -> None:
-    """Begins a training step."""
     self._report("step", step, "training")
 
   def evaluation_progress(self, num_done: int, num_batches: int) -> None:

@@ -171,7 +171,6 @@ class Programs:
 
 
 def _caches() -> bool:
-  """Whether jax has a persistent cache."""
   folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
   return bool(folder)
 
@@ -284,7 +283,6 @@ class Builder:
     return self._running[name].result()
 
   def check(self) -> None:
-    """Raises the exception of a function that has failed."""
     for running in self._running.values():
       if running.failed:
         running.result()

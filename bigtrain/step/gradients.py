@@ -136,7 +136,6 @@ def split(batch: Any, number: int, mesh: Mesh) -> Any:
 
 
 def join(microbatches: Any, mesh: Mesh) -> Any:
-  """Inverse of `split`; needs no communication either."""
 
   def join_array(x: jax.Array) -> jax.Array:
     x = x.swapaxes(0, 1)
@@ -158,7 +157,6 @@ def step_key(seed: jax.Array | int, step: jax.Array | int) -> jax.Array:
 
 
 def init_key(seed: jax.Array | int) -> jax.Array:
-  """Random key of the parameters' initialisation."""
   key, _ = jax.random.split(jax.random.key(seed))
   return key
 
@@ -228,7 +226,6 @@ def make(
     def of_microbatch(
       trained: Params, mutable: Variables, batch: Batch, rng: jax.Array
     ) -> tuple[Params, Metrics, Variables]:
-      """(gradients of the loss's sum, metrics, mutable)."""
 
       def summed_loss(trained: Params) -> Any:
         variables = {

@@ -128,7 +128,6 @@ class Guard(NamedTuple):
     loss: metrics.Pair,
     grad_norm: jax.Array,
   ) -> Verdict:
-    """Judges a step by its loss (sum, weight) and its gradient norm."""
     may_shrink: Any = False
     if self.loss_scale:
       may_shrink = self.loss_scale.may_shrink(state["loss_scale"])
@@ -210,7 +209,6 @@ class Guard(NamedTuple):
     return chosen, norms
 
   def row(self, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state's scalars that log steps report: the loss scale, if any."""
     return loss_scale.row(state)
 
   def bad_step(self, running: Mapping[str, Any]) -> int:
@@ -246,7 +244,6 @@ class Guard(NamedTuple):
     saved_step: int | None,
     rollbacks: int,
   ) -> Exception:
-    """The exception that ends the run, or rolls it back if it may."""
     rolls_back, most = self.policy == "rollback", self.max_nonfinite
     if self.spikes and isinstance(error, Spike):
       rolls_back, most = self.spikes.rolls_back, self.spikes.most
@@ -256,7 +253,6 @@ class Guard(NamedTuple):
 
 
 def from_config(config: settings.Config, mesh: Mesh) -> Guard:
-  """Reads nonfinite, max_nonfinite, loss_scale and spikes."""
   policy = config.get("nonfinite", "stop")
   settings.check_choice("config.nonfinite", policy, POLICIES)
   default = 100 if policy == "skip" else 3

@@ -29,11 +29,9 @@ class InitialVariables:
     self._seed = gradients.seed_word(seed)
 
   def boxed(self) -> Variables:
-    """The variables of config.seed, in boxes."""
     return self._boxed(self._seed)
 
   def boxed_spec(self) -> Variables:
-    """The jax.ShapeDtypeStructs of the variables, in boxes."""
     return jax.eval_shape(self._boxed, self._seed)
 
   def __call__(self, seed: jax.Array | int | None = None) -> Variables:
@@ -42,7 +40,6 @@ class InitialVariables:
     return unboxed(self._boxed(self._seed if word is None else word))
 
   def spec(self) -> Variables:
-    """The jax.ShapeDtypeStructs of the variables without boxes."""
     return dict(jax.eval_shape(unboxed, self.boxed_spec()))
 
 
@@ -122,7 +119,6 @@ def sharding_rules(
 
 
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-  """Shapes of parameters by name, from their specs in boxes."""
   named = trees.flatten_with_names(jax.eval_shape(unboxed, params))
   return {name: tuple(x.shape) for name, x in named}
 
@@ -151,7 +147,6 @@ def tensor_axes(
 
 
 def _reads_split_opt(config: settings.Config) -> bool:
-  """Whether config.opt_sharding splits the optimizer over `replica`."""
   value = config.get("opt_sharding", "fsdp")
   settings.check_choice("config.opt_sharding", value, OPT_SHARDING)
   return bool(value == "replica")

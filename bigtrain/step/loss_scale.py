@@ -36,7 +36,6 @@ class LossScale(NamedTuple):
   most: float = 2.0**24
 
   def start(self) -> dict[str, jax.Array]:
-    """Initial value of the train state's "loss_scale"."""
     return {
       "scale": jnp.float32(self.init),
       "good_steps": jnp.int32(0),
@@ -44,13 +43,11 @@ class LossScale(NamedTuple):
     }
 
   def may_shrink(self, state: Mapping[str, jax.Array]) -> jax.Array:
-    """Whether the scale is above its smallest value."""
     return state["scale"] > self.least
 
   def update(
     self, state: Mapping[str, jax.Array], overflow: jax.Array
   ) -> dict[str, jax.Array]:
-    """The state's "loss_scale" after a step."""
     good_steps = jnp.where(overflow, 0, state["good_steps"] + 1)
     grows = good_steps >= self.growth_steps
     scale = state["scale"]

@@ -66,7 +66,6 @@ class LogNorms(NamedTuple):
 
   @property
   def of_each_step(self) -> bool:
-    """Whether every good step computes the norms."""
     return self.detail == "per_param_mean"
 
   def due(self, log_step: jax.Array) -> jax.Array | bool:
@@ -76,7 +75,6 @@ class LogNorms(NamedTuple):
     return log_step if self.names else False
 
   def zeros(self) -> NamedScalars:
-    """The norms of a step that does not compute them."""
     values = jnp.zeros(len(self.names), jnp.float32)
     return NamedScalars(self.names, values, self.of_each_step)
 

@@ -53,7 +53,6 @@ def spec(
 
 
 def zeros(spec: RunningMetrics) -> RunningMetrics:
-  """Running metrics of no steps."""
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec)
 
 

@@ -120,7 +120,6 @@ class Spikes(NamedTuple):
 
   @property
   def rolls_back(self) -> bool:
-    """Whether a spike rolls the run back."""
     return self.policy == "rollback"
 
   def is_active(self, statistics: Statistics) -> jax.Array:
@@ -151,7 +150,6 @@ def row(statistics: Mapping[str, Any]) -> dict[str, int]:
 
 
 def describe(statistics: Mapping[str, Any]) -> str:
-  """Describes the newest spike, from fetched statistics."""
   values, means, deviations = np.asarray(statistics["values"])[2:]
   words = [
     f"{name} {value:.6g} ({(value - mean) / max(deviation, 1e-30):+.1f} "
