@@ -34,7 +34,6 @@ class Sum:
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
-    """Sum of values times weights, as in `pair`."""
     return cls(pair(values, weights)[0])
 
   def merge(self, other: Self) -> Self:
@@ -163,7 +162,6 @@ class Histogram:
 
   @property
   def edges(self) -> np.ndarray:
-    """Edges of the bins, float64 [bins + 1]."""
     return np.linspace(self.low, self.high, len(self.counts) + 1)
 
   def merge(self, other: Self) -> Self:
@@ -171,7 +169,6 @@ class Histogram:
 
   @classmethod
   def value(cls, parts: Iterable[Self]) -> Self:
-    """The histogram to write, with float64 counts, from fetched parts."""
     parts = list(parts)
     counts = np.sum([np.asarray(p.counts, np.float64) for p in parts], axis=0)
     return cls(counts, parts[0].low, parts[0].high)
@@ -224,10 +221,7 @@ def example_weights(batch: Batch, like: jax.Array) -> jax.Array:
 
 
 def labelled_weights(batch: Batch, labels: jax.Array) -> jax.Array:
-  """[B] float32 weights, which are 0 also for examples without a label.
-
-  Labels are class numbers [B], negative without a label, or multi-hot [B, C].
-  """
+  """[B] float32 weights, which are 0 also for examples without a label."""
   labelled = labels >= 0 if labels.ndim == 1 else jnp.any(labels > 0, -1)
   return example_weights(batch, labels) * labelled
 
@@ -272,7 +266,6 @@ def merge(first: Metrics, second: Metrics) -> Metrics:
 
 
 def means(pairs: Mapping[str, Pair]) -> dict[str, Any]:
-  """sum / weight of each pair; NaN if the weight is zero."""
   return {name: total / weight for name, (total, weight) in pairs.items()}
 
 

@@ -103,7 +103,7 @@ class Batches:
 
   @functools.cached_property
   def input(self) -> eval_input.EvalInput:
-    """The input that makes the batches; opens the data when first used."""
+    """Opens the data when first used."""
     made = eval_input.make_eval(
       data=dict(self.data),
       pp=self.pp,
@@ -196,7 +196,6 @@ class Evaluation(NamedTuple):
   at_start: bool = False
 
   def owns(self, metric: str) -> bool:
-    """Whether a name in a row is one of this evaluation's results."""
     return metric.startswith(f"{self.name}/")
 
   def due(self, step: int, total_steps: int) -> bool:

@@ -76,7 +76,6 @@ class Evaluator:
       self._images = shown.collect(lambda variables, batch: batch[image_key])
 
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
-    """Returns the metrics, "captions" and "picture"."""
     results = self._outputs(variables)
     captions = [self._tokenizer.decode(ids) for ids in results["captions"]]
     references: list[list[str]] = [[] for _ in captions]

@@ -110,7 +110,6 @@ class Evaluator:
     self._scores = batches.collect(log_likelihood)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    """Returns {"acc", "acc_norm", "acc_bytes"}."""
     scores = self._scores(variables).astype(np.float64)
     right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
     start = 0

@@ -32,5 +32,4 @@ class Evaluator:
     self._outputs = batches.map(outputs)
 
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
-    """Returns {metric: number, or metrics.Histogram}."""
     return metrics.host_values(self._outputs(variables))

@@ -70,7 +70,6 @@ class Evaluator:
     )
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    """Returns {"img2txt_recall@1", ..., "txt2img_recall@1", ...}."""
     rows = self._outputs(variables)
     row_id = rows.get("id", np.arange(len(rows["image"]), dtype=np.int32))
     image_id, first = np.unique(row_id, return_index=True)

@@ -46,7 +46,6 @@ class Evaluator:
     self._outputs = batches.replace(cache=cache).collect(outputs)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    """Writes the file; returns the number of examples in it."""
     columns = dict(trees.flatten_with_names(self._outputs(variables)))
     if jax.process_index() == 0:
       folder = os.path.join(self._context.workdir, "predictions")

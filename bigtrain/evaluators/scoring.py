@@ -65,5 +65,4 @@ class Evaluator:
     self._accuracies = batches.labelled(label_key, num_classes).map(accuracies)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    """Returns {"acc", "top5_acc"}."""
     return metrics.host_values(self._accuracies(variables))

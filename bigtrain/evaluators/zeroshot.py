@@ -114,7 +114,6 @@ class Evaluator:
     )
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    """Returns {"acc", "top5_acc"}."""
     text_TE = self._texts(variables).astype(np.float32)
     # Texts are ordered by prompt, then by class.
     class_CE = text_TE.reshape(-1, self._num_classes, text_TE.shape[-1]).mean(0)

@@ -95,7 +95,6 @@ class Setup(NamedTuple):
 
 
 def _flat(config: Any, prefix: str = "") -> Any:
-  """Yields ("model.depth", value) of nested dicts; lists become text."""
   if isinstance(config, Mapping):
     for key, value in config.items():
       yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
@@ -106,7 +105,6 @@ def _flat(config: Any, prefix: str = "") -> Any:
 
 
 def preformatted(text: str) -> str:
-  """A block of Markdown code."""
   return "".join(f"    {line}\n" for line in text.splitlines())
 
 

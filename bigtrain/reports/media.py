@@ -52,7 +52,6 @@ class Image:
     return np.round(scaled).astype(np.uint8)
 
   def png(self) -> bytes:
-    """The image as a PNG file."""
     pixels = self.uint8()
     height, width, channels = pixels.shape
     lines = pixels.reshape(height, width * channels)
@@ -109,7 +108,6 @@ class Table:
   path: str = ""
 
   def markdown(self, num_rows: int = 20) -> str:
-    """The first rows as a Markdown table."""
     header, rule = dict(zip(self.columns, self.columns)), "|---"
     lines = [
       "| " + " | ".join(_cell(row.get(c, "")) for c in self.columns) + " |"

@@ -119,11 +119,9 @@ class Hooks:
 
   @property
   def stop_reason(self) -> str:
-    """Why a hook stopped the run; "" if none did."""
     return self.stopped.reason if self.stopped else ""
 
   def raise_failure(self) -> None:
-    """Raises RuntimeError if the hook that stopped the run is a failure."""
     if self.stopped and self.stopped.failure:
       raise RuntimeError(self.stopped.reason)
 
@@ -163,7 +161,6 @@ class Hooks:
       raise failures[0]
 
   def state(self) -> dict[str, Any]:
-    """The state to save with a checkpoint, as JSON."""
     scalars = jax.device_get(self._run.scalars)
     return {
       "hooks": {
