@@ -284,10 +284,10 @@ def run(row, workdir, monkeypatch):
     return
   if "model_init" in config:  # The parameters are loaded, too.
     nothing = lambda *args, **options: lambda: None
-    monkeypatch.setattr(main.programs_lib.Programs, "lower", nothing)
+    monkeypatch.setattr(main.programs.Programs, "lower", nothing)
     monkeypatch.setattr(main.record, "start", started)
   else:
-    monkeypatch.setattr(main.commit, "check_writable", started)
+    monkeypatch.setattr(main.folders, "check_writable", started)
   with pytest.raises(StartedError):
     main.train(config, str(workdir))
 
