@@ -457,10 +457,8 @@ def _keep(
     for name in (*sharding.BATCH_AXES, *split.own):
       ways[name] = split.mesh.shape[name]
   replica, fsdp, sequence, tensor = ways.values()
-  keep = keep_BECF.reshape(
-    *(replica, fsdp, B // (replica * fsdp), E),
-    *(sequence, tensor, padded // (sequence * tensor), -1),
-  )
+  b, c = B // (replica * fsdp), padded // (sequence * tensor)
+  keep = keep_BECF.reshape(replica, fsdp, b, E, sequence, tensor, c, -1)
   return jnp.transpose(keep, (3, 0, 1, 4, 5, 2, 6, 7))
 
 
