@@ -62,7 +62,8 @@ def read(
   if results is not None:
     logging.info(
       "Step %d of this workdir is the last%s: nothing is left to do.",
-      *(results["step"], f" ({reason})" if reason else ""),
+      results["step"],
+      f" ({reason})" if reason else "",
     )
   return results
 

@@ -150,7 +150,10 @@ def load_params(
   if fresh:
     logging.warning(
       "%s: %d of %d arrays keep their fresh initialisation: %s",
-      *(key, len(fresh), len(specs), ", ".join(sorted(fresh))),
+      key,
+      len(fresh),
+      len(specs),
+      ", ".join(sorted(fresh)),
     )
 
   wanted = {name: spec for name, spec in specs.items() if name not in fresh}
@@ -304,7 +307,9 @@ def check_published(
       logging.warning(
         "%s: there is no config.json beside %s, so its number of heads, its "
         "rotary embeddings and the like cannot be compared with %s.model.",
-        *(key, file, path),
+        key,
+        file,
+        path,
       )
     return
   for name in source.allow_changed:

@@ -205,7 +205,9 @@ def _full_names(
   if others:
     logging.info(
       "%s: only arrays of the tree %r are read; skipped: %s.",
-      *(key, tree, ", ".join(f"{name} ({n})" for name, n in others.items())),
+      key,
+      tree,
+      ", ".join(f"{name} ({n})" for name, n in others.items()),
     )
   return full_names
 
