@@ -149,11 +149,8 @@ def load_params(
     raise _refusal(refused, source, key)
   if fresh:
     logging.warning(
-      "%s: %d of %d arrays keep their fresh initialisation: %s",
-      key,
-      len(fresh),
-      len(specs),
-      ", ".join(sorted(fresh)),
+      f"{key}: {len(fresh)} of {len(specs)} arrays keep their fresh "
+      f"initialisation: {', '.join(sorted(fresh))}"
     )
 
   wanted = {name: spec for name, spec in specs.items() if name not in fresh}
