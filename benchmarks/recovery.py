@@ -65,7 +65,8 @@ class Kill:
 
     hosts = pathlib.Path(self._context.config["local_ckpt_dir"])
     saved = (_KILL_STEP - 1) // _LOCAL_STEPS * _LOCAL_STEPS
-    while len([*hosts.glob(f"*/*/{saved:08d}-*[!.tmp]")]) < jax.process_count():
+    committed = f"*/*/checkpoints/{saved:08d}/manifest.json"
+    while len([*hosts.glob(committed)]) < jax.process_count():
       time.sleep(0.01)
     (own,) = hosts.glob(f"*/{_LOST}")
     shutil.rmtree(own)
