@@ -76,7 +76,9 @@ def batch(
   if size % parts:
     size = max(1, round(size / parts)) * parts
   if microbatch is None:
-    return {"batch_size": size, "microbatches": config.get("microbatches", 1)}
+    examples = config.get("microbatch_examples")
+    number = size // examples if examples else config.get("microbatches", 1)
+    return {"batch_size": size, "microbatches": max(1, number)}
   share = size // parts
   largest = min(share, microbatch)
   at_once = max(n for n in range(1, largest + 1) if share % n == 0)

@@ -148,9 +148,12 @@ def main(argv: Sequence[str]) -> int:
   request, folder = json.loads(argv[0]), argv[1]
   changes = [
     *request["changes"],
-    # A program from the cache leaves no dump, and no real device limits it.
+    # A program from the cache leaves no dump, no real device limits it, and
+    # neither of the modes for debugging compiles it ahead of time.
     "compile_cache=False",
     "device_memory_bytes=None",
+    "eager=False",
+    "debug_nans=False",
   ]
   with sharding.absent_devices(request.get("topology")):
     facts = train(

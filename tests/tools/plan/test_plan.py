@@ -171,3 +171,12 @@ def test_batch_and_microbatches_divide_evenly(
     "batch_size": batch,
     "microbatches": microbatches,
   }
+
+
+def test_microbatches_may_be_given_in_examples():
+  config = {"input": {"batch_size": 512}, "microbatch_examples": 128}
+  of = meshes.mesh(config, 8, {})
+  of |= meshes.batch(config, of, None)
+  assert of["microbatches"] == 4
+  changes = meshes.changes(config, of)
+  assert {"microbatches=4", "microbatch_examples=None"} <= {*changes}
