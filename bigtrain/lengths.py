@@ -9,14 +9,7 @@ from bigtrain import settings
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-  """Sizes that convert lengths to steps.
-
-  Attributes:
-    batch_size: examples per step, over all devices.
-    examples_per_epoch: size of the training set, if it is finite.
-    tokens_per_example: tokens per example, if the input has tokens.
-    total_steps: length of the run, once it is known.
-  """
+  """Sizes that convert lengths to steps; None where one is unknown."""
 
   batch_size: int
   examples_per_epoch: int | None = None
@@ -99,14 +92,10 @@ class Lengths(NamedTuple):
   """Lengths in steps. Step s means: after s updates.
 
   Attributes:
-    units: sizes that convert other lengths.
     total: length of the schedules.
     last: last step of the run: `total`, or `stop_at` if that is earlier.
-    log: steps between log steps.
-    ckpt: steps between checkpoints.
-    keep_ckpt: steps between checkpoints that are kept for good, or None.
-    local_ckpt: steps between checkpoints on the hosts' own disks, or None.
-    save_at_start: whether to save a checkpoint of step 0.
+    log, ckpt, keep_ckpt, local_ckpt: steps between two log steps, checkpoints,
+      checkpoints for good, and checkpoints on the hosts' own disks.
   """
 
   units: Units

@@ -114,16 +114,10 @@ def _quantized() -> Any:
 
 
 def logical_axes(config: settings.Config) -> tuple[tuple[str, Any], ...]:
-  """Returns config.logical_axes as flax's rules: (name, axes of the mesh).
+  """config.logical_axes as flax's rules: (name, axes of the mesh).
 
-  Args:
-    config: the whole config, or config.teacher; `logical_axes` is a dict, or a
-      list of pairs, of names that the model gives to dimensions. Of two names
-      of an array with the same axis of the mesh, the first in the config gets
-      it.
-
-  Raises:
-    ConfigError: a rule cannot be read, or the ambient mesh has no such axis.
+  A dict or a list of pairs, of names that the model gives to dimensions. Of two
+  names of an array with the same axis of the mesh, the first gets it.
   """
   key = f"{config.path}.logical_axes"
   rules = config.get("logical_axes") or ()
@@ -299,9 +293,6 @@ class Features(dict[str, Any]):
   The program wraps every batch before it calls a loss or predict function, so
   these read `batch["labels"]` without a check of their own. Names with a
   leading underscore ("_mask") belong to the program and are not suggested.
-
-  Args:
-    path: location of the input in the config, such as "config.input".
   """
 
   def __init__(

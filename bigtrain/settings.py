@@ -295,10 +295,6 @@ def override(config: Any, assignment: str) -> None:
   The value takes the type of the value it replaces: `1e-3` for a float, `1e5`
   for an int, a bare word for a string; anything else must be a Python literal.
   A new key is added; if it is never read, `Config.unread` reports it.
-
-  Raises:
-    ConfigError: the value is missing or of the wrong type, or the path leads
-      through a value that is not a dict.
   """
   path, equals, text = assignment.partition("=")
   if not equals:
@@ -369,11 +365,6 @@ def check_number(
   Args:
     path: location of the value in the config, such as "config.lr".
     value: int or float; bools are not numbers here.
-    whole: whether the value must be an int.
-    error: exception type for values that do not fit.
-
-  Raises:
-    ConfigError: or `error`; the message has the path, the value and the range.
 
   >>> check_number("config.dropout", 0.1, least=0, below=1)
   0.1

@@ -76,8 +76,7 @@ class Optimizer(NamedTuple):
   """An optimizer for the trainable parameters.
 
   Attributes:
-    tx: transformation over the trainable parameters ALONE. The caller splits
-      them off and passes the step and the scalars of `hparams`:
+    tx: transformation over the trainable parameters ALONE:
 
         trained, frozen = trees.partition(params, optimizer.trainable)
         opt = tx.init(trained)
@@ -87,12 +86,9 @@ class Optimizer(NamedTuple):
         params = trees.merge(optax.apply_updates(trained, updates), frozen)
 
       `step` counts the updates before this one; without hparams it is a whole
-      number of the host. hparams["seed"] is needed for stochastic rounding
-      only. `loss` is the (sum, weight) of the loss, for optimizers that use its
-      value, and `grad_norm` the norm of the gradients, computed if it is needed
-      and not given. Updates are float32 and include sign and learning rate.
-    hparams: step -> {"lr": {name: learning rate}, "wd": {name: weight decay}},
-      see Recipe.hparams.
+      number of the host. hparams["seed"] is for stochastic rounding, `loss`
+      for optimizers that use its value. Updates are float32.
+    hparams: see Recipe.hparams.
     trainable: nested dicts of bools with the structure of the parameters.
   """
 

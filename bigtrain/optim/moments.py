@@ -46,7 +46,6 @@ class Moments(NamedTuple):
     dtype: their dtype, or None for the optimizer's own choice.
     stochastic: whether they are rounded stochastically, and not to nearest.
     sizes: numbers of elements of the trainable parameters, by name.
-    key: location of the optimizer in the config, for messages.
   """
 
   dtype: Any
@@ -139,10 +138,7 @@ def without_own_dtypes(
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
   """Rounds float32 to one of the two nearest bfloat16, without bias.
 
-  Args:
-    x: float32 array. Infinities and NaN remain.
-    key: random key. Equal keys and shapes give equal roundings, however the
-      array is split over devices.
+  Equal keys and shapes give equal roundings, on any mesh.
   """
   # A bfloat16 is the upper half of a float32. Adding a uniform number to the
   # lower half carries into the upper half with the right probability.

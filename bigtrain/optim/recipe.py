@@ -20,14 +20,7 @@ _ARITHMETIC = ("float32", "stored")
 
 
 class Leaf(NamedTuple):
-  """Settings of one trainable parameter.
-
-  Attributes:
-    lr_mult: factor of the learning rate.
-    wd_mult: factor of the weight decay; None for no decay.
-    grad_mult: factor of the gradient; None for 1.
-    schedule: name of the schedule.
-  """
+  """Settings of one trainable parameter; None: no decay, or a factor of 1."""
 
   lr_mult: float
   wd_mult: float | None
@@ -41,19 +34,11 @@ class Recipe(NamedTuple):
   Attributes:
     leaves: settings by name of the trainable parameters.
     trainable: nested dicts of bools with the structure of the parameters.
-    shapes: shapes of the trainable parameters.
-    lr: learning rate where the schedule is 1.
-    wd: weight decay where the schedule is 1.
-    coupling: one of "schedule", "lr" and "gradient".
+    shapes: specs of the trainable parameters.
     schedules: {name: schedule}, whose values are factors of the learning rate.
-    clip_value: largest absolute value of a gradient's element, or None.
     clip_norms: (parameters, largest norm of their gradients), in order.
-    optimizer: name and arguments of the base optimizer.
-    wrap: what config.optimizer has around it, or None; see wrappers.py.
-    stored_arithmetic: whether moments are computed in the dtype in which they
-      are stored.
-    moments: how moments are stored, see moments.py.
-    views: views by name of the trainable parameters.
+    wrap: what config.optimizer has around the base optimizer, or None.
+    stored_arithmetic: whether moments are computed in their stored dtype.
     path: location of the optimizer's keys in the config.
   """
 
@@ -79,8 +64,7 @@ class Recipe(NamedTuple):
     Returns:
       {"lr": {schedule: learning rate}, "wd": {schedule: weight decay}}, without
       multipliers. The name of a single schedule is "lr", of each of several
-      "lr/<regex>". For an optimizer in a wrapper, which counts updates from 1,
-      also {"next_lr": {schedule: learning rate of the update after it}}.
+      "lr/<regex>". A wrapper counts updates from 1: for it also "next_lr".
     """
     rates, decays = {}, {}
     for name, schedule in self.schedules.items():

@@ -29,15 +29,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def read(config: settings.Config, mesh: Mesh) -> dict[str, Any]:
-  """Reads config.compiler_options.
-
-  Args:
-    config: the whole config; `compiler_options` maps names of options of XLA to
-      their values.
-
-  Returns:
-    The options of this run: OURS for the mesh's platform, changed by the
-    config's.
+  """OURS for the mesh's platform, changed by config.compiler_options.
 
   Raises:
     ConfigError: the compiler does not know an option or refuses its value.

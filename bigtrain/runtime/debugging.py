@@ -13,14 +13,7 @@ _TRANSFER_GUARDS = ("allow", "log", "disallow", "log_explicit")
 
 
 def transfer_guard(config: Config) -> contextlib.AbstractContextManager[Any]:
-  """Reads config.transfer_guard: a guard of implicit transfers.
-
-  Returns:
-    The context of jax.transfer_guard; it does nothing unless the key is set.
-
-  Raises:
-    ConfigError: an unknown value.
-  """
+  """The context of config.transfer_guard; without the key it does nothing."""
   level = config.get("transfer_guard")
   if level is None:
     return contextlib.nullcontext()
@@ -50,13 +43,10 @@ def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
 def log_shapes(
   loss_fn: Callable[[Any, Any, Any], Any],
 ) -> Callable[[Any, Any, Any], Any]:
-  """Returns the same function, which logs shapes when it is first traced.
+  """The same function, which logs shapes when it is first traced:
 
-  The log has the batch, the arguments and results of every flax module in the
-  order of their calls, and the metrics.
-
-  Args:
-    loss_fn: (variables, batch, rng) -> (metrics, mutable).
+  those of the batch, of the arguments and results of every flax module in the
+  order of their calls, and of the metrics.
   """
   is_logged = False
 

@@ -34,12 +34,7 @@ class OutOfMemory(RuntimeError):
 def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
   """Memory of a device that programs may use; None if unknown.
 
-  Args:
-    config: the whole config; `device_memory_bytes` replaces what the devices
-      report.
-
-  Raises:
-    ConfigError: device_memory_bytes is not a positive whole number.
+  config.device_memory_bytes replaces what the devices report.
   """
   given = config.get("device_memory_bytes")
   if given is not None:
@@ -56,12 +51,8 @@ def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
 def memory_bytes(program: jax.stages.Compiled) -> dict[str, int]:
   """Memory of a compiled program on each device, if the backend reports it.
 
-  Returns:
-    argument_bytes, output_bytes, temporary_bytes, alias_bytes, which arguments
-    and outputs share, and peak_bytes, the most that is alive at a time. A
-    program that uses host memory also has host_argument_bytes,
-    host_output_bytes, host_temporary_bytes and host_alias_bytes, which the
-    other figures leave out.
+  alias_bytes are shared by arguments and outputs, peak_bytes the most that is
+  alive at a time. The other figures leave out host_*_bytes.
   """
   analysis = program.memory_analysis()
   if analysis is None:
@@ -122,12 +113,7 @@ def explained(
   update: jax.stages.Compiled | None,
   limit: int | None,
 ) -> OutOfMemory:
-  """Returns an OutOfMemory for an error of jax while compiling or running.
-
-  Args:
-    name: the program that was being compiled; "" at run time.
-    update: the compiled update, if any.
-  """
+  """An OutOfMemory for an error of jax while compiling `name`, or running."""
   where = ", ".join(getattr(error, "__notes__", [])) or "while training"
   if name:
     what = "update" if name == UPDATE else f"program {name!r}"
@@ -178,11 +164,7 @@ def _on_device(infos: Any, shardings: Any) -> int:
 
 
 def _advice(limit: int | None) -> str:
-  """The command that finds settings that fit, from this process's own.
-
-  Args:
-    limit: bytes of a device that the settings may use, if known.
-  """
+  """The command that finds settings that fit, from this process's own."""
   words = iter(sys.argv[1:])
   config = [
     word if "=" in word else f"{word}={next(words, '')}"

@@ -14,27 +14,15 @@ _GROW_BYTES = 2**26
 
 
 def keep_freed() -> bool:
-  """Makes glibc's malloc keep freed blocks below 1 GiB.
+  """Makes glibc's malloc keep freed blocks below 1 GiB; False if it cannot.
 
   By default large blocks are mapped and unmapped one by one. XLA's CPU backend
-  allocates its temporaries anew for every step, and so does the input its
-  batches, so each step would fault in all of their pages again: a third of the
-  time of a small model's step (docs/benchmarks.md).
+  allocates its temporaries anew for every step, so each step would fault in all
+  of their pages again: a third of a small model's step (docs/benchmarks.md).
 
   Only malloc's main arena holds blocks above 64 MiB, and it serves the main
   thread only. So the CPU backend runs programs in the calling thread, which is
-  the loop's and thus the main one. This costs nothing, since a step uses all
-  cores and batches are made in threads of their own. (One arena for all
-  threads would also work, but XLA's compiler allocates in many threads at
-  once, and takes twice the time if they wait for each other.)
-
-  The heap grows by 64 MiB at a time. By default it asks the kernel for each
-  132 KiB, or for each page in a thread that compiles or loads a program.
-
-  Call this before the first use of jax's devices.
-
-  Returns:
-    Whether this C library supports it.
+  the loop's and thus the main one. Call this before the first use of devices.
   """
   jax_flags.default("jax_cpu_enable_async_dispatch", False)
   if not sys.platform.startswith("linux"):

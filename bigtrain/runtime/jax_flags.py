@@ -50,11 +50,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def apply(values: flags.FlagValues) -> None:
-  """Hands the flags that were present to jax and absl.
-
-  Raises:
-    ConfigError: a value that jax refuses, or an option that is not free.
-  """
+  """Hands the flags that were present to jax and absl."""
   _given.clear()
   for name in sorted(_jax_names()):
     if not values[name].present:
@@ -77,11 +73,7 @@ def apply(values: flags.FlagValues) -> None:
 
 
 def take(words: Sequence[str]) -> list[str]:
-  """Applies the flags among the words; returns the other words.
-
-  Raises:
-    ConfigError: see `apply`; or a value of the wrong type.
-  """
+  """Applies the flags among the words; returns the other words."""
   values = flags.FlagValues()
   values.set_gnu_getopt(True)
   define(values)
@@ -107,15 +99,12 @@ def default(name: str, value: Any) -> None:
 
 
 def use_compile_cache(folder: str | bool | None) -> str:
-  """Enables jax's persistent compilation cache.
+  """Enables jax's compilation cache; returns its folder, "" for none.
 
   Flags of the command line, such as --jax_compilation_cache_dir, come first.
 
   Args:
     folder: True for the user's cache folder, False for no cache.
-
-  Returns:
-    The folder, or "" for no cache.
   """
   if folder is False or folder is None:
     return ""

@@ -42,13 +42,7 @@ class Phases:
     """The phase inside a `with` block; afterwards, the surrounding one.
 
     Wait for dispatched steps before the block: inside, the time they take
-    counts as `name`.
-
-    Args:
-      name: "compile", "evaluation" or "save".
-
-    Raises:
-      ValueError: an unknown name.
+    counts as `name`, which is "compile", "evaluation" or "save".
     """
     if name not in _PHASES:
       raise ValueError(f"phase {name!r}: expected one of {', '.join(_PHASES)}")
@@ -75,8 +69,7 @@ class Phases:
     """Reports a finished batch inside of `phase("evaluation", ...)`.
 
     Raises:
-      Preempted: the run must end because of a signal; the state of this step
-        is saved already.
+      Preempted: the run must end; the state of this step is saved already.
     """
     self._watchdog.beat()
     self._console.evaluation_progress(num_done, num_batches)

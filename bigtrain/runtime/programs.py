@@ -78,7 +78,10 @@ class Programs:
     limited: bool = True,
     **options: Any,
   ) -> Callable[[], Program]:
-    """Traces a function at once, for compilation later.
+    """Traces a function at once; returns a function that compiles it later.
+
+    That one may run in any thread. Its result takes arguments of exactly these
+    shapes, types and shardings.
 
     Args:
       name: name of the program, for `facts` and the log.
@@ -87,10 +90,6 @@ class Programs:
         `share` before.
       limited: whether to refuse a program that needs more than limit_bytes.
       **options: arguments of jax.jit.
-
-    Returns:
-      A function that compiles, in any thread, and returns the program. That
-      takes arguments of exactly these shapes, types and shardings.
     """
     if self.mode == "eager":
       return lambda: _eager(fn, options.get("out_shardings"))
@@ -138,7 +137,7 @@ class Programs:
     return program
 
   def explained(self, error: Exception, name: str = "") -> Exception:
-    """Returns OutOfMemory for an error of jax about memory, else the error.
+    """OutOfMemory for an error of jax about memory, else the error.
 
     Args:
       name: the program that was being compiled; "" at run time.
@@ -155,15 +154,10 @@ class Programs:
     return self.lower(name, fn, *specs, share=True, **options)()
 
   def facts(self, name: str) -> dict[str, Any]:
-    """Costs of a program: trace_secs, compile_secs, cache, and bytes.
+    """Costs of a program: trace_secs, compile_secs, bytes, and "cache".
 
-    Also the compiler_options that it was compiled with.
-
-    Returns:
-      {} for a program that was not compiled ahead of time. "cache" is "hit" or
-      "miss" in the persistent compilation cache, "off" without one, "shared"
-      if an identical program had been compiled. For the bytes, which are per
-      device, see device_memory.py.
+    It is "hit" or "miss" in the compilation cache, "off" without one, "shared"
+    if an identical program had been compiled. {} if nothing was compiled ahead.
     """
     if name not in self._programs:
       return {}
@@ -179,10 +173,6 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
   """Reads eager, debug_nans, compiler_options and device_memory_bytes.
 
   The options of jax that ask for the same, such as --jax_debug_nans, count too.
-
-  Raises:
-    ConfigError: the first two are both set, the compiler does not know an
-      option, or the memory is not a positive whole number.
   """
   eager, checked = config.get("eager", False), config.get("debug_nans", False)
   debugs = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
@@ -203,12 +193,7 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
 
 @contextlib.contextmanager
 def of_run(config: settings.Config, mesh: Mesh) -> Iterator[Programs]:
-  """Programs for a `with` block, with the checks and errors of their mode.
-
-  Raises:
-    ConfigError: see `from_config`.
-    OutOfMemory: a device ran out of memory.
-  """
+  """Programs for a `with` block, with the checks and errors of their mode."""
   programs = from_config(config, mesh)
   with jax.debug_nans(programs.mode == "checked"):
     try:
@@ -244,12 +229,7 @@ class Builder:
   """Calls functions in the background, one after the other."""
 
   def __init__(self, builds: Mapping[str, Callable[[], Any]], mesh: Mesh):
-    """Calls nothing yet.
-
-    Args:
-      builds: functions by name. Several processes call them at different
-        times, so they must not communicate with each other.
-    """
+    """Calls nothing yet; `builds` must not communicate with other processes."""
     self._builds = builds
     self._mesh = mesh
     self._running: dict[str, process.Background] = {}

@@ -33,10 +33,8 @@ class TwoPassLoss(NamedTuple):
 
   The first pass embeds all microbatches, keeps only the embeddings, and
   computes the loss's gradients with respect to them. The second pass embeds
-  each microbatch again and propagates those gradients back through the model.
-  Sources: "Combined Scaling for Zero-shot Transfer Learning" (Pham et al.
-  2021) and "Scaling Deep Contrastive Learning Batch Size under Memory Limited
-  Setup" (arXiv 2101.06983).
+  each microbatch again and propagates those gradients back through the model
+  (Pham et al. 2021, arXiv 2111.10050; arXiv 2101.06983).
 
   Attributes:
     embed_fn: (variables, batch, rng) -> (tree of [B, ...], new mutable).
@@ -200,19 +198,15 @@ def make(
 
   Args:
     loss_fn: its batch has "_keys" [B], see `with_keys`.
-    trainable: tree of bools like the parameters; frozen parameters (False)
-      have no gradient.
-    mesh: mesh over which the batch is split.
-    microbatches: number of parts of the batch, computed one after the other.
+    trainable: tree of bools; frozen parameters (False) have no gradient.
     two_pass: used for several microbatches if the loss needs the whole batch.
 
   Returns:
     gradients(state, batch) -> (gradients, metrics, mutable): float32 gradients
     of the mean loss with respect to the trainable parameters, the metrics
-    summed over the batch, and the mutable collections after the last
-    microbatch. Beside the train state, `state` may hold "seed", which gives
-    each step its own key, and each microbatch and each example a key derived
-    from that; and "teacher", which becomes variables["teacher"] of the loss.
+    summed over the batch, and the new mutable collections. Beside the train
+    state, `state` may hold "seed", from which each step, microbatch and example
+    gets a key, and "teacher", which becomes variables["teacher"] of the loss.
   """
 
   def gradients(state: Any, batch: Batch) -> tuple[Params, Metrics, Variables]:

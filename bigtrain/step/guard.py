@@ -110,9 +110,7 @@ class Guard(NamedTuple):
     policy: one of POLICIES.
     max_nonfinite: number of skipped steps, or of rollbacks, that the run may
       have without failing.
-    loss_scale: settings of the loss scale, or None.
-    by_branch: whether `select` is a branch, and not a selection.
-    spikes: settings of config.spikes, or None.
+    by_branch: whether `run` branches, or selects each array.
   """
 
   policy: str

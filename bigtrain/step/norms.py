@@ -20,13 +20,9 @@ DETAILS = ("none", "global", "per_param", "per_param_mean")
 )
 @dataclasses.dataclass(frozen=True)
 class NamedScalars:
-  """Scalars by name, in one array.
-
-  A compiled step takes microseconds for each output array, which adds up for
-  hundreds of scalars.
+  """Scalars by name, in one array, because outputs cost microseconds each.
 
   Attributes:
-    names: names of the scalars.
     values: float32 [number of names].
     of_each_step: whether each good step has them, and not only log steps. In
       running metrics the values are then sums over the good steps.
@@ -56,9 +52,8 @@ class LogNorms(NamedTuple):
 
   Attributes:
     detail: config.weight_stats: "none", "global" (norms over all parameters),
-      "per_param" or "per_param_mean" (also statistics of every parameter). With
-      "per_param_mean" every good step computes them.
-    names: names of the norms.
+      "per_param" or "per_param_mean" (also statistics of every parameter; the
+      latter of each good step).
   """
 
   detail: str
@@ -119,14 +114,10 @@ def _norms(
 def weight_stats(
   before: Params, params: Params, grads: Params, updates: Params
 ) -> dict[str, jax.Array]:
-  """Statistics of every parameter, the same as in T5X.
+  """Statistics of every parameter, float32 scalars, the same as in T5X.
 
-  Returns:
-    {"weight_rms/<name>", "weight_max/<name>", "grad_rms/<name>",
-    "grad_norm/<name>", "update_rms/<name>",
-    "weight_update_divided_by_weight_rms/<name>"}: float32 scalars. The last is
-    of each element's update over its value before the step, infinite where that
-    is 0.
+  "weight_update_divided_by_weight_rms/<name>" is of each element's update over
+  its value before the step, infinite where that is 0.
   """
 
   def rms(x: jax.Array) -> jax.Array:

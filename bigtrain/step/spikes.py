@@ -48,7 +48,6 @@ class Spikes(NamedTuple):
   Attributes:
     z: number of standard deviations above the mean.
     window: number of steps that the averages cover.
-    policy: one of POLICIES.
     most: number of skipped steps, or of rollbacks, that the run may have
       without failing.
   """
