@@ -1,16 +1,11 @@
 """Counts model FLOPs of a function's jaxpr, and lists the devices' peaks.
 
-Counted are the multiplications and additions of matrix products, convolutions
-and attention; a multiply-add counts as 2. Elementwise work, reductions,
-softmax, normalisation and look-ups are not counted: published model FLOPs leave
-them out, and matrix units do not run them. The body of a scan counts once per
-iteration, and `remat` changes nothing in a forward pass.
-
-Model FLOPs count the mathematics, whatever implementation runs: padding
-of a loss's last chunk and empty slots of experts do not count, see
-bigtrain/model_flops.py. Causal attention counts as the full square, as in PaLM
-(appendix B) and most papers; a window of w positions counts min(w, L) keys per
-query.
+Counted are matrix products, convolutions and attention; a multiply-add counts
+as 2. Elementwise work, reductions and look-ups are not: published model FLOPs
+leave them out. Model FLOPs count the mathematics, whatever implementation runs:
+recomputation, padding and empty slots of experts do not count
+(bigtrain/model_flops.py). Causal attention counts as the full square, as in
+PaLM (appendix B); a window of w positions counts min(w, L) keys per query.
 
 MFU (model FLOPs utilisation, PaLM, https://arxiv.org/abs/2204.02311) is
 
@@ -37,11 +32,7 @@ _Share = Callable[[str], fractions.Fraction]
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-  """Counts the model FLOPs of one call of `fn` over all devices.
-
-  Args:
-    *args: arrays or jax.ShapeDtypeStructs of global shapes, or trees of them.
-  """
+  """Counts the model FLOPs of one call of `fn` over all devices."""
   return jaxpr_flops(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr)
 
 
@@ -52,24 +43,18 @@ def executed_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 
 
 def step_flops(loss_fn: Callable[..., Any], *args: Any) -> int:
-  """Counts the model FLOPs of a training step: forward and backward pass."""
   return 3 * forward_flops(loss_fn, *args)
 
 
 def mfu(
   flops_per_step: float, step_secs: float, num_devices: int, peak: float
 ) -> float:
-  """Returns the model FLOPs utilisation, a fraction of the devices' peak.
-
-  Args:
-    flops_per_step: model FLOPs over all devices.
-    peak: peak FLOP/s of one device.
-  """
+  """Returns the model FLOPs utilisation; `peak` is FLOP/s of one device."""
   return flops_per_step / (step_secs * num_devices * peak)
 
 
 def jaxpr_flops(jaxpr: Any, share: _Share = model_flops.useful_share) -> int:
-  """Counts the FLOPs of an open or closed jaxpr, nested jaxprs included."""
+  """Counts the FLOPs of an open or closed jaxpr."""
   return round(_flops(jaxpr, share))
 
 
@@ -120,10 +105,9 @@ def _nested(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def _num_shards(params: dict[str, Any]) -> int:
-  """Returns the number of distinct shards that a shard_map computes.
+  """Number of distinct shards: those along axes that split an input.
 
-  The body has the shapes of one shard. Along a mesh axis over which no input is
-  split the shards repeat the same work, which is counted once.
+  Along the other axes, shards repeat the same work, which is counted once.
   """
   axes = set()
   for spec in params["in_specs"]:
@@ -204,7 +188,6 @@ def _taps(
   lhs_dilation: int,
   rhs_dilation: int,
 ) -> int:
-  """Counts (output, tap) pairs along one dimension, without holes."""
   if lhs_dilation == 1:
     return outputs * kernel
   return sum(
@@ -303,15 +286,13 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def read_peak_flops(config: Config, device: Any) -> float | None:
-  """Reads config.peak_flops_per_device; by default, `peak_flops(device)`."""
   return config.get("peak_flops_per_device") or peak_flops(device)
 
 
 def peak_flops(device: Any) -> float | None:
   """Returns the dense peak bfloat16 FLOP/s of a device.
 
-  None for CPUs, slices of a GPU (MIG) and device kinds that the table lacks;
-  log steps then have no `mfu`.
+  None for CPUs, slices of a GPU (MIG) and kinds that the table lacks.
   """
   kind = device if isinstance(device, str) else device.device_kind
   for pattern, peak in _PEAKS:

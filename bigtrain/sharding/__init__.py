@@ -1,12 +1,11 @@
 """How arrays are split over devices.
 
 mesh.py makes the device mesh and names its axes; open it first. batches.py has
-the shardings of batches, and what models ask of the mesh while they are traced;
-rules.py the layout of parameters and optimizer state, with model_rules.py for
-the rules of a model; memory.py what stays in host memory, tensor.py and
-lookup.py layers that are split, absent.py devices that are not there. Other
-packages use the names below. Any package may import this one, which imports
-only dims, model_flops, settings and trees.
+the shardings of batches and the ambient mesh of a program; rules.py the layout
+of parameters and optimizer state, with model_rules.py for the rules of a model;
+memory.py what stays in host memory, tensor.py and lookup.py layers that are
+split, absent.py devices that are not there. Any package may import this one,
+which imports only dims, model_flops, settings and trees.
 """
 
 from bigtrain.sharding.absent import absent_devices

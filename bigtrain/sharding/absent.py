@@ -43,9 +43,8 @@ _topology: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 def absent_devices(topology: str | None) -> Iterator[None]:
   """Inside of it, `sharding.from_config` makes meshes of absent devices.
 
-  Args:
-    topology: a TPU slice, such as "v5p:2x2x2", or servers x GPUs of a server,
-      such as "h100:8x8"; None for this machine's devices.
+  The topology is a TPU slice, such as "v5p:2x2x2", servers x GPUs of a server,
+  such as "h100:8x8", or None for this machine's devices.
   """
   token = _topology.set(topology)
   try:
@@ -55,16 +54,10 @@ def absent_devices(topology: str | None) -> Iterator[None]:
 
 
 def topology() -> str | None:
-  """The topology of the `absent_devices` around the caller, if any."""
   return _topology.get()
 
 
 def devices(topology: str) -> Sequence[Any]:
-  """Returns the devices of a topology.
-
-  Raises:
-    ConfigError: the compiler is not installed, or there is no such topology.
-  """
   gpus = _GPU.match(topology)
   if gpus and gpus[1] in GPUS:
     return _gpus(topology, GPUS[gpus[1]].read_text(), gpus[2], gpus[3])
@@ -109,8 +102,8 @@ def _has_cuda_plugin() -> bool:
 def tell_cudnn(description: str) -> None:
   """Lets jax trace cuDNN's attention for an absent GPU.
 
-  jax asks this machine's GPU and its cuDNN what they can do. From here on the
-  process gets the answers of the description.
+  From here on the process gets the description's answers to what jax asks this
+  machine's GPU and its cuDNN.
   """
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

@@ -18,24 +18,20 @@ from bigtrain.sharding.mesh import BATCH_AXES, in_words
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Sharding of an array that every device holds in full."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def batch(mesh: Mesh) -> NamedSharding:
-  """Sharding of an array whose first dimension is split over the batch axes."""
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def batch_ways(mesh: Mesh | AbstractMesh) -> int:
-  """Number of parts into which a mesh splits the batch."""
   return int(mesh.shape["replica"] * mesh.shape["fsdp"])
 
 
 def batch_spec(
   spec: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """Adds the batch sharding to each ShapeDtypeStruct."""
   return {
     name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch(mesh))
     for name, x in spec.items()
@@ -43,14 +39,12 @@ def batch_spec(
 
 
 def one_example(spec: Mapping[str, Any]) -> dict[str, jax.Array]:
-  """A batch of one example of zeros, for the initialisation of a model."""
   return {
     name: jnp.zeros((1, *x.shape[1:]), x.dtype) for name, x in spec.items()
   }
 
 
 def check_batch(batch_size: int, mesh: Mesh, key: str) -> None:
-  """Raises ConfigError unless each device gets the same number of examples."""
   if not isinstance(batch_size, int) or batch_size < 1:
     raise ConfigError(
       f"{key}: expected a positive whole number, got {batch_size!r}."
@@ -89,8 +83,7 @@ def over_batch(x: jax.Array) -> jax.Array:
 def length_ways(batch_size: int, length: int) -> int:
   """Number of devices among which the positions of an example are split.
 
-  1 where `ambient` is None, and for lengths below the size of `sequence`, such
-  as a single token in decoding.
+  1 for lengths below the size of `sequence`, such as a token in decoding.
   """
   mesh = ambient(batch_size)
   ways = 1 if mesh is None else mesh.shape.get("sequence", 1)
@@ -100,14 +93,10 @@ def length_ways(batch_size: int, length: int) -> int:
 def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
   """Calls `fn` with each device's part of the batch, for kernels.
 
-  XLA cannot split a kernel over devices by itself.
-
-  Args:
-    *args: an array, and arrays or trees of arrays, all with the batch as first
-      dimension, as the result. If the ambient mesh does not split the first
-      one's batch, `fn` is called with all of it.
-    by_heads: number of arrays at the front with heads as dimension 2, as the
-      result then has. These are split over `tensor`, if they divide.
+  XLA cannot split a kernel over devices by itself. All arguments, arrays or
+  trees of arrays, and the result have the batch as first dimension. The first
+  `by_heads` arrays, and then the result, have heads as dimension 2, which are
+  split over `tensor` if they divide.
   """
   mesh = ambient(args[0].shape[0])
   if mesh is None:

@@ -28,11 +28,6 @@ OptMemory = Sequence[tuple[str, str]]
 
 
 def read_opt_memory(config: Config) -> OptMemory:
-  """Reads config.opt_memory.
-
-  Raises:
-    ConfigError: an unknown kind of memory, or a pair that cannot be read.
-  """
   value = config.get("opt_memory", "device")
   pairs = [(".*", value)] if isinstance(value, str) else value
   for pair in pairs:
@@ -48,15 +43,7 @@ def read_opt_memory(config: Config) -> OptMemory:
 
 
 def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
-  """Puts shardings of the optimizer's state into the memory that is asked for.
-
-  Args:
-    shapes: tree of ShapeDtypeStructs of the train state.
-
-  Raises:
-    ConfigError: the devices do not have this memory, or a regular expression
-      matches nothing.
-  """
+  """Puts shardings of the optimizer's state into the configured memory."""
   for kind in {kind for _, kind in pairs} - {"device"}:
     # Those of other processes cannot be asked, and all may be absent.
     device = [*mesh.local_devices, mesh.devices.flat[0]][0]
@@ -90,16 +77,14 @@ def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
 
 
 def in_host(x: Any) -> bool:
-  """Whether an array is in host memory; traceable."""
   return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
 
 
 def on_device(tree: Any) -> Any:
   """Copies arrays of host memory to the device; traceable.
 
-  XLA begins such copies as early as it can, at the latest when the arrays are
-  used. So that they do not take memory of the device during the rest of a
-  program, they belong into a branch of jax.lax.cond.
+  XLA copies as early as it can: a branch of jax.lax.cond keeps the arrays from
+  taking the device's memory during the rest of a program.
   """
   space = jax.memory.Space.Device
   return jax.tree.map(

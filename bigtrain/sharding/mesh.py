@@ -5,13 +5,10 @@
   sequence   parts of each example along its length
   tensor     parts of each layer: heads, hidden widths, vocabularies
 
-The batch is split over `replica` and `fsdp`. The devices of a `tensor` group
-send the most, so they are neighbours; then come `sequence` and `fsdp`.
-
-A slice is a set of devices with a fast network among them: a slice of TPUs, or
-a server with GPUs. The network between slices is slower. So an axis of the mesh
-that sends little is spread over the slices, `replica` first, and one that sends
-much stays inside of a slice, `tensor` above all.
+The batch is split over `replica` and `fsdp`. A slice is a set of devices with a
+fast network among them: a slice of TPUs, or a server with GPUs. An axis that
+sends little is spread over the slices, `replica` first, and one that sends much
+stays inside of a slice, `tensor` above all.
 """
 
 import math
@@ -42,11 +39,6 @@ _TRAFFIC = {
 
 
 def from_config(config: Config) -> Mesh:
-  """The mesh of config.mesh, of absent devices inside of `absent_devices`.
-
-  Raises:
-    ConfigError: the sizes do not fit the devices.
-  """
   options = config.kwargs("mesh")
   check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
   if topology := absent.topology():
@@ -63,18 +55,13 @@ def make_mesh(
   slices: int | None = None,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """A mesh of all devices with the axes `AXES`.
+  """A mesh of all devices with the axes `AXES`; one size may be -1.
 
   Args:
-    replica: number of copies of the sharded state. One of the sizes may be -1,
-      for the devices that the others leave.
+    replica: number of copies of the sharded state.
     slices: number of slices of TPUs or of servers with GPUs, which is checked;
       by default as many as the devices report.
     devices: all devices of the job unless given.
-
-  Raises:
-    ConfigError: the sizes do not multiply to the number of devices, or there is
-      another number of slices.
   """
   devices = jax.devices() if devices is None else list(devices)
   sizes = _filled(dict(zip(AXES, (replica, fsdp, sequence, tensor))), devices)
@@ -85,7 +72,6 @@ def make_mesh(
 
 
 def _filled(sizes: dict[str, int], devices: Sequence[Any]) -> dict[str, int]:
-  """Returns the sizes of the axes with -1 replaced."""
   for axis, size in sizes.items():
     if not isinstance(size, int) or (size < 1 and size != -1):
       raise ConfigError(
@@ -142,7 +128,6 @@ def _nearest(sizes: Mapping[str, int], num_devices: int) -> str:
 
 
 def _slice_of(device: Any) -> int:
-  """The number of a device's slice or server."""
   # jax numbers servers with GPUs as slices. Elsewhere a server is a process.
   number = getattr(device, "slice_index", None)
   if number is None and device.platform == "tpu":
@@ -153,12 +138,7 @@ def _slice_of(device: Any) -> int:
 def grouped(devices: Sequence[Any], slices: int | None) -> list[list[Any]]:
   """Returns the devices of each slice.
 
-  Args:
-    slices: expected number of slices, or None for any. Simulated devices of one
-      process form this number of slices, each of neighbours.
-
-  Raises:
-    ConfigError: there is another number of slices.
+  Simulated devices of one process form `slices` slices, each of neighbours.
   """
   groups: dict[int, list[Any]] = {}
   for device in devices:
@@ -205,7 +185,7 @@ def arranged(groups: Sequence[Sequence[Any]], shape: Sequence[int]) -> Any:
 
 
 def _inside(devices: Sequence[Any], shape: Sequence[int]) -> Any:
-  """Returns an array of the devices of a slice; on TPUs near in the torus."""
+  """Returns an array of the devices of a slice; near in a TPU's torus."""
   # Devices of several slices are not in one torus.
   one_torus = len({_slice_of(device) for device in devices}) == 1
   if devices[0].platform == "tpu" and one_torus:
@@ -221,11 +201,7 @@ def _inside(devices: Sequence[Any], shape: Sequence[int]) -> Any:
 
 
 def crossing(grid: Any, groups: Sequence[Sequence[Any]]) -> dict[str, int]:
-  """Returns the axes with groups of devices in several slices.
-
-  Returns:
-    The largest number of slices of a group, by axis.
-  """
+  """{axis: largest number of slices that a group of it is in, above 1}."""
   number_of = {d: i for i, group in enumerate(groups) for d in group}
   numbers = np.vectorize(number_of.get, otypes=[int])(grid)
   crossed = {}
@@ -238,7 +214,6 @@ def crossing(grid: Any, groups: Sequence[Sequence[Any]]) -> dict[str, int]:
 
 
 def _warn_of_slow_axes(grid: Any, groups: Sequence[Sequence[Any]]) -> None:
-  """Warns if an axis other than `replica` is in several slices or servers."""
   crossed = crossing(grid, groups)
   crossed.pop("replica", None)
   if not crossed:

@@ -28,15 +28,7 @@ def place(
   shapes: Mapping[str, tuple[int, ...]],
   sizes: Mapping[str, int],
 ) -> dict[str, tuple[tuple[int, ...], Placed]]:
-  """Returns `of_model` of rules.Rules.
-
-  Args:
-    table: the model's description of its parameters.
-    shapes: shapes of the parameters, by name.
-
-  Raises:
-    ConfigError: a dimension that must be split does not divide.
-  """
+  """Returns `of_model` of rules.Rules."""
   splits = {name: _splits(table, name) for name in shapes}
   placed: dict[str, dict[int, tuple[str, ...]]] = {}
   for axis, ways in sizes.items():
@@ -68,7 +60,6 @@ def _dims(
   axis: str,
   ways: int,
 ) -> dict[str, int]:
-  """Returns the dimensions that go over one axis."""
   result: dict[str, int] = {}
   wrong: list[str] = []
   whole: list[str] = []

@@ -51,9 +51,8 @@ class Rules(NamedTuple):
   """All that decides the layout of the state.
 
   Attributes:
-    layouts: (regular expression, layout) pairs; the first full match decides. A
-      layout is a text of the config or a function. Arrays without a match are
-      replicated.
+    layouts: (regular expression, layout) pairs; the first full match decides.
+      Arrays without a match are replicated.
     of_model: the axes that the model's rules have placed, by name of a
       parameter: (its shape, axes by dimension). Arrays of the same shape whose
       names end with that name, such as moments of the optimizer, are split
@@ -69,7 +68,6 @@ class Rules(NamedTuple):
   opt_memory: memory.OptMemory = ()
 
   def placed(self, name: str, shape: tuple[int, ...]) -> Placed:
-    """Returns the axes that the model's rules have placed in an array."""
     parts = name.split("/")
     for start in range(len(parts)):
       known = self.of_model.get("/".join(parts[start:]))
@@ -102,13 +100,8 @@ def state_shardings(
 ) -> tuple[Any, list[str]]:
   """Computes the NamedSharding of each array of the state.
 
-  Returns:
-    (tree of shardings, notes): one note for each array above the rule's
-    minimum size that does not divide and is replicated.
-
-  Raises:
-    ConfigError: a rule cannot be read, arrays cannot be split as their rule
-      demands (one line lists all of them), or the devices lack a memory.
+  Also returns a note for each array above the rule's minimum size that does not
+  divide and is replicated. A ConfigError lists all arrays that cannot be split.
   """
   if not isinstance(rules, Rules):
     rules = Rules(rules)
@@ -148,8 +141,8 @@ def _over_replica(
 ) -> PartitionSpec:
   """Splits an array of the optimizer over `replica` as well, if one divides.
 
-  The dimension that `fsdp` splits comes first: a device then holds a part of
-  the rows that it updates anyway.
+  First the dimension that `fsdp` splits: a device then holds a part of the rows
+  that it updates anyway.
   """
   ways = mesh.shape["replica"]
   placed = _axes_by_dim(spec)
@@ -170,7 +163,6 @@ def _over_replica(
 
 
 def spec_of(placed: Placed) -> PartitionSpec:
-  """Returns the spec that splits these dimensions, and no others."""
   dims = [placed.get(d, ()) for d in range(max(placed, default=-1) + 1)]
   return PartitionSpec(
     *[axes[0] if len(axes) == 1 else axes or None for axes in dims]
@@ -218,14 +210,12 @@ def _fsdp(dim: int | None = None, *, min_size: int = _MIN_SIZE) -> Layout:
 def largest_free(
   shape: tuple[int, ...], ways: int, placed: Placed
 ) -> int | None:
-  """Returns the largest dimension that divides and is not placed, if any."""
   # Later dimensions win ties: the first is often a stack of layers.
   free = [d for d, n in enumerate(shape) if d not in placed and n % ways == 0]
   return max(free, key=lambda d: (shape[d], d), default=None)
 
 
 def _on(axis: str, dim: int) -> Layout:
-  """Splits a given dimension over an axis."""
   _check_int("dim", dim)
 
   def layout(
@@ -263,10 +253,7 @@ def _nearest(size: int, dim: int) -> str:
 def along(
   spec: PartitionSpec, shape: tuple[int, ...], names: Sequence[Any]
 ) -> Layout:
-  """Returns the layout `spec` for arrays of one shape, with named dimensions.
-
-  Other shapes are left to the next rules.
-  """
+  """The layout `spec` for arrays of one shape; others follow the next rules."""
 
   def layout(
     given: tuple[int, ...], mesh: Mesh, placed: Placed
@@ -319,7 +306,6 @@ def _parse_rule(rule: Any, key: str) -> tuple[re.Pattern[str], Layout]:
 
 
 def _parse_layout(text: str, key: str) -> Layout:
-  """Returns the layout that a text names; see the top of this file."""
   try:
     node = ast.parse(text, mode="eval").body
     terms = node.elts if isinstance(node, ast.Tuple) else [node]
@@ -367,11 +353,7 @@ def _parse_layout(text: str, key: str) -> Layout:
 
 
 def _in_turn(layouts: Sequence[Layout], named_axes: set[str]) -> Layout:
-  """Returns the layout that applies several, one after the other.
-
-  Args:
-    named_axes: axes whose dimension the layouts name, in place of the model's.
-  """
+  """Applies several layouts; `named_axes` replace the model's."""
 
   def layout(
     shape: tuple[int, ...], mesh: Mesh, placed: Placed

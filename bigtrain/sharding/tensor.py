@@ -33,7 +33,7 @@ _FREE = PartitionSpec.UNCONSTRAINED
 
 
 def tensor_ways(batch_size: int) -> int:
-  """Size of `tensor` in the ambient mesh; 1 if it does not split the batch."""
+  """Size of `tensor` if the ambient mesh splits the batch, else 1."""
   mesh = batches.ambient(batch_size)
   return 1 if mesh is None else mesh.shape.get("tensor", 1)
 
@@ -50,10 +50,9 @@ def heads_in_parts(heads: int, batch_size: int) -> int:
 def columns(x_BLD: jax.Array) -> DotGeneral | None:
   """Returns the products of x with kernels that are split by their outputs.
 
-  Returns:
-    dot_general for flax's layers that are called with x: kernel (D, outputs,
-    ...) -> [B, L, outputs, ...]. If the outputs do not divide, there are
-    `heads_in_parts` of them, repeated in order. None without such a mesh.
+  That is dot_general for flax's layers: kernel (D, outputs, ...) -> [B, L,
+  outputs, ...], with `heads_in_parts` outputs, repeated in order, if they do
+  not divide. None without such a mesh.
   """
   mesh, ways = batches.ambient(x_BLD.shape[0]), tensor_ways(x_BLD.shape[0])
   if ways == 1:
@@ -85,9 +84,8 @@ def columns(x_BLD: jax.Array) -> DotGeneral | None:
 def rows(batch_size: int) -> DotGeneral | None:
   """Returns the product with a kernel that is split by its inputs.
 
-  Returns:
-    dot_general for flax's layers: inputs [B, L, inputs, ...], kernel (inputs,
-    ..., D) -> [B, L, D]. None without such a mesh.
+  That is dot_general for flax's layers: inputs [B, L, inputs, ...], kernel
+  (inputs, ..., D) -> [B, L, D]. None without such a mesh.
   """
   ways = tensor_ways(batch_size)
   if ways == 1:
@@ -117,11 +115,7 @@ def by_heads(x: jax.Array, dim: int) -> jax.Array:
 
 
 def stream(x: jax.Array) -> jax.Array:
-  """Constrains the residual stream [B, L, ...]: batch, and length if it can.
-
-  Norms, dropout and additions between layers then have one device's share of
-  the positions.
-  """
+  """Constrains the residual stream [B, L, ...]: batch, and length if it can."""
   if tensor_ways(x.shape[0]) > 1:
     spec = stream_spec(batches.ambient(x.shape[0]), x)
   elif batches.length_ways(*x.shape[:2]) > 1:  # XLA pads lengths.
@@ -138,7 +132,6 @@ def length_axis(mesh: Any, x: jax.Array) -> str | None:
 
 
 def stream_spec(mesh: Any, x: jax.Array) -> PartitionSpec:
-  """Returns the spec of the stream [B, L, ...] between layers."""
   axes = tuple(a for a in ("sequence", "tensor") if mesh.shape.get(a, 1) > 1)
   ways = math.prod(mesh.shape[axis] for axis in axes)
   if axes and x.shape[1] % ways == 0:

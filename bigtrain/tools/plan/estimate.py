@@ -1,14 +1,12 @@
 """Estimates the time of a step from the FLOPs and traffic of a program.
 
-  compute    = executed FLOPs / (devices * peak * efficiency); the FLOPs of the
-               products that a GPU's compiler made, if they are more
+  compute    = executed FLOPs / (devices * peak * efficiency)
   network    = sum over collectives of hardware.seconds
-  step       = the larger of both, with perfect overlap, or
-               their sum, without overlap
+  step       = the larger of both with perfect overlap, else their sum
 
-The entries `formula` and `formula_by_axis` need no compiler: they are the bytes
-that a step sends by the formulae of docs/scaling.md, whose letters the code
-has. They omit gradients that are summed unsharded, such as those of norms.
+`by_formula` needs no compiler: it has the bytes that a step sends by the
+formulae of docs/scaling.md, with the same letters. They omit gradients that are
+summed unsharded, such as those of norms.
 """
 
 import functools
@@ -48,16 +46,13 @@ def row(
   """Returns all figures of one mesh.
 
   Args:
-    facts: figures of the program: those of program.compile_update, devices, the
-      axes of the mesh, batch_size and microbatches.
-    efficiency: fraction of the peak that matrix products reach.
+    facts: figures of program.compile_update, and devices, the axes of the mesh,
+      batch_size and microbatches.
 
   Returns:
-    The facts and, of each device, peak_bytes, memory_fraction, fits, and per
-    step sent_bytes {kind: bytes} and sent_by_axis {axes: bytes}, also by the
-    formulae; compiler_secs and compiler_mfu by the compiler's cycles, and the
-    product_flops of a GPU's program, all without kernels, or None; secs by
-    source; examples_per_sec, tokens_per_sec and mfu with perfect overlap.
+    The facts; figures of each device, among them sent_bytes {kind: bytes} and
+    sent_by_axis {axes: bytes} per step; those of a compiler, without kernels,
+    or None; secs by source; and rates with perfect overlap.
   """
   # The TPU's compiler places each buffer; others only add them up.
   peak_bytes = device_memory.needed_bytes(
@@ -136,7 +131,6 @@ def _traffic(facts: Facts, target: Hardware) -> _Traffic:
 
 
 def basis(compiled: Sequence[Facts], mesh: Mapping[str, int]) -> Facts | None:
-  """Returns the facts to extrapolate to `mesh` from, or None."""
 
   def traits(of: Mapping[str, int]) -> tuple[Any, ...]:
     ways = of["replica"] * of["fsdp"]
@@ -149,7 +143,6 @@ def basis(compiled: Sequence[Facts], mesh: Mapping[str, int]) -> Facts | None:
 
 
 def compare(guess: Facts, row: Facts) -> dict[str, float]:
-  """Returns relative errors of an extrapolated row."""
   sent = [sum(r["sent_bytes"].values()) for r in (guess, row)]
   return {
     "memory": guess["peak_bytes"] / row["peak_bytes"] - 1,
@@ -160,11 +153,10 @@ def compare(guess: Facts, row: Facts) -> dict[str, float]:
 def extrapolate(compiled: Facts, mesh: Mapping[str, int]) -> dict[str, Any]:
   """Returns facts about a mesh that was not compiled, from a smaller mesh.
 
-  With the same number of examples per device and microbatch, and the same sizes
-  of `sequence` and `tensor`, a collective moves the same arrays on any number
-  of devices: its groups grow, and it runs once per microbatch. Arrays that are
-  sharded over `fsdp`, among them the state, shrink with the size of `fsdp`.
-  Temporary memory stays the same.
+  With the same examples per device and microbatch, and the same `sequence` and
+  `tensor`, a collective moves the same arrays on any number of devices: its
+  groups grow, and it runs once per microbatch. Arrays that are sharded over
+  `fsdp` shrink with its size. Temporary memory stays the same.
   """
   microbatch_ratio = mesh["microbatches"] / compiled["microbatches"]
   fsdp_ratio = mesh["fsdp"] / compiled["fsdp"]
@@ -236,7 +228,6 @@ class Blocks(NamedTuple):
 
 
 def itemsize(config: Mapping[str, Any]) -> int:
-  """Bytes of a number of the computation."""
   return _BYTES.get(config.get("model", {}).get("dtype", "float32"), 4)
 
 
@@ -274,11 +265,8 @@ def by_formula(
 ) -> ByAxis:
   """Returns the collectives of a step.
 
-  Args:
-    of: the mesh, batch_size, microbatches, sharded_parameters and
-      tokens_per_example (or None).
-    of_model: sizes of the model; without them, only what `fsdp` and `replica`
-      send.
+  Without sizes of the model, only what `fsdp` and `replica` send. `of` has the
+  mesh, batch_size, microbatches, sharded_parameters and tokens_per_example.
   """
   replica, fsdp, seq, ten = (of[axis] for axis in sharding.AXES)
   micro, b = of["microbatches"], itemsize(config)
@@ -363,15 +351,10 @@ def _of_tables(
 
 
 def group(axes: str, of: Mapping[str, int]) -> tuple[int, ...]:
-  """Returns size and stride of a group of devices over some axes.
+  """Returns (group_size, stride) of the devices that share some axes.
 
-  Args:
-    axes: names of axes, such as "replica, sequence", the slowest first, or
-      "others" for all.
-
-  Returns:
-    (group_size, stride, inner, span) of a Collective; the last two only if the
-    distances in the group differ.
+  With inner and span, as in Collective, if distances in the group differ. The
+  axes are names such as "replica, sequence", the slowest first, or "others".
   """
   return _group(axes, tuple(of[axis] for axis in sharding.AXES))
 

@@ -16,16 +16,13 @@ _GIB = 2**30
 
 
 class Hardware(NamedTuple):
-  """An accelerator and its connections.
+  """An accelerator and its connections; bandwidths in bytes per second.
 
   Attributes:
-    device_kind: jax's name of the device, for flops.peak_flops.
-    memory_bytes: memory of a device.
-    link_bandwidth: bandwidth from a device to the others of its domain (NVLink
-      or ICI), in bytes per second.
+    device_kind: jax's name of the device.
+    link_bandwidth: from a device to the others of its domain (NVLink or ICI).
     domain: number of devices connected by such links: a server or a pod.
-    network_bandwidth: bandwidth from a device to other domains, in bytes per
-      second; None if not published.
+    network_bandwidth: from a device to other domains; None if not published.
     chips: libtpu's name of the device; None for GPUs.
     axes: number of dimensions of the mesh or torus of links.
     matrix_units: number of units of 128 x 128; 0 for GPUs.
@@ -42,19 +39,17 @@ class Hardware(NamedTuple):
 
   @property
   def peak_flops(self) -> float:
-    """Peak FLOP/s of a device in bfloat16."""
+    """FLOP/s of a device in bfloat16."""
     peak = flops.peak_flops(self.device_kind)
     assert peak is not None, self.device_kind
     return peak
 
   @property
   def flops_per_cycle(self) -> int:
-    """FLOPs of a TPU's matrix units in a cycle."""
     return self.matrix_units * 2 * 128**2
 
   @property
   def clock_hertz(self) -> float:
-    """Cycles per second of a TPU, from its peak."""
     return self.peak_flops / self.flops_per_cycle
 
 
@@ -99,19 +94,11 @@ def known_name(name: str) -> str:
 
 
 def find(name: str) -> Hardware:
-  """Returns the entry of TABLE; see `known_name`."""
   return TABLE[known_name(name)]
 
 
 def topology(name: str, devices: int, compiler: str) -> str:
-  """Returns the topology for sharding.absent_devices.
-
-  Args:
-    compiler: "tpu" or "gpu".
-
-  Raises:
-    ConfigError: the compiler has no such hardware, or not of that size.
-  """
+  """Returns the topology for sharding.absent_devices."""
   target = TABLE[name]
   if compiler == "gpu":
     return _servers(name, devices)
@@ -156,7 +143,6 @@ class Seconds(NamedTuple):
 
   @property
   def secs(self) -> float:
-    """The slower one: both transfer at the same time."""
     return max(self.link_secs, self.network_secs)
 
 
@@ -164,15 +150,9 @@ def seconds(collective: Collective, hardware: Hardware) -> Seconds:
   """Time of a collective at the published bandwidth of every link.
 
   A ring over n devices in domains of m passes S = bytes * (n - 1) / n through
-  each device (twice that for an all-reduce). At the border of a domain, S
-  passes over the network adapters of its m devices together. So
-
-    within a domain     S / link_bandwidth
-    between domains     S / (m * network_bandwidth)
-
-  Raises:
-    ConfigError: the group leaves a domain, and the bandwidth between domains
-      is not published.
+  each device (twice that for an all-reduce), in S / link_bandwidth. At the
+  border of a domain, S passes over the network adapters of its m devices
+  together, in S / (m * network_bandwidth).
   """
   sent = collective.sent_bytes
   near = collective.inner or collective.group_size

@@ -1,15 +1,12 @@
 """Reads the text of a compiled program (HLO): what it sends, computes, waits.
 
 A program consists of computations, lists of operations. Loops, branches and
-calls name the computations that they run. `Module` parses a text once; what
-follows reads a module:
+calls name the computations that they run; a loop's body counts once for each
+iteration. `Module` parses a text once; what follows reads a module:
 
   sent       its collectives, from the text of XLA's partitioner
   products   its matrix products, from the text of the GPU's compiler
   cycles     its time, from the text of the TPU's compiler
-
-A loop's body counts once for each iteration: a collective in a scan over 32
-layers counts 32 times.
 """
 
 import collections
@@ -28,7 +25,6 @@ class Op(NamedTuple):
 
   Attributes:
     type: type of its result, such as "f32[8,128]{1,0}".
-    opcode: "add", "while", "all-gather-start", ...
     operands: names of its operands; the value of a constant.
     attributes: the rest of the line.
   """
@@ -81,7 +77,6 @@ class Module:
   """A program: its computations by name, and the name of the first one."""
 
   def __init__(self, text: str):
-    """Parses what jax.stages.Compiled.as_text returns."""
     self.computations: dict[str, Computation] = {}
     self.entry = ""
     partitions = re.search(r"\bnum_partitions=(\d+)", text)
@@ -229,8 +224,6 @@ class Collective(NamedTuple):
   """All collectives of one kind and group in a step of a program.
 
   Attributes:
-    kind: one of KINDS.
-    group_size: number of devices in a group.
     stride: difference between the numbers of neighbouring devices in a group.
     runs: number of executions per step.
     nbytes: bytes per step of the whole arrays: the outputs of all-gathers, the
@@ -252,10 +245,8 @@ class Collective(NamedTuple):
   def sent_bytes(self) -> float:
     """Bytes that each device sends, and receives, per step.
 
-    In a ring of n devices, each device passes on n - 1 of the n parts of a
-    gather or scatter: (n - 1) / n of the array. An all-reduce is a scatter
-    followed by a gather (Patarasuk and Yuan 2009,
-    doi.org/10.1016/j.jpdc.2008.09.002).
+    In a ring of n devices, each passes on n - 1 of the n parts of a gather or
+    scatter. An all-reduce is both (doi.org/10.1016/j.jpdc.2008.09.002).
     """
     if self.group_size < 2:
       return 0.0
@@ -266,11 +257,8 @@ class Collective(NamedTuple):
 
 
 def sent(module: Module) -> tuple[list[Collective], int]:
-  """Returns the collectives of a program, largest first.
-
-  Returns:
-    (collectives, number of computations with collectives in loops whose trip
-    count is not in the text; these collectives count once).
+  """Returns the collectives, largest first, and the number of loops that count
+  once because their trip count is unknown.
   """
   nbytes: collections.Counter[Collective] = collections.Counter()
   runs: collections.Counter[Collective] = collections.Counter()
@@ -291,7 +279,6 @@ def sent(module: Module) -> tuple[list[Collective], int]:
 def _collective(
   op: Op, computation: Computation, num_devices: int
 ) -> Collective | None:
-  """Returns one run of an operation, or None if it sends nothing."""
   name = op.opcode.removesuffix("-start")  # A "-done" is counted at its start.
   kind = _OTHER_NAMES.get(name, name)
   if kind not in KINDS:
@@ -374,13 +361,11 @@ _LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
 
 
 class Products(NamedTuple):
-  """Products of a step on one device.
+  """Products of a step on one device; loops of unknown length count once.
 
   Attributes:
-    flops: FLOPs of the products, two for each multiplication and addition; a
-      branch counts with all its sides.
+    flops: FLOPs of the products; a branch counts with all its sides.
     kernels: {name: number of runs} of cuDNN's attention, which is not in it.
-    unknown_loops: number of loops with an unknown trip count; they count once.
   """
 
   flops: int
@@ -389,7 +374,6 @@ class Products(NamedTuple):
 
 
 def products(module: Module) -> Products:
-  """Returns the products of a program."""
   flops = 0
   unknown = set()
   kernels: collections.Counter[str] = collections.Counter()
@@ -405,7 +389,7 @@ def products(module: Module) -> Products:
 
 
 def _product_flops(op: Op, computation: Computation) -> int:
-  """2 x results x contracted elements of a product; 0 of other operations."""
+  """2 x results x contracted elements; 0 of other operations."""
   match = _TARGET.search(op.attributes)
   target = match[1] if match else ""
   if op.opcode == "convolution" or target.startswith("__cudnn$conv"):
@@ -464,7 +448,7 @@ _Cost = dict[Any, float]
 
 
 class Cycles(NamedTuple):
-  """Estimated cost of a step on a TPU.
+  """Estimated cost of a step on a TPU; loops of unknown length count once.
 
   Attributes:
     compute_secs: time of the operations, without kernels; a branch counts as
@@ -473,7 +457,6 @@ class Cycles(NamedTuple):
     transfer_secs: time of all transfers.
     sent_bytes: bytes that each device sends in them.
     kernels: {name: number of runs} of kernels.
-    unknown_loops: number of loops with an unknown trip count; they count once.
   """
 
   compute_secs: float
@@ -581,7 +564,6 @@ class _CycleReader:
     return {"compute_secs": secs_of_op}, 1
 
   def _cycles(self, op: Op) -> float:
-    """The compiler's estimate of an operation."""
     match = _CYCLES.search(op.attributes)
     number = int(match[1]) if match else 0
     if number < _UNKNOWN_CYCLES:
@@ -589,7 +571,6 @@ class _CycleReader:
     return self._flops(op) / (self._flops_per_cycle * _PRODUCT_EFFICIENCY)
 
   def _flops(self, op: Op) -> int:
-    """FLOPs of the products in an operation."""
     ops = self._module.computations.get(op.called("calls")) or {op.name: op}
     return sum(_product_flops(one, ops) for one in ops.values()) + sum(
       self._flops(one) for one in ops.values() if one.opcode == "fusion"

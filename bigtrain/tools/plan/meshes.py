@@ -1,8 +1,4 @@
-"""Changes of a config for a plan: its mesh, batch and data.
-
-Data that is read from files becomes made-up data of the same shapes, so that a
-plan needs none.
-"""
+"""Changes of a config for a plan: its mesh, its batch, and made-up data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,13 +32,8 @@ def mesh(
 ) -> Mesh:
   """Returns {"devices": ..., axis: size, ...}.
 
-  Args:
-    given: sizes in place of the config's, by axis; None for the
-      config's. With `fsdp`, `replica` takes the devices that are left, or is 1
-      if `fsdp` is -1.
-
-  Raises:
-    ConfigError: the sizes do not multiply to the number of devices.
+  `given` has sizes in place of the config's, or None. If it has `fsdp`,
+  `replica` takes the devices that are left.
   """
   if devices == 1:
     return {"devices": 1, **dict.fromkeys(AXES, 1)}
@@ -68,9 +59,8 @@ def batch(
 ) -> dict[str, int]:
   """Returns {"batch_size": ..., "microbatches": ...}, which divide evenly.
 
-  Args:
-    microbatch: largest number of examples per microbatch of the devices that
-      share examples; None for config.microbatches.
+  `microbatch` is the largest number of examples per microbatch of the devices
+  that share examples; None for the config's microbatches.
   """
   size, parts = config["input"]["batch_size"], of["replica"] * of["fsdp"]
   if size % parts:
@@ -91,11 +81,7 @@ def bases(
   given: Mapping[str, int | None],
   compile_up_to: int,
 ) -> dict[int, Mesh]:
-  """{number of devices: mesh to extrapolate from} of meshes too large.
-
-  Raises:
-    ConfigError: no smaller mesh splits the same axes.
-  """
+  """{number of devices: mesh to extrapolate from} of meshes too large."""
   result = {}
   for large in meshes:
     devices = large["devices"]
@@ -123,7 +109,6 @@ def bases(
 
 
 def changes(config: Mapping[str, Any], of: Mapping[str, int]) -> list[str]:
-  """Returns changes of a config for a mesh and its batch."""
   return [
     *(f"mesh.{axis}={of[axis]}" for axis in AXES),
     # The planned devices are one slice, or do not say.
@@ -143,10 +128,6 @@ def without_data(
 
   Data that is read from files becomes made-up data of the same shapes; other
   data stays. Evaluations, hooks and wandb are removed.
-
-  Args:
-    features: {name: "KIND[SHAPE]"} of the data, see data/synthetic.py; usual
-      ones unless given.
   """
   entries = {"input.data": config["input"].get("data")}
   for name, entry in config["input"].get("mixture", {}).items():

@@ -5,9 +5,8 @@
 
 For each mesh, bigtrain.main compiles the update in a process with simulated
 devices; no arrays are allocated. Memory and traffic are read from the compiled
-program. Times follow from published figures of the hardware (hardware.py,
-estimate.py). No data is needed: data that is read from files is replaced by
-made-up examples of the same shapes. `--help` lists the options.
+program, times follow from published figures of the hardware. Data that is read
+from files is replaced by made-up examples of the same shapes.
 
 Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
@@ -85,20 +84,9 @@ def plan(
 ) -> list[dict[str, Any]]:
   """Compiles a config on simulated meshes and estimates memory and time.
 
-  Args:
-    config: "FILE.py" or "FILE.py:arguments".
-    devices: numbers of devices; there is one mesh for each combination with
-      the entries of `fsdp`, `sequence` and `tensor`.
-    changes: changes of the config, such as "mesh.fsdp=8".
-    fsdp: sizes of the mesh axis `fsdp`: -1 for all devices, None for the size
-      in the config, as in `sequence` and `tensor`.
-
-  Returns:
-    A row per mesh; see estimate.row. The options are those of the command.
-
-  Raises:
-    ConfigError: a mistake in the config or the arguments.
-    RuntimeError: a program cannot be compiled.
+  There is one mesh for each combination of `devices` with the sizes of the axes
+  `fsdp`, `sequence` and `tensor`: -1 for all devices, None for the config's.
+  Returns a row per mesh; see estimate.row.
   """
   task = _task(config, changes, hardware_name, features, num_examples)
   given = [
@@ -157,11 +145,7 @@ def choose(
   efficiency: float = estimate.EFFICIENCY,
   minutes: float = 10,
 ) -> search.Choice:
-  """Searches mesh, microbatches and remat; see `plan` for the rest.
-
-  Args:
-    minutes: time for compiling.
-  """
+  """Searches mesh, microbatches and remat; compiles for so many minutes."""
   end = time.monotonic() + 60 * minutes
   task = _task(config, changes, hardware_name, features, num_examples)
   if compiler != "cpu":
@@ -282,7 +266,6 @@ def _parser() -> arguments.Parser:
 
 
 def _add_options(parser: arguments.Parser) -> None:
-  """Adds how to compile, search and print."""
   add = parser.add_argument
   add(
     "--num_examples",
@@ -329,7 +312,6 @@ def _add_options(parser: arguments.Parser) -> None:
 
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
   args, changes = _parser().parse(argv)
   args.hardware = hardware.known_name(args.hardware)
   common = dict(

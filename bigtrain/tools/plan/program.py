@@ -1,7 +1,7 @@
 """Builds the update of a config for other devices, and measures it.
 
-A process of its own runs bigtrain.main as far as the lowered update, on
-simulated or absent devices. It allocates no arrays and reads no data.
+A process of its own runs bigtrain.main as far as the lowered update. It
+allocates no arrays and reads no data.
 """
 
 import functools
@@ -57,12 +57,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: str, changes: Sequence[str]) -> Sizes:
-  """Measures a config on one simulated device, without compiling.
-
-  Raises:
-    ConfigError: a mistake in the config.
-    RuntimeError: the update cannot be traced.
-  """
+  """Measures a config on one simulated device, without compiling."""
   facts = _run({"config": config, "changes": [*changes]}, devices=1)
   return Sizes(
     parameters=facts["parameters"],
@@ -85,16 +80,11 @@ def compile_update(
 ) -> dict[str, Any]:
   """Compiles the update for absent devices; returns facts about it.
 
-  Args:
-    compiler: "cpu" for simulated devices; else "tpu" or "gpu".
-    timeout_secs: time for the compiler, unless unlimited.
-
-  Returns:
-    The figures of `measure`, collectives, unknown_loops, memory, cycles and
-    products (or None), figures ("compiled" or "too large") and compiler.
+  The facts are those of `measure`, collectives, unknown_loops, memory, cycles
+  and products (or None), figures ("compiled" or "too large") and compiler:
+  "cpu" for simulated devices, else "tpu" or "gpu".
 
   Raises:
-    ConfigError: a mistake in the config.
     RuntimeError: the program cannot be compiled.
     subprocess.TimeoutExpired: it took longer.
   """
@@ -138,13 +128,11 @@ def _run(
 
 
 def _texts(folder: str) -> str:
-  """Folder for the programs that XLA writes."""
   return os.path.join(folder, "texts")
 
 
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  """The process: argv has a request of `_run`, and its folder."""
   request, folder = json.loads(argv[0]), argv[1]
   changes = [
     *request["changes"],
@@ -210,9 +198,8 @@ def measure(
 ) -> dict[str, Any]:
   """Returns facts about an update that is not compiled.
 
-  state_bytes {"params": ..., "opt": ...}, host_state_bytes and batch_bytes are
-  of each device; model_flops and executed_flops of a step over all devices,
-  without and with recomputation and padding.
+  Bytes are of each device; model_flops and executed_flops of a step over all
+  devices, without and with recomputation and padding.
   """
   state_spec, _, batch_spec, _, teacher_spec = specs
   params = jax.tree.leaves(state_spec["params"])
@@ -252,7 +239,6 @@ def _bytes_per_device(spec: Any, in_host: bool = False) -> int:
 
 
 def _of_model(config: settings.Config, state_spec: Any) -> dict[str, Any]:
-  """What the model allows: see Sizes."""
   module, model = parts.model(config)
   named = trees.flatten_with_names(state_spec["params"])
   shapes = {name: tuple(x.shape) for name, x in named}
@@ -283,7 +269,6 @@ def _partitioned(folder: str) -> str:
 
 
 def _needed_bytes(message: str) -> float | None:
-  """The memory that a program needs, from the error that it does not fit."""
   match = _TOO_LARGE.search(message)
   return (
     float(match[1]) * 2 ** (10 * " KMGT".index(match[2])) if match else None

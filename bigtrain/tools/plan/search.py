@@ -1,10 +1,9 @@
 """Chooses mesh, microbatches and remat for a number of devices.
 
 Every mesh that divides the devices, the batch and the model is estimated by
-formula: the traffic as in estimate.py, memory and FLOPs as below. The best ones
-are then compiled, one after the other, until the best five are compiled or the
-time is up. A compiled program also corrects the temporary memory and the FLOPs
-of the candidates that are not compiled.
+formula: the traffic as in estimate.py, memory and FLOPs as below. The best five
+are then compiled, as far as the time allows; each program also corrects the
+temporary memory and the FLOPs of the candidates that are not compiled.
 
   state       (params + opt) / (fsdp x tensor), and the gradients in float32
   kept        bytes that the backward pass needs of each layer
@@ -44,12 +43,7 @@ _LOGITS_BYTES = 3 * 4 * 2**26
 
 
 class Candidate(NamedTuple):
-  """A way to run a config.
-
-  Attributes:
-    mesh: devices, the axes, batch_size and microbatches.
-    remat_policy: None if the model has no such option.
-  """
+  """A way to run a config; without a remat policy if the model has none."""
 
   mesh: tuple[tuple[str, int], ...]
   remat_policy: str | None
@@ -63,14 +57,12 @@ class Candidate(NamedTuple):
     return tuple(self.sizes[axis] for axis in sharding.AXES)
 
   def changes(self, config: Mapping[str, Any]) -> list[str]:
-    """Changes of the config."""
     changes = meshes.changes(config, self.sizes)
     if self.remat_policy is not None:
       changes.append(f"model.remat_policy={self.remat_policy}")
     return changes
 
   def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config with the remat policy."""
     if self.remat_policy is None:
       return dict(config)
     model = {**config.get("model", {}), "remat_policy": self.remat_policy}
@@ -78,10 +70,9 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-  """What `choose` returns.
+  """Rows of the best meshes, with "reasons"; the smallest ones if none fits.
 
   Attributes:
-    best: rows of the best meshes, with "reasons"; the smallest if none fits.
     too_large: rows of compiled candidates that do not fit.
     out_of_time: whether some of the best are by formula for want of time.
   """
@@ -105,11 +96,7 @@ Compile = Callable[[Candidate, float], dict[str, Any] | None]
 def candidates(
   config: Mapping[str, Any], devices: int, traced: Sizes, target: Hardware
 ) -> list[Candidate]:
-  """Returns all ways to run a config with its own batch.
-
-  Raises:
-    ConfigError: no mesh divides the batch.
-  """
+  """Returns all ways to run a config with its own batch."""
   size = config["input"]["batch_size"]
   policies = POLICIES if traced.has_remat_policy else [None]
   result = []
@@ -230,8 +217,7 @@ def by_formula(
 def score(row: Mapping[str, Any]) -> float:
   """Seconds by which candidates are ranked.
 
-  A real step is between the time with perfect overlap of communication and
-  computation and the time in turn; this is the middle.
+  A real step takes between perfect overlap and no overlap; this is the middle.
   """
   return float(row["secs"]["overlapped"] + row["secs"]["in_turn"]) / 2
 
@@ -245,12 +231,10 @@ def choose(
   end: float,
   efficiency: float = estimate.EFFICIENCY,
 ) -> Choice:
-  """Compiles the best candidates within a time.
+  """Compiles the best candidates until time.monotonic() is `end`.
 
-  Args:
-    compile_one: (candidate, seconds left) -> facts, or None if the time is up;
-      None to compile nothing.
-    end: time.monotonic() from which on nothing is compiled.
+  `compile_one` takes a candidate and the seconds left and returns facts, or
+  None if the time is up; without it, nothing is compiled.
   """
   compiled: Rows = {}
   ways, out_of_time = list(ways), False
@@ -308,7 +292,6 @@ def _best(rows: Rows) -> list[Candidate]:
 def _corrections(
   compiled: Rows, config: Mapping[str, Any], traced: Sizes
 ) -> dict[Candidate, Correction]:
-  """What each compiled program corrects."""
   result = {}
   for candidate, row in compiled.items():
     guess = by_formula(candidate, config, traced)
@@ -341,7 +324,6 @@ def _nearest(
 
 
 def _reasons(candidate: Candidate, rows: Rows, target: Hardware) -> list[str]:
-  """Says in sentences why a candidate is as it is."""
   row = rows[candidate]
   if not row["fits"]:
     return [f"Nothing fits; this needs {_gb(row['peak_bytes'])} GB."]

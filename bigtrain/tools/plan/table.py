@@ -19,7 +19,6 @@ _LEAST_SENT = 1e-3
 def text(
   config: str, hardware_name: str, rows: Sequence[_Row], efficiency: float
 ) -> str:
-  """Returns the table; `efficiency` is what the rows assume."""
   first = rows[0]
   lines = [
     *_mesh_lines(rows),
@@ -213,7 +212,7 @@ def _deviation(name: str) -> Callable[[_Row], str]:
 
 
 def choice_text(choice: Choice, minutes: float) -> str:
-  """Returns what follows the table of --choose: reasons, and lines to paste."""
+  """What follows the table of --choose: reasons, and lines to paste."""
   result = []
   for number, row in enumerate(choice.best, 1):
     result += [f"{number}. {' '.join(row['reasons'])}", ""]
@@ -235,7 +234,6 @@ def choice_text(choice: Choice, minutes: float) -> str:
 
 
 def config_lines(row: _Row) -> list[str]:
-  """Returns the lines of a config that choose a row of `search.choose`."""
   sizes = sharding.in_words(row).replace(" x ", ", ")
   result = [
     f"config.mesh = dict({sizes})",
