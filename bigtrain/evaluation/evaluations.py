@@ -23,8 +23,7 @@ from bigtrain.types import Batch, PredictFn, Variables
 
 # Keys of an entry that `from_config` reads; the others are options.
 _KEYS = "at_start enabled log_steps pred pred_kw type weights".split()
-# Arguments of an evaluator that the program passes, if it has parameters for
-# them.
+# Arguments that the program passes to evaluators with such parameters.
 _GIVEN = ("predict_fn", "batches", "context")
 
 
@@ -58,7 +57,6 @@ class Context(NamedTuple):
 
   @property
   def path(self) -> str:
-    """Location of the evaluation in the config, for error messages."""
     return f"config.evals.{self.name}"
 
 
@@ -88,10 +86,9 @@ class Batches:
     return dataclasses.replace(self, **options)
 
   def labelled(self, feature: str, num_classes: int | None) -> "Batches":
-    """Returns batches in which a feature holds class numbers.
+    """Batches in which a feature holds class numbers; negative for no label.
 
-    Negative ones mean "no label", larger ones than `num_classes`, if given, are
-    errors.
+    Numbers of `num_classes` or more, if it is given, are errors.
     """
     sizes = {k: n for k, n in self.context.vocab_sizes.items() if k != feature}
     if num_classes is not None:
@@ -101,9 +98,12 @@ class Batches:
     )
     return self.replace(context=context)
 
+  def labelled_as_in_training(self, feature: str) -> "Batches":
+    sizes = self.context.vocab_sizes
+    return self.labelled(feature, sizes.get(feature, sizes.get("labels")))
+
   @functools.cached_property
   def input(self) -> eval_input.EvalInput:
-    """Opens the data when first used."""
     made = eval_input.make_eval(
       data=dict(self.data),
       pp=self.pp,
@@ -120,10 +120,8 @@ class Batches:
   def map(self, fn: PredictFn) -> Callable[[Variables], list[Any]]:
     """Compiles fn(variables, batch), which returns a tree of arrays.
 
-    The batch has the features, and "_mask" [B], which is 0 for padding.
-
-    Returns:
-      (variables) -> fn's result for each batch, in order, as numpy arrays.
+    The result maps variables to fn's results for all batches, on the host. The
+    batches' "_mask" [B] is 0 for padding.
     """
     context = self.context
 
@@ -156,12 +154,7 @@ class Batches:
     return run
 
   def collect(self, fn: PredictFn) -> Callable[[Variables], Any]:
-    """Compiles fn(variables, batch), which returns a tree of [B, ...] arrays.
-
-    Returns:
-      (variables) -> the tree of [N, ...] numpy arrays of all examples, in
-      order, without the rows of padding.
-    """
+    """Like `map`, for [B, ...] arrays, which are joined without the padding."""
     run = self.map(lambda params, batch: (fn(params, batch), batch["_mask"]))
 
     def collected(variables: Variables) -> Any:
@@ -186,7 +179,6 @@ class Evaluation(NamedTuple):
     log_steps: the evaluation is due at multiples of this, and at the last step.
     weights: part of the state to evaluate: "params" or "ema".
     build: loads data and compiles; runs in any thread, nothing is collective.
-    at_start: whether the evaluation is due before the first step of a run.
   """
 
   name: str
@@ -219,9 +211,8 @@ def from_config(
 ) -> list[Evaluation]:
   """Checks all entries of config.evals; builds no evaluator.
 
-  Args:
-    weights: {part of the state that can be evaluated: specs of the model's
-      variables with that part}.
+  `weights` are specs of the model's variables with each part of the state that
+  can be evaluated.
   """
   evaluations = []
   sizes = context.vocab_sizes
@@ -230,7 +221,6 @@ def from_config(
     for feature, names in context.class_names.items()
     if isinstance(sizes.get(feature), parts.ClassCount)
   }
-  context = context._replace(class_names=names)
   at_start = config.get("eval_at_start", False)
   for name in config.get("evals", {}):
     options = config.evals.kwargs(name)
@@ -241,25 +231,20 @@ def from_config(
     kind, pred = required["type"], required["pred"]
     module = parts.find_module("evaluators", kind, f"{path}.type")
     del options["type"], options["pred"]
-    predict_fn = _predict_fn(
-      predict_fns, pred, options.pop("pred_kw", {}), path
-    )
+    pred_kw = options.pop("pred_kw", {})
+    predict_fn = _predict_fn(predict_fns, pred, pred_kw, path)
     log_steps = lengths.steps(options, "log", units, path=path)
     part = options.pop("weights", "params")
     begins = options.pop("at_start", at_start)
     if part not in weights:
       hint = settings.did_you_mean(part, weights)
       raise ConfigError(f"{path}.weights: the state has no {part!r}.{hint}")
-    entry_context = context._replace(name=name, variables=weights[part])
-    evaluations.append(
-      Evaluation(
-        name,
-        log_steps or units.total_steps or 1,
-        part,
-        _bind(module, predict_fn, entry_context, options),
-        begins,
-      )
+    entry_context = context._replace(
+      name=name, variables=weights[part], class_names=names
     )
+    build = _bind(module, predict_fn, entry_context, options)
+    log_steps = log_steps or units.total_steps or 1
+    evaluations.append(Evaluation(name, log_steps, part, build, begins))
   return evaluations
 
 
@@ -290,12 +275,11 @@ def _bind(
   context: Context,
   options: Mapping[str, Any],
 ) -> Callable[[], Evaluator]:
-  """Checks the options of an evaluator; returns a function that builds it."""
   parameters = inspect.signature(module.Evaluator).parameters
   fields = {field.name for field in dataclasses.fields(Batches)} - {"context"}
   batch_names = fields - {*parameters} if "batches" in parameters else set()
-  batch_options = {k: v for k, v in options.items() if k in batch_names}
-  own_options = {k: v for k, v in options.items() if k not in batch_names}
+  own_options = dict(options)
+  batch_options = {k: own_options.pop(k) for k in options if k in batch_names}
   settings.check_kwargs(
     module.Evaluator,
     own_options,
@@ -304,9 +288,7 @@ def _bind(
     others=(*_KEYS, *batch_names),
   )
   if "batches" in parameters:
-    settings.check_kwargs(
-      Batches, batch_options, context.path, given=("context",)
-    )
+    settings.check_kwargs(Batches, batch_options, context.path, ("context",))
   _check_batches(options, context)
   if hasattr(module, "check"):
     module.check(options, context, context.path)
@@ -332,10 +314,8 @@ def _check_batches(options: Mapping[str, Any], context: Context) -> None:
       vocab_sizes=context.vocab_sizes,
       path=path,
     )
-  if options.get("batch_size"):
-    sharding.check_batch(
-      options["batch_size"], context.mesh, f"{path}.batch_size"
-    )
+  if size := options.get("batch_size"):
+    sharding.check_batch(size, context.mesh, f"{path}.batch_size")
 
 
 def _check_exists(data: Any, key: str) -> None:
@@ -350,11 +330,7 @@ def _check_exists(data: Any, key: str) -> None:
 def check_class_names(
   options: Mapping[str, Any], context: Context, label_key: str = "labels"
 ) -> None:
-  """Checks that class numbers mean the same as in training.
-
-  An evaluator that compares the model's classes with labels calls it in its
-  `check`. Sources that cannot name their classes pass.
-  """
+  """Checks that class numbers mean the same as in training, if it is known."""
   names = context.class_names
   training = names.get(label_key, names.get("labels"))
   if training and "data" in options and not options.get("trust_class_numbers"):
@@ -366,13 +342,8 @@ def check_class_names(
 def class_tokens(
   texts: Sequence[str], pp_text: str, context: Context
 ) -> np.ndarray:
-  return labels.tokens(
-    texts,
-    pp_text,
-    context.pp_modules,
-    context.vocab_sizes,
-    key=f"{context.path}.pp_text",
-  )
+  key, sizes = f"{context.path}.pp_text", context.vocab_sizes
+  return labels.tokens(texts, pp_text, context.pp_modules, sizes, key=key)
 
 
 def check_numbers(path: str, values: Any, **limits: Any) -> None:

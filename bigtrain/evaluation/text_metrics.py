@@ -36,7 +36,6 @@ def check_package(key: str, package: str, extra: str) -> None:
 def compute(
   names: Iterable[str], samples: Texts, references: Sequence[Texts]
 ) -> dict[str, float]:
-  """Values of metrics by name; each sample has several references."""
   results: dict[str, float] = {}
   for name in names:
     results |= _METRICS[name](samples, references)
@@ -51,7 +50,6 @@ def _exact(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
 def _exact_match(
   samples: Texts, references: Sequence[Texts]
 ) -> dict[str, float]:
-  """Without surrounding space."""
   stripped = [sample.strip() for sample in samples]
   answers = [[text.strip() for text in texts] for texts in references]
   return {"exact_match": _exact(stripped, answers)["exact"]}

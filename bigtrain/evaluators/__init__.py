@@ -1,10 +1,8 @@
 """Evaluators: modules that `config.evals.<name>.type` can name.
 
-Each module has a class `Evaluator`; open mean.py first, the shortest one.
-bigtrain.evaluation finds the modules by name and builds the evaluators. They
-import bigtrain.evaluation and what lies below it, never a task or a model, and
-no other module imports them. A user's own evaluator is a module elsewhere,
-named by its dotted path.
+Open mean.py first, the shortest one. bigtrain.evaluation finds the modules by
+name, and a user's own by their dotted paths. They import bigtrain.evaluation
+and what lies below it, never a task or a model.
 
   class Evaluator:
     def __init__(self, predict_fn, batches, context, **options): ...
@@ -27,7 +25,7 @@ options of the config's entry:
 `run` is called on every process and returns the same result on each: numbers,
 or an Image, Text or Table of reports.media, or a metrics.Histogram.
 
-A module may also have a function `check(options, context, path)`. It is called
-when the program starts and raises ConfigError for options that it can refuse
-without opening the data: a missing file must not end a run after hours.
+A module may also have a function `check(options, context, path)`, called when
+the program starts. It raises ConfigError for options that it can refuse without
+opening the data: a missing file must not end a run after hours.
 """

@@ -49,7 +49,6 @@ class Evaluator:
     self,
     predict_fn: PredictFn,
     batches: evaluations.Batches,
-    context: evaluations.Context,
     *,
     tokenizer: str,
     labels_key: str = "labels",
@@ -57,8 +56,8 @@ class Evaluator:
     image_key: str = "image",
     num_images: int = 40,
   ):
-    self._context, self._metrics = context, metrics
-    self._tokenizer = evaluations.tokenizer(tokenizer, context)
+    self._name, self._metrics = batches.context.name, metrics
+    self._tokenizer = evaluations.tokenizer(tokenizer, batches.context)
     eos_id, compares = self._tokenizer.eos_id, bool(metrics)
 
     def outputs(variables: Variables, batch: Batch) -> dict[str, Any]:
@@ -86,7 +85,7 @@ class Evaluator:
       {"number": i, "caption": caption, "references": texts}
       for i, (caption, texts) in enumerate(zip(captions, references))
     ]
-    stem = f"captions/{self._context.name}-{step:08d}"
+    stem = f"captions/{self._name}-{step:08d}"
     values: dict[str, Any] = {
       **text_metrics.compute(self._metrics, captions, references),
       "captions": media.Table(rows, f"{stem}.jsonl"),
@@ -102,14 +101,7 @@ def draw(
   captions: Sequence[str],
   references: Sequence[Sequence[str]],
 ) -> np.ndarray:
-  """Draws images, five in a row, with their captions above, wrong ones in red.
-
-  Args:
-    images: [N, height, width, channels], with any range of values.
-
-  Returns:
-    uint8 [height, width, 3].
-  """
+  """Draws [N, height, width, channels] images; returns uint8 RGB pixels."""
   from matplotlib.backends import backend_agg
   from matplotlib.figure import Figure
 
@@ -121,22 +113,19 @@ def draw(
   scaled = (images - low) / max(high - low, 1e-6)
   if scaled.shape[-1] == 1:
     scaled = np.repeat(scaled, 3, axis=-1)
-  for i in range(rows * columns):
+  for i, (image, caption) in enumerate(zip(scaled, captions)):
     axes = figure.add_subplot(rows, columns, i + 1)
     axes.axis("off")
-    if i < len(images):
-      wrong = bool(references[i]) and captions[i] not in references[i]
-      axes.imshow(scaled[i], interpolation="nearest")
-      text = " ".join(captions[i].split())
-      text = textwrap.fill(
-        text, 28, break_long_words=False, break_on_hyphens=False
-      )
-      # matplotlib takes text between dollars for a formula.
-      axes.set_title(
-        text.replace("$", r"\$"),
-        fontsize=8,
-        color="tab:red" if wrong else "black",
-      )
+    axes.imshow(image, interpolation="nearest")
+    text = textwrap.fill(
+      " ".join(caption.split()),
+      28,
+      break_long_words=False,
+      break_on_hyphens=False,
+    )
+    text = text.replace("$", r"\$")  # Between dollars would be a formula.
+    wrong = references[i] and caption not in references[i]
+    axes.set_title(text, fontsize=8, color="tab:red" if wrong else "black")
   figure.tight_layout()
   canvas.draw()
   return np.asarray(canvas.buffer_rgba())[..., :3]

@@ -30,9 +30,9 @@ def check(
 class Evaluator:
   """Accuracy by likelihood, scored as in the lm-evaluation-harness.
 
-  The log-likelihoods of the choices after the context, summed over tokens, are
-  compared: unnormalized ("acc"), per character of the choice ("acc_norm", as in
-  the harness) and per byte ("acc_bytes"). Of equal choices the first one wins.
+  Compares the choices' log-likelihoods after the context, summed over tokens:
+  unnormalized ("acc"), per character of the choice ("acc_norm", as in the
+  harness) and per byte ("acc_bytes"). Of equal choices the first one wins.
 
   Args:
     predict_fn: (variables, batch) -> {"log_likelihood": float [B], ...}, the
@@ -45,9 +45,9 @@ class Evaluator:
     choices_key: name of the choices.
     answer_key: name of the number of the right choice, counted from 0.
     delimiter: text between context and choice. Spaces at the end of the context
-      belong to the choice's tokens, as in the harness.
-    bos: whether each context starts with the begin token (the end token, if the
-      tokenizer has no begin token). An empty context always does.
+      belong to the choice's tokens.
+    bos: whether each context, not only an empty one, starts with the begin
+      token (the end token, if the tokenizer has none).
     batch_size: number of choices per batch; as in training by default.
     num_examples: number of questions, from the start; all by default.
   """
@@ -74,7 +74,7 @@ class Evaluator:
       raise ConfigError(
         f"{path}.bos: the tokenizer {coder.name!r} has no begin token."
       )
-    keys = (context_key, choices_key, answer_key)
+    keys = context_key, choices_key, answer_key
     source = sources.make_source(data, f"{path}.data")
     spec = parts.Features(source.spec, path)
     for key in keys:
@@ -86,9 +86,8 @@ class Evaluator:
       example = source.read(np.asarray([i]))
       try:
         text, choices, answer = _question(*[example[key][0] for key in keys])
-        rows += [
-          window(coder, length, delimiter, bos, text, c) for c in choices
-        ]
+        for choice in choices:
+          rows.append(window(coder, length, delimiter, bos, text, choice))
       except ValueError as e:
         raise DataError(f"{source.where(i)}: {e}.") from e
       self._choices.append(choices)
@@ -111,25 +110,22 @@ class Evaluator:
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
     scores = self._scores(variables).astype(np.float64)
-    right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
-    start = 0
+    hits: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
     for choices, answer in zip(self._choices, self._answers):
-      choice_scores = scores[start : start + len(choices)]
-      start += len(choices)
+      choice_scores, scores = np.split(scores, [len(choices)])
       lengths = {
-        "acc": np.ones(len(choices)),
-        "acc_norm": np.asarray([len(c) for c in choices]),
-        "acc_bytes": np.asarray([len(c.encode()) for c in choices]),
+        "acc": 1,
+        "acc_norm": [len(choice) for choice in choices],
+        "acc_bytes": [len(choice.encode()) for choice in choices],
       }
       for name, length in lengths.items():
-        right[name].append(bool(np.argmax(choice_scores / length) == answer))
-    return {name: float(np.mean(hits)) for name, hits in right.items()}
+        hits[name].append(np.argmax(choice_scores / length) == answer)
+    return {name: float(np.mean(values)) for name, values in hits.items()}
 
 
 def _question(
   text: Any, choices: Any, answer: Any
 ) -> tuple[str, list[str], int]:
-  """Converts the features of a question to Python's types, or ValueError."""
   if isinstance(choices, bytes | str) or np.ndim(choices) != 1:
     raise ValueError("expected a list of choices")
   texts = [_text(choice) for choice in choices]

@@ -3,6 +3,7 @@
 Legend: B batch, C classes.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,22 +75,17 @@ class Evaluator:
       if calibration_bins:
         hit_B = metrics.top_k_hits(logits_BC, labels, 1)
         top_B = jnp.max(probabilities_of(logits_BC), -1)
-        for name, weight in {
-          "confidence": weight_B,
-          "_hits": weight_B * hit_B,
-          "_confidences": weight_B * top_B,
-        }.items():
-          result[name] = metrics.Histogram.of(
-            top_B, weight, bins=calibration_bins
-          )
+        bins = functools.partial(
+          metrics.Histogram.of, top_B, bins=calibration_bins
+        )
+        result["confidence"] = bins(weight_B)
+        result["_hits"] = bins(weight_B * hit_B)
+        result["_confidences"] = bins(weight_B * top_B)
       return result
 
-    sizes = batches.context.vocab_sizes
-    num_classes = sizes.get(label_key, sizes.get("labels"))
-    self._outputs = batches.labelled(label_key, num_classes).map(outputs)
+    self._outputs = batches.labelled_as_in_training(label_key).map(outputs)
 
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
-    """Returns "acc", "top5_acc", "loss", and with bins "ece", "confidence"."""
     values = metrics.host_values(self._outputs(variables))
     if "confidence" in values:
       values["ece"] = calibration_error(
@@ -103,10 +99,6 @@ class Evaluator:
 def calibration_error(
   counts: np.ndarray, hits: np.ndarray, confidences: np.ndarray
 ) -> float:
-  """Mean difference of accuracy and confidence, from 0 to 1; NaN if empty.
-
-  The arguments are numbers of examples, numbers of right answers and sums of
-  confidences (probabilities of the best class) in each bin of confidence.
-  """
+  """Mean difference of accuracy and confidence, from their sums in each bin."""
   total = counts.sum()
   return float(np.abs(hits - confidences).sum() / total) if total else math.nan

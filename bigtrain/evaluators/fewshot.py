@@ -1,10 +1,9 @@
 """Few-shot transfer: a linear probe on frozen features, by least squares.
 
-For each number of shots and each seed, that number of examples of every class
-is drawn, the features are scaled to mean 0 and variance 1, and ridge regression
-maps them to 1 for the right class and -1 for the others. The eigenvectors of a
-Gram matrix give the solutions for all penalties at once. "Big Transfer", arXiv
-1912.11370, and "Scaling Vision Transformers", arXiv 2106.04560, use this probe.
+The features of the drawn examples are scaled to mean 0 and variance 1, and
+ridge regression maps them to 1 for the right class and -1 for the others, as in
+"Big Transfer", arXiv 1912.11370. The eigenvectors of a Gram matrix give the
+solutions for all penalties at once.
 
 Legend: B batch, N examples, T tested examples, D features, C classes, R rank,
 P penalties.
@@ -63,7 +62,6 @@ class Evaluator:
     self,
     predict_fn: PredictFn,
     batches: evaluations.Batches,
-    context: evaluations.Context,
     *,
     test_data: Mapping[str, Any],
     shots: Sequence[int] = (1, 5, 10),
@@ -72,7 +70,7 @@ class Evaluator:
     label_key: str = "label",
     num_test_examples: int | None = None,
   ):
-    self._path = context.path
+    self._path, mesh = batches.context.path, batches.context.mesh
     self._shots, self._l2, self._seeds = shots, l2, seeds
 
     def outputs(variables: Variables, batch: Batch) -> Any:
@@ -81,28 +79,25 @@ class Evaluator:
 
     # Any classes: the probe has a head of its own.
     batches = batches.labelled(label_key, None)
-    test_batches = batches.replace(
-      data=test_data, num_examples=num_test_examples
-    )
     self._train = batches.collect(outputs)
-    self._test = test_batches.collect(outputs)
-    replicated = sharding.replicated(context.mesh)
+    self._test = batches.replace(
+      data=test_data, num_examples=num_test_examples
+    ).collect(outputs)
+    replicated = sharding.replicated(mesh)
     self._fit = jax.jit(
       _fit,
       static_argnums=2,
       in_shardings=(replicated,) * 2,
       out_shardings=replicated,
     )
-    rows = sharding.batch(context.mesh)
     self._count = jax.jit(
-      functools.partial(_count_right, rows=rows),
+      functools.partial(_count_right, rows=sharding.batch(mesh)),
       in_shardings=(replicated,) * 4,
       out_shardings=replicated,
     )
-    self._ways = sharding.batch_ways(context.mesh)
+    self._ways = sharding.batch_ways(mesh)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    """Returns {"5shot": accuracy, "5shot_std", ...}."""
     x_ND, y_N = _labelled(*self._train(variables))
     test = _labelled(*self._test(variables))
     if not len(y_N) or not len(test[1]):
@@ -136,19 +131,16 @@ class Evaluator:
   def _right(
     self, probe: Any, x_TD: np.ndarray, y_T: np.ndarray, l2: Sequence[float]
   ) -> np.ndarray:
-    """Returns the number of right answers for each penalty, int [P]."""
     padding = -len(y_T) % self._ways
     x_TD = np.pad(x_TD, [(0, padding), (0, 0)])
     y_T = np.pad(y_T, [(0, padding)], constant_values=-1)
-    return jax.device_get(
-      self._count(probe, x_TD, y_T, np.asarray(l2, np.float32))
-    )
+    l2_P = np.asarray(l2, np.float32)
+    return jax.device_get(self._count(probe, x_TD, y_T, l2_P))
 
 
 def _labelled(
   x_ND: np.ndarray, y_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The examples that have a label."""
   return x_ND[y_N >= 0], y_N[y_N >= 0].astype(np.int32)
 
 
@@ -157,8 +149,7 @@ def _draw(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns indices of (the shots, at most _MAX_TUNING other examples)."""
   order = np.random.default_rng(seed).permutation(len(y_N))
-  # Rank of each example in its class, in that order.
-  rank = np.empty(len(y_N), np.int64)
+  rank = np.empty(len(y_N), np.int64)  # In its class, in that order.
   for c in np.unique(y_N):
     members = order[y_N[order] == c]
     rank[members] = np.arange(len(members))
@@ -169,7 +160,7 @@ def _draw(
 def _fit(
   x_ND: jax.Array, y_N: jax.Array, num_classes: int
 ) -> dict[str, jax.Array]:
-  """Returns the solutions for all penalties, as factors."""
+  """The solutions for all penalties, as factors."""
   mean_D, std_D = jnp.mean(x_ND, axis=0), jnp.std(x_ND, axis=0) + 1e-5
   x_ND = (x_ND - mean_D) / std_D
   target_NC = 2.0 * jax.nn.one_hot(y_N, num_classes) - 1.0

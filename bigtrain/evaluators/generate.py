@@ -47,16 +47,14 @@ class Evaluator:
     self,
     predict_fn: PredictFn,
     batches: evaluations.Batches,
-    context: evaluations.Context,
     *,
     tokenizer: str = "bytes",
     prompt_key: str | None = None,
     reference_key: str | None = None,
     metrics: Sequence[str] = (),
   ):
-    self._metrics = metrics
-    self._context = context
-    self._tokenizer = evaluations.tokenizer(tokenizer, context)
+    self._name, self._metrics = batches.context.name, metrics
+    self._tokenizer = evaluations.tokenizer(tokenizer, batches.context)
     keys = ("prompt", prompt_key), ("references", reference_key)
 
     def outputs(variables: Variables, batch: Batch) -> dict[str, Any]:
@@ -66,7 +64,6 @@ class Evaluator:
     self._outputs = batches.collect(outputs)
 
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
-    """Returns the metrics, "num_examples" and "texts"."""
     columns = self._outputs(variables)
     rows: list[dict[str, Any]] = []
     for i in range(len(columns["sample"])):
@@ -76,11 +73,11 @@ class Evaluator:
       row["sample"] = self._decode(columns["sample"][i])
       if "references" in columns:
         ids_RL = np.atleast_2d(columns["references"][i])
-        texts = [self._decode(ids) for ids in ids_RL]
+        texts = map(self._decode, ids_RL)
         # Examples with fewer references have padding in their place.
         row["references"] = [text for text in texts if text] or [""]
       rows.append(row)
-    path = f"generations/{self._context.name}-{step:08d}.jsonl"
+    path = f"generations/{self._name}-{step:08d}.jsonl"
     results: dict[str, Any] = {
       "num_examples": float(len(rows)),
       "texts": media.Table(rows, path),
@@ -92,6 +89,5 @@ class Evaluator:
     return results
 
   def _decode(self, ids: np.ndarray) -> str:
-    """Returns the text before the end token."""
     ends = np.flatnonzero(ids == self._tokenizer.eos_id)
     return self._tokenizer.decode(ids[: ends[0]] if ends.size else ids)

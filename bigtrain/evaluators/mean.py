@@ -11,7 +11,6 @@ from bigtrain.types import Batch, Metrics, PredictFn, Variables
 def check(
   options: Mapping[str, Any], context: evaluations.Context, path: str
 ) -> None:
-  del path  # It is the one of the context.
   for feature in context.class_names:
     evaluations.check_class_names(options, context, feature)
 

@@ -21,9 +21,8 @@ def check(
 ) -> None:
   threshold = options.get("threshold", 0.5)
   settings.check_number(f"{path}.threshold", threshold, least=0, most=1)
-  evaluations.check_class_names(
-    options, context, options.get("label_key", "labels")
-  )
+  label_key = options.get("label_key", "labels")
+  evaluations.check_class_names(options, context, label_key)
 
 
 class Evaluator:
@@ -51,7 +50,6 @@ class Evaluator:
     self,
     predict_fn: PredictFn,
     batches: evaluations.Batches,
-    context: evaluations.Context,
     *,
     label_key: str = "labels",
     threshold: float = 0.5,
@@ -61,7 +59,7 @@ class Evaluator:
     with np.errstate(divide="ignore"):
       self._least_logit = np.log(threshold) - np.log1p(-threshold)
     self._per_class = per_class
-    path, names = context.path, context.class_names
+    path, names = batches.context.path, batches.context.class_names
     self._names = names.get(label_key, names.get("labels"))
 
     def outputs(variables: Variables, batch: Batch) -> Any:
@@ -75,12 +73,9 @@ class Evaluator:
         )
       return logits_BC, labels_BC > 0
 
-    sizes = batches.context.vocab_sizes
-    num_classes = sizes.get(label_key, sizes.get("labels"))
-    self._outputs = batches.labelled(label_key, num_classes).collect(outputs)
+    self._outputs = batches.labelled_as_in_training(label_key).collect(outputs)
 
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
-    """Returns the metrics, and with `per_class` the table "classes"."""
     scores_NC, labels_NC = self._outputs(variables)
     ranked = [
       average_precision_and_auc(scores_N, labels_N)
@@ -114,11 +109,9 @@ class Evaluator:
 def average_precision_and_auc(
   scores_N: np.ndarray, labels_N: np.ndarray
 ) -> tuple[float, float]:
-  """Average precision, and area under the ROC curve, of one class.
+  """Both of one class, whose examples of equal scores have the same rank.
 
-  Examples of equal scores have the same rank. Average precision is the sum of
-  the precision at each score times the increase of the recall there. Both are
-  NaN without an example, and the second is NaN without a counterexample.
+  NaN without an example; the area also without a counterexample.
   """
   order = np.argsort(-scores_N, kind="stable")
   scores_N, labels_N = scores_N[order], labels_N[order]
@@ -136,21 +129,17 @@ def average_precision_and_auc(
 
 
 def _rates(hits: Any, predicted: Any, labelled: Any) -> dict[str, Any]:
-  """Precision, recall and F1 from counts; 0 for 0 / 0."""
-
-  def ratio(a: Any, b: Any) -> Any:
-    return np.where(b > 0, a / np.maximum(b, 1), 0.0)
-
+  # A count of 0 makes hits 0, and the rate too.
   return {
-    "precision": ratio(hits, predicted),
-    "recall": ratio(hits, labelled),
-    "f1": ratio(2 * hits, predicted + labelled),
+    "precision": hits / np.maximum(predicted, 1),
+    "recall": hits / np.maximum(labelled, 1),
+    "f1": 2 * hits / np.maximum(predicted + labelled, 1),
   }
 
 
 def _mean_of_known(values_C: np.ndarray) -> float:
   known = values_C[~np.isnan(values_C)]
-  return float(known.mean()) if known.size else float("nan")
+  return float(known.mean()) if known.size else np.nan
 
 
 def _rounded(value: float) -> float | None:

@@ -10,7 +10,7 @@ from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 class Evaluator:
-  """Perplexity, and bits per byte of text, over a data set.
+  """Perplexity exp(sum of losses / tokens), and bits per byte of text.
 
   Args:
     predict_fn: (variables, batch) -> {name: (sum, weight)}. "loss" is in nats,
@@ -33,16 +33,10 @@ class Evaluator:
     self._outputs = batches.map(outputs)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    """Returns "loss", "perplexity", "bits_per_byte" if known, other means."""
     return summary(self._outputs(variables))
 
 
 def summary(batches: Iterable[Mapping[str, metrics.Pair]]) -> dict[str, float]:
-  """Combines the fetched metrics of a set's batches.
-
-  Perplexity is exp(sum of losses / tokens), bits per byte are the sum of losses
-  in bits over the sum of bytes.
-  """
   batches = list(batches)
   results = metrics.host_values(batches)
   results["perplexity"] = _exp(results["loss"])

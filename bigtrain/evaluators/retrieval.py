@@ -25,9 +25,9 @@ def check(
 class Evaluator:
   """Recall at k, "img2txt_recall@1", "txt2img_recall@1", ...
 
-  The fraction of images with one of their texts among the k texts that fit
-  best, and the fraction of texts with their image among the k images that fit
-  best. A wrong answer with the score of a right one ranks before it.
+  The fraction of images with one of their texts among the k best texts, and of
+  texts with their image among the k best images. A wrong answer with the score
+  of a right one ranks before it.
 
   Args:
     predict_fn: (variables, batch) -> {"image": [B, E], "text": [B, E]}; "text"
@@ -44,7 +44,6 @@ class Evaluator:
     self,
     predict_fn: PredictFn,
     batches: evaluations.Batches,
-    context: evaluations.Context,
     *,
     at: Sequence[int] = (1, 5, 10),
     id_key: str | None = None,
@@ -59,10 +58,10 @@ class Evaluator:
       return result
 
     self._outputs = batches.collect(outputs)
-    self._rows = sharding.batch(context.mesh)
-    ways = sharding.batch_ways(context.mesh)
+    mesh = batches.context.mesh
+    self._rows, ways = sharding.batch(mesh), sharding.batch_ways(mesh)
     self._num_queries = ways * max(1, 1024 // ways)
-    self._replicated = sharding.replicated(context.mesh)
+    self._replicated = sharding.replicated(mesh)
     self._better = jax.jit(
       self._count_better,
       in_shardings=self._replicated,
@@ -74,8 +73,7 @@ class Evaluator:
     row_id = rows.get("id", np.arange(len(rows["image"]), dtype=np.int32))
     image_id, first = np.unique(row_id, return_index=True)
     images = rows["image"][first], image_id
-    # bool [N] or [N, n]: whether there is a text.
-    written = rows["written"]
+    written = rows["written"]  # bool [N] or [N, n]: whether there is a text.
     row_of_text = np.nonzero(written)[0]
     texts = rows["text"][written], row_id[row_of_text]
     ranks = {
@@ -103,13 +101,9 @@ class Evaluator:
     for start in range(0, len(query_QE), self._num_queries):
       rows = slice(start, start + self._num_queries)
       padding = self._num_queries - len(query_QE[rows])
-      ranks.append(
-        self._better(
-          np.pad(query_QE[rows], [(0, padding), (0, 0)]),
-          np.pad(query_id[rows], [(0, padding)]),
-          *answers,
-        )
-      )
+      padded_QE = np.pad(query_QE[rows], [(0, padding), (0, 0)])
+      padded_id = np.pad(query_id[rows], [(0, padding)])
+      ranks.append(self._better(padded_QE, padded_id, *answers))
     return np.concatenate(jax.device_get(ranks))[: len(query_QE)]
 
   def _count_better(

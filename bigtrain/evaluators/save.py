@@ -29,18 +29,17 @@ class Evaluator:
     self,
     predict_fn: PredictFn,
     batches: evaluations.Batches,
-    context: evaluations.Context,
     *,
     keys: Sequence[str] = (),
     cache: bool = False,
   ):
-    self._context = context
+    self._context = batches.context
 
     def outputs(variables: Variables, batch: Batch) -> dict[str, Any]:
       features = {key: batch[key] for key in keys}
       return {"predictions": predict_fn(variables, batch), **features}
 
-    for name, size in context.vocab_sizes.items():
+    for name, size in self._context.vocab_sizes.items():
       if isinstance(size, parts.ClassCount):  # A test set may have no labels.
         batches = batches.labelled(name, size)
     self._outputs = batches.replace(cache=cache).collect(outputs)

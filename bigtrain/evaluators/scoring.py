@@ -42,7 +42,6 @@ class Evaluator:
     self,
     predict_fn: PredictFn,
     batches: evaluations.Batches,
-    context: evaluations.Context,
     *,
     class_names: Sequence[str] | str,
     pp_text: str,
@@ -50,10 +49,10 @@ class Evaluator:
     label_key: str = "label",
     top_k: Sequence[int] = (1, 5),
   ):
-    path = context.path
+    path = batches.context.path
     names = labels.read(class_names, f"{path}.class_names")
     texts = labels.fill(prompt, names, f"{path}.prompt")
-    tokens_CL = evaluations.class_tokens(texts, pp_text, context)
+    tokens_CL = evaluations.class_tokens(texts, pp_text, batches.context)
 
     def accuracies(variables: Variables, batch: Batch) -> Metrics:
       scores_BC = predict_fn(variables, {**batch, "class_tokens": tokens_CL})

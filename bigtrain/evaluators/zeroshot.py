@@ -1,7 +1,7 @@
 """Classifies images by the embedding of the text that fits them best.
 
-As in CLIP, arXiv 2103.00020: the embedding of a class is the normalized mean of
-the embeddings of several prompts with its name.
+As in CLIP, arXiv 2103.00020: a class's embedding is the normalized mean of the
+embeddings of several prompts with its name.
 
 Legend: B batch, T texts, C classes, E embedding.
 """
@@ -94,15 +94,11 @@ class Evaluator:
 
     # Smaller batches if padding would fill most of one.
     ways = sharding.batch_ways(context.mesh)
-    text_batches = batches.replace(
+    most = -(-len(tokens_TL) // ways) * ways
+    text_batches = evaluations.Batches(
+      context,
       data=dict(type="arrays", arrays={"labels": tokens_TL}),
-      pp="",
-      batch_size=min(
-        batches.batch_size or context.batch_size,
-        -(-len(tokens_TL) // ways) * ways,
-      ),
-      num_examples=None,
-      cache=True,
+      batch_size=min(batches.batch_size or context.batch_size, most),
     )
     self._texts = text_batches.collect(text_embeddings)
     num_classes = parts.ClassCount(C, f"{path}.class_names")

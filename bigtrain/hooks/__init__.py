@@ -1,7 +1,6 @@
 """Hooks: code that a config runs between the steps of training.
 
-Each module of this package is one type of hook that `config.hooks` can name;
-open early_stopping.py first. bigtrain.runtime.hooks finds the modules by name
+Open early_stopping.py first. bigtrain.runtime.hooks finds the modules by name
 and runs the hooks. No other module imports this package.
 
   config.hooks = {
@@ -10,9 +9,8 @@ and runs the hooks. No other module imports this package.
   }
 
 `type` is the name of a module in this package, which has a class `Hook`, or the
-dotted path of a class of the user's own. The other options are the keyword
-arguments of the class. If its `__init__` has a parameter `context`, it also
-receives a `bigtrain.runtime.hook_context.Context`.
+dotted path of a user's class. The other options are the class's arguments. If
+it has a parameter `context`, it also receives a runtime.hook_context.Context.
 
 A hook has any of these methods and attributes; docs/hooks.md describes them:
 

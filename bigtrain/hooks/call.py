@@ -18,8 +18,7 @@ class Hook:
 
   def __init__(self, function: str, *, context: Context, **kwargs: Any):
     self._function = parts.find_attribute(function, f"{context.path}.function")
-    self._kwargs = kwargs
-    self._context = context
+    self._kwargs, self._context = kwargs, context
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:
     if reason := self._function(step, row, **self._kwargs):

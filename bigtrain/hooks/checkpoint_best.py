@@ -17,11 +17,10 @@ from bigtrain.runtime.hook_context import Context, WatchedMetric, sign
 class Hook:
   """Keeps the checkpoint of the step with the best value of a metric.
 
-  If the metric belongs to an evaluation, the evaluated state is saved even if
-  no checkpoint was due. A row of training is written after its state has
-  changed, so for a training metric only steps with a checkpoint count. Of equal
-  values the earlier one is kept. <workdir>/best_<name of the hook>.json names
-  the step.
+  An evaluated state is saved even if no checkpoint was due. A row of training
+  is written after its state has changed, so for a training metric only steps
+  with a checkpoint count. Of equal values the earlier one is kept.
+  <workdir>/best_<name of the hook>.json names the step.
 
   Args:
     metric: name as in metrics.jsonl, such as "val/acc".
@@ -33,10 +32,10 @@ class Hook:
     self._metric = WatchedMetric(metric)
     self._context = context
     self._path = os.path.join(context.workdir, f"best_{context.name}.json")
+    self._saved_step: int | None = None
     # Steps with their values; the candidate has no checkpoint yet.
     self._best: tuple[int, float] | None = None
     self._candidate: tuple[int, float] | None = None
-    self._saved_step: int | None = None  # Step of the newest checkpoint.
     self.watches = [metric]
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:
@@ -68,12 +67,11 @@ class Hook:
     checkpoints = folders.listing(self._context.workdir).checkpoints
     existing = {*checkpoints, self._saved_step}
     if self._best and self._best[0] not in existing:
+      step, value = self._best
       logging.warning(
-        "config.hooks: the best checkpoint so far, of step %d with %s %g, no "
-        "longer exists; the next best one will be kept.",
-        self._best[0],
-        self._metric.name,
-        self._best[1],
+        f"config.hooks: the best checkpoint so far, of step {step} with "
+        f"{self._metric.name} {value:g}, no longer exists; the next best one "
+        "will be kept."
       )
       self._best = None
     self._write()
@@ -83,9 +81,8 @@ class Hook:
     self._write()
 
   def _write(self) -> None:
-    if self._best is None or jax.process_index():
-      return
-    step, value = self._best
-    record = {"step": step, "metric": self._metric.name, "value": value}
-    with paths.replacing(self._path) as file:
-      json.dump(record, file)
+    if self._best and jax.process_index() == 0:
+      step, value = self._best
+      record = {"step": step, "metric": self._metric.name, "value": value}
+      with paths.replacing(self._path) as file:
+        json.dump(record, file)

@@ -12,11 +12,10 @@ from bigtrain.runtime.hook_context import Context, WatchedMetric, sign
 class Hook:
   """Stops the run, as a success, when a metric no longer improves.
 
-  The rule is the one of T5X's EarlyStoppingAction. A value improves on the
-  previous one if it is better by more than atol + rtol * |previous value|,
-  compared in float32. The run stops as soon as none of the last `patience`
-  values improves on the one before it among them. A comparison with NaN, or
-  with an infinite previous value, counts as an improvement.
+  As T5X's EarlyStoppingAction: a value improves on the previous one if it is
+  better by more than atol + rtol * |previous value|, in float32. The run stops
+  as soon as none of the last `patience` values improves on the one before it
+  among them. A comparison with NaN, or with infinity, counts as an improvement.
 
   Args:
     metric: name as in metrics.jsonl, such as "val/loss".
@@ -36,24 +35,19 @@ class Hook:
     *,
     context: Context,
   ):
-    settings.check_number(
-      f"{context.path}.patience", patience, least=2, whole=True
-    )
-    settings.check_number(f"{context.path}.atol", atol, least=0)
-    settings.check_number(f"{context.path}.rtol", rtol, least=0)
-    self._sign = sign(mode, f"{context.path}.mode")
+    path = context.path
+    settings.check_number(f"{path}.patience", patience, least=2, whole=True)
+    settings.check_number(f"{path}.atol", atol, least=0)
+    settings.check_number(f"{path}.rtol", rtol, least=0)
+    self._sign = sign(mode, f"{path}.mode")
     self._metric = WatchedMetric(metric)
-    self._patience = patience
-    self._atol = atol
-    self._rtol = rtol
-    # The newest `patience` values; the rule needs no more.
-    self._values: list[float] = []
+    self._patience, self._atol, self._rtol = patience, atol, rtol
+    self._values: list[float] = []  # At most `patience`, the newest last.
     self._context = context
     self.watches = [metric]
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    newest = self._metric.value(row)
-    if newest is None:
+    if (newest := self._metric.value(row)) is None:
       return
     self._values = [*self._values, newest][-self._patience :]
     if len(self._values) < self._patience:

@@ -32,9 +32,7 @@ class Hook:
   def __init__(
     self, start: int | None = 10, steps: int = 5, *, context: Context
   ):
-    self._start = start
-    self._steps = steps
-    self._stop = 0
+    self._start, self._steps, self._stop = start, steps, 0
     self._folder = os.path.join(context.workdir, "profile")
     self._request = os.path.join(context.workdir, REQUEST)
     self._is_remote = paths.is_remote(self._folder)
@@ -56,12 +54,10 @@ class Hook:
       self._stop = step + self._steps
 
   def after_train(self, step: int, end: End) -> None:
-    """Stops the trace if it is still running, whatever ended the run."""
     if self._tracing:
       self._stop_trace()
 
   def _requested(self) -> bool:
-    """Whether a signal or a file has asked for a trace since the last call."""
     if process.profile_requested():
       return True
     now = time.monotonic()

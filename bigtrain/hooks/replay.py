@@ -14,11 +14,11 @@ from bigtrain.settings import check_number
 class Hook:
   """Finds devices that compute wrong numbers.
 
-  Every `every_steps` steps, the step is computed twice from the same state and
-  batch, and checksums of each shard of the new states and metrics are compared.
-  If they differ, the run ends before anything is saved, and the error names the
-  step, the first array and its devices. The program must be deterministic; on
-  GPUs that needs XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+  A step is computed twice from the same state and batch. If checksums of any
+  shard of the new states and metrics differ, the run ends before anything is
+  saved, and the error names the step, the first array and its devices. The
+  program must be deterministic; on GPUs that needs
+  XLA_FLAGS=--xla_gpu_deterministic_ops=true.
 
   Args:
     every_steps: number of steps between two replays. A replay takes the time of
@@ -45,11 +45,9 @@ class Hook:
     # CPU devices would run both at once, and mix up their messages.
     jax.block_until_ready(first_state)
     new_state, metrics = update(state, *rest)
-    what = comparison.results(
-      {"state": first_state, "step_metrics": first_metrics},
-      {"state": new_state, "step_metrics": metrics},
-    )
-    if what:
+    first = {"state": first_state, "step_metrics": first_metrics}
+    second = {"state": new_state, "step_metrics": metrics}
+    if what := comparison.results(first, second):
       self._context.reject_state(
         f"step {step}, computed twice from the same state, has other bits in "
         f"{what}. A device computes wrong numbers, or the program is not "

@@ -8,9 +8,9 @@ from bigtrain.settings import check_number
 class Hook:
   """Finds replicas that have come to differ.
 
-  Every `every_steps` steps and before every checkpoint, checksums of the copies
-  of each shard are compared. If they differ, the run ends before anything is
-  saved, and the error names the step, the first array and the odd devices.
+  Compares checksums of the copies of each shard, also before every checkpoint.
+  If they differ, the run ends before anything is saved, and the error names the
+  step, the first array and the odd devices.
 
   Args:
     every_steps: number of steps between two comparisons.
@@ -35,9 +35,8 @@ class Hook:
       self._compare(step)
 
   def _compare(self, step: int) -> None:
-    what = comparison.replicas(self._context.state)
     self._compared = step
-    if what:
+    if what := comparison.replicas(self._context.state):
       self._context.reject_state(
         f"after step {step}, replicas of the state differ in {what}.",
         self._policy,

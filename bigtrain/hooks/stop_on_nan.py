@@ -10,8 +10,7 @@ from bigtrain.runtime.hook_context import Context, WatchedMetric
 class Hook:
   """Stops the run, as a failure, when a metric is not finite.
 
-  config.nonfinite guards the loss and the gradients without this hook, which is
-  for other metrics, such as an evaluation's.
+  config.nonfinite guards the loss and the gradients without this hook.
 
   Args:
     metrics: names as in metrics.jsonl; all metrics by default.
@@ -32,5 +31,4 @@ class Hook:
       values = [(k, v) for k, v in row.items() if isinstance(v, float)]
     for name, value in values:
       if value is not None and not math.isfinite(value):
-        reason = f"{name} is {value} at step {step}"
-        self._context.stop(reason, failure=True)
+        self._context.stop(f"{name} is {value} at step {step}", failure=True)

@@ -200,9 +200,7 @@ class _Bar(_Progress):
     cells[0].stylize("bold cyan")
     if bar_width >= 10:
       bar = rich.progress_bar.ProgressBar(
-        total=max(self._total, 1),
-        completed=self.step,
-        width=min(40, bar_width),
+        total=max(self._total, 1), completed=self.step, width=min(40, bar_width)
       )
       cells.insert(1, bar)
     grid.add_row(*cells)

@@ -25,7 +25,6 @@ class End(NamedTuple):
   Attributes:
     how: "finished"; "stopped" by a hook, as a success; "preempted" by a signal;
       "rolled_back" to a checkpoint, from which training starts again; "failed".
-    reason: one line; "" if the run finished.
   """
 
   how: str
@@ -42,13 +41,7 @@ class Stop(NamedTuple):
 
 @dataclasses.dataclass
 class Run:
-  """The run that all hooks share, and their requests.
-
-  Attributes:
-    saved_step: step of the newest checkpoint of this run.
-    scalars: scalars for the next row.
-    in_row: whether hooks see a row at present.
-  """
+  """The run that all hooks share, and their requests."""
 
   workdir: str
   config: Mapping[str, Any]
@@ -57,10 +50,10 @@ class Run:
   evaluations: Sequence[str] = ()
   step: int = 0
   state: TrainState = dataclasses.field(default_factory=dict)
-  saved_step: int | None = None
+  saved_step: int | None = None  # Step of the newest checkpoint.
   values: dict[str, float] | None = None
   scalars: dict[str, Any] = dataclasses.field(default_factory=dict)
-  in_row: bool = False
+  in_row: bool = False  # Whether hooks see a row at present.
   stop: Stop | None = None
   save: bool = False
   asked_evaluations: set[str] = dataclasses.field(default_factory=set)
@@ -76,10 +69,7 @@ class Context:
   """A hook's view of the run, and its requests; docs/hooks.md has examples.
 
   The state and the requests exist once the run has started, not in `__init__`.
-
-  Attributes:
-    path: location of the hook in the config, for error messages.
-    asks: whether the hook may ask for something outside of `after_row`.
+  `path` is the hook's location in the config, for error messages.
   """
 
   def __init__(self, name: str, run: Run):
@@ -89,7 +79,7 @@ class Context:
     self.config = run.config
     self.mesh = run.mesh
     self.predict_fns = run.predict_fns
-    self.asks = False
+    self.asks = False  # Whether it may ask outside of after_row.
     self._run = run
 
   @property
@@ -122,10 +112,8 @@ class Context:
   def add_scalars(self, scalars: Mapping[str, Any]) -> None:
     """Adds `<name of the hook>/<name>` to the next row of training.
 
-    Args:
-      scalars: numbers, strings, or arrays of one number by name. Arrays on the
-        device are fetched when the row is written; they must not be part of the
-        state.
+    Arrays of one number are fetched from the device when the row is written;
+    they must not be part of the state.
     """
     if self.name in self._run.evaluations:
       raise ConfigError(
@@ -156,15 +144,14 @@ class Context:
       self._run.stop = Stop(f"hook {self.name!r}: {reason}", failure)
 
   def check_policy(self, policy: str) -> str:
-    """Checks the option `policy` of a hook that calls `reject_state`."""
     key = f"{self.path}.policy"
     return settings.check_choice(key, policy, ("stop", "rollback"))
 
   def reject_state(self, reason: str, policy: str) -> NoReturn:
-    """Ends the run now, because its state is wrong; nothing more is saved.
+    """Ends the run, on all processes at the same step; nothing more is saved.
 
-    All processes call this at the same step. With the policy "rollback" the run
-    returns to the newest checkpoint, if there is one, at most three times.
+    With the policy "rollback" the run returns to the newest checkpoint, if
+    there is one, at most three times.
     """
     error = Corrupt(f"hook {self.name!r}: {reason}")
     saved = self._run.saved_step
@@ -193,8 +180,7 @@ class WatchedMetric:
     value = row.get(self.name)
     if isinstance(value, int | float):
       return float(value)
-    # Rows of training and of each evaluation have different metrics, so only
-    # rows with the same prefix should have this one.
+    # Only rows with the same prefix should have this metric.
     prefix = self.name.rpartition("/")[0]
     related = [k for k in row if k != "step" and k.rpartition("/")[0] == prefix]
     if (value is not None or related) and not self._warned:

@@ -45,10 +45,8 @@ class Hooks:
       method: [getattr(hook, method) for hook in every if hasattr(hook, method)]
       for method in _METHODS
     }
-    self._asks = any(getattr(hook, "asks", False) for hook in every)
-    self._needs_values = any(
-      getattr(hook, "needs_values", False) for hook in every
-    )
+    self._asks = any(getattr(h, "asks", False) for h in every)
+    self._needs_values = any(getattr(h, "needs_values", False) for h in every)
     self._save_step: int | None = None
     # Newest step, and the names in its rows. A resumed run shows the rows of
     # its checkpoint's evaluations again, and the hooks must see them once.
@@ -64,7 +62,6 @@ class Hooks:
     self._call("before_step", step)
 
   def update(self, step: int, update: Callable[..., Any], *args: Any) -> Any:
-    """Returns update(*args), inside of the hooks that have around_update."""
     for call in reversed(self._calls["around_update"]):
       update = functools.partial(call, step, update)
     return update(*args)
@@ -82,15 +79,13 @@ class Hooks:
 
   def after_row(self, row: Mapping[str, Any]) -> None:
     """Shows a row to the hooks, unless one of them has stopped the run."""
-    step = row["step"]
-    seen_step, seen_names = self._seen
-    same_step = step == seen_step
-    self.evaluations -= {name.partition("/")[0] for name in row}
-    repeated = same_step and set(row) <= {"step", *seen_names}
+    step, names = row["step"], row.keys() - {"step"}
+    self.evaluations -= {name.partition("/")[0] for name in names}
+    seen = {*self._seen[1]} if step == self._seen[0] else set()
+    repeated = step == self._seen[0] and names <= seen
     if not self._calls["after_row"] or self.stopped or repeated:
       return
-    names = {*seen_names, *row} if same_step else {*row}
-    self._seen = step, sorted(names - {"step"})
+    self._seen = step, sorted(seen | names)
     if jax.process_index() == 0:
       self._run.in_row = True
       self._call("after_row", step, row)
@@ -126,21 +121,17 @@ class Hooks:
       raise RuntimeError(self.stopped.reason)
 
   def take_scalars(self) -> dict[str, Any]:
-    """Returns and forgets the hooks' scalars for the next row."""
     scalars, self._run.scalars = self._run.scalars, {}
     return scalars
 
   def keep_steps(self) -> set[int]:
-    """Returns the steps whose checkpoints must stay; valid on process 0."""
+    """Steps whose checkpoints must stay; valid on process 0."""
     return {step for call in self._calls["keep_steps"] for step in call()}
 
   def after_train(
     self, kind: Any, error: BaseException | None, traceback: Any
   ) -> None:
-    """Calls after_train of every hook, as `__exit__` of a context manager.
-
-    An error of a hook ends the run, unless it ends with an error of its own.
-    """
+    """Takes the arguments of `__exit__` of a context manager."""
     if error is None:
       end = End("stopped" if self.stopped else "finished", self.stop_reason)
     else:
@@ -162,12 +153,9 @@ class Hooks:
 
   def state(self) -> dict[str, Any]:
     scalars = jax.device_get(self._run.scalars)
+    hooks = self._hooks.items()
     return {
-      "hooks": {
-        name: hook.state()
-        for name, hook in self._hooks.items()
-        if hasattr(hook, "state")
-      },
+      "hooks": {k: hook.state() for k, hook in hooks if hasattr(hook, "state")},
       "seen": self._seen,
       "scalars": {
         name: value.tolist() if hasattr(value, "tolist") else value
@@ -204,17 +192,14 @@ def from_config(
   predict_fns: Mapping[str, PredictFn] | None = None,
   evaluations: Iterable[Any] = (),
 ) -> Hooks:
-  """Builds config.hooks; `evaluations` have names."""
   names = [evaluation.name for evaluation in evaluations]
   run = Run(workdir, config.to_dict(), mesh, predict_fns or {}, names)
   hooks = {}
   entries = config.kwargs("hooks", {})
   digest = settings.digest(entries)
   # A running job can be asked for a profile.
-  if not any(
-    isinstance(entry, Mapping) and entry.get("type") == "profile"
-    for entry in entries.values()
-  ):
+  types = [e.get("type") for e in entries.values() if isinstance(e, Mapping)]
+  if "profile" not in types:
     entries["profile_on_request"] = {"type": "profile", "start": None}
   for name, entry in entries.items():
     context = Context(name, run)
@@ -222,9 +207,8 @@ def from_config(
       raise ConfigError(f"{context.path}: expected a dict, got {entry!r}.")
     options = dict(entry)
     make = _find(options.pop("type", None), f"{context.path}.type")
-    given: dict[str, Any] = {}
-    if "context" in inspect.signature(make).parameters:
-      given["context"] = context
+    takes_context = "context" in inspect.signature(make).parameters
+    given = {"context": context} if takes_context else {}
     settings.check_kwargs(make, options, context.path, given=given)
     hooks[name] = make(**options, **given)
     if hasattr(hooks[name], "keep_steps") and config.get("keep_ckpts") == 0:
@@ -253,18 +237,12 @@ _TRAINING_PREFIXES = (
 def _check_evaluations(
   hook: Any, config: settings.Config, path: str, hook_names: Iterable[str]
 ) -> None:
-  """Warns if a hook watches a metric of an evaluation that does not exist.
-
-  Rows cannot reveal this mistake: none of them has the metric's prefix.
-  """
+  """Warns of a metric with a prefix that no row will have."""
   evals = list(config.get("evals", {}))
   for metric in getattr(hook, "watches", ()):
     prefix, slash, _ = str(metric).partition("/")
     if slash and prefix not in (*evals, *hook_names, *_TRAINING_PREFIXES):
+      hint = settings.did_you_mean(prefix, evals)
       logging.warning(
-        "%s: metric %r: there is no evaluation %r.%s",
-        path,
-        metric,
-        prefix,
-        settings.did_you_mean(prefix, evals),
+        f"{path}: metric {metric!r}: there is no evaluation {prefix!r}.{hint}"
       )

@@ -30,10 +30,9 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-  """Makes Ctrl-C save, and shows messages in a notebook, while a run lasts.
+  """Makes Ctrl-C save and raise Interrupted, and shows messages in a notebook.
 
-  Does nothing under the command line, which catches signals itself. After
-  Ctrl-C, Interrupted is raised in place of Preempted.
+  Does nothing under the command line, which catches signals itself.
   """
   with _interrupts() as signals, contextlib.ExitStack() as at_end:
     if console.in_notebook():
@@ -52,8 +51,7 @@ def session() -> Iterator[None]:
 def _interrupts() -> Iterator[list[int]]:
   """Makes Ctrl-C ask for the end of the run; yields the signals of the run.
 
-  A second Ctrl-C raises KeyboardInterrupt at once. Only replaces Python's own
-  handler, which is set in a notebook's cell and in a script.
+  Only replaces Python's own handler, as in a notebook's cell and in a script.
   """
   is_main = threading.current_thread() is threading.main_thread()
   default = signal.default_int_handler
@@ -77,17 +75,14 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 class _Messages(logging.Handler):
-  """Shows messages in the output of a notebook's cell."""
-
   def emit(self, record: logging.LogRecord) -> None:
     lines = record.getMessage().splitlines()
     if len(lines) > _MOST_LINES:  # A table; it is in a file too.
       lines = [lines[0], "...", lines[-1]]
-    text = "\n".join(lines)
-    if record.levelno >= logging.WARNING:
-      print(f"{record.levelname.lower()}: {text}", file=sys.stderr, flush=True)
-    else:
-      print(text, flush=True)
+    text, is_problem = "\n".join(lines), record.levelno >= logging.WARNING
+    if is_problem:
+      text = f"{record.levelname.lower()}: {text}"
+    print(text, file=sys.stderr if is_problem else sys.stdout, flush=True)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ class MetricsLog:
   Attributes:
     check: raises if the metrics of a log step are bad.
     facts: about the update, for the first row and run.json.
-    newest: newest value of every metric.
   """
 
   workdir: str
@@ -36,7 +35,7 @@ class MetricsLog:
     self._queued: tuple[int, RunningMetrics, dict[str, Any]] | None = None
     self._noted: set[str] = set()
     self._rows = {row["step"]: row for row in rows.read_rows(self.workdir)}
-    self.newest: dict[str, Any] = {}
+    self.newest: dict[str, Any] = {}  # Newest value of every metric.
     for row in self._rows.values():
       self.newest.update(row)
 
@@ -48,18 +47,15 @@ class MetricsLog:
     return bool(results)
 
   def queue(self, step: int, sums: RunningMetrics) -> None:
-    """Keeps the metrics of a log step until `flush`, without waiting for it."""
     self._queued = step, sums, self.hooks.take_scalars()
 
   def flush(self) -> None:
-    """Writes the row of the queued log step, if any; waits for the step."""
     if not self._queued:
       return
     step, *arrays = self._queued
     self._queued, (sums, scalars) = None, jax.device_get(arrays)
     self.check(sums)
-    facts = self._note("update", **self.facts)
-    times = self.clock.row(step)
+    facts, times = self._note("update", **self.facts), self.clock.row(step)
     values = running_metrics.row(sums)
     num_spikes = values.get("spike_steps", 0)
     if num_spikes > self.newest.get("spike_steps", 0):
