@@ -1,6 +1,7 @@
 """A cache of raw records in host memory."""
 
-import os
+import pathlib
+import re
 import threading
 from typing import Any
 
@@ -14,28 +15,24 @@ _NUM_SAMPLED = 256
 # Size of a bytes object without its content, plus the reference to it.
 _OBJECT_BYTES = 41
 _CGROUPS = (  # (limit, usage) in version 2 and version 1.
-  ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-  (
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-    "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-  ),
+  ("memory.max", "memory.current"),
+  ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
 def available_bytes() -> int | None:
-  """Returns the memory this process may still allocate; None if unknown."""
+  """Memory this process may still allocate; None if unknown."""
   limits = []
-  if os.path.exists("/proc/meminfo"):
-    with open("/proc/meminfo") as f:
-      rows = dict(line.split(":", 1) for line in f)
-    if "MemAvailable" in rows:
-      limits.append(int(rows["MemAvailable"].split()[0]) * 1024)
-  for limit_file, usage_file in _CGROUPS:
-    if os.path.exists(limit_file) and os.path.exists(usage_file):
-      with open(limit_file) as f_limit, open(usage_file) as f_usage:
-        limit = f_limit.read().strip()
-        if limit.isdigit():  # "max" means no limit.
-          limits.append(max(0, int(limit) - int(f_usage.read())))
+  meminfo = pathlib.Path("/proc/meminfo")
+  if meminfo.exists():
+    for size in re.findall(r"MemAvailable:\s*(\d+)", meminfo.read_text()):
+      limits.append(int(size) * 1024)
+  for names in _CGROUPS:
+    limit, usage = (pathlib.Path("/sys/fs/cgroup", name) for name in names)
+    if limit.exists() and usage.exists():
+      most = limit.read_text().strip()
+      if most.isdigit():  # "max" means no limit.
+        limits.append(max(0, int(most) - int(usage.read_text())))
   return min(limits) if limits else None
 
 
@@ -57,16 +54,12 @@ def fits(size: int, what: str, share: float) -> bool:
 
 
 class CachedSource:
-  """Wraps a source and keeps each record in memory after its first read.
-
-  A ConfigError tells that the estimated size exceeds the available memory.
-  """
+  """Wraps a source and keeps each record in memory after its first read."""
 
   def __init__(self, source: Any, key: str):
     self._source = source
-    what = f"{key}: {len(source)} records"
     size = self._estimate()
-    if not fits(size, what, 1.0):
+    if not fits(size, f"{key}: {len(source)} records", 1.0):
       raise ConfigError(
         f"{key}='raw': the records take about {readable(size)} of memory, but "
         f"{readable(available_bytes() or 0)} are available; use cache='none'."
@@ -83,20 +76,16 @@ class CachedSource:
     return getattr(self._source, name)
 
   def _estimate(self) -> int:
-    sample = hashing.permute(
-      np.arange(min(_NUM_SAMPLED, len(self._source))), len(self._source), 0
-    )
+    rows = np.arange(min(_NUM_SAMPLED, len(self)))
     total_bytes, num_read = 0, 0
-    for index in sample:
+    for index in hashing.permute(rows, len(self), 0):
       try:
         row = self._source.read(np.asarray([index]))
       except DataError:  # Reported when a batch needs this record.
         continue
       num_read += 1
-      total_bytes += sum(
-        _row_bytes(array[0], array.dtype) for array in row.values()
-      )
-    return int(total_bytes / max(num_read, 1) * len(self._source))
+      total_bytes += sum(_row_bytes(x[0], x.dtype) for x in row.values())
+    return int(total_bytes / max(num_read, 1) * len(self))
 
   def __len__(self) -> int:
     return len(self._source)

@@ -28,7 +28,6 @@ def sizes(op: Op, source: Any) -> dict[str, int]:
 def check_sizes(
   input_sizes: Mapping[str, int], model_sizes: Mapping[str, int], path: str
 ) -> None:
-  """Raises ConfigError if an input has larger ids than the model can take."""
   for name, size in input_sizes.items():
     limit = model_sizes.get(name, size)
     if size <= limit:
@@ -56,7 +55,6 @@ def check_parts(
   """Checks all that is known about an input's ids before its first batch.
 
   Args:
-    model_sizes: {feature: number of ids that the model can take}.
     negative: features whose negative values mean "no label".
   """
   for name, size in model_sizes.items():
@@ -95,9 +93,8 @@ def find_invalid(
   if numbers.max() < min(size, np.iinfo(values.dtype).max + 1):
     return None
   wrong = (values >= size) | ((values < 0) & (not negative))
-  if not wrong.any():
-    return None
-  return int(np.argmax(wrong.reshape(len(values), -1).any(axis=1)))
+  rows = np.flatnonzero(wrong.reshape(len(values), -1).any(axis=1))
+  return int(rows[0]) if rows.size else None
 
 
 def invalid(

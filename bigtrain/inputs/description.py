@@ -4,14 +4,14 @@ They are in every checkpoint (`HostState.data`) and beside exports.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from bigtrain import hashing
 from bigtrain.inputs import labels
-from bigtrain.inputs.engine import Part
+from bigtrain.inputs.engine import Part, Spec
 from bigtrain.pp import registry
 from bigtrain.settings import DataError
 
@@ -19,19 +19,13 @@ from bigtrain.settings import DataError
 _NUM_MEASURED = 64
 
 
-def describe(
-  parts: Sequence[Part], spec: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-) -> dict[str, Any]:
-  """Returns names, shapes and the tokenizer of an input, as JSON.
-
-  Of several sources, the first that knows something counts.
+def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
+  """Returns the description as JSON; of several sources, the first counts.
 
   Returns:
     "features": {feature: [dtype, shape]} of an example after all ops; "raw":
-    the same before them, where for pictures that are arrays the smallest and
-    the largest value follow; "class_names": {feature after all ops: names of
-    the classes by number}; "tokenizer": its name and fingerprint. The last two
-    are absent if unknown.
+    the same before them, for arrays of pictures with the least and the largest
+    value; if known, "class_names": {feature: names by number} and "tokenizer".
   """
   result: dict[str, Any] = {
     "features": {
@@ -43,12 +37,10 @@ def describe(
   for part in parts:
     source_names = getattr(part.source, "class_names", {})
     for feature in spec:
-      names = labels.of_feature(part.ops, source_names, feature)
-      if names:
+      if names := labels.of_feature(part.ops, source_names, feature):
         class_names.setdefault(feature, names)
-    tokenizer = registry.tokenizer(part.ops)
-    tokenizer = tokenizer or getattr(part.source, "tokenizer", None)
-    if tokenizer:
+    of_source = getattr(part.source, "tokenizer", None)
+    if tokenizer := registry.tokenizer(part.ops) or of_source:
       name, fingerprint = tokenizer
       result.setdefault("tokenizer", dict(name=name, fingerprint=fingerprint))
   if class_names:
@@ -57,7 +49,6 @@ def describe(
 
 
 def _raw(source: Any) -> dict[str, list[Any]]:
-  """Returns {feature: [dtype, shape, ...]} of an example of a source."""
   if hasattr(source, "parse"):
     return {}  # Its records have other features after tensorflow parsed them.
   result: dict[str, list[Any]] = {}

@@ -1,24 +1,15 @@
 """Engines make the batches of one host.
 
-There are two: `NumpyEngine`, and tf.data (tf_engine.py).
-Both run the same ops on the same examples with the same random numbers. A batch
-depends only on the number of its step. When a batch fails, the engine makes its
-examples again, one by one, to find the one that fails. If the config allows it,
-that example is replaced and the engine restarts at this step.
+`NumpyEngine` and that of tf.data (tf_engine.py) run the same ops on the same
+examples with the same random numbers. When a batch fails, its examples are made
+again, one by one, to find the one that fails. If the config allows it, that
+example is replaced and the engine restarts at this step.
 """
 
 import collections
 import concurrent.futures
-import os
 import threading
-from collections.abc import (
-  Callable,
-  Collection,
-  Generator,
-  Iterator,
-  Mapping,
-  Sequence,
-)
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +24,9 @@ from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError
 
 Batch = dict[str, np.ndarray]
+Batches = Generator[Batch, None, None]
+# {name: (dtype, shape)} of one example, with jax's dtypes.
+Spec = dict[str, tuple[np.dtype, tuple[int, ...]]]
 # {name: (dtype, shape)} of one example. The dtype is `bytes` for strings and
 # None for values that are not arrays; sizes are None if unknown.
 Features = dict[str, tuple[Any, Sequence[int | None] | None]]
@@ -50,7 +44,6 @@ class Part(NamedTuple):
   Attributes:
     key: location in the config, such as "config.input.mixture.web".
     op: composition of `ops`.
-    seed: seed of the random numbers for the ops.
   """
 
   key: str
@@ -68,20 +61,12 @@ class Stopped(Exception):
   """The batch is no longer needed."""
 
 
-def num_cores() -> int:
-  if hasattr(os, "sched_getaffinity"):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
-
-
 class Engine:
   """Makes this host's share of the batch of any step.
 
   Attributes:
     spec: {name: (dtype, shape)} of one example, with jax's dtypes.
-    id_limits: limits of `limit_ids`, by feature.
-    skipped: (key, index) of examples left out because they cannot be read or
-      preprocessed; at most `skip_errors`.
+    skipped: (key, index) of the examples left out; at most `skip_errors`.
   """
 
   def __init__(
@@ -100,7 +85,7 @@ class Engine:
     self._replacements: dict[int, dict[int, int]] = {}
     # {feature: (number of ids, whether negative ones are allowed)}.
     self.id_limits: dict[str, tuple[int, bool]] = {}
-    self.spec: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    self.spec: Spec = {}
     specs = [_spec(self._features(k), part.key) for k, part in enumerate(parts)]
     _check_equal(specs, parts)
     self.spec = specs[0]
@@ -111,23 +96,21 @@ class Engine:
     """Refuses ids that the model cannot take; < 0 is allowed in `negative`."""
     checks.check_parts(self.parts, self.spec, sizes, negative, path)
     for name, size in sizes.items():
-      if name not in self.spec:
-        continue
-      dtype, shape = self.spec[name]
-      vector = isinstance(size, ClassCount) and shape
-      if dtype.kind in "iu" and not vector:
-        self.id_limits[name] = size, name in negative
+      if name in self.spec:
+        dtype, shape = self.spec[name]
+        vector = isinstance(size, ClassCount) and shape
+        if dtype.kind in "iu" and not vector:
+          self.id_limits[name] = size, name in negative
 
   def batches(
     self,
     first_step: int,
     last_step: int,
     stopping: threading.Event | None = None,
-  ) -> Generator[Batch, None, None]:
+  ) -> Batches:
     """Yields the batches of steps [first_step, last_step), in order.
 
-    Once another thread sets `stopping`, no more examples are read, also in the
-    middle of a batch, and the batches end.
+    They end, also within a batch, once another thread sets `stopping`.
     """
     stopping = stopping or threading.Event()
     step = first_step
@@ -147,7 +130,6 @@ class Engine:
         raise DataError(f"the input ended at step {step} of {last_step}.")
 
   def row_order(self, step: int, start: int, stop: int) -> order.Order:
-    """Returns the order of local rows [start, stop), with replacements."""
     rows = self._plan(step, start, stop)
     for row, index in self._replacements.get(step, {}).items():
       if start <= row < stop:
@@ -156,24 +138,22 @@ class Engine:
 
   def _stream(
     self, first_step: int, last_step: int, stopping: threading.Event
-  ) -> Iterator[Batch]:
-    """Yields the batches; ends or raises soon after `stopping` is set."""
+  ) -> Batches:
     raise NotImplementedError
 
   def _features(self, k: int) -> Features:
-    """Returns the features of an example of part k, after its ops."""
     raise NotImplementedError
 
   def _run(self, k: int, raw: Batch, u: np.ndarray) -> Batch:
     """Runs all ops on one example; `raw` and `u` are batches of size one."""
-    raise NotImplementedError
+    return self._run_op(self.parts[k].op, self._parse(k, raw), u[0])
 
   def _run_op(self, op: Op, features: Any, u: np.ndarray) -> Any:
     return op.fn(features, u)
 
   def _parse(self, k: int, raw: Batch) -> Any:
     """Returns the first op's input for one example, from a batch of one."""
-    raise NotImplementedError
+    return _row(raw, 0)
 
   def example(self, k: int, index: int, epoch: int) -> Batch:
     """Returns an example of part k; a DataError names its position and op."""
@@ -196,15 +176,12 @@ class Engine:
         raise ConfigError(f"{part.key}.pp: {e}") from e
       raise error(self._diagnose(k, raw, u, e)) from e
     for name, (_, shape) in self.spec.items():
-      if name not in features:
+      actual = np.shape(features[name]) if name in features else None
+      if actual != shape:
+        problem = "is missing" if actual is None else f"has shape {actual}"
         raise error(
-          f"feature {name!r} is missing after preprocessing; in the first "
-          f"example it has shape {shape}."
-        )
-      if np.shape(features[name]) != shape:
-        raise error(
-          f"feature {name!r} has shape {np.shape(features[name])} after "
-          f"preprocessing, but in the first example {shape}."
+          f"feature {name!r} {problem} after preprocessing; its shape in the "
+          f"first example is {shape}."
         )
     for name, (size, negative) in self.id_limits.items():
       ids = np.asarray(features[name])[None]
@@ -216,19 +193,17 @@ class Engine:
   def _diagnose(
     self, k: int, raw: Batch, u: np.ndarray, error: Exception
   ) -> str:
-    """Names the op that fails on an example, with its error, for messages."""
     try:
       features = self._parse(k, raw)
     except Exception as e:
       return f"not an example of this data set: {one_line(e)}"
-    used_draws = 0
+    rest = u[0]
     for op in self.parts[k].ops:
       try:
-        op_u = u[0, used_draws : used_draws + op.draws]
-        features = self._run_op(op, features, op_u)
+        features = self._run_op(op, features, rest[: op.draws])
       except Exception as e:
         return f"op {op.name!r}: {one_line(e)}"
-      used_draws += op.draws
+      rest = rest[op.draws :]
     return one_line(error)
 
   def usable_index(self, k: int, index: int, epoch: int) -> int:
@@ -283,7 +258,6 @@ class Engine:
     self._replacements = {step: replacements}
 
   def _checked(self, batch: Batch, step: int) -> Batch:
-    """Checks a batch against `spec` and casts it to jax's dtypes."""
     result = {}
     for name, (dtype, shape) in self.spec.items():
       array = batch.get(name)
@@ -323,9 +297,7 @@ def public_features(features: Mapping[str, Any]) -> dict[str, Any]:
   return {k: v for k, v in features.items() if not k.startswith("_")}
 
 
-def _spec(
-  features: Features, key: str
-) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+def _spec(features: Features, key: str) -> Spec:
   if not features:
     raise ConfigError(f"{key}.pp: no feature is left for the batch.")
   result = {}
@@ -337,28 +309,23 @@ def _spec(
         f"list the model's features with keep(...), or end with drop({name!r})."
       )
     if shape is None or None in shape:
-      shape_text = "unknown" if shape is None else tuple(shape)
+      known = "unknown" if shape is None else tuple(shape)
       raise ConfigError(
-        f"{key}.pp: feature {name!r} has no fixed shape (it is {shape_text}); "
+        f"{key}.pp: feature {name!r} has no fixed shape (it is {known}); "
         "an op such as resize(224) or inception_crop(224) gives an image one, "
         f"and drop({name!r}) removes the feature."
       )
-    result[name] = (
-      np.dtype(jax.dtypes.canonicalize_dtype(dtype)),
-      tuple(int(size) for size in shape if size is not None),
-    )
+    sizes = tuple(int(size) for size in shape if size is not None)
+    result[name] = np.dtype(jax.dtypes.canonicalize_dtype(dtype)), sizes
   return result
 
 
-def _check_equal(
-  specs: Sequence[Mapping[str, Any]], parts: Sequence[Part]
-) -> None:
-  """Raises ConfigError if two sources of a mixture differ in a feature."""
+def _check_equal(specs: Sequence[Spec], parts: Sequence[Part]) -> None:
   for spec, part in zip(specs, parts):
     for name in sorted({*spec, *specs[0]}):
       if spec.get(name) != specs[0].get(name):
         first, other = (
-          f"{s[name][0]} {s[name][1]}" if name in s else "missing"
+          "{} {}".format(*s[name]) if name in s else "missing"
           for s in (specs[0], spec)
         )
         raise ConfigError(
@@ -382,7 +349,7 @@ class NumpyEngine(Engine):
 
   def _stream(
     self, first_step: int, last_step: int, stopping: threading.Event
-  ) -> Iterator[Batch]:
+  ) -> Batches:
     if self.num_threads == 1:
       for step in range(first_step, last_step):
         yield self._batch(step, stopping)
@@ -412,9 +379,8 @@ class NumpyEngine(Engine):
     for k, part in enumerate(self.parts):
       at = np.flatnonzero(rows.source == k)
       if at.size:
-        examples = self._examples(
-          part, rows.index[at], rows.epoch[at], stopping
-        )
+        index, epoch = rows.index[at], rows.epoch[at]
+        examples = self._examples(part, index, epoch, stopping)
         for name in self.spec:
           batch[name][at] = examples[name]
     return batch
@@ -428,8 +394,7 @@ class NumpyEngine(Engine):
   ) -> Batch:
     if stopping.is_set():
       raise Stopped
-    raw = part.source.read(index)
-    u = part.uniforms(index, epoch)
+    raw, u = part.source.read(index), part.uniforms(index, epoch)
     if part.op.batched:
       return public_features(part.op.fn(raw, u))
     rows = []
@@ -438,12 +403,6 @@ class NumpyEngine(Engine):
         raise Stopped
       rows.append(part.op.fn(_row(raw, i), u[i]))
     return {name: np.stack([row[name] for row in rows]) for name in self.spec}
-
-  def _run(self, k: int, raw: Batch, u: np.ndarray) -> Batch:
-    return self.parts[k].op.fn(_row(raw, 0), u[0])
-
-  def _parse(self, k: int, raw: Batch) -> Any:
-    return _row(raw, 0)
 
 
 def _row(batch: Batch, i: int) -> dict[str, Any]:

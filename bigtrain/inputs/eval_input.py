@@ -1,7 +1,7 @@
 """Batches for evaluation: a fixed set of examples in a fixed order."""
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from bigtrain import settings, sharding
 from bigtrain.inputs import checks, order, pipeline, sources
 from bigtrain.inputs.cache import fits
-from bigtrain.inputs.engine import Batch, Engine, Part
+from bigtrain.inputs.engine import Batch, Batches, Engine, Part
 from bigtrain.inputs.transfer import Placement, Prefetch
 from bigtrain.pp import registry
 
@@ -22,9 +22,6 @@ class EvalInput(pipeline.Input):
 
   The last batch is padded with copies of the last example. The feature
   `_mask`, float32 [B], is 1 for examples and 0 for padding.
-
-  Attributes:
-    num_batches: number of batches, the same on every process.
   """
 
   def __init__(
@@ -44,25 +41,21 @@ class EvalInput(pipeline.Input):
     self._cache = cache and self._fits()
 
   def _fits(self) -> bool:
-    """Whether all local batches fit into half of the free memory."""
     row_bytes = sum(
       dtype.itemsize * int(np.prod(shape, dtype=np.int64))
       for dtype, shape in self._engine.spec.values()
     )
     size = row_bytes * self._engine.num_rows * self.num_batches
-    ok = fits(size, f"{self._path}: its {self.num_batches} batches", 0.5)
-    if not ok:
-      logging.warning(
-        "%s: too much for cache=True: each pass makes them again.", self._path
-      )
-    return ok
+    if fits(size, f"{self._path}: its {self.num_batches} batches", 0.5):
+      return True
+    message = "%s: too much for cache=True: each pass makes them again."
+    logging.warning(message, self._path)
+    return False
 
   def batches(self) -> Prefetch:
     return self._ahead(self._local_batches)
 
-  def _local_batches(
-    self, stopping: threading.Event
-  ) -> Generator[Batch, None, None]:
+  def _local_batches(self, stopping: threading.Event) -> Batches:
     if self._cached is not None:
       yield from self._cached
       return
@@ -94,7 +87,6 @@ def make_eval(
   """Makes the input of an evaluation.
 
   Args:
-    batch_size: global.
     num_examples: number of examples, from the start; all by default.
     cache: whether to keep finished batches in host memory, if they fit.
   """

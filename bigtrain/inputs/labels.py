@@ -1,8 +1,7 @@
 """Names of classes: of sources, in prompts, and as tokens.
 
-A source that numbers its classes itself gives other numbers to other classes.
-An evaluation on such numbers would have a wrong accuracy and no error, so its
-names are compared with those of training before anything compiles.
+A source that numbers its classes itself may number them unlike training. So
+the names of both are compared, or an evaluation would be wrong without error.
 """
 
 import os
@@ -29,11 +28,9 @@ def read(names: Sequence[str] | str, key: str) -> list[str]:
       raise ConfigError(f"{key}: no such file: {path}.")
     with open(path, encoding="utf-8") as file:
       names = file.read().removesuffix("\n").split("\n")
-  for number, name in enumerate(names):
+  for i, name in enumerate(names):
     if not isinstance(name, str) or not name.strip():
-      raise ConfigError(
-        f"{key}: class {number}: expected a name, got {name!r}."
-      )
+      raise ConfigError(f"{key}: class {i}: expected a name, got {name!r}.")
   if not names:
     raise ConfigError(f"{key}: expected at least one name, got none.")
   return [name.strip() for name in names]
@@ -58,10 +55,7 @@ def tokens(
 ) -> np.ndarray:
   """Returns the tokens of texts, int32 [len(texts), L].
 
-  Args:
-    pp: ops that tokenize captions, from the feature "text" to `feature`,
-      without random numbers.
-    vocab_sizes: {feature: vocabulary size} of the model.
+  `pp` makes them, as `feature`, from the feature "text".
   """
   op = registry.compose(parse.parse(pp, pp_modules))
   checks.check_sizes(op.vocab_sizes, vocab_sizes, key)
@@ -84,10 +78,9 @@ def tokens(
 def of_feature(
   ops: Sequence[Op], source_names: Mapping[str, Sequence[str]], feature: str
 ) -> list[str] | None:
-  """Returns the names of the classes that a feature numbers, if known.
+  """Returns the names of the classes that a feature has after all ops.
 
-  `source_names` are {feature of the source: names by class number}; `feature`
-  has class numbers, or vectors over classes, after all ops.
+  `source_names` are {feature of the source: names by class number}.
   """
   for op in reversed(ops):
     if op.origins is None:
@@ -119,20 +112,19 @@ def of_source(
 
 
 def check_same(names: Sequence[str], training: Sequence[str], key: str) -> None:
-  """Raises ConfigError if the classes of two lists, or their order, differ."""
   if list(names) == list(training):
     return
-  sides = (
-    ("only config.input has", sorted({*training} - {*names})),
-    (f"only {key} has", sorted({*names} - {*training})),
-  )
-  parts = [f"{side} {_listed(only)}" for side, only in sides if only]
+  sides = {
+    "only config.input has": sorted({*training} - {*names}),
+    f"only {key} has": sorted({*names} - {*training}),
+  }
+  parts = [f"{side} {_listed(only)}" for side, only in sides.items() if only]
   if not parts:
-    pairs = zip(names, training)
-    i = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     parts = [f"{key} has {len(names)} names, config.input {len(training)}"]
-    if i is not None:
-      parts = [f"class {i} is {names[i]!r} here and {training[i]!r} there"]
+    for i, (own, other) in enumerate(zip(names, training)):
+      if own != other:
+        parts = [f"class {i} is {own!r} here and {other!r} there"]
+        break
   raise ConfigError(
     f"{key}.data: its classes differ from the classes of config.input: "
     f"{'; '.join(parts)}. Class numbers then mean other classes. Give both "

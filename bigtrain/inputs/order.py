@@ -8,8 +8,7 @@ position. So each host can compute its own rows alone.
 
 Weights of a mixture may change at given rows. The rows with the same weights
 are a stage: whole blocks with a fixed number of rows of each source, then one
-smaller block. The rows before each stage are counted once, in integers, so the
-place of a row is one search in this table and then the same closed form.
+smaller block. The rows before each stage are counted once, in integers.
 """
 
 import dataclasses
@@ -35,15 +34,7 @@ def block_counts(
   """Returns the rows per block of each source, proportional to the weights.
 
   Shares are rounded by largest remainder. A block is 4096 rows, doubled until
-  every share is within 1% of its weight.
-
-  Args:
-    weights: weights with any sum above 0. A source of weight 0 has no rows.
-    rows: number of rows with these weights; None if there is no end.
-
-  Returns:
-    int64 [sources]; the sum is the block size, a power of two. None if a block
-    is larger than `rows`.
+  every share is within 1% of its weight; None if it is larger than `rows`.
   """
   share = np.asarray(weights, np.float64)
   share = share / share.sum()
@@ -127,10 +118,7 @@ class _Segment(NamedTuple):
 
 
 def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
-  """Returns the segments of stages (first row, weights); the last has no end.
-
-  A stage has whole blocks, and a smaller one for its remaining rows.
-  """
+  """Returns the segments of stages, which are (first row, weights)."""
   segments: list[_Segment] = []
   num_blocks, before = 0, np.zeros(len(stages[0][1]), np.int64)
   owed = [0] * len(before)
@@ -164,13 +152,11 @@ class Schedule:
 
   Attributes:
     lengths: number of examples of each source.
-    weights: relative number of rows of each source; each block has the exact
-      share.
-    seed: seed of the permutations and of the order within blocks.
+    weights: relative number of rows of each source.
     shuffle: whether each epoch is permuted. If False, sources are read in
       order; the order of rows within a block of a mixture is still random.
     changes: (row, weights) in the order of rows: from this row on, the mixture
-      has these weights. Weights may be 0 for a time.
+      has these weights, of which some may be 0.
   """
 
   lengths: tuple[int, ...]
@@ -226,8 +212,6 @@ class Schedule:
 
   def counts(self, row: int) -> np.ndarray:
     """Returns int64 [sources], the rows of each source before a global row."""
-    if len(self.lengths) == 1:
-      return np.asarray([row], np.int64)
     s = int(np.searchsorted(self._rows, row, side="right")) - 1
     segment = self._segments[s]
     repeats, slots = divmod(row - segment.row, int(segment.counts.sum()))
@@ -244,12 +228,8 @@ class Schedule:
     if self.shuffle:
       for k in np.unique(source):
         at = source == k
-        index[at] = hashing.permute(
-          index[at],
-          self.lengths[k],
-          hashing.stream(self.seed, int(k)),
-          epoch[at],
-        )
+        seed = hashing.stream(self.seed, int(k))
+        index[at] = hashing.permute(index[at], self.lengths[k], seed, epoch[at])
     return Order(source, index, epoch)
 
   def batch(

@@ -9,8 +9,9 @@ thread puts them onto the devices a few steps ahead:
 There is no state between steps, so a checkpoint stores none.
 """
 
+import os
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,14 +23,7 @@ from bigtrain.cluster import process
 from bigtrain.data.formats import files
 from bigtrain.inputs import checks, description, order, sources, weights
 from bigtrain.inputs.cache import CachedSource
-from bigtrain.inputs.engine import (
-  Batch,
-  Engine,
-  NumpyEngine,
-  Part,
-  Plan,
-  num_cores,
-)
+from bigtrain.inputs.engine import Batches, Engine, NumpyEngine, Part, Plan
 from bigtrain.inputs.transfer import Placement, Prefetch
 from bigtrain.pp import registry
 from bigtrain.settings import ConfigError
@@ -43,7 +37,6 @@ class Input:
 
   Attributes:
     num_examples: number of examples of the set, or of an epoch.
-    batch_size: global.
     spec: {name: ShapeDtypeStruct of the global array}.
     fingerprint: hash of the data, independent of preprocessing.
     vocab_sizes: {name: largest id + 1}, see `checks.sizes`.
@@ -82,27 +75,18 @@ class Input:
   def where(self, source: int, index: int) -> str:
     return self._engine.parts[source].source.where(index)
 
-  def _ahead(
-    self, batches: Callable[[threading.Event], Generator[Batch, None, None]]
-  ) -> Prefetch:
-    """Puts batches onto the devices in the background."""
+  def _ahead(self, batches: Callable[[threading.Event], Batches]) -> Prefetch:
     stopping = threading.Event()
-    return Prefetch(
-      lambda: self._placement.put_all(batches(stopping)),
-      self._prefetch,
-      self._path,
-      stopping,
-    )
+    make = lambda: self._placement.put_all(batches(stopping))
+    return Prefetch(make, self._prefetch, self._path, stopping)
 
 
 class TrainInput(Input):
   """Endless batches, addressed by step. Made by `make_train`.
 
   Attributes:
-    fingerprints: {file: hash of its content} of the files that ops have read,
-      such as tokenizers.
-    saved: fields of a checkpoint's HostState: `fingerprints`, and `data`, see
-      description.py.
+    fingerprints: {file: hash} of the files that ops have read.
+    saved: fields of a checkpoint's HostState.
   """
 
   def __init__(
@@ -132,7 +116,6 @@ class TrainInput(Input):
 
   @property
   def skipped(self) -> int:
-    """Number of examples that this host has left out because of errors."""
     return len(self._engine.skipped)
 
   @property
@@ -145,7 +128,6 @@ class TrainInput(Input):
     ]
 
   def about(self) -> dict[str, Any]:
-    """Arguments of `reports.chrono.Chrono` about the input."""
     return {"sources_at": self.sources_at if self._names else None}
 
   def sources_at(self, step: int) -> dict[str, float]:
@@ -160,9 +142,8 @@ class TrainInput(Input):
 
   def start(self, first_step: int, last_step: int) -> Prefetch:
     """Makes batches of steps [first_step, last_step); `close` ends it early."""
-    return self._ahead(
-      lambda stopping: self._engine.batches(first_step, last_step, stopping)
-    )
+    make = self._engine.batches
+    return self._ahead(lambda stopping: make(first_step, last_step, stopping))
 
 
 def make_train(
@@ -243,10 +224,8 @@ def train_engine(
   units = lengths.Units(batch_size, total, tokens)
   if run is not None:
     units = lengths.read(run, batch_size, total, tokens).units
-  stages = weights.stages(
-    [weights.read(weight, units, key) for weight, key in given],
-    f"{path}.mixture",
-  )
+  of_sources = [weights.read(weight, units, key) for weight, key in given]
+  stages = weights.stages(of_sources, f"{path}.mixture")
   try:
     schedule = order.Schedule(
       num_examples,
@@ -268,26 +247,23 @@ def make_engine(
   path: str,
   skip_errors: int = 0,
 ) -> Engine:
-  """Makes a numpy engine if all ops support it, else one of tensorflow."""
   if num_threads is not None:
     key = f"{path}.num_threads"
     settings.check_number(key, num_threads, least=1, whole=True)
-  threads = num_threads or num_cores()
+  has_affinity = hasattr(os, "sched_getaffinity")
+  cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
   if any(p.op.tensorflow or hasattr(p.source, "parse") for p in parts):
     from bigtrain.inputs.tf_engine import TfEngine
 
-    kind: Callable[..., Engine] = TfEngine
-  else:
-    kind = NumpyEngine
-    threads = num_threads or min(threads, _MAX_NUMPY_THREADS)
-  return kind(parts, plan, num_rows, threads, skip_errors)
+    return TfEngine(parts, plan, num_rows, num_threads or cores, skip_errors)
+  threads = num_threads or min(cores, _MAX_NUMPY_THREADS)
+  return NumpyEngine(parts, plan, num_rows, threads, skip_errors)
 
 
 def tokens_per_example(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int | None:
   """Returns the number of tokens per example, padding included, if it has any.
 
-  This is the length L of the feature `tokens` [B, L], or else the sum of the
-  lengths of `inputs` and `targets`, if both are ids. Captions do not count.
+  Captions do not count: only `tokens` [B, L], or else `inputs` and `targets`.
   """
   names = ("tokens",) if "tokens" in spec else ("inputs", "targets")
   features = [spec[name] for name in names if name in spec]

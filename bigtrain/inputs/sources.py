@@ -11,7 +11,6 @@ from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 @contextlib.contextmanager
 def at(key: str) -> Iterator[None]:
-  """Puts a location in the config before the message of a ConfigError."""
   try:
     yield
   except ConfigError as e:
@@ -63,10 +62,9 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
         f"{key}: expected dict(data=..., weight=...), got {options!r}."
       )
     entry = {"pp": pp, **options}
-    for option in entry:
-      if option not in ("data", "pp", "weight"):
-        hint = did_you_mean(option, ("data", "pp", "weight"))
-        raise ConfigError(f"{key}.{option}: unknown key.{hint}")
+    for option in sorted({*entry} - {"data", "pp", "weight"}):
+      hint = did_you_mean(option, ("data", "pp", "weight"))
+      raise ConfigError(f"{key}.{option}: unknown key.{hint}")
     for option in ("data", "weight"):
       if option not in entry:
         raise ConfigError(f"{key}.{option}: missing.")

@@ -1,19 +1,13 @@
 """The engine that runs ops in tf.data's threads, for images above all."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from bigtrain.inputs.engine import (
-  Batch,
-  Engine,
-  Features,
-  Part,
-  Stopped,
-  public_features,
-)
+from bigtrain.inputs import engine
+from bigtrain.inputs.engine import Batch, Features, Part
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError
@@ -25,7 +19,7 @@ _PARALLEL_READS = 8
 _CALLS_PER_THREAD = 4
 
 
-class TfEngine(Engine):
+class TfEngine(engine.Engine):
   """Reads records in Python, many per call; the rest is a tf.data graph."""
 
   def __init__(self, parts: Sequence[Part], *args: Any, **kwargs: Any):
@@ -43,17 +37,14 @@ class TfEngine(Engine):
         strings = value.dtype == tf.string
         dtype = bytes if strings else value.dtype.as_numpy_dtype
       shape: Any = getattr(value, "shape", None)
-      rank = None if shape is None else shape.rank
-      features[name] = (dtype, None if rank is None else shape.as_list())
+      known = shape is not None and shape.rank is not None
+      features[name] = (dtype, shape.as_list() if known else None)
     return features
 
   def _graph(self, part: Part, codec: "_Codec") -> Any:
     def example(u: Any, *tensors: Any) -> dict[str, Any]:
-      features = codec.unpack(tensors)
-      u = u[: part.op.draws]
-      if hasattr(part.source, "parse"):
-        features = part.source.parse(features)
-      return public_features(part.op.fn(features, u))
+      features = _parsed(part.source, codec.unpack(tensors))
+      return engine.public_features(part.op.fn(features, u[: part.op.draws]))
 
     # Autograph would wrap the errors that ops raise.
     function = tf.function(example, autograph=False)
@@ -64,13 +55,7 @@ class TfEngine(Engine):
 
   def _stream(
     self, first_step: int, last_step: int, stopping: threading.Event
-  ) -> Iterator[Batch]:
-    dataset = self._dataset(first_step, last_step, stopping)
-    yield from dataset.as_numpy_iterator()
-
-  def _dataset(
-    self, first_step: int, last_step: int, stopping: threading.Event
-  ) -> Any:
+  ) -> engine.Batches:
     reads = -(-self.num_rows // _ROWS_PER_READ)
     calls = tf.data.Dataset.range(first_step * reads, last_step * reads)
 
@@ -79,23 +64,19 @@ class TfEngine(Engine):
       start *= _ROWS_PER_READ
       return step, start, min(start + _ROWS_PER_READ, self.num_rows)
 
-    parts = [
-      self._part(k, calls, rows, stopping) for k in range(len(self.parts))
-    ]
-    if len(parts) == 1:
-      (dataset,) = parts
-    else:
+    def source(call: np.ndarray) -> np.ndarray:
+      return self.row_order(*rows(call)).source.astype(np.int64)
 
-      def source(call: np.ndarray) -> np.ndarray:
-        return self.row_order(*rows(call)).source.astype(np.int64)
+    def sources(call: Any) -> Any:
+      numbers = tf.numpy_function(source, [call], tf.int64)
+      return tf.ensure_shape(numbers, [None])
 
-      which = calls.map(
-        lambda call: tf.ensure_shape(
-          tf.numpy_function(source, [call], tf.int64), [None]
-        )
-      )
+    count = range(len(self.parts))
+    parts = [self._part(k, calls, rows, stopping) for k in count]
+    dataset = parts[0]
+    if len(parts) > 1:
       dataset = tf.data.Dataset.choose_from_datasets(
-        parts, which.unbatch(), stop_on_empty_dataset=False
+        parts, calls.map(sources).unbatch(), stop_on_empty_dataset=False
       )
     # Threads copy examples into batches; each call works on one batch ahead.
     dataset = dataset.batch(
@@ -107,7 +88,7 @@ class TfEngine(Engine):
     options.deterministic = True
     options.threading.private_threadpool_size = self.num_threads
     options.threading.max_intra_op_parallelism = 1
-    return dataset.with_options(options)
+    yield from dataset.with_options(options).as_numpy_iterator()
 
   def _part(
     self,
@@ -116,17 +97,16 @@ class TfEngine(Engine):
     rows: Callable[[np.ndarray], tuple[int, int, int]],
     stopping: threading.Event,
   ) -> Any:
-    """Dataset of the preprocessed examples of part k, in order."""
     part, codec, example = self.parts[k], self._codecs[k], self._examples[k]
 
     def read(call: np.ndarray) -> list[np.ndarray]:
       if stopping.is_set():  # Ends the batch after the rows read before.
-        raise Stopped
+        raise engine.Stopped
       order = self.row_order(*rows(call))
       own = order.source == k
       index, epoch = order.index[own], order.epoch[own]
-      raw = part.source.read(index) if index.size else {}
-      return codec.pack(raw, part.uniforms(index, epoch))
+      values = part.source.read(index) if index.size else {}
+      return codec.pack(values, part.uniforms(index, epoch))
 
     specs = codec.signature
 
@@ -137,18 +117,15 @@ class TfEngine(Engine):
         for tensor, spec in zip(tensors, specs)
       )
 
-    return (
-      calls.map(
-        read_in_graph, num_parallel_calls=_PARALLEL_READS, deterministic=True
-      )
-      .unbatch()
-      .map(
-        lambda *tensors: example(*tensors),
-        # A result that waits for an earlier one still counts as a call: with
-        # one call per thread, threads would idle behind each slow image.
-        num_parallel_calls=_CALLS_PER_THREAD * self.num_threads,
-        deterministic=True,
-      )
+    raw = calls.map(
+      read_in_graph, num_parallel_calls=_PARALLEL_READS, deterministic=True
+    )
+    return raw.unbatch().map(
+      lambda *tensors: example(*tensors),
+      # A result that waits for an earlier one still counts as a call: with
+      # one call per thread, threads would idle behind each slow image.
+      num_parallel_calls=_CALLS_PER_THREAD * self.num_threads,
+      deterministic=True,
     )
 
   def _run(self, k: int, raw: Batch, u: np.ndarray) -> Batch:
@@ -162,17 +139,18 @@ class TfEngine(Engine):
     part, codec = self.parts[k], self._codecs[k]
     u = np.zeros((1, part.op.draws), np.float32)
     _, *tensors = self._tensors(k, raw, u)
-    features = codec.unpack(tensors)
-    has_parse = hasattr(part.source, "parse")
-    return part.source.parse(features) if has_parse else features
+    return _parsed(part.source, codec.unpack(tensors))
 
   def _tensors(self, k: int, raw: Batch, u: np.ndarray) -> list[Any]:
-    """Tensors of one example; `raw` and `u` are batches of size one."""
     codec = self._codecs[k]
     return [
       tf.constant(array[0], spec.dtype)
       for array, spec in zip(codec.pack(raw, u), codec.signature)
     ]
+
+
+def _parsed(source: Any, features: dict[str, Any]) -> dict[str, Any]:
+  return source.parse(features) if hasattr(source, "parse") else features
 
 
 class _Codec:

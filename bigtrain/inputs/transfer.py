@@ -1,6 +1,7 @@
 """Transfer: this host's rows of a batch go to its devices, steps ahead."""
 
 import collections
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -59,11 +60,8 @@ class Placement:
   def put_all(
     self, batches: Generator[Mapping[str, np.ndarray], None, None]
   ) -> Iterator[dict[str, jax.Array]]:
-    try:
-      for batch in batches:
-        yield self.put(batch)
-    finally:
-      batches.close()
+    with contextlib.closing(batches):
+      yield from map(self.put, batches)
 
   def spec(
     self, example: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
@@ -92,12 +90,8 @@ class Prefetch:
 
   An error in the thread is raised by `next`, after the items made before it.
   The thread ends with `close`, with the last reference to this object, or with
-  the program, whichever comes first.
-
-  Args:
-    make: function that returns the iterator; called in the thread.
-    stopping: set when the thread must end. A slow iterator can look at it while
-      it makes an item; its errors are then dropped.
+  the program. `stopping` is set when it must end: a slow iterator can look at
+  it while it makes an item, and its errors are then dropped.
   """
 
   def __init__(
@@ -135,7 +129,6 @@ class Prefetch:
     raise StopIteration
 
   def close(self) -> None:
-    """Ends the thread and drops its finished items. Idempotent."""
     self._stop()
 
 

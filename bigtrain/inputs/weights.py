@@ -9,9 +9,8 @@ unit of a length:
 Between two points the weight changes linearly, or by `shape="stair"` it keeps
 its value. Before the first point and after the last one it is constant.
 
-The order of examples needs weights that are constant over many rows. So a
-linear change has up to 256 stages of whole steps, with the mean of the weights
-of its steps.
+The order of examples needs weights that are constant over many rows, so a
+linear change has up to 256 stages of whole steps with their mean weights.
 """
 
 import bisect
@@ -27,13 +26,7 @@ Stage = tuple[int, tuple[float, ...]]
 
 
 class Weight(NamedTuple):
-  """The weight of one source over the run.
-
-  Attributes:
-    steps: points of the run, growing.
-    values: weights at these points.
-    linear: whether the weight changes linearly between two points.
-  """
+  """Weight of one source: `values` at the growing `steps` of the run."""
 
   steps: tuple[int, ...]
   values: tuple[float, ...]

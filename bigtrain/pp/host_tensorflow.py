@@ -10,7 +10,6 @@ from bigtrain.settings import ConfigError, import_package
 
 @functools.cache
 def load() -> Any:
-  """Imports tensorflow and hides all accelerators from it."""
   tf = import_package("tensorflow", "input: preprocessing", "tensorflow-cpu")
   for kind in ("GPU", "TPU"):
     try:

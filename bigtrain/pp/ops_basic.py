@@ -86,14 +86,11 @@ def vgg_value_range(
 ) -> Op:
   """Normalizes each channel to (image - mean) / std, as float32.
 
-  The defaults are the RGB statistics of ImageNet: 255 times (0.485, 0.456,
-  0.406) and (0.229, 0.224, 0.225).
+  The defaults are the RGB statistics of ImageNet.
 
   Args:
-    mean, std: mean and standard deviation of each channel on the scale of the
-      input: 0 to 255 for bytes.
-    key: name of the feature, [..., C].
-    key_result: name of the result; `key` by default.
+    mean, std: of each channel, on the scale of the input: 0 to 255 for bytes.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   if len(mean) != len(std) or min(std, default=0) <= 0:
     raise ConfigError(
@@ -131,10 +128,9 @@ def flip_lr(key: str = "image", key_result: str | None = None) -> Op:
 def central_window(
   height: Any, width: Any, size: tuple[int, int] | None
 ) -> tuple[Any, Any, Any, Any]:
-  """Returns (top, left, height, width) of the central window of an image.
+  """Returns (top, left, height, width) of a central window, or largest square.
 
-  If the margins are odd, the window is half a pixel further up or left. Without
-  a size it is the largest square.
+  If the margins are odd, the window is half a pixel further up or left.
   """
   if size is None:
     side = xp.minimum(height, width)
@@ -167,11 +163,7 @@ def central_crop(
 def random_window(
   height: Any, width: Any, size: tuple[int, int], u: Any
 ) -> tuple[Any, Any, int, int]:
-  """Returns (top, left, height, width) of a random window of fixed size.
-
-  Every position within the image is equally likely. `u` has two uniform numbers
-  [..., 2]; top and left are [...].
-  """
+  """Returns (top, left, height, width) of a random window, given u [..., 2]."""
   height = _with_room(height, width, size, "random_crop")
   return (
     _integer(u[..., 0], height - size[0] + 1),
@@ -193,8 +185,7 @@ def random_crop(
   Args:
     size: size of the window, one number or (height, width).
     pad: number of pixels to add on each side first.
-    pad_mode: value of the added pixels, as in numpy.pad: zeros, the nearest
-      pixel of the image, or the mirrored image.
+    pad_mode: the added pixels are zeros, the nearest pixel or a mirror image.
     key, key_result: names of the feature and of the result, by default `key`.
   """
   window = pair(size)
@@ -238,10 +229,7 @@ def random_crop(
 
 
 def _integer(u: Any, stop: Any) -> Any:
-  """Maps uniform numbers in [0, 1) to integers in [0, stop).
-
-  The largest float32 below 1, times an integer below 2^24, rounds to less.
-  """
+  """Maps uniform numbers in [0, 1) to integers in [0, stop)."""
   return xp.cast(u * xp.cast(stop, "float32"), "int32")
 
 

@@ -49,11 +49,9 @@ def decode(
 
   Args:
     channels: 3 for RGB, 1 for grey.
-    precise: whether to decode JPEGs with the accurate cosine transform, which
-      gives exactly the pixels of Pillow (and PyTorch). The fast one differs by
-      up to about 4 of 255.
-    key: name of the feature, a scalar of bytes.
-    key_result: name of the result; `key` by default.
+    precise: whether to decode JPEGs to exactly the pixels of Pillow (and
+      PyTorch); the fast transform differs by up to about 4 of 255.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
 
   def fn(encoded, u):
@@ -126,8 +124,6 @@ def resize(
 ) -> Op:
   """Resizes an image [H, W, C] and keeps its dtype.
 
-  Integer images are rounded, and clipped where the method overshoots.
-
   Args:
     size: one number for both sides, or (height, width).
     method: interpolation method.
@@ -165,10 +161,8 @@ def resize_small(
 ) -> Op:
   """Resizes an image so that its shorter side has `size` pixels.
 
-  The aspect ratio is kept; the longer side is rounded to whole pixels.
-
   Args:
-    size: pixels of the shorter side.
+    size: pixels of the shorter side; the other one keeps the aspect ratio.
     method, antialias: see `resize`.
     key, key_result: names of the feature and of the result, by default `key`.
   """
@@ -200,16 +194,14 @@ def inception_crop(
 
   The augmentation of Szegedy et al. 2014 (https://arxiv.org/abs/1409.4842), as
   tf.image.sample_distorted_bounding_box draws it: the ratio width / height is
-  uniform; then the height is uniform among those that keep the area within its
-  bounds and the window within the image; then the position is uniform. If 100
-  ratios give no such height, the window is the whole image.
+  uniform; then the height among those that keep the window within its bounds
+  and the image; then the position. After 100 failures it is the whole image.
 
   Args:
     size: size of the result, one number or (height, width); None keeps the
       size of the window.
-    area_min, area_max: least and largest area of the window, in percent of the
-      image.
-    ratio_min, ratio_max: least and largest ratio of width to height.
+    area_min, area_max: bounds of the window's area, in percent of the image.
+    ratio_min, ratio_max: bounds of the ratio of width to height.
     method, antialias: see `resize`.
     key, key_result: names of the feature and of the result, by default `key`.
   """
@@ -262,9 +254,7 @@ def _inception(
     return begin[0], begin[1], extent[0], extent[1]
 
   def finish(image):
-    if target is None:
-      return image
-    return _resize(image, target, method, antialias)
+    return _resize(image, target, method, antialias) if target else image
 
   return window, finish
 

@@ -31,13 +31,16 @@ def onehot(
 
   Args:
     depth: number of classes, the length of the vectors.
-    key: name of the feature: one label, or a vector of labels [n].
-    key_result: name of the result; `key` by default.
-    multi: whether to merge several labels into one vector [depth]; if False,
-      the result is [n, depth].
+    multi: whether a list of n labels gives one vector [depth]; if False, it
+      gives [n, depth].
     on, off: value of the labelled classes, and of all others.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   check_number("argument 'depth'", depth, least=1, whole=True)
+  message = (
+    f"preprocessing op onehot({depth}) got a label that is not below {depth} "
+    f"in {key}"
+  )
   classes = np.arange(depth, dtype=np.int64)
   on32, off32 = np.float32(on), np.float32(off)
 
@@ -46,13 +49,7 @@ def onehot(
       labels, "iu", f"onehot({depth})", "integer labels ('lookup' maps names)"
     )
     labels = xp.cast(labels, "int64")
-    labels = xp.checked(
-      labels,
-      xp.reduce_all(labels < depth),
-      f"preprocessing op onehot({depth}) got a label that is not below "
-      f"{depth} in {key}",
-      labels,
-    )
+    labels = xp.checked(labels, xp.reduce_all(labels < depth), message, labels)
     is_class = labels[..., None] == classes
     if multi and xp.rank(labels) == xp.rank(u):
       is_class = xp.reduce_any(is_class, axis=-2)
@@ -74,8 +71,7 @@ def lookup(
     mapping: a dict from name to id; or a list of names, with ids from 0; or the
       path of a UTF-8 text file with one name per line, with ids from 0.
     sep: separator of name and id, for files with "name<sep>id" on each line.
-    key: name of the feature: bytes, a string or an integer, or an array.
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   table = _table(mapping, sep)
   source = mapping if isinstance(mapping, str) else "the mapping"
@@ -160,13 +156,11 @@ def _read(path: str, sep: str | None) -> list[tuple[str, int]]:
   for number, line in enumerate(lines, 1):
     name, separator, value = line.rpartition(sep)
     try:
-      pairs.append((name, int(value)))
-    except ValueError:
-      separator = ""
-    if not separator:
+      pairs.append((name, int(value if separator else "")))
+    except ValueError as e:
       raise ConfigError(
         f"{path}:{number}: expected name{sep!r}id, got {line!r}."
-      )
+      ) from e
   return pairs
 
 
@@ -190,8 +184,7 @@ def _on_tensors(table: dict[Any, int], message: str) -> Any:
         initializer = tf.lookup.KeyValueTensorInitializer(names, ids)
         tables.append(tf.lookup.StaticHashTable(initializer, absent))
     ids = tables[0].lookup(tf.cast(x, dtype) if dtype == tf.int64 else x)
-    all_known = tf.reduce_all(ids != absent)
-    return xp.checked(ids, all_known, message, x)
+    return xp.checked(ids, tf.reduce_all(ids != absent), message, x)
 
   return look_up
 
@@ -204,8 +197,7 @@ def first_rows(
 
   Args:
     number: number of rows.
-    key: name of the feature, numbers [n, ...].
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   check_number("argument 'number'", number, least=1, whole=True)
 

@@ -2,9 +2,8 @@
 
 An op turns a window, `targets` [L] and `segments` [L] or `loss_mask` [L], into
 the encoder's `inputs` and the decoder's `targets`, both padded with 0. Packed
-windows are processed document by document, so that nothing is learned across
-documents; they also give `inputs_segments` (from 1; 0 is padding),
-`inputs_positions` (from 0), `targets_segments` and `targets_positions`.
+windows are processed document by document; they also give `inputs_segments`
+(from 1; 0 is padding), `inputs_positions` (from 0) and those of `targets`.
 
 Legend: B batch, L length of the window, I and T lengths of the results.
 """
@@ -20,18 +19,12 @@ from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError, check_number
 
 # Features of a window that do not apply to the results.
-_WINDOW_FEATURES = (
-  "tokens",
-  "targets",
-  "segments",
-  "positions",
-  "loss_mask",
-  "num_bytes",
+_WINDOW_FEATURES = set(
+  "tokens targets segments positions loss_mask num_bytes".split()
 )
+Pair = tuple[np.ndarray, np.ndarray]
 # (ids [n], u [n]) -> (inputs, targets), or None if there are too few ids.
-Objective = Callable[
-  [np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray] | None
-]
+Objective = Callable[[np.ndarray, np.ndarray], Pair | None]
 
 
 class Spans(NamedTuple):
@@ -44,9 +37,8 @@ class Spans(NamedTuple):
   def of(cls, length: int, density: float, mean_span: float) -> "Spans":
     """Returns the numbers for a text of `length` tokens; 0 below 2 tokens.
 
-    Both are rounded in float32, half to even, as random_spans_noise_mask of
-    t5/data/preprocessors.py does: in float64, 39 of the lengths up to 5,000
-    would have another number at T5's density.
+    Both are rounded in float32, as random_spans_noise_mask of
+    t5/data/preprocessors.py does; in float64, some lengths would differ.
     """
     if length < 2:
       return cls(0, 0)
@@ -76,9 +68,8 @@ def span_corruption(
   """Makes T5's objective: predict the removed spans (arXiv 1910.10683).
 
   Sentinels replace the spans in `inputs`; `targets` are the sentinels, each
-  followed by its span. Both end in `eos_id`. The positions of spans are random,
-  their number is fixed: windows of 568 tokens give inputs of 512 and targets of
-  114 tokens.
+  followed by its span. Both end in `eos_id`. Windows of 568 tokens give inputs
+  of 512 and targets of 114 tokens.
 
   Args:
     length: L, tokens per window; must match the source.
@@ -87,9 +78,8 @@ def span_corruption(
     sentinel: id of the first sentinel; ids of further sentinels count down.
     num_sentinels: number of sentinels in the vocabulary.
     eos_id: id of the end of sequence, for inputs and targets.
-    inputs_length: I, length of the padded inputs; by default the length that a
-      full window needs. Packed documents need more, the shorter they are.
-    targets_length: T, likewise.
+    inputs_length, targets_length: I and T; by default what a full window needs.
+      Packed documents need more, the shorter they are.
   """
   if not (length > 1 and 0 < density < 1 and mean_span >= 1):
     raise ConfigError(
@@ -111,9 +101,7 @@ def span_corruption(
       f"targets_length={sizes[1]}."
     )
 
-  def objective(
-    ids: np.ndarray, u: np.ndarray
-  ) -> tuple[np.ndarray, np.ndarray] | None:
+  def objective(ids: np.ndarray, u: np.ndarray) -> Pair | None:
     noise, spans = Spans.of(len(ids), density, mean_span)
     if not noise:
       return None
@@ -140,7 +128,7 @@ def span_corruption(
 
   op = _objective(objective, "span_corruption", length, sizes)
   return op._replace(
-    vocab_sizes={"inputs": sentinel + 1, "targets": sentinel + 1}
+    vocab_sizes=dict.fromkeys(("inputs", "targets"), sentinel + 1)
   )
 
 
@@ -149,11 +137,8 @@ def _random_lengths(total: int, runs: int, u: np.ndarray) -> np.ndarray:
 
   `u` has a uniform number for each place to cut, [total - 1].
   """
-  ends = np.empty(runs + 1, np.int64)
-  ends[0], ends[-1] = 0, total
-  ends[1:-1] = np.argsort(u, kind="stable")[: runs - 1] + 1
-  ends[1:-1].sort()
-  return ends[1:] - ends[:-1]
+  ends = np.sort(np.argsort(u, kind="stable")[: runs - 1] + 1)
+  return np.diff(ends, prepend=0, append=total)
 
 
 @registry.register("prefix_lm")
@@ -161,8 +146,7 @@ def prefix_lm(length: int, eos_id: int = 1) -> Op:
   """Makes the prefix-LM objective: predict the rest of a text.
 
   `inputs` are the beginning of the text; `targets` are the rest and the end of
-  sequence. The cut is uniformly random and leaves at least one token on each
-  side.
+  sequence. The cut is uniformly random, with a token on each side.
 
   Args:
     length: L, tokens per window, must match the source; also I and T.
@@ -170,9 +154,7 @@ def prefix_lm(length: int, eos_id: int = 1) -> Op:
   """
   check_number("argument 'length'", length, least=2, whole=True)
 
-  def objective(
-    ids: np.ndarray, u: np.ndarray
-  ) -> tuple[np.ndarray, np.ndarray] | None:
+  def objective(ids: np.ndarray, u: np.ndarray) -> Pair | None:
     if len(ids) < 2:
       return None
     # u < 1, so in float64 the product is below len(ids) - 1.
@@ -241,9 +223,8 @@ def _objective(
       results = all_rows(*arguments)
     else:
       results = tf.numpy_function(all_rows, arguments, [tf.int32] * len(names))
-      results = [
-        tf.ensure_shape(x, (sizes[i // 3],)) for i, x in enumerate(results)
-      ]
+      shapes = [(size,) for size in sizes for _ in range(3)]
+      results = list(map(tf.ensure_shape, results, shapes))
     new = {n: x for n, x in zip(names, results) if packed or "_" not in n}
     rest = {n: x for n, x in features.items() if n not in _WINDOW_FEATURES}
     return {**rest, **new}

@@ -2,8 +2,7 @@
 
 They run on numpy arrays, batches of them, and tensors. Text is UTF-8, as bytes
 or Python strings; results are bytes. In a tf.data graph, ops that need Python's
-Unicode rules or a tokenizer's library call back into Python, one caption at a
-time.
+Unicode rules or a tokenizer's library call back into Python.
 """
 
 import re
@@ -28,11 +27,10 @@ class BadText(ValueError):
 
 @registry.register("lower")
 def lower(key: str = "text", key_result: str | None = None) -> Op:
-  """Converts text to lower case by Unicode's rules.
+  """Converts text, or a list of texts, to lower case by Unicode's rules.
 
   Args:
-    key: name of the feature: a text, or a list of texts.
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   fn = lambda text: text.lower().encode()
   return on_texts(fn, "lower", key, key_result, "bytes", ())
@@ -46,8 +44,7 @@ def canonicalize(key: str = "text", key_result: str | None = None) -> Op:
   captions look alike.
 
   Args:
-    key: name of the feature: a text, or a list of texts.
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
 
   def fn(text: str) -> bytes:
@@ -129,8 +126,7 @@ def strfmt(template: str, key_result: str = "text") -> Op:
 
   Args:
     template: text with names of features in braces; {{ and }} are literal
-      braces. Features are strings or integers. If one is a list, the result is
-      a list of texts.
+      braces. Features are strings or integers, or lists that give a list.
     key_result: name of the result.
   """
   parts = _parts(template)
@@ -177,10 +173,8 @@ def _parts(template: str) -> list[tuple[bytes, str | None]]:
 
 
 def _as_bytes(x: Any, name: str) -> np.ndarray:
-  array = np.asarray(x, object)
-  result = np.empty(array.shape, object)
-  for at in np.ndindex(array.shape):
-    value = array[at]
+  result = np.array(x, object)
+  for at, value in np.ndenumerate(result):
     if isinstance(value, str):
       value = value.encode("utf-8", "surrogatepass")
     elif isinstance(value, int | np.integer) and not isinstance(value, bool):
@@ -209,12 +203,11 @@ def _not_for_templates(name: str, dtype: str) -> ConfigError:
 def choice(
   key: str = "text", key_result: str | None = None, index: int | None = None
 ) -> Op:
-  """Chooses one of a list of captions at random, all equally likely.
+  """Chooses one of a list at random, all equally likely, such as of captions.
 
   Args:
-    key: name of the feature: a list [n], of texts or of any values.
-    key_result: name of the result; `key` by default.
     index: fixed index to choose instead, from 0, for evaluations.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   if index is not None:
     check_number("argument 'index'", index, least=0, whole=True)

@@ -31,15 +31,13 @@ def tokenize(
   Args:
     model: tokenizer: "bytes", or the path of a SentencePiece model, of a
       Hugging Face tokenizer.json, or of a folder with one of these.
-    max_len: length of the result. Longer texts are cut; the log reports the
-      1st, the 10th, the 100th cut, and so on.
+    max_len: length of the result. Longer texts are cut, and the log tells.
     eos: end of sequence: "none"; "yes", only if the text was not cut; or
       "sticky", always, if need be in place of the last id that fits.
     bos: whether to put a beginning of sequence before the text.
     pad: id of the padding; by default the id of the tokenizer.
     too_long: whether to cut a text that does not fit, or to raise an error.
-    key: name of the feature: a text, or a list of n texts, which gives
-      [n, max_len].
+    key: name of the feature: a text, or a list of texts.
     key_result: name of the result; None for `key`.
   """
   tokenizer = tokenizers.get(model)

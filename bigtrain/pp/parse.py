@@ -17,13 +17,9 @@ from bigtrain.settings import ConfigError, did_you_mean
 
 # Importing these modules registers bigtrain's own ops. They import tensorflow
 # only when an op needs it.
+_OWN_OPS = ("basic", "labels", "image", "seq2seq", "text", "tokenize")
 _OWN_MODULES = (
-  "bigtrain.pp.ops_basic",
-  "bigtrain.pp.ops_labels",
-  "bigtrain.pp.ops_image",
-  "bigtrain.pp.ops_seq2seq",
-  "bigtrain.pp.ops_text",
-  "bigtrain.pp.ops_tokenize",
+  *(f"bigtrain.pp.ops_{name}" for name in _OWN_OPS),
   "bigtrain.pp.randaug",
 )
 
@@ -41,12 +37,10 @@ def parse(
 ) -> list[registry.Op]:
   """Parses a spec, such as "decode|resize(224)|value_range(-1, 1)", into ops.
 
-  Adjacent ops that have a fusion, such as `decode` and a crop, become one op.
-
   Args:
     modules: dotted names of modules to import first; they register ops.
     defer_errors: whether an op that cannot be made, for instance because its
-      file is gone, raises its error when it is called, and not here.
+      file is gone, raises its error only when it is called.
   """
   for module in (*_OWN_MODULES, *modules):
     _import(module)
@@ -57,16 +51,17 @@ def parse(
       "preprocessing: the spec is empty; expected ops joined by '|', such as "
       "'decode|resize(224)|value_range(-1, 1)'."
     )
-  nodes = _links(_tree(spec))
-  calls = [
-    _call(
-      node,
-      f"preprocessing op {i} of {len(nodes)}",
-      _text(node, spec),
-      defer_errors,
-    )
-    for i, node in enumerate(nodes, 1)
-  ]
+  nodes: list[ast.expr] = []
+  tree = _tree(spec)
+  while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.BitOr):
+    nodes.insert(0, tree.right)
+    tree = tree.left
+  nodes.insert(0, tree)
+  calls = []
+  for i, node in enumerate(nodes, 1):
+    segment = ast.get_source_segment(f"(\n{spec}\n)", node) or ""
+    where = f"preprocessing op {i} of {len(nodes)}"
+    calls.append(_call(node, where, " ".join(segment.split()), defer_errors))
   return [call.op for call in _fuse(calls)]
 
 
@@ -105,19 +100,6 @@ def _tree(spec: str) -> ast.expr:
   return node
 
 
-def _links(node: ast.expr) -> list[ast.expr]:
-  links = []
-  while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-    links.append(node.right)
-    node = node.left
-  links.append(node)
-  return links[::-1]
-
-
-def _text(node: ast.expr, spec: str) -> str:
-  return " ".join((ast.get_source_segment(f"(\n{spec}\n)", node) or "").split())
-
-
 def _call(node: ast.expr, where: str, text: str, defer_errors: bool) -> _Call:
   func = node.func if isinstance(node, ast.Call) else node
   if not isinstance(func, ast.Name):
@@ -143,17 +125,14 @@ def _call(node: ast.expr, where: str, text: str, defer_errors: bool) -> _Call:
     error = ConfigError(f"{where}: {e}")
     if not defer_errors or arguments.get("key") is None:
       raise error from e
-    op = _failing(error, **arguments)
+
+    def fail(value: Any, u: Any) -> Any:
+      raise error
+
+    op = registry.on_feature(
+      fail, arguments["key"], arguments.get("key_result")
+    )
   return _Call(op._replace(name=text), func.id, arguments)
-
-
-def _failing(
-  error: ConfigError, key: str, key_result: str | None = None, **_: Any
-) -> registry.Op:
-  def fn(value: Any, u: Any) -> Any:
-    raise error
-
-  return registry.on_feature(fn, key, key_result)
 
 
 def _literal(node: ast.expr, where: str) -> Any:
@@ -172,8 +151,7 @@ def _fuse(calls: Iterable[_Call]) -> list[_Call]:
     if fused:
       last = fused[-1]
       fusion = registry.find_fusion(last.name, call.name)
-      op = fusion and fusion(last.arguments, call.arguments)
-      if op:
+      if fusion and (op := fusion(last.arguments, call.arguments)):
         name = f"{last.op.name}|{call.op.name}"
         # No factory has a "|" in its name, so a fused op is never fused again.
         fused[-1] = _Call(op._replace(name=name), name, {})
@@ -189,9 +167,8 @@ def check_arguments(
   parameters = signature.parameters
   for name in kwargs:
     if name not in parameters:
-      raise ConfigError(
-        f"unknown argument {name!r}.{did_you_mean(name, parameters)}"
-      )
+      hint = did_you_mean(name, parameters)
+      raise ConfigError(f"unknown argument {name!r}.{hint}")
   try:
     bound = signature.bind(*args, **kwargs)
   except TypeError as e:
@@ -223,15 +200,11 @@ def _fits(value: Any, hint: Any) -> bool:
       _fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items()
     )
   if origin is tuple and inner[-1] is not Ellipsis:
-    return (
-      isinstance(value, list | tuple)
-      and len(value) == len(inner)
-      and all(map(_fits, value, inner))
-    )
+    is_tuple = isinstance(value, list | tuple) and len(value) == len(inner)
+    return is_tuple and all(map(_fits, value, inner))
   if origin is not None:  # Sequence[x], list[x], tuple[x, ...]
-    return isinstance(value, list | tuple) and all(
-      _fits(item, inner[0]) for item in value
-    )
+    are_items = isinstance(value, list | tuple)
+    return are_items and all(_fits(item, inner[0]) for item in value)
   if hint in (int, float):
     kinds = (int,) if hint is int else (int, float)
     return isinstance(value, kinds) and not isinstance(value, bool)

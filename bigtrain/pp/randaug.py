@@ -36,8 +36,7 @@ def randaug(
   Args:
     num_layers: number of operations, each drawn from all sixteen.
     magnitude: strength, 0 to 30; at 10, the operations have full strength.
-    key: name of the feature, a uint8 RGB image [H, W, 3].
-    key_result: name of the result; `key` by default.
+    key, key_result: names of the feature and of the result, by default `key`.
   """
   check_number("argument 'num_layers'", num_layers, least=1, whole=True)
   check_number("argument 'magnitude'", magnitude, least=0, most=_MAX_MAGNITUDE)
@@ -72,10 +71,7 @@ def _layer(image: Any, u: Any, choices: list[Operation]) -> Any:
 
 
 def operations(magnitude: float) -> dict[str, Operation]:
-  """Returns the operations by name, at a magnitude, in the order of the draw.
-
-  Each takes (image, sign, u [2]) with sign -1.0 or 1.0.
-  """
+  """Returns the operations by name, in the order of the draw."""
   level = magnitude / 10
   factor = level * 1.8 + 0.1
   # Oddity: wraps around beyond a byte, as numpy does in the reference, so that
@@ -107,7 +103,6 @@ def operations(magnitude: float) -> dict[str, Operation]:
 
 
 def _blend(plain: Any, image: Any, factor: float) -> Any:
-  """plain + factor * (image - plain), clipped and truncated to bytes."""
   plain = tf.cast(plain, tf.float32)
   mixed = plain + factor * (tf.cast(image, tf.float32) - plain)
   return tf.cast(tf.clip_by_value(mixed, 0, 255), tf.uint8)
@@ -123,7 +118,6 @@ def _row(values_3: Any, image: Any) -> Any:
 
 
 def _per_channel(reduce: Callable[..., Any], image: Any) -> Any:
-  """Minimum or maximum of each channel, [3]."""
   return reduce(tf.reshape(reduce(_flat(image), axis=0), [-1, 3]), axis=0)
 
 
@@ -174,10 +168,7 @@ def rotate(image: Any, degrees: Any) -> Any:
 
 
 def _warp(image: Any, matrix: list[Any]) -> Any:
-  """Computes result[y, x] = image[d x + e y + f, a x + b y + c]; grey outside.
-
-  `matrix` is [a, b, c, d, e, f]; positions are rounded to the nearest pixel.
-  """
+  """Sets result[y, x] = image[d x + e y + f, a x + b y + c]; grey outside."""
   rows = tf.stack([tf.cast(m, tf.float32) for m in (*matrix, 0, 0)])
   return tf.raw_ops.ImageProjectiveTransformV3(
     images=image[None],
@@ -208,13 +199,11 @@ def solarize_add(image: Any, addition: int) -> Any:
 
 
 def color(image: Any, factor: float) -> Any:
-  """Blends from grey (0) to the image (1) and beyond."""
   grey = tf.image.rgb_to_grayscale(image)
   return _blend(tf.tile(grey, [1, 1, 3]), image, factor)
 
 
 def contrast(image: Any, factor: float) -> Any:
-  """Blends from a uniform grey (0) to the image (1) and beyond."""
   # Oddity: the grey is the mean of the histogram's counts, which depends only
   # on the size of the image, and not the mean of its pixels.
   grey = tf.minimum(tf.size(image) // (3 * 256), 255)

@@ -7,17 +7,15 @@ An op is a pure function of an example and of uniform random numbers:
 `features` is a dict with the features of one example: numpy arrays and
 scalars, or tensors inside a tf.data graph. An op never changes it in place.
 Images are HWC. `u` is a float32 array or tensor [draws] of numbers in [0, 1)
-and the op's only source of randomness. So the result is the same on any number
-of hosts, in any order, and after any restart.
+and the op's only source of randomness, so results do not depend on hosts,
+order or restarts.
 
-If a feature is missing, or has a type or rank that the op does not support, the
-call raises ConfigError. On tensors this happens while the graph is traced. If a
-value is unusable, such as an unknown label or an image smaller than the crop,
-the op raises DataError on numpy arrays and tf.errors.InvalidArgumentError on
-tensors; both messages show the value.
+A missing feature, or an unsupported type or rank, raises ConfigError. An
+unusable value, such as an unknown label, raises DataError on numpy arrays and
+tf.errors.InvalidArgumentError on tensors; both messages show the value.
 
 A new op is a factory, registered under its name in specs. It checks as much as
-possible when it is called, before there is data:
+possible before there is data:
 
   @registry.register("scale")
   def scale(factor: float, key: str = "image", key_result: str | None = None):
@@ -26,7 +24,8 @@ possible when it is called, before there is data:
 The parser checks the arguments of a factory against its annotations.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain.settings import ConfigError, did_you_mean
@@ -39,7 +38,7 @@ class Op(NamedTuple):
 
   Attributes:
     fn: (features, u [draws]) -> features.
-    draws: count of uniform numbers that `fn` takes. If 0, `u` is [0].
+    draws: count of uniform numbers that `fn` takes.
     tensorflow: whether `fn` runs on tensors only. Otherwise it also runs on
       numpy arrays, with the same results and without importing tensorflow.
     batched: whether `fn` also takes a batch of numpy arrays: `u` is [B, draws]
@@ -48,8 +47,7 @@ class Op(NamedTuple):
     reads: features that `fn` requires.
     name: the op as written in the spec.
     vocab_sizes: {feature: largest id + 1} of the ids that the op makes.
-    fingerprints: {file: hash of its content} of the files that the op reads, so
-      that a run does not resume with different files.
+    fingerprints: {file: hash} of the files that the op reads.
     origins: {feature that the op sets: feature from which its ids come, or None
       for new values}. The other features stay as they are. None if unknown.
     class_names: {feature that the op sets: names of its classes, by number}.
@@ -121,7 +119,7 @@ def on_feature(
 ) -> Op:
   """Makes an op that maps one feature by fn(value, u) and keeps the others.
 
-  `properties` are further fields of the Op, such as `draws` and `batched`.
+  `properties` are further fields of the Op.
   """
   result = key if key_result is None else key_result
 
@@ -132,31 +130,27 @@ def on_feature(
 
 
 def compose(ops: Sequence[Op]) -> Op:
-  """Makes one op that runs `ops` in order; none give the identity.
-
-  It takes the draws of all ops, concatenated in order.
-  """
-  ops = tuple(ops)
-  ends = [0]
-  for op in ops:
-    ends.append(ends[-1] + op.draws)
-  calls = [
-    (op.fn, slice(start, stop), op)
-    for op, start, stop in zip(ops, ends[:-1], ends[1:])
-  ]
+  """Makes one op that runs `ops` in order; none give the identity."""
+  ends = [*itertools.accumulate(op.draws for op in ops)]
+  calls = [(op, slice(end - op.draws, end)) for op, end in zip(ops, ends)]
 
   def fn(features: Features, u: Any) -> Features:
-    for call, own_draws, op in calls:
+    for op, own_draws in calls:
       for key in op.reads:
         if key not in features:
-          raise missing_feature(op.name, key, features)
+          # Names of features are short, and the full list shows the mistake.
+          available = ", ".join(sorted(features)) or "none"
+          raise ConfigError(
+            f"preprocessing op {op.name!r} needs the feature {key!r}; there "
+            f"are: {available}."
+          )
       # Slicing dominates the cost here; ops without draws ignore u.
-      features = call(features, u[..., own_draws] if op.draws else u)
+      features = op.fn(features, u[..., own_draws] if op.draws else u)
     return features
 
   return Op(
     fn,
-    draws=ends[-1],
+    draws=sum(op.draws for op in ops),
     tensorflow=any(op.tensorflow for op in ops),
     batched=all(op.batched for op in ops),
     reads=ops[0].reads if ops else (),
@@ -168,7 +162,6 @@ def compose(ops: Sequence[Op]) -> Op:
 
 
 def _origins(ops: Sequence[Op]) -> dict[str, str | None] | None:
-  """Returns the origins of features after all ops; None if one is unknown."""
   result: dict[str, str | None] = {}
   for op in ops:
     if op.origins is None:
@@ -178,17 +171,6 @@ def _origins(ops: Sequence[Op]) -> dict[str, str | None] | None:
       for name, source in op.origins.items()
     }
   return result
-
-
-def missing_feature(
-  name: str, key: str, features: Iterable[str]
-) -> ConfigError:
-  # Names of features are short, and the full list shows the mistake.
-  available = ", ".join(sorted(features)) or "none"
-  return ConfigError(
-    f"preprocessing op {name!r} needs the feature {key!r}; there are: "
-    f"{available}."
-  )
 
 
 def _origin(factory: Factory) -> str:
@@ -222,7 +204,7 @@ def needed(ops: Sequence[Op], features: Collection[str]) -> Needed:
 
 
 def base_name(op: Op) -> str:
-  """Returns the name of an op in the registry, of a fused op the first one."""
+  """The name of an op in the registry, of a fused op the first one."""
   return op.name.partition("(")[0].partition("|")[0].strip()
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, did_you_mean, import_package
 
-_BYTES_PAD, _BYTES_BOS, _BYTES_EOS, _FIRST_BYTE = 0, 1, 2, 3
+_FIRST_BYTE = 3  # After padding, beginning and end of a text.
 
 # Names of tokenizers in folders of published models, in order of preference.
 _NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
@@ -56,15 +56,10 @@ class Tokenizer:
   _digest: str = dataclasses.field(repr=False)
 
   def encode(self, text: str) -> np.ndarray:
-    """Returns the ids of a text, int32 [n], without beginning and end."""
     return np.asarray(self._encode(text), np.int32)
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Returns the text of ids, without special ids.
-
-    A model with a larger vocabulary may produce ids beyond this one; they are
-    left out too.
-    """
+    """Returns the text of ids, without special ids and ids beyond the size."""
     # The libraries take only Python integers.
     ids = [int(i) for i in np.asarray(ids).ravel()]
     return self._decode(
@@ -72,7 +67,7 @@ class Tokenizer:
     )
 
   def fingerprint(self) -> str:
-    """Returns a hash of the content and the special ids, not of the path."""
+    """Hash of the content and the special ids, not of the path."""
     parts = (self._digest, self.pad_id, self.bos_id, self.eos_id)
     text = "\0".join(map(str, parts))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -114,6 +109,10 @@ def _find(spec: str) -> str:
 
 @functools.cache
 def _bytes() -> Tokenizer:
+  def encode(text: str) -> np.ndarray:
+    raw = np.frombuffer(text.encode(), np.uint8)
+    return raw.astype(np.int32) + _FIRST_BYTE
+
   def decode(ids: list[int]) -> str:
     raw = bytes(i - _FIRST_BYTE for i in ids)
     # A model may generate invalid UTF-8, or stop within a character.
@@ -122,23 +121,18 @@ def _bytes() -> Tokenizer:
   return Tokenizer(
     name="bytes",
     vocab_size=_FIRST_BYTE + 256,
-    pad_id=_BYTES_PAD,
-    bos_id=_BYTES_BOS,
-    eos_id=_BYTES_EOS,
+    pad_id=0,
+    bos_id=1,
+    eos_id=2,
     special_ids=frozenset(range(_FIRST_BYTE)),
-    _encode=lambda text: byte_ids(text.encode()),
+    _encode=encode,
     _decode=decode,
     _digest="bytes v1",
   )
 
 
-def byte_ids(raw: bytes) -> np.ndarray:
-  return np.frombuffer(raw, np.uint8).astype(np.int32) + _FIRST_BYTE
-
-
 @functools.lru_cache(maxsize=16)
 def _load(spec: str, path: str, size: int, mtime_ns: int) -> Tokenizer:
-  """Reads a file. Its size and time are part of the cache's key."""
   try:
     with open(path, "rb") as f:
       content = f.read()
@@ -157,19 +151,15 @@ def _load(spec: str, path: str, size: int, mtime_ns: int) -> Tokenizer:
   return read(spec, path, content, digest)
 
 
-def _import(package: str, path: str) -> Any:
-  by = f"tokenizer {path!r}: reading it"
-  return import_package(package, by, "'bigtrain[text]'")
-
-
-def _known(*ids: int | None) -> set[int]:
-  return {i for i in ids if i is not None}
+def _without_none(*ids: int | None) -> frozenset[int]:
+  return frozenset(i for i in ids if i is not None)
 
 
 def _sentencepiece(
   spec: str, path: str, content: bytes, digest: str
 ) -> Tokenizer:
-  sentencepiece = _import("sentencepiece", path)
+  by = f"tokenizer {path!r}: reading it"
+  sentencepiece = import_package("sentencepiece", by, "'bigtrain[text]'")
   try:
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
   except (RuntimeError, OSError) as e:
@@ -190,7 +180,7 @@ def _sentencepiece(
     pad_id=pad,
     bos_id=bos,
     eos_id=eos,
-    special_ids=frozenset({*control, *_known(pad, bos, eos)}),
+    special_ids=_without_none(*control, pad, bos, eos),
     _encode=model.encode_as_ids,
     _decode=model.decode_ids,
     _digest=digest,
@@ -200,7 +190,8 @@ def _sentencepiece(
 def _hugging_face(
   spec: str, path: str, content: bytes, digest: str
 ) -> Tokenizer:
-  tokenizers = _import("tokenizers", path)
+  by = f"tokenizer {path!r}: reading it"
+  tokenizers = import_package("tokenizers", by, "'bigtrain[text]'")
   try:
     parsed = json.loads(content)
   except (ValueError, RecursionError) as e:
@@ -226,17 +217,14 @@ def _hugging_face(
   special = {i for i, token in added.items() if token.special}
   padding = parsed.get("padding") or {}
   declared = _declared_special_tokens(os.path.dirname(path))
-  ids = {}
-  common_names: dict[str, tuple[str | None, ...]] = {
-    "pad_token": (padding.get("pad_token"), *_PAD_NAMES),
-    "bos_token": _BOS_NAMES,
-    "eos_token": _EOS_NAMES,
-  }
-  for kind, names in common_names.items():
-    if kind in declared:
-      names = (declared[kind],)
-    candidates = [model.token_to_id(name) for name in names if name]
-    ids[kind] = next((i for i in candidates if i is not None), None)
+
+  def find(kind: str, names: tuple[str | None, ...]) -> int | None:
+    names = (declared[kind],) if kind in declared else names
+    ids = [model.token_to_id(name) for name in names if name]
+    return next((i for i in ids if i is not None), None)
+
+  pad = find("pad_token", (padding.get("pad_token"), *_PAD_NAMES))
+  bos, eos = find("bos_token", _BOS_NAMES), find("eos_token", _EOS_NAMES)
   vocab = model.get_vocab(with_added_tokens=True)
   if not vocab:
     raise ConfigError(f"tokenizer {path!r}: its vocabulary is empty.")
@@ -244,10 +232,10 @@ def _hugging_face(
     name=spec,
     # Ids may have gaps, so this may exceed their count.
     vocab_size=max(vocab.values()) + 1,
-    pad_id=ids["pad_token"],
-    bos_id=ids["bos_token"],
-    eos_id=ids["eos_token"],
-    special_ids=frozenset({*special, *_known(*ids.values())}),
+    pad_id=pad,
+    bos_id=bos,
+    eos_id=eos,
+    special_ids=_without_none(*special, pad, bos, eos),
     _encode=lambda text: model.encode(text, add_special_tokens=False).ids,
     _decode=model.decode,
     _digest=digest,
@@ -270,7 +258,6 @@ def _declared_special_tokens(folder: str) -> dict[str, str | None]:
       # A token is a string, a dict with its "content", or null for none.
       if isinstance(content, dict) and kind in content:
         token = content[kind]
-        if isinstance(token, dict):
-          token = token.get("content")
-        declared[kind] = token
+        is_dict = isinstance(token, dict)
+        declared[kind] = token.get("content") if is_dict else token
   return declared

@@ -1,7 +1,6 @@
 """Functions that work on both numpy arrays and tensors.
 
-Python's operators and these functions let an op be written once for both. A
-value that is not a numpy or Python value is a tensor, and only then is
+A value that is not a numpy or Python value is a tensor, and only then is
 tensorflow imported.
 
 Legend: B batch, H height, W width, C channels; `...` stands for B or nothing.
@@ -18,15 +17,11 @@ _HOST_TYPES = (np.ndarray, np.generic, bytes, str, bool, int, float)
 
 
 def on_host(x: Any) -> bool:
-  """Whether `x` is a numpy or Python value, not a tensor."""
   return isinstance(x, _HOST_TYPES)
 
 
 def rank(x: Any) -> int:
-  """Number of dimensions; a tensor must have a known rank."""
-  if on_host(x):
-    return np.ndim(x)
-  return len(x.shape)
+  return np.ndim(x) if on_host(x) else len(x.shape)
 
 
 def cast(x: Any, dtype: str) -> Any:
@@ -37,9 +32,7 @@ def cast(x: Any, dtype: str) -> Any:
 
 
 def clip(x: Any, low: Any, high: Any) -> Any:
-  if on_host(x):
-    return np.minimum(np.maximum(x, low), high)
-  return tf.clip_by_value(x, low, high)
+  return (np.clip if on_host(x) else tf.clip_by_value)(x, low, high)
 
 
 def minimum(x: Any, y: Any) -> Any:
@@ -76,32 +69,29 @@ def image_size(image: Any) -> tuple[Any, Any]:
 def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
   """Returns `value`, or raises an error that ends in the values `shown`.
 
-  On the host the error is DataError. A graph raises
-  tf.errors.InvalidArgumentError when it runs, before it uses the value. The
+  On the host it is DataError, in a graph tf.errors.InvalidArgumentError. The
   message is without quotes, because tensorflow escapes them with backslashes.
   """
   if on_host(condition):
     if not condition:
       raise DataError(f"{message}: {', '.join(map(str, shown))}.")
     return value
-  with tf.control_dependencies(
-    [tf.debugging.Assert(condition, [f"{message}:", *shown])]
-  ):
+  check = tf.debugging.Assert(condition, [f"{message}:", *shown])
+  with tf.control_dependencies([check]):
     return tf.identity(value)
 
 
 def require_kind(x: Any, kinds: str, op: str, expected: str) -> None:
-  """Checks that the dtype of `x` has one of some kinds, `numpy.dtype.kind`."""
-  kind = np.asarray(x).dtype.kind if on_host(x) else _kind(x.dtype)
+  """Checks that the dtype of `x` is one of `kinds`, as `numpy.dtype.kind`."""
+  if on_host(x):
+    kind = np.asarray(x).dtype.kind
+  else:  # Of bfloat16, numpy's kind would be void.
+    as_numpy = np.dtype(x.dtype.as_numpy_dtype)
+    kind = "f" if x.dtype.is_floating else as_numpy.kind
   if kind not in kinds:
     raise ConfigError(
       f"preprocessing op {op!r} expects {expected}, got {_describe(x)}."
     )
-
-
-def _kind(dtype: Any) -> str:
-  # numpy's kind of a string tensor is object, and of bfloat16 would be void.
-  return "f" if dtype.is_floating else np.dtype(dtype.as_numpy_dtype).kind
 
 
 def _describe(x: Any) -> str:

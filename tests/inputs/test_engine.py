@@ -49,7 +49,7 @@ def test_an_example_of_another_shape_is_named():
   with pytest.raises(
     DataError,
     match=r"arrays, row 40: feature 'wide' has "
-    r"shape \(2,\) .* in the first example \(3,\)",
+    r"shape \(2,\) .* in the first example is \(3,\)",
   ):
     fetch(train.start(0, 4))
 
