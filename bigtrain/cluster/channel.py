@@ -1,9 +1,8 @@
 """The channel between the processes of a job.
 
 Every process keeps one TCP connection to process 0 (hub.py), served by a thread
-of its own. It uses neither jax's runtime nor the devices, so it works while
-devices train, in any thread, and while the main thread waits in a collective
-for a process that is gone. Messages are lines of JSON.
+of its own without jax's runtime, so it works while the main thread waits in a
+collective for a process that is gone. Messages are lines of JSON.
 """
 
 import asyncio
@@ -24,12 +23,10 @@ from bigtrain.cluster import hub
 
 _POLL_SECS = 0.2
 _CONNECT_SECS = 10.0
-# How long a process that fails waits before it reports that. If another one is
-# killed, the collectives of all others fail within milliseconds, and the loss
-# of the killed one should be known first.
+# A process waits before it reports its failure: if another one was killed, the
+# collectives of all fail, and its loss should be known first.
 _CULPRIT_SECS = 1.5
-# How long process 0 stays after its last message, so that all can read it.
-_FAREWELL_SECS = 0.5
+_FAREWELL_SECS = 0.5  # Process 0 stays, so that all can read its last message.
 _ANSWER_SECS = 5.0
 
 _Topic = tuple[str, int]  # Name and number of an exchange.
@@ -46,21 +43,15 @@ class Channel:
   Exchanges of one name are made in the same order on all processes; those of
   different names may overlap, so threads use names of their own. Values are
   JSON.
-
-  Attributes:
-    secret: known to the job's processes only.
-    host: address of this host for the other processes; "" on process 0.
-    first_host: address of process 0's host for this process.
-    ending: whether all processes have agreed to end (see `should_end`).
-    failed: whether this process has reported its failure.
   """
 
   def __init__(self) -> None:
     self.index, self.count = 0, 1
-    self.secret = secrets.token_hex(16)
-    self.host = self.first_host = ""
-    self.ending = False
-    self.failed = False
+    self.secret = secrets.token_hex(16)  # Known to the job's processes only.
+    self.host = ""  # This host, for the other processes; "" on process 0.
+    self.first_host = ""  # Process 0's host, for this process.
+    self.ending = False  # All processes have agreed to end: `should_end`.
+    self.failed = False  # This process has reported its failure.
     self._loop: asyncio.AbstractEventLoop | None = None
     self._writer: asyncio.StreamWriter | None = None
     self._heartbeat_secs = 0.0
@@ -79,11 +70,8 @@ class Channel:
     self._host_secs = 0.0
     self._phase_began = time.monotonic()
 
-  # Joining.
-
   @property
   def joined(self) -> bool:
-    """Whether this process runs with others."""
     return self._settled.is_set() and self._failure is None
 
   def join(
@@ -96,16 +84,12 @@ class Channel:
     listening: socket.socket | None = None,
     check: Callable[[], None] = lambda: None,
   ) -> None:
-    """Waits for all processes of the job.
+    """Waits for all processes of the job; JobError if they cannot join.
 
     Args:
-      addresses: host and port of process 0; tried in turn if there are several.
-      listening: port of process 0, on process 0, if it is open already.
+      addresses: host and port of process 0, tried in turn.
+      listening: open port of process 0, on process 0.
       check: called while waiting; raises to stop.
-
-    Raises:
-      JobError: some processes did not join, two have the same index, or
-        process 0 cannot listen on its port.
     """
     job_hub = None
     if index == 0:
@@ -195,8 +179,6 @@ class Channel:
       "open between the hosts?"
     )
 
-  # Messages.
-
   async def _receive_all(self, reader: asyncio.StreamReader) -> None:
     self._silent_secs = 0.0
     heartbeats = asyncio.ensure_future(self._send_heartbeats())
@@ -234,7 +216,6 @@ class Channel:
         )
 
   def _send(self, **message: Any) -> None:
-    """Sends a message to the hub, from any thread; none if alone."""
     line = json.dumps(message).encode() + b"\n"
     if self._loop is not None:
       self._loop.call_soon_threadsafe(self._write, line)
@@ -261,8 +242,6 @@ class Channel:
         self._signalled = True
         self._gather(("calls", 0), self._num_calls)
 
-  # Exchanges.
-
   def gather(self, value: Any, name: str = "gather") -> list[Any]:
     """Returns the values of all processes, by process; a barrier."""
     topic = self._begin(name)
@@ -278,7 +257,7 @@ class Channel:
     self._send(kind="gather", topic=topic, value=value, equal=equal)
 
   def broadcast(self, value: Any, name: str = "broadcast") -> Any:
-    """Returns process 0's value; waits for process 0 only, for no device."""
+    """Returns process 0's value; waits for process 0 only."""
     topic = self._begin(name)
     if self.index == 0:
       self._post(topic, "value", value)
@@ -288,17 +267,13 @@ class Channel:
     return value
 
   def require_equal(self, name: str, value: Any) -> None:
-    """Ends all processes with code 2 if they pass different values.
-
-    Returns at once, before the others have called it.
-    """
+    """Ends all processes with code 2 if values differ; does not wait."""
     if self.joined:
       topic = self._begin(name)
       self._gather(topic, value, equal=True)
       self._forget(topic)
 
   def event(self, name: str, timeout_secs: float = 1800.0) -> "Event":
-    """Returns the next event of this name."""
     return Event(self, self._begin(name), timeout_secs)
 
   def _begin(self, name: str) -> _Topic:
@@ -317,7 +292,6 @@ class Channel:
   def _post(
     self, topic: _Topic, what: str, value: Any, to: int | None = None
   ) -> None:
-    """Sends a part of an exchange to one process or all, this one included."""
     if self.count == 1:
       self._store(topic, what, 0, value)
     else:
@@ -336,7 +310,6 @@ class Channel:
     ready: Callable[[_Posts], bool],
     timeout_secs: float | None = None,
   ) -> _Posts:
-    """Returns what was posted once it is `ready`, or when the time is up."""
     with self._condition:
       posts = self._posts.setdefault(topic, {})
       self._condition.wait_for(lambda: ready(posts), timeout_secs)
@@ -346,23 +319,14 @@ class Channel:
     with self._condition:
       self._posts.pop(topic, None)
 
-  # Progress.
-
   def report_phase(self, phase: str, step: int) -> None:
-    """Reports the current phase with the next heartbeat."""
     self._phase, self._step, self._on_device = phase, step, False
     self._phase_began = time.monotonic()
 
   def host_work_done(self) -> None:
-    """Reports that the host's part of the step is done; the device's begins.
-
-    The device's part needs all hosts. The time up to here is host work, and a
-    host that takes longer than the others is a straggler.
-    """
+    """Ends the host's part of a step; what takes longer is a straggler."""
     self._on_device = True
     self._host_secs += time.monotonic() - self._phase_began
-
-  # The end.
 
   def on_hang(self, report: Callable[[], Any]) -> None:
     """Calls `report` before the end if any process of the job hangs."""
@@ -393,17 +357,14 @@ class Channel:
     os._exit(code)
 
   def report_signal(self, name: str) -> None:
-    """Reports a signal; may be called in a signal handler."""
     self._send(kind="signal", name=name)
 
   def should_end(self) -> bool:
     """Whether all processes end at this call, because one got a signal.
 
-    Every process calls this equally often, at points where all of them could
-    end; the answer to the n-th call is the same on all. After a signal a call
-    blocks until it is known how many calls each process has made. All end at
-    the next one, which none has begun, so none waits on the device for one
-    that has ended.
+    Every process calls this equally often; the n-th answer is the same on all.
+    After a signal a call blocks until it is known how many calls each process
+    has made. All end at the next one, which none has begun.
     """
     with self._condition:
       self._num_calls += 1
@@ -420,15 +381,10 @@ class Channel:
     hang: bool = False,
     answer_secs: float = _ANSWER_SECS,
   ) -> None:
-    """Reports that this process fails, which ends all processes.
+    """Makes process 0 end all processes, with the first failure's reason.
 
-    Process 0 then ends all of them, this one included: with the code and the
-    reason of the process that failed first. Returns only if process 0 does not
-    answer.
-
-    Args:
-      hang: whether this process hangs: then all write their stacks, and the
-        reason names the process that holds up the others.
+    Returns only if process 0 does not answer. After a `hang` all write their
+    stacks, and the reason names the process that holds up the others.
     """
     self.failed = True
     if code == hub.EXIT_LOST and not hang:
@@ -447,14 +403,12 @@ class Event:
   """Work that succeeds or fails on all processes together.
 
   Each process does its part and calls `done`. Process 0 waits for all,
-  finishes the work and calls `succeed`; the others `wait`. Any process may
-  `fail`, which the others notice at once: then all that waits raises JobError.
+  finishes the work and calls `succeed`; the others `wait`. If any process
+  calls `fail`, all that waits raises JobError.
   """
 
   def __init__(self, channel: Channel, topic: _Topic, timeout_secs: float):
-    """Use `Channel.event`."""
-    self._channel = channel
-    self._topic = topic
+    self._channel, self._topic = channel, topic
     self._timeout_secs = timeout_secs
     self._succeeded = False
 
@@ -466,7 +420,6 @@ class Event:
       self._wait("begun", [0])
 
   def done(self, result: Any = None) -> None:
-    """Reports that this process has done its part, with a JSON result."""
     self._channel._post(self._topic, "done", result, to=0)
 
   def wait_for_all(self) -> list[Any]:
@@ -474,20 +427,17 @@ class Event:
     return self._wait("done", range(self._channel.count))
 
   def succeed(self) -> None:
-    """Reports, on process 0, that the whole work is done."""
     self._channel._post(self._topic, "success", True)
     self._succeeded = True
     self.forget()
 
   def fail(self, reason: str) -> None:
-    """Reports that this process failed, unless the event has succeeded."""
     if not self._succeeded:
       index, host = self._channel.index, socket.gethostname()
       reason = f"process {index} on host {host}: {reason}"
       self._channel._post(self._topic, "failure", reason)
 
   def wait(self) -> None:
-    """Waits, on any process but 0, until the event has succeeded."""
     self._wait("success", [0])
 
   def check(self) -> bool:
@@ -496,11 +446,9 @@ class Event:
     return self._succeeded
 
   def forget(self) -> None:
-    """Frees the memory of an event that no process uses."""
     self._channel._forget(self._topic)
 
   def _wait(self, what: str, indices: Iterable[int]) -> list[Any]:
-    """Returns what these processes posted, unless the event ends first."""
     if self._succeeded:
       return []
     keys = [(what, index) for index in indices]
@@ -515,9 +463,7 @@ class Event:
       self.forget()
     elif failed(posts):
       raise JobError(failed(posts)[0])
-    elif absent := [
-      index for what, index in keys if (what, index) not in posts
-    ]:
+    elif absent := [key[1] for key in keys if key not in posts]:
       raise JobError(
         f"process(es) {absent} not done after {self._timeout_secs:g} s."
       )

@@ -1,10 +1,8 @@
 """Process 0's end of the channel.
 
-The hub listens on the job's port until all processes have connected, which
-channel.py then keeps open, and leaves the port to jax. While the job runs it
-passes messages on, detects lost processes, and sends its decisions to all:
-that the job ends and why, and the call at which all end together after a
-signal. It logs stragglers.
+The hub listens on the job's port until all processes have connected, then
+leaves the port to jax. It passes messages on, detects lost processes, tells all
+when and why the job ends, and logs stragglers.
 """
 
 import asyncio
@@ -41,11 +39,11 @@ class Times(NamedTuple):
 
 def listen(port: int = 0) -> socket.socket:
   """Opens a port of this host, by default any free one."""
-  if socket.has_dualstack_ipv6():
-    return socket.create_server(
-      ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
-    )
-  return socket.create_server(("", port), backlog=4096)
+  dual = socket.has_dualstack_ipv6()
+  family = socket.AF_INET6 if dual else socket.AF_INET
+  return socket.create_server(
+    ("", port), family=family, dualstack_ipv6=dual, backlog=4096
+  )
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,15 +71,11 @@ class Hub:
   """Receives the messages of all processes; runs in process 0's event loop."""
 
   def __init__(self, count: int, secret: str, times: Times):
-    self._count = count
-    self._secret = secret
-    self._times = times
+    self._count, self._secret, self._times = count, secret, times
     self._members: dict[int, Member] = {}
     self._settled = asyncio.Event()  # All have joined, or cannot.
     self._problem = ""  # Why they cannot.
-    self._started = False
-    self._ended = False
-    self._signalled = False
+    self._started = self._ended = self._signalled = False
     # {(name, number): {process: value}} of exchanges that not all have joined.
     self._gathered: dict[tuple[str, int], dict[int, Any]] = {}
 
@@ -95,10 +89,10 @@ class Hub:
     except TimeoutError:
       missing = sorted(set(range(self._count)) - self._members.keys())
       shown = ", ".join(map(str, missing[:_MAX_LISTED]))
+      shown += ", ..." if len(missing) > _MAX_LISTED else ""
       self._refuse(
         f"{len(missing)} of {self._count} processes did not join within "
         f"{self._times.join_secs:g} s (config.cluster.join_secs): {shown}"
-        + (", ..." if len(missing) > _MAX_LISTED else "")
       )
     except asyncio.CancelledError:
       server.close()
@@ -120,19 +114,18 @@ class Hub:
     writer.close()
 
   def _admit(self, member: Member, count: int) -> bool:
-    """Adds a process to the job, or says why none can begin."""
     other = self._members.get(member.index)
     if count != self._count:
       self._refuse(
         f"{member} was started with num_processes={count}, process 0 with "
         f"{self._count}"
       )
-    elif other is not None:
+    elif other:
       self._refuse(
         f"two processes have index {member.index}: {member} and {other}"
       )
     if self._problem:
-      _send(member, {"kind": "problem", "reason": self._problem})
+      _send({"kind": "problem", "reason": self._problem}, member)
       return False
     self._members[member.index] = member
     if self._members.keys() == set(range(self._count)):
@@ -168,10 +161,8 @@ class Hub:
       member.host_secs = message["host_secs"]
     elif kind == "post":
       message["index"] = member.index
-      if message["to"] is None:
-        self._send_all(message)
-      else:
-        _send(self._members[message["to"]], message)
+      to = self._members if message["to"] is None else [message["to"]]
+      _send(message, *(self._members[index] for index in to))
     elif kind == "fail":
       member.done = True
       reason = f"{member}: {message['reason']}"
@@ -185,7 +176,6 @@ class Hub:
       self._send_all({"kind": "signal"})
 
   def _gather(self, member: Member, message: dict[str, Any]) -> None:
-    """Answers all processes once each has sent its value."""
     topic = name, _ = tuple(message["topic"])
     if name == CLOSING:
       member.done = True
@@ -203,7 +193,7 @@ class Hub:
       if not message["equal"]:
         values = [by_process[index] for index in range(self._count)]
         answer = {"kind": "post", "what": "values", "index": 0}
-        self._send_all({**message, **answer, "value": values})
+        self._send_all(message | answer | {"value": values})
 
   def _laggards(self) -> str:
     """Describes which processes hold up the others."""
@@ -221,15 +211,11 @@ class Hub:
   def _end(self, code: int, reason: str, hang: bool = False) -> None:
     if not self._ended:
       self._ended = True
-      self._send_all(
-        {"kind": "end", "code": code, "reason": reason, "hang": hang}
-      )
+      end = {"kind": "end", "code": code, "reason": reason, "hang": hang}
+      self._send_all(end)
 
   def _send_all(self, message: dict[str, Any]) -> None:
-    line = _line(message)
-    for member in self._members.values():
-      with contextlib.suppress(OSError):
-        member.writer.write(line)
+    _send(message, *self._members.values())
 
   async def _watch(self) -> None:
     checked = last = time.monotonic()
@@ -254,7 +240,6 @@ class Hub:
           logging.warning("%s", line)
 
   def _stragglers(self, now: float) -> list[str]:
-    """Log lines about processes with more host work than the others."""
     rates: dict[int, tuple[float, float]] = {}  # (host work, all) in a step.
     for member in self._members.values():
       then, step, host_secs = member.last_check
@@ -284,10 +269,8 @@ class Hub:
     return lines
 
 
-def _line(message: dict[str, Any]) -> bytes:
-  return json.dumps(message).encode() + b"\n"
-
-
-def _send(member: Member, message: dict[str, Any]) -> None:
-  with contextlib.suppress(OSError):
-    member.writer.write(_line(message))
+def _send(message: dict[str, Any], *members: Member) -> None:
+  line = json.dumps(message).encode() + b"\n"
+  for member in members:
+    with contextlib.suppress(OSError):
+      member.writer.write(line)

@@ -1,8 +1,7 @@
 """Detects the launcher, and the place of this process in its job.
 
 In this order: flags or environment variables set by the user; Slurm's srun;
-Open MPI's or another mpirun; a Cloud TPU slice, or several of them. Otherwise
-the process runs alone.
+Open MPI's or another mpirun; a Cloud TPU slice, or several of them.
 """
 
 import dataclasses
@@ -25,19 +24,11 @@ _FLAGS = {
   "JAX_NUM_PROCESSES": "--num_processes",
   "JAX_PROCESS_ID": "--process_id",
 }
-# Launcher, then its variables: number of ranks, own rank, and both on this
-# host alone.
-_MPI = (
-  (
-    "Open MPI",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-  ),
-  # MPICH and Intel MPI.
-  ("MPI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-)
+# Variables for the number of ranks, the own rank, and both on this host alone.
+_OMPI = [
+  f"OMPI_COMM_WORLD_{n}" for n in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
+]
+_PMI = ["PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +59,7 @@ def detect(
 ) -> Place | None:
   """Returns this process's place in a job of several, or None if it is alone.
 
-  Args:
-    timeout_secs: time limit for the name of process 0's host to become known,
-      where that host is being started at the same time.
-
-  Raises:
-    ConfigError: the information is incomplete or contradictory.
+  The time limit is for the name of process 0's host to become known.
   """
   ranks = _slurm_ranks(env) or _mpi_ranks(env)
   if any(name in env for name in _FLAGS):
@@ -86,7 +72,6 @@ def detect(
 
 
 def _from_user(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
-  """From JAX_COORDINATOR_ADDRESS etc.; a launcher may supply the rest."""
   # Kubernetes numbers the pods of an indexed job.
   values = {"JAX_PROCESS_ID": env.get("JOB_COMPLETION_INDEX", "")}
   launcher = "manual"
@@ -110,12 +95,10 @@ def _from_user(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
         f"{name}={values[name]!r}: expected a number, since "
         f"JAX_COORDINATOR_ADDRESS is set (flag {_FLAGS[name]})."
       )
-  count = int(values["JAX_NUM_PROCESSES"])
-  index = int(values["JAX_PROCESS_ID"])
-  if not 0 <= index < count:
+  count, index = int(values["JAX_NUM_PROCESSES"]), int(values["JAX_PROCESS_ID"])
+  if index >= count:
     raise ConfigError(
-      f"JAX_PROCESS_ID={index}: expected a number below JAX_NUM_PROCESSES="
-      f"{count}."
+      f"JAX_PROCESS_ID={index}: must be below JAX_NUM_PROCESSES={count}."
     )
   return Place(launcher, address, count, index, _devices(env, ranks))
 
@@ -137,21 +120,17 @@ def _slurm_ranks(env: Mapping[str, str]) -> _Ranks | None:
 
 
 def _mpi_ranks(env: Mapping[str, str]) -> _Ranks | None:
-  for launcher, size, rank, local_size, local_rank in _MPI:
-    if int(env.get(size, 1)) > 1 and rank in env:
-      local_count, local_index = env.get(local_size, 1), env.get(local_rank, 0)
-      return _Ranks(
-        launcher,
-        int(env[size]),
-        int(env[rank]),
-        int(local_count),
-        int(local_index),
-      )
+  for launcher, names in (("Open MPI", _OMPI), ("MPI", _PMI)):  # MPICH, Intel.
+    defaults = 1, -1, 1, 0
+    count, index, local_count, local_index = (
+      int(env.get(name, default)) for name, default in zip(names, defaults)
+    )
+    if count > 1 and index >= 0:
+      return _Ranks(launcher, count, index, local_count, local_index)
   return None
 
 
 def _from_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
-  """Adds process 0's address, from the launcher's other variables."""
   host, number = "", 0
   if ranks.launcher == "Slurm":
     host = first_host(env.get("SLURM_STEP_NODELIST", ""))
@@ -180,7 +159,6 @@ def first_host(nodes: str) -> str:
 
 
 def _devices(env: Mapping[str, str], ranks: _Ranks | None) -> list[int] | None:
-  """This process's share of its host's GPUs; None for all visible ones."""
   if ranks is None or ranks.local_count == 1 or "JAX_LOCAL_DEVICE_IDS" in env:
     return None  # jax reads JAX_LOCAL_DEVICE_IDS itself.
   visible = next((env[name] for name in _VISIBLE if env.get(name)), "")
@@ -196,7 +174,6 @@ def _devices(env: Mapping[str, str], ranks: _Ranks | None) -> list[int] | None:
 
 
 def _from_tpu_slice(timeout_secs: float) -> Place | None:
-  """From the environment on GKE, else from the metadata server."""
   for cluster in channel.tpu_clusters():
     try:
       if not cluster.is_env_present():

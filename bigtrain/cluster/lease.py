@@ -1,13 +1,10 @@
 """One job at a time in a workdir: workdir/lease.json.
 
-Two jobs that write to the same workdir would mix their checkpoints and rows.
-The lease names the job that holds the workdir, and a thread renews it. A job
-that meets another job's lease checks whether that job is alive: on the same
-machine, whether its process exists (boot, process number and start time
-together are never used twice); on another machine, whether the lease is
-renewed. It takes over the lease of a dead job and logs that. Two jobs never
-share a lease: if one takes it over by mistake, `check` raises in the job that
-lost it, and a checkpoint is committed only after a `check`.
+The lease names the job that holds the workdir, and a thread renews it. Another
+job takes it over if that job is dead: on the same machine, if its process is
+gone (boot, process number and start time together are never used twice); on
+another machine, if the lease is not renewed. If it does so by mistake, `check`
+raises in the job that lost the lease; checkpoints are committed only after it.
 
 In a file system the lease is created by a hard link, which succeeds for only
 one of several jobs; in an object store, by a write that depends on the version
@@ -34,10 +31,8 @@ from bigtrain.settings import ConfigError
 
 FILE = "lease.json"
 
-# A live job renews its lease every quarter of this; a dead job's lease is taken
-# over after at most this.
+# A lease is renewed every quarter of this; a dead job's is taken over after it.
 TERM_SECS = 60.0
-
 _POLL_SECS = 1.0
 
 
@@ -58,7 +53,7 @@ class Holder:
   expires: float  # Unix time in seconds, unless renewed.
 
   def is_alive(self) -> bool | None:
-    """Whether its process is alive; None if it is on another machine."""
+    """None if it is on another machine."""
     if not self.machine or self.machine != _machine():
       return None
     return _process_start(self.pid) == self.process_start
@@ -68,7 +63,6 @@ class Holder:
 
 
 def _machine() -> str:
-  """The boot of this machine and the namespace of its process numbers."""
   try:
     with open("/proc/sys/kernel/random/boot_id") as file:
       return file.read().strip() + " " + os.readlink("/proc/self/ns/pid")
@@ -92,14 +86,10 @@ class Lease:
   """A workdir held by this process, until `release`; see `acquire`."""
 
   def __init__(self, path: str, holder: Holder, term_secs: float):
-    self._path = path
-    self._holder = holder
-    self._term_secs = term_secs
+    self._path, self._holder, self._term_secs = path, holder, term_secs
     self._lost: str | None = None
     self._stop = threading.Event()
-    self._thread = threading.Thread(
-      target=self._renew, name="lease", daemon=True
-    )
+    self._thread = threading.Thread(target=self._renew, daemon=True)
     self._thread.start()
 
   def _renew(self) -> None:
@@ -145,14 +135,9 @@ class Lease:
 
 @contextlib.contextmanager
 def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
-  """Holds the workdir's lease for the whole job; process 0 takes it.
+  """Process 0 holds the workdir's lease for the whole job.
 
-  Yields:
-    A function that raises LeaseLostError once another job has the lease; None
-    on other processes than process 0.
-
-  Raises:
-    ConfigError: another job holds the lease, or the folder is not writable.
+  Yields `Lease.check`, or None on other processes.
   """
   import jax
 
@@ -167,8 +152,7 @@ def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
 def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
   """Takes the lease of a workdir; only one process of a job calls this.
 
-  Raises:
-    ConfigError: another job holds it, or the folder is not writable.
+  Raises ConfigError if another job holds it, or the folder is not writable.
   """
   path = os.path.join(workdir, FILE)
   try:
@@ -183,12 +167,9 @@ def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
         since=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         expires=time.time() + term_secs,
       )
-      try:
-        _create(path, own)
-      except FileExistsError:
-        if not _take_over(path, own, term_secs):
-          continue  # The lease has changed meanwhile.
-      return Lease(path, own, term_secs)
+      # Again if the lease has changed meanwhile.
+      if _create(path, own) or _take_over(path, own, term_secs):
+        return Lease(path, own, term_secs)
   except OSError as e:
     raise ConfigError(
       f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})."
@@ -199,22 +180,23 @@ def _text(holder: Holder) -> str:
   return json.dumps(dataclasses.asdict(holder), indent=1) + "\n"
 
 
-def _create(path: str, holder: Holder) -> None:
-  """Writes a lease; raises FileExistsError if there is one."""
-  if not paths.is_remote(path):
-    tmp = f"{path}.{holder.token}"
-    try:
-      with open(tmp, "w") as file:
-        file.write(_text(holder))
-      _link(tmp, path)
-    finally:
-      paths.remove(tmp)
-    return
-  version = objects.read(path)
-  if version.content is not None or not objects.write(
-    path, _text(holder).encode(), instead_of=version
-  ):
-    raise FileExistsError(errno.EEXIST, "File exists", path)
+def _create(path: str, holder: Holder) -> bool:
+  """Writes a lease; False if there is one."""
+  if paths.is_remote(path):
+    version = objects.read(path)
+    return version.content is None and objects.write(
+      path, _text(holder).encode(), instead_of=version
+    )
+  tmp = f"{path}.{holder.token}"
+  try:
+    with open(tmp, "w") as file:
+      file.write(_text(holder))
+    _link(tmp, path)
+  except FileExistsError:
+    return False
+  finally:
+    paths.remove(tmp)
+  return True
 
 
 def _replace(path: str, holder: Holder) -> None:
@@ -243,7 +225,6 @@ def _link(tmp: str, path: str) -> None:
 
 
 def read(workdir: str) -> Holder | None:
-  """Returns the job that holds a workdir, or None."""
   return _read(os.path.join(workdir, FILE))
 
 
@@ -261,17 +242,12 @@ def _parse(content: bytes | None) -> Holder | None:
   except (ValueError, TypeError):
     return None
   kinds = [type(value) for value in dataclasses.astuple(holder)]
-  if kinds != [str, str, int, str, int, str, float]:
-    return None
-  return holder if re.fullmatch("[0-9a-f]+", holder.token) else None
+  valid = kinds == [str, str, int, str, int, str, float]
+  return holder if valid and re.fullmatch("[0-9a-f]+", holder.token) else None
 
 
 def _take_over(path: str, own: Holder, term_secs: float) -> bool:
-  """Replaces the lease of a dead job by `own`; False if it has changed.
-
-  Raises:
-    ConfigError: the job that holds the lease is alive.
-  """
+  """Replaces the lease of a dead job by `own`; False if it has changed."""
   version = objects.read(path) if paths.is_remote(path) else None
   other = _parse(version.content) if version else _read(path)
   if other and other.token == own.token:
@@ -297,7 +273,6 @@ def _take_over(path: str, own: Holder, term_secs: float) -> bool:
 def _replace_file(
   path: str, dead: Holder | None, own: Holder, term_secs: float
 ) -> bool:
-  """Replaces the lease `dead` unless it has changed; whether it did."""
   # The claim is a hard link to the lease. Of several jobs that see the same
   # dead lease, only one can create it. A late job may create one again, but
   # then the claim's content is no longer the dead lease.
@@ -322,15 +297,10 @@ def _replace_file(
 
 
 def _watch(path: str, holder: Holder | None, term_secs: float) -> bool:
-  """Waits until a lease counts as not renewed; False if it is removed.
-
-  The clocks of two machines may differ, so a lease that has just expired is
-  watched for a whole term.
-  """
+  """Waits until a lease counts as not renewed; False if it is removed."""
+  # The clocks of two machines may differ: watch it for a whole term.
   began = time.monotonic()
-  logging.warning(
-    "%s: held by %s; waiting to see if it is renewed", path, holder
-  )
+  logging.warning(f"{path}: held by {holder}; waiting to see if it is renewed")
   while True:
     process.check_preempted()  # A term may exceed a scheduler's grace period.
     overdue = time.time() - holder.expires if holder else 0.0

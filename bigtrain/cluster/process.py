@@ -1,7 +1,6 @@
 """The process and its job: signals, exit codes, joining other processes.
 
-Importing this module is quick and does not load jax, so that signals can be
-caught before the slow imports begin.
+Importing this does not load jax: signals are caught before slow imports begin.
 """
 
 import contextlib
@@ -53,9 +52,8 @@ class Preempted(Exception):
 def catch_signals() -> None:
   """Makes SIGTERM, SIGUSR1 and SIGINT save, then exit with code 75.
 
-  The first signal is only recorded, for `preempted` to report; a second one
-  ends the process at once. SIGUSR2 asks for a profile instead, see
-  `profile_requested`. Call this from the main thread.
+  The first one is only recorded, for `preempted`; a second one ends the process
+  at once. SIGUSR2 asks for a profile. Call this from the main thread.
   """
   for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, _on_signal)
@@ -91,10 +89,7 @@ def _print(text: str) -> None:
 
 
 def preempted() -> bool:
-  """Whether the job ends here because one of its processes got a signal.
-
-  The answer is the same on all processes: see `Channel.should_end`.
-  """
+  """Whether the job ends here after a signal; the same on all processes."""
   global _agrees_on_end
   _agrees_on_end = True
   if not job.joined:
@@ -105,7 +100,6 @@ def preempted() -> bool:
 
 
 def profile_requested() -> bool:
-  """Whether SIGUSR2 has come since the last call."""
   requested = bool(_profile_requests)
   _profile_requests.clear()
   return requested
@@ -114,8 +108,7 @@ def profile_requested() -> bool:
 def check_preempted() -> None:
   """Raises Preempted after a signal, where there is nothing to save.
 
-  Does nothing once the processes of a job agree on their end (`preempted`):
-  then none of them may end by itself.
+  Once the processes of a job agree on their end, none may end by itself.
   """
   if _signals and not (_agrees_on_end and job.joined):
     raise Preempted(f"{signal.Signals(_signals[0]).name} received")
@@ -124,17 +117,9 @@ def check_preempted() -> None:
 def join_job(config: "Config") -> None:
   """Joins the job's other processes, if the launcher started several.
 
-  See launchers.py for how a job is detected. Call this before jax is asked
-  for its devices. If jax.distributed is initialized already, its processes
-  are the job.
-
-  Reads config.cluster (see hub.Times), config.expect_processes and
-  config.expect_devices.
-
-  Raises:
-    ConfigError: one of these is wrong, or the job has another number of
-      processes or devices than expected.
-    JobError: other processes did not join, or cannot be reached.
+  Call this before jax is asked for its devices. If jax.distributed is
+  initialized already, its processes are the job. Reads config.cluster (see
+  hub.Times), config.expect_processes and config.expect_devices.
   """
   import jax
 
@@ -148,14 +133,12 @@ def join_job(config: "Config") -> None:
   for name, value in options.items():
     settings.check_number(f"config.cluster.{name}", value, above=0)
   times = hub.Times(**options)
-  expected = {
-    name: config.get(f"expect_{name}") for name in ("processes", "devices")
-  }
 
   def check(name: str, count: int) -> None:
-    if expected[name] not in (None, count):
+    expected = config.get(f"expect_{name}")
+    if expected not in (None, count):
       raise settings.ConfigError(
-        f"config.expect_{name}={expected[name]}: the job has {count}."
+        f"config.expect_{name}={expected}: the job has {count}."
       )
 
   if not jax.distributed.is_initialized():
@@ -175,7 +158,6 @@ def join_job(config: "Config") -> None:
 
 
 def _start_jax(place: "launchers.Place", times: hub.Times) -> None:
-  """Waits for the other processes and starts jax's runtime on all of them."""
   import jax
   from absl import logging as absl_logging
 
@@ -208,10 +190,7 @@ def _start_jax(place: "launchers.Place", times: hub.Times) -> None:
 
 
 def _join_running(times: hub.Times) -> None:
-  """Joins the processes of a job that jax has formed, as in a notebook.
-
-  They learn the addresses of process 0 through the devices.
-  """
+  """Joins the processes of a job that jax has formed, as in a notebook."""
   import jax
   import numpy as np
   from jax.experimental import multihost_utils
@@ -239,12 +218,7 @@ def _join_running(times: hub.Times) -> None:
 
 
 def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
-  """Compares config, code and packages of all processes; waits for them.
-
-  Raises:
-    ConfigError: on all processes, naming every value that differs from process
-      0's and its process.
-  """
+  """Raises ConfigError on all processes if config, code or packages differ."""
   if not job.joined:
     return
   from bigtrain import settings
@@ -264,10 +238,7 @@ def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def end_job(code: int, reason: str, *, hang: bool = False) -> None:
-  """Ends all processes of a job with `code`, this one included.
-
-  The last line of each names the process that failed first, and its reason.
-  """
+  """Ends all processes of a job with `code`, this one included."""
   agreed = code == EXIT_PREEMPTED and job.ending
   if job.joined and not agreed:
     job.fail(code, reason, hang=hang)
@@ -276,16 +247,14 @@ def end_job(code: int, reason: str, *, hang: bool = False) -> None:
 class Background:
   """Runs `fn`, which may spend minutes in C++, in a thread of its own.
 
-  Python runs signal handlers between byte codes of the main thread only, so
-  the program could not handle signals during a long compilation there.
+  In the main thread it would keep signal handlers from running.
   """
 
   def __init__(self, fn: Callable[[], Any], name: str = "background"):
     self._future: futures.Future[Any] = futures.Future()
-    self._thread = threading.Thread(
+    threading.Thread(
       target=self._run, args=(fn,), daemon=True, name=name
-    )
-    self._thread.start()
+    ).start()
 
   def _run(self, fn: Callable[[], Any]) -> None:
     try:
@@ -295,15 +264,12 @@ class Background:
 
   @property
   def failed(self) -> bool:
-    """Whether `fn` has raised an exception, which `result` will raise."""
     return self._future.done() and self._future.exception() is not None
 
   def result(self) -> Any:
     """Waits for `fn`; returns its result or raises its exception.
 
-    Raises:
-      Preempted: a signal came first. The thread goes on; the process should
-        end with `exit_now`.
+    Raises Preempted after a signal; end with `exit_now`, as the thread goes on.
     """
     while not futures.wait([self._future], timeout=0.2).done:
       check_preempted()
@@ -311,11 +277,7 @@ class Background:
 
 
 def exit_now(code: int) -> NoReturn:
-  """Ends the process with `code` now, without waiting for other threads.
-
-  Interpreter shutdown would wait for a thread that compiles and, with several
-  processes, for a barrier that a failed one never reaches.
-  """
+  """Ends the process without waiting for threads that compile, or barriers."""
   if job.joined and not job.failed:
     job.close()
   logging.shutdown()

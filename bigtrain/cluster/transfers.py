@@ -1,9 +1,7 @@
 """Sends files between the processes of a job, over TCP.
 
-A process serves the files of a folder for a while, at an address that it passes
-on through the channel. The others connect, send a secret that only the job's
-processes know and the names of the files that they need, and receive the size
-and the content of each.
+A process serves a folder at an address that it passes on through the channel.
+Others send the job's secret and names of files, and receive size and content.
 """
 
 import contextlib
@@ -22,14 +20,9 @@ _BLOCK_BYTES = 2**20
 
 
 class Server:
-  """Serves the files below a folder to the job's processes until it is closed.
-
-  Attributes:
-    address: for `fetch` on other processes, as JSON.
-  """
+  """Serves the files below a folder; `address`, as JSON, is for `fetch`."""
 
   def __init__(self, folder: str):
-    """Starts to serve."""
     self._folder = os.path.realpath(folder)
     self._socket = hub.listen()
     self.address = [process.job.host, self._socket.getsockname()[1]]
@@ -61,7 +54,6 @@ class Server:
             visitor.sendfile(file, 0, num_bytes)
 
   def close(self) -> None:
-    """Accepts no further connections."""
     # Unlike `close` alone, this wakes the thread that waits in `accept`.
     with contextlib.suppress(OSError):
       self._socket.shutdown(socket.SHUT_RDWR)
@@ -69,11 +61,7 @@ class Server:
 
 
 def fetch(address: Sequence[Any], names: Sequence[str], folder: str) -> None:
-  """Receives files that another process serves, into a folder of one's own.
-
-  Raises:
-    OSError: the process cannot be reached, or does not send them.
-  """
+  """Receives files from a Server into `folder`; raises OSError."""
   host, port = address[0] or process.job.first_host, address[1]
   with (
     socket.create_connection((host, port), _LIMIT_SECS) as connection,

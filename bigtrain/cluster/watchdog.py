@@ -1,11 +1,9 @@
 """Ends a process that hangs, and reports where it hangs.
 
-The program reports its phases. A thread checks that no phase takes longer than
-its limit, and no step much longer than the steps before; otherwise it writes
-the stacks of all threads to the workdir and ends the process with code 1,
-without waiting for the device, for other processes or for the interpreter's
-exit. If native code holds the interpreter's lock, so that this thread cannot
-run, a timer in C does the same a minute later.
+A thread checks that no phase takes longer than its limit, and no step much
+longer than the steps before; otherwise it writes the stacks of all threads to
+the workdir and ends the process with code 1. If native code holds the
+interpreter's lock, a timer in C does the same a minute later.
 """
 
 import collections
@@ -28,8 +26,7 @@ from bigtrain.files import paths
 from bigtrain.settings import ConfigError
 
 # Seconds, generous: ending a healthy run is worse than ending a hung one late.
-# `evaluation` is for each batch. `step_floor` is the smallest limit of a step
-# that is learned from the steps before.
+# `evaluation` is for each batch, `step_floor` the least that a step may learn.
 LIMITS = {
   "start": 3600.0,
   "compile": 7200.0,
@@ -38,8 +35,7 @@ LIMITS = {
   "evaluation": 3600.0,
   "save": 3600.0,
 }
-# A step hangs if it takes this multiple of the median of the last steps, once
-# enough of them are known.
+# A step hangs if it takes this multiple of the median of enough last steps.
 _TIMES_MEDIAN = 20.0
 _MOST_STEPS, _LEAST_STEPS = 100, 20
 _POLL_SECS = 0.5
@@ -48,11 +44,7 @@ _WRITE_SECS = 10.0  # For the stacks; the storage may be the cause of the hang.
 
 
 def read_limits(config: settings.Config) -> dict[str, float] | None:
-  """Reads the limits config.watchdog.{phase}_secs; None if watchdog=False.
-
-  Raises:
-    ConfigError: an unknown phase, or a limit that is not a positive number.
-  """
+  """Reads the limits config.watchdog.{phase}_secs; None if watchdog=False."""
   if config.get("watchdog", {}) is False:
     return None
   limits = {f"{phase}_secs": secs for phase, secs in LIMITS.items()}
@@ -70,12 +62,6 @@ class Watchdog:
   """Watches the phases of this process until `close`."""
 
   def __init__(self, limits: Mapping[str, float] | None, workdir: str):
-    """Starts the thread, in phase "start".
-
-    Args:
-      limits: seconds for each phase of LIMITS; None for no limits.
-      workdir: folder for the stacks.
-    """
     self._limits = dict(limits or {})
     name = f"stacks-{socket.gethostname()}-{os.getpid()}.txt"
     self._final_path = os.path.join(workdir, name)
@@ -88,18 +74,13 @@ class Watchdog:
     self._writing = threading.Lock()
     self._outcome = ""  # Of writing the stacks, in words.
     self._phase = ("start", 0, time.monotonic())  # Name, step, beginning.
-    self._step_secs: collections.deque[float] = collections.deque(
-      maxlen=_MOST_STEPS
-    )
+    self._step_secs = collections.deque[float](maxlen=_MOST_STEPS)
     process.on_hang(self._write_stacks)
-    self._thread = threading.Thread(
-      target=self._watch, name="watchdog", daemon=True
-    )
+    self._thread = threading.Thread(target=self._watch, daemon=True)
     if self._limits:
       self._thread.start()
 
   def enter(self, phase: str, step: int) -> None:
-    """Begins a phase, or its next step, and restarts its time limit."""
     now = time.monotonic()
     previous, previous_step, began = self._phase
     if (previous, phase) == ("step", "step") and step != previous_step:
@@ -108,7 +89,7 @@ class Watchdog:
     process.report_phase(phase, step)
 
   def beat(self) -> None:
-    """Reports progress in the current phase, and restarts its time limit."""
+    """Restarts the time limit of the current phase."""
     phase, step, _ = self._phase
     self._phase = (phase, step, time.monotonic())
 
@@ -140,7 +121,6 @@ class Watchdog:
         )
 
   def _limit(self, phase: str) -> tuple[float, str]:
-    """The limit of a phase in seconds, and its origin."""
     limit = self._limits[phase]
     known = tuple(self._step_secs)
     if phase == "step" and len(known) >= _LEAST_STEPS:
@@ -187,9 +167,8 @@ class Watchdog:
 
   def _write_stacks(self, why: str = "a process of the job hangs") -> str:
     """Writes the stacks of all threads once; returns the outcome in words."""
-    # Two threads may call this at the same time: one because this process
-    # hangs, one because another process does. The second must wait for the
-    # file, since the process ends after this.
+    # Two threads may call this, as this process and another one hang. The
+    # second must wait for the file, since the process ends after this.
     if not self._writing.acquire(timeout=_WRITE_SECS):
       return f"; their stacks were not written within {_WRITE_SECS:g} s"
     try:

@@ -7,7 +7,6 @@ dict(type="arrays", arrays={"image": ..., "label": ...})
 
 import importlib.util
 import os
-import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +16,8 @@ import numpy as np
 
 from bigtrain import hashing
 from bigtrain.data.formats import files, splits
-from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.settings import ConfigError, DataError, check_choice, did_you_mean
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
 _UNREADABLE = (ValueError, OSError, RuntimeError)  # Encrypted: RuntimeError.
 _DIGITS_TRAIN_FRACTION = 0.8
 
@@ -28,8 +26,7 @@ class Source:
   """The rows of arrays of equal length.
 
   Args:
-    path: .npz file whose arrays are the features. Uncompressed arrays are
-      memory-mapped after their checksums are verified.
+    path: .npz file of features; uncompressed arrays are memory-mapped.
     name: "digits", the 1797 handwritten digits of scikit-learn: `image` uint8
       [8, 8, 1] with values 0 to 16, and `label`.
     arrays: features by name, for notebooks.
@@ -57,10 +54,7 @@ class Source:
         "arrays: expected exactly one of path, name and arrays."
       )
     if name is not None:
-      if name != "digits":
-        raise ConfigError(
-          f"arrays: name={name!r}: unknown data set. There are: digits."
-        )
+      check_choice("arrays: name", name, ["digits"])
       features, part = _digits(split or "train", split_seed)
       self.class_names = {"label": [str(digit) for digit in range(10)]}
       slice, self._name = part + slice, f"digits {split or 'train'}"
@@ -91,7 +85,6 @@ class Source:
 
   @property
   def ids(self) -> dict[str, np.ndarray]:
-    """Integer features of all examples [N], such as their class numbers."""
     return {
       key: array
       for key, array in self._arrays.items()
@@ -102,7 +95,6 @@ class Source:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns copies of rows [B]; strings are bytes in object arrays."""
     batch = {}
     for key, array in self._arrays.items():
       rows = array[indices]
@@ -148,9 +140,9 @@ def _length(arrays: Mapping[str, np.ndarray], name: str) -> int:
   if len(set(lengths.values())) > 1:
     listed = ", ".join(f"{key} {length}" for key, length in lengths.items())
     raise ConfigError(f"{name}: arrays of unequal lengths: {listed}.")
-  if not lengths or not next(iter(lengths.values())):
+  if not any(lengths.values()):
     raise DataError(f"{name}: contains no examples.")
-  return next(iter(lengths.values()))
+  return max(lengths.values())
 
 
 def _load(path: str, keys: Sequence[str] | None) -> dict[str, np.ndarray]:
@@ -176,23 +168,21 @@ def _load(path: str, keys: Sequence[str] | None) -> dict[str, np.ndarray]:
 def _member(
   path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo
 ) -> np.ndarray:
-  """Returns one array of an .npz file, memory-mapped if uncompressed."""
   with archive.open(info) as f:
-    version = np.lib.format.read_magic(f)
-    read_header = {
-      (1, 0): np.lib.format.read_array_header_1_0,
-      (2, 0): np.lib.format.read_array_header_2_0,
-    }.get(version)
+    assert archive.fp is not None
+    start = archive.fp.tell()  # Behind the member's header in the archive.
+    major, _ = np.lib.format.read_magic(f)
+    read_header = getattr(np.lib.format, f"read_array_header_{major}_0", None)
     if read_header is None:
       raise ValueError(f"{info.filename} has an unknown .npy version")
     shape, fortran_order, dtype = read_header(f)
     data_at = f.tell()
     if dtype.hasobject:
       # Unpickling would execute code from the file.
+      name = info.filename.removesuffix(".npy")
       raise DataError(
-        f"{path}: array {info.filename.removesuffix('.npy')!r} holds Python "
-        "objects, which are never loaded; expected numbers, booleans or "
-        "strings."
+        f"{path}: array {name!r} holds Python objects, which are never loaded; "
+        "expected numbers, booleans or strings."
       )
     mapped = info.compress_type == zipfile.ZIP_STORED
     size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
@@ -209,13 +199,6 @@ def _member(
     return flat.reshape(shape, order=layout)
   if not size:
     return np.empty(shape, dtype, order=layout)
-  with open(path, "rb") as f:
-    f.seek(info.header_offset)
-    header = f.read(_LOCAL_HEADER.size)
-  magic, name_size, extra_size = _LOCAL_HEADER.unpack(header)
-  if magic != b"PK\3\4":
-    raise ValueError(f"{info.filename} is not at its offset in the archive")
-  start = info.header_offset + _LOCAL_HEADER.size + name_size + extra_size
   mapping = np.memmap(path, dtype, "r", start + data_at, shape, layout)
   return np.asarray(mapping)  # Rows are plain arrays, not memmaps.
 

@@ -2,9 +2,8 @@
 
 dict(type="digit_pairs", split="train", length=50_000, margin=1)
 
-Example i shows the ordered pair of classes i % 100, so any 100 consecutive
-examples contain each pair once. A hash of i selects the digits of these classes
-and their positions in the two halves of the picture.
+Example i shows the ordered pair of classes i % 100; a hash of i selects the
+digits of these classes and their positions in the two halves of the picture.
 """
 
 from typing import Any
@@ -36,11 +35,10 @@ class Source:
   10 * left + right.
 
   Args:
-    split: split of the digits, as in arrays.py: "train", "test" or "all",
-      optionally with a slice. "train" and "test" have no digits in common.
+    split: "train", "test" (with other digits) or "all", optionally with a
+      slice, as in arrays.py.
     length: number of examples, far fewer than the possible ones.
-    margin: m, in pixels: each digit is at a random position in a cell that is
-      larger by m on each side.
+    margin: m, in pixels: how far a digit may be from the centre of its half.
     seed: seed of the pairs.
     split_seed: seed of the digits' splits.
   """
@@ -54,18 +52,16 @@ class Source:
     seed: int = 0,
     split_seed: int = 0,
   ):
-    for name, value, least in (("length", length, 1), ("margin", margin, 0)):
-      check_number(f"digit_pairs: {name}", value, least=least, whole=True)
+    check_number("digit_pairs: length", length, least=1, whole=True)
+    check_number("digit_pairs: margin", margin, least=0, whole=True)
     digits = arrays.Source(name="digits", split=split, split_seed=split_seed)
     rows = digits.read(np.arange(len(digits)))
     self._images = rows["image"]
     by_class = [np.flatnonzero(rows["label"] == c) for c in range(10)]
     self._count = np.array([len(class_rows) for class_rows in by_class])
     if not self._count.all():
-      raise ConfigError(
-        f"digit_pairs: split={split!r} contains no "
-        f"{WORDS[self._count.argmin()]}."
-      )
+      missing = WORDS[self._count.argmin()]
+      raise ConfigError(f"digit_pairs: split={split!r} contains no {missing}.")
     self._rows = np.concatenate(by_class)
     self._first = np.cumsum(self._count) - self._count
     self._length, self._margin, self._seed = length, margin, seed
@@ -76,13 +72,10 @@ class Source:
     words = list(WORDS)
     self.class_names = {"left": words, "right": words, "label": CAPTIONS}
     cell = _SIDE + 2 * margin
-    number = (np.dtype(np.int64), ())
     self.spec: dict[str, Any] = {
       "image": (np.dtype(np.uint8), (cell, 2 * cell, 1)),
       "text": (bytes, ()),
-      "left": number,
-      "right": number,
-      "label": number,
+      **dict.fromkeys(self.class_names, (np.dtype(np.int64), ())),
     }
 
   def __len__(self) -> int:
@@ -106,8 +99,9 @@ class Source:
         side * cell + start[:, None, None] + column,
       ] = pixels
     text = np.array([CAPTIONS[c].encode() for c in label], object)
-    left, right = sides
-    return dict(image=image, text=text, left=left, right=right, label=label)
+    return dict(
+      image=image, text=text, left=sides[0], right=sides[1], label=label
+    )
 
   def _draw(self, indices: np.ndarray, number: int, stop: Any) -> np.ndarray:
     words = hashing.fold(hashing.fold(self._seed, indices), number)

@@ -49,11 +49,8 @@ class Source:
       )
     if empty:
       logging.warning(
-        "image_folder: %d of %d classes in %s have no images, such as %s",
-        len(empty),
-        len(self.classes),
-        self._path,
-        ", ".join(empty[:10]),
+        f"image_folder: {len(empty)} of {len(self.classes)} classes in "
+        f"{self._path} have no images, such as {', '.join(empty[:10])}"
       )
     # An array of bytes uses much less memory than a list of strings.
     self._names = np.asarray(
@@ -79,11 +76,8 @@ class Source:
     top = os.path.join(self._path, class_name)
     for folder, _, names in os.walk(top, followlinks=True):
       relative = os.path.relpath(folder, self._path)
-      images += [
-        os.path.join(relative, name)
-        for name in names
-        if name.lower().endswith(_SUFFIXES)
-      ]
+      found = [n for n in names if n.lower().endswith(_SUFFIXES)]
+      images += [os.path.join(relative, name) for name in found]
     return sorted(images)
 
   @property
@@ -99,8 +93,8 @@ class Source:
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     rows = self._rows[indices]
+    labels = self._labels[rows]
     images = np.empty(len(rows), object)
-    names = np.empty(len(rows), object)
     for i, row in enumerate(rows):
       path = self._file(row)
       try:
@@ -108,17 +102,20 @@ class Source:
           images[i] = f.read()
       except OSError as e:
         raise DataError(f"{path}: {e.strerror}.") from e
-      names[i] = os.fsencode(self.classes[self._labels[row]])
-    return {"image": images, "label": self._labels[rows], "label_name": names}
+    names = [os.fsencode(self.classes[label]) for label in labels]
+    return {
+      "image": images,
+      "label": labels,
+      "label_name": files.objects(names),
+    }
 
   def where(self, index: int) -> str:
     return self._file(self._rows[index])
 
   def fingerprint(self) -> str:
     images = files.digest(self._names.tobytes())
-    return files.digest(
-      "image_folder", self._slice, *self.classes, len(self), images
-    )
+    options = self._slice, *self.classes, len(self)
+    return files.digest("image_folder", *options, images)
 
   def _file(self, row: int) -> str:
     return os.path.join(self._path, os.fsdecode(self._names[row]))
@@ -143,9 +140,7 @@ def _read_classes(path: str) -> list[str]:
   if not os.path.isfile(path):
     raise files.missing(path, "image_folder: classes", "file")
   with open(path, encoding="utf-8") as f:
-    names = [line.strip() for line in f]
-  names = [name for name in names if name]
-  if len(set(names)) != len(names):
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    names = [line.strip() for line in f if line.strip()]
+  if repeated := sorted(name for name in set(names) if names.count(name) > 1):
     raise ConfigError(f"image_folder: {path} lists {repeated[0]!r} twice.")
   return names

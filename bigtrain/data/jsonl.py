@@ -3,8 +3,7 @@
   dict(type="jsonl", path="captions.jsonl", image_key="file")
 
 Strings become bytes (UTF-8), integers int64, other numbers float32, booleans
-bool, and lists arrays. A list of strings, such as an image's captions, may have
-any length. An index of the lines is cached, so any line is read directly.
+bool, and lists arrays. Lists of strings, such as captions, may have any length.
 """
 
 import base64
@@ -30,11 +29,10 @@ class Source:
   Args:
     path: a file, a pattern such as "data/*.jsonl", whose matches are sorted, or
       a list of these.
-    image_key: name of the image field. The feature `image` holds the encoded
-      bytes.
-    image_is: content of the image field: "path", relative to the folder of the
-      jsonl file, or "base64".
-    fields: names of the fields to use; by default all fields of the first line.
+    image_key: name of the image field, for the feature `image` (encoded bytes).
+    image_is: content of that field: "path", relative to the folder of the jsonl
+      file, or "base64".
+    fields: names of the fields to use, by default those of the first line.
     slice: slice of the lines, such as "[:99%]".
   """
 
@@ -57,8 +55,7 @@ class Source:
       raise DataError(f"jsonl: {path}: contains no lines.")
     self._start, stop = splits.bounds(slice, len(self._shards), "jsonl: slice")
     self._length = stop - self._start
-    self._image_key = image_key
-    self._image_is = image_is
+    self._image_key, self._image_is = image_key, image_is
     self._fields = self._find_fields(fields)
     self.spec = dict(self._fields)
     if image_key is not None:
@@ -71,27 +68,28 @@ class Source:
     first = sample[0]
     for name in [*(fields or ()), *filter(None, [self._image_key])]:
       if name not in first:
+        hint = did_you_mean(name, first)
         raise ConfigError(
-          f"jsonl: {self.where(0)} has no field {name!r}."
-          f"{did_you_mean(name, first)}"
+          f"jsonl: {self.where(0)} has no field {name!r}.{hint}"
         )
-    names = list(first if fields is None else fields)
+    names = first if fields is None else fields
     names = [n for n in names if n != self._image_key]
     if self._image_key is not None and "image" in names:
       raise ConfigError(
         f"jsonl: image_key={self._image_key!r} defines the feature 'image', "
         "but the lines have a field 'image' too; leave it out of fields=."
       )
-    rows = list(enumerate(sample))
     return {
-      n: self._type(n, [self._at(i, _array, line, n) for i, line in rows])
-      for n in names
+      name: self._type(
+        name,
+        [self._at(i, _array, line, name) for i, line in enumerate(sample)],
+      )
+      for name in names
     }
 
   def _type(
     self, name: str, sample: list[np.ndarray]
   ) -> tuple[Any, tuple[int | None, ...]]:
-    """Returns the type and shape that fit all sampled values of a field."""
     # An empty list fits any type.
     kinds = {array.dtype for array in sample if array.size}
     strings = np.dtype(object) in kinds
@@ -103,26 +101,20 @@ class Source:
       )
     # Mixed integers and floats become floats.
     kind = bytes if strings else np.result_type(*kinds)
-    if kind == np.float64:
-      kind = np.dtype(np.float32)
+    kind = np.dtype(np.float32) if kind == np.float64 else kind
     sizes = zip(*(array.shape for array in sample))
     shape = tuple(s[0] if len(set(s)) == 1 else None for s in sizes)
-    # Lists of strings have no fixed size: most images have five captions, but
-    # not all.
+    # Most images have five captions, but not all.
     return kind, (None,) if strings and len(shape) == 1 else shape
 
   def __len__(self) -> int:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the features [B, ...]; object arrays where sizes vary."""
-    lines = [self._load(int(i)) for i in indices]
+    lines = [(int(i), self._load(int(i))) for i in indices]
     batch = {}
     for name, (kind, shape) in self._fields.items():
-      rows = [
-        self._at(int(i), self._value, line, name)
-        for i, line in zip(indices, lines)
-      ]
+      rows = [self._at(i, self._value, line, name) for i, line in lines]
       if kind is not bytes and None not in shape:
         batch[name] = np.stack(rows).astype(kind)
         continue
@@ -132,11 +124,8 @@ class Source:
         stacked[i] = row if row.shape else row.item()
       batch[name] = stacked
     if self._image_key is not None:
-      images = np.empty(len(lines), object)
-      for i, line in enumerate(lines):
-        index = int(indices[i])
-        images[i] = self._at(index, self._image, line, index)
-      batch["image"] = images
+      images = [self._at(i, self._image, line, i) for i, line in lines]
+      batch["image"] = files.objects(images)
     return batch
 
   def where(self, index: int) -> str:
@@ -146,9 +135,8 @@ class Source:
   def fingerprint(self) -> str:
     names = [os.path.basename(path) for path in self._paths]
     sizes = [int(o[-1]) for o in self._offsets]
-    return files.digest(
-      "jsonl", *names, *sizes, self._start, self._length, sorted(self.spec)
-    )
+    options = self._start, self._length, sorted(self.spec)
+    return files.digest("jsonl", *names, *sizes, *options)
 
   def _at(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
     """Calls a function; its errors get the position of an example."""
@@ -193,9 +181,9 @@ class Source:
   def _image(self, line: dict[str, Any], index: int) -> bytes:
     key, value = self._image_key, line.get(self._image_key or "")
     if not isinstance(value, str):
+      expected = f"a string ({self._image_is})"
       raise DataError(
-        f"field {key!r}: expected a string ({self._image_is}), got "
-        f"{_short(value)}."
+        f"field {key!r}: expected {expected}, got {_short(value)}."
       )
     if self._image_is == "base64":
       try:
@@ -221,7 +209,6 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 def _array(line: dict[str, Any], name: str) -> np.ndarray:
-  """Returns a field as an array of numbers, or an object array of bytes."""
   if name not in line:
     raise DataError(f"no field {name!r}.{did_you_mean(name, line)}")
   value = line[name]
@@ -246,8 +233,7 @@ def _array(line: dict[str, Any], name: str) -> np.ndarray:
 
 def scan_lines(path: str) -> np.ndarray:
   """Returns the offsets of N non-empty lines and the file size, [N + 1]."""
-  starts = [np.zeros(1, np.int64)]
-  at = 0
+  starts, at = [np.zeros(1, np.int64)], 0
   with open(path, "rb") as f:
     while chunk := f.read(1 << 24):
       newlines = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10)

@@ -4,15 +4,12 @@
        columns=("image", "caption"))
 
 A column of numbers, strings, bytes or lists of these is a feature. An image
-column, a struct of `bytes` and `path`, becomes the image's encoded bytes. The
-fields of any other struct become separate features, with names such as
-"captions/text".
+column, a struct of `bytes` and `path`, becomes the image's encoded bytes; the
+fields of any other struct become features such as "captions/text".
 
-The smallest unit that can be decoded is a row group. The most recently used row
-groups stay in memory, up to `cache_bytes`. If a data set is larger than that,
-reading it in random order decodes a row group for almost every example.
-`unpack_to` avoids this: it writes each row group to disk once, in a format with
-direct access to rows.
+Whole row groups are decoded, and the last ones used stay in memory, up to
+`cache_bytes`. For a larger data set in random order set `unpack_to`: it writes
+each row group to disk once, in a format with direct access to rows.
 """
 
 import os
@@ -23,7 +20,6 @@ import numpy as np
 from absl import logging
 
 from bigtrain.data.formats import arrow_columns, files, splits
-from bigtrain.data.formats.files import one_line
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, DataError, check_number
 
@@ -35,11 +31,9 @@ class Source:
     path: a file, a pattern such as "data/train-*.parquet", whose matches are
       sorted, or a list of these.
     columns: names of the columns to use, by default all of the first file.
-      Other columns are not decoded.
     slice: slice of the rows, such as "[:99%]".
     cache_bytes: maximum memory for decoded row groups.
-    unpack_to: folder for row groups as Arrow files. They take as much space as
-      the decoded columns.
+    unpack_to: folder for decoded row groups, as Arrow files.
   """
 
   def __init__(
@@ -92,13 +86,11 @@ class Source:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the features [B, ...]; bytes and varying sizes as objects."""
-    num_rows = len(indices)
     batch = {}
     for name, (kind, shape) in self.spec.items():
       sizes: Any = () if None in shape else shape
       dtype: Any = object if None in shape or kind is bytes else kind
-      batch[name] = np.empty((num_rows, *sizes), dtype)
+      batch[name] = np.empty((len(indices), *sizes), dtype)
     # Rows of a row group are read together, so that a batch in random order
     # holds only one table at a time.
     for i in np.argsort(indices):
@@ -134,14 +126,9 @@ class Source:
     unpacked = os.path.join(self._unpack_to, f"{name}.arrow")
     if not os.path.exists(unpacked):
       _write_arrow(self._decode(path, group), unpacked)
-    pa = arrow_columns.import_pyarrow()
-    try:
+    copy = f"{unpacked}: cannot read it (a copy of {path}; it can be deleted)"
+    with arrow_columns.errors(copy) as pa:
       return pa.ipc.open_file(pa.memory_map(unpacked)).read_all(), 0
-    except (pa.ArrowException, OSError) as e:
-      raise DataError(
-        f"{unpacked}: cannot read it: {one_line(e)}. It is a copy of {path} "
-        "and can be deleted."
-      ) from e
 
   def _warn_of_reloads(self) -> None:
     if not self._warned:
@@ -153,9 +140,10 @@ class Source:
     self._warned = True
 
   def _decode(self, path: str, group: int) -> Any:
-    pa = arrow_columns.import_pyarrow()
     columns = list(dict.fromkeys(f.path[0] for f in self._features.values()))
-    try:
+    with arrow_columns.errors(
+      f"{path}, row group {group}: cannot read it"
+    ) as pa:
       with pa.parquet.ParquetFile(
         path, memory_map=True, page_checksum_verification=True
       ) as file:
@@ -165,11 +153,7 @@ class Source:
         name: arrow_columns.feature_array(table, feature)
         for name, feature in self._features.items()
       }
-    except (pa.ArrowException, OSError) as e:
-      raise DataError(
-        f"{path}, row group {group}: cannot read it: {one_line(e)}."
-      ) from e
-    return pa.table(arrays)
+      return pa.table(arrays)
 
   def _check_schema(self, schema: Any, columns: list[str], path: str) -> None:
     for name in columns:
@@ -188,17 +172,13 @@ class Source:
       value = self._image(value, index)
     holes = isinstance(value, list) and None in value
     if value is None or holes:
-      raise DataError(
-        f"{self.where(index)}: column {name!r} is null"
-        f"{' in part' if holes else ''}."
-      )
+      null = "null in part" if holes else "null"
+      raise DataError(f"{self.where(index)}: column {name!r} is {null}.")
     if not feature.shape:
       return value if feature.kind is bytes else feature.kind.type(value)
     if feature.kind is not bytes:
       return np.asarray(value, feature.kind)
-    texts = np.empty(len(value), object)
-    texts[:] = value
-    return texts
+    return files.objects(value)
 
   def _image(self, value: dict[str, Any], index: int) -> bytes | None:
     if value["bytes"] is not None or value["path"] is None:
@@ -217,15 +197,11 @@ class Source:
 
 def scan_row_groups(path: str) -> np.ndarray:
   """Returns the first row of N row groups, the number of rows, and the size."""
-  pa = arrow_columns.import_pyarrow()
-  try:
+  with arrow_columns.errors(f"{path}: not a Parquet file") as pa:
     size = os.path.getsize(path)
     metadata = pa.parquet.read_metadata(path)
-    counts = [
-      metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)
-    ]
-  except (pa.ArrowException, OSError) as e:
-    raise DataError(f"{path}: not a Parquet file: {one_line(e)}.") from e
+  groups = map(metadata.row_group, range(metadata.num_row_groups))
+  counts = [group.num_rows for group in groups]
   return np.asarray([0, *np.cumsum(counts, dtype=np.int64), size], np.int64)
 
 
@@ -240,19 +216,13 @@ def _find(pattern: str) -> list[str]:
 
 
 def _schema(path: str) -> Any:
-  pa = arrow_columns.import_pyarrow()
-  try:
+  with arrow_columns.errors(f"{path}: not a Parquet file") as pa:
     return pa.parquet.read_schema(path)
-  except (pa.ArrowException, OSError) as e:
-    raise DataError(f"{path}: not a Parquet file: {one_line(e)}.") from e
 
 
 def _write_arrow(table: Any, path: str) -> None:
-  pa = arrow_columns.import_pyarrow()
-  try:
+  with arrow_columns.errors(f"parquet: unpack_to: {path}", ConfigError) as pa:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with paths.replacing(path, "wb") as f:
       with pa.ipc.new_file(f, table.schema) as writer:
         writer.write_table(table)
-  except (pa.ArrowException, OSError) as e:
-    raise ConfigError(f"parquet: unpack_to: {path}: {one_line(e)}.") from e

@@ -10,8 +10,7 @@ bytes) or `jpeg` (an encoded image of that shape). Scalars have no [SHAPE], and
 a size of `?` varies between examples. BOUND is the exclusive upper bound of
 integers, such as a vocabulary size.
 
-An example depends only on its number, so runs on synthetic data can be
-compared, stopped and resumed like any other.
+An example depends only on its number and the seed.
 """
 
 import functools
@@ -24,33 +23,24 @@ import numpy as np
 from bigtrain import hashing
 from bigtrain.data.formats import files
 from bigtrain.pp import host_tensorflow
-from bigtrain.settings import ConfigError, check_number, did_you_mean
+from bigtrain.settings import ConfigError, check_choice, check_number
 
 _FEATURE = re.compile(
   r"\s*(?P<kind>\w+)\s*(?:\[(?P<shape>[\d\s,?]*)\])?\s*(?:<\s*(?P<bound>\d+))?\s*"
 )
-_TYPES = (
-  "bool",
-  *("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-  *("float16", "float32", "float64"),
-)
+_INTEGERS = [f"{kind}{n}" for kind in ("uint", "int") for n in (8, 16, 32, 64)]
+_TYPES = ("bool", "float16", "float32", "float64", *_INTEGERS)
 _MAX_SIZE = 3  # Maximum of a size that varies.
 _NUM_PICTURES = 16  # All take the same time to decode.
 _WORDS = b"a the of on in dog cat tree house river red blue old small".split()
 
 
 class Feature(NamedTuple):
-  """The declaration of a feature.
+  """The declaration of a feature."""
 
-  Attributes:
-    kind: "text", "jpeg" or a numpy dtype.
-    shape: shape of one example; None for a size that varies.
-    bound: exclusive upper bound of integers, or None.
-  """
-
-  kind: str
-  shape: tuple[int | None, ...]
-  bound: int | None
+  kind: str  # "text", "jpeg" or a numpy dtype.
+  shape: tuple[int | None, ...]  # None for a size that varies.
+  bound: int | None  # Exclusive upper bound of integers.
 
   @property
   def spec(self) -> tuple[Any, tuple[int | None, ...]]:
@@ -67,9 +57,7 @@ def parse(text: str, key: str) -> Feature:
       "50257', 'float32' or 'jpeg[375,500,3]'."
     )
   kind, bound = match["kind"], match["bound"]
-  if kind not in (*_TYPES, "text", "jpeg"):
-    hint = did_you_mean(kind, (*_TYPES, "text", "jpeg"))
-    raise ConfigError(f"{key}={text!r}: unknown kind {kind!r}.{hint}")
+  check_choice(f"{key}={text!r}: kind", kind, (*_TYPES, "text", "jpeg"))
   sizes = [s.strip() for s in (match["shape"] or "").split(",") if s.strip()]
   shape = tuple(None if s == "?" else int(s) for s in sizes)
   if kind == "jpeg" and (len(shape) != 3 or None in shape):
@@ -98,8 +86,9 @@ class Source:
     seed: int = 0,
   ):
     if not isinstance(features, Mapping) or not features:
+      expected = "{name: 'KIND[SHAPE]'}"
       raise ConfigError(
-        f"synthetic: features={features!r}: expected {{name: 'KIND[SHAPE]'}}."
+        f"synthetic: features={features!r}: expected {expected}."
       )
     self._features = {
       name: parse(text, f"synthetic: features.{name}")
@@ -132,10 +121,11 @@ class Source:
 
 
 def _values(feature: Feature, seed: int, indices: np.ndarray) -> np.ndarray:
-  """Returns the values of a feature [B, ...]; objects where sizes vary."""
   if feature.kind == "jpeg":
     pictures = _pictures(*feature.shape)
-    return _objects([pictures[i % _NUM_PICTURES] for i in indices.tolist()])
+    return files.objects(
+      [pictures[i % _NUM_PICTURES] for i in indices.tolist()]
+    )
   if None not in feature.shape:
     return _uniform(feature, seed, indices, feature.shape)
   rows = []
@@ -146,7 +136,7 @@ def _values(feature: Feature, seed: int, indices: np.ndarray) -> np.ndarray:
       for x, size in zip(u, feature.shape)
     )
     rows.append(_uniform(feature, seed, i[None], shape)[0])
-  return _objects(rows)
+  return files.objects(rows)
 
 
 def _uniform(
@@ -156,7 +146,7 @@ def _uniform(
   if feature.kind == "text":
     u = hashing.uniforms(seed, 0, indices, size * 8).reshape(-1, 8)
     texts = [b" ".join(_WORDS[int(x * len(_WORDS))] for x in row) for row in u]
-    return _objects(texts).reshape(len(indices), *shape)
+    return files.objects(texts).reshape(len(indices), *shape)
   u = hashing.uniforms(seed, 0, indices, size).reshape(len(indices), *shape)
   dtype = np.dtype(feature.kind)
   if dtype.kind == "f":
@@ -165,13 +155,6 @@ def _uniform(
     return u < 0.5
   bound = feature.bound or (256 if dtype == np.uint8 else 2)
   return (u.astype(np.float64) * bound).astype(dtype)
-
-
-def _objects(rows: list[Any]) -> np.ndarray:
-  array = np.empty(len(rows), object)
-  for i, row in enumerate(rows):
-    array[i] = row
-  return array
 
 
 @functools.cache

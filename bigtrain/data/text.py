@@ -4,14 +4,11 @@
   dict(type="text", name="pydoc", split="train", length=256)
 
 Byte b is token b + 3, as in the tokenizer "bytes" (0 is padding, 1 begins a
-text, 2 ends one); the vocabulary has 259 tokens. Windows of L = `length` tokens
-are read by index from memory-mapped files. Features:
+text, 2 ends one); the vocabulary has 259 tokens. Features, L = `length`:
 
 - `tokens` int32 [L] and `targets` int32 [L], the next byte of each. The first
-  byte of a file has the begin token as context. Each byte is a target of
-  exactly one window, unless `stride` is given.
-- `loss_mask` float32 [L]: 0 for padding in a file's last window; left out with
-  last="drop".
+  byte of a file has the begin token as context.
+- `loss_mask` float32 [L]: 0 for padding; left out with last="drop".
 - `num_bytes` float32: number of targets.
 """
 
@@ -23,7 +20,7 @@ import numpy as np
 
 from bigtrain.data.formats import files, splits, windows
 from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.settings import ConfigError, DataError, check_choice
 
 _SHIFT = 3
 _BEGIN = 1
@@ -37,12 +34,10 @@ class Source:
     length: window length in tokens.
     path: a file, a pattern such as "src/**/*.py", or a list of these. Windows
       do not cross files.
-    name: "pydoc", the topics of Python's own documentation, which come with
-      every Python. They are sorted by name and joined by blank lines.
+    name: "pydoc", the topics of Python's own documentation.
     split: split of pydoc: "train", "test" (the last tenth of the topics) or
       "all".
-    stride: bytes between the starts of consecutive windows, by default
-      `length`. With 1, a window starts at every byte.
+    stride: bytes between the starts of windows, by default `length`.
     packing: whether short files share windows. Adds `segments` (from 1; 0 is
       padding) and `positions`, int32 [L], and leaves out `loss_mask`.
     last: "pad" or "drop", for the last window of a file if it is incomplete.
@@ -84,8 +79,7 @@ class Source:
       self._sizes = [os.path.getsize(p) for p in self._names]
     if not sum(self._sizes):
       raise DataError(f"text: {path}: contains no bytes.")
-    self._length = length
-    self._packing = packing
+    self._length, self._packing = length, packing
     plan: windows.Plan
     if packing:
       starts = [np.asarray([0, size]) for size in self._sizes]
@@ -122,11 +116,10 @@ class Source:
     text = self._texts[shard]
     if isinstance(text, np.ndarray):
       return text
-    mapped = self._maps.get(text)
-    if len(mapped) != self._sizes[shard]:
+    mapped, size = self._maps.get(text), self._sizes[shard]
+    if len(mapped) != size:
       raise DataError(
-        f"{text}: {len(mapped)} bytes; expected {self._sizes[shard]}, as at "
-        "the start of the run."
+        f"{text}: {len(mapped)} bytes; expected {size}, as when the run began."
       )
     return mapped
 
@@ -149,8 +142,7 @@ def _map(path: str) -> np.ndarray:
 
 
 def _named(name: str, split: str) -> tuple[np.ndarray, str]:
-  if name != "pydoc":
-    raise ConfigError(f"text: name={name!r}: unknown text. There are: pydoc.")
+  check_choice("text: name", name, ["pydoc"])
   try:
     from pydoc_data.topics import topics
   except ModuleNotFoundError as e:
@@ -159,10 +151,7 @@ def _named(name: str, split: str) -> tuple[np.ndarray, str]:
     ) from e
   names = sorted(topics)
   num_train = len(names) - len(names) // _TEST_FRACTION
-  chosen, part = splits.choose(
-    split,
-    {"train": names[:num_train], "test": names[num_train:], "all": names},
-    "text: split",
-  )
+  parts = {"train": names[:num_train], "test": names[num_train:], "all": names}
+  chosen, part = splits.choose(split, parts, "text: split")
   text = "\n\n".join(topics[topic] for topic in chosen)
   return np.frombuffer(text.encode("utf-8"), np.uint8), part

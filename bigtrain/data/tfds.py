@@ -3,11 +3,11 @@
   dict(type="tfds", name="imagenet2012", split="train[:99%]", data_dir=...)
   dict(type="tfds", builder_dir="data/my_set/1.0.0", split="train")
 
-Reads TFRecord and ArrayRecord files with random access. Nothing is downloaded.
-Images stay encoded, so that an op such as `decode` decodes only what it needs.
+Reads TFRecord and ArrayRecord files and downloads nothing. Images stay encoded.
 """
 
 import functools
+import glob
 import os
 from typing import Any
 
@@ -54,17 +54,17 @@ class Source:
     for path in paths:
       if not os.path.exists(path):
         raise DataError(f"{self._name}: {path} is missing.")
-    file_format = self._builder.info.file_format.value
-    kinds: dict[str, Any] = {
+    readers: dict[str, Any] = {
       "tfrecord": tfrecord.TFRecordFiles,
       "array_record": tfrecord.ArrayRecordFiles,
     }
-    if file_format not in kinds:
+    file_format = info.file_format.value
+    if file_format not in readers:
       raise ConfigError(
         f"{self._name}: file format {file_format!r} has no random access; "
-        f"expected one of {', '.join(kinds)}."
+        f"expected one of {', '.join(readers)}."
       )
-    self._files = kinds[file_format](paths)
+    self._files = readers[file_format](paths)
     for path, count, part in zip(paths, self._files.counts, parts):
       if count != part.examples_in_shard:
         raise DataError(
@@ -77,9 +77,8 @@ class Source:
       raise DataError(f"{self._name}: contains no examples.")
     self._paths = paths
     self.class_names = _class_names(info.features)
-    self.vocab_sizes = {
-      name: c.num_classes for name, c in _classes(info.features).items()
-    }
+    classes = _classes(info.features)
+    self.vocab_sizes = {name: c.num_classes for name, c in classes.items()}
 
   @staticmethod
   def read_class_names(
@@ -96,24 +95,22 @@ class Source:
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     """Returns {"record": serialized examples [B]}; see `parse`."""
-    records = np.empty(len(indices), object)
-    for i, (file, record) in enumerate(self._locate(indices)):
-      records[i] = self._files.read(file, record)
-    return {"record": records}
+    records = [self._files.read(*at) for at in self._locate(indices)]
+    return {"record": files.objects(records)}
 
   def where(self, index: int) -> str:
-    ((file, record),) = self._locate(np.asarray([index]))
-    return self._files.where(file, record)
+    (at,) = self._locate(np.asarray([index]))
+    return self._files.where(*at)
 
   def fingerprint(self) -> str:
-    sizes = [os.path.getsize(path) for path in self._paths]
-    names = [os.path.basename(path) for path in self._paths]
+    sizes = map(os.path.getsize, self._paths)
+    names = map(os.path.basename, self._paths)
     return files.digest(self._name, len(self), *names, *sizes)
 
   def parse(self, features: dict[str, Any]) -> dict[str, Any]:
     """Returns the tensors of an example {"record": serialized}, for tf.data.
 
-    Images stay encoded. Nested features have names such as "captions/text".
+    Nested features have names such as "captions/text".
     """
     parser, schema, decoders = self._parser
     example = parser.parse_example(features["record"])
@@ -134,7 +131,6 @@ class Source:
 
 
 def _classes(features: Any) -> dict[str, Any]:
-  """Returns {feature: its ClassLabel} of the features with class numbers."""
   label = _import_tfds().features.ClassLabel
   return {
     name: feature
@@ -174,9 +170,11 @@ def _builder(
     if not os.path.isfile(os.path.join(builder_dir, "dataset_info.json")):
       if not os.path.isdir(builder_dir):
         raise files.missing(builder_dir, "tfds: builder_dir", "folder")
+      versions = glob.glob("*/dataset_info.json", root_dir=builder_dir)
+      hint = did_you_mean("", map(os.path.dirname, versions))
       raise ConfigError(
         f"tfds: builder_dir={builder_dir!r}: no dataset_info.json; expected "
-        f"the folder of a version.{_versions(builder_dir)}"
+        f"the folder of a version.{hint}"
       )
     return tfds.builder_from_directory(builder_dir)
   from tensorflow_datasets.core import read_only_builder, registered
@@ -197,16 +195,7 @@ def _builder(
       f"tfds: name={name!r} is not prepared in {folder}.{hint}"
     ) from e
   except ValueError as e:
-    raise ConfigError(f"tfds: name={name!r}: {' '.join(str(e).split())}") from e
-
-
-def _versions(folder: str) -> str:
-  versions = sorted(
-    entry.name
-    for entry in os.scandir(folder)
-    if os.path.isfile(os.path.join(entry.path, "dataset_info.json"))
-  )
-  return f" There are: {', '.join(versions)}." if versions else ""
+    raise ConfigError(f"tfds: name={name!r}: {files.one_line(e)}.") from e
 
 
 def _file_instructions(known: Any, split: str) -> list[Any]:
@@ -215,9 +204,7 @@ def _file_instructions(known: Any, split: str) -> list[Any]:
   try:
     return known[split].file_instructions
   except (ValueError, AssertionError) as e:
-    raise ConfigError(
-      f"tfds: split={split!r}: {' '.join(str(e).split())}"
-    ) from e
+    raise ConfigError(f"tfds: split={split!r}: {files.one_line(e)}.") from e
 
 
 def _keep_encoded(features: Any) -> dict[str, Any]:
@@ -225,8 +212,7 @@ def _keep_encoded(features: Any) -> dict[str, Any]:
   decoders = {}
   for name, feature in features.items():
     if isinstance(feature, tfds.features.FeaturesDict):
-      nested = _keep_encoded(feature)
-      if nested:
+      if nested := _keep_encoded(feature):
         decoders[name] = nested
     elif isinstance(feature, tfds.features.Image):
       decoders[name] = tfds.decode.SkipDecoding()

@@ -3,18 +3,16 @@
   dict(type="tokens", path="corpus/tokens", length=1024)
   dict(type="tokens", path="openwebtext/train.bin", length=1024, eos_id=50256)
 
-token_files lists the supported formats. Features of a window:
+formats/token_files.py lists the formats. Features of a window:
 
-- `tokens` int32 [L] and `targets` int32 [L], the next token of each. Each token
-  is the target of exactly one window, unless `stride` is given. If documents
-  end in `eos_id`, it is also the context of a document's first token.
+- `tokens` int32 [L] and `targets` int32 [L], the next token of each. If
+  documents end in `eos_id`, it is also the context of a document's first token.
   Otherwise the first token is only context.
-- `loss_mask` float32 [L]: 0 for padding in the last window. With packing=True
-  or segments=True it is replaced by
-- `segments` int32 [L], number of the document from 1, 0 for padding, and
+- `loss_mask` float32 [L]: 0 for padding. With packing or segments instead
+  `segments` int32 [L], number of the document from 1, 0 for padding, and
   `positions` int32 [L], position in the document from 0.
 - `num_bytes` float32: estimated bytes of text of the targets, from the average
-  bytes per token in the manifest. The sum over all windows is exact.
+  bytes per token in the manifest.
 """
 
 import os
@@ -36,18 +34,14 @@ class Source:
     path: a folder made by bigtrain.tools.tokenize, a file, a pattern, or a list
       of files and patterns. Windows do not cross files.
     dtype: dtype of the ids in files that do not store it, "uint16" by default.
-    eos_id: last id of each document. Required for options that need document
-      boundaries if the files have neither a manifest nor an index.
+    eos_id: last id of each document, for files without manifest and index.
     cross_documents: whether windows may cross documents.
     segments: whether to add `segments` and `positions`.
-    packing: whether documents share windows, see packing.first_fit. Documents
-      longer than a window are split.
-    stride: tokens between the starts of consecutive windows, by default
-      `length`.
+    packing: whether whole documents share windows; longer ones are split.
+    stride: tokens between the starts of windows, by default `length`.
     last: "pad" or "drop", for the last window if it is incomplete.
     vocab_size: exclusive upper bound of the ids, by default the manifest's.
-    tokenizer: "bytes" or a path, as in preprocessing. It must be the tokenizer
-      in the manifest.
+    tokenizer: "bytes" or a path; must be the tokenizer in the manifest.
     slice: slice of the windows, such as "[:99%]".
   """
 
@@ -96,14 +90,9 @@ class Source:
     self.vocab_sizes = {}
     if self._vocab_size is not None:
       self.vocab_sizes = dict.fromkeys(("tokens", "targets"), self._vocab_size)
-    self._length = length
-    self._segments = segments or packing
-    self._options = (
-      length,
-      self._eos_id,
-      (cross_documents, segments, packing),
-      (stride, last, slice),
-    )
+    self._length, self._segments = length, segments or packing
+    flags = cross_documents, segments, packing
+    self._options = (length, self._eos_id, flags, (stride, last, slice))
     plan = self._make_plan(stride or length, last, whole, packing)
     if not len(plan):
       raise DataError(f"tokens: {path}: contains no window of {length} tokens.")
@@ -190,8 +179,7 @@ class Source:
   def _check_ids(
     self, batch: dict[str, np.ndarray], indices: np.ndarray
   ) -> None:
-    for name in ("tokens", "targets"):
-      ids = batch[name]
+    for ids in (batch["tokens"], batch["targets"]):
       if ids.min() < 0 or ids.max() >= self._vocab_size:
         row, at = np.argwhere((ids < 0) | (ids >= self._vocab_size))[0]
         raise DataError(
@@ -205,8 +193,6 @@ class Source:
     return f"{self._shards[pieces.shard[0]].path}, token {pieces.begin[0]}"
 
   def fingerprint(self) -> str:
-    parts = [
-      (os.path.basename(shard.path), shard.size, shard.dtype)
-      for shard in self._shards
-    ]
+    names = [os.path.basename(shard.path) for shard in self._shards]
+    parts = [(n, s.size, s.dtype) for n, s in zip(names, self._shards)]
     return files.digest("tokens", *parts, self._options)

@@ -71,7 +71,7 @@ def test_pictures_go_through_preprocessing():
 @pytest.mark.parametrize(
   "text, message",
   [
-    ("int33[4]", "unknown kind 'int33'. Did you mean 'int32'?"),
+    ("int33[4]", "kind: unknown 'int33'. Did you mean 'int32'?"),
     ("int32[4", "expected KIND"),
     ("float32 < 5", "only integers"),
     ("jpeg[4,4]", r"expected jpeg\[height,width,channels\]"),

@@ -94,7 +94,7 @@ def test_pydoc_splits_cover_all_topics():
   [
     (dict(), "either path or name"),
     (dict(name="pydoc", path="x"), "either path or name"),
-    (dict(name="pidoc"), "There are: pydoc"),
+    (dict(name="pidoc"), "Did you mean 'pydoc'"),
     (dict(name="pydoc", split="trian"), "mean 'train'"),
     (dict(path="{tmp}/a", split="train"), "requires name"),
     (dict(path="{tmp}/b"), "no such file"),

@@ -1,12 +1,22 @@
 """Columns of Arrow tables as features of examples."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain.settings import ConfigError, did_you_mean, import_package
+from bigtrain.data.formats import files
+from bigtrain.settings import (
+  ConfigError,
+  DataError,
+  did_you_mean,
+  import_package,
+)
+
+_TEXT = ("string", "large_string", "string_view", "binary", "large_binary")
+_TEXT += ("binary_view", "fixed_size_binary")
 
 
 class Feature(NamedTuple):
@@ -16,7 +26,7 @@ class Feature(NamedTuple):
     kind: bytes or a numpy dtype.
     shape: shape of one example; None for a size that varies.
     path: names from the column down to the field.
-    image: whether the column is an image, a struct of `bytes` and `path`.
+    image: whether it is a struct of `bytes` and `path`.
   """
 
   kind: Any
@@ -31,12 +41,21 @@ def import_pyarrow(needed_by: str = "parquet: reading it") -> Any:
   return pa
 
 
+@contextlib.contextmanager
+def errors(what: str, error: type[Exception] = DataError) -> Iterator[Any]:
+  """Yields pyarrow; its errors and the system's become `error`."""
+  pa = import_pyarrow()
+  try:
+    yield pa
+  except (pa.ArrowException, OSError) as e:
+    raise error(f"{what}: {files.one_line(e)}.") from e
+
+
 def find_features(
   schema: Any, columns: Sequence[str] | None, path: str
 ) -> dict[str, Feature]:
-  names = list(schema.names if columns is None else columns)
   features: dict[str, Feature] = {}
-  for name in names:
+  for name in schema.names if columns is None else columns:
     if name not in schema.names:
       hint = did_you_mean(name, schema.names)
       raise ConfigError(f"parquet: {path} has no column {name!r}.{hint}")
@@ -64,35 +83,21 @@ def _features(kind: Any, path: tuple[str, ...]) -> dict[str, Feature]:
     shape, kind = (kind.list_size,), kind.value_type
   elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
     shape, kind = (None,), kind.value_type
-  dtype = _dtype(kind)
-  if dtype is None:
+  value = kind.value_type if pa.types.is_dictionary(kind) else kind
+  dtype: Any
+  if any(getattr(pa.types, f"is_{name}")(value) for name in _TEXT):
+    dtype = bytes
+  elif pa.types.is_boolean(value) or pa.types.is_integer(value):
+    dtype = np.dtype(value.to_pandas_dtype())
+  elif pa.types.is_floating(value):
+    dtype = np.dtype(np.float32)  # As in all sources: jax disables float64.
+  else:
     raise ConfigError(
       f"parquet: column {name!r} has the unsupported type {kind}; expected "
       "numbers, strings, bytes, images or lists of them (columns= selects "
       "columns)."
     )
   return {name: Feature(dtype, shape, path)}
-
-
-def _dtype(kind: Any) -> Any:
-  pa = import_pyarrow()
-  if pa.types.is_dictionary(kind):
-    kind = kind.value_type
-  if _is_text(kind):
-    return bytes
-  if pa.types.is_boolean(kind) or pa.types.is_integer(kind):
-    return np.dtype(kind.to_pandas_dtype())
-  # float32 as in the other sources: jax disables float64 by default.
-  return np.dtype(np.float32) if pa.types.is_floating(kind) else None
-
-
-def _is_text(kind: Any) -> bool:
-  types = import_pyarrow().types
-  names = ("string", "large_string", "string_view", "binary", "large_binary")
-  return any(
-    getattr(types, f"is_{name}")(kind)
-    for name in (*names, "binary_view", "fixed_size_binary")
-  )
 
 
 def feature_array(table: Any, feature: Feature) -> Any:
@@ -114,10 +119,7 @@ def feature_array(table: Any, feature: Feature) -> Any:
 
 
 def class_names(schema: Any) -> dict[str, list[str]]:
-  """Returns {column: names by number} that the library `datasets` has noted.
-
-  They are in a JSON text beside the schema.
-  """
+  """Returns {column: names by number}, from the note of library `datasets`."""
   text = (schema.metadata or {}).get(b"huggingface")
   try:
     features = json.loads(text)["info"]["features"] if text else {}

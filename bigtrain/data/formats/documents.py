@@ -1,8 +1,7 @@
 """Documents in plain text, JSON lines or Parquet files, also compressed.
 
 A corpus is split into parts: whole files, byte ranges of large files of lines,
-and row groups of Parquet files. An invalid document is returned as an error
-with its file and line, which the caller can raise or count.
+and row groups of Parquet files.
 """
 
 import gzip
@@ -53,18 +52,15 @@ class Part(NamedTuple):
 
 
 def parts(path: str, format: str, most_bytes: int) -> list[Part]:
-  """Splits a file into parts of about `most_bytes` or less, where it can be.
-
-  The format is one of FORMATS, or "auto" to use the file name's suffix.
-  """
+  """Splits a file into parts of about `most_bytes` or less, where it can be."""
   stem, suffix = os.path.splitext(path)
   compression = _COMPRESSIONS.get(suffix, "")
   if format == "auto":
     inner = os.path.splitext(stem)[1] if compression else suffix
     if inner not in _FORMAT_OF:
+      options = ", ".join(FORMATS)
       raise ConfigError(
-        f"{path}: unknown suffix {inner!r}; give the format: "
-        f"{', '.join(FORMATS)}."
+        f"{path}: unknown suffix {inner!r}; give the format: {options}."
       )
     format = _FORMAT_OF[inner]
   check_choice("format", format, FORMATS)
@@ -81,13 +77,10 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
 
 
 def read(part: Part, key: str) -> Iterator[str | DataError]:
-  """Yields the documents of a part, in order.
+  """Yields the documents of a part, or an error with the place of each invalid.
 
-  Invalid ones are errors with file and line or row. Texts may be empty; blank
-  lines are skipped. `key` is the field or column with the text.
-
-  Raises:
-    DataError: the rest of the file cannot be read.
+  Texts may be empty; blank lines are skipped. `key` is the field or column with
+  the text. Raises DataError if the rest of the file cannot be read.
   """
   if part.format == "parquet":
     yield from _read_rows(part, key)
@@ -107,9 +100,7 @@ def read(part: Part, key: str) -> Iterator[str | DataError]:
 class _Where:
   """A line's location, whose line number is computed only when printed.
 
-  Args:
-    position: line number from 1 in a compressed file, byte offset of the line
-      in any other.
+  `position` is the line number in a compressed file, else the byte offset.
   """
 
   def __init__(self, part: Part, position: int):
@@ -140,7 +131,6 @@ def _checked(text: Any, key: str, where: Any) -> str | DataError:
   try:
     text.encode()
   except UnicodeEncodeError:
-    # JSON can encode a lone surrogate.
     return DataError(f"{where}: field {key!r} contains a lone surrogate.")
   return text
 
@@ -208,11 +198,8 @@ def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
 
 
 def _row_groups(path: str, most_bytes: int) -> list[Part]:
-  pa = arrow_columns.import_pyarrow(f"{path}: reading it")
-  try:
+  with arrow_columns.errors(f"{path}: cannot open it") as pa:
     metadata = pa.parquet.read_metadata(path)
-  except (pa.ArrowException, OSError) as e:
-    raise DataError(f"{path}: cannot open it: {e}.") from e
   sizes = [
     metadata.row_group(i).total_byte_size
     for i in range(metadata.num_row_groups)
@@ -227,23 +214,20 @@ def _row_groups(path: str, most_bytes: int) -> list[Part]:
 
 
 def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
-  pa = arrow_columns.import_pyarrow(f"{part.path}: reading it")
-  try:
-    with pa.parquet.ParquetFile(part.path) as file:
-      names = file.schema_arrow.names
-      if key not in names:
-        raise ConfigError(
-          f"{part.path}: no column {key!r}.{did_you_mean(key, names)}"
-        )
-      for group in range(part.start, part.stop):
-        row = 0
-        for batch in file.iter_batches(row_groups=[group], columns=[key]):
-          for text in batch.column(0).to_pylist():
-            where = f"{part.path}, row group {group}, row {row}"
-            yield _checked(text, key, where)
-            row += 1
-  except (pa.ArrowException, OSError) as e:
-    raise DataError(f"{part.path}: cannot read it: {e}.") from e
+  with (
+    arrow_columns.errors(f"{part.path}: cannot read it") as pa,
+    pa.parquet.ParquetFile(part.path) as file,
+  ):
+    names = file.schema_arrow.names
+    if key not in names:
+      hint = did_you_mean(key, names)
+      raise ConfigError(f"{part.path}: no column {key!r}.{hint}")
+    for group in range(part.start, part.stop):
+      batches = file.iter_batches(row_groups=[group], columns=[key])
+      texts = (text for batch in batches for text in batch[0].to_pylist())
+      for row, text in enumerate(texts):
+        where = f"{part.path}, row group {group}, row {row}"
+        yield _checked(text, key, where)
 
 
 def grouped(file_parts: Sequence[Part], most_bytes: int) -> list[list[Part]]:

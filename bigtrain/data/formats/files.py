@@ -1,8 +1,7 @@
 """Random access to many files: paths, open handles and cached offsets.
 
-One pass over a file of records or lines makes their byte offsets, which are
-cached in the user's cache folder under a hash of the file's path, size and
-modification time.
+Byte offsets are cached in the user's cache folder, under a hash of the file's
+path, size and modification time.
 """
 
 import collections
@@ -28,13 +27,11 @@ _MAX_THREADS = 16
 class Cache:
   """An LRU cache of values such as open files. Thread-safe.
 
-  One thread loads a value while others that need it wait. A file that is
-  evicted while another thread reads from it closes with its last reference.
+  One thread loads a value while others that need it wait. The latest value
+  stays, even if it exceeds `capacity`, the limit of the sum of sizes.
 
   Args:
     load: (key) -> (value, its size).
-    capacity: sum of sizes above which the least recently used values go; the
-      latest one always stays.
     on_reload: called when an evicted value is loaded again.
   """
 
@@ -105,7 +102,6 @@ class Reader:
     self._handles = handles(_Descriptor)
 
   def read(self, path: str, offset: int, size: int) -> bytes:
-    """Returns `size` bytes at `offset`, or fewer at the end of the file."""
     try:
       handle = self._handles.get(path)
       data = os.pread(handle.fd, size, offset)
@@ -128,7 +124,6 @@ def local_path(path: str | os.PathLike[str], key: str) -> str:
 
 
 def as_list(path: Any, key: str) -> list[Any]:
-  """Returns a list of paths as it is, and a single path as a list."""
   if isinstance(path, str | os.PathLike):
     return [path]
   if not isinstance(path, Sequence) or not path:
@@ -137,28 +132,25 @@ def as_list(path: Any, key: str) -> list[Any]:
 
 
 def find(path: Any, key: str) -> list[str]:
-  """Returns the absolute paths of the files that `path` stands for.
+  """Returns absolute paths of a file, a pattern such as "**/*.txt", or a list.
 
-  It is a file; a pattern such as "dir/*.txt", in which `**` matches any number
-  of folders and whose matches are sorted; or a list of these.
+  The matches of a pattern are sorted.
   """
-  return [file for one in as_list(path, key) for file in _find(one, key)]
-
-
-def _find(path: str | os.PathLike[str], key: str) -> list[str]:
-  file = local_path(path, key)
-  if os.path.isfile(file):
-    return [file]
-  # Matches relative to the working directory, whose name may contain brackets.
-  matches = glob.glob(os.path.expanduser(os.fspath(path)), recursive=True)
-  matching_files = sorted(filter(os.path.isfile, matches))
-  if not matching_files:
-    raise missing(file, key, "file")
-  return [paths.absolute(match) for match in matching_files]
+  found = []
+  for entry in as_list(path, key):
+    file = local_path(entry, key)
+    # Relative to the working directory, whose name may contain brackets.
+    pattern = os.path.expanduser(os.fspath(entry))
+    matches = (
+      [file] if os.path.isfile(file) else glob.glob(pattern, recursive=True)
+    )
+    if not (matches := sorted(filter(os.path.isfile, matches))):
+      raise missing(file, key, "file")
+    found += map(paths.absolute, matches)
+  return found
 
 
 def missing(path: str, key: str, kind: str) -> ConfigError:
-  """Returns the error for a missing file or folder, with the nearest name."""
   folder, name = os.path.split(path)
   if not os.path.isdir(folder):
     return ConfigError(f"{key}={path!r}: no such folder: {folder!r}.")
@@ -184,11 +176,9 @@ def in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 def offsets(
   names: Sequence[str], scan: Callable[[str], np.ndarray]
 ) -> list[np.ndarray]:
-  """Returns `scan(path)` for each file, from the cache where possible.
+  """Returns scan(path) for each file, from the cache where possible.
 
-  Args:
-    scan: returns the offsets of a file's records and then the file's size,
-      int64 [N + 1].
+  A scan returns the offsets of N records and the file's size, int64 [N + 1].
   """
   return in_threads(lambda path: _offsets(path, scan), names)
 
@@ -215,7 +205,7 @@ def _offsets(path: str, scan: Callable[[str], np.ndarray]) -> np.ndarray:
       np.save(f, result, allow_pickle=False)
   except OSError as e:
     logging.warning(
-      "Cannot cache the index of %s; the next run scans it again: %s", path, e
+      f"Cannot cache the index of {path}; the next run scans it again: {e}"
     )
   return result
 
@@ -243,10 +233,17 @@ class Shards:
 
 
 def digest(*parts: object) -> str:
-  """Returns a stable digest of `parts`: 16 hexadecimal digits."""
   text = "\0".join(map(str, parts)).encode("utf-8", "surrogateescape")
   return hashlib.sha256(text).hexdigest()[:16]
 
 
+def objects(rows: Sequence[Any]) -> np.ndarray:
+  """Returns an object array [B], even if the rows are sequences."""
+  array = np.empty(len(rows), object)
+  for i, row in enumerate(rows):
+    array[i] = row
+  return array
+
+
 def one_line(error: Exception) -> str:
-  return " ".join(str(error).split()).rstrip(".")[:200]
+  return " ".join(str(error).split()).rstrip(".")[:400]

@@ -8,13 +8,9 @@ def first_fit(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Packs items into bins: longest first, each into the first bin with room.
 
-  First-fit decreasing (Johnson, 1973), which uses at most 11/9 of the optimal
-  number of bins plus a constant. All items of one size are placed at once and
-  neighbouring bins with equal room share an entry, so ten million documents
-  take seconds.
-
-  Args:
-    sizes: item sizes, int64 [N], each from 1 to `capacity`.
+  First-fit decreasing (Johnson, 1973), at most 11/9 of the optimal number of
+  bins plus a constant. All items of one size are placed at once, so ten million
+  documents take seconds.
 
   Returns:
     (items int64 [N], first int64 [bins + 1]): bin b holds items[first[b] :
@@ -42,11 +38,7 @@ def first_fit(
 
 
 class _OpenBins:
-  """Bins with room left, ordered by bin number, unused ones last.
-
-  Entry i of the arrays stands for bins start[i] to start[i] + count[i] - 1,
-  each with room[i] left.
-  """
+  """Bins by number: start[i] to start[i] + count[i] - 1 have room[i] left."""
 
   def __init__(self, number: int, capacity: int, smallest: int):
     self._smallest = smallest
@@ -90,6 +82,10 @@ def _ranges(
   start: np.ndarray, count: np.ndarray, each: np.ndarray
 ) -> np.ndarray:
   """Returns start[i] to start[i] + count[i] - 1 for each i, each[i] times."""
-  before = np.cumsum(count) - count
-  numbers = np.repeat(start - before, count) + np.arange(count.sum())
+  numbers = np.repeat(start, count) + numbered(count)
   return np.repeat(numbers, np.repeat(each, count))
+
+
+def numbered(counts: np.ndarray) -> np.ndarray:
+  """Returns 0 to counts[i] - 1 for each i, concatenated."""
+  return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, check_choice
 
 _BOUND = r"\s*(-?\d+(?:\.\d+)?%|-?\d+)?\s*"
 _SLICE = re.compile(rf"([^\[\]]*)(?:\[{_BOUND}:{_BOUND}\])?")
@@ -34,9 +34,7 @@ def split_name(text: str, key: str) -> tuple[str, str]:
 def choose(text: str, splits: Mapping[str, Any], key: str) -> tuple[Any, str]:
   """Returns (the split's value, its slice) of "train[:80%]"."""
   name, part = split_name(text, key)
-  if name not in splits:
-    hint = did_you_mean(name, splits)
-    raise ConfigError(f"{key}={text!r}: unknown split {name!r}.{hint}")
+  check_choice(f"{key}={text!r}", name, splits)
   return splits[name], part
 
 
@@ -47,9 +45,7 @@ def bounds(text: str, length: int, key: str) -> tuple[int, int]:
   """
   match = _match(text, key)
   if name := match[1].strip():
-    raise ConfigError(
-      f"{key}: expected a slice such as '[:80%]', got {name!r}."
-    )
+    raise ConfigError(f"{key}: expected a slice like '[:80%]', got {name!r}.")
   if not match[0]:
     return 0, length
   start = _position(match[2], 0, length, key)

@@ -17,10 +17,6 @@ from bigtrain.settings import DataError, import_package
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
 _OVERHEAD = _HEADER.size + _FOOTER.size
-# A scan reads whole windows where records are small, and only the headers
-# where they are large.
-_WINDOW = 1 << 16
-_SMALL_RECORD = 1 << 13
 # Exceptions that array_record raises for damaged files.
 _ERRORS = (IndexError, OSError, ValueError, RuntimeError)
 
@@ -37,26 +33,22 @@ def _masked(crc: int) -> int:
 def scan(path: str) -> np.ndarray:
   """Returns the offsets of N records and the file size, int64 [N + 1]."""
   crc32c = _crc32c()
-  starts = []
-  at, window_at, window = 0, 0, b""
-  last_size = 0
-  with open(path, "rb", buffering=0) as f:
+  starts, at = [], 0
+  with open(path, "rb") as f:
     size = os.fstat(f.fileno()).st_size
     while at < size:
-      if not window_at <= at <= window_at + len(window) - _HEADER.size:
-        length = _WINDOW if last_size < _SMALL_RECORD else _HEADER.size
-        window_at, window = at, os.pread(f.fileno(), length, at)
-      header = window[at - window_at : at - window_at + _HEADER.size]
+      f.seek(at)  # Keeps the buffer if it holds this position.
+      header = f.read(_HEADER.size)
       if len(header) < _HEADER.size:
         raise _truncated(path, at)
-      last_size, crc = _HEADER.unpack(header)
+      data_size, crc = _HEADER.unpack(header)
       if _masked(crc32c(header[:8])) != crc:
         raise DataError(
           f"{path}, byte {at}: damaged record (the checksum of its length "
           "does not match); the start of the next record is unknown."
         )
       starts.append(at)
-      at += last_size + _OVERHEAD
+      at += data_size + _OVERHEAD
     if at > size:
       raise _truncated(path, starts[-1])
   return np.asarray([*starts, size], np.int64)
@@ -67,11 +59,7 @@ def _truncated(path: str, at: int) -> DataError:
 
 
 class TFRecordFiles:
-  """The records of several TFRecord files.
-
-  Attributes:
-    counts: number of records of each file.
-  """
+  """The records of several TFRecord files; `counts` for each file."""
 
   def __init__(self, paths: list[str]):
     self._paths = paths
@@ -83,18 +71,15 @@ class TFRecordFiles:
   def read(self, file: int, record: int) -> bytes:
     start, stop = self._offsets[file][record : record + 2].tolist()
     path = self._paths[file]
-    # Two reads, because slicing the data out of one would copy it again. The
-    # scan has verified the length.
+    # Two reads, because slicing the data out of one would copy it again.
     size = stop - start - _OVERHEAD
     data = self._reader.read(path, start + _HEADER.size, size)
     footer = self._reader.read(path, stop - _FOOTER.size, _FOOTER.size)
     if len(data) < size or len(footer) < _FOOTER.size:
       raise _truncated(path, start)
     if (_masked(self._crc32c(data)),) != _FOOTER.unpack(footer):
-      raise DataError(
-        f"{self.where(file, record)}: damaged record (its checksum does not "
-        "match)."
-      )
+      where = self.where(file, record)
+      raise DataError(f"{where}: damaged record (its checksum does not match).")
     return data
 
   def where(self, file: int, record: int) -> str:
@@ -102,11 +87,7 @@ class TFRecordFiles:
 
 
 class ArrayRecordFiles:
-  """The records of several ArrayRecord files, which contain their own index.
-
-  Attributes:
-    counts: number of records of each file.
-  """
+  """The records of several ArrayRecord files; `counts` for each file."""
 
   def __init__(self, paths: list[str]):
     array_record_module = import_package(
@@ -138,9 +119,8 @@ class ArrayRecordFiles:
     try:
       return self._handles.get(self._paths[file]).read([record])[0]
     except _ERRORS as e:
-      raise DataError(
-        f"{self.where(file, record)}: damaged record: {files.one_line(e)}."
-      ) from e
+      where = self.where(file, record)
+      raise DataError(f"{where}: damaged record: {files.one_line(e)}.") from e
 
   def where(self, file: int, record: int) -> str:
     return f"{self._paths[file]}, record {record}"

@@ -5,10 +5,7 @@
 - nanoGPT: plain ids without a header (.bin).
 - llm.c: a header of 256 int32 with the number of ids, then plain ids (.bin).
 - Megatron: plain ids (.bin) and an index of sequences (.idx).
-- Modalities: a header, ids and an index of documents in one file (.pbin).
-
-All numbers are little-endian. No code in a file is ever executed: pickled
-indices may contain only lists, tuples and integers.
+- Modalities: a header, ids and a pickled index of documents (.pbin).
 """
 
 import dataclasses
@@ -30,14 +27,9 @@ FORMAT = "bigtrain tokens"
 FORMAT_VERSION = 1
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
-_MEGATRON_DTYPES = {
-  1: np.uint8,
-  2: np.int8,
-  3: np.int16,
-  4: np.int32,
-  5: np.int64,
-  8: np.uint16,
-}
+_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+_MEGATRON_DTYPES = dict(enumerate(("u1", "i1", "i2", "i4", "i8"), 1))
+_MEGATRON_DTYPES[8] = "u2"
 _LLMC_HEADER = struct.Struct("<256i")
 _LLMC_DTYPES = {20240520: np.uint16, 20240801: np.uint32}  # By magic number.
 _PBIN_HEADER = struct.Struct("<QI")
@@ -49,26 +41,22 @@ _DTYPES = ("uint8", "uint16", "uint32", "int32")
 class Shard:
   """The token ids of a file.
 
-  Attributes:
-    offset: position of the first id in bytes.
-    size: number of ids.
-    ends: loads the document ends, int64, ascending, the last equal to `size`;
-      None if they are unknown.
+  `ends` loads the document ends, int64, ascending, the last equal to `size`;
+  it is None if they are unknown.
   """
 
   path: str
-  offset: int
+  offset: int  # Of the first id, in bytes.
   dtype: np.dtype
-  size: int
+  size: int  # Number of ids.
   ends: Callable[[], np.ndarray] | None = None
 
   def map(self) -> np.ndarray:
     if not self.size:
       return np.zeros(0, self.dtype)
     try:
-      return np.asarray(
-        np.memmap(self.path, self.dtype, "r", self.offset, (self.size,))
-      )
+      ids = np.memmap(self.path, self.dtype, "r", self.offset, (self.size,))
+      return np.asarray(ids)
     except (OSError, ValueError) as e:
       raise DataError(
         f"{self.path}: cannot map {self.size} ids of {self.dtype} from byte "
@@ -81,10 +69,7 @@ def open_shards(
 ) -> tuple[list[Shard], dict[str, Any] | None]:
   """Returns the shards of token files, and their manifest or None.
 
-  Args:
-    path: a folder with a manifest, a file, a Megatron file without its suffix,
-      a pattern, or a list of files and patterns.
-    dtype: dtype of the ids in files that do not store it; uint16 by default.
+  `dtype` is for files that do not store it, uint16 by default.
   """
   if dtype is not None:
     check_choice("tokens: dtype", dtype, _DTYPES)
@@ -142,22 +127,22 @@ def _open_plain(path: str, dtype: str | None) -> Shard:
 def _open_megatron(path: str, index: str) -> Shard:
   with open(index, "rb") as f:
     raw = f.read()
-  head = struct.Struct("<9sQBQQ")
-  if len(raw) < head.size:
+  at = _MEGATRON_HEADER.size
+  if len(raw) < at:
     raise DataError(f"{index}: truncated to {len(raw)} bytes.")
-  magic, version, code, num_sequences, num_bounds = head.unpack_from(raw)
+  head = _MEGATRON_HEADER.unpack_from(raw)
+  magic, version, code, num_sequences, num_bounds = head
   if magic != _MEGATRON_MAGIC or version != 1:
     raise DataError(f"{index}: not a Megatron index of version 1.")
   if code not in _MEGATRON_DTYPES:
     raise DataError(f"{index}: data type {code} is not a type of token ids.")
   kind = np.dtype(_MEGATRON_DTYPES[code])
-  expected = head.size + 12 * num_sequences + 8 * num_bounds
+  expected = at + 12 * num_sequences + 8 * num_bounds
   if len(raw) < expected:
     raise DataError(
       f"{index}: truncated to {len(raw)} bytes; expected {expected} for "
       f"{num_sequences} sequences."
     )
-  at = head.size
   sizes = np.frombuffer(raw, "<i4", num_sequences, at).astype(np.int64)
   at += 4 * num_sequences
   pointers = np.frombuffer(raw, "<i8", num_sequences, at)
@@ -189,7 +174,7 @@ def _open_pbin(path: str) -> Shard:
     index = _plain_pickle(f.read(), path)
   kind = np.dtype(_PBIN_DTYPES[itemsize])
   spans = np.asarray(index, np.int64).reshape(-1, 2)
-  starts, sizes = spans[:, 0], spans[:, 1]
+  starts, sizes = spans.T
   if len(starts) and starts[0] == len(head):
     starts = starts - len(head)  # Older files count from the file's start.
   ends = starts + sizes
@@ -205,7 +190,7 @@ def _open_pbin(path: str) -> Shard:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-  """Unpickles plain data; refuses all classes and functions."""
+  """Refuses all classes and functions, so no code in a file is executed."""
 
   def find_class(self, module: str, name: str) -> Any:
     raise pickle.UnpicklingError(f"it refers to {module}.{name}")
@@ -215,9 +200,7 @@ def _plain_pickle(raw: bytes, path: str) -> Any:
   try:
     index = _PlainUnpickler(io.BytesIO(raw)).load()
     plain = isinstance(index, list) and all(
-      isinstance(span, tuple | list)
-      and len(span) == 2
-      and all(type(number) is int for number in span)
+      isinstance(span, tuple | list) and [*map(type, span)] == [int, int]
       for span in index
     )
   # Damaged pickles can raise almost any exception.
@@ -247,7 +230,6 @@ def _check_size(shard: Shard) -> None:
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-  """Returns the manifest of a complete folder of bigtrain.tools.tokenize."""
   path = os.path.join(folder, MANIFEST)
   try:
     with open(path, encoding="utf-8") as f:
@@ -262,11 +244,9 @@ def read_manifest(folder: str) -> dict[str, Any]:
     raise DataError(f"{path}: cannot read it: {e}.") from e
   if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
     raise DataError(f"{path}: not a manifest of token files.")
-  if manifest.get("version") != FORMAT_VERSION:
-    raise DataError(
-      f"{path}: version {manifest.get('version')!r}; expected version "
-      f"{FORMAT_VERSION}."
-    )
+  if (version := manifest.get("version")) != FORMAT_VERSION:
+    expected = f"expected version {FORMAT_VERSION}"
+    raise DataError(f"{path}: version {version!r}; {expected}.")
   return manifest
 
 
@@ -280,11 +260,11 @@ def _own_shards(folder: str, manifest: dict[str, Any]) -> list[Shard]:
     path = os.path.join(folder, f"{name}.bin")
     if not os.path.isfile(path):
       raise DataError(f"{path}: listed in {MANIFEST}, but missing.")
-    size = entry["num_tokens"]
-    if os.path.getsize(path) != size * kind.itemsize:
+    size, num_bytes = entry["num_tokens"], os.path.getsize(path)
+    if num_bytes != size * kind.itemsize:
       raise DataError(
-        f"{path}: {os.path.getsize(path)} bytes; expected {size} {kind} ids, "
-        f"as in {MANIFEST}."
+        f"{path}: {num_bytes} bytes; expected {size} {kind} ids, as in "
+        f"{MANIFEST}."
       )
     ends = os.path.join(folder, f"{name}.ends.npy")
     shards.append(Shard(path, 0, kind, size, _load_ends(ends, size)))
@@ -306,16 +286,14 @@ def _load_ends(path: str, size: int) -> Callable[[], np.ndarray]:
 
 
 def ends_by_id(shard: Shard, eos_id: int) -> np.ndarray:
-  """Returns the document ends of a shard by scanning it once for `eos_id`.
-
-  Ids after the last `eos_id` are one more document.
-  """
+  """Returns the document ends of a shard; ids after the last `eos_id` count."""
 
   def scan(path: str) -> np.ndarray:
-    ids, blocks = shard.map(), []
-    step = 1 << 24
-    for at in range(0, len(ids), step):
-      blocks.append(np.flatnonzero(ids[at : at + step] == eos_id) + at + 1)
+    ids, step = shard.map(), 1 << 24
+    blocks = [
+      np.flatnonzero(ids[at : at + step] == eos_id) + at + 1
+      for at in range(0, len(ids), step)
+    ]
     ends = np.concatenate([*blocks, np.asarray([len(ids)])])
     ends = ends[: np.searchsorted(ends, len(ids)) + 1]
     # files.offsets requires the file's size as the last offset.

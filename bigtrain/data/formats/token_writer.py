@@ -21,20 +21,13 @@ _MAX_MESSAGES = 10
 
 
 class Recipe(NamedTuple):
-  """Options for turning documents into tokens.
+  """Options for turning documents into tokens."""
 
-  Attributes:
-    tokenizer: argument of tokenizers.get.
-    eos_id: id appended to each document, unless None.
-    bos_id: id prepended to each document, unless None.
-    skip_errors: maximum number of invalid documents in a shard.
-  """
-
-  tokenizer: str
+  tokenizer: str  # Argument of tokenizers.get.
   dtype: str
-  eos_id: int | None
-  bos_id: int | None
-  skip_errors: int
+  eos_id: int | None  # Appended to each document.
+  bos_id: int | None  # Prepended to each document.
+  skip_errors: int  # Maximum number of invalid documents in a shard.
 
 
 def write_shard(
@@ -42,16 +35,11 @@ def write_shard(
 ) -> dict[str, Any]:
   """Tokenizes documents, or errors in place of invalid ones, into one shard.
 
-  Empty documents are skipped.
-
-  Returns:
-    The content of the .json file: {"name", "num_tokens", "num_documents",
-    "num_bytes" (of text), "num_empty", "num_skipped", "skipped" (messages),
-    "crc32c"}.
+  Empty documents are skipped. Returns the content of the .json file.
   """
   tokenizer = tokenizers.get(recipe.tokenizer)
-  zeros = ("num_tokens", "num_documents", "num_bytes", "num_empty")
-  counts: dict[str, Any] = {"name": name, **dict.fromkeys(zeros, 0)}
+  counts: dict[str, Any] = {"name": name, "num_tokens": 0, "num_documents": 0}
+  counts |= {"num_bytes": 0, "num_empty": 0}  # Bytes of text.
   counts |= {"num_skipped": 0, "skipped": []}
   ends: list[int] = []
   checksum = google_crc32c.Checksum()
@@ -69,7 +57,6 @@ def write_shard(
       if not len(ids):
         counts["num_empty"] += 1
         continue
-      # These copies cost little compared to encoding.
       begin = [] if recipe.bos_id is None else [recipe.bos_id]
       end = [] if recipe.eos_id is None else [recipe.eos_id]
       row = np.concatenate([begin, ids, end]).astype(recipe.dtype)

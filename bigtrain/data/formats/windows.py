@@ -1,9 +1,8 @@
 """Windows of a fixed length over arrays of token ids.
 
-A window consists of pieces. A piece is a run of consecutive target tokens; its
-first context is the token before it. A plan maps window numbers to pieces, and
-`fill` reads them. In every plan, each token that has a context is a target
-exactly once.
+A window consists of pieces, runs of consecutive target tokens; the first
+context of a piece is the token before it. A plan maps window numbers to pieces;
+in every plan, each token that has a context is a target exactly once.
 
 Legend: B windows of a batch, L tokens of a window, N pieces.
 """
@@ -20,33 +19,21 @@ from bigtrain.settings import ConfigError, check_choice, check_number
 
 
 class Pieces(NamedTuple):
-  """The pieces of a batch of windows; arrays [N].
+  """The pieces of a batch of windows; arrays [N]."""
 
-  Attributes:
-    row: index of the window in the batch, ascending.
-    at: position of the piece in the window.
-    shard: index of the array of tokens.
-    begin, size: index of the first target in that array, number of targets.
-    fresh: whether the piece starts a document whose first context is the start
-      token instead of the token before it.
-  """
-
-  row: np.ndarray
-  at: np.ndarray
-  shard: np.ndarray
-  begin: np.ndarray
-  size: np.ndarray
-  fresh: np.ndarray
+  row: np.ndarray  # Index of the window in the batch, ascending.
+  at: np.ndarray  # Position of the piece in the window.
+  shard: np.ndarray  # Index of the array of tokens.
+  begin: np.ndarray  # Index of the first target in that array.
+  size: np.ndarray  # Number of targets.
+  fresh: np.ndarray  # Whether the first context is the start token.
 
 
 class Stream:
-  """Consecutive windows that ignore document boundaries.
+  """Consecutive windows of shards that ignore document boundaries.
 
-  Args:
-    sizes: number of tokens of each shard. Windows do not cross shards.
-    fresh: whether the first token of a shard is a target, with the start token
-      as context. Otherwise it is only context.
-    drop_last: whether to drop incomplete windows at the ends of shards.
+  If `fresh`, the first token of a shard is a target, with the start token as
+  context. Otherwise it is only context.
   """
 
   def __init__(
@@ -88,8 +75,7 @@ class Documents:
   Args:
     starts: for each shard, the starts of its documents, int64, ascending, and
       then its number of tokens.
-    fresh: whether the first token of each document is a target, as in Stream.
-    packed: whether several documents may share a window, see packing.first_fit.
+    packed: whether several documents may share a window.
   """
 
   def __init__(
@@ -107,9 +93,7 @@ class Documents:
     begins = [s[:-1] + first + at for s, at in zip(starts, before)]
     size, begin = np.concatenate(sizes), np.concatenate(begins)
     counts = -(-size // length)
-    number = np.arange(counts.sum()) - np.repeat(
-      np.cumsum(counts) - counts, counts
-    )
+    number = packing.numbered(counts)
     self._begin = np.repeat(begin, counts) + number * length
     left = np.repeat(size, counts) - number * length
     self._size = np.minimum(left, length).astype(np.int32)
@@ -118,12 +102,10 @@ class Documents:
       items, self._first = _shuffled(*packing.first_fit(self._size, length))
       self._begin, self._size = self._begin[items], self._size[items]
       self._fresh = self._fresh[items]
+      percent = 100 * size.sum() / max(1, len(self) * length)
       logging.info(
-        "Packed %d documents into %d windows of %d tokens, %.1f%% full.",
-        np.count_nonzero(size),
-        len(self),
-        length,
-        100 * size.sum() / max(1, len(self) * length),
+        f"Packed {np.count_nonzero(size)} documents into {len(self)} windows "
+        f"of {length} tokens, {percent:.1f}% full."
       )
     else:
       self._first = np.arange(len(self._size) + 1)
@@ -135,8 +117,7 @@ class Documents:
     first, stop = self._first[index], self._first[np.asarray(index) + 1]
     counts = stop - first
     row = np.repeat(np.arange(len(counts)), counts)
-    own = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    item = np.repeat(first, counts) + own
+    item = np.repeat(first, counts) + packing.numbered(counts)
     size = self._size[item].astype(np.int64)
     # Subtract the sizes before each window's first piece.
     ends = np.cumsum(size)
@@ -156,9 +137,8 @@ def _shuffled(
   number = len(first) - 1
   bins = hashing.permute(np.arange(number), number, seed=0)
   counts = np.diff(first)[bins]
-  ends = np.cumsum(counts)
-  moved = np.repeat(first[bins] - (ends - counts), counts)
-  return items[moved + np.arange(len(items))], np.append(0, ends)
+  order = np.repeat(first[bins], counts) + packing.numbered(counts)
+  return items[order], np.append(0, np.cumsum(counts))
 
 
 class Masked:
@@ -192,9 +172,8 @@ class Masked:
         if own < stop:
           new = fresh or (head and self._fresh)
           rows.append((row, own - begin, shard, own, stop - own, new))
-    columns = np.asarray(rows, np.int64).reshape(-1, 6).T
-    row_, at, shard_, begin_, size_, fresh_ = columns
-    return Pieces(row_, at, shard_, begin_, size_, fresh_.astype(bool))
+    pieces = Pieces(*np.asarray(rows, np.int64).reshape(-1, 6).T)
+    return pieces._replace(fresh=pieces.fresh.astype(bool))
 
 
 # Maps window numbers, int64 [B], to pieces.
@@ -210,13 +189,7 @@ def fill(
   *,
   shift: int = 0,
 ) -> dict[str, np.ndarray]:
-  """Reads the tokens of a batch of windows.
-
-  Returns:
-    `tokens` and `targets`, int32 [B, L], 0 for padding; `loss_mask`, float32
-    [B, L], 1 for targets; if wanted `segments`, int32 [B, L], number of the
-    piece from 1, 0 for padding, and `positions`, int32 [B, L], from 0.
-  """
+  """Reads the tokens of a batch of windows; see data/tokens.py for features."""
   tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
   mask = np.zeros(shape, np.float32)
   batch = {"tokens": tokens, "targets": targets, "loss_mask": mask}
@@ -230,13 +203,11 @@ def fill(
     data = tokens_of(shard)
     span = slice(at, at + size)
     targets[row, span] = data[begin : begin + size]
-    if fresh:
-      tokens[row, at + 1 : at + size] = data[begin : begin + size - 1]
-    else:
-      tokens[row, span] = data[begin - 1 : begin - 1 + size]
-    if shift:
-      targets[row, span] += shift
-      tokens[row, span] += shift
+    targets[row, span] += shift
+    tokens[row, at + fresh : at + size] = data[
+      begin - 1 + fresh : begin + size - 1
+    ]
+    tokens[row, span] += shift
     if fresh:
       tokens[row, at] = start_id
     mask[row, span] = 1
