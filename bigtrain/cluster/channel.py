@@ -66,9 +66,8 @@ class Channel:
     self._posts: dict[_Topic, _Posts] = {}
     self._num_calls = 0  # Of should_end.
     self._signalled = False  # Whether some process got a signal.
-    self._phase, self._step, self._on_device = "start", 0, False
-    self._host_secs = 0.0
-    self._phase_began = time.monotonic()
+    self._progress: dict[str, Any] = {"host_secs": 0.0}
+    self.report_phase("start", 0)
 
   @property
   def joined(self) -> bool:
@@ -188,20 +187,13 @@ class Channel:
         self._receive(json.loads(line))
     heartbeats.cancel()
     if not self._closed:
-      self._end(
-        hub.EXIT_LOST, "process 0 disconnected without an error, perhaps killed"
-      )
+      reason = "process 0 disconnected without an error, perhaps killed"
+      self._end(hub.EXIT_LOST, reason)
 
   async def _send_heartbeats(self) -> None:
     last = time.monotonic()
     while True:
-      self._send(
-        kind="heartbeat",
-        phase=self._phase,
-        step=self._step,
-        on_device=self._on_device,
-        host_secs=self._host_secs,
-      )
+      self._send(kind="heartbeat", progress=self._progress)
       await asyncio.sleep(hub.HEARTBEAT_SECS)
       now = time.monotonic()
       # If this process itself was stopped for long, process 0 was not silent.
@@ -211,8 +203,7 @@ class Channel:
         self._end(
           hub.EXIT_LOST,
           f"process 0 sent no heartbeat for {self._heartbeat_secs:g} s "
-          "(config.cluster.heartbeat_secs): it was stopped, or the network is "
-          "down",
+          "(config.cluster.heartbeat_secs): stopped, or the network is down",
         )
 
   def _send(self, **message: Any) -> None:
@@ -280,8 +271,8 @@ class Channel:
     jax = sys.modules.get("jax")
     if self.count == 1 and jax is not None and jax.process_count() > 1:
       raise JobError(
-        f"jax runs in {jax.process_count()} processes that have not joined: "
-        "call bigtrain.cluster.process.join_job on all of them."
+        "jax's processes have not joined: call "
+        "bigtrain.cluster.process.join_job on all of them."
       )
     with self._condition:
       topic = name, self._num_exchanges[name]
@@ -320,13 +311,13 @@ class Channel:
       self._posts.pop(topic, None)
 
   def report_phase(self, phase: str, step: int) -> None:
-    self._phase, self._step, self._on_device = phase, step, False
+    self._progress |= dict(phase=phase, step=step, on_device=False)
     self._phase_began = time.monotonic()
 
   def host_work_done(self) -> None:
     """Ends the host's part of a step; what takes longer is a straggler."""
-    self._on_device = True
-    self._host_secs += time.monotonic() - self._phase_began
+    self._progress["on_device"] = True
+    self._progress["host_secs"] += time.monotonic() - self._phase_began
 
   def on_hang(self, report: Callable[[], Any]) -> None:
     """Calls `report` before the end if any process of the job hangs."""
@@ -464,9 +455,8 @@ class Event:
     elif failed(posts):
       raise JobError(failed(posts)[0])
     elif absent := [key[1] for key in keys if key not in posts]:
-      raise JobError(
-        f"process(es) {absent} not done after {self._timeout_secs:g} s."
-      )
+      secs = self._timeout_secs
+      raise JobError(f"process(es) {absent} not done after {secs:g} s.")
     return [posts[key] for key in keys if key in posts]
 
 

@@ -156,9 +156,7 @@ class Hub:
   def _receive(self, member: Member, message: dict[str, Any]) -> None:
     kind = message["kind"]
     if kind == "heartbeat":
-      member.phase, member.step = message["phase"], message["step"]
-      member.on_device = message["on_device"]
-      member.host_secs = message["host_secs"]
+      vars(member).update(message["progress"])
     elif kind == "post":
       message["index"] = member.index
       to = self._members if message["to"] is None else [message["to"]]

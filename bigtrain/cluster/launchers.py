@@ -74,9 +74,7 @@ def detect(
 def _from_user(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
   # Kubernetes numbers the pods of an indexed job.
   values = {"JAX_PROCESS_ID": env.get("JOB_COMPLETION_INDEX", "")}
-  launcher = "manual"
   if ranks is not None:
-    launcher = ranks.launcher
     values["JAX_NUM_PROCESSES"] = str(ranks.count)
     values["JAX_PROCESS_ID"] = str(ranks.index)
   values = {name: env.get(name) or values.get(name, "") for name in _FLAGS}
@@ -100,6 +98,7 @@ def _from_user(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
     raise ConfigError(
       f"JAX_PROCESS_ID={index}: must be below JAX_NUM_PROCESSES={count}."
     )
+  launcher = ranks.launcher if ranks else "manual"
   return Place(launcher, address, count, index, _devices(env, ranks))
 
 
@@ -114,9 +113,8 @@ def _slurm_ranks(env: Mapping[str, str]) -> _Ranks | None:
   node = int(env.get("SLURM_NODEID", 0))
   local_count = tasks[node] if node < len(tasks) else 1
   local_index = int(env.get("SLURM_LOCALID", 0))
-  return _Ranks(
-    "Slurm", count, int(env["SLURM_PROCID"]), local_count, local_index
-  )
+  index = int(env["SLURM_PROCID"])
+  return _Ranks("Slurm", count, index, local_count, local_index)
 
 
 def _mpi_ranks(env: Mapping[str, str]) -> _Ranks | None:
@@ -137,15 +135,13 @@ def _from_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
     number = int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
   elif uri := env.get("OMPI_MCA_orte_hnp_uri"):
     # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or tcp6://[fe80::b9b]:43370
-    match = re.search(r"tcp://([^,:]+)|tcp6://(\[[^,\]]+)", uri)
-    if match:
+    if match := re.search(r"tcp://([^,:]+)|tcp6://(\[[^,\]]+)", uri):
       host = match[1] or f"{match[2]}]"
     number = int(uri.partition(".")[0]) // _NUM_PORTS
   if not host:
     raise ConfigError(
       f"{ranks.launcher} started {ranks.count} processes without the address "
-      "of process 0: start them with launch/mpi.sh, or pass "
-      "--coordinator=HOST:PORT."
+      "of process 0: use launch/mpi.sh or --coordinator=HOST:PORT."
     )
   port = env.get("JAX_COORDINATOR_PORT") or _FIRST_PORT + number % _NUM_PORTS
   address, devices = f"{host}:{port}", _devices(env, ranks)

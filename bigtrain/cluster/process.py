@@ -127,9 +127,7 @@ def join_job(config: "Config") -> None:
   from bigtrain.cluster import launchers
 
   options = config.kwargs("cluster")
-  for name in options.keys() - set(hub.Times._fields):
-    hint = settings.did_you_mean(name, hub.Times._fields)
-    raise settings.ConfigError(f"config.cluster.{name}: unknown key.{hint}")
+  settings.check_kwargs(hub.Times, options, "config.cluster")
   for name, value in options.items():
     settings.check_number(f"config.cluster.{name}", value, above=0)
   times = hub.Times(**options)
@@ -165,16 +163,13 @@ def _start_jax(place: "launchers.Place", times: hub.Times) -> None:
   host, _, port = address.rpartition(":")
   address_0 = host.strip("[]"), int(port)
   job.join([address_0], index, count, times, check=check_preempted)
-  absl_logging.info(
-    f"Process {index} of {count} (launcher: {place.launcher}); process 0 is at "
-    f"{address}."
-  )
+  job_name = f"Process {index} of {count} (launcher: {place.launcher})"
+  absl_logging.info(f"{job_name}; process 0 is at {address}.")
 
   def initialize() -> None:
     # jax's handler of SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
-    # jax's own heartbeats end a job too, with less helpful messages: give ours
-    # time to come first.
+    # jax's own heartbeats have less helpful messages: let ours come first.
     jax.distributed.initialize(
       coordinator_address=address,
       num_processes=count,
@@ -200,10 +195,8 @@ def _join_running(times: hub.Times) -> None:
   if index == 0:
     listening = hub.listen()
     hosts = [socket.gethostname(), "127.0.0.1"]
-    with (
-      contextlib.suppress(OSError),
-      socket.socket(type=socket.SOCK_DGRAM) as s,
-    ):
+    udp = socket.socket(type=socket.SOCK_DGRAM)
+    with contextlib.suppress(OSError), udp as s:
       s.connect(("192.0.2.1", 9))  # Any other host; this sends nothing.
       hosts.insert(0, s.getsockname()[0])
     port = listening.getsockname()[1]
@@ -252,9 +245,10 @@ class Background:
 
   def __init__(self, fn: Callable[[], Any], name: str = "background"):
     self._future: futures.Future[Any] = futures.Future()
-    threading.Thread(
+    self._thread = threading.Thread(
       target=self._run, args=(fn,), daemon=True, name=name
-    ).start()
+    )
+    self._thread.start()
 
   def _run(self, fn: Callable[[], Any]) -> None:
     try:

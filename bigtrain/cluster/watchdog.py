@@ -27,14 +27,8 @@ from bigtrain.settings import ConfigError
 
 # Seconds, generous: ending a healthy run is worse than ending a hung one late.
 # `evaluation` is for each batch, `step_floor` the least that a step may learn.
-LIMITS = {
-  "start": 3600.0,
-  "compile": 7200.0,
-  "step": 1800.0,
-  "step_floor": 60.0,
-  "evaluation": 3600.0,
-  "save": 3600.0,
-}
+LIMITS = dict(start=3600.0, compile=7200.0, step=1800.0, step_floor=60.0)
+LIMITS |= dict(evaluation=3600.0, save=3600.0)
 # A step hangs if it takes this multiple of the median of enough last steps.
 _TIMES_MEDIAN = 20.0
 _MOST_STEPS, _LEAST_STEPS = 100, 20
@@ -49,12 +43,11 @@ def read_limits(config: settings.Config) -> dict[str, float] | None:
     return None
   limits = {f"{phase}_secs": secs for phase, secs in LIMITS.items()}
   for key, value in config.kwargs("watchdog").items():
+    name = f"config.watchdog.{key}"
     if key not in limits:
       hint = settings.did_you_mean(key, limits)
-      raise ConfigError(f"config.watchdog.{key}: unknown key.{hint}")
-    limits[key] = settings.check_number(
-      f"config.watchdog.{key}", value, above=0
-    )
+      raise ConfigError(f"{name}: unknown key.{hint}")
+    limits[key] = settings.check_number(name, value, above=0)
   return {phase: limits[f"{phase}_secs"] for phase in LIMITS}
 
 
@@ -114,11 +107,8 @@ class Watchdog:
         self._file = self._open()
       if self._file is not None:
         # Postponed in every turn of this loop, as long as this thread can run.
-        faulthandler.dump_traceback_later(
-          max(self._limits.values()) + _NATIVE_EXTRA_SECS,
-          exit=True,
-          file=self._file,
-        )
+        secs = max(self._limits.values()) + _NATIVE_EXTRA_SECS
+        faulthandler.dump_traceback_later(secs, exit=True, file=self._file)
 
   def _limit(self, phase: str) -> tuple[float, str]:
     limit = self._limits[phase]
@@ -127,10 +117,8 @@ class Watchdog:
       median = statistics.median(known)
       learned = max(_TIMES_MEDIAN * median, self._limits["step_floor"])
       if learned < limit:
-        return learned, (
-          f"the median of the last {len(known)} steps is {median:.3g} s; see "
-          "config.watchdog.step_floor_secs"
-        )
+        reason = f"the median of the last {len(known)} steps is {median:.3g} s"
+        return learned, f"{reason}; see config.watchdog.step_floor_secs"
     return limit, f"config.watchdog.{phase}_secs"
 
   def _open(self) -> Any:
@@ -154,10 +142,8 @@ class Watchdog:
             os.remove(path)
 
   def _end(self, phase: str, step: int, limit: float, reason: str) -> None:
-    message = (
-      f"the phase {phase!r} at step {step} took more than {limit:.3g} s "
-      f"({reason})"
-    )
+    took = f"took more than {limit:.3g} s ({reason})"
+    message = f"the phase {phase!r} at step {step} {took}"
     message += self._write_stacks(message)
     # In a job of several processes all end here, with the laggard's name.
     process.end_job(process.EXIT_ERROR, f"hang: {message}", hang=True)

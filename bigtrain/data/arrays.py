@@ -50,9 +50,7 @@ class Source:
   ):
     self.class_names: dict[str, list[str]] = {}
     if sum(given is not None for given in (path, name, arrays)) != 1:
-      raise ConfigError(
-        "arrays: expected exactly one of path, name and arrays."
-      )
+      raise ConfigError("arrays: expected one of path, name and arrays.")
     if name is not None:
       check_choice("arrays: name", name, ["digits"])
       features, part = _digits(split or "train", split_seed)
@@ -60,8 +58,7 @@ class Source:
       slice, self._name = part + slice, f"digits {split or 'train'}"
     elif split is not None:
       raise ConfigError(
-        f"arrays: split={split!r} requires name='digits'; for other arrays use "
-        "slice, such as '[:90%]'."
+        f"arrays: split={split!r} requires name='digits'; otherwise use slice."
       )
     elif path is not None:
       self._name = files.local_path(path, "arrays: path")
@@ -207,13 +204,10 @@ def _digits(split: str, seed: int) -> tuple[dict[str, np.ndarray], str]:
   """Returns the arrays of a split of the digits, and the slice to apply."""
   spec = importlib.util.find_spec("sklearn")
   if spec is None or not spec.submodule_search_locations:
-    raise ConfigError(
-      "arrays: name='digits' requires scikit-learn: pip install scikit-learn."
-    )
+    raise ConfigError("arrays: 'digits' requires: pip install scikit-learn.")
   # Importing sklearn takes a second, and only one of its files is needed.
-  path = os.path.join(
-    spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz"
-  )
+  (folder, *_) = spec.submodule_search_locations
+  path = os.path.join(folder, "datasets", "data", "digits.csv.gz")
   if not os.path.isfile(path):
     raise ConfigError(f"arrays: scikit-learn has no file {path}.")
   table = np.loadtxt(path, delimiter=",", dtype=np.uint8)

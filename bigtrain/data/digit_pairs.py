@@ -23,8 +23,6 @@ CAPTIONS = [
   for right in WORDS
 ]
 _SIDE = 8
-# Streams of random numbers of an example: two digits and their positions.
-_LEFT, _RIGHT, _TOP, _START = 0, 1, (2, 3), (4, 5)
 
 
 class Source:
@@ -88,10 +86,10 @@ class Source:
     cell = _SIDE + 2 * self._margin
     image = np.zeros((len(indices), cell, 2 * cell, 1), np.uint8)
     for side, digit in enumerate(sides):
-      which = self._draw(indices, (_LEFT, _RIGHT)[side], self._count[digit])
+      which = self._draw(indices, side, self._count[digit])
       pixels = self._images[self._rows[self._first[digit] + which]]
-      top = self._draw(indices, _TOP[side], 2 * self._margin + 1)
-      start = self._draw(indices, _START[side], 2 * self._margin + 1)
+      top = self._draw(indices, 2 + side, 2 * self._margin + 1)
+      start = self._draw(indices, 4 + side, 2 * self._margin + 1)
       row, column = np.ogrid[:_SIDE, :_SIDE]
       image[
         np.arange(len(indices))[:, None, None],

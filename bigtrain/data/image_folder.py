@@ -44,8 +44,8 @@ class Source:
     empty = [name for name, images in zip(self.classes, by_class) if not images]
     if len(empty) == len(self.classes):
       raise DataError(
-        f"image_folder: no class folders with images ({', '.join(_SUFFIXES)}) "
-        f"in {self._path}."
+        f"image_folder: no class folders with images in {self._path} "
+        f"({', '.join(_SUFFIXES)})."
       )
     if empty:
       logging.warning(
@@ -128,10 +128,8 @@ def _class_list(path: str, classes: str | None) -> list[str]:
   names = folders if classes is None else _read_classes(classes)
   for name in folders:
     if name not in names:
-      raise ConfigError(
-        f"image_folder: folder {name!r} of {path} is not a class of "
-        f"{classes}.{did_you_mean(name, names)}"
-      )
+      what = f"folder {name!r} of {path} is not a class of {classes}"
+      raise ConfigError(f"image_folder: {what}.{did_you_mean(name, names)}")
   return names
 
 

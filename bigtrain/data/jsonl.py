@@ -69,9 +69,7 @@ class Source:
     for name in [*(fields or ()), *filter(None, [self._image_key])]:
       if name not in first:
         hint = did_you_mean(name, first)
-        raise ConfigError(
-          f"jsonl: {self.where(0)} has no field {name!r}.{hint}"
-        )
+        raise ConfigError(f"{self.where(0)}: no field {name!r}.{hint}")
     names = first if fields is None else fields
     names = [n for n in names if n != self._image_key]
     if self._image_key is not None and "image" in names:
@@ -165,17 +163,13 @@ class Source:
       strings or np.can_cast(array.dtype, kind, "same_kind")
     ):
       expected = "a string" if kind is bytes else np.dtype(kind).name
-      raise DataError(
-        f"field {name!r}: expected {expected} as in earlier lines, got "
-        f"{_short(line[name])}."
-      )
+      problem = f"expected {expected} as in earlier lines"
+      raise DataError(f"field {name!r}: {problem}, got {_short(line[name])}.")
     if len(array.shape) != len(shape) or any(
       expected not in (None, size) for expected, size in zip(shape, array.shape)
     ):
-      raise DataError(
-        f"field {name!r}: expected shape {shape} as in earlier lines, got "
-        f"{array.shape}."
-      )
+      problem = f"expected shape {shape} as in earlier lines"
+      raise DataError(f"field {name!r}: {problem}, got {array.shape}.")
     return array if kind is bytes else array.astype(kind)
 
   def _image(self, line: dict[str, Any], index: int) -> bytes:

@@ -55,10 +55,9 @@ class Source:
     self._paths = [file for entry in entries for file in _find(entry)]
     row_groups = files.offsets(self._paths, scan_row_groups)
     self._sizes = [int(starts[-1]) for starts in row_groups]
-    self._groups = [
-      files.Shards(np.diff(starts[:-1]).tolist()) for starts in row_groups
-    ]
-    self._shards = files.Shards([len(groups) for groups in self._groups])
+    counts = [np.diff(starts[:-1]) for starts in row_groups]
+    self._groups = [(i, j) for i, n in enumerate(counts) for j in range(len(n))]
+    self._shards = files.Shards(np.concatenate(counts).tolist())
     if not len(self._shards):
       raise DataError(f"parquet: {path}: contains no rows.")
     self._start, stop = splits.bounds(
@@ -111,9 +110,8 @@ class Source:
     return files.digest("parquet", *names, *self._sizes, *options)
 
   def _position(self, index: int) -> tuple[int, int, int]:
-    (file,), rows = self._shards.locate(np.asarray([index + self._start]))
-    (group,), (row,) = self._groups[file].locate(rows)
-    return int(file), int(group), int(row)
+    (i,), (row,) = self._shards.locate(np.asarray([index + self._start]))
+    return *self._groups[i], int(row)
 
   def _load(self, key: tuple[int, int]) -> tuple[Any, int]:
     path, group = self._paths[key[0]], key[1]
@@ -160,10 +158,8 @@ class Source:
       kind = schema.field(name).type if name in schema.names else "missing"
       expected = self._schema.field(name).type
       if kind != expected:
-        raise DataError(
-          f"{path}: column {name!r} is {kind}; expected {expected}, as in "
-          f"{self._paths[0]}."
-        )
+        wanted = f"expected {expected}, as in {self._paths[0]}"
+        raise DataError(f"{path}: column {name!r} is {kind}; {wanted}.")
 
   def _value(self, name: str, table: Any, row: int, index: int) -> Any:
     feature = self._features[name]
@@ -189,10 +185,8 @@ class Source:
       with open(path, "rb", buffering=0) as f:
         return f.read()
     except (OSError, ValueError) as e:
-      raise DataError(
-        f"{self.where(index)}: the image is not in the Parquet file and cannot "
-        f"be read from {path}: {e}."
-      ) from e
+      where = self.where(index)
+      raise DataError(f"{where}: cannot read the image {path}: {e}.") from e
 
 
 def scan_row_groups(path: str) -> np.ndarray:

@@ -63,9 +63,7 @@ def parse(text: str, key: str) -> Feature:
   if kind == "jpeg" and (len(shape) != 3 or None in shape):
     raise ConfigError(f"{key}={text!r}: expected jpeg[height,width,channels].")
   if bound is not None and (np.dtype(kind).kind not in "iu" or bound == "0"):
-    raise ConfigError(
-      f"{key}={text!r}: only integers can have a bound, which must be positive."
-    )
+    raise ConfigError(f"{key}={text!r}: only integers have a (positive) bound.")
   return Feature(kind, shape, int(bound) if bound else None)
 
 
@@ -86,10 +84,7 @@ class Source:
     seed: int = 0,
   ):
     if not isinstance(features, Mapping) or not features:
-      expected = "{name: 'KIND[SHAPE]'}"
-      raise ConfigError(
-        f"synthetic: features={features!r}: expected {expected}."
-      )
+      raise ConfigError(f"synthetic: features={features!r}: expected a dict.")
     self._features = {
       name: parse(text, f"synthetic: features.{name}")
       for name, text in features.items()

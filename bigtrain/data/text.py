@@ -71,8 +71,7 @@ class Source:
     else:
       if split is not None:
         raise ConfigError(
-          f"text: split={split!r} requires name='pydoc'; for files use slice, "
-          "such as '[:90%]'."
+          f"text: split={split!r} requires name='pydoc'; for files use slice."
         )
       self._names = files.find(path, "text: path")
       self._texts = list(self._names)
@@ -119,7 +118,7 @@ class Source:
     mapped, size = self._maps.get(text), self._sizes[shard]
     if len(mapped) != size:
       raise DataError(
-        f"{text}: {len(mapped)} bytes; expected {size}, as when the run began."
+        f"{text}: {len(mapped)} bytes; expected {size}, as before."
       )
     return mapped
 

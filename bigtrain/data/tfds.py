@@ -82,13 +82,9 @@ class Source:
 
   @staticmethod
   def read_class_names(
-    name: str | None = None,
-    *,
-    data_dir: str | None = None,
-    builder_dir: str | None = None,
-    **_: Any,
+    name: str | None = None, *, split: str = "train", **folders: str | None
   ) -> dict[str, list[str]]:
-    return _class_names(_builder(name, data_dir, builder_dir).info.features)
+    return _class_names(_builder(name, **folders).info.features)
 
   def __len__(self) -> int:
     return len(self._shards)
@@ -162,7 +158,7 @@ def _import_tfds() -> Any:
 
 
 def _builder(
-  name: str | None, data_dir: str | None, builder_dir: str | None
+  name: str | None, data_dir: str | None = None, builder_dir: str | None = None
 ) -> Any:
   tfds = _import_tfds()
   if builder_dir is not None:
@@ -192,7 +188,7 @@ def _builder(
     if name in prepared:  # Another version or config than the library expects.
       hint = f" Set builder_dir to the folder of a version in {name!r}."
     raise ConfigError(
-      f"tfds: name={name!r} is not prepared in {folder}.{hint}"
+      f"tfds: {name!r} is not prepared in {folder}.{hint}"
     ) from e
   except ValueError as e:
     raise ConfigError(f"tfds: name={name!r}: {files.one_line(e)}.") from e

@@ -15,8 +15,10 @@ from bigtrain.settings import (
   import_package,
 )
 
-_TEXT = ("string", "large_string", "string_view", "binary", "large_binary")
-_TEXT += ("binary_view", "fixed_size_binary")
+_TEXT = (
+  "string large_string string_view binary large_binary binary_view".split()
+)
+_TEXT += ["fixed_size_binary"]
 
 
 class Feature(NamedTuple):
@@ -61,9 +63,7 @@ def find_features(
       raise ConfigError(f"parquet: {path} has no column {name!r}.{hint}")
     features |= _features(schema.field(name).type, (name,))
   if not features:
-    raise ConfigError(
-      f"parquet: columns={columns!r}: expected at least one column."
-    )
+    raise ConfigError(f"parquet: columns={columns!r}: expected at least one.")
   return features
 
 
@@ -94,8 +94,7 @@ def _features(kind: Any, path: tuple[str, ...]) -> dict[str, Feature]:
   else:
     raise ConfigError(
       f"parquet: column {name!r} has the unsupported type {kind}; expected "
-      "numbers, strings, bytes, images or lists of them (columns= selects "
-      "columns)."
+      "numbers, strings, bytes, images or lists (columns= selects columns)."
     )
   return {name: Feature(dtype, shape, path)}
 

@@ -32,23 +32,17 @@ _FORMAT_OF = {
 
 
 class Part(NamedTuple):
-  """A part of a file.
+  """A part of a file: bytes, or row groups of a Parquet file.
 
-  Attributes:
-    format: one of FORMATS. A document is the whole file ("text"), a line
-      ("lines"), a field of the JSON object in a line, or a field of a row.
-    compression: "", "gzip" or "zstd".
-    start, stop: range of bytes, or of row groups in a Parquet file. A line
-      belongs to the part in which it begins.
-    num_bytes: approximate size in the file.
+  A line belongs to the part in which it begins.
   """
 
   path: str
-  format: str
-  compression: str
+  format: str  # One of FORMATS; in "text" the whole file is a document.
+  compression: str  # "", "gzip" or "zstd".
   start: int
   stop: int
-  num_bytes: int
+  num_bytes: int  # Approximate.
 
 
 def parts(path: str, format: str, most_bytes: int) -> list[Part]:
@@ -58,10 +52,8 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
   if format == "auto":
     inner = os.path.splitext(stem)[1] if compression else suffix
     if inner not in _FORMAT_OF:
-      options = ", ".join(FORMATS)
-      raise ConfigError(
-        f"{path}: unknown suffix {inner!r}; give the format: {options}."
-      )
+      hint = f"give the format: {', '.join(FORMATS)}."
+      raise ConfigError(f"{path}: unknown suffix {inner!r}; {hint}")
     format = _FORMAT_OF[inner]
   check_choice("format", format, FORMATS)
   size = os.path.getsize(path)
@@ -87,28 +79,26 @@ def read(part: Part, key: str) -> Iterator[str | DataError]:
   elif part.format == "text":
     yield _decoded(b"".join(_chunks(part)), part.path)
   else:
-    for number, line in _lines(part):
-      if not line.strip():
-        continue
-      where = _Where(part, number)
-      if part.format == "lines":
+    for position, line in _lines(part):
+      where = _Where(part, position)
+      if line.strip() and part.format == "lines":
         yield _decoded(line.rstrip(b"\r\n"), where)
-      else:
+      elif line.strip():
         yield _field(line, key, where)
 
 
-class _Where:
+class _Where(NamedTuple):
   """A line's location, whose line number is computed only when printed.
 
   `position` is the line number in a compressed file, else the byte offset.
   """
 
-  def __init__(self, part: Part, position: int):
-    self._part, self._position = part, position
+  part: Part
+  position: int
 
   def __str__(self) -> str:
-    path, number = self._part.path, self._position
-    if not self._part.compression:
+    path, number = self.part.path, self.position
+    if not self.part.compression:
       number = files.line_number(path, number)
     return f"{path}, line {number}"
 

@@ -5,13 +5,13 @@ path, size and modification time.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import glob
 import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,7 @@ class Cache:
   ):
     self._load, self._capacity, self._on_reload = load, capacity, on_reload
     self._lock = threading.Lock()
-    self._values: collections.OrderedDict[
-      Any, concurrent.futures.Future[Any]
-    ] = collections.OrderedDict()
+    self._values = collections.OrderedDict[Any, futures.Future[Any]]()
     self._sizes: dict[Any, int] = {}
     self._evicted: set[Any] = set()
 
@@ -54,7 +52,7 @@ class Cache:
       future = self._values.get(key)
       ours = future is None
       if future is None:
-        future = self._values[key] = concurrent.futures.Future()
+        future = self._values[key] = futures.Future()
       self._values.move_to_end(key)
     if not ours:
       return future.result()
@@ -136,7 +134,7 @@ def find(path: Any, key: str) -> list[str]:
 
   The matches of a pattern are sorted.
   """
-  found = []
+  found: list[str] = []
   for entry in as_list(path, key):
     file = local_path(entry, key)
     # Relative to the working directory, whose name may contain brackets.
@@ -169,7 +167,7 @@ def line_number(path: str, offset: int) -> int:
 
 
 def in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-  with concurrent.futures.ThreadPoolExecutor(_MAX_THREADS) as pool:
+  with futures.ThreadPoolExecutor(_MAX_THREADS) as pool:
     return list(pool.map(fn, items))
 
 

@@ -20,10 +20,8 @@ def first_fit(
   if not sizes.size:
     return np.zeros(0, np.int64), np.zeros(1, np.int64)
   if sizes.min() < 1 or sizes.max() > capacity:
-    raise ValueError(
-      f"first_fit: expected sizes from 1 to {capacity}, got {sizes.min()} to "
-      f"{sizes.max()}."
-    )
+    got = f"{sizes.min()} to {sizes.max()}"
+    raise ValueError(f"first_fit: expected sizes 1 to {capacity}, got {got}.")
   by_size = np.argsort(-sizes, kind="stable")
   ordered = sizes[by_size]
   cuts = np.flatnonzero(np.diff(ordered, prepend=0, append=0))

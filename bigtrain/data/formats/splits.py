@@ -19,9 +19,7 @@ _SLICE = re.compile(rf"([^\[\]]*)(?:\[{_BOUND}:{_BOUND}\])?")
 def _match(text: str, key: str) -> re.Match[str]:
   match = _SLICE.fullmatch(text.strip()) if isinstance(text, str) else None
   if not match:
-    raise ConfigError(
-      f"{key}={text!r}: expected a slice such as '[:80%]' or '[1000:]'."
-    )
+    raise ConfigError(f"{key}={text!r}: expected a slice such as '[:80%]'.")
   return match
 
 

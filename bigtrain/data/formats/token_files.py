@@ -58,10 +58,8 @@ class Shard:
       ids = np.memmap(self.path, self.dtype, "r", self.offset, (self.size,))
       return np.asarray(ids)
     except (OSError, ValueError) as e:
-      raise DataError(
-        f"{self.path}: cannot map {self.size} ids of {self.dtype} from byte "
-        f"{self.offset}: {e}."
-      ) from e
+      what = f"{self.size} ids of {self.dtype} from byte {self.offset}"
+      raise DataError(f"{self.path}: cannot map {what}: {e}.") from e
 
 
 def open_shards(
@@ -98,9 +96,7 @@ def _open(path: str, dtype: str | None) -> Shard:
   else:
     return _open_plain(path, dtype)
   if dtype is not None and shard.dtype != np.dtype(dtype):
-    raise ConfigError(
-      f"tokens: dtype={dtype!r}: the ids of {path} are {shard.dtype}."
-    )
+    raise ConfigError(f"tokens: dtype={dtype!r}: {path} has {shard.dtype}.")
   return shard
 
 
@@ -140,8 +136,7 @@ def _open_megatron(path: str, index: str) -> Shard:
   expected = at + 12 * num_sequences + 8 * num_bounds
   if len(raw) < expected:
     raise DataError(
-      f"{index}: truncated to {len(raw)} bytes; expected {expected} for "
-      f"{num_sequences} sequences."
+      f"{index}: truncated to {len(raw)} bytes; expected {expected}."
     )
   sizes = np.frombuffer(raw, "<i4", num_sequences, at).astype(np.int64)
   at += 4 * num_sequences
@@ -155,9 +150,7 @@ def _open_megatron(path: str, index: str) -> Shard:
     if np.any((bounds < 0) | (bounds > num_sequences)):
       raise DataError(f"{index}: a document refers to a missing sequence.")
     ends = np.append(0, ends)[bounds[bounds > 0]]
-  shard = Shard(path, 0, kind, size, _complete(ends, size))
-  _check_size(shard)
-  return shard
+  return _indexed(path, 0, kind, size, ends)
 
 
 def _open_pbin(path: str) -> Shard:
@@ -184,9 +177,7 @@ def _open_pbin(path: str) -> Shard:
   size = num_bytes // itemsize
   if len(ends) and ends[-1] > num_bytes:
     raise DataError(f"{path}: documents extend beyond the {size} ids.")
-  shard = Shard(path, len(head), kind, size, _complete(ends // itemsize, size))
-  _check_size(shard)
-  return shard
+  return _indexed(path, len(head), kind, size, ends // itemsize)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -213,20 +204,17 @@ def _plain_pickle(raw: bytes, path: str) -> Any:
   return index
 
 
-def _complete(ends: np.ndarray, size: int) -> Callable[[], np.ndarray]:
-  """Returns a loader of `ends`; trailing ids become one more document."""
-  if not len(ends) or ends[-1] != size:
-    ends = np.append(ends, size)
-  return lambda: ends
-
-
-def _check_size(shard: Shard) -> None:
-  size = os.path.getsize(shard.path)
-  expected = shard.offset + shard.size * shard.dtype.itemsize
-  if size < expected:
+def _indexed(
+  path: str, offset: int, dtype: np.dtype, size: int, ends: np.ndarray
+) -> Shard:
+  num_bytes, expected = os.path.getsize(path), offset + size * dtype.itemsize
+  if num_bytes < expected:
     raise DataError(
-      f"{shard.path}: truncated to {size} bytes; expected {expected}."
+      f"{path}: truncated to {num_bytes} bytes; expected {expected}."
     )
+  if not len(ends) or ends[-1] != size:  # Other ids are one more document.
+    ends = np.append(ends, size)
+  return Shard(path, offset, dtype, size, lambda: ends)
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
@@ -236,9 +224,8 @@ def read_manifest(folder: str) -> dict[str, Any]:
       manifest = json.load(f)
   except FileNotFoundError as e:
     raise DataError(
-      f"{folder}: no {MANIFEST}. Expected a finished folder of "
-      "bigtrain.tools.tokenize; run the same command again to continue an "
-      "unfinished one."
+      f"{folder}: no {MANIFEST}; expected a folder of bigtrain.tools.tokenize. "
+      "To continue an unfinished one, run the same command again."
     ) from e
   except (OSError, ValueError) as e:
     raise DataError(f"{path}: cannot read it: {e}.") from e
@@ -262,10 +249,8 @@ def _own_shards(folder: str, manifest: dict[str, Any]) -> list[Shard]:
       raise DataError(f"{path}: listed in {MANIFEST}, but missing.")
     size, num_bytes = entry["num_tokens"], os.path.getsize(path)
     if num_bytes != size * kind.itemsize:
-      raise DataError(
-        f"{path}: {num_bytes} bytes; expected {size} {kind} ids, as in "
-        f"{MANIFEST}."
-      )
+      expected = f"expected {size} {kind} ids, as in {MANIFEST}"
+      raise DataError(f"{path}: {num_bytes} bytes; {expected}.")
     ends = os.path.join(folder, f"{name}.ends.npy")
     shards.append(Shard(path, 0, kind, size, _load_ends(ends, size)))
   return shards

@@ -243,9 +243,7 @@ def check_options(
     check_number(f"{key}: stride", stride, least=1, whole=True)
   check_choice(f"{key}: last", last, ("pad", "drop"))
   if packing and (stride is not None or last == "drop"):
-    raise ConfigError(
-      f"{key}: packing=True cannot be combined with stride or last='drop'."
-    )
+    raise ConfigError(f"{key}: packing=True excludes stride and last='drop'.")
 
 
 def spec(
