@@ -13,15 +13,14 @@ from bigtrain.parts import ClassCount
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError
 
+# {feature: (dtype, shape)} of one example, with jax's dtypes.
 Spec = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def sizes(op: Op, source: Any) -> dict[str, int]:
   """Returns {feature: largest id + 1}, as far as ops or the source know it."""
-  known = {
-    name: source.vocab_sizes[feature]
-    for name, feature in _unchanged(op, getattr(source, "vocab_sizes", {}))
-  }
+  of_source = getattr(source, "vocab_sizes", {})
+  known = {name: of_source[x] for name, x in _unchanged(op, of_source)}
   return {**known, **op.vocab_sizes}
 
 
@@ -86,11 +85,7 @@ def find_invalid(
   """Returns the first row of integers [B, ...] with an id not in [0, size)."""
   if not values.size:
     return None
-  numbers = values
-  if values.dtype.kind == "i" and not negative:
-    # As unsigned numbers, negative ones are large: one pass instead of two.
-    numbers = values.view(values.dtype.str.replace("i", "u"))
-  if numbers.max() < min(size, np.iinfo(values.dtype).max + 1):
+  if values.max() < int(size) and (negative or values.min() >= 0):
     return None
   wrong = (values >= size) | ((values < 0) & (not negative))
   rows = np.flatnonzero(wrong.reshape(len(values), -1).any(axis=1))
@@ -118,8 +113,4 @@ def _unchanged(op: Op, features: Mapping[str, Any]) -> list[tuple[str, str]]:
   if op.origins is None:
     return []
   origins = {name: name for name in features} | op.origins
-  return [
-    (n, origin)
-    for n, origin in origins.items()
-    if origin is not None and origin in features
-  ]
+  return [(name, x) for name, x in origins.items() if x and x in features]

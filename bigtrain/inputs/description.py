@@ -11,7 +11,8 @@ import numpy as np
 
 from bigtrain import hashing
 from bigtrain.inputs import labels
-from bigtrain.inputs.engine import Part, Spec
+from bigtrain.inputs.checks import Spec
+from bigtrain.inputs.engine import Part
 from bigtrain.pp import registry
 from bigtrain.settings import DataError
 

@@ -18,6 +18,7 @@ from absl import logging
 
 from bigtrain import hashing
 from bigtrain.inputs import checks, order
+from bigtrain.inputs.checks import Spec
 from bigtrain.parts import ClassCount
 from bigtrain.pp.host_tensorflow import one_line
 from bigtrain.pp.registry import Op
@@ -25,8 +26,6 @@ from bigtrain.settings import ConfigError, DataError
 
 Batch = dict[str, np.ndarray]
 Batches = Generator[Batch, None, None]
-# {name: (dtype, shape)} of one example, with jax's dtypes.
-Spec = dict[str, tuple[np.dtype, tuple[int, ...]]]
 # {name: (dtype, shape)} of one example. The dtype is `bytes` for strings and
 # None for values that are not arrays; sizes are None if unknown.
 Features = dict[str, tuple[Any, Sequence[int | None] | None]]
@@ -116,7 +115,7 @@ class Engine:
     step = first_step
     while step < last_step:
       try:
-        for batch in self._stream(step, last_step, stopping):
+        for batch in self._stream(range(step, last_step), stopping):
           yield self._checked(batch, step)
           step += 1
       except Exception as e:
@@ -136,9 +135,7 @@ class Engine:
         rows.index[row - start] = index
     return rows
 
-  def _stream(
-    self, first_step: int, last_step: int, stopping: threading.Event
-  ) -> Batches:
+  def _stream(self, steps: range, stopping: threading.Event) -> Batches:
     raise NotImplementedError
 
   def _features(self, k: int) -> Features:
@@ -208,8 +205,7 @@ class Engine:
 
   def usable_index(self, k: int, index: int, epoch: int) -> int:
     """Returns `index` of part k if usable, else its first usable substitute."""
-    part = self.parts[k]
-    candidate = index
+    part, candidate = self.parts[k], index
     for attempt in range(1, _MAX_ATTEMPTS + 1):
       try:
         self.example(k, candidate, epoch)
@@ -230,10 +226,9 @@ class Engine:
       if new and len(self.skipped) >= self._skip_errors:
         if not self._skip_errors:
           raise error
-        raise DataError(
-          f"{error} (More than skip_errors={self._skip_errors} examples are "
-          "unusable.)"
-        ) from error
+        limit = f"skip_errors={self._skip_errors}"
+        message = f"{error} (More than {limit} examples are unusable.)"
+        raise DataError(message) from error
       self.skipped.add((key, index))
     if new:
       logging.warning("Skipped %d: %s", len(self.skipped), error)
@@ -247,9 +242,8 @@ class Engine:
       indices = list(pool.map(lambda row: self.usable_index(*row), rows))
     finally:
       pool.shutdown(cancel_futures=True)
-    replacements = {
-      i: index for i, index in enumerate(indices) if index != planned.index[i]
-    }
+    replaced = np.flatnonzero(np.asarray(indices) != planned.index)
+    replacements = {int(i): indices[i] for i in replaced}
     if replacements == self._replacements.get(step, {}):
       raise DataError(
         f"the batch of step {step} failed, but each of its examples alone can "
@@ -347,19 +341,13 @@ class NumpyEngine(Engine):
       features[name] = (bytes if strings else dtype, array.shape)
     return features
 
-  def _stream(
-    self, first_step: int, last_step: int, stopping: threading.Event
-  ) -> Batches:
-    if self.num_threads == 1:
-      for step in range(first_step, last_step):
-        yield self._batch(step, stopping)
-      return
+  def _stream(self, steps: range, stopping: threading.Event) -> Batches:
     pool = concurrent.futures.ThreadPoolExecutor(
       self.num_threads, thread_name_prefix="input"
     )
     pending: collections.deque[Any] = collections.deque()
     try:
-      for step in range(first_step, last_step):
+      for step in steps:
         pending.append(pool.submit(self._batch, step, stopping))
         if len(pending) > self.num_threads:
           yield pending.popleft().result()

@@ -100,21 +100,12 @@ class Order(NamedTuple):
 
 
 class _Segment(NamedTuple):
-  """Blocks of rows that have the same number of rows of each source.
+  """Blocks with the same number of rows of each source; arrays [sources]."""
 
-  Attributes:
-    row: first row.
-    block: number of earlier blocks.
-    counts: int64 [sources], rows of each source in a block.
-    starts: int64 [sources], first slot of each source in a block.
-    before: int64 [sources], rows of each source in earlier segments.
-  """
-
-  row: int
-  block: int
-  counts: np.ndarray
-  starts: np.ndarray
-  before: np.ndarray
+  row: int  # First row.
+  block: int  # Number of earlier blocks.
+  counts: np.ndarray  # Rows of each source in a block.
+  before: np.ndarray  # Rows of each source in earlier segments.
 
 
 def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
@@ -122,28 +113,22 @@ def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
   segments: list[_Segment] = []
   num_blocks, before = 0, np.zeros(len(stages[0][1]), np.int64)
   owed = [0] * len(before)
-
-  def add(row: int, counts: np.ndarray) -> None:
-    starts = np.cumsum(counts) - counts
-    segments.append(_Segment(row, num_blocks, counts, starts, before))
-
   for (row, weights), (end, _) in zip(stages, stages[1:]):
     counts = block_counts(weights, rows=end - row)
     if counts is not None:
-      add(row, counts)
+      segments.append(_Segment(row, num_blocks, counts, before))
       repeats = (end - row) // int(counts.sum())
       num_blocks, before = num_blocks + repeats, before + repeats * counts
       row += repeats * int(counts.sum())
     if row < end:
       split, owed = apportion(end - row, weights, owed)
       counts = np.asarray(split, np.int64)
-      add(row, counts)
+      segments.append(_Segment(row, num_blocks, counts, before))
       num_blocks, before = num_blocks + 1, before + counts
   row, weights = stages[-1]
   counts = block_counts(weights)
   assert counts is not None  # There is no end.
-  add(row, counts)
-  return segments
+  return [*segments, _Segment(row, num_blocks, counts, before)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +152,6 @@ class Schedule:
   _segments: list[_Segment] = dataclasses.field(
     init=False, repr=False, compare=False
   )
-  _rows: np.ndarray = dataclasses.field(init=False, repr=False, compare=False)
 
   def __post_init__(self) -> None:
     for k, length in enumerate(self.lengths):
@@ -185,9 +169,7 @@ class Schedule:
           f"mixture: expected a positive weight, got {values[0]!r} for source "
           f"{k}."
         )
-    segments = _segments(stages)
-    object.__setattr__(self, "_segments", segments)
-    object.__setattr__(self, "_rows", np.asarray([s.row for s in segments]))
+    object.__setattr__(self, "_segments", _segments(stages))
 
   def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (source int32 [B], position int64 [B]) of global rows int64 [B].
@@ -199,21 +181,22 @@ class Schedule:
     if len(self.lengths) == 1:
       return source, position
     seed = int(hashing.fold(self.seed, hashing.SCHEDULE))
-    segment_of_row = np.searchsorted(self._rows, rows, side="right") - 1
+    first_rows = [segment.row for segment in self._segments]
+    segment_of_row = np.searchsorted(first_rows, rows, side="right") - 1
     for s in np.unique(segment_of_row):
       segment, at = self._segments[s], segment_of_row == s
       size = int(segment.counts.sum())
       repeat, slot = np.divmod(rows[at] - segment.row, size)
       slot = hashing.permute(slot, size, seed, segment.block + repeat)
-      k = np.searchsorted(segment.starts, slot, side="right") - 1
+      starts = np.cumsum(segment.counts) - segment.counts
+      k = np.searchsorted(starts, slot, side="right") - 1
       before = segment.before[k] + repeat * segment.counts[k]
-      source[at], position[at] = k, before + slot - segment.starts[k]
+      source[at], position[at] = k, before + slot - starts[k]
     return source, position
 
   def counts(self, row: int) -> np.ndarray:
     """Returns int64 [sources], the rows of each source before a global row."""
-    s = int(np.searchsorted(self._rows, row, side="right")) - 1
-    segment = self._segments[s]
+    segment = [s for s in self._segments if s.row <= row][-1]
     repeats, slots = divmod(row - segment.row, int(segment.counts.sum()))
     counts = segment.before + repeats * segment.counts
     for begin in range(row - slots, row, _MAX_COUNTED):

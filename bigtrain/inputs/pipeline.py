@@ -99,6 +99,7 @@ class TrainInput(Input):
   ):
     super().__init__(engine, placement, sum(schedule.lengths), prefetch, path)
     self._schedule = schedule
+    self.tokens_per_example = tokens_per_example(self.spec)
     prefix = f"{path}.mixture."
     keys = [part.key for part in engine.parts]
     self._names = [k.removeprefix(prefix) for k in keys if k.startswith(prefix)]
@@ -109,10 +110,6 @@ class TrainInput(Input):
       "fingerprints": self.fingerprints,
       "data": description.describe(engine.parts, engine.spec),
     }
-
-  @property
-  def tokens_per_example(self) -> int | None:
-    return tokens_per_example(self.spec)
 
   @property
   def skipped(self) -> int:
@@ -172,9 +169,7 @@ def make_train(
     num_threads: number of threads that read and preprocess examples; defaults
       to the number of cores. More threads help if reading files is slow.
 
-  Args:
-    run: the whole config, for the length of the run; without it, weights do not
-      change at points in percent.
+  `run` is the whole config, for weights that change at points in percent.
   """
   batch_size = cfg.batch_size
   sharding.check_batch(batch_size, mesh, f"{cfg.path}.batch_size")

@@ -23,9 +23,7 @@ class TfEngine(engine.Engine):
   """Reads records in Python, many per call; the rest is a tf.data graph."""
 
   def __init__(self, parts: Sequence[Part], *args: Any, **kwargs: Any):
-    self._codecs = [
-      _Codec(part.source.spec, part.op.draws, part.key) for part in parts
-    ]
+    self._codecs = [_Codec(p.source.spec, p.op.draws, p.key) for p in parts]
     self._examples = [self._graph(*each) for each in zip(parts, self._codecs)]
     super().__init__(parts, *args, **kwargs)
 
@@ -53,11 +51,9 @@ class TfEngine(engine.Engine):
     except ConfigError as e:
       raise ConfigError(f"{part.key}.pp: {e}") from e
 
-  def _stream(
-    self, first_step: int, last_step: int, stopping: threading.Event
-  ) -> engine.Batches:
+  def _stream(self, steps: range, stopping: threading.Event) -> engine.Batches:
     reads = -(-self.num_rows // _ROWS_PER_READ)
-    calls = tf.data.Dataset.range(first_step * reads, last_step * reads)
+    calls = tf.data.Dataset.range(steps.start * reads, steps.stop * reads)
 
     def rows(call: np.ndarray) -> tuple[int, int, int]:
       step, start = divmod(int(call), reads)
@@ -112,10 +108,8 @@ class TfEngine(engine.Engine):
 
     def read_in_graph(call: Any) -> tuple[Any, ...]:
       tensors = tf.numpy_function(read, [call], [spec.dtype for spec in specs])
-      return tuple(
-        tf.ensure_shape(tensor, [None, *spec.shape])
-        for tensor, spec in zip(tensors, specs)
-      )
+      shapes = [[None, *spec.shape] for spec in specs]
+      return tuple(map(tf.ensure_shape, tensors, shapes))
 
     raw = calls.map(
       read_in_graph, num_parallel_calls=_PARALLEL_READS, deterministic=True
@@ -143,10 +137,8 @@ class TfEngine(engine.Engine):
 
   def _tensors(self, k: int, raw: Batch, u: np.ndarray) -> list[Any]:
     codec = self._codecs[k]
-    return [
-      tf.constant(array[0], spec.dtype)
-      for array, spec in zip(codec.pack(raw, u), codec.signature)
-    ]
+    arrays = zip(codec.pack(raw, u), codec.signature)
+    return [tf.constant(array[0], spec.dtype) for array, spec in arrays]
 
 
 def _parsed(source: Any, features: dict[str, Any]) -> dict[str, Any]:
@@ -167,9 +159,7 @@ class _Codec:
 
   def __init__(self, spec: dict[str, tuple[Any, Any]], draws: int, key: str):
     self._spec = spec
-    self._as_bytes = {
-      name for name, (_, shape) in spec.items() if {None, 0} & {*shape}
-    }
+    self._as_bytes = {k for k, (_, shape) in spec.items() if not all(shape)}
     self.signature = [tf.TensorSpec([max(draws, 1)], tf.float32)]
     for name, (dtype, shape) in spec.items():
       if name in self._as_bytes:
@@ -189,8 +179,7 @@ class _Codec:
     arrays = [u if u.shape[1] else np.zeros((num_rows, 1), np.float32)]
     for name, (dtype, shape) in self._spec.items():
       if name in self._as_bytes:
-        data = np.empty(num_rows, object)
-        sizes = np.empty(num_rows, object)
+        data, sizes = np.empty((2, num_rows), object)
         for i in range(num_rows):
           row = raw[name][i]
           if dtype is bytes:

@@ -13,6 +13,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from bigtrain import sharding
+from bigtrain.inputs.checks import Spec
 
 _JOIN_SECS = 10.0
 
@@ -63,9 +64,7 @@ class Placement:
     with contextlib.closing(batches):
       yield from map(self.put, batches)
 
-  def spec(
-    self, example: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-  ) -> dict[str, jax.ShapeDtypeStruct]:
+  def spec(self, example: Spec) -> dict[str, jax.ShapeDtypeStruct]:
     return {
       name: jax.ShapeDtypeStruct((self.batch_size, *shape), dtype)
       for name, (dtype, shape) in example.items()

@@ -3,6 +3,7 @@
 Legend: B batch, H height, W width, C channels; `...` stands for B or nothing.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -28,14 +29,8 @@ def pair(size: Size, name: str = "size") -> tuple[int, int]:
   return height, width
 
 
-def dual(
-  fn: Callable[[Any, Any], Any],
-  key: str,
-  key_result: str | None = None,
-  draws: int = 0,
-) -> Op:
-  """Makes an op that maps one feature by fn(feature, u), also on batches."""
-  return registry.on_feature(fn, key, key_result, draws=draws, batched=True)
+# Makes an op that maps one feature by fn(feature, u), also on batches.
+dual = functools.partial(registry.on_feature, batched=True)
 
 
 @registry.register("value_range")
@@ -165,11 +160,9 @@ def random_window(
 ) -> tuple[Any, Any, int, int]:
   """Returns (top, left, height, width) of a random window, given u [..., 2]."""
   height = _with_room(height, width, size, "random_crop")
-  return (
-    _integer(u[..., 0], height - size[0] + 1),
-    _integer(u[..., 1], width - size[1] + 1),
-    *size,
-  )
+  top = _integer(u[..., 0], height - size[0] + 1)
+  left = _integer(u[..., 1], width - size[1] + 1)
+  return top, left, *size
 
 
 @registry.register("random_crop")
@@ -190,13 +183,16 @@ def random_crop(
   """
   window = pair(size)
   check_number("argument 'pad'", pad, least=0, whole=True)
+  cannot_reflect = (
+    f"preprocessing op random_crop cannot reflect {pad} pixels of an image of "
+    "height and width"
+  )
 
   def fn(image, u):
     xp.require_image(image, u, "random_crop")
     height, width = xp.image_size(image)
-    top, left, h, w = random_window(
-      height + 2 * pad, width + 2 * pad, window, u
-    )
+    sides = height + 2 * pad, width + 2 * pad
+    top, left, h, w = random_window(sides[0], sides[1], window, u)
     if not pad:
       return xp.cut(image, top, left, h, w)
     # Gathers with indices beyond the edges instead of building the padded
@@ -204,14 +200,8 @@ def random_crop(
     rows = top[..., None] + np.arange(-pad, h - pad, dtype=np.int32)
     columns = left[..., None] + np.arange(-pad, w - pad, dtype=np.int32)
     if pad_mode == "reflect":
-      height = xp.checked(
-        height,
-        (height > pad) & (width > pad),
-        f"preprocessing op random_crop cannot reflect {pad} pixels of an "
-        "image of height and width",
-        height,
-        width,
-      )
+      fits = (height > pad) & (width > pad)
+      height = xp.checked(height, fits, cannot_reflect, height, width)
       rows = height - 1 - abs(height - 1 - abs(rows))
       columns = width - 1 - abs(width - 1 - abs(columns))
       return xp.gather(image, rows, columns)
@@ -220,10 +210,9 @@ def random_crop(
     crop = xp.gather(image, inner_rows, inner_columns)
     if pad_mode == "edge":
       return crop
-    inside = (rows == inner_rows)[..., :, None, None] & (
-      columns == inner_columns
-    )[..., None, :, None]
-    return xp.where(inside, crop, xp.cast(0, crop.dtype.name))
+    is_row, is_column = rows == inner_rows, columns == inner_columns
+    inside = is_row[..., :, None, None] & is_column[..., None, :, None]
+    return xp.library(inside).where(inside, crop, xp.cast(0, crop.dtype.name))
 
   return dual(fn, key, key_result, draws=2)
 
@@ -234,14 +223,12 @@ def _integer(u: Any, stop: Any) -> Any:
 
 
 def _with_room(height: Any, width: Any, size: tuple[int, int], op: str) -> Any:
-  return xp.checked(
-    height,
-    (height >= size[0]) & (width >= size[1]),
+  message = (
     f"preprocessing op {op} cannot cut {size[0]}x{size[1]} pixels out of an "
-    "image of height and width",
-    height,
-    width,
+    "image of height and width"
   )
+  has_room = (height >= size[0]) & (width >= size[1])
+  return xp.checked(height, has_room, message, height, width)
 
 
 @registry.register("reshape")
@@ -254,7 +241,7 @@ def reshape(
     shape: shape of one example; one dimension may be -1.
     key, key_result: names of the feature and of the result, by default `key`.
   """
-  if any(n < -1 for n in shape) or shape.count(-1) > 1:
+  if min(shape, default=0) < -1 or shape.count(-1) > 1:
     raise ConfigError(
       f"argument 'shape' is {shape}, expected sizes; at most one may be -1."
     )
@@ -262,7 +249,7 @@ def reshape(
   def fn(x, u):
     lead = tuple(u.shape[:-1])
     try:
-      return xp.reshape(x, lead + tuple(shape))
+      return xp.library(x).reshape(x, lead + tuple(shape))
     except ValueError as e:
       raise ConfigError(
         f"preprocessing op 'reshape' cannot turn {key!r} of shape "
@@ -298,9 +285,7 @@ def keep(*keys: str) -> Op:
 @registry.register("drop")
 def drop(*keys: str) -> Op:
   """Drops these features, which must exist."""
-  return _select(
-    keys, lambda fs: {k: value for k, value in fs.items() if k not in keys}
-  )
+  return _select(keys, lambda fs: {k: fs[k] for k in fs if k not in keys})
 
 
 def _select(keys: tuple[str, ...], fn: Callable[[Any], Any]) -> Op:

@@ -1,9 +1,8 @@
 """Image ops that need tensorflow: decoding and resizing.
 
 `decode` followed by a crop becomes one op, which decodes only the part of a
-JPEG that the crop needs and gives the same pixels. Images are HWC with RGB
-channels, top row first. EXIF orientation is ignored, as in the published
-recipes.
+JPEG that the crop needs and gives the same pixels. Images are RGB, [H, W, C],
+top row first. EXIF orientation is ignored, as in the published recipes.
 """
 
 from collections.abc import Callable
@@ -281,24 +280,27 @@ def _fuse(
   )
 
 
-@registry.register_fusion("decode", "inception_crop")
 def _decode_inception_crop(decoding: Arguments, crop: Arguments) -> Op | None:
   options = {k: v for k, v in crop.items() if k not in ("key", "key_result")}
   window, finish = _inception(**options)
   return _fuse(decoding, crop, window, draws=2, finish=finish)
 
 
-@registry.register_fusion("decode", "random_crop")
 def _decode_random_crop(decoding: Arguments, crop: Arguments) -> Op | None:
   if crop["pad"]:
     return None  # The window may be partly outside the image.
   size = pair(crop["size"])
-  return _fuse(
-    decoding, crop, lambda h, w, u: random_window(h, w, size, u), draws=2
-  )
+  window = lambda h, w, u: random_window(h, w, size, u)
+  return _fuse(decoding, crop, window, draws=2)
 
 
-@registry.register_fusion("decode", "central_crop")
 def _decode_central_crop(decoding: Arguments, crop: Arguments) -> Op | None:
   size = None if crop["size"] is None else pair(crop["size"])
   return _fuse(decoding, crop, lambda h, w, u: central_window(h, w, size))
+
+
+registry.fusions |= {
+  ("decode", "inception_crop"): _decode_inception_crop,
+  ("decode", "random_crop"): _decode_random_crop,
+  ("decode", "central_crop"): _decode_central_crop,
+}

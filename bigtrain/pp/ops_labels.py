@@ -53,7 +53,7 @@ def onehot(
     is_class = labels[..., None] == classes
     if multi and xp.rank(labels) == xp.rank(u):
       is_class = xp.reduce_any(is_class, axis=-2)
-    return xp.where(is_class, on32, off32)
+    return xp.library(is_class).where(is_class, on32, off32)
 
   return dual(fn, key, key_result)
 

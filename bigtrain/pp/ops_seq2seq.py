@@ -87,10 +87,10 @@ def span_corruption(
       f"length={length}, density={density}, mean_span={mean_span}."
     )
   full = Spans.of(length, density, mean_span)
-  if full.spans > min(num_sentinels, sentinel):
+  if full.spans > (most := min(num_sentinels, sentinel)):
     raise ConfigError(
       f"length={length} takes {full.spans} sentinels, but there are only "
-      f"{min(num_sentinels, sentinel)}."
+      f"{most}."
     )
   need = full.lengths(length)
   sizes = (inputs_length or need[0], targets_length or need[1])
@@ -169,16 +169,12 @@ def _objective(
 ) -> Op:
   """Makes an op that applies an objective to each document of a window."""
 
-  def row(
-    ids: np.ndarray, segments: np.ndarray, u: np.ndarray
-  ) -> list[np.ndarray]:
-    """Returns ids, segments and positions of inputs, then of targets."""
+  # Ids, segments and positions of inputs, then of targets.
+  def row(ids, segments, u):
     result = [np.zeros((3, size), np.int32) for size in sizes]
     used, number = [0, 0], 0
     for segment in range(1, int(segments.max(initial=0)) + 1):
-      # Each document is contiguous.
-      first = int(np.argmax(segments == segment))
-      at = slice(first, first + int(np.count_nonzero(segments == segment)))
+      at = segments == segment
       inputs_targets = objective(ids[at], u[at])
       if inputs_targets is None:
         continue
@@ -196,9 +192,7 @@ def _objective(
         used[k] = stop
     return [*result[0], *result[1]]
 
-  def all_rows(
-    ids: np.ndarray, segments: np.ndarray, u: np.ndarray
-  ) -> list[np.ndarray]:
+  def all_rows(ids, segments, u):
     if ids.shape[-1] != length:
       raise ConfigError(
         f"preprocessing op {name!r} got windows of {ids.shape[-1]} tokens, but "
@@ -209,11 +203,8 @@ def _objective(
     rows = [row(*each) for each in zip(ids, segments, u)]
     return [np.stack(column) for column in zip(*rows)]
 
-  names = [
-    f"{part}{suffix}"
-    for part in ("inputs", "targets")
-    for suffix in ("", "_segments", "_positions")
-  ]
+  suffixes = ("", "_segments", "_positions")
+  names = [part + end for part in ("inputs", "targets") for end in suffixes]
 
   def fn(features: dict[str, Any], u: Any) -> dict[str, Any]:
     ids = features["targets"]

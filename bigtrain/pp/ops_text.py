@@ -193,10 +193,8 @@ def _as_strings(x: Any, name: str) -> Any:
 
 
 def _not_for_templates(name: str, dtype: str) -> ConfigError:
-  return ConfigError(
-    f"preprocessing op 'strfmt' expects text or integers in {name!r}, got "
-    f"{dtype}."
-  )
+  op = "preprocessing op 'strfmt'"
+  return ConfigError(f"{op} expects text or integers in {name!r}, got {dtype}.")
 
 
 @registry.register("choice")

@@ -1,7 +1,6 @@
 """Preprocessing written as a string: "decode|inception_crop(224)|flip_lr".
 
-A spec is a chain of ops joined by `|`, with Python literals as arguments. The
-text is parsed and never evaluated as code.
+The text is parsed and never evaluated as code.
 """
 
 import ast
@@ -150,7 +149,7 @@ def _fuse(calls: Iterable[_Call]) -> list[_Call]:
   for call in calls:
     if fused:
       last = fused[-1]
-      fusion = registry.find_fusion(last.name, call.name)
+      fusion = registry.fusions.get((last.name, call.name))
       if fusion and (op := fusion(last.arguments, call.arguments)):
         name = f"{last.op.name}|{call.op.name}"
         # No factory has a "|" in its name, so a fused op is never fused again.
@@ -179,8 +178,9 @@ def check_arguments(
     variadic = parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
     for item in value if variadic else (value,):
       if not _fits(item, hint):
+        expected = _readable(hint)
         raise ConfigError(
-          f"argument {name!r} is {item!r}, expected {_readable(hint)}."
+          f"argument {name!r} is {item!r}, expected {expected}."
         )
   bound.apply_defaults()
   return dict(bound.arguments)

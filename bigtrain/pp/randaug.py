@@ -1,9 +1,8 @@
 """RandAugment (Cubuk et al. 2019, https://arxiv.org/abs/1909.13719).
 
 The sixteen operations, their strengths, order and oddities (marked below) match
-the TensorFlow implementation of the published ViT and EfficientNet recipes,
-whose magnitudes were tuned on it. All take and return uint8 RGB images
-[H, W, 3].
+the TensorFlow implementation of the published ViT and EfficientNet recipes. All
+take and return uint8 RGB images [H, W, 3].
 """
 
 import math
@@ -51,14 +50,12 @@ def randaug(
         "'value_range'."
       )
     result = tf.convert_to_tensor(image)
-    for layer in range(num_layers):
-      u_layer = u[layer * _DRAWS_PER_LAYER : (layer + 1) * _DRAWS_PER_LAYER]
-      result = _layer(result, u_layer, choices)
+    for first in range(0, draws, _DRAWS_PER_LAYER):
+      result = _layer(result, u[first : first + _DRAWS_PER_LAYER], choices)
     return tf.ensure_shape(result, image.shape)
 
-  return registry.on_feature(
-    fn, key, key_result, draws=num_layers * _DRAWS_PER_LAYER, tensorflow=True
-  )
+  draws = num_layers * _DRAWS_PER_LAYER
+  return registry.on_feature(fn, key, key_result, draws=draws, tensorflow=True)
 
 
 def _layer(image: Any, u: Any, choices: list[Operation]) -> Any:
@@ -183,11 +180,10 @@ def _warp(image: Any, matrix: list[Any]) -> Any:
 def translate(image: Any, sign: Any, pixels: float, axis: int) -> Any:
   """Shifts the image along an axis; a positive sign means to lower indices."""
   shift = int(pixels + 0.5)
-  borders = [[0, 0], [0, 0], [0, 0]]
+  borders, begin = [[0, 0], [0, 0], [0, 0]], [0, 0, 0]
   borders[axis] = [shift, shift]
   grey = tf.constant(_GREY, tf.uint8)
   wide = tf.pad(image, borders, constant_values=grey)
-  begin = [0, 0, 0]
   begin[axis] = shift + tf.cast(sign, tf.int32) * shift
   return tf.slice(wide, begin, tf.shape(image))
 

@@ -71,7 +71,8 @@ Factory = Callable[..., Op]
 Fusion = Callable[[dict[str, Any], dict[str, Any]], Op | None]
 
 _factories: dict[str, Factory] = {}
-_fusions: dict[tuple[str, str], Fusion] = {}
+# By the names of both ops.
+fusions: dict[tuple[str, str], Fusion] = {}
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
@@ -89,22 +90,10 @@ def register(name: str) -> Callable[[Factory], Factory]:
   return decorate
 
 
-def register_fusion(first: str, second: str) -> Callable[[Fusion], Fusion]:
-  def decorate(fusion: Fusion) -> Fusion:
-    _fusions[first, second] = fusion
-    return fusion
-
-  return decorate
-
-
 def find(name: str) -> Factory:
   if name not in _factories:
     raise ConfigError(f"unknown op {name!r}.{did_you_mean(name, _factories)}")
   return _factories[name]
-
-
-def find_fusion(first: str, second: str) -> Fusion | None:
-  return _fusions.get((first, second))
 
 
 def names() -> list[str]:

@@ -5,8 +5,8 @@
   get("tokenizer.json")          a file of Hugging Face's `tokenizers`
   get("some/published/model")    a folder with one of these files
 
-`encode` returns only the ids of the text; the caller adds beginning, end and
-padding. Text that spells a special token, such as "</s>", is plain text.
+`encode` returns only the ids of the text, without beginning, end and padding.
+Text that spells a special token, such as "</s>", is plain text.
 """
 
 import dataclasses

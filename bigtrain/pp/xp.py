@@ -47,12 +47,8 @@ def reduce_any(x: Any, axis: int) -> Any:
   return (np.any if on_host(x) else tf.reduce_any)(x, axis=axis)
 
 
-def where(condition: Any, x: Any, y: Any) -> Any:
-  return (np if on_host(condition) else tf).where(condition, x, y)
-
-
-def reshape(x: Any, shape: tuple[int, ...]) -> Any:
-  return (np if on_host(x) else tf).reshape(x, shape)
+def library(x: Any) -> Any:
+  return np if on_host(x) else tf
 
 
 def image_size(image: Any) -> tuple[Any, Any]:

@@ -117,7 +117,7 @@ def test_an_input_that_ends_early_is_an_error(monkeypatch):
   engine, _ = pipeline.train_engine(config().input, seed=0, rows=np.arange(16))
   stream = engine._stream
   monkeypatch.setattr(
-    engine, "_stream", lambda first, last, end: stream(first, last - 1, end)
+    engine, "_stream", lambda steps, end: stream(steps[:-1], end)
   )
   with pytest.raises(DataError, match=r"ended at step 3 of 4"):
     list(engine.batches(0, 4))
