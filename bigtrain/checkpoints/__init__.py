@@ -2,10 +2,9 @@
 
 Open three modules to learn where an array comes from: start.py decides between
 the workdir's newest checkpoint, config.resume, config.model_init and the seed;
-restore.py loads the arrays of a checkpoint under any mesh; warm_start.py maps
-the names of another model's file to the parameters, and foreign/ opens its
-files. finished.py notes the end of a run. To learn how an array is saved, begin
-with checkpointer.py, and with manifest.py for the files.
-The main program, evaluations, hooks and tools may import this package; models,
-tasks, data and losses may not.
+restore.py loads a checkpoint under any mesh; warm_start.py maps the names of
+another model's file to the parameters, and foreign/ opens its files. To learn
+how an array is saved, begin with checkpointer.py, and manifest.py for the
+files. The main program, evaluations, hooks and tools may import this package;
+models, tasks, data and losses may not.
 """

@@ -1,10 +1,9 @@
 """The parameters with which a schedule-free training ends.
 
-A schedule-free optimizer (optim/wrappers.py) computes gradients at a point y
-between the fast iterate z and the average x; x is the result. A train state has
-y as its parameters, and z as state of the optimizer.
-
-Tools that need no jax import this module, so it imports jax where it is used.
+A train state of a schedule-free optimizer (optim/wrappers.py) has the point y
+of the gradients as its parameters, and the iterate z in the optimizer's state;
+the result of the training is their average x. Tools that need no jax import
+this module.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,10 +18,7 @@ _Z = "opt/z/"
 
 
 def averaged(names: Iterable[str]) -> dict[str, str]:
-  """Returns {parameter: its iterate z}, both by their names in a train state.
-
-  Empty unless the state is of a schedule-free optimizer.
-  """
+  """{parameter: its iterate z}; {} unless the state is schedule-free."""
   names = set(names)
   if not names.issuperset(STATE):
     return {}

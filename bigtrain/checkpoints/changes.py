@@ -28,10 +28,7 @@ _HARMLESS = """
 def differences(
   old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-  """Returns {dotted key: (old value, new value)} of all leaves that differ.
-
-  Values are JSON; None for a key that is absent.
-  """
+  """Returns {dotted key: (old, new)} as JSON; None for a key that is absent."""
   old, new = _leaves(old), _leaves(new)
   keys = sorted(set(old) | set(new))
   return {
@@ -53,7 +50,6 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def is_harmless(key: str) -> bool:
-  """Whether a change of the dotted `key` leaves what the run learns alone."""
   for harmless in _HARMLESS:
     if harmless.endswith("*"):
       if key.startswith(harmless[:-1]):
@@ -72,9 +68,7 @@ def identity(config: Mapping[str, Any]) -> str:
 def check_config(
   old: Mapping[str, Any], new: Mapping[str, Any], allowed: Any
 ) -> None:
-  """Logs all changes of the config; raises ConfigError for those that alter the
-  run, are not harmless and not allowed.
-  """
+  """Logs all changes of the config; ConfigError for those not allowed."""
   allowed = _as_list(allowed)
   refused = []
   for key, (before, after) in differences(old, new).items():

@@ -1,15 +1,11 @@
 """Saves the train state in the background while training goes on.
 
-A save, in order:
-
 1. `save` copies this process's shards to host memory (snapshot.py) and starts a
    thread. The training loop waits only for the copy.
-2. The thread of each process writes its shards with tensorstore.
-   With config.local_ckpt_*, it first writes to its own host
-   (local_checkpoints.py).
-3. When all processes are done, process 0 checks the files
-   (integrity.py), writes the manifest (manifest.py) and commits the checkpoint
-   at one instant (folders.py).
+2. The thread writes the shards with tensorstore (integrity.py); before that to
+   its own host, with config.local_ckpt_* (local_checkpoints.py).
+3. When all processes are done, process 0 checks the files, writes the manifest
+   and commits the checkpoint at one instant (folders.py).
 4. Process 0 removes old checkpoints.
 """
 
@@ -75,8 +71,6 @@ def _point(name: str) -> None:
 
 @dataclasses.dataclass
 class _Job:
-  """What the thread of one save needs."""
-
   step: int
   arrays: dict[str, Array]
   pieces: list[snapshot.Piece]
@@ -92,9 +86,8 @@ class _Job:
 class Checkpointer:
   """Saves checkpoints of a workdir in the background, one at a time.
 
-  All processes of a job call its methods in the same order. The next call of
-  any method raises the error of a failed save, and so do all later calls: a run
-  must not go on in the belief that it is saved.
+  All processes call its methods in the same order. All calls after a failed
+  save raise its error: a run must not go on in the belief that it is saved.
 
   Attributes:
     last_stall_secs: seconds for which the newest `save` blocked its caller
@@ -114,12 +107,10 @@ class Checkpointer:
     config_digest: str = "",
     timeout_secs: float = 1800.0,
   ):
-    """Constructed on all processes.
+    """`keep` is the number of newest checkpoints; with 0, nothing is saved.
 
-    Args:
-      keep: number of newest checkpoints to keep; with 0, nothing is saved.
-      guard: called before a checkpoint is committed; raises if this job may no
-        longer write here (lease.Lease.check).
+    `guard` is called before a commit, and raises if this job may no longer
+    write here (lease.Lease.check).
     """
     self._workdir = workdir
     self._keep = settings.check_number(
@@ -155,8 +146,6 @@ class Checkpointer:
     block: bool = False,
   ) -> int | None:
     """Starts to save; returns when the state may be donated.
-
-    Waits for the previous save first, if it is still being written.
 
     Args:
       keep_steps: checkpoints that this save must not remove.
@@ -223,8 +212,7 @@ class Checkpointer:
   def wait(self) -> float | None:
     """Waits until every save is committed; old ones may still be in removal.
 
-    Returns:
-      Seconds that the last write took; None before the first save.
+    Returns the seconds of the last write; None before the first save.
     """
     self._settled.wait()
     self.check()

@@ -2,10 +2,9 @@
 
 An array's bits are words of 32 bits (smaller items are one word each), counted
 in row-major order. The checksum is two sums modulo 2**32: of the words, and of
-each word times its position from 1. Any single flipped bit changes the first
-sum. The sums of an array are the totals over its parts: so each device sums its
-own shard (device_checksums.py), and a reader sums whatever parts it reads.
-Nothing here needs jax.
+each word times its position from 1. The sums of an array are the totals over
+its parts: each device sums its own shard (device_checksums.py), and a reader
+whatever parts it reads. Nothing here needs jax.
 """
 
 import math
@@ -46,7 +45,6 @@ def of_part(data: np.ndarray, place: Place, shape: Sequence[int]) -> Sums:
 
 
 def _words(data: np.ndarray) -> np.ndarray:
-  """Unsigned words, [*shape, words of an item]."""
   size = min(data.dtype.itemsize, 4)
   items = np.ascontiguousarray(data).reshape(*data.shape, 1)
   return items.view(f"u{size}")
@@ -59,8 +57,8 @@ def _strides(shape: Sequence[int]) -> list[int]:
 def _weighted(words: np.ndarray, strides: Sequence[int]) -> Sums:
   """Sums of words, and of words times positions from 0 in the part.
 
-  A position is a sum over the dimensions, so the sums along each dimension are
-  enough: two passes over the data.
+  A position is a sum over the dimensions, so the sums along each of them
+  suffice.
   """
   if words.ndim == 1:
     return _of_vector(words, strides[0])

@@ -1,9 +1,8 @@
 """Compares arrays on devices, without gathering them.
 
-Each device sums its shards (device_checksums.py), and processes exchange only
-sums and what differs. The functions are called on all processes at the same
-point, and return the same text on all of them: the first array that differs
-with its devices and hosts, or "" if nothing differs.
+Processes exchange only checksums (device_checksums.py) and what differs. All
+processes call the functions together and get the same text: the first array
+that differs with its devices and hosts, or "" if nothing differs.
 """
 
 import collections
@@ -21,8 +20,6 @@ from bigtrain.cluster import process
 
 
 class _Shard(NamedTuple):
-  """A shard on one device, as JSON for other processes."""
-
   position: int  # Of its array in the tree.
   name: str
   place: str

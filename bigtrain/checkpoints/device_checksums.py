@@ -1,7 +1,6 @@
 """Checksums of arrays (checksums.py), made by the devices that hold them.
 
-CPU devices are the host, so their shards are summed there, which needs no
-compilation.
+Shards of CPU devices are summed by numpy, which needs no compilation.
 """
 
 import functools
@@ -27,11 +26,8 @@ def start(
 ) -> Callable[[], DeviceSums]:
   """Starts to sum the shards of jax's arrays, which may be donated afterwards.
 
-  Args:
-    compiled: whether a compiled program sums on CPU devices too.
-
-  Returns:
-    Function that waits for the sums.
+  Returns a function that waits for the sums. If `compiled`, a program sums on
+  CPU devices too.
   """
   started: dict[str, Any] = {}
   for name, x in named:

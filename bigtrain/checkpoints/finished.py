@@ -29,10 +29,8 @@ def write(
 ) -> None:
   """Notes, on process 0, that a run has nothing left to do.
 
-  Args:
-    fingerprints: file -> fingerprint of what the input is made with.
-    results: newest value of each metric, and "step".
-    reason: why the run ended before its last step, if it did.
+  `results` has the newest value of each metric, and "step"; `reason` says why
+  the run ended before its last step, if it did.
   """
   path = os.path.join(workdir, _FILE)
   with contextlib.suppress(OSError, CheckpointError):
@@ -51,8 +49,8 @@ def read(
 ) -> dict[str, Any] | None:
   """Returns the results of a run that has nothing left to do, else None.
 
-  A run goes on, or reports the reason why it cannot, after any change of the
-  config or damage to its newest checkpoint. All processes get the same result.
+  After a change of the config or damage to the newest checkpoint, the start
+  looks at the whole run. All processes get the same result.
   """
   results, reason = process.broadcast(
     _read(workdir, _identity(config, fingerprints))

@@ -5,17 +5,15 @@
                       00000100.old-1f3a-0      replaced by one of the same step
                       00000050.del-1f3a-0      being removed
 
-An attempt writes into a directory with a new name. When it is complete and on
-disk, a rename gives it the name of a checkpoint; removal begins with a rename
-too. So whenever the machine dies, a local directory whose name is only digits
-is a complete checkpoint; the next start removes the others.
+A complete attempt that is on disk gets the name of a checkpoint by a rename,
+and removal begins with one. So whenever the machine dies, a local directory
+whose name is only digits is a complete checkpoint; the next start removes the
+others.
 
 Object stores cannot rename. An attempt has the checkpoint's name from the
-start, and the manifest makes it a checkpoint: one object that is written last
-and removed first. Directories without one are removed at the next start, or
-before their name is used again.
+start, and the manifest, written last and removed first, makes it a checkpoint.
 
-No symbolic link out of a workdir is followed: a link below checkpoints/ is an
+No symbolic link out of a workdir is followed: one below checkpoints/ is an
 error.
 """
 
@@ -51,11 +49,8 @@ _SYNCS_AT_ONCE = 16
 class Listing:
   """Content of a workdir's folder of checkpoints.
 
-  Attributes:
-    checkpoints: step -> directory, ascending. Each has a manifest or arrays,
-      so it is a checkpoint or the remains of one.
-    leftovers: directories of unfinished writes and removals.
-    strays: all other files and directories.
+  `checkpoints` is {step: directory}, ascending, of those with a manifest or
+  arrays; `leftovers` are unfinished writes and removals, `strays` all else.
   """
 
   checkpoints: dict[int, str]
@@ -80,15 +75,13 @@ def steps(workdir: str) -> list[int]:
 
 
 def newest(workdir: str) -> int | None:
-  """The newest step; None only if the workdir has no checkpoint."""
   return max(steps(workdir), default=None)
 
 
 def listing(workdir: str) -> Listing:
   """Lists a workdir's checkpoints; empty only if there are certainly none.
 
-  Raises:
-    CheckpointError: something could not be read, or is a symbolic link.
+  CheckpointError if something cannot be read, or is a symbolic link.
   """
   result = Listing({}, [], [])
   root = folder(workdir)
@@ -166,7 +159,6 @@ def raise_error(error: OSError) -> None:
 
 
 def unreadable(error: OSError) -> CheckpointError:
-  """Returns the error for something that may exist but cannot be read."""
   return CheckpointError(
     f"{error.filename}: cannot be read: {error.strerror}. Whether there are "
     "checkpoints to resume from is unknown, so nothing is started."
@@ -176,11 +168,8 @@ def unreadable(error: OSError) -> CheckpointError:
 def read_manifest(directory: str) -> Manifest:
   """Reads the manifest of one checkpoint.
 
-  Raises:
-    DamagedError: it is missing or damaged, or of another step than the
-      directory's name says.
-    CheckpointError: it cannot be read, or the directory is the remains of an
-      unfinished write.
+  DamagedError if it is missing, damaged or of another step than the directory;
+  CheckpointError if it cannot be read, or is of an unfinished write.
   """
   name = os.path.basename(os.path.normpath(directory))
   path = os.path.join(directory, MANIFEST_FILE)
@@ -212,11 +201,7 @@ def read_manifest(directory: str) -> Manifest:
 
 
 def find(path: str, step: int | None = None) -> str:
-  """Returns the directory of one checkpoint, by default the newest.
-
-  Raises:
-    CheckpointError: it does not exist, or `path` cannot be read.
-  """
+  """Returns the directory of one checkpoint, by default the newest."""
   directories = find_all(path)
   if len(directories) == 1 and step is None:
     return next(iter(directories.values()))
@@ -244,11 +229,7 @@ def find_named(path: str, step: int | None, key: str) -> str:
 
 
 def find_all(path: str) -> dict[int, str]:
-  """Returns {step: directory} of all checkpoints at a path, ascending.
-
-  Raises:
-    CheckpointError: `path` has no checkpoint, or cannot be read.
-  """
+  """{step: directory} of the checkpoints at a path, ascending; never {}."""
   path = paths.absolute(path)
   try:
     if paths.is_remote(path):
@@ -352,8 +333,7 @@ def stage(tmp: str, text: str) -> None:
 def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
   """Puts a complete attempt on disk and gives it the name of a checkpoint.
 
-  Replaces an existing checkpoint of the same step, which is damaged or of a run
-  that was rolled back.
+  An existing checkpoint of the step, damaged or rolled back, is replaced.
   """
   if paths.is_remote(tmp):
     objects.write(os.path.join(tmp, MANIFEST_FILE), text.encode())
@@ -435,11 +415,8 @@ def clean(workdir: str) -> list[str]:
   """Removes the remains of earlier attempts; only one job may call it.
 
   A checkpoint that was about to be replaced gets its name back if the
-  replacement is missing. Only directories with the names that this package
-  uses are touched.
-
-  Returns:
-    One line for each directory that was removed, renamed or ignored.
+  replacement is missing. Returns a line for each directory that is not a
+  checkpoint.
   """
   notes = []
   found = listing(workdir)

@@ -1,9 +1,7 @@
 """Writes and reads arrays of a checkpoint, and checks every bit.
 
-`read` and `read_array` read arrays and check the chunks' checksums. `inspect`
-checks names, sizes and metadata, which is quick; `verify` also reads every
-chunk. Each problem is one line that names the array and the file. Nothing here
-needs jax.
+`inspect` checks names, sizes and metadata, which is quick; `verify` also reads
+every chunk, as `read` does. Nothing here needs jax.
 """
 
 import collections
@@ -48,10 +46,9 @@ _contexts: dict[bool, Any] = {}
 def tensorstore_context(*, sync: bool = True) -> Any:
   """Returns the tensorstore context of all reads and writes.
 
-  It has no cache, which would need as much memory as the checkpoint. It does
-  not lock files: some network file systems cannot, and every file has one
-  writer. With `sync`, it syncs files and their directories before a write
-  counts as done.
+  It has no cache, which would need as much memory as the checkpoint, and locks
+  no files: some network file systems cannot, and every file has one writer.
+  With `sync`, a write is done when files and directories are on disk.
   """
   import tensorstore as ts
 
@@ -113,12 +110,8 @@ def write(
 ) -> None:
   """Writes parts of arrays, each made of whole chunks.
 
-  Args:
-    check: called several times a second; raises to give up.
-    sync: whether to wait for the disk.
-
-  Raises:
-    ValueError: a file cannot be written (tensorstore's kind of error).
+  `check` is called several times a second and raises to give up. A file that
+  cannot be written is a ValueError, as always in tensorstore.
   """
   import tensorstore as ts
 
@@ -150,7 +143,7 @@ def write(
 
 
 def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
-  """Returns {name: SHA-256 of its zarr.json}; "" for a missing object."""
+  """{name: SHA-256 of its zarr.json}; "" for a missing object."""
   files = {name: os.path.join(directory, name, METADATA_FILE) for name in names}
   if paths.is_remote(directory):
     contents = [version.content for version in objects.read_all(files.values())]
@@ -178,11 +171,7 @@ class Problem(NamedTuple):
 def inspect(
   directory: str, manifest: Manifest, names: Iterable[str] | None = None
 ) -> list[Problem]:
-  """Returns the problems that names, sizes and metadata show.
-
-  Raises:
-    CheckpointError: something cannot be read.
-  """
+  """Returns the problems that names, sizes and metadata show."""
   problems = []
   names = list(manifest.arrays if names is None else names)
   try:
@@ -200,8 +189,7 @@ def _inspect_objects(
 ) -> list[Problem]:
   """`inspect` for object stores, with few requests.
 
-  It does not check sizes: no crash leaves half an object, and the checksum
-  shows if someone truncated it.
+  Sizes are not checked: no crash leaves half an object.
   """
   problems = []
   existing = set(objects.below(directory))
@@ -262,12 +250,8 @@ def read(
 ) -> Iterator[np.ndarray]:
   """Reads parts of arrays concurrently and yields them in order.
 
-  Args:
-    parts: (name, index) pairs; parts of the same array follow each other.
-
-  Raises:
-    DamagedError: a chunk is missing or has changed.
-    CheckpointError: a file cannot be read.
+  Parts of the same array follow each other. DamagedError if a chunk is missing
+  or has changed; CheckpointError if a file cannot be read.
   """
   for (name, _), result in read_each(directory, manifest, parts):
     if isinstance(result, ValueError):
@@ -340,8 +324,7 @@ def read_array(directory: str, manifest: Manifest, name: str) -> np.ndarray:
 def verify(directory: str) -> list[Problem]:
   """Reads every chunk and returns all problems; [] for an intact checkpoint.
 
-  Raises:
-    CheckpointError: something cannot be read, so its state is unknown.
+  CheckpointError if something cannot be read, so its state is unknown.
   """
   try:
     manifest = folders.read_manifest(directory)
@@ -381,7 +364,6 @@ def verify(directory: str) -> list[Problem]:
 def check_sums(
   directory: str, manifest: Manifest, name: str, sums: Iterable[checksums.Sums]
 ) -> None:
-  """Raises DamagedError if an array does not have the devices' checksum."""
   if not _matches(manifest.arrays[name], sums):
     raise DamagedError(f"{directory}: array {name!r}: {_NOT_AS_ON_DEVICES}.")
 

@@ -3,21 +3,16 @@
   FOLDER/RUN/0/checkpoints/00000150/   a checkpoint of process 0
   FOLDER/RUN/0/stored                  newest step in the workdir
 
-They are written more often than the workdir's, because each process writes only
-to its own host: all shards that its devices hold, without zarr's metadata and
-without waiting for the disk. So where the mesh has replicas on several hosts, a
-lost host's shards are on another one. "shards" in a manifest's `writer` lists
-the shards with their checksums, which the devices made.
+They are written more often than the workdir's: each process writes all shards
+of its devices to its own host, without waiting for the disk. "shards" in a
+manifest's `writer` lists them with the devices' checksums. At a start, all
+processes agree on the newest step whose shards can be put together, receive the
+files that they lack from each other, and restore it as any other checkpoint;
+without such a step, or if the workdir has a newer one, the workdir's is used.
 
-At a start, all processes agree on the newest step whose shards can be put
-together. They receive the files that they lack from those that have them, and
-then restore it as any other checkpoint. Without such a step, or if the workdir
-has a newer one, the workdir's is used.
-
-A local checkpoint may be left over from a past that is no longer the run's: the
-run went on elsewhere from an earlier step, or the workdir was replaced. So each
-start of a run has a token, and the workdir's local_ckpts.json lists the tokens,
-each with the last step up to which its checkpoints are of the run's past:
+A local checkpoint may be of a past that is no longer the run's. So each start
+has a token, and the workdir's local_ckpts.json has the last step up to which
+the checkpoints of each token are of the run's past:
 
   {"5e1f9c2e": 150, "9ab3d7c1": null}
 
@@ -83,11 +78,7 @@ class Saved(NamedTuple):
 def from_config(
   config: settings.Config, every_steps: int | None, workdir: str
 ) -> "LocalCheckpoints | None":
-  """Reads local_ckpt_dir; None for a run without local checkpoints.
-
-  Args:
-    every_steps: interval, config.local_ckpt_*; None or 0 for none.
-  """
+  """Reads local_ckpt_dir; None for a run without local checkpoints."""
   folder = config.get("local_ckpt_dir")
   if not every_steps:
     if folder is not None and every_steps is None:
@@ -156,12 +147,8 @@ class LocalCheckpoints:
   ) -> tuple[Any, Manifest] | None:
     """Restores the newest step that the processes together have.
 
-    Args:
-      stored: newest step of the workdir; older local ones are not used.
-      like: tree of jax.ShapeDtypeStruct with shardings, the whole state.
-
-    Returns:
-      (tree of jax.Arrays, the manifest) on all processes; or None on all.
+    Returns (tree like `like`, the manifest) on all processes, or None on all:
+    also if the workdir's newest step, `stored`, is newer.
     """
     self._join()
     seen = [_read_stored(folder) for folder in (self._own, *self._left)]
@@ -229,10 +216,7 @@ class LocalCheckpoints:
   def _shared_manifest(
     self, step: int, token: str, first: int, like: Any
   ) -> Manifest | None:
-    """The manifest of a step that process `first` has, on all processes.
-
-    None if the arrays are not those of `like`.
-    """
+    """The manifest that process `first` has; None if it does not fit `like`."""
     text = ""
     if jax.process_index() == first:
       text = self._saved[step, token].manifest.to_json()
@@ -247,11 +231,7 @@ class LocalCheckpoints:
     return manifest
 
   def _complete(self, manifest: Manifest, token: str, like: Any) -> bool:
-    """Gets the shards that this process lacks; whether all processes succeed.
-
-    Each reads its shards, says which ones it needs, offers the intact ones of
-    those that others need, and receives the files of its own.
-    """
+    """Gets the shards that this process lacks; whether all succeed."""
     saved = self._saved.get((manifest.step, token))
     intact = _intact(saved) if saved else {}
     missing = [key for key in _needed(like) if key not in intact]
@@ -299,7 +279,6 @@ class LocalCheckpoints:
         server.close()
 
   def _prepare(self, manifest: Manifest, saved: Saved | None) -> str:
-    """Makes the directory that receives files from other processes."""
     if saved is not None:
       return saved.directory
     directory = self._path(manifest.step)
@@ -308,11 +287,7 @@ class LocalCheckpoints:
     return directory
 
   def begin(self, step: int, stored: int | None) -> None:
-    """Begins a new token; the run goes on from `step`.
-
-    Args:
-      stored: newest step of the workdir, if it has one.
-    """
+    """Begins a new token: the run goes on from `step`."""
     if not self._token:
       self._join()
     tokens = {
@@ -406,10 +381,7 @@ class LocalCheckpoints:
 
 
 def _find(folder: str, run: str) -> Iterable[tuple[str, Saved]]:
-  """Yields (token, checkpoint) for the complete checkpoints of a run.
-
-  Those that are damaged or of another run are left out with a warning.
-  """
+  """Yields (token, checkpoint) for the complete checkpoints of a run."""
   try:
     found = folders.listing(folder).checkpoints
   except CheckpointError as e:
@@ -458,7 +430,6 @@ def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
 
 
 def _needed(like: Any) -> Iterable[Key]:
-  """The shards that the devices of this process need, each once."""
   keys: dict[Key, None] = {}
   for name, spec in trees.flatten_with_names(like):
     shape = tuple(spec.shape)
@@ -518,7 +489,6 @@ def _read_stored(folder: str) -> int:
 
 
 def _read_record(workdir: str) -> dict[str, int | None]:
-  """The tokens of the starts so far; {} if the file is missing or damaged."""
   path = os.path.join(workdir, RECORD)
   try:
     record = json.loads(paths.read_bytes(path))

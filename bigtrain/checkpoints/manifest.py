@@ -7,17 +7,13 @@ A checkpoint is a directory with a valid manifest:
            ...
            manifest.json                     written last
 
-The manifest holds the name, shape, dtype and sharding of each array, number and
-size of its files, the SHA-256 of its zarr.json; the host state; and a SHA-256
-of itself. Each chunk has a crc32c. So files that are missing, truncated,
-changed or of another run are detected before they are used. The checksum of an
-array's values is made on the devices (checksums.py), so it also reveals what
-changed in host memory before the files were written.
+The manifest has the SHA-256 of each zarr.json and of itself, and each chunk has
+a crc32c: files that are missing, truncated, changed or of another run are
+detected before they are used. The checksum of an array's values is made on the
+devices (checksums.py), so it also reveals what changed in host memory.
 
-The layout is the one of jax.experimental.array_serialization for the same
-tensorstore spec, which can read the arrays.
-
-Nothing here needs jax, so checkpoints can be inspected on a laptop without it.
+The layout is that of jax.experimental.array_serialization for the same
+tensorstore spec. Nothing here needs jax.
 """
 
 import dataclasses
@@ -222,13 +218,10 @@ class HostState:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-  """Description of a checkpoint.
+  """Description of a checkpoint after `step` finished steps.
 
-  Attributes:
-    step: number of finished training steps.
-    config_digest: digest of the run's config.
-    writer: time, host and versions of the save, for information only; see also
-      local_checkpoints.py.
+  `writer` has time, host and versions of the save, for information only; see
+  also local_checkpoints.py.
   """
 
   step: int
@@ -242,7 +235,6 @@ class Manifest:
     return sum(a.num_bytes for a in self.arrays.values())
 
   def to_json(self) -> str:
-    """Returns the text of the file, which includes its digest."""
     content: dict[str, Any] = {
       "format": FORMAT,
       "version": VERSION,
@@ -280,12 +272,9 @@ class Manifest:
 
   @classmethod
   def from_json(cls, text: bytes | str, where: str) -> "Manifest":
-    """Reads and checks a manifest.
+    """Reads a manifest; DamagedError if it or a name in it is not valid.
 
-    Raises:
-      DamagedError: it is not valid, its digest does not match, or a name is not
-        safe as a path.
-      CheckpointError: it has another version of the format.
+    CheckpointError if it has another version of the format.
     """
     try:
       content = json.loads(text)
@@ -350,8 +339,7 @@ def _metadata(
 def check_names(names: Iterable[str]) -> None:
   """Raises CheckpointError for names that are not safe as paths.
 
-  A name with "..", an empty part or a leading slash would lead out of the
-  checkpoint; a name below another would mix the files of two arrays.
+  A name below another would mix the files of two arrays.
   """
   seen: set[str] = set()
   for name in names:

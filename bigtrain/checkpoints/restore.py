@@ -37,11 +37,8 @@ def resume(
 ) -> tuple[Any, Manifest] | None:
   """Restores the newest checkpoint of a workdir; None without a checkpoint.
 
-  Called on all processes, by the only job in the workdir. Removes the remains
-  of interrupted saves first.
-
-  Args:
-    fallback: whether to use the previous checkpoint if the newest is damaged.
+  Called on all processes, by the only job in the workdir. If `fallback`, an
+  older checkpoint replaces a damaged one.
   """
   clean(workdir)
   directories = folders.listing(workdir).checkpoints
@@ -95,11 +92,8 @@ def restore(
 ) -> tuple[Any, Manifest]:
   """Loads a checkpoint onto devices, whatever its sharding when saved.
 
-  Args:
-    like: tree of jax.ShapeDtypeStruct with shardings: exactly the arrays that
-      the checkpoint must hold. Without a sharding, an array goes to this
-      process's first device.
-    step: step in the workdir; the newest by default.
+  `like` is a tree of ShapeDtypeStructs: exactly the arrays that the checkpoint
+  must hold. Without a sharding, an array goes to this process's first device.
 
   Raises:
     MismatchError: names, shapes or dtypes differ; all differences are listed.
@@ -124,7 +118,6 @@ def read_tree(directory: str, manifest: Manifest, like: Any) -> Any:
 def check_fits(
   directory: str, manifest: Manifest, specs: Mapping[str, Any]
 ) -> None:
-  """Raises MismatchError with all differences of names, shapes and dtypes."""
   saved = manifest.arrays
   lines = []
   for name, spec in specs.items():
@@ -161,14 +154,9 @@ def load(
   sources: Mapping[str, str],
   like: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-  """Loads arrays of a checkpoint under new names.
+  """Loads arrays under new names; DamagedError if a file has changed.
 
-  Args:
-    sources: new name -> name in the checkpoint.
-    like: new name -> jax.ShapeDtypeStruct of the same shape and dtype.
-
-  Raises:
-    DamagedError: a file is missing, truncated or changed.
+  `sources` is {new name: name in the checkpoint}; `like` has the new names.
   """
   problems = integrity.inspect(directory, manifest, sources.values())
   if problems:
@@ -185,8 +173,7 @@ def _load(
 ) -> dict[str, jax.Array]:
   """Reads each part once, even if several devices of this process need it.
 
-  It reads nothing else. (jax's run_deserialization reads a part once for each
-  device, and caches up to 10 GB.)
+  (jax's run_deserialization reads it for each, and caches up to 10 GB.)
   """
   reads = [(name, read) for name in sources for read in _reads(like[name])]
   values = integrity.read(
@@ -220,12 +207,7 @@ def _load(
 
 
 class _Read(NamedTuple):
-  """A part of an array to read, and each device's share of it.
-
-  Attributes:
-    place: index of the part in the array.
-    cuts: (index in the part, device) pairs.
-  """
+  """A part of an array to read, with (index in the part, device) pairs."""
 
   place: tuple[slice, ...]
   cuts: list[tuple[tuple[slice, ...], Any]]
@@ -241,8 +223,8 @@ def _sharding(spec: Any) -> Any:
 def _reads(spec: Any) -> list[_Read]:
   """The parts of an array that this process reads for its devices.
 
-  It is a single part if the devices' shares fill a box: shares that were saved
-  into the same file would otherwise read that file several times.
+  A single part if the devices' shares fill a box: shares that were saved into
+  the same file would otherwise read that file several times.
   """
   shape = tuple(spec.shape)
   devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}

@@ -25,12 +25,10 @@ PartialSums = Callable[[], list[checksums.Sums]]
 
 
 class Piece(NamedTuple):
-  """A part of an array in host memory.
+  """A part of an array in host memory, and its index in the array.
 
-  Attributes:
-    place: index of the part in the array, with explicit starts and stops.
-    data: values: a numpy array, or a jax array in pinned host memory.
-    is_copy: whether another process writes this part to the workdir.
+  `data` is a numpy array, or a jax array in pinned host memory; `is_copy` tells
+  that another process writes this part to the workdir.
   """
 
   name: str
@@ -59,9 +57,8 @@ class _Plan(NamedTuple):
 class Snapshots:
   """Copies the arrays of a tree, again and again.
 
-  Args:
-    all_shards: whether to copy also the shards of this process's devices that
-      another process writes to the workdir, each once.
+  If `all_shards`, it copies also the shards of this process's devices that
+  another process writes to the workdir, each once.
   """
 
   def __init__(self, *, all_shards: bool = False) -> None:
@@ -73,12 +70,8 @@ class Snapshots:
   ) -> tuple[list[Piece], dict[str, Array], PartialSums]:
     """Copies the shards that this process writes.
 
-    Args:
-      named: (name, array) pairs; numpy arrays belong to process 0.
-
-    Returns:
-      (shards of this process, {name: layout in files} of all arrays, function
-      that returns the checksum of each of the shards on its device).
+    Numpy arrays belong to process 0. Returns the shards, the layout in files of
+    all arrays, and a function that returns the devices' checksum of each shard.
     """
     key = [
       (name, getattr(x, "shape", x), getattr(x, "dtype", None), _sharding(x))
@@ -128,7 +121,6 @@ class Snapshots:
 def sums_by_name(
   pieces: Sequence[Piece], sums: Sequence[checksums.Sums]
 ) -> dict[str, checksums.Sums]:
-  """{name: sums of the pieces of the array that are no copies}"""
   parts: dict[str, list[checksums.Sums]] = {}
   for piece, one in zip(pieces, sums):
     if not piece.is_copy:
@@ -158,7 +150,6 @@ def _copy_to_host(shards: Sequence[Any]) -> list[Any]:
 
 
 def _shard(x: Any, number: int) -> Any:
-  """Returns an addressable shard's data without making a jax Shard object."""
   if not isinstance(x, jax.Array):
     return x
   if number and x.is_fully_replicated:  # addressable_data returns shard 0.
@@ -167,7 +158,6 @@ def _shard(x: Any, number: int) -> Any:
 
 
 def _is_on_host(x: Any) -> bool:
-  """Whether the host computes with an array: a numpy array, or of a CPU."""
   return (
     not isinstance(x, jax.Array) or next(iter(x.devices())).platform == "cpu"
   )
@@ -182,8 +172,7 @@ def _make_plan(
 ) -> _Plan:
   """Decides which process writes which shard, and the layout in files.
 
-  The load is balanced over the devices, so that all links to the host and all
-  hosts are used. Every process computes the same plan.
+  The load is balanced over the devices. Every process computes the same plan.
   """
   _check(named)
   load: dict[Any, int] = {}

@@ -60,14 +60,10 @@ def read(config: settings.Config) -> StartOptions:
 
 
 class Start(NamedTuple):
-  """The state that a run starts with.
+  """The state that a run starts with, after `step` finished steps.
 
-  Attributes:
-    host: state of the host's side; the defaults for a new run.
-    step: number of finished steps.
-    how: one line for the log.
-    resumed: whether the state is from a checkpoint of this run.
-    saved_step: step of the workdir's newest checkpoint, or None.
+  `how` is a line for the log, `resumed` whether the state is from a checkpoint
+  of this run, `saved_step` the step of the workdir's newest.
   """
 
   state: Any
@@ -104,11 +100,6 @@ def start(
     model_module: module whose `from_published`, if any, converts parameters.
     from_local: whether the run may start from the hosts' checkpoints. A
       rollback may not: what it skips must not depend on them.
-
-  Raises:
-    ConfigError: the config or one of its files changed, or a state does not
-      fit the model.
-    CheckpointError: the workdir's checkpoints are damaged or unreadable.
   """
 
   def check_origin(host: HostState) -> None:
@@ -191,7 +182,6 @@ def _continue(
 def _load_model(
   state: dict[str, Any], source: Any, state_spec: Any, model_module: Any
 ) -> None:
-  """Replaces the parameters in a new state by those of config.model_init."""
   loaded = warm_start.load_variables(
     source,
     evaluated(state_spec)["params"],
@@ -206,11 +196,10 @@ def _load_model(
 
 
 def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns {name: model variables} for each set of weights in a train state.
+  """{name: model variables} for each set of weights in a train state.
 
-  The names are "params" and, if the state has averaged parameters, "ema". For
-  schedule-free optimizers "params" are their averages (averages.py). If
-  the state has a teacher beside it, the variables have the entry "teacher".
+  The names are "params" and, if there are averaged parameters, "ema". A teacher
+  in the state is the variables' entry "teacher".
   """
   opt = state.get("opt", {})
   weights = {"params": averages.evaluation_form(state["params"], opt)}

@@ -16,16 +16,10 @@
   )
 
 A table with each name of the file and of the model is logged. Nothing is
-padded, cut or left out unless the config allows it by name. An array of another
-shape, such as a head for another vocabulary, is never cut or padded to fit: it
-keeps its fresh initialisation, and the table says so. A model's own rules, such
-as the resampling of position embeddings, are in its `from_published`.
-
-The config.json beside published weights must agree with config.model
-(`check_published`).
-
-Mutable collections of the model, such as the running means of batch
-normalisation, are read too, under names like "batch_stats/bn1/mean".
+padded, cut or left out unless the config allows it by name; a model's own
+rules, such as the resampling of position embeddings, are in its
+`from_published`. Mutable collections, such as the running means of batch
+normalisation, have names like "batch_stats/bn1/mean".
 """
 
 import collections
@@ -102,17 +96,12 @@ def load_params(
 
   Args:
     like: tree of jax.ShapeDtypeStruct with shardings: the model's parameters.
-    init: returns freshly initialised parameters on the devices; called only
-      if some of them are needed.
+    init: returns freshly initialised parameters; called only if needed.
     convert: the model's `from_published`, applied after renaming unless all
       names and shapes fit already.
 
   Returns:
     (tree like `like` of jax.Arrays, the table, which is also logged).
-
-  Raises:
-    ConfigError: lists all arrays that are missing, unused or of another shape,
-      and not allowed to be.
   """
   source = read_source(spec, key)
   specs = dict(trees.flatten_with_names(like))
@@ -181,10 +170,7 @@ def load_variables(
 ) -> dict[str, Any]:
   """Loads a model's variables: parameters and mutable collections.
 
-  Args:
-    like: {"params": jax.ShapeDtypeStructs, and each mutable collection}.
-    module: module of the model; its `from_published`, if any, converts
-      parameters.
+  `like` is {"params": jax.ShapeDtypeStructs, and each mutable collection}.
   """
 
   def joined(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,11 +193,7 @@ def load_variables(
 def load_state(
   spec: str | Mapping[str, Any], like: Any, *, key: str = "config.resume"
 ) -> tuple[Any, Manifest]:
-  """Loads the full train state of another workdir or checkpoint.
-
-  Args:
-    spec: a path, or dict(path=..., step=...).
-  """
+  """Loads the full train state of another workdir or checkpoint."""
   source = read_source(spec, key, ("path", "step"))
   directory = folders.find_named(source.path, source.step, key)
   return restore.restore(directory, like)
@@ -278,16 +260,9 @@ def check_published(
   """Compares the config.json beside published weights with the model.
 
   The arrays do not show the number of heads, the base of rotary embeddings or
-  the activation: with other values a model would compute other logits. Fields
-  that the arrays' shapes show are left to the table of the warm start if the
-  config has any `allow_...` list for arrays.
-
-  Args:
-    path: key of the config that describes the model.
-
-  Raises:
-    ConfigError: fields that differ, unless `allow_changed` names them; an
-      architecture that the module does not compute.
+  the activation. Fields that the arrays' shapes show are left to the table of
+  the warm start if the config has any `allow_...` list for arrays. `path` is
+  the key of the config that describes the model.
   """
   key = f"{path}.model_init"
   source = read_source(spec, key)
@@ -405,8 +380,7 @@ def _judge(
 ) -> tuple[list[Line], set[str], list[Line]]:
   """Applies the allow_... lists.
 
-  Returns:
-    (the lines, names of arrays that stay fresh, lines that are not allowed).
+  Returns (the lines, names that stay fresh, lines that are not allowed).
   """
   result, fresh, refused = [], set(), []
   for line in lines:

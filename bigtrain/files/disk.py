@@ -10,10 +10,7 @@ _CODES = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: BaseException | None) -> bool:
-  """Whether an error, or one of its causes, comes from a full disk.
-
-  tensorstore's errors have only a text.
-  """
+  """Whether an error, or one of its causes, comes from a full disk."""
   while error is not None:
     if isinstance(error, OSError) and error.errno in _CODES:
       return True
@@ -24,7 +21,6 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def reason(error: BaseException, path: str) -> str:
-  """Why a write failed: file and error, and the free bytes."""
   text = str(error) or type(error).__name__
   if isinstance(error, OSError) and error.filename:
     text = f"{error.filename}: {error.strerror}"
@@ -32,11 +28,7 @@ def reason(error: BaseException, path: str) -> str:
 
 
 def room(error: BaseException, path: str) -> str:
-  """Returns " (/path has 4,096 of 1,048,576 bytes free)" if a disk is full.
-
-  "" if the error has another cause or already names the free bytes, and for
-  object stores.
-  """
+  """Free bytes of a full disk, in parentheses; "" for other errors."""
   known = "bytes free" in str(error)
   if known or not is_full(error) or paths.is_remote(path):
     return ""

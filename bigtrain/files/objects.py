@@ -1,19 +1,16 @@
 """Client for object stores: gs://bucket/run and s3://bucket/run.
 
-tensorstore's own clients read and write arrays as well as every other object,
-so one set of credentials and one endpoint serve a whole run. Callers rely on
-these properties:
+tensorstore's own clients read and write arrays as well as every other object.
+Callers rely on these properties:
 
 - An object exists as a whole or not at all, even if its writer dies.
 - A read or a listing after a write sees that write.
 - A write can depend on the version that it replaces, so one of several
-  concurrent writers wins. Google Cloud Storage and Amazon S3 guarantee this;
-  other servers do if they honour If-Match and If-None-Match.
-- Objects cannot be appended to or renamed, and there are no folders, only names
-  with slashes.
+  concurrent writers wins, at least in Google Cloud Storage and Amazon S3.
+- Objects cannot be appended to or renamed, and there are no folders.
 
-Failures are OSErrors that name the URL. Waiting is bounded: a store that does
-not answer is an error after a minute, and after seconds from then on.
+Failures are OSErrors that name the URL. A store that does not answer is one
+after a minute, and after seconds from then on.
 """
 
 import errno
@@ -57,7 +54,6 @@ class Version(NamedTuple):
 
 
 def parse(path: str) -> Place:
-  """Parses a URL; ConfigError if it is not valid."""
   scheme, _, rest = path.partition("://")
   if scheme not in SCHEMES:
     known = " or ".join(f"{name}://bucket/..." for name in SCHEMES)
@@ -77,8 +73,8 @@ def parse(path: str) -> Place:
 def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
   """Returns the tensorstore spec of a URL.
 
-  The standard environment variables AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and
-  STORAGE_EMULATOR_HOST replace the public endpoints.
+  AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and STORAGE_EMULATOR_HOST replace the
+  public endpoints.
   """
   place = parse(path)
   spec: dict[str, Any] = {
@@ -158,8 +154,7 @@ def _text(error: BaseException) -> str:
 def as_os_error(error: BaseException, path: str) -> OSError:
   """Converts a failure of tensorstore to an OSError that names the URL.
 
-  The result is never a FileNotFoundError: a missing bucket proves nothing about
-  its objects.
+  Never a FileNotFoundError: a missing bucket proves nothing about its objects.
   """
   text = _text(error)
   if text.startswith(_SILENCE):
@@ -175,7 +170,6 @@ def as_os_error(error: BaseException, path: str) -> OSError:
 
 
 def read(path: str) -> Version:
-  """Reads an object; its content is None if it does not exist."""
   return read_all([path])[0]
 
 
@@ -201,12 +195,8 @@ def write(
 ) -> bool:
   """Writes an object, or removes it if `content` is None.
 
-  Args:
-    instead_of: version to replace; by default any version is replaced.
-    hasty: whether to fail soon if the store does not answer.
-
-  Returns:
-    Whether it was written; False if the object is not at `instead_of`.
+  Returns False if the object is not at the version `instead_of`, if given. If
+  `hasty`, it fails soon when the store does not answer.
   """
   place = parse(path)
   condition = {} if instead_of is None else {"if_equal": instead_of.generation}

@@ -1,9 +1,7 @@
 """Files of a run, in a local folder or in an object store.
 
 Paths are strings that os.path.join joins. A path with "://" is a URL of an
-object store (objects.py); any other path is local. Checkpoints have their own
-rules (checkpoints/folders.py); everything else that a run reads or writes in
-its workdir goes through here.
+object store (objects.py); any other path is local.
 """
 
 import contextlib
@@ -28,15 +26,10 @@ def is_remote(path: str) -> bool:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-  """Returns the absolute path of what a user typed.
+  """Returns the absolute path of what a user typed; "~" is expanded.
 
-  "~" is expanded; ".", ".." and repeated or trailing slashes are removed.
-  Symbolic links stay in the path unless ".." follows them: as for the
-  operating system, "link/.." is the parent of the link's target. URLs of
-  object stores lose a trailing slash.
-
-  Raises:
-    ConfigError: a URL with an unknown scheme or without a bucket.
+  Symbolic links stay in the path unless ".." follows them: as for the operating
+  system, "link/.." is the parent of the link's target.
   """
   path = os.fspath(path)
   if is_remote(path):
@@ -91,10 +84,7 @@ def make_folder(path: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str, mode: str = "w") -> Iterator[Any]:
-  """Opens a file to replace it; readers see the old or the new content.
-
-  `mode` is "w" for UTF-8 text or "wb" for bytes.
-  """
+  """Opens a file to replace it; readers see the old or the new content."""
   encoding = None if "b" in mode else "utf-8"
   if not is_remote(path):
     # Several processes may write the same file at once.
@@ -144,10 +134,7 @@ class Mirror:
     return stat.st_size, stat.st_mtime_ns
 
   def push(self, *, soon: bool = False) -> None:
-    """Uploads the file if it has changed; returns when that is done.
-
-    With `soon`, that may be left to a later call if the last one was recent.
-    """
+    """Uploads a file that has changed; with `soon`, perhaps in a later call."""
     if self.local == self.path or self._state() == self._pushed:
       return
     started = time.monotonic()

@@ -34,13 +34,11 @@ class Stored:
   """An array in a tensorstore, read by indexing it."""
 
   def __init__(self, store: Any, dtype: Any):
-    """`dtype` is of the values, which the store may keep as uint16."""
     self._store = store
     self.dtype = np.dtype(dtype)
     self.shape = tuple(store.shape)
 
   def __getitem__(self, index: Any) -> np.ndarray:
-    """Reads a part; DamagedError if a file is missing or damaged."""
     try:
       values = np.asarray(self._store[index].read().result())
     except ValueError as e:
@@ -49,12 +47,7 @@ class Stored:
 
 
 class Folder(NamedTuple):
-  """The arrays of a checkpoint.
-
-  Attributes:
-    arrays: by "/"-joined name; `Stored`, or numpy arrays.
-    step: number of finished steps; 0 if the folder does not tell.
-  """
+  """The arrays of a checkpoint; `step` is 0 if the folder does not tell."""
 
   arrays: dict[str, Any]
   step: int
@@ -64,13 +57,8 @@ class Folder(NamedTuple):
 def find(path: str, step: int | None = None) -> str | None:
   """Returns the folder or file of a checkpoint; None if `path` has no such one.
 
-  Args:
-    path: NAME.bv or one of its folders; a model directory of T5X, one of its
-      checkpoints, or that checkpoint's file.
-    step: step of the checkpoint; the newest by default.
-
-  Raises:
-    ValueError: there is no checkpoint of this step.
+  `path` is NAME.bv or one of its folders; a model directory of T5X, one of its
+  checkpoints, or that checkpoint's file. By default the newest step is found.
   """
   folder, name = os.path.split(path.rstrip("/"))
   last = f"{path}-LAST"
@@ -120,11 +108,7 @@ def _is_array(folder: str, name: str) -> bool:
 
 
 def open_folder(path: str) -> Folder:
-  """Opens the arrays of a checkpoint that `find` has returned.
-
-  Raises:
-    ValueError: the folder is not complete, or has another layout.
-  """
+  """Opens the arrays of a checkpoint that `find` has returned."""
   if not os.path.exists(path):
     raise ValueError(f"no such file or directory: {path}")
   file = path if os.path.isfile(path) else os.path.join(path, _T5X_FILE)

@@ -1,9 +1,7 @@
 """Files to load parameters from: .npz, .safetensors, checkpoints.
 
-If a file holds more than parameters, such as a train state, only the tree named
-by `prefix` is read, and the mutable collections that the model has. Arrays of
-.safetensors files are memory-mapped and read where they are used. Pickled
-objects are never loaded, because that would run code.
+Of a file that holds more, only the tree `prefix` and the model's mutable
+collections are read. Pickled objects are never loaded: that would run code.
 """
 
 import logging
@@ -38,9 +36,7 @@ class File(NamedTuple):
     read: names -> arrays by name.
     checkpoint: (directory, manifest, {name: full name}) for checkpoints of this
       program.
-    step: number of finished steps, for checkpoints.
-    parts: names -> arrays that are read when they are indexed; `read` unless
-      the file has such ones.
+    parts: names -> arrays that are read when they are indexed, if any are.
   """
 
   specs: dict[str, jax.ShapeDtypeStruct]
@@ -61,9 +57,6 @@ def open_file(
   """Opens a file or checkpoint.
 
   Args:
-    path: an .npz or .safetensors file, the folder of a published model with
-      .safetensors files, a checkpoint, a workdir, or a checkpoint of big_vision
-      or T5X.
     prefix: tree to read, such as "ema"; by default "params" if there is such a
       tree, else everything.
     collections: mutable collections to read too, such as "batch_stats"; their

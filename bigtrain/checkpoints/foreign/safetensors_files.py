@@ -1,8 +1,7 @@
 """Reads and writes .safetensors files without holding them in memory.
 
 The safetensors library checks headers and writes files. Arrays are mapped from
-the file here: the library would copy a whole array, or all of them, while a
-process that holds a part of an array on its devices reads only this part.
+the file here, because the library would copy whole arrays.
 """
 
 import json
@@ -36,11 +35,7 @@ def is_folder(path: str) -> bool:
 
 
 def read(path: str) -> dict[str, np.ndarray]:
-  """Maps all arrays of a file, or of a published model's folder, read-only.
-
-  Raises:
-    ValueError: not a .safetensors file, or truncated; an array in two files.
-  """
+  """Maps all arrays of a file, or of a published model's folder, read-only."""
   if not os.path.isdir(path):
     return _read_file(path)
   index = os.path.join(path, INDEX)
@@ -98,14 +93,8 @@ def write(
 ) -> None:
   """Writes one file; holds one array in memory at a time.
 
-  The library writes all arrays at once, so they wait in a temporary file beside
-  the final one.
-
-  Args:
-    specs: {name: (shape, name of the dtype)}, in the order of `arrays`.
-
-  Raises:
-    ValueError: the format has no such dtype.
+  `specs` is {name: (shape, name of the dtype)}, in the order of `arrays`, which
+  wait in a temporary file, because the library writes all of them at once.
   """
   for name, (_, dtype) in specs.items():
     if dtype not in _DTYPES.values():
