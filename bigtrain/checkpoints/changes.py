@@ -4,6 +4,7 @@ A change of any other key would change what the run learns, so it is refused
 unless config.allow_changes names it.
 """
 
+import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,10 +31,9 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
   """Returns {dotted key: (old, new)} as JSON; None for a key that is absent."""
   old, new = _leaves(old), _leaves(new)
-  keys = sorted(set(old) | set(new))
   return {
     key: (old.get(key), new.get(key))
-    for key in keys
+    for key in sorted(old.keys() | new.keys())
     if old.get(key) != new.get(key)
   }
 
@@ -50,13 +50,10 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def is_harmless(key: str) -> bool:
-  for harmless in _HARMLESS:
-    if harmless.endswith("*"):
-      if key.startswith(harmless[:-1]):
-        return True
-    elif key == harmless or key.startswith(harmless + "."):
-      return True
-  return False
+  return any(
+    fnmatch.fnmatchcase(key, pattern) or key.startswith(f"{pattern}.")
+    for pattern in _HARMLESS
+  )
 
 
 def identity(config: Mapping[str, Any]) -> str:

@@ -33,25 +33,15 @@ def as_text(sums: Sums) -> str:
 
 def of_part(data: np.ndarray, place: Place, shape: Sequence[int]) -> Sums:
   """Returns the sums of a part of an array of `shape`."""
-  words = _words(data)
+  items = np.ascontiguousarray(data).reshape(*data.shape, 1)
+  words = items.view(f"u{min(data.dtype.itemsize, 4)}")
   starts = [*(s.start for s in place), 0]
-  strides = _strides([*shape, words.shape[-1]])
+  sizes = [*shape, words.shape[-1]]
+  strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
   # Position of the first word of the part, from 1.
   first = 1 + sum(start * stride for start, stride in zip(starts, strides))
-  total, weighted = 0, 0
-  if words.size:
-    total, weighted = _weighted(words, strides)
+  total, weighted = _weighted(words, strides) if words.size else (0, 0)
   return total, (first * total + weighted) % _MODULUS
-
-
-def _words(data: np.ndarray) -> np.ndarray:
-  size = min(data.dtype.itemsize, 4)
-  items = np.ascontiguousarray(data).reshape(*data.shape, 1)
-  return items.view(f"u{size}")
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-  return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
 def _weighted(words: np.ndarray, strides: Sequence[int]) -> Sums:
@@ -69,7 +59,6 @@ def _weighted(words: np.ndarray, strides: Sequence[int]) -> Sums:
 
 
 def _of_vector(words: np.ndarray, stride: int) -> Sums:
-  total, weighted = 0, 0
   if len(words) > 2 * _ROW:
     whole = len(words) // _ROW * _ROW
     total, weighted = _weighted(words[:whole].reshape(-1, _ROW), (_ROW, 1))

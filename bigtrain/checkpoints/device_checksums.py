@@ -29,7 +29,7 @@ def start(
   Returns a function that waits for the sums. If `compiled`, a program sums on
   CPU devices too.
   """
-  started: dict[str, Any] = {}
+  started: dict[str, Any] = {}  # Sums, or the array of a compiled program.
   for name, x in named:
     if not isinstance(x, jax.Array):
       continue
@@ -47,16 +47,13 @@ def start(
     }
 
   def wait() -> DeviceSums:
-    result = {}
     for name, sums in started.items():
-      if not isinstance(sums, dict):
-        sums = {
-          shard.device: (int(values[0]), int(values[1]))
+      if isinstance(sums, jax.Array):
+        started[name] = {
+          shard.device: tuple(np.asarray(shard.data).reshape(2).tolist())
           for shard in sums.addressable_shards
-          for values in (np.asarray(shard.data).reshape(2),)
         }
-      result[name] = sums
-    return result
+    return started
 
   return wait
 
@@ -77,10 +74,7 @@ def _program(
     starts = []
     for dim in range(len(shape)):
       axes = spec[dim] if dim < len(spec) else None
-      axes = (axes,) if isinstance(axes, str) else axes or ()
-      index: Any = 0
-      for axis in axes:
-        index = index * mesh.shape[axis] + jax.lax.axis_index(axis)
+      index = jax.lax.axis_index(axes) if axes else 0
       starts.append(index * local_shape[dim])
     return _sum(x, tuple(starts), shape)[None]
 

@@ -32,15 +32,18 @@ def write(
   `results` has the newest value of each metric, and "step"; `reason` says why
   the run ended before its last step, if it did.
   """
-  path = os.path.join(workdir, _FILE)
   with contextlib.suppress(OSError, CheckpointError):
     note = {
       "config": _identity(config, fingerprints),
       "manifest": _manifest_digest(workdir, results["step"]),
-      "results": {k: v for k, v in results.items() if _is_number(v)},
+      "results": {
+        name: value
+        for name, value in results.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+      },
       "reason": reason,
     }
-    with paths.replacing(path) as file:
+    with paths.replacing(os.path.join(workdir, _FILE)) as file:
       json.dump(note, file)
 
 
@@ -89,7 +92,3 @@ def _identity(
 def _manifest_digest(workdir: str, step: int) -> str:
   path = os.path.join(folders.find(workdir, step), MANIFEST_FILE)
   return hashlib.sha256(paths.read_bytes(path)).hexdigest()
-
-
-def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and math.isfinite(value)

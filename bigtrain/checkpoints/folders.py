@@ -88,8 +88,7 @@ def listing(workdir: str) -> Listing:
   if paths.is_remote(workdir):
     return _list_objects(root, result)
   try:
-    if os.path.islink(root):
-      raise CheckpointError(f"{root}: is a symbolic link; it is not followed.")
+    _refuse_link(root)
     with os.scandir(root) as entries:
       names = sorted(entry.name for entry in entries)
   except FileNotFoundError:
@@ -109,18 +108,20 @@ def listing(workdir: str) -> Listing:
 def _classify(path: str, result: Listing) -> None:
   name = os.path.basename(path)
   mode = os.lstat(path).st_mode
-  if not is_step_name(name) and not TEMPORARY.fullmatch(name):
-    result.strays.append(path)
-  elif stat.S_ISLNK(mode):
+  if is_step_name(name) or TEMPORARY.fullmatch(name):
+    _refuse_link(path)
+    if stat.S_ISDIR(mode) and not is_step_name(name):
+      result.leftovers.append(path)
+      return
+    if stat.S_ISDIR(mode) and _has_arrays(path):
+      result.checkpoints[int(name)] = path
+      return
+  result.strays.append(path)
+
+
+def _refuse_link(path: str) -> None:
+  if os.path.islink(path):
     raise CheckpointError(f"{path}: is a symbolic link; it is not followed.")
-  elif not stat.S_ISDIR(mode):
-    result.strays.append(path)
-  elif not is_step_name(name):
-    result.leftovers.append(path)
-  elif _has_arrays(path):
-    result.checkpoints[int(name)] = path
-  else:
-    result.strays.append(path)
 
 
 def _list_objects(root: str, result: Listing) -> Listing:
@@ -148,13 +149,13 @@ def _list_objects(root: str, result: Listing) -> Listing:
 
 def _has_arrays(path: str) -> bool:
   """Whether a directory is or was a checkpoint, not a user's own directory."""
-  for _, _, files in os.walk(path, onerror=raise_error):
-    if MANIFEST_FILE in files or METADATA_FILE in files:
-      return True
-  return False
+  return any(
+    MANIFEST_FILE in files or METADATA_FILE in files
+    for _, _, files in os.walk(path, onerror=_raise)
+  )
 
 
-def raise_error(error: OSError) -> None:
+def _raise(error: OSError) -> None:
   raise error
 
 
@@ -179,11 +180,9 @@ def read_manifest(directory: str) -> Manifest:
       "a checkpoint."
     )
   try:
-    for each in () if paths.is_remote(path) else (directory, path):
-      if os.path.islink(each):
-        raise CheckpointError(
-          f"{each}: is a symbolic link; it is not followed."
-        )
+    if not paths.is_remote(path):
+      _refuse_link(directory)
+      _refuse_link(path)
     text = paths.read_bytes(path)
   except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
     raise DamagedError(
@@ -203,8 +202,6 @@ def read_manifest(directory: str) -> Manifest:
 def find(path: str, step: int | None = None) -> str:
   """Returns the directory of one checkpoint, by default the newest."""
   directories = find_all(path)
-  if len(directories) == 1 and step is None:
-    return next(iter(directories.values()))
   if step is None:
     return directories[max(directories)]
   if step not in directories:
@@ -341,11 +338,8 @@ def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
   # Directories that hold only files were synced with their files
   # (integrity.py). The others are synced together, to share commits of the
   # file system's journal.
-  parents = [
-    path
-    for path, subfolders, _ in os.walk(tmp, onerror=raise_error)
-    if subfolders
-  ]
+  walk = os.walk(tmp, onerror=_raise)
+  parents = [path for path, subfolders, _ in walk if subfolders]
   with concurrent.futures.ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
     list(pool.map(_sync_directory, {tmp, *parents}))
   final = os.path.join(folder(workdir), step_name(step))

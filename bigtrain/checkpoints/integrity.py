@@ -6,6 +6,7 @@ every chunk, as `read` does. Nothing here needs jax.
 
 import collections
 import contextlib
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,9 +41,8 @@ _READS_IN_FLIGHT_BYTES = 2**30
 _WRITES_IN_FLIGHT_BYTES = 512 * 2**20
 _POLL_SECS = 0.25
 
-_contexts: dict[bool, Any] = {}
 
-
+@functools.cache
 def tensorstore_context(*, sync: bool = True) -> Any:
   """Returns the tensorstore context of all reads and writes.
 
@@ -52,17 +52,15 @@ def tensorstore_context(*, sync: bool = True) -> Any:
   """
   import tensorstore as ts
 
-  if sync not in _contexts:
-    _contexts[sync] = ts.Context(
-      {
-        "cache_pool": {"total_bytes_limit": 0},
-        "file_io_concurrency": {"limit": 32},
-        "file_io_locking": {"mode": "none"},
-        "file_io_sync": sync,
-        **objects.context(),
-      }
-    )
-  return _contexts[sync]
+  return ts.Context(
+    {
+      "cache_pool": {"total_bytes_limit": 0},
+      "file_io_concurrency": {"limit": 32},
+      "file_io_locking": {"mode": "none"},
+      "file_io_sync": sync,
+      **objects.context(),
+    }
+  )
 
 
 def _finish(futures: Iterable[Any], check: Callable[[], Any]) -> None:
@@ -87,11 +85,7 @@ def write_metadata(
   """Writes the zarr.json of arrays, which tensorstore would first read."""
   import tensorstore as ts
 
-  place = (
-    objects.kvstore(directory, is_folder=True)
-    if paths.is_remote(directory)
-    else {"driver": "file", "path": f"{directory}/"}
-  )
+  place = paths.kvstore(directory)
   store = ts.KvStore.open(place, context=tensorstore_context()).result()
   writes = [
     store.write(f"{name}/{METADATA_FILE}", array.metadata())
@@ -163,9 +157,8 @@ class Problem(NamedTuple):
   what: str
 
   def __str__(self) -> str:
-    return (f"array {self.array!r}: " if self.array else "") + (
-      f"{self.path}: {self.what}"
-    )
+    array = f"array {self.array!r}: " if self.array else ""
+    return f"{array}{self.path}: {self.what}"
 
 
 def inspect(

@@ -87,15 +87,11 @@ def from_config(
         "interval between local checkpoints."
       )
     return None
-  if not isinstance(folder, str) or not folder:
+  if not isinstance(folder, str) or not folder or paths.is_remote(folder):
     raise ConfigError(
       f"config.local_ckpt_dir={folder!r}: expected a folder on each host, such "
-      'as "/dev/shm/run", because config.local_ckpt_* is set.'
-    )
-  if paths.is_remote(folder):
-    raise ConfigError(
-      f"config.local_ckpt_dir={folder!r}: expected a folder on each host, not "
-      "an object store."
+      'as "/dev/shm/run" and not an object store, because config.local_ckpt_* '
+      "is set."
     )
   folder = existing = paths.absolute(folder)
   while not os.path.lexists(existing):
@@ -177,7 +173,7 @@ class LocalCheckpoints:
           state = restore.read_tree(directory, manifest, like)
         except CheckpointError as e:  # Damaged since `_complete` read it.
           error = str(e)
-        if not _any_error(process.gather(error)):
+        if not _any_error(error):
           return state, manifest
       logging.warning("The local checkpoint of step %d is not complete.", step)
     return None
@@ -260,7 +256,12 @@ class LocalCheckpoints:
       error = ""
       if missing:
         try:
-          directory = self._prepare(manifest, saved)
+          if saved is None:
+            directory = self._path(manifest.step)
+            _remove(directory)  # Cannot be used.
+            os.makedirs(directory)
+          else:
+            directory = saved.directory
           for index, keys in sources.items():
             files = {f for key in keys for f in _files(key, manifest.arrays)}
             transfers.fetch(offers[index][0], sorted(files), directory)
@@ -273,18 +274,10 @@ class LocalCheckpoints:
         except OSError as e:
           error = f"shards of another process cannot be received: {e}"
         logging.info("Received %d shards from other processes.", len(missing))
-      return not _any_error(process.gather(error))
+      return not _any_error(error)
     finally:
       if server is not None:
         server.close()
-
-  def _prepare(self, manifest: Manifest, saved: Saved | None) -> str:
-    if saved is not None:
-      return saved.directory
-    directory = self._path(manifest.step)
-    _remove(directory)  # It is of no use.
-    os.makedirs(directory)
-    return directory
 
   def begin(self, step: int, stored: int | None) -> None:
     """Begins a new token: the run goes on from `step`."""
@@ -304,9 +297,7 @@ class LocalCheckpoints:
           json.dump(self._tokens, file)
       except OSError as e:
         error = disk.reason(e, self._workdir)
-    for message in process.gather(error):
-      if message:
-        raise CheckpointError(message)
+    restore.raise_on_all(error)
     past = {
       s.directory for key, s in self._saved.items() if self._is_past(*key)
     }
@@ -454,13 +445,12 @@ def _key(name: str, place: Iterable[Iterable[int]]) -> Key:
   return name, tuple((lo, hi) for lo, hi in place)
 
 
-def _any_error(errors: Iterable[str]) -> bool:
-  messages = [
-    f"Process {i}: {error}" for i, error in enumerate(errors) if error
-  ]
-  for message in messages:
-    logging.warning("%s", message)
-  return bool(messages)
+def _any_error(own: str) -> bool:
+  errors = process.gather(own)
+  for index, error in enumerate(errors):
+    if error:
+      logging.warning("Process %d: %s", index, error)
+  return any(errors)
 
 
 def _keep_only(folder: str, directories: Iterable[str]) -> None:
@@ -482,8 +472,7 @@ def _host() -> str:
 
 def _read_stored(folder: str) -> int:
   try:
-    with open(os.path.join(folder, _STORED)) as file:
-      return int(file.read())
+    return int(paths.read_bytes(os.path.join(folder, _STORED)))
   except (OSError, ValueError):
     return -1
 
@@ -492,12 +481,11 @@ def _read_record(workdir: str) -> dict[str, int | None]:
   path = os.path.join(workdir, RECORD)
   try:
     record = json.loads(paths.read_bytes(path))
-    if all(isinstance(last, int | None) for last in record.values()):
-      return record
-    reason = "unexpected content"
+    if not all(isinstance(last, int | None) for last in record.values()):
+      raise ValueError("unexpected content")
+    return record
   except FileNotFoundError:
     return {}
   except (OSError, ValueError, AttributeError) as e:
-    reason = str(e)
-  logging.warning("%s: local checkpoints are not used: %s", path, reason)
-  return {}
+    logging.warning("%s: local checkpoints are not used: %s", path, e)
+    return {}

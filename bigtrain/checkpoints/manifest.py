@@ -22,13 +22,14 @@ import hashlib
 import itertools
 import json
 import math
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from bigtrain.files import objects, paths
+from bigtrain.files import paths
 
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = "zarr.json"
@@ -108,11 +109,7 @@ class Array:
     """The tensorstore spec of the array, for reads and writes."""
     return {
       "driver": "zarr3",
-      "kvstore": (
-        objects.kvstore(f"{directory}/{name}", is_folder=True)
-        if paths.is_remote(directory)
-        else {"driver": "file", "path": f"{directory}/{name}/"}
-      ),
+      "kvstore": paths.kvstore(f"{directory}/{name}"),
       # Chunks of zeros are written, and missing chunks are errors. By default
       # both would read as zeros.
       "store_data_equal_to_fill_value": True,
@@ -189,12 +186,9 @@ class HostState:
     config: resolved config of the run; None if unknown.
     tally: sums over the steps since the last row (step/tally.py).
     clock: time accounts (reports/chrono.py); None for a clock that starts now.
-    hooks: state of the hooks (runtime/hooks.py).
-    batches_ahead: number of batches that rollbacks have skipped: the batch
-      index leads the step by this number.
-    fingerprints: file -> fingerprint of its content, for the files that input
-      is made with, such as tokenizers.
-    data: what the data calls things, see inputs/description.py.
+    batches_ahead: number of batches that rollbacks have skipped.
+    fingerprints: file -> fingerprint of its content, such as a tokenizer's.
+    data: names of classes and the like (inputs/description.py).
   """
 
   config: dict[str, Any] | None = None
@@ -206,8 +200,7 @@ class HostState:
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> dict[str, Any]:
-    values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    return {name: x for name, x in values.items() if x is not None}
+    return {name: x for name, x in vars(self).items() if x is not None}
 
   @classmethod
   def from_json(cls, content: Mapping[str, Any]) -> "HostState":
@@ -355,9 +348,7 @@ def check_names(names: Iterable[str]) -> None:
       raise CheckpointError(f"array name {name!r}: used by two arrays.")
     seen.add(name)
   for name in seen:
-    parts = name.split("/")
-    for i in range(1, len(parts)):
-      parent = "/".join(parts[:i])
+    for parent in map(str, pathlib.PurePosixPath(name).parents):
       if parent in seen:
         raise CheckpointError(
           f"array name {name!r}: {parent!r} is an array already."

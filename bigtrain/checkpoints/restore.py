@@ -8,7 +8,7 @@ import collections
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -82,9 +82,13 @@ def clean(workdir: str) -> None:
       folders.clean(workdir)
     except CheckpointError as e:
       error = str(e)
-  for message in process.gather(error):
-    if message:
-      raise CheckpointError(message)
+  raise_on_all(error)
+
+
+def raise_on_all(error: str) -> None:
+  """Raises the first error of any process on all of them, if there is one."""
+  for message in filter(None, process.gather(error)):
+    raise CheckpointError(message)
 
 
 def restore(
@@ -104,8 +108,8 @@ def restore(
   manifest = folders.read_manifest(directory)
   specs = dict(trees.flatten_with_names(like))
   check_fits(directory, manifest, specs)
-  arrays = load(directory, manifest, {name: name for name in specs}, specs)
-  return trees.map_with_names(lambda name, _: arrays[name], like), manifest
+  _check_files(directory, manifest, specs)
+  return read_tree(directory, manifest, like), manifest
 
 
 def read_tree(directory: str, manifest: Manifest, like: Any) -> Any:
@@ -158,11 +162,17 @@ def load(
 
   `sources` is {new name: name in the checkpoint}; `like` has the new names.
   """
-  problems = integrity.inspect(directory, manifest, sources.values())
+  _check_files(directory, manifest, sources.values())
+  return _load(directory, manifest, sources, like)
+
+
+def _check_files(
+  directory: str, manifest: Manifest, names: Iterable[str]
+) -> None:
+  problems = integrity.inspect(directory, manifest, names)
   if problems:
     more = f" (and {len(problems) - 1} more)" * (len(problems) > 1)
     raise DamagedError(f"{directory}: damaged: {problems[0]}{more}.")
-  return _load(directory, manifest, sources, like)
 
 
 def _load(
@@ -182,10 +192,10 @@ def _load(
   shards: dict[str, list[jax.Array]] = {name: [] for name in sources}
   sums: dict[str, list[checksums.Sums]] = {}
   for (name, read), value in zip(reads, values):
-    if _reads_all(like[name]):
+    if sharding_of(like[name]).is_fully_addressable:
       one = checksums.of_part(value, read.place, like[name].shape)
       sums.setdefault(name, []).append(one)
-    kind = _sharding(like[name]).memory_kind
+    kind = sharding_of(like[name]).memory_kind
     shards[name] += jax.device_put(
       [value[index] for index, _ in read.cuts],
       [
@@ -198,7 +208,7 @@ def _load(
   return {
     name: jax.make_array_from_single_device_arrays(
       tuple(like[name].shape),
-      _sharding(like[name]),
+      sharding_of(like[name]),
       shards[name],
       dtype=like[name].dtype,
     )
@@ -213,11 +223,10 @@ class _Read(NamedTuple):
   cuts: list[tuple[tuple[slice, ...], Any]]
 
 
-def _sharding(spec: Any) -> Any:
-  sharding = getattr(spec, "sharding", None)
-  if sharding is None:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  return sharding
+def sharding_of(spec: Any) -> Any:
+  return getattr(spec, "sharding", None) or jax.sharding.SingleDeviceSharding(
+    jax.local_devices()[0]
+  )
 
 
 def _reads(spec: Any) -> list[_Read]:
@@ -228,7 +237,7 @@ def _reads(spec: Any) -> list[_Read]:
   """
   shape = tuple(spec.shape)
   devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-  index_of = _sharding(spec).addressable_devices_indices_map(shape)
+  index_of = sharding_of(spec).addressable_devices_indices_map(shape)
   for device, index in index_of.items():
     place = checksums.explicit(index, shape)
     bounds = tuple((s.start, s.stop) for s in place)
@@ -253,10 +262,6 @@ def _reads(spec: Any) -> list[_Read]:
     _Read(tuple(slice(*b) for b in bounds), [((), d) for d in devices])
     for bounds, devices in devices_of.items()
   ]
-
-
-def _reads_all(spec: Any) -> bool:
-  return _sharding(spec).is_fully_addressable
 
 
 def _volume(bounds: tuple[tuple[int, int], ...]) -> int:

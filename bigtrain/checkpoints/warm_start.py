@@ -432,11 +432,8 @@ def _from_checkpoint(
 def _place(value: Any, spec: Any) -> jax.Array:
   # Values that are mapped from a file, or assembled from parts of it, are read
   # here: only the shares of this process's devices.
-  sharding = spec.sharding or jax.sharding.SingleDeviceSharding(
-    jax.local_devices()[0]
-  )
   return jax.make_array_from_callback(
     tuple(value.shape),
-    sharding,
+    restore.sharding_of(spec),
     lambda index: np.asarray(value[index]).astype(spec.dtype, copy=False),
   )

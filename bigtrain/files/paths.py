@@ -82,6 +82,13 @@ def make_folder(path: str) -> None:
     os.makedirs(path, exist_ok=True)
 
 
+def kvstore(folder: str) -> dict[str, Any]:
+  """Returns the tensorstore spec of a folder."""
+  if is_remote(folder):
+    return objects.kvstore(folder, is_folder=True)
+  return {"driver": "file", "path": f"{folder}/"}
+
+
 @contextlib.contextmanager
 def replacing(path: str, mode: str = "w") -> Iterator[Any]:
   """Opens a file to replace it; readers see the old or the new content."""

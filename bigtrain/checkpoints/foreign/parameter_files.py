@@ -4,6 +4,7 @@ Of a file that holds more, only the tree `prefix` and the model's mutable
 collections are read. Pickled objects are never loaded: that would run code.
 """
 
+import functools
 import logging
 import os
 import zipfile
@@ -26,6 +27,10 @@ _PREFIXES = ("params", "opt/target", "target")
 # Tree of the mutable collections in our checkpoints; in other files they lie
 # beside "params".
 _MUTABLE = "mutable/"
+
+
+# Names in a file -> {name of an array that is read: its name in the file}.
+_Choose = Callable[[Iterable[str]], dict[str, str]]
 
 
 class File(NamedTuple):
@@ -67,12 +72,15 @@ def open_file(
     CheckpointError: a checkpoint that is damaged or cannot be read.
   """
   path = paths.absolute(path)
+  choose = functools.partial(
+    _full_names, prefix=prefix, collections=collections, key=key
+  )
   published = safetensors_files.is_folder(path)
   if not paths.is_remote(path):
     try:
       folder = jax_folders.find(path, step)
       if folder is not None:
-        opened = _open_folder(folder, prefix, collections, key)
+        opened = _open_folder(folder, choose)
         if step in (None, opened.step):
           return opened
         raise ValueError(f"it is of step {opened.step}, not {step}")
@@ -80,7 +88,7 @@ def open_file(
       raise ConfigError(f"{key}: {path}: cannot be read: {e}") from e
   if not path.endswith((".npz", ".safetensors")) and not published:
     directory = folders.find_named(path, step, key)
-    return _open_checkpoint(directory, prefix, collections, key)
+    return _open_checkpoint(directory, choose, as_stored=prefix == "")
   if step is not None:
     raise ConfigError(
       f"{key}.step={step}: {path} holds one state only; remove the key."
@@ -92,9 +100,12 @@ def open_file(
     )
   if not os.path.lexists(path):
     raise ConfigError(f"{key}: no such file: {path}.")
-  load = _load_npz if path.endswith(".npz") else _load_safetensors
   try:
-    arrays = load(path, prefix, collections, key)
+    if path.endswith(".npz"):
+      arrays = _load_npz(path, choose, key)
+    else:
+      stored = safetensors_files.read(path)
+      arrays = {name: stored[full] for name, full in choose(stored).items()}
   except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
     raise ConfigError(f"{key}: {path}: cannot be read: {e}") from e
   specs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
@@ -102,15 +113,15 @@ def open_file(
 
 
 def _open_checkpoint(
-  directory: str, prefix: str | None, collections: Sequence[str], key: str
+  directory: str, choose: _Choose, *, as_stored: bool
 ) -> File:
   manifest = folders.read_manifest(directory)
-  full_names = _full_names(manifest.arrays, prefix, collections, key)
-  specs = {}
-  for name, full_name in full_names.items():
-    array = manifest.arrays[full_name]
-    dtype = dtype_of(array.dtype)
-    specs[name] = jax.ShapeDtypeStruct(array.shape, dtype)
+  full_names = choose(manifest.arrays)
+  arrays = {name: manifest.arrays[full] for name, full in full_names.items()}
+  specs = {
+    name: jax.ShapeDtypeStruct(array.shape, dtype_of(array.dtype))
+    for name, array in arrays.items()
+  }
 
   def read(names: Sequence[str]) -> dict[str, np.ndarray]:
     stored = [full_names[name] for name in names]
@@ -118,44 +129,36 @@ def _open_checkpoint(
     if problems:
       raise DamagedError(f"{directory}: damaged: {problems[0]}.")
     parts = [
-      (name, (slice(None),) * len(manifest.arrays[name].shape))
-      for name in stored
+      (full_names[name], (slice(None),) * len(arrays[name].shape))
+      for name in names
     ]
-    # A copy of a whole state is as stored.
-    source = integrity.read if prefix == "" else averages.read
+    source = integrity.read if as_stored else averages.read
     return dict(zip(names, source(directory, manifest, parts)))
 
   averaged = averages.averaged(manifest.arrays).keys() & {*full_names.values()}
-  if prefix != "" and averaged:
+  if averaged and not as_stored:
     return File(specs, read, step=manifest.step)
   return File(specs, read, (directory, manifest, full_names), manifest.step)
 
 
-def _open_folder(
-  path: str, prefix: str | None, collections: Sequence[str], key: str
-) -> File:
+def _open_folder(path: str, choose: _Choose) -> File:
   folder = jax_folders.open_folder(path)
-  full_names = _full_names(folder.arrays, prefix, collections, key)
-  arrays = {name: folder.arrays[full] for name, full in full_names.items()}
-
-  def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-    return {name: arrays[name][...] for name in names}
-
-  specs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
-  parts = lambda names: {name: arrays[name] for name in names}
-  return File(specs, read, step=folder.step, parts=parts)
+  arrays = {n: folder.arrays[full] for n, full in choose(folder.arrays).items()}
+  return File(
+    {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()},
+    read=lambda names: {name: arrays[name][...] for name in names},
+    step=folder.step,
+    parts=lambda names: {name: arrays[name] for name in names},
+  )
 
 
-def _load_npz(
-  path: str, prefix: str | None, collections: Sequence[str], key: str
-) -> dict[str, Any]:
+def _load_npz(path: str, choose: _Choose, key: str) -> dict[str, Any]:
   opened = np.load(path, allow_pickle=False)
   if not isinstance(opened, np.lib.npyio.NpzFile):
     raise ConfigError(f"{key}: {path}: expected an .npz with named arrays.")
   arrays = {}
   with opened:
-    full_names = _full_names(opened.files, prefix, collections, key)
-    for name, full_name in full_names.items():
+    for name, full_name in choose(opened.files).items():
       try:
         array = opened[full_name]
       except ValueError as e:
@@ -167,14 +170,6 @@ def _load_npz(
         array = array.view(ml_dtypes.bfloat16)
       arrays[name] = array
   return arrays
-
-
-def _load_safetensors(
-  path: str, prefix: str | None, collections: Sequence[str], key: str
-) -> dict[str, Any]:
-  arrays = safetensors_files.read(path)
-  full_names = _full_names(arrays, prefix, collections, key)
-  return {name: arrays[full_name] for name, full_name in full_names.items()}
 
 
 def _full_names(

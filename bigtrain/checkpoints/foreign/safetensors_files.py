@@ -10,9 +10,10 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 
-import ml_dtypes
 import numpy as np
 import safetensors
+
+from bigtrain.checkpoints.manifest import dtype_of
 
 # The library's name of a dtype -> ours.
 _DTYPES = {
@@ -73,16 +74,12 @@ def _read_file(path: str) -> dict[str, np.ndarray]:
   for name, (dtype_name, shape) in about.items():
     if dtype_name not in _DTYPES:
       raise ValueError(f"{name}: cannot read the dtype {dtype_name}")
-    dtype = _numpy_dtype(_DTYPES[dtype_name])
+    dtype = dtype_of(_DTYPES[dtype_name])
     # Not a slice of the memmap, which would be slow to create.
     arrays[name] = np.ndarray(shape, dtype, data, offset)
     arrays[name].flags.writeable = False
     offset += arrays[name].nbytes
   return arrays
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-  return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def write(
@@ -107,7 +104,7 @@ def write(
     data = np.memmap(raw, np.uint8, "r")
     tensors, offset = {}, 0
     for name, (shape, dtype) in specs.items():
-      size = math.prod(shape) * _numpy_dtype(dtype).itemsize
+      size = math.prod(shape) * dtype_of(dtype).itemsize
       tensors[name] = safetensors.TensorSpec(
         dtype=dtype,
         shape=list(shape),
