@@ -39,7 +39,6 @@ def read(
   manifest: Manifest,
   parts: Sequence[tuple[str, tuple[slice, ...]]],
 ) -> Iterator[Any]:
-  """Reads as `integrity.read`, with averages in place of parameters."""
   iterates = averaged(manifest.arrays)
   if not iterates.keys() & {name for name, _ in parts}:
     yield from integrity.read(directory, manifest, parts)

@@ -65,7 +65,6 @@ def identity(config: Mapping[str, Any]) -> str:
 def check_config(
   old: Mapping[str, Any], new: Mapping[str, Any], allowed: Any
 ) -> None:
-  """Logs all changes of the config; ConfigError for those not allowed."""
   allowed = _as_list(allowed)
   refused = []
   for key, (before, after) in differences(old, new).items():

@@ -28,7 +28,6 @@ class _Shard(NamedTuple):
 
 
 def results(first: Any, second: Any) -> str:
-  """Compares two results of the same computation."""
   trees_named = [trees.flatten_with_names(tree) for tree in (first, second)]
   # Both are started before either is waited for.
   waits = [device_checksums.start(named) for named in trees_named]

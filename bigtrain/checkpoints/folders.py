@@ -167,9 +167,8 @@ def unreadable(error: OSError) -> CheckpointError:
 
 
 def read_manifest(directory: str) -> Manifest:
-  """Reads the manifest of one checkpoint.
+  """DamagedError if the manifest is missing, damaged or of another step.
 
-  DamagedError if it is missing, damaged or of another step than the directory;
   CheckpointError if it cannot be read, or is of an unfinished write.
   """
   name = os.path.basename(os.path.normpath(directory))
@@ -200,7 +199,6 @@ def read_manifest(directory: str) -> Manifest:
 
 
 def find(path: str, step: int | None = None) -> str:
-  """Returns the directory of one checkpoint, by default the newest."""
   directories = find_all(path)
   if step is None:
     return directories[max(directories)]
@@ -298,7 +296,6 @@ def check_writable(workdir: str) -> None:
 
 
 def attempt(workdir: str, step: int, token: str) -> str:
-  """Returns the directory for one attempt; `token` must be new."""
   name = step_name(step)
   if not paths.is_remote(workdir):
     name += f".tmp-{token}"
@@ -328,10 +325,7 @@ def stage(tmp: str, text: str) -> None:
 
 
 def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
-  """Puts a complete attempt on disk and gives it the name of a checkpoint.
-
-  An existing checkpoint of the step, damaged or rolled back, is replaced.
-  """
+  """Puts a complete attempt on disk and gives it the name of a checkpoint."""
   if paths.is_remote(tmp):
     objects.write(os.path.join(tmp, MANIFEST_FILE), text.encode())
     return
@@ -363,7 +357,6 @@ def _sync_directory(path: str) -> None:
 
 
 def abandon(tmp: str) -> None:
-  """Removes a failed attempt where it takes up disk space."""
   if not paths.is_remote(tmp) and os.path.lexists(tmp):
     discard(tmp)
 

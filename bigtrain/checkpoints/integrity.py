@@ -104,8 +104,7 @@ def write(
 ) -> None:
   """Writes parts of arrays, each made of whole chunks.
 
-  `check` is called several times a second and raises to give up. A file that
-  cannot be written is a ValueError, as always in tensorstore.
+  `check` is called several times a second and raises to give up.
   """
   import tensorstore as ts
 
@@ -137,7 +136,6 @@ def write(
 
 
 def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
-  """{name: SHA-256 of its zarr.json}; "" for a missing object."""
   files = {name: os.path.join(directory, name, METADATA_FILE) for name in names}
   if paths.is_remote(directory):
     contents = [version.content for version in objects.read_all(files.values())]

@@ -78,7 +78,6 @@ class Saved(NamedTuple):
 def from_config(
   config: settings.Config, every_steps: int | None, workdir: str
 ) -> "LocalCheckpoints | None":
-  """Reads local_ckpt_dir; None for a run without local checkpoints."""
   folder = config.get("local_ckpt_dir")
   if not every_steps:
     if folder is not None and every_steps is None:
@@ -212,7 +211,6 @@ class LocalCheckpoints:
   def _shared_manifest(
     self, step: int, token: str, first: int, like: Any
   ) -> Manifest | None:
-    """The manifest that process `first` has; None if it does not fit `like`."""
     text = ""
     if jax.process_index() == first:
       text = self._saved[step, token].manifest.to_json()
@@ -316,7 +314,6 @@ class LocalCheckpoints:
     pieces: Sequence[snapshot.Piece],
     sums: Sequence[checksums.Sums],
   ) -> None:
-    """Writes a checkpoint of this process's shards, in any thread."""
     if self._off or not self._token:
       return
     token = self._token
@@ -372,7 +369,6 @@ class LocalCheckpoints:
 
 
 def _find(folder: str, run: str) -> Iterable[tuple[str, Saved]]:
-  """Yields (token, checkpoint) for the complete checkpoints of a run."""
   try:
     found = folders.listing(folder).checkpoints
   except CheckpointError as e:
@@ -400,7 +396,6 @@ def _write_manifest(directory: str, manifest: Manifest, shards: Shards) -> None:
 
 
 def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
-  """The shards of a checkpoint that have the devices' checksums."""
   arrays = saved.manifest.arrays
   parts = [
     (name, tuple(slice(*bounds) for bounds in place))

@@ -66,13 +66,10 @@ def dtype_of(name: str) -> np.dtype:
 class Array:
   """One array of a checkpoint.
 
-  Attributes:
-    chunk_shape: shape of each file's part; the grid starts at the origin.
-    sharding: {"mesh": {axis: size}, "spec": [axes or None for each dim]} when
-      it was saved, for information only; None if unknown.
-    metadata_sha256: SHA-256 of its zarr.json; "" while it is being written.
-    checksum: checksum of its values on the devices (checksums.py); "" while it
-      is being written, and in checkpoints of older versions.
+  Each file has a part of `chunk_shape`; the grid starts at the origin.
+  `sharding` is for information only: {"mesh": {axis: size}, "spec": [axes or
+  None for each dim]}. `metadata_sha256` and `checksum` are "" while the array
+  is being written.
   """
 
   shape: tuple[int, ...]
@@ -106,7 +103,6 @@ class Array:
       yield ".".join(["c", *map(str, position)]), index
 
   def spec(self, directory: str, name: str) -> dict[str, Any]:
-    """The tensorstore spec of the array, for reads and writes."""
     return {
       "driver": "zarr3",
       "kvstore": paths.kvstore(f"{directory}/{name}"),
@@ -182,13 +178,8 @@ class Array:
 class HostState:
   """State of a run that is not in arrays on devices; all of it is JSON.
 
-  Attributes:
-    config: resolved config of the run; None if unknown.
-    tally: sums over the steps since the last row (step/tally.py).
-    clock: time accounts (reports/chrono.py); None for a clock that starts now.
-    batches_ahead: number of batches that rollbacks have skipped.
-    fingerprints: file -> fingerprint of its content, such as a tokenizer's.
-    data: names of classes and the like (inputs/description.py).
+  `fingerprints` is {file: fingerprint of its content}; `batches_ahead` counts
+  the batches that rollbacks have skipped. A `clock` of None starts now.
   """
 
   config: dict[str, Any] | None = None
@@ -204,7 +195,6 @@ class HostState:
 
   @classmethod
   def from_json(cls, content: Mapping[str, Any]) -> "HostState":
-    """Reads a record of any version of the program."""
     names = {field.name for field in dataclasses.fields(cls)}
     return cls(**{name: x for name, x in content.items() if name in names})
 
@@ -265,7 +255,7 @@ class Manifest:
 
   @classmethod
   def from_json(cls, text: bytes | str, where: str) -> "Manifest":
-    """Reads a manifest; DamagedError if it or a name in it is not valid.
+    """DamagedError if a manifest or a name in it is not valid.
 
     CheckpointError if it has another version of the format.
     """

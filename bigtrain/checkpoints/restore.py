@@ -86,7 +86,6 @@ def clean(workdir: str) -> None:
 
 
 def raise_on_all(error: str) -> None:
-  """Raises the first error of any process on all of them, if there is one."""
   for message in filter(None, process.gather(error)):
     raise CheckpointError(message)
 
@@ -97,12 +96,8 @@ def restore(
   """Loads a checkpoint onto devices, whatever its sharding when saved.
 
   `like` is a tree of ShapeDtypeStructs: exactly the arrays that the checkpoint
-  must hold. Without a sharding, an array goes to this process's first device.
-
-  Raises:
-    MismatchError: names, shapes or dtypes differ; all differences are listed.
-    DamagedError: a file is missing, truncated or changed.
-    CheckpointError: the checkpoint does not exist or cannot be read.
+  must hold, else all differences are listed in a MismatchError. Without a
+  sharding, an array goes to this process's first device.
   """
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
@@ -158,10 +153,7 @@ def load(
   sources: Mapping[str, str],
   like: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-  """Loads arrays under new names; DamagedError if a file has changed.
-
-  `sources` is {new name: name in the checkpoint}; `like` has the new names.
-  """
+  """Loads arrays under new names; `sources` is {new name: saved name}."""
   _check_files(directory, manifest, sources.values())
   return _load(directory, manifest, sources, like)
 
@@ -217,8 +209,6 @@ def _load(
 
 
 class _Read(NamedTuple):
-  """A part of an array to read, with (index in the part, device) pairs."""
-
   place: tuple[slice, ...]
   cuts: list[tuple[tuple[slice, ...], Any]]
 

@@ -4,7 +4,6 @@ A save stalls the training loop only for this copy, which is needed because the
 next step overwrites the state's buffers.
 """
 
-import concurrent.futures
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,12 +39,9 @@ class Piece(NamedTuple):
 class _Plan(NamedTuple):
   """The part of a snapshot that depends only on the tree's specs.
 
-  Attributes:
-    key: names, shapes, dtypes and shardings of the tree.
-    arrays: name -> layout in files.
-    sources: (position in the tree, number of the addressable shard) for each
-      part that this process copies; a numpy array is one shard.
-    pieces: the same parts, without data.
+  `sources` has (position in the tree, number of the addressable shard) for each
+  part that this process copies, a numpy array being one shard; `pieces` are the
+  same parts without data.
   """
 
   key: Any
@@ -80,42 +76,27 @@ class Snapshots:
     if key != self._plan.key:
       self._plan = _make_plan(key, named, self._all_shards)
     shards = [_shard(named[i][1], number) for i, number in self._plan.sources]
-    wait_for_sums = self._start_sums(named, shards)
+    # All arrays on every process, because some devices need the same programs.
+    wait_for_devices = device_checksums.start(named)
     pieces = [
       piece._replace(data=copy)
       for piece, copy in zip(self._plan.pieces, _copy_to_host(shards))
     ]
-    return pieces, self._plan.arrays, wait_for_sums
-
-  def _start_sums(
-    self, named: Sequence[tuple[str, Any]], shards: Sequence[Any]
-  ) -> PartialSums:
-    """Sums shards in the host's memory, and starts to sum those on devices."""
-
-    def sum_on_host(piece: Piece, shard: Any) -> checksums.Sums | None:
-      if not _is_on_host(shard):
-        return None
-      shape = self._plan.arrays[piece.name].shape
-      return checksums.of_part(np.asarray(shard), piece.place, shape)
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-      sums = list(pool.map(sum_on_host, self._plan.pieces, shards))
-    # All arrays on every process, because some devices need the same programs.
-    on_devices = [(name, x) for name, x in named if not _is_on_host(x)]
-    wait_for_devices = device_checksums.start(on_devices)
     devices = [
-      (piece.name, next(iter(x.devices())) if one is None else None)
-      for piece, x, one in zip(self._plan.pieces, shards, sums)
+      next(iter(x.devices())) if isinstance(x, jax.Array) else None
+      for x in shards
     ]
 
-    def wait() -> list[checksums.Sums]:
-      result = wait_for_devices()
+    def wait_for_sums() -> list[checksums.Sums]:
+      sums = wait_for_devices()
       return [
-        result[name][device] if one is None else one
-        for (name, device), one in zip(devices, sums)
+        sums[piece.name][device]
+        if device
+        else checksums.of_part(piece.data, piece.place, piece.data.shape)
+        for piece, device in zip(pieces, devices, strict=True)
       ]
 
-    return wait
+    return pieces, self._plan.arrays, wait_for_sums
 
 
 def sums_by_name(
@@ -155,12 +136,6 @@ def _shard(x: Any, number: int) -> Any:
   if number and x.is_fully_replicated:  # addressable_data returns shard 0.
     return x.addressable_shards[number].data
   return x.addressable_data(number)
-
-
-def _is_on_host(x: Any) -> bool:
-  return (
-    not isinstance(x, jax.Array) or next(iter(x.devices())).platform == "cpu"
-  )
 
 
 def _sharding(x: Any) -> Any:

@@ -53,14 +53,10 @@ _REFUSED = ("missing", "reshaped", "unused", "retyped")
 
 
 class Line(NamedTuple):
-  """A row of the table.
+  """A row of the table: `what` has shapes and dtypes.
 
-  Attributes:
-    status: "loaded"; "cast" to the model's dtype; "converted" by the model's
-      `from_published`; "missing"; "reshaped"; "retyped"; "unused"; "merged"
-      with an equal array; "ignored", a constant; "dropped" by a rename or rule.
-    name: name in the model; in the file if the model has no such name.
-    what: shapes and dtypes.
+  "converted" is by the model's `from_published`; "merged" is with an equal
+  array; an "ignored" array is constant; "dropped" is by a rename or rule.
   """
 
   status: str
@@ -99,9 +95,6 @@ def load_params(
     init: returns freshly initialised parameters; called only if needed.
     convert: the model's `from_published`, applied after renaming unless all
       names and shapes fit already.
-
-  Returns:
-    (tree like `like` of jax.Arrays, the table, which is also logged).
   """
   source = read_source(spec, key)
   specs = dict(trees.flatten_with_names(like))
@@ -193,7 +186,6 @@ def load_variables(
 def load_state(
   spec: str | Mapping[str, Any], like: Any, *, key: str = "config.resume"
 ) -> tuple[Any, Manifest]:
-  """Loads the full train state of another workdir or checkpoint."""
   source = read_source(spec, key, ("path", "step"))
   directory = folders.find_named(source.path, source.step, key)
   return restore.restore(directory, like)
@@ -416,7 +408,6 @@ def _from_checkpoint(
   available: Mapping[str, Any],
   wanted: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-  """Reads each device's share directly from the files of a checkpoint."""
   directory, manifest, places = checkpoint
   as_stored = {
     name: jax.ShapeDtypeStruct(

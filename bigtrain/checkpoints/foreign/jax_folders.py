@@ -108,7 +108,6 @@ def _is_array(folder: str, name: str) -> bool:
 
 
 def open_folder(path: str) -> Folder:
-  """Opens the arrays of a checkpoint that `find` has returned."""
   if not os.path.exists(path):
     raise ValueError(f"no such file or directory: {path}")
   file = path if os.path.isfile(path) else os.path.join(path, _T5X_FILE)

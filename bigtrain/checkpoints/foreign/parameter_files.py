@@ -66,10 +66,6 @@ def open_file(
       tree, else everything.
     collections: mutable collections to read too, such as "batch_stats"; their
       names begin with it, wherever they are in the file.
-
-  Raises:
-    ConfigError: the file does not exist or is not valid.
-    CheckpointError: a checkpoint that is damaged or cannot be read.
   """
   path = paths.absolute(path)
   choose = functools.partial(
@@ -201,7 +197,6 @@ def _full_names(
 
 
 def _find_tree(names: Sequence[str], prefix: str | None, key: str) -> str:
-  """The prefix of the parameters' names, with its slash; "" for none."""
   if prefix is None:
     for tree in _PREFIXES:
       if any(name.startswith(tree + "/") for name in names):
