@@ -168,9 +168,8 @@ class Checkpointer:
     while len(self._threads) > 1:
       self._threads.pop(0).join()
     pieces, arrays, sums = self._snapshots.take(named)
-    number = self._num_saves
+    token = f"{self._token}-{self._num_saves}"
     self._num_saves += 1
-    token = f"{self._token}-{number}"
     job = _Job(
       step=int(step),
       arrays=arrays,
@@ -185,12 +184,11 @@ class Checkpointer:
     )
     self._settled.clear()
     self._is_shared = shared
-    self._threads.append(
-      threading.Thread(
-        target=self._run, args=(job,), name=f"save-{step}", daemon=True
-      )
+    thread = threading.Thread(
+      target=self._run, args=(job,), name=f"save-{step}", daemon=True
     )
-    self._threads[-1].start()
+    self._threads.append(thread)
+    thread.start()
     self.last_stall_secs = time.monotonic() - started
     if block:
       self.wait()
@@ -263,13 +261,11 @@ class Checkpointer:
         self._prune(job)
 
   def _write_arrays(self, job: _Job) -> None:
-    # Process 0 writes the metadata of all arrays.
-    first = self._index == 0
-    if first:
+    if self._index == 0:
       folders.begin(job.tmp)
     if paths.is_remote(job.tmp):
       job.event.wait_for_first()
-    if first:
+    if self._index == 0:  # It writes the metadata of all arrays.
       integrity.write_metadata(job.tmp, job.arrays, job.event.check)
     _point("metadata written")
     own = [piece for piece in job.pieces if not piece.is_copy]
@@ -324,9 +320,8 @@ class Checkpointer:
       # Newer steps belong to a run that was rolled back, not to this one.
       saved = [s for s in folders.steps(self._workdir) if s <= job.step]
       for step in sorted(saved)[: -self._keep]:
-        if step in job.keep_steps:
-          continue
-        if self._keep_every_steps and step % self._keep_every_steps == 0:
+        every = self._keep_every_steps
+        if step in job.keep_steps or (every and step % every == 0):
           continue
         retired = folders.retire(self._workdir, step, job.token)
         _point("renamed for removal")
@@ -338,14 +333,14 @@ class Checkpointer:
     if isinstance(error, ValueError) and paths.is_remote(job.tmp):
       error = objects.as_os_error(error, job.tmp)
     reason = disk.reason(error, job.tmp)
-    if not isinstance(
-      error, CheckpointError | ConfigError | OSError | process.JobError
-    ):
+    expected = CheckpointError | ConfigError | OSError | process.JobError
+    if not isinstance(error, expected):
       reason = f"{type(error).__name__}: {reason}"
-    message = f"the checkpoint of step {job.step} was not saved: {reason}"
-    self._error = CheckpointError(message)
+    self._error = CheckpointError(
+      f"the checkpoint of step {job.step} was not saved: {reason}"
+    )
     self._error.__cause__ = error
-    logging.error("%s", message)
+    logging.error("%s", self._error)
     job.event.fail(reason)
     if jax.process_count() == 1:
       # The disk may be full, and other files need the room.

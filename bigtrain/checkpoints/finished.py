@@ -55,32 +55,31 @@ def read(
   After a change of the config or damage to the newest checkpoint, the start
   looks at the whole run. All processes get the same result.
   """
-  results, reason = process.broadcast(
-    _read(workdir, _identity(config, fingerprints))
-    if jax.process_index() == 0
-    else (None, "")
+  note = None
+  if jax.process_index() == 0:
+    note = _read(workdir, _identity(config, fingerprints))
+  note = process.broadcast(note)
+  if note is None:
+    return None
+  logging.info(
+    "Step %d of this workdir is the last%s: nothing is left to do.",
+    note["results"]["step"],
+    f" ({note['reason']})" if note["reason"] else "",
   )
-  if results is not None:
-    logging.info(
-      "Step %d of this workdir is the last%s: nothing is left to do.",
-      results["step"],
-      f" ({reason})" if reason else "",
-    )
-  return results
+  return note["results"]
 
 
-def _read(workdir: str, identity: str) -> tuple[dict[str, Any] | None, str]:
-  try:
+def _read(workdir: str, identity: str) -> dict[str, Any] | None:
+  # Without a valid note, the start looks at the whole run.
+  invalid = (CheckpointError, OSError, ValueError, KeyError, TypeError)
+  with contextlib.suppress(*invalid):
     note = json.loads(paths.read_bytes(os.path.join(workdir, _FILE)))
-    results = dict(note["results"])
-    step = results["step"]
+    step = note["results"]["step"]
     same = note["config"] == identity and folders.newest(workdir) == step
     same = same and note["manifest"] == _manifest_digest(workdir, step)
     if same and not integrity.verify(folders.find(workdir, step)):
-      return results, note["reason"]
-  except (CheckpointError, OSError, ValueError, KeyError, TypeError):
-    pass  # Without a valid note, the start looks at the whole run.
-  return None, ""
+      return {"reason": note["reason"], "results": note["results"]}
+  return None
 
 
 def _identity(

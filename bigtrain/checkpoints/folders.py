@@ -41,7 +41,7 @@ FOLDER = "checkpoints"
 STEP = re.compile(r"\d{8,}")
 # Names that saves and removals use for their temporary directories.
 TEMPORARY = re.compile(r"(?P<step>\d{8,})\.(?P<kind>tmp|old|del)-[0-9a-f]+-\d+")
-_CHUNK = re.compile(r"c(\.\d+)*")
+_ARRAY_FILE = re.compile(rf"c(\.\d+)*|{re.escape(METADATA_FILE)}")
 _SYNCS_AT_ONCE = 16
 
 
@@ -89,8 +89,7 @@ def listing(workdir: str) -> Listing:
     return _list_objects(root, result)
   try:
     _refuse_link(root)
-    with os.scandir(root) as entries:
-      names = sorted(entry.name for entry in entries)
+    names = sorted(os.listdir(root))
   except FileNotFoundError:
     return result
   except OSError as e:
@@ -136,11 +135,10 @@ def _list_objects(root: str, result: Listing) -> Listing:
   for head, rests in inside.items():
     path = os.path.join(root, head)
     files = [rest.rpartition("/")[2] for rest in rests]
-    if not is_step_name(head):
-      result.strays.append(path)
-    elif MANIFEST_FILE in rests:
+    is_step = is_step_name(head)
+    if is_step and MANIFEST_FILE in rests:
       result.checkpoints[int(head)] = path
-    elif all(f == METADATA_FILE or _CHUNK.fullmatch(f) for f in files):
+    elif is_step and all(map(_ARRAY_FILE.fullmatch, files)):
       result.leftovers.append(path)
     else:
       result.strays.append(path)
@@ -227,15 +225,11 @@ def find_all(path: str) -> dict[int, str]:
   """{step: directory} of the checkpoints at a path, ascending; never {}."""
   path = paths.absolute(path)
   try:
-    if paths.is_remote(path):
-      inside = _names_at(path)
-    else:
-      with os.scandir(path) as entries:
-        inside = {entry.name for entry in entries}
+    inside = _names_at(path) if paths.is_remote(path) else os.listdir(path)
   except OSError as e:
     raise CheckpointError(f"{path}: {e.strerror}.") from e
   if os.path.basename(path) == FOLDER:
-    path, inside = os.path.dirname(path), {FOLDER}
+    path, inside = os.path.dirname(path), [FOLDER]
   if FOLDER not in inside or MANIFEST_FILE in inside:
     return {read_manifest(path).step: path}
   directories = listing(path).checkpoints
@@ -244,12 +238,13 @@ def find_all(path: str) -> dict[int, str]:
   return directories
 
 
-def _names_at(path: str) -> set[str]:
-  if os.path.basename(path) == FOLDER:
-    return set()
+def _names_at(path: str) -> list[str]:
+  name = os.path.basename(path)
+  if name == FOLDER:
+    return []
   if objects.read(os.path.join(path, MANIFEST_FILE)).content is not None:
-    return {MANIFEST_FILE}
-  return set() if STEP.fullmatch(os.path.basename(path)) else {FOLDER}
+    return [MANIFEST_FILE]
+  return [] if STEP.fullmatch(name) else [FOLDER]
 
 
 def files_below(directory: str) -> Iterator[tuple[str, int | None]]:
@@ -309,7 +304,7 @@ def begin(tmp: str) -> None:
   writers must wait for it.
   """
   if paths.is_remote(tmp):
-    _uncommit(tmp)
+    objects.write(os.path.join(tmp, MANIFEST_FILE), None)
     objects.remove_below(tmp)
   else:
     os.makedirs(tmp, exist_ok=True)
@@ -368,15 +363,11 @@ def retire(workdir: str, step: int, token: str) -> str:
   """Makes a checkpoint not a checkpoint; returns the directory to discard."""
   path = os.path.join(folder(workdir), step_name(step))
   if paths.is_remote(path):
-    _uncommit(path)
+    objects.write(os.path.join(path, MANIFEST_FILE), None)
     return path
   retired = f"{path}.del-{token}"
   os.rename(path, retired)
   return retired
-
-
-def _uncommit(directory: str) -> None:
-  objects.write(os.path.join(directory, MANIFEST_FILE), None)
 
 
 def discard(path: str) -> None:

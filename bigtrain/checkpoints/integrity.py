@@ -208,9 +208,9 @@ def _inspect_array(directory: str, name: str, array: Array) -> list[Problem]:
     problems.append(Problem(name, os.path.join(array_directory, path), what))
     return problems
 
-  parts = name.split("/")
-  for i in range(1, len(parts) + 1):
-    parent = os.path.join(directory, *parts[:i])
+  parent = directory
+  for part in name.split("/"):
+    parent = os.path.join(parent, part)
     if os.path.islink(parent):
       return report(parent, _LINK)
   try:
@@ -325,18 +325,16 @@ def verify(directory: str) -> list[Problem]:
   problems = inspect(directory, manifest)
   reported = {problem.path for problem in problems}
   linked = {problem.array for problem in problems if problem.what == _LINK}
-  parts, files = [], []
-  for name, array in manifest.arrays.items():
-    if name in linked or os.path.join(directory, name) in reported:
-      continue
-    for file, index in array.chunks():
-      path = os.path.join(directory, name, file)
-      if path not in reported:
-        parts.append((name, index))
-        files.append(path)
-  sums: dict[str, list[checksums.Sums]] = {name: [] for name, _ in parts}
-  for path, (part, result) in zip(files, read_each(directory, manifest, parts)):
-    name, place = part
+  part_of = {
+    path: (name, place)
+    for name, array in manifest.arrays.items()
+    if name not in linked and os.path.join(directory, name) not in reported
+    for file, place in array.chunks()
+    if (path := os.path.join(directory, name, file)) not in reported
+  }
+  sums: dict[str, list[checksums.Sums]] = collections.defaultdict(list)
+  results = read_each(directory, manifest, part_of.values())
+  for path, ((name, place), result) in zip(part_of, results):
     if isinstance(result, ValueError):
       if _kind(result) is not DamagedError:
         raise CheckpointError(f"{directory}: {_text(result)}") from result

@@ -187,8 +187,8 @@ class LocalCheckpoints:
     self._own = os.path.join(self._root, str(index))
     hosts = process.gather(_host())
     here = [i for i, host in enumerate(hosts) if host == hosts[index]]
+    known = {str(i) for i in here}
     if index == here[0]:
-      known = {str(i) for i in here}
       with contextlib.suppress(OSError):  # Usually there is no such folder.
         self._left = [
           os.path.join(self._root, name)
@@ -203,9 +203,7 @@ class LocalCheckpoints:
           self._saved[saved.manifest.step, token] = saved
 
   def _is_past(self, step: int, token: str) -> bool:
-    if token not in self._tokens:
-      return False
-    last = self._tokens[token]
+    last = self._tokens.get(token, -1)
     return last is None or step <= last
 
   def _shared_manifest(
@@ -233,9 +231,7 @@ class LocalCheckpoints:
     if not wanted:
       return True
     offer = [[key, sums] for key, sums in intact.items() if key in wanted]
-    server = None
-    if saved is not None and offer:
-      server = transfers.Server(saved.directory)
+    server = transfers.Server(saved.directory) if saved and offer else None
     try:
       offers = process.gather([server and server.address, offer])
       holders: dict[Key, list[int]] = {}
@@ -402,16 +398,16 @@ def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
     for name, place in saved.shards
   ]
   intact = {}
-  for (name, index), values in integrity.read_each(
-    saved.directory, saved.manifest, parts
+  results = integrity.read_each(saved.directory, saved.manifest, parts)
+  for (key, expected), ((name, index), values) in zip(
+    saved.shards.items(), results, strict=True
   ):
-    key = name, _bounds(index)
-    if not isinstance(values, ValueError):
-      sums = checksums.of_part(values, index, arrays[name].shape)
-      if sums == saved.shards[key]:
-        intact[key] = sums
-        continue
-    logging.warning("%s: array %r is damaged.", saved.directory, name)
+    if not isinstance(values, ValueError) and expected == checksums.of_part(
+      values, index, arrays[name].shape
+    ):
+      intact[key] = expected
+    else:
+      logging.warning("%s: array %r is damaged.", saved.directory, name)
   return intact
 
 

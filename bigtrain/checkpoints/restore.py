@@ -8,7 +8,7 @@ import collections
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -103,8 +103,8 @@ def restore(
   manifest = folders.read_manifest(directory)
   specs = dict(trees.flatten_with_names(like))
   check_fits(directory, manifest, specs)
-  _check_files(directory, manifest, specs)
-  return read_tree(directory, manifest, like), manifest
+  arrays = load(directory, manifest, {name: name for name in specs}, specs)
+  return trees.map_with_names(lambda name, _: arrays[name], like), manifest
 
 
 def read_tree(directory: str, manifest: Manifest, like: Any) -> Any:
@@ -154,17 +154,11 @@ def load(
   like: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
   """Loads arrays under new names; `sources` is {new name: saved name}."""
-  _check_files(directory, manifest, sources.values())
-  return _load(directory, manifest, sources, like)
-
-
-def _check_files(
-  directory: str, manifest: Manifest, names: Iterable[str]
-) -> None:
-  problems = integrity.inspect(directory, manifest, names)
+  problems = integrity.inspect(directory, manifest, sources.values())
   if problems:
     more = f" (and {len(problems) - 1} more)" * (len(problems) > 1)
     raise DamagedError(f"{directory}: damaged: {problems[0]}{more}.")
+  return _load(directory, manifest, sources, like)
 
 
 def _load(
@@ -238,15 +232,12 @@ def _reads(spec: Any) -> list[_Read]:
   )
   volume = sum(map(_volume, devices_of))
   if _volume(box) == volume and volume * spec.dtype.itemsize <= _WHOLE_BYTES:
-    corner = [lo for lo, _ in box]
-    cuts = [
-      (
-        tuple(slice(lo - c, hi - c) for (lo, hi), c in zip(bounds, corner)),
-        device,
+    cuts = []
+    for bounds, devices in devices_of.items():
+      cut = tuple(
+        slice(lo - c, hi - c) for (lo, hi), (c, _) in zip(bounds, box)
       )
-      for bounds, devices in devices_of.items()
-      for device in devices
-    ]
+      cuts += [(cut, device) for device in devices]
     return [_Read(tuple(slice(*b) for b in box), cuts)]
   return [
     _Read(tuple(slice(*b) for b in bounds), [((), d) for d in devices])

@@ -69,10 +69,8 @@ class Snapshots:
     Numpy arrays belong to process 0. Returns the shards, the layout in files of
     all arrays, and a function that returns the devices' checksum of each shard.
     """
-    key = [
-      (name, getattr(x, "shape", x), getattr(x, "dtype", None), _sharding(x))
-      for name, x in named
-    ]
+    kind = ("shape", "dtype", "sharding")
+    key = [(n, [getattr(x, a, None) for a in kind]) for n, x in named]
     if key != self._plan.key:
       self._plan = _make_plan(key, named, self._all_shards)
     shards = [_shard(named[i][1], number) for i, number in self._plan.sources]
@@ -136,10 +134,6 @@ def _shard(x: Any, number: int) -> Any:
   if number and x.is_fully_replicated:  # addressable_data returns shard 0.
     return x.addressable_shards[number].data
   return x.addressable_data(number)
-
-
-def _sharding(x: Any) -> Any:
-  return x.sharding if isinstance(x, jax.Array) else None
 
 
 def _make_plan(
@@ -241,13 +235,10 @@ def _block_shape(
       if number == chosen:
         writers[index[dim].start] = device.process_index
   owners = [(writers[start], holders[start]) for start in sorted(writers)]
-  for size in range(len(owners), 1, -1):
-    if (
-      len(owners) % size == 0
-      and size * shard_bytes <= _SHARED_FILE_BYTES
-      and all(
-        owner == owners[i // size * size] for i, owner in enumerate(owners)
-      )
+  most = min(len(owners), _SHARED_FILE_BYTES // shard_bytes)
+  for size in range(most, 1, -1):
+    if len(owners) % size == 0 and all(
+      owner == owners[i // size * size] for i, owner in enumerate(owners)
     ):
       shard_shape[dim] *= size
       break

@@ -22,10 +22,7 @@ from bigtrain.checkpoints import (
   restore,
   warm_start,
 )
-from bigtrain.checkpoints.manifest import (
-  DamagedError,
-  HostState,
-)
+from bigtrain.checkpoints.manifest import DamagedError, HostState
 from bigtrain.cluster import process
 from bigtrain.optim import ema
 from bigtrain.step import gradients
@@ -107,13 +104,8 @@ def start(
       changes.check_config(host.config, config, options.allow_changes)
     changes.check_files(host.fingerprints, fingerprints, options.allow_changes)
 
-  found = _resume(
-    workdir,
-    state_spec,
-    local if from_local else None,
-    check_origin,
-    fallback=options.fallback,
-  )
+  hosts = local if from_local else None
+  found = _resume(workdir, state_spec, hosts, check_origin, options.fallback)
   if found is None and options.resume:
     found = _continue(options.resume, state_spec, check_origin)
   if found is None:
@@ -140,7 +132,6 @@ def _resume(
   state_spec: Any,
   local: local_checkpoints.LocalCheckpoints | None,
   check_origin: Callable[[HostState], None],
-  *,
   fallback: bool,
 ) -> Start | None:
   newest = folders.newest(workdir)
@@ -171,10 +162,8 @@ def _continue(
   state, manifest = warm_start.load_state(source, state_spec)
   check_origin(manifest.host_state)
   # Time accounts and hooks start anew: they belong to the other run.
-  host = HostState(
-    tally=manifest.host_state.tally,
-    batches_ahead=manifest.host_state.batches_ahead,
-  )
+  old = manifest.host_state
+  host = HostState(tally=old.tally, batches_ahead=old.batches_ahead)
   how = f"continued from step {manifest.step} of {source}"
   return Start(state, host, manifest.step, how, False)
 
@@ -182,11 +171,10 @@ def _continue(
 def _load_model(
   state: dict[str, Any], source: Any, state_spec: Any, model_module: Any
 ) -> None:
+  like = evaluated(state_spec)["params"]
+  init = lambda: evaluated(state)["params"]
   loaded = warm_start.load_variables(
-    source,
-    evaluated(state_spec)["params"],
-    init=lambda: evaluated(state)["params"],
-    module=model_module,
+    source, like, init=init, module=model_module
   )
   state["params"] = loaded.pop("params")
   if loaded:

@@ -192,16 +192,14 @@ def load_state(
 
 
 def table(lines: Sequence[Line]) -> str:
-  order = list(dict.fromkeys(line.status for line in lines))
+  counts = collections.Counter(line.status for line in lines)
+  order = list(counts)
   width = max([len(line.name) for line in lines], default=0)
   rows = [
     f"  {line.status:<10}{line.name:<{width}}  {line.what}"
-    for status in order
-    for line in lines
-    if line.status == status
+    for line in sorted(lines, key=lambda line: order.index(line.status))
   ]
-  counts = collections.Counter(line.status for line in lines)
-  total = ", ".join(f"{counts[status]} {status}" for status in order)
+  total = ", ".join(f"{n} {status}" for status, n in counts.items())
   return "\n".join([*rows, f"  {total or 'nothing'}"])
 
 
@@ -348,15 +346,16 @@ def _compare(
       jnp.issubdtype(x.dtype, jnp.floating) for x in (array, spec)
     )
     if tuple(array.shape) != tuple(spec.shape):
-      lines.append(Line("reshaped", name, what))
+      status = "reshaped"
     elif not same_dtype and not both_float:
-      lines.append(Line("retyped", name, what))
+      status = "retyped"
     elif name in converted:
-      lines.append(Line("converted", name, describe(spec)))
+      status, what = "converted", describe(spec)
     elif not same_dtype:
-      lines.append(Line("cast", name, what))
+      status = "cast"
     else:
-      lines.append(Line("loaded", name, describe(spec)))
+      status, what = "loaded", describe(spec)
+    lines.append(Line(status, name, what))
   for name, array in available.items():
     if name in specs:
       continue

@@ -12,9 +12,10 @@ _CODES = (errno.ENOSPC, errno.EDQUOT)
 def is_full(error: BaseException | None) -> bool:
   """Whether an error, or one of its causes, comes from a full disk."""
   while error is not None:
-    if isinstance(error, OSError) and error.errno in _CODES:
-      return True
-    if any(os.strerror(code) in str(error) for code in _CODES):
+    # tensorstore's errors have only a text.
+    if getattr(error, "errno", None) in _CODES or any(
+      os.strerror(code) in str(error) for code in _CODES
+    ):
       return True
     error = error.__cause__
   return False

@@ -93,19 +93,13 @@ def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
     if endpoint:
       # Signatures contain a region even if the server ignores it.
       spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
-  else:
-    _use_emulator()
-  return spec
-
-
-def _use_emulator() -> None:
-  """Translates Google's variable for an emulator into tensorstore's."""
-  host = os.environ.get("STORAGE_EMULATOR_HOST")
-  if host:
+  elif host := os.environ.get("STORAGE_EMULATOR_HOST"):
+    # tensorstore has its own variable for an emulator.
     url = host if "://" in host else f"http://{host}"
     os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", url)
     # Keeps real credentials from being sent to the emulator.
     os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
+  return spec
 
 
 def context(*, hasty: bool = False) -> dict[str, Any]:
@@ -126,10 +120,9 @@ def _open(place: Place, hasty: bool) -> Any:
   name = (place.scheme, place.bucket, hasty)
   if name not in _stores:
     root = f"{place.scheme}://{place.bucket}"
+    limits = ts.Context(context(hasty=hasty))
     try:
-      opening = ts.KvStore.open(
-        kvstore(root), context=ts.Context(context(hasty=hasty))
-      )
+      opening = ts.KvStore.open(kvstore(root), context=limits)
     except ValueError as e:  # Not a valid bucket name.
       raise ConfigError(f"{root}: {_text(e)}.") from e
     _stores[name] = _result(opening, root)
@@ -200,10 +193,8 @@ def write(
   """
   place = parse(path)
   condition = {} if instead_of is None else {"if_equal": instead_of.generation}
-  stamp = _result(
-    _open(place, hasty).write(place.key, content, **condition), path
-  )
-  return bool(stamp.generation)
+  writing = _open(place, hasty).write(place.key, content, **condition)
+  return bool(_result(writing, path).generation)
 
 
 def below(folder: str) -> list[str]:
