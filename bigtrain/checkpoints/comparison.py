@@ -58,17 +58,14 @@ def replicas(tree: Any) -> str:
         processes = json.dumps(sorted(holders[place]))
         lines[processes].append(f"{i} {place} {text}")
   # Processes that hold the same parts compare one digest of all of them.
-  texts = {
+  digests = {
     processes: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()
     for processes, each in lines.items()
   }
-  answers = process.gather([bool(_minorities(own)), texts])
-  by_key: dict[str, set[str]] = collections.defaultdict(set)
-  for _, each in answers:
-    for key, text in each.items():
-      by_key[key].add(text)
+  answers = process.gather([bool(_minorities(own)), digests])
+  distinct = {pair for _, each in answers for pair in each.items()}
   differs = any(each for each, _ in answers)
-  if not differs and all(len(each) == 1 for each in by_key.values()):
+  if not differs and len(distinct) == len(dict(distinct)):
     return ""
   return _describe(_minorities(_exchange(own)))
 

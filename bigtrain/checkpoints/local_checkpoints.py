@@ -292,9 +292,7 @@ class LocalCheckpoints:
       except OSError as e:
         error = disk.reason(e, self._workdir)
     restore.raise_on_all(error)
-    past = {
-      s.directory for key, s in self._saved.items() if self._is_past(*key)
-    }
+    past = {s.directory for k, s in self._saved.items() if self._is_past(*k)}
     try:
       os.makedirs(self._own, exist_ok=True)
       _keep_only(self._own, past)

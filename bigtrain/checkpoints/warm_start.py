@@ -207,8 +207,7 @@ def read_source(
   spec: Any, key: str, allowed: Sequence[str] | None = None
 ) -> Source:
   """Checks the options of config.model_init or, with `allowed`, of resume."""
-  if isinstance(spec, str):
-    spec = {"path": spec}
+  spec = {"path": spec} if isinstance(spec, str) else spec
   if not isinstance(spec, Mapping):
     raise ConfigError(f"{key}: expected a path or a dict, got {spec!r}.")
   check_kwargs(Source, spec, key)

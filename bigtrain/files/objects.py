@@ -103,7 +103,6 @@ def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
 
 
 def context(*, hasty: bool = False) -> dict[str, Any]:
-  """Returns tensorstore context resources that bound the waiting time."""
   # Limits for connections that cannot be made or that transfer no bytes.
   os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "10")
   os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")
@@ -198,7 +197,6 @@ def write(
 
 
 def below(folder: str) -> list[str]:
-  """The names of all objects below a folder, relative to it, sorted."""
   prefix, names = _range(folder)
   store = _open(parse(folder), False)
   keys = _result(store.list(names, strip_prefix_length=len(prefix)), folder)
@@ -210,8 +208,7 @@ def remove_below(folder: str) -> None:
   _result(_open(parse(folder), False).delete_range(names), folder)
 
 
-def _range(folder: str) -> tuple[bytes, Any]:
-  """Returns the prefix of all keys below a folder, and their key range."""
+def _range(folder: str) -> tuple[bytes, Any]:  # Prefix and range of keys.
   import tensorstore as ts
 
   key = parse(folder).key.encode()

@@ -85,9 +85,7 @@ def find(path: str, step: int | None = None) -> str | None:
   if steps:
     return _of_step(path, steps, max(steps) if step is None else step)
   is_t5x = os.path.isfile(os.path.join(path, _T5X_FILE))
-  return (
-    path if is_t5x or any(_is_array(path, n) for n in _names(path)) else None
-  )
+  return path if is_t5x or _array_names(path) else None
 
 
 def _of_step(path: str, steps: Mapping[int, str], step: int) -> str:
@@ -103,8 +101,9 @@ def _names(folder: str) -> list[str]:
   return sorted(os.listdir(folder or "."))
 
 
-def _is_array(folder: str, name: str) -> bool:
-  return os.path.isfile(os.path.join(folder, name, _METADATA))
+def _array_names(folder: str) -> list[str]:
+  is_array = lambda n: os.path.isfile(os.path.join(folder, n, _METADATA))
+  return list(filter(is_array, _names(folder)))
 
 
 def open_folder(path: str) -> Folder:
@@ -115,8 +114,7 @@ def open_folder(path: str) -> Folder:
     return _open_t5x(file)
   arrays = {
     name.replace("~", "/"): _open(os.path.join(path, name))
-    for name in _names(path)
-    if _is_array(path, name)
+    for name in _array_names(path)
   }
   match = _BV_STEP.fullmatch(os.path.basename(path.rstrip("/")))
   return Folder(arrays, int(match[1]) if match else 0, path)
