@@ -73,28 +73,30 @@ class Snapshots:
     key = [(n, [getattr(x, a, None) for a in kind]) for n, x in named]
     if key != self._plan.key:
       self._plan = _make_plan(key, named, self._all_shards)
-    shards = [_shard(named[i][1], number) for i, number in self._plan.sources]
+    plan = self._plan
+    shards = [_shard(named[i][1], number) for i, number in plan.sources]
     # All arrays on every process, because some devices need the same programs.
     wait_for_devices = device_checksums.start(named)
     pieces = [
       piece._replace(data=copy)
-      for piece, copy in zip(self._plan.pieces, _copy_to_host(shards))
+      for piece, copy in zip(plan.pieces, _copy_to_host(shards))
     ]
-    devices = [
-      next(iter(x.devices())) if isinstance(x, jax.Array) else None
-      for x in shards
+    # The device of a shard, or the sums of a numpy array.
+    summed: list[Any] = [
+      next(iter(x.devices()))
+      if isinstance(x, jax.Array)
+      else checksums.of_part(np.asarray(x), piece.place, x.shape)
+      for x, piece in zip(shards, pieces)
     ]
 
     def wait_for_sums() -> list[checksums.Sums]:
       sums = wait_for_devices()
       return [
-        sums[piece.name][device]
-        if device
-        else checksums.of_part(piece.data, piece.place, piece.data.shape)
-        for piece, device in zip(pieces, devices, strict=True)
+        sums[piece.name][one] if isinstance(one, jax.Device) else one
+        for piece, one in zip(plan.pieces, summed)
       ]
 
-    return pieces, self._plan.arrays, wait_for_sums
+    return pieces, plan.arrays, wait_for_sums
 
 
 def sums_by_name(
