@@ -12,7 +12,7 @@ are the layers of a stack. "E:fsdp; D -> F" splits the experts over the axis
 `fsdp` of the mesh.
 
 optim/views.py derives the matrices that an optimizer sees, sharding/
-model_rules.py what the axis `tensor` splits, and models/published/tables.py how
+rules.py what the axis `tensor` splits, and models/published/tables.py how
 published arrays are reshaped.
 
 Letters: D width of the model, H heads, G heads of keys and values, K width of a

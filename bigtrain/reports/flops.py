@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 from jax.extend import core as jex_core
 
@@ -33,13 +34,14 @@ _Share = Callable[[str], fractions.Fraction]
 
 def forward_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
   """Counts the model FLOPs of one call of `fn` over all devices."""
-  return jaxpr_flops(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr)
+  jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
+  return round(_flops(jaxpr, model_flops.useful_share))
 
 
 def executed_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
   """Counts all FLOPs of a call, padding and recomputation included."""
-  closed = jax.make_jaxpr(fn)(*args, **kwargs)
-  return jaxpr_flops(closed.jaxpr, lambda name_stack: fractions.Fraction(1))
+  jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
+  return round(_flops(jaxpr, lambda name_stack: fractions.Fraction(1)))
 
 
 def step_flops(loss_fn: Callable[..., Any], *args: Any) -> int:
@@ -53,12 +55,8 @@ def mfu(
   return flops_per_step / (step_secs * num_devices * peak)
 
 
-def jaxpr_flops(jaxpr: Any, share: _Share = model_flops.useful_share) -> int:
-  """Counts the FLOPs of an open or closed jaxpr."""
-  return round(_flops(jaxpr, share))
-
-
 def _flops(jaxpr: Any, share: _Share) -> fractions.Fraction:
+  """Counts the FLOPs of an open or closed jaxpr."""
   total = fractions.Fraction(0)
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     flops = _eqn_flops(eqn, share)
@@ -168,33 +166,12 @@ def _conv(eqn: Any) -> int:
   for i, (out_dim, rhs_dim) in enumerate(
     zip(numbers.out_spec[2:], numbers.rhs_spec[2:])
   ):
-    flops *= _taps(
-      out[out_dim],
-      rhs[rhs_dim],
-      stride=p["window_strides"][i],
-      pad=p["padding"][i][0],
-      lhs_dilation=p["lhs_dilation"][i],
-      rhs_dilation=p["rhs_dilation"][i],
-    )
+    first = np.arange(out[out_dim]) * p["window_strides"][i]
+    taps = np.arange(rhs[rhs_dim]) * p["rhs_dilation"][i]
+    # Positions in the input of each output's taps.
+    positions = np.add.outer(first, taps) - p["padding"][i][0]
+    flops *= np.count_nonzero(positions % p["lhs_dilation"][i] == 0)
   return flops
-
-
-def _taps(
-  outputs: int,
-  kernel: int,
-  *,
-  stride: int,
-  pad: int,
-  lhs_dilation: int,
-  rhs_dilation: int,
-) -> int:
-  if lhs_dilation == 1:
-    return outputs * kernel
-  return sum(
-    (o * stride + k * rhs_dilation - pad) % lhs_dilation == 0
-    for o in range(outputs)
-    for k in range(kernel)
-  )
 
 
 def _attention(eqn: Any) -> int:

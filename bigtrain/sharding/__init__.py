@@ -2,10 +2,10 @@
 
 mesh.py makes the device mesh and names its axes; open it first. batches.py has
 the shardings of batches and the ambient mesh of a program; rules.py the layout
-of parameters and optimizer state, with model_rules.py for the rules of a model;
-memory.py what stays in host memory, tensor.py and lookup.py layers that are
-split, absent.py devices that are not there. Any package may import this one,
-which imports only dims, model_flops, settings and trees.
+of parameters and optimizer state; memory.py what stays in host memory,
+tensor.py layers that are split, absent.py devices that are not there. Any
+package may import this one, which imports only dims, model_flops, settings and
+trees.
 """
 
 from bigtrain.sharding.absent import absent_devices
@@ -23,7 +23,6 @@ from bigtrain.sharding.batches import (
   split_batch,
   splits,
 )
-from bigtrain.sharding.lookup import lookup
 from bigtrain.sharding.memory import (
   bytes_per_device,
   in_host,
@@ -38,13 +37,12 @@ from bigtrain.sharding.mesh import (
   in_words,
   make_mesh,
 )
-from bigtrain.sharding.model_rules import place
 from bigtrain.sharding.rules import (
   DEFAULT_RULES,
-  Layout,
   Rules,
   along,
   largest_free,
+  place,
   spec_of,
   state_shardings,
   state_spec,
@@ -55,6 +53,7 @@ from bigtrain.sharding.tensor import (
   columns,
   gathered,
   heads_in_parts,
+  lookup,
   rows,
   scattered,
   stream,

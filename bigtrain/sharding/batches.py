@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, check_number
 from bigtrain.sharding.mesh import BATCH_AXES, in_words
 
 
@@ -45,10 +45,7 @@ def one_example(spec: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def check_batch(batch_size: int, mesh: Mesh, key: str) -> None:
-  if not isinstance(batch_size, int) or batch_size < 1:
-    raise ConfigError(
-      f"{key}: expected a positive whole number, got {batch_size!r}."
-    )
+  check_number(key, batch_size, least=1, whole=True)
   ways = batch_ways(mesh)
   if batch_size % ways:
     down = batch_size // ways * ways

@@ -6,12 +6,12 @@ first full match decides, and arrays without a match stay on the device. The
 optimizer (optim/chain.py) copies such a state to the device and back.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import trees
@@ -59,9 +59,9 @@ def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
     for pattern, kind in pairs:
       if name.startswith("opt/") and re.fullmatch(pattern, name):
         matched.add(pattern)
-        small = array.size < _MIN_SIZE
-        on_device = kind == "device" or small
-        return sharding if on_device else sharding.with_memory_kind(kind)
+        if kind != "device" and array.size >= _MIN_SIZE:
+          return sharding.with_memory_kind(kind)
+        return sharding
     return sharding
 
   result = trees.map_with_names(place, shapes, shardings)
@@ -104,10 +104,8 @@ def bytes_per_device(
   shapes: Any, shardings: Any, *, in_host: bool = False
 ) -> int:
   """Bytes of a tree of shapes in a device's memory, or in its host's."""
-  total = 0
-  pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
-  for shape, sharding in pairs:
-    if (sharding.memory_kind == "pinned_host") == in_host:
-      local = sharding.shard_shape(shape.shape)
-      total += int(np.prod(local, dtype=np.int64)) * shape.dtype.itemsize
-  return total
+  return sum(
+    math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
+    if (sharding.memory_kind == "pinned_host") == in_host
+  )

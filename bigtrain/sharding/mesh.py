@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain.settings import Config, ConfigError, check_kwargs
+from bigtrain.settings import Config, ConfigError, check_kwargs, check_number
 from bigtrain.sharding import absent
 
 BATCH_AXES = ("replica", "fsdp")
@@ -114,17 +114,12 @@ def _nearest(sizes: Mapping[str, int], num_devices: int) -> str:
     others = math.prod(
       n for name, n in sizes.items() if name != axis and n != -1
     )
-    if num_devices % others:
-      continue
-    room = num_devices // others
-    works = [n for n in range(1, room + 1) if room % n == 0]
-    works = [room] if exact else works
-    near = sorted((abs(n - size), n) for n in works)
-    fits += [(distance, f"{axis}={n}") for distance, n in near[:2]]
-  if not fits:
-    return ""
+    room, rest = divmod(num_devices, others)
+    for n in range(room if exact else 1, room + 1):
+      if not rest and room % n == 0:
+        fits.append((abs(n - size), f"{axis}={n}"))
   words = [word for _, word in sorted(fits)[:2]]
-  return f"; the nearest that work: {' or '.join(words)}"
+  return f"; the nearest that work: {' or '.join(words)}" if words else ""
 
 
 def _slice_of(device: Any) -> int:
@@ -146,10 +141,7 @@ def grouped(devices: Sequence[Any], slices: int | None) -> list[list[Any]]:
   result = [groups[number] for number in sorted(groups)]
   if slices is None:
     return result
-  if not isinstance(slices, int) or isinstance(slices, bool) or slices < 1:
-    raise ConfigError(
-      f"config.mesh.slices: expected a positive whole number, got {slices!r}."
-    )
+  check_number("config.mesh.slices", slices, least=1, whole=True)
   simulated = len(result) == 1 and devices[0].platform == "cpu"
   if simulated and len(devices) % slices == 0:
     size = len(devices) // slices
@@ -204,13 +196,11 @@ def crossing(grid: Any, groups: Sequence[Sequence[Any]]) -> dict[str, int]:
   """{axis: largest number of slices that a group of it is in, above 1}."""
   number_of = {d: i for i, group in enumerate(groups) for d in group}
   numbers = np.vectorize(number_of.get, otypes=[int])(grid)
-  crossed = {}
+  most = {}
   for at, axis in enumerate(AXES):
     rows = np.moveaxis(numbers, at, -1).reshape(-1, grid.shape[at])
-    most = max(len(set(row)) for row in rows.tolist())
-    if most > 1:
-      crossed[axis] = most
-  return crossed
+    most[axis] = max(len(set(row)) for row in rows.tolist())
+  return {axis: number for axis, number in most.items() if number > 1}
 
 
 def _warn_of_slow_axes(grid: Any, groups: Sequence[Sequence[Any]]) -> None:

@@ -8,11 +8,12 @@ A rule is a pair of (regular expression over state names, layout):
   ("fsdp(0), tensor(-1)")   these dimensions are split, or it is an error
   ("shard_dim(0)")          the same as "fsdp(0)"
 
-The first rule that matches a name decides. The model's own rules
-(model_rules.py) say which dimension goes over `tensor`, and over the axis of
-experts, unless the layout names a dimension for this axis or is "replicated";
-"fsdp" leaves out those dimensions. Arrays that do not divide are reported
-before anything compiles.
+The first rule that matches a name decides. The model's description of its
+parameters (dims.py) says which dimension goes over `tensor`, and over the axis
+of experts, unless the layout names a dimension for this axis or is
+"replicated"; "fsdp" leaves out those dimensions. `tensor` splits attention by
+heads, MLPs and experts by hidden units, embeddings and output layers by tokens
+or classes. Arrays that do not divide are reported before anything compiles.
 """
 
 import ast
@@ -27,8 +28,13 @@ import jax
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bigtrain import trees
-from bigtrain.settings import ConfigError, check_choice, check_kwargs
+from bigtrain import dims, trees
+from bigtrain.settings import (
+  ConfigError,
+  check_choice,
+  check_kwargs,
+  check_number,
+)
 from bigtrain.sharding import memory
 from bigtrain.sharding.batches import replicated
 
@@ -37,14 +43,14 @@ DEFAULT_RULES = ((".*", "fsdp"),)
 # Smaller arrays are replicated by default.
 _MIN_SIZE = 1024
 
+Shape = tuple[int, ...]
 # Axes by dimension.
 Placed = Mapping[int, tuple[str, ...]]
-
-# A layout takes (shape, mesh, axes that the model's rules have placed) and
-# returns (spec, complaint or ""). None leaves the shape to the next rules.
-Layout = Callable[
-  [tuple[int, ...], Mesh, Placed], tuple[PartitionSpec, str] | None
-]
+# A spec, and a complaint or "".
+_Result = tuple[PartitionSpec, str]
+# From the axes that the model's rules have placed; None leaves the shape to the
+# next rules.
+Layout = Callable[[Shape, Mesh, Placed], _Result | None]
 
 
 class Rules(NamedTuple):
@@ -63,16 +69,16 @@ class Rules(NamedTuple):
   """
 
   layouts: Sequence[tuple[str, str | Layout]] = DEFAULT_RULES
-  of_model: Mapping[str, tuple[tuple[int, ...], Placed]] = {}
+  of_model: Mapping[str, tuple[Shape, Placed]] = {}
   split_opt: bool = False
   opt_memory: memory.OptMemory = ()
 
-  def placed(self, name: str, shape: tuple[int, ...]) -> Placed:
-    parts = name.split("/")
-    for start in range(len(parts)):
-      known = self.of_model.get("/".join(parts[start:]))
+  def placed(self, name: str, shape: Shape) -> Placed:
+    while name:
+      known = self.of_model.get(name)
       if known is not None and known[0] == shape:
         return known[1]
+      name = name.partition("/")[2]
     return {}
 
 
@@ -105,9 +111,7 @@ def state_shardings(
   """
   if not isinstance(rules, Rules):
     rules = Rules(rules)
-  parsed = [
-    _parse_rule(rule, f"{key}[{i}]") for i, rule in enumerate(rules.layouts)
-  ]
+  parsed = [_rule(r, f"{key}[{i}]") for i, r in enumerate(rules.layouts)]
   notes: list[str] = []
   errors: list[str] = []
 
@@ -137,7 +141,7 @@ def state_shardings(
 
 
 def _over_replica(
-  shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
+  shape: Shape, spec: PartitionSpec, mesh: Mesh
 ) -> PartitionSpec:
   """Splits an array of the optimizer over `replica` as well, if one divides.
 
@@ -163,9 +167,9 @@ def _over_replica(
 
 
 def spec_of(placed: Placed) -> PartitionSpec:
-  dims = [placed.get(d, ()) for d in range(max(placed, default=-1) + 1)]
+  by_dim = [placed.get(d, ()) for d in range(max(placed, default=-1) + 1)]
   return PartitionSpec(
-    *[axes[0] if len(axes) == 1 else axes or None for axes in dims]
+    *[axes[0] if len(axes) == 1 else axes or None for axes in by_dim]
   )
 
 
@@ -180,19 +184,13 @@ def _axes_by_dim(spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
 # Layouts.
 
 
-def _replicated() -> Layout:
-  return lambda shape, mesh, placed: (PartitionSpec(), "")
-
-
 def _fsdp(dim: int | None = None, *, min_size: int = _MIN_SIZE) -> Layout:
   """Splits the largest free dimension that divides, unless one is given."""
-  _check_int("min_size", min_size)
+  check_number("min_size", min_size, whole=True, error=TypeError)
   if dim is not None:
     return _on("fsdp", dim)
 
-  def layout(
-    shape: tuple[int, ...], mesh: Mesh, placed: Placed
-  ) -> tuple[PartitionSpec, str]:
+  def layout(shape: Shape, mesh: Mesh, placed: Placed) -> _Result:
     ways = mesh.shape["fsdp"]
     taken = any("fsdp" in axes for axes in placed.values())
     if ways == 1 or taken or math.prod(shape) < min_size:
@@ -207,20 +205,16 @@ def _fsdp(dim: int | None = None, *, min_size: int = _MIN_SIZE) -> Layout:
   return layout
 
 
-def largest_free(
-  shape: tuple[int, ...], ways: int, placed: Placed
-) -> int | None:
+def largest_free(shape: Shape, ways: int, placed: Placed) -> int | None:
   # Later dimensions win ties: the first is often a stack of layers.
   free = [d for d, n in enumerate(shape) if d not in placed and n % ways == 0]
   return max(free, key=lambda d: (shape[d], d), default=None)
 
 
 def _on(axis: str, dim: int) -> Layout:
-  _check_int("dim", dim)
+  check_number("dim", dim, whole=True, error=TypeError)
 
-  def layout(
-    shape: tuple[int, ...], mesh: Mesh, placed: Placed
-  ) -> tuple[PartitionSpec, str]:
+  def layout(shape: Shape, mesh: Mesh, placed: Placed) -> _Result:
     at = dim + len(shape) if dim < 0 else dim
     if not 0 <= at < len(shape):
       raise ConfigError(f"shape {shape} has no dimension {dim}")
@@ -250,14 +244,10 @@ def _nearest(size: int, dim: int) -> str:
   return " and ".join(map(str, [down, *up[:1]]))
 
 
-def along(
-  spec: PartitionSpec, shape: tuple[int, ...], names: Sequence[Any]
-) -> Layout:
+def along(spec: PartitionSpec, shape: Shape, names: Sequence[Any]) -> Layout:
   """The layout `spec` for arrays of one shape; others follow the next rules."""
 
-  def layout(
-    given: tuple[int, ...], mesh: Mesh, placed: Placed
-  ) -> tuple[PartitionSpec, str] | None:
+  def layout(given: Shape, mesh: Mesh, placed: Placed) -> _Result | None:
     del placed  # Names of dimensions are also the model's.
     if given != shape:
       return None
@@ -276,16 +266,10 @@ def along(
   return layout
 
 
-def _check_int(name: str, value: Any) -> None:
-  if isinstance(value, bool) or not isinstance(value, int):
-    raise TypeError(f"{name} is {value!r}, expected a whole number")
-
-
 # Texts of a config.
 
-
 _LAYOUTS: dict[str, Callable[..., Layout]] = {
-  "replicated": _replicated,
+  "replicated": lambda: lambda shape, mesh, placed: (PartitionSpec(), ""),
   "fsdp": _fsdp,
   "shard_dim": functools.partial(_on, "fsdp"),
   "tensor": functools.partial(_on, "tensor"),
@@ -294,7 +278,7 @@ _LAYOUTS: dict[str, Callable[..., Layout]] = {
 }
 
 
-def _parse_rule(rule: Any, key: str) -> tuple[re.Pattern[str], Layout]:
+def _rule(rule: Any, key: str) -> tuple[re.Pattern[str], Layout]:
   if not isinstance(rule, list | tuple) or len(rule) != 2:
     raise ConfigError(f"{key}: expected (regex, layout), got {rule!r}.")
   try:
@@ -309,25 +293,19 @@ def _parse_layout(text: str, key: str) -> Layout:
   try:
     node = ast.parse(text, mode="eval").body
     terms = node.elts if isinstance(node, ast.Tuple) else [node]
-    calls = [
-      t if isinstance(t, ast.Call) else ast.Call(t, [], []) for t in terms
-    ]
-    parsed = [
-      (
-        ast.unparse(call.func),
-        [ast.literal_eval(a) for a in call.args],
-        {k.arg or "**": ast.literal_eval(k.value) for k in call.keywords},
-      )
-      for call in calls
-    ]
+    parsed = []
+    for term in terms:
+      call = term if isinstance(term, ast.Call) else ast.Call(term, [], [])
+      args = [ast.literal_eval(a) for a in call.args]
+      kwargs = {k.arg or "**": ast.literal_eval(k.value) for k in call.keywords}
+      parsed.append((ast.unparse(call.func), args, kwargs))
   except (SyntaxError, ValueError, AttributeError, TypeError) as e:
     raise ConfigError(
       f"{key}: cannot read the layout {text!r}; expected for example 'fsdp' or "
       "'fsdp(0), tensor(-1)'."
     ) from e
   # Those that search for a dimension come last.
-  last: list[Layout] = []
-  first: list[Layout] = []
+  first, last = [], []
   named_axes: set[str] = set()
   for name, args, kwargs in parsed:
     make = _LAYOUTS[check_choice(key, name, _LAYOUTS)]
@@ -338,7 +316,7 @@ def _parse_layout(text: str, key: str) -> Layout:
       signature.bind(*args, **kwargs)
       layout = make(*args, **kwargs)
     except TypeError as e:
-      raise ConfigError(f"{key}: {text!r}: {e}.") from e
+      raise ConfigError(f"{key}: {text!r}: {str(e).rstrip('.')}.") from e
     if args or "dim" in kwargs:
       first.append(layout)
       named_axes.add("fsdp" if name == "shard_dim" else name)
@@ -355,9 +333,7 @@ def _parse_layout(text: str, key: str) -> Layout:
 def _in_turn(layouts: Sequence[Layout], named_axes: set[str]) -> Layout:
   """Applies several layouts; `named_axes` replace the model's."""
 
-  def layout(
-    shape: tuple[int, ...], mesh: Mesh, placed: Placed
-  ) -> tuple[PartitionSpec, str]:
+  def layout(shape: Shape, mesh: Mesh, placed: Placed) -> _Result:
     notes = []
     free = lambda axes: tuple(a for a in axes if a not in named_axes)
     placed = {d: free(axes) for d, axes in placed.items() if free(axes)}
@@ -371,3 +347,87 @@ def _in_turn(layouts: Sequence[Layout], named_axes: set[str]) -> Layout:
     return spec, "; ".join(notes)
 
   return layout
+
+
+# The model's rules.
+
+# Arrays that a message lists by name.
+_MOST_NAMES = 4
+
+# {dimension that `tensor` splits: whether a size that does not divide is an
+# error}. Otherwise every device of a group has the whole array, which is a
+# warning: for heads of keys and values see sharding.columns.
+_OVER_TENSOR = {"H": True, "F": True, "G": False, "V": False}
+
+
+def place(
+  table: dims.Table,
+  shapes: Mapping[str, Shape],
+  sizes: Mapping[str, int],
+) -> dict[str, tuple[Shape, Placed]]:
+  """Returns `of_model` of rules.Rules."""
+  splits = {name: _splits(table, name) for name in shapes}
+  placed: dict[str, dict[int, tuple[str, ...]]] = {}
+  for axis, ways in sizes.items():
+    own = {name: split[axis] for name, split in splits.items() if axis in split}
+    if ways > 1:
+      for name, dim in _dims(own, shapes, axis, ways).items():
+        placed.setdefault(name, {})[dim] = (axis,)
+  return {name: (shapes[name], at) for name, at in placed.items()}
+
+
+def _splits(table: dims.Table, name: str) -> dict[str, tuple[int, bool]]:
+  """Returns {axis: (negative dimension, whether it must divide)}."""
+  found = dims.find(table, name)
+  if found is None:
+    return {}
+  letters = [*found.stack, *found.inputs, *found.outputs]
+  result: dict[str, tuple[int, bool]] = {}
+  for dim, letter in enumerate(letters, -len(letters)):
+    if dim in found.axes:
+      result.setdefault(found.axes[dim], (dim, True))
+    elif letter in _OVER_TENSOR:
+      result.setdefault("tensor", (dim, _OVER_TENSOR[letter]))
+  return result
+
+
+def _dims(
+  splits: Mapping[str, tuple[int, bool]],
+  shapes: Mapping[str, Shape],
+  axis: str,
+  ways: int,
+) -> dict[str, int]:
+  result: dict[str, int] = {}
+  wrong: list[str] = []
+  whole: list[str] = []
+  sizes: list[int] = []
+  for name, (negative, needed) in splits.items():
+    shape = shapes[name]
+    dim = negative % len(shape)
+    if needed:
+      sizes.append(shape[dim])
+    if shape[dim] % ways == 0:
+      result[name] = dim
+    else:
+      text = f"{name} (dimension {dim} of {shape} is {shape[dim]})"
+      (wrong if needed else whole).append(text)
+  key = f"config.mesh.{axis}={ways}"
+  if wrong:
+    common = math.gcd(*sizes)
+    works = [n for n in range(1, common + 1) if common % n == 0]
+    near = sorted(sorted(works, key=lambda n: abs(n - ways))[:2])
+    raise ConfigError(
+      f"{key} does not divide {_listed(wrong)}; the nearest sizes that work "
+      f"for all: {' and '.join(map(str, near))}."
+    )
+  if whole:
+    logging.warning(
+      "%s does not divide %s: each device has all of it.", key, _listed(whole)
+    )
+  return result
+
+
+def _listed(names: Sequence[str]) -> str:
+  more = len(names) - _MOST_NAMES
+  rest = f", and {more} more" if more > 0 else ""
+  return ", ".join(names[:_MOST_NAMES]) + rest

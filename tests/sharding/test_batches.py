@@ -29,7 +29,7 @@ def test_check_batch_names_the_nearest_sizes_that_divide():
   with pytest.raises(ConfigError, match=r"the nearest sizes that do: 8\."):
     sharding.check_batch(3, mesh, "config.input.batch_size")
   for wrong in (0, -8, 8.0, "8", None):
-    with pytest.raises(ConfigError, match="expected a positive whole number"):
+    with pytest.raises(ConfigError, match="expected a whole number at least 1"):
       sharding.check_batch(wrong, mesh, "config.input.batch_size")
 
 

@@ -9,6 +9,7 @@ formulae of docs/scaling.md, with the same letters. They omit gradients that are
 summed unsharded, such as those of norms.
 """
 
+import collections
 import functools
 import itertools
 import json
@@ -28,13 +29,8 @@ from bigtrain.tools.plan.hlo import Collective
 # that the network does not limit.
 EFFICIENCY = 0.6
 
-_BYTES = {"bfloat16": 2, "float16": 2}
-
 # Figures of a program or of a mesh, as values of JSON.
 Facts = Mapping[str, Any]
-# Collectives by the axes that they go over, such as "fsdp" or "replica,
-# sequence".
-ByAxis = dict[str, list[Collective]]
 
 
 def row(
@@ -45,32 +41,39 @@ def row(
 ) -> dict[str, Any]:
   """Returns all figures of one mesh.
 
-  Args:
-    facts: figures of program.compile_update, and devices, the axes of the mesh,
-      batch_size and microbatches.
-
-  Returns:
-    The facts; figures of each device, among them sent_bytes {kind: bytes} and
-    sent_by_axis {axes: bytes} per step; those of a compiler, without kernels,
-    or None; secs by source; and rates with perfect overlap.
+  The facts are those of program.compile_update, devices, the axes of the mesh,
+  batch_size and microbatches. Bytes are of each device, by kind or axes and per
+  step; figures of a compiler are without kernels; rates have perfect overlap.
   """
   # The TPU's compiler places each buffer; others only add them up.
   peak_bytes = device_memory.needed_bytes(
     facts["memory"], by_peak=facts["compiler"] == "tpu"
   )
-  traffic = _traffic(facts, target)
+  by_kind = dict.fromkeys(hlo.KINDS, 0.0)
+  by_axis: dict[str, float] = collections.defaultdict(float)
+  times = []
+  for one in (Collective(**one) for one in facts["collectives"]):
+    by_kind[one.kind] += one.sent_bytes
+    axes = axis_of(one, facts)
+    if one.kind == "collective-permute":
+      size, stride, *_ = group(axes, facts)
+      one = one._replace(group_size=size, stride=stride)
+    by_axis[axes] += one.sent_bytes
+    times.append(seconds(one, target))
+  sending = sum(time.secs for time in times)
   peak = facts["devices"] * target.peak_flops
   products, cycles = facts["products"], facts["cycles"]
   product_flops = products and products["flops"] * facts["devices"]
   executed_flops = max(facts["executed_flops"], product_flops or 0)
   compute = executed_flops / (peak * efficiency)
-  step = max(compute, traffic.secs)
+  step = max(compute, sending)
   compiler_secs = cycles and cycles["compute_secs"] + cycles["exposed_secs"]
   tokens = facts["tokens_per_example"]
   formula = by_formula(facts, blocks(config), config)
-  formula_sent = dict.fromkeys(hlo.KINDS[:3], 0.0)
+  formula_sent: dict[str, float] = collections.defaultdict(float)
+  formula_sent |= dict.fromkeys(hlo.KINDS[:3], 0.0)
   for one in itertools.chain(*formula.values()):
-    formula_sent[one.kind] = formula_sent.get(one.kind, 0.0) + one.sent_bytes
+    formula_sent[one.kind] += one.sent_bytes
   return {
     **facts,
     "peak_bytes": peak_bytes,
@@ -80,9 +83,9 @@ def row(
     "product_flops": product_flops,
     "fits": peak_bytes <= target.memory_bytes,
     "memory_fraction": peak_bytes / target.memory_bytes,
-    "sent_bytes": traffic.by_kind,
+    "sent_bytes": by_kind,
     "formula": formula_sent,
-    "sent_by_axis": traffic.by_axis,
+    "sent_by_axis": by_axis,
     "formula_by_axis": {
       axes: sum(one.sent_bytes for one in ones)
       for axes, ones in formula.items()
@@ -91,43 +94,15 @@ def row(
     "opt_sharding": config.get("opt_sharding", "fsdp"),
     "secs": {
       "compute": compute,
-      "link": traffic.link_secs,
-      "network": traffic.network_secs,
+      "link": sum(time.link_secs for time in times),
+      "network": sum(time.network_secs for time in times),
       "overlapped": step,
-      "in_turn": compute + traffic.secs,
+      "in_turn": compute + sending,
     },
     "examples_per_sec": facts["batch_size"] / step,
     "tokens_per_sec": tokens and facts["batch_size"] / step * tokens,
     "mfu": facts["model_flops"] / (peak * step),
   }
-
-
-class _Traffic(NamedTuple):
-  """What a program sends: bytes of each device, and seconds."""
-
-  by_kind: dict[str, float]
-  by_axis: dict[str, float]
-  link_secs: float
-  network_secs: float
-  secs: float
-
-
-def _traffic(facts: Facts, target: Hardware) -> _Traffic:
-  by_kind = dict.fromkeys(hlo.KINDS, 0.0)
-  by_axis: dict[str, float] = {}
-  link = network = secs = 0.0
-  for one in (Collective(**one) for one in facts["collectives"]):
-    by_kind[one.kind] += one.sent_bytes
-    axes = axis_of(one, facts)
-    if one.kind == "collective-permute":
-      size, stride, *_ = group(axes, facts)
-      one = one._replace(group_size=size, stride=stride)
-    by_axis[axes] = by_axis.get(axes, 0.0) + one.sent_bytes
-    time = seconds(one, target)
-    link += time.link_secs
-    network += time.network_secs
-    secs += time.secs
-  return _Traffic(by_kind, by_axis, link, network, secs)
 
 
 def basis(compiled: Sequence[Facts], mesh: Mapping[str, int]) -> Facts | None:
@@ -164,20 +139,14 @@ def extrapolate(compiled: Facts, mesh: Mapping[str, int]) -> dict[str, Any]:
   scaled = []
   for one in (Collective(**one) for one in compiled["collectives"]):
     axes = axis_of(one, compiled)
-    size, stride, inner, span = (*group(axes, mesh), 0, 0)[:4]
+    size, stride, *gaps = group(axes, mesh)
     # Sums of what fsdp splits, its gradients, are over other axes.
     over_replica = "replica" in axes and "fsdp" not in axes
     shrinkage = fsdp_ratio if over_replica else 1.0
-    scaled.append(
-      one._replace(
-        group_size=size,
-        stride=stride,
-        runs=round(one.runs * microbatch_ratio),
-        nbytes=round(one.nbytes * microbatch_ratio / shrinkage),
-        inner=inner,
-        span=span,
-      )._asdict()
-    )
+    runs = round(one.runs * microbatch_ratio)
+    nbytes = round(one.nbytes * microbatch_ratio / shrinkage)
+    large = Collective(one.kind, size, stride, runs, nbytes, *gaps)
+    scaled.append(large._asdict())
   state = {n: x / fsdp_ratio for n, x in compiled["state_bytes"].items()}
   saved = sum(compiled["state_bytes"].values()) - sum(state.values())
   memory = dict(compiled["memory"])
@@ -187,7 +156,6 @@ def extrapolate(compiled: Facts, mesh: Mapping[str, int]) -> dict[str, Any]:
     **compiled,
     **mesh,
     "figures": f"from {compiled['devices']:,}",
-    # Of the compiled program only.
     "cycles": None,
     "products": None,
     "state_bytes": state,
@@ -205,30 +173,23 @@ def extrapolate(compiled: Facts, mesh: Mapping[str, int]) -> dict[str, Any]:
 
 
 class Blocks(NamedTuple):
-  """Sizes of a model that is one stack of layers.
-
-  Attributes:
-    tied: whether the embedding is the head as well.
-    width: width of the residual stream.
-    hidden: hidden units of a layer's MLP that a token uses, gates included.
-    ring: whether keys pass in a ring.
-    repeats: whether the backward pass repeats transfers of the forward pass.
-  """
+  """Sizes of a model that is one stack of layers."""
 
   vocab_size: int
-  tied: bool
+  tied: bool  # The embedding is the head as well.
   depth: int
-  width: int
+  width: int  # Of the residual stream.
   heads: int
   kv_heads: int
   head_dim: int
-  hidden: int
-  ring: bool
-  repeats: bool
+  hidden: int  # Of a layer's MLP, as far as a token uses it, gates included.
+  ring: bool  # Keys pass in a ring.
+  repeats: bool  # The backward pass repeats transfers of the forward pass.
 
 
 def itemsize(config: Mapping[str, Any]) -> int:
-  return _BYTES.get(config.get("model", {}).get("dtype", "float32"), 4)
+  half = ("bfloat16", "float16")
+  return 2 if config.get("model", {}).get("dtype") in half else 4
 
 
 def blocks(config: Mapping[str, Any]) -> Blocks | None:
@@ -262,15 +223,15 @@ def _blocks(text: str) -> Blocks:
 
 def by_formula(
   of: Mapping[str, Any], of_model: Blocks | None, config: Mapping[str, Any]
-) -> ByAxis:
-  """Returns the collectives of a step.
+) -> dict[str, list[Collective]]:
+  """Returns the collectives of a step by axes, such as "replica, sequence".
 
   Without sizes of the model, only what `fsdp` and `replica` send. `of` has the
   mesh, batch_size, microbatches, sharded_parameters and tokens_per_example.
   """
   replica, fsdp, seq, ten = (of[axis] for axis in sharding.AXES)
   micro, b = of["microbatches"], itemsize(config)
-  result: ByAxis = {}
+  result: dict[str, list[Collective]] = {}
 
   def add(axes: str, kind: str, nbytes: float) -> None:
     size, stride, *gaps = group(axes, of)

@@ -16,26 +16,16 @@ _GIB = 2**30
 
 
 class Hardware(NamedTuple):
-  """An accelerator and its connections; bandwidths in bytes per second.
+  """An accelerator and its connections; bandwidths in bytes per second."""
 
-  Attributes:
-    device_kind: jax's name of the device.
-    link_bandwidth: from a device to the others of its domain (NVLink or ICI).
-    domain: number of devices connected by such links: a server or a pod.
-    network_bandwidth: from a device to other domains; None if not published.
-    chips: libtpu's name of the device; None for GPUs.
-    axes: number of dimensions of the mesh or torus of links.
-    matrix_units: number of units of 128 x 128; 0 for GPUs.
-  """
-
-  device_kind: str
+  device_kind: str  # jax's name.
   memory_bytes: float
-  link_bandwidth: float
-  domain: int
-  network_bandwidth: float | None
-  chips: str | None = None
-  axes: int = 3
-  matrix_units: int = 0
+  link_bandwidth: float  # To other devices of the domain, by NVLink or ICI.
+  domain: int  # Number of devices with such links: a server or a pod.
+  network_bandwidth: float | None  # To other domains; None if not published.
+  chips: str | None = None  # libtpu's name; None for GPUs.
+  axes: int = 3  # Dimensions of the mesh or torus of links.
+  matrix_units: int = 0  # Of 128 x 128; 0 for GPUs.
 
   @property
   def peak_flops(self) -> float:
@@ -125,12 +115,11 @@ def _servers(name: str, devices: int) -> str:
       f"--compiler=gpu: --hardware={name} has no description for XLA's GPU "
       f"compiler; expected one of {', '.join(absent.GPUS)}."
     )
-  domain = TABLE[name].domain
-  of_server = min(devices, domain)
+  of_server = min(devices, TABLE[name].domain)
   if devices % of_server:
     raise ConfigError(
       f"--compiler=gpu: --devices={devices}: expected whole servers of "
-      f"{domain} {name}."
+      f"{of_server} {name}."
     )
   return f"{name}:{devices // of_server}x{of_server}"
 

@@ -10,6 +10,7 @@ iteration. `Module` parses a text once; what follows reads a module:
 """
 
 import collections
+import dataclasses
 import itertools
 import json
 import math
@@ -21,19 +22,13 @@ import numpy as np
 
 
 class Op(NamedTuple):
-  """An operation.
-
-  Attributes:
-    type: type of its result, such as "f32[8,128]{1,0}".
-    operands: names of its operands; the value of a constant.
-    attributes: the rest of the line.
-  """
+  """An operation, from a line of the text."""
 
   name: str
-  type: str
+  type: str  # Of its result, such as "f32[8,128]{1,0}".
   opcode: str
-  operands: list[str]
-  attributes: str
+  operands: list[str]  # Their names; the value of a constant.
+  attributes: str  # The rest of the line.
 
   def called(self, attribute: str) -> str:
     """Name of the computation in an attribute, such as "body", or ""."""
@@ -65,7 +60,7 @@ class Op(NamedTuple):
 
 Computation = dict[str, Op]
 
-_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$")
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$")  # Not indented.
 _RESULT = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<= ]*)\]")
 _NAME = re.compile(r"%?([\w.\-]+)\s*$")
@@ -79,18 +74,14 @@ class Module:
   def __init__(self, text: str):
     self.computations: dict[str, Computation] = {}
     self.entry = ""
-    partitions = re.search(r"\bnum_partitions=(\d+)", text)
-    replicas = re.search(r"\breplica_count=(\d+)", text)
-    self.num_devices = math.prod(
-      int(match[1]) for match in (partitions, replicas) if match
-    )
+    counts = (r"\bnum_partitions=(\d+)", r"\breplica_count=(\d+)")
+    found = [re.search(pattern, text) for pattern in counts]
+    self.num_devices = math.prod(int(match[1]) for match in found if match)
     current: Computation = {}
     for line in text.splitlines():
-      if line and not line[0].isspace():
-        header = _HEADER.match(line)
-        if header:
-          current = self.computations[header[2]] = {}
-          self.entry = header[2] if header[1] else self.entry
+      if header := _HEADER.match(line):
+        current = self.computations[header[2]] = {}
+        self.entry = header[2] if header[1] else self.entry
       elif result := _RESULT.match(line):
         current[result[1]] = _parse(result[1], result[2])
 
@@ -106,10 +97,8 @@ class Module:
       for op in computation.values():
         yield op, computation, times, guessed
         rounds = self.rounds(op) if op.opcode == "while" else 1
-        for callee in op.callees:
-          stack.append(
-            (callee, times * (rounds or 1), guessed or rounds is None)
-          )
+        inside = times * (rounds or 1), guessed or rounds is None
+        stack += [(callee, *inside) for callee in op.callees]
 
   def _inner(self, name: str) -> Iterator[Op]:
     """Yields the operations of a computation and of the fusions in it."""
@@ -257,23 +246,21 @@ class Collective(NamedTuple):
 
 
 def sent(module: Module) -> tuple[list[Collective], int]:
-  """Returns the collectives, largest first, and the number of loops that count
-  once because their trip count is unknown.
-  """
-  nbytes: collections.Counter[Collective] = collections.Counter()
-  runs: collections.Counter[Collective] = collections.Counter()
+  """Returns the collectives, largest first, and the number of unknown loops."""
+  totals: dict[Collective, Collective] = {}
   unknown = set()
   for op, computation, times, guessed in module.runs():
     one = _collective(op, computation, module.num_devices)
     if one is None:
       continue
     key = one._replace(runs=0, nbytes=0)
-    nbytes[key] += times * one.nbytes
-    runs[key] += times
+    total = totals.get(key, key)
+    totals[key] = key._replace(
+      runs=total.runs + times, nbytes=total.nbytes + times * one.nbytes
+    )
     if guessed:
       unknown.add(id(computation))
-  merged = [key._replace(runs=runs[key], nbytes=n) for key, n in nbytes.items()]
-  return sorted(merged, key=lambda c: -c.nbytes), len(unknown)
+  return sorted(totals.values(), key=lambda c: -c.nbytes), len(unknown)
 
 
 def _collective(
@@ -284,11 +271,8 @@ def _collective(
   if kind not in KINDS:
     return None
   size, stride, *gaps = _groups(op.attributes, num_devices)
-  nbytes = sum(
-    _type_bytes(computation[name].type)
-    for name in op.operands
-    if name in computation
-  )
+  operands = [computation[name] for name in op.operands if name in computation]
+  nbytes = sum(_type_bytes(operand.type) for operand in operands)
   if size < 2 or not nbytes:
     return None
   if kind == "all-gather":
@@ -303,8 +287,7 @@ def _sliced(name: str, computation: Computation, size: int) -> bool:
   users = [op for op in computation.values() if name in op.operands]
   for op in users:
     if op.opcode == "dynamic-slice" and op.operands[0] == name:
-      whole = _type_bytes(computation[name].type)
-      if _type_bytes(op.type) * size > whole:
+      if _type_bytes(op.type) * size > _type_bytes(computation[name].type):
         return False
     elif op.opcode not in _UNCHANGED or not _sliced(op.name, computation, size):
       return False
@@ -361,15 +344,10 @@ _LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
 
 
 class Products(NamedTuple):
-  """Products of a step on one device; loops of unknown length count once.
+  """Products of a step on one device; loops of unknown length count once."""
 
-  Attributes:
-    flops: FLOPs of the products; a branch counts with all its sides.
-    kernels: {name: number of runs} of cuDNN's attention, which is not in it.
-  """
-
-  flops: int
-  kernels: dict[str, int]
+  flops: int  # Branches count with all their sides.
+  kernels: dict[str, int]  # Runs of cuDNN's attention, which is not in `flops`.
   unknown_loops: int
 
 
@@ -412,7 +390,7 @@ def _product_flops(op: Op, computation: Computation) -> int:
 def _convolution_flops(op: Op, computation: Computation, target: str) -> int:
   """2 x outputs x elements of a kernel; a gradient costs the same."""
   labels = _LABELS.search(op.attributes)
-  if not labels or any(n not in computation for n in op.operands[:2]):
+  if not labels or not computation.keys() >= {*op.operands[:2]}:
     return 0
   first, second = (_shape(computation[n].type) for n in op.operands[:2])
   result = _shape(op.type)
@@ -421,9 +399,8 @@ def _convolution_flops(op: Op, computation: Computation, target: str) -> int:
     "__cudnn$convBackwardInput": (first, second),
     "__cudnn$convBackwardFilter": (second, result),
   }.get(target, (result, second))
-  return (
-    2 * math.prod(outputs) * math.prod(kernel) // kernel[labels[1].index("o")]
-  )
+  products = math.prod(outputs) * math.prod(kernel)
+  return 2 * products // kernel[labels[1].index("o")]
 
 
 # Cycles. The TPU's compiler writes its estimate for each operation into the
@@ -448,28 +425,14 @@ _Cost = dict[Any, float]
 
 
 class Cycles(NamedTuple):
-  """Estimated cost of a step on a TPU; loops of unknown length count once.
+  """Estimated cost of a step on a TPU; loops of unknown length count once."""
 
-  Attributes:
-    compute_secs: time of the operations, without kernels; a branch counts as
-      its dearest side.
-    exposed_secs: time in which the step only waits for transfers.
-    transfer_secs: time of all transfers.
-    sent_bytes: bytes that each device sends in them.
-    kernels: {name: number of runs} of kernels.
-  """
-
-  compute_secs: float
-  exposed_secs: float
+  compute_secs: float  # Without kernels; a branch counts as its dearest side.
+  exposed_secs: float  # The step only waits for transfers.
   transfer_secs: float
-  sent_bytes: float
-  kernels: dict[str, int]
+  sent_bytes: float  # By each device.
+  kernels: dict[str, int]  # {name: number of runs}.
   unknown_loops: int
-
-  @property
-  def secs(self) -> float:
-    """Time of a step, without the kernels."""
-    return self.compute_secs + self.exposed_secs
 
 
 def cycles(
@@ -481,38 +444,26 @@ def cycles(
   """Returns the time of a program; None if its text has no cycles."""
   if not any(_CYCLES.search(op.attributes) for op, *_ in module.runs()):
     return None
-  reader = _CycleReader(module, flops_per_cycle, clock_hertz, transfer_secs)
+  reader = _CycleReader(module, clock_hertz, flops_per_cycle, transfer_secs)
   cost = reader.computation(module.entry)
   kernels = {key[1]: int(n) for key, n in cost.items() if key[0] == "kernel"}
-  return Cycles(
-    compute_secs=cost["compute_secs"],
-    exposed_secs=cost["exposed_secs"],
-    transfer_secs=cost["transfer_secs"],
-    sent_bytes=cost["sent_bytes"],
-    kernels=kernels,
-    unknown_loops=reader.unknown_loops,
-  )
+  sums = {name: cost[name] for name in Cycles._fields[:4]}
+  return Cycles(**sums, kernels=kernels, unknown_loops=reader.unknown_loops)
 
 
+@dataclasses.dataclass
 class _CycleReader:
   """Adds up the costs of a program."""
 
-  def __init__(
-    self,
-    module: Module,
-    flops_per_cycle: float,
-    clock_hertz: float,
-    transfer_secs: TransferSecs,
-  ):
-    self.unknown_loops = 0
-    self._module = module
-    self._flops_per_cycle = flops_per_cycle
-    self._clock_hertz = clock_hertz
-    self._transfer_secs = transfer_secs
+  module: Module
+  clock_hertz: float
+  flops_per_cycle: float
+  transfer_secs: TransferSecs
+  unknown_loops: int = 0
 
   def computation(self, name: str) -> _Cost:
     """Cost of a run of a computation, whose text is in the order of its run."""
-    computation = self._module.computations[name]
+    computation = self.module.computations[name]
     last = {self._channel(op): op.name for op in computation.values()}
     total: _Cost = collections.defaultdict(float)
     links_free = 0.0  # On the same clock as `now`.
@@ -527,13 +478,13 @@ class _CycleReader:
       key = self._channel(op) or op.name
       collective = self._transfer(op, computation)
       if collective is not None and key not in ends:
-        secs = self._transfer_secs(collective)
+        secs = self.transfer_secs(collective)
         ends[key] = links_free = max(links_free, now()) + secs
         total["transfer_secs"] += secs
         total["sent_bytes"] += collective.sent_bytes
-      cost, times = self._operation(op)
+      cost, runs = self._operation(op)
       for entry, value in cost.items():
-        total[entry] += value * times
+        total[entry] += value * runs
       if op.opcode.endswith("-done"):
         ended = [name for name in op.operands if name in ends]
       else:
@@ -547,7 +498,7 @@ class _CycleReader:
   def _operation(self, op: Op) -> tuple[_Cost, int]:
     """(cost of one run, number of runs) of an operation."""
     if op.opcode == "while":
-      rounds = self._module.rounds(op)
+      rounds = self.module.rounds(op)
       self.unknown_loops += rounds is None
       return self.computation(op.called("body")), rounds or 1
     if op.opcode == "call":
@@ -560,18 +511,14 @@ class _CycleReader:
       scope = _SCOPE.search(op.attributes)
       name = scope[1].rsplit("/", 1)[-1] if scope else op.name
       return {("kernel", name): 1}, 1
-    secs_of_op = self._cycles(op) / self._clock_hertz
-    return {"compute_secs": secs_of_op}, 1
-
-  def _cycles(self, op: Op) -> float:
     match = _CYCLES.search(op.attributes)
-    number = int(match[1]) if match else 0
-    if number < _UNKNOWN_CYCLES:
-      return number
-    return self._flops(op) / (self._flops_per_cycle * _PRODUCT_EFFICIENCY)
+    number = float(match[1]) if match else 0.0
+    if number >= _UNKNOWN_CYCLES:
+      number = self._flops(op) / (self.flops_per_cycle * _PRODUCT_EFFICIENCY)
+    return {"compute_secs": number / self.clock_hertz}, 1
 
   def _flops(self, op: Op) -> int:
-    ops = self._module.computations.get(op.called("calls")) or {op.name: op}
+    ops = self.module.computations.get(op.called("calls")) or {op.name: op}
     return sum(_product_flops(one, ops) for one in ops.values()) + sum(
       self._flops(one) for one in ops.values() if one.opcode == "fusion"
     )
@@ -580,7 +527,7 @@ class _CycleReader:
     """Operations of a fusion, or of the wrapper of an asynchronous one."""
     if op.opcode not in ("fusion", "async-start"):
       return {}
-    return self._module.computations.get(op.called("calls"), {})
+    return self.module.computations.get(op.called("calls"), {})
 
   def _channel(self, op: Op) -> str:
     """Channel of the collective in a fusion, or ""."""
@@ -596,6 +543,6 @@ class _CycleReader:
     inner = self._wrapped(op)
     for one in inner.values() if inner else [op]:
       body = inner or computation
-      if found := _collective(one, body, self._module.num_devices):
+      if found := _collective(one, body, self.module.num_devices):
         return found
     return None

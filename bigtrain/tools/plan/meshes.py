@@ -19,16 +19,13 @@ _USUAL_FEATURES = {
   "text": "text",
   "captions/text": "text[?]",
 }
-_FROM_FILES = ("tfds", "image_folder")
 
 # {"devices", the axes, "batch_size", "microbatches"}.
 Mesh = dict[str, int]
 
 
 def mesh(
-  config: Mapping[str, Any],
-  devices: int,
-  given: Mapping[str, int | None],
+  config: Mapping[str, Any], devices: int, given: Mapping[str, int | None]
 ) -> Mesh:
   """Returns {"devices": ..., axis: size, ...}.
 
@@ -38,8 +35,7 @@ def mesh(
   if devices == 1:
     return {"devices": 1, **dict.fromkeys(AXES, 1)}
   sizes = {"replica": 1, "fsdp": -1, "sequence": 1, "tensor": 1}
-  of_config = {a: n for a, n in config.get("mesh", {}).items() if a in AXES}
-  sizes |= of_config
+  sizes |= {a: n for a, n in config.get("mesh", {}).items() if a in AXES}
   if (fsdp := given.get("fsdp")) is not None:
     sizes["replica"] = 1 if fsdp == -1 else -1
   sizes |= {axis: n for axis, n in given.items() if n is not None}
@@ -98,13 +94,9 @@ def bases(
           f"where {axis}={base[axis]}; add a number up to {compile_up_to} for "
           f"which {axis} is {'above 1' if same else large[axis]}."
         )
-    result[devices] = {
-      **base,
-      "batch_size": large["batch_size"]
-      // (large["replica"] * large["fsdp"])
-      * (base["replica"] * base["fsdp"]),
-      "microbatches": large["microbatches"],
-    }
+    share = large["batch_size"] // (large["replica"] * large["fsdp"])
+    base["batch_size"] = share * base["replica"] * base["fsdp"]
+    result[devices] = base | {"microbatches": large["microbatches"]}
   return result
 
 
@@ -134,14 +126,11 @@ def without_data(
     entries[f"input.mixture.{name}.data"] = entry.get("data")
   changes = []
   for key, data in entries.items():
-    made_up_features = features or (_features(data) if data else None)
-    if made_up_features:
-      made_up = dict(
-        type="synthetic",
-        features=dict(made_up_features),
-        num_examples=num_examples,
-      )
-      changes.append(f"{key}={made_up!r}")
+    made_up = features or (_features(data) if data else None)
+    if made_up:
+      source = dict(type="synthetic", features=dict(made_up))
+      source["num_examples"] = num_examples
+      changes.append(f"{key}={source!r}")
   removed: Any = {"evals": {}, "hooks": {}, "wandb": {}}
   return changes + [f"{k}={v}" for k, v in removed.items() if config.get(k)]
 
@@ -149,7 +138,7 @@ def without_data(
 def _features(data: Mapping[str, Any]) -> dict[str, str] | None:
   """Features of a source that reads files; None for other sources."""
   kind = data.get("type")
-  if kind in _FROM_FILES:
+  if kind in ("tfds", "image_folder"):
     return _USUAL_FEATURES
   if kind not in ("tokens", "text") or not isinstance(data.get("length"), int):
     return None

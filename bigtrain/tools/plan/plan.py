@@ -39,31 +39,40 @@ _MOST_SIMULATED = 2048
 class _Task(NamedTuple):
   """A config, changes that also replace its data, and the planned device."""
 
+  config: str
   plain: dict[str, Any]
   changes: list[str]
   target: hardware.Hardware
+  hardware_name: str
+  compiler: str
+
+  def compiled(
+    self, mesh: meshes.Mesh, changes: Sequence[str], secs: float | None = None
+  ) -> dict[str, Any]:
+    changes, name = [*self.changes, *changes], self.hardware_name
+    facts = program.compile_update(
+      self.config, mesh["devices"], changes, name, self.compiler, secs
+    )
+    return {**facts, **mesh}
 
 
 def _task(
   config: str,
   changes: Sequence[str],
-  hardware_name: str,
-  features: Mapping[str, str] | None,
-  num_examples: int,
+  *,
+  hardware_name: str = "h100",
+  compiler: str = "cpu",
+  features: Mapping[str, str] | None = None,
+  num_examples: int = 1_000_000,
 ) -> _Task:
   target = hardware.find(hardware_name)
   plain = settings.load(config, changes)
   if limit := plain.get("device_memory_bytes"):
     target = target._replace(memory_bytes=limit)
-  return _Task(
-    plain,
-    [
-      *changes,
-      *meshes.without_data(plain, features, num_examples),
-      *[f"{key}=None" for key in plain if key.startswith("expect_")],
-    ],
-    target,
-  )
+  made_up = meshes.without_data(plain, features, num_examples)
+  unset = [f"{key}=None" for key in plain if key.startswith("expect_")]
+  changes = [*changes, *made_up, *unset]
+  return _Task(config, plain, changes, target, hardware_name, compiler)
 
 
 def plan(
@@ -74,27 +83,21 @@ def plan(
   fsdp: Sequence[int | None] = (None,),
   sequence: Sequence[int | None] = (None,),
   tensor: Sequence[int | None] = (None,),
-  hardware_name: str = "h100",
   microbatch: int | None = None,
-  features: Mapping[str, str] | None = None,
-  num_examples: int = 1_000_000,
   compile_up_to: int = _MOST_SIMULATED,
-  compiler: str = "cpu",
   efficiency: float = estimate.EFFICIENCY,
+  **options: Any,
 ) -> list[dict[str, Any]]:
   """Compiles a config on simulated meshes and estimates memory and time.
 
   There is one mesh for each combination of `devices` with the sizes of the axes
   `fsdp`, `sequence` and `tensor`: -1 for all devices, None for the config's.
-  Returns a row per mesh; see estimate.row.
+  Returns a row per mesh; see estimate.row. The options are those of `_task`.
   """
-  task = _task(config, changes, hardware_name, features, num_examples)
-  given = [
-    {"fsdp": sizes[0], "sequence": sizes[1], "tensor": sizes[2]}
-    for sizes in itertools.product(fsdp, sequence, tensor)
-  ]
+  task = _task(config, changes, **options)
   all_meshes = []
-  for axes in given:
+  for sizes in itertools.product(fsdp, sequence, tensor):
+    axes = dict(zip(("fsdp", "sequence", "tensor"), sizes))
     of_size = [meshes.mesh(task.plain, n, axes) for n in sorted(devices)]
     for mesh in of_size:
       mesh |= meshes.batch(task.plain, mesh, microbatch)
@@ -102,14 +105,7 @@ def plan(
     all_meshes.append((of_size, bases))
 
   def compiled(mesh: meshes.Mesh) -> dict[str, Any]:
-    facts = program.compile_update(
-      config,
-      mesh["devices"],
-      [*task.changes, *meshes.changes(task.plain, mesh)],
-      hardware_name,
-      compiler,
-    )
-    return {**facts, **mesh}
+    return task.compiled(mesh, meshes.changes(task.plain, mesh))
 
   def row(facts: estimate.Facts) -> dict[str, Any]:
     return estimate.row(facts, task.plain, task.target, efficiency)
@@ -138,18 +134,15 @@ def choose(
   devices: int,
   changes: Sequence[str] = (),
   *,
-  hardware_name: str = "h100",
-  features: Mapping[str, str] | None = None,
-  num_examples: int = 1_000_000,
-  compiler: str = "cpu",
   efficiency: float = estimate.EFFICIENCY,
   minutes: float = 10,
+  **options: Any,
 ) -> search.Choice:
   """Searches mesh, microbatches and remat; compiles for so many minutes."""
   end = time.monotonic() + 60 * minutes
-  task = _task(config, changes, hardware_name, features, num_examples)
-  if compiler != "cpu":
-    hardware.topology(hardware_name, devices, compiler)  # An error now.
+  task = _task(config, changes, **options)
+  if task.compiler != "cpu":  # An error now.
+    hardware.topology(task.hardware_name, devices, task.compiler)
   one = meshes.mesh(task.plain, 1, {})
   one |= meshes.batch(task.plain, one, None)
   one_device = meshes.changes(task.plain, one)
@@ -159,20 +152,13 @@ def choose(
     candidate: search.Candidate, secs: float
   ) -> dict[str, Any] | None:
     try:
-      facts = program.compile_update(
-        config,
-        devices,
-        [*task.changes, *candidate.changes(task.plain)],
-        hardware_name,
-        compiler,
-        secs,
-      )
+      changes = candidate.changes(task.plain)
+      return task.compiled(candidate.sizes, changes, secs)
     except subprocess.TimeoutExpired:
       return None
-    return {**facts, **candidate.sizes}
 
   # Simulated devices beyond this number do not exist.
-  can_compile = devices <= _MOST_SIMULATED or compiler != "cpu"
+  can_compile = devices <= _MOST_SIMULATED or task.compiler != "cpu"
   return search.choose(
     task.plain,
     search.candidates(task.plain, devices, sizes, task.target),
@@ -184,21 +170,16 @@ def choose(
   )
 
 
-def _numbers(text: str) -> list[int]:
-  numbers = [int(n) if n.isdecimal() else 0 for n in text.split(",")]
-  if not all(numbers):
-    raise argparse.ArgumentTypeError(
-      f"{text!r}: expected positive whole numbers, such as 8 or 8,64."
-    )
-  return numbers
-
-
 def _number(text: str) -> int:
   if not text.isdecimal() or not int(text):
     raise argparse.ArgumentTypeError(
       f"{text!r}: expected a positive whole number."
     )
   return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+  return [_number(n) for n in text.split(",")]
 
 
 def _fsdp_sizes(text: str) -> list[int]:

@@ -7,6 +7,7 @@ allocates no arrays and reads no data.
 import functools
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from bigtrain.step import gradients
 from bigtrain.tools import exits
 from bigtrain.tools.plan import hardware, hlo
 
-# Name of XLA's dump of the partitioned program.
+# Folder of XLA's dumps, and the name of the partitioned program's.
+_TEXTS = "texts"
 _PARTITIONED = re.compile(r"\.after_(\w+-)?spmd-partitioning\..*txt$")
 # Errors of libtpu about a program that does not fit.
 _TOO_LARGE = re.compile(
@@ -40,34 +42,22 @@ _MOST_TENSOR = 8
 
 
 class Sizes(NamedTuple):
-  """Sizes of a config over all devices, which do not depend on the mesh.
-
-  Attributes:
-    model_flops: FLOPs of a step, without recomputation.
-    tensor_sizes: sizes of the axis `tensor` that the model's rules allow.
-  """
+  """Sizes of a config over all devices, which do not depend on the mesh."""
 
   parameters: int
   opt_bytes: int
-  model_flops: int
+  model_flops: int  # Of a step, without recomputation.
   batch_bytes: int
   tokens_per_example: int | None
-  tensor_sizes: Sequence[int]
+  tensor_sizes: Sequence[int]  # Of the axis `tensor`; what the rules allow.
   has_remat_policy: bool
 
 
 def sizes(config: str, changes: Sequence[str]) -> Sizes:
   """Measures a config on one simulated device, without compiling."""
   facts = _run({"config": config, "changes": [*changes]}, devices=1)
-  return Sizes(
-    parameters=facts["parameters"],
-    opt_bytes=facts["state_bytes"]["opt"] + facts["host_state_bytes"],
-    model_flops=facts["model_flops"],
-    batch_bytes=facts["batch_bytes"],
-    tokens_per_example=facts["tokens_per_example"],
-    tensor_sizes=facts["tensor_sizes"],
-    has_remat_policy=facts["has_remat_policy"],
-  )
+  facts["opt_bytes"] = facts["state_bytes"]["opt"] + facts["host_state_bytes"]
+  return Sizes(**{name: facts[name] for name in Sizes._fields})
 
 
 def compile_update(
@@ -91,8 +81,7 @@ def compile_update(
   request = {"config": config, "changes": [*changes], "compiler": compiler}
   request["hardware"] = hardware_name
   if compiler != "cpu":
-    topology = hardware.topology(hardware_name, devices, compiler)
-    request["topology"] = topology
+    request["topology"] = hardware.topology(hardware_name, devices, compiler)
   return _run(request, devices, timeout_secs)
 
 
@@ -104,7 +93,7 @@ def _run(
   with tempfile.TemporaryDirectory() as folder:
     flags = [
       f"--xla_force_host_platform_device_count={simulated}",
-      f"--xla_dump_to={_texts(folder)}",
+      f"--xla_dump_to={os.path.join(folder, _TEXTS)}",
       "--xla_dump_hlo_pass_re=spmd-partitioning",
       "--xla_dump_hlo_module_re=.*update_fn.*",
     ]
@@ -125,10 +114,6 @@ def _run(
       raise RuntimeError(f"--devices={devices}: compiling failed: {last}")
     with open(os.path.join(folder, "facts.json")) as file:
       return json.load(file)
-
-
-def _texts(folder: str) -> str:
-  return os.path.join(folder, "texts")
 
 
 @exits.in_one_line(RuntimeError)
@@ -179,7 +164,14 @@ def _facts(
   collectives, unknown_loops = hlo.sent(hlo.Module(_partitioned(folder)))
   cycles = products = None
   if request["compiler"] == "tpu":
-    cycles = _cycles(text, hardware.find(request["hardware"]))
+    target = hardware.find(request["hardware"])
+    totals = hlo.cycles(
+      hlo.Module(text),
+      target.clock_hertz,
+      target.flops_per_cycle,
+      lambda collective: hardware.seconds(collective, target).secs,
+    )
+    cycles = totals and totals._asdict()
   elif request["compiler"] == "gpu":
     products = hlo.products(hlo.Module(text))._asdict()
   return {
@@ -203,6 +195,14 @@ def measure(
   """
   state_spec, _, batch_spec, _, teacher_spec = specs
   params = jax.tree.leaves(state_spec["params"])
+  task, (_, model) = parts.task(run.config), parts.model(run.config)
+  of_teacher = teacher.from_config(
+    run.config, task, batch_spec, run.mesh, run.seed
+  )
+  loss_fn = parts.loss_fn(run.config, task, model, of_teacher.model)
+  loss_args = gradients.loss_args(
+    state_spec, batch_spec, run.mesh, **teacher_spec
+  )
   return {
     "parameters": sum(x.size for x in params),
     "sharded_parameters": sum(
@@ -215,22 +215,10 @@ def measure(
     },
     "host_state_bytes": _bytes_per_device(state_spec, in_host=True),
     "batch_bytes": _bytes_per_device(batch_spec),
-    "model_flops": _model_flops(run, state_spec, batch_spec, teacher_spec),
+    "model_flops": flops.step_flops(loss_fn, *loss_args),
     "executed_flops": flops.executed_flops(update_fn, *specs),
     "tokens_per_example": run.lengths.units.tokens_per_example,
   }
-
-
-def _model_flops(
-  run: Run, state_spec: Any, batch_spec: Any, teacher_spec: Any
-) -> int:
-  task, (_, model) = parts.task(run.config), parts.model(run.config)
-  of_teacher = teacher.from_config(
-    run.config, task, batch_spec, run.mesh, run.seed
-  )
-  loss_fn = parts.loss_fn(run.config, task, model, of_teacher.model)
-  args = gradients.loss_args(state_spec, batch_spec, run.mesh, **teacher_spec)
-  return flops.step_flops(loss_fn, *args)
 
 
 def _bytes_per_device(spec: Any, in_host: bool = False) -> int:
@@ -260,19 +248,16 @@ def _of_model(config: settings.Config, state_spec: Any) -> dict[str, Any]:
 
 def _partitioned(folder: str) -> str:
   """The program after XLA's partitioner; "" for a single device."""
-  texts = _texts(folder)
-  names = os.listdir(texts) if os.path.isdir(texts) else []
-  for name in filter(_PARTITIONED.search, names):
-    with open(os.path.join(texts, name)) as file:
-      return file.read()
+  for path in pathlib.Path(folder, _TEXTS).glob("*.txt"):
+    if _PARTITIONED.search(path.name):
+      return path.read_text()
   return ""
 
 
 def _needed_bytes(message: str) -> float | None:
-  match = _TOO_LARGE.search(message)
-  return (
-    float(match[1]) * 2 ** (10 * " KMGT".index(match[2])) if match else None
-  )
+  if match := _TOO_LARGE.search(message):
+    return float(match[1]) * 2 ** (10 * " KMGT".index(match[2]))
+  return None
 
 
 def _memory(facts: Mapping[str, Any], needed: float) -> dict[str, Any]:
@@ -285,16 +270,6 @@ def _memory(facts: Mapping[str, Any], needed: float) -> dict[str, Any]:
     "temporary_bytes": needed - state - facts["batch_bytes"],
     "peak_bytes": needed,
   }
-
-
-def _cycles(text: str, target: hardware.Hardware) -> dict[str, Any] | None:
-  totals = hlo.cycles(
-    hlo.Module(text),
-    target.clock_hertz,
-    target.flops_per_cycle,
-    lambda collective: hardware.seconds(collective, target).secs,
-  )
-  return totals._asdict() if totals else None
 
 
 if __name__ == "__main__":

@@ -70,16 +70,11 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-  """Rows of the best meshes, with "reasons"; the smallest ones if none fits.
-
-  Attributes:
-    too_large: rows of compiled candidates that do not fit.
-    out_of_time: whether some of the best are by formula for want of time.
-  """
+  """Rows of the best meshes, with "reasons"; the smallest ones if none fits."""
 
   best: list[dict[str, Any]]
-  too_large: list[dict[str, Any]]
-  out_of_time: bool
+  too_large: list[dict[str, Any]]  # Compiled candidates that do not fit.
+  out_of_time: bool  # Some of the best are by formula for want of time.
 
 
 class Correction(NamedTuple):
@@ -240,10 +235,8 @@ def choose(
   ways, out_of_time = list(ways), False
 
   def row(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
-    changed, policy = candidate.apply(config), candidate.remat_policy
-    result = estimate.row(facts, changed, target, efficiency)
-    result["remat_policy"] = policy or "none"
-    return {**result, "has_policy": policy is not None}
+    result = estimate.row(facts, candidate.apply(config), target, efficiency)
+    return {**result, "has_policy": candidate.remat_policy is not None}
 
   def rows() -> Rows:
     factors = _corrections(compiled, config, traced)
@@ -327,36 +320,32 @@ def _reasons(candidate: Candidate, rows: Rows, target: Hardware) -> list[str]:
   row = rows[candidate]
   if not row["fits"]:
     return [f"Nothing fits; this needs {_gb(row['peak_bytes'])} GB."]
-  secs = row["secs"]
-  sent = secs["in_turn"] - secs["compute"]
-  first = (
-    f"Computation takes {secs['compute']:.3g} s and hides {sent:.2g} s of "
-    "communication"
-  )
-  if secs["overlapped"] > secs["compute"]:
-    first = (
-      f"Communication takes {sent:.3g} s, more than the {secs['compute']:.3g} "
-      "s of computation"
-    )
-  by_axis = row["sent_by_axis"]
+  compute, by_axis = row["secs"]["compute"], row["sent_by_axis"]
+  sent = row["secs"]["in_turn"] - compute
+  if row["secs"]["overlapped"] > compute:
+    first = f"Communication takes {sent:.3g} s, more than the {compute:.3g} s "
+    first += "of computation"
+  else:
+    first = f"Computation takes {compute:.3g} s and hides {sent:.2g} s of "
+    first += "communication"
   if by_axis:
     largest = max(by_axis, key=lambda axes: by_axis[axes])
     first += f"; most of it goes over {largest}: {_gb(by_axis[largest])} GB"
-  reasons = [f"{first}."]
   alike = [
-    (c, r)
+    c
     for c, r in rows.items()
     if c.axes == candidate.axes and not r["fits"] and score(r) < score(row)
   ]
-  if alike:
-    c, r = min(alike, key=lambda pair: pair[1]["peak_bytes"])
-    reasons.append(
-      f"Faster on this mesh, but too large: microbatches="
-      f"{r['microbatches']}, remat_policy={c.remat_policy!r} needs "
-      f"{_gb(r['peak_bytes'])} of {_gb(target.memory_bytes)} GB "
-      f"({r['figures']})."
-    )
-  return reasons
+  if not alike:
+    return [f"{first}."]
+  smallest = min(alike, key=lambda c: rows[c]["peak_bytes"])
+  other = rows[smallest]
+  return [
+    f"{first}.",
+    f"Faster on this mesh, but too large: microbatches={other['microbatches']},"
+    f" remat_policy={smallest.remat_policy!r} needs {_gb(other['peak_bytes'])} "
+    f"of {_gb(target.memory_bytes)} GB ({other['figures']}).",
+  ]
 
 
 def _gb(nbytes: float) -> str:

@@ -20,15 +20,9 @@ def text(
   config: str, hardware_name: str, rows: Sequence[_Row], efficiency: float
 ) -> str:
   first = rows[0]
-  lines = [
-    *_mesh_lines(rows),
-    _EMPTY,
-    *_memory_lines(rows),
-    _EMPTY,
-    *_traffic_lines(rows),
-    _EMPTY,
-    *_time_lines(rows, efficiency),
-  ]
+  first_lines = (_mesh_lines(rows), _memory_lines(rows), _traffic_lines(rows))
+  lines = [line for lines in first_lines for line in (*lines, _EMPTY)]
+  lines += _time_lines(rows, efficiency)
   names = max(len(name) for name, _ in lines)
   cells = [[of(row) if of else "" for row in rows] for _, of in lines]
   width = max(len(cell) for line in cells for cell in line) + 2

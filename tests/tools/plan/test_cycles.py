@@ -108,7 +108,8 @@ def test_loops_branches_kernels_and_products():
   assert cost.kernels == {"flash": 5}
   assert cost.exposed_secs == cost.transfer_secs == 0.0
   assert cost.unknown_loops == 0
-  assert read(TPU, clock=2e9, secs_per_byte=0.0).secs == cost.secs / 2
+  faster = read(TPU, clock=2e9, secs_per_byte=0.0)
+  assert faster.compute_secs == cost.compute_secs / 2
 
 
 def test_transfers_hide_behind_what_runs_meanwhile():
@@ -123,7 +124,6 @@ def test_transfers_hide_behind_what_runs_meanwhile():
   # The gather of 6,144 ns behind 6,000, the permute of 2,048 ns behind 500.
   waits = 5 * (gather - 6000 + permute - 500) + total
   assert cost.exposed_secs == pytest.approx(waits * NANOSECOND)
-  assert cost.secs == pytest.approx(cost.compute_secs + waits * NANOSECOND)
 
 
 def test_the_links_take_one_transfer_after_the_other():

@@ -129,8 +129,8 @@ def test_the_table_and_json(rows, capsys, monkeypatch):
       ["--device=8"],
       "'--device=8': unknown argument. Did you mean '--devices'?",
     ),
-    (["--devices=eight"], "argument --devices: 'eight': expected positive"),
-    (["--devices=8,0"], "argument --devices: '8,0': expected positive"),
+    (["--devices=eight"], "argument --devices: 'eight': expected a positive"),
+    (["--devices=8,0"], "argument --devices: '0': expected a positive"),
     (["--hardware=tpu_v5"], "--hardware: unknown 'tpu_v5'. Did you mean"),
     (["--devices=6"], "--devices=6: replica=1 x fsdp=4 is not 6; set --fsdp"),
     pytest.param(
