@@ -18,13 +18,10 @@ import numpy as np
 from bigtrain.settings import ConfigError
 
 # GPUs with a description: name -> file.
-GPUS = {
-  path.stem: path for path in pathlib.Path(__file__).parent.glob("*.txtpb")
-}
+GPUS = {p.stem: p for p in pathlib.Path(__file__).parent.glob("*.txtpb")}
 _GPU = re.compile(r"(\w+):(\d+)x(\d+)$")
 
-# Chips of a TPU host: at least this number.
-_CHIPS_OF_HOST = 4
+_CHIPS_OF_HOST = 4  # Of a TPU host, at least.
 
 # For libtpu without TPUs: it neither searches for them nor locks them, so that
 # several processes may compile at once.
@@ -34,41 +31,37 @@ NO_TPU = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-_topology: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+current_topology: contextvars.ContextVar[str | None] = contextvars.ContextVar(
   "topology of absent devices", default=None
 )
 
 
 @contextlib.contextmanager
 def absent_devices(topology: str | None) -> Iterator[None]:
-  """Inside of it, `sharding.from_config` makes meshes of absent devices.
+  """Makes `sharding.from_config` use absent devices.
 
-  The topology is a TPU slice, such as "v5p:2x2x2", servers x GPUs of a server,
-  such as "h100:8x8", or None for this machine's devices.
+  A topology is a TPU slice, such as "v5p:2x2x2", or servers x GPUs of a server,
+  such as "h100:8x8"; None for this machine's devices.
   """
-  token = _topology.set(topology)
+  token = current_topology.set(topology)
   try:
     yield
   finally:
-    _topology.reset(token)
-
-
-def topology() -> str | None:
-  return _topology.get()
+    current_topology.reset(token)
 
 
 def devices(topology: str) -> Sequence[Any]:
-  gpus = _GPU.match(topology)
-  if gpus and gpus[1] in GPUS:
-    return _gpus(topology, GPUS[gpus[1]].read_text(), gpus[2], gpus[3])
+  match = _GPU.match(topology)
+  if match and match[1] in GPUS:
+    return _gpus(topology, match)
   return _tpus(topology)
 
 
-def _gpus(
-  topology: str, description: str, servers: str, of_server: str
-) -> Sequence[Any]:
+def _gpus(topology: str, match: re.Match[str]) -> Sequence[Any]:
   from jax.experimental import topologies
 
+  name, servers, of_server = match.groups()
+  description = GPUS[name].read_text()
   if not _has_cuda_plugin():
     raise ConfigError(
       f"absent devices {topology!r}: needs jax's CUDA plugin, as "
@@ -93,18 +86,12 @@ def _gpus(
 
 def _has_cuda_plugin() -> bool:
   plugins = importlib.util.find_spec("jax_plugins")
-  folders = plugins and plugins.submodule_search_locations
-  return any(
-    any(pathlib.Path(folder).glob("xla_cuda*")) for folder in folders or []
-  )
+  folders = (plugins and plugins.submodule_search_locations) or []
+  return any(any(pathlib.Path(f).glob("xla_cuda*")) for f in folders)
 
 
 def tell_cudnn(description: str) -> None:
-  """Lets jax trace cuDNN's attention for an absent GPU.
-
-  From here on the process gets the description's answers to what jax asks this
-  machine's GPU and its cuDNN.
-  """
+  """Makes jax's checks of cuDNN read an absent GPU's description."""
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
   def numbers(field: str) -> list[int]:
@@ -116,9 +103,7 @@ def tell_cudnn(description: str) -> None:
   major, minor, patch = numbers("dnn_version_info")
   capability = numbers("cuda_compute_capability")[:2]
 
-  def asked(text: str) -> list[int]:
-    return [int(n) for n in text.split(".")]
-
+  asked = lambda text: [int(n) for n in text.split(".")]
   cudnn.check_cudnn_version = lambda: major * 10_000 + minor * 100 + patch
   cudnn.check_compute_capability = lambda text: capability >= asked(text)
   cudnn.is_cuda_compute_capability_equal = lambda text: (

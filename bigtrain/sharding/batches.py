@@ -61,8 +61,7 @@ def check_batch(batch_size: int, mesh: Mesh, key: str) -> None:
 def ambient(batch_size: int) -> AbstractMesh | None:
   """The mesh of jax.set_mesh if it splits a batch of this size, else None.
 
-  None also inside a shard_map, and for batches that do not divide, such as the
-  single example of an initialisation.
+  None also inside a shard_map, and for batches that do not divide.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not set(BATCH_AXES) <= set(mesh.axis_names) or mesh.manual_axes:
@@ -78,22 +77,18 @@ def over_batch(x: jax.Array) -> jax.Array:
 
 
 def length_ways(batch_size: int, length: int) -> int:
-  """Number of devices among which the positions of an example are split.
-
-  1 for lengths below the size of `sequence`, such as a token in decoding.
-  """
+  """Number of devices that share an example; 1 if it is too short."""
   mesh = ambient(batch_size)
   ways = 1 if mesh is None else mesh.shape.get("sequence", 1)
   return int(ways) if ways > 1 and length >= ways else 1
 
 
 def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
-  """Calls `fn` with each device's part of the batch, for kernels.
+  """Calls a kernel, which XLA cannot split, with each device's part.
 
-  XLA cannot split a kernel over devices by itself. All arguments, arrays or
-  trees of arrays, and the result have the batch as first dimension. The first
-  `by_heads` arrays, and then the result, have heads as dimension 2, which are
-  split over `tensor` if they divide.
+  All arguments, arrays or trees of arrays, and the result have the batch as
+  first dimension. The first `by_heads` arrays, and then the result, have heads
+  as dimension 2, which are split over `tensor` if they divide.
   """
   mesh = ambient(args[0].shape[0])
   if mesh is None:
@@ -111,20 +106,14 @@ def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
 
 
 def splits(batch_size: int) -> bool:
-  """Whether `split_batch` gives each device its own part of a batch.
-
-  True also for a single device, and inside a shard_map.
-  """
+  """Whether `split_batch` splits a batch, or nothing is to split."""
   mesh = jax.sharding.get_abstract_mesh()
   alone = mesh.empty or mesh.size == 1 or bool(mesh.manual_axes)
   return alone or ambient(batch_size) is not None
 
 
 def device() -> tuple[str, str]:
-  """Platform ("cpu", "gpu" or "tpu") and kind of a program's devices.
-
-  Those of the ambient mesh, which may be absent, or else this machine's.
-  """
+  """Platform, such as "gpu", and kind of the ambient mesh's devices."""
   of_mesh = jax.sharding.get_abstract_mesh().abstract_device
   if of_mesh is not None:
     return of_mesh.platform, of_mesh.device_kind

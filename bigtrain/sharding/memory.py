@@ -17,8 +17,6 @@ from jax.sharding import Mesh
 from bigtrain import trees
 from bigtrain.settings import Config, ConfigError, check_choice
 
-KINDS = ("device", "pinned_host")
-
 _KEY = "config.opt_memory"
 # Smaller arrays stay on the device: a transfer costs more than they save.
 _MIN_SIZE = 1024
@@ -33,12 +31,11 @@ def read_opt_memory(config: Config) -> OptMemory:
   for pair in pairs:
     if not isinstance(pair, list | tuple) or len(pair) != 2:
       raise ConfigError(f"{_KEY}: expected (regex, kind), got {pair!r}.")
-    pattern, kind = pair
-    check_choice(_KEY, kind, KINDS)
+    check_choice(_KEY, pair[1], ("device", "pinned_host"))
     try:
-      re.compile(pattern)
+      re.compile(pair[0])
     except (re.error, TypeError) as e:
-      raise ConfigError(f"{_KEY}: bad regex {pattern!r}: {e}.") from e
+      raise ConfigError(f"{_KEY}: bad regex {pair[0]!r}: {e}.") from e
   return tuple((pattern, kind) for pattern, kind in pairs)
 
 
@@ -86,10 +83,8 @@ def on_device(tree: Any) -> Any:
   XLA copies as early as it can: a branch of jax.lax.cond keeps the arrays from
   taking the device's memory during the rest of a program.
   """
-  space = jax.memory.Space.Device
-  return jax.tree.map(
-    lambda x: jax.device_put(x, space) if in_host(x) else x, tree
-  )
+  copy = lambda x: jax.device_put(x, jax.memory.Space.Device)
+  return jax.tree.map(lambda x: copy(x) if in_host(x) else x, tree)
 
 
 def in_memory_of(tree: Any, like: Any) -> Any:

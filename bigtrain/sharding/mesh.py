@@ -41,7 +41,7 @@ _TRAFFIC = {
 def from_config(config: Config) -> Mesh:
   options = config.kwargs("mesh")
   check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
-  if topology := absent.topology():
+  if topology := absent.current_topology.get():
     options["devices"] = absent.devices(topology)
   return make_mesh(**options)
 
@@ -171,8 +171,7 @@ def arranged(groups: Sequence[Sequence[Any]], shape: Sequence[int]) -> Any:
   grids = [_inside(group, inner) for group in groups]
   # One array [factors of all axes, sizes within a slice].
   grid = np.stack(grids).reshape(*outer, *inner)
-  number = len(shape)
-  order = [at for axis in range(number) for at in (axis, number + axis)]
+  order = np.arange(2 * len(shape)).reshape(2, -1).T.ravel()
   return grid.transpose(order).reshape(tuple(shape))
 
 
@@ -204,21 +203,17 @@ def crossing(grid: Any, groups: Sequence[Sequence[Any]]) -> dict[str, int]:
 
 
 def _warn_of_slow_axes(grid: Any, groups: Sequence[Sequence[Any]]) -> None:
-  crossed = crossing(grid, groups)
-  crossed.pop("replica", None)
-  if not crossed:
-    return
   sizes = dict(zip(AXES, grid.shape))
-  size = min(len(group) for group in groups)
   parts = [
     f"config.mesh.{axis}={sizes[axis]} is in {number} slices or servers: "
     + _TRAFFIC[axis].format(part=(sizes[axis] - 1) / sizes[axis])
-    for axis, number in crossed.items()
+    for axis, number in crossing(grid, groups).items()
+    if axis != "replica"
   ]
-  logging.warning(
-    "%s; all of it over the network between them. A slice or server has %d "
-    "devices: axes whose product (without replica) divides %d stay inside.",
-    "; ".join(parts),
-    size,
-    size,
-  )
+  if parts:
+    size = min(len(group) for group in groups)
+    logging.warning(
+      f"{'; '.join(parts)}; all of it over the network between them. A slice "
+      f"or server has {size} devices: axes whose product (without replica) "
+      f"divides {size} stay inside."
+    )

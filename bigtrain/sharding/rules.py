@@ -40,8 +40,7 @@ from bigtrain.sharding.batches import replicated
 
 DEFAULT_RULES = ((".*", "fsdp"),)
 
-# Smaller arrays are replicated by default.
-_MIN_SIZE = 1024
+_MIN_SIZE = 1024  # Smaller arrays are replicated by default.
 
 Shape = tuple[int, ...]
 # Axes by dimension.
@@ -51,25 +50,20 @@ _Result = tuple[PartitionSpec, str]
 # From the axes that the model's rules have placed; None leaves the shape to the
 # next rules.
 Layout = Callable[[Shape, Mesh, Placed], _Result | None]
+# (regular expression, layout or its text in the config) pairs.
+Layouts = Sequence[tuple[str, str | Layout]]
 
 
 class Rules(NamedTuple):
-  """All that decides the layout of the state.
+  """All that decides the layout of the state."""
 
-  Attributes:
-    layouts: (regular expression, layout) pairs; the first full match decides.
-      Arrays without a match are replicated.
-    of_model: the axes that the model's rules have placed, by name of a
-      parameter: (its shape, axes by dimension). Arrays of the same shape whose
-      names end with that name, such as moments of the optimizer, are split
-      alike.
-    split_opt: whether the optimizer's state is split over `replica` as well
-      (ZeRO-1, https://arxiv.org/abs/1910.02054).
-    opt_memory: memory in which the optimizer's state stays; see memory.py.
-  """
-
-  layouts: Sequence[tuple[str, str | Layout]] = DEFAULT_RULES
+  # The first full match decides; arrays without a match are replicated.
+  layouts: Layouts = DEFAULT_RULES
+  # What `place` returns. Arrays of the same shape whose names end with that of
+  # a parameter, such as moments of the optimizer, are split alike.
   of_model: Mapping[str, tuple[Shape, Placed]] = {}
+  # Whether `replica` splits the optimizer's state as well (ZeRO-1,
+  # https://arxiv.org/abs/1910.02054).
   split_opt: bool = False
   opt_memory: memory.OptMemory = ()
 
@@ -83,25 +77,20 @@ class Rules(NamedTuple):
 
 
 def state_spec(
-  shapes: Any,
-  mesh: Mesh,
-  rules: Rules | Sequence[tuple[str, str | Layout]] = DEFAULT_RULES,
+  shapes: Any, mesh: Mesh, rules: Rules | Layouts = DEFAULT_RULES
 ) -> Any:
   """Adds shardings to a tree of ShapeDtypeStructs, and logs the notes."""
   shardings, notes = state_shardings(shapes, mesh, rules)
   for note in notes:
     logging.warning("config.sharding: %s", note)
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    shardings,
-  )
+  add = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+  return jax.tree.map(add, shapes, shardings)
 
 
 def state_shardings(
   shapes: Any,
   mesh: Mesh,
-  rules: Rules | Sequence[tuple[str, str | Layout]] = DEFAULT_RULES,
+  rules: Rules | Layouts = DEFAULT_RULES,
   key: str = "config.sharding",
 ) -> tuple[Any, list[str]]:
   """Computes the NamedSharding of each array of the state.
@@ -145,8 +134,7 @@ def _over_replica(
 ) -> PartitionSpec:
   """Splits an array of the optimizer over `replica` as well, if one divides.
 
-  First the dimension that `fsdp` splits: a device then holds a part of the rows
-  that it updates anyway.
+  `fsdp`'s dimension first: a device then holds rows that it updates anyway.
   """
   ways = mesh.shape["replica"]
   placed = _axes_by_dim(spec)
@@ -365,7 +353,7 @@ def place(
   shapes: Mapping[str, Shape],
   sizes: Mapping[str, int],
 ) -> dict[str, tuple[Shape, Placed]]:
-  """Returns `of_model` of rules.Rules."""
+  """{name: (shape, axes by dimension)} by the model's own rules."""
   splits = {name: _splits(table, name) for name in shapes}
   placed: dict[str, dict[int, tuple[str, ...]]] = {}
   for axis, ways in sizes.items():
@@ -400,12 +388,9 @@ def _dims(
   result: dict[str, int] = {}
   wrong: list[str] = []
   whole: list[str] = []
-  sizes: list[int] = []
   for name, (negative, needed) in splits.items():
     shape = shapes[name]
     dim = negative % len(shape)
-    if needed:
-      sizes.append(shape[dim])
     if shape[dim] % ways == 0:
       result[name] = dim
     else:
@@ -413,7 +398,8 @@ def _dims(
       (wrong if needed else whole).append(text)
   key = f"config.mesh.{axis}={ways}"
   if wrong:
-    common = math.gcd(*sizes)
+    needed_dims = [(n, dim) for n, (dim, needed) in splits.items() if needed]
+    common = math.gcd(*[shapes[name][dim] for name, dim in needed_dims])
     works = [n for n in range(1, common + 1) if common % n == 0]
     near = sorted(sorted(works, key=lambda n: abs(n - ways))[:2])
     raise ConfigError(

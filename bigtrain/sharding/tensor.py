@@ -4,12 +4,9 @@ As in Megatron-LM (https://arxiv.org/abs/1909.08053, and 2205.05198 for the
 stream): a first product is split by its outputs, heads or hidden units, and a
 second one by its inputs. Between layers, norms, dropout and the residual stream
 are split over the length. So a layer gathers its input once, and adds up its
-output's parts once, each part to its device. The backward pass does the same in
-the other order.
-
-The gathered input has an axis T of copies, one for each device of a `tensor`
-group. Products over it send nothing, whatever their number, and neither do
-their gradients up to the input's.
+output's parts once; the backward pass does so in the other order. The gathered
+input has an axis T of copies, one for each device of a `tensor` group: products
+over it send nothing, and neither do their gradients up to the input's.
 
 Axes: B batch, L length, D model width, V rows of a table, T devices of a
 `tensor` group.
@@ -40,20 +37,15 @@ def tensor_ways(batch_size: int) -> int:
 
 
 def heads_in_parts(heads: int, batch_size: int) -> int:
-  """Number of key-value heads that are computed for grouped queries.
-
-  With fewer heads than devices in a `tensor` group, or a number that does not
-  divide, several devices compute the same head, each for its own queries.
-  """
+  """Number of key-value heads that a group computes, with repeats."""
   return math.lcm(heads, tensor_ways(batch_size))
 
 
 def columns(x_BLD: jax.Array) -> DotGeneral | None:
-  """Returns the products of x with kernels that are split by their outputs.
+  """Returns dot_general of x for kernels that are split by their outputs.
 
-  That is dot_general for flax's layers: kernel (D, outputs, ...) -> [B, L,
-  outputs, ...], with `heads_in_parts` outputs, repeated in order, if they do
-  not divide. None without such a mesh.
+  Kernel (D, outputs, ...) -> [B, L, outputs, ...]; if outputs do not divide,
+  `heads_in_parts` of them, repeated in order. None without such a mesh.
   """
   mesh, ways = batches.ambient(x_BLD.shape[0]), tensor_ways(x_BLD.shape[0])
   if ways == 1:
@@ -83,10 +75,10 @@ def columns(x_BLD: jax.Array) -> DotGeneral | None:
 
 
 def rows(batch_size: int) -> DotGeneral | None:
-  """Returns the product with a kernel that is split by its inputs.
+  """Returns dot_general for a kernel that is split by its inputs.
 
-  That is dot_general for flax's layers: inputs [B, L, inputs, ...], kernel
-  (inputs, ..., D) -> [B, L, D]. None without such a mesh.
+  Inputs [B, L, inputs, ...], kernel (inputs, ..., D) -> [B, L, D]. None without
+  such a mesh.
   """
   ways = tensor_ways(batch_size)
   if ways == 1:
@@ -148,10 +140,7 @@ def axes_of_length(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def gathered(x_BLD: jax.Array, spec: PartitionSpec) -> jax.Array:
-  """Inside a shard_map: the input of a layer from its part of the stream.
-
-  The gradient is summed over the `tensor` group, each part to its device.
-  """
+  """Inside a shard_map: the input of a layer from its part of the stream."""
   if "tensor" in axes_of_length(spec):
     return jax.lax.all_gather(x_BLD, "tensor", axis=1, tiled=True)
   return jax.lax.pcast(x_BLD, "tensor", to="varying")
@@ -167,10 +156,7 @@ def scattered(y_BLD: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def _spread(x_BLD: jax.Array) -> jax.Array:
-  """Returns [T, B, L, D], a copy for each device of a `tensor` group.
-
-  The gradient of x is the sum over the copies.
-  """
+  """Returns [T, B, L, D], copies whose gradients are summed."""
   mesh = batches.ambient(x_BLD.shape[0])
   spec = stream_spec(mesh, x_BLD)
   out = PartitionSpec("tensor", BATCH_AXES, length_axis(mesh, x_BLD))

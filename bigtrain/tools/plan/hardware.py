@@ -91,7 +91,18 @@ def topology(name: str, devices: int, compiler: str) -> str:
   """Returns the topology for sharding.absent_devices."""
   target = TABLE[name]
   if compiler == "gpu":
-    return _servers(name, devices)
+    if name not in absent.GPUS:
+      raise ConfigError(
+        f"--compiler=gpu: --hardware={name} has no description for XLA's GPU "
+        f"compiler; expected one of {', '.join(absent.GPUS)}."
+      )
+    of_server = min(devices, target.domain)
+    if devices % of_server:
+      raise ConfigError(
+        f"--compiler=gpu: --devices={devices}: expected whole servers of "
+        f"{of_server} {name}."
+      )
+    return f"{name}:{devices // of_server}x{of_server}"
   if target.chips is None:
     raise ConfigError(
       f"--compiler=tpu: --hardware={name} is not a TPU; expected one of "
@@ -107,21 +118,6 @@ def topology(name: str, devices: int, compiler: str) -> str:
     sizes[sizes.index(min(sizes))] *= 2
     devices //= 2
   return f"{target.chips}:{'x'.join(map(str, sorted(sizes)))}"
-
-
-def _servers(name: str, devices: int) -> str:
-  if name not in absent.GPUS:
-    raise ConfigError(
-      f"--compiler=gpu: --hardware={name} has no description for XLA's GPU "
-      f"compiler; expected one of {', '.join(absent.GPUS)}."
-    )
-  of_server = min(devices, TABLE[name].domain)
-  if devices % of_server:
-    raise ConfigError(
-      f"--compiler=gpu: --devices={devices}: expected whole servers of "
-      f"{of_server} {name}."
-    )
-  return f"{name}:{devices // of_server}x{of_server}"
 
 
 class Seconds(NamedTuple):

@@ -128,8 +128,8 @@ def without_data(
   for key, data in entries.items():
     made_up = features or (_features(data) if data else None)
     if made_up:
-      source = dict(type="synthetic", features=dict(made_up))
-      source["num_examples"] = num_examples
+      size = dict(num_examples=num_examples)
+      source = dict(type="synthetic", features=dict(made_up), **size)
       changes.append(f"{key}={source!r}")
   removed: Any = {"evals": {}, "hooks": {}, "wandb": {}}
   return changes + [f"{k}={v}" for k, v in removed.items() if config.get(k)]

@@ -70,13 +70,8 @@ def compile_update(
 ) -> dict[str, Any]:
   """Compiles the update for absent devices; returns facts about it.
 
-  The facts are those of `measure`, collectives, unknown_loops, memory, cycles
-  and products (or None), figures ("compiled" or "too large") and compiler:
-  "cpu" for simulated devices, else "tpu" or "gpu".
-
-  Raises:
-    RuntimeError: the program cannot be compiled.
-    subprocess.TimeoutExpired: it took longer.
+  The compiler is "cpu" for simulated devices, else "tpu" or "gpu". Raises
+  RuntimeError if it fails, and subprocess.TimeoutExpired if it takes longer.
   """
   request = {"config": config, "changes": [*changes], "compiler": compiler}
   request["hardware"] = hardware_name
@@ -195,6 +190,7 @@ def measure(
   """
   state_spec, _, batch_spec, _, teacher_spec = specs
   params = jax.tree.leaves(state_spec["params"])
+  sharded = [x for x in params if not x.sharding.is_fully_replicated]
   task, (_, model) = parts.task(run.config), parts.model(run.config)
   of_teacher = teacher.from_config(
     run.config, task, batch_spec, run.mesh, run.seed
@@ -205,9 +201,7 @@ def measure(
   )
   return {
     "parameters": sum(x.size for x in params),
-    "sharded_parameters": sum(
-      x.size for x in params if not x.sharding.is_fully_replicated
-    ),
+    "sharded_parameters": sum(x.size for x in sharded),
     "parameter_bytes": sum(x.size * x.dtype.itemsize for x in params),
     "state_bytes": {
       name: _bytes_per_device(part)

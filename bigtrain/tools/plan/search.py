@@ -128,9 +128,8 @@ def _meshes(
   for tensor, sequence in itertools.product(tensors, sequences):
     left, rest = divmod(devices, tensor * sequence)
     for fsdp in _divisors(left) if not rest else ():
-      yield dict(
-        replica=left // fsdp, fsdp=fsdp, sequence=sequence, tensor=tensor
-      )
+      sizes = (left // fsdp, fsdp, sequence, tensor)
+      yield dict(zip(sharding.AXES, sizes))
 
 
 def _divisors(number: int) -> list[int]:
@@ -210,10 +209,7 @@ def by_formula(
 
 
 def score(row: Mapping[str, Any]) -> float:
-  """Seconds by which candidates are ranked.
-
-  A real step takes between perfect overlap and no overlap; this is the middle.
-  """
+  """Seconds of a step, in the middle between perfect overlap and none."""
   return float(row["secs"]["overlapped"] + row["secs"]["in_turn"]) / 2
 
 

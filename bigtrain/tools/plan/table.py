@@ -26,19 +26,15 @@ def text(
   names = max(len(name) for name, _ in lines)
   cells = [[of(row) if of else "" for row in rows] for _, of in lines]
   width = max(len(cell) for line in cells for cell in line) + 2
-  return "\n".join(
-    [
-      f"{config} on {hardware_name}: {first['parameters']:,} parameters, "
-      f"{_gb(first['parameter_bytes'])} GB (1 GB is 1e9 bytes).",
-      "",
-      *(
-        (name.ljust(names) + "".join(c.rjust(width) for c in line)).rstrip()
-        for (name, _), line in zip(lines, cells)
-      ),
-      "",
-      *_notes(hardware_name, rows),
-    ]
+  head = (
+    f"{config} on {hardware_name}: {first['parameters']:,} parameters, "
+    f"{_gb(first['parameter_bytes'])} GB (1 GB is 1e9 bytes)."
   )
+  table = [
+    (name.ljust(names) + "".join(c.rjust(width) for c in line)).rstrip()
+    for (name, _), line in zip(lines, cells)
+  ]
+  return "\n".join([head, "", *table, "", *_notes(hardware_name, rows)])
 
 
 def _mesh_lines(rows: Sequence[_Row]) -> Iterator[_Line]:
@@ -46,10 +42,8 @@ def _mesh_lines(rows: Sequence[_Row]) -> Iterator[_Line]:
   if all(r["sequence"] == r["tensor"] == 1 for r in rows):
     axes = sharding.BATCH_AXES
   yield "devices", lambda r: f"{r['devices']:,}"
-  yield (
-    f"mesh, {' x '.join(axes)}",
-    lambda r: " x ".join(str(r[axis]) for axis in axes),
-  )
+  sizes = lambda r: " x ".join(str(r[axis]) for axis in axes)
+  yield f"mesh, {' x '.join(axes)}", sizes
   yield "figures", lambda r: r["figures"]
   yield "examples per step", lambda r: f"{r['batch_size']:,}"
   yield "microbatches", lambda r: f"{r['microbatches']:,}"
@@ -102,10 +96,8 @@ def _time_lines(rows: Sequence[_Row], efficiency: float) -> Iterator[_Line]:
   yield "PFLOP per step, model", lambda r: _pflop(r["model_flops"])
   yield "PFLOP per step, executed", lambda r: _pflop(r["executed_flops"])
   if any(row["products"] for row in rows):
-    yield (
-      "PFLOP per step, products as compiled",
-      lambda r: _pflop(r["product_flops"]),
-    )
+    products = lambda r: _pflop(r["product_flops"])
+    yield "PFLOP per step, products as compiled", products
     yield "  runs of attention kernels, not counted", _kernels("products")
   yield "seconds per step", None
   yield f"  compute, {efficiency:.0%} of peak", _secs("secs", "compute")
@@ -123,10 +115,8 @@ def _time_lines(rows: Sequence[_Row], efficiency: float) -> Iterator[_Line]:
   yield f"{what} per second", lambda r: f"{r[f'{what}_per_sec']:,.0f}"
   yield "MFU", lambda r: f"{r['mfu']:.0%}"
   if has_cycles:
-    yield (
-      "  by the compiler's cycles",
-      lambda r: _number(r["compiler_mfu"], ".0%"),
-    )
+    mfu = lambda r: _number(r["compiler_mfu"], ".0%")
+    yield "  by the compiler's cycles", mfu
   if any("extrapolated" in row for row in rows):
     yield _EMPTY
     yield "error if extrapolated from fewer devices", None
@@ -207,23 +197,19 @@ def _deviation(name: str) -> Callable[[_Row], str]:
 
 def choice_text(choice: Choice, minutes: float) -> str:
   """What follows the table of --choose: reasons, and lines to paste."""
-  result = []
+  result, by_formula = [], []
   for number, row in enumerate(choice.best, 1):
+    by_formula += [str(number)] if row["figures"] == "formula" else []
     result += [f"{number}. {' '.join(row['reasons'])}", ""]
     result += [*(f"     {line}" for line in config_lines(row)), ""]
   for row in choice.too_large:
     size = f"{row['peak_bytes'] / 1e9:,.3g} GB ({row['figures']})"
     result.append(f"Does not fit: {size}: {'; '.join(config_lines(row))}")
-  numbers = [
-    str(n)
-    for n, row in enumerate(choice.best, 1)
-    if row["figures"] == "formula"
-  ]
-  if numbers:
+  if by_formula:
     why = f"the {minutes:g} minutes were up"
     if not choice.out_of_time:
       why = "this number of devices cannot be simulated"
-    result.append(f"By formula only, because {why}: {', '.join(numbers)}.")
+    result.append(f"By formula only, because {why}: {', '.join(by_formula)}.")
   return "\n".join(result)
 
 
