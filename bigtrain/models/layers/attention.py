@@ -33,10 +33,8 @@ class Options(NamedTuple):
 
   Attributes:
     head_dim: K; D / H if None.
-    num_kv_heads: G, which divides H; H if None. Grouped queries:
-      https://arxiv.org/abs/2305.13245.
-    qk_norm: whether queries and keys are divided by their root mean squares
-      (as https://arxiv.org/abs/2302.05442 does with layer norms).
+    num_kv_heads: G, which divides H; H if None.
+    qk_norm: whether queries and keys are divided by their root mean squares.
     scale: factor of the scores; 1 / sqrt(K) if None.
     window: see masks.Mask.
     softcap: scores s become softcap * tanh(s / softcap); None for no cap.
@@ -66,7 +64,8 @@ class Attention(nn.Module):
 
   Parameters are named as in flax's MultiHeadDotProductAttention: query
   (D, H, K), key and value (D, G, K), out (H, K, D), each a kernel and, with
-  `use_bias`, a bias; with `qk_norm` query_norm and key_norm, each a scale (K,).
+  `use_bias`, a bias; with `qk_norm` query_norm and key_norm.
+
   """
 
   options: Options
@@ -88,11 +87,10 @@ class Attention(nn.Module):
 
     Args:
       x_BLD: stream of the queries; None to write keys and values only. It may
-        have a multiple of y's rows: successive rows of x share a row of y,
-        to which they attend in full.
+        have a multiple of y's rows: successive rows of x share a row of y.
       y_BSD: stream of the keys and values; None if the cache holds them.
-      cache: keys and values of all layers. Those of y are written to it, and x
-        attends to all positions of the layer in the cache.
+      cache: keys and values of all layers. Those of y are written to it.
+
     """
     options = self.options
     q_BLHK, k_BSGK, v_BSGK = self._projections(x_BLD, y_BSD)
@@ -213,22 +211,14 @@ def attend(
   softcap: float | None = None,
   backend: str = "auto",
 ) -> jax.Array:
-  """Means of values, weighted by the softmax of the queries' scores.
-
-  Scores and their softmax are float32.
+  """Means of values, weighted by the float32 softmax of queries' scores.
 
   Args:
-    q: queries [B, L, H, K], or [B, L, G, R, K]. If H is R G, heads g R, ...,
-      g R + R - 1 share the g-th keys. B may be a multiple of the keys' rows:
-      successive rows of queries share a row of keys, to which they attend in
-      full.
-    start: int scalar, number of the first query's position, if the keys come
-      from a cache; then the backend is "xla".
+    q: queries [B, L, H, K], or [B, L, G, R, K] for heads in groups. B may be a
+      multiple of the keys' rows, which successive rows of queries then share.
+    start: number of the first query's position, if the keys come from a cache.
     bias: added to the scaled scores: (1, H, L, S), or by distance.
-    scale: as in Options, and so is softcap.
 
-  Raises:
-    ConfigError: the backend does not support this attention.
   """
   q, k_BSGK, v_BSGK = checkpoint_name((q, k_BSGK, v_BSGK), remat.INNER)
   shape = q.shape
@@ -290,6 +280,7 @@ def _attend_by(
   """Attends on a device with all keys, up to a reshape of the output.
 
   "xla" adds up the heads of a group together if they are `grouped`.
+
   """
   B, _, G, K = k_BSGK.shape
   L = q.shape[0] // B * q.shape[1]

@@ -44,14 +44,12 @@ _CUDNN_MAX_MASK = 8192 * 8192
 
 
 class Call(NamedTuple):
-  """What the choice of a backend depends on.
+  """What the choice of a backend depends on; see also masks.Mask.
 
   Attributes:
-    platform: "cpu", "gpu" or "tpu", for which the program is compiled.
     splits: whether the ambient mesh, if any, splits the batch.
-    width: width of a head.
-    causal: as in masks.Mask, like the window, prefix, documents and padding.
     sequence: number of devices among which an example is split.
+
   """
 
   platform: str
@@ -73,7 +71,6 @@ class Call(NamedTuple):
   sequence: int = 1
 
   def __str__(self) -> str:
-    """A line for the log and run.json."""
     heads = f"{self.heads} heads"
     if self.kv_heads != self.heads:
       heads += f" in {self.kv_heads} groups"
@@ -96,7 +93,7 @@ class Call(NamedTuple):
 def call_of(
   batch_size: int, mask: masks.Mask, *, queries: int, **others: Any
 ) -> Call:
-  """Returns the call of an attention in the program that is being traced."""
+  """The call of an attention in the program that is being traced."""
   platform, device_kind = sharding.device()
   return Call(
     platform=platform,
@@ -122,11 +119,7 @@ class Backend(NamedTuple):
 
 
 def choose(name: str, call: Call) -> str:
-  """Returns the backend of that name or, for "auto", the best; notes it.
-
-  Raises:
-    ConfigError: the named backend does not support the call.
-  """
+  """The backend of that name or, for "auto", the best; notes it."""
   unsupported = {
     name: backend.unsupported_because(call)
     for name, backend in _BACKENDS.items()
@@ -197,7 +190,6 @@ def _cudnn_unsupported_because(call: Call) -> str | None:
 
 
 def _device_unsupported_because(device_kind: str) -> str | None:
-  """Why a GPU does not have cuDNN's kernels."""
   if jax.default_backend() == "gpu":
     backend = jax.extend.backend.get_backend()
     if "cuda" not in backend.platform_version:

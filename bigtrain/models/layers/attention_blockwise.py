@@ -44,7 +44,6 @@ def attend(
   scale: float,
   softcap: float | None,
 ) -> jax.Array:
-  """Returns the output, of the shape and dtype of the queries."""
   L, S, G = q_BLGRK.shape[1], *k_BSGK.shape[1:3]
   block = largest_block()
   static = Static(scale, softcap, min(block, L), min(block, S))
@@ -69,11 +68,10 @@ class Static(NamedTuple):
 class Order(NamedTuple):
   """Whole blocks that begin anywhere in an example, see attention_split.py.
 
-  Attributes:
-    rows_N: int, number of the first query of each block.
-    columns_M: int, number of the first position of each block.
-    pairs: as in Blocks; `counted` and `computed` are of all devices and pairs.
-    length: length of the example, from which a bias counts distances.
+  Rows and columns are the numbers of the first query and position of each
+  block; `counted` and `computed` are of all devices; a bias counts distances
+  from `length`, the example's.
+
   """
 
   rows_N: jax.Array
@@ -92,6 +90,7 @@ class Blocks:
       whose scores are not all masked by the causal order.
     computed: number of scores of a head that these blocks have.
     counted: number of scores of a head that model FLOPs count.
+
   """
 
   def __init__(
@@ -131,7 +130,6 @@ class Blocks:
     return jnp.moveaxis(_to_blocks(x, self.static.block_q), 2, 4)
 
   def to_queries(self, x_N: jax.Array, like: jax.Array) -> jax.Array:
-    """The reverse, with the shape and dtype of `like`."""
     return _from_blocks(jnp.moveaxis(x_N, 4, 2), like)
 
   def of_keys(self, x: jax.Array) -> jax.Array:
@@ -139,7 +137,6 @@ class Blocks:
     return jnp.moveaxis(_to_blocks(x, self.static.block_k), 2, 3)
 
   def to_keys(self, x_M: jax.Array, like: jax.Array) -> jax.Array:
-    """The reverse, with the shape and dtype of `like`."""
     return _from_blocks(jnp.moveaxis(x_M, 3, 2), like)
 
   def scores(
@@ -190,7 +187,6 @@ class Blocks:
     return m * static.block_k + (self._N - 1 - n) * static.block_q
 
   def _distances(self, bias_GRT: jax.Array, n: Index, m: Index) -> jax.Array:
-    """Entries of the bias for the A + C - 1 distances in a pair of blocks."""
     num = self.static.block_q + self.static.block_k - 1
     return jax.lax.dynamic_slice_in_dim(
       bias_GRT, self._start(n, m), num, axis=2
@@ -211,7 +207,6 @@ class Blocks:
     )
 
   def without_padding(self, dbias_GRT: jax.Array) -> jax.Array:
-    """Entries of the distances of real queries and positions."""
     if self._order is not None:
       return dbias_GRT
     first = self._N * self.static.block_q - self._L
@@ -236,7 +231,6 @@ class Schedule:
     bias_GRT: jax.Array | None,
     mask: masks.Mask,
   ) -> Blocks:
-    """Returns the blocks of a step, whose keys are `k`."""
     del step
     return Blocks(self.static, q, k, bias_GRT, mask)
 
@@ -272,8 +266,8 @@ def _from_blocks(x_N: jax.Array, like: jax.Array) -> jax.Array:
 def _by_pair(bias_GRT: jax.Array, static: Static) -> jax.Array:
   """Biases (G, R, A, C) from the biases of the A + C - 1 distances c - a.
 
-  Rows of a matrix whose rows are all `bias` shift by one if it is read with
-  rows that are shorter by one.
+  Rows that are all `bias` shift by one if they are read as shorter by one.
+
   """
   A, C = static.block_q, static.block_k
   G, R, T = bias_GRT.shape
@@ -343,7 +337,7 @@ def _add_values(
 def _results(
   blocks: Blocks, sums: Sums, q: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the output, and the logarithms of denominators (B, G, R, L)."""
+  """The output, and the logarithms of denominators (B, G, R, L)."""
   largest_N, total_N, out_N = sums
   some_N = total_N > 0
   total_N = jnp.where(some_N, total_N, 1.0)
@@ -458,7 +452,6 @@ def attend_by_blocks(
   bias_GRT: jax.Array | None,
   mask: masks.Mask,
 ) -> jax.Array:
-  """Returns the output of the queries, in the steps of a schedule."""
   return _forward(schedule, q, k, v, bias_GRT, mask)[0]
 
 

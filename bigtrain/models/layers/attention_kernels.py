@@ -1,9 +1,8 @@
 """Attention by kernels: Splash for TPUs, and cuDNN's for NVIDIA GPUs.
 
-The kernels of Splash, of jax's Pallas library, read blocks of keys that a mask
-leaves out neither in the forward nor in the backward pass, and keep the scores
-of a block on the chip. Lengths are padded to whole blocks. Documents and
-padding are segments: a query attends to the positions with its own number.
+Splash, of jax's Pallas library, leaves out blocks of keys that a mask hides.
+Lengths are padded to whole blocks. Documents and padding are segments: a query
+attends to the positions with its own number.
 
 Axes: B batch, L length, S length attended to, G heads of keys and values, R
 query heads of each, K head width.
@@ -44,7 +43,6 @@ def attend_by_splash(
   scale: float,
   softcap: float | None,
 ) -> jax.Array:
-  """Returns the output, of the shape and dtype of the queries."""
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
   sizes = _block_size(L), _block_size(S)
   kernel = functools.partial(
@@ -71,7 +69,7 @@ def attend_by_splash(
 
 
 def splash_parts(queries: int, parts: int) -> tuple[int, int]:
-  """Returns the size of blocks of queries, and the length of padded parts."""
+  """The size of blocks of queries, and the length of padded parts."""
   part = math.ceil(queries / parts)
   size = _block_size(part)
   return size, _padded(part, size)
@@ -90,11 +88,7 @@ def attend_rows_by_splash(
   scale: float,
   softcap: float | None,
 ) -> jax.Array:
-  """Attends with a device's queries, a part of an example's.
-
-  Args:
-    numbers: int [n, L], number of each query of the n devices.
-  """
+  """Attends with the queries `numbers[device]` of an example."""
   ways = len(numbers)
   S = k_BSGK.shape[1]
   sizes = block_q, _block_size(S)
@@ -214,7 +208,7 @@ def _splash_kernel(
   heads: int,
   shards: int = 1,
 ) -> Any:
-  """Returns the kernel of one example: (H, L, K), (G, S, K) x 2, segments."""
+  """The kernel of one example: (H, L, K), (G, S, K) x 2, segments."""
   splash = _library()
   shape = (len(numbers), positions)
   blocks: Any
@@ -248,7 +242,6 @@ def _splash_kernel(
 
 
 def _library() -> Any:
-  """The module of the kernels, whose import takes half a second."""
   from jax.experimental.pallas.ops.tpu import splash_attention
 
   return splash_attention
@@ -262,11 +255,7 @@ def attend_by_cudnn(
   *,
   scale: float,
 ) -> jax.Array:
-  """Returns the output, of the shape and dtype of the queries.
-
-  Of the mask all but the causal order and a window becomes a matrix of L x S
-  booleans.
-  """
+  """Of the mask all but an order becomes a matrix of L x S booleans."""
   B, L, G, R, K = q_BLGRK.shape
   S = k_BSGK.shape[1]
   q_BLHK = q_BLGRK.reshape(B, L, G * R, K)

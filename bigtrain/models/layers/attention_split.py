@@ -5,11 +5,8 @@ are gathered, or they pass from device to device in a ring, as in Ring
 Attention, https://arxiv.org/abs/2310.01889.
 
 Later causal queries see more positions. So the devices exchange parts of their
-queries first: of 2 n parts of an example, device i takes the parts i and
-2 n - 1 - i, one early and one late, and with them as many scores as every other
-device. In a ring keys and values are exchanged as well, and then each of its
-steps is balanced. Outside of attention the positions keep their order, on which
-dropout and the capacity of experts depend.
+queries first, and in a ring of their keys: of 2 n parts, device i takes the
+parts i and 2 n - 1 - i, and with them as many scores as every other device.
 
 Axes: B batch, L length, S length attended to, G heads of keys and values, R
 query heads of each, K head width; N blocks of A queries, M blocks of C
@@ -55,6 +52,7 @@ class Plan(NamedTuple):
     balanced: whether devices have an early and a late part of the queries, and
       in a ring of the keys.
     padded_queries: L in whole blocks on all devices, and S in `padded_keys`.
+
   """
 
   ways: int
@@ -76,7 +74,7 @@ class Tables(NamedTuple):
     rows: int [n, N], number of the first query of each block.
     columns: for each step, int [n, M], number of the first position.
     pairs: for each step, int [n, pairs, 2], as in attention_blockwise.Blocks.
-      In devices with fewer pairs than others, the last are masked.
+
   """
 
   rows: np.ndarray
@@ -183,12 +181,7 @@ def attend(
   scale: float,
   softcap: float | None,
 ) -> jax.Array:
-  """Returns the output, of the shape and dtype of the queries.
-
-  Args:
-    local: calls the backend, for those that gather all keys and need no part of
-      the queries before another.
-  """
+  """Attends by `local` where a backend needs all keys and queries in order."""
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
   mesh: Any = sharding.ambient(k_BSGK.shape[0])
   ways = int(mesh.shape[AXIS])
@@ -233,6 +226,7 @@ def _split(
   """Calls `compute` on each device with its part of the arrays.
 
   The mask comes as a whole: its arrays are small.
+
   """
   B, L, G = q_BLGRK.shape[:3]
   S = k_BSGK.shape[1]
@@ -292,7 +286,6 @@ def _locally(
   mask: masks.Mask,
   bias_GRT: jax.Array | None,
 ) -> jax.Array:
-  """A device's queries and all keys."""
   k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
   L = q.shape[1]
   first = jax.lax.axis_index(AXIS) * L
@@ -319,7 +312,6 @@ def _by_splash(
   mask: masks.Mask,
   bias_GRT: None,
 ) -> jax.Array:
-  """A device's early and late queries, and all keys."""
   del bias_GRT
   k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
   device = jax.lax.axis_index(AXIS)
@@ -352,7 +344,6 @@ def _blockwise(
   mask: masks.Mask,
   bias_GRT: jax.Array | None,
 ) -> jax.Array:
-  """A device's blocks of queries and all keys, at once or in a ring."""
   if plan.balanced:
     q = _exchanged(q)
   if not plan.ring:
@@ -365,13 +356,13 @@ def _blockwise(
 
 
 def _owners(ways: int) -> list[list[tuple[int, int]]]:
-  """Returns who sends its first part to whom, and its second one."""
+  """Who sends its first part to whom, and its second one."""
   owner = lambda part: min(part, 2 * ways - 1 - part)
   return [[(i, owner(2 * i + half)) for i in range(ways)] for half in (0, 1)]
 
 
 def _swapped(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns (x, y) on devices with an even number, (y, x) on the others."""
+  """(x, y) on devices with an even number, (y, x) on the others."""
   even = jax.lax.axis_index(AXIS) % 2 == 0
   return jnp.where(even, x, y), jnp.where(even, y, x)
 
@@ -406,7 +397,6 @@ class _Schedule(attention_blockwise.Schedule):
     return len(tables_of(self.plan).pairs)
 
   def pass_on(self, arrays: Any) -> Any:
-    """Sends arrays to the next device of the ring."""
     if not self.plan.ring:
       return arrays
     n = jax.lax.axis_size(AXIS)

@@ -30,12 +30,7 @@ def attend(
   scale: float,
   softcap: float | None,
 ) -> jax.Array:
-  """Returns the output, in the shape and dtype of the queries.
-
-  Args:
-    q: queries (B, L, H, K), or (B, L, G, R, K) for groups of heads.
-    start: int scalar, number of the first query's position; None for 0.
-  """
+  """Attends with queries (B, L, H, K), or (B, L, G, R, K) in groups."""
   L, S = q.shape[1], k_BSGK.shape[1]
   grouped = q.ndim == 5
   mask_BLS = mask.matrix(L, S, 0 if start is None else start)
@@ -93,9 +88,8 @@ def _attend_in_half(
 ) -> jax.Array:
   """Attends in a dtype of 16 bits, with scores and softmax in float32.
 
-  The backward pass gets the probabilities from the scores and the logarithms of
-  the softmax's sums, without another softmax, and the matrices that it stores
-  have 16 bits.
+  The backward pass needs no other softmax, and stores matrices of 16 bits.
+
   """
   return _half_forward(static, q_BLHK, k_BSHK, v_BSHK, mask_BLS)[0]
 
@@ -106,7 +100,6 @@ def _half_scores(
   k_BSHK: jax.Array,
   mask_BLS: jax.Array | None,
 ) -> jax.Array:
-  """Returns float32 [B, H, L, S]."""
   with static.in_window():
     scores_BHLS = jnp.einsum(
       "blhk,bshk->bhls", q_BLHK, k_BSHK, preferred_element_type=jnp.float32

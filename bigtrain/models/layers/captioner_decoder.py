@@ -47,6 +47,7 @@ class Block(nn.Module):
       carry: the stream (B, L, D), and in decoding the cache of all layers.
         Without a stream the cache takes the source's keys and values.
       source: encoded patches (b, P, E), or the cache of their keys and values.
+
     """
     options = self.options
     x_BLD, cache = carry
@@ -99,16 +100,12 @@ class Block(nn.Module):
 
 
 class OutputLayer(nn.Module):
-  """Parameters of the output layer.
-
-  The loss applies it, so that it can do so for a few positions at a time.
-  """
+  """Kernel (D, V) and bias (V,) of the output layer; the loss applies it."""
 
   vocab_size: int
 
   @nn.compact
   def __call__(self, width: int) -> tuple[jax.Array, jax.Array]:
-    """Returns kernel (D, V) and bias (V,)."""
     zeros = nn.initializers.zeros
     return (
       self.param("kernel", zeros, (width, self.vocab_size)),
@@ -119,15 +116,12 @@ class OutputLayer(nn.Module):
 class Decoder(nn.Module):
   """Token embeddings, a stack of blocks, a final layer norm, an output layer.
 
-  stack.run names the blocks' parameters: EncDecBlock0, EncDecBlock1, ..., or
-  one EncDecBlock with `scan`.
-
   Attributes:
     num_embeddings: number of rows of the embedding table.
-    vocab_size: V, number of logits.
     dropout: rate in the MLPs and on each residual branch.
     use_bias: whether the MLPs and the blocks' layer norms have biases. The
       attentions never do; the final layer norm and output layer always do.
+
   """
 
   num_embeddings: int
@@ -157,15 +151,12 @@ class Decoder(nn.Module):
   ) -> tuple[Any, kv_cache.Cache | None]:
     """Reads texts; or, with a cache, their next positions or the source.
 
-    Args:
-      tokens_BL: input token of each position; None to write the keys and
-        values of the source to the cache.
-      source: encoded patches (b, P, E), where b divides B, or the cache that
-        their keys and values were written to.
+    Without tokens the source's keys and values are written to the cache.
 
     Returns:
       ((last hidden states (B, L, D), (kernel (D, V), bias (V,)) of the output
       layer), the new cache); None for the first without tokens.
+
     """
     x_BLD = None
     if tokens_BL is not None:

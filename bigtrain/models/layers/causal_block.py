@@ -57,12 +57,6 @@ class Block(nn.Module):
     start: Any,
     train: bool,
   ) -> tuple[tuple[jax.Array, kv_cache.Cache | None], Any]:
-    """Returns the carry, and the experts' statistics or None.
-
-    Args:
-      carry: the stream (B, L, D), and in decoding the cache of all layers.
-      real_BL: bool, False for padding; all real if None.
-    """
     options = self.options
     x_BLD, cache = carry
     drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
@@ -79,7 +73,6 @@ class Block(nn.Module):
 
 
 def norm(options: Any, name: str) -> nn.Module:
-  """Returns the norm that `options`, a block's or a Model, asks for."""
   if options.norm == "rmsnorm":
     return nn.RMSNorm(epsilon=options.norm_eps, dtype=options.dtype, name=name)
   return nn.LayerNorm(
@@ -109,7 +102,6 @@ def _attention(options: Options) -> attention.Options:
 
 
 def _mlp(options: Options) -> mlp.Options:
-  """Options of the MLP, or of each expert."""
   return mlp.Options(
     dim=options.mlp_dim,
     kind=options.mlp,

@@ -1,13 +1,10 @@
 """The encoder of ViTs and of text towers.
 
+Parameters are float32, and named as in the published ViT checkpoints. `dtype`
+is that of matrix products and of the activations between layers; statistics of
+layer norms and softmaxes are always float32.
+
 Axes: B batch, L length, D model width, F hidden width, N layers.
-
-Parameters are float32. `dtype`, a name such as "bfloat16", is the dtype of the
-computation: of matrix products and of the activations between layers.
-Statistics of layer norms and softmaxes are always float32.
-
-Submodules and parameters are named as in the published ViT checkpoints, so
-that those load by name.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +40,6 @@ class Block(nn.Module):
     drop_path_rates_N: jax.Array | None,
     train: bool,
   ) -> tuple[jax.Array, None]:
-    """Returns the stream (B, L, D), and no report to stack.run."""
     options = self.options
 
     def regularize(y_BLD: jax.Array) -> jax.Array:
@@ -73,10 +69,7 @@ class Block(nn.Module):
 def drop_path(
   x_BLD: jax.Array, rate: float | jax.Array, key: jax.Array
 ) -> jax.Array:
-  """Zeroes whole examples and scales the others by 1 / (1 - rate).
-
-  Stochastic depth, https://arxiv.org/abs/1603.09382, drawn per example.
-  """
+  """Stochastic depth (https://arxiv.org/abs/1603.09382), drawn per example."""
   keep = 1.0 - rate
   kept = jax.random.bernoulli(key, keep, x_BLD.shape[:1])
   scale_B = kept.astype(jnp.float32) / keep
@@ -87,13 +80,12 @@ def drop_path(
 class Encoder(nn.Module):
   """A stack of blocks and a final layer norm.
 
-  Parameters: the blocks of stack.run, named "encoderblock", and encoder_norm.
-
   Attributes:
     mlp_dim: hidden width F; 4 D if None.
     dropout: rate in the MLPs and on each residual branch.
     drop_path: rate of stochastic depth in the last block; it grows linearly
       from 0 in the first.
+
   """
 
   depth: int
@@ -108,7 +100,6 @@ class Encoder(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array, *, train: bool = False) -> jax.Array:
-    """Returns the normalised stream (B, L, D)."""
     rates_N = None
     if self.drop_path:
       rates_N = jnp.linspace(0.0, self.drop_path, self.depth)

@@ -9,7 +9,6 @@ xavier = nn.initializers.xavier_uniform()
 
 
 def initializer(std: float | None) -> Any:
-  """A normal distribution with this standard deviation; Xavier's if None."""
   return xavier if std is None else nn.initializers.normal(std)
 
 

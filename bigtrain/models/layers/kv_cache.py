@@ -13,11 +13,7 @@ from bigtrain import sharding
 
 
 class Cache(NamedTuple):
-  """Keys and values of all layers.
-
-  One array for all layers, so that a loop over layers updates it in place. The
-  batch comes first, as decoding.py requires.
-  """
+  """Keys and values of all layers, so that a loop updates them in place."""
 
   k_BNSGK: jax.Array
   v_BNSGK: jax.Array
@@ -29,7 +25,6 @@ class Cache(NamedTuple):
   def write(
     self, k_BLGK: jax.Array, v_BLGK: jax.Array, layer: Any, start: Any
   ) -> "Cache":
-    """Returns the cache with a layer's positions from `start` on replaced."""
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
       new = new[:, None].astype(old.dtype)

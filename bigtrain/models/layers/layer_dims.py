@@ -20,12 +20,10 @@ LAYERS = {
 
 
 def head(name: str) -> dict[str, str]:
-  """Returns the entries of an output layer."""
   return {f"{name}/kernel": "D -> V", f"{name}/bias": "V"}
 
 
 def with_experts(table: dims.Table, options: Options | None) -> dims.Table:
-  """Returns a table in which whole experts are split over their axis."""
   if options is None or options.axis is None:
     return table
   split = f"E:{options.axis};"

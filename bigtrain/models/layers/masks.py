@@ -14,22 +14,19 @@ from flax import struct
 class Mask:
   """Conditions for a query to attend to a position; all of them must hold.
 
-  A matrix of L x S booleans is never an argument of attention: kernels work on
-  blocks, and compute the part of the matrix that a block needs.
-
-  A query that attends to nothing, such as padding, has a finite output without
-  a meaning.
+  A matrix of L x S booleans is never an argument of attention: kernels compute
+  the part that a block needs. A query that attends to nothing, such as padding,
+  has a finite output without a meaning.
 
   Attributes:
-    causal: whether later positions are masked.
     window: number of positions that a causal query attends to, itself included;
       all earlier ones if None.
     prefix_B: int, number of the first positions that each query attends to,
       later ones included; only with `causal`.
-    segments_BL: int, number of the document of each query.
-    segments_BS: int, number of the document of each position; a query attends
-      to its own document.
+    segments_BL: int, number of the document of each query, which attends to the
+      positions with the same number in `segments_BS`.
     real_BS: bool, False for positions that no query attends to.
+
   """
 
   causal: bool = struct.field(pytree_node=False, default=False)
@@ -41,7 +38,6 @@ class Mask:
 
   @property
   def has_arrays(self) -> bool:
-    """Whether the mask depends on arrays, not only on the order."""
     arrays = (self.prefix_B, self.segments_BL, self.real_BS)
     return any(x is not None for x in arrays)
 
@@ -54,6 +50,7 @@ class Mask:
     """Largest number of positions, of `length`, that a query attends to.
 
     Model FLOPs count as many. Causal attention counts as the full square.
+
     """
     return min(self.window or length, length) if self.causal else length
 
@@ -74,7 +71,6 @@ class Mask:
     segments_BS: jax.Array | None,
     real_BS: jax.Array | None,
   ) -> jax.Array | None:
-    """Returns the part of `matrix` for these queries and positions."""
     parts: list[Any] = []
     if self.causal:
       i_L1, j_1S = i_L[:, None], j_S[None]

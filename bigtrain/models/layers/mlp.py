@@ -15,14 +15,7 @@ from bigtrain.models.layers import kernels, remat
 
 
 class Kind(NamedTuple):
-  """What happens between the two products.
-
-  Attributes:
-    activation: an elementwise function.
-    gated: whether the activation is applied to the product with a third
-      kernel, `gate`, and multiplied with the product with `up`
-      (https://arxiv.org/abs/2002.05202).
-  """
+  """What happens between the products; gated as in arXiv 2002.05202."""
 
   activation: Callable[[jax.Array], jax.Array]
   gated: bool
@@ -40,13 +33,10 @@ class Options(NamedTuple):
   """Options of an MLP.
 
   Attributes:
-    dim: F.
-    kind: a name in KINDS.
     init_std: standard deviation of the initial `up` and `gate` kernels; None
-      for Xavier's uniform distribution.
-    out_init_std: the same for `down`.
-    dropout: rate in the hidden layer.
+      for Xavier's uniform distribution. `out_init_std` is that of `down`.
     names: names of the submodules `up` and `down`.
+
   """
 
   dim: int
@@ -62,7 +52,6 @@ class Options(NamedTuple):
 def vit_options(
   dim: int, dropout: float = 0.0, dtype: str = "float32", use_bias: bool = True
 ) -> Options:
-  """Returns the options of a ViT's MLP, named as in published checkpoints."""
   return Options(
     dim,
     "gelu",

@@ -2,10 +2,9 @@
 
 Each token goes to its best `top_k` of E experts: to one as in Switch
 (https://arxiv.org/abs/2101.03961), or to several, whose outputs are weighted,
-as in Mixtral (https://arxiv.org/abs/2401.04088).
+as in Mixtral (https://arxiv.org/abs/2401.04088). With a capacity each expert
+takes a limited number of tokens of a row of the batch; the rest are dropped.
 
-Without a capacity no token is dropped. With a capacity each expert takes a
-limited number of tokens of each row of the batch, and the rest are dropped.
 By default a device gathers the weights of all experts for the layer. With an
 `axis` the experts stay on their devices, and tokens travel to them and back,
 all to all. Either way a token's output depends neither on the devices nor on
@@ -51,14 +50,13 @@ class Options(NamedTuple):
     normalize: whether the weights of a token's experts add up to 1; by default
       if there are several.
     serve: order in which choices take the capacity. "position": token by token,
-      so that no token depends on a later one. "choice": the first choices of
-      all tokens, then the second ones, as in GShard
-      (https://arxiv.org/abs/2006.16668, algorithm 1). "position" by default,
-      except in a stack whose positions see later ones, such as T5's encoder.
-      Both are the same with top_k = 1.
+      so that no token depends on a later one; the default. "choice": the first
+      choices of all tokens, then the second ones, as in GShard
+      (https://arxiv.org/abs/2006.16668); the default in T5's encoder.
     shared_experts: size, in experts, of an MLP that every token passes as well
       (https://arxiv.org/abs/2401.06066); 0 for none.
     router_init_std: standard deviation of the router's initial kernel.
+
   """
 
   num_experts: int
@@ -83,7 +81,6 @@ class Options(NamedTuple):
     return self._replace(capacity_factor=None, eval_capacity_factor=None)
 
   def factor(self, train: bool) -> float | None:
-    """The capacity factor, or None if nothing is dropped."""
     if train or self.eval_capacity_factor is None:
       return self.capacity_factor
     return self.eval_capacity_factor
@@ -95,11 +92,7 @@ class Options(NamedTuple):
 def read(
   given: Options | Mapping[str, Any] | None, key: str, **depths: int
 ) -> Options | None:
-  """Returns the options that a config gives.
-
-  Raises:
-    ConfigError: an unknown or missing key, or a value out of range.
-  """
+  """Returns the options that a config gives, checked."""
   if given is None or isinstance(given, Options):
     return given
   settings.check_kwargs(Options, given, key)
@@ -153,7 +146,6 @@ def mlp_or_experts(
   real_BL: jax.Array | None,
   train: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
-  """Applies a block's MLP, or its experts with statistics as of Moe."""
   if experts is None:
     return mlp.Mlp(expert, name="mlp")(x_BLD, train), None
   y_BLD, stats = Moe(experts, expert, name="moe")(x_BLD, real_BL, train)
@@ -165,14 +157,11 @@ def mlp_or_experts(
 
 
 class Moe(nn.Module):
-  """A router and its experts.
+  """A router, which computes in float32, and its experts, without biases.
 
   Parameters: router/kernel (D, E); up and, if gated, gate (E, D, F), down
   (E, F, D), each a kernel.
 
-  Attributes:
-    expert: options of each expert, whose `use_bias` is ignored: there are no
-      biases. The router computes in float32.
   """
 
   options: Options
@@ -184,17 +173,15 @@ class Moe(nn.Module):
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Sends tokens through their experts.
 
-    Args:
-      real_BL: bool, False for padding; all real if None. The experts do not
-        act on padding: it takes no capacity, has no part in the statistics and
-        changes nothing of the real tokens, not even their rounding.
-      train: whether there are jitter and dropout, with the rng "dropout".
+    Padding, where `real_BL` is False, takes no capacity, has no part in the
+    statistics and changes nothing of the real tokens, not even their rounding.
 
     Returns:
       ([B, L, D], float32 statistics over the real tokens: "load_balance" and
       "router_z", the unweighted losses of Switch and ST-MoE; "load" [E], each
       expert's share of all choices; "dropped", the share of choices beyond the
       capacity; "entropy" of the router in nats).
+
     """
     options, expert, D = self.options, self.expert, x_BLD.shape[-1]
     E, F = options.num_experts, expert.dim
@@ -254,7 +241,7 @@ class Moe(nn.Module):
 def route(
   logits_BLE: jax.Array, real_BL: jax.Array, options: Options
 ) -> tuple[moe_experts.Routing, dict[str, jax.Array]]:
-  """Returns each token's experts, and the statistics of Moe but "dropped"."""
+  """Each token's experts, and the statistics of Moe but "dropped"."""
   E, J = options.num_experts, options.top_k
   probs_BLE = jax.nn.softmax(logits_BLE, axis=-1)
   chosen_BLJE = _best(probs_BLE, J)
@@ -290,13 +277,11 @@ def route(
 
 
 def _best(probs_BLE: jax.Array, J: int) -> jax.Array:
-  """Marks the J experts of each token, best first; the first of equal ones.
+  """Ones [B, L, J, E] for the J experts of each token, best first.
 
   XLA does not split jax.lax.top_k over CPUs and GPUs: each device would sort
   the tokens of all.
 
-  Returns:
-    float32 [B, L, J, E] of ones and zeros.
   """
   left_BLE = jax.lax.stop_gradient(probs_BLE)
   marks = []

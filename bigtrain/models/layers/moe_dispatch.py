@@ -33,6 +33,7 @@ class Split(NamedTuple):
     axis: axis that the experts are split over; None if each device needs all.
     stream: spec of the stream [B, L, D] between layers.
     hidden: whether the hidden units of the experts are split over `tensor`.
+
   """
 
   mesh: jax.sharding.AbstractMesh
@@ -64,7 +65,6 @@ class Split(NamedTuple):
 
   @property
   def varying(self) -> tuple[str, ...]:
-    """Axes over which the work of the devices differs."""
     hidden = ("tensor",) if self.hidden else ()
     return (*sharding.BATCH_AXES, *self.own, *hidden)
 
@@ -72,7 +72,6 @@ class Split(NamedTuple):
 def _split_of(
   x_BLD: jax.Array, hidden: int, num_experts: int, axis: str | None
 ) -> Split | None:
-  """Returns the split of a layer in the ambient mesh, None without one."""
   mesh = sharding.ambient(x_BLD.shape[0])
   if mesh is None:
     return None
@@ -98,9 +97,9 @@ class Weights(NamedTuple):
 def _weights_of(split: Split, weights: Mapping[str, jax.Array]) -> Weights:
   """Returns how the kernels (E, D, F) or, for "down", (E, F, D) come.
 
-  `fsdp` splits the dimension that the layout "fsdp" chooses, and a gather that
-  is written down has a gradient that is reduce-scattered; XLA's own choice for
-  experts was an all-reduce of kernels padded with zeros.
+  The gather over `fsdp` has a gradient that is reduce-scattered; XLA's own
+  choice for experts was an all-reduce of kernels padded with zeros.
+
   """
   specs, gathered = {}, {}
   for name, kernel in weights.items():
@@ -143,10 +142,7 @@ def dropless(
   real_BL: jax.Array,
   axis: str | None,
 ) -> jax.Array:
-  """Serves all choices; the result of padding, not `real_BL`, is 0.
-
-  Whole experts are split over `axis` of the mesh, if any.
-  """
+  """Serves all choices; the result of padding is 0."""
   keep_BLJF = experts.keep(*routing.expert_BLJ.shape)
   args = (x_BLD, routing, keep_BLJF, real_BL)
   E = weights["up"].shape[0]
@@ -222,6 +218,7 @@ def _through_exchange(
   """Sends the choices to the devices of their experts, and back.
 
   Tokens without an expert have the number E.
+
   """
   (t, J), K, own = expert_tJ.shape, expert_tJ.size, E // n
   # A token has at most `own` experts on one device.
@@ -285,6 +282,7 @@ def with_capacity(
 
   Returns:
     ([B, L, D], share of the real tokens' choices that were dropped).
+
   """
   B, L, _ = x_BLD.shape
   J = routing.expert_BLJ.shape[-1]
@@ -416,7 +414,6 @@ def _whole_rows(split: Split, x_blD: jax.Array) -> jax.Array:
 
 
 def _summed(split: Split, y_bLD: jax.Array) -> jax.Array:
-  """Sums the parts of a result, each position on its device."""
   if split.length:
     y_bLD = jax.lax.psum_scatter(
       y_bLD, split.length, scatter_dimension=1, tiled=True
@@ -439,12 +436,13 @@ def _keep(
   shape: tuple[int, int, int],
   padded: int,
 ) -> jax.Array | None:
-  """Returns the mask of dropout, where the tokens of each slot are served.
+  """The mask of dropout, where the tokens of each slot are served.
 
   Returns:
     bool [E, replica, fsdp, sequence, tensor, b, c, F]; on a device, the
     examples and slots of all devices that share its experts, in the order in
     which they arrive. None for no dropout.
+
   """
   keep_BECF = experts.keep(*shape)
   if keep_BECF is None:
@@ -463,11 +461,7 @@ def _keep(
 
 
 def _to_experts(axis: str | None, x_ESD: jax.Array) -> jax.Array:
-  """Inside a shard_map: sends buffers of one size to their experts.
-
-  Returns:
-    [E / n, n S, D]: all devices' slots of this device's experts.
-  """
+  """Sends buffers of one size to their experts: [E / n, n S, D]."""
   if axis is None:
     return x_ESD
   return jax.lax.all_to_all(x_ESD, axis, 0, 1, tiled=True)
@@ -483,13 +477,11 @@ def _from_experts(axis: str | None, y_ESD: jax.Array) -> jax.Array:
 def _exchange(
   axis: str, x_nQD: jax.Array, send_n: jax.Array, receive_n: jax.Array
 ) -> jax.Array:
-  """Inside a shard_map: sends some rows to each device of the axis.
+  """Sends some rows to each device of the axis; [n, Q, D] with zeros.
 
   TPUs and GPUs send the rows alone, by a ragged all-to-all. Elsewhere all Q
   rows travel, Q being the safe bound: every choice may be for one device.
 
-  Returns:
-    [n, Q, D], the rows from each device, then zeros.
   """
   if sharding.device()[0] not in _RAGGED:
     return jax.lax.all_to_all(x_nQD, axis, 0, 0, tiled=True)

@@ -62,11 +62,12 @@ class Experts(NamedTuple):
 def block_size(choices: int, num_experts: int) -> int:
   """Returns T, the rows of a block.
 
-  Small blocks are less efficient, and large ones have more empty rows: up to T
-  for each expert. From 32 choices per expert on, that is at most a quarter.
+  Small blocks are less efficient; large ones leave up to T empty rows for each
+  expert, which is at most a quarter from 32 choices per expert on.
 
   >>> block_size(16_384, 8), block_size(100, 8)
   (512, 8)
+
   """
   most = max(choices // (4 * num_experts), 8)
   return min(1024, 2 ** (most.bit_length() - 1))
@@ -90,12 +91,12 @@ def run_in_blocks(
 
   Args:
     expert_tJ: int, experts of each token; E for none.
-    keep_tJF: bool mask of dropout, or None.
     useful: number of choices that are expected to have an expert, if that is
       not all of them; then empty blocks are skipped.
 
   Returns:
     [t, J, D]; any finite numbers for no expert, with a gradient of zero.
+
   """
   J = expert_tJ.shape[1]
   E = weights["up"].shape[0]
@@ -148,14 +149,13 @@ def rows(
   back_ZX: jax.Array,
   zeros: Zeros = Zeros(),
 ) -> jax.Array:
-  """Returns rows of x; the gradient takes rows as well.
-
-  The gradient of jnp.take is a scatter, which adds up rows one by one.
+  """Returns rows of x; the gradient takes rows as well, and is no scatter.
 
   Args:
     back_ZX: int, the results that have a row of x, Z at most; Y for none.
     zeros: which of both have indices for zeros. The others may name any row
       whose values are not used.
+
   """
   del back_ZX
   return _take(x_XD, index_Y, zeros.results)
@@ -164,8 +164,8 @@ def rows(
 def _take(x_XD: jax.Array, index: jax.Array, zeros: bool) -> jax.Array:
   """Takes rows, with zeros beyond them or, faster, the last row.
 
-  A product with a mask: TPUs write the zeros of jnp.take's mode "fill" to
-  memory first, which takes longer than the rows do.
+  A mask: TPUs write the zeros of jnp.take's mode "fill" to memory first.
+
   """
   taken = jnp.take(x_XD, index, axis=0, mode="clip")
   if not zeros:
@@ -198,11 +198,11 @@ def _times(
   expert_N: jax.Array,
   used_N: jax.Array,
 ) -> jax.Array:
-  """Multiplies each block with the kernel of its expert.
+  """Multiplies each block with the kernel of its expert, or skips it if empty.
 
   jax.lax.ragged_dot needs no blocks, but on CPUs and GPUs it multiplies every
   row with all experts, and on TPUs its gradient does so for the kernel.
-  Blocks are empty where `used_N` is False.
+
   """
 
   def one(block: tuple[jax.Array, ...]) -> jax.Array:

@@ -14,20 +14,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_sizes(model: Any, names: Iterable[str]) -> None:
-  """Raises ConfigError unless these fields are whole numbers from 1 on."""
   for name in names:
     value = getattr(model, name)
     settings.check_number(f"config.model.{name}", value, least=1, whole=True)
 
 
 def check_fields(model: Any, *rates: str, **choices: Iterable[Any]) -> None:
-  """Raises ConfigError for an unknown option, or a rate outside of [0, 1).
-
-  Args:
-    rates: names of fields with rates.
-    choices: options of the model's own fields; those that most models have are
-      always checked.
-  """
+  """Checks the fields `rates`, `choices`, and those that most models have."""
   choices |= {
     "attention": attention_backends.NAMES,
     "remat_policy": remat.POLICIES,
@@ -51,10 +44,8 @@ def filled(
 ) -> dict[str, Any]:
   """Values of a language model's fields: given, the variant's, or derived.
 
-  Args:
-    names: fields that may be given.
-    default: the variant if the field is None.
-    example: a variant with sizes, for messages.
+  `default` is the variant if the field is None, `example` one for messages.
+
   """
   variant = model.variant or default
   settings.check_choice("config.model.variant", variant, variants)
@@ -78,5 +69,4 @@ def filled(
 
 
 def check_rate(key: str, value: Any) -> None:
-  """Raises ConfigError unless the value is in [0, 1)."""
   settings.check_number(key, value, least=0, below=1)

@@ -13,11 +13,9 @@ from bigtrain.models.layers import attention, kernels, mlp
 class MAPHead(nn.Module):
   """Pools by the attention of one learned probe, then an MLP with residual.
 
-  From "Set Transformer", https://arxiv.org/abs/1810.00825, as used in
-  https://arxiv.org/abs/2106.04560.
+  From "Set Transformer", https://arxiv.org/abs/1810.00825. The MLP's hidden
+  width is 4 D if None.
 
-  Attributes:
-    mlp_dim: hidden width of the MLP; 4 D if None.
   """
 
   mlp_dim: int | None = None

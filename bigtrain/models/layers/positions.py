@@ -23,16 +23,11 @@ _SCALINGS = {
 
 
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
-  """Sine and cosine position embeddings of a grid.
+  """Sine and cosine position embeddings of a grid: (1, rows * columns, D).
 
   As in MoCo v3, https://arxiv.org/abs/2104.02057: a quarter of the width each
   for sin(x), cos(x), sin(y), cos(y), with wavelengths from 2 pi to 20,000 pi.
 
-  Args:
-    width: D; a multiple of 4, and at least 8.
-
-  Returns:
-    float32 (1, rows * columns, D).
   """
   if width % 4 or width < 8:
     raise settings.ConfigError(
@@ -57,7 +52,7 @@ class Rotation(NamedTuple):
 def frequencies(
   head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
 ) -> np.ndarray:
-  """Angles per position by which rotary embeddings rotate pairs of features.
+  """Angles per position (K / 2) by which rotary embeddings rotate features.
 
   https://arxiv.org/abs/2104.09864. Lower frequencies let a model read longer
   texts than it was trained on: either all frequencies are divided by a factor
@@ -65,12 +60,6 @@ def frequencies(
   few rotations in `original_len` positions ("llama3",
   https://arxiv.org/abs/2407.21783).
 
-  Args:
-    scaling: dict(type="linear", factor=...), or dict(type="llama3", factor=...,
-      low_freq_factor=..., high_freq_factor=..., original_len=...).
-
-  Returns:
-    float32 [K / 2], in radians.
   """
   omega_Q = theta ** -(np.arange(0, head_dim, 2) / head_dim)
   if not scaling:
@@ -87,7 +76,6 @@ def frequencies(
 
 
 def check_scaling(scaling: Any, key: str) -> None:
-  """Raises ConfigError unless `scaling` is valid for `frequencies`."""
   if scaling is None:
     return
   kind = scaling.get("type") if isinstance(scaling, Mapping) else None
@@ -121,8 +109,6 @@ def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
   Half of the buckets hold one distance each, the others widen
   logarithmically. Computed in float32 like the published T5 models.
 
-  Returns:
-    int32 [max_distance + 1].
   """
   exact = num_buckets // 2
   distance = np.arange(max_distance + 1)
@@ -137,11 +123,7 @@ def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
 
 
 class BiasByDistance(NamedTuple):
-  """Biases of scores that depend on the distance between positions.
-
-  An entry for each distance of a position from a query, from -(L - 1) to S - 1:
-  memory linear in the length.
-  """
+  """Biases of scores for each distance from -(L - 1) to S - 1."""
 
   bias_HT: jax.Array
 
@@ -156,14 +138,10 @@ class BiasByDistance(NamedTuple):
 
 
 class RelativeBias(nn.Module):
-  """A learned bias of the scores for each head and bucket of distances.
+  """T5's learned bias (https://arxiv.org/abs/1910.10683) of the scores.
 
-  From T5, https://arxiv.org/abs/1910.10683.
+  Half of the buckets are for each direction if `two_sided`.
 
-  Attributes:
-    num_buckets: number of buckets; half for each direction if `two_sided`.
-    max_distance: distances from here on share the last bucket.
-    two_sided: whether queries attend to later positions.
   """
 
   num_heads: int
@@ -180,11 +158,7 @@ class RelativeBias(nn.Module):
     *,
     by_distance: bool = False,
   ) -> jax.Array | BiasByDistance:
-    """Returns float32 biases (1, H, L, S) of queries and keys.
-
-    With `by_distance` the positions count from 0, and there is an entry for
-    each distance.
-    """
+    """Returns float32 biases (1, H, L, S), or by distance from position 0."""
     table = self.param(
       "embedding",
       nn.initializers.normal(self.init_std),

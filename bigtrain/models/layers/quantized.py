@@ -2,10 +2,9 @@
 
   config.quantize = [(".*/mlp/.*", "fp8"), (".*", "int8")]
 
-Regular expressions match whole names of modules, such as
-"blocks/attention/query"; the first match decides, and None keeps a layer's
-precision. The number of a block is no part of its name, as blocks of a stack
-are traced once. Dense layers called head, pre_logits and router match only a
+Regular expressions match whole names of modules without the numbers of blocks,
+such as "blocks/attention/query"; the first match decides, and None keeps a
+layer's precision. Dense layers called head, pre_logits and router match only a
 regular expression that contains their name. Embeddings, norms, convolutions,
 experts, scores of attention and the losses' own products are never quantized.
 
@@ -17,11 +16,8 @@ gradients, one for each output of a kernel. Each product x W has three steps:
   gradient of x         the same W; the gradient in int8, or in fp8 with 5 bits
   gradient of W         the quantized x, and the gradient as it is
 
-The last keeps the results independent of the number of microbatches: its scales
-would depend on a sum over all tokens. AQT's recipe for training in int8 keeps
-it as well (Abdolrashidi et al. 2021, "Pareto-Optimal Quantized ResNet Is Mostly
-4-bit", and github.com/google/aqt, config_v4).
-
+The last keeps the results independent of the number of microbatches, as AQT's
+recipe does (Abdolrashidi et al. 2021, and github.com/google/aqt, config_v4).
 The arithmetic follows Qwix (github.com/google/qwix).
 """
 
@@ -49,11 +45,7 @@ _LEFT_OUT = ("head", "pre_logits", "router")
 
 
 def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
-  """Returns a subclass whose dense layers are quantized in `apply`.
-
-  Initial parameters do not depend on the rules, pairs of a regular expression
-  and "int8", "fp8" or None.
-  """
+  """Returns a subclass whose dense layers are quantized in `apply`."""
   layers = _Layers(rules, key)
 
   @functools.wraps(cls.apply)
@@ -72,7 +64,6 @@ def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
 
 
 def check(model: nn.Module) -> None:
-  """Raises ConfigError if a rule of a model decides about no layer."""
   layers = getattr(model, "quantized_layers", None)
   if layers is not None:
     layers.check()
@@ -95,7 +86,6 @@ class _Layers:
     kwargs: dict[str, Any],
     context: nn.module.InterceptorContext,
   ) -> Any:
-    """Calls a method of a module; see flax.linen.intercept_methods."""
     layer = context.module
     if not isinstance(layer, nn.Dense | nn.DenseGeneral):
       return call(*args, **kwargs)
@@ -157,7 +147,6 @@ def _read(rules: Any, key: str) -> list[tuple[re.Pattern[str], str | None]]:
 
 
 def _product(precision: str, key: str) -> Callable[..., Any]:
-  """Qwix's dot_general for a dense layer."""
   try:
     import qwix
   except ModuleNotFoundError as e:

@@ -60,12 +60,7 @@ _COSTLY = frozenset(
 def block_class(
   block: type[nn.Module], scan: bool, policy_name: str, *, train: int
 ) -> type[nn.Module]:
-  """Returns the class of a block with a remat policy.
-
-  Args:
-    policy_name: a name in POLICIES. "none" repeats no costly operation.
-    train: index of the argument `train` in the block's call; self is 0.
-  """
+  """`train` is the index of that argument in the block's call; self is 0."""
   settings.check_choice("config.model.remat_policy", policy_name, POLICIES)
   policy = _policy(policy_name, scan)
   if policy is not None:

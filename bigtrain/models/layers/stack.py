@@ -1,12 +1,10 @@
 """Runs a stack of blocks, unrolled or as a loop.
 
 All blocks may be alike, or they repeat with a period, as where every second
-block has experts in place of its MLP.
-
-Parameters are blocks_0, blocks_1, ...; with `scan` one `blocks` whose arrays
-have a leading axis of layers; with `scan` and a period, blocks/0, blocks/1,
-..., one for each place in the period, with a leading axis of the layers at that
-place. The same key initialises all of these to the same values.
+block has experts in place of its MLP. Parameters are blocks_0, blocks_1, ...;
+with `scan` one `blocks` whose arrays have a leading axis of layers; with `scan`
+and a period, blocks/0, blocks/1, ..., one for each place in the period. The
+same key initialises all of these to the same values.
 """
 
 from collections.abc import Sequence
@@ -54,17 +52,15 @@ def run(
 
   Args:
     parent: module that gets the parameters; called from its compact method.
-    block: class of the blocks. It is constructed with options and called with
-      (carry, number of the layer, *shared). It returns (carry, report); the
-      report may be None.
+    block: class that is constructed with options and called with (carry, number
+      of the layer, *shared), and returns (carry, report or None).
     kinds: options of the blocks of one period; its length divides `depth`.
     shared: arguments of all blocks; the last is `train`.
-    scan: whether to compile one period and loop over it, so that the time to
-      compile does not grow with depth.
-    name: name of the submodule with `scan`, and its beginning without.
+    scan: whether to compile one period and loop over it.
 
   Returns:
     (the last carry, mean of the reports that are not None, or None).
+
   """
   kinds, period = tuple(kinds), len(kinds)
   if parent.is_initializing():
@@ -109,7 +105,7 @@ def _init(
   carry: Any,
   *shared: Any,
 ) -> list[Any]:
-  """Initial parameters of each place in the period, stacked over its layers."""
+  """Initial parameters of each place in the period, stacked over layers."""
   places = []
   for options in kinds:
     module = block(options, parent=None)

@@ -1,10 +1,7 @@
-"""The blocks and stacks of T5.
+"""The blocks and stacks of T5 (https://arxiv.org/abs/1910.10683).
 
-From https://arxiv.org/abs/1910.10683: relative positions, and scores that are
-not divided by the root of the head width. The gated MLP of version 1.1 is from
-https://arxiv.org/abs/2002.05202.
-
-Axes: B batch, L length, S length attended to, D model width, H heads.
+Positions are relative, and scores are not divided by the root of the head
+width. Axes: B batch, L length, S length attended to, D model width, H heads.
 """
 
 import functools
@@ -65,7 +62,6 @@ def _attention(options: Options, width: int) -> attention.Options:
 
 
 def _mlp(options: Options, width: int) -> mlp.Options:
-  """Options of the MLP, or of each expert."""
   return mlp.Options(
     dim=options.mlp_dim,
     kind=options.mlp,
@@ -85,10 +81,7 @@ class DecodingState(NamedTuple):
 
 
 class Source(NamedTuple):
-  """Input of cross-attention, and its mask.
-
-  Without the encoder's output its keys and values are cached.
-  """
+  """Encoder's output, or None if its keys and values are cached; its mask."""
 
   encoded_BSD: jax.Array | None
   mask: masks.Mask
@@ -111,12 +104,6 @@ class Block(nn.Module):
     start: Any,
     train: bool,
   ) -> tuple[tuple[jax.Array, DecodingState | None], Any]:
-    """Returns the carry, and the experts' statistics or None.
-
-    Args:
-      carry: the stream (B, L, D), and in decoding the state of all layers.
-      real_BL: bool, False for padding; all real if None.
-    """
     options = self.options
     x_BLD, state = carry
     D = x_BLD.shape[-1]
@@ -161,10 +148,8 @@ class Block(nn.Module):
 class Stack(nn.Module):
   """An encoder's or decoder's blocks, and a norm.
 
-  Parameters: the blocks of stack.run, relative_bias/embedding, norm/scale.
+  In an encoder, `two_sided`, positions see later ones.
 
-  Attributes:
-    two_sided: whether positions see later ones, as in an encoder.
   """
 
   options: Options
@@ -183,7 +168,7 @@ class Stack(nn.Module):
     start: Any = 0,
     train: bool = False,
   ) -> tuple[jax.Array, DecodingState | None, dict[str, jax.Array] | None]:
-    """Returns the normalised stream, the state, statistics; see Block."""
+    """Returns the normalised stream, the state, statistics; see moe.Moe."""
     options = self.options
     drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
     L = x_BLD.shape[1]
