@@ -63,9 +63,7 @@ class Attention(nn.Module):
   """Attention of the positions of x to the positions of y.
 
   Parameters are named as in flax's MultiHeadDotProductAttention: query
-  (D, H, K), key and value (D, G, K), out (H, K, D), each a kernel and, with
-  `use_bias`, a bias; with `qk_norm` query_norm and key_norm.
-
+  (D, H, K), key and value (D, G, K), out (H, K, D), query_norm, key_norm.
   """
 
   options: Options
@@ -90,7 +88,6 @@ class Attention(nn.Module):
         have a multiple of y's rows: successive rows of x share a row of y.
       y_BSD: stream of the keys and values; None if the cache holds them.
       cache: keys and values of all layers. Those of y are written to it.
-
     """
     options = self.options
     q_BLHK, k_BSGK, v_BSGK = self._projections(x_BLD, y_BSD)
@@ -127,15 +124,14 @@ class Attention(nn.Module):
       backend="xla" if self.is_initializing() else options.backend,
     )
     batch_size = len(x_BLD if y_BSD is None else y_BSD)
+    splits = self._splits(batch_size)
     out = nn.DenseGeneral(
       x_BLD.shape[-1],
       axis=(-2, -1),
       use_bias=options.use_bias,
       dtype=options.dtype,
       kernel_init=kernels.initializer(options.out_std),
-      dot_general=sharding.rows(batch_size)
-      if self._splits(batch_size)
-      else None,
+      dot_general=sharding.rows(batch_size) if splits else None,
       name="out",
     )
     return out(o.reshape(q_BLHK.shape)), cache
@@ -157,35 +153,32 @@ class Attention(nn.Module):
       K = D // H
     G = options.num_kv_heads or H
 
-    def dense(
-      name: str, heads: int, std: float | None, product: Any
-    ) -> nn.Module:
-      return nn.DenseGeneral(
-        (heads, K),
-        use_bias=options.use_bias,
-        dtype=options.dtype,
-        kernel_init=kernels.initializer(std),
-        dot_general=product,
-        name=name,
-      )
-
+    dense = functools.partial(
+      nn.DenseGeneral, use_bias=options.use_bias, dtype=options.dtype
+    )
     # Heads over the mesh axis `tensor`, if any.
     splits = self._splits(len(x_or_y))
     q_BLHK = k_BSGK = v_BSGK = of_x = None
     if x_BLD is not None:
       of_x = sharding.columns(x_BLD) if splits else None
-      q_BLHK = dense("query", H, options.query_std, of_x)(x_BLD)
+      init = kernels.initializer(options.query_std)
+      q_BLHK = dense((H, K), kernel_init=init, dot_general=of_x, name="query")(
+        x_BLD
+      )
     if y_BSD is not None:
       of_y = of_x
       if y_BSD is not x_BLD:
         of_y = sharding.columns(y_BSD) if splits else None
-      k_BSGK = dense("key", G, options.kv_std, of_y)(y_BSD)
-      v_BSGK = dense("value", G, options.kv_std, of_y)(y_BSD)
+      init = kernels.initializer(options.kv_std)
+      of_heads = functools.partial(
+        dense, (G, K), kernel_init=init, dot_general=of_y
+      )
+      k_BSGK = of_heads(name="key")(y_BSD)
+      v_BSGK = of_heads(name="value")(y_BSD)
     return q_BLHK, k_BSGK, v_BSGK
 
   @nn.nowrap
   def _splits(self, batch_size: int) -> bool:
-    """Whether the heads are split over `tensor`."""
     options = self.options
     ways = sharding.tensor_ways(batch_size)
     if ways == 1 or options.num_heads % ways:
@@ -218,7 +211,6 @@ def attend(
       multiple of the keys' rows, which successive rows of queries then share.
     start: number of the first query's position, if the keys come from a cache.
     bias: added to the scaled scores: (1, H, L, S), or by distance.
-
   """
   q, k_BSGK, v_BSGK = checkpoint_name((q, k_BSGK, v_BSGK), remat.INNER)
   shape = q.shape
@@ -277,11 +269,7 @@ def _attend_by(
   start: jax.Array | int | None,
   bias: jax.Array | positions.BiasByDistance | None,
 ) -> jax.Array:
-  """Attends on a device with all keys, up to a reshape of the output.
-
-  "xla" adds up the heads of a group together if they are `grouped`.
-
-  """
+  """Attends on a device with all keys, up to a reshape of the output."""
   B, _, G, K = k_BSGK.shape
   L = q.shape[0] // B * q.shape[1]
   if backend == "xla":

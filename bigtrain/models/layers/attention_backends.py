@@ -20,26 +20,17 @@ NAMES = ("auto", "splash", "cudnn", "blockwise", "ring", "xla")
 
 KEY = "config.model.attention"
 
-# "blockwise" is used from this number of scores of a head on. On two CPU cores,
-# the forward and backward pass of 8 heads of width 64 in float32 takes 0.43 of
-# the CPU time and 0.16 of the memory of the full matrix of scores with 1,024
-# positions, and 0.34 and 0.06 with 2,048.
+# "blockwise" is used from this number of scores of a head on. On two CPU cores
+# it takes 0.43 of the time and 0.16 of the memory of the full matrix there.
 _BLOCKWISE_MIN_SCORES = 1024 * 1024
 
-# Padding makes 256 tokens of the 196 of a ViT, and XLA's own attention needs
-# little memory there. In ViT-B/16, 64 images a chip, a layer takes 4.6 ms with
-# it, forward and backward, as the TPU's compiler estimates; around the kernels
-# of Splash it takes 3.5 ms, which leaves 1.1 ms for 70% more scores.
+# Below, as with the 196 tokens of a ViT, padding costs more than Splash gains.
 _SPLASH_MIN_LENGTH = 512
 # Fewest queries in a block of Splash.
 _SPLASH_MIN_BLOCK = 128
 
 # Largest matrix of a mask: 128 MiB an example, as the bias that cuDNN takes.
-# For packed documents and the attention of llama_8b, forward and backward, the
-# GPU compiler counts 135 MB of temporary memory with 4,096 positions and 404 MB
-# with 8,192; blockwise attention takes 250 and 381 MB. cuDNN's offsets of
-# documents would need their largest number in a row, and room for the
-# statistics of all positions for each of them.
+# Beyond, blockwise attention takes less memory.
 _CUDNN_MAX_MASK = 8192 * 8192
 
 
@@ -49,7 +40,6 @@ class Call(NamedTuple):
   Attributes:
     splits: whether the ambient mesh, if any, splits the batch.
     sequence: number of devices among which an example is split.
-
   """
 
   platform: str
@@ -93,7 +83,6 @@ class Call(NamedTuple):
 def call_of(
   batch_size: int, mask: masks.Mask, *, queries: int, **others: Any
 ) -> Call:
-  """The call of an attention in the program that is being traced."""
   platform, device_kind = sharding.device()
   return Call(
     platform=platform,
@@ -213,14 +202,8 @@ def _blockwise_best_because(call: Call) -> str | None:
     return "a device's queries begin anywhere in an example"
   if call.queries * call.positions < _BLOCKWISE_MIN_SCORES:
     return None
-  return (
-    f"memory linear in the length, from {_BLOCKWISE_MIN_SCORES:,} scores a "
-    "head on"
-  )
-
-
-def _xla_best_because(call: Call) -> str:
-  return f"the fastest for {call.queries * call.positions:,} scores a head"
+  least = f"{_BLOCKWISE_MIN_SCORES:,}"
+  return f"memory linear in the length, from {least} scores a head on"
 
 
 # In the order in which "auto" considers them; the last supports every call.
@@ -230,5 +213,10 @@ _BACKENDS = {
     _cudnn_unsupported_because, lambda call: "the fastest on an NVIDIA GPU"
   ),
   "blockwise": Backend(_blockwise_unsupported_because, _blockwise_best_because),
-  "xla": Backend(lambda call: None, _xla_best_because),
+  "xla": Backend(
+    lambda call: None,
+    lambda call: (
+      f"the fastest for {call.queries * call.positions:,} scores a head"
+    ),
+  ),
 }

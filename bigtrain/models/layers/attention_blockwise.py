@@ -48,8 +48,9 @@ def attend(
   block = largest_block()
   static = Static(scale, softcap, min(block, L), min(block, S))
   bias_GRT = None if bias is None else bias.by_group(G)
-  schedule = Schedule(static)
-  return attend_by_blocks(schedule, q_BLGRK, k_BSGK, v_BSGK, bias_GRT, mask)
+  return attend_by_blocks(
+    Schedule(static), q_BLGRK, k_BSGK, v_BSGK, bias_GRT, mask
+  )
 
 
 def largest_block() -> int:
@@ -68,10 +69,8 @@ class Static(NamedTuple):
 class Order(NamedTuple):
   """Whole blocks that begin anywhere in an example, see attention_split.py.
 
-  Rows and columns are the numbers of the first query and position of each
-  block; `counted` and `computed` are of all devices; a bias counts distances
-  from `length`, the example's.
-
+  Rows and columns are numbers of first queries and positions; the counts are of
+  all devices; a bias counts distances from `length`, the example's.
   """
 
   rows_N: jax.Array
@@ -85,12 +84,9 @@ class Order(NamedTuple):
 class Blocks:
   """Blocks of queries and positions, and the scores of a pair of them.
 
-  Attributes:
-    pairs: int (pairs, 2), numbers of the blocks of queries and of positions
-      whose scores are not all masked by the causal order.
-    computed: number of scores of a head that these blocks have.
-    counted: number of scores of a head that model FLOPs count.
-
+  Of the blocks, `pairs` (numbers of queries', positions') have a score that the
+  causal order does not mask. A head has `computed` scores, of which model FLOPs
+  count `counted`.
   """
 
   def __init__(
@@ -106,7 +102,7 @@ class Blocks:
     self._L, self._S = q.shape[1], k.shape[1]
     A, C = static.block_q, static.block_k
     self._N, self._M = math.ceil(self._L / A), math.ceil(self._S / C)
-    self._bias_GRT = bias_GRT
+    self.bias_GRT = bias_GRT
     self.pairs: jax.Array | np.ndarray
     if order is None:
       self.pairs = visible_pairs(
@@ -116,7 +112,7 @@ class Blocks:
       self.computed = len(self.pairs) * A * C
       if bias_GRT is not None:  # The padding also needs distances.
         more = self._N * A - self._L, self._M * C - self._S
-        self._bias_GRT = jnp.pad(bias_GRT, ((0, 0), (0, 0), more))
+        self.bias_GRT = jnp.pad(bias_GRT, ((0, 0), (0, 0), more))
     else:
       self.pairs = order.pairs
       self.counted, self.computed = order.counted, order.computed
@@ -148,8 +144,8 @@ class Blocks:
       "bgrak,bgck->bgrac", q, k, preferred_element_type=jnp.float32
     )
     scores *= static.scale
-    if self._bias_GRT is not None:
-      scores += _by_pair(self._distances(self._bias_GRT, n, m), static)
+    if self.bias_GRT is not None:
+      scores += _by_pair(self._distances(self.bias_GRT, n, m), static)
     if static.softcap is not None:
       scores = static.softcap * jnp.tanh(scores / static.softcap)
     visible = self._visible(n, m)
@@ -179,7 +175,6 @@ class Blocks:
     return visible
 
   def _start(self, n: Index, m: Index) -> Index:
-    """Index in the bias of a pair of blocks' least distance."""
     static = self.static
     if self._order is not None:
       first = self._order.length - static.block_q
@@ -191,9 +186,6 @@ class Blocks:
     return jax.lax.dynamic_slice_in_dim(
       bias_GRT, self._start(n, m), num, axis=2
     )
-
-  def zero_bias_gradient(self) -> jax.Array | None:
-    return None if self._bias_GRT is None else jnp.zeros_like(self._bias_GRT)
 
   def add_to_bias(
     self, dbias_GRT: jax.Array, dscores_GRAC: jax.Array, n: Index, m: Index
@@ -251,10 +243,18 @@ def visible_pairs(
   return np.argwhere(visible).astype(np.int32)
 
 
+def padded(x: jax.Array, length: int, value: int = 0) -> jax.Array:
+  """Pads dimension 1 to a length."""
+  if x.shape[1] == length:
+    return x
+  widths = [(0, 0)] * x.ndim
+  widths[1] = (0, length - x.shape[1])
+  return jnp.pad(x, widths, constant_values=value)
+
+
 def _to_blocks(x: jax.Array, size: int) -> jax.Array:
   """(B, L, ...) as (N, B, size, ...), padded with zeros."""
-  widths = [(0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)]
-  x = jnp.pad(x, widths)
+  x = padded(x, x.shape[1] + -x.shape[1] % size)
   return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
 
 
@@ -267,7 +267,6 @@ def _by_pair(bias_GRT: jax.Array, static: Static) -> jax.Array:
   """Biases (G, R, A, C) from the biases of the A + C - 1 distances c - a.
 
   Rows that are all `bias` shift by one if they are read as shorter by one.
-
   """
   A, C = static.block_q, static.block_k
   G, R, T = bias_GRT.shape
@@ -294,21 +293,11 @@ class Sums(NamedTuple):
   out_N: jax.Array  # Weighted sum of values.
 
 
-def _zero_sums(q_N: jax.Array, v: jax.Array) -> Sums:
-  rows = q_N.shape[:-1]
-  return Sums(
-    jnp.full(rows, _MASKED, jnp.float32),
-    jnp.zeros(rows, jnp.float32),
-    jnp.zeros((*rows, v.shape[-1]), jnp.float32),
-  )
-
-
 def _add_values(
   blocks: Blocks, sums: Sums, q_N: jax.Array, k_M: jax.Array, v_M: jax.Array
 ) -> Sums:
 
   def add(sums: Sums, pair: Any) -> tuple[Sums, None]:
-    """Adds the values of a block of positions to a block of queries."""
     n, m = pair
     scores, visible = blocks.scores(_pick(q_N, n), _pick(k_M, m), n, m)
     old = _pick(sums.largest_N, n)
@@ -361,48 +350,10 @@ class Gradients(NamedTuple):
   dbias_GRT: jax.Array | None
 
 
-class ByQuery(NamedTuple):
-  """What gradients need of the queries, in blocks."""
-
-  q_N: jax.Array
-  grad_N: jax.Array
-  mean_N: jax.Array  # Sum of output times gradient of each query.
-  log_N: jax.Array  # Logarithms of the softmax's denominators.
-
-
-def _by_query(
-  blocks: Blocks,
-  q: jax.Array,
-  grad: jax.Array,
-  out: jax.Array,
-  log_BGRL: jax.Array,
-) -> ByQuery:
-  # Gradient of a softmax: its output times (gradient - this mean).
-  mean = jnp.sum(
-    out.astype(jnp.float32) * grad.astype(jnp.float32), -1, keepdims=True
-  )
-  log = jnp.moveaxis(log_BGRL, 3, 1)[..., None]
-  return ByQuery(
-    blocks.of_queries(q),
-    blocks.of_queries(grad),
-    blocks.of_queries(mean)[..., 0],
-    blocks.of_queries(log)[..., 0],
-  )
-
-
-def _zero_gradients(
-  blocks: Blocks, q_N: jax.Array, k_M: jax.Array, v_M: jax.Array
-) -> Gradients:
-  zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
-  return Gradients(
-    zeros(q_N), zeros(k_M), zeros(v_M), blocks.zero_bias_gradient()
-  )
-
-
 def _add_gradients(
   blocks: Blocks,
   grads: Gradients,
-  queries: ByQuery,
+  queries: tuple[jax.Array, ...],
   k_M: jax.Array,
   v_M: jax.Array,
 ) -> Gradients:
@@ -472,7 +423,8 @@ def _forward(
     blocks = schedule.blocks(step, q, kv[0], bias_GRT, mask)
     q_N = blocks.of_queries(q)
     if sums is None:
-      sums = _zero_sums(q_N, v)
+      rows = jnp.zeros(q_N.shape[:-1], jnp.float32)
+      sums = Sums(rows + _MASKED, rows, jnp.zeros(q_N.shape, jnp.float32))
     k_M, v_M = map(blocks.of_keys, kv)
     sums = _add_values(blocks, sums, q_N, k_M, v_M)
     kv = passed
@@ -492,8 +444,15 @@ def _backward(
     blocks = schedule.blocks(step, q, kv[0], bias_GRT, mask)
     k_M, v_M = map(blocks.of_keys, kv)
     if grads is None:
-      queries = _by_query(blocks, q, grad, out, log_BGRL)
-      grads = _zero_gradients(blocks, queries.q_N, k_M, v_M)
+      # Gradient of a softmax: its output times (gradient - this mean).
+      products = out.astype(jnp.float32) * grad.astype(jnp.float32)
+      mean = jnp.sum(products, -1, keepdims=True)
+      log = jnp.moveaxis(log_BGRL, 3, 1)[..., None]
+      q_N, grad_N, mean_N, log_N = map(blocks.of_queries, (q, grad, mean, log))
+      queries = q_N, grad_N, mean_N[..., 0], log_N[..., 0]
+      zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q_N, k_M, v_M)]
+      dbias_GRT = jax.tree.map(jnp.zeros_like, blocks.bias_GRT)
+      grads = Gradients(zeros[0], zeros[1], zeros[2], dbias_GRT)
     grads = _add_gradients(blocks, grads, queries, k_M, v_M)
     # With their keys, and home after the last step.
     dk_M, dv_M = schedule.pass_on((grads.dk_M, grads.dv_M))

@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import model_flops, sharding
-from bigtrain.models.layers import masks, remat
+from bigtrain.models.layers import attention_blockwise, masks, remat
 
-# Larger blocks have less overhead per score. Blocks of 512 x 512 are the
-# largest for which scores and their gradients fit into a TPU's vector memory
-# with heads of width 256.
+# The largest blocks of which scores with heads of width 256, and gradients,
+# fit into a TPU's vector memory.
 _BLOCK = 512
 
 # Whether the kernels of Splash run on any device, slowly: for tests.
@@ -57,8 +56,7 @@ def attend_by_splash(
   def attend_locally(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: masks.Mask
   ) -> jax.Array:
-    # Traced, the tables of the blocks are not put on devices, which may be
-    # absent.
+    # Traced, its tables are not put on devices, which may be absent.
     compute = jax.jit(functools.partial(kernel, heads=math.prod(q.shape[2:4])))
     counted = L * mask.reach(S)
     return _call_splash(compute(), q * scale, k, v, mask, sizes, counted)
@@ -135,7 +133,7 @@ def _call_splash(
   sizes: tuple[int, int],
   counted: int,
 ) -> jax.Array:
-  """Calls the kernel of one example with each example; `q` is scaled."""
+  """Calls an example's kernel with each example; `q` is scaled."""
   B, L, G, R, K = q.shape
   S = k.shape[1]
   q = q.astype(k.dtype).reshape(B, L, G * R, K)
@@ -171,12 +169,7 @@ def _padded(length: int, block: int) -> int:
 
 
 def _pad(x: jax.Array, block: int, value: int = 0) -> jax.Array:
-  rows = _padded(x.shape[1], block) - x.shape[1]
-  if not rows:
-    return x
-  widths = [(0, 0)] * x.ndim
-  widths[1] = (0, rows)
-  return jnp.pad(x, widths, constant_values=value)
+  return attention_blockwise.padded(x, _padded(x.shape[1], block), value)
 
 
 def _segments(
@@ -241,7 +234,7 @@ def _splash_kernel(
   )
 
 
-def _library() -> Any:
+def _library() -> Any:  # Its import takes half a second.
   from jax.experimental.pallas.ops.tpu import splash_attention
 
   return splash_attention

@@ -52,7 +52,6 @@ class Plan(NamedTuple):
     balanced: whether devices have an early and a late part of the queries, and
       in a ring of the keys.
     padded_queries: L in whole blocks on all devices, and S in `padded_keys`.
-
   """
 
   ways: int
@@ -68,13 +67,10 @@ class Plan(NamedTuple):
 
 
 class Tables(NamedTuple):
-  """Blocks of each device.
+  """Blocks of each device; columns and pairs for each step.
 
-  Attributes:
-    rows: int [n, N], number of the first query of each block.
-    columns: for each step, int [n, M], number of the first position.
-    pairs: for each step, int [n, pairs, 2], as in attention_blockwise.Blocks.
-
+  Int rows [n, N] and columns [n, M] are numbers of first queries and positions;
+  pairs [n, pairs, 2] are as in attention_blockwise.Blocks.
   """
 
   rows: np.ndarray
@@ -139,12 +135,6 @@ def tables_of(plan: Plan) -> Tables:
     shape = rows.shape[1], of_step.shape[1]
     pairs.append(np.stack([_filled(x, most, shape) for x in visible]))
   return Tables(rows, columns, pairs)
-
-
-def _numbers(plan: Plan) -> np.ndarray:
-  """Int [n, L / n], number of each query of each device."""
-  rows = _firsts(plan, plan.padded_queries, plan.block_q)
-  return (rows[..., None] + np.arange(plan.block_q)).reshape(plan.ways, -1)
 
 
 def _firsts(plan: Plan, length: int, block: int) -> np.ndarray:
@@ -223,11 +213,7 @@ def _split(
   mask: masks.Mask,
   bias: positions.BiasByDistance | None,
 ) -> jax.Array:
-  """Calls `compute` on each device with its part of the arrays.
-
-  The mask comes as a whole: its arrays are small.
-
-  """
+  """Calls `compute` on each device, with the whole of the mask: it is small."""
   B, L, G = q_BLGRK.shape[:3]
   S = k_BSGK.shape[1]
   mesh: Any = sharding.ambient(B)
@@ -245,25 +231,19 @@ def _split(
     out_specs=split,
     check_vma=False,
   )(
-    _padded(q_BLGRK, plan.padded_queries),
-    _padded(k_BSGK, plan.padded_keys),
-    _padded(v_BSGK, plan.padded_keys),
+    attention_blockwise.padded(q_BLGRK, plan.padded_queries),
+    attention_blockwise.padded(k_BSGK, plan.padded_keys),
+    attention_blockwise.padded(v_BSGK, plan.padded_keys),
     _padded_mask(plan, mask, B),
     bias_GRT,
   )
   return o_BLGRK[:, :L]
 
 
-def _padded(x: jax.Array, length: int) -> jax.Array:
-  if x.shape[1] == length:
-    return x
-  widths = [(0, 0)] * x.ndim
-  widths[1] = (0, length - x.shape[1])
-  return jnp.pad(x, widths)
-
-
 def _padded_mask(plan: Plan, mask: masks.Mask, B: int) -> masks.Mask:
-  pad = lambda x, length: None if x is None else _padded(x, length)
+  pad = lambda x, length: (
+    None if x is None else attention_blockwise.padded(x, length)
+  )
   real_BS = mask.real_BS
   # Causal queries do not see the padding after them.
   padded = plan.padded_keys > plan.keys and not plan.order.causal
@@ -315,7 +295,9 @@ def _by_splash(
   del bias_GRT
   k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
   device = jax.lax.axis_index(AXIS)
-  numbers = _numbers(plan)
+  rows = _firsts(plan, plan.padded_queries, plan.block_q)
+  numbers = rows[..., None] + np.arange(plan.block_q)  # Of queries, by device.
+  numbers = numbers.reshape(plan.ways, -1)
   if mask.segments_BL is not None:
     own = jnp.asarray(numbers)[device]
     segments = jnp.take(mask.segments_BL, own, axis=1)

@@ -89,7 +89,6 @@ def _attend_in_half(
   """Attends in a dtype of 16 bits, with scores and softmax in float32.
 
   The backward pass needs no other softmax, and stores matrices of 16 bits.
-
   """
   return _half_forward(static, q_BLHK, k_BSHK, v_BSHK, mask_BLS)[0]
 

@@ -6,6 +6,7 @@ patches, E width of the encoder, D width of the decoder, V vocabulary.
 Submodules are named as in the published CapPa checkpoints.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -41,61 +42,46 @@ class Block(nn.Module):
     start: Any,
     train: bool,
   ) -> tuple[tuple[jax.Array | None, kv_cache.Cache | None], None]:
-    """Returns the carry, and no report to stack.run.
+    """`source` is encoded patches (b, P, E), or their cached keys and values.
 
-    Args:
-      carry: the stream (B, L, D), and in decoding the cache of all layers.
-        Without a stream the cache takes the source's keys and values.
-      source: encoded patches (b, P, E), or the cache of their keys and values.
-
+    Without a stream in the carry, the cache of all layers takes the source's.
     """
     options = self.options
     x_BLD, cache = carry
 
-    def norm(name: str, x_BLD: jax.Array) -> jax.Array:
-      return nn.LayerNorm(
-        dtype=options.dtype, use_bias=options.use_bias, name=name
-      )(x_BLD)
-
-    def drop(x_BLD: jax.Array) -> jax.Array:
-      return nn.Dropout(options.dropout)(x_BLD, deterministic=not train)
-
-    def attend(name: str) -> attention.Attention:
-      return attention.Attention(
-        attention.Options(
-          options.num_heads,
-          head_dim=options.width // options.num_heads,
-          use_bias=False,
-          backend=options.attention,
-          dtype=options.dtype,
-        ),
-        name=name,
-      )
-
-    cross = attend("CrossAttn")
+    norm = functools.partial(
+      nn.LayerNorm, dtype=options.dtype, use_bias=options.use_bias
+    )
+    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
+    of_attention = attention.Options(
+      options.num_heads,
+      head_dim=options.width // options.num_heads,
+      use_bias=False,
+      backend=options.attention,
+      dtype=options.dtype,
+    )
+    cross = attention.Attention(of_attention, name="CrossAttn")
     if x_BLD is None:
       return cross(None, source, cache=cache, layer=layer), None
 
-    y_BLD = norm("LayerNorm1", x_BLD)
-    y_BLD, cache = attend("SelfAttn")(
+    y_BLD = norm(name="LayerNorm1")(x_BLD)
+    y_BLD, cache = attention.Attention(of_attention, name="SelfAttn")(
       y_BLD, y_BLD, mask=mask, cache=cache, layer=layer, start=start
     )
     x_BLD = x_BLD + drop(y_BLD)
 
-    y_BLD = norm("LayerNorm2", x_BLD)
+    y_BLD = norm(name="LayerNorm2")(x_BLD)
     if isinstance(source, kv_cache.Cache):
       y_BLD, _ = cross(y_BLD, None, cache=source, layer=layer)
     else:
       y_BLD, _ = cross(y_BLD, source)
     x_BLD = x_BLD + drop(y_BLD)
 
-    y_BLD = norm("LayerNorm3", x_BLD)
-    y_BLD = mlp.Mlp(
-      mlp.vit_options(
-        options.mlp_dim, options.dropout, options.dtype, options.use_bias
-      ),
-      name="MLP",
-    )(y_BLD, train)
+    y_BLD = norm(name="LayerNorm3")(x_BLD)
+    of_mlp = mlp.vit_options(
+      options.mlp_dim, options.dropout, options.dtype, options.use_bias
+    )
+    y_BLD = mlp.Mlp(of_mlp, name="MLP")(y_BLD, train)
     return (x_BLD + drop(y_BLD), cache), None
 
 
@@ -121,7 +107,6 @@ class Decoder(nn.Module):
     dropout: rate in the MLPs and on each residual branch.
     use_bias: whether the MLPs and the blocks' layer norms have biases. The
       attentions never do; the final layer norm and output layer always do.
-
   """
 
   num_embeddings: int
@@ -151,12 +136,9 @@ class Decoder(nn.Module):
   ) -> tuple[Any, kv_cache.Cache | None]:
     """Reads texts; or, with a cache, their next positions or the source.
 
-    Without tokens the source's keys and values are written to the cache.
-
     Returns:
       ((last hidden states (B, L, D), (kernel (D, V), bias (V,)) of the output
       layer), the new cache); None for the first without tokens.
-
     """
     x_BLD = None
     if tokens_BL is not None:

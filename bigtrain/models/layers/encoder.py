@@ -85,7 +85,6 @@ class Encoder(nn.Module):
     dropout: rate in the MLPs and on each residual branch.
     drop_path: rate of stochastic depth in the last block; it grows linearly
       from 0 in the first.
-
   """
 
   depth: int

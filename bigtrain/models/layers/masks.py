@@ -3,6 +3,8 @@
 Axes: B batch, L length, S length attended to.
 """
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -14,19 +16,16 @@ from flax import struct
 class Mask:
   """Conditions for a query to attend to a position; all of them must hold.
 
-  A matrix of L x S booleans is never an argument of attention: kernels compute
-  the part that a block needs. A query that attends to nothing, such as padding,
-  has a finite output without a meaning.
+  There is no matrix of L x S booleans: kernels compute the part that a block
+  needs. A query that attends to nothing has a finite output without a meaning.
 
   Attributes:
-    window: number of positions that a causal query attends to, itself included;
-      all earlier ones if None.
+    window: number of positions that a causal query attends to, itself included.
     prefix_B: int, number of the first positions that each query attends to,
       later ones included; only with `causal`.
     segments_BL: int, number of the document of each query, which attends to the
       positions with the same number in `segments_BS`.
     real_BS: bool, False for positions that no query attends to.
-
   """
 
   causal: bool = struct.field(pytree_node=False, default=False)
@@ -47,11 +46,7 @@ class Mask:
     return self.causal and self.prefix_B is None
 
   def reach(self, length: int) -> int:
-    """Largest number of positions, of `length`, that a query attends to.
-
-    Model FLOPs count as many. Causal attention counts as the full square.
-
-    """
+    """Positions that model FLOPs count for a query; all with causal order."""
     return min(self.window or length, length) if self.causal else length
 
   def matrix(
@@ -86,9 +81,7 @@ class Mask:
       parts.append(real_BS[:, None])
     if not parts:
       return None
-    matrix, *others = parts
-    for other in others:
-      matrix = matrix & other
+    matrix = functools.reduce(operator.and_, parts)
     return matrix if matrix.ndim == 3 else matrix[None]
 
 

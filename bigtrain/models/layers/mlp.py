@@ -3,8 +3,9 @@
 Axes: B batch, L length, D model width, F hidden width.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -36,7 +37,6 @@ class Options(NamedTuple):
     init_std: standard deviation of the initial `up` and `gate` kernels; None
       for Xavier's uniform distribution. `out_init_std` is that of `down`.
     names: names of the submodules `up` and `down`.
-
   """
 
   dim: int
@@ -75,29 +75,26 @@ class Mlp(nn.Module):
     activation, gated = KINDS[options.kind]
     up, down = options.names
 
-    def dense(
-      name: str, size: int, std: float | None, product: Any
-    ) -> nn.Module:
-      return nn.Dense(
-        size,
-        use_bias=options.use_bias,
-        dtype=options.dtype,
-        kernel_init=kernels.initializer(std),
-        dot_general=product,
-        name=name,
-      )
-
     # Hidden units over the mesh axis `tensor`, if any.
     columns = rows = None
     if options.dim % sharding.tensor_ways(x_BLD.shape[0]) == 0:
       columns, rows = sharding.columns(x_BLD), sharding.rows(x_BLD.shape[0])
-    h_BLF = dense(up, options.dim, options.init_std, columns)(x_BLD)
-    h_BLF = checkpoint_name(h_BLF, remat.INNER)
+    dense = functools.partial(
+      nn.Dense, use_bias=options.use_bias, dtype=options.dtype
+    )
+    hidden = functools.partial(
+      dense,
+      options.dim,
+      kernel_init=kernels.initializer(options.init_std),
+      dot_general=columns,
+    )
+    h_BLF = checkpoint_name(hidden(name=up)(x_BLD), remat.INNER)
     if gated:
-      gate = dense("gate", options.dim, options.init_std, columns)
+      gate = hidden(name="gate")
       h_BLF *= activation(checkpoint_name(gate(x_BLD), remat.INNER))
     else:
       h_BLF = activation(h_BLF)
     h_BLF = nn.Dropout(options.dropout)(h_BLF, deterministic=not train)
-    out = dense(down, x_BLD.shape[-1], options.out_init_std, rows)
-    return out(h_BLF)
+    init = kernels.initializer(options.out_init_std)
+    D = x_BLD.shape[-1]
+    return dense(D, kernel_init=init, dot_general=rows, name=down)(h_BLF)

@@ -56,7 +56,6 @@ class Options(NamedTuple):
     shared_experts: size, in experts, of an MLP that every token passes as well
       (https://arxiv.org/abs/2401.06066); 0 for none.
     router_init_std: standard deviation of the router's initial kernel.
-
   """
 
   num_experts: int
@@ -73,7 +72,6 @@ class Options(NamedTuple):
   router_init_std: float = 0.02
 
   def in_stack(self, two_sided: bool) -> "Options":
-    """The options in a stack, whose positions see later ones if `two_sided`."""
     default = "choice" if two_sided else "position"
     return self._replace(serve=self.serve or default)
 
@@ -92,7 +90,6 @@ class Options(NamedTuple):
 def read(
   given: Options | Mapping[str, Any] | None, key: str, **depths: int
 ) -> Options | None:
-  """Returns the options that a config gives, checked."""
   if given is None or isinstance(given, Options):
     return given
   settings.check_kwargs(Options, given, key)
@@ -109,10 +106,9 @@ def read(
   check("jitter", least=0, below=1)
   check("shared_experts", least=0, whole=True)
   check("router_init_std", least=0)
-  if moe.capacity_factor is not None:
-    check("capacity_factor", above=0)
-  if moe.eval_capacity_factor is not None:
-    check("eval_capacity_factor", above=0)
+  for name in ("capacity_factor", "eval_capacity_factor"):
+    if getattr(moe, name) is not None:
+      check(name, above=0)
   if moe.serve is not None:
     settings.check_choice(f"{key}.serve", moe.serve, SERVE)
     if moe.capacity_factor is moe.eval_capacity_factor is None:
@@ -161,7 +157,6 @@ class Moe(nn.Module):
 
   Parameters: router/kernel (D, E); up and, if gated, gate (E, D, F), down
   (E, F, D), each a kernel.
-
   """
 
   options: Options
@@ -181,7 +176,6 @@ class Moe(nn.Module):
       "router_z", the unweighted losses of Switch and ST-MoE; "load" [E], each
       expert's share of all choices; "dropped", the share of choices beyond the
       capacity; "entropy" of the router in nats).
-
     """
     options, expert, D = self.options, self.expert, x_BLD.shape[-1]
     E, F = options.num_experts, expert.dim
@@ -195,21 +189,16 @@ class Moe(nn.Module):
         minval=1 - options.jitter,
         maxval=1 + options.jitter,
       )
-    router = nn.Dense(
+    logits_BLE = nn.Dense(
       E,
       use_bias=False,
       kernel_init=nn.initializers.normal(options.router_init_std),
       name="router",
-    )
-    logits_BLE = router(router_input_BLD)
+    )(router_input_BLD)
     routing, stats = route(logits_BLE, real_BL, options)
-
-    def kernel(
-      name: str, shape: tuple[int, ...], std: float | None
-    ) -> jax.Array:
-      values = kernels.Kernel(shape, std, name=name)()
-      return values.astype(expert.dtype)
-
+    kernel = lambda name, shape, std: kernels.Kernel(
+      shape, std, name=name
+    )().astype(expert.dtype)
     weights = {"up": kernel("up", (E, D, F), expert.init_std)}
     if mlp.KINDS[expert.kind].gated:
       weights["gate"] = kernel("gate", (E, D, F), expert.init_std)
@@ -262,10 +251,8 @@ def route(
   log_sum_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
   log_probs_BLE = logits_BLE - log_sum_BL[..., None]
   stats = {
-    # The loss of Switch Transformers (arXiv 2101.03961, equation 4), with a
-    # load of all top_k choices that adds up to 1: 1 if choices and
-    # probabilities are even. The auxiliary loss of Hugging Face's Mixtral adds
-    # up the choices' loads, and pools the layers before the product.
+    # Equation 4 of Switch Transformers (arXiv 2101.03961), with a load of all
+    # top_k choices that adds up to 1: 1 if choices and probabilities are even.
     "load_balance": E * jnp.sum(load_E * mean(probs_BLE)),
     # The z-loss of ST-MoE (arXiv 2202.08906, equation 5).
     "router_z": mean(log_sum_BL**2),
@@ -281,7 +268,6 @@ def _best(probs_BLE: jax.Array, J: int) -> jax.Array:
 
   XLA does not split jax.lax.top_k over CPUs and GPUs: each device would sort
   the tokens of all.
-
   """
   left_BLE = jax.lax.stop_gradient(probs_BLE)
   marks = []

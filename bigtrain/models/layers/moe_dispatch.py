@@ -11,7 +11,7 @@ S slots; n devices of the experts' axis, Q rows from one device to another.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -27,13 +27,10 @@ _RAGGED = ("tpu", "gpu")
 
 
 class Split(NamedTuple):
-  """The split of a layer.
+  """The split of a layer: over `axis` experts, None if each device needs all.
 
-  Attributes:
-    axis: axis that the experts are split over; None if each device needs all.
-    stream: spec of the stream [B, L, D] between layers.
-    hidden: whether the hidden units of the experts are split over `tensor`.
-
+  `stream` is the spec of [B, L, D] between layers. `hidden` is whether the
+  experts' hidden units are split over `tensor`.
   """
 
   mesh: jax.sharding.AbstractMesh
@@ -87,21 +84,16 @@ def _split_of(
   return Split(mesh, axis, stream, in_parts)
 
 
-class Weights(NamedTuple):
-  """How the kernels of the experts come to a device, by name."""
+def _weights_of(
+  split: Split, weights: Mapping[str, jax.Array]
+) -> tuple[dict[str, PartitionSpec], Callable[..., dict[str, jax.Array]]]:
+  """Specs of kernels (E, D, F) or (E, F, D), and a function that gathers them.
 
-  specs: dict[str, PartitionSpec]
-  gathered: dict[str, int]  # Dimensions that are gathered over `fsdp`.
-
-
-def _weights_of(split: Split, weights: Mapping[str, jax.Array]) -> Weights:
-  """Returns how the kernels (E, D, F) or, for "down", (E, F, D) come.
-
-  The gather over `fsdp` has a gradient that is reduce-scattered; XLA's own
+  The gradients of kernels are summed over devices once. The gather over `fsdp`
+  has a gradient that is reduce-scattered; XLA's own
   choice for experts was an all-reduce of kernels padded with zeros.
-
   """
-  specs, gathered = {}, {}
+  specs, gathered = {}, {}  # Dimensions that are gathered over `fsdp`.
   for name, kernel in weights.items():
     placed: dict[int, tuple[str, ...]] = {}
     if split.axis is not None:
@@ -116,22 +108,19 @@ def _weights_of(split: Split, weights: Mapping[str, jax.Array]) -> Weights:
       placed[dim] = ("fsdp",)
       gathered[name] = dim
     specs[name] = sharding.spec_of(placed)
-  return Weights(specs, gathered)
 
+  def gather(weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    result = {}
+    for name, kernel in weights.items():
+      if name in gathered:
+        kernel = jax.lax.all_gather(
+          kernel, "fsdp", axis=gathered[name], tiled=True
+        )
+      missing = tuple(a for a in split.varying if a not in specs[name])
+      result[name] = jax.lax.pcast(kernel, missing, to="varying")
+    return result
 
-def _gather(
-  split: Split, how: Weights, weights: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-  """Inside a shard_map: kernels, with gradients summed over devices once."""
-  result = {}
-  for name, kernel in weights.items():
-    if name in how.gathered:
-      kernel = jax.lax.all_gather(
-        kernel, "fsdp", axis=how.gathered[name], tiled=True
-      )
-    missing = tuple(a for a in split.varying if a not in how.specs[name])
-    result[name] = jax.lax.pcast(kernel, missing, to="varying")
-  return result
+  return specs, gather
 
 
 def dropless(
@@ -150,7 +139,7 @@ def dropless(
   split = _split_of(x_BLD, experts.dim, E, axis)
   if split is None:
     return serve(None, weights, *args)
-  how = _weights_of(split, weights)
+  specs, gather = _weights_of(split, weights)
 
   def on_device(
     weights: dict[str, jax.Array],
@@ -159,20 +148,20 @@ def dropless(
     keep_BLJF: jax.Array | None,
     real_BL: jax.Array,
   ) -> jax.Array:
-    weights = _gather(split, how, weights)
-    if not split.hidden:
-      return serve(split, weights, x_BLD, routing, keep_BLJF, real_BL)
-    routing, real_BL = jax.lax.pcast((routing, real_BL), "tensor", to="varying")
-    x_BLD = sharding.gathered(x_BLD, split.stream)
-    return sharding.scattered(
-      serve(split, weights, x_BLD, routing, keep_BLJF, real_BL), split.stream
-    )
+    weights = gather(weights)
+    if split.hidden:
+      routing, real_BL = jax.lax.pcast(
+        (routing, real_BL), "tensor", to="varying"
+      )
+      x_BLD = sharding.gathered(x_BLD, split.stream)
+    y_BLD = serve(split, weights, x_BLD, routing, keep_BLJF, real_BL)
+    return sharding.scattered(y_BLD, split.stream) if split.hidden else y_BLD
 
   masks = PartitionSpec(*split.rows, None, split.units)
   return jax.shard_map(
     on_device,
     mesh=split.mesh,
-    in_specs=(how.specs, split.stream, split.rows, masks, split.rows),
+    in_specs=(specs, split.stream, split.rows, masks, split.rows),
     out_specs=split.stream,
   )(weights, *args)
 
@@ -215,11 +204,7 @@ def _through_exchange(
   keep_tJF: jax.Array | None,
   weights: Mapping[str, jax.Array],
 ) -> jax.Array:
-  """Sends the choices to the devices of their experts, and back.
-
-  Tokens without an expert have the number E.
-
-  """
+  """Sends choices, not those of expert E, to their experts and back."""
   (t, J), K, own = expert_tJ.shape, expert_tJ.size, E // n
   # A token has at most `own` experts on one device.
   Q = t * min(J, own)
@@ -278,12 +263,7 @@ def with_capacity(
   serve: str | None,
   axis: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Gives each expert at most C tokens of a row, and drops the rest.
-
-  Returns:
-    ([B, L, D], share of the real tokens' choices that were dropped).
-
-  """
+  """Drops beyond C tokens of a row and expert; returns the dropped share."""
   B, L, _ = x_BLD.shape
   J = routing.expert_BLJ.shape[-1]
   E = weights["up"].shape[0]
@@ -299,13 +279,13 @@ def with_capacity(
   args = x_BLD, slot_BJL, choice_BEC, routing.weight_BLJ, keep
   if split is None:
     return fill(None, weights, *args), dropped
-  how = _weights_of(split, weights)
+  specs, gather = _weights_of(split, weights)
   batch = PartitionSpec(sharding.BATCH_AXES)
   slots = PartitionSpec(sharding.BATCH_AXES, None, own or None)
   y_BLD = jax.shard_map(
-    lambda weights, *args: fill(split, _gather(split, how, weights), *args),
+    lambda weights, *args: fill(split, gather(weights), *args),
     mesh=split.mesh,
-    in_specs=(how.specs, split.stream, batch, slots, batch, _mask_spec(split)),
+    in_specs=(specs, split.stream, batch, slots, batch, _mask_spec(split)),
     out_specs=split.stream,
   )(weights, *args)
   return y_BLD, dropped
@@ -366,8 +346,13 @@ def _fill(
 ) -> jax.Array:
   """Fills a device's slots, has them served, and adds up the results."""
   axis = None if split is None else split.axis
-  if split is not None:
-    x_blD = _whole_rows(split, x_blD)
+  length = () if split is None else split.length
+  # Whether the parts of a result are summed over `tensor` alone.
+  apart = split is not None and split.hidden and "tensor" not in length
+  if length:
+    x_blD = jax.lax.all_gather(x_blD, length, axis=1, tiled=True)
+  if apart:
+    x_blD = jax.lax.pcast(x_blD, "tensor", to="varying")
   (b, L, D), J = x_blD.shape, slot_bJL.shape[1]
   E, c = choice_bEC.shape[1:]
   own = () if split is None else split.own
@@ -388,13 +373,16 @@ def _fill(
   )
 
   x_SD = moe_experts.rows(x_blD.reshape(b * L, D), token_S, back_Jt)
-  x_ESD = _to_experts(axis, x_SD.reshape(E, b * c, D))
+  x_ESD = x_SD.reshape(E, b * c, D)
+  if axis is not None:  # All devices' slots of this device's experts.
+    x_ESD = jax.lax.all_to_all(x_ESD, axis, 0, 1, tiled=True)
   if keep is not None:
     keep = keep.reshape(*x_ESD.shape[:2], -1)
   with model_flops.share(*counts):  # Empty slots are not model FLOPs.
     times = functools.partial(jnp.einsum, "esd,edf->esf")
     y_ESD = experts.run(x_ESD, weights, times, keep)
-  y_ESD = _from_experts(axis, y_ESD)
+  if axis is not None:
+    y_ESD = jax.lax.all_to_all(y_ESD, axis, 1, 0, tiled=True)
   y = moe_experts.rows(
     y_ESD.reshape(-1, D), back_Jt.reshape(-1), choice_S[None]
   )
@@ -402,25 +390,9 @@ def _fill(
     y_bLD = jnp.einsum(
       "jbld,blj->bld", y.reshape(J, b, L, D), weight_bLJ.astype(y.dtype)
     )
-  return y_bLD if split is None else _summed(split, y_bLD)
-
-
-def _whole_rows(split: Split, x_blD: jax.Array) -> jax.Array:
-  if split.length:
-    x_blD = jax.lax.all_gather(x_blD, split.length, axis=1, tiled=True)
-  if split.hidden and "tensor" not in split.length:
-    x_blD = jax.lax.pcast(x_blD, "tensor", to="varying")
-  return x_blD
-
-
-def _summed(split: Split, y_bLD: jax.Array) -> jax.Array:
-  if split.length:
-    y_bLD = jax.lax.psum_scatter(
-      y_bLD, split.length, scatter_dimension=1, tiled=True
-    )
-  if split.hidden and "tensor" not in split.length:
-    y_bLD = jax.lax.psum(y_bLD, "tensor")
-  return y_bLD
+  if length:
+    y_bLD = jax.lax.psum_scatter(y_bLD, length, scatter_dimension=1, tiled=True)
+  return jax.lax.psum(y_bLD, "tensor") if apart else y_bLD
 
 
 def _mask_spec(split: Split) -> PartitionSpec:
@@ -442,7 +414,6 @@ def _keep(
     bool [E, replica, fsdp, sequence, tensor, b, c, F]; on a device, the
     examples and slots of all devices that share its experts, in the order in
     which they arrive. None for no dropout.
-
   """
   keep_BECF = experts.keep(*shape)
   if keep_BECF is None:
@@ -460,19 +431,6 @@ def _keep(
   return jnp.transpose(keep, (3, 0, 1, 4, 5, 2, 6, 7))
 
 
-def _to_experts(axis: str | None, x_ESD: jax.Array) -> jax.Array:
-  """Sends buffers of one size to their experts: [E / n, n S, D]."""
-  if axis is None:
-    return x_ESD
-  return jax.lax.all_to_all(x_ESD, axis, 0, 1, tiled=True)
-
-
-def _from_experts(axis: str | None, y_ESD: jax.Array) -> jax.Array:
-  if axis is None:
-    return y_ESD
-  return jax.lax.all_to_all(y_ESD, axis, 1, 0, tiled=True)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchange(
   axis: str, x_nQD: jax.Array, send_n: jax.Array, receive_n: jax.Array
@@ -481,7 +439,6 @@ def _exchange(
 
   TPUs and GPUs send the rows alone, by a ragged all-to-all. Elsewhere all Q
   rows travel, Q being the safe bound: every choice may be for one device.
-
   """
   if sharding.device()[0] not in _RAGGED:
     return jax.lax.all_to_all(x_nQD, axis, 0, 0, tiled=True)
@@ -501,12 +458,6 @@ def _exchange(
   return received.reshape(x_nQD.shape)
 
 
-def _exchange_forward(
-  axis: str, x_nQD: jax.Array, send_n: jax.Array, receive_n: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return _exchange(axis, x_nQD, send_n, receive_n), (send_n, receive_n)
-
-
 def _exchange_backward(
   axis: str, sizes: tuple[jax.Array, jax.Array], grad_nQD: jax.Array
 ) -> tuple[jax.Array | None, ...]:
@@ -514,4 +465,7 @@ def _exchange_backward(
   return _exchange(axis, grad_nQD, receive_n, send_n), None, None
 
 
-_exchange.defvjp(_exchange_forward, _exchange_backward)
+_exchange.defvjp(
+  lambda axis, x, *sizes: (_exchange(axis, x, *sizes), sizes),
+  _exchange_backward,
+)

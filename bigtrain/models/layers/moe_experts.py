@@ -35,7 +35,6 @@ class Experts(NamedTuple):
   key: jax.Array | None
 
   def keep(self, *shape: int) -> jax.Array | None:
-    """Dropout's bool mask (*shape, F); None for no dropout."""
     if self.key is None:
       return None
     return jax.random.bernoulli(self.key, 1 - self.rate, (*shape, self.dim))
@@ -47,7 +46,6 @@ class Experts(NamedTuple):
     times: Callable[[jax.Array, jax.Array], jax.Array],
     keep: jax.Array | None,
   ) -> jax.Array:
-    """Applies the experts to their tokens (..., D)."""
     activation, gated = mlp.KINDS[self.kind]
     h = times(x, weights["up"])
     if gated:
@@ -60,14 +58,10 @@ class Experts(NamedTuple):
 
 
 def block_size(choices: int, num_experts: int) -> int:
-  """Returns T, the rows of a block.
-
-  Small blocks are less efficient; large ones leave up to T empty rows for each
-  expert, which is at most a quarter from 32 choices per expert on.
+  """Rows of a block: large ones are efficient, but leave empty rows.
 
   >>> block_size(16_384, 8), block_size(100, 8)
   (512, 8)
-
   """
   most = max(choices // (4 * num_experts), 8)
   return min(1024, 2 ** (most.bit_length() - 1))
@@ -76,6 +70,9 @@ def block_size(choices: int, num_experts: int) -> int:
 class _Static(NamedTuple):
   rows: int  # Number of rows that the mathematics needs.
   skips: bool  # Whether empty blocks are skipped.
+
+  def counted(self, x_NTD: jax.Array) -> contextlib.AbstractContextManager[Any]:
+    return model_flops.share(self.rows, x_NTD.shape[0] * x_NTD.shape[1])
 
 
 def run_in_blocks(
@@ -96,7 +93,6 @@ def run_in_blocks(
 
   Returns:
     [t, J, D]; any finite numbers for no expert, with a gradient of zero.
-
   """
   J = expert_tJ.shape[1]
   E = weights["up"].shape[0]
@@ -155,29 +151,18 @@ def rows(
     back_ZX: int, the results that have a row of x, Z at most; Y for none.
     zeros: which of both have indices for zeros. The others may name any row
       whose values are not used.
-
   """
   del back_ZX
   return _take(x_XD, index_Y, zeros.results)
 
 
 def _take(x_XD: jax.Array, index: jax.Array, zeros: bool) -> jax.Array:
-  """Takes rows, with zeros beyond them or, faster, the last row.
-
-  A mask: TPUs write the zeros of jnp.take's mode "fill" to memory first.
-
-  """
+  """Takes rows, with zeros (faster than mode "fill") or the last row beyond."""
   taken = jnp.take(x_XD, index, axis=0, mode="clip")
   if not zeros:
     return taken
   inside = index < x_XD.shape[0]
   return taken * inside[..., None].astype(taken.dtype)
-
-
-def _rows_forward(
-  x_XD: jax.Array, index_Y: jax.Array, back_ZX: jax.Array, zeros: Zeros
-) -> tuple[jax.Array, jax.Array]:
-  return rows(x_XD, index_Y, back_ZX, zeros), back_ZX
 
 
 def _rows_backward(
@@ -187,7 +172,7 @@ def _rows_backward(
   return jnp.sum(grad_ZXD, axis=0), None, None
 
 
-rows.defvjp(_rows_forward, _rows_backward)
+rows.defvjp(lambda x, y, back, z: (rows(x, y, back, z), back), _rows_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -202,7 +187,6 @@ def _times(
 
   jax.lax.ragged_dot needs no blocks, but on CPUs and GPUs it multiplies every
   row with all experts, and on TPUs its gradient does so for the kernel.
-
   """
 
   def one(block: tuple[jax.Array, ...]) -> jax.Array:
@@ -210,30 +194,14 @@ def _times(
     product = lambda: x_TD @ kernel_EDF[e]
     if not static.skips:
       return product()
-    shape = jax.eval_shape(product)
-    return jax.lax.cond(used, product, lambda: _zeros_of(shape, x_TD))
+    y = jax.eval_shape(product)
+    # Zeros that vary over the same axes of the mesh as x.
+    varying = lambda: jnp.zeros_like(x_TD, shape=(), dtype=y.dtype)
+    zeros = lambda: jnp.zeros(y.shape, y.dtype) + varying()
+    return jax.lax.cond(used, product, zeros)
 
-  with _counted(static, x_NTD):
+  with static.counted(x_NTD):
     return jax.lax.map(one, (x_NTD, expert_N, used_N))
-
-
-def _counted(
-  static: _Static, x_NTD: jax.Array
-) -> contextlib.AbstractContextManager[Any]:
-  return model_flops.share(static.rows, x_NTD.shape[0] * x_NTD.shape[1])
-
-
-def _zeros_of(shape: Any, like: jax.Array) -> jax.Array:
-  """Zeros that vary over the same axes of the mesh as `like`."""
-  return jnp.zeros(shape.shape, shape.dtype) + jnp.zeros_like(
-    like, shape=(), dtype=shape.dtype
-  )
-
-
-def _times_forward(
-  static: _Static, *args: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  return _times(static, *args), args
 
 
 def _times_backward(
@@ -268,7 +236,7 @@ def _times_backward(
 
   first_N = jnp.diff(expert_N, prepend=-1) != 0
   zeros = jnp.zeros_like(like_EFD[0], jnp.float32), jnp.zeros_like(like_EFD)
-  with _counted(static, x_NTD):
+  with static.counted(x_NTD):
     (_, sums_EFD), x_grad_NTD = jax.lax.scan(
       add_block, zeros, (x_NTD, grad_NTF, expert_N, first_N, used_N)
     )
@@ -276,4 +244,6 @@ def _times_backward(
   return x_grad_NTD, kernel_grad_EDF, None, None
 
 
-_times.defvjp(_times_forward, _times_backward)
+_times.defvjp(
+  lambda static, *args: (_times(static, *args), args), _times_backward
+)

@@ -42,11 +42,7 @@ def filled(
   default: str,
   example: str,
 ) -> dict[str, Any]:
-  """Values of a language model's fields: given, the variant's, or derived.
-
-  `default` is the variant if the field is None, `example` one for messages.
-
-  """
+  """Values of a language model's fields: given, the variant's, or derived."""
   variant = model.variant or default
   settings.check_choice("config.model.variant", variant, variants)
   given = {name: getattr(model, name) for name in names}

@@ -11,12 +11,7 @@ from bigtrain.models.layers import attention, kernels, mlp
 
 
 class MAPHead(nn.Module):
-  """Pools by the attention of one learned probe, then an MLP with residual.
-
-  From "Set Transformer", https://arxiv.org/abs/1810.00825. The MLP's hidden
-  width is 4 D if None.
-
-  """
+  """Set Transformer's pooling (https://arxiv.org/abs/1810.00825), an MLP."""
 
   mlp_dim: int | None = None
   num_heads: int = 12

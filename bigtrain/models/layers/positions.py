@@ -27,7 +27,6 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
 
   As in MoCo v3, https://arxiv.org/abs/2104.02057: a quarter of the width each
   for sin(x), cos(x), sin(y), cos(y), with wavelengths from 2 pi to 20,000 pi.
-
   """
   if width % 4 or width < 8:
     raise settings.ConfigError(
@@ -59,7 +58,6 @@ def frequencies(
   ("linear", https://arxiv.org/abs/2306.15595), or only those with less than a
   few rotations in `original_len` positions ("llama3",
   https://arxiv.org/abs/2407.21783).
-
   """
   omega_Q = theta ** -(np.arange(0, head_dim, 2) / head_dim)
   if not scaling:
@@ -104,11 +102,9 @@ def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
 
 
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
-  """Bucket of each distance 0, ..., max_distance; farther ones share the last.
+  """Bucket of each distance up to `max_distance`, in float32 as T5's.
 
-  Half of the buckets hold one distance each, the others widen
-  logarithmically. Computed in float32 like the published T5 models.
-
+  Half of the buckets hold one distance each, the others widen logarithmically.
   """
   exact = num_buckets // 2
   distance = np.arange(max_distance + 1)
@@ -138,11 +134,7 @@ class BiasByDistance(NamedTuple):
 
 
 class RelativeBias(nn.Module):
-  """T5's learned bias (https://arxiv.org/abs/1910.10683) of the scores.
-
-  Half of the buckets are for each direction if `two_sided`.
-
-  """
+  """T5's learned bias (https://arxiv.org/abs/1910.10683) by buckets."""
 
   num_heads: int
   num_buckets: int

@@ -30,6 +30,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from bigtrain import settings
 from bigtrain.settings import ConfigError, did_you_mean
 
 # Dtypes of the operands of a product, and of the gradients of its result.
@@ -64,14 +65,11 @@ def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
 
 
 def check(model: nn.Module) -> None:
-  layers = getattr(model, "quantized_layers", None)
-  if layers is not None:
+  if layers := getattr(model, "quantized_layers", None):
     layers.check()
 
 
 class _Layers:
-  """The dense layers of a model, and their precisions."""
-
   def __init__(self, rules: Any, key: str):
     self._key = key
     self._rules = _read(rules, key)
@@ -147,12 +145,7 @@ def _read(rules: Any, key: str) -> list[tuple[re.Pattern[str], str | None]]:
 
 
 def _product(precision: str, key: str) -> Callable[..., Any]:
-  try:
-    import qwix
-  except ModuleNotFoundError as e:
-    raise ConfigError(
-      f"{key}: needs the package qwix: pip install 'bigtrain[quantize]'."
-    ) from e
+  qwix = settings.import_package("qwix", key, "'bigtrain[quantize]'")
   dtype, gradient = _DTYPES[precision]
   method = _CALIBRATION[precision]
   rule = qwix.QtRule(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import flax.linen as nn
-import jax
+from jax import checkpoint_policies as policies
 
 from bigtrain import settings
 
@@ -16,22 +16,17 @@ INNER = "inner"
 
 # Policies that this module adds to jax's.
 _OURS = {
-  "attention_saveable": jax.checkpoint_policies.save_only_these_names(
-    ATTENTION
-  ),
+  "attention_saveable": policies.save_only_these_names(ATTENTION),
   "inner_projections_and_attention_saveable": (
-    jax.checkpoint_policies.save_only_these_names(ATTENTION, INNER)
+    policies.save_only_these_names(ATTENTION, INNER)
   ),
-  "projections_and_attention_saveable": (
-    jax.checkpoint_policies.save_from_both_policies(
-      jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-      jax.checkpoint_policies.save_only_these_names(ATTENTION),
-    )
+  "projections_and_attention_saveable": policies.save_from_both_policies(
+    policies.dots_with_no_batch_dims_saveable,
+    policies.save_only_these_names(ATTENTION),
   ),
 }
 
-# "none", the policies of jax.checkpoint_policies that take no arguments, and
-# ours.
+# "none", those of jax.checkpoint_policies without arguments, and ours.
 POLICIES = (
   "none",
   "everything_saveable",
@@ -46,15 +41,13 @@ POLICIES = (
 # Operations that cost more to repeat than their results cost to keep: matrix
 # products, cuDNN's attention, and dropout's random bits ("lt"), whose
 # comparison leaves one byte per element.
-_COSTLY = frozenset(
-  (
-    "dot_general",
-    "conv_general_dilated",
-    "dot_product_attention_fwd",
-    "dot_product_attention_fwd_wrapper",
-    "lt",
-  )
-)
+_COSTLY = {
+  "dot_general",
+  "conv_general_dilated",
+  "dot_product_attention_fwd",
+  "dot_product_attention_fwd_wrapper",
+  "lt",
+}
 
 
 def block_class(
@@ -82,11 +75,11 @@ def _policy(name: str, scan: bool) -> Callable[..., bool] | None:
     # would fuse the cheap operations of unrolled layers into their users.
     policy = lambda prim, *_, **__: prim.name in _COSTLY
   else:
-    policy = getattr(jax.checkpoint_policies, name)
+    policy = getattr(policies, name)
   if name in ("none", "dots_saveable", "checkpoint_dots"):
     # A kernel's products are not visible as such. Without its results the
     # backward pass would run it again, or keep the scores of all its blocks.
-    policy = jax.checkpoint_policies.save_from_both_policies(
+    policy = policies.save_from_both_policies(
       policy, _OURS["attention_saveable"]
     )
   return policy

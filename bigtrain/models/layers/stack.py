@@ -18,8 +18,6 @@ from bigtrain.models.layers import remat
 
 
 class _Period(nn.Module):
-  """The blocks of one period, one after the other."""
-
   block: Any
   kinds: tuple[Any, ...]
 
@@ -60,7 +58,6 @@ def run(
 
   Returns:
     (the last carry, mean of the reports that are not None, or None).
-
   """
   kinds, period = tuple(kinds), len(kinds)
   if parent.is_initializing():
@@ -105,7 +102,6 @@ def _init(
   carry: Any,
   *shared: Any,
 ) -> list[Any]:
-  """Initial parameters of each place in the period, stacked over layers."""
   places = []
   for options in kinds:
     module = block(options, parent=None)

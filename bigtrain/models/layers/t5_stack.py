@@ -146,11 +146,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-  """An encoder's or decoder's blocks, and a norm.
-
-  In an encoder, `two_sided`, positions see later ones.
-
-  """
+  """The blocks of an encoder, where positions see later ones, or a decoder."""
 
   options: Options
   depth: int
@@ -202,7 +198,5 @@ class Stack(nn.Module):
       scan=options.scan,
       remat_policy=options.remat_policy,
     )
-    norm = nn.RMSNorm(
-      epsilon=options.norm_eps, dtype=options.dtype, name="norm"
-    )
-    return drop(norm(x_BLD)), state, stats
+    x_BLD = nn.RMSNorm(options.norm_eps, options.dtype, name="norm")(x_BLD)
+    return drop(x_BLD), state, stats
