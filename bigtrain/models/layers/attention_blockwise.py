@@ -423,8 +423,12 @@ def _forward(
     blocks = schedule.blocks(step, q, kv[0], bias_GRT, mask)
     q_N = blocks.of_queries(q)
     if sums is None:
-      rows = jnp.zeros(q_N.shape[:-1], jnp.float32)
-      sums = Sums(rows + _MASKED, rows, jnp.zeros(q_N.shape, jnp.float32))
+      rows = q_N.shape[:-1]
+      sums = Sums(
+        jnp.full(rows, _MASKED, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(q_N.shape, jnp.float32),
+      )
     k_M, v_M = map(blocks.of_keys, kv)
     sums = _add_values(blocks, sums, q_N, k_M, v_M)
     kv = passed
