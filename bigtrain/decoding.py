@@ -47,12 +47,8 @@ def generate(
   top_p: float = 1.0,
   start: jax.Array | int = 0,
 ) -> jax.Array:
-  """Returns the new tokens of `sample` or `beam_search`, int32 [B, max_new].
-
-  Args:
-    num_beams: hypotheses of a beam search; None samples.
-    seed: seed of the samples.
-  """
+  """New tokens of `beam_search`, or without num_beams of `sample`."""
+  common: Any = dict(eos_id=eos_id, pad_id=pad_id, start=start)
   if num_beams is not None:
     return beam_search(
       step_fn,
@@ -60,11 +56,9 @@ def generate(
       prompt_BL,
       prompt_len_B,
       max_new=max_new,
-      eos_id=eos_id,
-      pad_id=pad_id,
       num_beams=num_beams,
       length_penalty=length_penalty,
-      start=start,
+      **common,
     )[0]
   tokens_BL = sample(
     step_fn,
@@ -72,14 +66,12 @@ def generate(
     prompt_BL,
     prompt_len_B,
     max_len=prompt_BL.shape[1] + max_new,
-    eos_id=eos_id,
-    pad_id=pad_id,
     rng=jax.random.key(seed) if temperature else None,
     ids_B=ids_B,
     temperature=temperature,
     top_k=top_k,
     top_p=top_p,
-    start=start,
+    **common,
   )
   # The max_new tokens after each example's own prompt.
   take = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, max_new)
@@ -89,8 +81,7 @@ def generate(
 def row_hashes(values_BN: jax.Array, factor: int = 1) -> jax.Array:
   """Returns uint32 [B]: ids that make samples independent of batch order.
 
-  Args:
-    values_BN: uint32; zeros at the end change nothing.
+  Zeros at the end of the uint32 values change nothing.
   """
   place_N = jnp.arange(values_BN.shape[1], dtype=jnp.uint32) * 2 + 1
   mixed_BN = (values_BN ^ (values_BN >> 15)) * jnp.uint32(factor) * place_N
@@ -120,7 +111,6 @@ def sample(
   examples of the batch or the number of devices.
 
   Args:
-    prompt_BL: int tokens; at least the one that starts decoding.
     eos_id: token that ends an example; None if examples have no end.
     ids_B: ints that the examples' draws depend on; 0, 1, ... by default.
     temperature: divisor of the logits; 0 takes the likeliest token.
@@ -129,8 +119,7 @@ def sample(
       add up to this (https://arxiv.org/abs/1904.09751).
 
   Returns:
-    int32 tokens [B, max_len]: the prompt, generated tokens up to and including
-    the eos, padding.
+    int32 [B, max_len]: the prompt, generated tokens with the eos, padding.
   """
   check_sampling(temperature, top_k, top_p)
   B, L = prompt_BL.shape
@@ -152,10 +141,6 @@ def sample(
   )
   at = lambda tokens_BL, p: jax.lax.dynamic_index_in_dim(tokens_BL, p, 1, False)
 
-  pick = functools.partial(
-    choose, temperature=temperature, top_k=top_k, top_p=top_p
-  )
-
   def unfinished(carry: tuple[Any, ...]) -> jax.Array:
     position, _, ended_B, _ = carry
     return (position + 1 < max_len) & ~jnp.all(ended_B)
@@ -164,7 +149,7 @@ def sample(
     position, tokens_BL, ended_B, cache = carry
     logits_BV, cache = step_fn(cache, at(tokens_BL, position), position)
     position = position + 1
-    token_B = pick(logits_BV, keys_B, position)
+    token_B = choose(logits_BV, keys_B, position, temperature, top_k, top_p)
     token_B = jnp.where(ended_B, pad_id, token_B)
     generated_B = position >= prompt_len_B
     token_B = jnp.where(generated_B, token_B, at(tokens_BL, position))
@@ -180,7 +165,6 @@ def sample(
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-  """Raises ConfigError for options of `sample` that are out of range."""
   check_number("temperature", temperature, least=0)
   check_number("top_k", top_k, least=0, whole=True)
   check_number("top_p", top_p, above=0, most=1)
@@ -190,16 +174,11 @@ def choose(
   logits_BV: jax.Array,
   keys_B: jax.Array | None,
   position: jax.Array | int,
-  *,
   temperature: float = 0.0,
   top_k: int = 0,
   top_p: float = 1.0,
 ) -> jax.Array:
-  """Returns the next token of each example, int32 [B]; see `sample`.
-
-  Args:
-    keys_B: keys of the examples; None if greedy.
-  """
+  """Returns the next token of each example, int32 [B]; see `sample`."""
   logits_BV = logits_BV.astype(jnp.float32)
   if not temperature:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -222,12 +201,6 @@ def choose(
 
 
 def check_beams(num_beams: int, temperature: float, name: str) -> None:
-  """Raises ConfigError for a beam search that also samples.
-
-  Args:
-    num_beams: number of hypotheses; 1 for no beam search.
-    temperature: temperature of samples; 0 for none.
-  """
   check_number("num_beams", num_beams, least=1, whole=True)
   if num_beams > 1 and temperature:
     raise ConfigError(
@@ -258,15 +231,8 @@ def beam_search(
   no unfinished hypothesis can beat its best finished one. The continuation of a
   prompt does not depend on the other prompts of the batch.
 
-  Args:
-    cache: cache of B examples; the first axis of each leaf is repeated for the
-      beams.
-    prompt_BL: int tokens; each example has at least the token that starts
-      decoding.
-    eos_id: token that ends a hypothesis; None if texts have no end.
-    num_beams: M. With 1 this is greedy decoding, except that a text may also
-      end where the eos is the second likeliest token.
-    length_penalty: at least 0; larger values favour longer texts.
+  With one beam this is greedy decoding, except that a text may also end where
+  the eos is the second likeliest token.
 
   Returns:
     (int32 generated tokens [B, max_new], scores [B]): the best hypothesis,

@@ -13,15 +13,6 @@ import jax
 Tree = Any
 
 
-def is_on(number: Any) -> bool:
-  """Whether a number of the config is neither 0 nor missing.
-
-  An array, such as an argument of the update, never counts as 0; see
-  step/hparams.py.
-  """
-  return isinstance(number, jax.Array) or bool(number)
-
-
 def key_name(key: Any) -> str:
   """The part of a name that belongs to one jax tree key."""
   for attribute in ("key", "name", "idx"):

@@ -26,7 +26,7 @@ def softmax_xent(
   z_loss: float = 0.0,
   axis_name: str | None = None,
 ) -> jax.Array:
-  """Computes the cross-entropy of softmax(logits) against the labels.
+  """Computes the cross-entropy of softmax(logits) against the labels, in nats.
 
   Args:
     label_smoothing_over: "all": evenly over all C classes, the label's own
@@ -37,9 +37,6 @@ def softmax_xent(
     axis_name: axis of a shard_map over which the classes are split, each device
       with an equal part of the logits and all class numbers; None for all
       classes. The devices exchange a few numbers for each loss, not logits.
-
-  Returns:
-    float32 [...], in nats.
   """
   settings.check_choice(
     "config.loss.label_smoothing_over", label_smoothing_over, SMOOTHING_OVER
@@ -82,15 +79,8 @@ def sigmoid_xent(
   """Computes the binary cross-entropy of each class, SUMMED over the classes.
 
   The published sigmoid recipes (Beyer et al. 2020, arxiv.org/abs/2006.07159)
-  use the sum; a mean would need a learning rate that grows with C.
-
-  Args:
-    labels: class numbers [...], or a probability of each class [..., C]; the
-      probabilities need not add up to 1.
-    label_smoothing: labels become (1 - s) * label + s / C.
-
-  Returns:
-    float32 [...], in nats.
+  use the sum; a mean would need a learning rate that grows with C. With
+  smoothing, labels become (1 - s) * label + s / C; they need not add up to 1.
   """
   logits = logits.astype(jnp.float32)
   invalid: Any = 0.0
@@ -103,18 +93,16 @@ def sigmoid_xent(
     labels = (1 - label_smoothing) * labels + label_smoothing / num_classes
   # A formula with abs(logits) has the wrong gradient at 0, where zero
   # initialised heads start.
-  losses = labels * jax.nn.softplus(-logits) + (1 - labels) * jax.nn.softplus(
-    logits
-  )
+  softplus = jax.nn.softplus
+  losses = labels * softplus(-logits) + (1 - labels) * softplus(logits)
   return jnp.sum(losses, axis=-1) + invalid
 
 
 def _are_classes(logits: jax.Array, labels: jax.Array) -> bool:
   if labels.shape == logits.shape:
     return False
-  if labels.shape == logits.shape[:-1] and jnp.issubdtype(
-    labels.dtype, jnp.integer
-  ):
+  integers = jnp.issubdtype(labels.dtype, jnp.integer)
+  if integers and labels.shape == logits.shape[:-1]:
     return True
   raise ValueError(
     f"labels: expected int{list(logits.shape[:-1])} class numbers or "
@@ -124,7 +112,6 @@ def _are_classes(logits: jax.Array, labels: jax.Array) -> bool:
 
 
 def largest(logits: jax.Array, axis_name: str | None = None) -> jax.Array:
-  """Returns the largest logits, without gradient if the classes are split."""
   top = jnp.max(logits, axis=-1)
   if axis_name is None:
     return top
@@ -132,17 +119,15 @@ def largest(logits: jax.Array, axis_name: str | None = None) -> jax.Array:
 
 
 def total_of(values: jax.Array, axis_name: str | None) -> jax.Array:
-  """Adds up sums over the classes of a device; see softmax_xent."""
   return jax.lax.psum(values, axis_name) if axis_name else values
 
 
 def num_parts(axis_name: str | None) -> int:
-  """Number of parts of the classes; see softmax_xent."""
   return jax.lax.axis_size(axis_name) if axis_name else 1
 
 
 def class_numbers(logits: jax.Array, axis_name: str | None = None) -> jax.Array:
-  """Returns the numbers of a device's classes; see softmax_xent."""
+  """The numbers of this device's classes."""
   C = logits.shape[-1]
   if axis_name is None:
     return jnp.arange(C)
@@ -159,10 +144,7 @@ def label_mask(
 def _nan_unless_valid(
   logits: jax.Array, classes: jax.Array, axis_name: str | None = None
 ) -> jax.Array:
-  """Returns NaN for an invalid class number, else 0, to add to the loss.
-
-  Otherwise an invalid label would look like one that is hard to predict.
-  """
+  # Without it an invalid label would look like one that is hard to predict.
   C = logits.shape[-1] * num_parts(axis_name)
   valid = (classes >= 0) & (classes < C)
   return jnp.where(valid, 0.0, jnp.nan)

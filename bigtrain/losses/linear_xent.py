@@ -59,13 +59,11 @@ def linear_softmax_xent(
 
   Args:
     targets_BL: token ids, valid in padding too, where the weight is 0.
-    weight_BL: weights of the tokens in the total, without gradient; 1 by
-      default.
     chunk: positions at a time; need not divide L. 0 is all of them, None is
       `default_chunk`.
-    dtype: dtype of the products' operands, such as bfloat16; by default the
-      hidden states'. Results, and the sum of the kernel's gradient over chunks,
-      are float32; over devices that gradient is summed in `dtype`.
+    dtype: dtype of the products' operands; by default the hidden states'.
+      Results, and the sum of the kernel's gradient over chunks, are float32;
+      over devices that gradient is summed in `dtype`.
     softcap: logits x become softcap * tanh(x / softcap).
     mesh: the replica x fsdp mesh that the batch is split over; by default the
       one of jax.set_mesh, if any. With a mesh the kernel is gathered once and
@@ -94,9 +92,8 @@ def linear_softmax_xent(
   if mesh is None:
     ambient = jax.sharding.get_abstract_mesh()
     # Inside a shard_map the arguments are one device's share already.
-    if set(sharding.BATCH_AXES) <= set(ambient.axis_names) and not (
-      ambient.manual_axes
-    ):
+    batch_axes = set(sharding.BATCH_AXES)
+    if batch_axes <= set(ambient.axis_names) and not ambient.manual_axes:
       mesh = ambient
   # XLA would copy the kernel's gradient to sum it over a single device.
   if mesh is None or mesh.size == 1:
@@ -118,7 +115,6 @@ class _Args(NamedTuple):
 def _over_mesh(
   options: "_Options", args: _Args, mesh: Mesh | AbstractMesh
 ) -> TokenLosses:
-  """Computes the losses of the devices' shares."""
   D, V = args.kernel_DV.shape
   tensor, fsdp = mesh.shape.get("tensor", 1), mesh.shape["fsdp"]
   if tensor == 1:
@@ -133,16 +129,15 @@ def _over_mesh(
   shared = sharding.axes_of_length(stream)
   if by_class:
     shared = tuple(axis for axis in shared if axis != "tensor")
-  by_token: Any = PartitionSpec(
-    sharding.BATCH_AXES, *([shared] if shared else [])
-  )
+  length = [shared] if shared else []
+  by_token: Any = PartitionSpec(sharding.BATCH_AXES, *length)
   copied, summed = ("replica", *shared), (*sharding.BATCH_AXES, *shared)
   # The dimension of the kernel that fsdp splits, if one divides.
-  dim = 1 if V % fsdp == 0 else 0 if D % fsdp == 0 else None
-  if by_class:  # The other dimension is over `tensor`.
-    dim = 0 if D % fsdp == 0 else None
-  if fsdp == 1:
-    dim = None
+  dim = None
+  if fsdp > 1 and V % fsdp == 0 and not by_class:
+    dim = 1
+  elif fsdp > 1 and D % fsdp == 0:
+    dim = 0
 
   def on_device(args: _Args) -> TokenLosses:
     # Each device uses a copy of its own from here on; the transposes sum the
@@ -182,10 +177,9 @@ def _over_mesh(
 
 
 def default_chunk(batch_size: int, length: int, vocab_size: int) -> int:
-  """Returns the positions of each example whose logits exist at a time.
+  """Positions at a time, so that a chunk has at most 2 ** 26 logits (256 MiB).
 
-  A chunk of the batch has at most 2 ** 26 logits (256 MiB) unless a single
-  position has more. Chunks are of equal size.
+  Chunks are of equal size and have at least one position.
 
   >>> default_chunk(8, 64, 32_000), default_chunk(64, 64, 262_144)
   (64, 4)
@@ -264,14 +258,10 @@ _token_losses.defvjp(_forward, _backward)
 def _untransposed_on_cpu(product_DV: jax.Array, dtype: Any) -> jax.Array:
   """Stops XLA on CPUs from transposing a float32 product of bfloat16 operands.
 
-  On CPUs with bfloat16 instructions XLA leaves such a product to a library,
-  then rewrites its transpose, (X @ Y).T, as Y.T @ X.T. The library cannot
-  multiply by a transposed left operand, and the program fails with "Unsupported
-  element type for DotThunk". The gradient of a tied head is such a transpose;
-  with several devices the sum over them prevents the rewrite.
-
-  Args:
-    product_DV: float32 product.
+  On CPUs with bfloat16 instructions XLA rewrites a product's transpose, (X @
+  Y).T, as Y.T @ X.T, which its library cannot multiply: "Unsupported element
+  type for DotThunk". The gradient of a tied head is such a transpose; with
+  several devices the sum over them prevents the rewrite.
   """
   if jax.default_backend() == "cpu" and jnp.dtype(dtype) == jnp.bfloat16:
     return jax.lax.optimization_barrier(product_DV)
@@ -311,12 +301,7 @@ def _add_by_columns(
 def _in_chunks(
   options: _Options, args: _Args, *, gradients: bool
 ) -> tuple[TokenLosses, Any]:
-  """Computes the losses and, if asked for, the gradients of their total.
-
-  Returns:
-    (losses, gradients of the hidden states, the kernel and the bias, which is
-    None without a bias).
-  """
+  """Returns (losses, gradients of hidden states, kernel and bias if any)."""
   (B, L), V = args.targets_BL.shape, args.kernel_DV.shape[1]
   size = L if options.chunk == 0 else options.chunk or default_chunk(B, L, V)
   size = min(size, L)

@@ -16,11 +16,7 @@ def apply(
   alpha: float,
   train: bool,
 ) -> tuple[Any, jax.Array, jax.Array | None, Variables]:
-  """Applies a model to images that are blended in training.
-
-  Args:
-    rng: key for dropout and mixup; unused in evaluation.
-    alpha: parameter of mixup's beta distribution; 0 turns mixup off.
+  """Applies a model to images that are blended in training, unless alpha is 0.
 
   Returns:
     (the model's output, the images that it saw, the weight of each image in its
@@ -48,17 +44,10 @@ def mixup(
   """Blends each image with the previous one of the batch (arXiv 1710.09412).
 
   A (micro)batch has one weight, at least one half, as in the AugReg recipes
-  (arXiv 2106.10270).
-
-  Args:
-    image: [B, ...] floats.
-
-  Returns:
-    (weight * image + (1 - weight) * previous image, weight).
+  (arXiv 2106.10270). It is returned with the blends.
   """
   # Beta(alpha, alpha), as shares of two draws from Gamma(alpha).
-  # jax.random.beta draws the same, with a program of its own for each of the
-  # two: 1,300 instructions more.
+  # jax.random.beta draws the same, in a program of 1,300 instructions more.
   draw = lambda key: jax.random.loggamma(key, alpha)
   both = jax.nn.softmax(jax.vmap(draw)(jax.random.split(rng)))
   weight = jnp.max(both)

@@ -39,12 +39,8 @@ def sigmoid(
   """Computes a binary cross-entropy for each pair: do image and text match?
 
   "Sigmoid Loss for Language Image Pre-Training", arXiv 2303.15343. The mean
-  over the batch is the paper's loss.
-
-  Args:
-    weight_B: weights; examples of weight 0 are padding, in rows and columns. 1
-      by default.
-    chunk: texts at a time; need not divide B.
+  over the batch is the paper's loss. Examples of weight 0 are padding, in rows
+  and columns.
 
   Returns:
     (loss_B float32 in nats, SUMMED over the texts; correct_B: 1.0 where no

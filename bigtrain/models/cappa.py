@@ -22,6 +22,7 @@ from bigtrain import dims, settings
 from bigtrain.models import vit
 from bigtrain.models.layers import (
   captioner_decoder,
+  kernels,
   kv_cache,
   layer_dims,
   masks,
@@ -29,6 +30,8 @@ from bigtrain.models.layers import (
   positions,
 )
 from bigtrain.models.published import blocks, conversions
+
+_SIZES = ("width", "depth", "mlp_dim", "num_heads")
 
 
 class States(NamedTuple):
@@ -39,14 +42,8 @@ class States(NamedTuple):
   bias_V: jax.Array
 
   def logits(self) -> jax.Array:
-    """Returns all logits at once, float32 [B, L, V]."""
-    product = jnp.einsum(
-      "bld,dv->blv",
-      self.hidden_BLD,
-      self.kernel_DV.astype(self.hidden_BLD.dtype),
-      preferred_element_type=jnp.float32,
-    )
-    return product + self.bias_V
+    kernel_DV = self.kernel_DV.astype(self.hidden_BLD.dtype)
+    return kernels.logits(self.hidden_BLD, kernel_DV) + self.bias_V
 
 
 class Model(nn.Module):
@@ -55,18 +52,11 @@ class Model(nn.Module):
   Attributes:
     vocab_size: V.
     max_len: largest number of tokens of a text.
-    variant: variant of the encoder, such as "B/16".
-    patch_size: patch size of the encoder.
-    width: width of the encoder, E.
-    depth: number of blocks of the encoder.
-    mlp_dim: hidden width of the encoder's MLPs.
-    num_heads: number of attention heads of the encoder.
+    variant, patch_size, width, depth, mlp_dim, num_heads: the encoder's.
     posemb: "learn" or "sincos2d", in encoder and decoder.
-    dropout: rate in the encoder.
-    drop_path: rate of stochastic depth in the encoder's last block.
+    dropout, drop_path: the encoder's.
     decoder_width: D; the encoder's width if None.
-    decoder_depth: number of blocks of the decoder; the encoder's if None.
-    decoder_mlp_dim: hidden width of the decoder's MLPs; the encoder's if None.
+    decoder_depth, decoder_mlp_dim: the encoder's if None.
     decoder_num_heads: must divide D; the encoder's number if None.
     decoder_dropout: rate in the decoder.
     decoder_bias: whether the decoder's MLPs and its blocks' layer norms have
@@ -75,8 +65,7 @@ class Model(nn.Module):
       Parallel prediction needs it.
     scan: whether encoder and decoder compile one block and loop over stacked
       parameters.
-    attention: implementation of attention, a name in attention_backends.NAMES.
-    remat_policy: a name in remat.POLICIES, for both.
+    attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
     dtype: dtype of the computation; parameters and logits are float32.
   """
 
@@ -105,21 +94,13 @@ class Model(nn.Module):
 
   def __post_init__(self) -> None:
     encoder = _encoder(self, parent=None)
-    for name in ("width", "depth", "mlp_dim", "num_heads"):
-      if getattr(self, f"decoder_{name}") is None:
-        # Linen's own setter works only after its __post_init__.
-        object.__setattr__(self, f"decoder_{name}", getattr(encoder, name))
-    options.check_sizes(
+    sizes = [f"decoder_{name}" for name in _SIZES]
+    missing = [name for name in sizes if getattr(self, name) is None]
+    options.set_fields(
       self,
-      (
-        "vocab_size",
-        "max_len",
-        "decoder_width",
-        "decoder_depth",
-        "decoder_mlp_dim",
-        "decoder_num_heads",
-      ),
+      {n: getattr(encoder, n.removeprefix("decoder_")) for n in missing},
     )
+    options.check_sizes(self, ("vocab_size", "max_len", *sizes))
     if self.decoder_width % self.decoder_num_heads:
       raise settings.ConfigError(
         f"config.model.decoder_num_heads: {self.decoder_num_heads} does not "
@@ -129,7 +110,6 @@ class Model(nn.Module):
     super().__post_init__()
 
   def setup(self) -> None:
-    """Declares the encoder, the decoder and its position embeddings."""
     self.encoder = _encoder(self)
     self.decoder = captioner_decoder.Decoder(
       num_embeddings=self.vocab_size + self.mask_token,
@@ -157,23 +137,19 @@ class Model(nn.Module):
     image: jax.Array,
     text: jax.Array,
     *,
-    parallel_B: jax.Array | None = None,
-    masked_BL: jax.Array | None = None,
     train: bool = False,
+    **parallel: jax.Array | None,
   ) -> tuple[jax.Array, dict[str, Any]]:
-    """Predicts each token of the texts; see `states` for the arguments.
+    """Returns the logits (B, L, V), and `encode`'s dict with "states".
 
-    Returns:
-      (float32 logits (B, L, V); the dict of `encode` with "states").
+    Args:
+      image: (B, height, width, channels).
+      text: int (B, L), L up to max_len.
+      parallel: parallel_B and masked_BL of `decode`.
+      train: whether dropout acts; it draws from the rng "dropout".
     """
     out: dict[str, Any] = self.encode(image, train=train)
-    out["states"] = self.decode(
-      out["encoded"],
-      text,
-      parallel_B=parallel_B,
-      masked_BL=masked_BL,
-      train=train,
-    )
+    out["states"] = self.decode(out["encoded"], text, train=train, **parallel)
     return out["states"].logits(), out
 
   def states(
@@ -181,29 +157,12 @@ class Model(nn.Module):
     image: jax.Array,
     text: jax.Array,
     *,
-    parallel_B: jax.Array | None = None,
-    masked_BL: jax.Array | None = None,
     train: bool = False,
+    **parallel: jax.Array | None,
   ) -> States:
-    """Returns the factors of the logits, for losses that work in chunks.
-
-    Args:
-      image: (B, height, width, channels).
-      text: int (B, L), L up to max_len.
-      parallel_B: bool, whether an example is predicted in parallel; none if
-        None.
-      masked_BL: bool, whether the input of a position is the mask token in such
-        an example, or the token itself; all masked if None.
-      train: whether dropout acts; it draws from the rng "dropout".
-    """
+    """Returns the factors of the logits, for losses that work in chunks."""
     encoded_BPE = self.encode(image, train=train)["encoded"]
-    return self.decode(
-      encoded_BPE,
-      text,
-      parallel_B=parallel_B,
-      masked_BL=masked_BL,
-      train=train,
-    )
+    return self.decode(encoded_BPE, text, train=train, **parallel)
 
   def encode(
     self, image: jax.Array, *, train: bool = False
@@ -220,11 +179,18 @@ class Model(nn.Module):
     masked_BL: jax.Array | None = None,
     train: bool = False,
   ) -> States:
-    """Runs the decoder's part of `states`.
+    """Runs the decoder.
 
-    An image may have several texts: with M texts each there are M B rows, those
-    of the first image first. Keys and values of the patches are computed once
-    per image.
+    With M texts for each image there are M B rows, those of the first image
+    first. Keys and values of the patches are computed once per image.
+
+    Args:
+      text: int (B, L), L up to max_len.
+      parallel_B: bool, whether an example is predicted in parallel; none if
+        None.
+      masked_BL: bool, whether the input of a position is the mask token in such
+        an example, or the token itself; all masked if None.
+      train: whether dropout acts; it draws from the rng "dropout".
     """
     L = text.shape[1]
     if L > self.max_len:
@@ -245,11 +211,7 @@ class Model(nn.Module):
       tokens_BL = jnp.where(parallel_B[:, None], inputs_BL, tokens_BL)
       mask = dataclasses.replace(mask, prefix_B=jnp.where(parallel_B, L, 0))
     (hidden_BLD, head), _ = self.decoder(
-      tokens_BL,
-      encoded_BPE,
-      self.posemb_1LD[:, :L],
-      mask=mask,
-      train=train,
+      tokens_BL, encoded_BPE, self.posemb_1LD[:, :L], mask=mask, train=train
     )
     return States(hidden_BLD, *head)
 
@@ -292,8 +254,7 @@ class Model(nn.Module):
 
 
 def _encoder(model: Model, **kwargs: Any) -> vit.Model:
-  """The encoder of a captioner."""
-  sizes = ("variant", "patch_size", "width", "depth", "mlp_dim", "num_heads")
+  sizes = ("variant", "patch_size", *_SIZES)
   others = ("posemb", "dropout", "drop_path", "scan", "attention")
   fields = (*sizes, *others, "remat_policy", "dtype")
   return vit.Model(**{name: getattr(model, name) for name in fields}, **kwargs)
@@ -305,23 +266,16 @@ def from_published(
   *,
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
-  """Renames and reshapes the parameters of a published CapPa to this model's.
+  """Converts the parameters of a published CapPa.
 
-  vit.from_published reads the encoder. The decoder's blocks may be stacked or
-  not; big_vision's files stack them along the second axis.
+  The decoder's blocks may be stacked or not; big_vision's files stack them
+  along the second axis.
   """
   flat = conversions.normalise(flat)
-
-  def part(names: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = "encoder/"
-    return {
-      name.removeprefix(prefix): value
-      for name, value in names.items()
-      if name.startswith(prefix)
-    }
-
   encoder = vit.from_published(
-    part(flat), part(like), posemb_align=posemb_align
+    conversions.below("encoder/", flat),
+    conversions.below("encoder/", like),
+    posemb_align=posemb_align,
   )
   decoder = {n: v for n, v in flat.items() if not n.startswith("encoder/")}
   block = "EncDecBlock"
@@ -340,7 +294,6 @@ def from_published(
 
 
 def param_dims(model: Model) -> dims.Table:
-  """Returns the dimensions of the parameters, see dims.py."""
   return {
     **dims.under("encoder/", vit.param_dims(_encoder(model, parent=None))),
     "pos_embedding_decoder": "1 positions -> D",

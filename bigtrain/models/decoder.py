@@ -1,10 +1,8 @@
 """A decoder-only language model: GPT-2, Llama, Mixtral, and mixtures of them.
 
-GPT-2 (Radford et al. 2019) has learned positions, layer norms, GELU, biases
-and a head tied to the embedding. Llama (https://arxiv.org/abs/2302.13971) has
-rotary positions, root-mean-square norms, SwiGLU, grouped queries and no biases.
-Both normalise before each layer. Each of these choices is a field, and so are
-norms of queries and keys, sliding windows and capped logits.
+GPT-2 is Radford et al. 2019, Llama https://arxiv.org/abs/2302.13971. Both
+normalise before each layer. What differs between them is a field each, and so
+are norms of queries and keys, sliding windows and capped logits.
 
 Kernels multiply from the right: blocks/attention/query/kernel is (D, H, K).
 With `scan` there is one `blocks` whose arrays have a leading axis of layers,
@@ -155,13 +153,12 @@ class Model(nn.Module):
     window: number of positions that each position sees, itself included; all
       earlier ones if None.
     attention_softcap: scores s become softcap * tanh(s / softcap).
-    attention: implementation of attention, a name in attention_backends.NAMES.
     logits_softcap: the same for the logits.
     dropout: rate after the embedding and on residual branches.
     init_std: standard deviation of the initial kernels; kernels that write to
       the residual stream have init_std / sqrt(2 N), as in GPT-2.
     scan: whether to compile one block and loop over stacked parameters.
-    remat_policy: a name in remat.POLICIES.
+    attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
     dtype: dtype of the computation; parameters and logits are float32.
   """
 
@@ -203,12 +200,10 @@ class Model(nn.Module):
       example="gpt2_124m",
     )
     derived = dict(rope_theta=1e4, num_kv_heads=values["num_heads"])
-    for name, value in (derived | values).items():
-      # Linen's own setter works only after its __post_init__.
-      object.__setattr__(self, name, value)
+    options.set_fields(self, derived | values)
     _check(self)
     experts = moe.read(self.moe, "config.model.moe", depth=self.depth)
-    object.__setattr__(self, "moe", experts)
+    options.set_fields(self, {"moe": experts})
     super().__post_init__()
 
   @nn.compact
@@ -289,22 +284,13 @@ class Model(nn.Module):
     return x_BLD, rotation(positions, omega_Q)
 
   def _logits(self, x_BLD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
-    logits_BLV = jnp.einsum(
-      "bld,dv->blv",
-      x_BLD,
-      kernel_DV.astype(self.dtype),
-      preferred_element_type=jnp.float32,
-    )
+    logits_BLV = kernels.logits(x_BLD, kernel_DV.astype(self.dtype))
     if self.logits_softcap is None:
       return logits_BLV
     return self.logits_softcap * jnp.tanh(logits_BLV / self.logits_softcap)
 
   def _blocks(self, carry: Any, *shared: Any) -> tuple[Any, Any]:
-    """Runs the stack of blocks.
-
-    Returns:
-      ((stream, cache), the layers' mean of experts' statistics, or None).
-    """
+    """Returns (stream, cache), and the layers' mean of experts' statistics."""
     fields = causal_block.Options._fields
     block = causal_block.Options(*[getattr(self, name) for name in fields])
     x_BLD, cache = carry
@@ -330,7 +316,6 @@ class Model(nn.Module):
     return params["head"]["kernel"]
 
   def init_cache(self, batch_size: int, max_len: int) -> kv_cache.Cache:
-    """Returns an empty cache for texts of up to `max_len` tokens."""
     if self.max_len is not None and max_len > self.max_len:
       raise settings.ConfigError(
         f"max_len={max_len}: the model has only {self.max_len} positions "
@@ -355,7 +340,6 @@ def _document_starts(segments_BL: jax.Array) -> jax.Array:
 
 
 def _check(model: Model) -> None:
-  """Raises ConfigError for values out of range and unknown options."""
   sizes = (*_SIZES, "num_kv_heads", "head_dim", "mlp_dim")
   optional = [n for n in ("max_len", "window") if getattr(model, n) is not None]
   options.check_sizes(model, (*sizes, *optional))
@@ -386,7 +370,6 @@ _DIMS = {
 
 
 def param_dims(model: Model) -> dims.Table:
-  """Returns the dimensions of the parameters, see dims.py."""
   return layer_dims.with_experts(_DIMS, model.moe)
 
 
@@ -408,5 +391,4 @@ def to_published(
 
 
 def published_fields(path: str) -> families.Fields | None:
-  """Returns the fields that a published folder determines."""
   return families.fields(path, decoder_families.FAMILIES)

@@ -67,15 +67,14 @@ class Model(nn.Module):
     """Classifies images.
 
     Args:
-      image: (B, height, width, channels) of any numeric dtype, scaled by the
-        preprocessing.
+      image: (B, height, width, channels), scaled by the preprocessing.
       train: whether to normalise by the batch's own statistics and to update
         the running ones.
 
     Returns:
       (float32 logits (B, C), or the pooled features without a head; a dict of
-      intermediate results: "encoded" (B, H, W, D), the last stage's output, and
-      "pre_logits" (B, D), its average).
+      "encoded" (B, H, W, D), the last stage's output, and "pre_logits" (B, D),
+      its average).
     """
     channels = int(64 * self.width)
     x_BHWD = jnp.asarray(image, self.dtype)
@@ -105,14 +104,9 @@ class Model(nn.Module):
 class BlockV1(nn.Module):
   """Convolutions 1x1, 3x3, 1x1, normalised after each.
 
+  The output has four times as many channels as the first two convolutions.
   The last scale starts at zero, so that the block starts as its shortcut:
   https://arxiv.org/abs/1706.02677.
-
-  Attributes:
-    channels: number of channels of the first two convolutions; the output has
-      four times as many.
-    stride: stride of the 3x3 convolution and of the shortcut.
-    dtype: dtype of the computation.
   """
 
   channels: int
@@ -139,8 +133,6 @@ class BlockV2(nn.Module):
 
   The last convolution starts at zero. A zero scale would stay zero: the ReLU
   that follows has no gradient there.
-
-  Attributes: see `BlockV1`.
   """
 
   channels: int

@@ -99,8 +99,7 @@ class Model(nn.Module):
       on residual branches.
     scan: whether each stack compiles one block and loops over stacked
       parameters.
-    attention: implementation of attention, a name in attention_backends.NAMES.
-    remat_policy: a name in remat.POLICIES.
+    attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
     dtype: dtype of the computation; parameters and logits are float32.
   """
 
@@ -134,9 +133,7 @@ class Model(nn.Module):
       example="t5_1_1_base",
     )
     derived = dict(decoder_depth=values["depth"])
-    for name, value in (derived | values).items():
-      # Linen's own setter works only after its __post_init__.
-      object.__setattr__(self, name, value)
+    options.set_fields(self, derived | values)
     _check(self)
     experts = moe.read(
       self.moe,
@@ -144,11 +141,10 @@ class Model(nn.Module):
       depth=self.depth,
       decoder_depth=self.decoder_depth,
     )
-    object.__setattr__(self, "moe", experts)
+    options.set_fields(self, {"moe": experts})
     super().__post_init__()
 
   def setup(self) -> None:
-    """Declares the embedding, the stacks and the head."""
     V, D = self.vocab_size, self.width
     self.token_embedding = self.param(
       "token_embedding", nn.initializers.normal(1.0), (V, D)
@@ -218,11 +214,7 @@ class Model(nn.Module):
     )
     source = t5_stack.Source(encoded_BSD, source_mask)
     x_BLD, _, targets_stats = self.decoder(
-      self._embed(before_BL),
-      mask,
-      source=source,
-      real_BL=real,
-      train=train,
+      self._embed(before_BL), mask, source=source, real_BL=real, train=train
     )
     # Weighted by layers: the stacks may have different depths.
     depths = (self.depth, self.decoder_depth)
@@ -244,7 +236,6 @@ class Model(nn.Module):
     *,
     train: bool = False,
   ) -> jax.Array:
-    """Returns the encoder's output (B, S, D)."""
     return self._encode(inputs, segments, train)[0]
 
   def _encode(
@@ -254,7 +245,6 @@ class Model(nn.Module):
     train: bool,
     real_B: jax.Array | None = None,
   ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
-    """Returns the encoder's output and its experts' statistics."""
     if segments is None:
       real_BS = inputs != 0
       mask = masks.Mask(real_BS=real_BS)
@@ -271,10 +261,7 @@ class Model(nn.Module):
   def begin(self, inputs: jax.Array, max_len: int) -> t5_stack.DecodingState:
     """Returns the state before the first `step`.
 
-    Args:
-      inputs: int (B, S), padded with 0.
-      max_len: largest number of tokens of targets, including the 0 that begins
-        them.
+    Targets have up to `max_len` tokens, including the 0 that begins them.
     """
     B, S = inputs.shape
 
@@ -287,16 +274,9 @@ class Model(nn.Module):
     return self._advance(state, jnp.zeros(B, jnp.int32), 0, encoded_BSD)[1]
 
   def step(
-    self,
-    state: t5_stack.DecodingState,
-    token_B: jax.Array,
-    position: jax.Array,
+    self, state: t5_stack.DecodingState, token_B: jax.Array, position: jax.Array
   ) -> tuple[jax.Array, t5_stack.DecodingState]:
-    """Decodes the token at a position, see decoding.py; the first one is 0.
-
-    Returns:
-      (float32 logits of the next token (B, V), the new state).
-    """
+    """Decodes the token at a position, see decoding.py; the first one is 0."""
     x_B1D, state = self._advance(state, token_B, position, None)
     return self._logits(self._scaled(x_B1D))[:, 0], state
 
@@ -329,12 +309,7 @@ class Model(nn.Module):
 
   def _logits(self, x_BLD: jax.Array) -> jax.Array:
     kernel_DV = self.token_embedding.T if self.tied_head else self.head()
-    return jnp.einsum(
-      "bld,dv->blv",
-      x_BLD,
-      kernel_DV.astype(self.dtype),
-      preferred_element_type=jnp.float32,
-    )
+    return kernels.logits(x_BLD, kernel_DV.astype(self.dtype))
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
     """Returns the (D, V) kernel that turns "pre_logits" into logits."""
@@ -344,7 +319,6 @@ class Model(nn.Module):
 
 
 def _check(model: Model) -> None:
-  """Raises ConfigError for values out of range and unknown options."""
   options.check_sizes(model, (*_NEEDED, "decoder_depth", "head_dim", "mlp_dim"))
   settings.check_number("config.model.init_scale", model.init_scale, above=0)
   if model.num_buckets < 4 or model.max_distance <= model.num_buckets // 2:
@@ -364,7 +338,6 @@ _DIMS = {
 
 
 def param_dims(model: Model) -> dims.Table:
-  """Returns the dimensions of the parameters, see dims.py."""
   return layer_dims.with_experts(_DIMS, model.moe)
 
 
@@ -387,5 +360,4 @@ def to_published(
 
 
 def published_fields(path: str) -> families.Fields | None:
-  """Returns the fields that a published folder determines."""
   return families.fields(path, t5_families.FAMILIES)

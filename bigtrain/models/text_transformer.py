@@ -17,12 +17,7 @@ import numpy as np
 
 from bigtrain import dims, settings
 from bigtrain.models import vit
-from bigtrain.models.layers import (
-  encoder,
-  layer_dims,
-  options,
-  pooling,
-)
+from bigtrain.models.layers import encoder, layer_dims, options, pooling
 
 POOL_TYPES = ("last", "first", "gap", "max", "map")
 _SIZES = ("width", "depth", "mlp_dim", "num_heads")
@@ -45,8 +40,7 @@ class Model(nn.Module):
       attention.
     dropout: rate in the MLPs and on residual branches.
     scan: whether to compile one block and loop over stacked parameters.
-    attention: implementation of attention, a name in attention_backends.NAMES.
-    remat_policy: a name in remat.POLICIES.
+    attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
     dtype: dtype of the computation; parameters, the pooled features and the
       head are float32.
   """
@@ -76,8 +70,7 @@ class Model(nn.Module):
         raise settings.ConfigError(
           f"config.model.{name}: missing; give it, or a variant such as 'B'."
         )
-      # Linen's own setter works only after its __post_init__.
-      object.__setattr__(self, name, value)
+      options.set_fields(self, {name: value})
     options.check_sizes(self, (*_SIZES, "vocab_size"))
     options.check_fields(self, "dropout", pool_type=POOL_TYPES)
     super().__post_init__()
@@ -93,9 +86,8 @@ class Model(nn.Module):
       train: whether dropout acts; it draws from the rng "dropout".
 
     Returns:
-      (float32 (B, C), or the pooled features without a head; a dict of
-      intermediate results: "encoded" (B, L, D), and "pre_logits" (B, D),
-      pooled).
+      (float32 (B, C), or the pooled features without a head; a dict with
+      "encoded" (B, L, D), and "pre_logits" (B, D), pooled).
     """
     L, D = text.shape[1], self.width
     embed = nn.Embed(self.vocab_size, D, name="Embed_0")
@@ -138,11 +130,10 @@ class Model(nn.Module):
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-  """Renames and reshapes the parameters of a published text tower.
+  """Converts the parameters of a published text tower.
 
-  Reads the towers of the SigLIP and LiT releases, including those that add
-  two position embeddings, number layers differently, or stack blocks. Position
-  embeddings of other text lengths are not resampled.
+  Reads the towers of the SigLIP and LiT releases, some of which add two
+  position embeddings. Those of other text lengths are not resampled.
   """
   flat = dict(flat)
   posemb_1LD = flat.pop("pos_embedding", None)
@@ -159,7 +150,6 @@ def from_published(
 
 
 def param_dims(model: Model) -> dims.Table:
-  """Returns the dimensions of the parameters, see dims.py."""
   del model
   return {
     "Embed_0/embedding": "V -> D",

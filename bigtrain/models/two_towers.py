@@ -65,17 +65,12 @@ class Model(nn.Module):
     *,
     train: bool = False,
   ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array]]:
-    """Embeds images, texts, or both.
-
-    Args:
-      image: (B, height, width, channels), or None.
-      text: int (B, L) token ids, or None.
-      train: whether dropout and the like are on.
+    """Embeds images (B, height, width, channels), texts (B, L), or both.
 
     Returns:
       (image_BE, text_BE, out): float32 embeddings of length 1, or None without
-      that input; and a dict of intermediate results: the towers' as "img/..."
-      and "txt/...", the scale "t" and the bias "b" of the logits.
+      that input; and the towers' intermediate results as "img/..." and
+      "txt/...", the scale "t" and the bias "b" of the logits.
     """
     embedded: dict[str, jax.Array | None] = {"img": None, "txt": None}
     out: dict[str, jax.Array] = {}
@@ -97,12 +92,10 @@ class Model(nn.Module):
 
   @property
   def vocab_size(self) -> int | None:
-    """Number of token ids of the text tower; None if it does not have one."""
     model, options = self._towers()["txt"]
     return getattr(model(**options, parent=None), "vocab_size", None)
 
   def _towers(self) -> dict[str, tuple[type[nn.Module], dict[str, Any]]]:
-    """Returns {"img": (Model, its keyword arguments), "txt": (...)}."""
     dims = self.out_dim
     dims = (dims, dims) if isinstance(dims, int) else tuple(dims)
     if len(dims) != 2:
@@ -118,7 +111,6 @@ class Model(nn.Module):
 def _tower(
   kind: str, name: str, options: Mapping[str, Any] | None, out_dim: int | None
 ) -> tuple[type[nn.Module], dict[str, Any]]:
-  """Returns a tower's Model and its checked keyword arguments."""
   key = f"config.model.{kind}"
   module = parts.find_module("models", name, f"{key}_model")
   options = {"num_classes": out_dim, **(options or {})}
@@ -154,37 +146,25 @@ def from_published(
   *,
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
-  """Renames and reshapes the parameters of published two-tower models.
-
-  The towers' own modules convert their parameters: vit those under img/,
-  text_transformer those under txt/.
-  """
+  """Converts published two-tower models, each tower by its own module."""
+  flat = conversions.normalise(flat)
   result: dict[str, np.ndarray] = {}
-  modules = {"img/": "vit", "txt/": "text_transformer"}
-  towers: dict[str, dict[str, np.ndarray]] = {prefix: {} for prefix in modules}
-  for name, value in conversions.normalise(flat).items():
-    prefix = name[:4]
-    if prefix in towers:
-      towers[prefix][name.removeprefix(prefix)] = value
-    else:
+  for name, value in flat.items():
+    if not name.startswith(("img/", "txt/")):
       # The temperature and bias of some releases are plain scalars.
       fits = name in like and value.size == math.prod(like[name].shape)
       result[name] = value.reshape(like[name].shape) if fits else value
-  for prefix, tower in towers.items():
-    module = parts.find_module("models", modules[prefix], prefix)
-    like_tower = {
-      name.removeprefix(prefix): spec
-      for name, spec in like.items()
-      if name.startswith(prefix)
-    }
+  for prefix, name in (("img/", "vit"), ("txt/", "text_transformer")):
+    module = parts.find_module("models", name, prefix)
     align = {"posemb_align": posemb_align} if prefix == "img/" else {}
-    converted = module.from_published(tower, like_tower, **align)
+    converted = module.from_published(
+      conversions.below(prefix, flat), conversions.below(prefix, like), **align
+    )
     result.update({prefix + name: value for name, value in converted.items()})
   return result
 
 
 def param_dims(model: Model) -> dims.Table:
-  """Returns the dimensions of the parameters, as the towers' modules do."""
   modules = {"img": model.image_model, "txt": model.text_model}
   table: dict[str, str] = {}
   for tower, (cls, options) in model._towers().items():

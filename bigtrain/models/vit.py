@@ -77,8 +77,7 @@ class Model(nn.Module):
     dropout: rate after the embedding, in the MLPs and on residual branches.
     drop_path: rate of stochastic depth in the last block, 0 in the first.
     scan: whether to compile one block and loop over stacked parameters.
-    attention: implementation of attention, a name in attention_backends.NAMES.
-    remat_policy: a name in remat.POLICIES.
+    attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
     dtype: dtype of the computation; parameters, the pooled features and the
       head are float32.
   """
@@ -103,9 +102,7 @@ class Model(nn.Module):
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    for name, value in _sizes(self).items():
-      # Linen's own setter works only after its __post_init__.
-      object.__setattr__(self, name, value)
+    options.set_fields(self, _sizes(self))
     options.check_fields(
       self, "dropout", "drop_path", posemb=POSEMBS, pool_type=POOL_TYPES
     )
@@ -118,17 +115,15 @@ class Model(nn.Module):
     """Classifies images.
 
     Args:
-      image: (B, height, width, channels) of any numeric dtype, scaled by the
-        preprocessing.
+      image: (B, height, width, channels), scaled by the preprocessing.
       train: whether dropout and stochastic depth act; they draw from the rng
         "dropout".
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
-      intermediate results: "encoded" (B, P, D), the encoder's output without
-      the class token, "head_input" (B, D), pooled, and "pre_logits" (B, D) or
-      (B, rep_size), the head's input). With pool_type "none" the last two and
-      the logits are per patch: (B, P, ...).
+      "encoded" (B, P, D), without class token; "head_input" (B, D), pooled;
+      and "pre_logits" (B, D) or (B, rep_size), the head's input). With "none"
+      as pool_type the last two and the logits are per patch: (B, P, ...).
     """
     x_BPD, grid = PatchEmbedding(
       self.width, self.patch_size, self.dtype, name="embedding"
@@ -167,15 +162,13 @@ class Model(nn.Module):
       x = nn.tanh(nn.Dense(rep_size, name="pre_logits")(x))
     out["pre_logits"] = x
     if self.num_classes:
-      head = nn.Dense(
+      zeros, lecun = nn.initializers.zeros, nn.initializers.lecun_normal()
+      x = nn.Dense(
         self.num_classes,
         name="head",
-        kernel_init=nn.initializers.zeros
-        if self.head_zeroinit
-        else nn.initializers.lecun_normal(),
+        kernel_init=zeros if self.head_zeroinit else lecun,
         bias_init=nn.initializers.constant(self.head_bias_init),
-      )
-      x = head(x)
+      )(x)
     return x, out
 
   def _pool(self, x_BLD: jax.Array) -> jax.Array:
@@ -194,13 +187,7 @@ class PatchEmbedding(nn.Module):
   """A linear layer over the pixels of each patch.
 
   The parameters are a convolution's: kernel (height, width, channels, D) and
-  bias. A product over patches gives the same result and is faster, above all
-  its gradient.
-
-  Attributes:
-    width: D.
-    patch_size: (height, width) in pixels.
-    dtype: dtype of the computation.
+  bias. A product over patches is faster, above all its gradient.
   """
 
   width: int
@@ -222,9 +209,7 @@ class PatchEmbedding(nn.Module):
     x = x.reshape(B, h, p, w, q, channels).transpose(0, 1, 3, 2, 4, 5)
     x = x.reshape(B, h * w, p * q * channels)
     kernel = self.param(
-      "kernel",
-      nn.initializers.lecun_normal(),
-      (p, q, channels, self.width),
+      "kernel", nn.initializers.lecun_normal(), (p, q, channels, self.width)
     )
     bias_D = self.param("bias", nn.initializers.zeros, (self.width,))
     kernel = kernel.reshape(-1, self.width).astype(self.dtype)
@@ -232,7 +217,6 @@ class PatchEmbedding(nn.Module):
 
 
 def _sizes(model: Model) -> dict[str, Any]:
-  """The sizes of a model, with the variant's sizes as defaults."""
   sizes = {} if model.variant is None else variant_sizes(model.variant)
   for name in ("patch_size", "width", "depth", "mlp_dim", "num_heads"):
     if getattr(model, name) is not None:
@@ -279,18 +263,16 @@ def from_published(
   *,
   posemb_align: str = "centers",
 ) -> dict[str, Any]:
-  """Renames and reshapes the parameters of a published ViT to this model's.
+  """Converts the parameters of a published ViT.
 
   Reads the .npz files of the AugReg and big_vision releases: an optimizer's
   or train state's prefix; layers numbered together instead of by kind;
   position embeddings inside the encoder, or with an entry for the class token;
-  blocks stacked or not; a grid of another resolution; bfloat16 stored as
-  two-byte blobs.
+  blocks stacked or not; a grid of another resolution; bfloat16 as two bytes.
 
   Drops a pre-logits layer that the model lacks if the head's shape differs as
   well, which is how such models are fine-tuned. A head of the same shape would
-  get other features without that layer, so then the layer's name stays, for the
-  caller to list.
+  get other features, so then the layer's name stays, for the caller to list.
   """
   flat = conversions.normalise(flat)
   flat = _rename(flat)
@@ -314,7 +296,6 @@ def from_published(
 def _fit_posemb(
   flat: dict[str, np.ndarray], shape: tuple[int, int, int], align: str
 ) -> None:
-  """Resamples position embeddings to the shape (1, P, D) if grids are known."""
   posemb_1PD = flat["pos_embedding"]
   if posemb_1PD.shape == shape or posemb_1PD.shape[::2] != shape[::2]:
     return
@@ -332,7 +313,6 @@ def _fit_posemb(
 
 
 def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Renames parameters of older files to their present names."""
   kinds = ("LayerNorm", "MultiHeadDotProductAttention", "MlpBlock")
   renamed = {}
   for name, value in flat.items():
@@ -361,7 +341,6 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def param_dims(model: Model) -> dims.Table:
-  """Returns the dimensions of the parameters, see dims.py."""
   del model
   return {
     "embedding/kernel": "height width channels -> D",

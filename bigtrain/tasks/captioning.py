@@ -17,12 +17,7 @@ import jax.numpy as jnp
 
 from bigtrain import decoding, metrics
 from bigtrain.losses import linear_xent
-from bigtrain.settings import (
-  ConfigError,
-  check_choice,
-  check_number,
-  did_you_mean,
-)
+from bigtrain.settings import ConfigError, check_choice, check_number
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 _NORMALIZE = ("sentence", "tokens")
@@ -30,7 +25,6 @@ _METHODS = ("greedy", "beam", "sample")
 
 
 def inputs(batch: Batch) -> Batch:
-  """Returns the model's arguments."""
   return {"image": batch["image"], "text": batch["labels"]}
 
 
@@ -41,7 +35,6 @@ def parallel_examples(
 
   Args:
     keys_B: keys of the examples; an example's draws depend on its key only.
-    length: L.
     prob: share of the examples.
     ratio: share of such an example's positions to mask, rounded down to whole
       positions.
@@ -49,9 +42,6 @@ def parallel_examples(
   Returns:
     (bool [B]: whether the example is predicted in parallel, bool [B, L]:
     whether a position is masked; None if all are).
-
-  Raises:
-    ConfigError: a share out of range, or a ratio that masks no position.
   """
   num_masked = int(ratio * length)
   check_number("config.loss.masked_pred_prob", prob, least=0, most=1)
@@ -159,13 +149,11 @@ def loss_fn(
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  """Returns the model's number of token ids by feature, if it has the field."""
   size = getattr(model, "vocab_size", None)
   return {} if size is None else {"labels": size}
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  """Returns functions for evaluators: perplexity, score, enc_rep, caption."""
   fns = (perplexity, score, enc_rep, caption)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
 
@@ -192,11 +180,7 @@ def perplexity(
 
 
 def enc_rep(
-  variables: Variables,
-  batch: Batch,
-  *,
-  model: Any,
-  layer: str = "pre_logits",
+  variables: Variables, batch: Batch, *, model: Any, layer: str = "pre_logits"
 ) -> jax.Array:
   """Returns the encoder's features of the images.
 
@@ -205,10 +189,7 @@ def enc_rep(
       patches [B, P, E].
   """
   out = model.apply(variables, batch["image"], method="encode")
-  if layer not in out:
-    hint = did_you_mean(layer, out)
-    raise ConfigError(f"enc_rep: unknown layer {layer!r}.{hint}")
-  return out[layer]
+  return out[check_choice("enc_rep.layer", layer, out)]
 
 
 def score(
@@ -222,8 +203,7 @@ def score(
 ) -> jax.Array:
   """Computes the log-likelihood of every class's text for every image.
 
-  Each image is encoded once. The decoder reads a few classes at a time and
-  computes logits for a few positions at a time, so memory does not grow with C.
+  Each image is encoded once. Memory does not grow with C.
 
   Args:
     batch: "image", and "class_tokens" int [C, L], the tokenized names.
@@ -281,19 +261,14 @@ def caption(
     pad_id: padding after the end. The model always reads 0 first.
     max_len: longest caption in tokens; by default the model's.
     method: "greedy", "beam" or "sample".
-    num_beams: for "beam", see decoding.beam_search.
-    length_penalty: for "beam", see decoding.beam_search.
-    temperature: for "sample", see decoding.sample.
-    top_k: for "sample", see decoding.sample.
-    top_p: for "sample", see decoding.sample.
+    num_beams, length_penalty: for "beam", see decoding.beam_search.
+    temperature, top_k, top_p: for "sample", see decoding.sample.
     seed: for "sample": a sample depends on it and the image.
 
   Returns:
     int32 [B, max_len].
   """
-  if method not in _METHODS:
-    hint = did_you_mean(method, _METHODS)
-    raise ConfigError(f"caption: unknown method {method!r}.{hint}")
+  check_choice("caption.method", method, _METHODS)
   max_len = max_len or model.max_len
   if max_len > model.max_len:
     raise ConfigError(

@@ -25,12 +25,10 @@ _LOSSES: dict[str, Callable[..., jax.Array]] = {
 
 
 def inputs(batch: Batch) -> Batch:
-  """Returns the model's arguments."""
   return {"image": batch["image"]}
 
 
 def class_counts(model: Any) -> dict[str, int]:
-  """Returns the model's number of classes by feature, if it has a head."""
   size = getattr(model, "num_classes", None)
   return {"labels": size} if size else {}
 
@@ -93,7 +91,6 @@ def loss_fn(
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  """Returns functions for evaluators: "logits", "pre_logits" and "loss"."""
 
   def logits(variables: Variables, batch: Batch) -> jax.Array:
     return model.apply(variables, **inputs(batch), train=False)[0]

@@ -29,12 +29,10 @@ KINDS = ("sigmoid", "softmax")
 
 
 def inputs(batch: Batch) -> Batch:
-  """Returns the model's arguments."""
   return {"image": batch["image"], "text": batch["labels"]}
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  """Returns the model's number of token ids by feature, if it has the field."""
   size = getattr(model, "vocab_size", None)
   return {} if size is None else {"labels": size}
 
@@ -77,9 +75,6 @@ def embeddings_loss_fn(
   """Computes the loss of the whole global batch from its embeddings.
 
   Args:
-    params: the model's parameters, of which "t" and "b" are used.
-    embeddings: the first result of embed_fn.
-    batch: the global batch; "_mask" is 0 for padding.
     kind: "sigmoid" (SigLIP): for each image, the binary cross-entropy summed
       over all texts. "softmax" (CLIP): the mean of the cross-entropies of an
       image among the texts and of its text among the images.
@@ -128,17 +123,9 @@ def loss_fn(
   kind: Literal["sigmoid", "softmax"] = "sigmoid",
   chunk: int = 1024,
 ) -> tuple[Metrics, Variables]:
-  """Computes loss and metrics over all pairs of a batch.
-
-  Args, returns: see embed_fn and embeddings_loss_fn.
-  """
-  embeddings, mutable = embed_fn(
-    variables, batch, rng, model=model, train=train
-  )
+  z, mutable = embed_fn(variables, batch, rng, model=model, train=train)
   params = variables["params"]
-  return embeddings_loss_fn(
-    params, embeddings, batch, kind=kind, chunk=chunk
-  ), mutable
+  return embeddings_loss_fn(params, z, batch, kind=kind, chunk=chunk), mutable
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
@@ -147,8 +134,7 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
   "embed" returns {"image": [B, E], "text": [B, E]} for the features "image" and
   "labels", or for the one that the batch has. For "labels" [B, n, L], several
   texts an image, "text" is [B, n, E]. "image" and "text" return one embedding
-  alone, "pre_logits" the image tower's features before its head, and "loss" the
-  metrics of loss_fn.
+  alone, "pre_logits" the image tower's features before its head.
   """
 
   def apply(variables: Variables, **features: Any) -> Any:
@@ -163,17 +149,13 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
     return z.reshape(*labels.shape[:-1], z.shape[-1])
 
   def embed(variables: Variables, batch: Batch) -> dict[str, jax.Array]:
-    fns = {"image": image, "text": text}
-    names = {"image": "image", "text": "labels"}
+    fns = (("image", "image", image), ("text", "labels", text))
     return {
-      kind: fn(variables, batch)
-      for kind, fn in fns.items()
-      if names[kind] in batch
+      kind: fn(variables, batch) for kind, name, fn in fns if name in batch
     }
 
   def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
-    out = apply(variables, image=batch["image"])[2]
-    return out["img/pre_logits"]
+    return apply(variables, image=batch["image"])[2]["img/pre_logits"]
 
   def loss(
     variables: Variables,
@@ -182,13 +164,9 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
     kind: Literal["sigmoid", "softmax"] = "sigmoid",
     chunk: int = 1024,
   ) -> Metrics:
-    given: Any = dict(model=model, train=False)
-    return loss_fn(variables, batch, None, **given, kind=kind, chunk=chunk)[0]
+    z = embed_fn(variables, batch, None, model=model, train=False)[0]
+    params = variables["params"]
+    return embeddings_loss_fn(params, z, batch, kind=kind, chunk=chunk)
 
-  return {
-    "embed": embed,
-    "image": image,
-    "text": text,
-    "pre_logits": pre_logits,
-    "loss": loss,
-  }
+  fns: tuple[PredictFn, ...] = (embed, image, text, pre_logits, loss)
+  return {fn.__name__: fn for fn in fns}

@@ -16,17 +16,15 @@ from typing import Any
 import jax
 
 from bigtrain import metrics, model_flops
-from bigtrain.losses import distillation, mixup
+from bigtrain.losses import distances, mixup
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def inputs(batch: Batch) -> Batch:
-  """Returns the arguments of both models."""
   return {"image": batch["image"]}
 
 
 def class_counts(model: Any) -> dict[str, int]:
-  """Returns the student's number of classes by feature, if it has a head."""
   size = getattr(model, "num_classes", None)
   return {"labels": size} if size else {}
 
@@ -48,14 +46,9 @@ def loss_fn(
 
   Args:
     variables: the student's, and the teacher's as the entry "teacher".
-    model: the student, a flax module that returns (logits [B, C], dict).
-    teacher: the teacher, a flax module with the same results.
-    train: whether the student's dropout and updates of batch statistics, and
-      mixup, are on.
     distance: "kl", "hard", "l2", "euclidean" or "logsoftmax_euclidean"; see
-      losses/distillation.py.
-    temperature: of "kl".
-    label_smoothing: of "hard".
+      losses/distances.py.
+    temperature, label_smoothing: of "kl", and of "hard".
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
 
   Returns:
@@ -72,16 +65,16 @@ def loss_fn(
   with model_flops.share(1, 3):
     teacher_BC = _teacher_logits(teacher, variables, image)
   per_example = {
-    "loss": distillation.distance(
+    "loss": distances.distance(
       logits_BC,
       teacher_BC,
       distance,
       temperature=temperature,
       label_smoothing=label_smoothing,
     ),
-    "agreement": distillation.agreement(logits_BC, teacher_BC),
-    "entropy": distillation.entropy(logits_BC),
-    "teacher_entropy": distillation.entropy(teacher_BC),
+    "agreement": distances.agreement(logits_BC, teacher_BC),
+    "entropy": distances.entropy(logits_BC),
+    "teacher_entropy": distances.entropy(teacher_BC),
   }
   if "labels" in batch:
     labels = batch["labels"]
@@ -103,13 +96,10 @@ def _teacher_logits(
 
 
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
-  """Returns functions for evaluators.
+  """ "logits" and "pre_logits" of the student, for evaluators.
 
-  They are "logits" and "pre_logits" of the student, and with a teacher
-  "teacher_logits" and "loss", with the metrics of both.
-
-  Args:
-    teacher: None where only the student is loaded.
+  With a teacher also "teacher_logits" and "loss", with the metrics of both;
+  `teacher` is None where only the student is loaded.
   """
 
   def apply(variables: Variables, batch: Batch) -> Any:

@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import decoding, metrics
-from bigtrain.losses import tokens as token_losses
+from bigtrain.losses import token_losses
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def inputs(batch: Batch) -> Batch:
-  """Returns the model's arguments."""
   optional = ["segments", "positions"]
   arguments = {name: batch[name] for name in optional if name in batch}
   if "loss_mask" in batch or "_mask" in batch:
@@ -35,7 +34,6 @@ def inputs(batch: Batch) -> Batch:
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  """Returns the model's number of token ids, by feature."""
   return {"tokens": model.vocab_size, "targets": model.vocab_size}
 
 
@@ -67,9 +65,6 @@ def loss_fn(
 ) -> tuple[Metrics, Variables]:
   """Computes cross-entropy and accuracy of the targets.
 
-  With experts the loss has two more terms and there are metrics of the
-  experts, see losses.tokens.ModelLosses.
-
   Args:
     model: flax module such as models/decoder.py.
     label_smoothing: share of a target that is spread over the vocabulary.
@@ -82,15 +77,13 @@ def loss_fn(
       losses.linear_xent.
 
   Returns:
-    (metrics "loss" in nats and "accuracy", {}); with experts also "nll", the
-    loss without their terms, and their statistics.
+    (metrics "loss" in nats and "accuracy", {}); with experts the loss has two
+    more terms and there are more metrics, see token_losses.ModelLosses.
   """
-  losses = token_losses.model_losses(
+  losses = _losses(
     variables,
-    inputs(batch),
-    batch["targets"],
-    token_weights(batch),
-    rng,
+    batch,
+    rng=rng,
     model=model,
     train=train,
     chunk=chunk,
@@ -102,7 +95,6 @@ def loss_fn(
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  """Returns functions for evaluators: perplexity, logits, score, generate."""
   fns = (perplexity, logits, score, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
 
@@ -113,40 +105,24 @@ def logits(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
 
 
 def perplexity(
-  variables: Variables,
-  batch: Batch,
-  *,
-  model: Any,
-  chunk: int | None = None,
+  variables: Variables, batch: Batch, *, model: Any, chunk: int | None = None
 ) -> Metrics:
-  """Computes metrics of the targets.
-
-  Returns:
-    "loss" in nats, "accuracy", and for a batch with "num_bytes" also "bytes".
-  """
-  losses = _losses(variables, batch, model, chunk)
+  """Computes "loss" in nats, "accuracy" and, with "num_bytes", "bytes"."""
+  losses = _losses(variables, batch, model=model, chunk=chunk)
   return token_losses.add_bytes(losses.metrics, batch)
 
 
 def _losses(
-  variables: Variables, batch: Batch, model: Any, chunk: int | None
+  variables: Variables, batch: Batch, **options: Any
 ) -> token_losses.ModelLosses:
+  weight_BL = token_weights(batch)
   return token_losses.model_losses(
-    variables,
-    inputs(batch),
-    batch["targets"],
-    token_weights(batch),
-    model=model,
-    chunk=chunk,
+    variables, inputs(batch), batch["targets"], weight_BL, **options
   )
 
 
 def score(
-  variables: Variables,
-  batch: Batch,
-  *,
-  model: Any,
-  chunk: int | None = None,
+  variables: Variables, batch: Batch, *, model: Any, chunk: int | None = None
 ) -> dict[str, jax.Array]:
   """Scores the targets that "loss_mask" selects, such as an answer.
 
@@ -155,7 +131,7 @@ def score(
     "tokens": float32 [B], their number, "greedy": bool [B], whether greedy
     decoding predicts all of them}.
   """
-  losses = _losses(variables, batch, model, chunk)
+  losses = _losses(variables, batch, model=model, chunk=chunk)
   selected_BL = token_weights(batch) != 0
   loss_BL = jnp.where(selected_BL, losses.loss_BL, 0.0)
   return {
@@ -190,9 +166,7 @@ def generate(
     pad_id: padding of the prompts, and after the end of a text.
     num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
     length_penalty: see decoding.beam_search.
-    temperature: see decoding.sample; 0 is greedy.
-    top_k: see decoding.sample.
-    top_p: see decoding.sample.
+    temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
     seed: seed of the samples; a sample depends on it and the prompt.
 
   Returns:

@@ -9,8 +9,8 @@ A batch has
     each token's document, 0 for padding.
   "num_bytes": optional [B], bytes of the targets' text.
 
-"inputs_positions" and "targets_positions" are not used: models such as
-models/t5.py depend on distances, which packing does not change.
+Packed rows' positions are not used: models such as models/t5.py depend on
+distances, which packing does not change.
 """
 
 import functools
@@ -20,28 +20,22 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import decoding, metrics
-from bigtrain.losses import tokens as token_losses
+from bigtrain.losses import token_losses
 from bigtrain.settings import ConfigError
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def inputs(batch: Batch) -> Batch:
-  """Returns the model's arguments."""
   segments = ("inputs_segments", "targets_segments")
   arguments = {name: batch[name] for name in segments if name in batch}
   if "_mask" in batch or "targets_segments" not in batch:
     arguments["real"] = token_losses.real_positions(
       token_weights(batch), arguments.get("targets_segments")
     )
-  return {
-    "inputs": batch["inputs"],
-    "targets": batch["targets"],
-    **arguments,
-  }
+  return {"inputs": batch["inputs"], "targets": batch["targets"], **arguments}
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  """Returns the model's number of token ids, by feature."""
   return {"inputs": model.vocab_size, "targets": model.vocab_size}
 
 
@@ -69,9 +63,6 @@ def loss_fn(
 ) -> tuple[Metrics, Variables]:
   """Computes cross-entropy and accuracy of the targets, by token.
 
-  With experts the loss has two more terms and there are metrics of the
-  experts, see losses.tokens.ModelLosses.
-
   Args:
     model: flax module such as models/t5.py.
     label_smoothing: share of a target that is spread over the vocabulary.
@@ -84,15 +75,13 @@ def loss_fn(
       losses.linear_xent.
 
   Returns:
-    (metrics "loss" in nats and "accuracy", {}); with experts also "nll", the
-    loss without their terms, and their statistics.
+    (metrics "loss" in nats and "accuracy", {}); with experts the loss has two
+    more terms and there are more metrics, see token_losses.ModelLosses.
   """
-  losses = token_losses.model_losses(
+  losses = _losses(
     variables,
-    inputs(batch),
-    batch["targets"],
-    token_weights(batch),
-    rng,
+    batch,
+    rng=rng,
     model=model,
     train=train,
     chunk=chunk,
@@ -104,7 +93,6 @@ def loss_fn(
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  """Returns functions for evaluators: perplexity, logits and generate."""
   fns = (perplexity, logits, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
 
@@ -115,31 +103,19 @@ def logits(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
 
 
 def perplexity(
-  variables: Variables,
-  batch: Batch,
-  *,
-  model: Any,
-  chunk: int | None = None,
+  variables: Variables, batch: Batch, *, model: Any, chunk: int | None = None
 ) -> Metrics:
-  """Computes metrics of the targets, each given the ones before it.
-
-  Returns:
-    "loss" in nats, "accuracy", and for a batch with "num_bytes" also "bytes".
-  """
-  losses = _losses(variables, batch, model, chunk)
+  """Computes "loss" in nats, "accuracy" and, with "num_bytes", "bytes"."""
+  losses = _losses(variables, batch, model=model, chunk=chunk)
   return token_losses.add_bytes(losses.metrics, batch)
 
 
 def _losses(
-  variables: Variables, batch: Batch, model: Any, chunk: int | None
+  variables: Variables, batch: Batch, **options: Any
 ) -> token_losses.ModelLosses:
+  weight_BL = token_weights(batch)
   return token_losses.model_losses(
-    variables,
-    inputs(batch),
-    batch["targets"],
-    token_weights(batch),
-    model=model,
-    chunk=chunk,
+    variables, inputs(batch), batch["targets"], weight_BL, **options
   )
 
 
@@ -167,9 +143,7 @@ def generate(
     eos_id: token that ends targets.
     num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
     length_penalty: see decoding.beam_search.
-    temperature: see decoding.sample; 0 is greedy.
-    top_k: see decoding.sample.
-    top_p: see decoding.sample.
+    temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
     seed: seed of the samples; a sample depends on it and the inputs.
 
   Returns:

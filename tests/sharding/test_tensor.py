@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from bigtrain import sharding, trees
-from bigtrain.losses import tokens as tokens_lib
+from bigtrain.losses import token_losses
 from bigtrain.models import decoder
 from bigtrain.tools.plan import hlo
 
@@ -31,7 +31,7 @@ def _sent(**options):
 
   def loss(params, tokens, targets):
     weight = jnp.ones(targets.shape)
-    losses = tokens_lib.model_losses(
+    losses = token_losses.model_losses(
       {"params": params}, {"tokens": tokens}, targets, weight, model=model
     )
     return losses.metrics["loss"][0]

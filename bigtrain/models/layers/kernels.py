@@ -4,6 +4,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 xavier = nn.initializers.xavier_uniform()
 
@@ -21,3 +22,9 @@ class Kernel(nn.Module):
   @nn.compact
   def __call__(self) -> jax.Array:
     return self.param("kernel", initializer(self.init_std), self.shape)
+
+
+def logits(x_BLD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
+  return jnp.einsum(
+    "bld,dv->blv", x_BLD, kernel_DV, preferred_element_type=jnp.float32
+  )

@@ -13,6 +13,12 @@ DERIVED: Any = None
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def set_fields(model: Any, values: Mapping[str, Any]) -> None:
+  """Sets fields in __post_init__, before Linen's own setter works."""
+  for name, value in values.items():
+    object.__setattr__(model, name, value)
+
+
 def check_sizes(model: Any, names: Iterable[str]) -> None:
   for name in names:
     value = getattr(model, name)

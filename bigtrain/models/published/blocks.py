@@ -16,7 +16,7 @@ class Block(NamedTuple):
   Attributes:
     stack: name up to the number, such as "encoder/blocks".
     layer: number of the block; None for stacked blocks.
-    place: place in the period of stacked blocks, see models/layers/stack.py.
+    place: place in the period of stacked blocks.
     rest: name after the number, with its leading "/".
   """
 
@@ -27,15 +27,12 @@ class Block(NamedTuple):
 
 
 def parse_name(name: str, block: str, separator: str = "_") -> Block | None:
-  """Parses a parameter's name; returns None if it is not part of a block.
+  """Parses a parameter's name; None if it is not part of a `block`.
 
   >>> parse_name("encoder/blocks_3/norm/scale", "blocks")
   Block(stack='encoder/blocks', layer=3, place=0, rest='/norm/scale')
   >>> parse_name("blocks/1/norm/scale", "blocks")
   Block(stack='blocks', layer=None, place=1, rest='/norm/scale')
-
-  Args:
-    block: name of a block, without its number.
   """
   number = rf"(?:{separator}(\d+)|/(\d+))?"
   m = re.fullmatch(rf"(.*\b{block}){number}(/.+)", name)
@@ -68,15 +65,9 @@ def restack_blocks(
 ) -> dict[str, np.ndarray]:
   """Stacks or unstacks blocks to match the names of `like`.
 
-  Args:
-    flat: parameters by name, from a model with or without `scan`.
-    block: name of a block, without its number.
-
-  Returns:
-    `flat`, with each ".../{block}{separator}{i}/x" stacked to ".../{block}/x"
-    or the reverse where `like` has names of the other form. Blocks that cannot
-    be stacked, since one is missing or differs in shape, are in the result one
-    by one, under names that the caller does not know.
+  Each ".../{block}{separator}{i}/x" is stacked to ".../{block}/x", or the
+  reverse. Blocks that cannot be stacked, since one is missing or differs in
+  shape, are in the result one by one, under names that no caller knows.
   """
   old = periods(flat, block, separator)
   new = periods(like, block, separator)
@@ -84,27 +75,23 @@ def restack_blocks(
   layers: dict[str, dict[int, np.ndarray]] = {}
   for name, value in flat.items():
     parsed = parse_name(name, block, separator)
-    if parsed is None:
+    stack = parsed.stack if parsed else ""
+    if parsed is None or new.get(stack, old[stack]) == old[stack]:
       result[name] = value
       continue
-    stack, rest = parsed.stack, parsed.rest
-    if new.get(stack, old[stack]) == old[stack]:
-      result[name] = value
-      continue
+    numbered: dict[int, np.ndarray] = {}
     if parsed.layer is not None:
-      numbered = [(parsed.layer, value)]
+      numbered[parsed.layer] = value
     else:
-      numbered = [
-        (parsed.place + old[stack] * i, value_i)
-        for i, value_i in enumerate(value)
-      ]
-    for layer, value_i in numbered:
-      period = new[stack]
+      step = old[stack]
+      numbered |= {parsed.place + step * i: x for i, x in enumerate(value)}
+    period = new[stack]
+    for layer, value_i in numbered.items():
       if not period:
-        result[f"{stack}{separator}{layer}{rest}"] = value_i
+        result[f"{stack}{separator}{layer}{parsed.rest}"] = value_i
         continue
       place = f"/{layer % period}" if period > 1 else ""
-      layers.setdefault(stack + place + rest, {})[layer] = value_i
+      layers.setdefault(stack + place + parsed.rest, {})[layer] = value_i
   for name, by_layer in layers.items():
     parsed = parse_name(name, block, separator)
     assert parsed is not None

@@ -19,10 +19,7 @@ POSEMB_ALIGN = ("centers", "corners")
 
 
 class Remark(NamedTuple):
-  """Why an array of a file or of the model is not loaded as it is.
-
-  In place of an array, `from_published` functions return it for the table of a
-  warm start.
+  """Why an array is not loaded as it is; takes its place in the result.
 
   Attributes:
     status: "merged" with another array; "ignored" constants; "dropped" on
@@ -36,7 +33,7 @@ class Remark(NamedTuple):
 
 
 def describe(array: Any) -> str:
-  """Returns the dtype and shape of an array as text, such as "float32[3,4]"."""
+  """An array's dtype and shape, such as "float32[3,4]"."""
   sizes = ",".join(map(str, array.shape))
   return f"{np.dtype(array.dtype).name}[{sizes}]"
 
@@ -45,9 +42,6 @@ def normalise(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """Restores bfloat16 and removes prefixes of train states from the names.
 
   numpy's file format saves bfloat16 as two untyped bytes ("V2").
-
-  Args:
-    flat: arrays of a file, by "/"-joined name.
   """
   values = {
     name: value.view(ml_dtypes.bfloat16) if value.dtype == "V2" else value
@@ -57,6 +51,15 @@ def normalise(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     if any(name.startswith(prefix) for name in values):
       return {name.removeprefix(prefix): v for name, v in values.items()}
   return values
+
+
+def below(prefix: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+  """The entries whose names start with a prefix, without it."""
+  return {
+    name.removeprefix(prefix): value
+    for name, value in flat.items()
+    if name.startswith(prefix)
+  }
 
 
 def resample_posemb(
@@ -71,9 +74,6 @@ def resample_posemb(
     align: "centers": an embedding keeps its place in the image, and smaller
       grids are antialiased. "corners": the grids' corners keep their
       embeddings, as in big_vision (scipy.ndimage.zoom of order 1).
-
-  Returns:
-    (1, rows * columns, D) in the dtype of `posemb_1PD`.
   """
   settings.check_choice(
     "config.model_init.convert.posemb_align", align, POSEMB_ALIGN
@@ -98,6 +98,5 @@ def _between_corners(old: int, new: int) -> np.ndarray:
 
 
 def square_grid(num_patches: int) -> tuple[int, int] | None:
-  """Returns the square grid of `num_patches` patches, or None."""
   side = math.isqrt(num_patches)
   return (side, side) if side * side == num_patches else None

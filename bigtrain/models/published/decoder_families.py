@@ -115,7 +115,6 @@ def _tied(config: ConfigJson) -> dict[str, Field]:
 
 
 def _derived(fields: dict[str, Field]) -> dict[str, Field]:
-  """Returns the sizes that follow from others."""
   width, heads = fields["width"].value, fields["num_heads"].value
   absent = fields["num_heads"]._replace(value=None, in_shapes=False)
   return {
@@ -130,7 +129,6 @@ def _derived(fields: dict[str, Field]) -> dict[str, Field]:
 
 
 def _rope(config: ConfigJson) -> dict[str, Field]:
-  """Returns rope_theta and rope_scaling."""
   # transformers 5 has both in `rope_parameters`.
   key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
   values = dict(config.get(key) or {})
@@ -283,10 +281,7 @@ _PREFIX = "transformer."
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts a published model's arrays, see tables.load.
-
-  GPT-2's may start with "transformer.".
-  """
+  """Converts published arrays. GPT-2's may start with "transformer."."""
   # {name without the prefix: name in the file}. Of two, the one with it wins.
   in_order = sorted(flat, key=lambda name: name.startswith(_PREFIX))
   names = {name.removeprefix(_PREFIX): name for name in in_order}
@@ -317,11 +312,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
 def export(
   model: Any, shapes: tables.Shapes, layout: str, param_dims: dims.Table
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
-  """Returns a published folder: (contents of config.json, arrays).
-
-  Raises:
-    ConfigError: the layout is unknown or cannot represent the model.
-  """
+  """Returns (contents of config.json, arrays) in a published layout."""
   families.check_layout(layout, model, _NEEDS)
   if (model.moe is not None) != (layout == "mixtral"):
     raise settings.ConfigError(
@@ -351,7 +342,6 @@ def _gpt2_config(model: Any) -> dict[str, Any]:
 
 
 def _llama_config(model: Any) -> dict[str, Any]:
-  """Returns the config.json of a Llama, or of a Mixtral if it has experts."""
   scaling = model.rope_scaling
   if scaling:
     keys = {"type": "rope_type", **_SCALINGS[scaling["type"]]}

@@ -57,12 +57,7 @@ class Field(NamedTuple):
 
 
 class ConfigJson:
-  """The values of a config.json.
-
-  Attributes:
-    path: path of the file.
-    kind: its `model_type`.
-  """
+  """The values of a config.json; `kind` is its `model_type`."""
 
   def __init__(self, path: str, values: Mapping[str, Any]):
     self.path = path
@@ -78,11 +73,9 @@ class ConfigJson:
     return self._values[key]
 
   def get(self, key: str, default: Any = None) -> Any:
-    """Returns a value; the default if it is absent."""
     return self._values.get(key, default)
 
   def require(self, key: str, *expected: Any) -> None:
-    """Raises ConfigError if a key is there with another value than these."""
     if key in self._values and self._values[key] not in expected:
       raise self.error(
         f"{key}={self._values[key]!r}: the model computes only "
@@ -90,12 +83,10 @@ class ConfigJson:
       )
 
   def error(self, text: str) -> settings.ConfigError:
-    """Returns an error about this file."""
     return settings.ConfigError(f"{self.path}: {text}")
 
 
 def file_beside(path: str) -> str:
-  """Path of the config.json in a folder, or beside a file of weights."""
   path = os.path.abspath(os.path.expanduser(path))
   folder = path if os.path.isdir(path) else os.path.dirname(path)
   return os.path.join(folder, FILE)
@@ -104,13 +95,8 @@ def file_beside(path: str) -> str:
 def fields(path: str, families: Mapping[str, Family]) -> "Fields | None":
   """Returns the fields that a config.json determines, of a known family.
 
-  Returns:
-    None without such a file, or if it does not describe a published model, as
-    the config.json of a workdir.
-
-  Raises:
-    ConfigError: the file cannot be read, or the model does not compute its
-      architecture.
+  None without such a file, or if it does not describe a published model, as the
+  config.json of a workdir.
   """
   file = file_beside(path)
   if not os.path.isfile(file):
@@ -143,14 +129,9 @@ def fields(path: str, families: Mapping[str, Family]) -> "Fields | None":
 def check_layout(
   layout: str, model: Any, needs: Mapping[str, Mapping[str, Any]]
 ) -> None:
-  """Raises ConfigError unless a layout can represent a model.
-
-  Args:
-    needs: {layout: {field of the model: value}}.
-  """
-  for field, value in needs[
-    settings.check_choice("--layout", layout, needs)
-  ].items():
+  """Checks the model against needs, {layout: {field: value}}."""
+  settings.check_choice("--layout", layout, needs)
+  for field, value in needs[layout].items():
     if getattr(model, field) != value:
       raise settings.ConfigError(
         f"--layout={layout}: expected a model with {field}={value!r}, got "
@@ -159,11 +140,7 @@ def check_layout(
 
 
 class Fields(dict[str, Field]):
-  """The fields of a model that a config.json determines, by name.
-
-  Attributes:
-    path: path of the file.
-  """
+  """The fields of a model that a config.json determines, by name."""
 
   def __init__(self, config: ConfigJson, fields: Mapping[str, Field]):
     super().__init__(fields)
@@ -188,14 +165,7 @@ class Fields(dict[str, Field]):
   def merge(
     self, options: Mapping[str, Any], allowed: Collection[str], key: str
   ) -> dict[str, Any]:
-    """Returns config.model with the fields that the file determines.
-
-    Args:
-      options: config.model without `published`.
-
-    Raises:
-      ConfigError: `options` has other values.
-    """
+    """Returns `options`, of config.model, with the fields of the file."""
     result = {n: f.value for n, f in self.items() if f.value is not None}
     wrong = []
     for name, value in options.items():
@@ -223,7 +193,6 @@ def _message(key: str, value: Any, field: Field) -> str:
 
 
 def _experts(options: Any) -> dict[str, Any] | None:
-  """Returns the experts' keys of a config.json, from options of moe.Moe."""
   if options is None:
     return None
   return {

@@ -69,7 +69,6 @@ def _common(config: ConfigJson, fields: dict[str, Field]) -> dict[str, Field]:
 
 
 def _experts(config: ConfigJson) -> Field:
-  """Returns the field `moe` of a Switch Transformer."""
   keys = ("num_sparse_encoder_layers", "num_sparse_decoder_layers")
   depths = (config["num_layers"], config["num_decoder_layers"])
   key = ", ".join(keys)
@@ -149,7 +148,6 @@ def _attention(
 
 
 def _mlp(published: str, ours: str, gated: bool) -> list[Entry]:
-  """Returns the entries of an MLP or of each expert, with kernels in `ours`."""
   up = linear(f"{published}.wi", f"{ours}/up/kernel")
   ups = [
     linear(f"{published}.wi_0", f"{ours}/gate/kernel"),
@@ -212,7 +210,6 @@ _UNUSED = (
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts a published model's arrays, see tables.load."""
   return tables.load(
     LAYOUTS,
     t5x.renamed(flat),
@@ -235,11 +232,7 @@ _NO_CAPACITY = 2**30
 def export(
   model: Any, shapes: tables.Shapes, layout: str, param_dims: dims.Table
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
-  """Returns a published folder: (contents of config.json, arrays).
-
-  Raises:
-    ConfigError: the layout is unknown or cannot represent the model.
-  """
+  """Returns (contents of config.json, arrays) in a published layout."""
   families.check_layout(layout, model, _NEEDS)
   table = list(LAYOUTS[layout])
   if layout == "switch" and not model.tied_head:

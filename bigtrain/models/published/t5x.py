@@ -40,9 +40,7 @@ _BIAS = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the arrays with Hugging Face's names, transposed where they are.
 
-  Args:
-    flat: arrays by name; returned as they are if they are not of T5X's T5.
-      Arrays without a counterpart keep their names.
+  Arrays without a counterpart keep their names, and so do all of other models.
   """
   if "token_embedder/embedding" not in flat:
     return dict(flat)

@@ -48,12 +48,12 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def plain(published: str, *ours: str) -> Entry:
-  """Returns the entry of a vector, or of a matrix (inputs, outputs)."""
+  """A vector, or a matrix (inputs, outputs)."""
   return Entry(published, ours)
 
 
 def linear(published: str, *ours: str) -> Entry:
-  """Returns the entry of a torch.nn.Linear's weight."""
+  """The weight of a torch.nn.Linear."""
   return Entry(f"{published}.weight", ours, transposed=True)
 
 
@@ -76,8 +76,7 @@ def load(
 
   Returns:
     {name: array or `LazyStack`; a `Remark` if it cannot be made}. Arrays that
-    the table does not use keep their published names and shapes. None for a
-    file in another layout.
+    the table does not use keep their names. None for a file in another layout.
   """
   layout = _find(layouts, flat)
   if layout is None:
@@ -117,7 +116,6 @@ def load(
 
 
 def _find(tables: Mapping[str, Table], names: Iterable[str]) -> str | None:
-  """Returns the layout that knows most of these names; None if none does."""
   names = list(names)
   counts = {}
   for layout, table in tables.items():
@@ -182,7 +180,6 @@ class _Place(NamedTuple):
 
 
 def _places(shapes: Shapes) -> dict[str, _Place]:
-  """Returns the places of our parameters, by name."""
   periods = blocks.periods(shapes, "blocks")
   places = {}
   for name, shape in shapes.items():
@@ -241,7 +238,6 @@ def _get(
 
 
 def _stack(parts: Sequence[Any]) -> LazyStack | Remark:
-  """Stacks arrays, unless there is a `Remark` among them."""
   remarks = [part for part in parts if isinstance(part, Remark)]
   if not remarks:
     return LazyStack(parts)
@@ -269,14 +265,7 @@ class Tensor(NamedTuple):
 def export(
   layout: str, table: Table, shapes: Shapes, param_dims: dims.Table
 ) -> list[Tensor]:
-  """Returns the arrays of a published file.
-
-  Args:
-    shapes: shapes of our parameters, by name.
-
-  Raises:
-    ConfigError: the layout lacks some of the parameters.
-  """
+  """Returns the arrays of a published file, of our parameters' shapes."""
   # {name in tables: {layer: (our name, index into its leading axis)}}
   sources: dict[str, dict[int | None, tuple[str, tuple[slice, ...]]]] = {}
   for name, place in _places(shapes).items():
@@ -308,9 +297,7 @@ def _tensors(
 ) -> list[Tensor]:
   """Returns the published array of an entry and layer, or one for each expert.
 
-  Args:
-    layer: number of the layer; None outside of blocks.
-    sources: (name, index into the leading axis) of the entry's parameters.
+  `sources` has (name, index into the leading axis) of the entry's parameters.
   """
   inner = [tuple(shapes[name])[len(index) :] for name, index in sources]
   experts: Sequence[int | None] = [None]

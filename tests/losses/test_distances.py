@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain.losses import distillation
+from bigtrain.losses import distances
 from bigtrain.settings import ConfigError
 
 RNG = np.random.default_rng(0)
@@ -45,9 +45,7 @@ def hard(smoothing):
   ],
 )
 def test_the_formulas_of_big_vision(kind, options, expected):
-  result = distillation.distance(
-    jnp.asarray(S), jnp.asarray(T), kind, **options
-  )
+  result = distances.distance(jnp.asarray(S), jnp.asarray(T), kind, **options)
   np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
@@ -55,15 +53,15 @@ def test_equal_logits_have_no_distance_and_finite_gradients():
   same = jnp.asarray(T, jnp.float32)
   for kind in ("kl", "l2", "euclidean", "logsoftmax_euclidean"):
     value, grad = jax.value_and_grad(
-      lambda s: distillation.distance(s, same, kind).sum()  # noqa: B023
+      lambda s: distances.distance(s, same, kind).sum()  # noqa: B023
     )(same)
     assert abs(value) < 1e-4 and np.isfinite(grad).all(), kind
-  assert distillation.agreement(same, same).all()
-  assert distillation.entropy(jnp.zeros((1, 5)))[0] == pytest.approx(np.log(5))
+  assert distances.agreement(same, same).all()
+  assert distances.entropy(jnp.zeros((1, 5)))[0] == pytest.approx(np.log(5))
 
 
 def test_mistakes():
   with pytest.raises(ConfigError, match="unknown 'kll'.* mean 'kl'"):
-    distillation.distance(S, T, "kll")
+    distances.distance(S, T, "kll")
   with pytest.raises(ConfigError, match="teacher.model: expected 5 classes"):
-    distillation.distance(S, T[:, :3])
+    distances.distance(S, T[:, :3])

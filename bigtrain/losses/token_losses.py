@@ -32,19 +32,12 @@ class ModelLosses(NamedTuple):
   def with_experts(self, load_balance: float, router_z: float) -> Metrics:
     """Returns the metrics, with losses and statistics of experts if any.
 
-    An expert's load is its share of a microbatch on all devices. "load_balance"
-    is the loss of Switch Transformers (arXiv 2101.03961, equation 4), and not
-    the one of Hugging Face's Mixtral, see docs/language.md. It is a product of
-    two means, so it depends on the number of microbatches.
-
-    Args:
-      router_z: weight of the z-loss of ST-MoE (arXiv 2202.08906, equation 5),
-        which keeps the routers' logits small.
-
-    Returns:
-      The metrics; with experts these terms are in "loss", and there are also
-      "nll", the loss without them, "expert_load/<i>" and
-      "experts/<statistic>".
+    "loss" then has both terms, and "nll" is the loss without them. An expert's
+    load is its share of a microbatch on all devices. "load_balance" is the loss
+    of Switch Transformers (arXiv 2101.03961, equation 4), and not the one of
+    Hugging Face's Mixtral, see docs/language.md. It is a product of two means,
+    so it depends on the number of microbatches. "router_z" is the z-loss of
+    ST-MoE (arXiv 2202.08906, equation 5): it keeps the routers' logits small.
     """
     if self.expert_stats is None:
       return self.metrics
@@ -78,11 +71,8 @@ def model_losses(
 ) -> ModelLosses:
   """Applies a model such as models/decoder.py or models/t5.py.
 
-  Args:
-    model: flax module that returns (logits, dict with "pre_logits" and, with
-      experts, "moe") and has the method `head_kernel`.
-    chunk: positions of each example whose logits exist at a time, see
-      linear_xent.linear_softmax_xent.
+  It returns (logits, dict with "pre_logits" and, with experts, "moe") and has
+  the method `head_kernel`.
   """
   _, out = model.apply(
     variables,
@@ -119,10 +109,6 @@ def real_positions(
 
   Such targets are at the position, or later in its document, as the answer
   after a prompt without a loss. The other positions are padding.
-
-  Args:
-    segments_BL: number of the document of each position; None for one document
-      a row.
   """
   L = weight_BL.shape[1]
   own_BL = jnp.where(weight_BL != 0, jnp.arange(L), L)

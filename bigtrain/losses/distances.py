@@ -32,11 +32,8 @@ def distance(
     kind: "kl": Kullback-Leibler divergence from the teacher's distribution to
       the student's, both at the temperature, times its square; "hard":
       cross-entropy with the teacher's best class, minus the entropy of the
-      smoothed label; "l2": squared Euclidean distance; "euclidean";
-      "logsoftmax_euclidean", between log-probabilities.
-    temperature: divisor of the logits, of "kl".
-    label_smoothing: share of the label spread over the other classes, of
-      "hard".
+      label smoothed over the other classes; "l2": squared Euclidean distance;
+      "euclidean"; "logsoftmax_euclidean", between log-probabilities.
   """
   settings.check_choice("config.loss.distance", kind, _DISTANCES)
   if student_BC.shape != teacher_BC.shape:
@@ -44,21 +41,17 @@ def distance(
       f"config.teacher.model: expected {student_BC.shape[-1]} classes, as the "
       f"student has, got {teacher_BC.shape[-1]}."
     )
-  return _DISTANCES[kind](
-    student_BC.astype(jnp.float32),
-    teacher_BC.astype(jnp.float32),
-    temperature,
-    label_smoothing,
+  student_BC, teacher_BC = (
+    x_BC.astype(jnp.float32) for x_BC in (student_BC, teacher_BC)
   )
+  return _DISTANCES[kind](student_BC, teacher_BC, temperature, label_smoothing)
 
 
 def agreement(student_BC: jax.Array, teacher_BC: jax.Array) -> jax.Array:
-  """Whether student and teacher have the same best class: bool [B]."""
   return jnp.argmax(student_BC, axis=-1) == jnp.argmax(teacher_BC, axis=-1)
 
 
 def entropy(logits_BC: jax.Array) -> jax.Array:
-  """Entropy of softmax(logits) in nats: float32 [B]."""
   log_p_BC = jax.nn.log_softmax(logits_BC.astype(jnp.float32))
   return -jnp.sum(jnp.exp(log_p_BC) * log_p_BC, axis=-1)
 
