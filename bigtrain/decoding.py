@@ -5,9 +5,8 @@ candidates.
 
 A model is a `step_fn(cache, token_B, position) -> (logits_BV, cache)`: it reads
 the tokens at `position` (an int32 scalar) and returns logits for the tokens at
-`position + 1`. The cache is a tree of arrays whose first axis is the batch. All
-functions can be jitted under any mesh. Their loop stops when every example has
-ended.
+`position + 1`. The cache is a tree of arrays whose first axis is the batch. The
+loops stop when every example has ended.
 
 Examples of length 0 are padding and stay empty. `start` is the first position
 passed to step_fn; after a prefill, the length of the shortest prompt minus 1.
@@ -275,12 +274,10 @@ class _Beams(NamedTuple):
 
   Attributes:
     position: last position that was read.
-    token_BM: tokens to read next.
     new_BMN: generated tokens of unfinished hypotheses, best first.
     score_BM: their sums of log-probabilities.
     ended_BN: generated tokens of the best finished hypothesis.
     ended_score_B: its penalised score.
-    cache: the model's cache, B * M examples.
   """
 
   position: jax.Array

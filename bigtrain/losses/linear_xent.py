@@ -275,8 +275,7 @@ def _add_by_columns(
 ) -> jax.Array:
   """Returns sum + product(operand), in place, a few columns at a time.
 
-  With a large vocabulary the whole product would be the largest temporary of a
-  training step.
+  Otherwise the product would be the largest temporary of a training step.
   """
   D, V = sum_DV.shape
   slices = -(-V // max(1, _PRODUCT_AT_A_TIME // D))
@@ -343,11 +342,7 @@ def _one_chunk(
   sums: Any,
   xs: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[Any, Any]:
-  """Computes a chunk's losses, and adds its gradients to the sums.
-
-  Args:
-    sums: gradients of kernel and bias; None for the first chunk, and without
-      gradients.
+  """Computes a chunk's losses, and adds its gradients to the sums, if any.
 
   Returns:
     (sums, (losses, correct, gradient of the hidden states or None)).

@@ -31,8 +31,6 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.published import blocks, conversions
 
-_SIZES = ("width", "depth", "mlp_dim", "num_heads")
-
 
 class States(NamedTuple):
   """Factors of the logits, which are hidden @ kernel + bias."""
@@ -94,7 +92,7 @@ class Model(nn.Module):
 
   def __post_init__(self) -> None:
     encoder = _encoder(self, parent=None)
-    sizes = [f"decoder_{name}" for name in _SIZES]
+    sizes = [f"decoder_{name}" for name in vit.SIZES]
     missing = [name for name in sizes if getattr(self, name) is None]
     options.set_fields(
       self,
@@ -237,13 +235,10 @@ class Model(nn.Module):
     token_B: jax.Array,
     position: jax.Array,
   ) -> tuple[jax.Array, kv_cache.Cache]:
-    """Returns (float32 logits of one token (B, V), the new cache).
+    """Returns (float32 logits (B, V) of the token at `position`, new cache).
 
-    B may be a multiple of the number of images.
-
-    Args:
-      token_B: the token before the one to predict; 0 at first.
-      position: int scalar, position of the token to predict.
+    `token_B` are the tokens before it, 0 at first. B may be a multiple of the
+    number of images.
     """
     posemb_11D = jax.lax.dynamic_slice_in_dim(self.posemb_1LD, position, 1, 1)
     (hidden_B1D, head), new_cache = self.decoder(
@@ -254,7 +249,7 @@ class Model(nn.Module):
 
 
 def _encoder(model: Model, **kwargs: Any) -> vit.Model:
-  sizes = ("variant", "patch_size", *_SIZES)
+  sizes = ("variant", "patch_size", *vit.SIZES)
   others = ("posemb", "dropout", "drop_path", "scan", "attention")
   fields = (*sizes, *others, "remat_policy", "dtype")
   return vit.Model(**{name: getattr(model, name) for name in fields}, **kwargs)
@@ -266,11 +261,7 @@ def from_published(
   *,
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
-  """Converts the parameters of a published CapPa.
-
-  The decoder's blocks may be stacked or not; big_vision's files stack them
-  along the second axis.
-  """
+  """Converts the parameters of a published CapPa."""
   flat = conversions.normalise(flat)
   encoder = vit.from_published(
     conversions.below("encoder/", flat),

@@ -39,21 +39,12 @@ from bigtrain.models.layers.positions import (
 from bigtrain.models.published import blocks, decoder_families, families
 from bigtrain.models.published.tables import Shapes, Tensor
 
-_GPT2: dict[str, Any] = dict(
-  posemb="learn",
-  norm="layernorm",
-  norm_eps=1e-5,
-  mlp="gelu",
-  use_bias=True,
-  tied_head=True,
+_NORM_EPS: dict[str, Any] = dict(norm_eps=1e-5)
+_GPT2 = _NORM_EPS | dict(
+  posemb="learn", norm="layernorm", mlp="gelu", use_bias=True, tied_head=True
 )
-_LLAMA: dict[str, Any] = dict(
-  posemb="rope",
-  norm="rmsnorm",
-  norm_eps=1e-5,
-  mlp="swiglu",
-  use_bias=False,
-  tied_head=False,
+_LLAMA = _NORM_EPS | dict(
+  posemb="rope", norm="rmsnorm", mlp="swiglu", use_bias=False, tied_head=False
 )
 _GPT2_SIZES = dict(vocab_size=50257, max_len=1024)
 _LLAMA3 = dict(
@@ -71,7 +62,9 @@ def _llama3_scaling(factor: float) -> dict[str, Any]:
   )
 
 
+_LLAMA32_1B = dict(width=2048, depth=16, num_heads=32, mlp_dim=8192)
 _LLAMA31 = _LLAMA | _LLAMA3 | dict(rope_scaling=_llama3_scaling(8.0))
+_MIXTRAL = dict(moe=dict(num_experts=8, top_k=2))
 _MU = dict(width=32, depth=2, num_heads=4, max_len=128)
 
 # "gpt2" and "llama" have no sizes; "mu" is for tests. The Llamas are 3.2 1B,
@@ -87,33 +80,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
   "llama_mu": _LLAMA | _MU | dict(num_kv_heads=2, mlp_dim=64),
   "llama_1b": _LLAMA
   | _LLAMA3
-  | dict(
-    width=2048,
-    depth=16,
-    num_heads=32,
-    mlp_dim=8192,
-    tied_head=True,
-    rope_scaling=_llama3_scaling(32.0),
-  ),
+  | _LLAMA32_1B
+  | dict(tied_head=True, rope_scaling=_llama3_scaling(32.0)),
   "llama_8b": _LLAMA31
   | dict(width=4096, depth=32, num_heads=32, mlp_dim=14_336),
   "llama_70b": _LLAMA31
   | dict(width=8192, depth=80, num_heads=64, mlp_dim=28_672),
-  "mixtral_mu": _LLAMA
-  | _MU
-  | dict(num_kv_heads=2, mlp_dim=64, moe=dict(num_experts=8, top_k=2)),
+  "mixtral_mu": _LLAMA | _MU | dict(num_kv_heads=2, mlp_dim=64) | _MIXTRAL,
   "mixtral_8x7b": _LLAMA
-  | dict(
-    vocab_size=32_000,
-    max_len=32_768,
-    width=4096,
-    depth=32,
-    num_heads=32,
-    num_kv_heads=8,
-    mlp_dim=14_336,
-    rope_theta=1e6,
-    moe=dict(num_experts=8, top_k=2),
-  ),
+  | dict(width=4096, depth=32, num_heads=32, num_kv_heads=8, mlp_dim=14_336)
+  | dict(vocab_size=32_000, max_len=32_768, rope_theta=1e6)
+  | _MIXTRAL,
 }
 
 POSEMBS = ("learn", "rope", "none")
@@ -223,16 +200,13 @@ class Model(nn.Module):
 
     Args:
       tokens: int (B, L) token ids. Ids outside the vocabulary give NaN.
-      segments: int (B, L), number of the document of each token, 0 for padding;
-        documents do not see each other. None for one document a row.
+      segments: int (B, L), document of each token, 0 for padding; documents do
+        not see each other. None for one document a row.
       positions: int (B, L); by default they count from 0 in each document.
       real: bool (B, L), False for padding, which experts leave out: positions
-        that no target with a loss depends on. By default, positions with
-        segment 0 are padding; without segments there is no padding.
+        that no target with a loss depends on. By default, those of segment 0.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
-      head: whether to compute the logits.
-      train: whether dropout acts; it draws from the rng "dropout".
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
@@ -386,7 +360,6 @@ def from_published(
 def to_published(
   model: Model, shapes: Shapes, layout: str
 ) -> tuple[dict[str, Any], list[Tensor]]:
-  """Returns (contents of config.json, arrays) of a published layout."""
   return decoder_families.export(model, shapes, layout, _DIMS)
 
 

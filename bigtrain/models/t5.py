@@ -1,10 +1,9 @@
 """T5, an encoder-decoder for text: versions 1.0 and 1.1.
 
-https://arxiv.org/abs/1910.10683. Relative positions only, root-mean-square
-norms, no biases. Version 1.0 has ReLUs and one embedding table for inputs,
-targets and, scaled, logits; 1.1 has gated GELUs and a separate head. With
-experts in place of every second layer's MLP it is a Switch Transformer,
-https://arxiv.org/abs/2101.03961.
+https://arxiv.org/abs/1910.10683. Version 1.0 has ReLUs and one embedding table
+for inputs, targets and, scaled, logits; 1.1 has gated GELUs and a separate
+head. With experts in place of every second layer's MLP it is a Switch
+Transformer, https://arxiv.org/abs/2101.03961.
 
 As in the published models, targets begin with 0, the id of padding. Only
 distances between positions matter, so packed documents need no positions of
@@ -173,16 +172,13 @@ class Model(nn.Module):
       inputs: int (B, S) token ids, padded with 0. Ids outside the vocabulary
         give NaN.
       targets: int (B, L) token ids, padded with 0.
-      inputs_segments: int (B, S), number of the document of each token, 0 for
-        padding; documents do not see each other. None for one document a row.
-      targets_segments: int (B, L), the same for targets; given if
-        inputs_segments is.
+      inputs_segments: int (B, S), document of each token, 0 for padding;
+        documents do not see each other. None for one document a row.
+      targets_segments: int (B, L), the same for targets, with the former.
       real: bool (B, L), False for targets that no loss depends on. They are
         padding, which experts leave out, and so are the inputs of a row without
         other targets. By default, positions with segment 0 are padding, or
         without segments the padding at the end of a row.
-      head: whether to compute the logits.
-      train: whether dropout acts; it draws from the rng "dropout".
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; a dict of
@@ -259,10 +255,7 @@ class Model(nn.Module):
     return encoded_BSD, stats
 
   def begin(self, inputs: jax.Array, max_len: int) -> t5_stack.DecodingState:
-    """Returns the state before the first `step`.
-
-    Targets have up to `max_len` tokens, including the 0 that begins them.
-    """
+    """Returns the state before the first `step`, for max_len - 1 targets."""
     B, S = inputs.shape
 
     def empty(length: int) -> kv_cache.Cache:
@@ -355,7 +348,6 @@ def from_published(
 def to_published(
   model: Model, shapes: Shapes, layout: str
 ) -> tuple[dict[str, Any], list[Tensor]]:
-  """Returns (contents of config.json, arrays) of a published layout."""
   return t5_families.export(model, shapes, layout, _DIMS)
 
 

@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import dims, settings
+from bigtrain import dims
 from bigtrain.models import vit
 from bigtrain.models.layers import encoder, layer_dims, options, pooling
 
 POOL_TYPES = ("last", "first", "gap", "max", "map")
-_SIZES = ("width", "depth", "mlp_dim", "num_heads")
 
 
 class Model(nn.Module):
@@ -60,18 +59,8 @@ class Model(nn.Module):
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    sizes = {} if self.variant is None else vit.variant_sizes(self.variant)
-    for name in _SIZES:
-      value = getattr(self, name)
-      value = sizes.get(name) if value is None else value
-      if name == "mlp_dim" and value is None and self.width is not None:
-        value = 4 * self.width
-      if value is None:
-        raise settings.ConfigError(
-          f"config.model.{name}: missing; give it, or a variant such as 'B'."
-        )
-      options.set_fields(self, {name: value})
-    options.check_sizes(self, (*_SIZES, "vocab_size"))
+    options.set_fields(self, vit.sizes(self, vit.SIZES, "B"))
+    options.check_sizes(self, (*vit.SIZES, "vocab_size"))
     options.check_fields(self, "dropout", pool_type=POOL_TYPES)
     super().__post_init__()
 
@@ -79,11 +68,7 @@ class Model(nn.Module):
   def __call__(
     self, text: jax.Array, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Encodes texts.
-
-    Args:
-      text: int (B, L) token ids below vocab_size; any other gives NaN.
-      train: whether dropout acts; it draws from the rng "dropout".
+    """Encodes texts: int (B, L) token ids; others than those in [0, V) give NaN.
 
     Returns:
       (float32 (B, C), or the pooled features without a head; a dict with

@@ -51,6 +51,7 @@ VARIANTS = {
   "G": Size(1664, 48, 8192, 16),
 }
 
+SIZES = ("width", "depth", "mlp_dim", "num_heads")
 POSEMBS = ("learn", "sincos2d")
 POOL_TYPES = ("gap", "map", "tok", "none")
 
@@ -102,7 +103,10 @@ class Model(nn.Module):
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    options.set_fields(self, _sizes(self))
+    values = sizes(self, ("patch_size", *SIZES), "B/16")
+    values["patch_size"] = _patch_size(values["patch_size"])
+    options.set_fields(self, values)
+    options.check_sizes(self, SIZES)
     options.check_fields(
       self, "dropout", "drop_path", posemb=POSEMBS, pool_type=POOL_TYPES
     )
@@ -216,29 +220,31 @@ class PatchEmbedding(nn.Module):
     return x @ kernel + bias_D.astype(self.dtype), (h, w)
 
 
-def _sizes(model: Model) -> dict[str, Any]:
-  sizes = {} if model.variant is None else variant_sizes(model.variant)
-  for name in ("patch_size", "width", "depth", "mlp_dim", "num_heads"):
-    if getattr(model, name) is not None:
-      sizes[name] = getattr(model, name)
-  sizes.setdefault("mlp_dim", 4 * sizes.get("width", 0))
-  for name in ("patch_size", "width", "depth", "num_heads", "mlp_dim"):
-    if name not in sizes:
+def sizes(model: Any, names: Sequence[str], example: str) -> dict[str, Any]:
+  """Values of a model's fields: given, the variant's, or derived."""
+  known = {} if model.variant is None else variant_sizes(model.variant)
+  given = {name: getattr(model, name) for name in names}
+  known |= {name: value for name, value in given.items() if value is not None}
+  known.setdefault("mlp_dim", 4 * known.get("width", 0))
+  for name in names:
+    if name not in known:
       raise settings.ConfigError(
-        f"config.model.{name}: missing; give it, or a variant such as 'B/16'."
+        f"config.model.{name}: missing; give it, or a variant such as "
+        f"{example!r}."
       )
-    key, value = f"config.model.{name}", sizes[name]
-    if name != "patch_size":
-      settings.check_number(key, value, least=1, whole=True)
-      continue
-    numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    numbers = sizes[name] = numbers * 2 if len(numbers) == 1 else numbers
-    whole = all(isinstance(n, int) and n > 0 for n in numbers)
-    if not whole or len(numbers) != 2:
-      raise settings.ConfigError(
-        f"{key}: expected a positive whole number or two, got {value!r}."
-      )
-  return sizes
+  return {name: known[name] for name in names}
+
+
+def _patch_size(value: Any) -> tuple[int, int]:
+  numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+  numbers = numbers * 2 if len(numbers) == 1 else numbers
+  whole = all(isinstance(n, int) and n > 0 for n in numbers)
+  if not whole or len(numbers) != 2:
+    raise settings.ConfigError(
+      "config.model.patch_size: expected a positive whole number or two, got "
+      f"{value!r}."
+    )
+  return numbers
 
 
 def variant_sizes(variant: str) -> dict[str, Any]:
@@ -246,15 +252,15 @@ def variant_sizes(variant: str) -> dict[str, Any]:
   name, slash, patch = str(variant).partition("/")
   choices = [known + slash + patch for known in VARIANTS]
   settings.check_choice("config.model.variant", variant, choices)
-  sizes: dict[str, Any] = VARIANTS[name]._asdict()
+  values: dict[str, Any] = VARIANTS[name]._asdict()
   if slash:
     if not patch.isdigit():
       raise settings.ConfigError(
         "config.model.variant: expected a patch size in pixels after the "
         f"slash, such as '{name}/16', got {variant!r}."
       )
-    sizes["patch_size"] = int(patch)
-  return sizes
+    values["patch_size"] = int(patch)
+  return values
 
 
 def from_published(

@@ -8,10 +8,9 @@ as the task's docstring describes it, whose "_mask" is 0 for padding; and
 `loss_fn` a key for dropout and the like, which are on with `train`.
 
 Three more are optional: `vocab_sizes(model)` returns {feature of a batch:
-vocabulary size} for token ids and `class_counts` {feature: number of classes}
-for class numbers, so that the input refuses others before they reach a device;
-`gradients_fn` replaces `step.gradients.make`, see docs/training.md. Open
-classification.py first, the shortest. Tasks are loaded by name (parts.py) and
-no other module imports them; they import losses, decoding, step, metrics and
-settings, never models.
+vocabulary size} and `class_counts` {feature: number of classes}, so that the
+input refuses other numbers before they reach a device; `gradients_fn` replaces
+`step.gradients.make`, see docs/training.md. Open classification.py first, the
+shortest. Tasks are loaded by name (parts.py) and no other module imports them;
+they import losses, decoding, step, metrics and settings, never models.
 """

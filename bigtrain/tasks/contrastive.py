@@ -45,11 +45,7 @@ def embed_fn(
   model: Any,
   train: bool,
 ) -> tuple[dict[str, jax.Array], Any]:
-  """Embeds a batch or a microbatch, each example independently.
-
-  Returns:
-    ({"image": [B, E], "text": [B, E]}, new mutable collections).
-  """
+  """Returns {"image": [B, E], "text": [B, E]}, and new mutable collections."""
   mutable = [name for name in variables if name != "params"]
   (image_BE, text_BE, _), new_mutable = model.apply(
     variables,

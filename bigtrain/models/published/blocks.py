@@ -17,7 +17,6 @@ class Block(NamedTuple):
     stack: name up to the number, such as "encoder/blocks".
     layer: number of the block; None for stacked blocks.
     place: place in the period of stacked blocks.
-    rest: name after the number, with its leading "/".
   """
 
   stack: str

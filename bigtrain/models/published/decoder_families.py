@@ -11,26 +11,34 @@ from bigtrain.models.published import families, tables
 from bigtrain.models.published.families import ConfigJson, Family, Field
 from bigtrain.models.published.tables import Entry, linear, plain
 
-_GPT2_KEYS = {
-  "vocab_size": "vocab_size",
-  "max_len": "n_positions",
-  "width": "n_embd",
-  "depth": "n_layer",
-  "num_heads": "n_head",
-  "mlp_dim": "n_inner",
-  "norm_eps": "layer_norm_epsilon",
-}
-_LLAMA_KEYS = {
-  "vocab_size": "vocab_size",
-  "max_len": "max_position_embeddings",
-  "width": "hidden_size",
-  "depth": "num_hidden_layers",
-  "num_heads": "num_attention_heads",
-  "num_kv_heads": "num_key_value_heads",
-  "head_dim": "head_dim",
-  "mlp_dim": "intermediate_size",
-  "norm_eps": "rms_norm_eps",
-}
+_GPT2_KEYS, _GPT2_DEFAULTS = families.keys_and_defaults(
+  {
+    "vocab_size": ("vocab_size", 50257),
+    "max_len": ("n_positions", 1024),
+    "width": ("n_embd", 768),
+    "depth": ("n_layer", 12),
+    "num_heads": ("n_head", 12),
+    "mlp_dim": ("n_inner", None),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+  }
+)
+_GPT2_DEFAULTS |= dict(tie_word_embeddings=True)
+_LLAMA_KEYS, _LLAMA_DEFAULTS = families.keys_and_defaults(
+  {
+    "vocab_size": ("vocab_size", 32000),
+    "max_len": ("max_position_embeddings", 2048),
+    "width": ("hidden_size", 4096),
+    "depth": ("num_hidden_layers", 32),
+    "num_heads": ("num_attention_heads", 32),
+    "num_kv_heads": ("num_key_value_heads", None),
+    "head_dim": ("head_dim", None),
+    "mlp_dim": ("intermediate_size", 11008),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+  }
+)
+_LLAMA_DEFAULTS |= dict(
+  rope_theta=1e4, sliding_window=None, tie_word_embeddings=False
+)
 # Values that all these architectures have in common.
 _PLAIN: dict[str, Any] = dict(
   qk_norm=False, attention_softcap=None, logits_softcap=None
@@ -43,30 +51,6 @@ _LLAMA_FIELDS = _PLAIN | dict(
 )
 _IN_SHAPES = ("vocab_size", "width", "depth", "mlp_dim")
 
-_GPT2_DEFAULTS = dict(
-  vocab_size=50257,
-  n_positions=1024,
-  n_embd=768,
-  n_layer=12,
-  n_head=12,
-  n_inner=None,
-  layer_norm_epsilon=1e-5,
-  tie_word_embeddings=True,
-)
-_LLAMA_DEFAULTS: dict[str, Any] = dict(
-  vocab_size=32000,
-  max_position_embeddings=2048,
-  hidden_size=4096,
-  num_hidden_layers=32,
-  num_attention_heads=32,
-  num_key_value_heads=None,
-  head_dim=None,
-  intermediate_size=11008,
-  rms_norm_eps=1e-6,
-  rope_theta=1e4,
-  sliding_window=None,
-  tie_word_embeddings=False,
-)
 _MISTRAL_DEFAULTS = _LLAMA_DEFAULTS | dict(
   max_position_embeddings=131_072,
   num_key_value_heads=8,

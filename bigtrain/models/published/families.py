@@ -56,29 +56,27 @@ class Field(NamedTuple):
   unless_array: str | None = None
 
 
-class ConfigJson:
-  """The values of a config.json; `kind` is its `model_type`."""
+def keys_and_defaults(
+  table: Mapping[str, tuple[str, Any]],
+) -> tuple[dict[str, str], dict[str, Any]]:
+  """Splits a table {our field: (key, value of an absent key)}."""
+  return {name: key for name, (key, _) in table.items()}, dict(table.values())
+
+
+class ConfigJson(dict[str, Any]):
+  """The values of the config.json at `path`."""
 
   def __init__(self, path: str, values: Mapping[str, Any]):
+    super().__init__(values)
     self.path = path
-    self.kind = values.get("model_type")
-    self._values = dict(values)
 
-  def __contains__(self, key: str) -> bool:
-    return key in self._values
-
-  def __getitem__(self, key: str) -> Any:
-    if key not in self._values:
-      raise self.error(f"{key}: missing.")
-    return self._values[key]
-
-  def get(self, key: str, default: Any = None) -> Any:
-    return self._values.get(key, default)
+  def __missing__(self, key: str) -> Any:
+    raise self.error(f"{key}: missing.")
 
   def require(self, key: str, *expected: Any) -> None:
-    if key in self._values and self._values[key] not in expected:
+    if key in self and self[key] not in expected:
       raise self.error(
-        f"{key}={self._values[key]!r}: the model computes only "
+        f"{key}={self[key]!r}: the model computes only "
         f"{' or '.join(map(repr, expected))}."
       )
 
@@ -95,8 +93,7 @@ def file_beside(path: str) -> str:
 def fields(path: str, families: Mapping[str, Family]) -> "Fields | None":
   """Returns the fields that a config.json determines, of a known family.
 
-  None without such a file, or if it does not describe a published model, as the
-  config.json of a workdir.
+  None without such a file, or if it describes a run and not a published model.
   """
   file = file_beside(path)
   if not os.path.isfile(file):

@@ -13,34 +13,23 @@ from bigtrain.models.published import families, t5x, tables
 from bigtrain.models.published.families import ConfigJson, Family, Field
 from bigtrain.models.published.tables import Entry, linear, plain
 
-_KEYS = {
-  "vocab_size": "vocab_size",
-  "width": "d_model",
-  "head_dim": "d_kv",
-  "mlp_dim": "d_ff",
-  "depth": "num_layers",
-  "decoder_depth": "num_decoder_layers",
-  "num_heads": "num_heads",
-  "num_buckets": "relative_attention_num_buckets",
-  "max_distance": "relative_attention_max_distance",
-  "norm_eps": "layer_norm_epsilon",
-}
+_KEYS, _DEFAULTS = families.keys_and_defaults(
+  {
+    "vocab_size": ("vocab_size", 32128),
+    "width": ("d_model", 512),
+    "head_dim": ("d_kv", 64),
+    "mlp_dim": ("d_ff", 2048),
+    "depth": ("num_layers", 6),
+    "decoder_depth": ("num_decoder_layers", None),
+    "num_heads": ("num_heads", 8),
+    "num_buckets": ("relative_attention_num_buckets", 32),
+    "max_distance": ("relative_attention_max_distance", 128),
+    "norm_eps": ("layer_norm_epsilon", 1e-6),
+  }
+)
+_DEFAULTS |= dict(feed_forward_proj="relu", tie_word_embeddings=True)
 _IN_SHAPES = ("vocab_size", "width", "mlp_dim", "depth", "decoder_depth")
 
-_DEFAULTS = dict(
-  vocab_size=32128,
-  d_model=512,
-  d_kv=64,
-  d_ff=2048,
-  num_layers=6,
-  num_decoder_layers=None,
-  num_heads=8,
-  relative_attention_num_buckets=32,
-  relative_attention_max_distance=128,
-  layer_norm_epsilon=1e-6,
-  feed_forward_proj="relu",
-  tie_word_embeddings=True,
-)
 _MLPS = {"relu": "relu", "gated-gelu": "geglu"}
 _SWITCH = "switch_transformers"
 
@@ -148,13 +137,11 @@ def _attention(
 
 
 def _mlp(published: str, ours: str, gated: bool) -> list[Entry]:
-  up = linear(f"{published}.wi", f"{ours}/up/kernel")
-  ups = [
-    linear(f"{published}.wi_0", f"{ours}/gate/kernel"),
-    linear(f"{published}.wi_1", f"{ours}/up/kernel"),
+  names = {"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}
+  return [
+    linear(f"{published}.{theirs}", f"{ours}/{part}/kernel")
+    for theirs, part in (names | {"wo": "down"}).items()
   ]
-  down = linear(f"{published}.wo", f"{ours}/down/kernel")
-  return [*(ups if gated else [up]), down]
 
 
 def _stack(stack: str, gated: bool, switch: bool) -> list[Entry]:

@@ -169,7 +169,6 @@ class _Place(NamedTuple):
   """Location of one of our parameters in a model's tables and layers.
 
   Attributes:
-    name: name in tables.
     layers: numbers of its layers; (None,) outside of blocks.
     stacked: whether its first axis runs over these layers.
   """
@@ -247,13 +246,10 @@ def _stack(parts: Sequence[Any]) -> LazyStack | Remark:
 
 
 class Tensor(NamedTuple):
-  """One array of an exported file.
+  """One array of an exported file, built of parts of our parameters.
 
   Attributes:
-    name: published name.
-    shape: published shape.
     parts: (name of our parameter, index of its part) of each part.
-    build: makes the array of the parts' values.
   """
 
   name: str
@@ -295,10 +291,7 @@ def _tensors(
   sources: Sequence[tuple[str, tuple[slice, ...]]],
   shapes: Shapes,
 ) -> list[Tensor]:
-  """Returns the published array of an entry and layer, or one for each expert.
-
-  `sources` has (name, index into the leading axis) of the entry's parameters.
-  """
+  """Returns the published array of an entry and layer, or one for each expert."""
   inner = [tuple(shapes[name])[len(index) :] for name, index in sources]
   experts: Sequence[int | None] = [None]
   if "{e}" in entry.published:
