@@ -68,7 +68,7 @@ class Model(nn.Module):
   def __call__(
     self, text: jax.Array, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Encodes texts: int (B, L) token ids; others than those in [0, V) give NaN.
+    """Encodes texts: int (B, L) token ids. Ids without an embedding give NaN.
 
     Returns:
       (float32 (B, C), or the pooled features without a head; a dict with

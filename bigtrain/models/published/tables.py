@@ -291,7 +291,7 @@ def _tensors(
   sources: Sequence[tuple[str, tuple[slice, ...]]],
   shapes: Shapes,
 ) -> list[Tensor]:
-  """Returns the published array of an entry and layer, or one for each expert."""
+  """Returns an entry's array in a layer, or one for each expert."""
   inner = [tuple(shapes[name])[len(index) :] for name, index in sources]
   experts: Sequence[int | None] = [None]
   if "{e}" in entry.published:
