@@ -40,9 +40,8 @@ class JobError(RuntimeError):
 class Channel:
   """This process's end of the channel; alone until it has joined a job.
 
-  Exchanges of one name are made in the same order on all processes; those of
-  different names may overlap, so threads use names of their own. Values are
-  JSON.
+  Exchanges of one name are made in the same order on all processes; threads
+  use names of their own. Values are JSON.
   """
 
   def __init__(self) -> None:
@@ -393,9 +392,8 @@ class Channel:
 class Event:
   """Work that succeeds or fails on all processes together.
 
-  Each process does its part and calls `done`. Process 0 waits for all,
-  finishes the work and calls `succeed`; the others `wait`. If any process
-  calls `fail`, all that waits raises JobError.
+  Each process calls `done`; process 0 waits for all and calls `succeed`; the
+  others `wait`. If any process calls `fail`, all that waits raises JobError.
   """
 
   def __init__(self, channel: Channel, topic: _Topic, timeout_secs: float):

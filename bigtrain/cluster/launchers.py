@@ -57,10 +57,7 @@ class _Ranks:
 def detect(
   env: Mapping[str, str] = os.environ, timeout_secs: float = 300.0
 ) -> Place | None:
-  """Returns this process's place in a job of several, or None if it is alone.
-
-  The time limit is for the name of process 0's host to become known.
-  """
+  """Returns this process's place in a job of several; None if it is alone."""
   ranks = _slurm_ranks(env) or _mpi_ranks(env)
   if any(name in env for name in _FLAGS):
     place = _from_user(env, ranks)

@@ -135,10 +135,7 @@ class Lease:
 
 @contextlib.contextmanager
 def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
-  """Process 0 holds the workdir's lease for the whole job.
-
-  Yields `Lease.check`, or None on other processes.
-  """
+  """Process 0 holds the workdir's lease; yields `Lease.check`, else None."""
   import jax
 
   if jax.process_index() != 0:
@@ -150,10 +147,7 @@ def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
 
 
 def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
-  """Takes the lease of a workdir; only one process of a job calls this.
-
-  Raises ConfigError if another job holds it, or the folder is not writable.
-  """
+  """Takes the lease of a workdir; ConfigError if another job holds it."""
   path = os.path.join(workdir, FILE)
   try:
     paths.make_folder(workdir)

@@ -238,10 +238,7 @@ def end_job(code: int, reason: str, *, hang: bool = False) -> None:
 
 
 class Background:
-  """Runs `fn`, which may spend minutes in C++, in a thread of its own.
-
-  In the main thread it would keep signal handlers from running.
-  """
+  """Runs `fn` in a thread; in the main one, C++ code would block signals."""
 
   def __init__(self, fn: Callable[[], Any], name: str = "background"):
     self._future: futures.Future[Any] = futures.Future()
