@@ -1,6 +1,6 @@
 """Where a run's time goes: accounts, throughput, MFU, time left.
 
-Every second of a process belongs to one account:
+Every second of a run belongs to one account:
 
   start      before the loop begins (data, model, restoring)
   compile    compilation, and the first step with its one-time work
@@ -8,15 +8,11 @@ Every second of a process belongs to one account:
   data_wait  the loop waited for a batch
   eval       evaluations
   save       the loop waited for a checkpoint
-
-A restarted run has two more:
-
-  lost       steps after the last checkpoint, which the run had to repeat
-  down       from the last sign of life to the new start; the run holds no
-             devices then, so `device_hours` leaves it out
+  lost       steps after the last checkpoint, which a restart had to repeat
+  down       from the last sign of life to a restart; without devices, so it is
+             not in `device_hours`
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -33,9 +29,7 @@ import jax
 from bigtrain.reports import flops
 
 ACCOUNTS = tuple("start compile step data_wait eval save lost down".split())
-# The rate of the last few rows predicts the time left; the mean of the whole
-# run would include a slow beginning for hours.
-_ROWS_FOR_ETA = 20
+_ROWS_FOR_ETA = 20  # The whole run's mean would include a slow beginning.
 
 
 def memory_bytes() -> dict[str, int]:
@@ -59,9 +53,9 @@ class Chrono:
   Attributes:
     last_step: last step of this run if earlier (`stop_at_steps`).
     sources_at: figures of each source of a mixture by the number of steps.
-    flops_per_step: model FLOPs of a step over all devices. Rows have no `mfu`
-      without this and the peak, in FLOP/s.
-    wall: returns Unix time in seconds, to measure across restarts.
+    flops_per_step: model FLOPs of a step over all devices; None for no `mfu`.
+    peak_flops_per_device: FLOP/s.
+    wall: Unix time in seconds, to measure across restarts.
   """
 
   batch_size: int
@@ -86,14 +80,11 @@ class Chrono:
     self._open: list[str] = []  # Nested `account` contexts.
     self._open_since = 0.0
     self._step = 0  # Of the last row, or the warm-up's end.
-    self._recent: collections.deque[tuple[int, float]] = collections.deque(
-      maxlen=_ROWS_FOR_ETA
-    )
+    self._recent: list[tuple[int, float]] = []  # Steps and seconds of rows.
     self._completions: dict[int, concurrent.futures.Future[float]] = {}
     self._first_row = True
     self._compile_before = 0.0  # In earlier processes of this run.
-    self._stall_secs = 0.0
-    self._write_secs = 0.0
+    self._stall_secs = self._write_secs = 0.0
     self._device_secs_before = 0.0
     self._restarts = 0
 
@@ -132,14 +123,12 @@ class Chrono:
     self._open_since = now
 
   def ckpt_written(self, secs: float | None) -> None:
-    """Adds the seconds of a checkpoint's write, if there was one."""
     self._write_secs += secs or 0.0
 
   def completes(self, step: int, wait: Callable[[], Any]) -> None:
     """Notes when the device completes `step`; `row` then ends at that time.
 
-    `wait`, which blocks until then, is called in a thread, so the loop goes on.
-    `row` raises its exceptions.
+    `wait` blocks until then, in a thread; `row` raises its exceptions.
     """
     completion: concurrent.futures.Future[float] = concurrent.futures.Future()
     self._completions[step] = completion
@@ -157,8 +146,8 @@ class Chrono:
   def row(self, step: int, now: float | None = None) -> dict[str, float]:
     """Figures since the previous row, with the names of docs/config.md.
 
-    `now`, the completion of the step by `clock`, is by default as `completes`
-    noted, else the present. Later time counts for the next row.
+    `now`, the completion of the step, is by default as `completes` noted, else
+    the present. Later time counts for the next row.
     """
     if now is None:
       completion = self._completions.pop(step, None)
@@ -181,7 +170,7 @@ class Chrono:
       row |= self.sources_at(step)
     busy = spent["step"] + spent["data_wait"]
     if steps > 0 and busy > 0:
-      self._recent.append((steps, busy))
+      self._recent = [*self._recent, (steps, busy)][-_ROWS_FOR_ETA:]
       row |= self._rates(busy / steps)
       row["data_wait_fraction"] = spent["data_wait"] / busy
     if self._recent:
@@ -192,7 +181,6 @@ class Chrono:
     return row | self.memory() | self._totals(now)
 
   def summary(self) -> dict[str, float]:
-    """Totals up to now, for the last row of the run."""
     self._book(self.clock())
     return self._totals(self._mark)
 
@@ -233,21 +221,16 @@ class Chrono:
     self._restarts = state["restarts"] + 1
 
   def _rates(self, step_secs: float) -> dict[str, float]:
+    n, peak = self.num_devices, self.peak_flops_per_device
     per_sec = {"examples_per_sec": self.batch_size / step_secs}
     if self.tokens_per_example:
       tokens = self.batch_size * self.tokens_per_example
       per_sec["tokens_per_sec"] = tokens / step_secs
     rates = {"step_secs": step_secs, **per_sec}
-    if self.num_devices > 1:
-      for name, rate in per_sec.items():
-        rates[f"{name}_per_device"] = rate / self.num_devices
-    if self.flops_per_step and self.peak_flops_per_device:
-      rates["mfu"] = flops.mfu(
-        self.flops_per_step,
-        step_secs,
-        self.num_devices,
-        self.peak_flops_per_device,
-      )
+    if n > 1:
+      rates |= {f"{k}_per_device": rate / n for k, rate in per_sec.items()}
+    if self.flops_per_step and peak:
+      rates["mfu"] = flops.mfu(self.flops_per_step, step_secs, n, peak)
     return rates
 
   def _eta(self, step: int) -> float:
@@ -260,16 +243,15 @@ class Chrono:
     return max(0, last - step) * step_secs * (1 + pauses / busy)
 
   def _totals(self, now: float) -> dict[str, float]:
-    row = {"device_hours": self._device_secs(now) / 3600}
-    if self._stall_secs:
-      row["ckpt_stall_secs"] = self._stall_secs
-    if self._write_secs:
-      row["ckpt_write_secs"] = self._write_secs
+    row = {
+      "ckpt_stall_secs": self._stall_secs,
+      "ckpt_write_secs": self._write_secs,
+      "restarts": self._restarts,
+      **{f"account/{name}_secs": v for name, v in self._accounts.items()},
+    }
     self._stall_secs = self._write_secs = 0.0
-    if self._restarts:
-      row["restarts"] = self._restarts
-    accounts = self._accounts.items()
-    return row | {f"account/{k}_secs": v for k, v in accounts if v}
+    hours = {"device_hours": self._device_secs(now) / 3600}
+    return hours | {name: value for name, value in row.items() if value}
 
   def _device_secs(self, now: float) -> float:
     return self._device_secs_before + (now - self._born) * self.num_devices

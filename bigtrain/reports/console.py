@@ -1,7 +1,7 @@
 """Shows progress: a bar on a terminal and in a notebook, else plain lines.
 
-The bar stays on the last line, messages and prints appear above it. A log file
-gets one line per row instead, through absl.
+The bar stays on the last line, below messages. A log file gets one line per
+row, through absl.
 """
 
 import atexit
@@ -17,8 +17,7 @@ from typing import Any
 
 from absl import logging
 
-# Names in a training row that the program adds itself. All other names are the
-# task's metrics, which are shown by name.
+# Names in a training row that are not the task's metrics.
 FIGURES = frozenset(
   """step lr grad_norm grad_norm_last loss_last param_norm update_norm
   stats_steps examples_seen tokens_seen epoch progress examples_per_sec
@@ -78,20 +77,17 @@ class Console:
   def row(self, row: Mapping[str, Any]) -> None:
     if self._silent:
       return
-    bar = self._shown_bar()
-    if is_training_row(row):
-      if bar:
-        bar.take(row)
-      else:
-        logging.info("%s", training_line(row, self._total_steps))
-    elif line := evaluation_line(row, self._total_steps):
+    bar, is_training = self._shown_bar(), is_training_row(row)
+    line_of = training_line if is_training else evaluation_line
+    if bar and is_training:
+      bar.take(row)
+    elif line := line_of(row, self._total_steps):
       if bar:
         bar.print(line)
       else:
         logging.info("%s", line)
 
   def close(self) -> None:
-    """Leaves the bar's last state, and restores the terminal."""
     with self._lock:
       self._closed = True
       if self._bar:
@@ -113,8 +109,6 @@ class Console:
 
 
 class _Progress:
-  """The state of a run as a reader sees it; any thread may change it."""
-
   def __init__(self, total_steps: int):
     self.status = "starting"
     self.step = 0
@@ -149,8 +143,6 @@ class _Progress:
 
 
 class _Bar(_Progress):
-  """A line that rich redraws."""
-
   def __init__(self, total_steps: int):
     import rich.console
     import rich.live
@@ -168,8 +160,7 @@ class _Bar(_Progress):
     # rich hides the cursor; a killed process could not show it again.
     self._console.show_cursor(True)
     atexit.register(self.stop)
-    # Handlers keep the stream they were created with, so they would write into
-    # the bar although rich has redirected sys.stderr.
+    # Handlers keep the stream they were created with, not rich's sys.stderr.
     self._streams = [
       (handler, handler.setStream(sys.stderr))
       for handler in _terminal_handlers()
@@ -179,7 +170,6 @@ class _Bar(_Progress):
     atexit.unregister(self.stop)
     for handler, stream in self._streams:
       handler.setStream(stream)
-    self._streams = []
     self._live.stop()
 
   def print(self, line: str) -> None:
@@ -274,7 +264,6 @@ def in_notebook() -> bool:
 
 
 def _terminal_handlers() -> list[Any]:
-  """The log handlers that write to standard output or error."""
   handlers = {
     *python_logging.root.handlers,
     *logging.get_absl_logger().handlers,
@@ -290,7 +279,7 @@ def is_training_row(row: Mapping[str, Any]) -> bool:
 
 
 def training_line(row: Mapping[str, Any], total_steps: int) -> str:
-  """Formats a row: step, loss, metrics, learning rate, speed, time left.
+  """Formats a row of training.
 
   >>> row = {"step": 100, "loss": 1.234, "lr": 1e-3, "eta_secs": 80}
   >>> training_line(row, 1200)
@@ -309,7 +298,7 @@ def training_line(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def metric_names(row: Mapping[str, Any]) -> list[str]:
-  """The metrics of a training row that are shown, the loss first."""
+  """The shown metrics of a training row, the loss first."""
   names = [
     name
     for name, value in row.items()
@@ -355,7 +344,7 @@ def number(value: float) -> str:
 
 
 def duration(secs: float) -> str:
-  """Formats seconds for a reader.
+  """Formats seconds.
 
   >>> [duration(s) for s in (7.4, 80, 3725, 100000)]
   ['7s', '1m20s', '1h02m', '1d03h']

@@ -1,4 +1,4 @@
-"""The last words of a run."""
+"""The last lines that a run prints."""
 
 import os
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def message(results: Mapping[str, Any], workdir: str | None) -> str:
-  """The last lines of a run; `workdir` is None if no files were kept."""
+  """`workdir` is None if no files were kept."""
   if results.keys() == {"step"} and workdir:  # Nothing trained or evaluated.
     path = os.path.join(workdir, "run.json")
     return f"Compiled; {path} has its memory and FLOPs."

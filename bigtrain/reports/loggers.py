@@ -25,11 +25,9 @@ class Logger(Protocol):
   def write(self, row: Row, shown: Mapping[str, Any]) -> None:
     """Writes a row; `shown` has the values whose paths are in it."""
 
-  def flush(self) -> None:
-    """Makes the rows so far visible."""
+  def flush(self) -> None: ...
 
-  def close(self) -> None:
-    """Writes what is left."""
+  def close(self) -> None: ...
 
 
 _SPEED = ("account", "data_wait_fraction", "device_hours", "mfu")
@@ -61,7 +59,7 @@ class Setup(NamedTuple):
   """What a logger gets at the start of a run.
 
   Attributes:
-    config: {"model.depth": 12, ...}; empty lists and dicts are missing.
+    config: {"model.depth": 12, ...}; empty dicts and None are missing.
     parameters: content of parameters.txt.
   """
 
@@ -72,7 +70,6 @@ class Setup(NamedTuple):
 
   @classmethod
   def read(cls, workdir: str) -> "Setup":
-
     def content(name: str) -> str:
       try:
         return paths.read_bytes(os.path.join(workdir, name)).decode()
@@ -111,13 +108,11 @@ def preformatted(text: str) -> str:
 class TensorBoard:
   """Event files in workdir/tensorboard.
 
-  tensorboardX's SummaryWriter has a thread of its own, which dies silently when
-  the disk is full; its queue then blocks forever. This class uses the layer
-  below it.
+  Uses the layer below tensorboardX's SummaryWriter, whose thread dies silently
+  when the disk is full; its queue then blocks forever.
 
   Args:
-    purge_step: TensorBoard drops the events from this step on that an earlier
-      process has written.
+    purge_step: events of earlier processes from this step on are dropped.
   """
 
   def __init__(self, setup: Setup, purge_step: int):
@@ -136,38 +131,33 @@ class TensorBoard:
       local = self._local_folder.name
     # A restart within the same second must not overwrite the earlier file.
     suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
-    self._writer = event_file_writer.EventsWriter(
-      os.path.join(local, "events"), suffix
-    )
+    path = os.path.join(local, "events")
+    self._writer = event_file_writer.EventsWriter(path, suffix)
     if self._local_folder:
       (name,) = os.listdir(local)
-      self._mirror = paths.Mirror(
-        os.path.join(folder, name), os.path.join(local, name)
-      )
+      target, source = os.path.join(folder, name), os.path.join(local, name)
+      self._mirror = paths.Mirror(target, source)
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    self._writer.write_event(
-      self._event(wall_time=time.time(), step=purge_step, session_log=start)
-    )
+    self._add(purge_step, session_log=start)
     if setup.config:
       for part in summary.hparams(setup.config, {"train/loss": 0}):
-        self._add(purge_step, part)
+        self._add(purge_step, summary=part)
     if setup.parameters:
       text = preformatted(setup.parameters)
-      self._add(purge_step, summary.text("parameters", text))
+      self._add(purge_step, summary=summary.text("parameters", text))
 
-  def _add(self, step: int, summary: Any) -> None:
-    self._writer.write_event(
-      self._event(wall_time=time.time(), step=step, summary=summary)
-    )
+  def _add(self, step: int, **content: Any) -> None:
+    event = self._event(wall_time=time.time(), step=step, **content)
+    self._writer.write_event(event)
 
   def write(self, row: Row, shown: Mapping[str, Any]) -> None:
     values = [
       self._summary.Summary.Value(tag=name, simple_value=value)
       for name, value in self._setup.numbers(row).items()
     ]
-    self._add(row["step"], self._summary.Summary(value=values))
+    self._add(row["step"], summary=self._summary.Summary(value=values))
     for name, value in self._setup.grouped(shown).items():
-      self._add(row["step"], self._media(name, value))
+      self._add(row["step"], summary=self._media(name, value))
 
   def _media(self, name: str, value: Any) -> Any:
     if isinstance(value, media.Text):
@@ -201,9 +191,8 @@ class TensorBoard:
 
   def close(self) -> None:
     self._writer.close()
-    if self._mirror is not None:
+    if self._mirror and self._local_folder:
       self._mirror.push()
-    if self._local_folder is not None:
       self._local_folder.cleanup()
 
 

@@ -1,11 +1,8 @@
 """Images, texts, tables and histograms in rows.
 
 The results of an evaluator, and the metrics of a task, may have these values
-beside numbers. A file in the workdir holds each of them, metrics.jsonl the
-path of the file, and the loggers and tools.report show them.
-
-The files of a metric are media/<metric>/<step>.<suffix>, unless the evaluator
-gives a path.
+beside numbers. metrics.jsonl has the path of the file that holds one: by
+default media/<metric>/<step>.<suffix> in the workdir.
 """
 
 import dataclasses
@@ -20,7 +17,6 @@ import numpy as np
 
 from bigtrain.files import paths
 
-# Folder in a workdir for the files that have no path of their own.
 FOLDER = "media"
 
 
@@ -38,7 +34,7 @@ class Image:
   path: str = ""
 
   def uint8(self) -> np.ndarray:
-    """The pixels, uint8 [height, width, channels], or ValueError."""
+    """The pixels, uint8 [height, width, channels]."""
     pixels = np.asarray(self.pixels)
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.ndim != 3 or pixels.shape[-1] not in _PNG_COLORS:
@@ -75,10 +71,8 @@ _PNG_COLORS = {1: 0, 3: 2, 4: 6}
 
 
 def _png_chunk(kind: bytes, data: bytes) -> bytes:
-  checksum = zlib.crc32(kind + data)
-  return (
-    struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
-  )
+  size, checksum = len(data), zlib.crc32(kind + data)
+  return struct.pack(">I", size) + kind + data + struct.pack(">I", checksum)
 
 
 def png_caption(content: bytes) -> str:
@@ -108,12 +102,11 @@ class Table:
   path: str = ""
 
   def markdown(self, num_rows: int = 20) -> str:
-    header, rule = dict(zip(self.columns, self.columns)), "|---"
     lines = [
       "| " + " | ".join(_cell(row.get(c, "")) for c in self.columns) + " |"
-      for row in (header, *self.rows[:num_rows])
+      for row in ({c: c for c in self.columns}, *self.rows[:num_rows])
     ]
-    lines.insert(1, rule * len(self.columns) + "|")
+    lines.insert(1, "|---" * len(self.columns) + "|")
     return "\n".join(lines)
 
   @property
@@ -158,9 +151,8 @@ def content(value: Any) -> bytes:
   if isinstance(value, Table):
     lines = (json.dumps(row, ensure_ascii=False) for row in value.rows)
     return "".join(f"{line}\n" for line in lines).encode()
-  edges, counts = value.edges, np.asarray(value.counts)
-  fields = {"edges": edges.tolist(), "counts": counts.tolist()}
-  return json.dumps(fields).encode()
+  counts = np.asarray(value.counts).tolist()
+  return json.dumps({"edges": value.edges.tolist(), "counts": counts}).encode()
 
 
 def save(workdir: str, step: int, shown: Mapping[str, Any]) -> None:
@@ -172,7 +164,7 @@ def save(workdir: str, step: int, shown: Mapping[str, Any]) -> None:
 
 
 class ImageFile(NamedTuple):
-  """A PNG file and its caption."""
+  """A PNG file."""
 
   content: bytes
   caption: str
@@ -185,8 +177,7 @@ class ImageFile(NamedTuple):
 def read(workdir: str, path: str) -> Any:
   """Reads a file that a row points to; None if it is not in the workdir.
 
-  Returns:
-    `ImageFile`, `Text`, `Table`, or {"edges", "counts"} of a histogram.
+  Histograms are {"edges": ..., "counts": ...}.
   """
   suffix = os.path.splitext(path)[1]
   is_inside = not os.path.isabs(path) and ".." not in path.split("/")

@@ -19,13 +19,9 @@ from bigtrain import sharding, trees
 from bigtrain.files import paths
 from bigtrain.types import Params
 
-_FILE = "parameters.txt"
-
 
 @dataclasses.dataclass
 class _Row:
-  """A line of the table; the attributes are the columns."""
-
   name: str
   shape: tuple[int, ...]
   dtype: str
@@ -41,8 +37,7 @@ def _moments(mesh: Mesh) -> Any:
   return jax.jit(fn, out_shardings=sharding.replicated(mesh))
 
 
-def _mean_and_std(module: Any, array: Any) -> Any:
-  """Computed by jax.numpy or numpy, the `module`."""
+def _mean_and_std(module: Any, array: Any) -> Any:  # jax.numpy or numpy.
   values = array.astype(module.float32)
   mean = module.mean(values)
   std = module.sqrt(module.mean(module.square(values - mean)))
@@ -50,12 +45,9 @@ def _mean_and_std(module: Any, array: Any) -> Any:
 
 
 def moments(params: Params, mesh: Mesh) -> dict[str, Any]:
-  """Starts to compute mean and standard deviation of all parameters.
+  """Starts to compute {name: [mean, std]}; {} for jax.ShapeDtypeStructs.
 
   All processes call this at the same point. `params` may be donated afterwards.
-
-  Returns:
-    {name: float32 [2], arrays of jax or numpy}; {} for jax.ShapeDtypeStructs.
   """
   on_cpu = mesh.devices.flat[0].platform == "cpu"
   result = {}
@@ -63,14 +55,13 @@ def moments(params: Params, mesh: Mesh) -> dict[str, Any]:
     if not isinstance(array, jax.Array) or not array.size:
       continue
     if on_cpu and array.is_fully_addressable:
-      # It is in the host's memory already. To load and run a program for each
-      # shape would take a tenth of the time to the first step.
+      # A program for each shape would take long to load.
       result[name] = _mean_and_std(np, np.asarray(array))
     else:
       result[name] = _moments(mesh)(array)
       if on_cpu:
-        # Simulated devices share a few threads. In several programs at a time,
-        # each of them may wait for threads that the others hold.
+        # Simulated devices share a few threads: several programs at a time
+        # may wait for threads that the others hold.
         result[name].block_until_ready()
   return result
 
@@ -95,9 +86,7 @@ def write(
 ) -> str:
   """Writes parameters.txt, on process 0; returns the table and its totals.
 
-  Args:
-    values: result of `moments`.
-    origin: where the parameters come from, such as "from scratch".
+  `values` are the result of `moments`; for `origin` see `record.start`.
   """
   from clu import parameter_overview
 
@@ -111,9 +100,8 @@ def write(
       row.mean, row.std = map(float, on_host[name])
     rows.append(row)
   columns = [field.name for field in dataclasses.fields(_Row)]
-  table = parameter_overview.make_table(
-    rows, column_names=columns if values else columns[:-2]
-  )
+  columns = columns if values else columns[:-2]
+  table = parameter_overview.make_table(rows, column_names=columns)
   numbers = facts(params, trainable)
   text = (
     f"{table}\n{numbers['num_params']:,} parameters, "
@@ -123,6 +111,6 @@ def write(
   if origin:
     text += f"; mean and std at the start: {origin}"
   if jax.process_index() == 0:
-    with paths.replacing(os.path.join(workdir, _FILE)) as file:
+    with paths.replacing(os.path.join(workdir, "parameters.txt")) as file:
       file.write(f"{text}\n")
   return text

@@ -46,7 +46,6 @@ def read_json(path: str) -> dict[str, Any] | None:
 
 
 def topology(mesh: Mesh) -> str:
-  """Describes processes, devices and mesh in one line."""
   devices = list(mesh.devices.flat)
   per_process = collections.Counter(d.process_index for d in devices)
   kinds = collections.Counter(d.device_kind for d in devices)
@@ -82,7 +81,6 @@ def _git(*arguments: str) -> str:
 
 
 def run_info(mesh: Mesh) -> dict[str, Any]:
-  """Describes the code, packages, devices and host of this process."""
   device = mesh.devices.flat[0]
   return {
     "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -104,11 +102,8 @@ def run_info(mesh: Mesh) -> dict[str, Any]:
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
-  """What must be equal on all processes of a job, by name.
-
-  The code counts by its digest, since a checkout can have uncommitted changes.
-  """
-  digest = hashlib.sha256()
+  """What must be equal on all processes of a job, by name."""
+  digest = hashlib.sha256()  # A checkout can have uncommitted changes.
   folder = pathlib.Path(__file__).parents[1]  # The package bigtrain.
   for path in sorted(folder.rglob("*.py")):
     digest.update(f"{path.relative_to(folder)}\0".encode())
@@ -141,8 +136,7 @@ def start(
 ) -> Callable[[], None]:
   """Returns a function that writes all files of a run's start, in any thread.
 
-  Moments of the parameters are computed now, if the state has arrays. `origin`
-  is where the state comes from, such as "from scratch".
+  `origin` is where the state comes from, such as "from scratch".
   """
   params = state["params"]
   moments = parameters.moments(params, mesh)
@@ -158,19 +152,18 @@ def start(
 
 
 def update(workdir: str, **facts: Any) -> None:
-  """Adds facts, such as compile seconds, to the newest entry of run.json.
+  """Adds facts, and choices for "auto", to the newest entry of run.json.
 
-  Dicts of the same name are merged. Also writes what the program chose for each
-  "auto" of the config so far.
+  Dicts of the same name are merged.
   """
   if jax.process_index():
     return
   path = os.path.join(workdir, "run.json")
   content = json.loads(paths.read_bytes(path))
   newest = content["starts"][-1]
-  choices = settings.choices()
-  given = {**facts, "auto": choices} if choices else facts
-  for name, value in given.items():
+  if choices := settings.choices():
+    facts["auto"] = choices
+  for name, value in facts.items():
     if isinstance(value, Mapping):
       value = {**newest.get(name, {}), **value}
     newest[name] = value

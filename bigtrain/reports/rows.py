@@ -1,18 +1,13 @@
 """The rows of metrics.jsonl: appending, reading, and recovery after a kill.
 
-The file has one line per logged step, in the order of steps, each a JSON
-object: `{"step": 100, "loss": 0.7, ...}`. Evaluation results of a step arrive
-later and are added to the step's line, so a step never has two lines. Numbers
-that JSON lacks are the strings "NaN", "Infinity" and "-Infinity"; `read_rows`
-converts them to floats.
+The file has one JSON object per log step, in order:
+`{"step": 100, "loss": 0.7, ...}`. Numbers that JSON lacks are the strings "NaN",
+"Infinity" and "-Infinity".
 
-Each line is appended with one write, so a killed process leaves at most the
-last line incomplete. Results are added to the last line by overwriting its
-closing brace: a kill can only cut what was being added, and a restart recovers
-the rest of the line.
-
-Object stores cannot append: the file is then uploaded as a whole at every
-`sync`, and from time to time for readers.
+A line is appended with one write, and evaluation results are added to the last
+line by overwriting its closing brace: a kill can only cut what was being added,
+and a restart recovers the rest. Object stores cannot append: the file is then
+uploaded as a whole at every `sync`, and from time to time for readers.
 """
 
 import json
@@ -34,10 +29,9 @@ class WriteError(Exception):
 
 
 def read_rows(workdir: str) -> list[Row]:
-  """Reads the rows of a workdir's metrics.jsonl, in the order of steps.
+  """Reads metrics.jsonl, which may not exist, or a run may be writing it.
 
-  A run may be writing the file. An incomplete last line is dropped, other
-  damaged lines with a warning. Without a file there are no rows.
+  Drops an incomplete last line, and with a warning other damaged lines.
   """
   path = os.path.join(workdir, FILE_NAME)
   try:
@@ -59,13 +53,11 @@ def read_rows(workdir: str) -> list[Row]:
 class RowFile:
   """metrics.jsonl, open for writing.
 
-  Attributes:
-    last_alive: Unix time in seconds of the last write by an earlier process,
-      if known.
+  `last_alive` is the Unix time of the last write by an earlier process, if
+  known.
   """
 
   def __init__(self, path: str, restored_step: int | None):
-    """Removes rows after `restored_step`, which the run will write again."""
     self.path = path
     self.last_alive: float | None = None
     self._last: Row | None = None  # Of the last line.
@@ -96,14 +88,14 @@ class RowFile:
       content = file.read()
     lines, cut_line = _split(content)
     if cut_line:
-      row = _parse_cut(cut_line)
-      logging.warning(
-        "%s: the last line is incomplete (the process was killed); %s.",
-        self.path,
-        f"kept its values for step {row['step']}" if row else "removed it",
-      )
-      if row:
+      outcome = "removed it"
+      if row := _parse_cut(cut_line):
         lines.append(_line(row)[:-1])
+        outcome = f"kept its values for step {row['step']}"
+      logging.warning(
+        f"{self.path}: the last line is incomplete (the process was killed); "
+        f"{outcome}."
+      )
     keep_to = -1 if restored_step is None else restored_step
     num_lines = len(lines)
     while lines:
@@ -113,13 +105,12 @@ class RowFile:
       lines.pop()
       self._last = None
     if removed := num_lines - len(lines):
+      which = f"after step {restored_step}"
+      if restored_step is None:
+        which = "of a run without a checkpoint"
       logging.info(
-        "%s: removed %d rows %s; the run will write them again.",
-        self.path,
-        removed,
-        "of a run without a checkpoint"
-        if restored_step is None
-        else f"after step {restored_step}",
+        f"{self.path}: removed {removed} rows {which}; the run will write them "
+        "again."
       )
     kept = b"".join(line + b"\n" for line in lines)
     if kept != content:
@@ -206,7 +197,6 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _split(content: bytes) -> tuple[list[bytes], bytes]:
-  """(complete lines, incomplete last line or b"")."""
   *lines, cut_line = content.split(b"\n")
   # A cut line keeps its old newline if the kill came during an addition.
   if not cut_line and lines and _parse(lines[-1]) is None:
@@ -215,10 +205,7 @@ def _split(content: bytes) -> tuple[list[bytes], bytes]:
 
 
 def _parse_cut(line: bytes) -> Row | None:
-  """The complete values of an incomplete line; None without any.
-
-  A value is complete only if a comma follows: `0.2` may be a cut `0.25`.
-  """
+  """The values of an incomplete line before a comma: 0.2 may be a cut 0.25."""
   if row := _parse(line):
     return row  # Only the newline is missing.
   end = len(line)

@@ -18,16 +18,14 @@ from bigtrain.reports import loggers, media
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-  """Checks that a library is installed and knows the options of the config."""
   try:
     module = importlib.import_module(name)
   except ImportError as e:
     raise settings.ConfigError(
       f"config.{name}: {name} is not installed: pip install 'bigtrain[{name}]'."
     ) from e
-  target, given = (
-    (Mlflow, ("setup",)) if name == "mlflow" else (module.init, ())
-  )
+  target = Mlflow if name == "mlflow" else module.init
+  given = ["setup"] if name == "mlflow" else []
   settings.check_kwargs(target, options, f"config.{name}", given=given)
 
 
@@ -80,7 +78,7 @@ class Wandb(_Tracker):
       # Otherwise W&B would prompt for a key and block a batch job.
       options["mode"] = "offline"
       logging.info(
-        "W&B: not logged in; writing to %s for `wandb sync`.", workdir
+        f"W&B: not logged in; writing to {workdir} for `wandb sync`."
       )
     super().__init__(setup, wandb.init(**options))
     if setup.parameters:
@@ -137,10 +135,7 @@ def _cells(table: media.Table) -> list[list[Any]]:
 
 
 class Mlflow:
-  """An MLflow run, which a restart in the same workdir continues.
-
-  Images, texts, tables and histograms become artifacts.
-  """
+  """An MLflow run, with media values as artifacts."""
 
   def __init__(
     self,
@@ -168,15 +163,13 @@ class Mlflow:
       self._start()
 
   def _start(self) -> None:
-    limits = dict(key=250, value=6000)  # Of MLflow's stores, in characters.
-    params = [
-      self._entities.Param(k[: limits["key"]], str(v)[: limits["value"]])
-      for k, v in self._setup.config.items()
+    params = [  # With the largest sizes of MLflow's stores.
+      self._entities.Param(key[:250], str(value)[:6000])
+      for key, value in self._setup.config.items()
     ]
     for at in range(0, len(params), 100):  # The largest number in a call.
       self._client.log_batch(self._run_id, params=params[at : at + 100])
-    if self._setup.parameters:
-      text = self._setup.parameters
+    if text := self._setup.parameters:
       self._client.log_text(self._run_id, text, "parameters.txt")
 
   def write(self, row: loggers.Row, shown: Mapping[str, Any]) -> None:
@@ -205,7 +198,7 @@ def _new_id(workdir: str) -> str:
 
 
 def _run_id(workdir: str, logger: str, new_id: str = "") -> str:
-  """The id that a logger's run has in the workdir, which is `new_id` if new."""
+  """The id of a logger's run, stored in the workdir; `new_id` if it is new."""
   path = os.path.join(workdir, logger, "run_id")
   try:
     return paths.read_bytes(path).decode()

@@ -1,9 +1,8 @@
 """Writes rows of metrics to metrics.jsonl, to loggers and to the console.
 
-All receive the same rows. A background thread writes metrics.jsonl (rows.py)
-and the files that it points to (media.py). They are the run's record: if they
-fail, the run fails. Each logger (loggers.py, trackers.py) has a thread of its
-own. One that fails or hangs is reported once and turned off.
+A background thread writes metrics.jsonl (rows.py) and the files that it points
+to (media.py): if they fail, the run fails. Each logger (loggers.py,
+trackers.py) has a thread of its own; if it fails or hangs, it is turned off.
 """
 
 import functools
@@ -26,10 +25,8 @@ from bigtrain.reports.rows import FILE_NAME, Row, RowFile, WriteError, read_rows
 
 __all__ = ["Console", "WriteError", "Writers", "read_rows"]
 
-# Minimum time between two flushes of the files.
-_SYNC_SECS = 2.0
-# Longest time that a call of a logger may take, such as W&B's login.
-_PATIENCE_SECS = 120.0
+_SYNC_SECS = 2.0  # Between two flushes of the files, at least.
+_PATIENCE_SECS = 120.0  # With a call of a logger, such as W&B's login.
 
 
 def read_options(config: settings.Config) -> dict[str, Any]:
@@ -44,18 +41,16 @@ def read_options(config: settings.Config) -> dict[str, Any]:
 
 
 class Writers:
-  """Writes rows in order, on background threads.
+  """Writes rows in order, on background threads of process 0.
 
-  Only process 0 writes; on other processes all methods return at once. The next
-  call of any method raises an error of metrics.jsonl.
+  The next call of any method raises an error of metrics.jsonl.
 
   Args:
     restored_step: later rows are removed, since the run will write them again;
       all rows if it is None.
 
   Attributes:
-    last_alive: Unix time in seconds of the last write by an earlier process,
-      if known.
+    last_alive: Unix time of the last write by an earlier process, if known.
   """
 
   def __init__(
@@ -88,19 +83,16 @@ class Writers:
     purge_step = 0 if restored_step is None else restored_step + 1
     self._sinks: list[_Sink] = []
     if tensorboard:
-      self._sinks.append(
-        _Sink("TensorBoard", lambda: loggers.TensorBoard(setup(), purge_step))
-      )
+      make_tensorboard = lambda: loggers.TensorBoard(setup(), purge_step)
+      self._sinks.append(_Sink("TensorBoard", make_tensorboard))
     for key, value in options.items():
       name = {"wandb": "W&B", "mlflow": "MLflow"}.get(key, key)
       make = functools.partial(trackers.make, key, setup, value)
       self._sinks.append(_Sink(name, make))
-    self._queue: queue.SimpleQueue[
-      tuple[Row, dict[str, Any]] | threading.Event | None
-    ] = queue.SimpleQueue()
-    self._thread = threading.Thread(
-      target=self._run, name="writers", daemon=True
-    )
+    # A row with its media values, an event to set, or None at the end.
+    self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    run = self._run
+    self._thread = threading.Thread(target=run, name="writers", daemon=True)
     self._thread.start()
 
   def write(
@@ -123,7 +115,7 @@ class Writers:
       raise self._error
 
   def flush(self) -> None:
-    """Waits until all rows so far are on disk, as before each checkpoint."""
+    """Waits until all rows so far are on disk."""
     if self._thread:
       flushed = threading.Event()
       self._queue.put(flushed)
@@ -133,7 +125,6 @@ class Writers:
     self.check()
 
   def close(self) -> None:
-    """Writes all queued rows; can be called again."""
     if self._thread:
       self._queue.put(None)
       self._thread.join()
@@ -145,7 +136,6 @@ class Writers:
     self.check()
 
   def _run(self) -> None:
-    """The thread: writes queued rows until None arrives."""
     sync_at = math.inf
     while True:
       if time.monotonic() >= sync_at:
@@ -182,8 +172,8 @@ class Writers:
     except Exception as e:
       reason = getattr(e, "strerror", None) or e
       path = os.path.join(self._workdir, path)
-      message = f"cannot write {path}: {reason}{disk.room(e, path)}"
-      self._error = WriteError(message)
+      room = disk.room(e, path)
+      self._error = WriteError(f"cannot write {path}: {reason}{room}")
       self._error.__cause__ = e
 
   def _show(self, row: Row) -> None:
@@ -202,10 +192,8 @@ class Writers:
 
 def _log_failure(name: str, verb: str, reason: str) -> None:
   logging.error(
-    "%s %s and is off from now on; metrics.jsonl is still written. %s",
-    name,
-    verb,
-    reason,
+    f"{name} {verb} and is off from now on; metrics.jsonl is still written. "
+    f"{reason}"
   )
 
 
@@ -221,17 +209,11 @@ def _scalar(name: str, value: Any) -> Any:
 
 
 class _Sink:
-  """A logger in a thread of its own, which may fail or hang.
-
-  The thread makes the logger at the first row: its libraries take seconds to
-  load, and an error of the constructor is handled like one of writing.
-  """
+  """A logger in a thread of its own, which makes it at the first row."""
 
   def __init__(self, name: str, make: Callable[[], loggers.Logger]):
     self._name, self._make = name, make
-    self._queue: queue.SimpleQueue[Callable[[Any], None] | None] = (
-      queue.SimpleQueue()
-    )
+    self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._call_began = math.inf
     self._is_off = False
     self._thread: threading.Thread | None = None
@@ -247,7 +229,6 @@ class _Sink:
       self._thread.start()
 
   def close(self) -> None:
-    """Waits for the queued calls, unless one takes too long."""
     if self._thread is None:
       return
     self.call(operator.methodcaller("close"))
