@@ -11,13 +11,12 @@ import numpy as np
 
 from bigtrain import settings
 from bigtrain.evaluation import evaluations, text_metrics
+from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
 from bigtrain.types import Batch, PredictFn, Variables
 
 
-def check(
-  options: Mapping[str, Any], context: evaluations.Context, path: str
-) -> None:
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   evaluations.tokenizer(options["tokenizer"], context)
   metrics = options.get("metrics", ("exact",))
   text_metrics.check(f"{path}.metrics", metrics, ("exact", "bleu", "cider"))
@@ -48,7 +47,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: evaluations.Batches,
+    batches: Batches,
     *,
     tokenizer: str,
     labels_key: str = "labels",

@@ -12,15 +12,14 @@ import numpy as np
 
 from bigtrain import parts
 from bigtrain.evaluation import evaluations
+from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.inputs import checks, sources
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, DataError
 from bigtrain.types import Batch, PredictFn, Variables
 
 
-def check(
-  options: Mapping[str, Any], context: evaluations.Context, path: str
-) -> None:
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   tokenizer = evaluations.tokenizer(options.get("tokenizer", "bytes"), context)
   checks.check_sizes(
     {"tokens": tokenizer.vocab_size}, context.vocab_sizes, f"{path}.tokenizer"
@@ -55,7 +54,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: PredictFn,
-    context: evaluations.Context,
+    context: Context,
     *,
     data: Mapping[str, Any],
     length: int,
@@ -103,7 +102,7 @@ class Evaluator:
         )
       return result["log_likelihood"]
 
-    batches = evaluations.Batches(
+    batches = Batches(
       context, dict(type="arrays", arrays=arrays), batch_size=batch_size
     )
     self._scores = batches.collect(log_likelihood)

@@ -14,6 +14,7 @@ import numpy as np
 
 from bigtrain import metrics, settings
 from bigtrain.evaluation import evaluations
+from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.losses import cross_entropy
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
@@ -24,9 +25,7 @@ _LOSSES = {
 }
 
 
-def check(
-  options: Mapping[str, Any], context: evaluations.Context, path: str
-) -> None:
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   loss = options.get("loss", "softmax_xent")
   settings.check_choice(f"{path}.loss", loss, _LOSSES)
   top_k = options.get("top_k", (1, 5))
@@ -54,7 +53,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: evaluations.Batches,
+    batches: Batches,
     *,
     loss: str = "softmax_xent",
     label_key: str = "labels",

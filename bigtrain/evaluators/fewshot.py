@@ -19,6 +19,7 @@ import numpy as np
 
 from bigtrain import settings, sharding
 from bigtrain.evaluation import evaluations
+from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.settings import ConfigError, DataError
 from bigtrain.types import Batch, PredictFn, Variables
 
@@ -28,9 +29,7 @@ _MAX_TUNING = 4096
 _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
-def check(
-  options: Mapping[str, Any], context: evaluations.Context, path: str
-) -> None:
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   shots, l2 = options.get("shots", (1, 5, 10)), options.get("l2", (1024.0,))
   evaluations.check_numbers(f"{path}.shots", shots, least=1, whole=True)
   evaluations.check_numbers(f"{path}.l2", l2, above=0)
@@ -61,7 +60,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: evaluations.Batches,
+    batches: Batches,
     *,
     test_data: Mapping[str, Any],
     shots: Sequence[int] = (1, 5, 10),

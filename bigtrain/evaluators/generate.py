@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain.evaluation import evaluations, text_metrics
+from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
 from bigtrain.settings import ConfigError
 from bigtrain.types import Batch, PredictFn, Variables
@@ -16,9 +17,7 @@ from bigtrain.types import Batch, PredictFn, Variables
 _METRICS = ("exact_match", "bleu", "rouge")
 
 
-def check(
-  options: Mapping[str, Any], context: evaluations.Context, path: str
-) -> None:
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   evaluations.tokenizer(options.get("tokenizer", "bytes"), context)
   metrics = options.get("metrics", ())
   text_metrics.check(f"{path}.metrics", metrics, _METRICS)
@@ -46,7 +45,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: evaluations.Batches,
+    batches: Batches,
     *,
     tokenizer: str = "bytes",
     prompt_key: str | None = None,

@@ -5,12 +5,11 @@ from typing import Any
 
 from bigtrain import metrics
 from bigtrain.evaluation import evaluations
+from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
-def check(
-  options: Mapping[str, Any], context: evaluations.Context, path: str
-) -> None:
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   for feature in context.class_names:
     evaluations.check_class_names(options, context, feature)
 
@@ -22,7 +21,7 @@ class Evaluator:
     predict_fn: (variables, batch) -> {name: metric}, see bigtrain/metrics.py.
   """
 
-  def __init__(self, predict_fn: PredictFn, batches: evaluations.Batches):
+  def __init__(self, predict_fn: PredictFn, batches: Batches):
     source = f"{batches.context.path}.pred"
 
     def outputs(variables: Variables, batch: Batch) -> Metrics:

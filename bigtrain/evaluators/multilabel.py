@@ -11,14 +11,13 @@ import numpy as np
 
 from bigtrain import settings
 from bigtrain.evaluation import evaluations
+from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
 from bigtrain.settings import ConfigError
 from bigtrain.types import Batch, PredictFn, Variables
 
 
-def check(
-  options: Mapping[str, Any], context: evaluations.Context, path: str
-) -> None:
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   threshold = options.get("threshold", 0.5)
   settings.check_number(f"{path}.threshold", threshold, least=0, most=1)
   label_key = options.get("label_key", "labels")
@@ -49,7 +48,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: evaluations.Batches,
+    batches: Batches,
     *,
     label_key: str = "labels",
     threshold: float = 0.5,

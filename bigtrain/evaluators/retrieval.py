@@ -12,12 +12,11 @@ import numpy as np
 
 from bigtrain import sharding
 from bigtrain.evaluation import evaluations
+from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.types import Batch, PredictFn, Variables
 
 
-def check(
-  options: Mapping[str, Any], context: evaluations.Context, path: str
-) -> None:
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   at = options.get("at", (1, 5, 10))
   evaluations.check_numbers(f"{path}.at", at, least=1, whole=True)
 
@@ -43,7 +42,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: evaluations.Batches,
+    batches: Batches,
     *,
     at: Sequence[int] = (1, 5, 10),
     id_key: str | None = None,

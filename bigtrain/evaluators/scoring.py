@@ -8,13 +8,12 @@ from typing import Any
 
 from bigtrain import metrics, parts
 from bigtrain.evaluation import evaluations
+from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.inputs import labels
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
-def check(
-  options: Mapping[str, Any], context: evaluations.Context, path: str
-) -> None:
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   first = labels.read(options["class_names"], f"{path}.class_names")[:1]
   texts = labels.fill(options.get("prompt", "{}"), first, f"{path}.prompt")
   evaluations.class_tokens(texts, options["pp_text"], context)
@@ -41,7 +40,7 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: evaluations.Batches,
+    batches: Batches,
     *,
     class_names: Sequence[str] | str,
     pp_text: str,

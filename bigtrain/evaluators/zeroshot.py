@@ -15,13 +15,12 @@ import numpy as np
 
 from bigtrain import metrics, parts, sharding
 from bigtrain.evaluation import evaluations
+from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.inputs import labels
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
-def check(
-  options: Mapping[str, Any], context: evaluations.Context, path: str
-) -> None:
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   first = labels.read(options["class_names"], f"{path}.class_names")[:1]
   prompts = labels.read(options.get("prompts", ("{}",)), f"{path}.prompts")
   for prompt in prompts:
@@ -52,8 +51,8 @@ class Evaluator:
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: evaluations.Batches,
-    context: evaluations.Context,
+    batches: Batches,
+    context: Context,
     *,
     class_names: Sequence[str] | str,
     pp_text: str,
@@ -95,7 +94,7 @@ class Evaluator:
     # Smaller batches if padding would fill most of one.
     ways = sharding.batch_ways(context.mesh)
     most = -(-len(tokens_TL) // ways) * ways
-    text_batches = evaluations.Batches(
+    text_batches = Batches(
       context,
       data=dict(type="arrays", arrays={"labels": tokens_TL}),
       batch_size=min(batches.batch_size or context.batch_size, most),

@@ -57,7 +57,6 @@ class Console:
     self._status = ""
 
   def status(self, text: str) -> None:
-    """Shows the current phase, such as "evaluating val"."""
     if self._silent or text == self._status:
       return
     self._status = text
@@ -189,9 +188,8 @@ class _Bar(_Progress):
     cells: list[Any] = [rich.text.Text(t, no_wrap=True) for t in texts]
     cells[0].stylize("bold cyan")
     if bar_width >= 10:
-      bar = rich.progress_bar.ProgressBar(
-        total=max(self._total, 1), completed=self.step, width=min(40, bar_width)
-      )
+      total, shown_width = max(self._total, 1), min(40, bar_width)
+      bar = rich.progress_bar.ProgressBar(total, self.step, width=shown_width)
       cells.insert(1, bar)
     grid.add_row(*cells)
     return grid
@@ -304,8 +302,7 @@ def metric_names(row: Mapping[str, Any]) -> list[str]:
     for name, value in row.items()
     if name not in FIGURES and "/" not in name and _is_number(value)
   ]
-  names.sort(key=lambda name: name != "loss")
-  return names[:_MAX_METRICS]
+  return sorted(names, key=lambda name: name != "loss")[:_MAX_METRICS]
 
 
 def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:
@@ -319,12 +316,9 @@ def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:
     for name, value in row.items()
     if "/" in name and not name.startswith("account/") and _is_number(value)
   ]
-  if not results:
-    return ""
   if len(results) > _MAX_RESULTS:
-    more = len(results) - _MAX_RESULTS
-    results = [*results[:_MAX_RESULTS], f"and {more} more"]
-  return " ".join([_at(row["step"], total_steps), *results])
+    results[_MAX_RESULTS:] = [f"and {len(results) - _MAX_RESULTS} more"]
+  return " ".join([_at(row["step"], total_steps), *results]) if results else ""
 
 
 def number(value: float) -> str:

@@ -120,20 +120,16 @@ def _cell(value: Any) -> str:
   return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def is_histogram(value: Any) -> bool:
-  return hasattr(value, "counts") and hasattr(value, "edges")
-
-
 def is_media(value: Any) -> bool:
-  return isinstance(value, Image | Text | Table) or is_histogram(value)
+  is_histogram = hasattr(value, "counts") and hasattr(value, "edges")
+  return isinstance(value, Image | Text | Table) or is_histogram
 
 
 def path_of(name: str, step: int, value: Any) -> str:
-  if path := getattr(value, "path", ""):
-    return str(path)
   suffixes = {Image: "png", Text: "txt", Table: "jsonl"}
   suffix = suffixes.get(type(value), "json")
-  return f"{FOLDER}/{name}/{step:08d}.{suffix}"
+  given = getattr(value, "path", "")
+  return given or f"{FOLDER}/{name}/{step:08d}.{suffix}"
 
 
 def split(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

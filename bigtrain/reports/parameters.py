@@ -102,11 +102,10 @@ def write(
   columns = [field.name for field in dataclasses.fields(_Row)]
   columns = columns if values else columns[:-2]
   table = parameter_overview.make_table(rows, column_names=columns)
-  numbers = facts(params, trainable)
+  size, num_trained, num_bytes = facts(params, trainable).values()
   text = (
-    f"{table}\n{numbers['num_params']:,} parameters, "
-    f"{numbers['num_trained_params']:,} of them trained, "
-    f"{numbers['param_bytes']:,} bytes"
+    f"{table}\n{size:,} parameters, {num_trained:,} of them trained, "
+    f"{num_bytes:,} bytes"
   )
   if origin:
     text += f"; mean and std at the start: {origin}"

@@ -34,7 +34,6 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
 
 
 def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The config as read from JSON; other values become their repr."""
   return json.loads(settings.to_json(config))
 
 
@@ -66,18 +65,18 @@ def versions() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str:
-  folder = os.path.dirname(os.path.abspath(__file__))
+  command = [
+    "git",
+    "-C",
+    os.path.dirname(os.path.abspath(__file__)),
+    *arguments,
+  ]
   try:
-    process = subprocess.run(
-      ["git", "-C", folder, *arguments],
-      capture_output=True,
-      text=True,
-      timeout=5,
-      check=True,
-    )
+    return subprocess.check_output(
+      command, stderr=subprocess.DEVNULL, text=True, timeout=5
+    ).strip()
   except (OSError, subprocess.SubprocessError):
     return ""  # No git, or not a checkout.
-  return process.stdout.strip()
 
 
 def run_info(mesh: Mesh) -> dict[str, Any]:

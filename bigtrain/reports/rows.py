@@ -1,8 +1,7 @@
 """The rows of metrics.jsonl: appending, reading, and recovery after a kill.
 
-The file has one JSON object per log step, in order:
-`{"step": 100, "loss": 0.7, ...}`. Numbers that JSON lacks are the strings "NaN",
-"Infinity" and "-Infinity".
+The file has one JSON object per log step: `{"step": 100, "loss": 0.7, ...}`.
+Numbers that JSON lacks are the strings "NaN", "Infinity" and "-Infinity".
 
 A line is appended with one write, and evaluation results are added to the last
 line by overwriting its closing brace: a kill can only cut what was being added,
@@ -98,12 +97,9 @@ class RowFile:
       )
     keep_to = -1 if restored_step is None else restored_step
     num_lines = len(lines)
-    while lines:
-      self._last = _parse(lines[-1])
-      if self._last and self._last["step"] <= keep_to:
-        break
+    while lines and (_parse(lines[-1]) or {"step": math.inf})["step"] > keep_to:
       lines.pop()
-      self._last = None
+    self._last = _parse(lines[-1]) if lines else None
     if removed := num_lines - len(lines):
       which = f"after step {restored_step}"
       if restored_step is None:

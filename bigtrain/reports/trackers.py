@@ -1,7 +1,6 @@
 """Loggers of experiment trackers: Weights & Biases, MLflow and trackio."""
 
 import hashlib
-import importlib
 import os
 import socket
 import tempfile
@@ -18,25 +17,11 @@ from bigtrain.reports import loggers, media
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-  try:
-    module = importlib.import_module(name)
-  except ImportError as e:
-    raise settings.ConfigError(
-      f"config.{name}: {name} is not installed: pip install 'bigtrain[{name}]'."
-    ) from e
+  install = f"'bigtrain[{name}]'"
+  module = settings.import_package(name, f"config.{name}", install)
   target = Mlflow if name == "mlflow" else module.init
   given = ["setup"] if name == "mlflow" else []
   settings.check_kwargs(target, options, f"config.{name}", given=given)
-
-
-def make(
-  name: str, setup: Callable[[], loggers.Setup], options: Mapping[str, Any]
-) -> loggers.Logger:
-  if name == "wandb":
-    return Wandb(setup(), options)
-  if name == "mlflow":
-    return Mlflow(setup(), **options)
-  return Trackio(setup(), options)
 
 
 class _Tracker:
@@ -62,7 +47,7 @@ class _Tracker:
 class Wandb(_Tracker):
   """A W&B run; takes the options of `wandb.init`."""
 
-  def __init__(self, setup: loggers.Setup, options: Mapping[str, Any]):
+  def __init__(self, setup: loggers.Setup, **options: Any):
     import wandb
 
     self._wandb = wandb
@@ -98,7 +83,7 @@ class Wandb(_Tracker):
 class Trackio(_Tracker):
   """A trackio run; takes the options of `trackio.init`."""
 
-  def __init__(self, setup: loggers.Setup, options: Mapping[str, Any]):
+  def __init__(self, setup: loggers.Setup, **options: Any):
     import trackio
 
     self._trackio, workdir = trackio, setup.workdir
@@ -190,6 +175,13 @@ class Mlflow:
 
   def close(self) -> None:
     self._client.set_terminated(self._run_id)
+
+
+def make(
+  name: str, setup: Callable[[], loggers.Setup], options: Mapping[str, Any]
+) -> loggers.Logger:
+  kinds = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
+  return kinds[name](setup(), **options)
 
 
 def _new_id(workdir: str) -> str:
