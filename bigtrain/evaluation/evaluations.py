@@ -66,7 +66,6 @@ class Batches:
 
   Attributes:
     data: source, as in config.input.data.
-    pp: preprocessing string.
     batch_size: global batch size; the one of training by default.
     num_examples: number of examples, from the start; all by default.
     cache: whether to keep preprocessed batches in host memory.
@@ -197,9 +196,8 @@ class Evaluation(NamedTuple):
 
   def due_later(self, step: int, last_step: int, total_steps: int) -> bool:
     """Whether it is due at a step in [step, last_step]."""
-    runs_before = max(step - 1, 0) // self.log_steps
-    runs_in_all = last_step // self.log_steps
-    return last_step == total_steps or runs_in_all > runs_before
+    num_before = max(step - 1, 0) // self.log_steps
+    return last_step == total_steps or last_step // self.log_steps > num_before
 
 
 def from_config(

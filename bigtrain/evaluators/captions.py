@@ -29,14 +29,12 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 class Evaluator:
   """Returns captions as a table, <workdir>/captions/<name>-<step>.jsonl.
 
-  A picture, <name>-<step>.png, shows the first images with their captions; red
-  ones equal none of their references.
+  The picture <name>-<step>.png has captions in red that equal no reference.
 
   Args:
     predict_fn: (variables, batch, eos_id=...) -> tokens int [B, L].
     tokenizer: tokenizer of the captions, see pp/tokenizers.py.
-    labels_key: name of the references' tokens, int [B, L], or [B, R, L] if an
-      image has several references.
+    labels_key: name of the references' tokens, int [B, L] or [B, R, L].
     metrics: "exact", the fraction of captions that equal a reference; "bleu",
       corpus BLEU-4 from 0 to 100 (arXiv 1804.08771; needs sacrebleu); "cider",
       CIDEr-D from 0 to 10 (arXiv 1411.5726; needs pycocoevalcap).

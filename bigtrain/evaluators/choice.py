@@ -36,8 +36,7 @@ class Evaluator:
   Args:
     predict_fn: (variables, batch) -> {"log_likelihood": float [B], ...}, the
       sum over the `targets` [B, L] where `loss_mask` [B, L] is 1.
-    data: source with a text, a list of texts and a number for each question,
-      such as dict(type="jsonl", path="arc.jsonl").
+    data: source of questions, such as dict(type="jsonl", path="arc.jsonl").
     length: tokens of a window. Only the end of a longer context is used.
     tokenizer: tokenizer of the model, see pp/tokenizers.py.
     context_key: name of the text before the choices.
@@ -102,9 +101,8 @@ class Evaluator:
         )
       return result["log_likelihood"]
 
-    batches = Batches(
-      context, dict(type="arrays", arrays=arrays), batch_size=batch_size
-    )
+    source_of_rows = dict(type="arrays", arrays=arrays)
+    batches = Batches(context, source_of_rows, batch_size=batch_size)
     self._scores = batches.collect(log_likelihood)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:

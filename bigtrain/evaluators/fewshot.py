@@ -23,8 +23,7 @@ from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.settings import ConfigError, DataError
 from bigtrain.types import Batch, PredictFn, Variables
 
-# Maximum number of examples on which a penalty is chosen.
-_MAX_TUNING = 4096
+_MAX_TUNING = 4096  # Examples on which a penalty is chosen.
 
 _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -40,20 +39,18 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 class Evaluator:
   """Accuracy "{k}shot" of probes on k examples of each class.
 
-  It is the mean over seeds; with several, "{k}shot_std" is the standard
-  deviation. With several penalties the probe uses the best one on training
-  examples that are not among the shots; "{k}shot_l2" is their median.
+  It is the mean over seeds; "{k}shot_std" is the standard deviation. Of several
+  penalties a probe uses the best one on training examples that are not among
+  the shots; "{k}shot_l2" is their median.
 
   Args:
     predict_fn: (variables, batch) -> features [B, ...].
-    test_data: source of the test examples, as in config.input.data; they are
-      preprocessed like the others.
+    test_data: source of the test examples, preprocessed like the others.
     shots: numbers of examples per class; a smaller class gives all it has.
     l2: penalties on the squared weights, summed over the shots; the bias has
       none. Published results mostly use 1024.
     seeds: number of times the shots are drawn.
-    label_key: name of the classes, int [B]. Examples with a negative class do
-      not count.
+    label_key: name of the classes, int [B]; negative ones do not count.
     num_test_examples: number of test examples, from the start; all by default.
   """
 
@@ -146,7 +143,7 @@ def _labelled(
 def _draw(
   y_N: np.ndarray, shots: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns indices of (the shots, at most _MAX_TUNING other examples)."""
+  """Indices of (the shots, at most _MAX_TUNING other examples)."""
   order = np.random.default_rng(seed).permutation(len(y_N))
   rank = np.empty(len(y_N), np.int64)  # In its class, in that order.
   for c in np.unique(y_N):
@@ -193,7 +190,7 @@ def _count_right(
   *,
   rows: Any,
 ) -> jax.Array:
-  """Returns the number of right answers for each penalty, int [P]."""
+  """Number of right answers for each penalty, int [P]."""
   x_TD = jax.lax.with_sharding_constraint(x_TD, rows)
   x_TD = (x_TD - probe["mean_D"]) / probe["std_D"]
   x_TR = _dot(x_TD, probe["left_DR"])

@@ -29,17 +29,16 @@ class Evaluator:
   """Returns texts as a table, <workdir>/generations/<name>-<step>.jsonl.
 
   Args:
-    predict_fn: (variables, batch) -> generated tokens, int [B, T]. The
-      tokenizer's end token and all tokens after it do not count.
-    tokenizer: tokenizer of samples, prompts and references, see
-      pp/tokenizers.py.
+    predict_fn: (variables, batch) -> generated tokens, int [B, T]. The end
+      token and all tokens after it do not count.
+    tokenizer: tokenizer of all texts, see pp/tokenizers.py.
     prompt_key: name of the prompts' tokens, int [B, L].
-    reference_key: name of the right answers' tokens, int [B, L], or [B, R, L]
-      if there are several; needed for metrics.
+    reference_key: name of the right answers' tokens, int [B, L] or [B, R, L];
+      needed for metrics.
     metrics: "exact_match", the fraction of samples that equal a reference,
-      apart from surrounding space; "bleu", corpus BLEU from 0 to 100
-      (sacrebleu's defaults); "rouge", the F-measures rouge1, rouge2 and rougeL
-      from 0 to 1 (with stemming) of the best reference, averaged.
+      apart from surrounding space; "bleu", corpus BLEU from 0 to 100; "rouge",
+      the F-measures rouge1, rouge2 and rougeL from 0 to 1 (with stemming) of
+      the best reference, averaged.
   """
 
   def __init__(

@@ -32,14 +32,12 @@ class Evaluator:
     auc         area under the ROC curve, averaged over the classes that have an
                 example and a counterexample
     precision, recall, f1
-                averaged over all classes; 0 for a class without predictions,
-                or without examples
+                averaged over all classes; 0 for 0 / 0
     precision_micro, recall_micro, f1_micro
                 over all pairs of an example and a class
 
   Args:
-    predict_fn: (variables, batch) -> logits [B, C]. The probability of a label
-      is the logit's sigmoid.
+    predict_fn: (variables, batch) -> logits [B, C] of independent labels.
     label_key: name of the labels, multi-hot [B, C].
     threshold: a label is predicted if its probability is above it.
     per_class: whether to return the table "classes" with the metrics of each.
@@ -66,9 +64,8 @@ class Evaluator:
       labels_BC = batch[label_key]
       if labels_BC.shape != logits_BC.shape:
         raise ConfigError(
-          f"{path}.label_key: {label_key!r} has the shape "
-          f"{labels_BC.shape}; expected multi-hot labels "
-          f"{logits_BC.shape}, one for each class of the model."
+          f"{path}.label_key: {label_key!r} has the shape {labels_BC.shape}; "
+          f"expected multi-hot labels of all classes, {logits_BC.shape}."
         )
       return logits_BC, labels_BC > 0
 

@@ -13,9 +13,9 @@ class Evaluator:
   """Perplexity exp(sum of losses / tokens), and bits per byte of text.
 
   Args:
-    predict_fn: (variables, batch) -> {name: (sum, weight)}. "loss" is in nats,
-      its weight is the number of predicted tokens. The sum of "bytes", if there
-      is one, is the number of bytes of text behind these tokens.
+    predict_fn: (variables, batch) -> {name: (sum, weight)}. The weight of
+      "loss", in nats, is the number of predicted tokens; the optional sum of
+      "bytes" is the number of bytes of their text.
   """
 
   def __init__(self, predict_fn: PredictFn, batches: evaluations.Batches):

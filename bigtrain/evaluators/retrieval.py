@@ -34,9 +34,8 @@ class Evaluator:
     batches: with the features "image" and "labels" [B, L] or [B, n, L]. Texts
       of zeros only do not count.
     at: the numbers k.
-    id_key: name of a feature int [B], the image's number. It is needed if rows
-      repeat an image, once with each of its texts. By default each row is
-      another image.
+    id_key: name of the images' numbers, int [B], needed if rows repeat an
+      image, once with each of its texts.
   """
 
   def __init__(

@@ -27,8 +27,8 @@ class Evaluator:
   Args:
     predict_fn: (variables, batch) -> log-likelihoods [B, C]; the batch has the
       names as "class_tokens" int [C, L].
-    class_names: names in the order of their class numbers, or the path of a
-      text file with one name per line.
+    class_names: names in the order of their numbers, or the path of a text
+      file with one name per line.
     pp_text: ops that tokenize captions, from "text" to "labels".
     prompt: text with a {} for the name.
     label_key: name of the labels, int [B]. Examples with a negative label do

@@ -36,11 +36,10 @@ class Evaluator:
   Args:
     predict_fn: (variables, batch) -> embeddings of length 1: {"image": [B, E]}
       of a batch with images, {"text": [B, E]} of a batch with tokens "labels".
-    class_names: names in the order of their class numbers, or the path of a
-      text file with one name per line.
+    class_names: names in the order of their numbers, or the path of a text
+      file with one name per line.
     pp_text: ops that tokenize captions, from "text" to "labels".
-    prompts: texts with a {} for the name, or the path of a text file with one
-      prompt per line.
+    prompts: texts with a {} for the name, or the path of a text file.
     label_key: name of the labels: int [B], or multi-hot [B, C] if any of
       several classes is right. Examples with a negative label, or without a
       label, do not count; a label beyond the names is an error.

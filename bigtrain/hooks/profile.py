@@ -12,8 +12,7 @@ from bigtrain.files import paths
 from bigtrain.runtime.hook_context import Context, End
 
 REQUEST = "profile.request"
-# Seconds between two looks for the file. Remote ones take longer.
-_LOCAL_SECS, _REMOTE_SECS = 1.0, 60.0
+_LOCAL_SECS, _REMOTE_SECS = 1.0, 60.0  # Between two looks for the file.
 
 
 class Hook:
@@ -65,10 +64,9 @@ class Hook:
     if jax.process_index() or now - self._looked < wait_secs:
       return False
     self._looked = now
-    if not paths.exists(self._request):
-      return False
-    paths.remove(self._request)
-    return True
+    if is_requested := paths.exists(self._request):
+      paths.remove(self._request)
+    return is_requested
 
   def _stop_trace(self) -> None:
     jax.profiler.stop_trace()

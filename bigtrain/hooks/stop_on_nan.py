@@ -24,11 +24,7 @@ class Hook:
     self._metrics = [WatchedMetric(name) for name in self.watches]
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    values: list[tuple[str, float | None]]
-    if self._metrics:
-      values = [(metric.name, metric.value(row)) for metric in self._metrics]
-    else:
-      values = [(k, v) for k, v in row.items() if isinstance(v, float)]
-    for name, value in values:
-      if value is not None and not math.isfinite(value):
+    values = {metric.name: metric.value(row) for metric in self._metrics}
+    for name, value in (values if self._metrics else row).items():
+      if isinstance(value, float) and not math.isfinite(value):
         self._context.stop(f"{name} is {value} at step {step}", failure=True)

@@ -33,7 +33,6 @@ _ROWS_FOR_ETA = 20  # The whole run's mean would include a slow beginning.
 
 
 def memory_bytes() -> dict[str, int]:
-  """Resident memory of this process; peak of its devices if it is known."""
   try:
     with open("/proc/self/statm") as f:
       rss = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -50,25 +49,20 @@ def memory_bytes() -> dict[str, int]:
 class Chrono:
   """Time accounts of a run; `state` and `restore` carry them over restarts.
 
-  Attributes:
-    last_step: last step of this run if earlier (`stop_at_steps`).
-    sources_at: figures of each source of a mixture by the number of steps.
-    flops_per_step: model FLOPs of a step over all devices; None for no `mfu`.
-    peak_flops_per_device: FLOP/s.
-    wall: Unix time in seconds, to measure across restarts.
+  `sources_at` has figures of each source of a mixture by the number of steps.
   """
 
   batch_size: int
   total_steps: int
-  last_step: int | None = None
+  last_step: int | None = None  # Of this run, if earlier.
   examples_per_epoch: int | None = None
   tokens_per_example: int | None = None
   sources_at: Callable[[int], Mapping[str, float]] | None = None
-  flops_per_step: float | None = None
-  peak_flops_per_device: float | None = None
+  flops_per_step: float | None = None  # Model FLOPs, over all devices.
+  peak_flops_per_device: float | None = None  # FLOP/s.
   num_devices: int = 1
   clock: Callable[[], float] = time.monotonic
-  wall: Callable[[], float] = time.time
+  wall: Callable[[], float] = time.time  # Measures across restarts.
   memory: Callable[[], dict[str, int]] = memory_bytes
 
   def __post_init__(self) -> None:
@@ -99,10 +93,9 @@ class Chrono:
 
   @contextlib.contextmanager
   def account(self, name: str) -> Iterator[None]:
-    """Puts the time inside the context into account `name`.
+    """Puts the time inside the context, but not in an inner one, into `name`.
 
-    Of nested contexts the inner one counts. Wait for the last dispatched step
-    before an evaluation or a save: otherwise its time counts as theirs.
+    Wait for the last step before: otherwise its time counts as the context's.
     """
     if name not in ACCOUNTS:
       raise ValueError(
@@ -185,7 +178,6 @@ class Chrono:
     return self._totals(self._mark)
 
   def accounts(self) -> dict[str, float]:
-    """Seconds in each account, earlier processes included."""
     spent = self._split(self.clock())[0]
     return {name: self._accounts[name] + spent[name] for name in ACCOUNTS}
 

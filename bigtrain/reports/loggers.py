@@ -36,7 +36,7 @@ _OF_TRAINING = ("epoch", "examples_seen", "lr")
 
 
 def grouped(name: str, evaluations: Container[str]) -> str:
-  """The name of a metric in the groups of a dashboard.
+  """The name of a metric in a dashboard.
 
     eval/    results of evaluations: eval/val/acc
     speed/   rates, seconds and fractions of time: speed/examples_per_sec
@@ -56,16 +56,11 @@ def grouped(name: str, evaluations: Container[str]) -> str:
 
 
 class Setup(NamedTuple):
-  """What a logger gets at the start of a run.
-
-  Attributes:
-    config: {"model.depth": 12, ...}; empty dicts and None are missing.
-    parameters: content of parameters.txt.
-  """
+  """What a logger gets at the start of a run."""
 
   workdir: str
-  config: dict[str, Any]
-  parameters: str
+  config: dict[str, Any]  # {"model.depth": 12, ...}, without None.
+  parameters: str  # Content of parameters.txt.
   evaluations: Container[str]
 
   @classmethod

@@ -43,11 +43,8 @@ def read_options(config: settings.Config) -> dict[str, Any]:
 class Writers:
   """Writes rows in order, on background threads of process 0.
 
-  The next call of any method raises an error of metrics.jsonl.
-
-  Args:
-    restored_step: later rows are removed, since the run will write them again;
-      all rows if it is None.
+  The next call of any method raises an error of metrics.jsonl. Rows after
+  `restored_step`, or all if it is None, are removed: the run writes them again.
 
   Attributes:
     last_alive: Unix time of the last write by an earlier process, if known.
@@ -164,7 +161,6 @@ class Writers:
       item.set()
 
   def _on_file(self, call: Callable[[], None], path: str = FILE_NAME) -> None:
-    """Calls a function that writes to `path`; keeps an error for the caller."""
     if self._error:
       return
     try:

@@ -206,7 +206,11 @@ def from_config(
     if not isinstance(entry, Mapping):
       raise ConfigError(f"{context.path}: expected a dict, got {entry!r}.")
     options = dict(entry)
-    make = _find(options.pop("type", None), f"{context.path}.type")
+    kind, key = options.pop("type", None), f"{context.path}.type"
+    if isinstance(kind, str) and "." in kind:
+      make = parts.find_attribute(kind, key)
+    else:
+      make = parts.find_module("hooks", kind, key).Hook
     takes_context = "context" in inspect.signature(make).parameters
     given = {"context": context} if takes_context else {}
     settings.check_kwargs(make, options, context.path, given=given)
@@ -221,13 +225,6 @@ def from_config(
   return Hooks(hooks, run, digest)
 
 
-def _find(kind: Any, path: str) -> Any:
-  if isinstance(kind, str) and "." in kind:
-    return parts.find_attribute(kind, path)
-  return parts.find_module("hooks", kind, path).Hook
-
-
-# Prefixes of names in rows of training.
 _TRAINING_PREFIXES = (
   "account epoch examples_seen grad_norm grad_rms lr update_rms weight_max "
   "weight_rms weight_update_divided_by_weight_rms"
