@@ -18,7 +18,7 @@ from bigtrain.reports import loggers, media
 
 def check(name: str, options: Mapping[str, Any]) -> None:
   install = f"'bigtrain[{name}]'"
-  module = settings.import_package(name, f"config.{name}", install)
+  module = settings.import_package(name, f"config.{name}:", install)
   target = Mlflow if name == "mlflow" else module.init
   given = ["setup"] if name == "mlflow" else []
   settings.check_kwargs(target, options, f"config.{name}", given=given)
