@@ -147,14 +147,14 @@ def test_a_logger_that_fails_or_hangs_is_reported_once(
   """The run goes on, and the other loggers with it."""
   good, bad = Logger(), Logger(**{problem: method})
 
-  def make_bad(setup, options):
+  def make_bad(setup, **options):
     bad._call("make")
     return bad
 
   monkeypatch.setattr(writers, "_PATIENCE_SECS", 0.2)
   monkeypatch.setattr(writers.trackers, "check", lambda name, options: None)
   monkeypatch.setattr(writers.trackers, "Wandb", make_bad)
-  monkeypatch.setattr(writers.trackers, "Trackio", lambda setup, options: good)
+  monkeypatch.setattr(writers.trackers, "Trackio", lambda setup, **_: good)
   w = make(tmp_path, wandb={}, trackio={})
   written = [{"step": step, "loss": 0.5} for step in range(20)]
   for row in written:
