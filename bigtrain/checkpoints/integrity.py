@@ -162,7 +162,6 @@ class Problem(NamedTuple):
 def inspect(
   directory: str, manifest: Manifest, names: Iterable[str] | None = None
 ) -> list[Problem]:
-  """Returns the problems that names, sizes and metadata show."""
   problems = []
   names = list(manifest.arrays if names is None else names)
   try:

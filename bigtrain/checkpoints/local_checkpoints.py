@@ -223,7 +223,6 @@ class LocalCheckpoints:
     return manifest
 
   def _complete(self, manifest: Manifest, token: str, like: Any) -> bool:
-    """Gets the shards that this process lacks; whether all succeed."""
     saved = self._saved.get((manifest.step, token))
     intact = _intact(saved) if saved else {}
     missing = [key for key in _needed(like) if key not in intact]

@@ -37,7 +37,6 @@ class StartOptions(NamedTuple):
   fallback: bool
 
   def check(self, workdir: str, module: Any, model: Any) -> "StartOptions":
-    """Compares published weights with the model, before anything compiles."""
     if self.model_init and not self.resume and folders.newest(workdir) is None:
       warm_start.check_published(self.model_init, module, model)
     return self

@@ -10,7 +10,6 @@ _CODES = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: BaseException | None) -> bool:
-  """Whether an error, or one of its causes, comes from a full disk."""
   while error is not None:
     # tensorstore's errors have only a text.
     if getattr(error, "errno", None) in _CODES or any(

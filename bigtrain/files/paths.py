@@ -50,7 +50,6 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def exists(path: str) -> bool:
-  """Whether a file or folder exists; a dangling symbolic link counts."""
   if not is_remote(path):
     return os.path.lexists(path)
   if objects.parse(path).key and objects.read(path).content is not None:
@@ -83,7 +82,6 @@ def make_folder(path: str) -> None:
 
 
 def kvstore(folder: str) -> dict[str, Any]:
-  """Returns the tensorstore spec of a folder."""
   if is_remote(folder):
     return objects.kvstore(folder, is_folder=True)
   return {"driver": "file", "path": f"{folder}/"}
@@ -115,11 +113,7 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
 
 
 class Mirror:
-  """A local file that grows, and the object `path` that it is uploaded to.
-
-  For a local path, both are the same file and nothing is uploaded. The local
-  file starts with the content of `path`.
-  """
+  """A local file that grows and is uploaded to `path`, unless that is local."""
 
   def __init__(self, path: str, local: str = ""):
     self.path = path
@@ -160,7 +154,6 @@ class Mirror:
 
 
 def push_within(local: str, path: str, secs: float) -> bool:
-  """Uploads a file; returns whether that took less than `secs` seconds."""
   pushed = threading.Event()
 
   def push() -> None:
