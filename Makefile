@@ -19,7 +19,7 @@ ARGS ?=
 # For `make lock`: the interpreters to resolve for, and the extras to pin.
 PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
-LOCKED := digits,tfds,parquet,text,metrics,zstd,report,safetensors,notebook,docs,lint,test
+LOCKED := digits,tfds,parquet,text,metrics,zstd,report,notebook,docs,lint,test
 LOCKED := quantize,$(LOCKED)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1

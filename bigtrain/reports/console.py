@@ -6,6 +6,7 @@ row, through absl.
 
 import atexit
 import html
+import importlib
 import logging as python_logging
 import math
 import os
@@ -202,8 +203,7 @@ class _Table(_Progress):
     super().__init__(total_steps)
     self._rows: list[Mapping[str, Any]] = []
     self._drawn = time.monotonic()
-    from IPython.display import display
-
+    display = importlib.import_module("IPython.display").display
     self._handle = display(self, display_id=True)
 
   def change(self, **fields: Any) -> None:

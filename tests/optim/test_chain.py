@@ -108,15 +108,18 @@ def test_sharded_and_resumed_training_agrees_with_one_device(name):
     params = tree(0)
     return params, optimizer.tx.init(params)
 
-  def update(state, grads, step):
+  def update(state, grads, step, hparams):
     params, opt = state
-    updates, opt = optimizer.tx.update(grads, opt, params, step=step)
+    updates, opt = optimizer.tx.update(
+      grads, opt, params, step=step, hparams=hparams
+    )
     return optax.apply_updates(params, updates), opt
 
   single = init()
   single_step = jax.jit(update)
   for step in range(4):
-    single = single_step(single, tree(step + 1), step)
+    hparams = optimizer.hparams(step)
+    single = single_step(single, tree(step + 1), step, hparams)
 
   mesh = sharding.make_mesh(replica=2, fsdp=4)
   shapes = jax.eval_shape(init)
@@ -126,7 +129,7 @@ def test_sharded_and_resumed_training_agrees_with_one_device(name):
   replicated = sharding.replicated(mesh)
   sharded_step = jax.jit(
     update,
-    in_shardings=(shardings, shardings[0], replicated),
+    in_shardings=(shardings, shardings[0], replicated, replicated),
     out_shardings=shardings,
   )
   state = jax.device_put(init(), shardings)
@@ -143,7 +146,8 @@ def test_sharded_and_resumed_training_agrees_with_one_device(name):
         trees.map_with_names(lambda n, _, saved=saved: saved[n], shapes),
         shardings,
       )
-    state = sharded_step(state, tree(step + 1), step)
+    hparams = optimizer.hparams(step)
+    state = sharded_step(state, tree(step + 1), step, hparams)
   # Lion takes signs and Muon iterates, so rounding errors grow.
   assert_close(state[0], single[0], rtol=1e-4, atol=1e-4)
   for actual, expected in zip(
