@@ -34,11 +34,11 @@ def load(
     step: step of the workdir's checkpoint; the newest unless given.
     weights: "params", or "ema" for the averaged parameters.
     pp: ops that make an image of a picture, such as
-      "decode|resize(224)|value_range(-1,1)". By default the ops of one of the
-      run's evaluations; bigtrain/inference/ops.py explains the choice.
+      "decode|resize(224)|value_range(-1,1)"; by default those of an evaluation
+      of the run, see bigtrain/inference/ops.py.
     pp_text: ops that make tokens of a text, such as "tokenize(...)".
     class_names: names by class number, or the path of a file with one name a
-      line. By default the class names of the run's data.
+      line; by default those of the run's data.
     tokenizer: "bytes" or a path, if the run's tokenizer has moved.
 
   Raises:

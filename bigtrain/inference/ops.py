@@ -1,13 +1,9 @@
 """Finds the ops and the tokenizer that new pictures and texts need.
 
 The ops for pictures are the first of these that make an image without random
-numbers:
-
-1. the argument `pp`;
-2. `pp` of the evaluation that the argument `evaluation` names;
-3. `pp` of any evaluation in config.evals: those whose `pred` is the predict
-   function in question come first, then the order is by name;
-4. `pp` of config.input.
+numbers: the argument `pp`; `pp` of the evaluation that the argument
+`evaluation` names; `pp` of any evaluation in config.evals, by name, those first
+whose `pred` is the predict function in question; `pp` of config.input.
 
 The ops for texts are the argument `pp_text`, `pp_text` of an evaluation, or the
 ops that make the tokens in the `pp` of an evaluation or of config.input. In all
@@ -51,7 +47,6 @@ class Chain(NamedTuple):
 
   @property
   def raw(self) -> str:
-    """The feature of the source."""
     return next(iter(self.needs.reads))
 
 
@@ -67,10 +62,8 @@ def find(
   """Returns the ops for a feature, chosen as the module docstring describes.
 
   Args:
-    given: the argument of the same name as `option`, "pp" or "pp_text".
-
-  Raises:
-    ConfigError: no ops make the feature, or no such evaluation.
+    option: "pp" or "pp_text".
+    given: the argument of this name.
   """
   reasons = []
   specs = [(option, given)] if given is not None else []
@@ -161,10 +154,8 @@ def find_text(
   given: str | None = None,
 ) -> Chain:
   """Returns the ops from a text to its tokens; ConfigError without any."""
-  has_own = given is not None or any(
-    _candidates(config, preds, None, "pp_text")
-  )
-  option = "pp_text" if has_own else "pp"
+  own = given is not None or any(_candidates(config, preds, None, "pp_text"))
+  option = "pp_text" if own else "pp"
   return find(config, feature, preds, given=given, option=option)
 
 
@@ -212,8 +203,7 @@ def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
   if data.get("type") == "text":
     return {"name": "bytes"}
   for _, spec in _candidates(config, (), None, "pp"):
-    ops = _parse(config, spec)
-    if names := registry.tokenizer(ops):
+    if names := registry.tokenizer(_parse(config, spec)):
       return {"name": names[0]}
   return None
 
@@ -222,8 +212,7 @@ def with_tokenizer(
   config: Mapping[str, Any], data: Mapping[str, Any], path: str
 ) -> dict[str, Any]:
   """Returns a config in which a tokenizer has moved to another path."""
-  known = data.get("tokenizer") or {}
-  old = known.get("name", "")
+  old = (data.get("tokenizer") or {}).get("name", "")
 
   def replace(value: Any) -> Any:
     if isinstance(value, dict):
@@ -247,7 +236,6 @@ def pred_kw(
 
 
 def evaluated_names(config: Mapping[str, Any]) -> Sequence[str] | str:
-  """The option `class_names` of the run's evaluations."""
   for _, entry in sorted(config.get("evals", {}).items()):
     if "class_names" in entry:
       return entry["class_names"]

@@ -43,7 +43,6 @@ class Predictor:
     step: of the checkpoint.
     model: flax module.
     task: module of config.task.
-    mesh: device mesh.
     variables: "params" and, where the model has them, mutable collections.
     batch_size: largest number of examples at a time, a multiple of the number
       of devices.
@@ -74,8 +73,7 @@ class Predictor:
     self.batch_size = -(-batch_size // self._ways) * self._ways
     self._loss_kind = self.config.get("loss", {}).get("kind", "")
     # Whether the model reads "inputs" and writes "targets".
-    sizes = parts.vocab_sizes(self.task, self.model)
-    self._is_seq2seq = "inputs" in sizes
+    self._is_seq2seq = "inputs" in parts.vocab_sizes(self.task, self.model)
 
   @property
   def params(self) -> Params:
@@ -83,14 +81,13 @@ class Predictor:
 
   @functools.cached_property
   def class_names(self) -> list[str] | None:
-    """Names of the classes by number; None if the run does not know them."""
+    """Names of the classes; None if the run does not know them."""
     if self._given.class_names is not None:
       return labels.read(self._given.class_names, "class_names")
     return self._saved.data.get("class_names", {}).get("labels")
 
   @functools.cached_property
   def tokenizer(self) -> tokenizers.Tokenizer | None:
-    """The run's tokenizer; None without one."""
     return ops.tokenizer(
       self.config,
       self._saved.data,
@@ -100,23 +97,16 @@ class Predictor:
 
   @functools.cached_property
   def pictures(self) -> preprocessing.Pictures:
-    """The preprocessing of pictures; `pictures.chain` has its ops."""
     preds = [n for n in ("caption", "logits", *_EMBED_IMAGE) if n in self._fns]
+    given, evaluation = self._given.pp, self._given.evaluation
     chain = ops.find(
-      self.config,
-      "image",
-      preds,
-      given=self._given.pp,
-      evaluation=self._given.evaluation,
+      self.config, "image", preds, given=given, evaluation=evaluation
     )
     return preprocessing.Pictures(chain, self._saved.data)
 
   @functools.cached_property
   def texts(self) -> preprocessing.Texts | None:
-    """The preprocessing of texts; `texts.chain` has its ops.
-
-    None if the training data were tokens, which a tokenizer alone made.
-    """
+    """The preprocessing of texts; None if a tokenizer alone made the data."""
     feature = "inputs" if self._is_seq2seq else "labels"
     preds = ("embed", "score", "caption")
     chain = ops.find_text(self.config, feature, preds, self._given.pp_text)
@@ -126,22 +116,20 @@ class Predictor:
 
   @property
   def can(self) -> list[str]:
-    """Names of the methods that the model's task allows; see the module."""
+    """Names of the methods that the model's task allows."""
     fns = {*self._fns}
-    generates = "generate" in fns
     possible = {
       "caption": "caption" in fns,
-      "generate": generates,
+      "generate": "generate" in fns,
       "embed_texts": "text" in fns,
       "embed_images": bool(fns & {*_EMBED_IMAGE}),
-      "classify": "logits" in fns and not generates,
+      "classify": "logits" in fns and "generate" not in fns,
       "zero_shot": {"image", "text"} <= fns or {"score", "caption"} <= fns,
     }
     return [name for name, yes in possible.items() if yes]
 
   @property
   def preds(self) -> list[str]:
-    """Names of the task's predict functions, for `run`."""
     return [*self._fns]
 
   def _require(self, method: str) -> None:
@@ -153,7 +141,7 @@ class Predictor:
 
   @property
   def default_method(self) -> str:
-    """Name of the method that `predict` calls: the first that is possible."""
+    """Name of the method that `predict` calls."""
     can = self.can
     order = ["caption", "generate", "classify", "embed_images"]
     if "embed_texts" in can:
@@ -183,7 +171,6 @@ class Predictor:
   def _map(
     self, inputs: Any, one: bool, call: Callable[[Sequence[Any]], list[Any]]
   ) -> Any:
-    """Returns the result of one input, or a list of results for several."""
     if one:
       return call([inputs])[0]
     items, size = list(inputs), self.batch_size
@@ -195,9 +182,8 @@ class Predictor:
 
     Returns:
       {"label": name, "index": class number, "score": probability, "top": the
-      `top_k` best, as such dicts} for each picture. For a model trained with
-      the loss sigmoid_xent, each class has a probability of its own; otherwise
-      they add up to 1.
+      `top_k` best, as such dicts} for each picture. The probabilities add up to
+      1, except of a model trained with the loss sigmoid_xent.
     """
     self._require("classify")
 
@@ -230,8 +216,7 @@ class Predictor:
     }
 
     def call(items: Sequence[Any]) -> list[Any]:
-      image = self.pictures(items)
-      rows_BL = self.run("caption", {"image": image}, **options)
+      rows_BL = self.run("caption", {"image": self.pictures(items)}, **options)
       return [{"caption": tokenizer.decode(row)} for row in rows_BL]
 
     return self._map(pictures, _is_one(pictures), call)
@@ -240,25 +225,23 @@ class Predictor:
     """Returns {"embedding": float32 [E]} for each picture."""
     self._require("embed_images")
     name = next(name for name in _EMBED_IMAGE if name in self._fns)
-
-    def call(items: Sequence[Any]) -> list[Any]:
-      rows_BE = self.run(name, {"image": self.pictures(items)})
-      return [{"embedding": row} for row in np.asarray(rows_BE, np.float32)]
-
-    return self._map(pictures, _is_one(pictures), call)
+    return self._embed(name, "image", pictures, self.pictures)
 
   def embed_texts(self, texts: Any) -> Any:
     """Returns {"embedding": float32 [E]} for each text."""
     self._require("embed_texts")
+    return self._embed("text", "labels", texts, self._tokens)
 
-    def call(items: Sequence[str]) -> list[Any]:
-      rows_BE = self.run("text", {"labels": self._tokens(items)})
+  def _embed(
+    self, pred: str, feature: str, inputs: Any, preprocess: Callable[..., Any]
+  ) -> Any:
+    def call(items: Sequence[Any]) -> list[Any]:
+      rows_BE = self.run(pred, {feature: preprocess(items)})
       return [{"embedding": row} for row in np.asarray(rows_BE, np.float32)]
 
-    return self._map(texts, _is_one(texts), call)
+    return self._map(inputs, _is_one(inputs), call)
 
   def _tokens(self, texts: Sequence[str]) -> np.ndarray:
-    """Returns the ids of texts, int32 [B, L], as captions of the run."""
     if self.texts is None:
       raise ConfigError(
         "bigtrain.load: the run has no op tokenize; give pp_text=..., such as "
@@ -308,7 +291,7 @@ class Predictor:
     return class_CE / (np.linalg.norm(class_CE, axis=-1, keepdims=True) + 1e-8)
 
   def _pair_scores(self, image: np.ndarray, class_CE: np.ndarray) -> np.ndarray:
-    """Returns [B, C], with the scale and the bias that the loss has learned."""
+    """Returns [B, C], with the loss's learned scale and bias."""
     image_BE = self.run("image", {"image": image})
     logits_BC = image_BE.astype(np.float64) @ class_CE.T.astype(np.float64)
     if "t" in self.params:
@@ -334,9 +317,8 @@ class Predictor:
 
     def call(items: Sequence[Any]) -> list[Any]:
       rows = [self._prompt(text) for text in items]
-      ids_BL = np.zeros(
-        (len(rows), self._prompt_length(rows, options)), np.int32
-      )
+      length = self._prompt_length(max(map(len, rows)), options)
+      ids_BL = np.zeros((len(rows), length), np.int32)
       for padded, row in zip(ids_BL, rows):
         padded[: len(row)] = row
       feature = "inputs" if self._is_seq2seq else "tokens"
@@ -346,7 +328,6 @@ class Predictor:
     return self._map(texts, _is_one_text(texts), call)
 
   def _prompt(self, text: Any) -> np.ndarray:
-    """Returns the ids of a text, without padding."""
     tokenizer = self._need_tokenizer()
     if not isinstance(text, str):
       ids = np.asarray(text, np.int32)
@@ -361,11 +342,7 @@ class Predictor:
       raise ConfigError("generate: expected a text, got an empty one.")
     return ids
 
-  def _prompt_length(
-    self, rows: Sequence[np.ndarray], options: Mapping[str, Any]
-  ) -> int:
-    """Returns a length for padded prompts that fits the longest."""
-    longest = max(map(len, rows))
+  def _prompt_length(self, longest: int, options: Mapping[str, Any]) -> int:
     length = max(_SHORTEST_PROMPT, 1 << (longest - 1).bit_length())
     most = getattr(self.model, "max_len", None)
     if most is None or self._is_seq2seq:
@@ -402,9 +379,6 @@ class Predictor:
 
     Returns:
       Tree of numpy arrays [B, ...].
-
-    Raises:
-      ConfigError: no such predict function, option or feature.
     """
     fn = self._compile(pred, options)
     arrays = {name: np.asarray(x) for name, x in features.items()}
@@ -422,12 +396,7 @@ class Predictor:
   def _compile(
     self, pred: str, options: Mapping[str, Any]
   ) -> Callable[..., Any]:
-    if pred not in self._fns:
-      hint = settings.did_you_mean(pred, self._fns)
-      raise ConfigError(
-        f"run: the task has no predict function {pred!r}.{hint}"
-      )
-    fn = self._fns[pred]
+    fn = self._fns[settings.check_choice("run: pred", pred, self._fns)]
     settings.check_kwargs(fn, options, pred, ("variables", "batch"))
     key = f"{pred} {sorted(options.items())!r}"
     if key not in self._compiled:
@@ -443,10 +412,7 @@ class Predictor:
   def _on_devices(
     self, rows: Mapping[str, np.ndarray], number: int
   ) -> dict[str, Any]:
-    """Splits a batch over the devices, padded with copies of its last row.
-
-    The size per device is a power of two, so that few programs compile.
-    """
+    """Splits a batch over the devices, padded with copies of its last row."""
     per_device = -(-number // self._ways)
     size = self._ways * (1 << (per_device - 1).bit_length())
     size = min(size, self.batch_size)
@@ -457,7 +423,6 @@ class Predictor:
 
 
 def _is_one(inputs: Any) -> bool:
-  """Whether this is one picture or text, not several."""
   if isinstance(inputs, np.ndarray):
     return inputs.ndim < 4
   return not isinstance(inputs, list | tuple) and (
@@ -468,7 +433,6 @@ def _is_one(inputs: Any) -> bool:
 
 
 def _is_one_text(inputs: Any) -> bool:
-  """Whether this is one text or the ids of one, not several."""
   if isinstance(inputs, str):
     return True
   items = list(inputs)
@@ -483,7 +447,6 @@ def _until_end(ids_L: np.ndarray, tokenizer: tokenizers.Tokenizer) -> str:
 def _ranked(
   scores_BC: np.ndarray, names: Sequence[str], top_k: int
 ) -> list[dict[str, Any]]:
-  """Returns the best class, and a list of the best ones, for each row."""
   settings.check_number("top_k", top_k, least=1, whole=True)
   results = []
   for row in scores_BC:
@@ -498,8 +461,7 @@ def _ranked(
 def _probabilities(logits_BC: np.ndarray, kind: str) -> np.ndarray:
   """Returns float64 [B, C], the probabilities that a loss gives to logits.
 
-  A loss of the kind "sigmoid..." judges each class by itself; with any other,
-  the probabilities of a row add up to 1.
+  Losses named "sigmoid..." judge each class by itself.
   """
   logits_BC = logits_BC.astype(np.float64)
   if kind.startswith("sigmoid"):

@@ -29,16 +29,12 @@ class Pictures:
     known = data.get("features", {}).get(chain.feature)
     self.shape = None if known is None else tuple(known[1])
     self._op = registry.compose(chain.needs.ops)
-    decodes = [
-      op
-      for op in chain.needs.ops
-      if registry.base_name(op) == "decode" and chain.raw in op.reads
-    ]
     # [dtype, shape, lowest, highest] of the run's own pictures.
     self._known = data.get("raw", {}).get(chain.raw)
-    self._encoded = bool(decodes)
-    if self._known and not decodes:
-      self._encoded = self._known[0] == "bytes"
+    self._encoded = bool(self._known and self._known[0] == "bytes") or any(
+      registry.base_name(op) == "decode" and chain.raw in op.reads
+      for op in chain.needs.ops
+    )
     self._in_graph: Any = None
 
   def __call__(self, pictures: Sequence[Any]) -> np.ndarray:
@@ -46,9 +42,6 @@ class Pictures:
 
     Args:
       pictures: paths, encoded bytes, PIL images, or arrays [H, W, C] or [H, W].
-
-    Raises:
-      DataError: a picture cannot be read or preprocessed.
     """
     self._prepare()
     if len(pictures) == 1:
@@ -93,7 +86,6 @@ class Pictures:
       raise DataError(f"{os.fspath(where)}: {message}") from e
 
   def _raw(self, picture: Any) -> bytes | np.ndarray:
-    """The value that the ops start from."""
     if isinstance(picture, str | os.PathLike):
       try:
         picture = paths.read_bytes(paths.absolute(picture))
@@ -101,7 +93,12 @@ class Pictures:
         raise DataError(f"{e.strerror}.") from e
     if isinstance(picture, bytes | bytearray):
       encoded = bytes(picture)
-      return encoded if self._encoded else self._checked(self._decode(encoded))
+      if self._encoded:
+        return encoded
+      decode = host_tensorflow.load().io.decode_image
+      channels = self._known[1][-1] if self._known else 3
+      image = decode(encoded, channels=channels, expand_animations=False)
+      return self._checked(image.numpy())
     if hasattr(picture, "convert") and picture.mode not in ("L", "RGB"):
       picture = picture.convert("RGB")  # Of PIL.
     array = np.asarray(picture)
@@ -113,14 +110,6 @@ class Pictures:
         f"channels], got {type(picture).__name__} {array.dtype}{array.shape}."
       )
     return _as_png(array) if self._encoded else self._checked(array)
-
-  def _decode(self, encoded: bytes) -> np.ndarray:
-    """Decodes a file for ops that take arrays."""
-    tf = host_tensorflow.load()
-    channels = self._known[1][-1] if self._known else 3
-    return tf.io.decode_image(
-      encoded, channels=channels, expand_animations=False
-    ).numpy()
 
   def _checked(self, array: np.ndarray) -> np.ndarray:
     if self._known is None:
@@ -151,14 +140,12 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _resizing(shape: Sequence[int]) -> str:
-  """Ops that make images of a shape from files."""
   height, width, channels = shape
   decode = "decode" if channels == 3 else f"decode(channels={channels})"
   return f"{decode}|resize(({height}, {width}))|value_range(-1,1)"
 
 
 def _as_png(array: np.ndarray) -> bytes:
-  """Encodes an array, without loss, for ops that start from a file's bytes."""
   if array.dtype != np.uint8 or array.shape[-1] not in (1, 3):
     raise DataError(
       "expected an array of uint8 with values 0 to 255 and 1 or 3 channels, "
@@ -178,7 +165,6 @@ class Texts:
     self._as_list = [registry.base_name(op) for op in first] == ["choice"]
 
   def __call__(self, texts: Sequence[str]) -> np.ndarray:
-    """Returns int32 [B, L]; DataError if a text has no tokens."""
     draws = np.zeros(self._op.draws, np.float32)
     rows = []
     for text in texts:

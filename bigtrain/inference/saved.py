@@ -27,7 +27,7 @@ class Saved(NamedTuple):
     path: folder of the checkpoint, or file of the export.
     data: description of the run's data, see inputs/description.py; {} for a
       checkpoint of an earlier version of the program.
-    fingerprints: fingerprints of the files of the run's preprocessing, by path.
+    fingerprints: of the files of the run's preprocessing, by path.
     manifest: None of an export.
   """
 
@@ -59,7 +59,6 @@ def find(path: str, step: int | None, key: str = "bigtrain.load") -> Saved:
 
 
 def _find_export(path: str, key: str) -> Saved:
-  """Reads the JSON file beside an export."""
   if not os.path.isfile(path):
     raise ConfigError(f"{key}: no such file: {path}.")
   try:
@@ -74,22 +73,21 @@ def _find_export(path: str, key: str) -> Saved:
 
 
 def variables(saved: Saved, weights: str, mesh: Mesh) -> dict[str, Any]:
-  """Reads the variables of the model, sharded over all devices of the mesh.
-
-  Raises:
-    ConfigError: the checkpoint has no such parameters.
-    DamagedError: a file is missing, truncated or changed.
-  """
+  """Reads the variables of the model, sharded over all devices."""
   if saved.manifest is not None:
     shapes = {
       name: jax.ShapeDtypeStruct(array.shape, manifest.dtype_of(array.dtype))
       for name, array in saved.manifest.arrays.items()
     }
     specs = _placed(shapes, weights, mesh)
-    names = {name: name for name in specs}
+    names = dict(zip(specs, specs))
     arrays = restore.load(saved.path, saved.manifest, names, specs)
   else:
-    values = _read_export(saved.path)
+    if saved.path.endswith(".npz"):
+      with np.load(saved.path, allow_pickle=False) as archive:
+        values = dict(archive)
+    else:
+      values = safetensors_files.read(saved.path)
     specs = _placed(values, weights, mesh)
     arrays = {
       name: jax.device_put(values[name], spec.sharding)
@@ -98,13 +96,6 @@ def variables(saved: Saved, weights: str, mesh: Mesh) -> dict[str, Any]:
   tree = trees.from_flat(arrays)
   params = averages.evaluation_form(tree[weights], tree.get("opt", {}))
   return {"params": params, **tree.get("mutable", {})}
-
-
-def _read_export(path: str) -> dict[str, np.ndarray]:
-  if not path.endswith(".npz"):
-    return safetensors_files.read(path)
-  with np.load(path, allow_pickle=False) as archive:
-    return dict(archive)
 
 
 def _placed(

@@ -10,6 +10,7 @@ Beside it lies a JSON file of the same name with ".json": inputs and outputs,
 names of the classes, preprocessing, tokenizer and step.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,11 +49,6 @@ def export(
 
   Returns:
     (number of arrays, bytes of the file).
-
-  Raises:
-    ConfigError: no such checkpoint or predict function, or the function cannot
-      be exported in this way.
-    CheckpointError: the checkpoint is damaged or cannot be read.
   """
   checkpoint = saved.find(path, step, "export")
   config = settings.Config(checkpoint.config)
@@ -60,13 +56,9 @@ def export(
   _, model = parts.model(config)
   fns = task.predict_fns(model)
   pred = pred or next((name for name in _PREDS if name in fns), "")
-  if pred not in fns:
-    hint = settings.did_you_mean(pred, fns)
-    raise ConfigError(f"--pred={pred}: not a predict function here.{hint}")
+  settings.check_choice("--pred", pred, fns)
   for platform in platforms:
-    if platform not in PLATFORMS:
-      hint = settings.did_you_mean(platform, PLATFORMS)
-      raise ConfigError(f"--platforms: unknown platform {platform!r}.{hint}")
+    settings.check_choice("--platforms", platform, PLATFORMS)
   if batch_size is not None:
     settings.check_number("--batch_size", batch_size, least=1, whole=True)
   options = ops.pred_kw(checkpoint.config, pred, None)
@@ -111,15 +103,13 @@ def export(
 
 
 def _about_data(checkpoint: saved.Saved) -> dict[str, Any]:
-  """Class names, tokenizer and preprocessing, for a program that serves it."""
   about: dict[str, Any] = {
     "class_names": checkpoint.data.get("class_names", {}).get("labels"),
     "tokenizer": checkpoint.data.get("tokenizer"),
   }
-  try:
+  # There may be no pictures, or no ops without random numbers.
+  with contextlib.suppress(ConfigError):
     about["pp"] = ops.find(checkpoint.config, "image", ("logits",)).spec
-  except ConfigError:
-    pass  # No pictures, or no ops without random numbers.
   return {name: value for name, value in about.items() if value is not None}
 
 

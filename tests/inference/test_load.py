@@ -123,7 +123,7 @@ def test_a_model_says_what_it_cannot_do(model):
   assert model.can == ["embed_images", "classify"]
   with pytest.raises(ConfigError, match=r"cannot do this; it can embed_images"):
     model.caption("a.png")
-  with pytest.raises(ConfigError, match=r"no predict function 'logit'.*logits"):
+  with pytest.raises(ConfigError, match=r"run: pred: unknown 'logit'.*logits"):
     model.run("logit", {})
 
 
