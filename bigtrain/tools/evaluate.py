@@ -58,10 +58,6 @@ def evaluate(
   Returns:
     {"step": ..., "<evaluation>/<metric>": ...}. Images, texts, tables and
     histograms are paths of files in `output`.
-
-  Raises:
-    ConfigError: no such run or checkpoint, or a mistake in the config.
-    CheckpointError: the checkpoint is damaged.
   """
   workdir = paths.absolute(workdir)
   output = paths.absolute(output or os.path.join(workdir, _FOLDER))
@@ -69,7 +65,13 @@ def evaluate(
   jax_flags.use_compile_cache(config.get("compile_cache", True))
   mesh = sharding.from_config(config)
   with jax.set_mesh(mesh):
-    directory = _find(workdir, step)
+    steps = folders.find_all(workdir)
+    if step is not None and step not in steps:
+      raise ConfigError(
+        f"--step={step}: no such checkpoint; {workdir} has "
+        f"{', '.join(map(str, steps))}."
+      )
+    directory = folders.find(workdir, step)
     saved = folders.read_manifest(directory)
     xla_options = compiler_options.read(config, mesh)
     task = parts.task(config)
@@ -97,17 +99,14 @@ def evaluate(
     if not enabled:
       raise ConfigError("config.evals: empty; expected evaluations.")
     specs = dict(trees.flatten_with_names(state_spec))
-    arrays = restore.load(
-      directory, saved, {name: name for name in specs}, specs
-    )
+    arrays = restore.load(directory, saved, dict(zip(specs, specs)), specs)
     state = {**trees.from_flat(arrays), **teaching.load()}
     variables = start.evaluated(state)
     row: dict[str, Any] = {"step": saved.step}
     for evaluation in enabled:
       logging.info("Evaluating %s.", evaluation.name)
-      results = evaluation.build().run(
-        variables[evaluation.weights], saved.step
-      )
+      weights = variables[evaluation.weights]
+      results = evaluation.build().run(weights, saved.step)
       row |= {f"{evaluation.name}/{k}": v for k, v in results.items()}
   row, shown = media.split(row)
   if jax.process_index() == 0:
@@ -167,8 +166,7 @@ def _teacher(
 ) -> teacher.Teacher:
   """Reads config.teacher if an evaluation needs it.
 
-  Without training data, the first evaluation that does gives the shapes of the
-  teacher's inputs.
+  The first such evaluation gives the shapes of the teacher's inputs.
   """
   without = parts.predict_fns(task, model)
   for name, entry in config.to_dict().get("evals", {}).items():
@@ -187,18 +185,8 @@ def _teacher(
   return teacher.Teacher(None, {}, dict)
 
 
-def _find(workdir: str, step: int | None) -> str:
-  """The folder of a checkpoint, or ConfigError with the steps of all."""
-  steps = folders.find_all(workdir)
-  if step is not None and step not in steps:
-    known = ", ".join(map(str, steps))
-    raise ConfigError(
-      f"--step={step}: no such checkpoint; {workdir} has {known}."
-    )
-  return folders.find(workdir, step)
-
-
-def _parser() -> arguments.Parser:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser(
     prog="python -m bigtrain.tools.evaluate",
     description="Evaluates a checkpoint of a run with the evaluations of its "
@@ -211,12 +199,7 @@ def _parser() -> arguments.Parser:
     "folder for the files of evaluators (default: evaluate in the workdir)"
   )
   add("--output", folder, "")
-  return parser
-
-
-@exits.in_one_line()
-def main(argv: Sequence[str]) -> int:
-  args, changes = _parser().parse(argv)
+  args, changes = parser.parse(argv)
   process.join_job(settings.Config({}))
   row = evaluate(args.workdir, args.step, changes, args.output)
   if jax.process_index() == 0:

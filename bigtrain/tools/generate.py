@@ -44,11 +44,7 @@ def generate(
 ) -> Iterator[str]:
   """Yields the text that follows a prompt, piece by piece.
 
-  A beam search yields it at once. `_parser` describes the arguments.
-
-  Raises:
-    ConfigError: no such checkpoint, tokenizer or option.
-    CheckpointError: the checkpoint is damaged or cannot be read.
+  A beam search yields it at once. `main` describes the arguments.
   """
   if temperature is None:
     temperature = 0.8 if num_beams == 1 else 0.0
@@ -72,22 +68,15 @@ def generate(
       "tokenizer."
     )
   ids = _prompt_ids(codec, model, prompt, bos)
-  variables = saved.variables(checkpoint, prefix, sharding.make_mesh())
+  params = saved.variables(checkpoint, prefix, sharding.make_mesh())["params"]
   if num_beams > 1:
+    options = dict(num_beams=num_beams, length_penalty=length_penalty)
     stream: Iterable[int] = _search(
-      variables["params"],
-      model,
-      ids,
-      max_new,
-      codec.eos_id,
-      num_beams,
-      length_penalty,
+      params, model, ids, max_new, codec.eos_id, options
     )
   else:
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    stream = _generate_ids(
-      variables["params"], model, ids, max_new, seed, options
-    )
+    stream = _generate_ids(params, model, ids, max_new, seed, options)
   num_yielded, new = 0, []
   for token in stream:
     if token == codec.eos_id:
@@ -124,8 +113,7 @@ def _search(
   ids: list[int],
   max_new: int,
   eos_id: int | None,
-  num_beams: int,
-  length_penalty: float,
+  options: dict[str, Any],
 ) -> list[int]:
   size = len(ids) + max_new
   if model.max_len is not None and size > model.max_len:
@@ -139,8 +127,7 @@ def _search(
     max_new=max_new,
     eos_id=eos_id,
     pad_id=-1,  # The prompt has no padding.
-    num_beams=num_beams,
-    length_penalty=length_penalty,
+    **options,
   )
   new_1N = jax.jit(search)({"params": params}, {"tokens": np.asarray([ids])})
   return [token for token in new_1N[0].tolist() if token >= 0]
@@ -163,9 +150,8 @@ def _generate_ids(
   def read(params: Any, tokens_1L: jax.Array) -> Any:
     cache = model.init_cache(1, size)
     variables = {"params": params}
-    return model.apply(variables, tokens_1L, cache=cache, head=False)[1][
-      "cache"
-    ]
+    outputs = model.apply(variables, tokens_1L, cache=cache, head=False)
+    return outputs[1]["cache"]
 
   @functools.partial(jax.jit, donate_argnums=1)
   def write(
@@ -192,7 +178,8 @@ def _generate_ids(
     yield seen[-1]
 
 
-def _parser() -> arguments.Parser:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser(
     prog="python -m bigtrain.tools.generate",
     description="Continues a text with the language model of a run.",
@@ -228,12 +215,7 @@ def _parser() -> arguments.Parser:
   tokenizer = "'bytes' or a path (default: the tokenizer of the run's data)"
   add("--tokenizer", tokenizer)
   add("--bos", "put the begin token first", False, action="store_true")
-  return parser
-
-
-@exits.in_one_line()
-def main(argv: Sequence[str]) -> int:
-  args, _ = _parser().parse(argv)
+  args, _ = parser.parse(argv)
   sys.stdout.write(args.prompt)
   for piece in generate(**vars(args)):
     sys.stdout.write(piece)

@@ -52,9 +52,6 @@ def model(
       model's max_len, or the length of its training examples.
     bos: whether a text starts with the begin token (the end token, if the
       tokenizer has no begin token). An empty context always does.
-
-  Raises:
-    ConfigError: the package lm_eval is missing, or it is no language model.
   """
   package = import_package(
     "lm_eval.api.model", "bigtrain.tools.lm_eval", "lm_eval"
@@ -70,20 +67,14 @@ def model(
       "bigtrain.load: the run names no tokenizer: give tokenizer=PATH."
     )
   if max_length is None:
-    max_length = _default_length(predictor)
-  cls = type("BigtrainLM", (_Methods, package.TemplateLM), {})
-  return cls(predictor, predictor.tokenizer, max_length, bos, max_new)
-
-
-def _default_length(predictor: Predictor) -> int:
-  length = getattr(predictor.model, "max_len", None)
-  data = predictor.config.get("input", {}).get("data", {})
-  length = length or data.get("length")
-  if not length:
+    data = predictor.config.get("input", {}).get("data", {})
+    max_length = getattr(predictor.model, "max_len", None) or data.get("length")
+  if not max_length:
     raise ConfigError(
       "max_length: the run does not tell the length of its texts; give it."
     )
-  return int(length)
+  cls = type("BigtrainLM", (_Methods, package.TemplateLM), {})
+  return cls(predictor, predictor.tokenizer, max_length, bos, max_new)
 
 
 class _Methods:
@@ -107,7 +98,6 @@ class _Methods:
 
   @property
   def prefix_token_id(self) -> int:
-    """Id of the token before a text without context."""
     for number in (self._codec.bos_id, self._codec.eos_id):
       if number is not None:
         return number
@@ -130,7 +120,6 @@ class _Methods:
   def loglikelihood_rolling(
     self, requests: Sequence[Any], disable_tqdm: bool = False
   ) -> list[float]:
-    """Returns the log-likelihood of whole texts, window by window."""
     from lm_eval import utils
 
     pairs, owners = [], []
@@ -162,17 +151,16 @@ class _Methods:
       stops, options = self._generation(json.loads(key))
       room = self.max_length - options["max_new"]
       prompts = [
-        (self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])
+        self.tok_encode(requests[i].args[0]) or [self.prefix_token_id]
         for i in members
       ]
       results = self.predictor.generate(
         [prompt[-room:] for prompt in prompts], **options
       )
       for i, result in zip(members, results):
-        text = result["text"]
+        texts[i] = result["text"]
         for stop in filter(None, stops):
-          text = text.partition(stop)[0]
-        texts[i] = text
+          texts[i] = texts[i].partition(stop)[0]
     return texts
 
   def _generation(

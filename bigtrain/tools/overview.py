@@ -36,16 +36,8 @@ Other: --help, --version. The documentation is in docs/, and the keys of a
 config are in docs/config.md.
 """
 _KINDS = (
-  "tasks",
-  "models",
-  "variants",
-  "ops",
-  "sources",
-  "evaluators",
-  "optimizers",
-  "schedules",
-  "hooks",
-  "configs",
+  *("tasks", "models", "variants", "ops", "sources", "evaluators"),
+  *("optimizers", "schedules", "hooks", "configs"),
 )
 
 
@@ -88,15 +80,12 @@ def main(argv: Sequence[str]) -> int:
   if not words or words[0] in ("--help", "-h", "help"):
     print(usage(), end="")
     return 0
-  if words[0] in ("--version", "version"):
-    print(f"bigtrain {_VERSION}")
-    return 0
-  print(_list(words))
+  is_version = words[0] in ("--version", "version")
+  print(f"bigtrain {_VERSION}" if is_version else _list(words))
   return 0
 
 
 def _list(words: Sequence[str]) -> str:
-  """Returns the text of `list KIND [NAME]`."""
   if words[0] != "list" or not 2 <= len(words) <= 3:
     raise ConfigError(
       f"{' '.join(words)}: expected list KIND [NAME], --help or --version; "

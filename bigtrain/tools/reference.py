@@ -44,11 +44,7 @@ _WIDTH = 80
 
 
 def names(kind: str) -> dict[str, str]:
-  """Returns {name: first line of its docstring} of a kind.
-
-  Raises:
-    ConfigError: no such kind.
-  """
+  """Returns {name: first line of its docstring} of a kind."""
   if kind not in KINDS:
     raise ConfigError(f"list {kind}: unknown.{did_you_mean(kind, KINDS)}")
   if kind in _MODULES:
@@ -76,7 +72,6 @@ def names(kind: str) -> dict[str, str]:
 
 
 def _functions(kind: str) -> Mapping[str, Callable[..., Any]]:
-  """The functions of a kind that is not one of modules, by name."""
   if kind == "optimizers":
     return optimizers.constructors()
   if kind == "schedules":
@@ -86,7 +81,6 @@ def _functions(kind: str) -> Mapping[str, Callable[..., Any]]:
 
 
 def _variants() -> Iterator[tuple[str, Mapping[str, Any]]]:
-  """Yields (model, {variant: its fields}) of the models that have variants."""
   for name in parts.module_names("models"):
     module = importlib.import_module(f"bigtrain.models.{name}")
     variants = getattr(module, "VARIANTS", None)
@@ -112,23 +106,18 @@ def _configs() -> dict[str, ast.Module]:
 
 
 def explain(kind: str, name: str) -> str:
-  """Returns the docstring and the arguments of one name.
-
-  Args:
-    name: a key of `names(kind)`.
-
-  Raises:
-    ConfigError: no such kind or name.
-  """
+  """Returns the docstring and the arguments of one of the names of a kind."""
   known = names(kind)
   if name not in known:
-    raise ConfigError(
-      f"list {kind} {name}: unknown.{did_you_mean(name, known)}"
-    )
+    hint = did_you_mean(name, known)
+    raise ConfigError(f"list {kind} {name}: unknown.{hint}")
   if kind == "variants":
     return _table(name, dict(_variants())[name])
   if kind == "configs":
-    return _config(_configs()[name])
+    tree = _configs()[name]
+    main = [n for n in tree.body if getattr(n, "name", "") == "get_config"]
+    docs = [ast.get_docstring(tree), *map(ast.get_docstring, main)]
+    return "\n\n".join(filter(None, docs))
   if kind not in _MODULES:
     fn = _functions(kind)[name]
     about = _without_sections(inspect.getdoc(fn) or known[name])
@@ -139,7 +128,7 @@ def explain(kind: str, name: str) -> str:
   folder, attribute = _MODULES[kind]
   module = importlib.import_module(f"bigtrain.{folder}.{name}")
   target = getattr(module, attribute)
-  given = _GIVEN.get(kind, ())
+  given = _GIVEN[kind]
   texts = [inspect.getdoc(module) or ""]
   if kind != "tasks":
     texts.append(_without_sections(inspect.getdoc(target) or ""))
@@ -148,10 +137,7 @@ def explain(kind: str, name: str) -> str:
     texts.append("config.loss:\n" + arguments(target, given))
     for pred, fn in module.predict_fns(None).items():
       options = arguments(fn, ("variables", "batch", "model"))
-      inner = getattr(fn, "func", fn)
-      line = f"pred = {pred!r}"
-      if doc := _first_line(inner):
-        line += f": {doc}"
+      line = ": ".join(filter(None, [f"pred = {pred!r}", _first_line(fn)]))
       texts.append("\n".join(filter(None, [line, options])))
   return "\n\n".join(filter(None, texts))
 
@@ -218,12 +204,7 @@ def _first_sentence(text: str) -> str:
 
 def _without_sections(doc: str) -> str:
   """Returns a docstring up to its first section, such as "Args:"."""
-  lines = []
-  for line in doc.splitlines():
-    if re.fullmatch(r"[A-Z]\w+:", line):
-      break
-    lines.append(line)
-  return "\n".join(lines).strip()
+  return re.split(r"^[A-Z]\w+:$", doc, flags=re.MULTILINE)[0].strip()
 
 
 def _type(annotation: Any) -> str:
@@ -244,13 +225,6 @@ def _table(model: str, variants: Mapping[str, Any]) -> str:
     shown = ", ".join(f"{key}={value!r}" for key, value in values.items())
     lines += textwrap.wrap(f"{name}: {shown}", _WIDTH, subsequent_indent="    ")
   return "\n".join(lines)
-
-
-def _config(tree: ast.Module) -> str:
-  functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
-  docs = [ast.get_docstring(tree)]
-  docs += [ast.get_docstring(n) for n in functions if n.name == "get_config"]
-  return "\n\n".join(filter(None, docs))
 
 
 def _first_line(thing: Any) -> str:

@@ -43,13 +43,7 @@ _OF_MACHINE = re.compile(
 
 
 def replay(workdir: str, step: int, changes: Sequence[str] = ()) -> str:
-  """Computes a step again; returns the first difference, "" without one.
-
-  Raises:
-    ConfigError: no such run or step, nothing to compare, or a mistake in the
-      config.
-    CheckpointError: a checkpoint is damaged.
-  """
+  """Computes a step again; returns the first difference, "" without one."""
   import bigtrain.main  # Takes seconds.
 
   workdir = paths.absolute(workdir)
@@ -116,7 +110,8 @@ def _first_array(step: int, workdir: str, folder: str) -> str:
   )
 
 
-def _parser() -> arguments.Parser:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser(
     prog="python -m bigtrain.tools.replay",
     description="Computes steps of a run again on this machine, and prints the "
@@ -126,12 +121,7 @@ def _parser() -> arguments.Parser:
   parser.add_argument(
     "--step", type=int, required=True, help="last step to compute again"
   )
-  return parser
-
-
-@exits.in_one_line()
-def main(argv: Sequence[str]) -> int:
-  args, changes = _parser().parse(argv)
+  args, changes = parser.parse(argv)
   difference = replay(args.workdir, args.step, changes)
   print(difference or f"Up to step {args.step}, all bits are the same.")
   return process.EXIT_ERROR if difference else process.EXIT_OK
