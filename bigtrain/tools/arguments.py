@@ -16,13 +16,7 @@ def add(
   default: Any = None,
   **options: Any,
 ) -> None:
-  """Adds an argument to a parser.
-
-  Args:
-    help: gets the default value, unless it speaks of it.
-    default: gives the type, too.
-    options: of argparse's add_argument.
-  """
+  """Adds an argument with its default, which gives the type and ends the help."""
   if "action" not in options:
     if default is not None:
       options.setdefault("type", type(default))
@@ -37,14 +31,12 @@ class Parser(argparse.ArgumentParser):
   """An argument parser with --config.KEY=VALUE and one-line errors.
 
   It hands the flags of jax and absl to their owners, see jax_flags.py.
+
+  Args:
+    changes_config: whether the tool takes --config.KEY=VALUE.
   """
 
   def __init__(self, *, changes_config: bool = True, **options: Any):
-    """See argparse.ArgumentParser.
-
-    Args:
-      changes_config: whether the tool takes --config.KEY=VALUE.
-    """
     options.setdefault("allow_abbrev", False)
     if changes_config:
       epilog = "--config.KEY=VALUE changes the config, as for bigtrain.main."
@@ -56,11 +48,7 @@ class Parser(argparse.ArgumentParser):
     raise ConfigError(message)
 
   def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns arguments, and changes of the config as "KEY=VALUE".
-
-    Raises:
-      ConfigError: unknown, missing or wrong arguments.
-    """
+    """Returns arguments, and changes of the config as "KEY=VALUE"."""
     # Imports jax, which other tools do without.
     from bigtrain.runtime import jax_flags
 

@@ -33,7 +33,6 @@ _WEIGHTS = ("params", "ema")
 
 
 def show(path: str, step: int | None = None, depth: int | None = None) -> str:
-  """Returns the tree of a checkpoint as text, with shapes, dtypes and sizes."""
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
   writer = manifest.writer
@@ -47,14 +46,10 @@ def show(path: str, step: int | None = None, depth: int | None = None) -> str:
   steps = folders.find_all(path)
   if len(steps) > 1:
     lines.append(f"steps in this workdir: {', '.join(map(str, steps))}")
-  lines.append("")
   rows = list(_rows("", dict(manifest.arrays), 0, depth))
-  width = max([len(row[0]) for row in rows], default=0)
-  lines += [
-    f"{name:<{width}}  {size:>9}  {content}".rstrip()
-    for name, size, content in rows
-  ]
-  return "\n".join(lines)
+  width = max([len(name) for name, _, _ in rows], default=0)
+  tree = [f"{n:<{width}}  {size:>9}  {x}".rstrip() for n, size, x in rows]
+  return "\n".join([*lines, "", *tree])
 
 
 def _rows(
@@ -68,7 +63,10 @@ def _rows(
     indented = "  " * level + head
     if prefix + head in arrays:
       array = arrays[prefix + head]
-      yield indented, _size(array.num_bytes), f"{array}{_sharding(array)}"
+      content = str(array)
+      if array.sharding and any(array.sharding["spec"]):
+        content += f"  sharded over {array.sharding['spec']}"
+      yield indented, _size(array.num_bytes), content
       continue
     children = {
       name: array
@@ -80,12 +78,6 @@ def _rows(
     yield indented + "/", _size(size), f"{count:,} values"
     if depth is None or level + 1 < depth:
       yield from _rows(f"{prefix}{head}/", children, level + 1, depth)
-
-
-def _sharding(array: Array) -> str:
-  if not array.sharding or not any(array.sharding["spec"]):
-    return ""
-  return f"  sharded over {array.sharding['spec']}"
 
 
 def _size(num_bytes: float) -> str:
@@ -128,9 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--step", type=int, help=step)
     return functools.partial(arguments.add, sub)
 
-  add = command(
-    "show", "Prints the tree of arrays with shapes, dtypes and sizes."
-  )
+  tree = "Prints the tree of arrays with shapes, dtypes and sizes."
+  add = command("show", tree)
   add("--depth", "number of levels to show (default: all)", type=int)
   command("verify", "Reads every byte and lists all damaged arrays.")
   add = command(
@@ -189,11 +180,10 @@ def _parser() -> argparse.ArgumentParser:
 def _check(args: argparse.Namespace) -> None:
   """Makes paths absolute; raises ConfigError for arguments out of range."""
   args.path = paths.absolute(args.path)
+  if args.command in ("import", "export"):
+    args.out = paths.absolute(args.out)
   if args.command == "import":
-    args.out = paths.absolute(args.out)
     return  # Finds PATH itself: NAME.bv need not exist.
-  if args.command == "export":
-    args.out = paths.absolute(args.out)
   if not paths.exists(args.path):
     raise ConfigError(f"{args.path}: no such file or directory.")
   if args.step is not None:
@@ -218,8 +208,7 @@ def _check(args: argparse.Namespace) -> None:
       raise ConfigError(
         f"{args.out}: already exists; give --overwrite to replace it."
       )
-    folder = os.path.dirname(args.out)
-    if not os.path.isdir(folder):
+    if not os.path.isdir(folder := os.path.dirname(args.out)):
       raise ConfigError(f"{args.out}: no such folder {folder}.")
 
 

@@ -21,6 +21,7 @@ from bigtrain.checkpoints import averages, folders, integrity
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import CheckpointError, Manifest
 from bigtrain.files import paths
+from bigtrain.reports import record
 from bigtrain.settings import ConfigError, did_you_mean
 
 
@@ -28,8 +29,6 @@ class Tensor(Protocol):
   """An array of the exported file.
 
   Attributes:
-    name: name in the file.
-    shape: shape in the file.
     parts: (name, index) of the slices of parameters that it is built from.
     build: function from these slices to the array.
   """
@@ -46,19 +45,12 @@ def to_file(
   """Writes arrays of a checkpoint into one file; returns their number.
 
   Arrays keep their full names, such as "params/encoder/kernel", even with a
-  prefix, so the file can be config.model_init; big_vision's .npz files use the
-  same names. With the JSON file OUT.json beside it, bigtrain.load can use it.
-  The .npz format has no bfloat16 or float8: these become float32, without
-  loss.
+  prefix, so the file can be config.model_init. The .npz format has no bfloat16
+  or float8: these become float32, without loss.
 
   Args:
     out: path of the file, ending in .npz or .safetensors.
     prefix: tree to export, such as "params"; "" for all arrays.
-
-  Raises:
-    ConfigError: the checkpoint has no such tree, or the file cannot hold a
-      dtype.
-    CheckpointError: the checkpoint is damaged or cannot be read.
   """
   directory, manifest, names = _find(path, step, prefix.strip("/"))
   slices = [
@@ -122,9 +114,7 @@ def _write_about(path: str, manifest: Manifest) -> None:
     "data": host.data,
     "fingerprints": host.fingerprints,
   }
-  with paths.replacing(path) as file:
-    json.dump(about, file, indent=2, sort_keys=True)
-    file.write("\n")
+  record.write_json(path, about)
 
 
 def to_layout(
@@ -135,16 +125,11 @@ def to_layout(
   Holds one array of the file in memory at a time.
 
   Args:
-    out: folder to write to; created if missing.
     layout: name of a layout of the model, such as "gpt2".
     prefix: "params" or "ema".
 
   Returns:
     (number of arrays, bytes of the file).
-
-  Raises:
-    ConfigError: the model has no such layout, or does not fit it.
-    CheckpointError: the checkpoint is damaged or cannot be read.
   """
   prefix = prefix.strip("/")
   directory, manifest, names = _find(path, step, prefix)

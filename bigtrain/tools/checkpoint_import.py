@@ -27,16 +27,11 @@ def run(
   then take it for a run. That reads the shapes of a batch from config.input.
 
   Args:
-    path: what config.model_init reads: a checkpoint of T5X or big_vision, an
-      .npz or .safetensors file, the folder of a published model.
+    path: what config.model_init reads.
     config: FILE.py[:arguments], or "".
 
   Returns:
     (directory of the checkpoint, number of arrays).
-
-  Raises:
-    ConfigError: `path` cannot be read or does not fit the model; `out` has
-      checkpoints.
   """
   if os.path.isdir(out) and folders.steps(out):
     raise ConfigError(f"{out}: already has checkpoints; give another folder.")
@@ -47,9 +42,8 @@ def run(
     state = _model_state(plain, dict(path=path, step=step))
     host = HostState(config=record.as_json(plain))
   else:
-    names = list(opened.specs)
-    state = {name: value[...] for name, value in opened.read(names).items()}
-    state = trees.from_flat(state)
+    arrays = opened.read(list(opened.specs))
+    state = trees.from_flat({n: value[...] for n, value in arrays.items()})
   state["step"] = jnp.int32(opened.step)
   saver = checkpointer.Checkpointer(out)
   saver.save(opened.step, state, host, block=True)

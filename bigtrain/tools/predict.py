@@ -13,7 +13,6 @@ Exit codes: 0; 1 if there are such files, or for a damaged checkpoint; 2 for a
 wrong argument.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import csv
@@ -51,7 +50,6 @@ _THREADS = 2
 
 
 def find_files(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
-  """Returns the files of the command line, each once; ConfigError if none."""
   files_seen: dict[str, None] = {}
   for name in names:
     path = os.path.expanduser(name)
@@ -78,9 +76,6 @@ class Rows:
 
   Attributes:
     done: paths that it has a row for.
-
-  Raises:
-    ConfigError: another format, or rows of another checkpoint or method.
   """
 
   def __init__(self, output: str, step: int, method: str):
@@ -135,18 +130,14 @@ class Rows:
     for row in rows:
       plain = {name: _plain(value) for name, value in row.items()}
       if self._csv:
-        self._file.write(self._csv_line(plain))
+        for name, value in plain.items():
+          if isinstance(value, list | dict):
+            plain[name] = json.dumps(value, ensure_ascii=False)
+        writer = csv.DictWriter(self._file, self._fields, lineterminator="\n")
+        writer.writerow(plain)
       else:
         self._file.write(json.dumps(plain, ensure_ascii=False) + "\n")
     self._file.flush()
-
-  def _csv_line(self, row: dict[str, Any]) -> str:
-    for name, value in row.items():
-      if isinstance(value, list | dict):
-        row[name] = json.dumps(value, ensure_ascii=False)
-    text = io.StringIO()
-    csv.DictWriter(text, self._fields, lineterminator="\n").writerow(row)
-    return text.getvalue()
 
 
 def _plain(value: Any) -> Any:
@@ -235,10 +226,8 @@ def _parser() -> arguments.Parser:
   methods = ", ".join(_FIELDS)
   add("--method", f"{methods} (default: what the run was trained for)", "")
   add("--top_k", "number of classes in `top` (default: 5)", type=int)
-  add(
-    "--class_names",
-    "file with a name of a class on each line (default: the run's)",
-  )
+  names = "file with a name of a class on each line (default: the run's)"
+  add("--class_names", names)
   add("--pp", "ops for the pictures (default: the ops of an evaluation)")
   add("--evaluation", "evaluation of the run whose ops to use")
   add("--tokenizer", "path of the run's tokenizer, if it has moved")
@@ -246,16 +235,6 @@ def _parser() -> arguments.Parser:
   add("--weights", "params or ema", "params")
   add("--batch_size", "files at a time, over all devices", 32)
   return parser
-
-
-def _options(args: argparse.Namespace, method: str) -> dict[str, Any]:
-  ranks = method in ("classify", "zero_shot")
-  if args.top_k is not None and not ranks:
-    raise ConfigError(f"--top_k: {method} has no classes.")
-  options = {} if args.top_k is None else {"top_k": args.top_k}
-  if method == "zero_shot" and args.class_names is not None:
-    options["class_names"] = args.class_names
-  return options
 
 
 @exits.in_one_line()
@@ -274,7 +253,13 @@ def main(argv: Sequence[str]) -> int:
   )
   method = args.method or predictor.default_method
   check_choice("--method", method, _FIELDS)
-  options = _options(args, method)
+  options: dict[str, Any] = {}
+  if args.top_k is not None:
+    options["top_k"] = args.top_k
+    if method not in ("classify", "zero_shot"):
+      raise ConfigError(f"--top_k: {method} has no classes.")
+  if method == "zero_shot" and args.class_names is not None:
+    options["class_names"] = args.class_names
   suffixes = _TEXTS if method == "generate" else _PICTURES
   files = find_files(args.paths, suffixes)
   rows = Rows(args.output, predictor.step, method)
@@ -289,19 +274,15 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
-  """Shows a progress bar on a terminal; yields the function that moves it."""
   import rich.console
   import rich.progress
 
   console = rich.console.Console(stderr=True)
   columns = rich.progress.Progress.get_default_columns()
-  bar = rich.progress.Progress(
-    *columns,
-    rich.progress.MofNCompleteColumn(),
-    console=console,
-    disable=not console.is_terminal,
-  )
-  with bar:
+  count, silent = rich.progress.MofNCompleteColumn(), not console.is_terminal
+  with rich.progress.Progress(
+    *columns, count, console=console, disable=silent
+  ) as bar:
     task = bar.add_task("files", total=None)
     yield lambda done, total: bar.update(task, completed=done, total=total)
 

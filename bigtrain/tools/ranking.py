@@ -63,11 +63,7 @@ def mode_of(metric: str) -> str:
 def choose(
   names: Iterable[str], metric: str | None, mode: str | None
 ) -> tuple[str, str]:
-  """Returns the metric and the mode to compare runs by, those given if any.
-
-  Raises:
-    ConfigError: no run has the given metric.
-  """
+  """Returns the metric and the mode to compare runs by, those given if any."""
   names = sorted(set(names) - {"step"})
   if metric and names and metric not in names:
     raise ConfigError(

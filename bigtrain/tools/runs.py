@@ -59,13 +59,10 @@ def find(folder: str) -> Iterator[str]:
 def describe(
   workdir: str, metric: str | None = None, mode: str | None = None
 ) -> Line:
-  """Returns the line of a run; reads only files."""
   written = rows.read_rows(workdir)
   newest = {name: value for row in written for name, value in row.items()}
-  starts = (record.read_json(os.path.join(workdir, "run.json")) or {}).get(
-    "starts", [{}]
-  )
-  command = starts[-1].get("command", [])
+  info = record.read_json(os.path.join(workdir, "run.json")) or {}
+  command = info.get("starts", [{}])[-1].get("command", [])
   signs = [os.path.join(workdir, name) for name in _SIGNS]
   alive = max(os.path.getmtime(path) for path in signs if os.path.exists(path))
   metric = metric or ranking.default_metric(newest)
@@ -108,7 +105,7 @@ def _was_stopped(workdir: str) -> bool:
 
 
 def table(lines: Sequence[Line], now: float) -> str:
-  """Formats runs at a Unix time in seconds, with aligned columns."""
+  """Formats runs at a Unix time in seconds."""
   cells = [
     (
       line.state,
@@ -121,6 +118,11 @@ def table(lines: Sequence[Line], now: float) -> str:
     for line in lines
   ]
   cells.insert(0, ("state", "step", "best", "last sign", "folder", "command"))
+  return aligned(cells)
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+  """Returns lines of cells as text with aligned columns."""
   widths = [max(map(len, column)) for column in zip(*cells)]
   return "\n".join(
     "  ".join(cell.ljust(n) for cell, n in zip(row, widths)).rstrip()

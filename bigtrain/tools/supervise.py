@@ -59,8 +59,8 @@ def supervise(
 ) -> int:
   """Runs a command until it has finished, and returns the exit code.
 
-  Call this from the main thread of a process with no other threads: it blocks
-  signals, to wait for them and for the command at once.
+  Call this from a process without other threads: it blocks signals, to wait for
+  them and for the command at once.
   """
   unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
   newest = _newest_step(workdir)
@@ -104,8 +104,8 @@ def _start(
 ) -> "subprocess.Popen[bytes]":
   """Starts the command; it gets SIGTERM if this process dies.
 
-  It is in a process group of its own. In the terminal's group, Ctrl-C would
-  reach it twice, and the second signal ends it without a save.
+  In the terminal's process group, Ctrl-C would reach it twice, and the second
+  signal ends it without a save.
   """
   libc = ctypes.CDLL(None, use_errno=True)
   own_pid = os.getpid()
@@ -187,16 +187,10 @@ def main(argv: Sequence[str]) -> int:
   )
   add = functools.partial(arguments.add, parser)
   defaults = Options()
-  add(
-    "--failures",
-    "starts in a row without progress, after which it gives up",
-    defaults.failures,
-  )
-  add(
-    "--wait_secs",
-    "wait before a new start; it doubles with each start without progress",
-    defaults.wait_secs,
-  )
+  failures = "starts in a row without progress, after which it gives up"
+  add("--failures", failures, defaults.failures)
+  wait = "wait before a new start; it doubles with each start without progress"
+  add("--wait_secs", wait, defaults.wait_secs)
   add("--most_wait_secs", "upper limit of the wait", defaults.most_wait_secs)
   add(
     "--when_preempted",

@@ -14,12 +14,14 @@ the message names; 1 otherwise.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import fcntl
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -63,10 +65,6 @@ def tokenize(
 
   Returns:
     The manifest.
-
-  Raises:
-    ConfigError: wrong arguments, or `output` was started with different ones.
-    DataError: an unusable document; the message has its file and line.
   """
   output = paths.absolute(output)
   plan, groups = _plan(inputs, tokenizer, key, format, eos, bos, shard_bytes)
@@ -93,25 +91,19 @@ def _plan(
 ) -> tuple[dict[str, Any], list[list[documents.Part]]]:
   """(values that determine the output, parts of each shard)."""
   tokens = tokenizers.get(tokenizer)
-  for wanted, name, id in (
-    (eos, "eos", tokens.eos_id),
-    (bos, "bos", tokens.bos_id),
-  ):
+  ids = {"eos": (eos, tokens.eos_id), "bos": (bos, tokens.bos_id)}
+  for name, (wanted, id) in ids.items():
     if wanted and id is None:
       raise ConfigError(
         f"--{name}: the tokenizer {tokenizer!r} has no such token; give "
         f"--no-{name}."
       )
   files = [file for pattern in inputs for file in _find(pattern)]
-  if len(set(files)) < len(files):
-    twice = next(file for file in files if files.count(file) > 1)
-    raise ConfigError(f"{twice}: given twice.")
-  parts = [
-    part
-    for file in files
-    for part in documents.parts(file, format, shard_bytes)
-  ]
-  groups = documents.grouped(parts, shard_bytes)
+  for file, count in collections.Counter(files).items():
+    if count > 1:
+      raise ConfigError(f"{file}: given twice.")
+  all_parts = (documents.parts(file, format, shard_bytes) for file in files)
+  parts = list(itertools.chain.from_iterable(all_parts))
   plan = dict(
     format=token_files.FORMAT,
     version=token_files.FORMAT_VERSION,
@@ -126,7 +118,7 @@ def _plan(
     options=dict(key=key, format=format, shard_bytes=shard_bytes),
     sources=[_fingerprint(file) for file in files],
   )
-  return plan, groups
+  return plan, documents.grouped(parts, shard_bytes)
 
 
 def _find(pattern: str) -> list[str]:
@@ -170,11 +162,9 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _start(folder: str, plan: dict[str, Any]) -> dict[str, Any] | None:
-  names = set(os.listdir(folder))
-  for name in names:
-    if name.endswith(".tmp"):  # From a killed process.
-      os.remove(os.path.join(folder, name))
-  names = {name for name in names if not name.endswith(".tmp")}
+  for path in glob.glob(os.path.join(glob.escape(folder), "*.tmp")):
+    os.remove(path)  # From a killed process.
+  names = os.listdir(folder)
   for name in (token_files.MANIFEST, _PLAN):
     if name not in names:
       continue
@@ -215,10 +205,8 @@ def _write(
 ) -> list[dict[str, Any]]:
   """Makes the missing shards; returns the counts of all, in order."""
   names = [f"{i:05}" for i in range(len(groups))]
-  counts: dict[str, dict[str, Any]] = {}
-  for name in names:
-    if shard := token_writer.finished_shard(folder, name):
-      counts[name] = shard
+  finished = (token_writer.finished_shard(folder, name) for name in names)
+  counts = {name: shard for name, shard in zip(names, finished) if shard}
   todo = [(n, g) for n, g in zip(names, groups) if n not in counts]
   start_secs, num_tokens = time.monotonic(), 0
   work = functools.partial(_shard, folder, recipe, key)
@@ -241,7 +229,6 @@ def _write(
 
 
 def _check_skipped(shards: Iterable[dict[str, Any]], most: int) -> None:
-  """Raises DataError if all shards together skip more than `most`."""
   skipping = [shard for shard in shards if shard["num_skipped"]]
   count = sum(shard["num_skipped"] for shard in skipping)
   if count > most:
@@ -263,7 +250,6 @@ def _shard(
 
 
 def _in_processes(work: Any, items: Sequence[Any], count: int) -> Iterator[Any]:
-  """Yields `work(item)` of each item, in the order of completion."""
   if count == 1 or len(items) < 2:
     yield from map(work, items)
     return
@@ -316,7 +302,6 @@ def _finish(
 
 
 def _clean(folder: str) -> None:
-  """Removes the files that do not belong to a finished folder."""
   manifest = token_files.read_manifest(folder)
   keep = {token_files.MANIFEST}
   for shard in manifest["shards"]:
@@ -325,12 +310,6 @@ def _clean(folder: str) -> None:
     stem = name.split(".")[0]
     if name not in keep and (stem.isdigit() or name.startswith(_PLAN)):
       os.remove(os.path.join(folder, name))
-
-
-def _num_cores() -> int:
-  if hasattr(os, "sched_getaffinity"):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
 
 
 @exits.in_one_line(RuntimeError)
@@ -346,16 +325,10 @@ def main(argv: Sequence[str]) -> int:
     "files and glob patterns: .txt, .jsonl, .parquet, also .gz and .zst",
     nargs="+",
   )
-  add(
-    "--tokenizer",
-    "'bytes', or path of a tokenizer's file or folder",
-    required=True,
-  )
-  add(
-    "--output",
-    "folder for the token files: a new one, or one to continue",
-    required=True,
-  )
+  codec = "'bytes', or path of a tokenizer's file or folder"
+  add("--tokenizer", codec, required=True)
+  folder = "folder for the token files: a new one, or one to continue"
+  add("--output", folder, required=True)
   add("--key", "field with the text in .jsonl and .parquet", "text")
   add(
     "--format",
@@ -370,7 +343,9 @@ def main(argv: Sequence[str]) -> int:
   add("--bos", begin, False, action=flag)
   add("--skip_errors", "largest number of unusable documents to skip", 0)
   add("--shard_mb", "MiB of input per shard", 256)
-  cores = _num_cores()
+  cores = os.cpu_count() or 1
+  if hasattr(os, "sched_getaffinity"):
+    cores = len(os.sched_getaffinity(0))
   number = f"number of processes (default: one per core, {cores})"
   add("--processes", number, cores)
   args = vars(parser.parse_args(argv))
