@@ -16,7 +16,7 @@ def add(
   default: Any = None,
   **options: Any,
 ) -> None:
-  """Adds an argument with its default, which gives the type and ends the help."""
+  """Adds an argument; a default gives its type and ends its help."""
   if "action" not in options:
     if default is not None:
       options.setdefault("type", type(default))

@@ -81,28 +81,24 @@ def run(
   command: Callable[[results.Entry], list[str]],
   jobs: int,
   logs: str,
-  show: Callable[[str], None],
 ) -> bool:
   """Runs the variants that have not finished, `jobs` at a time.
 
   A signal goes to all running processes, which save and end. A second one ends
   them at once, and a third one kills them.
 
-  Args:
-    show: called with a line for each start and end.
-
   Returns:
     Whether a signal ended the sweep.
-
-  Raises:
-    ConfigError: this machine has fewer GPUs than processes.
   """
   free = _devices(jobs)
   os.makedirs(logs, exist_ok=True)
   waiting = []
   for entry in table.entries:
     if results.is_running(entry.workdir):
-      show(f"{entry.variant.name}: runs in another process; not started.")
+      print(
+        f"{entry.variant.name}: runs in another process; not started.",
+        flush=True,
+      )
     elif entry.state != results.FINISHED:
       entry.state, entry.reason = results.WAITING, ""
       waiting.append(entry)
@@ -123,7 +119,7 @@ def run(
           if signals:  # A signal that came while it started.
             child.send(signals[-1])
           entry.state = results.RUNNING
-          show(f"{place}: started, log {os.path.relpath(log)}")
+          print(f"{place}: started, log {os.path.relpath(log)}", flush=True)
           table.write()
         for child in [c for c in running if c.ended(bool(signals))]:
           running.remove(child)
@@ -132,7 +128,7 @@ def run(
           entry = child.entry
           words = [entry.state, table.result(entry), f"{entry.secs:.0f} s"]
           words = [w for w in (*words, entry.reason) if w]
-          show(f"{places[entry.variant.name]}: {', '.join(words)}")
+          print(f"{places[entry.variant.name]}: {', '.join(words)}", flush=True)
         time.sleep(_POLL_SECS)
     finally:
       for child in running:  # This program has failed.
@@ -167,7 +163,7 @@ def _forwarding(children: list[_Child]) -> Iterator[list[int]]:
 
 
 def _devices(jobs: int) -> list[dict[str, str]]:
-  """Returns the environment variables of each job: an equal share of GPUs."""
+  """The environment variables of each job: an equal share of GPUs."""
   gpus = _gpus()
   if jobs == 1 or not gpus:
     return [{} for _ in range(jobs)]

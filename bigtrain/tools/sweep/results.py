@@ -121,21 +121,15 @@ class Results:
     keys = self._keys()
     with paths.replacing(os.path.join(self._folder, "sweep.csv")) as file:
       writer = csv.writer(file)
-      writer.writerow(
-        ["name", *keys, "state", "step", metric, "at_step", "secs", "reason"]
-      )
+      head = ["state", "step", metric, "at_step", "secs", "reason"]
+      writer.writerow(["name", *keys, *head])
       for i in ranked:
         entry, best = self.entries[i], bests[i]
-        changes = entry.variant.changes
+        values = (best.value, best.step) if best else ("", "")
+        secs = "" if entry.secs is None else f"{entry.secs:.1f}"
+        changes = [entry.variant.name, *_texts(entry, keys)]
         writer.writerow(
-          [
-            entry.variant.name,
-            *(_text(changes[k]) if k in changes else "" for k in keys),
-            *(entry.state, steps[i]),
-            *((best.value, best.step) if best else ("", "")),
-            "" if entry.secs is None else f"{entry.secs:.1f}",
-            entry.reason,
-          ]
+          [*changes, entry.state, steps[i], *values, secs, entry.reason]
         )
 
   def _name_of_best(
@@ -163,23 +157,14 @@ class Results:
     best_name = self._name_of_best(bests, ranked)
     for i in ranked:
       entry, best = self.entries[i], bests[i]
-      changes = entry.variant.changes
+      star = "*" if entry.variant.name == best_name else ""
+      step = str(steps[i]) if steps[i] else ""
       value = f"{console.number(best.value)} @ {best.step}" if best else ""
-      lines.append(
-        [
-          "*" if entry.variant.name == best_name else "",
-          *(_text(changes[key]) if key in changes else "" for key in keys),
-          *(entry.state, str(steps[i]) if steps[i] else "", value),
-          entry.reason,
-        ]
-      )
+      changes = _texts(entry, keys)
+      lines.append([star, *changes, entry.state, step, value, entry.reason])
     if not any(line[-1] for line in lines[1:]):
       lines = [line[:-1] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-      "  ".join(cell.ljust(n) for cell, n in zip(line, widths)).rstrip()
-      for line in lines
-    )
+    return runs.aligned(lines)
 
 
 def is_running(workdir: str) -> bool:
@@ -201,5 +186,9 @@ def check_evaluation(metric: str | None, config: dict[str, Any]) -> None:
     )
 
 
-def _text(value: Any) -> str:
-  return value if isinstance(value, str) else json.dumps(value, default=repr)
+def _texts(entry: Entry, keys: Sequence[str]) -> list[str]:
+  """The values of keys as text; "" for those that a variant lacks."""
+  values = [entry.variant.changes.get(key, "") for key in keys]
+  return [
+    x if isinstance(x, str) else json.dumps(x, default=repr) for x in values
+  ]

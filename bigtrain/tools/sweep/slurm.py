@@ -18,11 +18,7 @@ _ACTIVE = {"PENDING": results.QUEUED, "CONFIGURING": results.QUEUED}
 
 
 def update(table: results.Results, logs: str) -> None:
-  """Sets the state of each submitted variant: by its job, else by its log.
-
-  Raises:
-    ConfigError: squeue is missing, or fails.
-  """
+  """Sets the state of each submitted variant: by its job, else by its log."""
   listed = _run(["squeue", "--noheader", "--me", "--format=%i %T"])
   states = dict(line.split() for line in listed.splitlines())
   for entry in table.entries:
@@ -33,7 +29,7 @@ def update(table: results.Results, logs: str) -> None:
       entry.state = _ACTIVE.get(state, results.RUNNING)
       continue
     # Process 0 of the job's newest start writes the end of this log.
-    stem = glob.escape(_stem(logs, entry))
+    stem = glob.escape(os.path.join(logs, entry.variant.name))
     paths = glob.glob(f"{stem}-{entry.job}-0.log")
     text = pathlib.Path(paths[0]).read_text(errors="replace") if paths else ""
     line = local.last_line(paths[0]) if paths else ""
@@ -54,16 +50,12 @@ def submit(
   jobs: int | None,
   options: Sequence[str],
   logs: str,
-  show: Callable[[str], None],
 ) -> None:
   """Submits the variants that are neither finished, queued nor running.
 
   Args:
     jobs: largest number of jobs at a time; None for no limit.
     options: options of sbatch, such as "--time=60".
-
-  Raises:
-    ConfigError: the script is missing, or sbatch refuses a job.
   """
   if not _SCRIPT.is_file():
     raise ConfigError(
@@ -79,7 +71,7 @@ def submit(
     limit = []
     if jobs:  # Slurm runs one job of a name at a time.
       name, limit = f"{sweep}-{i % jobs}", ["--dependency=singleton"]
-    stem = _stem(logs, entry)
+    stem = os.path.join(logs, entry.variant.name)
     # Of an option that is given twice, sbatch takes the second.
     words = ["sbatch", "--parsable", "--nodes=1", f"--job-name={name}"]
     words += [f"--output={stem}-%j.log", *limit, *options, str(_SCRIPT)]
@@ -89,12 +81,8 @@ def submit(
     output = _run([*words, *flags], {**os.environ, **variables})
     entry.job = output.strip().partition(";")[0]
     entry.state, entry.reason, entry.secs = results.QUEUED, "", None
-    show(f"{entry.variant.name}: job {entry.job}")
+    print(f"{entry.variant.name}: job {entry.job}", flush=True)
     table.write()
-
-
-def _stem(logs: str, entry: results.Entry) -> str:
-  return os.path.join(logs, entry.variant.name)
 
 
 def _run(command: Sequence[str], env: dict[str, str] | None = None) -> str:

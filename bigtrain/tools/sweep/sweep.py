@@ -43,17 +43,10 @@ def _parser() -> arguments.Parser:
     action="append",
     metavar="KEY=VALUE,VALUE",
   )
-  add(
-    "--jobs",
-    "number of runs at a time (default: 1 locally, no limit under Slurm)",
-    type=int,
-  )
-  add(
-    "--launcher",
-    "slurm: submit each variant as a job",
-    "local",
-    choices=("local", "slurm"),
-  )
+  jobs = "number of runs at a time (default: 1 locally, no limit under Slurm)"
+  add("--jobs", jobs, type=int)
+  launcher, places = "slurm: submit each variant as a job", ("local", "slurm")
+  add("--launcher", launcher, "local", choices=places)
   add(
     "--sbatch",
     'options of sbatch with --launcher=slurm, such as "--time=60 '
@@ -61,9 +54,8 @@ def _parser() -> arguments.Parser:
     "",
   )
   ranking.add_arguments(parser, "metric to compare")
-  add(
-    "--table", "print the table of a sweep; start nothing", action="store_true"
-  )
+  table = "print the table of a sweep; start nothing"
+  add("--table", table, action="store_true")
   return parser
 
 
@@ -95,11 +87,11 @@ def main(argv: Sequence[str]) -> int:
     slurm.update(table, logs)
     if not args.table:
       options = shlex.split(args.sbatch)
-      slurm.submit(table, command, args.jobs, options, logs, print)
+      slurm.submit(table, command, args.jobs, options, logs)
   elif not args.table:
     holder = lease.acquire(workdir)
     try:
-      interrupted = local.run(table, command, args.jobs or 1, logs, _show)
+      interrupted = local.run(table, command, args.jobs or 1, logs)
     finally:
       holder.release()
   print(table.table())
@@ -115,7 +107,3 @@ def main(argv: Sequence[str]) -> int:
   if results.INTERRUPTED in states and args.launcher == "local":
     return process.EXIT_PREEMPTED
   return process.EXIT_OK
-
-
-def _show(line: str) -> None:
-  print(line, flush=True)

@@ -38,10 +38,6 @@ def make(
     config: "FILE.py", "FILE.py:arguments" or "FILE.json".
     changes: changes of all variants, "KEY=VALUE".
     grid: items "KEY=VALUE,VALUE"; the last key varies fastest.
-
-  Raises:
-    ConfigError: a key that the config lacks, a value of another type, or two
-      equal variants.
   """
   base = settings.load(config, changes)
   where = "--grid" if grid else "get_sweep"
@@ -51,7 +47,7 @@ def make(
     raise ConfigError("--grid: missing; a config.json has no get_sweep.")
   else:
     chosen = _listed(settings.call(config, "get_sweep"))
-  for key in dict.fromkeys(key for variant in chosen for key in variant):
+  for key in _keys(chosen):
     _check_key(base, key, where)
   flags = [_flags(base, variant, where) for variant in chosen]
   configs = [settings.load(config, [*changes, *words]) for words in flags]
@@ -127,9 +123,9 @@ def _listed(sweep: Any) -> list[dict[str, Any]]:
     wrong = [key for key, value in sweep.items() if not _is_list(value)]
     if not wrong:
       return product(sweep)
+    key = wrong[0]
     raise ConfigError(
-      f"get_sweep: {wrong[0]}: expected a list of values, got "
-      f"{sweep[wrong[0]]!r}."
+      f"get_sweep: {key}: expected a list of values, got {sweep[key]!r}."
     )
   if _is_list(sweep) and all(isinstance(v, dict) and v for v in sweep):
     return list(sweep)
@@ -183,7 +179,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 def _names(variants: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns a readable, distinct folder name for each variant."""
-  keys = list(dict.fromkeys(key for variant in variants for key in variant))
+  keys = _keys(variants)
   short = {key: _shortest(key, keys) for key in keys}
   names = [
     ",".join(f"{short[k]}={_value(v)}" for k, v in variant.items())
@@ -197,6 +193,10 @@ def _names(variants: Sequence[Mapping[str, Any]]) -> list[str]:
       name = f"{name[: _LONGEST - 7]}-{digest}"
     distinct.append(name)
   return distinct
+
+
+def _keys(variants: Iterable[Mapping[str, Any]]) -> list[str]:
+  return list(dict.fromkeys(key for variant in variants for key in variant))
 
 
 def _shortest(key: str, keys: Sequence[str]) -> str:
