@@ -1,8 +1,6 @@
 """Makes an HTML page with the curves and numbers of one or several runs.
 
-report.py is the command: it reads workdirs and writes the files. page.py builds
-the HTML from sections: charts.py, with panels.py, which chooses the curves, and
-page.js, which draws them; predictions.py, texts.py and logged_media.py, for
-what evaluators have written or returned. A section of a run is a function in
-page.py's list. curves.py draws the images with matplotlib.
+report.py is the command and page.py builds the HTML, whose sections are
+functions from a run to HTML, in page.py's list. panels.py chooses the curves;
+charts.py and page.js draw them in the page, curves.py with matplotlib.
 """

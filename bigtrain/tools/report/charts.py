@@ -15,7 +15,6 @@ _FROM_ZERO = ("GiB", "% of time", "% of peak", "examples / s", "tokens / s")
 
 
 def content(panels: Sequence[Panel]) -> dict[str, Any]:
-  """Returns what page.js draws, as JSON."""
   return {
     "panels": [
       {
@@ -55,12 +54,8 @@ def thin(
   for start in range(0, len(steps), size):
     part = range(start, min(start + size, len(steps)))
     finite = [i for i in part if math.isfinite(values[i])] or [start]
-    kept += sorted(
-      {
-        min(finite, key=lambda i: values[i]),
-        max(finite, key=lambda i: values[i]),
-      }
-    )
+    value = values.__getitem__
+    kept += sorted({min(finite, key=value), max(finite, key=value)})
   return [steps[i] for i in kept], [values[i] for i in kept]
 
 

@@ -94,10 +94,8 @@ def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
   used = [n for n in ACCOUNT_NAMES if any(n in r.accounts() for r in shown)]
   left = [0.0] * len(shown)
   for name in used:
-    shares = []
-    for run in shown:
-      accounts = run.accounts()
-      shares.append(100 * accounts.get(name, 0) / sum(accounts.values()))
+    accounts = [run.accounts() for run in shown]
+    shares = [100 * a.get(name, 0) / sum(a.values()) for a in accounts]
     ax.barh(
       range(len(shown)),
       shares,
@@ -138,11 +136,7 @@ def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
 
 
 def pngs(runs: Sequence[Run]) -> dict[str, bytes]:
-  """Returns {name: PNG} of the panels, "time", and the overview "curves".
-
-  Raises:
-    ConfigError: matplotlib is not installed.
-  """
+  """Returns {name: PNG} of the panels, "time", and the overview "curves"."""
   matplotlib = settings.import_package(
     "matplotlib", "tools.report", "'bigtrain[report]'"
   )

@@ -9,16 +9,10 @@ from bigtrain.tools.report.panels import COLORS
 
 
 def text(value: Any) -> str:
-  """Escapes a value for HTML.
-
-  >>> text("a < b")
-  'a &lt; b'
-  """
   return html.escape(str(value))
 
 
 def dot(run: int) -> str:
-  """A dot in the colour of a run."""
   return (
     f'<span class="dot" style="background:{COLORS[run % len(COLORS)]}"></span>'
   )
@@ -70,7 +64,6 @@ def details(title: str, lines: Mapping[str, str]) -> str:
 
 
 def picture(content: bytes, kind: str = "", description: str = "") -> str:
-  """A PNG picture within the page, with a text for those who cannot see it."""
   encoded = base64.b64encode(content).decode()
   return (
     f'<img class="{kind}" alt="{text(description)}" '

@@ -92,19 +92,18 @@ def _runs(
   head = ["Run", metric, "at step", "Steps", "Training loss", *changed]
   rows = []
   for i, (run, best) in enumerate(zip(runs, bests)):
-    star = (
-      ' <span class="star" title="best">★</span>' if _wins(i, bests) else ""
-    )
+    wins = i == 0 and len(bests) > 1 and best is not None
+    star = ' <span class="star" title="best">★</span>' if wins else ""
     cells = [
       f'<label><input type="checkbox" class="switch" value="{i}" checked>'
       f"{markup.dot(i)}{markup.text(run.name)}{star}</label>",
       markup.text(console.number(best.value)) if best else "&ndash;",
       f"{best.step:,}" if best else "",
-      _count(run.last("step")),
+      _number(run.last("step"), ",.0f"),
       markup.text(_number(run.last("loss"))),
       *(_short(values[i]) for values in changed.values()),
     ]
-    kind = ' class="best"' if _wins(i, bests) else ""
+    kind = ' class="best"' if wins else ""
     rows.append(f"<tr{kind}>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
   heads = "".join(f"<th>{markup.text(name)}</th>" for name in head)
   which = "largest" if mode == "max" else "smallest"
@@ -118,10 +117,6 @@ def _runs(
     f'<p class="note">{note}</p><div class="wide"><table class="runs"><thead>'
     f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
   )
-
-
-def _wins(i: int, bests: Sequence[Best | None]) -> bool:
-  return len(bests) > 1 and i == 0 and bests[0] is not None
 
 
 def _short(value: str) -> str:
@@ -150,13 +145,11 @@ def _controls(runs: Sequence[Run]) -> str:
 
 
 def _of_runs(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
-  """What evaluators of all runs have written; "" without any."""
-  parts = [(i, run, section(run)) for i, run in enumerate(runs)]
   return "".join(
     f'<div class="of-run-{i}"><h3>{markup.dot(i)}{markup.text(run.name)}</h3>'
     f"{html}</div>"
-    for i, run, html in parts
-    if html
+    for i, run in enumerate(runs)
+    if (html := section(run))
   )
 
 
@@ -174,15 +167,15 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
       "Task": run.config.get("task", ""),
       "Model": run.config.get("model_name", ""),
       "Steps": f"{run.last('step'):,}",
-      "Fraction of the schedule": _percent(run.last("progress")),
-      "Examples seen": _count(run.last("examples_seen")),
-      "Tokens seen": _count(run.last("tokens_seen")),
+      "Fraction of the schedule": _number(run.last("progress"), ".1%"),
+      "Examples seen": _number(run.last("examples_seen"), ",.0f"),
+      "Tokens seen": _number(run.last("tokens_seen"), ",.0f"),
       "Devices": f"{devices} x {newest.get('device_kind')}" if devices else "",
       "Wall-clock time": console.duration(sum(accounts.values()))
       if accounts
       else "",
       "Device hours": _number(run.last("device_hours")),
-      "Restarts": _count(run.last("restarts") or 0),
+      "Restarts": _number(run.last("restarts") or 0, ",.0f"),
       "Model GFLOPs per step": _number(flops and flops * 1e-9),
       "Memory of the step": _bytes(run),
     }
@@ -197,11 +190,9 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 def _newest(runs: Sequence[Run]) -> dict[str, list[str]]:
   names = [*panels.results(runs), "loss"]
-  names += [
-    panel.name
-    for panel in panels.panels(runs)
-    if panel.title.startswith("Training: ")
-  ]
+  for panel in panels.panels(runs):
+    if panel.title.startswith("Training: "):
+      names.append(panel.name)
   return _columns([{n: _number(run.last(n)) for n in names} for run in runs])
 
 
@@ -253,18 +244,13 @@ def _time(runs: Sequence[Run]) -> str:
 
 
 def _config(runs: Sequence[Run]) -> str:
-  parts = []
-  if len(runs) > 1:
-    changed = differences(runs)
-    names = [run.name for run in runs]
-    parts.append(
-      markup.by_run(names, changed)
-      if changed
-      else "<p>The configs are equal.</p>"
-    )
-  parts += [
+  parts = [
     markup.details(f"Config of {run.name}", flatten(run.config)) for run in runs
   ]
+  if changed := differences(runs):
+    parts.insert(0, markup.by_run([run.name for run in runs], changed))
+  elif len(runs) > 1:
+    parts.insert(0, "<p>The configs are equal.</p>")
   return "".join(parts)
 
 
@@ -278,25 +264,16 @@ def _info(runs: Sequence[Run]) -> str:
   return "".join(parts) or "<p>No run.json.</p>"
 
 
-def _number(value: float | None) -> str:
-  return "" if value is None else console.number(value)
-
-
-def _count(value: float | None) -> str:
-  return "" if value is None else f"{value:,.0f}"
+def _number(value: float | None, spec: str = "") -> str:
+  if value is None:
+    return ""
+  return format(value, spec) if spec else console.number(value)
 
 
 def _bytes(run: Run) -> str:
   """Memory of the compiled update on a device, as text."""
-  parts = [
-    run.last(f"update_{name}_bytes")
-    for name in ("argument", "output", "temporary", "alias")
-  ]
-  if None in parts:
+  names = ("argument", "output", "temporary", "alias")
+  *sizes, aliased = (run.last(f"update_{name}_bytes") for name in names)
+  if None in (*sizes, aliased):
     return ""
-  *sizes, aliased = parts
   return f"{console.number((sum(sizes) - aliased) / 2**20)} MiB per device"
-
-
-def _percent(value: float | None) -> str:
-  return "" if value is None else f"{value:.1%}"

@@ -66,7 +66,6 @@ class Run(NamedTuple):
   workdir: str = ""
 
   def last(self, name: str) -> Any:
-    """Returns the newest value of a metric, or None."""
     return next((r[name] for r in reversed(self.rows) if name in r), None)
 
   def accounts(self) -> dict[str, float]:
@@ -80,7 +79,6 @@ class Series(NamedTuple):
 
   Attributes:
     label: entry in the legend, or "".
-    color: "#RRGGBB".
     line: matplotlib's line style.
     values: in the unit of the panel.
     run: index of its run.
@@ -95,12 +93,7 @@ class Series(NamedTuple):
 
 
 class Panel(NamedTuple):
-  """One pair of axes.
-
-  Attributes:
-    name: for files.
-    unit: label of the y axis.
-  """
+  """One pair of axes; `unit` labels its y axis."""
 
   name: str
   title: str
@@ -109,7 +102,6 @@ class Panel(NamedTuple):
 
 
 def results(runs: Sequence[Run]) -> list[str]:
-  """Returns the names of evaluation metrics, "<evaluation>/<metric>"."""
   names = _names(runs)
   evals = {name for run in runs for name in run.config.get("evals") or {}}
   return [
@@ -135,20 +127,13 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
     if not name.endswith(("/secs", "/num_examples")):
       by_metric.setdefault(name.split("/", 1)[1], []).append(name)
   for metric, members in by_metric.items():
-    all_panels.append(
-      _panel(
-        runs,
-        "eval_" + metric,
-        members,
-        title=f"Evaluation: {members[0] if len(members) == 1 else metric}",
-        unit=metric,
-      )
-    )
+    title = f"Evaluation: {members[0] if len(members) == 1 else metric}"
+    all_panels.append(_panel(runs, f"eval_{metric}", members, title, metric))
   # Metrics of the task, then _KNOWN in its order.
   for name in filter(plain.__contains__, names):
     if name not in _KNOWN:
       title = f"Training: {name}"
-      all_panels.append(_panel(runs, name, [name], title=title, unit=name))
+      all_panels.append(_panel(runs, name, [name], title, name))
   for name in _KNOWN:
     members = [name] if name in plain else []
     if name == "lr":  # One per group of parameters.
@@ -159,15 +144,9 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-  return list(
-    dict.fromkeys(
-      name
-      for run in runs
-      for row in run.rows
-      for name, value in row.items()
-      if isinstance(value, (int, float))
-    )
-  )
+  rows = (row for run in runs for row in run.rows)
+  items = (item for row in rows for item in row.items())
+  return list(dict.fromkeys(n for n, x in items if isinstance(x, int | float)))
 
 
 def _panel(
@@ -199,9 +178,5 @@ def _panel(
           run=i,
         )
       )
-  return Panel(
-    name=re.sub(r"[^A-Za-z0-9_.-]+", "_", name),
-    title=title or known_title,
-    unit=unit or known_unit,
-    series=series,
-  )
+  name = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
+  return Panel(name, title or known_title, unit or known_unit, series)

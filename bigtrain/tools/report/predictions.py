@@ -49,7 +49,6 @@ class Predictions(NamedTuple):
 
 
 def section(run: Run) -> str:
-  """Returns the predictions of a run; "" without any."""
   return "".join(map(_html, read(run)))
 
 
@@ -96,7 +95,7 @@ def _read(
   logits, label_N = logits[rows_N].astype(np.float32), labels[rows_N]
   logits -= logits.max(axis=1, keepdims=True)
   log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-  images = next((x for x in arrays.values() if _is_picture(x)), None)
+  images = (x for x in arrays.values() if x.ndim == 4 and x.shape[-1] in (1, 3))
   return Predictions(
     evaluation,
     step,
@@ -105,13 +104,9 @@ def _read(
     np.exp(log_probs.max(axis=1)),
     -log_probs[np.arange(len(rows_N)), label_N.astype(np.int64)],
     rows_N,
-    images,
+    next(images, None),
     _class_names(run.workdir, options, keys[0], num_classes),
   )
-
-
-def _is_picture(array: np.ndarray) -> bool:
-  return array.ndim == 4 and array.shape[-1] in (1, 3)
 
 
 def _class_names(
@@ -138,9 +133,8 @@ def confusion(predictions: Predictions) -> list[tuple[int, int, int]]:
   pairs = predictions.label_N * size + predictions.predicted_N
   pairs, counts = np.unique(pairs, return_counts=True)
   order = np.argsort(-counts, kind="stable")
-  return [
-    (int(pairs[i]) // size, int(pairs[i]) % size, int(counts[i])) for i in order
-  ]
+  columns = (pairs[order] // size, pairs[order] % size, counts[order])
+  return list(zip(*(column.tolist() for column in columns)))
 
 
 def _html(predictions: Predictions) -> str:
@@ -157,7 +151,6 @@ def _html(predictions: Predictions) -> str:
 
 
 def _pairs(counts: Sequence[tuple[int, int, int]], names: Sequence[str]) -> str:
-  """A table of the classes that are confused most."""
   rows = [
     (markup.text(names[i]), markup.text(names[j]), f"{count:,}")
     for i, j, count in counts
@@ -253,18 +246,12 @@ def _worst(predictions: Predictions) -> str:
       f"{p.probability_N[i]:.0%}</span><br>"
       f'<span class="note">#{rows[i]}, loss {p.loss_N[i]:.3g}</span></div>'
     )
-  pictures = (
-    ""
-    if p.images is not None
-    else (
-      " To see the pictures, add the image to <code>keys</code> of the "
-      "evaluation."
-    )
-  )
+  hint = " To see the pictures, add the image to <code>keys</code> of the "
+  hint = "" if p.images is not None else f"{hint}evaluation."
   return (
     "<details open><summary>Examples with the largest loss</summary>"
     '<p class="note"><b>True class</b>; below it the predicted class with its '
     'probability, <span class="right">right</span> or <span class="wrong">'
     "wrong</span>; number of the example in the data set; loss."
-    f'{pictures}</p><div class="pictures">{"".join(items)}</div></details>'
+    f'{hint}</p><div class="pictures">{"".join(items)}</div></details>'
   )

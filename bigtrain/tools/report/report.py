@@ -11,25 +11,19 @@ several. Runs may still be in progress.
 
 import argparse
 import importlib.util
-import json
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from bigtrain import settings
 from bigtrain.files import paths
-from bigtrain.reports import rows
+from bigtrain.reports import record, rows
 from bigtrain.tools import exits, ranking
 from bigtrain.tools.report import curves, page
 from bigtrain.tools.report.panels import Run
 
 
 def read(workdirs: Sequence[str]) -> list[Run]:
-  """Reads runs from their workdirs and gives them short, distinct names.
-
-  Raises:
-    ConfigError: a workdir has no rows.
-  """
+  """Reads runs, and gives them short, distinct names."""
   runs = []
   for workdir, name in zip(workdirs, short_names(workdirs)):
     metrics = rows.read_rows(workdir)
@@ -38,18 +32,14 @@ def read(workdirs: Sequence[str]) -> list[Run]:
         f"{os.path.join(workdir, rows.FILE_NAME)}: no rows; expected the "
         "workdir of a run that has logged a step."
       )
-    config, info = (
-      _read_json(os.path.join(workdir, n)) for n in ("config.json", "run.json")
-    )
+    files = (os.path.join(workdir, n) for n in ("config.json", "run.json"))
+    config, info = (record.read_json(file) or {} for file in files)
     runs.append(Run(name, config, info, metrics, workdir))
   return runs
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
   """Returns the last parts of paths, as many as needed to be distinct.
-
-  Raises:
-    ConfigError: a path is repeated.
 
   >>> short_names(["runs/a/seed0", "runs/b/seed0/"])
   ['a/seed0', 'b/seed0']
@@ -64,24 +54,13 @@ def short_names(paths: Sequence[str]) -> list[str]:
   )
 
 
-def _read_json(path: str) -> dict[str, Any]:
-  try:
-    return json.loads(paths.read_bytes(path))
-  except FileNotFoundError:
-    return {}
-
-
 def write(
   workdirs: Sequence[str],
   out: str,
   metric: str | None = None,
   mode: str | None = None,
 ) -> list[str]:
-  """Writes the page and the images; returns their paths, the page first.
-
-  Raises:
-    ConfigError: a workdir has no rows, or no run has the metric.
-  """
+  """Writes the page and the images; returns their paths, the page first."""
   runs = read(workdirs)
   names = {name for run in runs for row in run.rows for name in row}
   metric, mode = ranking.choose(names, metric, mode)
@@ -108,9 +87,8 @@ def main(argv: Sequence[str]) -> int:
     description="Writes an HTML page and images with the curves, results, "
     "predictions, time accounts and config differences of one or several runs.",
   )
-  parser.add_argument(
-    "workdir", nargs="+", help="folder of a run, finished or in progress"
-  )
+  run = "folder of a run, finished or in progress"
+  parser.add_argument("workdir", nargs="+", help=run)
   parser.add_argument(
     "--out",
     help="folder for the page and the images (default: `report` in the "

@@ -14,10 +14,6 @@ _MOST_ROWS = 40
 
 def section(run: Run) -> str:
   """Returns the captions and texts of a run; "" without any."""
-  return _captions(run) + _generations(run)
-
-
-def _captions(run: Run) -> str:
   parts = []
   for name, (step, path) in newest(run.workdir, "captions", "jsonl").items():
     parts.append(f"<h4>{markup.text(name)}, step {step:,}: captions</h4>")
@@ -29,11 +25,6 @@ def _captions(run: Run) -> str:
         + markup.picture(paths.read_bytes(sheet), "sheet", f"captions, {name}")
       )
     parts.append(_table(path, {"caption": "Caption"}))
-  return "".join(parts)
-
-
-def _generations(run: Run) -> str:
-  parts = []
   columns = {"prompt": "Prompt", "sample": "Sample"}
   for name, (step, path) in newest(run.workdir, "generations", "jsonl").items():
     parts.append(f"<h4>{markup.text(name)}, step {step:,}: samples</h4>")
@@ -46,10 +37,8 @@ def _table(path: str, columns: dict[str, str]) -> str:
   lines = paths.read_bytes(path).decode().splitlines()
   rows = [json.loads(line) for line in lines[:_MOST_ROWS]]
   columns = {k: v for k, v in columns.items() if any(k in row for row in rows)}
-  head = ["#", *columns.values()]
   compared = any(row.get("references") for row in rows)
-  if compared:
-    head += ["References"]
+  head = ["#", *columns.values(), *(["References"] if compared else [])]
   answer = [*columns][-1] if columns else ""
   body = []
   for row in rows:
@@ -67,10 +56,9 @@ def _table(path: str, columns: dict[str, str]) -> str:
     if compared
     else ""
   )
-  shown = len(rows)
-  title = (
-    f"The first {shown} of {len(lines):,}" if shown < len(lines) else "All"
-  )
+  title = "All"
+  if len(rows) < len(lines):
+    title = f"The first {len(rows)} of {len(lines):,}"
   return (
     f"<details open><summary>{title}</summary>{legend}"
     f"{markup.table(head, body)}</details>"
@@ -78,7 +66,6 @@ def _table(path: str, columns: dict[str, str]) -> str:
 
 
 def _kind(row: dict[str, Any], key: str) -> str:
-  """CSS class of an answer; "" without references."""
   references = [text.strip() for text in row.get("references", [])]
   if not references:
     return ""

@@ -1,5 +1,7 @@
 """Processes of a sweep on this machine."""
 
+import contextlib
+import io
 import os
 import sys
 
@@ -31,7 +33,6 @@ def run(folder, codes, jobs, together=1):
     Variant(f"v={i}", {"v": i}, [], str(i)) for i in range(len(codes))
   ]
   table = results.Results(str(folder), variants, None, None)
-  lines = []
   by_name = {v.name: code for v, code in zip(variants, codes)}
 
   def command(entry):
@@ -39,10 +40,9 @@ def run(folder, codes, jobs, together=1):
     words = [name, str(together), str(by_name[name])]
     return [sys.executable, "-S", "-c", _SCRIPT, *words]
 
-  interrupted = local.run(
-    table, command, jobs, str(folder / "logs"), lines.append
-  )
-  return table.entries, lines, interrupted
+  with contextlib.redirect_stdout(io.StringIO()) as output:
+    interrupted = local.run(table, command, jobs, str(folder / "logs"))
+  return table.entries, output.getvalue().splitlines(), interrupted
 
 
 @pytest.fixture(autouse=True)
