@@ -110,15 +110,13 @@ def _parser() -> argparse.ArgumentParser:
 
   def command(name: str, text: str) -> Callable[..., None]:
     sub = commands.add_parser(name, help=text, description=text)
-    sub.add_argument(
-      "path",
-      help="a workdir, or one of its checkpoints, such as "
-      "run/checkpoints/00000100",
-    )
+    add = functools.partial(arguments.add, sub)
+    example = "such as run/checkpoints/00000100"
+    add("path", f"a workdir, or one of its checkpoints, {example}")
     default = "all checkpoints" if name == "verify" else "the newest"
     step = f"step of the workdir's checkpoint (default: {default})"
-    sub.add_argument("--step", type=int, help=step)
-    return functools.partial(arguments.add, sub)
+    add("--step", step, type=int)
+    return add
 
   tree = "Prints the tree of arrays with shapes, dtypes and sizes."
   add = command("show", tree)
@@ -129,10 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     "Writes arrays to one .npz or .safetensors file, or to a folder in a "
     "published layout.",
   )
-  add(
-    "out",
-    "file to write, ending in .npz or .safetensors; a new folder with --layout",
-  )
+  out = "file to write, ending in .npz or .safetensors; a folder with --layout"
+  add("out", out)
   add(
     "--prefix",
     "tree to export, such as params or ema (default: all arrays; with "
@@ -145,13 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     "model.safetensors and config.json for transformers",
     "",
   )
-  add(
-    "--format",
-    "stablehlo: a predict function with its parameters, which jax alone can "
-    "run",
-    "",
-    choices=("", "stablehlo"),
-  )
+  kind = "stablehlo: a predict function with its parameters, for jax alone"
+  add("--format", kind, "", choices=("", "stablehlo"))
   add(
     "--pred",
     "with --format: predict function to export (default: the first of "
@@ -178,7 +169,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-  """Makes paths absolute; raises ConfigError for arguments out of range."""
   args.path = paths.absolute(args.path)
   if args.command in ("import", "export"):
     args.out = paths.absolute(args.out)

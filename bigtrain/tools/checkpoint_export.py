@@ -78,7 +78,6 @@ def to_file(
 def _find(
   path: str, step: int | None, prefix: str
 ) -> tuple[str, Manifest, list[str]]:
-  """(folder, manifest, names of the intact arrays) of a tree."""
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
   names = [

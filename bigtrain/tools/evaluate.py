@@ -6,12 +6,10 @@
 
 The config is config.json of the workdir, with the changes of the command line.
 The last line on standard output is a row of results as JSON. Files of
-evaluators, such as predictions, go to the folder `evaluate` of the workdir, or
-to --output. The tool never writes to the files of the run, and reads neither
-training data nor optimizer state. It loads config.teacher if an evaluation
-needs it. On the same devices its results equal the run's, bit for bit.
-config.eval_only evaluates inside of main, which can also start from
-config.model_init.
+evaluators go to the folder `evaluate` of the workdir, or to --output; those of
+the run stay as they are. It reads neither training data nor optimizer state.
+On the same devices its results equal the run's, bit for bit. config.eval_only
+evaluates inside of main, which can also start from config.model_init.
 
 Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """

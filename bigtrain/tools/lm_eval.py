@@ -78,8 +78,6 @@ def model(
 
 
 class _Methods:
-  """The methods of an LM of the harness, see `model`."""
-
   def __init__(
     self,
     predictor: Predictor,
@@ -142,7 +140,6 @@ class _Methods:
   def generate_until(
     self, requests: Sequence[Any], disable_tqdm: bool = False
   ) -> list[str]:
-    """Returns the continuations, cut at their first stop text."""
     texts = [""] * len(requests)
     groups: dict[str, list[int]] = defaultdict(list)
     for i, request in enumerate(requests):

@@ -126,7 +126,6 @@ class Rows:
       ) from e
 
   def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows, so that none is lost if the process ends."""
     for row in rows:
       plain = {name: _plain(value) for name, value in row.items()}
       if self._csv:

@@ -40,6 +40,7 @@ _GIVEN = {
   "schedules": ("total",),
 }
 _SECTIONS = ("Args", "Arguments", "Attributes")
+_MODULES_OF_TYPES = re.compile(r"\b(typing|collections\.abc|jax|numpy)\.")
 _WIDTH = 80
 
 
@@ -55,14 +56,10 @@ def names(kind: str) -> dict[str, str]:
     }
     return {name: _first_line(module) for name, module in modules.items()}
   if kind == "variants":
-    return {
-      name: ", ".join(map(str, variants)) for name, variants in _variants()
-    }
+    return {name: ", ".join(map(str, v)) for name, v in _variants()}
   if kind == "configs":
-    return {
-      name: (ast.get_docstring(tree) or "").partition("\n")[0]
-      for name, tree in _configs().items()
-    }
+    docs = {n: ast.get_docstring(tree) for n, tree in _configs().items()}
+    return {name: (doc or "").partition("\n")[0] for name, doc in docs.items()}
   functions = dict(sorted(_functions(kind).items()))
   if kind == "schedules":
     entry = r"^  (\w+) {2,}(.*(?:\n {14}.*)*)"
@@ -143,7 +140,6 @@ def explain(kind: str, name: str) -> str:
 
 
 def arguments(fn: Callable[..., Any], given: tuple[str, ...] = ()) -> str:
-  """Returns one paragraph for each argument: type, default, first sentence."""
   described = _described(fn)
   lines = []
   for name, parameter in inspect.signature(fn).parameters.items():
@@ -153,9 +149,10 @@ def arguments(fn: Callable[..., Any], given: tuple[str, ...] = ()) -> str:
     if parameter.kind is parameter.VAR_POSITIONAL:
       head = f"  *{name}"
     if parameter.annotation is not parameter.empty:
-      head += f": {_type(parameter.annotation)}"
-    if parameter.default is not parameter.empty:
-      head += f" = {_value(parameter.default)}"
+      annotation = inspect.formatannotation(parameter.annotation)
+      head += f": {_MODULES_OF_TYPES.sub('', annotation)}"
+    if (default := parameter.default) is not parameter.empty:
+      head += f" = {getattr(default, '__name__', repr(default))}"
     lines.append(head)
     if text := described.get(name):
       lines += textwrap.wrap(
@@ -203,19 +200,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _without_sections(doc: str) -> str:
-  """Returns a docstring up to its first section, such as "Args:"."""
   return re.split(r"^[A-Z]\w+:$", doc, flags=re.MULTILINE)[0].strip()
-
-
-def _type(annotation: Any) -> str:
-  text = inspect.formatannotation(annotation)
-  return re.sub(r"\b(typing|collections\.abc|jax|numpy)\.", "", text)
-
-
-def _value(default: Any) -> str:
-  if callable(default) and hasattr(default, "__name__"):
-    return default.__name__
-  return repr(default)
 
 
 def _table(model: str, variants: Mapping[str, Any]) -> str:

@@ -3,12 +3,11 @@
   python -m bigtrain.tools.replay runs/digits --step=600
   python -m bigtrain.tools.replay runs/digits --step=600 --config.mesh.fsdp=1
 
-It starts from the newest checkpoint before the step, or from scratch without
-one, and trains up to the step in a temporary folder. Then it compares the rows
-in between with the rows of the run, and the checksums of all arrays with the
-run's checkpoint of the step, if any. On the same kind and
-number of devices, all bits are equal if both machines compute right. It prints
-the first metric or array that differs. The run is only read.
+It trains from the newest checkpoint before the step, or from scratch, in a
+temporary folder. Then it compares the rows in between and the checksums of the
+arrays with the run's rows and its checkpoint of the step, if any, and prints
+the first difference. On the same kind and number of devices, all bits are equal
+if both machines compute right. The run is only read.
 
 Exit codes: 0 if nothing differs; 1 if something does, or the run cannot be
 read; 2 for a mistake in the arguments or the config.

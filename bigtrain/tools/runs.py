@@ -79,7 +79,6 @@ def describe(
 
 
 def state(workdir: str, newest: Mapping[str, Any]) -> str:
-  """Returns the state of a run, see the module."""
   holder = lease.read(workdir)
   if holder is not None:
     is_alive = holder.is_alive()
@@ -105,7 +104,6 @@ def _was_stopped(workdir: str) -> bool:
 
 
 def table(lines: Sequence[Line], now: float) -> str:
-  """Formats runs at a Unix time in seconds."""
   cells = [
     (
       line.state,
@@ -122,7 +120,6 @@ def table(lines: Sequence[Line], now: float) -> str:
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
-  """Returns lines of cells as text with aligned columns."""
   widths = [max(map(len, column)) for column in zip(*cells)]
   return "\n".join(
     "  ".join(cell.ljust(n) for cell, n in zip(row, widths)).rstrip()

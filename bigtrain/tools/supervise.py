@@ -5,15 +5,12 @@
 
 The command is started again after code 75 (preempted), code 1 (any failure but
 a mistake in the config) and death by a signal, after a wait that doubles with
-each failure. Any other code ends the supervisor with that code. It also ends
-after a number of starts in a row without progress; progress is a checkpoint or
-a row of a step that is newer than all before.
+each failure. Any other code ends the supervisor, and so do several starts in a
+row without progress: a newer checkpoint or row.
 
-SIGTERM, SIGUSR1 and SIGINT are passed on, and the command is not started again
-after them. SIGUSR2 is passed on. If the supervisor itself is killed, the kernel
-sends SIGTERM to the command, which then saves and ends.
-
-The command may be a launch script that starts several processes. Needs Linux.
+SIGTERM, SIGUSR1 and SIGINT are passed on and end the supervisor, too. SIGUSR2
+is passed on. If the supervisor is killed, the kernel sends SIGTERM to the
+command, which may be a launch script of several processes. Needs Linux.
 """
 
 import argparse

@@ -4,10 +4,9 @@
       --output=corpus/tokens corpus/*.jsonl.zst
 
 Reads .txt (one document per file), .jsonl and .parquet (one field of each line
-or row), also compressed as .gz and .zst, in one process per core. Writes shards
-to the output folder and, last, manifest.json with tokenizer, counts and
-sources. After an interruption at any moment, the same command continues and
-ends with the same bytes.
+or row), also as .gz and .zst, in one process per core. Writes shards and, last,
+manifest.json. After an interruption, the same command continues and ends with
+the same bytes.
 
 Exit codes: 0; 2 for a wrong argument, or a wrong document, whose file and line
 the message names; 1 otherwise.
@@ -203,7 +202,6 @@ def _write(
   key: str,
   processes: int,
 ) -> list[dict[str, Any]]:
-  """Makes the missing shards; returns the counts of all, in order."""
   names = [f"{i:05}" for i in range(len(groups))]
   finished = (token_writer.finished_shard(folder, name) for name in names)
   counts = {name: shard for name, shard in zip(names, finished) if shard}

@@ -65,12 +65,13 @@ def _rounded(value: float) -> float | None:
 
 
 def figures(panels: Sequence[Panel]) -> str:
-  return "".join(
+  shown = "".join(
     f"<figure><h3>{markup.text(panel.title)}</h3>"
     f'<svg id="chart-{i}" viewBox="0 0 460 280" role="img" '
     f'aria-label="{markup.text(panel.title)}"></svg>{_legend(panel)}</figure>'
     for i, panel in enumerate(panels)
   )
+  return f'<div class="grid">{shown}</div>'
 
 
 def _legend(panel: Panel) -> str:

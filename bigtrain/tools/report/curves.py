@@ -17,10 +17,8 @@ from bigtrain.tools.report.panels import (
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-  half = len(values) // 100
-  windows = (
-    values[max(0, i - half) : i + half + 1] for i in range(len(values))
-  )
+  half, places = len(values) // 100, range(len(values))
+  windows = (values[max(0, i - half) : i + half + 1] for i in places)
   return [sum(window) / len(window) for window in windows]
 
 
@@ -89,7 +87,6 @@ def _thousands(value: float, _: int = 0) -> str:
 
 
 def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
-  """Draws one bar per run, with a part per time account, in percent."""
   shown = [run for run in runs if run.accounts()][::-1]
   used = [n for n in ACCOUNT_NAMES if any(n in r.accounts() for r in shown)]
   left = [0.0] * len(shown)
@@ -107,15 +104,9 @@ def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
     )
     for i, share in enumerate(shares):
       if share >= 6:
-        ax.text(
-          left[i] + share / 2,
-          i,
-          f"{share:.0f}%",
-          ha="center",
-          va="center",
-          fontsize=9,
-          color="white" if name in ("step", "eval", "lost") else "black",
-        )
+        ink = "white" if name in ("step", "eval", "lost") else "black"
+        style = dict(ha="center", va="center", fontsize=9, color=ink)
+        ax.text(left[i] + share / 2, i, f"{share:.0f}%", **style)
     left = [a + b for a, b in zip(left, shares)]
   ax.set_yticks(range(len(shown)), [run.name for run in shown])
   if len(shown) == 1:
@@ -175,9 +166,8 @@ def _overview(runs: Sequence[Run]) -> Any:
   shown = [p for p in shown if p not in last][: 6 - len(last)] + last
   columns = min(3, len(shown)) or 1
   lines = -(-len(shown) // columns) or 1
-  figure = Figure(
-    figsize=(_SIZE[0] * columns, _SIZE[1] * lines), layout="constrained"
-  )
+  size = (_SIZE[0] * columns, _SIZE[1] * lines)
+  figure = Figure(figsize=size, layout="constrained")
   axes = list(figure.subplots(lines, columns, squeeze=False).flat)
   for ax, panel in zip(axes, shown):
     _draw(ax, panel)

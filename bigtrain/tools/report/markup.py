@@ -19,7 +19,6 @@ def dot(run: int) -> str:
 
 
 def by_run(names: Sequence[str], lines: Mapping[str, Sequence[str]]) -> str:
-  """A table of {heading: value of each run}, with a column for each run."""
   head = "".join(
     f'<th class="of-run-{i}">{dot(i)}{text(name)}</th>'
     for i, name in enumerate(names)
@@ -53,7 +52,6 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def details(title: str, lines: Mapping[str, str]) -> str:
-  """A table of names and values that opens on a click."""
   body = "".join(
     f"<tr><th>{text(k)}</th><td>{text(v)}</td></tr>" for k, v in lines.items()
   )

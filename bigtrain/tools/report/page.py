@@ -58,10 +58,7 @@ def render(
   content = json.dumps(charts.content(shown)).replace("<", "\\u003c")
   sections = [
     ("Runs", _runs(runs, metric, mode, bests)),
-    (
-      "Curves",
-      _controls(runs) + f'<div class="grid">{charts.figures(shown)}</div>',
-    ),
+    ("Curves", _controls(runs) + charts.figures(shown)),
     *((heading, _of_runs(runs, section)) for heading, section in _OF_RUNS),
     ("Newest metrics", markup.by_run(names, _newest(runs))),
     ("Facts", markup.by_run(names, _facts(runs))),
@@ -87,7 +84,6 @@ def render(
 def _runs(
   runs: Sequence[Run], metric: str, mode: str, bests: Sequence[Best | None]
 ) -> str:
-  """The table of runs: a switch, the metric and the config's differences."""
   changed = differences(runs) if len(runs) > 1 else {}
   head = ["Run", metric, "at step", "Steps", "Training loss", *changed]
   rows = []
@@ -107,12 +103,12 @@ def _runs(
     rows.append(f"<tr{kind}>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
   heads = "".join(f"<th>{markup.text(name)}</th>" for name in head)
   which = "largest" if mode == "max" else "smallest"
-  note = (
-    f"Sorted by the {which} {markup.text(metric)} of each run. "
-    "★ marks the best run; the other columns are the config keys that differ."
-    if len(runs) > 1
-    else f"{markup.text(metric)} is the {which} value of the run."
-  )
+  note = f"{markup.text(metric)} is the {which} value of the run."
+  if len(runs) > 1:
+    note = (
+      f"Sorted by the {which} {markup.text(metric)} of each run. ★ marks the "
+      "best run; the other columns are the config keys that differ."
+    )
   return (
     f'<p class="note">{note}</p><div class="wide"><table class="runs"><thead>'
     f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -197,7 +193,6 @@ def _newest(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _columns(of_runs: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-  """Returns {name: value of each run}, without names that are all empty."""
   names = dict.fromkeys(name for facts in of_runs for name in facts)
   lines = {n: [facts.get(n, "") for facts in of_runs] for n in names}
   return {name: values for name, values in lines.items() if any(values)}

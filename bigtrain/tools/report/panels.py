@@ -69,7 +69,6 @@ class Run(NamedTuple):
     return next((r[name] for r in reversed(self.rows) if name in r), None)
 
   def accounts(self) -> dict[str, float]:
-    """Returns {time account: seconds}, without empty accounts."""
     accounts = {name: self.last(f"account/{name}_secs") for name in ACCOUNTS}
     return {name: secs for name, secs in accounts.items() if secs}
 

@@ -112,7 +112,6 @@ def _read(
 def _class_names(
   workdir: str, options: dict[str, Any], key: str, num_classes: int
 ) -> list[str]:
-  """Names of the classes, from the newest checkpoint; else their numbers."""
   names = options.get("class_names")
   try:
     step = folders.newest(workdir)
@@ -194,7 +193,6 @@ def _matrix(
 def _per_class(
   counts: Sequence[tuple[int, int, int]], names: Sequence[str]
 ) -> str:
-  """A table of the classes that have examples, the lowest recall first."""
   true, predicted, right = (collections.Counter[int]() for _ in range(3))
   most_often: dict[int, str] = {}
   for i, j, count in counts:

@@ -23,7 +23,6 @@ from bigtrain.tools.report.panels import Run
 
 
 def read(workdirs: Sequence[str]) -> list[Run]:
-  """Reads runs, and gives them short, distinct names."""
   runs = []
   for workdir, name in zip(workdirs, short_names(workdirs)):
     metrics = rows.read_rows(workdir)

@@ -33,7 +33,6 @@ def section(run: Run) -> str:
 
 
 def _table(path: str, columns: dict[str, str]) -> str:
-  """The first rows of a file, compared with their references."""
   lines = paths.read_bytes(path).decode().splitlines()
   rows = [json.loads(line) for line in lines[:_MOST_ROWS]]
   columns = {k: v for k, v in columns.items() if any(k in row for row in rows)}

@@ -68,7 +68,6 @@ class _Child:
 
 
 def last_line(path: str, start: int = 0) -> str:
-  """Returns the last line of a log, after its first `start` bytes."""
   with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
     file.seek(max(start, os.path.getsize(path) - 20_000))
     lines = file.read().decode(errors="replace").splitlines()
@@ -163,7 +162,6 @@ def _forwarding(children: list[_Child]) -> Iterator[list[int]]:
 
 
 def _devices(jobs: int) -> list[dict[str, str]]:
-  """The environment variables of each job: an equal share of GPUs."""
   gpus = _gpus()
   if jobs == 1 or not gpus:
     return [{} for _ in range(jobs)]

@@ -87,11 +87,9 @@ class Results:
     return metric, mode, bests, [of[-1]["step"] if of else 0 for of in by_entry]
 
   def check_metric(self) -> None:
-    """Raises ConfigError if the runs have values, but not of the metric."""
-    ranking.choose(
-      _names([rows.read_rows(entry.workdir) for entry in self.entries]),
-      *self._asked,
-    )
+    by_entry = [rows.read_rows(entry.workdir) for entry in self.entries]
+    metric, mode = self._asked
+    ranking.choose(_names(by_entry), metric, mode)
 
   def write(self) -> None:
     metric, mode, bests, steps = self._best()
@@ -149,7 +147,6 @@ class Results:
     return f"{metric} {console.number(best.value)}" if best else ""
 
   def table(self) -> str:
-    """Returns the table, the best variant first and marked with a star."""
     metric, mode, bests, steps = self._best()
     keys = self._keys()
     lines = [["", *keys, "state", "step", f"{metric} ({mode})", "reason"]]

@@ -18,7 +18,6 @@ _ACTIVE = {"PENDING": results.QUEUED, "CONFIGURING": results.QUEUED}
 
 
 def update(table: results.Results, logs: str) -> None:
-  """Sets the state of each submitted variant: by its job, else by its log."""
   listed = _run(["squeue", "--noheader", "--me", "--format=%i %T"])
   states = dict(line.split() for line in listed.splitlines())
   for entry in table.entries:

@@ -61,10 +61,8 @@ def make(
     if digest in digests[:i]:
       text = " ".join(flags[i])
       raise ConfigError(f"{where}: two variants are the same: {text}.")
-  return [
-    Variant(name, variant, [f"--config.{word}" for word in words], digest)
-    for name, variant, words, digest in zip(names, chosen, flags, digests)
-  ]
+  flags = [[f"--config.{word}" for word in words] for words in flags]
+  return [Variant(*of) for of in zip(names, chosen, flags, digests)]
 
 
 def parse_grid(items: Iterable[str]) -> dict[str, list[str]]:
@@ -178,7 +176,6 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _names(variants: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Returns a readable, distinct folder name for each variant."""
   keys = _keys(variants)
   short = {key: _shortest(key, keys) for key in keys}
   names = [
