@@ -13,6 +13,7 @@ cases only the ops run that the feature depends on, so labels are not needed.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bigtrain.inference import saved
 from bigtrain.pp import parse, registry, tokenizers
 from bigtrain.settings import ConfigError, did_you_mean
 
@@ -32,9 +33,8 @@ class Overrides(NamedTuple):
 class Chain(NamedTuple):
   """The ops that make one feature.
 
-  Attributes:
-    key: location of the ops in the config, or the name of an argument.
-    needs: the ops, and the feature of the source that they start from.
+  `key` is their location in the config, or the name of an argument; `needs` has
+  also the feature of the source that they start from.
   """
 
   feature: str
@@ -61,9 +61,7 @@ def find(
 ) -> Chain:
   """Returns the ops for a feature, chosen as the module docstring describes.
 
-  Args:
-    option: "pp" or "pp_text".
-    given: the argument of this name.
+  `given` is the argument "pp" or "pp_text", which `option` names.
   """
   reasons = []
   specs = [(option, given)] if given is not None else []
@@ -153,28 +151,23 @@ def find_text(
   preds: Sequence[str],
   given: str | None = None,
 ) -> Chain:
-  """Returns the ops from a text to its tokens; ConfigError without any."""
   own = given is not None or any(_candidates(config, preds, None, "pp_text"))
   option = "pp_text" if own else "pp"
   return find(config, feature, preds, given=given, option=option)
 
 
 def tokenizer(
-  config: Mapping[str, Any],
-  data: Mapping[str, Any],
-  fingerprints: Mapping[str, str],
-  given: str | None,
+  checkpoint: saved.Saved, given: str | None
 ) -> tokenizers.Tokenizer | None:
   """Returns the tokenizer of a run, or None for a run without tokens.
 
   Args:
-    fingerprints: of the run's files, by path.
     given: "bytes" or a path to use in place of the run's.
 
   Raises:
     ConfigError: the file is missing, or it is not the run's tokenizer.
   """
-  known = data.get("tokenizer") or _tokenizer_of(config)
+  known = checkpoint.data.get("tokenizer") or _tokenizer_of(checkpoint.config)
   name = given or (known or {}).get("name")
   if name is None:
     return None
@@ -185,7 +178,8 @@ def tokenizer(
       raise
     raise ConfigError(f"{e} Give tokenizer=PATH if the file has moved.") from e
   if known:
-    expected = known.get("fingerprint") or fingerprints.get(known["name"])
+    expected = known.get("fingerprint")
+    expected = expected or checkpoint.fingerprints.get(known["name"])
     if expected and result.fingerprint() != expected:
       raise ConfigError(
         f"{_CALLER}: tokenizer={name!r}: not the one that the model was "

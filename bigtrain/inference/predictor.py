@@ -39,10 +39,8 @@ class Predictor:
   """A trained model, its parameters, and what makes its inputs and outputs.
 
   Attributes:
-    config: of the run.
-    step: of the checkpoint.
-    model: flax module.
-    task: module of config.task.
+    config, step: of the run, and of the checkpoint.
+    model, task: flax module, and module of config.task.
     variables: "params" and, where the model has them, mutable collections.
     batch_size: largest number of examples at a time, a multiple of the number
       of devices.
@@ -60,9 +58,8 @@ class Predictor:
     self.mesh, self.variables = mesh, variables
     self.config, self.step = checkpoint.config, checkpoint.step
     if given.tokenizer is not None:
-      self.config = ops.with_tokenizer(
-        self.config, checkpoint.data, given.tokenizer
-      )
+      data = checkpoint.data
+      self.config = ops.with_tokenizer(self.config, data, given.tokenizer)
     config = settings.Config(self.config)
     self.task = parts.task(config)
     _, self.model = parts.model(config)
@@ -88,12 +85,7 @@ class Predictor:
 
   @functools.cached_property
   def tokenizer(self) -> tokenizers.Tokenizer | None:
-    return ops.tokenizer(
-      self.config,
-      self._saved.data,
-      self._saved.fingerprints,
-      self._given.tokenizer,
-    )
+    return ops.tokenizer(self._saved, self._given.tokenizer)
 
   @functools.cached_property
   def pictures(self) -> preprocessing.Pictures:
@@ -141,7 +133,6 @@ class Predictor:
 
   @property
   def default_method(self) -> str:
-    """Name of the method that `predict` calls."""
     can = self.can
     order = ["caption", "generate", "classify", "embed_images"]
     if "embed_texts" in can:
@@ -155,12 +146,11 @@ class Predictor:
     )
 
   def predict(self, inputs: Any, **options: Any) -> Any:
-    """Predicts what the model was trained for.
+    """Predicts what the model was trained for, by `default_method`.
 
     Args:
       inputs: one picture or text, or a list of them. A picture is a path, the
         bytes of a file, an array [H, W, C] or [H, W], or a PIL image.
-      **options: of the method that `default_method` names.
 
     Returns:
       A dict for one input, a list of dicts for a list: {"label", "index",
@@ -204,8 +194,8 @@ class Predictor:
   def caption(self, pictures: Any, **options: Any) -> Any:
     """Returns {"caption": text} for each picture.
 
-    The options of the task's predict function, such as method="beam", are by
-    default `pred_kw` of the run's evaluation with this function.
+    The options of the predict function are by default `pred_kw` of the run's
+    evaluation with it.
     """
     self._require("caption")
     tokenizer = self._need_tokenizer()
@@ -260,7 +250,7 @@ class Predictor:
 
     Args:
       class_names: names, or the path of a file with one name a line; by default
-        the names of an evaluation of the run.
+        those of an evaluation of the run.
       prompts: texts with a {} for the name. A captioner uses the first one.
     """
     self._require("zero_shot")
@@ -277,9 +267,7 @@ class Predictor:
       class_CE = self._class_embeddings(filled)
       scores = lambda image: self._pair_scores(image, class_CE)
 
-    def call(items: Sequence[Any]) -> list[Any]:
-      return _ranked(scores(self.pictures(items)), names, top_k)
-
+    call = lambda items: _ranked(scores(self.pictures(items)), names, top_k)
     return self._map(pictures, _is_one(pictures), call)
 
   def _class_embeddings(self, texts_KC: Sequence[Sequence[str]]) -> np.ndarray:
@@ -302,12 +290,11 @@ class Predictor:
     return _probabilities(logits_BC, self._loss_kind or "sigmoid")
 
   def generate(self, texts: Any, **options: Any) -> Any:
-    """Returns {"text": generated text} for each text.
+    """Returns {"text": continuation or answer} for each text.
 
-    A language model continues the text; a sequence-to-sequence model answers
-    it. The options are those of the task's predict function `generate`, such as
-    max_new=100 (max_len=100 of a sequence-to-sequence model), temperature=0.8
-    and seed=1; greedy by default.
+    The options are those of the predict function, such as max_new=100 (max_len
+    of a sequence-to-sequence model), temperature=0.8 and seed=1; greedy by
+    default.
     """
     self._require("generate")
     tokenizer = self._need_tokenizer()
@@ -376,9 +363,6 @@ class Predictor:
     Args:
       features: arrays [B, ...] by name, as after preprocessing.
       fixed: further features, without an axis of examples.
-
-    Returns:
-      Tree of numpy arrays [B, ...].
     """
     fn = self._compile(pred, options)
     arrays = {name: np.asarray(x) for name, x in features.items()}
@@ -393,9 +377,7 @@ class Predictor:
       results.append(jax.tree.map(lambda x, n=number: x[:n], outputs))
     return jax.tree.map(lambda *x: np.concatenate(x), *results)
 
-  def _compile(
-    self, pred: str, options: Mapping[str, Any]
-  ) -> Callable[..., Any]:
+  def _compile(self, pred: str, options: dict[str, Any]) -> Callable[..., Any]:
     fn = self._fns[settings.check_choice("run: pred", pred, self._fns)]
     settings.check_kwargs(fn, options, pred, ("variables", "batch"))
     key = f"{pred} {sorted(options.items())!r}"
@@ -459,10 +441,7 @@ def _ranked(
 
 
 def _probabilities(logits_BC: np.ndarray, kind: str) -> np.ndarray:
-  """Returns float64 [B, C], the probabilities that a loss gives to logits.
-
-  Losses named "sigmoid..." judge each class by itself.
-  """
+  """Float64 [B, C]; losses named "sigmoid..." judge each class by itself."""
   logits_BC = logits_BC.astype(np.float64)
   if kind.startswith("sigmoid"):
     return 1 / (1 + np.exp(-logits_BC))

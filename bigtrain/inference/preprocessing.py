@@ -19,9 +19,7 @@ from bigtrain.settings import ConfigError, DataError
 class Pictures:
   """Makes images of a batch from files, bytes and arrays.
 
-  Attributes:
-    chain: the ops.
-    shape: shape of an image after the ops; None if the run did not save it.
+  `shape` is that of an image after the ops; None if the run did not save it.
   """
 
   def __init__(self, chain: Chain, data: Mapping[str, Any]):
@@ -38,11 +36,7 @@ class Pictures:
     self._in_graph: Any = None
 
   def __call__(self, pictures: Sequence[Any]) -> np.ndarray:
-    """Makes images [B, ...] of pictures, on all cores.
-
-    Args:
-      pictures: paths, encoded bytes, PIL images, or arrays [H, W, C] or [H, W].
-    """
+    """Makes images [B, ...] of what `Predictor.predict` takes, on all cores."""
     self._prepare()
     if len(pictures) == 1:
       return self._one(pictures[0])[None]

@@ -25,8 +25,8 @@ class Saved(NamedTuple):
 
   Attributes:
     path: folder of the checkpoint, or file of the export.
-    data: description of the run's data, see inputs/description.py; {} for a
-      checkpoint of an earlier version of the program.
+    data: description of the run's data, see inputs/description.py; {} if a
+      checkpoint is older.
     fingerprints: of the files of the run's preprocessing, by path.
     manifest: None of an export.
   """
@@ -40,12 +40,7 @@ class Saved(NamedTuple):
 
 
 def find(path: str, step: int | None, key: str = "bigtrain.load") -> Saved:
-  """Finds the checkpoint or the export of a path; reads none of its arrays.
-
-  Raises:
-    ConfigError: there is no such checkpoint, or no config is saved in it.
-    CheckpointError: the checkpoint is damaged or cannot be read.
-  """
+  """Finds the checkpoint or the export of a path; reads none of its arrays."""
   if path.endswith((".npz", ".safetensors")):
     return _find_export(paths.absolute(path), key)
   directory = folders.find_named(path, step, key)

@@ -59,9 +59,7 @@ def generate(
       "'language_modeling'."
     )
   _, model = parts.model(settings.Config(config))
-  codec = ops.tokenizer(
-    config, checkpoint.data, checkpoint.fingerprints, tokenizer
-  )
+  codec = ops.tokenizer(checkpoint, tokenizer)
   if codec is None:
     raise ConfigError(
       "--tokenizer: missing, and the run's config.input.data names no "
@@ -190,11 +188,8 @@ def main(argv: Sequence[str]) -> int:
   add("--workdir", workdir, dest="path", metavar="DIR", required=True)
   add("--prompt", "text to continue", "")
   add("--max_new", "largest number of new tokens", 256)
-  add(
-    "--num_beams",
-    "hypotheses of a beam search, which prints the text at its end; 1 samples",
-    1,
-  )
+  beams = "hypotheses of a beam search, which prints at its end; 1 samples"
+  add("--num_beams", beams, 1)
   add("--length_penalty", "favours longer texts in a beam search", 0.0)
   add(
     "--temperature",
@@ -203,11 +198,8 @@ def main(argv: Sequence[str]) -> int:
     type=float,
   )
   add("--top_k", "sample from the K most likely tokens; 0 for all", 0)
-  add(
-    "--top_p",
-    "sample from the most likely tokens whose probabilities sum to P",
-    1.0,
-  )
+  nucleus = "sample from the most likely tokens whose probabilities sum to P"
+  add("--top_p", nucleus, 1.0)
   add("--seed", "random seed", 0)
   step = "step of the workdir's checkpoint (default: the newest)"
   add("--step", step, type=int)

@@ -26,7 +26,6 @@ from bigtrain.cluster import process
 from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
-from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, import_package
 from bigtrain.tools import arguments, exits
 
@@ -74,21 +73,17 @@ def model(
       "max_length: the run does not tell the length of its texts; give it."
     )
   cls = type("BigtrainLM", (_Methods, package.TemplateLM), {})
-  return cls(predictor, predictor.tokenizer, max_length, bos, max_new)
+  return cls(predictor, max_length, bos, max_new)
 
 
 class _Methods:
   def __init__(
-    self,
-    predictor: Predictor,
-    codec: tokenizers.Tokenizer,
-    max_length: int,
-    bos: bool,
-    max_new: int,
+    self, predictor: Predictor, max_length: int, bos: bool, max_new: int
   ):
     super().__init__()
     self.predictor, self.max_length = predictor, max_length
-    self._codec, self._bos, self._max_new = codec, bos, max_new
+    assert predictor.tokenizer is not None
+    self._codec, self._bos, self._max_new = predictor.tokenizer, bos, max_new
 
   @property
   def eot_token_id(self) -> int | None:
@@ -209,7 +204,8 @@ def _score(
   return results
 
 
-def _parser() -> arguments.Parser:
+@exits.in_one_line()
+def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser(
     prog="python -m bigtrain.tools.lm_eval",
     description="Evaluates a language model with the lm-evaluation-harness "
@@ -229,12 +225,7 @@ def _parser() -> arguments.Parser:
   add("--max_length", "tokens that the model sees", type=int)
   add("--bos", "texts start with the begin token", action="store_true")
   add("--output", "JSON file with all results")
-  return parser
-
-
-@exits.in_one_line()
-def main(argv: Sequence[str]) -> int:
-  args, _ = _parser().parse(argv)
+  args, _ = parser.parse(argv)
   trained = model(
     args.run,
     step=args.step,

@@ -24,8 +24,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
@@ -127,7 +125,9 @@ class Rows:
 
   def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
-      plain = {name: _plain(value) for name, value in row.items()}
+      plain = dict(row)
+      if (vector := row.get("embedding")) is not None:
+        plain["embedding"] = [float(f"{x:.7g}") for x in vector.tolist()]
       if self._csv:
         for name, value in plain.items():
           if isinstance(value, list | dict):
@@ -137,12 +137,6 @@ class Rows:
       else:
         self._file.write(json.dumps(plain, ensure_ascii=False) + "\n")
     self._file.flush()
-
-
-def _plain(value: Any) -> Any:
-  if isinstance(value, np.ndarray):
-    return [float(f"{x:.7g}") for x in value.tolist()]
-  return value
 
 
 def predict(
@@ -216,12 +210,8 @@ def _parser() -> arguments.Parser:
   add = functools.partial(arguments.add, parser)
   add("run", "a workdir, or one of its checkpoints")
   add("paths", "pictures (or texts), and folders of them", nargs="+")
-  add(
-    "--output",
-    "file to write, ending in .jsonl or .csv; jsonl or csv writes to the "
-    "standard output",
-    "jsonl",
-  )
+  output = "file ending in .jsonl or .csv; jsonl or csv: the standard output"
+  add("--output", output, "jsonl")
   methods = ", ".join(_FIELDS)
   add("--method", f"{methods} (default: what the run was trained for)", "")
   add("--top_k", "number of classes in `top` (default: 5)", type=int)

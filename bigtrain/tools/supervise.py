@@ -189,12 +189,8 @@ def main(argv: Sequence[str]) -> int:
   wait = "wait before a new start; it doubles with each start without progress"
   add("--wait_secs", wait, defaults.wait_secs)
   add("--most_wait_secs", "upper limit of the wait", defaults.most_wait_secs)
-  add(
-    "--when_preempted",
-    "after code 75, start again, or end for a scheduler to requeue",
-    "restart",
-    choices=("restart", "end"),
-  )
+  when = "after code 75, start again, or end for a scheduler to requeue"
+  add("--when_preempted", when, "restart", choices=("restart", "end"))
   parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
   args = parser.parse_args(argv)
   command = args.command[args.command[:1] == ["--"] :]

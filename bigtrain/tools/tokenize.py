@@ -318,22 +318,15 @@ def main(argv: Sequence[str]) -> int:
     "After an interruption, the same command continues.",
   )
   add = functools.partial(arguments.add, parser)
-  add(
-    "inputs",
-    "files and glob patterns: .txt, .jsonl, .parquet, also .gz and .zst",
-    nargs="+",
-  )
+  files = "files and glob patterns: .txt, .jsonl, .parquet, also .gz and .zst"
+  add("inputs", files, nargs="+")
   codec = "'bytes', or path of a tokenizer's file or folder"
   add("--tokenizer", codec, required=True)
   folder = "folder for the token files: a new one, or one to continue"
   add("--output", folder, required=True)
   add("--key", "field with the text in .jsonl and .parquet", "text")
-  add(
-    "--format",
-    "format of the inputs; auto goes by the name",
-    "auto",
-    choices=("auto", *documents.FORMATS),
-  )
+  kind = "format of the inputs; auto goes by the name"
+  add("--format", kind, "auto", choices=("auto", *documents.FORMATS))
   flag = argparse.BooleanOptionalAction
   end = "end each document with the end token (default: --eos)"
   add("--eos", end, True, action=flag)

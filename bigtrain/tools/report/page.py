@@ -199,40 +199,38 @@ def _columns(of_runs: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _time(runs: Sequence[Run]) -> str:
-  lines, bars = {}, []
-  for account, name in ACCOUNT_NAMES.items():
-    secs = [run.accounts().get(account) for run in runs]
-    if any(secs):
-      lines[name] = [
-        f"{console.duration(s)} ({s / sum(run.accounts().values()):.1%})"
-        if s
-        else ""
-        for s, run in zip(secs, runs)
-      ]
-  if not lines:
+  accounts = [run.accounts() for run in runs]
+  used = [n for n in ACCOUNT_NAMES if any(n in of_run for of_run in accounts)]
+  if not used:
     return "<p>No time accounts in the rows.</p>"
-  for i, run in enumerate(runs):
-    accounts = run.accounts()
-    parts = []
-    for account, spent in accounts.items():
-      share = spent / sum(accounts.values())
-      ink = "#fff" if account in ("step", "eval", "lost", "down") else "#000"
-      parts.append(
-        f'<span style="width:{share:.2%};background:{ACCOUNT_COLORS[account]};'
-        f'color:{ink}" title="{ACCOUNT_NAMES[account]} {share:.1%}">'
+  lines = {
+    ACCOUNT_NAMES[name]: [
+      f"{console.duration(a[name])} ({a[name] / sum(a.values()):.1%})"
+      if name in a
+      else ""
+      for a in accounts
+    ]
+    for name in used
+  }
+  bars = []
+  for i, (run, of_run) in enumerate(zip(runs, accounts)):
+    parts = ""
+    for name, secs in of_run.items():
+      share = secs / sum(of_run.values())
+      ink = "#fff" if name in ("step", "eval", "lost", "down") else "#000"
+      parts += (
+        f'<span style="width:{share:.2%};background:{ACCOUNT_COLORS[name]};'
+        f'color:{ink}" title="{ACCOUNT_NAMES[name]} {share:.1%}">'
         f"{f'{share:.0%}' if share >= 0.05 else ''}</span>"
       )
     if parts:
       head = markup.dot(i) + markup.text(run.name) if len(runs) > 1 else ""
-      bars.append(
-        f'<div class="of-run-{i}">{head}<div class="bar">{"".join(parts)}</div>'
-        "</div>"
-      )
+      bar = f'<div class="bar">{parts}</div>'
+      bars.append(f'<div class="of-run-{i}">{head}{bar}</div>')
   legend = "".join(
-    f'<span><span class="dot" style="background:{ACCOUNT_COLORS[account]}">'
-    f"</span>{name}</span>"
-    for account, name in ACCOUNT_NAMES.items()
-    if name in lines
+    f'<span><span class="dot" style="background:{ACCOUNT_COLORS[name]}">'
+    f"</span>{ACCOUNT_NAMES[name]}</span>"
+    for name in used
   )
   bars.append(f'<div class="legend">{legend}</div>')
   return "".join(bars) + markup.by_run([run.name for run in runs], lines)

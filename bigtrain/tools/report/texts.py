@@ -2,7 +2,6 @@
 
 import json
 import os
-from typing import Any
 
 from bigtrain.files import paths
 from bigtrain.tools.report import markup
@@ -44,8 +43,12 @@ def _table(path: str, columns: dict[str, str]) -> str:
     cells = [str(row.get("number", ""))]
     for key in columns:
       text = markup.text(row.get(key, ""))
-      kind = _kind(row, key) if compared and key == answer else ""
-      cells.append(f'<span class="{kind}">{text}</span>' if kind else text)
+      references = [text.strip() for text in row.get("references", [])]
+      if references and key == answer:
+        is_right = str(row[key]).strip() in references
+        kind = "right" if is_right else "wrong"
+        text = f'<span class="{kind}">{text}</span>'
+      cells.append(text)
     if compared:
       cells.append("<br>".join(map(markup.text, row.get("references", []))))
     body.append(cells)
@@ -62,10 +65,3 @@ def _table(path: str, columns: dict[str, str]) -> str:
     f"<details open><summary>{title}</summary>{legend}"
     f"{markup.table(head, body)}</details>"
   )
-
-
-def _kind(row: dict[str, Any], key: str) -> str:
-  references = [text.strip() for text in row.get("references", [])]
-  if not references:
-    return ""
-  return "right" if str(row[key]).strip() in references else "wrong"

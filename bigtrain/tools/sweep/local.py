@@ -11,6 +11,7 @@ from types import FrameType
 
 from bigtrain.cluster import process
 from bigtrain.settings import ConfigError
+from bigtrain.tools import runs
 from bigtrain.tools.sweep import results
 
 _POLL_SECS = 0.1
@@ -29,7 +30,7 @@ class _Child:
     self._began = time.monotonic()
     with open(log, "ab") as file:
       self._log_start = file.tell()
-      self._process = subprocess.Popen(
+      self.process = subprocess.Popen(
         command,
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
@@ -39,16 +40,9 @@ class _Child:
         start_new_session=True,
       )
 
-  def send(self, number: int) -> None:
-    self._process.send_signal(number)
-
-  def close(self) -> None:
-    self._process.kill()
-    self._process.wait()
-
   def ended(self, signalled: bool) -> bool:
     """Whether the process has ended; then its entry has the outcome."""
-    code = self._process.poll()
+    code = self.process.poll()
     if code is None:
       return False
     self.entry.secs = time.monotonic() - self._began
@@ -93,7 +87,7 @@ def run(
   os.makedirs(logs, exist_ok=True)
   waiting = []
   for entry in table.entries:
-    if results.is_running(entry.workdir):
+    if runs.state(entry.workdir, {}) == "running":
       print(
         f"{entry.variant.name}: runs in another process; not started.",
         flush=True,
@@ -116,7 +110,7 @@ def run(
           child = _Child(entry, command(entry), free.pop(0), log)
           running.append(child)
           if signals:  # A signal that came while it started.
-            child.send(signals[-1])
+            child.process.send_signal(signals[-1])
           entry.state = results.RUNNING
           print(f"{place}: started, log {os.path.relpath(log)}", flush=True)
           table.write()
@@ -131,7 +125,8 @@ def run(
         time.sleep(_POLL_SECS)
     finally:
       for child in running:  # This program has failed.
-        child.close()
+        child.process.kill()
+        child.process.wait()
   return bool(signals)
 
 
@@ -145,7 +140,7 @@ def _forwarding(children: list[_Child]) -> Iterator[list[int]]:
     kill = len(received) > 2
     for child in list(children):
       # A terminal that closes sends SIGHUP, which the program does not catch.
-      child.send(signal.SIGKILL if kill else signal.SIGTERM)
+      child.process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
     text = "passed on; a second signal ends the runs without saving"
     os.write(2, f"sweep: {signal.Signals(number).name}: {text}.\n".encode())
 

@@ -71,7 +71,7 @@ class Results:
         if row["state"] != FINISHED or has_rows:
           entry.state, entry.reason = row["state"], row["reason"]
       if not entry.job:
-        if is_running(entry.workdir):
+        if runs.state(entry.workdir, {}) == "running":
           entry.state = RUNNING
         elif entry.state == RUNNING:  # The sweep was killed.
           entry.state = INTERRUPTED
@@ -162,10 +162,6 @@ class Results:
     if not any(line[-1] for line in lines[1:]):
       lines = [line[:-1] for line in lines]
     return runs.aligned(lines)
-
-
-def is_running(workdir: str) -> bool:
-  return runs.state(workdir, {}) == "running"
 
 
 def _names(by_entry: Sequence[list[rows.Row]]) -> set[str]:
