@@ -94,9 +94,8 @@ _EXAMPLES = {
 
 
 def _parse(config: Mapping[str, Any], spec: str) -> list[registry.Op]:
-  if not spec:
-    return []
-  return parse.parse(spec, config.get("pp_modules", ()), defer_errors=True)
+  modules = config.get("pp_modules", ())
+  return parse.parse(spec, modules, defer_errors=True) if spec else []
 
 
 def _candidates(
@@ -161,11 +160,8 @@ def tokenizer(
 ) -> tokenizers.Tokenizer | None:
   """Returns the tokenizer of a run, or None for a run without tokens.
 
-  Args:
-    given: "bytes" or a path to use in place of the run's.
-
-  Raises:
-    ConfigError: the file is missing, or it is not the run's tokenizer.
+  `given` is "bytes" or a path to use in place of the run's. ConfigError if the
+  file is missing, or not the run's tokenizer.
   """
   known = checkpoint.data.get("tokenizer") or _tokenizer_of(checkpoint.config)
   name = given or (known or {}).get("name")

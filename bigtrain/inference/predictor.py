@@ -12,7 +12,7 @@ What a model can do depends on the names of its task's predict functions:
 
 `run` calls any predict function, also of a user's own task.
 
-Legend: B batch, C classes, E embedding, K prompts, L length.
+Legend: B batch, C classes, E embedding, L length.
 """
 
 import functools
@@ -38,12 +38,8 @@ _SHORTEST_PROMPT = 16
 class Predictor:
   """A trained model, its parameters, and what makes its inputs and outputs.
 
-  Attributes:
-    config, step: of the run, and of the checkpoint.
-    model, task: flax module, and module of config.task.
-    variables: "params" and, where the model has them, mutable collections.
-    batch_size: largest number of examples at a time, a multiple of the number
-      of devices.
+  `variables` has "params" and, where the model has them, mutable collections;
+  `batch_size` is the largest number of examples at a time, over all devices.
   """
 
   def __init__(
@@ -264,19 +260,14 @@ class Predictor:
         self.run("score", {"image": image}, fixed=fixed), "softmax"
       )
     else:
-      class_CE = self._class_embeddings(filled)
+      embed = lambda row: [x["embedding"] for x in self.embed_texts(row)]
+      class_CE = np.stack([embed(row) for row in filled]).mean(0)
+      norm_C1 = np.linalg.norm(class_CE, axis=-1, keepdims=True)
+      class_CE = class_CE / (norm_C1 + 1e-8)
       scores = lambda image: self._pair_scores(image, class_CE)
 
     call = lambda items: _ranked(scores(self.pictures(items)), names, top_k)
     return self._map(pictures, _is_one(pictures), call)
-
-  def _class_embeddings(self, texts_KC: Sequence[Sequence[str]]) -> np.ndarray:
-    """Returns [C, E]: of each class the mean over its texts, of length 1."""
-    text_KCE = np.stack(
-      [[x["embedding"] for x in self.embed_texts(row)] for row in texts_KC]
-    )
-    class_CE = text_KCE.mean(0)
-    return class_CE / (np.linalg.norm(class_CE, axis=-1, keepdims=True) + 1e-8)
 
   def _pair_scores(self, image: np.ndarray, class_CE: np.ndarray) -> np.ndarray:
     """Returns [B, C], with the loss's learned scale and bias."""
@@ -312,7 +303,8 @@ class Predictor:
       new_BL = self.run("generate", {feature: ids_BL}, **options)
       return [{"text": _until_end(row, tokenizer)} for row in new_BL]
 
-    return self._map(texts, _is_one_text(texts), call)
+    ids = isinstance(next(iter(texts), None), int | np.integer)
+    return self._map(texts, ids or isinstance(texts, str), call)
 
   def _prompt(self, text: Any) -> np.ndarray:
     tokenizer = self._need_tokenizer()
@@ -412,13 +404,6 @@ def _is_one(inputs: Any) -> bool:
     or hasattr(inputs, "__array__")
     or not hasattr(inputs, "__iter__")
   )
-
-
-def _is_one_text(inputs: Any) -> bool:
-  if isinstance(inputs, str):
-    return True
-  items = list(inputs)
-  return bool(items) and isinstance(items[0], int | np.integer)
 
 
 def _until_end(ids_L: np.ndarray, tokenizer: tokenizers.Tokenizer) -> str:

@@ -24,7 +24,6 @@ class Saved(NamedTuple):
   """A checkpoint or an export with a config.
 
   Attributes:
-    path: folder of the checkpoint, or file of the export.
     data: description of the run's data, see inputs/description.py; {} if a
       checkpoint is older.
     fingerprints: of the files of the run's preprocessing, by path.

@@ -42,10 +42,8 @@ def export(
 ) -> tuple[int, int]:
   """Writes a predict function with its parameters into a file.
 
-  Args:
-    pred: name of the predict function; by default the first of _PREDS that the
-      task has.
-    batch_size: number of examples of a call; any number unless given.
+  `pred` is by default the first of _PREDS that the task has; a call takes any
+  number of examples unless `batch_size` is given.
 
   Returns:
     (number of arrays, bytes of the file).
@@ -144,7 +142,6 @@ def _specs(
 
 
 def _described(specs: Mapping[str, Any]) -> dict[str, Any]:
-  """{name: {"dtype", "shape"}}; the size of the batch may be "b"."""
   return {
     name or "output": {
       "dtype": str(spec.dtype),

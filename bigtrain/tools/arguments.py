@@ -28,12 +28,9 @@ def add(
 
 
 class Parser(argparse.ArgumentParser):
-  """An argument parser with --config.KEY=VALUE and one-line errors.
+  """An argument parser with one-line errors, and --config.KEY=VALUE if wanted.
 
   It hands the flags of jax and absl to their owners, see jax_flags.py.
-
-  Args:
-    changes_config: whether the tool takes --config.KEY=VALUE.
   """
 
   def __init__(self, *, changes_config: bool = True, **options: Any):

@@ -1,11 +1,8 @@
 """Exports arrays to one file, or in the layout in which a model is published.
 
-The module of a model defines its layouts by a function
-
-  to_published(model, shapes, layout) -> (config, [Tensor, ...])
-
-Its arguments are the model, {name: shape} of its parameters and the name of the
-layout; it returns the content of config.json and the arrays of the file.
+The module of a model defines its layouts by to_published(model, shapes, layout)
+-> (config, [Tensor, ...]), from {name: shape} of its parameters to the content
+of config.json and the arrays of the file.
 """
 
 import json
@@ -47,10 +44,6 @@ def to_file(
   Arrays keep their full names, such as "params/encoder/kernel", even with a
   prefix, so the file can be config.model_init. The .npz format has no bfloat16
   or float8: these become float32, without loss.
-
-  Args:
-    out: path of the file, ending in .npz or .safetensors.
-    prefix: tree to export, such as "params"; "" for all arrays.
   """
   directory, manifest, names = _find(path, step, prefix.strip("/"))
   slices = [
@@ -119,13 +112,9 @@ def _write_about(path: str, manifest: Manifest) -> None:
 def to_layout(
   path: str, out: str, layout: str, prefix: str, step: int | None = None
 ) -> tuple[int, int]:
-  """Writes model.safetensors and config.json into a folder.
+  """Writes model.safetensors and config.json, one array in memory at a time.
 
-  Holds one array of the file in memory at a time.
-
-  Args:
-    layout: name of a layout of the model, such as "gpt2".
-    prefix: "params" or "ema".
+  `layout` is one of the model's, such as "gpt2"; `prefix` is "params" or "ema".
 
   Returns:
     (number of arrays, bytes of the file).

@@ -19,16 +19,12 @@ from bigtrain.step import initial
 def run(
   path: str, out: str, config: str = "", step: int | None = None
 ) -> tuple[str, int]:
-  """Writes the arrays of a file or folder as a checkpoint of a new workdir.
+  """Writes what config.model_init reads as a checkpoint of a new workdir.
 
   Without a config, all arrays keep their names. With one, the parameters get
-  the names and shapes of its model, as config.model_init gives them, and the
-  workdir also has a config.json: evaluate, predict, generate and bigtrain.load
-  then take it for a run. That reads the shapes of a batch from config.input.
-
-  Args:
-    path: what config.model_init reads.
-    config: FILE.py[:arguments], or "".
+  the names and shapes of its model, and the workdir also has a config.json:
+  evaluate, predict, generate and bigtrain.load then take it for a run. That
+  reads the shapes of a batch from config.input.
 
   Returns:
     (directory of the checkpoint, number of arrays).

@@ -48,14 +48,9 @@ def evaluate(
 ) -> dict[str, Any]:
   """Runs config.evals on a checkpoint.
 
-  Args:
-    changes: changes of the config, such as "evals.val.batch_size=64".
-    output: folder for the files of evaluators that write some, such as
-      predictions; <workdir>/evaluate unless given.
-
-  Returns:
-    {"step": ..., "<evaluation>/<metric>": ...}. Images, texts, tables and
-    histograms are paths of files in `output`.
+  Returns {"step": ..., "<evaluation>/<metric>": ...}. Images, texts, tables and
+  histograms are paths of files in `output`, which also gets what evaluators
+  write.
   """
   workdir = paths.absolute(workdir)
   output = paths.absolute(output or os.path.join(workdir, _FOLDER))

@@ -5,9 +5,8 @@
 
 Pictures are classified, captioned or embedded, whatever the run was trained
 for, and text files are continued or answered. A row has the file's path, the
-step of the checkpoint and the result, as JSON, or as CSV if the name of the
-output ends in .csv. The same command, run again, skips files that the output
-has already. A file that cannot be read gets a row with "error".
+step and the result, as JSON or CSV, or "error" for a file that cannot be read.
+The same command, run again, skips files that the output has already.
 
 Exit codes: 0; 1 if there are such files, or for a damaged checkpoint; 2 for a
 wrong argument.
@@ -70,10 +69,8 @@ def find_files(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
 class Rows:
   """The output: a file, or standard output for "jsonl" and "csv".
 
-  An unfinished last line of an earlier call is removed.
-
-  Attributes:
-    done: paths that it has a row for.
+  `done` has the paths of its rows. An unfinished last line of an earlier call
+  is removed.
   """
 
   def __init__(self, output: str, step: int, method: str):
@@ -150,9 +147,8 @@ def predict(
 ) -> int:
   """Writes a row for each file without one; returns how many are unreadable.
 
-  Args:
-    method: method of the predictor; what it was trained for by default.
-    progress: called with (finished files, number of files).
+  `method` is by default what the model was trained for; `progress` is called
+  with the number of finished files and of all.
   """
   call = getattr(predictor, method or predictor.default_method)
   left = [file for file in files if file not in rows.done]

@@ -112,20 +112,20 @@ def explain(kind: str, name: str) -> str:
     return _table(name, dict(_variants())[name])
   if kind == "configs":
     tree = _configs()[name]
-    main = [n for n in tree.body if getattr(n, "name", "") == "get_config"]
-    docs = [ast.get_docstring(tree), *map(ast.get_docstring, main)]
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+    main = [n for n in functions if n.name == "get_config"]
+    docs = [ast.get_docstring(tree), *(ast.get_docstring(n) for n in main)]
     return "\n\n".join(filter(None, docs))
+  given = _GIVEN.get(kind, ())
   if kind not in _MODULES:
     fn = _functions(kind)[name]
     about = _without_sections(inspect.getdoc(fn) or known[name])
     if kind == "schedules":
       about = textwrap.fill(known[name], _WIDTH)
-    options = arguments(fn, _GIVEN.get(kind, ()))
-    return "\n\n".join(filter(None, [about, options]))
+    return "\n\n".join(filter(None, [about, arguments(fn, given)]))
   folder, attribute = _MODULES[kind]
   module = importlib.import_module(f"bigtrain.{folder}.{name}")
   target = getattr(module, attribute)
-  given = _GIVEN[kind]
   texts = [inspect.getdoc(module) or ""]
   if kind != "tasks":
     texts.append(_without_sections(inspect.getdoc(target) or ""))
@@ -145,9 +145,8 @@ def arguments(fn: Callable[..., Any], given: tuple[str, ...] = ()) -> str:
   for name, parameter in inspect.signature(fn).parameters.items():
     if name in given or parameter.kind is parameter.VAR_KEYWORD:
       continue
-    head = f"  {name}"
-    if parameter.kind is parameter.VAR_POSITIONAL:
-      head = f"  *{name}"
+    star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+    head = f"  {star}{name}"
     if parameter.annotation is not parameter.empty:
       annotation = inspect.formatannotation(parameter.annotation)
       head += f": {_MODULES_OF_TYPES.sub('', annotation)}"

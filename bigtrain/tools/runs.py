@@ -31,12 +31,9 @@ _SIGNS = (rows.FILE_NAME, "run.json", lease.FILE)
 class Line(NamedTuple):
   """A run.
 
-  Attributes:
-    step: newest step in its metrics.
-    progress: share of the run that is done, 0 to 1.
-    best: name, value and step of the best value; "" without one.
-    alive: Unix time in seconds of the last sign of life.
-    command: command of the newest start.
+  `step` is the newest in its metrics, `progress` the share that is done, `best`
+  the best value with its name and step, or "", and `alive` the Unix time of its
+  last sign of life in seconds.
   """
 
   state: str

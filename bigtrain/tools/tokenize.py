@@ -58,12 +58,8 @@ def tokenize(
 ) -> dict[str, Any]:
   """Writes a folder of token files, or completes an interrupted one.
 
-  Args:
-    tokenizer: "bytes" or a path, see pp/tokenizers.py.
-    shard_bytes: bytes of input per shard. A process makes one shard at a time.
-
-  Returns:
-    The manifest.
+  Returns the manifest. A process makes one shard, of `shard_bytes` bytes of
+  input, at a time.
   """
   output = paths.absolute(output)
   plan, groups = _plan(inputs, tokenizer, key, format, eos, bos, shard_bytes)

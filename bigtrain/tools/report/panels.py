@@ -51,13 +51,7 @@ _NOT_EVALUATIONS = (
 
 
 class Run(NamedTuple):
-  """A run, as read from its workdir.
-
-  Attributes:
-    name: short name for legends and tables.
-    info: content of run.json.
-    rows: rows of metrics.jsonl.
-  """
+  """A run, as read from its workdir; `info` is run.json."""
 
   name: str
   config: dict[str, Any]
@@ -76,11 +70,8 @@ class Run(NamedTuple):
 class Series(NamedTuple):
   """One curve of a panel.
 
-  Attributes:
-    label: entry in the legend, or "".
-    line: matplotlib's line style.
-    values: in the unit of the panel.
-    run: index of its run.
+  `line` is matplotlib's line style, `values` are in the unit of the panel, and
+  `run` is the index of the run.
   """
 
   label: str

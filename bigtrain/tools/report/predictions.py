@@ -28,8 +28,6 @@ class Predictions(NamedTuple):
   """Predictions of a classifier for labelled examples.
 
   Attributes:
-    label_N: true class of each example.
-    predicted_N: predicted class.
     probability_N: probability of the predicted class.
     loss_N: negative logarithm of the true class's probability.
     rows_N: place of each example in the data set.

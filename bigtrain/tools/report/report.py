@@ -2,11 +2,10 @@
 
   python -m bigtrain.tools.report WORKDIR [WORKDIR ...] [--out DIR]
 
-writes DIR/report.html, which needs no other file and no network. Several runs
-are sorted by a metric. With matplotlib, from the extra `report`, it also writes
-the curves as DIR/*.png; `curves.png` is an overview for documents. DIR defaults
-to the folder `report` inside a single workdir, or inside the current folder for
-several. Runs may still be in progress.
+writes DIR/report.html, which needs no other file and no network, and, with
+matplotlib, the curves as DIR/*.png; `curves.png` is an overview for documents.
+DIR is by default the folder `report` inside a single workdir, or inside the
+current folder. Runs may still be in progress.
 """
 
 import argparse

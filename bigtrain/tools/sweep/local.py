@@ -78,10 +78,7 @@ def run(
   """Runs the variants that have not finished, `jobs` at a time.
 
   A signal goes to all running processes, which save and end. A second one ends
-  them at once, and a third one kills them.
-
-  Returns:
-    Whether a signal ended the sweep.
+  them at once, and a third one kills them. Returns whether there was one.
   """
   free = _devices(jobs)
   os.makedirs(logs, exist_ok=True)

@@ -21,13 +21,10 @@ FINISHED, FAILED, INTERRUPTED = "finished", "failed", "interrupted"
 
 @dataclasses.dataclass
 class Entry:
-  """A variant and its state.
+  """A variant and its state, one of the constants of this module.
 
-  Attributes:
-    state: one of the constants of this module.
-    reason: last line of the log of a run that failed.
-    secs: wall-clock seconds of its newest start.
-    job: number of its Slurm job.
+  `reason` is the last line of the log of a run that failed, `secs` the time of
+  its newest start, and `job` the number of its Slurm job.
   """
 
   variant: Variant
@@ -41,13 +38,8 @@ class Entry:
 class Results:
   """The entries of a sweep, as files and as a table.
 
-  Args:
-    metric: metric to compare; None for one of an evaluation.
-    mode: "max" or "min"; None for what suits the metric.
-
-  Attributes:
-    entries: an entry for each variant, with the state of an earlier call if
-      it had the same config.
+  Variants keep the state of an earlier call with the same config. `metric` and
+  `mode` may be None, see ranking.py.
   """
 
   def __init__(

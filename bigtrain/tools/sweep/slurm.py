@@ -52,9 +52,7 @@ def submit(
 ) -> None:
   """Submits the variants that are neither finished, queued nor running.
 
-  Args:
-    jobs: largest number of jobs at a time; None for no limit.
-    options: options of sbatch, such as "--time=60".
+  At most `jobs` run at a time, if given; `options` are of sbatch.
   """
   if not _SCRIPT.is_file():
     raise ConfigError(

@@ -16,11 +16,8 @@ _LONGEST = 80  # Characters of a name; file systems allow 255.
 class Variant(NamedTuple):
   """One run of a sweep.
 
-  Attributes:
-    name: name of its folder, such as "lr=0.0001,depth=6".
-    changes: {"dotted.key": value}.
-    flags: the same as the program's flags.
-    digest: of its config.
+  `name` is its folder, such as "lr=0.0001,depth=6"; `changes`, {"dotted.key":
+  value}, are in `flags` as the program's flags; `digest` is of its config.
   """
 
   name: str
@@ -35,7 +32,6 @@ def make(
   """Returns the variants of a grid or, without one, of the file's get_sweep.
 
   Args:
-    config: "FILE.py", "FILE.py:arguments" or "FILE.json".
     changes: changes of all variants, "KEY=VALUE".
     grid: items "KEY=VALUE,VALUE"; the last key varies fastest.
   """
