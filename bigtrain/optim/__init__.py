@@ -1,10 +1,8 @@
 """The optimizer: which parameters are updated, how, and with which rate.
 
 Open chain.py first: it lists the stages from gradients to updates in order.
-recipe.py reads the config. optimizers.py builds the base optimizer that it
-names (adafactor.py has two), by_array.py maps it over layers, and wrappers.py
-adds the wrappers around it, such as schedule_free. schedules.py has the
-learning-rate schedules, and patterns.py assigns parameters to rules of the
-config by regular expression. main, checkpoints and tools import this package;
-it imports settings, lengths, parts, sharding and trees.
+recipe.py reads the config, optimizers.py builds the base optimizer that it
+names, by_array.py maps it over layers, and wrappers.py adds the wrappers around
+it. main, checkpoints and tools import this package; it imports settings,
+lengths, parts, sharding and trees.
 """

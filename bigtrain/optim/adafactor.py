@@ -2,10 +2,9 @@
 
 Adafactor (Shazeer and Stern 2018, arxiv.org/abs/1804.04235) keeps the means of
 a matrix's squared gradients over its rows and over its columns in place of the
-second moment of each element. Clipping and the parameter's scale act on each
-vector or matrix. Views (bigtrain/optim/views.py) say what these are, so stacked
-layers train like separate ones, and an attention kernel (D, H, K) like the
-matrix (D, H * K), as in T5X.
+second moment of each element. views.py says which matrices an array holds, so
+stacked layers train like separate ones, and an attention kernel (D, H, K) like
+the matrix (D, H * K), as in T5X.
 """
 
 import math
@@ -40,9 +39,6 @@ def adafactor(
   """Builds Adafactor as T5X has it. Without matrices in the views: optax's.
 
   Args:
-    learning_rate: factor of the update.
-    views: by name of the parameters. Where the rows of a view are None, the
-      two largest dimensions of each array are its rows and columns.
     min_dim_size_to_factor: matrices with fewer rows or columns keep a full
       second moment.
     decay_rate: the second moment of update t (from 1) decays by
@@ -55,7 +51,6 @@ def adafactor(
     momentum: decay of the average of updates, not debiased; None for none.
     dtype_momentum: dtype of the stored average.
     eps: added to squared gradients.
-    factored: whether second moments are factored at all.
   """
 
   def decay(t: jax.Array) -> jax.Array:
@@ -89,29 +84,18 @@ def big_vision_adafactor(
 ) -> optax.GradientTransformation:
   """Builds the Adafactor variant used for large vision transformers.
 
-  Zhai et al. 2021, "Scaling Vision Transformers" (arxiv.org/abs/2106.04560),
-  section 3.4, change Adafactor in three ways: momentum is on and kept in
-  bfloat16, the decay of the second moment is capped, and updates are not scaled
-  by the parameter's size. The state takes 2 bytes a parameter plus a row and a
-  column for each matrix; Adam's takes 8 bytes a parameter.
+  Momentum is on and kept in bfloat16, the decay of the second moment is capped,
+  and updates are not scaled by the parameter's size (Zhai et al. 2021,
+  arxiv.org/abs/2106.04560, section 3.4). The state takes 2 bytes a parameter
+  plus a row and a column for each matrix.
 
   Args:
-    learning_rate: factor of the update, applied last.
-    views: see `adafactor`.
-    min_dim_size_to_factor: see `adafactor`.
-    decay_rate: the second moment of update t (from 1) decays by
+    min_dim_size_to_factor, decay_offset, eps: see `adafactor`.
+    decay_rate, beta2_cap: the second moment of update t (from 1) decays by
       min(beta2_cap, 1 - t ** -decay_rate).
-    decay_offset: see `adafactor`.
-    beta2_cap: see decay_rate.
     clipping_threshold: largest root mean square of an array's update, before
       momentum.
-    momentum: see `adafactor`.
-    dtype_momentum: see `adafactor`.
-    eps: added to squared gradients.
-
-  Returns:
-    A transformation. Its state has the second moment at 0 and the momentum at
-    2, whichever parts are on.
+    momentum, dtype_momentum: see `adafactor`.
   """
 
   def decay(t: jax.Array) -> jax.Array:
@@ -121,6 +105,7 @@ def big_vision_adafactor(
     _scale_by_factored_rms(
       views, min_dim_size_to_factor, decay, decay_offset, eps
     ),
+    # Each stage keeps its place in the state, also where it does nothing.
     _clip_by_rms(views, clipping_threshold)
     if clipping_threshold
     else optax.identity(),
@@ -132,7 +117,6 @@ def big_vision_adafactor(
 
 
 def _factors(view: View, shape: tuple[int, ...], least: float) -> _Factors:
-  """Rows and columns to keep the means of, the fewer ones first."""
   rows, columns = view.rows, view.columns
   if rows is None:
     if len(columns) < 2:
@@ -154,11 +138,10 @@ def _scale_by_factored_rms(
   offset: int,
   eps: float,
 ) -> optax.GradientTransformation:
-  """Divides gradients by the roots of their second moments, see `adafactor`.
+  """Divides gradients by the roots of their second moments.
 
-  The state is laid out as in optax.scale_by_factored_rms: where a matrix has
-  factors, `v_row` lacks the columns' dimensions, `v_col` the rows', and `v` is
-  unused; elsewhere the first two are unused.
+  The state is laid out as in optax.scale_by_factored_rms: of a matrix with
+  factors `v` is unused, elsewhere `v_row` and `v_col` are.
   """
 
   def init_leaf(name: str, p: jax.Array) -> tuple[jax.Array, ...]:
@@ -222,7 +205,6 @@ def _scale_by_factored_rms(
 
 
 def _unzip(leaves: list[tuple[Any, ...]], like: Any, number: int) -> list[Any]:
-  """Trees like `like` of the first, second, ... elements of the leaves."""
   structure = jax.tree.structure(like)
   return [
     jax.tree.unflatten(structure, [leaf[i] for leaf in leaves])

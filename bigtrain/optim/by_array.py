@@ -1,11 +1,11 @@
 """Applies an optimizer of arrays to each layer, or to each matrix.
 
-Some optimizers treat all elements of an array alike: LAMB and LARS divide an
-update by its norm. For stacked layers that norm has to be each layer's. Here
-the optimizer sees the arrays that the views name, and is mapped over stacks.
+LAMB and LARS divide an array's update by its norm. For stacked layers that norm
+has to be each layer's, so the optimizer is mapped over the stacks.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,13 +29,6 @@ def by_array(
   Its state has the names of the optimizer's own state; the arrays of stacked
   parameters have the stack's dimensions in front. Arrays of more dimensions
   become matrices, if their views have rows, and so does their state.
-
-  Args:
-    tx: an optimizer that treats arrays independently of each other.
-    key: location of the optimizer in the config.
-
-  Raises:
-    ConfigError: the optimizer's state has numbers of all arrays together.
   """
   tx = optax.with_extra_args_support(tx)
   # Parameters by the shape of their stacks. Those without a stack have ().
@@ -85,7 +78,9 @@ def by_array(
     updates: dict[str, Any] = {}
     parts = []
     for stack, names in groups.items():
-      fn = functools.partial(_update, tx, extra)
+      fn: Callable[..., Any] = lambda grads, state, params: tx.update(
+        grads, state, params, **extra
+      )
       for _ in stack:
         in_out = axes(states[stack])
         fn = jax.vmap(fn, in_axes=(0, in_out, 0), out_axes=(0, in_out))
@@ -104,16 +99,6 @@ def _one(spec: Any, view: View) -> jax.ShapeDtypeStruct:
   folded = jax.eval_shape(functools.partial(_fold, view=view), spec)
   shape = folded.shape[len(view.stack) :]
   return jax.ShapeDtypeStruct(shape, spec.dtype)
-
-
-def _update(
-  tx: optax.GradientTransformationExtraArgs,
-  extra: dict[str, Any],
-  grads: Any,
-  state: Any,
-  params: Any,
-) -> tuple[Any, Any]:
-  return tx.update(grads, state, params, **extra)
 
 
 def _shared(tx: optax.GradientTransformation, state: Any, key: str) -> set[str]:
@@ -135,7 +120,6 @@ def _order(view: View) -> tuple[int, ...]:
 
 
 def _fold(x: jax.Array, view: View) -> jax.Array:
-  """Moves the stack to the front, and folds rows and columns."""
   x = x.transpose(_order(view))
   stack = x.shape[: len(view.stack)]
   if view.rows is None:
@@ -143,8 +127,7 @@ def _fold(x: jax.Array, view: View) -> jax.Array:
   if not view.rows:
     return x.reshape(*stack, -1)
   middle = len(view.stack) + len(view.rows)
-  num_rows = functools.reduce(int.__mul__, x.shape[len(stack) : middle], 1)
-  return x.reshape(*stack, num_rows, -1)
+  return x.reshape(*stack, math.prod(x.shape[len(stack) : middle]), -1)
 
 
 def _unfold(x: jax.Array, view: View, shape: tuple[int, ...]) -> jax.Array:

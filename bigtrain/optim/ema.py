@@ -39,9 +39,8 @@ def update(
 ) -> Any:
   """Exponential moving average of parameters, after an update.
 
-  With t = step - start_step, ema = d * ema + (1 - d) * params, where d is 0
-  for t < 0 and min(decay, (1 + t) / (10 + t)) from t = 0 on, so that an early
-  average forgets the initial parameters.
+  The warm-up of the decay, (1 + t) / (10 + t), makes an early average forget
+  the initial parameters.
   """
   t = jnp.asarray(step - start_step, jnp.float32)
   warm = jnp.minimum(decay, (1 + t) / (10 + jnp.maximum(t, 0)))

@@ -1,17 +1,14 @@
-"""Optimizer moments that are stored in bfloat16.
+"""Optimizer moments that are stored in bfloat16, with float32 arithmetic.
 
-The keys `moment_dtype` and `moment_rounding` of config.optimizer concern all
-moments of an optimizer: running averages of gradients or of their squares, one
-number for each element of a parameter. The arithmetic is float32. Other state,
-such as counts, copies of parameters, and Adafactor's rows and columns, stays in
-float32.
+Moments are running averages of gradients or of their squares, one number for
+each element of a parameter. Other state, such as counts, copies of parameters,
+and Adafactor's rows and columns, stays in float32.
 
-Rounding to nearest loses small changes. With a decay of 0.999 a second moment
-changes by 0.1% a step at most while it shrinks, less than half of bfloat16's
-last bit, so it would never shrink. Stochastic rounding takes the upper or the
-lower neighbour, each with the probability that makes the expected value the
-exact one. (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision",
-arXiv 1502.02551, section 3.)
+With a decay of 0.999 a second moment shrinks by 0.1% a step at most, less than
+half of bfloat16's last bit: rounded to nearest, it would never shrink.
+Stochastic rounding takes the upper or the lower neighbour such that the
+expected value is exact (Gupta et al. 2015, arxiv.org/abs/1502.02551, section
+3).
 """
 
 import zlib
@@ -40,13 +37,7 @@ _STREAM = zlib.crc32(b"moments")
 
 
 class Moments(NamedTuple):
-  """How moments are stored.
-
-  Attributes:
-    dtype: their dtype, or None for the optimizer's own choice.
-    stochastic: whether they are rounded stochastically, and not to nearest.
-    sizes: numbers of elements of the trainable parameters, by name.
-  """
+  """How moments are stored; `sizes` are of trainable parameters, by name."""
 
   dtype: Any
   stochastic: bool
@@ -67,10 +58,7 @@ class Moments(NamedTuple):
     )
 
   def stored(self, new: Any, old: Any, step: Any, seed: Any) -> Any:
-    """The new state, computed in float32, in the dtypes of the old one.
-
-    Seed, step and the name of an array determine the random numbers.
-    """
+    """The new state, computed in float32, in the dtypes of the old one."""
     if not self.stochastic:
       return jax.tree.map(_cast_like, new, old)
     key = jax.random.fold_in(jax.random.key(seed), _STREAM)
@@ -96,12 +84,10 @@ class Moments(NamedTuple):
 def read(
   spec: Mapping[str, Any], shapes: Any, arithmetic: str, key: str
 ) -> Moments:
-  """Reads moment_dtype and moment_rounding of config.optimizer, at `key`."""
   dtype, rounding = (spec.get(name) for name in KEYS)
   for name, value, known in zip(KEYS, (dtype, rounding), (_DTYPES, _ROUNDINGS)):
-    if value is not None and value not in known:
-      hint = settings.did_you_mean(str(value), known)
-      raise ConfigError(f"{key}.{name}: unknown {value!r}.{hint}")
+    if value is not None:
+      settings.check_choice(f"{key}.{name}", value, known)
   if rounding == "stochastic" and dtype != "bfloat16":
     raise ConfigError(
       f"{key}.moment_rounding='stochastic': expected "
@@ -123,7 +109,6 @@ def read(
 def without_own_dtypes(
   kwargs: Mapping[str, Any], parameters: Mapping[str, Any], key: str
 ) -> dict[str, Any]:
-  """Arguments with which an optimizer computes moments in float32."""
   names = [name for name in parameters if "dtype" in name]
   for name in names:
     if kwargs.get(name) is not None:

@@ -1,9 +1,7 @@
 """Base optimizers by name, without learning rate and weight decay.
 
-chain.py applies learning rate, weight decay and schedule, the same way for all
-optimizers. This module builds the rest of the optimizer that a config names:
-one of optax or optax.contrib, one of adafactor.py, or the user's own by its
-dotted path.
+They are optimizers of optax, optax.contrib or adafactor.py, or the user's own
+by dotted path. chain.py applies learning rate, weight decay and schedule.
 """
 
 import functools
@@ -22,14 +20,8 @@ from bigtrain.settings import ConfigError, did_you_mean
 
 # Optimizers whose learning rate is not a factor of the update. They get
 # lr * schedule as an argument and apply it on their own count of updates.
-_LR_INSIDE = (
-  "cocob",
-  "dadapt_adamw",
-  "fromage",
-  "madgrad",
-  "momo",
-  "momo_adam",
-  "prodigy",
+_LR_INSIDE = frozenset(
+  "cocob dadapt_adamw fromage madgrad momo momo_adam prodigy".split()
 )
 
 _LINE_SEARCH = "it evaluates the loss several times an update"
@@ -74,28 +66,17 @@ OWN_KEYS = ("name", "view", "lr_inside", "moment_arithmetic", *moments.KEYS)
 
 # What optimizers see of an array, see views.seen; the others treat all elements
 # alike, or all parameters together.
-_VIEWS = {
-  "adafactor": "matrices",
-  "big_vision_adafactor": "layers",
-  "fromage": "layers",
-  "galore": "matrices",
-  "lamb": "layers",
-  "lars": "layers",
-  "muon": "matrices",
-  "novograd": "layers",
-  "scale_by_factored_rms": "matrices",
-  "scale_by_galore": "matrices",
-  "scale_by_novograd": "layers",
-  "scale_by_param_block_norm": "layers",
-  "scale_by_param_block_rms": "layers",
-  "scale_by_sm3": "layers",
-  "scale_by_trust_ratio": "layers",
-  "sm3": "layers",
-}
+_OF_MATRICES = "adafactor galore muon scale_by_factored_rms scale_by_galore"
+_OF_LAYERS = """
+  big_vision_adafactor fromage lamb lars novograd scale_by_novograd
+  scale_by_param_block_norm scale_by_param_block_rms scale_by_sm3
+  scale_by_trust_ratio sm3
+"""
+_VIEWS = dict.fromkeys(_OF_MATRICES.split(), "matrices")
+_VIEWS |= dict.fromkeys(_OF_LAYERS.split(), "layers")
 
 
 def constructors() -> dict[str, Callable[..., optax.GradientTransformation]]:
-  """Returns the functions that build optimizers, by their name in a config."""
   result: dict[str, Callable[..., optax.GradientTransformation]] = {}
   for module in (optax.contrib, optax):
     for name, fn in vars(module).items():
@@ -125,17 +106,7 @@ def base_optimizer(
   key: str,
   param_views: Mapping[str, views.View],
 ) -> optax.GradientTransformation:
-  """Builds the named optimizer without weight decay.
-
-  Args:
-    spec: name and keyword arguments, at `key` of the config.
-    learning_rate: 1, or, if it is `lr_inside`, a function of the number of
-      updates.
-    param_views: views by name of the parameters.
-
-  Returns:
-    A transformation whose updates are added to the parameters.
-  """
+  """Builds the optimizer of `spec`, at `key`, without weight decay."""
   name = str(spec.get("name", ""))
   constructor = _constructor(name, key)
   options = {k: v for k, v in spec.items() if k not in OWN_KEYS}
@@ -155,7 +126,11 @@ def base_optimizer(
       kwargs[kwarg] = 0.0
   if "learning_rate" in parameters:
     kwargs["learning_rate"] = learning_rate
-  arrays = _arrays(spec, key)
+  arrays = settings.check_choice(
+    f"{key}.view",
+    spec.get("view", _VIEWS.get(name, "parameters")),
+    views.ARRAYS,
+  )
   specs = dict(trees.flatten_with_names(shapes))
   seen = views.seen(
     param_views, {n: spec.shape for n, spec in specs.items()}, arrays
@@ -205,15 +180,6 @@ def _constructor(
   return optimizers[name]
 
 
-def _arrays(spec: Mapping[str, Any], key: str) -> str:
-  """The value of config.optimizer.view, or the optimizer's default."""
-  arrays = spec.get("view", _VIEWS.get(str(spec.get("name")), "parameters"))
-  if arrays not in views.ARRAYS:
-    hint = did_you_mean(str(arrays), views.ARRAYS)
-    raise ConfigError(f"{key}.view: unknown {arrays!r}.{hint}")
-  return arrays
-
-
 def _plain_dtype(kwarg: str, value: Any, key: str) -> Any:
   if "dtype" not in kwarg or not isinstance(value, str):
     return value
@@ -230,48 +196,34 @@ def _set_muon_dimensions(
   key: str,
   seen: Mapping[str, views.View],
 ) -> None:
-  """Sets the argument by which Muon knows its matrices; Adam has the rest.
-
-  By default these are the hidden matrices of the views. A config can give a
-  list of (regex, input dimensions, output dimensions) instead. The remaining
-  dimensions of a parameter stack matrices.
-  """
+  """Sets Muon's matrices: those of the config's rules, or all hidden ones."""
   numbers = optax.contrib.MuonDimensionNumbers
   rules = kwargs.get(_MUON_RULES)
+  key = f"{key}.{_MUON_RULES}"
+  expected = "a list of (regex, input dimensions, output dimensions)"
+  names = trees.names(shapes)
   by_name: dict[str, Any] = {}
   if rules is None:
-    for name in trees.names(shapes):
+    for name in names:
       view = seen[name]
       if view.rows and view.hidden:
         by_name[name] = numbers(view.rows, view.columns)
     if not by_name:
       raise ConfigError(
-        f"{key}.{_MUON_RULES}: missing, and no trainable parameter is a hidden "
-        "layer's matrix. Expected a list of (regex, input dimensions, output "
-        "dimensions)."
+        f"{key}: missing, and no trainable parameter is a hidden layer's "
+        f"matrix. Expected {expected}."
       )
   else:
-    by_name = _muon_rules(rules, trees.names(shapes), f"{key}.{_MUON_RULES}")
+    if not isinstance(rules, list | tuple) or any(
+      not isinstance(rule, list | tuple) or len(rule) != 3 for rule in rules
+    ):
+      raise ConfigError(f"{key}: expected {expected}, got {rules!r}.")
+    matches = first_match([rule[0] for rule in rules], names, key)
+    for name, i in matches.items():
+      by_name[name] = numbers(*map(_as_tuple, rules[i][1:]))
   kwargs[_MUON_RULES] = functools.partial(
     trees.map_with_names, lambda name, _: by_name.get(name)
   )
-
-
-def _muon_rules(rules: Any, names: list[str], key: str) -> dict[str, Any]:
-  """Muon's dimensions by name of the parameters that the rules match."""
-  if not isinstance(rules, list | tuple) or any(
-    not isinstance(rule, list | tuple) or len(rule) != 3 for rule in rules
-  ):
-    raise ConfigError(
-      f"{key}: expected a list of (regex, input dimensions, output "
-      f"dimensions), got {rules!r}."
-    )
-  matches = first_match([rule[0] for rule in rules], names, key)
-  dimensions = [
-    optax.contrib.MuonDimensionNumbers(*map(_as_tuple, rule[1:]))
-    for rule in rules
-  ]
-  return {name: dimensions[rule] for name, rule in matches.items()}
 
 
 def _as_tuple(dims: Any) -> tuple[int, ...]:

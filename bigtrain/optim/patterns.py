@@ -1,8 +1,7 @@
 """Assigns parameters to rules of the config by regular expression.
 
-A config gives rules as a list of (regular expression, value). A regular
-expression must match a parameter's whole "/"-joined name. The first match
-applies. A rule that applies to no parameter is a misspelling and an error.
+A regular expression must match a parameter's whole "/"-joined name. The first
+match applies. A rule that applies to no parameter is an error.
 """
 
 import re
@@ -19,7 +18,6 @@ def read_pairs(
   expected: str,
   default: Sequence[tuple[str, Any]] = (),
 ) -> list[tuple[str, Any]]:
-  """Reads the list of (regex, value) at cfg[key]; values of these `kinds`."""
   pairs = cfg.get(key)
   if pairs is None:
     return list(default)
@@ -41,12 +39,7 @@ def read_pairs(
 def first_match(
   regexes: Sequence[str], names: Sequence[str], key: str
 ) -> dict[str, int]:
-  """{name: index of its first matching regex}, without other names.
-
-  Raises:
-    ConfigError: an invalid regex, or one that applies to no name; the message
-      suggests the nearest names.
-  """
+  """{name: index of its first matching regex}, without other names."""
   try:
     patterns = [re.compile(regex) for regex in regexes]
   except (re.error, TypeError) as e:
@@ -69,7 +62,7 @@ def first_match(
 
 
 def _nearest(regex: str, names: Sequence[str]) -> str:
-  """Returns a suggestion for the regex's first word that no name contains."""
+  """A suggestion for the regex's first word that no name contains."""
   parts = {part for name in names for part in name.split("/")}
   for word in re.findall(r"[a-zA-Z]\w*", re.sub(r"\\.", " ", regex)):
     if not any(word in part for part in parts):

@@ -1,7 +1,4 @@
-"""What the config says about the optimizer: `read` returns a `Recipe`.
-
-chain.py lists the keys and builds the stages from gradients to updates.
-"""
+"""What the config says about the optimizer: `read` returns a `Recipe`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,13 +30,9 @@ class Recipe(NamedTuple):
 
   Attributes:
     leaves: settings by name of the trainable parameters.
-    trainable: nested dicts of bools with the structure of the parameters.
     shapes: specs of the trainable parameters.
     schedules: {name: schedule}, whose values are factors of the learning rate.
     clip_norms: (parameters, largest norm of their gradients), in order.
-    wrap: what config.optimizer has around the base optimizer, or None.
-    stored_arithmetic: whether moments are computed in their stored dtype.
-    path: location of the optimizer's keys in the config.
   """
 
   leaves: Mapping[str, Leaf]
@@ -59,26 +52,17 @@ class Recipe(NamedTuple):
   path: str
 
   def hparams(self, step: int) -> dict[str, dict[str, np.float32]]:
-    """Learning rate and weight decay of the update after `step` updates.
+    """{"lr" or "wd": {schedule: value}} of the update after `step` updates.
 
-    Returns:
-      {"lr": {schedule: learning rate}, "wd": {schedule: weight decay}}, without
-      multipliers. The name of a single schedule is "lr", of each of several
-      "lr/<regex>". A wrapper counts updates from 1: for it also "next_lr".
+    The values lack multipliers. The name of a single schedule is "lr", of each
+    of several "lr/<regex>". A wrapper counts updates from 1: for it "next_lr".
     """
     rates, decays = {}, {}
     for name, schedule in self.schedules.items():
       factor = schedule(step)
       rates[name] = np.float32(self.lr * factor)
-      decay = (
-        self.wd
-        * {
-          "schedule": factor,
-          "lr": factor * self.lr,
-          "gradient": 1.0,
-        }[self.coupling]
-      )
-      decays[name] = np.float32(decay)
+      coupled = {"schedule": factor, "lr": factor * self.lr, "gradient": 1.0}
+      decays[name] = np.float32(self.wd * coupled[self.coupling])
     if self.wrap is None:
       return {"lr": rates, "wd": decays}
     following = {
@@ -181,7 +165,6 @@ def _multipliers(
   otherwise: float,
   default: Sequence[tuple[str, float]] = (),
 ) -> dict[str, float]:
-  """{parameter: multiplier} of a list of (regex, multiplier)."""
   pairs = read_pairs(cfg, key, (int, float), "multiplier", default)
   for regex, value in pairs:
     if value < 0:
@@ -201,7 +184,6 @@ def _multipliers(
 def _clip_norms(
   cfg: Config, names: Sequence[str]
 ) -> list[tuple[set[str], float]]:
-  """(parameters, largest norm of their gradients together), in order."""
   key = "grad_clip_groups"
   pairs = read_pairs(cfg, key, (int, float), "largest norm")
   for regex, norm in pairs:

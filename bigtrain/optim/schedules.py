@@ -35,9 +35,6 @@ warmup_percent, and so on. stair_epochs=[30, 60, 80] is a list of lengths.
 A piece is the dict of a schedule with its length, such as length_percent=10,
 and may have `scale`, a factor of its values. Its own lengths in percent are
 relative to the piece. The last piece has no length: it takes the rest.
-
-Schedules run on the host, before each step: their values are arguments of the
-compiled update, so runs that differ in schedule or length share a program.
 """
 
 import dataclasses
@@ -55,13 +52,7 @@ Schedule = Callable[[int], float]
 
 
 class _At(NamedTuple):
-  """A moment of the run.
-
-  Attributes:
-    step: number of updates done so far.
-    since: steps since the end of the warm-up; 0 before.
-    progress: `since` as a fraction of the run after the warm-up.
-  """
+  """A moment of the run; `since` and `progress` are 0 in the warm-up."""
 
   step: int
   since: int
@@ -182,7 +173,7 @@ def _one_cycle(
   return value
 
 
-_DECAYS: dict[str, Callable[..., _Decay]] = {
+DECAYS: dict[str, Callable[..., _Decay]] = {
   "constant": _constant,
   "cosine": _cosine,
   "linear": _linear,
@@ -192,7 +183,7 @@ _DECAYS: dict[str, Callable[..., _Decay]] = {
   "wsd": _wsd,
   "one_cycle": _one_cycle,
 }
-_NAMES = (*_DECAYS, "pieces")
+_NAMES = (*DECAYS, "pieces")
 # Arguments of decays with a unit.
 _LENGTHS = ("timescale", "shift", "decay", "peak")
 _NEED_TOTAL = ("cosine", "linear", "polynomial", "wsd", "one_cycle")
@@ -218,7 +209,7 @@ def make(
     decay = _pieces(spec.pop("pieces", None), units, path)
   else:
     kwargs = _arguments(spec, decay_type, units, path)
-    decay = _DECAYS[decay_type](**kwargs)
+    decay = DECAYS[decay_type](**kwargs)
   rest = max(1, (total or 0) - warmup)
 
   def schedule(step: int) -> float:
@@ -292,21 +283,14 @@ def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
 
 
 def _check_keys(spec: dict[str, Any], decay_type: str, path: str) -> None:
-  """Raises ConfigError for unknown keys; a user's function has its own."""
   if "." in decay_type:
     return
-  keys = {"decay_type"}
-  lengths = ["warmup", "cooldown"]
   parameters = {"pieces"}
-  if decay_type in _DECAYS:
-    parameters = {*inspect.signature(_DECAYS[decay_type]).parameters} - {
-      "total"
-    }
-  for name in sorted(parameters):
-    if name in _LENGTHS or name == "stair":
-      lengths.append(name)
-    else:
-      keys.add(name)
+  if decay_type in DECAYS:
+    parameters = {*inspect.signature(DECAYS[decay_type]).parameters}
+  lengths = parameters & {*_LENGTHS, "stair"}
+  keys = {"decay_type", *parameters} - {*lengths, "total"}
+  lengths |= {"warmup", "cooldown"}
   keys |= {f"{name}_{unit}" for name in lengths for unit in UNITS}
   for key in spec:
     if key not in keys:
@@ -332,7 +316,6 @@ def _check_lengths(
 def _arguments(
   spec: dict[str, Any], decay_type: str, units: Units, path: str
 ) -> dict[str, Any]:
-  """Returns the decay's arguments: `spec` with lengths in steps."""
   kwargs: dict[str, Any] = {}
   for name in _LENGTHS:
     length = steps(spec, name, units, None, path)
@@ -384,8 +367,3 @@ def _stair_arguments(
       f"{path}.mults, got {stair}."
     )
   return dict(stair=stair, mults=[float(m) for m in mults])
-
-
-def constructors() -> dict[str, Callable[..., Any]]:
-  """Returns the functions whose arguments each `decay_type` takes."""
-  return dict(_DECAYS)

@@ -1,11 +1,10 @@
 """Views of parameters: the vectors and matrices that an array stands for.
 
-An array of parameters may hold the layers of a whole stack, and a matrix may
-have more than two dimensions: an attention's query kernel is (D, H, K), or
-(N, D, H, K) for N layers. Optimizers that act by array or by matrix (Adafactor,
-LAMB, Muon, ...) have to see each layer, and the matrix (D, H * K). A view says
-which dimensions are which. It follows from the model's description of its
-parameters (dims.py), or, without one, from names and shapes.
+An attention's query kernel is (D, H, K), or (N, D, H, K) for N stacked layers.
+Optimizers that act by array or by matrix (Adafactor, LAMB, Muon, ...) have to
+see each layer, and the matrix (D, H * K). A view says which dimensions are
+which, by the model's description of its parameters (dims.py) or, without one,
+by names and shapes.
 """
 
 import math
@@ -42,25 +41,18 @@ class View(NamedTuple):
   hidden: bool = True
 
   def array_dims(self) -> tuple[int, ...]:
-    """Returns the dimensions of each of the stacked arrays."""
     return tuple(sorted((self.rows or ()) + self.columns))
 
 
 def default(name: str, shape: tuple[int, ...], *, stack: int = 0) -> View:
-  """Returns the view that flax's names and shapes suggest.
+  """The view that flax's names and shapes suggest.
 
   >>> default("blocks/attention/query/kernel", (12, 768, 12, 64), stack=1)
   View(stack=(0,), rows=(1,), columns=(2, 3), hidden=True)
-  >>> default("conv/kernel", (3, 3, 64, 128))
-  View(stack=(), rows=(0, 1, 2), columns=(3,), hidden=True)
-  >>> default("lm_head/bias", (1000,))
-  View(stack=(), rows=(), columns=(0,), hidden=False)
 
   The last dimension of a kernel is its output; the kernels "query", "key" and
-  "value" have two, of heads and of their width.
-
-  Args:
-    stack: number of leading dimensions that number separate arrays.
+  "value" have two, of heads and of their width. The leading `stack` dimensions
+  number separate arrays.
   """
   parts = name.split("/")
   rank = len(shape) - stack
@@ -74,7 +66,7 @@ def default(name: str, shape: tuple[int, ...], *, stack: int = 0) -> View:
 def _view(
   shape: tuple[int, ...], stack: int, num_rows: int, hidden: bool
 ) -> View:
-  """Returns a view; a matrix with a single row or column is a vector."""
+  """A view; a matrix with a single row or column is a vector."""
   every = tuple(range(len(shape)))
   rows, columns = every[stack : stack + num_rows], every[stack + num_rows :]
   if 1 in (math.prod(shape[d] for d in dims) for dims in (rows, columns)):
@@ -83,13 +75,9 @@ def _view(
 
 
 def described(name: str, shape: tuple[int, ...], found: dims.Dims) -> View:
-  """Returns the view of a parameter whose dimensions are known.
+  """The view of a parameter whose dimensions are known.
 
-  A router counts as a vector: T5X does not factor its second moments either,
-  and it belongs to no hidden layer.
-
-  Raises:
-    ValueError: the shape has fewer dimensions.
+  A router counts as a vector: T5X does not factor its second moments either.
   """
   num_rows, num_columns = len(found.inputs), len(found.outputs)
   stack = len(shape) - num_rows - num_columns
@@ -105,12 +93,6 @@ def described(name: str, shape: tuple[int, ...], found: dims.Dims) -> View:
 
 
 def of_model(module: Any, model: Any, params: Any) -> dict[str, View]:
-  """Returns the views of a model's parameters by name.
-
-  Args:
-    module: module of config.model_name; its function `param_dims` describes the
-      parameters.
-  """
   table = module.param_dims(model) if hasattr(module, "param_dims") else {}
   result = {}
   for name, leaf in trees.flatten_with_names(params):
@@ -127,12 +109,10 @@ ARRAYS = ("parameters", "layers", "matrices")
 def seen(
   views: Mapping[str, View], shapes: Mapping[str, tuple[int, ...]], arrays: str
 ) -> dict[str, View]:
-  """Returns the views of an optimizer that sees only some of the structure.
+  """The views of an optimizer that sees only some of the structure.
 
-  Args:
-    shapes: shapes by name.
-    arrays: "matrices" keeps the views; "layers" keeps their stacks, and a
-      layer has no rows; "parameters" has neither.
+  "matrices" keeps the views; "layers" keeps their stacks, and a layer has no
+  rows; "parameters" has neither.
   """
   if arrays == "matrices":
     return dict(views)

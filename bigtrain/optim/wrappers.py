@@ -1,17 +1,14 @@
-"""Optimizers around another optimizer.
+"""Optimizers around another optimizer, config.optimizer.base_optimizer.
 
 These act on whole updates, with learning rate and weight decay in them:
 
   schedule_free      averages in place of a decaying schedule (Defazio et al.
-                     2024, arxiv.org/abs/2405.15682), around base_optimizer
+                     2024, arxiv.org/abs/2405.15682)
   schedule_free_adamw, schedule_free_sgd   the same around Adam without
                      momentum, around gradient descent
   mechanize          learns a factor of the learning rate (Cutkosky et al. 2023,
                      arxiv.org/abs/2306.00144)
   reduce_on_plateau  reduces the learning rate while the loss does not improve
-
-  config.optimizer = dict(
-    name="mechanize", base_optimizer=dict(name="adam", b2=0.95), num_betas=6)
 """
 
 from collections.abc import Callable, Mapping
@@ -53,8 +50,6 @@ _WRAPPERS: dict[str, tuple[Callable[..., Any], Callable[..., Wrap]]] = {
   "mechanize": (optax.contrib.mechanize, _mechanize),
   "reduce_on_plateau": (optax.contrib.reduce_on_plateau, _reduce_on_plateau),
 }
-
-
 NAMES = tuple(_WRAPPERS)
 
 

@@ -1,10 +1,8 @@
 """One step on the device, between a batch and the next state.
 
 Open gradients.py first: it computes the gradients of the mean loss over
-microbatches. initial.py makes the variables that the first step begins with,
-guard.py judges a step and keeps bad ones out of the state, spikes.py finds
-steps far above the mean, loss_scale.py adapts the scale of float16 gradients,
-norms.py computes the norms of a log step, and running_metrics.py merges metrics
+microbatches. guard.py judges a step and keeps bad ones out of the state,
+spikes.py finds steps far above the mean, and running_metrics.py merges metrics
 until the next log step. main, which puts these together in update_fn, reports
 and tools import this package, as do tasks that change the gradients; it imports
 metrics, parts, sharding, settings and trees.

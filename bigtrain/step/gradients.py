@@ -1,14 +1,8 @@
 """Gradients of a task's loss over the global batch, also by microbatches.
 
-The loss is the mean over the global batch: the sum of all microbatches' sums
-divided by the sum of all their weights. Uneven padding, the number of
-microbatches and the number of devices therefore change the result by rounding
-only.
-
-A contrastive loss compares each example with all others, so it is not a mean
-over microbatches. A task with such a loss splits it into an embedding of each
-example and a loss of all embeddings; microbatches then give the same gradient
-in two passes, see `TwoPassLoss`.
+The loss is the sum of all microbatches' sums divided by the sum of all their
+weights. Uneven padding, the number of microbatches and the number of devices
+therefore change the result by rounding only.
 """
 
 import functools
@@ -31,10 +25,10 @@ GradientsFn = Callable[[Any, Batch], tuple[Params, Metrics, Variables]]
 class TwoPassLoss(NamedTuple):
   """A loss over the whole batch at once, computed from example embeddings.
 
-  The first pass embeds all microbatches, keeps only the embeddings, and
-  computes the loss's gradients with respect to them. The second pass embeds
-  each microbatch again and propagates those gradients back through the model
-  (Pham et al. 2021, arXiv 2111.10050; arXiv 2101.06983).
+  A contrastive loss is not a mean over microbatches. The first pass embeds all
+  microbatches and computes the loss's gradients with respect to the embeddings.
+  The second pass embeds each microbatch again and propagates those gradients
+  back through the model (Pham et al. 2021, arXiv 2111.10050; 2101.06983).
 
   Attributes:
     embed_fn: (variables, batch, rng) -> (tree of [B, ...], new mutable).
@@ -67,7 +61,6 @@ def from_config(
   trainable: Any,
   mesh: Mesh,
 ) -> GradientsFn:
-  """The gradients of a run: the task's `gradients_fn`, or `make`."""
   return getattr(task, "gradients_fn", make)(
     loss_fn,
     trainable=trainable,
@@ -78,17 +71,14 @@ def from_config(
 
 
 def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
-  """Reads config.microbatches, or their global size microbatch_examples."""
   number = config.get("microbatches")
   examples = config.get("microbatch_examples")
+  key = "config.microbatch_examples"
+  if number is not None and examples is not None:
+    raise ConfigError(f"config.microbatches and {key}: give only one.")
   if examples is None:
     number = 1 if number is None else number
-  elif number is not None:
-    raise ConfigError(
-      "config.microbatches and config.microbatch_examples: give only one."
-    )
   else:
-    key = "config.microbatch_examples"
     sharding.check_batch(examples, mesh, key)
     if batch_size % examples:
       raise ConfigError(
@@ -100,7 +90,6 @@ def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
 
 
 def check_microbatches(batch_size: int, number: int, mesh: Mesh) -> None:
-  """Raises ConfigError unless every device gets equal, whole microbatches."""
   settings.check_number("config.microbatches", number, least=1, whole=True)
   ways = sharding.batch_ways(mesh)
   if batch_size % (number * ways):
@@ -121,8 +110,7 @@ def check_microbatches(batch_size: int, number: int, mesh: Mesh) -> None:
 def split(batch: Any, number: int, mesh: Mesh) -> Any:
   """[B, ...] arrays as [number, B / number, ...], example i in i % number.
 
-  Interleaving keeps each device's examples on that device, so the split needs
-  no communication; contiguous slices would.
+  Each device's examples stay there, where contiguous slices would move.
   """
   layout = NamedSharding(mesh, PartitionSpec(None, sharding.BATCH_AXES))
 
@@ -149,7 +137,6 @@ def seed_word(seed: int) -> np.int32:
 
 
 def step_key(seed: jax.Array | int, step: jax.Array | int) -> jax.Array:
-  """Random key of the step after `step` updates; see `init_key`."""
   _, key = jax.random.split(jax.random.key(seed))
   return jax.random.fold_in(key, step)
 
@@ -160,10 +147,7 @@ def init_key(seed: jax.Array | int) -> jax.Array:
 
 
 def with_keys(batch: Batch, rng: jax.Array) -> dict[str, Any]:
-  """Adds "_keys" [B] to the batch: one random key per example.
-
-  What a task draws for an example must not depend on its microbatch.
-  """
+  """Adds "_keys" [B], so that no random number depends on the microbatch."""
   number = jnp.arange(jax.tree.leaves(batch)[0].shape[0])
   keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, number)
   return {**batch, "_keys": keys}
@@ -172,10 +156,7 @@ def with_keys(batch: Batch, rng: jax.Array) -> dict[str, Any]:
 def loss_args(
   state: TrainState, batch: Batch, mesh: Mesh, teacher: Variables | None = None
 ) -> tuple[Any, Any, Any]:
-  """Specs of the arguments (variables, batch, rng) of a loss_fn.
-
-  They equal those of the update's call, so a jitted loss_fn is traced once.
-  """
+  """Specs of a loss_fn's arguments, those of the update: it is traced once."""
   rng = jax.eval_shape(lambda: jax.random.key(0))
   batch = sharding.batch_spec(jax.eval_shape(with_keys, batch, rng), mesh)
   layout = sharding.replicated(mesh)
@@ -196,17 +177,16 @@ def make(
 ) -> GradientsFn:
   """Builds the function that computes one step's gradients.
 
+  It returns the float32 gradients of the mean loss with respect to the
+  trainable parameters, the metrics summed over the batch, and the new mutable
+  collections. Beside the train state, its `state` may hold "seed", from which
+  each step, microbatch and example gets a key, and "teacher", which becomes
+  variables["teacher"] of the loss.
+
   Args:
     loss_fn: its batch has "_keys" [B], see `with_keys`.
     trainable: tree of bools; frozen parameters (False) have no gradient.
     two_pass: used for several microbatches if the loss needs the whole batch.
-
-  Returns:
-    gradients(state, batch) -> (gradients, metrics, mutable): float32 gradients
-    of the mean loss with respect to the trainable parameters, the metrics
-    summed over the batch, and the new mutable collections. Beside the train
-    state, `state` may hold "seed", from which each step, microbatch and example
-    gets a key, and "teacher", which becomes variables["teacher"] of the loss.
   """
 
   def gradients(state: Any, batch: Batch) -> tuple[Params, Metrics, Variables]:
@@ -260,11 +240,7 @@ def _accumulate(
   xs: Any,
   rng: jax.Array,
 ) -> tuple[Params, Metrics, Variables]:
-  """What `of_microbatch` returns, summed over the microbatches.
-
-  Args:
-    xs: (microbatch numbers, microbatches), stacked.
-  """
+  """What `of_microbatch` returns, summed over `xs`, see `make`."""
 
   def add_microbatch(carry: Any, x: Any) -> Any:
     grads, sums, mutable = carry
@@ -334,7 +310,6 @@ def _in_two_passes(
 def _loss_factor(
   loss_scale: jax.Array | None, sums: Metrics
 ) -> jax.Array | float:
-  """Factor of the loss before backpropagation, see loss_scale.py."""
   if loss_scale is None:
     return 1.0
   # The scale is meant for gradients of a mean, whatever the batch size.
@@ -343,7 +318,6 @@ def _loss_factor(
 
 
 def _unscaled(grads: Any, factor: jax.Array | float) -> Any:
-  """Gradients in float32, divided by the loss's factor."""
   grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
   if isinstance(factor, float):  # The factor without a loss scale is 1.
     return grads

@@ -1,8 +1,7 @@
 """The guard: keeps steps with NaN or infinite values out of the state.
 
-The guard judges the loss and the gradient norm of each step on the device. If
-one of them is not finite, the state stays as it was, and config.nonfinite
-decides what follows:
+If the loss or the gradient norm of a step is not finite, the state stays as it
+was, and config.nonfinite decides what follows:
 
   "stop"  No later step changes the state either. The run ends with an error
           as soon as the host sees the metrics, at the next log step or save.
@@ -13,9 +12,8 @@ decides what follows:
   "skip"  The step counts as skipped and training continues, until more than
           config.max_nonfinite steps were skipped.
 
-A step whose gradients overflow under a loss scale that can still shrink (see
-loss_scale.py) only changes the scale, whatever the policy. Spikes, which are
-finite, have policies of their own (spikes.py).
+A step whose gradients overflow under a loss scale that can still shrink only
+changes the scale, whatever the policy.
 """
 
 import functools
@@ -54,7 +52,6 @@ class Rollback(Exception):
   def __init__(
     self, error: Exception, step: int, restart: int, most: int | None = None
   ):
-    """Constructed where the reason is known; `most` limits such rollbacks."""
     skipped = ""
     if step > restart:
       skipped = f", skipping the batches of steps {restart + 1} to {step}"
@@ -76,15 +73,7 @@ class Verdict(NamedTuple):
   """The guard's judgement of a step: bool scalars, at most one of them set.
 
   All are False once a policy other than "skip" has seen a bad step, or a spike
-  is to be rolled back.
-
-  Attributes:
-    good: the state takes the step.
-    bad: the loss or the gradients are not finite.
-    overflow: the gradients are not finite, but a smaller loss scale may help.
-    skipped_spike: the step is finite, but a spike that is skipped; None if
-      spikes are not.
-    spikes: statistics of spikes after the step; None without config.spikes.
+  is to be rolled back. After an `overflow` a smaller loss scale may help.
   """
 
   good: jax.Array
@@ -94,7 +83,6 @@ class Verdict(NamedTuple):
   spikes: Statistics | None = None
 
   def if_good(self, new: Any, old: Any) -> Any:
-    """The tree `new` after a good step, else the tree `old`."""
     choose = functools.partial(jax.lax.select, self.good)
     return jax.tree.map(choose, new, old)
 
@@ -107,7 +95,6 @@ class Guard(NamedTuple):
   """Settings of the guard.
 
   Attributes:
-    policy: one of POLICIES.
     max_nonfinite: number of skipped steps, or of rollbacks, that the run may
       have without failing.
     by_branch: whether `run` branches, or selects each array.
@@ -160,17 +147,10 @@ class Guard(NamedTuple):
   ) -> tuple[TrainState, NamedScalars]:
     """The new state and norms after a good step, else the old state.
 
-    If the step is skipped, and after an overflow, the old state still takes the
-    new step number, so that the next batch follows, and the new loss scale.
-
-    With `by_branch`, or with arrays in host memory, the device runs `advance`
-    only for a good step. Otherwise it always runs, and each array is selected.
-    The states are the same, bit by bit; see `_BY_SELECTION` for the costs.
-
-    Args:
-      advance: traced for each kind of step, and run once.
-      log_norms: whether the norms are needed, if the step is good; otherwise
-        they may be zeros.
+    After a step that is skipped or overflows, the old state still takes the new
+    step number, so that the next batch follows, and the new loss scale. With
+    `by_branch`, or with arrays in host memory, the device runs `advance` only
+    for a good step; without `log_norms` the norms may be zeros.
     """
     old = {k: v for k, v in state.items() if k != "loss_scale"}
     # In a branch, arrays of host memory are on the device for the update only.
@@ -210,11 +190,7 @@ class Guard(NamedTuple):
     return loss_scale.row(state)
 
   def bad_step(self, running: Mapping[str, Any]) -> int:
-    """The step at which the run must stop or roll back, from 1; 0 for none.
-
-    Raises:
-      NotFinite, Spike: more steps were skipped than the config allows.
-    """
+    """The step at which the run must stop or roll back; 0 for none."""
     if self.spikes and (spike := self.spikes.bad_step(running["spikes"])):
       return spike
     bad_step, skipped = int(running["bad_step"]), int(running["skipped"])
@@ -229,7 +205,6 @@ class Guard(NamedTuple):
     return 0
 
   def spike(self, running: Mapping[str, Any]) -> Spike | None:
-    """The error for the spike that must be rolled back, if any."""
     if not (self.spikes and self.spikes.bad_step(running["spikes"])):
       return None
     what = spikes.describe(running["spikes"])
@@ -272,13 +247,8 @@ def explain(
 ) -> NotFinite:
   """The error for a step that was not finite, by computing it again.
 
-  The state is still the one before that step, and the batch is a function of
-  the step. The next batch on the same state shows whether the cause is in this
-  batch. If it is not, all steps are bad, and skipping them would not help.
-
-  Args:
-    step: the step, counted from 1.
-    index: index of its batch, counted from 0.
+  The state is still the one before that step. The next batch on the same state
+  shows whether the cause is in this batch; if not, skipping would not help.
   """
 
   @jax.jit

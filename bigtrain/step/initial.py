@@ -15,14 +15,9 @@ from bigtrain.types import Variables
 # Values of config.opt_sharding.
 OPT_SHARDING = ("fsdp", "replica")
 
-_NO_MESH = jax.sharding.AbstractMesh((), ())
-
 
 class InitialVariables:
-  """Initial parameters and mutable collections of a model.
-
-  A model may name the axes of its variables in flax's boxes.
-  """
+  """Initial variables of a model, which may name axes in flax's boxes."""
 
   def __init__(self, boxed: Callable[[Any], Variables], seed: int):
     self._boxed = boxed
@@ -44,7 +39,6 @@ class InitialVariables:
 
 
 def unboxed(variables: Any) -> Any:
-  """Takes variables out of flax's boxes, also under a mesh."""
   # Under a mesh, a box's own unbox constrains its value to the names in it.
   return meta.map_axis_meta(
     lambda box: unboxed(box.value if hasattr(box, "value") else box.unbox()),
@@ -69,7 +63,8 @@ def variables_fn(
       except ValueError:
         # The names of nn.with_partitioning need not be axes of the mesh, and
         # flax applies them to it.
-        with jax.sharding.use_abstract_mesh(_NO_MESH):
+        no_mesh = jax.sharding.AbstractMesh((), ())
+        with jax.sharding.use_abstract_mesh(no_mesh):
           return init(seed)
 
   return InitialVariables(init_variables, seed)
@@ -82,11 +77,7 @@ def sharding_rules(
   model: Any,
   part: settings.Config | None = None,
 ) -> sharding.Rules:
-  """The rules of sharding.state_spec.
-
-  The axes that the model names come first, then config.sharding, together with
-  the model's rules for the axis `tensor`. A teacher's axes are in `part`.
-  """
+  """The rules of sharding.state_spec; the axes of a teacher are in `part`."""
   part = part or config
   # An axis of the mesh stands for itself.
   axes = (*parts.logical_axes(part), *((axis, axis) for axis in sharding.AXES))
@@ -110,17 +101,17 @@ def sharding_rules(
     pattern = f"(.*/)?{re.escape(name.removeprefix('params/'))}"
     rules.append((pattern, layout))
   given = config.get("sharding", sharding.DEFAULT_RULES)
+  params = trees.flatten_with_names(jax.eval_shape(unboxed, boxed["params"]))
+  param_shapes = {name: tuple(x.shape) for name, x in params}
+  opt_sharding = settings.check_choice(
+    "config.opt_sharding", config.get("opt_sharding", "fsdp"), OPT_SHARDING
+  )
   return sharding.Rules(
     layouts=[*rules, *given],
-    of_model=tensor_axes(part, module, model, _shapes(boxed["params"])),
-    split_opt=_reads_split_opt(config),
+    of_model=tensor_axes(part, module, model, param_shapes),
+    split_opt=opt_sharding == "replica",
     opt_memory=sharding.read_opt_memory(config),
   )
-
-
-def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-  named = trees.flatten_with_names(jax.eval_shape(unboxed, params))
-  return {name: tuple(x.shape) for name, x in named}
 
 
 def tensor_axes(
@@ -144,9 +135,3 @@ def tensor_axes(
       "expected 1."
     )
   return sharding.place(module.param_dims(model), shapes, sizes)
-
-
-def _reads_split_opt(config: settings.Config) -> bool:
-  value = config.get("opt_sharding", "fsdp")
-  settings.check_choice("config.opt_sharding", value, OPT_SHARDING)
-  return bool(value == "replica")

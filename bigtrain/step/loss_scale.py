@@ -2,10 +2,9 @@
 
 float16 has no numbers below 6e-8: many gradients would be zero. The loss is
 therefore multiplied by a scale before backpropagation, and the gradients are
-divided by it in float32. Too large a scale makes some of them infinite: such a
-step halves the scale, changes nothing else, and is counted. After a number of
-steps without overflow the scale doubles (Micikevicius et al. 2018, arXiv
-1710.03740, section 3.2). bfloat16 has the range of float32 and needs no scale.
+divided by it in float32. A step whose gradients overflow halves the scale and
+changes nothing else; after a number of steps without overflow the scale doubles
+(Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
 """
 
 from collections.abc import Mapping
@@ -21,12 +20,10 @@ class LossScale(NamedTuple):
   """Settings of a dynamic loss scale.
 
   Attributes:
-    init: initial scale.
     growth_steps: consecutive good steps before the scale grows.
     factor: growth factor, and shrink factor after an overflow.
     least: smallest scale; an overflow there is an error, as any other step
       that is not finite.
-    most: largest scale.
   """
 
   init: float = 2.0**15
@@ -61,7 +58,6 @@ class LossScale(NamedTuple):
 
 
 def row(state: Mapping[str, Any]) -> dict[str, Any]:
-  """Scalars that log steps report; {} for a state without a loss scale."""
   if "loss_scale" not in state:
     return {}
   scale = state["loss_scale"]
@@ -69,10 +65,7 @@ def row(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: settings.Config) -> LossScale | None:
-  """Reads config.loss_scale: a dict of options, or False for no loss scale.
-
-  By default there is a loss scale if config.model.dtype is "float16".
-  """
+  """Reads config.loss_scale; by default {} if the model computes in float16."""
   dtype = config.get("model", {}).get("dtype")
   default: Any = {} if dtype == "float16" else False
   value = config.get("loss_scale", default)

@@ -23,7 +23,6 @@ class NamedScalars:
   """Scalars by name, in one array, because outputs cost microseconds each.
 
   Attributes:
-    values: float32 [number of names].
     of_each_step: whether each good step has them, and not only log steps. In
       running metrics the values are then sums over the good steps.
   """
@@ -33,11 +32,7 @@ class NamedScalars:
   of_each_step: bool = False
 
   def row(self, steps: float) -> dict[str, float]:
-    """The fetched scalars by name, of a log step after `steps` good steps.
-
-    With statistics of single parameters also "stats_steps", the number of steps
-    whose mean the scalars are.
-    """
+    """The fetched scalars by name, of a log step after `steps` good steps."""
     if self.of_each_step and not steps:
       return {}
     number = steps if self.of_each_step else 1.0
@@ -48,13 +43,7 @@ class NamedScalars:
 
 
 class LogNorms(NamedTuple):
-  """The norms that log steps report.
-
-  Attributes:
-    detail: config.weight_stats: "none", "global" (norms over all parameters),
-      "per_param" or "per_param_mean" (also statistics of every parameter; the
-      latter of each good step).
-  """
+  """The norms that log steps report; `detail` is config.weight_stats."""
 
   detail: str
   names: tuple[str, ...]
@@ -64,7 +53,6 @@ class LogNorms(NamedTuple):
     return self.detail == "per_param_mean"
 
   def due(self, log_step: jax.Array) -> jax.Array | bool:
-    """Whether a step computes the norms, if it is good."""
     if self.of_each_step:
       return True
     return log_step if self.names else False
@@ -76,7 +64,6 @@ class LogNorms(NamedTuple):
   def __call__(
     self, before: Params, params: Params, grads: Params, updates: Params
   ) -> NamedScalars:
-    """The norms of a step; `grads` and `updates` are of trained parameters."""
     named = _norms(before, params, grads, updates, self.detail)
     # jax.lax and not jax.numpy, as in metrics.global_norm.
     rows = [jax.lax.reshape(named[name], (1,)) for name in self.names]
@@ -87,7 +74,6 @@ class LogNorms(NamedTuple):
 def from_config(
   config: settings.Config, params: Params, trainable: Any
 ) -> LogNorms:
-  """Reads config.weight_stats, "global" by default."""
   detail = config.get("weight_stats", "global")
   settings.check_choice("config.weight_stats", detail, DETAILS)
   trained, _ = trees.partition(params, trainable)

@@ -1,9 +1,8 @@
 """Running metrics: metrics merged on the device between two log steps.
 
-They pass through every update beside the state, so that a log step covers all
-steps since the one before without the loop waiting for any of them. They are a
-few scalars. A checkpoint between two log steps stores them, so a resumed run
-logs the same as an undisturbed one.
+They pass through every update beside the state, so the loop waits for none of
+them. A checkpoint between two log steps stores them, so a resumed run logs the
+same as an undisturbed one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,11 +27,6 @@ def spec(
   log_norms: norms.LogNorms | None = None,
   run_spikes: spikes.Spikes | None = None,
 ) -> RunningMetrics:
-  """Shapes and dtypes, from specs of a step's metrics and names in `last`.
-
-  Raises:
-    ConfigError: the task's loss_fn returns something else than metrics.
-  """
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   number = jax.ShapeDtypeStruct((), jnp.int32)
   step_metrics = metrics.checked(step_metrics, "config.task: loss_fn")
@@ -68,13 +62,10 @@ def add_step(
   log_norms: jax.Array | bool = False,
   step_norms: norms.NamedScalars | None = None,
 ) -> RunningMetrics:
-  """Adds one step.
+  """Adds step number `step`, from 1, which follows a log step if `after_log`.
 
-  Args:
-    step: number of this step, from 1.
-    after_log: whether this is the first step after a log step.
-    last: scalars of which a log step reports the newest value.
-    log_norms: whether `step_norms` were computed, if the step is good.
+  Of the scalars in `last` a log step reports the newest value. `log_norms` says
+  whether `step_norms` were computed, if the step is good.
   """
   # Tasks may give a weight as a Python float.
   step_metrics = jax.tree.map(
@@ -122,7 +113,6 @@ def _newest_norms(
   computed: jax.Array,
   after_log: jax.Array,
 ) -> norms.NamedScalars:
-  """The newest norms, or sums of the norms of each step."""
   if new is None:
     return old
   if not new.of_each_step:
@@ -135,11 +125,7 @@ def _newest_norms(
 
 
 def row(running: RunningMetrics) -> dict[str, Any]:
-  """What a log step reports, from fetched running metrics.
-
-  A histogram is a `metrics.Histogram`, all others are numbers. Skipped steps
-  count for nothing. A log step that covers only skipped steps has no metrics.
-  """
+  """What a log step reports; without metrics if all its steps were skipped."""
   sums = running["sums"]
   values: dict[str, Any] = {}
   if steps := float(sums["steps"]):
@@ -161,7 +147,6 @@ def step_values(running: RunningMetrics) -> dict[str, Any]:
 
 
 def to_host(running: RunningMetrics) -> dict[str, Any]:
-  """Fetched running metrics as JSON values, with every bit of float32."""
   named = trees.flatten_with_names(running)
   return {name: value.tolist() for name, value in named}
 
@@ -172,7 +157,6 @@ def from_host(
   """What `to_host` stored, on the devices, with the bad step cleared.
 
   The state in the same checkpoint is good, whatever the guard's policy is now.
-  Metrics that the checkpoint lacks start at zero.
   """
   saved = {**saved, "bad_step": 0}
 

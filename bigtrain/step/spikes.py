@@ -8,15 +8,10 @@ about `window` steps; the first `window` steps of a run are never spikes. A
 spike enters the averages only up to the limit, so that one spike hides no
 other, and a level that stays high becomes normal after some steps.
 
-The guard (guard.py) decides on the device what a spike does:
-
   "warn"  The state takes the step.
   "skip"  The state stays as it was, and training continues with the next batch.
   "rollback"  The run returns to the last checkpoint and skips the batches from
-          there to the spike (Chowdhery et al. 2022, arXiv 2204.02311, section
-          5.1).
-
-The statistics are a part of the running metrics, so a checkpoint has them.
+          there to the spike, see guard.py.
 """
 
 from collections.abc import Mapping
@@ -43,14 +38,7 @@ class Spike(RuntimeError):
 
 
 class Spikes(NamedTuple):
-  """Settings of config.spikes.
-
-  Attributes:
-    z: number of standard deviations above the mean.
-    window: number of steps that the averages cover.
-    most: number of skipped steps, or of rollbacks, that the run may have
-      without failing.
-  """
+  """Settings of config.spikes; `most` skips or rollbacks are allowed."""
 
   z: float
   window: int
@@ -78,11 +66,9 @@ class Spikes(NamedTuple):
     grad_norm: jax.Array,
     counts: jax.Array,
   ) -> tuple[jax.Array, Statistics]:
-    """(whether the step is a spike, the new statistics).
+    """(whether the step is a spike, the new statistics); steps count from 1.
 
-    Args:
-      step: number of this step, from 1.
-      counts: whether the step counts; if not, it is no spike.
+    A step that does not count is no spike.
     """
     num_steps, num_spikes, newest, rolled_back = statistics["counts"]
     mean, variance, *last = statistics["values"]
@@ -122,15 +108,10 @@ class Spikes(NamedTuple):
     return self.policy == "rollback"
 
   def is_active(self, statistics: Statistics) -> jax.Array:
-    """Whether steps may change the state: no spike waits for a rollback."""
     return statistics["counts"][3] == 0
 
   def bad_step(self, statistics: Mapping[str, Any]) -> int:
-    """The step to roll back, from 1; 0 for none.
-
-    Raises:
-      Spike: more steps were skipped than `most`.
-    """
+    """The step to roll back; 0 for none. Raises Spike after too many."""
     num_spikes = int(statistics["counts"][1])
     if self.policy == "skip" and num_spikes > self.most:
       raise Spike(
@@ -141,7 +122,6 @@ class Spikes(NamedTuple):
 
 
 def row(statistics: Mapping[str, Any]) -> dict[str, int]:
-  """What a log step reports, from fetched statistics; {} without a spike."""
   _, num_spikes, newest, _ = map(int, statistics["counts"])
   if not num_spikes:
     return {}
@@ -159,7 +139,6 @@ def describe(statistics: Mapping[str, Any]) -> str:
 
 
 def from_config(config: settings.Config) -> Spikes | None:
-  """Reads config.spikes; None without it."""
   if not config.get("spikes"):
     return None
   options = config.kwargs("spikes")

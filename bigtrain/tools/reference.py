@@ -72,7 +72,7 @@ def _functions(kind: str) -> Mapping[str, Callable[..., Any]]:
   if kind == "optimizers":
     return optimizers.constructors()
   if kind == "schedules":
-    return schedules.constructors()
+    return schedules.DECAYS
   parse.parse("decode")  # Imports the modules that register ops.
   return {name: registry.find(name) for name in registry.names()}
 
