@@ -35,9 +35,8 @@ class Evaluator:
     predict_fn: (variables, batch, eos_id=...) -> tokens int [B, L].
     tokenizer: tokenizer of the captions, see pp/tokenizers.py.
     labels_key: name of the references' tokens, int [B, L] or [B, R, L].
-    metrics: "exact", the fraction of captions that equal a reference; "bleu",
-      corpus BLEU-4 from 0 to 100 (arXiv 1804.08771; needs sacrebleu); "cider",
-      CIDEr-D from 0 to 10 (arXiv 1411.5726; needs pycocoevalcap).
+    metrics: "exact", fraction equal to a reference; "bleu", BLEU-4 from 0 to
+      100 (needs sacrebleu); "cider", CIDEr-D from 0 to 10 (pycocoevalcap).
     image_key: name of the images for the picture, with any range of values.
     num_images: number of images in the picture; 0 for no picture.
   """
@@ -114,11 +113,9 @@ def draw(
     axes = figure.add_subplot(rows, columns, i + 1)
     axes.axis("off")
     axes.imshow(image, interpolation="nearest")
+    text = " ".join(caption.split())
     text = textwrap.fill(
-      " ".join(caption.split()),
-      28,
-      break_long_words=False,
-      break_on_hyphens=False,
+      text, 28, break_long_words=False, break_on_hyphens=False
     )
     text = text.replace("$", r"\$")  # Between dollars would be a formula.
     wrong = references[i] and caption not in references[i]

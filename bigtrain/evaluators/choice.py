@@ -29,9 +29,9 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 class Evaluator:
   """Accuracy by likelihood, scored as in the lm-evaluation-harness.
 
-  Compares the choices' log-likelihoods after the context, summed over tokens:
-  unnormalized ("acc"), per character of the choice ("acc_norm", as in the
-  harness) and per byte ("acc_bytes"). Of equal choices the first one wins.
+  Compares the choices' log-likelihoods after the context: their sums ("acc"),
+  per character ("acc_norm") and per byte ("acc_bytes"). The first of equal
+  choices wins.
 
   Args:
     predict_fn: (variables, batch) -> {"log_likelihood": float [B], ...}, the
@@ -39,11 +39,9 @@ class Evaluator:
     data: source of questions, such as dict(type="jsonl", path="arc.jsonl").
     length: tokens of a window. Only the end of a longer context is used.
     tokenizer: tokenizer of the model, see pp/tokenizers.py.
-    context_key: name of the text before the choices.
-    choices_key: name of the choices.
+    context_key, choices_key: names of the text and of the choices after it.
     answer_key: name of the number of the right choice, counted from 0.
-    delimiter: text between context and choice. Spaces at the end of the context
-      belong to the choice's tokens.
+    delimiter: text between context and choice.
     bos: whether each context, not only an empty one, starts with the begin
       token (the end token, if the tokenizer has none).
     batch_size: number of choices per batch; as in training by default.

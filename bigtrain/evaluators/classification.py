@@ -44,8 +44,7 @@ class Evaluator:
     loss: "softmax_xent" or "sigmoid_xent".
     label_key: name of the labels: int [B], or one-hot or multi-hot [B, C].
       Examples with a negative label, or without a label, do not count.
-    top_k: numbers k: an example is right if any of its labels is among the k
-      classes with the largest logits. A k larger than C is ignored.
+    top_k: numbers k: right is a label among the k largest logits.
     calibration_bins: number of bins of the expected calibration error "ece", 15
       in arXiv 1706.04599; 0 for none.
   """

@@ -1,9 +1,7 @@
 """Few-shot transfer: a linear probe on frozen features, by least squares.
 
-The features of the drawn examples are scaled to mean 0 and variance 1, and
-ridge regression maps them to 1 for the right class and -1 for the others, as in
-"Big Transfer", arXiv 1912.11370. The eigenvectors of a Gram matrix give the
-solutions for all penalties at once.
+Ridge regression from features of mean 0 and variance 1 to 1 for the right class
+and -1 for the others, as in "Big Transfer", arXiv 1912.11370.
 
 Legend: B batch, N examples, T tested examples, D features, C classes, R rank,
 P penalties.
@@ -39,7 +37,7 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 class Evaluator:
   """Accuracy "{k}shot" of probes on k examples of each class.
 
-  It is the mean over seeds; "{k}shot_std" is the standard deviation. Of several
+  The mean over seeds, with the standard deviation "{k}shot_std". Of several
   penalties a probe uses the best one on training examples that are not among
   the shots; "{k}shot_l2" is their median.
 
@@ -47,8 +45,7 @@ class Evaluator:
     predict_fn: (variables, batch) -> features [B, ...].
     test_data: source of the test examples, preprocessed like the others.
     shots: numbers of examples per class; a smaller class gives all it has.
-    l2: penalties on the squared weights, summed over the shots; the bias has
-      none. Published results mostly use 1024.
+    l2: penalties on the squared weights, summed over the shots.
     seeds: number of times the shots are drawn.
     label_key: name of the classes, int [B]; negative ones do not count.
     num_test_examples: number of test examples, from the start; all by default.
@@ -156,7 +153,7 @@ def _draw(
 def _fit(
   x_ND: jax.Array, y_N: jax.Array, num_classes: int
 ) -> dict[str, jax.Array]:
-  """The solutions for all penalties, as factors."""
+  """The solutions for all penalties, from the eigenvectors of one matrix."""
   mean_D, std_D = jnp.mean(x_ND, axis=0), jnp.std(x_ND, axis=0) + 1e-5
   x_ND = (x_ND - mean_D) / std_D
   target_NC = 2.0 * jax.nn.one_hot(y_N, num_classes) - 1.0

@@ -29,16 +29,14 @@ class Evaluator:
   """Returns texts as a table, <workdir>/generations/<name>-<step>.jsonl.
 
   Args:
-    predict_fn: (variables, batch) -> generated tokens, int [B, T]. The end
-      token and all tokens after it do not count.
+    predict_fn: (variables, batch) -> generated tokens, int [B, T].
     tokenizer: tokenizer of all texts, see pp/tokenizers.py.
     prompt_key: name of the prompts' tokens, int [B, L].
     reference_key: name of the right answers' tokens, int [B, L] or [B, R, L];
       needed for metrics.
-    metrics: "exact_match", the fraction of samples that equal a reference,
-      apart from surrounding space; "bleu", corpus BLEU from 0 to 100; "rouge",
-      the F-measures rouge1, rouge2 and rougeL from 0 to 1 (with stemming) of
-      the best reference, averaged.
+    metrics: "exact_match", fraction equal to a reference apart from surrounding
+      space; "bleu", corpus BLEU from 0 to 100; "rouge", the F-measures rouge1,
+      rouge2 and rougeL from 0 to 1 (with stemming) of the best reference.
   """
 
   def __init__(

@@ -27,14 +27,10 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 class Evaluator:
   """Metrics over a data set, from 0 to 1, as scikit-learn defines them.
 
-    mAP         average precision of each class, averaged over the classes that
-                have an example
-    auc         area under the ROC curve, averaged over the classes that have an
-                example and a counterexample
-    precision, recall, f1
-                averaged over all classes; 0 for 0 / 0
-    precision_micro, recall_micro, f1_micro
-                over all pairs of an example and a class
+  "mAP" is the mean average precision of classes with an example, "auc" the mean
+  area under the ROC curve of classes with examples and counterexamples.
+  "precision", "recall" and "f1" are means over all classes (0 for 0 / 0), and
+  "precision_micro", ... are over all pairs of an example and a class.
 
   Args:
     predict_fn: (variables, batch) -> logits [B, C] of independent labels.
@@ -105,10 +101,7 @@ class Evaluator:
 def average_precision_and_auc(
   scores_N: np.ndarray, labels_N: np.ndarray
 ) -> tuple[float, float]:
-  """Both of one class, whose examples of equal scores have the same rank.
-
-  NaN without an example; the area also without a counterexample.
-  """
+  """Both of one class; NaN without an example, or a counterexample for AUC."""
   order = np.argsort(-scores_N, kind="stable")
   scores_N, labels_N = scores_N[order], labels_N[order]
   ends = np.append(np.flatnonzero(np.diff(scores_N)), len(scores_N) - 1)

@@ -13,9 +13,8 @@ class Evaluator:
   """Perplexity exp(sum of losses / tokens), and bits per byte of text.
 
   Args:
-    predict_fn: (variables, batch) -> {name: (sum, weight)}. The weight of
-      "loss", in nats, is the number of predicted tokens; the optional sum of
-      "bytes" is the number of bytes of their text.
+    predict_fn: (variables, batch) -> {name: (sum, weight)}: "loss" in nats with
+      the number of tokens, and perhaps "bytes", the bytes of their text.
   """
 
   def __init__(self, predict_fn: PredictFn, batches: evaluations.Batches):
@@ -39,7 +38,10 @@ class Evaluator:
 def summary(batches: Iterable[Mapping[str, metrics.Pair]]) -> dict[str, float]:
   batches = list(batches)
   results = metrics.host_values(batches)
-  results["perplexity"] = _exp(results["loss"])
+  try:
+    results["perplexity"] = math.exp(results["loss"])
+  except OverflowError:  # The model has diverged.
+    results["perplexity"] = math.inf
   if results.pop("bytes", None) is not None:
     nats = math.fsum(float(b["loss"][0]) for b in batches)
     num_bytes = math.fsum(float(b["bytes"][0]) for b in batches)
@@ -47,10 +49,3 @@ def summary(batches: Iterable[Mapping[str, metrics.Pair]]) -> dict[str, float]:
       nats / math.log(2) / num_bytes if num_bytes else math.nan
     )
   return results
-
-
-def _exp(x: float) -> float:
-  try:
-    return math.exp(x)
-  except OverflowError:  # The model has diverged.
-    return math.inf

@@ -30,12 +30,10 @@ class Evaluator:
 
   Args:
     predict_fn: (variables, batch) -> {"image": [B, E], "text": [B, E]}; "text"
-      is [B, n, E] if the batch has several texts per image.
-    batches: with the features "image" and "labels" [B, L] or [B, n, L]. Texts
-      of zeros only do not count.
+      is [B, n, E] for several texts per image.
+    batches: "image" and "labels" [B, L] or [B, n, L], zeros for no text.
     at: the numbers k.
-    id_key: name of the images' numbers, int [B], needed if rows repeat an
-      image, once with each of its texts.
+    id_key: name of the images' numbers, int [B], if rows repeat an image.
   """
 
   def __init__(
@@ -89,10 +87,7 @@ class Evaluator:
     queries: tuple[np.ndarray, np.ndarray],
     answers: tuple[np.ndarray, np.ndarray],
   ) -> np.ndarray:
-    """Number of wrong answers before the first right one, int [Q].
-
-    Queries and answers are (embeddings [Q or A, E], image ids [Q or A]).
-    """
+    """Number of wrong answers before the first right one, int [Q]."""
     query_QE, query_id = queries
     answers = jax.device_put(answers, self._replicated)
     ranks = []

@@ -16,8 +16,7 @@ from bigtrain.types import Batch, PredictFn, Variables
 class Evaluator:
   """Saves predictions to <workdir>/predictions/<name>-<step>.npz.
 
-  The arrays are "predictions" ("predictions/<name>" if the function returns
-  several) and the features in `keys`, with one row for each example.
+  The arrays are "predictions", or "predictions/<name>" for a tree, and `keys`.
 
   Args:
     predict_fn: (variables, batch) -> tree of [B, ...] arrays.

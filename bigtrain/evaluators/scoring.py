@@ -27,14 +27,11 @@ class Evaluator:
   Args:
     predict_fn: (variables, batch) -> log-likelihoods [B, C]; the batch has the
       names as "class_tokens" int [C, L].
-    class_names: names in the order of their numbers, or the path of a text
-      file with one name per line.
+    class_names: names in the order of their numbers, or a text file of them.
     pp_text: ops that tokenize captions, from "text" to "labels".
     prompt: text with a {} for the name.
-    label_key: name of the labels, int [B]. Examples with a negative label do
-      not count; a label beyond the names is an error.
-    top_k: numbers k: an example is right if its class is among the k most
-      likely ones. A k larger than C is ignored.
+    label_key: name of the labels, int [B]; negative ones do not count.
+    top_k: numbers k: right is a class among the k most likely ones.
   """
 
   def __init__(

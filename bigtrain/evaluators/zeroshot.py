@@ -36,15 +36,12 @@ class Evaluator:
   Args:
     predict_fn: (variables, batch) -> embeddings of length 1: {"image": [B, E]}
       of a batch with images, {"text": [B, E]} of a batch with tokens "labels".
-    class_names: names in the order of their numbers, or the path of a text
-      file with one name per line.
+    class_names: names in the order of their numbers, or a text file of them.
     pp_text: ops that tokenize captions, from "text" to "labels".
     prompts: texts with a {} for the name, or the path of a text file.
-    label_key: name of the labels: int [B], or multi-hot [B, C] if any of
-      several classes is right. Examples with a negative label, or without a
-      label, do not count; a label beyond the names is an error.
-    top_k: numbers k: an example is right if its class is among the k that fit
-      best. A k larger than C is ignored.
+    label_key: name of the labels: int [B], or multi-hot [B, C] if several
+      classes are right. Examples without a label do not count.
+    top_k: numbers k: right is a class among the k that fit best.
   """
 
   def __init__(

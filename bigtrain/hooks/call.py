@@ -13,7 +13,6 @@ class Hook:
   Args:
     function: dotted path of fn(step, row, **kwargs) -> None, or a reason to
       stop the run.
-    **kwargs: further arguments of the function.
   """
 
   def __init__(self, function: str, *, context: Context, **kwargs: Any):

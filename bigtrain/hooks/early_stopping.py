@@ -12,10 +12,9 @@ from bigtrain.runtime.hook_context import Context, WatchedMetric, sign
 class Hook:
   """Stops the run, as a success, when a metric no longer improves.
 
-  As T5X's EarlyStoppingAction: a value improves on the previous one if it is
-  better by more than atol + rtol * |previous value|, in float32. The run stops
-  as soon as none of the last `patience` values improves on the one before it
-  among them. A comparison with NaN, or with infinity, counts as an improvement.
+  As T5X's EarlyStoppingAction: the run stops when none of the last `patience`
+  values is better than the one before it by more than atol + rtol * |previous|,
+  in float32. A comparison with NaN or infinity counts as an improvement.
 
   Args:
     metric: name as in metrics.jsonl, such as "val/loss".
@@ -52,13 +51,12 @@ class Hook:
     self._values = [*self._values, newest][-self._patience :]
     if len(self._values) < self._patience:
       return
-    for previous, current in zip(self._values[:-1], self._values[1:]):
-      tolerance = self._atol + self._rtol * abs(previous)
-      # Without improvement, even if the difference is exactly the tolerance.
-      with np.errstate(over="ignore"):
-        bound = np.float32(self._sign * previous - tolerance)
-        value = np.float32(self._sign * current)
-      if not value >= bound:
+    values = self._sign * np.asarray(self._values, np.float64)
+    # Without improvement, even if the difference is exactly the tolerance.
+    with np.errstate(over="ignore", invalid="ignore"):
+      tolerances = self._atol + self._rtol * np.abs(values[:-1])
+      bounds = np.float32(values[:-1] - tolerances)
+      if not np.all(np.float32(values[1:]) >= bounds):
         return
     self._context.stop(
       f"{self._metric.name} has not improved in its last {self._patience} "

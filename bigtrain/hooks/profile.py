@@ -18,9 +18,8 @@ _LOCAL_SECS, _REMOTE_SECS = 1.0, 60.0  # Between two looks for the file.
 class Hook:
   """Writes a trace to <workdir>/profile, for xprof or TensorBoard.
 
-  A running job is asked for a trace of its next steps by the file
-  <workdir>/profile.request, which process 0 removes, or by the signal SIGUSR2,
-  which concerns the process that receives it. Every run has such a hook.
+  The file <workdir>/profile.request, or the signal SIGUSR2 to one process, asks
+  a running job for a trace of its next steps. Every run has such a hook.
 
   Args:
     start: first step of the trace, counted from 1; None for no trace without a

@@ -14,10 +14,8 @@ from bigtrain.settings import check_number
 class Hook:
   """Finds devices that compute wrong numbers.
 
-  A step is computed twice from the same state and batch. If checksums of any
-  shard of the new states and metrics differ, the run ends before anything is
-  saved, and the error names the step, the first array and its devices. The
-  program must be deterministic; on GPUs that needs
+  If two computations of a step differ in any bit, the run ends before anything
+  is saved. The program must be deterministic; on GPUs that needs
   XLA_FLAGS=--xla_gpu_deterministic_ops=true.
 
   Args:

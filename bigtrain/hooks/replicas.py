@@ -6,11 +6,9 @@ from bigtrain.settings import check_number
 
 
 class Hook:
-  """Finds replicas that have come to differ.
+  """Finds replicas that have come to differ, also before every checkpoint.
 
-  Compares checksums of the copies of each shard, also before every checkpoint.
-  If they differ, the run ends before anything is saved, and the error names the
-  step, the first array and the odd devices.
+  If they differ, the run ends before anything is saved.
 
   Args:
     every_steps: number of steps between two comparisons.

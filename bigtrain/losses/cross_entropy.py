@@ -1,9 +1,8 @@
 """Cross-entropy of each example in float32; the caller weights and reduces.
 
 Axes: C classes; `...` any leading axes. Labels are class numbers [...] or class
-probabilities [..., C], such as one-hot vectors or mixtures of them. The input
-refuses class numbers outside of [0, C) if the task declares C (inputs/
-checks.py); here such a number gives NaN, also in padding.
+probabilities [..., C]. Class numbers outside of [0, C) give NaN, also in
+padding.
 """
 
 from typing import Any
@@ -34,9 +33,8 @@ def softmax_xent(
       the C - 1 other classes, as in big_vision and T5X.
     z_loss: weight of logsumexp(logits) ** 2, which keeps logits from drifting
       (Chowdhery et al. 2022, arxiv.org/abs/2204.02311, section 5).
-    axis_name: axis of a shard_map over which the classes are split, each device
-      with an equal part of the logits and all class numbers; None for all
-      classes. The devices exchange a few numbers for each loss, not logits.
+    axis_name: axis of a shard_map over which the logits' classes are split, but
+      not class numbers. Devices exchange a few numbers for each loss.
   """
   settings.check_choice(
     "config.loss.label_smoothing_over", label_smoothing_over, SMOOTHING_OVER
@@ -79,8 +77,7 @@ def sigmoid_xent(
   """Computes the binary cross-entropy of each class, SUMMED over the classes.
 
   The published sigmoid recipes (Beyer et al. 2020, arxiv.org/abs/2006.07159)
-  use the sum; a mean would need a learning rate that grows with C. With
-  smoothing, labels become (1 - s) * label + s / C; they need not add up to 1.
+  use the sum. With smoothing, labels become (1 - s) * label + s / C.
   """
   logits = logits.astype(jnp.float32)
   invalid: Any = 0.0
@@ -127,7 +124,6 @@ def num_parts(axis_name: str | None) -> int:
 
 
 def class_numbers(logits: jax.Array, axis_name: str | None = None) -> jax.Array:
-  """The numbers of this device's classes."""
   C = logits.shape[-1]
   if axis_name is None:
     return jnp.arange(C)
@@ -137,7 +133,6 @@ def class_numbers(logits: jax.Array, axis_name: str | None = None) -> jax.Array:
 def label_mask(
   logits: jax.Array, classes: jax.Array, axis_name: str | None = None
 ) -> jax.Array:
-  """Returns bool [..., C]: True at each example's class number."""
   return classes[..., None] == class_numbers(logits, axis_name)
 
 

@@ -1,9 +1,7 @@
 """Distances between the logits of a student and of its teacher.
 
-Sources: Hinton et al. 2015 (arxiv.org/abs/1503.02531) for "kl", and Beyer et
-al. 2021 (arxiv.org/abs/2106.05237), whose code compares the others.
-
-Axes: B batch, C classes.
+From Hinton et al. 2015 (arxiv.org/abs/1503.02531) for "kl", and Beyer et al.
+2021 (arxiv.org/abs/2106.05237). Axes: B batch, C classes.
 """
 
 import jax
@@ -27,11 +25,10 @@ def distance(
   """Returns the distance of each example, float32 [B].
 
   Args:
-    kind: "kl": Kullback-Leibler divergence from the teacher's distribution to
-      the student's, both at the temperature, times its square; "hard":
-      cross-entropy with the teacher's best class, minus the entropy of the
-      label smoothed over the other classes; "l2": squared Euclidean distance;
-      "euclidean"; "logsoftmax_euclidean", between log-probabilities.
+    kind: "kl": Kullback-Leibler divergence, times the squared temperature;
+      "hard": cross-entropy with the teacher's best class, minus the entropy of
+      the smoothed label; "l2": squared Euclidean distance; "euclidean";
+      "logsoftmax_euclidean", between log-probabilities.
   """
   settings.check_choice("config.loss.distance", kind, KINDS)
   if student_BC.shape != teacher_BC.shape:

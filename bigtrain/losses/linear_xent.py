@@ -24,8 +24,7 @@ class TokenLosses(NamedTuple):
   """Result of `linear_softmax_xent`.
 
   Attributes:
-    total: float32 scalar, sum of loss_BL * weight_BL over the tokens of
-      nonzero weight. Only this has a gradient.
+    total: sum of loss_BL * weight_BL. Only this has a gradient.
     loss_BL: float32 losses in nats, unweighted.
     correct_BL: float32, 1 where the target has the largest logit.
   """
@@ -52,23 +51,21 @@ def linear_softmax_xent(
 ) -> TokenLosses:
   """Computes softmax_xent(hidden @ kernel + bias, targets) in chunks of L.
 
-  Logits exist for `chunk` positions of each example at a time: B * chunk * V
-  float32 instead of B * L * V. The forward pass knows the weights, so it also
-  computes a chunk's gradients while its logits exist. The backward pass needs
-  no logits and computes none again.
+  Logits exist for `chunk` positions of each example at a time. The forward pass
+  knows the weights, so it also computes a chunk's gradients while its logits
+  exist; the backward pass needs no logits.
 
   Args:
     targets_BL: token ids, valid in padding too, where the weight is 0.
     chunk: positions at a time; need not divide L. 0 is all of them, None is
       `default_chunk`.
     dtype: dtype of the products' operands; by default the hidden states'.
-      Results, and the sum of the kernel's gradient over chunks, are float32;
-      over devices that gradient is summed in `dtype`.
+      Results are float32; the kernel's gradient is summed over devices in it.
     softcap: logits x become softcap * tanh(x / softcap).
     mesh: the replica x fsdp mesh that the batch is split over; by default the
-      one of jax.set_mesh, if any. With a mesh the kernel is gathered once and
-      its gradient summed over devices once, to the part of each device; XLA
-      alone would do both for each chunk. The number of devices must divide B.
+      one of jax.set_mesh, if any. The kernel is gathered once and its gradient
+      summed over devices once; XLA alone would do both for each chunk. The
+      number of devices must divide B.
   """
   if chunk is not None:
     settings.check_number("config.loss.chunk", chunk, least=0, whole=True)
@@ -179,8 +176,6 @@ def _over_mesh(
 def default_chunk(batch_size: int, length: int, vocab_size: int) -> int:
   """Positions at a time, so that a chunk has at most 2 ** 26 logits (256 MiB).
 
-  Chunks are of equal size and have at least one position.
-
   >>> default_chunk(8, 64, 32_000), default_chunk(64, 64, 262_144)
   (64, 4)
   """
@@ -224,9 +219,8 @@ def _is_largest(
 ) -> jax.Array:
   """Returns argmax(logits) == classes, or False where a logit is NaN.
 
-  The first of equal logits is the largest. XLA computes the maximum once, here
-  and for the loss. On TPUs it computes several sums in one pass over the
-  logits, but needs another pass for an argmax or an "all".
+  The first of equal logits is the largest. It sums, as XLA on TPUs needs
+  another pass over the logits for an argmax.
   """
   top = cross_entropy.largest(logits, axis_name)[..., None]
   earlier = cross_entropy.class_numbers(logits, axis_name) < classes[..., None]
@@ -258,10 +252,8 @@ _token_losses.defvjp(_forward, _backward)
 def _untransposed_on_cpu(product_DV: jax.Array, dtype: Any) -> jax.Array:
   """Stops XLA on CPUs from transposing a float32 product of bfloat16 operands.
 
-  On CPUs with bfloat16 instructions XLA rewrites a product's transpose, (X @
-  Y).T, as Y.T @ X.T, which its library cannot multiply: "Unsupported element
-  type for DotThunk". The gradient of a tied head is such a transpose; with
-  several devices the sum over them prevents the rewrite.
+  It would rewrite (X @ Y).T, the gradient of a tied head, as Y.T @ X.T, which
+  its library cannot multiply: "Unsupported element type for DotThunk".
   """
   if jax.default_backend() == "cpu" and jnp.dtype(dtype) == jnp.bfloat16:
     return jax.lax.optimization_barrier(product_DV)
@@ -273,10 +265,7 @@ def _add_by_columns(
   product: Callable[[jax.Array], jax.Array],
   operand_BKV: jax.Array,
 ) -> jax.Array:
-  """Returns sum + product(operand), in place, a few columns at a time.
-
-  Otherwise the product would be the largest temporary of a training step.
-  """
+  """Returns sum + product(operand), in place, with a small temporary."""
   D, V = sum_DV.shape
   slices = -(-V // max(1, _PRODUCT_AT_A_TIME // D))
   size = -(-V // slices)
@@ -342,11 +331,7 @@ def _one_chunk(
   sums: Any,
   xs: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[Any, Any]:
-  """Computes a chunk's losses, and adds its gradients to the sums, if any.
-
-  Returns:
-    (sums, (losses, correct, gradient of the hidden states or None)).
-  """
+  """Returns (sums with its gradients, (losses, correct, hidden gradient))."""
   hidden_BKD, targets_BK, weight_BK = xs
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   # Without the factor, small gradients would underflow in float16.

@@ -19,8 +19,8 @@ def apply(
   """Applies a model to images that are blended in training, unless alpha is 0.
 
   Returns:
-    (the model's output, the images that it saw, the weight of each image in its
-    blend or None without mixup, new mutable collections).
+    (output, images that it saw, share of each image in its blend or None
+    without mixup, new mutable collections).
   """
   mutable = [name for name in variables if name != "params"]
   if not train:
@@ -43,8 +43,7 @@ def mixup(
 ) -> tuple[jax.Array, jax.Array]:
   """Blends each image with the previous one of the batch (arXiv 1710.09412).
 
-  A (micro)batch has one weight, at least one half, as in the AugReg recipes
-  (arXiv 2106.10270). It is returned with the blends.
+  A (micro)batch has one weight, at least one half, as in AugReg (2106.10270).
   """
   # Beta(alpha, alpha), as shares of two draws from Gamma(alpha).
   # jax.random.beta draws the same, in a program of 1,300 instructions more.

@@ -1,8 +1,7 @@
 """Losses over all pairs of a global batch of images and texts.
 
-Each device keeps its own rows (embeddings of one side) and goes through the
-columns (all embeddings of the other side) in chunks. Only b x K logits exist at
-a time, forward and backward, never B x B.
+Each device goes through the columns (all embeddings of one side) in chunks for
+its own rows (of the other). Only b x K logits exist at a time, never B x B.
 
 Axes: B global batch, b examples of one device, K columns of a chunk, E
 embedding.
@@ -38,9 +37,7 @@ def sigmoid(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes a binary cross-entropy for each pair: do image and text match?
 
-  "Sigmoid Loss for Language Image Pre-Training", arXiv 2303.15343. The mean
-  over the batch is the paper's loss. Examples of weight 0 are padding, in rows
-  and columns.
+  arXiv 2303.15343. Examples of weight 0 are padding, in rows and columns.
 
   Returns:
     (loss_B float32 in nats, SUMMED over the texts; correct_B: 1.0 where no
@@ -67,10 +64,10 @@ def softmax(
   weight_B: jax.Array | None = None,
   chunk: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes the cross-entropy of images among texts and texts among images.
+  """Computes CLIP's loss of each example, arXiv 2103.00020.
 
-  CLIP's loss, arXiv 2103.00020: the mean of both directions. Arguments and
-  results are those of `sigmoid`, but an example's loss is no sum over pairs.
+  The mean of the cross-entropies of its image among texts and its text among
+  images. Arguments and results are otherwise those of `sigmoid`.
   """
 
   def chunk_fn(
@@ -112,8 +109,7 @@ def _over_chunks(
 ) -> dict[str, jax.Array]:
   """Returns the values of `chunk_fn` for each chunk of columns, [chunks, B].
 
-  Adds "right" and "wrong", each row's largest logit among the chunk's matching
-  and other columns.
+  Adds "right" and "wrong", the largest logits of matching and other columns.
   """
   settings.check_number("config.loss.chunk", chunk, least=1, whole=True)
   if weight_B is None:

@@ -20,8 +20,7 @@ class ModelLosses(NamedTuple):
     metrics: "loss" in nats and "accuracy", means over tokens.
     loss_BL: float32 losses in nats, unweighted, without gradient.
     correct_BL: float32, 1 where the target is the likeliest token.
-    expert_stats: means over the layers with experts, see
-      models/layers/moe.py; None without experts.
+    expert_stats: means over the layers with experts, see layers/moe.py.
   """
 
   metrics: Metrics
@@ -32,12 +31,10 @@ class ModelLosses(NamedTuple):
   def with_experts(self, load_balance: float, router_z: float) -> Metrics:
     """Returns the metrics, with losses and statistics of experts if any.
 
-    "loss" then has both terms, and "nll" is the loss without them. An expert's
-    load is its share of a microbatch on all devices. "load_balance" is the loss
-    of Switch Transformers (arXiv 2101.03961, equation 4), and not the one of
-    Hugging Face's Mixtral, see docs/language.md. It is a product of two means,
-    so it depends on the number of microbatches. "router_z" is the z-loss of
-    ST-MoE (arXiv 2202.08906, equation 5): it keeps the routers' logits small.
+    "loss" then has both terms, and "nll" is the loss without them.
+    "load_balance" is the loss of Switch Transformers (arXiv 2101.03961,
+    equation 4), a product of two means, so it depends on the number of
+    microbatches; "router_z" is ST-MoE's (arXiv 2202.08906, equation 5).
     """
     if self.expert_stats is None:
       return self.metrics
@@ -69,11 +66,7 @@ def model_losses(
   label_smoothing_over: str = "all",
   z_loss: float = 0.0,
 ) -> ModelLosses:
-  """Applies a model such as models/decoder.py or models/t5.py.
-
-  It returns (logits, dict with "pre_logits" and, with experts, "moe") and has
-  the method `head_kernel`.
-  """
+  """Applies a model such as models/decoder.py or models/t5.py."""
   _, out = model.apply(
     variables,
     **inputs,
@@ -107,8 +100,8 @@ def real_positions(
 ) -> jax.Array:
   """Returns bool [B, L], whether a target with a loss depends on a position.
 
-  Such targets are at the position, or later in its document, as the answer
-  after a prompt without a loss. The other positions are padding.
+  Such targets are at the position, or later in its document; the rest is
+  padding.
   """
   L = weight_BL.shape[1]
   own_BL = jnp.where(weight_BL != 0, jnp.arange(L), L)

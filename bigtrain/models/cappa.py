@@ -1,9 +1,8 @@
 """Image captioner with parallel prediction (CapPa), arxiv.org/abs/2306.07915.
 
 A ViT encodes the image, a transformer decoder with cross-attention reads the
-caption. Captions are predicted either in order (Cap), where the input of each
-position is the token before it and attention is causal; or in parallel, where
-the inputs are mask tokens and all positions see each other.
+caption: in order (Cap), where attention is causal; or in parallel, where the
+inputs are mask tokens and all positions see each other.
 
 Axes: B batch, P patches, E width of the encoder, L length of a text, D width
 of the decoder, H heads, K head width, V vocabulary.
@@ -53,16 +52,14 @@ class Model(nn.Module):
     variant, patch_size, width, depth, mlp_dim, num_heads: the encoder's.
     posemb: "learn" or "sincos2d", in encoder and decoder.
     dropout, drop_path: the encoder's.
-    decoder_width: D; the encoder's width if None.
-    decoder_depth, decoder_mlp_dim: the encoder's if None.
+    decoder_width, decoder_depth, decoder_mlp_dim: the encoder's if None.
     decoder_num_heads: must divide D; the encoder's number if None.
     decoder_dropout: rate in the decoder.
     decoder_bias: whether the decoder's MLPs and its blocks' layer norms have
       biases.
     mask_token: whether there is an embedding of the mask token, whose id is V.
       Parallel prediction needs it.
-    scan: whether encoder and decoder compile one block and loop over stacked
-      parameters.
+    scan: whether to compile one block and loop over stacked parameters.
     attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
     dtype: dtype of the computation; parameters and logits are float32.
   """
@@ -140,11 +137,8 @@ class Model(nn.Module):
   ) -> tuple[jax.Array, dict[str, Any]]:
     """Returns the logits (B, L, V), and `encode`'s dict with "states".
 
-    Args:
-      image: (B, height, width, channels).
-      text: int (B, L), L up to max_len.
-      parallel: parallel_B and masked_BL of `decode`.
-      train: whether dropout acts; it draws from the rng "dropout".
+    `image` is (B, height, width, channels) and `text` int (B, L) up to max_len;
+    the other arguments are those of `decode`.
     """
     out: dict[str, Any] = self.encode(image, train=train)
     out["states"] = self.decode(out["encoded"], text, train=train, **parallel)
@@ -177,18 +171,16 @@ class Model(nn.Module):
     masked_BL: jax.Array | None = None,
     train: bool = False,
   ) -> States:
-    """Runs the decoder.
+    """Runs the decoder; the factors of its logits.
 
     With M texts for each image there are M B rows, those of the first image
     first. Keys and values of the patches are computed once per image.
 
     Args:
       text: int (B, L), L up to max_len.
-      parallel_B: bool, whether an example is predicted in parallel; none if
-        None.
+      parallel_B: bool, whether an example is predicted in parallel.
       masked_BL: bool, whether the input of a position is the mask token in such
         an example, or the token itself; all masked if None.
-      train: whether dropout acts; it draws from the rng "dropout".
     """
     L = text.shape[1]
     if L > self.max_len:

@@ -1,12 +1,9 @@
 """A decoder-only language model: GPT-2, Llama, Mixtral, and mixtures of them.
 
-GPT-2 is Radford et al. 2019, Llama https://arxiv.org/abs/2302.13971. Both
-normalise before each layer. What differs between them is a field each, and so
-are norms of queries and keys, sliding windows and capped logits.
-
-Kernels multiply from the right: blocks/attention/query/kernel is (D, H, K).
-With `scan` there is one `blocks` whose arrays have a leading axis of layers,
-without it blocks_0, blocks_1, ...
+GPT-2 is Radford et al. 2019, Llama https://arxiv.org/abs/2302.13971. What
+differs between them is a field each. Kernels multiply from the right:
+blocks/attention/query/kernel is (D, H, K). With `scan` there is one `blocks`
+whose arrays have a leading axis of layers, without it blocks_0, blocks_1, ...
 
 Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
@@ -203,15 +200,14 @@ class Model(nn.Module):
       segments: int (B, L), document of each token, 0 for padding; documents do
         not see each other. None for one document a row.
       positions: int (B, L); by default they count from 0 in each document.
-      real: bool (B, L), False for padding, which experts leave out: positions
-        that no target with a loss depends on. By default, those of segment 0.
+      real: bool (B, L), False for padding, which experts leave out; by default
+        that of segment 0.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
-      (B, L, D), the input of the head, "cache", the new cache or None, and
-      "moe", the experts' statistics, see moe.Moe, or None).
+      (B, L, D), "cache" and "moe", the experts' statistics, or None).
     """
     init = nn.initializers.normal(self.init_std)
     embedding_VD = self.param(
@@ -242,7 +238,6 @@ class Model(nn.Module):
   def _positions(
     self, x_BLD: jax.Array, positions: jax.Array, init: Any
   ) -> tuple[jax.Array, Any]:
-    """Adds learned positions; returns (stream, rotary positions or None)."""
     L = x_BLD.shape[1]
     if self.max_len is not None and L > self.max_len:
       raise settings.ConfigError(

@@ -1,14 +1,11 @@
 """ResNets with bottleneck blocks and batch normalisation.
 
-Version 1 is https://arxiv.org/abs/1512.03385 in the variant called v1.5, with
-a block's stride in its 3x3 convolution; version 2 is
-https://arxiv.org/abs/1603.05027, which normalises before each convolution.
+Version 1 is https://arxiv.org/abs/1512.03385 in the variant v1.5, whose blocks
+have their stride in the 3x3 convolution; version 2 normalises before each
+convolution, https://arxiv.org/abs/1603.05027. Running means and variances, of
+the whole global batch, are in the mutable collection "batch_stats".
 
 Axes: B batch, H rows, W columns, D channels, C classes.
-
-Running means and variances are in the collection "batch_stats": apply with
-`mutable=["batch_stats"]` when training. Under jit the statistics cover the
-whole global batch, however it is sharded.
 """
 
 import functools
@@ -64,17 +61,11 @@ class Model(nn.Module):
   def __call__(
     self, image: jax.Array, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Classifies images.
-
-    Args:
-      image: (B, height, width, channels), scaled by the preprocessing.
-      train: whether to normalise by the batch's own statistics and to update
-        the running ones.
+    """Classifies images (B, height, width, channels).
 
     Returns:
       (float32 logits (B, C), or the pooled features without a head; a dict of
-      "encoded" (B, H, W, D), the last stage's output, and "pre_logits" (B, D),
-      its average).
+      "encoded" (B, H, W, D), and "pre_logits" (B, D), its average).
     """
     channels = int(64 * self.width)
     x_BHWD = jnp.asarray(image, self.dtype)
@@ -104,7 +95,6 @@ class Model(nn.Module):
 class BlockV1(nn.Module):
   """Convolutions 1x1, 3x3, 1x1, normalised after each.
 
-  The output has four times as many channels as the first two convolutions.
   The last scale starts at zero, so that the block starts as its shortcut:
   https://arxiv.org/abs/1706.02677.
   """

@@ -2,12 +2,8 @@
 
 https://arxiv.org/abs/1910.10683. Version 1.0 has ReLUs and one embedding table
 for inputs, targets and, scaled, logits; 1.1 has gated GELUs and a separate
-head. With experts in place of every second layer's MLP it is a Switch
-Transformer, https://arxiv.org/abs/2101.03961.
-
-As in the published models, targets begin with 0, the id of padding. Only
-distances between positions matter, so packed documents need no positions of
-their own.
+head. With experts in every second layer it is a Switch Transformer,
+https://arxiv.org/abs/2101.03961. Targets begin with 0, the id of padding.
 
 Axes: B batch, L length of targets, S length of inputs, D model width, H heads,
 K head width, F hidden width, N layers, V vocabulary.
@@ -94,10 +90,8 @@ class Model(nn.Module):
     norm_eps: added to the variance in norms.
     init_scale: factor of the variance of initial values, except the
       embedding's. 0.1 is more stable with experts.
-    dropout: rate after embeddings, after the stacks' final norms, in MLPs and
-      on residual branches.
-    scan: whether each stack compiles one block and loops over stacked
-      parameters.
+    dropout: rate after embeddings and final norms, in MLPs and on branches.
+    scan: whether to compile one block and loop over stacked parameters.
     attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
     dtype: dtype of the computation; parameters and logits are float32.
   """
@@ -175,15 +169,13 @@ class Model(nn.Module):
       inputs_segments: int (B, S), document of each token, 0 for padding;
         documents do not see each other. None for one document a row.
       targets_segments: int (B, L), the same for targets, with the former.
-      real: bool (B, L), False for targets that no loss depends on. They are
-        padding, which experts leave out, and so are the inputs of a row without
-        other targets. By default, positions with segment 0 are padding, or
-        without segments the padding at the end of a row.
+      real: bool (B, L), False for targets that no loss depends on. Experts
+        leave them out, and the inputs of a row without other targets. By
+        default, segment 0, or without segments the padding at a row's end.
 
     Returns:
-      (float32 logits (B, L, V), or None without `head`; a dict of
-      "pre_logits" (B, L, D), the input of the head, "encoded" (B, S, D), and
-      "moe", the experts' statistics, see moe.Moe, or None).
+      (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
+      (B, L, D), "encoded" (B, S, D), and "moe", the experts' statistics).
     """
     if (inputs_segments is None) != (targets_segments is None):
       raise settings.ConfigError(

@@ -1,8 +1,7 @@
 """Transformer encoder of token ids: the text tower of SigLIP.
 
-Every position attends to every other, padding included, as in "Sigmoid Loss
-for Language Image Pre-Training", arXiv 2303.15343, and in "LiT", arXiv
-2111.07991: a text is always padded in the same way.
+Every position attends to every other, padding included, as in SigLIP, arXiv
+2303.15343, and LiT, arXiv 2111.07991: a text is always padded in the same way.
 
 Axes: B batch, L length, D model width, C outputs.
 """
@@ -115,10 +114,9 @@ class Model(nn.Module):
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-  """Converts the parameters of a published text tower.
+  """Converts a text tower of the SigLIP or LiT releases.
 
-  Reads the towers of the SigLIP and LiT releases, some of which add two
-  position embeddings. Those of other text lengths are not resampled.
+  Some add two position embeddings. Other text lengths are not resampled.
   """
   flat = dict(flat)
   posemb_1LD = flat.pop("pos_embedding", None)

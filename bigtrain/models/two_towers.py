@@ -1,9 +1,7 @@
 """Two towers that embed images and texts on the same sphere.
 
-For SigLIP, https://arxiv.org/abs/2303.15343, LiT,
-https://arxiv.org/abs/2111.07991, and CLIP, https://arxiv.org/abs/2103.00020.
-Parameters are named as in the released SigLIP and LiT files, so that those
-load by config.model_init.
+For SigLIP, https://arxiv.org/abs/2303.15343, LiT, 2111.07991, and CLIP,
+2103.00020. Parameters are named as in the released SigLIP and LiT files.
 
 Axes: B batch, E embedding.
 """
@@ -69,8 +67,7 @@ class Model(nn.Module):
 
     Returns:
       (image_BE, text_BE, out): float32 embeddings of length 1, or None without
-      that input; and the towers' intermediate results as "img/..." and
-      "txt/...", the scale "t" and the bias "b" of the logits.
+      that input; the towers' results as "img/..." and "txt/...", "t" and "b".
     """
     embedded: dict[str, jax.Array | None] = {"img": None, "txt": None}
     out: dict[str, jax.Array] = {}
@@ -134,7 +131,6 @@ def _named(key: str) -> Iterator[None]:
 
 
 def normalise(z_BE: jax.Array) -> jax.Array:
-  """Scales rows to length 1, in float32."""
   z_BE = z_BE.astype(jnp.float32)
   square_B1 = jnp.sum(jnp.square(z_BE), axis=-1, keepdims=True)
   return z_BE / jnp.sqrt(square_B1 + _EPSILON**2)

@@ -1,9 +1,8 @@
 """Vision Transformer, https://arxiv.org/abs/2010.11929.
 
-With later additions: average pooling by default, 2D sine-cosine position
-embeddings (https://arxiv.org/abs/2205.01580), attention pooling and larger
-sizes (https://arxiv.org/abs/2106.04560), So400m
-(https://arxiv.org/abs/2305.13035).
+With average pooling by default, 2D sine-cosine position embeddings
+(https://arxiv.org/abs/2205.01580), attention pooling and larger sizes
+(https://arxiv.org/abs/2106.04560), So400m (https://arxiv.org/abs/2305.13035).
 
 Axes: B batch, P patches, L length (P, or P + 1 with a class token), D model
 width, C classes.
@@ -116,18 +115,13 @@ class Model(nn.Module):
   def __call__(
     self, image: jax.Array, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Classifies images.
-
-    Args:
-      image: (B, height, width, channels), scaled by the preprocessing.
-      train: whether dropout and stochastic depth act; they draw from the rng
-        "dropout".
+    """Classifies images (B, height, width, channels).
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
       "encoded" (B, P, D), without class token; "head_input" (B, D), pooled;
-      and "pre_logits" (B, D) or (B, rep_size), the head's input). With "none"
-      as pool_type the last two and the logits are per patch: (B, P, ...).
+      and "pre_logits" (B, D) or (B, rep_size)). With pool_type "none" the
+      last two and the logits are per patch: (B, P, ...).
     """
     x_BPD, grid = PatchEmbedding(
       self.width, self.patch_size, self.dtype, name="embedding"
@@ -190,8 +184,7 @@ class Model(nn.Module):
 class PatchEmbedding(nn.Module):
   """A linear layer over the pixels of each patch.
 
-  The parameters are a convolution's: kernel (height, width, channels, D) and
-  bias. A product over patches is faster, above all its gradient.
+  The parameters are a convolution's; a product over patches is faster.
   """
 
   width: int
@@ -269,16 +262,10 @@ def from_published(
   *,
   posemb_align: str = "centers",
 ) -> dict[str, Any]:
-  """Converts the parameters of a published ViT.
+  """Converts the AugReg and big_vision releases, blocks stacked or not.
 
-  Reads the .npz files of the AugReg and big_vision releases: an optimizer's
-  or train state's prefix; layers numbered together instead of by kind;
-  position embeddings inside the encoder, or with an entry for the class token;
-  blocks stacked or not; a grid of another resolution; bfloat16 as two bytes.
-
-  Drops a pre-logits layer that the model lacks if the head's shape differs as
-  well, which is how such models are fine-tuned. A head of the same shape would
-  get other features, so then the layer's name stays, for the caller to list.
+  If the head's shape differs as well, as after fine-tuning, a pre-logits layer
+  that the model lacks is dropped. Otherwise it stays, for the caller to list.
   """
   flat = conversions.normalise(flat)
   flat = _rename(flat)

@@ -3,10 +3,10 @@
 Legend: B batch, L length, D width, V vocabulary, C classes, K classes of a
 chunk, E width of the encoder, P patches.
 
-A batch has "image" [B, H, W, channels], "labels" int [B, L], a tokenized
-caption padded with `pad_id`, and optionally "label_masks" [B, L], weights of
-the tokens. The model is models/cappa.py, or has its methods `states`, `encode`,
-`decode`, `begin` and `step`.
+A batch has "image" [B, H, W, channels], "labels" int [B, L], a caption padded
+with `pad_id`, and optionally "label_masks" [B, L], weights of the tokens. The
+model has the methods `states`, `encode`, `decode`, `begin` and `step` of
+models/cappa.py.
 """
 
 import functools
@@ -32,12 +32,6 @@ def parallel_examples(
   keys_B: jax.Array, length: int, prob: float, ratio: float
 ) -> tuple[jax.Array, jax.Array | None]:
   """Draws examples to predict in parallel (arXiv 2306.07915, section 3).
-
-  Args:
-    keys_B: keys of the examples; an example's draws depend on its key only.
-    prob: share of the examples.
-    ratio: share of such an example's positions to mask, rounded down to whole
-      positions.
 
   Returns:
     (bool [B]: whether the example is predicted in parallel, bool [B, L]:
@@ -87,8 +81,6 @@ def loss_fn(
   """Computes cross-entropy and accuracy of the captions' tokens.
 
   Args:
-    batch: see the module docstring; "_mask" is 0 for padding, "_keys" are the
-      examples' keys, by default drawn from `rng`.
     masked_pred_prob: share of the examples to predict in parallel.
     masking_ratio: share of masked positions in these examples.
     normalize: "sentence": the loss is the mean over captions of the mean over
@@ -97,8 +89,7 @@ def loss_fn(
     label_smoothing_over: "all" of it or the "others".
     z_loss: see losses.cross_entropy.softmax_xent.
     pad_id: padding of the captions, without loss.
-    chunk: positions of each caption whose logits exist at a time, see
-      losses.linear_xent.
+    chunk: positions of each caption at a time, see losses.linear_xent.
 
   Returns:
     (metrics "loss" in nats and "token_accuracy", new mutable collections).
@@ -185,8 +176,7 @@ def enc_rep(
   """Returns the encoder's features of the images.
 
   Args:
-    layer: "pre_logits", pooled features [B, E], or "encoded", features of the
-      patches [B, P, E].
+    layer: "pre_logits", pooled [B, E], or "encoded", of patches [B, P, E].
   """
   out = model.apply(variables, batch["image"], method="encode")
   return out[check_choice("enc_rep.layer", layer, out)]
@@ -202,8 +192,6 @@ def score(
   chunk: int | None = None,
 ) -> jax.Array:
   """Computes the log-likelihood of every class's text for every image.
-
-  Each image is encoded once. Memory does not grow with C.
 
   Args:
     batch: "image", and "class_tokens" int [C, L], the tokenized names.
@@ -253,10 +241,9 @@ def caption(
   top_p: float = 1.0,
   seed: int = 0,
 ) -> jax.Array:
-  """Generates a caption for each image, with a cache of keys and values.
+  """Generates captions, int32 [B, max_len], for a batch's "image".
 
   Args:
-    batch: "image", and optionally "_mask", 0 for examples to skip.
     eos_id: token that ends a caption; None if captions have no end.
     pad_id: padding after the end. The model always reads 0 first.
     max_len: longest caption in tokens; by default the model's.
@@ -264,9 +251,6 @@ def caption(
     num_beams, length_penalty: for "beam", see decoding.beam_search.
     temperature, top_k, top_p: for "sample", see decoding.sample.
     seed: for "sample": a sample depends on it and the image.
-
-  Returns:
-    int32 [B, max_len].
   """
   check_choice("caption.method", method, _METHODS)
   max_len = max_len or model.max_len

@@ -45,17 +45,13 @@ def loss_fn(
   label_smoothing_over: str = "all",
   mixup_alpha: float = 0.0,
 ) -> tuple[Metrics, Variables]:
-  """Computes cross-entropy and accuracy of a batch.
+  """Computes metrics "loss", a cross-entropy, and "accuracy" of a batch.
 
   Args:
     kind: "softmax_xent", or "sigmoid_xent", which is summed over classes.
     label_smoothing: share of the label that is spread over the classes.
-    label_smoothing_over: "all" classes or, with softmax_xent, the "others"; see
-      losses.cross_entropy.softmax_xent.
+    label_smoothing_over: "all" classes or, with softmax_xent, the "others".
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
-
-  Returns:
-    (metrics "loss" and "accuracy", new mutable collections).
   """
   check_choice("config.loss.kind", kind, _LOSSES)
   (logits_BC, _), _, share, mutable = mixup.apply(

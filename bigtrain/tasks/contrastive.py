@@ -3,16 +3,12 @@
 Legend: B batch, H height, W width, L length, E embedding.
 
 A batch has "image" [B, H, W, 3] floats and "labels" int [B, L], the token ids
-of the image's text.
-
-The loss compares each image with every text of the whole batch. The task
-therefore also has the two halves of loss_fn, which step/gradients.py needs for
-microbatches: embed_fn, which treats examples independently, and
-embeddings_loss_fn, which takes all embeddings of the batch.
+of the image's text. The loss compares each image with every text of the global
+batch, so microbatches (step/gradients.py) need the halves of loss_fn: embed_fn,
+which treats examples independently, and embeddings_loss_fn.
 
 The model returns (image embeddings, text embeddings, dict). Its parameter "t"
-[1] is the logarithm of the logits' scale, and "b" [1], if it has one, their
-bias.
+[1] is the logarithm of the logits' scale, and "b" [1], if any, their bias.
 """
 
 from typing import Any, Literal
@@ -77,9 +73,8 @@ def embeddings_loss_fn(
     chunk: pairs of each image at a time, see losses/pairwise.py.
 
   Returns:
-    Metrics "loss"; "accuracy", the share of images that no other text of the
-    batch scores higher with; "temperature" and, for the sigmoid loss, "bias",
-    the logits' scale and bias.
+    Metrics "loss"; "accuracy", the share of images that no other text scores
+    higher with; the logits' "temperature" and, if sigmoid, "bias".
   """
   check_choice("config.loss.kind", kind, KINDS)
   image_BE, text_BE = embeddings["image"], embeddings["text"]
@@ -127,10 +122,9 @@ def loss_fn(
 def predict_fns(model: Any) -> dict[str, PredictFn]:
   """Returns functions for evaluators, by name.
 
-  "embed" returns {"image": [B, E], "text": [B, E]} for the features "image" and
-  "labels", or for the one that the batch has. For "labels" [B, n, L], several
-  texts an image, "text" is [B, n, E]. "image" and "text" return one embedding
-  alone, "pre_logits" the image tower's features before its head.
+  "embed" returns {"image": [B, E], "text": [B, E]}, or only one if the batch
+  lacks a feature; "labels" [B, n, L] give "text" [B, n, E]. "image" and "text"
+  return one embedding alone, "pre_logits" the image tower's features.
   """
 
   def apply(variables: Variables, **features: Any) -> Any:
@@ -160,9 +154,8 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
     kind: Literal["sigmoid", "softmax"] = "sigmoid",
     chunk: int = 1024,
   ) -> Metrics:
-    z = embed_fn(variables, batch, None, model=model, train=False)[0]
-    params = variables["params"]
-    return embeddings_loss_fn(params, z, batch, kind=kind, chunk=chunk)
+    options = dict(model=model, train=False, kind=kind, chunk=chunk)
+    return loss_fn(variables, batch, None, **options)[0]
 
   fns: tuple[PredictFn, ...] = (embed, image, text, pre_logits, loss)
   return {fn.__name__: fn for fn in fns}

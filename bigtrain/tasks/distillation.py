@@ -1,7 +1,6 @@
 """Distillation: a student learns the class probabilities of a teacher.
 
-As in "Knowledge distillation: A good teacher is patient and consistent" (Beyer
-et al. 2021, arxiv.org/abs/2106.05237): both models see the same augmented and
+As in Beyer et al. 2021, arxiv.org/abs/2106.05237: both models see the same
 mixed images, and the loss is a distance of their logits alone. The teacher is
 `config.teacher`; it is not trained.
 
@@ -50,11 +49,6 @@ def loss_fn(
       losses/distances.py.
     temperature, label_smoothing: of "kl", and of "hard".
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
-
-  Returns:
-    (metrics "loss", "agreement": same best class, "entropy", "teacher_entropy",
-    and with labels "accuracy" and "teacher_accuracy"; the student's new mutable
-    collections).
   """
   student = {k: v for k, v in variables.items() if k != "teacher"}
   (logits_BC, _), image, _, mutable = mixup.apply(
@@ -98,8 +92,7 @@ def _teacher_logits(
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
   """ "logits" and "pre_logits" of the student, for evaluators.
 
-  With a teacher also "teacher_logits" and "loss", with the metrics of both;
-  `teacher` is None where only the student is loaded.
+  With a teacher (None for inference) also "teacher_logits" and "loss".
   """
 
   def apply(variables: Variables, batch: Batch) -> Any:

@@ -66,19 +66,17 @@ def loss_fn(
   """Computes cross-entropy and accuracy of the targets.
 
   Args:
-    model: flax module such as models/decoder.py.
     label_smoothing: share of a target that is spread over the vocabulary.
     label_smoothing_over: "all" of it or the "others".
     z_loss: weight of the squared log of the softmax's denominator, see
       losses.cross_entropy.softmax_xent; 1e-4 is usual.
     load_balance: weight of Switch Transformers' load-balancing loss.
     router_z: weight of the loss that keeps the router's logits small.
-    chunk: positions of each example whose logits exist at a time, see
-      losses.linear_xent.
+    chunk: positions of each example at a time, see losses.linear_xent.
 
   Returns:
-    (metrics "loss" in nats and "accuracy", {}); with experts the loss has two
-    more terms and there are more metrics, see token_losses.ModelLosses.
+    (metrics "loss" in nats and "accuracy", with experts those of
+    token_losses.ModelLosses.with_experts; {}).
   """
   losses = _losses(
     variables,
@@ -127,9 +125,8 @@ def score(
   """Scores the targets that "loss_mask" selects, such as an answer.
 
   Returns:
-    {"log_likelihood": float32 [B] in nats, summed over the selected targets,
-    "tokens": float32 [B], their number, "greedy": bool [B], whether greedy
-    decoding predicts all of them}.
+    {"log_likelihood": float32 [B] in nats, their sum, "tokens": float32 [B],
+    their number, "greedy": bool [B], whether greedy decoding gives them all}.
   """
   losses = _losses(variables, batch, model=model, chunk=chunk)
   selected_BL = token_weights(batch) != 0
@@ -156,11 +153,10 @@ def generate(
   top_p: float = 1.0,
   seed: int = 0,
 ) -> jax.Array:
-  """Continues prompts, with a cache of keys and values.
+  """Continues prompts by int32 [B, max_new], with a cache of keys and values.
 
   Args:
-    batch: "tokens" [B, L], prompts padded at the end with `pad_id`, and
-      optionally "_mask", 0 for examples to skip.
+    batch: "tokens" [B, L], prompts padded at the end with `pad_id`.
     max_new: largest number of new tokens.
     eos_id: token that ends a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
@@ -168,9 +164,6 @@ def generate(
     length_penalty: see decoding.beam_search.
     temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
     seed: seed of the samples; a sample depends on it and the prompt.
-
-  Returns:
-    int32 [B, max_new].
   """
   decoding.check_beams(num_beams, temperature, "generate")
   prompt_BL = batch["tokens"]

@@ -3,14 +3,10 @@
 Axes: B batch, S length of inputs, L length of targets, V vocabulary.
 
 A batch has
-  "inputs": int [B, S], padded with 0.
-  "targets": int [B, L], padded with 0.
+  "inputs", "targets": int [B, S] and [B, L], padded with 0.
   "inputs_segments", "targets_segments": packed rows only: [B, S] and [B, L],
-    each token's document, 0 for padding.
+    each token's document, 0 for padding. Models use distances, not positions.
   "num_bytes": optional [B], bytes of the targets' text.
-
-Packed rows' positions are not used: models such as models/t5.py depend on
-distances, which packing does not change.
 """
 
 import functools
@@ -64,19 +60,16 @@ def loss_fn(
   """Computes cross-entropy and accuracy of the targets, by token.
 
   Args:
-    model: flax module such as models/t5.py.
     label_smoothing: share of a target that is spread over the vocabulary.
     label_smoothing_over: "all" of it or the "others".
     z_loss: weight of the squared log of the softmax's denominator, see
       losses.cross_entropy.softmax_xent; T5 has 1e-4.
     load_balance: weight of Switch Transformers' load-balancing loss.
     router_z: weight of the loss that keeps the routers' logits small.
-    chunk: positions of each example whose logits exist at a time, see
-      losses.linear_xent.
+    chunk: positions of each example at a time, see losses.linear_xent.
 
   Returns:
-    (metrics "loss" in nats and "accuracy", {}); with experts the loss has two
-    more terms and there are more metrics, see token_losses.ModelLosses.
+    As tasks.language_modeling.loss_fn.
   """
   losses = _losses(
     variables,
@@ -133,21 +126,16 @@ def generate(
   top_p: float = 1.0,
   seed: int = 0,
 ) -> jax.Array:
-  """Generates targets for the inputs, with a cache of keys and values.
+  """Generates targets, int32 [B, max_len], padded with 0, for the inputs.
 
   Args:
-    batch: "inputs" [B, S], not packed, and optionally "_mask", 0 for examples
-      to skip.
-    model: flax module with the methods `begin` and `step` of models/t5.py.
+    batch: "inputs" [B, S], not packed.
     max_len: largest number of tokens, the end included.
     eos_id: token that ends targets.
     num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
     length_penalty: see decoding.beam_search.
     temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
     seed: seed of the samples; a sample depends on it and the inputs.
-
-  Returns:
-    int32 [B, max_len], padded with 0.
   """
   inputs_BS = batch["inputs"]
   if "inputs_segments" in batch:
