@@ -39,6 +39,9 @@ def adafactor(
   """Builds Adafactor as T5X has it. Without matrices in the views: optax's.
 
   Args:
+    learning_rate: factor of the update.
+    views: by name of the parameters. Where the rows of a view are None, the
+      two largest dimensions of each array are its rows and columns.
     min_dim_size_to_factor: matrices with fewer rows or columns keep a full
       second moment.
     decay_rate: the second moment of update t (from 1) decays by
@@ -51,6 +54,7 @@ def adafactor(
     momentum: decay of the average of updates, not debiased; None for none.
     dtype_momentum: dtype of the stored average.
     eps: added to squared gradients.
+    factored: whether second moments are factored at all.
   """
 
   def decay(t: jax.Array) -> jax.Array:
@@ -90,7 +94,8 @@ def big_vision_adafactor(
   plus a row and a column for each matrix.
 
   Args:
-    min_dim_size_to_factor, decay_offset, eps: see `adafactor`.
+    learning_rate: factor of the update, applied last.
+    views, min_dim_size_to_factor, decay_offset, eps: see `adafactor`.
     decay_rate, beta2_cap: the second moment of update t (from 1) decays by
       min(beta2_cap, 1 - t ** -decay_rate).
     clipping_threshold: largest root mean square of an array's update, before

@@ -46,7 +46,6 @@ class Optimizer(NamedTuple):
       Its update also takes `step`, the number of updates before this one;
       `hparams`, by default those of the step, with the "seed" of stochastic
       rounding; and `loss`, a (sum, weight).
-    hparams: see Recipe.hparams.
     trainable: nested dicts of bools with the structure of the parameters.
   """
 

@@ -37,11 +37,7 @@ def init(params: Any) -> Any:
 def update(
   ema: Any, params: Any, step: Any, decay: float, start_step: int = 0
 ) -> Any:
-  """Exponential moving average of parameters, after an update.
-
-  The warm-up of the decay, (1 + t) / (10 + t), makes an early average forget
-  the initial parameters.
-  """
+  """The warm-up, (1 + t) / (10 + t), makes it forget the initial parameters."""
   t = jnp.asarray(step - start_step, jnp.float32)
   warm = jnp.minimum(decay, (1 + t) / (10 + jnp.maximum(t, 0)))
   d = jnp.where(t < 0, 0.0, warm)

@@ -75,10 +75,7 @@ def _view(
 
 
 def described(name: str, shape: tuple[int, ...], found: dims.Dims) -> View:
-  """The view of a parameter whose dimensions are known.
-
-  A router counts as a vector: T5X does not factor its second moments either.
-  """
+  """The view of known dimensions; a router counts as a vector, as in T5X."""
   num_rows, num_columns = len(found.inputs), len(found.outputs)
   stack = len(shape) - num_rows - num_columns
   if stack < len(found.stack):

@@ -93,11 +93,8 @@ def check_microbatches(batch_size: int, number: int, mesh: Mesh) -> None:
   settings.check_number("config.microbatches", number, least=1, whole=True)
   ways = sharding.batch_ways(mesh)
   if batch_size % (number * ways):
-    divisors = [
-      n
-      for n in range(1, batch_size // ways + 1)
-      if batch_size % (n * ways) == 0
-    ]
+    numbers = range(1, batch_size // ways + 1)
+    divisors = [n for n in numbers if batch_size % (n * ways) == 0]
     nearest = min(divisors, key=lambda n: abs(n - number), default=1)
     parts = "devices" if ways == mesh.size else "groups of devices"
     raise ConfigError(
@@ -122,7 +119,6 @@ def split(batch: Any, number: int, mesh: Mesh) -> Any:
 
 
 def join(microbatches: Any, mesh: Mesh) -> Any:
-
   def join_array(x: jax.Array) -> jax.Array:
     x = x.swapaxes(0, 1)
     x = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
@@ -202,11 +198,8 @@ def make(
     ) -> tuple[Params, Metrics, Variables]:
 
       def summed_loss(trained: Params) -> Any:
-        variables = {
-          "params": trees.merge(trained, others),
-          **mutable,
-          **teacher,
-        }
+        params = trees.merge(trained, others)
+        variables = {"params": params, **mutable, **teacher}
         sums, new_mutable = loss_fn(variables, batch, rng)
         return sums["loss"][0] * _loss_factor(scale, sums), (sums, new_mutable)
 

@@ -82,10 +82,6 @@ class Verdict(NamedTuple):
   skipped_spike: jax.Array | None = None
   spikes: Statistics | None = None
 
-  def if_good(self, new: Any, old: Any) -> Any:
-    choose = functools.partial(jax.lax.select, self.good)
-    return jax.tree.map(choose, new, old)
-
 
 # with_norms -> (the state after the step without its loss scale, the norms).
 Advance = Callable[[bool], tuple[TrainState, NamedScalars]]
@@ -95,8 +91,7 @@ class Guard(NamedTuple):
   """Settings of the guard.
 
   Attributes:
-    max_nonfinite: number of skipped steps, or of rollbacks, that the run may
-      have without failing.
+    max_nonfinite: skipped steps, or rollbacks, that the run may have.
     by_branch: whether `run` branches, or selects each array.
   """
 
@@ -170,7 +165,8 @@ class Guard(NamedTuple):
       )
     else:
       new, norms = advance(log_norms is not False)
-      chosen = verdict.if_good(new, old)
+      select = functools.partial(jax.lax.select, verdict.good)
+      chosen = jax.tree.map(select, new, old)
     chosen = dict(chosen)
     if self.policy == "skip":
       chosen["step"] = state["step"] + 1

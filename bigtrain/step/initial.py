@@ -23,9 +23,6 @@ class InitialVariables:
     self._boxed = boxed
     self._seed = gradients.seed_word(seed)
 
-  def boxed(self) -> Variables:
-    return self._boxed(self._seed)
-
   def boxed_spec(self) -> Variables:
     return jax.eval_shape(self._boxed, self._seed)
 

@@ -53,9 +53,7 @@ class LogNorms(NamedTuple):
     return self.detail == "per_param_mean"
 
   def due(self, log_step: jax.Array) -> jax.Array | bool:
-    if self.of_each_step:
-      return True
-    return log_step if self.names else False
+    return self.of_each_step or (bool(self.names) and log_step)
 
   def zeros(self) -> NamedScalars:
     values = jnp.zeros(len(self.names), jnp.float32)
@@ -100,11 +98,7 @@ def _norms(
 def weight_stats(
   before: Params, params: Params, grads: Params, updates: Params
 ) -> dict[str, jax.Array]:
-  """Statistics of every parameter, float32 scalars, the same as in T5X.
-
-  "weight_update_divided_by_weight_rms/<name>" is of each element's update over
-  its value before the step, infinite where that is 0.
-  """
+  """Statistics of every parameter, as in T5X; ratios to 0 are infinite."""
 
   def rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))

@@ -81,13 +81,10 @@ def add_step(
   old = jax.tree.map(
     lambda old: jnp.where(after_log, 0.0, old), running["sums"]
   )
-  of_good_steps = {
-    "loss_last": step_metrics["loss"][0] / step_metrics["loss"][1],
-    "grad_norm_last": grad_norm,
-  }
+  loss = step_metrics["loss"][0] / step_metrics["loss"][1]
   newest = {
     name: jnp.where(verdict.good, value, running["last"][name])
-    for name, value in of_good_steps.items()
+    for name, value in (("loss_last", loss), ("grad_norm_last", grad_norm))
   }
   first_bad = verdict.bad & (running["bad_step"] == 0)
   bad_step = jnp.where(first_bad, step, running["bad_step"])

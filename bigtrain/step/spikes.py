@@ -66,10 +66,7 @@ class Spikes(NamedTuple):
     grad_norm: jax.Array,
     counts: jax.Array,
   ) -> tuple[jax.Array, Statistics]:
-    """(whether the step is a spike, the new statistics); steps count from 1.
-
-    A step that does not count is no spike.
-    """
+    """(whether a step that `counts` is a spike, the new statistics)."""
     num_steps, num_spikes, newest, rolled_back = statistics["counts"]
     mean, variance, *last = statistics["values"]
     values = jnp.stack([loss, grad_norm]).astype(jnp.float32)
