@@ -1,7 +1,7 @@
 """Evaluators: modules that `config.evals.<name>.type` can name.
 
-Open mean.py first. bigtrain.evaluation finds the modules by name, and a user's
-own by dotted path. They import what lies below it, never a task or a model.
+Open mean.py first. bigtrain.evaluation finds the modules by name. They import
+what lies below it, never a task or a model.
 
   class Evaluator:
     def __init__(self, predict_fn, batches, context, **options): ...

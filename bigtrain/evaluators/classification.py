@@ -45,8 +45,7 @@ class Evaluator:
     label_key: name of the labels: int [B], or one-hot or multi-hot [B, C].
       Examples with a negative label, or without a label, do not count.
     top_k: numbers k: right is a label among the k largest logits.
-    calibration_bins: number of bins of the expected calibration error "ece", 15
-      in arXiv 1706.04599; 0 for none.
+    calibration_bins: bins of the calibration error "ece" (arXiv 1706.04599).
   """
 
   def __init__(

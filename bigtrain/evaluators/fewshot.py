@@ -77,17 +77,12 @@ class Evaluator:
       data=test_data, num_examples=num_test_examples
     ).collect(outputs)
     replicated = sharding.replicated(mesh)
-    self._fit = jax.jit(
-      _fit,
-      static_argnums=2,
-      in_shardings=(replicated,) * 2,
-      out_shardings=replicated,
+    jit = functools.partial(
+      jax.jit, in_shardings=replicated, out_shardings=replicated
     )
-    self._count = jax.jit(
-      functools.partial(_count_right, rows=sharding.batch(mesh)),
-      in_shardings=(replicated,) * 4,
-      out_shardings=replicated,
-    )
+    self._fit = jit(_fit, static_argnums=2)
+    count = functools.partial(_count_right, rows=sharding.batch(mesh))
+    self._count = jit(count)
     self._ways = sharding.batch_ways(mesh)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
@@ -153,7 +148,6 @@ def _draw(
 def _fit(
   x_ND: jax.Array, y_N: jax.Array, num_classes: int
 ) -> dict[str, jax.Array]:
-  """The solutions for all penalties, from the eigenvectors of one matrix."""
   mean_D, std_D = jnp.mean(x_ND, axis=0), jnp.std(x_ND, axis=0) + 1e-5
   x_ND = (x_ND - mean_D) / std_D
   target_NC = 2.0 * jax.nn.one_hot(y_N, num_classes) - 1.0
@@ -187,7 +181,6 @@ def _count_right(
   *,
   rows: Any,
 ) -> jax.Array:
-  """Number of right answers for each penalty, int [P]."""
   x_TD = jax.lax.with_sharding_constraint(x_TD, rows)
   x_TD = (x_TD - probe["mean_D"]) / probe["std_D"]
   x_TR = _dot(x_TD, probe["left_DR"])

@@ -1,7 +1,6 @@
 """Classifies images by the embedding of the text that fits them best.
 
-As in CLIP, arXiv 2103.00020: a class's embedding is the normalized mean of the
-embeddings of several prompts with its name.
+As in CLIP, arXiv 2103.00020, with the mean embedding of several prompts.
 
 Legend: B batch, T texts, C classes, E embedding.
 """

@@ -22,8 +22,7 @@ class Hook:
   a running job for a trace of its next steps. Every run has such a hook.
 
   Args:
-    start: first step of the trace, counted from 1; None for no trace without a
-      request.
+    start: first step of the trace, counted from 1; None for only on request.
     steps: number of steps in a trace.
   """
 

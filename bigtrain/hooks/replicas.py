@@ -6,9 +6,7 @@ from bigtrain.settings import check_number
 
 
 class Hook:
-  """Finds replicas that have come to differ, also before every checkpoint.
-
-  If they differ, the run ends before anything is saved.
+  """Ends the run when replicas differ, before anything is saved.
 
   Args:
     every_steps: number of steps between two comparisons.

@@ -10,8 +10,6 @@ from bigtrain.runtime.hook_context import Context, WatchedMetric
 class Hook:
   """Stops the run, as a failure, when a metric is not finite.
 
-  config.nonfinite guards the loss and the gradients without this hook.
-
   Args:
     metrics: names as in metrics.jsonl; all metrics by default.
   """

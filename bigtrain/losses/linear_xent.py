@@ -100,8 +100,6 @@ def linear_softmax_xent(
 
 
 class _Args(NamedTuple):
-  """Arrays of `linear_softmax_xent`."""
-
   hidden_BLD: jax.Array
   targets_BL: jax.Array
   weight_BL: jax.Array
@@ -185,8 +183,6 @@ def default_chunk(batch_size: int, length: int, vocab_size: int) -> int:
 
 
 class _Options(NamedTuple):
-  """Static options of `linear_softmax_xent`."""
-
   chunk: int | None
   dtype: Any
   label_smoothing: float
@@ -198,7 +194,6 @@ class _Options(NamedTuple):
   def losses(
     self, logits: jax.Array, targets: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns (losses, float32 1 where the target's logit is the largest)."""
     if self.softcap is not None:
       logits = self.softcap * jnp.tanh(logits / self.softcap)
     loss = cross_entropy.softmax_xent(
@@ -289,7 +284,6 @@ def _add_by_columns(
 def _in_chunks(
   options: _Options, args: _Args, *, gradients: bool
 ) -> tuple[TokenLosses, Any]:
-  """Returns (losses, gradients of hidden states, kernel and bias if any)."""
   (B, L), V = args.targets_BL.shape, args.kernel_DV.shape[1]
   size = L if options.chunk == 0 else options.chunk or default_chunk(B, L, V)
   size = min(size, L)
@@ -331,7 +325,6 @@ def _one_chunk(
   sums: Any,
   xs: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[Any, Any]:
-  """Returns (sums with its gradients, (losses, correct, hidden gradient))."""
   hidden_BKD, targets_BK, weight_BK = xs
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   # Without the factor, small gradients would underflow in float16.

@@ -41,10 +41,7 @@ def apply(
 def mixup(
   rng: jax.Array, image: jax.Array, alpha: float
 ) -> tuple[jax.Array, jax.Array]:
-  """Blends each image with the previous one of the batch (arXiv 1710.09412).
-
-  A (micro)batch has one weight, at least one half, as in AugReg (2106.10270).
-  """
+  """Blends neighbours by one weight, at least 0.5 (arXiv 1710.09412)."""
   # Beta(alpha, alpha), as shares of two draws from Gamma(alpha).
   # jax.random.beta draws the same, in a program of 1,300 instructions more.
   draw = lambda key: jax.random.loggamma(key, alpha)

@@ -66,7 +66,6 @@ def model_losses(
   label_smoothing_over: str = "all",
   z_loss: float = 0.0,
 ) -> ModelLosses:
-  """Applies a model such as models/decoder.py or models/t5.py."""
   _, out = model.apply(
     variables,
     **inputs,
@@ -115,7 +114,6 @@ def real_positions(
 
 
 def add_bytes(by_token: Metrics, batch: Batch) -> Metrics:
-  """Adds "bytes", (sum, 1), the bytes of the targets' text, if known."""
   if "num_bytes" not in batch:
     return by_token
   num_bytes = batch["num_bytes"]

@@ -55,10 +55,8 @@ class Model(nn.Module):
     decoder_width, decoder_depth, decoder_mlp_dim: the encoder's if None.
     decoder_num_heads: must divide D; the encoder's number if None.
     decoder_dropout: rate in the decoder.
-    decoder_bias: whether the decoder's MLPs and its blocks' layer norms have
-      biases.
-    mask_token: whether there is an embedding of the mask token, whose id is V.
-      Parallel prediction needs it.
+    decoder_bias: whether the decoder's MLPs and layer norms have biases.
+    mask_token: whether token V is a mask token, for parallel prediction.
     scan: whether to compile one block and loop over stacked parameters.
     attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
     dtype: dtype of the computation; parameters and logits are float32.
@@ -152,7 +150,6 @@ class Model(nn.Module):
     train: bool = False,
     **parallel: jax.Array | None,
   ) -> States:
-    """Returns the factors of the logits, for losses that work in chunks."""
     encoded_BPE = self.encode(image, train=train)["encoded"]
     return self.decode(encoded_BPE, text, train=train, **parallel)
 
@@ -253,7 +250,6 @@ def from_published(
   *,
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
-  """Converts the parameters of a published CapPa."""
   flat = conversions.normalise(flat)
   encoder = vit.from_published(
     conversions.below("encoder/", flat),

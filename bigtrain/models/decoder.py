@@ -112,8 +112,7 @@ class Model(nn.Module):
     num_kv_heads: G, which divides H; H by default.
     head_dim: K; D / H by default.
     mlp_dim: F; 4 D by default.
-    max_len: largest number of positions; with posemb "learn" each has an
-      embedding.
+    max_len: largest number of positions; needed for posemb "learn".
     posemb: "learn", "rope" or "none".
     rope_theta: base of the wavelengths; 10,000 by default.
     rope_scaling: see positions.frequencies.
@@ -124,8 +123,7 @@ class Model(nn.Module):
     use_bias: whether projections and the MLP have biases.
     tied_head: whether the head is the embedding.
     qk_norm: whether queries and keys have root-mean-square norms.
-    window: number of positions that each position sees, itself included; all
-      earlier ones if None.
+    window: number of positions that each position sees; all if None.
     attention_softcap: scores s become softcap * tanh(s / softcap).
     logits_softcap: the same for the logits.
     dropout: rate after the embedding and on residual branches.
@@ -259,7 +257,6 @@ class Model(nn.Module):
     return self.logits_softcap * jnp.tanh(logits_BLV / self.logits_softcap)
 
   def _blocks(self, carry: Any, *shared: Any) -> tuple[Any, Any]:
-    """Returns (stream, cache), and the layers' mean of experts' statistics."""
     fields = causal_block.Options._fields
     block = causal_block.Options(*[getattr(self, name) for name in fields])
     x_BLD, cache = carry
@@ -279,7 +276,6 @@ class Model(nn.Module):
     )
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
-    """Returns the (D, V) kernel that turns "pre_logits" into logits."""
     if self.tied_head:
       return params["token_embedding"].T
     return params["head"]["kernel"]

@@ -88,8 +88,7 @@ class Model(nn.Module):
     num_buckets: number of buckets of distances between positions.
     max_distance: larger distances share the last bucket.
     norm_eps: added to the variance in norms.
-    init_scale: factor of the variance of initial values, except the
-      embedding's. 0.1 is more stable with experts.
+    init_scale: factor of the kernels' initial variance; 0.1 suits experts.
     dropout: rate after embeddings and final norms, in MLPs and on branches.
     scan: whether to compile one block and loop over stacked parameters.
     attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
@@ -272,7 +271,6 @@ class Model(nn.Module):
     position: Any,
     encoded_BSD: jax.Array | None,
   ) -> tuple[jax.Array, t5_stack.DecodingState]:
-    """Runs the decoder at one position; the encoder's output if not cached."""
     x_B1D, new_state, _ = self.decoder(
       self._embed(token_B[:, None]),
       masks.Mask(causal=True),
@@ -297,7 +295,6 @@ class Model(nn.Module):
     return kernels.logits(x_BLD, kernel_DV.astype(self.dtype))
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
-    """Returns the (D, V) kernel that turns "pre_logits" into logits."""
     if self.tied_head:
       return params["token_embedding"].T
     return params["head"]["kernel"]

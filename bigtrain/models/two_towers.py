@@ -34,8 +34,7 @@ class Model(nn.Module):
     text: keyword arguments of the text tower's Model.
     image_model: module in bigtrain.models, or a dotted path.
     text_model: the same; its Model takes (text [B, L], train=).
-    out_dim: E, or the sizes of the image head and of the text head; None for a
-      tower whose pooled features are the embedding.
+    out_dim: E, or (image head, text head), each None for pooled features.
     temperature_init: initial scale of the logits; its logarithm is learned.
     bias_init: initial bias of the logits; None for no bias.
   """
@@ -123,7 +122,6 @@ def _tower(
 
 @contextlib.contextmanager
 def _named(key: str) -> Iterator[None]:
-  """Puts the key of a tower into the messages of its errors."""
   try:
     yield
   except settings.ConfigError as e:
@@ -142,7 +140,6 @@ def from_published(
   *,
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
-  """Converts published two-tower models, each tower by its own module."""
   flat = conversions.normalise(flat)
   result: dict[str, np.ndarray] = {}
   for name, value in flat.items():

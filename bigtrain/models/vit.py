@@ -72,8 +72,7 @@ class Model(nn.Module):
       "none" for a head on each patch.
     rep_size: size of a tanh layer before the head; True for D.
     head_zeroinit: whether the head's kernel starts at zero.
-    head_bias_init: initial bias of the head: about log(1 / C) for sigmoid
-      losses, so that the first steps need not unlearn the negatives.
+    head_bias_init: initial bias of the head: log(1 / C) for sigmoid losses.
     dropout: rate after the embedding, in the MLPs and on residual branches.
     drop_path: rate of stochastic depth in the last block, 0 in the first.
     scan: whether to compile one block and loop over stacked parameters.
@@ -214,7 +213,6 @@ class PatchEmbedding(nn.Module):
 
 
 def sizes(model: Any, names: Sequence[str], example: str) -> dict[str, Any]:
-  """Values of a model's fields: given, the variant's, or derived."""
   known = {} if model.variant is None else variant_sizes(model.variant)
   given = {name: getattr(model, name) for name in names}
   known |= {name: value for name, value in given.items() if value is not None}
@@ -241,7 +239,6 @@ def _patch_size(value: Any) -> tuple[int, int]:
 
 
 def variant_sizes(variant: str) -> dict[str, Any]:
-  """Returns the sizes of a variant such as "B/16" or "B", by field."""
   name, slash, patch = str(variant).partition("/")
   choices = [known + slash + patch for known in VARIANTS]
   settings.check_choice("config.model.variant", variant, choices)

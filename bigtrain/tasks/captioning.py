@@ -20,9 +20,6 @@ from bigtrain.losses import linear_xent
 from bigtrain.settings import ConfigError, check_choice, check_number
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
-_NORMALIZE = ("sentence", "tokens")
-_METHODS = ("greedy", "beam", "sample")
-
 
 def inputs(batch: Batch) -> Batch:
   return {"image": batch["image"], "text": batch["labels"]}
@@ -94,7 +91,7 @@ def loss_fn(
   Returns:
     (metrics "loss" in nats and "token_accuracy", new mutable collections).
   """
-  check_choice("config.loss.normalize", normalize, _NORMALIZE)
+  check_choice("config.loss.normalize", normalize, ("sentence", "tokens"))
   image, labels = inputs(batch).values()
   mutable = [name for name in variables if name != "params"]
   parallel: dict[str, Any] = {}
@@ -158,16 +155,8 @@ def perplexity(
   chunk: int | None = None,
 ) -> Metrics:
   """Computes metrics of the captions' tokens, given the ones before them."""
-  return loss_fn(
-    variables,
-    batch,
-    None,
-    model=model,
-    train=False,
-    normalize="tokens",
-    pad_id=pad_id,
-    chunk=chunk,
-  )[0]
+  options = dict(model=model, normalize="tokens", pad_id=pad_id, chunk=chunk)
+  return loss_fn(variables, batch, None, train=False, **options)[0]
 
 
 def enc_rep(
@@ -252,7 +241,7 @@ def caption(
     temperature, top_k, top_p: for "sample", see decoding.sample.
     seed: for "sample": a sample depends on it and the image.
   """
-  check_choice("caption.method", method, _METHODS)
+  check_choice("caption.method", method, ("greedy", "beam", "sample"))
   max_len = max_len or model.max_len
   if max_len > model.max_len:
     raise ConfigError(

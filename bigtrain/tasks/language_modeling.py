@@ -38,7 +38,6 @@ def vocab_sizes(model: Any) -> dict[str, int]:
 
 
 def token_weights(batch: Batch) -> jax.Array:
-  """Returns float32 [B, L], 0 for padding and masked targets."""
   tokens = batch["tokens"]
   weight_B = metrics.example_weights(batch, tokens)
   weight_BL = jnp.ones(tokens.shape, jnp.float32)

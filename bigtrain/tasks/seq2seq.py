@@ -36,7 +36,6 @@ def vocab_sizes(model: Any) -> dict[str, int]:
 
 
 def token_weights(batch: Batch) -> jax.Array:
-  """Returns float32 [B, L], 0 for padding and 1 for targets."""
   name = "targets_segments" if "targets_segments" in batch else "targets"
   real_BL = batch[name] != 0
   weight_B = metrics.example_weights(batch, real_BL)
