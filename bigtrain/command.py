@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -33,13 +33,7 @@ _JOB_FLAGS = {
 
 
 class Arguments(NamedTuple):
-  """What a command line says.
-
-  Attributes:
-    config: the config with the changes of the command line.
-    workdir: folder of the run; None for a run that keeps nothing.
-    cleanup: whether a finished run removes its checkpoints.
-  """
+  """The arguments of a run; without a workdir it keeps nothing."""
 
   config: dict[str, Any]
   workdir: str | None
@@ -47,11 +41,6 @@ class Arguments(NamedTuple):
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-  """Reads a command line.
-
-  Raises:
-    ConfigError: a flag is missing or unknown, or the config cannot be loaded.
-  """
   # The config's keys are not known yet, so absl cannot parse these flags. A
   # value may follow an equals sign or a space.
   changes, rest = [], []
@@ -111,7 +100,6 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def _without_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
-  """Returns the config of a run that keeps nothing, after one warning."""
   idle = [
     key
     for key, value in config.items()
@@ -126,19 +114,15 @@ def _without_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
   return {**config, "keep_ckpts": 0}
 
 
-@contextlib.contextmanager
-def _folder(workdir: str | None) -> Iterator[str]:
+def _folder(workdir: str | None) -> contextlib.AbstractContextManager[str]:
   if workdir is not None:
-    yield workdir
-    return
-  with tempfile.TemporaryDirectory(
+    return contextlib.nullcontext(workdir)
+  return tempfile.TemporaryDirectory(
     prefix="bigtrain-", ignore_cleanup_errors=True
-  ) as folder:
-    yield folder
+  )
 
 
 def _prepare() -> None:
-  """Sets up logging and the names in profiles."""
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
   flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.
@@ -168,10 +152,9 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
     with _folder(workdir) as folder:
       results = train(config, folder)
     message = ending.message(results, workdir)
-    if jax.process_index() == 0:
-      if cleanup:
-        folders.remove_all(folder)
-        message += "\n  --cleanup has removed the checkpoints."
+    if cleanup and jax.process_index() == 0:
+      folders.remove_all(folder)
+      message += "\n  --cleanup has removed the checkpoints."
   except settings.ConfigError as e:
     # No traceback: the mistake is in the config or the data.
     _end(process.EXIT_CONFIG, f"error: {e}")

@@ -103,7 +103,7 @@ def sample(
   top_p: float = 1.0,
   start: jax.Array | int = 0,
 ) -> jax.Array:
-  """Continues prompts token by token.
+  """Continues prompts token by token: int32 [B, max_len], prompts included.
 
   The token at position p of example b is drawn with the key
   fold_in(fold_in(rng, ids_B[b]), p), so it does not depend on the other
@@ -116,9 +116,6 @@ def sample(
     top_k: number of likeliest tokens to draw from; 0 for all.
     top_p: draw from the smallest set of likeliest tokens whose probabilities
       add up to this (https://arxiv.org/abs/1904.09751).
-
-  Returns:
-    int32 [B, max_len]: the prompt, generated tokens with the eos, padding.
   """
   check_sampling(temperature, top_k, top_p)
   B, L = prompt_BL.shape
@@ -227,11 +224,9 @@ def beam_search(
   n generated tokens, eos included (https://arxiv.org/abs/1609.08144, section
   7). As in T5X, each step takes the 2 * num_beams best candidates: those that
   end are finished, and the num_beams best others go on. An example is done when
-  no unfinished hypothesis can beat its best finished one. The continuation of a
-  prompt does not depend on the other prompts of the batch.
-
-  With one beam this is greedy decoding, except that a text may also end where
-  the eos is the second likeliest token.
+  no unfinished hypothesis can beat its best finished one. With one beam this is
+  greedy decoding, except that a text may also end where the eos is the second
+  likeliest token.
 
   Returns:
     (int32 generated tokens [B, max_new], scores [B]): the best hypothesis,
@@ -272,12 +267,8 @@ def beam_search(
 class _Beams(NamedTuple):
   """State of the search.
 
-  Attributes:
-    position: last position that was read.
-    new_BMN: generated tokens of unfinished hypotheses, best first.
-    score_BM: their sums of log-probabilities.
-    ended_BN: generated tokens of the best finished hypothesis.
-    ended_score_B: its penalised score.
+  Unfinished hypotheses come best first, with their sums of log-probabilities;
+  `ended_BN` is the best finished one, with its penalised score.
   """
 
   position: jax.Array

@@ -11,10 +11,6 @@ and "E; D -> F" a stack of matrices, here of experts. Dimensions before these
 are the layers of a stack. "E:fsdp; D -> F" splits the experts over the axis
 `fsdp` of the mesh.
 
-optim/views.py derives the matrices that an optimizer sees, sharding/
-rules.py what the axis `tensor` splits, and models/published/tables.py how
-published arrays are reshaped.
-
 Letters: D width of the model, H heads, G heads of keys and values, K width of a
 head, F hidden width, E experts, V vocabulary or classes. Other dimensions have
 words.
@@ -30,12 +26,8 @@ Table: TypeAlias = Mapping[str, str]
 class Dims(NamedTuple):
   """Letters of a parameter's dimensions, without its layers.
 
-  Attributes:
-    stack: of the dimensions that number separate arrays.
-    inputs: of a matrix's inputs; () for a vector.
-    outputs: of its outputs, or of a vector.
-    axes: {negative number of a dimension: axis of the mesh} of a dimension with
-      an axis of its own.
+  `stack` numbers separate arrays. A vector has no inputs. `axes` is {negative
+  number of a dimension: its axis of the mesh}.
   """
 
   stack: tuple[str, ...]

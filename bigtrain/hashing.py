@@ -50,14 +50,10 @@ def permute(
 ) -> np.ndarray:
   """Applies a pseudo-random permutation of [0, n) to `index`, int64 [B].
 
-  Method: a Feistel network over mixed-radix pairs (l, r), with index
-  l * b + r and a * b just above n. The rare results that are n or more are
-  permuted again until they fall below n (Black and Rogaway, "Ciphers with
-  arbitrary finite domains", 2002).
-
-  Args:
-    n: size of the set, up to 2**62.
-    epoch: int or int64 [B]; each (seed, epoch) has its own permutation.
+  Each (seed, epoch) has its own; n is at most 2**62. Method: a Feistel network
+  over mixed-radix pairs (l, r), with index l * b + r and a * b just above n.
+  The rare results that are n or more are permuted again until they fall below n
+  (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
   """
   index = np.asarray(index, np.int64)
   if index.size and (index.min() < 0 or index.max() >= n):
@@ -117,7 +113,6 @@ def uniforms(
 
 
 def replacement(seed: int, epoch: int, index: int, attempt: int, n: int) -> int:
-  """Returns the index of a substitute for an example that cannot be read."""
   key = fold(fold(fold(seed, _REPLACE), epoch), index)
   return int(fold(key, attempt)) % n
 

@@ -24,14 +24,15 @@ class Units:
       raise settings.ConfigError(
         f"{key}: expected a finite number of at least 0, got {amount!r}."
       )
+    epoch, tokens = self.examples_per_epoch, self.tokens_per_example
     scale = {
       "steps": 1,
       "examples": 1 / self.batch_size,
-      "epochs": self._per_step(self.examples_per_epoch),
-      "tokens": self._per_step(1, self.tokens_per_example),
+      "epochs": epoch and epoch / self.batch_size,
+      "tokens": tokens and 1 / tokens / self.batch_size,
       "percent": self.total_steps and self.total_steps / 100,
     }[unit]
-    if scale is None:
+    if not scale:
       needs = {
         "epochs": "a training set of known size",
         "tokens": "an input with tokens",
@@ -39,13 +40,6 @@ class Units:
       }[unit]
       raise settings.ConfigError(f"{key}: this unit needs {needs}.")
     return max(1, round(amount * scale)) if amount else 0
-
-  def _per_step(
-    self, times: float | None, over: int | None = 1
-  ) -> float | None:
-    if not times or not over:
-      return None
-    return times / over / self.batch_size
 
 
 # Units of a length: the last word of its key.
@@ -59,13 +53,11 @@ def steps(
   default: int | None = None,
   path: str | None = None,
 ) -> int | None:
-  """Reads a length in whichever unit the config gives it, as whole steps.
+  """Reads a length as whole steps from the key f"{prefix}_{unit}" of any unit.
 
-  Args:
-    cfg: a Config, or a plain dict at `path`, from which the key is removed.
-    prefix: "total", "log", "warmup", ...: the key is f"{prefix}_{unit}".
-    default: result if no such key is present or all are None, so that
-      `total_epochs=None total_steps=100` on the command line changes the unit.
+  `default` also stands for keys that are all None, so that `total_epochs=None
+  total_steps=100` on the command line changes the unit. From a plain dict,
+  which is at `path`, the key is removed.
   """
   path = path or getattr(cfg, "path", "config")
   names = _keys(prefix)
@@ -108,7 +100,6 @@ class Lengths(NamedTuple):
   save_at_start: bool
 
   def is_log_step(self, step: int) -> bool:
-    """Whether the run logs after `step` updates."""
     return step == 1 or step % self.log == 0 or step == self.total
 
   def about(self) -> dict[str, Any]:
@@ -121,7 +112,6 @@ class Lengths(NamedTuple):
     }
 
   def saves(self, step: int) -> bool:
-    """Whether a checkpoint is saved after `step`, where step >= 1."""
     return step % self.ckpt == 0 or step == self.last
 
 
@@ -133,14 +123,8 @@ def read(
 ) -> Lengths:
   """Reads total, stop_at, log, ckpt, keep_ckpt and local_ckpt, in any unit.
 
-  A length of 0 means only at the end.
-
-  Args:
-    examples_per_epoch: size of the training set, if it is finite.
-    tokens_per_example: tokens of an example, if the input has tokens.
-
-  Raises:
-    ConfigError: no total, or a unit that does not apply.
+  A length of 0 means only at the end. An infinite training set has no
+  examples_per_epoch, an input without tokens no tokens_per_example.
   """
   units = Units(batch_size, examples_per_epoch, tokens_per_example)
   total = steps(config, "total", units)

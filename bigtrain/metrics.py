@@ -47,10 +47,9 @@ class Sum:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Last:
-  """The newest of several values; `newest` and `count` are float32 scalars.
+  """The newest of several values; float32 scalars.
 
-  Of a value that depends on the examples of a microbatch, it would be the one
-  of the last microbatch alone.
+  Of a microbatch's examples, it would be the value of the last microbatch.
   """
 
   newest: Any
@@ -61,7 +60,6 @@ class Last:
     return cls(jnp.asarray(value, jnp.float32), jnp.ones((), jnp.float32))
 
   def merge(self, other: Self) -> Self:
-    """The values of `other` are newer."""
     newest = jnp.where(other.count > 0, other.newest, self.newest)
     return type(self)(newest, self.count + other.count)
 
@@ -74,9 +72,9 @@ class Last:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Max:
-  """The largest of several values; NaN if one of them is.
+  """The largest of several values; NaN if one of them is; float32 scalars.
 
-  `largest` and `count` are float32 scalars.
+  Here and in a Histogram, values of weight zero do not count.
   """
 
   largest: Any
@@ -84,7 +82,6 @@ class Max:
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
-    """Metric of values of any shape; those of weight zero do not count."""
     values = values.astype(jnp.float32)
     if weights is None:
       return cls(jnp.max(values), jnp.asarray(values.size, jnp.float32))
@@ -147,7 +144,6 @@ class Histogram:
     high: float = 1.0,
     bins: int = 20,
   ) -> Self:
-    """Histogram of values of any shape; those of weight zero do not count."""
     if not (low < high and bins >= 1):
       raise ValueError(f"a histogram of {bins} bins from {low} to {high}")
     values = values.astype(jnp.float32)
@@ -196,12 +192,10 @@ def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
 
 
 def pair(values: jax.Array, weights: jax.Array | None = None) -> Pair:
-  """(sum, weight) of per-example values.
+  """(sum, weight) of per-example values [B, ...], in float32.
 
-  Args:
-    values: [B, ...], summed in float32.
-    weights: broadcastable to `values`; ones unless given. A value with weight
-      zero is padding and does not count, even if it is not finite.
+  Weights broadcast to the values. A value with weight zero is padding and does
+  not count, even if it is not finite.
   """
   values = values.astype(jnp.float32)
   if weights is None:

@@ -23,10 +23,6 @@ def share(useful: int, computed: int) -> contextlib.AbstractContextManager[Any]:
 
   >>> with share(5, 8):  # A length of 5, padded to two chunks of 4.
   ...   pass
-
-  Args:
-    computed: the number that is computed. With fewer computed than needed, all
-      of them are useful.
   """
   if useful >= computed:
     return contextlib.nullcontext()
@@ -38,8 +34,7 @@ def counts_as(
 ) -> contextlib.AbstractContextManager[Any]:
   """Marks the operations traced inside: their work counts as another number.
 
-  Kernels skip pairs that a mask hides and compute padding; model FLOPs count
-  the mathematics, whichever kernel runs.
+  Kernels skip pairs that a mask hides; model FLOPs count the mathematics.
   """
   return jax.named_scope(f"model_flops_{mathematics}_of_{computed}")
 

@@ -21,7 +21,6 @@ _PUBLISHED = "published"
 
 
 def module_names(kind: str) -> list[str]:
-  """Returns the names of the modules in bigtrain.<kind>."""
   package = importlib.import_module(f"bigtrain.{kind}")
   return sorted(
     m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg
@@ -29,15 +28,9 @@ def module_names(kind: str) -> list[str]:
 
 
 def find_module(kind: str, name: str, key: str) -> Any:
-  """Imports the module that a config names.
+  """Imports bigtrain.<kind>.<name>, or a dotted path outside of the package.
 
-  Args:
-    kind: subpackage: "tasks", "models", "evaluators", "data" or "hooks".
-    name: file name without .py, or a dotted path outside of the package.
-
-  Raises:
-    ConfigError: there is no such module. Errors of imports inside the module
-      are raised unchanged.
+  Errors of imports inside the module are raised unchanged.
   """
   if not isinstance(name, str) or not name:
     hint = settings.did_you_mean("", module_names(kind))
@@ -183,10 +176,7 @@ def no_logical_axes() -> contextlib.AbstractContextManager[None]:
 def _with_rules(
   cls: type[nn.Module], key: str, rules: tuple[tuple[str, Any], ...]
 ) -> type[nn.Module]:
-  """Returns a subclass whose methods run under flax's rules.
-
-  flax keeps rules by thread, and several threads trace programs.
-  """
+  """A subclass whose methods set flax's rules, which are kept by thread."""
   unknown: Any = _Unknown(key, rules)
   with_check = [(unknown, None), *rules]
 
@@ -211,10 +201,10 @@ def _with_rules(
 
 
 def with_published_sizes(config: settings.Config) -> settings.Config:
-  """Puts the sizes of a published model in place of config.model.published.
+  """Puts a published model's sizes in place of config.model.published.
 
-  They become part of the config that the run saves, so its checkpoints can be
-  opened without the published folder. The same for config.teacher.
+  The run saves them, so its checkpoints can be opened without the published
+  folder. The same for config.teacher.
   """
   plain = config.to_dict()
   parts: dict[str, dict[str, Any] | None] = {
@@ -229,7 +219,6 @@ def with_published_sizes(config: settings.Config) -> settings.Config:
 
 
 def _published_sizes(part: Mapping[str, Any], path: str) -> dict[str, Any]:
-  """Returns `model` of the config, or of its teacher, with all sizes."""
   options = dict(part["model"])
   folder, name = options.pop(_PUBLISHED), str(part.get("model_name"))
   module = find_module("models", name, f"{path}.model_name")
@@ -258,12 +247,9 @@ class ClassCount(int):
   """Number of classes of a feature with class numbers.
 
   Such a feature may also hold a vector with one entry per class.
-
-  Attributes:
-    key: config key of the number, or of the classes' names.
   """
 
-  key: str
+  key: str  # Of the config: the number, or the names of the classes.
 
   def __new__(
     cls, value: int, key: str = "config.model.num_classes"
@@ -278,21 +264,18 @@ def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
 
   Token ids have the size of the vocabulary, class numbers a ClassCount.
   """
-  sizes: dict[str, int] = {}
-  if hasattr(task, "vocab_sizes"):
-    sizes.update(task.vocab_sizes(model))
+  sizes = task.vocab_sizes(model) if hasattr(task, "vocab_sizes") else {}
   if hasattr(task, "class_counts"):
     counts = task.class_counts(model)
-    sizes.update({name: ClassCount(n) for name, n in counts.items()})
+    sizes = sizes | {name: ClassCount(n) for name, n in counts.items()}
   return sizes
 
 
 class Features(dict[str, Any]):
   """A batch as tasks and evaluators receive it: a missing feature is an error.
 
-  The program wraps every batch before it calls a loss or predict function, so
-  these read `batch["labels"]` without a check of their own. Names with a
-  leading underscore ("_mask") belong to the program and are not suggested.
+  Names with a leading underscore ("_mask") belong to the program and are not
+  suggested.
   """
 
   def __init__(
@@ -317,9 +300,7 @@ def _flatten(features: Features) -> tuple[list[tuple[Any, Any]], Any]:
 
 # jax takes an unregistered subclass of dict for a leaf.
 jax.tree_util.register_pytree_with_keys(
-  Features,
-  _flatten,
-  lambda aux, values: Features(zip(aux[0], values), aux[1]),
+  Features, _flatten, lambda aux, values: Features(zip(aux[0], values), aux[1])
 )
 
 

@@ -101,22 +101,16 @@ def check_kwargs(
 class Config:
   """A read-tracked view of a nested config.
 
-  Attribute access, item access and `get` return values, and nested dicts as
-  Configs. `kwargs` returns a whole subtree as a plain dict, whose names the
-  receiver checks.
+  `kwargs` returns a whole subtree as a plain dict, whose names the receiver
+  checks; all other access returns nested dicts as Configs.
   """
 
   def __init__(self, data: Mapping[str, Any], path: str = "config"):
     self._data = plain(data)
-    self._path = path
+    self.path = path  # Such as "config.input".
     self._asked: set[str] = set()
     self._whole: set[str] = set()  # Subtrees that `kwargs` returned.
     self._children: dict[str, Config] = {}
-
-  @property
-  def path(self) -> str:
-    """Location of this subtree in the config, such as "config.input"."""
-    return self._path
 
   def get(self, key: str, default: Any = None) -> Any:
     """Returns the value at `key` or the default; `key` then counts as read."""
@@ -125,20 +119,20 @@ class Config:
     if not isinstance(value, dict):
       return value
     if key not in self._children:
-      self._children[key] = Config(value, f"{self._path}.{key}")
+      self._children[key] = Config(value, f"{self.path}.{key}")
     return self._children[key]
 
   def __getitem__(self, key: str) -> Any:
     value = self.get(key, _MISSING)
     if value is _MISSING:
-      raise ConfigError(f"{self._path}.{key}: missing{self.misspelled(key)}.")
+      raise ConfigError(f"{self.path}.{key}: missing{self.misspelled(key)}.")
     return value
 
   def misspelled(self, key: str) -> str:
     """Suggests the unread key nearest to a missing one; "" if none is near."""
     unused = [k for k in self._data if k not in self._asked]
     near = difflib.get_close_matches(key, unused, n=1)
-    return f" (is {self._path}.{near[0]} a misspelling of it?)" if near else ""
+    return f" (is {self.path}.{near[0]} a misspelling of it?)" if near else ""
 
   def __getattr__(self, key: str) -> Any:
     if key.startswith("_"):
@@ -169,7 +163,7 @@ class Config:
     value = plain(self[key]) if required else self._data.get(key, missing)
     if not isinstance(value, Mapping):
       raise ConfigError(
-        f"{self._path}.{key}: expected a dict of keyword arguments, got "
+        f"{self.path}.{key}: expected a dict of keyword arguments, got "
         f"{value!r}."
       )
     return plain(value)
@@ -189,7 +183,7 @@ class Config:
       if key not in self._asked:
         # Names in the config count too: the command line may have meant one.
         hint = did_you_mean(key, self._asked)
-        lines.append(f"{self._path}.{key}: unknown key.{hint}")
+        lines.append(f"{self.path}.{key}: unknown key.{hint}")
       elif isinstance(value, dict) and key not in self._whole:
         lines += self.get(key).unread()
     return lines
@@ -209,13 +203,8 @@ def plain(value: Any) -> Any:
 def load(path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
   """Loads the config of `path.py`, `path.py:argument` or `path.json`.
 
-  Args:
-    changes: "a.b.c=value", see `override`. Values that refer to a changed one
-      (`ConfigDict.get_ref`) follow it.
-
-  Raises:
-    ConfigError: there is no such file, or the file or its argument is wrong;
-      the message names the line of the config file. Or a change is wrong.
+  Values that refer to a changed one (`ConfigDict.get_ref`) follow it;
+  `override` has the syntax of changes. Errors name the line of the config file.
   """
   config = _load(path)
   if hasattr(config, "ignore_type"):  # A ConfigDict checks types in its way.
@@ -244,11 +233,7 @@ def _load(path: str) -> Any:
 
 
 def call(path: str, name: str) -> Any:
-  """Calls `get_config` or `get_sweep` of "FILE.py" or "FILE.py:argument".
-
-  Raises:
-    ConfigError: there is no such file or function, or it fails.
-  """
+  """Calls `get_config` or `get_sweep` of "FILE.py" or "FILE.py:argument"."""
   file, colon, argument = path.partition(".py:")
   file = os.path.expanduser(file + ".py" if colon else file)
   if not os.path.isfile(file):
@@ -282,10 +267,11 @@ def _nearest(file: str) -> str:
 def _where(error: Exception, file: str) -> str:
   if isinstance(error, SyntaxError):
     return f"{error.filename}:{error.lineno}"
-  frames = traceback.extract_tb(error.__traceback__)
-  own = [
-    f for f in frames if os.path.abspath(f.filename) == os.path.abspath(file)
-  ]
+  frames, path = (
+    traceback.extract_tb(error.__traceback__),
+    os.path.abspath(file),
+  )
+  own = [f for f in frames if os.path.abspath(f.filename) == path]
   return f"{file}:{own[-1].lineno}" if own else file
 
 
@@ -360,11 +346,7 @@ def check_number(
   whole: bool = False,
   error: type[Exception] = ConfigError,
 ) -> Any:
-  """Returns `value` if it is a finite number in the given range.
-
-  Args:
-    path: location of the value in the config, such as "config.lr".
-    value: int or float; bools are not numbers here.
+  """Returns `value` if it is a finite number in range; bools are not numbers.
 
   >>> check_number("config.dropout", 0.1, least=0, below=1)
   0.1
@@ -380,23 +362,14 @@ def check_number(
     and (below is None or value < below)
   ):
     return value
-  limits = [
-    f"{words} {limit}"
-    for words, limit in (
-      ("at least", least),
-      ("at most", most),
-      ("above", above),
-      ("below", below),
-    )
-    if limit is not None
-  ]
+  limits = {"at least": least, "at most": most, "above": above, "below": below}
+  given = [f"{words} {n}" for words, n in limits.items() if n is not None]
   kind = "a whole number" if whole else "a number"
-  expected = f"{kind} {' and '.join(limits)}".rstrip()
+  expected = f"{kind} {' and '.join(given)}".rstrip()
   raise error(f"{path}: expected {expected}, got {value!r}.")
 
 
 def whole_number(cfg: Config, key: str, default: int, least: int) -> int:
-  """Reads an int of at least `least` from the config; see `check_number`."""
   value = cfg.get(key, default)
   return check_number(f"{cfg.path}.{key}", value, least=least, whole=True)
 
@@ -407,7 +380,6 @@ def to_json(config: Mapping[str, Any], **kwargs: Any) -> str:
 
 
 def digest(config: Mapping[str, Any]) -> str:
-  """SHA-256 of the config's canonical JSON."""
   return hashlib.sha256(to_json(config).encode()).hexdigest()
 
 

@@ -23,12 +23,9 @@ from bigtrain.step import initial
 
 
 class Teacher(NamedTuple):
-  """The teacher of a run.
+  """The teacher of a run; without one, `model` is None and `spec` is empty.
 
-  Attributes:
-    model: flax module; None without a teacher.
-    spec: {"teacher": jax.ShapeDtypeStructs of its variables}; {} without one.
-    load: returns the arrays of `spec`.
+  `spec` has the shapes of {"teacher": its variables}, `load` their arrays.
   """
 
   model: Any
@@ -45,13 +42,7 @@ def from_config(
 ) -> Teacher:
   """Reads config.teacher.
 
-  Args:
-    batch_spec: jax.ShapeDtypeStructs of a batch.
-    seed: config.seed, for a teacher with model_init=None: such a teacher has
-      fresh parameters and is good for tests only.
-
-  Raises:
-    ConfigError: a key is missing or unknown, or the file does not fit.
+  With model_init=None, a teacher for tests, the parameters are from `seed`.
   """
   if not config.get("teacher"):
     return Teacher(None, {}, dict)

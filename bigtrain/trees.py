@@ -5,6 +5,7 @@ tuples, indices of other sequences. Checkpoints, sharding rules, optimizer masks
 and weight statistics all use these names.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,12 +14,7 @@ import jax
 Tree = Any
 
 
-def key_name(key: Any) -> str:
-  """The part of a name that belongs to one jax tree key."""
-  for attribute in ("key", "name", "idx"):
-    if hasattr(key, attribute):
-      return str(getattr(key, attribute))
-  return str(key)
+_join = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 def flatten_with_names(tree: Tree) -> list[tuple[str, Any]]:
@@ -28,18 +24,17 @@ def flatten_with_names(tree: Tree) -> list[tuple[str, Any]]:
   [('a', 3), ('b/0', 1), ('b/1', 2)]
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return [("/".join(map(key_name, path)), leaf) for path, leaf in flat]
+  return [(_join(path), leaf) for path, leaf in flat]
 
 
 def names(tree: Tree) -> list[str]:
-  """The names of all leaves, in jax's flattening order."""
   return [name for name, _ in flatten_with_names(tree)]
 
 
 def map_with_names(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
   """jax.tree.map with the leaf's name as the first argument of `fn`."""
   return jax.tree_util.tree_map_with_path(
-    lambda path, *leaves: fn("/".join(map(key_name, path)), *leaves),
+    lambda path, *leaves: fn(_join(path), *leaves),
     tree,
     *rest,
   )
@@ -71,9 +66,7 @@ def from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
 def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
   """Splits nested dicts by a tree of bools of the same structure.
 
-  Returns:
-    (leaves where mask is True, other leaves), both as nested dicts that lack
-    the leaves of the other part.
+  Each part lacks the leaves of the other; the one where mask is True is first.
   """
   flags = dict(flatten_with_names(mask))
   if list(flags) != names(tree):

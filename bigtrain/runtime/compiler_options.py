@@ -29,25 +29,18 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def read(config: settings.Config, mesh: Mesh) -> dict[str, Any]:
-  """OURS for the mesh's platform, changed by config.compiler_options.
-
-  Raises:
-    ConfigError: the compiler does not know an option or refuses its value.
-  """
+  """OURS for the mesh's platform, changed by config.compiler_options."""
   device = mesh.devices.flat[0]
   ours = OURS.get(device.platform, {})
   given = config.kwargs("compiler_options")
   chosen = {k: v for k, v in {**ours, **given}.items() if v is not None}
-  new = {k: v for k, v in chosen.items() if k in given}
-  if new and _complaint(mesh, new):
-    for name, value in new.items():
-      complaint = _complaint(mesh, {name: value})
-      if complaint:
-        hint = settings.did_you_mean(name, ours) if name not in ours else ""
-        raise settings.ConfigError(
-          f"config.compiler_options.{name}={value!r}: the compiler for "
-          f"{device.device_kind} refuses it: {complaint}{hint}"
-        )
+  for name in (n for n in given if n in chosen):
+    if complaint := _complaint(mesh, {name: chosen[name]}):
+      hint = settings.did_you_mean(name, ours) if name not in ours else ""
+      raise settings.ConfigError(
+        f"config.compiler_options.{name}={chosen[name]!r}: the compiler for "
+        f"{device.device_kind} refuses it: {complaint}{hint}"
+      )
   return chosen
 
 

@@ -13,7 +13,6 @@ _TRANSFER_GUARDS = ("allow", "log", "disallow", "log_explicit")
 
 
 def transfer_guard(config: Config) -> contextlib.AbstractContextManager[Any]:
-  """The context of config.transfer_guard; without the key it does nothing."""
   level = config.get("transfer_guard")
   if level is None:
     return contextlib.nullcontext()
@@ -24,30 +23,20 @@ def transfer_guard(config: Config) -> contextlib.AbstractContextManager[Any]:
 def hparams_placement(
   config: Config, layout: jax.sharding.Sharding
 ) -> Callable[[Any], Any]:
-  """A function that readies a step's scalars for the update.
-
-  The update copies numpy's scalars itself, which is faster, but implicit: a
-  transfer guard would find it.
-  """
   if config.get("transfer_guard") is None:
     return lambda hparams: hparams
+  # The update copies numpy's scalars itself, which is faster, but implicit.
   return lambda hparams: jax.device_put(hparams, layout)
 
 
 def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
-  if config.get("debug_shapes", False):
-    return log_shapes(loss_fn)
-  return loss_fn
+  """With config.debug_shapes, logs shapes when the loss is first traced.
 
-
-def log_shapes(
-  loss_fn: Callable[[Any, Any, Any], Any],
-) -> Callable[[Any, Any, Any], Any]:
-  """The same function, which logs shapes when it is first traced:
-
-  those of the batch, of the arguments and results of every flax module in the
-  order of their calls, and of the metrics.
+  They are those of the batch, of the arguments and results of every flax module
+  in the order of their calls, and of the metrics.
   """
+  if not config.get("debug_shapes", False):
+    return loss_fn
   is_logged = False
 
   def wrapped(variables: Any, batch: Any, rng: Any) -> Any:

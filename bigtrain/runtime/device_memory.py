@@ -3,10 +3,7 @@
 A compiled program knows how much memory it needs. If a device has less, the run
 ends before its first step. If a device runs out of memory later, the error
 names the phase of the run. Both errors have the sizes, and the command with
-which tools.plan finds settings that fit:
-
-  OutOfMemory: the update needs 31.2 GB on each device, which has 25 GB (...).
-  This finds settings that fit: python -m bigtrain.tools.plan --config=...
+which tools.plan finds settings that fit.
 """
 
 import math
@@ -32,15 +29,11 @@ class OutOfMemory(RuntimeError):
 
 
 def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
-  """Memory of a device that programs may use; None if unknown.
-
-  config.device_memory_bytes replaces what the devices report.
-  """
+  """Memory of a device that programs may use; None if unknown."""
   given = config.get("device_memory_bytes")
   if given is not None:
-    path = "config.device_memory_bytes"
-    settings.check_number(path, given, least=1, whole=True)
-    return int(given)
+    key = "config.device_memory_bytes"
+    return int(settings.check_number(key, given, least=1, whole=True))
   present = set(jax.local_devices())  # Absent devices cannot be asked.
   devices = [device for device in mesh.devices.flat if device in present]
   stats = [device.memory_stats() or {} for device in devices]
@@ -78,9 +71,8 @@ def memory_bytes(program: jax.stages.Compiled) -> dict[str, int]:
 def needed_bytes(memory: Mapping[str, int], by_peak: bool = False) -> int:
   """Memory of a program on each device.
 
-  Args:
-    by_peak: for TPUs, whose compiler places each buffer. Other backends
-      allocate all temporary memory at once.
+  Only compilers for TPUs place each buffer, so that the peak is what counts;
+  other backends allocate all temporary memory at once.
   """
   if by_peak:
     return memory["peak_bytes"]
@@ -89,7 +81,6 @@ def needed_bytes(memory: Mapping[str, int], by_peak: bool = False) -> int:
 
 
 def check(name: str, program: jax.stages.Compiled, limit: int | None) -> None:
-  """Raises OutOfMemory if a program needs more than `limit` bytes."""
   memory = memory_bytes(program)
   if limit is None or not memory or _needed(memory) <= limit:
     return
@@ -102,7 +93,6 @@ def check(name: str, program: jax.stages.Compiled, limit: int | None) -> None:
 
 
 def is_exhausted(error: BaseException | None) -> bool:
-  """Whether an error of jax says that a device is out of memory."""
   exhausted = "RESOURCE_EXHAUSTED" in str(error)
   return isinstance(error, jax.errors.JaxRuntimeError) and exhausted
 
@@ -135,7 +125,6 @@ def _needed(memory: Mapping[str, int]) -> int:
 
 
 def _sizes(update: jax.stages.Compiled, limit: int | None) -> str:
-  """Says what the update needs, in parts, and what a device has."""
   memory = memory_bytes(update)
   arguments = zip(update.args_info[0], update.input_shardings[0])
   (state, of_state), _, (batch, of_batch), *_ = arguments

@@ -22,9 +22,9 @@ class Corrupt(RuntimeError):
 class End(NamedTuple):
   """How training ended; argument of a hook's `after_train`.
 
-  Attributes:
-    how: "finished"; "stopped" by a hook, as a success; "preempted" by a signal;
-      "rolled_back" to a checkpoint, from which training starts again; "failed".
+  `how` is "finished"; "stopped" by a hook, as a success; "preempted" by a
+  signal; "rolled_back" to a checkpoint, from which training starts again; or
+  "failed".
   """
 
   how: str
@@ -59,7 +59,6 @@ class Run:
   asked_evaluations: set[str] = dataclasses.field(default_factory=set)
 
   def take_asked(self) -> list[Any]:
-    """Returns and forgets what hooks ask for, as JSON."""
     asked = [self.stop, self.save, sorted(self.asked_evaluations)]
     self.stop, self.save, self.asked_evaluations = None, False, set()
     return asked
@@ -92,7 +91,6 @@ class Context:
     return self._run.state
 
   def variables(self, weights: str = "params") -> Variables:
-    """The first argument of predict functions."""
     state = self._run.state
     return {"params": state[weights], **state.get("mutable", {})}
 

@@ -31,9 +31,8 @@ _METHODS = (
 class Hooks:
   """All hooks of a config, called in the config's order.
 
-  Attributes:
-    stopped: the decision that ended the run, in this process or an earlier one.
-    evaluations: names of those that hooks asked for and that have no results.
+  `stopped` is the decision that ended the run, in this process or an earlier
+  one; `evaluations` are those that hooks asked for and that have no results.
   """
 
   def __init__(self, hooks: Mapping[str, Any], run: Run, digest: str = ""):
@@ -78,7 +77,6 @@ class Hooks:
       self._agree()
 
   def after_row(self, row: Mapping[str, Any]) -> None:
-    """Shows a row to the hooks, unless one of them has stopped the run."""
     step, names = row["step"], row.keys() - {"step"}
     self.evaluations -= {name.partition("/")[0] for name in names}
     seen = {*self._seen[1]} if step == self._seen[0] else set()
@@ -234,7 +232,6 @@ _TRAINING_PREFIXES = (
 def _check_evaluations(
   hook: Any, config: settings.Config, path: str, hook_names: Iterable[str]
 ) -> None:
-  """Warns of a metric with a prefix that no row will have."""
   evals = list(config.get("evals", {}))
   for metric in getattr(hook, "watches", ()):
     prefix, slash, _ = str(metric).partition("/")

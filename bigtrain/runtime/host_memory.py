@@ -16,13 +16,13 @@ _GROW_BYTES = 2**26
 def keep_freed() -> bool:
   """Makes glibc's malloc keep freed blocks below 1 GiB; False if it cannot.
 
-  By default large blocks are mapped and unmapped one by one. XLA's CPU backend
-  allocates its temporaries anew for every step, so each step would fault in all
-  of their pages again: a third of a small model's step (docs/benchmarks.md).
+  By default large blocks are mapped and unmapped one by one, and XLA's CPU
+  backend, which allocates its temporaries anew for every step, would fault in
+  all pages again: a third of a small model's step (docs/benchmarks.md).
 
-  Only malloc's main arena holds blocks above 64 MiB, and it serves the main
-  thread only. So the CPU backend runs programs in the calling thread, which is
-  the loop's and thus the main one. Call this before the first use of devices.
+  Only malloc's main arena holds blocks above 64 MiB, and only for the main
+  thread, so programs run in that one. Call this before the first use of
+  devices.
   """
   jax_flags.default("jax_cpu_enable_async_dispatch", False)
   if not sys.platform.startswith("linux"):

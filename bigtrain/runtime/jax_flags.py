@@ -21,9 +21,7 @@ from bigtrain.settings import ConfigError
 # Module of absl whose flags are taken. Those of absl.app belong to its run().
 _LOGGING = "absl.logging"
 # Options that this program needs as they are, with the reason.
-_FIXED = {
-  "jax_enable_preemption_service": "bigtrain itself saves on a signal",
-}
+_FIXED = {"jax_enable_preemption_service": "bigtrain itself saves on a signal"}
 
 _given: set[str] = set()
 
@@ -38,19 +36,14 @@ def _jax_names() -> frozenset[str]:
 
 
 def define(values: flags.FlagValues) -> None:
-  """Adds the flags of jax and of absl's logging to `values`."""
-  names = _jax_names()
   by_module = flags.FLAGS.flags_by_module_dict()
-  for flag in [
-    *by_module.get(_LOGGING, ()),
-    *(flags.FLAGS[name] for name in names),
-  ]:
+  of_jax = [flags.FLAGS[name] for name in _jax_names()]
+  for flag in [*by_module.get(_LOGGING, ()), *of_jax]:
     flag.present = 0  # Of an earlier command line in this process.
     values[flag.name] = flag
 
 
 def apply(values: flags.FlagValues) -> None:
-  """Hands the flags that were present to jax and absl."""
   _given.clear()
   for name in sorted(_jax_names()):
     if not values[name].present:
@@ -86,7 +79,6 @@ def take(words: Sequence[str]) -> list[str]:
 
 
 def names() -> list[str]:
-  """Returns all flags, such as "--jax_debug_nans"."""
   values = flags.FlagValues()
   define(values)
   return [f"--{name}" for name in values]
@@ -99,12 +91,10 @@ def default(name: str, value: Any) -> None:
 
 
 def use_compile_cache(folder: str | bool | None) -> str:
-  """Enables jax's compilation cache; returns its folder, "" for none.
+  """Enables jax's compilation cache in a folder; returns it, "" for none.
 
-  Flags of the command line, such as --jax_compilation_cache_dir, come first.
-
-  Args:
-    folder: True for the user's cache folder, False for no cache.
+  True stands for the user's cache folder. Flags of the command line, such as
+  --jax_compilation_cache_dir, come first.
   """
   if folder is False or folder is None:
     return ""

@@ -18,9 +18,8 @@ from bigtrain.step.running_metrics import RunningMetrics
 class MetricsLog:
   """Makes rows of metrics.jsonl from log steps and from evaluations.
 
-  Attributes:
-    check: raises if the metrics of a log step are bad.
-    facts: about the update, for the first row and run.json.
+  `check` raises if the metrics of a log step are bad; `facts` are about the
+  update, for the first row and run.json.
   """
 
   workdir: str

@@ -41,8 +41,8 @@ class Phases:
   def __call__(self, name: str, step: int, detail: str = "") -> Iterator[None]:
     """The phase inside a `with` block; afterwards, the surrounding one.
 
-    Wait for dispatched steps before the block: inside, the time they take
-    counts as `name`, which is "compile", "evaluation" or "save".
+    Wait for dispatched steps before the block: inside, their time counts as
+    `name`.
     """
     if name not in _PHASES:
       raise ValueError(f"phase {name!r}: expected one of {', '.join(_PHASES)}")
@@ -66,11 +66,7 @@ class Phases:
     self._report("step", step, "training")
 
   def evaluation_progress(self, num_done: int, num_batches: int) -> None:
-    """Reports a finished batch inside of `phase("evaluation", ...)`.
-
-    Raises:
-      Preempted: the run must end; the state of this step is saved already.
-    """
+    """Reports a finished batch; raises Preempted if the run must end."""
     self._watchdog.beat()
     self._console.evaluation_progress(num_done, num_batches)
     if process.preempted():

@@ -1,15 +1,9 @@
 """Compiles programs ahead of time and records what each of them costs.
 
 Tracing needs the interpreter and the ambient mesh of its thread. Compilation
-runs in C++ and may take minutes, so it goes into a thread of its own while the
-caller does something else:
-
-  compiling = process.Background(programs.lower("update", update, *specs))
-  ...
-  update = compiling.result()
-
-Identical programs, such as the steps of two evaluations that differ only in
-their data, are compiled once.
+runs in C++ and may take minutes, so it goes into a thread of its own. Identical
+programs, such as the steps of two evaluations that differ only in their data,
+are compiled once.
 """
 
 import contextlib
@@ -46,12 +40,9 @@ def _count_cache_hits() -> None:
 class Programs:
   """Lowers and compiles functions, and records the time it takes.
 
-  Attributes:
-    mode: "compiled"; "checked", compiled at the first call, without reusing
-      the arguments' memory, so that jax can run again to find a NaN; or
-      "eager", without compilation, one operation at a time.
-    compiler_options: options of XLA.
-    limit_bytes: memory of a device; None if unknown.
+  The mode is "compiled"; "checked", compiled at the first call, without reusing
+  the arguments' memory, so that jax can run again to find a NaN; or "eager",
+  without compilation, one operation at a time.
   """
 
   def __init__(
@@ -81,15 +72,9 @@ class Programs:
     """Traces a function at once; returns a function that compiles it later.
 
     That one may run in any thread. Its result takes arguments of exactly these
-    shapes, types and shardings.
-
-    Args:
-      name: name of the program, for `facts` and the log.
-      *specs: jax.ShapeDtypeStructs of its arguments, with shardings.
-      share: whether to return an identical program if one was compiled with
-        `share` before.
-      limited: whether to refuse a program that needs more than limit_bytes.
-      **options: arguments of jax.jit.
+    shapes, types and shardings. With `share`, an identical program that was
+    compiled with `share` before is returned. With `limited`, one that needs
+    more than limit_bytes is refused. The options are jax.jit's.
     """
     if self.mode == "eager":
       return lambda: _eager(fn, options.get("out_shardings"))
@@ -124,14 +109,11 @@ class Programs:
           raise self.explained(e, name) from e
         facts["compile_secs"] = time.monotonic() - began
         hit = getattr(_this_thread, "hits", 0) > hits
-        facts["cache"] = "hit" if hit else "miss" if _caches() else "off"
+        folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+        facts["cache"] = "hit" if hit else "miss" if folder else "off"
       self._programs[name] = program
-    logging.info(
-      "Compiled %s in %.2f s (cache: %s).",
-      name,
-      facts["compile_secs"],
-      facts["cache"],
-    )
+    took = f"{facts['compile_secs']:.2f} s (cache: {facts['cache']})"
+    logging.info("Compiled %s in %s.", name, took)
     if limited:
       device_memory.check(name, program, self.limit_bytes)
     return program
@@ -139,8 +121,7 @@ class Programs:
   def explained(self, error: Exception, name: str = "") -> Exception:
     """OutOfMemory for an error of jax about memory, else the error.
 
-    Args:
-      name: the program that was being compiled; "" at run time.
+    `name` is the program that was being compiled; "" at run time.
     """
     if not device_memory.is_exhausted(error):
       return error
@@ -150,7 +131,6 @@ class Programs:
   def compile(
     self, name: str, fn: Callable[..., Any], *specs: Any, **options: Any
   ) -> Program:
-    """Lowers and compiles at once, unless an identical program exists."""
     return self.lower(name, fn, *specs, share=True, **options)()
 
   def facts(self, name: str) -> dict[str, Any]:
@@ -164,31 +144,20 @@ class Programs:
     return self._facts[name] | device_memory.memory_bytes(self._programs[name])
 
 
-def _caches() -> bool:
-  folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-  return bool(folder)
-
-
 def from_config(config: settings.Config, mesh: Mesh) -> Programs:
-  """Reads eager, debug_nans, compiler_options and device_memory_bytes.
-
-  The options of jax that ask for the same, such as --jax_debug_nans, count too.
-  """
-  eager, checked = config.get("eager", False), config.get("debug_nans", False)
-  debugs = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
-  checked = checked or debugs
-  eager = eager or jax.config.jax_disable_jit  # type: ignore[attr-defined]
+  """Reads eager, debug_nans, compiler_options and device_memory_bytes."""
+  flags: Any = jax.config  # Such as --jax_debug_nans.
+  debugs = flags.jax_debug_nans or flags.jax_debug_infs
+  checked = config.get("debug_nans", False) or debugs
+  eager = config.get("eager", False) or flags.jax_disable_jit
   if eager and checked:
     raise settings.ConfigError(
       "config.eager=True and config.debug_nans=True: set one of them; the "
       "second also names the operation that made a NaN."
     )
   mode = "eager" if eager else "checked" if checked else "compiled"
-  return Programs(
-    mode,
-    compiler_options.read(config, mesh),
-    device_memory.limit_bytes(config, mesh),
-  )
+  options = compiler_options.read(config, mesh)
+  return Programs(mode, options, device_memory.limit_bytes(config, mesh))
 
 
 @contextlib.contextmanager
@@ -206,13 +175,9 @@ def of_run(config: settings.Config, mesh: Mesh) -> Iterator[Programs]:
 
 
 def _identity(lowered: jax.stages.Lowered) -> Any:
-  """Key that is equal for identical programs; the text has constants too."""
-  return (
-    lowered.as_text(),
-    lowered.in_tree,
-    lowered.out_tree,
-    str(lowered.in_avals),
-  )
+  # The text has the constants too.
+  avals = str(lowered.in_avals)
+  return lowered.as_text(), lowered.in_tree, lowered.out_tree, avals
 
 
 def _eager(fn: Callable[..., Any], out_shardings: Any) -> Program:
@@ -226,10 +191,13 @@ def _eager(fn: Callable[..., Any], out_shardings: Any) -> Program:
 
 
 class Builder:
-  """Calls functions in the background, one after the other."""
+  """Calls functions in the background, one after the other.
+
+  They must not communicate with other processes. `start` calls each of them
+  once; `close` does not wait for a running one.
+  """
 
   def __init__(self, builds: Mapping[str, Callable[[], Any]], mesh: Mesh):
-    """Calls nothing yet; `builds` must not communicate with other processes."""
     self._builds = builds
     self._mesh = mesh
     self._running: dict[str, process.Background] = {}
@@ -237,7 +205,6 @@ class Builder:
     self._closed = False
 
   def start(self, names: Iterable[str]) -> None:
-    """Calls these functions, in this order, unless called before."""
     for name in names:
       if name not in self._running:
         previous, self._last = self._last, threading.Event()
@@ -258,7 +225,6 @@ class Builder:
       done.set()
 
   def get(self, name: str) -> Any:
-    """Waits for a function; returns its result or raises its exception."""
     self.start([name])
     return self._running[name].result()
 
@@ -268,5 +234,4 @@ class Builder:
         running.result()
 
   def close(self) -> None:
-    """Calls no more functions; does not wait for a running one."""
     self._closed = True

@@ -13,17 +13,9 @@ from bigtrain.runtime.programs import Programs
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A run of the program.
+  """A run of the program; `plain` is the config as a dict.
 
-  Attributes:
-    config: the whole config, which records the keys that are read.
-    plain: the same as a plain dict.
-    workdir: absolute path of the run's folder.
-    mesh: devices of all processes.
-    programs: compiles the run's programs.
-    seed: config.seed.
-    batch_size: examples per step, over all devices.
-    lengths: lengths in steps.
+  The batch size is the number of examples per step, over all devices.
   """
 
   config: settings.Config
