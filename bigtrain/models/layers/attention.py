@@ -123,7 +123,7 @@ class Attention(nn.Module):
       # Initialisation needs no more than the shapes.
       backend="xla" if self.is_initializing() else options.backend,
     )
-    batch_size = len(x_BLD if y_BSD is None else y_BSD)
+    batch_size = (x_BLD if y_BSD is None else y_BSD).shape[0]
     splits = self._splits(batch_size)
     out = nn.DenseGeneral(
       x_BLD.shape[-1],
@@ -157,7 +157,7 @@ class Attention(nn.Module):
       nn.DenseGeneral, use_bias=options.use_bias, dtype=options.dtype
     )
     # Heads over the mesh axis `tensor`, if any.
-    splits = self._splits(len(x_or_y))
+    splits = self._splits(x_or_y.shape[0])
     q_BLHK = k_BSGK = v_BSGK = of_x = None
     if x_BLD is not None:
       of_x = sharding.columns(x_BLD) if splits else None
