@@ -159,7 +159,10 @@ UNFIT = [
     r"config.eager=True and config.debug_nans=True",
   ),
   ({"input.batch_size": 12}, r"config.input.batch_size=12 .* nearest .* 8 and"),
-  ({"input.batch_size": "x"}, r"config.input.batch_size: expected a positive"),
+  (
+    {"input.batch_size": "x"},
+    r"config.input.batch_size: expected a whole number at least 1",
+  ),
   ({"evals.val.batch_size": 12}, r"config.evals.val.batch_size=12 .* 8 and"),
   ({"microbatches": 4}, r"config.microbatches=4: .* nearest .* is 2"),
   ({"mesh": dict(replica=3)}, r"config.mesh: replica=3 .* there are 8 devices"),
