@@ -209,7 +209,7 @@ def find(path: str, step: int | None = None) -> str:
 
 
 def find_named(path: str, step: int | None, key: str) -> str:
-  """Like `find`, for a path that a user typed: ConfigError if there is none."""
+  """`find` for a path that a user typed; raises ConfigError."""
   path = paths.absolute(path)
   try:
     if not paths.exists(path):
@@ -397,8 +397,8 @@ def clean(workdir: str) -> list[str]:
   checkpoint.
   """
   notes = []
-  found = listing(workdir)
-  for path in found.leftovers:
+  listed = listing(workdir)
+  for path in listed.leftovers:
     name = os.path.basename(path)
     match = TEMPORARY.fullmatch(name)
     final = os.path.join(folder(workdir), match["step"] if match else name)
@@ -413,7 +413,7 @@ def clean(workdir: str) -> list[str]:
       continue  # Of another job that just failed to start here.
     except OSError as e:
       raise CheckpointError(f"{path}: cannot be removed: {e.strerror}.") from e
-  notes += [f"{path}: ignored, not a checkpoint" for path in found.strays]
+  notes += [f"{path}: ignored, not a checkpoint" for path in listed.strays]
   for note in notes:
     logging.warning("%s", note)
   return notes

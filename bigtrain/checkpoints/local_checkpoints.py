@@ -363,11 +363,11 @@ class LocalCheckpoints:
 
 def _find(folder: str, run: str) -> Iterable[tuple[str, Saved]]:
   try:
-    found = folders.listing(folder).checkpoints
+    directories = folders.listing(folder).checkpoints
   except CheckpointError as e:
     logging.warning("%s", e)
     return
-  for directory in found.values():
+  for directory in directories.values():
     try:
       manifest = folders.read_manifest(directory)
       about = manifest.writer
@@ -442,8 +442,8 @@ def _any_error(own: str) -> bool:
 
 
 def _keep_only(folder: str, directories: Iterable[str]) -> None:
-  found = folders.listing(folder)
-  others = (*found.checkpoints.values(), *found.leftovers, *found.strays)
+  listed = folders.listing(folder)
+  others = (*listed.checkpoints.values(), *listed.leftovers, *listed.strays)
   for path in {*others} - {*directories}:
     _remove(path)
 

@@ -104,26 +104,26 @@ def start(
     changes.check_files(host.fingerprints, fingerprints, options.allow_changes)
 
   hosts = local if from_local else None
-  found = _resume(workdir, state_spec, hosts, check_origin, options.fallback)
-  if found is None and options.resume:
-    found = _continue(options.resume, state_spec, check_origin)
-  if found is None:
+  result = _resume(workdir, state_spec, hosts, check_origin, options.fallback)
+  if result is None and options.resume:
+    result = _continue(options.resume, state_spec, check_origin)
+  if result is None:
     shardings = jax.tree.map(lambda x: x.sharding, state_spec)
     # Traced here, because the ambient mesh belongs to this thread; compiled and
     # run in another.
     word = gradients.seed_word(seed)
     compiled = lower("init", init_state, word, out_shardings=shardings)
     state = process.Background(lambda: compiled()(word), "init").result()
-    found = Start(state, HostState(), 0, "from scratch", False)
+    result = Start(state, HostState(), 0, "from scratch", False)
     if options.model_init:
       how = f"parameters from {options.model_init}"
-      found = found._replace(how=how)
+      result = result._replace(how=how)
       _load_model(state, options.model_init, state_spec, model_module)
   if local is not None:
-    local.begin(found.step, found.saved_step)
+    local.begin(result.step, result.saved_step)
   elif jax.process_index() == 0:
     local_checkpoints.forget(workdir)
-  return found
+  return result
 
 
 def _resume(

@@ -76,8 +76,8 @@ class Source:
     top = os.path.join(self._path, class_name)
     for folder, _, names in os.walk(top, followlinks=True):
       relative = os.path.relpath(folder, self._path)
-      found = [n for n in names if n.lower().endswith(_SUFFIXES)]
-      images += [os.path.join(relative, name) for name in found]
+      pictures = [n for n in names if n.lower().endswith(_SUFFIXES)]
+      images += [os.path.join(relative, name) for name in pictures]
     return sorted(images)
 
   @property

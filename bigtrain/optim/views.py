@@ -74,17 +74,17 @@ def _view(
   return View(every[:stack], rows, columns, hidden)
 
 
-def described(name: str, shape: tuple[int, ...], found: dims.Dims) -> View:
+def described(name: str, shape: tuple[int, ...], roles: dims.Dims) -> View:
   """The view of known dimensions; a router counts as a vector, as in T5X."""
-  num_rows, num_columns = len(found.inputs), len(found.outputs)
+  num_rows, num_columns = len(roles.inputs), len(roles.outputs)
   stack = len(shape) - num_rows - num_columns
-  if stack < len(found.stack):
+  if stack < len(roles.stack):
     raise ValueError(
-      f"dims: {name!r} is described as {found}, but has the shape {shape}."
+      f"dims: {name!r} is described as {roles}, but has the shape {shape}."
     )
-  if "E" in found.outputs:
+  if "E" in roles.outputs:
     num_rows = 0
-  sides = (found.inputs or found.outputs, found.outputs)
+  sides = (roles.inputs or roles.outputs, roles.outputs)
   hidden = all(_INNER.intersection(side) for side in sides)
   return _view(shape, stack, num_rows, hidden)
 
@@ -93,8 +93,8 @@ def of_model(module: Any, model: Any, params: Any) -> dict[str, View]:
   table = module.param_dims(model) if hasattr(module, "param_dims") else {}
   result = {}
   for name, leaf in trees.flatten_with_names(params):
-    shape, found = tuple(leaf.shape), dims.find(table, name)
-    view = described(name, shape, found) if found else default(name, shape)
+    shape, roles = tuple(leaf.shape), dims.find(table, name)
+    view = described(name, shape, roles) if roles else default(name, shape)
     result[name] = view
   return result
 

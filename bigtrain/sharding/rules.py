@@ -366,14 +366,14 @@ def place(
 
 def _splits(table: dims.Table, name: str) -> dict[str, tuple[int, bool]]:
   """Returns {axis: (negative dimension, whether it must divide)}."""
-  found = dims.find(table, name)
-  if found is None:
+  roles = dims.find(table, name)
+  if roles is None:
     return {}
-  letters = [*found.stack, *found.inputs, *found.outputs]
+  letters = [*roles.stack, *roles.inputs, *roles.outputs]
   result: dict[str, tuple[int, bool]] = {}
   for dim, letter in enumerate(letters, -len(letters)):
-    if dim in found.axes:
-      result.setdefault(found.axes[dim], (dim, True))
+    if dim in roles.axes:
+      result.setdefault(roles.axes[dim], (dim, True))
     elif letter in _OVER_TENSOR:
       result.setdefault("tensor", (dim, _OVER_TENSOR[letter]))
   return result

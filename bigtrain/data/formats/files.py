@@ -134,7 +134,7 @@ def find(path: Any, key: str) -> list[str]:
 
   The matches of a pattern are sorted.
   """
-  found: list[str] = []
+  files: list[str] = []
   for entry in as_list(path, key):
     file = local_path(entry, key)
     # Relative to the working directory, whose name may contain brackets.
@@ -144,8 +144,8 @@ def find(path: Any, key: str) -> list[str]:
     )
     if not (matches := sorted(filter(os.path.isfile, matches))):
       raise missing(file, key, "file")
-    found += map(paths.absolute, matches)
-  return found
+    files += map(paths.absolute, matches)
+  return files
 
 
 def missing(path: str, key: str, kind: str) -> ConfigError:

@@ -197,9 +197,9 @@ def _places(shapes: Shapes) -> dict[str, _Place]:
 
 
 def _num_inputs(param_dims: dims.Table, name: str) -> int:
-  found = dims.find(param_dims, name)
-  assert found is not None, name
-  return len(found.inputs)
+  roles = dims.find(param_dims, name)
+  assert roles is not None, name
+  return len(roles.inputs)
 
 
 def _get(

@@ -75,8 +75,8 @@ class Module:
     self.computations: dict[str, Computation] = {}
     self.entry = ""
     counts = (r"\bnum_partitions=(\d+)", r"\breplica_count=(\d+)")
-    found = [re.search(pattern, text) for pattern in counts]
-    self.num_devices = math.prod(int(match[1]) for match in found if match)
+    matches = [re.search(pattern, text) for pattern in counts]
+    self.num_devices = math.prod(int(match[1]) for match in matches if match)
     current: Computation = {}
     for line in text.splitlines():
       if header := _HEADER.match(line):
@@ -543,6 +543,6 @@ class _CycleReader:
     inner = self._wrapped(op)
     for one in inner.values() if inner else [op]:
       body = inner or computation
-      if found := _collective(one, body, self.module.num_devices):
-        return found
+      if sent := _collective(one, body, self.module.num_devices):
+        return sent
     return None
