@@ -34,7 +34,7 @@ def _nodes(*kinds):
 
 
 def test_the_package_is_small():
-  assert sum(len(text.splitlines()) for text in FILES.values()) <= 46_000
+  assert sum(len(text.splitlines()) for text in FILES.values()) <= 56_000
 
 
 def test_docstrings_say_what_signatures_do_not():
