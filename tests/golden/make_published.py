@@ -1,0 +1,359 @@
+"""Makes published/: a small random model of each family, by transformers.
+
+Each folder has the output of save_pretrained; gradients.safetensors, the
+gradients of the mean cross-entropy in the same layout; and reference.npz:
+tokens, their logits, and the tokens that greedy generation adds to `prompt`.
+Attention is eager, everything is float32. The weights are random, so the
+folders contain no published ones. requirements.txt has the library's version.
+
+  python tests/golden/make_published.py   # writes the folders anew
+"""
+
+import pathlib
+import shutil
+import tempfile
+
+import numpy as np
+import safetensors.torch
+import torch
+import transformers
+
+EAGER = dict(attn_implementation="eager", experts_implementation="eager")
+BATCH, LENGTH, PROMPT, NEW = 2, 24, 14, 10
+SIZES = dict(
+  vocab_size=67,
+  hidden_size=16,
+  intermediate_size=24,
+  num_hidden_layers=3,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  max_position_embeddings=64,
+  tie_word_embeddings=False,
+)
+DEFAULT = dict(rope_type="default", rope_theta=1e4)
+YARN = dict(
+  rope_type="yarn",
+  rope_theta=1e4,
+  factor=4.0,
+  original_max_position_embeddings=16,
+  beta_fast=32.0,
+  beta_slow=1.0,
+)
+LLAMA3 = dict(
+  rope_type="llama3",
+  rope_theta=5e3,
+  factor=4.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=32,
+)
+
+
+def longrope(original_len):
+  rope = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    partial_rotary_factor=0.75,
+    short_factor=[1.0, 1.1, 1.3],
+    long_factor=[1.0, 1.9, 3.5],
+  )
+  return dict(
+    rope_parameters=rope, original_max_position_embeddings=original_len
+  )
+
+
+PHI3 = dict(
+  model_type="phi3",
+  hidden_size=32,
+  intermediate_size=16,
+  num_hidden_layers=2,
+  sliding_window=7,
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+LOCAL_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+GRANITE = dict(
+  embedding_multiplier=3.0,
+  residual_multiplier=0.4,
+  attention_multiplier=0.3,
+  logits_scaling=2.5,
+)
+GPT_OSS = dict(
+  model_type="gpt_oss",
+  num_local_experts=3,
+  num_experts_per_tok=2,
+  swiglu_limit=0.5,
+  sliding_window=5,
+  rope_parameters=YARN | dict(truncate=False, rope_theta=150_000.0),
+)
+
+
+def kinds(period, depth):
+  """layer_types of a model whose period ends in full attention."""
+  sliding, full = "sliding_attention", "full_attention"
+  return [sliding if (i + 1) % period else full for i in range(depth)]
+
+
+# {folder: differences from SIZES}. Windows are shorter than the text, and
+# depths are more than one period and a remainder.
+FAMILIES = {
+  "llama": dict(
+    model_type="llama",
+    head_dim=8,
+    attention_bias=True,
+    mlp_bias=True,
+    rope_parameters=LLAMA3,
+  ),
+  "mistral": dict(model_type="mistral", head_dim=6, sliding_window=7),
+  "ministral": dict(
+    model_type="ministral",
+    num_hidden_layers=5,
+    head_dim=6,
+    sliding_window=5,
+    layer_types=kinds(2, 5),
+  ),
+  "ministral3": dict(
+    model_type="ministral3",
+    head_dim=8,
+    rope_parameters=YARN
+    | dict(mscale=0.7, mscale_all_dim=0.4, llama_4_scaling_beta=0.3),
+  ),
+  "mixtral": dict(
+    model_type="mixtral",
+    **LOCAL_EXPERTS,
+    intermediate_size=8,
+    sliding_window=9,
+  ),
+  "qwen2": dict(
+    model_type="qwen2",
+    num_hidden_layers=4,
+    use_sliding_window=True,
+    max_window_layers=2,
+    sliding_window=5,
+    rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e6),
+  ),
+  "qwen3": dict(
+    model_type="qwen3",
+    head_dim=8,
+    attention_bias=True,
+    tie_word_embeddings=True,
+    rope_parameters=YARN,
+  ),
+  "qwen2_moe": dict(
+    model_type="qwen2_moe",
+    num_hidden_layers=4,
+    **EXPERTS,
+    shared_expert_intermediate_size=12,
+    mlp_only_layers=[0],
+    use_sliding_window=True,
+    max_window_layers=3,
+    sliding_window=5,
+  ),
+  "qwen3_moe": dict(
+    model_type="qwen3_moe",
+    num_hidden_layers=5,
+    intermediate_size=16,
+    head_dim=6,
+    **EXPERTS,
+    norm_topk_prob=True,
+    decoder_sparse_step=2,
+    attention_bias=True,
+  ),
+  "gemma": dict(model_type="gemma", head_dim=6, tie_word_embeddings=True),
+  "gemma2": dict(
+    model_type="gemma2",
+    num_hidden_layers=5,
+    head_dim=6,
+    sliding_window=5,
+    query_pre_attn_scalar=5,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,
+    tie_word_embeddings=True,
+  ),
+  "gemma3_text": dict(
+    model_type="gemma3_text",
+    num_hidden_layers=7,
+    intermediate_size=16,
+    head_dim=6,
+    sliding_window=5,
+    layer_types=kinds(3, 7),
+    query_pre_attn_scalar=5,
+    tie_word_embeddings=True,
+    rope_parameters=dict(
+      sliding_attention=DEFAULT,
+      full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+    ),
+  ),
+  "olmo2": dict(model_type="olmo2", attention_bias=True),
+  "olmo3": dict(
+    model_type="olmo3",
+    num_hidden_layers=5,
+    sliding_window=5,
+    layer_types=kinds(2, 5),
+    rope_parameters=dict(sliding_attention=DEFAULT, full_attention=YARN),
+  ),
+  "olmoe": dict(
+    model_type="olmoe",
+    num_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=8,
+    clip_qkv=0.6,
+  ),
+  "smollm3": dict(
+    model_type="smollm3",
+    num_hidden_layers=5,
+    no_rope_layer_interval=2,
+    tie_word_embeddings=True,
+  ),
+  "phi3": PHI3 | longrope(8),
+  "phi3_short": PHI3 | longrope(48),
+  "cohere2": dict(
+    model_type="cohere2",
+    num_hidden_layers=5,
+    sliding_window=5,
+    layer_types=kinds(2, 5),
+    logit_scale=0.3,
+    tie_word_embeddings=True,
+  ),
+  "glm4": dict(model_type="glm4", head_dim=8, attention_bias=True),
+  "glm4_moe": dict(
+    model_type="glm4_moe",
+    head_dim=8,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    n_shared_experts=2,
+    moe_intermediate_size=6,
+    n_group=2,
+    topk_group=1,
+    routed_scaling_factor=1.5,
+    use_qk_norm=True,
+    attention_bias=True,
+  ),
+  "granite": dict(
+    model_type="granite", **GRANITE, attention_bias=True, mlp_bias=True
+  ),
+  "granitemoe": dict(
+    model_type="granitemoe", **GRANITE, **LOCAL_EXPERTS, intermediate_size=8
+  ),
+  "nemotron": dict(
+    model_type="nemotron", head_dim=8, attention_bias=True, mlp_bias=True
+  ),
+  "minimax_m2": dict(
+    model_type="minimax_m2",
+    head_dim=8,
+    **LOCAL_EXPERTS,
+    intermediate_size=8,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+  ),
+  "gpt_oss": GPT_OSS
+  | dict(num_hidden_layers=5, head_dim=6, intermediate_size=8),
+  "gpt_oss_mxfp4": GPT_OSS
+  | dict(hidden_size=32, intermediate_size=32, head_dim=8),
+}
+
+
+def with_noise(model, rng):
+  """Adds noise: initial scales and biases are equal, and would hide errors."""
+  buffers = dict(model.named_buffers())
+  biases = [x for n, x in buffers.items() if n.endswith("correction_bias")]
+  with torch.no_grad():
+    for x in [*model.parameters(), *biases]:
+      noise = rng.normal(size=x.shape) * (0.35 if x.ndim > 1 else 0.3)
+      x.add_(torch.from_numpy(noise.astype(np.float32)))
+    for x in biases:
+      x.mul_(0.2)  # Scores are in [0, 1].
+
+
+def to_mxfp4(model, rng):
+  """Replaces the experts' kernels by random MXFP4; returns their blocks."""
+  from transformers.integrations import mxfp4
+
+  blocks = {}
+  for i, layer in enumerate(model.model.layers):
+    for name in ("gate_up_proj", "down_proj"):
+      E, inputs, outputs = getattr(layer.mlp.experts, name).shape
+      shape = (E, outputs, inputs // 32)
+      packed = rng.integers(0, 256, (*shape, 16)).astype(np.uint8)
+      scales = rng.integers(123, 127, shape).astype(np.uint8)
+      pair = torch.from_numpy(packed), torch.from_numpy(scales)
+      kernel = mxfp4.convert_moe_packed_tensors(*pair, dtype=torch.float32)
+      getattr(layer.mlp.experts, name).data.copy_(kernel)
+      key = f"model.layers.{i}.mlp.experts.{name}"
+      blocks |= {f"{key}_blocks": pair[0], f"{key}_scales": pair[1]}
+  return blocks
+
+
+def save_gradients(model, tokens, out):
+  logits = model(tokens).logits
+  targets = tokens[:, 1:].flatten()
+  loss = torch.nn.functional.cross_entropy(
+    logits[:, :-1].flatten(0, 1), targets
+  )
+  loss.backward()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.copy_(parameter.grad)
+  with tempfile.TemporaryDirectory() as folder:
+    # The library names and splits arrays otherwise in files than in memory.
+    model.save_pretrained(folder)
+    arrays = safetensors.torch.load_file(f"{folder}/model.safetensors")
+  arrays = {n: x for n, x in arrays.items() if "correction_bias" not in n}
+  safetensors.torch.save_file(arrays, out / "gradients.safetensors")
+
+
+def write_family(options, out):
+  """Writes one folder."""
+  torch.manual_seed(0)
+  rng = np.random.default_rng(0)
+  no_tokens = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+  config = transformers.AutoConfig.for_model(**SIZES | no_tokens | options)
+  model = transformers.AutoModelForCausalLM.from_config(
+    config, dtype=torch.float32, **EAGER
+  ).eval()
+  with_noise(model, rng)
+  blocks = to_mxfp4(model, rng) if out.name == "gpt_oss_mxfp4" else {}
+  model.save_pretrained(out)
+  (out / "generation_config.json").unlink(missing_ok=True)
+  tokens = rng.integers(0, config.vocab_size, (BATCH, LENGTH))
+  prompt = torch.from_numpy(tokens[:, :PROMPT])
+  with torch.no_grad():
+    logits = model(torch.from_numpy(tokens)).logits
+    generated = model.generate(
+      prompt,
+      attention_mask=torch.ones_like(prompt),
+      do_sample=False,
+      max_new_tokens=NEW,
+      eos_token_id=None,
+    )
+  np.savez_compressed(
+    out / "reference.npz",
+    tokens=tokens.astype(np.int32),
+    logits=logits.numpy(),
+    prompt=prompt.numpy().astype(np.int32),
+    generated=generated[:, PROMPT:].numpy().astype(np.int32),
+  )
+  if blocks:
+    file = out / "model.safetensors"
+    arrays = safetensors.torch.load_file(file) | blocks
+    for name in blocks:
+      arrays.pop(name.removesuffix("_blocks"), None)
+    safetensors.torch.save_file(arrays, file, {"format": "pt"})
+    config.quantization_config = {
+      "quant_method": "mxfp4",
+      "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
+    config.save_pretrained(out)
+  else:
+    save_gradients(model, torch.from_numpy(tokens), out)
+
+
+def write(golden):
+  """Writes all folders below `golden`."""
+  shutil.rmtree(golden / "published", ignore_errors=True)
+  for name, options in FAMILIES.items():
+    out = golden / "published" / name
+    out.mkdir(parents=True)
+    write_family(options, out)
+
+
+if __name__ == "__main__":
+  write(pathlib.Path(__file__).parent)
