@@ -6,7 +6,8 @@
   get("some/published/model")    a folder with one of these files
 
 `encode` returns only the ids of the text, without beginning, end and padding.
-Text that spells a special token, such as "</s>", is plain text.
+Text that spells a special token, such as "</s>", is plain text, unless
+`special=True`, as for texts of chat templates.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ class Tokenizer:
     name: argument of `get`.
     vocab_size: largest id + 1.
     special_ids: ids that are not text.
+    spellings: {text: id} of special tokens.
+    adds_bos: whether the published tokenizer begins every text with bos_id.
   """
 
   name: str
@@ -54,9 +57,36 @@ class Tokenizer:
   )
   _decode: Callable[[list[int]], str] = dataclasses.field(repr=False)
   _digest: str = dataclasses.field(repr=False)
+  # As _encode, but texts that spell special tokens become these.
+  _encode_special: Callable[[str], Sequence[int]] | None = dataclasses.field(
+    default=None, repr=False
+  )
+  spellings: Mapping[str, int] = dataclasses.field(
+    default_factory=dict, repr=False
+  )
+  adds_bos: bool = False
 
-  def encode(self, text: str) -> np.ndarray:
-    return np.asarray(self._encode(text), np.int32)
+  def encode(self, text: str, special: bool = False) -> np.ndarray:
+    if not special:
+      return np.asarray(self._encode(text), np.int32)
+    if self._encode_special is None:
+      raise ConfigError(
+        f"tokenizer {self.name!r}: special tokens in texts, as chat templates "
+        "write them, need a tokenizer.json."
+      )
+    return np.asarray(self._encode_special(text), np.int32)
+
+  def spell(self, ids: Iterable[int]) -> str:
+    """Returns the text of ids, with special ids spelled out."""
+    names = {i: text for text, i in self.spellings.items()}
+    parts, run = [], list[int]()
+    for i in map(int, ids):
+      if i in self.special_ids:
+        parts += [self.decode(run), names.get(i, f"<{i}>")]
+        run = []
+      else:
+        run.append(i)
+    return "".join([*parts, self.decode(run)])
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of ids, without special ids and ids beyond the size."""
@@ -118,13 +148,15 @@ def _bytes() -> Tokenizer:
     # A model may generate invalid UTF-8, or stop within a character.
     return raw.decode("utf-8", "replace")
 
+  spellings = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
   return Tokenizer(
     name="bytes",
     vocab_size=_FIRST_BYTE + 256,
     pad_id=0,
     bos_id=1,
     eos_id=2,
-    special_ids=frozenset(range(_FIRST_BYTE)),
+    special_ids=frozenset(spellings.values()),
+    spellings=spellings,
     _encode=encode,
     _decode=decode,
     _digest="bytes v1",
@@ -181,6 +213,7 @@ def _sentencepiece(
     bos_id=bos,
     eos_id=eos,
     special_ids=_without_none(*control, pad, bos, eos),
+    spellings={model.id_to_piece(i): i for i in control},
     _encode=model.encode_as_ids,
     _decode=model.decode_ids,
     _digest=digest,
@@ -216,7 +249,11 @@ def _hugging_face(
   added = model.get_added_tokens_decoder()
   special = {i for i, token in added.items() if token.special}
   padding = parsed.get("padding") or {}
-  declared = _declared_special_tokens(os.path.dirname(path))
+  declared = declared_special_tokens(os.path.dirname(path))
+  # The option above is of the whole object, which threads share.
+  with_special = tokenizers.Tokenizer.from_buffer(content)
+  with_special.no_truncation()
+  with_special.no_padding()
 
   def find(kind: str, names: tuple[str | None, ...]) -> int | None:
     names = (declared[kind],) if kind in declared else names
@@ -228,6 +265,7 @@ def _hugging_face(
   vocab = model.get_vocab(with_added_tokens=True)
   if not vocab:
     raise ConfigError(f"tokenizer {path!r}: its vocabulary is empty.")
+  ids = _without_none(*special, pad, bos, eos)
   return Tokenizer(
     name=spec,
     # Ids may have gaps, so this may exceed their count.
@@ -235,14 +273,19 @@ def _hugging_face(
     pad_id=pad,
     bos_id=bos,
     eos_id=eos,
-    special_ids=_without_none(*special, pad, bos, eos),
+    special_ids=ids,
+    spellings={model.id_to_token(i): i for i in ids},
+    adds_bos=bos is not None and bos in with_special.encode("a").ids[:1],
     _encode=lambda text: model.encode(text, add_special_tokens=False).ids,
+    _encode_special=lambda text: (
+      with_special.encode(text, add_special_tokens=False).ids
+    ),
     _decode=model.decode,
     _digest=digest,
   )
 
 
-def _declared_special_tokens(folder: str) -> dict[str, str | None]:
+def declared_special_tokens(folder: str) -> dict[str, str | None]:
   """Reads the special tokens from the files beside a tokenizer.json."""
   declared: dict[str, str | None] = {}
   for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -254,10 +297,9 @@ def _declared_special_tokens(folder: str) -> dict[str, str | None]:
         content: Any = json.load(f)
     except (OSError, ValueError) as e:
       raise ConfigError(f"tokenizer: {path}: cannot be read: {e}.") from e
-    for kind in ("pad_token", "bos_token", "eos_token"):
+    for kind, token in content.items() if isinstance(content, dict) else ():
       # A token is a string, a dict with its "content", or null for none.
-      if isinstance(content, dict) and kind in content:
-        token = content[kind]
-        is_dict = isinstance(token, dict)
-        declared[kind] = token.get("content") if is_dict else token
+      text = token.get("content") if isinstance(token, dict) else token
+      if kind.endswith("_token") and (text is None or isinstance(text, str)):
+        declared[kind] = text
   return declared

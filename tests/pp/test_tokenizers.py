@@ -192,3 +192,19 @@ def test_a_missing_package_is_named(
     ConfigError, match=rf"needs {package} .*pip install 'bigtrain\[text\]'"
   ):
     tokenizers.get(str(path))
+
+
+def test_special_tokens_in_a_text_are_ids_only_on_request(tmp_path):
+  special = ("<|endoftext|>", "<|im_end|>")
+  path = small_tokenizers.tokenizer_json(tmp_path / "tokenizer.json", special)
+  tokenizer = tokenizers.get(path)
+  text = "one<|im_end|>two"
+  plain, ids = tokenizer.encode(text), tokenizer.encode(text, special=True)
+  assert 1 not in plain and ids.tolist().count(1) == 1
+  assert tokenizer.decode(plain) == text and tokenizer.decode(ids) == "onetwo"
+  assert tokenizer.spell(ids) == text
+  assert tokenizer.spellings == {"<|endoftext|>": 0, "<|im_end|>": 1}
+  assert not tokenizer.adds_bos
+  assert tokenizers.get("bytes").spell([1, 100, 2]) == "<bos>a<eos>"
+  with pytest.raises(ConfigError, match="need a tokenizer.json"):
+    tokenizers.get("bytes").encode(text, special=True)
