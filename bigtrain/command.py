@@ -16,7 +16,7 @@ from bigtrain import settings
 from bigtrain.checkpoints import folders
 from bigtrain.cluster import process
 from bigtrain.files import disk, paths
-from bigtrain.reports import ending
+from bigtrain.reports import ending, record
 from bigtrain.runtime import jax_flags
 
 _USAGE = (
@@ -125,6 +125,11 @@ def _folder(workdir: str | None) -> contextlib.AbstractContextManager[str]:
 def _prepare() -> None:
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
+  logging.get_absl_handler().setFormatter(
+    python_logging.Formatter(
+      "%(levelname).1s%(asctime)s %(message)s", "%m%d %H:%M:%S"
+    )
+  )
   flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.
   # At level INFO, jax lists the hardware that it did not find.
   python_logging.getLogger("jax").setLevel(python_logging.WARNING)
@@ -147,6 +152,8 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
     )
     process.exit_now(process.EXIT_OK)
   _prepare()
+  config: dict[str, Any] = {}
+  workdir: str | None = None
   try:
     config, workdir, cleanup = parse(sys.argv)
     with _folder(workdir) as folder:
@@ -157,24 +164,29 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
       message += "\n  --cleanup has removed the checkpoints."
   except settings.ConfigError as e:
     # No traceback: the mistake is in the config or the data.
-    _end(process.EXIT_CONFIG, f"error: {e}")
+    _end(process.EXIT_CONFIG, f"error: {e}", workdir)
   except process.Preempted as e:
     _end(process.EXIT_PREEMPTED, f"preempted: {e}")
   except Exception as e:
     # Not at the head of the file: it imports flax, which takes a while.
     from bigtrain.runtime import device_memory
+    from bigtrain.step import guard
 
     refused = isinstance(e, device_memory.OutOfMemory) and not e.__cause__
-    if not (disk.is_full(e) or refused):  # Their last line is sufficient.
+    explained = refused or isinstance(e, guard.NotFinite)
+    if not (disk.is_full(e) or explained):  # Their last line is sufficient.
       with contextlib.suppress(OSError):  # As in _end.
+        print(ending.users_frames(e, config), file=sys.stderr, end="")
         traceback.print_exc()
     room = disk.room(e, str(getattr(e, "filename", None) or os.getcwd()))
-    _end(process.EXIT_ERROR, f"error: {type(e).__name__}: {e}{room}")
+    _end(process.EXIT_ERROR, f"error: {type(e).__name__}: {e}{room}", workdir)
   print(message)
   process.exit_now(process.EXIT_OK)
 
 
-def _end(code: int, last_line: str) -> NoReturn:
+def _end(code: int, last_line: str, workdir: str | None = None) -> NoReturn:
+  if workdir:
+    record.note_failure(workdir, last_line)
   # The log may be on the disk that is full, and the others must still end.
   with contextlib.suppress(OSError):
     print(last_line, file=sys.stderr, flush=True)

@@ -342,6 +342,7 @@ def _train(
   start_options = start.read(config).check(workdir, model_module, model)
   saving = checkpointer.read_options(config, run.lengths, workdir)
   loggers = writers.read_options(config)
+  log_parameters = config.get("log_parameters", False)
   eval_only = config.get("eval_only", False)
   transfer_guard = debugging.transfer_guard(config)
   place_hparams = debugging.hparams_placement(config, replicated)
@@ -352,6 +353,8 @@ def _train(
   # ================================ Start =====================================
   # From here on the run writes files, and the workdir is this job's alone.
 
+  for line in record.summary(plain, run.lengths.units):
+    logging.info("%s", line)
   folders.check_writable(workdir)
   check_lease = at_end.enter_context(lease.hold(workdir))
   at_end.callback(console.close)
@@ -373,21 +376,27 @@ def _train(
     start_options,
     workdir,
     plain,
-    state_spec,
-    init_state,
-    model_module,
-    seed,
-    train_input.fingerprints,
-    functools.partial(run.programs.lower, limited=False),
-    saving["local"],
+    state_spec=state_spec,
+    init_state=init_state,
+    model_module=model_module,
+    seed=seed,
+    fingerprints=train_input.fingerprints,
+    lower=functools.partial(run.programs.lower, limited=False),
+    local=saving["local"],
     from_local=not rollbacks,
   )
   state, step, saved_step = started.state, started.step, started.saved_step
   teacher_state = frozen_teacher.load()
-  recording = process.Background(
-    record.start(workdir, plain, mesh, optimizer.trainable, state, started.how),
-    "record",
+  write_record = record.start(
+    workdir,
+    plain,
+    mesh,
+    optimizer.trainable,
+    state,
+    origin=started.how,
+    log_table=log_parameters,
   )
+  recording = process.Background(write_record, "record")
   logging.info("Step %d of %d, %s.", step, total_steps, started.how)
   # A rollback skips batches for good, so from then on the batch index leads
   # the step by `ahead`.
@@ -409,8 +418,8 @@ def _train(
   run_hooks.restore(started.host.hooks, step, state)
   running = running_metrics.from_host(started.host.tally, running_spec, mesh)
   with phase("compile", step):
-    update = compiled.result()
     recording.result()
+    update = compiled.result()
 
   # What the loop does at some steps: check, save, evaluate.
   builder = programs.Builder({e.name: e.build for e in run_evaluations}, mesh)

@@ -39,7 +39,10 @@ def find_module(kind: str, name: str, key: str) -> Any:
     )
   if "." not in name and name not in module_names(kind):
     hint = settings.did_you_mean(name, module_names(kind))
-    raise settings.ConfigError(f"{key}: no {kind} module {name!r}.{hint}")
+    raise settings.ConfigError(
+      f"{key}: no {kind} module {name!r}.{hint} A module of your own has a "
+      "dotted path, such as 'my_project.my_module'."
+    )
   dotted = name if "." in name else f"bigtrain.{kind}.{name}"
   return _import(dotted, key)
 

@@ -15,6 +15,7 @@ import json
 import math
 import numbers
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -37,7 +38,9 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
   " Did you mean 'learning_rate'?"
   """
   options = sorted(set(map(str, options)))
-  near = difflib.get_close_matches(str(name), options, n=1, cutoff=0.6)
+  by_lower_case = {option.lower(): option for option in options}
+  near = difflib.get_close_matches(str(name).lower(), by_lower_case, n=1)
+  near = [by_lower_case[option] for option in near]
   if not near:  # Abbreviations and longer forms: "lr" against "lr_mults".
     near = [o for o in options if o.startswith(str(name)) and name][:1]
   if near:
@@ -238,6 +241,9 @@ def call(path: str, name: str) -> Any:
   file = os.path.expanduser(file + ".py" if colon else file)
   if not os.path.isfile(file):
     raise ConfigError(f"--config={file}: no such file.{_nearest(file)}")
+  folder = os.path.dirname(os.path.abspath(file))
+  if folder not in sys.path:  # For imports of neighbours, also later ones.
+    sys.path.append(folder)
   spec = importlib.util.spec_from_file_location("bigtrain_config", file)
   if spec is None or spec.loader is None:
     raise ConfigError(f"--config={file}: cannot be imported.")
@@ -258,6 +264,9 @@ def call(path: str, name: str) -> Any:
 
 
 def _nearest(file: str) -> str:
+  as_module = file.removesuffix(".py").replace(".", os.sep) + ".py"
+  if os.path.isfile(as_module):  # "configs.digits", as for imports.
+    return f" Did you mean {as_module!r}?"
   folder = os.path.dirname(file) or "."
   names = os.listdir(folder) if os.path.isdir(folder) else []
   configs = [name for name in names if name.endswith((".py", ".json"))]

@@ -32,6 +32,7 @@ RULES = {
     "reports",
     "runtime",
     "settings",
+    "step",
   },
   "evaluators": _ARRAYS
   | {"evaluation", "files", "inputs", "losses", "parts", "pp", "reports"},

@@ -135,7 +135,7 @@ def test_a_workdir_has_the_documented_files(plain_run):
   assert start["num_trained_params"] == start["num_params"]
   table = (workdir / "parameters.txt").read_text()
   assert f"{start['num_params']:,} parameters" in table
-  assert table.endswith("mean and std at the start: from scratch\n")
+  assert table.endswith("bytes, from scratch\n")
   for program in ("update", "val"):
     facts = start["programs"][program]
     assert facts["argument_bytes"] > 0

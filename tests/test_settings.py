@@ -20,6 +20,30 @@ def test_did_you_mean_lists_the_options_if_none_is_near():
   assert "n19" in many and "n20" not in many and many.endswith("...")
 
 
+def test_did_you_mean_ignores_case():
+  assert "'adamw'" in settings.did_you_mean("adamW", ["adam", "adamw"])
+  assert "'PAD'" in settings.did_you_mean("pad", ["PAD", "past"])
+
+
+def test_a_config_named_as_a_module_is_suggested(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "exp").mkdir()
+  (tmp_path / "exp/mine.py").write_text("def get_config():\n  return {}\n")
+  for typed in ("exp.mine", "exp/mine"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'exp/mine\.py'"):
+      settings.load(typed)
+
+
+def test_a_config_may_import_its_neighbour(tmp_path, monkeypatch):
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  (tmp_path / "base_of_test.py").write_text("LR = 0.25\n")
+  child = tmp_path / "child.py"
+  child.write_text(
+    "import base_of_test\ndef get_config():\n  return {'lr': base_of_test.LR}\n"
+  )
+  assert settings.load(str(child)) == {"lr": 0.25}
+
+
 def test_did_you_mean_suggests_the_long_form_of_an_abbreviation():
   assert "'lr_mults'" in settings.did_you_mean("lr", ["lr_mults", "wd"])
 

@@ -78,6 +78,7 @@ def start(
   options: StartOptions,
   workdir: str,
   config: Mapping[str, Any],
+  *,
   state_spec: Any,
   init_state: Callable[[Any], Any],
   model_module: Any,
@@ -85,7 +86,6 @@ def start(
   fingerprints: Mapping[str, str],
   lower: Callable[..., Callable[[], Any]],
   local: local_checkpoints.LocalCheckpoints | None = None,
-  *,
   from_local: bool = True,
 ) -> Start:
   """Loads or makes the state to start with; see the module for the order.

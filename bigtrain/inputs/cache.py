@@ -49,7 +49,7 @@ def fits(size: int, what: str, share: float) -> bool:
   free = available_bytes()
   free_text = "unknown" if free is None else readable(free)
   message = "%s take about %s of memory, of which %s are available."
-  logging.info(message, what, readable(size), free_text)
+  logging.debug(message, what, readable(size), free_text)
   return free is None or size <= free * share
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from bigtrain.parts import ClassCount
 from bigtrain.pp.registry import Op
@@ -76,7 +77,32 @@ def check_parts(
           where = f"{part.key}: {part.source.where(row)}"
           raise invalid(where, name, ids[feature][row], *limit)
     known = sizes(part.op, part.source)
-    check_sizes({n: known[n] for n in known if n in spec}, model_sizes, path)
+    known = {name: size for name, size in known.items() if name in spec}
+    check_sizes(known, model_sizes, path)
+    of_ids = {
+      name: int(ids[x].max()) + 1
+      for name, x in _unchanged(part.op, ids)
+      if ids[x].size
+    }
+    if path == "config.input":
+      _warn_of_unused_classes(of_ids | known, model_sizes, part.key)
+
+
+def _warn_of_unused_classes(
+  data_sizes: Mapping[str, int], model_sizes: Mapping[str, int], path: str
+) -> None:
+  for name, size in data_sizes.items():
+    limit = model_sizes.get(name)
+    if isinstance(limit, ClassCount) and size < limit:
+      logging.warning(
+        "%s: the data have %d classes (%r), but %s=%d: the model has outputs "
+        "that are never right.",
+        path,
+        size,
+        name,
+        limit.key,
+        limit,
+      )
 
 
 def find_invalid(

@@ -1,8 +1,18 @@
 """The last lines that a run prints."""
 
 import os
+import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
+
+from bigtrain import trees
+
+_KEPT = {
+  "metrics": "metrics.jsonl",
+  "checkpoints": "checkpoints",
+  "TensorBoard": "tensorboard",
+}
 
 
 def message(results: Mapping[str, Any], workdir: str | None) -> str:
@@ -18,9 +28,26 @@ def message(results: Mapping[str, Any], workdir: str | None) -> str:
       lines.append(f"  {name:24} {value:.4g}")
   if workdir is None:
     return "\n".join([*lines, "  No files were kept."])
-  lines += [
-    f"  metrics       {os.path.join(workdir, 'metrics.jsonl')}",
-    f"  checkpoints   {os.path.join(workdir, 'checkpoints')}",
-    f"  TensorBoard   {os.path.join(workdir, 'tensorboard')}",
-  ]
+  for title, name in _KEPT.items():
+    if os.path.exists(path := os.path.join(workdir, name)):
+      lines.append(f"  {title:13} {path}")
   return "\n".join(lines)
+
+
+def users_frames(error: Exception, config: Mapping[str, Any]) -> str:
+  """The frames of an error in modules that the config names by dotted paths.
+
+  "" if there are none.
+  """
+  keys = {}
+  for name, value in trees.flatten_with_names(dict(config)):
+    module = sys.modules.get(value) if isinstance(value, str) else None
+    if module and not value.startswith("bigtrain."):
+      keys[getattr(module, "__file__", None)] = name.replace("/", ".")
+  frames = traceback.extract_tb(error.__traceback__)
+  own = [frame for frame in frames if frame.filename in keys]
+  if not own:
+    return ""
+  names = sorted({f"config.{keys[frame.filename]}" for frame in own})
+  listed = "".join(traceback.format_list(own))
+  return f"Error in your own code ({', '.join(names)}):\n{listed}\n"

@@ -103,12 +103,10 @@ def write(
   columns = columns if values else columns[:-2]
   table = parameter_overview.make_table(rows, column_names=columns)
   size, num_trained, num_bytes = facts(params, trainable).values()
-  text = (
-    f"{table}\n{size:,} parameters, {num_trained:,} of them trained, "
-    f"{num_bytes:,} bytes"
-  )
+  trained = "all" if num_trained == size else f"{num_trained:,} of them"
+  text = f"{table}\n{size:,} parameters, {trained} trained, {num_bytes:,} bytes"
   if origin:
-    text += f"; mean and std at the start: {origin}"
+    text += f", {origin}"
   if jax.process_index() == 0:
     with paths.replacing(os.path.join(workdir, "parameters.txt")) as file:
       file.write(f"{text}\n")

@@ -11,6 +11,7 @@ import platform
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from jax.sharding import Mesh
 
 from bigtrain import settings, sharding, trees
 from bigtrain.files import paths
+from bigtrain.lengths import Units
 from bigtrain.reports import parameters
 
 _PACKAGES = (
@@ -49,11 +51,34 @@ def topology(mesh: Mesh) -> str:
   per_process = collections.Counter(d.process_index for d in devices)
   kinds = collections.Counter(d.device_kind for d in devices)
   counts = " or ".join(map(str, sorted(set(per_process.values()))))
+  processes = ""
+  if jax.process_count() > 1:
+    processes = f" in {jax.process_count()} processes with {counts} each"
   return (
-    f"{jax.process_count()} process(es) with {counts} device(s) each, "
-    f"{', '.join(f'{n} of kind {kind!r}' for kind, n in kinds.items())}, mesh "
-    f"{sharding.in_words(mesh.shape)}"
+    f"Devices: {', '.join(f'{n} x {kind}' for kind, n in kinds.items())}"
+    f"{processes}, mesh {sharding.in_words(mesh.shape)}"
   )
+
+
+def summary(config: Mapping[str, Any], units: Units) -> list[str]:
+  """A config in three lines: its model, its data, and how it trains."""
+  data = config["input"].get("data") or config["input"].get("mixture", {})
+  examples = units.examples_per_epoch
+  size = f"; {examples:,} examples" if examples else ""
+  rates = {name: config[name] for name in ("lr", "wd") if name in config}
+  optimizer = {**(config.get("optimizer") or {}), **rates}
+  return [
+    f"{config['task']} with {config['model_name']}: "
+    f"{_words(config.get('model') or {})}",
+    f"Data: {_words(data)}{size}, {units.batch_size:,} a step",
+    f"{units.total_steps:,} steps: {_words(optimizer)}; "
+    f"seed {config.get('seed', 0)}",
+  ]
+
+
+def _words(options: Mapping[str, Any]) -> str:
+  words = [f"{k}={v}" for k, v in options.items() if v is not None]
+  return textwrap.shorten(", ".join(words), 100, placeholder=" ...")
 
 
 def versions() -> dict[str, str]:
@@ -91,6 +116,7 @@ def run_info(mesh: Mesh) -> dict[str, Any]:
     "python": platform.python_version(),
     "packages": versions(),
     "host": socket.gethostname(),
+    "pid": os.getpid(),
     "processes": jax.process_count(),
     "devices": mesh.size,
     "device_kind": device.device_kind,
@@ -132,10 +158,12 @@ def start(
   trainable: Any,
   state: Mapping[str, Any],
   origin: str = "",
+  log_table: bool = False,
 ) -> Callable[[], None]:
   """Returns a function that writes all files of a run's start, in any thread.
 
-  `origin` is where the state comes from, such as "from scratch".
+  `origin` is where the state comes from, such as "from scratch"; `log_table`
+  shows the table of parameters.
   """
   params = state["params"]
   moments = parameters.moments(params, mesh)
@@ -145,7 +173,7 @@ def start(
     facts = parameters.facts(specs, trainable)
     write(workdir, config, run_info(mesh) | facts)
     table = parameters.write(workdir, specs, trainable, moments, origin)
-    logging.info("The table is in parameters.txt:\n%s", table)
+    logging.info("%s", table if log_table else table.rpartition("\n")[2])
 
   return write_files
 
@@ -167,3 +195,13 @@ def update(workdir: str, **facts: Any) -> None:
       value = {**newest.get(name, {}), **value}
     newest[name] = value
   write_json(path, content)
+
+
+def note_failure(workdir: str, message: str) -> None:
+  """Adds the error that ends a run to run.json, if the run had begun."""
+  path = os.path.join(workdir, "run.json")
+  with contextlib.suppress(OSError, ValueError):
+    newest = (read_json(path) or {}).get("starts", [{}])[-1]
+    process = newest.get("host"), newest.get("pid")
+    if process == (socket.gethostname(), os.getpid()):
+      update(workdir, error=message)

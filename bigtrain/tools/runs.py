@@ -5,7 +5,8 @@
 
 A line has the run's state, its step, the best value of a metric, the time since
 its last sign of life, its folder and its command. States: running; finished;
-stopped, before its last step; lost: its process is gone without an end.
+stopped, before its last step; failed, with an error; lost: its process is gone
+without an end.
 """
 
 import argparse
@@ -59,13 +60,14 @@ def describe(
   written = rows.read_rows(workdir)
   newest = {name: value for row in written for name, value in row.items()}
   info = record.read_json(os.path.join(workdir, "run.json")) or {}
-  command = info.get("starts", [{}])[-1].get("command", [])
+  starts = info.get("starts") or [{}]
+  command = starts[-1].get("command", [])
   signs = [os.path.join(workdir, name) for name in _SIGNS]
   alive = max(os.path.getmtime(path) for path in signs if os.path.exists(path))
   metric = metric or ranking.default_metric(newest)
   best = ranking.best(written, metric, mode or ranking.mode_of(metric))
   return Line(
-    state(workdir, newest),
+    state(workdir, newest, "error" in starts[-1]),
     newest.get("step", 0),
     float(newest.get("progress", 0.0)),
     f"{metric} {best.value:.4g} @ {best.step}" if best else "",
@@ -75,7 +77,7 @@ def describe(
   )
 
 
-def state(workdir: str, newest: Mapping[str, Any]) -> str:
+def state(workdir: str, newest: Mapping[str, Any], failed: bool = False) -> str:
   holder = lease.read(workdir)
   if holder is not None:
     is_alive = holder.is_alive()
@@ -84,7 +86,7 @@ def state(workdir: str, newest: Mapping[str, Any]) -> str:
     return "running" if is_alive else "lost"
   if newest.get("progress", 0) >= 1 or _was_stopped(workdir):
     return "finished"
-  return "stopped"
+  return "failed" if failed else "stopped"
 
 
 def _was_stopped(workdir: str) -> bool:

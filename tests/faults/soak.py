@@ -57,7 +57,7 @@ def _wait(process, workdir, last, rng):
   """Waits until a random moment; returns (its description, if it is early)."""
   early = not rng.randrange(_EARLY)
   if early:
-    words = rng.choice(["process(es)", "starting", "of this", "compiling"])
+    words = rng.choice(["Devices:", "starting", "of this", "compiling"])
     condition = lambda: words in process.text()
     moment = f"after it logged {words!r}"
   else:

@@ -130,6 +130,17 @@ def test_labels_of_evaluations_are_checked(tiny_config, tmp_path, pp):
     main.train(config, str(tmp_path / "run2"))
 
 
+def test_more_classes_than_the_data_have_are_a_warning(caplog):
+  for count, warnings in ((16, 0), (18, 1)):
+    caplog.clear()
+    train_input = make_train(pp="", data=rows_of(16))
+    train_input.limit_ids({"label": parts.ClassCount(count)})
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == warnings
+  assert "16 classes" in messages[0]
+  assert "config.model.num_classes=18" in messages[0]
+
+
 def test_labels_of_another_type_are_refused(tiny_config, tmp_path):
   config = tiny_config({"input.pp": "cast('float32',key='labels')"})
   message = (

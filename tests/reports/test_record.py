@@ -1,7 +1,9 @@
 """config.json, run.json, and the final message."""
 
+import importlib
 import json
 import os
+import socket
 import stat
 import sys
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from bigtrain import settings, sharding
+from bigtrain.lengths import Units
 from bigtrain.reports import ending, record
 from bigtrain.runtime import jax_flags
 
@@ -111,12 +114,54 @@ def test_a_missing_file(tmp_path):
 
 def test_topology():
   assert record.topology(sharding.make_mesh(2, 4)) == (
-    "1 process(es) with 8 device(s) each, 8 of kind 'cpu', "
-    "mesh replica=2 x fsdp=4"
+    "Devices: 8 x cpu, mesh replica=2 x fsdp=4"
   )
 
 
-def test_the_ending_lists_results_and_files():
+def test_a_config_in_three_lines():
+  config = {
+    "task": "classification",
+    "model_name": "vit",
+    "model": {"width": 64, "variant": None},
+    "input": {"data": {"type": "arrays", "name": "digits"}},
+    "optimizer": {"name": "adamw"},
+    "lr": 1e-3,
+  }
+  units = Units(16, examples_per_epoch=1438, total_steps=4000)
+  assert record.summary(config, units) == [
+    "classification with vit: width=64",
+    "Data: type=arrays, name=digits; 1,438 examples, 16 a step",
+    "4,000 steps: name=adamw, lr=0.001; seed 0",
+  ]
+
+
+def test_an_error_is_noted_in_the_run_that_it_ended(tmp_path):
+  info = {"host": socket.gethostname(), "pid": os.getpid()}
+  path = tmp_path / "run.json"
+  for changed in ({}, {"pid": -1}):  # Its own, and another process's.
+    path.write_text(json.dumps({"starts": [{}, info | changed]}))
+    record.note_failure(str(tmp_path), "error: no more")
+    (_, newest) = json.loads(path.read_text())["starts"]
+    assert newest.get("error") == (None if changed else "error: no more")
+  record.note_failure(str(tmp_path / "nothing"), "error: no more")
+
+
+def test_frames_of_the_users_modules(tmp_path, monkeypatch):
+  (tmp_path / "users_task.py").write_text("def loss(x):\n  return x + 'a'\n")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  config = {"task": "users_task", "lr": 1.0, "model_name": "json"}
+  with pytest.raises(TypeError) as error:
+    importlib.import_module("users_task").loss(1)
+  first, *rest = ending.users_frames(error.value, config).splitlines()
+  assert first == "Error in your own code (config.task):"
+  assert "users_task.py" in rest[0] and "return x + 'a'" in rest[1]
+  assert ending.users_frames(ValueError("x"), config) == ""
+
+
+def test_the_ending_lists_results_and_files(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "runs/x/checkpoints").mkdir(parents=True)
+  (tmp_path / "runs/x/metrics.jsonl").touch()
   results = {
     "step": 12,
     "loss": 0.12345,
@@ -134,7 +179,6 @@ def test_the_ending_lists_results_and_files():
   assert [line.split() for line in lines[3:]] == [
     ["metrics", "runs/x/metrics.jsonl"],
     ["checkpoints", "runs/x/checkpoints"],
-    ["TensorBoard", "runs/x/tensorboard"],
   ]
 
 

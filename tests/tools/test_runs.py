@@ -46,6 +46,18 @@ def test_one_line_a_run(folder, capsys):
   assert line[2] == "loss 0.05 @ 400"
 
 
+def test_a_run_that_ended_with_an_error(folder, capsys):
+  path = folder / "b/c/metrics.jsonl"
+  path.write_text(json.dumps({"step": 10, "loss": 1.0, "progress": 0.1}) + "\n")
+  assert table(capsys, folder)[1][0] == "stopped"
+  info = {"starts": [{"error": "error: x"}, {}]}
+  (folder / "b/c/run.json").write_text(json.dumps(info))
+  assert table(capsys, folder)[1][0] == "stopped"  # The newest start had none.
+  info["starts"].append({"error": "error: x"})
+  (folder / "b/c/run.json").write_text(json.dumps(info))
+  assert table(capsys, folder)[1][0] == "failed"
+
+
 def test_states(folder, capsys):
   holder = lease.acquire(str(folder / "a"))
   try:

@@ -129,7 +129,7 @@ def choose(name: str, call: Call) -> str:
     against.append(f"{name}: {unsupported[name] or 'does not pay'}")
   reason = "; ".join([str(best), *against])
   if settings.note_choice(KEY, str(call), name, reason):
-    logging.info("%s: %s for %s (%s).", KEY, name, call, reason)
+    logging.debug("%s: %s for %s (%s).", KEY, name, call, reason)
   return name
 
 
