@@ -95,7 +95,8 @@ def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
     return fn(*args)
   ways = mesh.shape.get("tensor", 1)
   front = spec = PartitionSpec(BATCH_AXES)
-  if ways > 1 and all(x.shape[2] % ways == 0 for x in args[:by_heads]):
+  whole = [x for x in args[:by_heads] if x is not None]
+  if ways > 1 and all(x.shape[2] % ways == 0 for x in whole):
     front = PartitionSpec(BATCH_AXES, None, "tensor")
   return jax.shard_map(
     fn,

@@ -7,10 +7,12 @@ of keys and values, R = H / G, K head width.
 import dataclasses
 import functools
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import settings, sharding
@@ -25,6 +27,7 @@ from bigtrain.models.layers import (
   masks,
   positions,
   remat,
+  rms_norm,
 )
 
 
@@ -34,8 +37,15 @@ class Options(NamedTuple):
   Attributes:
     head_dim: K; D / H if None.
     num_kv_heads: G, which divides H; H if None.
-    qk_norm: whether queries and keys are divided by their root mean squares.
+    bias: which projections have one: "qkv", "out". Other sites are ignored.
+    qk_norm: root-mean-square norms of queries and keys: "head", "projection"
+      (over all heads together), "l2" (by head, without a scale) or None.
+    norm_offset: see rms_norm.RMSNorm.
+    qk_norm_after_rope: whether these norms follow the rotation.
+    qkv_clip: largest size of entries of queries, keys and values.
     scale: factor of the scores; 1 / sqrt(K) if None.
+    sinks: whether the softmax of a head has one more logit, a parameter, whose
+      probability is dropped.
     window: see masks.Mask.
     softcap: scores s become softcap * tanh(s / softcap); None for no cap.
     query_std: standard deviation of initial values, as `kv_std` and `out_std`;
@@ -46,9 +56,13 @@ class Options(NamedTuple):
   num_heads: int
   head_dim: int | None = None
   num_kv_heads: int | None = None
-  use_bias: bool = True
-  qk_norm: bool = False
+  bias: Collection[str] = ("qkv", "out")
+  qk_norm: str | None = None
   norm_eps: float = 1e-6
+  norm_offset: float = 0.0
+  qk_norm_after_rope: bool = False
+  qkv_clip: float | None = None
+  sinks: bool = False
   scale: float | None = None
   window: int | None = None
   softcap: float | None = None
@@ -63,7 +77,8 @@ class Attention(nn.Module):
   """Attention of the positions of x to the positions of y.
 
   Parameters are named as in flax's MultiHeadDotProductAttention: query
-  (D, H, K), key and value (D, G, K), out (H, K, D), query_norm, key_norm.
+  (D, H, K), key and value (D, G, K), out (H, K, D); besides, query_norm and
+  key_norm, scales of (K,) or of all heads, and sinks (H,).
   """
 
   options: Options
@@ -77,6 +92,7 @@ class Attention(nn.Module):
     mask: masks.Mask = masks.Mask(),
     bias: jax.Array | positions.BiasByDistance | None = None,
     rope: positions.Rotation | None = None,
+    query_scale_BL: jax.Array | None = None,
     cache: kv_cache.Cache | None = None,
     layer: jax.Array | int = 0,
     start: jax.Array | int = 0,
@@ -87,19 +103,25 @@ class Attention(nn.Module):
       x_BLD: stream of the queries; None to write keys and values only. It may
         have a multiple of y's rows: successive rows of x share a row of y.
       y_BSD: stream of the keys and values; None if the cache holds them.
+      query_scale_BL: factors of the rotated queries, see positions.query_scale.
       cache: keys and values of all layers. Those of y are written to it.
     """
     options = self.options
     q_BLHK, k_BSGK, v_BSGK = self._projections(x_BLD, y_BSD)
-    if options.qk_norm:
-      norm = functools.partial(
-        nn.RMSNorm, epsilon=options.norm_eps, dtype=options.dtype
+    if not options.qk_norm_after_rope:
+      q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
+    if (limit := options.qkv_clip) is not None:
+      q_BLHK, k_BSGK, v_BSGK = jax.tree.map(
+        lambda x: jnp.clip(x, -limit, limit), (q_BLHK, k_BSGK, v_BSGK)
       )
-      q_BLHK = norm(name="query_norm")(q_BLHK)
-      k_BSGK = norm(name="key_norm")(k_BSGK)
     if rope is not None:
-      q_BLHK = positions.rotate(q_BLHK, rope)
-      k_BSGK = positions.rotate(k_BSGK, rope)
+      q_BLHK, k_BSGK = jax.tree.map(
+        lambda x: positions.rotate(x, rope), (q_BLHK, k_BSGK)
+      )
+    if options.qk_norm_after_rope:
+      q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
+    if query_scale_BL is not None:
+      q_BLHK *= query_scale_BL[..., None, None].astype(q_BLHK.dtype)
     if cache is not None:
       if y_BSD is not None:
         cache = cache.write(k_BSGK, v_BSGK, layer, start)
@@ -111,6 +133,10 @@ class Attention(nn.Module):
       B, L, H, K = q_BLHK.shape
       G = k_BSGK.shape[2]
       q = q_BLHK.reshape(B, L, G, H // G, K)
+    sinks_H = None
+    if options.sinks:
+      zeros = nn.initializers.zeros
+      sinks_H = self.param("sinks", zeros, (options.num_heads,))
     o = attend(
       q,
       k_BSGK,
@@ -118,6 +144,7 @@ class Attention(nn.Module):
       dataclasses.replace(mask, window=options.window),
       start=None if cache is None else start,
       bias=bias,
+      sinks_H=sinks_H,
       scale=options.scale,
       softcap=options.softcap,
       # Initialisation needs no more than the shapes.
@@ -128,7 +155,7 @@ class Attention(nn.Module):
     out = nn.DenseGeneral(
       x_BLD.shape[-1],
       axis=(-2, -1),
-      use_bias=options.use_bias,
+      use_bias="out" in options.bias,
       dtype=options.dtype,
       kernel_init=kernels.initializer(options.out_std),
       dot_general=sharding.rows(batch_size) if splits else None,
@@ -154,7 +181,7 @@ class Attention(nn.Module):
     G = options.num_kv_heads or H
 
     dense = functools.partial(
-      nn.DenseGeneral, use_bias=options.use_bias, dtype=options.dtype
+      nn.DenseGeneral, use_bias="qkv" in options.bias, dtype=options.dtype
     )
     # Heads over the mesh axis `tensor`, if any.
     splits = self._splits(x_or_y.shape[0])
@@ -178,13 +205,37 @@ class Attention(nn.Module):
     return q_BLHK, k_BSGK, v_BSGK
 
   @nn.nowrap
+  def _normalized(self, q_BLHK: Any, k_BSGK: Any) -> tuple[Any, Any]:
+    """Norms of the queries and keys that are not None."""
+    options = self.options
+    if options.qk_norm is None:
+      return q_BLHK, k_BSGK
+
+    def norm(x: jax.Array | None, heads: int, name: str) -> jax.Array | None:
+      if x is None:
+        return None
+      K = x.shape[-1]
+      return rms_norm.RMSNorm(
+        (heads, K) if options.qk_norm == "projection" else (K,),
+        options.norm_eps,
+        offset=options.norm_offset,
+        scaled=options.qk_norm != "l2",
+        dtype=options.dtype,
+        name=name,
+      )(x)
+
+    H = options.num_heads
+    G = options.num_kv_heads or H
+    return norm(q_BLHK, H, "query_norm"), norm(k_BSGK, G, "key_norm")
+
+  @nn.nowrap
   def _splits(self, batch_size: int) -> bool:
     options = self.options
     ways = sharding.tensor_ways(batch_size)
     if ways == 1 or options.num_heads % ways:
       return False
     G = options.num_kv_heads or options.num_heads
-    if options.use_bias and G % ways:
+    if "qkv" in options.bias and G % ways:
       raise settings.ConfigError(
         f"config.mesh.tensor={ways}: with biases it must divide the {G} heads "
         "of keys and values (config.model.num_kv_heads)."
@@ -200,6 +251,7 @@ def attend(
   *,
   start: jax.Array | int | None = None,
   bias: jax.Array | positions.BiasByDistance | None = None,
+  sinks_H: jax.Array | None = None,
   scale: float | None = None,
   softcap: float | None = None,
   backend: str = "auto",
@@ -211,6 +263,8 @@ def attend(
       multiple of the keys' rows, which successive rows of queries then share.
     start: number of the first query's position, if the keys come from a cache.
     bias: added to the scaled scores: (1, H, L, S), or by distance.
+    sinks_H: a score of each head, neither scaled nor capped, that takes part in
+      the softmax, without a value.
   """
   q, k_BSGK, v_BSGK = checkpoint_name((q, k_BSGK, v_BSGK), remat.INNER)
   shape = q.shape
@@ -237,12 +291,16 @@ def attend(
       dtype=str(q.dtype),
       bias=bias is not None,
       softcap=softcap is not None,
+      sinks=sinks_H is not None,
     )
     backend = attention_backends.choose(backend, call)
   grouped = q.ndim == 5 or H != G
+  sinks_GR = None if sinks_H is None else sinks_H.reshape(G, H // G)
   compute = functools.partial(_attend_by, backend, scale, softcap, grouped)
   if ways == 1:
-    return compute(q, k_BSGK, v_BSGK, mask, start, bias).reshape(shape)
+    return compute(q, k_BSGK, v_BSGK, mask, start, bias, sinks_GR).reshape(
+      shape
+    )
   o_BLGRK = attention_split.attend(
     backend,
     q.reshape(B, L, G, H // G, K),
@@ -251,6 +309,7 @@ def attend(
     mask,
     compute,
     bias=bias if isinstance(bias, positions.BiasByDistance) else None,
+    sinks_GR=sinks_GR,
     scale=scale,
     softcap=softcap,
   )
@@ -268,6 +327,7 @@ def _attend_by(
   mask: masks.Mask,
   start: jax.Array | int | None,
   bias: jax.Array | positions.BiasByDistance | None,
+  sinks_GR: jax.Array | None,
 ) -> jax.Array:
   """Attends on a device with all keys, up to a reshape of the output."""
   B, _, G, K = k_BSGK.shape
@@ -275,7 +335,15 @@ def _attend_by(
   if backend == "xla":
     q = q.reshape(B, L, G, -1, K) if grouped else q.reshape(B, L, G, K)
     return attention_xla.attend(
-      q, k_BSGK, v_BSGK, mask, start, bias, scale=scale, softcap=softcap
+      q,
+      k_BSGK,
+      v_BSGK,
+      mask,
+      start,
+      bias,
+      sinks_GR,
+      scale=scale,
+      softcap=softcap,
     )
   q_BLGRK = q.reshape(B, L, G, -1, K)
   if backend == "cudnn":
@@ -284,7 +352,7 @@ def _attend_by(
     )
   if backend == "splash":
     return attention_kernels.attend_by_splash(
-      q_BLGRK, k_BSGK, v_BSGK, mask, scale=scale, softcap=softcap
+      q_BLGRK, k_BSGK, v_BSGK, mask, sinks_GR, scale=scale, softcap=softcap
     )
   return attention_blockwise.attend(
     q_BLGRK,
@@ -292,6 +360,7 @@ def _attend_by(
     v_BSGK,
     mask,
     bias=bias if isinstance(bias, positions.BiasByDistance) else None,
+    sinks_GR=sinks_GR,
     scale=scale,
     softcap=softcap,
   )

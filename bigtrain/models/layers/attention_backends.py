@@ -58,6 +58,7 @@ class Call(NamedTuple):
   padding: bool = False
   bias: bool = False
   softcap: bool = False
+  sinks: bool = False
   sequence: int = 1
 
   def __str__(self) -> str:
@@ -75,6 +76,7 @@ class Call(NamedTuple):
       "padding" if self.padding else "",
       "bias" if self.bias else "",
       "softcap" if self.softcap else "",
+      "sinks" if self.sinks else "",
       f"sequence={self.sequence}" if self.sequence > 1 else "",
     ]
     return ", ".join(filter(None, words))
@@ -170,6 +172,8 @@ def _cudnn_unsupported_because(call: Call) -> str | None:
     return "its bias is a matrix of all scores"
   if call.softcap:
     return "it caps no scores"
+  if call.sinks:
+    return "its softmax takes no sinks"
   if call.causal and call.sequence > 1:
     return "its causal order begins with the first position of an example"
   masked = call.prefix or call.documents or call.padding

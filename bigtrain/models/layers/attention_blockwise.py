@@ -21,7 +21,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import model_flops, sharding
-from bigtrain.models.layers import masks, positions, remat
+from bigtrain.models.layers import attention_xla, masks, positions, remat
 
 # Largest number of queries or positions in a block. On CPUs, smaller blocks
 # stay in the caches; on accelerators, larger ones keep the matrix units busy.
@@ -41,6 +41,7 @@ def attend(
   mask: masks.Mask,
   *,
   bias: positions.BiasByDistance | None = None,
+  sinks_GR: jax.Array | None = None,
   scale: float,
   softcap: float | None,
 ) -> jax.Array:
@@ -49,7 +50,7 @@ def attend(
   static = Static(scale, softcap, min(block, L), min(block, S))
   bias_GRT = None if bias is None else bias.by_group(G)
   return attend_by_blocks(
-    Schedule(static), q_BLGRK, k_BSGK, v_BSGK, bias_GRT, mask
+    Schedule(static), q_BLGRK, k_BSGK, v_BSGK, bias_GRT, sinks_GR, mask
   )
 
 
@@ -324,10 +325,16 @@ def _add_values(
 
 
 def _results(
-  blocks: Blocks, sums: Sums, q: jax.Array
+  blocks: Blocks, sums: Sums, q: jax.Array, sinks_GR: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
   """The output, and the logarithms of denominators (B, G, R, L)."""
   largest_N, total_N, out_N = sums
+  if sinks_GR is not None:
+    sinks_GR1 = sinks_GR[..., None]
+    old_N, largest_N = largest_N, jnp.maximum(largest_N, sinks_GR1)
+    shrink_N = jnp.exp(old_N - largest_N)
+    total_N = total_N * shrink_N + jnp.exp(sinks_GR1 - largest_N)
+    out_N = out_N * shrink_N[..., None]
   some_N = total_N > 0
   total_N = jnp.where(some_N, total_N, 1.0)
   out = blocks.to_queries(out_N / total_N[..., None], q)
@@ -401,9 +408,10 @@ def attend_by_blocks(
   k: jax.Array,
   v: jax.Array,
   bias_GRT: jax.Array | None,
+  sinks_GR: jax.Array | None,
   mask: masks.Mask,
 ) -> jax.Array:
-  return _forward(schedule, q, k, v, bias_GRT, mask)[0]
+  return _forward(schedule, q, k, v, bias_GRT, sinks_GR, mask)[0]
 
 
 def _forward(
@@ -412,6 +420,7 @@ def _forward(
   k: jax.Array,
   v: jax.Array,
   bias_GRT: jax.Array | None,
+  sinks_GR: jax.Array | None,
   mask: masks.Mask,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
   steps = schedule.num_steps
@@ -432,14 +441,14 @@ def _forward(
     k_M, v_M = map(blocks.of_keys, kv)
     sums = _add_values(blocks, sums, q_N, k_M, v_M)
     kv = passed
-  out, log_BGRL = _results(blocks, sums, q)
-  return out, (q, k, v, bias_GRT, mask, out, log_BGRL)
+  out, log_BGRL = _results(blocks, sums, q, sinks_GR)
+  return out, (q, k, v, bias_GRT, sinks_GR, mask, out, log_BGRL)
 
 
 def _backward(
   schedule: Schedule, residuals: tuple[Any, ...], grad: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-  q, k, v, bias_GRT, mask, out, log_BGRL = residuals
+  q, k, v, bias_GRT, sinks_GR, mask, out, log_BGRL = residuals
   steps = schedule.num_steps
   grads: Any = None
   kv = k, v
@@ -451,6 +460,9 @@ def _backward(
       # Gradient of a softmax: its output times (gradient - this mean).
       products = out.astype(jnp.float32) * grad.astype(jnp.float32)
       mean = jnp.sum(products, -1, keepdims=True)
+      dsinks_GR = attention_xla.sinks_gradient(
+        sinks_GR, log_BGRL, jnp.moveaxis(mean[..., 0], 1, 3)
+      )
       log = jnp.moveaxis(log_BGRL, 3, 1)[..., None]
       q_N, grad_N, mean_N, log_N = map(blocks.of_queries, (q, grad, mean, log))
       queries = q_N, grad_N, mean_N[..., 0], log_N[..., 0]
@@ -467,7 +479,7 @@ def _backward(
   dbias_GRT = grads.dbias_GRT
   if dbias_GRT is not None:
     dbias_GRT = blocks.without_padding(dbias_GRT)
-  return dq, dk, dv, dbias_GRT, None
+  return dq, dk, dv, dbias_GRT, dsinks_GR, None
 
 
 attend_by_blocks.defvjp(_forward, _backward)

@@ -38,6 +38,7 @@ def attend_by_splash(
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
   mask: masks.Mask,
+  sinks_GR: jax.Array | None,
   *,
   scale: float,
   softcap: float | None,
@@ -54,15 +55,26 @@ def attend_by_splash(
   )
 
   def attend_locally(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: masks.Mask
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks_B1GR: jax.Array | None,
+    mask: masks.Mask,
   ) -> jax.Array:
+    sinks_GR = None if sinks_B1GR is None else sinks_B1GR[0, 0]
     # Traced, its tables are not put on devices, which may be absent.
     compute = jax.jit(functools.partial(kernel, heads=math.prod(q.shape[2:4])))
     counted = L * mask.reach(S)
-    return _call_splash(compute(), q * scale, k, v, mask, sizes, counted)
+    return _call_splash(
+      compute(), q * scale, k, v, mask, sinks_GR, sizes, counted
+    )
 
+  sinks_B1GR = None
+  if sinks_GR is not None:  # Split by heads, as the other arrays.
+    shape = len(q_BLGRK), 1, *sinks_GR.shape
+    sinks_B1GR = jnp.broadcast_to(sinks_GR, shape)
   return sharding.split_batch(
-    attend_locally, q_BLGRK, k_BSGK, v_BSGK, mask, by_heads=3
+    attend_locally, q_BLGRK, k_BSGK, v_BSGK, sinks_B1GR, mask, by_heads=4
   )
 
 
@@ -78,6 +90,7 @@ def attend_rows_by_splash(
   k_BSGK: jax.Array,
   v_BSGK: jax.Array,
   mask: masks.Mask,
+  sinks_GR: jax.Array | None,
   *,
   numbers: np.ndarray,
   device: jax.Array,
@@ -120,7 +133,7 @@ def attend_rows_by_splash(
   infos, kwargs = kernel.tree_flatten()
   kernel = kernel.tree_unflatten(kwargs, [own(info) for info in infos])
   return _call_splash(
-    kernel, q_BLGRK * scale, k_BSGK, v_BSGK, mask, sizes, counted
+    kernel, q_BLGRK * scale, k_BSGK, v_BSGK, mask, sinks_GR, sizes, counted
   )
 
 
@@ -130,6 +143,7 @@ def _call_splash(
   k: jax.Array,
   v: jax.Array,
   mask: masks.Mask,
+  sinks_GR: jax.Array | None,
   sizes: tuple[int, int],
   counted: int,
 ) -> jax.Array:
@@ -149,8 +163,9 @@ def _call_splash(
   if num_blocks is not None:
     per_row = num_blocks.shape[-1]
   with model_flops.counts_as(counted, q.shape[2] * per_row * sizes[1]):
-    axes = (0, 0, 0, None if ids is None else 0)
-    o_BHLK = jax.vmap(kernel, in_axes=axes)(q, k, v, ids)
+    axes = (0, 0, 0, None if ids is None else 0, None)
+    sinks_H = None if sinks_GR is None else sinks_GR.reshape(-1)
+    o_BHLK = jax.vmap(kernel, in_axes=axes)(q, k, v, ids, sinks_H)
   return o_BHLK.swapaxes(1, 2)[:, :L].reshape(B, L, G, R, K)
 
 

@@ -39,7 +39,7 @@ AXIS = "sequence"
 _LANES = 128
 
 # Computes a device's part of an attention: (q, k, v, mask, number of the first
-# query or None, bias) -> output.
+# query or None, bias, sinks) -> output.
 LocalFn = Callable[..., jax.Array]
 
 
@@ -168,6 +168,7 @@ def attend(
   local: LocalFn,
   *,
   bias: positions.BiasByDistance | None,
+  sinks_GR: jax.Array | None,
   scale: float,
   softcap: float | None,
 ) -> jax.Array:
@@ -201,7 +202,7 @@ def attend(
     # Padding is not model FLOPs.
     counted = model_flops.share(L * S, plan.padded_queries * plan.padded_keys)
   with counted:
-    return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, mask, bias)
+    return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR)
 
 
 def _split(
@@ -212,6 +213,7 @@ def _split(
   v_BSGK: jax.Array,
   mask: masks.Mask,
   bias: positions.BiasByDistance | None,
+  sinks_GR: jax.Array | None,
 ) -> jax.Array:
   """Calls `compute` on each device, with the whole of the mask: it is small."""
   B, L, G = q_BLGRK.shape[:3]
@@ -220,14 +222,14 @@ def _split(
   tensor = mesh.shape.get("tensor", 1)
   heads = "tensor" if tensor > 1 and G % tensor == 0 else None
   split = PartitionSpec(sharding.BATCH_AXES, AXIS, heads)
-  by_example = PartitionSpec(sharding.BATCH_AXES)
+  by_example, by_head = PartitionSpec(sharding.BATCH_AXES), PartitionSpec(heads)
   bias_GRT = None
   if bias is not None:
     more = plan.padded_queries - L, plan.padded_keys - S
     bias_GRT = jnp.pad(bias.by_group(G), ((0, 0), (0, 0), more))
   o_BLGRK = jax.shard_map(
     compute,
-    in_specs=(split, split, split, by_example, PartitionSpec(heads)),
+    in_specs=(split, split, split, by_example, by_head, by_head),
     out_specs=split,
     check_vma=False,
   )(
@@ -236,6 +238,7 @@ def _split(
     attention_blockwise.padded(v_BSGK, plan.padded_keys),
     _padded_mask(plan, mask, B),
     bias_GRT,
+    sinks_GR,
   )
   return o_BLGRK[:, :L]
 
@@ -265,6 +268,7 @@ def _locally(
   v: jax.Array,
   mask: masks.Mask,
   bias_GRT: jax.Array | None,
+  sinks_GR: jax.Array | None,
 ) -> jax.Array:
   k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
   L = q.shape[1]
@@ -278,7 +282,7 @@ def _locally(
       bias_GRT, plan.padded_queries - first - L, L + k.shape[1] - 1, axis=2
     )
     bias = positions.BiasByDistance(bias_GRT.reshape(-1, bias_GRT.shape[2]))
-  o = local(q, k, v, mask, first if mask.causal else None, bias)
+  o = local(q, k, v, mask, first if mask.causal else None, bias, sinks_GR)
   return o.reshape(q.shape)
 
 
@@ -291,6 +295,7 @@ def _by_splash(
   v: jax.Array,
   mask: masks.Mask,
   bias_GRT: None,
+  sinks_GR: jax.Array | None,
 ) -> jax.Array:
   del bias_GRT
   k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
@@ -307,6 +312,7 @@ def _by_splash(
     k,
     v,
     mask,
+    sinks_GR,
     numbers=numbers,
     device=device,
     block_q=plan.block_q,
@@ -325,6 +331,7 @@ def _blockwise(
   v: jax.Array,
   mask: masks.Mask,
   bias_GRT: jax.Array | None,
+  sinks_GR: jax.Array | None,
 ) -> jax.Array:
   if plan.balanced:
     q = _exchanged(q)
@@ -333,7 +340,9 @@ def _blockwise(
   elif plan.balanced:
     k, v = _exchanged(k), _exchanged(v)
   schedule = _Schedule(static, plan)
-  o = attention_blockwise.attend_by_blocks(schedule, q, k, v, bias_GRT, mask)
+  o = attention_blockwise.attend_by_blocks(
+    schedule, q, k, v, bias_GRT, sinks_GR, mask
+  )
   return _exchanged_back(o) if plan.balanced else o
 
 

@@ -26,6 +26,7 @@ def attend(
   mask: masks.Mask,
   start: Any,
   bias: jax.Array | positions.BiasByDistance | None,
+  sinks_GR: jax.Array | None = None,
   *,
   scale: float,
   softcap: float | None,
@@ -42,7 +43,8 @@ def attend(
     and not grouped
     and L > 1
   ):
-    return _attend_in_half(static, q, k_BSGK, v_BSGK, mask_BLS)
+    sinks_H = None if sinks_GR is None else sinks_GR[:, 0]
+    return _attend_in_half(static, q, k_BSGK, v_BSGK, mask_BLS, sinks_H)
   heads, kv_heads = ("gr", "g") if grouped else ("h", "h")
   with static.in_window():
     scores = jnp.einsum(
@@ -61,9 +63,30 @@ def attend(
   if mask_BLS is not None:
     visible = jnp.expand_dims(mask_BLS, [*range(1, scores.ndim - 2)])
     scores = jnp.where(visible, scores, _MASKED)
-  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+  if sinks_GR is None:
+    weights = jax.nn.softmax(scores, axis=-1)
+  else:
+    sinks = sinks_GR.reshape(*scores.shape[1:-2], 1, 1)
+    powers, _, total = _powers(scores, sinks)
+    weights = powers / total
+  weights = weights.astype(q.dtype)
   with static.in_window():
     return jnp.einsum(f"b{heads}ls,bs{kv_heads}k->bl{heads}k", weights, v_BSGK)
+
+
+def _powers(
+  scores: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Powers of scores relative to the largest, that score, and their sum."""
+  largest = jnp.max(scores, axis=-1, keepdims=True)
+  if sinks is not None:
+    largest = jnp.maximum(largest, sinks)
+  largest = jax.lax.stop_gradient(largest)
+  powers = jnp.exp(scores - largest)
+  total = jnp.sum(powers, axis=-1, keepdims=True)
+  if sinks is not None:
+    total += jnp.exp(sinks - largest)
+  return powers, largest, total
 
 
 class _Static(NamedTuple):
@@ -85,12 +108,13 @@ def _attend_in_half(
   k_BSHK: jax.Array,
   v_BSHK: jax.Array,
   mask_BLS: jax.Array | None,
+  sinks_H: jax.Array | None,
 ) -> jax.Array:
   """Attends in a dtype of 16 bits, with scores and softmax in float32.
 
   The backward pass needs no other softmax, and stores matrices of 16 bits.
   """
-  return _half_forward(static, q_BLHK, k_BSHK, v_BSHK, mask_BLS)[0]
+  return _half_forward(static, q_BLHK, k_BSHK, v_BSHK, mask_BLS, sinks_H)[0]
 
 
 def _half_scores(
@@ -115,24 +139,36 @@ def _half_forward(
   k_BSHK: jax.Array,
   v_BSHK: jax.Array,
   mask_BLS: jax.Array | None,
+  sinks_H: jax.Array | None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
   scores_BHLS = _half_scores(static, q_BLHK, k_BSHK, mask_BLS)
-  largest_BHL1 = jnp.max(scores_BHLS, axis=-1, keepdims=True)
-  powers_BHLS = jnp.exp(scores_BHLS - largest_BHL1)
-  sum_BHL1 = jnp.sum(powers_BHLS, axis=-1, keepdims=True)
+  powers_BHLS, largest_BHL1, sum_BHL1 = _powers(
+    scores_BHLS, None if sinks_H is None else sinks_H[:, None, None]
+  )
   weights_BHLS = (powers_BHLS / sum_BHL1).astype(q_BLHK.dtype)
   with static.in_window():
     o_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, v_BSHK)
   o_BLHK, log_sum_BHL = checkpoint_name(
     (o_BLHK, (largest_BHL1 + jnp.log(sum_BHL1))[..., 0]), remat.ATTENTION
   )
-  return o_BLHK, (q_BLHK, k_BSHK, v_BSHK, mask_BLS, o_BLHK, log_sum_BHL)
+  arrays = q_BLHK, k_BSHK, v_BSHK, mask_BLS, sinks_H
+  return o_BLHK, (*arrays, o_BLHK, log_sum_BHL)
+
+
+def sinks_gradient(
+  sinks: jax.Array | None, log_sum_BxL: jax.Array, mean_BxL: jax.Array
+) -> jax.Array | None:
+  """Gradient of sinks (H, or G and R), from the gradients' weighted means."""
+  if sinks is None:
+    return None
+  weights_BxL = jnp.exp(sinks[..., None] - log_sum_BxL)
+  return -jnp.sum(weights_BxL * mean_BxL, axis=(0, -1)).astype(sinks.dtype)
 
 
 def _half_backward(
   static: _Static, residuals: tuple[Any, ...], grad_BLHK: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-  q_BLHK, k_BSHK, v_BSHK, mask_BLS, o_BLHK, log_sum_BHL = residuals
+  q_BLHK, k_BSHK, v_BSHK, mask_BLS, sinks_H, o_BLHK, log_sum_BHL = residuals
   half, wide = q_BLHK.dtype, lambda x: x.astype(jnp.float32)
   scores_BHLS = _half_scores(static, q_BLHK, k_BSHK, mask_BLS)
   weights_BHLS = jnp.exp(scores_BHLS - log_sum_BHL[..., None]).astype(half)
@@ -143,12 +179,14 @@ def _half_backward(
     gains_BHLS = jnp.einsum("blhk,bshk->bhls", grad_BLHK, v_BSHK)
   change = wide(weights_BHLS) * (wide(gains_BHLS) - mean_BHL1)
   change_BHLS = (change * static.scale).astype(half)
+  dsinks_H = sinks_gradient(sinks_H, log_sum_BHL, mean_BHL1[..., 0])
   with static.in_window():
     return (
       jnp.einsum("bhls,bshk->blhk", change_BHLS, k_BSHK),
       jnp.einsum("bhls,blhk->bshk", change_BHLS, q_BLHK),
       jnp.einsum("bhls,blhk->bshk", weights_BHLS, grad_BLHK),
       None,
+      dsinks_H,
     )
 
 

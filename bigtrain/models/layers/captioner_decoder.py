@@ -56,7 +56,7 @@ class Block(nn.Module):
     of_attention = attention.Options(
       options.num_heads,
       head_dim=options.width // options.num_heads,
-      use_bias=False,
+      bias=(),
       backend=options.attention,
       dtype=options.dtype,
     )

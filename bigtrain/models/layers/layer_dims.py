@@ -9,6 +9,7 @@ LAYERS = {
   r"(.*/)?(key|value)/kernel": "D -> G K",
   r"(.*/)?(key|value)/bias": "G K",
   r"(.*/)?out/kernel": "H K -> D",
+  r"(.*/)?attention/sinks": "H",
   r"(.*/)?moe/router/kernel": "D -> E",
   r"(.*/)?moe/(up|gate)/kernel": "E; D -> F",
   r"(.*/)?moe/down/kernel": "E; F -> D",
@@ -16,6 +17,12 @@ LAYERS = {
   r"(.*/)?(up|gate|Dense_0)/bias": "F",
   r"(.*/)?(down|Dense_1)/kernel": "F -> D",
   r"(.*/)?(scale|bias)": "D",
+}
+
+# Before LAYERS, for norms over all heads together.
+PROJECTION_NORMS = {
+  r"(.*/)?query_norm/scale": "H K",
+  r"(.*/)?key_norm/scale": "G K",
 }
 
 

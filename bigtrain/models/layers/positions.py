@@ -101,6 +101,19 @@ def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
   return rotated.astype(x_BLHK.dtype)
 
 
+def query_scale(
+  positions_BL: jax.Array, beta: float, original_len: int, log: str = "log"
+) -> jax.Array:
+  """Factors by which queries grow beyond the length of a model's training.
+
+  1 + beta * log(1 + floor(position / original_len)), as in Ministral 3. With
+  `log` "log1p" positions count from 1, as in Llama 4.
+  """
+  first = 1.0 if log == "log1p" else 0.0
+  passed_BL = (positions_BL.astype(jnp.float32) + first) / original_len
+  return 1.0 + beta * jnp.log1p(jnp.floor(passed_BL))
+
+
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
   """Bucket of each distance up to `max_distance`, in float32 as T5's.
 

@@ -51,7 +51,7 @@ def _attention(options: Options, width: int) -> attention.Options:
   return attention.Options(
     num_heads=H,
     head_dim=K,
-    use_bias=False,
+    bias=(),
     scale=1.0,
     backend=options.attention,
     query_std=options.std(width * K),

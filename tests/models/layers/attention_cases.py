@@ -26,6 +26,7 @@ class Case:
   padding: bool = False
   bias: bool = False
   softcap: float | None = None
+  sinks: bool = False
   scaled: bool = True
   rows: int = 2
 
@@ -65,6 +66,8 @@ class Case:
     if self.bias:
       bias = normal(self.heads, L + S - 1).astype(jnp.float32)
       arrays["bias"] = positions.BiasByDistance(bias)
+    if self.sinks:
+      arrays["sinks_H"] = normal(self.heads).astype(jnp.float32)
     return arrays
 
   def attend(self, arrays: dict[str, Any], implementation: str) -> jax.Array:

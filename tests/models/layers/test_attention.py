@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.layers import attention_cases
 
-from bigtrain import settings
+from bigtrain import settings, sharding
 from bigtrain.models.layers import attention, masks, positions
 
 B, L, D, H = 4, 12, 16, 2
@@ -125,3 +126,120 @@ def test_biases_by_distance_are_those_of_the_matrix(two_sided):
   by_distance = module.apply(variables, i_L, j_S, by_distance=True)
   assert by_distance.bias_HT.shape == (3, 2 * L + 1)
   np.testing.assert_array_equal(by_distance.matrix(L, L + 2), matrix)
+
+
+def layer_and_params(options, width=D):
+  layer = attention.Attention(options)
+  x_BLD = jnp.zeros((B, L, width))
+  shapes = jax.eval_shape(layer.init, jax.random.key(0), x_BLD, x_BLD)
+  rng = np.random.default_rng(0)
+  draw = lambda p: jnp.asarray(rng.normal(0, 0.5, p.shape), jnp.float32)
+  return layer, jax.tree.map(draw, shapes["params"])
+
+
+def by_definition(options, params, x_BLD, angle_LQ, query_scale_BL):
+  """The layer's output in float64, one head and one query at a time."""
+  params = jax.tree.map(np.float64, params)
+  x_BLD = np.float64(x_BLD)
+
+  def project(name):
+    y = np.einsum("bld,dhk->blhk", x_BLD, params[name]["kernel"])
+    return y + params[name].get("bias", 0.0)
+
+  def norm(x, name):
+    axes = (-2, -1) if options.qk_norm == "projection" else -1
+    mean = np.square(x).mean(axes, keepdims=True)
+    x = x / np.sqrt(mean + options.norm_eps)
+    if options.qk_norm == "l2":
+      return x
+    return x * (options.norm_offset + params[name]["scale"])
+
+  def rotate(x):
+    x, y = np.split(x, 2, axis=-1)
+    sin, cos = (f(angle_LQ)[None, :, None] for f in (np.sin, np.cos))
+    return np.concatenate([x * cos - y * sin, y * cos + x * sin], -1)
+
+  q, k, v = map(project, ("query", "key", "value"))
+  limit = options.qkv_clip or np.inf
+  if not options.qk_norm_after_rope:
+    q, k = norm(q, "query_norm"), norm(k, "key_norm")
+  q, k, v = (np.clip(x, -limit, limit) for x in (q, k, v))
+  q, k = rotate(q), rotate(k)
+  if options.qk_norm_after_rope:
+    q, k = norm(q, "query_norm"), norm(k, "key_norm")
+  q = q * query_scale_BL[..., None, None]
+  H, G = options.num_heads, k.shape[2]
+  o = np.zeros_like(q)
+  for b, i, h in np.ndindex(*q.shape[:3]):
+    past = slice(max(0, i + 1 - options.window), i + 1)
+    scores = k[b, past, h * G // H] @ q[b, i, h] * options.scale
+    powers = np.exp(scores)
+    total = powers.sum() + np.exp(params["sinks"][h])
+    o[b, i, h] = powers @ v[b, past, h * G // H] / total
+  out = np.einsum("blhk,hkd->bld", o, params["out"]["kernel"])
+  return out + params["out"].get("bias", 0.0)
+
+
+LAYERS = {
+  "head": dict(bias=("qkv",), norm_offset=1.0),
+  "projection": dict(bias=("out",), qkv_clip=0.9),
+  "l2": dict(bias=(), qk_norm_after_rope=True),
+}
+
+
+def with_options(name, heads=4, kv_heads=2):
+  return attention.Options(
+    heads, 6, kv_heads, qk_norm=name, scale=0.7, window=5, sinks=True,
+    **LAYERS[name],
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_options_are_those_of_the_definition(name):
+  options = with_options(name)
+  layer, params = layer_and_params(options)
+  rng = np.random.default_rng(1)
+  x_BLD = jnp.asarray(rng.normal(size=(B, L, D)), jnp.float32)
+  position_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
+  omega_Q = positions.frequencies(6, 100.0)
+  scale_BL = positions.query_scale(position_BL, beta=0.3, original_len=4)
+  np.testing.assert_allclose(
+    scale_BL[0, ::4], 1 + 0.3 * np.log([1, 2, 3]), rtol=1e-6
+  )
+  actual, _ = layer.apply(
+    {"params": params},
+    x_BLD,
+    x_BLD,
+    mask=masks.Mask(causal=True),
+    rope=positions.rotation(position_BL, omega_Q),
+    query_scale_BL=scale_BL,
+  )
+  angle_LQ = np.outer(np.arange(L), omega_Q)
+  expected = by_definition(options, params, x_BLD, angle_LQ, scale_BL)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["head", "projection"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (8, 2)])
+def test_norms_and_sinks_under_a_tensor_axis(name, heads, kv_heads):
+  """With fewer heads of keys than devices, these have copies of the heads."""
+  options = with_options(name, heads, kv_heads)._replace(bias=())
+  layer, params = layer_and_params(options)
+  x_BLD = jnp.asarray(np.random.default_rng(1).normal(size=(B, L, D)))
+
+  def results():
+    @jax.jit
+    def run(params, x_BLD):
+      def loss(params, x_BLD):
+        mask = masks.Mask(causal=True)
+        out, _ = layer.apply({"params": params}, x_BLD, x_BLD, mask=mask)
+        return jnp.sum(jnp.sin(out)), out
+
+      return jax.grad(loss, (0, 1), has_aux=True)(params, x_BLD)
+
+    return run(params, x_BLD)
+
+  expected = results()
+  mesh = sharding.make_mesh(fsdp=2, tensor=4, devices=jax.devices()[:8])
+  with jax.set_mesh(mesh):
+    attention_cases.check_close(results(), expected, 1e-5)

@@ -47,6 +47,8 @@ def choose(case, wanted="auto"):
     (case(_H100, 196, width=60), "xla"),
     (case(_H100, 196, width=160), "xla"),
     (case(_H100, 8192, softcap=True), "blockwise"),
+    (case(_H100, 8192, sinks=True), "blockwise"),
+    (case(_TPU, 8192, causal=True, window=128, sinks=True), "splash"),
     (case(_H100, 8192, causal=True, documents=True), "cudnn"),
     (case(_H100, 8193, causal=True, documents=True), "blockwise"),
     (case(("gpu", "AMD Instinct MI300X"), 196), "xla"),

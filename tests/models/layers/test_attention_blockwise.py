@@ -23,6 +23,10 @@ CASES = {
   "two-sided documents": Case(L=9, documents=True, bias=True, scaled=False),
   "bias": Case(L=11, causal=True, bias=True, heads=4, softcap=2.0),
   "cross bias": Case(L=6, S=9, bias=True, padding=True),
+  "sinks": Case(L=11, causal=True, window=5, heads=4, sinks=True),
+  "sinks of documents": Case(
+    L=13, causal=True, documents=True, softcap=0.7, bias=True, sinks=True
+  ),
 }
 
 
@@ -40,7 +44,7 @@ def test_equals_the_plain_one(name):
   attention_cases.check_close(actual, expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["window", "documents", "bias"])
+@pytest.mark.parametrize("name", ["window", "documents", "bias", "sinks"])
 def test_bfloat16_is_as_near_to_float32_as_the_plain_one(name):
   case = CASES[name]
   expected = case.results(case.arrays(), "xla")

@@ -17,11 +17,14 @@ CASES = {
   "documents": Case(L=200, causal=True, documents=True, width=16),
   "padding": Case(L=130, S=200, padding=True, scaled=False),
   "all": Case(L=197, heads=3, kv_heads=1),
+  "sinks": Case(
+    L=200, causal=True, window=70, heads=4, documents=True, sinks=True
+  ),
 }
 
 
 # Compiling the interpreted kernels takes seconds.
-QUICK = ("window", "padding")
+QUICK = ("sinks", "padding")
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +50,9 @@ def test_equals_the_plain_one(name):
 
 
 @pytest.mark.slow
-def test_bfloat16_is_as_near_to_float32_as_the_plain_one():
-  case = CASES["causal"]
+@pytest.mark.parametrize("name", ["causal", "sinks"])
+def test_bfloat16_is_as_near_to_float32_as_the_plain_one(name):
+  case = CASES[name]
   expected = case.results(case.arrays(), "xla")
   actual = case.results(case.arrays("bfloat16"), "splash")
   attention_cases.check_close(actual, expected, 0.03)

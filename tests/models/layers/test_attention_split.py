@@ -25,6 +25,7 @@ CASES = {
   "two-sided documents": Case(L=18, documents=True, bias=True, scaled=False),
   "bias": Case(L=29, causal=True, bias=True, heads=4, softcap=2.0),
   "cross bias": Case(L=12, S=17, bias=True, padding=True),
+  "sinks": Case(L=29, causal=True, documents=True, heads=4, sinks=True),
 }
 
 
@@ -39,7 +40,7 @@ def expected(name):
   return case.results(case.arrays(), "xla")
 
 
-QUICK = (("odd", "auto", 4), ("bias", "ring", 4), ("documents", "ring", 2))
+QUICK = (("odd", "auto", 4), ("bias", "ring", 4), ("sinks", "ring", 2))
 ALL = [
   pytest.param(name, kind, size, marks=[pytest.mark.slow] * (not quick))
   for name in CASES

@@ -1,0 +1,38 @@
+"""The root-mean-square norm, https://arxiv.org/abs/1910.07467."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+class RMSNorm(nn.Module):
+  """Norm over the last dimensions, with a parameter "scale" of their shape.
+
+  Attributes:
+    shape: sizes of the dimensions; the scale's last one. Heads that a mesh
+      repeats, see sharding.columns, share theirs.
+    offset: added to the scale, as Gemma does.
+    scaled: whether there is a scale.
+  """
+
+  shape: tuple[int, ...]
+  epsilon: float
+  offset: float = 0.0
+  scaled: bool = True
+  dtype: str = "float32"
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    x_wide = x.astype(jnp.float32)
+    dims = range(-len(self.shape), 0)
+    mean = jnp.mean(jnp.square(x_wide), axis=tuple(dims), keepdims=True)
+    factor = jax.lax.rsqrt(mean + self.epsilon)
+    if self.scaled:
+      init = nn.initializers.constant(1.0 - self.offset)
+      scale = self.param("scale", init, self.shape)
+      for dim in dims:
+        repeats = x.shape[dim] // self.shape[dim]
+        if repeats > 1:
+          scale = jnp.repeat(scale, repeats, axis=dim)
+      factor = factor * (self.offset + scale)
+    return (x_wide * factor).astype(self.dtype)
