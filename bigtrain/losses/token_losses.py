@@ -73,12 +73,14 @@ def model_losses(
     train=train,
     rngs={"dropout": rng} if train else None,
   )
+  bias = getattr(model, "head_bias", lambda params: None)
   losses = linear_xent.linear_softmax_xent(
     out["pre_logits"],
     model.head_kernel(variables["params"]),
     targets_BL,
     weight_BL,
     chunk=chunk,
+    bias_V=bias(variables["params"]),
     dtype=model.dtype,
     label_smoothing=label_smoothing,
     label_smoothing_over=label_smoothing_over,

@@ -9,7 +9,7 @@ Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -23,15 +23,12 @@ from bigtrain.models.layers import (
   kernels,
   kv_cache,
   layer_dims,
+  layer_kinds,
   masks,
+  mlp,
   moe,
   options,
   stack,
-)
-from bigtrain.models.layers.positions import (
-  check_scaling,
-  frequencies,
-  rotation,
 )
 from bigtrain.models.published import blocks, decoder_families, families
 from bigtrain.models.published.tables import Shapes, Tensor
@@ -91,8 +88,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 POSEMBS = ("learn", "rope", "none")
-NORMS = ("layernorm", "rmsnorm")
-MLPS = ("gelu", "swiglu")
+QK_NORMS = ("head", "projection", "l2")
 
 # Fields without a default: given, or the variant's.
 _SIZES = ("vocab_size", "width", "depth", "num_heads")
@@ -116,16 +112,37 @@ class Model(nn.Module):
     posemb: "learn", "rope" or "none".
     rope_theta: base of the wavelengths; 10,000 by default.
     rope_scaling: see positions.frequencies.
+    rope_fraction: share of a head's features that rotate, the first ones.
+    rope_interleaved: whether features 2 i and 2 i + 1 are a pair.
     norm: "layernorm" or "rmsnorm".
     norm_eps: added to the variance in norms.
-    mlp: "gelu" (its tanh form) or "swiglu".
+    norm_offset: added to the norms' scales; Gemma's is 1.
+    norm_at: "pre", before a branch; "post", after it; or "sandwich", both.
+    parallel: whether the attention's norm is the MLP's too.
+    mlp: a name in mlp.KINDS.
+    mlp_clip: bounds of gated MLPs: limit, alpha and up_offset.
     moe: options of moe.Options: experts of kind `mlp` in place of MLPs.
-    use_bias: whether projections and the MLP have biases.
+    use_bias: names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp",
+      "norm".
     tied_head: whether the head is the embedding.
-    qk_norm: whether queries and keys have root-mean-square norms.
+    qk_norm: norms of queries and keys, "head", "projection" (over all heads),
+      "l2" (by head, without a scale) or None; True is "head".
+    qk_norm_after_rope: whether these norms follow the rotation.
+    qkv_clip: largest size of the entries of queries, keys and values.
     window: number of positions that each position sees; all if None.
+    kinds: {name: fields of layer_kinds.FIELDS} of layers that differ.
+    layers: names in `kinds`, a period of layers that repeats; it need not
+      divide the depth.
+    first_layers: names of the layers before the first period.
+    attention_scale: factor of the scores; 1 / sqrt(K) if None.
     attention_softcap: scores s become softcap * tanh(s / softcap).
-    logits_softcap: the same for the logits.
+    query_scale: growth of queries with their position: beta, original_len and
+      log, see positions.query_scale.
+    sinks: whether each head's softmax has one more logit, a parameter.
+    embed_multiplier: factor of the embeddings, or "sqrt_width".
+    residual_multiplier: factor of residual branches.
+    logits_multiplier: factor of the logits.
+    logits_softcap: logits x become softcap * tanh(x / softcap).
     dropout: rate after the embedding and on residual branches.
     init_std: standard deviation of the initial kernels; kernels that write to
       the residual stream have init_std / sqrt(2 N), as in GPT-2.
@@ -146,16 +163,33 @@ class Model(nn.Module):
   posemb: str = options.DERIVED
   rope_theta: float = options.DERIVED
   rope_scaling: Mapping[str, Any] | None = None
+  rope_fraction: float = 1.0
+  rope_interleaved: bool = False
   norm: str = options.DERIVED
   norm_eps: float = options.DERIVED
+  norm_offset: float = 0.0
+  norm_at: str = "pre"
+  parallel: bool = False
   mlp: str = options.DERIVED
+  mlp_clip: Any = None
   moe: Any = None
-  use_bias: bool = options.DERIVED
+  use_bias: Any = options.DERIVED
   tied_head: bool = options.DERIVED
-  qk_norm: bool = False
+  qk_norm: Any = None
+  qk_norm_after_rope: bool = False
+  qkv_clip: float | None = None
   window: int | None = None
-  attention_softcap: float | None = None
+  kinds: Mapping[str, Mapping[str, Any]] | None = None
+  layers: Sequence[str] = ()
+  first_layers: Sequence[str] = ()
   attention: str = "auto"
+  attention_scale: float | None = None
+  attention_softcap: float | None = None
+  query_scale: Any = None
+  sinks: bool = False
+  embed_multiplier: float | str = 1.0
+  residual_multiplier: float = 1.0
+  logits_multiplier: float = 1.0
   logits_softcap: float | None = None
   dropout: float = 0.0
   init_std: float = 0.02
@@ -173,9 +207,7 @@ class Model(nn.Module):
     )
     derived = dict(rope_theta=1e4, num_kv_heads=values["num_heads"])
     options.set_fields(self, derived | values)
-    _check(self)
-    experts = moe.read(self.moe, "config.model.moe", depth=self.depth)
-    options.set_fields(self, {"moe": experts})
+    _read(self)
     super().__post_init__()
 
   @nn.compact
@@ -186,7 +218,7 @@ class Model(nn.Module):
     segments: jax.Array | None = None,
     positions: jax.Array | None = None,
     real: jax.Array | None = None,
-    cache: kv_cache.Cache | None = None,
+    cache: kv_cache.Caches | None = None,
     start: jax.Array | int = 0,
     head: bool = True,
     train: bool = False,
@@ -212,6 +244,11 @@ class Model(nn.Module):
       "token_embedding", init, (self.vocab_size, self.width)
     )
     x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
+    if self.embed_multiplier != 1:
+      multiplier = self.embed_multiplier
+      if multiplier == "sqrt_width":
+        multiplier = self.width**0.5
+      x_BLD *= jnp.asarray(multiplier, x_BLD.dtype)
     mask = masks.Mask(causal=True)
     if segments is not None:
       mask = masks.within_documents(segments, causal=True)
@@ -219,111 +256,197 @@ class Model(nn.Module):
     if positions is None:
       positions = start + jnp.arange(tokens.shape[1])[None]
       if segments is not None:
-        positions = positions - _document_starts(segments)
-    x_BLD, rope = self._positions(x_BLD, positions, init)
+        positions = positions - _document_ends(segments)[0]
+    x_BLD = self._with_positions(x_BLD, positions, init)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
+    layers = layer_kinds.of_model(self)
+    lengths: Any = tokens.shape[1] if cache is None else cache.length
+    if segments is not None:
+      first_BL, last_BL = _document_ends(segments)
+      lengths = last_BL + 1 - first_BL
+    tables = layers.tables(positions, lengths)
     (x_BLD, cache), stats = self._blocks(
-      (sharding.stream(x_BLD), cache), rope, mask, real, start, train
+      layers,
+      (sharding.stream(x_BLD), cache),
+      tables,
+      mask,
+      real,
+      start,
+      train,
     )
-    x_BLD = causal_block.norm(self, "norm")(x_BLD)
+    x_BLD = causal_block.norm(self, self.width, "norm")(x_BLD)
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
-    kernel_DV = embedding_VD.T
-    if not self.tied_head:
-      shape = (self.width, self.vocab_size)
-      kernel_DV = kernels.Kernel(shape, self.init_std, name="head")()
-    return self._logits(x_BLD, kernel_DV) if head else None, out
+    weights: dict[str, Any] = {"token_embedding": embedding_VD}
+    if not self.tied_head or "head" in self.use_bias:
+      weights["head"] = _Head(self, name="head")()
+    return self._logits(x_BLD, weights) if head else None, out
 
-  def _positions(
+  def _with_positions(
     self, x_BLD: jax.Array, positions: jax.Array, init: Any
-  ) -> tuple[jax.Array, Any]:
+  ) -> jax.Array:
     L = x_BLD.shape[1]
     if self.max_len is not None and L > self.max_len:
       raise settings.ConfigError(
         f"config.model.max_len={self.max_len} is too short for texts of {L} "
         "tokens."
       )
-    if self.posemb == "learn":
-      table_LD = self.param("pos_embedding", init, (self.max_len, self.width))
-      x_BLD += jnp.take(table_LD, positions, axis=0).astype(self.dtype)
-    if self.posemb != "rope":
-      return x_BLD, None
-    omega_Q = frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
-    return x_BLD, rotation(positions, omega_Q)
+    if self.posemb != "learn":
+      return x_BLD
+    table_LD = self.param("pos_embedding", init, (self.max_len, self.width))
+    return x_BLD + jnp.take(table_LD, positions, axis=0).astype(self.dtype)
 
-  def _logits(self, x_BLD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
-    logits_BLV = kernels.logits(x_BLD, kernel_DV.astype(self.dtype))
+  def _logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
+    kernel_DV = self.head_kernel(weights).astype(self.dtype)
+    logits_BLV = kernels.logits(x_BLD, kernel_DV)
+    if (bias_V := self.head_bias(weights)) is not None:
+      logits_BLV += bias_V
     if self.logits_softcap is None:
       return logits_BLV
     return self.logits_softcap * jnp.tanh(logits_BLV / self.logits_softcap)
 
-  def _blocks(self, carry: Any, *shared: Any) -> tuple[Any, Any]:
-    fields = causal_block.Options._fields
-    block = causal_block.Options(*[getattr(self, name) for name in fields])
+  def _blocks(
+    self, layers: layer_kinds.Layers, carry: Any, *shared: Any
+  ) -> tuple[Any, Any]:
     x_BLD, cache = carry
-    if block.moe is not None and cache is not None and x_BLD.shape[1] > 1:
+    if cache is not None and x_BLD.shape[1] > 1:
       # A capacity would depend on the longest prompt of the batch. It drops
       # nothing where tokens come one by one.
-      block = block._replace(moe=block.moe.without_drops())
+      layers = layers.without_drops()
     return stack.run(
       self,
       causal_block.Block,
-      moe.kinds(block),
+      layers.period,
       self.depth,
       carry,
       *shared,
+      first=layers.first,
       scan=self.scan,
       remat_policy=self.remat_policy,
     )
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
+    """The matrix (D, V) that gives logits, with their multiplier."""
     if self.tied_head:
-      return params["token_embedding"].T
-    return params["head"]["kernel"]
+      kernel_DV = params["token_embedding"].T
+    else:
+      kernel_DV = params["head"]["kernel"]
+    if self.logits_multiplier == 1:
+      return kernel_DV
+    return self.logits_multiplier * kernel_DV
 
-  def init_cache(self, batch_size: int, max_len: int) -> kv_cache.Cache:
+  def head_bias(self, params: Mapping[str, Any]) -> jax.Array | None:
+    if "head" not in self.use_bias:
+      return None
+    return self.logits_multiplier * params["head"]["bias"]
+
+  def init_cache(self, batch_size: int, max_len: int) -> kv_cache.Caches:
     if self.max_len is not None and max_len > self.max_len:
       raise settings.ConfigError(
         f"max_len={max_len}: the model has only {self.max_len} positions "
         "(config.model.max_len)."
       )
-    return kv_cache.empty(
-      batch_size,
-      self.depth,
-      max_len,
-      self.num_kv_heads,
-      self.head_dim,
-      self.dtype,
+    layers = layer_kinds.of_model(self)
+    kind_N = [block.cache for block in layers.of_all(self.depth)]
+    return kv_cache.of_layers(
+      batch_size, max_len, layers.caches, kind_N, self.dtype
     )
 
 
-def _document_starts(segments_BL: jax.Array) -> jax.Array:
-  """Index of the first token of each token's document, int (B, L)."""
-  index_L = jnp.arange(segments_BL.shape[1])
-  before_BL = jnp.pad(segments_BL[:, :-1], ((0, 0), (1, 0)))
-  starts_BL = jnp.where(segments_BL != before_BL, index_L, 0)
-  return jax.lax.cummax(starts_BL, axis=1)
+class _Head(nn.Module):
+  """Parameters of the head: a kernel unless it is tied, and a bias."""
+
+  model: Model
+
+  @nn.compact
+  def __call__(self) -> dict[str, jax.Array]:
+    model, result = self.model, {}
+    if not model.tied_head:
+      init = kernels.initializer(model.init_std)
+      shape = (model.width, model.vocab_size)
+      result["kernel"] = self.param("kernel", init, shape)
+    if "head" in model.use_bias:
+      zeros = nn.initializers.zeros
+      result["bias"] = self.param("bias", zeros, (model.vocab_size,))
+    return result
 
 
-def _check(model: Model) -> None:
+def _document_ends(segments_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Index of the first and last token of each token's document, (B, L)."""
+  L = segments_BL.shape[1]
+  index_L = jnp.arange(L)
+  differs_BL = segments_BL[:, 1:] != segments_BL[:, :-1]
+  starts_BL = jnp.where(jnp.pad(differs_BL, ((0, 0), (1, 0))), index_L, 0)
+  ends_BL = jnp.where(jnp.pad(differs_BL, ((0, 0), (0, 1))), index_L, L - 1)
+  return (
+    jax.lax.cummax(starts_BL, axis=1),
+    jax.lax.cummin(ends_BL, axis=1, reverse=True),
+  )
+
+
+def _read(model: Model) -> None:
+  """Checks the fields, and sets those that have several spellings."""
   sizes = (*_SIZES, "num_kv_heads", "head_dim", "mlp_dim")
   optional = [n for n in ("max_len", "window") if getattr(model, n) is not None]
   options.check_sizes(model, (*sizes, *optional))
-  if model.num_heads % model.num_kv_heads:
-    raise settings.ConfigError(
-      f"config.model.num_kv_heads: {model.num_kv_heads} does not divide "
-      f"num_heads={model.num_heads}."
-    )
-  options.check_fields(model, "dropout", posemb=POSEMBS, norm=NORMS, mlp=MLPS)
-  check_scaling(model.rope_scaling, "config.model.rope_scaling")
+  options.check_fields(
+    model,
+    "dropout",
+    posemb=POSEMBS,
+    norm=causal_block.NORMS,
+    norm_at=causal_block.NORMS_AT,
+    mlp=mlp.KINDS,
+  )
+  _check_numbers(model)
   if model.posemb == "learn" and model.max_len is None:
     raise settings.ConfigError(
       "config.model.max_len: missing; posemb='learn' needs it."
     )
-  if model.posemb == "rope" and model.head_dim % 2:
+  if model.parallel and model.norm_at != "pre":
     raise settings.ConfigError(
-      "config.model.head_dim: rotary positions need an even number, got "
-      f"{model.head_dim}."
+      "config.model.norm_at: expected 'pre' with parallel=True, got "
+      f"{model.norm_at!r}."
     )
+  use_bias, qk_norm = model.use_bias, model.qk_norm
+  if isinstance(use_bias, bool):
+    use_bias = ("qkv", "out", "mlp", "norm") if use_bias else ()
+  if isinstance(qk_norm, bool):
+    qk_norm = "head" if qk_norm else None
+  if qk_norm is not None:
+    settings.check_choice("config.model.qk_norm", qk_norm, QK_NORMS)
+  use_bias = options.read_names(
+    "config.model.use_bias", use_bias, causal_block.BIAS_SITES
+  )
+  experts = moe.read(model.moe, "config.model.moe", depth=model.depth)
+  values = layer_kinds.read_names(model) | dict(
+    use_bias=use_bias,
+    qk_norm=qk_norm,
+    moe=experts,
+    rope_scaling=options.hashable(model.rope_scaling),
+    query_scale=options.hashable(model.query_scale),
+  )
+  options.set_fields(model, values)
+  layer_kinds.of_model(model)
+
+
+def _check_numbers(model: Model) -> None:
+  if model.norm_offset not in (0, 1):
+    raise settings.ConfigError(
+      f"config.model.norm_offset: expected 0 or 1, got {model.norm_offset!r}."
+    )
+  if model.embed_multiplier != "sqrt_width":
+    if isinstance(model.embed_multiplier, str):
+      settings.check_choice(
+        "config.model.embed_multiplier", model.embed_multiplier, ["sqrt_width"]
+      )
+    settings.check_number(
+      "config.model.embed_multiplier", model.embed_multiplier, above=0
+    )
+  for name in ("residual_multiplier", "logits_multiplier"):
+    settings.check_number(f"config.model.{name}", getattr(model, name), above=0)
+  for name in ("qkv_clip", "attention_softcap", "logits_softcap"):
+    if getattr(model, name) is not None:
+      key = f"config.model.{name}"
+      settings.check_number(key, getattr(model, name), above=0)
 
 
 _DIMS = {
@@ -335,7 +458,7 @@ _DIMS = {
 
 
 def param_dims(model: Model) -> dims.Table:
-  return layer_dims.with_experts(_DIMS, model.moe)
+  return layer_dims.with_experts(_DIMS, layer_kinds.of_model(model).experts())
 
 
 def from_published(

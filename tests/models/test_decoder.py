@@ -314,7 +314,52 @@ def test_token_ids_outside_the_vocabulary_give_nan():
     (dict(rope_scaling=dict(factor=2)), "rope_scaling: unknown type"),
     (
       dict(rope_scaling=dict(type="linear", fctor=2.0)),
-      "rope_scaling: type 'linear' takes",
+      "rope_scaling.fctor: unknown key of type 'linear'. Did you mean 'factor'",
+    ),
+    (
+      dict(rope_scaling=dict(type="yarn", factor=2.0)),
+      "rope_scaling: type 'yarn' takes factor, original_len; missing: orig",
+    ),
+    (
+      dict(
+        posemb="rope",
+        rope_scaling=dict(
+          type="longrope",
+          short_factor=(1.0,),
+          long_factor=(1.0, 2.0),
+          original_len=8,
+        ),
+      ),
+      "rope_scaling.short_factor: expected 2 numbers",
+    ),
+    (dict(posemb="rope", rope_fraction=0.3), "head_dim: rotary .* got 1, of"),
+    (dict(norm_at="psot"), "norm_at: unknown 'psot'. Did you mean 'post'"),
+    (dict(norm_at="post", parallel=True), "norm_at: expected 'pre' with"),
+    (dict(norm_offset=0.5), "norm_offset: expected 0 or 1"),
+    (dict(use_bias=("qvk",)), "use_bias: unknown 'qvk'. Did you mean 'qkv'"),
+    (dict(use_bias="qkv"), "use_bias: expected a list of names"),
+    (dict(qk_norm="heads"), "qk_norm: unknown 'heads'. Did you mean 'head'"),
+    (dict(qkv_clip=0), "qkv_clip: expected a number above 0"),
+    (dict(embed_multiplier="sqrt"), "embed_multiplier: unknown 'sqrt'"),
+    (dict(residual_multiplier=0), "residual_multiplier: expected a number"),
+    (dict(query_scale=dict(beta=0.1)), "query_scale.original_len: missing"),
+    (dict(kinds=dict(local={})), "layers: missing"),
+    (dict(layers=("local",)), "layers: unknown 'local'"),
+    (
+      dict(kinds=dict(local=dict(windw=2)), layers=("local",)),
+      "kinds.local.windw: unknown key. Did you mean 'window'",
+    ),
+    (
+      dict(kinds=dict(local=dict(window=0)), layers=("local",)),
+      "kinds.local.window: expected a whole number",
+    ),
+    (
+      dict(kinds=dict(local={}), layers=("loacl",)),
+      "layers: unknown 'loacl'. Did you mean 'local'",
+    ),
+    (
+      dict(kinds=dict(local={}), layers=(), first_layers=("local",) * 3),
+      "first_layers: 3 layers, but depth=2",
     ),
     (dict(remat_policy="all"), "remat_policy"),
     (dict(dropout=1.0), "dropout"),

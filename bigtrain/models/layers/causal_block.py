@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from bigtrain import sharding
 from bigtrain.models.layers import (
@@ -16,11 +17,23 @@ from bigtrain.models.layers import (
   mlp,
   moe,
   positions,
+  rms_norm,
 )
+
+# Sites of biases: projections of attention, MLPs, layer norms, experts, their
+# router, and the model's head.
+BIAS_SITES = ("qkv", "out", "mlp", "norm", "experts", "router", "head")
+NORMS = ("layernorm", "rmsnorm")
+NORMS_AT = ("pre", "post", "sandwich")
 
 
 class Options(NamedTuple):
-  """Options of a block: fields of models.decoder.Model."""
+  """Options of a block: fields of models.decoder.Model, and of its kind.
+
+  Attributes:
+    rope, query_scale, cache: numbers in `Tables` and in the cache, see
+      layer_kinds.py.
+  """
 
   depth: int
   num_heads: int
@@ -29,58 +42,132 @@ class Options(NamedTuple):
   mlp_dim: int
   norm: str
   norm_eps: float
+  norm_offset: float
+  norm_at: str
+  parallel: bool
   mlp: str
+  mlp_clip: Any
   moe: moe.Options | None
-  use_bias: bool
-  qk_norm: bool
+  use_bias: tuple[str, ...]
+  qk_norm: str | None
+  qk_norm_after_rope: bool
+  qkv_clip: float | None
+  sinks: bool
   window: int | None
+  attention_scale: float | None
   attention_softcap: float | None
+  residual_multiplier: float
   attention: str
   dropout: float
   init_std: float
   dtype: str
+  rope: int | None
+  query_scale: int | None
+  cache: int
+
+
+class Tables(NamedTuple):
+  """What layers compute from positions, once for all of a kind."""
+
+  rotations: tuple[positions.Rotation, ...]
+  query_scales_BL: tuple[jax.Array, ...]
 
 
 class Block(nn.Module):
-  """Attention and MLP or experts, each after a norm, added to the stream."""
+  """Attention and MLP or experts, with norms, added to the stream."""
 
   options: Options
 
   @nn.compact
   def __call__(
     self,
-    carry: tuple[jax.Array, kv_cache.Cache | None],
+    carry: tuple[jax.Array, kv_cache.Caches | None],
     layer: Any,
-    rope: positions.Rotation | None,
+    tables: Tables,
     mask: masks.Mask,
     real_BL: jax.Array | None,
     start: Any,
     train: bool,
-  ) -> tuple[tuple[jax.Array, kv_cache.Cache | None], Any]:
+  ) -> tuple[tuple[jax.Array, kv_cache.Caches | None], Any]:
     options = self.options
-    x_BLD, cache = carry
-    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
-    y_BLD = norm(options, "attention_norm")(x_BLD)
-    y_BLD, cache = attention.Attention(_attention(options), name="attention")(
-      y_BLD, y_BLD, mask=mask, rope=rope, cache=cache, layer=layer, start=start
-    )
-    x_BLD += drop(y_BLD)
-    y_BLD = norm(options, "mlp_norm")(x_BLD)
+    x_BLD, caches = carry
+
+    def add(x_BLD: jax.Array, y_BLD: jax.Array, name: str) -> jax.Array:
+      if options.norm_at != "pre":
+        y_BLD = norm(options, x_BLD.shape[-1], name)(y_BLD)
+      y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
+      if options.residual_multiplier != 1:
+        y_BLD *= options.residual_multiplier
+      return x_BLD + y_BLD
+
+    def before(x_BLD: jax.Array, name: str) -> jax.Array:
+      return x_BLD if options.norm_at == "post" else norm(options, x_BLD.shape[-1], name)(x_BLD)
+
+    def attend(y_BLD: jax.Array) -> jax.Array:
+      nonlocal caches
+      cache: Any = None
+      place: Any = 0
+      if caches is not None:
+        cache, place = caches.groups[options.cache], caches.place(layer)
+      rope = scale_BL = None
+      if options.rope is not None:
+        rope = tables.rotations[options.rope]
+      if options.query_scale is not None:
+        scale_BL = tables.query_scales_BL[options.query_scale]
+      y_BLD, cache = attention.Attention(_attention(options), name="attention")(
+        y_BLD,
+        y_BLD,
+        mask=mask,
+        rope=rope,
+        query_scale_BL=scale_BL,
+        cache=cache,
+        layer=place,
+        start=start,
+      )
+      if caches is not None:
+        caches = caches.with_group(options.cache, cache)
+      return y_BLD
+
+    y_BLD = before(x_BLD, "attention_norm")
+    x_BLD = add(x_BLD, attend(y_BLD), "attention_post_norm")
+    if not options.parallel:
+      y_BLD = before(x_BLD, "mlp_norm")
     y_BLD, stats = moe.mlp_or_experts(
       options.moe, _mlp(options), y_BLD, real_BL, train
     )
-    return (sharding.stream(x_BLD + drop(y_BLD)), cache), stats
+    x_BLD = add(x_BLD, y_BLD, "mlp_post_norm")
+    return (sharding.stream(x_BLD), caches), stats
 
 
-def norm(options: Any, name: str) -> nn.Module:
+def norm(options: Any, width: int, name: str) -> nn.Module:
+  eps, dtype, offset = options.norm_eps, options.dtype, options.norm_offset
   if options.norm == "rmsnorm":
-    return nn.RMSNorm(epsilon=options.norm_eps, dtype=options.dtype, name=name)
-  return nn.LayerNorm(
-    epsilon=options.norm_eps,
-    use_bias=options.use_bias,
-    dtype=options.dtype,
-    name=name,
-  )
+    return rms_norm.RMSNorm((width,), eps, offset, dtype=dtype, name=name)
+  use_bias = "norm" in options.use_bias
+  if offset:
+    return _OffsetLayerNorm(eps, offset, use_bias, dtype, name=name)
+  return nn.LayerNorm(eps, dtype, use_bias=use_bias, name=name)
+
+
+class _OffsetLayerNorm(nn.Module):
+  """A layer norm whose scale is the parameter plus an offset."""
+
+  epsilon: float
+  offset: float
+  use_bias: bool
+  dtype: str
+
+  @nn.compact
+  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    plain = nn.LayerNorm(
+      self.epsilon, jnp.float32, use_bias=False, use_scale=False
+    )
+    init = nn.initializers.constant(1.0 - self.offset)
+    scale_D = self.param("scale", init, x_BLD.shape[-1:])
+    y_BLD = plain(x_BLD) * (self.offset + scale_D)
+    if self.use_bias:
+      y_BLD += self.param("bias", nn.initializers.zeros, x_BLD.shape[-1:])
+    return y_BLD.astype(self.dtype)
 
 
 def _attention(options: Options) -> attention.Options:
@@ -88,8 +175,13 @@ def _attention(options: Options) -> attention.Options:
     num_heads=options.num_heads,
     head_dim=options.head_dim,
     num_kv_heads=options.num_kv_heads,
-    bias=("qkv", "out") if options.use_bias else (),
-    qk_norm="head" if options.qk_norm else None,
+    bias=options.use_bias,
+    qk_norm=options.qk_norm,
+    qk_norm_after_rope=options.qk_norm_after_rope,
+    qkv_clip=options.qkv_clip,
+    sinks=options.sinks,
+    scale=options.attention_scale,
+    norm_offset=options.norm_offset,
     norm_eps=options.norm_eps,
     window=options.window,
     softcap=options.attention_softcap,
@@ -107,7 +199,7 @@ def _mlp(options: Options) -> mlp.Options:
     kind=options.mlp,
     init_std=options.init_std,
     out_init_std=_out_init_std(options),
-    use_bias=options.use_bias,
+    use_bias="mlp" in options.use_bias,
     dtype=options.dtype,
   )
 

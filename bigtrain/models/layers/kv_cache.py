@@ -4,12 +4,22 @@ Axes: B batch, L length, S length of the cache, N layers, G heads of keys and
 values, K head width.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from bigtrain import sharding
+
+
+class Kind(NamedTuple):
+  """Heads of keys and values, their width, and the positions they see."""
+
+  num_heads: int
+  head_dim: int
+  window: int | None
 
 
 class Cache(NamedTuple):
@@ -37,6 +47,52 @@ class Cache(NamedTuple):
       x, layer, axis=1, keepdims=False
     )
     return pick(self.k_BNSGK), pick(self.v_BNSGK)
+
+
+@struct.dataclass
+class Caches:
+  """Caches of layers that differ in heads or windows.
+
+  Attributes:
+    groups: one cache for each kind of layer.
+    places_N: number of each layer in its group.
+    length: number of positions of a text.
+  """
+
+  groups: tuple[Cache, ...]
+  places_N: tuple[int, ...] = struct.field(pytree_node=False)
+  length: int = struct.field(pytree_node=False)
+
+  def place(self, layer: Any) -> jax.Array:
+    return jnp.asarray(self.places_N)[layer]
+
+  def with_group(self, number: int, cache: Cache) -> "Caches":
+    groups = list(self.groups)
+    groups[number] = cache
+    return Caches(tuple(groups), self.places_N, self.length)
+
+
+def of_layers(
+  batch_size: int,
+  length: int,
+  kinds: Sequence[Kind],
+  kind_N: Sequence[int],
+  dtype: str,
+) -> Caches:
+  """Returns empty caches of layers that are of these kinds, by number."""
+  groups = tuple(
+    empty(
+      batch_size,
+      kind_N.count(number),
+      length,
+      kind.num_heads,
+      kind.head_dim,
+      dtype,
+    )
+    for number, kind in enumerate(kinds)
+  )
+  places = tuple(kind_N[:i].count(number) for i, number in enumerate(kind_N))
+  return Caches(groups, places, length)
 
 
 def empty(

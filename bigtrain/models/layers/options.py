@@ -1,7 +1,9 @@
 """Checks of the fields of models; the messages name them as config keys."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+from flax.core import FrozenDict
 
 from bigtrain import settings
 from bigtrain.models.layers import attention_backends, remat
@@ -72,3 +74,23 @@ def filled(
 
 def check_rate(key: str, value: Any) -> None:
   settings.check_number(key, value, least=0, below=1)
+
+
+def read_names(
+  key: str, given: Any, choices: Collection[str]
+) -> tuple[str, ...]:
+  """Checks a list of names, such as ("qkv", "out")."""
+  if isinstance(given, str) or not isinstance(given, Collection):
+    raise settings.ConfigError(
+      f"{key}: expected a list of names, got {given!r}."
+    )
+  for name in given:
+    settings.check_choice(key, name, choices)
+  return tuple(given)
+
+
+def hashable(value: Any) -> Any:
+  """Returns dicts and lists as FrozenDicts and tuples, recursively."""
+  if isinstance(value, Mapping):
+    return FrozenDict({name: hashable(x) for name, x in value.items()})
+  return tuple(map(hashable, value)) if isinstance(value, list) else value

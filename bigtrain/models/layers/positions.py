@@ -12,13 +12,33 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
+from flax.core import FrozenDict
 
 from bigtrain import settings
 
-# The keys of `rope_scaling`, by its "type".
-_SCALINGS = {
-  "linear": ("factor",),
-  "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_len"),
+# {"type" of rope_scaling: (required keys, values of the others)}.
+_SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+  "linear": (("factor",), {}),
+  "llama3": (
+    ("factor", "low_freq_factor", "high_freq_factor", "original_len"),
+    {},
+  ),
+  "yarn": (
+    ("factor", "original_len"),
+    dict(
+      beta_fast=32.0,
+      beta_slow=1.0,
+      truncate=True,
+      mscale=None,
+      mscale_all_dim=None,
+      attention_factor=None,
+    ),
+  ),
+  "longrope": (
+    ("short_factor", "long_factor", "original_len"),
+    dict(factor=None, attention_factor=None),
+  ),
 }
 
 
@@ -41,64 +61,208 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
   return np.concatenate(parts, axis=1)[None].astype(np.float32)
 
 
-class Rotation(NamedTuple):
+class Rope(NamedTuple):
+  """Rotary embeddings (https://arxiv.org/abs/2104.09864) of a layer.
+
+  Attributes:
+    dims: number of features of a head that rotate, the first ones.
+    scaling: from `read_scaling`, all keys with values.
+    interleaved: whether the pairs are (2 i, 2 i + 1) and not (i, i + dims / 2).
+  """
+
+  dims: int
+  theta: float
+  scaling: Mapping[str, Any] | None = None
+  interleaved: bool = False
+
+  def by_length(self) -> int | None:
+    """Length above which texts have other frequencies, if any."""
+    if self.scaling and self.scaling["type"] == "longrope":
+      return self.scaling["original_len"]
+    return None
+
+  def rotation(
+    self, positions_BL: jax.Array, length: jax.Array | int
+  ) -> "Rotation":
+    """`length` is that of each token's text, (B, L), or of all texts."""
+    omega_Q: Any = frequencies(self.dims, self.theta, self.scaling)
+    if (longest := self.by_length()) is not None:
+      long_Q = frequencies(self.dims, self.theta, self.scaling, long=True)
+      is_long = jnp.asarray(length)[..., None, None] > longest
+      omega_Q = jnp.where(is_long, long_Q, omega_Q)
+    angle = positions_BL.astype(jnp.float32)[:, :, None, None] * omega_Q
+    size = magnitude(self.scaling)
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    if size != 1:
+      sin, cos = size * sin, size * cos
+    return Rotation(sin, cos, self.interleaved)
+
+
+@struct.dataclass
+class Rotation:
   """Sines and cosines of rotary embeddings, with an axis for the heads."""
 
   sin_BL1Q: jax.Array
   cos_BL1Q: jax.Array
+  interleaved: bool = struct.field(pytree_node=False, default=False)
 
 
 def frequencies(
-  head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
+  dims: int,
+  theta: float,
+  scaling: Mapping[str, Any] | None = None,
+  *,
+  long: bool = False,
 ) -> np.ndarray:
-  """Angles per position (K / 2) by which rotary embeddings rotate features.
+  """Angles per position (dims / 2) by which rotary embeddings rotate features.
 
-  https://arxiv.org/abs/2104.09864. Lower frequencies let a model read longer
-  texts than it was trained on: either all frequencies are divided by a factor
-  ("linear", https://arxiv.org/abs/2306.15595), or only those with less than a
-  few rotations in `original_len` positions ("llama3",
-  https://arxiv.org/abs/2407.21783).
+  Lower frequencies let a model read longer texts than it was trained on.
+  "linear" (https://arxiv.org/abs/2306.15595) divides all of them by a factor,
+  "llama3" (https://arxiv.org/abs/2407.21783) and "yarn"
+  (https://arxiv.org/abs/2309.00071) those with few rotations in `original_len`
+  positions. "longrope" (https://arxiv.org/abs/2402.13753) has a divisor for
+  each, and others for `long` texts.
   """
-  omega_Q = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-  if not scaling:
-    return omega_Q.astype(np.float32)
-  kind = scaling["type"]
-  if kind == "llama3":
-    rotations_Q = scaling["original_len"] * omega_Q / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept_Q = np.clip((rotations_Q - low) / (high - low), 0, 1)
-  else:
-    kept_Q = np.zeros_like(omega_Q)
-  omega_Q = kept_Q * omega_Q + (1 - kept_Q) * omega_Q / scaling["factor"]
+  omega_Q = theta ** -(np.arange(0, dims, 2) / dims)
+  kept_Q = np.zeros_like(omega_Q)
+  factor: Any = 1.0
+  if scaling:
+    kind = scaling["type"]
+    factor = scaling.get("factor")
+    if kind == "longrope":
+      factor = np.asarray(scaling["long_factor" if long else "short_factor"])
+    if kind == "llama3":
+      rotations_Q = scaling["original_len"] * omega_Q / (2 * math.pi)
+      low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+      kept_Q = np.clip((rotations_Q - low) / (high - low), 0, 1)
+    if kind == "yarn":
+      kept_Q = _kept_by_yarn(dims, theta, scaling)
+  omega_Q = kept_Q * omega_Q + (1 - kept_Q) * omega_Q / factor
   return omega_Q.astype(np.float32)
 
 
-def check_scaling(scaling: Any, key: str) -> None:
-  if scaling is None:
-    return
-  kind = scaling.get("type") if isinstance(scaling, Mapping) else None
+def _kept_by_yarn(
+  dims: int, theta: float, scaling: Mapping[str, Any]
+) -> np.ndarray:
+  """Share of each original frequency, falling linearly with its number."""
+
+  def number(rotations: float) -> float:
+    period = scaling["original_len"] / (rotations * 2 * math.pi)
+    return dims * math.log(period) / (2 * math.log(theta))
+
+  low, high = number(scaling["beta_fast"]), number(scaling["beta_slow"])
+  if scaling["truncate"]:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, dims - 1)
+  width = high - low or 1e-3
+  return 1 - np.clip((np.arange(dims // 2) - low) / width, 0, 1)
+
+
+def magnitude(scaling: Mapping[str, Any] | None) -> float:
+  """Factor of rotated queries and keys, which sharpens attention."""
+  if not scaling or scaling["type"] not in ("yarn", "longrope"):
+    return 1.0
+  if (given := scaling["attention_factor"]) is not None:
+    return given
+  factor = scaling["factor"]
+  if factor <= 1:
+    return 1.0
+  if scaling["type"] == "longrope":
+    return math.sqrt(1 + math.log(factor) / math.log(scaling["original_len"]))
+  mscale, of_all = scaling["mscale"], scaling["mscale_all_dim"]
+  by = lambda weight: 0.1 * weight * math.log(factor) + 1
+  return by(mscale) / by(of_all) if mscale and of_all else by(1.0)
+
+
+def read_scaling(
+  given: Any, key: str, dims: int, max_len: int | None
+) -> Mapping[str, Any] | None:
+  """Checks `rope_scaling` and adds the values of absent keys; hashable."""
+  if given is None:
+    return None
+  kind = given.get("type") if isinstance(given, Mapping) else None
   if kind not in _SCALINGS:
     hint = settings.did_you_mean(str(kind), _SCALINGS)
-    raise settings.ConfigError(f"{key}: unknown type in {scaling!r}.{hint}")
-  expected_keys = {"type", *_SCALINGS[kind]}
-  if set(scaling) != expected_keys:
+    raise settings.ConfigError(f"{key}: unknown type in {given!r}.{hint}")
+  required, optional = _SCALINGS[kind]
+  for name in given:
+    if name not in ("type", *required, *optional):
+      hint = settings.did_you_mean(name, (*required, *optional))
+      raise settings.ConfigError(
+        f"{key}.{name}: unknown key of type {kind!r}.{hint}"
+      )
+  if missing := [name for name in required if name not in given]:
     raise settings.ConfigError(
-      f"{key}: type {kind!r} takes {sorted(expected_keys)}, got "
-      f"{sorted(scaling)}."
+      f"{key}: type {kind!r} takes {', '.join(required)}; missing: "
+      f"{', '.join(missing)}."
     )
+  scaling = dict(optional) | dict(given)
+  if kind == "longrope":
+    for name in ("short_factor", "long_factor"):
+      scaling[name] = tuple(scaling[name])
+      if len(scaling[name]) != dims // 2:
+        raise settings.ConfigError(
+          f"{key}.{name}: expected {dims // 2} numbers, half of the features "
+          f"that rotate, got {len(scaling[name])}."
+        )
+    if scaling["factor"] is None:
+      if max_len is None:
+        raise settings.ConfigError(
+          f"{key}.factor: missing; without it, config.model.max_len gives it."
+        )
+      scaling["factor"] = max_len / scaling["original_len"]
+  for name, value in scaling.items():
+    if isinstance(value, tuple):
+      for x in value:
+        settings.check_number(f"{key}.{name}", x, above=0)
+    elif name not in ("type", "truncate") and value is not None:
+      settings.check_number(f"{key}.{name}", value, above=0)
+  return FrozenDict(scaling)
 
 
-def rotation(positions_BL: jax.Array, omega_Q: np.ndarray) -> Rotation:
-  angle = positions_BL.astype(jnp.float32)[:, :, None, None] * omega_Q
-  return Rotation(jnp.sin(angle), jnp.cos(angle))
+class QueryScale(NamedTuple):
+  """Growth of queries beyond the length of a model's training."""
+
+  beta: float
+  original_len: int
+  log: str = "log"
+
+
+def read_query_scale(given: Any, key: str) -> QueryScale | None:
+  if given is None or isinstance(given, QueryScale):
+    return given
+  if not isinstance(given, Mapping):
+    raise settings.ConfigError(
+      f"{key}: expected dict(beta, original_len, log) or None, got {given!r}."
+    )
+  settings.check_kwargs(QueryScale, given, key)
+  scale = QueryScale(**given)
+  settings.check_number(f"{key}.beta", scale.beta)
+  settings.check_number(
+    f"{key}.original_len", scale.original_len, least=1, whole=True
+  )
+  settings.check_choice(f"{key}.log", scale.log, ("log", "log1p"))
+  return scale
 
 
 def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
-  """Rotates the pairs of features (i, i + K / 2) of each head, in float32."""
-  x, y = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-  sin, cos = by
-  rotated = jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1)
-  return rotated.astype(x_BLHK.dtype)
+  """Rotates pairs of the first features of each head, in float32."""
+  sin, cos = by.sin_BL1Q, by.cos_BL1Q
+  dims = 2 * sin.shape[-1]
+  wide = x_BLHK[..., :dims].astype(jnp.float32)
+  if by.interleaved:
+    x, y = wide[..., ::2], wide[..., 1::2]
+  else:
+    x, y = jnp.split(wide, 2, axis=-1)
+  pair = [x * cos - y * sin, y * cos + x * sin]
+  if by.interleaved:
+    rotated = jnp.stack(pair, axis=-1).reshape(wide.shape)
+  else:
+    rotated = jnp.concatenate(pair, axis=-1)
+  rotated = rotated.astype(x_BLHK.dtype)
+  if dims == x_BLHK.shape[-1]:
+    return rotated
+  return jnp.concatenate([rotated, x_BLHK[..., dims:]], axis=-1)
 
 
 def query_scale(

@@ -1,14 +1,16 @@
 """Runs a stack of blocks, unrolled or as a loop.
 
 All blocks may be alike, or they repeat with a period, as where every second
-block has experts in place of its MLP. Parameters are blocks_0, blocks_1, ...;
-with `scan` one `blocks` whose arrays have a leading axis of layers; with `scan`
-and a period, blocks/0, blocks/1, ..., one for each place in the period. The
-same key initialises all of these to the same values.
+block has experts in place of its MLP. Some layers may come before the first
+period, and the last period may not be whole. Parameters are blocks_0, blocks_1,
+...; with `scan` one `blocks` whose arrays have a leading axis of layers; with
+`scan` and a period, blocks/0, blocks/1, ..., one for each place in the period.
+Layers outside of whole periods keep their numbers, as blocks_0. The same key
+initialises all of these to the same values.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -23,15 +25,14 @@ class _Period(nn.Module):
 
   @nn.compact
   def __call__(
-    self, carry: Any, number: jax.Array, *shared: Any
+    self, carry: Any, first: jax.Array, *shared: Any
   ) -> tuple[Any, Any]:
     reports = []
     for place, options in enumerate(self.kinds):
-      layer = number * len(self.kinds) + place
       block = self.block(options, name=str(place))
-      carry, report = block(carry, layer, *shared)
+      carry, report = block(carry, first + place, *shared)
       reports.append(report)
-    return carry, _mean(reports)
+    return carry, reports
 
 
 def run(
@@ -43,6 +44,7 @@ def run(
   *shared: Any,
   scan: bool,
   remat_policy: str,
+  first: Sequence[Any] = (),
   name: str = "blocks",
   separator: str = "_",
 ) -> tuple[Any, Any]:
@@ -52,69 +54,125 @@ def run(
     parent: module that gets the parameters; called from its compact method.
     block: class that is constructed with options and called with (carry, number
       of the layer, *shared), and returns (carry, report or None).
-    kinds: options of the blocks of one period; its length divides `depth`.
+    kinds: options of the blocks of one period.
     shared: arguments of all blocks; the last is `train`.
     scan: whether to compile one period and loop over it.
+    first: options of the blocks before the first period.
 
   Returns:
     (the last carry, mean of the reports that are not None, or None).
   """
-  kinds, period = tuple(kinds), len(kinds)
+  layers = _Layers(tuple(first), tuple(kinds), depth)
   if parent.is_initializing():
-    places = _init(parent, block, kinds, depth, carry, *shared)
-    if not scan:
-      for i in range(depth):
-        pick = lambda x, i=i: x[i // period]
-        params = jax.tree.map(pick, places[i % period])
-        parent.put_variable("params", f"{name}{separator}{i}", params)
-    elif period > 1:
-      params = {str(place): params for place, params in enumerate(places)}
-      parent.put_variable("params", name, params)
-    else:
-      parent.put_variable("params", name, places[0])
+    _init(parent, block, layers, scan, (name, separator), carry, *shared)
   # The block's arguments are self, carry, number and the shared ones.
   block = remat.block_class(block, scan, remat_policy, train=2 + len(shared))
-  if not scan:
-    reports = []
-    for i in range(depth):
-      layer = block(kinds[i % period], name=f"{name}{separator}{i}")
+  reports: list[tuple[Any, int]] = []
+
+  def unrolled(carry: Any, numbers: Iterable[int]) -> Any:
+    for i in numbers:
+      layer = block(layers.options(i), name=f"{name}{separator}{i}")
       carry, report = layer(carry, i, *shared)
-      reports.append(report)
-    return carry, _mean(reports)
+      reports.append((report, 1))
+    return carry
+
+  if not scan or not layers.periods:
+    return unrolled(carry, range(depth)), _mean(reports)
+  carry = unrolled(carry, range(len(first)))
+  period, periods = layers.period, layers.periods
   looped: Any = nn.scan(
-    block if period == 1 else _Period,
+    block if len(period) == 1 else _Period,
     variable_axes={"params": 0},
     split_rngs={"params": True, "dropout": True},
     in_axes=(0, *[nn.broadcast] * len(shared)),
-    length=depth // period,
+    length=periods,
   )
-  arguments = kinds if period == 1 else (block, kinds)
-  blocks = looped(*arguments, name=name)
-  carry, reports = blocks(carry, jnp.arange(depth // period), *shared)
-  return carry, jax.tree.map(lambda x: jnp.mean(x, axis=0), reports)
+  arguments = period if len(period) == 1 else (block, period)
+  starts = len(first) + jnp.arange(periods) * len(period)
+  carry, stacked = looped(*arguments, name=name)(carry, starts, *shared)
+  of_places = stacked if len(period) > 1 else [stacked]
+  reports += [
+    (jax.tree.map(lambda x: jnp.mean(x, axis=0), report), periods)
+    for report in of_places
+  ]
+  carry = unrolled(carry, range(layers.first_of_rest, depth))
+  return carry, _mean(reports)
+
+
+class _Layers(NamedTuple):
+  """Options of a stack's layers: the first ones, then whole periods, a rest."""
+
+  first: tuple[Any, ...]
+  period: tuple[Any, ...]
+  depth: int
+
+  @property
+  def periods(self) -> int:
+    return (self.depth - len(self.first)) // len(self.period)
+
+  @property
+  def first_of_rest(self) -> int:
+    return len(self.first) + self.periods * len(self.period)
+
+  def options(self, layer: int) -> Any:
+    if layer < len(self.first):
+      return self.first[layer]
+    return self.period[(layer - len(self.first)) % len(self.period)]
 
 
 def _init(
   parent: nn.Module,
   block: type[nn.Module],
-  kinds: Sequence[Any],
-  depth: int,
+  layers: _Layers,
+  scan: bool,
+  names: tuple[str, str],
   carry: Any,
   *shared: Any,
-) -> list[Any]:
-  places = []
-  for options in kinds:
+) -> None:
+  name, separator = names
+  first, period = len(layers.first), len(layers.period)
+  stacked: dict[str, Any] = {}
+  for options, numbers in _alike(layers):
     module = block(options, parent=None)
     init = lambda key, module=module: module.init(key, carry, 0, *shared)
-    keys = jax.random.split(parent.make_rng("params"), depth // len(kinds))
+    keys = jax.random.split(parent.make_rng("params"), len(numbers))
     # One compiled initialiser loops over the layers: compiling the random
     # numbers of each layer takes far longer than drawing them.
-    places.append(jax.lax.map(init, keys)["params"])
-  return places
+    params = jax.lax.map(init, keys)["params"]
+    place = (numbers[0] - first) % period
+    in_loop = layers.periods if scan and numbers[0] >= first else 0
+    if in_loop:
+      stacked[str(place)] = jax.tree.map(lambda x, n=in_loop: x[:n], params)
+    for row in range(in_loop, len(numbers)):
+      one = jax.tree.map(lambda x, row=row: x[row], params)
+      parent.put_variable("params", f"{name}{separator}{numbers[row]}", one)
+  if stacked:
+    params = stacked if period > 1 else stacked["0"]
+    parent.put_variable("params", name, params)
 
 
-def _mean(reports: Sequence[Any]) -> Any:
-  reports = [report for report in reports if report is not None]
+def _alike(layers: _Layers) -> list[tuple[Any, list[int]]]:
+  """Options and numbers of the layers of each place, and of the first ones."""
+  first, period = len(layers.first), len(layers.period)
+  groups = [
+    (options, list(range(first + place, layers.depth, period)))
+    for place, options in enumerate(layers.period)
+  ]
+  for options in dict.fromkeys(layers.first):
+    numbers = [i for i in range(first) if layers.first[i] == options]
+    groups.append((options, numbers))
+  return [group for group in groups if group[1]]
+
+
+def _mean(reports: Sequence[tuple[Any, int]]) -> Any:
+  """Mean of the reports that are not None, each with its weight."""
+  reports = [(x, weight) for x, weight in reports if x is not None]
   if not reports:
     return None
-  return jax.tree.map(lambda *x: sum(x) / len(x), *reports)
+  total = sum(weight for _, weight in reports)
+  mean = lambda *xs: (
+    sum(x if n == 1 else x * n for x, (_, n) in zip(xs, reports)) / total
+  )
+  if len(reports) == 1:
+    return reports[0][0]
+  return jax.tree.map(mean, *[x for x, _ in reports])

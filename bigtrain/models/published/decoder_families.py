@@ -41,13 +41,16 @@ _LLAMA_DEFAULTS |= dict(
 )
 # Values that all these architectures have in common.
 _PLAIN: dict[str, Any] = dict(
-  qk_norm=False, attention_softcap=None, logits_softcap=None
+  qk_norm=None, attention_softcap=None, logits_softcap=None
 )
 _GPT2_FIELDS = _PLAIN | dict(
-  posemb="learn", norm="layernorm", mlp="gelu", use_bias=True
+  posemb="learn",
+  norm="layernorm",
+  mlp="gelu",
+  use_bias=("qkv", "out", "mlp", "norm"),
 )
 _LLAMA_FIELDS = _PLAIN | dict(
-  posemb="rope", norm="rmsnorm", mlp="swiglu", use_bias=False
+  posemb="rope", norm="rmsnorm", mlp="swiglu", use_bias=()
 )
 _IN_SHAPES = ("vocab_size", "width", "depth", "mlp_dim")
 

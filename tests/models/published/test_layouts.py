@@ -143,7 +143,7 @@ def test_loading_into_another_model_lists_the_differences(tmp_path):
   [
     ("llama", {}, "llamma", "--layout: unknown 'llamma'.*'llama'"),
     ("llama", {}, "gpt2", "posemb='learn', got 'rope'"),
-    ("llama", dict(qk_norm=True), "llama", "qk_norm=False, got True"),
+    ("llama", dict(qk_norm=True), "llama", "qk_norm=None, got 'head'"),
     (
       "mixtral",
       dict(moe=dict(num_experts=4, shared_experts=1)),
