@@ -92,16 +92,19 @@ class Block(nn.Module):
     options = self.options
     x_BLD, caches = carry
 
+    def normed(y_BLD: jax.Array, name: str) -> jax.Array:
+      return norm(options, y_BLD.shape[-1], name)(y_BLD)
+
     def add(x_BLD: jax.Array, y_BLD: jax.Array, name: str) -> jax.Array:
       if options.norm_at != "pre":
-        y_BLD = norm(options, x_BLD.shape[-1], name)(y_BLD)
+        y_BLD = normed(y_BLD, name)
       y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
       if options.residual_multiplier != 1:
         y_BLD *= options.residual_multiplier
       return x_BLD + y_BLD
 
     def before(x_BLD: jax.Array, name: str) -> jax.Array:
-      return x_BLD if options.norm_at == "post" else norm(options, x_BLD.shape[-1], name)(x_BLD)
+      return x_BLD if options.norm_at == "post" else normed(x_BLD, name)
 
     def attend(y_BLD: jax.Array) -> jax.Array:
       nonlocal caches
