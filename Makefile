@@ -25,8 +25,8 @@ LOCKED := quantize,$(LOCKED)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help install train test test-faults test-configs test-mesh test-results test-cluster \
-  soak lint bench docs lock clean
+.PHONY: help install train test test-faults test-configs test-mesh test-results \
+  test-published test-cluster soak lint bench docs lock clean
 
 run := $(VENV)/bin/python -m
 pytest = $(run) pytest -n $(JOBS) --dist=worksteal --durations=20
@@ -46,7 +46,7 @@ train: install ## Train a vision transformer on handwritten digits
 	@$(run) bigtrain.main --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: lint ## Lint, then run all tests except the slow ones
-	@$(pytest) -m "not slow and not configs and not results and not mesh and not cluster" $(ARGS) $(TESTS)
+	@$(pytest) -m "not slow and not configs and not results and not mesh and not cluster and not published" $(ARGS) $(TESTS)
 
 test-faults: install ## Run the slow tests, most of them faults in real processes
 	@$(pytest) -m slow $(ARGS) $(TESTS)
@@ -59,6 +59,9 @@ test-mesh: install ## Compare every config on random meshes with one device: hou
 
 test-results: install ## Train the quickstarts and check their results: half an hour
 	@$(run) pytest -m results --durations=10 $(ARGS) $(TESTS)
+
+test-published: install build/published/.installed ## Compare published models with transformers itself
+	@$(run) pytest -m published $(ARGS) $(TESTS)
 
 test-cluster: $(VENV)/.installed-cluster build/moto/.installed
 test-cluster: ## Test Slurm, MPI and object stores; root installs them
@@ -113,6 +116,13 @@ $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "Installing the extras $*."
 	@$(run) pip install -qq --no-build-isolation -c requirements.lock \
 	  -e ".[$(subst -,$(comma),$*)]"
+	@touch $@
+
+# The libraries of published models: they never share our environment.
+build/published/.installed: tests/golden/requirements.txt | $(VENV)/bin/python
+	@echo "Installing torch and transformers into build/published."
+	@$(run) venv build/published
+	@build/published/bin/python -m pip install -qq -r $<
 	@touch $@
 
 # The s3:// server of tests, alone because it requires older packages.

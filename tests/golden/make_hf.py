@@ -4,13 +4,10 @@ Names, layouts and computation are the library's. The parameters are random, so
 the folders contain no published weights. A folder is the output of
 save_pretrained plus golden.npz, tokens and their logits.
 
-  python -m venv hf && hf/bin/pip install torch transformers
-  hf/bin/python tests/golden/make_hf.py          # writes the folders
-  hf/bin/python tests/golden/make_hf.py FOLDER   # prints logits of an export
+  python tests/golden/make_hf.py   # requirements.txt has the versions
 """
 
 import pathlib
-import sys
 
 import numpy as np
 import torch
@@ -64,12 +61,6 @@ def configs():
   return {"gpt2": gpt2, "llama": llama, "mixtral": mixtral}
 
 
-def logits_of(model, tokens):
-  """Returns float32 [B, L, V]."""
-  with torch.no_grad():
-    return model.eval()(torch.from_numpy(tokens)).logits.float().numpy()
-
-
 def make(name, config, out):
   """Writes a model's folder with golden.npz."""
   torch.manual_seed(0)
@@ -85,22 +76,16 @@ def make(name, config, out):
   model.save_pretrained(out)
   (out / "generation_config.json").unlink(missing_ok=True)
   tokens = rng.integers(0, config.vocab_size, (2, LENGTH))
-  np.savez_compressed(
-    out / "golden.npz", tokens=tokens, logits=logits_of(model, tokens)
-  )
+  with torch.no_grad():
+    logits = model.eval()(torch.from_numpy(tokens)).logits.numpy()
+  np.savez_compressed(out / "golden.npz", tokens=tokens, logits=logits)
 
 
-def main():
-  """Runs the script, see the module docstring."""
-  if len(sys.argv) > 1:
-    folder = pathlib.Path(sys.argv[1])
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokens = np.arange(LENGTH)[None] % model.config.vocab_size
-    np.save(folder / "logits.npy", logits_of(model, tokens))
-    return
+def write(golden):
+  """Writes all folders below `golden`."""
   for name, config in configs().items():
-    make(name, config, pathlib.Path(__file__).parent / f"hf_{name}")
+    make(name, config, golden / f"hf_{name}")
 
 
 if __name__ == "__main__":
-  main()
+  write(pathlib.Path(__file__).parent)

@@ -1,7 +1,6 @@
 """Makes hf_t5, hf_t5_1_1, hf_switch: small random models of transformers.
 
-  python -m venv hf && hf/bin/pip install torch transformers
-  hf/bin/python tests/golden/make_t5.py    # 2.13 and 5.23 made the folders
+  python tests/golden/make_t5.py   # requirements.txt has the versions
 
 A folder is the output of save_pretrained plus golden.npz: inputs and targets,
 longer than relative_attention_max_distance, and logits. Experts have capacity
@@ -83,6 +82,11 @@ def make(name, model, folder):
   np.savez_compressed(folder / "golden.npz", **arrays)
 
 
-if __name__ == "__main__":
+def write(golden):
+  """Writes all folders below `golden`."""
   for name, model in models():
-    make(name, model, pathlib.Path(__file__).parent / f"hf_{name}")
+    make(name, model, golden / f"hf_{name}")
+
+
+if __name__ == "__main__":
+  write(pathlib.Path(__file__).parent)

@@ -8,9 +8,10 @@ import pathlib
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import sharding
+from bigtrain import parts, settings, sharding
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.models import decoder, t5
@@ -102,6 +103,28 @@ def like_of(model, devices=1):
     places,
   )
   return _LIKE[key]
+
+
+def opened(folder, **options):
+  """(module, model) of a published folder as a config reads it."""
+  model = dict(published=str(folder), **options)
+  config = settings.Config(dict(model_name="decoder", model=model))
+  return parts.model(parts.with_published_sizes(config))
+
+
+def variables_of(module, model, path, names=None):
+  """The variables of a published file; `names`: only these collections."""
+  example = jnp.zeros((1, 2), jnp.int32)
+  shapes = dict(jax.eval_shape(model.init, jax.random.key(0), example))
+  shapes = {name: shapes[name] for name in names or shapes}
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  places, _ = sharding.state_shardings(shapes, mesh)
+  like = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    places,
+  )
+  return warm_start.load_variables(str(path), like, init=dict, module=module)
 
 
 def load(layout, model, devices=1, path=None, **source):

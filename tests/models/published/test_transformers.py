@@ -1,15 +1,20 @@
-"""Exported folders, opened by the library that they are for.
+"""Published models against the libraries themselves: `make test-published`.
 
-Needs the extra `transformers`: pip install -e ".[transformers]".
+The libraries have an environment of their own, build/published. It makes the
+golden files anew, and opens the folders that we export.
 """
 
 import functools
-import logging
+import json
+import os
+import pathlib
+import subprocess
 
 import jax
 import numpy as np
 import pytest
 from models.published.folders import (
+  GOLDEN,
   MODELS,
   like_of,
   model_of,
@@ -19,13 +24,18 @@ from models.published.folders import (
 
 from bigtrain import parts, settings
 from bigtrain.checkpoints import checkpointer, warm_start
+from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import HostState
 from bigtrain.tools import checkpoint as tool
 
-REASON = "the extra `transformers` is not installed"
-transformers = pytest.importorskip("transformers", reason=REASON)
-torch = pytest.importorskip("torch", reason=REASON)
-
+pytestmark = pytest.mark.published
+PYTHON = os.environ.get("PUBLISHED_PYTHON", "build/published/bin/python")
+# Scripts with a function `write(golden)` that makes files below `golden`.
+SCRIPTS = sorted(
+  path.name
+  for path in GOLDEN.glob("make_*.py")
+  if "\ndef write(golden" in path.read_text()
+)
 LINEAR = dict(type="linear", factor=2.0)
 # {case: (layout, changes of the model)}.
 CASES = {
@@ -90,28 +100,64 @@ def inputs_of(layout, vocab_size):
   return (inputs, targets), theirs
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_exports_open_with_equal_logits(case, tmp_path, caplog):
-  layout, changes = CASES[case]
-  model = model_of(layout, **changes)
-  params, out = export(layout, model, tmp_path)
-  ours, theirs = inputs_of(layout, model.vocab_size)
-  expected, _ = jax.jit(model.apply)({"params": params}, *ours)
+def run(*arguments):
+  """Runs the Python of the libraries' environment in tests/golden."""
+  assert pathlib.Path(PYTHON).exists(), "`make test-published` installs it"
+  # Absolute, but not resolved: the environment is where the link lies.
+  command = [os.path.abspath(PYTHON), *map(str, arguments)]
+  subprocess.run(command, cwd=GOLDEN, check=True)
 
-  kind = transformers.AutoModelForCausalLM
-  if len(ours) == 2:
-    kind = transformers.AutoModelForSeq2SeqLM
-  transformers.utils.logging.enable_propagation()
-  with caplog.at_level(logging.WARNING):
-    opened, info = kind.from_pretrained(
-      out, output_loading_info=True, attn_implementation="eager"
-    )
-  assert not any(info.values()), info
-  for words in ("newly initialized", "MISSING", "UNEXPECTED", "MISMATCH"):
-    assert words not in caplog.text
-  with torch.no_grad():
-    tensors = {name: torch.from_numpy(x) for name, x in theirs.items()}
-    logits = opened.eval()(**tensors).logits.numpy()
+
+def check_file(old, new):
+  """Compares two files of numbers: integers and texts exactly."""
+  if old.suffix in (".npz", ".safetensors"):
+    read = np.load if old.suffix == ".npz" else safetensors_files.read
+    before, after = dict(read(str(old))), dict(read(str(new)))
+    assert before.keys() == after.keys(), old
+    for name, value in before.items():
+      if value.dtype.kind in "iub":
+        np.testing.assert_array_equal(after[name], value, f"{old}: {name}")
+      else:
+        atol = 1e-5 * np.abs(value).max()
+        np.testing.assert_allclose(
+          after[name], value, rtol=0, atol=atol, err_msg=f"{old}: {name}"
+        )
+  elif old.suffix == ".json":
+    assert json.loads(new.read_text()) == json.loads(old.read_text()), old
+  else:
+    assert new.read_bytes() == old.read_bytes(), old
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_golden_files_can_be_made_anew(script, tmp_path):
+  module, out = script.removesuffix(".py"), str(tmp_path)
+  run("-c", f"import pathlib, {module} as m; m.write(pathlib.Path({out!r}))")
+  files = [path for path in tmp_path.rglob("*") if path.is_file()]
+  assert files
+  for new in files:
+    check_file(GOLDEN / new.relative_to(tmp_path), new)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+  """{case: (layout, model, parameters, folder)}; the library opened them."""
+  result = {}
+  for case, (layout, changes) in CASES.items():
+    model = model_of(layout, **changes)
+    folder = tmp_path_factory.mktemp(layout)
+    params, out = export(layout, model, folder)
+    np.savez(f"{out}/inputs.npz", **inputs_of(layout, model.vocab_size)[1])
+    result[case] = layout, model, params, out
+  run("open_exports.py", *[out for *_, out in result.values()])
+  return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exports_open_with_equal_logits(case, exports):
+  layout, model, params, out = exports[case]
+  ours, _ = inputs_of(layout, model.vocab_size)
+  expected, _ = jax.jit(model.apply)({"params": params}, *ours)
+  logits = np.load(f"{out}/logits.npy")
   scale = np.abs(expected).max()
   np.testing.assert_allclose(logits, expected, atol=1e-5 * scale, rtol=0)
 
