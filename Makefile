@@ -17,8 +17,7 @@ JOBS ?= 2
 ARGS ?=
 
 # For `make lock`: the interpreters to resolve for, and the extras to pin.
-PYTHON311 ?= python3.11
-PYTHON312 ?= python3.12
+LOCK_PYTHONS ?= python3.11 python3.12 python3.13
 LOCKED := digits,tfds,parquet,text,metrics,zstd,report,notebook,docs,lint,test
 LOCKED := quantize,$(LOCKED)
 
@@ -137,37 +136,46 @@ build/moto/.installed: $(VENV)/.installed
 # marker with the Python version.
 lock: ## Pin the newest allowed versions in requirements.lock
 	@rm -rf build/lock && mkdir -p build/lock
-	@for python in "$(PYTHON311)" "$(PYTHON312)"; do \
-	  minor=$$("$$python" -c 'import sys; print(sys.version_info.minor)') && \
+	@for python in $(LOCK_PYTHONS); do \
 	  "$$python" -m venv --clear build/lock/venv && \
 	  build/lock/venv/bin/python -m pip install -qq --dry-run \
-	    --ignore-installed --report build/lock/report.json \
-	    setuptools wheel ".[$(LOCKED)]" && \
-	  "$$python" -c "$$print_pins" <build/lock/report.json \
-	    | LC_ALL=C sort >build/lock/$$minor || exit 1; \
+	    --ignore-installed --report "build/lock/$$(basename "$$python").json" \
+	    setuptools wheel ".[$(LOCKED)]" || exit 1; \
 	done
-	@cd build/lock && { \
-	  comm -12 11 12; \
-	  comm -23 11 12 | sed 's/$$/; python_version < "3.12"/'; \
-	  comm -13 11 12 | sed 's/$$/; python_version >= "3.12"/'; \
-	} | LC_ALL=C sort -f >pins
-	@{ \
-	  echo '# Made by `make lock` from setup.cfg, for Python 3.11 and 3.12.'; \
-	  cat build/lock/pins; \
-	} >requirements.lock
+	@python3 -c "$$print_pins" build/lock/*.json >build/lock/pins
+	@cp build/lock/pins requirements.lock
 	@rm -rf build
 
 # The resolver knows this platform only; elsewhere TensorFlow has another name.
 define print_pins
-import json, sys
+import collections, json, sys
 x86 = 'platform_system == "Linux" and platform_machine == "x86_64"'
 other = 'platform_system != "Linux" or platform_machine != "x86_64"'
-for package in json.load(sys.stdin)["install"]:
-  name = package["metadata"]["name"].replace("_", "-").lower()
-  pin = "==" + package["metadata"]["version"]
+minors_of_pin = collections.defaultdict(set)
+for path in sys.argv[1:]:
+  report = json.load(open(path))
+  minor = int(report["environment"]["python_version"].split(".")[1])
+  for package in report["install"]:
+    name = package["metadata"]["name"].replace("_", "-").lower()
+    minors_of_pin[name, package["metadata"]["version"]].add(minor)
+minors = sorted(set.union(*minors_of_pin.values()))
+lines = []
+for (name, version), on in minors_of_pin.items():
+  conditions = []
+  if min(on) > minors[0]:
+    conditions.append(f'python_version >= "3.{min(on)}"')
+  if max(on) < minors[-1]:
+    conditions.append(f'python_version < "3.{max(on) + 1}"')
   if name == "tensorflow-cpu":
-    print(f"tensorflow{pin}; {other}\ntensorflow-cpu{pin}; {x86}")
+    for name, where in (("tensorflow", other), ("tensorflow-cpu", x86)):
+      where = f"({where})" if conditions else where
+      marker = " and ".join([*conditions, where])
+      lines.append(f"{name}=={version}; {marker}")
   elif name != "bigtrain":
-    print(name + pin)
+    marker = " and ".join(conditions)
+    lines.append(f"{name}=={version}" + (marker and f"; {marker}"))
+pythons = ", ".join(f"3.{minor}" for minor in minors)
+print(f"# Made by `make lock` from setup.cfg, for Python {pythons}.")
+print(*sorted(lines, key=str.upper), sep="\n")
 endef
 export print_pins

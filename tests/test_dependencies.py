@@ -76,7 +76,7 @@ def _locked_extras():
   return re.search(r"^LOCKED := (.*)$", makefile, re.M)[1].split(",")
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 @pytest.mark.parametrize("extra", ["", *_locked_extras()])
 def test_the_lock_file_pins_every_declared_package(python, extra):
   environment = _environment(python)

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 import test_configs
+from support import absent_mesh
 
-from bigtrain import parts, sharding
+from bigtrain import parts
 
 DEVICES = {"tpu": "TPU v5", "cuda": "NVIDIA H100 80GB HBM3"}
 # Configs share these two; a student is a model of another config.
@@ -68,17 +69,9 @@ def lower(config, platform):
     total, weight = pairs["loss"]
     return total / weight
 
-  mesh = jax.sharding.AbstractMesh(
-    (1, 1),
-    sharding.BATCH_AXES,
-    abstract_device=jax.sharding.AbstractDevice(
-      device_kind=DEVICES[platform],
-      num_cores=1,
-      platform="gpu" if platform == "cuda" else platform,
-    ),
-  )
   key = jax.eval_shape(lambda: jax.random.key(0))
-  with jax.sharding.use_abstract_mesh(mesh):
+  kind = DEVICES[platform]
+  with absent_mesh.use(kind, "gpu" if platform == "cuda" else platform):
     traced = jax.jit(jax.grad(loss)).trace(
       variables["params"], variables, batch, key
     )

@@ -8,11 +8,13 @@ workers and sessions; tests of the cache itself use folders of their own.
 
 import pathlib
 
+import jaxlib.version
+
 FOLDER = pathlib.Path(__file__).parents[2] / "build" / "test-compile-cache"
-# The second flag selects the older of two code generators of XLA.
-QUICK_XLA_FLAGS = (
-  "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-)
+QUICK_XLA_FLAGS = "--xla_backend_optimization_level=0"
+# The older of two code generators of XLA; newer versions lack it.
+if jaxlib.version.__version_info__ < (0, 11):
+  QUICK_XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 
 def enable():

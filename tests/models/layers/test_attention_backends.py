@@ -5,8 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from support import absent_mesh
 
-from bigtrain import settings, sharding
+from bigtrain import settings
 from bigtrain.models.layers import attention, attention_backends, masks
 
 Case = attention_backends.Call
@@ -104,17 +105,10 @@ def test_a_named_one_that_cannot_serve_is_an_error(wanted, case, message):
 
 
 def test_the_platform_is_that_of_the_mesh():
-  mesh = jax.sharding.AbstractMesh(
-    (2, 4),
-    sharding.BATCH_AXES,
-    abstract_device=jax.sharding.AbstractDevice(
-      device_kind="TPU v5", num_cores=1, platform="tpu"
-    ),
-  )
   q = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.bfloat16)
   attend = functools.partial(attention.attend, mask=masks.Mask(causal=True))
   settings.forget_choices()
-  with jax.sharding.use_abstract_mesh(mesh):
+  with absent_mesh.use("TPU v5", "tpu", (2, 4)):
     traced = jax.jit(attend).trace(q, q, q)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
   (choice,) = settings.choices()[attention_backends.KEY].values()

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from support import absent_mesh
 
-from bigtrain import sharding
 from bigtrain.models.layers import attention, masks
 
 _B, _H, _K = 2, 4, 64
@@ -18,14 +18,7 @@ def lower(length, **conditions):
     return jnp.sum(attention.attend(q_BLHK, k_BSHK, v_BSHK, mask=mask))
 
   qkv = [jax.ShapeDtypeStruct((_B, length, _H, _K), jnp.bfloat16)] * 3
-  mesh = jax.sharding.AbstractMesh(
-    (1, 1),
-    sharding.BATCH_AXES,
-    abstract_device=jax.sharding.AbstractDevice(
-      device_kind="NVIDIA H100 80GB HBM3", num_cores=1, platform="gpu"
-    ),
-  )
-  with jax.sharding.use_abstract_mesh(mesh):
+  with absent_mesh.use("NVIDIA H100 80GB HBM3", "gpu"):
     traced = jax.jit(jax.grad(total, (0, 1, 2))).trace(*qkv)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
