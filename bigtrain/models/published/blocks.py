@@ -3,6 +3,7 @@
 models/layers/stack.py defines both forms.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -43,16 +44,50 @@ def parse_name(name: str, block: str, separator: str = "_") -> Block | None:
   )
 
 
-def periods(
+class Layout(NamedTuple):
+  """How a stack's blocks are stored.
+
+  Attributes:
+    period: number of blocks in a period of the stacked ones; 0 without any.
+    separate: numbers of the blocks that have arrays of their own.
+  """
+
+  period: int
+  separate: frozenset[int]
+
+  def layers(self, place: int, periods: int) -> range:
+    """Numbers of the stacked blocks at a place of the period."""
+    start = self._start() + place
+    return range(start, start + self.period * periods, self.period)
+
+  def stacked_at(self, layer: int) -> int | None:
+    """Place of a block in its period; None if it has its own arrays."""
+    if not self.period or layer in self.separate:
+      return None
+    return (layer - self._start()) % self.period
+
+  def _start(self) -> int:
+    return next(i for i in itertools.count() if i not in self.separate)
+
+
+def layouts(
   names: Iterable[str], block: str, separator: str = "_"
-) -> dict[str, int]:
-  """Returns each stack's period in blocks, or 0 if blocks are separate."""
-  result: dict[str, int] = {}
+) -> dict[str, Layout]:
+  periods: dict[str, int] = {}
+  separate: dict[str, set[int]] = {}
   for name in names:
     if parsed := parse_name(name, block, separator):
-      period = parsed.place + 1 if parsed.layer is None else 0
-      result[parsed.stack] = max(result.get(parsed.stack, 0), period)
-  return result
+      numbers = separate.setdefault(parsed.stack, set())
+      period = 0
+      if parsed.layer is None:
+        period = parsed.place + 1
+      else:
+        numbers.add(parsed.layer)
+      periods[parsed.stack] = max(periods.get(parsed.stack, 0), period)
+  return {
+    stack: Layout(period, frozenset(separate[stack]))
+    for stack, period in periods.items()
+  }
 
 
 def restack_blocks(
@@ -68,10 +103,10 @@ def restack_blocks(
   reverse. Blocks that cannot be stacked, since one is missing or differs in
   shape, are in the result one by one, under names that no caller knows.
   """
-  old = periods(flat, block, separator)
-  new = periods(like, block, separator)
+  old = layouts(flat, block, separator)
+  new = layouts(like, block, separator)
   result: dict[str, Any] = {}
-  layers: dict[str, dict[int, np.ndarray]] = {}
+  by_name: dict[str, tuple[Layout, int, dict[int, np.ndarray]]] = {}
   for name, value in flat.items():
     parsed = parse_name(name, block, separator)
     stack = parsed.stack if parsed else ""
@@ -82,22 +117,21 @@ def restack_blocks(
     if parsed.layer is not None:
       numbered[parsed.layer] = value
     else:
-      step = old[stack]
-      numbered |= {parsed.place + step * i: x for i, x in enumerate(value)}
-    period = new[stack]
+      layers = old[stack].layers(parsed.place, len(value))
+      numbered |= dict(zip(layers, value))
     for layer, value_i in numbered.items():
-      if not period:
+      place = new[stack].stacked_at(layer)
+      if place is None:
         result[f"{stack}{separator}{layer}{parsed.rest}"] = value_i
         continue
-      place = f"/{layer % period}" if period > 1 else ""
-      layers.setdefault(stack + place + parsed.rest, {})[layer] = value_i
-  for name, by_layer in layers.items():
-    parsed = parse_name(name, block, separator)
-    assert parsed is not None
-    last = new[parsed.stack] * len(by_layer)
-    complete = set(by_layer) == {*range(parsed.place, last, new[parsed.stack])}
-    if complete and len({value.shape for value in by_layer.values()}) == 1:
-      result[name] = np.stack([by_layer[i] for i in sorted(by_layer)])
+      of_place = f"/{place}" if new[stack].period > 1 else ""
+      name = stack + of_place + parsed.rest
+      by_name.setdefault(name, (new[stack], place, {}))[2][layer] = value_i
+  for name, (layout, place, stacked) in by_name.items():
+    expected = layout.layers(place, len(stacked))
+    complete = set(stacked) == {*expected}
+    if complete and len({value.shape for value in stacked.values()}) == 1:
+      result[name] = np.stack([stacked[i] for i in expected])
     else:  # The caller lists them.
-      result |= {f"{name} of layer {i}": x for i, x in by_layer.items()}
+      result |= {f"{name} of layer {i}": x for i, x in stacked.items()}
   return result

@@ -179,7 +179,7 @@ class _Place(NamedTuple):
 
 
 def _places(shapes: Shapes) -> dict[str, _Place]:
-  periods = blocks.periods(shapes, "blocks")
+  layouts = blocks.layouts(shapes, "blocks")
   places = {}
   for name, shape in shapes.items():
     block = blocks.parse_name(name, "blocks")
@@ -190,8 +190,7 @@ def _places(shapes: Shapes) -> dict[str, _Place]:
     if block.layer is not None:
       places[name] = _Place(table_name, (block.layer,), False)
     else:
-      period = periods[block.stack]
-      layers = range(block.place, block.place + period * shape[0], period)
+      layers = layouts[block.stack].layers(block.place, shape[0])
       places[name] = _Place(table_name, tuple(layers), True)
   return places
 

@@ -34,3 +34,21 @@ def test_blocks_that_cannot_be_stacked_are_listed():
   single["t/encoderblock_2/bias"] = np.zeros(3)
   listed = blocks.restack_blocks(single, like)
   assert len(listed) == 4 and not listed.keys() & like.keys()
+
+
+def test_stacks_may_have_layers_before_and_after_their_periods():
+  single = {f"blocks_{i}/bias": np.full(2, i) for i in range(8)}
+  like = {f"blocks/{place}/bias": None for place in range(3)}
+  like |= {"blocks_0/bias": None, "blocks_7/bias": None}
+  stacked = blocks.restack_blocks(single, like, block="blocks")
+  assert stacked.keys() == like.keys()
+  np.testing.assert_array_equal(stacked["blocks/1/bias"][:, 0], [2, 5])
+  assert stacked["blocks_7/bias"][0] == 7
+  again = blocks.restack_blocks(stacked, single, block="blocks")
+  assert again.keys() == single.keys()
+  jax.tree.map(np.testing.assert_array_equal, again, single)
+  # From one loop to another one with other first layers.
+  other = {"blocks/bias": None, "blocks_0/bias": None, "blocks_1/bias": None}
+  moved = blocks.restack_blocks(stacked, other, block="blocks")
+  assert moved.keys() == other.keys()
+  np.testing.assert_array_equal(moved["blocks/bias"][:, 0], range(2, 8))
