@@ -21,12 +21,14 @@ class ModelLosses(NamedTuple):
     loss_BL: float32 losses in nats, unweighted, without gradient.
     correct_BL: float32, 1 where the target is the likeliest token.
     expert_stats: means over the layers with experts, see layers/moe.py.
+    mutable: the model's new mutable collections.
   """
 
   metrics: Metrics
   loss_BL: jax.Array
   correct_BL: jax.Array
   expert_stats: dict[str, jax.Array] | None
+  mutable: Variables
 
   def with_experts(self, load_balance: float, router_z: float) -> Metrics:
     """Returns the metrics, with losses and statistics of experts if any.
@@ -47,7 +49,7 @@ class ModelLosses(NamedTuple):
       if name == "load":
         for e, load in enumerate(value):
           result[f"expert_load/{e}"] = (load * weight, weight)
-      else:
+      elif name != "score":
         result[f"experts/{name}"] = (value * weight, weight)
     return result
 
@@ -66,12 +68,14 @@ def model_losses(
   label_smoothing_over: str = "all",
   z_loss: float = 0.0,
 ) -> ModelLosses:
-  _, out = model.apply(
+  mutable = [name for name in variables if name != "params"]
+  (_, out), new_mutable = model.apply(
     variables,
     **inputs,
     head=False,
     train=train,
     rngs={"dropout": rng} if train else None,
+    mutable=[*mutable, "step_sums"] if train else [],
   )
   bias = getattr(model, "head_bias", lambda params: None)
   losses = linear_xent.linear_softmax_xent(
@@ -92,7 +96,11 @@ def model_losses(
     "accuracy": metrics.pair(losses.correct_BL, weight_BL),
   }
   return ModelLosses(
-    by_token, losses.loss_BL, losses.correct_BL, out.get("moe")
+    by_token,
+    losses.loss_BL,
+    losses.correct_BL,
+    out.get("moe"),
+    dict(new_mutable) if train else {name: variables[name] for name in mutable},
   )
 
 

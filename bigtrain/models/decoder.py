@@ -339,6 +339,12 @@ class Model(nn.Module):
       return None
     return self.logits_multiplier * params["head"]["bias"]
 
+  def end_of_step(
+    self, mutable: Mapping[str, Any], step_sums: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    rate = layer_kinds.of_model(self).bias_rate()
+    return moe.end_of_step(mutable, step_sums, rate)
+
   def init_cache(self, batch_size: int, max_len: int) -> kv_cache.Caches:
     if self.max_len is not None and max_len > self.max_len:
       raise settings.ConfigError(
@@ -423,9 +429,10 @@ def _read(model: Model) -> None:
     moe=experts,
     rope_scaling=options.hashable(model.rope_scaling),
     query_scale=options.hashable(model.query_scale),
+    mlp_clip=mlp.read_clip(model.mlp_clip, model.mlp, "config.model.mlp_clip"),
   )
   options.set_fields(model, values)
-  layer_kinds.of_model(model)
+  layer_kinds.of_model(model).bias_rate()
 
 
 def _check_numbers(model: Model) -> None:

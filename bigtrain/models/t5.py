@@ -299,6 +299,11 @@ class Model(nn.Module):
       return params["token_embedding"].T
     return params["head"]["kernel"]
 
+  def end_of_step(
+    self, mutable: Mapping[str, Any], step_sums: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    return moe.end_of_step(mutable, step_sums, self.moe.bias_rate)
+
 
 def _check(model: Model) -> None:
   options.check_sizes(model, (*_NEEDED, "decoder_depth", "head_dim", "mlp_dim"))

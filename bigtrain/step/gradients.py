@@ -3,6 +3,11 @@
 The loss is the sum of all microbatches' sums divided by the sum of all their
 weights. Uneven padding, the number of microbatches and the number of devices
 therefore change the result by rounding only.
+
+Mutable collections pass from one microbatch to the next. The collection
+"step_sums", which a model writes in training, is added up instead, and goes to
+the model's `end_of_step(mutable, step_sums)`, which returns the collections for
+the next step.
 """
 
 import functools
@@ -20,6 +25,7 @@ from bigtrain.types import Batch, LossFn, Metrics, Params, TrainState, Variables
 
 # (state, batch) -> (gradients, metrics, new mutable collections).
 GradientsFn = Callable[[Any, Batch], tuple[Params, Metrics, Variables]]
+_STEP_SUMS = "step_sums"
 
 
 class TwoPassLoss(NamedTuple):
@@ -61,13 +67,23 @@ def from_config(
   trainable: Any,
   mesh: Mesh,
 ) -> GradientsFn:
-  return getattr(task, "gradients_fn", make)(
+  compute = getattr(task, "gradients_fn", make)(
     loss_fn,
     trainable=trainable,
     mesh=mesh,
     microbatches=read_microbatches(config, config.input.batch_size, mesh),
     two_pass=two_pass_loss(task, model, config.kwargs("loss")),
   )
+
+  def gradients(state: Any, batch: Batch) -> tuple[Params, Metrics, Variables]:
+    grads, sums, mutable = compute(state, batch)
+    if _STEP_SUMS in mutable:
+      mutable = dict(mutable)
+      step_sums = mutable.pop(_STEP_SUMS)
+      mutable = model.end_of_step(mutable, step_sums)
+    return grads, sums, mutable
+
+  return gradients
 
 
 def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
@@ -238,15 +254,24 @@ def _accumulate(
   def add_microbatch(carry: Any, x: Any) -> Any:
     grads, sums, mutable = carry
     i, part = x
+    step_sums = {k: mutable[k] for k in (_STEP_SUMS,) if k in mutable}
+    mutable = {k: v for k, v in mutable.items() if k not in step_sums}
     g, s, mutable = of_microbatch(
       trained, mutable, part, jax.random.fold_in(rng, i)
     )
-    grads = jax.tree.map(jnp.add, grads, g)
-    return (grads, metrics.merge(sums, s), mutable), None
+    add = functools.partial(jax.tree.map, jnp.add)
+    new_sums = {k: add(step_sums[k], mutable[k]) for k in step_sums}
+    return (
+      add(grads, g),
+      metrics.merge(sums, s),
+      {**mutable, **new_sums},
+    ), None
 
   first = jax.tree.map(lambda x: x[0], xs[1])
   shapes = jax.eval_shape(of_microbatch, trained, mutable, first, rng)
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
+  *zeros, no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  if _STEP_SUMS in no_sums:
+    mutable = {**mutable, _STEP_SUMS: no_sums[_STEP_SUMS]}
   sums, _ = jax.lax.scan(add_microbatch, (*zeros, mutable), xs)
   return sums
 

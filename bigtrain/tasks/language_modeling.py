@@ -75,7 +75,7 @@ def loss_fn(
 
   Returns:
     (metrics "loss" in nats and "accuracy", with experts those of
-    token_losses.ModelLosses.with_experts; {}).
+    token_losses.ModelLosses.with_experts; the new mutable collections).
   """
   losses = _losses(
     variables,
@@ -88,7 +88,7 @@ def loss_fn(
     label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
   )
-  return losses.with_experts(load_balance, router_z), {}
+  return losses.with_experts(load_balance, router_z), losses.mutable
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:

@@ -81,7 +81,7 @@ def loss_fn(
     label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
   )
-  return losses.with_experts(load_balance, router_z), {}
+  return losses.with_experts(load_balance, router_z), losses.mutable
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:

@@ -136,7 +136,7 @@ class Block(nn.Module):
     if not options.parallel:
       y_BLD = before(x_BLD, "mlp_norm")
     y_BLD, stats = moe.mlp_or_experts(
-      options.moe, _mlp(options), y_BLD, real_BL, train
+      options.moe, _mlp(options), y_BLD, real_BL, train, options.use_bias
     )
     x_BLD = add(x_BLD, y_BLD, "mlp_post_norm")
     return (sharding.stream(x_BLD), caches), stats
@@ -204,6 +204,7 @@ def _mlp(options: Options) -> mlp.Options:
     out_init_std=_out_init_std(options),
     use_bias="mlp" in options.use_bias,
     dtype=options.dtype,
+    clip=options.mlp_clip,
   )
 
 

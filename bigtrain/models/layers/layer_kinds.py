@@ -73,6 +73,17 @@ class Layers(NamedTuple):
     every = (block.moe for block in (*self.period, *self.first))
     return next((options for options in every if options), None)
 
+  def bias_rate(self) -> float:
+    """The rate of all selection biases that change."""
+    blocks = (*self.period, *self.first)
+    rates = {block.moe.bias_rate for block in blocks if block.moe} - {0}
+    if len(rates) > 1:
+      raise settings.ConfigError(
+        "config.model.kinds: expected the same moe.bias_rate in all kinds, got "
+        f"{sorted(rates)}."
+      )
+    return max(rates, default=0.0)
+
   def without_drops(self) -> "Layers":
     drop = lambda block: block._replace(
       moe=block.moe and block.moe.without_drops()

@@ -4,14 +4,15 @@ Axes: B batch, L length, D model width, F hidden width.
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from bigtrain import sharding
+from bigtrain import settings, sharding
 from bigtrain.models.layers import kernels, remat
 
 
@@ -24,16 +25,52 @@ class Kind(NamedTuple):
 
 KINDS = {
   "relu": Kind(jax.nn.relu, gated=False),
+  "relu2": Kind(lambda x: jnp.square(jax.nn.relu(x)), gated=False),
   "gelu": Kind(jax.nn.gelu, gated=False),  # Its tanh form.
+  "gelu_erf": Kind(
+    functools.partial(jax.nn.gelu, approximate=False), gated=False
+  ),
   "geglu": Kind(jax.nn.gelu, gated=True),
   "swiglu": Kind(jax.nn.silu, gated=True),
 }
+
+
+class Clip(NamedTuple):
+  """The clipped gate of gpt-oss, a variant of swiglu.
+
+  (clip(up, -limit, limit) + up_offset) * g * sigmoid(alpha * g), where g is
+  min(gate, limit).
+  """
+
+  limit: float
+  alpha: float = 1.0
+  up_offset: float = 0.0
+
+
+def read_clip(given: Any, kind: str, key: str) -> Clip | None:
+  if given is None or isinstance(given, Clip):
+    return given
+  if not isinstance(given, Mapping):
+    raise settings.ConfigError(
+      f"{key}: expected dict(limit, alpha, up_offset) or None, got {given!r}."
+    )
+  settings.check_kwargs(Clip, given, key)
+  clip = Clip(**given)
+  settings.check_number(f"{key}.limit", clip.limit, above=0)
+  settings.check_number(f"{key}.alpha", clip.alpha)
+  settings.check_number(f"{key}.up_offset", clip.up_offset)
+  if kind != "swiglu":
+    raise settings.ConfigError(
+      f"{key}: expected an MLP of kind 'swiglu', got {kind!r}."
+    )
+  return clip
 
 
 class Options(NamedTuple):
   """Options of an MLP.
 
   Attributes:
+    clip: bounds of a gated MLP's first products.
     init_std: standard deviation of the initial `up` and `gate` kernels; None
       for Xavier's uniform distribution. `out_init_std` is that of `down`.
     names: names of the submodules `up` and `down`.
@@ -47,6 +84,21 @@ class Options(NamedTuple):
   dropout: float = 0.0
   dtype: str = "float32"
   names: tuple[str, str] = ("up", "down")
+  clip: Clip | None = None
+
+
+def hidden_units(
+  kind: str, clip: Clip | None, up: jax.Array, gate: jax.Array | None
+) -> jax.Array:
+  """The input of `down`; `gate` is None for kinds that are not gated."""
+  activation, _ = KINDS[kind]
+  if gate is None:
+    return activation(up)
+  if clip is None:
+    return up * activation(gate)
+  gate = jnp.minimum(gate, clip.limit)
+  up = jnp.clip(up, -clip.limit, clip.limit) + clip.up_offset
+  return up * gate * jax.nn.sigmoid(clip.alpha * gate)
 
 
 def vit_options(
@@ -72,7 +124,6 @@ class Mlp(nn.Module):
   @nn.compact
   def __call__(self, x_BLD: jax.Array, train: bool = False) -> jax.Array:
     options = self.options
-    activation, gated = KINDS[options.kind]
     up, down = options.names
 
     # Hidden units over the mesh axis `tensor`, if any.
@@ -89,11 +140,10 @@ class Mlp(nn.Module):
       dot_general=columns,
     )
     h_BLF = checkpoint_name(hidden(name=up)(x_BLD), remat.INNER)
-    if gated:
-      gate = hidden(name="gate")
-      h_BLF *= activation(checkpoint_name(gate(x_BLD), remat.INNER))
-    else:
-      h_BLF = activation(h_BLF)
+    gate_BLF = None
+    if KINDS[options.kind].gated:
+      gate_BLF = checkpoint_name(hidden(name="gate")(x_BLD), remat.INNER)
+    h_BLF = hidden_units(options.kind, options.clip, h_BLF, gate_BLF)
     h_BLF = nn.Dropout(options.dropout)(h_BLF, deterministic=not train)
     init = kernels.initializer(options.out_init_std)
     D = x_BLD.shape[-1]

@@ -5,6 +5,10 @@ Each token goes to its best `top_k` of E experts: to one as in Switch
 as in Mixtral (https://arxiv.org/abs/2401.04088). With a capacity each expert
 takes a limited number of tokens of a row of the batch; the rest are dropped.
 
+A selection bias is added to the scores that choose the experts, and to nothing
+else (https://arxiv.org/abs/2408.15664). It is state, not a parameter: once per
+step the bias of experts with more choices than the mean goes down.
+
 By default a device gathers the weights of all experts for the layer. With an
 `axis` the experts stay on their devices, and tokens travel to them and back,
 all to all. Either way a token's output depends neither on the devices nor on
@@ -13,14 +17,14 @@ the microbatches.
 Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings, sharding
+from bigtrain import settings, sharding, trees
 from bigtrain.models.layers import (
   kernels,
   mlp,
@@ -30,6 +34,24 @@ from bigtrain.models.layers import (
 )
 
 SERVE = ("position", "choice")
+SCORES = ("softmax", "sigmoid", "softmax_of_top")
+GROUP_SCORES = ("max", "top2")
+
+# Flax collections: the selection biases, and the numbers of choices with which
+# a step changes them.
+STATE = "router_state"
+STEP_SUMS = "step_sums"
+
+
+class Groups(NamedTuple):
+  """Experts in `num` groups; a token has experts of its `top` best ones.
+
+  A group's score is its largest, or the sum of its "top2".
+  """
+
+  num: int
+  top: int
+  score: str = "max"
 
 
 class Options(NamedTuple):
@@ -47,14 +69,23 @@ class Options(NamedTuple):
     jitter: in training, the router's input is multiplied by noise from
       [1 - jitter, 1 + jitter].
     dropout: rate in the hidden layers of experts; the MLPs' rate if None.
+    score: "softmax" over all experts, "sigmoid" of each, or "softmax_of_top",
+      over the chosen ones alone.
     normalize: whether the weights of a token's experts add up to 1; by default
       if there are several.
+    scale: factor of the weights.
+    selection_bias: whether a bias is added to the scores for the choice alone.
+    bias_rate: change of the selection bias per step; 0 keeps it constant.
+    groups: options of Groups, from which each token chooses first.
     serve: order in which choices take the capacity. "position": token by token,
       so that no token depends on a later one; the default. "choice": the first
       choices of all tokens, then the second ones, as in GShard
       (https://arxiv.org/abs/2006.16668); the default in T5's encoder.
+    mlp_dim: width of an expert; the model's mlp_dim if None.
     shared_experts: size, in experts, of an MLP that every token passes as well
       (https://arxiv.org/abs/2401.06066); 0 for none.
+    shared_dim: width of this MLP, in place of its size in experts.
+    shared_gate: whether its output is multiplied by a sigmoid of its own.
     router_init_std: standard deviation of the router's initial kernel.
   """
 
@@ -70,6 +101,14 @@ class Options(NamedTuple):
   normalize: bool | None = None
   shared_experts: int = 0
   router_init_std: float = 0.02
+  score: str = "softmax"
+  scale: float = 1.0
+  selection_bias: bool = False
+  bias_rate: float = 0.0
+  groups: Groups | None = None
+  mlp_dim: int | None = None
+  shared_dim: int | None = None
+  shared_gate: bool = False
 
   def in_stack(self, two_sided: bool) -> "Options":
     default = "choice" if two_sided else "position"
@@ -85,6 +124,12 @@ class Options(NamedTuple):
 
   def normalizes(self) -> bool:
     return self.top_k > 1 if self.normalize is None else self.normalize
+
+  def width(self, mlp_dim: int) -> int:
+    return self.mlp_dim or mlp_dim
+
+  def shared_width(self, mlp_dim: int) -> int:
+    return self.shared_dim or self.shared_experts * self.width(mlp_dim)
 
 
 def read(
@@ -109,6 +154,15 @@ def read(
   for name in ("capacity_factor", "eval_capacity_factor"):
     if getattr(moe, name) is not None:
       check(name, above=0)
+  check("scale", above=0)
+  check("bias_rate", least=0)
+  settings.check_choice(f"{key}.score", moe.score, SCORES)
+  for name in ("mlp_dim", "shared_dim"):
+    if getattr(moe, name) is not None:
+      check(name, least=1, whole=True)
+  _check_together(moe, key)
+  if moe.groups is not None:
+    moe = moe._replace(groups=_read_groups(moe, f"{key}.groups"))
   if moe.serve is not None:
     settings.check_choice(f"{key}.serve", moe.serve, SERVE)
     if moe.capacity_factor is moe.eval_capacity_factor is None:
@@ -128,6 +182,57 @@ def read(
   return moe
 
 
+def _check_together(moe: Options, key: str) -> None:
+  if moe.bias_rate and not moe.selection_bias:
+    raise settings.ConfigError(
+      f"{key}.bias_rate={moe.bias_rate}: expected selection_bias=True."
+    )
+  if moe.normalize is False and moe.score == "softmax_of_top":
+    raise settings.ConfigError(
+      f"{key}.normalize=False: the weights of score='softmax_of_top' always "
+      "add up to 1."
+    )
+  if moe.shared_dim and moe.shared_experts:
+    raise settings.ConfigError(
+      f"{key}.shared_dim and {key}.shared_experts: give only one."
+    )
+  if moe.shared_gate and not (moe.shared_dim or moe.shared_experts):
+    raise settings.ConfigError(
+      f"{key}.shared_gate: expected shared_dim or shared_experts."
+    )
+
+
+def _read_groups(moe: Options, key: str) -> Groups:
+  given: Any = moe.groups
+  if isinstance(given, Groups):
+    return given
+  if not isinstance(given, Mapping):
+    raise settings.ConfigError(
+      f"{key}: expected dict(num, top, score) or None, got {given!r}."
+    )
+  settings.check_kwargs(Groups, given, key)
+  groups = Groups(**given)
+  settings.check_number(f"{key}.num", groups.num, least=1, whole=True)
+  if moe.num_experts % groups.num:
+    raise settings.ConfigError(
+      f"{key}.num: {groups.num} does not divide num_experts={moe.num_experts}."
+    )
+  own = moe.num_experts // groups.num
+  settings.check_number(
+    f"{key}.top",
+    groups.top,
+    least=-(-moe.top_k // own),
+    most=groups.num,
+    whole=True,
+  )
+  settings.check_choice(f"{key}.score", groups.score, GROUP_SCORES)
+  if groups.score == "top2" and own < 2:
+    raise settings.ConfigError(
+      f"{key}.score='top2': expected at least 2 experts in a group, got {own}."
+    )
+  return groups
+
+
 def kinds(block: Any) -> list[Any]:
   """Options of a period of stack.run, from a block's with a field `moe`."""
   if block.moe is None:
@@ -137,30 +242,47 @@ def kinds(block: Any) -> list[Any]:
 
 def mlp_or_experts(
   experts: Options | None,
-  expert: mlp.Options,
+  dense: mlp.Options,
   x_BLD: jax.Array,
   real_BL: jax.Array | None,
   train: bool,
+  use_bias: Collection[str] = (),
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+  """An MLP, or experts and their shared MLP.
+
+  Args:
+    dense: options of the MLP, and of the shared one but its width.
+    use_bias: which of "experts" and "router" have biases.
+  """
   if experts is None:
-    return mlp.Mlp(expert, name="mlp")(x_BLD, train), None
-  y_BLD, stats = Moe(experts, expert, name="moe")(x_BLD, real_BL, train)
-  if experts.shared_experts:
-    size = experts.shared_experts * expert.dim
-    shared = mlp.Mlp(expert._replace(dim=size), name="shared_experts")
-    y_BLD += shared(x_BLD, train)
+    return mlp.Mlp(dense, name="mlp")(x_BLD, train), None
+  expert = dense._replace(
+    dim=experts.width(dense.dim), use_bias="experts" in use_bias
+  )
+  layer = Moe(experts, expert, "router" in use_bias, name="moe")
+  y_BLD, stats = layer(x_BLD, real_BL, train)
+  width = experts.shared_width(dense.dim)
+  if width:
+    shared = mlp.Mlp(dense._replace(dim=width), name="shared_experts")
+    z_BLD = shared(x_BLD, train)
+    if experts.shared_gate:
+      gate = nn.Dense(1, use_bias=False, dtype=dense.dtype, name="shared_gate")
+      z_BLD *= jax.nn.sigmoid(gate(x_BLD))
+    y_BLD += z_BLD
   return y_BLD, stats
 
 
 class Moe(nn.Module):
-  """A router, which computes in float32, and its experts, without biases.
+  """A router, which computes in float32, and its experts.
 
   Parameters: router/kernel (D, E); up and, if gated, gate (E, D, F), down
-  (E, F, D), each a kernel.
+  (E, F, D), each a kernel; biases (E), (E, F) and (E, D) if any. State:
+  selection_bias (E).
   """
 
   options: Options
   expert: mlp.Options
+  router_bias: bool = False
 
   @nn.compact
   def __call__(
@@ -174,38 +296,29 @@ class Moe(nn.Module):
     Returns:
       ([B, L, D], float32 statistics over the real tokens: "load_balance" and
       "router_z", the unweighted losses of Switch and ST-MoE; "load" [E], each
-      expert's share of all choices; "dropped", the share of choices beyond the
-      capacity; "entropy" of the router in nats).
+      expert's share of all choices; "score" [E], its mean score, where a
+      token's add up to 1; "dropped", the share of choices beyond the capacity;
+      "entropy" of the router in nats).
     """
-    options, expert, D = self.options, self.expert, x_BLD.shape[-1]
-    E, F = options.num_experts, expert.dim
+    options, expert = self.options, self.expert
     if real_BL is None:
       real_BL = jnp.ones(x_BLD.shape[:2], bool)
-    router_input_BLD = x_BLD.astype(jnp.float32)
-    if train and options.jitter:
-      router_input_BLD *= jax.random.uniform(
-        self.make_rng("dropout"),
-        router_input_BLD.shape,
-        minval=1 - options.jitter,
-        maxval=1 + options.jitter,
-      )
-    logits_BLE = nn.Dense(
-      E,
-      use_bias=False,
-      kernel_init=nn.initializers.normal(options.router_init_std),
-      name="router",
-    )(router_input_BLD)
-    routing, stats = route(logits_BLE, real_BL, options)
-    kernel = lambda name, shape, std: kernels.Kernel(
-      shape, std, name=name
-    )().astype(expert.dtype)
-    weights = {"up": kernel("up", (E, D, F), expert.init_std)}
-    if mlp.KINDS[expert.kind].gated:
-      weights["gate"] = kernel("gate", (E, D, F), expert.init_std)
-    weights["down"] = kernel("down", (E, F, D), expert.out_init_std)
+    logits_BLE = self._logits(x_BLD, train)
+    bias_E = None
+    if options.selection_bias:
+      shape = (options.num_experts,)
+      bias_E = self.variable(STATE, "selection_bias", jnp.zeros, shape).value
+    routing, stats = route(logits_BLE, real_BL, options, bias_E)
+    counts = options.bias_rate and train and not self.is_initializing()
+    if counts and self.is_mutable_collection(STEP_SUMS):
+      count_E = choices(routing, real_BL, options.num_experts)
+      self.put_variable(STEP_SUMS, "selection_bias", count_E)
+    weights = self._weights(x_BLD.shape[-1])
     rate = expert.dropout if options.dropout is None else options.dropout
     key = self.make_rng("dropout") if train and rate else None
-    experts = moe_experts.Experts(expert.kind, F, rate, key)
+    experts = moe_experts.Experts(
+      expert.kind, expert.dim, rate, key, expert.clip
+    )
     x_BLD = x_BLD.astype(expert.dtype)
     factor = options.factor(train)
     if factor is None:
@@ -226,17 +339,105 @@ class Moe(nn.Module):
       )
     return y_BLD, stats | {"dropped": dropped}
 
+  def _logits(self, x_BLD: jax.Array, train: bool) -> jax.Array:
+    options = self.options
+    x_BLD = x_BLD.astype(jnp.float32)
+    if train and options.jitter:
+      x_BLD *= jax.random.uniform(
+        self.make_rng("dropout"),
+        x_BLD.shape,
+        minval=1 - options.jitter,
+        maxval=1 + options.jitter,
+      )
+    return nn.Dense(
+      options.num_experts,
+      use_bias=self.router_bias,
+      kernel_init=nn.initializers.normal(options.router_init_std),
+      name="router",
+    )(x_BLD)
+
+  def _weights(self, D: int) -> dict[str, jax.Array]:
+    """Kernels, and biases with names like "up_bias", in the dtype of use."""
+    E, expert = self.options.num_experts, self.expert
+    shapes = {"up": (E, D, expert.dim)}
+    if mlp.KINDS[expert.kind].gated:
+      shapes["gate"] = (E, D, expert.dim)
+    shapes["down"] = (E, expert.dim, D)
+    weights = {}
+    for name, shape in shapes.items():
+      std = expert.out_init_std if name == "down" else expert.init_std
+      held = _Weights(shape, std, expert.use_bias, name=name)()
+      weights[name] = held["kernel"].astype(expert.dtype)
+      if expert.use_bias:
+        weights[f"{name}_bias"] = held["bias"].astype(expert.dtype)
+    return weights
+
+
+class _Weights(nn.Module):
+  shape: tuple[int, int, int]
+  init_std: float | None
+  use_bias: bool
+
+  @nn.compact
+  def __call__(self) -> dict[str, jax.Array]:
+    init = kernels.initializer(self.init_std)
+    weights = {"kernel": self.param("kernel", init, self.shape)}
+    if self.use_bias:
+      shape = (self.shape[0], self.shape[2])
+      weights["bias"] = self.param("bias", nn.initializers.zeros, shape)
+    return weights
+
+
+def end_of_step(
+  mutable: Mapping[str, Any], sums: Mapping[str, Any], rate: float
+) -> dict[str, Any]:
+  """Returns the collections with the selection biases of the next step.
+
+  Args:
+    sums: the collection STEP_SUMS, added up over all of a step's microbatches.
+  """
+  counts = dict(trees.flatten_with_names(sums))
+
+  def updated(name: str, bias_E: jax.Array) -> jax.Array:
+    if name not in counts:
+      return bias_E
+    # Whole numbers, so that the sign depends on no order of a sum.
+    count_E, E = counts[name], bias_E.shape[-1]
+    whole, rest = jnp.divmod(jnp.sum(count_E, axis=-1, keepdims=True), E)
+    sign_E = jnp.sign(2 * (whole - count_E) + (rest > 0))
+    change_E = rate * sign_E.astype(bias_E.dtype)
+    return bias_E + change_E - jnp.mean(change_E, axis=-1, keepdims=True)
+
+  return {**mutable, STATE: trees.map_with_names(updated, mutable[STATE])}
+
 
 def route(
-  logits_BLE: jax.Array, real_BL: jax.Array, options: Options
+  logits_BLE: jax.Array,
+  real_BL: jax.Array,
+  options: Options,
+  bias_E: jax.Array | None = None,
 ) -> tuple[moe_experts.Routing, dict[str, jax.Array]]:
   """Each token's experts, and the statistics of Moe but "dropped"."""
   E, J = options.num_experts, options.top_k
-  probs_BLE = jax.nn.softmax(logits_BLE, axis=-1)
-  chosen_BLJE = _best(probs_BLE, J)
-  weight_BLJ = jnp.sum(chosen_BLJE * probs_BLE[:, :, None], axis=-1)
-  if options.normalizes():
-    weight_BLJ /= jnp.sum(weight_BLJ, axis=-1, keepdims=True)
+  log_sum_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
+  if options.score == "sigmoid":
+    scores_BLE = jax.nn.sigmoid(logits_BLE)
+    total_BL1 = jnp.sum(scores_BLE, axis=-1, keepdims=True)
+    log_probs_BLE = jax.nn.log_sigmoid(logits_BLE) - jnp.log(total_BL1)
+    probs_BLE = scores_BLE / total_BL1
+  else:
+    scores_BLE = probs_BLE = jax.nn.softmax(logits_BLE, axis=-1)
+    log_probs_BLE = logits_BLE - log_sum_BL[..., None]
+  of_top = options.score == "softmax_of_top"
+  scores_BLE = logits_BLE if of_top else scores_BLE
+  chosen_BLJE = _chosen(scores_BLE, options, bias_E)
+  weight_BLJ = jnp.sum(chosen_BLJE * scores_BLE[:, :, None], axis=-1)
+  if of_top:
+    weight_BLJ = jax.nn.softmax(weight_BLJ, axis=-1)
+  elif options.normalizes():
+    weight_BLJ /= jnp.sum(weight_BLJ, axis=-1, keepdims=True) + 1e-20
+  if options.scale != 1:
+    weight_BLJ *= options.scale
   weight_BLJ = jnp.where(real_BL[..., None], weight_BLJ, 0.0)
 
   total = jnp.maximum(jnp.sum(real_BL), 1)
@@ -248,31 +449,59 @@ def route(
     / total
   )
   load_E = mean(jnp.sum(chosen_BLJE, axis=2)) / J
-  log_sum_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
-  log_probs_BLE = logits_BLE - log_sum_BL[..., None]
+  score_E = mean(probs_BLE)
   stats = {
     # Equation 4 of Switch Transformers (arXiv 2101.03961), with a load of all
     # top_k choices that adds up to 1: 1 if choices and probabilities are even.
-    "load_balance": E * jnp.sum(load_E * mean(probs_BLE)),
+    "load_balance": E * jnp.sum(load_E * score_E),
     # The z-loss of ST-MoE (arXiv 2202.08906, equation 5).
     "router_z": mean(log_sum_BL**2),
     "load": load_E,
+    "score": score_E,
     "entropy": mean(-jnp.sum(probs_BLE * log_probs_BLE, axis=-1)),
   }
   expert_BLJ = jnp.argmax(chosen_BLJE, axis=-1).astype(jnp.int32)
   return moe_experts.Routing(expert_BLJ, weight_BLJ), stats
 
 
-def _best(probs_BLE: jax.Array, J: int) -> jax.Array:
-  """Ones [B, L, J, E] for the J experts of each token, best first.
+def choices(
+  routing: moe_experts.Routing, real_BL: jax.Array, E: int
+) -> jax.Array:
+  """Number of real tokens' choices of each expert, int [E]."""
+  expert_BLJ = jnp.where(real_BL[..., None], routing.expert_BLJ, E)
+  return jnp.sum(jax.nn.one_hot(expert_BLJ, E, dtype=jnp.int32), axis=(0, 1, 2))
+
+
+def _chosen(
+  scores_BLE: jax.Array, options: Options, bias_E: jax.Array | None
+) -> jax.Array:
+  """Ones [B, L, J, E] for the J experts of each token, best first."""
+  left_BLE = jax.lax.stop_gradient(scores_BLE)
+  if bias_E is not None:
+    left_BLE += bias_E
+  if (groups := options.groups) is not None:
+    shape = (*left_BLE.shape[:-1], groups.num, -1)
+    left_BLGe = left_BLE.reshape(shape)
+    best = 2 if groups.score == "top2" else 1
+    marks = _best(left_BLGe, best)
+    score_BLG = jnp.sum(
+      jnp.where(marks > 0, left_BLGe[..., None, :], 0.0), axis=(-2, -1)
+    )
+    top_BLG = jnp.sum(_best(score_BLG, groups.top), axis=-2)
+    left_BLGe = jnp.where(top_BLG[..., None] > 0, left_BLGe, -jnp.inf)
+    left_BLE = left_BLGe.reshape(left_BLE.shape)
+  return _best(left_BLE, options.top_k)
+
+
+def _best(scores: jax.Array, number: int) -> jax.Array:
+  """Ones [..., number, E] for the largest of [..., E], the largest first.
 
   XLA does not split jax.lax.top_k over CPUs and GPUs: each device would sort
   the tokens of all.
   """
-  left_BLE = jax.lax.stop_gradient(probs_BLE)
   marks = []
-  for _ in range(J):
-    best_BL = jnp.argmax(left_BLE, axis=-1)
-    marks.append(jax.nn.one_hot(best_BL, probs_BLE.shape[-1]))
-    left_BLE = jnp.where(marks[-1] > 0, -1.0, left_BLE)
-  return jnp.stack(marks, axis=2)
+  for _ in range(number):
+    best = jnp.argmax(scores, axis=-1)
+    marks.append(jax.nn.one_hot(best, scores.shape[-1]))
+    scores = jnp.where(marks[-1] > 0, -jnp.inf, scores)
+  return jnp.stack(marks, axis=-2)

@@ -22,6 +22,8 @@ from bigtrain import model_flops, sharding
 from bigtrain.models.layers import moe_experts
 from bigtrain.models.layers.moe_experts import Experts, Routing
 
+# Dimensions of the hidden units, in arrays whose first one is the experts.
+_HIDDEN_DIMS = {"up": 2, "gate": 2, "down": 1, "up_bias": 1, "gate_bias": 1}
 # XLA's CPU compiler has no ragged all-to-all.
 _RAGGED = ("tpu", "gpu")
 
@@ -87,7 +89,7 @@ def _split_of(
 def _weights_of(
   split: Split, weights: Mapping[str, jax.Array]
 ) -> tuple[dict[str, PartitionSpec], Callable[..., dict[str, jax.Array]]]:
-  """Specs of kernels (E, D, F) or (E, F, D), and a function that gathers them.
+  """Specs of the experts' weights, and a function that gathers them.
 
   The gradients of kernels are summed over devices once. The gather over `fsdp`
   has a gradient that is reduce-scattered; XLA's own
@@ -98,8 +100,8 @@ def _weights_of(
     placed: dict[int, tuple[str, ...]] = {}
     if split.axis is not None:
       placed[0] = (split.axis,)
-    if split.hidden:
-      placed[1 if name == "down" else 2] = ("tensor",)
+    if split.hidden and name in _HIDDEN_DIMS:
+      placed[_HIDDEN_DIMS[name]] = ("tensor",)
     ways = split.mesh.shape["fsdp"]
     dim = None
     if split.axis != "fsdp" and ways > 1:
@@ -118,6 +120,10 @@ def _weights_of(
         )
       missing = tuple(a for a in split.varying if a not in specs[name])
       result[name] = jax.lax.pcast(kernel, missing, to="varying")
+    if split.hidden and "down_bias" in result:
+      # Results are summed over `tensor`: one of the parts has the bias.
+      first = jax.lax.axis_index("tensor") == 0
+      result["down_bias"] *= first.astype(result["down_bias"].dtype)
     return result
 
   return specs, gather
@@ -379,8 +385,10 @@ def _fill(
   if keep is not None:
     keep = keep.reshape(*x_ESD.shape[:2], -1)
   with model_flops.share(*counts):  # Empty slots are not model FLOPs.
-    times = functools.partial(jnp.einsum, "esd,edf->esf")
-    y_ESD = experts.run(x_ESD, weights, times, keep)
+    products = moe_experts.Products(
+      functools.partial(jnp.einsum, "esd,edf->esf"), lambda bias: bias[:, None]
+    )
+    y_ESD = experts.run(x_ESD, weights, products, keep)
   if axis is not None:
     y_ESD = jax.lax.all_to_all(y_ESD, axis, 1, 0, tiled=True)
   y = moe_experts.rows(

@@ -27,12 +27,13 @@ class Routing(NamedTuple):
 
 
 class Experts(NamedTuple):
-  """The experts' MLPs of a kind in mlp.KINDS, and their dropout, if any."""
+  """The experts' MLPs, see mlp.Options, and their dropout, if any."""
 
   kind: str
   dim: int
   rate: float
   key: jax.Array | None
+  clip: mlp.Clip | None = None
 
   def keep(self, *shape: int) -> jax.Array | None:
     if self.key is None:
@@ -43,18 +44,27 @@ class Experts(NamedTuple):
     self,
     x: jax.Array,
     weights: Mapping[str, jax.Array],
-    times: Callable[[jax.Array, jax.Array], jax.Array],
+    products: "Products",
     keep: jax.Array | None,
   ) -> jax.Array:
-    activation, gated = mlp.KINDS[self.kind]
-    h = times(x, weights["up"])
-    if gated:
-      h = activation(times(x, weights["gate"])) * h
-    else:
-      h = activation(h)
+    def dense(x: jax.Array, name: str) -> jax.Array:
+      y = products.times(x, weights[name])
+      bias = weights.get(f"{name}_bias")
+      return y if bias is None else y + products.spread(bias)
+
+    up = dense(x, "up")
+    gate = dense(x, "gate") if "gate" in weights else None
+    h = mlp.hidden_units(self.kind, self.clip, up, gate)
     if keep is not None:
       h = jnp.where(keep, h / (1 - self.rate), 0)
-    return times(h, weights["down"])
+    return dense(h, "down")
+
+
+class Products(NamedTuple):
+  """How rows meet their experts: times(x, kernel) + spread(bias)."""
+
+  times: Callable[[jax.Array, jax.Array], jax.Array]
+  spread: Callable[[jax.Array], jax.Array]
 
 
 def block_size(choices: int, num_experts: int) -> int:
@@ -124,11 +134,22 @@ def run_in_blocks(
       keep_tJF.reshape(R, -1), choice_S, axis=0, mode="fill", fill_value=0
     ).reshape(N, T, -1)
   static = _Static(useful or R, useful is not None)
-  times = lambda x, kernel: _times(static, x, kernel, expert_N, used_N)
-  y_NTD = experts.run(x_SD.reshape(N, T, -1), weights, times, keep)
+  products = Products(
+    lambda x, kernel: _times(static, x, kernel, expert_N, used_N),
+    lambda bias_EF: _of_blocks(bias_EF, expert_N),
+  )
+  y_NTD = experts.run(x_SD.reshape(N, T, -1), weights, products, keep)
   y_SD = y_NTD.reshape(N * T, -1)
   y_RD = rows(y_SD, back_R, choice_S[None], Zeros(results=False))
   return y_RD.reshape(*expert_tJ.shape, -1)
+
+
+def _of_blocks(bias_EF: jax.Array, expert_N: jax.Array) -> jax.Array:
+  """Each block's bias, by a product, whose gradient is no scatter."""
+  mark_NE = jax.nn.one_hot(expert_N, bias_EF.shape[0], dtype=bias_EF.dtype)
+  with model_flops.share(0, 1):
+    bias_NF = jnp.matmul(mark_NE, bias_EF, precision="highest")
+  return bias_NF[:, None]
 
 
 class Zeros(NamedTuple):

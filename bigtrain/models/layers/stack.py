@@ -82,7 +82,7 @@ def run(
   period, periods = layers.period, layers.periods
   looped: Any = nn.scan(
     block if len(period) == 1 else _Period,
-    variable_axes={"params": 0},
+    variable_axes={"params": 0, "router_state": 0, "step_sums": 0},
     split_rngs={"params": True, "dropout": True},
     in_axes=(0, *[nn.broadcast] * len(shared)),
     length=periods,
@@ -131,24 +131,26 @@ def _init(
 ) -> None:
   name, separator = names
   first, period = len(layers.first), len(layers.period)
-  stacked: dict[str, Any] = {}
+  stacked: dict[str, dict[str, Any]] = {}  # By collection and place.
   for options, numbers in _alike(layers):
     module = block(options, parent=None)
     init = lambda key, module=module: module.init(key, carry, 0, *shared)
     keys = jax.random.split(parent.make_rng("params"), len(numbers))
     # One compiled initialiser loops over the layers: compiling the random
     # numbers of each layer takes far longer than drawing them.
-    params = jax.lax.map(init, keys)["params"]
-    place = (numbers[0] - first) % period
+    place = str((numbers[0] - first) % period)
     in_loop = layers.periods if scan and numbers[0] >= first else 0
-    if in_loop:
-      stacked[str(place)] = jax.tree.map(lambda x, n=in_loop: x[:n], params)
-    for row in range(in_loop, len(numbers)):
-      one = jax.tree.map(lambda x, row=row: x[row], params)
-      parent.put_variable("params", f"{name}{separator}{numbers[row]}", one)
-  if stacked:
-    params = stacked if period > 1 else stacked["0"]
-    parent.put_variable("params", name, params)
+    for collection, arrays in jax.lax.map(init, keys).items():
+      if in_loop:
+        of_loop = jax.tree.map(lambda x, n=in_loop: x[:n], arrays)
+        stacked.setdefault(collection, {})[place] = of_loop
+      for row in range(in_loop, len(numbers)):
+        one = jax.tree.map(lambda x, row=row: x[row], arrays)
+        layer = f"{name}{separator}{numbers[row]}"
+        parent.put_variable(collection, layer, one)
+  for collection, by_place in stacked.items():
+    value = by_place if period > 1 else by_place["0"]
+    parent.put_variable(collection, name, value)
 
 
 def _alike(layers: _Layers) -> list[tuple[Any, list[int]]]:

@@ -359,6 +359,27 @@ def test_a_sharding_rule_splits_experts_over_devices(model, kernel):
       dict(num_experts=4, serve="choice"),
       "serve='choice': expected a capacity",
     ),
+    (dict(num_experts=4, score="sigmod"), "score: unknown .* 'sigmoid'"),
+    (
+      dict(num_experts=4, bias_rate=0.1),
+      "bias_rate.*: expected selection_bias",
+    ),
+    (
+      dict(num_experts=4, score="softmax_of_top", normalize=False),
+      "normalize=False: .* add up to 1",
+    ),
+    (dict(num_experts=4, groups=2), "groups: expected dict"),
+    (dict(num_experts=4, groups=dict(num=3, top=1)), "num: 3 does not divide"),
+    (
+      dict(num_experts=6, top_k=4, groups=dict(num=2, top=1)),
+      "groups.top: expected a whole number at least 2 and at most 2, got 1",
+    ),
+    (
+      dict(num_experts=4, groups=dict(num=2, top=1, score="top")),
+      "groups.score: unknown 'top'. Did you mean 'top2'",
+    ),
+    (dict(num_experts=4, shared_gate=True), "shared_gate: expected shared_dim"),
+    (dict(num_experts=4, shared_dim=8, shared_experts=1), "give only one"),
     (dict(num_experts=4, every=4), "every: 4 does not divide decoder_depth=6"),
     (
       dict(num_experts=4, every=0),
