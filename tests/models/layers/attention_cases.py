@@ -97,11 +97,13 @@ class Case:
     return run(arrays)
 
 
-def check_close(actual: Any, expected: Any, tolerance: float) -> None:
+def check_close(
+  actual: Any, expected: Any, tolerance: float, least: float = 1e-4
+) -> None:
   """Asserts that two trees agree, relative to the largest entry of each array.
 
   An array of rounding errors, as the gradient of the keys' bias, is measured by
-  the largest entry of the tree.
+  the share `least` of the largest entry of the tree.
   """
   actual = dict(jax.tree_util.tree_leaves_with_path(actual))
   expected = dict(jax.tree_util.tree_leaves_with_path(expected))
@@ -109,6 +111,6 @@ def check_close(actual: Any, expected: Any, tolerance: float) -> None:
   largest = max(np.abs(np.float32(y)).max() for y in expected.values())
   for name, x in actual.items():
     x, y = np.float32(x), np.float32(expected[name])
-    scale = max(np.abs(y).max(), 1e-4 * largest)
+    scale = max(np.abs(y).max(), least * largest)
     error = np.abs(x - y).max() / scale
     assert error < tolerance, f"{name}: {error}"
