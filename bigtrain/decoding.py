@@ -14,15 +14,18 @@ passed to step_fn; after a prefill, the length of the shortest prompt minus 1.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bigtrain.settings import ConfigError, check_number
 
 StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# The tokens that end a text; None if texts have no end.
+EosId = int | Sequence[int] | None
 
 # Lower than any log-likelihood, but finite, so that sums with it are not NaN.
 _IMPOSSIBLE = -1e9
@@ -35,7 +38,7 @@ def generate(
   prompt_len_B: jax.Array,
   *,
   max_new: int,
-  eos_id: int | None,
+  eos_id: EosId,
   pad_id: int = 0,
   num_beams: int | None = None,
   length_penalty: float = 0.0,
@@ -77,6 +80,10 @@ def generate(
   return jax.vmap(take)(tokens_BL, prompt_len_B)
 
 
+def eos_ids(eos_id: EosId) -> tuple[int, ...]:
+  return () if eos_id is None else tuple(np.atleast_1d(eos_id).tolist())
+
+
 def row_hashes(values_BN: jax.Array, factor: int = 1) -> jax.Array:
   """Returns uint32 [B]: ids that make samples independent of batch order.
 
@@ -94,7 +101,7 @@ def sample(
   prompt_len_B: jax.Array,
   *,
   max_len: int,
-  eos_id: int | None,
+  eos_id: EosId,
   pad_id: int = 0,
   rng: jax.Array | None = None,
   ids_B: jax.Array | None = None,
@@ -110,7 +117,7 @@ def sample(
   examples of the batch or the number of devices.
 
   Args:
-    eos_id: token that ends an example; None if examples have no end.
+    eos_id: token or tokens that end an example; None if none does.
     ids_B: ints that the examples' draws depend on; 0, 1, ... by default.
     temperature: divisor of the logits; 0 takes the likeliest token.
     top_k: number of likeliest tokens to draw from; 0 for all.
@@ -124,7 +131,7 @@ def sample(
       f"max_len: expected at least {L}, the length of the longest prompt, got "
       f"{max_len}."
     )
-  keys_B = None
+  keys_B, ends = None, jnp.asarray(eos_ids(eos_id), jnp.int32)
   if temperature:
     if rng is None:
       raise ValueError("rng: sampling needs a key")
@@ -149,8 +156,7 @@ def sample(
     token_B = jnp.where(ended_B, pad_id, token_B)
     generated_B = position >= prompt_len_B
     token_B = jnp.where(generated_B, token_B, at(tokens_BL, position))
-    if eos_id is not None:
-      ended_B |= generated_B & (token_B == eos_id)
+    ended_B |= generated_B & jnp.isin(token_B, ends)
     tokens_BL = jax.lax.dynamic_update_index_in_dim(
       tokens_BL, token_B, position, 1
     )
@@ -212,7 +218,7 @@ def beam_search(
   prompt_len_B: jax.Array,
   *,
   max_new: int,
-  eos_id: int | None,
+  eos_id: EosId,
   pad_id: int = 0,
   num_beams: int,
   length_penalty: float = 0.0,
@@ -237,9 +243,8 @@ def beam_search(
   check_number("length_penalty", length_penalty, least=0)
   B, M, N = len(prompt_BL), num_beams, max_new
   prompt_BL = prompt_BL.astype(jnp.int32)
-  eos_id = -1 if eos_id is None else eos_id
   search = _Search(
-    step_fn, prompt_BL, prompt_len_B, M, N, eos_id, length_penalty
+    step_fn, prompt_BL, prompt_len_B, M, N, eos_ids(eos_id), length_penalty
   )
   new_BMN = jnp.full((B, M, N), pad_id, jnp.int32)
   start = jnp.asarray(start, jnp.int32)
@@ -282,14 +287,14 @@ class _Beams(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-  """Constants of a beam search, and its step; eos_id is -1 for none."""
+  """Constants of a beam search, and its step."""
 
   step_fn: StepFn
   prompt_BL: jax.Array
   prompt_len_B: jax.Array
   num_beams: int
   max_new: int
-  eos_id: int
+  eos_ids: tuple[int, ...]
   length_penalty: float
 
   def prompt_at(self, position: jax.Array) -> jax.Array:
@@ -318,9 +323,11 @@ class _Search:
     # Number of tokens before the new one.
     n_B = s.position + 1 - self.prompt_len_B
     grows_B = (n_B >= 0) & (n_B < N)
-    # Each beam has one candidate that ends, so at least M of 2 M continue.
+    # With one token that ends, each beam has one candidate that does, so at
+    # least M of 2 M continue.
+    C = min(M * V, M * (1 + max(1, len(self.eos_ids))))
     score_BC, index_BC = jax.lax.top_k(
-      (s.score_BM[:, :, None] + logp_BMV).reshape(B, M * V), 2 * M
+      (s.score_BM[:, :, None] + logp_BMV).reshape(B, M * V), C
     )
     beam_BC, token_BC = index_BC // V, (index_BC % V).astype(jnp.int32)
     new_BCN = jnp.where(
@@ -328,7 +335,7 @@ class _Search:
       token_BC[..., None],
       _take(s.new_BMN, beam_BC),
     )
-    ends_BC = token_BC == self.eos_id
+    ends_BC = jnp.isin(token_BC, jnp.asarray(self.eos_ids, jnp.int32))
     ended_score_BC = jnp.where(
       ends_BC & grows_B[:, None] & (score_BC > _IMPOSSIBLE / 2),
       self.penalised(score_BC, jnp.maximum(n_B, 0)[:, None] + 1.0),

@@ -44,7 +44,7 @@ def log_probs(table, tokens):
   return result
 
 
-def greedy(table, prompt, max_len=LENGTH):
+def greedy(table, prompt, max_len=LENGTH, ends=(EOS,)):
   """Decodes one sequence greedily in plain numpy."""
   tokens, last = list(prompt), 0
   for p in range(len(prompt) - 1):
@@ -53,7 +53,7 @@ def greedy(table, prompt, max_len=LENGTH):
     token = int(np.argmax(table[last, tokens[-1], len(tokens) - 1]))
     last = tokens[-1]
     tokens.append(token)
-    if token == EOS:
+    if token in ends:
       break
   return tokens + [PAD] * (max_len - len(tokens))
 
@@ -67,16 +67,19 @@ def padded(prompts):
   return jnp.asarray(rows), jnp.asarray([len(p) for p in prompts])
 
 
-def test_greedy_continues_each_prompt(table):
+@pytest.mark.parametrize("ends", [(EOS,), (EOS, 2)])
+def test_greedy_continues_each_prompt(table, ends):
   prompt_BL, length_B = padded(PROMPTS)
   tokens = jax.jit(
     lambda *args: decoding.sample(
-      step_fn_of(table), *args, max_len=LENGTH, eos_id=EOS
+      step_fn_of(table), *args, max_len=LENGTH, eos_id=ends
     )
   )(fresh(len(PROMPTS)), prompt_BL, length_B)
   assert tokens.dtype == jnp.int32
   # An eos in a prompt does not end the text: the third prompt is continued.
-  assert np.asarray(tokens).tolist() == [greedy(table, p) for p in PROMPTS]
+  assert np.asarray(tokens).tolist() == [
+    greedy(table, prompt, ends=ends) for prompt in PROMPTS
+  ]
 
 
 def test_padding_and_prompts_that_fill_the_result(table):
@@ -212,18 +215,22 @@ def beam(table, prompts, num_beams, start=0, **options):
   return np.asarray(tokens_BN).tolist(), np.asarray(score_B)
 
 
-@pytest.mark.parametrize("length_penalty", [0.0, 1.5])
-def test_enough_beams_find_the_likeliest_sequence(table, length_penalty):
-  tokens, scores = beam(table, [[1], [2]], 700, length_penalty=length_penalty)
-  words = [w for w in range(V) if w != EOS]
+@pytest.mark.parametrize(
+  "length_penalty, ends", [(0.0, (EOS,)), (1.5, (EOS,)), (1.5, (EOS, 0))]
+)
+def test_enough_beams_find_the_likeliest_sequence(table, length_penalty, ends):
+  options = dict(length_penalty=length_penalty, eos_id=ends)
+  tokens, scores = beam(table, [[1], [2]], 700, **options)
+  words = [w for w in range(V) if w not in ends]
   for first, row, score in zip((1, 2), tokens, scores):
     best = -np.inf, None
     for n in range(LENGTH - 1):
       for middle in itertools.product(words, repeat=n):
-        sequence = [first, *middle, EOS]
-        penalty = ((5 + n + 1) / 6) ** length_penalty
-        value = sum(log_probs(table, sequence)) / penalty
-        best = max(best, (value, sequence))
+        for end in ends:
+          sequence = [first, *middle, end]
+          penalty = ((5 + n + 1) / 6) ** length_penalty
+          value = sum(log_probs(table, sequence)) / penalty
+          best = max(best, (value, sequence))
     assert [first, *row] == best[1] + [PAD] * (LENGTH - len(best[1]))
     assert score == pytest.approx(best[0], rel=1e-4)
 

@@ -53,7 +53,8 @@ RULES = {
     "step",
   },
   "inference": _ARRAYS
-  | {"chat", "checkpoints", "files", "inputs", "parts", "pp"},
+  | {"chat", "checkpoints", "decoding", "files", "inputs", "parts", "pp"}
+  | {"models.published"},
   "inputs": _ARRAYS | {"cluster", "data.formats", "lengths", "parts", "pp"},
   "data": _BASE | {"chat", "data.formats", "files", "pp"},
   "data.formats": _BASE | {"files", "pp"},

@@ -3,6 +3,8 @@
 model = bigtrain.load("runs/mine")
 model.predict("photo.jpg")           # {"label": "cat", "score": 0.97, ...}
 model.predict(["a.jpg", "b.jpg"])    # a list
+model = bigtrain.load("models/SmolLM2-135M-Instruct")
+model.chat([{"role": "user", "content": "Hello"}])
 """
 
 import os
@@ -29,8 +31,8 @@ def load(
   """Loads a trained model; reads the run and never writes into it.
 
   Args:
-    path: a workdir, one of its checkpoints, or an export in one file (.npz or
-      .safetensors).
+    path: a workdir, one of its checkpoints, an export in one file (.npz or
+      .safetensors), or the folder of a published model.
     step: step of the workdir's checkpoint; the newest unless given.
     weights: "params", or "ema" for the averaged parameters.
     pp: ops that make an image of a picture, such as

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import parts, settings, sharding
+from bigtrain import chat, decoding, parts, settings, sharding
 from bigtrain.inference import ops, preprocessing, saved
 from bigtrain.inputs import labels
 from bigtrain.pp import registry, tokenizers
@@ -95,6 +95,8 @@ class Predictor:
   @functools.cached_property
   def texts(self) -> preprocessing.Texts | None:
     """The preprocessing of texts; None if a tokenizer alone made the data."""
+    if self._saved.is_published:
+      return None
     feature = "inputs" if self._is_seq2seq else "labels"
     preds = ("embed", "score", "caption")
     chain = ops.find_text(self.config, feature, preds, self._given.pp_text)
@@ -284,14 +286,19 @@ class Predictor:
     """Returns {"text": continuation or answer} for each text.
 
     The options are those of the predict function, such as max_new=100 (max_len
-    of a sequence-to-sequence model), temperature=0.8 and seed=1; greedy by
-    default.
+    of a sequence-to-sequence model), temperature=0.8 and seed=1. By default
+    they are those of a published model's folder, or else greedy.
     """
     self._require("generate")
     tokenizer = self._need_tokenizer()
-    options = {"eos_id": tokenizer.eos_id, **options}
-    if self._is_seq2seq and tokenizer.eos_id is None:
+    options = {
+      "eos_id": tokenizer.eos_id,
+      **self._saved.generation,
+      **options,
+    }
+    if self._is_seq2seq and options["eos_id"] is None:
       del options["eos_id"]
+    ends = decoding.eos_ids(options.get("eos_id", tokenizer.eos_id))
 
     def call(items: Sequence[Any]) -> list[Any]:
       rows = [self._prompt(text) for text in items]
@@ -301,10 +308,32 @@ class Predictor:
         padded[: len(row)] = row
       feature = "inputs" if self._is_seq2seq else "tokens"
       new_BL = self.run("generate", {feature: ids_BL}, **options)
-      return [{"text": _until_end(row, tokenizer)} for row in new_BL]
+      return [{"text": _until_end(row, tokenizer, ends)} for row in new_BL]
 
     ids = isinstance(next(iter(texts), None), int | np.integer)
     return self._map(texts, ids or isinstance(texts, str), call)
+
+  def chat(
+    self, messages: Any, *, template: str | None = None, **options: Any
+  ) -> Any:
+    """Returns {"text": answer} for each conversation.
+
+    Args:
+      messages: a list of {"role": "user", "content": "..."}, or a list of such
+        lists.
+      template: argument of `chat.get`; by default the model's own.
+      **options: as of `generate`.
+    """
+    tokenizer = self._need_tokenizer()
+    form = chat.get(template, tokenizer.name)
+
+    def ids_of(conversation: Sequence[chat.Message]) -> list[int]:
+      text = form.render(conversation, add_generation_prompt=True)
+      return tokenizer.encode(text, special=True).tolist()
+
+    if isinstance(messages[0], Mapping):
+      return self.generate(ids_of(messages), **options)
+    return self.generate([ids_of(each) for each in messages], **options)
 
   def _prompt(self, text: Any) -> np.ndarray:
     tokenizer = self._need_tokenizer()
@@ -314,9 +343,11 @@ class Predictor:
       ids = np.trim_zeros(self.texts([text])[0], "b")
     else:
       ids = tokenizer.encode(text)
-      special = tokenizer.eos_id if self._is_seq2seq else tokenizer.bos_id
-      if special is not None and (self._is_seq2seq or not len(ids)):
-        ids = np.append(ids, np.int32(special))
+      adds_bos = self._saved.is_published and tokenizer.adds_bos
+      if self._is_seq2seq and tokenizer.eos_id is not None:
+        ids = np.append(ids, tokenizer.eos_id)
+      elif tokenizer.bos_id is not None and (adds_bos or not len(ids)):
+        ids = np.insert(ids, 0, tokenizer.bos_id)
     if not len(ids):
       raise ConfigError("generate: expected a text, got an empty one.")
     return ids
@@ -406,8 +437,10 @@ def _is_one(inputs: Any) -> bool:
   )
 
 
-def _until_end(ids_L: np.ndarray, tokenizer: tokenizers.Tokenizer) -> str:
-  ends = np.flatnonzero(ids_L == tokenizer.eos_id)
+def _until_end(
+  ids_L: np.ndarray, tokenizer: tokenizers.Tokenizer, eos_ids: Sequence[int]
+) -> str:
+  ends = np.flatnonzero(np.isin(ids_L, eos_ids))
   return tokenizer.decode(ids_L[: ends[0]] if ends.size else ids_L)
 
 

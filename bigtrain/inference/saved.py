@@ -1,4 +1,7 @@
-"""Reads a trained model: config, description of its data, arrays."""
+"""Reads a trained model: config, description of its data, arrays.
+
+It is a checkpoint, an export of one, or the folder of a published model.
+"""
 
 import json
 import os
@@ -6,18 +9,28 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import sharding, trees
-from bigtrain.checkpoints import averages, folders, manifest, restore
+from bigtrain import parts, settings, sharding, trees
+from bigtrain.checkpoints import (
+  averages,
+  folders,
+  manifest,
+  restore,
+  warm_start,
+)
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
 from bigtrain.files import paths
+from bigtrain.models.published import families, t5_families
+from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, did_you_mean
 
 # Sets of parameters in a train state.
 WEIGHTS = ("params", "ema")
+_GENERATION = "generation_config.json"
 
 
 class Saved(NamedTuple):
@@ -27,7 +40,8 @@ class Saved(NamedTuple):
     data: description of the run's data, see inputs/description.py; {} if a
       checkpoint is older.
     fingerprints: of the files of the run's preprocessing, by path.
-    manifest: None of an export.
+    manifest: None of exports and published models.
+    generation: a published model's own options of generation.
   """
 
   path: str
@@ -36,12 +50,21 @@ class Saved(NamedTuple):
   data: dict[str, Any]
   fingerprints: dict[str, str]
   manifest: Manifest | None
+  generation: Mapping[str, Any] = {}
+
+  @property
+  def is_published(self) -> bool:
+    return os.path.isdir(self.path) and self.manifest is None
 
 
 def find(path: str, step: int | None, key: str = "bigtrain.load") -> Saved:
   """Finds the checkpoint or the export of a path; reads none of its arrays."""
   if path.endswith((".npz", ".safetensors")):
     return _find_export(paths.absolute(path), key)
+  if safetensors_files.is_folder(paths.absolute(path)):
+    if step is not None:
+      raise ConfigError(f"step={step}: {path} is no workdir; it has no steps.")
+    return _find_published(paths.absolute(path), key)
   directory = folders.find_named(path, step, key)
   content = folders.read_manifest(directory)
   host = content.host_state
@@ -66,8 +89,57 @@ def _find_export(path: str, key: str) -> Saved:
     ) from e
 
 
+def _find_published(path: str, key: str) -> Saved:
+  values = _json_of(path, families.FILE)
+  if "model_type" not in values:
+    raise ConfigError(
+      f"{key}: {path}: expected {families.FILE} beside the weights, with a "
+      "model_type."
+    )
+  is_t5 = values["model_type"] in t5_families.FAMILIES
+  # Half precision would overflow in models that were trained in bfloat16.
+  dtype = values.get("dtype", values.get("torch_dtype"))
+  options = {
+    "published": path,
+    "dtype": "bfloat16" if dtype == "bfloat16" else "float32",
+  }
+  config = {
+    "task": "seq2seq" if is_t5 else "language_modeling",
+    "model_name": "t5" if is_t5 else "decoder",
+    "model": options,
+  }
+  config = parts.with_published_sizes(settings.Config(config)).to_dict()
+  has_tokenizer = any(
+    os.path.isfile(os.path.join(path, name)) for name in tokenizers.NAMES
+  )
+  data = {"tokenizer": {"name": path}} if has_tokenizer else {}
+  given = _json_of(path, _GENERATION)
+  ends = given.get("eos_token_id", values.get("eos_token_id"))
+  generation: dict[str, Any] = {} if ends is None else {"eos_id": ends}
+  if given.get("do_sample"):
+    generation["temperature"] = given.get("temperature") or 1.0
+    for name in ("top_k", "top_p"):
+      if given.get(name) is not None:
+        generation[name] = given[name]
+  return Saved(path, 0, config, data, {}, None, generation)
+
+
+def _json_of(folder: str, name: str) -> dict[str, Any]:
+  """Contents of a file; {} if there is none."""
+  path = os.path.join(folder, name)
+  try:
+    content = json.loads(paths.read_bytes(path))
+  except FileNotFoundError:
+    return {}
+  except (OSError, ValueError) as e:
+    raise ConfigError(f"{path}: cannot be read: {e}") from e
+  return content if isinstance(content, dict) else {}
+
+
 def variables(saved: Saved, weights: str, mesh: Mesh) -> dict[str, Any]:
   """Reads the variables of the model, sharded over all devices."""
+  if saved.is_published:
+    return _published_variables(saved, weights, mesh)
   if saved.manifest is not None:
     shapes = {
       name: jax.ShapeDtypeStruct(array.shape, manifest.dtype_of(array.dtype))
@@ -90,6 +162,31 @@ def variables(saved: Saved, weights: str, mesh: Mesh) -> dict[str, Any]:
   tree = trees.from_flat(arrays)
   params = averages.evaluation_form(tree[weights], tree.get("opt", {}))
   return {"params": params, **tree.get("mutable", {})}
+
+
+def _published_variables(
+  saved: Saved, weights: str, mesh: Mesh
+) -> dict[str, Any]:
+  if weights != "params":
+    raise ConfigError(
+      f"weights={weights!r}: expected 'params' of a published model."
+    )
+  module, model = parts.model(settings.Config(saved.config))
+  example = [jnp.zeros((1, 2), jnp.int32)]
+  example *= 2 if saved.config["task"] == "seq2seq" else 1
+  shapes = dict(jax.eval_shape(model.init, jax.random.key(0), *example))
+  shapes["params"] = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, model.dtype), shapes["params"]
+  )
+  places, _ = sharding.state_shardings(shapes, mesh)
+  like = jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    shapes,
+    places,
+  )
+  return warm_start.load_variables(
+    saved.path, like, init=dict, module=module, key="bigtrain.load"
+  )
 
 
 def _placed(

@@ -26,7 +26,7 @@ from bigtrain.settings import ConfigError, did_you_mean, import_package
 _FIRST_BYTE = 3  # After padding, beginning and end of a text.
 
 # Names of tokenizers in folders of published models, in order of preference.
-_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
+NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
 # Hugging Face's files may leave out which token ends a text. Then the first of
 # these common names that is in the vocabulary is used.
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
@@ -119,11 +119,11 @@ def get(spec: str) -> Tokenizer:
 def _find(spec: str) -> str:
   path = paths.absolute(spec)
   if os.path.isdir(path):
-    for name in _NAMES:
+    for name in NAMES:
       if os.path.isfile(os.path.join(path, name)):
         return os.path.join(path, name)
     raise ConfigError(
-      f"tokenizer {spec!r}: the folder needs one of {', '.join(_NAMES)}."
+      f"tokenizer {spec!r}: the folder needs one of {', '.join(NAMES)}."
     )
   if os.path.isfile(path):
     return path

@@ -219,7 +219,7 @@ def caption(
   batch: Batch,
   *,
   model: Any,
-  eos_id: int | None = None,
+  eos_id: decoding.EosId = None,
   pad_id: int = 0,
   max_len: int | None = None,
   method: str = "greedy",

@@ -143,7 +143,7 @@ def generate(
   *,
   model: Any,
   max_new: int = 64,
-  eos_id: int | None = None,
+  eos_id: decoding.EosId = None,
   pad_id: int = 0,
   num_beams: int = 1,
   length_penalty: float = 0.0,
@@ -157,7 +157,7 @@ def generate(
   Args:
     batch: "tokens" [B, L], prompts padded at the end with `pad_id`.
     max_new: largest number of new tokens.
-    eos_id: token that ends a text; None if texts have no end.
+    eos_id: token or tokens that end a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
     num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
     length_penalty: see decoding.beam_search.

@@ -117,7 +117,7 @@ def generate(
   *,
   model: Any,
   max_len: int = 64,
-  eos_id: int = 1,
+  eos_id: decoding.EosId = 1,
   num_beams: int = 1,
   length_penalty: float = 0.0,
   temperature: float = 0.0,
@@ -130,7 +130,7 @@ def generate(
   Args:
     batch: "inputs" [B, S], not packed.
     max_len: largest number of tokens, the end included.
-    eos_id: token that ends targets.
+    eos_id: token or tokens that end targets.
     num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
     length_penalty: see decoding.beam_search.
     temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.

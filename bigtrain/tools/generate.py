@@ -1,7 +1,9 @@
-"""Continues a text with the language model of a run.
+"""Continues a text with the language model of a run, or a published one.
 
   python -m bigtrain.tools.generate --workdir=runs/pydoc_lm \\
       --prompt="The with statement" --max_new=500 --temperature=0.8
+  python -m bigtrain.tools.generate --model=models/SmolLM2-135M-Instruct \\
+      --chat --prompt="Why is the sky blue?"
 
 The text is printed while it is generated. The config saved in the checkpoint
 defines the model. When the text reaches the model's context length, generation
@@ -17,13 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bigtrain import chat as chats
 from bigtrain import decoding, parts, settings, sharding
 from bigtrain.inference import ops, saved
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import language_modeling
 from bigtrain.tools import arguments, exits
-from bigtrain.types import Params
+from bigtrain.types import Variables
 
 
 def generate(
@@ -34,24 +37,30 @@ def generate(
   num_beams: int = 1,
   length_penalty: float = 0.0,
   temperature: float | None = None,
-  top_k: int = 0,
-  top_p: float = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
   seed: int = 0,
   step: int | None = None,
   prefix: str = "params",
   tokenizer: str | None = None,
   bos: bool = False,
+  chat: bool = False,
 ) -> Iterator[str]:
   """Yields the text that follows a prompt, piece by piece.
 
   A beam search yields it at once. `main` describes the arguments.
   """
-  if temperature is None:
-    temperature = 0.8 if num_beams == 1 else 0.0
-  decoding.check_sampling(temperature, top_k, top_p)
-  decoding.check_beams(num_beams, temperature, "--num_beams")
   settings.check_choice("--prefix", prefix, saved.WEIGHTS)
   checkpoint = saved.find(path, step, "--workdir")
+  given = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+  sampling: dict[str, Any] = dict(temperature=0.8, top_k=0, top_p=1.0)
+  if num_beams > 1:
+    sampling["temperature"] = 0.0
+  elif "temperature" in checkpoint.generation:
+    sampling |= {n: checkpoint.generation.get(n, sampling[n]) for n in given}
+  sampling |= {name: x for name, x in given.items() if x is not None}
+  decoding.check_sampling(**sampling)
+  decoding.check_beams(num_beams, sampling["temperature"], "--num_beams")
   config = checkpoint.config
   if config.get("task") != "language_modeling":
     raise ConfigError(
@@ -65,19 +74,27 @@ def generate(
       "--tokenizer: missing, and the run's config.input.data names no "
       "tokenizer."
     )
-  ids = _prompt_ids(codec, model, prompt, bos)
-  params = saved.variables(checkpoint, prefix, sharding.make_mesh())["params"]
+  if chat:
+    messages = [{"role": "user", "content": prompt}]
+    template = chats.get(None, codec.name)
+    text = template.render(messages, add_generation_prompt=True)
+    ids = codec.encode(text, special=True).tolist()
+  else:
+    # As in the texts that a published model has read.
+    bos = bos or (checkpoint.is_published and codec.adds_bos)
+    ids = _prompt_ids(codec, model, prompt, bos)
+  ends = decoding.eos_ids(checkpoint.generation.get("eos_id", codec.eos_id))
+  variables = saved.variables(checkpoint, prefix, sharding.make_mesh())
   if num_beams > 1:
     options = dict(num_beams=num_beams, length_penalty=length_penalty)
     stream: Iterable[int] = _search(
-      params, model, ids, max_new, codec.eos_id, options
+      variables, model, ids, max_new, ends, options
     )
   else:
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    stream = _generate_ids(params, model, ids, max_new, seed, options)
+    stream = _generate_ids(variables, model, ids, max_new, seed, sampling)
   num_yielded, new = 0, []
   for token in stream:
-    if token == codec.eos_id:
+    if token in ends:
       break
     new.append(token)
     text = codec.decode(new)
@@ -106,11 +123,11 @@ def _prompt_ids(
 
 
 def _search(
-  params: Params,
+  variables: Variables,
   model: Any,
   ids: list[int],
   max_new: int,
-  eos_id: int | None,
+  eos_id: tuple[int, ...],
   options: dict[str, Any],
 ) -> list[int]:
   size = len(ids) + max_new
@@ -127,12 +144,12 @@ def _search(
     pad_id=-1,  # The prompt has no padding.
     **options,
   )
-  new_1N = jax.jit(search)({"params": params}, {"tokens": np.asarray([ids])})
+  new_1N = jax.jit(search)(variables, {"tokens": np.asarray([ids])})
   return [token for token in new_1N[0].tolist() if token >= 0]
 
 
 def _generate_ids(
-  params: Params,
+  variables: Variables,
   model: Any,
   ids: list[int],
   max_new: int,
@@ -145,18 +162,17 @@ def _generate_ids(
   keys_1 = jax.random.key(seed)[None]
 
   @jax.jit
-  def read(params: Any, tokens_1L: jax.Array) -> Any:
+  def read(variables: Variables, tokens_1L: jax.Array) -> Any:
     cache = model.init_cache(1, size)
-    variables = {"params": params}
     outputs = model.apply(variables, tokens_1L, cache=cache, head=False)
     return outputs[1]["cache"]
 
   @functools.partial(jax.jit, donate_argnums=1)
   def write(
-    params: Any, cache: Any, token: Any, position: Any, number: Any
+    variables: Variables, cache: Any, token: Any, position: Any, number: Any
   ) -> Any:
     logits, cache = language_modeling.step_fn(
-      {"params": params}, model, cache, token[None], position
+      variables, model, cache, token[None], position
     )
     return decoding.choose(logits, keys_1, number, **options)[0], cache
 
@@ -168,9 +184,9 @@ def _generate_ids(
       view = seen[-size // 2 :] if len(seen) >= size else seen
       padded = np.zeros((1, size), np.int32)
       padded[0, : len(view) - 1] = view[:-1]
-      cache, position = read(params, padded), len(view) - 1
+      cache, position = read(variables, padded), len(view) - 1
       token: Any = jnp.asarray(view[-1], jnp.int32)
-    token, cache = write(params, cache, token, position, number)
+    token, cache = write(variables, cache, token, position, number)
     position += 1
     seen.append(int(token))
     yield seen[-1]
@@ -180,13 +196,16 @@ def _generate_ids(
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser(
     prog="python -m bigtrain.tools.generate",
-    description="Continues a text with the language model of a run.",
+    description="Continues a text with a language model.",
     changes_config=False,
   )
   add = functools.partial(arguments.add, parser)
-  workdir = "a workdir, or one of its checkpoints"
-  add("--workdir", workdir, dest="path", metavar="DIR", required=True)
+  path = "a workdir, one of its checkpoints, or a published model's folder"
+  names = ("--workdir", "--model")
+  parser.add_argument(*names, help=path, dest="path", required=True)
   add("--prompt", "text to continue", "")
+  chat = "take the prompt as a user's message, in the model's chat template"
+  add("--chat", chat, False, action="store_true")
   add("--max_new", "largest number of new tokens", 256)
   beams = "hypotheses of a beam search, which prints at its end; 1 samples"
   add("--num_beams", beams, 1)
@@ -197,9 +216,10 @@ def main(argv: Sequence[str]) -> int:
     "(default: 0.8, or 0 in a beam search)",
     type=float,
   )
-  add("--top_k", "sample from the K most likely tokens; 0 for all", 0)
+  top_k = "sample from the K most likely tokens; 0 for all (default: 0)"
+  add("--top_k", top_k, type=int)
   nucleus = "sample from the most likely tokens whose probabilities sum to P"
-  add("--top_p", nucleus, 1.0)
+  add("--top_p", f"{nucleus} (default: 1.0)", type=float)
   add("--seed", "random seed", 0)
   step = "step of the workdir's checkpoint (default: the newest)"
   add("--step", step, type=int)
@@ -208,7 +228,8 @@ def main(argv: Sequence[str]) -> int:
   add("--tokenizer", tokenizer)
   add("--bos", "put the begin token first", False, action="store_true")
   args, _ = parser.parse(argv)
-  sys.stdout.write(args.prompt)
+  if not args.chat:
+    sys.stdout.write(args.prompt)
   for piece in generate(**vars(args)):
     sys.stdout.write(piece)
     sys.stdout.flush()

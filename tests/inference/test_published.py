@@ -1,0 +1,113 @@
+"""bigtrain.load and tools.generate with the folder of a published model."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+import bigtrain
+from bigtrain.settings import ConfigError
+from bigtrain.tools import generate as tool
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+SPECIAL = ("<user>", "<end>", "<stop>")
+CHAT = "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A published model with a tokenizer: token i below 64 is the word "wi"."""
+  tokenizers = pytest.importorskip("tokenizers")
+  folder = tmp_path_factory.mktemp("model") / "mistral"
+  shutil.copytree(GOLDEN / "published" / "mistral", folder)
+  words = {f"w{i}": i for i in range(64)}
+  made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w0"))
+  made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  made.add_special_tokens(list(SPECIAL))
+  made.save(str(folder / "tokenizer.json"))
+  (folder / "chat_template.jinja").write_text(CHAT)
+  return folder
+
+
+@pytest.fixture(scope="module")
+def reference():
+  return np.load(GOLDEN / "published" / "mistral" / "reference.npz")
+
+
+def text_of(ids):
+  return " ".join(f"w{i}" for i in ids if i < 64)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+  return bigtrain.load(folder)
+
+
+def test_logits_and_greedy_tokens_are_those_of_transformers(model, reference):
+  logits = model.run("logits", {"tokens": reference["tokens"]})
+  scale = np.abs(reference["logits"]).max()
+  np.testing.assert_allclose(logits, reference["logits"], atol=1e-5 * scale)
+  prompts = [row.tolist() for row in reference["prompt"]]
+  number = reference["generated"].shape[1]
+  texts = [row["text"] for row in model.generate(prompts, max_new=number)]
+  assert texts == [text_of(row) for row in reference["generated"]]
+
+
+def test_the_defaults_of_generation_are_the_folders(
+  model, folder, tmp_path, capsys
+):
+  prompt, options = "w5 w7 w20", dict(max_new=10)
+  words = model.generate(prompt, **options)["text"].split()
+  # Of several tokens that end a text, the first one ends it.
+  ends = [66, *(int(word[1:]) for word in words[5:3:-1])]
+  expected = " ".join(words[: min(words.index(word) for word in words[4:6])])
+  copy = shutil.copytree(folder, tmp_path / "copy")
+  values = {"eos_token_id": ends, "temperature": 0.7, "do_sample": False}
+  (copy / "generation_config.json").write_text(json.dumps(values))
+  result = bigtrain.load(copy).generate(prompt, **options)
+  assert result == {"text": expected} and expected
+  arguments = [f"--model={copy}", f"--prompt={prompt}", "--max_new=10"]
+  assert tool.main([*arguments, "--temperature=0"]) == 0
+  assert capsys.readouterr().out == f"{prompt}{expected}\n"
+  values |= {"do_sample": True, "top_k": 1}
+  (copy / "generation_config.json").write_text(json.dumps(values))
+  assert bigtrain.load(copy).generate(prompt, **options) == result
+  values |= {"temperature": 9.0, "top_k": 50}
+  (copy / "generation_config.json").write_text(json.dumps(values))
+  assert bigtrain.load(copy).generate(prompt, **options) != result
+  assert tool.main(arguments) == 0
+  assert capsys.readouterr().out != f"{prompt}{expected}\n"
+
+
+def test_chat_puts_messages_into_the_models_template(model, folder, capsys):
+  messages = [{"role": "user", "content": "w5 w7"}]
+  ids = [64, 5, 7, 65]
+  expected = model.generate(ids, max_new=8)
+  assert model.chat(messages, max_new=8) == expected
+  assert model.chat([messages] * 2, max_new=8) == [expected] * 2
+  arguments = ["--chat", "--prompt=w5 w7", "--max_new=8", "--temperature=0"]
+  assert tool.main([f"--model={folder}", *arguments]) == 0
+  assert capsys.readouterr().out == f"{expected['text']}\n"
+
+
+def test_encoder_decoders_are_opened_too():
+  folder = GOLDEN / "hf_t5"
+  golden = np.load(folder / "golden.npz")
+  features = {name: golden[name] for name in ("inputs", "targets")}
+  logits = bigtrain.load(folder).run("logits", features)
+  scale = np.abs(golden["logits"]).max()
+  np.testing.assert_allclose(logits, golden["logits"], atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(step=3), "step=3: .* has no steps"),
+    (dict(weights="ema"), "weights='ema': expected 'params'"),
+  ],
+)
+def test_what_a_folder_does_not_have(folder, options, message):
+  with pytest.raises(ConfigError, match=message):
+    bigtrain.load(folder, **options)
