@@ -1,5 +1,5 @@
 # All commands run in $(VENV), which `make install` builds from requirements.lock.
-# Requires only GNU make, and Python 3.11 or newer with its venv module.
+# Requires only GNU make, and Python 3.11, 3.12 or 3.13 with its venv module.
 #
 #   make install EXTRAS=cuda            for an NVIDIA GPU; EXTRAS=tpu for a TPU
 #   make install PYTHON=/opt/py/bin/python3.12
@@ -92,13 +92,13 @@ $(VENV)/bin/python:
 	@for python in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 \
 	    python3.13 python3); do \
 	  if "$$python" -c 'import sys, venv, ensurepip; \
-	      sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	      sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then \
 	    echo "Making $(VENV) with $$("$$python" --version)."; \
 	    clear=$$(test ! -f $(VENV)/pyvenv.cfg || echo --clear); \
 	    exec "$$python" -m venv $$clear $(VENV); \
 	  fi; \
 	done; \
-	echo "No Python 3.11 or newer with venv: tried" \
+	echo "No Python 3.11, 3.12 or 3.13 with venv: tried" \
 	  "$(or $(PYTHON),python3.12 python3.11 python3.13 python3). Install one" \
 	  "(Debian: apt-get install python3-venv), or name it:" \
 	  "make install PYTHON=/path/to/python3.12" >&2; \
