@@ -2,6 +2,7 @@
 
   (sum, weight)   a mean; `pair` makes one
   Sum, Max, Min   of all values
+  Faults          a Sum that results lack where it is zero
   Last            the newest value
   Histogram       counts of values in fixed bins
 
@@ -42,6 +43,12 @@ class Sum:
   @classmethod
   def value(cls, parts: Iterable[Self]) -> float:
     return math.fsum(float(part.total) for part in parts)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Faults(Sum):
+  """A sum that results contain only where it is not zero."""
 
 
 @jax.tree_util.register_dataclass
@@ -224,12 +231,31 @@ def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
   """Whether any of an example's labels is among its k largest logits, bool [B].
 
   Labels are class numbers [B], or one-hot or multi-hot [B, C]. Among equal
-  scores the lower class comes first.
+  scores the lower class comes first. What is not `has_order` has no hits, nor
+  has a score of -inf.
   """
-  _, best_Bk = jax.lax.top_k(logits_BC, k)
+  score_Bk, best_Bk = jax.lax.top_k(logits_BC, k)
   if labels.ndim == 1:
-    return jnp.any(best_Bk == labels[:, None], axis=-1)
-  return jnp.any(jnp.take_along_axis(labels, best_Bk, axis=-1) > 0, axis=-1)
+    right_Bk = best_Bk == labels[:, None]
+  else:
+    right_Bk = jnp.take_along_axis(labels, best_Bk, axis=-1) > 0
+  hits_B = jnp.any(right_Bk & (score_Bk > -jnp.inf), axis=-1)
+  return hits_B & has_order(logits_BC)
+
+
+def has_order(scores: Any) -> Any:
+  """Whether no score [..., C] is NaN or inf, nor all of them -inf.
+
+  A single -inf is a class that cannot be.
+  """
+  return abs(scores.max(axis=-1)) < np.inf
+
+
+def num_nonfinite(*rows: np.ndarray) -> float:
+  """Number of rows of arrays [N, ...] with a value that is not finite."""
+  return float(
+    sum(np.sum(~np.isfinite(x.reshape(len(x), -1)).all(1)) for x in rows)
+  )
 
 
 def top_k_accuracies(
@@ -238,14 +264,18 @@ def top_k_accuracies(
   weight_B: jax.Array,
   top_k: Iterable[int],
 ) -> Metrics:
-  """Accuracy "acc" for k = 1, "top5_acc" for k = 5, ...; without any k > C."""
-  return {
+  """Accuracy "acc" for k = 1, "top5_acc" for k = 5, ...; without any k > C.
+
+  "nonfinite" is the number of examples whose scores have no order, if any.
+  """
+  accuracies: Metrics = {
     "acc" if k == 1 else f"top{k}_acc": pair(
       top_k_hits(scores_BC, labels, k), weight_B
     )
     for k in top_k
     if k <= scores_BC.shape[-1]
   }
+  return accuracies | {"nonfinite": Faults.of(~has_order(scores_BC), weight_B)}
 
 
 def merge(first: Metrics, second: Metrics) -> Metrics:
@@ -272,7 +302,12 @@ def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
   for batch in batches:
     for name, metric in batch.items():
       parts.setdefault(name, []).append(metric)
-  return {name: _host_value(metrics) for name, metrics in parts.items()}
+  values = {name: _host_value(metrics) for name, metrics in parts.items()}
+  return {
+    name: value
+    for name, value in values.items()
+    if value or not isinstance(parts[name][0], Faults)
+  }
 
 
 def _host_value(parts: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import hypothesis
 import jax
@@ -240,3 +241,34 @@ def test_rows_of_a_run_with_every_kind(tiny_config, tmp_path):
   assert histogram["edges"] == [0, 32, 64, 96, 128]
   counts = [(x <= 32).sum(), ((x > 32) & (x <= 64)).sum(), 0, 0]
   assert histogram["counts"] == counts
+
+
+@pytest.mark.parametrize("shape", ["numbers", "multi-hot"])
+def test_scores_that_are_not_finite_are_no_hits(shape):
+  rng = np.random.default_rng(0)
+  special = np.float32([np.nan, np.inf, -np.inf])
+  scores_BC = rng.integers(0, 3, size=(400, 6)).astype(np.float32)
+  where = rng.random(scores_BC.shape) < 0.2
+  scores_BC[where] = rng.choice(special, size=where.sum())
+  scores_BC[:3] = special[:, None]
+  label_B = rng.integers(0, 6, size=400)
+  label_B[:3] = 0
+  labels = label_B if shape == "numbers" else np.eye(6, dtype="f")[label_B]
+  for k in (1, 3, 6):
+    expected = []
+    for scores, label in zip(scores_BC.tolist(), label_B):
+      before = [s > scores[label] for s in scores]
+      before = sum(before) + scores[:label].count(scores[label])
+      unknown = any(math.isnan(s) or s == math.inf for s in scores)
+      expected.append(not unknown and scores[label] > -math.inf and before < k)
+    hits = metrics.top_k_hits(jnp.asarray(scores_BC), jnp.asarray(labels), k)
+    np.testing.assert_array_equal(hits, expected)
+    assert 0 < np.mean(expected) < 1
+
+
+def test_results_lack_faults_that_are_zero():
+  faults = metrics.Faults.of(jnp.asarray([True, False, True]))
+  none = metrics.Faults.of(jnp.asarray([False]))
+  batches = [{"a": none, "b": none}, {"a": faults, "b": none}]
+  assert metrics.host_values(batches) == {"a": 2.0}
+  assert metrics.merge(*batches)["a"].total == 2

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import parts
+from bigtrain import metrics, parts
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.inputs import checks, sources
@@ -106,6 +106,7 @@ class Evaluator:
   def run(self, variables: Variables, step: int) -> dict[str, float]:
     scores = self._scores(variables).astype(np.float64)
     hits: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
+    nonfinite = 0
     for choices, answer in zip(self._choices, self._answers):
       choice_scores, scores = np.split(scores, [len(choices)])
       lengths = {
@@ -113,9 +114,13 @@ class Evaluator:
         "acc_norm": [len(choice) for choice in choices],
         "acc_bytes": [len(choice.encode()) for choice in choices],
       }
+      ordered = bool(metrics.has_order(choice_scores))
+      nonfinite += not ordered
       for name, length in lengths.items():
-        hits[name].append(np.argmax(choice_scores / length) == answer)
-    return {name: float(np.mean(values)) for name, values in hits.items()}
+        best = np.argmax(choice_scores / length)
+        hits[name].append(ordered and best == answer)
+    results = {name: float(np.mean(values)) for name, values in hits.items()}
+    return results | ({"nonfinite": float(nonfinite)} if nonfinite else {})
 
 
 def _question(

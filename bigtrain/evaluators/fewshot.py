@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings, sharding
+from bigtrain import metrics, settings, sharding
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.settings import ConfigError, DataError
@@ -39,7 +39,8 @@ class Evaluator:
 
   The mean over seeds, with the standard deviation "{k}shot_std". Of several
   penalties a probe uses the best one on training examples that are not among
-  the shots; "{k}shot_l2" is their median.
+  the shots; "{k}shot_l2" is their median. "nonfinite" is the number of examples
+  whose features are not finite, if any; a probe that sees one is never right.
 
   Args:
     predict_fn: (variables, batch) -> features [B, ...].
@@ -114,6 +115,8 @@ class Evaluator:
         results[f"{k}shot_std"] = float(np.std(accuracies))
       if len(self._l2) > 1:
         results[f"{k}shot_l2"] = float(np.median(penalties))
+    if nonfinite := metrics.num_nonfinite(x_ND, test[0]):
+      results["nonfinite"] = nonfinite
     return results
 
   def _right(
@@ -187,6 +190,7 @@ def _count_right(
 
   def right(l2: jax.Array) -> jax.Array:
     scores_TC = _dot(x_TR / (probe["values_R"] + l2), probe["right_RC"])
-    return jnp.sum(jnp.argmax(scores_TC + probe["bias_C"], axis=1) == y_T)
+    scores_TC += probe["bias_C"]
+    return jnp.sum(metrics.top_k_hits(scores_TC, y_T, 1))
 
   return jax.lax.map(right, l2_P)

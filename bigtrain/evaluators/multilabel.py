@@ -74,7 +74,9 @@ class Evaluator:
       for scores_N, labels_N in zip(scores_NC.T, labels_NC.T)
     ]
     precisions, aucs = np.array(ranked).T
-    predicted_NC = scores_NC > self._least_logit
+    # A score of -inf is a label that cannot be.
+    bad_NC = ~(scores_NC < np.inf)
+    predicted_NC = (scores_NC > self._least_logit) & ~bad_NC
     hits_C = (predicted_NC & labels_NC).sum(0)
     counts = hits_C, predicted_NC.sum(0), labels_NC.sum(0)
     by_class = {"ap": precisions, "auc": aucs, **_rates(*counts)}
@@ -83,8 +85,9 @@ class Evaluator:
       "auc": _mean_of_known(aucs),
       **{k: float(by_class[k].mean()) for k in ("precision", "recall", "f1")},
     }
-    if np.isnan(scores_NC).any():
+    if bad_NC.any():
       values = dict.fromkeys(values, np.nan)
+      values["nonfinite"] = float(bad_NC.any(-1).sum())
     micro = _rates(*[count.sum() for count in counts])
     values |= {f"{k}_micro": float(v) for k, v in micro.items()}
     if self._per_class:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import sharding
+from bigtrain import metrics, sharding
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.types import Batch, PredictFn, Variables
@@ -26,7 +26,8 @@ class Evaluator:
 
   The fraction of images with one of their texts among the k best texts, and of
   texts with their image among the k best images. A wrong answer with the score
-  of a right one ranks before it.
+  of a right one ranks before it, and a score that is not finite is never right.
+  "nonfinite" is the number of embeddings that are not finite, if any.
 
   Args:
     predict_fn: (variables, batch) -> {"image": [B, E], "text": [B, E]}; "text"
@@ -76,11 +77,14 @@ class Evaluator:
       "img2txt": self._ranks(images, texts),
       "txt2img": self._ranks(texts, images),
     }
-    return {
+    results = {
       f"{direction}_recall@{k}": float(np.mean(rank < k))
       for direction, rank in ranks.items()
       for k in self._at
     }
+    if nonfinite := metrics.num_nonfinite(images[0], texts[0]):
+      results["nonfinite"] = nonfinite
+    return results
 
   def _ranks(
     self,
@@ -117,6 +121,9 @@ class Evaluator:
     best_Q1 = jnp.max(
       score_QA, axis=1, where=right_QA, initial=-jnp.inf, keepdims=True
     )
-    # Not `score_QA >= best_Q1`: a query with NaN scores must find no answer.
+    # Not `score_QA >= best_Q1`: a score that is NaN is before the right ones.
     better_QA = ~right_QA & ~(score_QA < best_Q1)
-    return jnp.sum(better_QA, axis=1)
+    ranks_Q = jnp.sum(better_QA, axis=1)
+    # A large k finds every answer, but none of a query with such scores.
+    last = jnp.iinfo(ranks_Q.dtype).max
+    return jnp.where(jnp.isfinite(best_Q1[:, 0]), ranks_Q, last)

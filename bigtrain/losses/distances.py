@@ -7,7 +7,7 @@ From Hinton et al. 2015 (arxiv.org/abs/1503.02531) for "kl", and Beyer et al.
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings
+from bigtrain import metrics, settings
 
 KINDS = ("kl", "hard", "l2", "euclidean", "logsoftmax_euclidean")
 # Keeps the gradient of a square root finite where both are equal.
@@ -57,7 +57,9 @@ def distance(
 
 
 def agreement(student_BC: jax.Array, teacher_BC: jax.Array) -> jax.Array:
-  return jnp.argmax(student_BC, axis=-1) == jnp.argmax(teacher_BC, axis=-1)
+  return metrics.top_k_hits(
+    student_BC, jnp.argmax(teacher_BC, axis=-1), 1
+  ) & metrics.has_order(teacher_BC)
 
 
 def entropy(logits_BC: jax.Array) -> jax.Array:

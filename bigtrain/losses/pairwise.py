@@ -95,7 +95,8 @@ def softmax(
 
 def _correct(values: dict[str, jax.Array]) -> jax.Array:
   best = {name: jnp.max(values[name], axis=0) for name in ("right", "wrong")}
-  return (best["right"] >= best["wrong"]).astype(jnp.float32)
+  right = best["right"] >= best["wrong"]  # False for NaN.
+  return (right & jnp.isfinite(best["right"])).astype(jnp.float32)
 
 
 def _over_chunks(

@@ -60,6 +60,17 @@ def test_choices_are_scored_as_in_the_harness(tmp_path):
   assert results == {name: np.mean(hits) for name, hits in expected.items()}
 
 
+def test_a_likelihood_that_is_not_a_number_is_wrong(tmp_path):
+  questions = [question | dict(answer=0) for question in QUESTIONS]
+  data = write(tmp_path / "q.jsonl", questions)
+
+  def of_nan(variables, batch):
+    return {"log_likelihood": jnp.full(len(batch["tokens"]), jnp.nan)}
+
+  results = evaluating.build("choice", of_nan, data=data, length=16).run({}, 1)
+  assert results == dict(acc=0, acc_norm=0, acc_bytes=0, nonfinite=3)
+
+
 def test_the_window_of_a_choice():
   row = choice.window(BYTES, 12, " ", False, "ab ", "cd")
   assert BYTES.decode(row["tokens"]) == "ab  c"

@@ -142,3 +142,23 @@ def test_calibration_error_from_scikit_learns_curve(loss):
   assert results["ece"] == pytest.approx(ece, abs=1e-6) and ece > 0.02
   np.testing.assert_array_equal(results["confidence"].counts, counts)
   assert set(results) == {"acc", "top5_acc", "loss", "ece", "confidence"}
+
+
+@pytest.mark.parametrize("labels", [np.zeros(N, int), LABELS])
+def test_logits_that_are_not_finite_are_wrong_and_counted(labels):
+  logits = LOGITS.copy()
+  logits[[2, 5, 20], [0, 3, 6]] = np.nan, np.inf, np.nan
+  logits[7, (labels[7] + 1) % C] = -np.inf  # A class that cannot be.
+  data = dict(type="arrays", arrays=dict(x=logits, labels=labels))
+  results = build("classification", predict, data=data).run(VARIABLES, 1)
+  good = np.isin(np.arange(N), [2, 5, 20], invert=True)
+  share = good.mean()
+  assert results["nonfinite"] == 3
+  for k, name in ((1, "acc"), (5, "top5_acc")):
+    expected = share * top_k(logits[good], labels[good], k)
+    assert results[name] == pytest.approx(expected)
+  results = build("classification", predict, data=data).run(
+    {"scale": jnp.float32(np.nan)}, 1
+  )
+  assert (results["acc"], results["top5_acc"]) == (0, 0)
+  assert results["nonfinite"] == N

@@ -125,3 +125,13 @@ def test_examples_without_a_label_do_not_count():
 def test_mistakes(options, message):
   with pytest.raises(ConfigError, match=message):
     build(**options).run(VARIABLES, 1)
+
+
+def test_features_that_are_not_finite_are_wrong_and_counted():
+  x, y = TEST[0].copy(), np.zeros(len(TEST[1]), int)
+  good = build(test_data=arrays(x=x, label=y), shots=(5,), seeds=1)
+  expected = good.run(VARIABLES, 1)["5shot"]
+  assert expected > 0
+  test_data = arrays(x=np.concatenate([x, x * np.nan]), label=np.tile(y, 2))
+  results = build(test_data=test_data, shots=(5,), seeds=1).run(VARIABLES, 1)
+  assert results == {"5shot": pytest.approx(expected / 2), "nonfinite": len(y)}

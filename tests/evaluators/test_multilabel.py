@@ -94,8 +94,12 @@ def test_random_scores_with_ties(sklearn):
 
 def test_logits_that_are_not_finite():
   values = LOGITS.copy()
-  values[3, 1] = np.nan
+  values[3, 1], values[4] = np.nan, np.inf
   results = build("multilabel", predict, data=data(x=values)).run({}, 1)
+  assert results["nonfinite"] == 2
+  values[4] = -np.inf
+  lower = build("multilabel", predict, data=data(x=values)).run({}, 1)
+  assert lower["recall_micro"] == results["recall_micro"]
   assert np.isnan([results["mAP"], results["auc"], results["f1"]]).all()
 
 

@@ -96,7 +96,18 @@ def test_equal_or_nan_embeddings_have_recall_0():
   evaluator = build(data)
   assert set(evaluator.run(VARIABLES, 1).values()) == {0.0}
   results = evaluator.run({"scale": jnp.float32(jnp.nan)}, 1)
+  assert results.pop("nonfinite") == 2 * N
   assert set(results.values()) == {0.0}
+
+
+def test_embeddings_that_are_not_finite_are_never_found():
+  image, text = sphere(2, 6, E)
+  image[1], text[4, 2] = np.inf, np.nan
+  data = arrays(z_image=image, z_text=text, labels=np.ones((6, 4), np.int32))
+  # The right answer is among the best 99 of six, if it has a score.
+  results = build(data, at=(99,)).run(VARIABLES, 1)
+  assert results.pop("nonfinite") == 2
+  assert list(results.values()) == pytest.approx([4 / 6, 4 / 6])
 
 
 def test_mistakes():

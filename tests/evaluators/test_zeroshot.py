@@ -115,3 +115,13 @@ def test_a_label_beyond_the_names_is_an_error():
     build(data=arrays(image=PICTURES, label=LABELS), class_names=NAMES[:4]).run(
       VARIABLES, 1
     )
+
+
+def test_embeddings_that_are_not_finite_are_wrong_and_counted():
+  pictures, labels = PICTURES.copy(), np.zeros(N, int)
+  options = dict(class_names=NAMES, prompts=PROMPTS, top_k=(1, 7))
+  pictures[4:6] = np.nan
+  data = arrays(image=pictures, label=labels)
+  results = build(data=data, **options).run(VARIABLES, 1)
+  assert results["nonfinite"] == 2
+  assert results["top7_acc"] == pytest.approx((N - 2) / N)

@@ -65,3 +65,10 @@ def test_mistakes():
     distances.distance(S, T, "kll")
   with pytest.raises(ConfigError, match="teacher.model: expected 5 classes"):
     distances.distance(S, T[:, :3])
+
+
+def test_logits_that_are_not_finite_never_agree():
+  logits = jnp.asarray([[1.0, 0.0], [jnp.nan, 1.0], [jnp.inf, 0.0]])
+  good = jnp.asarray([[1.0, 0.0]] * 3)
+  for pair in ((logits, good), (good, logits), (logits, logits)):
+    assert distances.agreement(*pair).tolist() == [True, False, False]

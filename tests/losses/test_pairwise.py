@@ -149,3 +149,17 @@ def test_invalid_chunks_are_errors():
   message = r"config.loss.chunk: expected a whole number at least 1, got 0"
   with pytest.raises(ConfigError, match=message):
     pairwise.sigmoid(IMAGE, TEXT, SCALE, BIAS, chunk=0)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
+def test_logits_that_are_not_finite_are_wrong(kind):
+  image = np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]], np.float32)
+  for value in (np.nan, np.inf):
+    broken = image.copy()
+    broken[2, 0] = value
+    _, correct = chunked(kind, broken, image, SCALE, BIAS)
+    assert correct[2] == 0
+    _, correct = chunked(kind, image + value, image, SCALE, BIAS)
+    assert not correct.any()
+  _, correct = chunked(kind, image, image, SCALE, BIAS)
+  assert correct.all()

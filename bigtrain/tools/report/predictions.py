@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bigtrain import metrics
 from bigtrain.checkpoints import folders
 from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.reports import media
@@ -22,6 +23,7 @@ _MOST_PAIRS = 30
 _MOST_ROWS = 1000  # Of the table of classes.
 _MOST_EXAMPLES = 24
 _LABEL_KEYS = ("labels", "label")
+_NO_ORDER = "(not finite)"
 
 
 class Predictions(NamedTuple):
@@ -32,7 +34,7 @@ class Predictions(NamedTuple):
     loss_N: negative logarithm of the true class's probability.
     rows_N: place of each example in the data set.
     images: pictures [all examples, height, width, channels], or None.
-    names: of the C classes.
+    names: of the C classes, and of logits that are not finite, if any.
   """
 
   evaluation: str
@@ -91,19 +93,24 @@ def _read(
   if not len(rows_N):
     return None
   logits, label_N = logits[rows_N].astype(np.float32), labels[rows_N]
-  logits -= logits.max(axis=1, keepdims=True)
-  log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+  names = _class_names(run.workdir, options, keys[0], num_classes)
+  if not (ordered_N := metrics.has_order(logits)).all():
+    names.append(_NO_ORDER)
+  with np.errstate(invalid="ignore"):
+    logits -= logits.max(axis=1, keepdims=True)
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+  loss_N = -log_probs[np.arange(len(rows_N)), label_N.astype(np.int64)]
   images = (x for x in arrays.values() if x.ndim == 4 and x.shape[-1] in (1, 3))
   return Predictions(
     evaluation,
     step,
     label_N.astype(np.int64),
-    log_probs.argmax(axis=1),
+    np.where(ordered_N, log_probs.argmax(axis=1), num_classes),
     np.exp(log_probs.max(axis=1)),
-    -log_probs[np.arange(len(rows_N)), label_N.astype(np.int64)],
+    np.where(ordered_N, loss_N, np.inf),
     rows_N,
     next(images, None),
-    _class_names(run.workdir, options, keys[0], num_classes),
+    names,
   )
 
 

@@ -43,6 +43,18 @@ def test_the_confusion_matrix(write):
   )
 
 
+def test_logits_that_are_not_finite_are_no_class(write):
+  logits = LOGITS.copy()
+  logits[0] = np.nan  # Of class 0, which an argmax would give.
+  run = write(predictions=logits, labels=LABELS)
+  (read,) = predictions.read(run)
+  assert (0, 3, 1) in predictions.confusion(read)
+  assert read.names[3:] == ["(not finite)"]
+  html = predictions.section(run)
+  assert "6 examples, accuracy 0.5<" in html
+  assert html.index("#0, loss inf") < html.index("#5, loss")
+
+
 def test_one_hot_labels_and_several_predictions(write):
   one_hot = np.eye(3)[np.maximum(LABELS, 0)] * (LABELS >= 0)[:, None]
   arrays = {"predictions/logits": LOGITS, "labels": one_hot}
