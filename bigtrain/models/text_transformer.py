@@ -1,7 +1,8 @@
-"""Transformer encoder of token ids: the text tower of SigLIP.
+"""Transformer encoder of token ids: the text towers of SigLIP and CLIP.
 
 Every position attends to every other, padding included, as in SigLIP, arXiv
 2303.15343, and LiT, arXiv 2111.07991: a text is always padded in the same way.
+With `causal` it attends to earlier ones only, as in CLIP, arXiv 2103.00020.
 
 Axes: B batch, L length, D model width, C outputs.
 """
@@ -14,11 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import dims
+from bigtrain import dims, settings
 from bigtrain.models import vit
-from bigtrain.models.layers import encoder, layer_dims, options, pooling
+from bigtrain.models.layers import (
+  encoder,
+  layer_dims,
+  masks,
+  options,
+  pooling,
+)
 
-POOL_TYPES = ("last", "first", "gap", "max", "map")
+POOL_TYPES = ("last", "first", "eos", "gap", "max", "map")
 
 
 class Model(nn.Module):
@@ -34,8 +41,13 @@ class Model(nn.Module):
     num_heads: number of attention heads; must divide D.
     vocab_size: number of token ids.
     pool_type: "last" position (which must not be cut off: tokenize with
-      eos="sticky"), "first" position, "gap" global average, "max", or "map",
-      attention.
+      eos="sticky"), "first" position, "eos", the first token `eos_id`, "gap"
+      global average, "max", or "map", attention.
+    eos_id: id of the token that ends a text.
+    causal: whether a position attends to no later one.
+    norm_eps: added to the variance in norms.
+    mlp: a name in vit.MLPS.
+    head_bias: whether the head has a bias.
     dropout: rate in the MLPs and on residual branches.
     scan: whether to compile one block and loop over stacked parameters.
     attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
@@ -51,6 +63,11 @@ class Model(nn.Module):
   num_heads: int = options.DERIVED
   vocab_size: int = 32_000
   pool_type: str = "last"
+  eos_id: int | None = None
+  causal: bool = False
+  norm_eps: float = 1e-6
+  mlp: str = "gelu"
+  head_bias: bool = True
   dropout: float = 0.0
   scan: bool = False
   attention: str = "auto"
@@ -60,7 +77,11 @@ class Model(nn.Module):
   def __post_init__(self) -> None:
     options.set_fields(self, vit.sizes(self, vit.SIZES, "B"))
     options.check_sizes(self, (*vit.SIZES, "vocab_size"))
-    options.check_fields(self, "dropout", pool_type=POOL_TYPES)
+    options.check_fields(self, "dropout", pool_type=POOL_TYPES, mlp=vit.MLPS)
+    if self.pool_type == "eos" and self.eos_id is None:
+      raise settings.ConfigError(
+        "config.model.eos_id: missing; pool_type='eos' needs it."
+      )
     super().__post_init__()
 
   @nn.compact
@@ -85,29 +106,43 @@ class Model(nn.Module):
       mlp_dim=self.mlp_dim,
       num_heads=self.num_heads,
       dropout=self.dropout,
+      norm_eps=self.norm_eps,
+      mlp=self.mlp,
       scan=self.scan,
       attention=self.attention,
       remat_policy=self.remat_policy,
       dtype=self.dtype,
       name="Encoder_0",
-    )(x_BLD.astype(self.dtype), train=train)
-    x_BD = self._pool(x_BLD).astype(jnp.float32)
+    )(
+      x_BLD.astype(self.dtype),
+      mask=masks.Mask(causal=self.causal),
+      train=train,
+    )
+    x_BD = self._pool(x_BLD, text).astype(jnp.float32)
     out = {"encoded": x_BLD, "pre_logits": x_BD}
     if self.num_classes:
-      x_BD = nn.Dense(self.num_classes, name="head")(x_BD)
+      x_BD = nn.Dense(self.num_classes, self.head_bias, name="head")(x_BD)
     return x_BD, out
 
-  def _pool(self, x_BLD: jax.Array) -> jax.Array:
+  def _pool(self, x_BLD: jax.Array, text: jax.Array) -> jax.Array:
     if self.pool_type == "last":
       return x_BLD[:, -1]
     if self.pool_type == "first":
       return x_BLD[:, 0]
+    if self.pool_type == "eos":  # Without one, the first token.
+      end_B11 = jnp.argmax(text == self.eos_id, axis=1)[:, None, None]
+      return jnp.take_along_axis(x_BLD, end_B11, axis=1)[:, 0]
     if self.pool_type == "gap":
       return jnp.mean(x_BLD, axis=1, dtype=jnp.float32)
     if self.pool_type == "max":
       return jnp.max(x_BLD, axis=1)
     return pooling.MAPHead(
-      self.mlp_dim, self.num_heads, self.dtype, name="MAPHead_0"
+      self.mlp_dim,
+      self.num_heads,
+      self.norm_eps,
+      self.mlp,
+      self.dtype,
+      name="MAPHead_0",
     )(x_BLD)
 
 

@@ -3,11 +3,14 @@
 With average pooling by default, 2D sine-cosine position embeddings
 (https://arxiv.org/abs/2205.01580), attention pooling and larger sizes
 (https://arxiv.org/abs/2106.04560), So400m (https://arxiv.org/abs/2305.13035).
+Its options make it a CLIP, SigLIP, DINOv2, DINOv3, BEiT or MAE as well.
 
-Axes: B batch, P patches, L length (P, or P + 1 with a class token), D model
-width, C classes.
+Axes: B batch, P patches, L length (P, after a class token and registers), D
+model width, H heads, C classes.
 """
 
+import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +24,7 @@ from bigtrain import dims, settings
 from bigtrain.models.layers import (
   encoder,
   layer_dims,
+  masks,
   options,
   pooling,
   positions,
@@ -51,8 +55,11 @@ VARIANTS = {
 }
 
 SIZES = ("width", "depth", "mlp_dim", "num_heads")
-POSEMBS = ("learn", "sincos2d")
-POOL_TYPES = ("gap", "map", "tok", "none")
+POSEMBS = ("learn", "sincos2d", "none")
+POOL_TYPES = ("gap", "map", "tok", "tok_gap", "none")
+MLPS = ("gelu", "gelu_erf", "gelu_quick", "swiglu")
+RELATIVE_BIASES = (None, "layer", "shared")
+SITES = ("qkv", "qv", "out", "mlp", "patch")
 
 
 class Model(nn.Module):
@@ -67,11 +74,29 @@ class Model(nn.Module):
     depth: number of blocks.
     mlp_dim: hidden width of the MLPs; 4 D if neither it nor a variant is given.
     num_heads: number of attention heads; must divide D.
-    posemb: "learn", or "sincos2d", which has no parameters.
+    class_token: whether there is one; by default if it is pooled.
+    registers: number of tokens without a meaning of their own
+      (https://arxiv.org/abs/2309.16588), after the class token.
+    posemb: "learn", "sincos2d", which has no parameters, or "none".
+    posemb_class: whether the class token has a learned position, the first.
+    posemb_grid: rows and columns of the learned embeddings, which are resized
+      to the grid of each image; None if all images have the same grid.
+    rope: options of `Rope`: rotary positions of the patches; None for none.
+    relative_bias: "layer" or "shared", BEiT's bias of the attention scores by
+      the offset of two patches, of each layer or of all; None for none. Needs
+      a class token.
     pool_type: "gap" global average, "map" attention, "tok" class token,
-      "none" for a head on each patch.
+      "tok_gap" the two beside each other, "none" for a head on each patch.
+    norm_eps: added to the variance in norms.
+    pre_norm: whether a norm precedes the blocks, as in CLIP.
+    norm_pooled: whether the last norm follows the pooling, as in BEiT.
+    mlp: "gelu" (its tanh form), "gelu_erf", "gelu_quick" or "swiglu".
+    use_bias: whether all projections have biases, or those that do: "qkv" (or
+      "qv"), "out", "mlp", "patch".
+    layer_scale: see encoder.Encoder.
     rep_size: size of a tanh layer before the head; True for D.
     head_zeroinit: whether the head's kernel starts at zero.
+    head_bias: whether the head has a bias.
     head_bias_init: initial bias of the head: log(1 / C) for sigmoid losses.
     dropout: rate after the embedding, in the MLPs and on residual branches.
     drop_path: rate of stochastic depth in the last block, 0 in the first.
@@ -88,10 +113,23 @@ class Model(nn.Module):
   depth: int = options.DERIVED
   mlp_dim: int = options.DERIVED
   num_heads: int = options.DERIVED
+  class_token: bool | None = None
+  registers: int = 0
   posemb: str = "learn"
+  posemb_class: bool = False
+  posemb_grid: Sequence[int] | None = None
+  rope: Any = None
+  relative_bias: str | None = None
   pool_type: str = "gap"
+  norm_eps: float = 1e-6
+  pre_norm: bool = False
+  norm_pooled: bool = False
+  mlp: str = "gelu"
+  use_bias: bool | Sequence[str] = True
+  layer_scale: float | None = None
   rep_size: bool | int = False
   head_zeroinit: bool = True
+  head_bias: bool = True
   head_bias_init: float = 0.0
   dropout: float = 0.0
   drop_path: float = 0.0
@@ -102,58 +140,96 @@ class Model(nn.Module):
 
   def __post_init__(self) -> None:
     values = sizes(self, ("patch_size", *SIZES), "B/16")
-    values["patch_size"] = _patch_size(values["patch_size"])
+    values["patch_size"] = _two("patch_size", values["patch_size"])
+    if self.posemb_grid is not None:
+      values["posemb_grid"] = _two("posemb_grid", self.posemb_grid)
     options.set_fields(self, values)
     options.check_sizes(self, SIZES)
     options.check_fields(
-      self, "dropout", "drop_path", posemb=POSEMBS, pool_type=POOL_TYPES
+      self,
+      "dropout",
+      "drop_path",
+      posemb=POSEMBS,
+      pool_type=POOL_TYPES,
+      relative_bias=RELATIVE_BIASES,
+      mlp=MLPS,
+    )
+    settings.check_number(
+      "config.model.registers", self.registers, least=0, whole=True
+    )
+    if self.layer_scale is not None:
+      settings.check_number("config.model.layer_scale", self.layer_scale)
+    pools_class = self.pool_type in ("tok", "tok_gap")
+    if self.class_token is None:
+      options.set_fields(self, {"class_token": pools_class})
+    if not self.class_token and (pools_class or self.relative_bias):
+      field = "pool_type" if pools_class else "relative_bias"
+      raise settings.ConfigError(
+        f"config.model.class_token: {field}={getattr(self, field)!r} needs a "
+        "class token."
+      )
+    if self.relative_bias and self.registers:
+      raise settings.ConfigError(
+        f"config.model.registers={self.registers}: expected none with "
+        f"relative_bias={self.relative_bias!r}, which has no bias for them."
+      )
+    options.set_fields(
+      self, {"rope": _rope(self), "use_bias": _bias_sites(self.use_bias)}
     )
     super().__post_init__()
 
   @nn.compact
   def __call__(
-    self, image: jax.Array, *, train: bool = False
+    self,
+    image: jax.Array,
+    *,
+    shapes: jax.Array | None = None,
+    train: bool = False,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Classifies images (B, height, width, channels).
 
+    Args:
+      image: or ready patches (B, P, height * width * channels of a patch), row
+        by row, for images of several shapes (NaFlex).
+      shapes: int (B, 2), rows and columns of ready patches; those beyond are
+        padding.
+
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
-      "encoded" (B, P, D), without class token; "head_input" (B, D), pooled;
-      and "pre_logits" (B, D) or (B, rep_size)). With pool_type "none" the
-      last two and the logits are per patch: (B, P, ...).
+      "encoded" (B, P, D), without class token and registers; "head_input"
+      (B, D), pooled; and "pre_logits" (B, D) or (B, rep_size)). With pool_type
+      "none" the last two and the logits are per patch: (B, P, ...).
     """
     x_BPD, grid = PatchEmbedding(
-      self.width, self.patch_size, self.dtype, name="embedding"
+      self.width,
+      self.patch_size,
+      self.dtype,
+      use_bias="patch" in self.use_bias,
+      name="embedding",
     )(image)
-    B, P, D = x_BPD.shape
-    if self.posemb == "learn":
-      init = nn.initializers.normal(D**-0.5)
-      posemb_1PD = self.param("pos_embedding", init, (1, P, D))
-    else:
-      posemb_1PD = jnp.asarray(positions.sincos_2d(grid, D))
-    x_BLD = x_BPD + posemb_1PD.astype(x_BPD.dtype)
-
-    if self.pool_type == "tok":
-      cls_11D = self.param("cls", nn.initializers.zeros, (1, 1, D))
-      cls_B1D = jnp.broadcast_to(cls_11D.astype(x_BLD.dtype), (B, 1, D))
-      x_BLD = jnp.concatenate([cls_B1D, x_BLD], axis=1)
+    _, P, D = x_BPD.shape
+    if grid is None:
+      self._check_patches(shapes)
+    posemb, of_class_11D = self._posemb(P, grid, shapes)
+    if posemb is not None:
+      x_BPD += posemb.astype(x_BPD.dtype)
+    x_BLD = self._with_prefix(x_BPD, of_class_11D)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
+    norm = functools.partial(nn.LayerNorm, epsilon=self.norm_eps)
+    if self.pre_norm:
+      x_BLD = norm(dtype=self.dtype, name="pre_norm")(x_BLD)
 
-    x_BLD = encoder.Encoder(
-      depth=self.depth,
-      mlp_dim=self.mlp_dim,
-      num_heads=self.num_heads,
-      dropout=self.dropout,
-      drop_path=self.drop_path,
-      scan=self.scan,
-      attention=self.attention,
-      remat_policy=self.remat_policy,
-      dtype=self.dtype,
-      name="Transformer",
-    )(x_BLD, train=train)
+    prefix = x_BLD.shape[1] - P
+    real_BP = None
+    if shapes is not None:
+      real_BP = jnp.arange(P) < jnp.prod(shapes, axis=1, keepdims=True)
+    x_BLD = self._encode(x_BLD, grid, prefix, real_BP, train)
 
-    out = {"encoded": x_BLD[:, -P:]}
-    x = out["head_input"] = self._pool(x_BLD).astype(jnp.float32)
+    out = {"encoded": x_BLD[:, prefix:]}
+    x = self._pool(x_BLD, prefix, real_BP).astype(jnp.float32)
+    if self.norm_pooled:
+      x = norm(name="pooled_norm")(x)
+    out["head_input"] = x
     if self.rep_size:
       rep_size = D if self.rep_size is True else self.rep_size
       x = nn.tanh(nn.Dense(rep_size, name="pre_logits")(x))
@@ -163,21 +239,205 @@ class Model(nn.Module):
       x = nn.Dense(
         self.num_classes,
         name="head",
+        use_bias=self.head_bias,
         kernel_init=zeros if self.head_zeroinit else lecun,
         bias_init=nn.initializers.constant(self.head_bias_init),
       )(x)
     return x, out
 
-  def _pool(self, x_BLD: jax.Array) -> jax.Array:
-    if self.pool_type == "gap":
-      return jnp.mean(x_BLD, axis=1, dtype=jnp.float32)
+  def _encode(
+    self,
+    x_BLD: jax.Array,
+    grid: tuple[int, int] | None,
+    prefix: int,
+    real_BP: jax.Array | None,
+    train: bool,
+  ) -> jax.Array:
+    mask = masks.Mask()
+    if real_BP is not None:
+      before = ((0, 0), (prefix, 0))
+      mask = masks.Mask(real_BS=jnp.pad(real_BP, before, constant_values=True))
+    bias_1HLL = None
+    if self.relative_bias == "shared":
+      bias_1HLL = positions.GridBias(
+        self.num_heads, grid, name="relative_bias"
+      )()
+    return encoder.Encoder(
+      depth=self.depth,
+      mlp_dim=self.mlp_dim,
+      num_heads=self.num_heads,
+      dropout=self.dropout,
+      drop_path=self.drop_path,
+      norm_eps=self.norm_eps,
+      mlp=self.mlp,
+      bias=self.use_bias,
+      layer_scale=self.layer_scale,
+      relative_grid=grid if self.relative_bias == "layer" else None,
+      final_norm=not self.norm_pooled,
+      scan=self.scan,
+      attention=self.attention,
+      remat_policy=self.remat_policy,
+      dtype=self.dtype,
+      name="Transformer",
+    )(
+      x_BLD,
+      rope=self._rotation(grid, prefix, train),
+      mask=mask,
+      bias_1HLS=bias_1HLL,
+      train=train,
+    )
+
+  def _check_patches(self, shapes: jax.Array | None) -> None:
+    if shapes is None:
+      raise settings.ConfigError(
+        "config.input: ready patches, 'image' of [B, P, ...], need 'shapes'."
+      )
+    if self.posemb == "learn" and self.posemb_grid is None:
+      raise settings.ConfigError(
+        "config.model.posemb_grid: missing; images of several shapes need it."
+      )
+    whole = dict(posemb=self.posemb == "sincos2d", rope=self.rope is not None)
+    for name, used in {**whole, "relative_bias": self.relative_bias}.items():
+      if used:
+        raise settings.ConfigError(
+          f"config.model.{name}={getattr(self, name)!r}: expected images of "
+          "one shape."
+        )
+
+  def _posemb(
+    self, P: int, grid: tuple[int, int] | None, shapes: jax.Array | None
+  ) -> tuple[jax.Array | None, jax.Array | None]:
+    """Embeddings (1 or B, P, D) of patches and (1, 1, D) of the class token."""
+    D = self.width
+    if self.posemb == "none":
+      return None, None
+    if self.posemb == "sincos2d":
+      return jnp.asarray(positions.sincos_2d(grid, D)), None
+    size = math.prod(self.posemb_grid) if self.posemb_grid else P
+    init, first = nn.initializers.normal(D**-0.5), int(self.posemb_class)
+    table = self.param("pos_embedding", init, (1, first + size, D))
+    of_class_11D = table[:, :1] if self.posemb_class else None
+    posemb_1PD = table[:, first:]
+    if self.posemb_grid is None:
+      return posemb_1PD, of_class_11D
+    if shapes is None:
+      shapes = jnp.asarray([grid])
+    table_hwD = posemb_1PD.reshape(*self.posemb_grid, D)
+    return positions.resized_grid(table_hwD, shapes, P), of_class_11D
+
+  def _with_prefix(
+    self, x_BPD: jax.Array, of_class_11D: jax.Array | None
+  ) -> jax.Array:
+    B, _, D = x_BPD.shape
+    zeros, tokens = nn.initializers.zeros, []
+    if self.class_token:
+      cls_11D = self.param("cls", zeros, (1, 1, D))
+      tokens.append(cls_11D if of_class_11D is None else cls_11D + of_class_11D)
+    if self.registers:
+      init = nn.initializers.normal(0.02)
+      tokens.append(self.param("registers", init, (1, self.registers, D)))
+    parts = [
+      jnp.broadcast_to(x.astype(x_BPD.dtype), (B, *x.shape[1:])) for x in tokens
+    ]
+    return jnp.concatenate([*parts, x_BPD], axis=1) if parts else x_BPD
+
+  def _rotation(
+    self, grid: tuple[int, int] | None, prefix: int, train: bool
+  ) -> positions.Rotation | None:
+    if self.rope is None:
+      return None
+    assert grid is not None
+    factor_2, shift_2 = 1.0, 0.0
+    if train and any(self.rope[1:]):
+      keys = jax.random.split(self.make_rng("dropout"), 3)
+      draw = lambda key, n, most: jax.random.uniform(
+        key, (n,), minval=-most, maxval=most
+      )
+      shift_2 = draw(keys[0], 2, self.rope.shift)
+      log_jitter_2 = draw(keys[1], 2, math.log(self.rope.jitter or 1.0))
+      log_rescale_1 = draw(keys[2], 1, math.log(self.rope.rescale or 1.0))
+      factor_2 = jnp.exp(log_jitter_2 + log_rescale_1)
+    return positions.grid_rotation(
+      grid,
+      self.width // self.num_heads,
+      self.rope.theta,
+      prefix,
+      factor_2,
+      shift_2,
+    )
+
+  def _pool(
+    self, x_BLD: jax.Array, prefix: int, real_BP: jax.Array | None
+  ) -> jax.Array:
+    x_BPD = x_BLD[:, prefix:]
     if self.pool_type == "map":
+      mask = masks.Mask(real_BS=real_BP)
       return pooling.MAPHead(
-        self.mlp_dim, self.num_heads, self.dtype, name="MAPHead_0"
-      )(x_BLD)
+        self.mlp_dim,
+        self.num_heads,
+        self.norm_eps,
+        self.mlp,
+        self.dtype,
+        name="MAPHead_0",
+      )(x_BPD, mask)
     if self.pool_type == "tok":
       return x_BLD[:, 0]
-    return x_BLD
+    if self.pool_type == "none":
+      return x_BPD
+    mean_BD = jnp.mean(
+      x_BPD,
+      axis=1,
+      dtype=jnp.float32,
+      where=None if real_BP is None else real_BP[..., None],
+    )
+    if self.pool_type == "gap":
+      return mean_BD
+    return jnp.concatenate([x_BLD[:, 0], mean_BD], axis=-1)
+
+
+class Rope(NamedTuple):
+  """config.model.rope, see positions.grid_rotation.
+
+  In training the coordinates of an image are shifted by up to `shift`, and
+  multiplied by up to `jitter` (each axis by itself) and `rescale`, or divided;
+  None or 0 changes nothing.
+  """
+
+  theta: float = 100.0
+  shift: float = 0.0
+  jitter: float | None = None
+  rescale: float | None = None
+
+
+def _rope(model: Model) -> Rope | None:
+  key, given = "config.model.rope", model.rope
+  if given is None or isinstance(given, Rope):
+    return given
+  if not isinstance(given, Mapping):
+    raise settings.ConfigError(
+      f"{key}: expected dict(theta=...) or None, got {given!r}."
+    )
+  settings.check_kwargs(Rope, given, key)
+  rope = Rope(**given)
+  settings.check_number(f"{key}.theta", rope.theta, above=0)
+  settings.check_number(f"{key}.shift", rope.shift, least=0)
+  for name in ("jitter", "rescale"):
+    if getattr(rope, name) is not None:
+      settings.check_number(f"{key}.{name}", getattr(rope, name), least=1)
+  if model.width // model.num_heads % 4:
+    raise settings.ConfigError(
+      f"{key}: the width of a head must be a multiple of 4, got "
+      f"{model.width // model.num_heads}."
+    )
+  return rope
+
+
+def _bias_sites(given: bool | Sequence[str]) -> tuple[str, ...]:
+  if isinstance(given, bool):
+    return ("qkv", "out", "mlp", "patch") if given else ()
+  for site in given:
+    settings.check_choice("config.model.use_bias", site, SITES)
+  return tuple(given)
 
 
 class PatchEmbedding(nn.Module):
@@ -189,12 +449,21 @@ class PatchEmbedding(nn.Module):
   width: int
   patch_size: Any
   dtype: str
+  use_bias: bool = True
 
   @nn.compact
-  def __call__(self, image: jax.Array) -> tuple[jax.Array, tuple[int, int]]:
-    """Returns embeddings (B, P, D) and the grid's rows and columns."""
-    B, height, width, channels = image.shape
+  def __call__(
+    self, image: jax.Array
+  ) -> tuple[jax.Array, tuple[int, int] | None]:
+    """Returns embeddings (B, P, D) and the grid's rows and columns.
+
+    Of ready patches there is no grid.
+    """
     p, q = self.patch_size
+    if image.ndim == 3:
+      channels = image.shape[-1] // (p * q)
+      return self._project(jnp.asarray(image, self.dtype), channels), None
+    B, height, width, channels = image.shape
     if height % p or width % q:
       raise settings.ConfigError(
         f"config.model.patch_size: patches of {p}x{q} pixels do not tile an "
@@ -204,12 +473,19 @@ class PatchEmbedding(nn.Module):
     x = jnp.asarray(image, self.dtype)
     x = x.reshape(B, h, p, w, q, channels).transpose(0, 1, 3, 2, 4, 5)
     x = x.reshape(B, h * w, p * q * channels)
+    return self._project(x, channels), (h, w)
+
+  def _project(self, x: jax.Array, channels: int) -> jax.Array:
     kernel = self.param(
-      "kernel", nn.initializers.lecun_normal(), (p, q, channels, self.width)
+      "kernel",
+      nn.initializers.lecun_normal(),
+      (*self.patch_size, channels, self.width),
     )
+    y = x @ kernel.reshape(-1, self.width).astype(self.dtype)
+    if not self.use_bias:
+      return y
     bias_D = self.param("bias", nn.initializers.zeros, (self.width,))
-    kernel = kernel.reshape(-1, self.width).astype(self.dtype)
-    return x @ kernel + bias_D.astype(self.dtype), (h, w)
+    return y + bias_D.astype(self.dtype)
 
 
 def sizes(model: Any, names: Sequence[str], example: str) -> dict[str, Any]:
@@ -226,13 +502,13 @@ def sizes(model: Any, names: Sequence[str], example: str) -> dict[str, Any]:
   return {name: known[name] for name in names}
 
 
-def _patch_size(value: Any) -> tuple[int, int]:
+def _two(name: str, value: Any) -> tuple[int, int]:
   numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
   numbers = numbers * 2 if len(numbers) == 1 else numbers
   whole = all(isinstance(n, int) and n > 0 for n in numbers)
   if not whole or len(numbers) != 2:
     raise settings.ConfigError(
-      "config.model.patch_size: expected a positive whole number or two, got "
+      f"config.model.{name}: expected a positive whole number or two, got "
       f"{value!r}."
     )
   return numbers
@@ -336,6 +612,8 @@ def param_dims(model: Model) -> dims.Table:
     "embedding/kernel": "height width channels -> D",
     "pos_embedding": "1 patches -> D",
     "cls|MAPHead_0/probe": "1 1 D",
+    "registers": "1 positions D",
+    "(.*/)?relative_bias/table": "positions H",
     "pre_logits/kernel": "D -> D",
     **layer_dims.head("head"),
     **layer_dims.LAYERS,

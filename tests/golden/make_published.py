@@ -257,7 +257,8 @@ def with_noise(model, rng):
   biases = [x for n, x in buffers.items() if n.endswith("correction_bias")]
   with torch.no_grad():
     for x in [*model.parameters(), *biases]:
-      noise = rng.normal(size=x.shape) * (0.35 if x.ndim > 1 else 0.3)
+      std = 0.35 if x.ndim > 1 else 0.3
+      noise = np.asarray(rng.normal(size=x.shape) * std)
       x.add_(torch.from_numpy(noise.astype(np.float32)))
     for x in biases:
       x.mul_(0.2)  # Scores are in [0, 1].

@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import settings, trees
 from bigtrain.models import vit
+from bigtrain.models.layers import positions
+from bigtrain.models.published import blocks
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TINY = dict(patch_size=4, width=16, depth=2, num_heads=2)
@@ -152,11 +154,135 @@ def test_explicit_fields_override_the_variant():
     (dict(TINY, dtype="bf16"), "dtype: .*'bfloat16'"),
     (dict(TINY, drop_path=1.0), "drop_path: .*1.0"),
     (dict(TINY, dropout=-0.1), "dropout: .*-0.1"),
+    (dict(TINY, mlp="gelu_tanh"), "mlp: .*Did you mean 'gelu"),
+    (dict(TINY, use_bias=["qkv", "ot"]), "use_bias: .*'out'"),
+    (dict(TINY, rope=dict(teta=1.0)), "rope.teta: .*'theta'"),
+    (dict(TINY, rope=dict(jitter=0.5)), "rope.jitter: .* at least 1"),
+    (dict(TINY, rope={}, num_heads=8), "rope: .* multiple of 4, got 2"),
+    (dict(TINY, relative_bias="layer"), "class_token: relative_bias='layer'"),
+    (dict(TINY, pool_type="tok", class_token=False), "class_token: pool_type"),
+    (dict(TINY, posemb_grid=(4, 0)), "posemb_grid: expected a positive"),
+    (
+      dict(TINY, registers=1, relative_bias="layer", class_token=True),
+      "registers=1: expected none",
+    ),
+    (dict(TINY, registers=-1), "registers: expected a whole number"),
   ],
 )
 def test_wrong_options_are_errors(kw, message):
   with pytest.raises(settings.ConfigError, match=f"config.model.{message}"):
     vit.Model(**kw)
+
+
+def patches_of(image, size, length):
+  """Patches of an image (height, width, 3), row by row, and noise behind."""
+  h, w = image.shape[0] // size, image.shape[1] // size
+  rows = image.reshape(h, size, w, size, 3).transpose(0, 2, 1, 3, 4)
+  noise = np.random.default_rng(3).normal(size=(length, size * size * 3))
+  noise[: h * w] = rows.reshape(h * w, -1)
+  return noise
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(),
+    dict(pool_type="map", scan=True),
+    dict(pool_type="tok_gap", registers=2, posemb_class=True),
+    dict(posemb="none", posemb_grid=None, layer_scale=0.5, mlp="swiglu"),
+  ],
+)
+def test_padded_patches_give_what_the_image_gives_alone(options):
+  model = vit.Model(**TINY | dict(posemb_grid=(4, 4)) | options)
+  rng = np.random.default_rng(1)
+  images = [rng.normal(size=(4 * h, 4 * w, 3)) for h, w in ((2, 5), (3, 2))]
+  params = trees.from_flat(init_flat(model))
+  patches = np.stack([patches_of(image, 4, 12) for image in images])
+  shapes = jnp.asarray([[2, 5], [3, 2]])
+  together = model.apply({"params": params}, patches, shapes=shapes)[0]
+  for i, image in enumerate(images):
+    alone = model.apply({"params": params}, image[None])[0][0]
+    np.testing.assert_allclose(together[i], alone, rtol=2e-5, atol=2e-5)
+
+
+def test_images_of_several_shapes_need_resizable_positions():
+  patches = jnp.zeros((1, 6, 48))
+  key, shapes = jax.random.key(0), jnp.asarray([[2, 3]])
+  for options, message in (
+    (dict(), "posemb_grid: missing"),
+    (dict(posemb="sincos2d"), "posemb='sincos2d': .*one shape"),
+    (dict(posemb="none", rope={}), "rope=.*one shape"),
+  ):
+    model = vit.Model(**TINY, **options)
+    with pytest.raises(settings.ConfigError, match=message):
+      jax.eval_shape(
+        lambda model=model: model.init(key, patches, shapes=shapes)
+      )
+
+
+def test_resized_grids_equal_those_of_jax_image():
+  rng = np.random.default_rng(0)
+  table = jnp.asarray(rng.normal(size=(4, 6, 3)), jnp.float32)
+  shapes = [(4, 6), (2, 3), (7, 9), (3, 8), (1, 1)]
+  resized = positions.resized_grid(table, jnp.asarray(shapes), 70)
+  for i, (h, w) in enumerate(shapes):
+    expected = jax.image.resize(table, (h, w, 3), "bilinear", antialias=True)
+    np.testing.assert_allclose(
+      resized[i, : h * w], expected.reshape(-1, 3), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_coordinates_of_rotary_positions_change_in_training_only():
+  image = np.random.default_rng(0).normal(size=(2, 8, 8, 3))
+  options = TINY | dict(pool_type="gap", posemb="none")
+  plain = vit.Model(**options, rope={})
+  moved = vit.Model(**options, rope=dict(shift=0.5, jitter=2.0, rescale=2.0))
+  params = {"params": trees.from_flat(init_flat(plain))}
+  apply = lambda model, seed: model.apply(
+    params,
+    image,
+    train=seed is not None,
+    rngs={"dropout": jax.random.key(seed or 0)},
+  )[0]
+  np.testing.assert_array_equal(apply(plain, None), apply(moved, None))
+  np.testing.assert_array_equal(apply(plain, None), apply(plain, 1))
+  np.testing.assert_array_equal(apply(moved, 1), apply(moved, 1))
+  for other in (apply(plain, None), apply(moved, 2)):
+    assert np.abs(apply(moved, 1) - other).max() > 1e-3
+
+
+ALL_OPTIONS = TINY | dict(
+  pool_type="tok_gap",
+  registers=2,
+  posemb_class=True,
+  rope={},
+  relative_bias=None,
+  norm_eps=1e-3,
+  pre_norm=True,
+  norm_pooled=True,
+  mlp="gelu_quick",
+  use_bias=("qv", "mlp"),
+  layer_scale=0.1,
+)
+
+
+@pytest.mark.parametrize("relative_bias", [None, "layer", "shared"])
+def test_a_scan_equals_separate_blocks_with_all_options(relative_bias):
+  options = ALL_OPTIONS | dict(relative_bias=relative_bias)
+  if relative_bias:
+    options |= dict(registers=0)
+  separate = vit.Model(**options)
+  stacked = vit.Model(**options, scan=True)
+  flat = init_flat(separate)
+  image = np.random.default_rng(0).normal(size=(2, 8, 8, 3))
+  restacked = blocks.restack_blocks(flat, shapes(stacked, 8))
+  assert any("relative_bias" in name for name in flat) == bool(relative_bias)
+  np.testing.assert_allclose(
+    apply_flat(separate, flat, image)[0],
+    apply_flat(stacked, restacked, image)[0],
+    rtol=1e-5,
+    atol=1e-5,
+  )
 
 
 def test_patches_that_do_not_tile_the_image_are_an_error():
@@ -221,8 +347,9 @@ def test_a_scan_in_bfloat16_keeps_no_matrix_of_scores():
   assert not scores.search(program("bfloat16"))
 
 
-def test_eight_devices_compute_the_same_as_one():
-  model = vit.Model(5, **{**TINY, "depth": 1})
+@pytest.mark.parametrize("options", [TINY, ALL_OPTIONS])
+def test_eight_devices_compute_the_same_as_one(options):
+  model = vit.Model(5, **{**options, "depth": 1})
   params = trees.from_flat(init_flat(model))
   image = np.random.default_rng(2).normal(size=(16, 8, 8, 3))
 

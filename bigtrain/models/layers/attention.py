@@ -37,7 +37,8 @@ class Options(NamedTuple):
   Attributes:
     head_dim: K; D / H if None.
     num_kv_heads: G, which divides H; H if None.
-    bias: which projections have one: "qkv", "out". Other sites are ignored.
+    bias: which projections have one: "qkv" or "qv", and "out". Other sites are
+      ignored.
     qk_norm: root-mean-square norms of queries and keys: "head", "projection"
       (over all heads together), "l2" (by head, without a scale) or None.
     norm_offset: see rms_norm.RMSNorm.
@@ -180,18 +181,22 @@ class Attention(nn.Module):
       K = D // H
     G = options.num_kv_heads or H
 
-    dense = functools.partial(
-      nn.DenseGeneral, use_bias="qkv" in options.bias, dtype=options.dtype
-    )
+    in_keys = "qkv" in options.bias
+    in_others = in_keys or "qv" in options.bias
+    dense = functools.partial(nn.DenseGeneral, dtype=options.dtype)
     # Heads over the mesh axis `tensor`, if any.
     splits = self._splits(x_or_y.shape[0])
     q_BLHK = k_BSGK = v_BSGK = of_x = None
     if x_BLD is not None:
       of_x = sharding.columns(x_BLD) if splits else None
       init = kernels.initializer(options.query_std)
-      q_BLHK = dense((H, K), kernel_init=init, dot_general=of_x, name="query")(
-        x_BLD
-      )
+      q_BLHK = dense(
+        (H, K),
+        use_bias=in_others,
+        kernel_init=init,
+        dot_general=of_x,
+        name="query",
+      )(x_BLD)
     if y_BSD is not None:
       of_y = of_x
       if y_BSD is not x_BLD:
@@ -200,8 +205,8 @@ class Attention(nn.Module):
       of_heads = functools.partial(
         dense, (G, K), kernel_init=init, dot_general=of_y
       )
-      k_BSGK = of_heads(name="key")(y_BSD)
-      v_BSGK = of_heads(name="value")(y_BSD)
+      k_BSGK = of_heads(use_bias=in_keys, name="key")(y_BSD)
+      v_BSGK = of_heads(use_bias=in_others, name="value")(y_BSD)
     return q_BLHK, k_BSGK, v_BSGK
 
   @nn.nowrap
@@ -235,7 +240,7 @@ class Attention(nn.Module):
     if ways == 1 or options.num_heads % ways:
       return False
     G = options.num_kv_heads or options.num_heads
-    if "qkv" in options.bias and G % ways:
+    if {"qkv", "qv"} & {*options.bias} and G % ways:
       raise settings.ConfigError(
         f"config.mesh.tensor={ways}: with biases it must divide the {G} heads "
         "of keys and values (config.model.num_kv_heads)."

@@ -4,9 +4,11 @@ Parameters are float32, and named as in the published ViT checkpoints. `dtype`
 is that of matrix products and of the activations between layers; statistics of
 layer norms and softmaxes are always float32.
 
-Axes: B batch, L length, D model width, F hidden width, N layers.
+Axes: B batch, L length, S length attended to, D model width, H heads, F hidden
+width, N layers.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,16 +16,21 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import sharding
-from bigtrain.models.layers import attention, mlp, stack
+from bigtrain.models.layers import attention, masks, mlp, positions, stack
 
 
 class Options(NamedTuple):
-  """Options of a block, with the attributes of `Encoder`."""
+  """Options of a block, attributes of `Encoder`."""
 
   mlp_dim: int | None
   num_heads: int
   dropout: float
   attention: str
+  norm_eps: float
+  mlp: str
+  bias: tuple[str, ...]
+  layer_scale: float | None
+  relative_grid: tuple[int, int] | None
   dtype: str
 
 
@@ -38,32 +45,53 @@ class Block(nn.Module):
     x_BLD: jax.Array,
     layer: Any,
     drop_path_rates_N: jax.Array | None,
+    rope: positions.Rotation | None,
+    mask: masks.Mask,
+    bias_1HLS: jax.Array | None,
     train: bool,
   ) -> tuple[jax.Array, None]:
     options = self.options
 
-    def regularize(y_BLD: jax.Array) -> jax.Array:
+    def branch(y_BLD: jax.Array, number: int) -> jax.Array:
+      """What a branch adds to the stream."""
+      if options.layer_scale is not None:
+        init = nn.initializers.constant(options.layer_scale)
+        name, shape = f"layer_scale_{number}", y_BLD.shape[-1:]
+        y_BLD = y_BLD * self.param(name, init, shape).astype(y_BLD.dtype)
       y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
       if train and drop_path_rates_N is not None:
         rate = drop_path_rates_N[layer]
         y_BLD = drop_path(y_BLD, rate, self.make_rng("dropout"))
       return y_BLD
 
-    y_BLD = nn.LayerNorm(dtype=options.dtype, name="LayerNorm_0")(x_BLD)
+    norm = functools.partial(
+      nn.LayerNorm, epsilon=options.norm_eps, dtype=options.dtype
+    )
+    if options.relative_grid:
+      bias_1HLS = positions.GridBias(
+        options.num_heads, options.relative_grid, name="relative_bias"
+      )()
+    y_BLD = norm(name="LayerNorm_0")(x_BLD)
     y_BLD, _ = attention.Attention(
       attention.Options(
-        options.num_heads, backend=options.attention, dtype=options.dtype
+        options.num_heads,
+        bias=options.bias,
+        backend=options.attention,
+        dtype=options.dtype,
       ),
       name="MultiHeadDotProductAttention_0",
-    )(y_BLD, y_BLD)
-    x_BLD = x_BLD + regularize(y_BLD)
+    )(y_BLD, y_BLD, rope=rope, mask=mask, bias=bias_1HLS)
+    x_BLD = x_BLD + branch(y_BLD, 0)
 
-    y_BLD = nn.LayerNorm(dtype=options.dtype, name="LayerNorm_1")(x_BLD)
+    y_BLD = norm(name="LayerNorm_1")(x_BLD)
     F = options.mlp_dim or 4 * x_BLD.shape[-1]
     y_BLD = mlp.Mlp(
-      mlp.vit_options(F, options.dropout, options.dtype), name="MlpBlock_0"
+      mlp.vit_options(
+        F, options.dropout, options.dtype, "mlp" in options.bias, options.mlp
+      ),
+      name="MlpBlock_0",
     )(y_BLD, train)
-    return sharding.stream(x_BLD + regularize(y_BLD)), None
+    return sharding.stream(x_BLD + branch(y_BLD, 1)), None
 
 
 def drop_path(
@@ -85,6 +113,14 @@ class Encoder(nn.Module):
     dropout: rate in the MLPs and on each residual branch.
     drop_path: rate of stochastic depth in the last block; it grows linearly
       from 0 in the first.
+    norm_eps: added to the variance in norms.
+    mlp: a name in mlp.KINDS.
+    bias: sites with biases: those of attention.Options, and "mlp".
+    layer_scale: initial factor of each feature that a branch adds (CaiT,
+      https://arxiv.org/abs/2103.17239); None for no factors.
+    relative_grid: rows and columns of patches whose relative positions have a
+      bias in each layer; None for none.
+    final_norm: whether a norm follows the blocks.
   """
 
   depth: int
@@ -93,12 +129,26 @@ class Encoder(nn.Module):
   dropout: float = 0.0
   attention: str = "auto"
   drop_path: float = 0.0
+  norm_eps: float = 1e-6
+  mlp: str = "gelu"
+  bias: tuple[str, ...] = ("qkv", "out", "mlp")
+  layer_scale: float | None = None
+  relative_grid: tuple[int, int] | None = None
+  final_norm: bool = True
   scan: bool = False
   remat_policy: str = "none"
   dtype: str = "float32"
 
   @nn.compact
-  def __call__(self, x_BLD: jax.Array, *, train: bool = False) -> jax.Array:
+  def __call__(
+    self,
+    x_BLD: jax.Array,
+    *,
+    rope: positions.Rotation | None = None,
+    mask: masks.Mask = masks.Mask(),
+    bias_1HLS: jax.Array | None = None,
+    train: bool = False,
+  ) -> jax.Array:
     rates_N = None
     if self.drop_path:
       rates_N = jnp.linspace(0.0, self.drop_path, self.depth)
@@ -110,9 +160,16 @@ class Encoder(nn.Module):
       self.depth,
       sharding.stream(x_BLD.astype(self.dtype)),
       rates_N,
+      rope,
+      mask,
+      bias_1HLS,
       train,
       scan=self.scan,
       remat_policy=self.remat_policy,
       name="encoderblock",
     )
-    return nn.LayerNorm(dtype=self.dtype, name="encoder_norm")(x_BLD)
+    if not self.final_norm:
+      return x_BLD
+    return nn.LayerNorm(
+      epsilon=self.norm_eps, dtype=self.dtype, name="encoder_norm"
+    )(x_BLD)

@@ -20,7 +20,7 @@ LAYERS = {
   r"(.*/)?(up|gate|Dense_0)/kernel": "D -> F",
   r"(.*/)?(up|gate|Dense_0)/bias": "F",
   r"(.*/)?(down|Dense_1)/kernel": "F -> D",
-  r"(.*/)?(scale|bias)": "D",
+  r"(.*/)?(scale|bias|layer_scale_\d)": "D",
 }
 
 # Before LAYERS, for norms over all heads together.

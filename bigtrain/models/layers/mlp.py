@@ -30,6 +30,7 @@ KINDS = {
   "gelu_erf": Kind(
     functools.partial(jax.nn.gelu, approximate=False), gated=False
   ),
+  "gelu_quick": Kind(lambda x: x * jax.nn.sigmoid(1.702 * x), gated=False),
   "geglu": Kind(jax.nn.gelu, gated=True),
   "swiglu": Kind(jax.nn.silu, gated=True),
 }
@@ -102,11 +103,15 @@ def hidden_units(
 
 
 def vit_options(
-  dim: int, dropout: float = 0.0, dtype: str = "float32", use_bias: bool = True
+  dim: int,
+  dropout: float = 0.0,
+  dtype: str = "float32",
+  use_bias: bool = True,
+  kind: str = "gelu",
 ) -> Options:
   return Options(
     dim,
-    "gelu",
+    kind,
     init_std=None,
     out_init_std=None,
     use_bias=use_bias,

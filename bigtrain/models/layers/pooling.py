@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain.models.layers import attention, kernels, mlp
+from bigtrain.models.layers import attention, kernels, masks, mlp
 
 
 class MAPHead(nn.Module):
@@ -15,18 +15,25 @@ class MAPHead(nn.Module):
 
   mlp_dim: int | None = None
   num_heads: int = 12
+  norm_eps: float = 1e-6
+  mlp: str = "gelu"
   dtype: str = "float32"
 
   @nn.compact
-  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+  def __call__(
+    self, x_BLD: jax.Array, mask: masks.Mask = masks.Mask()
+  ) -> jax.Array:
     B, _, D = x_BLD.shape
     probe_11D = self.param("probe", kernels.xavier, (1, 1, D))
     probe_B1D = jnp.broadcast_to(probe_11D, (B, 1, D))
     x_B1D, _ = attention.Attention(
       attention.Options(self.num_heads, dtype=self.dtype),
       name="MultiHeadDotProductAttention_0",
-    )(probe_B1D, x_BLD)
-    y_B1D = nn.LayerNorm(dtype=self.dtype, name="LayerNorm_0")(x_B1D)
-    options = mlp.vit_options(self.mlp_dim or 4 * D, dtype=self.dtype)
+    )(probe_B1D, x_BLD, mask=mask)
+    y_B1D = nn.LayerNorm(
+      epsilon=self.norm_eps, dtype=self.dtype, name="LayerNorm_0"
+    )(x_B1D)
+    F = self.mlp_dim or 4 * D
+    options = mlp.vit_options(F, dtype=self.dtype, kind=self.mlp)
     y_B1D = mlp.Mlp(options, name="MlpBlock_0")(y_B1D)
     return (x_B1D + y_B1D)[:, 0]

@@ -352,3 +352,84 @@ class RelativeBias(nn.Module):
     if self.two_sided:
       bucket += num_buckets * (offset > 0)
     return bucket
+
+
+class GridBias(nn.Module):
+  """BEiT's learned bias by the offset of two patches in a grid.
+
+  https://arxiv.org/abs/2106.08254. Three more entries are for the class token:
+  as a query, as a key, and to itself. The parameter "table" is (T, H).
+  """
+
+  num_heads: int
+  grid: tuple[int, int]
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    """Returns (1, H, L, L) for the class token and the patches."""
+    h, w = self.grid
+    T = (2 * h - 1) * (2 * w - 1) + 3
+    table = self.param("table", nn.initializers.zeros, (T, self.num_heads))
+    y_P, x_P = (axis.reshape(-1) for axis in np.mgrid[:h, :w])
+    rows_PP = y_P[:, None] - y_P + h - 1
+    columns_PP = x_P[:, None] - x_P + w - 1
+    index_LL = np.pad(rows_PP * (2 * w - 1) + columns_PP, ((1, 0), (1, 0)))
+    index_LL[0], index_LL[1:, 0], index_LL[0, 0] = T - 3, T - 2, T - 1
+    return jnp.moveaxis(table[index_LL], -1, 0)[None]
+
+
+def grid_rotation(
+  grid: tuple[int, int],
+  head_dim: int,
+  theta: float,
+  prefix: int,
+  factor_2: jax.Array | float = 1.0,
+  shift_2: jax.Array | float = 0.0,
+) -> Rotation:
+  """Rotary embeddings of a grid of patches, as in DINOv3 (arXiv 2508.10104).
+
+  Half of the angles follow the rows, half the columns. Coordinates go from -1
+  to 1 over the image, whatever its size.
+
+  Args:
+    prefix: number of tokens before the patches, which are not rotated.
+    factor_2, shift_2: change of the coordinates, for training.
+  """
+  centers = [(np.arange(n) + 0.5) / n * 2 - 1 for n in grid]
+  coordinates = np.stack(np.meshgrid(*centers, indexing="ij"), axis=-1)
+  coordinates_P2 = (coordinates.reshape(-1, 2) + shift_2) * factor_2
+  omega = theta ** -np.arange(0, 1, 4 / head_dim)
+  angle_P2 = 2 * math.pi * coordinates_P2[..., None] * omega
+  angle_PQ = jnp.asarray(angle_P2, jnp.float32).reshape(-1, head_dim // 2)
+  angle_LQ = jnp.pad(angle_PQ, ((prefix, 0), (0, 0)))
+  return Rotation(
+    jnp.sin(angle_LQ)[None, :, None], jnp.cos(angle_LQ)[None, :, None]
+  )
+
+
+def resized_grid(
+  table_hwD: jax.Array, shapes_B2: jax.Array, length: int
+) -> jax.Array:
+  """A grid of embeddings, resized to each image's grid of patches: (B, P, D).
+
+  Bilinear and antialiased. Rows beyond an image's patches have values without
+  a meaning.
+  """
+
+  def weights(places_BP: jax.Array, sizes_B: jax.Array, n: int) -> jax.Array:
+    """Share of each of n entries in each place: (B, P, n)."""
+    scale_B11 = (n / sizes_B)[:, None, None]
+    centers_BP1 = (places_BP[..., None] + 0.5) * scale_B11 - 0.5
+    distance_BPn = jnp.abs(centers_BP1 - jnp.arange(n))
+    weight_BPn = jnp.maximum(
+      0.0, 1 - distance_BPn / jnp.maximum(scale_B11, 1.0)
+    )
+    total_BP1 = jnp.sum(weight_BPn, axis=-1, keepdims=True)
+    return weight_BPn / jnp.maximum(total_BP1, 1e-9)
+
+  h, w, _ = table_hwD.shape
+  rows_B, columns_B = shapes_B2[:, 0], shapes_B2[:, 1]
+  place_P = jnp.arange(length)
+  rows_BPh = weights(place_P // columns_B[:, None], rows_B, h)
+  columns_BPw = weights(place_P % columns_B[:, None], columns_B, w)
+  return jnp.einsum("bph,bpw,hwd->bpd", rows_BPh, columns_BPw, table_hwD)
