@@ -5,6 +5,7 @@
   template.render([{"role": "user", "content": "Hello"}])
 
 Templates are jinja2, in its sandbox, with what they find in transformers.
+`supervised` has the tokens of a conversation that a model learns to write.
 """
 
 import dataclasses
@@ -13,11 +14,18 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from bigtrain.files import paths
 from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, did_you_mean, import_package
+from bigtrain.settings import (
+  ConfigError,
+  DataError,
+  did_you_mean,
+  import_package,
+)
 
 Message = Mapping[str, Any]
 Now = Callable[[], datetime.datetime]
@@ -167,6 +175,101 @@ class Template:
     except Exception as e:  # A template's own, or of any of its expressions.
       message = " ".join(str(e).split()) or type(e).__name__
       raise ConfigError(f"chat template {self.name}: {message}") from e
+
+
+def supervised(
+  template: Template,
+  tokenizer: tokenizers.Tokenizer,
+  messages: Sequence[Message],
+  tools: Sequence[Any] | None = None,
+  *,
+  loss: Literal["assistant", "last", "all"] = "assistant",
+  first: int = 0,
+  **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the ids of a conversation, int32 [n], and which have a loss.
+
+  What an answer adds to the ids of its prompt has a loss, its end included.
+
+  Args:
+    loss: "assistant" for all answers, "last" for the last one, "all" for every
+      token.
+    first: number of the first message whose answer may have a loss.
+    **options: of `Template.render`.
+
+  Raises:
+    DataError: no prefix of the ids is what the model would be asked with, as if
+      the template drops earlier thoughts, or an answer has no end token.
+  """
+
+  def ids_of(stop: int, prompt: bool = False) -> np.ndarray:
+    text = template.render(
+      messages[:stop], tools, add_generation_prompt=prompt, **options
+    )
+    return tokenizer.encode(text, special=True)
+
+  ids = ids_of(len(messages))
+  if tools and template.render(messages, **options) == template.render(
+    messages, tools, **options
+  ):
+    raise DataError(f"tools: the template {template.name} does not write them.")
+  if loss == "all":
+    return ids, np.ones(len(ids), bool)
+  trained = np.zeros(len(ids), bool)
+  turns = [
+    i
+    for i, message in enumerate(messages)
+    if message["role"] == "assistant" and i >= first
+  ]
+  for i in turns[-1:] if loss == "last" else turns:
+    if not messages[i].get("weight", 1):
+      continue
+    prompt = ids_of(i, prompt=True)
+    turn = ids_of(i + 1) if i + 1 < len(messages) else ids
+    start, stop = len(prompt), _common(turn, ids)
+    # Some templates end every text in a token of its own.
+    closed = len(turn) == stop + 1 and turn[stop] in tokenizer.special_ids
+    shared = _common(prompt, ids)
+    if shared < start or (stop < len(turn) and not closed):
+      at, other = (shared, prompt) if shared < start else (stop, turn)
+      raise DataError(
+        f"message {i}: the template writes {_around(tokenizer, ids, at)} in "
+        f"the whole conversation, but {_around(tokenizer, other, at)} in the "
+        f"{'prompt for' if shared < start else 'one up to'} this answer. "
+        "Templates that drop earlier thoughts do so; loss='last' trains only "
+        "the last answer, and template= takes another."
+      )
+    _check_end(tokenizer, ids[start:stop], i)
+    trained[start:stop] = True
+  return ids, trained
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+  """Length of the longest common prefix."""
+  size = min(len(a), len(b))
+  different = np.flatnonzero(a[:size] != b[:size])
+  return int(different[0]) if different.size else size
+
+
+def _around(tokenizer: tokenizers.Tokenizer, ids: np.ndarray, at: int) -> str:
+  return repr(tokenizer.spell(ids[max(at - 4, 0) : at + 8]))
+
+
+def _check_end(
+  tokenizer: tokenizers.Tokenizer, ids: np.ndarray, number: int
+) -> None:
+  """Checks that a model that writes these ids learns to stop."""
+  for token in ids[::-1].tolist():
+    if token in tokenizer.special_ids:
+      return
+    if tokenizer.spell([token]).strip():
+      break
+  raise DataError(
+    f"message {number}: the end of the answer has no loss: its tokens are "
+    f"{tokenizer.spell(ids[-8:])!r}, and none that ends a turn follows, so the "
+    "model would never learn to stop. The template ends turns with a text that "
+    f"is no special token of {tokenizer.name!r}, or with the next turn."
+  )
 
 
 def get(spec: str | None, tokenizer: str) -> Template:

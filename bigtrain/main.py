@@ -395,6 +395,7 @@ def _train(
     state,
     origin=started.how,
     log_table=log_parameters,
+    first_example=train_input.saved["data"].get("first_example", ()),
   )
   recording = process.Background(write_record, "record")
   logging.info("Step %d of %d, %s.", step, total_steps, started.how)

@@ -39,7 +39,7 @@ def model_of(config):
 def example_of(config):
   """Shapes of one training example: image and token features."""
   pp, data = config["input"].get("pp", ""), config["input"]["data"]
-  if data["type"] in ("text", "tokens"):
+  if data["type"] in ("text", "tokens", "supervised"):
     ids = jax.ShapeDtypeStruct((1, data["length"]), jnp.int32)
     return dict.fromkeys(("tokens", "inputs", "targets"), ids)
   if data["type"] == "digit_pairs":
@@ -215,7 +215,7 @@ def test_every_part_accepts_its_part_of_the_config(spec):
   assert [evaluation.name for evaluation in evaluations] == [*config["evals"]]
   for part in (config["input"], *config["evals"].values()):
     # Text and tokens need no preprocessing.
-    if part["data"]["type"] not in ("text", "tokens"):
+    if part["data"]["type"] not in ("text", "tokens", "supervised"):
       assert parse.parse(part["pp"])
     data = dict(part["data"])
     source = parts.find_module("data", data.pop("type"), "type").Source

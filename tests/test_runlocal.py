@@ -106,6 +106,7 @@ FIRST_LOSS = {
   "pydoc_lm": (_BYTES, 0.05),
   "pydoc_t5": (math.log(259 + 32), 0.15),
   "resnet50_i1k": (math.log(1000), 0.05),
+  "sft": (_BYTES, 0.05),
   "siglip": (10, 0.5),
   "switch_base": (_SPANS, 0.15),
   "t5_1_1_base": (_SPANS, 0.15),

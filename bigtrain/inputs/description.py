@@ -26,7 +26,8 @@ def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
   Returns:
     "features": {feature: [dtype, shape]} of an example after all ops; "raw":
     the same before them, for arrays of pictures with the least and the largest
-    value; if known, "class_names": {feature: names by number} and "tokenizer".
+    value; if known, "class_names": {feature: names by number}, "tokenizer" and
+    "first_example": pieces of a text, each with whether it has a loss.
   """
   result: dict[str, Any] = {
     "features": {
@@ -44,6 +45,8 @@ def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
     if tokenizer := registry.tokenizer(part.ops) or of_source:
       name, fingerprint = tokenizer
       result.setdefault("tokenizer", dict(name=name, fingerprint=fingerprint))
+    if hasattr(part.source, "first_example"):
+      result.setdefault("first_example", part.source.first_example())
   if class_names:
     result["class_names"] = class_names
   return result

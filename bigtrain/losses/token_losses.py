@@ -123,6 +123,14 @@ def real_positions(
   return real_BL
 
 
+def supervised_tokens(batch: Batch, weight_BL: jax.Array) -> Metrics:
+  """Counts the targets with a loss, of batches that say which these are."""
+  if "loss_mask" not in batch:
+    return {}
+  count = jnp.sum(weight_BL != 0, dtype=jnp.float32)
+  return {"supervised_tokens": metrics.Sum(count)}
+
+
 def add_bytes(by_token: Metrics, batch: Batch) -> Metrics:
   if "num_bytes" not in batch:
     return by_token

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -159,18 +159,26 @@ def start(
   state: Mapping[str, Any],
   origin: str = "",
   log_table: bool = False,
+  first_example: Sequence[tuple[str, bool]] = (),
 ) -> Callable[[], None]:
   """Returns a function that writes all files of a run's start, in any thread.
 
   `origin` is where the state comes from, such as "from scratch"; `log_table`
-  shows the table of parameters.
+  shows the table of parameters; `first_example` is a text in pieces, each with
+  whether it has a loss.
   """
   params = state["params"]
   moments = parameters.moments(params, mesh)
   specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
   def write_files() -> None:
-    facts = parameters.facts(specs, trainable)
+    facts: dict[str, Any] = {**parameters.facts(specs, trainable)}
+    if first_example:
+      facts["first_example"] = first_example
+      logging.info(
+        "The first example; only what is in [[ ]] has a loss:\n%s",
+        "".join(f"[[{x}]]" if loss else x for x, loss in first_example),
+      )
     write(workdir, config, run_info(mesh) | facts)
     table = parameters.write(workdir, specs, trainable, moments, origin)
     logging.info("%s", table if log_table else table.rpartition("\n")[2])

@@ -74,7 +74,8 @@ def loss_fn(
     chunk: positions of each example at a time, see losses.linear_xent.
 
   Returns:
-    (metrics "loss" in nats and "accuracy", with experts those of
+    (metrics "loss" in nats and "accuracy", with "loss_mask" the number of
+    "supervised_tokens", with experts those of
     token_losses.ModelLosses.with_experts; the new mutable collections).
   """
   losses = _losses(
@@ -88,7 +89,9 @@ def loss_fn(
     label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
   )
-  return losses.with_experts(load_balance, router_z), losses.mutable
+  counts = token_losses.supervised_tokens(batch, token_weights(batch))
+  result = losses.with_experts(load_balance, router_z) | counts
+  return result, losses.mutable
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:

@@ -6,6 +6,8 @@ A batch has
   "inputs", "targets": int [B, S] and [B, L], padded with 0.
   "inputs_segments", "targets_segments": packed rows only: [B, S] and [B, L],
     each token's document, 0 for padding. Models use distances, not positions.
+  "loss_mask": optional [B, L], weights of the targets, in place of their ids:
+    0 for padding and for targets without a loss.
   "num_bytes": optional [B], bytes of the targets' text.
 """
 
@@ -37,9 +39,10 @@ def vocab_sizes(model: Any) -> dict[str, int]:
 
 def token_weights(batch: Batch) -> jax.Array:
   name = "targets_segments" if "targets_segments" in batch else "targets"
-  real_BL = batch[name] != 0
-  weight_B = metrics.example_weights(batch, real_BL)
-  return real_BL.astype(jnp.float32) * weight_B[:, None]
+  weight_BL = (batch[name] != 0).astype(jnp.float32)
+  weight_BL = batch.get("loss_mask", weight_BL)
+  weight_B = metrics.example_weights(batch, weight_BL)
+  return weight_BL * weight_B[:, None]
 
 
 def loss_fn(
@@ -81,7 +84,9 @@ def loss_fn(
     label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
   )
-  return losses.with_experts(load_balance, router_z), losses.mutable
+  counts = token_losses.supervised_tokens(batch, token_weights(batch))
+  result = losses.with_experts(load_balance, router_z) | counts
+  return result, losses.mutable
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:

@@ -191,6 +191,12 @@ def _train(config, mesh, setup):
     )
     params = trees.merge(optax.apply_updates(trained, updates), frozen)
     new = {"params": params, "opt": opt, "step": state["step"] + 1}
+    pairs = {
+      name: (pair.total, jnp.ones(()))
+      if isinstance(pair, metrics.Sum)
+      else pair
+      for name, pair in pairs.items()
+    }
     pairs = {**pairs, "grad_norm": (metrics.global_norm(grads), jnp.ones(()))}
     return {**new, "mutable": mutable}, grads, pairs
 

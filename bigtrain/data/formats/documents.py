@@ -5,8 +5,10 @@ and row groups of Parquet files.
 """
 
 import gzip
+import itertools
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -87,6 +89,37 @@ def read(part: Part, key: str) -> Iterator[str | DataError]:
         yield _field(line, key, where)
 
 
+def rows(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+  """Yields (place for messages, row) of a .jsonl or .parquet file."""
+  for part in parts(path, "auto", sys.maxsize):
+    if part.format == "parquet":
+      with (
+        arrow_columns.errors(f"{path}: cannot read it") as pa,
+        pa.parquet.ParquetFile(path) as file,
+      ):
+        batches = (batch.to_pylist() for batch in file.iter_batches())
+        for number, row in enumerate(itertools.chain.from_iterable(batches)):
+          yield f"{path}, row {number}", row
+    elif part.format == "jsonl":
+      for position, line in _lines(part):
+        if line.strip():
+          where = _Where(part, position)
+          yield where, _object(line, where)
+    else:
+      raise ConfigError(f"{path}: expected a .jsonl or .parquet file.")
+
+
+def _object(line: bytes, where: Any) -> dict[str, Any]:
+  try:
+    row = json.loads(line)
+  except (ValueError, RecursionError) as e:
+    raise DataError(f"{where}: not valid JSON: {e}.") from e
+  if not isinstance(row, dict):
+    kind = type(row).__name__
+    raise DataError(f"{where}: expected an object, got {kind}.")
+  return row
+
+
 class _Where(NamedTuple):
   """A line's location, whose line number is computed only when printed.
 
@@ -105,11 +138,11 @@ class _Where(NamedTuple):
 
 def _field(line: bytes, key: str, where: _Where) -> str | DataError:
   try:
-    example = json.loads(line)
-  except (ValueError, RecursionError) as e:
-    return DataError(f"{where}: not valid JSON: {e}.")
-  if not isinstance(example, dict) or key not in example:
-    hint = did_you_mean(key, example) if isinstance(example, dict) else ""
+    example = _object(line, where)
+  except DataError as e:
+    return e
+  if key not in example:
+    hint = did_you_mean(key, example)
     return DataError(f"{where}: no field {key!r}.{hint}")
   return _checked(example[key], key, where)
 

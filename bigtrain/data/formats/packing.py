@@ -1,6 +1,13 @@
 """Packs documents into windows, given only their lengths."""
 
+import bisect
+import operator
+from collections.abc import Sequence
+
 import numpy as np
+
+# Bins that may lack room in another way than the first, for each item.
+_MOST_TRIED = 64
 
 
 def first_fit(
@@ -32,6 +39,46 @@ def first_fit(
     bins[by_size[start:stop]] = open_bins.place(size, stop - start)
   items = np.argsort(bins, kind="stable")
   first = np.searchsorted(bins[items], np.arange(bins.max() + 2))
+  return items, first
+
+
+def best_fit(
+  sizes: np.ndarray, capacity: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+  """Packs items into bins: largest first, each into the fullest bin with room.
+
+  Args:
+    sizes: int [N, K], sizes of an item in K ways, none beyond the capacity.
+    capacity: K sizes of a bin. Bins are compared in the way that fills first.
+
+  Returns:
+    As `first_fit`.
+  """
+  fill = np.sum(sizes, axis=0) / np.asarray(capacity)
+  ways = np.argsort(-fill, kind="stable")
+  sizes, full = sizes[:, ways], np.asarray(capacity)[ways]
+  smallest = sizes.min(axis=0, initial=int(full.max())).tolist()
+  bins = np.empty(len(sizes), np.int64)
+  rooms: list[list[int]] = []
+  open_bins: list[tuple[int, int]] = []  # (room in the first way, bin), sorted.
+  by_size = np.argsort(-np.max(sizes / full, axis=1), kind="stable")
+  for item in by_size.tolist():
+    size = sizes[item].tolist()
+    at = bisect.bisect_left(open_bins, (size[0], 0))
+    for place in range(at, min(at + _MOST_TRIED, len(open_bins))):
+      number = open_bins[place][1]
+      if all(map(operator.le, size, rooms[number])):
+        del open_bins[place]
+        break
+    else:
+      number = len(rooms)
+      rooms.append(full.tolist())
+    bins[item] = number
+    rooms[number] = [*map(operator.sub, rooms[number], size)]
+    if all(map(operator.le, smallest, rooms[number])):
+      bisect.insort(open_bins, (rooms[number][0], number))
+  items = np.argsort(bins, kind="stable")
+  first = np.searchsorted(bins[items], np.arange(len(rooms) + 1))
   return items, first
 
 

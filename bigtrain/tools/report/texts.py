@@ -1,4 +1,4 @@
-"""Captions and generated texts that evaluators have written, as HTML."""
+"""The first example of a run's texts, and what evaluators have written."""
 
 import json
 import os
@@ -14,6 +14,16 @@ _MOST_ROWS = 40
 def section(run: Run) -> str:
   """Returns the captions and texts of a run; "" without any."""
   parts = []
+  starts = run.info.get("starts") or [{}]
+  if example := starts[-1].get("first_example"):
+    parts.append(
+      '<h4>First example</h4><p class="note">What is marked has a loss.</p>'
+      '<p style="white-space: pre-wrap">'
+    )
+    for text, has_loss in example:
+      text = markup.text(text)
+      parts.append(f"<mark>{text}</mark>" if has_loss else text)
+    parts.append("</p>")
   for name, (step, path) in newest(run.workdir, "captions", "jsonl").items():
     parts.append(f"<h4>{markup.text(name)}, step {step:,}: captions</h4>")
     sheet = path.removesuffix(".jsonl") + ".png"

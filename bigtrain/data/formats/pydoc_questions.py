@@ -1,0 +1,85 @@
+"""Questions about Python's own library: what is this function for?
+
+A prompt is the name and the signature of a function, a class or a method; the
+answer is the first sentence of its documentation.
+"""
+
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from typing import Any
+
+# Modules that can be imported anywhere and do nothing then.
+_MODULES = """
+abc argparse array ast asyncio base64 bisect builtins bz2 calendar cmath code
+codecs collections colorsys configparser contextlib copy csv dataclasses
+datetime decimal difflib dis email enum fileinput filecmp fnmatch fractions
+ftplib functools gc getopt gettext glob graphlib gzip hashlib heapq hmac html
+http imaplib importlib inspect io ipaddress itertools json keyword linecache
+locale logging lzma mailbox marshal math mimetypes multiprocessing netrc
+numbers operator os pathlib pickle pkgutil platform plistlib poplib pprint
+pstats queue quopri random re reprlib runpy sched secrets select selectors
+shelve shlex shutil signal smtplib socket socketserver sqlite3 ssl stat
+statistics string struct subprocess symtable sys tarfile tempfile textwrap
+threading time timeit token tokenize trace traceback tracemalloc types typing
+unicodedata unittest urllib.parse urllib.request uuid warnings wave weakref
+xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipapp zipfile zlib
+zoneinfo
+""".split()
+_SENTENCE = re.compile(r"(.+?[.!?])(\s|$)")
+_TEST_EVERY = 10
+_KINDS = (
+  type,
+  types.FunctionType,
+  types.BuiltinFunctionType,
+  types.MethodDescriptorType,
+)
+SPLITS = ("train", "test", "all")
+
+
+def rows(split: str) -> Iterator[tuple[str, dict[str, str]]]:
+  """Yields (place, row) of one of SPLITS; "test" is every tenth row."""
+  for i, (prompt, completion) in enumerate(sorted(_questions())):
+    is_test = i % _TEST_EVERY == _TEST_EVERY - 1
+    if split in ("all", "test" if is_test else "train"):
+      row = {"prompt": prompt, "completion": completion}
+      yield f"pydoc, question {i}", row
+
+
+def _questions() -> Iterator[tuple[str, str]]:
+  seen = set[int]()  # Modules import functions from each other.
+  for name in _MODULES:
+    try:
+      module = importlib.import_module(name)
+    except ImportError:  # Not in every Python.
+      continue
+    for key, value in _public(module):
+      if id(value) not in seen:
+        seen.add(id(value))
+        yield from _question(f"{name}.{key}", value)
+        for method, function in (
+          _public(value) if inspect.isclass(value) else ()
+        ):
+          yield from _question(f"{name}.{key}.{method}", function)
+
+
+def _public(owner: Any) -> list[tuple[str, Any]]:
+  return [
+    (key, value)
+    for key, value in sorted(vars(owner).items())
+    if key[0] != "_" and isinstance(value, _KINDS)
+  ]
+
+
+def _question(name: str, value: Any) -> Iterator[tuple[str, str]]:
+  try:
+    signature = str(inspect.signature(value))
+  except (ValueError, TypeError):
+    return
+  text = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+  sentence = _SENTENCE.match(text)
+  # Addresses of objects would differ in each process.
+  if sentence and len(sentence[1]) > 10 and " at 0x" not in signature:
+    yield f"{name.removeprefix('builtins.')}{signature}\n", sentence[1]

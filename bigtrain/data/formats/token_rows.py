@@ -1,0 +1,142 @@
+"""Token ids of rows of any length, with the ids that have a loss.
+
+They are made once, in a pass over all rows, and kept in the user's cache folder
+under a hash of the files' paths, sizes and modification times.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import logging
+
+from bigtrain.data.formats import files
+from bigtrain.files import paths
+from bigtrain.settings import ConfigError, DataError
+
+
+class Row(NamedTuple):
+  """The ids of a row, and the number of those before the first with a loss."""
+
+  ids: np.ndarray  # int32 [n].
+  prompt: int
+  trained: np.ndarray  # bool [n].
+  weight: float = 1.0
+
+
+class Rows:
+  """The ids of all rows, memory-mapped.
+
+  Attributes:
+    weight: float32 [rows].
+    digest: hash of the files' names and sizes and of `key`.
+  """
+
+  def __init__(self, stem: str, inputs: Sequence[str], digest: str):
+    with np.load(stem + ".npz", allow_pickle=False) as arrays:
+      self._starts, self._prompt = arrays["starts"], arrays["prompt"]
+      self.weight, self._ends = arrays["weight"], arrays["ends"]
+    # An id is stored as 2 id + (1 if it has a loss).
+    shape = (int(self._starts[-1]),)
+    self._codes = np.asarray(np.memmap(stem + ".ids", "<u4", "r", 0, shape))
+    self._inputs, self.digest = inputs, digest
+
+  def __len__(self) -> int:
+    return len(self._prompt)
+
+  def spans(self, rows: np.ndarray, pairs: bool) -> np.ndarray:
+    """Returns (start, stop) of the ids of rows, int64 [rows, 1, 2].
+
+    For `pairs`, those before and after the end of the prompt, [rows, 2, 2].
+    """
+    start, stop = self._starts[rows], self._starts[rows + 1]
+    if not pairs:
+      return np.stack([start, stop], axis=1)[:, None]
+    middle = start + self._prompt[rows]
+    return np.stack([start, middle, middle, stop], axis=1).reshape(-1, 2, 2)
+
+  def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids, int32 [n], and whether they have a loss, bool [n]."""
+    codes = self._codes[start:stop]
+    return (codes >> 1).astype(np.int32), (codes & 1).astype(bool)
+
+  def where(self, row: int) -> str:
+    file = int(np.searchsorted(self._ends, row, side="right"))
+    before = int(self._ends[file - 1]) if file else 0
+    return f"{self._inputs[file]}, row {row - before} (from 0)"
+
+
+def cached(
+  encode: Callable[[Any, Any], Row],
+  key: str,
+  inputs: Sequence[str],
+  rows_of: Callable[[str], Iterator[tuple[Any, Any]]],
+) -> Rows:
+  """Returns the ids of rows, made now or for an earlier run.
+
+  Args:
+    encode: makes the ids of (row, its place).
+    key: hash of what `encode` depends on.
+    inputs: files, or names that `rows_of` takes.
+    rows_of: yields (place, row) of an input.
+  """
+  stats = [os.stat(name) if os.path.isfile(name) else None for name in inputs]
+  sizes = [
+    (os.path.basename(n), s and s.st_size) for n, s in zip(inputs, stats)
+  ]
+  times = [
+    (os.path.realpath(n), s and s.st_mtime_ns) for n, s in zip(inputs, stats)
+  ]
+  digest = files.digest(*sizes, key)
+  folder = os.path.join(os.path.dirname(files.cache_folder()), "rows")
+  name = files.digest(sys.version, *times, *sizes, key)
+  stem = os.path.join(folder, name)
+  # A missing or damaged cache entry only costs another pass.
+  with contextlib.suppress(OSError, ValueError, EOFError, KeyError):
+    return Rows(stem, inputs, digest)
+  try:
+    os.makedirs(folder, exist_ok=True)
+    _write(stem, encode, inputs, rows_of)
+  except OSError as e:
+    raise ConfigError(f"{folder}: cannot be written: {e}.") from e
+  return Rows(stem, inputs, digest)
+
+
+def _write(
+  stem: str,
+  encode: Callable[[Any, Any], Row],
+  inputs: Sequence[str],
+  rows_of: Callable[[str], Iterator[tuple[Any, Any]]],
+) -> None:
+  logging.info("Reads the rows of %s.", ", ".join(inputs))
+  starts, prompts, weights, ends = [0], [], [], []
+  num_trained = 0
+  with paths.replacing(stem + ".ids", "wb") as f:
+    for name in inputs:
+      for where, content in rows_of(name):
+        row = encode(content, where)
+        f.write((2 * row.ids + row.trained).astype("<u4").tobytes())
+        starts.append(starts[-1] + len(row.ids))
+        prompts.append(row.prompt)
+        weights.append(row.weight)
+        num_trained += int(row.trained.sum())
+      ends.append(len(prompts))
+  if not prompts:
+    raise DataError(f"{', '.join(inputs)}: no rows.")
+  logging.info(
+    "%d rows with %d tokens, of which %d have a loss.",
+    len(prompts),
+    starts[-1],
+    num_trained,
+  )
+  with paths.replacing(stem + ".npz", "wb") as f:
+    np.savez(
+      f,
+      starts=np.asarray(starts, np.int64),
+      prompt=np.asarray(prompts, np.int64),
+      weight=np.asarray(weights, np.float32),
+      ends=np.asarray(ends, np.int64),
+    )

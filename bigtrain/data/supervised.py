@@ -1,0 +1,403 @@
+"""Texts with the answers that a model learns to write.
+
+  dict(type="supervised", path="chats.jsonl", tokenizer="models/Qwen3-0.6B",
+       length=2048, pack=True)
+
+Rows of .jsonl and .parquet files, also as .gz and .zst, have one of
+
+- `messages`: a list of dict(role=..., content=...), with `tools` beside it if
+  there are any, written by a chat template (bigtrain/chat.py).
+- `prompt` and `completion`: two texts, or two lists of messages.
+- `text`: a text, all of which has a loss.
+
+and may have `weight`, the weight of their loss. All rows are read and checked
+before the first step, and their tokens are kept in the user's cache folder.
+Features of decoders, L = `length`:
+
+- `tokens` int32 [L], `targets` int32 [L], the next token of each, and
+  `loss_mask` float32 [L], the weight of each target.
+- `segments` and `positions` int32 [L] if packed, as in data/tokens.py.
+
+and of encoder-decoders, S, L = `length`:
+
+- `inputs` int32 [S], `targets` int32 [L], `loss_mask` float32 [L].
+- `inputs_segments` int32 [S] and `targets_segments` int32 [L] if packed.
+"""
+
+import datetime
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from absl import logging
+
+from bigtrain import chat
+from bigtrain.data.formats import (
+  documents,
+  files,
+  packing,
+  pydoc_questions,
+  splits,
+  token_rows,
+)
+from bigtrain.data.formats.token_rows import Row
+from bigtrain.pp import tokenizers
+from bigtrain.settings import (
+  ConfigError,
+  DataError,
+  check_choice,
+  check_number,
+  did_you_mean,
+)
+
+# Increase it when the tokens of a row change.
+_VERSION = 1
+_KEYS = ("messages", "prompt", "text")
+_SHOWN_TOKENS = 1000
+
+
+class Source:
+  """Rows, or packed rows, of one or more files.
+
+  Args:
+    tokenizer: "bytes" or a path, such as the folder of a published model.
+    length: tokens of an example; for encoder-decoders (inputs, targets).
+    path: a file, a pattern, or a list of these.
+    name: "pydoc": what the functions of Python's library are for.
+    split: split of pydoc: "train", "test" (every tenth question) or "all".
+    template: chat template, by default the one beside the tokenizer: a name
+      (`chat.NAMES`), a file or a folder.
+    variables: values for the template, such as dict(enable_thinking=False).
+    date: date for templates that print the present one, such as "2026-01-31".
+    loss: which tokens of a conversation have a loss: the answers of the
+      "assistant", the "last" of them, or "all".
+    bos: whether the begin token precedes rows without a template; by default if
+      the tokenizer adds it.
+    pack: whether rows share examples (best fit, planned from their lengths).
+    too_long: for rows beyond `length`: "error", "drop", or cut them at the
+      "left" or the "right".
+    slice: slice of the rows, such as "[:99%]".
+  """
+
+  def __init__(
+    self,
+    tokenizer: str,
+    length: int | Sequence[int],
+    path: str | Sequence[str] | None = None,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    date: str | None = None,
+    loss: Literal["assistant", "last", "all"] = "assistant",
+    bos: bool | None = None,
+    pack: bool = False,
+    too_long: Literal["error", "drop", "left", "right"] = "error",
+    slice: str = "",
+  ):
+    sizes = [length] if isinstance(length, int) else [*length]
+    for size in sizes:
+      check_number("supervised: length", size, least=1, whole=True)
+    if len(sizes) > 2 or (len(sizes) == 2 and loss == "all"):
+      raise ConfigError(
+        f"supervised: length={length!r}: expected one number, or those of "
+        "inputs and targets, of which only targets have a loss."
+      )
+    check_choice("supervised: loss", loss, ("assistant", "last", "all"))
+    ways = ("error", "drop", "left", "right")
+    check_choice("supervised: too_long", too_long, ways)
+    if (path is None) == (name is None):
+      raise ConfigError("supervised: expected either path or name.")
+    if name is None and split is not None:
+      raise ConfigError(
+        f"supervised: split={split!r} requires name='pydoc'; for files use "
+        "slice."
+      )
+    self._coder = tokenizers.get(tokenizer)
+    encoder = Encoder(
+      self._coder, template, variables, date, loss, bos, pairs=len(sizes) == 2
+    )
+    rows_of: Callable[[str], Iterator[tuple[Any, Any]]]
+    if name is None:
+      rows_of, inputs = documents.rows, files.find(path, "supervised: path")
+    else:
+      check_choice("supervised: name", name, ["pydoc"])
+      part = split or "train"
+      check_choice("supervised: split", part, pydoc_questions.SPLITS)
+      inputs = [f"pydoc {part}"]
+      rows_of = lambda _: pydoc_questions.rows(part)
+    self._rows = token_rows.cached(encoder, encoder.key, inputs, rows_of)
+    self._sizes, self._pairs, self._pack = sizes, len(sizes) == 2, pack
+    start, stop = splits.bounds(slice, len(self._rows), "supervised: slice")
+    self._plan(np.arange(start, stop), too_long)
+    size = self._coder.vocab_size
+    self.tokenizer = tokenizer, self._coder.fingerprint()
+    names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
+    self.vocab_sizes = dict.fromkeys(names, size)
+    self.spec = _spec(sizes, pack)
+    options = encoder.key, sizes, pack, too_long, slice
+    self._digest = files.digest("supervised", self._rows.digest, *options)
+
+  def _plan(self, rows: np.ndarray, too_long: str) -> None:
+    """Cuts or drops long rows, and packs: row, span and example of each."""
+    # [rows, 2 (parts), 2 (start, stop)] of the ids; decoders have one part.
+    spans = self._rows.spans(rows, self._pairs)
+    room = np.asarray(self._sizes) + (0 if self._pairs else 1)
+    over = np.diff(spans, axis=2)[..., 0] > room
+    long = over.any(axis=1)
+    if long.any() and too_long == "error":
+      row = int(np.flatnonzero(long)[0])
+      sizes = np.diff(spans[row], axis=1)[:, 0] - (0 if self._pairs else 1)
+      raise DataError(
+        f"{self._rows.where(rows[row])}: {' and '.join(map(str, sizes))} "
+        f"tokens do not fit into length={self._sizes}, as of {long.sum()} of "
+        f"{len(rows)} rows; give a larger length, or too_long='left', 'right' "
+        "(which cut there) or 'drop'."
+      )
+    if too_long == "left":
+      spans[..., 0] = np.maximum(spans[..., 0], spans[..., 1] - room)
+    else:
+      spans[..., 1] = np.minimum(spans[..., 1], spans[..., 0] + room)
+    keep = np.full(len(rows), True)
+    if too_long == "drop":
+      keep[long] = False
+    for i in np.flatnonzero(long & keep):
+      start, stop = spans[i, -1]
+      keep[i] = self._rows.read(start + (not self._pairs), stop)[1].any()
+    if long.any():
+      cut = f"{(long & keep).sum()} are cut at the {too_long}"
+      logging.warning(
+        "supervised: %d of %d rows are longer than length=%s: %s%d left out.",
+        long.sum(),
+        len(rows),
+        self._sizes,
+        "" if too_long == "drop" else f"{cut}, ",
+        (~keep).sum(),
+      )
+    self._row, self._spans = rows[keep], spans[keep]
+    if not len(self._row):
+      raise DataError("supervised: no row is left.")
+    lengths = np.diff(self._spans, axis=2)[..., 0] - (not self._pairs)
+    if self._pack:
+      self._items, self._first = packing.best_fit(lengths, self._sizes)
+      logging.info(
+        "Packed %d rows into %d examples, %.1f%% full.",
+        len(self._row),
+        len(self),
+        100 * lengths.sum() / (len(self) * sum(self._sizes)),
+      )
+    else:
+      self._items = np.arange(len(self._row))
+      self._first = np.arange(len(self._row) + 1)
+
+  def __len__(self) -> int:
+    return len(self._first) - 1
+
+  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    batch = {
+      name: np.zeros((len(indices), *shape), dtype)
+      for name, (dtype, shape) in self.spec.items()
+    }
+    for b, index in enumerate(np.asarray(indices).tolist()):
+      example = {name: array[b] for name, array in batch.items()}
+      ends = [0] * len(self._sizes)
+      items = self._items[self._first[index] : self._first[index + 1]]
+      for number, item in enumerate(items.tolist()):
+        self._fill(example, ends, number + 1, item)
+    return batch
+
+  def _fill(
+    self, example: dict[str, np.ndarray], ends: list[int], number: int, i: int
+  ) -> None:
+    """Writes row i at the ends of what is there."""
+    parts = [self._rows.read(*span) for span in self._spans[i].tolist()]
+    weight = self._rows.weight[self._row[i]]
+    features: list[dict[str, Any]] = []
+    if self._pairs:
+      (inputs, _), (targets, trained) = parts
+      features.append({"inputs": inputs, "inputs_segments": number})
+      features.append({"targets": targets, "targets_segments": number})
+    else:
+      ((ids, trained),) = parts
+      features.append({"tokens": ids[:-1], "targets": ids[1:]})
+      trained, positions = trained[1:], np.arange(len(ids) - 1)
+      features[0] |= {"segments": number, "positions": positions}
+    features[-1]["loss_mask"] = trained * weight
+    for k, of_part in enumerate(features):
+      start = ends[k]
+      ends[k] += len(next(iter(of_part.values())))
+      for name, value in of_part.items():
+        if name in example:
+          example[name][start : ends[k]] = value
+
+  def first_example(self) -> list[tuple[str, bool]]:
+    """Returns the pieces of the first row's text: (text, has a loss)."""
+    pieces: list[tuple[str, bool]] = []
+    begin, stop = self._spans[0].min(), self._spans[0].max()
+    ids, trained = self._rows.read(begin, min(stop, begin + _SHOWN_TOKENS))
+    trained[:1] &= self._pairs  # Without context, the first is no target.
+    cuts = np.flatnonzero(np.diff(trained)) + 1
+    for piece, has in zip(np.split(ids, cuts), np.split(trained, cuts)):
+      pieces.append((self._coder.spell(piece), bool(has[0])))
+    return pieces
+
+  def where(self, index: int) -> str:
+    return self._rows.where(self._row[self._items[self._first[index]]])
+
+  def fingerprint(self) -> str:
+    return self._digest
+
+
+def _spec(
+  sizes: Sequence[int], pack: bool
+) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+  names = [["inputs"], ["targets"]]
+  segments = [["inputs_segments"], ["targets_segments"]]
+  if len(sizes) == 1:
+    names, segments = [["tokens", "targets"]], [["segments", "positions"]]
+  result = {}
+  for k, size in enumerate(sizes):
+    for name in names[k] + segments[k] * pack:
+      result[name] = (np.dtype(np.int32), (size,))
+  return {**result, "loss_mask": (np.dtype(np.float32), (sizes[-1],))}
+
+
+class Encoder:
+  """Makes ids of rows; `key` are the options that they depend on."""
+
+  def __init__(
+    self,
+    tokenizer: tokenizers.Tokenizer,
+    template: str | None,
+    variables: Mapping[str, Any] | None,
+    date: str | None,
+    loss: Literal["assistant", "last", "all"],
+    bos: bool | None,
+    pairs: bool,
+  ):
+    self._tokenizer, self._loss, self._pairs = tokenizer, loss, pairs
+    self._options = {**(variables or {}), "now": _clock(date)}
+    self._bos = tokenizer.adds_bos if bos is None else bos
+    if self._bos and tokenizer.bos_id is None:
+      raise ConfigError(
+        f"supervised: bos: the tokenizer {tokenizer.name!r} has no begin token."
+      )
+    # Only rows with messages need one.
+    self._template: chat.Template | ConfigError
+    try:
+      self._template = chat.get(template, tokenizer.name)
+    except ConfigError as e:
+      if template is not None:
+        raise
+      self._template = e
+    texts: Any = None
+    if isinstance(self._template, chat.Template):
+      texts = [*self._template.texts.items(), *self._template.tokens.items()]
+    options = texts, variables, date, loss, self._bos, pairs
+    self.key = files.digest(_VERSION, tokenizer.fingerprint(), options)
+
+  def __call__(self, row: Mapping[str, Any], where: Any) -> Row:
+    try:
+      result = self._encode(row)
+      weight = check_number("weight", row.get("weight", 1.0), least=0)
+    except ConfigError as e:
+      raise DataError(f"{where}: {e}") from e
+    first = result.prompt if self._pairs else 1
+    if not result.trained[first:].any():
+      text = self._tokenizer.spell(result.ids[:32])
+      raise DataError(f"{where}: no token has a loss: {text!r}.")
+    return result._replace(weight=float(weight))
+
+  def _encode(self, row: Mapping[str, Any]) -> Row:
+    kind = next((key for key in _KEYS if row.get(key) is not None), None)
+    if kind is None:
+      hint = did_you_mean("messages", row)
+      raise DataError(
+        f"expected messages, prompt and completion, or text.{hint}"
+      )
+    if kind == "text":
+      return self._texts("", row["text"])
+    if kind == "messages":
+      return self._messages(row, row["messages"], 0)
+    prompt, completion = row["prompt"], row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+      return self._texts(prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+      return self._messages(row, [*prompt, *completion], len(prompt))
+    raise DataError("prompt and completion: expected two texts, or two lists.")
+
+  def _texts(self, prompt: str, answer: Any) -> Row:
+    coder = self._tokenizer
+    if not isinstance(answer, str):
+      kind = type(answer).__name__
+      raise DataError(f"text: expected a string, got {kind}.")
+    if coder.eos_id is None:
+      raise DataError(f"the tokenizer {coder.name!r} has no end token.")
+    begin, end = [coder.bos_id] * self._bos, [coder.eos_id]
+    before = coder.encode(prompt)
+    if self._pairs:
+      inputs = [*before, *end]
+      ids = [*inputs, *coder.encode(answer), *end]
+    else:
+      # Some tokenizers begin each text in a way of their own.
+      both = coder.encode(prompt + answer)
+      if np.array_equal(both[: len(before)], before):
+        after = both[len(before) :]
+      else:
+        after = coder.encode(answer)
+      inputs = [*begin, *before]
+      ids = [*inputs, *after, *end]
+    trained = np.arange(len(ids)) >= len(inputs)
+    return Row(np.asarray(ids, np.int32), len(inputs), trained)
+
+  def _messages(self, row: Mapping[str, Any], messages: Any, first: int) -> Row:
+    if isinstance(self._template, ConfigError):
+      raise self._template
+    _check_messages(messages)
+    self._check_spelling(messages)
+    tools = row.get("tools")
+    ids, trained = chat.supervised(
+      self._template,
+      self._tokenizer,
+      messages,
+      json.loads(tools) if isinstance(tools, str) else tools,
+      loss="last" if self._pairs else self._loss,
+      first=first,
+      **self._options,
+    )
+    prompt = int(trained.argmax())
+    if self._pairs and trained.any():
+      ids = ids[: len(trained) - int(trained[::-1].argmax())]
+    return Row(ids, prompt, trained[: len(ids)])
+
+  def _check_spelling(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    for i, message in enumerate(messages):
+      content = json.dumps(message, ensure_ascii=False)
+      for text in self._tokenizer.spellings:
+        if text in content:
+          raise DataError(
+            f"message {i}: its content spells the special token {text!r}, "
+            "which would end or begin a turn."
+          )
+
+
+def _check_messages(messages: Any) -> None:
+  if not isinstance(messages, list) or not messages:
+    raise DataError("messages: expected a list of dict(role=..., content=...).")
+  for i, message in enumerate(messages):
+    if not isinstance(message, dict) or "role" not in message:
+      raise DataError(f"message {i}: expected dict(role=..., content=...).")
+
+
+def _clock(date: str | None) -> chat.Now | None:
+  if date is None:
+    return None
+  try:
+    parsed = datetime.datetime.fromisoformat(date)
+  except (TypeError, ValueError) as e:
+    raise ConfigError(
+      f"supervised: date={date!r}: expected a date such as '2026-01-31'."
+    ) from e
+  return lambda: parsed
