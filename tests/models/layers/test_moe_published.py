@@ -1,0 +1,194 @@
+"""Experts of published families against transformers' own layers.
+
+Outputs and gradients are of tests/golden/make_moe.py, in float32.
+"""
+
+import functools
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import sharding, trees
+from bigtrain.models.layers import mlp, moe
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden/hf_moe.npz"
+E, F, J = 8, 6, 3
+CLIP = mlp.Clip(limit=0.7, alpha=1.702, up_offset=1)
+TOP = moe.Groups(4, 2, "top2")
+
+# Options of the experts by case.
+CASES = {
+  "mixtral": dict(),
+  "olmoe": dict(normalize=False),
+  "granitemoe": dict(score="softmax_of_top"),
+  "qwen2_moe": dict(normalize=False, shared_dim=4, shared_gate=True),
+  "glm4_moe": dict(
+    score="sigmoid",
+    selection_bias=True,
+    groups=TOP,
+    scale=2.5,
+    shared_experts=2,
+  ),
+  "deepseek_v2": dict(
+    normalize=False,
+    groups=TOP._replace(score="max"),
+    scale=1.5,
+    shared_experts=1,
+  ),
+  "gpt_oss": dict(score="softmax_of_top"),
+}
+MESHES = [
+  pytest.param(None, dict(fsdp=2, sequence=2, tensor=2), id="gathered"),
+  pytest.param("fsdp", dict(fsdp=2, sequence=2, tensor=2), id="fsdp"),
+  pytest.param("tensor", dict(fsdp=2, tensor=4), id="tensor"),
+]
+
+
+class Layer(nn.Module):
+  """What blocks do with experts; their MLPs are wider than an expert."""
+
+  options: moe.Options
+  clip: mlp.Clip | None
+  use_bias: tuple[str, ...]
+
+  @nn.compact
+  def __call__(self, x, real):
+    dense = mlp.Options(11, "swiglu", 1.0, 1.0, clip=self.clip)
+    return moe.mlp_or_experts(
+      self.options, dense, x, real, False, self.use_bias
+    )
+
+
+@functools.cache
+def golden(name):
+  """Returns (arrays, weights, state, gradients)."""
+  with np.load(GOLDEN) as file:
+    names = [n for n in file if n.startswith(f"{name}/")]
+    flat = {n.removeprefix(f"{name}/"): file[n] for n in names}
+  tree = trees.from_flat(flat)
+  weights = tree.pop("weights", {})
+  state = {
+    group: {"selection_bias": arrays.pop("selection_bias")}
+    for group, arrays in weights.items()
+    if "selection_bias" in arrays
+  }
+  return tree, weights, state, tree.pop("grads", None)
+
+
+def run(name, mesh, x=None, real=None, **options):
+  """Returns (output, gradients of weights and of the input, statistics)."""
+  tree, weights, state, _ = golden(name)
+  x = tree["x"] if x is None else x
+  options = dict(top_k=J, mlp_dim=F) | CASES[name] | options
+  biased = name == "gpt_oss"
+  layer = Layer(
+    moe.Options(E, **options),
+    CLIP if biased else None,
+    ("experts", "router") if biased else (),
+  )
+
+  @jax.jit
+  def gradients(weights, x, real):
+    def loss(weights, x):
+      variables = {"params": weights, moe.STATE: state}
+      y, stats = layer.apply(variables, x, real)
+      return jnp.sum(jnp.sin(y) * real[..., None]), (y, stats)
+
+    return jax.grad(loss, (0, 1), has_aux=True)(weights, x)
+
+  real = np.ones(x.shape[:2], bool) if real is None else real
+  with jax.set_mesh(mesh):
+    args = jax.device_put((x, real), sharding.batch(mesh))
+    weights = jax.device_put(weights, sharding.replicated(mesh))
+    (grads, x_grad), (y, stats) = gradients(weights, *args)
+  return jax.device_get((y, grads, x_grad, stats))
+
+
+def check(name, mesh, **options):
+  tree, _, _, want = golden(name)
+  y, grads, x_grad, stats = run(name, mesh, **options)
+  assert stats["dropped"] == 0
+  np.testing.assert_allclose(y, tree["y"], 1e-5, 1e-5)
+  for got, expected in (
+    (x_grad, tree["x_grad"]),
+    *zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True),
+  ):
+    np.testing.assert_allclose(got, expected, 1e-5, 1e-5 * abs(expected).max())
+
+
+def one_device():
+  return sharding.make_mesh(devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients(name):
+  check(name, one_device())
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss"])
+def test_a_capacity_that_drops_nothing(name):
+  check(name, one_device(), capacity_factor=float(E))
+
+
+@pytest.mark.parametrize("axis, sizes", MESHES)
+@pytest.mark.parametrize("factor", [None, float(E)])
+def test_biases_and_clipped_gates_on_any_mesh(axis, sizes, factor):
+  mesh = sharding.make_mesh(**sizes)
+  check("gpt_oss", mesh, axis=axis, capacity_factor=factor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis, sizes", MESHES)
+@pytest.mark.parametrize("name", [n for n in CASES if n != "gpt_oss"])
+def test_families_on_any_mesh(name, axis, sizes):
+  check(name, sharding.make_mesh(**sizes), axis=axis)
+
+
+def test_other_groups_do_not_beat_negative_scores():
+  tree, weights, state, _ = golden("glm4_moe")
+  logits = tree["x"] @ weights["moe"]["router"]["kernel"]
+  bias = state["moe"]["selection_bias"]
+  scores = 1 / (1 + np.exp(-logits)) + bias
+  of_groups = np.sort(scores.reshape(2, 12, 4, 2).sum(-1))[..., -2:]
+  options = moe.Options(E, top_k=J, **CASES["glm4_moe"])
+  routing, _ = moe.route(
+    jnp.asarray(logits), np.ones((2, 12), bool), options, bias
+  )
+  chosen = np.asarray(routing.expert_BLJ)
+  sums = scores.reshape(2, 12, 4, 2).sum(-1)
+  groups = np.take_along_axis(sums, chosen // 2, -1)
+  assert (groups >= of_groups[..., :1]).all()
+  # These would lose against zeros in the place of other groups' scores.
+  assert (np.take_along_axis(scores, chosen, -1) < 0).any()
+
+
+def test_the_auxiliary_loss_over_all_layers():
+  """transformers pools the tokens of all layers before the product."""
+  tree, *_ = golden("auxiliary")
+  stats = [
+    moe.route(x, tree["real"] > 0, moe.Options(E, top_k=J))[1]
+    for x in tree["logits"]
+  ]
+  load, score = (
+    np.mean([s[name] for s in stats], 0) for name in ("load", "score")
+  )
+  # Its load counts the choices of a token, ours adds up to 1.
+  assert E * (J * load * score).sum() == pytest.approx(tree["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss"])
+def test_padding_has_no_part_in_statistics(name):
+  x = golden(name)[0]["x"]
+  real = np.arange(12) < np.asarray([[7], [12]])
+  changed = np.where(real[..., None], x, 1e3)
+  _, want, x_grad, stats = run(name, one_device(), real=real)
+  _, got, _, same = run(name, one_device(), changed, real)
+  jax.tree.map(np.testing.assert_array_equal, stats, same)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want
+  )
+  assert not x_grad[~real].any()
