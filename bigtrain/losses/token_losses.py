@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics
+from bigtrain import metrics, settings
 from bigtrain.losses import linear_xent
 from bigtrain.types import Batch, Metrics, Variables
 
@@ -30,26 +30,38 @@ class ModelLosses(NamedTuple):
   expert_stats: dict[str, jax.Array] | None
   mutable: Variables
 
-  def with_experts(self, load_balance: float, router_z: float) -> Metrics:
+  def with_experts(
+    self,
+    load_balance: float,
+    router_z: float,
+    load_balance_over: str = "layers",
+  ) -> Metrics:
     """Returns the metrics, with losses and statistics of experts if any.
 
     "loss" then has both terms, and "nll" is the loss without them.
     "load_balance" is the loss of Switch Transformers (arXiv 2101.03961,
     equation 4), a product of two means, so it depends on the number of
-    microbatches; "router_z" is ST-MoE's (arXiv 2202.08906, equation 5).
+    microbatches; "router_z" is ST-MoE's (arXiv 2202.08906, equation 5). The
+    product is of each of the "layers", or of the tokens of "all" of them.
     """
+    key = "config.loss.load_balance_over"
+    settings.check_choice(key, load_balance_over, ("layers", "all"))
     if self.expert_stats is None:
       return self.metrics
     nll, weight = self.metrics["loss"]
-    extra = load_balance * self.expert_stats["load_balance"]
-    extra += router_z * self.expert_stats["router_z"]
+    stats = dict(self.expert_stats)
+    load_E, score_E = stats["load"], stats.pop("score")
+    if load_balance_over == "all":
+      stats["load_balance"] = len(load_E) * jnp.sum(load_E * score_E)
+    extra = load_balance * stats["load_balance"]
+    extra += router_z * stats["router_z"]
     loss = (nll + extra * weight, weight)
     result = self.metrics | {"nll": (nll, weight), "loss": loss}
-    for name, value in self.expert_stats.items():
+    for name, value in stats.items():
       if name == "load":
         for e, load in enumerate(value):
           result[f"expert_load/{e}"] = (load * weight, weight)
-      elif name != "score":
+      else:
         result[f"experts/{name}"] = (value * weight, weight)
     return result
 

@@ -60,6 +60,7 @@ def loss_fn(
   z_loss: float = 0.0,
   load_balance: float = 0.01,
   router_z: float = 0.001,
+  load_balance_over: str = "layers",
   chunk: int | None = None,
 ) -> tuple[Metrics, Variables]:
   """Computes cross-entropy and accuracy of the targets.
@@ -70,6 +71,7 @@ def loss_fn(
     z_loss: weight of the squared log of the softmax's denominator, see
       losses.cross_entropy.softmax_xent; 1e-4 is usual.
     load_balance: weight of Switch Transformers' load-balancing loss.
+    load_balance_over: "layers", its mean over them, or the tokens of "all".
     router_z: weight of the loss that keeps the router's logits small.
     chunk: positions of each example at a time, see losses.linear_xent.
 
@@ -90,8 +92,8 @@ def loss_fn(
     z_loss=z_loss,
   )
   counts = token_losses.supervised_tokens(batch, token_weights(batch))
-  result = losses.with_experts(load_balance, router_z) | counts
-  return result, losses.mutable
+  result = losses.with_experts(load_balance, router_z, load_balance_over)
+  return result | counts, losses.mutable
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import sharding, trees
+from bigtrain import settings, sharding, trees
+from bigtrain.losses import token_losses
 from bigtrain.models.layers import mlp, moe
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden/hf_moe.npz"
@@ -167,17 +168,21 @@ def test_other_groups_do_not_beat_negative_scores():
 
 
 def test_the_auxiliary_loss_over_all_layers():
-  """transformers pools the tokens of all layers before the product."""
   tree, *_ = golden("auxiliary")
-  stats = [
-    moe.route(x, tree["real"] > 0, moe.Options(E, top_k=J))[1]
-    for x in tree["logits"]
+  options = moe.Options(E, top_k=J)
+  of_layers = [
+    moe.route(x, tree["real"] > 0, options)[1] for x in tree["logits"]
   ]
-  load, score = (
-    np.mean([s[name] for s in stats], 0) for name in ("load", "score")
+  stats = jax.tree.map(lambda *x: sum(x) / len(x), *of_layers)
+  losses = token_losses.ModelLosses(
+    {"loss": (0.0, 1.0)}, *[jnp.zeros(())] * 2, stats, {}
   )
-  # Its load counts the choices of a token, ours adds up to 1.
-  assert E * (J * load * score).sum() == pytest.approx(tree["loss"], rel=1e-5)
+  loss = lambda over: losses.with_experts(1.0, 0.0, over)["loss"][0]
+  # transformers adds up the loads of a token's choices.
+  assert J * loss("all") == pytest.approx(tree["loss"], rel=1e-5)
+  assert J * loss("layers") > 1.001 * tree["loss"]
+  with pytest.raises(settings.ConfigError, match="Did you mean 'layers'"):
+    loss("layer")
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss"])
