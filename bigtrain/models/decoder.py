@@ -231,7 +231,7 @@ class Model(nn.Module):
         not see each other. None for one document a row.
       positions: int (B, L); by default they count from 0 in each document.
       real: bool (B, L), False for padding, which experts leave out; by default
-        that of segment 0.
+        that of segment 0. A cache of texts that end in padding needs it.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
 
@@ -259,6 +259,8 @@ class Model(nn.Module):
         positions = positions - _document_ends(segments)[0]
     x_BLD = self._with_positions(x_BLD, positions, init)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
+    if cache is not None:
+      cache = cache.reading(start, tokens.shape[1], real)
     layers = layer_kinds.of_model(self)
     lengths: Any = tokens.shape[1] if cache is None else cache.length
     if segments is not None:
@@ -465,7 +467,10 @@ _DIMS = {
 
 
 def param_dims(model: Model) -> dims.Table:
-  return layer_dims.with_experts(_DIMS, layer_kinds.of_model(model).experts())
+  table = _DIMS
+  if model.qk_norm == "projection":
+    table = layer_dims.PROJECTION_NORMS | table
+  return layer_dims.with_experts(table, layer_kinds.of_model(model).experts())
 
 
 def from_published(

@@ -179,7 +179,11 @@ def generate(
   length_B = jnp.max(jnp.where(real_BL, jnp.arange(L) + 1, 0), axis=1)
   shortest = jnp.min(jnp.where(length_B == 0, L, length_B))
   _, out = model.apply(
-    variables, prompt_BL, cache=model.init_cache(B, L + max_new), head=False
+    variables,
+    prompt_BL,
+    real=jnp.arange(L) < length_B[:, None],
+    cache=model.init_cache(B, L + max_new),
+    head=False,
   )
   step = functools.partial(step_fn, variables, model)
   # Samples depend on the prompts, not on their order or padding.

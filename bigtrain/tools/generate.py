@@ -162,9 +162,14 @@ def _generate_ids(
   keys_1 = jax.random.key(seed)[None]
 
   @jax.jit
-  def read(variables: Variables, tokens_1L: jax.Array) -> Any:
-    cache = model.init_cache(1, size)
-    outputs = model.apply(variables, tokens_1L, cache=cache, head=False)
+  def read(variables: Variables, tokens_1L: jax.Array, length: Any) -> Any:
+    outputs = model.apply(
+      variables,
+      tokens_1L,
+      real=jnp.arange(size)[None] < length,
+      cache=model.init_cache(1, size),
+      head=False,
+    )
     return outputs[1]["cache"]
 
   @functools.partial(jax.jit, donate_argnums=1)
@@ -184,7 +189,8 @@ def _generate_ids(
       view = seen[-size // 2 :] if len(seen) >= size else seen
       padded = np.zeros((1, size), np.int32)
       padded[0, : len(view) - 1] = view[:-1]
-      cache, position = read(variables, padded), len(view) - 1
+      position = len(view) - 1
+      cache = read(variables, padded, position)
       token: Any = jnp.asarray(view[-1], jnp.int32)
     token, cache = write(variables, cache, token, position, number)
     position += 1

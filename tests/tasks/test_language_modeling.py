@@ -308,7 +308,7 @@ class Uncached:
   def init_cache(self, batch_size, max_len):
     return jnp.zeros((batch_size, max_len), jnp.int32)
 
-  def apply(self, variables, tokens, *, cache, start=0, head=True):
+  def apply(self, variables, tokens, *, cache, start=0, real=None, head=True):
     cache = jax.lax.dynamic_update_slice(cache, tokens, (0, start))
     logits, _ = self._model.apply(variables, cache)
     size = tokens.shape[1]

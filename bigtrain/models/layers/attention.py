@@ -23,7 +23,6 @@ from bigtrain.models.layers import (
   attention_split,
   attention_xla,
   kernels,
-  kv_cache,
   masks,
   positions,
   remat,
@@ -94,7 +93,7 @@ class Attention(nn.Module):
     bias: jax.Array | positions.BiasByDistance | None = None,
     rope: positions.Rotation | None = None,
     query_scale_BL: jax.Array | None = None,
-    cache: kv_cache.Cache | None = None,
+    cache: Any = None,
     layer: jax.Array | int = 0,
     start: jax.Array | int = 0,
   ) -> tuple[Any, Any]:
@@ -105,7 +104,7 @@ class Attention(nn.Module):
         have a multiple of y's rows: successive rows of x share a row of y.
       y_BSD: stream of the keys and values; None if the cache holds them.
       query_scale_BL: factors of the rotated queries, see positions.query_scale.
-      cache: keys and values of all layers. Those of y are written to it.
+      cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options
     q_BLHK, k_BSGK, v_BSGK = self._projections(x_BLD, y_BSD)
@@ -123,10 +122,13 @@ class Attention(nn.Module):
       q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
     if query_scale_BL is not None:
       q_BLHK *= query_scale_BL[..., None, None].astype(q_BLHK.dtype)
-    if cache is not None:
-      if y_BSD is not None:
-        cache = cache.write(k_BSGK, v_BSGK, layer, start)
+    first = None if cache is None else start
+    if cache is not None and y_BSD is None:
       k_BSGK, v_BSGK = cache.layer(layer)
+    elif cache is not None:
+      cache, (k_BSGK, v_BSGK, mask, first) = cache.extend(
+        k_BSGK, v_BSGK, mask, layer, start
+      )
     if x_BLD is None:
       return None, cache
     q = q_BLHK
@@ -143,7 +145,7 @@ class Attention(nn.Module):
       k_BSGK,
       v_BSGK,
       dataclasses.replace(mask, window=options.window),
-      start=None if cache is None else start,
+      start=first,
       bias=bias,
       sinks_H=sinks_H,
       scale=options.scale,

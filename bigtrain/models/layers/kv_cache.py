@@ -1,9 +1,10 @@
 """The key-value cache of decoding.
 
-Axes: B batch, L length, S length of the cache, N layers, G heads of keys and
+Axes: B batch, L length, S positions in a cache, N layers, G heads of keys and
 values, K head width.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,138 @@ import jax.numpy as jnp
 from flax import struct
 
 from bigtrain import sharding
+from bigtrain.models.layers import masks
+
+
+class View(NamedTuple):
+  """Keys and values that queries attend to, and the number of the first one."""
+
+  k_BSGK: jax.Array
+  v_BSGK: jax.Array
+  mask: masks.Mask
+  start: Any
+
+
+class Cache(NamedTuple):
+  """Keys and values of all layers, so that a loop updates them in place.
+
+  Attributes:
+    read_B: see Ring; beside one, no token replaces one that was read before.
+  """
+
+  k_BNSGK: jax.Array
+  v_BNSGK: jax.Array
+  read_B: jax.Array | None = None
+
+  @property
+  def length(self) -> int:
+    return self.k_BNSGK.shape[2]
+
+  def extend(
+    self,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    mask: masks.Mask,
+    layer: Any,
+    start: Any,
+  ) -> tuple["Cache", View]:
+    """Writes the keys and values of the positions from `start`."""
+    late_B = None
+    if self.read_B is not None and k_BLGK.shape[1] == 1:
+      late_B = start >= self.read_B
+    k_BNSGK = _put(self.k_BNSGK, k_BLGK, layer, start, late_B)
+    v_BNSGK = _put(self.v_BNSGK, v_BLGK, layer, start, late_B)
+    new = Cache(k_BNSGK, v_BNSGK, self.read_B)
+    return new, View(*new.layer(layer), mask, start)
+
+  def layer(self, layer: Any) -> tuple[jax.Array, jax.Array]:
+    return _layer(self.k_BNSGK, layer), _layer(self.v_BNSGK, layer)
+
+
+class Ring(NamedTuple):
+  """Keys and values of the last S positions, p in place p modulo S.
+
+  Prompts of a batch differ in length, but are read together, and then token by
+  token from the end of the shortest. So a row keeps what it has read, up to
+  `read_B`, and takes a token only if it comes later.
+
+  Attributes:
+    read_B: number of positions of each row that were read in calls for several.
+  """
+
+  k_BNSGK: jax.Array
+  v_BNSGK: jax.Array
+  read_B: jax.Array
+
+  def extend(
+    self,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    mask: masks.Mask,
+    layer: Any,
+    start: Any,
+  ) -> tuple["Ring", View]:
+    """Writes keys and values; queries attend to them and to earlier ones."""
+    S, L = self.k_BNSGK.shape[2], k_BLGK.shape[1]
+    if L == 1:
+      late_B = start >= self.read_B
+      k_BNSGK = _put(self.k_BNSGK, k_BLGK, layer, start % S, late_B)
+      v_BNSGK = _put(self.v_BNSGK, v_BLGK, layer, start % S, late_B)
+      new = Ring(k_BNSGK, v_BNSGK, self.read_B)
+      position_BS = new._positions(jnp.maximum(self.read_B, start + 1))
+      seen_BS = (position_BS >= 0) & (position_BS <= start)
+      k_BSGK, v_BSGK = _layer(k_BNSGK, layer), _layer(v_BNSGK, layer)
+      return new, View(k_BSGK, v_BSGK, masks.Mask(real_BS=seen_BS), start)
+
+    B = k_BLGK.shape[0]
+    last_S = start - S + jnp.arange(S)  # Positions before those of the call.
+    real_BS = jnp.broadcast_to(
+      jnp.pad(last_S >= 0, (0, L), constant_values=True), (B, S + L)
+    )
+    number_BS = self._positions(self.read_B) - start
+
+    def join(all_BNSGK: jax.Array, x_BLGK: jax.Array) -> Any:
+      """Returns the new ring, and its old and new values in order."""
+      old_BSGK = _layer(all_BNSGK, layer)
+      x_BLGK = x_BLGK.astype(old_BSGK.dtype)
+      in_order = jnp.take(old_BSGK, last_S % S, axis=1)
+      new_BSGK = jnp.take_along_axis(
+        x_BLGK, jnp.clip(number_BS, 0, L - 1)[:, :, None, None], axis=1
+      )
+      kept = (number_BS >= 0)[:, :, None, None]
+      ring_BSGK = jnp.where(kept, new_BSGK, old_BSGK)
+      ring = _put(all_BNSGK, ring_BSGK, layer, 0)
+      return ring, jnp.concatenate([in_order, x_BLGK], axis=1)
+
+    k_BNSGK, k_BSGK = join(self.k_BNSGK, k_BLGK)
+    v_BNSGK, v_BSGK = join(self.v_BNSGK, v_BLGK)
+    mask = dataclasses.replace(mask, real_BS=real_BS)
+    return Ring(k_BNSGK, v_BNSGK, self.read_B), View(k_BSGK, v_BSGK, mask, S)
+
+  def _positions(self, end_B: jax.Array) -> jax.Array:
+    """Position in each place, the last one before `end_B`; below 0 if none."""
+    S = self.k_BNSGK.shape[2]
+    last_B1 = end_B[:, None] - 1
+    return last_B1 - (last_B1 - jnp.arange(S)) % S
+
+
+def _put(
+  all_BNSGK: jax.Array,
+  new_BLGK: jax.Array,
+  layer: Any,
+  start: Any,
+  rows_B: jax.Array | None = None,
+) -> jax.Array:
+  new = new_BLGK[:, None].astype(all_BNSGK.dtype)
+  at = (0, layer, start, 0, 0)
+  if rows_B is not None:
+    old = jax.lax.dynamic_slice(all_BNSGK, at, new.shape)
+    new = jnp.where(rows_B[:, None, None, None, None], new, old)
+  return jax.lax.dynamic_update_slice(all_BNSGK, new, at)
+
+
+def _layer(all_BNSGK: jax.Array, layer: Any) -> jax.Array:
+  return jax.lax.dynamic_index_in_dim(all_BNSGK, layer, axis=1, keepdims=False)
 
 
 class Kind(NamedTuple):
@@ -20,33 +153,6 @@ class Kind(NamedTuple):
   num_heads: int
   head_dim: int
   window: int | None
-
-
-class Cache(NamedTuple):
-  """Keys and values of all layers, so that a loop updates them in place."""
-
-  k_BNSGK: jax.Array
-  v_BNSGK: jax.Array
-
-  @property
-  def length(self) -> int:
-    return self.k_BNSGK.shape[2]
-
-  def write(
-    self, k_BLGK: jax.Array, v_BLGK: jax.Array, layer: Any, start: Any
-  ) -> "Cache":
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-      new = new[:, None].astype(old.dtype)
-      return jax.lax.dynamic_update_slice(old, new, (0, layer, start, 0, 0))
-
-    return Cache(put(self.k_BNSGK, k_BLGK), put(self.v_BNSGK, v_BLGK))
-
-  def layer(self, layer: Any) -> tuple[jax.Array, jax.Array]:
-    pick = lambda x: jax.lax.dynamic_index_in_dim(
-      x, layer, axis=1, keepdims=False
-    )
-    return pick(self.k_BNSGK), pick(self.v_BNSGK)
 
 
 @struct.dataclass
@@ -59,16 +165,34 @@ class Caches:
     length: number of positions of a text.
   """
 
-  groups: tuple[Cache, ...]
+  groups: tuple[Cache | Ring, ...]
   places_N: tuple[int, ...] = struct.field(pytree_node=False)
   length: int = struct.field(pytree_node=False)
 
   def place(self, layer: Any) -> jax.Array:
     return jnp.asarray(self.places_N)[layer]
 
-  def with_group(self, number: int, cache: Cache) -> "Caches":
+  def with_group(self, number: int, cache: Cache | Ring) -> "Caches":
     groups = list(self.groups)
     groups[number] = cache
+    return Caches(tuple(groups), self.places_N, self.length)
+
+  def reading(self, start: Any, L: int, real_BL: jax.Array | None) -> "Caches":
+    """Notes how much of each row a call for L positions reads.
+
+    That is up to the last position where `real_BL`, all of them without it.
+    """
+    if L == 1:
+      return self
+    count_B: Any = L
+    if real_BL is not None:
+      count_B = jnp.max(jnp.where(real_BL, jnp.arange(L) + 1, 0), axis=1)
+    groups = [
+      group
+      if group.read_B is None
+      else group._replace(read_B=0 * group.read_B + start + count_B)
+      for group in self.groups
+    ]
     return Caches(tuple(groups), self.places_N, self.length)
 
 
@@ -80,19 +204,20 @@ def of_layers(
   dtype: str,
 ) -> Caches:
   """Returns empty caches of layers that are of these kinds, by number."""
-  groups = tuple(
-    empty(
-      batch_size,
-      kind_N.count(number),
-      length,
-      kind.num_heads,
-      kind.head_dim,
-      dtype,
-    )
-    for number, kind in enumerate(kinds)
-  )
+  sizes = [min(kind.window or length, length) for kind in kinds]
+  rings = any(size < length for size in sizes)
+  groups: list[Cache | Ring] = []
+  for number, (kind, size) in enumerate(zip(kinds, sizes)):
+    heads, width = kind.num_heads, kind.head_dim
+    depth = kind_N.count(number)
+    k, v, _ = empty(batch_size, depth, size, heads, width, dtype)
+    read_B = jnp.zeros(batch_size, jnp.int32)
+    if size < length:
+      groups.append(Ring(k, v, read_B))
+    else:
+      groups.append(Cache(k, v, read_B if rings else None))
   places = tuple(kind_N[:i].count(number) for i, number in enumerate(kind_N))
-  return Caches(groups, places, length)
+  return Caches(tuple(groups), places, length)
 
 
 def empty(

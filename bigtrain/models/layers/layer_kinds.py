@@ -168,10 +168,10 @@ def of_model(model: Any) -> Layers:
       "config.model.moe.every: not with config.model.kinds; a kind with "
       "moe=None has no experts."
     )
-  unused = set(model.kinds) - {*model.layers, *model.first_layers}
-  for name in sorted(unused):
-    block(name)
-  return Layers(first, period, tuple(ropes), tuple(scales), tuple(caches))
+  layers = Layers(first, period, tuple(ropes), tuple(scales), tuple(caches))
+  for name in set(model.kinds) - {*model.layers, *model.first_layers}:
+    block(name)  # Only its checks.
+  return layers
 
 
 def _check(

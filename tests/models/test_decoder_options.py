@@ -1,0 +1,227 @@
+"""The decoder's options, drawn at random: laws that hold for all of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import sharding, trees
+from bigtrain.models import decoder
+from bigtrain.models.published import blocks
+
+V, L, B, D = 32, 16, 2, 16
+DRAWS = 14
+# Rounding, as a share of the largest number.
+ROUNDING = 3e-5
+
+
+def draw(seed):
+  """Options of a small model, with what its mesh divides."""
+  rng = np.random.default_rng(seed)
+  one_of = lambda *values: values[rng.integers(len(values))]
+  some = lambda *values: tuple(x for x in values if rng.random() < 0.5)
+  scalings = (
+    None,
+    dict(type="linear", factor=4.0),
+    dict(type="yarn", factor=4.0, original_len=8, truncate=one_of(True, False)),
+    dict(
+      type="longrope",
+      short_factor=(1.0, 1.5),
+      long_factor=(2.0, 3.0),
+      original_len=9,
+      factor=2.0,
+    ),
+  )
+  # With rope_fraction 0.5 of head_dim 8, or 1.0 of 4, two pairs rotate.
+  fraction, head_dim = one_of((0.5, 8), (1.0, 4))
+  kv_heads = one_of(2, 4)
+  parallel = rng.random() < 0.25
+  experts = dict(
+    num_experts=4,
+    top_k=one_of(1, 2),
+    score=one_of("softmax", "sigmoid", "softmax_of_top"),
+    router_init_std=1.0,
+  )
+  kinds = {
+    "local": dict(window=one_of(1, 3, 5), rope_theta=100.0),
+    "global": dict(
+      posemb=one_of("rope", "none"),
+      rope_scaling=one_of(*scalings),
+      num_heads=one_of(4, 8),
+      moe=one_of(None, experts),
+      query_scale=one_of(None, dict(beta=0.3, original_len=4)),
+    ),
+    "first": dict(mlp_dim=24, moe=None),
+  }
+  patterns = (
+    ("local", "global"),
+    ("local", "local", "global"),
+    ("global",),
+    ("local",),
+  )
+  return dict(
+    vocab_size=V,
+    width=D,
+    depth=one_of(4, 5),
+    num_heads=4,
+    num_kv_heads=kv_heads,
+    head_dim=head_dim,
+    mlp_dim=32,
+    max_len=24,
+    init_std=0.3,
+    variant="llama",
+    posemb=one_of("rope", "rope", "learn"),
+    norm=one_of("layernorm", "rmsnorm"),
+    norm_offset=one_of(0.0, 1.0),
+    norm_at="pre" if parallel else one_of("pre", "post", "sandwich"),
+    parallel=parallel,
+    use_bias=some("qkv", "out", "mlp", "norm", "experts", "router", "head"),
+    qk_norm=one_of(None, "head", "projection", "l2"),
+    qk_norm_after_rope=one_of(True, False),
+    qkv_clip=one_of(None, 1.5),
+    rope_fraction=fraction,
+    rope_interleaved=one_of(True, False),
+    rope_scaling=one_of(*scalings),
+    attention_scale=one_of(None, 0.4),
+    attention_softcap=one_of(None, 3.0),
+    logits_softcap=one_of(None, 5.0),
+    sinks=one_of(True, False),
+    mlp=one_of("gelu", "gelu_erf", "geglu", "swiglu", "relu2"),
+    embed_multiplier=one_of(1.0, "sqrt_width"),
+    residual_multiplier=one_of(1.0, 0.6),
+    logits_multiplier=one_of(1.0, 0.25),
+    tied_head=one_of(True, False),
+    kinds=kinds,
+    layers=one_of(*patterns),
+    first_layers=one_of((), ("first",)),
+  )
+
+
+def tokens(seed=0, length=L):
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.integers(0, V, (B, length)), jnp.int32)
+
+
+@functools.cache
+def made(seed):
+  """Returns (model with a loop, random variables)."""
+  model = decoder.Model(**draw(seed), scan=True)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), tokens())
+  rng = np.random.default_rng(seed)
+
+  def value(name, leaf):
+    middle = 1 - model.norm_offset if name.endswith("scale") else 0
+    return jnp.asarray(rng.normal(middle, 0.3, leaf.shape), leaf.dtype)
+
+  return model, trees.map_with_names(value, shapes)
+
+
+def logits_of(model, variables, tokens, **kwargs):
+  run = jax.jit(lambda v, t, kw: model.apply(v, t, **kw)[0])
+  return np.asarray(run(variables, tokens, kwargs))
+
+
+def assert_close(a, b, rounding=ROUNDING):
+  np.testing.assert_allclose(a, b, atol=rounding * np.abs(b).max())
+
+
+def each_seed(fast):
+  """Draws; the first `fast` ones are not marked slow."""
+  slow = [
+    pytest.param(seed, marks=pytest.mark.slow) for seed in range(fast, DRAWS)
+  ]
+  return pytest.mark.parametrize("seed", [*range(fast), *slow])
+
+
+@each_seed(1)
+def test_a_loop_gives_the_logits_of_unrolled_layers(seed):
+  model, variables = made(seed)
+  unrolled = decoder.Model(**draw(seed))
+  like = jax.eval_shape(unrolled.init, jax.random.key(0), tokens())
+  flat = {n: np.asarray(x) for n, x in trees.flatten_with_names(variables)}
+  names = [name for name, _ in trees.flatten_with_names(like)]
+  separate = blocks.restack_blocks(flat, dict.fromkeys(names), block="blocks")
+  assert separate.keys() == set(names)
+  separate = trees.from_flat(separate)
+  expected = logits_of(model, variables, tokens())
+  assert_close(logits_of(unrolled, separate, tokens()), expected)
+  assert np.std(expected) > 0.01
+
+
+@each_seed(2)
+def test_packed_documents_give_the_logits_of_single_ones(seed):
+  model, variables = made(seed)
+  text = tokens()
+  # Documents shorter and longer than the windows and LongRoPE's length.
+  sizes = ((11, 5), (7, 6))
+  segments = [[1] * a + [2] * b + [0] * (L - a - b) for a, b in sizes]
+  packed = logits_of(model, variables, text, segments=jnp.asarray(segments))
+  for row, row_sizes in enumerate(sizes):
+    start = 0
+    for size in row_sizes:
+      alone = logits_of(model, variables, text[row : row + 1, start:][:, :size])
+      assert_close(packed[row, start : start + size], alone[0])
+      start += size
+
+
+@each_seed(2)
+def test_decoding_with_the_cache_gives_the_same_logits(seed):
+  """Prompts of 4 and 9 tokens are read together, then token by token."""
+  model, variables = made(seed)
+  text, lengths = tokens(), jnp.asarray([4, 9])
+  whole = logits_of(model, variables, text)
+  prompt = jnp.where(jnp.arange(10) < lengths[:, None], text[:, :10], 0)
+
+  @jax.jit
+  def read(prompt):
+    cache, real = model.init_cache(B, L), jnp.arange(10) < lengths[:, None]
+    return model.apply(variables, prompt, cache=cache, real=real)
+
+  step = jax.jit(lambda t, c, s: model.apply(variables, t, cache=c, start=s))
+  logits, out = read(prompt)
+  for row, length in enumerate(lengths):
+    assert_close(logits[row, :length], whole[row, :length])
+  for i in range(3, L):
+    logits, out = step(text[:, i : i + 1], out["cache"], i)
+    for row in range(B):
+      if i >= lengths[row] - 1:
+        assert_close(logits[row, 0], whole[row, i])
+  # A window's cache has no more positions than the window.
+  windows = {kind.get("window") for kind in model.kinds.values()} - {None}
+  sizes = {x.shape[2] for x in jax.tree.leaves(out["cache"]) if x.ndim == 5}
+  assert sizes <= windows | {L}
+  assert ("local" in model.layers) == bool(sizes & windows)
+
+
+MESHES = (dict(fsdp=2, tensor=2, sequence=2), dict(fsdp=4, tensor=2))
+
+
+@each_seed(1)
+def test_a_mesh_gives_the_loss_and_gradients_of_one_device(seed):
+  model, variables = made(seed)
+  text = jnp.concatenate([tokens(i) for i in range(4)])
+
+  def loss(params, text):
+    logits, _ = model.apply({**variables, "params": params}, text)
+    log_p = jax.nn.log_softmax(logits[:, :-1])
+    picked = jnp.take_along_axis(log_p, text[:, 1:, None], axis=-1)
+    return -jnp.mean(picked)
+
+  def run(devices, **sizes):
+    mesh = sharding.make_mesh(**sizes, devices=jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+      rows = jax.device_put(text, sharding.batch(mesh))
+      return jax.device_get(
+        jax.jit(jax.value_and_grad(loss))(variables["params"], rows)
+      )
+
+  value, grads = run(1, fsdp=1)
+  other, other_grads = run(8, **MESHES[seed % 2])
+  assert other == pytest.approx(value, rel=ROUNDING)
+  largest = max(np.abs(x).max() for x in jax.tree.leaves(grads))
+  named = trees.flatten_with_names(other_grads)
+  for (name, new), old in zip(named, jax.tree.leaves(grads)):
+    scale = max(np.abs(old).max(), 1e-2 * largest)
+    np.testing.assert_allclose(new, old, atol=1e-4 * scale, err_msg=name)
