@@ -10,20 +10,22 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_runlocal
+from flax import linen as nn
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support import any_mesh
 
-from bigtrain import trees
+from bigtrain import sharding, trees
 from bigtrain.models import resnet
 
 # Of the largest number of an array. An array whose numbers are all rounding,
 # such as the gradient of a key's bias, counts as no smaller than this share of
 # the largest of all arrays.
-_RELATIVE = 1e-5
+_RELATIVE = {"float32": 1e-5, "float64": 1e-9}
 _SMALLEST = 1e-2
 
 # A depth that only the fixed cases have.
@@ -72,7 +74,7 @@ def load_small(spec, dropout):
       spec, vocab_size=320, packed=True, dropout=dropout, small=True
     )
   config = any_mesh.load("digits:runlocal", small=True)
-  model = dict(num_classes=10, depth=_TWO_BLOCKS, width=0.125)
+  model = dict(num_classes=10, depth=_TWO_BLOCKS, width=0.125, dtype="float64")
   return {**config, "model_name": "resnet", "model": model}
 
 
@@ -104,6 +106,7 @@ def cases(draw, spec):
 
 def check_case(case):
   spec, config, sizes, microbatches, axis = case
+  relative = _RELATIVE["float64" if any_mesh.is_double(config) else "float32"]
   text = json.dumps(config, sort_keys=True)
   want_pairs, *want = reference(text, microbatches)
   config = any_mesh.with_expert_axis(config, axis)
@@ -115,7 +118,7 @@ def check_case(case):
       where = f"{spec} on {mesh}, step {step}: {name}"
       np.testing.assert_allclose(weight, theirs[name][1], 1e-6, err_msg=where)
       np.testing.assert_allclose(
-        total, theirs[name][0], _RELATIVE, _RELATIVE, err_msg=where
+        total, theirs[name][0], relative, relative, err_msg=where
       )
   for what, ours, theirs in zip(("gradient", "state"), got, want, strict=True):
     named = trees.flatten_with_names(theirs)
@@ -123,7 +126,7 @@ def check_case(case):
     for (name, want_x), x in zip(named, jax.tree.leaves(ours)):
       size = max(np.abs(want_x).max(initial=0), _SMALLEST * top)
       error = np.abs(np.asarray(x, float) - want_x).max(initial=0)
-      assert error <= _RELATIVE * size, f"{spec} on {mesh}: {what} of {name}"
+      assert error <= relative * size, f"{spec} on {mesh}: {what} of {name}"
 
 
 _FIXED = dict(
@@ -151,6 +154,35 @@ def test_twenty_cases_of_small_models(monkeypatch, spec, mesh):
     for axis, size in (part.split("=") for part in mesh.split(","))
   }
   check_case((spec, load_small(spec, dropout), sizes, microbatches, None))
+
+
+def _first_share(norm, x_BHWD, mask):
+  """Statistics of the examples of one device, not of all."""
+  return norm(x_BHWD, mask=mask)
+
+
+def _float32_sums(norm, x_BHWD, mask):
+  return norm(x_BHWD.astype(np.float32)).astype(x_BHWD.dtype)
+
+
+@pytest.mark.parametrize("wrong", [_first_share, _float32_sums])
+def test_a_wrong_reduction_fails(monkeypatch, wrong):
+  class WrongNorm(nn.BatchNorm):
+    def __call__(self, x_BHWD):
+      norm = super().__call__
+      ways = sharding.batch_ways(jax.sharding.get_abstract_mesh())
+      if ways == 1:
+        return norm(x_BHWD)
+      B = len(x_BHWD)
+      mask_B111 = (jnp.arange(B) < B // ways).reshape(B, 1, 1, 1)
+      return wrong(norm, x_BHWD, mask_B111)
+
+  monkeypatch.setitem(resnet.DEPTHS, _TWO_BLOCKS, (1, 1))
+  config, sizes = load_small("resnet", 0.0), dict(fsdp=2)
+  check_case(("resnet", config, sizes, 1, None))
+  monkeypatch.setattr(nn, "BatchNorm", WrongNorm)
+  with pytest.raises(AssertionError, match="resnet on .*'fsdp': 2"):
+    check_case(("resnet", config, sizes, 1, None))
 
 
 @pytest.mark.mesh
