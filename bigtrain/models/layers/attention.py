@@ -138,8 +138,7 @@ class Attention(nn.Module):
       q = q_BLHK.reshape(B, L, G, H // G, K)
     sinks_H = None
     if options.sinks:
-      zeros = nn.initializers.zeros
-      sinks_H = self.param("sinks", zeros, (options.num_heads,))
+      sinks_H = self.param("sinks", nn.initializers.zeros, (options.num_heads,))
     o = attend(
       q,
       k_BSGK,
