@@ -1,39 +1,51 @@
 """Mixup: a model is applied to blends of two examples of a batch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from bigtrain.settings import ConfigError
 from bigtrain.types import Variables
 
 
 def apply(
   model: Any,
   variables: Variables,
-  image: jax.Array,
+  inputs: Mapping[str, jax.Array],
   rng: jax.Array | None,
   alpha: float,
   train: bool,
 ) -> tuple[Any, jax.Array, jax.Array | None, Variables]:
   """Applies a model to images that are blended in training, unless alpha is 0.
 
+  Args:
+    inputs: the model's arguments: "image", and others that do not change.
+
   Returns:
     (output, images that it saw, share of each image in its blend or None
     without mixup, new mutable collections).
   """
   mutable = [name for name in variables if name != "params"]
+  image = inputs["image"]
   if not train:
-    out = model.apply(variables, image, train=False, mutable=[])[0]
+    out = model.apply(variables, **inputs, train=False, mutable=[])[0]
     return out, image, None, {name: variables[name] for name in mutable}
   assert rng is not None
   mixup_rng, dropout_rng = jax.random.split(rng)
   share = None
+  if alpha and "shapes" in inputs:
+    raise ConfigError(
+      f"config.loss.mixup_alpha={alpha}: images of several shapes cannot be "
+      "blended."
+    )
   if alpha:
     image, share = mixup(mixup_rng, image, alpha)
   rngs = {"dropout": dropout_rng}
+  inputs = {**inputs, "image": image}
   out, new = model.apply(
-    variables, image, train=True, rngs=rngs, mutable=mutable
+    variables, **inputs, train=True, rngs=rngs, mutable=mutable
   )
   return out, image, share, new
 

@@ -60,9 +60,12 @@ class Model(nn.Module):
     image: jax.Array | None = None,
     text: jax.Array | None = None,
     *,
+    shapes: jax.Array | None = None,
     train: bool = False,
   ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array]]:
     """Embeds images (B, height, width, channels), texts (B, L), or both.
+
+    `shapes` (B, 2) are of images in ready patches, see models.vit.
 
     Returns:
       (image_BE, text_BE, out): float32 embeddings of length 1, or None without
@@ -74,8 +77,12 @@ class Model(nn.Module):
     for name, x in (("img", image), ("txt", text)):
       if x is not None:
         model, options = towers[name]
+        others = {}
+        if name == "img" and shapes is not None:
+          others["shapes"] = shapes
         with _named(_KEYS[name]):
-          z_BE, tower_out = model(**options, name=name)(x, train=train)
+          tower = model(**options, name=name)
+          z_BE, tower_out = tower(x, train=train, **others)
         out.update({f"{name}/{key}": value for key, value in tower_out.items()})
         embedded[name] = normalise(z_BE)
     t_1 = self.param(

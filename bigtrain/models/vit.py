@@ -125,7 +125,7 @@ class Model(nn.Module):
   pre_norm: bool = False
   norm_pooled: bool = False
   mlp: str = "gelu"
-  use_bias: bool | Sequence[str] = True
+  use_bias: Any = True
   layer_scale: float | None = None
   rep_size: bool | int = False
   head_zeroinit: bool = True
@@ -259,6 +259,7 @@ class Model(nn.Module):
       mask = masks.Mask(real_BS=jnp.pad(real_BP, before, constant_values=True))
     bias_1HLL = None
     if self.relative_bias == "shared":
+      assert grid is not None
       bias_1HLL = positions.GridBias(
         self.num_heads, grid, name="relative_bias"
       )()
@@ -312,6 +313,7 @@ class Model(nn.Module):
     if self.posemb == "none":
       return None, None
     if self.posemb == "sincos2d":
+      assert grid is not None
       return jnp.asarray(positions.sincos_2d(grid, D)), None
     size = math.prod(self.posemb_grid) if self.posemb_grid else P
     init, first = nn.initializers.normal(D**-0.5), int(self.posemb_class)
@@ -347,7 +349,8 @@ class Model(nn.Module):
     if self.rope is None:
       return None
     assert grid is not None
-    factor_2, shift_2 = 1.0, 0.0
+    factor_2: Any = 1.0
+    shift_2: Any = 0.0
     if train and any(self.rope[1:]):
       keys = jax.random.split(self.make_rng("dropout"), 3)
       draw = lambda key, n, most: jax.random.uniform(

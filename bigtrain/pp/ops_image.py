@@ -177,6 +177,65 @@ def resize_small(
   return registry.on_feature(fn, key, key_result, tensorflow=True)
 
 
+@registry.register("naflex")
+def naflex(
+  patch_size: int,
+  max_patches: int,
+  method: Method = "bilinear",
+  antialias: bool = True,
+  key: str = "image",
+  key_result: str | None = None,
+) -> Op:
+  """Resizes an image to at most `max_patches` patches, and cuts it into them.
+
+  The image keeps its shape up to whole patches, as in NaFlex (SigLIP 2,
+  https://arxiv.org/abs/2502.14786). The result is [max_patches, values of a
+  patch], row by row, with zeros behind; the feature "shapes" has the numbers of
+  rows and columns. They are the model's arguments of these names.
+
+  Args:
+    method, antialias: see `resize`.
+    key, key_result: names of the feature and of the result, by default `key`.
+  """
+  check_number("argument 'patch_size'", patch_size, least=1, whole=True)
+  check_number("argument 'max_patches'", max_patches, least=1, whole=True)
+
+  def fn(features, u):
+    image = features[key]
+    xp.require_image(image, u, "naflex")
+    sides = tf.cast(tf.shape(image)[:2], tf.float64)
+    grid = _largest_grid(sides, patch_size, max_patches)
+    image = _resize(image, grid * patch_size, method, antialias)
+    rows, columns = tf.unstack(grid)
+    channels = tf.shape(image)[2]
+    p, depth = patch_size, image.shape[2]
+    patches = tf.reshape(image, (rows, p, columns, p, channels))
+    patches = tf.transpose(patches, (0, 2, 1, 3, 4))
+    patches = tf.reshape(patches, (rows * columns, p * p * channels))
+    patches = tf.pad(patches, ((0, max_patches - rows * columns), (0, 0)))
+    size = None if depth is None else p * p * depth
+    patches = tf.ensure_shape(patches, (max_patches, size))
+    name = key if key_result is None else key_result
+    return {**features, name: patches, "shapes": grid}
+
+  result = key if key_result is None else key_result
+  origins: dict[str, str | None] = {result: None, "shapes": None}
+  return Op(fn, reads=(key,), origins=origins, tensorflow=True)
+
+
+def _largest_grid(sides: Any, patch_size: int, max_patches: int) -> Any:
+  """Rows and columns of patches at the largest scale that they fit at."""
+  grid_at = lambda scale: tf.maximum(
+    1, tf.cast(tf.math.ceil(sides * scale / patch_size), tf.int32)
+  )
+  low, high = tf.constant(1e-6, tf.float64), tf.constant(100.0, tf.float64)
+  for _ in range(24):  # Until the scale is known to 1e-5.
+    middle = (low + high) / 2
+    fits = tf.reduce_prod(grid_at(middle)) <= max_patches
+    low, high = tf.where(fits, middle, low), tf.where(fits, high, middle)
+  return grid_at(low)
+
+
 @registry.register("inception_crop")
 def inception_crop(
   size: Size | None = None,

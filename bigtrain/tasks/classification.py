@@ -3,7 +3,8 @@
 Legend: B batch, H height, W width, C classes.
 
 A batch has "image" [B, H, W, 3] floats and "labels": int [B], or one-hot or
-multi-hot [B, C].
+multi-hot [B, C]. With "shapes" [B, 2], "image" has ready patches, see
+models.vit.
 """
 
 import functools
@@ -25,7 +26,8 @@ _LOSSES: dict[str, Callable[..., jax.Array]] = {
 
 
 def inputs(batch: Batch) -> Batch:
-  return {"image": batch["image"]}
+  optional = {"shapes": batch["shapes"]} if "shapes" in batch else {}
+  return {"image": batch["image"], **optional}
 
 
 def class_counts(model: Any) -> dict[str, int]:
@@ -55,7 +57,7 @@ def loss_fn(
   """
   check_choice("config.loss.kind", kind, _LOSSES)
   (logits_BC, _), _, share, mutable = mixup.apply(
-    model, variables, batch["image"], rng, mixup_alpha, train
+    model, variables, inputs(batch), rng, mixup_alpha, train
   )
   labels = batch["labels"]
   classes = labels.shape[-1] if labels.ndim > 1 else logits_BC.shape[-1]

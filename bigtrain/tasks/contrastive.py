@@ -3,9 +3,10 @@
 Legend: B batch, H height, W width, L length, E embedding.
 
 A batch has "image" [B, H, W, 3] floats and "labels" int [B, L], the token ids
-of the image's text. The loss compares each image with every text of the global
-batch, so microbatches (step/gradients.py) need the halves of loss_fn: embed_fn,
-which treats examples independently, and embeddings_loss_fn.
+of the image's text. With "shapes" [B, 2], "image" has ready patches, see
+models.vit. The loss compares each image with every text of the global batch, so
+microbatches (step/gradients.py) need the halves of loss_fn: embed_fn, which
+treats examples independently, and embeddings_loss_fn.
 
 The model returns (image embeddings, text embeddings, dict). Its parameter "t"
 [1] is the logarithm of the logits' scale, and "b" [1], if any, their bias.
@@ -25,7 +26,12 @@ KINDS = ("sigmoid", "softmax")
 
 
 def inputs(batch: Batch) -> Batch:
-  return {"image": batch["image"], "text": batch["labels"]}
+  return {**image_inputs(batch), "text": batch["labels"]}
+
+
+def image_inputs(batch: Batch) -> Batch:
+  optional = {"shapes": batch["shapes"]} if "shapes" in batch else {}
+  return {"image": batch["image"], **optional}
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
@@ -131,7 +137,7 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
     return model.apply(variables, **features, train=False)
 
   def image(variables: Variables, batch: Batch) -> jax.Array:
-    return apply(variables, image=batch["image"])[0]
+    return apply(variables, **image_inputs(batch))[0]
 
   def text(variables: Variables, batch: Batch) -> jax.Array:
     labels = batch["labels"]
@@ -145,7 +151,7 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
     }
 
   def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
-    return apply(variables, image=batch["image"])[2]["img/pre_logits"]
+    return apply(variables, **image_inputs(batch))[2]["img/pre_logits"]
 
   def loss(
     variables: Variables,

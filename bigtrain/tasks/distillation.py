@@ -52,7 +52,7 @@ def loss_fn(
   """
   student = {k: v for k, v in variables.items() if k != "teacher"}
   (logits_BC, _), image, _, mutable = mixup.apply(
-    model, student, batch["image"], rng, mixup_alpha, train
+    model, student, inputs(batch), rng, mixup_alpha, train
   )
   # Three passes of the loss count as the model FLOPs of a step, forward and
   # backward. The teacher has no backward pass.

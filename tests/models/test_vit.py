@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import settings, trees
-from bigtrain.models import vit
+from bigtrain.models import two_towers, vit
 from bigtrain.models.layers import positions
 from bigtrain.models.published import blocks
+from bigtrain.tasks import classification, contrastive
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TINY = dict(patch_size=4, width=16, depth=2, num_heads=2)
@@ -466,3 +467,53 @@ def test_from_published_reads_bfloat16():
   new = vit.from_published({"head/bias": value}, {})
   assert new["head/bias"].dtype == jnp.bfloat16
   np.testing.assert_array_equal(new["head/bias"], np.arange(8))
+
+
+@pytest.mark.parametrize("task", [classification, contrastive])
+def test_tasks_take_ready_patches_of_several_shapes(task):
+  """Noise in the padding changes neither the loss nor its gradients."""
+  tower = TINY | dict(posemb_grid=(4, 4))
+  if task is classification:
+    model = vit.Model(5, **tower)
+    labels = jnp.asarray([1, 4])
+  else:
+    text = dict(variant="mu", depth=1, vocab_size=9)
+    model = two_towers.Model(tower, text, out_dim=8)
+    labels = jnp.asarray([[1, 4, 2], [3, 3, 1]])
+  rng = np.random.default_rng(0)
+  batch = {
+    "image": rng.normal(size=(2, 12, 48)).astype(np.float32),
+    "shapes": jnp.asarray([[2, 5], [3, 2]]),
+    "labels": labels,
+  }
+  noisy = {**batch, "image": batch["image"].copy()}
+  noisy["image"][0, 10:] += 1.0
+  noisy["image"][1, 6:] -= 1.0
+  variables = model.init(jax.random.key(0), **task.inputs(batch))
+
+  @jax.jit
+  @jax.value_and_grad
+  def loss(variables, batch):
+    key = jax.random.key(0)
+    sums, _ = task.loss_fn(variables, batch, key, model=model, train=True)
+    return sums["loss"][0] / sums["loss"][1]
+
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+    loss(variables, batch),
+    loss(variables, noisy),
+  )
+  with pytest.raises(settings.ConfigError, match="need 'shapes'"):
+    model.apply(
+      variables, **task.inputs({k: batch[k] for k in ("image", "labels")})
+    )
+
+
+def test_images_of_several_shapes_are_not_blended():
+  batch = {"image": jnp.zeros((2, 6, 48)), "shapes": jnp.asarray([[2, 3]] * 2)}
+  batch["labels"] = jnp.zeros(2, int)
+  model = vit.Model(5, **TINY, posemb_grid=(4, 4))
+  with pytest.raises(settings.ConfigError, match="mixup_alpha=0.2"):
+    classification.loss_fn(
+      {}, batch, jax.random.key(0), model=model, train=True, mixup_alpha=0.2
+    )

@@ -358,3 +358,37 @@ def test_a_pipeline_of_jpegs_has_static_shapes_and_is_reproducible():
     np.testing.assert_array_equal(a["image"], b["image"])
   assert once[0]["image"].min() >= -1 and once[0]["image"].max() <= 1
   assert once[3]["labels"].tolist() == [0, 0, 0, 1, 0]
+
+
+# Sizes as transformers' Siglip2ImageProcessor chooses them, for patches of 16.
+@pytest.mark.parametrize(
+  ("height", "width", "most", "grid"),
+  [
+    (480, 640, 256, (14, 18)),
+    (640, 480, 256, (18, 14)),
+    (1, 1000, 64, (1, 64)),
+    (37, 53, 64, (7, 9)),
+    (333, 777, 100, (6, 14)),
+    (512, 512, 256, (16, 16)),
+    (2000, 30, 49, (49, 1)),
+  ],
+)
+def test_naflex_keeps_the_shape_of_an_image(height, width, most, grid):
+  image = np.asarray(photo(height, width))
+  op = registry.compose(parse.parse(f"naflex(16, {most})"))
+  features = op.fn({"image": tf.constant(image)}, tf.zeros(0))
+  patches, (rows, columns) = features["image"].numpy(), grid
+  assert tuple(features["shapes"].numpy()) == grid
+  assert patches.shape == (most, 768) and patches.dtype == np.uint8
+  assert not patches[rows * columns :].any()
+  resized = run(f"resize(({rows * 16}, {columns * 16}), antialias=True)", image)
+  for row, column in ((0, 0), (rows - 1, columns - 1), (rows // 2, 0)):
+    window = resized[16 * row : 16 * row + 16, 16 * column : 16 * column + 16]
+    np.testing.assert_array_equal(
+      patches[row * columns + column], window.reshape(-1)
+    )
+
+
+def test_naflex_needs_room_for_a_patch():
+  with pytest.raises(ConfigError, match="'max_patches': .* at least 1, got 0"):
+    parse.parse("naflex(16, 0)")
