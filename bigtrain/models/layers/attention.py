@@ -28,6 +28,7 @@ from bigtrain.models.layers import (
   remat,
   rms_norm,
 )
+from bigtrain.models.layers.attention_inputs import Inputs
 
 
 class Options(NamedTuple):
@@ -268,9 +269,7 @@ def attend(
     q: queries [B, L, H, K], or [B, L, G, R, K] for heads in groups. B may be a
       multiple of the keys' rows, which successive rows of queries then share.
     start: number of the first query's position, if the keys come from a cache.
-    bias: added to the scaled scores: (1, H, L, S), or by distance.
-    sinks_H: a score of each head, neither scaled nor capped, that takes part in
-      the softmax, without a value.
+    bias, sinks_H: see attention_inputs.Inputs.
   """
   q, k_BSGK, v_BSGK = checkpoint_name((q, k_BSGK, v_BSGK), remat.INNER)
   shape = q.shape
@@ -303,21 +302,12 @@ def attend(
   grouped = q.ndim == 5 or H != G
   sinks_GR = None if sinks_H is None else sinks_H.reshape(G, H // G)
   compute = functools.partial(_attend_by, backend, scale, softcap, grouped)
+  q_BLGRK = q.reshape(B, L, G, H // G, K)
+  inputs = Inputs(q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR)
   if ways == 1:
-    return compute(q, k_BSGK, v_BSGK, mask, start, bias, sinks_GR).reshape(
-      shape
-    )
+    return compute(inputs, start).reshape(shape)
   o_BLGRK = attention_split.attend(
-    backend,
-    q.reshape(B, L, G, H // G, K),
-    k_BSGK,
-    v_BSGK,
-    mask,
-    compute,
-    bias=bias if isinstance(bias, positions.BiasByDistance) else None,
-    sinks_GR=sinks_GR,
-    scale=scale,
-    softcap=softcap,
+    backend, inputs, compute, scale=scale, softcap=softcap
   )
   return o_BLGRK.reshape(shape)
 
@@ -327,49 +317,22 @@ def _attend_by(
   scale: float,
   softcap: float | None,
   grouped: bool,
-  q: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  mask: masks.Mask,
+  inputs: Inputs,
   start: jax.Array | int | None,
-  bias: jax.Array | positions.BiasByDistance | None,
-  sinks_GR: jax.Array | None,
 ) -> jax.Array:
   """Attends on a device with all keys, up to a reshape of the output."""
-  B, _, G, K = k_BSGK.shape
-  L = q.shape[0] // B * q.shape[1]
   if backend == "xla":
-    q = q.reshape(B, L, G, -1, K) if grouped else q.reshape(B, L, G, K)
-    return attention_xla.attend(
-      q,
-      k_BSGK,
-      v_BSGK,
-      mask,
-      start,
-      bias,
-      sinks_GR,
-      scale=scale,
-      softcap=softcap,
-    )
-  q_BLGRK = q.reshape(B, L, G, -1, K)
+    B, L, G, _, K = inputs.q.shape
+    if not grouped:
+      inputs = inputs._replace(q=inputs.q.reshape(B, L, G, K))
+    return attention_xla.attend(inputs, start, scale=scale, softcap=softcap)
   if backend == "cudnn":
-    return attention_kernels.attend_by_cudnn(
-      q_BLGRK, k_BSGK, v_BSGK, mask, scale=scale
-    )
+    return attention_kernels.attend_by_cudnn(inputs, scale=scale)
   if backend == "splash":
     return attention_kernels.attend_by_splash(
-      q_BLGRK, k_BSGK, v_BSGK, mask, sinks_GR, scale=scale, softcap=softcap
+      inputs, scale=scale, softcap=softcap
     )
-  return attention_blockwise.attend(
-    q_BLGRK,
-    k_BSGK,
-    v_BSGK,
-    mask,
-    bias=bias if isinstance(bias, positions.BiasByDistance) else None,
-    sinks_GR=sinks_GR,
-    scale=scale,
-    softcap=softcap,
-  )
+  return attention_blockwise.attend(inputs, scale=scale, softcap=softcap)
 
 
 def wants_bias_by_distance(

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import model_flops, sharding
 from bigtrain.models.layers import attention_xla, masks, positions, remat
+from bigtrain.models.layers.attention_inputs import Inputs
 
 # Largest number of queries or positions in a block. On CPUs, smaller blocks
 # stay in the caches; on accelerators, larger ones keep the matrix units busy.
@@ -34,24 +35,13 @@ _MASKED = -1e30
 Index = jax.Array | int
 
 
-def attend(
-  q_BLGRK: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  mask: masks.Mask,
-  *,
-  bias: positions.BiasByDistance | None = None,
-  sinks_GR: jax.Array | None = None,
-  scale: float,
-  softcap: float | None,
-) -> jax.Array:
-  L, S, G = q_BLGRK.shape[1], *k_BSGK.shape[1:3]
+def attend(inputs: Inputs, *, scale: float, softcap: float | None) -> jax.Array:
+  L, S, G = inputs.q.shape[1], *inputs.k_BSGK.shape[1:3]
   block = largest_block()
   static = Static(scale, softcap, min(block, L), min(block, S))
-  bias_GRT = None if bias is None else bias.by_group(G)
-  return attend_by_blocks(
-    Schedule(static), q_BLGRK, k_BSGK, v_BSGK, bias_GRT, sinks_GR, mask
-  )
+  if isinstance(inputs.bias, positions.BiasByDistance):
+    inputs = inputs._replace(bias=inputs.bias.by_group(G))
+  return attend_by_blocks(Schedule(static), inputs)
 
 
 def largest_block() -> int:
@@ -91,16 +81,11 @@ class Blocks:
   """
 
   def __init__(
-    self,
-    static: Static,
-    q: jax.Array,
-    k: jax.Array,
-    bias_GRT: jax.Array | None,
-    mask: masks.Mask,
-    order: Order | None = None,
+    self, static: Static, inputs: Inputs, order: Order | None = None
   ):
+    mask, bias_GRT = inputs.mask, inputs.bias
     self.static, self._mask, self._order = static, mask, order
-    self._L, self._S = q.shape[1], k.shape[1]
+    self._L, self._S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
     A, C = static.block_q, static.block_k
     self._N, self._M = math.ceil(self._L / A), math.ceil(self._S / C)
     self.bias_GRT = bias_GRT
@@ -216,16 +201,9 @@ class Schedule:
   def num_steps(self) -> int:
     return 1
 
-  def blocks(
-    self,
-    step: int,
-    q: jax.Array,
-    k: jax.Array,
-    bias_GRT: jax.Array | None,
-    mask: masks.Mask,
-  ) -> Blocks:
+  def blocks(self, step: int, inputs: Inputs) -> Blocks:
     del step
-    return Blocks(self.static, q, k, bias_GRT, mask)
+    return Blocks(self.static, inputs)
 
   def pass_on(self, arrays: Any) -> Any:
     """Exchanges the keys' arrays of a step for those of the next."""
@@ -402,35 +380,21 @@ def _add_gradients(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_by_blocks(
-  schedule: Schedule,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias_GRT: jax.Array | None,
-  sinks_GR: jax.Array | None,
-  mask: masks.Mask,
-) -> jax.Array:
-  return _forward(schedule, q, k, v, bias_GRT, sinks_GR, mask)[0]
+def attend_by_blocks(schedule: Schedule, inputs: Inputs) -> jax.Array:
+  return _forward(schedule, inputs)[0]
 
 
 def _forward(
-  schedule: Schedule,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias_GRT: jax.Array | None,
-  sinks_GR: jax.Array | None,
-  mask: masks.Mask,
+  schedule: Schedule, inputs: Inputs
 ) -> tuple[jax.Array, tuple[Any, ...]]:
   steps = schedule.num_steps
   sums: Any = None
-  kv = k, v
+  kv = inputs.k_BSGK, inputs.v_BSGK
   for step in range(steps):
     # Sent before the step that needs them, behind the present one.
     passed = schedule.pass_on(kv) if step + 1 < steps else kv
-    blocks = schedule.blocks(step, q, kv[0], bias_GRT, mask)
-    q_N = blocks.of_queries(q)
+    blocks = schedule.blocks(step, inputs)
+    q_N = blocks.of_queries(inputs.q)
     if sums is None:
       rows = q_N.shape[:-1]
       sums = Sums(
@@ -441,27 +405,28 @@ def _forward(
     k_M, v_M = map(blocks.of_keys, kv)
     sums = _add_values(blocks, sums, q_N, k_M, v_M)
     kv = passed
-  out, log_BGRL = _results(blocks, sums, q, sinks_GR)
-  return out, (q, k, v, bias_GRT, sinks_GR, mask, out, log_BGRL)
+  out, log_BGRL = _results(blocks, sums, inputs.q, inputs.sinks_GR)
+  return out, (inputs, out, log_BGRL)
 
 
 def _backward(
   schedule: Schedule, residuals: tuple[Any, ...], grad: jax.Array
-) -> tuple[jax.Array | None, ...]:
-  q, k, v, bias_GRT, sinks_GR, mask, out, log_BGRL = residuals
+) -> tuple[Inputs]:
+  inputs, out, log_BGRL = residuals
+  q, k, v = inputs[:3]
   steps = schedule.num_steps
   grads: Any = None
   kv = k, v
   for step in range(steps):
     passed = schedule.pass_on(kv) if step + 1 < steps else kv
-    blocks = schedule.blocks(step, q, kv[0], bias_GRT, mask)
+    blocks = schedule.blocks(step, inputs)
     k_M, v_M = map(blocks.of_keys, kv)
     if grads is None:
       # Gradient of a softmax: its output times (gradient - this mean).
       products = out.astype(jnp.float32) * grad.astype(jnp.float32)
       mean = jnp.sum(products, -1, keepdims=True)
       dsinks_GR = attention_xla.sinks_gradient(
-        sinks_GR, log_BGRL, jnp.moveaxis(mean[..., 0], 1, 3)
+        inputs.sinks_GR, log_BGRL, jnp.moveaxis(mean[..., 0], 1, 3)
       )
       log = jnp.moveaxis(log_BGRL, 3, 1)[..., None]
       q_N, grad_N, mean_N, log_N = map(blocks.of_queries, (q, grad, mean, log))
@@ -479,7 +444,8 @@ def _backward(
   dbias_GRT = grads.dbias_GRT
   if dbias_GRT is not None:
     dbias_GRT = blocks.without_padding(dbias_GRT)
-  return dq, dk, dv, dbias_GRT, dsinks_GR, None
+  no_mask: Any = None
+  return (Inputs(dq, dk, dv, no_mask, dbias_GRT, dsinks_GR),)
 
 
 attend_by_blocks.defvjp(_forward, _backward)

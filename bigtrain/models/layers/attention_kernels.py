@@ -18,6 +18,7 @@ import numpy as np
 
 from bigtrain import model_flops, sharding
 from bigtrain.models.layers import attention_blockwise, masks, remat
+from bigtrain.models.layers.attention_inputs import Inputs
 
 # The largest blocks of which scores with heads of width 256, and gradients,
 # fit into a TPU's vector memory.
@@ -34,15 +35,9 @@ _HIDDEN, _PADDING = -1, -2
 
 
 def attend_by_splash(
-  q_BLGRK: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  mask: masks.Mask,
-  sinks_GR: jax.Array | None,
-  *,
-  scale: float,
-  softcap: float | None,
+  inputs: Inputs, *, scale: float, softcap: float | None
 ) -> jax.Array:
+  q_BLGRK, k_BSGK, v_BSGK, mask, _, sinks_GR = inputs
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
   sizes = _block_size(L), _block_size(S)
   kernel = functools.partial(
@@ -65,9 +60,8 @@ def attend_by_splash(
     # Traced, its tables are not put on devices, which may be absent.
     compute = jax.jit(functools.partial(kernel, heads=math.prod(q.shape[2:4])))
     counted = L * mask.reach(S)
-    return _call_splash(
-      compute(), q * scale, k, v, mask, sinks_GR, sizes, counted
-    )
+    own = Inputs(q * scale, k, v, mask, sinks_GR=sinks_GR)
+    return _call_splash(compute(), own, sizes, counted)
 
   sinks_B1GR = None
   if sinks_GR is not None:  # Split by heads, as the other arrays.
@@ -86,11 +80,7 @@ def splash_parts(queries: int, parts: int) -> tuple[int, int]:
 
 
 def attend_rows_by_splash(
-  q_BLGRK: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  mask: masks.Mask,
-  sinks_GR: jax.Array | None,
+  inputs: Inputs,
   *,
   numbers: np.ndarray,
   device: jax.Array,
@@ -101,16 +91,16 @@ def attend_rows_by_splash(
 ) -> jax.Array:
   """Attends with the queries `numbers[device]` of an example."""
   ways = len(numbers)
-  S = k_BSGK.shape[1]
+  S = inputs.k_BSGK.shape[1]
   sizes = block_q, _block_size(S)
   make = functools.partial(
     _splash_kernel,
     numbers.reshape(-1),
     _padded(S, sizes[1]),
     sizes,
-    mask,
+    inputs.mask,
     softcap,
-    heads=math.prod(q_BLGRK.shape[2:4]),
+    heads=math.prod(inputs.q.shape[2:4]),
     shards=ways,
   )
 
@@ -132,22 +122,15 @@ def attend_rows_by_splash(
   kernel = jax.jit(make)()
   infos, kwargs = kernel.tree_flatten()
   kernel = kernel.tree_unflatten(kwargs, [own(info) for info in infos])
-  return _call_splash(
-    kernel, q_BLGRK * scale, k_BSGK, v_BSGK, mask, sinks_GR, sizes, counted
-  )
+  inputs = inputs._replace(q=inputs.q * scale)
+  return _call_splash(kernel, inputs, sizes, counted)
 
 
 def _call_splash(
-  kernel: Any,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  mask: masks.Mask,
-  sinks_GR: jax.Array | None,
-  sizes: tuple[int, int],
-  counted: int,
+  kernel: Any, inputs: Inputs, sizes: tuple[int, int], counted: int
 ) -> jax.Array:
-  """Calls an example's kernel with each example; `q` is scaled."""
+  """Calls an example's kernel with each example; the queries are scaled."""
+  q, k, v, mask, _, sinks_GR = inputs
   B, L, G, R, K = q.shape
   S = k.shape[1]
   q = q.astype(k.dtype).reshape(B, L, G * R, K)
@@ -255,15 +238,9 @@ def _library() -> Any:  # Its import takes half a second.
   return splash_attention
 
 
-def attend_by_cudnn(
-  q_BLGRK: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  mask: masks.Mask,
-  *,
-  scale: float,
-) -> jax.Array:
+def attend_by_cudnn(inputs: Inputs, *, scale: float) -> jax.Array:
   """Of the mask all but an order becomes a matrix of L x S booleans."""
+  q_BLGRK, k_BSGK, v_BSGK, mask, _, _ = inputs
   B, L, G, R, K = q_BLGRK.shape
   S = k_BSGK.shape[1]
   q_BLHK = q_BLGRK.reshape(B, L, G * R, K)

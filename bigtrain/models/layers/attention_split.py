@@ -32,15 +32,16 @@ from bigtrain.models.layers import (
   masks,
   positions,
 )
+from bigtrain.models.layers.attention_inputs import Inputs
 
 AXIS = "sequence"
 
 # On accelerators, longer blocks are whole numbers of the registers' lanes.
 _LANES = 128
 
-# Computes a device's part of an attention: (q, k, v, mask, number of the first
-# query or None, bias, sinks) -> output.
-LocalFn = Callable[..., jax.Array]
+# Computes a device's part of an attention, from the number of the first query,
+# or None.
+LocalFn = Callable[[Inputs, Any], jax.Array]
 
 
 class Plan(NamedTuple):
@@ -161,23 +162,20 @@ def _filled(
 
 def attend(
   backend: str,
-  q_BLGRK: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  mask: masks.Mask,
+  inputs: Inputs,
   local: LocalFn,
   *,
-  bias: positions.BiasByDistance | None,
-  sinks_GR: jax.Array | None,
   scale: float,
   softcap: float | None,
 ) -> jax.Array:
   """Attends by `local` where a backend needs all keys and queries in order."""
-  L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
-  mesh: Any = sharding.ambient(k_BSGK.shape[0])
+  mask = inputs.mask
+  B, S = inputs.k_BSGK.shape[:2]
+  L = inputs.q.shape[1]
+  mesh: Any = sharding.ambient(B)
   ways = int(mesh.shape[AXIS])
   make = functools.partial(plan_of, ways, L, S, mask)
-  compute: Callable[..., jax.Array]
+  compute: Callable[[Inputs], jax.Array]
   counted: Any = contextlib.nullcontext()
   if backend == "ring" or (backend == "blockwise" and mask.causal):
     plan = make(ring=backend == "ring", balanced=mask.in_order)
@@ -202,43 +200,40 @@ def attend(
     # Padding is not model FLOPs.
     counted = model_flops.share(L * S, plan.padded_queries * plan.padded_keys)
   with counted:
-    return _split(plan, compute, q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR)
+    return _split(plan, compute, inputs)
 
 
 def _split(
-  plan: Plan,
-  compute: Callable[..., jax.Array],
-  q_BLGRK: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  mask: masks.Mask,
-  bias: positions.BiasByDistance | None,
-  sinks_GR: jax.Array | None,
+  plan: Plan, compute: Callable[[Inputs], jax.Array], inputs: Inputs
 ) -> jax.Array:
   """Calls `compute` on each device, with the whole of the mask: it is small."""
-  B, L, G = q_BLGRK.shape[:3]
-  S = k_BSGK.shape[1]
+  B, L, G = inputs.q.shape[:3]
+  S = inputs.k_BSGK.shape[1]
   mesh: Any = sharding.ambient(B)
   tensor = mesh.shape.get("tensor", 1)
   heads = "tensor" if tensor > 1 and G % tensor == 0 else None
   split = PartitionSpec(sharding.BATCH_AXES, AXIS, heads)
   by_example, by_head = PartitionSpec(sharding.BATCH_AXES), PartitionSpec(heads)
   bias_GRT = None
-  if bias is not None:
+  if isinstance(inputs.bias, positions.BiasByDistance):
     more = plan.padded_queries - L, plan.padded_keys - S
-    bias_GRT = jnp.pad(bias.by_group(G), ((0, 0), (0, 0), more))
+    bias_GRT = jnp.pad(inputs.bias.by_group(G), ((0, 0), (0, 0), more))
+  specs: Any = (split, split, split, by_example, by_head, by_head)
+  padded = attention_blockwise.padded
   o_BLGRK = jax.shard_map(
     compute,
-    in_specs=(split, split, split, by_example, by_head, by_head),
+    in_specs=(Inputs._make(specs),),
     out_specs=split,
     check_vma=False,
   )(
-    attention_blockwise.padded(q_BLGRK, plan.padded_queries),
-    attention_blockwise.padded(k_BSGK, plan.padded_keys),
-    attention_blockwise.padded(v_BSGK, plan.padded_keys),
-    _padded_mask(plan, mask, B),
-    bias_GRT,
-    sinks_GR,
+    Inputs(
+      padded(inputs.q, plan.padded_queries),
+      padded(inputs.k_BSGK, plan.padded_keys),
+      padded(inputs.v_BSGK, plan.padded_keys),
+      _padded_mask(plan, inputs.mask, B),
+      bias_GRT,
+      inputs.sinks_GR,
+    )
   )
   return o_BLGRK[:, :L]
 
@@ -260,18 +255,16 @@ def _padded_mask(plan: Plan, mask: masks.Mask, B: int) -> masks.Mask:
   )
 
 
-def _locally(
-  plan: Plan,
-  local: LocalFn,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  mask: masks.Mask,
-  bias_GRT: jax.Array | None,
-  sinks_GR: jax.Array | None,
-) -> jax.Array:
-  k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
-  L = q.shape[1]
+def _with_all_keys(inputs: Inputs) -> Inputs:
+  kv = inputs.k_BSGK, inputs.v_BSGK
+  k_BSGK, v_BSGK = jax.lax.all_gather(kv, AXIS, axis=1, tiled=True)
+  return inputs._replace(k_BSGK=k_BSGK, v_BSGK=v_BSGK)
+
+
+def _locally(plan: Plan, local: LocalFn, inputs: Inputs) -> jax.Array:
+  inputs = _with_all_keys(inputs)
+  mask, bias_GRT = inputs.mask, inputs.bias
+  L, S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
   first = jax.lax.axis_index(AXIS) * L
   if mask.segments_BL is not None:
     segments = jax.lax.dynamic_slice_in_dim(mask.segments_BL, first, L, axis=1)
@@ -279,26 +272,18 @@ def _locally(
   bias = None
   if bias_GRT is not None:
     bias_GRT = jax.lax.dynamic_slice_in_dim(
-      bias_GRT, plan.padded_queries - first - L, L + k.shape[1] - 1, axis=2
+      bias_GRT, plan.padded_queries - first - L, L + S - 1, axis=2
     )
     bias = positions.BiasByDistance(bias_GRT.reshape(-1, bias_GRT.shape[2]))
-  o = local(q, k, v, mask, first if mask.causal else None, bias, sinks_GR)
-  return o.reshape(q.shape)
+  inputs = inputs._replace(mask=mask, bias=bias)
+  o = local(inputs, first if mask.causal else None)
+  return o.reshape(inputs.q.shape)
 
 
 def _by_splash(
-  plan: Plan,
-  scale: float,
-  softcap: float | None,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  mask: masks.Mask,
-  bias_GRT: None,
-  sinks_GR: jax.Array | None,
+  plan: Plan, scale: float, softcap: float | None, inputs: Inputs
 ) -> jax.Array:
-  del bias_GRT
-  k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
+  mask = inputs.mask
   device = jax.lax.axis_index(AXIS)
   rows = _firsts(plan, plan.padded_queries, plan.block_q)
   numbers = rows[..., None] + np.arange(plan.block_q)  # Of queries, by device.
@@ -308,11 +293,7 @@ def _by_splash(
     segments = jnp.take(mask.segments_BL, own, axis=1)
     mask = dataclasses.replace(mask, segments_BL=segments)
   o = attention_kernels.attend_rows_by_splash(
-    _exchanged(q),
-    k,
-    v,
-    mask,
-    sinks_GR,
+    _with_all_keys(inputs._replace(q=_exchanged(inputs.q), mask=mask)),
     numbers=numbers,
     device=device,
     block_q=plan.block_q,
@@ -324,25 +305,18 @@ def _by_splash(
 
 
 def _blockwise(
-  plan: Plan,
-  static: attention_blockwise.Static,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  mask: masks.Mask,
-  bias_GRT: jax.Array | None,
-  sinks_GR: jax.Array | None,
+  plan: Plan, static: attention_blockwise.Static, inputs: Inputs
 ) -> jax.Array:
   if plan.balanced:
-    q = _exchanged(q)
+    inputs = inputs._replace(q=_exchanged(inputs.q))
   if not plan.ring:
-    k, v = jax.lax.all_gather((k, v), AXIS, axis=1, tiled=True)
+    inputs = _with_all_keys(inputs)
   elif plan.balanced:
-    k, v = _exchanged(k), _exchanged(v)
+    inputs = inputs._replace(
+      k_BSGK=_exchanged(inputs.k_BSGK), v_BSGK=_exchanged(inputs.v_BSGK)
+    )
   schedule = _Schedule(static, plan)
-  o = attention_blockwise.attend_by_blocks(
-    schedule, q, k, v, bias_GRT, sinks_GR, mask
-  )
+  o = attention_blockwise.attend_by_blocks(schedule, inputs)
   return _exchanged_back(o) if plan.balanced else o
 
 
@@ -393,15 +367,8 @@ class _Schedule(attention_blockwise.Schedule):
     n = jax.lax.axis_size(AXIS)
     return jax.lax.ppermute(arrays, AXIS, [(i, (i + 1) % n) for i in range(n)])
 
-  def blocks(
-    self,
-    step: int,
-    q: jax.Array,
-    k: jax.Array,
-    bias_GRT: jax.Array | None,
-    mask: masks.Mask,
-  ) -> attention_blockwise.Blocks:
-    plan, tables = self.plan, tables_of(self.plan)
+  def blocks(self, step: int, inputs: Inputs) -> attention_blockwise.Blocks:
+    plan, tables, mask = self.plan, tables_of(self.plan), inputs.mask
     device = jax.lax.axis_index(AXIS)
     own = lambda table: jnp.asarray(table)[device]
     rows_N, columns_M = own(tables.rows), own(tables.columns[step])
@@ -425,4 +392,5 @@ class _Schedule(attention_blockwise.Schedule):
       segments_BS=of_blocks(mask.segments_BS, columns_M, plan.block_k),
       real_BS=of_blocks(mask.real_BS, columns_M, plan.block_k),
     )
-    return attention_blockwise.Blocks(self.static, q, k, bias_GRT, mask, order)
+    inputs = inputs._replace(mask=mask)
+    return attention_blockwise.Blocks(self.static, inputs, order)

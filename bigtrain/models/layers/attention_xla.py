@@ -13,25 +13,22 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import model_flops
-from bigtrain.models.layers import masks, positions, remat
+from bigtrain.models.layers import positions, remat
+from bigtrain.models.layers.attention_inputs import Inputs
 
 # Not -inf: a row of padding that sees no position must not become NaN.
 _MASKED = -1e30
 
 
 def attend(
-  q: jax.Array,
-  k_BSGK: jax.Array,
-  v_BSGK: jax.Array,
-  mask: masks.Mask,
+  inputs: Inputs,
   start: Any,
-  bias: jax.Array | positions.BiasByDistance | None,
-  sinks_GR: jax.Array | None = None,
   *,
   scale: float,
   softcap: float | None,
 ) -> jax.Array:
   """Attends with queries (B, L, H, K), or (B, L, G, R, K) in groups."""
+  q, k_BSGK, v_BSGK, mask, bias, sinks_GR = inputs
   L, S = q.shape[1], k_BSGK.shape[1]
   grouped = q.ndim == 5
   mask_BLS = mask.matrix(L, S, 0 if start is None else start)

@@ -211,7 +211,7 @@ def test_options_are_those_of_the_definition(name):
     x_BLD,
     x_BLD,
     mask=masks.Mask(causal=True),
-    rope=positions.rotation(position_BL, omega_Q),
+    rope=positions.Rope(6, 100.0).rotation(position_BL, L),
     query_scale_BL=scale_BL,
   )
   angle_LQ = np.outer(np.arange(L), omega_Q)

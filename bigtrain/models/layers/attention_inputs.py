@@ -1,0 +1,31 @@
+"""The arrays of an attention.
+
+Axes: B batch, L length, S length attended to, H heads, G heads of keys and
+values, R query heads of each, K head width; T distances.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from bigtrain.models.layers import masks
+
+
+class Inputs(NamedTuple):
+  """What backends attend with; a tree of arrays.
+
+  Attributes:
+    q: (B, L, G, R, K); for "xla" (B, L, H, K) if every query head has its own
+      keys.
+    bias: added to the scaled scores: (1, H, L, S), by distance, or, in blocks,
+      (G, R, T).
+    sinks_GR: scores, neither scaled nor capped, that take part in each head's
+      softmax without a value.
+  """
+
+  q: jax.Array
+  k_BSGK: jax.Array
+  v_BSGK: jax.Array
+  mask: masks.Mask
+  bias: Any = None
+  sinks_GR: jax.Array | None = None
