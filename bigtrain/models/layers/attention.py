@@ -109,20 +109,9 @@ class Attention(nn.Module):
     """
     options = self.options
     q_BLHK, k_BSGK, v_BSGK = self._projections(x_BLD, y_BSD)
-    if not options.qk_norm_after_rope:
-      q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
-    if (limit := options.qkv_clip) is not None:
-      q_BLHK, k_BSGK, v_BSGK = jax.tree.map(
-        lambda x: jnp.clip(x, -limit, limit), (q_BLHK, k_BSGK, v_BSGK)
-      )
-    if rope is not None:
-      q_BLHK, k_BSGK = jax.tree.map(
-        lambda x: positions.rotate(x, rope), (q_BLHK, k_BSGK)
-      )
-    if options.qk_norm_after_rope:
-      q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
-    if query_scale_BL is not None:
-      q_BLHK *= query_scale_BL[..., None, None].astype(q_BLHK.dtype)
+    q_BLHK, k_BSGK, v_BSGK = self._with_positions(
+      (q_BLHK, k_BSGK, v_BSGK), rope, query_scale_BL
+    )
     first = None if cache is None else start
     if cache is not None and y_BSD is None:
       k_BSGK, v_BSGK = cache.layer(layer)
@@ -209,6 +198,32 @@ class Attention(nn.Module):
       )
       k_BSGK = of_heads(use_bias=in_keys, name="key")(y_BSD)
       v_BSGK = of_heads(use_bias=in_others, name="value")(y_BSD)
+    return q_BLHK, k_BSGK, v_BSGK
+
+  @nn.nowrap
+  def _with_positions(
+    self,
+    qkv: tuple[Any, Any, Any],
+    rope: positions.Rotation | None,
+    query_scale_BL: jax.Array | None,
+  ) -> tuple[Any, Any, Any]:
+    """Normalized, clipped, rotated and scaled; without x or y, None stays."""
+    options = self.options
+    q_BLHK, k_BSGK, v_BSGK = qkv
+    if not options.qk_norm_after_rope:
+      q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
+    if (limit := options.qkv_clip) is not None:
+      q_BLHK, k_BSGK, v_BSGK = jax.tree.map(
+        lambda x: jnp.clip(x, -limit, limit), (q_BLHK, k_BSGK, v_BSGK)
+      )
+    if rope is not None:
+      q_BLHK, k_BSGK = jax.tree.map(
+        lambda x: positions.rotate(x, rope), (q_BLHK, k_BSGK)
+      )
+    if options.qk_norm_after_rope:
+      q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
+    if query_scale_BL is not None:
+      q_BLHK *= query_scale_BL[..., None, None].astype(q_BLHK.dtype)
     return q_BLHK, k_BSGK, v_BSGK
 
   @nn.nowrap
