@@ -1,15 +1,19 @@
 """The decoder: what positions see, options, the cache, published sizes."""
 
 import functools
+import json
 import math
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import pytest
 
-from bigtrain import settings
+from bigtrain import parts, settings, trees
 from bigtrain.models import decoder
+from bigtrain.models.published import blocks
+from bigtrain.optim import views as optim_views
 
 V, L = 40, 12
 SIZES = dict(vocab_size=V, width=16, depth=2, num_heads=4, max_len=L)
@@ -290,6 +294,87 @@ def test_dropout_acts_only_in_training():
 
   assert (run(1, False) == run(2, False)).all()
   assert (run(1, True) != run(2, True)).any()
+
+
+def test_embedding_multipliers_are_rounded_as_the_embeddings():
+  """Gemma's root of 3072, 55.43, is 55.5 in bfloat16."""
+  model = decoder.Model(
+    **SIZES | dict(width=3072, depth=1, head_dim=4, mlp_dim=4),
+    variant="llama",
+    embed_multiplier="sqrt_width",
+    dtype="bfloat16",
+  )
+  t = tokens()
+  shapes = jax.eval_shape(model.init, jax.random.key(0), t)
+  params = jax.tree.map(lambda x: jnp.ones(x.shape), shapes["params"])
+  steps = 1 + jnp.arange(128) / 128  # All values of bfloat16 from 1 to 2.
+  params["token_embedding"] = jnp.tile(steps, (V, 3072 // 128))
+  _, state = model.apply(
+    {"params": params},
+    t,
+    capture_intermediates=lambda module, _: module.name == "Dropout_0",
+  )
+  (x_BLD,) = state["intermediates"]["Dropout_0"]["__call__"]
+  expected = (steps * 55.5).astype(jnp.bfloat16)
+  np.testing.assert_array_equal(x_BLD[0, 0, :128], expected)
+  assert (expected != (steps * 3072**0.5).astype(jnp.bfloat16)).any()
+
+
+def test_kinds_can_be_changed_at_the_command_line():
+  config = ml_collections.ConfigDict(
+    dict(
+      model_name="decoder",
+      model=SIZES
+      | dict(
+        kinds=dict(local=dict(window=4), all=dict(moe=None)),
+        layers=("local", "all"),
+      ),
+    )
+  )
+  settings.override(config, "model.kinds.local.window=2")
+  settings.override(config, "model.kinds.all.num_kv_heads=2")
+  config = settings.Config(config)
+  _, model = parts.model(config)
+  assert model.kinds["local"]["window"] == 2
+  assert model.kinds["all"]["num_kv_heads"] == 2
+  config.check_all_read()
+  again = json.loads(settings.to_json(config.to_dict()))
+  _, model = parts.model(settings.Config(again))
+  assert model.layers == ("local", "all")
+  again["model"]["kinds"]["local"]["windw"] = 2
+  with pytest.raises(settings.ConfigError, match="windw.*'window'"):
+    parts.model(settings.Config(again))
+
+
+def test_the_same_key_initialises_a_loop_and_unrolled_layers_alike():
+  options = STYLES["llama"] | dict(
+    depth=6,
+    kinds={"dense": {}, "a": dict(window=2), "b": dict(num_kv_heads=4)},
+    layers=("a", "b"),
+    first_layers=("dense",),
+  )
+  made = [
+    jax.jit(decoder.Model(**SIZES | options, scan=scan).init)(
+      jax.random.key(0), tokens()
+    )["params"]
+    for scan in (False, True)
+  ]
+  separate, stacked = (
+    {n: np.asarray(x) for n, x in trees.flatten_with_names(params)}
+    for params in made
+  )
+  again = blocks.restack_blocks(stacked, separate, block="blocks")
+  assert again.keys() == separate.keys()
+  jax.tree.map(np.testing.assert_array_equal, again, separate)
+  kernel = separate["blocks_0/mlp/up/kernel"]
+  assert all(
+    (kernel != separate[f"blocks_{i}/mlp/up/kernel"]).all() for i in range(1, 6)
+  )
+  views = optim_views.of_model(
+    decoder, decoder.Model(**SIZES | options), made[1]
+  )
+  assert views["blocks/1/attention/key/kernel"].stack == (0,)
+  assert views["blocks_0/attention/key/kernel"].stack == ()
 
 
 def test_token_ids_outside_the_vocabulary_give_nan():

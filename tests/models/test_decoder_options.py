@@ -200,25 +200,32 @@ MESHES = (dict(fsdp=2, tensor=2, sequence=2), dict(fsdp=4, tensor=2))
 
 @each_seed(1)
 def test_a_mesh_gives_the_loss_and_gradients_of_one_device(seed):
+  """With rematerialisation there, and without it here."""
   model, variables = made(seed)
   text = jnp.concatenate([tokens(i) for i in range(4)])
 
-  def loss(params, text):
+  remat = decoder.Model(
+    **draw(seed), scan=True, remat_policy="nothing_saveable"
+  )
+
+  def loss(params, text, model):
     logits, _ = model.apply({**variables, "params": params}, text)
     log_p = jax.nn.log_softmax(logits[:, :-1])
     picked = jnp.take_along_axis(log_p, text[:, 1:, None], axis=-1)
     return -jnp.mean(picked)
 
-  def run(devices, **sizes):
+  def run(model, devices, **sizes):
     mesh = sharding.make_mesh(**sizes, devices=jax.devices()[:devices])
     with jax.set_mesh(mesh):
       rows = jax.device_put(text, sharding.batch(mesh))
       return jax.device_get(
-        jax.jit(jax.value_and_grad(loss))(variables["params"], rows)
+        jax.jit(jax.value_and_grad(loss), static_argnums=2)(
+          variables["params"], rows, model
+        )
       )
 
-  value, grads = run(1, fsdp=1)
-  other, other_grads = run(8, **MESHES[seed % 2])
+  value, grads = run(model, 1, fsdp=1)
+  other, other_grads = run(remat, 8, **MESHES[seed % 2])
   assert other == pytest.approx(value, rel=ROUNDING)
   largest = max(np.abs(x).max() for x in jax.tree.leaves(grads))
   named = trees.flatten_with_names(other_grads)

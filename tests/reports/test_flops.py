@@ -386,6 +386,19 @@ def test_decoder(options, chunk):
   assert count == decoder_count(8, 12, options.get("window"))
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_decoder_with_layers_of_two_kinds(scan):
+  kinds = {"local": dict(window=5), "global": dict(num_kv_heads=4, mlp_dim=64)}
+  model = decoder.Model(
+    **DECODER, scan=scan, kinds=kinds, layers=("local", "global")
+  )
+  count = count_loss(language_modeling, model, text(8, 12), chunk=0)
+  # Two local layers and a global one, which has more heads and hidden units.
+  local = decoder_count(8, 12, 5) - decoder_count(8, 12)
+  more = 8 * 2 * 12 * 32 * 32 + 8 * 12 * 3 * 32 * 16
+  assert count == decoder_count(8, 12) + 2 * local // 3 + more
+
+
 def test_decoder_on_packed_documents():
   # A mask takes nothing away: which documents are packed is left to chance.
   batch = text(8, 12) | {"segments": int32(8, 12)}

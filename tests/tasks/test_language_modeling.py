@@ -274,6 +274,37 @@ def test_generation_ends_at_the_eos(model, variables, greedy):
     assert row == free[:end] + [0] * (6 - end)
 
 
+@pytest.mark.parametrize(
+  "options", [dict(num_beams=3), dict(temperature=1.0, top_k=9)], ids=str
+)
+def test_windows_that_keep_a_few_positions_generate_the_same(options):
+  """The prompts differ in length, and are longer than the windows."""
+  model = decoder.Model(
+    variant="llama",
+    vocab_size=V,
+    width=16,
+    depth=3,
+    num_heads=2,
+    mlp_dim=24,
+    init_std=0.5,
+    scan=True,
+    kinds={"local": dict(window=3), "global": dict(posemb="none")},
+    layers=("local", "global"),
+  )
+  variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), "int32"))
+  rng = np.random.default_rng(0)
+  prompts = rng.integers(1, V, (4, 8)) * (np.arange(8) < [[8], [2], [5], [0]])
+  batch = {"tokens": jnp.asarray(prompts, jnp.int32)}
+
+  def draw(model):
+    fn = functools.partial(task.generate, model=model, max_new=6, **options)
+    return np.asarray(jax.jit(fn)(variables, batch))
+
+  new = draw(model)
+  np.testing.assert_array_equal(new, draw(Uncached(model)))
+  assert len({*map(tuple, new)}) == 4
+
+
 def test_a_wide_beam_search_finds_the_likeliest_continuation(model, variables):
   """Prompts of different lengths; with V beams two new tokens are exact."""
   fn = functools.partial(task.predict_fns(model)["generate"], max_new=2)

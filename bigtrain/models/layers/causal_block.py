@@ -65,6 +65,14 @@ class Options(NamedTuple):
   query_scale: int | None
   cache: int
 
+  def hidden_units(self) -> int:
+    """Number of hidden units that a token uses, with gates."""
+    units = self.mlp_dim
+    if self.moe is not None:
+      units = self.moe.top_k * self.moe.width(units)
+      units += self.moe.shared_width(self.mlp_dim)
+    return units * (1 + mlp.KINDS[self.mlp].gated)
+
 
 class Tables(NamedTuple):
   """What layers compute from positions, once for all of a kind."""

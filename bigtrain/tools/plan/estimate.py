@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bigtrain import parts, settings, sharding
+from bigtrain.models.layers import layer_kinds
 from bigtrain.runtime import device_memory
 from bigtrain.tools.plan import hlo
 from bigtrain.tools.plan.hardware import Hardware, seconds
@@ -182,7 +183,7 @@ class Blocks(NamedTuple):
   heads: int
   kv_heads: int
   head_dim: int
-  hidden: int  # Of a layer's MLP, as far as a token uses it, gates included.
+  hidden: float  # Of a layer's MLP, as far as a token uses it, with gates.
   ring: bool  # Keys pass in a ring.
   repeats: bool  # The backward pass repeats transfers of the forward pass.
 
@@ -204,17 +205,17 @@ def blocks(config: Mapping[str, Any]) -> Blocks | None:
 def _blocks(text: str) -> Blocks:
   config = settings.Config(json.loads(text))
   _, model = parts.model(parts.with_published_sizes(config))
-  hidden = (model.mlp_dim or 4 * model.width) * (1 + (model.mlp == "swiglu"))
-  if model.moe:
-    hidden *= model.moe.top_k
+  layers = layer_kinds.of_model(model).of_all(model.depth)
+  hidden = sum(layer.hidden_units() for layer in layers) / len(layers)
+  mean = lambda name: sum(getattr(x, name) for x in layers) // len(layers)
   return Blocks(
     vocab_size=model.vocab_size,
     tied=model.tied_head,
     depth=model.depth,
     width=model.width,
-    heads=model.num_heads,
-    kv_heads=model.num_kv_heads or model.num_heads,
-    head_dim=model.head_dim or model.width // model.num_heads,
+    heads=mean("num_heads"),
+    kv_heads=mean("num_kv_heads"),
+    head_dim=mean("head_dim"),
     hidden=hidden,
     ring=model.attention == "ring",
     repeats=model.scan or model.remat_policy != "none",
