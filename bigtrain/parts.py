@@ -235,15 +235,15 @@ def _published_sizes(part: Mapping[str, Any], path: str) -> dict[str, Any]:
       f"{path}.model.variant={options['variant']!r}: expected none beside "
       f"{key}, which gives all sizes."
     )
-  fields = module.published_fields(folder)
+  init = part.get("model_init")
+  allowed = lambda key: init.get(key, ()) if isinstance(init, dict) else ()
+  fields = module.published_fields(folder, allowed("allow_unread"))
   if fields is None:
     raise settings.ConfigError(
       f"{key}: expected the folder of a published model, with a config.json, "
       f"got {folder!r}."
     )
-  init = part.get("model_init")
-  allowed = init.get("allow_changed", ()) if isinstance(init, dict) else ()
-  return fields.merge(options, allowed, f"{path}.model")
+  return fields.merge(options, allowed("allow_changed"), f"{path}.model")
 
 
 class ClassCount(int):

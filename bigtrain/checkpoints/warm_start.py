@@ -12,6 +12,7 @@
     allow_reshaped=[r"pos_embed.*"], # the same, in place of the file's values
     allow_unused=[r"pre_logits/.*"],
     allow_changed=["rope_theta"],    # fields that differ from config.json
+    allow_unread=["my_key"],         # keys of config.json that nobody knows
     convert=dict(posemb_align="corners"),  # of the model's from_published
   )
 
@@ -76,6 +77,7 @@ class Source:
   allow_reshaped: Sequence[str] = ()
   allow_unused: Sequence[str] = ()
   allow_changed: Sequence[str] = ()
+  allow_unread: Sequence[str] = ()
   convert: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -225,7 +227,7 @@ def read_source(
         f"{key}.rename: expected a list of (regex, replacement or None), got "
         f"{pair!r} in it."
       )
-  for field in (*ALLOWED, "allow_changed"):
+  for field in (*ALLOWED, "allow_changed", "allow_unread"):
     regexes = getattr(source, field)
     if isinstance(regexes, str):
       raise ConfigError(
@@ -262,7 +264,7 @@ def check_published(
   arrays = parameter_files.open_file(
     source.path, step=source.step, prefix=source.prefix, key=key
   ).specs
-  fields = module.published_fields(file)
+  fields = module.published_fields(file, source.allow_unread)
   if fields is None:
     if not any("/" in name for name in arrays):  # Not names of ours.
       logging.warning(

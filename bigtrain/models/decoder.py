@@ -9,7 +9,7 @@ Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -476,7 +476,7 @@ def param_dims(model: Model) -> dims.Table:
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-  """Reads Hugging Face's GPT-2, Llama and Mixtral, or another `scan`."""
+  """Reads the layouts of decoder_families.py, or another `scan`."""
   converted = decoder_families.load(flat, like, _DIMS)
   if converted is not None:
     return converted
@@ -484,10 +484,12 @@ def from_published(
 
 
 def to_published(
-  model: Model, shapes: Shapes, layout: str
+  model: Model, shapes: Shapes, layout: str | None = None
 ) -> tuple[dict[str, Any], list[Tensor]]:
   return decoder_families.export(model, shapes, layout, _DIMS)
 
 
-def published_fields(path: str) -> families.Fields | None:
-  return families.fields(path, decoder_families.FAMILIES)
+def published_fields(
+  path: str, allow_unread: Collection[str] = ()
+) -> families.Fields | None:
+  return decoder_families.read(path, allow_unread)

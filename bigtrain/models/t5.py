@@ -9,7 +9,7 @@ Axes: B batch, L length of targets, S length of inputs, D model width, H heads,
 K head width, F hidden width, N layers, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -340,10 +340,12 @@ def from_published(
 
 
 def to_published(
-  model: Model, shapes: Shapes, layout: str
+  model: Model, shapes: Shapes, layout: str | None = None
 ) -> tuple[dict[str, Any], list[Tensor]]:
   return t5_families.export(model, shapes, layout, _DIMS)
 
 
-def published_fields(path: str) -> families.Fields | None:
-  return families.fields(path, t5_families.FAMILIES)
+def published_fields(
+  path: str, allow_unread: Collection[str] = ()
+) -> families.Fields | None:
+  return t5_families.read(path, allow_unread)

@@ -3,7 +3,7 @@
   python -m bigtrain.tools.checkpoint show   PATH
   python -m bigtrain.tools.checkpoint verify PATH
   python -m bigtrain.tools.checkpoint export PATH OUT.npz --prefix=params
-  python -m bigtrain.tools.checkpoint export PATH FOLDER --layout=llama
+  python -m bigtrain.tools.checkpoint export PATH FOLDER --format=hf
   python -m bigtrain.tools.checkpoint export PATH OUT --format=stablehlo
   python -m bigtrain.tools.checkpoint import PATH WORKDIR --config=FILE.py
 
@@ -127,31 +127,43 @@ def _parser() -> argparse.ArgumentParser:
     "Writes arrays to one .npz or .safetensors file, or to a folder in a "
     "published layout.",
   )
-  out = "file to write, ending in .npz or .safetensors; a folder with --layout"
+  out = "file to write, ending in .npz or .safetensors; a folder with --format"
   add("out", out)
   add(
     "--prefix",
     "tree to export, such as params or ema (default: all arrays; with "
-    "--layout: params)",
+    "--format: params)",
     "",
   )
   add(
     "--layout",
-    "published layout of the model, such as gpt2 or llama; writes "
-    "model.safetensors and config.json for transformers",
+    "with --format=hf: the layout, such as gpt2 or llama (default: the first "
+    "that expresses the model)",
     "",
   )
-  kind = "stablehlo: a predict function with its parameters, for jax alone"
-  add("--format", kind, "", choices=("", "stablehlo"))
+  kind = (
+    "hf: a folder that transformers opens; stablehlo: a predict function with "
+    "its parameters, for jax alone"
+  )
+  add("--format", kind, "", choices=("", "hf", "stablehlo"))
+  dtypes = ("", "float32", "bfloat16", "float16")
+  add("--dtype", "with --format=hf: dtype of the weights", "", choices=dtypes)
+  add(
+    "--max_shard_bytes",
+    "with --format=hf: size above which the weights are in several files",
+    0,
+    type=int,
+  )
   add(
     "--pred",
-    "with --format: predict function to export (default: the first of "
-    "caption, generate, logits, image, pre_logits that the task has)",
+    "with --format=stablehlo: predict function to export (default: the first "
+    "of caption, generate, logits, image, pre_logits that the task has)",
     "",
   )
-  size = "with --format: number of examples of a call (default: any)"
+  size = "with --format=stablehlo: number of examples of a call (default: any)"
   add("--batch_size", size, type=int)
-  add("--platforms", "with --format: platforms to run on", "cpu,cuda,tpu")
+  platforms = "with --format=stablehlo: platforms to run on"
+  add("--platforms", platforms, "cpu,cuda,tpu")
   add("--overwrite", "replace an existing OUT", action="store_true")
   add = command(
     "import",
@@ -184,12 +196,17 @@ def _check(args: argparse.Namespace) -> None:
         f"{', '.join(map(str, steps))}."
       )
   if args.command == "export":
-    if args.format and (args.layout or args.prefix not in ("", *_WEIGHTS)):
+    if args.layout and not args.format:
+      args.format = "hf"
+    if args.format and args.prefix not in ("", *_WEIGHTS):
       raise ConfigError(
-        f"--format={args.format}: expected no --layout, and params or ema as "
-        "--prefix."
+        f"--format={args.format}: expected params or ema as --prefix, got "
+        f"{args.prefix!r}."
       )
-    one_file = not args.layout and not args.format
+    for name in ("layout", "dtype", "max_shard_bytes"):
+      if getattr(args, name) and args.format != "hf":
+        raise ConfigError(f"--{name}: only with --format=hf.")
+    one_file = not args.format
     if one_file and not args.out.endswith((".npz", ".safetensors")):
       raise ConfigError(
         f"{args.out}: expected a name ending in .npz or .safetensors."
@@ -232,7 +249,7 @@ def main(argv: Sequence[str]) -> int:
   from bigtrain.inference import stablehlo
   from bigtrain.tools import checkpoint_export
 
-  if args.format:
+  if args.format == "stablehlo":
     count, size = stablehlo.export(
       args.path,
       args.out,
@@ -242,9 +259,15 @@ def main(argv: Sequence[str]) -> int:
       batch_size=args.batch_size,
       platforms=args.platforms.split(","),
     )
-  elif args.layout:
+  elif args.format == "hf":
     count, size = checkpoint_export.to_layout(
-      args.path, args.out, args.layout, args.prefix or "params", args.step
+      args.path,
+      args.out,
+      args.layout or None,
+      args.prefix or "params",
+      args.step,
+      dtype=args.dtype,
+      max_shard_bytes=args.max_shard_bytes,
     )
   else:
     count = checkpoint_export.to_file(

@@ -5,10 +5,14 @@ The module of a model defines its layouts by to_published(model, shapes, layout)
 of config.json and the arrays of the file.
 """
 
+import functools
 import json
+import math
 import os
+import re
+import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Protocol
 
 import numpy as np
@@ -16,8 +20,10 @@ import numpy as np
 from bigtrain import parts, settings
 from bigtrain.checkpoints import averages, folders, integrity
 from bigtrain.checkpoints.foreign import safetensors_files
-from bigtrain.checkpoints.manifest import CheckpointError, Manifest
+from bigtrain.checkpoints.manifest import CheckpointError, Manifest, dtype_of
 from bigtrain.files import paths
+from bigtrain.models.published import families
+from bigtrain.models.published.blocks import STATE
 from bigtrain.reports import record
 from bigtrain.settings import ConfigError, did_you_mean
 
@@ -110,14 +116,28 @@ def _write_about(path: str, manifest: Manifest) -> None:
 
 
 def to_layout(
-  path: str, out: str, layout: str, prefix: str, step: int | None = None
+  path: str,
+  out: str,
+  layout: str | None,
+  prefix: str,
+  step: int | None = None,
+  *,
+  dtype: str = "",
+  max_shard_bytes: int = 0,
 ) -> tuple[int, int]:
-  """Writes model.safetensors and config.json, one array in memory at a time.
+  """Writes a published model's folder, one array in memory at a time.
 
-  `layout` is one of the model's, such as "gpt2"; `prefix` is "params" or "ema".
+  The folder has config.json, the weights, in files of up to `max_shard_bytes`
+  if given, and the tokenizer of a published model that the run began with.
+
+  Args:
+    layout: a layout of the model, such as "gpt2"; None for the first that
+      expresses it.
+    prefix: "params" or "ema".
+    dtype: dtype of the weights; the checkpoint's if empty.
 
   Returns:
-    (number of arrays, bytes of the file).
+    (number of arrays, bytes of the files).
   """
   prefix = prefix.strip("/")
   directory, manifest, names = _find(path, step, prefix)
@@ -127,38 +147,135 @@ def to_layout(
   module, model = parts.model(settings.Config(config))
   if not hasattr(module, "to_published"):
     raise ConfigError(
-      f"--layout={layout}: the model of {directory} has no published layout."
+      f"--format=hf: the model of {directory} has no published layout."
     )
-  shapes = {
-    n.removeprefix(f"{prefix}/"): manifest.arrays[n].shape for n in names
-  }
+  full_names = {name.removeprefix(f"{prefix}/"): name for name in names}
+  state = [n for n in manifest.arrays if n.startswith(_MUTABLE + STATE)]
+  full_names |= {name.removeprefix(_MUTABLE): name for name in state}
+  shapes = {n: manifest.arrays[full].shape for n, full in full_names.items()}
   published, tensors = module.to_published(model, shapes, layout)
   dtypes = {manifest.arrays[name].dtype for name in names}
   if len(dtypes) > 1:
     raise ConfigError(f"{directory}: parameters of several dtypes: {dtypes}.")
-  (dtype,) = dtypes
-
+  (stored,) = dtypes
+  # State, such as the experts' selection biases, keeps its dtype.
+  kept = lambda t: all(name.startswith(STATE) for name, _ in t.parts)
+  specs = {
+    t.name: (t.shape, "float32" if kept(t) else dtype or stored)
+    for t in tensors
+  }
   os.makedirs(out, exist_ok=True)
-  specs = {t.name: (t.shape, dtype) for t in tensors}
-  weights = os.path.join(out, safetensors_files.MODEL)
-  with paths.replacing(weights, "wb") as file:
-    values = _built(directory, manifest, tensors, prefix)
-    # transformers requires the framework of the layout.
-    safetensors_files.write(file.name, specs, values, {"format": "pt"})
+  size = _write_weights(
+    out,
+    specs,
+    {
+      tensor.name: functools.partial(
+        _built, directory, manifest, tensor, full_names
+      )
+      for tensor in tensors
+    },
+    max_shard_bytes,
+  )
+  published |= {"dtype": dtype or stored, **_copy_companions(config, out)}
   with paths.replacing(os.path.join(out, "config.json")) as file:
-    json.dump({**published, "dtype": dtype}, file, indent=2)
+    json.dump(published, file, indent=2)
   _write_about(os.path.join(out, "bigtrain.json"), manifest)
-  return len(tensors), os.path.getsize(weights)
+  return len(tensors), size
+
+
+def _write_weights(
+  out: str,
+  specs: Mapping[str, tuple[Sequence[int], str]],
+  builders: Mapping[str, Callable[[], np.ndarray]],
+  max_shard_bytes: int,
+) -> int:
+  """Writes one file, or several with an index; returns their arrays' bytes."""
+  sizes = {
+    name: math.prod(shape) * dtype_of(dtype).itemsize
+    for name, (shape, dtype) in specs.items()
+  }
+  files = _files(sizes, max_shard_bytes)
+  for file, names in files.items():
+    with paths.replacing(os.path.join(out, file), "wb") as temporary:
+      safetensors_files.write(
+        temporary.name,
+        {name: specs[name] for name in names},
+        (
+          builders[name]().astype(dtype_of(specs[name][1]), copy=False)
+          for name in names
+        ),
+        {"format": "pt"},  # transformers requires the framework of the layout.
+      )
+  written = set(files)
+  total = sum(sizes.values())
+  if len(files) > 1:
+    index = {name: file for file, names in files.items() for name in names}
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    written.add(safetensors_files.INDEX)
+    record.write_json(os.path.join(out, safetensors_files.INDEX), content)
+  for name in os.listdir(out):  # Of an export that this one replaces.
+    if re.fullmatch(_WEIGHTS, name) and name not in written:
+      os.remove(os.path.join(out, name))
+  return total
+
+
+_WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+# Files of a published model's tokenizer, and defaults of its generation.
+_COMPANIONS = (
+  *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+  *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
+  *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+_MUTABLE = "mutable/"
+
+
+def _copy_companions(config: Mapping[str, Any], out: str) -> dict[str, Any]:
+  """Copies the tokenizer of the folder in config.model_init, if it is one.
+
+  Returns the ids of special tokens in the folder's config.json.
+  """
+  init = config.get("model_init")
+  folder = init.get("path") if isinstance(init, Mapping) else init
+  ids = dict.fromkeys(("bos_token_id", "eos_token_id"))
+  if not isinstance(folder, str) or not os.path.isdir(folder):
+    return ids
+  for name in _COMPANIONS:
+    if os.path.isfile(source := os.path.join(folder, name)):
+      shutil.copyfile(source, os.path.join(out, name))
+  _, values = families.read_json(folder)
+  names = (*ids, "pad_token_id")
+  return ids | {n: values[n] for n in names if values and n in values}
+
+
+def _files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
+  """Returns {file: arrays in it}; an array larger than `most` has its own."""
+  shards: list[list[str]] = [[]]
+  size = 0
+  for name, num_bytes in sizes.items():
+    if most and shards[-1] and size + num_bytes > most:
+      shards.append([])
+      size = 0
+    shards[-1].append(name)
+    size += num_bytes
+  if len(shards) == 1:
+    return {safetensors_files.MODEL: shards[0]}
+  N = len(shards)
+  return {
+    f"model-{i:05}-of-{N:05}.safetensors": shard
+    for i, shard in enumerate(shards, 1)
+  }
 
 
 def _built(
-  directory: str, manifest: Manifest, tensors: Sequence[Tensor], prefix: str
-) -> Iterator[np.ndarray]:
-  for tensor in tensors:
-    slices = [(f"{prefix}/{name}", index) for name, index in tensor.parts]
-    value = tensor.build(list(averages.read(directory, manifest, slices)))
-    if tuple(value.shape) != tuple(tensor.shape):
-      raise ValueError(
-        f"{tensor.name}: expected shape {tensor.shape}, got {value.shape}"
-      )
-    yield value
+  directory: str,
+  manifest: Manifest,
+  tensor: Tensor,
+  full_names: Mapping[str, str],
+) -> np.ndarray:
+  slices = [(full_names[name], index) for name, index in tensor.parts]
+  value = tensor.build(list(averages.read(directory, manifest, slices)))
+  if tuple(value.shape) != tuple(tensor.shape):
+    raise ValueError(
+      f"{tensor.name}: expected shape {tensor.shape}, got {value.shape}"
+    )
+  return value

@@ -336,7 +336,8 @@ def write_family(options, out):
     file = out / "model.safetensors"
     arrays = safetensors.torch.load_file(file) | blocks
     for name in blocks:
-      arrays.pop(name.removesuffix("_blocks"), None)
+      if name.endswith("_blocks"):
+        del arrays[name.removesuffix("_blocks")]
     safetensors.torch.save_file(arrays, file, {"format": "pt"})
     config.quantization_config = {
       "quant_method": "mxfp4",

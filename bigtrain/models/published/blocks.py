@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+# Start of the names of experts' selection biases, which are no parameters.
+STATE = "router_state/"
+
 
 class Block(NamedTuple):
   """Location of a block's parameter, parsed from its name.
@@ -24,6 +27,11 @@ class Block(NamedTuple):
   layer: int | None
   place: int
   rest: str
+
+  @property
+  def key(self) -> str:
+    """The stack; state is by the layers of the parameters that it is of."""
+    return self.stack.removeprefix(STATE)
 
 
 def parse_name(name: str, block: str, separator: str = "_") -> Block | None:
@@ -77,13 +85,13 @@ def layouts(
   separate: dict[str, set[int]] = {}
   for name in names:
     if parsed := parse_name(name, block, separator):
-      numbers = separate.setdefault(parsed.stack, set())
+      numbers = separate.setdefault(parsed.key, set())
       period = 0
       if parsed.layer is None:
         period = parsed.place + 1
       else:
         numbers.add(parsed.layer)
-      periods[parsed.stack] = max(periods.get(parsed.stack, 0), period)
+      periods[parsed.key] = max(periods.get(parsed.key, 0), period)
   return {
     stack: Layout(period, frozenset(separate[stack]))
     for stack, period in periods.items()
@@ -109,24 +117,24 @@ def restack_blocks(
   by_name: dict[str, tuple[Layout, int, dict[int, np.ndarray]]] = {}
   for name, value in flat.items():
     parsed = parse_name(name, block, separator)
-    stack = parsed.stack if parsed else ""
-    if parsed is None or new.get(stack, old[stack]) == old[stack]:
+    key = parsed.key if parsed else ""
+    if parsed is None or new.get(key, old[key]) == old[key]:
       result[name] = value
       continue
     numbered: dict[int, np.ndarray] = {}
     if parsed.layer is not None:
       numbered[parsed.layer] = value
     else:
-      layers = old[stack].layers(parsed.place, len(value))
+      layers = old[key].layers(parsed.place, len(value))
       numbered |= dict(zip(layers, value))
     for layer, value_i in numbered.items():
-      place = new[stack].stacked_at(layer)
+      place = new[key].stacked_at(layer)
       if place is None:
-        result[f"{stack}{separator}{layer}{parsed.rest}"] = value_i
+        result[f"{parsed.stack}{separator}{layer}{parsed.rest}"] = value_i
         continue
-      of_place = f"/{place}" if new[stack].period > 1 else ""
-      name = stack + of_place + parsed.rest
-      by_name.setdefault(name, (new[stack], place, {}))[2][layer] = value_i
+      of_place = f"/{place}" if new[key].period > 1 else ""
+      name = parsed.stack + of_place + parsed.rest
+      by_name.setdefault(name, (new[key], place, {}))[2][layer] = value_i
   for name, (layout, place, stacked) in by_name.items():
     expected = layout.layers(place, len(stacked))
     complete = set(stacked) == {*expected}

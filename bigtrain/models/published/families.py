@@ -1,41 +1,192 @@
-"""Published architectures: the fields of a model that a config.json determines.
+"""Published architectures: a table each, for config.json and for arrays.
 
-Hugging Face's transformers writes this file beside the weights. The arrays do
-not show the number of heads, the base of rotary embeddings, windows, epsilons
-or activations: these are known from this file only. A `Family` is a table of an
-architecture; decoder_families.py and t5_families.py have those of the models of
-the same name.
+The config.json that Hugging Face's transformers writes beside the weights has
+what the arrays do not show: the number of heads, the base of rotary embeddings,
+windows, epsilons, activations. A `Family` is a table that is read in both
+directions: config.json to the fields of a model, and fields to config.json.
+decoder_families.py and t5_families.py have the tables.
 """
 
 import json
+import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain import settings
+from bigtrain import dims, settings
+from bigtrain.models.published import layer_patterns, tables
+from bigtrain.models.published.layer_patterns import ByLayer
 
 FILE = "config.json"
 
+# Keys that change no output of a model: of the files, of training, generation.
+HARMLESS = frozenset(
+  """
+  architectures model_type transformers_version torch_dtype dtype auto_map
+  _name_or_path name_or_path _commit_hash _attn_implementation
+  _attn_implementation_autoset _experts_implementation attn_implementation
+  unsloth_fixed unsloth_version return_dict chunk_size_feed_forward
+  output_attentions output_hidden_states output_router_logits output_scores
+  return_dict_in_generate tf_legacy_loss torchscript pruned_heads use_bfloat16
+  id2label label2id num_labels problem_type finetuning_task task_specific_params
+  bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+  prefix tokenizer_class vocab_size_per_layer_input
+  use_cache cache_implementation max_length min_length max_new_tokens do_sample
+  early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
+  top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+  encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+  forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
+  begin_suppress_tokens exponential_decay_length_penalty
+  initializer_range initializer_factor attention_dropout attn_pdrop embd_pdrop
+  resid_pdrop hidden_dropout dropout_rate classifier_dropout
+  router_aux_loss_coef router_z_loss_coef router_jitter_noise pretraining_tp
+  """.split()
+)
+# Values that the model computes of keys that any family may have.
+_REQUIRES: dict[str, tuple[Any, ...]] = {
+  "cross_attention_hidden_size": (None,),
+  "add_cross_attention": (False,),
+  "tie_encoder_decoder": (False,),
+  "is_decoder": (False, True),
+  "use_mrope": (False,),
+  "use_bidirectional_attention": (False, None),
+  "per_layer_config": (None,),
+}
 
-class Family(NamedTuple):
-  """A kind of published model, a `model_type` of config.json.
+
+class Rule(NamedTuple):
+  """Fields that take more than a key each.
 
   Attributes:
-    defaults: {key: value of an absent key}, as in transformers' configuration
-      classes.
-    keys: {our field: key}; None in the file means that the field is derived.
-    constants: {our field: value of all these models}.
-    requires: {key: values that the model computes, if the key is there}.
-    in_shapes: fields whose values show in the arrays' shapes or names.
-    others: the fields that take more than a key.
+    keys: {key: value of an absent key}.
+    read: function from the config.json to {our field: value}; `ByLayer` where
+      layers differ.
+    write: function from canonical fields to {key: value}.
   """
 
-  defaults: Mapping[str, Any]
+  keys: Mapping[str, Any]
+  read: "Callable[[ConfigJson], Mapping[str, Any]]"
+  write: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class Family(NamedTuple):
+  """A kind of published model.
+
+  Attributes:
+    model_type: its name in config.json.
+    architecture: its class in transformers.
+    arrays: its table of arrays.
+    keys: {our field: key}.
+    defaults: {key: value of an absent key}, as in transformers' configuration
+      classes; also replaces values of `rules`.
+    constants: {our field: value of all these models}.
+    rules: by any name, so that other families can replace them.
+    requires: {key: values that the model computes, if the key is there}.
+    aliases: {other name of a key: key}.
+    harmless: keys beside HARMLESS that change nothing.
+    in_shapes: fields whose values show in the arrays' shapes or names.
+    limits: fields whose values change no result.
+    unless: {field: array}: a file with it decides by itself, whatever a key
+      that is true says.
+    quantised: values of quantization_config.quant_method that can be read.
+    neutral: {our field: value that a model has by itself}.
+  """
+
+  model_type: str
+  architecture: str
+  arrays: tables.Table
   keys: Mapping[str, str]
+  defaults: Mapping[str, Any]
   constants: Mapping[str, Any]
-  requires: Mapping[str, tuple[Any, ...]]
-  in_shapes: Collection[str]
-  others: "Callable[[ConfigJson, dict[str, Field]], dict[str, Field]]"
+  rules: Mapping[str, Rule]
+  requires: Mapping[str, tuple[Any, ...]] = {}
+  aliases: Mapping[str, str] = {}
+  harmless: Collection[str] = ()
+  in_shapes: Collection[str] = ()
+  limits: Collection[str] = ()
+  unless: Mapping[str, str] = {}
+  quantised: Collection[str] = ()
+  neutral: Mapping[str, Any] = {}
+
+  def but(self, model_type: str, architecture: str, **changes: Any) -> "Family":
+    """A family like this one; mappings are merged, the rest is replaced."""
+    merged: dict[str, Any] = {
+      name: {**getattr(self, name), **value}
+      if isinstance(value, Mapping)
+      else value
+      for name, value in changes.items()
+    }
+    return self._replace(
+      model_type=model_type, architecture=architecture, **merged
+    )
+
+  def absent(self) -> dict[str, Any]:
+    """{key that is read: its value if absent}."""
+    result: dict[str, Any] = dict.fromkeys(self.keys.values())
+    for rule in self.rules.values():
+      result |= rule.keys
+    return {key: self.defaults.get(key, x) for key, x in result.items()}
+
+  def read(
+    self, path: str, values: Mapping[str, Any], unread: Collection[str] = ()
+  ) -> "dict[str, Field]":
+    """Returns the fields that the values of a config.json determine.
+
+    Args:
+      unread: names of unknown keys that are left out.
+    """
+    values = {self.aliases.get(key, key): x for key, x in values.items()}
+    config = ConfigJson(path, {**self.absent(), **values})
+    method = (values.get("quantization_config") or {}).get("quant_method")
+    if method is not None and method not in self.quantised:
+      raise config.error(
+        f"quantization_config: quant_method={method!r}: expected weights of "
+        f"{' or '.join(['no quantisation', *self.quantised])}."
+      )
+    known = {*self.absent(), *self.requires, *_REQUIRES, "quantization_config"}
+    for key in values:
+      if key not in known and not {key} & (HARMLESS | {*self.harmless}):
+        if key not in unread:
+          hint = settings.did_you_mean(key, known)
+          raise config.error(
+            f"{key}={values[key]!r}: unknown key of model_type="
+            f"{self.model_type!r}; config.model_init = dict(path=..., "
+            f"allow_unread=[{key!r}]) leaves it out.{hint}"
+          )
+    for key, expected in {**_REQUIRES, **self.requires}.items():
+      config.require(key, *expected)
+    source = f"model_type={self.model_type!r}"
+    constants = {**self.neutral, **self.constants}
+    found = {name: (x, source) for name, x in constants.items()}
+    found |= {name: (config[key], key) for name, key in self.keys.items()}
+    for rule in self.rules.values():
+      keys = [key for key in rule.keys if key in values] or [*rule.keys][:1]
+      read = rule.read(config)
+      found |= {name: (x, ", ".join(keys)) for name, x in read.items()}
+    plain = layer_patterns.fields({n: x for n, (x, _) in found.items()})
+    return {
+      name: Field(
+        value,
+        found.get(name, ("", "layers"))[1],
+        name in self.in_shapes,
+        name in self.limits,
+        self.unless.get(name) if value else None,
+        name in self.neutral and value == self.neutral[name],
+      )
+      for name, value in plain.items()
+    }
+
+  def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of a model's canonical fields."""
+    first = lambda x: x[0] if isinstance(x, ByLayer) else x
+    config = {
+      "architectures": [self.architecture],
+      "model_type": self.model_type,
+      **{key: first(fields[name]) for name, key in self.keys.items()},
+    }
+    for rule in self.rules.values():
+      config |= rule.write(fields)
+    return config
 
 
 class Field(NamedTuple):
@@ -47,6 +198,7 @@ class Field(NamedTuple):
     in_shapes: whether another value shows in the arrays' shapes or names.
     is_limit: whether other values change no result.
     unless_array: name of an array; a file that has it decides by itself.
+    is_neutral: whether a model has this value without being told.
   """
 
   value: Any
@@ -54,13 +206,24 @@ class Field(NamedTuple):
   in_shapes: bool = False
   is_limit: bool = False
   unless_array: str | None = None
+  is_neutral: bool = False
 
 
-def keys_and_defaults(
-  table: Mapping[str, tuple[str, Any]],
-) -> tuple[dict[str, str], dict[str, Any]]:
-  """Splits a table {our field: (key, value of an absent key)}."""
-  return {name: key for name, (key, _) in table.items()}, dict(table.values())
+def choice(field: str, key: str, values: Mapping[Any, Any]) -> Rule:
+  """A field of named values: {value of the key: value of the field}.
+
+  The first value of the key is that of an absent one.
+  """
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    config.require(key, *values)
+    return {field: values[config[key]]}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    named = [name for name, x in values.items() if x == fields[field]]
+    return {key: [*named, *values][0]}
+
+  return Rule({key: next(iter(values))}, read, write)
 
 
 class ConfigJson(dict[str, Any]):
@@ -90,80 +253,182 @@ def file_beside(path: str) -> str:
   return os.path.join(folder, FILE)
 
 
-def fields(path: str, families: Mapping[str, Family]) -> "Fields | None":
-  """Returns the fields that a config.json determines, of a known family.
+def read_json(path: str) -> tuple[str, dict[str, Any] | None]:
+  """Returns (the config.json beside a path, its values).
 
   None without such a file, or if it describes a run and not a published model.
   """
   file = file_beside(path)
   if not os.path.isfile(file):
-    return None
+    return file, None
   try:
     with open(file) as f:
       values = json.load(f)
   except (OSError, ValueError) as e:
     raise settings.ConfigError(f"{file}: cannot be read: {e}") from e
   kind = values.get("model_type") if isinstance(values, dict) else None
-  if not isinstance(kind, str):
+  return file, values if isinstance(kind, str) else None
+
+
+def fields(
+  path: str,
+  families: Mapping[str, Family],
+  canonical: "Callable[[Mapping[str, Any]], dict[str, Any]]",
+  unread: Collection[str] = (),
+) -> "Fields | None":
+  """Returns the fields that the config.json beside a path determines.
+
+  Of a model of several parts, these are the fields of its `text_config`.
+
+  Args:
+    canonical: function from a model's fields to comparable ones.
+    unread: names of unknown keys that are left out.
+  """
+  file, values = read_json(path)
+  if values is None:
     return None
+  text = values.get("text_config")
+  if values["model_type"] not in families and isinstance(text, dict):
+    text = {"model_type": f"{values['model_type']}_text", **text}
+    tied = "tie_word_embeddings"
+    values = text | {tied: values[tied]} if tied in values else text
+  kind = values["model_type"]
   if kind not in families:
     names = values.get("architectures") or []
     raise settings.ConfigError(
       f"{file}: config.model_name does not compute the architecture {kind!r} "
       f"{tuple(names)}; it computes {', '.join(families)}."
     )
-  family = families[kind]
-  config = ConfigJson(file, {**family.defaults, **values})
-  for key, expected in family.requires.items():
-    config.require(key, *expected)
-  source = f"model_type={kind!r}"
-  result = {name: Field(x, source) for name, x in family.constants.items()}
-  for name, key in family.keys.items():
-    result[name] = Field(config[key], key, name in family.in_shapes)
-  return Fields(config, result | family.others(config, result))
+  return Fields(file, families[kind].read(file, values, unread), canonical)
 
 
-def check_layout(
-  layout: str, model: Any, needs: Mapping[str, Mapping[str, Any]]
-) -> None:
-  """Checks the model against needs, {layout: {field: value}}."""
-  settings.check_choice("--layout", layout, needs)
-  for field, value in needs[layout].items():
-    if getattr(model, field) != value:
-      raise settings.ConfigError(
-        f"--layout={layout}: expected a model with {field}={value!r}, got "
-        f"{getattr(model, field)!r}."
-      )
+def express(
+  model: Any,
+  layouts: Mapping[str, Family],
+  canonical: "Callable[[Mapping[str, Any]], dict[str, Any]]",
+  shapes: tables.Shapes,
+  param_dims: dims.Table,
+  layout: str | None = None,
+) -> tuple[dict[str, Any], list[tables.Tensor]]:
+  """Returns (contents of config.json, arrays) of a model.
+
+  Without a layout it is the first that expresses the model exactly: reading
+  its config.json gives the same fields again.
+  """
+  if layout:
+    settings.check_choice("--layout", layout, layouts)
+  fields = type(model).__dataclass_fields__
+  ours = canonical({name: getattr(model, name) for name in fields})
+  problems = {}
+  for name in [layout] if layout else layouts:
+    family, key = layouts[name], f"--layout={name}"
+    try:
+      config = family.write(ours)
+      read = family.read(key, config)
+      theirs = canonical({name: field.value for name, field in read.items()})
+      if different := _different(ours, theirs, [*read]):
+        texts = []
+        for field, (i, theirs_i) in different.items():
+          ours_i, theirs_i = _narrowed(_at(ours[field], i), theirs_i)
+          texts.append(f"{field}={theirs_i!r}, got {ours_i!r}{_in_layer(i)}")
+        raise settings.ConfigError(
+          f"{key}: expected a model with {'; '.join(texts)}."
+        )
+      return config, tables.export(key, family.arrays, shapes, param_dims)
+    except settings.ConfigError as e:
+      problems[name] = e
+  shortest = min(problems.values(), key=lambda e: len(str(e)))
+  if layout:
+    raise shortest
+  raise settings.ConfigError(
+    f"--format=hf: no published layout computes this model. {shortest}"
+  ) from shortest
+
+
+def _different(
+  ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, tuple[int | None, Any]]:
+  """Returns {field: (layer, their value in it)} of fields that differ.
+
+  The layer is None for fields that all layers have in common.
+  """
+  result: dict[str, tuple[int | None, Any]] = {}
+  for name in names:
+    if (
+      name not in theirs or name not in ours or _same(ours[name], theirs[name])
+    ):
+      continue
+    x, y = ours[name], theirs[name]
+    layer = None
+    if isinstance(y, ByLayer):
+      pairs = [i for i, pair in enumerate(zip(x, y)) if not _same(*pair)]
+      if not pairs:
+        continue  # Only their numbers differ, and depth with them.
+      if len(pairs) < len(y):
+        layer = pairs[0]
+      y = y[pairs[0]]
+    result[name] = (layer, y)
+  return result
+
+
+def _same(x: Any, y: Any) -> bool:
+  if isinstance(x, Mapping) and isinstance(y, Mapping):
+    return set(x) == set(y) and all(_same(x[key], y[key]) for key in x)
+  if isinstance(x, Sequence) and isinstance(y, Sequence) and type(x) is not str:
+    return len(x) == len(y) and all(map(_same, x, y))
+  if isinstance(x, float) and isinstance(y, float):
+    return math.isclose(x, y, rel_tol=1e-9)
+  return bool(x == y)
+
+
+def _at(value: Any, layer: int | None) -> Any:
+  return value[layer or 0] if isinstance(value, ByLayer) else value
+
+
+def _in_layer(layer: int | None) -> str:
+  return "" if layer is None else f" in layer {layer}"
 
 
 class Fields(dict[str, Field]):
   """The fields of a model that a config.json determines, by name."""
 
-  def __init__(self, config: ConfigJson, fields: Mapping[str, Field]):
+  def __init__(
+    self,
+    path: str,
+    fields: Mapping[str, Field],
+    canonical: Callable[[Mapping[str, Any]], dict[str, Any]],
+  ):
     super().__init__(fields)
-    self.path = config.path
+    self.path = path
+    self._canonical = canonical
 
   def contradictions(
     self, model: Any, arrays: Collection[str], key: str
   ) -> dict[str, str]:
     """Returns {name of a field: message} of the fields with another value."""
+    names = type(model).__dataclass_fields__
+    ours = self._canonical({name: getattr(model, name) for name in names})
+    theirs = self._canonical({name: x.value for name, x in self.items()})
     messages = {}
-    for name, field in self.items():
-      value = getattr(model, name)
-      if name == "moe":
-        value = _experts(value)
-      elif isinstance(value, Mapping):
-        value = dict(value)
-      decides = field.unless_array is not None and field.unless_array in arrays
-      if value != field.value and not field.is_limit and not decides:
-        messages[name] = _message(f"{key}.{name}", value, field)
+    for name, (layer, value) in _different(ours, theirs, self).items():
+      field = self[name]
+      if field.is_limit or field.unless_array in arrays:
+        continue
+      message = _message(
+        f"{key}.{name}", _at(ours[name], layer), field._replace(value=value)
+      )
+      messages[name] = message + _in_layer(layer)
     return messages
 
   def merge(
     self, options: Mapping[str, Any], allowed: Collection[str], key: str
   ) -> dict[str, Any]:
     """Returns `options`, of config.model, with the fields of the file."""
-    result = {n: f.value for n, f in self.items() if f.value is not None}
+    result = {
+      name: field.value
+      for name, field in self.items()
+      if field.value is not None and not field.is_neutral
+    }
     wrong = []
     for name, value in options.items():
       if value is None and name in self:
@@ -186,15 +451,13 @@ class Fields(dict[str, Field]):
 
 
 def _message(key: str, value: Any, field: Field) -> str:
-  return f"{key}={value!r}, but {FILE} has {field.value!r} ({field.key})"
+  value, expected = _narrowed(value, field.value)
+  return f"{key}={value!r}, but {FILE} has {expected!r} ({field.key})"
 
 
-def _experts(options: Any) -> dict[str, Any] | None:
-  if options is None:
-    return None
-  return {
-    "num_experts": options.num_experts,
-    "top_k": options.top_k,
-    "every": options.every,
-    "normalize": options.normalizes(),
-  }
+def _narrowed(x: Any, y: Any) -> tuple[Any, Any]:
+  """The two values, or where they are dicts, what differs in them."""
+  if not isinstance(x, Mapping) or not isinstance(y, Mapping):
+    return x, y
+  names = [name for name in y if not _same(x.get(name), y[name])]
+  return {n: x.get(n) for n in names}, {n: y[n] for n in names}

@@ -5,120 +5,172 @@ has T5X's names. In the published names a block's layers are numbered: attention
 and MLP in the encoder; attention, cross-attention and MLP in the decoder.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from bigtrain import dims, settings
+from bigtrain import dims
 from bigtrain.models.published import families, t5x, tables
-from bigtrain.models.published.families import ConfigJson, Family, Field
+from bigtrain.models.published.families import (
+  ConfigJson,
+  Family,
+  Rule,
+  choice,
+)
 from bigtrain.models.published.tables import Entry, linear, plain
 
-_KEYS, _DEFAULTS = families.keys_and_defaults(
-  {
-    "vocab_size": ("vocab_size", 32128),
-    "width": ("d_model", 512),
-    "head_dim": ("d_kv", 64),
-    "mlp_dim": ("d_ff", 2048),
-    "depth": ("num_layers", 6),
-    "decoder_depth": ("num_decoder_layers", None),
-    "num_heads": ("num_heads", 8),
-    "num_buckets": ("relative_attention_num_buckets", 32),
-    "max_distance": ("relative_attention_max_distance", 128),
-    "norm_eps": ("layer_norm_epsilon", 1e-6),
-  }
+_KEYS = {
+  "vocab_size": "vocab_size",
+  "width": "d_model",
+  "head_dim": "d_kv",
+  "mlp_dim": "d_ff",
+  "depth": "num_layers",
+  "num_heads": "num_heads",
+  "num_buckets": "relative_attention_num_buckets",
+  "max_distance": "relative_attention_max_distance",
+  "norm_eps": "layer_norm_epsilon",
+}
+_DEFAULTS = dict(
+  vocab_size=32128,
+  d_model=512,
+  d_kv=64,
+  d_ff=2048,
+  num_layers=6,
+  num_heads=8,
+  relative_attention_num_buckets=32,
+  relative_attention_max_distance=128,
+  layer_norm_epsilon=1e-6,
 )
-_DEFAULTS |= dict(feed_forward_proj="relu", tie_word_embeddings=True)
 _IN_SHAPES = ("vocab_size", "width", "mlp_dim", "depth", "decoder_depth")
-
-_MLPS = {"relu": "relu", "gated-gelu": "geglu"}
-_SWITCH = "switch_transformers"
-
-
-def _t5(config: ConfigJson, fields: dict[str, Field]) -> dict[str, Field]:
-  mlp = Field(_MLPS[config["feed_forward_proj"]], "feed_forward_proj")
-  return {"mlp": mlp, **_common(config, fields)}
+_SPARSE = ("num_sparse_encoder_layers", "num_sparse_decoder_layers")
+_NO_CAPACITY = 2**30
 
 
-def _switch(config: ConfigJson, fields: dict[str, Field]) -> dict[str, Field]:
-  mlp = Field("relu", "dense_act_fn")
-  return {"mlp": mlp, "moe": _experts(config), **_common(config, fields)}
+def _decoder_depth() -> Rule:
+  key = "num_decoder_layers"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    return {"decoder_depth": config[key] or config["num_layers"]}
+
+  return Rule({key: None}, read, lambda fields: {key: fields["decoder_depth"]})
 
 
-def _common(config: ConfigJson, fields: dict[str, Field]) -> dict[str, Field]:
-  depth = fields["decoder_depth"]
+def _tied() -> Rule:
   # Older versions of transformers scale the input of a tied head, newer ones
   # tie whatever is equal and have a key for the scale.
-  tied = "tie_word_embeddings"
-  if "scale_decoder_outputs" in config:
-    tied = "scale_decoder_outputs"
-  return {
-    "decoder_depth": fields["depth"] if depth.value is None else depth,
-    "tied_head": Field(config[tied], tied),
-  }
+  tied, scaled = "tie_word_embeddings", "scale_decoder_outputs"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    key = tied if config[scaled] is None else scaled
+    return {"tied_head": config[key]}
+
+  write = lambda fields: {tied: fields["tied_head"]}
+  return Rule({tied: True, scaled: None}, read, write)
 
 
-def _experts(config: ConfigJson) -> Field:
-  keys = ("num_sparse_encoder_layers", "num_sparse_decoder_layers")
-  depths = (config["num_layers"], config["num_decoder_layers"])
-  key = ", ".join(keys)
-  # Layers 1, 1 + step, 1 + 2 step, ... have experts; all have them at step 1.
-  steps = {
-    depth // config[name] if config[name] else 0
-    for name, depth in zip(keys, depths)
-  }
-  if steps == {0}:
-    return Field(None, key)
-  if not steps < {1, 2}:
-    raise config.error(
-      f"{keys[0]}={config[keys[0]]!r}, {keys[1]}={config[keys[1]]!r}: the "
-      "model computes only experts in all layers or in every second layer of "
-      "both stacks."
-    )
-  (every,) = steps
-  experts = dict(
-    num_experts=config["num_experts"], top_k=1, every=every, normalize=False
-  )
-  return Field(experts, f"num_experts, {key}")
+def _experts() -> Rule:
+  """Experts in all layers or in layers 1, 3, 5, ..., one for each token."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    depths = (config["num_layers"], config["num_decoder_layers"])
+    # Layers 1, 1 + step, 1 + 2 step, ... have experts; all at step 1.
+    steps = {
+      (depth or depths[0]) // config[name] if config[name] else 0
+      for name, depth in zip(_SPARSE, depths)
+    }
+    if steps == {0}:
+      return {"moe": None}
+    if not steps < {1, 2}:
+      raise config.error(
+        f"{_SPARSE[0]}={config[_SPARSE[0]]!r}, {_SPARSE[1]}="
+        f"{config[_SPARSE[1]]!r}: the model computes only experts in all "
+        "layers or in every second layer of both stacks."
+      )
+    (every,) = steps
+    num = config["num_experts"]
+    moe = dict(num_experts=num, top_k=1, every=every, normalize=False)
+    return {"moe": moe}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    moe = fields["moe"] or dict(num_experts=1, every=1, jitter=0.0)
+    depths = (fields["depth"], fields["decoder_depth"])
+    sparse = [depth // moe["every"] for depth in depths]
+    return {
+      "num_experts": moe["num_experts"],
+      **dict(zip(_SPARSE, sparse if fields["moe"] else (0, 0))),
+      # The layout's capacity is a number of tokens, ours a share of the length.
+      "expert_capacity": _NO_CAPACITY,
+      "router_jitter_noise": fields["jitter"],
+      "router_bias": False,
+    }
+
+  return Rule(dict.fromkeys(_SPARSE, 3) | {"num_experts": 8}, read, write)
 
 
-_FAMILY = Family(
-  _DEFAULTS,
-  _KEYS,
-  dict(moe=None),
-  {"feed_forward_proj": tuple(_MLPS)},
-  _IN_SHAPES,
-  _t5,
-)
-FAMILIES = {
-  "t5": _FAMILY,
-  "mt5": _FAMILY._replace(
-    defaults=_DEFAULTS
-    | dict(
-      vocab_size=250_112,
-      d_ff=1024,
-      num_layers=8,
-      num_heads=6,
-      feed_forward_proj="gated-gelu",
-      tie_word_embeddings=False,
-    )
-  ),
-  _SWITCH: Family(
-    _DEFAULTS
-    | dict(
-      d_model=768,
-      num_layers=12,
-      num_decoder_layers=12,
-      num_heads=12,
-      num_sparse_encoder_layers=3,
-      num_sparse_decoder_layers=3,
-      num_experts=8,
+def _others() -> Rule:
+  """Keys that no field depends on."""
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+      "dropout_rate": fields["dropout"],
+      "is_encoder_decoder": True,
+      "pad_token_id": 0,
+      "decoder_start_token_id": 0,
+      "eos_token_id": None,
+    }
+
+  return Rule({"is_encoder_decoder": True}, lambda config: {}, write)
+
+
+_T5 = Family(
+  "t5",
+  "T5ForConditionalGeneration",
+  (),
+  keys=_KEYS,
+  defaults=_DEFAULTS,
+  constants=dict(moe=None),
+  rules=dict(
+    mlp=choice(
+      "mlp", "feed_forward_proj", {"relu": "relu", "gated-gelu": "geglu"}
     ),
-    _KEYS,
-    {},
-    {"dense_act_fn": ("relu",), "router_bias": (False,)},
-    _IN_SHAPES,
-    _switch,
+    decoder_depth=_decoder_depth(),
+    tied=_tied(),
+    others=_others(),
   ),
+  harmless=("n_positions", "dense_act_fn", "is_gated_act", "output_past"),
+  in_shapes=_IN_SHAPES,
+)
+_MT5 = _T5.but(
+  "mt5",
+  "MT5ForConditionalGeneration",
+  defaults=dict(
+    vocab_size=250_112,
+    d_ff=1024,
+    num_layers=8,
+    num_heads=6,
+    feed_forward_proj="gated-gelu",
+    tie_word_embeddings=False,
+  ),
+)
+_SWITCH = _T5.but(
+  "switch_transformers",
+  "SwitchTransformersForConditionalGeneration",
+  defaults=dict(
+    d_model=768, num_layers=12, num_decoder_layers=12, num_heads=12
+  ),
+  constants=dict(),
+  rules=dict(
+    mlp=choice("mlp", "dense_act_fn", {"relu": "relu"}), moe=_experts()
+  ),
+  requires={"router_bias": (False,)},
+  harmless=(
+    *("expert_capacity", "add_router_probs", "router_dtype", "n_positions"),
+    *("router_ignore_padding_tokens", "router_type", "sparse_step"),
+    *("batch_prioritized_routing", "num_selected_experts", "is_gated_act"),
+    *("encoder_sparse_step", "decoder_sparse_step", "feed_forward_proj"),
+  ),
+)
+FAMILIES: dict[str, Family] = {
+  family.model_type: family for family in (_T5, _MT5, _SWITCH)
 }
 
 
@@ -181,10 +233,16 @@ def _table(gated: bool = False, switch: bool = False) -> list[Entry]:
   ]
 
 
-LAYOUTS: dict[str, tables.Table] = {
-  "t5": _table(),
-  "t5_1_1": _table(gated=True),
-  "switch": _table(switch=True),
+def _of_mlp(kind: str, gated: str, arrays: list[Entry]) -> Family:
+  mlp = choice("mlp", "feed_forward_proj", {kind: gated})
+  t5 = _T5.but(_T5.model_type, _T5.architecture, rules=dict(mlp=mlp))
+  return t5._replace(arrays=arrays)
+
+
+LAYOUTS: dict[str, Family] = {
+  "t5": _of_mlp("relu", "relu", _table()),
+  "t5_1_1": _of_mlp("gated-gelu", "geglu", _table(gated=True)),
+  "switch": _SWITCH._replace(arrays=_table(switch=True)),
 }
 # Copies of the embedding.
 _COPIES = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
@@ -198,7 +256,7 @@ def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
   return tables.load(
-    LAYOUTS,
+    {name: family.arrays for name, family in LAYOUTS.items()},
     t5x.renamed(flat),
     like,
     param_dims,
@@ -207,59 +265,33 @@ def load(
   )
 
 
-# {layout of an export: values of a model's fields that it requires}.
-_NEEDS: dict[str, dict[str, Any]] = {
-  "t5": dict(mlp="relu", moe=None),
-  "t5_1_1": dict(mlp="geglu", moe=None),
-  "switch": dict(mlp="relu"),
-}
-_NO_CAPACITY = 2**30
+def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Comparable fields of a model."""
+  moe = values.get("moe")
+  if moe is not None and not isinstance(moe, Mapping):
+    moe = moe._asdict() | {"normalize": moe.normalizes()}
+  names = ("num_experts", "top_k", "every", "normalize")
+  return {
+    **values,
+    "moe": moe and {name: moe[name] for name in names},
+    "jitter": moe.get("jitter", 0.0) if moe else 0.0,
+  }
+
+
+def read(path: str, unread: Collection[str] = ()) -> families.Fields | None:
+  return families.fields(path, FAMILIES, canonical, unread)
 
 
 def export(
-  model: Any, shapes: tables.Shapes, layout: str, param_dims: dims.Table
+  model: Any,
+  shapes: tables.Shapes,
+  layout: str | None,
+  param_dims: dims.Table,
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
   """Returns (contents of config.json, arrays) in a published layout."""
-  families.check_layout(layout, model, _NEEDS)
-  table = list(LAYOUTS[layout])
-  if layout == "switch" and not model.tied_head:
-    table += [plain(name, "token_embedding") for name in _COPIES]
-  config = _config(model, layout)
-  return config, tables.export(layout, table, shapes, param_dims)
-
-
-def _config(model: Any, layout: str) -> dict[str, Any]:
-  config = {
-    "architectures": ["T5ForConditionalGeneration"],
-    "model_type": "t5",
-    **{key: getattr(model, name) for name, key in _KEYS.items()},
-    "dropout_rate": model.dropout,
-    "is_encoder_decoder": True,
-    "tie_word_embeddings": model.tied_head,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 0,
-    "eos_token_id": None,
-  }
-  if layout != "switch":
-    gated = model.mlp == "geglu"
-    return config | {"feed_forward_proj": "gated-gelu" if gated else "relu"}
-  moe = model.moe
-  # The layout has experts in all layers or in layers 1, 3, 5, ..., and one for
-  # each token.
-  if moe is None or moe.every > 2 or moe.top_k > 1 or moe.normalizes():
-    raise settings.ConfigError(
-      "--layout=switch: expected config.model.moe with every=1 or 2, top_k=1 "
-      f"and normalize=False, got {moe}."
-    )
-  return config | {
-    "architectures": ["SwitchTransformersForConditionalGeneration"],
-    "model_type": _SWITCH,
-    "num_experts": moe.num_experts,
-    "num_sparse_encoder_layers": model.depth // moe.every,
-    "num_sparse_decoder_layers": model.decoder_depth // moe.every,
-    # The layout's capacity is a number of tokens, ours a share of the length.
-    "expert_capacity": _NO_CAPACITY,
-    "router_jitter_noise": moe.jitter,
-    "router_bias": False,
-    "dense_act_fn": "relu",
-  }
+  layouts = dict(LAYOUTS)
+  if not model.tied_head:  # transformers reads all three of a Switch's.
+    copies = [plain(name, "token_embedding") for name in _COPIES]
+    arrays = [*layouts["switch"].arrays, *copies]
+    layouts["switch"] = layouts["switch"]._replace(arrays=arrays)
+  return families.express(model, layouts, canonical, shapes, param_dims, layout)

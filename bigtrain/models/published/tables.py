@@ -33,14 +33,17 @@ class Entry(NamedTuple):
   """A published array and our parameters in it.
 
   Attributes:
-    published: name of the array; {i} is the layer, {e} the expert.
+    published: name of the array; {i} is the layer, {e} the expert. Without
+      {e}, an array of experts has all of them in its first axis.
     ours: names of our parameters, joined along their output axes.
     transposed: whether the published matrix is (outputs, inputs).
+    interleaved: whether the outputs of our parameters take turns.
   """
 
   published: str
   ours: tuple[str, ...]
   transposed: bool = False
+  interleaved: bool = False
 
 
 Table = Sequence[Entry]
@@ -69,7 +72,8 @@ def load(
   """Converts the arrays of a file to our names and shapes.
 
   Args:
-    layouts: tables by layout; the one that knows most names is taken.
+    layouts: tables by layout; the one that knows most names, of the file and
+      of the model, is taken.
     like: our parameters by name; gives shapes, and whether layers are stacked.
     ignored: {regular expression of names: reason}.
     copies: names of arrays that may be copies of the embedding.
@@ -78,7 +82,7 @@ def load(
     {name: array or `LazyStack`; a `Remark` if it cannot be made}. Arrays that
     the table does not use keep their names. None for a file in another layout.
   """
-  layout = _find(layouts, flat)
+  layout = _find(layouts, flat, like)
   if layout is None:
     return None
   table = layouts[layout]
@@ -97,34 +101,42 @@ def load(
   arrays = {name: x for name, x in flat.items() if name not in remarks}
   used: set[str] = set()
   result: dict[str, Any] = {}
-  places = _places({name: leaf.shape for name, leaf in like.items()})
+  shapes = {name: tuple(leaf.shape) for name, leaf in like.items()}
+  sources = _sources(shapes)
   entries = {ours: entry for entry in table for ours in entry.ours}
-  for name, place in places.items():
+  for name, place in _places(shapes).items():
     entry = entries.get(place.name)
     if entry is None:
       continue
-    inputs = _num_inputs(param_dims, place.name)
-    get = functools.partial(_get, arrays, used, entry, place.name, inputs)
-    shape = tuple(like[name].shape)
+    get = functools.partial(
+      _get, arrays, used, entry, place.name, sources, shapes, param_dims
+    )
     if place.stacked:
-      value = _stack([get({"i": i}, shape[1:]) for i in place.layers])
+      value = _stack([get({"i": i}) for i in place.layers])
     else:
-      value = get({"i": place.layers[0]}, shape)
+      value = get({"i": place.layers[0]})
     result[name] = value
   result |= {name: x for name, x in arrays.items() if name not in used}
   return result | remarks
 
 
-def _find(tables: Mapping[str, Table], names: Iterable[str]) -> str | None:
-  names = list(names)
+def _find(
+  tables: Mapping[str, Table], names: Iterable[str], like: Mapping[str, Any]
+) -> str | None:
+  form = lambda name: re.sub(r"\d+|\{[ie]\}", "#", name)
+  forms = {form(name) for name in names}
+  ours = {
+    parsed.stack + parsed.rest if parsed else name
+    for name in like
+    for parsed in [blocks.parse_name(name, "blocks")]
+  }
   counts = {}
   for layout, table in tables.items():
-    patterns = [re.escape(entry.published) for entry in table]
-    regex = re.sub(r"\\\{[ie]\\\}", r"\\d+", "|".join(patterns))
-    known = re.compile(regex).fullmatch
-    counts[layout] = sum(known(name) is not None for name in names)
-  best = max(counts, key=lambda layout: counts[layout])
-  return best if counts[best] else None
+    entries = [entry for entry in table if form(entry.published) in forms]
+    covered = {name for entry in entries for name in entry.ours} & ours
+    counts[layout] = len(entries), len(covered)
+  best = max(counts, key=lambda layout: sum(counts[layout]))
+  return best if counts[best][0] else None
 
 
 def _compare(
@@ -190,15 +202,35 @@ def _places(shapes: Shapes) -> dict[str, _Place]:
     if block.layer is not None:
       places[name] = _Place(table_name, (block.layer,), False)
     else:
-      layers = layouts[block.stack].layers(block.place, shape[0])
+      layout = layouts[block.key]
+      layers = layout.layers(block.place, shape[0])
       places[name] = _Place(table_name, tuple(layers), True)
   return places
 
 
-def _num_inputs(param_dims: dims.Table, name: str) -> int:
-  roles = dims.find(param_dims, name)
-  assert roles is not None, name
-  return len(roles.inputs)
+# {name in tables: {layer: (our name, index into its leading axis)}}
+_Sources = Mapping[str, Mapping[int | None, tuple[str, tuple[slice, ...]]]]
+
+
+def _sources(shapes: Shapes) -> _Sources:
+  sources: dict[str, dict[int | None, tuple[str, tuple[slice, ...]]]] = {}
+  for name, place in _places(shapes).items():
+    for number, layer in enumerate(place.layers):
+      index = (slice(number, number + 1),) if place.stacked else ()
+      sources.setdefault(place.name, {})[layer] = (name, index)
+  return sources
+
+
+def _in_layer(
+  entry: Entry, layer: int | None, sources: _Sources, shapes: Shapes
+) -> list[tuple[int, ...]]:
+  """Shapes of an entry's parameters in a layer, and of an expert with {e}."""
+  result = []
+  for ours in entry.ours:
+    name, index = sources[ours][layer]
+    skipped = len(index) + ("{e}" in entry.published)
+    result.append(tuple(shapes[name])[skipped:])
+  return result
 
 
 def _get(
@@ -206,33 +238,50 @@ def _get(
   used: set[str],
   entry: Entry,
   ours: str,
-  num_inputs: int,
+  sources: _Sources,
+  shapes: Shapes,
+  param_dims: dims.Table,
   indices: Mapping[str, int | None],
-  shape: tuple[int, ...],
 ) -> Any:
   """Returns one of our parameters, or a `Remark` why it cannot be loaded.
 
   Args:
     indices: "i", the layer, and "e", the expert, if known.
-    shape: shape of the parameter in a layer (and expert).
   """
-  get = functools.partial(_get, flat, used, entry, ours, num_inputs)
+  get = functools.partial(
+    _get, flat, used, entry, ours, sources, shapes, param_dims
+  )
   if "{e}" in entry.published and "e" not in indices:
-    experts = range(shape[0])
-    return _stack([get({**indices, "e": e}, shape[1:]) for e in experts])
+    name, index = sources[ours][indices["i"]]
+    experts = range(shapes[name][len(index)])
+    return _stack([get({**indices, "e": e}) for e in experts])
   name = entry.published.format(**indices)
   if name not in flat:
     return Remark("missing", f"the file has no {name}")
   used.add(name)
-  text = f"the file has {conversions.describe(flat[name])} in {name}"
-  if not jnp.issubdtype(flat[name].dtype, jnp.floating):
+  value = flat[name]
+  text = f"the file has {conversions.describe(value)} in {name}"
+  if not jnp.issubdtype(value.dtype, jnp.floating):
     return Remark("retyped", text)
-  value = flat[name].T if entry.transposed else flat[name]
-  *inputs, outputs = _flat(shape, num_inputs)
-  if value.shape != (*inputs, outputs * len(entry.ours)):
+  if not all(indices["i"] in sources.get(part, ()) for part in entry.ours):
+    others = ", ".join(part for part in entry.ours if part != ours)
+    return Remark("reshaped", f"{text}, with {others}")
+  of_parts = _in_layer(entry, indices["i"], sources, shapes)
+  flats = [_flat(x, entry, param_dims) for x in of_parts]
+  number = entry.ours.index(ours)
+  if entry.transposed:
+    value = value.swapaxes(-1, -2)
+  if value.shape != _joined(flats):
     return Remark("reshaped", text)
-  first = entry.ours.index(ours) * outputs
-  return value[..., first : first + outputs].reshape(shape)
+  first = sum(x[-1] for x in flats[:number])
+  part = slice(first, first + flats[number][-1])
+  if entry.interleaved:
+    part = slice(number, None, len(flats))
+  return value[..., part].reshape(of_parts[number])
+
+
+def _joined(flats: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+  return (*flats[0][:-1], sum(x[-1] for x in flats))
 
 
 def _stack(parts: Sequence[Any]) -> LazyStack | Remark:
@@ -258,67 +307,75 @@ class Tensor(NamedTuple):
 
 
 def export(
-  layout: str, table: Table, shapes: Shapes, param_dims: dims.Table
+  key: str, table: Table, shapes: Shapes, param_dims: dims.Table
 ) -> list[Tensor]:
-  """Returns the arrays of a published file, of our parameters' shapes."""
-  # {name in tables: {layer: (our name, index into its leading axis)}}
-  sources: dict[str, dict[int | None, tuple[str, tuple[slice, ...]]]] = {}
-  for name, place in _places(shapes).items():
-    for number, layer in enumerate(place.layers):
-      index = (slice(number, number + 1),) if place.stacked else ()
-      sources.setdefault(place.name, {})[layer] = (name, index)
+  """Returns the arrays of a published file, of our parameters' shapes.
+
+  `key` stands before error messages.
+  """
+  sources = _sources(shapes)
   tensors = []
   for entry in table:
     # A model may lack an entry, such as the head if it is tied.
     for layer in sources.get(entry.ours[0], ()):
-      parts = [sources[ours][layer] for ours in entry.ours]
-      num_inputs = _num_inputs(param_dims, entry.ours[0])
-      tensors += _tensors(entry, num_inputs, layer, parts, shapes)
+      if all(layer in sources.get(ours, ()) for ours in entry.ours):
+        tensors += _tensors(entry, layer, sources, shapes, param_dims)
   used = {name for tensor in tensors for name, _ in tensor.parts}
   unused = sorted(set(shapes) - used)
   if unused:
     raise settings.ConfigError(
-      f"--layout={layout}: the layout has no place for {', '.join(unused[:3])}."
+      f"{key}: the layout has no place for {', '.join(unused[:3])}."
     )
   return tensors
 
 
 def _tensors(
   entry: Entry,
-  num_inputs: int,
   layer: int | None,
-  sources: Sequence[tuple[str, tuple[slice, ...]]],
+  sources: _Sources,
   shapes: Shapes,
+  param_dims: dims.Table,
 ) -> list[Tensor]:
   """Returns an entry's array in a layer, or one for each expert."""
-  inner = [tuple(shapes[name])[len(index) :] for name, index in sources]
+  inner = _in_layer(entry, layer, sources, shapes)
   experts: Sequence[int | None] = [None]
   if "{e}" in entry.published:
-    experts = range(inner[0][0])
-    inner = [shape[1:] for shape in inner]
-  flat = [_flat(shape, num_inputs) for shape in inner]
-  joined = (*flat[0][:-1], sum(shape[-1] for shape in flat))
+    name, index = sources[entry.ours[0]][layer]
+    experts = range(shapes[name][len(index)])
+  flat = [_flat(shape, entry, param_dims) for shape in inner]
+  shape = _joined(flat)
+  if entry.transposed:
+    shape = (*shape[:-2], shape[-1], shape[-2])
 
   def build(parts: list[np.ndarray]) -> np.ndarray:
     parts = [part.reshape(shape) for part, shape in zip(parts, flat)]
-    value = np.concatenate(parts, axis=-1)
-    return value.T if entry.transposed else value
+    if entry.interleaved:
+      value = np.stack(parts, axis=-1).reshape(_joined(flat))
+    else:
+      value = np.concatenate(parts, axis=-1)
+    return value.swapaxes(-1, -2) if entry.transposed else value
 
   tensors = []
   for e in experts:
     expert_index = () if e is None else (slice(e, e + 1),)
     parts = []
-    for (name, layer_index), shape in zip(sources, inner):
-      rest = (slice(None),) * len(shape)
+    for ours, of_part in zip(entry.ours, inner):
+      name, layer_index = sources[ours][layer]
+      rest = (slice(None),) * len(of_part)
       parts.append((name, (*layer_index, *expert_index, *rest)))
     name = entry.published.format(i=layer, e=e)
-    shape = joined[::-1] if entry.transposed else joined
     tensors.append(Tensor(name, shape, parts, build))
   return tensors
 
 
-def _flat(shape: Sequence[int], num_inputs: int) -> tuple[int, ...]:
-  """Returns the shape as a matrix (inputs, outputs), or as a vector."""
-  outputs = math.prod(shape[num_inputs:])
-  inputs = (math.prod(shape[:num_inputs]),) if num_inputs else ()
-  return (*inputs, outputs)
+def _flat(
+  shape: Sequence[int], entry: Entry, param_dims: dims.Table
+) -> tuple[int, ...]:
+  """Returns the shape as a matrix (inputs, outputs) or vector, of experts."""
+  roles = dims.find(param_dims, entry.ours[0])
+  # State, which has no roles, is a vector.
+  stack = len(roles.stack) if roles and "{e}" not in entry.published else 0
+  inputs = len(roles.inputs) if roles else 0
+  lead, rest = tuple(shape[:stack]), shape[stack:]
+  outputs = math.prod(rest[inputs:])
+  return (*lead, *((math.prod(rest[:inputs]),) if inputs else ()), outputs)

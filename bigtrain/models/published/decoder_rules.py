@@ -1,0 +1,610 @@
+"""Rules of decoders' config.json: rotations, windows, experts, biases.
+
+Each rule reads keys into fields of models.decoder and writes them again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bigtrain import settings
+from bigtrain.models.published.families import ConfigJson, Rule
+from bigtrain.models.published.layer_patterns import ByLayer, by_layer
+
+_SITES = ("qkv", "out", "mlp", "norm", "experts", "router", "head")
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+# Options of scaled rotary embeddings, {ours: theirs}; those that have a default
+# value may be absent.
+_ORIGINAL = "original_max_position_embeddings"
+_ORIGINAL_LEN = {"original_len": _ORIGINAL}
+_SCALINGS: dict[str, dict[str, str]] = {
+  "linear": {"factor": "factor"},
+  "llama3": {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    **_ORIGINAL_LEN,
+  },
+  "yarn": {
+    name: name
+    for name in (
+      "factor beta_fast beta_slow truncate mscale mscale_all_dim "
+      "attention_factor"
+    ).split()
+  }
+  | _ORIGINAL_LEN,
+  "longrope": {
+    name: name
+    for name in ("short_factor", "long_factor", "factor", "attention_factor")
+  }
+  | _ORIGINAL_LEN,
+}
+_OPTIONAL: dict[str, Any] = dict(
+  beta_fast=32.0,
+  beta_slow=1.0,
+  truncate=True,
+  mscale=None,
+  mscale_all_dim=None,
+  attention_factor=None,
+)
+
+
+def canonical(values: Mapping[str, Any], neutral: Mapping[str, Any]) -> Any:
+  """Comparable fields of a decoder: defaults filled in, layers one by one."""
+  given = {name: x for name, x in values.items() if x is not None}
+  result = {**values, **neutral, **given}
+  layers = [_layer(layer, result) for layer in by_layer(result)]
+  for name in layers[0]:
+    result[name] = ByLayer(layer[name] for layer in layers)
+  result["qk_norm"] = {True: "head", False: None}.get(
+    result["qk_norm"], result["qk_norm"]
+  )
+  result["use_bias"] = _sites(result)
+  result["mlp_clip"] = _plain(result["mlp_clip"])
+  for name in ("kinds", "layers", "first_layers"):
+    result.pop(name, None)
+  return result
+
+
+def _plain(options: Any) -> Any:
+  """Options that are a mapping or a named tuple, as a dict."""
+  return options and dict(getattr(options, "_asdict", lambda: options)())
+
+
+def _sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
+  """Sites of biases, without those that the model does not have."""
+  sites = fields["use_bias"]
+  if isinstance(sites, bool):
+    sites = _SITES[:4] if sites else ()
+  elsewhere = {
+    "norm": fields["norm"] == "rmsnorm",
+    "mlp": None not in fields["moe"],
+    "experts": not any(fields["moe"]),
+    "router": not any(fields["moe"]),
+    "head": fields["tied_head"],
+  }
+  return tuple(s for s in _SITES if s in sites and not elsewhere.get(s))
+
+
+def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+  layer = {**layer, "moe": _experts(layer["moe"], layer["mlp_dim"])}
+  if layer["moe"] is not None:
+    layer["mlp_dim"] = None
+  if layer["query_scale"]:
+    layer["query_scale"] = {"log": "log", **_plain(layer["query_scale"])}
+  if layer["attention_scale"] is None:
+    layer["attention_scale"] = layer["head_dim"] ** -0.5
+  if layer["posemb"] != "rope":
+    nothing = dict(rope_theta=None, rope_scaling=None, rope_fraction=None)
+    return {**layer, **nothing}
+  scaling = {
+    name: value
+    for name, value in (layer["rope_scaling"] or {}).items()
+    if value is not None and _OPTIONAL.get(name) != value
+  }
+  if scaling.get("type") == "longrope" and "factor" not in scaling:
+    scaling["factor"] = fields["max_len"] / scaling["original_len"]
+  return {**layer, "rope_scaling": scaling or None}
+
+
+def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
+  if options is None:
+    return None
+  options = _plain(options) or {}
+  get = lambda name, default: (
+    default if options.get(name) is None else options[name]
+  )
+  top_k, width = get("top_k", 2), get("mlp_dim", mlp_dim)
+  score, normalize = get("score", "softmax"), get("normalize", top_k > 1)
+  if score == "softmax" and normalize:  # Equal, over all and over the chosen.
+    score = "softmax_of_top"
+  shared = get("shared_dim", get("shared_experts", 0) * width)
+  return dict(
+    num_experts=options["num_experts"],
+    top_k=top_k,
+    score=score,
+    normalize=True if score == "softmax_of_top" else normalize,
+    scale=get("scale", 1.0),
+    selection_bias=get("selection_bias", False),
+    groups=_plain(options.get("groups")),
+    mlp_dim=width,
+    shared_dim=shared,
+    shared_gate=bool(shared) and get("shared_gate", False),
+  )
+
+
+def heads() -> Rule:
+  """Heads of keys and values, and the width of heads, that may be absent."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    num = config["num_attention_heads"]
+    return {
+      "num_kv_heads": config["num_key_value_heads"] or num,
+      "head_dim": config["head_dim"] or config["hidden_size"] // num,
+    }
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+      "num_key_value_heads": fields["num_kv_heads"][0],
+      "head_dim": fields["head_dim"][0],
+    }
+
+  return Rule({"num_key_value_heads": None, "head_dim": None}, read, write)
+
+
+def biases(*always: str, **keys: Sequence[str]) -> Rule:
+  """Sites that always have biases, and those of keys."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    sites = {*always}
+    for key, of_key in keys.items():
+      sites |= {*of_key} if config[key] else set()
+    return {"use_bias": [site for site in _SITES if site in sites] or False}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    sites = fields["use_bias"]
+    return {key: {*of_key} <= {*sites} for key, of_key in keys.items()}
+
+  return Rule(dict.fromkeys(keys, False), read, write)
+
+
+LayerTypes = Callable[[ConfigJson], list[str]]
+
+
+def types_by_period(default: int, key: str | None = None) -> LayerTypes:
+  """layer_types where the last layer of each period has no window."""
+  period = lambda config: config[key] if key else default
+  return types_by(lambda config, i: (i + 1) % period(config) != 0)
+
+
+def types_by(is_sliding: Callable[[ConfigJson, int], Any]) -> LayerTypes:
+  """layer_types, of a function of a layer's number for files without them."""
+
+  def types(config: ConfigJson) -> list[str]:
+    given, depth = config["layer_types"], config["num_hidden_layers"]
+    if given is None:
+      return [
+        _SLIDING if is_sliding(config, i) else _FULL for i in range(depth)
+      ]
+    if len(given) != depth or not {*given} <= {_SLIDING, _FULL}:
+      raise config.error(
+        f"layer_types={given!r}: expected {_SLIDING!r} or {_FULL!r} for each "
+        f"of the {depth} layers."
+      )
+    return list(given)
+
+  return types
+
+
+class Rope(NamedTuple):
+  """Rotary embeddings, as `rope_parameters` or in the older keys.
+
+  Attributes:
+    theta: base of files without one.
+    fraction: share of the features that rotates without a key for it; None
+      where all do.
+    nested: types of layers, where each has its own.
+    local_theta: older files' theta of layers with a window; theta if None.
+    rotary_dim: whether older files have the number of rotating features.
+    original_len: of files that have it outside, its value if absent.
+    query_scale: whether queries grow with their position.
+  """
+
+  theta: float
+  fraction: float | None = None
+  nested: LayerTypes | None = None
+  local_theta: float | None = None
+  rotary_dim: bool = False
+  original_len: int | None = None
+  query_scale: bool = False
+
+  def keys(self) -> dict[str, Any]:
+    keys: dict[str, Any] = dict.fromkeys(
+      ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
+    )
+    if self.local_theta:
+      keys["rope_local_base_freq"] = self.local_theta
+    if self.rotary_dim:
+      keys["rotary_dim"] = None
+    if self.original_len:
+      keys[_ORIGINAL] = self.original_len
+    return keys
+
+  def read(self, config: ConfigJson) -> dict[str, Any]:
+    if not self.nested:
+      return self._rotation(config, self._stored(config, _FULL))
+    rows = {
+      kind: self._rotation(config, self._stored(config, kind))
+      for kind in (_FULL, _SLIDING)
+    }
+    kinds = self.nested(config)
+    return {n: ByLayer(rows[kind][n] for kind in kinds) for n in rows[_FULL]}
+
+  def _stored(self, config: ConfigJson, kind: str) -> dict[str, Any]:
+    """The rotation of a type of layer, in one form for all files."""
+    values = config["rope_scaling"] or config["rope_parameters"] or {}
+    by_type = any(isinstance(value, dict) for value in values.values())
+    if by_type != bool(self.nested and config["rope_parameters"]):
+      raise config.error(
+        f"rope_parameters={values!r}: expected "
+        f"{'a dict for each type of layer' if self.nested else 'one dict'}."
+      )
+    base = {"rope_theta": config["rope_theta"] or self.theta}
+    share = config["partial_rotary_factor"]
+    if self.rotary_dim and share is None and config["rotary_dim"]:
+      share = config["rotary_dim"] / config["head_dim"]
+    base["partial_rotary_factor"] = share or self.fraction or 1.0
+    if by_type:
+      return base | (values.get(kind) or {})
+    if not self.nested or kind != _SLIDING:
+      return base | values
+    # In older files only the layers without a window are scaled.
+    if self.local_theta:
+      base["rope_theta"] = config["rope_local_base_freq"]
+    return base
+
+  def _rotation(
+    self, config: ConfigJson, values: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    share = values["partial_rotary_factor"]
+    if share != 1.0 and self.fraction is None:
+      raise config.error(f"partial_rotary_factor={share}: expected 1.0.")
+    scaling = _scaling(config, values, self.original_len)
+    result = {
+      "rope_theta": values["rope_theta"],
+      "rope_fraction": share,
+      "rope_scaling": scaling,
+    }
+    if self.query_scale:
+      beta = values.get("llama_4_scaling_beta")
+      length = (scaling or {}).get(
+        "original_len", config["max_position_embeddings"]
+      )
+      scale = {"beta": beta, "original_len": length, "log": "log"}
+      result["query_scale"] = None if beta is None else scale
+    return result
+
+  def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("rope_theta", "rope_scaling", "rope_fraction")
+    rows = [*zip(*(fields[name] for name in names))]
+    if self.nested:
+      types = [_FULL if x is None else _SLIDING for x in fields["window"]]
+      values = [
+        _written(scaling) | {"rope_theta": theta} for theta, scaling, _ in rows
+      ]
+      return {"rope_parameters": dict(zip(types, values))}
+    # Layers that do not rotate have no values.
+    rotating = [row for row in rows if row[0] is not None]
+    theta, scaling, share = [*rotating, rows[0]][0]
+    written = _written(scaling)
+    scale = fields["query_scale"][0]
+    if self.query_scale and scale and scaling:
+      written["llama_4_scaling_beta"] = scale["beta"]
+    config = {"rope_theta": theta, "rope_scaling": written if scaling else None}
+    if self.original_len and _ORIGINAL in written:
+      config[_ORIGINAL] = written[_ORIGINAL]
+    if self.fraction is not None:
+      config["partial_rotary_factor"] = share
+    return config
+
+
+def rope(theta: float = 1e4, **options: Any) -> Rule:
+  rule = Rope(theta, **options)
+  return Rule(rule.keys(), rule.read, rule.write)
+
+
+def _scaling(
+  config: ConfigJson, values: Mapping[str, Any], original_len: int | None
+) -> dict[str, Any] | None:
+  kind = values.get("rope_type", values.get("type", "default"))
+  others = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+  if "llama_4_scaling_beta" in values:
+    others |= {"llama_4_scaling_beta", "max_position_embeddings"}
+  if original_len and kind in ("su", "yarn"):
+    kind = "longrope"  # Names in older files of the family.
+  if kind != "default" and kind not in _SCALINGS:
+    hint = settings.did_you_mean(str(kind), ("default", *_SCALINGS))
+    raise config.error(f"rope_type={kind!r}: not computed by the model.{hint}")
+  names = _SCALINGS.get(kind, {})
+  unused = {*_ORIGINAL_LEN.values()} if kind in ("default", "linear") else set()
+  for key in values.keys() - others - unused - {*names.values()}:
+    hint = settings.did_you_mean(key, {*names.values()})
+    raise config.error(f"{key}: unknown key of rope_type={kind!r}.{hint}")
+  if kind == "default":
+    return None
+  length = config["max_position_embeddings"]
+  if original_len:
+    length = config[_ORIGINAL]
+    values = {**values, _ORIGINAL: length}
+  result: dict[str, Any] = {"type": kind}
+  for ours, theirs in names.items():
+    value = values.get(theirs)
+    if ours == "original_len":
+      value = length if value is None else value
+    elif value is None and ours == "factor" and kind in ("yarn", "longrope"):
+      original = values.get(_ORIGINAL, length)
+      value = config["max_position_embeddings"] / original
+    elif value is None and ours not in _OPTIONAL:
+      raise config.error(f"{theirs}: missing beside rope_type={kind!r}.")
+    if value is not None:
+      result[ours] = value
+  return result
+
+
+def _written(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+  if not scaling:
+    return {"rope_type": "default"}
+  names = {"type": "rope_type", **_SCALINGS[scaling["type"]]}
+  plain = lambda x: list(x) if isinstance(x, tuple) else x
+  return {names[name]: plain(x) for name, x in scaling.items()}
+
+
+def windows(
+  types: LayerTypes,
+  *keys: str,
+  default: int | None = 4096,
+  rotates: str | None = None,
+  **others: Any,
+) -> Rule:
+  """Windows by `layer_types`.
+
+  Args:
+    types: the types of a file.
+    keys: keys that turn windows on.
+    default: window of files without the key.
+    rotates: type of layer that alone has rotary embeddings.
+    others: further keys that `types` reads, and their values if absent.
+  """
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    window = config["sliding_window"] or None
+    if not all(config[key] for key in keys):
+      window = None
+    kinds = types(config)
+    result = {
+      "window": ByLayer(window if k == _SLIDING else None for k in kinds)
+    }
+    if rotates:
+      posembs = ("rope" if kind == rotates else "none" for kind in kinds)
+      result["posemb"] = ByLayer(posembs)
+    return result
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    layers = fields["window"]
+    sizes = [window for window in layers if window is not None]
+    return {
+      "layer_types": [_FULL if x is None else _SLIDING for x in layers],
+      # The library makes a mask for each type, whether layers use it or not.
+      "sliding_window": sizes[0] if sizes else (None if keys else 4096),
+      **dict.fromkeys(keys, bool(sizes)),
+    }
+
+  absent = {"sliding_window": default, "layer_types": None, **others}
+  return Rule(absent | dict.fromkeys(keys, False), read, write)
+
+
+def window_everywhere(key: str) -> Rule:
+  """A window of all layers that a key turns on."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    return {"window": config["sliding_window"] if config[key] else None}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    window = fields["window"][0]
+    return {key: window is not None, "sliding_window": window}
+
+  return Rule({key: False, "sliding_window": 4096}, read, write)
+
+
+def rotates(config: ConfigJson) -> list[bool]:
+  """Whether each layer rotates, by one of two keys."""
+  depth, flags = config["num_hidden_layers"], config["no_rope_layers"]
+  if flags is None:
+    period = config["no_rope_layer_interval"]
+    return [(i + 1) % period != 0 for i in range(depth)]
+  return [bool(flag) for flag in flags[:depth]]
+
+
+def rotating_layers() -> Rule:
+  """Which layers rotate, 1 for each that does."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    return {"posemb": ByLayer("rope" if x else "none" for x in rotates(config))}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {"no_rope_layers": [int(x == "rope") for x in fields["posemb"]]}
+
+  keys = {"no_rope_layers": None, "no_rope_layer_interval": 4}
+  return Rule(keys, read, write)
+
+
+def query_scalar(default: int) -> Rule:
+  """Attention's scale as a number whose inverse root it is."""
+  key = "query_pre_attn_scalar"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    return {"attention_scale": config[key] ** -0.5}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    # The library wants a whole number.
+    return {key: round(fields["attention_scale"][0] ** -2)}
+
+  return Rule({key: default}, read, write)
+
+
+def inverse(field: str, key: str) -> Rule:
+  """A field whose inverse is the key's value."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    return {field: 1 / config[key]}
+
+  return Rule({key: 1.0}, read, lambda fields: {key: 1 / fields[field]})
+
+
+def expert_width() -> Rule:
+  """The width of MLPs where all of them are experts."""
+  key = "intermediate_size"
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    moe = fields["moe"][0]
+    return {key: fields["mlp_dim"][0] if moe is None else moe["mlp_dim"]}
+
+  return Rule({key: None}, lambda config: {"mlp_dim": config[key]}, write)
+
+
+def dense_width() -> Rule:
+  """The width of MLPs of layers without experts."""
+  key = "intermediate_size"
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    dense = [width for width in fields["mlp_dim"] if width is not None]
+    # Any number where all layers have experts.
+    return {key: [*dense, fields["width"]][0]}
+
+  return Rule({key: None}, lambda config: {"mlp_dim": config[key]}, write)
+
+
+def experts(
+  keys: Mapping[str, str],
+  constants: Mapping[str, Any],
+  defaults: Mapping[str, Any],
+  *extra: Rule,
+) -> Rule:
+  """Experts, {option of moe.Options: key}, and options of all these models.
+
+  `extra` has further rules of options, or of "sparse", whether each layer has
+  experts.
+  """
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    moe = {name: config[key] for name, key in keys.items()} | {**constants}
+    for rule in extra:
+      moe |= rule.read(config)
+    sparse = moe.pop("sparse", None)
+    if sparse is None:
+      return {"moe": moe}
+    return {
+      "moe": ByLayer(moe if has_experts else None for has_experts in sparse)
+    }
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    moe = next((x for x in fields["moe"] if x is not None), None)
+    if moe is None:
+      return {}
+    config = {key: moe[name] for name, key in keys.items()}
+    moe = moe | {"sparse": [x is not None for x in fields["moe"]]}
+    for rule in extra:
+      config |= rule.write(moe)
+    return config
+
+  absent = {**defaults}
+  for rule in extra:
+    absent |= rule.keys
+  return Rule(dict.fromkeys(keys.values()) | absent, read, write)
+
+
+def sparse_by_step() -> Rule:
+  """Layers with experts: every n-th one, but for a list of others."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
+    depth = config["num_hidden_layers"]
+    return {
+      "sparse": [(i + 1) % step == 0 and i not in dense for i in range(depth)]
+    }
+
+  def write(moe: Mapping[str, Any]) -> dict[str, Any]:
+    dense = [
+      i for i, has_experts in enumerate(moe["sparse"]) if not has_experts
+    ]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+  keys = {"decoder_sparse_step": 1, "mlp_only_layers": None}
+  return Rule(keys, read, write)
+
+
+def sparse_after(key: str) -> Rule:
+  """Layers with experts: all after the first ones."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    return {
+      "sparse": [i >= config[key] for i in range(config["num_hidden_layers"])]
+    }
+
+  def write(moe: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: (*moe["sparse"], True).index(True)}
+
+  return Rule({key: 1}, read, write)
+
+
+def expert_groups() -> Rule:
+  """Groups of which the tokens choose some, by the sum of their top two."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    num, top = config["n_group"], config["topk_group"]
+    groups = {"num": num, "top": top, "score": "top2"}
+    return {"groups": groups} if num > 1 else {}
+
+  def write(moe: Mapping[str, Any]) -> dict[str, Any]:
+    groups = moe["groups"] or {"num": 1, "top": 1}
+    return {"n_group": groups["num"], "topk_group": groups["top"]}
+
+  return Rule({"n_group": 1, "topk_group": 1}, read, write)
+
+
+def shared_experts(key: str) -> Rule:
+  """An MLP for all tokens, its size in experts."""
+
+  def write(moe: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: moe["shared_dim"] // moe["mlp_dim"]}
+
+  return Rule({key: 1}, lambda config: {"shared_experts": config[key]}, write)
+
+
+def clipped_mlp() -> Rule:
+  """Bounds of the gated MLP of gpt-oss."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    limit, alpha = config["swiglu_limit"], config["swiglu_alpha"]
+    return {"mlp_clip": {"limit": limit, "alpha": alpha, "up_offset": 1.0}}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    clip = fields["mlp_clip"] or {"limit": 7.0, "alpha": 1.702}
+    return {"swiglu_limit": clip["limit"], "swiglu_alpha": clip["alpha"]}
+
+  return Rule({"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, read, write)
+
+
+def gpt2_sizes() -> Rule:
+  """Sizes that follow from others, or have a key of their own."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    width, num = config["n_embd"], config["n_head"]
+    return {
+      "num_kv_heads": num,
+      "head_dim": width // num,
+      "mlp_dim": config["n_inner"] or 4 * width,
+    }
+
+  write = lambda fields: {"n_inner": fields["mlp_dim"][0]}
+  return Rule({"n_inner": None}, read, write)
