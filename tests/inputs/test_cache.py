@@ -10,7 +10,7 @@ from bigtrain.settings import ConfigError
 
 
 def test_each_record_is_read_once(reads, caplog):
-  caplog.set_level("INFO")
+  caplog.set_level("DEBUG", logger="absl")
   data = rows_of(40, image=np.zeros((40, 8, 8, 1), np.uint8))
   train = make_train(data=data, cache="raw", num_threads=1)
   assert "config.input.cache: 40 records take about 2.88 kB" in caplog.text
