@@ -4,9 +4,10 @@
 
 Regular expressions match whole names of modules without the numbers of blocks,
 such as "blocks/attention/query"; the first match decides, and None keeps a
-layer's precision. Dense layers called head, pre_logits and router match only a
-regular expression that contains their name. Embeddings, norms, convolutions,
-experts, scores of attention and the losses' own products are never quantized.
+layer's precision. Dense layers called head, pre_logits, router and shared_gate
+match only a regular expression that contains their name. Embeddings, norms,
+convolutions, experts, scores of attention and the losses' own products are
+never quantized.
 
 Parameters, their gradients and the results of products keep their dtype. Scales
 are the largest absolute values: one for each token of activations and of their
@@ -42,7 +43,7 @@ _DTYPES = {
 # scale rounds to 127 or to 128, so that results would depend on the mesh.
 _CALIBRATION = {"int8": f"absmax,{127.5 / 127}", "fp8": "absmax"}
 # Names of layers that a regular expression has to contain.
-_LEFT_OUT = ("head", "pre_logits", "router")
+_LEFT_OUT = ("head", "pre_logits", "router", "shared_gate")
 
 
 def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
