@@ -275,7 +275,12 @@ def test_generation_ends_at_the_eos(model, variables, greedy):
 
 
 @pytest.mark.parametrize(
-  "options", [dict(num_beams=3), dict(temperature=1.0, top_k=9)], ids=str
+  "options",
+  [
+    dict(num_beams=3),
+    pytest.param(dict(temperature=1.0, top_k=9), marks=pytest.mark.slow),
+  ],
+  ids=str,
 )
 def test_windows_that_keep_a_few_positions_generate_the_same(options):
   """The prompts differ in length, and are longer than the windows."""
