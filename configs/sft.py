@@ -1,12 +1,14 @@
 """Fine-tunes a language model on questions and answers, or on chats.
 
-Command: python -m bigtrain.main --config=configs/sft.py --workdir=runs/sft, or
+Command: python -m bigtrain.main --config=configs/sft.py --workdir=runs/sft;
 with a published model and texts of your own
---config=configs/sft.py:init=models/SmolLM2-135M-Instruct,data=chats.jsonl
-Hardware: any; two CPU cores need three minutes without arguments.
-Result: TODO
-Source: our own runs. The questions are names and signatures of Python's
-library, the answers the first sentences of their documentation.
+  --config=configs/sft.py:init=models/SmolLM2,data=chats.jsonl
+Hardware: any; two CPU cores need a few minutes without arguments.
+Result: without arguments, val/loss of 1.45 nats a byte and val/accuracy of
+0.585 on every tenth question, one seed.
+Source: our own runs, see docs/finetuning.md. The questions are names and
+signatures of Python's library, the answers the first sentences of their
+documentation.
 """
 
 import ml_collections

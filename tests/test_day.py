@@ -2,7 +2,8 @@
 
 Folders of pictures: train, report, predict, fine-tune, sweep, export, load
 elsewhere. Text files: tokenizer, tokens, train, generate, the
-lm-evaluation-harness. The commands are those of the pages; flags only make
+lm-evaluation-harness. Chats: fine-tune a published model, talk to it, export.
+The commands are those of the pages; flags only make
 models and runs smaller.
 """
 
@@ -15,7 +16,7 @@ import sys
 
 import numpy as np
 import pytest
-from support import pages
+from support import pages, processes
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +80,7 @@ def test_a_day_with_pictures(tmp_path):
   assert len(rows) == 36 and json.loads(rows[0])["label"] in names
 
   # Fine-tune.
-  finetune = block("docs/finetuning.md", "python", "model_init")
+  finetune = block("docs/finetuning.md", "python", "my_config.get_config")
   (tmp_path / "finetune.py").write_text(finetune)
   shell(
     block("docs/finetuning.md", "", "finetune.py"),
@@ -149,3 +150,57 @@ def test_a_day_with_texts(tmp_path):
       "--include_path=."
     )
     assert "words" in table
+
+
+def write_published(folder):
+  """Writes a small model in the layout of a published one, with a template."""
+  (folder / "models").mkdir()
+  (config := folder / "tiny.py").write_text(
+    "def get_config():\n"
+    "  model = dict(variant='llama', vocab_size=400, width=16, depth=1)\n"
+    "  return dict(total_steps=1, log_steps=1, task='language_modeling',\n"
+    "    input=dict(data=dict(type='text', name='pydoc', length=8),\n"
+    "      batch_size=8), model_name='decoder',\n"
+    "    model=model | dict(num_heads=2, mlp_dim=24),\n"
+    "    optimizer=dict(name='adam'), lr=0.01,\n"
+    "    schedule=dict(decay_type='constant'))\n"
+  )
+  make = f"python -m bigtrain.main --config={config.name} --workdir=tiny"
+  pages.ran(pages.type_shell(make, folder))
+  export = (
+    "python -m bigtrain.tools.checkpoint export tiny models/SmolLM2 --format=hf"
+  )
+  pages.ran(pages.type_shell(export, folder))
+  golden = processes.ROOT / "tests" / "golden" / "chat_masks"
+  for name in ("tokenizer.json", "tokenizer_config.json"):
+    shutil.copy(golden / name, folder / "models/SmolLM2")
+  # As in TRL's file of this format.
+  template = json.loads((golden / "qwen3_instruct_2507.json").read_text())
+  (folder / "models/SmolLM2/chat_template.jinja").write_text(
+    template["template"]
+  )
+
+
+def test_a_day_with_chats(tmp_path):
+  page = "docs/finetuning.md"
+  shell = lambda text, flags="": pages.ran(
+    pages.type_shell(text, tmp_path, flags)
+  )
+  write_published(tmp_path)
+  (tmp_path / "chats.jsonl").write_text(block(page, "text", "messages") * 40)
+  (tmp_path / "chats.py").write_text(block(page, "python", "supervised"))
+  train = pages.type_shell(block(page, "", "chats.py"), tmp_path)
+  assert "val/perplexity" in pages.ran(train)
+  shown = block(page, "text", "[[")
+  assert shown in train.stderr
+  shell(block(page, "", "tools.generate"), "--max_new=4")
+  shell(block(page, "", "checkpoint export"))
+  old, new = (tmp_path / "models/SmolLM2", tmp_path / "out")
+  assert {f.name for f in old.iterdir()} <= {f.name for f in new.iterdir()}
+  for name in ("tokenizer.json", "chat_template.jinja"):
+    assert (old / name).read_bytes() == (new / name).read_bytes()
+  # The folder is as good as the one before: train on.
+  shutil.rmtree(old)
+  shutil.move(new, old)
+  shutil.move(tmp_path / "runs", tmp_path / "earlier")
+  assert "val/perplexity" in shell(block(page, "", "chats.py"))

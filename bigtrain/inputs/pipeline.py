@@ -25,7 +25,7 @@ from bigtrain.inputs import checks, description, order, sources, weights
 from bigtrain.inputs.cache import CachedSource
 from bigtrain.inputs.engine import Batches, Engine, NumpyEngine, Part, Plan
 from bigtrain.inputs.transfer import Placement, Prefetch
-from bigtrain.pp import registry
+from bigtrain.pp import registry, tokenizers
 from bigtrain.settings import ConfigError
 
 # Beyond this, numpy threads only contend for the interpreter's lock.
@@ -177,8 +177,30 @@ def make_train(
   engine, schedule = train_engine(
     cfg, seed=seed, rows=placement.rows, pp_modules=pp_modules, run=run
   )
+  if run is not None:
+    _check_tokenizer(engine.parts, run)
   prefetch = settings.whole_number(cfg, "prefetch", 2, least=0)
   return TrainInput(engine, placement, schedule, prefetch, cfg.path)
+
+
+def _check_tokenizer(parts: Sequence[Part], run: settings.Config) -> None:
+  """Checks that a published model trains on ids of its own tokenizer."""
+  init = run.get("model_init")
+  folder = init.get("path") if isinstance(init, settings.Config) else init
+  if not tokenizers.is_folder(folder):
+    return
+  own = tokenizers.get(folder)
+  for part in parts:
+    of_source = getattr(part.source, "tokenizer", None)
+    name, fingerprint = registry.tokenizer(part.ops) or of_source or ("", None)
+    if fingerprint in (None, own.fingerprint()):
+      continue
+    size = tokenizers.get(name).vocab_size
+    raise ConfigError(
+      f"{part.key}: its tokenizer {name!r} ({size} ids) is not that of "
+      f"config.model_init={folder!r} ({own.vocab_size} ids), whose ids the "
+      "model knows. Use the folder's, or put yours into the folder."
+    )
 
 
 def train_engine(

@@ -103,6 +103,13 @@ class Tokenizer:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def is_folder(path: object) -> bool:
+  """Whether a path is a folder with a tokenizer."""
+  return isinstance(path, str) and any(
+    os.path.isfile(os.path.join(paths.absolute(path), name)) for name in NAMES
+  )
+
+
 def get(spec: str) -> Tokenizer:
   """Returns the tokenizer "bytes", or of a file or folder, until it changes."""
   if not isinstance(spec, str) or not spec:

@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from bigtrain import parts, settings
+from bigtrain import chat, parts, settings
 from bigtrain.checkpoints import averages, folders, integrity
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import CheckpointError, Manifest, dtype_of
@@ -242,6 +242,11 @@ def _copy_companions(config: Mapping[str, Any], out: str) -> dict[str, Any]:
   for name in _COMPANIONS:
     if os.path.isfile(source := os.path.join(folder, name)):
       shutil.copyfile(source, os.path.join(out, name))
+  data = config.get("input", {}).get("data", {})
+  if template := data.get("template"):  # In place of the folder's.
+    texts = chat.get(template, data["tokenizer"]).texts
+    with paths.replacing(os.path.join(out, "chat_template.jinja")) as file:
+      file.write(texts["default"])
   _, values = families.read_json(folder)
   names = (*ids, "pad_token_id")
   return ids | {n: values[n] for n in names if values and n in values}

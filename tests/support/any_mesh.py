@@ -69,7 +69,7 @@ def load(spec, *, vocab_size=None, packed=False, dropout=0.1, small=False):
     if small:
       model["decoder_depth"] = 1
   if small:
-    config["loss"].pop("mixup_alpha", None)
+    config.get("loss", {}).pop("mixup_alpha", None)
   if vocab_size and "vocab_size" in model:
     # Ids beyond the model's vocabulary would give NaN.
     model["vocab_size"] = max(vocab_size, model["vocab_size"] // 8 * 8 + 8)
