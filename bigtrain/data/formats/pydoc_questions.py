@@ -76,7 +76,7 @@ def _public(owner: Any) -> list[tuple[str, Any]]:
 def _question(name: str, value: Any) -> Iterator[tuple[str, str]]:
   try:
     signature = str(inspect.signature(value))
-  except (ValueError, TypeError):
+  except (AttributeError, TypeError, ValueError):  # Of some C functions.
     return
   text = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
   sentence = _SENTENCE.match(text)
