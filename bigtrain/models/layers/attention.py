@@ -343,6 +343,10 @@ def _attend_by(
     return attention_xla.attend(inputs, start, scale=scale, softcap=softcap)
   if backend == "cudnn":
     return attention_kernels.attend_by_cudnn(inputs, scale=scale)
+  if backend == "tokamax":
+    return attention_kernels.attend_by_tokamax(
+      inputs, scale=scale, softcap=softcap
+    )
   if backend == "splash":
     return attention_kernels.attend_by_splash(
       inputs, scale=scale, softcap=softcap

@@ -3,9 +3,10 @@
 "xla" multiplies all queries with all keys. "blockwise" does it block by block,
 in plain JAX. "ring" does the same, and devices that share an example pass its
 keys and values in a ring. The others are kernels: "splash" of jax's Pallas
-library for TPUs, "cudnn" of NVIDIA's.
+library for TPUs, "cudnn" of NVIDIA's, and "tokamax" of that package, for GPUs.
 """
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from absl import logging
 from bigtrain import settings, sharding
 from bigtrain.models.layers import masks
 
-NAMES = ("auto", "splash", "cudnn", "blockwise", "ring", "xla")
+NAMES = ("auto", "splash", "cudnn", "tokamax", "blockwise", "ring", "xla")
 
 KEY = "config.model.attention"
 
@@ -31,7 +32,7 @@ _SPLASH_MIN_BLOCK = 128
 
 # Largest matrix of a mask: 128 MiB an example, as the bias that cuDNN takes.
 # Beyond, blockwise attention takes less memory.
-_CUDNN_MAX_MASK = 8192 * 8192
+_MAX_MASK = 8192 * 8192
 
 
 class Call(NamedTuple):
@@ -168,28 +169,51 @@ def _cudnn_unsupported_because(call: Call) -> str | None:
     return f"it computes in bfloat16 or float16, not {call.dtype}"
   if call.width % 8 or call.width > 128:
     return f"heads need a multiple of 8 up to 128 as width, not {call.width}"
-  if call.bias:
-    return "its bias is a matrix of all scores"
   if call.softcap:
     return "it caps no scores"
   if call.sinks:
     return "its softmax takes no sinks"
+  return _matrix_unsupported_because(call)
+
+
+def _tokamax_unsupported_because(call: Call) -> str | None:
+  if call.platform != "gpu":
+    return f"it needs an NVIDIA GPU, not a {call.platform}"
+  if importlib.util.find_spec("tokamax") is None:
+    return "it needs tokamax (pip install 'bigtrain[tokamax]')"
+  if reason := _device_unsupported_because(call.device_kind, 9.0):
+    return reason
+  if call.dtype not in ("bfloat16", "float16"):
+    return f"it computes in bfloat16 or float16, not {call.dtype}"
+  if call.sinks:
+    return "its softmax takes no sinks"
+  if not call.splits:
+    return "the mesh does not split the batch"
+  return _matrix_unsupported_because(call)
+
+
+def _matrix_unsupported_because(call: Call) -> str | None:
+  """Why NVIDIA's kernels cannot; they take masks and biases as matrices."""
+  if call.bias:
+    return "its bias is a matrix of all scores"
   if call.causal and call.sequence > 1:
     return "its causal order begins with the first position of an example"
   masked = call.prefix or call.documents or call.padding
-  if masked and call.queries * call.positions > _CUDNN_MAX_MASK:
+  if masked and call.queries * call.positions > _MAX_MASK:
     return "its mask would be a matrix of more than 128 MiB an example"
   return None
 
 
-def _device_unsupported_because(device_kind: str) -> str | None:
+def _device_unsupported_because(
+  device_kind: str, least: float = 8.0
+) -> str | None:
   if jax.default_backend() == "gpu":
     backend = jax.extend.backend.get_backend()
     if "cuda" not in backend.platform_version:
       return "it needs an NVIDIA GPU"
     capability = jax.devices()[0].compute_capability
-    if float(capability) < 8.0:
-      return f"it needs compute capability 8.0, not {capability}"
+    if float(capability) < least:
+      return f"it needs compute capability {least}, not {capability}"
   elif "AMD" in device_kind or "Radeon" in device_kind:
     return "it needs an NVIDIA GPU"
   return None
@@ -216,6 +240,8 @@ _BACKENDS = {
   "cudnn": Backend(
     _cudnn_unsupported_because, lambda call: "the fastest on an NVIDIA GPU"
   ),
+  # Not measured, so only by its name.
+  "tokamax": Backend(_tokamax_unsupported_because, lambda call: None),
   "blockwise": Backend(_blockwise_unsupported_because, _blockwise_best_because),
   "xla": Backend(
     lambda call: None,

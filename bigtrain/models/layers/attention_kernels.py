@@ -1,4 +1,4 @@
-"""Attention by kernels: Splash for TPUs, and cuDNN's for NVIDIA GPUs.
+"""Attention by kernels: Splash for TPUs; cuDNN's and tokamax's for GPUs.
 
 Splash, of jax's Pallas library, leaves out blocks of keys that a mask hides.
 Lengths are padded to whole blocks. Documents and padding are segments: a query
@@ -10,13 +10,15 @@ query heads of each, K head width.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 
-from bigtrain import model_flops, sharding
+from bigtrain import model_flops, settings, sharding
 from bigtrain.models.layers import attention_blockwise, masks, remat
 from bigtrain.models.layers.attention_inputs import Inputs
 
@@ -26,6 +28,9 @@ _BLOCK = 512
 
 # Whether the kernels of Splash run on any device, slowly: for tests.
 _INTERPRET = False
+
+# Kernels of tokamax, without its XLA code, which keeps all scores; for tests.
+_TOKAMAX: tuple[str, ...] = ("mosaic",)
 
 # A block is a whole number of the lanes of a vector register.
 _LANES = 128
@@ -239,6 +244,37 @@ def _library() -> Any:  # Its import takes half a second.
 
 
 def attend_by_cudnn(inputs: Inputs, *, scale: float) -> jax.Array:
+  kernel = functools.partial(
+    jax.nn.dot_product_attention, implementation="cudnn"
+  )
+  return _with_matrix(kernel, inputs, scale)
+
+
+def attend_by_tokamax(
+  inputs: Inputs, *, scale: float, softcap: float | None
+) -> jax.Array:
+  key = "config.model.attention='tokamax'"
+  tokamax = settings.import_package("tokamax", key, "'bigtrain[tokamax]'")
+  if not flags.FLAGS.is_parsed():  # Otherwise it parses a notebook's own.
+    flags.FLAGS.mark_as_parsed()
+  kernel = functools.partial(
+    tokamax.dot_product_attention,
+    logits_soft_cap=softcap,
+    implementation=_TOKAMAX,
+  )
+
+  def attend_locally(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: masks.Mask
+  ) -> jax.Array:
+    return _with_matrix(kernel, Inputs(q, k, v, mask), scale)
+
+  q, k, v, mask, _, _ = inputs
+  return sharding.split_batch(attend_locally, q, k, v, mask, by_heads=3)
+
+
+def _with_matrix(
+  kernel: Callable[..., jax.Array], inputs: Inputs, scale: float
+) -> jax.Array:
   """Of the mask all but an order becomes a matrix of L x S booleans."""
   q_BLGRK, k_BSGK, v_BSGK, mask, _, _ = inputs
   B, L, G, R, K = q_BLGRK.shape
@@ -260,7 +296,7 @@ def attend_by_cudnn(inputs: Inputs, *, scale: float) -> jax.Array:
       mask_BLS = jnp.pad(mask_BLS, ((0, 0), (0, L % 2), (0, S % 2)))
   computed = q_BLHK.shape[1] * k_BSGK.shape[1]
   with model_flops.counts_as(L * mask.reach(S), computed):
-    o_BLHK = jax.nn.dot_product_attention(
+    o_BLHK = kernel(
       q_BLHK,
       k_BSGK,
       v_BSGK,
@@ -270,6 +306,5 @@ def attend_by_cudnn(inputs: Inputs, *, scale: float) -> jax.Array:
       local_window_size=(window - 1, 0) if window else None,
       query_seq_lengths=lengths[0],
       key_value_seq_lengths=lengths[1],
-      implementation="cudnn",
     )
   return o_BLHK[:, :L].reshape(B, L, G, R, K)
