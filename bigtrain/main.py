@@ -35,6 +35,7 @@ from bigtrain import (
   teacher,
   trees,
 )
+from bigtrain.adapters import frozen_base
 from bigtrain.checkpoints import checkpointer, finished, folders, start
 from bigtrain.checkpoints.manifest import HostState
 from bigtrain.cluster import lease, watchdog
@@ -192,6 +193,10 @@ def _train(
 
   rules = initial.sharding_rules(config, init_variables, model_module, model)
   state_spec = sharding.state_spec(jax.eval_shape(init_state), mesh, rules)
+  base = frozen_base.from_config(
+    config, model_module, model, init_variables, state_spec, rules, mesh
+  )
+  frozen_spec = {**frozen_teacher.spec, **base.spec}
 
   def hparams_of(step: int) -> dict[str, Any]:
     """Scalars of the update after `step` updates: learning rates and so on."""
@@ -214,7 +219,7 @@ def _train(
     running: RunningMetrics,
     batch: Batch,
     hparams: dict[str, Any],
-    teacher_state: Mapping[str, Variables],
+    frozen_state: Mapping[str, Variables],
   ) -> tuple[TrainState, RunningMetrics]:
     """One step: the next state, and the metrics since the last log step."""
     step = state["step"]  # Number of updates before this one.
@@ -222,7 +227,7 @@ def _train(
 
     # Gradients of the mean loss over the global batch.
     grads, step_metrics, mutable = compute_gradients(
-      {**state, **teacher_state, "seed": hparams["seed"]}, batch
+      {**state, **frozen_state, "seed": hparams["seed"]}, batch
     )
     grad_norm = metrics.global_norm(grads)
 
@@ -270,10 +275,8 @@ def _train(
       step_norms=step_norms,
     )
 
-  evaluated_spec = {**state_spec, **frozen_teacher.spec}
-  loss_args = gradients.loss_args(
-    state_spec, batch_spec, mesh, **frozen_teacher.spec
-  )
+  evaluated_spec = {**state_spec, **frozen_spec}
+  loss_args = gradients.loss_args(state_spec, batch_spec, mesh, frozen_spec)
   metrics_spec, _ = jax.eval_shape(loss_fn, *loss_args)
   hparams_spec = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
@@ -290,7 +293,7 @@ def _train(
     running_spec,
     batch_spec,
     hparams_spec,
-    frozen_teacher.spec,
+    frozen_spec,
   )
 
   def lower_update() -> Callable[[], Any]:
@@ -372,6 +375,7 @@ def _train(
   facts: dict[str, Any] = {"model_flops_per_step": step_flops}
 
   # Resumed, continued from elsewhere, warm, or from scratch.
+  frozen_state = {**frozen_teacher.load(), **base.load()}
   started = start.start(
     start_options,
     workdir,
@@ -384,9 +388,10 @@ def _train(
     lower=functools.partial(run.programs.lower, limited=False),
     local=saving["local"],
     from_local=not rollbacks,
+    base=base.saved,
+    begin=base.begin,
   )
   state, step, saved_step = started.state, started.step, started.saved_step
-  teacher_state = frozen_teacher.load()
   write_record = record.start(
     workdir,
     plain,
@@ -433,7 +438,7 @@ def _train(
     error = step_guard.spike(fetched) or guard.explain(
       bad_step,
       bad_step - 1 + ahead,
-      {**state, **teacher_state, "seed": gradients.seed_word(seed)},
+      {**state, **frozen_state, "seed": gradients.seed_word(seed)},
       train_input,
       compute_gradients,
     )
@@ -459,6 +464,7 @@ def _train(
         clock=clock.state(),
         hooks=run_hooks.state(),
         batches_ahead=ahead,
+        base=base.saved,
         **train_input.saved,
       )
       saved = saver.save(step, state, host, run_hooks.keep_steps(), shared)
@@ -472,7 +478,7 @@ def _train(
     check_finite(jax.device_get(running))
     with phase("evaluation", step, evaluation.name):
       evaluator = builder.get(evaluation.name)
-      variables = start.evaluated({**state, **teacher_state})
+      variables = start.evaluated({**state, **frozen_state})
       results = evaluator.run(variables[evaluation.weights], step)
       results["secs"] = time.monotonic() - began
     log.write_results(evaluation.name, step, results)
@@ -523,7 +529,7 @@ def _train(
         running,
         batch,
         place_hparams(hparams_of(step)),
-        teacher_state,
+        frozen_state,
       )
     step += 1
     run_hooks.after_step(step, state, running)

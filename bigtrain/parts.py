@@ -88,7 +88,8 @@ def model(config: settings.Config) -> tuple[Any, Any]:
   """Returns (module of config.model_name, its Model with config.model).
 
   With config.logical_axes, the model runs under these rules. With
-  config.quantize, its dense layers multiply in int8 or fp8.
+  config.quantize, its dense layers multiply in int8 or fp8. With
+  config.adapters, it has a frozen base, and both have adapters.
   """
   settings.forget_choices()  # Of an earlier run.
   key = f"{config.path}.model_name"
@@ -102,7 +103,20 @@ def model(config: settings.Config) -> tuple[Any, Any]:
     cls = _with_rules(cls, f"{config.path}.logical_axes", rules)
   if rules := config.get("quantize"):
     cls = _quantized().model(cls, rules, f"{config.path}.quantize")
+  # A teacher has none, so there the key is an error.
+  if config.path == "config" and config.get("adapters"):
+    if rules:
+      raise settings.ConfigError(
+        "config.adapters: not together with config.quantize; "
+        "config.adapters.base quantizes the base."
+      )
+    given = config.kwargs("adapters")
+    module, cls = _lora().adapted(module, cls, given, "config.adapters")
   return module, cls(**options)
+
+
+def _lora() -> Any:
+  return find_module("models.layers", "lora", "config.adapters")
 
 
 def _quantized() -> Any:
@@ -344,6 +358,7 @@ def loss_fn(
       result = task.loss_fn(variables, batch, rng, **own)
     for each in (model, *given.values()):
       _quantized().check(each)
+    _lora().check(model)
     return result
 
   return bound_loss_fn

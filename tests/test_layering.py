@@ -23,7 +23,8 @@ RULES = {
   "__main__": {"tools"},
   "tools": None,  # Anything.
   "main": _ARRAYS
-  | {"checkpoints", "cluster", "command", "evaluation", "files", "inputs"}
+  | {"adapters", "checkpoints", "cluster", "command", "evaluation", "files"}
+  | {"inputs"}
   | {"lengths", "optim", "parts", "reports", "runtime", "step", "teacher"},
   "command": {
     "checkpoints",
@@ -42,6 +43,8 @@ RULES = {
   "checkpoints": _ARRAYS
   | {"cluster", "files", "lengths", "models.published", "optim", "parts"}
   | {"step"},
+  "adapters": _ARRAYS
+  | {"checkpoints", "cluster", "files", "models.layers", "parts", "step"},
   "teacher": {"checkpoints", "parts", "settings", "sharding", "step"},
   "runtime": {
     "lengths",
@@ -53,6 +56,7 @@ RULES = {
     "step",
   },
   "inference": _ARRAYS
+  | {"adapters"}
   | {"chat", "checkpoints", "decoding", "files", "inputs", "parts", "pp"}
   | {"models.published"},
   "inputs": _ARRAYS | {"cluster", "data.formats", "lengths", "parts", "pp"},

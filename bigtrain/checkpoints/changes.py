@@ -110,3 +110,13 @@ def check_files(
         f"the old file, or set config.allow_changes to [{name!r}] to continue "
         "anyway, or choose a new workdir."
       )
+
+
+def check_base(saved: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+  """Raises ConfigError unless adapters are used with the base they had."""
+  if saved and base and saved["digest"] != base["digest"]:
+    raise ConfigError(
+      "config.model_init: expected the base with which the adapters were "
+      f"trained, whose arrays have the digest {saved['digest']}; these have "
+      f"{base['digest']}."
+    )

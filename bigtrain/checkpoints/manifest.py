@@ -179,7 +179,8 @@ class HostState:
   """State of a run that is not in arrays on devices; all of it is JSON.
 
   `fingerprints` is {file: fingerprint of its content}; `batches_ahead` counts
-  the batches that rollbacks have skipped. A `clock` of None starts now.
+  the batches that rollbacks have skipped. A `clock` of None starts now. `base`
+  describes the frozen base of adapters, see adapters.Base.saved.
   """
 
   config: dict[str, Any] | None = None
@@ -189,6 +190,7 @@ class HostState:
   batches_ahead: int = 0
   fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
+  base: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> dict[str, Any]:
     return {name: x for name, x in vars(self).items() if x is not None}

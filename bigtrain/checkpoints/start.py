@@ -87,6 +87,8 @@ def start(
   lower: Callable[..., Callable[[], Any]],
   local: local_checkpoints.LocalCheckpoints | None = None,
   from_local: bool = True,
+  base: Mapping[str, Any] | None = None,
+  begin: Callable[[Any], None] | None = None,
 ) -> Start:
   """Loads or makes the state to start with; see the module for the order.
 
@@ -96,12 +98,15 @@ def start(
     model_module: module whose `from_published`, if any, converts parameters.
     from_local: whether the run may start from the hosts' checkpoints. A
       rollback may not: what it skips must not depend on them.
+    base: digest of the base of adapters, which a checkpoint's must equal.
+    begin: changes a new state of adapters, in place of loading model_init.
   """
 
   def check_origin(host: HostState) -> None:
     if host.config is not None:
       changes.check_config(host.config, config, options.allow_changes)
     changes.check_files(host.fingerprints, fingerprints, options.allow_changes)
+    changes.check_base(host.base, base or {})
 
   hosts = local if from_local else None
   result = _resume(workdir, state_spec, hosts, check_origin, options.fallback)
@@ -118,6 +123,10 @@ def start(
     if options.model_init:
       how = f"parameters from {options.model_init}"
       result = result._replace(how=how)
+    if base and begin:
+      begin(state)
+      state |= {"ema": ema.init(state["params"])} if "ema" in state else {}
+    elif options.model_init:
       _load_model(state, options.model_init, state_spec, model_module)
   if local is not None:
     local.begin(result.step, result.saved_step)
@@ -185,14 +194,14 @@ def _load_model(
 def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
   """{name: model variables} for each set of weights in a train state.
 
-  The names are "params" and, if there are averaged parameters, "ema". A teacher
-  in the state is the variables' entry "teacher".
+  The names are "params" and, if there are averaged parameters, "ema". Each has
+  what is frozen in the state, a teacher or the base of adapters.
   """
   opt = state.get("opt", {})
   weights = {"params": averages.evaluation_form(state["params"], opt)}
   if "ema" in state:
     weights["ema"] = state["ema"]
-  rest = {name: state[name] for name in ("teacher",) if name in state}
+  rest = {name: state[name] for name in gradients.FROZEN if name in state}
   return {
     name: {"params": params, **state.get("mutable", {}), **rest}
     for name, params in weights.items()

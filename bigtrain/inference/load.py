@@ -27,6 +27,7 @@ def load(
   class_names: Sequence[str] | str | None = None,
   tokenizer: str | None = None,
   batch_size: int = 32,
+  adapter: str | os.PathLike[str] | None = None,
 ) -> Predictor:
   """Loads a trained model; reads the run and never writes into it.
 
@@ -42,6 +43,8 @@ def load(
     class_names: names by class number, or the path of a file with one name a
       line; by default those of the run's data.
     tokenizer: "bytes" or a path, if the run's tokenizer has moved.
+    adapter: a run with adapters of this model, or a folder of PEFT's; see also
+      Predictor.with_adapter.
 
   Raises:
     ConfigError: no such checkpoint, or a wrong argument.
@@ -50,5 +53,9 @@ def load(
   mesh = sharding.make_mesh()
   checkpoint = saved.find(os.fspath(path), step)
   variables = saved.variables(checkpoint, weights, mesh)
+  if adapter is not None:
+    checkpoint, variables = saved.with_adapter(
+      checkpoint, variables, os.fspath(adapter), mesh
+    )
   given = Overrides(pp, pp_text, evaluation, class_names, tokenizer)
   return Predictor(checkpoint, variables, mesh, given, batch_size)

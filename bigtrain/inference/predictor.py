@@ -72,6 +72,14 @@ class Predictor:
   def params(self) -> Params:
     return self.variables["params"]
 
+  def with_adapter(self, path: str | os.PathLike[str]) -> "Predictor":
+    """The same model with other adapters; both share the arrays of the base."""
+    checkpoint, variables = saved.with_adapter(
+      self._saved, self.variables, os.fspath(path), self.mesh
+    )
+    size = self.batch_size
+    return Predictor(checkpoint, variables, self.mesh, self._given, size)
+
   @functools.cached_property
   def class_names(self) -> list[str] | None:
     """Names of the classes; None if the run does not know them."""

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import parts, settings, sharding, trees
+from bigtrain.adapters import peft_files, trained
 from bigtrain.checkpoints import (
   averages,
   folders,
@@ -136,8 +137,13 @@ def _json_of(folder: str, name: str) -> dict[str, Any]:
   return content if isinstance(content, dict) else {}
 
 
-def variables(saved: Saved, weights: str, mesh: Mesh) -> dict[str, Any]:
-  """Reads the variables of the model, sharded over all devices."""
+def variables(
+  saved: Saved, weights: str, mesh: Mesh, *, with_base: bool = True
+) -> dict[str, Any]:
+  """Reads the variables of the model, sharded over all devices.
+
+  With `with_base`, adapters come with their base.
+  """
   if saved.is_published:
     return _published_variables(saved, weights, mesh)
   if saved.manifest is not None:
@@ -161,7 +167,39 @@ def variables(saved: Saved, weights: str, mesh: Mesh) -> dict[str, Any]:
     }
   tree = trees.from_flat(arrays)
   params = averages.evaluation_form(tree[weights], tree.get("opt", {}))
-  return {"params": params, **tree.get("mutable", {})}
+  result = {"params": params, **tree.get("mutable", {})}
+  if saved.config.get("adapters") and saved.manifest and with_base:
+    about = saved.manifest.host_state.base
+    result["base"] = trained.load_base(saved.config, about, params, mesh)
+  return result
+
+
+def with_adapter(
+  saved: Saved, loaded: Mapping[str, Any], path: str, mesh: Mesh
+) -> tuple[Saved, dict[str, Any]]:
+  """Returns a loaded model with other adapters, which share its base.
+
+  `path` is a run or checkpoint with adapters, or a folder of PEFT's.
+  """
+  path = paths.absolute(path)
+  base = loaded.get("base", loaded["params"])
+  if peft_files.is_folder(path):
+    config, params = trained.read_peft(path, saved.config, base, mesh)
+  else:
+    other = find(path, None, "adapter")
+    if not other.config.get("adapters"):
+      raise ConfigError(f"adapter={path!r}: expected a run with adapters.")
+    config = {**saved.config, "adapters": other.config["adapters"]}
+    given = variables(other, "params", mesh, with_base=False)
+    params = given["params"]
+    own = saved.manifest.host_state.base if saved.manifest else {}
+    expected = other.manifest.host_state.base if other.manifest else {}
+    base = trained.base_of(params, base, own, expected)
+  return saved._replace(config=config), {
+    **loaded,
+    "params": params,
+    "base": base,
+  }
 
 
 def _published_variables(

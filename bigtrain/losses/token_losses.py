@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, settings
+from bigtrain import metrics, settings, trees
 from bigtrain.losses import linear_xent
 from bigtrain.types import Batch, Metrics, Variables
 
@@ -90,13 +90,14 @@ def model_losses(
     mutable=[*mutable, "step_sums"] if train else [],
   )
   bias = getattr(model, "head_bias", lambda params: None)
+  params = trees.merge(variables["params"], variables.get("base", {}))
   losses = linear_xent.linear_softmax_xent(
     out["pre_logits"],
-    model.head_kernel(variables["params"]),
+    model.head_kernel(params),
     targets_BL,
     weight_BL,
     chunk=chunk,
-    bias_V=bias(variables["params"]),
+    bias_V=bias(params),
     dtype=model.dtype,
     label_smoothing=label_smoothing,
     label_smoothing_over=label_smoothing_over,

@@ -17,7 +17,10 @@ OPT_SHARDING = ("fsdp", "replica")
 
 
 class InitialVariables:
-  """Initial variables of a model, which may name axes in flax's boxes."""
+  """Initial variables of a model, which may name axes in flax's boxes.
+
+  The frozen base of a model with adapters is apart from its other variables.
+  """
 
   def __init__(self, boxed: Callable[[Any], Variables], seed: int):
     self._boxed = boxed
@@ -27,12 +30,20 @@ class InitialVariables:
     return jax.eval_shape(self._boxed, self._seed)
 
   def __call__(self, seed: jax.Array | int | None = None) -> Variables:
-    """The variables without boxes; of config.seed by default."""
+    """The variables without boxes and base; of config.seed by default."""
+    variables = self._unboxed(seed)
+    return {name: x for name, x in variables.items() if name != "base"}
+
+  def base(self) -> Variables:
+    """The base, or {} of a model without adapters."""
+    return self._unboxed(None).get("base", {})
+
+  def _unboxed(self, seed: jax.Array | int | None) -> Variables:
     word = gradients.seed_word(seed) if isinstance(seed, int) else seed
-    return unboxed(self._boxed(self._seed if word is None else word))
+    return dict(unboxed(self._boxed(self._seed if word is None else word)))
 
   def spec(self) -> Variables:
-    return dict(jax.eval_shape(unboxed, self.boxed_spec()))
+    return dict(jax.eval_shape(self))
 
 
 def unboxed(variables: Any) -> Any:
@@ -95,11 +106,12 @@ def sharding_rules(
     layout = sharding.along(spec, shape.shape, dims)
     # The optimizer's state and averages of a parameter have its name at the
     # end of theirs.
-    pattern = f"(.*/)?{re.escape(name.removeprefix('params/'))}"
+    pattern = f"(.*/)?{re.escape(re.sub('^(params|base)/', '', name))}"
     rules.append((pattern, layout))
   given = config.get("sharding", sharding.DEFAULT_RULES)
-  params = trees.flatten_with_names(jax.eval_shape(unboxed, boxed["params"]))
-  param_shapes = {name: tuple(x.shape) for name, x in params}
+  params = trees.merge(boxed["params"], boxed.get("base", {}))
+  named = trees.flatten_with_names(jax.eval_shape(unboxed, params))
+  param_shapes = {name: tuple(x.shape) for name, x in named}
   opt_sharding = settings.check_choice(
     "config.opt_sharding", config.get("opt_sharding", "fsdp"), OPT_SHARDING
   )

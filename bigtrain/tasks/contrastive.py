@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics
+from bigtrain import metrics, trees
 from bigtrain.losses import pairwise
 from bigtrain.settings import ConfigError, check_choice
 from bigtrain.types import Batch, Metrics, Params, PredictFn, Variables
@@ -121,7 +121,7 @@ def loss_fn(
   chunk: int = 1024,
 ) -> tuple[Metrics, Variables]:
   z, mutable = embed_fn(variables, batch, rng, model=model, train=train)
-  params = variables["params"]
+  params = trees.merge(variables["params"], variables.get("base", {}))
   return embeddings_loss_fn(params, z, batch, kind=kind, chunk=chunk), mutable
 
 

@@ -142,10 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     "",
   )
   kind = (
-    "hf: a folder that transformers opens; stablehlo: a predict function with "
-    "its parameters, for jax alone"
+    "hf: a folder that transformers opens, with adapters merged; peft: the "
+    "adapters alone; stablehlo: a predict function with its parameters, for "
+    "jax alone"
   )
-  add("--format", kind, "", choices=("", "hf", "stablehlo"))
+  add("--format", kind, "", choices=("", "hf", "peft", "stablehlo"))
   dtypes = ("", "float32", "bfloat16", "float16")
   add("--dtype", "with --format=hf: dtype of the weights", "", choices=dtypes)
   add(
@@ -249,7 +250,11 @@ def main(argv: Sequence[str]) -> int:
   from bigtrain.inference import stablehlo
   from bigtrain.tools import checkpoint_export
 
-  if args.format == "stablehlo":
+  if args.format == "peft":
+    count, size = checkpoint_export.to_peft(
+      args.path, args.out, args.prefix or "params", args.step
+    )
+  elif args.format == "stablehlo":
     count, size = stablehlo.export(
       args.path,
       args.out,

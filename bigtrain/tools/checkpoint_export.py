@@ -15,13 +15,16 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Protocol
 
+import jax
 import numpy as np
 
-from bigtrain import chat, parts, settings
+from bigtrain import chat, parts, settings, sharding
+from bigtrain.adapters import peft_files, trained
 from bigtrain.checkpoints import averages, folders, integrity
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import CheckpointError, Manifest, dtype_of
 from bigtrain.files import paths
+from bigtrain.inference import saved
 from bigtrain.models.published import families
 from bigtrain.models.published.blocks import STATE
 from bigtrain.reports import record
@@ -52,26 +55,57 @@ def to_file(
   or float8: these become float32, without loss.
   """
   directory, manifest, names = _find(path, step, prefix.strip("/"))
-  slices = [
-    (name, (slice(None),) * len(manifest.arrays[name].shape)) for name in names
-  ]
+  config = manifest.host_state.config
+  content: Mapping[str, Any] = manifest.arrays
   is_state = any(name.startswith("opt/") for name in names)
-  read = integrity.read if is_state else averages.read
-  arrays = read(directory, manifest, slices)
+  if config and config.get("adapters") and not is_state:
+    config, content = _merged(path, step, prefix.strip("/"))
+    names, arrays = list(content), iter(content.values())
+  else:
+    slices = [(n, (slice(None),) * len(content[n].shape)) for n in names]
+    read = integrity.read if is_state else averages.read
+    arrays = read(directory, manifest, slices)
   with paths.replacing(out, "wb") as file:
     if out.endswith(".npz"):
       _write_npz(file, names, arrays)
     else:
-      specs = {
-        n: (manifest.arrays[n].shape, manifest.arrays[n].dtype) for n in names
-      }
+      specs = {n: (content[n].shape, str(content[n].dtype)) for n in names}
       about = {"step": str(manifest.step)}
       try:
         safetensors_files.write(file.name, specs, arrays, about)
       except ValueError as e:
         raise ConfigError(f"{e}.") from e
-    _write_about(f"{out}.json", manifest)
+    _write_about(f"{out}.json", manifest, config)
   return len(names)
+
+
+def _merged(
+  path: str, step: int | None, prefix: str
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  """(config, arrays by name) of a run's model with its adapters merged."""
+  checkpoint = saved.find(path, step, "export")
+  mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
+  weights = prefix or "params"
+  variables = saved.variables(checkpoint, weights, mesh)
+  arrays = {
+    f"{weights}/{name}": np.asarray(x)
+    for name, x in trained.merged(checkpoint.config, variables).items()
+  }
+  return trained.plain(checkpoint.config), arrays
+
+
+def to_peft(
+  path: str, out: str, weights: str, step: int | None
+) -> tuple[int, int]:
+  """Writes a run's adapters as PEFT's files; returns as `to_layout`."""
+  checkpoint = saved.find(path, step, "export")
+  if not checkpoint.config.get("adapters") or checkpoint.manifest is None:
+    raise ConfigError("--format=peft: expected a run with config.adapters.")
+  mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
+  given = saved.variables(checkpoint, weights, mesh, with_base=False)
+  about = checkpoint.manifest.host_state.base
+  count = trained.write_peft(out, checkpoint.config, given["params"], about)
+  return count, os.path.getsize(os.path.join(out, peft_files.ARRAYS))
 
 
 def _find(
@@ -103,12 +137,14 @@ def _write_npz(
         np.lib.format.write_array(entry, array, allow_pickle=False)
 
 
-def _write_about(path: str, manifest: Manifest) -> None:
+def _write_about(
+  path: str, manifest: Manifest, config: dict[str, Any] | None
+) -> None:
   """Writes step, config and description of the data, for bigtrain.load."""
   host = manifest.host_state
   about = {
     "step": manifest.step,
-    "config": host.config,
+    "config": config,
     "data": host.data,
     "fingerprints": host.fingerprints,
   }
@@ -149,12 +185,22 @@ def to_layout(
     raise ConfigError(
       f"--format=hf: the model of {directory} has no published layout."
     )
+  content: Mapping[str, Any] = manifest.arrays
+  read: Callable[..., Any] = functools.partial(
+    averages.read, directory, manifest
+  )
+  plain = config
+  if config.get("adapters"):
+    plain, merged = _merged(path, step, prefix)
+    module, model = parts.model(settings.Config(plain))
+    names, content = list(merged), {**content, **merged}
+    read = lambda slices: (merged[name][index] for name, index in slices)
   full_names = {name.removeprefix(f"{prefix}/"): name for name in names}
   state = [n for n in manifest.arrays if n.startswith(_MUTABLE + STATE)]
   full_names |= {name.removeprefix(_MUTABLE): name for name in state}
-  shapes = {n: manifest.arrays[full].shape for n, full in full_names.items()}
+  shapes = {n: content[full].shape for n, full in full_names.items()}
   published, tensors = module.to_published(model, shapes, layout)
-  dtypes = {manifest.arrays[name].dtype for name in names}
+  dtypes = {str(content[name].dtype) for name in names}
   if len(dtypes) > 1:
     raise ConfigError(f"{directory}: parameters of several dtypes: {dtypes}.")
   (stored,) = dtypes
@@ -169,9 +215,7 @@ def to_layout(
     out,
     specs,
     {
-      tensor.name: functools.partial(
-        _built, directory, manifest, tensor, full_names
-      )
+      tensor.name: functools.partial(_built, read, tensor, full_names)
       for tensor in tensors
     },
     max_shard_bytes,
@@ -179,7 +223,7 @@ def to_layout(
   published |= {"dtype": dtype or stored, **_copy_companions(config, out)}
   with paths.replacing(os.path.join(out, "config.json")) as file:
     json.dump(published, file, indent=2)
-  _write_about(os.path.join(out, "bigtrain.json"), manifest)
+  _write_about(os.path.join(out, "bigtrain.json"), manifest, plain)
   return len(tensors), size
 
 
@@ -272,13 +316,12 @@ def _files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 
 
 def _built(
-  directory: str,
-  manifest: Manifest,
+  read: Callable[..., Any],
   tensor: Tensor,
   full_names: Mapping[str, str],
 ) -> np.ndarray:
   slices = [(full_names[name], index) for name, index in tensor.parts]
-  value = tensor.build(list(averages.read(directory, manifest, slices)))
+  value = tensor.build(list(read(slices)))
   if tuple(value.shape) != tuple(tensor.shape):
     raise ValueError(
       f"{tensor.name}: expected shape {tensor.shape}, got {value.shape}"

@@ -25,6 +25,7 @@ import jax
 from absl import logging
 
 from bigtrain import lengths, parts, settings, sharding, teacher, trees
+from bigtrain.adapters import trained
 from bigtrain.checkpoints import averages, folders, manifest, restore, start
 from bigtrain.cluster import process
 from bigtrain.evaluation import evaluations
@@ -81,6 +82,13 @@ def evaluate(
       class_names=saved.host_state.data.get("class_names", {}),
       compile=programs.Programs("compiled", xla_options).compile,
     )
+    specs = dict(trees.flatten_with_names(state_spec))
+    arrays = restore.load(directory, saved, dict(zip(specs, specs)), specs)
+    state = trees.from_flat(arrays)
+    if config.get("adapters"):
+      about, plain = saved.host_state.base, config.to_dict()
+      base = trained.load_base(plain, about, state["params"], mesh)
+      state["base"], state_spec["base"] = base, _specs_of(base)
     teaching = _teacher(config, task, model, context)
     enabled = evaluations.from_config(
       config,
@@ -91,10 +99,7 @@ def evaluate(
     )
     if not enabled:
       raise ConfigError("config.evals: empty; expected evaluations.")
-    specs = dict(trees.flatten_with_names(state_spec))
-    arrays = restore.load(directory, saved, dict(zip(specs, specs)), specs)
-    state = {**trees.from_flat(arrays), **teaching.load()}
-    variables = start.evaluated(state)
+    variables = start.evaluated({**state, **teaching.load()})
     row: dict[str, Any] = {"step": saved.step}
     for evaluation in enabled:
       logging.info("Evaluating %s.", evaluation.name)
@@ -149,6 +154,13 @@ def _state_spec(
     }
   )
   return sharding.state_spec(weights, mesh, rules)
+
+
+def _specs_of(arrays: Any) -> Any:
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    arrays,
+  )
 
 
 def _teacher(

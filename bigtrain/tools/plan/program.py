@@ -188,7 +188,7 @@ def measure(
   Bytes are of each device; model_flops and executed_flops of a step over all
   devices, without and with recomputation and padding.
   """
-  state_spec, _, batch_spec, _, teacher_spec = specs
+  state_spec, _, batch_spec, _, frozen_spec = specs
   params = jax.tree.leaves(state_spec["params"])
   sharded = [x for x in params if not x.sharding.is_fully_replicated]
   task, (_, model) = parts.task(run.config), parts.model(run.config)
@@ -196,16 +196,14 @@ def measure(
     run.config, task, batch_spec, run.mesh, run.seed
   )
   loss_fn = parts.loss_fn(run.config, task, model, of_teacher.model)
-  loss_args = gradients.loss_args(
-    state_spec, batch_spec, run.mesh, **teacher_spec
-  )
+  loss_args = gradients.loss_args(state_spec, batch_spec, run.mesh, frozen_spec)
   return {
     "parameters": sum(x.size for x in params),
     "sharded_parameters": sum(x.size for x in sharded),
     "parameter_bytes": sum(x.size * x.dtype.itemsize for x in params),
     "state_bytes": {
       name: _bytes_per_device(part)
-      for name, part in {**state_spec, **teacher_spec}.items()
+      for name, part in {**state_spec, **frozen_spec}.items()
     },
     "host_state_bytes": _bytes_per_device(state_spec, in_host=True),
     "batch_bytes": _bytes_per_device(batch_spec),

@@ -1,0 +1,493 @@
+"""Low-rank adapters of kernels, on a base that does not change.
+
+  config.adapters = dict(
+    targets=r".*attention/(query|value)/kernel",  # one regex or a list
+    rank=16,
+    alpha=32,
+    base="nf4",  # "float32", "bfloat16", "int8": how the base is kept
+  )
+
+A layer computes x W + s (x A) B, with s = alpha / rank (LoRA,
+https://arxiv.org/abs/2106.09685) or alpha / sqrt(rank) (`rslora`, 2312.03732).
+`dora` scales each output to a learned norm (2402.09353). W A B is never formed
+in a dense layer, so the base has no gradient, not even of one layer. Heads and
+experts, whose products are not of a flax layer, use the merged kernel.
+
+A model with adapters has two collections: "params", with lora_a (inputs, rank),
+lora_b (rank, outputs) and perhaps lora_magnitude (outputs) beside where the
+kernel would be, and "base" with all other parameters. Dimensions of layers and
+experts come first, as in the kernel.
+"""
+
+import functools
+import math
+import re
+import threading
+import types
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from flax.core import meta
+
+from bigtrain import dims, settings, trees
+from bigtrain.models.layers import block_quantization, kernels
+from bigtrain.models.layers.block_quantization import Quantized
+from bigtrain.settings import ConfigError, check_number
+
+BASES = ("float32", "bfloat16", *block_quantization.KINDS)
+A, B, MAGNITUDE = FACTORS = ("lora_a", "lora_b", "lora_magnitude")
+
+_KERNEL = "kernel"
+# Pairs of (regex, value), or one value for all.
+_ByName = Any
+
+
+class Options(NamedTuple):
+  """Options of config.adapters.
+
+  Attributes:
+    targets: regular expressions of whole names of kernels.
+    rank, alpha: a number, or (regex, number) pairs; the first match decides.
+    dropout: rate of the inputs of A.
+    train: regular expressions of parameters that train in full, such as a head.
+    base: dtype of the base, or "int8" or "nf4" for the kernels in `quantized`;
+      the rest of the base is bfloat16 then.
+    quantized: regular expression of kernels.
+    double_quantization: whether the scales of blocks are quantized as well.
+    init: adapters to start from: a run, a checkpoint or a folder of PEFT's.
+  """
+
+  targets: Any
+  rank: _ByName = 16
+  alpha: _ByName = 32.0
+  dropout: float = 0.0
+  rslora: bool = False
+  dora: bool = False
+  train: Any = ()
+  base: str = "float32"
+  quantized: str = r".*blocks?(_?\d+)?/(?!.*router/).*kernel"
+  double_quantization: bool = False
+  init: str | None = None
+
+  def kernel_rank(self, name: str) -> int:
+    return _first(self.rank, name)
+
+  def scale(self, name: str) -> float:
+    rank = self.kernel_rank(name)
+    return _first(self.alpha, name) / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _first(value: _ByName, name: str) -> Any:
+  if not isinstance(value, list | tuple):
+    return value
+  return next(x for regex, x in value if re.fullmatch(regex, name))
+
+
+def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
+  settings.check_kwargs(Options, given, key)
+  options = Options(**given)
+  settings.check_choice(f"{key}.base", options.base, BASES)
+  check_number(f"{key}.dropout", options.dropout, least=0.0, below=1.0)
+  as_tuple = lambda x: (x,) if isinstance(x, str) else tuple(x)
+  options = options._replace(
+    targets=as_tuple(options.targets), train=as_tuple(options.train)
+  )
+  pairs: dict[str, Any] = {}
+  for field in ("rank", "alpha"):
+    value = getattr(options, field)
+    pairs[field] = value
+    if not isinstance(value, list | tuple):
+      pairs[field] = [(".*", value)]
+    for pair in pairs[field]:
+      if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise ConfigError(
+          f"{key}.{field}: expected a number or (regex, number) pairs, got "
+          f"{pair!r} in it."
+        )
+      whole = field == "rank"
+      least = 1 if whole else 0.0
+      check_number(f"{key}.{field}", pair[1], least=least, whole=whole)
+  regexes = [*options.targets, *options.train, options.quantized]
+  regexes += [regex for rules in pairs.values() for regex, _ in rules]
+  for regex in regexes:
+    try:
+      re.compile(regex)
+    except (re.error, TypeError) as e:
+      raise ConfigError(f"{key}: bad regex {regex!r}: {e}.") from e
+  return options
+
+
+def adapted(
+  module: Any, cls: type[nn.Module], given: Mapping[str, Any], key: str
+) -> tuple[Any, type[nn.Module]]:
+  """Returns the module and its Model, with adapters."""
+  layers = Layers(read(given, key), key)
+  table = getattr(module, "param_dims", None)
+
+  def init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    variables = dict(cls.init(self, rngs, *args, **kwargs))
+    rng = rngs["params"] if isinstance(rngs, Mapping) else rngs
+    roles = table(self) if table else {}
+    params, base = layers.split(variables.pop("params"), roles, rng)
+    return {"params": params, "base": base, **variables}
+
+  @functools.wraps(cls.apply)
+  def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    rest = {k: v for k, v in variables.items() if k not in ("params", "base")}
+    scaled = {**variables, "params": layers.scaled(variables["params"])}
+    joined = {**rest, "params": full(scaled)}
+    with nn.intercept_methods(layers.intercept):
+      return cls.apply(self, joined, *args, **kwargs)
+
+  members: dict[str, Any] = {
+    "__module__": cls.__module__,
+    "__qualname__": cls.__qualname__,
+    "__doc__": cls.__doc__,
+    "init": nn.nowrap(init),
+    "apply": nn.nowrap(apply),
+    "adapters": layers,
+  }
+  if hasattr(cls, "head_kernel"):
+
+    def head_kernel(self: Any, params: Mapping[str, Any]) -> jax.Array:
+      return cls.head_kernel(self, layers.with_merged_head(params))
+
+    members["head_kernel"] = nn.nowrap(head_kernel)
+  copy = types.ModuleType(module.__name__, module.__doc__)
+  vars(copy).update(vars(module))
+  if table:
+    vars(copy)["param_dims"] = lambda model: with_factors(table(model))
+  return copy, type(cls.__name__, (cls,), members)
+
+
+def full(variables: Mapping[str, Any]) -> Any:
+  """All parameters of a model, adapters among them; for any model."""
+  if "base" not in variables:
+    return variables["params"]
+  return trees.merge(variables["base"], variables["params"])
+
+
+def reference(variables: Mapping[str, Any]) -> dict[str, Any]:
+  """The variables with adapters off: the model before its training."""
+  return {**variables, "params": {}}
+
+
+def in_full(params: Any) -> Any:
+  """The parameters that are not of adapters."""
+  flat = traverse_util.flatten_dict(params, sep="/")
+  return trees.from_flat(
+    {n: x for n, x in flat.items() if n.split("/")[-1] not in FACTORS}
+  )
+
+
+def unquantized(base: Any) -> Any:
+  """A base, of arrays or of ShapeDtypeStructs, with whole arrays."""
+
+  def whole(x: Any) -> Any:
+    if not isinstance(x, Quantized):
+      return x
+    stack = x.codes.shape[:-1]
+    if isinstance(x.codes, jax.ShapeDtypeStruct):
+      return jax.ShapeDtypeStruct((*stack, *x.shape), jnp.bfloat16)
+    values = Quantized.dequantized
+    return (jax.vmap(values) if stack else values)(x)
+
+  is_leaf = lambda x: isinstance(x, Quantized)
+  return jax.tree.map(whole, base, is_leaf=is_leaf)
+
+
+def check(model: nn.Module) -> None:
+  if layers := getattr(model, "adapters", None):
+    layers.check()
+
+
+def with_factors(table: dims.Table) -> dict[str, str]:
+  """Adds dimensions of the factors to those of the kernels.
+
+  >>> with_factors({".*/up/kernel": "D -> F"})[".*/up/lora_b"]
+  'rank -> F'
+  """
+  result = dict(table)
+  for pattern, text in table.items():
+    if not pattern.endswith(_KERNEL) or "->" not in text:
+      continue
+    stack, _, array = text.rpartition(";")
+    inputs, outputs = array.split("->")
+    stack = f"{stack}; " if stack else ""
+    root = pattern.removesuffix(_KERNEL)
+    result[root + A] = f"{stack}{inputs.strip()} -> rank"
+    result[root + B] = f"{stack}rank -> {outputs.strip()}"
+    result[root + MAGNITUDE] = f"{stack}{outputs.strip()}"
+  return result
+
+
+class Layers:
+  """The adapters of a model: their initial values, and layers that use them."""
+
+  def __init__(self, options: Options, key: str):
+    self.options, self._key = options, key
+    self._lock = threading.Lock()  # Evaluations are traced in a thread.
+    self._names: set[str] = set()  # Kernels with adapters.
+    self._used: set[str] = set()  # Those that a layer has used.
+
+  def split(
+    self, params: Any, table: dims.Table, rng: jax.Array
+  ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what trains: adapters and parameters in full, the base)."""
+    options = self.options
+    flat = traverse_util.flatten_dict(params, sep="/")
+    trained, base = {}, {}
+    targets = self.targets(list(flat))
+    in_full = self._matches(list(flat), options.train, "train")
+    for name, boxed in flat.items():
+      value = meta.unbox(boxed)
+      if name in in_full:
+        trained[name] = boxed
+        continue
+      if name in targets:
+        key = jax.random.fold_in(rng, zlib.crc32(name.encode()))
+        for factor, x in self._factors(name, value, table, key).items():
+          trained[name.removesuffix(_KERNEL) + factor] = x
+      base[name] = self.stored(name, boxed, table)
+    return trees.from_flat(trained), trees.from_flat(base)
+
+  def targets(self, names: Sequence[str]) -> set[str]:
+    kernels_only = [n for n in names if n.split("/")[-1] == _KERNEL]
+    found = self._matches(kernels_only, self.options.targets, "targets")
+    self._names = found
+    return found
+
+  def _matches(
+    self, names: Sequence[str], regexes: Sequence[str], field: str
+  ) -> set[str]:
+    result: set[str] = set()
+    for regex in regexes:
+      found = {name for name in names if re.fullmatch(regex, name)}
+      if not found:
+        hint = settings.did_you_mean(regex, names)
+        what = "kernel" if field == "targets" else "parameter"
+        raise ConfigError(
+          f"{self._key}.{field}: {regex!r} matches no {what}.{hint}"
+        )
+      result |= found
+    return result
+
+  def stored(self, name: str, boxed: Any, table: dims.Table) -> Any:
+    """A parameter of the base, as the base keeps it."""
+    value = meta.unbox(boxed)
+    if how := self.quantization(name, value.shape, table):
+      return block_quantization.quantize(value, **how)
+    dtype = "float32" if self.options.base == "float32" else "bfloat16"
+    return jax.tree.map(lambda x: x.astype(dtype), boxed)
+
+  def quantization(
+    self, name: str, shape: Sequence[int], table: dims.Table
+  ) -> dict[str, Any]:
+    """Options of block_quantization.quantize; {} for other parameters."""
+    options = self.options
+    if options.base not in block_quantization.KINDS or len(shape) < 2:
+      return {}
+    if not re.fullmatch(options.quantized, name):
+      return {}
+    sizes = _Shape.of(name, shape, table)
+    layers = len(sizes.stack) - sizes.arrays
+    double = options.double_quantization
+    return dict(kind=options.base, double=double, stacked=layers)
+
+  def with_magnitudes(self, params: Any, base: Any) -> Any:
+    """Sets DoRA's magnitudes to the norms of the base with the adapters."""
+    flat = traverse_util.flatten_dict(params, sep="/")
+    kept = traverse_util.flatten_dict(unquantized(base), sep="/")
+    for name in [n for n in flat if n.split("/")[-1] == MAGNITUDE]:
+      root = name.removesuffix(MAGNITUDE)
+      scale = self.options.scale(root + _KERNEL)
+      a, b = flat[root + A], flat[root + B]
+      flat[name] = norms(kept[root + _KERNEL], a, b, scale)
+    return trees.from_flat(flat)
+
+  def _factors(
+    self, name: str, kernel: jax.Array, table: dims.Table, key: jax.Array
+  ) -> dict[str, jax.Array]:
+    shape, rank = (
+      _Shape.of(name, kernel.shape, table),
+      self.options.kernel_rank(name),
+    )
+    # PyTorch's kaiming_uniform_ with a = sqrt(5).
+    bound = 1 / math.sqrt(math.prod(shape.inputs))
+    of_a, of_b = (*shape.inputs, rank), (rank, *shape.outputs)
+    factors = {
+      A: jax.random.uniform(
+        key, (*shape.stack, *of_a), jnp.float32, -bound, bound
+      ),
+      B: jnp.zeros((*shape.stack, *of_b), jnp.float32),
+    }
+    if self.options.dora:
+      factors[MAGNITUDE] = norms(kernel, factors[A], factors[B], 0.0)
+    return factors
+
+  def scaled(self, params: Any) -> Any:
+    """Multiplies A by its scale, so that equal layers can share a trace."""
+
+    def scale(name: str, x: jax.Array) -> jax.Array:
+      root, _, last = name.rpartition("/")
+      return self.options.scale(f"{root}/{_KERNEL}") * x if last == A else x
+
+    return trees.map_with_names(scale, params)
+
+  def intercept(
+    self,
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    context: nn.module.InterceptorContext,
+  ) -> Any:
+    layer = context.module
+    own = dict(layer.variables.get("params", {}))
+    factors = {name: own.pop(name) for name in FACTORS if name in own}
+    kernel = own.get(_KERNEL)
+    if not factors and not isinstance(kernel, Quantized):
+      return call(*args, **kwargs)
+    if context.method_name != "__call__":
+      return call(*args, **kwargs)
+    self._note("/".join((*layer.path, _KERNEL)))
+    whole = kernel
+    if isinstance(kernel, Quantized):
+      whole = kernel.dequantized()
+    if isinstance(layer, nn.Dense | nn.DenseGeneral):
+      product = layer.dot_general or jax.lax.dot_general
+      if factors:
+        rate, key = self.options.dropout, None
+        if rate and layer.has_rng("dropout"):
+          key = layer.make_rng("dropout")
+        product = _low_rank(product, factors, rate, key)
+      # A copy of the layer, because flax checks the shapes of parameters.
+      plain = layer.clone(parent=None, name=None, dot_general=product)
+      return plain.apply({"params": {**own, _KERNEL: whole}}, *args, **kwargs)
+    if factors:
+      whole = merged(whole, factors, 1.0)
+    if isinstance(layer, kernels.Kernel):
+      return whole
+    result = call(*args, **kwargs)
+    if not isinstance(result, Mapping) or _KERNEL not in result:
+      raise ConfigError(
+        f"{self._key}: {'/'.join(layer.path)!r} is not a dense layer, a head "
+        "or experts; expected kernels of such."
+      )
+    return {**result, _KERNEL: whole}
+
+  def _note(self, name: str) -> None:
+    with self._lock:
+      self._used.add(_without_numbers(name))
+
+  def with_merged_head(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Parameters whose head, if it has an adapter, is merged."""
+    head = params.get("head", {})
+    if A not in head:
+      return params
+    self._note(f"head/{_KERNEL}")
+    scale = self.options.scale(f"head/{_KERNEL}")
+    return {**params, "head": {_KERNEL: merged(head[_KERNEL], head, scale)}}
+
+  def check(self) -> None:
+    names = {name: _without_numbers(name) for name in self._names}
+    if unused := sorted(n for n in names if names[n] not in self._used):
+      raise ConfigError(
+        f"{self._key}.targets: {unused[0]!r} is not the kernel of a dense "
+        f"layer, of a head or of experts; expected such kernels."
+      )
+
+
+def _without_numbers(name: str) -> str:
+  # Blocks that are alike share a trace.
+  return re.sub(r"\d+", "#", name)
+
+
+class _Shape(NamedTuple):
+  """Sizes of a kernel's dimensions: of layers and experts, inputs, outputs.
+
+  `arrays` is the number of dimensions in `stack` that are not layers.
+  """
+
+  stack: tuple[int, ...]
+  inputs: tuple[int, ...]
+  outputs: tuple[int, ...]
+  arrays: int
+
+  @classmethod
+  def of(cls, name: str, shape: Sequence[int], table: dims.Table) -> "_Shape":
+    shape = tuple(shape)
+    if roles := dims.find(table, name):
+      inputs, outputs = len(roles.inputs), len(roles.outputs)
+      arrays = len(roles.stack)
+    else:  # As flax's layers have them.
+      of_heads = re.fullmatch(r"(.*/)?(query|key|value)/kernel", name)
+      outputs, arrays = 2 if of_heads and len(shape) == 3 else 1, 0
+      inputs = len(shape) - outputs
+    stack = len(shape) - inputs - outputs
+    return cls(
+      shape[:stack],
+      shape[stack : stack + inputs],
+      shape[stack + inputs :],
+      arrays,
+    )
+
+
+def _low_rank(
+  product: Callable[..., jax.Array],
+  factors: Mapping[str, jax.Array],
+  rate: float,
+  key: jax.Array | None,
+) -> Callable[..., jax.Array]:
+  """A dot_general that adds the path through the factors."""
+
+  def dot_general(
+    x: jax.Array, kernel: jax.Array, numbers: Any, **options: Any
+  ) -> jax.Array:
+    y = product(x, kernel, numbers, **options)
+    a, b = factors[A].astype(x.dtype), factors[B].astype(x.dtype)
+    if key is not None:
+      keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+      x = jnp.where(keep, x / (1 - rate), 0)
+    low = jax.lax.dot_general(x, a, numbers, **options)
+    low = jax.lax.dot_general(
+      low, b, (((low.ndim - 1,), (0,)), ((), ())), **options
+    )
+    y = y + low
+    if MAGNITUDE in factors:
+      norm = norms(kernel, factors[A], factors[B], 1.0)
+      y = y * (factors[MAGNITUDE] / norm).astype(y.dtype)
+    return y
+
+  return dot_general
+
+
+def merged(kernel: Any, factors: Mapping[str, Any], scale: float) -> jax.Array:
+  """The kernel with its adapter, in float32; for numpy's arrays too."""
+  whole = _sum(kernel, factors[A], factors[B], scale)
+  if MAGNITUDE in factors:
+    norm = jax.lax.stop_gradient(jnp.linalg.norm(whole, axis=1))
+    whole *= (factors[MAGNITUDE].reshape(norm.shape) / norm)[:, None]
+  return whole.reshape(kernel.shape)
+
+
+def norms(kernel: Any, a: Any, b: Any, scale: float) -> jax.Array:
+  """Norms of a kernel's outputs over its inputs, without a gradient."""
+  whole = jax.lax.stop_gradient(_sum(kernel, a, b, scale))
+  stack = a.ndim + b.ndim - 2 - kernel.ndim
+  shape = (*a.shape[:stack], *b.shape[stack + 1 :])
+  return jnp.linalg.norm(whole, axis=1).reshape(shape)
+
+
+def _sum(kernel: Any, a: Any, b: Any, scale: float) -> jax.Array:
+  """W + scale A B as float32 [stack, inputs, outputs]."""
+  stack = a.ndim + b.ndim - 2 - kernel.ndim
+  number, rank = math.prod(a.shape[:stack]), a.shape[-1]
+  a = jnp.asarray(a, jnp.float32).reshape(number, -1, rank)
+  b = jnp.asarray(b, jnp.float32).reshape(number, rank, -1)
+  whole = jnp.asarray(kernel, jnp.float32).reshape(number, a.shape[1], -1)
+  return whole + scale * jnp.matmul(a, b, precision="highest")
