@@ -220,7 +220,12 @@ def to_layout(
     },
     max_shard_bytes,
   )
-  published |= {"dtype": dtype or stored, **_copy_companions(config, out)}
+  published = {
+    **dict.fromkeys(_SPECIAL_TOKENS),  # Defaults may be beyond the vocabulary.
+    **published,
+    **_copy_companions(config, out),
+    "dtype": dtype or stored,
+  }
   with paths.replacing(os.path.join(out, "config.json")) as file:
     json.dump(published, file, indent=2)
   _write_about(os.path.join(out, "bigtrain.json"), manifest, plain)
@@ -270,6 +275,7 @@ _COMPANIONS = (
   *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
   *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MUTABLE = "mutable/"
 
 
@@ -280,9 +286,8 @@ def _copy_companions(config: Mapping[str, Any], out: str) -> dict[str, Any]:
   """
   init = config.get("model_init")
   folder = init.get("path") if isinstance(init, Mapping) else init
-  ids = dict.fromkeys(("bos_token_id", "eos_token_id"))
   if not isinstance(folder, str) or not os.path.isdir(folder):
-    return ids
+    return {}
   for name in _COMPANIONS:
     if os.path.isfile(source := os.path.join(folder, name)):
       shutil.copyfile(source, os.path.join(out, name))
@@ -292,8 +297,7 @@ def _copy_companions(config: Mapping[str, Any], out: str) -> dict[str, Any]:
     with paths.replacing(os.path.join(out, "chat_template.jinja")) as file:
       file.write(texts["default"])
   _, values = families.read_json(folder)
-  names = (*ids, "pad_token_id")
-  return ids | {n: values[n] for n in names if values and n in values}
+  return {n: values[n] for n in _SPECIAL_TOKENS if values and n in values}
 
 
 def _files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:

@@ -159,6 +159,36 @@ MISTRAL = LLAMA.but(
   **_NO_BIAS,
 )
 _ALL_SLIDING = types_by(lambda config, _: config["sliding_window"] is not None)
+MINISTRAL = LLAMA.but(
+  "ministral",
+  "MinistralForCausalLM",
+  defaults=_MISTRAL_SIZES,
+  rules=dict(bias=biases(), window=windows(_ALL_SLIDING)),
+  requires=_NO_BIAS["requires"],
+)
+MINISTRAL3 = MISTRAL.but(
+  "ministral3",
+  "Ministral3ForCausalLM",
+  defaults=dict(
+    vocab_size=131_072,
+    num_hidden_layers=34,
+    head_dim=128,
+    max_position_embeddings=262_144,
+    rms_norm_eps=1e-5,
+    sliding_window=None,
+    rope_parameters=dict(
+      rope_type="yarn",
+      factor=16.0,
+      original_max_position_embeddings=16_384,
+      beta_fast=32.0,
+      beta_slow=1.0,
+      mscale_all_dim=1.0,
+      mscale=1.0,
+      llama_4_scaling_beta=0.1,
+    ),
+  ),
+  rules=dict(rope=rope(1e6, query_scale=True)),
+)
 _TOP_K = dict(num_experts="num_local_experts", top_k="num_experts_per_tok")
 _MIXTRAL_EXPERTS = experts(
   _TOP_K,
@@ -653,39 +683,20 @@ GPT_OSS = LLAMA.but(
 LAYOUTS: dict[str, Family] = {
   family.model_type: family
   for family in (
-    *(GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE),
+    *(
+      GPT2,
+      LLAMA,
+      MISTRAL,
+      MINISTRAL,
+      MINISTRAL3,
+      MIXTRAL,
+      QWEN2,
+      QWEN3,
+      QWEN2_MOE,
+      QWEN3_MOE,
+    ),
     *(GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, OLMOE, SMOLLM3, PHI3, COHERE2),
     *(GLM4, GLM4_MOE, GRANITE, GRANITE_MOE, NEMOTRON, MINIMAX_M2, GPT_OSS),
-    LLAMA.but(
-      "ministral",
-      "MinistralForCausalLM",
-      defaults=_MISTRAL_SIZES,
-      rules=dict(bias=biases(), window=windows(_ALL_SLIDING)),
-      requires=_NO_BIAS["requires"],
-    ),
-    MISTRAL.but(
-      "ministral3",
-      "Ministral3ForCausalLM",
-      defaults=dict(
-        vocab_size=131_072,
-        num_hidden_layers=34,
-        head_dim=128,
-        max_position_embeddings=262_144,
-        rms_norm_eps=1e-5,
-        sliding_window=None,
-        rope_parameters=dict(
-          rope_type="yarn",
-          factor=16.0,
-          original_max_position_embeddings=16_384,
-          beta_fast=32.0,
-          beta_slow=1.0,
-          mscale_all_dim=1.0,
-          mscale=1.0,
-          llama_4_scaling_beta=0.1,
-        ),
-      ),
-      rules=dict(rope=rope(1e6, query_scale=True)),
-    ),
   )
 }
 

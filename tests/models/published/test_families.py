@@ -14,6 +14,8 @@ import pytest
 from models.published.folders import GOLDEN, opened, variables_of
 
 from bigtrain import trees
+from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.models.published import mxfp4
 from bigtrain.tasks import language_modeling
 
 PUBLISHED = GOLDEN / "published"
@@ -121,3 +123,27 @@ def test_old_and_new_configs_are_one_model(family, tmp_path):
   _, new = opened(PUBLISHED / family)
   _, old = opened(tmp_path)
   assert old == new
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exports_equal_what_was_read(family, tmp_path):
+  folder = PUBLISHED / family
+  module, model = opened(folder, scan=True)
+  variables = dict(variables_of(module, model, folder))
+  tree = variables.pop("params") | variables
+  flat = dict(trees.flatten_with_names(tree))
+  shapes = {name: x.shape for name, x in flat.items()}
+  config, tensors = module.to_published(model, shapes)
+  published = json.loads((folder / "config.json").read_text())
+  assert config["model_type"] == published["model_type"]
+  for key in ("architectures", "vocab_size", "tie_word_embeddings"):
+    assert config[key] == published[key]
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  assert opened(tmp_path, scan=True)[1] == model
+  expected = mxfp4.joined(safetensors_files.read(str(folder)))
+  assert {tensor.name for tensor in tensors} == set(expected)
+  for tensor in tensors:
+    parts = [np.asarray(flat[name][index]) for name, index in tensor.parts]
+    array = expected[tensor.name]
+    array = array[(slice(None),) * len(array.shape)].astype(np.float32)
+    np.testing.assert_array_equal(tensor.build(parts), array, tensor.name)
