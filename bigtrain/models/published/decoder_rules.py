@@ -13,8 +13,8 @@ from bigtrain.models.published.layer_patterns import ByLayer, by_layer
 _SITES = ("qkv", "out", "mlp", "norm", "experts", "router", "head")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
-# Options of scaled rotary embeddings, {ours: theirs}; those that have a default
-# value may be absent.
+# Options of scaled rotary embeddings, {ours: theirs}; those of _OPTIONAL
+# may be absent.
 _ORIGINAL = "original_max_position_embeddings"
 _ORIGINAL_LEN = {"original_len": _ORIGINAL}
 _SCALINGS: dict[str, dict[str, str]] = {
@@ -39,13 +39,9 @@ _SCALINGS: dict[str, dict[str, str]] = {
   }
   | _ORIGINAL_LEN,
 }
-_OPTIONAL: dict[str, Any] = dict(
-  beta_fast=32.0,
-  beta_slow=1.0,
-  truncate=True,
-  mscale=None,
-  mscale_all_dim=None,
-  attention_factor=None,
+_OPTIONAL = (
+  *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+  "attention_factor",
 )
 
 
@@ -97,12 +93,12 @@ def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   if layer["posemb"] != "rope":
     nothing = dict(rope_theta=None, rope_scaling=None, rope_fraction=None)
     return {**layer, **nothing}
-  scaling = {
-    name: value
-    for name, value in (layer["rope_scaling"] or {}).items()
-    if value is not None and _OPTIONAL.get(name) != value
-  }
-  if scaling.get("type") == "longrope" and "factor" not in scaling:
+  given = layer["rope_scaling"] or {}
+  scaling = {name: x for name, x in given.items() if x is not None}
+  kind = scaling.get("type")
+  if kind == "yarn":
+    scaling = dict(beta_fast=32.0, beta_slow=1.0, truncate=True) | scaling
+  if kind == "longrope" and "factor" not in scaling:
     scaling["factor"] = fields["max_len"] / scaling["original_len"]
   return {**layer, "rope_scaling": scaling or None}
 
