@@ -422,7 +422,7 @@ def route(
   log_sum_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
   if options.score == "sigmoid":
     scores_BLE = jax.nn.sigmoid(logits_BLE)
-    total_BL1 = jnp.sum(scores_BLE, axis=-1, keepdims=True)
+    total_BL1 = jnp.sum(scores_BLE, axis=-1, keepdims=True) + 1e-20
     log_probs_BLE = jax.nn.log_sigmoid(logits_BLE) - jnp.log(total_BL1)
     probs_BLE = scores_BLE / total_BL1
   else:
@@ -430,8 +430,9 @@ def route(
     log_probs_BLE = logits_BLE - log_sum_BL[..., None]
   of_top = options.score == "softmax_of_top"
   scores_BLE = logits_BLE if of_top else scores_BLE
-  chosen_BLJE = _chosen(scores_BLE, options, bias_E)
-  weight_BLJ = jnp.sum(chosen_BLJE * scores_BLE[:, :, None], axis=-1)
+  expert_BLJ = _chosen(scores_BLE, options, bias_E)
+  chosen_BLJE = _marks(expert_BLJ, E)
+  weight_BLJ = _of_marks(scores_BLE, chosen_BLJE)
   if of_top:
     weight_BLJ = jax.nn.softmax(weight_BLJ, axis=-1)
   elif options.normalizes():
@@ -460,7 +461,6 @@ def route(
     "score": score_E,
     "entropy": mean(-jnp.sum(probs_BLE * log_probs_BLE, axis=-1)),
   }
-  expert_BLJ = jnp.argmax(chosen_BLJE, axis=-1).astype(jnp.int32)
   return moe_experts.Routing(expert_BLJ, weight_BLJ), stats
 
 
@@ -475,33 +475,41 @@ def choices(
 def _chosen(
   scores_BLE: jax.Array, options: Options, bias_E: jax.Array | None
 ) -> jax.Array:
-  """Ones [B, L, J, E] for the J experts of each token, best first."""
+  """The J experts of each token, best first."""
   left_BLE = jax.lax.stop_gradient(scores_BLE)
   if bias_E is not None:
     left_BLE += bias_E
   if (groups := options.groups) is not None:
-    shape = (*left_BLE.shape[:-1], groups.num, -1)
-    left_BLGe = left_BLE.reshape(shape)
-    best = 2 if groups.score == "top2" else 1
-    marks = _best(left_BLGe, best)
-    score_BLG = jnp.sum(
-      jnp.where(marks > 0, left_BLGe[..., None, :], 0.0), axis=(-2, -1)
-    )
-    top_BLG = jnp.sum(_best(score_BLG, groups.top), axis=-2)
-    left_BLGe = jnp.where(top_BLG[..., None] > 0, left_BLGe, -jnp.inf)
+    left_BLGe = left_BLE.reshape(*left_BLE.shape[:-1], groups.num, -1)
+    own = left_BLGe.shape[-1]
+    best = _best(left_BLGe, 2 if groups.score == "top2" else 1)
+    score_BLG = jnp.sum(_of_marks(left_BLGe, _marks(best, own)), axis=-1)
+    top = _marks(_best(score_BLG, groups.top), groups.num)
+    inside_BLG = jnp.any(top, axis=-2)
+    left_BLGe = jnp.where(inside_BLG[..., None], left_BLGe, -jnp.inf)
     left_BLE = left_BLGe.reshape(left_BLE.shape)
   return _best(left_BLE, options.top_k)
 
 
 def _best(scores: jax.Array, number: int) -> jax.Array:
-  """Ones [..., number, E] for the largest of [..., E], the largest first.
+  """Indices [..., number] of the largest of [..., E], the largest first.
 
   XLA does not split jax.lax.top_k over CPUs and GPUs: each device would sort
   the tokens of all.
   """
-  marks = []
+  result = []
   for _ in range(number):
-    best = jnp.argmax(scores, axis=-1)
-    marks.append(jax.nn.one_hot(best, scores.shape[-1]))
-    scores = jnp.where(marks[-1] > 0, -jnp.inf, scores)
-  return jnp.stack(marks, axis=-2)
+    result.append(jnp.argmax(scores, axis=-1))
+    marks = _marks(result[-1], scores.shape[-1])
+    scores = jnp.where(marks, -jnp.inf, scores)
+  return jnp.stack(result, axis=-1)
+
+
+def _marks(index: jax.Array, E: int) -> jax.Array:
+  """Bools [..., E], whose backward pass keeps less than that of floats."""
+  return index[..., None] == jnp.arange(E)
+
+
+def _of_marks(x: jax.Array, marks: jax.Array) -> jax.Array:
+  """The marked one of each row of [..., E], for marks [..., J, E]."""
+  return jnp.sum(jnp.where(marks, x[..., None, :], 0.0), axis=-1)
