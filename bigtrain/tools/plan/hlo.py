@@ -63,7 +63,7 @@ Computation = dict[str, Op]
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$")  # Not indented.
 _RESULT = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<= ]*)\]")
-_NAME = re.compile(r"%?([\w.\-]+)\s*$")
+_NAME = re.compile(r"%?([\w.\-#]+)\s*$")
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32}
 
@@ -83,7 +83,9 @@ class Module:
         current = self.computations[header[2]] = {}
         self.entry = header[2] if header[1] else self.entry
       elif result := _RESULT.match(line):
-        current[result[1]] = _parse(result[1], result[2])
+        op = _parse(result[1], result[2])
+        current |= {n: _element(n, current) for n in op.operands if "#" in n}
+        current[op.name] = op
 
   def runs(self) -> Iterator[tuple[Op, Computation, int, bool]]:
     """Yields (operation, its computation, number of runs, guessed).
@@ -152,6 +154,14 @@ def _parse(name: str, text: str) -> Op:
   parts = map(_NAME.search, _split(rest[begin + 1 : close]))
   operands = [match[1] for match in parts if match]
   return Op(name, text[:end], rest[:begin], operands, rest[close + 1 :])
+
+
+def _element(name: str, computation: Computation) -> Op:
+  """The operation that gets an element of a tuple: jax 0.12's "tuple#2"."""
+  whole, _, index = name.rpartition("#")
+  of_whole = computation.get(whole) or _element(whole, computation)
+  types = _split(of_whole.type[1:-1])
+  return Op(name, types[int(index)], "get-tuple-element", [whole], "")
 
 
 def _closing(text: str, start: int) -> int:

@@ -273,3 +273,16 @@ def test_bytes_sent_in_a_ring(kind, sent):
   one = hlo.Collective(kind, 4, 1, runs=1, nbytes=100)
   assert one.sent_bytes == sent
   assert one._replace(group_size=1).sent_bytes == 0
+
+
+def test_elements_of_tuples_as_operands():
+  """jax 0.12 writes tuple#1 where 0.10 has an operation of its own."""
+  text = """HloModule m, num_partitions=2
+
+ENTRY %main (p: (s32[], /*index=1*/bf16[8,4]{1,0})) -> bf16[8,4] {
+  %p = (s32[], /*index=1*/bf16[8,4]{1,0}) parameter(0)
+  ROOT %c = bf16[8,4]{1,0} collective-permute(%p#1), source_target_pairs={{0,1},{1,0}}
+}
+"""  # noqa: E501
+  (collective,), _ = hlo.sent(hlo.Module(text))
+  assert collective.nbytes == 8 * 4 * 2
