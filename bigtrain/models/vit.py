@@ -12,7 +12,7 @@ model width, H heads, C classes.
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -29,7 +29,13 @@ from bigtrain.models.layers import (
   pooling,
   positions,
 )
-from bigtrain.models.published import blocks, conversions
+from bigtrain.models.published import (
+  blocks,
+  conversions,
+  families,
+  tables,
+  vit_families,
+)
 
 
 class Size(NamedTuple):
@@ -538,12 +544,15 @@ def from_published(
   *,
   posemb_align: str = "centers",
 ) -> dict[str, Any]:
-  """Converts the AugReg and big_vision releases, blocks stacked or not.
+  """Reads the AugReg and big_vision releases, and vit_families.py's layouts.
 
   If the head's shape differs as well, as after fine-tuning, a pre-logits layer
   that the model lacks is dropped. Otherwise it stays, for the caller to list.
   """
   flat = conversions.normalise(flat)
+  converted = vit_families.load(flat, like, _DIMS)
+  if converted is not None:
+    return converted
   flat = _rename(flat)
 
   if "pos_embedding" in flat and "pos_embedding" in like:
@@ -609,15 +618,30 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   return {renumber(name): value for name, value in renamed.items()}
 
 
+_DIMS = {
+  "embedding/kernel": "height width channels -> D",
+  "pos_embedding": "1 patches -> D",
+  "cls|MAPHead_0/probe": "1 1 D",
+  "registers": "1 positions -> D",
+  "(.*/)?relative_bias/table": "positions -> H",
+  "pre_logits/kernel": "D -> D",
+  **layer_dims.head("head"),
+  **layer_dims.LAYERS,
+}
+
+
 def param_dims(model: Model) -> dims.Table:
   del model
-  return {
-    "embedding/kernel": "height width channels -> D",
-    "pos_embedding": "1 patches -> D",
-    "cls|MAPHead_0/probe": "1 1 D",
-    "registers": "1 positions D",
-    "(.*/)?relative_bias/table": "positions H",
-    "pre_logits/kernel": "D -> D",
-    **layer_dims.head("head"),
-    **layer_dims.LAYERS,
-  }
+  return _DIMS
+
+
+def to_published(
+  model: Model, shapes: tables.Shapes, layout: str | None = None
+) -> tuple[dict[str, Any], list[tables.Tensor]]:
+  return vit_families.export(model, shapes, layout, _DIMS)
+
+
+def published_fields(
+  path: str, allow_unread: Collection[str] = ()
+) -> families.Fields | None:
+  return vit_families.read(path, allow_unread)

@@ -27,6 +27,8 @@ from bigtrain.models.published.conversions import Remark
 _ROWS = 4096
 # A published head. Without tied embeddings, transformers reads it.
 _HEAD = "lm_head.weight"
+# Names of the blocks of decoders and of encoders.
+_BLOCK = "(?:blocks|encoderblock)"
 
 
 class Entry(NamedTuple):
@@ -38,12 +40,18 @@ class Entry(NamedTuple):
     ours: names of our parameters, joined along their output axes.
     transposed: whether the published matrix is (outputs, inputs).
     interleaved: whether the outputs of our parameters take turns.
+    convolution: whether the published kernel is (outputs, inputs, height,
+      width), of a torch.nn.Conv2d.
+    ndim: number of dimensions of a published array whose other dimensions, the
+      first ones, have the size 1.
   """
 
   published: str
   ours: tuple[str, ...]
   transposed: bool = False
   interleaved: bool = False
+  convolution: bool = False
+  ndim: int | None = None
 
 
 Table = Sequence[Entry]
@@ -92,12 +100,12 @@ def load(
     for name in flat
     if re.fullmatch(pattern, name)
   }
-  (embedding,) = [e.published for e in table if e.ours == ("token_embedding",)]
-  reason = "the model has one embedding"
-  remarks |= _compare(flat, copies, embedding, reason)
-  if "head/kernel" not in like:
-    advice = "config.model.tied_head=False loads it"
-    remarks |= _compare(flat, [_HEAD], embedding, advice)
+  for embedding in [e for e in table if e.ours == ("token_embedding",)]:
+    reason = "the model has one embedding"
+    remarks |= _compare(flat, copies, embedding.published, reason)
+    if "head/kernel" not in like:
+      advice = "config.model.tied_head=False loads it"
+      remarks |= _compare(flat, [_HEAD], embedding.published, advice)
   arrays = {name: x for name, x in flat.items() if name not in remarks}
   used: set[str] = set()
   result: dict[str, Any] = {}
@@ -128,7 +136,7 @@ def _find(
   ours = {
     parsed.stack + parsed.rest if parsed else name
     for name in like
-    for parsed in [blocks.parse_name(name, "blocks")]
+    for parsed in [blocks.parse_name(name, _BLOCK)]
   }
   counts = {}
   for layout, table in tables.items():
@@ -191,10 +199,10 @@ class _Place(NamedTuple):
 
 
 def _places(shapes: Shapes) -> dict[str, _Place]:
-  layouts = blocks.layouts(shapes, "blocks")
+  layouts = blocks.layouts(shapes, _BLOCK)
   places = {}
   for name, shape in shapes.items():
-    block = blocks.parse_name(name, "blocks")
+    block = blocks.parse_name(name, _BLOCK)
     if block is None:
       places[name] = _Place(name, (None,), False)
       continue
@@ -269,6 +277,10 @@ def _get(
   of_parts = _in_layer(entry, indices["i"], sources, shapes)
   flats = [_flat(x, entry, param_dims) for x in of_parts]
   number = entry.ours.index(ours)
+  if entry.ndim is not None and value.ndim == entry.ndim:
+    value = value.reshape([n for n in value.shape if n > 1] or [1])
+  if entry.convolution and value.ndim == 4:
+    value = value.transpose(2, 3, 1, 0).reshape(-1, value.shape[0])
   if entry.transposed:
     value = value.swapaxes(-1, -2)
   if value.shape != _joined(flats):
@@ -346,6 +358,12 @@ def _tensors(
   shape = _joined(flat)
   if entry.transposed:
     shape = (*shape[:-2], shape[-1], shape[-2])
+  if entry.convolution:
+    height, width, inputs, outputs = inner[0]
+    shape = (outputs, inputs, height, width)
+  if entry.ndim is not None:
+    sizes = [n for n in shape if n > 1]
+    shape = (*[1] * (entry.ndim - len(sizes)), *sizes)
 
   def build(parts: list[np.ndarray]) -> np.ndarray:
     parts = [part.reshape(shape) for part, shape in zip(parts, flat)]
@@ -353,7 +371,10 @@ def _tensors(
       value = np.stack(parts, axis=-1).reshape(_joined(flat))
     else:
       value = np.concatenate(parts, axis=-1)
-    return value.swapaxes(-1, -2) if entry.transposed else value
+    if entry.convolution:
+      return value.reshape(inner[0]).transpose(3, 2, 0, 1)
+    value = value.swapaxes(-1, -2) if entry.transposed else value
+    return value.reshape(shape)
 
   tensors = []
   for e in experts:
