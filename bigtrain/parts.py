@@ -338,8 +338,9 @@ def loss_fn(
   """
   options = config.kwargs("loss")
   given = {} if teacher is None else {"teacher": teacher}
-  takes_one = "teacher" in inspect.signature(task.loss_fn).parameters
-  if takes_one and teacher is None:
+  parameter = inspect.signature(task.loss_fn).parameters.get("teacher")
+  takes_one = parameter is not None
+  if parameter and parameter.default is parameter.empty and teacher is None:
     raise settings.ConfigError(
       f"config.teacher: missing: config.task={config.task!r} needs "
       "dict(model_name=..., model=..., model_init=...)."

@@ -3,6 +3,7 @@
 Axes: B batch, L length.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -89,21 +90,14 @@ def model_losses(
     rngs={"dropout": rng} if train else None,
     mutable=[*mutable, "step_sums"] if train else [],
   )
-  bias = getattr(model, "head_bias", lambda params: None)
-  params = trees.merge(variables["params"], variables.get("base", {}))
-  losses = linear_xent.linear_softmax_xent(
-    out["pre_logits"],
-    model.head_kernel(params),
-    targets_BL,
-    weight_BL,
+  losses = head_losses(
+    variables,
+    model,
     chunk=chunk,
-    bias_V=bias(params),
-    dtype=model.dtype,
     label_smoothing=label_smoothing,
     label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
-    softcap=getattr(model, "logits_softcap", None),
-  )
+  )(out["pre_logits"], targets_BL, weight_BL)
   by_token = {
     "loss": (losses.total, jnp.sum(weight_BL)),
     "accuracy": metrics.pair(losses.correct_BL, weight_BL),
@@ -114,6 +108,23 @@ def model_losses(
     losses.correct_BL,
     out.get("moe"),
     dict(new_mutable) if train else {name: variables[name] for name in mutable},
+  )
+
+
+def head_losses(
+  variables: Variables, model: Any, **options: Any
+) -> Callable[..., linear_xent.TokenLosses]:
+  """linear_softmax_xent of a model's head: (hidden, targets, weights)."""
+  params = trees.merge(variables["params"], variables.get("base", {}))
+  bias = getattr(model, "head_bias", lambda params: None)
+  options |= dict(
+    bias_V=bias(params),
+    dtype=model.dtype,
+    softcap=getattr(model, "logits_softcap", None),
+  )
+  kernel_DV = model.head_kernel(params)
+  return lambda hidden_BLD, *args: linear_xent.linear_softmax_xent(
+    hidden_BLD, kernel_DV, *args, **options
   )
 
 

@@ -1,0 +1,247 @@
+"""Learns which of two answers to a prompt is preferred: DPO and its relatives.
+
+The losses are in losses/preferences.py. The reference of those that need one
+is, in this order: the feature "reference"; config.teacher; with
+config.adapters, the base. Dropout is off, so that both models agree at first.
+
+Axes: B batch, L length; 2 answers, chosen and rejected.
+
+A batch has
+  "tokens", "targets": int [B, 2, L], prompt and answer; the token after each.
+  "loss_mask": [B, 2, L], 1 for the targets in the answer. KTO's answers may be
+    absent, with a mask of 0.
+  "reference": optional float [B, 2], log-probabilities of the answers by a
+    reference, computed before.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import metrics, model_flops, settings, trees
+from bigtrain.losses import preferences, token_losses
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
+
+_FROZEN = ("teacher", "base")
+
+
+def inputs(batch: Batch) -> Batch:
+  mask_XL = _flat(batch["loss_mask"])
+  real_XL = token_losses.real_positions(mask_XL)
+  return {"tokens": _flat(batch["tokens"]), "real": real_XL}
+
+
+def vocab_sizes(model: Any) -> dict[str, int]:
+  return {"tokens": model.vocab_size, "targets": model.vocab_size}
+
+
+def _flat(x_B2L: jax.Array) -> jax.Array:
+  return x_B2L.reshape(-1, x_B2L.shape[-1])
+
+
+def loss_fn(
+  variables: Variables,
+  batch: Batch,
+  rng: jax.Array | None,
+  *,
+  model: Any,
+  train: bool,
+  teacher: Any = None,
+  kind: str = "sigmoid",
+  beta: float = 0.1,
+  label_smoothing: float = 0.0,
+  gamma: float = 0.5,
+  sft: float | None = None,
+  desirable: float = 1.0,
+  undesirable: float = 1.0,
+  chunk: int | None = None,
+) -> tuple[Metrics, Variables]:
+  """Computes a loss of losses/preferences.py, where the options are described.
+
+  Args:
+    kind: a name in preferences.KINDS; "sigmoid" is DPO.
+    sft: 1 by default for cpo and orpo, else 0.
+    chunk: positions of each example at a time, see losses.linear_xent.
+
+  Returns:
+    (means over pairs: "loss", "accuracy" (whether the chosen answer has the
+    larger reward), "margin" and rewards; the mutable collections).
+  """
+  del rng, train
+  options = preferences.read_options(
+    kind,
+    "config.loss",
+    sft,
+    beta=beta,
+    label_smoothing=label_smoothing,
+    gamma=gamma,
+    desirable=desirable,
+    undesirable=undesirable,
+  )
+  own = {name: x for name, x in variables.items() if name != "teacher"}
+  score = functools.partial(_scores, chunk=chunk)
+  reference, drift = None, jnp.zeros(())
+  if kind in preferences.WITH_REFERENCE:
+    of_reference = _reference(variables, batch, model, teacher, kind)
+    with model_flops.share(1, 3):  # Without a backward pass.
+      reference = batch.get("reference")
+      if reference is None:
+        reference = score(*of_reference, batch)
+      if kind == "kto":
+        drift = _drift(score, (model, own), of_reference, batch)
+  weight_B = metrics.example_weights(batch, batch["tokens"])
+  tokens_B2 = jnp.sum(batch["loss_mask"] != 0, axis=2).astype(jnp.float32)
+
+  def total(sums_B2: jax.Array) -> tuple[jax.Array, preferences.Pairs]:
+    pairs = preferences.Pairs(sums_B2, tokens_B2, reference, drift)
+    loss_B = preferences.losses(kind, pairs, options)
+    return jnp.sum(jnp.where(weight_B == 0, 0.0, loss_B * weight_B)), pairs
+
+  # The gradients of the sums become weights of the tokens' losses, whose own
+  # gradients never need all logits at once.
+  hidden_XLD = _hidden(model, own, batch)
+  stopped = jax.lax.stop_gradient((hidden_XLD, own))
+  sums_B2 = _sums(model, stopped[1], stopped[0], batch, chunk)
+  grad_B2, pairs = jax.grad(total, has_aux=True)(sums_B2)
+  weighted = token_losses.head_losses(own, model, chunk=chunk)(
+    hidden_XLD,
+    _flat(batch["targets"]),
+    _flat(-grad_B2[..., None] * batch["loss_mask"]),
+  ).total
+  loss = total(sums_B2)[0] + weighted - jax.lax.stop_gradient(weighted)
+  mutable = {
+    name: x for name, x in own.items() if name not in ("params", *_FROZEN)
+  }
+  return _metrics(kind, loss, pairs, options, weight_B), mutable
+
+
+def _metrics(
+  kind: str,
+  loss: jax.Array,
+  pairs: preferences.Pairs,
+  options: preferences.Options,
+  weight_B: jax.Array,
+) -> Metrics:
+  if kind in preferences.WITH_REFERENCE:
+    reward_B2 = pairs.ratio_B2
+  else:
+    is_sum = kind == "cpo"
+    reward_B2 = pairs.sums_B2 if is_sum else pairs.mean(pairs.sums_B2)
+  reward_B2 = options.beta * reward_B2
+  number = jnp.sum(weight_B)
+  if kind == "kto":  # TRL's mean is over answers.
+    number = jnp.sum((pairs.tokens_B2 > 0) * weight_B[:, None])
+  margin_B = reward_B2[:, 0] - reward_B2[:, 1]
+  by_pair = {
+    "accuracy": (margin_B > 0).astype(jnp.float32),
+    "margin": margin_B,
+    "reward/chosen": reward_B2[:, 0],
+    "reward/rejected": reward_B2[:, 1],
+    "log_prob/chosen": pairs.sums_B2[:, 0],
+    "log_prob/rejected": pairs.sums_B2[:, 1],
+  }
+  return {
+    "loss": (loss, number),
+    **{name: metrics.pair(x_B, weight_B) for name, x_B in by_pair.items()},
+  }
+
+
+def _hidden(model: Any, variables: Variables, batch: Batch) -> jax.Array:
+  return model.apply(variables, **inputs(batch), head=False, train=False)[1][
+    "pre_logits"
+  ]
+
+
+def _sums(
+  model: Any,
+  variables: Variables,
+  hidden_XLD: jax.Array,
+  batch: Batch,
+  chunk: int | None,
+) -> jax.Array:
+  """[B, 2], log-probabilities of the answers."""
+  mask_B2L = batch["loss_mask"]
+  losses = token_losses.head_losses(variables, model, chunk=chunk)(
+    hidden_XLD, _flat(batch["targets"]), _flat(mask_B2L)
+  )
+  loss_B2L = losses.loss_BL.reshape(mask_B2L.shape)
+  return -jnp.sum(jnp.where(mask_B2L == 0, 0.0, loss_B2L * mask_B2L), axis=2)
+
+
+def _scores(
+  model: Any, variables: Variables, batch: Batch, *, chunk: int | None
+) -> jax.Array:
+  """The same from a forward pass, without a gradient."""
+  variables = jax.lax.stop_gradient(variables)
+  hidden_XLD = _hidden(model, variables, batch)
+  return _sums(model, variables, hidden_XLD, batch, chunk)
+
+
+def _reference(
+  variables: Variables, batch: Batch, model: Any, teacher: Any, kind: str
+) -> tuple[Any, Variables]:
+  """(model, variables) of the reference."""
+  if teacher is not None:
+    return teacher, variables["teacher"]
+  names = trees.names(variables["params"])
+  if "base" in variables and all("/lora_" in name for name in names):
+    own = {name: x for name, x in variables.items() if name != "teacher"}
+    return model, {**own, "params": {}}
+  if "reference" in batch and kind != "kto":
+    return model, variables  # Not used.
+  raise settings.ConfigError(
+    f"config.loss.kind={kind!r} compares with a reference: expected "
+    "config.adapters without `train`, config.teacher, or the feature "
+    "'reference'."
+  )
+
+
+def _drift(
+  score: Any,
+  own: tuple[Any, Variables],
+  reference: tuple[Any, Variables],
+  batch: Batch,
+) -> jax.Array:
+  """KTO's estimate of the divergence, from answers to other prompts."""
+  other = _mismatched(batch)
+  ratio_B2 = score(*own, other) - score(*reference, other)
+  present_B2 = jnp.any(other["loss_mask"] != 0, axis=2)
+  present_B2 &= metrics.example_weights(batch, batch["tokens"])[:, None] != 0
+  total = jnp.sum(jnp.where(present_B2, ratio_B2, 0.0))
+  return total / jnp.maximum(jnp.sum(present_B2), 1)
+
+
+def _mismatched(batch: Batch) -> dict[str, jax.Array]:
+  """Each prompt with the answer of the example before it."""
+  tokens, mask = batch["tokens"], batch["loss_mask"] != 0
+  L = tokens.shape[-1]
+  texts = jnp.concatenate([tokens, batch["targets"][..., -1:]], axis=-1)
+  place = jnp.arange(L)
+  first = jnp.min(jnp.where(mask, place, L), axis=-1, keepdims=True) + 1
+  last = jnp.max(jnp.where(mask, place + 1, 0), axis=-1, keepdims=True) + 1
+  number = jnp.roll(jnp.maximum(last - first, 0), 1, axis=0)
+  index = jnp.arange(L + 1) - first  # In the answer; negative in the prompt.
+  others = jnp.take_along_axis(
+    jnp.roll(texts, 1, axis=0),
+    jnp.clip(index + jnp.roll(first, 1, axis=0), 0, L),
+    axis=-1,
+  )
+  within = (index >= 0) & (index < number)
+  texts = jnp.where(index < 0, texts, jnp.where(within, others, 0))
+  return {
+    "tokens": texts[..., :-1],
+    "targets": texts[..., 1:],
+    "loss_mask": within[..., 1:].astype(jnp.float32),
+  }
+
+
+def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
+  """ "preference": the metrics, for evaluations with the same options."""
+
+  def preference(variables: Variables, batch: Batch, **options: Any) -> Metrics:
+    given = dict(model=model, teacher=teacher, train=False)
+    return loss_fn(variables, batch, None, **given, **options)[0]
+
+  return {"preference": preference}

@@ -1,0 +1,73 @@
+"""Losses of preferences equal TRL's, with their gradients."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from bigtrain import settings
+from bigtrain.losses import preferences
+
+GOLDEN = json.loads(
+  (pathlib.Path(__file__).parents[1] / "golden" / "trl.json").read_text()
+)
+
+
+@pytest.mark.parametrize("kind", preferences.KINDS)
+def test_losses_and_gradients_are_those_of_trl(kind):
+  case = GOLDEN["cases"][kind]
+  options = preferences.read_options(
+    kind, "config.loss", **{"sft": None, **case["options"]}
+  )
+  sums, tokens, reference = (
+    np.asarray(GOLDEN[name], np.float32)
+    for name in ("sums", "tokens", "reference")
+  )
+
+  def mean(sums_B2):
+    given = reference if kind in preferences.WITH_REFERENCE else None
+    drift = case.get("drift", 0.0)
+    pairs = preferences.Pairs(sums_B2, tokens, given, drift)
+    loss_B = preferences.losses(kind, pairs, options)
+    return loss_B.sum() / (sums.size if kind == "kto" else len(sums))
+
+  loss, grad = jax.value_and_grad(mean)(sums)
+  np.testing.assert_allclose(loss, case["loss"], rtol=1e-6)
+  size = np.abs(case["grad"]).max()
+  np.testing.assert_allclose(grad / size, case["grad"] / size, atol=1e-6)
+
+
+def test_label_smoothing_of_dpo_by_its_definition():
+  sums = np.asarray(GOLDEN["sums"])
+  reference = np.asarray(GOLDEN["reference"])
+  pairs = preferences.Pairs(sums, np.asarray(GOLDEN["tokens"]), reference)
+  options = preferences.Options(beta=0.3, label_smoothing=0.2)
+  ratio = sums - reference
+  d = 0.3 * (ratio[:, 0] - ratio[:, 1])
+  want = 0.8 * np.log1p(np.exp(-d)) + 0.2 * np.log1p(np.exp(d))
+  got = preferences.losses("sigmoid", pairs, options)
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_reward_losses_by_their_definition():
+  reward = np.array([[1.0, 0.5], [-0.3, 0.2]])
+  margin = np.array([0.1, 0.4])
+  got = preferences.reward_losses(reward, margin, 0.01)
+  d = reward[:, 0] - reward[:, 1] - margin
+  want = np.log1p(np.exp(-d)) + 0.01 * reward.sum(1) ** 2
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(kind="sigmod"), "config.loss.kind"),
+    (dict(kind="ipo", beta=0.0), "config.loss.beta"),
+    (dict(kind="robust", label_smoothing=0.5), "label_smoothing"),
+  ],
+)
+def test_wrong_options_are_named(options, message):
+  with pytest.raises(settings.ConfigError, match=message):
+    preferences.read_options(key="config.loss", sft=None, **options)
