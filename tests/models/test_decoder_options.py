@@ -195,6 +195,60 @@ def test_decoding_with_the_cache_gives_the_same_logits(seed):
   assert ("local" in model.layers) == bool(sizes & windows)
 
 
+@pytest.mark.slow
+def test_caches_of_layers_with_different_heads_are_split_over_tensor():
+  """Two heads of keys on four devices have copies there, eight have none."""
+  options = dict(
+    variant="llama",
+    vocab_size=V,
+    width=D,
+    depth=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=32,
+    init_std=0.3,
+    scan=True,
+    kinds={
+      "local": dict(window=3),
+      "global": dict(num_heads=8, num_kv_heads=8, head_dim=2),
+    },
+    layers=("local", "global"),
+  )
+  model = decoder.Model(**options)
+  variables = jax.jit(model.init)(jax.random.key(0), tokens())
+  text = tokens()
+  expected = logits_of(model, variables, text)[:, 9:]
+  mesh = sharding.make_mesh(fsdp=2, tensor=4, devices=jax.devices()[:8])
+  with jax.set_mesh(mesh):
+
+    @jax.jit
+    def read(text):
+      cache = model.init_cache(B, L)
+      return model.apply(variables, text, cache=cache, head=False)[1]["cache"]
+
+    @jax.jit
+    def decode(cache, text):
+      logits = []
+      for i in range(9, 12):
+        token = text[:, i : i + 1]
+        logits_B1V, out = model.apply(variables, token, cache=cache, start=i)
+        cache = out["cache"]
+        logits.append(logits_B1V)
+      return jnp.concatenate(logits, axis=1)
+
+    text = jax.device_put(text, sharding.batch(mesh))
+    cache = read(text[:, :9])
+    assert_close(decode(cache, text), expected[:, :3])
+  shapes = {
+    x.sharding.shard_shape(x.shape)
+    for x in jax.tree.leaves(cache)
+    if x.ndim > 1
+  }
+  # (rows, layers, positions, heads, head_dim) on each device.
+  assert shapes == {(1, 2, 3, 1, 4), (1, 1, L, 2, 2)}
+
+
 MESHES = (dict(fsdp=2, tensor=2, sequence=2), dict(fsdp=4, tensor=2))
 
 
