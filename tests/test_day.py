@@ -199,6 +199,10 @@ def test_a_day_with_chats(tmp_path):
   assert {f.name for f in old.iterdir()} <= {f.name for f in new.iterdir()}
   for name in ("tokenizer.json", "chat_template.jinja"):
     assert (old / name).read_bytes() == (new / name).read_bytes()
+  ends = json.loads((new / "generation_config.json").read_text())
+  words = json.loads((new / "tokenizer.json").read_text())["added_tokens"]
+  (end,) = [w["id"] for w in words if w["content"] == "<|im_end|>"]
+  assert ends == {"eos_token_id": [end]}
   # The folder is as good as the one before: train on.
   shutil.rmtree(old)
   shutil.move(new, old)

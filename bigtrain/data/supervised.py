@@ -55,6 +55,7 @@ from bigtrain.settings import (
 _VERSION = 1
 _KEYS = ("messages", "prompt", "text")
 _SHOWN_TOKENS = 1000
+_NUM_SAMPLED = 1000
 
 
 class Source:
@@ -134,6 +135,13 @@ class Source:
     self._plan(np.arange(start, stop), too_long)
     size = self._coder.vocab_size
     self.tokenizer = tokenizer, self._coder.fingerprint()
+    # New prompts are made, and answers end, as in these texts.
+    self.prompts = {
+      "bos": encoder.bos,
+      "template": template,
+      "variables": dict(variables or {}),
+    }
+    self.end_ids = self._find_ends()
     names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
     self.vocab_sizes = dict.fromkeys(names, size)
     self.spec = _spec(sizes, pack)
@@ -232,6 +240,15 @@ class Source:
         if name in example:
           example[name][start : ends[k]] = value
 
+  def _find_ends(self) -> list[int]:
+    """Returns the special ids that end the answers of the first rows."""
+    ends = set[int]()
+    special = sorted(self._coder.special_ids)
+    for start, stop in self._spans[:_NUM_SAMPLED, -1].tolist():
+      ids, trained = self._rows.read(start, stop)
+      ends |= {*ids[trained & np.isin(ids, special)][-1:].tolist()}
+    return sorted(ends)
+
   def first_example(self) -> list[tuple[str, bool]]:
     """Returns the pieces of the first row's text: (text, has a loss)."""
     pieces: list[tuple[str, bool]] = []
@@ -279,8 +296,8 @@ class Encoder:
   ):
     self._tokenizer, self._loss, self._pairs = tokenizer, loss, pairs
     self._options = {**(variables or {}), "now": _clock(date)}
-    self._bos = tokenizer.adds_bos if bos is None else bos
-    if self._bos and tokenizer.bos_id is None:
+    self.bos = tokenizer.adds_bos if bos is None else bos
+    if self.bos and tokenizer.bos_id is None:
       raise ConfigError(
         f"supervised: bos: the tokenizer {tokenizer.name!r} has no begin token."
       )
@@ -295,7 +312,7 @@ class Encoder:
     texts: Any = None
     if isinstance(self._template, chat.Template):
       texts = [*self._template.texts.items(), *self._template.tokens.items()]
-    options = texts, variables, date, loss, self._bos, pairs
+    options = texts, variables, date, loss, self.bos, pairs
     self.key = files.digest(_VERSION, tokenizer.fingerprint(), options)
 
   def __call__(self, row: Mapping[str, Any], where: Any) -> Row:
@@ -335,7 +352,7 @@ class Encoder:
       raise DataError(f"text: expected a string, got {kind}.")
     if coder.eos_id is None:
       raise DataError(f"the tokenizer {coder.name!r} has no end token.")
-    begin, end = [coder.bos_id] * self._bos, [coder.eos_id]
+    begin, end = [coder.bos_id] * self.bos, [coder.eos_id]
     before = coder.encode(prompt)
     if self._pairs:
       inputs = [*before, *end]

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import chat, decoding, parts, settings, sharding
+from bigtrain import decoding, parts, settings, sharding
 from bigtrain.inference import ops, preprocessing, saved
 from bigtrain.inputs import labels
 from bigtrain.pp import registry, tokenizers
@@ -333,12 +333,9 @@ class Predictor:
       **options: as of `generate`.
     """
     tokenizer = self._need_tokenizer()
-    form = chat.get(template, tokenizer.name)
-
-    def ids_of(conversation: Sequence[chat.Message]) -> list[int]:
-      text = form.render(conversation, add_generation_prompt=True)
-      return tokenizer.encode(text, special=True).tolist()
-
+    ids_of = functools.partial(
+      self._saved.ids_of_chat, tokenizer, template=template
+    )
     if isinstance(messages[0], Mapping):
       return self.generate(ids_of(messages), **options)
     return self.generate([ids_of(each) for each in messages], **options)
@@ -351,7 +348,7 @@ class Predictor:
       ids = np.trim_zeros(self.texts([text])[0], "b")
     else:
       ids = tokenizer.encode(text)
-      adds_bos = self._saved.is_published and tokenizer.adds_bos
+      adds_bos = self._saved.adds_bos(tokenizer)
       if self._is_seq2seq and tokenizer.eos_id is not None:
         ids = np.append(ids, tokenizer.eos_id)
       elif tokenizer.bos_id is not None and (adds_bos or not len(ids)):

@@ -5,7 +5,7 @@ It is a checkpoint, an export of one, or the folder of a published model.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import parts, settings, sharding, trees
+from bigtrain import chat, parts, settings, sharding, trees
 from bigtrain.adapters import peft_files, trained
 from bigtrain.checkpoints import (
   averages,
@@ -42,7 +42,8 @@ class Saved(NamedTuple):
       checkpoint is older.
     fingerprints: of the files of the run's preprocessing, by path.
     manifest: None of exports and published models.
-    generation: a published model's own options of generation.
+    generation: options of generation of a published model, or of the answers
+      that a model was trained on.
   """
 
   path: str
@@ -56,6 +57,24 @@ class Saved(NamedTuple):
   @property
   def is_published(self) -> bool:
     return os.path.isdir(self.path) and self.manifest is None
+
+  def adds_bos(self, tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether texts begin with the begin token, as those of the training."""
+    published = self.is_published and tokenizer.adds_bos
+    return self.data.get("prompts", {}).get("bos", published)
+
+  def ids_of_chat(
+    self,
+    tokenizer: tokenizers.Tokenizer,
+    messages: Sequence[chat.Message],
+    template: str | None = None,
+  ) -> list[int]:
+    """Returns the ids that come before the next answer of a conversation."""
+    prompts = self.data.get("prompts", {})
+    form = chat.get(template or prompts.get("template"), tokenizer.name)
+    variables = prompts.get("variables", {})
+    text = form.render(messages, add_generation_prompt=True, **variables)
+    return tokenizer.encode(text, special=True).tolist()
 
 
 def find(path: str, step: int | None, key: str = "bigtrain.load") -> Saved:
@@ -72,8 +91,18 @@ def find(path: str, step: int | None, key: str = "bigtrain.load") -> Saved:
   if not host.config or "model_name" not in host.config:
     raise ConfigError(f"{key}: {directory}: no config is saved in it.")
   return Saved(
-    directory, content.step, host.config, host.data, host.fingerprints, content
+    directory,
+    content.step,
+    host.config,
+    host.data,
+    host.fingerprints,
+    content,
+    _generation(host.data),
   )
+
+
+def _generation(data: Mapping[str, Any]) -> dict[str, Any]:
+  return {"eos_id": data["end_ids"]} if data.get("end_ids") else {}
 
 
 def _find_export(path: str, key: str) -> Saved:
@@ -81,8 +110,9 @@ def _find_export(path: str, key: str) -> Saved:
     raise ConfigError(f"{key}: no such file: {path}.")
   try:
     about = json.loads(paths.read_bytes(f"{path}.json"))
-    return Saved(path, manifest=None, **about)
-  except (OSError, ValueError, TypeError) as e:
+    made = _generation(about["data"])
+    return Saved(path, manifest=None, generation=made, **about)
+  except (OSError, ValueError, TypeError, KeyError) as e:
     raise ConfigError(
       f"{key}: {path}: expected {os.path.basename(path)}.json beside it, as "
       f"bigtrain.tools.checkpoint export writes it ({e}). To train from this "

@@ -26,8 +26,9 @@ def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
   Returns:
     "features": {feature: [dtype, shape]} of an example after all ops; "raw":
     the same before them, for arrays of pictures with the least and the largest
-    value; if known, "class_names": {feature: names by number}, "tokenizer" and
-    "first_example": pieces of a text, each with whether it has a loss.
+    value; if known, "class_names": {feature: names by number}, "tokenizer",
+    "first_example": pieces of a text, each with whether it has a loss,
+    "end_ids": ids that end an answer, and "prompts": how texts begin.
   """
   result: dict[str, Any] = {
     "features": {
@@ -47,6 +48,9 @@ def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
       result.setdefault("tokenizer", dict(name=name, fingerprint=fingerprint))
     if hasattr(part.source, "first_example"):
       result.setdefault("first_example", part.source.first_example())
+    for name in ("end_ids", "prompts"):
+      if value := getattr(part.source, name, None):
+        result.setdefault(name, value)
   if class_names:
     result["class_names"] = class_names
   return result

@@ -223,7 +223,7 @@ def to_layout(
   published = {
     **dict.fromkeys(_SPECIAL_TOKENS),  # Defaults may be beyond the vocabulary.
     **published,
-    **_copy_companions(config, out),
+    **_copy_companions(manifest, out),
     "dtype": dtype or stored,
   }
   with paths.replacing(os.path.join(out, "config.json")) as file:
@@ -279,11 +279,15 @@ _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MUTABLE = "mutable/"
 
 
-def _copy_companions(config: Mapping[str, Any], out: str) -> dict[str, Any]:
+def _copy_companions(manifest: Manifest, out: str) -> dict[str, Any]:
   """Copies the tokenizer of the folder in config.model_init, if it is one.
+
+  The chat template and the tokens that end an answer are those of the run.
 
   Returns the ids of special tokens in the folder's config.json.
   """
+  host = manifest.host_state
+  config = host.config or {}
   init = config.get("model_init")
   folder = init.get("path") if isinstance(init, Mapping) else init
   if not isinstance(folder, str) or not os.path.isdir(folder):
@@ -291,11 +295,16 @@ def _copy_companions(config: Mapping[str, Any], out: str) -> dict[str, Any]:
   for name in _COMPANIONS:
     if os.path.isfile(source := os.path.join(folder, name)):
       shutil.copyfile(source, os.path.join(out, name))
-  data = config.get("input", {}).get("data", {})
-  if template := data.get("template"):  # In place of the folder's.
-    texts = chat.get(template, data["tokenizer"]).texts
+  if template := host.data.get("prompts", {}).get("template"):
+    texts = chat.get(template, host.data["tokenizer"]["name"]).texts
     with paths.replacing(os.path.join(out, "chat_template.jinja")) as file:
       file.write(texts["default"])
+  if ends := host.data.get("end_ids"):
+    path = os.path.join(out, "generation_config.json")
+    options = record.read_json(path) or {}
+    old = options.get("eos_token_id") or []
+    ends = sorted({*ends, *([old] if isinstance(old, int) else old)})
+    record.write_json(path, options | {"eos_token_id": ends})
   _, values = families.read_json(folder)
   return {n: values[n] for n in _SPECIAL_TOKENS if values and n in values}
 

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import chat as chats
 from bigtrain import decoding, parts, settings, sharding
 from bigtrain.inference import ops, saved
 from bigtrain.pp import tokenizers
@@ -76,12 +75,9 @@ def generate(
     )
   if chat:
     messages = [{"role": "user", "content": prompt}]
-    template = chats.get(None, codec.name)
-    text = template.render(messages, add_generation_prompt=True)
-    ids = codec.encode(text, special=True).tolist()
+    ids = checkpoint.ids_of_chat(codec, messages)
   else:
-    # As in the texts that a published model has read.
-    bos = bos or (checkpoint.is_published and codec.adds_bos)
+    bos = bos or checkpoint.adds_bos(codec)
     ids = _prompt_ids(codec, model, prompt, bos)
   ends = decoding.eos_ids(checkpoint.generation.get("eos_id", codec.eos_id))
   variables = saved.variables(checkpoint, prefix, sharding.make_mesh())

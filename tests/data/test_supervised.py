@@ -378,3 +378,16 @@ def test_pydoc_has_questions(tmp_path):
     supervised.Source("bytes", 256, name="pydoc", split="tests")
   with pytest.raises(ConfigError, match="requires name='pydoc'"):
     make(tmp_path, PAIRS, split="train")
+
+
+def test_prompts_and_ends_of_new_texts_are_those_of_the_rows(tmp_path):
+  source = make(tmp_path, PAIRS, bos=True)
+  assert source.prompts == dict(bos=True, template=None, variables={})
+  assert source.end_ids == [BYTES.eos_id]
+  rows = [{"messages": CHAT}]
+  source = chats(tmp_path, rows, variables=dict(x=1))
+  assert source.prompts == dict(
+    bos=False, template="chatml", variables=dict(x=1)
+  )
+  # The end of a turn, which is not the tokenizer's end of a text.
+  assert source.end_ids == [CODER.spellings["<|im_end|>"]] != [CODER.eos_id]

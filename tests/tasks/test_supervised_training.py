@@ -11,10 +11,13 @@ import pytest
 import tiny
 from support import any_mesh
 
+import bigtrain
 from bigtrain import main, settings, sharding, trees
 from bigtrain.data import supervised
+from bigtrain.inference import saved
 from bigtrain.inputs import pipeline
 from bigtrain.models import decoder, t5
+from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import language_modeling, seq2seq
 from bigtrain.tools.report import report, texts
@@ -172,3 +175,24 @@ def test_another_tokenizer_than_the_models_is_refused(tmp_path):
   train = make_input(data | dict(tokenizer=str(CHATS)), run)
   with pytest.raises(ConfigError, match="go up to 391, but .* has 300"):
     train.limit_ids(model)
+
+
+def test_a_trained_model_is_asked_as_in_its_training(tmp_path):
+  messages = [
+    dict(role="user", content="Hi"),
+    dict(role="assistant", content="H"),
+  ]
+  path = rows(tmp_path / "rows.jsonl", [{"messages": messages}] * 8)
+  data = dict(type="supervised", path=path, length=32, tokenizer=str(CHATS))
+  config = tiny_run(total_steps=1)
+  config["input"]["data"] = data | dict(template="phi3")
+  config["model"]["vocab_size"] = 392
+  main.train(config, str(tmp_path / "run"))
+  checkpoint = saved.find(str(tmp_path / "run"), None)
+  coder = tokenizers.get(str(CHATS))
+  ids = checkpoint.ids_of_chat(coder, messages[:1])
+  assert coder.spell(ids) == "<|user|>\nHi<|end|>\n<|assistant|>\n"
+  # The tokenizer's end of a text, </s>, ends no answer.
+  assert checkpoint.generation == {"eos_id": [coder.spellings["<|end|>"]]}
+  answer = bigtrain.load(str(tmp_path / "run")).chat(messages[:1], max_new=2)
+  assert {*answer} == {"text"}
