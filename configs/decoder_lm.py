@@ -2,9 +2,8 @@
 
 Command: python -m bigtrain.main --workdir=runs/llama_8b \
   --config=configs/decoder_lm.py:llama_8b,data=data/tokens
-  configs/llama_8b.py:data=data/tokens is the same run. gpt2_124m.py,
-  llama_1b.py, llama_8b.py, llama_70b.py and mixtral_8x7b.py state hardware,
-  result and source of each model.
+  configs/llama_8b.py:data=data/tokens is the same run. The file of each model,
+  such as gpt2_124m.py and gpt_oss_20b.py, states hardware, result and source.
 
 Needs the token files that python -m bigtrain.tools.tokenize writes, in the
 folders train and val of `data` (see docs/language.md).
@@ -119,6 +118,49 @@ RECIPES = {
     tiny="mixtral_mu",
     loss=dict(load_balance=0.01, router_z=0.001),
     # Experts on an axis would need room for all tokens of eight devices.
+    mesh=dict(replica=1, fsdp=-1),
+  ),
+  "qwen3_0_6b": Recipe(
+    length=4096,
+    batch_size=256,
+    total_tokens=12_000_000_000,
+    lr=6e-4,
+    vocab_size=151_936,
+    model=dict(
+      scan=True, remat_policy="inner_projections_and_attention_saveable"
+    ),
+    tiny="qwen3_mu",
+    loss=dict(z_loss=1e-4),
+  ),
+  "gemma3_1b": Recipe(
+    length=4096,
+    batch_size=256,
+    total_tokens=20_000_000_000,
+    lr=6e-4,
+    vocab_size=262_144,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="gemma3_mu",
+    loss=dict(z_loss=1e-4),
+  ),
+  "smollm3_3b": Recipe(
+    length=4096,
+    batch_size=576,  # 2.36 million tokens per step.
+    total_tokens=60_000_000_000,
+    lr=2e-4,
+    vocab_size=128_256,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="smollm3_mu",
+    loss=dict(z_loss=1e-4),
+  ),
+  "gpt_oss_20b": Recipe(
+    length=4096,
+    batch_size=512,
+    total_tokens=25_000_000_000,
+    lr=1e-4,
+    vocab_size=201_088,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="gpt_oss_mu",
+    loss=dict(load_balance=0.01, router_z=0.001),
     mesh=dict(replica=1, fsdp=-1),
   ),
 }

@@ -96,6 +96,10 @@ def count(params):
     ("llama_8b", 8_030_261_248),
     ("llama_70b", 70_553_706_496),
     ("mixtral_8x7b", 46_702_792_704),
+    ("qwen3_0_6b", 596_049_920),
+    ("gemma3_1b", 999_885_952),
+    ("smollm3_3b", 3_075_098_624),
+    ("gpt_oss_20b", 20_914_757_184),
     # Counted by transformers for the released google/switch-base-*.
     ("switch_base", 619_339_008),
     ("switch_base:experts=128", 7_415_217_408),
@@ -262,6 +266,8 @@ def test_the_tiny_run_has_the_keys_of_the_real_one(name):
   [
     *[("decoder_lm", n) for n in ("gpt2_124m", "llama_1b", "llama_8b")],
     *[("decoder_lm", n) for n in ("llama_70b", "mixtral_8x7b")],
+    *[("decoder_lm", n) for n in ("qwen3_0_6b", "gemma3_1b")],
+    *[("decoder_lm", n) for n in ("smollm3_3b", "gpt_oss_20b")],
     *[("t5_c4", n) for n in ("t5_small", "t5_1_1_base")],
   ],
 )

@@ -60,9 +60,45 @@ _LLAMA32_1B = dict(width=2048, depth=16, num_heads=32, mlp_dim=8192)
 _LLAMA31 = _LLAMA | _LLAMA3 | dict(rope_scaling=_llama3_scaling(8.0))
 _MIXTRAL = dict(moe=dict(num_experts=8, top_k=2))
 _MU = dict(width=32, depth=2, num_heads=4, max_len=128)
+_LLAMA_MU = _MU | dict(num_kv_heads=2, mlp_dim=64)
+_QWEN3 = _LLAMA | dict(
+  norm_eps=1e-6, qk_norm="head", rope_theta=1e6, tied_head=True
+)
+_GEMMA3 = _QWEN3 | dict(
+  mlp="geglu",
+  norm_offset=1.0,
+  norm_at="sandwich",
+  embed_multiplier="sqrt_width",
+  attention_scale=256**-0.5,
+  kinds={"local": dict(window=512, rope_theta=1e4), "global": {}},
+  layers=(*["local"] * 5, "global"),
+)
+_GPT_OSS = _LLAMA | dict(
+  use_bias=("qkv", "out", "experts", "router"),
+  mlp_clip=dict(limit=7.0, alpha=1.702, up_offset=1.0),
+  sinks=True,
+  rope_theta=150_000.0,
+  rope_scaling=dict(
+    type="yarn", factor=32.0, original_len=4096, truncate=False
+  ),
+  kinds={"local": dict(window=128), "global": {}},
+  layers=("local", "global"),
+)
+_SMOLLM3 = _LLAMA | dict(
+  norm_eps=1e-6,
+  rope_theta=5e6,
+  tied_head=True,
+  kinds={"rope": {}, "plain": dict(posemb="none")},
+  layers=(*["rope"] * 3, "plain"),
+)
+
+
+def _chosen(num_experts: int, top_k: int) -> dict[str, Any]:
+  return dict(num_experts=num_experts, top_k=top_k, score="softmax_of_top")
+
 
 # "gpt2" and "llama" have no sizes; "mu" is for tests. The Llamas are 3.2 1B,
-# 3.1 8B and 3.1 70B.
+# 3.1 8B and 3.1 70B, the others as published.
 VARIANTS: dict[str, dict[str, Any]] = {
   "gpt2": _GPT2,
   "gpt2_mu": _GPT2 | _MU,
@@ -71,7 +107,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
   "gpt2_774m": _GPT2 | _GPT2_SIZES | dict(width=1280, depth=36, num_heads=20),
   "gpt2_1558m": _GPT2 | _GPT2_SIZES | dict(width=1600, depth=48, num_heads=25),
   "llama": _LLAMA,
-  "llama_mu": _LLAMA | _MU | dict(num_kv_heads=2, mlp_dim=64),
+  "llama_mu": _LLAMA | _LLAMA_MU,
   "llama_1b": _LLAMA
   | _LLAMA3
   | _LLAMA32_1B
@@ -80,19 +116,44 @@ VARIANTS: dict[str, dict[str, Any]] = {
   | dict(width=4096, depth=32, num_heads=32, mlp_dim=14_336),
   "llama_70b": _LLAMA31
   | dict(width=8192, depth=80, num_heads=64, mlp_dim=28_672),
-  "mixtral_mu": _LLAMA | _MU | dict(num_kv_heads=2, mlp_dim=64) | _MIXTRAL,
+  "mixtral_mu": _LLAMA | _LLAMA_MU | _MIXTRAL,
   "mixtral_8x7b": _LLAMA
   | dict(width=4096, depth=32, num_heads=32, num_kv_heads=8, mlp_dim=14_336)
   | dict(vocab_size=32_000, max_len=32_768, rope_theta=1e6)
   | _MIXTRAL,
+  "qwen3_mu": _QWEN3 | _LLAMA_MU,
+  "qwen3_0_6b": _QWEN3
+  | dict(width=1024, depth=28, num_heads=16, num_kv_heads=8, head_dim=128)
+  | dict(mlp_dim=3072, vocab_size=151_936, max_len=40_960),
+  "gemma3_mu": _GEMMA3 | _LLAMA_MU | dict(depth=7),
+  "gemma3_1b": _GEMMA3
+  | dict(width=1152, depth=26, num_heads=4, num_kv_heads=1, head_dim=256)
+  | dict(mlp_dim=6912, vocab_size=262_144, max_len=32_768),
+  "gpt_oss_mu": _GPT_OSS | _LLAMA_MU | dict(moe=_chosen(4, 2)),
+  "gpt_oss_20b": _GPT_OSS
+  | dict(width=2880, depth=24, num_heads=64, num_kv_heads=8, head_dim=64)
+  | dict(mlp_dim=2880, vocab_size=201_088, max_len=131_072)
+  | dict(moe=_chosen(32, 4)),
+  "smollm3_mu": _SMOLLM3 | _LLAMA_MU | dict(depth=4),
+  "smollm3_3b": _SMOLLM3
+  | dict(width=2048, depth=36, num_heads=16, num_kv_heads=4)
+  | dict(mlp_dim=11_008, vocab_size=128_256, max_len=65_536),
 }
 
 POSEMBS = ("learn", "rope", "none")
 QK_NORMS = ("head", "projection", "l2")
 
-# Fields without a default: given, or the variant's.
 _SIZES = ("vocab_size", "width", "depth", "num_heads")
-_OTHERS = ("mlp_dim", "head_dim", "moe", "rope_scaling")
+# Fields that are None unless they are given: then the variant's, or these.
+_DEFAULTS: dict[str, Any] = dict(
+  rope_theta=1e4,
+  norm_offset=0.0,
+  norm_at="pre",
+  layers=(),
+  sinks=False,
+  embed_multiplier=1.0,
+)
+_GIVEN_BY_VARIANTS = {name for v in VARIANTS.values() for name in v}
 
 
 class Model(nn.Module):
@@ -167,8 +228,8 @@ class Model(nn.Module):
   rope_interleaved: bool = False
   norm: str = options.DERIVED
   norm_eps: float = options.DERIVED
-  norm_offset: float = 0.0
-  norm_at: str = "pre"
+  norm_offset: float = options.DERIVED
+  norm_at: str = options.DERIVED
   parallel: bool = False
   mlp: str = options.DERIVED
   mlp_clip: Any = None
@@ -180,14 +241,14 @@ class Model(nn.Module):
   qkv_clip: float | None = None
   window: int | None = None
   kinds: Mapping[str, Mapping[str, Any]] | None = None
-  layers: Sequence[str] = ()
+  layers: Sequence[str] = options.DERIVED
   first_layers: Sequence[str] = ()
   attention: str = "auto"
   attention_scale: float | None = None
   attention_softcap: float | None = None
   query_scale: Any = None
-  sinks: bool = False
-  embed_multiplier: float | str = 1.0
+  sinks: bool = options.DERIVED
+  embed_multiplier: float | str = options.DERIVED
   residual_multiplier: float = 1.0
   logits_multiplier: float = 1.0
   logits_softcap: float | None = None
@@ -201,12 +262,12 @@ class Model(nn.Module):
     values = options.filled(
       self,
       VARIANTS,
-      (*_SIZES, *_LLAMA, *_LLAMA3, *_OTHERS),
+      _GIVEN_BY_VARIANTS,
       default="gpt2",
       example="gpt2_124m",
     )
-    derived = dict(rope_theta=1e4, num_kv_heads=values["num_heads"])
-    options.set_fields(self, derived | values)
+    derived = dict(num_kv_heads=values["num_heads"])
+    options.set_fields(self, _DEFAULTS | derived | values)
     _read(self)
     super().__post_init__()
 

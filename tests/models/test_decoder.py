@@ -64,6 +64,10 @@ def logits_of(model, variables, tokens, **kwargs):
     ("llama_8b", 8_030_261_248),
     ("llama_70b", 70_553_706_496),
     ("mixtral_8x7b", 46_702_792_704),
+    ("qwen3_0_6b", 596_049_920),
+    ("gemma3_1b", 999_885_952),
+    ("smollm3_3b", 3_075_098_624),
+    ("gpt_oss_20b", 20_914_757_184),
   ],
 )
 def test_variants_have_the_published_number_of_parameters(variant, published):
