@@ -151,7 +151,10 @@ def _as_halves(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 def _tokenizer(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
   """Contents of the tokenizer's files by name."""
-  get = lambda name: metadata.get(f"tokenizer.ggml.{name}")
+
+  def get(name: str) -> Any:
+    return metadata.get(f"tokenizer.ggml.{name}")
+
   tokens, splits = get("tokens"), _SPLITS.get(get("pre") or "gpt-2")
   if get("model") != "gpt2" or splits is None:
     logging.warning(
