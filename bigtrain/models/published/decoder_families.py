@@ -24,7 +24,6 @@ from bigtrain.models.published.decoder_rules import (
   experts,
   gpt2_sizes,
   heads,
-  inverse,
   query_scalar,
   rope,
   rotating_layers,
@@ -36,7 +35,7 @@ from bigtrain.models.published.decoder_rules import (
   window_everywhere,
   windows,
 )
-from bigtrain.models.published.families import Family, choice
+from bigtrain.models.published.families import Family, choice, inverse
 
 # Fields of the architecture, and the values that the model has by itself.
 _NEUTRAL: dict[str, Any] = dict(
@@ -601,22 +600,26 @@ NEMOTRON = LLAMA.but(
     rope=rope(fraction=0.5),
   ),
 )
-MINIMAX_M2 = MIXTRAL.but(
+MINIMAX_M2 = LLAMA.but(
   "minimax_m2",
   "MiniMaxM2ForCausalLM",
+  arrays=decoder_arrays.MIXTRAL,
   defaults=dict(
     vocab_size=200_064,
     max_position_embeddings=196_608,
     hidden_size=3072,
     num_hidden_layers=62,
     num_attention_heads=48,
+    num_key_value_heads=8,
     head_dim=128,
     intermediate_size=1536,
     rms_norm_eps=1e-6,
   ),
   constants=dict(qk_norm="projection"),
   rules=dict(
+    bias=biases(),
     rope=rope(5e6, fraction=1.0, rotary_dim=True),
+    mlp_dim=expert_width(),
     moe=experts(
       _TOP_K,
       dict(score="sigmoid", normalize=True, selection_bias=True),
@@ -632,6 +635,7 @@ MINIMAX_M2 = MIXTRAL.but(
   },
   harmless=(
     *("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+    "sliding_window",
     *(
       "mlp_intermediate_size",
       "attn_type_list",

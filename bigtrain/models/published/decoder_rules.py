@@ -448,15 +448,6 @@ def query_scalar(default: int) -> Rule:
   return Rule({key: default}, read, write)
 
 
-def inverse(field: str, key: str) -> Rule:
-  """A field whose inverse is the key's value."""
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    return {field: 1 / config[key]}
-
-  return Rule({key: 1.0}, read, lambda fields: {key: 1 / fields[field]})
-
-
 def expert_width() -> Rule:
   """The width of MLPs where all of them are experts."""
   key = "intermediate_size"

@@ -226,6 +226,15 @@ def choice(field: str, key: str, values: Mapping[Any, Any]) -> Rule:
   return Rule({key: next(iter(values))}, read, write)
 
 
+def inverse(field: str, key: str) -> Rule:
+  """A field whose inverse is the key's value."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    return {field: 1 / config[key]}
+
+  return Rule({key: 1.0}, read, lambda fields: {key: 1 / fields[field]})
+
+
 class ConfigJson(dict[str, Any]):
   """The values of the config.json at `path`."""
 

@@ -281,10 +281,10 @@ def _get(
     value = value.reshape([n for n in value.shape if n > 1] or [1])
   if entry.convolution and value.ndim == 4:
     value = value.transpose(2, 3, 1, 0).reshape(-1, value.shape[0])
+  if tuple(value.shape) != _published_shape(entry, flats):
+    return Remark("reshaped", text)
   if entry.transposed:
     value = value.swapaxes(-1, -2)
-  if value.shape != _joined(flats):
-    return Remark("reshaped", text)
   first = sum(x[-1] for x in flats[:number])
   part = slice(first, first + flats[number][-1])
   if entry.interleaved:
@@ -292,8 +292,11 @@ def _get(
   return value[..., part].reshape(of_parts[number])
 
 
-def _joined(flats: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-  return (*flats[0][:-1], sum(x[-1] for x in flats))
+def _published_shape(
+  entry: Entry, flats: Sequence[tuple[int, ...]]
+) -> tuple[int, ...]:
+  shape = (*flats[0][:-1], sum(x[-1] for x in flats))
+  return (*shape[:-2], shape[-1], shape[-2]) if entry.transposed else shape
 
 
 def _stack(parts: Sequence[Any]) -> LazyStack | Remark:
@@ -355,9 +358,7 @@ def _tensors(
     name, index = sources[entry.ours[0]][layer]
     experts = range(shapes[name][len(index)])
   flat = [_flat(shape, entry, param_dims) for shape in inner]
-  shape = _joined(flat)
-  if entry.transposed:
-    shape = (*shape[:-2], shape[-1], shape[-2])
+  shape = _published_shape(entry, flat)
   if entry.convolution:
     height, width, inputs, outputs = inner[0]
     shape = (outputs, inputs, height, width)
@@ -367,10 +368,9 @@ def _tensors(
 
   def build(parts: list[np.ndarray]) -> np.ndarray:
     parts = [part.reshape(shape) for part, shape in zip(parts, flat)]
+    value = np.concatenate(parts, axis=-1)
     if entry.interleaved:
-      value = np.stack(parts, axis=-1).reshape(_joined(flat))
-    else:
-      value = np.concatenate(parts, axis=-1)
+      value = np.stack(parts, axis=-1).reshape(value.shape)
     if entry.convolution:
       return value.reshape(inner[0]).transpose(3, 2, 0, 1)
     value = value.swapaxes(-1, -2) if entry.transposed else value

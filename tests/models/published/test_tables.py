@@ -1,0 +1,226 @@
+"""Tables of families: config.json in, patterns of layers, exported folders."""
+
+import json
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+from models.published.folders import GOLDEN, opened, variables_of, write
+
+from bigtrain import trees
+from bigtrain.checkpoints import checkpointer, warm_start
+from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.checkpoints.manifest import HostState
+from bigtrain.models import decoder
+from bigtrain.models.published import decoder_families, layer_patterns, mxfp4
+from bigtrain.models.published.layer_patterns import ByLayer
+from bigtrain.settings import ConfigError
+from bigtrain.tools import checkpoint as tool
+
+PUBLISHED = GOLDEN / "published"
+DOCS = pathlib.Path(__file__).parents[3] / "docs" / "language.md"
+
+
+def config_of(family, **changes):
+  values = json.loads((PUBLISHED / family / "config.json").read_text())
+  values |= changes
+  return {key: x for key, x in values.items() if x != "absent"}
+
+
+def model_of(folder, values):
+  (folder / "config.json").write_text(json.dumps(values))
+  return opened(folder)[1]
+
+
+def test_a_new_family_costs_a_table_and_a_test(tmp_path):
+  (code,) = re.findall(
+    r"```python\n(from bigtrain.models.published import.*?)```",
+    DOCS.read_text(),
+    re.DOTALL,
+  )
+  assert len(code.splitlines()) <= 60
+  names = dict(json=json, jax=jax, np=np, trees=trees, opened=opened)
+  names |= dict(variables_of=variables_of, write=write)
+  try:
+    exec(code, names)
+    names["test_pebble"](tmp_path)
+  finally:
+    decoder_families.LAYOUTS.pop("pebble", None)
+
+
+@pytest.mark.parametrize(
+  "family, changes, message",
+  [
+    ("qwen3", dict(sliding_windw=3), "sliding_windw=3: unknown key .*window'"),
+    ("llama", dict(quantization_config=dict(quant_method="fp8")), "'fp8'"),
+    ("gemma2", dict(use_bidirectional_attention=True), "bidirectional_att"),
+    ("gemma2", dict(layer_types=["full_attention"]), "each of the 5 layers"),
+    ("gemma2", dict(layer_types=["chunked_attention"] * 5), "'full_attention'"),
+    ("cohere2", dict(use_qk_norm=True), "use_qk_norm=True: .* only False"),
+    ("glm4", dict(rope_parameters=dict(rope_typ="yarn")), "rope_typ: unknown"),
+    ("olmo3", dict(rope_parameters=dict(rope_theta=1e4)), "each type of layer"),
+    ("phi3", dict(rope_parameters=dict(rope_type="longrope")), "short_factor"),
+    ("nemotron", dict(hidden_act="silu"), "hidden_act='silu': .* 'relu2'"),
+    ("minimax_m2", dict(scoring_func="softmax"), "scoring_func='softmax'"),
+  ],
+)
+def test_keys_that_are_not_computed_are_refused(
+  family, changes, message, tmp_path
+):
+  with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
+    model_of(tmp_path, config_of(family, **changes))
+
+
+def test_unknown_keys_can_be_left_out(tmp_path):
+  values = config_of("qwen3", my_key=1)
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  with pytest.raises(ConfigError, match=r"allow_unread=\['my_key'\]"):
+    opened(tmp_path)
+  fields = decoder.published_fields(str(tmp_path), ["my_key"])
+  assert fields["qk_norm"].value == "head"
+  model = opened(PUBLISHED / "qwen3")[1]
+  write(tmp_path, {"x": np.ones(1, np.float32)})
+  with pytest.raises(ConfigError, match="my_key"):
+    warm_start.check_published(str(tmp_path), decoder, model)
+  source = dict(path=str(tmp_path), allow_unread=["my_key"])
+  warm_start.check_published(source, decoder, model)
+
+
+def test_what_is_stored_but_never_applied(tmp_path):
+  model = model_of(
+    tmp_path, config_of("gemma3_text", attn_logit_softcapping=50.0)
+  )
+  assert model.attention_softcap is None
+  values = config_of("qwen2", use_sliding_window=False, layer_types="absent")
+  model = model_of(tmp_path, values)
+  assert model.window is None and not model.kinds
+  model = model_of(tmp_path, config_of("minimax_m2", sliding_window=3))
+  assert model.window is None
+
+
+def test_absent_keys_have_the_values_of_the_family(tmp_path):
+  model = model_of(tmp_path, dict(model_type="gemma3_text"))
+  assert (model.num_heads, model.num_kv_heads, model.head_dim) == (8, 4, 256)
+  local = model.kinds["local"]
+  assert (local["window"], local["rope_theta"]) == (4096, 1e4)
+  assert model.rope_theta == 1e6 and len(model.layers) == 6
+  model = model_of(tmp_path, dict(model_type="gpt_oss"))
+  assert not model.rope_scaling["truncate"] and model.rope_theta == 150_000
+
+
+def test_the_text_part_of_a_larger_model(tmp_path):
+  text = config_of("gemma3_text")
+  values = dict(model_type="gemma3", vision_config={}, text_config=text)
+  folder = PUBLISHED / "gemma3_text"
+  module, model = opened(folder)
+  assert model_of(tmp_path, values) == model
+  arrays = safetensors_files.read(str(folder))
+  arrays = {f"language_model.{name}": x for name, x in arrays.items()}
+  arrays["vision_tower.patch.weight"] = np.ones(3, np.float32)
+  one = variables_of(module, model, write(tmp_path, arrays))
+  two = variables_of(module, model, folder)
+  jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+def test_layers_that_predict_several_tokens_are_ignored(tmp_path):
+  folder = PUBLISHED / "glm4_moe"
+  module, model = opened(folder)
+  arrays = dict(safetensors_files.read(str(folder)))
+  extra = ("eh_proj", "input_layernorm", "mlp.gate")
+  start = f"model.layers.{model.depth}"
+  arrays |= {f"{start}.{n}.weight": np.ones((4, 4), np.float32) for n in extra}
+  variables_of(module, model, write(tmp_path, arrays))
+  del arrays[f"{start}.eh_proj.weight"]
+  with pytest.raises(ConfigError, match="unused +model.layers.3.mlp.gate"):
+    variables_of(module, model, write(tmp_path, arrays))
+
+
+def test_any_layers_are_found_again_in_their_pattern():
+  rng = np.random.default_rng(0)
+  for _ in range(100):
+    depth = int(rng.integers(1, 14))
+    period = rng.integers(0, 3, rng.integers(1, 5))
+    kinds = [int(period[i % len(period)]) for i in range(depth)]
+    for i in range(int(rng.integers(0, 3))):
+      kinds[i % depth] = 3
+    windows = ByLayer([None, 4, 8, 16][kind] for kind in kinds)
+    moe = ByLayer(None if kind % 2 else dict(num_experts=2) for kind in kinds)
+    fields = layer_patterns.fields(dict(window=windows, moe=moe, depth=depth))
+    layers = layer_patterns.by_layer(fields)
+    assert tuple(layer["window"] for layer in layers) == windows
+    assert tuple(layer["moe"] for layer in layers) == moe
+    first, rest = layer_patterns.periodic([str(kind) for kind in kinds])
+    assert len(first) + len(rest) <= depth
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "phi3"])
+def test_exported_folders(family, tmp_path, capsys):
+  """In shards of bfloat16, with state and the tokenizer of the beginning."""
+  folder = tmp_path / "published"
+  folder.mkdir()
+  source = PUBLISHED / family
+  write(folder, safetensors_files.read(str(source)))
+  values = config_of(family, eos_token_id=[3, 4], bos_token_id=2)
+  (folder / "config.json").write_text(json.dumps(values))
+  (folder / "tokenizer.json").write_text("{}")
+  module, model = opened(folder, scan=True)
+  variables = dict(variables_of(module, model, folder))
+  state = {"params": variables.pop("params"), "step": np.int32(1)}
+  state |= {"mutable": variables} if variables else {}
+  fields = decoder.published_fields(str(folder))
+  options = fields.merge({}, (), "config.model")
+  config = dict(model_name="decoder", model=options | dict(scan=True))
+  config["model_init"] = dict(path=str(folder))
+  workdir, out = str(tmp_path / "run"), tmp_path / "out"
+  saver = checkpointer.Checkpointer(workdir)
+  saver.save(1, state, HostState(config=config))
+  saver.close()
+  export = ["export", workdir, str(out), "--format=hf", "--overwrite"]
+  assert tool.main(export) == 0
+  assert {path.name for path in out.glob("model*")} == {"model.safetensors"}
+  most = 2000
+  options = ["--dtype=bfloat16", f"--max_shard_bytes={most}"]
+  assert tool.main([*export, *options]) == 0
+  files = sorted(out.glob("*.safetensors"))
+  assert len(files) > 5 and files[0].name.startswith("model-00001-of-000")
+  written = json.loads((out / "config.json").read_text())
+  assert written["model_type"] == family and written["dtype"] == "bfloat16"
+  assert written["eos_token_id"] == [3, 4] and written["bos_token_id"] == 2
+  assert (out / "tokenizer.json").read_text() == "{}"
+  arrays = safetensors_files.read(str(out))
+  index = json.loads((out / safetensors_files.INDEX).read_text())
+  total = sum(x.nbytes for x in arrays.values())
+  assert index["metadata"]["total_size"] == total
+  for file in files:
+    of_file = safetensors_files.read(str(file))
+    size = sum(x.nbytes for x in of_file.values())
+    assert size <= most or len(of_file) == 1
+  for name, value in safetensors_files.read(str(source)).items():
+    is_state = name.endswith("correction_bias")
+    dtype = "float32" if is_state else "bfloat16"
+    assert arrays[name].dtype.name == dtype
+    np.testing.assert_array_equal(arrays[name], value.astype(dtype))
+  again = variables_of(module, model, out)
+  assert set(again) == {"params", *variables}
+
+
+def test_mxfp4_blocks_are_decoded_where_they_are_read():
+  rng = np.random.default_rng(0)
+  blocks = rng.integers(0, 256, (2, 6, 3, 16)).astype(np.uint8)
+  scales = rng.integers(120, 130, (2, 6, 3)).astype(np.uint8)
+  matrices = mxfp4.joined({"x_blocks": blocks, "x_scales": scales})["x"]
+  assert matrices.shape == (2, 96, 6)
+  whole = matrices[:, :, :].astype(np.float32)
+  # Byte 5 of group 1 has inputs 32 + 10 and 32 + 11; E2M1, biased by 1.
+  byte = int(blocks[1, 4, 1, 5])
+  for nibble, value in zip((byte & 15, byte >> 4), whole[1, 42:44, 4]):
+    exponent, mantissa = (nibble >> 1) & 3, nibble & 1
+    size = (
+      mantissa / 2 if not exponent else (1 + mantissa / 2) * 2 ** (exponent - 1)
+    )
+    sign = -1 if nibble & 8 else 1
+    assert value == sign * size * 2.0 ** (int(scales[1, 4, 1]) - 127)
+  part = matrices[..., 1::2][slice(1, 2), slice(40, 50), slice(0, 2)]
+  np.testing.assert_array_equal(part, whole[1:2, 40:50, 1:5:2])
