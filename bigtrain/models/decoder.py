@@ -495,7 +495,7 @@ def _read(model: Model) -> None:
     mlp_clip=mlp.read_clip(model.mlp_clip, model.mlp, "config.model.mlp_clip"),
   )
   options.set_fields(model, values)
-  layer_kinds.of_model(model).bias_rate()
+  layer_kinds.of_model(model)  # Its checks.
 
 
 def _check_numbers(model: Model) -> None:

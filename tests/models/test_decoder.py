@@ -443,6 +443,15 @@ def test_token_ids_outside_the_vocabulary_give_nan():
       "kinds.local.window: expected a whole number",
     ),
     (
+      dict(
+        kinds=dict(
+          a=dict(moe=EXPERTS), b=dict(moe=EXPERTS | {"num_experts": 2})
+        ),
+        layers=("a", "b"),
+      ),
+      "same moe.num_experts in all kinds with experts, got 2, 4",
+    ),
+    (
       dict(kinds=dict(local={}), layers=("loacl",)),
       "layers: unknown 'loacl'. Did you mean 'local'",
     ),

@@ -70,19 +70,26 @@ class Layers(NamedTuple):
 
   def experts(self) -> moe.Options | None:
     """Options of the experts in a layer that has some."""
-    every = (block.moe for block in (*self.period, *self.first))
-    return next((options for options in every if options), None)
+    return next(iter(self._experts()), None)
 
   def bias_rate(self) -> float:
     """The rate of all selection biases that change."""
-    blocks = (*self.period, *self.first)
-    rates = {block.moe.bias_rate for block in blocks if block.moe} - {0}
-    if len(rates) > 1:
-      raise settings.ConfigError(
-        "config.model.kinds: expected the same moe.bias_rate in all kinds, got "
-        f"{sorted(rates)}."
-      )
-    return max(rates, default=0.0)
+    return max((options.bias_rate for options in self._experts()), default=0.0)
+
+  def check_experts(self) -> None:
+    for name in ("num_experts", "axis", "bias_rate"):
+      values = {getattr(options, name) for options in self._experts()}
+      if name == "bias_rate":
+        values -= {0}
+      if len(values) > 1:
+        raise settings.ConfigError(
+          f"config.model.kinds: expected the same moe.{name} in all kinds with "
+          f"experts, got {', '.join(sorted(map(repr, values)))}."
+        )
+
+  def _experts(self) -> list[moe.Options]:
+    every = (block.moe for block in (*self.period, *self.first))
+    return [options for options in every if options]
 
   def without_drops(self) -> "Layers":
     drop = lambda block: block._replace(
@@ -169,6 +176,7 @@ def of_model(model: Any) -> Layers:
       "moe=None has no experts."
     )
   layers = Layers(first, period, tuple(ropes), tuple(scales), tuple(caches))
+  layers.check_experts()
   for name in set(model.kinds) - {*model.layers, *model.first_layers}:
     block(name)  # Only its checks.
   return layers

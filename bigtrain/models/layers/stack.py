@@ -66,12 +66,15 @@ def run(
   if parent.is_initializing():
     _init(parent, block, layers, scan, (name, separator), carry, *shared)
   # The block's arguments are self, carry, number and the shared ones.
-  block = remat.block_class(block, scan, remat_policy, train=2 + len(shared))
+  block_class = lambda in_loop: remat.block_class(
+    block, in_loop, remat_policy, train=2 + len(shared)
+  )
   reports: list[tuple[Any, int]] = []
 
   def unrolled(carry: Any, numbers: Iterable[int]) -> Any:
+    separate = block_class(False)
     for i in numbers:
-      layer = block(layers.options(i), name=f"{name}{separator}{i}")
+      layer = separate(layers.options(i), name=f"{name}{separator}{i}")
       carry, report = layer(carry, i, *shared)
       reports.append((report, 1))
     return carry
@@ -80,14 +83,15 @@ def run(
     return unrolled(carry, range(depth)), _mean(reports)
   carry = unrolled(carry, range(len(first)))
   period, periods = layers.period, layers.periods
+  in_loop = block_class(True)
   looped: Any = nn.scan(
-    block if len(period) == 1 else _Period,
+    in_loop if len(period) == 1 else _Period,
     variable_axes={"params": 0, "router_state": 0, "step_sums": 0},
     split_rngs={"params": True, "dropout": True},
     in_axes=(0, *[nn.broadcast] * len(shared)),
     length=periods,
   )
-  arguments = period if len(period) == 1 else (block, period)
+  arguments = period if len(period) == 1 else (in_loop, period)
   starts = len(first) + jnp.arange(periods) * len(period)
   carry, stacked = looped(*arguments, name=name)(carry, starts, *shared)
   of_places = stacked if len(period) > 1 else [stacked]
