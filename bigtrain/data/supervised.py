@@ -17,6 +17,7 @@ Features of decoders, L = `length`:
 - `tokens` int32 [L], `targets` int32 [L], the next token of each, and
   `loss_mask` float32 [L], the weight of each target.
 - `segments` and `positions` int32 [L] if packed, as in data/tokens.py.
+- `prefix` int32, number of tokens of the prompt, of prefix language models.
 
 and of encoder-decoders, S, L = `length`:
 
@@ -76,6 +77,8 @@ class Source:
     bos: whether the begin token precedes rows without a template; by default if
       the tokenizer adds it.
     pack: whether rows share examples (best fit, planned from their lengths).
+    prefix: whether all tokens see the whole prompt, up to the first loss; not
+      with pack.
     too_long: for rows beyond `length`: "error", "drop", or cut them at the
       "left" or the "right".
     slice: slice of the rows, such as "[:99%]".
@@ -95,6 +98,7 @@ class Source:
     loss: Literal["assistant", "last", "all"] = "assistant",
     bos: bool | None = None,
     pack: bool = False,
+    prefix: bool = False,
     too_long: Literal["error", "drop", "left", "right"] = "error",
     slice: str = "",
   ):
@@ -105,6 +109,11 @@ class Source:
       raise ConfigError(
         f"supervised: length={length!r}: expected one number, or those of "
         "inputs and targets, of which only targets have a loss."
+      )
+    if prefix and (pack or len(sizes) == 2):
+      raise ConfigError(
+        "supervised: prefix=True: expected pack=False and one length, of a "
+        "decoder."
       )
     check_choice("supervised: loss", loss, ("assistant", "last", "all"))
     ways = ("error", "drop", "left", "right")
@@ -138,6 +147,7 @@ class Source:
     # New prompts are made, and answers end, as in these texts.
     self.prompts = {
       "bos": encoder.bos,
+      "prefix": prefix,
       "template": template,
       "variables": dict(variables or {}),
     }
@@ -145,7 +155,9 @@ class Source:
     names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
     self.vocab_sizes = dict.fromkeys(names, size)
     self.spec = _spec(sizes, pack)
-    options = encoder.key, sizes, pack, too_long, slice
+    if prefix:
+      self.spec["prefix"] = (np.dtype(np.int32), ())
+    options = encoder.key, sizes, pack, too_long, slice, prefix
     self._digest = files.digest("supervised", self._rows.digest, *options)
 
   def _plan(self, rows: np.ndarray, too_long: str) -> None:
@@ -209,11 +221,15 @@ class Source:
       for name, (dtype, shape) in self.spec.items()
     }
     for b, index in enumerate(np.asarray(indices).tolist()):
-      example = {name: array[b] for name, array in batch.items()}
+      example = {
+        name: array[b] for name, array in batch.items() if array.ndim > 1
+      }
       ends = [0] * len(self._sizes)
       items = self._items[self._first[index] : self._first[index + 1]]
       for number, item in enumerate(items.tolist()):
         self._fill(example, ends, number + 1, item)
+    if "prefix" in batch:
+      batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
     return batch
 
   def _fill(

@@ -314,8 +314,10 @@ class Predictor:
       ids_BL = np.zeros((len(rows), length), np.int32)
       for padded, row in zip(ids_BL, rows):
         padded[: len(row)] = row
-      feature = "inputs" if self._is_seq2seq else "tokens"
-      new_BL = self.run("generate", {feature: ids_BL}, **options)
+      batch = {"inputs" if self._is_seq2seq else "tokens": ids_BL}
+      if self._saved.data.get("prompts", {}).get("prefix"):
+        batch["prefix"] = np.zeros(len(rows), np.int32)
+      new_BL = self.run("generate", batch, **options)
       return [{"text": _until_end(row, tokenizer, ends)} for row in new_BL]
 
     ids = isinstance(next(iter(texts), None), int | np.integer)

@@ -279,6 +279,7 @@ class Model(nn.Module):
     segments: jax.Array | None = None,
     positions: jax.Array | None = None,
     real: jax.Array | None = None,
+    prefix: jax.Array | None = None,
     cache: kv_cache.Caches | None = None,
     start: jax.Array | int = 0,
     head: bool = True,
@@ -293,6 +294,8 @@ class Model(nn.Module):
       positions: int (B, L); by default they count from 0 in each document.
       real: bool (B, L), False for padding, which experts leave out; by default
         that of segment 0. A cache of texts that end in padding needs it.
+      prefix: int (B,), number of first tokens that all tokens see, later ones
+        included. Not with segments or a window.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
 
@@ -310,7 +313,9 @@ class Model(nn.Module):
       if multiplier == "sqrt_width":
         multiplier = self.width**0.5
       x_BLD *= jnp.asarray(multiplier, x_BLD.dtype)
-    mask = masks.Mask(causal=True)
+    mask = masks.Mask(causal=True, prefix_B=prefix)
+    if prefix is not None:
+      _check_prefix(self, segments)
     if segments is not None:
       mask = masks.within_documents(segments, causal=True)
       real = segments != 0 if real is None else real
@@ -437,6 +442,18 @@ class _Head(nn.Module):
       zeros = nn.initializers.zeros
       result["bias"] = self.param("bias", zeros, (model.vocab_size,))
     return result
+
+
+def _check_prefix(model: Model, segments: jax.Array | None) -> None:
+  if segments is not None:
+    raise settings.ConfigError(
+      "prefix: expected one text a row, got packed rows (segments)."
+    )
+  layers = layer_kinds.of_model(model)
+  if any(cache.window for cache in layers.caches):
+    raise settings.ConfigError(
+      "prefix: expected layers that see all positions, got config.model.window."
+    )
 
 
 def _document_ends(segments_BL: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,6 +9,8 @@ A batch has
   "positions": optional with "segments": [B, L], places in the document.
   "loss_mask": optional [B, L], 0 for targets without loss. Tokens before a
     target with loss are its context, as a prompt is; others are padding.
+  "prefix": optional int [B], number of first tokens that all tokens see, later
+    ones included, in one document a row: a prefix language model.
   "num_bytes": optional [B], bytes of the targets' text.
 """
 
@@ -24,7 +26,7 @@ from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def inputs(batch: Batch) -> Batch:
-  optional = ["segments", "positions"]
+  optional = ["segments", "positions", "prefix"]
   arguments = {name: batch[name] for name in optional if name in batch}
   if "loss_mask" in batch or "_mask" in batch:
     arguments["real"] = token_losses.real_positions(
@@ -160,7 +162,8 @@ def generate(
   """Continues prompts by int32 [B, max_new], with a cache of keys and values.
 
   Args:
-    batch: "tokens" [B, L], prompts padded at the end with `pad_id`.
+    batch: "tokens" [B, L], prompts padded at the end with `pad_id`. With
+      "prefix", whatever it holds, all tokens see the whole prompt.
     max_new: largest number of new tokens.
     eos_id: token or tokens that end a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
@@ -184,8 +187,10 @@ def generate(
     real=jnp.arange(L) < length_B[:, None],
     cache=model.init_cache(B, L + max_new),
     head=False,
+    **({"prefix": length_B} if "prefix" in batch else {}),
   )
-  step = functools.partial(step_fn, variables, model)
+  prefix_B = length_B if "prefix" in batch else None
+  step = functools.partial(step_fn, variables, model, prefix_B=prefix_B)
   # Samples depend on the prompts, not on their order or padding.
   words_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
   hashed_BL = jnp.where(real_BL & (prompt_BL != 0), words_BL, 0)
@@ -214,9 +219,14 @@ def step_fn(
   cache: Any,
   token_B: jax.Array,
   position: jax.Array,
+  prefix_B: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
   """Decodes one token: returns (logits [B, V] of the next, new cache)."""
+  options = {}
+  if prefix_B is not None:  # A beam search has several rows of each prompt.
+    rows = token_B.shape[0] // prefix_B.shape[0]
+    options["prefix"] = jnp.repeat(prefix_B, rows)
   logits_B1V, out = model.apply(
-    variables, token_B[:, None], cache=cache, start=position
+    variables, token_B[:, None], cache=cache, start=position, **options
   )
   return logits_B1V[:, 0], out["cache"]

@@ -66,6 +66,11 @@ def generate(
       f"{checkpoint.path}: its task is {config.get('task')!r}; expected "
       "'language_modeling'."
     )
+  if checkpoint.data.get("prompts", {}).get("prefix"):
+    raise ConfigError(
+      f"{checkpoint.path}: a prefix language model reads a prompt as a whole, "
+      "not token by token; use bigtrain.load(...).generate."
+    )
   _, model = parts.model(settings.Config(config))
   codec = ops.tokenizer(checkpoint, tokenizer)
   if codec is None:

@@ -382,12 +382,24 @@ def test_pydoc_has_questions(tmp_path):
 
 def test_prompts_and_ends_of_new_texts_are_those_of_the_rows(tmp_path):
   source = make(tmp_path, PAIRS, bos=True)
-  assert source.prompts == dict(bos=True, template=None, variables={})
+  assert source.prompts == dict(
+    bos=True, prefix=False, template=None, variables={}
+  )
   assert source.end_ids == [BYTES.eos_id]
   rows = [{"messages": CHAT}]
   source = chats(tmp_path, rows, variables=dict(x=1))
   assert source.prompts == dict(
-    bos=False, template="chatml", variables=dict(x=1)
+    bos=False, prefix=False, template="chatml", variables=dict(x=1)
   )
   # The end of a turn, which is not the tokenizer's end of a text.
   assert source.end_ids == [CODER.spellings["<|im_end|>"]] != [CODER.eos_id]
+
+
+def test_the_prefix_is_the_prompt(tmp_path):
+  source = make(tmp_path, PAIRS, prefix=True)
+  batch = everything(source)
+  assert batch["prefix"].tolist() == [len(row["prompt"]) for row in PAIRS]
+  for tokens, size, row in zip(batch["tokens"], batch["prefix"], PAIRS):
+    assert BYTES.spell(tokens[:size]) == row["prompt"]
+  with pytest.raises(ConfigError, match="prefix=True: expected pack=False"):
+    make(tmp_path, PAIRS, prefix=True, pack=True)

@@ -486,3 +486,63 @@ def test_generation_where_devices_share_examples(model, variables, num_beams):
     whole = jax.device_put(variables, sharding.replicated(mesh))
     actual = jax.jit(fn)(whole, split)
   np.testing.assert_array_equal(actual, expected)
+
+
+def test_all_tokens_see_the_whole_prefix_and_only_it(model, variables):
+  logits = jax.jit(task.predict_fns(model)["logits"])
+  sizes = np.asarray([0, 1, 2, 4, 5, 7, 9, 10])
+  batch = texts() | {"prefix": jnp.asarray(sizes)}
+  before = np.asarray(logits(variables, batch))
+  for at in range(L):
+    changed = batch["tokens"].at[:, at].set(2)
+    after = np.asarray(logits(variables, batch | {"tokens": changed}))
+    moved = np.abs(after - before).max(-1) > 1e-6
+    for row, size in enumerate(sizes):
+      sees = np.arange(L) >= at if at >= size else np.ones(L, bool)
+      assert moved[row].tolist() == sees.tolist(), (at, size)
+  with pytest.raises(ConfigError, match="one text a row"):
+    logits(variables, batch | {"segments": jnp.ones((B, L), jnp.int32)})
+  window = model.clone(window=4)
+  with pytest.raises(ConfigError, match="got config.model.window"):
+    task.predict_fns(window)["logits"](variables, batch)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_prefix_model_generates_what_its_logits_say(
+  model, variables, num_beams
+):
+  sizes, new = np.asarray([3, 6, 1, 5]), 4
+  prompts = np.zeros((len(sizes), 6), np.int32)
+  for row, size in zip(prompts, sizes):
+    row[:size] = RNG.integers(3, V, size)
+  batch = {"tokens": jnp.asarray(prompts), "prefix": jnp.zeros(4, jnp.int32)}
+  fn = task.predict_fns(model)["generate"]
+  options = dict(max_new=new, num_beams=num_beams)
+  out = np.asarray(jax.jit(functools.partial(fn, **options))(variables, batch))
+  logits = jax.jit(task.predict_fns(model)["logits"])
+  whole = np.zeros((len(sizes), 6 + new), np.int32)
+  for row, prompt, size, more in zip(whole, prompts, sizes, out):
+    row[: size + new] = [*prompt[:size], *more]
+  full = {"tokens": jnp.asarray(whole), "prefix": jnp.asarray(sizes)}
+  scores = np.asarray(jax.nn.log_softmax(logits(variables, full)))
+  if num_beams == 1:
+    for row, size, more in zip(scores, sizes, out):
+      assert row[size - 1 : size - 1 + new].argmax(-1).tolist() == more.tolist()
+    return
+  # By definition: all continuations of the two best after each token.
+  row, size = whole[1], sizes[1]
+  beams = [(0.0, [])]
+  for _ in range(new):
+    rows = np.zeros((len(beams), 6 + new), np.int32)
+    for each, (_, more) in zip(rows, beams):
+      each[: size + len(more)] = [*row[:size], *more]
+    prefix = jnp.full(len(beams), size)
+    batch = {"tokens": jnp.asarray(rows), "prefix": prefix}
+    last = np.asarray(jax.nn.log_softmax(logits(variables, batch)))
+    found = [
+      (score + last[b, size - 1 + len(more), token], [*more, token])
+      for b, (score, more) in enumerate(beams)
+      for token in range(V)
+    ]
+    beams = sorted(found, key=lambda beam: -beam[0])[:2]
+  assert out[1].tolist() == beams[0][1]

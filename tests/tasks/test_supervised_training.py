@@ -20,6 +20,7 @@ from bigtrain.models import decoder, t5
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import language_modeling, seq2seq
+from bigtrain.tools import generate
 from bigtrain.tools.report import report, texts
 
 CHATS = pathlib.Path(__file__).parents[1] / "golden" / "chat_masks"
@@ -196,3 +197,22 @@ def test_a_trained_model_is_asked_as_in_its_training(tmp_path):
   assert checkpoint.generation == {"eos_id": [coder.spellings["<|end|>"]]}
   answer = bigtrain.load(str(tmp_path / "run")).chat(messages[:1], max_new=2)
   assert {*answer} == {"text"}
+
+
+def test_a_prefix_model_trains_and_answers(tmp_path):
+  path = rows(tmp_path / "rows.jsonl", ROWS)
+  config = tiny_run(total_steps=1)
+  config["input"]["data"] = dict(
+    type="supervised", path=path, length=32, tokenizer="bytes", prefix=True
+  )
+  main.train(config, str(tmp_path / "run"))
+  model = bigtrain.load(str(tmp_path / "run"))
+  seen = {}
+  run = model.run
+  model.run = lambda pred, batch, **kw: (
+    seen.update(batch) or run(pred, batch, **kw)
+  )
+  assert {*model.generate("1+1=", max_new=2)} == {"text"}
+  assert "prefix" in seen
+  with pytest.raises(ConfigError, match="use bigtrain.load"):
+    next(generate.generate(str(tmp_path / "run"), "1+1="))
