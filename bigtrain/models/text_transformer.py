@@ -167,12 +167,15 @@ def from_published(
   return flat
 
 
+DIMS = {
+  "Embed_0/embedding": "V -> D",
+  "pos_embedding": "1 positions -> D",
+  "MAPHead_0/probe": "1 1 D",
+  **layer_dims.head("head"),
+  **layer_dims.LAYERS,
+}
+
+
 def param_dims(model: Model) -> dims.Table:
   del model
-  return {
-    "Embed_0/embedding": "V -> D",
-    "pos_embedding": "1 positions -> D",
-    "MAPHead_0/probe": "1 1 D",
-    **layer_dims.head("head"),
-    **layer_dims.LAYERS,
-  }
+  return DIMS

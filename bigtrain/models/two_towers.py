@@ -9,7 +9,7 @@ Axes: B batch, E embedding.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -18,7 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import dims, parts, settings
-from bigtrain.models.published import conversions
+from bigtrain.models import text_transformer, vit
+from bigtrain.models.published import (
+  conversions,
+  families,
+  tables,
+  two_tower_families,
+  vit_families,
+)
 
 # Added to norms, so that an embedding of zeros stays zero and has a gradient.
 _EPSILON = 1e-8
@@ -148,6 +155,9 @@ def from_published(
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
   flat = conversions.normalise(flat)
+  converted = two_tower_families.load(flat, like, _DIMS)
+  if converted is not None:
+    return converted
   result: dict[str, np.ndarray] = {}
   for name, value in flat.items():
     if not name.startswith(("img/", "txt/")):
@@ -164,6 +174,12 @@ def from_published(
   return result
 
 
+_DIMS = {
+  **dims.under("img/", vit.DIMS),
+  **dims.under("txt/", text_transformer.DIMS),
+}
+
+
 def param_dims(model: Model) -> dims.Table:
   modules = {"img": model.image_model, "txt": model.text_model}
   table: dict[str, str] = {}
@@ -173,3 +189,47 @@ def param_dims(model: Model) -> dims.Table:
       of_tower = module.param_dims(cls(**options, parent=None))
       table |= dims.under(f"{tower}/", of_tower)
   return table
+
+
+def to_published(
+  model: Model, shapes: tables.Shapes, layout: str | None = None
+) -> tuple[dict[str, Any], list[tables.Tensor]]:
+  export = two_tower_families.export
+  return export(model, shapes, layout, _DIMS, _canonical)
+
+
+def published_fields(
+  path: str, allow_unread: Collection[str] = ()
+) -> families.Fields | None:
+  return two_tower_families.read(path, _canonical, allow_unread)
+
+
+def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Comparable fields of a model: all those of its towers."""
+  out_dim = values.get("out_dim")
+  pair = (
+    (out_dim, out_dim) if isinstance(out_dim, int) else tuple(out_dim or ())
+  )
+  result = {
+    **values,
+    "out_dim": pair,
+    # The initial value says nothing of a trained model.
+    "bias_init": None if values.get("bias_init") is None else -10.0,
+  }
+  for name, cls in (("image", vit.Model), ("text", text_transformer.Model)):
+    options = values.get(name) or {}
+    tower = cls(**options, parent=None)
+    fields = {x: getattr(tower, x) for x in cls.__dataclass_fields__}
+    result[name] = {
+      field: x
+      for field, x in vit_families.canonical(fields).items()
+      if field not in _OF_TRAINING
+    }
+  return result
+
+
+# Fields of towers that say nothing of what they compute.
+_OF_TRAINING = (
+  *("parent", "name", "variant", "dropout", "drop_path", "scan", "attention"),
+  *("remat_policy", "dtype", "head_zeroinit", "head_bias_init", "num_classes"),
+)

@@ -550,7 +550,7 @@ def from_published(
   that the model lacks is dropped. Otherwise it stays, for the caller to list.
   """
   flat = conversions.normalise(flat)
-  converted = vit_families.load(flat, like, _DIMS)
+  converted = vit_families.load(flat, like, DIMS)
   if converted is not None:
     return converted
   flat = _rename(flat)
@@ -618,7 +618,7 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   return {renumber(name): value for name, value in renamed.items()}
 
 
-_DIMS = {
+DIMS = {
   "embedding/kernel": "height width channels -> D",
   "pos_embedding": "1 patches -> D",
   "cls|MAPHead_0/probe": "1 1 D",
@@ -632,13 +632,13 @@ _DIMS = {
 
 def param_dims(model: Model) -> dims.Table:
   del model
-  return _DIMS
+  return DIMS
 
 
 def to_published(
   model: Model, shapes: tables.Shapes, layout: str | None = None
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
-  return vit_families.export(model, shapes, layout, _DIMS)
+  return vit_families.export(model, shapes, layout, DIMS)
 
 
 def published_fields(

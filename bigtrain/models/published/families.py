@@ -434,9 +434,7 @@ class Fields(dict[str, Field]):
   ) -> dict[str, Any]:
     """Returns `options`, of config.model, with the fields of the file."""
     result = {
-      name: field.value
-      for name, field in self.items()
-      if field.value is not None and not field.is_neutral
+      name: field.value for name, field in self.items() if not field.is_neutral
     }
     wrong = []
     for name, value in options.items():

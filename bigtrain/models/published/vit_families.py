@@ -26,7 +26,7 @@ _GELUS = {
   "gelu_new": "gelu",
   "quick_gelu": "gelu_quick",
 }
-_KEYS = {
+KEYS = {
   "width": "hidden_size",
   "depth": "num_hidden_layers",
   "num_heads": "num_attention_heads",
@@ -41,7 +41,7 @@ _DEFAULTS = dict(
   patch_size=16,
 )
 _IN_SHAPES = ("width", "depth", "mlp_dim", "patch_size", "num_classes")
-_HARMLESS = (
+HARMLESS = (
   *(
     "image_size",
     "num_channels",
@@ -397,11 +397,11 @@ _NEUTRAL = dict(
   head_bias=True,
   layer_scale=None,
 )
-_VIT = Family(
+VIT = Family(
   "vit",
   "ViTModel",
   _VIT_ARRAYS,
-  keys=_KEYS,
+  keys=KEYS,
   defaults=_DEFAULTS | dict(layer_norm_eps=1e-12),
   constants=dict(class_token=True, posemb_class=True),
   rules=dict(
@@ -410,11 +410,11 @@ _VIT = Family(
     biases=_biases(qkv="qkv_bias"),
     use=_use("ViT", "tok", rep_size=True),
   ),
-  harmless=_HARMLESS,
+  harmless=HARMLESS,
   in_shapes=_IN_SHAPES,
   neutral=_NEUTRAL,
 )
-_DINOV2 = _VIT.but(
+_DINOV2 = VIT.but(
   "dinov2",
   "Dinov2Model",
   arrays=_dinov2_arrays(swiglu=False),
@@ -425,8 +425,8 @@ _DINOV2 = _VIT.but(
     scale=_layer_scale("layerscale_value", 1.0),
     use=_use("Dinov2", "tok_gap"),
   ),
-  harmless=(*_HARMLESS, "intermediate_size"),
-)._replace(keys={k: key for k, key in _KEYS.items() if k != "mlp_dim"})
+  harmless=(*HARMLESS, "intermediate_size"),
+)._replace(keys={k: key for k, key in KEYS.items() if k != "mlp_dim"})
 _WITH_REGISTERS = _DINOV2.but(
   "dinov2_with_registers",
   "Dinov2WithRegistersModel",
@@ -434,7 +434,7 @@ _WITH_REGISTERS = _DINOV2.but(
   defaults=dict(num_register_tokens=4),
   rules=dict(use=_use("Dinov2WithRegisters", "tok_gap")),
 )
-_DINOV3 = _VIT.but(
+_DINOV3 = VIT.but(
   "dinov3_vit",
   "DINOv3ViTModel",
   arrays=_DINOV3_ARRAYS,
@@ -455,7 +455,7 @@ _DINOV3 = _VIT.but(
     use=_use("DINOv3ViT", "tok"),
   ),
 )
-_BEIT = _VIT.but(
+_BEIT = VIT.but(
   "beit",
   "BeitModel",
   arrays=_BEIT_ARRAYS,
@@ -471,10 +471,10 @@ _BEIT = _BEIT._replace(
   rules={name: x for name, x in _BEIT.rules.items() if name != "biases"},
   constants={k: x for k, x in _BEIT.constants.items() if k != "posemb_class"},
 )
-_MAE = _VIT.but("vit_mae", "ViTMAEModel", rules=dict(use=_use("ViTMAE", "tok")))
+_MAE = VIT.but("vit_mae", "ViTMAEModel", rules=dict(use=_use("ViTMAE", "tok")))
 FAMILIES = {
   family.model_type: family
-  for family in (_VIT, _DINOV2, _WITH_REGISTERS, _DINOV3, _BEIT, _MAE)
+  for family in (VIT, _DINOV2, _WITH_REGISTERS, _DINOV3, _BEIT, _MAE)
 }
 _SWIGLU = _DINOV2._replace(arrays=_dinov2_arrays(swiglu=True))
 LAYOUTS = FAMILIES | {"dinov2_swiglu": _SWIGLU}

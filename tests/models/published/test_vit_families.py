@@ -4,6 +4,8 @@ golden/make_published_vision.py made the folders: small models, their outputs,
 and the gradients of the sum of these times fixed weights.
 """
 
+import functools
+import itertools
 import json
 import shutil
 
@@ -16,26 +18,28 @@ from models.published.folders import GOLDEN
 from bigtrain import parts, settings, sharding, trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
-from bigtrain.models import vit
+from bigtrain.models import two_towers, vit
 
 VISION = GOLDEN / "published_vision"
-# The others have two towers.
-FAMILIES = sorted(
-  path.name
-  for path in VISION.iterdir()
-  if not path.name.startswith(("clip", "siglip"))
-)
+TWO_TOWERS = ("clip", "siglip", "siglip2")
+ALL = sorted(path.name for path in VISION.iterdir())
+FAMILIES = [name for name in ALL if name not in TWO_TOWERS]
 
 
 def opened(folder, **options):
   model = dict(published=str(folder), **options)
-  config = settings.Config(dict(model_name="vit", model=model))
+  kind = json.loads((folder / "config.json").read_text())["model_type"]
+  name = "two_towers" if kind in TWO_TOWERS else "vit"
+  config = settings.Config(dict(model_name=name, model=model))
   return parts.model(parts.with_published_sizes(config))[1]
 
 
 def like_of(model, devices=1):
-  image = jnp.zeros((1, 16, 16, 3))
-  shapes = jax.eval_shape(model.init, jax.random.key(0), image)["params"]
+  inputs = {"image": jnp.zeros((1, 16, 16, 3))}
+  if isinstance(model, two_towers.Model):
+    inputs["text"] = jnp.zeros((1, 6), jnp.int32)
+  init = lambda key: model.init(key, **inputs)
+  shapes = jax.eval_shape(init, jax.random.key(0))["params"]
   mesh = sharding.make_mesh(devices=jax.devices()[:devices])
   places, _ = sharding.state_shardings(shapes, mesh)
   return jax.tree.map(
@@ -46,14 +50,20 @@ def like_of(model, devices=1):
 
 
 def params_of(model, path):
-  load = warm_start.load_params
-  return load(str(path), like_of(model), convert=vit.from_published)[0]
+  convert = module_of(model).from_published
+  return warm_start.load_params(str(path), like_of(model), convert=convert)[0]
+
+
+def module_of(model):
+  return two_towers if isinstance(model, two_towers.Model) else vit
 
 
 def reference(family):
   with np.load(VISION / family / "reference.npz") as file:
     values = dict(file)
-  values["image"] = values["pixel_values"].transpose(0, 2, 3, 1)
+  values["image"] = values["pixel_values"]
+  if "spatial_shapes" not in values:
+    values["image"] = values["image"].transpose(0, 2, 3, 1)
   return values
 
 
@@ -61,6 +71,16 @@ def outputs_of(model, params, image):
   """The outputs of transformers' model, by its names."""
   y, out = model.apply({"params": params}, image)
   return {"last_hidden_state": out["encoded"], "pooler_output": y}
+
+
+def embeddings_of(model, params, expected):
+  """The outputs of transformers' models of two towers, by its names."""
+  shapes = expected.get("spatial_shapes")
+  image, text, out = model.apply(
+    {"params": params}, expected["image"], expected["input_ids"], shapes=shapes
+  )
+  logits = out["t"] * text @ image.T + out.get("b", 0.0)
+  return dict(image_embeds=image, text_embeds=text, logits_per_text=logits)
 
 
 def close(actual, expected, tolerance, name=""):
@@ -78,6 +98,43 @@ def test_features(family):
   close(outputs["last_hidden_state"], patches, 1e-5)
   if "pooler_output" in expected:
     close(outputs["pooler_output"], expected["pooler_output"], 1e-5)
+
+
+@pytest.mark.parametrize("family", TWO_TOWERS)
+def test_embeddings_logits_and_their_gradients(family):
+  folder = VISION / family
+  model = opened(folder)
+  expected = reference(family)
+
+  @jax.jit
+  @functools.partial(jax.grad, has_aux=True)
+  def gradients(params):
+    outputs = embeddings_of(model, params, expected)
+    total = sum(
+      jnp.sum(value * expected[f"weight of {name}"])
+      for name, value in outputs.items()
+    )
+    return total, outputs
+
+  actual, outputs = gradients(params_of(model, folder))
+  for name, value in outputs.items():
+    close(value, expected[name], 1e-5, name)
+  check_gradients(
+    actual, params_of(model, folder / "gradients.safetensors"), ()
+  )
+
+
+def check_gradients(actual, published, without):
+  actual = dict(trees.flatten_with_names(actual))
+  expected = dict(trees.flatten_with_names(published))
+  largest = max(np.abs(x).max() for x in expected.values())
+  for name in set(expected) - set(without):
+    value = expected[name]
+    # Those of keys' biases are zero but for rounding.
+    scale = max(np.abs(value).max(), 1e-2 * largest)
+    np.testing.assert_allclose(
+      actual[name], value, rtol=0, atol=1e-4 * scale, err_msg=name
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,27 +156,21 @@ def test_gradients_of_stacked_layers(family):
     return total + jnp.sum(outputs["last_hidden_state"] * hidden)
 
   published = params_of(model, folder / "gradients.safetensors")
-  actual = dict(trees.flatten_with_names(gradients(params_of(model, folder))))
-  expected_flat = dict(trees.flatten_with_names(published))
-  largest = max(np.abs(x).max() for x in expected_flat.values())
-  if family == "vit_mae":  # Its positions are fixed.
-    del expected_flat["pos_embedding"]
-  for name, value in expected_flat.items():
-    # Those of keys' biases are zero but for rounding.
-    scale = max(np.abs(value).max(), 1e-2 * largest)
-    np.testing.assert_allclose(
-      actual[name], value, rtol=0, atol=1e-4 * scale, err_msg=name
-    )
+  # MAE's positions are fixed.
+  without = ["pos_embedding"] if family == "vit_mae" else []
+  check_gradients(gradients(params_of(model, folder)), published, without)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+  ("family", "scan"),
+  [*itertools.product(ALL, [False]), *itertools.product(FAMILIES, [True])],
+)
 def test_exported_arrays_and_config_are_those_of_the_folder(family, scan):
   folder = VISION / family
-  model = opened(folder, scan=scan)
+  model = opened(folder, **{"scan": True} if scan else {})
   params = dict(trees.flatten_with_names(params_of(model, folder)))
   shapes = {name: x.shape for name, x in params.items()}
-  config, tensors = vit.to_published(model, shapes)
+  config, tensors = module_of(model).to_published(model, shapes)
   arrays = safetensors_files.read(str(folder))
   unused = {name for name in arrays if name.endswith("mask_token")}
   assert {tensor.name for tensor in tensors} == set(arrays) - unused
@@ -132,7 +183,11 @@ def test_exported_arrays_and_config_are_those_of_the_folder(family, scan):
   # Initial values say nothing of trained models.
   initial = {"layerscale_value", "layer_scale_init_value"}
   for key in set(config) & set(published) - initial - {"mlp_ratio"}:
-    assert config[key] == published[key], key
+    of_parts = isinstance(config[key], dict)
+    read = published[key]
+    if of_parts:
+      read = {name: x for name, x in read.items() if name in config[key]}
+    assert config[key] == read, key
 
 
 def test_a_classifier_has_the_classes_of_its_file(tmp_path):
