@@ -342,6 +342,8 @@ class Model(nn.Module):
       start,
       train,
     )
+    if cache is not None:
+      cache = cache.after_call()
     x_BLD = causal_block.norm(self, self.width, "norm")(x_BLD)
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     weights: dict[str, Any] = {"token_embedding": embedding_VD}

@@ -96,7 +96,7 @@ class Attention(nn.Module):
     query_scale_BL: jax.Array | None = None,
     cache: Any = None,
     layer: jax.Array | int = 0,
-    start: jax.Array | int = 0,
+    start: jax.Array | int | None = 0,
   ) -> tuple[Any, Any]:
     """Returns (output (B, L, D) or None without x, new cache or None).
 

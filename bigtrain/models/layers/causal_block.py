@@ -118,8 +118,10 @@ class Block(nn.Module):
       nonlocal caches
       cache: Any = None
       place: Any = 0
+      first = start
       if caches is not None:
         cache, place = caches.groups[options.cache], caches.place(layer)
+        first = None if caches.is_first else start
       rope = scale_BL = None
       if options.rope is not None:
         rope = tables.rotations[options.rope]
@@ -133,7 +135,7 @@ class Block(nn.Module):
         query_scale_BL=scale_BL,
         cache=cache,
         layer=place,
-        start=start,
+        start=first,
       )
       if caches is not None:
         caches = caches.with_group(options.cache, cache)

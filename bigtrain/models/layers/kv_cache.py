@@ -48,13 +48,18 @@ class Cache(NamedTuple):
     layer: Any,
     start: Any,
   ) -> tuple["Cache", View]:
-    """Writes the keys and values of the positions from `start`."""
-    late_B = None
+    """Writes the keys and values of the positions from `start`.
+
+    None stands for the first ones: queries attend to nothing else.
+    """
+    late_B, at = None, 0 if start is None else start
     if self.read_B is not None and k_BLGK.shape[1] == 1:
       late_B = start >= self.read_B
-    k_BNSGK = _put(self.k_BNSGK, k_BLGK, layer, start, late_B)
-    v_BNSGK = _put(self.v_BNSGK, v_BLGK, layer, start, late_B)
+    k_BNSGK = _put(self.k_BNSGK, k_BLGK, layer, at, late_B)
+    v_BNSGK = _put(self.v_BNSGK, v_BLGK, layer, at, late_B)
     new = Cache(k_BNSGK, v_BNSGK, self.read_B)
+    if start is None:
+      return new, View(k_BLGK, v_BLGK, mask, None)
     return new, View(*new.layer(layer), mask, start)
 
   def layer(self, layer: Any) -> tuple[jax.Array, jax.Array]:
@@ -84,7 +89,10 @@ class Ring(NamedTuple):
     layer: Any,
     start: Any,
   ) -> tuple["Ring", View]:
-    """Writes keys and values; queries attend to them and to earlier ones."""
+    """Writes keys and values; queries attend to them and to earlier ones.
+
+    Without a start there are none.
+    """
     S, L = self.k_BNSGK.shape[2], k_BLGK.shape[1]
     if L == 1:
       late_B = start >= self.read_B
@@ -97,6 +105,7 @@ class Ring(NamedTuple):
       return new, View(k_BSGK, v_BSGK, masks.Mask(real_BS=seen_BS), start)
 
     B = k_BLGK.shape[0]
+    is_first, start = start is None, 0 if start is None else start
     last_S = start - S + jnp.arange(S)  # Positions before those of the call.
     real_BS = jnp.broadcast_to(
       jnp.pad(last_S >= 0, (0, L), constant_values=True), (B, S + L)
@@ -118,8 +127,11 @@ class Ring(NamedTuple):
 
     k_BNSGK, k_BSGK = join(self.k_BNSGK, k_BLGK)
     v_BNSGK, v_BSGK = join(self.v_BNSGK, v_BLGK)
+    new = Ring(k_BNSGK, v_BNSGK, self.read_B)
+    if is_first:
+      return new, View(k_BLGK, v_BLGK, mask, None)
     mask = dataclasses.replace(mask, real_BS=real_BS)
-    return Ring(k_BNSGK, v_BNSGK, self.read_B), View(k_BSGK, v_BSGK, mask, S)
+    return new, View(k_BSGK, v_BSGK, mask, S)
 
   def _positions(self, end_B: jax.Array) -> jax.Array:
     """Position in each place, the last one before `end_B`; below 0 if none."""
@@ -163,11 +175,13 @@ class Caches:
     groups: one cache for each kind of layer.
     places_N: number of each layer in its group.
     length: number of positions of a text.
+    is_first: whether the call is for the first positions of all texts.
   """
 
   groups: tuple[Cache | Ring, ...]
   places_N: tuple[int, ...] = struct.field(pytree_node=False)
   length: int = struct.field(pytree_node=False)
+  is_first: bool = struct.field(pytree_node=False, default=False)
 
   def place(self, layer: Any) -> jax.Array:
     return jnp.asarray(self.places_N)[layer]
@@ -175,7 +189,7 @@ class Caches:
   def with_group(self, number: int, cache: Cache | Ring) -> "Caches":
     groups = list(self.groups)
     groups[number] = cache
-    return Caches(tuple(groups), self.places_N, self.length)
+    return dataclasses.replace(self, groups=tuple(groups))
 
   def reading(self, start: Any, L: int, real_BL: jax.Array | None) -> "Caches":
     """Notes how much of each row a call for L positions reads.
@@ -193,7 +207,11 @@ class Caches:
       else group._replace(read_B=0 * group.read_B + start + count_B)
       for group in self.groups
     ]
-    return Caches(tuple(groups), self.places_N, self.length)
+    is_first = isinstance(start, int) and start == 0
+    return Caches(tuple(groups), self.places_N, self.length, is_first)
+
+  def after_call(self) -> "Caches":
+    return dataclasses.replace(self, is_first=False)
 
 
 def of_layers(
