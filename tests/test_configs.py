@@ -39,6 +39,9 @@ def model_of(config):
 def example_of(config):
   """Shapes of one training example: image and token features."""
   pp, data = config["input"].get("pp", ""), config["input"]["data"]
+  if data.get("preferences"):
+    ids = jax.ShapeDtypeStruct((1, 2, data["length"]), jnp.int32)
+    return dict.fromkeys(("tokens", "targets", "loss_mask"), ids)
   if data["type"] in ("text", "tokens", "supervised"):
     ids = jax.ShapeDtypeStruct((1, data["length"]), jnp.int32)
     return dict.fromkeys(("tokens", "inputs", "targets"), ids)

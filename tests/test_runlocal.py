@@ -97,6 +97,7 @@ FIRST_LOSS = {
   "digits_captions": (_BYTES, 1e-3),
   "digits_distill": (0.25, 0.5),  # The teacher has a random head.
   "digits_siglip": (5, 0.5),
+  "dpo": (math.log(2), 1e-3),
   "gemma3_1b": (_BYTES, 0.05),
   "gpt2_124m": (_BYTES, 0.05),
   "gpt_oss_20b": (_BYTES, 0.05),

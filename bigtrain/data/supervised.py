@@ -9,6 +9,8 @@ Rows of .jsonl and .parquet files, also as .gz and .zst, have one of
   there are any, written by a chat template (bigtrain/chat.py).
 - `prompt` and `completion`: two texts, or two lists of messages.
 - `text`: a text, all of which has a loss.
+- `chosen` and `rejected`, with `preferences=True`: two completions, after
+  `prompt` or as conversations of their own.
 
 and may have `weight`, the weight of their loss. All rows are read and checked
 before the first step, and their tokens are kept in the user's cache folder.
@@ -19,13 +21,15 @@ Features of decoders, L = `length`:
 - `segments` and `positions` int32 [L] if packed, as in data/tokens.py.
 - `prefix` int32, number of tokens of the prompt, of prefix language models.
 
-and of encoder-decoders, S, L = `length`:
+With `preferences=True`, these are [2, L], of the chosen answer first: see
+tasks/preference.py. And of encoder-decoders, S, L = `length`:
 
 - `inputs` int32 [S], `targets` int32 [L], `loss_mask` float32 [L].
 - `inputs_segments` int32 [S] and `targets_segments` int32 [L] if packed.
 """
 
 import datetime
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -79,6 +83,8 @@ class Source:
     pack: whether rows share examples (best fit, planned from their lengths).
     prefix: whether all tokens see the whole prompt, up to the first loss; not
       with pack.
+    preferences: whether rows have two answers. In pydoc, the rejected answer is
+      that of the next question.
     too_long: for rows beyond `length`: "error", "drop", or cut them at the
       "left" or the "right".
     slice: slice of the rows, such as "[:99%]".
@@ -99,21 +105,16 @@ class Source:
     bos: bool | None = None,
     pack: bool = False,
     prefix: bool = False,
+    preferences: bool = False,
     too_long: Literal["error", "drop", "left", "right"] = "error",
     slice: str = "",
   ):
     sizes = [length] if isinstance(length, int) else [*length]
-    for size in sizes:
-      check_number("supervised: length", size, least=1, whole=True)
-    if len(sizes) > 2 or (len(sizes) == 2 and loss == "all"):
+    _check_length(length, sizes, loss == "all")
+    if (prefix or preferences) and (pack or len(sizes) == 2):
       raise ConfigError(
-        f"supervised: length={length!r}: expected one number, or those of "
-        "inputs and targets, of which only targets have a loss."
-      )
-    if prefix and (pack or len(sizes) == 2):
-      raise ConfigError(
-        "supervised: prefix=True: expected pack=False and one length, of a "
-        "decoder."
+        "supervised: prefix=True, preferences=True: expected pack=False and "
+        "one length, of a decoder."
       )
     check_choice("supervised: loss", loss, ("assistant", "last", "all"))
     ways = ("error", "drop", "left", "right")
@@ -137,11 +138,18 @@ class Source:
       part = split or "train"
       check_choice("supervised: split", part, pydoc_questions.SPLITS)
       inputs = [f"pydoc {part}"]
-      rows_of = lambda _: pydoc_questions.rows(part)
-    self._rows = token_rows.cached(encoder, encoder.key, inputs, rows_of)
+      rows_of = lambda _: pydoc_questions.rows(part, preferences)
+    # Both answers of a pair are rows of their own, one after the other.
+    self._answers, key = 1, encoder.key
+    if preferences:
+      rows_of = functools.partial(_both_answers, rows_of)
+      self._answers, key = 2, files.digest(key, "preferences")
+    self._rows = token_rows.cached(encoder, key, inputs, rows_of)
     self._sizes, self._pairs, self._pack = sizes, len(sizes) == 2, pack
-    start, stop = splits.bounds(slice, len(self._rows), "supervised: slice")
-    self._plan(np.arange(start, stop), too_long)
+    number = len(self._rows) // self._answers
+    start, stop = splits.bounds(slice, number, "supervised: slice")
+    rows = np.arange(start * self._answers, stop * self._answers)
+    self._plan(rows, too_long)
     size = self._coder.vocab_size
     self.tokenizer = tokenizer, self._coder.fingerprint()
     # New prompts are made, and answers end, as in these texts.
@@ -157,6 +165,8 @@ class Source:
     self.spec = _spec(sizes, pack)
     if prefix:
       self.spec["prefix"] = (np.dtype(np.int32), ())
+    if preferences:
+      self.spec = {k: (t, (2, *shape)) for k, (t, shape) in self.spec.items()}
     options = encoder.key, sizes, pack, too_long, slice, prefix
     self._digest = files.digest("supervised", self._rows.digest, *options)
 
@@ -186,6 +196,9 @@ class Source:
     for i in np.flatnonzero(long & keep):
       start, stop = spans[i, -1]
       keep[i] = self._rows.read(start + (not self._pairs), stop)[1].any()
+    # Both answers of a pair, or none.
+    whole = keep.reshape(-1, self._answers).all(axis=1)
+    keep = np.repeat(whole, self._answers)
     if long.any():
       cut = f"{(long & keep).sum()} are cut at the {too_long}"
       logging.warning(
@@ -213,11 +226,18 @@ class Source:
       self._first = np.arange(len(self._row) + 1)
 
   def __len__(self) -> int:
-    return len(self._first) - 1
+    return (len(self._first) - 1) // self._answers
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    if self._answers == 1:
+      return self._examples(indices)
+    both = np.asarray(indices)[:, None] * 2 + np.arange(2)
+    batch = self._examples(both.reshape(-1))
+    return {name: x.reshape(len(both), 2, -1) for name, x in batch.items()}
+
+  def _examples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     batch = {
-      name: np.zeros((len(indices), *shape), dtype)
+      name: np.zeros((len(indices), *shape[-1:]), dtype)
       for name, (dtype, shape) in self.spec.items()
     }
     for b, index in enumerate(np.asarray(indices).tolist()):
@@ -277,10 +297,41 @@ class Source:
     return pieces
 
   def where(self, index: int) -> str:
-    return self._rows.where(self._row[self._items[self._first[index]]])
+    item = self._items[self._first[index * self._answers]]
+    return self._rows.where(self._row[item])
 
   def fingerprint(self) -> str:
     return self._digest
+
+
+def _check_length(length: Any, sizes: Sequence[int], loss_of_all: bool) -> None:
+  for size in sizes:
+    check_number("supervised: length", size, least=1, whole=True)
+  if len(sizes) > 2 or (len(sizes) == 2 and loss_of_all):
+    raise ConfigError(
+      f"supervised: length={length!r}: expected one number, or those of "
+      "inputs and targets, of which only targets have a loss."
+    )
+
+
+def _both_answers(
+  rows_of: Callable[[str], Iterator[tuple[Any, Any]]], name: str
+) -> Iterator[tuple[Any, Any]]:
+  """Yields (place, row) of the chosen answer, then of the rejected one."""
+  for where, row in rows_of(name):
+    for key in ("chosen", "rejected"):
+      answer = row.get(key)
+      if answer is None:
+        hint = did_you_mean(key, row)
+        raise DataError(
+          f"{where}: expected chosen and rejected, with preferences=True.{hint}"
+        )
+      rest = {k: row[k] for k in ("tools", "weight") if k in row}
+      if row.get("prompt") is not None:
+        yield where, {"prompt": row["prompt"], "completion": answer, **rest}
+      else:
+        shape = "messages" if isinstance(answer, list) else "text"
+        yield where, {shape: answer, **rest}
 
 
 def _spec(

@@ -39,12 +39,21 @@ _KINDS = (
 SPLITS = ("train", "test", "all")
 
 
-def rows(split: str) -> Iterator[tuple[str, dict[str, str]]]:
-  """Yields (place, row) of one of SPLITS; "test" is every tenth row."""
-  for i, (prompt, completion) in enumerate(sorted(_questions())):
+def rows(
+  split: str, preferences: bool = False
+) -> Iterator[tuple[str, dict[str, str]]]:
+  """Yields (place, row) of one of SPLITS; "test" is every tenth row.
+
+  With `preferences`, rows have a second answer, the next question's.
+  """
+  questions = sorted(_questions())
+  for i, (prompt, completion) in enumerate(questions):
     is_test = i % _TEST_EVERY == _TEST_EVERY - 1
     if split in ("all", "test" if is_test else "train"):
       row = {"prompt": prompt, "completion": completion}
+      if preferences:
+        _, other = questions[(i + 1) % len(questions)]
+        row = {"prompt": prompt, "chosen": completion, "rejected": other}
       yield f"pydoc, question {i}", row
 
 
