@@ -112,9 +112,10 @@ class Source:
     sizes = [length] if isinstance(length, int) else [*length]
     _check_length(length, sizes, loss == "all")
     if (prefix or preferences) and (pack or len(sizes) == 2):
+      field = "prefix" if prefix else "preferences"
       raise ConfigError(
-        "supervised: prefix=True, preferences=True: expected pack=False and "
-        "one length, of a decoder."
+        f"supervised: {field}=True: expected pack=False and one length, of a "
+        "decoder."
       )
     check_choice("supervised: loss", loss, ("assistant", "last", "all"))
     ways = ("error", "drop", "left", "right")

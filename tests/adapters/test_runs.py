@@ -1,5 +1,6 @@
 """Runs with adapters: the base stays out of them, and they resume exactly."""
 
+import json
 import os
 
 import jax
@@ -106,6 +107,23 @@ def test_a_resumed_run_is_the_whole_one(base, whole, tmp_path):
   expected = arrays(whole)
   for name, x in arrays(workdir).items():
     np.testing.assert_array_equal(x, expected[name], err_msg=name)
+
+
+def losses_of(workdir):
+  with open(os.path.join(workdir, "metrics.jsonl")) as file:
+    rows = [json.loads(line) for line in file]
+  return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("options", [{}, dict(base="nf4", dora=True)])
+def test_the_mesh_and_microbatches_change_nothing(base, options, tmp_path):
+  config = config_of(base[0], **options) | dict(total_steps=2, log_steps=1)
+  main.train(config, str(tmp_path / "eight"))
+  mesh = dict(replica=2, fsdp=2, tensor=2)
+  main.train(config | dict(mesh=mesh, microbatches=2), str(tmp_path / "tensor"))
+  eight, tensor = losses_of(tmp_path / "eight"), losses_of(tmp_path / "tensor")
+  assert len(eight) == 2 and eight[0] != eight[1]
+  np.testing.assert_allclose(tensor, eight, rtol=1e-5)
 
 
 def test_export_and_load(base, whole, tmp_path):

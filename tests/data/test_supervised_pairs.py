@@ -65,5 +65,7 @@ def test_a_pair_with_a_long_answer_is_dropped_whole(path):
 
 
 def test_packing_is_refused(path):
-  with pytest.raises(ConfigError, match="pack=False"):
+  with pytest.raises(
+    ConfigError, match="preferences=True: expected pack=False"
+  ):
     source(path, pack=True)
