@@ -88,7 +88,7 @@ RULES = {
 # Packages whose modules a config names: these do not import one another. A ViT
 # is also the image tower of captioners and of image-text models.
 _SEAMS = ("tasks", "models", "evaluators", "data", "hooks")
-_SHARED = ("models.vit", "data.arrays")
+_SHARED = ("models.vit", "models.text_transformer", "data.arrays")
 # Configs share these: cap.py differs from cappa.py in one key, and
 # digits_distill.py trains on the quickstart's data with its model as teacher.
 _OF_CONFIGS = r"configs\.(common|cappa|decoder_lm|digits|t5_c4)"
