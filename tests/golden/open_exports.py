@@ -24,6 +24,7 @@ def logits_of(folder):
     folder,
     output_loading_info=True,
     attn_implementation="eager",
+    experts_implementation="eager",
     dtype=torch.float32,
   )
   if any(info.values()):

@@ -18,6 +18,7 @@ from bigtrain.models.published import (
 )
 from bigtrain.models.published.decoder_rules import (
   biases,
+  clipped_mlp,
   dense_width,
   expert_groups,
   expert_width,
@@ -103,7 +104,7 @@ GPT2 = Family(
   unless={"tied_head": "lm_head.weight"},
   neutral=_NEUTRAL,
 )
-LLAMA = Family(
+_LLAMA = Family(
   "llama",
   "LlamaForCausalLM",
   decoder_arrays.LLAMA,
@@ -117,16 +118,7 @@ LLAMA = Family(
     norm_eps="rms_norm_eps",
     tied_head="tie_word_embeddings",
   ),
-  defaults=dict(
-    vocab_size=32000,
-    max_position_embeddings=2048,
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    intermediate_size=11008,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-  ),
+  defaults={},
   constants=dict(posemb="rope", norm="rmsnorm"),
   rules=dict(
     mlp=choice("mlp", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
@@ -140,47 +132,88 @@ LLAMA = Family(
   neutral=_NEUTRAL,
 )
 
+# Values of absent keys: vocab_size, max_position_embeddings, hidden_size,
+# num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+# intermediate_size, the norms' epsilon, and whether the head is tied.
+_SIZES = """
+llama        32000   2048 4096 32 32  -   - 11008      1e-6 -
+mistral      32000 131072 4096 32 32  8   - 14336      1e-6 -
+ministral    32000 131072 4096 32 32  8   - 14336      1e-6 -
+ministral3  131072 262144 4096 34 32  8 128 14336      1e-5 -
+mixtral      32000 131072 4096 32 32  8   - 14336      1e-5 -
+qwen2       151936  32768 4096 32 32 32   - 22016      1e-6 -
+qwen3       151936  32768 4096 32 32 32 128 22016      1e-6 -
+qwen2_moe   151936  32768 2048 24 16 16   -  5632      1e-6 -
+qwen3_moe   151936  32768 2048 24 32  4   -  6144      1e-6 -
+gemma       256000   8192 3072 28 16 16 256 24576      1e-6 tied
+gemma2      256000   8192 2304 26  8  4 256  9216      1e-6 tied
+gemma3_text 262208 131072 2304 26  8  4 256  9216      1e-6 tied
+olmo2        50304   2048 4096 32 32  -   - 11008      1e-5 -
+olmo3        50304   2048 4096 32 32  -   - 11008      1e-5 -
+olmoe        50304   4096 2048 16 16  -   -  2048      1e-5 -
+smollm3     128256  32768 2048 36 16  4   - 11008      1e-6 tied
+phi3         32064   4096 3072 32 32  -   -  8192      1e-5 -
+cohere2     256000   8192 8192 40 64  -   - 22528      1e-5 tied
+glm4        151552 131072 4096 40 32  2 128 13696 1.5625e-7 -
+glm4_moe    151552 131072 4096 46 96  8   - 10944      1e-5 -
+granite      32000   2048 4096 32 32  -   - 11008      1e-6 -
+granitemoe   32000   2048 4096 32 32  -   - 11008      1e-6 -
+nemotron    256000   4096 6144 32 48  -   - 24576      1e-5 -
+minimax_m2  200064 196608 3072 62 48  8 128  1536      1e-6 -
+gpt_oss     201088 131072 2880 36 64  8  64  2880      1e-5 -
+"""
+
+
+def _family(
+  base: Family, name: str, architecture: str, **changes: Any
+) -> Family:
+  """A family like another one, with sizes of its own."""
+  (row,) = [x.split() for x in _SIZES.splitlines() if x.startswith(name + " ")]
+  *sizes, eps, tied = row[1:]
+  keys = {**base.keys, **changes.get("keys", {})}
+  names = [
+    *("vocab_size", "max_position_embeddings", "hidden_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size"),
+  ]
+  defaults = {n: None if x == "-" else int(x) for n, x in zip(names, sizes)}
+  defaults |= {keys["norm_eps"]: float(eps), keys["tied_head"]: tied != "-"}
+  changes["defaults"] = defaults | changes.get("defaults", {})
+  return base.but(name, f"{architecture}ForCausalLM", **changes)
+
+
+LLAMA = _family(_LLAMA, "llama", "Llama")
 _ATTENTION_BIAS = biases(attention_bias=("qkv", "out"))
-_NO_BIAS = dict(
-  rules=dict(bias=biases()),
-  requires={"attention_bias": (False,), "mlp_bias": (False,)},
-)
-_MISTRAL_SIZES = dict(
-  max_position_embeddings=131_072,
-  num_key_value_heads=8,
-  intermediate_size=14_336,
-)
-MISTRAL = LLAMA.but(
+_NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
+MISTRAL = _family(
+  LLAMA,
   "mistral",
-  "MistralForCausalLM",
+  "Mistral",
   keys=dict(window="sliding_window"),
-  defaults=_MISTRAL_SIZES | dict(sliding_window=4096),
-  **_NO_BIAS,
+  defaults=dict(sliding_window=4096),
+  rules=dict(bias=biases()),
+  requires=_NO_BIAS,
 )
-_ALL_SLIDING = types_by(lambda config, _: config["sliding_window"] is not None)
-MINISTRAL = LLAMA.but(
+MINISTRAL = _family(
+  LLAMA,
   "ministral",
-  "MinistralForCausalLM",
-  defaults=_MISTRAL_SIZES,
-  rules=dict(bias=biases(), window=windows(_ALL_SLIDING)),
-  requires=_NO_BIAS["requires"],
+  "Ministral",
+  rules=dict(
+    bias=biases(),
+    window=windows(types_by(lambda config, _: config["sliding_window"])),
+  ),
+  requires=_NO_BIAS,
 )
-MINISTRAL3 = MISTRAL.but(
+MINISTRAL3 = _family(
+  MISTRAL,
   "ministral3",
-  "Ministral3ForCausalLM",
+  "Ministral3",
   defaults=dict(
-    vocab_size=131_072,
-    num_hidden_layers=34,
-    head_dim=128,
-    max_position_embeddings=262_144,
-    rms_norm_eps=1e-5,
     sliding_window=None,
     rope_parameters=dict(
       rope_type="yarn",
       factor=16.0,
       original_max_position_embeddings=16_384,
-      beta_fast=32.0,
-      beta_slow=1.0,
       mscale_all_dim=1.0,
       mscale=1.0,
       llama_4_scaling_beta=0.1,
@@ -188,65 +221,49 @@ MINISTRAL3 = MISTRAL.but(
   ),
   rules=dict(rope=rope(1e6, query_scale=True)),
 )
-_TOP_K = dict(num_experts="num_local_experts", top_k="num_experts_per_tok")
 _MIXTRAL_EXPERTS = experts(
-  _TOP_K,
   dict(normalize=True),
-  dict(num_local_experts=8, num_experts_per_tok=2),
+  num_experts=("num_local_experts", 8),
+  top_k=("num_experts_per_tok", 2),
 )
-MIXTRAL = MISTRAL.but(
+MIXTRAL = _family(
+  MISTRAL,
   "mixtral",
-  "MixtralForCausalLM",
+  "Mixtral",
   arrays=decoder_arrays.MIXTRAL,
-  defaults=dict(sliding_window=None, rms_norm_eps=1e-5),
+  defaults=dict(sliding_window=None),
   rules=dict(rope=rope(1e6), mlp_dim=expert_width(), moe=_MIXTRAL_EXPERTS),
 )
-_QWEN_TYPES = types_by(
-  lambda config, i: (
-    bool(config["sliding_window"])
-    and config["use_sliding_window"]
-    and i >= config["max_window_layers"]
-  )
+_QWEN_WINDOWS = windows(
+  types_by(
+    lambda config, i: (
+      config["sliding_window"]
+      and config["use_sliding_window"]
+      and i >= config["max_window_layers"]
+    )
+  ),
+  "use_sliding_window",
+  max_window_layers=28,
 )
-_QWEN_SIZES = dict(
-  vocab_size=151_936,
-  max_position_embeddings=32_768,
-  intermediate_size=22_016,
-)
-QWEN2 = LLAMA.but(
+QWEN2 = _family(
+  LLAMA,
   "qwen2",
-  "Qwen2ForCausalLM",
-  defaults=_QWEN_SIZES | dict(num_key_value_heads=32),
-  rules=dict(
-    bias=biases("qkv"),
-    window=windows(_QWEN_TYPES, "use_sliding_window", max_window_layers=28),
-  ),
+  "Qwen2",
+  rules=dict(bias=biases("qkv"), window=_QWEN_WINDOWS),
 )
-QWEN3 = QWEN2.but(
+QWEN3 = _family(
+  LLAMA,
   "qwen3",
-  "Qwen3ForCausalLM",
-  defaults=dict(head_dim=128),
+  "Qwen3",
   constants=dict(qk_norm="head"),
-  rules=dict(bias=_ATTENTION_BIAS),
+  rules=dict(bias=_ATTENTION_BIAS, window=_QWEN_WINDOWS),
 )
-_QWEN_EXPERTS = dict(
-  num_experts="num_experts",
-  top_k="num_experts_per_tok",
-  mlp_dim="moe_intermediate_size",
-  normalize="norm_topk_prob",
-)
-_QWEN_MOE_SIZES = dict(hidden_size=2048, num_hidden_layers=24)
-QWEN2_MOE = QWEN2.but(
+QWEN2_MOE = _family(
+  LLAMA,
   "qwen2_moe",
-  "Qwen2MoeForCausalLM",
+  "Qwen2Moe",
   arrays=decoder_arrays.QWEN_MOE,
-  defaults=_QWEN_MOE_SIZES
-  | dict(
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    intermediate_size=5632,
-    qkv_bias=True,
-  ),
+  defaults=dict(qkv_bias=True),
   rules=dict(
     bias=biases(qkv_bias=("qkv",)),
     window=windows(
@@ -262,60 +279,42 @@ QWEN2_MOE = QWEN2.but(
     ),
     mlp_dim=dense_width(),
     moe=experts(
-      _QWEN_EXPERTS | dict(shared_dim="shared_expert_intermediate_size"),
       dict(shared_gate=True),
-      dict(
-        num_experts=60,
-        num_experts_per_tok=4,
-        moe_intermediate_size=1408,
-        norm_topk_prob=False,
-        shared_expert_intermediate_size=5632,
-      ),
       sparse_by_step(),
+      num_experts=("num_experts", 60),
+      top_k=("num_experts_per_tok", 4),
+      mlp_dim=("moe_intermediate_size", 1408),
+      normalize=("norm_topk_prob", False),
+      shared_dim=("shared_expert_intermediate_size", 5632),
     ),
   ),
 )
-QWEN3_MOE = LLAMA.but(
+QWEN3_MOE = _family(
+  LLAMA,
   "qwen3_moe",
-  "Qwen3MoeForCausalLM",
+  "Qwen3Moe",
   arrays=decoder_arrays.QWEN_MOE,
-  defaults=_QWEN_SIZES
-  | _QWEN_MOE_SIZES
-  | dict(intermediate_size=6144, num_key_value_heads=4),
   constants=dict(qk_norm="head"),
   rules=dict(
     bias=_ATTENTION_BIAS,
     window=window_everywhere("use_sliding_window"),
     mlp_dim=dense_width(),
     moe=experts(
-      _QWEN_EXPERTS,
       {},
-      dict(
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=False,
-      ),
       sparse_by_step(),
+      num_experts=("num_experts", 128),
+      top_k=("num_experts_per_tok", 8),
+      mlp_dim=("moe_intermediate_size", 768),
+      normalize=("norm_topk_prob", False),
     ),
   ),
   aliases={"num_local_experts": "num_experts"},
   harmless=("max_window_layers",),
 )
-GEMMA = LLAMA.but(
+GEMMA = _family(
+  LLAMA,
   "gemma",
-  "GemmaForCausalLM",
-  defaults=dict(
-    vocab_size=256_000,
-    max_position_embeddings=8192,
-    hidden_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    head_dim=256,
-    intermediate_size=24_576,
-    tie_word_embeddings=True,
-  ),
+  "Gemma",
   constants=dict(norm_offset=1.0, embed_multiplier="sqrt_width"),
   rules=dict(
     # "gelu" means its tanh form.
@@ -330,43 +329,27 @@ _GEMMA2_RULES = dict(
   mlp=choice("mlp", "hidden_activation", dict.fromkeys(_GELU[1:], "geglu")),
   scale=query_scalar(256),
 )
-GEMMA2 = GEMMA.but(
+GEMMA2 = _family(
+  GEMMA,
   "gemma2",
-  "Gemma2ForCausalLM",
+  "Gemma2",
   arrays=decoder_arrays.GEMMA2,
   keys=dict(
     attention_softcap="attn_logit_softcapping",
     logits_softcap="final_logit_softcapping",
   ),
-  defaults=dict(
-    hidden_size=2304,
-    num_hidden_layers=26,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    intermediate_size=9216,
-    attn_logit_softcapping=50.0,
-    final_logit_softcapping=30.0,
-  ),
+  defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
   constants=dict(norm_at="sandwich"),
   rules=_GEMMA2_RULES | dict(window=windows(types_by_period(2))),
   harmless=("hidden_act", "sliding_window_size"),
 )
 _GEMMA3_TYPES = types_by_period(6, "sliding_window_pattern")
-GEMMA3 = GEMMA.but(
+GEMMA3 = _family(
+  GEMMA,
   "gemma3_text",
-  "Gemma3ForCausalLM",
+  "Gemma3",
   arrays=decoder_arrays.GEMMA2,
   keys=dict(logits_softcap="final_logit_softcapping"),
-  defaults=dict(
-    vocab_size=262_208,
-    max_position_embeddings=131_072,
-    hidden_size=2304,
-    num_hidden_layers=26,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    intermediate_size=9216,
-    final_logit_softcapping=None,
-  ),
   constants=dict(norm_at="sandwich", qk_norm="head"),
   rules=_GEMMA2_RULES
   | dict(
@@ -374,69 +357,52 @@ GEMMA3 = GEMMA.but(
     rope=rope(1e6, nested=_GEMMA3_TYPES, local_theta=1e4),
   ),
   # The library stores the softcap of attention but never applies it.
-  harmless=(
-    *("hidden_act", "attn_logit_softcapping", "_sliding_window_pattern"),
-  ),
+  harmless=("hidden_act", "attn_logit_softcapping", "_sliding_window_pattern"),
 )
-OLMO2 = LLAMA.but(
+OLMO2 = _family(
+  LLAMA,
   "olmo2",
-  "Olmo2ForCausalLM",
+  "Olmo2",
   arrays=decoder_arrays.OLMO2,
-  defaults=dict(vocab_size=50_304, rms_norm_eps=1e-5),
   constants=dict(norm_at="post", qk_norm="projection"),
   rules=dict(bias=_ATTENTION_BIAS),
 )
 _OLMO3_TYPES = types_by_period(4)
-OLMO3 = OLMO2.but(
+OLMO3 = _family(
+  OLMO2,
   "olmo3",
-  "Olmo3ForCausalLM",
+  "Olmo3",
   rules=dict(window=windows(_OLMO3_TYPES), rope=rope(5e5, nested=_OLMO3_TYPES)),
 )
-OLMOE = LLAMA.but(
+OLMOE = _family(
+  LLAMA,
   "olmoe",
-  "OlmoeForCausalLM",
+  "Olmoe",
   arrays=decoder_arrays.QWEN_MOE,
   keys=dict(qkv_clip="clip_qkv"),
-  defaults=dict(
-    vocab_size=50_304,
-    max_position_embeddings=4096,
-    hidden_size=2048,
-    num_hidden_layers=16,
-    num_attention_heads=16,
-    intermediate_size=2048,
-    rms_norm_eps=1e-5,
-    clip_qkv=None,
-  ),
   constants=dict(qk_norm="projection"),
   rules=dict(
     bias=_ATTENTION_BIAS,
     mlp_dim=expert_width(),
     moe=experts(
-      {n: _QWEN_EXPERTS[n] for n in ("num_experts", "top_k", "normalize")},
       {},
-      dict(num_experts=64, num_experts_per_tok=8, norm_topk_prob=False),
+      num_experts=("num_experts", 64),
+      top_k=("num_experts_per_tok", 8),
+      normalize=("norm_topk_prob", False),
     ),
   ),
 )
-SMOLLM3 = LLAMA.but(
+SMOLLM3 = _family(
+  LLAMA,
   "smollm3",
-  "SmolLM3ForCausalLM",
-  defaults=dict(
-    vocab_size=128_256,
-    max_position_embeddings=32_768,
-    hidden_size=2048,
-    num_hidden_layers=36,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    tie_word_embeddings=True,
-  ),
+  "SmolLM3",
   rules=dict(
     rope=rope(2e6),
     posemb=rotating_layers(),
     window=windows(
       types_by(
         lambda config, i: (
-          bool(config["sliding_window"])
+          config["sliding_window"]
           and config["use_sliding_window"]
           and not decoder_rules.rotates(config)[i]
         )
@@ -447,38 +413,21 @@ SMOLLM3 = LLAMA.but(
   ),
   harmless=("max_window_layers",),
 )
-PHI3 = LLAMA.but(
+PHI3 = _family(
+  LLAMA,
   "phi3",
-  "Phi3ForCausalLM",
+  "Phi3",
   arrays=decoder_arrays.PHI3,
   keys=dict(window="sliding_window"),
-  defaults=dict(
-    vocab_size=32_064,
-    max_position_embeddings=4096,
-    hidden_size=3072,
-    intermediate_size=8192,
-    rms_norm_eps=1e-5,
-    sliding_window=None,
-  ),
   rules=dict(bias=biases(), rope=rope(fraction=1.0, original_len=4096)),
-  requires=_NO_BIAS["requires"],
-  harmless=("embd_pdrop", "resid_pdrop"),
+  requires=_NO_BIAS,
 )
-COHERE2 = LLAMA.but(
+COHERE2 = _family(
+  LLAMA,
   "cohere2",
-  "Cohere2ForCausalLM",
+  "Cohere2",
   keys=dict(norm_eps="layer_norm_eps", logits_multiplier="logit_scale"),
-  defaults=dict(
-    vocab_size=256_000,
-    max_position_embeddings=8192,
-    hidden_size=8192,
-    num_hidden_layers=40,
-    num_attention_heads=64,
-    intermediate_size=22_528,
-    layer_norm_eps=1e-5,
-    logit_scale=0.0625,
-    tie_word_embeddings=True,
-  ),
+  defaults=dict(logit_scale=0.0625),
   constants=dict(norm="layernorm", parallel=True, rope_interleaved=True),
   rules=dict(
     bias=_ATTENTION_BIAS,
@@ -501,68 +450,44 @@ COHERE2 = LLAMA.but(
     *("use_parallel_embedding", "rms_norm_eps"),
   ),
 )
-_GLM_SIZES = dict(
-  vocab_size=151_552, max_position_embeddings=131_072, num_hidden_layers=40
-)
 _QKV_BIAS = biases(attention_bias=("qkv",))
-GLM4 = LLAMA.but(
+GLM4 = _family(
+  LLAMA,
   "glm4",
-  "Glm4ForCausalLM",
+  "Glm4",
   arrays=decoder_arrays.GLM4,
-  defaults=_GLM_SIZES
-  | dict(
-    num_key_value_heads=2,
-    head_dim=128,
-    intermediate_size=13_696,
-    rms_norm_eps=1.5625e-7,
-    attention_bias=True,
-  ),
+  defaults=dict(attention_bias=True),
   constants=dict(norm_at="sandwich", rope_interleaved=True),
   rules=dict(bias=_QKV_BIAS, rope=rope(fraction=0.5)),
 )
-GLM4_MOE = LLAMA.but(
+GLM4_MOE = _family(
+  LLAMA,
   "glm4_moe",
-  "Glm4MoeForCausalLM",
+  "Glm4Moe",
   arrays=decoder_arrays.GLM4_MOE,
-  defaults=_GLM_SIZES
-  | dict(
-    num_hidden_layers=46,
-    num_attention_heads=96,
-    num_key_value_heads=8,
-    intermediate_size=10_944,
-    rms_norm_eps=1e-5,
-  ),
   rules=dict(
     bias=_QKV_BIAS,
     rope=rope(fraction=0.5),
     qk_norm=choice("qk_norm", "use_qk_norm", {False: None, True: "head"}),
     mlp_dim=dense_width(),
     moe=experts(
-      dict(
-        num_experts="n_routed_experts",
-        top_k="num_experts_per_tok",
-        mlp_dim="moe_intermediate_size",
-        normalize="norm_topk_prob",
-        scale="routed_scaling_factor",
-      ),
       dict(score="sigmoid", selection_bias=True),
-      dict(
-        n_routed_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=1408,
-        norm_topk_prob=True,
-        routed_scaling_factor=1.0,
-      ),
       sparse_after("first_k_dense_replace"),
       expert_groups(),
       shared_experts("n_shared_experts"),
+      num_experts=("n_routed_experts", 128),
+      top_k=("num_experts_per_tok", 8),
+      mlp_dim=("moe_intermediate_size", 1408),
+      normalize=("norm_topk_prob", True),
+      scale=("routed_scaling_factor", 1.0),
     ),
   ),
   harmless=("num_nextn_predict_layers",),
 )
-GRANITE = LLAMA.but(
+GRANITE = _family(
+  LLAMA,
   "granite",
-  "GraniteForCausalLM",
+  "Granite",
   keys=dict(
     embed_multiplier="embedding_multiplier",
     residual_multiplier="residual_multiplier",
@@ -573,26 +498,20 @@ GRANITE = LLAMA.but(
   ),
   rules=dict(logits=inverse("logits_multiplier", "logits_scaling")),
 )
-GRANITE_MOE = GRANITE.but(
+GRANITE_MOE = _family(
+  GRANITE,
   "granitemoe",
-  "GraniteMoeForCausalLM",
+  "GraniteMoe",
   arrays=decoder_arrays.GRANITE_MOE,
   rules=dict(
     bias=_ATTENTION_BIAS, mlp_dim=expert_width(), moe=_MIXTRAL_EXPERTS
   ),
 )
-NEMOTRON = LLAMA.but(
+NEMOTRON = _family(
+  LLAMA,
   "nemotron",
-  "NemotronForCausalLM",
+  "Nemotron",
   keys=dict(norm_eps="norm_eps"),
-  defaults=dict(
-    vocab_size=256_000,
-    max_position_embeddings=4096,
-    hidden_size=6144,
-    num_attention_heads=48,
-    intermediate_size=24_576,
-    norm_eps=1e-5,
-  ),
   constants=dict(norm="layernorm", norm_offset=1.0),
   rules=dict(
     mlp=choice("mlp", "hidden_act", {"relu2": "relu2"}),
@@ -600,30 +519,20 @@ NEMOTRON = LLAMA.but(
     rope=rope(fraction=0.5),
   ),
 )
-MINIMAX_M2 = LLAMA.but(
+MINIMAX_M2 = _family(
+  LLAMA,
   "minimax_m2",
-  "MiniMaxM2ForCausalLM",
+  "MiniMaxM2",
   arrays=decoder_arrays.MIXTRAL,
-  defaults=dict(
-    vocab_size=200_064,
-    max_position_embeddings=196_608,
-    hidden_size=3072,
-    num_hidden_layers=62,
-    num_attention_heads=48,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=1536,
-    rms_norm_eps=1e-6,
-  ),
   constants=dict(qk_norm="projection"),
   rules=dict(
     bias=biases(),
     rope=rope(5e6, fraction=1.0, rotary_dim=True),
     mlp_dim=expert_width(),
     moe=experts(
-      _TOP_K,
       dict(score="sigmoid", normalize=True, selection_bias=True),
-      dict(num_local_experts=256, num_experts_per_tok=8),
+      num_experts=("num_local_experts", 256),
+      top_k=("num_experts_per_tok", 8),
     ),
   ),
   requires={
@@ -635,35 +544,20 @@ MINIMAX_M2 = LLAMA.but(
   },
   harmless=(
     *("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
-    "sliding_window",
-    *(
-      "mlp_intermediate_size",
-      "attn_type_list",
-      "layernorm_full_attention_beta",
-    ),
+    *("mlp_intermediate_size", "attn_type_list", "sliding_window"),
+    "layernorm_full_attention_beta",
   ),
 )
-GPT_OSS = LLAMA.but(
+GPT_OSS = _family(
+  LLAMA,
   "gpt_oss",
-  "GptOssForCausalLM",
+  "GptOss",
   arrays=decoder_arrays.GPT_OSS,
   defaults=dict(
-    vocab_size=201_088,
-    max_position_embeddings=131_072,
-    hidden_size=2880,
-    num_hidden_layers=36,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    intermediate_size=2880,
-    rms_norm_eps=1e-5,
-    sliding_window=128,
     attention_bias=True,
     rope_parameters=dict(
       rope_type="yarn",
       factor=32.0,
-      beta_fast=32.0,
-      beta_slow=1.0,
       truncate=False,
       original_max_position_embeddings=4096,
     ),
@@ -672,35 +566,26 @@ GPT_OSS = LLAMA.but(
   rules=dict(
     bias=biases("experts", "router", attention_bias=("qkv", "out")),
     rope=rope(150_000.0),
-    window=windows(types_by_period(2)),
+    window=windows(types_by_period(2), default=128),
     mlp_dim=expert_width(),
-    clip=decoder_rules.clipped_mlp(),
+    clip=clipped_mlp(),
     moe=experts(
-      _TOP_K,
       dict(score="softmax_of_top", normalize=True),
-      dict(num_local_experts=128, num_experts_per_tok=4),
+      num_experts=("num_local_experts", 128),
+      top_k=("num_experts_per_tok", 4),
     ),
   ),
   harmless=("initial_context_length", "experts_per_token"),
   quantised=("mxfp4",),
 )
+# An export takes the first of these that expresses the model.
 LAYOUTS: dict[str, Family] = {
   family.model_type: family
   for family in (
-    *(
-      GPT2,
-      LLAMA,
-      MISTRAL,
-      MINISTRAL,
-      MINISTRAL3,
-      MIXTRAL,
-      QWEN2,
-      QWEN3,
-      QWEN2_MOE,
-      QWEN3_MOE,
-    ),
-    *(GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, OLMOE, SMOLLM3, PHI3, COHERE2),
-    *(GLM4, GLM4_MOE, GRANITE, GRANITE_MOE, NEMOTRON, MINIMAX_M2, GPT_OSS),
+    *(GPT2, LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN3),
+    *(QWEN2_MOE, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, OLMOE),
+    *(SMOLLM3, PHI3, COHERE2, GLM4, GLM4_MOE, GRANITE, GRANITE_MOE, NEMOTRON),
+    *(MINIMAX_M2, GPT_OSS),
   )
 }
 

@@ -472,42 +472,37 @@ def dense_width() -> Rule:
 
 
 def experts(
-  keys: Mapping[str, str],
-  constants: Mapping[str, Any],
-  defaults: Mapping[str, Any],
-  *extra: Rule,
+  constants: Mapping[str, Any], *extra: Rule, **keys: tuple[str, Any]
 ) -> Rule:
-  """Experts, {option of moe.Options: key}, and options of all these models.
+  """Experts: options of all these models, {option: (key, value if absent)}.
 
   `extra` has further rules of options, or of "sparse", whether each layer has
   experts.
   """
 
   def read(config: ConfigJson) -> dict[str, Any]:
-    moe = {name: config[key] for name, key in keys.items()} | {**constants}
+    moe = {name: config[key] for name, (key, _) in keys.items()} | {**constants}
     for rule in extra:
       moe |= rule.read(config)
     sparse = moe.pop("sparse", None)
     if sparse is None:
       return {"moe": moe}
-    return {
-      "moe": ByLayer(moe if has_experts else None for has_experts in sparse)
-    }
+    return {"moe": ByLayer(moe if flag else None for flag in sparse)}
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     moe = next((x for x in fields["moe"] if x is not None), None)
     if moe is None:
       return {}
-    config = {key: moe[name] for name, key in keys.items()}
+    config = {key: moe[name] for name, (key, _) in keys.items()}
     moe = moe | {"sparse": [x is not None for x in fields["moe"]]}
     for rule in extra:
       config |= rule.write(moe)
     return config
 
-  absent = {**defaults}
+  absent = dict(keys.values())
   for rule in extra:
     absent |= rule.keys
-  return Rule(dict.fromkeys(keys.values()) | absent, read, write)
+  return Rule(absent, read, write)
 
 
 def sparse_by_step() -> Rule:

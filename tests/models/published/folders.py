@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import parts, settings, sharding
+from bigtrain import parts, settings, sharding, trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.models import decoder, t5
@@ -127,6 +127,25 @@ def variables_of(module, model, path, names=None):
   return warm_start.load_variables(str(path), like, init=dict, module=module)
 
 
+def export(module, model, variables, folder):
+  """Writes a model's published folder; returns its config and arrays."""
+  variables = dict(variables)
+  tree = variables.pop("params") | variables
+  flat = dict(trees.flatten_with_names(tree))
+  shapes = {name: x.shape for name, x in flat.items()}
+  config, tensors = module.to_published(model, shapes)
+  config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+  (folder / "config.json").write_text(json.dumps(config))
+  arrays = {
+    tensor.name: tensor.build(
+      [np.asarray(flat[name][index]) for name, index in tensor.parts]
+    )
+    for tensor in tensors
+  }
+  write(folder, arrays)
+  return config, arrays
+
+
 def load(layout, model, devices=1, path=None, **source):
   params, _ = warm_start.load_params(
     dict(path=str(path or GOLDEN / f"hf_{layout}"), **source),
@@ -145,7 +164,7 @@ def write(folder, arrays):
   """Writes a folder's model.safetensors; returns the folder."""
   specs = {n: (x.shape, x.dtype.name) for n, x in arrays.items()}
   file = str(folder / safetensors_files.MODEL)
-  safetensors_files.write(file, specs, arrays.values(), {})
+  safetensors_files.write(file, specs, arrays.values(), {"format": "pt"})
   return folder
 
 

@@ -20,7 +20,10 @@ from models.published.folders import (
   model_of,
   module_of,
   name_of,
+  opened,
+  variables_of,
 )
+from models.published.folders import export as export_folder
 
 from bigtrain import parts, settings
 from bigtrain.checkpoints import checkpointer, warm_start
@@ -66,7 +69,7 @@ def export(layout, model, folder):
   options = {
     name: getattr(model, name)
     for name in fields
-    if name not in ("parent", "name", "variant", "moe", "rope_scaling")
+    if name not in ("parent", "name", "variant", "moe", "rope_scaling", "kinds")
   }
   if model.moe is not None:
     options["moe"] = model.moe._asdict()
@@ -171,3 +174,32 @@ def test_exports_open_with_equal_logits(case, exports):
     out, like_of(again), convert=module.from_published
   )
   jax.tree.map(np.testing.assert_array_equal, params, loaded)
+
+
+FAMILIES = sorted(path.name for path in (GOLDEN / "published").iterdir())
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+  """{family: the folder}, exports of the golden folders that were opened."""
+  folders = {}
+  for family in FAMILIES:
+    golden = GOLDEN / "published" / family
+    module, model = opened(golden, scan=True)
+    folders[family] = out = tmp_path_factory.mktemp(family)
+    export_folder(module, model, variables_of(module, model, golden), out)
+    tokens = np.load(golden / "reference.npz")["tokens"]
+    np.savez(out / "inputs.npz", input_ids=tokens.astype(np.int64))
+  run("open_exports.py", *folders.values())
+  return folders
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exports_of_families_open_with_equal_logits(family, families):
+  reference = np.load(GOLDEN / "published" / family / "reference.npz")
+  logits, expected = (
+    np.load(families[family] / "logits.npy"),
+    reference["logits"],
+  )
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(logits, expected, atol=1e-5 * scale, rtol=0)
