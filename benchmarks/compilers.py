@@ -168,6 +168,8 @@ CASES = {
     ),
   ),
   "mixtral_8x7b": Case("mixtral_8x7b.py", *_V5P, 64),
+  "gemma3_1b": Case("gemma3_1b.py", *_V5E, 16),
+  "gpt_oss_20b": Case("gpt_oss_20b.py", *_V5P, 512),
   # A class token makes 197 tokens, an odd number.
   "vit_b16_gpu": Case("vit_i1k.py:B/16,reg=0.0", *_H100, 4096, (_SCAN,)),
   "llama_8b_gpu": Case("llama_8b.py", *_H100, 64),
