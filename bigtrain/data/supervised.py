@@ -78,6 +78,8 @@ class Source:
     date: date for templates that print the present one, such as "2026-01-31".
     loss: which tokens of a conversation have a loss: the answers of the
       "assistant", the "last" of them, or "all".
+    allow_special: whether messages may spell special tokens, such as "</s>",
+      which then are these tokens.
     bos: whether the begin token precedes rows without a template; by default if
       the tokenizer adds it.
     pack: whether rows share examples (best fit, planned from their lengths).
@@ -102,6 +104,7 @@ class Source:
     variables: Mapping[str, Any] | None = None,
     date: str | None = None,
     loss: Literal["assistant", "last", "all"] = "assistant",
+    allow_special: bool = False,
     bos: bool | None = None,
     pack: bool = False,
     prefix: bool = False,
@@ -120,26 +123,18 @@ class Source:
     check_choice("supervised: loss", loss, ("assistant", "last", "all"))
     ways = ("error", "drop", "left", "right")
     check_choice("supervised: too_long", too_long, ways)
-    if (path is None) == (name is None):
-      raise ConfigError("supervised: expected either path or name.")
-    if name is None and split is not None:
-      raise ConfigError(
-        f"supervised: split={split!r} requires name='pydoc'; for files use "
-        "slice."
-      )
     self._coder = tokenizers.get(tokenizer)
     encoder = Encoder(
-      self._coder, template, variables, date, loss, bos, pairs=len(sizes) == 2
+      self._coder,
+      template,
+      variables,
+      date,
+      loss,
+      bos,
+      allow_special=allow_special,
+      pairs=len(sizes) == 2,
     )
-    rows_of: Callable[[str], Iterator[tuple[Any, Any]]]
-    if name is None:
-      rows_of, inputs = documents.rows, files.find(path, "supervised: path")
-    else:
-      check_choice("supervised: name", name, ["pydoc"])
-      part = split or "train"
-      check_choice("supervised: split", part, pydoc_questions.SPLITS)
-      inputs = [f"pydoc {part}"]
-      rows_of = lambda _: pydoc_questions.rows(part, preferences)
+    inputs, rows_of = _inputs(path, name, split, preferences)
     # Both answers of a pair are rows of their own, one after the other.
     self._answers, key = 1, encoder.key
     if preferences:
@@ -335,6 +330,27 @@ def _both_answers(
         yield where, {shape: answer, **rest}
 
 
+def _inputs(
+  path: str | Sequence[str] | None,
+  name: str | None,
+  split: str | None,
+  preferences: bool,
+) -> tuple[list[str], Callable[[str], Iterator[tuple[Any, Any]]]]:
+  """Returns files, or a name, and the function that yields their rows."""
+  if (path is None) == (name is None):
+    raise ConfigError("supervised: expected either path or name.")
+  if name is None and split is not None:
+    raise ConfigError(
+      f"supervised: split={split!r} requires name='pydoc'; for files use slice."
+    )
+  if name is None:
+    return files.find(path, "supervised: path"), documents.rows
+  check_choice("supervised: name", name, ["pydoc"])
+  part = split or "train"
+  check_choice("supervised: split", part, pydoc_questions.SPLITS)
+  return [f"pydoc {part}"], lambda _: pydoc_questions.rows(part, preferences)
+
+
 def _spec(
   sizes: Sequence[int], pack: bool
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
@@ -360,9 +376,12 @@ class Encoder:
     date: str | None,
     loss: Literal["assistant", "last", "all"],
     bos: bool | None,
+    *,
+    allow_special: bool,
     pairs: bool,
   ):
     self._tokenizer, self._loss, self._pairs = tokenizer, loss, pairs
+    self._allow_special = allow_special
     self._options = {**(variables or {}), "now": _clock(date)}
     self.bos = tokenizer.adds_bos if bos is None else bos
     if self.bos and tokenizer.bos_id is None:
@@ -380,7 +399,7 @@ class Encoder:
     texts: Any = None
     if isinstance(self._template, chat.Template):
       texts = [*self._template.texts.items(), *self._template.tokens.items()]
-    options = texts, variables, date, loss, self.bos, pairs
+    options = texts, variables, date, loss, self.bos, allow_special, pairs
     self.key = files.digest(_VERSION, tokenizer.fingerprint(), options)
 
   def __call__(self, row: Mapping[str, Any], where: Any) -> Row:
@@ -441,7 +460,8 @@ class Encoder:
     if isinstance(self._template, ConfigError):
       raise self._template
     _check_messages(messages)
-    self._check_spelling(messages)
+    if not self._allow_special:
+      self._check_spelling(messages)
     tools = row.get("tools")
     ids, trained = chat.supervised(
       self._template,
@@ -464,7 +484,7 @@ class Encoder:
         if text in content:
           raise DataError(
             f"message {i}: its content spells the special token {text!r}, "
-            "which would end or begin a turn."
+            "which may end a turn; allow_special=True takes it for one."
           )
 
 

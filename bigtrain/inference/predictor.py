@@ -314,7 +314,9 @@ class Predictor:
       ids_BL = np.zeros((len(rows), length), np.int32)
       for padded, row in zip(ids_BL, rows):
         padded[: len(row)] = row
-      batch = {"inputs" if self._is_seq2seq else "tokens": ids_BL}
+      batch: dict[str, Any] = {
+        "inputs" if self._is_seq2seq else "tokens": ids_BL
+      }
       if self._saved.data.get("prompts", {}).get("prefix"):
         batch["prefix"] = np.zeros(len(rows), np.int32)
       new_BL = self.run("generate", batch, **options)

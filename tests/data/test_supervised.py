@@ -280,6 +280,15 @@ def test_what_cannot_be_trained_on_is_refused_with_its_line(
     chats(tmp_path, rows)
 
 
+def test_special_tokens_in_messages_are_a_choice(tmp_path):
+  rows = [{"messages": [CHAT[0], {**CHAT[1], "content": "a</s>b"}]}]
+  source = chats(tmp_path, rows, allow_special=True)
+  assert texts(source, CODER)[0][1] == "a</s>b<|im_end|>\n"
+  assert CODER.eos_id in everything(source)["targets"]
+  with pytest.raises(DataError, match="'</s>', .*allow_special=True"):
+    chats(tmp_path, rows)
+
+
 def test_a_template_is_needed_only_for_messages(tmp_path):
   assert len(make(tmp_path, PAIRS)) == 40
   with pytest.raises(DataError, match="line 1: .*no chat template.*chatml"):
