@@ -9,6 +9,7 @@ import pytest
 
 from bigtrain import sharding
 from bigtrain.models import decoder
+from bigtrain.models.layers import block_quantization, lora
 
 L, V = 12, 19
 SEEDS = [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 8))]
@@ -95,6 +96,23 @@ def test_a_cache_and_no_loop_give_the_same_logits(seed):
     logits, out = step(TOKENS[:, i : i + 1], out["cache"], i)
     parts.append(logits)
   np.testing.assert_allclose(jnp.concatenate(parts, 1), want, atol=2e-5)
+
+
+def test_adapters_of_quantized_experts_with_biases():
+  options = dict(targets=r".*moe/(up|down)/kernel", rank=2, base="nf4")
+  _, adapted = lora.adapted(decoder, decoder.Model, options, "config.adapters")
+  changes = dict(mlp="swiglu", use_bias=("experts", "router"))
+  model = adapted(**fields(0) | changes, scan=True)
+  variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
+  up = variables["base"]["blocks"]["1"]["moe"]["up"]
+  assert isinstance(up["kernel"], block_quantization.Quantized)
+  up["bias"] += 1.0
+  run = jax.jit(lambda v: model.apply(v, TOKENS)[0])
+  dense = {**variables, "base": lora.unquantized(variables["base"])}
+  got = run(variables)
+  np.testing.assert_allclose(got, run(dense), atol=1e-5)
+  up["bias"] -= 1.0
+  assert np.abs(run(variables) - got).max() > 1e-2
 
 
 @pytest.mark.slow

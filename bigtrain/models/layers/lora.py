@@ -372,13 +372,14 @@ class Layers:
       whole = merged(whole, factors, 1.0)
     if isinstance(layer, kernels.Kernel):
       return whole
-    result = call(*args, **kwargs)
+    plain = layer.clone(parent=None, name=None)
+    result = plain.apply({"params": {**own, _KERNEL: whole}}, *args, **kwargs)
     if not isinstance(result, Mapping) or _KERNEL not in result:
       raise ConfigError(
         f"{self._key}: {'/'.join(layer.path)!r} is not a dense layer, a head "
         "or experts; expected kernels of such."
       )
-    return {**result, _KERNEL: whole}
+    return result
 
   def _note(self, name: str) -> None:
     with self._lock:
