@@ -205,6 +205,7 @@ class Model(nn.Module):
     logits_multiplier: factor of the logits.
     logits_softcap: logits x become softcap * tanh(x / softcap).
     dropout: rate after the embedding and on residual branches.
+    neftune: size of noise on the embeddings in training, arXiv 2310.05914.
     init_std: standard deviation of the initial kernels; kernels that write to
       the residual stream have init_std / sqrt(2 N), as in GPT-2.
     scan: whether to compile one block and loop over stacked parameters.
@@ -253,6 +254,7 @@ class Model(nn.Module):
   logits_multiplier: float = 1.0
   logits_softcap: float | None = None
   dropout: float = 0.0
+  neftune: float = 0.0
   init_std: float = 0.02
   scan: bool = False
   remat_policy: str = "none"
@@ -313,6 +315,8 @@ class Model(nn.Module):
       if multiplier == "sqrt_width":
         multiplier = self.width**0.5
       x_BLD *= jnp.asarray(multiplier, x_BLD.dtype)
+    if self.neftune and train:
+      x_BLD = self._with_noise(x_BLD, segments, real)
     mask = masks.Mask(causal=True, prefix_B=prefix)
     if prefix is not None:
       _check_prefix(self, segments)
@@ -350,6 +354,19 @@ class Model(nn.Module):
     if not self.tied_head or "head" in self.use_bias:
       weights["head"] = _Head(self, name="head")()
     return self._logits(x_BLD, weights) if head else None, out
+
+  def _with_noise(
+    self, x_BLD: jax.Array, segments: jax.Array | None, real: jax.Array | None
+  ) -> jax.Array:
+    """NEFTune: uniform noise that is smaller for longer texts."""
+    if real is None and segments is not None:
+      real = segments != 0
+    B, L, D = x_BLD.shape
+    length_B = jnp.full(B, L) if real is None else jnp.sum(real, axis=1)
+    bound_B = self.neftune / jnp.sqrt(jnp.maximum(length_B, 1) * D)
+    key = self.make_rng("dropout")
+    noise_BLD = jax.random.uniform(key, (B, L, D), jnp.float32, -1, 1)
+    return x_BLD + (noise_BLD * bound_B[:, None, None]).astype(x_BLD.dtype)
 
   def _with_positions(
     self, x_BLD: jax.Array, positions: jax.Array, init: Any

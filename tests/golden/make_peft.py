@@ -7,6 +7,7 @@ the file. base_<family> has the models. requirements.txt has the versions.
   python tests/golden/make_peft.py   # writes the folders anew
 """
 
+import json
 import pathlib
 
 import numpy as np
@@ -64,9 +65,8 @@ def _family(config):
   return "llama" if config is LLAMA else "gpt2"
 
 
-def write(folder):
-  """Writes all folders into `folder`."""
-  folder = pathlib.Path(folder)
+def write(golden):
+  folder = pathlib.Path(golden) / "peft"
   for config in (LLAMA, GPT2):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -95,8 +95,9 @@ def _write_case(folder, name, config, options):
   model.save_pretrained(folder / name, save_embedding_layers=False)
   (folder / name / "README.md").unlink()
   path = folder / name / "adapter_config.json"
-  text = path.read_text().replace(str(folder), "..")
-  path.write_text(text)
+  config_json = json.loads(path.read_text().replace(str(folder), ".."))
+  config_json["target_modules"].sort()  # A set.
+  path.write_text(json.dumps(config_json, indent=2) + "\n")
   tokens = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1))
   logits = model(input_ids=tokens[:, :-1]).logits
   loss = torch.nn.functional.cross_entropy(
@@ -118,4 +119,4 @@ def _write_case(folder, name, config, options):
 
 
 if __name__ == "__main__":
-  write(pathlib.Path(__file__).parent / "peft")
+  write(pathlib.Path(__file__).parent)

@@ -85,13 +85,12 @@ def _with_gradient(fn, logps):
   # All tokens of an answer have the same gradient.
   grad = grad[:, 0] if grad.ndim == 2 else grad
   return {
-    "loss": loss.item(),
-    "grad": grad.reshape(2, -1).T.tolist(),
+    "loss": round(loss.item(), 10),
+    "grad": grad.reshape(2, -1).T.numpy().round(10).tolist(),
   }
 
 
-def write(folder):
-  """Writes trl.json into `folder`."""
+def write(golden):
   mask, logps, reference = _inputs()
   first = np.zeros((2 * B, 1), bool)
   completion = torch.tensor(np.concatenate([first, mask], axis=1))
@@ -104,7 +103,7 @@ def write(folder):
     ref_chosen_logps=ref[:B],
     ref_rejected_logps=ref[B:],
   )
-  pairs = lambda x: np.asarray(x).reshape(2, B).T.tolist()
+  pairs = lambda x: np.asarray(x).reshape(2, B).T.round(10).tolist()
   result = dict(
     sums=pairs(logps.sum(1)),
     tokens=pairs(mask.sum(1)),
@@ -122,7 +121,7 @@ def write(folder):
     result["cases"][kind] = dict(options=options, **_with_gradient(dpo, logps))
   result["cases"]["kto"] = _kto(batch, mask, logps, ref)
   result["cases"] |= _without_reference(mask, logps)
-  path = pathlib.Path(folder) / "trl.json"
+  path = pathlib.Path(golden) / "trl.json"
   path.write_text(json.dumps(result, indent=1) + "\n")
 
 
