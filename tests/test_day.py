@@ -188,13 +188,13 @@ def test_a_day_with_chats(tmp_path):
   )
   write_published(tmp_path)
   (tmp_path / "chats.jsonl").write_text(block(page, "text", "messages") * 40)
-  (tmp_path / "chats.py").write_text(block(page, "python", "supervised"))
+  (tmp_path / "chats.py").write_text(block(page, "python", "chats.jsonl"))
   train = pages.type_shell(block(page, "", "chats.py"), tmp_path)
   assert "val/perplexity" in pages.ran(train)
   shown = block(page, "text", "[[")
   assert shown in train.stderr
   shell(block(page, "", "tools.generate"), "--max_new=4")
-  shell(block(page, "", "checkpoint export"))
+  shell(block(page, "", "export runs/chats"))
   old, new = (tmp_path / "models/SmolLM2", tmp_path / "out")
   assert {f.name for f in old.iterdir()} <= {f.name for f in new.iterdir()}
   for name in ("tokenizer.json", "chat_template.jinja"):
