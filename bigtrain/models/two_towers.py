@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import dims, parts, settings
-from bigtrain.models import text_transformer, vit
+from bigtrain.models import vit
 from bigtrain.models.published import (
   conversions,
   families,
@@ -155,7 +155,7 @@ def from_published(
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
   flat = conversions.normalise(flat)
-  converted = two_tower_families.load(flat, like, _DIMS)
+  converted = two_tower_families.load(flat, like, _dims())
   if converted is not None:
     return converted
   result: dict[str, np.ndarray] = {}
@@ -174,10 +174,14 @@ def from_published(
   return result
 
 
-_DIMS = {
-  **dims.under("img/", vit.DIMS),
-  **dims.under("txt/", text_transformer.DIMS),
-}
+def _text_module() -> Any:
+  return parts.find_module("models", "text_transformer", _KEYS["txt"])
+
+
+def _dims() -> dims.Table:
+  """Of the towers that published files have."""
+  text = dims.under("txt/", _text_module().DIMS)
+  return {**dims.under("img/", vit.DIMS), **text}
 
 
 def param_dims(model: Model) -> dims.Table:
@@ -195,7 +199,7 @@ def to_published(
   model: Model, shapes: tables.Shapes, layout: str | None = None
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
   export = two_tower_families.export
-  return export(model, shapes, layout, _DIMS, _canonical)
+  return export(model, shapes, layout, _dims(), _canonical)
 
 
 def published_fields(
@@ -216,7 +220,7 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     # The initial value says nothing of a trained model.
     "bias_init": None if values.get("bias_init") is None else -10.0,
   }
-  for name, cls in (("image", vit.Model), ("text", text_transformer.Model)):
+  for name, cls in (("image", vit.Model), ("text", _text_module().Model)):
     options = values.get(name) or {}
     tower = cls(**options, parent=None)
     fields = {x: getattr(tower, x) for x in cls.__dataclass_fields__}
