@@ -420,7 +420,12 @@ PHI3 = _family(
   arrays=decoder_arrays.PHI3,
   keys=dict(window="sliding_window"),
   rules=dict(bias=biases(), rope=rope(fraction=1.0, original_len=4096)),
-  requires=_NO_BIAS,
+  requires={
+    **_NO_BIAS,
+    "lm_head_bias": (False,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
+  },
 )
 COHERE2 = _family(
   LLAMA,

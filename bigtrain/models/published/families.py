@@ -30,7 +30,7 @@ HARMLESS = frozenset(
   return_dict_in_generate tf_legacy_loss torchscript pruned_heads use_bfloat16
   id2label label2id num_labels problem_type finetuning_task task_specific_params
   bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
-  prefix tokenizer_class vocab_size_per_layer_input
+  prefix tokenizer_class transformers.js_config is_llama_config
   use_cache cache_implementation max_length min_length max_new_tokens do_sample
   early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
   top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
@@ -49,6 +49,7 @@ _REQUIRES: dict[str, tuple[Any, ...]] = {
   "tie_encoder_decoder": (False,),
   "is_decoder": (False, True),
   "use_mrope": (False,),
+  "rope_interleaved": (False,),
   "use_bidirectional_attention": (False, None),
   "per_layer_config": (None,),
 }

@@ -64,6 +64,8 @@ def test_a_new_family_costs_a_table_and_a_test(tmp_path):
     ("phi3", dict(rope_parameters=dict(rope_type="longrope")), "short_factor"),
     ("nemotron", dict(hidden_act="silu"), "hidden_act='silu': .* 'relu2'"),
     ("minimax_m2", dict(scoring_func="softmax"), "scoring_func='softmax'"),
+    ("llama", dict(rope_interleaved=True), "rope_interleaved=True"),
+    ("phi3", dict(lm_head_bias=True), "lm_head_bias=True: .* only False"),
   ],
 )
 def test_keys_that_are_not_computed_are_refused(
@@ -86,6 +88,13 @@ def test_unknown_keys_can_be_left_out(tmp_path):
     warm_start.check_published(str(tmp_path), decoder, model)
   source = dict(path=str(tmp_path), allow_unread=["my_key"])
   warm_start.check_published(source, decoder, model)
+
+
+def test_keys_of_files_that_people_publish(tmp_path):
+  others = {"transformers.js_config": {}, "is_llama_config": True}
+  others |= dict(rope_interleaved=False, torch_dtype="bfloat16", use_cache=True)
+  _, expected = opened(PUBLISHED / "llama")
+  assert model_of(tmp_path, config_of("llama", **others)) == expected
 
 
 def test_what_is_stored_but_never_applied(tmp_path):
