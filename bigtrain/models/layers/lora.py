@@ -372,8 +372,8 @@ class Layers:
       whole = merged(whole, factors, 1.0)
     if isinstance(layer, kernels.Kernel):
       return whole
-    plain = layer.clone(parent=None, name=None)
-    result = plain.apply({"params": {**own, _KERNEL: whole}}, *args, **kwargs)
+    holder = layer.clone(parent=None, name=None)
+    result = holder.apply({"params": {**own, _KERNEL: whole}}, *args, **kwargs)
     if not isinstance(result, Mapping) or _KERNEL not in result:
       raise ConfigError(
         f"{self._key}: {'/'.join(layer.path)!r} is not a dense layer, a head "
