@@ -1,8 +1,8 @@
 """A decoder of the size of SmolLM3 3B, from scratch.
 
 Command: python -m bigtrain.main --workdir=runs/smollm3_3b \
-  --config=configs/smollm3_3b.py:data=data/tokens --config.microbatches=2
-Hardware: 64 H100.
+  --config=configs/smollm3_3b.py:data=data/tokens --config.microbatches=3
+Hardware: 64 H100, with 25 of 80 GB by tools.plan.
 Result: not measured by us. The published model was trained on 11.2 trillion
 tokens, with a constant rate and a linear decay at the end.
 Source: sizes of HuggingFaceTB/SmolLM3-3B (config.json); batch, rate and decay
