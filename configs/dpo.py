@@ -6,10 +6,10 @@ then python -m bigtrain.main --config=configs/dpo.py --workdir=runs/dpo;
 with a published model and pairs of your own
   --config=configs/dpo.py:init=models/SmolLM2,data=pairs.jsonl
 Hardware: any; two CPU cores need a few minutes without arguments.
-Result: without arguments, the share of pairs of every tenth question whose
-chosen answer has the larger reward is val/accuracy; not measured yet.
+Result: not measured yet. The first loss is log 2; val/accuracy is the share of
+pairs of every tenth question whose chosen answer has the larger reward.
 Source: DPO (https://arxiv.org/abs/2305.18290), see docs/finetuning.md. The
-chosen answers are those of configs/sft.py, the rejected ones those of the next
+chosen answers are those of configs/sft.py, the rejected ones those of another
 question.
 """
 

@@ -86,7 +86,7 @@ class Source:
     prefix: whether all tokens see the whole prompt, up to the first loss; not
       with pack.
     preferences: whether rows have two answers. In pydoc, the rejected answer is
-      that of the next question.
+      that of another question.
     too_long: for rows beyond `length`: "error", "drop", or cut them at the
       "left" or the "right".
     slice: slice of the rows, such as "[:99%]".
@@ -139,7 +139,7 @@ class Source:
     self._answers, key = 1, encoder.key
     if preferences:
       rows_of = functools.partial(_both_answers, rows_of)
-      self._answers, key = 2, files.digest(key, "preferences")
+      self._answers, key = 2, files.digest(key, "two answers")
     self._rows = token_rows.cached(encoder, key, inputs, rows_of)
     self._sizes, self._pairs, self._pack = sizes, len(sizes) == 2, pack
     number = len(self._rows) // self._answers

@@ -44,7 +44,7 @@ def rows(
 ) -> Iterator[tuple[str, dict[str, str]]]:
   """Yields (place, row) of one of SPLITS; "test" is every tenth row.
 
-  With `preferences`, rows have a second answer, the next question's.
+  With `preferences`, rows have a second answer, of a question far from it.
   """
   questions = sorted(_questions())
   for i, (prompt, completion) in enumerate(questions):
@@ -52,7 +52,7 @@ def rows(
     if split in ("all", "test" if is_test else "train"):
       row = {"prompt": prompt, "completion": completion}
       if preferences:
-        _, other = questions[(i + 1) % len(questions)]
+        _, other = questions[(i + len(questions) // 2) % len(questions)]
         row = {"prompt": prompt, "chosen": completion, "rejected": other}
       yield f"pydoc, question {i}", row
 
