@@ -18,7 +18,6 @@ from bigtrain.checkpoints import checksums, device_checksums, warm_start
 from bigtrain.cluster import process
 from bigtrain.models.layers import block_quantization, lora
 from bigtrain.models.layers.block_quantization import Quantized
-from bigtrain.step.initial import InitialVariables
 from bigtrain.types import TrainState
 
 KEY = "config.model_init"
@@ -77,7 +76,7 @@ def from_config(
   config: settings.Config,
   module: Any,
   model: Any,
-  variables: InitialVariables,
+  variables: Any,  # Of step.initial.
   state_spec: Mapping[str, Any],
   rules: sharding.Rules,
   mesh: Mesh,

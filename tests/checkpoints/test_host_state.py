@@ -10,6 +10,7 @@ FULL = HostState(
   batches_ahead=2,
   fingerprints={"c4.model": "abc"},
   data={"class_names": {"labels": ["cat", "dog"]}},
+  base={"digest": "0f"},
 )
 
 
@@ -24,6 +25,7 @@ def test_the_record_survives_json():
     "batches_ahead",
     "fingerprints",
     "data",
+    "base",
   ]
 
 

@@ -167,7 +167,17 @@ def test_a_start_without_local_checkpoints_ends_their_use(saved):
   options = start_lib.StartOptions(None, None, (), False)
   lower = programs.Programs().lower
   workdir = str(saved / "run")
-  start_lib.start(options, workdir, {}, like(), init, None, 0, {}, lower)
+  start_lib.start(
+    options,
+    workdir,
+    {},
+    state_spec=like(),
+    init_state=init,
+    model_module=None,
+    seed=0,
+    fingerprints={},
+    lower=lower,
+  )
   assert restored(saved) is None
 
 

@@ -68,7 +68,7 @@ def test_jax_alone_runs_an_export(picture_run, tmp_path, capsys):
   [
     (["--pred=logit"], "mean 'logits'"),
     (["--platforms=cpu,tpuu"], "mean 'tpu'"),
-    (["--prefix=opt"], "expected no --layout, and params or ema"),
+    (["--prefix=opt"], "expected params or ema as --prefix, got 'opt'"),
     (["--prefix=ema"], "weights='ema': not in the checkpoint"),
     (["--batch_size=0"], "expected a whole number at least 1"),
   ],
