@@ -115,6 +115,7 @@ def losses_of(workdir):
   return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(base="nf4", dora=True)])
 def test_the_mesh_and_microbatches_change_nothing(base, options, tmp_path):
   config = config_of(base[0], **options) | dict(total_steps=2, log_steps=1)
@@ -152,6 +153,7 @@ def test_export_and_load(base, whole, tmp_path):
   assert abs(want).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_quantized_base_is_its_dequantized_one(base, kind, tmp_path):
   workdir = str(tmp_path / "run")

@@ -98,6 +98,7 @@ def test_a_cache_and_no_loop_give_the_same_logits(seed):
   np.testing.assert_allclose(jnp.concatenate(parts, 1), want, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_adapters_of_quantized_experts_with_biases():
   options = dict(targets=r".*moe/(up|down)/kernel", rank=2, base="nf4")
   _, adapted = lora.adapted(decoder, decoder.Model, options, "config.adapters")

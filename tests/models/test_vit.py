@@ -267,7 +267,13 @@ ALL_OPTIONS = TINY | dict(
 )
 
 
-@pytest.mark.parametrize("relative_bias", [None, "layer", "shared"])
+@pytest.mark.parametrize(
+  "relative_bias",
+  [
+    None,
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("layer", "shared")),
+  ],
+)
 def test_a_scan_equals_separate_blocks_with_all_options(relative_bias):
   options = ALL_OPTIONS | dict(relative_bias=relative_bias)
   if relative_bias:
@@ -348,7 +354,9 @@ def test_a_scan_in_bfloat16_keeps_no_matrix_of_scores():
   assert not scores.search(program("bfloat16"))
 
 
-@pytest.mark.parametrize("options", [TINY, ALL_OPTIONS])
+@pytest.mark.parametrize(
+  "options", [TINY, pytest.param(ALL_OPTIONS, marks=pytest.mark.slow)]
+)
 def test_eight_devices_compute_the_same_as_one(options):
   model = vit.Model(5, **{**options, "depth": 1})
   params = trees.from_flat(init_flat(model))

@@ -85,6 +85,7 @@ def same(**sizes):
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 def test_it_changes_once_per_step():
   own = biases("{}")
   assert {name: x.shape for name, x in own.items()} == {
@@ -103,6 +104,7 @@ def test_microbatches_do_not_change_it():
   same(microbatches=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "sizes",
   [
@@ -126,6 +128,7 @@ def test_rematerialization_and_unrolling_do_not_change_it():
 SMALL = dict(depth=1, kinds=None, first_layers=(), layers=())
 
 
+@pytest.mark.slow
 def read(workdir):
   file = parameter_files.open_file(
     str(workdir), step=None, prefix="mutable", key="workdir"

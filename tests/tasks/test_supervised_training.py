@@ -157,6 +157,8 @@ def make_input(data, run):
   return pipeline.make_train(config.input, seed=0, mesh=mesh, run=config)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_another_tokenizer_than_the_models_is_refused(tmp_path):
   folder = tmp_path / "model"
   shutil.copytree(CHATS, folder)

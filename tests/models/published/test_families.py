@@ -25,8 +25,26 @@ from bigtrain.tasks import language_modeling
 
 PUBLISHED = GOLDEN / "published"
 FAMILIES = sorted(path.name for path in PUBLISHED.iterdir())
+# What differs most from the others is in `make test`.
+QUICK = {
+  "cohere2",
+  "gemma3_text",
+  "glm4_moe",
+  "gpt_oss",
+  "olmo3",
+  "phi3",
+  "qwen2",
+}
+CASES = [
+  family
+  if family in QUICK
+  else pytest.param(family, marks=pytest.mark.slow, id=family)
+  for family in FAMILIES
+]
 # Without gradients: kernels of four bits.
-TRAINED = [family for family in FAMILIES if family != "gpt_oss_mxfp4"]
+TRAINED = [
+  case for name, case in zip(FAMILIES, CASES) if name != "gpt_oss_mxfp4"
+]
 
 
 @functools.cache
@@ -52,7 +70,7 @@ def close(actual, expected, tolerance, name=""):
   np.testing.assert_allclose(actual, expected, rtol=0, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_logits_and_generated_tokens(family):
   module, model = opened(PUBLISHED / family)
   variables = variables_of(module, model, PUBLISHED / family)
@@ -135,7 +153,7 @@ def canonical(model):
   return decoder_families.canonical(fields)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_exports_equal_what_was_read(family, tmp_path):
   folder = PUBLISHED / family
   module, model = opened(folder, scan=True)

@@ -137,7 +137,18 @@ def check_gradients(actual, published, without):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+  "family",
+  [
+    "beit",
+    "dinov3_gated",
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in FAMILIES
+      if name not in ("beit", "dinov3_gated")
+    ),
+  ],
+)
 def test_gradients_of_stacked_layers(family):
   folder = VISION / family
   model = opened(folder, scan=True)
