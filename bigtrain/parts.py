@@ -39,10 +39,12 @@ def find_module(kind: str, name: str, key: str) -> Any:
     )
   if "." not in name and name not in module_names(kind):
     hint = settings.did_you_mean(name, module_names(kind))
-    raise settings.ConfigError(
-      f"{key}: no {kind} module {name!r}.{hint} A module of your own has a "
-      "dotted path, such as 'my_project.my_module'."
-    )
+    if "Did you mean" not in hint:
+      hint += (
+        " A module of your own has a dotted path, such as "
+        "'my_project.my_module'."
+      )
+    raise settings.ConfigError(f"{key}: no {kind} module {name!r}.{hint}")
   dotted = name if "." in name else f"bigtrain.{kind}.{name}"
   return _import(dotted, key)
 

@@ -276,7 +276,7 @@ def run(row, workdir, monkeypatch):
     for line in row.lines:
       exec(line, {"config": config})
 
-  def started(*args):
+  def started(*args, **options):
     raise StartedError
 
   if "eval_only" in config:
