@@ -56,7 +56,9 @@ def logits_of(config, variables, tokens):
   return model.apply(variables, tokens[:, :-1])[0]
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+  "scan", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients_are_those_of_peft(name, scan):
   config, variables = opened(name, scan)

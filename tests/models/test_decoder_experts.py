@@ -12,7 +12,7 @@ from bigtrain.models import decoder
 from bigtrain.models.layers import block_quantization, lora
 
 L, V = 12, 19
-SEEDS = [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 8))]
+SEEDS = [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 8))]
 
 
 @functools.cache

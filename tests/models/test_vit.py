@@ -188,9 +188,14 @@ def patches_of(image, size, length):
   "options",
   [
     dict(),
-    dict(pool_type="map", scan=True),
-    dict(pool_type="tok_gap", registers=2, posemb_class=True),
-    dict(posemb="none", posemb_grid=None, layer_scale=0.5, mlp="swiglu"),
+    *(
+      pytest.param(more, marks=pytest.mark.slow)
+      for more in (
+        dict(pool_type="map", scan=True),
+        dict(pool_type="tok_gap", registers=2, posemb_class=True),
+        dict(posemb="none", posemb_grid=None, layer_scale=0.5, mlp="swiglu"),
+      )
+    ),
   ],
 )
 def test_padded_patches_give_what_the_image_gives_alone(options):

@@ -85,7 +85,6 @@ def same(**sizes):
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.slow
 def test_it_changes_once_per_step():
   own = biases("{}")
   assert {name: x.shape for name, x in own.items()} == {
@@ -100,11 +99,11 @@ def test_it_changes_once_per_step():
   np.testing.assert_allclose(quarters, np.round(quarters), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_microbatches_do_not_change_it():
   same(microbatches=4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "sizes",
   [
@@ -116,6 +115,7 @@ def test_devices_do_not_change_it(sizes):
   same(microbatches=2, **sizes)
 
 
+@pytest.mark.slow
 def test_rematerialization_and_unrolling_do_not_change_it():
   got = biases('{"scan": false, "remat_policy": "nothing_saveable"}')
   want = biases("{}")
@@ -128,7 +128,6 @@ def test_rematerialization_and_unrolling_do_not_change_it():
 SMALL = dict(depth=1, kinds=None, first_layers=(), layers=())
 
 
-@pytest.mark.slow
 def read(workdir):
   file = parameter_files.open_file(
     str(workdir), step=None, prefix="mutable", key="workdir"
@@ -136,6 +135,7 @@ def read(workdir):
   return file.read([*file.specs])
 
 
+@pytest.mark.slow
 def test_it_is_saved_resumed_and_kept_with_a_rate_of_zero(tmp_path):
   config = config_of(**SMALL) | dict(total_steps=4, ckpt_steps=2, log_steps=2)
   main.train(config, str(tmp_path / "whole"))

@@ -157,8 +157,6 @@ def make_input(data, run):
   return pipeline.make_train(config.input, seed=0, mesh=mesh, run=config)
 
 
-@pytest.mark.slow
-@pytest.mark.slow
 def test_another_tokenizer_than_the_models_is_refused(tmp_path):
   folder = tmp_path / "model"
   shutil.copytree(CHATS, folder)
@@ -180,6 +178,7 @@ def test_another_tokenizer_than_the_models_is_refused(tmp_path):
     train.limit_ids(model)
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_asked_as_in_its_training(tmp_path):
   messages = [
     dict(role="user", content="Hi"),
@@ -201,6 +200,7 @@ def test_a_trained_model_is_asked_as_in_its_training(tmp_path):
   assert {*answer} == {"text"}
 
 
+@pytest.mark.slow
 def test_a_prefix_model_trains_and_answers(tmp_path):
   path = rows(tmp_path / "rows.jsonl", ROWS)
   config = tiny_run(total_steps=1)
