@@ -47,7 +47,9 @@ def made(name, **options):
   return config, model, {**variables, "params": params}, inputs
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+  "dora", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_computes_what_the_merged_one_does(name, dora):
   config, model, variables, inputs = made(name, dora=dora)
