@@ -127,11 +127,11 @@ class Template:
     if os.path.isfile(file):
       return cls(file, {"default": _read(file)}, tokens)
     file = os.path.join(path, _CONFIG)
-    found = _json(file).get("chat_template") if os.path.isfile(file) else None
-    if isinstance(found, str):
-      return cls(file, {"default": found}, tokens)
-    if isinstance(found, list):
-      texts = {str(each["name"]): str(each["template"]) for each in found}
+    given = _json(file).get("chat_template") if os.path.isfile(file) else None
+    if isinstance(given, str):
+      return cls(file, {"default": given}, tokens)
+    if isinstance(given, list):
+      texts = {str(each["name"]): str(each["template"]) for each in given}
       if "default" in texts:
         return cls(file, texts, tokens)
     raise ConfigError(

@@ -276,15 +276,15 @@ def read(
       f"adapter could be for."
     )
   # {kernel: {place in its stack: (A, B, magnitude, scale)}}
-  found: dict[str, dict[tuple[int, ...], Any]] = {}
+  by_kernel: dict[str, dict[tuple[int, ...], Any]] = {}
   for module, of_module in file_arrays.items():
     scale = _scale(config, module, len(of_module[_SUFFIXES[0]]))
     for part in modules[module]:
       values = _split(part, of_module, published)
-      found.setdefault(part.kernel, {})[part.stack] = (*values, scale)
+      by_kernel.setdefault(part.kernel, {})[part.stack] = (*values, scale)
   params: dict[str, np.ndarray] = {}
   rules: dict[str, list[tuple[str, Any]]] = {"rank": [], "alpha": []}
-  for kernel, by_place in found.items():
+  for kernel, by_place in by_kernel.items():
     root, regex = kernel.removesuffix("kernel"), re.escape(kernel)
     factors, scale = _stacked(kernel, by_place, published)
     params |= {root + name: x for name, x in factors.items()}

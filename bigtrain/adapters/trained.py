@@ -42,7 +42,7 @@ def load_base(
   """Loads the base of a checkpoint's adapters from config.model_init.
 
   Args:
-    saved: what the checkpoint says of its base, see frozen_base.Loaded.
+    saved: description of the base in the checkpoint, see frozen_base.Loaded.
     params: the checkpoint's parameters.
   """
   adapted = Adapted.of(config)
@@ -89,8 +89,8 @@ def base_of(
   """The part of a base that does not train with `params`, once checked.
 
   Args:
-    own: what the checkpoint of the base says of it; {} of a plain model.
-    expected: what the checkpoint of the adapters says.
+    own: description of the base in its checkpoint; {} for a plain model.
+    expected: description of the base in the checkpoint of the adapters.
   """
   in_full = set(trees.names(lora.in_full(params)))
   flat = traverse_util.flatten_dict(base, sep="/")
@@ -168,7 +168,7 @@ def write_peft(
 ) -> int:
   """Writes adapters as PEFT's files; returns the number of arrays.
 
-  `saved` is what the checkpoint says of the base.
+  `saved` is the description of the base in the checkpoint.
   """
   model = Adapted.of(config).model
   flat = traverse_util.flatten_dict(params, sep="/")

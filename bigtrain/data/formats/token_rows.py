@@ -111,7 +111,7 @@ def _write(
   inputs: Sequence[str],
   rows_of: Callable[[str], Iterator[tuple[Any, Any]]],
 ) -> None:
-  logging.info("Reads the rows of %s.", ", ".join(inputs))
+  logging.info("Reading the rows of %s.", ", ".join(inputs))
   starts, prompts, weights, ends = [0], [], [], []
   num_trained = 0
   with paths.replacing(stem + ".ids", "wb") as f:

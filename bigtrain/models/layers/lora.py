@@ -258,23 +258,23 @@ class Layers:
 
   def targets(self, names: Sequence[str]) -> set[str]:
     kernels_only = [n for n in names if n.split("/")[-1] == _KERNEL]
-    found = self._matches(kernels_only, self.options.targets, "targets")
-    self._names = found
-    return found
+    targets = self._matches(kernels_only, self.options.targets, "targets")
+    self._names = targets
+    return targets
 
   def _matches(
     self, names: Sequence[str], regexes: Sequence[str], field: str
   ) -> set[str]:
     result: set[str] = set()
     for regex in regexes:
-      found = {name for name in names if re.fullmatch(regex, name)}
-      if not found:
+      matches = {name for name in names if re.fullmatch(regex, name)}
+      if not matches:
         hint = settings.did_you_mean(regex, names)
         what = "kernel" if field == "targets" else "parameter"
         raise ConfigError(
           f"{self._key}.{field}: {regex!r} matches no {what}.{hint}"
         )
-      result |= found
+      result |= matches
     return result
 
   def stored(self, name: str, boxed: Any, table: dims.Table) -> Any:

@@ -158,17 +158,17 @@ class Family(NamedTuple):
       config.require(key, *expected)
     source = f"model_type={self.model_type!r}"
     constants = {**self.neutral, **self.constants}
-    found = {name: (x, source) for name, x in constants.items()}
-    found |= {name: (config[key], key) for name, key in self.keys.items()}
+    with_keys = {name: (x, source) for name, x in constants.items()}
+    with_keys |= {name: (config[key], key) for name, key in self.keys.items()}
     for rule in self.rules.values():
       keys = [key for key in rule.keys if key in values] or [*rule.keys][:1]
       read = rule.read(config)
-      found |= {name: (x, ", ".join(keys)) for name, x in read.items()}
-    plain = layer_patterns.fields({n: x for n, (x, _) in found.items()})
+      with_keys |= {name: (x, ", ".join(keys)) for name, x in read.items()}
+    plain = layer_patterns.fields({n: x for n, (x, _) in with_keys.items()})
     return {
       name: Field(
         value,
-        found.get(name, ("", "layers"))[1],
+        with_keys.get(name, ("", "layers"))[1],
         name in self.in_shapes,
         name in self.limits,
         self.unless.get(name) if value else None,
