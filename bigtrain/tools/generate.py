@@ -50,7 +50,7 @@ def generate(
   A beam search yields it at once. `main` describes the arguments.
   """
   settings.check_choice("--prefix", prefix, saved.WEIGHTS)
-  checkpoint = saved.find(path, step, "--workdir")
+  checkpoint = saved.find(path, step, "--workdir or --model")
   given = dict(temperature=temperature, top_k=top_k, top_p=top_p)
   sampling: dict[str, Any] = dict(temperature=0.8, top_k=0, top_p=1.0)
   if num_beams > 1:
