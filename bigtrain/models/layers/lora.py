@@ -243,10 +243,10 @@ class Layers:
     flat = traverse_util.flatten_dict(params, sep="/")
     trained, base = {}, {}
     targets = self.targets(list(flat))
-    in_full = self._matches(list(flat), options.train, "train")
+    whole = self._matches(list(flat), options.train, "train")
     for name, boxed in flat.items():
       value = meta.unbox(boxed)
-      if name in in_full:
+      if name in whole:
         trained[name] = boxed
         continue
       if name in targets:
