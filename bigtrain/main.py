@@ -227,7 +227,7 @@ def _train(
 
     # Gradients of the mean loss over the global batch.
     grads, step_metrics, mutable = compute_gradients(
-      {**state, **frozen_state, "seed": hparams["seed"]}, batch
+      {**state, **frozen_state, **hparams}, batch
     )
     grad_norm = metrics.global_norm(grads)
 
@@ -438,7 +438,7 @@ def _train(
     error = step_guard.spike(fetched) or guard.explain(
       bad_step,
       bad_step - 1 + ahead,
-      {**state, **frozen_state, "seed": gradients.seed_word(seed)},
+      {**state, **frozen_state, **hparams_of(bad_step - 1)},
       train_input,
       compute_gradients,
     )

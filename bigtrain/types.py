@@ -19,5 +19,9 @@ Batch: TypeAlias = Mapping[str, Any]
 Metrics: TypeAlias = dict[str, Any]
 # (variables, batch, rng) -> (metrics with "loss", new mutable collections).
 LossFn: TypeAlias = Callable[[Variables, Batch, Any], tuple[Metrics, Variables]]
+# (state, batch) -> (gradients, metrics, new mutable collections).
+GradientsFn: TypeAlias = Callable[
+  [Any, Batch], tuple[Params, Metrics, Variables]
+]
 # (variables, batch, **options) -> whatever the evaluator wants.
 PredictFn: TypeAlias = Callable[..., Any]

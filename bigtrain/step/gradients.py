@@ -21,12 +21,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import metrics, settings, sharding, trees
 from bigtrain.settings import Config, ConfigError
-from bigtrain.types import Batch, LossFn, Metrics, Params, TrainState, Variables
+from bigtrain.step import sharpness
+from bigtrain.types import (
+  Batch,
+  GradientsFn,
+  LossFn,
+  Metrics,
+  Params,
+  TrainState,
+  Variables,
+)
 
 # Variables that steps use and never train: of a teacher, and an adapters' base.
 FROZEN = ("teacher", "base")
-# (state, batch) -> (gradients, metrics, new mutable collections).
-GradientsFn = Callable[[Any, Batch], tuple[Params, Metrics, Variables]]
 _STEP_SUMS = "step_sums"
 
 
@@ -85,7 +92,7 @@ def from_config(
       mutable = model.end_of_step(mutable, step_sums)
     return grads, sums, mutable
 
-  return gradients
+  return sharpness.from_config(config, gradients, trainable)
 
 
 def read_microbatches(config: Config, batch_size: int, mesh: Mesh) -> int:
