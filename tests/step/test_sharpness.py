@@ -82,7 +82,7 @@ def test_a_run_of_microbatches_resumes(tiny_config, tmp_path):
       r"config.gsam.rho_mxa: unknown key. Did you mean 'rho_max'",
     ),
     (dict(), "config.gsam.rho_max: missing"),
-    (dict(rho_max=-1), r"config.gsam.rho_max=-1"),
+    (dict(rho_max=-1), "config.gsam.rho_max: expected .* got -1"),
   ],
 )
 def test_mistakes_are_told(options, message, tiny_config, tmp_path):
