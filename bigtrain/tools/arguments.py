@@ -9,36 +9,40 @@ from bigtrain.settings import ConfigError, did_you_mean
 _PREFIX = "--config."
 
 
-def add(
-  parser: argparse.ArgumentParser,
-  name: str,
-  help: str,
-  default: Any = None,
-  **options: Any,
-) -> None:
-  """Adds an argument; a default gives its type and ends its help."""
-  if "action" not in options:
+class Plain(argparse.ArgumentParser):
+  """An argument parser whose --help begins with the docstring of a tool."""
+
+  def __init__(self, tool: str = "", doc: str | None = None, **options: Any):
+    if tool:  # Else a command of a tool.
+      options |= {"prog": f"python -m bigtrain.tools.{tool}"}
+      options |= {"description": doc}
+      options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+    super().__init__(**options)
+
+  def add(
+    self, name: str, help: str, default: Any = None, **options: Any
+  ) -> None:
+    """Adds an argument; a default gives its type and ends its help."""
+    if "action" not in options:
+      if default is not None:
+        options.setdefault("type", type(default))
+      if default not in (None, "") and "(default: " not in help:
+        help += " (default: %(default)s)"
     if default is not None:
-      options.setdefault("type", type(default))
-    if default not in (None, "") and "(default: " not in help:
-      help += " (default: %(default)s)"
-  if default is not None:
-    options["default"] = default
-  parser.add_argument(name, help=help, **options)
+      options["default"] = default
+    self.add_argument(name, help=help, **options)
 
 
-class Parser(argparse.ArgumentParser):
-  """An argument parser with one-line errors, and --config.KEY=VALUE if wanted.
+class Parser(Plain):
+  """One with one-line errors, and --config.KEY=VALUE if wanted.
 
   It hands the flags of jax and absl to their owners, see jax_flags.py.
   """
 
-  def __init__(self, *, changes_config: bool = True, **options: Any):
-    options.setdefault("allow_abbrev", False)
-    if changes_config:
-      epilog = "--config.KEY=VALUE changes the config, as for bigtrain.main."
-      options.setdefault("epilog", epilog)
-    super().__init__(**options)
+  def __init__(self, tool: str, doc: str | None, *, changes_config: bool):
+    epilog = "--config.KEY=VALUE changes the config, as for bigtrain.main."
+    epilog = epilog if changes_config else ""
+    super().__init__(tool, doc, epilog=epilog, allow_abbrev=False)
     self._changes_config = changes_config
 
   def error(self, message: str) -> NoReturn:

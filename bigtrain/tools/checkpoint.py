@@ -16,7 +16,6 @@ wrong argument.
 """
 
 import argparse
-import functools
 import math
 import os
 import sys
@@ -101,25 +100,22 @@ def verify(
   return {directory: integrity.verify(directory) for directory in directories}
 
 
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="python -m bigtrain.tools.checkpoint",
-    description="Shows, verifies, exports and imports checkpoints.",
-  )
+def _parser() -> arguments.Plain:
+  parser = arguments.Plain("checkpoint", __doc__)
   commands = parser.add_subparsers(dest="command", required=True)
 
   def command(name: str, text: str) -> Callable[..., None]:
     sub = commands.add_parser(name, help=text, description=text)
-    add = functools.partial(arguments.add, sub)
     example = "such as run/checkpoints/00000100"
-    add("path", f"a workdir, or one of its checkpoints, {example}")
+    sub.add("path", f"a workdir, or one of its checkpoints, {example}")
     default = "all checkpoints" if name == "verify" else "the newest"
     step = f"step of the workdir's checkpoint (default: {default})"
-    add("--step", step, type=int)
-    return add
+    sub.add("--step", step, type=int)
+    return sub.add
 
-  tree = "Prints the tree of arrays with shapes, dtypes and sizes."
-  add = command("show", tree)
+  add = command(
+    "show", "Prints the tree of arrays with shapes, dtypes and sizes."
+  )
   add("--depth", "number of levels to show (default: all)", type=int)
   command("verify", "Reads every byte and lists all damaged arrays.")
   add = command(

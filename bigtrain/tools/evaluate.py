@@ -14,7 +14,6 @@ evaluates inside of main, which can also start from config.model_init.
 Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -192,18 +191,14 @@ def _teacher(
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser(
-    prog="python -m bigtrain.tools.evaluate",
-    description="Evaluates a checkpoint of a run with the evaluations of its "
-    "config, and prints the results as JSON.",
-  )
-  add = functools.partial(arguments.add, parser)
+  parser = arguments.Parser("evaluate", __doc__, changes_config=True)
+  add = parser.add
   add("--workdir", "folder of the run", required=True)
   add("--step", "step of the checkpoint (default: the newest)", type=int)
-  folder = (
+  files = (
     "folder for the files of evaluators (default: evaluate in the workdir)"
   )
-  add("--output", folder, "")
+  add("--output", files, "")
   args, changes = parser.parse(argv)
   process.join_job(settings.Config({}))
   row = evaluate(args.workdir, args.step, changes, args.output)

@@ -201,12 +201,8 @@ def _generate_ids(
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser(
-    prog="python -m bigtrain.tools.generate",
-    description="Continues a text with a language model.",
-    changes_config=False,
-  )
-  add = functools.partial(arguments.add, parser)
+  parser = arguments.Parser("generate", __doc__, changes_config=False)
+  add = parser.add
   path = "a workdir, one of its checkpoints, or a published model's folder"
   names = ("--workdir", "--model")
   parser.add_argument(*names, help=path, dest="path", required=True)

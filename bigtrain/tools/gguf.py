@@ -217,14 +217,10 @@ def _tokenizer(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser(
-    prog="python -m bigtrain.tools.gguf",
-    description="Writes a GGUF file as the folder of a published model.",
-    changes_config=False,
-  )
-  arguments.add(parser, "path", "a .gguf file")
-  arguments.add(parser, "out", "a new folder")
-  arguments.add(parser, "--dtype", "dtype of the arrays", "float32")
+  parser = arguments.Parser("gguf", __doc__, changes_config=False)
+  parser.add("path", "a .gguf file")
+  parser.add("out", "a new folder")
+  parser.add("--dtype", "dtype of the arrays", "float32")
   args, _ = parser.parse(argv)
   convert(**vars(args))
   return 0

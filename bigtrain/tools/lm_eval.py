@@ -12,7 +12,6 @@ Tasks and their data come from the library, which may download them.
 Exit codes: 0; 2 for a wrong argument or without the package lm_eval.
 """
 
-import functools
 import json
 import os
 import sys
@@ -206,13 +205,8 @@ def _score(
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser(
-    prog="python -m bigtrain.tools.lm_eval",
-    description="Evaluates a language model with the lm-evaluation-harness "
-    "(pip install lm_eval).",
-    changes_config=False,
-  )
-  add = functools.partial(arguments.add, parser)
+  parser = arguments.Parser("lm_eval", __doc__, changes_config=False)
+  add = parser.add
   add("run", "workdir, checkpoint or export")
   add("--tasks", "names of tasks, such as arc_easy,piqa", required=True)
   add("--include_path", "folder with tasks of your own (YAML)")

@@ -15,7 +15,6 @@ wrong argument.
 import concurrent.futures
 import contextlib
 import csv
-import functools
 import io
 import json
 import os
@@ -197,13 +196,8 @@ def _read_text(path: str) -> str:
 
 
 def _parser() -> arguments.Parser:
-  parser = arguments.Parser(
-    prog="python -m bigtrain.tools.predict",
-    description="Predicts files and folders with a trained model. The same "
-    "command, run again, skips files that the output has already.",
-    changes_config=False,
-  )
-  add = functools.partial(arguments.add, parser)
+  parser = arguments.Parser("predict", __doc__, changes_config=False)
+  add = parser.add
   add("run", "a workdir, or one of its checkpoints")
   add("paths", "pictures (or texts), and folders of them", nargs="+")
   output = "file ending in .jsonl or .csv; jsonl or csv: the standard output"

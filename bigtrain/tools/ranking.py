@@ -1,7 +1,5 @@
 """The best value of a metric, in a run and among runs."""
 
-import argparse
-import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +14,9 @@ _PREFERRED = ("acc", "exact", "loss")
 _LESS = re.compile(r"loss|perplexity|bits_|nll|error|_rate$|_norm$|secs|bytes")
 
 
-def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
-  add = functools.partial(arguments.add, parser)
-  add("--metric", f"{metric} (default: one of an evaluation)")
-  add(
+def add_arguments(parser: arguments.Plain, metric: str) -> None:
+  parser.add("--metric", f"{metric} (default: one of an evaluation)")
+  parser.add(
     "--mode",
     "whether the largest or the smallest value is the best (default: min for "
     "losses, errors, times and sizes, else max)",

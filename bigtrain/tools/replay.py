@@ -111,15 +111,9 @@ def _first_array(step: int, workdir: str, folder: str) -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser(
-    prog="python -m bigtrain.tools.replay",
-    description="Computes steps of a run again on this machine, and prints the "
-    "first metric or array that differs from what the run has written.",
-  )
-  parser.add_argument("workdir", metavar="RUN", help="folder of the run")
-  parser.add_argument(
-    "--step", type=int, required=True, help="last step to compute again"
-  )
+  parser = arguments.Parser("replay", __doc__, changes_config=True)
+  parser.add("workdir", "folder of the run", metavar="RUN")
+  parser.add("--step", "last step to compute again", type=int, required=True)
   args, changes = parser.parse(argv)
   difference = replay(args.workdir, args.step, changes)
   print(difference or f"Up to step {args.step}, all bits are the same.")

@@ -9,7 +9,6 @@ stopped, before its last step; failed, with an error; lost: its process is gone
 without an end.
 """
 
-import argparse
 import os
 import shlex
 import sys
@@ -23,7 +22,7 @@ from bigtrain.cluster import lease
 from bigtrain.files import paths
 from bigtrain.reports import record, rows
 from bigtrain.settings import ConfigError
-from bigtrain.tools import exits, ranking
+from bigtrain.tools import arguments, exits, ranking
 
 # Files that a run writes while it lives.
 _SIGNS = (rows.FILE_NAME, "run.json", lease.FILE)
@@ -135,11 +134,8 @@ def _ago(secs: float) -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = argparse.ArgumentParser(
-    prog="python -m bigtrain.tools.runs",
-    description="Lists the runs below a folder, one line each.",
-  )
-  parser.add_argument("folder", help="folder of runs, or a run")
+  parser = arguments.Plain("runs", __doc__)
+  parser.add("folder", "folder of runs, or a run")
   ranking.add_arguments(parser, "metric to compare, such as val/acc")
   args = parser.parse_args(argv)
   folder = paths.absolute(args.folder)

@@ -16,7 +16,6 @@ command, which may be a launch script of several processes. Needs Linux.
 import argparse
 import contextlib
 import ctypes
-import functools
 import os
 import shlex
 import signal
@@ -176,13 +175,9 @@ def _workdir_of(command: Sequence[str]) -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = argparse.ArgumentParser(
-    prog="python -m bigtrain.tools.supervise",
-    usage="%(prog)s [options] -- COMMAND ...",
-    description="Runs the program and starts it again when it is preempted or "
-    "fails.",
-  )
-  add = functools.partial(arguments.add, parser)
+  usage = "%(prog)s [options] -- COMMAND ..."
+  parser = arguments.Plain("supervise", __doc__, usage=usage)
+  add = parser.add
   defaults = Options()
   failures = "starts in a row without progress, after which it gives up"
   add("--failures", failures, defaults.failures)

@@ -308,12 +308,8 @@ def _clean(folder: str) -> None:
 
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  parser = argparse.ArgumentParser(
-    prog="python -m bigtrain.tools.tokenize",
-    description="Converts text to token files for the data source `tokens`. "
-    "After an interruption, the same command continues.",
-  )
-  add = functools.partial(arguments.add, parser)
+  parser = arguments.Plain("tokenize", __doc__)
+  add = parser.add
   files = "files and glob patterns: .txt, .jsonl, .parquet, also .gz and .zst"
   add("inputs", files, nargs="+")
   codec = "'bytes', or path of a tokenizer's file or folder"

@@ -197,98 +197,59 @@ def _features(text: str) -> dict[str, str]:
 
 
 def _parser() -> arguments.Parser:
-  parser = arguments.Parser(
-    prog="python -m bigtrain.tools.plan",
-    description="Estimates memory, traffic and time of a config on many "
-    "devices, without the devices and without data.",
-    epilog="--config.KEY=VALUE changes the config, as for bigtrain.main.",
-    allow_abbrev=False,
-  )
-  add = parser.add_argument
-  add("--config", required=True, help="FILE.py or FILE.py:arguments")
-  add(
-    "--devices",
-    type=_numbers,
-    default=[8, 64],
-    help="numbers of devices, such as 8,64,512 (default: 8,64)",
-  )
+  parser = arguments.Parser("plan", __doc__, changes_config=True)
+  add = parser.add
+  add("--config", "FILE.py or FILE.py:arguments", required=True)
+  numbers = "numbers of devices, such as 8,64,512 (default: 8,64)"
+  add("--devices", numbers, [8, 64], type=_numbers)
   add(
     "--fsdp",
-    type=_fsdp_sizes,
-    help="numbers of devices to shard the state over, such as 8,64; -1 for all "
+    "numbers of devices to shard the state over, such as 8,64; -1 for all "
     "devices (default: mesh of the config)",
+    type=_fsdp_sizes,
   )
   for axis, what in (("sequence", "an example"), ("tensor", "a layer")):
-    add(
-      f"--{axis}",
-      type=_numbers,
-      help=f"numbers of devices that share {what}, such as 1,4 (default: mesh "
-      "of the config)",
-    )
-  add(
-    "--hardware",
-    default="h100",
-    help=f"one of {', '.join(hardware.TABLE)} (default: %(default)s)",
-  )
+    share = f"numbers of devices that share {what}, such as 1,4"
+    add(f"--{axis}", f"{share} (default: mesh of the config)", type=_numbers)
+  add("--hardware", f"one of {', '.join(hardware.TABLE)}", "h100")
   add(
     "--microbatch",
-    type=_number,
-    help="largest number of examples per device and microbatch; sets "
+    "largest number of examples per device and microbatch; sets "
     "config.microbatches (default: microbatches of the config)",
+    type=_number,
   )
   add(
     "--features",
-    type=_features,
-    help="features of the data, if the config does not determine them, such as "
+    "features of the data, if the config does not determine them, such as "
     '"image: jpeg[375,500,3]; label: int64"; see data/synthetic.py',
+    type=_features,
   )
-  _add_options(parser)
-  return parser
-
-
-def _add_options(parser: arguments.Parser) -> None:
-  add = parser.add_argument
-  add(
-    "--num_examples",
-    type=int,
-    default=1_000_000,
-    help="examples per epoch of data from files (default: %(default)s)",
-  )
+  add("--num_examples", "examples per epoch of data from files", 1_000_000)
   add(
     "--compile_up_to",
-    type=int,
-    default=_MOST_SIMULATED,
-    help="largest number of devices to compile for; figures for more devices "
-    "are extrapolated (default: %(default)s)",
+    "largest number of devices to compile for; figures for more devices are "
+    "extrapolated",
+    _MOST_SIMULATED,
   )
   add(
     "--compiler",
+    "tpu, gpu: the compiler of --hardware, from the package libtpu or jax's "
+    "CUDA plugin, which need no devices; it takes minutes and gives the real "
+    "memory",
+    "cpu",
     choices=("cpu", "tpu", "gpu"),
-    default="cpu",
-    help="tpu, gpu: the compiler of --hardware, from the package libtpu or "
-    "jax's CUDA plugin, which need no devices; it takes minutes and gives the "
-    "real memory (default: %(default)s)",
   )
-  add(
-    "--efficiency",
-    type=float,
-    default=estimate.EFFICIENCY,
-    help="fraction of the peak FLOP/s that matrix products reach (default: "
-    "%(default)s)",
-  )
+  peak = "fraction of the peak FLOP/s that matrix products reach"
+  add("--efficiency", peak, estimate.EFFICIENCY)
   add(
     "--choose",
+    "search mesh, microbatches and remat for one number of devices; print the "
+    "best five and the lines of a config",
     action="store_true",
-    help="search mesh, microbatches and remat for one number of devices; print "
-    "the best five and the lines of a config",
   )
-  add(
-    "--minutes",
-    type=float,
-    default=10,
-    help="with --choose: time for compiling (default: %(default)s)",
-  )
-  add("--json", action="store_true", help="print JSON in place of a table")
+  add("--minutes", "with --choose: time for compiling", 10.0)
+  add("--json", "print JSON in place of a table", action="store_true")
+  return parser
 
 
 @exits.in_one_line(RuntimeError)

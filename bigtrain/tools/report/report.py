@@ -8,7 +8,6 @@ DIR is by default the folder `report` inside a single workdir, or inside the
 current folder. Runs may still be in progress.
 """
 
-import argparse
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from bigtrain import settings
 from bigtrain.files import paths
 from bigtrain.reports import record, rows
-from bigtrain.tools import exits, ranking
+from bigtrain.tools import arguments, exits, ranking
 from bigtrain.tools.report import curves, page
 from bigtrain.tools.report.panels import Run
 
@@ -80,17 +79,13 @@ def write(
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = argparse.ArgumentParser(
-    prog="python -m bigtrain.tools.report",
-    description="Writes an HTML page and images with the curves, results, "
-    "predictions, time accounts and config differences of one or several runs.",
-  )
+  parser = arguments.Plain("report", __doc__)
   run = "folder of a run, finished or in progress"
-  parser.add_argument("workdir", nargs="+", help=run)
-  parser.add_argument(
+  parser.add("workdir", run, nargs="+")
+  parser.add(
     "--out",
-    help="folder for the page and the images (default: `report` in the "
-    "workdir, or in the current folder for several workdirs)",
+    "folder for the page and the images (default: `report` in the workdir, or "
+    "in the current folder for several workdirs)",
   )
   ranking.add_arguments(parser, "metric that sorts the runs, such as val/acc")
   args = parser.parse_args(argv)

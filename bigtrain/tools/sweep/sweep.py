@@ -12,7 +12,6 @@ Exit codes: 0; 2 for a mistake in the arguments or the config; 75 if a signal
 ended the sweep after its runs have saved; 1 if a variant failed.
 """
 
-import functools
 import os
 import shlex
 import sys
@@ -27,12 +26,8 @@ from bigtrain.tools.sweep import local, results, slurm, variants
 
 
 def _parser() -> arguments.Parser:
-  parser = arguments.Parser(
-    prog="python -m bigtrain.tools.sweep",
-    description="Trains variants of a config, each in its own workdir, and "
-    "compares them.",
-  )
-  add = functools.partial(arguments.add, parser)
+  parser = arguments.Parser("sweep", __doc__, changes_config=True)
+  add = parser.add
   add("--config", "FILE.py or FILE.py:arguments", required=True)
   add("--workdir", "folder of the sweep", required=True)
   add(
