@@ -81,22 +81,15 @@ def _keys(prefix: str) -> list[str]:
 
 
 class Lengths(NamedTuple):
-  """Lengths in steps. Step s means: after s updates.
-
-  Attributes:
-    total: length of the schedules.
-    last: last step of the run: `total`, or `stop_at` if that is earlier.
-    log, ckpt, keep_ckpt, local_ckpt: steps between two log steps, checkpoints,
-      checkpoints for good, and checkpoints on the hosts' own disks.
-  """
+  """Lengths in steps. Step s means: after s updates."""
 
   units: Units
-  total: int
-  last: int
-  log: int
-  ckpt: int
-  keep_ckpt: int | None
-  local_ckpt: int | None
+  total: int  # Length of the schedules.
+  last: int  # Of the run: `total`, or `stop_at` if that is earlier.
+  log: int  # Steps between two log steps,
+  ckpt: int  # two checkpoints,
+  keep_ckpt: int | None  # two checkpoints for good,
+  local_ckpt: int | None  # and two on the hosts' own disks.
   save_at_start: bool
 
   def is_log_step(self, step: int) -> bool:

@@ -192,6 +192,20 @@ class Config:
     return lines
 
 
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Values by dotted key; an empty dict is a value.
+
+  >>> flatten({"model": {"width": 64}, "evals": {}})
+  {'model.width': 64, 'evals': {}}
+  """
+  flat: dict[str, Any] = {}
+  for key, value in config.items():
+    nested = isinstance(value, Mapping) and value
+    name = f"{prefix}{key}"
+    flat |= flatten(value, f"{name}.") if nested else {name: value}
+  return flat
+
+
 def plain(value: Any) -> Any:
   """Converts ConfigDicts and mappings to plain dicts, recursively."""
   if hasattr(value, "to_dict"):

@@ -38,15 +38,10 @@ def differences(
   }
 
 
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _leaves(config: Mapping[str, Any]) -> dict[str, str]:
   """{dotted key: value as JSON}; tuples then equal the lists of a file."""
-  leaves: dict[str, str] = {}
-  for key, value in config.items():
-    if isinstance(value, Mapping) and value:
-      leaves |= _leaves(value, f"{prefix}{key}.")
-    else:
-      leaves[prefix + key] = settings.to_json({"": value})[5:-1]
-  return leaves
+  flat = settings.flatten(config).items()
+  return {key: settings.to_json({"": value})[5:-1] for key, value in flat}
 
 
 def is_harmless(key: str) -> bool:

@@ -88,12 +88,6 @@ class Checkpointer:
 
   All processes call its methods in the same order. All calls after a failed
   save raise its error: a run must not go on in the belief that it is saved.
-
-  Attributes:
-    last_stall_secs: seconds for which the newest `save` blocked its caller
-      after the state was computed.
-    last_write_secs: seconds to write the newest committed save.
-    last_saved_step: step of the newest committed save; None before the first.
   """
 
   def __init__(
@@ -131,9 +125,10 @@ class Checkpointer:
     self._settled.set()
     self._is_shared = False  # Whether the newest save is.
     self._error: CheckpointError | None = None
+    # For which the newest `save` blocked its caller, with the state computed.
     self.last_stall_secs = 0.0
-    self.last_write_secs = 0.0
-    self.last_saved_step: int | None = None
+    self.last_write_secs = 0.0  # Of the newest committed save,
+    self.last_saved_step: int | None = None  # and its step.
 
   def save(
     self,
@@ -145,15 +140,11 @@ class Checkpointer:
     *,
     block: bool = False,
   ) -> int | None:
-    """Starts to save; returns when the state may be donated.
+    """Starts to save; returns `step` when the state may be donated.
 
-    Args:
-      keep_steps: checkpoints that this save must not remove.
-      shared: whether to save in the workdir, not only on the hosts.
-      block: whether to wait until the checkpoint is committed.
-
-    Returns:
-      `step`; None if this run saves nothing.
+    None if this run saves nothing. The save does not remove the checkpoints of
+    `keep_steps`; unless `shared`, it is not in the workdir but on the hosts;
+    with `block`, it is committed at the return.
     """
     if not self._keep:
       return None

@@ -28,32 +28,20 @@ _GIVEN = ("predict_fn", "batches", "context")
 
 
 class Context(NamedTuple):
-  """What an evaluator can know about the run.
-
-  Attributes:
-    workdir: folder of the run; "" without a run.
-    batch_size: global batch size of training, the default for evaluations.
-    pp_modules: dotted names of the user's preprocessing modules.
-    progress: called with (finished batches, number of batches); can raise to
-      stop the evaluation.
-    vocab_sizes: {feature of a batch: number of ids that the model can take}.
-    class_names: {feature: names of its classes by number in training}.
-    negative_ids: features whose negative values mean "no label".
-    variables: ShapeDtypeStructs of the argument of `run`, if known.
-    compile: `Programs.compile`; None for jax.jit.
-  """
+  """What an evaluator can know about the run."""
 
   name: str
-  workdir: str
+  workdir: str  # "" without a run.
   mesh: Mesh
-  batch_size: int
-  pp_modules: Sequence[str]
+  batch_size: int  # Global, of training; the default for evaluations.
+  pp_modules: Sequence[str]  # The user's preprocessing modules.
+  # Called with (finished batches, number of batches); can raise to stop.
   progress: Callable[[int, int], None]
-  vocab_sizes: Mapping[str, int] = {}
-  class_names: Mapping[str, Sequence[str]] = {}
-  negative_ids: frozenset[str] = frozenset()
-  variables: Any = None
-  compile: Callable[..., Any] | None = None
+  vocab_sizes: Mapping[str, int] = {}  # Ids that the model takes, by feature.
+  class_names: Mapping[str, Sequence[str]] = {}  # In training, by feature.
+  negative_ids: frozenset[str] = frozenset()  # Features: < 0 means "no label".
+  variables: Any = None  # Specs of the argument of `run`, if known.
+  compile: Callable[..., Any] | None = None  # Of `Programs`; None for jax.jit.
 
   @property
   def path(self) -> str:
@@ -62,23 +50,15 @@ class Context(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batches:
-  """A fixed evaluation set, cut into batches on the devices.
-
-  Attributes:
-    data: source, as in config.input.data.
-    batch_size: global batch size; the one of training by default.
-    num_examples: number of examples, from the start; all by default.
-    cache: whether to keep preprocessed batches in host memory.
-    trust_class_numbers: whether class numbers mean the same as in training even
-      if the names of the classes differ.
-  """
+  """A fixed evaluation set, cut into batches on the devices."""
 
   context: Context
-  data: Mapping[str, Any]
+  data: Mapping[str, Any]  # Source, as in config.input.data.
   pp: str = ""
-  batch_size: int | None = None
-  num_examples: int | None = None
-  cache: bool = True
+  batch_size: int | None = None  # Global; the one of training by default.
+  num_examples: int | None = None  # From the start; all by default.
+  cache: bool = True  # Keeps preprocessed batches in host memory.
+  # Class numbers mean the same as in training even if their names differ.
   trust_class_numbers: bool = False
 
   def replace(self, **options: Any) -> "Batches":
@@ -172,17 +152,12 @@ class Evaluator(Protocol):
 
 
 class Evaluation(NamedTuple):
-  """One entry of config.evals.
-
-  Attributes:
-    log_steps: the evaluation is due at multiples of this, and at the last step.
-    weights: part of the state to evaluate: "params" or "ema".
-    build: loads data and compiles; runs in any thread, nothing is collective.
-  """
+  """One entry of config.evals."""
 
   name: str
-  log_steps: int
-  weights: str
+  log_steps: int  # It is due at multiples of this, and at the last step.
+  weights: str  # "params" or "ema".
+  # Loads data and compiles; runs in any thread, nothing is collective.
   build: Callable[[], Evaluator]
   at_start: bool = False
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from bigtrain.checkpoints import comparison
 from bigtrain.runtime.hook_context import Context
-from bigtrain.settings import check_number
 
 
 class Hook:
@@ -27,10 +26,8 @@ class Hook:
   def __init__(
     self, every_steps: int = 1000, policy: str = "stop", *, context: Context
   ):
-    path = f"{context.path}.every_steps"
-    self._every = check_number(path, every_steps, least=1, whole=True)
+    self._every, self._context = context.check_every(every_steps), context
     self._policy = context.check_policy(policy)
-    self._context = context
     self._copy: Any = None
 
   def around_update(

@@ -35,23 +35,15 @@ _GENERATION = "generation_config.json"
 
 
 class Saved(NamedTuple):
-  """A checkpoint or an export with a config.
-
-  Attributes:
-    data: description of the run's data, see inputs/description.py; {} if a
-      checkpoint is older.
-    fingerprints: of the files of the run's preprocessing, by path.
-    manifest: None of exports and published models.
-    generation: options of generation of a published model, or of the answers
-      that a model was trained on.
-  """
+  """A checkpoint or an export with a config."""
 
   path: str
   step: int
   config: dict[str, Any]
-  data: dict[str, Any]
-  fingerprints: dict[str, str]
-  manifest: Manifest | None
+  data: dict[str, Any]  # See inputs/description.py; {} of older checkpoints.
+  fingerprints: dict[str, str]  # Of the files of the ops, by path.
+  manifest: Manifest | None  # None of exports and published models.
+  # Options of generation, published or of the answers in the training set.
   generation: Mapping[str, Any] = {}
 
   @property

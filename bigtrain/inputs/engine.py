@@ -38,17 +38,12 @@ _MAX_ATTEMPTS = 100
 
 
 class Part(NamedTuple):
-  """One source of a mixture.
+  """One source of a mixture."""
 
-  Attributes:
-    key: location in the config, such as "config.input.mixture.web".
-    op: composition of `ops`.
-  """
-
-  key: str
+  key: str  # Location in the config, such as "config.input.mixture.web".
   source: Any
   ops: tuple[Op, ...]
-  op: Op
+  op: Op  # Composition of `ops`.
   seed: int
 
   def uniforms(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
@@ -61,12 +56,7 @@ class Stopped(Exception):
 
 
 class Engine:
-  """Makes this host's share of the batch of any step.
-
-  Attributes:
-    spec: {name: (dtype, shape)} of one example, with jax's dtypes.
-    skipped: (key, index) of the examples left out; at most `skip_errors`.
-  """
+  """Makes this host's share of the batch of any step."""
 
   def __init__(
     self,
@@ -79,6 +69,7 @@ class Engine:
     self.parts, self._plan = parts, plan
     self.num_rows, self.num_threads = num_rows, num_threads
     self._skip_errors, self._lock = skip_errors, threading.Lock()
+    # (key, index) of the examples left out; at most `skip_errors`.
     self.skipped: set[tuple[str, int]] = set()
     # {step: {row: index}}: replacements of examples that fail.
     self._replacements: dict[int, dict[int, int]] = {}

@@ -61,13 +61,10 @@ def block_counts(
 def apportion(
   rows: int, weights: Sequence[float], owed: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-  """Splits rows by the weights, in integers.
+  """Splits rows by the weights; returns (rows, rows owed) of each source.
 
   What rounding takes from a source is owed to it in the next call, in units of
   2**-40 rows, so errors do not add up. A source of weight 0 gets no rows.
-
-  Returns:
-    (number of rows of each source, rows owed to each source afterwards).
   """
   total = sum(map(fractions.Fraction, weights))
   shares = [round(fractions.Fraction(w) * _ROW / total) for w in weights]
@@ -86,17 +83,12 @@ def apportion(
 
 
 class Order(NamedTuple):
-  """The examples of rows of a batch.
+  """The examples of rows of a batch."""
 
-  Attributes:
-    source: int32 [B], index of the source in the mixture.
-    index: int64 [B], index of the example in that source.
-    epoch: int64 [B], number of complete passes over that source.
-  """
-
-  source: np.ndarray
+  source: np.ndarray  # int32 [B], index of the source in the mixture.
+  # int64 [B], index of the example in that source.
   index: np.ndarray  # type: ignore[assignment]  # Not tuple.index.
-  epoch: np.ndarray
+  epoch: np.ndarray  # int64 [B], complete passes over that source.
 
 
 class _Segment(NamedTuple):
@@ -133,21 +125,16 @@ def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """The endless order of a mixture of sources.
+  """The endless order of a mixture of sources."""
 
-  Attributes:
-    lengths: number of examples of each source.
-    weights: relative number of rows of each source.
-    shuffle: whether each epoch is permuted. If False, sources are read in
-      order; the order of rows within a block of a mixture is still random.
-    changes: (row, weights) in the order of rows: from this row on, the mixture
-      has these weights, of which some may be 0.
-  """
-
-  lengths: tuple[int, ...]
-  weights: tuple[float, ...] = (1.0,)
+  lengths: tuple[int, ...]  # Number of examples of each source.
+  weights: tuple[float, ...] = (1.0,)  # Relative number of rows of each.
   seed: int = 0
+  # Whether each epoch is permuted. If not, sources are read in order; the order
+  # of rows within a block of a mixture is still random.
   shuffle: bool = True
+  # (row, weights) in the order of rows: from this row on, the mixture has these
+  # weights, of which some may be 0.
   changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
   _segments: list[_Segment] = dataclasses.field(
     init=False, repr=False, compare=False

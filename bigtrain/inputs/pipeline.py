@@ -35,11 +35,8 @@ _MAX_NUMPY_THREADS = 2
 class Input:
   """Base class of the inputs of training and of evaluations.
 
-  Attributes:
-    num_examples: number of examples of the set, or of an epoch.
-    spec: {name: ShapeDtypeStruct of the global array}.
-    fingerprint: hash of the data, independent of preprocessing.
-    vocab_sizes: {name: largest id + 1}, see `checks.sizes`.
+  `num_examples` are of the set, or of an epoch; `spec` has ShapeDtypeStructs of
+  global arrays; `fingerprint` is of the data, without their preprocessing.
   """
 
   def __init__(
@@ -57,7 +54,7 @@ class Input:
     self.fingerprint = files.digest(
       *[part.source.fingerprint() for part in engine.parts]
     )
-    self.vocab_sizes: dict[str, int] = {}
+    self.vocab_sizes: dict[str, int] = {}  # {name: largest id + 1}.
     for part in engine.parts:
       for name, size in checks.sizes(part.op, part.source).items():
         self.vocab_sizes[name] = max(size, self.vocab_sizes.get(name, 0))
@@ -82,12 +79,7 @@ class Input:
 
 
 class TrainInput(Input):
-  """Endless batches, addressed by step. Made by `make_train`.
-
-  Attributes:
-    fingerprints: {file: hash} of the files that ops have read.
-    saved: fields of a checkpoint's HostState.
-  """
+  """Endless batches, addressed by step. Made by `make_train`."""
 
   def __init__(
     self,
@@ -103,10 +95,10 @@ class TrainInput(Input):
     prefix = f"{path}.mixture."
     keys = [part.key for part in engine.parts]
     self._names = [k.removeprefix(prefix) for k in keys if k.startswith(prefix)]
-    self.fingerprints: dict[str, str] = {}
+    self.fingerprints: dict[str, str] = {}  # Of the files that ops have read.
     for part in engine.parts:
       self.fingerprints |= part.op.fingerprints
-    self.saved = {
+    self.saved = {  # Fields of a checkpoint's HostState.
       "fingerprints": self.fingerprints,
       "data": description.describe(engine.parts, engine.spec),
     }

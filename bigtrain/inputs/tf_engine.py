@@ -152,9 +152,7 @@ class _Codec:
   shape, lists of strings of varying length as one string and its lengths.
   tf.data's unbatch (2.21) crashes on tensors without elements, so empty arrays
   are sent as bytes too, and there is always at least one random number.
-
-  Attributes:
-    signature: TensorSpecs of one example: u, then the features.
+  `signature` has TensorSpecs of one example: u, then the features.
   """
 
   def __init__(self, spec: dict[str, tuple[Any, Any]], draws: int, key: str):

@@ -19,11 +19,7 @@ _JOIN_SECS = 10.0
 
 
 class Placement:
-  """This host's rows of the global batch.
-
-  Attributes:
-    rows: int64 [local rows], indices into the global batch, ascending.
-  """
+  """This host's rows of the global batch, int64 [local rows], ascending."""
 
   def __init__(self, mesh: Mesh, batch_size: int):
     self.batch_size = batch_size

@@ -49,7 +49,6 @@ def value_range(
     vmin, vmax: low and high end of the output.
     in_min, in_max: low and high end of the input.
     clip: whether to clip results to [vmin, vmax].
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   if vmin >= vmax or in_min >= in_max:
     raise ConfigError(
@@ -85,7 +84,6 @@ def vgg_value_range(
 
   Args:
     mean, std: of each channel, on the scale of the input: 0 to 255 for bytes.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   if len(mean) != len(std) or min(std, default=0) <= 0:
     raise ConfigError(
@@ -107,11 +105,7 @@ def vgg_value_range(
 
 @registry.register("flip_lr")
 def flip_lr(key: str = "image", key_result: str | None = None) -> Op:
-  """Mirrors an image [..., H, W, C] left to right, with probability 1/2.
-
-  Args:
-    key, key_result: names of the feature and of the result, by default `key`.
-  """
+  """Mirrors an image [..., H, W, C] left to right, with probability 1/2."""
 
   def fn(image, u):
     xp.require_image(image, u, "flip_lr")
@@ -144,7 +138,6 @@ def central_crop(
   Args:
     size: size of the window, one number or (height, width); None for the
       largest square.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   window = None if size is None else pair(size)
 
@@ -179,7 +172,6 @@ def random_crop(
     size: size of the window, one number or (height, width).
     pad: number of pixels to add on each side first.
     pad_mode: the added pixels are zeros, the nearest pixel or a mirror image.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   window = pair(size)
   check_number("argument 'pad'", pad, least=0, whole=True)
@@ -239,7 +231,6 @@ def reshape(
 
   Args:
     shape: shape of one example; one dimension may be -1.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   if min(shape, default=0) < -1 or shape.count(-1) > 1:
     raise ConfigError(
@@ -265,7 +256,6 @@ def cast(dtype: str, key: str = "image", key_result: str | None = None) -> Op:
 
   Args:
     dtype: numpy name, such as "float32" or "int32".
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   check_choice("argument 'dtype'", dtype, _DTYPES)
 

@@ -50,7 +50,6 @@ def decode(
     channels: 3 for RGB, 1 for grey.
     precise: whether to decode JPEGs to exactly the pixels of Pillow (and
       PyTorch); the fast transform differs by up to about 4 of 255.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
 
   def fn(encoded, u):
@@ -128,7 +127,6 @@ def resize(
     method: interpolation method.
     antialias: whether to widen the kernel when the image shrinks; `area` and
       `nearest` ignore it.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   target = pair(size)
 
@@ -163,7 +161,6 @@ def resize_small(
   Args:
     size: pixels of the shorter side; the other one keeps the aspect ratio.
     method, antialias: see `resize`.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   check_number("argument 'size'", size, least=1, whole=True)
 
@@ -195,7 +192,6 @@ def naflex(
 
   Args:
     method, antialias: see `resize`.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   check_number("argument 'patch_size'", patch_size, least=1, whole=True)
   check_number("argument 'max_patches'", max_patches, least=1, whole=True)
@@ -261,7 +257,6 @@ def inception_crop(
     area_min, area_max: bounds of the window's area, in percent of the image.
     ratio_min, ratio_max: bounds of the ratio of width to height.
     method, antialias: see `resize`.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   window, finish = _inception(
     size, area_min, area_max, ratio_min, ratio_max, method, antialias

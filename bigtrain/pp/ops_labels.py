@@ -34,7 +34,6 @@ def onehot(
     multi: whether a list of n labels gives one vector [depth]; if False, it
       gives [n, depth].
     on, off: value of the labelled classes, and of all others.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   check_number("argument 'depth'", depth, least=1, whole=True)
   message = (
@@ -71,7 +70,6 @@ def lookup(
     mapping: a dict from name to id; or a list of names, with ids from 0; or the
       path of a UTF-8 text file with one name per line, with ids from 0.
     sep: separator of name and id, for files with "name<sep>id" on each line.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   table = _table(mapping, sep)
   source = mapping if isinstance(mapping, str) else "the mapping"
@@ -197,7 +195,6 @@ def first_rows(
 
   Args:
     number: number of rows.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   check_number("argument 'number'", number, least=1, whole=True)
 

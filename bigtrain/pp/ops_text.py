@@ -27,11 +27,7 @@ class BadText(ValueError):
 
 @registry.register("lower")
 def lower(key: str = "text", key_result: str | None = None) -> Op:
-  """Converts text, or a list of texts, to lower case by Unicode's rules.
-
-  Args:
-    key, key_result: names of the feature and of the result, by default `key`.
-  """
+  """Converts text, or a list of texts, to lower case by Unicode's rules."""
   fn = lambda text: text.lower().encode()
   return on_texts(fn, "lower", key, key_result, "bytes", ())
 
@@ -42,9 +38,6 @@ def canonicalize(key: str = "text", key_result: str | None = None) -> Op:
 
   Underscores become spaces. Contrastive models use it to make class names and
   captions look alike.
-
-  Args:
-    key, key_result: names of the feature and of the result, by default `key`.
   """
 
   def fn(text: str) -> bytes:
@@ -205,7 +198,6 @@ def choice(
 
   Args:
     index: fixed index to choose instead, from 0, for evaluations.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   if index is not None:
     check_number("argument 'index'", index, least=0, whole=True)

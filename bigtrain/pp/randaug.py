@@ -35,7 +35,6 @@ def randaug(
   Args:
     num_layers: number of operations, each drawn from all sixteen.
     magnitude: strength, 0 to 30; at 10, the operations have full strength.
-    key, key_result: names of the feature and of the result, by default `key`.
   """
   check_number("argument 'num_layers'", num_layers, least=1, whole=True)
   check_number("argument 'magnitude'", magnitude, least=0, most=_MAX_MAGNITUDE)

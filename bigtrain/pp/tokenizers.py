@@ -36,35 +36,24 @@ _EOS_NAMES = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[SEP]")
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-  """Maps text to ids [0, vocab_size) and back. Thread-safe.
+  """Maps text to ids [0, vocab_size) and back. Thread-safe."""
 
-  Attributes:
-    name: argument of `get`.
-    vocab_size: largest id + 1.
-    special_ids: ids that are not text.
-    spellings: {text: id} of special tokens.
-    adds_bos: whether the published tokenizer begins every text with bos_id.
-  """
-
-  name: str
-  vocab_size: int
+  name: str  # Argument of `get`.
+  vocab_size: int  # Largest id + 1.
   pad_id: int | None
   bos_id: int | None
   eos_id: int | None
-  special_ids: frozenset[int]
-  _encode: Callable[[str], Sequence[int] | np.ndarray] = dataclasses.field(
-    repr=False
-  )
-  _decode: Callable[[list[int]], str] = dataclasses.field(repr=False)
-  _digest: str = dataclasses.field(repr=False)
+  special_ids: frozenset[int]  # Ids that are not text.
+  _encode: Callable[[str], Sequence[int] | np.ndarray]
+  _decode: Callable[[list[int]], str]
+  _digest: str
   # As _encode, but texts that spell special tokens become these.
-  _encode_special: Callable[[str], Sequence[int]] | None = dataclasses.field(
-    default=None, repr=False
-  )
-  spellings: Mapping[str, int] = dataclasses.field(
-    default_factory=dict, repr=False
-  )
-  adds_bos: bool = False
+  _encode_special: Callable[[str], Sequence[int]] | None = None
+  spellings: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  adds_bos: bool = False  # Whether the library begins every text with bos_id.
+
+  def __repr__(self) -> str:
+    return f"Tokenizer({self.name!r})"
 
   def encode(self, text: str, special: bool = False) -> np.ndarray:
     if not special:

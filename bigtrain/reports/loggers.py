@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from bigtrain import settings
 from bigtrain.files import paths
 from bigtrain.reports import media
 
@@ -72,8 +73,13 @@ class Setup(NamedTuple):
         return ""
 
     config = json.loads(content("config.json") or "{}")
+    flat = {
+      key: json.dumps(value) if isinstance(value, list) else value
+      for key, value in settings.flatten(config).items()
+      if value not in (None, {})
+    }
     text = content("parameters.txt")
-    return cls(workdir, dict(_flat(config)), text, config.get("evals") or {})
+    return cls(workdir, flat, text, config.get("evals") or {})
 
   def numbers(self, row: Row) -> dict[str, float]:
     return {
@@ -84,16 +90,6 @@ class Setup(NamedTuple):
 
   def grouped(self, shown: Mapping[str, Any]) -> dict[str, Any]:
     return {grouped(name, self.evaluations): v for name, v in shown.items()}
-
-
-def _flat(config: Any, prefix: str = "") -> Any:
-  if isinstance(config, Mapping):
-    for key, value in config.items():
-      yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-  elif isinstance(config, list):
-    yield prefix, json.dumps(config)
-  elif config is not None:
-    yield prefix, config
 
 
 def preformatted(text: str) -> str:

@@ -22,13 +22,9 @@ FOLDER = "media"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Image:
-  """An image, and the path of its .png file in the workdir.
+  """An image, and the path of its .png file in the workdir."""
 
-  Attributes:
-    pixels: [height, width] or [height, width, channels] with 1, 3 or 4
-      channels; uint8, or floats from 0 to 1.
-  """
-
+  # [height, width] or [height, width, 1, 3 or 4]; uint8, or floats from 0 to 1.
   pixels: np.ndarray
   caption: str = ""
   path: str = ""

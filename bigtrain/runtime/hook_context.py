@@ -23,8 +23,7 @@ class End(NamedTuple):
   """How training ended; argument of a hook's `after_train`.
 
   `how` is "finished"; "stopped" by a hook, as a success; "preempted" by a
-  signal; "rolled_back" to a checkpoint, from which training starts again; or
-  "failed".
+  signal; "rolled_back" to a checkpoint, to start again from it; or "failed".
   """
 
   how: str
@@ -140,6 +139,10 @@ class Context:
     self._check_asks()
     if self._run.stop is None or (failure and not self._run.stop.failure):
       self._run.stop = Stop(f"hook {self.name!r}: {reason}", failure)
+
+  def check_every(self, steps: int) -> int:
+    key = f"{self.path}.every_steps"
+    return settings.check_number(key, steps, least=1, whole=True)
 
   def check_policy(self, policy: str) -> str:
     key = f"{self.path}.policy"

@@ -18,11 +18,9 @@ def keep_freed() -> bool:
 
   By default large blocks are mapped and unmapped one by one, and XLA's CPU
   backend, which allocates its temporaries anew for every step, would fault in
-  all pages again: a third of a small model's step (docs/benchmarks.md).
-
-  Only malloc's main arena holds blocks above 64 MiB, and only for the main
-  thread, so programs run in that one. Call this before the first use of
-  devices.
+  all pages again: a third of a small model's step (docs/benchmarks.md). Only
+  malloc's main arena holds blocks above 64 MiB, and only for the main thread,
+  so programs run in that one. Call this before the first use of devices.
   """
   jax_flags.default("jax_cpu_enable_async_dispatch", False)
   if not sys.platform.startswith("linux"):

@@ -93,8 +93,7 @@ def default(name: str, value: Any) -> None:
 def use_compile_cache(folder: str | bool | None) -> str:
   """Enables jax's compilation cache in a folder; returns it, "" for none.
 
-  True stands for the user's cache folder. Flags of the command line, such as
-  --jax_compilation_cache_dir, come first.
+  True stands for the user's cache folder. The command line's flags come first.
   """
   if folder is False or folder is None:
     return ""

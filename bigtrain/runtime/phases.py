@@ -41,8 +41,7 @@ class Phases:
   def __call__(self, name: str, step: int, detail: str = "") -> Iterator[None]:
     """The phase inside a `with` block; afterwards, the surrounding one.
 
-    Wait for dispatched steps before the block: inside, their time counts as
-    `name`.
+    Wait for dispatched steps before: inside, their time counts as `name`.
     """
     if name not in _PHASES:
       raise ValueError(f"phase {name!r}: expected one of {', '.join(_PHASES)}")

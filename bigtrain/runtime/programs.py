@@ -40,9 +40,9 @@ def _count_cache_hits() -> None:
 class Programs:
   """Lowers and compiles functions, and records the time it takes.
 
-  The mode is "compiled"; "checked", compiled at the first call, without reusing
-  the arguments' memory, so that jax can run again to find a NaN; or "eager",
-  without compilation, one operation at a time.
+  The mode is "compiled"; "checked", compiled at the first call, which keeps the
+  arguments, so that jax can run again to find a NaN; or "eager", one operation
+  at a time.
   """
 
   def __init__(
@@ -69,12 +69,11 @@ class Programs:
     limited: bool = True,
     **options: Any,
   ) -> Callable[[], Program]:
-    """Traces a function at once; returns a function that compiles it later.
+    """Traces a function; returns a function that compiles it, in any thread.
 
-    That one may run in any thread. Its result takes arguments of exactly these
-    shapes, types and shardings. With `share`, an identical program that was
-    compiled with `share` before is returned. With `limited`, one that needs
-    more than limit_bytes is refused. The options are jax.jit's.
+    The program takes arguments of exactly these shapes, types and shardings.
+    With `share`, an identical program that was compiled with `share` before is
+    returned. With `limited`, one that needs more than limit_bytes is refused.
     """
     if self.mode == "eager":
       return lambda: _eager(fn, options.get("out_shardings"))
@@ -136,8 +135,8 @@ class Programs:
   def facts(self, name: str) -> dict[str, Any]:
     """Costs of a program: trace_secs, compile_secs, bytes, and "cache".
 
-    It is "hit" or "miss" in the compilation cache, "off" without one, "shared"
-    if an identical program had been compiled. {} if nothing was compiled ahead.
+    That is "hit" or "miss" in the compilation cache, "off" without one, or
+    "shared" with an identical program. {} if nothing was compiled ahead.
     """
     if name not in self._programs:
       return {}

@@ -32,17 +32,12 @@ from bigtrain.settings import ConfigError, did_you_mean
 
 
 class Tensor(Protocol):
-  """An array of the exported file.
-
-  Attributes:
-    parts: (name, index) of the slices of parameters that it is built from.
-    build: function from these slices to the array.
-  """
+  """An array of the exported file, built from slices of parameters."""
 
   name: str
   shape: Sequence[int]
-  parts: Sequence[tuple[str, tuple[Any, ...]]]
-  build: Callable[[list[np.ndarray]], np.ndarray]
+  parts: Sequence[tuple[str, tuple[Any, ...]]]  # (name, index) of the slices.
+  build: Callable[[list[np.ndarray]], np.ndarray]  # From the slices.
 
 
 def to_file(
@@ -50,9 +45,8 @@ def to_file(
 ) -> int:
   """Writes arrays of a checkpoint into one file; returns their number.
 
-  Arrays keep their full names, such as "params/encoder/kernel", even with a
-  prefix, so the file can be config.model_init. The .npz format has no bfloat16
-  or float8: these become float32, without loss.
+  Arrays keep their full names, even with a prefix, so the file can be
+  config.model_init. In .npz, bfloat16 and float8 become float32, without loss.
   """
   directory, manifest, names = _find(path, step, prefix.strip("/"))
   config = manifest.host_state.config
@@ -165,15 +159,8 @@ def to_layout(
 
   The folder has config.json, the weights, in files of up to `max_shard_bytes`
   if given, and the tokenizer of a published model that the run began with.
-
-  Args:
-    layout: a layout of the model, such as "gpt2"; None for the first that
-      expresses it.
-    prefix: "params" or "ema".
-    dtype: dtype of the weights; the checkpoint's if empty.
-
-  Returns:
-    (number of arrays, bytes of the files).
+  `layout` is one of the model, such as "gpt2"; None for the first that
+  expresses it. Returns (number of arrays, bytes of the files).
   """
   prefix = prefix.strip("/")
   directory, manifest, names = _find(path, step, prefix)
@@ -283,7 +270,6 @@ def _copy_companions(manifest: Manifest, out: str) -> dict[str, Any]:
   """Copies the tokenizer of the folder in config.model_init, if it is one.
 
   The chat template and the tokens that end an answer are those of the run.
-
   Returns the ids of special tokens in the folder's config.json.
   """
   host = manifest.host_state

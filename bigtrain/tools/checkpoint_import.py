@@ -22,12 +22,9 @@ def run(
   """Writes what config.model_init reads as a checkpoint of a new workdir.
 
   Without a config, all arrays keep their names. With one, the parameters get
-  the names and shapes of its model, and the workdir also has a config.json:
-  evaluate, predict, generate and bigtrain.load then take it for a run. That
-  reads the shapes of a batch from config.input.
-
-  Returns:
-    (directory of the checkpoint, number of arrays).
+  the names and shapes of its model, which takes the shapes of a batch from
+  config.input; the workdir gets the config.json of a run. Returns (directory of
+  the checkpoint, number of arrays).
   """
   if os.path.isdir(out) and folders.steps(out):
     raise ConfigError(f"{out}: already has checkpoints; give another folder.")

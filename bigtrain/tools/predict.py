@@ -146,8 +146,7 @@ def predict(
 ) -> int:
   """Writes a row for each file without one; returns how many are unreadable.
 
-  `method` is by default what the model was trained for; `progress` is called
-  with the number of finished files and of all.
+  `progress` is called with the number of finished files and of all.
   """
   call = getattr(predictor, method or predictor.default_method)
   left = [file for file in files if file not in rows.done]

@@ -39,6 +39,8 @@ _GIVEN = {
   "hooks": ("context",),
   "schedules": ("total",),
 }
+_NAMES = "names of the feature and of the result, by default `key`."
+_OF_OPS = {"key": _NAMES, "key_result": _NAMES}  # The same for most ops.
 _SECTIONS = ("Args", "Arguments", "Attributes")
 _MODULES_OF_TYPES = re.compile(r"\b(typing|collections\.abc|jax|numpy)\.")
 _WIDTH = 80
@@ -153,7 +155,7 @@ def arguments(fn: Callable[..., Any], given: tuple[str, ...] = ()) -> str:
     if (default := parameter.default) is not parameter.empty:
       head += f" = {getattr(default, '__name__', repr(default))}"
     lines.append(head)
-    if text := described.get(name):
+    if text := described.get(name) or _OF_OPS.get(name):
       lines += textwrap.wrap(
         text, _WIDTH, initial_indent=6 * " ", subsequent_indent=6 * " "
       )

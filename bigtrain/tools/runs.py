@@ -29,18 +29,13 @@ _SIGNS = (rows.FILE_NAME, "run.json", lease.FILE)
 
 
 class Line(NamedTuple):
-  """A run.
-
-  `step` is the newest in its metrics, `progress` the share that is done, `best`
-  the best value with its name and step, or "", and `alive` the Unix time of its
-  last sign of life in seconds.
-  """
+  """A run."""
 
   state: str
-  step: int
-  progress: float
-  best: str
-  alive: float
+  step: int  # The newest in its metrics.
+  progress: float  # Share that is done.
+  best: str  # Metric, value and step; "" without one.
+  alive: float  # Unix time of its last sign of life, in seconds.
   folder: str
   command: str
 

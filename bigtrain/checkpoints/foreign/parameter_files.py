@@ -34,20 +34,14 @@ _Choose = Callable[[Iterable[str]], dict[str, str]]
 
 
 class File(NamedTuple):
-  """Arrays that can be read.
-
-  Attributes:
-    specs: name without the prefix -> jax.ShapeDtypeStruct.
-    read: names -> arrays by name.
-    checkpoint: (directory, manifest, {name: full name}) for checkpoints of this
-      program.
-    parts: names -> arrays that are read when they are indexed, if any are.
-  """
+  """Arrays that can be read, by names without the prefix."""
 
   specs: dict[str, jax.ShapeDtypeStruct]
   read: Callable[[Sequence[str]], dict[str, np.ndarray]]
+  # (directory, manifest, {name: full name}) of checkpoints of this program.
   checkpoint: tuple[str, Manifest, dict[str, str]] | None = None
   step: int = 0
+  # Like `read`, for arrays that are read when they are indexed.
   parts: Callable[[Sequence[str]], dict[str, Any]] | None = None
 
 
@@ -61,11 +55,9 @@ def open_file(
 ) -> File:
   """Opens a file or checkpoint.
 
-  Args:
-    prefix: tree to read, such as "ema"; by default "params" if there is such a
-      tree, else everything.
-    collections: mutable collections to read too, such as "batch_stats"; their
-      names begin with it, wherever they are in the file.
+  `prefix` is the tree to read, such as "ema"; by default "params" if there is
+  such a tree, else everything. `collections` are mutable collections to read
+  too, such as "batch_stats", with which the names of their arrays begin.
   """
   path = paths.absolute(path)
   choose = functools.partial(

@@ -22,19 +22,12 @@ _TEXT += ["fixed_size_binary"]
 
 
 class Feature(NamedTuple):
-  """A feature that a column holds.
+  """A feature that a column holds."""
 
-  Attributes:
-    kind: bytes or a numpy dtype.
-    shape: shape of one example; None for a size that varies.
-    path: names from the column down to the field.
-    image: whether it is a struct of `bytes` and `path`.
-  """
-
-  kind: Any
-  shape: tuple[int | None, ...]
-  path: tuple[str, ...]
-  image: bool = False
+  kind: Any  # bytes or a numpy dtype.
+  shape: tuple[int | None, ...]  # Of one example; None for sizes that vary.
+  path: tuple[str, ...]  # Names from the column down to the field.
+  image: bool = False  # Whether it is a struct of `bytes` and `path`.
 
 
 def import_pyarrow(needed_by: str = "parquet: reading it") -> Any:

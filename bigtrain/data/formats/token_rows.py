@@ -28,11 +28,9 @@ class Row(NamedTuple):
 
 
 class Rows:
-  """The ids of all rows, memory-mapped.
+  """The ids of all rows, memory-mapped, and their weights, float32 [rows].
 
-  Attributes:
-    weight: float32 [rows].
-    digest: hash of the files' names and sizes and of `key`.
+  `digest` is a hash of the files' names and sizes and of `key`.
   """
 
   def __init__(self, stem: str, inputs: Sequence[str], digest: str):
@@ -77,11 +75,8 @@ def cached(
 ) -> Rows:
   """Returns the ids of rows, made now or for an earlier run.
 
-  Args:
-    encode: makes the ids of (row, its place).
-    key: hash of what `encode` depends on.
-    inputs: files, or names that `rows_of` takes.
-    rows_of: yields (place, row) of an input.
+  `encode` makes the ids of (row, its place), and `key` is a hash of what it
+  depends on; `rows_of` yields (place, row) of a file or of another input.
   """
   stats = [os.stat(name) if os.path.isfile(name) else None for name in inputs]
   sizes = [

@@ -220,25 +220,19 @@ _LIST = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 
 
 class Collective(NamedTuple):
-  """All collectives of one kind and group in a step of a program.
-
-  Attributes:
-    stride: difference between the numbers of neighbouring devices in a group.
-    runs: number of executions per step.
-    nbytes: bytes per step of the whole arrays: the outputs of all-gathers, the
-      inputs of reduce-scatters, either for the other kinds.
-    inner: number of neighbours in a group at this stride, if the distance then
-      changes, as in a group over two axes of the mesh; 0 if it does not.
-    span: number of devices from the first to the last of such a group.
-  """
+  """All collectives of one kind and group in a step of a program."""
 
   kind: str
   group_size: int
-  stride: int
-  runs: int
+  stride: int  # Between the numbers of neighbouring devices in a group.
+  runs: int  # Number of executions per step.
+  # Per step, of the whole arrays: the outputs of all-gathers, the inputs of
+  # reduce-scatters, either for the other kinds.
   nbytes: int
+  # Number of neighbours in a group at this stride, if the distance then
+  # changes, as in a group over two axes of the mesh; 0 if it does not.
   inner: int = 0
-  span: int = 0
+  span: int = 0  # Devices from the first to the last of such a group.
 
   @property
   def sent_bytes(self) -> float:

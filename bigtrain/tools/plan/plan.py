@@ -88,11 +88,10 @@ def plan(
   efficiency: float = estimate.EFFICIENCY,
   **options: Any,
 ) -> list[dict[str, Any]]:
-  """Compiles a config on simulated meshes and estimates memory and time.
+  """Compiles a config on simulated meshes; returns an estimate.row of each.
 
   There is one mesh for each combination of `devices` with the sizes of the axes
   `fsdp`, `sequence` and `tensor`: -1 for all devices, None for the config's.
-  Returns a row per mesh; see estimate.row. The options are those of `_task`.
   """
   task = _task(config, changes, **options)
   all_meshes = []

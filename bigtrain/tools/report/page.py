@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bigtrain import settings
 from bigtrain.reports import console
 from bigtrain.tools.ranking import Best
 from bigtrain.tools.report import (
@@ -26,19 +27,9 @@ _OF_RUNS = (
 _LONGEST = 40  # Characters of a config value in the table of runs.
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, str]:
-  """Returns {"model.width": "64", ...} of nested dicts.
-
-  >>> flatten({"model": {"width": 64}, "pp": "a|b"})
-  {'model.width': '64', 'pp': 'a|b'}
-  """
-  if isinstance(config, Mapping) and (config or not prefix):
-    return {
-      name: value
-      for key, sub in config.items()
-      for name, value in flatten(sub, f"{prefix}.{key}".lstrip(".")).items()
-    }
-  return {prefix: config if isinstance(config, str) else json.dumps(config)}
+def flatten(config: Mapping[str, Any]) -> dict[str, str]:
+  flat = settings.flatten(config).items()
+  return {k: v if isinstance(v, str) else json.dumps(v) for k, v in flat}
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:

@@ -68,18 +68,14 @@ class Run(NamedTuple):
 
 
 class Series(NamedTuple):
-  """One curve of a panel.
-
-  `line` is matplotlib's line style, `values` are in the unit of the panel, and
-  `run` is the index of the run.
-  """
+  """One curve of a panel."""
 
   label: str
   color: str
-  line: str
+  line: str  # matplotlib's line style.
   steps: list[int]
-  values: list[float]
-  run: int
+  values: list[float]  # In the unit of the panel.
+  run: int  # Index of the run.
 
 
 class Panel(NamedTuple):

@@ -27,25 +27,17 @@ _NO_ORDER = "(not finite)"
 
 
 class Predictions(NamedTuple):
-  """Predictions of a classifier for labelled examples.
-
-  Attributes:
-    probability_N: probability of the predicted class.
-    loss_N: negative logarithm of the true class's probability.
-    rows_N: place of each example in the data set.
-    images: pictures [all examples, height, width, channels], or None.
-    names: of the C classes, and of logits that are not finite, if any.
-  """
+  """Predictions of a classifier for labelled examples."""
 
   evaluation: str
   step: int
   label_N: np.ndarray
   predicted_N: np.ndarray
-  probability_N: np.ndarray
-  loss_N: np.ndarray
-  rows_N: np.ndarray
-  images: np.ndarray | None
-  names: list[str]
+  probability_N: np.ndarray  # Of the predicted class.
+  loss_N: np.ndarray  # Negative logarithm of the true class's probability.
+  rows_N: np.ndarray  # Place of each example in the data set.
+  images: np.ndarray | None  # [all examples, height, width, channels].
+  names: list[str]  # Of the C classes, and of logits that are not finite.
 
 
 def section(run: Run) -> str:

@@ -21,18 +21,14 @@ FINISHED, FAILED, INTERRUPTED = "finished", "failed", "interrupted"
 
 @dataclasses.dataclass
 class Entry:
-  """A variant and its state, one of the constants of this module.
-
-  `reason` is the last line of the log of a run that failed, `secs` the time of
-  its newest start, and `job` the number of its Slurm job.
-  """
+  """A variant and its state, one of the constants of this module."""
 
   variant: Variant
   workdir: str
   state: str = WAITING
-  reason: str = ""
-  secs: float | None = None
-  job: str = ""
+  reason: str = ""  # Last line of the log of a run that failed.
+  secs: float | None = None  # Of its newest start.
+  job: str = ""  # Number of its Slurm job.
 
 
 class Results:

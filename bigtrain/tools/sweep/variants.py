@@ -14,16 +14,12 @@ _LONGEST = 80  # Characters of a name; file systems allow 255.
 
 
 class Variant(NamedTuple):
-  """One run of a sweep.
+  """One run of a sweep."""
 
-  `name` is its folder, such as "lr=0.0001,depth=6"; `changes`, {"dotted.key":
-  value}, are in `flags` as the program's flags; `digest` is of its config.
-  """
-
-  name: str
-  changes: dict[str, Any]
-  flags: list[str]
-  digest: str
+  name: str  # Of its folder, such as "lr=0.0001,depth=6".
+  changes: dict[str, Any]  # {"dotted.key": value}.
+  flags: list[str]  # The changes as the program's flags.
+  digest: str  # Of its config.
 
 
 def make(
@@ -31,9 +27,8 @@ def make(
 ) -> list[Variant]:
   """Returns the variants of a grid or, without one, of the file's get_sweep.
 
-  Args:
-    changes: changes of all variants, "KEY=VALUE".
-    grid: items "KEY=VALUE,VALUE"; the last key varies fastest.
+  `changes`, "KEY=VALUE", are of all variants; of the items of a grid,
+  "KEY=VALUE,VALUE", the last key varies fastest.
   """
   base = settings.load(config, changes)
   where = "--grid" if grid else "get_sweep"
@@ -100,14 +95,8 @@ def _split(text: str) -> list[str]:
 
 
 def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-  """Returns all combinations, the last key varying fastest.
-
-  >>> product({"a": [1, 2], "b": [3]})
-  [{'a': 1, 'b': 3}, {'a': 2, 'b': 3}]
-  """
-  return [
-    dict(zip(grid, values)) for values in itertools.product(*grid.values())
-  ]
+  every = itertools.product(*grid.values())
+  return [dict(zip(grid, values)) for values in every]
 
 
 def _listed(sweep: Any) -> list[dict[str, Any]]:
