@@ -160,8 +160,12 @@ def _train(
   vocab_sizes = parts.vocab_sizes(task, model)
   train_input.limit_ids(vocab_sizes)
   frozen_teacher = teacher.from_config(config, task, batch_spec, mesh, seed)
-  loss_fn = parts.loss_fn(config, task, model, frozen_teacher.model)
-  loss_fn = jax.jit(debugging.instrument(config, loss_fn))  # Traced only once.
+  variants = parts.variants(config, model)
+  loss_fns = []
+  for variant in variants:
+    loss_fn = parts.loss_fn(config, task, variant.model, frozen_teacher.model)
+    loss_fn = jax.jit(debugging.instrument(config, loss_fn))
+    loss_fns.append(loss_fn)  # Traced only once.
   init_variables = initial.variables_fn(task, model, batch_spec, seed)
 
   # ============================== Optimizer ===================================
@@ -210,7 +214,12 @@ def _train(
   # =============================== Update =====================================
 
   compute_gradients = gradients.from_config(
-    config, task, model, loss_fn, trainable=optimizer.trainable, mesh=mesh
+    config,
+    task,
+    variants,
+    loss_fns,
+    trainable=optimizer.trainable,
+    mesh=mesh,
   )
   log_norms = norms.from_config(config, params_spec, optimizer.trainable)
 
@@ -277,7 +286,7 @@ def _train(
 
   evaluated_spec = {**state_spec, **frozen_spec}
   loss_args = gradients.loss_args(state_spec, batch_spec, mesh, frozen_spec)
-  metrics_spec, _ = jax.eval_shape(loss_fn, *loss_args)
+  metrics_spec, _ = jax.eval_shape(loss_fns[0], *loss_args)
   hparams_spec = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
     hparams_of(0),
@@ -310,7 +319,12 @@ def _train(
   # ======================= Evaluations and hooks ==============================
   # Checked now; evaluators are built when they are first due.
 
-  step_flops = flops.step_flops(loss_fn, *loss_args)
+  step_flops = round(
+    sum(
+      variant.share * flops.step_flops(loss_fn, *loss_args)
+      for variant, loss_fn in zip(variants, loss_fns)
+    )
+  )
   clock = chrono.Chrono(
     **run.lengths.about() | train_input.about(),
     flops_per_step=step_flops,
@@ -319,7 +333,7 @@ def _train(
   )
   console = writers.Console(total_steps, process_index=jax.process_index())
   phase = phases.Phases(limits, console, clock)
-  predict_fns = parts.predict_fns(task, model, frozen_teacher.model)
+  predict_fns = parts.predict_fns(config, task, model, frozen_teacher.model)
   run_evaluations = evaluations.from_config(
     config,
     predict_fns,

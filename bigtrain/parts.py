@@ -4,10 +4,12 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
+import math
 import pkgutil
 import types
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -115,6 +117,50 @@ def model(config: settings.Config) -> tuple[Any, Any]:
     given = config.kwargs("adapters")
     module, cls = _lora().adapted(module, cls, given, "config.adapters")
   return module, cls(**options)
+
+
+class Variant(NamedTuple):
+  """A model that a step may draw, with a probability of `share`."""
+
+  name: str
+  model: Any
+  share: float = 1.0
+
+
+def variants(config: settings.Config, model: Any) -> list[Variant]:
+  """The models that steps draw from, by default the model alone.
+
+  config.flexi = dict(seqhw=dict(values=(8, 16), weights=(1, 2))) draws a field
+  of the model for each step, as for FlexiViT (https://arxiv.org/abs/2212.08013).
+  """
+  drawn = []
+  for field, options in config.kwargs("flexi").items():
+    key = f"config.flexi.{field}"
+    settings.check_choice("config.flexi", field, model.__dataclass_fields__)
+    settings.check_kwargs(_draws, options, key)
+    drawn.append([(field, *draw) for draw in _draws(key=key, **options)])
+  if not drawn:
+    return [Variant("", model)]
+  return [
+    Variant(
+      "_".join(f"{field}={value}" for field, value, _ in draws),
+      model.clone(**{field: value for field, value, _ in draws}),
+      math.prod(share for _, _, share in draws),
+    )
+    for draws in itertools.product(*drawn)
+  ]
+
+
+def _draws(
+  values: Sequence[Any], weights: Sequence[float] | None = None, key: str = ""
+) -> list[tuple[Any, float]]:
+  weights = [1] * len(values) if weights is None else weights
+  if len(weights) != len(values) or not sum(weights) or min(weights) < 0:
+    raise settings.ConfigError(
+      f"{key}: expected values, and a positive weight of each, got "
+      f"values={values!r}, weights={weights!r}."
+    )
+  return [(v, weight / sum(weights)) for v, weight in zip(values, weights)]
 
 
 def _lora() -> Any:
@@ -324,11 +370,16 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def predict_fns(
-  task: Any, model: Any, teacher: Any = None
+  config: settings.Config, task: Any, model: Any, teacher: Any = None
 ) -> Mapping[str, Callable[..., Any]]:
-  if "teacher" in inspect.signature(task.predict_fns).parameters:
-    return task.predict_fns(model, teacher=teacher)
-  return task.predict_fns(model)
+  """The task's functions; with config.flexi also such as "logits_seqhw=8"."""
+  takes_one = "teacher" in inspect.signature(task.predict_fns).parameters
+  given = {"teacher": teacher} if takes_one else {}
+  fns = dict(task.predict_fns(model, **given))
+  for variant in variants(config, model) if config.get("flexi") else ():
+    of_variant = task.predict_fns(variant.model, **given)
+    fns |= {f"{name}_{variant.name}": fn for name, fn in of_variant.items()}
+  return fns
 
 
 def loss_fn(

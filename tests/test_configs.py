@@ -211,7 +211,7 @@ def test_every_part_accepts_its_part_of_the_config(spec):
   mesh = sharding.from_config(tracked)
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
   context = evaluators.Context("", "", mesh, batch_size, (), print)
-  predict_fns = parts.predict_fns(task, model, teacher)
+  predict_fns = parts.predict_fns(tracked, task, model, teacher)
   evaluations = evaluators.from_config(
     tracked,
     predict_fns,

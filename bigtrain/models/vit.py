@@ -76,6 +76,9 @@ class Model(nn.Module):
     variant: name of sizes in VARIANTS, with or without a patch size, such as
       "B/16" or "B"; the defaults of the next five fields.
     patch_size: height and width of a patch in pixels, or one number for both.
+    seqhw: rows and columns of patches into which an image of any size is cut;
+      the patch kernel is resized (FlexiViT, https://arxiv.org/abs/2212.08013).
+      None for patches of patch_size.
     width: D.
     depth: number of blocks.
     mlp_dim: hidden width of the MLPs; 4 D if neither it nor a variant is given.
@@ -115,6 +118,7 @@ class Model(nn.Module):
   num_classes: int | None = None
   variant: str | None = None
   patch_size: int | Sequence[int] | None = None
+  seqhw: int | None = None
   width: int = options.DERIVED
   depth: int = options.DERIVED
   mlp_dim: int = options.DERIVED
@@ -174,6 +178,14 @@ class Model(nn.Module):
         f"config.model.class_token: {field}={getattr(self, field)!r} needs a "
         "class token."
       )
+    if self.seqhw is not None:
+      settings.check_number(
+        "config.model.seqhw", self.seqhw, least=1, whole=True
+      )
+      if self.posemb == "learn" and self.posemb_grid is None:
+        raise settings.ConfigError(
+          f"config.model.posemb_grid: missing; seqhw={self.seqhw} needs it."
+        )
     if self.relative_bias and self.registers:
       raise settings.ConfigError(
         f"config.model.registers={self.registers}: expected none with "
@@ -211,6 +223,7 @@ class Model(nn.Module):
       self.patch_size,
       self.dtype,
       use_bias="patch" in self.use_bias,
+      seqhw=self.seqhw,
       name="embedding",
     )(image)
     _, P, D = x_BPD.shape
@@ -459,6 +472,7 @@ class PatchEmbedding(nn.Module):
   patch_size: Any
   dtype: str
   use_bias: bool = True
+  seqhw: int | None = None
 
   @nn.compact
   def __call__(
@@ -473,28 +487,53 @@ class PatchEmbedding(nn.Module):
       channels = image.shape[-1] // (p * q)
       return self._project(jnp.asarray(image, self.dtype), channels), None
     B, height, width, channels = image.shape
-    if height % p or width % q:
-      raise settings.ConfigError(
-        f"config.model.patch_size: patches of {p}x{q} pixels do not tile an "
-        f"image of {height}x{width}."
-      )
+    if self.seqhw is not None:
+      p, q = (max(1, side // self.seqhw) for side in (height, width))
     h, w = height // p, width // q
+    wrong = self.seqhw is not None and (h, w) != (self.seqhw, self.seqhw)
+    if height % p or width % q or wrong:
+      raise settings.ConfigError(
+        f"config.model.{'seqhw' if self.seqhw else 'patch_size'}: patches of "
+        f"{p}x{q} pixels do not tile an image of {height}x{width}."
+      )
     x = jnp.asarray(image, self.dtype)
     x = x.reshape(B, h, p, w, q, channels).transpose(0, 1, 3, 2, 4, 5)
     x = x.reshape(B, h * w, p * q * channels)
-    return self._project(x, channels), (h, w)
+    return self._project(x, channels, (p, q)), (h, w)
 
-  def _project(self, x: jax.Array, channels: int) -> jax.Array:
+  def _project(
+    self, x: jax.Array, channels: int, size: tuple[int, int] | None = None
+  ) -> jax.Array:
     kernel = self.param(
       "kernel",
       nn.initializers.lecun_normal(),
       (*self.patch_size, channels, self.width),
     )
+    if size and size != tuple(self.patch_size):
+      kernel = _resized_kernel(kernel, size)
     y = x @ kernel.reshape(-1, self.width).astype(self.dtype)
     if not self.use_bias:
       return y
     bias_D = self.param("bias", nn.initializers.zeros, (self.width,))
     return y + bias_D.astype(self.dtype)
+
+
+def _resized_kernel(kernel: jax.Array, size: tuple[int, int]) -> jax.Array:
+  """A patch kernel for patches that are resized to `size` pixels.
+
+  The pseudo-inverse of the bilinear resize of patches: with upsampled patches,
+  the products are the same (FlexiViT, section 3.4).
+  """
+
+  def inverse(old: int, new: int) -> np.ndarray:
+    places = (np.arange(new) + 0.5) * old / new - 0.5
+    entries = [np.interp(places, np.arange(old), row) for row in np.eye(old)]
+    return np.linalg.pinv(np.stack(entries)).astype(np.float32)
+
+  rows, columns = map(inverse, kernel.shape, size)
+  return jnp.einsum(
+    "Hh,Ww,hwcd->HWcd", rows, columns, kernel, precision="highest"
+  )
 
 
 def sizes(model: Any, names: Sequence[str], example: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ the next step.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import metrics, settings, sharding, trees
+from bigtrain.parts import Variant
 from bigtrain.settings import Config, ConfigError
 from bigtrain.step import sharpness
 from bigtrain.types import (
@@ -70,22 +71,32 @@ def two_pass_loss(
 def from_config(
   config: Config,
   task: Any,
-  model: Any,
-  loss_fn: LossFn,
+  variants: Sequence[Variant],
+  loss_fns: Sequence[LossFn],
   *,
   trainable: Any,
   mesh: Mesh,
 ) -> GradientsFn:
-  compute = getattr(task, "gradients_fn", make)(
-    loss_fn,
-    trainable=trainable,
-    mesh=mesh,
-    microbatches=read_microbatches(config, config.input.batch_size, mesh),
-    two_pass=two_pass_loss(task, model, config.kwargs("loss")),
-  )
+  """The function of one step, which draws one of the variants of the model."""
+  computes = [
+    getattr(task, "gradients_fn", make)(
+      loss_fn,
+      trainable=trainable,
+      mesh=mesh,
+      microbatches=read_microbatches(config, config.input.batch_size, mesh),
+      two_pass=two_pass_loss(task, variant.model, config.kwargs("loss")),
+    )
+    for variant, loss_fn in zip(variants, loss_fns)
+  ]
+  model, shares = variants[0].model, np.asarray([v.share for v in variants])
 
   def gradients(state: Any, batch: Batch) -> tuple[Params, Metrics, Variables]:
-    grads, sums, mutable = compute(state, batch)
+    if len(computes) == 1:
+      grads, sums, mutable = computes[0](state, batch)
+    else:  # Each branch has its own gradients, and no memory of the others'.
+      _, key = jax.random.split(step_key(state.get("seed", 0), state["step"]))
+      drawn = jax.random.choice(key, len(shares), p=shares)
+      grads, sums, mutable = jax.lax.switch(drawn, computes, state, batch)
     if _STEP_SUMS in mutable:
       mutable = dict(mutable)
       step_sums = mutable.pop(_STEP_SUMS)

@@ -91,7 +91,7 @@ def evaluate(
     teaching = _teacher(config, task, model, context)
     enabled = evaluations.from_config(
       config,
-      parts.predict_fns(task, model, teaching.model),
+      parts.predict_fns(config, task, model, teaching.model),
       lengths.Units(context.batch_size),
       context,
       weights=start.evaluated({**state_spec, **teaching.spec}),
@@ -172,7 +172,7 @@ def _teacher(
 
   The first such evaluation gives the shapes of the teacher's inputs.
   """
-  without = parts.predict_fns(task, model)
+  without = parts.predict_fns(config, task, model)
   for name, entry in config.to_dict().get("evals", {}).items():
     if not config.get("teacher") or not entry.get("enabled", True):
       continue
